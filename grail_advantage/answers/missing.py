@@ -25,8 +25,6 @@ ENOUGH = 32
 """Responses, all without an answer, that tell a wrong format from bad luck: more than one batch where batches are smaller."""
 LOW = 0.2
 """A share of responses with an answer that is worth a warning."""
-EVERY = 10
-"""Batches from one warning to the next."""
 SHOWN = 160
 """Characters of a response in a message."""
 
@@ -77,8 +75,8 @@ class AnswerCheck:
     """Looks at every batch of a run.
 
     The first batch in which no response has an answer stops the run (``stop``), unless fewer than ``ENOUGH`` have been seen:
-    then the next batches count, too. Once there was an answer, nothing stops it. Batches in which less than a fifth have one
-    are warned of, at most every tenth (``stop`` and ``warn``).
+    then the next batches count, too. Once there was an answer, nothing stops it. The first batch in which less than a fifth
+    have one is warned of (``stop`` and ``warn``).
 
     Args:
         signal: the method; one that reads no answers is not looked at.
@@ -90,8 +88,8 @@ class AnswerCheck:
     def __init__(self, signal: Signal, answer: AnswerFormat, choice: str, prefix: str = "") -> None:
         check_choice(choice, f"{prefix}missing_answers")
         self._signal, self._answer, self._choice, self._prefix = signal, answer, choice, prefix
-        self._batches = self._seen = self._answered = 0
-        self._next_warning = 0
+        self._seen = self._answered = 0
+        self._warned = False
 
     def look(
         self,
@@ -114,14 +112,11 @@ class AnswerCheck:
         if self._choice == "ignore" or not self._signal.reads_answer:
             return
         answered, rows = counts or (sum(span is not None for span in spans), len(spans))
-        batch, self._batches = self._batches, self._batches + 1
         self._seen, self._answered = self._seen + rows, self._answered + answered
-        if not is_low(answered, rows):
-            return
         stops = self._choice == "stop" and not self._answered and self._seen >= ENOUGH
-        if not stops and batch < self._next_warning:
+        if not is_low(answered, rows) or (self._warned and not stops):
             return
-        self._next_warning = batch + EVERY
+        self._warned = True
         message = (
             f"{answered} of {rows} responses have an answer in the format {self._answer.name}; {self._signal.name} weighs "
             "every token of the others 1, so that they train as with uniform"

@@ -18,7 +18,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -27,22 +27,27 @@ import pyarrow.parquet as pq
 from pydantic import TypeAdapter
 
 from grail_advantage.answers.span import AnswerSpan
-from grail_advantage.dump.schema import COLUMNS, METHOD, RECEIVED_SCHEMA, SCHEMA, DumpHeader, ReceivedHeader
+from grail_advantage.dump.schema import COLUMNS, RECEIVED_SCHEMA, SCHEMA, DumpHeader, ReceivedHeader
 from grail_advantage.dump.whole_file import UNFINISHED, whole_file
 
-_BROKEN = (pa.ArrowException, OSError, ValueError, LookupError, TypeError)
+_BROKEN = (pa.ArrowException, OSError, ValueError, LookupError, TypeError, RecursionError)
 """Errors of a damaged or foreign file."""
 _ROWS = 32
 """Rows of a row group; the reader holds one group at a time."""
 _TOKENS = "tokens.list.element"
 """The leaf that is read as a dictionary, so that equal tokens share a text."""
+_DICTIONARIES = [
+    *(column.name for column in SCHEMA if column.type == pa.string()),
+    *("prompt_ids.list.element", "token_ids.list.element", _TOKENS),
+    *("methods.list.element.name", "methods.list.element.no_scores"),
+]
+"""Leaves of few different values."""
 _PER_TOKEN = ("token_ids", "mask", *COLUMNS)
 """Columns with a number a token, whose fields end in ``_T``."""
 _Row = TypeVar("_Row")
 
 
-@dataclass(frozen=True)
-class _Kind:
+class _Kind(NamedTuple):
     """One of the two kinds of files."""
 
     name: str
@@ -57,13 +62,10 @@ class _Kind:
     schema: pa.Schema
     per_token: Sequence[str]
     """List columns with one value a token; the first one says how many tokens there are."""
-    dictionaries: Sequence[str]
-    """Leaves of few different values."""
 
     def path(self, folder: Path, step: int, update: int) -> Path:
         """The file of a step, or of one of its later updates."""
-        suffix = f"_update_{update}" if update else ""
-        return Path(folder) / f"{self.name}_{step:06d}{suffix}.parquet"
+        return Path(folder) / f"{self.name}_{step:06d}{f'_update_{update}' if update else ''}.parquet"
 
     def files(self, folder: Path) -> list[tuple[int, int, Path]]:
         """Step, update and path of each file that is named as one of this kind, in order."""
@@ -72,30 +74,15 @@ class _Kind:
         return sorted((int(match[1]), int(match[2] or 0), path) for path, match in names if match and path.is_file())
 
 
-_STEP = _Kind(
-    name="step",
-    called="token dump",
-    version=4,
-    key=b"grail_advantage",
-    header=TypeAdapter(DumpHeader),
-    schema=SCHEMA,
-    per_token=("tokens", *_PER_TOKEN),
-    dictionaries=[
-        *(column.name for column in SCHEMA if column.type == pa.string()),
-        *(f"{name}.list.element" for name in ("prompt_ids", "token_ids")),
-        _TOKENS,
-        *(f"methods.list.element.{name}" for name in ("name", "no_scores")),
-    ],
-)
+_STEP = _Kind("step", "token dump", 4, b"grail_advantage", TypeAdapter(DumpHeader), SCHEMA, ("tokens", *_PER_TOKEN))
 _RECEIVED = _Kind(
-    name="received",
-    called="receipt",
-    version=1,
-    key=b"grail_advantage_received",
-    header=TypeAdapter(ReceivedHeader),
-    schema=RECEIVED_SCHEMA,
-    per_token=("received", "clipped"),
-    dictionaries=["key"],
+    "received",
+    "receipt",
+    1,
+    b"grail_advantage_received",
+    TypeAdapter(ReceivedHeader),
+    RECEIVED_SCHEMA,
+    ("received", "clipped"),
 )
 
 
@@ -118,27 +105,54 @@ def write_step(folder: Path, header: DumpHeader, table: pa.Table) -> Path:
         OSError: the disk's.
     """
     for name in ("update", "step"):
-        values = pa.array(np.full(len(table), getattr(header, name), dtype=np.int64))
+        values = pa.repeat(pa.scalar(getattr(header, name), pa.int64()), len(table))
         table = table.add_column(0, SCHEMA.field(name), values)
     return _write(_STEP, folder, header, table)
 
 
 def write_received(folder: Path, header: ReceivedHeader, table: pa.Table) -> Path:
-    """Write what the responses of an update received, in place of a file of the same step and update.
+    """Write what the responses of an update received, as :func:`write_step` does.
 
     Args:
         folder: of the dump.
         header: of the file.
         table: of :data:`grail_advantage.dump.schema.RECEIVED_SCHEMA`, as :meth:`grail_advantage.receipt.Receipt.table` gives
             it, with the responses of the file beside it in their order.
-
-    Returns:
-        The file.
-
-    Raises:
-        ValueError, OSError: as :func:`write_step` does.
     """
     return _write(_RECEIVED, folder, header, table)
+
+
+def _write(kind: _Kind, folder: Path, header: DumpHeader | ReceivedHeader, table: pa.Table) -> Path:
+    record = json.dumps({"schema_version": kind.version, **asdict(header)})
+    try:
+        table = table.select(kind.schema.names).cast(kind.schema.with_metadata({kind.key: record}))
+    except (KeyError, pa.ArrowException) as error:
+        raise ValueError(f"the table is not that of a {kind.called}: {error}") from error
+    _check_lengths(kind, table)
+    path = kind.path(folder, header.step, header.update)
+    with whole_file(path) as file:
+        pq.write_table(
+            table, file, row_group_size=_ROWS, compression="zstd", use_dictionary=_DICTIONARIES, write_statistics=False
+        )
+    return path
+
+
+def _check_lengths(kind: _Kind, table: pa.Table) -> None:
+    """Raises ``ValueError`` where a list column of a response has more or fewer values than the response has tokens."""
+    tokens_N = pc.list_value_length(table[kind.per_token[0]])
+    lists = [(name, table[name], tokens_N) for name in kind.per_token[1:]]
+    if kind is _STEP:
+        methods = table["methods"].combine_chunks()
+        tokens_M = tokens_N.take(pc.list_parent_indices(methods))
+        lists += [
+            (f"a method's {name}", pc.struct_field(methods.flatten(), name), tokens_M)
+            for name in ("score", "weight", "advantage")
+        ]
+    for name, values, expected in lists:
+        counts = pc.list_value_length(values)
+        other = pc.index(pc.not_equal(counts, expected), value=True).as_py()
+        if other >= 0:
+            raise ValueError(f"{name} has {counts[other]} values for {expected[other]} tokens")
 
 
 def dumped_steps(folder: Path) -> list[int]:
@@ -153,43 +167,6 @@ def remove_steps(folder: Path, first: int) -> list[Path]:
     for path in [*removed, *Path(folder).glob(f".*{UNFINISHED}")]:
         path.unlink()
     return removed
-
-
-def _write(kind: _Kind, folder: Path, header: DumpHeader | ReceivedHeader, table: pa.Table) -> Path:
-    record = json.dumps({"schema_version": kind.version, **asdict(header)}).encode("ascii")
-    try:
-        table = table.select(kind.schema.names).cast(kind.schema.with_metadata({kind.key: record}))
-    except (KeyError, pa.ArrowException) as error:
-        raise ValueError(f"the table is not that of a {kind.called}: {error}") from error
-    _check_lengths(kind, table)
-    path = kind.path(folder, header.step, header.update)
-    with whole_file(path) as file:
-        pq.write_table(
-            table,
-            file,
-            row_group_size=_ROWS,
-            compression="zstd",
-            use_dictionary=list(kind.dictionaries),
-            write_statistics=False,
-        )
-    return path
-
-
-def _check_lengths(kind: _Kind, table: pa.Table) -> None:
-    """Raises ``ValueError`` where a list column of a response has more or fewer values than the response has tokens."""
-    first, *others = kind.per_token
-    tokens_N = pc.list_value_length(table[first])
-    columns = {name: (table[name], tokens_N) for name in others}
-    if "methods" in table.column_names:
-        methods = table["methods"].combine_chunks()
-        of_method_M = tokens_N.take(pc.list_parent_indices(methods))
-        for name in ("score", "weight", "advantage"):
-            columns[f"a method's {name}"] = (pc.struct_field(methods.flatten(), name), of_method_M)
-    for name, (lists, expected) in columns.items():
-        counts = pc.list_value_length(lists)
-        for count, tokens in zip(counts.to_pylist(), expected.to_pylist(), strict=True):
-            if count not in (None, tokens):
-                raise ValueError(f"{name} has {count} values for {tokens} tokens")
 
 
 # ------------------------------------------------------------------------------------------------------------------ reading
@@ -374,27 +351,26 @@ def _parsed(kind: _Kind, metadata: pq.FileMetaData) -> Any:
 
 
 def _rows(kind: _Kind, path: Path, problems: list[str], make: Callable[..., _Row]) -> Iterator[_Row]:
-    """The rows of a file, one at a time; of a damaged file those before the damage, which is added to ``problems``.
-
-    Args:
-        kind: of the file.
-        path: the file.
-        problems: of the folder.
-        make: gets a row's values by the names of the columns.
-    """
+    """What ``make`` makes of each row's values by column; of a damaged file the rows before the damage, which is added to
+    ``problems``."""
     try:
-        metadata = pq.read_metadata(path)
-        _parsed(kind, metadata)
-        if not metadata.schema.to_arrow_schema().equals(kind.schema):
-            raise ValueError("its columns are others")
-        if not metadata.num_rows:
-            raise ValueError("it holds no responses")
-        with pq.ParquetFile(path, metadata=metadata, read_dictionary=[_TOKENS] if kind is _STEP else []) as file:
-            for number in range(metadata.num_row_groups):
+        with pq.ParquetFile(path, read_dictionary=[_TOKENS] if kind is _STEP else []) as file:
+            _parsed(kind, file.metadata)
+            if not file.metadata.schema.to_arrow_schema().equals(kind.schema):
+                raise ValueError("its columns are others")
+            if not file.metadata.num_rows:
+                raise ValueError("it holds no responses")
+            for number in range(file.num_row_groups):
                 table = file.read_row_group(number)
                 _check_lengths(kind, table)
-                columns = [_values(column.combine_chunks()) for column in table.columns]
-                for values in zip(*columns, strict=True):
+                columns = [
+                    column.to_numpy() if pa.types.is_list(column.type) else column.to_pylist()
+                    for column in table.columns
+                ]
+                for row in zip(*columns, strict=True):
+                    values = (
+                        value.copy() if isinstance(value, np.ndarray) else value for value in row
+                    )  # not of the group
                     yield make(**dict(zip(kind.schema.names, values, strict=True)))
     except _BROKEN as error:
         _add(problems, path, _damaged(kind, error))
@@ -409,30 +385,22 @@ def _add(problems: list[str], path: Path, message: str) -> None:
         problems.append(problem)
 
 
-def _values(column: pa.Array) -> list[Any]:
-    """A column's entries; a list of numbers is an array."""
-    if not pa.types.is_list(column.type):
-        return column.to_pylist()
-    kind = column.type.value_type
-    if pa.types.is_dictionary(kind):
-        texts = np.array(column.values.dictionary.to_pylist(), dtype=object)
-        return [texts[entry.values.indices.to_numpy()].tolist() for entry in column]
-    if pa.types.is_struct(kind):
-        return [{name: _values(entry.values.field(name)) for name in METHOD.names} for entry in column]
-    if pa.types.is_list(kind):
-        return [_values(entry.values) for entry in column]
-    return [entry.values.to_numpy(zero_copy_only=False).copy() if entry.is_valid else None for entry in column]
-
-
-def _dump_row(*, span: np.ndarray | None, methods: dict[str, list], labels: str | None, **values: Any) -> DumpRow:
-    marks = json.loads(labels or "{}")
+def _dump_row(
+    span: np.ndarray | None, tokens: np.ndarray, methods: Sequence[dict], labels: str, **values: Any
+) -> DumpRow:
     row = DumpRow(
         span=None if span is None else AnswerSpan(*span.tolist()),
+        tokens=tokens.tolist(),
         methods={
-            name: MethodColumns(score_T=score_T, advantage_T=advantage_T, weight_T=weight_T, no_scores=no_scores)
-            for name, score_T, advantage_T, weight_T, no_scores in zip(*methods.values(), strict=True)
+            each["name"]: MethodColumns(
+                score_T=each["score"],
+                advantage_T=each["advantage"],
+                weight_T=each["weight"],
+                no_scores=each["no_scores"],
+            )
+            for each in methods
         },
-        labels=marks if isinstance(marks, dict) else {},
+        labels=dict(json.loads(labels or "{}")),
         **{f"{name}_T" if name in _PER_TOKEN else name: value for name, value in values.items()},
     )
     edges = [0, *vars(row.span).values(), len(row)] if row.span else []
@@ -442,7 +410,7 @@ def _dump_row(*, span: np.ndarray | None, methods: dict[str, list], labels: str 
 
 
 def _received_row(
-    *, key: str, updates: np.ndarray, received: np.ndarray, clipped: np.ndarray, by_update: list
+    key: str, updates: np.ndarray, received: np.ndarray, clipped: np.ndarray, by_update: np.ndarray
 ) -> ReceivedRow:
-    by_update_KT = np.array(by_update, dtype=np.float32).reshape(len(updates), len(received))
+    by_update_KT = np.array(by_update.tolist(), dtype=np.float32).reshape(len(updates), len(received))
     return ReceivedRow(key=key, updates=updates, received_T=received, clipped_T=clipped, by_update_KT=by_update_KT)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -40,23 +40,8 @@ class OptimiserStep:
 
     places: list[int]
     """Of all its responses in the update's batch, also of those that are left out of it."""
-    micro_batches: list[ReceivedMicroBatch] = field(default_factory=list)
-
-
-@dataclass
-class ReceivedMicroBatch:
-    """The written responses of a micro-batch; tensors are float32, on the CPU."""
-
-    slots: list[int]
-    """Of the responses among those that the token dump writes."""
-    log_probs: list[torch.Tensor]
-    """Of each response's tokens, (T,) each."""
-    gradients: list[torch.Tensor]
-    """Of the loss with respect to them."""
-    outside: list[float]
-    """Of each response the largest gradient, without sign, at the log-probability of a token that is not its."""
-    width: int
-    """Tokens of the longest response of the micro-batch, which verl pads the others to."""
+    pieces: list[Piece]
+    """Its micro-batches, with the written responses alone, by their slots; float32, on the CPU."""
 
 
 @dataclass
@@ -100,7 +85,7 @@ class UpdateReader:
             worker.loss_fn = loss_fn
             readings, self._readings = self._readings, []
         with self._attempt():
-            self._steps.append(OptimiserStep(list(places), [_micro_batch(reading, scale) for reading in readings]))
+            self._steps.append(OptimiserStep(list(places), [_piece(reading, scale) for reading in readings]))
 
     def _reading(self, loss_fn: Callable[..., Any]) -> Callable[..., Any]:
         def read(model_output: Any, data: TensorDict, dp_group: Any = None) -> Any:
@@ -139,25 +124,29 @@ def _loss_scale(engine: FSDPEngineWithLMHead) -> float:
     return 1.0 if scaler is None else scaler.get_scale()
 
 
-def _micro_batch(reading: _Reading, scale: float) -> ReceivedMicroBatch:
+def _piece(reading: _Reading, scale: float) -> Piece:
     # verl's log-probabilities are packed: those of prompt + response, each at the position before its token.
     log_probs_N = reading.gradient.log_probs.values().float().cpu()
     gradient = reading.gradient.values
     gradient_N = torch.zeros_like(log_probs_N) if gradient is None else gradient.values().float().cpu() / scale
-    micro = ReceivedMicroBatch([], [], [], [], width=int(reading.responses_R.max()))
-    start = 0
+    slots, log_probs, gradients, outside, start = [], [log_probs_N[:0]], [gradient_N[:0]], [], 0
     lengths = zip(reading.prompts_R.tolist(), reading.responses_R.tolist(), strict=True)
     for (_, slot), (prompt, response) in zip(reading.places_R2.tolist(), lengths, strict=True):
         own = slice(start + prompt - 1, start + prompt + response - 1)
         end = start + prompt + response
         if slot >= 0:
-            micro.slots.append(slot)
-            micro.log_probs.append(log_probs_N[own].clone())
-            micro.gradients.append(gradient_N[own].clone())
-            others = torch.cat([gradient_N[start : own.start], gradient_N[own.stop : end]])
-            micro.outside.append(float(others.abs().max()))
+            slots.append(slot)
+            log_probs.append(log_probs_N[own])
+            gradients.append(gradient_N[own])
+            outside.append(float(torch.cat([gradient_N[start : own.start], gradient_N[own.stop : end]]).abs().max()))
         start = end
-    return micro
+    log_probs_bT, gradient_bT = (
+        pad_sequence(values, batch_first=True)[1:].clone() for values in (log_probs, gradients)
+    )
+    width = int(reading.responses_R.max())
+    return Piece(
+        torch.tensor(slots, dtype=torch.int64), log_probs_bT, gradient_bT, outside_b=torch.tensor(outside), width=width
+    )
 
 
 # ----------------------------------------------------------------------------------------------------------- in the trainer
@@ -297,20 +286,6 @@ def receipt_of(
 def _pieces(of_ranks: Sequence[list[OptimiserStep]], width: int) -> Iterator[Piece]:
     """The micro-batches of the optimiser steps that have a written response; also the others of these steps, which count."""
     for update, of_step in enumerate(zip(*of_ranks, strict=True)):
-        if not any(micro.slots for step in of_step for micro in step.micro_batches):
-            continue
-        for rank, step in enumerate(of_step):
-            for micro in step.micro_batches:
-                rows = [
-                    pad_sequence(values, batch_first=True) for values in (micro.log_probs, micro.gradients) if values
-                ]
-                log_probs_bT, gradient_bT = rows or [torch.zeros(0, width)] * 2
-                yield Piece(
-                    rows_b=torch.tensor(micro.slots, dtype=torch.int64),
-                    log_probs_bT=log_probs_bT,
-                    gradient_bT=gradient_bT,
-                    update=update,
-                    rank=rank,
-                    outside_b=torch.tensor(micro.outside),
-                    width=micro.width,
-                ).padded(width)
+        if any(len(piece.rows_b) for step in of_step for piece in step.pieces):
+            for rank, step in enumerate(of_step):
+                yield from (replace(piece, update=update, rank=rank).padded(width) for piece in step.pieces)
