@@ -166,7 +166,6 @@ class TrainingSide:
         """Token advantages, (B, T).
 
         Args:
-            signal: the method.
             output: from :meth:`old_log_probs` or :meth:`fused_log_probs`.
             of_pass: scores by response, for a method that uses something of the model.
         """

@@ -139,7 +139,6 @@ class StepDump:
 
     Args:
         folder: destination, which exists.
-        tokenizer: the run's.
         every: steps from one dump to the next.
         rows: most responses of a step, shared by its updates; ``None`` for all.
         updates: updates of the actor in a step.
@@ -182,8 +181,6 @@ class StepDump:
         """Have responses written.
 
         Args:
-            step: training step.
-            update: which of its updates.
             records: gives the records of the chosen responses alone; called in the writer's thread, so that the run must not
                 change what they hold.
             rows_in_step: responses of the update's batch, without those that only fill it up.
@@ -221,8 +218,6 @@ class StepDump:
         """Have a receipt written.
 
         Args:
-            step: training step.
-            update: which of its updates.
             keys: of the responses that were written of it, in their order.
             lengths: tokens of each response.
             mask_BT: bool; the tokens that train.

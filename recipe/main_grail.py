@@ -59,7 +59,6 @@ def prepare(config: DictConfig, *, starts: bool = False) -> RunConfig:
     """Check the configuration and choose the trainer.
 
     Args:
-        config: the configuration.
         starts: the run begins here, and its folders are locked.
 
     Returns:

@@ -37,7 +37,6 @@ def check_arguments(given: Mapping[str, Any], signal: Signal) -> None:
 
     Args:
         given: by name; those that were left out are not in it.
-        signal: the method.
 
     Raises:
         ValueError: naming the argument, the reason and the remedy.

@@ -91,7 +91,6 @@ class GenerationReceipt:
             advantages_BT: after weighting.
             chosen: places of the responses that the dump writes, over all processes.
             step: of the dump's file.
-            update: likewise.
         """
         self._begun = True
         self._chosen, self._step, self._update = list(chosen), step, update

@@ -211,7 +211,6 @@ def check_model(settings: Settings, folder: str | None = None) -> bool:
     """Refuse a model that the method cannot work with.
 
     Args:
-        settings: the run's.
         folder: where the model is; without, only a model on this machine is looked at.
 
     Returns:
@@ -291,7 +290,6 @@ def model_obstacles(settings: Settings, model: PretrainedConfig) -> Iterator[Obs
     """What makes the gradient of a response depend on the other responses of its micro-batch.
 
     Args:
-        settings: the run's.
         model: the configuration that verl loads the model with.
     """
     names = {MODEL_ITSELF: f"{PATH}={settings[PATH]}", PACKING: f"{PACKED}=True"}

@@ -48,7 +48,6 @@ class UpdateDump:
 
     Args:
         settings: the run's, with a folder for the dump.
-        tokenizer: the model's.
         updates: updates of the actor in a step.
         steps: steps of the run.
 
@@ -102,7 +101,6 @@ class UpdateDump:
         """Have the workers read what the responses receive that were written last; whether they will.
 
         Args:
-            step: the responses.
             batch: of the update; gets a field and a setting.
         """
         if self._watched is None:
@@ -118,7 +116,6 @@ class UpdateDump:
         """Hand what the responses received in the update to the writer.
 
         Args:
-            step: the responses.
             batch: of the update, whose field and setting are dropped.
             workers: the actor's worker group.
             sent: tokens of each response that went into the update.

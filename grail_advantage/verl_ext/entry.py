@@ -53,7 +53,6 @@ def prepare_run(config: DictConfig, *, of_verl: bool = False) -> RunConfig | Non
     """Check a run with a method of this project, and write its trainer into the configuration.
 
     Args:
-        config: the configuration.
         of_verl: check a run with an estimator of verl's own as well.
 
     Returns:

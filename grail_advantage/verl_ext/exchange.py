@@ -113,7 +113,6 @@ def spread_in_mini_batches(
     Args:
         lengths: tokens of each response; their number divides evenly.
         trained: the responses that train.
-        ranks: number of data-parallel ranks.
         mini_batch_rows: responses of a mini-batch on all ranks together.
     """
     of_rank, share, chosen = len(lengths) // ranks, mini_batch_rows // ranks, set(trained)
@@ -132,10 +131,6 @@ def build_request(
     """Responses for :func:`grail_advantage.verl_ext.worker.token_scores`.
 
     Args:
-        rows: prepared responses.
-        signal: the method.
-        temperature: sampling temperature.
-        step: training step.
         pad_token: the tokenizer's.
 
     Returns:

@@ -242,8 +242,6 @@ def receipt_of(
         of_ranks: the optimiser steps of each data-parallel rank.
         sent: tokens of each response of the whole batch that went into the update; 0 for one that was left out.
         tokens: of each response of the whole batch, those that train.
-        loss: the run's.
-        epochs: of the update.
         on_policy: whether the old log-probabilities are those of the policy before the update.
     """
     longest, updates = written.mask_BT.shape[1], len(of_ranks[0])

@@ -566,7 +566,6 @@ def choose_skipping(
     """Choose what this run leaves out; with a line for each reason against it.
 
     Args:
-        settings: the run's.
         of_model: gives what the model has against it (:func:`grail_advantage.verl_ext.checks.neighbour_obstacles`);
             nothing where the model is not known yet.
         own_advantages: whether the trainer computes advantages of its own.

@@ -104,10 +104,6 @@ def fetch_step(
     """Fetch prompts, responses and what the method reads of them.
 
     Args:
-        batch: keys of the responses.
-        settings: the run's.
-        tokenizer: the model's.
-        number: training step.
         context_length: positions of the model.
         end_tokens: from :func:`end_token_ids`.
     """
@@ -233,11 +229,6 @@ def fetch_columns(batch: KVBatchMeta, names: Sequence[str]) -> dict[str, torch.T
 def by_rewards(step: UpdateBatch, batch: KVBatchMeta, algorithm: DictConfig) -> UpdateBatch:
     """The step with the advantages that the rewards alone give, over the tokens that the model wrote, and with the responses
     that need scores by them.
-
-    Args:
-        step: the responses.
-        batch: their keys.
-        algorithm: the section of the configuration, for verl's code.
     """
     (rewards_BT,) = fetch_padded(batch, "rm_scores")
     step = _with_rewards(step, rewards_BT)
@@ -256,9 +247,6 @@ def by_advantages(step: UpdateBatch, batch: KVBatchMeta, algorithm: DictConfig, 
     response, whose gradient is NaN (``FSDPEngine.optimizer_step``).
 
     Args:
-        step: the responses.
-        batch: their keys.
-        algorithm: the section of the configuration, for verl's code.
         own_advantages: whether the trainer computes advantages of its own. A response whose advantage is not finite then trains
             nothing; otherwise verl's own code computes the advantages of its group again without it.
 
@@ -320,10 +308,8 @@ def reward_advantages(
     No other response is compared with one whose reward is not finite, or too large.
 
     Args:
-        step: the responses.
         rewards_BT: rewards of the tokens.
         mask_BT: bool; the tokens that train.
-        algorithm: the section of the configuration, for verl's code.
 
     Returns:
         Advantages (B,); NaN for such a response.
@@ -385,8 +371,6 @@ def request_saliency(step: UpdateBatch, batch: KVBatchMeta, order: Sequence[int]
     """Store the target of each selected response's saliency, and return the batch for a forward that keeps their graph.
 
     Args:
-        step: the responses.
-        batch: their keys.
         order: the responses that are returned, by their places; results are stored by key.
     """
     signal, of_method = step.settings.signal, step.method_batch()
@@ -445,8 +429,6 @@ def complete_log_probs(step: UpdateBatch, batch: KVBatchMeta, written: KVBatchMe
     """The batch after the forward of the old log-probabilities; responses without one get NaN, so that fields are the same.
 
     Args:
-        step: the responses, with :attr:`UpdateBatch.no_forward`.
-        batch: their keys.
         written: those that had the forward.
     """
     if not step.no_forward:

@@ -49,8 +49,6 @@ def forward_request(
 
     Args:
         step: with the advantages that the rewards alone give.
-        batch: keys of all responses.
-        ranks: number of data-parallel ranks.
         shares: whether the forward keeps the graph of the selected responses.
         skips: whether responses that nobody reads get no forward.
     """
@@ -87,12 +85,6 @@ def correction_of_known(
 ) -> Iterator[None]:
     """Within, verl takes no metrics of a rollout correction where responses have no old log-probabilities; those of the others
     are in ``metrics`` afterwards.
-
-    Args:
-        step: the responses, where they are known already.
-        algorithm: the section of the configuration, which verl reads.
-        batch: keys of all responses.
-        metrics: of the step.
     """
     if step is None or not step.no_forward or algorithm.get("rollout_correction", None) is None:
         yield
@@ -111,9 +103,7 @@ def update_request(
     """The batch for the workers' update, and the figures of what is left out.
 
     Args:
-        step: the responses, with the tokens that train.
         batch: their keys, in verl's order.
-        ranks: number of data-parallel ranks.
         cut_tails: see :class:`grail_advantage.verl_ext.rules.Skipping`.
     """
     rollouts, places = step.rollouts, {key: row for row, key in enumerate(step.keys)}
