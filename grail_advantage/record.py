@@ -328,6 +328,12 @@ class StepRecord:
                 values_T[: len(ids_T)] for values_T, ids_T in zip(values_BT.detach().cpu().numpy(), ids, strict=True)
             ]
 
+        def of_policy(name: str) -> torch.Tensor | None:
+            """A column of the host, without the values that some hosts have for a tool's tokens as well."""
+            if name not in rollouts.columns_BT:
+                return None
+            return torch.where(rollouts.written_BT, rollouts.columns_BT[name].float(), torch.nan)
+
         usable_B1 = within_range(rollouts.advantages_B).unsqueeze(1)
         base_BT = torch.where(rollouts.mask_BT & usable_B1, rollouts.advantages_B.unsqueeze(1), 0.0)
         prompts = facts.get("prompt") or [texts.decode(prompt_P.tolist()) for prompt_P in rollouts.prompts]
@@ -373,10 +379,7 @@ class StepRecord:
             "weight": a_token(self.weights_BT),
             "base_advantage": a_token(base_BT.float()),
             "advantage": a_token(self.advantages_BT),
-            **{
-                of_dump: a_token(rollouts.columns_BT[name].float() if name in rollouts.columns_BT else None)
-                for name, of_dump in DUMPED.items()
-            },
+            **{of_dump: a_token(of_policy(name)) for name, of_dump in DUMPED.items()},
             "methods": of_methods,
             "labels": [json.dumps(label) if label else None for label in labels],
         }

@@ -23,7 +23,7 @@ GROUPS = {
     ),
     # A process fine-tunes the bench's small model once, and writes the reports for the browser once.
     "bench": ("test_known_answers.py", "test_train.py", "test_run.py"),
-    "pages": ("test_browser.py", "test_browser_hostile.py", "test_browser_received.py"),
+    "pages": ("test_browser.py", "test_browser_hostile.py"),
 }
 # A file of more than half a minute that begins last would leave the other cores idle.
 LONGEST = (

@@ -145,8 +145,8 @@ class GenerationDump(TrainerCallback):
             places_B: of the responses among those of all processes.
         """
         sums = reward_sums(self.rewards[places_B.to(self.rewards.device)].float(), self._trainer.reward_weights)
-        # None for responses that no reward function scored.
-        rewards = [None if math.isnan(value) else value for value in sums.tolist()]
+        # None for responses that no reward function scored, or whose reward is not finite.
+        rewards = [value if math.isfinite(value) else None for value in sums.tolist()]
         return {
             "ground_truth": [_ground_truth(row) for row in inputs],
             "reward": rewards,

@@ -1,81 +1,96 @@
-"""The token dump of a TRL run, and its report; run by test_trl.py with TRL on the path."""
+"""The token dump of a TRL run: equal to a plain model's (``tests/hosts.py``), and its files; run by test_trl.py with TRL on the
+path."""
 
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+import pyarrow as pa
 import pytest
 import torch
+from datasets import Dataset
 
-from grail_advantage import compute_token_weights
-from grail_advantage.dump.store import DumpRow, read_dump
+from grail_advantage import Signal
+from grail_advantage.batch import REWARDS
+from grail_advantage.dump.store import read_dump
+from grail_advantage.trl_ext import TokenWeightGRPOTrainer
 from grail_advantage.trl_ext.dump import dump_options
-from tests.core.tiny_models import Batch, char_tokenizer, encode, make_batch, tiny_model
+from tests import hosts
 from tests.trl_ext import scripted
-from tests.trl_ext.scripted import build, response_values
-from tests.view.test_page import index_of
+from tests.trl_ext.scripted import build
 
-TEXTS = [(prompt, *answer) for prompt, answers in scripted.GROUPS.items() for answer in answers]
-GOLD = ["5", "9"]
-
-
-def policy_columns(rows: Batch) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Log-probabilities and entropies of each response, from the model's logits alone."""
-    model, log_probs, entropies = tiny_model(), [], []
-    for ids_L, valid_L, inside_L in zip(rows.input_ids, rows.attention_mask, rows.response_mask, strict=True):
-        ids_S, where_T = ids_L[valid_L.bool()], inside_L[valid_L.bool()].nonzero().flatten()
-        with torch.no_grad():
-            of_all_SV = (model(input_ids=ids_S[None]).logits[0] / scripted.TEMPERATURE).log_softmax(-1)
-        log_probs.append(of_all_SV[where_T - 1].gather(1, ids_S[where_T, None])[:, 0])
-        entropies.append(-(of_all_SV.exp() * of_all_SV).sum(-1)[where_T - 1])
-    return log_probs, entropies
+METHODS = [name for name in [*hosts.METHODS, "grail_robust"] if REWARDS not in hosts.signal_of(name).reads]
+GOLD = {hosts.SUM: "5", hosts.NINE: "9"}
 
 
-@pytest.mark.parametrize("method", ["grail", "surprisal", "uniform"])
-def test_rows_are_those_of_the_run(tmp_path: Path, method: str) -> None:
-    folder = tmp_path / "run" / "tokens"
-    weights = {"token_weights": method, "token_dump": {"folder": folder, "responses": None}}
-    trainer = build(tmp_path / "run", data=scripted.prompts(solution=GOLD), weights=weights, max_steps=1)
-    signal = trainer.signal
-    trainer.train()
+class HostTrainer(TokenWeightGRPOTrainer):
+    """A trainer whose model says what is written down."""
 
-    rows, batch = list(read_dump(folder)), make_batch(scripted.rollouts(), "right")
-    plain = compute_token_weights(
-        tiny_model(), char_tokenizer(), *batch.tensors(), signal, temperature=scripted.TEMPERATURE
+    def _generate_single_turn(self, prompt_ids: list[list[int]], *_: Any, **__: Any) -> tuple[list[list[int]], None]:
+        assert len(prompt_ids) == hosts.COUNT
+        return [said.ids for said in hosts.RESPONSES], None
+
+
+def rewards(completions: list[str], **_: Any) -> list[float]:
+    """Those of the responses, whose order TRL keeps."""
+    assert len(completions) == hosts.COUNT
+    return [said.reward for said in hosts.RESPONSES]
+
+
+def dumped(folder: Path, signal: Signal, **options: Any) -> pa.Table:
+    """The dump of a step of training."""
+    trainer = build(
+        folder,
+        HostTrainer,
+        data=Dataset.from_dict({"prompt": list(GOLD), "solution": list(GOLD.values())}),
+        weights={"token_weights": signal, "token_dump": {"folder": folder / "tokens", "responses": None}},
+        num_generations=hosts.GROUP_SIZE,
+        per_device_train_batch_size=hosts.COUNT,
+        max_completion_length=hosts.LIMIT,
+        max_steps=1,
+        **options,
     )
-    log_probs, entropies = policy_columns(batch)
-    advantages = [row.advantage for row in scripted.rollouts(mask_truncated=False)]
-    of_plain = {
-        name: response_values(values, batch.response_mask)
-        for name, values in (("score", plain.scores), ("weight", plain.weights))
-    }
-    assert [(row.step, row.update, row.row, row.group, row.key) for row in rows] == [
-        (1, 0, place, place // scripted.GENERATIONS, f"1_{place}") for place in range(8)
-    ]
-    for place, (row, (prompt, response, reward)) in enumerate(zip(rows, TEXTS, strict=True)):
-        assert (row.prompt, row.response) == (prompt, response.removesuffix("<end>"))
-        assert (row.prompt_ids.tolist(), row.token_ids_T.tolist()) == (encode(prompt), encode(response))
-        assert (row.reward, row.outcome) == (reward, "right" if reward else "wrong")
-        assert (
-            row.ground_truth == GOLD[row.group] and row.truncated == (place == scripted.TRUNCATED) and row.mask_T.all()
-        )
-        assert row.base_advantage_T == pytest.approx(advantages[place])
-        trains = 0.0 if place == scripted.TRUNCATED else advantages[place]
-        assert row.advantage_T == pytest.approx(row.weight_T * trains, abs=1e-6)
-        np.testing.assert_allclose(row.weight_T, of_plain["weight"][place], rtol=2e-4, atol=2e-4)
-        np.testing.assert_allclose(row.score_T, of_plain["score"][place], rtol=2e-4, atol=1e-5)
-        np.testing.assert_allclose(row.old_log_prob_T, log_probs[place], rtol=1e-3, atol=1e-4)
-        np.testing.assert_allclose(row.entropy_T, entropies[place], rtol=1e-3, atol=1e-4)
-        assert row.span == plain.spans[place]
-    if method == "grail":
-        outside, none = "outside the gate", "no answer"
-        assert [row.no_scores for row in rows] == [None, None, outside, none, "truncated", None, none, none]
-    (file,) = read_dump(folder).files
-    assert (file.header.method, file.header.temperature, file.header.rows_in_step) == (method, scripted.TEMPERATURE, 8)
-    assert file.header.options == signal.as_dict()
+    trainer.reward_funcs = [rewards]
+    trainer.train()
+    (file,) = read_dump(folder / "tokens").files
+    header = file.header
+    assert (header.method, header.options, header.temperature) == (signal.name, signal.as_dict(), hosts.TEMPERATURE)
+    assert (header.step, header.rows_in_step) == (1, hosts.COUNT)
+    return hosts.dumped_table(folder / "tokens")
+
+
+def expected(signal: Signal, masked: int | None = None) -> pa.Table:
+    """The plain model's dump, with TRL's keys and ground truths, in micro-batches of TRL's size."""
+    rollouts = hosts.plain_rollouts(**hosts.without_tools(), keys=[f"1_{place}" for place in range(hosts.COUNT)])
+    mask_BT = rollouts.mask_BT.clone()
+    if masked is not None:
+        mask_BT[masked] = False
+    truths = [GOLD[said.prompt] for said in hosts.RESPONSES]
+    rollouts = replace(rollouts, mask_BT=mask_BT, facts={**rollouts.facts, "ground_truth": truths})
+    return hosts.plain_table(signal, rollouts, tokens=hosts.COUNT * rollouts.padded_length)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_the_dump_is_that_of_a_plain_model(tmp_path: Path, name: str) -> None:
+    """Bit for bit, as every number comes from the same computation in the same micro-batches."""
+    if name == "shear":
+        pytest.importorskip("ot")
+    signal = hosts.signal_of(name)
+    hosts.assert_same(dumped(tmp_path, signal), expected(signal))
+
+
+@pytest.mark.parametrize("name", ["grail", "step_values", "high_entropy"])
+def test_a_response_that_trl_masks_keeps_its_tokens(tmp_path: Path, name: str) -> None:
+    """Its mask is false, and it receives nothing."""
+    signal = hosts.signal_of(name)
+    table = dumped(tmp_path, signal, mask_truncated_completions=True)
+    hosts.assert_same(table, expected(signal, masked=hosts.TRUNCATED))
+    row = list(read_dump(tmp_path / "tokens"))[hosts.TRUNCATED]
+    assert len(row) == len(row.received.received_T) == hosts.LIMIT
+    assert not row.received.received_T[row.received.received_T == row.received.received_T].any()
 
 
 def test_steps_rows_and_resuming(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -108,30 +123,12 @@ def test_reward_functions_are_summed_by_their_weights(tmp_path: Path) -> None:
     trainer.reward_weights = torch.tensor([1.0, 0.5])
     trainer.train()
     rows = list(read_dump(tmp_path / "tokens"))
-    expected = [reward + 0.5 * len(text.removesuffix("<end>")) for _, text, reward in TEXTS]
+    expected = [
+        reward + 0.5 * len(text.removesuffix("<end>"))
+        for answers in scripted.GROUPS.values()
+        for text, reward in answers
+    ]
     assert [row.reward for row in rows] == pytest.approx(expected)
-
-
-def test_a_response_that_trl_masks_keeps_its_tokens(tmp_path: Path) -> None:
-    """As verl's: with a mask of false. All other responses are as without the option."""
-
-    def dumped(name: str, **options: Any) -> list[DumpRow]:
-        folder = tmp_path / name / "tokens"
-        build(tmp_path / name, weights={"token_weights": "grail", "token_dump": folder}, max_steps=1, **options).train()
-        return list(read_dump(folder))
-
-    masked, plain = dumped("masked", mask_truncated_completions=True), dumped("plain")
-    for place, (row, other) in enumerate(zip(masked, plain, strict=True)):
-        assert (row.response, row.reward, row.truncated) == (other.response, other.reward, other.truncated)
-        assert row.token_ids_T.tolist() == other.token_ids_T.tolist() and len(row) > 0
-        assert other.mask_T.all() and row.mask_T.all() == (place != scripted.TRUNCATED)
-        np.testing.assert_allclose(row.old_log_prob_T, other.old_log_prob_T, atol=1e-5)
-        np.testing.assert_allclose(row.entropy_T, other.entropy_T, atol=1e-5)
-        assert len(row.received.received_T) == len(row)
-    row = masked[scripted.TRUNCATED]
-    assert row.no_scores == "no token trains" and row.reward == 1.0 and not row.mask_T.any()
-    assert not row.weight_T.any() and not row.advantage_T.any() and not np.nan_to_num(row.received.received_T).any()
-    assert index_of(tmp_path / "masked")["rows"]["length"] == [len(row) for row in masked]
 
 
 def test_options_that_are_refused() -> None:

@@ -1,8 +1,9 @@
-"""The analysis of existing responses, against calls of compute_token_weights one response at a time."""
+"""The analysis of existing responses: its dump is that of a plain model, see ``tests/hosts.py``."""
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from grail_advantage import compute_token_weights
 from grail_advantage.analyze import main, with_rewards
@@ -19,6 +19,7 @@ from grail_advantage.dump.store import DumpRow, read_dump
 from grail_advantage.view.analysis.responses import Response, read_responses, tokenize
 from grail_advantage.view.analysis.specs import parse_method, parse_methods
 from grail_advantage.view.analysis.weigh import Analysis, run_analysis, token_ranges
+from tests import hosts
 from tests.core.tiny_models import ROLLOUTS, Rollout, char_tokenizer, encode, make_batch, tiny_model
 
 TEMPLATE = "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '; ' }}{% endfor %}{{ 'reply: ' }}"
@@ -27,19 +28,10 @@ RESPONSES = [
     Response(id=name, prompt=ROLLOUTS[name].prompt, response=ROLLOUTS[name].response.removesuffix("<end>"))
     for name in CHOSEN
 ]
-SPECS = [
-    "grail",
-    "grail:preset=robust,gate=all",
-    "oar_g:variant=grail_port",
-    "oar_p:max_perturbations=3",
-    "surprisal",
-    "entropy",
-    "stare",
-]
 
 
-def run(folder: Path, responses: list[Response] = RESPONSES, specs: list[str] = SPECS, **options: Any) -> list[DumpRow]:
-    analysis = Analysis(responses=responses, methods=parse_methods(specs), model="tiny", **options)
+def run(folder: Path, responses: list[Response], specs: list[str]) -> list[DumpRow]:
+    analysis = Analysis(responses=responses, methods=parse_methods(specs), model="tiny")
     run_analysis(analysis, folder, char_tokenizer(), tiny_model)
     dump = read_dump(folder)
     rows = list(dump)
@@ -47,73 +39,31 @@ def run(folder: Path, responses: list[Response] = RESPONSES, specs: list[str] = 
     return rows
 
 
-def alone(
-    response: Response, spec: str, temperature: float, tokenizer: Any = None, **given: Any
-) -> tuple[np.ndarray, np.ndarray]:
-    """Scores and weights of one response, as compute_token_weights gives them without any column."""
-    batch = make_batch([Rollout(response.prompt, response.response, -1.0)])
-    result = compute_token_weights(
-        tiny_model(),
-        tokenizer or char_tokenizer(),
-        *batch.tensors(),
-        parse_method(spec),
-        temperature=temperature,
-        **given,
+@pytest.mark.parametrize("first", ["grail", "step_values", "high_entropy"])
+@pytest.mark.parametrize("tokens", [1, 300])
+def test_the_dump_is_that_of_a_plain_model(tmp_path: Path, first: str, tokens: int):
+    """Bit for bit, for the first method as the run's and for each of several."""
+    pytest.importorskip("ot")
+    methods = {first: hosts.signal_of(first)}
+    methods |= {
+        name: hosts.signal_of(name) for name in ("grail_robust", "oar_g", "oar_p", "stare", "shear", "polarity")
+    }
+    chosen = [row for row, said in enumerate(hosts.RESPONSES) if math.isfinite(said.reward)]
+    given = [hosts.RESPONSES[row] for row in chosen]
+    responses = [
+        Response(id=f"r{row}", prompt=said.prompt, response=said.ids, reward=said.reward, group=said.prompt)
+        for row, said in enumerate(given)
+    ]
+    settings: dict[str, Any] = {"model": "tiny", "temperature": hosts.TEMPERATURE, "tokens": tokens}
+    run_analysis(
+        Analysis(responses=responses, methods=methods, **settings), tmp_path / "a", char_tokenizer(), tiny_model
     )
-    inside_1L = batch.response_mask.bool()
-    return result.scores[inside_1L].numpy(), result.weights[inside_1L].numpy()
-
-
-def test_rows_are_as_if_each_were_alone(tmp_path: Path):
-    specs = SPECS[:-1]  # stare compares responses
-    rows = run(tmp_path / "a", specs=specs, temperature=0.7, tokens=150)
-    for row, response in zip(rows, RESPONSES, strict=True):
-        assert list(row.methods) == specs
-        for spec in specs:
-            score_T, weight_T = alone(response, spec, 0.7)
-            # OAR-G's gradient of a divergence keeps one or two digits of float32's seven.
-            rough = 5e-2 if spec.startswith("oar_g") else 2e-3
-            scale = np.nanmax(np.abs(score_T), initial=0)
-            np.testing.assert_allclose(row.methods[spec].score_T, score_T, rtol=rough, atol=rough * scale, err_msg=spec)
-            if rough < 1e-2:
-                np.testing.assert_allclose(row.methods[spec].weight_T, weight_T, rtol=2e-2, atol=2e-2, err_msg=spec)
-        np.testing.assert_array_equal(row.score_T, row.methods[specs[0]].score_T)
-        np.testing.assert_array_equal(row.advantage_T, -row.methods[specs[0]].weight_T)
-        assert row.response == response.response and row.prompt == response.prompt and row.id == response.id
-    assert rows[0].answer == "5" and rows[3].span is None
-    assert [row.methods["grail"].no_scores for row in rows] == [None, None, None, "no answer", None]
-
-
-@pytest.mark.parametrize(
-    "spec",
-    ["step_values:separator= ", "turn_rloo:rewards=,outcome=true", "gtpo:rewards=", "mt_grpo:rewards=", "polarity"],
-)
-def test_the_advantage_is_the_first_method_s(tmp_path: Path, spec: str):
-    """Also where the method gives advantages, which are no product of its weights."""
-    rows = run(tmp_path / "a", graded([1, 0, 0, 1, 0], ["a", "a", "a", "b", "b"]), [spec, "grail"])
-    batch = make_batch([Rollout("p", row.response, float(row.base_advantage_T[0])) for row in rows])
-    expected = compute_token_weights(
-        tiny_model(),
-        char_tokenizer(),
-        *batch.tensors(),
-        parse_method(spec),
-        groups=torch.tensor([row.group for row in rows]),
-        rewards=torch.tensor([row.reward for row in rows], dtype=torch.float64),
-    )
-    differs = 0
-    for index, row in enumerate(rows):
-        wanted_T = expected.advantages[index, batch.response_mask[index].bool()].numpy()
-        np.testing.assert_allclose(row.advantage_T, wanted_T, rtol=1e-6, atol=1e-7)
-        differs += int((row.advantage_T != row.base_advantage_T).sum())
-    assert differs or spec == "polarity"
-
-
-def test_methods_without_a_pass_see_all_rows_as_one_batch(tmp_path: Path):
-    rows = run(tmp_path / "a", specs=["high_entropy:rho=0.1"], tokens=1)
-    chosen = sum(int((row.weight_T > 0).sum()) for row in rows)
-    tokens = sum(len(row) for row in rows)
-    assert chosen == -(-tokens // 10)
-    assert len({int((row.weight_T > 0).sum()) for row in rows}) > 1
+    part = hosts.plain_rollouts(**hosts.without_tools(), truncated_B=None).part(chosen)
+    names = [response.id for response in responses]
+    changes: dict[str, Any] = {"keys": names, "places": range(len(names)), "facts": {**part.facts, "id": names}}
+    rollouts = replace(part, tokenizer=char_tokenizer(), **changes)
+    expected = hosts.plain_table(methods[first], rollouts, others=methods, tokens=tokens)
+    hosts.assert_same(hosts.dumped_table(tmp_path / "a"), expected)
 
 
 def test_token_ids_are_taken_as_they_are(tmp_path: Path):
@@ -148,16 +98,6 @@ def test_ground_truths_give_rewards():
     assert [row.reward for row in with_rewards(rows, char_tokenizer())] == [1.0, 0.0, 0.0, 0.25]
 
 
-def test_groups_stay_together(tmp_path: Path):
-    pytest.importorskip("ot")
-    responses = graded([1, 0, 1, 0], ["a", "b", "b", "a"])
-    rows = run(tmp_path / "a", responses, ["shear:epsilon=1,window=4,stride=2"], tokens=1)
-    whole = run(tmp_path / "b", responses, ["shear:epsilon=1,window=4,stride=2"], tokens=10_000)
-    for row, other in zip(rows, whole, strict=True):
-        assert np.isfinite(row.score_T).all()
-        np.testing.assert_allclose(row.weight_T, other.weight_T, rtol=1e-3)
-
-
 def test_methods_that_ask_again(tmp_path: Path):
     tokenizer = char_tokenizer()
     chat = [{"role": "user", "content": "Two and three?"}]
@@ -177,9 +117,15 @@ def test_methods_that_ask_again(tmp_path: Path):
     run_analysis(analysis, tmp_path / "a", with_template, tiny_model)
     (dumped,) = read_dump(tmp_path / "a")
     assert dumped.prompt == "user: Two and three?; reply: "
-    given = {"examples": [Example(chat, {"reward_model": {"ground_truth": "5"}}, {})], "tokenizer": with_template}
-    _, weight_T = alone(replace(row, prompt=dumped.prompt), "rlsd", 1.0, **given)
-    np.testing.assert_allclose(dumped.weight_T, weight_T, rtol=1e-3)
+    batch = make_batch([Rollout(dumped.prompt, answer, -1.0)])
+    result = compute_token_weights(
+        tiny_model(),
+        with_template,
+        *batch.tensors(),
+        parse_method("rlsd"),
+        examples=[Example(chat, {"reward_model": {"ground_truth": "5"}}, {})],
+    )
+    np.testing.assert_allclose(dumped.weight_T, result.weights[batch.response_mask.bool()], rtol=1e-3)
 
 
 def test_wrong_lines_are_named(tmp_path: Path):

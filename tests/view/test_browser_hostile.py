@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 
 from grail_advantage.answers.span import AnswerSpan
-from grail_advantage.dump.schema import DumpHeader
-from grail_advantage.dump.store import write_step
+from grail_advantage.dump.schema import RECEIVED_SCHEMA, DumpHeader, ReceivedHeader
+from grail_advantage.dump.store import write_received, write_step
+from grail_advantage.receipt import Finding
 from grail_advantage.view.page.page import write_report
 from tests.dumps import table_of
 from tests.view.synthetic import text_row
@@ -94,6 +96,22 @@ def test_hostile_text_is_shown_and_nothing_runs(hostile: Path, opened: Open) -> 
     page.locator('#view input[value="side"]').check(force=True)
     page.wait_for_selector(".pages.side .page:nth-child(2) .t")
     assert page.evaluate("typeof pwned") == "undefined"
+
+
+def test_hostile_findings_are_text(tmp_path: Path, opened: Open) -> None:
+    texts = [re.sub("[\ud800-\udfff]", "\ufffd", text)[:200] for text in TEXTS if text.strip()]
+    findings = [
+        Finding(text, text, 0.5, text, ((text, 1, 0.5, 0.5),), text, mismatch=number == 0).to_dict()
+        for number, text in enumerate(texts)
+    ]
+    write_step(tmp_path / "tokens", DumpHeader(step=1, method="grail"), table_of([text_row(["ok"])]))
+    values = {"key": ["a_0_0"], "updates": [[0]], "received": [[0.5]], "clipped": [[0.0]], "by_update": [[[0.5]]]}
+    header = ReceivedHeader(step=1, loss="vanilla", findings=findings, updates=1, tokens=1)
+    write_received(tmp_path / "tokens", header, pa.table(values, schema=RECEIVED_SCHEMA))
+    page = opened(write_report(tmp_path))
+    assert page.evaluate("typeof pwned") == "undefined"
+    assert page.locator("#receipt img, #receipt script").count() == 0
+    assert TEXTS[0] in page.locator("#receipt").inner_text()
 
 
 def test_right_to_left_text_stays_in_its_token(hostile: Path, opened: Open) -> None:

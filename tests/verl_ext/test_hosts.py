@@ -1,0 +1,136 @@
+"""verl's trainer as a host: its token dump is that of a plain model, see ``tests/hosts.py``."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+import torch
+from tensordict import TensorDict
+from transfer_queue import KVBatchMeta
+from verl.trainer.ppo.v1 import trainer_base
+from verl.utils.tensordict_utils import get_non_tensor_data
+
+from grail_advantage import Signal
+from grail_advantage.batch import ENTROPY, OLD_LOG_PROBS, PassRow
+from grail_advantage.model.hugging_face import HuggingFaceModel
+from grail_advantage.model.interface import saliency_step
+from grail_advantage.verl_ext.dump import UpdateDump
+from grail_advantage.verl_ext.exchange import LEAF, SALIENCY_FIELDS, SECONDS, TARGET, build_reply, rows_of
+from tests import hosts
+from tests.core.tiny_models import char_tokenizer, encode, tiny_model
+from tests.verl_ext.one_step import Store, make_trainer
+
+KEYS = [f"{row // hosts.GROUP_SIZE}_{row % hosts.GROUP_SIZE}_0" for row in range(hosts.COUNT)]
+ALONE = "algorithm.token_weights.share_forward=false"
+
+
+class ModelWorkers:
+    """The actor's worker group with a model, each response in a forward of its own."""
+
+    def __init__(self, store: Store) -> None:
+        self._dispatch_info = {"actor": [0]}
+        self._store, self._cpu = store, torch.device("cpu")
+        self._model = HuggingFaceModel(
+            tiny_model(), char_tokenizer(), hosts.TEMPERATURE, self._cpu, group=None, step=1, tokens=1
+        )
+
+    def compute_log_prob(self, batch: KVBatchMeta) -> KVBatchMeta:
+        """verl's fields: a token's values are at the position before it."""
+        for key in batch.keys:
+            fields = self._store.rows[key]
+            prompt_P, response_T = fields["prompts"], fields["responses"]
+            row = PassRow(torch.cat([prompt_P, response_T]), len(prompt_P), len(response_T), None, 0.0, 0, 0)
+            (columns,) = self._model.micro_batches([row], lambda micro: micro.statistics(entropy=True), gradients=False)
+            for name, of_verl in ((OLD_LOG_PROBS, "log_probs"), (ENTROPY, "entropy")):
+                fields[of_verl] = torch.zeros(len(row.tokens_S))
+                fields[of_verl][row.response_start - 1 : -1] = columns[name]
+            if LEAF in batch.extra_info:
+                fields |= self._saliency(row, fields[TARGET].tolist(), batch.extra_info[LEAF])
+        return batch
+
+    def _saliency(self, row: PassRow, target: list[int], leaf: str) -> dict[str, torch.Tensor]:
+        if target[1] <= target[0]:
+            nothing = torch.full((len(row.tokens_S),), torch.nan)
+            return {name: nothing for name in SALIENCY_FIELDS} | {SECONDS: torch.tensor([torch.nan])}
+        (values,) = self._model.micro_batches(
+            [row], lambda micro: saliency_step(micro, [tuple(target)], leaf), gradients=True
+        )
+        return dict(zip(SALIENCY_FIELDS, values, strict=True)) | {SECONDS: torch.tensor([0.0])}
+
+    def compute_token_scores(self, request: TensorDict) -> TensorDict:
+        signal: Any = get_non_tensor_data(request, "signal", default=None)
+        return build_reply(signal.run(rows_of(request), self._model))
+
+
+def dumped(
+    monkeypatch: pytest.MonkeyPatch, folder: Path, signal: Signal, *overrides: str, rejected: int | None = None
+) -> pa.Table:
+    """The dump of the trainer's two stages, in which rejection sampling may have dropped a response."""
+    store = Store()
+    store.install(monkeypatch)
+    monkeypatch.setattr(trainer_base, "calculate_debug_metrics", lambda data: {})
+    options = [
+        f"actor_rollout_ref.rollout.n={hosts.GROUP_SIZE}",
+        f"actor_rollout_ref.rollout.temperature={hosts.TEMPERATURE}",
+        f"data.max_response_length={hosts.LIMIT}",
+        "algorithm.norm_adv_by_std_in_grpo=false",
+        f"algorithm.token_dump.folder={folder}",
+        "algorithm.token_dump.responses=null",
+    ]
+    trainer = make_trainer([*options, *overrides], signal, ModelWorkers(store))
+    for row, (key, said) in enumerate(zip(KEYS, hosts.RESPONSES, strict=True)):
+        count, written = len(said.ids), torch.tensor(said.written, dtype=torch.int64)
+        store.rows[key] = {
+            "uid": key.split("_")[0],
+            "prompts": torch.tensor(encode(said.prompt)),
+            "responses": torch.tensor(said.ids),
+            "response_mask": written * (row != rejected),
+            "loss_mask": written,
+            "rollout_log_probs": torch.zeros(count),
+            "rm_scores": torch.zeros(count).index_fill(0, torch.tensor([count - 1]), said.reward),
+            "extra_fields": {"tool_rewards": list(said.tool_rewards)},
+        }
+    trainer._dump = UpdateDump(trainer.settings, trainer.tokenizer, updates=1, steps=1)
+    batch = KVBatchMeta(partition_id="train", keys=KEYS, tags=[{} for _ in KEYS])
+    metrics: dict[str, float] = {}
+    trainer._compute_advantage(trainer._compute_old_log_prob(batch, {}), metrics)
+    trainer._dump.steps.writer.close()
+    assert metrics["token_dump/failed_files"] == trainer._dump.steps.writer.failed == 0
+    return hosts.dumped_table(folder)
+
+
+def expected(signal: Signal, rejected: int | None = None) -> pa.Table:
+    """The plain model's dump, with verl's keys, and with rewards by turn where there are some."""
+    rollouts = hosts.plain_rollouts(keys=KEYS)
+    labels = [{"turn_rewards": list(said.tool_rewards)} if said.tool_rewards else {} for said in hosts.RESPONSES]
+    mask_BT = rollouts.mask_BT.clone()
+    if rejected is not None:
+        mask_BT[rejected] = False
+    rollouts = replace(rollouts, mask_BT=mask_BT, facts={**rollouts.facts, "labels": labels})
+    return hosts.plain_table(signal, rollouts, step=1)
+
+
+@pytest.mark.parametrize("name", [*hosts.METHODS, "grail_robust"])
+def test_the_dump_is_that_of_a_plain_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Bit for bit, as every number comes from the same computation on the same response alone."""
+    if name == "shear":
+        pytest.importorskip("ot")
+    signal = hosts.signal_of(name)
+    table = expected(signal)
+    assert hosts.says_something(table) or name == "uniform"
+    hosts.assert_same(dumped(monkeypatch, tmp_path, signal), table)
+
+
+def test_so_it_is_with_a_pass_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    signal = hosts.signal_of("grail")
+    hosts.assert_same(dumped(monkeypatch, tmp_path, signal, ALONE), expected(signal))
+
+
+@pytest.mark.parametrize("name", ["grail", "step_values", "high_entropy", "turn_rloo"])
+def test_so_it_is_with_a_rejected_response(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    signal = hosts.signal_of(name)
+    hosts.assert_same(dumped(monkeypatch, tmp_path, signal, rejected=2), expected(signal, rejected=2))
