@@ -19,7 +19,7 @@ of the first two.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -148,14 +148,26 @@ def compared(timings: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, An
     }
 
 
-def of_methods(setup: Setup, clock: Clock, repeats: int) -> dict[str, Any]:
-    """The record of ``methods``."""
+def sides(setup: Setup, checkpointing: bool, zero_advantage: Sequence[float]) -> Iterator[TrainingSide]:
+    """The training side with each of these shares of responses without an advantage, on one worker."""
+    from benchmarks.random_model import release
     from benchmarks.rollouts import MadeUpRollouts
     from benchmarks.training_side import TrainingSide, make_worker
 
-    selected = max(1, round(SELECTED * setup.rows))
-    rollouts = MadeUpRollouts(setup.rows, setup.prompt, setup.response, selected, setup.shape["vocab_size"])
-    side = TrainingSide(make_worker(setup, checkpointing=False), rollouts)
+    worker, vocabulary = make_worker(setup, checkpointing), setup.shape["vocab_size"]
+    for share in zero_advantage:
+        without = round(share * setup.rows)
+        selected = max(1, round(SELECTED * (setup.rows - without)))
+        yield TrainingSide(
+            worker, MadeUpRollouts(setup.rows, setup.prompt, setup.response, selected, vocabulary, without)
+        )
+    del worker
+    release()
+
+
+def of_methods(setup: Setup, clock: Clock, repeats: int) -> dict[str, Any]:
+    """The record of ``methods``."""
+    side = next(sides(setup, False, [0.0]))
     agrees, found = side.agreement()
     if not agrees:
         raise SystemExit(f"the saliencies of the shared forward and of a pass of its own differ: {found}")
@@ -173,7 +185,7 @@ def of_methods(setup: Setup, clock: Clock, repeats: int) -> dict[str, Any]:
         show("one repeat done")
     comparison = compared(timings)
     return {
-        "setup": {**setup.described(), "wrong_rows": selected, "prompts": len(set(rollouts.groups))},
+        "setup": {**setup.described(), "wrong_rows": side.rollouts.selected, "prompts": len(set(side.rollouts.groups))},
         "checkpointing": "off",
         "baseline": BASELINE,
         "methods": {name: {**of_method, **comparison[name]} for name, of_method in timings.items()},
@@ -182,19 +194,10 @@ def of_methods(setup: Setup, clock: Clock, repeats: int) -> dict[str, Any]:
 
 def of_zero_advantage(setup: Setup, clock: Clock, repeats: int) -> dict[str, Any]:
     """The record of ``zero_advantage``."""
-    from benchmarks.random_model import release
-    from benchmarks.rollouts import MadeUpRollouts
-    from benchmarks.training_side import TrainingSide, make_worker
-
     runs = []
     for checkpointing in ("off", "on"):
-        worker = make_worker(setup, checkpointing == "on")
-        for share in ZERO_ADVANTAGE:
-            zero_advantage = round(share * setup.rows)
-            selected = max(1, round(SELECTED * (setup.rows - zero_advantage)))
-            vocabulary = setup.shape["vocab_size"]
-            rollouts = MadeUpRollouts(setup.rows, setup.prompt, setup.response, selected, vocabulary, zero_advantage)
-            side = TrainingSide(worker, rollouts)
+        for side in sides(setup, checkpointing == "on", ZERO_ADVANTAGE):
+            zero_advantage, selected = side.rollouts.zero_advantage, side.rollouts.selected
             ways = {variant: partial(run_variant, side, variant, clock, max(EPOCHS)) for variant in VARIANTS}
             run = {"checkpointing": checkpointing, "zero_advantage_rows": zero_advantage, "selected_rows": selected}
             run["repeats"] = list(islice(in_turn(ways), repeats))
@@ -204,19 +207,13 @@ def of_zero_advantage(setup: Setup, clock: Clock, repeats: int) -> dict[str, Any
                 show(
                     f"checkpointing {checkpointing}, {zero_advantage} zero-advantage responses: {variant} {found:.3f} x GRPO"
                 )
-        del worker, side
-        release()
+            del side, ways
     return {"setup": setup.described(), "epochs": sorted(EPOCHS), "runs": runs}
 
 
 def of_received(setup: Setup, clock: Clock, repeats: int) -> dict[str, Any]:
     """The record of ``received``: whole steps of uniform with and without."""
-    from benchmarks.rollouts import MadeUpRollouts
-    from benchmarks.training_side import TrainingSide, make_worker
-
-    selected = max(1, round(SELECTED * setup.rows))
-    rollouts = MadeUpRollouts(setup.rows, setup.prompt, setup.response, selected, setup.shape["vocab_size"])
-    side = TrainingSide(make_worker(setup, checkpointing=False), rollouts)
+    side = next(sides(setup, False, [0.0]))
     signal = method("uniform").build({})
     ways = {
         name: partial(run_step, side, signal, clock, watched=watched)

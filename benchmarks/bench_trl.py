@@ -14,9 +14,7 @@ learning rate of 0 updates. FOLDER holds what :func:`recipe.tiny.smollm2.load_sm
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import re
 import statistics
 import sys
 import tempfile
@@ -31,12 +29,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 from trl import GRPOConfig, GRPOTrainer
 
 from benchmarks import measuring
+from benchmarks.gpu_check.smollm2 import problem
 from grail_advantage import Grail
 from grail_advantage.trl_ext import TokenWeightGRPOTrainer
 from recipe.tiny.shipped import load_shipped
 from recipe.tiny.task import problems
-
-ASK = "Reason step by step, and put your final answer within \\boxed{}."
 
 
 @dataclass(frozen=True)
@@ -76,28 +73,19 @@ WAYS = {
 }
 
 
-def gsm8k(path: Path, tokenizer: PreTrainedTokenizerFast, most: int) -> dict[str, str]:
-    """Solutions by question that are at most so long."""
-    solutions = {}
-    for line in path.read_text(encoding="utf-8").splitlines():
-        row = json.loads(line)
-        text, _, answer = re.sub(r"<<.*?>>", "", row["answer"]).partition("\n#### ")
-        text = f"{text}\nThe answer is \\boxed{{{answer.strip()}}}."
-        if len(tokenizer.encode(text)) < most:
-            solutions[row["question"]] = text
-    return solutions
-
-
 class OneStepTrainer:
     """A trainer that runs one step at a time."""
 
     def __init__(self, chosen: Set, way: Way, folder: Path, options: argparse.Namespace) -> None:
         model, tokenizer = load(options.model)
         data = options.data
-        solutions = gsm8k(data, tokenizer, chosen.response) if data is not None else {}
+        worked = (
+            [problem(line, True) for line in data.read_text(encoding="utf-8").splitlines()] if data is not None else []
+        )
+        solutions = {one.text: one.solution for one in worked if len(tokenizer.encode(one.solution)) < chosen.response}
         questions = list(solutions)[: chosen.prompts] or [problem.text for problem in problems("train", chosen.prompts)]
         self.rows = [
-            {"prompt": [{"role": "user", "content": f"{question} {ASK}" if solutions else question}]}
+            {"prompt": [{"role": "user", "content": question}]}
             for question in questions
             for _ in range(chosen.rollouts)
         ]

@@ -45,7 +45,7 @@ from grail_advantage.pipeline import weigh
 from grail_advantage.receipt import verl_loss
 from grail_advantage.record import Rollouts
 from grail_advantage.signals.saliency import SaliencySignal
-from grail_advantage.verl_ext.exchange import LEAF, PLACES, SALIENCY_FIELDS, TARGET, WATCHED, build_request
+from grail_advantage.verl_ext.exchange import LEAF, PLACES, SALIENCY_FIELDS, TARGET, WATCHED, build_request, nested
 from grail_advantage.verl_ext.received import Written, receipt_of
 from grail_advantage.verl_ext.worker import TokenWeightActorWorker, token_scores
 from grail_advantage.verl_ext.zero_advantage import CUT_TAILS
@@ -193,13 +193,13 @@ class TrainingSide:
         rows, prompt = self.rollouts.rows, self.rollouts.prompt
         data = self._model_batch()
         missing = [log_probs.values().new_zeros(len(row)) for row in self.tokens[len(log_probs.offsets()) - 1 :]]
-        log_probs = _nested([*log_probs.unbind(), *missing])
-        mask = _nested(list(self.mask_BT))
-        data["prompts"] = _nested([row[:prompt] for row in self.tokens])
-        data["responses"] = _nested([row[prompt:] for row in self.tokens])
+        log_probs = nested([*log_probs.unbind(), *missing])
+        mask = nested(list(self.mask_BT))
+        data["prompts"] = nested([row[:prompt] for row in self.tokens])
+        data["responses"] = nested([row[prompt:] for row in self.tokens])
         data["response_mask"] = mask
         data["old_log_probs"] = response_from_nested(log_probs, mask)
-        data["advantages"] = _nested(list(advantages_BT))
+        data["advantages"] = nested(list(advantages_BT))
         tu.assign_non_tensor(
             data,
             calculate_entropy=False,
@@ -275,9 +275,9 @@ class TrainingSide:
         length, tokens = self.rollouts.prompt + self.rollouts.response, self.tokens[:rows]
         return tu.get_tensordict(
             {
-                "input_ids": _nested(tokens),
-                "position_ids": _nested([torch.arange(length) for _ in tokens]),
-                "loss_mask": _nested([torch.arange(length) >= self.rollouts.prompt for _ in tokens]),
+                "input_ids": nested(tokens),
+                "position_ids": nested([torch.arange(length) for _ in tokens]),
+                "loss_mask": nested([torch.arange(length) >= self.rollouts.prompt for _ in tokens]),
             },
             non_tensor_dict={"temperature": 1.0},
         )
@@ -292,10 +292,6 @@ class TrainingSide:
         return {name: output[name] for name in ("log_probs", "entropy", *SALIENCY_FIELDS) if name in output}
 
 
-def _nested(rows: list[torch.Tensor]) -> torch.Tensor:
-    return torch.nested.as_nested_tensor(rows, layout=torch.jagged)
-
-
 @dataclass(frozen=True)
 class _BatchHost:
     """Responses with what the stages gave, as :class:`grail_advantage.pipeline.Host`."""
@@ -308,7 +304,7 @@ class _BatchHost:
         return self.responses
 
     def columns(self, names: Sequence[str], selected: Sequence[int]) -> dict[str, torch.Tensor]:
-        mask = _nested(list(self.responses.mask_BT))
+        mask = nested(list(self.responses.mask_BT))
         fields = {OLD_LOG_PROBS: "log_probs", ENTROPY: "entropy"}
         return {
             name: response_from_nested(self.output[fields[name]], mask).to_padded_tensor(0.0).float() for name in names

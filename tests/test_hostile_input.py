@@ -25,7 +25,7 @@ from grail_advantage.answers.visible import visible
 from grail_advantage.dump.schema import COLUMNS, DumpHeader
 from grail_advantage.dump.store import DumpRow, MethodColumns, write_step
 from grail_advantage.view import terminal
-from grail_advantage.view.page import data, page
+from grail_advantage.view.page import data, index, page
 from tests.dumps import table_of
 
 few = settings(max_examples=60, deadline=None, derandomize=True)
@@ -72,7 +72,7 @@ def test_a_foreign_run_is_data_in_the_page_and_plain_text_in_a_terminal(words: s
         (run / "metrics.jsonl").write_bytes(_jsonl(records, b'{"step":1,"data^@^@'))
         opened = data.open_run(run)
         _check_page(page.render([opened]))
-        assert all(curve.lines for curve in data.curves(opened.metrics))
+        assert all(curve["lines"] for plots in index.curves([opened]) for curve in plots)
         written = io.StringIO()
         try:
             terminal.print_rollout(opened.dump, console=Console(file=written, width=60, highlight=False))

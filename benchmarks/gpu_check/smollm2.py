@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from benchmarks.gpu_check.outcome import Outcome
 from benchmarks.gpu_check.plain import JUDGED, precision
 from benchmarks.gpu_check.trl_runs import RUNS, train_both
 from grail_advantage import compute_token_weights
-from grail_advantage.view.analysis.responses import padded
 from grail_advantage.view.page.page import write_report
 from recipe.tiny.sampling import judge, prompt_ids
 from recipe.tiny.smollm2 import load_smollm2
@@ -103,7 +103,12 @@ def solved_rows(tokenizer: Any, lines: list[str], device: str) -> tuple[torch.Te
     (B, L), advantages (B,) of incorrect ones."""
     asked = [problem(line, worked=True) for line in lines]
     rows = [(prompt_ids(tokenizer, one), tokenizer.encode(one.solution, add_special_tokens=False)) for one in asked]
-    return *padded(rows, tokenizer.pad_token_id, device), -torch.ones(len(rows), device=device)
+    ids = [torch.tensor([*prompt, *response]) for prompt, response in rows]
+    input_ids = pad_sequence(ids, batch_first=True, padding_value=tokenizer.pad_token_id)
+    starts, ends = (torch.tensor([[len(part)] for part in parts]) for parts in ([prompt for prompt, _ in rows], ids))
+    columns = torch.arange(input_ids.shape[1])
+    masks = columns < ends, (columns >= starts) & (columns < ends)
+    return *(each.to(device) for each in (input_ids, *masks)), -torch.ones(len(rows), device=device)
 
 
 def gsm8k(count: int) -> list[str]:

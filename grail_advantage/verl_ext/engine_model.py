@@ -44,6 +44,7 @@ from grail_advantage.model.activations import (
 )
 from grail_advantage.model.architecture import has_plain_logits
 from grail_advantage.model.interface import Forward, MicroBatch, Model, Range, RankRounds
+from grail_advantage.verl_ext.exchange import nested
 from grail_advantage.verl_ext.patches import autocast, gather_packed
 from grail_advantage.verl_ext.settings import SHARE
 
@@ -131,18 +132,11 @@ class EngineModel(Model):
         )
 
     def _inputs(self, rows: Sequence[PassRow]) -> TensorDict:
-        tokens = [
-            row.tokens_S.cpu() for row in rows
-        ]  # as verl cuts micro-batches; each then goes to the device as a whole
-        return tu.get_tensordict(
-            {
-                "input_ids": torch.nested.as_nested_tensor(tokens, layout=torch.jagged),
-                "position_ids": torch.nested.as_nested_tensor(
-                    [torch.arange(len(of_row)) for of_row in tokens], layout=torch.jagged
-                ),
-            },
-            non_tensor_dict={"temperature": self.temperature},
-        )
+        # On the CPU, as verl cuts micro-batches; each then goes to the device as a whole.
+        tokens = [row.tokens_S.cpu() for row in rows]
+        positions = [torch.arange(len(of_row)) for of_row in tokens]
+        fields = {"input_ids": nested(tokens), "position_ids": nested(positions)}
+        return tu.get_tensordict(fields, non_tensor_dict={"temperature": self.temperature})
 
 
 def gradient_mode(engine: FSDPEngineWithLMHead) -> AbstractContextManager[None]:

@@ -16,8 +16,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from grail_advantage.batch import Example
 
 if TYPE_CHECKING:
@@ -178,23 +176,3 @@ def example_of(row: Response, template_options: Mapping[str, Any]) -> Example:
     if row.ground_truth is not None:
         columns["reward_model"] = {"ground_truth": row.ground_truth}
     return Example(row.prompt, columns, dict(template_options))
-
-
-def padded(
-    rows: Sequence[tuple[Sequence[int], Sequence[int]]], pad_token: int, device: torch.device | str
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Prompts with their responses, padded on the right.
-
-    Returns:
-        ``(input_ids_BL, attention_BL, response_BL)``; int64, bool, bool.
-    """
-    width = max(len(prompt) + len(response) for prompt, response in rows)
-    input_ids_BL = torch.full((len(rows), width), pad_token, dtype=torch.int64)
-    attention_BL = torch.zeros((len(rows), width), dtype=torch.bool)
-    response_BL = torch.zeros_like(attention_BL)
-    for index, (prompt, response) in enumerate(rows):
-        length = len(prompt) + len(response)
-        input_ids_BL[index, :length] = torch.tensor([*prompt, *response])
-        attention_BL[index, :length] = True
-        response_BL[index, len(prompt) : length] = True
-    return input_ids_BL.to(device), attention_BL.to(device), response_BL.to(device)

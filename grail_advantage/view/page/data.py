@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -94,9 +93,9 @@ def read_metrics(folder: Path) -> tuple[dict[int, dict[str, float]], list[str]]:
             if type(step) is not int or not 0 <= step <= _MOST_STEP:
                 raise TypeError
             values = {
-                str(name): float(value) if value is not None else math.nan
+                name: math.nan if value is None else float(value)
                 for name, value in data.items()
-                if value is None or (isinstance(value, int | float) and not isinstance(value, bool))
+                if type(value) in (int, float, type(None))
             }
         except (ValueError, RecursionError, KeyError, TypeError, AttributeError, OverflowError):
             unread.append(number)
@@ -108,47 +107,13 @@ def read_metrics(folder: Path) -> tuple[dict[int, dict[str, float]], list[str]]:
     return dict(sorted(steps.items())), problems
 
 
-# ------------------------------------------------------------------------------------------------------------------- curves
-
-
-@dataclass(frozen=True)
-class Line:
-    """One line of a plot."""
-
-    label: str
-    steps: Sequence[int]
-    values: Sequence[float]
-
-
-@dataclass(frozen=True)
-class Curve:
-    """One plot over the steps of a run."""
-
-    name: str
-    """A word, for file names and ids."""
-    title: str
-    unit: str
-    lines: Sequence[Line]
-
-
 OUTCOME_WORDS = {"right": "correct", "wrong": "incorrect", "": "outcome unknown"}
 """How people read a dump's outcomes."""
-_CURVES: tuple[tuple[str, str, str, dict[str, str]], ...] = (
-    ("accuracy", "Held-out accuracy", "share correct", {r"val-core/.+/acc/mean@\d+": ""}),
+CURVES: tuple[tuple[str, str, dict[str, str]], ...] = (
+    ("Held-out accuracy", "share correct", {r"val-core/.+/acc/mean@\d+": ""}),
+    ("Training reward", "mean of a response", {"critic/score/mean|reward": "reward", "eval_reward": "held out"}),
+    ("Token weights", "weight", {"[^/]+/average_weight": "mean", "[^/]+/weight_deviation": "standard deviation"}),
     (
-        "reward",
-        "Training reward",
-        "mean of a response",
-        {"critic/score/mean|reward": "reward", "eval_reward": "held out"},
-    ),
-    (
-        "weights",
-        "Token weights",
-        "weight",
-        {"[^/]+/average_weight": "mean", "[^/]+/weight_deviation": "standard deviation"},
-    ),
-    (
-        "responses",
         "Responses",
         "share of responses",
         {
@@ -157,29 +122,7 @@ _CURVES: tuple[tuple[str, str, str, dict[str, str]], ...] = (
             "[^/]+/truncated_rate": "truncated",
         },
     ),
-    ("length", "Response length", "tokens", {"response_length/mean|completions/mean_length": "mean"}),
-    ("entropy", "Policy entropy", "nats", {"actor/entropy|entropy": "mean"}),
+    ("Response length", "tokens", {"response_length/mean|completions/mean_length": "mean"}),
+    ("Policy entropy", "nats", {"actor/entropy|entropy": "mean"}),
 )
-"""Name, title and unit of each plot, and for each of its lines a pattern of the metric's name and a label."""
-
-
-def line(metrics: Mapping[int, Mapping[str, float]], name: str, label: str) -> Line:
-    """One metric; steps without a value are left out."""
-    points = {step: values[name] for step, values in metrics.items() if name in values}
-    return Line(label, list(points), list(points.values()))
-
-
-def curves(metrics: Mapping[int, Mapping[str, float]]) -> list[Curve]:
-    """The plots that a run's metrics have values for, each with its lines."""
-    names = sorted({name for values in metrics.values() for name in values})
-    plots = []
-    for curve, title, unit, patterns in _CURVES:
-        lines = [
-            line(metrics, name, label or name.removeprefix("val-core/").replace("/acc/", ", "))
-            for pattern, label in patterns.items()
-            for name in names
-            if re.fullmatch(pattern, name)
-        ]
-        if lines:
-            plots.append(Curve(curve, title, unit, lines))
-    return plots
+"""Title and unit of each plot over the steps of a run, and for each of its lines a pattern of the metric's name and a label."""

@@ -6,6 +6,7 @@ Shape suffixes: T response tokens.
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -249,16 +250,24 @@ def _round_up(value: float, least: float) -> float:
 
 
 def curves(runs: Sequence[data.Run]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """The plots that every run has, and one for each other metric."""
+    """The plots that the runs have values for, each with its lines, and one for each metric."""
     known: dict[str, dict[str, Any]] = {}
     more: dict[str, dict[str, Any]] = {}
+
+    def add(plots: dict[str, dict[str, Any]], title: str, unit: str, run: int, name: str, label: str) -> None:
+        points = {step: values[name] for step, values in runs[run].metrics.items() if name in values}
+        line = {"label": label, "steps": list(points), "values": list(points.values()), "run": run}
+        plots.setdefault(title, {"title": title, "unit": unit, "lines": []})["lines"].append(line)
+
     for number, run in enumerate(runs):
-        for curve in data.curves(run.metrics):
-            entry = known.setdefault(curve.name, {"title": curve.title, "unit": curve.unit, "lines": []})
-            entry["lines"] += [{**vars(line), "run": number} for line in curve.lines]
-        for name in sorted({name for values in run.metrics.values() for name in values}):
-            entry = more.setdefault(name, {"title": name, "unit": "", "lines": []})
-            entry["lines"].append({**vars(data.line(run.metrics, name, name)), "run": number})
+        names = sorted({name for values in run.metrics.values() for name in values})
+        for title, unit, patterns in data.CURVES:
+            for pattern, label in patterns.items():
+                for name in filter(re.compile(pattern).fullmatch, names):
+                    own = name.removeprefix("val-core/").replace("/acc/", ", ")
+                    add(known, title, unit, number, name, label or own)
+        for name in names:
+            add(more, name, "", number, name, name)
     return list(known.values()), list(more.values())
 
 
