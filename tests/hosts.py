@@ -159,7 +159,7 @@ def plain_table(
     known = host(replace(rollouts, columns_BT=host(rollouts).columns([OLD_LOG_PROBS, ENTROPY])))
     records = {name: weigh(known, other, step) for name, other in (others or {}).items()}
     texts = TokenTexts(rollouts.tokenizer)
-    return weigh(known, signal, step).table(texts, rollouts.tokenizer, records)
+    return weigh(known, signal, step).table(texts, records)
 
 
 def dumped_table(folder: Path) -> pa.Table:
