@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -31,7 +32,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """
     options = _parser().parse_args(arguments)
     try:
-        tokenizer = tokenizer_of(options.model)
+        with _loading(options.model):
+            tokenizer = load_tokenizer(options.model)
         _weigh(options, with_rewards(read_responses(options.responses), tokenizer), tokenizer)
     except ValueError as error:
         raise SystemExit(f"analyze: {error}") from error
@@ -143,16 +145,12 @@ def with_rewards(responses: Sequence[Response], tokenizer: PreTrainedTokenizerBa
     return scored
 
 
-def tokenizer_of(model: str) -> PreTrainedTokenizerBase:
-    """The model's tokenizer.
-
-    Raises:
-        ValueError: it cannot be loaded.
-    """
+@contextmanager
+def _loading(model: str) -> Iterator[None]:
     try:
-        return load_tokenizer(model)
+        yield
     except OSError as error:
-        raise ValueError(f"--model {model}: {_first_line(error)}") from error
+        raise ValueError(f"--model {model}: {str(error).strip().splitlines()[0]}") from error
 
 
 def load_model(model: str, device: str | None, dtype: str) -> PreTrainedModel:
@@ -169,16 +167,10 @@ def load_model(model: str, device: str | None, dtype: str) -> PreTrainedModel:
     import torch
     from transformers import AutoModelForCausalLM
 
-    try:
+    with _loading(model):
         loaded = AutoModelForCausalLM.from_pretrained(model, dtype=dtype)
-    except OSError as error:
-        raise ValueError(f"--model {model}: {_first_line(error)}") from error
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     return loaded.to(device).eval()
-
-
-def _first_line(error: OSError) -> str:
-    return str(error).strip().splitlines()[0]
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -330,13 +331,20 @@ def read_headers(folder: Path, problems: list[str]) -> list[ReceivedHeader]:
     return [header for header in headers if header is not None]
 
 
-def _header(kind: _Kind, path: Path, problems: list[str]) -> Any:
-    """The file's header; ``None`` where it cannot be read, which is added to ``problems``."""
+@contextmanager
+def _named(kind: _Kind, path: Path, problems: list[str]) -> Iterator[None]:
+    """Within, an error of a damaged or foreign file is added to ``problems``."""
     try:
-        return _parsed(kind, pq.read_metadata(path))
+        yield
     except _BROKEN as error:
-        _add(problems, path, _damaged(kind, error))
-        return None
+        _add(problems, path, f"is damaged or no {kind.called} ({' '.join(str(error).split())[:200]})")
+
+
+def _header(kind: _Kind, path: Path, problems: list[str]) -> Any:
+    """The file's header; ``None`` where it cannot be read."""
+    with _named(kind, path, problems):
+        return _parsed(kind, pq.read_metadata(path))
+    return None
 
 
 def _parsed(kind: _Kind, metadata: pq.FileMetaData) -> Any:
@@ -353,31 +361,22 @@ def _parsed(kind: _Kind, metadata: pq.FileMetaData) -> Any:
 def _rows(kind: _Kind, path: Path, problems: list[str], make: Callable[..., _Row]) -> Iterator[_Row]:
     """What ``make`` makes of each row's values by column; of a damaged file the rows before the damage, which is added to
     ``problems``."""
-    try:
-        with pq.ParquetFile(path, read_dictionary=[_TOKENS] if kind is _STEP else []) as file:
-            _parsed(kind, file.metadata)
-            if not file.metadata.schema.to_arrow_schema().equals(kind.schema):
-                raise ValueError("its columns are others")
-            if not file.metadata.num_rows:
-                raise ValueError("it holds no responses")
-            for number in range(file.num_row_groups):
-                table = file.read_row_group(number)
-                _check_lengths(kind, table)
-                columns = [
-                    column.to_numpy() if pa.types.is_list(column.type) else column.to_pylist()
-                    for column in table.columns
-                ]
-                for row in zip(*columns, strict=True):
-                    values = (
-                        value.copy() if isinstance(value, np.ndarray) else value for value in row
-                    )  # not of the group
-                    yield make(**dict(zip(kind.schema.names, values, strict=True)))
-    except _BROKEN as error:
-        _add(problems, path, _damaged(kind, error))
-
-
-def _damaged(kind: _Kind, error: Exception) -> str:
-    return f"is damaged or no {kind.called} ({' '.join(str(error).split())[:200]})"
+    dictionaries = [_TOKENS] if kind is _STEP else []
+    with _named(kind, path, problems), pq.ParquetFile(path, read_dictionary=dictionaries) as file:
+        _parsed(kind, file.metadata)
+        if not file.metadata.schema.to_arrow_schema().equals(kind.schema):
+            raise ValueError("its columns are others")
+        if not file.metadata.num_rows:
+            raise ValueError("it holds no responses")
+        for number in range(file.num_row_groups):
+            table = file.read_row_group(number)
+            _check_lengths(kind, table)
+            columns = [
+                column.to_numpy() if pa.types.is_list(column.type) else column.to_pylist() for column in table.columns
+            ]
+            for row in zip(*columns, strict=True):
+                values = (value.copy() if isinstance(value, np.ndarray) else value for value in row)  # not of the group
+                yield make(**dict(zip(kind.schema.names, values, strict=True)))
 
 
 def _add(problems: list[str], path: Path, message: str) -> None:

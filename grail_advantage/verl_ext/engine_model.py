@@ -218,7 +218,6 @@ class EngineMicroBatch(MicroBatch):
         self._model_inputs, self._output_args = engine.prepare_model_inputs(batch)
 
     def leaf(self, name: str) -> nn.Module:
-        """See :class:`MicroBatch`."""
         return leaf_module(self.engine.module, name)
 
     def logits(self, positions: Sequence[Range]) -> torch.Tensor:
@@ -233,7 +232,6 @@ class EngineMicroBatch(MicroBatch):
         return kept_logits[batch_row_K, kept_K]
 
     def log_likelihood(self, tokens: Sequence[Range]) -> torch.Tensor:
-        """See :class:`MicroBatch`."""
         engine = self.engine
         targets = self._find_targets(tokens)
         for_verl: Any = None
@@ -290,7 +288,6 @@ class EngineMicroBatch(MicroBatch):
         return [of_row[row.response_start :] for row, of_row in zip(self.rows, of_rows, strict=True)]
 
     def at(self, row: int, position: int) -> tuple[int, int]:
-        """See :class:`MicroBatch`."""
         return (0, self._starts[row] + position) if self.packed else (row, position)
 
     def per_row(self, values_BS: torch.Tensor) -> list[torch.Tensor]:

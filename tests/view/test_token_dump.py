@@ -188,7 +188,8 @@ class TestBroken:
             return table.set_column(table.column_names.index(name), column, pa.array(values, column.type))
 
         def headed(header: Any) -> pa.Table:
-            return table.replace_schema_metadata({"grail_advantage": json.dumps(header)})
+            text = header if isinstance(header, str) else json.dumps(header)
+            return table.replace_schema_metadata({"grail_advantage": text})
 
         header = json.loads(table.schema.metadata[b"grail_advantage"])
         for other, message in (
@@ -204,6 +205,8 @@ class TestBroken:
             (changed("weight", [[1.0], [1.0, 2.0], [1.0]]), "weight has 2 values for 1 tokens"),
             (changed("span", [[0, 1, 2, 3]] * 3), "the span is not four token indices in order, at most 1"),
             (changed("labels", ["{"] * 3), ""),
+            (changed("labels", ["[" * 100_000] * 3), "recursion"),
+            (headed("[" * 100_000), ""),
         ):
             if isinstance(other, bytes):
                 path.write_bytes(other)

@@ -78,22 +78,17 @@ class Analysis:
 
     def row_advantages(self) -> tuple[list[float], str]:
         """One advantage a response, and where they come from, in words."""
-        rewards = [row.reward for row in self.responses]
-        if self.advantages != "auto" or any(reward is None for reward in rewards):
-            correct = self.advantages == "right"
+        groups = [row.group for row in self.responses]
+        known = [float(row.reward) for row in self.responses if row.reward is not None]
+        if self.advantages != "auto" or len(known) < len(groups):
             why = "" if self.advantages != "auto" else ", as there is neither a reward nor a ground truth"
-            value, word = (1.0, "correct (1)") if correct else (-1.0, "incorrect (-1)")
-            return [value] * len(rewards), f"every response counts as {word}{why}"
-        known = [float(reward) for reward in rewards if reward is not None]
-        if any(row.group is None for row in self.responses):
-            return [
-                1.0 if reward > 0 else -1.0 for reward in known
-            ], "1 for a reward above 0, else -1, as there are no groups"
+            value, word = (1.0, "correct (1)") if self.advantages == "right" else (-1.0, "incorrect (-1)")
+            return [value] * len(groups), f"every response counts as {word}{why}"
+        if None in groups:
+            signs = [1.0 if reward > 0 else -1.0 for reward in known]
+            return signs, "1 for a reward above 0, else -1, as there are no groups"
         of_group: dict[str | None, list[float]] = {}
-        for row, reward in zip(self.responses, known, strict=True):
-            of_group.setdefault(row.group, []).append(reward)
-        means = {group: float(np.mean(of)) for group, of in of_group.items()}
-        return (
-            [reward - means[row.group] for row, reward in zip(self.responses, known, strict=True)],
-            "the reward less its group's mean",
-        )
+        for group, reward in zip(groups, known, strict=True):
+            of_group.setdefault(group, []).append(reward)
+        differences = [reward - float(np.mean(of_group[group])) for group, reward in zip(groups, known, strict=True)]
+        return differences, "the reward less its group's mean"
