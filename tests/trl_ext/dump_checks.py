@@ -33,6 +33,11 @@ class HostTrainer(TokenWeightGRPOTrainer):
         assert len(prompt_ids) == hosts.COUNT
         return [said.ids for said in hosts.RESPONSES], None
 
+    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
+        output = super()._generate_and_score_completions(inputs)
+        self.advantages_BT = output["advantages"]
+        return output
+
 
 def rewards(completions: list[str], **_: Any) -> list[float]:
     """Those of the responses, whose order TRL keeps."""
@@ -41,7 +46,7 @@ def rewards(completions: list[str], **_: Any) -> list[float]:
 
 
 def dumped(folder: Path, signal: Signal, **options: Any) -> pa.Table:
-    """The dump of a step of training."""
+    """The dump of a step of training. Its advantages are those that the loss gets."""
     trainer = build(
         folder,
         HostTrainer,
@@ -59,7 +64,10 @@ def dumped(folder: Path, signal: Signal, **options: Any) -> pa.Table:
     header = file.header
     assert (header.method, header.options, header.temperature) == (signal.name, signal.as_dict(), hosts.TEMPERATURE)
     assert (header.step, header.rows_in_step) == (1, hosts.COUNT)
-    return hosts.dumped_table(folder / "tokens")
+    table = hosts.dumped_table(folder / "tokens")
+    for advantages_T, dumped_T in zip(trainer.advantages_BT.tolist(), table["advantage"].to_pylist(), strict=True):
+        assert advantages_T[: len(dumped_T)] == dumped_T and not any(advantages_T[len(dumped_T) :])
+    return table
 
 
 def expected(signal: Signal, masked: int | None = None) -> pa.Table:

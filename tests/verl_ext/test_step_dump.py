@@ -107,6 +107,16 @@ class Dumping(Step):
         return rows
 
 
+def test_rewards_by_turn_are_those_that_the_method_reads_or_else_the_usual_ones() -> None:
+    extra = {"turn_scores": [], "tool_rewards": [0.5], "mine": [2], "reward_extra_info": {"turn_rewards": [1, -1.0]}}
+    assert turn_rewards_label(extra, Grail()) == {"turn_rewards": [1.0, -1.0]}
+    assert turn_rewards_label(extra, TurnRloo(rewards="mine")) == {"turn_rewards": [2.0]}
+    del extra["reward_extra_info"]
+    for signal in (Grail(), TurnRloo(rewards="")):
+        assert turn_rewards_label(extra, signal) == {"turn_rewards": [0.5]}
+        assert turn_rewards_label({}, signal) == turn_rewards_label(None, signal) == {}
+
+
 class TestRun:
     """The columns are those of a plain model, see ``test_hosts.py``; these tests are about what verl alone knows."""
 
@@ -137,34 +147,6 @@ class TestRun:
         step.run()
         assert [row.key for row in step.close(tmp_path)] == [key for key, *_ in ROWS if key != "a_1_0"]
         assert read_dump(tmp_path).files[0].header.rows_in_step == 5
-
-    def test_rewards_by_turn_are_those_that_the_method_reads_or_else_the_usual_ones(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        extra = {
-            "turn_scores": [],
-            "tool_rewards": [0.5],
-            "mine": [2],
-            "reward_extra_info": {"turn_rewards": [1, -1.0]},
-        }
-        step = Dumping(monkeypatch, tmp_path)
-        step.store.rows["a_0_0"]["extra_fields"] = extra
-        step.run()
-        rows = step.close(tmp_path)
-        assert rows[0].labels == {"turn_rewards": [1.0, -1.0]} and rows[1].labels == {}
-        del extra["reward_extra_info"]
-        assert turn_rewards_label(extra, Grail()) == {"turn_rewards": [0.5]}
-        assert turn_rewards_label(extra, TurnRloo(rewards="mine")) == {"turn_rewards": [2.0]}
-        assert turn_rewards_label(extra, TurnRloo(rewards="")) == {"turn_rewards": [0.5]}
-        assert turn_rewards_label({}, Grail()) == turn_rewards_label(None, Grail()) == {}
-
-    def test_what_a_run_does_not_have_is_left_out(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        step = Dumping(monkeypatch, tmp_path)
-        for row in step.store.rows.values():
-            [row.pop(name) for name in KNOWN]
-        step.run()
-        first = step.close(tmp_path)[0]
-        assert (first.ground_truth, first.outcome, first.id) == (None, "right", None)
 
     def test_every_so_many_steps_and_rows_of_every_update(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
