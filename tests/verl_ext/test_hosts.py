@@ -69,7 +69,8 @@ class ModelWorkers:
 def dumped(
     monkeypatch: pytest.MonkeyPatch, folder: Path, signal: Signal, *overrides: str, rejected: int | None = None
 ) -> pa.Table:
-    """The dump of the trainer's two stages, in which rejection sampling may have dropped a response."""
+    """The dump of the trainer's two stages, in which rejection sampling may have dropped a response. Its advantages are
+    those of the update."""
     store = Store()
     store.install(monkeypatch)
     monkeypatch.setattr(trainer_base, "calculate_debug_metrics", lambda data: {})
@@ -100,7 +101,9 @@ def dumped(
     trainer._compute_advantage(trainer._compute_old_log_prob(batch, {}), metrics)
     trainer._dump.steps.writer.close()
     assert metrics["token_dump/failed_files"] == trainer._dump.steps.writer.failed == 0
-    return hosts.dumped_table(folder)
+    table = hosts.dumped_table(folder)
+    assert [store.rows[key]["advantages"].tolist() for key in KEYS] == table["advantage"].to_pylist()
+    return table
 
 
 def expected(signal: Signal, rejected: int | None = None) -> pa.Table:

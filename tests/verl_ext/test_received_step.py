@@ -141,8 +141,6 @@ def test_what_arrives_is_what_was_intended(
             assert row.received.updates.tolist() == [0]
             assert row.received.received_T == pytest.approx(row.advantage_T, rel=1e-4, abs=1e-6)
     assert left_out == (1 if skips else 0)
-    kinds = max(len(set(row.advantage_T[row.mask_T].tolist())) for row in rows)
-    assert kinds == {"grail": kinds, "uniform": 1, "both signs": 2}[name] and (kinds > 1 or name == "uniform")
     assert [header.loss for header in read_dump(tmp_path).receipts()] == ["vanilla"]
 
 
@@ -159,19 +157,16 @@ def test_ratios_and_epochs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
             assert row.received.clipped_T[t] == (advantage > 0)
 
 
-def test_a_fault_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    step, _ = update(monkeypatch, tmp_path, fault=0.25)
-    assert step.metrics["receipt/findings"] == 1
+@pytest.mark.parametrize(("workers", "name"), [({"fault": 0.25}, "scaled"), ({"moved": 0.1}, "stale")])
+def test_a_fault_is_found(
+    workers: dict[str, float], name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A loss that is a quarter of what it should be, and first ratios that are not 1."""
+    step, _ = update(monkeypatch, tmp_path, **workers)
     (header,) = read_dump(tmp_path).receipts()
     (finding,) = header.findings
-    assert (finding["name"], round(finding["size"], 4)) == ("scaled", 0.25)
+    assert finding["name"] == name and step.metrics["receipt/findings"] == 1
     assert finding["examples"][0][0] in {key for key, *_ in ROWS}
-
-
-def test_first_ratios_that_are_not_1_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    step, _ = update(monkeypatch, tmp_path, moved=0.1)
-    (header,) = read_dump(tmp_path).receipts()
-    assert [finding["name"] for finding in header.findings] == ["stale"] and step.metrics["receipt/findings"] == 1
 
 
 def test_switched_off_nothing_is_asked_of_the_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,10 +11,8 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 from tensordict import TensorDict
-from transfer_queue import KVBatchMeta
 from transformers import AutoTokenizer, GenerationConfig, LlamaConfig
 
-from grail_advantage import Grail
 from grail_advantage.batch import PassRow
 from grail_advantage.model.interface import RowScores
 from grail_advantage.record import Rollouts
@@ -24,7 +22,6 @@ from grail_advantage.verl_ext.exchange import SALIENCY_FIELDS, SECONDS, build_re
 from grail_advantage.verl_ext.settings import Settings
 from grail_advantage.verl_ext.step import (
     UpdateBatch,
-    by_advantages,
     fetch_saliency,
     group_numbers,
     reward_advantages,
@@ -162,39 +159,6 @@ def test_length_of_the_context(tmp_path: Path, max_model_len: int | None, contex
     assert trainer._context_length == context
     assert trainer._end_tokens == {3, 4, trainer.tokenizer.eos_token_id}
     assert trainer.tokenizer.chat_template == "{{ messages }}"
-
-
-def _by_advantages(
-    monkeypatch: pytest.MonkeyPatch,
-    trainer: TokenWeightTrainerSync,
-    texts: list[str],
-    advantages: list[float],
-    masks: Any,
-) -> UpdateBatch:
-    """The step with these advantages on the tokens that train."""
-    store, step = Store(), _step(trainer, texts)
-    monkeypatch.setattr(steps, "tq", store)
-    for key, response, advantage, mask in zip(step.keys, step.rollouts.responses, advantages, masks, strict=True):
-        mask_T = torch.tensor(mask)[: len(response)]
-        store.rows[key] = {"response_mask": mask_T, "advantages": advantage * mask_T}
-    batch = KVBatchMeta(partition_id="train", keys=step.keys, tags=[{} for _ in step.keys])
-    return by_advantages(step, batch, trainer.config.algorithm, own_advantages=False)
-
-
-def test_advantage_of_a_row_is_that_of_its_tokens_that_train(monkeypatch: pytest.MonkeyPatch) -> None:
-    masks, advantages = [[1, 1, 1], [0, 0, 1], [1, 0, 0], [0, 0, 0], [0, 1, 1, 1]], [0.5, -2.0, 0.0, 1.0, -0.25]
-    step = _by_advantages(monkeypatch, _trainer(), ["abc"] * 4 + ["abcd"], advantages, masks)
-    assert step.method_batch().advantages_B.tolist() == [0.5, -2.0, 0.0, 0.0, -0.25]
-
-
-@pytest.mark.parametrize("masks", [True, False])
-def test_a_truncated_row_has_no_advantage_where_these_are_masked(monkeypatch: pytest.MonkeyPatch, masks: bool) -> None:
-    trainer = _trainer()
-    trainer.settings = replace(trainer.settings, signal=Grail(mask_truncated=masks))
-    step = _by_advantages(monkeypatch, trainer, ["abcdef", "abc<end>"], [1.0, -1.0], [[1] * 6] * 2)
-    assert step.rollouts.truncated_B.tolist() == [True, False]
-    assert step.method_batch().advantages_B.tolist() == [0.0 if masks else 1.0, -1.0]
-    assert step.rollouts.advantages_B.tolist() == [1.0, -1.0]
 
 
 def test_the_backward_took_as_long_as_that_of_the_slowest_rank(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,5 @@
-"""Credit by turn in a step of verl's trainer: rewards as the agent loop and the reward function give them, and verl's own
-advantages for responses of one turn."""
+"""Credit by turn in a step of verl's trainer: rewards of the reward function and of one's own agent loop, and verl's own
+advantages for responses of one turn. Rewards of verl's agent loop are in ``test_hosts.py``."""
 
 from __future__ import annotations
 
@@ -16,11 +16,10 @@ from grail_advantage.methods import method
 from grail_advantage.verl_ext import rules
 from grail_advantage.verl_ext.rules import AGGREGATION, Skipping, broken
 from grail_advantage.verl_ext.settings import ROLLOUT, SKIP, Settings
-from tests.core.test_turns import Talk, plain
+from tests.core.test_turns import Talk
 from tests.core.tiny_models import encode
 from tests.verl_ext.test_one_step import ROWS, Step
 
-METHODS = ("turn_rloo", "mt_grpo", "gtpo", "gigpo")
 TALKS = {
     "a_0_0": Talk(["ask", "so 2<end>"], ["two"], [0.5], 1.0),
     "a_1_0": Talk(["ask", "again", "3<end>"], ["two", "no"], [0.5, -0.25], 0.0),
@@ -52,29 +51,6 @@ def _step(monkeypatch: pytest.MonkeyPatch, name: str, *overrides: str, **options
     step.set_signal(method(name).build(options))
     _set_talks(step)
     return step
-
-
-def _of_tokens(name: str, **options: Any) -> dict[str, list[float]]:
-    """By plain loops; the end token is a token of the last turn, which the loops do not count."""
-    found = plain(name, list(TALKS.values()), **options)
-    by_key = {}
-    for (key, talk), of_text in zip(TALKS.items(), found, strict=True):
-        last = of_text[-1]
-        short = len(talk.turns[-1]) - len(encode(talk.turns[-1]))
-        by_key[key] = [*of_text[: len(of_text) - short - 1], last]
-    return by_key
-
-
-@pytest.mark.parametrize("name", METHODS)
-def test_stock_tool_rewards_are_read(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    step = _step(monkeypatch, name)
-    found, expected = step.run(), _of_tokens(name)
-    for key, advantages_T in found.items():
-        mask_T = step.store.rows[key]["loss_mask"].bool()
-        np.testing.assert_allclose(advantages_T[mask_T].numpy(), expected[key], rtol=1e-5, atol=1e-6)
-        assert not advantages_T[~mask_T].any()
-    assert any(bool(found[key].any()) for key in found if key.startswith("b")), "one outcome, and turns that differ"
-    assert step.store.fetched["rm_scores"] >= 1
 
 
 def test_rewards_of_the_reward_function_and_of_ones_own_loop(monkeypatch: pytest.MonkeyPatch) -> None:

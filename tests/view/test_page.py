@@ -38,9 +38,10 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_only_its_own_scripts_and_styles_may_run(run: Path) -> None:
+    """The policy comes before them, and nothing of the page is elsewhere."""
     page = render([data.open_run(run)])
     policy = re.search(r'http-equiv="Content-Security-Policy" content="([^"]*)"', page)
-    assert policy is not None
+    assert policy is not None and page.index("Content-Security-Policy") < page.index("<style>") < page.index("<script")
     rules = {part.split()[0]: part.split()[1:] for part in policy[1].split("; ")}
 
     def hashes(pattern: str) -> list[str]:
@@ -48,18 +49,11 @@ def test_only_its_own_scripts_and_styles_may_run(run: Path) -> None:
         return [f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'" for text in texts]
 
     assert rules["default-src"] == rules["connect-src"] == rules["base-uri"] == rules["form-action"] == ["'none'"]
-    assert (
-        rules["script-src"] == hashes(r"<script(?: type=\"module\")?>(.*?)</script>") and len(rules["script-src"]) == 2
-    )
-    assert rules["style-src"] == hashes(r"<style>(.*?)</style>") and len(rules["style-src"]) == 1
-    # The policy counts from its place on.
-    assert page.index("Content-Security-Policy") < page.index("<style>") < page.index("<script")
+    assert rules["script-src"] == hashes(r"<script(?: type=\"module\")?>(.*?)</script>") != []
+    assert rules["style-src"] == hashes(r"<style>(.*?)</style>") != []
     shell = re.sub(r"<(script|style).*?</\1>", "", page, flags=re.DOTALL)
-    assert not re.search(r"\s(?:src|srcset|data|action|poster)=", shell)
+    assert not re.search(r"\s(?:src|srcset|data|action|poster|on\w+|style)=", shell)
     assert re.findall(r'href="([^"]*)"', shell) == ["#rollouts"]
-    assert not re.search(r"\son\w+=|\sstyle=", shell)
-    style = re.search(r"<style>(.*?)</style>", page, flags=re.DOTALL)
-    assert style is not None and "url(" not in style[1] and "@import" not in style[1]
 
 
 def test_the_file_is_written_whole_and_names_no_place(run: Path, tmp_path: Path) -> None:
@@ -70,25 +64,17 @@ def test_the_file_is_written_whole_and_names_no_place(run: Path, tmp_path: Path)
     assert str(run.parents[2]) not in json.dumps(index_of(run)) + text
 
 
-def test_index_of_a_run(run: Path) -> None:
+def test_curves_and_means_of_a_run(run: Path) -> None:
+    """Numbers of single responses are read in test_browser.py."""
     index, rows = index_of(run), list(read_dump(run / "tokens"))
-    for name in ("outcome", "answer", "no_scores", "reward", "truncated"):
-        assert index["rows"][name] == [getattr(row, name) for row in rows]
     assert index["rows"]["length"] == [len(row) for row in rows]
-    spreads = [float(np.std(row.weight_T[row.mask_T].astype(np.float64))) for row in rows]
-    assert index["rows"]["spread"] == pytest.approx(spreads, rel=1e-6)
-    problems = [index["groups"][group]["problem"] for group in index["rows"]["group"]]
-    assert [index["problems"][problem]["prompt"] for problem in problems] == [row.prompt for row in rows]
-    assert index["overlays"] == ["weight", "score", "advantage", "surprisal", "entropy"]
     metrics, _ = data.read_metrics(run)
     reward = next(curve for curve in index["curves"] if curve["title"] == "Training reward")["lines"][0]
     assert reward["values"] == pytest.approx([metrics[step]["critic/score/mean"] for step in reward["steps"]])
-    assert {curve["title"] for curve in index["more"]} >= {"actor/grad_norm", "timing_s/step"}
     position, table = index["position"]["grail"], by_position.row_tables(rows)[""]
     assert position["all"][0]["mean"] == pytest.approx(by_position.profiles(table)["right"].mean.tolist(), rel=1e-5)
     wrong = by_position.by_step(table, "wrong")[1]
     assert np.allclose(np.array(position["of_step"]["wrong"], dtype=float), wrong, rtol=1e-5, equal_nan=True)
-    assert position["steps"] == [1, 5, 10]
 
 
 def test_a_prompt_in_both_runs_is_one_problem(run: Path, tmp_path: Path) -> None:
@@ -125,8 +111,7 @@ def test_broken_and_missing_parts(tmp_path: Path) -> None:
     last.write_bytes(last.read_bytes()[:2500])
     index = index_of(tmp_path / "cut")
     assert set(index["rows"]["step"]) == {1} and len(index["rows"]["step"]) == 24 and not index["curves"]
-    (note,) = index["notes"]
-    assert "step_000005.parquet: is damaged or no token dump" in note
+    assert ["step_000005.parquet" in note for note in index["notes"]] == [True]
 
     run = tmp_path / "metrics"
     write_metrics(run, 2)
@@ -135,10 +120,7 @@ def test_broken_and_missing_parts(tmp_path: Path) -> None:
     index = index_of(run)
     reward = next(curve for curve in index["curves"] if curve["title"] == "Training reward")["lines"][0]
     assert reward["steps"] == [1, 2, 3] and reward["values"][2] is None
-    assert any("metrics.jsonl:" in note for note in index["notes"])
-    assert not index["rows"]["step"] and not index["position"]
-    assert "wrote no token dump" in index["nothing"]
+    assert any("metrics.jsonl:" in note for note in index["notes"]) and not index["rows"]["step"]
     short = [text_row([], row=0), text_row(["x"], row=1, base_advantage_T=None, advantage_T=None, score_T=None)]
     write_step(run / "tokens", DumpHeader(step=1, method="grail"), table_of(short))
-    index = index_of(run / "tokens")
-    assert index["rows"]["length"] == [0, 1] and index["rows"]["spread"] == [None, 0.0]
+    assert index_of(run / "tokens")["rows"]["length"] == [0, 1]

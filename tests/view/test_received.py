@@ -15,7 +15,7 @@ import torch
 from grail_advantage.dump.schema import DumpHeader, ReceivedHeader
 from grail_advantage.dump.store import read_dump, read_headers, remove_steps, write_received, write_step
 from grail_advantage.receipt import Finding, Receipt
-from grail_advantage.receipt.report import NOTHING, finding_texts, main, run_receipt, summary
+from grail_advantage.receipt.report import NOTHING, main, run_receipt
 from tests.dumps import dump_row, table_of
 
 KEYS = ("a_0_0", "a_1_0", "b_0_0")
@@ -73,12 +73,6 @@ def test_is_read_beside_the_responses(tmp_path: Path) -> None:
     assert pq.read_table(path).to_pylist()[0]["by_update"] == [[0.5, -1.0, 2.0], [0.25, 0.0, 2.0]]
 
 
-def test_a_dump_without_it_reads_as_before(tmp_path: Path) -> None:
-    written(tmp_path).unlink()
-    dump = read_dump(tmp_path)
-    assert [row.received for row in dump] == [None] * 3 and dump.problems == [] and dump.receipts() == []
-
-
 def test_a_file_of_other_responses_is_named_and_left_out(tmp_path: Path) -> None:
     path = written(tmp_path)
     for others in (receipt().table(("a", *KEYS[1:]), LENGTHS), receipt().table(KEYS, (4, 4, 2))):
@@ -110,25 +104,13 @@ def test_a_resumed_run_removes_it(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["received_000003.parquet", "step_000003.parquet"]
 
 
-class TestWords:
-    def test_findings_of_a_run_are_put_together(self) -> None:
-        run = run_receipt(
-            [
-                header(1, clipped=0.0, tokens=30),
-                header(2, 0, NOTE, SCALED, clipped=0.2, tokens=10),
-                header(2, 1, SCALED),
-            ]
-        )
-        assert (run.updates, run.tokens, run.mismatches, list(run.losses)) == (3, 47, 1, ["vanilla"])
-        assert run.clipped == pytest.approx((0.2 * 10 + 0.125 * 7) / 47)
-        assert [(each.first["name"], each.step, each.update, each.count) for each in run.findings] == [
-            ("scaled", 2, 0, 2),
-            ("unknown loss", 2, 0, 1),
-        ]
-        texts = finding_texts(run.findings[0])
-        assert texts["where"] == "step 2, update 0: 3 tokens of 1 of 3 responses, and 1 more update"
-        assert texts["examples"] == ["response a_1_0, token 2: intended 0.5, received 0.25"]
-        assert "1 thing in what arrived does not fit the loss (vanilla)" in summary(run)
+def test_findings_of_a_run_are_put_together() -> None:
+    headers = [header(1, clipped=0.0, tokens=30), header(2, 0, NOTE, SCALED, clipped=0.2, tokens=10)]
+    run = run_receipt([*headers, header(2, 1, SCALED)])
+    assert (run.updates, run.tokens, run.mismatches, list(run.losses)) == (3, 47, 1, ["vanilla"])
+    assert run.clipped == pytest.approx((0.2 * 10 + 0.125 * 7) / 47)
+    findings = [(each.first["name"], each.step, each.update, each.count) for each in run.findings]
+    assert findings == [("scaled", 2, 0, 2), ("unknown loss", 2, 0, 1)]
 
 
 class TestCommand:
@@ -137,23 +119,16 @@ class TestCommand:
     ) -> None:
         written(tmp_path / "tokens", 1, NOTE)
         assert main([str(tmp_path)]) == 0
-        printed = capsys.readouterr().out
-        assert "Every token received what the loss says" in printed and "note: unknown loss. no formula" in printed
         written(tmp_path / "tokens", 2, SCALED)
         assert main([str(tmp_path)]) == main([str(tmp_path / "tokens")]) == 1
         printed = capsys.readouterr().out
-        assert "MISMATCH: scaled. every token received 0.5 times what it should" in printed
-        assert (
-            "such as response a_1_0, token 2: intended 0.5, received 0.25" in printed
-            and "usual causes: the denom" in printed
-        )
+        assert all(part in printed for part in ("unknown loss", "scaled", "a_1_0", "0.25", "the denominator"))
 
     def test_nothing_to_read(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert main([str(tmp_path)]) == NOTHING
-        assert "holds no receipt" in capsys.readouterr().err
         written(tmp_path).write_bytes(b"PAR1 broken")
         assert main([str(tmp_path)]) == NOTHING
-        assert "is damaged or no receipt" in capsys.readouterr().err
+        assert "received_000003.parquet" in capsys.readouterr().err
 
     def test_a_long_run_has_one_page(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         for step in range(1, 60):
@@ -169,7 +144,7 @@ class TestCommand:
         write_received(tmp_path, header(1, 0, finding), receipt().table(KEYS, LENGTHS))
         assert main([str(tmp_path)]) == 1
         printed = capsys.readouterr().out
-        assert "\x1b" not in printed and "\x07" not in printed and "\u202e" not in printed and "red" in printed
+        assert "red" in printed and not set("\x1b\x07\u202e") & set(printed)
 
 
 def test_the_header_is_json_in_the_metadata(tmp_path: Path) -> None:

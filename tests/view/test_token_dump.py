@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import asdict, fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +13,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from grail_advantage import AnswerSpan
 from grail_advantage.dump.schema import DumpHeader
-from grail_advantage.dump.store import DumpRow, MethodColumns, dumped_steps, read_dump, remove_steps, write_step
+from grail_advantage.dump.store import dumped_steps, read_dump, remove_steps, write_step
+from tests import hosts
 from tests.dumps import dump_row, table_of
 
 NAN = math.nan
@@ -33,86 +33,32 @@ HEADER = DumpHeader(
 )
 
 
-def _full_row() -> DumpRow:
-    rng = np.random.default_rng(0)
-
-    def column() -> np.ndarray:
-        values = rng.normal(size=7).astype(np.float32)
-        values[2] = np.nan
-        return values
-
-    return DumpRow(
-        step=3,
-        update=1,
-        row=5,
-        key="a_b_2_0",
-        group=4,
-        id="gsm8k/7",
-        prompt="<|im_start|>user\nWhat?",
-        response="The 5",
-        ground_truth="5",
-        reward=0.25,
-        outcome="wrong",
-        answer="5",
-        truncated=True,
-        no_scores="outside the gate",
-        span=AnswerSpan(1, 2, 3, 4),
-        prompt_ids=np.array([1, 2, 3]),
-        token_ids_T=np.array([9, 8, 7, 6, 5, 4, 151645]),
-        tokens=["The", " ", "5", "", "", "", ""],
-        mask_T=np.array([True, True, False, True, True, True, True]),
-        score_T=column(),
-        weight_T=column(),
-        base_advantage_T=column(),
-        advantage_T=column(),
-        old_log_prob_T=column(),
-        entropy_T=None,
-        methods={
-            "surprisal": MethodColumns(score_T=None, weight_T=column(), no_scores="no answer", advantage_T=column())
-        },
-        labels={"steps": [[0, 2], [2, 7]], "wrong_step": [2, 7]},
-    )
-
-
-def _assert_equal(one: DumpRow, other: DumpRow) -> None:
-    for entry in fields(DumpRow):
-        a, b = getattr(one, entry.name), getattr(other, entry.name)
-        if entry.name == "methods":
-            assert a.keys() == b.keys()
-            for name in a:
-                assert a[name].no_scores == b[name].no_scores
-                assert a[name].weight_T.tobytes() == b[name].weight_T.tobytes()
-                assert a[name].advantage_T.tobytes() == b[name].advantage_T.tobytes()
-                assert (a[name].score_T is None) == (b[name].score_T is None)
-        elif isinstance(a, np.ndarray):
-            assert (a.dtype, a.tobytes()) == (b.dtype, b.tobytes()), entry.name
-        else:
-            assert a == b, entry.name
-
-
 class TestRoundTrip:
-    def test_header_and_row(self, tmp_path: Path) -> None:
-        row = _full_row()
-        path = write_step(tmp_path / "new", replace(HEADER, update=1), table_of([row, row]))
+    def test_header_and_rows(self, tmp_path: Path) -> None:
+        """With every column, those of several methods included."""
+        labels = [{"steps": [[0, 2], [2, 7]], "wrong_step": [2, 7]}, *[{}] * (hosts.COUNT - 1)]
+        texts = [f"{row} \u202e" for row in range(hosts.COUNT)]
+        rollouts = hosts.plain_rollouts(keys=texts)
+        rollouts = replace(
+            rollouts, facts={**rollouts.facts, "labels": labels, **dict.fromkeys(("id", "ground_truth"), texts)}
+        )
+        signal = hosts.signal_of("grail")
+        others = {name: hosts.signal_of(name) for name in ("step_values", "surprisal")}
+        table = hosts.plain_table(signal, rollouts, others=others)
+        header = replace(HEADER, update=1)
+        path = write_step(tmp_path / "new", header, table)
         assert path.name == "step_000003_update_1.parquet" and list(path.parent.iterdir()) == [path]
+        hosts.assert_same(hosts.dumped_table(path.parent), table)
         dump = read_dump(tmp_path / "new")
-        assert dump.files[0].header == replace(HEADER, update=1)
-        first, second = dump
-        assert dump.problems == [] and dump.steps == [3]
-        _assert_equal(row, first)
-        _assert_equal(row, second)
-
-    def test_a_file_as_earlier_versions_wrote_it(self, tmp_path: Path) -> None:
-        """The same table, with checksums and all lists in dictionaries, and its header in ASCII."""
-        path = write_step(tmp_path, replace(HEADER, update=1), table_of([_full_row()]))
-        table = pq.read_table(path)
-        record = {"schema_version": 4, **asdict(replace(HEADER, update=1))}
-        table = table.replace_schema_metadata({"grail_advantage": json.dumps(record).encode("ascii")})
-        pq.write_table(table, path, compression="zstd", write_statistics=False, write_page_checksum=True)
-        dump = read_dump(tmp_path)
-        (row,) = dump
-        assert dump.problems == [] and dump.files[0].header == replace(HEADER, update=1)
-        _assert_equal(_full_row(), row)
+        rows = list(dump)
+        assert dump.problems == [] and dump.steps == [3] and dump.files[0].header == header
+        assert {(row.step, row.update) for row in rows} == {(3, 1)}
+        read = table_of(rows)
+        tool = read["labels"].to_pylist()[-1]
+        assert json.loads(tool) == {"tool": [[12, 23]]} and rows[0].labels == labels[0]
+        hosts.assert_same(read, table)
+        frame = pytest.importorskip("pandas").read_parquet(path)
+        assert frame["weight"][0].dtype == np.float32 and list(frame["key"]) == texts
 
     def test_every_float32_keeps_its_bits(self, tmp_path: Path) -> None:
         """Among them subnormal ones, infinities and NaNs with a payload."""
@@ -121,27 +67,6 @@ class TestRoundTrip:
         write_step(tmp_path, HEADER, table_of([row]))
         (read,) = read_dump(tmp_path)
         np.testing.assert_array_equal(read.weight_T.view(np.uint32), bits)
-
-
-class TestOtherReaders:
-    """The file as programs see it that know nothing of this package."""
-
-    def _folder(self, tmp_path: Path) -> Path:
-        for step in (1, 2):
-            write_step(
-                tmp_path / "dump", replace(HEADER, step=step), table_of([_full_row(), dump_row([1.0], score_T=None)])
-            )
-        return tmp_path / "dump"
-
-    def test_datasets_and_pandas(self, tmp_path: Path) -> None:
-        datasets = pytest.importorskip("datasets")
-        folder = self._folder(tmp_path)
-        files = sorted(map(str, folder.iterdir()))
-        rows = datasets.load_dataset("parquet", data_files=files, split="train", cache_dir=str(tmp_path / "cache"))
-        assert rows["key"] == ["a_b_2_0", "a_0_0"] * 2
-        np.testing.assert_array_equal(np.array(rows[2]["weight"], dtype=np.float32), _full_row().weight_T)
-        frame = pytest.importorskip("pandas").read_parquet(folder)
-        assert len(frame) == 4 and frame["weight"][0].dtype == np.float32
 
 
 class TestFiles:

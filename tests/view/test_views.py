@@ -21,18 +21,10 @@ NAN = float("nan")
 HEADER = DumpHeader(step=1, method="grail", special_tokens={7: "<|im_end|>"})
 
 
-@pytest.mark.parametrize(
-    ("text", "shown"),
-    [
-        ("Über π ≈ 3, 日本語, \\frac{1}{2} and 👨‍👩‍👧",) * 2,
-        ("a\nb", "a↵\nb"),
-        ("\r\t\x00\x1b[0m\x7f", "␍␉␀␛[0m␡"),
-        ("\u202eevil", "<U+202E>evil"),
-        ("zero\u200bwidth\ufeff\u00ad", "zero<U+200B>width<U+FEFF><U+00AD>"),
-    ],
-)
-def test_characters_that_hide_are_spelt_out(text: str, shown: str) -> None:
-    assert visible(text) == shown and visible("a\n\nb", breaks=False) == "a↵↵b"
+def test_characters_that_hide_are_spelt_out() -> None:
+    """That no text acts is a property in ``tests/test_hostile_input.py``."""
+    assert visible("Über π ≈ 3, 日本語, \\frac{1}{2} and 👨‍👩‍👧") == "Über π ≈ 3, 日本語, \\frac{1}{2} and 👨‍👩‍👧"
+    assert visible("\r\t\x00\x1b[0m\u202ea\nb") == "␍␉␀␛[0m<U+202E>a↵\nb" and visible("a\n\nb", breaks=False) == "a↵↵b"
 
 
 # ----------------------------------------------------------------------------------------------------------------- terminal
