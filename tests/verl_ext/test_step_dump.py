@@ -35,17 +35,6 @@ def test_options_are_off_by_default_and_else_as_given() -> None:
     assert _options(folder="/a/b", **given) == DumpOptions(Path("/a/b"), 10, None, received=False)
 
 
-<<<<<<< HEAD
-def test_options_that_are_refused() -> None:
-    wrong = "{}={} must be a whole number, at least 1"
-    for section, message in (
-        *(({"folder": "/a", "every": value}, wrong.format("every", value)) for value in (0, None, True)),
-        *(({"folder": "/a", "responses": value}, wrong.format("responses", value)) for value in (0, 1.5)),
-        ({"folder": "/a", "received": "no"}, "token_dump.received='no' must be true or false"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            _options(**section)
-=======
 @pytest.mark.parametrize(
     ("name", "value"),
     [("every", 0), ("every", None), ("every", True), ("responses", 0), ("responses", 1.5), ("received", "no")],
@@ -53,7 +42,6 @@ def test_options_that_are_refused() -> None:
 def test_values_that_are_refused(name: str, value: Any) -> None:
     with pytest.raises(ValueError, match=f"token_dump.{name}={value!r} must be "):
         _options(folder="/a", **{name: value})
->>>>>>> hosts
 
 
 class TestChoice:
