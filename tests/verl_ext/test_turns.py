@@ -151,6 +151,6 @@ def test_several_calls_of_a_turn_are_refused_where_rewards_follow_calls() -> Non
         config |= {"actor_rollout_ref": {"rollout": {"multi_turn": {"max_parallel_calls": calls}}}}
         settings = Settings.parse(OmegaConf.create(config))
         rule = next(rule for rule in rules.REFUSALS if rule.option == rules.PARALLEL_CALLS)
-        return rule.obstacle(settings) is not None
+        return rule.when(settings)
 
     assert refused(2) and not refused(1) and not refused(2, align="turns")
