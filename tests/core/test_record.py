@@ -1,0 +1,95 @@
+"""The rows of a record, against the plain function, loops over the model's logits and what the responses say.
+
+``tests/hosts.py`` then compares the rows of every host with these.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from grail_advantage import TokenWeights, compute_token_weights
+from tests import hosts
+from tests.core.tiny_models import Rollout, char_tokenizer, encode, make_batch, plain_columns, tiny_model
+
+NAMES = ("grail", "step_values", "surprisal")
+
+
+@pytest.fixture(scope="module")
+def rows() -> list[dict[str, Any]]:
+    """With the first method's columns as the run's, and those of all of them."""
+    signals = {name: hosts.signal_of(name) for name in NAMES}
+    return hosts.plain_table(signals[NAMES[0]], hosts.plain_rollouts(), others=signals).to_pylist()
+
+
+def _plain(name: str) -> tuple[TokenWeights, torch.Tensor]:
+    """The function's result, and the mask of its response tokens."""
+    advantages = zip(hosts.RESPONSES, hosts.ADVANTAGES, strict=True)
+    batch = make_batch([Rollout(said.prompt, said.text, advantage) for said, advantage in advantages], "right")
+    mask_BL = batch.response_mask.bool()
+    mask_BL[mask_BL.clone()] = torch.tensor([wrote for said in hosts.RESPONSES for wrote in said.written])
+    rollouts = hosts.plain_rollouts()
+    result = compute_token_weights(
+        tiny_model(),
+        char_tokenizer(),
+        batch.input_ids,
+        batch.attention_mask,
+        mask_BL,
+        batch.advantages,
+        hosts.signal_of(name),
+        temperature=hosts.TEMPERATURE,
+        groups=rollouts.groups_B,
+        masked=rollouts.truncated_B,
+    )
+    return result, mask_BL
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_numbers_of_a_method_are_those_of_the_function(rows: list[dict[str, Any]], name: str) -> None:
+    result, mask_BL = _plain(name)
+    for number, row in enumerate(rows):
+        (columns,) = [of_method for of_method in row["methods"] if of_method["name"] == name]
+        of_run = row if name == NAMES[0] else columns
+        assert name != "step_values" or columns["advantage"] is not None
+        for column, values_BL in (
+            ("score", result.scores),
+            ("weight", result.weights),
+            ("advantage", result.advantages),
+        ):
+            expected_T = values_BL[number, mask_BL[number]].numpy()
+            for values in (of_run[column], columns[column]):
+                if values is not None:
+                    found_T = np.float32(values)[np.array(row["mask"])]
+                    np.testing.assert_allclose(found_T, expected_T, rtol=2e-4, atol=1e-5, err_msg=column)
+
+
+def test_numbers_of_the_policy_are_those_of_its_logits(rows: list[dict[str, Any]]) -> None:
+    for said, row in zip(hosts.RESPONSES, rows, strict=True):
+        columns = plain_columns(tiny_model(), encode(said.prompt), said.ids, hosts.TEMPERATURE)
+        for name, values in zip(("old_log_prob", "entropy"), columns, strict=True):
+            expected = [value if wrote else math.nan for value, wrote in zip(values, said.written, strict=True)]
+            assert row[name] == pytest.approx(expected, rel=1e-3, abs=1e-4, nan_ok=True)
+
+
+def test_facts_are_those_of_the_responses(rows: list[dict[str, Any]]) -> None:
+    for number, (said, advantage, row) in enumerate(zip(hosts.RESPONSES, hosts.ADVANTAGES, rows, strict=True)):
+        assert (row["row"], row["group"], row["key"]) == (number, number // hosts.GROUP_SIZE, str(number))
+        assert (row["prompt"], row["response"]) == (said.prompt, said.text.removesuffix("<end>"))
+        assert (row["prompt_ids"], row["token_ids"]) == (encode(said.prompt), said.ids)
+        assert "".join(row["tokens"]) == row["response"] and len(row["tokens"]) == len(said.ids)
+        assert row["mask"] == said.written and row["truncated"] == (number == hosts.TRUNCATED)
+        base = advantage if math.isfinite(advantage) else 0.0
+        assert row["base_advantage"] == [base if wrote else 0.0 for wrote in said.written]
+        if "\\boxed{" in said.text:
+            start = said.text.index("\\boxed{")  # official takes the first
+            assert row["span"][0] == start and said.text[row["span"][1] :].startswith(row["answer"])
+    assert [row["answer"] for row in rows] == ["6", "5", "4", None, "5", "9", "6", "8", "1", "42"]
+    outside, none, zero = "outside the gate", "no answer", "advantage 0"
+    reasons = [None, outside, None, none, zero, "truncated", None, outside, zero, None]
+    assert [row["no_scores"] for row in rows] == reasons
+    tool = [hosts.RESPONSES[-1].text.index("["), hosts.RESPONSES[-1].text.index("]") + 2]
+    assert rows[-1]["labels"] == f'{{"tool": [{tool}]}}' and {row["labels"] for row in rows[:-1]} == {None}
