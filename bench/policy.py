@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel, PreTrainedTokenizerFast
 from transformers.utils.logging import disable_progress_bar
 
@@ -21,7 +22,6 @@ from bench.exact import corrected, first_wrong, token_advantages
 from bench.task import MAX_RESPONSE_TOKENS, BenchProblem, read_tokens, solve, task_errors, task_problems, task_tokenizer
 from grail_advantage.batch import Example
 from grail_advantage.token_weights import response_statistics
-from grail_advantage.view.analysis.responses import padded
 from recipe.tiny.model import build_model
 from recipe.tiny.sampling import prompt_ids
 from recipe.tiny.task import boxed_answer
@@ -208,8 +208,12 @@ def assemble(
     fields: dict[str, list[Any]],
 ) -> SampledBatch:
     """Pad the responses, and give each its advantage, log-probabilities and entropies; ``rollouts`` in a row are a group."""
-    rows = list(zip(prompts, responses, strict=True))
-    ids_BL, attention_BL, response_BL = padded(rows, tokenizer.pad_token_id, "cpu")
+    ids = [torch.tensor([*prompt, *response]) for prompt, response in zip(prompts, responses, strict=True)]
+    ids_BL = pad_sequence(ids, batch_first=True, padding_value=tokenizer.pad_token_id)
+    starts_B1, ends_B1 = (torch.tensor([[len(part)] for part in parts]) for parts in (prompts, ids))
+    places_L = torch.arange(ids_BL.shape[1])
+    attention_BL = places_L < ends_B1
+    response_BL = attention_BL & (places_L >= starts_B1)
     rewards_B = torch.tensor(rewards)
     truncated_B = torch.tensor([response[-1] != tokenizer.eos_token_id for response in responses])
     advantages_B = rewards_B - rewards_B.view(-1, rollouts).mean(dim=1).repeat_interleave(rollouts)

@@ -255,8 +255,7 @@ def by_advantages(step: UpdateBatch, batch: KVBatchMeta, algorithm: DictConfig, 
     """
     mask_BT, advantages_BT = fetch_padded(batch, "response_mask", "advantages")
     mask_BT = mask_BT.bool()
-    if own_advantages or step.settings.base not in BASES:
-        check_one_advantage_a_response(advantages_BT, mask_BT, step.settings.base)
+    check_one_advantage_a_response(advantages_BT, mask_BT, step.settings.base, own_advantages=own_advantages)
     if REWARDS in step.settings.signal.reads and step.rollouts.rewards_B is None:
         step = _with_rewards(step, *fetch_padded(batch, _column_of_rewards(step)))
     can_train_B = within_range(torch.where(mask_BT, advantages_BT, 0.0)).all(dim=1)
@@ -349,19 +348,21 @@ def _last_outputs(keys: Sequence[str]) -> list[int]:
     return [last[key.rsplit("_", 1)[0]][1] for key in keys]
 
 
-def check_one_advantage_a_response(advantages_BT: torch.Tensor, mask_BT: torch.Tensor, base: str) -> None:
-    """Refuse advantages that differ within a response.
+def check_one_advantage_a_response(
+    advantages_BT: torch.Tensor, mask_BT: torch.Tensor, base: str, *, own_advantages: bool = False
+) -> None:
+    """Refuse advantages that differ within a response. Those of ``BASES`` do not, unless the trainer has its own.
 
     Raises:
         ValueError: naming the option.
     """
+    if base in BASES and not own_advantages:
+        return
     lowest_B = torch.where(mask_BT, advantages_BT, torch.inf).amin(dim=1)
     highest_B = torch.where(mask_BT, advantages_BT, -torch.inf).amax(dim=1)
     if (lowest_B < highest_B).any():
-        raise ValueError(
-            f"{BASE}={base}, or a trainer with own_advantages, gives the tokens of a response different advantages, and token "
-            "weights multiply one"
-        )
+        whose = "the trainer, by advantages of its own," if own_advantages else f"{BASE}={base}"
+        raise ValueError(f"{whose} gives the tokens of a response different advantages, and token weights multiply one")
 
 
 # -------------------------------------------------------------------------------------------------------------------- writing
