@@ -37,7 +37,7 @@ HAND_CASE: dict[str, list[Row]] = {
     "aime24": [("100", [10, 20, 30], [], []), ("000", [40, 40, 40], [1], [1])],
     "amc23": [("111", [5, 5, 5], [], []), ("011", [3, 6, 9], [], []), ("000", [100] * 3, [0, 2], [0, 1, 2])],
 }
-OTHER: dict[str, list[Row]] = {**HAND_CASE, "aime24": [("110", [1] * 3, [], []), ("010", [1] * 3, [], [])]}
+OTHER = {**HAND_CASE, "aime24": [("110", [1] * 3, [], []), ("010", [1] * 3, [], [])]}
 SAMPLING = {"samples": 3, "temperature": 0.6, "top_p": 0.95, "top_k": 20, "max_tokens": 8192, "seed": 0}
 RUN = {
     "model": "m",
@@ -89,22 +89,12 @@ def test_hand_case(tmp_path: Path) -> None:
     assert "| aime24 | 2 | 16.7 [" in (tmp_path / "results.md").read_text()
 
 
-def test_intervals_against_a_loop() -> None:
-    """The resamples are means of problems drawn with replacement, and intervals and means over benchmarks are theirs."""
-    source = np.random.default_rng(1)
-    tables = {name: pd.DataFrame(source.random((size, 5))) for name, size in {"amc23": 7, "aime24": 4}.items()}
-    found = report.figures(pd.concat(tables, names=["benchmark", "index"]), 1)
-    means = {name: report.resampled(name, table)[1:, 0] for name, table in tables.items()}
-    for name, table in tables.items():
-        drawn = [table[0].sample(len(table), replace=True, random_state=seed).mean() for seed in range(3000)]
-        assert np.quantile(means[name], [0.1, 0.5, 0.9]) == pytest.approx(np.quantile(drawn, [0.1, 0.5, 0.9]), abs=0.02)
-    means |= {
-        "mean": (means["amc23"] + means["aime24"]) / 2,
-        "weighted_mean": (7 * means["amc23"] + 4 * means["aime24"]) / 11,
-    }
-    for label, of_label in means.items():
-        figure = (found["benchmarks"].get(label) or found[label])["acc@1"]
-        assert [figure["low"], figure["high"]] == pytest.approx(np.quantile(of_label, [0.025, 0.975]))
+def test_intervals() -> None:
+    """They are quantiles of the means of problems drawn with replacement, as a loop draws them."""
+    table = pd.DataFrame(np.random.default_rng(1).random((7, 5)))
+    figure = report.figures(pd.concat({"amc23": table}, names=["benchmark", "index"]), 1)["mean"]["acc@1"]
+    drawn = [table[0].sample(7, replace=True, random_state=seed).mean() for seed in range(3000)]
+    assert [figure["low"], figure["high"]] == pytest.approx(np.quantile(drawn, [0.025, 0.975]), abs=0.02)
 
 
 def test_paired_comparison(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -121,13 +111,9 @@ def test_paired_comparison(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert list(passed.values()) == [0.5, 0, 1, pytest.approx(0.75, abs=0.02)]
     assert result["mean"]["acc@3"]["value"] == pytest.approx(1 / 6)
     assert "+33.33 [+33.33, +33.33], 100.0%" in capsys.readouterr().out
-    for rows, sampling, named in (
-        (HAND_CASE, {"temperature": 1.0}, "temperature"),
-        ({"amc23": HAND_CASE["amc23"]}, {}, "aime24"),
-    ):
-        make_run(tmp_path / "b", rows, **sampling)
-        with pytest.raises(SystemExit, match=f"cannot be compared: {named}"):
-            main(["--compare", str(tmp_path / "a"), str(tmp_path / "b")])
+    make_run(tmp_path / "b", {"amc23": HAND_CASE["amc23"]}, temperature=1.0)
+    with pytest.raises(SystemExit, match=r"cannot be compared: aime24 .*; temperature 0\.6 and 1"):
+        main(["--compare", str(tmp_path / "a"), str(tmp_path / "b")])
 
 
 def test_regrade(tmp_path: Path) -> None:
@@ -176,19 +162,14 @@ def test_samples_survive_a_kill(tmp_path: Path) -> None:
 
 
 def write_benchmark(path: Path, size: int) -> None:
-    source = {"data_source": path.stem, "ability": "math"}
     extra = {"split": "test", "index": 0, "problem": "?", "id": ""}
-    rows = [
-        source
-        | {
-            "prompt": user_messages(f"What is {i}?"),
-            "reward_model": {"style": "rule", "ground_truth": f"{i}"},
-            "extra_info": extra,
-        }
+    row = {"data_source": path.stem, "ability": "math", "extra_info": extra}
+    golds = [
+        {"prompt": user_messages(f"What is {i}?"), "reward_model": {"style": "rule", "ground_truth": f"{i}"}}
         for i in range(size)
     ]
     path.parent.mkdir(parents=True, exist_ok=True)
-    Dataset.from_list(rows, features=FEATURES).to_parquet(path)
+    Dataset.from_list([row | gold for gold in golds], features=FEATURES).to_parquet(path)
 
 
 def save_tiny_model(folder: Path) -> Path:
