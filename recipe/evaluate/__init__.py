@@ -1,4 +1,1 @@
-"""Evaluation as published for GRAIL (arXiv 2606.04889): several samples a problem, acc@k, pass@k and mean tokens.
-
-``python -m recipe.evaluate`` is the command.
-"""
+"""Evaluation as published for GRAIL (arXiv 2606.04889); ``python -m recipe.evaluate`` is the command."""
