@@ -1,4 +1,4 @@
-"""Resume from a checkpoint of another number of ranks, for example on the nodes that are left.
+"""Resume from a checkpoint of another number of ranks, as verl's users ask (verl#1377, verl#2265), on the nodes that are left.
 
 verl stores the content of each rank in a file of the rank's number, and each rank loads the file of its own number
 (``verl.utils.checkpoint.fsdp_checkpoint_manager.FSDPCheckpointManager.load_checkpoint``, verl 0.9.1). FSDP2's files hold slices

@@ -20,7 +20,7 @@ from typing import Any
 import ray
 from omegaconf import DictConfig, OmegaConf
 
-from recipe.run_life import driver, watch
+from recipe.run_life import watch
 from recipe.run_life.trainer import KeptRun
 from tests.verl_ext.whole_run import NOT_STARTED, STARTS
 
@@ -99,5 +99,5 @@ def run_ppo(config: DictConfig, task_runner_class: type) -> None:
 
 if __name__ == "__main__":
     trainer = {"default_local_dir": sys.argv[1], "resume_mode": "auto", "save_freq": 1, "logger": [], "v1": {}}
-    driver.run_ppo = run_ppo
-    driver.run(OmegaConf.create({"trainer": trainer, "actor_rollout_ref": {"rollout": {"name": "vllm"}}}))
+    watch.run_ppo = run_ppo
+    watch.run(OmegaConf.create({"trainer": trainer, "actor_rollout_ref": {"rollout": {"name": "vllm"}}}))

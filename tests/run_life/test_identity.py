@@ -22,7 +22,7 @@ from verl.trainer.ppo.v1 import get_trainer_cls
 from recipe.main_grail import prepare
 from recipe.run_life.checkpoints import TRACKER
 from recipe.run_life.identity import RUN_DEFINITION as FILE
-from recipe.run_life.identity import begin_run, check_run, choose, hold, is_finished, run_definition
+from recipe.run_life.identity import begin_run, check_run, hold, run_definition
 from recipe.run_life.trainer import KeptRun
 from tests import forked
 from tests.checkpoints import write_checkpoint
@@ -49,8 +49,7 @@ def _start(folder: Path, *overrides: str) -> bool:
 
 
 def _finished(folder: Path, *overrides: str) -> bool:
-    run = parsed(_compose(folder, *overrides))
-    return is_finished(run, choose(run)[0])
+    return not begin_run(parsed(_compose(folder, *overrides)))
 
 
 def _save(folder: Path, step: int, **state: bool) -> Path:

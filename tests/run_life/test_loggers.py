@@ -23,7 +23,7 @@ def _folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def _life(resumed_at: int, steps: range, value: float) -> None:
     """A run that is killed: nothing is closed."""
     trainer = {"logger": BACKENDS, "project_name": "project", "experiment_name": "experiment"}
-    with one_history(OmegaConf.create({"trainer": trainer}), resumed_at, {}):
+    with one_history(OmegaConf.create({"trainer": trainer}), resumed_at, None):
         logs = Tracking("project", "experiment", BACKENDS)
     for step in steps:
         logs.log({"value": value}, step)

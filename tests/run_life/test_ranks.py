@@ -12,7 +12,7 @@ import torch
 import recipe.main_grail  # noqa: F401  stores the methods' sections
 from recipe.run_life.identity import check_ranks
 from tests import forked
-from tests.composed import compose
+from tests.composed import compose, parsed
 from tests.run_life import ranks_process as process
 from tests.verl_ext.pass_plan import write_models
 
@@ -63,4 +63,4 @@ def test_what_no_other_number_can_load_is_refused(tmp_path: Path) -> None:
         checkpoint = _checkpoint(tmp_path / str(number), 4, version)
         message = r"was written by 4 ranks, and trainer.nnodes=2 x trainer.n_gpus_per_node=1 are 2"
         with pytest.raises(ValueError, match=message):
-            check_ranks(compose("cpu_trainer", ["trainer.nnodes=2", *overrides]), checkpoint)
+            check_ranks(parsed(compose("cpu_trainer", ["trainer.nnodes=2", *overrides])), checkpoint)

@@ -11,8 +11,7 @@ from omegaconf import OmegaConf
 
 from recipe.run_life import watch
 from recipe.run_life.actors import Death
-from recipe.run_life.options import Options
-from recipe.run_life.watch import END, INTERVAL, REST, STEP, RunEnded, Watchdog
+from recipe.run_life.watch import END, INTERVAL, STEP, Options, RunEnded, Watchdog
 
 LIMITS = Options(phase_timeout=100, long_phase_timeout=1000)
 WORKER = Death("WorkerDict, process 22 on 10.0.0.2", "connection error code 2", 22, "10.0.0.2")
@@ -68,7 +67,6 @@ class TestTime:
         assert scene.look_for(LIMITS.long_phase_timeout) is None
         scene.watch.enter("testing", first - 1)
         assert scene.look_for(LIMITS.long_phase_timeout) is None
-        scene.watch.enter(REST, first - 1)
         scene.into(first, "gen")
         assert scene.look_for(LIMITS.long_phase_timeout) is None
         scene.into(first + 1, "save_checkpoint")
