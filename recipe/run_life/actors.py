@@ -15,6 +15,7 @@ import http.client
 import os
 import re
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,10 +24,8 @@ from ray.actor import ActorHandle
 from ray.exceptions import ActorDiedError, GetTimeoutError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-SECONDS, READ_SECONDS = 2.0, 20.0
-"""For an answer, and for a log."""
-REFUSALS = 2
-"""Refusals in a row after which an engine counts as dead."""
+SECONDS, READ_SECONDS, REFUSALS = 2.0, 20.0, 2
+"""For an answer, and for a log; and refusals in a row after which an engine counts as dead."""
 
 
 class Death(NamedTuple):
@@ -63,43 +62,41 @@ class Actors:
 
     def deaths(self) -> list[Death]:
         """Those of the actors held now that died, and the engines that did though their server lives."""
-        asked = {actor: self._asked.get(actor) or actor.__ray_ready__.remote() for actor in self._held()}
-        answers = list(asked.values())
+        self._asked = {actor: self._asked.get(actor) or actor.__ray_ready__.remote() for actor in self._held()}
+        answers = list(self._asked.values())
         answered = set(ray.wait(answers, num_returns=len(answers), timeout=SECONDS)[0]) if answers else set()
         dead: dict[ActorHandle, Death] = {}
-        for actor in [actor for actor, answer in asked.items() if answer in answered]:
-            try:
-                ray.get(asked[actor])
-            except ActorDiedError as error:
-                dead[actor] = death_of(error)
-                continue
-            except RayError:  # it is out of reach for now
-                pass
-            del asked[actor]
-        self._asked = asked
-        engines = {address: server for address, server in self._engines().items() if server not in dead}
-        return [*dead.values(), *(_of_engine(*each) for each in engines.items() if self._refuses(each[0]))]
+        for actor, answer in list(self._asked.items()):
+            if answer in answered:
+                try:
+                    ray.get(answer)
+                except ActorDiedError as error:
+                    dead[actor] = death_of(error)
+                    continue
+                except RayError:  # it is out of reach for now
+                    pass
+                del self._asked[actor]
+        refusing = [each for each in self._engines().items() if each[1] not in dead and self._refuses(each[0])]
+        return [*dead.values(), *(_of_engine(*each) for each in refusing)]
 
     def _refuses(self, address: str) -> bool:
-        lives = answers(address)
+        lives = engine_lives(address)
         if lives is not None:
             self._refused[address] = 0 if lives else self._refused.get(address, 0) + 1
         return self._refused.get(address, 0) >= REFUSALS
 
 
-def answers(address: str) -> bool | None:
+def engine_lives(address: str) -> bool | None:
     """Whether the engine lives whose server listens at ``host:port``; ``None`` where the server did not say."""
     host, _, port = address.rpartition(":")
-    connection = http.client.HTTPConnection(host.strip("[]"), int(port), timeout=SECONDS)
-    try:
-        connection.request("GET", "/health")
-        return connection.getresponse().status != http.client.SERVICE_UNAVAILABLE
-    except ConnectionRefusedError:
-        return False
-    except (OSError, http.client.HTTPException):
-        return None
-    finally:
-        connection.close()
+    with closing(http.client.HTTPConnection(host.strip("[]"), int(port), timeout=SECONDS)) as connection:
+        try:
+            connection.request("GET", "/health")
+            return connection.getresponse().status != http.client.SERVICE_UNAVAILABLE
+        except ConnectionRefusedError:
+            return False
+        except (OSError, http.client.HTTPException):
+            return None
 
 
 def _of_engine(address: str, server: ActorHandle) -> Death:

@@ -135,16 +135,15 @@ def check_ranks(run: RunConfig, checkpoint: Path) -> None:
     if saved in (None, ranks):
         return
     fsdp2 = read_json(checkpoint / "actor/fsdp_config.json").get("FSDP_version") == 2 and run[STRATEGY] == "fsdp2"
-    if fsdp2 and isinstance(run, Settings) and not _has_critic(run) and not (checkpoint / "critic").is_dir():
-        _say(f"{checkpoint} is of {saved} ranks and is loaded by {ranks}")
-        return
-    raise ValueError(
-        f"{checkpoint} was written by {saved} ranks, and {run.named('trainer.nnodes')} x "
-        f"{run.named('trainer.n_gpus_per_node')} are {ranks}; only a run with token weights, {STRATEGY}=fsdp2 and no critic "
-        f"can change their number. Start {saved} ranks, on fewer nodes if these have the GPUs; or begin a new run from "
-        f"its model: python3 -m verl.model_merger merge --backend fsdp --local_dir {checkpoint}/actor --target_dir MERGED, "
-        "then actor_rollout_ref.model.path=MERGED with another trainer.default_local_dir"
-    )
+    if not fsdp2 or not isinstance(run, Settings) or _has_critic(run) or (checkpoint / "critic").is_dir():
+        raise ValueError(
+            f"{checkpoint} was written by {saved} ranks, and {run.named('trainer.nnodes')} x "
+            f"{run.named('trainer.n_gpus_per_node')} are {ranks}; only a run with token weights, {STRATEGY}=fsdp2 and no "
+            f"critic can change their number. Start {saved} ranks, on fewer nodes if these have the GPUs; or begin a new run "
+            f"from its model: python3 -m verl.model_merger merge --backend fsdp --local_dir {checkpoint}/actor "
+            "--target_dir MERGED, then actor_rollout_ref.model.path=MERGED with another trainer.default_local_dir"
+        )
+    _say(f"{checkpoint} is of {saved} ranks and is loaded by {ranks}")
 
 
 def begin_run(run: RunConfig) -> bool:

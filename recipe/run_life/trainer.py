@@ -7,9 +7,9 @@ responses by their keys.
 
 from __future__ import annotations
 
-import functools
 import random
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +23,8 @@ from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.v1 import PPOTrainerColocateAsync, PPOTrainerSeparateAsync, PPOTrainerSync, register_trainer
 from verl.utils import tensordict_utils as tu
 
+from grail_advantage.verl_ext import trainers as of_token_weights
 from grail_advantage.verl_ext.patches import base_mode, set_trainer_mode
-from grail_advantage.verl_ext.trainers import (
-    TokenWeightTrainerColocateAsync,
-    TokenWeightTrainerSeparateAsync,
-    TokenWeightTrainerSync,
-)
 from recipe.run_life.actors import Actors
 from recipe.run_life.checkpoints import STATE, Checkpoint, is_checkpoint, keep_last, read_json, write_json
 from recipe.run_life.identity import RUN_DEFINITION
@@ -72,7 +68,6 @@ class KeptRun:
         super().__init__(config)
 
     def _begins(self, phase: str, method: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(method)
         def begun(*args: Any, **kwargs: Any) -> Any:
             self.watch.enter(phase, self.global_steps)
             return method(*args, **kwargs)
@@ -89,24 +84,20 @@ class KeptRun:
             super().init()
 
     def fit(self, *args: Any, **kwargs: Any) -> None:
-        """verl's, with the history of the run's earlier starts."""
         trainer = self.config.trainer
-        with self.watch.guard():
-            if trainer.get("val_only", False):
-                super().fit(*args, **kwargs)
-            else:
+        history = one_history(self.config, self.global_steps, self._wandb_run)
+        with self.watch.guard(), nullcontext() if trainer.get("val_only") else history:
+            if self.global_steps > 0 and not trainer.get("val_only"):
                 with open_dict(trainer):
-                    trainer.val_before_train = trainer.get("val_before_train", True) and self.global_steps == 0
-                with one_history(self.config, self.global_steps, self._wandb_run):
-                    super().fit(*args, **kwargs)
-                self._count_checkpoint()
+                    trainer.val_before_train = False  # the first start has validated
+            super().fit(*args, **kwargs)
+            self._count_checkpoint()
         self.watch.enter(END, self.global_steps)
 
     def on_step_begin(self) -> None:
         """verl's; the step before is logged."""
         self._count_checkpoint()
-        tensorboard = self.logger.logger.get("tensorboard")
-        if tensorboard is not None:
+        if tensorboard := self.logger.logger.get("tensorboard"):
             tensorboard.writer.flush()  # or a killed run loses up to two minutes of steps
         super().on_step_begin()
 
@@ -118,15 +109,14 @@ class KeptRun:
     def _count_checkpoint(self) -> None:
         """Has the last checkpoint count, and removes those that are no longer wanted."""
         step, self._saved = self._saved, None
-        if step is None:
-            return
-        write_json(self._folder / f"global_step_{step}" / STATE, {"run": self._run, "step": step, **self._run_state()})
-        count = self.config.trainer.get("max_actor_ckpt_to_keep", None)
-        if count:
-            keep_last(self._folder, step, count, self._run)
+        if step is not None:
+            state = {"run": self._run, "step": step, **self._run_state()}
+            write_json(self._folder / f"global_step_{step}" / STATE, state)
+            if count := self.config.trainer.get("max_actor_ckpt_to_keep", None):
+                keep_last(self._folder, step, count, self._run)
 
     def _run_state(self) -> dict[str, Any]:
-        """The state that one start of the run hands to the next one, as JSON; see :meth:`_restore_run_state`."""
+        """What one start of the run hands to the next one, as JSON."""
         name, keys, position, has_gauss, gauss = np.random.get_state()
         version, numbers, python_gauss = random.getstate()
         loggers = self.logger.logger
@@ -194,30 +184,27 @@ class KeptRun:
 
 
 @register_trainer("kept_sync")
-class KeptSync(KeptRun, PPOTrainerSync):
-    pass
+class KeptSync(KeptRun, PPOTrainerSync): ...
 
 
 @register_trainer("kept_colocate_async")
-class KeptColocateAsync(KeptRun, PPOTrainerColocateAsync):
-    pass
+class KeptColocateAsync(KeptRun, PPOTrainerColocateAsync): ...
 
 
 @register_trainer("kept_separate_async")
-class KeptSeparateAsync(KeptRun, PPOTrainerSeparateAsync):
-    pass
+class KeptSeparateAsync(KeptRun, PPOTrainerSeparateAsync): ...
 
 
 @register_trainer("grail_kept_sync")
-class KeptTokenWeightsSync(KeptRun, TokenWeightTrainerSync):
+class KeptTokenWeightsSync(KeptRun, of_token_weights.TokenWeightTrainerSync):
     actor_worker_class = KeptActorWorker
 
 
 @register_trainer("grail_kept_colocate_async")
-class KeptTokenWeightsColocateAsync(KeptRun, TokenWeightTrainerColocateAsync):
+class KeptTokenWeightsColocateAsync(KeptRun, of_token_weights.TokenWeightTrainerColocateAsync):
     actor_worker_class = KeptActorWorker
 
 
 @register_trainer("grail_kept_separate_async")
-class KeptTokenWeightsSeparateAsync(KeptRun, TokenWeightTrainerSeparateAsync):
+class KeptTokenWeightsSeparateAsync(KeptRun, of_token_weights.TokenWeightTrainerSeparateAsync):
     actor_worker_class = KeptDetachActorWorker

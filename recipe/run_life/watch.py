@@ -28,19 +28,15 @@ from verl.trainer.main_ppo import TaskRunnerV1, run_ppo
 from recipe.run_life.actors import Death, death_of, last_lines
 from recipe.run_life.checkpoints import checkpoints
 
-INTERVAL = 5.0
-"""Seconds between two looks."""
-STOPPED = 4
-"""Most intervals that count between two looks, so that the time of a suspended machine is left out."""
-INTERRUPT_SECONDS = 15.0
-"""For the trainer to end once it is interrupted."""
-NOTICE_SECONDS = 5.0
-"""For Ray to notice a death that an error tells of."""
+INTERVAL, STOPPED = 5.0, 4
+"""Seconds between two looks, and the most intervals that count between them: the time of a suspended machine does not."""
+INTERRUPT_SECONDS, NOTICE_SECONDS = 15.0, 5.0
+"""For the trainer to end once it is interrupted, and for Ray to notice a death that an error tells of."""
 
 START, STEP, END = "start", "step", "end"
-HEADLINE = "grail_advantage watchdog: this run cannot go on and ends now."
 LONG = (START, "testing", "save_checkpoint")
 """Phases with a limit of their own."""
+HEADLINE = "grail_advantage watchdog: this run cannot go on and ends now."
 
 
 @dataclass
@@ -157,35 +153,20 @@ def of_deaths(dead: list[Death], when: str, config: DictConfig) -> str:
     """The message on deaths, of which there is one at least."""
     first, *others = dead
     path, log = last_lines(first, 15)
-    lines = [
-        ("died", first.name),
-        ("cause", first.cause),
-        ("when", when),
-        *(("also died", f"{death.name}: {death.cause}") for death in others[:3]),
-        ("its log", f"{path} on {first.address}" if path else "out of reach"),
-        *(("", f"| {line[:300]}") for line in log),
-    ]
+    lines = [("died", first.name), ("cause", first.cause), ("when", when)]
+    lines += [("also died", f"{death.name}: {death.cause}") for death in others[:3]]
+    lines += [("its log", f"{path} on {first.address}" if path else "out of reach")]
+    lines += [("", f"| {line[:300]}") for line in log]
     return message(lines, config, "if it ran out of memory, give it more before: docs/troubleshooting.md, The run")
 
 
 def message(lines: list[tuple[str, str]], config: DictConfig, remedy: str) -> str:
-    """The text that a user reads."""
-    lines = [*lines, ("what now", resumes_from(config)), ("", remedy)]
+    """The text that a user reads, with where the same command would resume now."""
+    folder, mode = Path(config.trainer.default_local_dir).absolute(), config.trainer.resume_mode
+    counting = [each for each in checkpoints(folder) if each.state is not None] if mode != "disable" else []
+    resumes = f"resumes after step {counting[-1].step}, from {counting[-1].path}" if counting else "starts over"
+    lines = [*lines, ("what now", f"the same command {resumes}"), ("", remedy)]
     return "\n".join(["", HEADLINE, *(f"  {heading:<10} {words}" for heading, words in lines)])
-
-
-def resumes_from(config: DictConfig) -> str:
-    """Says where the same command would resume now."""
-    trainer = config.trainer
-    beginning = "the same command starts from the beginning"
-    if trainer.resume_mode == "disable":
-        return f"{beginning}: trainer.resume_mode=disable"
-    folder = Path(trainer.default_local_dir).absolute()
-    counting = [checkpoint for checkpoint in checkpoints(folder) if checkpoint.state is not None]
-    if not counting:
-        saves = "" if trainer.save_freq > 0 else f"; trainer.save_freq={trainer.save_freq} saves none"
-        return f"{beginning}: no checkpoint of a finished step is in {folder}{saves}"
-    return f"the same command resumes after step {counting[-1].step}, from {counting[-1].path}"
 
 
 def run(config: DictConfig) -> None:

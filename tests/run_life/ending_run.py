@@ -21,7 +21,7 @@ import ray
 from omegaconf import DictConfig, OmegaConf
 
 from recipe.run_life import watch
-from recipe.run_life.trainer import KeptRun
+from recipe.run_life.trainer import PHASES, KeptRun
 from tests.verl_ext.whole_run import NOT_STARTED, STARTS
 
 
@@ -66,8 +66,9 @@ class _Waits:
         unfinished.rename(unfinished.with_name("processes.json"))
         ray.get(worker.work.remote())
 
-    on_step_begin = on_sample_begin = on_sample_end = on_step_end = _validate = _save_checkpoint = init
-    _compute_old_log_prob = _compute_ref_log_prob = _compute_advantage = _update_actor = init
+
+for _name in PHASES:
+    setattr(_Waits, _name, _Waits.init)
 
 
 class _Trainer(KeptRun, _Waits):
