@@ -75,7 +75,7 @@ class Actors:
                     continue
                 except RayError:  # it is out of reach for now
                     pass
-                del self._asked[actor]
+                self._asked.pop(actor, None)  # two threads may ask
         refusing = [each for each in self._engines().items() if each[1] not in dead and self._refuses(each[0])]
         return [*dead.values(), *(_of_engine(*each) for each in refusing)]
 
