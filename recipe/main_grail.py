@@ -43,9 +43,9 @@ from grail_advantage.verl_ext.settings import TRAINER_MODES, TRAINER_MODULE, Run
 from recipe import cpu_workers  # noqa: E402
 from recipe.checks import FILES, check_machine, files_of, read_by_datasets  # noqa: E402
 from recipe.rules import REFUSALS  # noqa: E402
-from recipe.run_life import driver  # noqa: E402
+from recipe.run_life import watch  # noqa: E402
 from recipe.run_life.identity import begin_run, check_run, hold  # noqa: E402
-from recipe.run_life.options import Options, options_of  # noqa: E402
+from recipe.run_life.watch import Options, options_of  # noqa: E402
 
 SAMPLER = "ray_kwargs.ray_init.runtime_env.env_vars.VLLM_USE_FLASHINFER_SAMPLER"
 """FlashInfer's sampler is compiled at run time, for which many machines have no nvcc; so the engines go without."""
@@ -122,7 +122,7 @@ def main(config: DictConfig) -> None:
     elif begin_run(run):
         cpu_workers.start(config)
         spell_paths(config)
-        driver.run(config)
+        watch.run(config)
 
 
 if __name__ == "__main__":

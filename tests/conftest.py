@@ -27,7 +27,7 @@ GROUPS = {
 }
 # A file of more than half a minute that begins last would leave the other cores idle.
 LONGEST = (
-    *("test_gpu_check.py", "test_driver.py", "test_trl.py", "test_wheel.py", "test_reward_processes.py"),
+    *("test_gpu_check.py", "test_watch.py", "test_trl.py", "test_wheel.py", "test_reward_processes.py"),
     *("test_cpu_platform.py", "test_launch_scripts.py", "test_checks.py"),
     *("test_published_setup.py", "test_shared_micro_batches.py", "test_layouts.py", "test_token_weights.py"),
 )

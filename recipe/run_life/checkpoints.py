@@ -78,11 +78,9 @@ def damage(path: Path, parts: Sequence[str], *, critic: bool = False) -> list[st
     files = ["data.pt"]
     for role in ("actor", "critic") if critic else ("actor",):
         ranks = world_size(path, role)
-        if ranks is None:
-            files.append(f"{role}/fsdp_config.json")
-        for rank in range(ranks or 0):
-            files += [f"{role}/{PARTS[part]}_world_size_{ranks}_rank_{rank}.pt" for part in parts]
-    return [name for name in files if not (path / name).is_file() or not zipfile.is_zipfile(path / name)]
+        files += [f"{role}/fsdp_config.json"] if ranks is None else []
+        files += [f"{role}/{PARTS[p]}_world_size_{ranks}_rank_{rank}.pt" for rank in range(ranks or 0) for p in parts]
+    return [name for name in files if not zipfile.is_zipfile(path / name)]
 
 
 def world_size(path: Path, role: str = "actor") -> int | None:

@@ -1,48 +1,56 @@
-"""The options that make a run what it is: stored beside its checkpoints, so that no other run resumes from them.
+"""No run resumes from the checkpoints of another one, or writes among its files.
 
 verl resumes whatever lies in ``trainer.default_local_dir`` (``trainer.resume_mode=auto``, its default): under other settings it
-trains a mixture, and past the last step it trains nothing and says nothing. The same holds for the folder of a token dump.
+trains a mixture, and past the last step it trains nothing and says nothing. So the options that define a run are stored beside
+its checkpoints and its token dump. All options define it but those that :data:`MAY_CHANGE` names.
 """
 
 from __future__ import annotations
 
 import fcntl
+import fnmatch
 import json
 import os
+import re
 import socket
 import sys
 import uuid
 from contextlib import suppress
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from grail_advantage import __version__
 from grail_advantage.dump.store import dumped_steps
 from grail_advantage.methods import method, methods
 from grail_advantage.verl_ext.settings import ACTOR, DUMP_FOLDER, ENGINES, TRAINER_MODE, RunConfig, Settings
 from recipe.run_life import checkpoints
 from recipe.run_life.checkpoints import PARTS, Checkpoint, read_json, write_json
 
-RUN_DEFINITION = "run_definition.json"
-FOLDER, STRATEGY = "trainer.default_local_dir", f"{ACTOR}.strategy"
-LOCK = ".run.lock"
-"""A file in each folder that belongs to a run, which the run's driver has locked (``flock``) as long as it lives;
-``refuse_living`` of ``scripts/launch.sh`` looks at it, too."""
-DEFINES = {
-    "": "algorithm distillation trainer.critic_warmup trainer.v1.trainer_mode trainer.v1.separate_async.parameter_sync_step",
-    "data": "train_files train_max_samples train_batch_size gen_batch_size prompt_key reward_fn_key max_prompt_length "
-    "max_response_length filter_overlong_prompts truncation shuffle seed custom_cls tool_config_path "
-    "apply_chat_template_kwargs",
-    "reward": "custom_reward_function reward_manager reward_model.enable reward_model.model_path",
-    "actor_rollout_ref.model": "path tokenizer_path custom_chat_template override_config lora_rank lora_alpha target_modules "
-    "exclude_modules lora_adapter_path",
-    "actor_rollout_ref.actor": "optim policy_loss ppo_mini_batch_size ppo_epochs clip_ratio clip_ratio_low clip_ratio_high "
-    "clip_ratio_c loss_agg_mode loss_scale_factor entropy_coeff use_kl_loss kl_loss_coef kl_loss_type tau_pos tau_neg shuffle "
-    "data_loader_seed grad_clip fsdp_config.dtype fsdp_config.model_dtype fsdp_config.mixed_precision fsdp_config.seed",
-    "actor_rollout_ref.rollout": "name n temperature top_k top_p do_sample ignore_eos seed dtype quantization multi_turn "
-    "agent.agent_loop_manager_class agent.default_agent_loop agent.agent_loop_config_path",
-    "critic": "model.path optim ppo_mini_batch_size ppo_epochs cliprange_value loss_agg_mode",
+RUN_DEFINITION, LOCK = "run_definition.json", ".run.lock"
+"""Files in each folder of a run. Its driver has the second one locked (``flock``) as long as it lives; ``refuse_living`` of
+``scripts/launch.sh`` looks at it, too."""
+FOLDER, STRATEGY, MODE = "trainer.default_local_dir", f"{ACTOR}.strategy", "trainer.resume_mode"
+MAY_CHANGE = {
+    "how long a run is, what it logs and saves, and where": "trainer.total_* trainer.*_freq trainer.*_name trainer.logger "
+    "trainer.log_* trainer.*_dir trainer.resume_* trainer.val_* trainer.max_*_ckpt_to_keep trainer.del_local_* "
+    "trainer.esi_redundant_time *.checkpoint.save_contents *.checkpoint.async_save algorithm.token_dump.* run_life.*",
+    "validation and observation": "data.val* *.val_kwargs.* *.calculate_entropy *profiler.* *.trace.* *.prometheus.* "
+    "*.disable_log_stats",
+    "machines": "*nnodes *n_gpus_per_node *_parallel_size *fsdp_size trainer.device trainer.ray_wait_* ray_kwargs.* "
+    "transfer_queue.* *.sandbox_fusion.* *.nccl_timeout *.use_shm",
+    "speed and memory": "*micro_batch_size* *max_token_len_per_gpu *use_dynamic_bsz *offload *offload_policy "
+    "*gradient_checkpointing *entropy_checkpointing *.reshard_after_forward *.forward_prefetch *.use_torch_compile "
+    "*.use_remove_padding *.gpu_memory_utilization *.enforce_eager *.cudagraph_capture_sizes *.free_cache_engine "
+    "*.enable_sleep_mode *.multi_stage_wake_up *.max_num_batched_tokens *.max_num_seqs *.enable_chunked_prefill "
+    "*.enable_prefix_caching *.load_format *.layered_summon *.checkpoint_engine.* reward.num_workers *.agent.num_workers "
+    "data.filter_overlong_prompts_workers *.poll_interval *.share_forward *.skip_zero_advantage *.missing_answers",
 }
-"""Options and sections that move the gradient, by the section that they are in."""
+"""Options that do not define a run, as shell patterns, by what they are about. None moves the gradient or the order of data."""
+_may_change = re.compile("|".join(map(fnmatch.translate, " ".join(MAY_CHANGE.values()).split()))).match
+_BY = {"grail_advantage": __version__, "verl": version("verl")}
+"""Versions, each of which has options of its own."""
+_MODULE = "algorithm.token_weights.trainer_module"
 _held: list[int] = []
 """The descriptors of this process's locks."""
 _REMEDY = (
@@ -53,30 +61,30 @@ _REMEDY = (
 
 
 def run_definition(run: RunConfig) -> dict[str, Any]:
-    """The options that make the run what it is, with dots in their names, as JSON holds them."""
-    values: dict[str, Any] = {}
-    for section, names in DEFINES.items():
-        for name in names.split() if section != "critic" or _has_critic(run) else ():
-            name = f"{section}.{name}".lstrip(".")
-            _flatten(name, run[name], values)
-    others = tuple(
-        f"algorithm.{name}." for name in ("token_weights", "token_dump", *(m.section for m in methods().values()))
-    )
-    values = {name: value for name, value in values.items() if not name.startswith(others)}
+    """The options that define the run, with dots in their names, as JSON holds them; of sections that the run reads."""
+    read = {
+        "algorithm.token_weights.": isinstance(run, Settings),
+        "actor_rollout_ref.ref.": run[f"{ACTOR}.use_kl_loss"] or run["algorithm.use_kl_in_reward"],
+        "critic.": _has_critic(run),
+        "distillation.": run["distillation.enabled"],
+        "reward.reward_model.": run["reward.reward_model.enable"],
+        **{f"algorithm.{each.section}.": False for each in methods().values()},
+    }
+    unread = tuple(section for section, is_read in read.items() if not is_read)
+    values = {n: value for n, value in _flat(run.config).items() if not n.startswith(unread) and not _may_change(n)}
     values[TRAINER_MODE] = str(values[TRAINER_MODE]).removeprefix("grail_").removeprefix("kept_")
-    if isinstance(run, Settings):
-        # With the values that a preset sets.
+    if isinstance(run, Settings):  # with the values that a preset sets
         section = method(run.method).section
         values |= {f"algorithm.{section}.{name}": value for name, value in run.signal.as_dict().items()}
+        if run[_MODULE] == "recipe.run_life.trainer":  # where run_life.enabled has it
+            values[_MODULE] = None
     return json.loads(json.dumps(values, default=str))
 
 
-def _flatten(prefix: str, value: Any, values: dict[str, Any]) -> None:
-    if isinstance(value, dict) and value:
-        for name, inner in value.items():
-            _flatten(f"{prefix}.{name}", inner, values)
-    else:
-        values[prefix] = value
+def _flat(value: Any, name: str = "") -> dict[str, Any]:
+    if not isinstance(value, dict) or not value:
+        return {name: value}
+    return {n: v for key, inner in value.items() for n, v in _flat(inner, f"{name}.{key}".lstrip(".")).items()}
 
 
 def check_run(run: RunConfig, *, strict: bool = True) -> None:
@@ -94,9 +102,9 @@ def check_run(run: RunConfig, *, strict: bool = True) -> None:
     if start is not None:
         check_ranks(run, start.path)
     folder, dump = Path(run[FOLDER]), _dump_folder(run)
-    named, mixed = run["trainer.resume_mode"] == "resume_path", []
+    mixed = []
     if checkpoints.checkpoints(folder) and (run["trainer.save_freq"] > 0 or _is_in(start, folder)):
-        mixed += _differing(run, FOLDER, folder, unknown=named)
+        mixed += _differing(run, FOLDER, folder, unknown=run[MODE] == "resume_path")
     if dump is not None and dumped_steps(dump):
         mixed += _differing(run, DUMP_FOLDER, dump, unknown=start is not None)
     if mixed and strict:
@@ -105,12 +113,88 @@ def check_run(run: RunConfig, *, strict: bool = True) -> None:
         _say("\n".join(["WARNING: two runs are mixed", *mixed]))
 
 
-def _let_go() -> None:
-    while _held:
-        os.close(_held.pop())  # which does not unlock: the parent has it open
+def _differing(run: RunConfig, option: str, folder: Path, *, unknown: bool) -> list[str]:
+    """The options that differ from those stored in a folder, after a heading; ``unknown``: there need be none.
+
+    Another version may not know an option, and earlier ones stored fewer: of theirs, only what both have is compared.
+    """
+    stored = read_json(folder / RUN_DEFINITION)
+    there, here = stored.get("definition"), run_definition(run)
+    if isinstance(there, dict):
+        names = there.keys() | here.keys() if stored.get("by") == _BY else there.keys() & here.keys()
+        differing = [name for name in sorted(names) if there.get(name) != here.get(name)]
+        lines = [f"  {name}: {there.get(name)!r} there, {here.get(name)!r} here" for name in differing]
+    else:
+        lines = [] if unknown else [f"  no {RUN_DEFINITION} that can be read says which"]
+    return [f"{option}={folder} holds the files of another run:", *lines] if lines else []
 
 
-os.register_at_fork(after_in_child=_let_go)
+def check_ranks(run: RunConfig, checkpoint: Path) -> None:
+    """Refuses a checkpoint of another number of ranks where these cannot load it (:mod:`recipe.run_life.ranks`)."""
+    saved, ranks = checkpoints.world_size(checkpoint), run["trainer.nnodes"] * run["trainer.n_gpus_per_node"]
+    if saved in (None, ranks):
+        return
+    fsdp2 = read_json(checkpoint / "actor/fsdp_config.json").get("FSDP_version") == 2 and run[STRATEGY] == "fsdp2"
+    if not fsdp2 or not isinstance(run, Settings) or _has_critic(run) or (checkpoint / "critic").is_dir():
+        raise ValueError(
+            f"{checkpoint} was written by {saved} ranks, and {run.named('trainer.nnodes')} x "
+            f"{run.named('trainer.n_gpus_per_node')} are {ranks}; only a run with token weights, {STRATEGY}=fsdp2 and no "
+            f"critic can change their number. Start {saved} ranks, on fewer nodes if these have the GPUs; or begin a new run "
+            f"from its model: python3 -m verl.model_merger merge --backend fsdp --local_dir {checkpoint}/actor "
+            "--target_dir MERGED, then actor_rollout_ref.model.path=MERGED with another trainer.default_local_dir"
+        )
+    _say(f"{checkpoint} is of {saved} ranks and is loaded by {ranks}")
+
+
+def begin_run(run: RunConfig) -> bool:
+    """Stores the definition of a run that saves checkpoints, and has it resume from the last good one, after
+    :func:`check_run`. Returns whether anything is left to train."""
+    start, notes = choose(run)
+    last, state = run["trainer.total_training_steps"], (start and start.state) or {}
+    if last is None and state.get("total_epochs") == run["trainer.total_epochs"]:
+        last = state.get("last_step")  # where the number of epochs alone bounds the run
+    if start is not None and last is not None and start.step >= last and not run["trainer.val_only"]:
+        _say(
+            f"already finished: {start.path} is the checkpoint of the last step, so nothing is left to train. Evaluate it with "
+            "scripts/evaluate.sh --model; to train longer, raise trainer.total_training_steps (TOTAL_STEPS of the launch "
+            f"scripts); for a new run, {_REMEDY}"
+        )
+        return False
+    for note in notes:
+        _say(f"{note}; the run resumes from {start.path}")
+    folder, dump = Path(run[FOLDER]), _dump_folder(run)
+    saves, resumes = run["trainer.save_freq"] > 0, _is_in(start, folder)
+    name = read_json(folder / RUN_DEFINITION).get("run") if resumes else None
+    content = {"run": name or uuid.uuid4().hex, "definition": run_definition(run), "by": _BY}
+    if dump is not None:
+        with suppress(OSError):  # the trainer's machine is another one, and says what cannot be written there
+            write_json(dump / RUN_DEFINITION, content)
+    if saves:
+        write_json(folder / RUN_DEFINITION, content)
+    if {"auto": saves or resumes, "resume_path": saves and resumes}.get(run[MODE], False):
+        checkpoints.settle_start(folder, start, trains=not run["trainer.val_only"])
+    return True
+
+
+def choose(run: RunConfig) -> tuple[Checkpoint | None, list[str]]:
+    """Where the run resumes, as verl does it (``PPOTrainer._load_checkpoint``) but for checkpoints that are not whole, and why
+    not later.
+
+    Raises:
+        ValueError: ``trainer.resume_from_path`` names none, or no checkpoint is whole.
+    """
+    if run[MODE] == "auto":
+        return checkpoints.choose_start(Path(run[FOLDER]), lambda path: _damage(run, path))
+    if run[MODE] == "disable":
+        return None, []
+    named = Path(str(run["trainer.resume_from_path"]))
+    broken = _damage(run, named) if checkpoints.is_checkpoint(named) else ["it"]
+    if broken:
+        raise ValueError(
+            f"trainer.resume_from_path={named} is no whole checkpoint global_step_N: {', '.join(broken)} missing or cut off; "
+            "name another one"
+        )
+    return Checkpoint(named), []
 
 
 def hold(run: RunConfig) -> None:
@@ -131,105 +215,21 @@ def hold(run: RunConfig) -> None:
             os.ftruncate(lock, 0)
             os.pwrite(lock, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
         except BlockingIOError:
-            holder = (folder / LOCK).read_text(errors="replace").strip()
             raise ValueError(
-                f"{option}={folder} belongs to a run that lives ({holder}), and a second one would write into it; wait for it "
-                "or end it, and the same command resumes it, or choose another trainer.experiment_name or "
-                f"{FOLDER} and {DUMP_FOLDER} (EXPERIMENT_NAME of the launch scripts, OUTPUT_DIR of those "
-                "without a GPU)"
+                f"{option}={folder} belongs to a run that lives ({(folder / LOCK).read_text(errors='replace').strip()}); wait "
+                "for it or end it, and the same command resumes it, or choose another trainer.experiment_name or "
+                f"{FOLDER} and {DUMP_FOLDER} (EXPERIMENT_NAME of the launch scripts, OUTPUT_DIR of those without a GPU)"
             ) from None
         except OSError as error:
             _say(f"WARNING: {option}={folder} cannot be locked ({error}); a second start into it would not be refused")
 
 
-def _differing(run: RunConfig, option: str, folder: Path, *, unknown: bool) -> list[str]:
-    """The options that differ from those stored in a folder, after a heading; ``unknown``: there need be none."""
-    stored, wanted = read_json(folder / RUN_DEFINITION).get("definition"), run_definition(run)
-    if isinstance(stored, dict):
-        differing = [name for name in sorted({*stored, *wanted}) if stored.get(name) != wanted.get(name)]
-        lines = [f"  {name}: {stored.get(name)!r} there, {wanted.get(name)!r} here" for name in differing]
-    else:
-        lines = [] if unknown else [f"  no {RUN_DEFINITION} that can be read says which"]
-    return [f"{option}={folder} holds the files of another run:", *lines] if lines else []
+def _let_go() -> None:
+    while _held:
+        os.close(_held.pop())  # which does not unlock: the parent has it open
 
 
-def check_ranks(run: RunConfig, checkpoint: Path) -> None:
-    """Refuses a checkpoint of another number of ranks where these cannot load it."""
-    saved, ranks = checkpoints.world_size(checkpoint), run["trainer.nnodes"] * run["trainer.n_gpus_per_node"]
-    if saved in (None, ranks):
-        return
-    fsdp2 = read_json(checkpoint / "actor/fsdp_config.json").get("FSDP_version") == 2
-    fsdp2 = fsdp2 and run[STRATEGY] == "fsdp2"
-    critic = _has_critic(run) or (checkpoint / "critic").is_dir()
-    if fsdp2 and not critic and isinstance(run, Settings):
-        _say(f"{checkpoint} is of {saved} ranks and is loaded by {ranks}")
-        return
-    raise ValueError(
-        f"{checkpoint} was written by {saved} ranks, and {run.named('trainer.nnodes')} x "
-        f"{run.named('trainer.n_gpus_per_node')} are {ranks}; only a run with token weights, {STRATEGY}=fsdp2 and no critic "
-        f" can change their number. Start {saved} ranks, on fewer nodes if these have the GPUs; or begin a new run from "
-        f"its model: python3 -m verl.model_merger merge --backend fsdp --local_dir {checkpoint}/actor --target_dir MERGED, "
-        "then actor_rollout_ref.model.path=MERGED with another trainer.default_local_dir"
-    )
-
-
-def begin_run(run: RunConfig) -> bool:
-    """Stores the definition of a run that saves checkpoints, and has it resume from the last good one, after
-    :func:`check_run`. Returns whether anything is left to train."""
-    start, notes = choose(run)
-    if is_finished(run, start):
-        _say(
-            f"already finished: {start.path} is the checkpoint of the last step, so nothing is left to train. Evaluate it with "
-            "scripts/evaluate.sh --model; to train longer, raise trainer.total_training_steps (TOTAL_STEPS of the launch "
-            f"scripts); for a new run, {_REMEDY}"
-        )
-        return False
-    for note in notes:
-        _say(f"{note}; the run resumes from {start.path}")
-    folder, dump = Path(run[FOLDER]), _dump_folder(run)
-    saves, resumes = run["trainer.save_freq"] > 0, _is_in(start, folder)
-    name = read_json(folder / RUN_DEFINITION).get("run") if resumes else None
-    content = {"run": name or uuid.uuid4().hex, "definition": run_definition(run)}
-    if dump is not None:
-        with suppress(OSError):  # the trainer's machine is another one, and says what cannot be written there
-            write_json(dump / RUN_DEFINITION, content)
-    if saves:
-        write_json(folder / RUN_DEFINITION, content)
-    if {"auto": saves or resumes, "resume_path": saves and resumes}.get(run["trainer.resume_mode"], False):
-        checkpoints.settle_start(folder, start, trains=not run["trainer.val_only"])
-    return True
-
-
-def is_finished(run: RunConfig, start: Checkpoint | None) -> bool:
-    """Whether a checkpoint is that of the last step, which it says itself where ``trainer.total_epochs`` alone bounds a run."""
-    if start is None or run["trainer.val_only"]:
-        return False
-    last, state = run["trainer.total_training_steps"], start.state or {}
-    if last is None and state.get("total_epochs") == run["trainer.total_epochs"]:
-        last = state.get("last_step")
-    return last is not None and start.step >= last
-
-
-def choose(run: RunConfig) -> tuple[Checkpoint | None, list[str]]:
-    """Where the run resumes, as verl does it (``PPOTrainer._load_checkpoint``) but for checkpoints that are not whole, and why
-    not later.
-
-    Raises:
-        ValueError: ``trainer.resume_from_path`` names none, or no checkpoint is whole.
-    """
-    mode = run["trainer.resume_mode"]
-    if mode == "auto":
-        return checkpoints.choose_start(Path(run[FOLDER]), lambda path: _damage(run, path))
-    if mode == "disable":
-        return None, []
-    named = Path(str(run["trainer.resume_from_path"]))
-    broken = _damage(run, named) if checkpoints.is_checkpoint(named) else ["it"]
-    if broken:
-        raise ValueError(
-            f"trainer.resume_from_path={named} is no whole checkpoint global_step_N: {', '.join(broken)} missing or cut off; "
-            "name another one"
-        )
-    return Checkpoint(named), []
+os.register_at_fork(after_in_child=_let_go)
 
 
 def _damage(run: RunConfig, path: Path) -> list[str]:

@@ -1,4 +1,4 @@
-"""Resume from a checkpoint of another number of ranks, for example on the nodes that are left.
+"""Resume from a checkpoint of another number of ranks, as verl's users ask (verl#1377, verl#2265), on the nodes that are left.
 
 verl stores the content of each rank in a file of the rank's number, and each rank loads the file of its own number
 (``verl.utils.checkpoint.fsdp_checkpoint_manager.FSDPCheckpointManager.load_checkpoint``, verl 0.9.1). FSDP2's files hold slices
@@ -41,11 +41,7 @@ def any_number_of_ranks(manager: FSDPCheckpointManager, folder: str | None) -> I
 
 
 def load_resharded(manager: FSDPCheckpointManager, saved: int, local_path: str, *_: Any, **__: Any) -> None:
-    """Does the work of ``manager.load_checkpoint`` from the files of ``saved`` ranks. A collective.
-
-    Raises:
-        ValueError: a checkpoint that is not FSDP2's.
-    """
+    """Does the work of ``manager.load_checkpoint`` from FSDP2's files of ``saved`` ranks. A collective."""
     folder = Path(local_path)
     with torch.no_grad():
         if manager.should_load_model:
@@ -56,9 +52,7 @@ def load_resharded(manager: FSDPCheckpointManager, saved: int, local_path: str, 
             parameters = [value for group in manager.optimizer.param_groups for value in group["params"]]
             parts = _read(folder, "optim", saved)
             state = {
-                index: {
-                    name: _placed([part["state"][index][name] for part in parts], parameters[index]) for name in names
-                }
+                index: {n: _placed([part["state"][index][n] for part in parts], parameters[index]) for n in names}
                 for index, names in parts[0]["state"].items()
             }
             manager.optimizer.load_state_dict({"state": state, "param_groups": parts[0]["param_groups"]})
@@ -74,7 +68,11 @@ def load_resharded(manager: FSDPCheckpointManager, saved: int, local_path: str, 
 
 
 def _read(folder: Path, kind: str, saved: int) -> list[dict[str, Any]]:
-    """The files of the ranks that together hold everything once, in order. Only what is used of them is read."""
+    """The files of the ranks that together hold everything once, in order. Only what is used of them is read.
+
+    Raises:
+        ValueError: a checkpoint that is not FSDP2's.
+    """
 
     def read(rank: int) -> dict[str, Any]:
         path = folder / f"{kind}_world_size_{saved}_rank_{rank}.pt"
@@ -85,8 +83,7 @@ def _read(folder: Path, kind: str, saved: int) -> list[dict[str, Any]]:
     slices = [value for value in values if isinstance(value, DTensor)]
     if not slices or any({*one.placements[:-1]} - {Replicate()} or one.placements[-1] != Shard(0) for one in slices):
         raise ValueError(
-            f"{folder} holds no slices along the first dimension, which FSDP2 makes, so that it cannot be loaded by another "
-            f"number of ranks than the {saved} that wrote it; resume with {saved} ranks"
+            f"{folder} holds no slices along the first dimension, as FSDP2 makes; resume with {saved} ranks"
         )
     # With replicas (fsdp_size), those of the first one hold everything.
     mesh = slices[0].device_mesh.mesh

@@ -29,17 +29,14 @@ def request_seed(*of: Any) -> int:
 
 
 class SeededTurns:
-    """verl's client of the rollout servers for one response, each turn of which gets a seed of its own.
-
-    verl's agent loops ask for all turns with the same sampling parameters, and vLLM begins its numbers anew with each request:
-    the turns of a conversation would draw the same ones.
+    """verl's client of the rollout servers for one response. Its first turn keeps the response's seed, later ones have
+    their own: verl asks for all turns with the same parameters, and vLLM begins its numbers anew with each request.
     """
 
     def __init__(self, client: Any) -> None:
         self._client, self._turn = client, 0
 
     async def generate(self, *args: Any, sampling_params: dict[str, Any], **kwargs: Any) -> Any:
-        """verl's; the first turn keeps the response's seed."""
         turn, self._turn = self._turn, self._turn + 1
         if turn:
             sampling_params = {**sampling_params, "seed": request_seed(sampling_params["seed"], turn)}
@@ -52,18 +49,14 @@ class SeededTurns:
 class SeededAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
     """verl's worker, whose requests have seeds."""
 
-    async def _run_agent_loop(
-        self, sampling_params: dict[str, Any], trajectory: dict[str, Any], *, agent_name: str, **kwargs: Any
-    ) -> Any:
+    async def _run_agent_loop(self, sampling_params: dict[str, Any], trajectory: dict[str, Any], **kwargs: Any) -> Any:
         run = self.config.actor_rollout_ref.rollout.seed
         prompt = kwargs.get("index"), kwargs["raw_prompt"], kwargs["session_id"]
         seed = request_seed(run, trajectory["step"], trajectory["validate"], *prompt)
-        seeded = {**sampling_params, "seed": seed}
         worker = copy.copy(self)
         worker.llm_client = SeededTurns(self.llm_client)
-        return await super(SeededAgentLoopWorker, worker)._run_agent_loop(
-            seeded, trajectory, agent_name=agent_name, **kwargs
-        )
+        verls = super(SeededAgentLoopWorker, worker)._run_agent_loop
+        return await verls({**sampling_params, "seed": seed}, trajectory, **kwargs)
 
 
 class SeededAgentLoopManager(AgentLoopManagerTQ):

@@ -7,9 +7,9 @@ responses by their keys.
 
 from __future__ import annotations
 
-import functools
 import random
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -23,29 +23,27 @@ from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.v1 import PPOTrainerColocateAsync, PPOTrainerSeparateAsync, PPOTrainerSync, register_trainer
 from verl.utils import tensordict_utils as tu
 
+from grail_advantage.verl_ext import trainers as of_token_weights
 from grail_advantage.verl_ext.patches import base_mode, set_trainer_mode
-from grail_advantage.verl_ext.trainer import TokenWeightTrainer
-from grail_advantage.verl_ext.trainers import TokenWeightTrainerSeparateAsync
 from recipe.run_life.actors import Actors
 from recipe.run_life.checkpoints import STATE, Checkpoint, is_checkpoint, keep_last, read_json, write_json
 from recipe.run_life.identity import RUN_DEFINITION
-from recipe.run_life.loggers import ids_of, one_history
-from recipe.run_life.watch import END, REST, STEP, Watchdog
+from recipe.run_life.loggers import one_history
+from recipe.run_life.watch import END, STEP, Watchdog
 from recipe.run_life.worker import KeptActorWorker, KeptDetachActorWorker
 
 PHASES = {
-    "_validate": ("testing", REST),
-    "_save_checkpoint": ("save_checkpoint", REST),
-    "on_step_begin": (STEP, STEP),
-    "on_sample_begin": ("gen", "gen"),
-    "on_sample_end": ("gen", REST),
-    "_compute_old_log_prob": ("old_log_prob", REST),
-    "_compute_ref_log_prob": ("ref", REST),
-    "_compute_advantage": ("adv", REST),
-    "_update_actor": ("update_actor", REST),
-    "on_step_end": ("update_weights", REST),
+    "_validate": "testing",
+    "_save_checkpoint": "save_checkpoint",
+    "on_step_begin": STEP,
+    "on_sample_begin": "gen",
+    "_compute_old_log_prob": "old_log_prob",
+    "_compute_ref_log_prob": "ref",
+    "_compute_advantage": "adv",
+    "_update_actor": "update_actor",
+    "on_step_end": "update_weights",
 }
-"""Methods that ``PPOTrainer.fit``, ``step`` and ``_step_once`` call: the phase that each begins, and the phase after it."""
+"""Methods that ``PPOTrainer.fit``, ``step`` and ``_step_once`` call: the phase that each begins."""
 
 
 class KeptRun:
@@ -55,7 +53,8 @@ class KeptRun:
     """The step of a checkpoint that is saved and does not count yet."""
     _fetched: tuple[int, int] = (0, 0)
     """A step, and how many prompts it fetched so far."""
-    _logger_ids: dict[str, str] = {}  # noqa: RUF012  replaced, never changed
+    _wandb_run: str | None = None
+    """The id of the run in wandb, from the checkpoint."""
     _queue: Sequence[ActorHandle] = ()
     """TransferQueue's actors, which are there before the trainer."""
 
@@ -64,19 +63,16 @@ class KeptRun:
         self._folder = Path(config.trainer.default_local_dir)
         self._run = read_json(self._folder / RUN_DEFINITION).get("run", "unknown")
         self.watch = Watchdog(config, Actors(self._held_actors, self._engines).deaths)
-        for name, phases in PHASES.items():
-            setattr(self, name, self._in_phase(getattr(self, name), *phases))
+        for name, phase in PHASES.items():
+            setattr(self, name, self._begins(phase, getattr(self, name)))
         super().__init__(config)
 
-    def _in_phase(self, method: Callable[..., Any], phase: str, after: str) -> Callable[..., Any]:
-        @functools.wraps(method)
-        def timed(*args: Any, **kwargs: Any) -> Any:
+    def _begins(self, phase: str, method: Callable[..., Any]) -> Callable[..., Any]:
+        def begun(*args: Any, **kwargs: Any) -> Any:
             self.watch.enter(phase, self.global_steps)
-            result = method(*args, **kwargs)
-            self.watch.enter(after, self.global_steps)
-            return result
+            return method(*args, **kwargs)
 
-        return timed
+        return begun
 
     def init(self) -> None:
         spaces = ("transfer_queue", ray.get_runtime_context().namespace)
@@ -88,24 +84,20 @@ class KeptRun:
             super().init()
 
     def fit(self, *args: Any, **kwargs: Any) -> None:
-        """verl's, with the history of the run's earlier starts."""
         trainer = self.config.trainer
-        with self.watch.guard():
-            if trainer.get("val_only", False):
-                super().fit(*args, **kwargs)
-            else:
+        history = one_history(self.config, self.global_steps, self._wandb_run)
+        with self.watch.guard(), nullcontext() if trainer.get("val_only") else history:
+            if self.global_steps > 0 and not trainer.get("val_only"):
                 with open_dict(trainer):
-                    trainer.val_before_train = trainer.get("val_before_train", True) and self.global_steps == 0
-                with one_history(self.config, self.global_steps, self._logger_ids):
-                    super().fit(*args, **kwargs)
-                self._count_checkpoint()
+                    trainer.val_before_train = False  # the first start has validated
+            super().fit(*args, **kwargs)
+            self._count_checkpoint()
         self.watch.enter(END, self.global_steps)
 
     def on_step_begin(self) -> None:
         """verl's; the step before is logged."""
         self._count_checkpoint()
-        tensorboard = self.logger.logger.get("tensorboard")
-        if tensorboard is not None:
+        if tensorboard := self.logger.logger.get("tensorboard"):
             tensorboard.writer.flush()  # or a killed run loses up to two minutes of steps
         super().on_step_begin()
 
@@ -117,22 +109,22 @@ class KeptRun:
     def _count_checkpoint(self) -> None:
         """Has the last checkpoint count, and removes those that are no longer wanted."""
         step, self._saved = self._saved, None
-        if step is None:
-            return
-        write_json(self._folder / f"global_step_{step}" / STATE, {"run": self._run, "step": step, **self._run_state()})
-        count = self.config.trainer.get("max_actor_ckpt_to_keep", None)
-        if count:
-            keep_last(self._folder, step, count, self._run)
+        if step is not None:
+            state = {"run": self._run, "step": step, **self._run_state()}
+            write_json(self._folder / f"global_step_{step}" / STATE, state)
+            if count := self.config.trainer.get("max_actor_ckpt_to_keep", None):
+                keep_last(self._folder, step, count, self._run)
 
     def _run_state(self) -> dict[str, Any]:
-        """The state that one start of the run hands to the next one, as JSON; see :meth:`_restore_run_state`."""
+        """What one start of the run hands to the next one, as JSON."""
         name, keys, position, has_gauss, gauss = np.random.get_state()
         version, numbers, python_gauss = random.getstate()
+        loggers = self.logger.logger
         return {
             "last_step": self.total_training_steps,
             "total_epochs": self.config.trainer.total_epochs,
             "kl_coefficient": self.kl_ctrl_in_reward.value if hasattr(self, "kl_ctrl_in_reward") else None,
-            "loggers": ids_of(self.logger.logger),
+            "loggers": {"wandb": loggers["wandb"].run.id} if "wandb" in loggers else {},
             "torch": bytes(torch.get_rng_state().tolist()).hex(),
             "numpy": [name, keys.tolist(), position, has_gauss, gauss],
             "python": [version, list(numbers), python_gauss],
@@ -144,20 +136,14 @@ class KeptRun:
         named = trainer.resume_from_path if trainer.resume_mode == "resume_path" else None
         path = Path(named or self._folder / f"global_step_{self.global_steps}")
         state = Checkpoint(path).state if self.global_steps > 0 and is_checkpoint(path) else None
-        try:
-            if state is not None:
-                self._restore_run_state(state)
-        except (KeyError, TypeError, ValueError, RuntimeError) as error:
-            raise ValueError(
-                f"{path / STATE} is not as a run leaves it ({type(error).__name__}: {error}); put the file back, or name "
-                "another checkpoint with trainer.resume_mode=resume_path and trainer.resume_from_path"
-            ) from error
+        if state is not None:
+            self._restore_run_state(state)
 
     def _restore_run_state(self, state: dict[str, Any]) -> None:
         """Takes over the result of :meth:`_run_state`."""
         if state["kl_coefficient"] is not None and hasattr(self, "kl_ctrl_in_reward"):
             self.kl_ctrl_in_reward.value = state["kl_coefficient"]
-        self._logger_ids = state["loggers"]
+        self._wandb_run = state["loggers"].get("wandb")
         torch.set_rng_state(torch.tensor(list(bytes.fromhex(state["torch"])), dtype=torch.uint8))
         name, keys, *rest = state["numpy"]
         np.random.set_state((name, np.array(keys, dtype=np.uint32), *rest))
@@ -184,8 +170,8 @@ class KeptRun:
         groups = (getattr(self, name, None) for name in ("actor_rollout_wg", "critic_wg", "ref_policy_wg"))
         actors = [actor for group in groups if group is not None for actor in group.workers]
         actors += [actor for replica in self._replicas() for actor in (*replica.workers, *replica.servers)]
-        actors += getattr(getattr(self, "reward_loop_manager", None), "reward_loop_workers", [])
-        actors += getattr(getattr(self, "agent_loop_manager", None), "agent_loop_workers", [])
+        for name in ("reward_loop", "agent_loop"):
+            actors += getattr(getattr(self, f"{name}_manager", None), f"{name}_workers", [])
         return list(dict.fromkeys([*actors, *self._queue]))
 
     def _replicas(self) -> list[Any]:
@@ -193,16 +179,32 @@ class KeptRun:
 
     def _engines(self) -> dict[str, ActorHandle]:
         """vLLM's servers by address."""
-        if self.config.actor_rollout_ref.rollout.name != "vllm":
-            return {}
-        return {replica.server_address: replica.server_handle for replica in self._replicas()}
+        vllm = self.config.actor_rollout_ref.rollout.name == "vllm"
+        return {replica.server_address: replica.server_handle for replica in self._replicas() if vllm}
 
 
-for _mode, _verls, _weighted, _worker in (
-    ("sync", PPOTrainerSync, (TokenWeightTrainer, PPOTrainerSync), KeptActorWorker),
-    ("colocate_async", PPOTrainerColocateAsync, (TokenWeightTrainer, PPOTrainerColocateAsync), KeptActorWorker),
-    ("separate_async", PPOTrainerSeparateAsync, (TokenWeightTrainerSeparateAsync,), KeptDetachActorWorker),
-):
-    register_trainer(f"kept_{_mode}")(type(f"Kept_{_mode}", (KeptRun, _verls), {}))
-    _attributes = {"actor_worker_class": _worker}
-    register_trainer(f"grail_kept_{_mode}")(type(f"KeptTokenWeights_{_mode}", (KeptRun, *_weighted), _attributes))
+@register_trainer("kept_sync")
+class KeptSync(KeptRun, PPOTrainerSync): ...
+
+
+@register_trainer("kept_colocate_async")
+class KeptColocateAsync(KeptRun, PPOTrainerColocateAsync): ...
+
+
+@register_trainer("kept_separate_async")
+class KeptSeparateAsync(KeptRun, PPOTrainerSeparateAsync): ...
+
+
+@register_trainer("grail_kept_sync")
+class KeptTokenWeightsSync(KeptRun, of_token_weights.TokenWeightTrainerSync):
+    actor_worker_class = KeptActorWorker
+
+
+@register_trainer("grail_kept_colocate_async")
+class KeptTokenWeightsColocateAsync(KeptRun, of_token_weights.TokenWeightTrainerColocateAsync):
+    actor_worker_class = KeptActorWorker
+
+
+@register_trainer("grail_kept_separate_async")
+class KeptTokenWeightsSeparateAsync(KeptRun, of_token_weights.TokenWeightTrainerSeparateAsync):
+    actor_worker_class = KeptDetachActorWorker

@@ -20,8 +20,8 @@ from typing import Any
 import ray
 from omegaconf import DictConfig, OmegaConf
 
-from recipe.run_life import driver, watch
-from recipe.run_life.trainer import KeptRun
+from recipe.run_life import watch
+from recipe.run_life.trainer import PHASES, KeptRun
 from tests.verl_ext.whole_run import NOT_STARTED, STARTS
 
 
@@ -66,8 +66,9 @@ class _Waits:
         unfinished.rename(unfinished.with_name("processes.json"))
         ray.get(worker.work.remote())
 
-    on_step_begin = on_sample_begin = on_sample_end = on_step_end = _validate = _save_checkpoint = init
-    _compute_old_log_prob = _compute_ref_log_prob = _compute_advantage = _update_actor = init
+
+for _name in PHASES:
+    setattr(_Waits, _name, _Waits.init)
 
 
 class _Trainer(KeptRun, _Waits):
@@ -99,5 +100,5 @@ def run_ppo(config: DictConfig, task_runner_class: type) -> None:
 
 if __name__ == "__main__":
     trainer = {"default_local_dir": sys.argv[1], "resume_mode": "auto", "save_freq": 1, "logger": [], "v1": {}}
-    driver.run_ppo = run_ppo
-    driver.run(OmegaConf.create({"trainer": trainer, "actor_rollout_ref": {"rollout": {"name": "vllm"}}}))
+    watch.run_ppo = run_ppo
+    watch.run(OmegaConf.create({"trainer": trainer, "actor_rollout_ref": {"rollout": {"name": "vllm"}}}))

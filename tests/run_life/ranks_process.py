@@ -1,9 +1,9 @@
 """Checkpoints of four ranks that are loaded by other numbers of ranks, one after the other in one process.
 
-    python -m tests.run_life.ranks_process FOLDER      # writes FOLDER/found.pt
+    python -m tests.run_life.ranks_process FOLDER
 
-A rank here is one of many: its collectives go nowhere, which building, saving and loading shards does not notice. What
-a rank holds of each tensor is compared by the test with the whole tensors.
+A rank here is one of many: its collectives go nowhere, which building, saving and loading shards does not notice. What a rank
+holds of each tensor is compared with the whole tensor.
 """
 
 from __future__ import annotations
@@ -17,36 +17,35 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from tests.verl_ext.engines import Setup, build_engine
+from tests.verl_ext.pass_plan import write_models
 
 SAVED = 4
-REPLICAS = 2
-"""Ranks that share one copy of the model in the checkpoint with replicas."""
-SETUPS = {
-    "plain": Setup("qwen3", "fsdp2"),
-    "adapter": Setup("qwen3-tied", "fsdp2", adapter="adapter"),
-    "replicas": Setup("qwen3", "fsdp2", options={"fsdp_size": REPLICAS}),
-}
-LOADED = [("plain", 1), ("plain", 6), ("adapter", 3), ("replicas", 3)]
-"""Numbers of ranks that load them."""
+SETUPS = (
+    (Setup("qwen3", "fsdp2"), (1, 6)),
+    (Setup("qwen3-tied", "fsdp2", adapter="adapter"), (3,)),
+    (Setup("qwen3", "fsdp2", options={"fsdp_size": 2}), (3,)),  # two ranks share one copy of the model
+)
+"""Who saves, and the numbers of ranks that load."""
 
 
 def moment(index: int, name: str, shape: torch.Size) -> torch.Tensor:
-    """What stands in for a moment of Adam's, as a whole."""
+    """A moment of Adam's, as a whole."""
     torch.manual_seed(1000 * index + len(name))
     return torch.rand(shape)
 
 
-def slice_of(whole: torch.Tensor, rank: int, ranks: int) -> torch.Tensor:
-    """What a rank holds of a tensor."""
-    parts = whole.chunk(ranks)
+def held(whole: torch.Tensor, like: Any) -> torch.Tensor:
+    """The part of a tensor that this rank holds where it holds ``like``."""
+    if not isinstance(like, DTensor):
+        return whole
+    ranks = like.device_mesh.shape[-1]
+    parts, rank = whole.chunk(ranks), torch.distributed.get_rank() % ranks
     return parts[rank].clone() if rank < len(parts) else whole[:0].clone()
 
 
-def held(whole: torch.Tensor, like: DTensor) -> DTensor:
-    """The part of a tensor that this rank holds where it holds ``like``."""
-    mesh = like.device_mesh
-    local = slice_of(whole, torch.distributed.get_rank() % mesh.shape[-1], mesh.shape[-1])
-    return DTensor.from_local(local, mesh, like.placements, run_check=False, shape=whole.shape, stride=whole.stride())
+def sharded(whole: torch.Tensor, like: DTensor) -> DTensor:
+    kwargs = {"run_check": False, "shape": whole.shape, "stride": whole.stride()}
+    return DTensor.from_local(held(whole, like), like.device_mesh, like.placements, **kwargs)
 
 
 def as_rank(rank: int, ranks: int, setup: Setup, folder: Path, wholes: dict[str, torch.Tensor]) -> Any:
@@ -63,63 +62,57 @@ def as_rank(rank: int, ranks: int, setup: Setup, folder: Path, wholes: dict[str,
     with torch.no_grad():
         for name, value in engine.module.state_dict().items():
             if isinstance(value, DTensor):
-                value.to_local().copy_(held(wholes[name], value).to_local())
+                value.to_local().copy_(held(wholes[name], value))
     return engine
 
 
-def parameters(engine: Any) -> list[torch.Tensor]:
-    return [value for group in engine.optimizer.param_groups for value in group["params"]]
+def moments(engine: Any) -> dict[int, dict[str, tuple[torch.Tensor, DTensor]]]:
+    """Adam's by the parameter's number, as a whole, and the parameter."""
+    parameters = [value for group in engine.optimizer.param_groups for value in group["params"]]
+    names = ("exp_avg", "exp_avg_sq")
+    return {i: {name: (moment(i, name, p.shape), p) for name in names} for i, p in enumerate(parameters)}
+
+
+def save(engine: Any, checkpoint: Path) -> None:
+    state = {
+        index: {"step": torch.tensor(3.0), **{name: sharded(*each) for name, each in of_one.items()}}
+        for index, of_one in moments(engine).items()
+    }
+    engine.optimizer.load_state_dict({**engine.optimizer.state_dict(), "state": state})
+    engine.optimizer.param_groups[0]["lr"], engine.lr_scheduler.last_epoch = 0.125, 5
+    engine.save_checkpoint(str(checkpoint), global_step=3)
+
+
+def load(engine: Any, checkpoint: Path, wholes: dict[str, torch.Tensor]) -> None:
+    from recipe.run_life.ranks import any_number_of_ranks
+
+    with any_number_of_ranks(engine.checkpoint_manager, str(checkpoint)):
+        engine.load_checkpoint(str(checkpoint), del_local_after_load=False)
+    own, state = engine.module.state_dict(), engine.optimizer.state_dict()["state"]
+    assert own.keys() == wholes.keys() and len(state) == len(moments(engine)) > 0
+    for name, value in own.items():
+        local = value.to_local() if isinstance(value, DTensor) else value
+        assert torch.equal(local, held(wholes[name], value)), name
+    for index, of_one in moments(engine).items():
+        assert state[index]["step"] == 3
+        assert all(torch.equal(state[index][name].to_local(), held(*each)) for name, each in of_one.items()), index
+    assert (engine.optimizer.param_groups[0]["lr"], engine.lr_scheduler.last_epoch) == (0.125, 5)
 
 
 def main(folder: Path) -> None:
     import verl  # noqa: F401  loads the plugin that makes the CPU verl's device
 
-    from recipe.run_life.ranks import any_number_of_ranks
-
     torch.set_num_threads(1)
-    found: dict[str, Any] = {}
-    for name, setup in SETUPS.items():
-        wholes = torch.load(folder / f"{setup.adapter or setup.model}.pt")
-        checkpoint = folder / f"checkpoint of {name}"
+    models = write_models(folder)
+    for number, (setup, loading) in enumerate(SETUPS):
+        wholes = models[setup.adapter or setup.model].state_dict()
+        checkpoint = folder / f"checkpoint {number}"
         for rank in range(SAVED):
-            engine = as_rank(rank, SAVED, setup, folder, wholes)
-            state = {
-                index: {
-                    "step": torch.tensor(3.0),
-                    **{key: held(moment(index, key, value.shape), value) for key in ("exp_avg", "exp_avg_sq")},
-                }
-                for index, value in enumerate(parameters(engine))
-            }
-            engine.optimizer.load_state_dict({**engine.optimizer.state_dict(), "state": state})
-            engine.optimizer.param_groups[0]["lr"] = 0.125
-            engine.lr_scheduler.last_epoch = 5
-            engine.save_checkpoint(str(checkpoint), global_step=3)
-        for ranks in (number for saved, number in LOADED if saved == name):
+            save(as_rank(rank, SAVED, setup, folder, wholes), checkpoint)
+        plain, empty = Setup(setup.model, "fsdp2", adapter=setup.adapter), {k: v * 0 for k, v in wholes.items()}
+        for ranks in loading:
             for rank in range(ranks):
-                plain = Setup(setup.model, "fsdp2", adapter=setup.adapter)
-                engine = as_rank(rank, ranks, plain, folder, {key: value * 0 for key, value in wholes.items()})
-                manager = engine.checkpoint_manager
-                with any_number_of_ranks(manager, str(checkpoint)):
-                    engine.load_checkpoint(str(checkpoint), del_local_after_load=False)
-                state = engine.optimizer.state_dict()["state"]
-                found[name, ranks, rank] = {
-                    "model": {
-                        key: value.to_local().clone() if isinstance(value, DTensor) else value
-                        for key, value in engine.module.state_dict().items()
-                    },
-                    "shapes": [value.shape for value in parameters(engine)],
-                    "moments": [
-                        {
-                            key: value.to_local() if isinstance(value, DTensor) else value
-                            for key, value in state[index].items()
-                        }
-                        for index in range(len(state))
-                    ],
-                    "lr": engine.optimizer.param_groups[0]["lr"],
-                    "last_epoch": engine.lr_scheduler.last_epoch,
-                    "patched": "load_checkpoint" in vars(manager),
-                }
-    torch.save(found, folder / "found.pt")
+                load(as_rank(rank, ranks, plain, folder, empty), checkpoint, wholes)
 
 
 if __name__ == "__main__":

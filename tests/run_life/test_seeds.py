@@ -3,80 +3,44 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from recipe.run_life.seeds import SeededAgentLoopWorker, SeededTurns, request_seed
+from recipe.run_life.seeds import SeededAgentLoopWorker
 
 VERLS = SeededAgentLoopWorker.__mro__[1]
-MESSAGES = [{"role": "user", "content": "1+1"}]
 
 
-@pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """The sampling parameters with which verl's own worker is called."""
-    found: list[dict[str, Any]] = []
+def _seeds(monkeypatch: pytest.MonkeyPatch, *, run: int = 0, step: int = 1, validate: bool = False, **of: Any) -> list:
+    """The seeds of a response's three turns, for each of which verl's loops send the same parameters."""
+    given, asked = {"temperature": 0.7}, []
 
-    async def run(self: Any, sampling_params: dict, trajectory: dict, *, agent_name: str, **kwargs: Any) -> str:
-        assert isinstance(self.llm_client, SeededTurns)
-        found.append(sampling_params)
-        return f"{agent_name} {kwargs['session_id']}"
+    async def generate(*, sampling_params: dict) -> None:
+        asked.append(sampling_params)
 
-    monkeypatch.setattr(VERLS, "_run_agent_loop", run)
-    return found
+    async def conversation(self: Any, sampling_params: dict, trajectory: dict, *, agent_name: str, **_: Any) -> str:
+        for _turn in range(3):
+            await self.llm_client.generate(sampling_params=sampling_params)
+        return agent_name + self.llm_client.tokenizer
 
-
-def _seed(asked: list[dict[str, Any]], *, run: int = 0, step: int = 1, validate: bool = False, **kwargs: Any) -> int:
+    monkeypatch.setattr(VERLS, "_run_agent_loop", conversation)
     worker = SeededAgentLoopWorker.__new__(SeededAgentLoopWorker)
     worker.config = SimpleNamespace(actor_rollout_ref=SimpleNamespace(rollout=SimpleNamespace(seed=run)))
-    worker.llm_client = client = SimpleNamespace()
-    given = {"temperature": 0.7}
-    request = {"raw_prompt": MESSAGES, "session_id": 0, "index": 5, "uid": "anything", **kwargs}
+    worker.llm_client = client = SimpleNamespace(generate=generate, tokenizer=" and verl's")
+    request = {"raw_prompt": [{"role": "user", "content": "1+1"}], "session_id": 0, "index": 5, "uid": "anything", **of}
     trajectory = {"step": step, "validate": validate, "sample_index": 3, "rollout_n": 0}
     answer = asyncio.run(worker._run_agent_loop(given, trajectory, agent_name="loop", **request))
-    assert answer == f"loop {request['session_id']}" and given == {"temperature": 0.7}
+    assert answer == "loop and verl's" and given == {"temperature": 0.7}
     assert worker.llm_client is client, "the worker's own, shared by all responses"
-    assert asked[-1].pop("temperature") == 0.7
-    (seed,) = asked[-1].values()
-    return seed
+    assert all(params == {"temperature": 0.7, "seed": params["seed"]} for params in asked)
+    return [params["seed"] for params in asked]
 
 
-def test_differs_by_run_step_kind_prompt_and_number(asked: list[dict[str, Any]]) -> None:
+def test_differs_by_run_step_kind_prompt_number_and_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     other = [{"role": "user", "content": "1+2"}]
     variants = [{}, {"run": 1}, {"step": 2}, {"validate": True}, {"session_id": 1}, {"index": 6}, {"raw_prompt": other}]
-    seeds = [_seed(asked, **variant) for variant in variants]
-    assert len(set(seeds)) == len(seeds)
-    assert all(0 <= seed < 2**63 for seed in seeds)
-
-    assert _seed(asked, uid="a") == _seed(asked, uid="b") == seeds[0]  # whenever, and under whatever key
-    many = {request_seed(0, step, sample) for step, sample in itertools.product(range(100), range(256))}
-    assert len(many) == 100 * 256
-
-
-def test_each_turn_has_a_seed_of_its_own() -> None:
-    """verl's loops send the same parameters for every turn of a response."""
-    asked: list[dict[str, Any]] = []
-
-    class Client:
-        tokenizer = "verl's"
-
-        async def generate(self, request_id: str, *, sampling_params: dict[str, Any], prompt_ids: list[int]) -> str:
-            asked.append(sampling_params)
-            return f"{request_id} {prompt_ids}"
-
-    async def conversation() -> None:
-        turns = SeededTurns(Client())
-        for turn in range(4):
-            assert await turns.generate("a", prompt_ids=[turn], sampling_params=given) == f"a [{turn}]"
-        assert turns.tokenizer == "verl's"
-
-    given = {"temperature": 0.7, "seed": 5}
-    asyncio.run(conversation())
-    seeds = [params["seed"] for params in asked]
-    assert seeds[0] == 5 and len(set(seeds)) == 4 and given == {"temperature": 0.7, "seed": 5}
-    assert all(params == {"temperature": 0.7, "seed": seed} for params, seed in zip(asked, seeds, strict=True))
-    asyncio.run(conversation())
-    assert [params["seed"] for params in asked[4:]] == seeds
+    seeds = [seed for variant in variants for seed in _seeds(monkeypatch, **variant)]
+    assert len(set(seeds)) == len(seeds) == 21 and all(0 <= seed < 2**63 for seed in seeds)
+    assert _seeds(monkeypatch, uid="b") == seeds[:3], "whenever, and under whatever key"

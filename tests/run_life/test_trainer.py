@@ -1,6 +1,6 @@
-"""A trainer whose runs may be killed: which checkpoint counts when, what it hands on, and the order of its responses.
+"""A run that is killed anywhere and resumes is the uninterrupted one: what it draws, what it logs, which checkpoints count.
 
-``_Trainer`` stands in for verl's loop: it calls what verl's calls, in its order.
+``_Trainer`` stands in for verl's loop: it calls what verl's calls, in its order, and logs with verl's loggers.
 """
 
 from __future__ import annotations
@@ -9,23 +9,24 @@ import contextlib
 import json
 import random
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from omegaconf import OmegaConf
+from tensorboard.summary.writer import event_file_writer
 from tensordict import TensorDict
 from transfer_queue import KVBatchMeta
 from verl.utils import tensordict_utils as tu
+from verl.utils.tracking import Tracking
 
-from recipe.run_life.checkpoints import STATE, TRACKER, Checkpoint, checkpoints, write_json
+from recipe.run_life.checkpoints import PARTS, TRACKER, checkpoints, choose_start, damage, settle_start, write_json
 from recipe.run_life.identity import RUN_DEFINITION
 from recipe.run_life.trainer import KeptRun
 from tests.checkpoints import RUN, write_checkpoint
 
-EVERY = 2
+EVERY, STEPS = 2, 6
 
 
 class Killed(BaseException):
@@ -36,18 +37,15 @@ class _Loop:
     """verl's ``PPOTrainer``, as far as a step's order goes."""
 
     def __init__(self, config: Any) -> None:
-        self.config = config
-        self.total_training_steps = config.trainer.total_training_steps
+        self.config, self.total_training_steps = config, STEPS
         self.killed_at: tuple[str, int] | None = None
-        self.drawn: dict[int, float] = {}
-        self.logger = SimpleNamespace(logger={})
 
     def _at(self, place: str) -> None:
         if self.killed_at == (place, self.global_steps):
             raise Killed
 
     def _load_checkpoint(self) -> None:
-        tracker = Path(self.config.trainer.default_local_dir) / TRACKER
+        tracker = self._folder / TRACKER
         self.global_steps = int(tracker.read_text()) if tracker.exists() else 0
 
     def on_step_begin(self) -> None:
@@ -57,115 +55,103 @@ class _Loop:
     _compute_old_log_prob = _compute_ref_log_prob = _compute_advantage = _update_actor = on_step_begin
 
     def _save_checkpoint(self) -> None:
-        write_checkpoint(Path(self.config.trainer.default_local_dir), self.global_steps, logged=False, tracked=False)
-        self._at("checkpoint")
-        (Path(self.config.trainer.default_local_dir) / TRACKER).write_text(str(self.global_steps))
+        write_checkpoint(self._folder, self.global_steps, logged=False, tracked=False)
+        self._at("saving")
+        (self._folder / TRACKER).write_text(str(self.global_steps))
 
-    def fit(self) -> str:
+    def fit(self) -> None:
+        self.logger = Tracking("project", "experiment", ["file", "tensorboard"])
+        self.logger._finished = True  # its __del__ is not what ends a killed run
         if self.config.trainer.val_before_train:
-            self._log()
-        while self.global_steps < self.total_training_steps:
+            self.logger.log({"drawn": 0.0}, 0)
+        while self.global_steps < STEPS:
             self.global_steps += 1
             self.on_step_begin()
-            self.drawn[self.global_steps] = torch.rand(()).item() + np.random.rand() + random.random()
+            drawn = torch.rand(()).item() + np.random.rand() + random.random()
             self._at("step")
             if self.global_steps % EVERY == 0:
                 self._save_checkpoint()
-            self._at("validation")
-            self._log()
-        return "done"
-
-    def _log(self) -> None:
-        with (Path(self.config.trainer.default_local_dir).parent / "metrics.jsonl").open("a") as file:
-            file.write(json.dumps({"step": self.global_steps}) + "\n")
+            self._at("saved")
+            self.logger.log({"drawn": drawn}, self.global_steps)
+            self._at("logged")
+        self.logger.logger["tensorboard"].writer.flush()
 
 
 class _Trainer(KeptRun, _Loop):
     pass
 
 
-@pytest.fixture
-def config(tmp_path: Path) -> Any:
-    write_json(tmp_path / "checkpoints" / RUN_DEFINITION, {"run": RUN})
-    return OmegaConf.create(
-        {
-            "trainer": {
-                "default_local_dir": str(tmp_path / "checkpoints"),
-                "resume_mode": "auto",
-                "resume_from_path": None,
-                "total_training_steps": 6,
-                "total_epochs": 1000,
-                "max_actor_ckpt_to_keep": 2,
-                "val_before_train": True,
-                "logger": [],
-                "project_name": "project",
-                "experiment_name": "experiment",
-                "v1": {"trainer_mode": "grail_sync"},
-            }
-        }
-    )
-
-
-def _life(config: Any, killed_at: tuple[str, int] | None = None) -> _Trainer:
-    """The run, until it is killed or done."""
-    trainer = _Trainer(OmegaConf.create(OmegaConf.to_container(config)))
+def _life(folder: Path, seed: int, monkeypatch: pytest.MonkeyPatch, killed_at: tuple[str, int] | None = None) -> int:
+    """A start of the run, until it is killed or done. Returns the step after which it resumed."""
+    monkeypatch.setenv("VERL_FILE_LOGGER_PATH", str(folder / "metrics.jsonl"))
+    monkeypatch.setenv("TENSORBOARD_DIR", str(folder / "tensorboard"))
+    for generator in (torch.manual_seed, np.random.seed, random.seed):
+        generator(seed)
+    settings = {"default_local_dir": str(folder / "checkpoints"), "resume_mode": "auto", "logger": ["tensorboard"]}
+    settings |= {"total_epochs": 1000, "max_actor_ckpt_to_keep": 2, "val_before_train": True, "v1": {}}
+    settings |= {"project_name": "project", "experiment_name": "experiment"}
+    trainer = _Trainer(OmegaConf.create({"trainer": settings}))
+    start, _ = choose_start(folder / "checkpoints", lambda path: damage(path, list(PARTS)))
+    settle_start(folder / "checkpoints", start, trains=True)
     trainer.killed_at = killed_at
     trainer._load_checkpoint()
+    resumed = trainer.global_steps
     with contextlib.suppress(Killed):
         trainer.fit()
-    return trainer
+    return resumed
 
 
-def _counting(config: Any) -> list[int]:
-    return [each.step for each in checkpoints(Path(config.trainer.default_local_dir)) if each.state is not None]
+def _history(folder: Path) -> dict[str, list]:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    events = EventAccumulator(str(folder / "tensorboard"))
+    events.Reload()
+    states = [each.state for each in checkpoints(folder / "checkpoints")]
+    return {
+        "file": [(line["step"], line["data"]["drawn"]) for line in lines],
+        "tensorboard": [(event.step, event.value) for event in events.Scalars("drawn")],
+        "counting": [(state["step"], state["last_step"], state["total_epochs"]) for state in states if state],
+    }
 
 
-@pytest.mark.parametrize("place", ["checkpoint", "validation"])
-def test_a_checkpoint_counts_once_its_step_is_logged(config: Any, place: str) -> None:
-    _life(config, (place, 4))
-    assert _counting(config) == [2]
-    assert (Path(config.trainer.default_local_dir) / "global_step_4").is_dir()
+@pytest.fixture
+def uninterrupted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, list]:
+    # Event files of one second and process are read in the order of this number's digits.
+    monkeypatch.setattr(event_file_writer, "_global_uid", event_file_writer.AtomicCounter(1000))
+    write_json(tmp_path / "whole" / "checkpoints" / RUN_DEFINITION, {"run": RUN})
+    assert _life(tmp_path / "whole", 1, monkeypatch) == 0
+    return _history(tmp_path / "whole")
 
 
-def test_the_last_steps_too(config: Any) -> None:
-    _life(config, ("step", 3))
-    assert _life(config).config.trainer.val_before_train is False and config.trainer.val_before_train is True
-    assert _counting(config) == [4, 6]
-    state = Checkpoint(Path(config.trainer.default_local_dir) / "global_step_6").state
-    assert (state["step"], state["last_step"], state["total_epochs"]) == (6, 6, 1000)
-
-
-def test_the_generators_go_on(config: Any, tmp_path: Path) -> None:
-    """What the trainer's process draws from the checkpoint on is what an uninterrupted run draws."""
-
-    def seed(*seeds: int) -> None:
-        for generator, number in zip((torch.manual_seed, np.random.seed, random.seed), seeds, strict=True):
-            generator(number)
-
-    write_json(tmp_path / "other" / "checkpoints" / RUN_DEFINITION, {"run": RUN})
-    other = OmegaConf.merge(config, {"trainer": {"default_local_dir": str(tmp_path / "other" / "checkpoints")}})
-    seed(1, 2, 3)
-    whole = _life(config).drawn
-    seed(1, 2, 3)
-    first = _life(other, ("step", 5)).drawn
-    seed(7, 7, 7)
-    again = _life(other).drawn
-    assert first == {step: whole[step] for step in range(1, 6)}
-    assert again == {step: whole[step] for step in range(5, 7)}
-
-
-def test_a_state_that_somebody_changed_is_refused_by_name(config: Any) -> None:
-    _life(config)
-    write_json(Path(config.trainer.default_local_dir) / "global_step_6" / STATE, {"step": 6})
-    with pytest.raises(ValueError, match=r"global_step_6/run_state\.json is not as a run leaves it .*resume_path"):
-        _Trainer(config)._load_checkpoint()
+@pytest.mark.parametrize(
+    ("killed_at", "resumes"),
+    [
+        (("step", 1), 0),
+        (("step", 3), 2),
+        (("saving", 4), 2),
+        (("saved", 4), 2),
+        (("logged", 4), 2),  # the checkpoint counts from the next step on
+        (("step", 5), 4),
+        (("step", 6), 4),
+    ],
+)
+def test_killed_and_resumed(
+    uninterrupted: dict[str, list], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, killed_at: tuple, resumes: int
+) -> None:
+    folder = tmp_path / "killed"
+    write_json(folder / "checkpoints" / RUN_DEFINITION, {"run": RUN})
+    _life(folder, 1, monkeypatch, killed_at)
+    with (folder / "metrics.jsonl").open("ab") as file:
+        file.write(b'{"step": 7, "data": {"dr')
+    assert _life(folder, 7 if resumes else 1, monkeypatch) == resumes
+    assert _history(folder) == uninterrupted
+    assert uninterrupted["counting"] == [(4, 6, 1000), (6, 6, 1000)]
+    assert [step for step, _ in uninterrupted["file"]] == list(range(STEPS + 1))
 
 
 class _Batches:
     """verl's data loader and batches, with its random keys."""
-
-    global_steps = 0
-    balanced: KVBatchMeta
 
     def __init__(self) -> None:
         pass
@@ -181,20 +167,15 @@ class _Ordered(KeptRun, _Batches):
     __init__ = _Batches.__init__
 
 
-def test_prompts_have_keys_by_step_and_place() -> None:
+def test_keys_go_by_step_and_place_and_rows_by_keys() -> None:
+    """However the responses arrived; a session's outputs by their numbers."""
     trainer = _Ordered()
-    fetched = {}
-    for step in (3, 3, 4):
-        trainer.global_steps = step
-        fetched.setdefault(step, []).extend(tu.get(trainer._fetch_one_gen_batch(), "uid"))
+    fetched: dict[int, list[str]] = {}
+    for trainer.global_steps in (3, 3, 4):
+        fetched.setdefault(trainer.global_steps, []).extend(tu.get(trainer._fetch_one_gen_batch(), "uid"))
     assert fetched[3] == [f"000003-{place:05d}" for place in range(6)]
     assert fetched[4] == [f"000004-{place:05d}" for place in range(3)]
-
-
-def test_rows_stand_in_the_order_of_their_keys() -> None:
-    """However they arrived; a session's outputs by their numbers."""
     keys = ["000001-00002_0_0", "000001-00001_10_0", "000001-00001_2_10", "000001-00001_2_9"]
     batch = KVBatchMeta(partition_id="train", keys=list(keys), tags=[{"row": i} for i in range(4)])
-    found = _Ordered()._balance_batch(batch, {})
-    assert [tag["row"] for tag in found.tags] == [3, 2, 1, 0]
-    assert found.keys == [keys[3], keys[2], keys[1], keys[0]]
+    found = trainer._balance_batch(batch, {})
+    assert [tag["row"] for tag in found.tags] == [3, 2, 1, 0] and found.keys == keys[::-1]

@@ -1,41 +1,54 @@
-"""When the watch ends a run, when it does not, and the message; without verl and Ray."""
+"""When the watch ends a run and when it does not; and real processes on Ray, without verl, of which one is killed."""
 
 from __future__ import annotations
 
+import json
+import os
+import signal
+import subprocess
+import sys
 import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
+import psutil
 import pytest
 from omegaconf import OmegaConf
+from ray.exceptions import ActorDiedError
 
 from recipe.run_life import watch
-from recipe.run_life.actors import Death
-from recipe.run_life.options import Options
-from recipe.run_life.watch import END, INTERVAL, REST, STEP, RunEnded, Watchdog
+from recipe.run_life.actors import Death, death_of
+from recipe.run_life.watch import END, INTERVAL, STEP, Options, RunEnded, Watchdog
+from tests.checkpoints import write_checkpoint
+from tests.run_life.killed_run import lives
 
 LIMITS = Options(phase_timeout=100, long_phase_timeout=1000)
-WORKER = Death("WorkerDict, process 22 on 10.0.0.2", "connection error code 2", 22, "10.0.0.2")
-SERVER = Death("vLLMHttpServer vllm_server_0_0, process 11 on 10.0.0.1", "gone", 11, "10.0.0.1")
+KILLED = (
+    "The actor died unexpectedly before finishing this task.\n\tclass_name: WorkerDict\n\tactor_id: ad5601000000\n"
+    "\tpid: 12403\n\tname: abcWorkerDict_0:0\n\tnamespace: bc85\n\tip: 192.0.2.2\nThe actor is dead because its worker "
+    "process has died. Worker exit type: SYSTEM_ERROR Worker exit detail: Worker unexpectedly exits with a connection error "
+    "code 2. End of file. Some common causes include: (1) the process was killed by the OOM killer due to high memory usage"
+)
+"""Ray 2.60's words."""
+BOUND = 900.0
+"""Seconds within which runs start and everything is gone, beside others and whatever else the machine does."""
 
 
-def _config(folder: str | Path = "/nowhere", **trainer: Any) -> Any:
-    settings = {"default_local_dir": str(folder), "resume_mode": "auto", "save_freq": 10, **trainer}
-    return OmegaConf.create({"trainer": settings, "run_life": vars(LIMITS)})
-
-
-@pytest.fixture(autouse=True)
-def _logs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watch, "last_lines", lambda death, count: (f"/logs/worker-{death.pid}.err", ["one", "x" * 500]))
+def _killed() -> Death:
+    error = ActorDiedError()
+    error.error_msg = KILLED
+    return death_of(error)
 
 
 class Scene:
     """A run as the watch sees it, with time that passes as told."""
 
-    def __init__(self) -> None:
-        self.now = 5000.0
-        self.dead: list[Death] = []
-        self.watch = Watchdog(_config(), lambda: self.dead, lambda: self.now)
+    def __init__(self, folder: Path) -> None:
+        self.now, self.dead = 5000.0, list[Death]()
+        trainer = {"default_local_dir": str(folder), "resume_mode": "auto"}
+        config = OmegaConf.create({"trainer": trainer, "run_life": vars(LIMITS)})
+        self.watch = Watchdog(config, lambda: self.dead, lambda: self.now)
 
     def look_for(self, seconds: float) -> str | None:
         """Look every few seconds; the first verdict."""
@@ -53,89 +66,94 @@ class Scene:
         self.watch.enter(phase, step)
 
 
-class TestTime:
-    def test_a_phase_without_an_end_ends_the_run_and_names_the_option(self) -> None:
-        scene = Scene()
-        scene.into(1, "gen")
-        scene.into(2, "update_actor")
-        assert scene.look_for(LIMITS.phase_timeout) is None
-        verdict = scene.look_for(2 * INTERVAL)
-        assert "waited     step 2, phase update_actor, 105 s" in verdict
-        assert "run_life.phase_timeout=100 seconds; all actors are alive" in verdict
+@pytest.fixture
+def scene(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Scene:
+    monkeypatch.setattr(watch, "last_lines", lambda death, count: (f"/logs/worker-{death.pid}.err", ["a last line"]))
+    return Scene(tmp_path)
 
-    def test_start_first_step_validation_and_checkpoints_may_take_longer(self) -> None:
-        scene, first = Scene(), 41
+
+def test_a_phase_without_an_end_ends_the_run(scene: Scene) -> None:
+    """Start, first step, validation and checkpoints may take longer; a machine's time of suspension does not count."""
+    for step, phase in ((0, "start"), (40, "testing"), (41, "gen"), (42, "save_checkpoint")):
+        scene.into(step, phase) if step > 40 else scene.watch.enter(phase, step)
         assert scene.look_for(LIMITS.long_phase_timeout) is None
-        scene.watch.enter("testing", first - 1)
-        assert scene.look_for(LIMITS.long_phase_timeout) is None
-        scene.watch.enter(REST, first - 1)
-        scene.into(first, "gen")
-        assert scene.look_for(LIMITS.long_phase_timeout) is None
-        scene.into(first + 1, "save_checkpoint")
-        assert scene.look_for(LIMITS.long_phase_timeout) is None
-        assert "run_life.long_phase_timeout=1000" in scene.look_for(2 * INTERVAL)
-
-    def test_a_machine_that_was_suspended_is_not_blamed(self) -> None:
-        scene = Scene()
-        scene.into(1, "gen")
-        scene.into(2, "gen")
-        scene.now += 36_000
-        assert scene.watch.look() is None
-        assert scene.look_for(LIMITS.phase_timeout - 50) is None
-        assert scene.look_for(60) is not None
+    assert "run_life.long_phase_timeout=1000" in scene.look_for(2 * INTERVAL)
+    scene.into(43, "update_actor")
+    scene.now += 36_000
+    assert scene.watch.look() is None and scene.look_for(LIMITS.phase_timeout - 50) is None
+    verdict = scene.look_for(60)
+    assert "step 43, phase update_actor" in verdict and "run_life.phase_timeout=100" in verdict
 
 
-class TestDeaths:
-    def test_the_first_one_is_named_with_its_cause_and_the_others_follow(self) -> None:
-        scene = Scene()
-        scene.into(7, "gen")
-        scene.dead = [WORKER, SERVER]
-        text = scene.look_for(60)
-        for line in (
-            "died       WorkerDict, process 22 on 10.0.0.2",
-            "cause      connection error code 2",
-            "when       step 7, phase gen, 5 s after it began",
-            "also died  vLLMHttpServer vllm_server_0_0, process 11 on 10.0.0.1: gone",
-            "its log    /logs/worker-22.err on 10.0.0.2",
-        ):
-            assert f"\n  {line}\n" in text
-
-    def test_what_goes_after_the_training_is_meant_to(self) -> None:
-        """And that has a limit, too."""
-        scene = Scene()
-        scene.into(8, "gen")
-        scene.into(9, "gen")
-        scene.watch.enter(END, 9)
-        scene.dead = [WORKER]
-        assert scene.look_for(60) is None
-        assert "phase end" in scene.look_for(LIMITS.phase_timeout)
+def test_a_death_is_named_with_its_cause(scene: Scene, tmp_path: Path) -> None:
+    """And where the same command resumes; those that go after the training are meant to."""
+    write_checkpoint(tmp_path, 5)
+    scene.into(6, "gen")
+    scene.watch.enter(END, 6)
+    scene.dead = [_killed(), Death("vLLMHttpServer, process 11", "gone", 11, "192.0.2.1")]
+    assert scene.look_for(60) is None
+    scene.into(7, "gen")
+    text = scene.look_for(60)
+    cause = "its worker process has died. Worker exit type: SYSTEM_ERROR"
+    named = ("WorkerDict abcWorkerDict_0:0, process 12403 on 192.0.2.2", cause, "step 7, phase gen", "process 11: gone")
+    for part in (*named, "/logs/worker-12403.err", "a last line", str(tmp_path / "global_step_5")):
+        assert part in text, text
 
 
-class TestGuard:
-    """The trainer's error is the cause that the watch or a death gives."""
+def test_the_trainer_is_interrupted_and_its_error_explained(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a lock, as verl's, and though Ctrl-C is ignored. An error that nobody's death explains stays."""
+    monkeypatch.setattr(watch, "NOTICE_SECONDS", 0.0)
+    with pytest.raises(OSError, match="full"), scene.watch.guard():
+        raise OSError("the disk is full")
+    scene.into(3, "old_log_prob")
+    scene.dead = [_killed()]
+    with pytest.raises(RunEnded, match=r"WorkerDict(.*\n)+.*step 3, phase old_log_prob"), scene.watch.guard():
+        raise OSError("a rank does not answer")
+    scene.into(3, "gen")
+    monkeypatch.setattr(watch, "INTERVAL", 0.05)
+    monkeypatch.setattr(watch.os, "_exit", lambda status: None)
+    with pytest.raises(RunEnded, match="WorkerDict") as ended, scene.watch.guard():
+        scene.watch.begin()
+        threading.Event().wait(30)
+    assert isinstance(ended.value.__cause__, KeyboardInterrupt)
 
-    def test_a_trainer_that_waits_is_interrupted(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """In a lock, as verl's, and though Ctrl-C is ignored."""
-        monkeypatch.setattr(watch, "INTERVAL", 0.05)
-        monkeypatch.setattr(watch.os, "_exit", lambda status: None)
-        scene = Scene()
-        scene.dead = [WORKER]
-        with pytest.raises(RunEnded, match="died       WorkerDict, process 22") as ended, scene.watch.guard():
-            scene.watch.begin()
-            threading.Event().wait(30)
-        assert isinstance(ended.value.__cause__, KeyboardInterrupt)
 
-    def test_an_error_after_a_death_names_it(self) -> None:
-        scene = Scene()
-        scene.into(3, "old_log_prob")
-        scene.dead = [WORKER]
-        with (
-            pytest.raises(RunEnded, match=r"died       WorkerDict(.*\n)+.*step 3, phase old_log_prob"),
-            scene.watch.guard(),
-        ):
-            raise OSError("a rank does not answer")
+def _await(there: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + BOUND
+    while not there():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.1)
 
-    def test_any_other_error_stays(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(watch, "NOTICE_SECONDS", 0.0)
-        with pytest.raises(OSError, match="full"), Scene().watch.guard():
-            raise OSError("the disk is full")
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "status", "words"),
+    [
+        ("worker", 1, ["watchdog: this run cannot go on", "Worker the_worker, process", "the worker's last line"]),
+        ("driver", -signal.SIGKILL, []),
+    ],
+)
+def test_a_run_of_which_one_is_killed_says_who_and_ends_what_is_its_own(
+    tmp_path: Path, name: str, status: int, words: list[str]
+) -> None:
+    """A process of the user's has died before, and ended nothing."""
+    command = [sys.executable, "-m", "tests.run_life.ending_run", str(tmp_path)]
+    with (tmp_path / "said").open("w") as output:
+        driver = psutil.Popen(command, cwd=Path(__file__).parents[2], stdout=output, stderr=subprocess.STDOUT)
+    everybody = {driver}
+    try:
+        path = tmp_path / "processes.json"
+        _await(lambda: path.exists() or driver.poll() is not None, "the run did not start")
+        processes = {**json.loads(path.read_text()), "driver": driver.pid}
+        everybody |= {*driver.children(recursive=True), *map(psutil.Process, processes.values())}
+        os.kill(processes[name], signal.SIGKILL)
+        assert driver.wait(timeout=BOUND) == status
+        # Ray ends no children of a worker whose raylet was killed before.
+        spared = {processes["upload"]} | ({processes["child"]} if name == "driver" else set())
+        _await(lambda: not any(lives(each) for each in everybody if each.pid not in spared), f"not gone: {everybody}")
+        assert lives(psutil.Process(processes["upload"]))
+        text = (tmp_path / "said").read_text()
+        assert all(part in text for part in words), text
+    finally:
+        for process in [each for each in everybody if lives(each)]:
+            process.kill()
