@@ -80,7 +80,7 @@ def test_values_of_another_kind_and_outside_the_bounds_are_refused(name: str) ->
     cls = reshapers()[name] if name in reshapers() else method(name).signal_class
     build = cls.from_dict if name in reshapers() else method(name).build
     for option, schema in option_schemas(cls).items():
-        bad: list[Any] = [object(), math.nan]
+        bad: list[Any] = [object(), math.nan, math.inf]
         if schema.get("type") != "string":
             bad.append("1.0")
         if schema.get("type") != "boolean" and "enum" not in schema:  # True is 1
