@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import verl  # noqa: F401  its plugin registers the estimators
-from transformers import FalconConfig, GPT2Config, GPTJConfig, Lfm2Config, Ministral3Config, NemotronConfig, OPTConfig
+from transformers import FalconConfig, GPTJConfig, Ministral3Config, NemotronConfig, OPTConfig
 
 from grail_advantage.model.architecture import architecture_of
 from grail_advantage.model.patches import attention_is_told_of_rows
@@ -98,19 +98,6 @@ def test_packed_rows_that_would_mix_are_refused(name: str, tmp_path: Path) -> No
             check_config(
                 with_model(place, method, f"{PACKED}=True", f"+{ATTENTION}=kernels-community/vllm-flash-attn3")
             )
-
-
-def test_models_whose_mask_mixes_packed_rows_are_found() -> None:
-    """Also of architectures that are not in the table."""
-    assert not architecture_of(FAMILIES["GPT-OSS"].build()).masks_packed_rows
-    assert not architecture_of(
-        OPTConfig(num_hidden_layers=1, hidden_size=16, ffn_dim=16, num_attention_heads=2)
-    ).masks_packed_rows
-    assert architecture_of(GPT2Config(n_layer=1)).masks_packed_rows
-    conv = Lfm2Config(
-        num_hidden_layers=2, hidden_size=32, num_attention_heads=2, layer_types=["conv", "full_attention"]
-    )
-    assert architecture_of(conv).states == ("conv",)
 
 
 def test_models_whose_attention_is_told_of_packed_rows() -> None:
