@@ -19,7 +19,7 @@ from grail_advantage.verl_ext.checks import check_config
 from tests.composed import with_model
 from tests.core.tiny_models import char_tokenizer
 from tests.verl_ext import architectures
-from tests.verl_ext.architectures import BATCH, CASES, CLOSE, FAMILIES, SIGNALS, by_function, error, plainly
+from tests.verl_ext.architectures import BATCH, CASES, CLOSE, FAMILIES, SIGNALS, Family, by_function, error, plainly
 
 MIXED = ("Qwen3.5, text, packed", "GPT-OSS, packed")
 """Cases in which a response's scores depend on the responses packed before it."""
@@ -98,6 +98,11 @@ def test_packed_rows_that_would_mix_are_refused(name: str, tmp_path: Path) -> No
             check_config(
                 with_model(place, method, f"{PACKED}=True", f"+{ATTENTION}=kernels-community/vllm-flash-attn3")
             )
+
+
+def test_layers_with_a_state_are_named() -> None:
+    config = Family("Lfm2Config", {"layer_types": ["conv", "full_attention"]}).build()
+    assert architecture_of(config).states == ("conv",)
 
 
 def test_models_whose_attention_is_told_of_packed_rows() -> None:
