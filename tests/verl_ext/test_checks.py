@@ -45,12 +45,13 @@ def _compose(*overrides: str) -> DictConfig:
     return compose("grail_trainer", [*required, *overrides])
 
 
-def _refused(overrides: tuple[str, ...], *named: str) -> None:
-    """With a message that names these."""
+def _refused(overrides: tuple[str, ...], *named: str) -> DictConfig:
+    """With a message that names these; the configuration as it is then."""
     config = _compose(*overrides)
     with pytest.raises(ValueError) as refused:
         prepare(config)
     assert all(word in str(refused.value) for word in named), str(refused.value)
+    return config
 
 
 OF_METHODS = {
@@ -70,8 +71,9 @@ OF_METHODS = {
 
 @pytest.mark.parametrize("override", OF_METHODS)
 def test_names_and_values_that_mean_nothing_are_refused(override: str) -> None:
-    """Other refusals are in ``tests/test_rules.py``."""
-    _refused((override,), *OF_METHODS[override].split())
+    """Before the trainer is chosen. Other refusals are in ``tests/test_rules.py``."""
+    refused = _refused((override,), *OF_METHODS[override].split())
+    assert refused.trainer.v1.trainer_mode == _compose(override).trainer.v1.trainer_mode
 
 
 def test_verls_own_estimators_meet_none_of_the_refusals_of_methods() -> None:
