@@ -13,7 +13,6 @@ DOCS = ROOT / "docs"
 _FILE = re.compile(r"<!-- file: (?P<name>\S+) -->\n```\w+\n(?P<text>.*?)```", re.DOTALL)
 _RUN = re.compile(r"<!-- run -->\n```python\n(?P<text>.*?)```", re.DOTALL)
 _BASH = re.compile(r"^```bash\n(?P<text>.*?)^```$", re.DOTALL | re.MULTILINE)
-_GENERATED = re.compile(r"<!-- (?P<name>\w+) -->\n.*?<!-- /(?P=name) -->", re.DOTALL)
 
 
 def files(page: str) -> dict[str, str]:
@@ -79,13 +78,3 @@ def commands(page: Path) -> Iterator[Command]:
                 variables = dict(word.split("=", 1) for word in words[:first])
                 if words[first] != "cd":
                     yield Command(variables, tuple(words[first:]))
-
-
-def without_generated(page: Path) -> str:
-    """A page without the passages that programs write."""
-    return _GENERATED.sub(_blank, page.read_text(encoding="utf-8"))
-
-
-def _blank(passage: re.Match[str]) -> str:
-    """As many empty lines."""
-    return "\n" * passage.group().count("\n")

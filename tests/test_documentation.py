@@ -17,7 +17,7 @@ import torch
 from recipe.marked_text import marked
 from scripts import patches_page, rules_page
 from tests.core.tiny_models import char_tokenizer, tiny_model
-from tests.documentation import DOCS, Command, commands, snippets, without_generated
+from tests.documentation import DOCS, Command, commands, snippets
 
 ROOT = Path(__file__).parents[1]
 FOLDERS = ("docs", "benchmarks", "examples", "recipe", "bench")
@@ -190,14 +190,6 @@ def test_one_navigation() -> None:
     }
     assert listed == site
     assert sorted(page for pages in site.values() for page in pages) == [p.name for p in SITE if p.name != "README.md"]
-
-
-def test_sizes() -> None:
-    """A front page of about 12 kB, and 100 kB of pages beside the reference and generated tables."""
-    assert (ROOT / "README.md").stat().st_size < 12_500
-    sections = _navigation()
-    read = [DOCS / page for name in sections.keys() - {"Pages", "Reference"} for page in sections[name]]
-    assert sum(len(without_generated(page).encode()) for page in read) < 100_000
 
 
 def test_the_list_of_patches_is_current() -> None:

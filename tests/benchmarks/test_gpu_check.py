@@ -96,35 +96,31 @@ def test_differences_by_hand() -> None:
     assert got["rank correlation of the scores"] == pytest.approx(0.75)
 
 
-def test_weights_that_differ_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every other call gets the weights of another method, as a faulty kernel might give other ones."""
-    calls = iter(range(100))
-    other = Grail("robust", statistics="response", gate="correct")
-
-    def wrong(model: Any, signal: Any, rows: Any, right: Any = plain.weights) -> Any:
-        return right(model, signal if next(calls) % 2 else other, rows)
-
-    monkeypatch.setattr(plain, "weights", wrong)
-    found = outcome(tmp_path)
-    plain.against_cpu(found, "cpu", plain.TOY)
-    assert set(statuses(found)) == {FAILED}
-
-
-def test_weights_that_bfloat16_does_not_keep_are_found(tmp_path: Path) -> None:
-    """Other weights once the parameters are bfloat16, as a faulty kernel might give them; the model's own pass."""
-    size = plain.TOY
+def test_weights_that_differ_and_that_bfloat16_does_not_keep_are_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of another method at every other call, or once the parameters are bfloat16, as a faulty kernel might give them."""
+    size, right, calls = plain.TOY, plain.weights, iter(range(100))
     rows = plain.random_rows(*size.weighed, size.prompt, SHAPES["toy"]["vocab_size"], "cpu")
     for faulty in (False, True):
         found, model = outcome(tmp_path), random_model(SHAPES["toy"], "cpu", torch.float32)
 
         def weigh(signal: Any, model: Any = model, faulty: bool = faulty) -> Any:
             wrong = faulty and next(model.parameters()).dtype == torch.bfloat16
-            return plain.weights(model, plain.METHODS["oar_g, official"] if wrong else signal, rows)
+            return right(model, plain.METHODS["oar_g, official"] if wrong else signal, rows)
 
         plain.precision(found, "toy", model, weigh, plain.JUDGED, (0.05, 0.98))
         assert set(statuses(found)) == {FAILED if faulty else PASSED}
     plain.precision(found, "toy", model, weigh, plain.JUDGED, None)
     assert len(statuses(found)) == len(plain.JUDGED), "without limits nothing is judged"
+
+    other = Grail("robust", statistics="response", gate="correct")
+    monkeypatch.setattr(
+        plain, "weights", lambda model, signal, rows: right(model, signal if next(calls) % 2 else other, rows)
+    )
+    found = outcome(tmp_path)
+    plain.against_cpu(found, "cpu", size)
+    assert set(statuses(found)) == {FAILED}
 
 
 def test_failures_stop_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 import hashlib
 import math
-from collections.abc import Callable
 
 import torch
 
@@ -34,11 +33,6 @@ DEFAULTS = {
 }
 
 Span = tuple[int, int, int, int]
-
-
-def last_span(ids: list[int], characters: dict[int, str]) -> Span | None:
-    spans = boxed_spans("".join(characters[token] for token in ids))
-    return spans[-1] if spans else None
 
 
 class PlainOar:
@@ -118,10 +112,8 @@ class PlainOar:
     def scores(self, method: str, ids: list[int], start: int, span: Span, options: dict) -> list[float]:
         key = (method, tuple(ids), start, *sorted((name, str(value)) for name, value in options.items()))
         if key not in self.known:
-            if method == "gradient":
-                self.known[key] = self.gradient_scores(ids, start, span, options)
-            else:
-                self.known[key] = self.perturbation_scores(ids, start, span, options)
+            read = self.gradient_scores if method == "gradient" else self.perturbation_scores
+            self.known[key] = read(ids, start, span, options)
         return self.known[key]
 
 
@@ -158,10 +150,9 @@ def oar_weights(
     assert set(options) == set(DEFAULTS)
     results = []
     for prompt, response, advantage in rows:
-        span = last_span(response, characters)
+        span = next(reversed(boxed_spans("".join(characters[token] for token in response))), None)
         scores = [math.nan] * len(response)
         if span is not None:
-            read: Callable = model.scores
-            scores = read(method, prompt + response, len(prompt), span, options)
+            scores = model.scores(method, prompt + response, len(prompt), span, options)
         results.append((row_weights(method, scores, span, advantage, options), scores))
     return results

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.core.reference import boxed_spans
+from tests.core.reference import boxed_spans, partner
 
 Box = tuple[int, int, int, int]
 EXPRESSION = r"Answer: (?P<content>[^.\n]*)"
@@ -22,28 +22,12 @@ def _hashes(text: str) -> list[Box]:
     return boxes
 
 
-def _partner(text: str, at: int, opener: str, closer: str) -> int:
-    """Where the closer of the opener at this place begins; -1 without one."""
-    depth = 0
-    while at < len(text):
-        if text.startswith(opener, at):
-            depth, at = depth + 1, at + len(opener)
-        elif text.startswith(closer, at):
-            depth -= 1
-            if depth == 0:
-                return at
-            at += len(closer)
-        else:
-            at += 1
-    return -1
-
-
 def _tags(text: str) -> list[Box]:
     boxes, at = [], 0
     pairs = (("<answer>", "</answer>"), ("<|begin_of_box|>", "<|end_of_box|>"))
     while at < len(text):
         for opener, closer in pairs:
-            end = _partner(text, at, opener, closer) if text.startswith(opener, at) else -1
+            end = partner(text, at, opener, closer) if text.startswith(opener, at) else -1
             if end >= 0:
                 boxes.append((at, at + len(opener), end, end + len(closer)))
                 at = end + len(closer) - 1

@@ -70,27 +70,31 @@ class ReferenceResult:
     spans: list[tuple[int, int, int, int] | None]
 
 
+def partner(text: str, at: int, opener: str, closer: str) -> int:
+    """Where the closer of the opener at this place begins; -1 without one."""
+    depth = 0
+    while at < len(text):
+        if text.startswith(opener, at):
+            depth, at = depth + 1, at + len(opener)
+        elif text.startswith(closer, at):
+            depth -= 1
+            if depth == 0:
+                return at
+            at += len(closer)
+        else:
+            at += 1
+    return -1
+
+
 def boxed_spans(text: str) -> list[tuple[int, int, int, int]]:
     """All complete boxes of a string, as (start, content_start, content_end, end) character indices."""
-    opening = "\\boxed{"
-    spans = []
+    opening, spans = "\\boxed{", []
     at = text.find(opening)
     while at >= 0:
-        depth = 0
-        close = -1
-        for index in range(at + len(opening) - 1, len(text)):
-            if text[index] == "{":
-                depth += 1
-            elif text[index] == "}":
-                depth -= 1
-                if depth == 0:
-                    close = index
-                    break
+        close = partner(text, at + len(opening) - 1, "{", "}")
         if close >= 0:
             spans.append((at, at + len(opening), close, close + 1))
-            at = text.find(opening, close + 1)
-        else:
-            at = text.find(opening, at + 1)
+        at = text.find(opening, close if close >= 0 else at + 1)
     return spans
 
 
@@ -162,10 +166,7 @@ def row_weights(
     else:
         counted = range(length) if options["statistics"] == "response" else range(start)
         names = ("weight_mean", "weight_std", "weight_min", "weight_max") if options["reshaper"] == "log_zscore" else ()
-        numbers = {name: options[name] for name in names}
-        mapped = MAPS[options["reshaper"]](
-            [scores[t] for t in counted], **numbers if options["reshaper"] == "log_zscore" else {}
-        )
+        mapped = MAPS[options["reshaper"]]([scores[t] for t in counted], **{name: options[name] for name in names})
         weights = [options["weight_mean"]] * length
         for t, weight in zip(counted, mapped, strict=True):
             weights[t] = weight

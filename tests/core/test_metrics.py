@@ -14,17 +14,6 @@ from grail_advantage.signals.base import RowSelection
 from grail_advantage.weighting import BatchWeights
 
 
-def of_weights(
-    weights_BT: torch.Tensor, advantages_B: torch.Tensor, mask_BT: torch.Tensor | None = None
-) -> dict[str, float]:
-    """Of a batch without scores."""
-    none_BT = torch.zeros_like(weights_BT, dtype=torch.bool)
-    none_B = torch.zeros_like(advantages_B, dtype=torch.bool)
-    result = BatchWeights(weights_BT, none_B, none_BT, none_BT, none_BT)
-    rows = RowSelection(none_B, none_B, none_B)
-    return weight_metrics(result, ~none_BT if mask_BT is None else mask_BT, advantages_B, rows, torch.zeros(0))
-
-
 def plainly(
     weights: list[list[float]], mask: list[list[int]], advantages: list[float], norms: list[float]
 ) -> dict[str, float]:
@@ -95,13 +84,10 @@ def test_figures_token_by_token(level: float) -> None:
     assert torch.equal(norms.nan_to_num(), before.nan_to_num()), "the caller's are left alone"
 
 
-def test_batches_of_nothing_and_of_equal_weights() -> None:
-    none = torch.zeros(2, 3)
-    assert of_weights(none, torch.zeros(2), none) == {}
-    # Valid tokens, but every advantage is 0: no sum to share out. Or every weight.
-    for got in (of_weights(none + 1, torch.zeros(2)), of_weights(none, torch.ones(2))):
-        assert got["top_share"] == got["advantage_scale"] == 0.0
-        assert all(math.isfinite(value) for value in got.values())
-    equal = of_weights(none + 1, torch.ones(2))
-    assert equal["weight_one_rate"] == equal["effective_sample_ratio"] == equal["advantage_scale"] == 1.0
-    assert equal["weight_deviation"] == 0.0
+def test_without_an_advantage_or_a_weight_there_is_no_sum_to_share() -> None:
+    none_BT, none_B = torch.zeros(2, 3).bool(), torch.zeros(2).bool()
+    for weight, advantage in ((1.0, 0.0), (0.0, 1.0)):
+        result = BatchWeights(torch.full((2, 3), weight), none_B, *[none_BT] * 3)
+        rows, advantages_B = RowSelection(*[none_B] * 3), torch.full((2,), advantage)
+        got = weight_metrics(result, ~none_BT, advantages_B, rows, torch.zeros(0))
+        assert got["top_share"] == got["advantage_scale"] == 0.0 and all(map(math.isfinite, got.values()))

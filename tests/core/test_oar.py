@@ -118,8 +118,7 @@ def test_every_kind_of_rollout(method: str, variant: str) -> None:
     assert ("gradient_norm_p10" in got.stats) == (method == "gradient")
 
 
-# ---- sums of weights, weight one, figures
-# ----------------------------------------------------------------------------------------
+# ---- weight one ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -50,20 +50,17 @@ def test_a_name_that_cannot_be_a_section_is_refused(clean_registry: None) -> Non
 
 
 def test_words_that_say_what_a_signal_needs_are_checked() -> None:
-    for attribute, value, message in (
-        ("reads", frozenset({"old_log_prob"}), r"Needy\.reads: 'old_log_prob' is unknown; choose of 'old_log_probs'"),
-        ("uses", "hiden_states", r"Needy\.uses: 'hiden_states' is unknown; choose of '', 'saliency'"),
-        ("gives", "weight", r"Needy\.gives: 'weight' is unknown; choose of 'weights', 'advantages'"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            type("Needy", (Signal,), {attribute: value})()
-    for field, value, kind in (
+    for attribute, value, kind in (
+        ("reads", "old_log_prob", None),
+        ("uses", "hiden_states", None),
+        ("gives", "weight", None),
         ("gate", "negative", Gate),
         ("statistics", "answer", Statistics),
         ("span", "middle", Span),
     ):
-        body = {field: value, "__annotations__": {field: kind}}
-        with pytest.raises(ValueError, match=rf"Needy\.{field}: '{value}' is unknown; choose of "):
+        body = {attribute: frozenset({value}) if attribute == "reads" else value}
+        body |= {"__annotations__": {attribute: kind}} if kind else {}
+        with pytest.raises(ValueError, match=rf"Needy\.{attribute}: '{value}' is unknown; choose of "):
             type("Needy", (Signal,), body)()
 
 

@@ -1,4 +1,4 @@
-"""The maps from scores to weights: by hand, and against the plain computations of `plain_maps.py`."""
+"""The maps from scores to weights against the plain computations of `plain_maps.py`."""
 
 from __future__ import annotations
 
@@ -13,14 +13,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from grail_advantage.registry import reshapers
-from grail_advantage.reshapers.log_zscore import log_zscore
 from grail_advantage.reshapers.top import count_of_share
 from tests.core.common import RESHAPERS, few
 from tests.core.plain_maps import MAPS
 from tests.core.plain_weights import close
 
-NAN, INF = math.nan, math.inf
-HARD_SCORES = st.sampled_from([0.0, -0.0, 1.0, 2.5, 1e-12, 3e-9])  # so that ties abound
+NAN = math.nan
+HARD_SCORES = st.sampled_from([0.0, -0.0, 1.0, 2.5, 1e-12, 3e-9, 6e-5, 9e-5])  # ties abound, and what is nearly nothing
 SCORES = HARD_SCORES | st.floats(0, 20).map(lambda value: round(value, 6)) | st.floats(-3, 0)
 OPTIONS: dict[str, Any] = {
     "top": st.sampled_from([{"k": 1}, {"k": 3}, {"share": 0.25}, {"share": 0.7}, {"share": 1.0}]),
@@ -39,89 +38,57 @@ OPTIONS: dict[str, Any] = {
 }
 
 
-def weigh(name: str, scores: list[list[float]], mask: list[list[bool]] | None = None, **options: Any) -> list:
-    """Weights of responses of equal length, all of whose tokens are in the statistics set unless a mask says which."""
-    scores_BT = torch.tensor(scores, dtype=torch.float64)
-    mask_BT = torch.tensor(mask) if mask is not None else torch.ones_like(scores_BT, dtype=torch.bool)
-    weights = reshapers()[name](**options).weights(scores_BT, mask_BT, torch.ones(len(scores)))
-    assert weights.dtype == torch.float32
-    return weights.tolist()
+def test_each_has_a_plain_computation() -> None:
+    assert set(RESHAPERS) == set(MAPS) == set(OPTIONS)
 
 
-def one(name: str, *scores: float, **options: Any) -> list[float]:
-    return weigh(name, [list(scores)], **options)[0]
+@pytest.mark.parametrize("name", MAPS)
+@few(80)
+@given(data=st.data(), rows=st.lists(st.lists(SCORES, max_size=14), min_size=1, max_size=4))
+def test_against_the_plain_computation(name: str, data: st.DataObject, rows: list[list[float]]) -> None:
+    """Statistics are of the mask: what is beside it, in a response or after its end, may be anything."""
+    options = data.draw(OPTIONS[name])
+    shuffled = random.Random(len(rows))
+    width = max(map(len, rows)) + 3
+    places = [sorted(shuffled.sample(range(width), len(row))) for row in rows]
+    scores_BT = torch.full((len(rows), width), NAN, dtype=torch.float64)
+    mask_BT = torch.zeros((len(rows), width), dtype=torch.bool)
+    for index, (row, at) in enumerate(zip(rows, places, strict=True)):
+        scores_BT[index, at] = torch.tensor(row, dtype=torch.float64)
+        mask_BT[index, at] = True
+    got = reshapers()[name](**options).weights(scores_BT, mask_BT, torch.ones(len(rows)))
+    assert got.dtype == torch.float32
+    # Where scores of both signs nearly cancel, their mean is no measure of them.
+    sound = [name != "mean_ratio" or abs(math.fsum(row)) > 1e-3 * math.fsum(map(abs, row)) for row in rows]
+    of_rows = [got[index, at].tolist() for index, at in enumerate(places)]
+    expected = [MAPS[name](row, **options) for row in rows]
+    close(*([row for row, usable in zip(each, sound, strict=True) if usable] for each in (of_rows, expected)), 1e-5)
 
 
-class TestEveryMap:
-    def test_each_has_a_plain_computation(self) -> None:
-        assert set(RESHAPERS) == set(MAPS) == set(OPTIONS)
-
-    @pytest.mark.parametrize("name", MAPS)
-    @few(80)
-    @given(data=st.data(), rows=st.lists(st.lists(SCORES, max_size=14), min_size=1, max_size=4))
-    def test_against_the_plain_computation(self, name: str, data: st.DataObject, rows: list[list[float]]) -> None:
-        """Statistics are of the mask: what is beside it, in a response or after its end, may be anything."""
-        options = data.draw(OPTIONS[name])
-        shuffled = random.Random(len(rows))
-        width = max(map(len, rows)) + 3
-        places = [sorted(shuffled.sample(range(width), len(row))) for row in rows]
-        scores_BT = torch.full((len(rows), width), NAN, dtype=torch.float64)
-        mask_BT = torch.zeros((len(rows), width), dtype=torch.bool)
-        for index, (row, at) in enumerate(zip(rows, places, strict=True)):
-            scores_BT[index, at] = torch.tensor(row, dtype=torch.float64)
-            mask_BT[index, at] = True
-        got = reshapers()[name](**options).weights(scores_BT, mask_BT, torch.ones(len(rows)))
-        # Where scores of both signs nearly cancel, their mean is no measure of them.
-        sound = [name != "mean_ratio" or abs(math.fsum(row)) > 1e-3 * math.fsum(map(abs, row)) for row in rows]
-        of_rows = [got[index, at].tolist() for index, at in enumerate(places)]
-        expected = [MAPS[name](row, **options) for row in rows]
-        close(*([row for row, usable in zip(each, sound, strict=True) if usable] for each in (of_rows, expected)), 1e-5)
-
-    @pytest.mark.parametrize("name", MAPS)
-    def test_equal_scores_weigh_one_and_batches_of_nothing_have_their_shape(self, name: str) -> None:
-        """A rounding error of 1e-6 in a mean log would show: divided by sqrt(1e-8) it moves the weight by 0.005."""
-        chosen = reshapers()[name]()
-        for length in (1, 10, 4096):
-            for score in (0.0, 1e-6, 0.3):
-                weights = one(name, *[score] * length)
-                assert name == "top" or weights == pytest.approx([1.0] * length, abs=1e-6)
-        for shape in ((0, 4), (3, 0), (0, 0)):
-            weights_BT = chosen.weights(torch.zeros(shape), torch.zeros(shape, dtype=torch.bool), torch.zeros(shape[0]))
-            assert weights_BT.shape == shape
+@pytest.mark.parametrize("name", MAPS)
+def test_equal_scores_weigh_one_and_batches_of_nothing_have_their_shape(name: str) -> None:
+    """A rounding error of 1e-6 in a mean log would show: divided by sqrt(1e-8) it moves the weight by 0.005."""
+    chosen = reshapers()[name]()
+    for length in (1, 10, 4096):
+        for score in (0.0, 1e-6, 0.3):
+            scores_1T = torch.full((1, length), score, dtype=torch.float64)
+            weights_1T = chosen.weights(scores_1T, torch.ones_like(scores_1T).bool(), torch.ones(1))
+            assert name == "top" or weights_1T[0].tolist() == pytest.approx([1.0] * length, abs=1e-6)
+    for shape in ((0, 4), (3, 0), (0, 0)):
+        weights_BT = chosen.weights(torch.zeros(shape), torch.zeros(shape, dtype=torch.bool), torch.zeros(shape[0]))
+        assert weights_BT.shape == shape
 
 
-class TestTop:
-    def test_exactly_k_of_equal_scores_the_earlier_ones(self) -> None:
-        assert one("top", *[1.0] * 5000, k=100) == [1.0] * 100 + [0.0] * 4900
-
-    def test_a_share_that_is_a_whole_number_in_decimals_is_that_number(self) -> None:
-        assert math.ceil(0.07 * 100) == 8  # what a product of floats makes of 7
-        counts = torch.arange(0, 501)
-        for hundredths in range(1, 101):
-            expected = [max(1, math.ceil(Fraction(hundredths, 100) * count)) for count in range(501)]
-            assert count_of_share(hundredths / 100, counts).tolist() == expected, hundredths
+def test_a_share_that_is_a_whole_number_in_decimals_is_that_number() -> None:
+    assert math.ceil(0.07 * 100) == 8  # what a product of floats makes of 7
+    counts = torch.arange(0, 501)
+    for hundredths in range(1, 101):
+        expected = [max(1, math.ceil(Fraction(hundredths, 100) * count)) for count in range(501)]
+        assert count_of_share(hundredths / 100, counts).tolist() == expected, hundredths
 
 
-class TestPower:
-    def test_a_row_whose_powers_sum_to_almost_nothing_is_even(self) -> None:
-        # 2 * (6e-5)^2 = 7.2e-9 is below 1e-8, 6e-5^2 + 9e-5^2 = 1.17e-8 is not.
-        assert one("power", 6e-5, 6e-5, 0.0) == [1, 1, 1]
-        assert one("power", 6e-5, 9e-5, 0.0) == pytest.approx([3 * 36 / 117, 3 * 81 / 117, 0])
-
-
-def by_log(*log_scores: float) -> torch.Tensor:
-    """Scores (1, T), float64, whose ``log(s + 1e-8)`` is as given."""
-    return torch.tensor([[math.exp(value) - 1e-8 for value in log_scores]], dtype=torch.float64)
-
-
-def z_of(scores_BT: torch.Tensor, mask: list[list[bool]] | None = None) -> list[float]:
-    mask_BT = torch.tensor(mask) if mask is not None else torch.ones_like(scores_BT, dtype=torch.bool)
-    return log_zscore(scores_BT, mask_BT)[0].tolist()
-
-
-class TestLogZscore:
-    def test_both_epsilons(self) -> None:
-        # A single token in the statistics: std is sqrt(1e-8) = 1e-4, so z of the other is its log distance times 1e4.
-        assert z_of(torch.tensor([[0.0, 1.0]]), [[True, False]]) == pytest.approx([0.0, 18.420681 * 1e4], rel=1e-4)
-        # Logs +-1e-4: variance 1e-8, std sqrt(2e-8). Outside the root the epsilon would leave z = +-1.
-        assert z_of(by_log(-1e-4, 1e-4)) == pytest.approx([-(0.5**0.5), 0.5**0.5], rel=2e-3)
+def test_a_row_whose_powers_sum_to_almost_nothing_is_even() -> None:
+    """2 * (6e-5)^2 = 7.2e-9 is below 1e-8, 6e-5^2 + 9e-5^2 = 1.17e-8 is not."""
+    scores_BT = torch.tensor([[6e-5, 6e-5, 0.0], [6e-5, 9e-5, 0.0]], dtype=torch.float64)
+    weights_BT = reshapers()["power"]().weights(scores_BT, torch.ones(2, 3).bool(), torch.ones(2))
+    close(weights_BT.tolist(), [[1, 1, 1], [3 * 36 / 117, 3 * 81 / 117, 0]])

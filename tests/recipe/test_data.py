@@ -97,11 +97,11 @@ def test_subset_is_the_same_for_every_row_order(tmp_path: Path) -> None:
     prepare(tmp_path / "b", "college_math", random.Random(0).sample(rows, len(rows)))
     path = tmp_path / "a/out/college_math.parquet"
     assert path.read_bytes() == (tmp_path / "b/out/college_math.parquet").read_bytes()
-    assert "200 of 250 chosen by hash, seed 42; the published evaluation has others" in first
+    assert "200 of 250" in first and "seed 42" in first
     by_hash = sorted(rows, key=lambda row: hashlib.sha256(b"42\n" + row["question"].encode()).digest())
     assert [row["extra_info"]["problem"] for row in read_rows(path)] == [row["question"] for row in by_hash[:200]]
     summary = prepare(tmp_path / "c", "college_math", rows[:5])
-    assert "5 rows from" in summary and "the published set has 2818 rows; all kept: no more than 200" in summary
+    assert "5 rows from" in summary and "2818" in summary
 
 
 # --- bad rows ---
@@ -132,22 +132,10 @@ def test_bad_row_is_named_dropped_and_counted(tmp_path: Path, capsys: pytest.Cap
 
 
 UNUSABLE_SOURCES: list[tuple[str, list[Any], str]] = [
-    (
-        "aime24",
-        [*aime_rows(18), {"problem": "", "answer": "1"}],
-        r"1 of 19 rows .* \(5\.3%\), more than --max-dropped 0\.05.* line 19: field 'pro.* with --max-dropped",
-    ),
-    ("aime24", ["{", "}"], r"aime24\.jsonl has no usable row; the first bad one: .*line 1: not valid JSON"),
-    (
-        "olympiadbench",
-        [{"question": "q", "final_answer": ["1"], "subject": "Physics"}],
-        "no usable row; 1 rows do not have subject=Math and language=English",
-    ),
-    (
-        "amc23",
-        [{"text": "q", "gold": "1"}],
-        r"lacks .* looked for 'problem' and 'answer'; .* it has 'text', 'gold'; rename",
-    ),
+    ("aime24", [*aime_rows(18), {"problem": "", "answer": "1"}], r"1 of 19 rows .*line 19: .*--max-dropped"),
+    ("aime24", ["{", "}"], r"aime24\.jsonl .*line 1: "),
+    ("olympiadbench", [{"question": "q", "final_answer": ["1"], "subject": "Physics"}], "1 rows .*subject=Math"),
+    ("amc23", [{"text": "q", "gold": "1"}], r"'problem' and 'answer'; .*'text', 'gold'; rename"),
 ]
 
 

@@ -12,24 +12,15 @@ RECORDS = [
     {"step": 1, "data": {"critic/score/mean": 0.2, "timing_s/step": 3.0, "grail/selected_rate": 0.5}},
     {
         "step": 2,
-        "data": {
-            "critic/score/mean": 0.4,
-            "timing_s/step": 5.0,
-            "grail/selected_rate": 0.25,
-            "val-core/sums/acc/mean@1": 0.5,
-            "val-aux/sums/score/mean@1": 0.9,
-        },
+        "data": {"critic/score/mean": 0.4, "timing_s/step": 5.0, "grail/selected_rate": 0.25}
+        | {"val-core/sums/acc/mean@1": 0.5, "val-aux/sums/score/mean@1": 0.9},
     },
 ]
 
 
-def _write(folder: Path, records: list[dict], tail: str = "") -> Path:
-    (folder / METRICS_FILE).write_text("".join(json.dumps(record) + "\n" for record in records) + tail)
-    return folder
-
-
 def test_summary_states_the_figures(tmp_path: Path) -> None:
-    text = summary(_write(tmp_path, RECORDS), "a title")
+    (tmp_path / METRICS_FILE).write_text("".join(json.dumps(record) + "\n" for record in RECORDS))
+    text = summary(tmp_path, "a title")
     rows = [line.split("  ") for line in text.splitlines()]
     values = {row[1].strip(): row[-1].strip() for row in rows if len(row) > 2}
     wanted = {

@@ -5,8 +5,8 @@
     python -m tests.verl_ext.relied_on --source FOLDER   what differs in a checkout of verl, which is not imported
 
 Found are: every name that is imported from these packages, every attribute of an imported module of theirs that is used, and
-every method of theirs that a class of this project overrides. A function's entry is its signature and a digest of its source,
-since what is overridden or patched can break without any change of signature. The tests see attributes that are read.
+every method of theirs that a class of this project overrides. A function's entry is its place and a digest of its source, since
+what is overridden or patched can break without any change of signature. The tests see attributes that are read.
 """
 
 from __future__ import annotations
@@ -39,13 +39,15 @@ def is_foreign(module: str | None) -> bool:
     return (module or "").split(".")[0] in PACKAGES
 
 
-def digest(found: Any) -> str | None:
-    """Of a function's source; ``None`` where there is none."""
-    try:
-        source = textwrap.dedent(inspect.getsource(found))
-    except (OSError, TypeError):
-        return None
+def digest(source: str) -> str:
     return hashlib.sha256(source.encode()).hexdigest()[:12]
+
+
+def _source(found: Any) -> str:
+    try:
+        return textwrap.dedent(inspect.getsource(found))
+    except TypeError:  # a Ray actor class
+        return ""
 
 
 def _place(found: Any) -> str:
@@ -54,27 +56,19 @@ def _place(found: Any) -> str:
     return f"{found.__module__}.{getattr(found, '__qualname__', type(found).__qualname__)}"
 
 
-def describe(found: Any) -> dict[str, Any]:
+def describe(found: Any) -> str:
     """What an entry says of an object."""
     if inspect.isclass(found):
-        return {"class": [_place(base) for base in found.__bases__], "at": _place(found)}
-    if isinstance(found, property):
-        return {"property": digest(found.fget), "at": _place(found.fget)}
+        return f"{_place(found)} of {', '.join(map(_place, found.__bases__))}"
     if callable(found):
         plain = inspect.unwrap(found)
-        return {
-            "signature": str(inspect.signature(plain, eval_str=False)),
-            "source": digest(plain),
-            "at": _place(plain),
-        }
-    if isinstance(found, ModuleType):
-        return {"module": found.__name__}
-    return {"value": type(found).__name__}
+        return f"{_place(plain)} {digest(_source(plain))}"
+    return found.__name__ if isinstance(found, ModuleType) else type(found).__name__
 
 
-def _imported(house: str) -> dict[str, dict[str, Any]]:
+def _imported(house: str) -> dict[str, str]:
     """Names from imports, and attributes of imported modules."""
-    entries: dict[str, dict[str, Any]] = {}
+    entries: dict[str, str] = {}
     for path in sorted((ROOT / house).rglob("*.py")):
         if OTHER_ENVIRONMENT in path.parents:
             continue
@@ -118,9 +112,9 @@ def own_classes(house: str) -> list[type]:
     return classes
 
 
-def _overridden(house: str) -> dict[str, dict[str, Any]]:
+def _overridden(house: str) -> dict[str, str]:
     """Methods of theirs that our classes have too."""
-    entries: dict[str, dict[str, Any]] = {}
+    entries: dict[str, str] = {}
     for cls in own_classes(house):
         theirs = [base for base in cls.__mro__ if is_foreign(base.__module__)]
         if cls.__name__ in JOINED:
@@ -135,25 +129,26 @@ def _overridden(house: str) -> dict[str, dict[str, Any]]:
     return entries
 
 
-def collect(house: str) -> dict[str, dict[str, Any]]:
-    """All entries of a folder by dotted name, sorted.
+def collect() -> dict[str, str]:
+    """All entries by dotted name, sorted.
 
     Raises:
         ImportError, AttributeError: something relied on is not there, by its name.
     """
-    return dict(sorted({**_imported(house), **_overridden(house)}.items()))
+    return dict(
+        sorted(
+            {name: e for house in HOUSES for of in (_imported, _overridden) for name, e in of(house).items()}.items()
+        )
+    )
 
 
-def differences(now: dict[str, dict[str, Any]], known: dict[str, dict[str, Any]]) -> list[str]:
+def differences(now: dict[str, str], known: dict[str, str]) -> list[str]:
     """One line for each entry that is new, gone or different."""
-    lines = [f"{name}: not in {GOLDEN.name} yet" for name in now if name not in known]
-    lines += [f"{name}: nothing relies on it any more" for name in known if name not in now]
-    for name in now:
-        for key, value in now[name].items():
-            before = known.get(name, now[name]).get(key)
-            if before != value:
-                lines.append(f"{name}: its {key} was {before} and is {value}")
-    return lines
+    return [
+        f"{name}: was {known.get(name, 'not in the list')} and is {now.get(name, 'not relied on any more')}"
+        for name in sorted(now.keys() | known.keys())
+        if now.get(name) != known.get(name)
+    ]
 
 
 @cache
@@ -183,37 +178,34 @@ def source_in(folder: Path, place: str) -> str | None:
     return textwrap.dedent("".join(text.splitlines(keepends=True)[first - 1 : node.end_lineno]))
 
 
-def differences_in_source(folder: Path, known: dict[str, dict[str, Any]]) -> list[str]:
+def differences_in_source(folder: Path, known: dict[str, str]) -> list[str]:
     """One line for each function or class of verl's that is gone from a source tree, or has another source there."""
     lines = []
     for name, entry in known.items():
-        place = entry.get("at", name)
+        place, _, before = entry.partition(" ")
         place = name if "<locals>" in place else place  # a class that Ray made
-        if not place.startswith("verl.") or not {"source", "class", "property"} & entry.keys():
+        if not place.startswith("verl.") or not before or before == digest(""):
             continue
-        source, before = source_in(folder, place), entry.get("source", entry.get("property"))
+        source = source_in(folder, place)
         if source is None:
             lines.append(f"{name}: gone from {place}")
-        elif source and before != hashlib.sha256(source.encode()).hexdigest()[:12]:
+        elif source and before != digest(source):
             lines.append(f"{name}: its source differs")
     return lines
 
 
 def main() -> None:
+    known = json.loads(GOLDEN.read_text())
     if "--source" in sys.argv:
-        known = json.loads(GOLDEN.read_text())
-        folder = Path(sys.argv[sys.argv.index("--source") + 1])
-        print("\n".join(line for house in HOUSES for line in differences_in_source(folder, known[house])))
+        print("\n".join(differences_in_source(Path(sys.argv[sys.argv.index("--source") + 1]), known)))
         return
-    now = {house: collect(house) for house in HOUSES}
-    print(", ".join(f"{house}: {len(entries)} names" for house, entries in now.items()))
+    now = collect()
+    lines = differences(now, known)
+    print("\n".join(lines) or f"nothing differs of {len(now)} names")
     if "--write" in sys.argv:
         GOLDEN.write_text(json.dumps(now, indent=1) + "\n")
-        return
-    known = json.loads(GOLDEN.read_text())
-    lines = [line for house in HOUSES for line in differences(now[house], known[house])]
-    print("\n".join(lines) or "nothing differs")
-    sys.exit(bool(lines))
+    else:
+        sys.exit(bool(lines))
 
 
 if __name__ == "__main__":

@@ -45,40 +45,35 @@ def _compose(*overrides: str) -> DictConfig:
     return compose("grail_trainer", [*required, *overrides])
 
 
-def _refused(overrides: tuple[str, ...], message: str) -> None:
+def _refused(overrides: tuple[str, ...], *named: str) -> DictConfig:
+    """With a message that names these; the configuration as it is then."""
     config = _compose(*overrides)
-    mode = config.trainer.v1.trainer_mode
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError) as refused:
         prepare(config)
-    if overrides in OF_METHODS:
-        assert config.trainer.v1.trainer_mode == mode, "refused before the trainer is chosen"
+    assert all(word in str(refused.value) for word in named), str(refused.value)
+    return config
 
 
 OF_METHODS = {
-    ("+algorithm.grail.foo=1",): r"grail\.foo is not an option; the options are .*\bleaf\b",
-    (f"{METHOD}=grial",): r"adv_estimator='grial' is unknown; choose one of .*\bgrail\b.*\bgrpo\b",
-    ("+algorithm.grail.noise_std=1",): r"noise_std is not an option; it is one of oar\. The options of grail are",
-    ("+algorithm.grial.preset=robust",): r"nothing reads algorithm\.grial; is algorithm\.grail meant",
-    ('algorithm.token_weights.answer="Answer: (.+)"',): r"is no format and has no group .* use boxed, hashes, tag, or",
-    (
-        'algorithm.token_weights.answer="Answer: (?P<content>"',
-    ): r"does not compile .*; use boxed, hashes, tag, or a regular",
-    ("algorithm.token_weights.missing_answers=raise",): r"='raise' is unknown; choose one of stop, warn, ignore",
-    ("+algorithm.token_weights.share_forwrd=false",): r"share_forwrd is not an option; the options are share_forward",
-    (
-        "+algorithm.token_dump.rows=4",
-    ): r"token_dump\.rows is not an option; the options are folder, every, responses, received",
-    (
-        "algorithm.token_weights.share_forward=maybe",
-    ): r"share_forward='maybe' is unknown; choose one of auto, true, false",
-    (f"{MODE}=grail_sync",): r"trainer_mode=grail_sync does not work with .*; use sync: the start-up adds the prefix",
+    "+algorithm.grail.foo=1": "grail.foo leaf",
+    f"{METHOD}=grial": "adv_estimator='grial' grail grpo",
+    "+algorithm.grail.noise_std=1": "noise_std oar",
+    "+algorithm.grial.preset=robust": "algorithm.grial algorithm.grail",
+    'algorithm.token_weights.answer="Answer: (.+)"': "group boxed hashes tag",
+    'algorithm.token_weights.answer="Answer: (?P<content>"': "compile boxed hashes tag",
+    "algorithm.token_weights.missing_answers=raise": "'raise' stop warn ignore",
+    "+algorithm.token_weights.share_forwrd=false": "share_forwrd share_forward",
+    "+algorithm.token_dump.rows=4": "token_dump.rows folder every responses received",
+    "algorithm.token_weights.share_forward=maybe": "share_forward='maybe' auto true false",
+    f"{MODE}=grail_sync": "trainer_mode=grail_sync sync",
 }
 
 
-@pytest.mark.parametrize("overrides", OF_METHODS, ids=lambda overrides: overrides[-1])
-def test_names_and_values_that_mean_nothing_are_refused(overrides: tuple[str, ...]) -> None:
+@pytest.mark.parametrize("override", OF_METHODS)
+def test_names_and_values_that_mean_nothing_are_refused(override: str) -> None:
     """Before the trainer is chosen. Other refusals are in ``tests/test_rules.py``."""
-    _refused(overrides, OF_METHODS[overrides])
+    refused = _refused((override,), *OF_METHODS[override].split())
+    assert refused.trainer.v1.trainer_mode == _compose(override).trainer.v1.trainer_mode
 
 
 def test_verls_own_estimators_meet_none_of_the_refusals_of_methods() -> None:
@@ -93,31 +88,17 @@ def test_correction_with_log_probs_of_one_distribution_is_accepted() -> None:
     for estimator in ("grail", "grpo"):
         engine = (f"{METHOD}={estimator}", f"{ROLLOUT}.name=sglang", f"{ROLLOUT}.logprobs_mode=raw_logprobs")
         prepare(_compose(*engine))
-        _refused(
-            (*engine, f"{CORRECTION}.rollout_rs=token_k1"), r"top_k=50 .*; use -1, or take out .*rollout_rs=token_k1"
-        )
+        _refused((*engine, f"{CORRECTION}.rollout_rs=token_k1"), "top_k=50", "use -1", "rollout_rs=token_k1")
     for rollout in ("top_k=-1", "top_k=-1 temperature=0.7", "logprobs_mode=raw_logprobs"):
         for use in ("bypass_mode=True", "rollout_is=token", "rollout_rs=token_k1"):
             prepare(_compose(f"{CORRECTION}.{use}", *(f"{ROLLOUT}.{option}" for option in rollout.split())))
 
 
-ACCEPTED_ON_THE_CPU = (
-    (
-        f"{MODEL}.lora_rank=8",
-        f"{MODEL}.lora.merge=True",
-        f"{ACTOR}.use_kl_loss=True",
-        "algorithm.use_kl_in_reward=True",
-    ),
-    (
-        "algorithm.filter_groups.enable=True",
-        *(f"trainer.v1.sampler.custom_sampler.{name}=null" for name in ("path", "name")),
-    ),
-)
-
-
 def test_accepted_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VERL_PLATFORM", "cpu")
-    for overrides in ACCEPTED_ON_THE_CPU:
+    lora = (f"{MODEL}.lora_rank=8", f"{MODEL}.lora.merge=True", f"{ACTOR}.use_kl_loss=True")
+    sampler = (f"trainer.v1.sampler.custom_sampler.{name}=null" for name in ("path", "name"))
+    for overrides in ((*lora, "algorithm.use_kl_in_reward=True"), ("algorithm.filter_groups.enable=True", *sampler)):
         checks.check_config(compose("cpu_trainer", [f"{ROLLOUT}.n=4", *overrides]))
 
 
@@ -175,8 +156,7 @@ def test_a_tokenizer_that_loses_text_is_refused_for_every_estimator(estimator: s
     save_repaired(str(broken), str(repaired))
     given = (f"{MODEL}.path={broken}", f"{METHOD}={estimator}")
     for option in ("path", "tokenizer_path"):
-        message = rf"tokenizer of actor_rollout_ref\.model\.{option}=.* turns 'a b\\nc' into 'abc'.*answers.tokenizers"
-        _refused((*given, f"++{MODEL}.{option}={broken}"), message)
+        _refused((*given, f"++{MODEL}.{option}={broken}"), f"{MODEL}.{option}=", "answers.tokenizers")
     prepare(_compose(*given, f"++{MODEL}.tokenizer_path={repaired}"))
 
 
@@ -185,7 +165,7 @@ def test_a_trl_that_verls_workers_fail_over_is_refused(tmp_path: Path, monkeypat
     (package / "experimental" / "ppo").mkdir(parents=True)
     (package / "__init__.py").touch()
     monkeypatch.syspath_prepend(tmp_path)
-    _refused((), r"imports AutoModelForCausalLMWithValueHead from any TRL .*take TRL out")
+    _refused((), "AutoModelForCausalLMWithValueHead", "take TRL out")
     for place in ("__init__.py", "experimental/ppo/__init__.py"):
         (package / place).write_text("from .modeling import AutoModelForCausalLMWithValueHead\n")
         check_trl()
@@ -250,9 +230,8 @@ def test_another_verl_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     for taken in ("0.9.1", "0.9.1+cpu"):
         check_verl_version(taken)
     for found in ("0.9.0", "0.9.2", "0.9.10", "0.9.1.dev0", "0.10.0", "1.0"):
-        message = rf"verl {found} is installed.*pip install verl==0\.9\.1.*, or set GRAIL_ADVANTAGE_ANY_VERL=1"
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises(ValueError, match=rf"verl {found} .*verl==0\.9\.1.*GRAIL_ADVANTAGE_ANY_VERL=1"):
             check_verl_version(found)
     monkeypatch.setenv("GRAIL_ADVANTAGE_ANY_VERL", "1")
-    with pytest.warns(UserWarning, match=r"verl 0\.10\.0 is installed, but this extension follows verl 0\.9\.1"):
+    with pytest.warns(UserWarning, match=r"verl 0\.10\.0 "):
         check_verl_version("0.10.0")

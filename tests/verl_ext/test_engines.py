@@ -64,16 +64,14 @@ def test_methods_without_a_pass_start(engine: str, caplog: pytest.LogCaptureFixt
         config.algorithm.adv_estimator, config.trainer.v1.trainer_mode = name, "sync"
         prepare_run(config)
         assert config.trainer.v1.trainer_mode == "grail_sync"
-        assert f"{STRATEGY}={engine}: the method reads no more than" in caplog.text
+        assert f"{STRATEGY}={engine}" in caplog.text
 
 
 def test_methods_with_a_pass_name_the_engine_and_what_runs(engine: str) -> None:
     config = _compose(engine, "grail")
     for name in BUILT_IN.keys() - set(WITHOUT_PASS):
         config.algorithm.adv_estimator = name
-        with pytest.raises(
-            ValueError, match=rf"{STRATEGY}={engine} does not .*{name}: the method's pass runs in fsdp"
-        ) as caught:
+        with pytest.raises(ValueError, match=rf"{STRATEGY}={engine} .*{name}.* fsdp") as caught:
             check_config(config)
         listed = str(caught.value).rpartition(": ")[2].split(", ")
         assert set(WITHOUT_PASS) <= set(listed) and name not in listed

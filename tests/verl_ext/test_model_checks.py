@@ -44,9 +44,7 @@ def test_a_leaf_that_the_model_does_not_have_is_refused(tmp_path: Path) -> None:
     folder = _save(tmp_path / "model", GPT2Config(n_layer=2, n_embd=8, n_head=2, vocab_size=64))
     check_config(with_model(folder))
     check_config(with_model(folder, "algorithm.adv_estimator=uniform", "algorithm.grail.leaf=middle"))
-    message = (
-        r"algorithm\.grail\.leaf=middle does not work with actor_rollout_ref\.model\.path=.*GPT2.*; use embeddings"
-    )
+    message = r"algorithm\.grail\.leaf=middle .*GPT2.*; use embeddings"
     with pytest.raises(ValueError, match=message):
         check_config(with_model(folder, "algorithm.grail.leaf=middle"))
     check_config(with_model(tmp_path / "not here yet", "algorithm.grail.leaf=middle"))
@@ -60,7 +58,7 @@ def test_a_tokenizer_without_bytes_is_refused(estimator: str, tmp_path: Path) ->
     steps = [decoders.Replace(Regex("~~~~"), "~"), tokenizer.backend_tokenizer.decoder]
     tokenizer.backend_tokenizer.decoder = decoders.Sequence(steps)
     tokenizer.save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=r"its decoder has the step .*~~~~.*; use a byte-level"):
+    with pytest.raises(ValueError, match=r"~~~~.*; use a byte-level"):
         check_config(with_model(tmp_path, f"algorithm.adv_estimator={estimator}"))
 
 
@@ -69,15 +67,14 @@ def test_a_forward_is_not_shared_with_a_model_that_scales_its_logits(
 ) -> None:
     scaling = CohereConfig(num_hidden_layers=1, hidden_size=8, num_attention_heads=2, vocab_size=64)
     folder = _save(tmp_path / "scaling", scaling)
-    with pytest.raises(ValueError, match=rf"{SHARE}=True does not work .*scales or caps its logits.*; use auto"):
+    with pytest.raises(ValueError, match=rf"{SHARE}=True .*; use auto"):
         check_config(with_model(folder, f"{SHARE}=true"))
     check_config(with_model(folder, f"{SHARE}=false"))
     check_config(with_model(folder))
     assert not check_model(_settings(folder, f"{SHARE}=false"), str(folder))
-    assert "scales or caps" not in caplog.text
+    assert "a pass of its own" not in caplog.text
     assert not check_model(_settings(folder), str(folder))
-    (said,) = [record.getMessage() for record in caplog.records if "scales or caps" in record.getMessage()]
-    assert "a pass of its own" in said
+    assert "a pass of its own" in caplog.text
 
     plain = LlamaConfig(num_hidden_layers=1, hidden_size=8, num_attention_heads=2, vocab_size=64)
     folder = _save(tmp_path / "plain", plain)

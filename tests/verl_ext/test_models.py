@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import verl  # noqa: F401  its plugin registers the estimators
-from transformers import FalconConfig, GPT2Config, GPTJConfig, Lfm2Config, Ministral3Config, NemotronConfig, OPTConfig
+from transformers import FalconConfig, GPTJConfig, Ministral3Config, NemotronConfig, OPTConfig
 
 from grail_advantage.model.architecture import architecture_of
 from grail_advantage.model.patches import attention_is_told_of_rows
@@ -19,7 +19,7 @@ from grail_advantage.verl_ext.checks import check_config
 from tests.composed import with_model
 from tests.core.tiny_models import char_tokenizer
 from tests.verl_ext import architectures
-from tests.verl_ext.architectures import BATCH, CASES, CLOSE, FAMILIES, SIGNALS, by_function, error, plainly
+from tests.verl_ext.architectures import BATCH, CASES, CLOSE, FAMILIES, SIGNALS, Family, by_function, error, plainly
 
 MIXED = ("Qwen3.5, text, packed", "GPT-OSS, packed")
 """Cases in which a response's scores depend on the responses packed before it."""
@@ -100,17 +100,9 @@ def test_packed_rows_that_would_mix_are_refused(name: str, tmp_path: Path) -> No
             )
 
 
-def test_models_whose_mask_mixes_packed_rows_are_found() -> None:
-    """Also of architectures that are not in the table."""
-    assert not architecture_of(FAMILIES["GPT-OSS"].build()).masks_packed_rows
-    assert not architecture_of(
-        OPTConfig(num_hidden_layers=1, hidden_size=16, ffn_dim=16, num_attention_heads=2)
-    ).masks_packed_rows
-    assert architecture_of(GPT2Config(n_layer=1)).masks_packed_rows
-    conv = Lfm2Config(
-        num_hidden_layers=2, hidden_size=32, num_attention_heads=2, layer_types=["conv", "full_attention"]
-    )
-    assert architecture_of(conv).states == ("conv",)
+def test_layers_with_a_state_are_named() -> None:
+    config = Family("Lfm2Config", {"layer_types": ["conv", "full_attention"]}).build()
+    assert architecture_of(config).states == ("conv",)
 
 
 def test_models_whose_attention_is_told_of_packed_rows() -> None:

@@ -83,14 +83,9 @@ def data_of(given: Rollout, rows: torch.Tensor, nested: bool) -> tuple[TensorDic
     return TensorDict(fields, batch_size=[len(rows)]), prompts, lengths
 
 
-def measured(
-    given: Rollout, config: ActorConfig, nested: bool, skipped: torch.Tensor, loss_mask: torch.Tensor | None = None
-) -> list[Piece]:
-    """The pieces by the hook on the packed log-probabilities, as verl's engine has them.
-
-    The engine counts an optimiser step's tokens by ``loss_mask``, that of the responses unless it is given.
-    """
-    pieces, mask = [], given.batch.mask_BT if loss_mask is None else loss_mask
+def measured(given: Rollout, config: ActorConfig, nested: bool, skipped: torch.Tensor) -> list[Piece]:
+    """The pieces by the hook on the packed log-probabilities, as verl's engine has them."""
+    pieces: list[Piece] = []
     for update, step in enumerate(given.plan):
         everything = torch.cat([rows for _, rows in step])
         for rank, rows in step:
@@ -101,7 +96,7 @@ def measured(
             tu.assign_non_tensor(
                 data,
                 dp_size=given.batch.ranks,
-                batch_num_tokens=int(mask[everything].sum()),
+                batch_num_tokens=int(given.batch.mask_BT[everything].sum()),
                 global_batch_size=len(everything),
             )
             flat = []
@@ -239,16 +234,3 @@ def test_a_sum_norm_without_its_factor_depends_on_the_micro_batch() -> None:
     (note,) = receipt.findings
     assert (note.name, note.mismatch) == ("scaled by micro-batch", False) and "seq-mean-token-sum-norm" in note.what
     assert of_one_update("vanilla", "seq-mean-token-sum-norm", 4, nested=False).findings == ()
-
-
-def test_rejected_tokens_stay_in_verls_token_mean() -> None:
-    """Rejection sampling reduces ``response_mask``; the engine counts ``loss_mask``."""
-    given = rollout(6, token_advantages=False)
-    whole = given.batch.mask_BT
-    kept = whole & (torch.rand(whole.shape, generator=torch.Generator().manual_seed(6)) < 0.6)
-    batch = Batch(**{**vars(given.batch), "mask_BT": kept, "ref_log_probs_BT": None})
-    given = Rollout(batch, given.policy_UBT, given.plan)
-    none = torch.zeros(len(kept), dtype=torch.bool)
-    pieces = measured(given, actor_config("vanilla", "token-mean", None, None), True, none, whole)
-    (finding,) = check(batch, verl_loss("vanilla", "token-mean", **CLIP), pieces).findings
-    assert finding.name == "scaled" and finding.size == pytest.approx(float(kept.sum() / whole.sum()), rel=1e-4)

@@ -36,9 +36,10 @@ def _shares(config: DictConfig, signal: Signal | None = None) -> bool:
 
 
 def test_shares_the_forward_by_default() -> None:
+    """Values that are unknown are in ``test_checks.py``."""
     assert all(map(_shares, (_config(), _config(rollout_correction=None), _config(token_weights=None))))
-    for choice in ("yes", 1, 0):
-        with pytest.raises(ValueError, match=r"share_forward=.* is unknown; choose one of auto, true, false"):
+    for choice in (1, 0):
+        with pytest.raises(ValueError, match="share_forward="):
             _shares(_config(choice))
 
 

@@ -92,51 +92,44 @@ def test_a_tokenizer_that_loses_text_ends_the_run_at_its_start(tmp_path: Path) -
         trainer._init_tokenizer()
 
 
-def test_truncated_is_a_response_at_the_limit_without_an_end_token() -> None:
-    trainer, texts = _trainer(), ["abc<end>", "abcde<end>", "abcdef", "abcde", "abc", ""]
-    step = _step(trainer, texts)
-    assert [len(row) for row in step.rollouts.responses] == [4, 6, 6, 5, 3, 0]
-    assert step.rollouts.truncated_B.tolist() == [False, False, True, False, False, False]
-    trainer._end_tokens = {END_ID, encode("f")[0]}  # any of them ends a response
-    assert not _step(trainer, texts).rollouts.truncated_B.any()
-
-
-ROOM = {
+TRUNCATED: dict[str, list[tuple[str, int, int, str, bool]]] = {
+    "at the limit of 6 without an end token": [
+        *(("vllm", 100, 1, text, False) for text in ("abc<end>", "abcde<end>", "abcde", "abc", "")),
+        ("vllm", 100, 1, "abcdeg", True),
+        ("vllm", 100, 1, "abcdef", False),  # any of the end tokens ends a response
+    ],
     "prompt_length + response_length = 9, less the prompt of 5": [
-        ("vllm", 100, "abcd", True),
-        ("sglang", 100, "abc", False),
+        ("vllm", 100, 5, "abcd", True),
+        ("sglang", 100, 5, "abc", False),
     ],
     "the context, less the prompt": [
-        ("vllm", 8, "abc", True),
-        ("trtllm", 8, "ab", False),
-        ("vllm", 8, "ab<end>", False),
+        ("vllm", 8, 5, "abc", True),
+        ("trtllm", 8, 5, "ab", False),
+        ("vllm", 8, 5, "ab<end>", False),
     ],
-    "with SGLang one position less": [("sglang", 8, "ab", True), ("sglang", 8, "a", False), ("sglang", 9, "abc", True)],
-    "no room at all": [("sglang", 6, "", True), ("vllm", 5, "a", True)],
+    "with SGLang one position less": [
+        ("sglang", 8, 5, "ab", True),
+        ("sglang", 8, 5, "a", False),
+        ("sglang", 9, 5, "abc", True),
+    ],
+    "no room at all": [("sglang", 6, 5, "", True), ("vllm", 5, 5, "a", True)],
+    "a tool wrote cd, and the last turn had what was left": [
+        *(("vllm", 100, 1, text, text == "abfcde") for text in ("abfcde", "abfcd<end>", "abfcf")),
+        *(("vllm", 6, 1, text, text == "abfcd") for text in ("abfcd", "abfc", "abfcf")),
+    ],
 }
+"""Engine, length of the context and of the prompt, and the response; ``f`` ends a turn as ``<end>`` does."""
 
 
-@pytest.mark.parametrize("cases", ROOM.values(), ids=ROOM)
-def test_truncated_by_the_room_that_a_long_prompt_leaves(cases: list[tuple[str, int, str, bool]]) -> None:
-    for engine, context, response, expected in cases:
+@pytest.mark.parametrize("cases", TRUNCATED.values(), ids=TRUNCATED)
+def test_what_is_truncated(cases: list[tuple[str, int, int, str, bool]]) -> None:
+    for engine, context, prompt, response, expected in cases:
         trainer = _trainer()
-        trainer._context_length = context
+        trainer._context_length, trainer._end_tokens = context, {END_ID, encode("f")[0]}
         trainer.config.actor_rollout_ref.rollout.name = engine
         trainer.settings = Settings.parse(trainer.config)
-        assert _step(trainer, [response], prompt=5).rollouts.truncated_B.tolist() == [expected], (
-            engine,
-            context,
-            response,
-        )
-
-
-def test_truncated_in_a_later_turn() -> None:
-    """Of responses in which a tool wrote "cd", the last turn had what was left; "f" ends a turn."""
-    trainer = _trainer()
-    trainer._end_tokens = {END_ID, encode("f")[0]}
-    assert _step(trainer, ["abfcde", "abfcd<end>", "abfcf"]).rollouts.truncated_B.tolist() == [True, False, False]
-    trainer._context_length = 6  # the prompt has one token
-    assert _step(trainer, ["abfcd", "abfc", "abfcf"]).rollouts.truncated_B.tolist() == [True, False, False]
+        step = _step(trainer, [response], prompt)
+        assert step.rollouts.truncated_B.tolist() == [expected], (engine, context, response)
 
 
 @pytest.mark.parametrize(("max_model_len", "context"), [(None, 48), (32, 32)])
