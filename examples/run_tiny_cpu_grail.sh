@@ -4,6 +4,6 @@
 # Installs its requirements into .venv, takes the small model that comes with the repository, SFT-initialised on worked
 # arithmetic, trains it, and reports. Arguments are Hydra overrides. DRY_RUN=1 prints the resolved configuration instead of training.
 #
-# Knobs: in the block of scripts/train_cpu.sh.
+# Knobs: the environment names of recipe/launch.py, and scripts/train_cpu.sh.
 
-BASE_MODEL=tiny exec bash "$(dirname "${BASH_SOURCE[0]}")/../scripts/train_cpu.sh" "$@"
+exec bash "$(dirname "${BASH_SOURCE[0]}")/../scripts/train_cpu.sh" tiny_cpu "$@"

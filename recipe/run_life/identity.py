@@ -26,7 +26,7 @@ RUN_DEFINITION = "run_definition.json"
 FOLDER, STRATEGY = "trainer.default_local_dir", f"{ACTOR}.strategy"
 LOCK = ".run.lock"
 """A file in each folder that belongs to a run, which the run's driver has locked (``flock``) as long as it lives;
-``refuse_living`` of ``scripts/launch.sh`` looks at it, too."""
+:mod:`recipe.launch` looks at it, too."""
 DEFINES = {
     "": "algorithm distillation trainer.critic_warmup trainer.v1.trainer_mode trainer.v1.separate_async.parameter_sync_step",
     "data": "train_files train_max_samples train_batch_size gen_batch_size prompt_key reward_fn_key max_prompt_length "
