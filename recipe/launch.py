@@ -22,7 +22,6 @@ import fcntl
 import itertools
 import os
 import re
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -33,13 +32,16 @@ from omegaconf import OmegaConf
 
 from recipe.run_report import METRICS_FILE, summary
 
-MODELS = Path(__file__).parent / "config" / "model"
+CONFIG = Path(__file__).parent / "config"
 ACTOR, ROLLOUT, MODEL = (f"actor_rollout_ref.{part}" for part in ("actor", "rollout", "model"))
 TOKENIZER, TOOLS = f"{MODEL}.tokenizer_path", f"{ROLLOUT}.multi_turn.tool_config_path"
 OF_WORKERS = "+ray_kwargs.ray_init.runtime_env.env_vars"
-OF_VERL = ("grpo", "dr_grpo")
-"""Names of ``recipe/config/estimator``."""
-OFFLOAD = (f"{ACTOR}.fsdp_config.param_offload", f"{ACTOR}.fsdp_config.optimizer_offload")
+WRITE_NOTHING = [
+    "hydra.run.dir=.",
+    "hydra.output_subdir=null",
+    "hydra/job_logging=disabled",
+    "hydra/hydra_logging=disabled",
+]
 
 COUNT = ("[1-9][0-9]*", "a whole number from 1 on")
 NATURAL = ("0|[1-9][0-9]*", "a whole number from 0 on")
@@ -47,49 +49,43 @@ EVERY = ("-1|[1-9][0-9]*", "a whole number from 1 on, or -1 for never")
 NUMBER = (r"[0-9]*\.?[0-9]+([eE][+-]?[0-9]+)?", "a number such as 1e-6")
 FLAG = ("[01]", "0 or 1")
 SWITCH = ("True|False", "True or False")
-WORD = (r"\w+", "one word")
-WORDS = (r"\w+(,\w+)*", "words with commas between them")
-TEXT = (r"(?s:.*)", "anything")
+WORDS = (r"\w+(,\w+)*", "a word, or words with commas between them")
+TEXT = (r"(?s:.*)", "a text")
 
-Knobs = Mapping[str, tuple[tuple[str, str], tuple[str, ...]]]
-EVERYWHERE: Knobs = {
-    "DRY_RUN": (FLAG, ()),
-    "FRESH": (FLAG, ()),
-    "ADV_ESTIMATOR": (WORD, ()),
-    "PRESET": (WORD, ("algorithm.grail.preset",)),
-    "OAR_VARIANT": (WORD, ("algorithm.oar.variant",)),
-    "MAX_RESPONSE_LENGTH": (COUNT, ("data.max_response_length",)),
-    "LEARNING_RATE": (NUMBER, (f"{ACTOR}.optim.lr",)),
-    "SEED": (NATURAL, ("data.seed",)),
-    "TOTAL_STEPS": (COUNT, ("trainer.total_training_steps",)),
-    "SAVE_FREQ": (EVERY, ("trainer.save_freq",)),
-    "TEST_FREQ": (EVERY, ("trainer.test_freq",)),
+EVERYWHERE = {
+    "DRY_RUN": (FLAG,),
+    "FRESH": (FLAG,),
+    "ADV_ESTIMATOR": (WORDS,),
+    "PRESET": (WORDS, "algorithm.grail.preset"),
+    "OAR_VARIANT": (WORDS, "algorithm.oar.variant"),
+    "MAX_RESPONSE_LENGTH": (COUNT, "data.max_response_length"),
+    "LEARNING_RATE": (NUMBER, f"{ACTOR}.optim.lr"),
+    "SEED": (NATURAL, "data.seed"),
+    "TOTAL_STEPS": (COUNT, "trainer.total_training_steps"),
+    "SAVE_FREQ": (EVERY, "trainer.save_freq"),
+    "TEST_FREQ": (EVERY, "trainer.test_freq"),
 }
 """Each name's form, and the options that get its value. Steps are rollout batches."""
-ON_GPUS: Knobs = EVERYWHERE | {
-    "NNODES": (COUNT, ("trainer.nnodes",)),
-    "NGPUS_PER_NODE": (COUNT, ("trainer.n_gpus_per_node",)),
-    "OFFLOAD": (SWITCH, OFFLOAD),
-    "TRAIN_BATCH_SIZE": (COUNT, ("data.train_batch_size",)),
-    "MAX_PROMPT_LENGTH": (COUNT, ("data.max_prompt_length",)),
-    "PPO_MAX_TOKEN_LEN_PER_GPU": (COUNT, (f"{ACTOR}.ppo_max_token_len_per_gpu",)),
-    "ROLLOUT_N": (COUNT, (f"{ROLLOUT}.n",)),
-    "ROLLOUT_TP": (COUNT, (f"{ROLLOUT}.tensor_model_parallel_size",)),
-    "LORA_RANK": (NATURAL, (f"{MODEL}.lora_rank",)),
-    "LOGGER": (WORDS, ()),
-    "MODEL_PATH": (TEXT, ()),
-    "TOKENIZER_PATH": (TEXT, ()),
-    "DATA_DIR": (TEXT, ()),
-    "PROJECT_NAME": (TEXT, ()),
-    "EXPERIMENT_NAME": (TEXT, ()),
+ON_GPUS = EVERYWHERE | {
+    "NNODES": (COUNT, "trainer.nnodes"),
+    "NGPUS_PER_NODE": (COUNT, "trainer.n_gpus_per_node"),
+    "OFFLOAD": (SWITCH, f"{ACTOR}.fsdp_config.param_offload", f"{ACTOR}.fsdp_config.optimizer_offload"),
+    "TRAIN_BATCH_SIZE": (COUNT, "data.train_batch_size"),
+    "MAX_PROMPT_LENGTH": (COUNT, "data.max_prompt_length"),
+    "PPO_MAX_TOKEN_LEN_PER_GPU": (COUNT, f"{ACTOR}.ppo_max_token_len_per_gpu"),
+    "ROLLOUT_N": (COUNT, f"{ROLLOUT}.n"),
+    "ROLLOUT_TP": (COUNT, f"{ROLLOUT}.tensor_model_parallel_size"),
+    "LORA_RANK": (NATURAL, f"{MODEL}.lora_rank"),
+    **dict.fromkeys(("MODEL_PATH", "TOKENIZER_PATH", "DATA_DIR", "PROJECT_NAME", "EXPERIMENT_NAME"), (TEXT,)),
+    "LOGGER": (WORDS,),
 }
 """``DATA_DIR`` is filled by scripts/prepare_data.sh. ``OFFLOAD``: parameters and optimiser state wait in host memory. Adapters
-(``LORA_RANK``) start at zero, so their learning rate is ten times the other unless ``LEARNING_RATE`` says more."""
-ON_CPU: Knobs = EVERYWHERE | {
-    "PROMPTS": (COUNT, ("data.train_batch_size",)),
-    "ROLLOUTS": (COUNT, (f"{ROLLOUT}.n",)),
-    "WARM_UP": (FLAG, ()),
-    "OUTPUT_DIR": (TEXT, ()),
+(``LORA_RANK``) start at zero, so their learning rate is ten times the other unless ``LEARNING_RATE`` is set."""
+ON_CPU = EVERYWHERE | {
+    "PROMPTS": (COUNT, "data.train_batch_size"),
+    "ROLLOUTS": (COUNT, f"{ROLLOUT}.n"),
+    "WARM_UP": (FLAG,),
+    "OUTPUT_DIR": (TEXT,),
 }
 """Of the models whose names end in ``_cpu``. ``WARM_UP`` and ``OUTPUT_DIR``: scripts/train_cpu.sh."""
 
@@ -98,94 +94,77 @@ ON_CPU: Knobs = EVERYWHERE | {
 class Launch:
     """A run as the environment and the command line ask for it."""
 
-    config: str
-    """Of ``recipe/config``."""
     method: str
-    """``ADV_ESTIMATOR``, or the model's default."""
     seed: str
     steps: str
     name: str
     folder: Path
-    overrides: tuple[str, ...]
-    files: tuple[Path, ...]
+    command: list[str]
+    """The arguments of :mod:`recipe.main_grail`."""
+    files: tuple[Path, ...] = ()
     """Data that must be there."""
-    tokenizer: tuple[str, Path] | None
+    tokenizer: tuple[str, Path] | None = None
     """A model, and where a repaired copy of its tokenizer has to be."""
-
-    @property
-    def command(self) -> list[str]:
-        """The arguments of :mod:`recipe.main_grail`."""
-        return ["--config-name", self.config, *self.overrides]
 
 
 def read_environment(model: str, arguments: Sequence[str], environ: Mapping[str, str], project: Path) -> Launch:
-    """Translate the environment names for a model.
-
-    Args:
-        model: a file of ``recipe/config/model``.
-        arguments: further overrides.
-        environ: the environment.
-        project: the folder of data and outputs, unless the environment names others.
+    """Translate the environment names for a model; data and outputs are in the project unless they name other folders.
 
     Raises:
         ValueError: naming what is wrong, and the remedy.
     """
-    models = sorted(path.stem for path in MODELS.glob("*.yaml"))
+    models = sorted(path.stem for path in CONFIG.glob("model/*.yaml"))
     if model not in models:
         raise ValueError(f"there is no model {model!r} in recipe/config/model; choose one of {', '.join(models)}")
     on_cpu = model.endswith("_cpu")
-    config, shared, table = (
-        ("cpu_trainer", "cpu_example", ON_CPU) if on_cpu else ("grail_trainer", "grail_trainer", ON_GPUS)
-    )
+    config, table = ("cpu_trainer", ON_CPU) if on_cpu else ("grail_trainer", ON_GPUS)
     given = _checked(table, environ, project)
-    defaults = [OmegaConf.load(path) for path in (MODELS / f"{model}.yaml", MODELS.parent / f"{shared}.yaml")]
+    shared = OmegaConf.load(CONFIG / f"{'cpu_example' if on_cpu else config}.yaml")
+    defaults = OmegaConf.merge(shared, OmegaConf.load(CONFIG / "model" / f"{model}.yaml"))
 
-    def default(option: str) -> Any:
-        return next((value for each in defaults if (value := OmegaConf.select(each, option)) is not None), None)
-
-    method = given.get("ADV_ESTIMATOR") or default("algorithm.adv_estimator") or "grail"
+    method = given.get("ADV_ESTIMATOR") or OmegaConf.select(defaults, "algorithm.adv_estimator") or "grail"
     if method == "verl_grpo":
         raise ValueError(
-            "ADV_ESTIMATOR=verl_grpo is ADV_ESTIMATOR=grpo now, all of verl's own; the baseline of the methods is "
-            "ADV_ESTIMATOR=uniform"
+            "ADV_ESTIMATOR=verl_grpo: verl's own is ADV_ESTIMATOR=grpo now, and the methods' baseline ADV_ESTIMATOR=uniform"
         )
     given.setdefault("OAR_VARIANT", "grail_port" if method == "oar_g" else "official")
     rank = int(given.get("LORA_RANK", 0))
     if rank:
         given.setdefault("LEARNING_RATE", "1e-5")
-    seed = given.get("SEED") or str(default("data.seed"))
+    seed = given.get("SEED") or str(defaults.data.seed)
+    spelt = {option: given[name] for name, (_, *options) in table.items() for option in options if name in given}
+    texts: dict[str, Path | str | list[Path]] = {}
     files: tuple[Path, ...] = ()
     tokenizer = None
-    spelt = {option: given[name] for name, (_, options) in table.items() for option in options if name in given}
-    texts: dict[str, Path | str | list[Path]] = {}
     if "ADV_ESTIMATOR" in given:
-        spelt["estimator" if method in OF_VERL else "algorithm.adv_estimator"] = method
+        spelt["estimator" if method in ("grpo", "dr_grpo") else "algorithm.adv_estimator"] = method
     if on_cpu:
         data = Path(given.get("OUTPUT_DIR") or project / "outputs" / model) / f"seed{seed}"
         folder, name = data / method, f"{method}-seed{seed}"
         texts |= {"data.train_files": data / "train.parquet", "data.val_files": data / "validation.parquet"}
-        texts |= {f"{MODEL}.path": data / "model"}
-        if tools := default(TOOLS):
+        texts[f"{MODEL}.path"] = data / "model"
+        if tools := OmegaConf.select(defaults, TOOLS):
             texts[TOOLS] = project / tools
     else:
         data = Path(given.get("DATA_DIR") or project / "data")
-        train, *validation = (data / f"{name}.parquet" for name in ("deepmath", "amc23", "aime24"))
-        if not any(re.match(r"[+]*data\.\w+_files=", argument) for argument in arguments):
-            files = (train, *validation)
-        path = given.get("MODEL_PATH") or default(f"{MODEL}.path")
+        path = given.get("MODEL_PATH") or defaults.actor_rollout_ref.model.path
+        of_project = given.get("PROJECT_NAME", defaults.trainer.project_name)
         of_model = re.sub("[^A-Za-z0-9._-]", "_", Path(path).name).lower()
         name = given.get("EXPERIMENT_NAME") or f"{of_model}-{_variant(method, given, arguments)}-seed{seed}"
-        folder = project / "outputs" / given.get("PROJECT_NAME", "grail") / name
-        texts |= {"data.train_files": train, "data.val_files": validation, f"{MODEL}.path": path}
-        texts |= {"trainer.project_name": given.get("PROJECT_NAME", "grail")}
-        if default(TOKENIZER):
+        folder = project / "outputs" / of_project / name
+        train, *validation = (data / f"{each}.parquet" for each in ("deepmath", "amc23", "aime24"))
+        if not any(re.match(r"[+]*data\.\w+_files=", argument) for argument in arguments):
+            files = (train, *validation)
+        texts |= {"data.train_files": train, "data.val_files": validation}
+        texts |= {f"{MODEL}.path": path, "trainer.project_name": of_project}
+        if OmegaConf.select(defaults, TOKENIZER):
             tokenizer = path, Path(given.get("TOKENIZER_PATH") or project / "outputs" / "tokenizers" / of_model)
             texts[TOKENIZER] = tokenizer[1]
         if "LOGGER" in given:
             spelt["trainer.logger"] = f"[{given['LOGGER']}]"
         if rank:
-            spelt |= {f"{MODEL}.lora_alpha": str(2 * rank), f"{MODEL}.target_modules": "all-linear"}
             # Only adapters travel to vLLM, so it has to load the base weights itself.
+            spelt |= {f"{MODEL}.lora_alpha": str(2 * rank), f"{MODEL}.target_modules": "all-linear"}
             spelt[f"{ROLLOUT}.load_format"] = "safetensors"
     texts |= {
         "algorithm.token_dump.folder": project / folder / "tokens",
@@ -193,20 +172,18 @@ def read_environment(model: str, arguments: Sequence[str], environ: Mapping[str,
         "trainer.default_local_dir": folder / "checkpoints",
         # The process that writes the logs runs somewhere in the Ray cluster, without this environment.
         f"{OF_WORKERS}.TENSORBOARD_DIR": folder / "tensorboard",
-        f"{OF_WORKERS}.VERL_FILE_LOGGER_PATH": folder / "metrics.jsonl",
+        f"{OF_WORKERS}.VERL_FILE_LOGGER_PATH": folder / METRICS_FILE,
         "hydra.run.dir": folder / "hydra",
     }
-    spelt |= {option: quoted(value) for option, value in texts.items()}
-    overrides = [f"model={model}", *(f"{option}={value}" for option, value in spelt.items())]
+    spelt |= {option: quoted(text) for option, text in texts.items()}
+    command = ["--config-name", config, f"model={model}", *(f"{option}={value}" for option, value in spelt.items())]
     if given.get("DRY_RUN") == "1":
-        # A dry run writes no file.
-        overrides += ["hydra.run.dir=.", "hydra.output_subdir=null"]
-        overrides += ["hydra/job_logging=disabled", "hydra/hydra_logging=disabled"]
-    steps = given.get("TOTAL_STEPS") or str(default("trainer.total_training_steps"))
-    return Launch(config, method, seed, steps, name, folder, (*overrides, *arguments), files, tokenizer)
+        command += WRITE_NOTHING
+    steps = given.get("TOTAL_STEPS") or str(defaults.trainer.total_training_steps)
+    return Launch(method, seed, steps, name, folder, [*command, *arguments], files, tokenizer)
 
 
-def _checked(table: Knobs, environ: Mapping[str, str], project: Path) -> dict[str, str]:
+def _checked(table: Mapping[str, tuple[Any, ...]], environ: Mapping[str, str], project: Path) -> dict[str, str]:
     """The names of a table that are set."""
     given = {name: environ[name] for name in table if environ.get(name)}
     for name, value in given.items():
@@ -215,9 +192,7 @@ def _checked(table: Knobs, environ: Mapping[str, str], project: Path) -> dict[st
             raise ValueError(f"{name}={value} must be {words}")
     for name, value in {**given, "the project's folder": str(project)}.items():
         if "${" in value:
-            raise ValueError(
-                f"{name}={value} must not contain ${{, which Hydra reads as a reference to an option; use a name without it"
-            )
+            raise ValueError(f"{name}={value}: Hydra reads ${{ as a reference to an option; use a name without it")
     return given
 
 
@@ -254,7 +229,7 @@ def make_room(folder: Path, *, fresh: bool) -> None:
         ValueError: naming the run that lives.
     """
     for lock in (*folder.glob(".run.lock"), *folder.glob("*/.run.lock")):
-        with contextlib.suppress(PermissionError), lock.open("r+") as held:
+        with contextlib.suppress(OSError), lock.open("r+") as held:
             try:
                 fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -268,58 +243,50 @@ def make_room(folder: Path, *, fresh: bool) -> None:
         print(f"FRESH=1: the earlier run is in {folder}.{number} now", file=sys.stderr)
 
 
+def start(launch: Launch) -> None:
+    """Start the run in this process, so that it gets the script's signals; after it, its summary."""
+    on_cpu, dry_run = "cpu_trainer" in launch.command, os.environ.get("DRY_RUN") == "1"
+    if on_cpu:
+        os.environ["VERL_PLATFORM"] = "cpu"
+        # Threads that spin while they wait cost a multiple of the time as soon as anything else runs on the cores.
+        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    from grail_advantage.answers.tokenizers import save_repaired
+    from recipe import main_grail
+
+    if launch.tokenizer and not dry_run and not (launch.tokenizer[1] / "tokenizer_config.json").is_file():
+        save_repaired(launch.tokenizer[0], str(launch.tokenizer[1]))
+    sys.argv = ["recipe.main_grail", *launch.command]
+    main_grail.main()
+    if not on_cpu and not dry_run and (launch.folder / METRICS_FILE).is_file():
+        with contextlib.suppress(ValueError):  # it has no step yet
+            print(summary(launch.folder, launch.name))
+
+
 def main() -> None:
     """``--begin`` before the model makes room, prints method, seed, steps and folder, and starts nothing."""
     begins = sys.argv[1:2] == ["--begin"]
     model, *arguments = sys.argv[1 + begins :] or [""]
-    project, dry_run, fresh = Path.cwd(), os.environ.get("DRY_RUN") == "1", os.environ.get("FRESH") == "1"
-    shells = Path(os.environ.get("PWD") or project)
-    if shells.exists() and shells.samefile(project):
-        project = shells  # as the user spells it, symbolic links included
+    project = Path.cwd()
+    as_spelt = Path(os.environ.get("PWD") or project)
+    if as_spelt.exists() and as_spelt.samefile(project):
+        project = as_spelt  # with the user's symbolic links
     try:
         launch = read_environment(model, arguments, os.environ, project)
         if launch.method == "grpo":
-            print(
-                "ADV_ESTIMATOR=grpo: all of verl's own; before 0.2 it was what uniform is, the baseline",
-                file=sys.stderr,
-            )
-        if not dry_run:
+            print("ADV_ESTIMATOR=grpo: all of verl's own; before 0.2 it was uniform, the baseline", file=sys.stderr)
+        if os.environ.get("DRY_RUN") != "1":
             for file in launch.files:
                 if not file.is_file():
                     raise ValueError(
-                        f"DATA_DIR={file.parent} has no {file.name}; run PYTHON={sys.executable} bash "
-                        "scripts/prepare_data.sh first"
+                        f"DATA_DIR={file.parent} has no {file.name}; run bash scripts/prepare_data.sh first"
                     )
-            make_room(launch.folder, fresh=fresh)
+            make_room(launch.folder, fresh=os.environ.get("FRESH") == "1")
     except ValueError as error:
         sys.exit(str(error))
     if begins:
-        print(launch.method, launch.seed, launch.steps)
-        print(launch.folder)
-        return
-    if launch.config == "cpu_trainer":
-        os.environ["VERL_PLATFORM"] = "cpu"
-        # Threads that spin while they wait cost a multiple of the time as soon as anything else runs on the cores.
-        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    if launch.tokenizer and not dry_run and not (launch.tokenizer[1] / "tokenizer_config.json").is_file():
-        command = [
-            sys.executable,
-            "-m",
-            "grail_advantage.answers.tokenizers",
-            launch.tokenizer[0],
-            str(launch.tokenizer[1]),
-        ]
-        subprocess.run(command, check=True)
-    # In this process, so that it gets the signals of the script.
-    from recipe import main_grail
-
-    sys.argv = ["recipe.main_grail", *launch.command]
-    main_grail.main()
-    if not dry_run and launch.config != "cpu_trainer" and (launch.folder / METRICS_FILE).is_file():
-        try:
-            print(summary(launch.folder, launch.name))
-        except ValueError as error:
-            print(f"the run is done; its summary could not be made: {error}", file=sys.stderr)
+        print(f"{launch.method} {launch.seed} {launch.steps}\n{launch.folder}")
+    else:
+        start(launch)
 
 
 if __name__ == "__main__":

@@ -11,17 +11,15 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
-from verl.trainer import main_ppo
 
 from grail_advantage.verl_ext.settings import ACTOR, ROLLOUT
 from recipe import launch
-from recipe.main_grail import prepare
+from recipe.main_grail import SAMPLER, prepare
 from recipe.tiny.agent import MAX_TURNS
 from tests.composed import VERL, compose
 
@@ -148,7 +146,7 @@ def test_three_words_three_things(capsys: pytest.CaptureFixture[str], monkeypatc
     )
     assert ours == theirs and {"loss_agg_mode", "loss_scale_factor", "clip_ratio_c"} < ours.keys()
     assert grpo["algorithm"]["norm_adv_by_std_in_grpo"]
-    with pytest.raises(ValueError, match=r"^ADV_ESTIMATOR=verl_grpo .*=grpo .*=uniform"):
+    with pytest.raises(ValueError, match=r"^ADV_ESTIMATOR=verl_grpo.*=grpo .*=uniform"):
         read(GPUS, ADV_ESTIMATOR="verl_grpo")
     start(monkeypatch, "--begin", "tiny_cpu", ADV_ESTIMATOR="grpo", OUTPUT_DIR="/none")
     printed = capsys.readouterr()
@@ -186,19 +184,13 @@ def test_runs_that_must_not_mix_have_different_names() -> None:
 
 @pytest.mark.parametrize("choice", [None, "1"])
 def test_no_engine_compiles_a_sampler_unless_told(choice: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM's variable in the environment that verl's start-up gives Ray's workers."""
-    name, given = "VLLM_USE_FLASHINFER_SAMPLER", {}
-    monkeypatch.delenv(name, raising=False)
+    """vLLM's variable in the environment of Ray's workers."""
+    monkeypatch.delenv("VLLM_USE_FLASHINFER_SAMPLER", raising=False)
     if choice is not None:
-        monkeypatch.setenv(name, choice)
-    monkeypatch.setattr(main_ppo.ray, "is_initialized", lambda: False)
-    monkeypatch.setattr(main_ppo.ray, "init", lambda **arguments: given.update(arguments))
-    monkeypatch.setattr(main_ppo.ray, "get", lambda _: None)
-    runner = SimpleNamespace(remote=lambda: SimpleNamespace(run=SimpleNamespace(remote=lambda _: None)))
-    config = configuration(overrides("run_one_gpu_grail.sh"))
+        monkeypatch.setenv("VLLM_USE_FLASHINFER_SAMPLER", choice)
+    config = configuration(overrides(GPUS))
     prepare(config)
-    main_ppo.run_ppo(config, runner)
-    assert given["runtime_env"]["env_vars"][name] == (choice or "0")
+    assert OmegaConf.select(config, SAMPLER) == (choice or "0")
 
 
 ODD_NAMES = [
