@@ -4,7 +4,7 @@
 #   bash examples/run.sh MODEL [Hydra overrides]
 #
 # Knobs: PYTHON (an interpreter that has requirements.txt installed; otherwise python3), and the environment names of
-#        recipe/launch.py: ADV_ESTIMATOR, MODEL_PATH, NNODES, ...; DRY_RUN=1 prints the resolved configuration and starts nothing.
+#        recipe/launch.py: ADV_ESTIMATOR, MODEL_PATH, NNODES, ...; DRY_RUN=1 prints the configuration and starts nothing.
 
 set -xeuo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."

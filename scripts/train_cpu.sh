@@ -6,7 +6,7 @@
 # (everything that verl, Ray and vLLM print), metrics.jsonl, tensorboard/, tokens/ (every token's
 # weight, docs/token_dump.md), report.html and checkpoints/, from which the same command resumes (docs/fault_tolerance.md).
 #
-# Knobs: WARM_UP=1 (a tiny model of this seed, made anew by SFT in 2 to 4 minutes), and the environment names of recipe/launch.py.
+# Knobs: the environment names of recipe/launch.py. WARM_UP=1: a tiny model of this seed, made anew by SFT in 2 to 4 minutes.
 
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
