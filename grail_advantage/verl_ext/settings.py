@@ -87,6 +87,11 @@ class RunConfig:
             value = value.get(name) if isinstance(value, Mapping) else None
         return value
 
+    @property
+    def sequence_parallel_size(self) -> int:
+        """Ranks that share a sequence."""
+        return max(self[name] or 1 for name in SLICES)
+
     def named(self, option: str) -> str:
         """``option=value``, for messages."""
         return f"{option}={self[option]}"
@@ -146,11 +151,6 @@ class Settings(RunConfig):
             config=plain,
             kind=kind,
         )
-
-    @property
-    def sequence_parallel_size(self) -> int:
-        """Ranks that share a sequence."""
-        return max(self[name] or 1 for name in SLICES)
 
     @property
     def lora_rank(self) -> int:

@@ -28,8 +28,8 @@ from recipe.run_life import checkpoints
 from recipe.run_life.checkpoints import PARTS, Checkpoint, read_json, write_json
 
 RUN_DEFINITION, LOCK = "run_definition.json", ".run.lock"
-"""Files in each folder of a run. Its driver has the second one locked (``flock``) as long as it lives; ``refuse_living`` of
-``scripts/launch.sh`` looks at it, too."""
+"""Files in each folder of a run. Its driver has the second one locked (``flock``) as long as it lives; :mod:`recipe.launch`
+looks at it, too."""
 FOLDER, STRATEGY, MODE = "trainer.default_local_dir", f"{ACTOR}.strategy", "trainer.resume_mode"
 MAY_CHANGE = {
     "how long a run is, what it logs and saves, and where": "trainer.total_* trainer.*_freq trainer.*_name trainer.logger "

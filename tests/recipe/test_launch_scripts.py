@@ -1,7 +1,6 @@
-"""The launch scripts for GPUs: what they ask verl for, against the published set-up; what they refuse.
+"""The launch scripts: what they ask verl for, the names of their runs, and what they refuse.
 
-Most tests let a script call a stand-in for the interpreter that prints its arguments, and compose these overrides in this
-process.
+Environment names are translated and composed in this process; the shell scripts only start :mod:`recipe.launch`.
 """
 
 from __future__ import annotations
@@ -12,16 +11,17 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
-from verl.trainer import main_ppo
 
-from recipe.main_grail import prepare
-from tests.composed import compose
+from grail_advantage.verl_ext.settings import ACTOR, ROLLOUT
+from recipe import launch
+from recipe.main_grail import SAMPLER, prepare
+from recipe.tiny.agent import MAX_TURNS
+from tests.composed import VERL, compose
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
@@ -42,45 +42,25 @@ MODELS = {
     "run_octothinker_8b_grail.sh": Model("OctoThinker/OctoThinker-8B-Short-Base", 4096, "base_math", {}),
     "run_r1_distill_llama_8b_grail.sh": Model("deepseek-ai/DeepSeek-R1-Distill-Llama-8B", 8192, None, {}),
 }
-KNOBS = {
-    "ADV_ESTIMATOR", "PRESET", "OAR_VARIANT", "NNODES", "NGPUS_PER_NODE", "TRAIN_BATCH_SIZE", "ROLLOUT_N", "MAX_PROMPT_LENGTH",
-    "MAX_RESPONSE_LENGTH", "PPO_MAX_TOKEN_LEN_PER_GPU", "ROLLOUT_TP", "LORA_RANK", "OFFLOAD", "MODEL_PATH",
-    "DATA_DIR", "LEARNING_RATE", "TOTAL_STEPS", "SAVE_FREQ", "TEST_FREQ", "PROJECT_NAME", "EXPERIMENT_NAME", "LOGGER",
-    "PYTHON", "DRY_RUN", "SEED", "FRESH",
-}  # fmt: skip
-CPU_KNOBS = {"PROMPTS", "ROLLOUTS", "OUTPUT_DIR"}
+RAY = "ray_kwargs.ray_init.runtime_env.env_vars"
+GPUS = "run_qwen3_grail.sh"
 
 
-def run_script(script: str, *arguments: str, **knobs: str) -> subprocess.CompletedProcess[str]:
-    """Run a script from another folder than the project's, with no knob but these set."""
-    environment = {name: value for name, value in os.environ.items() if name not in KNOBS | CPU_KNOBS}
-    return subprocess.run(
-        ["bash", str(EXAMPLES / script), *arguments],
-        cwd="/",
-        env={**environment, **knobs},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+def read(script: str, *arguments: str, project: Path = ROOT, **knobs: str) -> launch.Launch:
+    """A script's run with these environment names and no others."""
+    model = re.search(r'/(?:run|train_cpu)\.sh" (\w+) "\$@"', (EXAMPLES / script).read_text())[1]
+    return launch.read_environment(model, arguments, knobs, project)
 
 
 def overrides(script: str, *arguments: str, **knobs: str) -> list[str]:
-    """The overrides with which a script starts the entry point."""
-    result = run_script(script, *arguments, PYTHON=PRINTS, **{"DRY_RUN": "1", **knobs})
-    assert result.returncode == 0, result.stderr
-    dry_run, *command = result.stdout.removesuffix("\0").split("\0")
-    assert dry_run == knobs.get("DRY_RUN", "1")
-    assert command[:2] == ["-m", "recipe.main_grail"]
-    return command[2:]
+    """The arguments with which a script starts the entry point."""
+    return read(script, *arguments, **{"DRY_RUN": "1", **knobs}).command
 
 
-def configuration(overrides: list[str]) -> DictConfig:
-    """The configuration that the entry point composes of the overrides; the last ``--config-name`` is its first word."""
-    name = "grail_trainer"
-    if overrides[:1] == ["--config-name"]:
-        _, name, *overrides = overrides
-    return compose(name, [override for override in overrides if not override.startswith("hydra.")])
+def configuration(words: list[str]) -> DictConfig:
+    """The configuration that the entry point composes of its arguments."""
+    _, name, *given = words
+    return compose(name, [override for override in given if not override.startswith(("hydra.", "hydra/"))])
 
 
 def container(config: Any) -> Any:
@@ -100,35 +80,82 @@ def test_knobs(tmp_path: Path) -> None:
     config = configuration(overrides("run_octothinker_8b_grail.sh", *arguments, **knobs))
     prepare(config)
     output_dir = ROOT / "outputs/project/experiment"
-    actor, rollout, ray = (
-        "actor_rollout_ref.actor",
-        "actor_rollout_ref.rollout",
-        "ray_kwargs.ray_init.runtime_env.env_vars",
-    )
     wanted = {
         "algorithm.grail.preset": "robust", "algorithm.oar.variant": "grail_port", "trainer.nnodes": 3,
-        "trainer.n_gpus_per_node": 4, "data.train_batch_size": 48, f"{actor}.ppo_mini_batch_size": 48, f"{rollout}.n": 16,
-        f"{rollout}.prompt_length": 512, f"{rollout}.response_length": 2048, f"{rollout}.max_model_len": 2560,
-        f"{actor}.loss_scale_factor": 2048, f"{actor}.ppo_max_token_len_per_gpu": 9999,
-        f"{rollout}.tensor_model_parallel_size": 2, f"{actor}.fsdp_config.param_offload": True,
-        f"{actor}.fsdp_config.optimizer_offload": True, "actor_rollout_ref.model.path": "/models/octo thinker",
+        "trainer.n_gpus_per_node": 4, "data.train_batch_size": 48, f"{ACTOR}.ppo_mini_batch_size": 48, f"{ROLLOUT}.n": 16,
+        f"{ROLLOUT}.prompt_length": 512, f"{ROLLOUT}.response_length": 2048, f"{ROLLOUT}.max_model_len": 2560,
+        f"{ACTOR}.loss_scale_factor": 2048, f"{ACTOR}.ppo_max_token_len_per_gpu": 9999,
+        f"{ROLLOUT}.tensor_model_parallel_size": 2, f"{ACTOR}.fsdp_config.param_offload": True,
+        f"{ACTOR}.fsdp_config.optimizer_offload": True, "actor_rollout_ref.model.path": "/models/octo thinker",
         "data.train_files": str(tmp_path / "deepmath.parquet"),
         "data.val_files": [str(tmp_path / "amc23.parquet"), str(tmp_path / "aime24.parquet")],
-        f"{actor}.optim.lr": 5e-7, "trainer.total_training_steps": 7, "trainer.save_freq": -1, "trainer.test_freq": 3,
+        f"{ACTOR}.optim.lr": 5e-7, "trainer.total_training_steps": 7, "trainer.save_freq": -1, "trainer.test_freq": 3,
         "trainer.project_name": "project", "trainer.experiment_name": "experiment", "trainer.logger": ["console", "wandb"],
-        "trainer.default_local_dir": str(output_dir / "checkpoints"), f"{ray}.TENSORBOARD_DIR": str(output_dir / "tensorboard"),
-        f"{ray}.VERL_FILE_LOGGER_PATH": str(output_dir / "metrics.jsonl"),
-        f"{ray}.GRAIL_ADVANTAGE_TRAINER_MODULE": "recipe.run_life.trainer", "actor_rollout_ref.model.lora_rank": 32,
+        "trainer.default_local_dir": str(output_dir / "checkpoints"), f"{RAY}.TENSORBOARD_DIR": str(output_dir / "tensorboard"),
+        f"{RAY}.VERL_FILE_LOGGER_PATH": str(output_dir / "metrics.jsonl"),
+        f"{RAY}.GRAIL_ADVANTAGE_TRAINER_MODULE": "recipe.run_life.trainer", "actor_rollout_ref.model.lora_rank": 32,
         "actor_rollout_ref.model.lora_alpha": 64, "actor_rollout_ref.model.target_modules": "all-linear",
-        f"{rollout}.load_format": "safetensors", "data.seed": 7, f"{actor}.data_loader_seed": 7, f"{actor}.fsdp_config.seed": 7,
-        f"{rollout}.seed": 7, f"{rollout}.max_num_seqs": 4, "data.note": "two words",
+        f"{ROLLOUT}.load_format": "safetensors", "data.seed": 7, f"{ACTOR}.data_loader_seed": 7, f"{ACTOR}.fsdp_config.seed": 7,
+        f"{ROLLOUT}.seed": 7, f"{ROLLOUT}.max_num_seqs": 4, "data.note": "two words",
     }  # fmt: skip
     assert {name: OmegaConf.select(config, name) for name in wanted} == wanted
 
 
-def experiment(*arguments: str, script: str = "run_qwen3_grail.sh", **knobs: str) -> str:
-    given = dict(part.split("=", 1) for part in overrides(script, *arguments, **knobs) if "=" in part)
-    return given["trainer.experiment_name"].strip("'")
+def test_knobs_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The agent runs in verl's tool loop, where both methods get the same rewards: GRPO their sum, which is not added again."""
+    monkeypatch.setenv("VERL_PLATFORM", "cpu")
+    knobs = {"PROMPTS": "6", "ROLLOUTS": "50", "SEED": "3", "OUTPUT_DIR": "out", "LEARNING_RATE": "1e-3"}
+    knobs |= {"SAVE_FREQ": "-1"}
+    config = configuration(overrides("run_tiny_cpu_agent.sh", **knobs))
+    prepare(config)
+    wanted = {
+        "algorithm.adv_estimator": "turn_rloo", "algorithm.turn_rloo.rewards": "turn_rewards",
+        "algorithm.turn_rloo.align": "turns", "algorithm.turn_rloo.outcome": False,
+        f"{ROLLOUT}.agent.default_agent_loop": "tool_agent", f"{ROLLOUT}.multi_turn.max_assistant_turns": MAX_TURNS,
+        f"{ROLLOUT}.multi_turn.tool_config_path": str(ROOT / "recipe/tiny/agent_tools.yaml"),
+        "reward.custom_reward_function.path": "pkg://recipe.tiny.agent", "data.train_batch_size": 6, f"{ROLLOUT}.n": 50,
+        f"{ACTOR}.ppo_mini_batch_size": 6, f"{ACTOR}.ppo_micro_batch_size_per_gpu": 100, f"{ACTOR}.loss_scale_factor": 184,
+        f"{ACTOR}.data_loader_seed": 3, f"{ROLLOUT}.seed": 3, f"{ACTOR}.optim.lr": 1e-3, "trainer.save_freq": -1,
+        "trainer.max_actor_ckpt_to_keep": 2, "trainer.total_training_steps": 24, "trainer.resume_mode": "auto",
+        "data.train_files": "out/seed3/train.parquet", "trainer.default_local_dir": "out/seed3/turn_rloo/checkpoints",
+        f"{RAY}.VERL_FILE_LOGGER_PATH": "out/seed3/turn_rloo/metrics.jsonl",
+    }  # fmt: skip
+    assert {name: OmegaConf.select(config, name) for name in wanted} == wanted
+    uniform = configuration(overrides("run_tiny_cpu_agent.sh", ADV_ESTIMATOR="uniform"))
+    assert uniform.algorithm.adv_estimator == "uniform"
+
+
+def test_three_words_three_things(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """``uniform``, the baseline; ``grpo``, all of verl's own; ``dr_grpo``, verl's estimator with this recipe's loss."""
+    verls = compose("ppo_trainer", ["actor_rollout_ref.actor.strategy=fsdp2"], VERL)
+    usual, uniform, grpo, dr_grpo = (
+        container(configuration(overrides(GPUS, EXPERIMENT_NAME="x", ADV_ESTIMATOR=name)))
+        for name in ("grail", "uniform", "grpo", "dr_grpo")
+    )
+    estimators = [config["algorithm"].pop("adv_estimator") for config in (usual, uniform, grpo, dr_grpo)]
+    assert estimators == ["grail", "uniform", "grpo", "grpo"] and usual == uniform == dr_grpo
+    ours, theirs = (
+        {name: value for name, value in config["actor_rollout_ref"]["actor"].items() if re.search("clip|loss", name)}
+        for config in (grpo, container(verls))
+    )
+    assert ours == theirs and {"loss_agg_mode", "loss_scale_factor", "clip_ratio_c"} < ours.keys()
+    assert grpo["algorithm"]["norm_adv_by_std_in_grpo"]
+    with pytest.raises(ValueError, match=r"^ADV_ESTIMATOR=verl_grpo.*=grpo .*=uniform"):
+        read(GPUS, ADV_ESTIMATOR="verl_grpo")
+    start(monkeypatch, "--begin", "tiny_cpu", ADV_ESTIMATOR="grpo", OUTPUT_DIR="/none")
+    printed = capsys.readouterr()
+    assert printed.out == "grpo 0 12\n/none/seed0/grpo\n" and re.search("grpo.*before 0.2.*uniform", printed.err)
+
+
+def start(monkeypatch: pytest.MonkeyPatch, *arguments: str, **knobs: str) -> None:
+    """``python -m recipe.launch``."""
+    monkeypatch.setattr(sys, "argv", ["recipe.launch", *arguments])
+    monkeypatch.setattr(os, "environ", knobs)
+    launch.main()
+
+
+def experiment(*arguments: str, script: str = GPUS, **knobs: str) -> str:
+    return read(script, *arguments, **knobs).name
 
 
 def test_runs_that_must_not_mix_have_different_names() -> None:
@@ -136,8 +163,8 @@ def test_runs_that_must_not_mix_have_different_names() -> None:
     names = {
         "qwen3-4b-grail-official-seed42": experiment(),
         "my_model-grail-official-seed42": experiment(MODEL_PATH="/models/My Model"),
-        "qwen3-4b-uniform-seed1": experiment(ADV_ESTIMATOR="grpo", SEED="1"),
-        "qwen3-4b-verl_grpo-seed42": experiment(ADV_ESTIMATOR="verl_grpo"),
+        "qwen3-4b-uniform-seed1": experiment(ADV_ESTIMATOR="uniform", SEED="1"),
+        "qwen3-4b-dr_grpo-seed42": experiment(ADV_ESTIMATOR="dr_grpo"),
         "qwen3-4b-oar_g-grail_port-seed42": experiment(ADV_ESTIMATOR="oar_g"),
         "qwen3-4b-grail-official-gate-all-seed42": experiment("algorithm.grail.gate=all"),
         "mine": experiment(EXPERIMENT_NAME="mine"),
@@ -151,19 +178,13 @@ def test_runs_that_must_not_mix_have_different_names() -> None:
 
 @pytest.mark.parametrize("choice", [None, "1"])
 def test_no_engine_compiles_a_sampler_unless_told(choice: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM's variable in the environment that verl's start-up gives Ray's workers."""
-    name, given = "VLLM_USE_FLASHINFER_SAMPLER", {}
-    monkeypatch.delenv(name, raising=False)
+    """vLLM's variable in the environment of Ray's workers."""
+    monkeypatch.delenv("VLLM_USE_FLASHINFER_SAMPLER", raising=False)
     if choice is not None:
-        monkeypatch.setenv(name, choice)
-    monkeypatch.setattr(main_ppo.ray, "is_initialized", lambda: False)
-    monkeypatch.setattr(main_ppo.ray, "init", lambda **arguments: given.update(arguments))
-    monkeypatch.setattr(main_ppo.ray, "get", lambda _: None)
-    runner = SimpleNamespace(remote=lambda: SimpleNamespace(run=SimpleNamespace(remote=lambda _: None)))
-    config = configuration(overrides("run_one_gpu_grail.sh"))
+        monkeypatch.setenv("VLLM_USE_FLASHINFER_SAMPLER", choice)
+    config = configuration(overrides(GPUS))
     prepare(config)
-    main_ppo.run_ppo(config, runner)
-    assert given["runtime_env"]["env_vars"][name] == (choice or "0")
+    assert OmegaConf.select(config, SAMPLER) == (choice or "0")
 
 
 ODD_NAMES = [
@@ -177,20 +198,15 @@ ODD_NAMES = [
 def test_any_folder_and_any_name_arrive_as_they_are(tmp_path: Path) -> None:
     """Those of the project, the data, the model, the project and the experiment, with each script in turn."""
     scripts, parser = ["run_one_gpu_grail.sh", *MODELS], OverridesParser.create()
+
+    def arrived(*given: Any, **knobs: str) -> dict[str, Any]:
+        return {each.key_or_group: each.value() for each in parser.parse_overrides(read(*given, **knobs).command[2:])}
+
     for number, name in enumerate(ODD_NAMES):
         script, project, data = scripts[number % len(scripts)], tmp_path / name / "project", tmp_path / "data" / name
-        project.parent.mkdir(exist_ok=True)
-        project.symlink_to(ROOT)
         run = f"{project}/outputs/{name or 'grail'}/{name or 'x'}"
-        knobs = {
-            "MODEL_PATH": f"{data}/model",
-            "PROJECT_NAME": name,
-            "EXPERIMENT_NAME": name or "x",
-            "TOKENIZER_PATH": name or "x",
-        }
-        told = overrides(str(project / "examples" / script), **knobs, **({"DATA_DIR": str(data)} if number % 2 else {}))
-        given = {each.key_or_group: each.value() for each in parser.parse_overrides(told[::-1])}
-        ray = "ray_kwargs.ray_init.runtime_env.env_vars"
+        knobs = {"MODEL_PATH": f"{data}/model", "PROJECT_NAME": name, "EXPERIMENT_NAME": name or "x"}
+        knobs |= {"TOKENIZER_PATH": name or "x", "DATA_DIR": str(data) if number % 2 else ""}
         folder = data if number % 2 else project / "data"
         wanted = {
             "data.train_files": f"{folder}/deepmath.parquet",
@@ -201,28 +217,60 @@ def test_any_folder_and_any_name_arrive_as_they_are(tmp_path: Path) -> None:
             "trainer.project_name": name or "grail",
             "trainer.experiment_name": name or "x",
             "trainer.default_local_dir": f"{run}/checkpoints",
-            f"{ray}.TENSORBOARD_DIR": f"{run}/tensorboard",
-            f"{ray}.VERL_FILE_LOGGER_PATH": f"{run}/metrics.jsonl",
+            f"{RAY}.TENSORBOARD_DIR": f"{run}/tensorboard",
+            f"{RAY}.VERL_FILE_LOGGER_PATH": f"{run}/metrics.jsonl",
             "hydra.run.dir": f"{run}/hydra",
         }
+        given = arrived(script, project=project, **knobs)
         assert {key: given.get(key) for key in wanted} == wanted, (script, name)
+        run = f"out/{name or 'x'}/seed0"
+        wanted = {
+            "data.val_files": f"{run}/validation.parquet",
+            "actor_rollout_ref.model.path": f"{run}/model",
+            f"{ROLLOUT}.multi_turn.tool_config_path": f"{project}/recipe/tiny/agent_tools.yaml",
+            "algorithm.token_dump.folder": f"{project}/{run}/turn_rloo/tokens",
+            "hydra.run.dir": f"{run}/turn_rloo/hydra",
+        }
+        given = arrived("run_tiny_cpu_agent.sh", project=project, OUTPUT_DIR=f"out/{name or 'x'}")
+        assert {key: given.get(key) for key in wanted} == wanted, name
 
 
-BAD_KNOBS = [
-    ("SAVE_FREQ", {"SAVE_FREQ": "0"}),
-    ("LEARNING_RATE", {"LEARNING_RATE": "small"}),
-    ("TRAIN_BATCH_SIZE", {"NNODES": "3"}),  # does not divide among the GPUs
-    ("DATA_DIR", {"DATA_DIR": "/no/such/folder", "DRY_RUN": "0"}),
-    ("PROJECT_NAME", {"PROJECT_NAME": "a${b}"}),  # OmegaConf's reference to an option
-]
+def test_the_script_is_the_run_in_the_projects_folder(tmp_path: Path) -> None:
+    """It becomes the interpreter, with its arguments as they are, whatever the project's folder."""
+    project = tmp_path / "it's, [1] a=b ~"
+    shutil.copytree(EXAMPLES, project / "examples")
+    words = ["+data.note='two  words'", "trainer.logger=[a,b]"]
+    done = subprocess.run(
+        ["bash", project / "examples" / GPUS, *words],
+        cwd="/",
+        env={"PATH": os.environ["PATH"], "PYTHON": PRINTS, "DRY_RUN": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.stdout.split("\0") == ["1", "-m", "recipe.launch", "qwen3_4b", *words, ""], done.stderr
 
 
-def test_bad_knobs_are_refused_by_name_before_anything_runs() -> None:
-    for name, knobs in BAD_KNOBS:
-        result = run_script("run_qwen3_grail.sh", **{"PYTHON": PRINTS, **knobs})
-        assert result.returncode == 1 and result.stdout == ""
-        # the trace of `set -x` also shows the command
-        assert any(line.startswith(f"{name}=") for line in result.stderr.splitlines()), result.stderr
+BAD = "SAVE_FREQ=0 LEARNING_RATE=small OFFLOAD=yes FRESH=2 SEED=-1 PROJECT_NAME=a${b} DATA_DIR=/no/folder"
+
+
+@pytest.mark.parametrize("knob", BAD.split())
+def test_bad_values_are_refused_by_name_before_anything_runs(knob: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    name, value = knob.split("=")
+    with pytest.raises(SystemExit, match=f"^{re.escape(knob)}"):
+        start(monkeypatch, "qwen3_4b", **{name: value})
+
+
+@pytest.mark.parametrize(
+    ("option", "knobs"),
+    [
+        ("data.train_batch_size", {"NNODES": "3"}),
+        (f"{ROLLOUT}.tensor_model_parallel_size", {"ROLLOUT_TP": "3"}),
+        ("algorithm.adv_estimator", {"ADV_ESTIMATOR": "grial"}),
+    ],
+)
+def test_values_that_do_not_fit_are_refused(option: str, knobs: dict[str, str]) -> None:
+    with pytest.raises(ValueError, match=f"^{re.escape(option)}="):
+        prepare(configuration(overrides(GPUS, **knobs)))
 
 
 def test_shell_scripts_are_sound() -> None:

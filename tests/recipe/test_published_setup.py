@@ -25,7 +25,7 @@ PUBLISHED_BATCH, PUBLISHED_EPOCHS, PUBLISHED_STEPS, PUBLISHED_WARM_UP = 256, 4, 
     [
         (script, estimator, 1 + number % 2)
         for number, (script, estimator) in enumerate(
-            zip(MODELS, ("grail", "oar_g", "oar_p", "grpo", "verl_grpo"), strict=True)
+            zip(MODELS, ("grail", "oar_g", "oar_p", "uniform", "dr_grpo"), strict=True)
         )
     ],
 )
@@ -33,11 +33,10 @@ def test_published_setup(script: str, estimator: str, nnodes: int) -> None:
     model = MODELS[script]
     config = configuration(overrides(script, ADV_ESTIMATOR=estimator, NNODES=str(nnodes)))
     prepare(config)  # all start-up checks, verl's among them
-    # grpo is the published baseline: the same trainer, truncated responses masked alike, weights 1
-    method = {"grpo": "uniform", "verl_grpo": "grpo"}.get(estimator, estimator)
-    assert config.algorithm.adv_estimator == method
-    assert config.trainer.v1.trainer_mode == ("kept_sync" if estimator == "verl_grpo" else "grail_kept_sync")
-    if estimator != "verl_grpo":
+    # uniform is the published baseline: the same trainer, truncated responses masked alike, weights 1
+    assert config.algorithm.adv_estimator == ("grpo" if estimator == "dr_grpo" else estimator)
+    assert config.trainer.v1.trainer_mode == ("kept_sync" if estimator == "dr_grpo" else "grail_kept_sync")
+    if estimator != "dr_grpo":
         assert Settings.parse(config).signal.mask_truncated
 
     model_, actor, rollout = (config.actor_rollout_ref[name] for name in ("model", "actor", "rollout"))
