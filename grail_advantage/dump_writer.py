@@ -6,7 +6,7 @@ Shape suffixes: B responses, T response tokens.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from contextlib import contextmanager
@@ -197,9 +197,7 @@ class StepDump:
                 model=self._model,
                 temperature=self._temperature,
                 rows_in_step=rows_in_step,
-                token_ids=np.unique(
-                    [token for part in parts for ids_T in part.rollouts.responses for token in ids_T.tolist()]
-                ),
+                token_ids={token for part in parts for ids_T in part.rollouts.responses for token in ids_T.tolist()},
             )
             write_step(folder, header, table)
 
@@ -243,7 +241,7 @@ class StepDump:
 
 
 def step_header(
-    record: StepRecord, texts: TokenTexts, *, token_ids: Sequence[int] | None = None, **values: Any
+    record: StepRecord, texts: TokenTexts, *, token_ids: Collection[int] | None = None, **values: Any
 ) -> DumpHeader:
     """The header of a file.
 
@@ -254,7 +252,7 @@ def step_header(
         **values: the header's other values.
     """
     signal = record.signal
-    known = texts.special_tokens if token_ids is None else {int(token) for token in token_ids}
+    known = texts.special_tokens if token_ids is None else token_ids
     return DumpHeader(
         method=signal.name,
         options=signal.as_dict(),

@@ -16,10 +16,10 @@ from typing import Protocol
 
 import torch
 
-from grail_advantage.batch import ENTROPY, OLD_LOG_PROBS, PassRow, RolloutBatch, within_range
+from grail_advantage.batch import PassRow, RolloutBatch, within_range
 from grail_advantage.metrics import weight_metrics
 from grail_advantage.model.interface import RowScores
-from grail_advantage.record import Rollouts, StepRecord
+from grail_advantage.record import DUMPED, Rollouts, StepRecord
 from grail_advantage.signals.base import RowSelection, Signal
 from grail_advantage.weighting import batch_weights, put_row, scores_of
 
@@ -61,7 +61,7 @@ def weigh(host: Host, signal: Signal, step: int = 0) -> StepRecord:
     batch = rollouts.batch(signal, host.mean, step)
     selection = signal.select(batch)
     selected = selection.selected_B.nonzero().flatten().tolist()
-    names = [name for name in (OLD_LOG_PROBS, ENTROPY) if name in signal.reads]
+    names = [name for name in DUMPED if name in signal.reads]
     if names:
         batch = replace(batch, columns_BT=host.columns(names, selected))
     of_pass_BT, norms = None, torch.zeros(0)

@@ -231,19 +231,8 @@ class Rollouts:
     def part(self, rows: Sequence[int]) -> Rollouts:
         """Some responses alone, in this order, copied to the CPU and without the tokenizer."""
         width = max((len(self.responses[row]) for row in rows), default=0)
-
-        def some(values: Any) -> Any:
-            if isinstance(values, torch.Tensor):
-                return _of_rows(values, rows, width)
-            if isinstance(values, Mapping):
-                return {name: some(of_name) for name, of_name in values.items()}
-            if values is None:
-                return None
-            chosen = [values[row] for row in rows]
-            return [value.to("cpu", copy=True) if isinstance(value, torch.Tensor) else value for value in chosen]
-
-        parts = {name: some(values) for name, values in vars(self).items() if name not in ("tokenizer", "answer")}
-        return replace(self, tokenizer=None, **parts)
+        names = vars(self).keys() - {"tokenizer", "answer"}
+        return replace(self, tokenizer=None, **{name: _of_rows(getattr(self, name), rows, width) for name in names})
 
 
 def joined(parts: Sequence[Rollouts]) -> Rollouts:
@@ -293,15 +282,12 @@ class StepRecord:
         """Some responses alone, in this order, copied to the CPU; for another thread or process."""
         rollouts = self.rollouts.part(rows)
         width = rollouts.mask_BT.shape[1]
+        names = ("scores_BT", "weights_BT", "advantages_BT", "non_finite_B", "no_scores")
         return replace(
             self,
             rollouts=rollouts,
-            selection=self.selection.part(list(rows)),
-            scores_BT=_of_rows(self.scores_BT, rows, width),
-            weights_BT=_of_rows(self.weights_BT, rows, width),
-            advantages_BT=_of_rows(self.advantages_BT, rows, width),
-            non_finite_B=_of_rows(self.non_finite_B, rows, width),
-            no_scores=[self.no_scores[row] for row in rows],
+            selection=RowSelection(**_of_rows(vars(self.selection), rows, width)),
+            **{name: _of_rows(getattr(self, name), rows, width) for name in names},
         )
 
     def table(self, texts: TokenTexts, others: Mapping[str, StepRecord] | None = None) -> pa.Table:
@@ -392,10 +378,20 @@ class StepRecord:
         return *(values_BT[row, :length].cpu().numpy() for values_BT in values), self.no_scores[row]
 
 
-def _of_rows(values: torch.Tensor, rows: Sequence[int], width: int) -> torch.Tensor:
-    """Some rows of a tensor (B,), or (B, T) up to a width, copied to the CPU."""
-    chosen = values[list(rows)] if values.ndim == 1 else values[list(rows), :width]
-    return chosen.detach().to("cpu", copy=True)
+def _of_rows(values: Any, rows: Sequence[int], width: int) -> Any:
+    """Some rows of a part of a record, tensors copied to the CPU: of a tensor (B,), or (B, T) up to a width; of a list; of each
+    entry of a mapping. ``None`` stays."""
+    if isinstance(values, torch.Tensor):
+        chosen = values[list(rows)] if values.ndim == 1 else values[list(rows), :width]
+        return chosen.detach().to("cpu", copy=True)
+    if isinstance(values, Mapping):
+        return {name: _of_rows(of_name, rows, width) for name, of_name in values.items()}
+    if values is None:
+        return None
+    return [
+        value.to("cpu", copy=True) if isinstance(value, torch.Tensor) else value
+        for value in map(values.__getitem__, rows)
+    ]
 
 
 def _padded(tokens: Sequence[torch.Tensor], like_BT: torch.Tensor) -> torch.Tensor:

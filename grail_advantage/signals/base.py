@@ -93,10 +93,6 @@ class RowSelection:
     selected_B: torch.Tensor
     """The response needs scores."""
 
-    def part(self, rows: slice | list[int]) -> RowSelection:
-        """These responses alone."""
-        return RowSelection(self.answered_B[rows], self.inside_gate_B[rows], self.selected_B[rows])
-
 
 @dataclass(frozen=True)
 class AnswerWeights:

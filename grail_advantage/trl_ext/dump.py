@@ -177,7 +177,8 @@ class GenerationDump(TrainerCallback):
             self.receipt.begin(output, advantages_BT, chosen, step, self._update)
         own: list[StepRecord] = []
         with self._dump.writer.attempt():
-            rows = [row for row, place in enumerate(record.rollouts.places) if place in set(chosen)]
+            written = set(chosen)
+            rows = [row for row, place in enumerate(record.rollouts.places) if place in written]
             own = [self._complete(record.part(rows), step)] if rows else []
         parts = gather_object(own)
         if accelerator.is_main_process:
