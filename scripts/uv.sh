@@ -1,57 +1,43 @@
 # shellcheck shell=bash
 #
-# Shared by scripts/setup_cpu.sh and scripts/setup_gpu.sh: uv, with the indexes of pip's configuration.
+# Shared by scripts/setup_cpu.sh and scripts/setup_gpu.sh: two calls take turns; uv, with the index of pip's configuration.
+
+say() {
+    echo "$(basename "$0" .sh): $*" >&2
+}
+
+stop() {
+    say "$*"
+    exit 1
+}
 
 python_version() { # INTERPRETER -> 3.11; nothing if it does not run
     "$1" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null || true
 }
 
-take_turns() { # SCRIPT, which is what is locked, so that no lock file is left
-    exec 9<"$1"
-    if ! flock --nonblock 9; then
-        say "waiting for another call to finish"
-        flock 9
+find_uv() { # INTERPRETER REQUIREMENTS -> sets uv: the machine's, or else the one of the requirements, which pip downloads
+    local of_pip pair name value
+    scratch=$(mktemp -d)
+    trap 'rm -rf "$scratch"' EXIT
+    uv=uv
+    if ! uv --version &>/dev/null; then
+        uv=$scratch/bin/uv
+        { "$1" -m venv "$scratch" && "$scratch/bin/pip" --quiet install --no-deps --require-hashes -r \
+            <(sed -n '/^uv==/,/[^\\]$/p' "$2"); } || stop "$1 cannot make an environment with uv in it; install uv"
     fi
-}
-
-find_uv() { # SCRATCH INTERPRETER REQUIREMENTS -> sets uv: of .venv, the machine's, or the pinned one, which pip downloads
-    uv=$1/uv
-    if .venv/bin/uv --version >/dev/null 2>&1; then
-        cp .venv/bin/uv "$uv" # .venv may be made anew
-        return
-    elif uv --version >/dev/null 2>&1; then
-        uv=uv
-        return
-    fi
-    if ! "$2" -m venv "$1/venv"; then
-        say "$2 cannot make an environment; install uv, or on Debian and Ubuntu the package python3-venv"
-        exit 1
-    fi
-    if ! "$1/venv/bin/pip" -q install --no-deps --require-hashes -r <(sed -n '/^uv==/,/[^\\]$/p' "$3"); then
-        say "pip cannot get uv; install it, or look at pip's indexes (pip config list). With pip alone: ${3%.txt}.in says how"
-        exit 1
-    fi
-    uv=$1/venv/bin/uv
-}
-
-configure_uv() { # INTERPRETERS: the first one's pip's configuration becomes uv's variables; one that is set already stays
-    local python of_pip pair name setting section value
-    for python in "$@" python3; do
-        ! of_pip=$("$python" -m pip config list 2>/dev/null) || break
-    done
-    for pair in UV_DEFAULT_INDEX=index-url UV_INDEX=extra-index-url UV_FIND_LINKS=find-links UV_NO_INDEX=no-index \
-        SSL_CERT_FILE=cert UV_INSECURE_HOST=trusted-host; do
+    # uv reads no configuration of pip's. A variable of uv's that is set already stays. pip's further indexes are not asked: uv takes
+    # a package from the first index that knows its name.
+    of_pip=$(for python in "$1" "$scratch/bin/python" python3; do "$python" -m pip config list 2>/dev/null && break; done || true)
+    for pair in UV_DEFAULT_INDEX=index-url UV_FIND_LINKS=find-links UV_NO_INDEX=no-index UV_INSECURE_HOST=trusted-host \
+        SSL_CERT_FILE=cert; do
         name=${pair%=*}
-        setting=${pair#*=}
-        for section in :env: install global; do # as pip does, the first that has it
-            value=$(sed -n "s/^$section\.$setting='\(.*\)'\$/\1/p" <<<"$of_pip")
-            [[ -z $value ]] || break
-        done
-        value=$(xargs <<<"${value//\\n/ }") # a list of several lines is printed with \n in it
+        # pip's variable before its file; a list of several lines is printed with \n in it
+        value=$(LC_ALL=C sort <<<"$of_pip" | sed -n "s/^.*\.${pair#*=}='\(.*\)'\$/\1/p" | head -n 1 | sed 's/\\n/ /g' | xargs)
         [[ $name != UV_FIND_LINKS ]] || value=${value// /,}
         [[ -z $value || -n ${!name:-} ]] || export "$name=$value"
     done
-    [[ -z ${UV_NO_INDEX:-} ]] || unset UV_DEFAULT_INDEX UV_INDEX # uv would ask them all the same
-    # As pip does: the best version of all indexes, not the first index that knows the name.
-    export UV_INDEX_STRATEGY=${UV_INDEX_STRATEGY:-unsafe-best-match} UV_HTTP_TIMEOUT=${UV_HTTP_TIMEOUT:-180}
+    export UV_HTTP_TIMEOUT=${UV_HTTP_TIMEOUT:-180}
 }
+
+exec 9<"scripts/$(basename "$0")" # locked itself, so that no lock file is left
+flock --nonblock 9 || { say "waiting for another call to finish" && flock 9; }
