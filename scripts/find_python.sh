@@ -1,4 +1,4 @@
-# shellcheck shell=bash
+# shellcheck shell=bash disable=SC2034
 #
 # Shared by scripts/evaluate.sh and scripts/prepare_data.sh: which interpreter to use.
 

@@ -31,7 +31,8 @@ is_kept() { # whole once, and of the wanted Python
 }
 
 install() { # ARGUMENTS of uv pip install
-    "$uv" pip install --quiet --python "$venv/bin/python" --compile-bytecode --no-deps --build-constraints requirements-cpu.txt "$@"
+    "$uv" pip install --quiet --python "$venv/bin/python" --compile-bytecode --no-deps ${UV_NO_INDEX:+--no-index} \
+        --build-constraints requirements-cpu.txt "$@"
 }
 
 # A package that somebody added, replaced or removed makes its folder newer than the stamp.

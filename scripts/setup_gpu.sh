@@ -54,7 +54,7 @@ check_machine() {
 }
 
 install() { # ARGUMENTS of uv pip install
-    "$uv" pip install --quiet --python "$python" --no-deps --build-constraints requirements.txt "$@"
+    "$uv" pip install --quiet --python "$python" --no-deps ${UV_NO_INDEX:+--no-index} --build-constraints requirements.txt "$@"
 }
 
 has_flash_attn() { # this version, and it loads

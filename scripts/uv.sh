@@ -1,4 +1,4 @@
-# shellcheck shell=bash
+# shellcheck shell=bash disable=SC2034
 #
 # Shared by scripts/setup_cpu.sh and scripts/setup_gpu.sh: two calls take turns; uv, with the index of pip's configuration.
 
@@ -25,8 +25,8 @@ find_uv() { # INTERPRETER REQUIREMENTS -> sets uv: the machine's, or else the on
         { "$1" -m venv "$scratch" && "$scratch/bin/pip" --quiet install --no-deps --require-hashes -r \
             <(sed -n '/^uv==/,/[^\\]$/p' "$2"); } || stop "$1 cannot make an environment with uv in it; install uv"
     fi
-    # uv reads no configuration of pip's. A variable of uv's that is set already stays. pip's further indexes are not asked: uv takes
-    # a package from the first index that knows its name.
+    # uv reads no configuration of pip's. A variable that is set already stays. pip's further indexes are not asked: uv takes a package
+    # from the first index that knows its name. UV_NO_INDEX is the callers' own, for uv's option of that name.
     of_pip=$(for python in "$1" "$scratch/bin/python" python3; do "$python" -m pip config list 2>/dev/null && break; done || true)
     for pair in UV_DEFAULT_INDEX=index-url UV_FIND_LINKS=find-links UV_NO_INDEX=no-index UV_INSECURE_HOST=trusted-host \
         SSL_CERT_FILE=cert; do
