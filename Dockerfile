@@ -7,15 +7,15 @@
 #       -e HF_HOME=/hf -v "$HOME/.cache/huggingface:/hf" \
 #       grail bash examples/run_qwen3_grail.sh
 #
-# The user is ubuntu, 1000:1000, and not root: mounted folders must be writable for it (chown 1000:1000 FOLDER). As another user, with
-# --user "$(id -u):$(id -g)" -e HOME=/tmp, the image runs as well, but nothing can be installed into it.
+# The user is ubuntu, 1000:1000, and not root: mounted folders must be writable for it (chown 1000:1000 FOLDER). As another
+# user, with --user "$(id -u):$(id -g)" -e HOME=/tmp, the image runs as well, but nothing can be installed into it.
 #
-# With InfiniBand also --device=/dev/infiniband --cap-add=IPC_LOCK (docs/multi_node.md). Keys are handed over when it runs, as in
-# -e WANDB_API_KEY, and are in no layer.
+# With InfiniBand also --device=/dev/infiniband --cap-add=IPC_LOCK (docs/multi_node.md). Keys are handed over when it runs, as
+# in -e WANDB_API_KEY, and are in no layer.
 #
 # CUDA 13.0 is what torch 2.11.0 on PyPI is built for; "devel" for nvcc, with which flash-attn is compiled where verl's wheel
-# cannot be had. Without Docker, the same packages of the distribution and scripts/setup_gpu.sh in a virtual environment give the
-# same.
+# cannot be had. Without Docker, the same packages of the distribution and scripts/setup_gpu.sh in a virtual environment give
+# the same.
 FROM nvidia/cuda:13.0.1-devel-ubuntu24.04
 
 # libibverbs1, its providers (the network cards' own parts) and librdmacm1 are what NCCL loads for InfiniBand and RoCE, and
@@ -25,7 +25,8 @@ RUN apt-get update \
         build-essential ca-certificates git python3.12 python3.12-dev python3.12-venv \
         ibverbs-providers ibverbs-utils libibverbs1 libnuma1 librdmacm1 numactl \
     && rm -rf /var/lib/apt/lists/* \
-    && install --directory --owner=ubuntu --group=ubuntu /opt/venv /workspace/grail /workspace/grail/data /workspace/grail/outputs
+    && install --directory --owner=ubuntu --group=ubuntu /opt/venv \
+        /workspace/grail /workspace/grail/data /workspace/grail/outputs
 
 USER ubuntu
 RUN python3.12 -m venv /opt/venv

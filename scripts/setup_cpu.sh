@@ -3,10 +3,10 @@
 # Knobs: PYTHON (the interpreter to build it with, 3.11 or 3.12; otherwise one that uv finds, or else downloads),
 #        TORCH_CPU_INDEX (where torch's CPU build comes from when pip's index and find-links have none: PyTorch's own index)
 #
-# uv installs requirements-cpu.txt and, into a folder of its own, requirements-trl.txt, both with hashes; the distribution "vllm" of
-# scripts/vllm_cpu_metadata; and this project in editable form: about 4 GB and one to three minutes. torch's CPU build is the
-# exception without a hash, because every index has a build of its own. When nothing has changed, this returns at once. It may be
-# interrupted and called again; two calls take turns.
+# uv installs requirements-cpu.txt and, into a folder of its own, requirements-trl.txt, both with hashes; the distribution
+# "vllm" of scripts/vllm_cpu_metadata; and this project in editable form: about 4 GB and one to three minutes. torch's CPU build
+# is the exception without a hash, because every index has a build of its own. When all of it is there and nothing that it
+# depends on has changed, this returns at once. It may be interrupted and called again; two calls take turns.
 
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -14,10 +14,10 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/uv.sh
 
 venv=$PWD/.venv
-stamp=$venv/.setup_cpu.stamp # the digest of what the environment was made from, once it is whole
+stamp=$venv/.setup_cpu.stamp # once the environment is whole: the digest of what it was made from, and its packages
 # The project's path counts because the editable install names it.
-digest=$({ echo "$PWD" && cat pyproject.toml requirements-{cpu,trl}.txt scripts/{setup_cpu.sh,vllm_cpu_metadata/pyproject.toml}; } |
-    sha256sum)
+inputs=(pyproject.toml requirements-cpu.txt requirements-trl.txt scripts/setup_cpu.sh scripts/vllm_cpu_metadata/pyproject.toml)
+digest=$({ echo "$PWD" && cat "${inputs[@]}"; } | sha256sum)
 wanted='3.1[12]'
 if [[ -n ${PYTHON:-} ]]; then
     wanted=$(python_version "$PYTHON")
@@ -35,8 +35,7 @@ install() { # ARGUMENTS of uv pip install
         --build-constraints requirements-cpu.txt "$@"
 }
 
-# A package that somebody added, replaced or removed makes its folder newer than the stamp.
-if is_kept && [[ $(<"$stamp") == "$digest" && -z $(find "$venv"/lib/python3*/site-packages "$venv/trl" -maxdepth 0 -newer "$stamp") ]]; then
+if is_kept && [[ $(head -n 1 "$stamp") == "$digest" ]] && (cd "$venv" && tail -n +2 "$stamp" | xargs ls -d &>/dev/null); then
     exit 0
 fi
 
@@ -60,5 +59,6 @@ install --editable .
 echo "$PWD" >"$(echo "$venv"/lib/python3*/site-packages)/clone_of_grail_advantage.pth"
 
 "$venv/bin/python" -c 'import torch, grail_advantage; assert torch.version.cuda is None, "torch is a CUDA build"'
-echo "$digest" >"$stamp"
 say "ready after $SECONDS s: $venv"
+cd "$venv"
+{ echo "$digest" && ls -d lib/python3*/site-packages/*.dist-info trl/*.dist-info; } >"$stamp"

@@ -2,15 +2,16 @@
 # GRAIL | everything that training needs, into the environment of PYTHON | Linux x86_64 with NVIDIA GPUs
 #
 # Knobs: PYTHON (python3: an interpreter of a virtual environment), FLASH_ATTN (auto: verl's wheel, or compiled where verl has
-#        none; build: compiled; none: left out, docs/gpu.md), FLASH_ATTN_INDEX (where verl publishes its wheels), MAX_JOBS (compilers
-#        at once; otherwise flash-attn decides by memory and cores), FLASH_ATTN_CUDA_ARCHS (targets to compile for, as in "80;90";
-#        otherwise the GPUs that are there), ANY_MACHINE (1: go on although the machine lacks something, as for an image)
+#        none; build: compiled; none: left out, docs/gpu.md), FLASH_ATTN_INDEX (where verl publishes its wheels), MAX_JOBS
+#        (compilers at once; otherwise flash-attn decides by memory and cores), FLASH_ATTN_CUDA_ARCHS (targets to compile for,
+#        as in "80;90"; otherwise the GPUs that are there), ANY_MACHINE (1: go on although the machine lacks something, as for
+#        an image)
 #
 #   bash scripts/setup_gpu.sh                        # requirements.txt, flash-attn and this project in editable form
 #   bash scripts/setup_gpu.sh --requirements-only    # requirements.txt and flash-attn
 #
-# uv installs requirements.txt with its hashes. flash-attn is the exception: its wheel has to fit the torch that is there, PyPI has
-# none, and verl's indexes give no hashes to pin. It may be interrupted and called again; two calls take turns.
+# uv installs requirements.txt with its hashes. flash-attn is the exception: its wheel has to fit the torch that is there, PyPI
+# has none, and verl's indexes give no hashes to pin. It may be interrupted and called again; two calls take turns.
 
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -37,15 +38,17 @@ check_machine() {
     local driver folder
     driver=$(of_gpus driver_version | head -n 1)
     if [[ -z $driver ]]; then
-        refuse "nvidia-smi shows no GPU; take a machine with GPUs (Slurm: --gpus-per-node=8, containers: --gpus all) or, without" \
-            "GPUs, scripts/setup_cpu.sh"
+        refuse "nvidia-smi shows no GPU; take a machine with GPUs (Slurm: --gpus-per-node=8, containers: --gpus all), or" \
+            "scripts/setup_cpu.sh without GPUs"
     elif ((${driver%%.*} < 580)); then
-        refuse "the NVIDIA driver is $driver, and CUDA 13.0 needs 580 or newer; install a newer one (data-centre GPUs: cuda-compat-13-0)"
+        refuse "the NVIDIA driver is $driver, and CUDA 13.0 needs 580 or newer; install a newer one (data-centre GPUs:" \
+            "cuda-compat-13-0)"
     fi
     # Triton, which torch.compile and vLLM use, compiles its launchers on the first step.
     "$python" -c 'import os, sysconfig; assert os.path.exists(sysconfig.get_path("include") + "/Python.h")' 2>/dev/null &&
-        command -v "${CC:-gcc}" >/dev/null || refuse "Python.h or a C compiler is missing, and Triton needs both when training" \
-        "starts; install python3-dev and build-essential (Debian and Ubuntu)"
+        command -v "${CC:-gcc}" >/dev/null ||
+        refuse "Python.h or a C compiler is missing, and Triton needs both when training starts; install python3-dev and" \
+            "build-essential (Debian and Ubuntu)"
     for folder in "$("$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" "$("$uv" cache dir)"; do
         mkdir -p "$folder"
         (($(df --output=avail --block-size=1GB "$folder" | tail -n 1) >= 13)) ||
@@ -75,15 +78,15 @@ install_flash_attn() {
         done
     fi
     say "compiling $flash_attn"
-    # Forced, because its set-up would otherwise download a wheel for another CUDA. Without a cache, because uv keeps what it built
-    # under the version alone, whatever torch it was built against. 8.6 and 8.9 run what is compiled for 8.0.
+    # Forced, because its set-up would otherwise download a wheel for another CUDA. Without a cache, because uv keeps what it
+    # built under the version alone, whatever torch it was built against. 8.6 and 8.9 run what is compiled for 8.0.
     export FLASH_ATTENTION_FORCE_BUILD=TRUE
     export FLASH_ATTN_CUDA_ARCHS=${FLASH_ATTN_CUDA_ARCHS:-$(of_gpus compute_cap | sed 's/\..*/0/' | sort -un | paste -s -d ';')}
     [[ -n $FLASH_ATTN_CUDA_ARCHS ]] || unset FLASH_ATTN_CUDA_ARCHS
     install --no-build-isolation --no-cache --reinstall-package flash-attn --no-binary flash-attn --require-hashes \
         -r <(echo "$flash_attn --hash=$flash_attn_hash") && has_flash_attn ||
-        stop "flash-attn has no wheel for this machine and cannot be compiled: that needs the CUDA 13.0 toolkit (CUDA_HOME; the" \
-            "Dockerfile has it). FLASH_ATTN_INDEX names an index with a wheel, FLASH_ATTN=none leaves it out (docs/gpu.md)"
+        stop "flash-attn has no wheel for this machine and cannot be compiled: that needs the CUDA 13.0 toolkit (CUDA_HOME;" \
+            "the Dockerfile has it). FLASH_ATTN_INDEX names an index with a wheel, FLASH_ATTN=none leaves it out (docs/gpu.md)"
 }
 
 [[ $# -le 1 && ${1:---requirements-only} == --requirements-only ]] ||
