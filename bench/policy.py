@@ -22,10 +22,10 @@ from bench.exact import corrected, first_wrong, token_advantages
 from bench.task import MAX_RESPONSE_TOKENS, BenchProblem, read_tokens, solve, task_errors, task_problems, task_tokenizer
 from grail_advantage.batch import Example
 from grail_advantage.token_weights import response_statistics
-from recipe.tiny.model import build_model
-from recipe.tiny.sampling import prompt_ids
-from recipe.tiny.task import boxed_answer
-from recipe.tiny.warm_up import WarmUpSettings, warm_up
+from verl_cpu.tiny.model import build_model
+from verl_cpu.tiny.sampling import prompt_ids
+from verl_cpu.tiny.task import boxed_answer
+from verl_cpu.tiny.warm_up import WarmUpSettings, warm_up
 
 TRAIN_SIZE, HELD_OUT_SIZE = 2048, 256
 ROLLOUTS = 8

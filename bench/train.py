@@ -39,7 +39,7 @@ from bench.task import MAX_RESPONSE_TOKENS, TASKS, BenchProblem, task_problems, 
 from bench.work import PACKAGES, Row, read_rows, write_rows
 from grail_advantage.dump.whole_file import write_whole
 from recipe.hashing import digest
-from recipe.tiny.sampling import prompt_ids
+from verl_cpu.tiny.sampling import prompt_ids
 
 SHUFFLED = " shuffled"
 TUNING_SEED = 2001

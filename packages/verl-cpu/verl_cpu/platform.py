@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from verl.plugin.platform import PlatformBase, PlatformRegistry
 
-from grail_advantage.verl_cpu import device_module
+from verl_cpu import device_module
 
 
 class CpuPlatform(PlatformBase):

@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 
 def load_replica() -> type[RolloutReplica]:
     """Return the replica class; imports vLLM."""
-    from grail_advantage.verl_cpu.vllm_server import CpuVLLMReplica
+    from verl_cpu.vllm_server import CpuVLLMReplica
 
     return CpuVLLMReplica
 
 
 def register() -> None:
-    """Make ``rollout.name=vllm`` select :class:`~grail_advantage.verl_cpu.vllm_server.CpuVLLMReplica`."""
+    """Make ``rollout.name=vllm`` select :class:`~verl_cpu.vllm_server.CpuVLLMReplica`."""
     RolloutReplicaRegistry.register("vllm", load_replica)

@@ -6,7 +6,7 @@ from typing import Any
 
 from verl.workers.rollout.vllm_rollout import ServerAdapter
 
-from grail_advantage.verl_cpu.patches import cluster_job_id, ray_job_id
+from verl_cpu.patches import cluster_job_id, ray_job_id
 
 
 class CpuServerAdapter(ServerAdapter):

@@ -8,7 +8,7 @@ from typing import Any
 import ray
 from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer, vLLMReplica
 
-from grail_advantage.verl_cpu.patches import cluster_job_id
+from verl_cpu.patches import cluster_job_id
 
 
 class CpuVLLMHttpServer(vLLMHttpServer):
@@ -19,7 +19,7 @@ class CpuVLLMHttpServer(vLLMHttpServer):
         os.environ["VERL_RAY_JOB_ID"] = cluster_job_id()  # read by vLLM's worker, a child of this process
 
     def _get_worker_extension_cls(self) -> str:
-        return "grail_advantage.verl_cpu.vllm_worker.CpuWorkerExtension"
+        return "verl_cpu.vllm_worker.CpuWorkerExtension"
 
 
 class CpuVLLMReplica(vLLMReplica):

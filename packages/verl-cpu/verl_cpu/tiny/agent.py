@@ -1,4 +1,4 @@
-"""An agent task for the tiny model: the worked arithmetic of :mod:`recipe.tiny.task`, a step a turn, with a tool that checks.
+"""An agent task for the tiny model: the worked arithmetic of :mod:`verl_cpu.tiny.task`, a step a turn, with a tool that checks.
 
 The prompt is a chain such as ``7+5-3``. In each turn the model writes the next step as a call of the tool ``check``, or ends
 the conversation with a boxed answer:
@@ -22,7 +22,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from recipe.tiny.task import MAX_VALUE, Problem, boxed_answer
+from verl_cpu.tiny.task import MAX_VALUE, Problem, boxed_answer
 
 RIGHT, WRONG, ANSWER = 1.0, -1.0, 1.0
 MAX_TURNS = 8

@@ -1,4 +1,4 @@
-"""The tool ``check`` of :mod:`recipe.tiny.agent` as verl's tool agent loop calls it; ``agent_tools.yaml`` names it."""
+"""The tool ``check`` of :mod:`verl_cpu.tiny.agent` as verl's tool agent loop calls it; ``agent_tools.yaml`` names it."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 from verl.tools.base_tool import BaseTool
 from verl.tools.schemas import ToolResponse
 
-from recipe.tiny.agent import check
-from recipe.tiny.task import Problem
+from verl_cpu.tiny.agent import check
+from verl_cpu.tiny.task import Problem
 
 
 class CheckTool(BaseTool):

@@ -1,9 +1,9 @@
-"""The SFT-initialised model of the agent task, which comes with the repository in bfloat16.
+"""The SFT-initialised model of the agent task, which comes with this package in bfloat16.
 
-    python -m recipe.tiny.agent_warm_up
+    python -m verl_cpu.tiny.agent_warm_up
 
 makes it anew and writes it into this package: the tiny model that was warmed up on worked arithmetic, with a few tokens more,
-trained on conversations with mistakes (:func:`recipe.tiny.agent.demonstrate`). It then *can* do the task and seldom does it
+trained on conversations with mistakes (:func:`verl_cpu.tiny.agent.demonstrate`). It then *can* do the task and seldom does it
 without a mistake, so that reinforcement learning has something to gain.
 
 Qwen's template names its tools in a system message; here it does not, because the model knows the one there is. The fixed text
@@ -12,25 +12,23 @@ of a call is one token at each end, so that nearly all tokens that the model wri
 
 from __future__ import annotations
 
-import hashlib
-import json
 import random
 import sys
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
-import transformers
 from tokenizers import AddedToken
-from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
-from recipe.tiny.agent import MAX_TURNS, call_text, called_step, check, demonstrate, turn_rewards
-from recipe.tiny.model import TURN_END, TURN_START, build_model, build_tokenizer
-from recipe.tiny.sampling import prompt_ids, sample
-from recipe.tiny.shipped import RECORD, WEIGHTS, load_shipped
-from recipe.tiny.task import Problem, boxed_answer, problems
+from verl_cpu.tiny.agent import MAX_TURNS, call_text, called_step, check, demonstrate, turn_rewards
+from verl_cpu.tiny.model import TURN_END, TURN_START, build_model, build_tokenizer
+from verl_cpu.tiny.sampling import prompt_ids, sample
+from verl_cpu.tiny.sft import Row, fine_tune, labelled
+from verl_cpu.tiny.shipped import load_shipped, ship
+from verl_cpu.tiny.task import Problem, boxed_answer, problems
 
 FOLDER = Path(__file__).parent / "warmed_up_agent"
 CALL_START, CALL_END = call_text("|").split("|")
@@ -45,7 +43,6 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 MAX_TURN_TOKENS = 16
-_IGNORED = -100
 
 
 @dataclass(frozen=True)
@@ -139,21 +136,12 @@ def make(folder: Path = FOLDER) -> None:
     model, started = _wider_model(tokenizer, settings.seed), time.monotonic()
     loss = _train(model, tokenizer, train, settings)
     seconds = round(time.monotonic() - started, 1)
-    model.to(torch.bfloat16).save_pretrained(folder)
-    rounded = model.float().eval()
-    record = {
-        "command": "python -m recipe.tiny.agent_warm_up",
-        "settings": asdict(settings),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "loss": loss,
-        "seconds": seconds,
-        "greedy": measure(rounded, tokenizer, held_out, temperature=0.0),
-        "sampled": measure(rounded, tokenizer, held_out, seed=settings.seed),
-        "sha256": hashlib.sha256((folder / WEIGHTS).read_bytes()).hexdigest(),
-    }
-    (folder / RECORD).write_text(json.dumps(record, indent=2) + "\n")
-    print(json.dumps(record, indent=2))
+
+    def measured(rounded: PreTrainedModel) -> dict[str, Any]:
+        greedy = measure(rounded, tokenizer, held_out, temperature=0.0)
+        return {"greedy": greedy, "sampled": measure(rounded, tokenizer, held_out, seed=settings.seed)}
+
+    ship(model, folder, "verl_cpu.tiny.agent_warm_up", settings, measured, loss=loss, seconds=seconds)
 
 
 def _wider_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> PreTrainedModel:
@@ -172,33 +160,24 @@ def _train(
 ) -> float:
     """Train in place on all tokens after the prompt; also the tool's, from which it learns the sums. Returns the last loss."""
     rng = random.Random(settings.seed)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=settings.learning_rate, betas=(0.9, 0.98), weight_decay=0.01)
     rates = {"error_rate": settings.error_rate, "stop_rate": settings.stop_rate, "extra_rate": settings.extra_rate}
-    model.train()
-    for step in range(1, settings.steps + 1):
-        for group in optimizer.param_groups:
-            group["lr"] = settings.learning_rate * min(1.0, step / 20) * (1.1 - step / settings.steps)
-        rows = []
-        for problem in rng.choices(train, k=settings.batch_size):
-            prompt = prompt_ids(tokenizer, problem)
-            rest: list[int] = []
-            for turn, reply in demonstrate(problem, rng, **rates):
-                rest += [*tokenizer.encode(turn, add_special_tokens=False), tokenizer.eos_token_id]
-                rest += [] if reply is None else reply_ids(tokenizer, reply)
-            rows.append((prompt + rest, [_IGNORED] * len(prompt) + rest))
-        longest = max(len(ids) for ids, _ in rows)
-        # Right padding needs no attention mask: a causal model's real tokens never look at it.
-        ids_BL = torch.tensor([ids + [tokenizer.pad_token_id] * (longest - len(ids)) for ids, _ in rows])
-        labels_BL = torch.tensor([labels + [_IGNORED] * (longest - len(labels)) for _, labels in rows])
-        logits_BLV = model(input_ids=ids_BL).logits[:, :-1]
-        loss = F.cross_entropy(logits_BLV.flatten(0, 1), labels_BL[:, 1:].flatten(), ignore_index=_IGNORED)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+
+    def shown(problem: Problem) -> Row:
+        rest: list[int] = []
+        for turn, reply in demonstrate(problem, rng, **rates):
+            rest += [*tokenizer.encode(turn, add_special_tokens=False), tokenizer.eos_token_id]
+            rest += [] if reply is None else reply_ids(tokenizer, reply)
+        return labelled(prompt_ids(tokenizer, problem), rest)
+
+    def learning_rate(step: int) -> float:
+        return settings.learning_rate * min(1.0, step / 20) * (1.1 - step / settings.steps)
+
+    chosen = (rng.choices(train, k=settings.batch_size) for _ in range(settings.steps))
+    batches = ([shown(problem) for problem in problems] for problems in chosen)
+    for step, loss in fine_tune(model, tokenizer, batches, learning_rate):
         if step % 20 == 0:
-            print(f"warm-up step {step}/{settings.steps}  loss {loss.item():.4f}", flush=True)
-    return loss.item()
+            print(f"warm-up step {step}/{settings.steps}  loss {loss:.4f}", flush=True)
+    return loss
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
 """Make the input of a small training run: model, tokenizer, ``train.parquet`` and ``validation.parquet``.
 
-    python -m recipe.tiny.prepare --output-dir DIR --seed 0
-    python -m recipe.tiny.prepare --output-dir DIR --seed 0 --warm-up
+    python -m verl_cpu.tiny.prepare --output-dir DIR --seed 0
+    python -m verl_cpu.tiny.prepare --output-dir DIR --seed 0 --warm-up
 
-The first takes the SFT-initialised model that comes with the repository, the second trains a new one. A second call with the
+The first takes the SFT-initialised model that comes with this package, the second trains a new one. A second call with the
 same settings and the same code finds ``DIR/warm_up.json`` and returns at once.
 """
 
@@ -21,19 +21,19 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from recipe.tiny.agent_warm_up import FOLDER as AGENT_FOLDER
-from recipe.tiny.agent_warm_up import load_agent
-from recipe.tiny.model import build_model, build_tokenizer
-from recipe.tiny.shipped import FOLDER, load_shipped, weights_digest
-from recipe.tiny.smollm2 import load_smollm2
-from recipe.tiny.task import Problem, Split, problems
-from recipe.tiny.warm_up import WarmUpSettings, warm_up
+from verl_cpu.tiny.agent_warm_up import FOLDER as AGENT_FOLDER
+from verl_cpu.tiny.agent_warm_up import load_agent
+from verl_cpu.tiny.model import build_model, build_tokenizer
+from verl_cpu.tiny.shipped import FOLDER, load_shipped, weights_digest
+from verl_cpu.tiny.smollm2 import load_smollm2
+from verl_cpu.tiny.task import Problem, Split, problems
+from verl_cpu.tiny.warm_up import WarmUpSettings, warm_up
 
 DATA_SOURCE = "tiny_chain_sum"
 MODEL_FOLDER = "model"
 STAMP = "warm_up.json"
 SHIPPED = {"tiny": (FOLDER, load_shipped), "agent": (AGENT_FOLDER, load_agent)}
-"""Where the models are that come with the repository, and how they are loaded."""
+"""Where the models are that come with this package, and how they are loaded."""
 
 
 @dataclass(frozen=True)
@@ -41,13 +41,13 @@ class PrepareSettings:
     """Settings of a folder; one that was made with equal settings is used again."""
 
     base_model: Literal["tiny", "smollm2", "agent"] = "tiny"
-    """A model of 0.65 M parameters, SmolLM2-135M-Instruct, or the first with a tool (:mod:`recipe.tiny.agent`)."""
+    """A model of 0.65 M parameters, SmolLM2-135M-Instruct, or the first with a tool (:mod:`verl_cpu.tiny.agent`)."""
     seed: int = 0
     """Seed of the problems, and of the initial model where there is a warm-up."""
     train_size: int = 4096
     validation_size: int = 256
     warm_up: WarmUpSettings | None = field(default_factory=WarmUpSettings)
-    """None: the SFT-initialised model that comes with the repository."""
+    """None: the SFT-initialised model that comes with this package."""
 
 
 def prepare(output_dir: Path, settings: PrepareSettings, report: Callable[[str], None] = print) -> bool:
@@ -95,7 +95,7 @@ def default_settings(base_model: str, seed: int, *, anew: bool = False) -> Prepa
         if anew:
             raise ValueError(
                 "--warm-up (WARM_UP=1 of the launch script) is for the tiny model without a tool; leave it out, or make the "
-                "agent's model anew with python -m recipe.tiny.agent_warm_up"
+                "agent's model anew with python -m verl_cpu.tiny.agent_warm_up"
             )
         return PrepareSettings(base_model="agent", seed=seed, validation_size=128, warm_up=None)
     return PrepareSettings(seed=seed, warm_up=WarmUpSettings(seed=seed) if anew else None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from recipe.tiny.task import Problem, boxed_answer
+from verl_cpu.tiny.task import Problem, boxed_answer
 
 # Six steps and a box take at most 57 tokens while the running value stays in the task's range.
 MAX_RESPONSE_TOKENS = 64

