@@ -31,7 +31,7 @@ def verl_table() -> str:
     rows = [
         *_rows((*verl.EVERY_RUN, *verl.REFUSALS), _override),
         *([f"*{setting}*", why] for setting, why in _rows(recipe.REFUSALS, _override)),
-        *([f"CPU: {setting}", why] for setting, why in _rows(recipe.ON_CPU, _override)),
+        *([f"*CPU: {setting}*", why] for setting, why in _rows(recipe.ON_CPU, _override)),
     ]
     return "\n".join(table(["refused, such as", "why"], rows))
 

@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 
 from verl_cpu.tiny.agent import MAX_TURNS, call_text, called_step, check, demonstrate, turn_rewards
 from verl_cpu.tiny.model import TURN_END, TURN_START, build_model, build_tokenizer
-from verl_cpu.tiny.sampling import prompt_ids, sample
+from verl_cpu.tiny.sampling import prompt_ids, sample, uniform
 from verl_cpu.tiny.sft import Row, fine_tune, labelled
 from verl_cpu.tiny.shipped import load_shipped, ship
 from verl_cpu.tiny.task import Problem, boxed_answer, problems
@@ -91,14 +91,14 @@ def play(
     temperature: float = 1.0,
     seed: int = 0,
 ) -> list[list[float]]:
-    """Each problem's rewards by turn, from conversations with transformers' ``generate``. Temperature 0 is greedy."""
+    """Each problem's rewards by turn, from sampled conversations. Temperature 0 is greedy."""
     contexts = [prompt_ids(tokenizer, problem) for problem in chosen]
     rewards: list[list[float]] = [[] for _ in chosen]
     active = list(range(len(chosen)))
     for turn in range(MAX_TURNS):
         prompts = [contexts[row] for row in active]
-        options = {"temperature": temperature, "max_new_tokens": MAX_TURN_TOKENS, "seed": seed + turn}
-        responses = sample(model, tokenizer, prompts, **options)
+        drawn_BT = uniform(seed + turn, len(prompts), MAX_TURN_TOKENS)
+        responses = sample(model, tokenizer, prompts, drawn_BT, temperature)
         going_on = []
         for row, ids in zip(active, responses, strict=True):
             problem, text = chosen[row], tokenizer.decode(ids)
