@@ -74,7 +74,7 @@ def turn_rewards(tool_rewards: Sequence[float], turns: int, answered: bool) -> l
 
 
 def compute_score(
-    data_source: str, solution_str: str, ground_truth: str, extra_info: dict[str, Any] | None = None, **_: Any
+    data_source: str, solution_str: str, ground_truth: str, extra_info: dict[str, Any], **_: Any
 ) -> dict[str, Any]:
     """Reward function for verl's tool agent loop.
 

@@ -117,7 +117,7 @@ def play(
 
 
 def measure(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, chosen: list[Problem], **options: float
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, chosen: list[Problem], **options: Any
 ) -> dict[str, float]:
     """Mean reward of a conversation, share of conversations without a mistake, and mean number of turns."""
     rewards = play(model, tokenizer, chosen, **options)
