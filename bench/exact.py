@@ -21,7 +21,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from bench.task import BOX, END, RESULT, WORD, WORDS, BenchProblem, Errors, TokenReading, apply, read_tokens, solve
-from recipe.tiny.sampling import prompt_ids
+from verl_cpu.tiny.sampling import prompt_ids
 
 TOGETHER = 64
 """Texts of a forward."""

@@ -25,7 +25,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from bench.policy import Label, SampledBatch, assemble
 from bench.task import OTHER, RESULT
 from grail_advantage.batch import Example
-from recipe.tiny.smollm2 import load_smollm2
+from verl_cpu.tiny.smollm2 import load_smollm2
 
 SUFFIX = " Please reason step by step, and put your final answer within \\boxed{}."
 LONGEST = 256

@@ -15,23 +15,21 @@ from typing import Any
 import numpy as np
 import torch
 from torch.nn.utils.rnn import pad_sequence
-from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 from transformers.utils.logging import disable_progress_bar
 
 from bench.exact import corrected, first_wrong, token_advantages
 from bench.task import MAX_RESPONSE_TOKENS, BenchProblem, read_tokens, solve, task_errors, task_problems, task_tokenizer
 from grail_advantage.batch import Example
 from grail_advantage.token_weights import response_statistics
-from recipe.tiny.model import build_model
-from recipe.tiny.sampling import prompt_ids
-from recipe.tiny.task import boxed_answer
-from recipe.tiny.warm_up import WarmUpSettings, warm_up
+from verl_cpu.tiny.model import build_model
+from verl_cpu.tiny.sampling import prompt_ids, sample
+from verl_cpu.tiny.task import boxed_answer
+from verl_cpu.tiny.warm_up import WarmUpSettings, warm_up
 
 TRAIN_SIZE, HELD_OUT_SIZE = 2048, 256
 ROLLOUTS = 8
 """Responses a problem."""
-TOGETHER = 512
-"""Responses that are sampled together."""
 TRAINING, EVALUATION, CONTROL = 1, 2, 3
 """Independent streams of random numbers of a seed."""
 
@@ -107,48 +105,6 @@ def initial_model(task: str, seed: int, steps: int, folder: Path) -> PreTrainedM
                 raise
             shutil.rmtree(beside)  # another process has finished the same model
     return AutoModelForCausalLM.from_pretrained(place, dtype=torch.float32).eval()
-
-
-@torch.no_grad()
-def sample(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerFast,
-    prompts: Sequence[list[int]],
-    uniform_BT: np.ndarray,
-    temperature: float = 1.0,
-) -> list[list[int]]:
-    """One response a prompt: token ids including the end token, if it was reached. A response depends on its prompt, the model
-    and its own random numbers alone: ``uniform_BT``, in [0, 1), one a token up to the length limit T."""
-    if len(prompts) > TOGETHER:
-        first = sample(model, tokenizer, prompts[:TOGETHER], uniform_BT[:TOGETHER], temperature)
-        return first + sample(model, tokenizer, prompts[TOGETHER:], uniform_BT[TOGETHER:], temperature)
-    longest = max(map(len, prompts))
-    tokens_BL = torch.tensor([[tokenizer.pad_token_id] * (longest - len(ids)) + list(ids) for ids in prompts])
-    starts_B1 = torch.tensor([[longest - len(ids)] for ids in prompts])
-    mask_BL = (torch.arange(longest) >= starts_B1).long()
-    positions_BL = (torch.arange(longest) - starts_B1).clamp(min=0)
-    responses: list[list[int]] = [[] for _ in prompts]
-    alive_B, cache = torch.arange(len(prompts)), DynamicCache()
-    for token in range(uniform_BT.shape[1]):
-        logits_BV = model(
-            tokens_BL, attention_mask=mask_BL, position_ids=positions_BL, past_key_values=cache, logits_to_keep=1
-        ).logits[:, -1]
-        running_BV = (logits_BV.double() / temperature).softmax(dim=-1).cumsum(dim=-1)
-        # The sum may end below 1 by rounding; scaled, a token of probability 0 is never drawn at the end.
-        drawn_B1 = torch.from_numpy(uniform_BT[alive_B.numpy(), token])[:, None] * running_BV[:, -1:]
-        next_B = torch.searchsorted(running_BV, drawn_B1, right=True)[:, 0]
-        for row, chosen in zip(alive_B.tolist(), next_B.tolist(), strict=True):
-            responses[row].append(chosen)
-        going = (next_B != tokenizer.eos_token_id).nonzero().flatten()
-        if not len(going):
-            break
-        if len(going) < len(alive_B):
-            alive_B = alive_B[going]
-            cache.batch_select_indices(going)
-        tokens_BL = next_B[going, None]
-        mask_BL = torch.cat([mask_BL[going], torch.ones_like(tokens_BL)], dim=1)
-        positions_BL = positions_BL[going, -1:] + 1
-    return responses
 
 
 def is_correct(tokenizer: PreTrainedTokenizerFast, problem: BenchProblem, response: Sequence[int]) -> bool:

@@ -36,9 +36,9 @@ import numpy as np
 from transformers import PreTrainedTokenizerFast
 
 from grail_advantage.answers.span import token_bytes
-from recipe.tiny.model import WHOLE_WORDS, build_tokenizer
-from recipe.tiny.task import MAX_VALUE, STEP, Problem, Split
-from recipe.tiny.task import problems as chain_problems
+from verl_cpu.tiny.model import WHOLE_WORDS, build_tokenizer
+from verl_cpu.tiny.task import MAX_VALUE, STEP, Problem, Split
+from verl_cpu.tiny.task import problems as chain_problems
 
 TASKS = ("misconceptions", "choices")
 FILLER = ("ok", "so", "then", "now", "hm", "we", "get", "first")

@@ -39,7 +39,7 @@ from bench.task import MAX_RESPONSE_TOKENS, TASKS, BenchProblem, task_problems, 
 from bench.work import PACKAGES, Row, read_rows, write_rows
 from grail_advantage.dump.whole_file import write_whole
 from recipe.hashing import digest
-from recipe.tiny.sampling import prompt_ids
+from verl_cpu.tiny.sampling import prompt_ids, sample
 
 SHUFFLED = " shuffled"
 TUNING_SEED = 2001
@@ -305,7 +305,7 @@ def correct_samples(
     asked = [problem for problem in problems for _ in range(settings.samples)]
     prompts = [prompt_ids(tokenizer, problem) for problem in asked]
     drawn_BT = numbers(seed, policy.EVALUATION, step, (len(asked), MAX_RESPONSE_TOKENS))
-    responses = policy.sample(model, tokenizer, prompts, drawn_BT, settings.temperature)
+    responses = sample(model, tokenizer, prompts, drawn_BT, settings.temperature)
     correct_B = np.array([policy.is_correct(tokenizer, *pair) for pair in zip(asked, responses, strict=True)])
     return correct_B.reshape(-1, settings.samples).sum(axis=1).tolist()
 

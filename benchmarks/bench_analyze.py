@@ -24,9 +24,9 @@ from typing import Any
 
 from benchmarks import measuring
 from benchmarks.gpu_check.smollm2 import problem
-from recipe.tiny.shipped import load_shipped
-from recipe.tiny.smollm2 import load_smollm2
-from recipe.tiny.task import problems, solve
+from verl_cpu.tiny.shipped import load_shipped
+from verl_cpu.tiny.smollm2 import load_smollm2
+from verl_cpu.tiny.task import problems, solve
 
 METHODS = ("grail", "oar_g", "rlsd", "surprisal")
 WAYS = {"one at a time": "1", "together": "4096"}

@@ -8,7 +8,7 @@ TRL has an environment of its own (requirements-trl.txt):
 Every way generates with the same seed. ``small`` is the SFT-initialised model of the CPU example, and trains on what it
 generates; with ``smollm2`` the solutions of GSM8K take the place of what is generated, since this model rarely boxes an
 answer. Rewards are given by plan, so that each way has the named share of responses with a score; SGD with a
-learning rate of 0 updates. FOLDER holds what :func:`recipe.tiny.smollm2.load_smollm2` gives in the other environment.
+learning rate of 0 updates. FOLDER holds what :func:`verl_cpu.tiny.smollm2.load_smollm2` gives in the other environment.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from benchmarks import measuring
 from benchmarks.gpu_check.smollm2 import problem
 from grail_advantage import Grail
 from grail_advantage.trl_ext import TokenWeightGRPOTrainer
-from recipe.tiny.shipped import load_shipped
-from recipe.tiny.task import problems
+from verl_cpu.tiny.shipped import load_shipped
+from verl_cpu.tiny.task import problems
 
 
 @dataclass(frozen=True)

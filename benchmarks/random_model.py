@@ -13,7 +13,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from recipe.tiny.model import CHAT_TEMPLATE, END_OF_TEXT, TURN_END, TURN_START
+from verl_cpu.tiny.model import CHAT_TEMPLATE, END_OF_TEXT, TURN_END, TURN_START
 
 NAMES = (
     "vocab_size",

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.rule import Rule
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # recipe is no part of the installed package
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "packages/verl-cpu"))  # it need not be installed
 
 from grail_advantage.analyze import load_model
 from grail_advantage.answers.tokenizers import load_tokenizer
@@ -97,7 +97,7 @@ def choose_model(model: str | None, device: str | None) -> tuple[str, PreTrained
     if model is not None:
         return model, load_tokenizer(model), load_model(model, device, "auto")
     if why := out_of_reach(MODEL):
-        from recipe.tiny.smollm2 import load_smollm2
+        from verl_cpu.tiny.smollm2 import load_smollm2
 
         try:
             smollm2, tokenizer = load_smollm2()

@@ -1,8 +1,8 @@
 """Rules on settings: one record for what a host refuses, what it warns of, and where it does without a shortcut.
 
 Each host has its tables of rules in a file ``rules.py``: :mod:`grail_advantage.verl_ext.rules`,
-:mod:`grail_advantage.verl_cpu.rules`, :mod:`grail_advantage.trl_ext.rules`, and the recipe's. Every rule carries a setting that
-breaks it, with which one test goes through all of them.
+:mod:`grail_advantage.trl_ext.rules`, and the recipe's. Every rule carries a setting that breaks it, with which one test goes
+through all of them.
 """
 
 from __future__ import annotations

@@ -38,16 +38,16 @@ from verl.trainer.ppo.utils import need_critic, need_reference_policy  # noqa: E
 from verl.utils.config import validate_config  # noqa: E402
 from verl.utils.device import auto_set_device  # noqa: E402
 
-from grail_advantage.rules import refuse  # noqa: E402
 from grail_advantage.verl_ext.entry import prepare_run  # noqa: E402
 from grail_advantage.verl_ext.settings import TRAINER_MODES, TRAINER_MODULE, RunConfig, algorithm_sections  # noqa: E402
-from recipe import cpu_workers, resolvers  # noqa: E402
+from recipe import resolvers  # noqa: E402
 from recipe.checks import FILES, check_machine, files_of, read_by_datasets  # noqa: E402
-from recipe.rules import REFUSALS  # noqa: E402
+from recipe.rules import check_rules  # noqa: E402
 from recipe.run_life import watch  # noqa: E402
 from recipe.run_life.identity import begin_run, check_run, hold  # noqa: E402
 from recipe.run_life.watch import Options, options_of  # noqa: E402
 
+PY_EXECUTABLE = "ray_kwargs.ray_init.runtime_env.py_executable"
 SAMPLER = "ray_kwargs.ray_init.runtime_env.env_vars.VLLM_USE_FLASHINFER_SAMPLER"
 """FlashInfer's sampler is compiled at run time, for which many machines have no nvcc; so the engines go without."""
 
@@ -78,7 +78,7 @@ def prepare(config: DictConfig, *, starts: bool = False) -> RunConfig:
         OmegaConf.update(config, SAMPLER, os.environ.get("VLLM_USE_FLASHINFER_SAMPLER", "0"), force_add=True)
     check_machine(config)
     run = prepare_run(config, of_verl=True)
-    refuse(REFUSALS, run)
+    check_rules(run)
     if life.enabled and starts:
         hold(run)
     if life.enabled:
@@ -97,8 +97,8 @@ def spell_paths(config: DictConfig) -> None:
     worker would start; ``datasets`` reads a file's as a pattern, so that it would not find ``run[1]/train.parquet``, and for
     ``run?/train.parquet`` take ``run1/train.parquet``, too. A pattern that is no file stays one."""
     executable = shlex.quote(sys.executable)
-    if executable != sys.executable and OmegaConf.select(config, cpu_workers.PY_EXECUTABLE) is None:
-        OmegaConf.update(config, cpu_workers.PY_EXECUTABLE, executable, force_add=True)
+    if executable != sys.executable and OmegaConf.select(config, PY_EXECUTABLE) is None:
+        OmegaConf.update(config, PY_EXECUTABLE, executable, force_add=True)
     for option in FILES if read_by_datasets(config) else ():
         files = files_of(config, option)
         paths = [Path(file).expanduser().absolute() for file in files]
@@ -123,7 +123,10 @@ def main(config: DictConfig) -> None:
         spell_paths(config)
         run_ppo(config, task_runner_class=TaskRunnerV1)
     elif begin_run(run):
-        cpu_workers.start(config)
+        if os.environ.get("VERL_PLATFORM") == "cpu":
+            from verl_cpu import workers
+
+            workers.start(config, ["recipe.run_life.seeds", "recipe.run_life.trainer"])
         spell_paths(config)
         watch.run(config)
 

@@ -6,14 +6,21 @@ cause. Runs through verl's own command are left to verl.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 
-from grail_advantage.rules import Rule
-from grail_advantage.verl_ext.settings import ACTOR, BYPASS, CORRECTION, ROLLOUT, RunConfig
+from grail_advantage.rules import Rule, refuse
+from grail_advantage.verl_ext.rules import FUSED
+from grail_advantage.verl_ext.settings import ACTOR, BYPASS, CORRECTION, MODEL, ROLLOUT, TRAINER_MODE, RunConfig
 
 RESUME_MODES = ("auto", "disable", "resume_path")
 OFFLOAD, SYNC_STEP = f"{ACTOR}.fsdp_config.param_offload", "trainer.v1.separate_async.parameter_sync_step"
 BUDGET = f"{ACTOR}.ppo_max_token_len_per_gpu"
+RANK, MERGE = f"{MODEL}.lora_rank", f"{MODEL}.lora.merge"
+OTHER_RANK = f"{MODEL}.lora.rank"
+KERNELS = f"{MODEL}.fused_kernel_options.impl_backend"
+CHECKPOINTS = f"{ROLLOUT}.checkpoint_engine"
+SAMPLER = "trainer.v1.sampler.custom_sampler"
 BATCH, PARALLEL, GPUS = "data.train_batch_size", f"{ROLLOUT}.tensor_model_parallel_size", "trainer.n_gpus_per_node"
 
 
@@ -133,3 +140,79 @@ REFUSALS = (
     ),
 )
 """Settings with which no run of the recipe starts, whatever its estimator."""
+
+_POLLING = "PollingReplayBuffer"
+_VERLS_BUFFER = f"set {SAMPLER}.path and .name to null and accept verl's polling interval of 2 s"
+
+
+def _polls(s: RunConfig) -> bool:
+    return s[f"{SAMPLER}.name"] == _POLLING
+
+
+def _not_handed_on(id: str, option: str) -> Rule:
+    """verl hands these options to its own replay buffer alone (``PPOTrainer._build_replay_buffer``)."""
+    return Rule(
+        id,
+        option,
+        lambda s: _polls(s) and s[option],
+        f"it has no effect with {_POLLING}",
+        f"set it False, or {_VERLS_BUFFER}",
+        (f"{option}=True",),
+    )
+
+
+ON_CPU = (
+    Rule(
+        "cpu-adapter",
+        lambda s: RANK if s[RANK] else OTHER_RANK,
+        lambda s: max(s[RANK] or 0, s[OTHER_RANK] or 0) > 0 and not s[MERGE],
+        "the rollout needs the adapter, which the CPU platform does not load",
+        f"set {MERGE}=True",
+        (f"{RANK}=8",),
+    ),
+    Rule(
+        "cpu-kernels",
+        KERNELS,
+        lambda s: s[FUSED] and s[KERNELS] != "torch",
+        "it has no kernel for the CPU",
+        "use torch",
+        (
+            *(f"{KERNELS}=triton", f"{ACTOR}.strategy=fsdp"),
+            f"{FUSED}=True",
+        ),
+    ),
+    Rule(
+        "cpu-trainer",
+        TRAINER_MODE,
+        lambda s: _polls(s) and s.kind != "sync",
+        f"{_POLLING} is of the synchronous trainer",
+        _VERLS_BUFFER,
+        (f"{TRAINER_MODE}=colocate_async",),
+    ),
+    Rule(
+        "cpu-checkpoints",
+        f"{CHECKPOINTS}.backend",
+        lambda s: s.kind == "separate_async" and s[f"{CHECKPOINTS}.backend"] != "host",
+        "separate_async needs an accelerator for it",
+        f"set it to host, and {CHECKPOINTS}.custom_backend_module=verl_cpu.checkpoint_engine",
+        (
+            *(f"{CHECKPOINTS}.backend=nccl", f"{TRAINER_MODE}=separate_async", f"{ROLLOUT}.nnodes=1"),
+            *(f"{ROLLOUT}.n_gpus_per_node=1", "trainer.v1.separate_async.parameter_sync_step=2"),
+            *(f"{ACTOR}.ppo_mini_batch_size=16", f"{SAMPLER}.path=null", f"{SAMPLER}.name=null"),
+        ),
+    ),
+    _not_handed_on("cpu-group-filter", "algorithm.filter_groups.enable"),
+    _not_handed_on("cpu-refill", "trainer.v1.sampler.sync_refill_failed_groups"),
+)
+"""Settings that do not work on the CPU platform (``packages/verl-cpu``)."""
+
+
+def check_rules(run: RunConfig) -> None:
+    """Refuse settings that break a rule of the recipe, or of the platform.
+
+    Raises:
+        ValueError: naming the option, its value, the reason and the remedy.
+    """
+    if os.environ.get("VERL_PLATFORM") == "cpu":
+        refuse(ON_CPU, run, "VERL_PLATFORM=cpu")
+    refuse(REFUSALS, run)

@@ -32,7 +32,7 @@ done
 
 # The project's packages from this folder, whatever is installed.
 cd "${project_root}"
-export PYTHONPATH=${project_root}${PYTHONPATH:+:${PYTHONPATH}}
+export PYTHONPATH=${project_root}:${project_root}/packages/verl-cpu${PYTHONPATH:+:${PYTHONPATH}}
 mkdir -p "${results}"
 failed=0
 for part in "${parts[@]}"; do

@@ -22,7 +22,7 @@ from recipe.marked_text import table, write_marked  # noqa: E402
 PAGE, MARKER = ROOT / "docs" / "what_installing_changes.md", "patches"
 FILES = {
     "grail_advantage/verl_ext/patches.py": "verl",
-    "grail_advantage/verl_cpu/patches.py": "verl and torch, with `VERL_PLATFORM=cpu` alone",
+    "packages/verl-cpu/verl_cpu/patches.py": "verl and torch, by `packages/verl-cpu` with `VERL_PLATFORM=cpu` alone",
     "grail_advantage/model/patches.py": "torch and transformers, within a pass of a method alone",
     "grail_advantage/trl_ext/patches.py": "TRL, of which nothing is replaced",
 }

@@ -19,7 +19,6 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
 from grail_advantage.rules import Rule  # noqa: E402
-from grail_advantage.verl_cpu import rules as cpu  # noqa: E402
 from grail_advantage.verl_ext import rules as verl  # noqa: E402
 from recipe import rules as recipe  # noqa: E402
 from recipe.marked_text import table, write_marked  # noqa: E402
@@ -32,7 +31,7 @@ def verl_table() -> str:
     rows = [
         *_rows((*verl.EVERY_RUN, *verl.REFUSALS), _override),
         *([f"*{setting}*", why] for setting, why in _rows(recipe.REFUSALS, _override)),
-        *([f"CPU: {setting}", why] for setting, why in _rows(cpu.REFUSALS, _override)),
+        *([f"*CPU: {setting}*", why] for setting, why in _rows(recipe.ON_CPU, _override)),
     ]
     return "\n".join(table(["refused, such as", "why"], rows))
 

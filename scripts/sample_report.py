@@ -16,9 +16,9 @@ from grail_advantage.view.analysis.responses import Response
 from grail_advantage.view.analysis.specs import parse_methods
 from grail_advantage.view.analysis.weigh import Analysis, run_analysis
 from grail_advantage.view.page.page import write_report
-from recipe.tiny.sampling import prompt_ids, sample
-from recipe.tiny.shipped import load_shipped
-from recipe.tiny.task import boxed_answer, find_errors, problems
+from verl_cpu.tiny.sampling import MAX_RESPONSE_TOKENS, prompt_ids, sample, uniform
+from verl_cpu.tiny.shipped import load_shipped
+from verl_cpu.tiny.task import boxed_answer, find_errors, problems
 
 OUTPUT = Path(__file__).parents[1] / "outputs" / "sample_report.html"
 METHODS = ("grail", "surprisal", "oar_g", "step_values:separator=;")
@@ -29,7 +29,8 @@ def responses(count: int = PROBLEMS) -> list[Response]:
     """``ROLLOUTS`` responses to each of so many problems, at temperature 1."""
     model, tokenizer = load_shipped()
     asked = [problem for problem in problems("validation", count, seed=SEED) for _ in range(ROLLOUTS)]
-    sampled = sample(model, tokenizer, [prompt_ids(tokenizer, problem) for problem in asked], seed=SEED)
+    prompts = [prompt_ids(tokenizer, problem) for problem in asked]
+    sampled = sample(model, tokenizer, prompts, uniform(SEED, len(prompts), MAX_RESPONSE_TOKENS))
     found = []
     for place, (problem, token_ids) in enumerate(zip(asked, sampled, strict=True)):
         text = tokenizer.decode(token_ids, skip_special_tokens=True)
@@ -59,7 +60,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
             Path(folder) / "grail_advantage" / "the model of the CPU example" / "worked arithmetic"
         )  # the page's title
         analysis = Analysis(
-            responses=responses(options.problems), methods=parse_methods(METHODS), model="recipe/tiny/warmed_up"
+            responses=responses(options.problems),
+            methods=parse_methods(METHODS),
+            model="verl_cpu/tiny/warmed_up",
         )
         run_analysis(analysis, run, tokenizer, lambda: model)
         print(write_report(run, options.output))

@@ -16,7 +16,8 @@ source scripts/uv.sh
 venv=$PWD/.venv
 stamp=$venv/.setup_cpu.stamp # once the environment is whole: the digest of what it was made from, and its packages
 # The project's path counts because the editable install names it.
-inputs=(pyproject.toml requirements-cpu.txt requirements-trl.txt scripts/setup_cpu.sh scripts/vllm_cpu_metadata/pyproject.toml)
+inputs=(pyproject.toml packages/verl-cpu/pyproject.toml requirements-cpu.txt requirements-trl.txt scripts/setup_cpu.sh
+    scripts/vllm_cpu_metadata/pyproject.toml)
 digest=$({ echo "$PWD" && cat "${inputs[@]}"; } | sha256sum)
 wanted='3.1[12]'
 if [[ -n ${PYTHON:-} ]]; then
@@ -54,7 +55,7 @@ install "$torch" 2>/dev/null || install --default-index "${TORCH_CPU_INDEX:-http
 install --require-hashes -r requirements-cpu.txt
 install --require-hashes -r requirements-trl.txt --target "$venv/trl"
 install scripts/vllm_cpu_metadata
-install --editable .
+install --editable packages/verl-cpu --editable .
 # recipe/, bench/ and benchmarks/ are no part of the package; in this environment they can be imported from any folder.
 echo "$PWD" >"$(echo "$venv"/lib/python3*/site-packages)/clone_of_grail_advantage.pth"
 

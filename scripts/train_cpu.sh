@@ -45,7 +45,7 @@ data_dir=$(dirname "$run_dir")
 echo "2/3 problems and model" >&2
 prepare=(--base-model "${model%_cpu}" --output-dir "$data_dir" --seed "$seed")
 [[ ${WARM_UP:-0} == 0 ]] || prepare+=(--warm-up)
-"$python" -m recipe.tiny.prepare "${prepare[@]}" >&2
+"$python" -m verl_cpu.tiny.prepare "${prepare[@]}" >&2
 phase_ends "problems and model"
 echo "3/3 reinforcement learning with $method" >&2
 

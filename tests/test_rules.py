@@ -10,7 +10,6 @@ import verl  # noqa: F401  its plugin registers the estimators
 from omegaconf import DictConfig
 
 from grail_advantage.rules import Rule
-from grail_advantage.verl_cpu import rules as cpu_rules
 from grail_advantage.verl_ext import rules
 from grail_advantage.verl_ext.checks import check_config
 from grail_advantage.verl_ext.rules import Skipping, choose_skipping, shares_forward
@@ -24,7 +23,7 @@ REFUSALS = {
     "every run": rules.EVERY_RUN,
     "methods": rules.REFUSALS,
     "recipe": recipe_rules.REFUSALS,
-    "CPU": cpu_rules.REFUSALS,
+    "CPU": recipe_rules.ON_CPU,
 }
 SHORTCUTS = {
     "sharing": rules.AGAINST_SHARING,
@@ -58,7 +57,7 @@ def test_refused_before_the_trainer_is_chosen(table: str, rule: Rule, monkeypatc
         prepare(config)
     with_what = f" with {beside}" if beside else ""
     assert str(refused.value) == f"{option}={run[option]} does not work{with_what}: {rule.because}; {remedy}"
-    assert table == "recipe" or config.trainer.v1.trainer_mode == mode
+    assert table in ("recipe", "CPU") or config.trainer.v1.trainer_mode == mode
 
 
 def test_the_defaults_break_no_rule(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

@@ -21,9 +21,9 @@ from benchmarks.gpu_check.plain import JUDGED, precision
 from benchmarks.gpu_check.trl_runs import RUNS, train_both
 from grail_advantage import compute_token_weights
 from grail_advantage.view.page.page import write_report
-from recipe.tiny.sampling import judge, prompt_ids
-from recipe.tiny.smollm2 import load_smollm2
-from recipe.tiny.warm_up import WarmUpSettings, warm_up
+from verl_cpu.tiny.sampling import judge, prompt_ids
+from verl_cpu.tiny.smollm2 import load_smollm2
+from verl_cpu.tiny.warm_up import WarmUpSettings, warm_up
 
 CARRIED = Path(sys.prefix, "gsm8k.jsonl")
 LIMITS = 0.02, 0.99
@@ -52,7 +52,7 @@ TOY = Size(2, 1, 4, 4, warm_up_steps=4, warm_up_rows=4, worked=False, steps=2, p
 
 
 class Problem(NamedTuple):
-    """A problem of GSM8K, with what :func:`recipe.tiny.warm_up.warm_up` reads."""
+    """A problem of GSM8K, with what :func:`verl_cpu.tiny.warm_up.warm_up` reads."""
 
     text: str
     answer: str

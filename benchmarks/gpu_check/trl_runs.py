@@ -14,7 +14,7 @@ from statistics import median
 
 from benchmarks.gpu_check.outcome import Outcome
 from recipe import run_report
-from recipe.tiny.shipped import load_shipped
+from verl_cpu.tiny.shipped import load_shipped
 
 ROOT = Path(__file__).parents[2]
 RUNS = ROOT / "outputs" / "gpu_check_runs"

@@ -30,7 +30,6 @@ from grail_advantage.registry import RESERVED, NameTakenError, failure_message, 
 from grail_advantage.rules import Obstacle, refuse
 from grail_advantage.signals.base import Signal
 from grail_advantage.signals.saliency import SaliencySignal
-from grail_advantage.verl_cpu import rules as cpu_rules
 from grail_advantage.verl_ext.rules import EVERY_RUN, FUSED, check_rules, shares_forward
 from grail_advantage.verl_ext.settings import (
     METHOD,
@@ -69,8 +68,6 @@ def check_config(config: DictConfig) -> RunConfig:
     refuse(EVERY_RUN, run)
     if isinstance(run, Settings):
         check_rules(run)
-    if os.environ.get("VERL_PLATFORM") == "cpu":
-        refuse(cpu_rules.REFUSALS, run, "VERL_PLATFORM=cpu")
     tokenizer = _local_tokenizer(run[MODEL])
     if tokenizer is not None:
         check_text(tokenizer, run[MODEL])

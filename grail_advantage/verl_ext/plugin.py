@@ -5,13 +5,7 @@ verl swallows what it raises, so :func:`grail_advantage.verl_ext.checks.check_es
 
 from __future__ import annotations
 
-import os
-
 from grail_advantage.verl_ext import entry, patches
 
 entry.register_estimators()
 patches.wrap_entry(entry.prepare_run, entry.register_trainers)
-if os.environ.get("VERL_PLATFORM") == "cpu":
-    from grail_advantage import verl_cpu
-
-    verl_cpu.install()

@@ -78,7 +78,7 @@ def start_engine(model: Path, longest: int, workers: int | None, tensor_parallel
     options: dict[str, Any] = {"tensor_parallel_size": tensor_parallel_size, "max_model_len": longest, "dtype": dtype}
     options["data_parallel_size"] = workers or max(1, torch.cuda.device_count() // tensor_parallel_size)
     if "cpu" in importlib.metadata.version("vllm"):
-        from grail_advantage.verl_cpu import environment
+        from verl_cpu import environment
 
         environment.apply_defaults()
         # Compiling takes longer than it saves. A prompt read in pieces draws random numbers that vLLM gives back afterwards,

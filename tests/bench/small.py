@@ -13,10 +13,10 @@ from transformers import Qwen3ForCausalLM
 from bench.agreement import Yardstick
 from bench.policy import SampledBatch, roll_out
 from bench.task import BenchProblem
-from recipe.tiny.model import build_model
-from recipe.tiny.task import Problem
-from recipe.tiny.warm_up import WarmUpSettings, warm_up
 from tests.bench.never_wrong import TOKENIZER
+from verl_cpu.tiny.model import build_model
+from verl_cpu.tiny.task import Problem
+from verl_cpu.tiny.warm_up import WarmUpSettings, warm_up
 
 PROBLEMS = [BenchProblem(f"{a}+{b}", a, (("+", b),)) for a in range(1, 8) for b in (1, 2)]
 OF_UPDATE, OTHERS = PROBLEMS[::2], PROBLEMS[1::2]

@@ -19,9 +19,9 @@ from bench.exact import (
     token_advantages,
 )
 from bench.task import TASKS, WORDS, BenchProblem, read, read_tokens, task_problems
-from recipe.tiny.model import build_model
-from recipe.tiny.sampling import prompt_ids
 from tests.bench.never_wrong import TOKENIZER, NeverWrong
+from verl_cpu.tiny.model import build_model
+from verl_cpu.tiny.sampling import prompt_ids
 
 CHAIN = BenchProblem("7+5-3", 7, (("+", 5), ("-", 3)))
 CHOICE = BenchProblem("4(+5|-3)", 4, (("+", 5),), ((("+", 5), ("-", 3)),))

@@ -17,9 +17,9 @@ from bench.methods import credit, signal_of
 from bench.statistics import auroc, holm, mean_of, pass_at
 from bench.task import TASKS
 from bench.train import Run, TrainSettings
-from recipe.tiny.model import build_model
 from tests.bench.never_wrong import TOKENIZER
 from tests.bench.small import OF_UPDATE, OTHERS, small
+from verl_cpu.tiny.model import build_model
 
 SETTINGS = TrainSettings(batches=2, prompts=3, rollouts=4, epochs=2, evaluate_at=(1, 2), samples=8)
 

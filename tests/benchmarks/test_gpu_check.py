@@ -21,7 +21,7 @@ from benchmarks.gpu_check.__main__ import PARTS, ROOT, Part
 from benchmarks.gpu_check.outcome import FAILED, PASSED, Outcome
 from benchmarks.random_model import SHAPES, random_model
 from grail_advantage import Grail
-from recipe.tiny.task import problems
+from verl_cpu.tiny.task import problems
 
 RECORD = {"name": "a: part", "versions": {}, "command": "", "date": "", "hardware": ""}
 

@@ -9,10 +9,10 @@ from tokenizers import decoders, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from grail_advantage.answers.tokenizers import PROBES, load_tokenizer, lost_text
-from recipe.tiny.model import build_tokenizer
 from tests.broken_tokenizer import save_under_class
 from tests.core import tiny_models
 from tests.real_tokenizers import char_tokenizer, llama3_tokenizer
+from verl_cpu.tiny.model import build_tokenizer
 
 TEXTS = ("a b\nc", r"\boxed{x = 2}", "12 + 30 = 42,\n  so $x^{2} \\le 42$.")
 

@@ -19,14 +19,14 @@ from verl.tools.tool_registry import load_all_tools
 from verl.utils.dataset.rl_dataset import RLHFDataset
 from verl.workers.rollout.replica import TokenOutput
 
-from recipe.tiny import agent_warm_up
-from recipe.tiny.agent import MAX_TURNS, call_text, called_step, check, compute_score, demonstrate, turn_rewards
-from recipe.tiny.agent_warm_up import AgentWarmUpSettings, build_agent_tokenizer, load_agent, measure, reply_ids
-from recipe.tiny.prepare import default_settings, prepare
-from recipe.tiny.sampling import prompt_ids
-from recipe.tiny.shipped import weights_digest
-from recipe.tiny.task import Problem, problems
 from tests.composed import compose
+from verl_cpu.tiny import agent_warm_up
+from verl_cpu.tiny.agent import MAX_TURNS, call_text, called_step, check, compute_score, demonstrate, turn_rewards
+from verl_cpu.tiny.agent_warm_up import AgentWarmUpSettings, build_agent_tokenizer, load_agent, measure, reply_ids
+from verl_cpu.tiny.prepare import default_settings, prepare
+from verl_cpu.tiny.sampling import prompt_ids
+from verl_cpu.tiny.shipped import weights_digest
+from verl_cpu.tiny.task import Problem, problems
 
 CHAIN = Problem.parse("7+5-3")
 FIRST, SECOND, BOX = call_text("7+5=12"), call_text("12-3=9"), "\\boxed{9}"

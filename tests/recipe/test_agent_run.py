@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import pytest
 
 from grail_advantage.dump.store import DumpRow
 from grail_advantage.view.page.page import write_report
-from recipe.tiny.agent import called_step, check
-from recipe.tiny.agent_warm_up import build_agent_tokenizer, reply_ids
-from recipe.tiny.prepare import default_settings, prepare
-from recipe.tiny.task import Problem, boxed_answer
 from tests.verl_ext import whole_run
+from verl_cpu.tiny import agent_warm_up
+from verl_cpu.tiny.agent import called_step, check
+from verl_cpu.tiny.agent_warm_up import build_agent_tokenizer, reply_ids
+from verl_cpu.tiny.prepare import default_settings, prepare
+from verl_cpu.tiny.task import Problem, boxed_answer
 
-ROOT = Path(__file__).parents[2]
 PROMPTS, RESPONSES = 4, 4
 
 
@@ -43,9 +42,9 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> whole_run.WholeRun:
         f"{rollout}.agent.default_agent_loop=tool_agent",
         f"{rollout}.multi_turn.enable=True",
         f"{rollout}.multi_turn.format=hermes",
-        f"{rollout}.multi_turn.tool_config_path={ROOT / 'recipe' / 'tiny' / 'agent_tools.yaml'}",
+        f"{rollout}.multi_turn.tool_config_path={agent_warm_up.FOLDER.with_name('agent_tools.yaml')}",
         f"{rollout}.multi_turn.max_assistant_turns=8",
-        "reward.custom_reward_function.path=pkg://recipe.tiny.agent",
+        "reward.custom_reward_function.path=pkg://verl_cpu.tiny.agent",
         "trainer.total_training_steps=1",
     ]
     return whole_run.run(folder, overrides, rows=4)

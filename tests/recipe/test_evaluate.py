@@ -28,7 +28,7 @@ from recipe.evaluate.__main__ import main, regrade
 from recipe.evaluate.checkpoint import resolve_model
 from recipe.evaluate.grading import grade
 from recipe.evaluate.sampling import load_benchmarks, open_samples, read_samples
-from recipe.tiny.model import build_model, build_tokenizer
+from verl_cpu.tiny.model import build_model, build_tokenizer
 
 PROJECT_ROOT = Path(__file__).resolve().parents[2]
 Row = tuple[str, list[int], list[int], list[int]]

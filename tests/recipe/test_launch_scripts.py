@@ -20,8 +20,8 @@ from omegaconf import DictConfig, OmegaConf
 from grail_advantage.verl_ext.settings import ACTOR, ROLLOUT
 from recipe import launch
 from recipe.main_grail import SAMPLER, prepare
-from recipe.tiny.agent import MAX_TURNS
 from tests.composed import VERL, compose
+from verl_cpu.tiny.agent import MAX_TURNS
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
@@ -112,8 +112,8 @@ def test_knobs_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         "algorithm.adv_estimator": "turn_rloo", "algorithm.turn_rloo.rewards": "turn_rewards",
         "algorithm.turn_rloo.align": "turns", "algorithm.turn_rloo.outcome": False,
         f"{ROLLOUT}.agent.default_agent_loop": "tool_agent", f"{ROLLOUT}.multi_turn.max_assistant_turns": MAX_TURNS,
-        f"{ROLLOUT}.multi_turn.tool_config_path": str(ROOT / "recipe/tiny/agent_tools.yaml"),
-        "reward.custom_reward_function.path": "pkg://recipe.tiny.agent", "data.train_batch_size": 6, f"{ROLLOUT}.n": 50,
+        f"{ROLLOUT}.multi_turn.tool_config_path": str(ROOT / "packages/verl-cpu/verl_cpu/tiny/agent_tools.yaml"),
+        "reward.custom_reward_function.path": "pkg://verl_cpu.tiny.agent", "data.train_batch_size": 6, f"{ROLLOUT}.n": 50,
         f"{ACTOR}.ppo_mini_batch_size": 6, f"{ACTOR}.ppo_micro_batch_size_per_gpu": 100, f"{ACTOR}.loss_scale_factor": 184,
         f"{ACTOR}.data_loader_seed": 3, f"{ROLLOUT}.seed": 3, f"{ACTOR}.optim.lr": 1e-3, "trainer.save_freq": -1,
         "trainer.max_actor_ckpt_to_keep": 2, "trainer.total_training_steps": 24, "trainer.resume_mode": "auto",
@@ -227,7 +227,7 @@ def test_any_folder_and_any_name_arrive_as_they_are(tmp_path: Path) -> None:
         wanted = {
             "data.val_files": f"{run}/validation.parquet",
             "actor_rollout_ref.model.path": f"{run}/model",
-            f"{ROLLOUT}.multi_turn.tool_config_path": f"{project}/recipe/tiny/agent_tools.yaml",
+            f"{ROLLOUT}.multi_turn.tool_config_path": f"{project}/packages/verl-cpu/verl_cpu/tiny/agent_tools.yaml",
             "algorithm.token_dump.folder": f"{project}/{run}/turn_rloo/tokens",
             "hydra.run.dir": f"{run}/turn_rloo/hydra",
         }

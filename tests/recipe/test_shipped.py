@@ -7,11 +7,11 @@ from dataclasses import asdict
 
 import torch
 
-from recipe.tiny import shipped
-from recipe.tiny.model import build_model
-from recipe.tiny.sampling import judge, prompt_ids, sample
-from recipe.tiny.task import problems
-from recipe.tiny.warm_up import WarmUpSettings
+from verl_cpu.tiny import shipped
+from verl_cpu.tiny.model import build_model
+from verl_cpu.tiny.sampling import judge, prompt_ids, sample, uniform
+from verl_cpu.tiny.task import problems
+from verl_cpu.tiny.warm_up import WarmUpSettings
 
 RECORD = json.loads((shipped.FOLDER / shipped.RECORD).read_text())
 
@@ -34,7 +34,7 @@ def test_shares_of_boxed_and_of_correct_responses() -> None:
     found = judge(model.eval(), tokenizer, asked, max_new_tokens=30, seed=1)
     prompts = [prompt_ids(tokenizer, problem) for problem in asked]
     boxed = right = 0
-    for problem, response in zip(asked, sample(model, tokenizer, prompts, max_new_tokens=30, seed=1), strict=True):
+    for problem, response in zip(asked, sample(model, tokenizer, prompts, uniform(1, 32, 30)), strict=True):
         _, box, rest = tokenizer.decode(response, skip_special_tokens=True).rpartition("boxed{")
         boxed += bool(box) and "}" in rest
         right += bool(box) and rest.partition("}")[:2] == (str(eval(problem.text)), "}")

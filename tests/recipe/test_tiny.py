@@ -11,12 +11,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
-from recipe.tiny import prepare as prepare_module
-from recipe.tiny.model import build_tokenizer
-from recipe.tiny.prepare import PrepareSettings, prepare
-from recipe.tiny.sampling import prompt_ids
-from recipe.tiny.task import MAX_VALUE, Problem, StepError, boxed_answer, find_errors, problems, solve
-from recipe.tiny.warm_up import WarmUpSettings
+from verl_cpu.tiny import prepare as prepare_module
+from verl_cpu.tiny.model import build_tokenizer
+from verl_cpu.tiny.prepare import PrepareSettings, prepare
+from verl_cpu.tiny.sampling import prompt_ids
+from verl_cpu.tiny.task import MAX_VALUE, Problem, StepError, boxed_answer, compute_score, find_errors, problems, solve
+from verl_cpu.tiny.warm_up import WarmUpSettings
 
 
 @pytest.fixture(scope="module")
@@ -79,6 +79,11 @@ def test_find_errors_by_hand() -> None:
     for response, expected in FOUND_BY_HAND:
         assert find_errors(CHAIN, response) == expected, response
         assert all(response[error.start : error.end] == error.written for error in expected)
+    assert [compute_score("", f"7+5=12;{end}", "12") for end in ("\\boxed{12}", "\\boxed{1}", "\\boxed{12")] == [
+        1,
+        0,
+        0,
+    ]
     assert boxed_answer("\\boxed{1}\\boxed{2}\\boxed{3") == "2" and boxed_answer("\\boxed{") is None
 
 

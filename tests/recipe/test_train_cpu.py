@@ -22,7 +22,7 @@ STAND_IN = f"""#!/usr/bin/env bash
 echo "$*" >>calls.txt
 case "$2 $3" in
 "recipe.launch --begin") PYTHONPATH={shlex.quote(str(ROOT))} exec {shlex.quote(sys.executable)} "$@" ;;
-"recipe.tiny.prepare "*)
+"verl_cpu.tiny.prepare "*)
     mkdir -p out/seed0 && cat model.txt >out/seed0/warm_up.json ;;
 "recipe.launch "*)
     [[ ${{DRY_RUN:-0}} == 1 ]] && exit 0

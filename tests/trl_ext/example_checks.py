@@ -20,8 +20,8 @@ import torch
 from grail_advantage.dump.store import DumpRow
 from grail_advantage.view.page.data import open_run
 from grail_advantage.view.page.page import write_report
-from recipe.tiny.shipped import load_shipped
-from recipe.tiny.task import Problem
+from verl_cpu.tiny.shipped import load_shipped
+from verl_cpu.tiny.task import Problem
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "trl_grail.py"

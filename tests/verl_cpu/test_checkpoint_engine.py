@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from grail_advantage.verl_cpu import checkpoint_engine
-from grail_advantage.verl_cpu.checkpoint_engine import HostCheckpointEngine
+from verl_cpu import checkpoint_engine
+from verl_cpu.checkpoint_engine import HostCheckpointEngine
 
 TRAINER, ROLLOUT = 2, 2
 

@@ -30,6 +30,9 @@ registered = {
         + distributed.initialize_global_process_group_ray.__code__.co_filename.rsplit("/", 1)[-1],
     "vllm_imported": vllm_imported,
 }
+import recipe.main_grail
+
+registered["of this package"] = sorted(name for name in sys.modules if name.split(".")[0] == "verl_cpu")
 print("PROBE" + json.dumps(registered))
 """
 
@@ -45,13 +48,14 @@ def run_python(*arguments: str, **environment: str) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_import_verl_registers_nothing_on_other_platforms() -> None:
-    """What it registers on the CPU, every whole run of the tests needs."""
+def test_nothing_of_it_is_used_on_other_platforms() -> None:
+    """By verl, and by the recipe. What it registers on the CPU, every whole run of the tests needs."""
     assert run_python("-c", PROBE) == {
         "platforms": ["amd", "huawei", "nvidia"],
         "rollout": "verl.workers.rollout.replica",
         "process_group": "verl.utils.distributed:distributed.py",
         "vllm_imported": False,
+        "of this package": ["verl_cpu", "verl_cpu.plugin"],
     }
 
 

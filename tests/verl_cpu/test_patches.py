@@ -9,7 +9,7 @@ import torch
 from verl.utils import torch_functional
 from verl.workers.rollout import base
 
-from grail_advantage.verl_cpu import patches
+from verl_cpu import patches
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
@@ -45,7 +45,7 @@ def test_two_clusters_send_weights_through_two_sockets(monkeypatch: pytest.Monke
     """verl's class is replaced, and its socket's name tells clusters apart whose first job has the same id."""
     monkeypatch.setitem(base._ROLLOUT_REGISTRY, ("vllm", "async"), "verl's")
     patches.one_socket_a_cluster()
-    assert base._ROLLOUT_REGISTRY["vllm", "async"] == "grail_advantage.verl_cpu.vllm_adapter.CpuServerAdapter"
+    assert base._ROLLOUT_REGISTRY["vllm", "async"] == "verl_cpu.vllm_adapter.CpuServerAdapter"
     names = []
     for port in (6379, 6380):
         context = SimpleNamespace(get_job_id=lambda: "01000000", gcs_address=f"127.0.0.1:{port}")

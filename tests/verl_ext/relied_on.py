@@ -27,8 +27,8 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 GOLDEN = Path(__file__).with_name("relied_on.json")
 PACKAGES = ("verl", "transfer_queue", "transformers", "vllm", "ray")
-HOUSES = {"grail_advantage": ("grail_advantage.verl_ext", "grail_advantage.verl_cpu"), "recipe": ("recipe.run_life",)}
-"""Folders, each with its packages of classes that build on theirs."""
+HOUSES = {"grail_advantage": "grail_advantage.verl_ext", "verl_cpu": "verl_cpu", "recipe": "recipe.run_life"}
+"""Packages, each with the part whose classes build on theirs."""
 OTHER_ENVIRONMENT = ROOT / "grail_advantage" / "trl_ext"
 """TRL and verl exclude each other."""
 JOINED = {"CpuWorkerExtension": ("vllm.v1.worker.cpu_worker", "CPUWorker")}
@@ -69,7 +69,7 @@ def describe(found: Any) -> str:
 def _imported(house: str) -> dict[str, str]:
     """Names from imports, and attributes of imported modules."""
     entries: dict[str, str] = {}
-    for path in sorted((ROOT / house).rglob("*.py")):
+    for path in sorted(Path(importlib.import_module(house).__file__).parent.rglob("*.py")):
         if OTHER_ENVIRONMENT in path.parents:
             continue
         tree, modules = ast.parse(path.read_text()), {}
@@ -100,15 +100,15 @@ def _imported(house: str) -> dict[str, str]:
 
 
 def own_classes(house: str) -> list[type]:
-    """The classes of a folder that build on one of theirs."""
+    """The classes of a package that build on one of theirs."""
     classes: list[type] = []
-    for package in HOUSES[house]:
-        for info in pkgutil.walk_packages(importlib.import_module(package).__path__, f"{package}."):
-            for value in vars(importlib.import_module(info.name)).values():
-                # A Ray actor class hides the class that it was made of.
-                cls = getattr(getattr(value, "__ray_metadata__", None), "modified_class", value)
-                if inspect.isclass(cls) and cls.__module__.startswith(package) and cls not in classes:
-                    classes += [cls] if any(is_foreign(base.__module__) for base in cls.__mro__) else []
+    package = HOUSES[house]
+    for info in pkgutil.walk_packages(importlib.import_module(package).__path__, f"{package}."):
+        for value in vars(importlib.import_module(info.name)).values():
+            # A Ray actor class hides the class that it was made of.
+            cls = getattr(getattr(value, "__ray_metadata__", None), "modified_class", value)
+            if inspect.isclass(cls) and cls.__module__.startswith(package) and cls not in classes:
+                classes += [cls] if any(is_foreign(base.__module__) for base in cls.__mro__) else []
     return classes
 
 

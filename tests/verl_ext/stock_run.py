@@ -9,7 +9,7 @@ import sys
 
 from verl.trainer.constants_ppo import get_ppo_ray_runtime_env
 
-from recipe.cpu_workers import PY_EXECUTABLE, serve
+from verl_cpu.workers import PY_EXECUTABLE, serve
 
 if __name__ == "__main__":
     server = serve({**os.environ, **get_ppo_ray_runtime_env()["env_vars"]})

@@ -20,11 +20,11 @@ from grail_advantage.verl_ext import checks
 from grail_advantage.verl_ext.checks import check_verl_version
 from grail_advantage.verl_ext.settings import Settings
 from recipe.checks import check_trl, files_of
-from recipe.cpu_workers import PY_EXECUTABLE
 from recipe.main_grail import prepare, spell_paths
-from recipe.tiny.model import build_tokenizer
 from tests.broken_tokenizer import save_under_class
 from tests.composed import compose
+from verl_cpu.tiny.model import build_tokenizer
+from verl_cpu.workers import PY_EXECUTABLE
 
 ACTOR, MODEL, ROLLOUT = (f"actor_rollout_ref.{part}" for part in ("actor", "model", "rollout"))
 MODE, METHOD, CORRECTION = "trainer.v1.trainer_mode", "algorithm.adv_estimator", "algorithm.rollout_correction"

@@ -16,9 +16,9 @@ import recipe.main_grail  # noqa: F401  its configurations
 from grail_advantage import Grail
 from grail_advantage.verl_ext.checks import check_config, check_model
 from grail_advantage.verl_ext.settings import Settings
-from recipe.tiny.model import build_tokenizer
 from tests.composed import with_model
 from tests.verl_ext.test_trainer import _trainer
+from verl_cpu.tiny.model import build_tokenizer
 
 ROOT = Path(__file__).parents[2]
 SHARE = "algorithm.token_weights.share_forward"

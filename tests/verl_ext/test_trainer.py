@@ -29,11 +29,11 @@ from grail_advantage.verl_ext.step import (
 )
 from grail_advantage.verl_ext.trainer import TokenWeightTrainer
 from grail_advantage.verl_ext.trainers import TokenWeightTrainerSync
-from recipe.tiny.model import build_tokenizer
 from tests.broken_tokenizer import save_under_class
 from tests.composed import compose
 from tests.core.tiny_models import END_ID, char_tokenizer, encode
 from tests.verl_ext.one_step import Store
+from verl_cpu.tiny.model import build_tokenizer
 
 LIMIT = 6
 

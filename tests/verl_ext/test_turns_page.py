@@ -20,9 +20,9 @@ from verl.workers.rollout.replica import TokenOutput
 from grail_advantage import RolloutBatch
 from grail_advantage.signals.turns import find_turns
 from grail_advantage.verl_ext.checks import check_config
-from recipe.tiny.model import build_tokenizer
 from tests.composed import VERL, compose
 from tests.documentation import DOCS, write_files
+from verl_cpu.tiny.model import build_tokenizer
 
 SAID = [
     (["1+1="], [0.0]),

@@ -20,11 +20,7 @@ from grail_advantage import Signal, compute_token_weights
 from grail_advantage.dump.store import DumpRow, read_dump
 
 ROOT = Path(__file__).parents[2]
-STOCK = """
-hydra:
-  searchpath: [pkg://verl/trainer/config, "file://{configs}"]
-defaults: [ppo_trainer, cpu, _self_]
-"""
+STOCK = ["tests.verl_ext.stock_run", "hydra.searchpath=[pkg://verl_cpu]", "+config=cpu"]
 LIMIT = 48
 """Most response tokens."""
 ANSWER = "\\boxed{5}"
@@ -190,10 +186,7 @@ def start(
         environment: further variables.
     """
     write_assets(folder, rows, opening)
-    entry = ["recipe.main_grail", "--config-name=cpu_trainer"]
-    if stock:
-        (folder / "stock.yaml").write_text(STOCK.format(configs=ROOT / "recipe" / "config"))
-        entry = ["tests.verl_ext.stock_run", f"--config-path={folder}", "--config-name=stock"]
+    entry = STOCK if stock else ["recipe.main_grail", "--config-name=cpu_trainer"]
     command = [
         sys.executable,
         "-m",

@@ -1,0 +1,94 @@
+"""Weights from trainer to rollout through a file in host memory, for ``trainer.v1.trainer_mode=separate_async``.
+
+verl's separate trainer hands its weights over with a checkpoint engine, and each of verl's own engines needs an accelerator or
+a network card of its own. This one is registered with verl's registry (``verl.checkpoint_engine.CheckpointEngineRegistry``)
+and selected by
+
+    actor_rollout_ref.rollout.checkpoint_engine.backend=host
+    actor_rollout_ref.rollout.checkpoint_engine.custom_backend_module=verl_cpu.checkpoint_engine
+
+The first trainer rank writes every tensor into one file below ``/dev/shm`` and renames it when it is complete; each rollout
+worker waits for that name and reads it. One machine only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from collections.abc import AsyncGenerator, Generator
+from pathlib import Path
+from typing import Any
+
+import torch
+from verl.checkpoint_engine import CheckpointEngine, CheckpointEngineRegistry
+
+BACKEND = "host"
+FOLDER = Path("/dev/shm")
+POLL_INTERVAL = 0.05
+"""Seconds between two looks for the file."""
+TIMEOUT = 600.0
+"""Seconds that a rollout worker waits for the file."""
+
+
+@CheckpointEngineRegistry.register(BACKEND)
+class HostCheckpointEngine(CheckpointEngine):
+    """One file a synchronisation, written by the trainer's first rank (``is_master``) and removed by it afterwards."""
+
+    def __init__(self, bucket_size: int, is_master: bool = False) -> None:
+        self.is_master = is_master
+        self.path = Path()
+
+    def prepare(self) -> str | None:
+        """The path of the next file, from the master; None elsewhere."""
+        if not self.is_master:
+            return None
+        folder = FOLDER if FOLDER.is_dir() else Path(tempfile.gettempdir())
+        return str(Path(tempfile.mkdtemp(prefix="verl-cpu-weights-", dir=folder)) / "weights.pt")
+
+    @classmethod
+    def build_topology(
+        cls, actor_wg_world_size: int, rollout_world_size: int, metadata: list[str | None]
+    ) -> tuple[dict[str, list[Any]], dict[str, list[Any]]]:
+        """Everybody gets the path of the trainer's first rank."""
+        path = metadata[0]
+        return {"path": [path] * actor_wg_world_size}, {"path": [path] * rollout_world_size}
+
+    def init_process_group(self, path: str) -> None:
+        """Remember the path; no connection is needed."""
+        self.path = Path(path)
+
+    async def send_weights(
+        self, weights: Generator[tuple[str, torch.Tensor], None, None], global_steps: int | None = None
+    ) -> dict:
+        """Write the weights; ranks other than the first only take part in gathering them. Returns no metrics."""
+        gathered = {name: tensor.detach().clone() if self.is_master else None for name, tensor in weights}
+        if self.is_master:
+            unfinished = self.path.with_suffix(".unfinished")
+            try:
+                torch.save(gathered, unfinished)
+                unfinished.replace(self.path)
+            finally:
+                unfinished.unlink(missing_ok=True)  # after a failure: the file is in memory
+        return {}
+
+    async def receive_weights(self, global_steps: int | None = None) -> AsyncGenerator[tuple[str, torch.Tensor], None]:
+        """Wait for the file and yield name and tensor of every weight.
+
+        Raises:
+            TimeoutError: the file did not come.
+        """
+        waited = 0.0
+        while not self.path.exists():
+            if waited >= TIMEOUT:
+                raise TimeoutError(f"{self.path}: the trainer did not write its weights within {TIMEOUT:.0f} s")
+            await asyncio.sleep(POLL_INTERVAL)
+            waited += POLL_INTERVAL
+        for name, tensor in torch.load(self.path, weights_only=True).items():
+            yield name, tensor
+
+    def finalize(self) -> None:
+        """Remove the file."""
+        if self.is_master and self.path.name:
+            self.path.unlink(missing_ok=True)
+            self.path.parent.rmdir()
+        self.path = Path()

@@ -1,0 +1,93 @@
+"""Sampling without an inference engine, by random numbers that the caller gives. Shape suffixes: B responses, L prompt and
+response, T response tokens, V vocabulary."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerFast
+
+from verl_cpu.tiny.task import Problem, boxed_answer
+
+# Six steps and a box take at most 57 tokens while the running value stays in the task's range.
+MAX_RESPONSE_TOKENS = 64
+TOGETHER = 512
+"""Responses that are sampled together."""
+
+
+def prompt_ids(tokenizer: PreTrainedTokenizerFast, problem: Problem) -> list[int]:
+    """Token ids of the chat prompt, as verl and vLLM build them from the message."""
+    messages = [{"role": "user", "content": problem.text}]
+    return tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+
+
+def uniform(seed: int, rows: int, tokens: int) -> np.ndarray:
+    """Random numbers in [0, 1) for :func:`sample`."""
+    return np.random.default_rng(seed).random((rows, tokens))
+
+
+@torch.no_grad()
+def sample(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerFast,
+    prompts: Sequence[list[int]],
+    uniform_BT: np.ndarray,
+    temperature: float = 1.0,
+) -> list[list[int]]:
+    """One response a prompt: token ids including the end token, if it was reached. Temperature 0 is greedy.
+
+    A response depends on its prompt, the model and its own random numbers alone: ``uniform_BT``, in [0, 1), one a token up to
+    the length limit T.
+    """
+    if len(prompts) > TOGETHER:
+        first = sample(model, tokenizer, prompts[:TOGETHER], uniform_BT[:TOGETHER], temperature)
+        return first + sample(model, tokenizer, prompts[TOGETHER:], uniform_BT[TOGETHER:], temperature)
+    batch = tokenizer.pad({"input_ids": list(prompts)}, padding_side="left", return_tensors="pt").to(model.device)
+    tokens_BL, mask_BL = batch["input_ids"], batch["attention_mask"]
+    positions_BL = (mask_BL.cumsum(dim=1) - 1).clamp(min=0)
+    uniform_BT = torch.from_numpy(uniform_BT).to(model.device)
+    responses: list[list[int]] = [[] for _ in prompts]
+    alive_B, cache = torch.arange(len(prompts), device=model.device), DynamicCache()
+    for token in range(uniform_BT.shape[1]):
+        logits_BV = model(
+            tokens_BL, attention_mask=mask_BL, position_ids=positions_BL, past_key_values=cache, logits_to_keep=1
+        ).logits[:, -1]
+        if temperature:
+            running_BV = (logits_BV.double() / temperature).softmax(dim=-1).cumsum(dim=-1)
+            # The sum may end below 1 by rounding; scaled, a token of probability 0 is never drawn at the end.
+            drawn_B1 = uniform_BT[alive_B, token, None] * running_BV[:, -1:]
+            next_B = torch.searchsorted(running_BV, drawn_B1, right=True)[:, 0]
+        else:
+            next_B = logits_BV.argmax(dim=-1)
+        for row, chosen in zip(alive_B.tolist(), next_B.tolist(), strict=True):
+            responses[row].append(chosen)
+        going = (next_B != tokenizer.eos_token_id).nonzero().flatten()
+        if not len(going):
+            break
+        if len(going) < len(alive_B):
+            alive_B = alive_B[going]
+            cache.batch_select_indices(going)
+        tokens_BL = next_B[going, None]
+        mask_BL = torch.cat([mask_BL[going], torch.ones_like(tokens_BL)], dim=1)
+        positions_BL = positions_BL[going, -1:] + 1
+    return responses
+
+
+def judge(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerFast,
+    problems: list[Problem],
+    *,
+    temperature: float = 1.0,
+    max_new_tokens: int = MAX_RESPONSE_TOKENS,
+    seed: int = 0,
+) -> dict[str, float]:
+    """Shares of the problems whose sampled response has a complete box (``boxed``), and the exact integer in the last one
+    (``right``)."""
+    prompts = [prompt_ids(tokenizer, problem) for problem in problems]
+    responses = sample(model, tokenizer, prompts, uniform(seed, len(prompts), max_new_tokens), temperature)
+    found = [boxed_answer(text) for text in tokenizer.batch_decode(responses, skip_special_tokens=True)]
+    right = sum(answer == str(problem.answer) for answer, problem in zip(found, problems, strict=True))
+    return {"boxed": 1 - found.count(None) / len(problems), "right": right / len(problems)}

