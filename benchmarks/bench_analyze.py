@@ -17,51 +17,44 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
 
-from benchmarks import measuring
-from benchmarks.gpu_check.smollm2 import problem
+from benchmarks import timer
+from benchmarks.gpu_check.trl_runs import problem
 from recipe.tiny.shipped import load_shipped
 from recipe.tiny.smollm2 import load_smollm2
 from recipe.tiny.task import problems, solve
 
 METHODS = ("grail", "oar_g", "rlsd", "surprisal")
-WAYS = {"one at a time": "1", "together": "4096"}
+VARIANTS = {"one at a time": "1", "together": "4096"}
 """``--tokens`` of the command."""
 
 
-def small_rows(count: int) -> list[dict[str, Any]]:
-    """Solutions of the tiny model's task, as lines of the command's file."""
-    rng = Random(0)
-    chains = problems("train", count, seed=0)
-    return [row(chain.text, solve(chain, 0.2, rng), str(chain.answer)) for chain in chains]
+def solved(data: Path | None, count: int) -> list[dict[str, Any]]:
+    """Solutions of GSM8K, or of the tiny model's task, as lines of the command's file. The reward says incorrect, so that every
+    method scores them."""
+    if data is None:
+        chains, rng = problems("train", count, seed=0), Random(0)
+        found = [(chain.text, solve(chain, 0.2, rng), str(chain.answer)) for chain in chains]
+    else:
+        lines = data.read_text(encoding="utf-8").splitlines()[:count]
+        found = [(one.text, one.solution, one.answer) for one in (problem(line, worked=True) for line in lines)]
+    return [
+        {"prompt": [{"role": "user", "content": text}], "response": solution, "ground_truth": answer, "reward": 0.0}
+        for text, solution, answer in found
+    ]
 
 
-def gsm8k_rows(path: Path, count: int) -> list[dict[str, Any]]:
-    """The first solutions of a file of GSM8K, likewise, with their answer in a box."""
-    solved = [problem(line, worked=True) for line in path.read_text(encoding="utf-8").splitlines()[:count]]
-    return [row(one.text, one.solution, one.answer) for one in solved]
-
-
-def row(question: str, response: str, answer: str) -> dict[str, Any]:
-    """One line; the reward says incorrect, so that every method scores it."""
-    return {
-        "prompt": [{"role": "user", "content": question}],
-        "response": response,
-        "ground_truth": answer,
-        "reward": 0.0,
-    }
-
-
-def analyse(model: Path, rows: Sequence[dict[str, Any]], tokens: str) -> dict[str, float]:
+def analyse(model: str, rows: list[dict[str, Any]], tokens: str) -> dict[str, float]:
     """Processor seconds and peak GB (resident) of one call of the command."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "responses.jsonl")
         file.write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
-        command = [sys.executable, "-m", "grail_advantage.analyze", "--model", str(model), "--dtype", "float32"]
+        command = [sys.executable, "-m", "grail_advantage.analyze", "--model", model, "--dtype", "float32"]
         command += ["--responses", str(file), "--out", f"{folder}/analysis", "--tokens", tokens, "--device", "cpu"]
         command += [word for name in METHODS for word in ("--method", name)]
         process = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"})
@@ -77,23 +70,26 @@ def main() -> None:
     parser.add_argument("--data", type=Path, help="GSM8K's rows, for smollm2")
     parser.add_argument("--responses", type=int, default=24, help="of a block")
     parser.add_argument("--blocks", type=int, default=2)
-    parser.add_argument("--output-dir", type=Path, default=measuring.RESULTS)
+    parser.add_argument("--results", type=Path, default=timer.RESULTS, help="folder to write to")
     options = parser.parse_args()
-    clock, count = measuring.Clock("cpu"), options.responses * options.blocks
-    words = ["small"] if options.set == "small" else ["smollm2", "--data", "gsm8k_test.jsonl"]
-    command = " ".join(["python -m benchmarks.bench_analyze", *words])
-    command += f" --responses {options.responses} --blocks {options.blocks}"
-    result = measuring.record(f"analyze_{options.set}", clock, command)
-    rows = small_rows(count) if options.set == "small" else gsm8k_rows(options.data, count)
+    if (options.set == "smollm2") != (options.data is not None):
+        parser.error("smollm2 needs --data, and small has problems of its own")
+    result = timer.record(
+        f"analyze_{options.set}", "cpu", f"python -m benchmarks.bench_analyze {' '.join(sys.argv[1:])}"
+    )
+    rows = solved(options.data, options.responses * options.blocks)
+    blocks = [rows[at : at + options.responses] for at in range(0, len(rows), options.responses)]
     with tempfile.TemporaryDirectory() as folder:
         for part in load_shipped() if options.set == "small" else load_smollm2():
             part.save_pretrained(folder)
-        result |= {"methods": METHODS, "responses": count, "start": analyse(Path(folder), rows[:1], "1"), "blocks": []}
-        for block in range(options.blocks):
-            some = rows[block * options.responses :][: options.responses]
-            ways = list(WAYS) if block % 2 == 0 else list(reversed(WAYS))
-            result["blocks"].append({way: analyse(Path(folder), some, WAYS[way]) for way in ways})
-            measuring.write(result, options.output_dir)
+        start = analyse(folder, rows[:1], "1")
+
+        def analyse_next(of: Iterator[list[dict[str, Any]]], tokens: str) -> dict[str, float]:
+            return analyse(folder, next(of), tokens)
+
+        variants = {name: partial(analyse_next, iter(blocks), tokens) for name, tokens in VARIANTS.items()}
+        found = list(timer.in_turn(variants, len(blocks), warm=False))
+    timer.write(result | {"methods": METHODS, "responses": len(rows), "start": start, "blocks": found}, options.results)
 
 
 if __name__ == "__main__":

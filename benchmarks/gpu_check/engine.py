@@ -13,18 +13,18 @@ import sys
 import time
 from collections.abc import Callable
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import yaml
 
+from benchmarks import timer
 from benchmarks.bench_training_step import GRPO, VARIANTS, ratios, run_variant
 from benchmarks.gpu_check.outcome import Outcome
-from benchmarks.measuring import Clock, in_turn, peak_memory
-from benchmarks.random_model import SHAPES, release
-from benchmarks.setup import ROW_BY_ROW, Setup, packed_attention, prepare_process
+from benchmarks.made_up import SHAPES, made_up_rollouts, release
+from benchmarks.setup import Setup, prepare_process
+from grail_advantage import Grail
 
 ROOT = Path(__file__).parents[2]
 RECIPE = "examples/run_qwen3_grail.sh"
@@ -39,7 +39,6 @@ RUNS = (("Qwen3-0.6B", True, 50), ("Qwen3-0.6B", False, 20), ("Qwen3-4B", True, 
 """Shape, gradient checkpointing, and seconds after which no further repeat begins. Without checkpointing the activations of
 Qwen3-4B's micro-batch fit on no GPU."""
 DRY_RUNS = (("toy", False, 0), ("toy", True, 0))
-WITHOUT = "torch's attention row by row, log-probabilities in chunks: flash-attn is not installed"
 UPDATE, GRAIL_PASS = "actor update", "with GRAIL's backward"
 
 
@@ -83,8 +82,7 @@ def training_side(
     outcome: Outcome, name: str, config: dict[str, Any], device: str, shape: str, checkpointing: bool, limit: float
 ) -> None:
     """Steps of all variants in turn for some seconds, and the peaks of their stages; kept after each repeat."""
-    from benchmarks.rollouts import MadeUpRollouts
-    from benchmarks.training_side import TrainingSide, make_worker
+    from benchmarks.verl_host import VerlHost, make_worker
 
     actor, data = actor_of(config), config["data"]
     prompt, response = data["max_prompt_length"], data["max_response_length"]
@@ -100,30 +98,28 @@ def training_side(
         micro_batch_rows=max(1, actor.ppo_max_token_len_per_gpu // tokens) if device == "cuda" else 4,
         parameter_dtype="bf16",  # of the file that verl loads; the engine's are the recipe's
         compute_dtype="bf16",
-        layout="packed",
-        attention=packed_attention() if device == "cuda" else ROW_BY_ROW,
     )
-    attention = WITHOUT if setup.attention == ROW_BY_ROW else f"flash-attn {version('flash-attn')}"
     note = (
-        f"{attention}. Parameters in {actor.engine.model_dtype}, computing in {actor.engine.dtype}. {ROWS} responses of "
-        f"{tokens} tokens, {SELECTED} scored, {ZERO_ADVANTAGE} without advantage, {setup.micro_batch_rows} in a micro-batch."
+        f"{setup.attention}, {'packed' if setup.packed else 'padded: flash-attn is not installed'}. "
+        f"Parameters in {actor.engine.model_dtype}, computing in {actor.engine.dtype}. {ROWS} responses of {tokens} tokens, "
+        f"{SELECTED} scored, {ZERO_ADVANTAGE} without advantage, {setup.micro_batch_rows} in a micro-batch."
     )
-    rollouts = MadeUpRollouts(ROWS, prompt, response, SELECTED, setup.shape["vocab_size"], ZERO_ADVANTAGE)
-    side = TrainingSide(make_worker(setup, checkpointing, actor), rollouts, actor)
-    clock, repeats = Clock(device), []
+    rollouts = made_up_rollouts(ROWS, tokens, prompt, setup.shape["vocab_size"], SELECTED, ZERO_ADVANTAGE)
+    host, repeats = VerlHost(make_worker(setup, checkpointing, actor), rollouts, actor), []
     for variant in VARIANTS:  # a first step also compiles and fills caches
-        run_variant(side, variant, clock, 1)
+        run_variant(host, variant, 1)
     begun = time.monotonic()
-    ways = {variant: partial(run_variant, side, variant, clock, epochs) for variant in VARIANTS}
-    for repeat in in_turn(ways, warm=False):
+    variants = {variant: partial(run_variant, host, variant, epochs) for variant in VARIANTS}
+    for repeat in timer.in_turn(variants, REPEATS, warm=False):
         repeats.append(repeat)
         outcome.figures(f"Seconds, {name}", seconds_of(repeats, epochs), note)
-        if len(repeats) == REPEATS or time.monotonic() - begun >= limit:
+        if time.monotonic() - begun >= limit:
             break
     judge_step(outcome, name, repeats, device)
-    judge_memory(outcome, name, peaks(side, device))
-    with outcome.attempt(f"{name}: the saliency of the shared forward is that of a pass of its own"):
-        outcome.check(f"{name}: the saliency of the shared forward is that of a pass of its own", *side.agreement())
+    judge_memory(outcome, name, peaks(host))
+    agreement = f"{name}: the saliency of the shared forward is that of a pass of its own"
+    with outcome.attempt(agreement):
+        outcome.check(agreement, *host.agreement())
 
 
 def seconds_of(repeats: list[dict[str, list[float]]], epochs: int) -> dict[str, dict[str, list[float]]]:
@@ -151,17 +147,14 @@ def judge_step(outcome: Outcome, name: str, repeats: list[dict[str, list[float]]
         outcome.check(step, median(found) <= STEP_LIMIT, f"{detail} (at most {STEP_LIMIT})")
 
 
-def peaks(side: Any, device: str) -> dict[str, int]:
+def peaks(host: Any) -> dict[str, int]:
     """Peak bytes of each stage alone. Steps were made before: the optimiser's state is there, as in all but the first step."""
-    from grail_advantage import Grail
-
-    log_probs = side.old_log_probs()["log_probs"]
     stages: dict[str, Callable[[], Any]] = {
-        "old log-probabilities": side.old_log_probs,
-        GRAIL_PASS: lambda: side.fused_log_probs(Grail("official")),
-        UPDATE: lambda: side.update(log_probs, side.base_advantages()),
+        "old log-probabilities": host.forward,
+        GRAIL_PASS: lambda: host.forward(Grail("official")),
+        UPDATE: lambda: host.update(host.base_advantages()),
     }
-    return {name: peak_memory(device, stage) for name, stage in stages.items()}
+    return {name: timer.peak_memory(host.device, stage) for name, stage in stages.items()}
 
 
 def judge_memory(outcome: Outcome, name: str, found: dict[str, int]) -> None:

@@ -5,12 +5,15 @@ from __future__ import annotations
 
 import json
 import statistics
+import sys
 import time
 import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from recipe.marked_text import table
 
@@ -50,13 +53,13 @@ class Outcome:
     @contextmanager
     def attempt(self, name: str) -> Iterator[None]:
         """A group of checks and figures; what it raises is a failed check, and the next group still runs. Too little memory on
-        the device is no failure: the group was not run."""
-        import torch
-
+        the device, or a package that is missing, is no failure: the group was not run."""
         try:
             yield
         except torch.cuda.OutOfMemoryError:
             self.not_run(name, "the GPU's memory is too small for it")
+        except ModuleNotFoundError as error:
+            self.not_run(name, f"{sys.executable} lacks {error.name}: scripts/setup_gpu.sh")
         except Exception as error:
             traceback.print_exc()
             self.check(name, False, f"{type(error).__name__}: {error}".splitlines()[0])
