@@ -34,7 +34,7 @@ from recipe.tiny.task import Problem as Chain
 ROOT = Path(__file__).parents[2]
 RUNS = ROOT / "outputs" / "gpu_check_runs"
 """Models, problems, dumps and logs of the runs."""
-GSM8K = Path(sys.prefix, "gsm8k.jsonl")
+TRL, GSM8K = Path(sys.prefix, "trl"), Path(sys.prefix, "gsm8k.jsonl")
 METHODS = ("grail", "uniform")
 LIMITS = 0.02, 0.99
 """As part a's, for a model whose weights are not random."""
@@ -70,8 +70,19 @@ class Problem(NamedTuple):
     solution: str
 
 
+def need_trl() -> None:
+    """TRL is on the path, or in a folder of its own beside verl.
+
+    Raises:
+        ModuleNotFoundError: it is not there.
+    """
+    if find_spec("trl") is None and not Path(TRL, "trl").is_dir():
+        raise ModuleNotFoundError("TRL is not installed", name="trl")
+
+
 def run_tiny(outcome: Outcome, device: str = "cuda") -> None:
     """Part b; on the CPU fewer and smaller steps."""
+    need_trl()
     folder, dry = RUNS / "b", device == "cpu"
     for part in load_shipped():
         part.save_pretrained(folder / "model")
@@ -96,6 +107,7 @@ def chains(count: int) -> list[tuple[str, str]]:
 
 def run_smollm2(outcome: Outcome, device: str = "cuda") -> None:
     """Part d; on the CPU with few, short responses, of which none need be correct."""
+    need_trl()
     from grail_advantage.view.page.page import write_report
     from recipe.tiny.smollm2 import load_smollm2
     from recipe.tiny.warm_up import WarmUpSettings, warm_up
@@ -197,13 +209,10 @@ def run_example(
     outcome: Outcome, method: str, options: dict[str, object], run_dir: Path
 ) -> dict[int, dict[str, float]]:
     """Run the example with a GPU's precision, and return its metrics by step; ``outcome`` gets its curve every second."""
-    if find_spec("trl") is None and not Path(sys.prefix, "trl", "trl").is_dir():
-        raise ModuleNotFoundError("TRL is not installed", name="trl")
     (run_dir / "metrics.jsonl").unlink(missing_ok=True)
     command = [sys.executable, "examples/trl_grail.py", "--bf16"]
     command += [word for option, value in options.items() for word in (f"--{option}", str(value))]
-    # TRL is in a folder of its own beside verl.
-    variables = {"HF_HUB_OFFLINE": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), f"{sys.prefix}/trl"])}
+    variables = {"HF_HUB_OFFLINE": "1", "PYTHONPATH": f"{ROOT}{os.pathsep}{TRL}"}
     names = {"eval_reward": "held-out accuracy", "reward": "mean reward", "step_time": "seconds"}
     with subprocess.Popen(command, cwd=ROOT, env={**os.environ, **variables}) as process:
         running = True

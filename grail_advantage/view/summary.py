@@ -33,7 +33,7 @@ def summary(folder: Path) -> str:
         f"{folder}: {len(seconds)} training steps" + (f", {median(seconds):.1f} s each (median)" if seconds else "")
     ]
     names = dict.fromkeys(name for values in metrics.values() for name in values)
-    rows = [("", "steps", "first", "last", f"mean of {LATEST}")]
+    rows: list[tuple[str, ...]] = [("", "steps", "first", "last", f"mean of {LATEST}")]
     for _, _, patterns in CURVES:
         for pattern in patterns:
             for name in filter(re.compile(pattern).fullmatch, names):
