@@ -113,7 +113,8 @@ def run_smollm2(outcome: Outcome, device: str = "cuda") -> None:
     from recipe.tiny.warm_up import WarmUpSettings, warm_up
 
     folder, size = RUNS / "d", FULL if device == "cuda" else TOY
-    lines = gsm8k(size.held_out + size.trained + size.warmed_up)
+    count = size.held_out + size.trained + size.warmed_up
+    lines = gsm8k(count) if size.worked else [json.dumps(sum_problem(number)) for number in range(count)]
     held_out, train, warm = lines[: size.held_out], lines[size.held_out :][: size.trained], lines[-size.warmed_up :]
     asked, solved = ([problem(line, size.worked) for line in part] for part in (held_out, warm))
     model, tokenizer = load_smollm2()
@@ -157,6 +158,11 @@ def gsm8k(count: int) -> list[str]:
     if len(lines) < count:
         raise ValueError(f"{GSM8K} has {len(lines)} problems of the {count} that this part takes")
     return lines[:count]
+
+
+def sum_problem(number: int) -> dict[str, str]:
+    """In the place of one of GSM8K, where the model is taught next to nothing."""
+    return {"question": f"What is {number} + 1?", "answer": f"It is {number + 1}.\n#### {number + 1}"}
 
 
 def problem(line: str, worked: bool) -> Problem:
