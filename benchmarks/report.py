@@ -8,19 +8,20 @@ Reads ``results/*.json`` and replaces the text between the markers of the two pa
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from benchmarks.bench_training_step import GRPO, ratios
-from benchmarks.measuring import RESULTS
+from benchmarks.timer import RESULTS
 from grail_advantage.methods import methods as registered
 from recipe.marked_text import table, write_marked
 
-MARKER, FRONT_PAGE_MARKER = "results", "cost"
 README = Path(__file__).parent / "README.md"
 FRONT_PAGE = Path(__file__).parents[1] / "README.md"
+UNWEIGHTED, GRAIL = ("uniform, skipping", "GRPO, skipping"), "GRAIL, skipping"
+"""Variants that leave responses out: without weights (``uniform``, or in earlier results GRPO's own advantages), and GRAIL."""
 Found = dict[str, Any]
 
 
@@ -35,19 +36,13 @@ def of_methods(result: Found) -> list[str]:
         note = f"pass timed on {of['timed_rows']} responses, x {of['rows'] / of['timed_rows']:g}" if sampled else ""
         cells = f"{of['forwards']:.2f}", f"{of['ratio']:.3f}", spread(of["ratios"], 3)
         rows.append([f"`{name}`", of["rows"], *cells, note])
-    head = [
-        "method",
-        "responses scored",
-        "adds, forward passes",
-        f"x {baseline}, by stages",
-        f"x {baseline}, whole steps (lowest to highest)",
-    ]
+    head = ["method", "responses scored", "adds, forward passes", f"x {baseline}, by stages"]
     return [
         f"Model and batch: {_shape(setup)}; {setup['wrong_rows']} of {setup['rows']} responses incorrect, "
         f"{setup['prompts']} prompts; gradient checkpointing {result['checkpointing']}. 1 epoch, "
         f"{len(methods[baseline]['repeats'])} repeats.",
         "",
-        *table([*head, ""], rows, right=1),
+        *table([*head, f"x {baseline}, whole steps (lowest to highest)", ""], rows, right=1),
     ]
 
 
@@ -55,9 +50,10 @@ def of_zero_advantage(result: Found) -> list[str]:
     """The training side with responses left out."""
     rows = []
     for run in result["runs"]:
+        shares = [f"{run[of] / result['setup']['rows']:.0%}" for of in ("zero_advantage_rows", "selected_rows")]
         for epochs in result["epochs"]:
-            shares = [f"{run[of] / result['setup']['rows']:.0%}" for of in ("zero_advantage_rows", "selected_rows")]
-            cells = [spread(ratios(run["repeats"], name, GRPO, epochs)) for name in _variants(run)]
+            variants = (_unweighted(run), "GRAIL", GRAIL)
+            cells = [spread(ratios(run["repeats"], variant, GRPO, epochs)) for variant in variants]
             rows.append([run["checkpointing"], *shares, epochs, *cells])
     head = ["checkpointing", "zero-advantage responses", "scored", "epochs"]
     head += ["GRPO or uniform, leaving them out", "GRAIL", "GRAIL, leaving them out"]
@@ -69,23 +65,12 @@ def of_zero_advantage(result: Found) -> list[str]:
     ]
 
 
-def _variants(run: Found) -> list[str]:
-    """Without weights and leaving responses out (``uniform``, or in earlier results GRPO's own advantages), GRAIL, and both."""
-    unweighted = next(name for name in ("uniform, skipping", "GRPO, skipping") if name in run["repeats"][0])
-    return [unweighted, "GRAIL", "GRAIL, skipping"]
-
-
-PASSAGES: dict[str, tuple[str, Callable[[Found], list[str]]]] = {
-    "zero_advantage": ("Zero-advantage responses", of_zero_advantage),
-    "methods": ("What each method adds to a step", of_methods),
-}
-"""By the first part of a result's name: its heading and its table."""
-
-
 def render(folder: Path) -> str:
     """All tables in Markdown."""
+    passages = {"zero_advantage": ("Zero-advantage responses", of_zero_advantage)}
+    passages |= {"methods": ("What each method adds to a step", of_methods)}
     lines: list[str] = []
-    for name, (heading, passage) in PASSAGES.items():
+    for name, (heading, passage) in passages.items():
         for result in _results(folder, name):
             versions = ", ".join(f"{package} {version}" for package, version in result["versions"].items())
             origin = (
@@ -100,25 +85,21 @@ def summary(folder: Path) -> str:
     """For the front page: the training side without zero-advantage responses, and what of it is GRAIL's own."""
     lines: list[str] = []
     for result in _results(folder, "zero_advantage"):
-        runs = sorted(
-            (run for run in result["runs"] if run["checkpointing"] == "off"), key=lambda run: run["zero_advantage_rows"]
-        )
-        uniform, _, grail = _variants(runs[0])
+        runs = [run for run in result["runs"] if run["checkpointing"] == "off"]
+        uniform, total = _unweighted(runs[0]), result["setup"]["rows"]
         compared = {
             "`uniform`, which leaves them out, to GRPO": (uniform, GRPO),
-            "GRAIL, which leaves them out, to GRPO": (grail, GRPO),
-            "GRAIL to `uniform`": (grail, uniform),
+            "GRAIL, which leaves them out, to GRPO": (GRAIL, GRPO),
+            "GRAIL to `uniform`": (GRAIL, uniform),
         }
-        cells = [
-            [label, *(spread(ratios(run["repeats"], *names, 1)) for run in runs)] for label, names in compared.items()
-        ]
-        shares = [f"{run['zero_advantage_rows'] / result['setup']['rows']:.0%}" for run in runs]
-        scored = [f"{run['selected_rows'] / result['setup']['rows']:.0%}" for run in runs]
+        rows = [["scored by GRAIL", *(f"{run['selected_rows'] / total:.0%}" for run in runs)]]
+        rows += [[label, *(spread(ratios(run["repeats"], *of, 1)) for run in runs)] for label, of in compared.items()]
+        shares = [f"{run['zero_advantage_rows'] / total:.0%}" for run in runs]
         lines += [
             f"Training side of a step of one epoch, without gradient checkpointing ({result['device'].upper()}; median of "
             f"{len(runs[0]['repeats'])} repeats, lowest to highest). GRPO is verl's, which runs every response:",
             "",
-            *table(["zero-advantage responses", *shares], [["scored by GRAIL", *scored], *cells], right=1),
+            *table(["zero-advantage responses", *shares], rows, right=1),
             "",
         ]
     return "\n".join(lines).rstrip()
@@ -128,6 +109,10 @@ def spread(values: Sequence[float], digits: int = 2) -> str:
     """Median, lowest and highest."""
     middle, low, high = (f"{value:.{digits}f}" for value in (median(values), min(values), max(values)))
     return f"{middle} ({low} to {high})"
+
+
+def _unweighted(run: Found) -> str:
+    return next(name for name in UNWEIGHTED if name in run["repeats"][0])
 
 
 def _results(folder: Path, name: str) -> list[Found]:
@@ -143,5 +128,5 @@ def _shape(setup: Found) -> str:
 
 
 if __name__ == "__main__":
-    write_marked(README, MARKER, render(RESULTS))
-    write_marked(FRONT_PAGE, FRONT_PAGE_MARKER, summary(RESULTS))
+    write_marked(README, "results", render(RESULTS))
+    write_marked(FRONT_PAGE, "cost", summary(RESULTS))

@@ -11,17 +11,14 @@ from typing import Any
 
 import torch
 
-from benchmarks.random_model import SHAPES
-
-ROW_BY_ROW = "packed_rows"
-"""Attention of :mod:`benchmarks.without_flash_attn`."""
+from benchmarks.made_up import SHAPES
 
 
 @dataclass(frozen=True)
 class Setup:
     """One process on one device."""
 
-    device: str
+    device: str = "cpu"
     shape: Mapping[str, int] = field(default_factory=lambda: SHAPES["small"])
     rows: int = 20
     """Responses in the batch."""
@@ -33,31 +30,30 @@ class Setup:
     parameter_dtype: str = "fp32"
     """Of parameters and optimiser state."""
     compute_dtype: str = "fp32"
-    layout: str = "padded"
-    """Of micro-batches, ``padded`` or ``packed``."""
-    attention: str = "sdpa"
+    packed: bool = field(default_factory=lambda: find_spec("flash_attn") is not None)
+    """Whether micro-batches are packed, with flash-attn, or padded, with torch's attention. All responses have the same number
+    of tokens, so that neither computes padding."""
 
     @property
-    def response(self) -> int:
-        """Tokens of a response."""
-        return self.tokens - self.prompt
+    def attention(self) -> str:
+        return "flash_attention_2" if self.packed else "sdpa"
 
     def described(self) -> dict[str, Any]:
         """For the record."""
         shape = {name.removesuffix("_size").removeprefix("num_"): value for name, value in self.shape.items()}
-        names = {"hidden_layers": "layers", "vocab": "vocabulary"}
-        return {names.get(name, name): value for name, value in (shape | asdict(self)).items() if name != "shape"}
-
-
-def packed_attention() -> str:
-    """flash-attn where it is installed."""
-    return "flash_attention_2" if find_spec("flash_attn") else ROW_BY_ROW
+        shape |= {
+            "layers": shape.pop("hidden_layers"),
+            "vocabulary": shape.pop("vocab"),
+            "heads": shape.pop("attention_heads"),
+        }
+        own = {name: value for name, value in asdict(self).items() if name not in ("shape", "packed")}
+        return {**shape, **own, "layout": "packed" if self.packed else "padded", "attention": self.attention}
 
 
 SETUPS = {
-    "cpu": lambda: Setup("cpu"),
-    "toy": lambda: Setup("cpu", SHAPES["toy"], 4, 120, 4, 2, layout="packed"),
-    "cuda": lambda: Setup("cuda", SHAPES["Qwen3-4B"], 8, 4096, 256, 1, "bf16", "bf16", "packed", packed_attention()),
+    "cpu": Setup(packed=False),
+    "toy": Setup("cpu", SHAPES["toy"], 4, 120, 4, 2, packed=False),
+    "cuda": Setup("cuda", SHAPES["Qwen3-4B"], 8, 4096, 256, 1, "bf16", "bf16"),
 }
 """By the name of ``--setup``."""
 

@@ -1,6 +1,6 @@
 """``python -m grail_advantage.report RUN``: a run's report, one HTML file that needs no network. docs/report.md reads it.
 
-``--terminal`` shows one rollout here instead.
+``--summary`` prints the run's metrics here instead, and ``--terminal`` one rollout.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from pathlib import Path
 from grail_advantage.dump.options import TOKENS
 from grail_advantage.view.page import data
 from grail_advantage.view.page.page import MEGABYTES, REPORT, ROLLOUTS, write_report
+from grail_advantage.view.summary import follow, summary
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -32,8 +33,17 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--terminal", action="store_true", help="show one rollout here, and write nothing")
     parser.add_argument("--step", type=int, help="of --terminal; default: the last")
     parser.add_argument("--row", type=int, help="of --terminal, its place in the batch; default: the first with scores")
+    parser.add_argument("--summary", action="store_true", help="print the run's metrics here, and write nothing")
+    parser.add_argument(
+        "--follow", type=int, metavar="PID", help="of --summary: first each step until this process ends"
+    )
     args = parser.parse_args(argv)
     try:
+        if args.summary:
+            for line in follow(args.run, args.follow) if args.follow else ():
+                print(line, flush=True)
+            print(summary(args.run))
+            return 0
         if args.terminal:
             _show(args)
             return 0

@@ -30,11 +30,10 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from recipe.run_report import METRICS_FILE, summary
-
 CONFIG = Path(__file__).parent / "config"
 ACTOR, ROLLOUT, MODEL = (f"actor_rollout_ref.{part}" for part in ("actor", "rollout", "model"))
 TOKENIZER, TOOLS = f"{MODEL}.tokenizer_path", f"{ROLLOUT}.multi_turn.tool_config_path"
+METRICS_FILE = "metrics.jsonl"  # as grail_advantage.report reads it, whose import takes seconds
 OF_WORKERS = "+ray_kwargs.ray_init.runtime_env.env_vars"
 WRITE_NOTHING = [
     "hydra.run.dir=.",
@@ -97,7 +96,6 @@ class Launch:
     method: str
     seed: str
     steps: str
-    name: str
     folder: Path
     command: list[str]
     """The arguments of :mod:`recipe.main_grail`."""
@@ -180,7 +178,7 @@ def read_environment(model: str, arguments: Sequence[str], environ: Mapping[str,
     if given.get("DRY_RUN") == "1":
         command += WRITE_NOTHING
     steps = given.get("TOTAL_STEPS") or str(defaults.trainer.total_training_steps)
-    return Launch(method, seed, steps, name, folder, [*command, *arguments], files, tokenizer)
+    return Launch(method, seed, steps, folder, [*command, *arguments], files, tokenizer)
 
 
 def _checked(table: Mapping[str, tuple[Any, ...]], environ: Mapping[str, str], project: Path) -> dict[str, str]:
@@ -251,6 +249,7 @@ def start(launch: Launch) -> None:
         # Threads that spin while they wait cost a multiple of the time as soon as anything else runs on the cores.
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from grail_advantage.answers.tokenizers import save_repaired
+    from grail_advantage.view.summary import summary
     from recipe import main_grail
 
     if launch.tokenizer and not dry_run and not (launch.tokenizer[1] / "tokenizer_config.json").is_file():
@@ -259,7 +258,7 @@ def start(launch: Launch) -> None:
     main_grail.main()
     if not on_cpu and not dry_run and (launch.folder / METRICS_FILE).is_file():
         with contextlib.suppress(ValueError):  # it has no step yet
-            print(summary(launch.folder, launch.name))
+            print(summary(launch.folder))
 
 
 def main() -> None:

@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
 # GRAIL | checks that need a GPU, in independent parts, each under 8 minutes | one NVIDIA GPU
-# Knobs: PYTHON (python3; part a needs torch and transformers alone, the others what docs/gpu.md says)
+# Knobs: PYTHON (python3; part a needs torch, transformers and pydantic alone, the others what docs/gpu.md says)
 #
 #   bash scripts/gpu_check.sh                        # all parts
 #   bash scripts/gpu_check.sh a b --results DIR      # these, into DIR (outputs/gpu_check)
 #   bash scripts/gpu_check.sh --dry                  # on the CPU at toy size
 #
 # a: token weights in bf16 against fp32, time and memory of the passes. b: training with TRL. c: the training side of the recipe
-# with verl's engine. d: a real model with TRL. No hub, no package index and no pytest. Results: PART.json, PART.md and PART.log, as
+# with verl's engine. d: a real model with TRL. Results: PART.json, PART.md and PART.log, as
 # each part goes. Exit status 0 only where everything that was asked for ran and passed.
 
 set -euo pipefail

@@ -1,10 +1,10 @@
-"""Which launch script and which knobs, for a model and some GPUs; memory and hours by plain arithmetic.
+"""Does a model fit on some GPUs, and with which knobs of its launch script? Computed, not measured.
 
-    python scripts/sizing.py --model qwen3-4b --gpus 2 --memory 80      # one case: GB of each phase, hours, and the command
-    python scripts/sizing.py --write docs/gpu.md                        # the page's tables
+    python scripts/sizing.py --model qwen3-4b --gpus 2 --memory 80      # one case: GB of each phase, and the command
+    python scripts/sizing.py --write docs/gpu.md                        # the page's table
 
-Computed, not measured, for FSDP2 with float32 parameters, bfloat16 arithmetic and gradient checkpointing. Memory, with P
-parameters, N GPUs, T tokens of a micro-batch, D width, L layers, V vocabulary:
+For FSDP2 with float32 parameters, bfloat16 arithmetic and gradient checkpointing, with P parameters, N GPUs, T tokens of a
+micro-batch, D width, L layers, V vocabulary:
 
 - states: parameters, gradients and Adam's moments, 16 P / N bytes, and 4 P / N more in Adam's step;
 - update: what FSDP2 gathers (8 V D and ten blocks), checkpointed inputs 2 T D L, the inside of a block, logits and their
@@ -12,14 +12,6 @@ parameters, N GPUs, T tokens of a micro-batch, D width, L layers, V vocabulary:
 - vLLM: its share while it generates; 2 P, 6 V D and 2 GiB while weights are sent; asleep 3 GB;
 - host: 15 GB and 8 GB a GPU for processes, and the larger of loading (4 P, in every process where embeddings are tied) and 12 P
   for what OFFLOAD moves there.
-
-Hours, with F the multiplications and additions of one forward over a step's tokens, at the card's nominal rate and the assumed
-utilisations below:
-
-- training: 1 F for the old log-probabilities, 2 F of the scored responses for GRAIL, and in each epoch 4 F (3 F with LoRA,
-  which needs no gradient of the frozen parameters); no response is left out, and attention's backward counts as two forwards;
-- generation with the validations: the larger of F at the card's rate and of what the engine reads from memory, the keys and
-  values before each token and, once for all responses that fit beside each other, the weights, until one reaches the limit.
 """
 
 from __future__ import annotations
@@ -40,14 +32,6 @@ SLEEPING, BUCKET = 3.0, 2.15
 """GB of a GPU: a sleeping engine's CUDA context and graphs (assumed), and verl's buffer for weights on their way."""
 AT_ONCE = 8
 """Full-length responses that an engine should hold at least."""
-STEPS, EPOCHS = 50, 4
-"""Of a run, and on each batch of responses, of recipe/config/grail_trainer.yaml."""
-VALIDATIONS, VALIDATED = 6, 3 * (40 + 30)
-"""Before the first step and at each tenth, and their responses: three to each problem of AMC23 and AIME24."""
-SCORED, PROMPT_MEAN = 0.5, 200
-"""Assumed: share of the responses that GRAIL scores, and tokens of a prompt."""
-TRAINING, READING = 0.35, 0.5
-"""Assumed utilisations: of the nominal rate where operations decide, of the bandwidth where reading does."""
 
 
 class Model(NamedTuple):
@@ -90,22 +74,6 @@ MODELS = {
 }
 # fmt: on
 SHOWN = list(MODELS)[:5]  # on the page: the other two take what Qwen3-8B takes, to 2 GB
-
-
-class Card(NamedTuple):
-    """A GPU at its nominal rates: dense bfloat16 operations a second and bytes a second."""
-
-    name: str
-    operations: float
-    bandwidth: float
-
-
-CARDS = {
-    24: Card("RTX 4090", 165e12, 1.008e12),
-    80: Card("H100 SXM", 989e12, 3.35e12),
-    141: Card("H200 SXM", 989e12, 4.8e12),
-}
-"""By GB of memory."""
 
 
 class Setup(NamedTuple):
@@ -158,43 +126,6 @@ def host_memory(model: Model, setup: Setup) -> float:
     return 15 + 8 * setup.gpus + max(loading, moved, asleep) / 1e9
 
 
-def forward_operations(model: Model, responses: int, tokens: float) -> float:
-    """Multiplications and additions of a forward over so many responses of so many tokens, their prompts included."""
-    length = PROMPT_MEAN + tokens
-    linear = 2 * (model.layers * model.block + model.vocabulary * model.hidden)
-    attention = 2 * model.layers * 128 * model.heads * length  # causal: half of the pairs, two products of 2 each
-    return responses * length * (linear + attention)
-
-
-def training_operations(model: Model, setup: Setup, tokens: float) -> float:
-    """Of one step with GRAIL: old log-probabilities, the saliency's backward and its recomputed forward, the epochs."""
-    passes = 1 + 2 * SCORED + EPOCHS * (3 if setup.lora_rank else 4)
-    return passes * forward_operations(model, RESPONSES, tokens)
-
-
-def generation_seconds(model: Model, setup: Setup, card: Card, responses: int, tokens: float) -> float:
-    """Of a batch of responses on all GPUs. Those that fit into an engine's cache grow beside each other."""
-    engines = setup.gpus * setup.nodes / setup.tensor_parallel
-    length = PROMPT_MEAN + tokens
-    rounds = -(-responses / engines * length // cached_tokens(model, setup))  # rounded up
-    weights = rounds * model.response * 2 * model.parameters
-    keys_and_values = responses / engines * tokens * (PROMPT_MEAN + tokens / 2) * 4 * model.layers * 8 * 128
-    read = (weights + keys_and_values) / (setup.tensor_parallel * card.bandwidth * READING)
-    return max(
-        read, forward_operations(model, responses, tokens) / (setup.gpus * setup.nodes * card.operations * TRAINING)
-    )
-
-
-def hours(model: Model, setup: Setup, card: Card, tokens: float) -> tuple[float, float]:
-    """Of a whole run: training, and generation with the validations."""
-    training = (
-        STEPS * training_operations(model, setup, tokens) / (setup.gpus * setup.nodes * card.operations * TRAINING)
-    )
-    generation = STEPS * generation_seconds(model, setup, card, RESPONSES, tokens)
-    generation += VALIDATIONS * generation_seconds(model, setup, card, VALIDATED, tokens)
-    return training / 3600, generation / 3600
-
-
 def choose(model: Model, gpus: int, memory: float, nodes: int = 1) -> Setup | None:
     """The first that fits, the smallest change to the published set-up first; 5 % and 1.5 GB of each GPU are left free."""
     ways, sequences = ((0, False), (0, True), (32, False), (32, True)), range(model.sequences, 0, -1)
@@ -227,40 +158,8 @@ def command(model: Model, setup: Setup) -> str:
     return " ".join(words)
 
 
-def hours_page() -> str:
-    """The page's table of hours: every launch script on the GPUs that it is for, and the one-GPU one on a small card."""
-    rows = []
-    for key, gpus, memory in (
-        *(("qwen3-0.6b", 1, memory) for memory in (24, 80)),
-        *(("qwen3-4b", 1, 141), ("qwen3-4b", 8, 80)),
-        *((key, 8, 80) for key in ("octothinker-3b", "qwen3-8b", "octothinker-8b", "r1-distill-llama-8b")),
-    ):
-        model, card = MODELS[key], CARDS[memory]
-        setup = choose(model, gpus, memory)
-        assert setup is not None
-        cells = []
-        for tokens in (model.response // 4, model.response):
-            training, generation = hours(model, setup, card, tokens)
-            work = (
-                RESPONSES * STEPS * (PROMPT_MEAN + tokens) / 1e6,
-                STEPS * training_operations(model, setup, tokens) / 1e18,
-            )
-            cells += [f"{tokens:,}", f"{work[0]:.0f}", f"{work[1]:.1f}", f"{training:.1f} + {generation:.1f}"]
-        rows += [[f"`{model.script}`", key, f"{gpus} x {card.name}", *cells[at : at + 4]] for at in (0, 4)]
-    head = [
-        "script",
-        "model",
-        "GPUs",
-        "tokens a response",
-        "10^6 tokens",
-        "10^18 operations",
-        "hours: training + generation",
-    ]
-    return "\n".join(table(head, rows, right=3))
-
-
 def page() -> str:
-    """The page's table: the fullest phase of a GPU, and what the command changes."""
+    """The table: the fullest phase of a GPU, and what the command changes."""
     rows = []
     for key in SHOWN:
         model = MODELS[key]
@@ -278,11 +177,10 @@ def main() -> int:
     parser.add_argument("--gpus", type=int, default=8, help="on each node")
     parser.add_argument("--memory", type=float, default=80, help="GB of each GPU")
     parser.add_argument("--nodes", type=int, default=1)
-    parser.add_argument("--write", type=Path, metavar="FILE", help="put the tables into this page")
+    parser.add_argument("--write", type=Path, metavar="FILE", help="put the table into this page")
     arguments = parser.parse_args()
     if arguments.write:
         write_marked(arguments.write, "sizing", page())
-        write_marked(arguments.write, "hours", hours_page())
         return 0
     gpus, nodes, model = arguments.gpus, arguments.nodes, MODELS[arguments.model]
     if min(gpus, nodes, arguments.memory) <= 0 or RESPONSES % (gpus * nodes):
@@ -293,11 +191,6 @@ def main() -> int:
     for phase, size in phases(model, setup).items():
         print(f"{size:6.1f} GB of a GPU  {phase}")
     print(f"{host_memory(model, setup):6.1f} GB of a node's own memory")
-    if card := CARDS.get(round(arguments.memory)):
-        training, generation = hours(model, setup, card, model.response // 4)
-        print(
-            f"{training + generation:6.1f} hours of {card.name}, with {model.response // 4} tokens a response (docs/gpu.md)"
-        )
     print(f"\n{command(model, setup)}")
     return 0
 

@@ -65,8 +65,8 @@ fi
 FRESH=0 "${until_script_ends[@]}" "$python" -m recipe.launch "$model" "$@" >>"$run_dir/train.log" 2>&1 &
 run_pid=$!
 trap 'kill "$run_pid" 2>/dev/null || true' EXIT
-echo "  full output: $run_dir/train.log"
-"$python" -m recipe.run_report watch "$run_dir" --pid "$run_pid" --total-steps "$total_steps"
+echo "  $total_steps steps; full output: $run_dir/train.log. Ray, vLLM and the trainer start"
+"$python" -m grail_advantage.report "$run_dir" --summary --follow "$run_pid" || true
 if ! wait "$run_pid"; then
     echo "the run failed; the end of $run_dir/train.log:" >&2
     tail -n 40 "$run_dir/train.log" >&2
@@ -75,8 +75,7 @@ fi
 trap - EXIT
 phase_ends "training, with the start of Ray and vLLM"
 tail -n 5 "$run_dir/train.log" | grep "^already finished" || true
-"$python" -m recipe.run_report summary "$run_dir" --title "$method, ${model%_cpu}, worked arithmetic, seed $seed"
 report=$("$python" -m grail_advantage.report "$run_dir")
 echo "  every token's weight, in a browser: $report"
-phase_ends "summary and report"
+phase_ends "report"
 echo "  in all: $SECONDS s" >&2

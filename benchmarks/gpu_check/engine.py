@@ -11,20 +11,19 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import yaml
 
+from benchmarks import timer
 from benchmarks.bench_training_step import GRPO, VARIANTS, ratios, run_variant
 from benchmarks.gpu_check.outcome import Outcome
-from benchmarks.measuring import Clock, in_turn, peak_memory
-from benchmarks.random_model import SHAPES, release
-from benchmarks.setup import ROW_BY_ROW, Setup, packed_attention, prepare_process
+from benchmarks.made_up import SHAPES, made_up_rollouts, release
+from benchmarks.setup import Setup, prepare_process
+from grail_advantage import Grail
 
 ROOT = Path(__file__).parents[2]
 RECIPE = "examples/run_qwen3_grail.sh"
@@ -39,7 +38,6 @@ RUNS = (("Qwen3-0.6B", True, 50), ("Qwen3-0.6B", False, 20), ("Qwen3-4B", True, 
 """Shape, gradient checkpointing, and seconds after which no further repeat begins. Without checkpointing the activations of
 Qwen3-4B's micro-batch fit on no GPU."""
 DRY_RUNS = (("toy", False, 0), ("toy", True, 0))
-WITHOUT = "torch's attention row by row, log-probabilities in chunks: flash-attn is not installed"
 UPDATE, GRAIL_PASS = "actor update", "with GRAIL's backward"
 
 
@@ -47,10 +45,10 @@ def run(outcome: Outcome, device: str = "cuda") -> None:
     """All checks of the part; on the CPU a toy shape, short responses and one repeat."""
     prepare_process(device)
     config = recipe()
-    for shape, checkpointing, seconds in RUNS if device == "cuda" else DRY_RUNS:
+    for shape, checkpointing, limit in RUNS if device == "cuda" else DRY_RUNS:
         name = f"{shape}, checkpointing {'on' if checkpointing else 'off'}"
         with outcome.attempt(f"training side, {name}"):
-            training_side(outcome, name, config, device, shape, checkpointing, seconds)
+            training_side(outcome, name, config, device, shape, checkpointing, limit)
         release()
 
 
@@ -69,27 +67,19 @@ def recipe() -> dict[str, Any]:
     return yaml.safe_load(done.stdout)
 
 
-def actor_of(config: dict[str, Any]) -> Any:
-    """verl's settings of the actor, of the recipe's configuration."""
-    from omegaconf import OmegaConf
-    from verl.utils.config import omega_conf_to_dataclass
-
-    actor = omega_conf_to_dataclass(OmegaConf.create(config["actor_rollout_ref"]["actor"]))
-    actor.optim.total_training_steps = 1000  # the trainer sets it
-    return actor
-
-
 def training_side(
     outcome: Outcome, name: str, config: dict[str, Any], device: str, shape: str, checkpointing: bool, limit: float
 ) -> None:
-    """Steps of all variants in turn for some seconds, and the peaks of their stages; kept after each repeat."""
-    from benchmarks.rollouts import MadeUpRollouts
-    from benchmarks.training_side import TrainingSide, make_worker
+    """Steps of all variants in turn for some seconds, kept after each repeat, and the peaks of their stages. GRAIL's step must
+    cost what its multiplications say, and its pass must fit where the update does."""
+    from omegaconf import OmegaConf
+    from verl.utils.config import omega_conf_to_dataclass
 
-    actor, data = actor_of(config), config["data"]
-    prompt, response = data["max_prompt_length"], data["max_response_length"]
-    if device == "cpu":
-        prompt, response = 8, 72
+    from benchmarks.verl_host import VerlHost, make_worker
+
+    actor, data = omega_conf_to_dataclass(OmegaConf.create(config["actor_rollout_ref"]["actor"])), config["data"]
+    actor.optim.total_training_steps = 1000  # the trainer sets it
+    prompt, response = (data["max_prompt_length"], data["max_response_length"]) if device == "cuda" else (8, 72)
     epochs, tokens = actor.ppo_epochs, prompt + response
     setup = Setup(
         device,
@@ -100,75 +90,49 @@ def training_side(
         micro_batch_rows=max(1, actor.ppo_max_token_len_per_gpu // tokens) if device == "cuda" else 4,
         parameter_dtype="bf16",  # of the file that verl loads; the engine's are the recipe's
         compute_dtype="bf16",
-        layout="packed",
-        attention=packed_attention() if device == "cuda" else ROW_BY_ROW,
     )
-    attention = WITHOUT if setup.attention == ROW_BY_ROW else f"flash-attn {version('flash-attn')}"
     note = (
-        f"{attention}. Parameters in {actor.engine.model_dtype}, computing in {actor.engine.dtype}. {ROWS} responses of "
-        f"{tokens} tokens, {SELECTED} scored, {ZERO_ADVANTAGE} without advantage, {setup.micro_batch_rows} in a micro-batch."
+        f"{setup.attention}, {'packed' if setup.packed else 'padded: flash-attn is not installed'}. "
+        f"Parameters in {actor.engine.model_dtype}, computing in {actor.engine.dtype}. {ROWS} responses of {tokens} tokens, "
+        f"{SELECTED} scored, {ZERO_ADVANTAGE} without advantage, {setup.micro_batch_rows} in a micro-batch."
     )
-    rollouts = MadeUpRollouts(ROWS, prompt, response, SELECTED, setup.shape["vocab_size"], ZERO_ADVANTAGE)
-    side = TrainingSide(make_worker(setup, checkpointing, actor), rollouts, actor)
-    clock, repeats = Clock(device), []
+    rollouts = made_up_rollouts(ROWS, tokens, prompt, setup.shape["vocab_size"], SELECTED, ZERO_ADVANTAGE)
+    host, repeats = VerlHost(make_worker(setup, checkpointing, actor), rollouts, actor), []
     for variant in VARIANTS:  # a first step also compiles and fills caches
-        run_variant(side, variant, clock, 1)
+        run_variant(host, variant, 1)
     begun = time.monotonic()
-    ways = {variant: partial(run_variant, side, variant, clock, epochs) for variant in VARIANTS}
-    for repeat in in_turn(ways, warm=False):
+    variants = {variant: partial(run_variant, host, variant, epochs) for variant in VARIANTS}
+    for repeat in timer.in_turn(variants, REPEATS, warm=False):
         repeats.append(repeat)
-        outcome.figures(f"Seconds, {name}", seconds_of(repeats, epochs), note)
-        if len(repeats) == REPEATS or time.monotonic() - begun >= limit:
+        outcome.figures(
+            f"Seconds, {name}", {variant: seconds_of(repeats, variant, epochs) for variant in VARIANTS}, note
+        )
+        if time.monotonic() - begun >= limit:
             break
-    judge_step(outcome, name, repeats, device)
-    judge_memory(outcome, name, peaks(side, device))
-    with outcome.attempt(f"{name}: the saliency of the shared forward is that of a pass of its own"):
-        outcome.check(f"{name}: the saliency of the shared forward is that of a pass of its own", *side.agreement())
+    found = ratios(repeats, "GRAIL", GRPO, 1)
+    detail = f"{median(found):.3f} x, {min(found):.3f} to {max(found):.3f} (at most {STEP_LIMIT}; on a CPU times mean nothing)"
+    holds = median(found) <= STEP_LIMIT if device == "cuda" else None
+    outcome.check(f"{name}: GRAIL's step of one epoch against GRPO's", holds, detail)
 
-
-def seconds_of(repeats: list[dict[str, list[float]]], epochs: int) -> dict[str, dict[str, list[float]]]:
-    """By variant, seconds of steps of one epoch and of all, and both as multiples of GRPO's in the same repeat."""
-    return {
-        variant: {
-            f"{count} epochs, {what}": values
-            for count in sorted({1, epochs})
-            for what, values in (
-                ("seconds", [sum(repeat[variant][: count + 1]) for repeat in repeats]),
-                ("x GRPO", ratios(repeats, variant, GRPO, count)),
-            )
-        }
-        for variant in VARIANTS
+    stages = {
+        "old log-probabilities": host.forward,
+        GRAIL_PASS: lambda: host.forward(Grail("official")),
+        UPDATE: lambda: host.update(host.base_advantages()),
     }
-
-
-def judge_step(outcome: Outcome, name: str, repeats: list[dict[str, list[float]]], device: str) -> None:
-    """GRAIL's step must cost what its multiplications say."""
-    found, step = ratios(repeats, "GRAIL", GRPO, 1), f"{name}: GRAIL's step of one epoch against GRPO's"
-    detail = f"{median(found):.3f} x, {min(found):.3f} to {max(found):.3f}"
-    if device == "cpu":
-        outcome.not_run(step, f"{detail}: a rehearsal's times mean nothing")
-    else:
-        outcome.check(step, median(found) <= STEP_LIMIT, f"{detail} (at most {STEP_LIMIT})")
-
-
-def peaks(side: Any, device: str) -> dict[str, int]:
-    """Peak bytes of each stage alone. Steps were made before: the optimiser's state is there, as in all but the first step."""
-    from grail_advantage import Grail
-
-    log_probs = side.old_log_probs()["log_probs"]
-    stages: dict[str, Callable[[], Any]] = {
-        "old log-probabilities": side.old_log_probs,
-        GRAIL_PASS: lambda: side.fused_log_probs(Grail("official")),
-        UPDATE: lambda: side.update(log_probs, side.base_advantages()),
-    }
-    return {name: peak_memory(device, stage) for name, stage in stages.items()}
-
-
-def judge_memory(outcome: Outcome, name: str, found: dict[str, int]) -> None:
-    """GRAIL's pass must fit where the update does."""
-    rows = {stage: {"GiB": peak / 2**30, "x the update's": peak / found[UPDATE]} for stage, peak in found.items()}
+    peaks = {stage: timer.peak_memory(device, run) for stage, run in stages.items()}
+    rows = {stage: {"GiB": peak / 2**30, "x the update's": peak / peaks[UPDATE]} for stage, peak in peaks.items()}
     outcome.figures(
         f"Peak memory, {name}", rows, "After optimiser steps: the optimiser's state is there in every stage."
     )
-    share = found[GRAIL_PASS] / found[UPDATE]
+    share = peaks[GRAIL_PASS] / peaks[UPDATE]
     outcome.check(f"{name}: GRAIL's pass needs no more memory than the update", share <= 1, f"{share:.2f} x its peak")
+    outcome.check(f"{name}: the saliency of the shared forward is that of a pass of its own", *host.agreement())
+
+
+def seconds_of(repeats: list[dict[str, list[float]]], variant: str, epochs: int) -> dict[str, list[float]]:
+    """Seconds of a variant's steps of one epoch and of all, and both as multiples of GRPO's in the same repeat."""
+    columns = {}
+    for count in sorted({1, epochs}):
+        columns[f"{count} epochs, seconds"] = [sum(repeat[variant][: count + 1]) for repeat in repeats]
+        columns[f"{count} epochs, x GRPO"] = ratios(repeats, variant, GRPO, count)
+    return columns

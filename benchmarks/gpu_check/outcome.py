@@ -5,12 +5,15 @@ from __future__ import annotations
 
 import json
 import statistics
+import sys
 import time
 import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from recipe.marked_text import table
 
@@ -34,13 +37,12 @@ class Outcome:
         folder.mkdir(parents=True, exist_ok=True)
         self._save()
 
-    def check(self, name: str, holds: bool, detail: str) -> None:
-        """Something that must be so: in words, whether it is, and the measured value with its limit."""
-        self._add(name, PASSED if holds else FAILED, detail)
-
-    def not_run(self, name: str, why: str) -> None:
-        """Something that could not be checked here."""
-        self._add(name, NOT_RUN, why)
+    def check(self, name: str, holds: bool | None, detail: str) -> None:
+        """Something that must be so: in words, whether it is (``None``: it could not be checked here), and the measured value
+        with its limit, or why not."""
+        status = NOT_RUN if holds is None else PASSED if holds else FAILED
+        self.result["checks"].append({"name": name, "status": status, "said": detail})
+        self._save()
 
     def figures(self, name: str, rows: Mapping[str, Mapping[str, Any]], note: str = "") -> None:
         """Something measured that has no limit, as a table: by row and column a number, a text or several numbers."""
@@ -50,13 +52,13 @@ class Outcome:
     @contextmanager
     def attempt(self, name: str) -> Iterator[None]:
         """A group of checks and figures; what it raises is a failed check, and the next group still runs. Too little memory on
-        the device is no failure: the group was not run."""
-        import torch
-
+        the device, or a package that is missing, is no failure: the group was not run."""
         try:
             yield
         except torch.cuda.OutOfMemoryError:
-            self.not_run(name, "the GPU's memory is too small for it")
+            self.check(name, None, "the GPU's memory is too small for it")
+        except ModuleNotFoundError as error:
+            self.check(name, None, f"{sys.executable} lacks {error.name}: scripts/setup_gpu.sh")
         except Exception as error:
             traceback.print_exc()
             self.check(name, False, f"{type(error).__name__}: {error}".splitlines()[0])
@@ -67,10 +69,6 @@ class Outcome:
         self.result["status"] = next((status for status in (FAILED, PASSED) if status in statuses), NOT_RUN)
         self._save()
         return self.result["status"]
-
-    def _add(self, name: str, status: str, detail: str) -> None:
-        self.result["checks"].append({"name": name, "status": status, "said": detail})
-        self._save()
 
     def _save(self) -> None:
         self.result["seconds"] = round(time.monotonic() - self._began, 1)

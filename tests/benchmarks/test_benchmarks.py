@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import json
 import shutil
-from itertools import islice
 from pathlib import Path
 
 import pytest
 
-from benchmarks import bench_training_step, measuring, report
-from benchmarks.measuring import RESULTS
+from benchmarks import bench_training_step, report, timer
 from grail_advantage.methods import methods
 from grail_advantage.signals.base import SEQUENCES
 from tests import forked
@@ -45,10 +43,10 @@ def test_ratios_by_hand() -> None:
     assert bench_training_step.ratios(repeats, "b", "a", 2) == [pytest.approx(7 / 5), 1.0]
 
 
-def test_every_way_is_the_first_once() -> None:
+def test_every_variant_is_the_first_once() -> None:
     called: list[str] = []
-    ways = {name: lambda name=name: called.append(name) or len(called) for name in "abc"}
-    first, *_ = islice(measuring.in_turn(ways), 3)
+    variants = {name: lambda name=name: called.append(name) or len(called) for name in "abc"}
+    first, *_ = timer.in_turn(variants, 3)
     assert "".join(called) == "abcabcbcacab"
     assert first == {"a": 4, "b": 5, "c": 6}
 
@@ -62,10 +60,10 @@ def test_the_benchmark_of_methods_runs_and_is_reported(tmp_path: Path) -> None:
     found = json.loads((tmp_path / "methods-cpu.json").read_text())["methods"]
     for name, method in methods().items():
         signal = method.build({})
-        rows = bench_training_step.SAMPLE_ROWS if signal.uses == SEQUENCES else 4
+        rows = 2 if signal.uses == SEQUENCES else 4
         assert found[name]["timed_rows"] == (min(found[name]["rows"], rows) if signal.uses else 0)
         assert found[name]["ratio"] > 0
-    shutil.copy(RESULTS / "zero_advantage-cpu.json", tmp_path)
+    shutil.copy(timer.RESULTS / "zero_advantage-cpu.json", tmp_path)
     text = report.render(tmp_path)
     assert "### Zero-advantage responses, cpu" in text and "### What each method adds to a step, cpu" in text
     assert "| zero-advantage responses | 0% | 25% | 50% | 75% |" in report.summary(tmp_path)

@@ -155,7 +155,7 @@ def start(monkeypatch: pytest.MonkeyPatch, *arguments: str, **knobs: str) -> Non
 
 
 def experiment(*arguments: str, script: str = GPUS, **knobs: str) -> str:
-    return read(script, *arguments, **knobs).name
+    return read(script, *arguments, **knobs).folder.name
 
 
 def test_runs_that_must_not_mix_have_different_names() -> None:

@@ -32,9 +32,11 @@ case "$2 $3" in
     if [[ $step == 99 ]]; then exec flock --no-fork out/seed0/grail/checkpoints/.run.lock sleep 300; fi
     echo "already finished: a checkpoint"
     ;;
-"recipe.run_report summary") echo "the summary" ;;
-"recipe.run_report watch") while kill -0 "$6" 2>/dev/null; do sleep 0.1; done ;;
-"grail_advantage.report "*) echo report.html ;;
+"grail_advantage.report "*)
+    [[ $4 == --summary ]] || {{ echo report.html && exit; }}
+    while kill -0 "$6" 2>/dev/null; do sleep 0.1; done
+    echo "the summary"
+    ;;
 esac
 """
 
@@ -95,9 +97,9 @@ def project(tmp_path: Path) -> Project:
 
 
 def test_a_second_start_keeps_everything_and_says_that_the_run_is_finished(project: Project) -> None:
-    assert project.start().returncode == 0
+    first = project.start()
+    assert first.returncode == 0 and "  12 steps; full output: " in first.stdout
     assert len(project.trained()) == 1
-    assert "--total-steps 12\n" in (project.folder / "calls.txt").read_text()
     kept = [project.run_dir / name / "of the first" for name in ("tensorboard", "tokens")]
     for path in kept:
         path.parent.mkdir(exist_ok=True)
