@@ -1,8 +1,8 @@
 """A Hugging Face causal language model as a host of signals: several rows a forward, sorted by length, no packing.
 
 Rows are padded on the right, and the attention mask does not tell: nothing in a causal model sees what comes after it, so that
-each row computes what it does alone, with the same kernels. Before its first rows that go together a model is asked whether that
-is so (:mod:`grail_advantage.model.probe`); where it is not, rows run one at a time.
+each row computes what it does alone, with the same kernels. Before its first rows that go together a model is asked whether
+that is so (:mod:`grail_advantage.model.probe`); where it is not, rows run one at a time.
 
 Shape suffixes: B rows of a micro-batch, S their positions, T response tokens, K chosen positions of all rows, V vocabulary,
 N sequences.

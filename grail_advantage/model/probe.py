@@ -1,10 +1,10 @@
 """Whether a response depends on the responses beside it: asked of the loaded model, in the layout of the run.
 
-Three shortcuts need that it does not: leaving out zero-advantage responses, several responses a pass, and sharing the forward of
-the old log-probabilities. :func:`probe` runs a micro-batch as a whole and some of its responses alone, and compares their
+Three shortcuts need that it does not: leaving out zero-advantage responses, several responses a pass, and sharing the forward
+of the old log-probabilities. :func:`probe` runs a micro-batch as a whole and some of its responses alone, and compares their
 log-probabilities. It sees whatever the forward does: dropout, noise of a hook, a router that draws, padding in a state, packed
-responses that see each other, frequencies chosen by the longest response, tokens that see those after them. It does not see a loss
-that compares responses; such settings are in the tables of rules.
+responses that see each other, frequencies chosen by the longest response, tokens that see those after them. It does not see a
+loss that compares responses; such settings are in the tables of rules.
 
 Shape suffixes: S tokens of a row.
 """
@@ -23,11 +23,12 @@ from grail_advantage.answers.span import AnswerSpan
 from grail_advantage.batch import PassRow
 
 Run = Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]
-"""Runs rows of tokens, int64 (S,), as one micro-batch of the run: for each the log-probabilities (S - 1,) of its tokens after the
-first."""
+"""Runs rows of tokens, int64 (S,), as one micro-batch of the run: for each the log-probabilities (S - 1,) of its tokens after
+the first."""
 
 LIMIT, HALF_LIMIT = 1e-3, 0.1
 """The most that rounding makes of a difference in single precision and in half precision: docs/dev/neighbours_measured.md."""
+DRAWS = "it draws random numbers"
 SHORT, MOST_ROWS = 12, 8
 """Tokens of a short row, and the most rows of a probe."""
 
@@ -37,11 +38,12 @@ class Finding:
     """The largest difference that a probe saw."""
 
     difference: float
-    """Root mean square of the differences of a row's log-probabilities, as a part of their standard deviation."""
+    """Infinite where random numbers are drawn; else root mean square of the differences of a row's log-probabilities, as a
+    part of their standard deviation."""
     limit: float
     """The most that rounding makes."""
     where: str
-    """Between which forwards, in words."""
+    """Between which forwards, in words; ``DRAWS``."""
 
     @property
     def holds(self) -> bool:
@@ -49,7 +51,10 @@ class Finding:
         return self.difference <= self.limit  # NaN is not
 
     def __str__(self) -> str:
-        return f"log-probabilities {self.where} differ by {self.difference:.2g} of their spread (by rounding: {self.limit:g} at most)"
+        if self.where == DRAWS:
+            return DRAWS
+        size = f"{self.difference:.2g} of their spread (by rounding: {self.limit:g} at most)"
+        return f"log-probabilities {self.where} differ by {size}"
 
 
 def probe(
@@ -57,8 +62,8 @@ def probe(
 ) -> Finding:
     """Compare the rows of a micro-batch with the same rows alone.
 
-    Six forwards without gradients, one of them of all rows; with ``cuts`` one more. Random numbers that they draw are not missed
-    afterwards. In a run of several ranks that share forwards it is a collective.
+    Six forwards without gradients, one of them of all rows; with ``cuts`` one more. Random numbers that they draw are not
+    missed afterwards. In a run of several ranks that share forwards it is a collective.
 
     Args:
         model: that runs.
@@ -68,9 +73,13 @@ def probe(
         cuts: whether a row must also be the same without its last tokens.
     """
     first, longest, last = rows[0], rows[1], rows[-1]
+    limit = LIMIT if dtype.itemsize >= 4 else HALF_LIMIT
     with torch.random.fork_rng(), torch.no_grad(), _same_buffers(model):
         # The short ones first: transformers' dynamic rotary embedding keeps the frequencies of a long row that came before.
+        before = _random_state(model)
         first_alone, last_alone = (run([row])[0] for row in (first, last))
+        if before != _random_state(model):
+            return Finding(math.inf, limit, DRAWS)
         together = run(rows)
         longest_alone = run([longest])[0]
         pairs = {
@@ -84,7 +93,17 @@ def probe(
             pairs["with and without the tokens that follow"] = (longest_alone[: len(half) - 1], run([half])[0])
     differences = {where: difference(*pair) for where, pair in pairs.items()}
     where = max(differences, key=lambda name: (math.isnan(differences[name]), differences[name]))
-    return Finding(differences[where], LIMIT if dtype.itemsize >= 4 else HALF_LIMIT, where)
+    return Finding(differences[where], limit, where)
+
+
+def _random_state(model: nn.Module) -> list[bytes]:
+    """That of torch's generators. A forward that moves it draws, whether or not that changes anything yet: the dropout of an
+    adapter changes nothing as long as the adapter is zero."""
+    device = next(model.parameters()).device
+    states = [torch.get_rng_state()]
+    if device.type != "cpu":
+        states.append(torch.get_device_module(device).get_rng_state(device))
+    return [state.numpy().tobytes() for state in states]
 
 
 @contextmanager
@@ -103,8 +122,8 @@ def _same_buffers(model: nn.Module) -> Iterator[None]:
 
 
 def difference(found_S: torch.Tensor, expected_S: torch.Tensor) -> float:
-    """Root mean square of the difference as a part of the standard deviation of ``expected_S``: 0.7 nats where log-probabilities
-    spread by 3.5 are 0.2."""
+    """Root mean square of the difference as a part of the standard deviation of ``expected_S``: 0.7 nats where
+    log-probabilities spread by 3.5 are 0.2."""
     found_S, expected_S = found_S.double(), expected_S.double()
     return float((found_S - expected_S).square().mean().sqrt() / expected_S.std(correction=0).clamp(min=1e-12))
 

@@ -75,8 +75,8 @@ def check_skipping(trainer: GRPOTrainer) -> None:
 
 
 def check_neighbours(trainer: GRPOTrainer, model: nn.Module, inputs: Mapping[str, Any]) -> None:
-    """Refuse a model in whose micro-batches a response depends on those beside it (:mod:`grail_advantage.model.probe`): the model
-    as it trains, by TRL's own forward. A collective of the processes.
+    """Refuse a model in whose micro-batches a response depends on those beside it (:mod:`grail_advantage.model.probe`): the
+    model as it trains, by TRL's own forward. A collective of the processes.
 
     Args:
         trainer: that leaves responses out.

@@ -64,8 +64,8 @@ class TokenWeightGRPOTrainer(GRPOTrainer):
             one dump to the next, 1), ``responses`` (of a step at most, 64; None: all) and ``received`` (True: also what each
             token received in the updates, docs/receipt.md). See docs/token_dump.md.
         skip_zero_advantage: leave responses whose token advantages are all 0 out of the loss's forward and backward. The update
-            is the same but for rounding where the first micro-batch finds the model's responses independent of each other; training
-            ends there otherwise. TRL's figures of entropy and clipping are then those of the others.
+            is the same but for rounding where the first micro-batch finds the model's responses independent of each other;
+            training ends there otherwise. TRL's figures of entropy and clipping are then those of the others.
         *arguments: as for ``GRPOTrainer``.
         **named: likewise.
 

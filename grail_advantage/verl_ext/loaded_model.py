@@ -1,7 +1,7 @@
 """What the loaded model says about the shortcuts of a run (:mod:`grail_advantage.model.probe`).
 
-It is asked once, when the workers have loaded it and before the first rollout. The answers are in every checkpoint, and a resumed
-run keeps them.
+It is asked once, when the workers have loaded it and before the first rollout. The answers are in every checkpoint, and a
+resumed run keeps them.
 """
 
 from __future__ import annotations

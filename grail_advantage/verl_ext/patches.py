@@ -140,9 +140,9 @@ def autocast(engine: FSDPEngineWithLMHead) -> AbstractContextManager:
 def without_activation_offload(module: torch.nn.Module) -> Iterator[None]:
     """While open, the model's blocks run their own forwards, in training mode too.
 
-    With ``enable_activation_offload`` verl replaces a block's forward by one that, in training mode, counts blocks until a backward
-    counts them back (``verl.utils.activation_offload``, ``ActivationHandler.wrap_module_forward_method``), so that a forward
-    without a backward would put it out of step. Can go when that looks at ``torch.is_grad_enabled()``.
+    With ``enable_activation_offload`` verl replaces a block's forward by one that, in training mode, counts blocks until a
+    backward counts them back (``verl.utils.activation_offload``, ``ActivationHandler.wrap_module_forward_method``), so that a
+    forward without a backward would put it out of step. Can go when that looks at ``torch.is_grad_enabled()``.
     """
     own = {block: vars(block).get("forward") for block in module.modules()}
     replaced = {

@@ -1,8 +1,8 @@
 """What the probe says of tiny models drawn at random, against the truth: the gradient of a response alone and beside others.
 
-``python -m tests.core.neighbours`` does so with every causal language model of transformers that can be built at a tiny size, and
-prints the tables of ``docs/dev/models_measured.md``; ``test_probe.py`` takes those that were once got wrong, and those that people
-train. A further model by name is a line in ``MODELS``.
+``python -m tests.core.neighbours`` does so with every causal language model of transformers that can be built at a tiny size,
+and prints the tables of ``docs/dev/models_measured.md``; ``test_probe.py`` takes those that were once got wrong, and those
+that people train. A further model by name is a line in ``MODELS``.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 import transformers
 from pebble import ProcessPool
 from torch.nn.utils.rnn import pad_sequence
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 from transformers.integrations import flash_attention
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
@@ -29,7 +29,7 @@ from tests.verl_ext.engines import attend
 
 VOCABULARY, PAD, LONGEST = 100, 99, 40
 SIZES = {
-    **{"vocab_size": VOCABULARY, "max_position_embeddings": 256, "pad_token_id": PAD, "eos_token_id": 98},
+    **{"vocab_size": VOCABULARY, "max_position_embeddings": 256, "pad_token_id": 0, "eos_token_id": 98},
     **dict.fromkeys(("hidden_size", "d_model", "n_embd", "word_embed_proj_dim", "moe_intermediate_size"), 32),
     **dict.fromkeys(("intermediate_size", "ffn_dim", "decoder_ffn_dim", "encoder_ffn_dim"), 64),
     **dict.fromkeys(("num_hidden_layers", "num_layers", "n_layer", "decoder_layers", "encoder_layers"), 2),
@@ -178,8 +178,8 @@ def finding(model: PreTrainedModel, layout: str) -> Finding:
 
 
 def truth(model: PreTrainedModel, layout: str) -> float:
-    """Largest difference of a response's gradient, as a part of its largest value: beside another and alone, of a short one and of
-    a long one; and where tails are cut, with the rest of the response behind it and without."""
+    """Largest difference of a response's gradient, as a part of its largest value: beside another and alone, of a short one
+    and of a long one; and where tails are cut, with the rest of the response behind it and without."""
     lay, training = LAYOUTS[layout]
     model.train(training)
     short_S, long_S = torch.arange(3, 13), torch.arange(5, 5 + LONGEST) % 60
