@@ -34,6 +34,7 @@ from grail_advantage.model.activations import (
     capture_log_probs,
     evaluation_mode,
     keep_positions,
+    keeps_keys_and_values,
     leaf_module,
     log_probs_and_entropy,
     negative_log_likelihood,
@@ -194,7 +195,8 @@ class HuggingFaceModel(Model):
         attention_mask = tokens_NS.new_ones(tokens_NS.shape[0], cached + tokens_NS.shape[1])
         keep = {"logits_to_keep": kept_K} if accepts_logits_to_keep(self.model) else {}
         past = {"past_key_values": cache} if cache is not None else {}
-        output = self.model(input_ids=tokens_NS, attention_mask=attention_mask, use_cache=True, **past, **keep)
+        caches = keeps_keys_and_values(self.model)
+        output = self.model(input_ids=tokens_NS, attention_mask=attention_mask, use_cache=caches, **past, **keep)
         return output.logits if keep else output.logits[:, kept_K], output.get("past_key_values")
 
     def _dummy(self) -> PassRow:

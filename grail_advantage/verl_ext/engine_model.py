@@ -36,6 +36,7 @@ from grail_advantage.model.activations import (
     capture_hidden_states,
     evaluation_mode,
     keep_logits,
+    keeps_keys_and_values,
     leaf_module,
     negative_log_likelihood,
     read_sum,
@@ -140,9 +141,9 @@ class EngineModel(Model):
                     attention_mask=tokens_NS.new_ones(len(tokens_NS), length),
                     position_ids=torch.arange(cached, length, device=tokens_NS.device).expand(len(tokens_NS), -1),
                     past_key_values=cache,
-                    use_cache=True,
+                    use_cache=keeps_keys_and_values(engine.module),
                 )
-            return output.logits, output.past_key_values
+            return output.logits, output.get("past_key_values")
 
         def forward(
             tokens_NS: torch.Tensor, kept_K: torch.Tensor, cache: Cache | None

@@ -12,7 +12,7 @@ from transformers import Qwen3ForCausalLM
 
 from grail_advantage import Grail, Oar, compute_token_weights
 from grail_advantage.model import hugging_face
-from tests.core import together
+from tests.core import neighbours, together
 from tests.core.common import watch_inputs
 from tests.core.tiny_models import ROLLOUTS, Rollout, char_tokenizer, make_batch, tiny_model
 from tests.core.together import CLOSE, FAILS, FAMILIES, SIGNALS
@@ -46,6 +46,15 @@ def test_forwards_keep_to_the_budget_and_hold_rows_of_like_length() -> None:
     with watch_inputs(model.get_input_embeddings()) as shapes:
         weigh(model, rollouts, tokens=100)
     assert shapes == [(1, 100), (1, 50), (2, 49), (1, 21), (2, 15)]
+
+
+def test_a_model_with_a_state_in_place_of_keys_and_values() -> None:
+    """Its made-up sequences are run from their beginning."""
+    model = neighbours.build("xlstm").eval()
+    rollouts = [ROLLOUTS["box at the end"], ROLLOUTS["right"]]
+    alone, together = (weigh(model, rollouts, Oar("perturbation"), tokens=tokens) for tokens in (1, 10_000))
+    torch.testing.assert_close(together, alone, rtol=1e-4, atol=1e-4)
+    assert alone[0].unique().numel() > 3
 
 
 class LooksAround(Qwen3ForCausalLM):
