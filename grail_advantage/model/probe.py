@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from grail_advantage.answers.span import AnswerSpan
 from grail_advantage.batch import PassRow
@@ -28,7 +29,8 @@ the first."""
 
 LIMIT, HALF_LIMIT = 1e-3, 0.1
 """The most that rounding makes of a difference in single precision and in half precision: docs/dev/neighbours_measured.md."""
-DRAWS = "it draws random numbers"
+ADAPTED = 0.02
+"""Standard deviation of what stands in for parameters that are zero."""
 SHORT, MOST_ROWS = 12, 8
 """Tokens of a short row, and the most rows of a probe."""
 
@@ -38,12 +40,12 @@ class Finding:
     """The largest difference that a probe saw."""
 
     difference: float
-    """Infinite where random numbers are drawn; else root mean square of the differences of a row's log-probabilities, as a
+    """Root mean square of the differences of a row's log-probabilities, as a
     part of their standard deviation."""
     limit: float
     """The most that rounding makes."""
     where: str
-    """Between which forwards, in words; ``DRAWS``."""
+    """Between which forwards, in words."""
 
     @property
     def holds(self) -> bool:
@@ -51,8 +53,6 @@ class Finding:
         return self.difference <= self.limit  # NaN is not
 
     def __str__(self) -> str:
-        if self.where == DRAWS:
-            return DRAWS
         size = f"{self.difference:.2g} of their spread (by rounding: {self.limit:g} at most)"
         return f"log-probabilities {self.where} differ by {size}"
 
@@ -74,16 +74,13 @@ def probe(
     """
     first, longest, last = rows[0], rows[1], rows[-1]
     limit = LIMIT if dtype.itemsize >= 4 else HALF_LIMIT
-    with torch.random.fork_rng(), torch.no_grad(), _same_buffers(model):
+    with torch.random.fork_rng(), torch.no_grad(), _same_buffers(model), _without_zeros(model):
         # The short ones first: transformers' dynamic rotary embedding keeps the frequencies of a long row that came before.
-        before = _random_state(model)
         first_alone, last_alone = (run([row])[0] for row in (first, last))
-        if before != _random_state(model):
-            return Finding(math.inf, limit, DRAWS)
         together = run(rows)
         longest_alone = run([longest])[0]
         pairs = {
-            "alone and alone again": (run([first])[0], first_alone),
+            "alone and alone again, by what the forward draws at random,": (run([first])[0], first_alone),
             "beside other responses and alone": (together[0], first_alone),
             "beside shorter responses and alone": (together[1], longest_alone),
             "behind other responses and alone": (together[-1], last_alone),
@@ -96,14 +93,22 @@ def probe(
     return Finding(differences[where], limit, where)
 
 
-def _random_state(model: nn.Module) -> list[bytes]:
-    """That of torch's generators. A forward that moves it draws, whether or not that changes anything yet: the dropout of an
-    adapter changes nothing as long as the adapter is zero."""
-    device = next(model.parameters()).device
-    states = [torch.get_rng_state()]
-    if device.type != "cpu":
-        states.append(torch.get_device_module(device).get_rng_state(device))
-    return [state.numpy().tobytes() for state in states]
+@contextmanager
+def _without_zeros(model: nn.Module) -> Iterator[None]:
+    """Within, no trained parameter is all zero, as those of an adapter are in the beginning: its dropout changes nothing yet."""
+    local = [
+        values.to_local() if isinstance(values, DTensor) else values
+        for values in model.parameters()
+        if values.requires_grad
+    ]
+    zero = [values for values in local if values.is_floating_point() and not values.any()]
+    try:
+        for values in zero:
+            values.normal_(std=ADAPTED)
+        yield
+    finally:
+        for values in zero:
+            values.zero_()
 
 
 @contextmanager

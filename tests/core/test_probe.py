@@ -13,7 +13,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from grail_advantage.model.probe import HALF_LIMIT, LIMIT, MOST_ROWS, Finding, probe, probe_rows
-from tests.core.neighbours import LAYOUTS, build, finding, truth
+from tests.core.neighbours import LAYOUTS, SAME, build, finding, truth
 
 INDEPENDENT, MIXES_PACKED = set(), {"packed", "packed, flash"}
 ALL = set(LAYOUTS)
@@ -53,7 +53,7 @@ def test_the_answer_is_the_truth(name: str) -> None:
         if (name, layout) in NOT_RUN:
             continue
         found, exact = finding(build(name), layout), truth(build(name), layout)
-        assert found.holds == (exact < 1e-4) == (layout not in DEPENDS[name]), (layout, found, exact)
+        assert found.holds == (exact < SAME) == (layout not in DEPENDS[name]), (layout, found, exact)
 
 
 def _hook(model: PreTrainedModel, module: nn.Module, work: Callable[[torch.Tensor], torch.Tensor]) -> None:
