@@ -11,7 +11,6 @@ Shape suffixes: S tokens of a row.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -37,7 +36,7 @@ SHORT, MOST_ROWS = 12, 8
 
 @dataclass(frozen=True)
 class Finding:
-    """The largest difference that a probe saw."""
+    """The first difference that is no rounding; else the largest."""
 
     difference: float
     """Root mean square of the differences of a row's log-probabilities, as a
@@ -89,13 +88,14 @@ def probe(
             half = longest[: max(2, len(longest) // 2)]
             pairs["with and without the tokens that follow"] = (longest_alone[: len(half) - 1], run([half])[0])
     differences = {where: difference(*pair) for where, pair in pairs.items()}
-    where = max(differences, key=lambda name: (math.isnan(differences[name]), differences[name]))
+    broken = [where for where, found in differences.items() if not found <= limit]  # NaN as well
+    where = broken[0] if broken else max(differences, key=lambda name: differences[name])
     return Finding(differences[where], limit, where)
 
 
 @contextmanager
 def _without_zeros(model: nn.Module) -> Iterator[None]:
-    """Within, no trained parameter is all zero, as those of an adapter are in the beginning: its dropout changes nothing yet."""
+    """Within, no trained parameter is all zero, as an adapter is in the beginning, whose dropout changes nothing yet."""
     local = [
         values.to_local() if isinstance(values, DTensor) else values
         for values in model.parameters()
