@@ -75,6 +75,11 @@ def leaf_module(model: nn.Module, leaf: str) -> nn.Module:
     return model.get_input_embeddings() if k == 0 else blocks[k - 1]
 
 
+def keeps_keys_and_values(model: nn.Module) -> bool:
+    """Whether a model's cache holds keys and values, which a forward may go on from, and no state."""
+    return not getattr(inner_model(model), "_is_stateful", False)
+
+
 def accepts_logits_to_keep(model: nn.Module) -> bool:
     """Whether the model's forward takes ``logits_to_keep``, and so can leave out logits that nobody reads."""
     return "logits_to_keep" in inspect.signature(type(inner_model(model)).forward).parameters

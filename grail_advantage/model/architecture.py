@@ -1,5 +1,4 @@
-"""A model's code, probed on a copy without weights: which modules it has, whether it changes its logits, and whether it keeps
-packed rows apart.
+"""A model's code, looked at on a copy without weights: which modules it has, and whether it changes its logits.
 
 The copy lives on the meta device, so that it takes neither memory nor a checkpoint. No decoder block runs.
 """
@@ -14,16 +13,12 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from grail_advantage.model.activations import inner_model
-from grail_advantage.model.patches import logits_without_decoder, mask_is_told_of_rows, with_eager_attention
+from grail_advantage.model.patches import logits_without_decoder, with_eager_attention
 
 logger = logging.getLogger(__name__)
 
 LOGITS = torch.linspace(-64, 64, 128)
 """Logits that the probe puts in place of the output embeddings' own: any scale, cap or shift changes some of them."""
-
-WITH_STATE = {"linear_attention", "mamba", "conv", "hybrid"}
-"""Types of layers, by transformers' names, that carry a state from token to token, also into the next packed row: verl tells
-them of rows in models that are refused as multi-modal alone."""
 
 
 @dataclass(frozen=True)
@@ -34,12 +29,6 @@ class Architecture:
     """On the meta device; only to ask for modules."""
     plain_logits: bool
     """The model's logits are those of its output embeddings, neither scaled nor capped."""
-    masks_packed_rows: bool
-    """The model's attention mask keeps rows apart that are packed into one, which begin where the position is 0. Flash
-    attention reads the positions by itself."""
-    states: tuple[str, ...]
-    """Types of layers, such as ``linear_attention``, that carry a state from token to token; ``convolution`` for those that the
-    configuration has no type for."""
 
 
 def architecture_of(config: PretrainedConfig, *, trust_remote_code: bool = False) -> Architecture:
@@ -50,11 +39,7 @@ def architecture_of(config: PretrainedConfig, *, trust_remote_code: bool = False
     """
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(with_eager_attention(config), trust_remote_code=trust_remote_code)
-    layers = getattr(model.config.get_text_config(), "layer_types", None) or ()
-    states = tuple(sorted({str(layer) for layer in layers} & WITH_STATE))
-    if not states and any(isinstance(module, nn.Conv1d) for module in model.modules()):
-        states = ("convolution",)
-    return Architecture(model, _has_plain_logits(model), mask_is_told_of_rows(model), states)
+    return Architecture(model, _has_plain_logits(model))
 
 
 def has_plain_logits(model: nn.Module) -> bool:

@@ -1,8 +1,8 @@
 """A Hugging Face causal language model as a host of signals: several rows a forward, sorted by length, no packing.
 
 Rows are padded on the right, and the attention mask does not tell: nothing in a causal model sees what comes after it, so that
-each row computes what it does alone, with the same kernels. Where the model's code makes a row depend on its neighbours all the
-same (:func:`grail_advantage.model.neighbours.neighbour_obstacles`), rows run one at a time.
+each row computes what it does alone, with the same kernels. Before its first rows that go together a model is asked whether
+that is so (:mod:`grail_advantage.model.probe`); where it is not, rows run one at a time.
 
 Shape suffixes: B rows of a micro-batch, S their positions, T response tokens, K chosen positions of all rows, V vocabulary,
 N sequences.
@@ -24,7 +24,6 @@ from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
 
-from grail_advantage.answers.span import AnswerSpan
 from grail_advantage.batch import ENTROPY, OLD_LOG_PROBS, PassRow
 from grail_advantage.model.activations import (
     CHUNK_POSITIONS,
@@ -35,6 +34,7 @@ from grail_advantage.model.activations import (
     capture_log_probs,
     evaluation_mode,
     keep_positions,
+    keeps_keys_and_values,
     leaf_module,
     log_probs_and_entropy,
     negative_log_likelihood,
@@ -44,7 +44,7 @@ from grail_advantage.model.activations import (
 )
 from grail_advantage.model.architecture import has_plain_logits
 from grail_advantage.model.interface import Forward, MicroBatch, Model, Range, RankRounds
-from grail_advantage.model.neighbours import neighbour_obstacles
+from grail_advantage.model.probe import Finding, computing_dtype, probe, probe_rows, whole_row
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +54,8 @@ PROGRESS_SECONDS = 5
 """A pass that shows its progress does so when it takes longer than this."""
 _fitting_tokens: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
 """For each model that ran out of memory the budget of tokens that is left to it."""
+_findings: WeakKeyDictionary[nn.Module, tuple[int, Finding]] = WeakKeyDictionary()
+"""For each model what the probe found, and with how many tokens of the longest row."""
 
 _T = TypeVar("_T")
 
@@ -98,7 +100,6 @@ class HuggingFaceModel(Model):
         results: list[Any] = [None] * len(rows)
         # The longest first: where memory does not do, it shows at once.
         waiting = sorted(range(len(rows)), key=lambda index: -len(rows[index].tokens_S))
-        alone = len(rows) > 1 and self._mixes(len(rows[waiting[0]].tokens_S))
 
         def run_next() -> Sequence[_T]:
             longest = len(rows[waiting[0]].tokens_S)
@@ -107,6 +108,7 @@ class HuggingFaceModel(Model):
 
         bar = self.progress(len(rows), "responses")
         with evaluation_mode(self.model), torch.set_grad_enabled(gradients), bar:
+            alone = len(rows) > 1 and not self._independent([rows[index] for index in waiting])
             while waiting:
                 self.rounds.take()
                 of_rows = self.fitting(run_next)
@@ -160,11 +162,30 @@ class HuggingFaceModel(Model):
             _fitting_tokens[self.model] = self.tokens
             _warn_of_memory()
 
-    def _mixes(self, longest: int) -> bool:
-        obstacle = next(neighbour_obstacles(self.model, training=False, longest=longest), None)
-        if obstacle is not None:
-            _warn_of_neighbours(obstacle.because)
-        return obstacle is not None
+    def _independent(self, rows: Sequence[PassRow]) -> bool:
+        """Whether rows, the longest first, are the same together as alone. A model is asked again when a row is longer than any
+        before."""
+        longest = len(rows[0].tokens_S)
+        known, finding = _findings.get(self.model, (0, None))
+        if finding is None or (longest > known and finding.holds):
+            finding = self.fitting(lambda: self._probe(rows))
+            _findings[self.model] = longest, finding
+            if not finding.holds:
+                logger.warning("%s: responses go through the model one at a time", finding)
+        return finding.holds
+
+    def _probe(self, rows: Sequence[PassRow]) -> Finding:
+        together = probe_rows(
+            torch.cat([row.tokens_S for row in rows]),
+            longest=len(rows[0].tokens_S),
+            rows=self.sequences_together(len(rows[0].tokens_S)),
+        )
+
+        def run(some: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+            self.rounds.take()
+            return PaddedRows(self, [whole_row(tokens_S.to(self.device)) for tokens_S in some]).response_log_probs()
+
+        return probe(self.model, run, together, computing_dtype(self.model))
 
     def _logits(
         self, tokens_NS: torch.Tensor, kept_K: torch.Tensor, cache: Cache | None
@@ -174,12 +195,12 @@ class HuggingFaceModel(Model):
         attention_mask = tokens_NS.new_ones(tokens_NS.shape[0], cached + tokens_NS.shape[1])
         keep = {"logits_to_keep": kept_K} if accepts_logits_to_keep(self.model) else {}
         past = {"past_key_values": cache} if cache is not None else {}
-        output = self.model(input_ids=tokens_NS, attention_mask=attention_mask, use_cache=True, **past, **keep)
+        caches = keeps_keys_and_values(self.model)
+        output = self.model(input_ids=tokens_NS, attention_mask=attention_mask, use_cache=caches, **past, **keep)
         return output.logits if keep else output.logits[:, kept_K], output.get("past_key_values")
 
     def _dummy(self) -> PassRow:
-        tokens_2 = torch.zeros(2, dtype=torch.int64, device=self.device)
-        return PassRow(tokens_2, 1, 1, AnswerSpan(0, 0, 1, 1), advantage=-1.0, group=-1, place=0)
+        return whole_row(torch.zeros(2, dtype=torch.int64, device=self.device))
 
 
 class PaddedRows(MicroBatch):
@@ -290,8 +311,3 @@ def _warn_of_memory() -> None:
         "memory ran out in a pass: fewer responses go through the model together from here on; set tokens lower to spare the "
         "attempts"
     )
-
-
-@cache
-def _warn_of_neighbours(reason: str) -> None:
-    logger.warning("%s: responses go through the model one at a time", reason)

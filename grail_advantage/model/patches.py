@@ -9,21 +9,17 @@ Shape suffixes: B rows, S positions, D hidden, V vocabulary.
 from __future__ import annotations
 
 import copy
-import inspect
-import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.autograd.graph import register_multi_grad_hook
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
-from transformers import PretrainedConfig, PreTrainedModel, masking_utils
-from transformers.integrations import flash_attention
+from transformers import PretrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
@@ -134,112 +130,6 @@ def logits_without_decoder(model: PreTrainedModel, logits_V: torch.Tensor) -> to
             return model(input_ids=torch.zeros((1, 2), dtype=torch.int64), use_cache=False).logits
     finally:
         del decoder.forward, head.forward
-
-
-def mask_is_told_of_rows(model: PreTrainedModel) -> bool:
-    """Whether a model hands its positions to its attention mask, which then keeps packed rows apart.
-
-    Transformers finds packed rows by the positions (``find_packed_sequence_indices``, masking_utils.py:757), and some models
-    do not give them to the mask (``GptOssModel.forward``, modeling_gpt_oss.py:479). Runs the model's own forward up to its
-    first block, on a copy that nobody else runs.
-
-    Can go when every model does: when ``test_models_whose_mask_mixes_packed_rows_are_found`` fails.
-    """
-    asked = []
-
-    def find(position_ids: torch.Tensor) -> None:
-        asked.append(position_ids)
-
-    def stop(*_: Any) -> None:
-        raise _FirstBlockError
-
-    block = next((module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)), None)
-    if block is None:
-        return False
-    handle = block.register_forward_pre_hook(stop)
-    finds, masking_utils.find_packed_sequence_indices = masking_utils.find_packed_sequence_indices, find
-    tokens_14 = torch.zeros((1, 4), dtype=torch.int64, device=model.device)
-    try:
-        with NumbersOnMeta():
-            model(input_ids=tokens_14, position_ids=torch.zeros_like(tokens_14), use_cache=False)
-    except _FirstBlockError:
-        pass
-    finally:
-        masking_utils.find_packed_sequence_indices = finds
-        handle.remove()
-    return bool(asked)
-
-
-def attention_is_told_of_rows(model: PreTrainedModel) -> bool:
-    """Whether a model hands its positions on to flash attention, which then keeps packed rows apart.
-
-    Flash attention finds packed rows by the positions (``_flash_attention_forward``, modeling_flash_attention_utils.py:750),
-    and some models keep them to themselves (``Ministral3Attention.forward``, modeling_ministral3.py:128) or take none. Runs the
-    forward of a copy on the meta device, with a function that looks at the positions in place of flash attention, which need
-    not be installed (``_check_and_adjust_attn_implementation``, modeling_utils.py:1878). ``False`` where nothing calls it.
-
-    Can go when every model does: when ``test_models_whose_attention_is_told_of_packed_rows`` fails.
-    """
-    if "position_ids" not in inspect.signature(type(model).forward).parameters:
-        return False
-    told: list[bool] = []
-
-    def look(query_BSHD: torch.Tensor, _: Any, value_BSHD: torch.Tensor, *__: Any, **named: Any) -> torch.Tensor:
-        told.append(named.get("position_ids") is not None)
-        return query_BSHD.new_empty(*query_BSHD.shape[:-1], value_BSHD.shape[-1])
-
-    def build() -> PreTrainedModel:
-        config = copy.deepcopy(model.config)
-        config._attn_implementation = FLASH
-        # In single precision attention asks for autocast's, which the meta device does not have.
-        return type(model)(config).bfloat16().eval()
-
-    own_code, tokens_14 = sys.modules[type(model).__module__], torch.zeros((1, 4), dtype=torch.int64, device="meta")
-    replaced = [
-        (flash_attention, "_flash_attention_forward", look),
-        (own_code, "_flash_attention_forward", look),  # which it has where flash-attn is installed
-        (PreTrainedModel, "_check_and_adjust_attn_implementation", lambda *_, **__: FLASH),
-    ]
-    with ExitStack() as stack:
-        for owner, name, value in replaced:
-            stack.enter_context(_in_place(owner, name, value))
-        # What fails behind the first attention does not matter here.
-        with suppress(Exception), torch.device("meta"), torch.no_grad(), NumbersOnMeta():
-            build()(input_ids=tokens_14, position_ids=torch.zeros_like(tokens_14), use_cache=False)
-    return bool(told) and all(told)
-
-
-FLASH = "flash_attention_2"
-
-
-@contextmanager
-def _in_place(owner: Any, name: str, value: Any) -> Iterator[None]:
-    own = getattr(owner, name, None)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        delattr(owner, name) if own is None else setattr(owner, name, own)
-
-
-class NumbersOnMeta(TorchDispatchMode):
-    """Tells code that asks a tensor of the meta device for a number, which it does not have, 1 or true.
-
-    A rotary embedding asks whether the longest row is longer than the original length (``dynamic_rope_update``,
-    modeling_rope_utils.py:34), linear attention whether any token is padding. Can go when torch has a meta device whose tensors
-    have numbers.
-    """
-
-    def __torch_dispatch__(
-        self, operator: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if operator is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
-            return args[0].dtype == torch.bool or 1
-        return operator(*args, **(kwargs or {}))
-
-
-class _FirstBlockError(Exception):
-    """A forward has come to its first block."""
 
 
 class _DecoderOutput(BaseModelOutputWithPast):

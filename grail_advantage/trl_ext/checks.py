@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
+import torch
+from torch import nn
 from trl import GRPOTrainer
 
 from grail_advantage.answers.tokenizers import check_round_trip
 from grail_advantage.model.hugging_face import check_no_virtual_tokens
-from grail_advantage.model.neighbours import neighbour_obstacles
+from grail_advantage.model.probe import computing_dtype, probe, probe_rows
 from grail_advantage.rules import Obstacle, broken, refuse, refuse_forced
 from grail_advantage.signals.base import Signal
 from grail_advantage.trl_ext.patches import missing_methods
 from grail_advantage.trl_ext.rules import AGAINST_SKIPPING, REFUSALS, SKIP_NOTHING, Arguments
+
+logger = logging.getLogger(__name__)
 
 TESTED_TRL = "1.16.0"
 
@@ -65,8 +71,55 @@ def check_skipping(trainer: GRPOTrainer) -> None:
     obstacles = list(broken(AGAINST_SKIPPING, _arguments_of(trainer, trainer.signal)))
     if trainer.aux_loss_enabled:
         obstacles.append(Obstacle("the router's loss", "it trains every response; set router_aux_loss_coef=0"))
-    for _, because in neighbour_obstacles(trainer.accelerator.unwrap_model(trainer.model), training=True):
-        obstacles.append(Obstacle("this model, in which responses depend on those beside them", because))
+    refuse_forced("skip_zero_advantage=True", obstacles, SKIP_NOTHING)
+
+
+def check_neighbours(trainer: GRPOTrainer, model: nn.Module, inputs: Mapping[str, Any]) -> None:
+    """Refuse a model in whose micro-batches a response depends on those beside it (:mod:`grail_advantage.model.probe`): the
+    model as it trains, by TRL's own forward. A collective of the processes.
+
+    Args:
+        trainer: that leaves responses out.
+        model: as TRL's loss is given it.
+        inputs: the first micro-batch.
+
+    Raises:
+        ValueError: with what was found, and the remedy.
+    """
+    prompts, count = inputs["prompt_ids"], len(inputs["prompt_ids"])
+    if count < 2:
+        return  # one response always stays
+    width, completion = prompts.shape[1], max(trainer.max_completion_length, inputs["completion_ids"].shape[1])
+    device, pad = prompts.device, trainer.processing_class.pad_token_id
+
+    def run(rows: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Rows as TRL pads them, one token of each in its prompt at least, to the widths of the generation batch."""
+        ends = [max(1, len(tokens_S) - completion) for tokens_S in rows]
+        ids_BL = torch.full((len(rows), width + completion), pad, device=device)
+        mask_BL = torch.zeros_like(ids_BL)
+        for row, (tokens_S, end) in enumerate(zip(rows, ends, strict=True)):
+            places = slice(width - end, width - end + len(tokens_S))
+            ids_BL[row, places], mask_BL[row, places] = tokens_S.to(device), 1
+        with trainer.compute_loss_context_manager():
+            log_probs_BT = trainer._get_per_token_logps_and_entropies(model, ids_BL, mask_BL, completion)[0]
+        return [
+            of_row[: len(tokens_S) - end].float()
+            for of_row, tokens_S, end in zip(log_probs_BT, rows, ends, strict=True)
+        ]
+
+    known_S = torch.cat(
+        [prompts[inputs["prompt_mask"].bool()], inputs["completion_ids"][inputs["completion_mask"].bool()]]
+    )
+    rows = probe_rows(known_S, longest=width + completion, rows=count)
+    with trainer.accelerator.autocast():
+        dtype = computing_dtype(model)
+    finding = probe(model, run, rows, dtype, cuts=False)
+    differences = trainer.accelerator.gather(torch.tensor([finding.difference], device=device))
+    finding = replace(finding, difference=float(differences.max()))
+    logger.info("skip_zero_advantage=True: %s", finding)
+    obstacles = (
+        [] if finding.holds else [Obstacle("this model, in which responses depend on those beside them", str(finding))]
+    )
     refuse_forced("skip_zero_advantage=True", obstacles, SKIP_NOTHING)
 
 

@@ -34,6 +34,7 @@ from grail_advantage.signals.base import Signal
 from grail_advantage.token_weights import PlainHost
 from grail_advantage.trl_ext.checks import (
     check_arguments,
+    check_neighbours,
     check_prompt,
     check_skipping,
     check_trainer,
@@ -63,7 +64,8 @@ class TokenWeightGRPOTrainer(GRPOTrainer):
             one dump to the next, 1), ``responses`` (of a step at most, 64; None: all) and ``received`` (True: also what each
             token received in the updates, docs/receipt.md). See docs/token_dump.md.
         skip_zero_advantage: leave responses whose token advantages are all 0 out of the loss's forward and backward. The update
-            is the same but for rounding; TRL's figures of entropy and clipping are then those of the others.
+            is the same but for rounding where the first micro-batch finds the model's responses independent of each other;
+            training ends there otherwise. TRL's figures of entropy and clipping are then those of the others.
         *arguments: as for ``GRPOTrainer``.
         **named: likewise.
 
@@ -92,7 +94,7 @@ class TokenWeightGRPOTrainer(GRPOTrainer):
             )
         self.signal = token_weights
         self.answer = answer_format(answer)
-        self._skips_zero_advantage = skip_zero_advantage
+        self._skips_zero_advantage, self._neighbours_checked = skip_zero_advantage, False
         self._answers = AnswerCheck(self.signal, self.answer, missing_answers)
         dumping = None if token_dump is None else dump_options(token_dump)
         self._dump: GenerationDump | None = None
@@ -144,7 +146,12 @@ class TokenWeightGRPOTrainer(GRPOTrainer):
         """TRL's loss; in training without the zero-advantage responses, where that is asked for."""
         if not self.model.training:
             return super()._compute_loss(model, inputs)
-        kept, share = rows_that_train(inputs, self.loss_type) if self._skips_zero_advantage else (inputs, 1.0)
+        kept, share = inputs, 1.0
+        if self._skips_zero_advantage:
+            if not self._neighbours_checked:
+                check_neighbours(self, model, inputs)
+                self._neighbours_checked = True
+            kept, share = rows_that_train(inputs, self.loss_type)
         with self._dump.receipt.micro_batch(inputs, kept) if self._dump is not None else nullcontext():
             return super()._compute_loss(model, kept) * share
 

@@ -10,7 +10,7 @@ import difflib
 import logging
 import os
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from importlib.metadata import version
 from importlib.resources import files
 from typing import Any
@@ -24,17 +24,14 @@ from grail_advantage.answers.tokenizers import check_round_trip
 from grail_advantage.methods import method, methods
 from grail_advantage.model.activations import leaf_module
 from grail_advantage.model.architecture import Architecture, architecture_of
-from grail_advantage.model.neighbours import MODEL as MODEL_ITSELF
-from grail_advantage.model.neighbours import PACKING, neighbour_obstacles
 from grail_advantage.registry import RESERVED, NameTakenError, failure_message, failures
 from grail_advantage.rules import Obstacle, refuse
 from grail_advantage.signals.base import Signal
 from grail_advantage.signals.saliency import SaliencySignal
-from grail_advantage.verl_ext.rules import EVERY_RUN, FUSED, check_rules, shares_forward
+from grail_advantage.verl_ext.rules import EVERY_RUN, FUSED, ROUTER_LOSS, check_rules, shares_forward
 from grail_advantage.verl_ext.settings import (
     METHOD,
     MODEL,
-    PACKED,
     SHARE,
     TRAINER_MODES,
     TRAINER_PREFIX,
@@ -48,7 +45,7 @@ logger = logging.getLogger(__name__)
 VERL_VERSION = "0.9.1"
 ANY_VERL = "GRAIL_ADVANTAGE_ANY_VERL"
 """Environment variable: 1 lets another version of verl through."""
-PATH, ADAPTER = f"{MODEL}.path", f"{MODEL}.lora_adapter_path"
+PATH = f"{MODEL}.path"
 
 
 def check_config(config: DictConfig) -> RunConfig:
@@ -219,11 +216,6 @@ def check_model(settings: Settings, folder: str | None = None) -> bool:
     if not settings.signal.uses:
         return True
     architecture, path = _architecture(settings, folder), f"{PATH}={settings[PATH]}"
-    if architecture is not None and settings[PACKED]:
-        for _, mixing in neighbour_obstacles(architecture, training=False, packed=settings.attention):
-            raise ValueError(
-                f"{PACKED}=True does not work with {path}: {mixing}; set {PACKED}=false, or use a method without a pass"
-            )
     if not isinstance(settings.signal, SaliencySignal):
         return True
     shares = shares_forward(settings)
@@ -234,23 +226,16 @@ def check_model(settings: Settings, folder: str | None = None) -> bool:
             )
         return folder is None
     _check_activation(settings, architecture, path)
-    against = _against_sharing(settings, architecture)
-    if against is not None and shares:
-        message = f"{path} {against}"
+    # Fused kernels put out log-probabilities by verl's own code, whatever the model does with its logits.
+    if architecture.plain_logits or settings[FUSED]:
+        return True
+    if shares:
+        message = f"{path} scales or caps its logits after the output embeddings, where a shared forward cannot follow"
         if settings.share_forward is True:
             raise ValueError(f"{SHARE}=True does not work with this model: {message}; use auto")
         if folder is not None:
             logger.warning("%s: each step runs a pass of its own (%s=auto)", message, SHARE)
-    return against is None
-
-
-def _against_sharing(settings: Settings, architecture: Architecture) -> str | None:
-    for _, mixing in neighbour_obstacles(architecture, training=False, longest=settings.longest):
-        return f"gives a response other log-probabilities beside the responses of a shared forward: {mixing}"
-    # Fused kernels put out log-probabilities by verl's own code, whatever the model does with its logits.
-    if architecture.plain_logits or settings[FUSED]:
-        return None
-    return "scales or caps its logits after the output embeddings, where a shared forward cannot follow"
+    return False
 
 
 def _architecture(settings: Settings, folder: str | None) -> Architecture | None:
@@ -283,15 +268,8 @@ def _check_activation(settings: Settings, architecture: Architecture, path: str)
         raise ValueError(f"{option}={settings.signal.leaf} does not work with {path}: {error}") from error
 
 
-def model_obstacles(settings: Settings, model: PretrainedConfig) -> Iterator[Obstacle]:
-    """What makes the gradient of a response depend on the other responses of its micro-batch.
-
-    Args:
-        model: the configuration that verl loads the model with.
-    """
-    names = {MODEL_ITSELF: f"{PATH}={settings[PATH]}", PACKING: f"{PACKED}=True"}
-    packed = settings.attention if settings[PACKED] else None
-    for setting, because in neighbour_obstacles(
-        model, training=True, longest=settings.longest, packed=packed, adapter=settings[ADAPTER]
-    ):
-        yield Obstacle(names.get(setting, setting), because)
+def router_obstacles(model: PretrainedConfig) -> list[Obstacle]:
+    """The loss of a model's routers, where the configuration that it is loaded with asks for it."""
+    if getattr(model.get_text_config(), "output_router_logits", False):
+        return [Obstacle("output_router_logits=True of the model", ROUTER_LOSS)]
+    return []

@@ -36,6 +36,7 @@ from grail_advantage.model.activations import (
     capture_hidden_states,
     evaluation_mode,
     keep_logits,
+    keeps_keys_and_values,
     leaf_module,
     negative_log_likelihood,
     read_sum,
@@ -44,8 +45,9 @@ from grail_advantage.model.activations import (
 )
 from grail_advantage.model.architecture import has_plain_logits
 from grail_advantage.model.interface import Forward, MicroBatch, Model, Range, RankRounds
-from grail_advantage.verl_ext.exchange import nested
-from grail_advantage.verl_ext.patches import autocast, gather_packed
+from grail_advantage.model.probe import Finding, computing_dtype, probe, probe_rows, whole_row
+from grail_advantage.verl_ext.exchange import PADDED_FORWARD, UPDATE, nested
+from grail_advantage.verl_ext.patches import autocast, gather_packed, without_activation_offload
 from grail_advantage.verl_ext.settings import SHARE
 
 PROGRESS_SECONDS = 10
@@ -72,13 +74,54 @@ class EngineModel(Model):
         """See :class:`Model`; split as the actor update's, or without gradients as those of the old log-probabilities."""
         results: list[Any] = [None] * len(rows)
         with gradient_mode(self.engine) if gradients else torch.no_grad():
-            for batch, indices in training_micro_batches(self.engine, self._inputs(rows), gradients=gradients):
-                batch = batch.to(get_device_id())
-                tokens = batch["input_ids"].unbind()
-                here = [replace(rows[index], tokens_S=of_row) for index, of_row in zip(indices, tokens, strict=True)]
-                for index, result in zip(indices, work(EngineMicroBatch(self.engine, batch, here)), strict=True):
+            for micro, indices in self._split(rows, gradients=gradients):
+                for index, result in zip(indices, work(micro), strict=True):
                     results[index] = result
         return results
+
+    def probe(self, layout: str, tokens_S: torch.Tensor, longest: int) -> Finding:
+        """Whether responses are the same beside others (:mod:`grail_advantage.model.probe`).
+
+        Args:
+            layout: ``UPDATE``: the micro-batches of the actor update, in training mode; ``FORWARD``: those of the old
+                log-probabilities; ``PADDED_FORWARD``: likewise, padded where the run packs.
+            tokens_S: to draw from; the same on every rank.
+            longest: tokens of prompt and response, the most that there can be.
+        """
+        engine, settings, training = self.engine, self.engine.engine_config, layout == UPDATE
+        budget, count = micro_batch_size(engine, gradients=training)
+        packed = settings.use_remove_padding and layout != PADDED_FORWARD
+        size = (
+            {"budget": budget * engine.ulysses_sequence_parallel_size} if settings.use_dynamic_bsz else {"rows": count}
+        )
+        rows = probe_rows(tokens_S, longest=longest, **size)
+
+        def run(some: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+            whole = [whole_row(tokens_S) for tokens_S in some]
+            found: dict[int, torch.Tensor] = {}
+            for micro, indices in self._split(whole, gradients=training, packed=packed):
+                found |= zip(indices, micro.response_log_probs(), strict=True)
+            return [found[index] for index in range(len(some))]
+
+        with autocast(engine):
+            dtype = computing_dtype(engine.module)
+        if not training:
+            return probe(engine.module, run, rows, dtype)
+        with without_activation_offload(engine.module):
+            engine.module.train()
+            return probe(engine.module, run, rows, dtype)
+
+    def _split(
+        self, rows: Sequence[PassRow], *, gradients: bool, packed: bool | None = None
+    ) -> Iterator[tuple[EngineMicroBatch, list[int]]]:
+        """The micro-batches of :func:`training_micro_batches`, with the indices of their rows."""
+        for batch, indices in training_micro_batches(
+            self.engine, self._inputs(rows), gradients=gradients, packed=packed
+        ):
+            batch = batch.to(get_device_id())
+            tokens = batch["input_ids"].unbind()
+            here = [replace(rows[index], tokens_S=of_row) for index, of_row in zip(indices, tokens, strict=True)]
+            yield EngineMicroBatch(self.engine, batch, here), indices
 
     @contextmanager
     def sequences(self) -> Iterator[Forward]:
@@ -98,9 +141,9 @@ class EngineModel(Model):
                     attention_mask=tokens_NS.new_ones(len(tokens_NS), length),
                     position_ids=torch.arange(cached, length, device=tokens_NS.device).expand(len(tokens_NS), -1),
                     past_key_values=cache,
-                    use_cache=True,
+                    use_cache=keeps_keys_and_values(engine.module),
                 )
-            return output.logits, output.past_key_values
+            return output.logits, output.get("past_key_values")
 
         def forward(
             tokens_NS: torch.Tensor, kept_K: torch.Tensor, cache: Cache | None
@@ -148,8 +191,18 @@ def gradient_mode(engine: FSDPEngineWithLMHead) -> AbstractContextManager[None]:
     return evaluation_mode(engine.module, checkpoint_blocks=engine.model_config.enable_activation_offload)
 
 
+def micro_batch_size(engine: FSDPEngineWithLMHead, *, gradients: bool) -> tuple[int, int]:
+    """The token budget, and the number of responses, of a micro-batch of the actor update, or without gradients of the old
+    log-probabilities."""
+    settings = engine.engine_config
+    budget, count = settings.max_token_len_per_gpu, settings.micro_batch_size_per_gpu
+    if gradients:
+        return budget, count
+    return settings.infer_max_token_len_per_gpu or budget, settings.infer_micro_batch_size_per_gpu or count
+
+
 def training_micro_batches(
-    engine: FSDPEngineWithLMHead, rows: TensorDict, *, gradients: bool = True
+    engine: FSDPEngineWithLMHead, rows: TensorDict, *, gradients: bool = True, packed: bool | None = None
 ) -> list[tuple[TensorDict, list[int]]]:
     """Split by the token budget or the number of responses of the actor update's micro-batches, or without gradients of those
     of the old log-probabilities; as many on every rank.
@@ -158,15 +211,13 @@ def training_micro_batches(
         engine: verl's FSDP engine.
         rows: this rank's; as many on every rank.
         gradients: see above.
+        packed: ``None``: as the engine does.
 
     Returns:
         the micro-batches, each with the indices of its responses.
     """
     settings = engine.engine_config
-    budget, count = settings.max_token_len_per_gpu, settings.micro_batch_size_per_gpu
-    if not gradients:
-        budget = settings.infer_max_token_len_per_gpu or budget
-        count = settings.infer_micro_batch_size_per_gpu or count
+    budget, count = micro_batch_size(engine, gradients=gradients)
     if settings.use_dynamic_bsz:
         # A response that a signal made longer than any rollout goes alone; the ranks must agree on what is long.
         longest = rows["input_ids"].offsets().diff().max().to(get_device_name())
@@ -175,7 +226,7 @@ def training_micro_batches(
     rows = rows.copy()
     tu.assign_non_tensor(
         rows,
-        use_remove_padding=settings.use_remove_padding,
+        use_remove_padding=settings.use_remove_padding if packed is None else packed,
         use_fused_kernels=settings.use_fused_kernels,
         use_dynamic_bsz=settings.use_dynamic_bsz,
         max_token_len_per_gpu=budget,

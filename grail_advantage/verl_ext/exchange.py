@@ -32,6 +32,9 @@ token dump writes, -1 for none."""
 WATCHED = "receipt_update"
 """Setting of a batch whose update is watched: a number that tells updates apart."""
 
+UPDATE, FORWARD, PADDED_FORWARD = "actor update", "old log-probabilities", "old log-probabilities, padded"
+"""Layouts that the model is probed in, by whose micro-batches they are."""
+
 
 class DealtRow(NamedTuple):
     """A response's place in the order in which they go to the ranks, one rank's after the other's."""

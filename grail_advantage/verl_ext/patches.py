@@ -15,6 +15,7 @@ import torch
 import verl.utils.config
 import verl.utils.logging_utils
 from omegaconf import DictConfig, open_dict
+from verl.utils import activation_offload
 from verl.utils.device import get_device_name
 
 if TYPE_CHECKING:
@@ -133,6 +134,32 @@ def autocast(engine: FSDPEngineWithLMHead) -> AbstractContextManager:
     if engine._autocast_dtype == torch.float32:
         return nullcontext()
     return torch.autocast(device_type=get_device_name(), dtype=engine._autocast_dtype)
+
+
+@contextmanager
+def without_activation_offload(module: torch.nn.Module) -> Iterator[None]:
+    """While open, the model's blocks run their own forwards, in training mode too.
+
+    With ``enable_activation_offload`` verl replaces a block's forward by one that, in training mode, counts blocks until a
+    backward counts them back (``verl.utils.activation_offload``, ``ActivationHandler.wrap_module_forward_method``), so that a
+    forward without a backward would put it out of step. Can go when that looks at ``torch.is_grad_enabled()``.
+    """
+    own = {block: vars(block).get("forward") for block in module.modules()}
+    replaced = {
+        block: forward
+        for block, forward in own.items()
+        if getattr(forward, "__code__", _NO_CODE).co_filename == activation_offload.__file__
+    }
+    try:
+        for block, forward in replaced.items():
+            block.forward = forward.__wrapped__
+        yield
+    finally:
+        for block, forward in replaced.items():
+            block.forward = forward
+
+
+_NO_CODE = compile("", "", "exec")
 
 
 def gather_packed(engine: FSDPEngineWithLMHead, values_N: torch.Tensor, pad_size: int) -> torch.Tensor:

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 from grail_advantage.batch import ENTROPY
 from grail_advantage.methods import methods
-from grail_advantage.model.neighbours import ROUTER_LOSS
 from grail_advantage.rules import Obstacle, Rule, broken, refuse, refuse_forced
 from grail_advantage.signals.base import HIDDEN_STATES, LOGITS, SALIENCY, SEQUENCES
 from grail_advantage.signals.oar import Oar
@@ -74,6 +73,7 @@ OTHER_LOSSES = {
     "bypass_mode": "its corrections are normalised over the responses of each micro-batch",
 }
 """Losses that change when a response without an advantage is left out, with the reason."""
+ROUTER_LOSS = "the auxiliary loss of a router is taken over every response"
 WEIGHTS_ALONE = "w4a16"
 """The mode of quantisation-aware training that leaves activations as they are."""
 
@@ -561,13 +561,18 @@ class Skipping:
 
 
 def choose_skipping(
-    settings: Settings, of_model: Callable[[], Iterable[Obstacle]] = list, *, own_advantages: bool = False
+    settings: Settings,
+    of_model: Callable[[], Iterable[Obstacle]] = list,
+    of_forward: Callable[[], Iterable[Obstacle]] = list,
+    *,
+    own_advantages: bool = False,
 ) -> tuple[Skipping, list[str]]:
     """Choose what this run leaves out; with a line for each reason against it.
 
     Args:
-        of_model: gives what the model has against it (:func:`grail_advantage.verl_ext.checks.neighbour_obstacles`);
-            nothing where the model is not known yet.
+        of_model: gives what the model has against it in the actor update, asked where the settings allow it; nothing where the
+            model is not known yet.
+        of_forward: likewise in the forward of the old log-probabilities.
         own_advantages: whether the trainer computes advantages of its own.
 
     Raises:
@@ -575,17 +580,18 @@ def choose_skipping(
     """
     if settings.skip_zero_advantage is False:
         return Skipping(), []
-    against = [*broken(AGAINST_SKIPPING, settings), *of_model()]
+    against = list(broken(AGAINST_SKIPPING, settings)) or list(of_model())
     if settings.skip_zero_advantage is True:
         refuse_forced(f"{SKIP}=True", against, AUTO)
     if against:
         return Skipping(), [f"no response is left out with {setting}: {reason}" for setting, reason in against]
     of_tails = list(broken(AGAINST_TAILS, settings))
-    of_forward = [OWN_ADVANTAGES] if own_advantages else []
-    of_forward += broken(AGAINST_FORWARD, settings)
+    against_forward = [OWN_ADVANTAGES] if own_advantages else []
+    against_forward += broken(AGAINST_FORWARD, settings)
+    against_forward = against_forward or list(of_forward())
     lines = [f"responses keep their tails in the update with {setting}: {reason}" for setting, reason in of_tails]
     lines += [
         f"all responses keep their forward of the old log-probabilities with {setting}: {reason}"
-        for setting, reason in of_forward
+        for setting, reason in against_forward
     ]
-    return Skipping(skip_update=True, cut_tails=not of_tails, skip_old_log_probs=not of_forward), lines
+    return Skipping(skip_update=True, cut_tails=not of_tails, skip_old_log_probs=not against_forward), lines

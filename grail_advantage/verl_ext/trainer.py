@@ -24,7 +24,7 @@ import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -40,12 +40,14 @@ from verl.workers.rollout.utils import get_max_position_embeddings
 from grail_advantage.answers.missing import AnswerCheck
 from grail_advantage.batch import PassRow
 from grail_advantage.model.interface import RowScores
+from grail_advantage.model.probe import Finding
 from grail_advantage.pipeline import weigh
 from grail_advantage.record import Rollouts
 from grail_advantage.signals.base import Signal
-from grail_advantage.verl_ext.checks import check_model, check_text, check_tokenizer, model_obstacles
+from grail_advantage.verl_ext.checks import check_model, check_text, check_tokenizer, router_obstacles
 from grail_advantage.verl_ext.dump import CHECKPOINT_SECONDS, UpdateDump
-from grail_advantage.verl_ext.exchange import build_request, deal
+from grail_advantage.verl_ext.exchange import FORWARD, UPDATE, build_request, deal
+from grail_advantage.verl_ext.loaded_model import LoadedModel, read_findings, write_findings
 from grail_advantage.verl_ext.patches import base_mode, data_parallel_size, estimator_named, set_trainer_mode
 from grail_advantage.verl_ext.rules import STRATEGY, Skipping, choose_skipping, shares_forward
 from grail_advantage.verl_ext.settings import BYPASS, ENGINES, METHOD, MODEL, ROLLOUT, SECTION, SKIP, Settings
@@ -72,6 +74,8 @@ from grail_advantage.verl_ext.zero_advantage import (
 
 logger = logging.getLogger(__name__)
 
+PROBED_TOKENS = 1000
+"""Of the vocabulary, that the rows of a probe are drawn from."""
 TIMING = "token_weights"
 """``timing_s/token_weights``: seconds that the weights take in a step. Their parts are ``token_weights_rows``: fetching the
 responses, finding the answers and choosing the responses; ``token_weights_backward``: the backward on the forward of the old
@@ -125,10 +129,7 @@ class TokenWeightTrainer:
         self._end_tokens = end_token_ids(self.tokenizer, model.generation_config)
         self._context_length = settings[f"{ROLLOUT}.max_model_len"] or get_max_position_embeddings(model.hf_config)
         self._model_shares_forward = check_model(settings, model.local_path)
-        of_model = partial(model_obstacles, settings, model.hf_config)
-        self._skipping, against = choose_skipping(settings, of_model, own_advantages=self.own_advantages)
-        for line in against:
-            logger.warning("%s: %s", SKIP, line)
+        self._router_obstacles = router_obstacles(model.hf_config)
 
     def _init_dataloader(self) -> None:
         super()._init_dataloader()
@@ -154,10 +155,46 @@ class TokenWeightTrainer:
             if self._dump is not None:
                 self._dump.steps.writer.close()
 
+    def _load_checkpoint(self) -> None:
+        """verl's; then the loaded model is asked which shortcuts it allows, unless the checkpoint knows."""
+        super()._load_checkpoint()
+        settings, trainer = self.settings, self.config.trainer
+        by_path = trainer.resume_mode == "resume_path"
+        model = LoadedModel(
+            self._probe, read_findings(Path(trainer.resume_from_path) if by_path else self._checkpoint_folder())
+        )
+        model.check_packing(settings)
+        self._model_shares_forward = self._model_shares_forward and model.shares_forward(settings)
+        self._skipping, against = choose_skipping(
+            settings,
+            lambda: [*self._router_obstacles, *model.obstacles(UPDATE)],
+            lambda: model.obstacles(FORWARD),
+            own_advantages=self.own_advantages,
+        )
+        for line in against:
+            logger.warning("%s: %s", SKIP, line)
+        self._findings = model.findings
+
     def _save_checkpoint(self) -> None:
         if self._dump is not None:
             self._dump.steps.writer.wait(CHECKPOINT_SECONDS)
+        write_findings(self._checkpoint_folder(), self._findings)
         super()._save_checkpoint()
+
+    def _checkpoint_folder(self) -> Path:
+        """Of the current step, as verl names it."""
+        return Path(self.config.trainer.default_local_dir) / f"global_step_{self.global_steps}"
+
+    def _probe(self, layout: str) -> Finding:
+        """Of the rank with the largest difference."""
+        special = set(self.tokenizer.all_special_ids)
+        tokens = [token for token in range(self.tokenizer.vocab_size) if token not in special]
+        some_S = torch.tensor(tokens[:: max(1, len(tokens) // PROBED_TOKENS)])
+        settings = self.settings
+        found = self.actor_rollout_wg.probe_neighbours(
+            layout, some_S, settings.longest, settings[f"{ROLLOUT}.temperature"]
+        )
+        return max(found, key=lambda finding: (not finding.holds, finding.difference))
 
     def _compute_old_log_prob(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
         self._step = None

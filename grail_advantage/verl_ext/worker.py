@@ -26,6 +26,7 @@ from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
 
 from grail_advantage.model.interface import saliency_step
+from grail_advantage.model.probe import Finding
 from grail_advantage.signals.base import Signal
 from grail_advantage.verl_ext.engine_model import EngineMicroBatch, EngineModel, gradient_mode, training_micro_batches
 from grail_advantage.verl_ext.exchange import (
@@ -216,6 +217,12 @@ class TokenWeightActorWorker(ActorRolloutRefWorker):
         """Run :func:`token_scores` on this rank's share of the responses."""
         output = token_scores(self.actor.engine, request)
         return output if self.actor.engine.is_mp_src_rank_with_outputs() else None
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def probe_neighbours(self, layout: str, tokens_S: torch.Tensor, longest: int, temperature: float) -> Finding:
+        """Whether responses are the same beside others, in a layout: :meth:`EngineModel.probe`."""
+        with self.actor.engine.eval_mode():
+            return EngineModel(self.actor.engine, temperature=temperature).probe(layout, tokens_S, longest)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def take_received(self, number: Any) -> list[OptimiserStep] | Exception | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -11,25 +12,24 @@ from transformers import Qwen3ForCausalLM
 
 from grail_advantage import Grail, Oar, compute_token_weights
 from grail_advantage.model import hugging_face
-from grail_advantage.model.neighbours import neighbour_obstacles
-from tests.core import together
+from tests.core import neighbours, together
 from tests.core.common import watch_inputs
 from tests.core.tiny_models import ROLLOUTS, Rollout, char_tokenizer, make_batch, tiny_model
-from tests.core.together import CLOSE, FAILS, FAMILIES, LONGEST, SIGNALS, model_of
+from tests.core.together import CLOSE, FAILS, FAMILIES, SIGNALS
 
-ALONE = {"Phi-3, longrope", "Llama, dynamic", "Doge"}
+ALONE = {"phi3, longrope", "llama, dynamic", "doge"}
 """Models whose responses depend on the longest one beside them, or on those after them."""
 
 
 @pytest.mark.parametrize(("place", "name"), enumerate(FAMILIES))
 def test_scores_are_those_of_one_at_a_time(place: int, name: str) -> None:
     """GRAIL's on every architecture, and those of two more passes in turn; ``together.page`` measures them all."""
-    assert any(neighbour_obstacles(model_of(name), training=False, longest=LONGEST)) == (name in ALONE)
     for index, signal in enumerate(SIGNALS):
         if (name, signal) not in FAILS and (index == 0 or index % 4 == place % 4):
             difference = together.difference(name, signal, ("left", "right", "both")[index % 3])
             assert difference <= CLOSE.get(signal, 1e-5), signal
             assert difference == 0 or name not in ALONE or signal == "oar_p", signal
+    assert together.goes_together(name) == (name not in ALONE)
 
 
 def weigh(model: nn.Module, rollouts: list[Rollout], signal: Any = None, **options: Any) -> torch.Tensor:
@@ -42,24 +42,42 @@ def test_forwards_keep_to_the_budget_and_hold_rows_of_like_length() -> None:
     """Each is its prompt and ten tokens, the last of which needs no forward; 16 tokens are less than three quarters of 22."""
     model = tiny_model()
     rollouts = [Rollout("a" * length, r"b\boxed{1}", -1.0) for length in (5, 40, 91, 12, 41, 6, 39)]
+    weigh(model, rollouts, tokens=100)  # with the probe's forwards
     with watch_inputs(model.get_input_embeddings()) as shapes:
         weigh(model, rollouts, tokens=100)
     assert shapes == [(1, 100), (1, 50), (2, 49), (1, 21), (2, 15)]
 
 
-class OwnCode(Qwen3ForCausalLM):
-    pass
+def test_a_model_with_a_state_in_place_of_keys_and_values() -> None:
+    """Its made-up sequences are run from their beginning."""
+    model = neighbours.build("xlstm").eval()
+    rollouts = [ROLLOUTS["box at the end"], ROLLOUTS["right"]]
+    alone, together = (weigh(model, rollouts, Oar("perturbation"), tokens=tokens) for tokens in (1, 10_000))
+    torch.testing.assert_close(together, alone, rtol=1e-4, atol=1e-4)
+    assert alone[0].unique().numel() > 3
 
 
-def test_code_of_its_own_runs_one_at_a_time_and_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
-    model = OwnCode(tiny_model().config).eval()
+class LooksAround(Qwen3ForCausalLM):
+    """Its logits are the larger the more rows there are."""
+
+    def forward(self, input_ids: torch.Tensor, **named: Any) -> Any:
+        output = super().forward(input_ids, **named)
+        output.logits = output.logits * (1 + len(input_ids) / 2)
+        return output
+
+
+def test_code_that_looks_at_its_neighbours_runs_one_at_a_time_and_says_so_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model = LooksAround(tiny_model().config).eval()
     rollouts = [Rollout("Two?", rf"b\boxed{{{answer}}}", -1.0) for answer in range(3)]
     for _ in range(2):
         with watch_inputs(model.get_input_embeddings()) as shapes:
             weigh(model, rollouts)
-        assert shapes == [(1, 13)] * 3
+        assert shapes[-3:] == [(1, 13)] * 3
     assert (
-        caplog.text.count("nothing is known of the code of OwnCode: responses go through the model one at a time") == 1
+        len(re.findall("differ by .* of their spread .*: responses go through the model one at a time", caplog.text))
+        == 1
     )
 
 

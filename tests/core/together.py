@@ -15,14 +15,38 @@ from transformers import PreTrainedModel
 from grail_advantage import Grail, Oar, Signal, TokenWeights, compute_token_weights
 from grail_advantage.methods import method
 from grail_advantage.model import hugging_face
-from grail_advantage.model.neighbours import neighbour_obstacles
 from recipe.marked_text import table, write_marked
+from tests.core import neighbours
 from tests.core.test_rlsd import SHORT, example, tiny_tokenizer
 from tests.core.tiny_models import ROLLOUTS, make_batch
-from tests.verl_ext import test_neighbours
 
 PAGE, MARKER = Path(__file__).parents[2] / "docs" / "dev" / "models_measured.md", "together"
-FAMILIES = test_neighbours.FAMILIES
+FAMILIES = (
+    *(
+        "qwen2",
+        "qwen3",
+        "qwen3_moe",
+        "qwen3_5_text",
+        "llama",
+        "mistral",
+        "gemma2",
+        "gemma3_text",
+        "phi3",
+        "gpt_oss",
+        "olmo2",
+    ),
+    *(
+        "olmo3",
+        "phi3, longrope",
+        "llama, dynamic",
+        "lfm2",
+        "recurrent_gemma",
+        "phimoe",
+        "mixtral, jitter",
+        "opt, layerdrop",
+    ),
+    *("bloom", "doge", "apertus", "cohere2", "glm4_moe", "granite", "minimax", "smollm3"),
+)
 BATCH = [ROLLOUTS[name] for name in ("text after the box", "box at the end", "several boxes", "right", "empty box")]
 SIGNALS: dict[str, Signal] = {
     "grail": Grail(gate="all"),
@@ -38,17 +62,16 @@ CLOSE = {"oar_g": 1e-3, "oar_p": 1e-4, "rlsd": 1e-4}
 """Of a row's largest score, else 1e-5: a difference of two readings that are nearly the same has fewer digits, and its gradient
 still fewer."""
 FAILS = {
-    ("Bloom", "grail, middle"): "no get_decoder().layers",
-    ("Doge", "oar_p"): "its tokens see those after them, so that nothing is shared or cut exactly",
+    ("bloom", "grail, middle"): "no get_decoder().layers",
+    ("doge", "oar_p"): "its tokens see those after them, so that nothing is shared or cut exactly",
 }
 """What does not work one at a time either."""
-LONGEST = max(len(rollout.prompt) + len(rollout.response) for rollout in BATCH)
 
 
 @cache
 def model_of(name: str) -> PreTrainedModel:
     """In training mode, with whatever it draws at random there."""
-    return test_neighbours.build(name)
+    return neighbours.build(name).train()
 
 
 def weigh(name: str, signal: str, tokens: int, padding: str) -> TokenWeights:
@@ -75,13 +98,17 @@ def difference(name: str, signal: str, padding: str = "right") -> float:
     return float(((together - alone).nan_to_num().abs() / largest_B1).max())
 
 
+def goes_together(name: str) -> bool:
+    """Whether the model's passes took several responses."""
+    return hugging_face._findings[model_of(name)][1].holds
+
+
 def page() -> str:
     """The table of the page."""
     rows = []
     for name in FAMILIES:
-        alone = any(neighbour_obstacles(model_of(name), training=False, longest=LONGEST))
         cells = ["-" if (name, signal) in FAILS else f"{difference(name, signal):.0e}" for signal in SIGNALS]
-        rows.append([name, "one at a time" if alone else "together", *cells])
+        rows.append([name, "together" if goes_together(name) else "one at a time", *cells])
     return "\n".join(table(["model", "passes", *(f"`{signal}`" for signal in SIGNALS)], rows, right=2))
 
 

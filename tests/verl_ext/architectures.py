@@ -22,7 +22,8 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from grail_advantage import Grail, Oar, Signal, compute_token_weights
 from grail_advantage.answers.span import find_answer_span
 from grail_advantage.batch import PassRow
-from grail_advantage.model.architecture import architecture_of
+from grail_advantage.verl_ext.engine_model import EngineModel
+from grail_advantage.verl_ext.exchange import FORWARD, PADDED_FORWARD, UPDATE
 from recipe.marked_text import table, write_marked
 from tests.core import oar_reference, reference
 from tests.core.tiny_models import (
@@ -113,6 +114,7 @@ SIGNALS: dict[str, Signal] = {
     "grail, middle": Grail(preset="robust", gate="all", leaf="middle"),
     "oar_g": Oar("gradient", noise_std=NOISE),
 }
+PROBED, LONGEST = (UPDATE, FORWARD, PADDED_FORWARD), 40
 CLOSE = {"grail": 1e-4, "grail, middle": 1e-4, "oar_g": 5e-3}
 """Of the largest score of a response, and of a weight: the gradient of a divergence as small as OAR-G's has fewer digits."""
 
@@ -193,6 +195,10 @@ class Engine:
             known: own_pass(engine, pass_rows(signal), signal, sizes, pad_token=PAD_ID)["scores"]
             for known, signal in SIGNALS.items()
         }
+        tokens_S = torch.arange(PAD_ID)
+        with engine.eval_mode():
+            model = EngineModel(engine, temperature=1.0)
+            results["findings"] = {layout: model.probe(layout, tokens_S, LONGEST) for layout in PROBED}
         try:
             worker = training_worker(engine)
             results["shared"] = log_probs(worker, [shared_row(row) for row in BATCH], sizes, leaf="embeddings")
@@ -243,14 +249,13 @@ def page(results: dict[str, dict[str, Any]]) -> str:
     """The table of the page."""
     rows = []
     for name, family in FAMILIES.items():
-        architecture = architecture_of(family.build())
         padded, packed = (agrees(name, results[f"{name}, {way}"]) for way in ("padded", "packed"))
-        refused = "refused" if architecture.states else f"refused with `{family.attention}`"
+        refused = f"refused with `{family.attention}`"
         shared = results[f"{name}, padded"]["shared"]
         rows.append(
             [
                 name,
-                f"`{type(architecture.copy).__name__}`",
+                f"`{type(model_of(name)).__name__}`",
                 family.layers,
                 "agrees" if padded else "**differs**",
                 "agrees" if packed else refused,

@@ -321,6 +321,13 @@ def test_every_step_is_logged_once(pair: Pair) -> None:
     assert lines[STEPS]["data"]["training/global_step"] == STEPS
 
 
+def test_the_model_is_asked_once_about_its_neighbours_and_a_resumed_run_keeps_the_answer(pair: Pair) -> None:
+    said = [run.result.stdout + run.result.stderr for run in (pair.killed, pair.resumed)]
+    assert ["micro-batches of the old log-probabilities: log-probabilities" in text for text in said] == [True, False]
+    for checkpoint in checkpoints(pair.resumed.folder / "checkpoints"):
+        assert json.loads((checkpoint.path / "neighbours.json").read_text())["old log-probabilities"]["limit"] == 1e-3
+
+
 def test_metrics_from_the_checkpoint_on_are_the_same_bit_for_bit(pair: Pair) -> None:
     resumed, uninterrupted = (_lines(folder) for folder in (pair.resumed.folder, pair.uninterrupted))
     for there, here in zip(uninterrupted[KILLED_BEHIND + 1 :], resumed[KILLED_BEHIND + 1 :], strict=True):

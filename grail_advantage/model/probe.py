@@ -1,0 +1,170 @@
+"""Whether a response depends on the responses beside it: asked of the loaded model, in the layout of the run.
+
+Three shortcuts need that it does not: leaving out zero-advantage responses, several responses a pass, and sharing the forward
+of the old log-probabilities. :func:`probe` runs a micro-batch as a whole and some of its responses alone, and compares their
+log-probabilities. It sees whatever the forward does: dropout, noise of a hook, a router that draws, padding in a state, packed
+responses that see each other, frequencies chosen by the longest response, tokens that see those after them. It does not see a
+loss that compares responses; such settings are in the tables of rules.
+
+Shape suffixes: S tokens of a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from grail_advantage.answers.span import AnswerSpan
+from grail_advantage.batch import PassRow
+
+Run = Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]
+"""Runs rows of tokens, int64 (S,), as one micro-batch of the run: for each the log-probabilities (S - 1,) of its tokens after
+the first."""
+
+LIMIT, HALF_LIMIT = 1e-3, 0.1
+"""The most that rounding makes of a difference in single precision and in half precision: docs/dev/neighbours_measured.md."""
+ADAPTED = 0.02
+"""Standard deviation of what stands in for parameters that are zero."""
+SHORT, MOST_ROWS = 12, 8
+"""Tokens of a short row, and the most rows of a probe."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The first difference that is no rounding; else the largest."""
+
+    difference: float
+    """Root mean square of the differences of a row's log-probabilities, as a
+    part of their standard deviation."""
+    limit: float
+    """The most that rounding makes."""
+    where: str
+    """Between which forwards, in words."""
+
+    @property
+    def holds(self) -> bool:
+        """Whether a response is the same alone and beside others."""
+        return self.difference <= self.limit  # NaN is not
+
+    def __str__(self) -> str:
+        size = f"{self.difference:.2g} of their spread (by rounding: {self.limit:g} at most)"
+        return f"log-probabilities {self.where} differ by {size}"
+
+
+def probe(
+    model: nn.Module, run: Run, rows: Sequence[torch.Tensor], dtype: torch.dtype, *, cuts: bool = True
+) -> Finding:
+    """Compare the rows of a micro-batch with the same rows alone.
+
+    Six forwards without gradients, one of them of all rows; with ``cuts`` one more. Random numbers that they draw are not
+    missed afterwards. In a run of several ranks that share forwards it is a collective.
+
+    Args:
+        model: that runs.
+        run: see :data:`Run`.
+        rows: from :func:`probe_rows`.
+        dtype: in which the forward computes.
+        cuts: whether a row must also be the same without its last tokens.
+    """
+    first, longest, last = rows[0], rows[1], rows[-1]
+    limit = LIMIT if dtype.itemsize >= 4 else HALF_LIMIT
+    with torch.random.fork_rng(), torch.no_grad(), _same_buffers(model), _without_zeros(model):
+        # The short ones first: transformers' dynamic rotary embedding keeps the frequencies of a long row that came before.
+        first_alone, last_alone = (run([row])[0] for row in (first, last))
+        together = run(rows)
+        longest_alone = run([longest])[0]
+        pairs = {
+            "alone and alone again, by what the forward draws at random,": (run([first])[0], first_alone),
+            "beside other responses and alone": (together[0], first_alone),
+            "beside shorter responses and alone": (together[1], longest_alone),
+            "behind other responses and alone": (together[-1], last_alone),
+        }
+        if cuts:
+            half = longest[: max(2, len(longest) // 2)]
+            pairs["with and without the tokens that follow"] = (longest_alone[: len(half) - 1], run([half])[0])
+    differences = {where: difference(*pair) for where, pair in pairs.items()}
+    broken = [where for where, found in differences.items() if not found <= limit]  # NaN as well
+    where = broken[0] if broken else max(differences, key=lambda name: differences[name])
+    return Finding(differences[where], limit, where)
+
+
+@contextmanager
+def _without_zeros(model: nn.Module) -> Iterator[None]:
+    """Within, no trained parameter is all zero, as an adapter is in the beginning, whose dropout changes nothing yet."""
+    local = [
+        values.to_local() if isinstance(values, DTensor) else values
+        for values in model.parameters()
+        if values.requires_grad
+    ]
+    zero = [values for values in local if values.is_floating_point() and not values.any()]
+    try:
+        for values in zero:
+            values.normal_(std=ADAPTED)
+        yield
+    finally:
+        for values in zero:
+            values.zero_()
+
+
+@contextmanager
+def _same_buffers(model: nn.Module) -> Iterator[None]:
+    """Afterwards the model has the buffers from before: statistics of batches, frequencies."""
+    kept = [
+        (module, name, values, values.clone())
+        for module in model.modules()
+        for name, values in module.named_buffers(recurse=False)
+    ]
+    try:
+        yield
+    finally:
+        for module, name, values, before in kept:
+            module._buffers[name] = values.copy_(before)
+
+
+def difference(found_S: torch.Tensor, expected_S: torch.Tensor) -> float:
+    """Root mean square of the difference as a part of the standard deviation of ``expected_S``: 0.7 nats where
+    log-probabilities spread by 3.5 are 0.2."""
+    found_S, expected_S = found_S.double(), expected_S.double()
+    return float((found_S - expected_S).square().mean().sqrt() / expected_S.std(correction=0).clamp(min=1e-12))
+
+
+def whole_row(tokens_S: torch.Tensor) -> PassRow:
+    """Tokens of nobody, all but the first as if they were a response."""
+    return PassRow(tokens_S, 1, len(tokens_S) - 1, AnswerSpan(0, 0, 1, 1), advantage=-1.0, group=-1, place=0)
+
+
+def computing_dtype(model: nn.Module) -> torch.dtype:
+    """The least precise dtype of a model's parameters, or autocast's."""
+    dtypes = [values.dtype for values in model.parameters()]
+    kind = next(model.parameters()).device.type
+    if torch.is_autocast_enabled(kind):
+        dtypes.append(torch.get_autocast_dtype(kind))
+    return min(dtypes, key=lambda dtype: dtype.itemsize)
+
+
+def probe_rows(
+    tokens_S: torch.Tensor, *, longest: int, rows: int | None = None, budget: int | None = None
+) -> list[torch.Tensor]:
+    """A full micro-batch: a short row, a row of ``longest`` tokens, and short rows up to what fits; at least two, at most
+    ``MOST_ROWS``.
+
+    Args:
+        tokens_S: that the run's own texts consist of; the rows are drawn from them, always alike.
+        longest: tokens of prompt and response, the most that there can be.
+        rows: the most rows of a micro-batch; ``None`` where tokens alone count.
+        budget: the most tokens of a micro-batch; ``None`` where rows alone count.
+    """
+    short = max(3, min(SHORT, longest // 2))
+    count = max(2, min(MOST_ROWS, rows or MOST_ROWS))
+    if budget is not None:
+        count = max(2, min(count, budget // (2 * short)))
+        longest = max(short + 1, min(longest, budget - (count - 1) * short))
+    lengths = [short, longest, *[short - place % 2 for place in range(count - 2)]]
+    generator = torch.Generator().manual_seed(0)
+    known_S = tokens_S.cpu().unique()
+    return [known_S[torch.randint(len(known_S), (length,), generator=generator)] for length in lengths]

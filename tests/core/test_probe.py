@@ -1,0 +1,147 @@
+"""The probe's answer is the truth: on models that were once got wrong, on those that people train, and on code that is
+added."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, PveraConfig, get_peft_model
+from torch import nn
+from transformers import PreTrainedModel
+
+from grail_advantage.model.probe import HALF_LIMIT, LIMIT, MOST_ROWS, Finding, probe, probe_rows
+from tests.core.neighbours import LAYOUTS, SAME, build, finding, truth
+
+INDEPENDENT, MIXES_PACKED = set(), {"packed", "packed, flash"}
+ALL = set(LAYOUTS)
+DEPENDS: dict[str, set[str]] = {
+    # Breaks that no list of reasons had.
+    "ministral3": {"packed, flash"},
+    "persimmon": {"packed, flash"},
+    "gpt_bigcode": {"packed, flash"},
+    "phi3, longrope": ALL - {"TRL"},
+    "llama, dynamic": ALL - {"TRL"},
+    "cpmant": ALL - {"TRL"},
+    # Refused, and not for anything that they do.
+    "gpt_neox": INDEPENDENT,
+    "gpt_neo": INDEPENDENT,
+    "gpt2": INDEPENDENT,
+    "granitemoe": INDEPENDENT,
+    "jetmoe": INDEPENDENT,
+    "llama4_text": {"packed, flash"},
+    "modernbert-decoder": INDEPENDENT,
+    # Known before.
+    "qwen3": INDEPENDENT,
+    "qwen3_next": MIXES_PACKED,
+    "lfm2": MIXES_PACKED,
+    "gpt_oss": {"packed"},
+    "mixtral, jitter": ALL - {"a pass"},
+    "opt, layerdrop": ALL - {"a pass"},
+    "doge": ALL,
+}
+"""The layouts in which responses depend on each other."""
+NOT_RUN = {("gpt2", "packed, flash"), ("gpt_neo", "packed, flash"), ("doge", "packed, flash")}
+"""Flash attention's stand-in does not run there."""
+
+
+@pytest.mark.parametrize("name", DEPENDS)
+def test_the_answer_is_the_truth(name: str) -> None:
+    for layout in LAYOUTS:
+        if (name, layout) in NOT_RUN:
+            continue
+        found, exact = finding(build(name), layout), truth(build(name), layout)
+        assert found.holds == (exact < SAME) == (layout not in DEPENDS[name]), (layout, found, exact)
+
+
+def _hook(model: PreTrainedModel, module: nn.Module, work: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    module.register_forward_hook(lambda module, _, output: work(output) if module.training else output)
+
+
+def _noise_by_forward(model: PreTrainedModel) -> None:
+    inner = model.get_input_embeddings()
+    own = inner.forward
+    inner.forward = lambda ids: own(ids) + 0.1 * torch.randn(ids.shape[1], 1)
+
+
+def _batch_statistics(model: PreTrainedModel) -> None:
+    norm = nn.BatchNorm1d(model.config.hidden_size)
+    _hook(model, model.model.norm, lambda x_BSD: norm(x_BSD.transpose(1, 2)).transpose(1, 2))
+
+
+ADDED: dict[str, tuple[Callable[[PreTrainedModel], Any], bool]] = {
+    "NEFTune": (
+        lambda model: _hook(model, model.get_input_embeddings(), lambda x: x + torch.empty_like(x).uniform_(-0.1, 0.1)),
+        False,
+    ),
+    "noise of a hook": (lambda model: _hook(model, model.model.norm, lambda x: x + torch.randn(len(x), 1, 1)), False),
+    "noise of a forward": (_noise_by_forward, False),
+    "statistics of a batch": (_batch_statistics, False),
+    # These two change nothing as long as the adapter is zero, as it begins.
+    "LoRA with dropout": (
+        lambda model: get_peft_model(model, LoraConfig(target_modules=["q_proj"], lora_dropout=0.1)),
+        False,
+    ),
+    "PVeRA": (lambda model: get_peft_model(model, PveraConfig(target_modules=["q_proj"], r=4)), False),
+    "a hook that draws nothing": (lambda model: _hook(model, model.model.norm, lambda x: 2 * x), True),
+    "LoRA": (lambda model: get_peft_model(model, LoraConfig(target_modules=["q_proj"], use_dora=True)), True),
+}
+
+
+@pytest.mark.parametrize("name", ADDED)
+def test_what_is_added_to_a_model_counts(name: str) -> None:
+    model = build("qwen3")
+    change, holds = ADDED[name]
+    changed = change(model)
+    model = changed if isinstance(changed, nn.Module) else model
+    assert finding(model, "padded").holds == holds
+    assert finding(model, "a pass").holds or name == "noise of a forward"
+
+
+def test_the_probe_leaves_nothing_behind() -> None:
+    """No random number is missed, and buffers are as they were: dynamic frequencies, statistics of batches."""
+    model = build("llama, dynamic")
+    model.norm = nn.BatchNorm1d(model.config.hidden_size)
+    _hook(model, model.model.norm, lambda x_BSD: model.norm(x_BSD.transpose(1, 2)).transpose(1, 2))
+    before = {name: values.clone() for name, values in model.named_buffers()}
+    torch.manual_seed(1)
+    expected = torch.rand(3)
+    torch.manual_seed(1)
+    assert not finding(model, "padded").holds
+    assert torch.equal(torch.rand(3), expected)
+    after = dict(model.named_buffers())
+    assert before.keys() == after.keys() and all(torch.equal(after[name], before[name]) for name in before)
+    assert all(values.grad is None for values in model.parameters())
+
+
+def test_a_difference_is_a_part_of_the_spread() -> None:
+    """Log-probabilities -1, -3 spread by 1; 0.5 nats more beside another row are 0.5."""
+
+    def run(rows: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        return [torch.tensor([-1.0, -3.0]).repeat(len(row))[: len(row) - 1] + 0.5 * (len(rows) > 1) for row in rows]
+
+    rows = [torch.arange(3), torch.arange(5)]
+    found = probe(nn.Linear(1, 1), run, rows, torch.float32)
+    assert found.difference == pytest.approx(0.5) and not found.holds and found.limit == LIMIT
+    assert probe(nn.Linear(1, 1), run, rows, torch.bfloat16).limit == HALF_LIMIT
+    assert not Finding(float("nan"), LIMIT, "").holds and Finding(LIMIT, LIMIT, "").holds
+
+
+@pytest.mark.parametrize(
+    ("sizes", "expected"),
+    [
+        ({"longest": 100, "rows": 4}, [12, 100, 12, 11]),
+        ({"longest": 100, "rows": 1}, [12, 100]),
+        ({"longest": 100, "rows": 1000}, [12, 100] + [12, 11] * (MOST_ROWS // 2 - 1)),
+        ({"longest": 6, "rows": 3}, [3, 6, 3]),
+        ({"longest": 100, "budget": 100}, [12, 64, 12, 11]),
+        ({"longest": 100, "budget": 1000}, [12, 100] + [12, 11] * (MOST_ROWS // 2 - 1)),
+    ],
+)
+def test_a_micro_batch_is_as_full_as_a_run_may_make_it(sizes: dict[str, int], expected: list[int]) -> None:
+    rows = probe_rows(torch.tensor([7, 9, 7]), **sizes)
+    assert [len(row) for row in rows] == expected
+    assert set(torch.cat(rows).tolist()) == {7, 9}
+    assert sum(expected) <= sizes.get("budget", 10_000)
