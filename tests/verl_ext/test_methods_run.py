@@ -325,7 +325,7 @@ def test_the_model_is_asked_once_about_its_neighbours_and_a_resumed_run_keeps_th
     said = [run.result.stdout + run.result.stderr for run in (pair.killed, pair.resumed)]
     assert ["micro-batches of the old log-probabilities: log-probabilities" in text for text in said] == [True, False]
     for checkpoint in checkpoints(pair.resumed.folder / "checkpoints"):
-        assert json.loads((checkpoint.path / "neighbours.json").read_text())["old log-probabilities"]["limit"] == 1e-3
+        assert json.loads((checkpoint.path / "neighbours.json").read_text())["old log-probabilities"]["limit"] == 2e-4
 
 
 def test_metrics_from_the_checkpoint_on_are_the_same_bit_for_bit(pair: Pair) -> None:
