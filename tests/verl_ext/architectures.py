@@ -250,7 +250,7 @@ def page(results: dict[str, dict[str, Any]]) -> str:
     rows = []
     for name, family in FAMILIES.items():
         padded, packed = (agrees(name, results[f"{name}, {way}"]) for way in ("padded", "packed"))
-        refused = f"refused with `{family.attention}`"
+        refused = "refused" if family.attention == "sdpa" else f"refused with `{family.attention}`"
         shared = results[f"{name}, padded"]["shared"]
         rows.append(
             [
