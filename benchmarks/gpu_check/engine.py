@@ -16,6 +16,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import torch
 import yaml
 
 from benchmarks import timer
@@ -76,6 +77,8 @@ def training_side(
     from verl.utils.config import omega_conf_to_dataclass
 
     from benchmarks.verl_host import VerlHost, make_worker
+    from grail_advantage.verl_ext import exchange
+    from grail_advantage.verl_ext.engine_model import EngineModel
 
     actor, data = omega_conf_to_dataclass(OmegaConf.create(config["actor_rollout_ref"]["actor"])), config["data"]
     actor.optim.total_training_steps = 1000  # the trainer sets it
@@ -127,6 +130,11 @@ def training_side(
     share = peaks[GRAIL_PASS] / peaks[UPDATE]
     outcome.check(f"{name}: GRAIL's pass needs no more memory than the update", share <= 1, f"{share:.2f} x its peak")
     outcome.check(f"{name}: the saliency of the shared forward is that of a pass of its own", *host.agreement())
+    for layout in (exchange.UPDATE, exchange.FORWARD):
+        with host.engine.eval_mode():
+            model = EngineModel(host.engine, temperature=1.0)
+            finding = model.probe(layout, torch.arange(setup.shape["vocab_size"]), tokens)
+        outcome.check(f"{name}: a response is the same beside others, {layout}", finding.holds, str(finding))
 
 
 def seconds_of(repeats: list[dict[str, list[float]]], variant: str, epochs: int) -> dict[str, list[float]]:

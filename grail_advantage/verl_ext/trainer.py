@@ -130,6 +130,7 @@ class TokenWeightTrainer:
         self._context_length = settings[f"{ROLLOUT}.max_model_len"] or get_max_position_embeddings(model.hf_config)
         self._model_shares_forward = check_model(settings, model.local_path)
         self._router_obstacles = router_obstacles(model.hf_config)
+        self._vocabulary = min(self.tokenizer.vocab_size, model.hf_config.get_text_config().vocab_size)
 
     def _init_dataloader(self) -> None:
         super()._init_dataloader()
@@ -188,7 +189,7 @@ class TokenWeightTrainer:
     def _probe(self, layout: str) -> Finding:
         """Of the rank with the largest difference."""
         special = set(self.tokenizer.all_special_ids)
-        tokens = [token for token in range(self.tokenizer.vocab_size) if token not in special]
+        tokens = [token for token in range(self._vocabulary) if token not in special]
         some_S = torch.tensor(tokens[:: max(1, len(tokens) // PROBED_TOKENS)])
         settings = self.settings
         found = self.actor_rollout_wg.probe_neighbours(

@@ -7,7 +7,7 @@ from typing import Any
 
 from datasets import Features, List, Value
 
-from recipe.data.specs import Columns, DatasetSpec
+from recipe.data.specs import PUBLISHED_SUBSETS, Columns, DatasetSpec
 from recipe.reward import gold_text, last_boxed
 
 PROMPT_SUFFIX = r" Please reason step by step, and put your final answer within \boxed{}."
@@ -117,7 +117,21 @@ def read_gold(row: dict[str, Any], field: str, reader: str) -> str:
         raise BadRow("unusable answer", str(error), field) from None
 
 
+def published_id(spec: DatasetSpec, columns: Columns, row: dict[str, Any], identity: str) -> str | None:
+    """The published id of a row of the source, by its id or by its problem's text; ``None`` for one that is not published.
+
+    Args:
+        identity: ``id`` of the converted row.
+    """
+    known = PUBLISHED_SUBSETS[spec.name]
+    if identity in known:
+        return identity
+    beginning = hashlib.sha256(str(row[columns.problem]).encode()).hexdigest()[:16]
+    return next((id for id, hash in known.items() if hash == beginning), None)
+
+
 def subset_rank(row: dict[str, Any]) -> tuple[str, ...]:
-    """The place of a row of :data:`FEATURES` in its dataset's order: by hash of seed and problem, whatever the source's."""
+    """The place of a row of :data:`FEATURES` in its dataset's order: by hash of seed and problem, so that the choice depends
+    neither on the source's order nor on a library's random generator."""
     problem, gold = row["extra_info"]["problem"], row["reward_model"]["ground_truth"]
     return hashlib.sha256(f"{SUBSET_SEED}\n{problem}".encode()).hexdigest(), problem, gold, row["extra_info"]["id"]

@@ -10,30 +10,38 @@ import argparse
 import json
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
 from datasets import Dataset, disable_progress_bars
 
 from grail_advantage.dump.whole_file import whole_file, write_whole
-from recipe.data.convert import FEATURES, SUBSET_SEED, BadRow, convert, subset_rank
+from recipe.data.convert import FEATURES, SUBSET_SEED, BadRow, convert, published_id, subset_rank
 from recipe.data.sources import Source, find_local_file, load_hub, read_jsonl
-from recipe.data.specs import BENCHMARKS, SPECS, TRAINING_SETS, Columns, DatasetSpec, benchmark_names
+from recipe.data.specs import BENCHMARKS, PUBLISHED_SUBSETS, SPECS, TRAINING_SETS, Columns, DatasetSpec, benchmark_names
 
 MAX_DROPPED = 0.05
+SUBSETS = ("published", "hash")
 _SHOWN_BAD_ROWS = 10
 _HUB_FORM = "NAME=ORG/DATASET[:CONFIG[:SPLIT]]"
 
 
-def prepare_dataset(spec: DatasetSpec, source: Source, output_dir: Path, max_dropped: float = MAX_DROPPED) -> str:
+def prepare_dataset(
+    spec: DatasetSpec, source: Source, output_dir: Path, max_dropped: float = MAX_DROPPED, subset: str = SUBSETS[0]
+) -> str:
     """Write ``output_dir/NAME.parquet`` and ``NAME.json`` and return a summary.
 
+    Args:
+        max_dropped: largest share of unusable rows.
+        subset: of :data:`SUBSETS`, for a set of which the published evaluation uses a part.
+
     Raises:
-        ValueError: the source lacks a column, has no usable row, or too many unusable ones.
+        ValueError: the source lacks a column, has no usable row, too many unusable ones, or not all published problems.
     """
     columns = _choose_columns(spec, source)
     rows: list[dict[str, Any]] = []
+    published: dict[str | None, dict[str, Any]] = {}
     dropped: list[str] = []
     reasons: Counter[str] = Counter()
     other_task = 0
@@ -41,8 +49,10 @@ def prepare_dataset(spec: DatasetSpec, source: Source, output_dir: Path, max_dro
         try:
             if (converted := convert(spec, columns, row)) is None:
                 other_task += 1
-            else:
-                rows.append(converted)
+                continue
+            rows.append(converted)
+            if spec.subset is not None:
+                published[published_id(spec, columns, row, converted["extra_info"]["id"])] = converted
         except BadRow as error:
             dropped.append(f"{source.name}, {place}: {error}")
             reasons[error.reason] += 1
@@ -63,9 +73,15 @@ def prepare_dataset(spec: DatasetSpec, source: Source, output_dir: Path, max_dro
 
     notes = [f"the published set has {spec.published_rows} rows"] if of_task != spec.published_rows else []
     if spec.subset is not None:
-        rows = sorted(rows, key=subset_rank)[: spec.subset]
-        chosen = f"{spec.subset} of {usable} chosen by hash, seed {SUBSET_SEED}; the published evaluation has others"
-        notes.append(chosen if usable > spec.subset else f"all kept: no more than {spec.subset}")
+        if subset == "published":
+            rows = [published[id] for id in _all_published(spec, source, published)]
+            notes.append(f"the {spec.subset} of the published evaluation, of {usable}")
+        else:
+            rows = sorted(rows, key=subset_rank)[: spec.subset]
+            chosen = (
+                f"{spec.subset} of {usable} chosen by hash, seed {SUBSET_SEED}; the published evaluation has others"
+            )
+            notes.append(chosen if usable > spec.subset else f"all kept: no more than {spec.subset}")
     for index, row in enumerate(rows):
         row["extra_info"]["index"] = index
     note = {
@@ -88,6 +104,17 @@ def prepare_dataset(spec: DatasetSpec, source: Source, output_dir: Path, max_dro
     parts = [f"{len(dropped)} of {of_task + other_task} dropped: {counts}"] if dropped else []
     parts += [f"{other_task} of another task left out"] if other_task else []
     return "; ".join([f"{len(rows)} rows from {source.name}", *parts, *notes])
+
+
+def _all_published(spec: DatasetSpec, source: Source, found: Collection[str | None]) -> list[str]:
+    """Ids of the published problems, of which none may be missing."""
+    ids = list(PUBLISHED_SUBSETS[spec.name])
+    if missing := [id for id in ids if id not in found]:
+        raise ValueError(
+            f"{spec.name}: {source.name} lacks {len(missing)} of the {len(ids)} problems of the published evaluation, such as "
+            f"{missing[0]}; take the full set ({spec.hub}), or {spec.subset} others with --subset hash"
+        )
+    return ids
 
 
 def _choose_columns(spec: DatasetSpec, source: Source) -> Columns:
@@ -126,7 +153,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 source = read_jsonl(find_local_file(name, options.local_dir))
             else:
                 source = load_hub(spec, hub.get(name, spec.hub))
-            summary = prepare_dataset(spec, source, options.output_dir, options.max_dropped)
+            summary = prepare_dataset(spec, source, options.output_dir, options.max_dropped, options.subset)
             print(f"{options.output_dir / name}.parquet: {summary}", flush=True)
         except (ValueError, OSError) as error:
             print(f"FAILED {error}", file=sys.stderr)
@@ -148,6 +175,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--local-dir", type=Path, help=f"{local}; without it the Hugging Face hub is read")
     hub = "read NAME from another place on the hub; may be repeated"
     add("--hub-id", action="append", default=[], metavar=_HUB_FORM, help=hub)
+    subset = "of the two sets of which the published evaluation uses 200 problems: these, or 200 by a hash (default: published)"
+    add("--subset", choices=SUBSETS, default=SUBSETS[0], help=subset)
     share = f"largest share of unusable rows that still gives a file (default: {MAX_DROPPED})"
     add("--max-dropped", type=float, default=MAX_DROPPED, help=share)
     return parser

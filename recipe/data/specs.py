@@ -3,15 +3,16 @@
 A dataset lists every column layout that its known copies use; the first one that the source has is taken.
 
 The published evaluation uses 200 problems of College-Math and 200 of OlympiadBench, which lie in its authors' repository
-(declare-lab/grail, ``src/eval/eval_data``). This project does not select these yet, so that its accuracies on the two sets are
-not those of the published problems. It takes the 200 with the smallest SHA-256 of seed and problem text, so the choice depends
-neither on row order nor on a library's random generator.
+(declare-lab/grail, ``src/eval/eval_data``). ``published_subsets.json`` has their ids and the first 16 hex digits of the SHA-256
+of their problem texts, by which they are found in the full sets.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import MappingProxyType
 from typing import Literal, NamedTuple
 
@@ -36,7 +37,7 @@ class DatasetSpec:
     published_rows: int
     split: Literal["train", "test"] = "test"
     subset: int | None = None
-    """Problems kept, chosen by hash; all of them if None or if the source has fewer."""
+    """Problems kept: the published ones, or chosen by hash; all of them if None."""
     id_columns: tuple[str, ...] = ("id",)
     """Columns whose values, joined by ``/``, name a row in its source."""
     context_column: str | None = None
@@ -94,6 +95,10 @@ _ALL_SPECS = (
 )
 
 SPECS: Mapping[str, DatasetSpec] = MappingProxyType({spec.name: spec for spec in _ALL_SPECS})
+PUBLISHED_SUBSETS: Mapping[str, Mapping[str, str]] = json.loads(
+    Path(__file__).with_name("published_subsets.json").read_text(encoding="utf-8")
+)
+"""For each of the sets with a subset: the published problems' ids, and the beginnings of their hashes."""
 PUBLISHED_BENCHMARKS = ("math500", "aime24", "amc23", "minerva_math", "college_math", "olympiadbench")
 """The six of the published evaluation; ``gsm8k`` is an extra one that has to be asked for by name."""
 BENCHMARKS = tuple(name for name, spec in SPECS.items() if spec.split == "test")

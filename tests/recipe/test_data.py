@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import random
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from recipe.data.convert import FEATURES, PROMPT_SUFFIX, read_gold, user_messages
+from recipe.data.convert import FEATURES, PROMPT_SUFFIX, published_id, read_gold, user_messages
 from recipe.data.prepare import main, prepare_dataset
 from recipe.data.sources import read_jsonl
-from recipe.data.specs import PUBLISHED_BENCHMARKS, SPECS
+from recipe.data.specs import PUBLISHED_BENCHMARKS, PUBLISHED_SUBSETS, SPECS
 from recipe.reward import compute_score
 
 PROJECT_ROOT = Path(__file__).resolve().parents[2]
@@ -48,12 +49,15 @@ def aime_rows(count: int) -> list[dict[str, Any] | str]:
 def prepare(folder: Path, name: str, rows: list[dict[str, Any] | str], **options: Any) -> str:
     """Prepare rows as ``folder/out/NAME.parquet``; return the summary."""
     return prepare_dataset(
-        SPECS[name], read_jsonl(write_jsonl(folder / f"{name}.jsonl", rows)), folder / "out", **options
+        SPECS[name],
+        read_jsonl(write_jsonl(folder / f"{name}.jsonl", rows)),
+        folder / "out",
+        **{"subset": "hash"} | options,
     )
 
 
 def prepare_golden(folder: Path, name: str) -> Path:
-    prepare_dataset(SPECS[name], read_jsonl(GOLDEN / f"{name}.jsonl"), folder)
+    prepare_dataset(SPECS[name], read_jsonl(GOLDEN / f"{name}.jsonl"), folder, subset="hash")
     return folder / f"{name}.parquet"
 
 
@@ -104,6 +108,34 @@ def test_subset_is_the_same_for_every_row_order(tmp_path: Path) -> None:
     assert "5 rows from" in summary and "2818" in summary
 
 
+def test_the_published_problems_are_found_by_their_ids_or_their_texts(tmp_path: Path) -> None:
+    """Sets made up around the published ids; the real texts are tried where samples of the sets lie."""
+    for name, columns in (("college_math", ("question", "answer")), ("olympiadbench", ("question", "final_answer"))):
+        ids, rows = list(PUBLISHED_SUBSETS[name]), []
+        for place, id in enumerate([*ids, "another", "one more"]):
+            book, _, number = id.rpartition("/")
+            named = {"data_source": book, "question_number": number} if name == "college_math" else {"id": id}
+            rows.append(named | dict(zip(columns, (f"Problem {place}?", "2"), strict=True)))
+        assert len(set(ids)) == 200
+        mixed = random.Random(0).sample(rows, len(rows))
+        assert "the 200 of the published evaluation, of 202" in prepare(tmp_path, name, mixed, subset="published")
+        assert [row["extra_info"]["id"] for row in read_rows(tmp_path / f"out/{name}.parquet")] == ids
+        message = rf"lacks 1 of the 200 problems .* such as {re.escape(ids[7])}; take the full set .* --subset hash"
+        with pytest.raises(ValueError, match=message):
+            prepare(tmp_path, name, rows[:7] + rows[8:], subset="published")
+
+
+@pytest.mark.parametrize(("name", "published"), [("college_math", 2), ("olympiadbench", 1)])
+def test_problems_of_real_samples_that_are_published(name: str, published: int) -> None:
+    """By text alone, as in a copy without ids."""
+    path = Path(__file__).parents[3] / "shared" / "data" / f"{name}_sample5.jsonl"
+    if not path.is_file():
+        pytest.skip("no samples of the sets beside the project")
+    spec = SPECS[name]
+    found = [published_id(spec, spec.layouts[0], row, "") for _, row in read_jsonl(path).rows]
+    assert len(found) == 5 and sum(id is not None for id in found) == published
+
+
 # --- bad rows ---
 
 SYSTEM = [{"role": "system", "content": "s"}, {"role": "user", "content": "p"}]
@@ -151,7 +183,7 @@ def test_unusable_source_is_refused(tmp_path: Path) -> None:
 
 def test_one_command_prepares_everything(local_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out"
-    assert main(["--local-dir", str(local_dir), "--output-dir", str(out)]) == 0
+    assert main(["--local-dir", str(local_dir), "--output-dir", str(out), "--subset", "hash"]) == 0
     assert {path.stem for path in out.glob("*.parquet")} == {"deepmath", *PUBLISHED_BENCHMARKS}
     assert "olympiadbench.jsonl; 1 of another task left out" in capsys.readouterr().out
 
@@ -177,7 +209,14 @@ def test_hub_dataset_through_load_dataset(
         (hub / name / f"{split}.jsonl").write_bytes((GOLDEN / f"{name}.jsonl").read_bytes())
     with (hub / "aime24" / "test.jsonl").open("a") as file:
         file.write('{"id": 8, "problem": "p", "answer": ""}\n')
-    arguments = ["--output-dir", str(tmp_path / "out"), "--benchmarks", "olympiadbench,aime24,amc23"]
+    arguments = [
+        "--output-dir",
+        str(tmp_path / "out"),
+        "--benchmarks",
+        "olympiadbench,aime24,amc23",
+        "--subset",
+        "hash",
+    ]
     arguments += ["--hub-id", f"deepmath={hub / 'deepmath'}", "--hub-id", f"olympiadbench={hub / 'olympiadbench'}"]
     # The hub's AIME copy has its rows in "train": another split has to be asked for.
     arguments += ["--hub-id", f"aime24={hub / 'aime24'}::test", "--local-dir", str(local_dir), "--max-dropped", "0.5"]
