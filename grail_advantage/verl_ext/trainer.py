@@ -130,7 +130,8 @@ class TokenWeightTrainer:
         self._context_length = settings[f"{ROLLOUT}.max_model_len"] or get_max_position_embeddings(model.hf_config)
         self._model_shares_forward = check_model(settings, model.local_path)
         self._router_obstacles = router_obstacles(model.hf_config)
-        self._vocabulary = min(self.tokenizer.vocab_size, model.hf_config.get_text_config().vocab_size)
+        of_model = getattr(model.hf_config.get_text_config(), "vocab_size", self.tokenizer.vocab_size)
+        self._vocabulary = min(self.tokenizer.vocab_size, of_model)
 
     def _init_dataloader(self) -> None:
         super()._init_dataloader()
