@@ -9,6 +9,7 @@ the configuration's default, and an override after the model has the last word. 
 * ``FRESH=1`` is a new run: the folder of an earlier one of its name is moved away;
 * ``ADV_ESTIMATOR`` is a registered method (docs/methods.md), such as ``uniform``, the baseline (weight 1 in the same trainer);
   or ``grpo``, all of verl's own; or ``dr_grpo``, verl's ``grpo`` with this recipe's loss (``recipe/config/estimator``);
+* ``LIKE=published`` is the published run with what it has by accident, ``corrected``, the default, without (docs/published.md);
 * ``OAR_VARIANT`` unset is ``grail_port`` for ``oar_g``, with which GRAIL's authors compared, and otherwise ``official``.
 
 A run resumes from the last checkpoint under its name, so the name holds the settings that one compares; other differences are
@@ -66,6 +67,7 @@ EVERYWHERE = {
 }
 """Each name's form, and the options that get its value. Steps are rollout batches."""
 ON_GPUS = EVERYWHERE | {
+    "LIKE": (("published|corrected", "published or corrected"),),
     "NNODES": (COUNT, "trainer.nnodes"),
     "NGPUS_PER_NODE": (COUNT, "trainer.n_gpus_per_node"),
     "OFFLOAD": (SWITCH, f"{ACTOR}.fsdp_config.param_offload", f"{ACTOR}.fsdp_config.optimizer_offload"),
@@ -150,7 +152,8 @@ def read_environment(model: str, arguments: Sequence[str], environ: Mapping[str,
         of_model = re.sub("[^A-Za-z0-9._-]", "_", Path(path).name).lower()
         name = given.get("EXPERIMENT_NAME") or f"{of_model}-{_variant(method, given, arguments)}-seed{seed}"
         folder = project / "outputs" / of_project / name
-        train, *validation = (data / f"{each}.parquet" for each in ("deepmath", "amc23", "aime24"))
+        prompts = "_published" if given.get("LIKE") == "published" else ""
+        train, *validation = (data / f"{each}{prompts}.parquet" for each in ("deepmath", "amc23", "aime24"))
         if not any(re.match(r"[+]*data\.\w+_files=", argument) for argument in arguments):
             files = (train, *validation)
         texts |= {"data.train_files": train, "data.val_files": validation}
@@ -158,6 +161,8 @@ def read_environment(model: str, arguments: Sequence[str], environ: Mapping[str,
         if OmegaConf.select(defaults, TOKENIZER):
             tokenizer = path, Path(given.get("TOKENIZER_PATH") or project / "outputs" / "tokenizers" / of_model)
             texts[TOKENIZER] = tokenizer[1]
+        if "LIKE" in given:
+            spelt["like"] = given["LIKE"]
         if "LOGGER" in given:
             spelt["trainer.logger"] = f"[{given['LOGGER']}]"
         if rank:
@@ -204,6 +209,8 @@ def _variant(method: str, given: Mapping[str, str], arguments: Sequence[str]) ->
     for argument in arguments:
         option = re.fullmatch(r"[+]*algorithm\.(?!token_)[a-z_]+\.([a-z_]+)=([A-Za-z0-9_.-]+)", argument)
         parts += option.groups() if option else ()
+    if given.get("LIKE") == "published":
+        parts.append("published")
     if "MAX_RESPONSE_LENGTH" in given:
         parts.append(f"len{given['MAX_RESPONSE_LENGTH']}")
     if int(given.get("LORA_RANK", 0)):

@@ -70,7 +70,14 @@ REFUSALS = (
         "temperature=0.7",
         "logprobs_mode=raw_logprobs",
     ),
-    _corrects("top-k", "top_k", lambda s: not _raw(s) and s[f"{ROLLOUT}.top_k"] > 0, _CUT, "use -1", "top_k=50"),
+    _corrects(
+        "top-k",
+        "top_k",
+        lambda s: not _raw(s) and s[f"{ROLLOUT}.top_k"] > 0 and not s["published_ratio"],
+        _CUT,
+        "use -1, or like=published, whose run has it",
+        "top_k=50",
+    ),
     _corrects(
         "top-p",
         "top_p",

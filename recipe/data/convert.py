@@ -12,6 +12,8 @@ from recipe.reward import gold_text, last_boxed
 
 PROMPT_SUFFIX = r" Please reason step by step, and put your final answer within \boxed{}."
 """The instruction after every problem, in training and evaluation alike (arXiv 2606.04889, training set-up)."""
+PUBLISHED_SUFFIX = PROMPT_SUFFIX.replace(r"\b", "\b")
+"""As the published run's model read it: its code has the text as a plain string, in which ``\\b`` is the character U+0008."""
 SUBSET_SEED = 42
 _TEXT = Value("string")
 
@@ -39,16 +41,18 @@ class BadRow(ValueError):
         self.reason = reason
 
 
-def user_messages(problem: str) -> list[dict[str, str]]:
+def user_messages(problem: str, suffix: str = PROMPT_SUFFIX) -> list[dict[str, str]]:
     """Return the chat that asks for ``problem``: one user turn that ends in exactly one suffix."""
-    return [{"role": "user", "content": _without_suffix(problem) + PROMPT_SUFFIX}]
+    return [{"role": "user", "content": _without_suffix(problem) + suffix}]
 
 
 def _without_suffix(text: str) -> str:
     return text.strip().removesuffix(PROMPT_SUFFIX.strip()).strip()
 
 
-def convert(spec: DatasetSpec, columns: Columns, row: dict[str, Any] | BadRow) -> dict[str, Any] | None:
+def convert(
+    spec: DatasetSpec, columns: Columns, row: dict[str, Any] | BadRow, suffix: str = PROMPT_SUFFIX
+) -> dict[str, Any] | None:
     """Turn a row into one of :data:`FEATURES` whose index is 0 still; None if it belongs to another task.
 
     Raises:
@@ -73,7 +77,7 @@ def convert(spec: DatasetSpec, columns: Columns, row: dict[str, Any] | BadRow) -
     identity = identity.encode("utf-8", errors="replace").decode()
     return {
         "data_source": spec.name,
-        "prompt": user_messages(problem),
+        "prompt": user_messages(problem, suffix),
         "ability": "math",
         "reward_model": {"style": "rule", "ground_truth": gold},
         "extra_info": {"split": spec.split, "index": 0, "problem": problem, "id": identity},

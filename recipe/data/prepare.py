@@ -17,23 +17,45 @@ from typing import Any
 from datasets import Dataset, disable_progress_bars
 
 from grail_advantage.dump.whole_file import whole_file, write_whole
-from recipe.data.convert import FEATURES, SUBSET_SEED, BadRow, convert, published_id, subset_rank
+from recipe.data.convert import (
+    FEATURES,
+    PROMPT_SUFFIX,
+    PUBLISHED_SUFFIX,
+    SUBSET_SEED,
+    BadRow,
+    convert,
+    published_id,
+    subset_rank,
+)
 from recipe.data.sources import Source, find_local_file, load_hub, read_jsonl
 from recipe.data.specs import BENCHMARKS, PUBLISHED_SUBSETS, SPECS, TRAINING_SETS, Columns, DatasetSpec, benchmark_names
 
 MAX_DROPPED = 0.05
 SUBSETS = ("published", "hash")
+PROMPTS = {"corrected": PROMPT_SUFFIX, "published": PUBLISHED_SUFFIX}
+"""The instruction behind every problem."""
 _SHOWN_BAD_ROWS = 10
 _HUB_FORM = "NAME=ORG/DATASET[:CONFIG[:SPLIT]]"
 
 
+def file_stem(name: str, prompt: str) -> str:
+    """``NAME``, or with the published prompt ``NAME_published``."""
+    return f"{name}_published" if prompt == "published" else name
+
+
 def prepare_dataset(
-    spec: DatasetSpec, source: Source, output_dir: Path, max_dropped: float = MAX_DROPPED, subset: str = SUBSETS[0]
+    spec: DatasetSpec,
+    source: Source,
+    output_dir: Path,
+    max_dropped: float = MAX_DROPPED,
+    subset: str = SUBSETS[0],
+    prompt: str = "corrected",
 ) -> str:
     """Write ``output_dir/NAME.parquet`` and ``NAME.json`` and return a summary.
 
     Args:
         max_dropped: largest share of unusable rows.
+        prompt: of :data:`PROMPTS`; ``published`` writes ``NAME_published.parquet``.
         subset: of :data:`SUBSETS`, for a set of which the published evaluation uses a part.
 
     Raises:
@@ -47,7 +69,7 @@ def prepare_dataset(
     other_task = 0
     for place, row in source.rows:
         try:
-            if (converted := convert(spec, columns, row)) is None:
+            if (converted := convert(spec, columns, row, PROMPTS[prompt])) is None:
                 other_task += 1
                 continue
             rows.append(converted)
@@ -95,7 +117,7 @@ def prepare_dataset(
         "notes": notes,
     }
     disable_progress_bars()
-    path = output_dir / f"{spec.name}.parquet"
+    path = output_dir / f"{file_stem(spec.name, prompt)}.parquet"
     with whole_file(path) as file:
         Dataset.from_list(rows, features=FEATURES).to_parquet(file)
     write_whole(path.with_suffix(".json"), json.dumps(note, indent=2, ensure_ascii=False) + "\n")
@@ -153,8 +175,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 source = read_jsonl(find_local_file(name, options.local_dir))
             else:
                 source = load_hub(spec, hub.get(name, spec.hub))
-            summary = prepare_dataset(spec, source, options.output_dir, options.max_dropped, options.subset)
-            print(f"{options.output_dir / name}.parquet: {summary}", flush=True)
+            settings = (options.max_dropped, options.subset, options.prompt)
+            summary = prepare_dataset(spec, source, options.output_dir, *settings)
+            print(f"{options.output_dir / file_stem(name, options.prompt)}.parquet: {summary}", flush=True)
         except (ValueError, OSError) as error:
             print(f"FAILED {error}", file=sys.stderr)
             failed += 1
@@ -177,6 +200,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--hub-id", action="append", default=[], metavar=_HUB_FORM, help=hub)
     subset = "of the two sets of which the published evaluation uses 200 problems: these, or 200 by a hash (default: published)"
     add("--subset", choices=SUBSETS, default=SUBSETS[0], help=subset)
+    prompt = "published: NAME_published, with the U+0008 that the published run has in place of \\b (default: corrected)"
+    add("--prompt", choices=PROMPTS, default="corrected", help=prompt)
     share = f"largest share of unusable rows that still gives a file (default: {MAX_DROPPED})"
     add("--max-dropped", type=float, default=MAX_DROPPED, help=share)
     return parser

@@ -136,6 +136,19 @@ def test_problems_of_real_samples_that_are_published(name: str, published: int) 
     assert len(found) == 5 and sum(id is not None for id in found) == published
 
 
+def test_the_published_prompt_is_a_file_of_its_own(tmp_path: Path) -> None:
+    """Its text is what Python makes of the published one, a plain string."""
+    as_read = " Please reason step by step, and put your final answer within \boxed{}."
+    assert "\x08oxed" in as_read
+    prepare(tmp_path, "aime24", aime_rows(2))
+    prepare(tmp_path, "aime24", aime_rows(2), prompt="published")
+    ours, theirs = (read_rows(tmp_path / f"out/aime24{name}.parquet") for name in ("", "_published"))
+    assert [row["prompt"][0]["content"] for row in theirs] == [f"What is ${i} + 1$?{as_read}" for i in range(2)]
+    for row in (*ours, *theirs):
+        row.pop("prompt")
+    assert ours == theirs
+
+
 # --- bad rows ---
 
 SYSTEM = [{"role": "system", "content": "s"}, {"role": "user", "content": "p"}]

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from transformers import get_scheduler
 from verl.trainer.ppo.core_algos import compute_policy_loss_vanilla
+from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_weights
 from verl.utils.config import omega_conf_to_dataclass
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngine
 
@@ -17,6 +19,8 @@ from recipe.chat_templates import read_chat_template
 from recipe.main_grail import prepare
 from tests.recipe.test_launch_scripts import MODELS, configuration, container, overrides
 
+R1 = (8192, 8192 + 1024, 2 * (8192 + 1024))
+"""Values that follow from R1-Distill's limit on tokens."""
 PUBLISHED_BATCH, PUBLISHED_EPOCHS, PUBLISHED_STEPS, PUBLISHED_WARM_UP = 256, 4, 200, 20
 
 
@@ -137,3 +141,58 @@ def test_learning_rate() -> None:
         optimizer.step()
         schedule.step()
     assert rates == published
+
+
+def flat(config: Any, above: str = "") -> dict[str, Any]:
+    """Options by their full names."""
+    found: dict[str, Any] = {}
+    for name, value in (container(config) if above == "" else config).items():
+        found |= flat(value, f"{above}{name}.") if isinstance(value, dict) and value else {f"{above}{name}": value}
+    return found
+
+
+LIKE = {
+    "algorithm.rollout_correction.rollout_is": "sequence",
+    "algorithm.rollout_correction.rollout_is_threshold": "1e-9_3.0",
+    "published_ratio": True,
+    "trainer.experiment_name": None,  # and the paths that have it
+}
+
+
+@pytest.mark.parametrize("script", MODELS)
+def test_like_published_differs_by_what_the_page_names(script: str) -> None:
+    """The ratio and the prompts; for R1-Distill the limit on tokens and what follows from it."""
+    plain, published = (flat(configuration(overrides(script, LIKE=like))) for like in ("corrected", "published"))
+    assert plain == flat(configuration(overrides(script)))
+    differing = {name for name in plain | published if plain.get(name) != published.get(name)}
+    of_paths = {name for name in differing if "-published-seed42" in str(published[name])}
+    of_data = {name for name in differing if "_published.parquet" in str(published[name])}
+    expected = {name for name, value in LIKE.items() if value is None or published[name] == value}
+    if "r1_distill" in script:
+        assert (plain["data.max_response_length"], published["data.max_response_length"]) == (8192, 4096)
+        expected |= {name for name in differing if isinstance(published[name], int | str) and plain[name] in R1}
+    assert of_data == {"data.train_files", "data.val_files"}
+    assert differing == expected | of_paths | of_data, differing
+    prepare(configuration(overrides(script, LIKE="published")))  # all start-up checks
+
+
+def test_the_published_ratio_is_trls() -> None:
+    """``sequence_mask`` with the cap 3.0, in a plain loop: the product of a response's ratios, 0 above the cap."""
+    rng = np.random.default_rng(0)
+    trainer, rollout = rng.normal(-1, 0.5, size=(64, 5)), rng.normal(-1, 0.5, size=(64, 5))
+    mask = np.arange(5) < rng.integers(1, 6, size=(64, 1))
+    correction = configuration(overrides("run_qwen3_grail.sh", LIKE="published")).algorithm.rollout_correction
+    found, _ = compute_rollout_correction_weights(
+        torch.from_numpy(trainer - rollout),
+        torch.from_numpy(mask).double(),
+        correction.rollout_is,
+        correction.rollout_is_threshold,
+        correction.rollout_is_batch_normalize,
+    )
+    above = 0
+    for row in range(64):
+        ratio = np.exp(sum(trainer[row, t] - rollout[row, t] for t in range(5) if mask[row, t]))
+        above += ratio > 3
+        expected = [0.0 if ratio > 3 else ratio] * int(mask[row].sum()) + [0.0] * int((~mask[row]).sum())
+        np.testing.assert_allclose(found[row], expected, rtol=1e-6)
+    assert above > 3
