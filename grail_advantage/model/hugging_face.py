@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cache
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
@@ -108,7 +109,7 @@ class HuggingFaceModel(Model):
 
         bar = self.progress(len(rows), "responses")
         with evaluation_mode(self.model), torch.set_grad_enabled(gradients), bar:
-            alone = len(rows) > 1 and not self._independent([rows[index] for index in waiting])
+            alone = not self._independent([rows[index] for index in waiting])
             while waiting:
                 self.rounds.take()
                 of_rows = self.fitting(run_next)
@@ -164,28 +165,36 @@ class HuggingFaceModel(Model):
 
     def _independent(self, rows: Sequence[PassRow]) -> bool:
         """Whether rows, the longest first, are the same together as alone. A model is asked again when a row is longer than any
-        before."""
-        longest = len(rows[0].tokens_S)
+        before. A collective of the ranks, which ask together."""
+        longest = max((len(row.tokens_S) for row in rows), default=0) if len(rows) > 1 else 0
+        longest = int(self._most(longest))
+        if not longest:
+            return True  # no rank has two rows
         known, finding = _findings.get(self.model, (0, None))
         if finding is None or (longest > known and finding.holds):
-            finding = self.fitting(lambda: self._probe(rows))
+            finding = self.fitting(lambda: self._probe(rows, longest))
+            finding = replace(finding, difference=self._most(finding.difference))
             _findings[self.model] = longest, finding
             if not finding.holds:
                 logger.warning("%s: responses go through the model one at a time", finding)
         return finding.holds
 
-    def _probe(self, rows: Sequence[PassRow]) -> Finding:
-        together = probe_rows(
-            torch.cat([row.tokens_S for row in rows]),
-            longest=len(rows[0].tokens_S),
-            rows=self.sequences_together(len(rows[0].tokens_S)),
-        )
+    def _probe(self, rows: Sequence[PassRow], longest: int) -> Finding:
+        tokens_S = torch.cat([torch.zeros(1, dtype=torch.int64, device=self.device), *(row.tokens_S for row in rows)])
+        together = probe_rows(tokens_S, longest=longest, rows=self.sequences_together(longest))
 
         def run(some: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-            self.rounds.take()
             return PaddedRows(self, [whole_row(tokens_S.to(self.device)) for tokens_S in some]).response_log_probs()
 
         return probe(self.model, run, together, computing_dtype(self.model))
+
+    def _most(self, value: float) -> float:
+        """The largest of all ranks'."""
+        if self.rounds.group is None:
+            return value
+        most = torch.tensor(float(value), dtype=torch.float64, device=self.device)
+        torch.distributed.all_reduce(most, op=torch.distributed.ReduceOp.MAX, group=self.rounds.group)
+        return float(most)
 
     def _logits(
         self, tokens_NS: torch.Tensor, kept_K: torch.Tensor, cache: Cache | None

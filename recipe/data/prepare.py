@@ -200,7 +200,9 @@ def _parser() -> argparse.ArgumentParser:
     add("--hub-id", action="append", default=[], metavar=_HUB_FORM, help=hub)
     subset = "of the two sets of which the published evaluation uses 200 problems: these, or 200 by a hash (default: published)"
     add("--subset", choices=SUBSETS, default=SUBSETS[0], help=subset)
-    prompt = "published: NAME_published, with the U+0008 that the published run has in place of \\b (default: corrected)"
+    prompt = (
+        "published: NAME_published, with the U+0008 that the published run has in place of \\b (default: corrected)"
+    )
     add("--prompt", choices=PROMPTS, default="corrected", help=prompt)
     share = f"largest share of unusable rows that still gives a file (default: {MAX_DROPPED})"
     add("--max-dropped", type=float, default=MAX_DROPPED, help=share)

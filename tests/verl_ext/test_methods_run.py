@@ -322,7 +322,7 @@ def test_every_step_is_logged_once(pair: Pair) -> None:
 
 
 def test_the_model_is_asked_once_about_its_neighbours_and_a_resumed_run_keeps_the_answer(pair: Pair) -> None:
-    said = [run.result.stdout + run.result.stderr for run in (pair.killed, pair.resumed)]
+    said = [pair.killed.result.stdout + pair.killed.result.stderr, pair.resumed.output]
     assert ["micro-batches of the old log-probabilities: log-probabilities" in text for text in said] == [True, False]
     for checkpoint in checkpoints(pair.resumed.folder / "checkpoints"):
         assert json.loads((checkpoint.path / "neighbours.json").read_text())["old log-probabilities"]["limit"] == 2e-4

