@@ -61,7 +61,7 @@ def probe(
 ) -> Finding:
     """Compare the rows of a micro-batch with the same rows alone.
 
-    Six forwards without gradients, one of them of all rows; with ``cuts`` one more. Random numbers that they draw are not
+    Five forwards without gradients, one of them of all rows; with ``cuts`` one more. Random numbers that they draw are not
     missed afterwards. In a run of several ranks that share forwards it is a collective.
 
     Args:
