@@ -19,6 +19,7 @@ from recipe.data.prepare import main, prepare_dataset
 from recipe.data.sources import read_jsonl
 from recipe.data.specs import PUBLISHED_BENCHMARKS, PUBLISHED_SUBSETS, SPECS
 from recipe.reward import compute_score
+from tests.recipe.test_reward import DATA
 
 PROJECT_ROOT = Path(__file__).resolve().parents[2]
 GOLDEN = Path(__file__).parent / "golden"
@@ -128,9 +129,9 @@ def test_the_published_problems_are_found_by_their_ids_or_their_texts(tmp_path: 
 @pytest.mark.parametrize(("name", "published"), [("college_math", 2), ("olympiadbench", 1)])
 def test_problems_of_real_samples_that_are_published(name: str, published: int) -> None:
     """By text alone, as in a copy without ids."""
-    path = Path(__file__).parents[3] / "shared" / "data" / f"{name}_sample5.jsonl"
+    path = DATA / f"{name}_sample5.jsonl"
     if not path.is_file():
-        pytest.skip("no samples of the sets beside the project")
+        pytest.skip(f"{path} is missing; set GRAIL_DATA_DIR to the folder that holds it")
     spec = SPECS[name]
     found = [published_id(spec, spec.layouts[0], row, "") for _, row in read_jsonl(path).rows]
     assert len(found) == 5 and sum(id is not None for id in found) == published
