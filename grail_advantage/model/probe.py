@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from grail_advantage.answers.span import AnswerSpan
 from grail_advantage.batch import PassRow
+from grail_advantage.rules import Obstacle
 
 Run = Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]
 """Runs rows of tokens, int64 (S,), as one micro-batch of the run: for each the log-probabilities (S - 1,) of its tokens after
@@ -39,8 +40,7 @@ class Finding:
     """The first difference that is no rounding; else the largest."""
 
     difference: float
-    """Root mean square of the differences of a row's log-probabilities, as a
-    part of their standard deviation."""
+    """Root mean square of the differences of a row's log-probabilities, as a part of their standard deviation."""
     limit: float
     """The most that rounding makes."""
     where: str
@@ -50,6 +50,11 @@ class Finding:
     def holds(self) -> bool:
         """Whether a response is the same alone and beside others."""
         return self.difference <= self.limit  # NaN is not
+
+    def obstacles(self, layout: str = "") -> list[Obstacle]:
+        """What is in the way of a shortcut; ``layout``: words for where it was asked."""
+        name = "this model, in which responses depend on those beside them"
+        return [] if self.holds else [Obstacle(name, f"{layout}{self}")]
 
     def __str__(self) -> str:
         size = f"{self.difference:.2g} of their spread (by rounding: {self.limit:g} at most)"

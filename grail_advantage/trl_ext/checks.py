@@ -117,10 +117,7 @@ def check_neighbours(trainer: GRPOTrainer, model: nn.Module, inputs: Mapping[str
     differences = trainer.accelerator.gather(torch.tensor([finding.difference], device=device))
     finding = replace(finding, difference=float(differences.max()))
     logger.info("skip_zero_advantage=True: %s", finding)
-    obstacles = (
-        [] if finding.holds else [Obstacle("this model, in which responses depend on those beside them", str(finding))]
-    )
-    refuse_forced("skip_zero_advantage=True", obstacles, SKIP_NOTHING)
+    refuse_forced("skip_zero_advantage=True", finding.obstacles(), SKIP_NOTHING)
 
 
 def check_prompt(prompt: Any, signal: Signal) -> None:

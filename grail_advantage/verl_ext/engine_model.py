@@ -105,10 +105,8 @@ class EngineModel(Model):
 
         with autocast(engine):
             dtype = computing_dtype(engine.module)
-        if not training:
-            return probe(engine.module, run, rows, dtype)
         with without_activation_offload(engine.module):
-            engine.module.train()
+            engine.module.train(training)
             return probe(engine.module, run, rows, dtype)
 
     def _split(

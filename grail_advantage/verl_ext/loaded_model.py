@@ -42,9 +42,7 @@ class LoadedModel:
         if layout not in self.findings:
             self.findings[layout] = self._ask(layout)
             logger.warning("micro-batches of the %s: %s", layout, self.findings[layout])
-        finding = self.findings[layout]
-        name = "this model, in which responses depend on those beside them"
-        return [] if finding.holds else [Obstacle(name, f"in micro-batches of the {layout}, {finding}")]
+        return self.findings[layout].obstacles(f"in micro-batches of the {layout}, ")
 
     def check_packing(self, settings: Settings) -> None:
         """Refuse packed responses that see each other, for a method with a pass.

@@ -144,12 +144,12 @@ def without_activation_offload(module: torch.nn.Module) -> Iterator[None]:
     backward counts them back (``verl.utils.activation_offload``, ``ActivationHandler.wrap_module_forward_method``), so that a
     forward without a backward would put it out of step. Can go when that looks at ``torch.is_grad_enabled()``.
     """
-    own = {block: vars(block).get("forward") for block in module.modules()}
-    replaced = {
-        block: forward
-        for block, forward in own.items()
-        if getattr(forward, "__code__", _NO_CODE).co_filename == activation_offload.__file__
-    }
+    replaced = {}
+    for block in module.modules():
+        forward = vars(block).get("forward")
+        code = getattr(forward, "__code__", None)
+        if code is not None and code.co_filename == activation_offload.__file__:
+            replaced[block] = forward
     try:
         for block, forward in replaced.items():
             block.forward = forward.__wrapped__
@@ -157,9 +157,6 @@ def without_activation_offload(module: torch.nn.Module) -> Iterator[None]:
     finally:
         for block, forward in replaced.items():
             block.forward = forward
-
-
-_NO_CODE = compile("", "", "exec")
 
 
 def gather_packed(engine: FSDPEngineWithLMHead, values_N: torch.Tensor, pad_size: int) -> torch.Tensor:
