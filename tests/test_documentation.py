@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from recipe.marked_text import marked
-from scripts import patches_page, rules_page
+from scripts import patches_page, published_page, rules_page
 from tests.core.tiny_models import char_tokenizer, tiny_model
 from tests.documentation import DOCS, Command, commands, snippets
 
@@ -203,6 +203,12 @@ def test_the_list_of_patches_is_current() -> None:
 @pytest.mark.parametrize("marker", ["refused", "shortcuts"])
 def test_the_tables_of_rules_are_current(marker: str) -> None:
     assert marked(rules_page.PAGE.read_text(encoding="utf-8"), marker) == rules_page.TABLES[marker]()
+
+
+@pytest.mark.parametrize("marker", published_page.PAGES)
+def test_the_published_settings_are_current(marker: str) -> None:
+    page = published_page.PAGES[marker].read_text(encoding="utf-8")
+    assert marked(page, marker) == published_page.PASSAGES[marker]()
 
 
 def test_the_example_of_how_it_works_runs(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from recipe.chat_templates import read_chat_template
 from recipe.data.specs import BENCHMARKS, benchmark_names
 from recipe.evaluate import report, sampling
 from recipe.evaluate.checkpoint import fingerprint, resolve_model
-from recipe.evaluate.grading import GRADERS, grade
+from recipe.evaluate.grading import BOTH, GRADERS, grade
 from recipe.evaluate.sampling import KEY, read_samples
 from recipe.hashing import digest
 
@@ -105,7 +105,12 @@ def main(arguments: list[str] | None = None) -> None:
     add("--max-tokens", type=int, default=8192, help="of a response; models that always think may need more")
     add("--seed", type=int, default=0, help="seed of all samples")
     add("--chat-template", help="base_math (for base models) or a .jinja file, in place of the tokenizer's")
-    add("--grader", choices=GRADERS, default="reward", help="as in training, or as in GRAIL's published code")
+    add(
+        "--grader",
+        choices=[*GRADERS, BOTH],
+        default="reward",
+        help="as in training, as in GRAIL's published code, or both side by side",
+    )
     add("--workers", type=int, help="vLLM engines, each with the whole model; by default as many as the GPUs allow")
     add("--tensor-parallel-size", type=int, default=1, help="GPUs of each engine")
     options = parser.parse_args(arguments)

@@ -14,6 +14,8 @@ from recipe.evaluate.sampling import KEY
 from recipe.reward import compute_score, last_boxed
 
 METRICS = ["acc", "pass", "tokens", "unanswered", "truncated"]
+BOTH, PUBLISHED = "both", ["acc, published", "pass, published"]
+"""The grader that gives ``reward``'s verdicts and, as metrics beside them, the published ones."""
 
 
 def by_reward(samples: pd.DataFrame) -> list[dict[str, Any]]:
@@ -45,8 +47,11 @@ GRADERS = {"reward": by_reward, "published": as_published}
 
 
 def grade(samples: pd.DataFrame, grader: str) -> pd.DataFrame:
-    """Grade samples (with ``gold``, the ground truth) by one of :data:`GRADERS`. ``answered``: there is a complete box, with
-    the text ``answer``. ``no_verdict``: it cannot be read within the verifier's limits; the sample counts as incorrect."""
+    """Grade samples (with ``gold``, the ground truth) by one of :data:`GRADERS`, or :data:`BOTH`. ``answered``: there is a
+    complete box, with the text ``answer``. ``no_verdict``: it cannot be read within the verifier's limits; the sample counts as
+    incorrect."""
+    if grader == BOTH:
+        return grade(samples, "reward").assign(right_published=grade(samples, "published")["right"])
     verdicts = pd.DataFrame(GRADERS[grader](samples), index=samples.index)
     names = {"score": "right", "answer_found": "answered", "verify_failed": "no_verdict"}
     scores = samples[[*KEY, "tokens", "gold"]].join(verdicts[[*names]].astype(bool).rename(columns=names))
@@ -54,7 +59,16 @@ def grade(samples: pd.DataFrame, grader: str) -> pd.DataFrame:
 
 
 def by_problem(scores: pd.DataFrame) -> pd.DataFrame:
-    """The :data:`METRICS` of each problem's samples, by ``benchmark`` and ``index``: shares, but for ``tokens``, a mean."""
-    scores = scores.assign(acc=scores["right"], unanswered=~scores["answered"])
-    means = scores.groupby(["benchmark", "index"], sort=False)[["acc", "tokens", "unanswered", "truncated"]].mean()
-    return means.assign(**{"pass": means["acc"] > 0})[METRICS].astype(float)
+    """The :data:`METRICS` of each problem's samples, by ``benchmark`` and ``index``: shares, but for ``tokens``, a mean; with
+    :data:`BOTH` graders :data:`PUBLISHED` too."""
+    names = {"right": "acc", "tokens": "tokens", "unanswered": "unanswered", "truncated": "truncated"}
+    names |= {"right_published": PUBLISHED[0]} if "right_published" in scores else {}
+    scores = scores.assign(unanswered=~scores["answered"]).rename(columns=names)
+    means = scores.groupby(["benchmark", "index"], sort=False)[[*names.values()]].mean()
+    passed = {name.replace("acc", "pass"): means[name] > 0 for name in names.values() if name.startswith("acc")}
+    return means.assign(**passed)[METRICS + (PUBLISHED if PUBLISHED[0] in means else [])].astype(float)
+
+
+def tokens_of_answered(scores: pd.DataFrame) -> pd.Series:
+    """The mean number of tokens of the responses with a box, by benchmark, which is what the published code reports."""
+    return scores[scores["answered"]].groupby("benchmark")["tokens"].mean().reindex(scores["benchmark"].unique())

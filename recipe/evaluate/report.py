@@ -8,12 +8,13 @@ are compared on the same resamples, so that a problem's difficulty drops out of 
 from __future__ import annotations
 
 import hashlib
+import re
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
-from recipe.evaluate.grading import METRICS, by_problem
+from recipe.evaluate.grading import BOTH, by_problem, tokens_of_answered
 from recipe.hashing import digest
 from recipe.marked_text import table
 
@@ -30,7 +31,7 @@ def resampled(name: str, problems: pd.DataFrame) -> np.ndarray:
 def figures(problems: pd.DataFrame, samples: int) -> dict[str, Any]:
     """``value``, ``low``, ``high`` of every metric and the share of resamples ``above_zero``: of ``benchmarks`` by name, of
     their ``mean`` and of their ``weighted_mean``. ``problems`` is as :func:`by_problem` gives it, or a difference of two."""
-    names = [f"{name}@{samples}" if name in ("acc", "pass") else name for name in METRICS]
+    names = [re.sub("^(acc|pass)", rf"\1@{samples}", str(name)) for name in problems.columns]
 
     def of_means(means: np.ndarray) -> dict[str, Any]:
         low, high = np.quantile(means[1:], [0.025, 0.975], axis=0)
@@ -50,11 +51,15 @@ def figures(problems: pd.DataFrame, samples: int) -> dict[str, Any]:
 
 def summarise(run: dict[str, Any], hashes: dict[str, str], scores: pd.DataFrame) -> dict[str, Any]:
     """The content of ``results.json``: ``run`` and the figures, accuracies and rates as shares from 0 to 1, and for every
-    benchmark the hash of its problems and figures by problem."""
-    tables = by_problem(scores)
+    benchmark the hash of its problems and figures by problem. ``tokens_of_answered`` has no interval."""
+    tables, of_answered = by_problem(scores), tokens_of_answered(scores)
     result = figures(tables, run["sampling"]["samples"])
+    sizes = [row["problems"] for row in result["benchmarks"].values()]
+    result["mean"]["tokens_of_answered"] = float(of_answered.mean(skipna=False))
+    result["weighted_mean"]["tokens_of_answered"] = float(np.average(of_answered, weights=sizes))
     for name, row in result["benchmarks"].items():
         of_name = scores[scores["benchmark"] == name]
+        row |= {"tokens_of_answered": float(of_answered[name])}
         row |= {"responses": len(of_name), "no_verdict": int(of_name["no_verdict"].sum())}
         row |= {"problems_hash": hashes[name], "by_problem": tables.loc[name].to_dict("list")}
         row["gold_hash"] = digest(of_name.drop_duplicates("index")["gold"].tolist())
@@ -81,13 +86,17 @@ def compare(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
 def _table(result: dict[str, Any], sign: str = "") -> str:
     rows = []  # shares in percent; with a sign those of a difference
     means = {"mean over benchmarks": result["mean"], "mean weighted by problems": result["weighted_mean"]}
+    names = [name for name, row in result["mean"].items() if isinstance(row, dict)]
+    answered = "tokens_of_answered" in result["mean"]  # not of a difference, nor of results of earlier versions
     for label, row in (result["benchmarks"] | means).items():
         rows.append([label, row.get("problems", "")])
-        for name in result["mean"]:
+        for name in names:
             scale, digits = (1, 0) if name == "tokens" else (100, 2 if sign else 1)
             value, low, high = (f"{scale * row[name][key]:{sign}.{digits}f}" for key in ("value", "low", "high"))
             rows[-1].append(f"{value} [{low}, {high}]" + (f", {row[name]['above_zero']:.1%}" if sign else ""))
-    head = ["benchmark", "problems", *(name if name == "tokens" else f"{name}, %" for name in result["mean"])]
+        rows[-1] += [f"{row['tokens_of_answered']:.0f}"] if answered else []
+    head = ["benchmark", "problems", *(name if name == "tokens" else f"{name}, %" for name in names)]
+    head += ["tokens, with a box"] if answered else []
     return "\n".join(table(head, rows, right=1)) + "\n"
 
 
@@ -98,7 +107,8 @@ def results_page(result: dict[str, Any]) -> str:
     return f"""# Evaluation of `{result["run"]["model"]}`
 
 {_table(result)}
-- acc: mean over samples; pass: any sample correct; tokens: mean, with the end token; unanswered: no complete `\\boxed{{}}`;
+- acc: mean over samples; pass: any sample correct; tokens: mean over all responses, with the end token, and over those with a
+  box alone, as GRAIL's published code counts; unanswered: no complete `\\boxed{{}}`;
   truncated: at the limit on tokens. Incorrect as unreadable: {sum(row["no_verdict"] for row in result["benchmarks"].values())}.
 - In brackets: 95% intervals, bootstrap over problems. Problems that all fare alike give an interval without width.
 - {", ".join(settings)}.
@@ -107,11 +117,16 @@ def results_page(result: dict[str, Any]) -> str:
 
 def comparison_page(result: dict[str, Any]) -> str:
     """The comparison of two runs as a Markdown page, after the reports of both."""
+    grader = result["first"]["run"].get("grader", "reward")
+    measure = {"published": "by this grader", BOTH: "by the grader of the columns `published`"}.get(
+        grader, "**another measure than this table's**: their grader is `--grader published`, or `both`"
+    )
     return f"""{results_page(result["first"])}
 {results_page(result["second"])}
 # B (`{result["second"]["folder"]}`) compared with A (`{result["first"]["folder"]}`)
 
 {_table(result, "+z")}
 - B - A; in brackets: 95% intervals, paired bootstrap over problems; then the share of resamples in which B is above A.
-- Published for GRAIL - GRPO (arXiv 2606.04889), mean of five models and six benchmarks: acc@3 +3.60, pass@3 +3.05.
+- Published for GRAIL - GRPO (arXiv 2606.04889), mean of five models and six benchmarks: acc@3 +3.60, pass@3 +3.05;
+  {measure}.
 """

@@ -26,7 +26,7 @@ from recipe.data.convert import FEATURES, user_messages
 from recipe.evaluate import report
 from recipe.evaluate.__main__ import main, regrade
 from recipe.evaluate.checkpoint import resolve_model
-from recipe.evaluate.grading import grade
+from recipe.evaluate.grading import METRICS, grade
 from recipe.evaluate.sampling import load_benchmarks, open_samples, read_samples
 from verl_cpu.tiny.model import build_model, build_tokenizer
 
@@ -83,6 +83,10 @@ def test_hand_case(tmp_path: Path) -> None:
     assert values(aime) == pytest.approx([1 / 6, 1 / 2, 30, 1 / 6, 1 / 6])
     assert values(amc) == pytest.approx([5 / 9, 2 / 3, 37, 2 / 9, 3 / 9])
     assert (aime["problems"], aime["responses"], aime["no_verdict"]) == (2, 6, 0)
+    # Without the response that has no box, and without the two.
+    assert [row["tokens_of_answered"] for row in (aime, amc)] == pytest.approx([140 / 5, 133 / 7])
+    means = [results[name]["tokens_of_answered"] for name in ("mean", "weighted_mean")]
+    assert means == pytest.approx([(28 + 19) / 2, (2 * 28 + 3 * 19) / 5])
     # Plain: (1/6 + 5/9) / 2. Weighted: (2 * 1/6 + 3 * 5/9) / 5.
     assert values(results["mean"]) == pytest.approx([13 / 36, 7 / 12, 33.5, 7 / 36, 1 / 4])
     assert values(results["weighted_mean"]) == pytest.approx([2 / 5, 3 / 5, 34.2, 1 / 5, 4 / 15])
@@ -91,9 +95,9 @@ def test_hand_case(tmp_path: Path) -> None:
 
 def test_intervals() -> None:
     """They are quantiles of the means of problems drawn with replacement, as a loop draws them."""
-    table = pd.DataFrame(np.random.default_rng(1).random((7, 5)))
+    table = pd.DataFrame(np.random.default_rng(1).random((7, 5)), columns=METRICS)
     figure = report.figures(pd.concat({"amc23": table}, names=["benchmark", "index"]), 1)["mean"]["acc@1"]
-    drawn = [table[0].sample(7, replace=True, random_state=seed).mean() for seed in range(3000)]
+    drawn = [table["acc"].sample(7, replace=True, random_state=seed).mean() for seed in range(3000)]
     assert [figure["low"], figure["high"]] == pytest.approx(np.quantile(drawn, [0.025, 0.975]), abs=0.02)
 
 
@@ -127,6 +131,11 @@ def test_regrade(tmp_path: Path) -> None:
     results = json.loads((tmp_path / "results.json").read_text())
     assert (results["run"]["grader"], results["benchmarks"]["aime24"]["acc@3"]["value"]) == ("published", 0)
     assert path.read_bytes() == files[path.name]
+    main(["--regrade", str(tmp_path), "--grader", "both"])
+    both = json.loads((tmp_path / "results.json").read_text())["benchmarks"]["aime24"]
+    assert [both[name]["value"] for name in ("acc@3", "acc@3, published")] == pytest.approx([1 / 6, 0])
+    assert [both[name]["value"] for name in ("pass@3", "pass@3, published")] == pytest.approx([1 / 2, 0])
+    assert "acc@3, published, %" in (tmp_path / "results.md").read_text()
     main(["--regrade", str(tmp_path)])
     assert {file.name: file.read_bytes() for file in tmp_path.glob("*.[jm]*")} == files
     assert json.loads(files["results.json"])["benchmarks"]["aime24"]["acc@3"]["value"] == pytest.approx(1 / 6)

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from omegaconf import DictConfig, OmegaConf
 from transformers import get_scheduler
 from verl.trainer.ppo.core_algos import compute_policy_loss_vanilla
 from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_weights
@@ -17,10 +18,12 @@ from verl.workers.engine.fsdp.transformer_impl import FSDPEngine
 from grail_advantage.verl_ext.settings import Settings
 from recipe.chat_templates import read_chat_template
 from recipe.main_grail import prepare
+from recipe.published import GROUPS, MODEL, TRAINER, WEIGHTS, Setting, compared, differences, trl_arguments
 from tests.recipe.test_launch_scripts import MODELS, configuration, container, overrides
 
 R1 = (8192, 8192 + 1024, 2 * (8192 + 1024))
 """Values that follow from R1-Distill's limit on tokens."""
+CORRECTED = {f"vllm_importance_sampling_{part}" for part in ("correction", "mode", "clip_max")}
 PUBLISHED_BATCH, PUBLISHED_EPOCHS, PUBLISHED_STEPS, PUBLISHED_WARM_UP = 256, 4, 200, 20
 
 
@@ -44,25 +47,15 @@ def test_published_setup(script: str, estimator: str, nnodes: int) -> None:
         assert Settings.parse(config).signal.mask_truncated
 
     model_, actor, rollout = (config.actor_rollout_ref[name] for name in ("model", "actor", "rollout"))
-    assert config.algorithm.grail.preset == "official"
     assert config.algorithm.oar.variant == ("grail_port" if estimator == "oar_g" else "official")
-    assert not config.algorithm.norm_adv_by_std_in_grpo
-    assert not config.algorithm.use_kl_in_reward and not actor.use_kl_loss and actor.entropy_coeff == 0
-
+    differing = {setting.name for _, setting, _, verdict in compared(config) if verdict == "differs"}
+    expected = {"the prompt's end", *CORRECTED} | ({"use_grail"} if estimator != "grail" else set())
+    assert differing == expected | ({"max_completion_length"} if model.response_length != 4096 else set())
+    assert actor.entropy_coeff == 0 and actor.policy_loss.loss_mode == "vanilla"
     gpus, mini_batch = config.trainer.nnodes * config.trainer.n_gpus_per_node, actor.ppo_mini_batch_size * rollout.n
-    responses = config.data.train_batch_size * rollout.n
     assert gpus == 8 * nnodes and mini_batch % gpus == 0
-    assert (rollout.n, responses, mini_batch) == (8, PUBLISHED_BATCH, PUBLISHED_BATCH)
-    assert actor.ppo_epochs == PUBLISHED_EPOCHS
-    assert config.trainer.total_training_steps * responses // mini_batch * actor.ppo_epochs == PUBLISHED_STEPS
-
-    assert (actor.clip_ratio_low, actor.clip_ratio_high, actor.policy_loss.loss_mode) == (0.2, 0.28, "vanilla")
-    assert (actor.loss_agg_mode, actor.loss_scale_factor) == ("seq-mean-token-sum-norm", model.response_length)
-    optimizer = actor.optim
-    assert (optimizer.optimizer, optimizer.lr, optimizer.weight_decay, optimizer.clip_grad) == ("AdamW", 1e-6, 0.0, 1.0)
-    val = rollout.val_kwargs
-    assert (rollout.temperature, rollout.top_k, rollout.top_p) == (1.0, 50, 1.0)
-    assert (val.do_sample, val.n, val.temperature, val.top_p, val.top_k) == (True, 3, 0.6, 0.95, 20)
+    assert mini_batch == config.data.train_batch_size * rollout.n == PUBLISHED_BATCH
+    assert rollout.val_kwargs.do_sample
 
     assert (rollout.prompt_length, rollout.response_length) == (1024, model.response_length)
     assert rollout.max_model_len == 1024 + model.response_length
@@ -196,3 +189,47 @@ def test_the_published_ratio_is_trls() -> None:
         expected = [0.0 if ratio > 3 else ratio] * int(mask[row].sum()) + [0.0] * int((~mask[row]).sum())
         np.testing.assert_allclose(found[row], expected, rtol=1e-6)
     assert above > 3
+
+
+SETTINGS = [setting for settings in GROUPS.values() for setting in settings if setting.options]
+
+
+OTHER = {"chat_template_kwargs": {"enable_thinking": True}, "vllm_importance_sampling_correction": None}
+
+
+@pytest.fixture(scope="module")
+def like_published() -> DictConfig:
+    return configuration(overrides("run_qwen3_grail.sh", LIKE="published"))
+
+
+@pytest.mark.parametrize("setting", SETTINGS, ids=[setting.name for setting in SETTINGS])
+def test_every_row_of_the_table_is_the_resolved_value(like_published: DictConfig, setting: Setting) -> None:
+    """With another value of its first option the row says so."""
+    config = OmegaConf.create(like_published)
+
+    def verdict() -> str:
+        return next(verdict for _, row, _, verdict in compared(config) if row is setting)
+
+    assert verdict() == ("~" if setting.here is not None and setting.here != {} else "=")
+    value = OmegaConf.select(config, setting.options[0])
+    other = {bool: lambda: not value, int: lambda: value + 1, float: lambda: value * 2 + 0.5}.get(type(value))
+    changed = OTHER[setting.name] if setting.name in OTHER else other() if other else "another_7.0"
+    OmegaConf.update(config, setting.options[0], changed, force_add=True, merge=False)
+    assert verdict() == ("~" if setting.name == "model_name_or_path" else "differs")
+
+
+def test_another_published_file_is_seen() -> None:
+    rows = {row.name: row.theirs for row in (*TRAINER, *MODEL, *WEIGHTS) if row.place.startswith("Q")}
+    file = OmegaConf.create(rows | {"report_to": ["wandb"]})
+    assert differences(file) == []
+    file.epsilon, file.grail_tau = 0.3, 1
+    assert [line.split()[0] for line in differences(file)] == ["epsilon:", "grail_tau"]
+
+
+@pytest.mark.parametrize("processes", [1, 2, 4, 8])
+def test_any_number_of_processes_makes_the_published_batch(processes: int) -> None:
+    arguments = trl_arguments(processes)
+    rows = arguments["per_device_train_batch_size"] * arguments["gradient_accumulation_steps"] * processes
+    assert rows == PUBLISHED_BATCH
+    with pytest.raises(ValueError, match="5 processes"):
+        trl_arguments(5)

@@ -16,10 +16,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from trl import GRPOConfig
 
+from examples.trl_published import problems
 from grail_advantage.dump.store import DumpRow
 from grail_advantage.view.page.data import open_run
 from grail_advantage.view.page.page import write_report
+from recipe.data.convert import PUBLISHED_SUFFIX
+from recipe.published import TRAINER, trl_arguments
 from verl_cpu.tiny.shipped import load_shipped
 from verl_cpu.tiny.task import Problem
 
@@ -91,3 +95,46 @@ def test_a_run_with_lora_its_dump_and_its_report(folder: Path) -> None:
     assert settings.model_init_kwargs == {"dtype": "bfloat16"}  # of what is frozen
     assert write_report(folder / "out") == folder / "out" / "report.html"
     assert (folder / "out" / "report.html").stat().st_size > 100_000
+
+
+def test_a_run_with_the_published_arguments(folder: Path) -> None:
+    """What TRL trains with is the table, but for what a CPU lacks; the prompts end as published, with U+0008."""
+    (folder / "solutions.jsonl").write_text(
+        "".join(
+            json.dumps({"prompt": row["prompt"], "solution": row["reward_model"]["ground_truth"]}) + "\n"
+            for row in ROWS
+        )
+    )
+    here = {"use_vllm": False, "bf16": False, "use_cpu": True, "gradient_checkpointing": False, "optim": "adamw_torch"}
+    here |= {
+        "max_steps": 2,
+        "max_completion_length": 8,
+        "per_device_train_batch_size": 64,
+        "gradient_accumulation_steps": 1,
+    }
+    changes = [f"--set={name}={json.dumps(value)}" for name, value in (here | {"model_init_kwargs": {}}).items()]
+    command = [
+        sys.executable,
+        "-m",
+        "examples.trl_published",
+        "--model",
+        folder / "model",
+        "--output",
+        folder / "published",
+    ]
+    command += ["--data", folder / "solutions.jsonl", *changes]
+    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=900)
+    assert done.returncode == 0, done.stdout[-5000:]
+    settings = torch.load(folder / "published" / "training_args.bin", weights_only=False)
+    for name, value in trl_arguments().items():
+        wanted = {"scale_rewards": "none"}.get(name, here.get(name, value))
+        assert getattr(settings, name) == wanted, name
+    for row, given in zip(problems(str(folder / "solutions.jsonl")), ROWS, strict=True):
+        assert row["prompt"][0]["content"] == given["prompt"][0]["content"] + PUBLISHED_SUFFIX
+
+
+def test_the_defaults_of_the_table_are_trls() -> None:
+    """The authors' file leaves them at their trainer's, which is a copy of TRL's."""
+    defaults = GRPOConfig("out", use_cpu=True)
+    named = {row.name: row.theirs for row in TRAINER if row.place == "TRL"}
+    assert len(named) == 4 and {name: getattr(defaults, name) for name in named} == named

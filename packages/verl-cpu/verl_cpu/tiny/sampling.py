@@ -35,15 +35,17 @@ def sample(
     prompts: Sequence[list[int]],
     uniform_BT: np.ndarray,
     temperature: float = 1.0,
+    top_k: int = 0,
 ) -> list[list[int]]:
-    """One response a prompt: token ids including the end token, if it was reached. Temperature 0 is greedy.
+    """One response a prompt: token ids including the end token, if it was reached. Temperature 0 is greedy; with ``top_k``
+    only so many tokens, the likeliest, are drawn from.
 
     A response depends on its prompt, the model and its own random numbers alone: ``uniform_BT``, in [0, 1), one a token up to
     the length limit T.
     """
     if len(prompts) > TOGETHER:
-        first = sample(model, tokenizer, prompts[:TOGETHER], uniform_BT[:TOGETHER], temperature)
-        return first + sample(model, tokenizer, prompts[TOGETHER:], uniform_BT[TOGETHER:], temperature)
+        first = sample(model, tokenizer, prompts[:TOGETHER], uniform_BT[:TOGETHER], temperature, top_k)
+        return first + sample(model, tokenizer, prompts[TOGETHER:], uniform_BT[TOGETHER:], temperature, top_k)
     batch = tokenizer.pad({"input_ids": list(prompts)}, padding_side="left", return_tensors="pt").to(model.device)
     tokens_BL, mask_BL = batch["input_ids"], batch["attention_mask"]
     positions_BL = (mask_BL.cumsum(dim=1) - 1).clamp(min=0)
@@ -54,6 +56,9 @@ def sample(
         logits_BV = model(
             tokens_BL, attention_mask=mask_BL, position_ids=positions_BL, past_key_values=cache, logits_to_keep=1
         ).logits[:, -1]
+        if top_k:
+            least_B1 = logits_BV.topk(min(top_k, logits_BV.shape[1])).values[:, -1:]
+            logits_BV = logits_BV.masked_fill(logits_BV < least_B1, -torch.inf)
         if temperature:
             running_BV = (logits_BV.double() / temperature).softmax(dim=-1).cumsum(dim=-1)
             # The sum may end below 1 by rounding; scaled, a token of probability 0 is never drawn at the end.

@@ -1,0 +1,93 @@
+"""GRAIL in TRL with its authors' own arguments | Qwen3-4B | 4 GPUs with 80 GB | DeepMath-103K
+
+    accelerate launch --num_processes 4 --use_deepspeed --zero_stage 2 -m examples.trl_published
+    accelerate launch --num_processes 4 --use_deepspeed --zero_stage 2 -m examples.trl_published --method uniform
+
+in the repository, with ``pip install -e '.[trl]' vllm deepspeed flash-attn``. The arguments are those of
+``recipe/published.py``, which docs/published.md shows one by one with what is not reproduced. ``--set`` changes one, and
+another number of processes keeps 256 responses an update. Not run on a GPU yet.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+from typing import Any
+
+import yaml
+from datasets import Dataset, load_dataset
+from trl import GRPOConfig
+
+from grail_advantage.methods import methods
+from grail_advantage.reward import compute_score
+from grail_advantage.trl_ext import TokenWeightGRPOTrainer
+from recipe.data.convert import PUBLISHED_SUFFIX
+from recipe.published import MODEL, trl_arguments
+
+OPTIONS = {"oar_g": {"variant": "grail_port"}}
+"""The published comparison's; GRAIL's are the preset ``official``, its default."""
+
+
+def main() -> None:
+    """Train as published."""
+    options = parse_options()
+    of_model = {setting.name: setting.theirs for setting in MODEL}
+    given = {name: yaml.safe_load(value) for name, _, value in (each.partition("=") for each in options.set)}
+    arguments = trl_arguments(int(os.environ.get("WORLD_SIZE", "1")))
+    arguments |= {"model_init_kwargs": {name: of_model[name] for name in ("dtype", "attn_implementation")}}
+    arguments |= {
+        "logging_steps": 1,
+        "save_steps": of_model["save_steps"],
+        "save_only_model": True,
+        "report_to": "none",
+    }
+    trainer = TokenWeightGRPOTrainer(
+        options.model or of_model["model_name_or_path"],
+        reward,
+        GRPOConfig(str(options.output), **arguments | given),
+        train_dataset=problems(options.data or next(iter(of_model["dataset_mixer"]))),
+        token_weights=options.method,
+        token_weight_options=OPTIONS.get(options.method),
+        token_dump={"folder": options.output / "tokens", "every": 10},
+    )
+    trainer.train()
+    trainer.save_model()
+
+
+def problems(source: str) -> Dataset:
+    """Rows with ``prompt``, one message that ends as the published one does (U+0008 and ``oxed{}``), and ``solution``."""
+    local = Path(source).suffix == ".jsonl"
+    rows = load_dataset("json", data_files=source, split="train") if local else load_dataset(source, split="train")
+    return rows.map(
+        lambda row: {"prompt": [{**row["prompt"][0], "content": row["prompt"][0]["content"] + PUBLISHED_SUFFIX}]}
+    )
+
+
+def reward(completions: list[list[dict[str, str]]], solution: list[str], **_: Any) -> list[float]:
+    """1 where the last box of a response states the solution, by this project's reward."""
+    pairs = zip(completions, solution, strict=True)
+    return [compute_score("", completion[-1]["content"], gold)["score"] for completion, gold in pairs]
+
+
+def parse_options() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--method", default="grail", choices=sorted(methods()), metavar="NAME", help="uniform: the baseline"
+    )
+    parser.add_argument("--model", help="hub name or folder (default: the published one)")
+    parser.add_argument(
+        "--data", help="hub name, or a .jsonl file with `prompt` and `solution` (default: the published one)"
+    )
+    parser.add_argument("--output", type=Path, help="default: outputs/trl_published_METHOD")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="NAME=VALUE", help="an argument of GRPOConfig's, in YAML"
+    )
+    options = parser.parse_args()
+    options.output = options.output or Path("outputs", f"trl_published_{options.method}")
+    return options
+
+
+if __name__ == "__main__":
+    main()
