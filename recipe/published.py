@@ -9,6 +9,7 @@ compares a resolved configuration with it, and ends with status 1 where a value 
 from __future__ import annotations
 
 import argparse
+import itertools
 import math
 import sys
 from collections.abc import Callable
@@ -171,7 +172,12 @@ MODEL = (
 )
 """The model, its data and its checkpoints."""
 WEIGHTS = (
-    Setting("use_grail", True, "Q:57", ("algorithm.adv_estimator",), lambda method: method == "grail"),
+    Setting(
+        *("use_grail", True, "Q:57", ("algorithm.adv_estimator",)),
+        lambda method: method == "grail",
+        why="the other methods have files or switches of their own there",
+        here=False,
+    ),
     Setting("grail_std", 0.5, "Q:58", (f"{_GRAIL}.weight_std",)),
     Setting("grail_mean", 1.0, "Q:59", (f"{_GRAIL}.weight_mean",)),
     Setting("grail_w_min", 0.5, "Q:60", (f"{_GRAIL}.weight_min",)),
@@ -188,29 +194,14 @@ EVALUATION = (
 )
 """Of the validation, and of ``scripts/evaluate.sh`` by default."""
 GROUPS = {"training": TRAINER, "model, data": MODEL, "token weights": WEIGHTS, "evaluation": EVALUATION}
-WITHOUT_EFFECT = frozenset(
-    {
-        *("model_revision", "trust_remote_code", "dataset_splits", "preprocessing_num_workers", "truncation_side"),
-        *(
-            "padding_side",
-            "wandb_project",
-            "output_dir",
-            "overwrite_output_dir",
-            "run_name",
-            "report_to",
-            "save_strategy",
-        ),
-        *(
-            "save_only_model",
-            "gradient_checkpointing_kwargs",
-            "do_eval",
-            "logging_first_step",
-            "log_level",
-            "logging_steps",
-        ),
-        *("logging_strategy", "log_completions", "num_completions_to_print", "log_unique_prompts"),
-    }
-)
+# fmt: off
+WITHOUT_EFFECT = frozenset({
+    "model_revision", "trust_remote_code", "dataset_splits", "preprocessing_num_workers", "truncation_side", "padding_side",
+    "wandb_project", "output_dir", "overwrite_output_dir", "run_name", "report_to", "save_strategy", "save_only_model",
+    "gradient_checkpointing_kwargs", "do_eval", "logging_first_step", "log_level", "logging_steps", "logging_strategy",
+    "log_completions", "num_completions_to_print", "log_unique_prompts",
+})
+# fmt: on
 """Keys of the published file that change no update: names, logs, sides of padding, how a backward is recomputed."""
 
 
@@ -233,17 +224,14 @@ def same(theirs: Any, ours: Any) -> bool:
     return theirs == ours
 
 
-def compared(config: DictConfig) -> list[tuple[str, Setting, Any, str]]:
-    """Each setting's group, the setting, this configuration's value in its terms, and ``=``, ``~`` (a reason is given) or
-    ``differs``."""
+def compared(config: DictConfig) -> list[tuple[Setting, Any, str]]:
+    """Each setting, a configuration's value in its terms, and ``=``, ``~`` (there is a reason for it) or ``differs``."""
     rows = []
-    for group, settings in GROUPS.items():
-        for setting in settings:
-            values = [OmegaConf.select(config, option, throw_on_missing=True) for option in setting.options]
-            ours = setting.ours(*values) if values else None
-            known = setting.why and setting.here in (None, ours)
-            verdict = "=" if same(setting.theirs, ours) else "~" if known else "differs"
-            rows.append((group, setting, ours, verdict))
+    for setting in itertools.chain(*GROUPS.values()):
+        values = [OmegaConf.select(config, option, throw_on_missing=True) for option in setting.options]
+        ours = setting.ours(*values) if values else None
+        known = setting.why and setting.here in (None, ours)
+        rows.append((setting, ours, "=" if same(setting.theirs, ours) else "~" if known else "differs"))
     return rows
 
 
@@ -275,7 +263,7 @@ def main() -> None:
         sys.exit(
             "stdin has no resolved configuration: DRY_RUN=1 bash examples/run_qwen3_grail.sh | python -m recipe.published"
         )
-    for _, setting, ours, verdict in compared(config):
+    for setting, ours, verdict in compared(config):
         why = setting.corrected or "no reason is known" if verdict == "differs" else setting.why
         rows.append(
             [setting.name, shown(setting.theirs), setting.place, verdict, "" if ours is None else shown(ours), why]
