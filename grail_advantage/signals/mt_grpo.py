@@ -1,19 +1,13 @@
-"""A reading of MT-GRPO for K turns: a turn's advantage sums its own reward and those after it, each normalised on its own.
+"""MT-GRPO: the first turn is credited with what its call earned, all turns with the outcome; each normalised over the group.
 
-It is not the method of MT-GRPO's authors. Where responses differ in their number of turns, their code
-(``verifiers/trainers/mt_grpo_env_trainer.py``) gives other advantages: it normalises the turn's reward over *all* responses to
-the prompt, with 0 for a response without a call, gives such a response the normalised sum of turn reward and outcome, weighs
-the turn's part by ``alpha``, and adds 1e-4 to a deviation. The bias below is that of this reading alone.
+By its authors' code (``MTGRPOEnvTrainer._assign_advantages`` with ``advantage_est="aae"``). A response has a turn reward T, 0
+without a call, and an outcome O; ``norm`` takes the mean over *all* responses to the prompt off and divides by the deviation
+plus 1e-4. A response with a call gets ``norm(O) + alpha norm(T)`` in its first turn and ``norm(O)`` in the others; one without
+``norm(T + O)``. Here T is the sum of the rewards by turn but the last turn's, which counts with the outcome.
 
-``A_k = A_k^I + alpha A_(k+1)^I + ... + alpha^(K-k) A^O``. ``A_l^I`` is the reward of turn l less the mean over the responses to
-the prompt for which turn l is not the last one, divided by the deviation; ``A^O`` is the same for what the last turn got, the
-outcome with it, over all responses.
-
-Each of these means has as many terms as the response chose turns. So a response loses the mean reward of every further turn
-that it takes, and the expected gradient holds nothing of what reaching a turn is worth (verl#7244). Without the deviation it is
-``(1 - 1/n) grad E[O] + sum of (1 - c_l) p_l grad mu_l`` over the turns l, for n responses, where ``p_l`` is the probability to
-go on after turn l, ``mu_l`` the mean reward of those that do, and ``c_l = (1 - (1 - p_l)^n) / (n p_l)``. With a fixed number of
-turns that is the true gradient times ``1 - 1/n`` (``docs/turns.md``).
+The code is for one call. With several, later turns learn nothing of what they earn: without the deviation, at ``alpha=1``, the
+expected gradient is ``(1 - 1/n) (grad E[O] + E[T grad log pi(first turn)])`` for n responses. So it is the true one up to
+scale where only the first turn may call, whether or not the policy decides to (``docs/turns.md``).
 """
 
 from __future__ import annotations
@@ -26,37 +20,39 @@ from grail_advantage.options import option
 from grail_advantage.registry import register_signal
 from grail_advantage.signals.turns import Deviation, Turns, TurnSignal, compare
 
+EPSILON = 1e-4
+"""Added to a deviation."""
+
 
 @register_signal("mt_grpo")
 class MtGrpo(TurnSignal):
-    """A K-turn reading, not the authors' method. It is biased where the policy decides when to stop, as shown by enumeration.
-    Responses of one turn get GRPO's advantage."""
+    """Biased where later turns call too, as shown by enumeration. Responses of one turn get GRPO's advantage."""
 
     formula = (
-        "A_k = sum over l >= k of alpha^(l-k) A_l, A_l the normalised reward of turn l, the last one's the outcome"
+        "A_1 = norm(O) + alpha norm(T), later norm(O), without a call norm(T + O); T the calls' rewards, O the outcome"
     )
     source = (
-        "K turns by two published summaries, of arXiv 2505.11821 and of arXiv 2604.02869 (section 3.2). Not the authors' code "
-        "(SiliangZeng/Multi-Turn-RL-Agent, `verifiers/trainers/mt_grpo_env_trainer.py`), which differs where the numbers of "
-        "turns do"
+        "arXiv 2505.11821, by its authors' code (SiliangZeng/Multi-Turn-RL-Agent, "
+        "`verifiers/trainers/mt_grpo_env_trainer.py`)"
     )
 
-    alpha: float = option(1.0, "how much the part of each later turn counts for a turn; 0 to 1", ge=0, le=1)
+    alpha: float = option(1.0, "how much the rewards by turn count for the first turn; at least 0", ge=0)
 
     deviation: Deviation = True
 
     def turn_advantages(self, responses: Sequence[Turns]) -> list[np.ndarray]:
-        rewards = [response.rewards_K for response in responses]
-        last = [
-            of[-1:] + (response.outcome if self.outcome else 0.0)
-            for of, response in zip(rewards, responses, strict=True)
-        ]
-        parts = compare(
-            [np.concatenate([of[:-1], end]) for of, end in zip(rewards, last, strict=True)],
-            [[*range(len(of) - 1), "last"] for of in rewards],
-            deviation=self.deviation,
+        earned = [float(response.rewards_K[:-1].sum()) for response in responses]
+        outcomes = [response.rewards_K[-1] + (response.outcome if self.outcome else 0.0) for response in responses]
+        turn, outcome, both = (
+            self._normalised(values) for values in (earned, outcomes, np.add(earned, outcomes).tolist())
         )
-        for parts_K in parts:
-            for turn in range(len(parts_K) - 2, -1, -1):
-                parts_K[turn] += self.alpha * parts_K[turn + 1]
-        return parts
+        advantages = []
+        for place, response in enumerate(responses):
+            of_turns_K = np.full(len(response.rewards_K), outcome[place])
+            of_turns_K[0] = outcome[place] + self.alpha * turn[place] if len(of_turns_K) > 1 else both[place]
+            advantages.append(of_turns_K)
+        return advantages
+
+    def _normalised(self, values: Sequence[float]) -> list[float]:
+        each, alike = [np.array([value]) for value in values], [["response"]] * len(values)
+        return [float(value) for (value,) in compare(each, alike, deviation=self.deviation, epsilon=EPSILON)]

@@ -36,8 +36,6 @@ Deviation = Annotated[
     ),
 ]
 logger = logging.getLogger(__name__)
-_EPSILON = 1e-6
-"""Added to a deviation, as in verl's GRPO."""
 
 
 @dataclass(frozen=True)
@@ -81,20 +79,22 @@ def find_turns(written_BT: torch.Tensor) -> torch.Tensor:
     return torch.where(written_BT, (written_BT & ~before_BT).cumsum(dim=1) - 1, -1)
 
 
-def compare(values: Sequence[np.ndarray], keys: Sequence[Sequence[Any]], *, deviation: bool) -> list[np.ndarray]:
+def compare(
+    values: Sequence[np.ndarray], keys: Sequence[Sequence[Any]], *, deviation: bool, epsilon: float = 1e-6
+) -> list[np.ndarray]:
     """Values of turns less the mean of those with the same key; 0 for a key of one turn alone.
 
     Args:
         values: float (K,) for each response.
         keys: what each of these turns is compared under, such as its place.
-        deviation: whether to divide by the deviation, as verl's GRPO does it: with n - 1, plus 1e-6.
+        deviation: whether to divide by the deviation, with n - 1, plus ``epsilon``, as verl's GRPO does it.
     """
     alike: dict[Any, list[float]] = defaultdict(list)
     for values_K, keys_K in zip(values, keys, strict=True):
         for value, key in zip(values_K, keys_K, strict=True):
             alike[key].append(value)
     means = {key: np.mean(of) for key, of in alike.items()}
-    spreads = {key: np.std(of, ddof=1) + _EPSILON if deviation and len(of) > 1 else 1.0 for key, of in alike.items()}
+    spreads = {key: np.std(of, ddof=1) + epsilon if deviation and len(of) > 1 else 1.0 for key, of in alike.items()}
     return [
         np.array([(value - means[key]) / spreads[key] for value, key in zip(values_K, keys_K, strict=True)])
         for values_K, keys_K in zip(values, keys, strict=True)

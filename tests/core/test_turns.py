@@ -96,10 +96,10 @@ def _return(talk: Talk, turn: int, gamma: float) -> float:
     return math.fsum(gamma ** (later - turn) * rewards[later] for later in range(turn, len(rewards)))
 
 
-def _compared(value: float, others: list[float], deviation: bool) -> float:
+def _compared(value: float, others: list[float], deviation: bool, epsilon: float = 1e-6) -> float:
     if len(others) == 1:
         return 0.0
-    divisor = statistics.stdev(others) + 1e-6 if deviation else 1.0
+    divisor = statistics.stdev(others) + epsilon if deviation else 1.0
     return (value - statistics.fmean(others)) / divisor
 
 
@@ -114,15 +114,15 @@ def plain_turn_rloo(talk: Talk, group: list[Talk], gamma: float = 1.0) -> list[f
 
 
 def plain_mt_grpo(talk: Talk, group: list[Talk], alpha: float = 1.0, deviation: bool = True) -> list[float]:
-    parts = [
-        _compared(reward, [other.rewards[turn] for other in group if len(other.rewards) > turn], deviation)
-        for turn, reward in enumerate(talk.rewards)
-    ]
-    parts.append(_compared(talk.outcome, [other.outcome for other in group], deviation))
-    return [
-        math.fsum(alpha ** (later - turn) * parts[later] for later in range(turn, len(parts)))
-        for turn in range(len(parts))
-    ]
+    """Its authors' assignment: ``assigned = outcome + alpha * turn * before_result``, or ``combined`` without a result."""
+
+    def advantage(value: Callable[[Talk], float]) -> float:
+        return _compared(value(talk), [value(other) for other in group], deviation, 1e-4)
+
+    outcome = advantage(lambda one: one.outcome)
+    if not talk.rewards:
+        return [advantage(lambda one: math.fsum(one.rewards) + one.outcome)]
+    return [outcome + alpha * advantage(lambda one: math.fsum(one.rewards)), *[outcome] * len(talk.rewards)]
 
 
 def plain_gtpo(talk: Talk, group: list[Talk], gamma: float = 0.9, deviation: bool = True) -> list[float]:
@@ -393,20 +393,14 @@ def test_the_control_permutes_the_turns_of_a_response() -> None:
     assert len(seen) == 6
 
 
-def test_mt_grpo_is_its_authors_method_only_where_every_response_makes_one_call() -> None:
-    """Their code (``mt_grpo_env_trainer.py``) normalises a call's reward over all responses, with 0 where none was made."""
-
-    def theirs(talks: list[Talk]) -> list[float]:
-        calls = [talk.rewards[0] if talk.rewards else 0.0 for talk in talks]
-        outcomes = [talk.outcome for talk in talks]
-        return [
-            _compared(call, calls, True) + _compared(outcome, outcomes, True)
-            for call, outcome in zip(calls, outcomes, strict=True)
-        ]
-
-    one_call = [Talk(["a", "b"], ["x"], [reward], outcome) for reward, outcome in ((1.0, 0.0), (0.0, 1.0), (0.5, 0.0))]
-    ours = token_advantages(method("mt_grpo").build({}), batch_of(one_call))
-    close([row[:1] for row in ours], [[value] for value in theirs(one_call)], 1e-5)
-    no_call = [Talk(["a", "b"], ["x"], [1.0], 0.0), Talk(["a"], [], [], 0.0)]
-    ours = token_advantages(method("mt_grpo").build({}), batch_of(no_call))
-    assert ours[0][0] == 0 and theirs(no_call)[0] == pytest.approx(0.5**0.5, abs=1e-5)
+def test_mt_grpo_by_hand() -> None:
+    """Three responses, two of which call: T is 1, 0, 0 and O is 0, 1, 0; a mean of 1/3 and a deviation of 3 ** -0.5 each."""
+    talks = [
+        Talk(["a", "b"], ["x"], [1.0], 0.0),
+        Talk(["a", "b", "c"], ["x", "y"], [0.0, 0.0], 1.0),
+        Talk(["a"], [], [], 0.0),
+    ]
+    ours = token_advantages(method("mt_grpo").build({"alpha": 0.5}), batch_of(talks))
+    high, low = 2 / 3 / (3**-0.5 + 1e-4), -1 / 3 / (3**-0.5 + 1e-4)
+    combined = -2 / 3 / (3**-0.5 + 1e-4)  # of 1, 1, 0, whose mean is 2/3
+    close(ours, [[low + 0.5 * high, low], [high + 0.5 * low, high, high], [combined]], 1e-5)

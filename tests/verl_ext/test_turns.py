@@ -98,7 +98,8 @@ def test_one_turn_gives_verls_own_advantage(monkeypatch: pytest.MonkeyPatch, bas
                 row["extra_fields"] = {"turn_scores": [], "tool_rewards": []}
             for number, advantages_T in enumerate(step.run().values()):
                 wanted = scale * verls_BT[number, 0]
-                torch.testing.assert_close(advantages_T, wanted.expand_as(advantages_T), rtol=1e-6, atol=1e-6)
+                rounding = 1e-3 if name == "mt_grpo" else 1e-6  # it adds 1e-4 to a deviation, verl 1e-6
+                torch.testing.assert_close(advantages_T, wanted.expand_as(advantages_T), rtol=rounding, atol=1e-6)
 
 
 @pytest.mark.parametrize("choice", ["false", "auto"])
