@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from datasets import Dataset, load_dataset
 from trl import GRPOConfig
 
 from grail_advantage.methods import methods
-from grail_advantage.reward import compute_score
+from grail_advantage.reward import compute_score, gold_text
 from grail_advantage.trl_ext import TokenWeightGRPOTrainer
 
 ASK = "Reason step by step, and put your final answer within \\boxed{}."
@@ -102,17 +103,23 @@ def problem(row: dict[str, Any]) -> dict[str, Any]:
     if isinstance(question, str):
         question = [{"role": "user", "content": f"{question}\n{ASK}"}]
     if "reward_model" in row:
-        return {"prompt": question, "solution": row["reward_model"]["ground_truth"]}
-    answer = next(str(row[name]) for name in ("answer", "solution") if name in row)
-    return {"prompt": question, "solution": answer.rsplit("####", 1)[-1].strip()}
+        return {"prompt": question, "solution": gold_text(row["reward_model"]["ground_truth"])}
+    answer = next((row[name] for name in ("answer", "solution") if row.get(name) is not None), None)
+    if isinstance(answer, str):
+        answer = answer.rsplit("####", 1)[-1].strip()
+    return {"prompt": question, "solution": gold_text(answer)}
 
 
-def reward(completions: list[list[dict[str, str]]], solution: list[str], **_: Any) -> list[float]:
-    """1 where the last box of a response states the solution."""
-    return [
-        compute_score("", completion[-1]["content"], gold)["score"]
+def reward(
+    completions: list[list[dict[str, str]]], solution: list[str], log_metric: Callable[..., None], **_: Any
+) -> list[float]:
+    """1 where the last box of a response states the solution; ``verify_failed`` is the share without a verdict."""
+    verdicts = [
+        compute_score("", completion[-1]["content"], gold)
         for completion, gold in zip(completions, solution, strict=True)
     ]
+    log_metric("verify_failed", sum(verdict["verify_failed"] for verdict in verdicts) / len(verdicts))
+    return [verdict["score"] for verdict in verdicts]
 
 
 def lora(rank: int) -> Any:

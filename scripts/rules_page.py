@@ -1,4 +1,5 @@
-"""Write the tables of ``docs/works_with.md`` that the rules say: what is refused, and what no shortcut leaves out.
+"""Write the tables of ``docs/works_with.md`` that the rules say: what is refused, and what no shortcut leaves out; and the
+reward's normal form in ``docs/verdict.md``.
 
     PYTHONPATH=.venv/trl python scripts/rules_page.py
 
@@ -18,12 +19,14 @@ from types import SimpleNamespace
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
+from grail_advantage.reward._normal import RULES  # noqa: E402
 from grail_advantage.rules import Rule  # noqa: E402
 from grail_advantage.verl_ext import rules as verl  # noqa: E402
 from recipe import rules as recipe  # noqa: E402
 from recipe.marked_text import table, write_marked  # noqa: E402
 
 PAGE = ROOT / "docs" / "works_with.md"
+VERDICT_PAGE = ROOT / "docs" / "verdict.md"
 
 
 def verl_table() -> str:
@@ -57,6 +60,13 @@ def trl_table() -> str:
         *([f"`skip_zero_advantage=True`, {setting}", why] for setting, why in _rows(AGAINST_SKIPPING, _argument)),
     ]
     return "\n".join(table(["refused, such as", "why"], rows))
+
+
+def normal_table() -> str:
+    """How the reward function unifies spellings."""
+    return "\n".join(
+        table(["rule", "example", "becomes"], [[r.what, f"`{r.example}`", f"`{r.result}`"] for r in RULES])
+    )
 
 
 def _rows(rules: Iterable[Rule], setting: Callable[[Rule], str]) -> list[list[str]]:
@@ -94,6 +104,7 @@ TABLES = {"refused": verl_table, "shortcuts": shortcuts_table, "trl": trl_table}
 
 def main() -> None:
     argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    write_marked(VERDICT_PAGE, "normal", normal_table())
     for marker, passage in TABLES.items():
         if marker != "trl" or find_spec("trl") is not None:
             write_marked(PAGE, marker, passage())

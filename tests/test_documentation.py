@@ -211,6 +211,11 @@ def test_the_published_settings_are_current(marker: str) -> None:
     assert marked(page, marker) == published_page.PASSAGES[marker]()
 
 
+def test_the_table_of_the_normal_form_is_current() -> None:
+    page = rules_page.VERDICT_PAGE.read_text(encoding="utf-8")
+    assert marked(page, "normal") == rules_page.normal_table()
+
+
 def test_the_example_of_how_it_works_runs(tmp_path: Path) -> None:
     tiny_model().save_pretrained(tmp_path)
     char_tokenizer().save_pretrained(tmp_path)

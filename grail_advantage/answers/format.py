@@ -29,7 +29,9 @@ from grail_advantage.answers.expressions import CONTENT, find_matches
 Box: TypeAlias = tuple[int, int, int, int]
 """``(start, content_start, content_end, end)``, byte offsets: the answer is ``text[start:end]``."""
 
-_BOX_TOKENS = re.compile(rb"\\boxed\{|[{}]")
+_BOX_TOKENS = re.compile(
+    rb"\\\\(?!boxed\{)|\\[{}]|(\\boxed\{|[{}])"
+)  # a row break, a brace to be seen, or a group's end
 _TAGS = ((b"<answer>", b"</answer>"), (b"<|begin_of_box|>", b"<|end_of_box|>"))
 _HASHES = re.compile(rb"#### (-?[0-9.,]+)")  # verl/utils/reward_score/gsm8k.py, method strict
 
@@ -89,14 +91,14 @@ def iter_boxed(text: bytes) -> Iterator[Box]:
     A span whose braces never balance is skipped and the search resumes right after its ``\boxed{``; after a complete
     span the search resumes at its end, so a box inside a complete box is not a span of its own.
 
-    Braces are counted as plain bytes, as verl's ``last_boxed_only_string`` does: a backslash before a brace changes
-    nothing. For ``\{...\}`` pairs that is the same as LaTeX's reading.
+    As in LaTeX, ``\{`` and ``\}`` are signs and no braces, so that ``\left\{ x=1 \right.`` may stand in a box, and ``\\`` is a
+    row break.
     """
     return _outermost(_balanced(text, rb"\boxed{", b"}", _BOX_TOKENS))
 
 
 def _balanced(text: bytes, opener: bytes, closer: bytes, tokens: re.Pattern[bytes]) -> list[Box]:
-    """Every ``opener`` with its partner, in order; ``tokens`` matches it, ``closer`` and what else ``closer`` closes."""
+    """Every ``opener`` with its partner, in order; the group of ``tokens`` matches it, ``closer`` and what else this closes."""
     first = text.find(opener)
     if first < 0:
         return []
@@ -107,13 +109,13 @@ def _balanced(text: bytes, opener: bytes, closer: bytes, tokens: re.Pattern[byte
     opened: list[int] = []
     for match in tokens.finditer(text, first):
         at = match.start()
-        if match.group() == closer:
+        if match[1] == closer:
             if opened:
                 closed_at[opened.pop()] = at
-            continue
-        opened.append(at)
-        if match.group() == opener:
-            boxes.append(at)
+        elif match[1]:
+            opened.append(at)
+            if match[1] == opener:
+                boxes.append(at)
     return [(box, box + len(opener), closed_at[box], closed_at[box] + len(closer)) for box in boxes if box in closed_at]
 
 
@@ -129,7 +131,7 @@ def _tagged(text: bytes) -> Iterator[Box]:
     """Answers in tags. Those of a kind nest like braces."""
     boxes: list[Box] = []
     for opener, closer in _TAGS:
-        boxes += _balanced(text, opener, closer, re.compile(re.escape(opener) + b"|" + re.escape(closer)))
+        boxes += _balanced(text, opener, closer, re.compile(b"(" + re.escape(opener) + b"|" + re.escape(closer) + b")"))
     return _outermost(sorted(boxes))
 
 

@@ -27,6 +27,7 @@ from recipe.data.convert import (
     published_id,
     subset_rank,
 )
+from recipe.data.golds import check_golds
 from recipe.data.sources import Source, find_local_file, load_hub, read_jsonl
 from recipe.data.specs import BENCHMARKS, PUBLISHED_SUBSETS, SPECS, TRAINING_SETS, Columns, DatasetSpec, benchmark_names
 
@@ -52,6 +53,8 @@ def prepare_dataset(
     prompt: str = "corrected",
 ) -> str:
     """Write ``output_dir/NAME.parquet`` and ``NAME.json`` and return a summary.
+
+    Rows whose ground truth fails a check of :mod:`recipe.data.golds` stay, and are named with the reason.
 
     Args:
         max_dropped: largest share of unusable rows.
@@ -106,6 +109,14 @@ def prepare_dataset(
             notes.append(chosen if usable > spec.subset else f"all kept: no more than {spec.subset}")
     for index, row in enumerate(rows):
         row["extra_info"]["index"] = index
+    faults = check_golds([row["reward_model"]["ground_truth"] for row in rows])
+    doubtful = [
+        {"index": row["extra_info"]["index"], "ground_truth": gold, "reasons": faults[gold]}
+        for row in rows
+        if (gold := row["reward_model"]["ground_truth"]) in faults
+    ]
+    for entry in doubtful[:_SHOWN_BAD_ROWS]:
+        print(f"doubtful ground truth {entry}", file=sys.stderr)
     note = {
         "source": source.name,
         "columns": columns._asdict(),
@@ -114,6 +125,7 @@ def prepare_dataset(
         "dropped": dict(reasons.most_common()),
         "dropped_rows": dropped,
         "other_task": other_task,
+        "doubtful_ground_truths": doubtful,
         "notes": notes,
     }
     disable_progress_bars()
@@ -125,7 +137,8 @@ def prepare_dataset(
     counts = ", ".join(f"{count} x {reason}" for reason, count in reasons.most_common())
     parts = [f"{len(dropped)} of {of_task + other_task} dropped: {counts}"] if dropped else []
     parts += [f"{other_task} of another task left out"] if other_task else []
-    return "; ".join([f"{len(rows)} rows from {source.name}", *parts, *notes])
+    checked = f"ground truths: {len(rows)} checked, {len(doubtful)} doubtful"
+    return "; ".join([f"{len(rows)} rows from {source.name}", *parts, *notes, checked])
 
 
 def _all_published(spec: DatasetSpec, source: Source, found: Collection[str | None]) -> list[str]:

@@ -89,6 +89,9 @@ def partner(text: str, at: int, opener: str, closer: str) -> int:
 def boxed_spans(text: str) -> list[tuple[int, int, int, int]]:
     """All complete boxes of a string, as (start, content_start, content_end, end) character indices."""
     opening, spans = "\\boxed{", []
+    before = [len(text[:at]) - len(text[:at].rstrip("\\")) for at in range(len(text))]
+    # A brace behind an odd number of backslashes is a sign.
+    text = "".join("." if char in "{}" and odd % 2 else char for char, odd in zip(text, before, strict=True))
     at = text.find(opening)
     while at >= 0:
         close = partner(text, at + len(opening) - 1, "{", "}")

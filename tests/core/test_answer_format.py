@@ -9,6 +9,7 @@ import pytest
 from grail_advantage.answers import expressions
 from grail_advantage.answers.format import FORMATS, answer_format
 from tests.core.plain_answers import EXPRESSION, PLAIN, Box, plain_boxes
+from tests.documentation import ROOT
 
 BY_HAND = (
     ("boxed", rb"no box \boxed {1} \fbox{1} boxed{1} \boxed{4", []),
@@ -18,6 +19,8 @@ BY_HAND = (
     ("boxed", rb"\boxed{\boxed{1}}\boxed{2}", [(0, 7, 16, 17), (17, 24, 25, 26)]),
     ("boxed", rb"}} \boxed{\{1,2\}}", [(3, 10, 17, 18)]),
     ("boxed", rb"\\boxed{1}", [(1, 8, 9, 10)]),
+    ("boxed", rb"\boxed{\left\{ x \right.} }", [(0, 7, 24, 25)]),
+    ("boxed", rb"\boxed{1\\{2}} \boxed{3\}", [(0, 7, 13, 14)]),
     ("boxed", b"\xff\\boxed{\xf0}", [(1, 8, 9, 10)]),
     ("hashes", b"#### Step 1\n####42 ### 4 #### x #### \n7 #### -", []),
     ("hashes", b"#### -1,000.5 apples\n##### 42", [(0, 5, 13, 13), (22, 27, 29, 29)]),
@@ -69,6 +72,16 @@ def test_hashes_hold_the_number_that_verls_reward_judges() -> None:
             boxes = list(FORMATS["hashes"].find(text.encode()))
             content = text[boxes[-1][1] : boxes[-1][2]].replace(",", "") if boxes else None
             assert content == extract_solution(text), text
+
+
+def test_the_expression_for_dapo_finds_what_verls_reward_reads() -> None:
+    page = (ROOT / "docs" / "answers.md").read_text(encoding="utf-8")
+    expression = page.split("`math_dapo`", 1)[1].split("answer='", 1)[1].split("'", 1)[0]
+    normalize = pytest.importorskip("verl.utils.reward_score.math_dapo").is_correct_minerva
+    for text in ("answer: 5", "Answer:5", "Answer:\n5", "So\nAnswer: 4\nANSWER : 5", "The answer is 5"):
+        boxes = list(answer_format(expression).find(text.encode()))
+        content = text[slice(*boxes[-1][1:3])] if boxes else "[INVALID]"
+        assert (content == "5") == normalize(text, "5")[0], text
 
 
 def hostile_texts() -> dict[str, tuple[bytes, Box | None]]:

@@ -15,6 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from recipe.data.convert import FEATURES, PROMPT_SUFFIX, published_id, read_gold, user_messages
+from recipe.data.golds import check_golds, near_misses, spellings
 from recipe.data.prepare import main, prepare_dataset
 from recipe.data.sources import read_jsonl
 from recipe.data.specs import PUBLISHED_BENCHMARKS, PUBLISHED_SUBSETS, SPECS
@@ -264,3 +265,39 @@ def test_verl_loads_the_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert list(batch["reward_model"]) == [row["reward_model"] for row in expected]
     assert list(batch["data_source"]) == [row["data_source"] for row in expected]
     assert list(batch["index"]) == [row["extra_info"]["index"] for row in expected]
+
+
+# --- ground truths ---
+
+SPELLINGS = {
+    r"\frac{3}{4}": ["0.75"],
+    "-7/8": ["-0.875"],
+    "10,080": ["10080", "10{,}080", "10\\,080"],
+    r"\frac{1}{3}": [],
+}
+NEAR_MISSES = {
+    "12": ["13", "-(12)"],
+    "-12": ["-13", "12"],
+    "(1,29)": ["(1,20)", "(1)"],
+    r"\{1, 2, 3\}": [r"\{1, 2, 4\}", r"\{1, 2\}"],
+    "10,080": ["10,081"],
+    r"\text{Evelyn}": [],
+    "0": ["1"],
+}
+
+
+def test_spellings_and_near_misses_of_a_ground_truth() -> None:
+    assert {gold: list(spellings(gold))[3:] for gold in SPELLINGS} == {
+        gold: texts if "," not in gold else ["10080", "10,080", *texts[1:]] for gold, texts in SPELLINGS.items()
+    }
+    assert {gold: list(near_misses(gold)) for gold in NEAR_MISSES} == NEAR_MISSES
+
+
+def test_doubtful_ground_truths_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    floor = r"\lfloor 2.5\rfloor"
+    assert check_golds([r"\frac{3}{4}", floor, floor]) == {floor: [r"accepts '\\lfloor 2.6\\rfloor'"]}
+    summary = prepare(tmp_path, "amc23", [*aime_rows(2), {"id": 7, "problem": "?", "answer": floor}])
+    assert "ground truths: 3 checked, 1 doubtful" in summary and floor in capsys.readouterr().err.replace("\\\\", "\\")
+    [entry] = json.loads((tmp_path / "out/amc23.json").read_text(encoding="utf-8"))["doubtful_ground_truths"]
+    assert (entry["index"], entry["ground_truth"]) == (2, floor)
+    assert len(read_rows(tmp_path / "out/amc23.parquet")) == 3

@@ -19,6 +19,7 @@ import pytest
 
 from grail_advantage import reward
 from grail_advantage.reward import _verify_pool
+from grail_advantage.reward._normal import normal
 from tests.recipe.hostile_answers import GOLD, hostile_responses
 from tests.recipe.test_reward import accepts, judge
 
@@ -62,7 +63,7 @@ def _run(program: str) -> Any:
 def test_hostile_answers_score_zero_and_leave_a_working_pool(
     short_limit: None, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level("INFO", "grail_advantage.reward")
+    caplog.set_level("DEBUG", "grail_advantage.reward")
     marker = tmp_path / "marker"
     responses = hostile_responses(str(marker))
     with ThreadPoolExecutor(8) as executor:
@@ -71,7 +72,7 @@ def test_hostile_answers_score_zero_and_leave_a_working_pool(
     assert {name: result["score"] for name, result in results.items() if result["score"] != 0.0} == {}
     assert not marker.exists()
     # Answer, ground truth and reason of each that has no verdict. Were the limit not enforced, the test would not get here.
-    reasons = {record.args[0]: str(record.args[2]) for record in caplog.records if isinstance(record.args, tuple)}
+    reasons = {record.args[1]: str(record.args[3]) for record in caplog.records if isinstance(record.args, tuple)}
     for name in ("power tower", "huge factorial", "long sum", "polynomial to a high power", "nested parentheses"):
         assert results[name]["verify_failed"] == 1.0, name
         assert "cannot read" not in reasons[reward.last_boxed(responses[name])], name
@@ -190,7 +191,7 @@ def test_no_answer_is_run(tmp_path: Path) -> None:
     rng = random.Random(0)
     answers = [reward.last_boxed(response) or "" for response in hostile_responses(str(tmp_path / "marker")).values()]
     answers += ["".join(rng.choices(_PIECES, k=rng.randint(2, 9))) for _ in range(200)]
-    answers = ["control", *(reward._clean(answer) for answer in answers if len(answer) <= reward.MAX_ANSWER_CHARS)]
+    answers = ["control", *(normal(answer) for answer in answers if len(answer) <= reward.MAX_ANSWER_CHARS)]
     run = subprocess.run(
         [sys.executable, "-c", AUDITED],
         input=json.dumps([GOLD, answers]),

@@ -111,6 +111,7 @@ OUTCOME_WORDS = {"right": "correct", "wrong": "incorrect", "": "outcome unknown"
 """How people read a dump's outcomes."""
 CURVES: tuple[tuple[str, str, dict[str, str]], ...] = (
     ("Held-out accuracy", "share correct", {r"val-core/.+/acc/mean@\d+": ""}),
+    ("Held-out answers without a verdict", "share of responses", {r"val-aux/.+/verify_failed/mean@\d+": ""}),
     ("Training reward", "mean of a response", {"critic/score/mean|reward": "reward", "eval_reward": "held out"}),
     ("Token weights", "weight", {"[^/]+/average_weight": "mean", "[^/]+/weight_deviation": "standard deviation"}),
     (
@@ -120,6 +121,7 @@ CURVES: tuple[tuple[str, str, dict[str, str]], ...] = (
             "[^/]+/selected_rate": "with scores",
             "[^/]+/answer_found_rate": "with an answer",
             "[^/]+/truncated_rate": "truncated",
+            "verify_failed": "without a verdict",
         },
     ),
     ("Response length", "tokens", {"response_length/mean|completions/mean_length": "mean"}),

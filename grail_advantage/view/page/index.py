@@ -264,7 +264,7 @@ def curves(runs: Sequence[data.Run]) -> tuple[list[dict[str, Any]], list[dict[st
         for title, unit, patterns in data.CURVES:
             for pattern, label in patterns.items():
                 for name in filter(re.compile(pattern).fullmatch, names):
-                    own = name.removeprefix("val-core/").replace("/acc/", ", ")
+                    own = re.sub("^val-(?:core|aux)/", "", name).replace("/acc/", ", ").replace("/verify_failed/", ", ")
                     add(known, title, unit, number, name, label or own)
         for name in names:
             add(more, name, "", number, name, name)

@@ -1,0 +1,95 @@
+"""Comparisons of answers in normal form without math-verify: right, wrong, or None, which leaves it to the next one."""
+
+from __future__ import annotations
+
+import re
+from decimal import Decimal
+
+_WRAPPED = re.compile(r"\\text\{([^{}]*)\}")
+_CHOICE = re.compile(r"(?:\(([A-J])\)|([A-J])(?:\)|[.:](?= )| -(?= .*[A-Za-z]{3}))) ?(.+)|\(?([A-J])\)?[.:)]?")
+_CHOICES = re.compile(r"(?:\([A-J]\)|[A-J])(?:(?:, ?(?:and )?|; ?| and )(?:\([A-J]\)|[A-J]))+")
+_BETWEEN_WORDS = re.compile(r"[,;]|\b(?:and|or)\b")
+_NUMERAL = re.compile(r"(?:[A-Za-z]=)?([0-9A-F]+)_?(?:_|base)([0-9]+|[a-z]+)")
+_BASES = {"two": "2", "three": "3", "four": "4", "five": "5", "six": "6", "seven": "7", "eight": "8", "nine": "9"}
+_BASES |= {"ten": "10", "eleven": "11", "twelve": "12", "sixteen": "16"}
+_SET, _TUPLE = re.compile(r"\\\{[^{}]*,[^{}]*\\\}"), re.compile(r"\([^()]*,[^()]*\)")
+_JOINED = re.compile(r"(?<![A-Za-z])(?:and|or)(?![A-Za-z])")
+_INEQUALITY = re.compile(r"[<>]|\\(?:[lg]eq?(?:slant)?|[lg]t|neq?)(?![A-Za-z])")
+_IDLE_BLANK = re.compile("(?<![0-9]) | (?![0-9])")
+
+DIGITS = r"(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)"
+UNSIGNED = rf"(?:{DIGITS}(?:\.[0-9]*)?|\.[0-9]+)"
+NUMBER = re.compile(rf"[+-]? ?{UNSIGNED}")
+
+
+def same_text(gold: str, answer: str) -> bool | None:
+    """The same text is right, whether or not anything can read it; blanks count between digits alone."""
+    return _IDLE_BLANK.sub("", gold) == _IDLE_BLANK.sub("", answer) or None
+
+
+def same_choice(gold: str, answer: str) -> bool | None:
+    """The letter of a choice decides. Text without a letter is compared with the text after it, see :func:`parts`."""
+    several = [_CHOICES.fullmatch(_WRAPPED.sub(r"\1", text)) for text in (gold, answer)]
+    if all(several):
+        letters = [set(re.findall("[A-J]", match[0])) for match in several if match]
+        return letters[0] == letters[1]
+    (gold_letter, _), (answer_letter, _) = choice(gold), choice(answer)
+    if gold == f"({gold_letter})":  # in brackets it is no variable, so that its case does not matter
+        answer_letter = answer_letter or answer.strip("()").upper()
+    return gold_letter == answer_letter if gold_letter and answer_letter else None
+
+
+def choice(text: str) -> tuple[str, str]:
+    """``("B", "12")`` of ``(B) 12``; empty texts where there is none."""
+    match = _CHOICE.fullmatch(_WRAPPED.sub(r"\1", text).strip())
+    return (match[1] or match[2] or match[4], (match[3] or "").strip()) if match else ("", "")
+
+
+def same_words(gold: str, answer: str) -> bool | None:
+    """Letters alone are words, no products, if one side has two in a wrapper, three without one, or is ``no``."""
+    (gold_words, gold_sure), (answer_words, answer_sure) = _words(gold), _words(answer)
+    return gold_words == answer_words if gold_words and answer_words and (gold_sure or answer_sure) else None
+
+
+def _words(text: str) -> tuple[set[str], bool]:
+    """The words of a text without order, and whether they are words by themselves. Digits may follow: ``June 20``."""
+    least = 2 if "\\text{" in text else 3
+    separators = "[ .'()-]" if least == 2 else " "
+    words = {re.sub(separators, "", entry).casefold() for entry in _BETWEEN_WORDS.split(_WRAPPED.sub(r"\1", text))} - {
+        ""
+    }
+    sure = words == {"no"} or any(re.match(f"[a-z]{{{least}}}", word) for word in words)
+    plain = all(word.isalpha() or (sure and word[0].isalpha() and word.isalnum()) for word in words)
+    return (words, sure) if plain else (set(), False)
+
+
+def same_numeral(gold: str, answer: str) -> bool | None:
+    """A numeral with a base: the same digits, and the same base unless one side leaves it out."""
+    (gold_digits, gold_base), (answer_digits, answer_base) = _numeral(gold), _numeral(answer)
+    if not gold_base and not answer_base:
+        return None
+    return gold_digits == answer_digits and ("" in (gold_base, answer_base) or gold_base == answer_base)
+
+
+def _numeral(text: str) -> tuple[str, str]:
+    match = _NUMERAL.fullmatch(re.sub("[(){} ]", "", _WRAPPED.sub(r"\1", text)))
+    base = _BASES.get(match[2], match[2]) if match else ""
+    if match and base.isdigit() and all(int(digit, 16) < int(base) for digit in match[1]):
+        return match[1].lstrip("0"), base
+    return text.lstrip("0"), ""
+
+
+def same_structure(gold: str, answer: str) -> bool | None:
+    """Wrong where math-verify does not look: a set for a tuple, inequalities joined by ``and`` for those joined by ``or``."""
+    if (_SET.fullmatch(gold) and _TUPLE.fullmatch(answer)) or (_TUPLE.fullmatch(gold) and _SET.fullmatch(answer)):
+        return False
+    joined = [set(_JOINED.findall(text)) for text in (gold, answer) if _INEQUALITY.search(text)]
+    return False if len(joined) == 2 and all(joined) and joined[0] != joined[1] else None
+
+
+def same_number(gold: str, answer: str) -> bool | None:
+    """Plain numbers. Two decimals may differ by a rounding, on which math-verify decides; a whole number is exact."""
+    if not NUMBER.fullmatch(gold) or not NUMBER.fullmatch(answer):
+        return None
+    numbers = [Decimal(re.sub("[, ]", "", text)) for text in (gold, answer)]
+    return numbers[0] == numbers[1] if numbers[0] == numbers[1] or "." not in gold or "." not in answer else None
