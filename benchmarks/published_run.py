@@ -278,7 +278,7 @@ def ratio_table(result: dict[str, Any]) -> str:
         order = np.argsort(found["tokens"], kind="stable")
         for part in np.array_split(order, 4):
             tokens, ratio = np.array(found["tokens"])[part], np.exp(np.array(found["log_ratio"])[part])
-            quantiles = (f"{value:.2g}" for value in np.quantile(ratio, (0.05, 0.5, 0.95)))
+            quantiles = (f"{value:.3g}" for value in np.quantile(ratio, (0.05, 0.5, 0.95)))
             rows.append([name, len(part), f"{tokens.min()} to {tokens.max()}", *quantiles])
     return "\n".join(table(["model", "responses", "tokens", "ratio, 5 %", "median", "95 %"], rows, right=1))
 

@@ -22,6 +22,7 @@ import importlib.util
 import logging
 import math
 import re
+from contextlib import suppress
 from functools import lru_cache
 from typing import Any
 
@@ -198,5 +199,7 @@ def _hundredth(text: str) -> str:
 
 def _printable(text: str) -> str:
     """One short line that any encoder can write: control characters and lone surrogates become U+FFFD."""
-    text = normal(text[: 2 * MAX_PRED_CHARS])[:MAX_PRED_CHARS]
+    with suppress(ValueError):
+        text = normal(text[: 2 * MAX_PRED_CHARS])
+    text = text[:MAX_PRED_CHARS]
     return "".join(char if char.isprintable() else "\ufffd" for char in text)

@@ -390,9 +390,16 @@ def _in_ascii(char: str) -> str:
     return {"Cf": "", "Pd": "-", "Zs": " "}.get(unicodedata.category(char), plain)
 
 
+LONGEST = 2000
+"""Characters of a text in LaTeX, of which one such as ``√`` takes several: the time of some rules grows with their square."""
+
+
 @lru_cache(maxsize=8192)
 def normal(text: str) -> str:
-    """The text in its normal form: the same for the spellings of one answer, as far as text alone can tell."""
+    """The text in its normal form: the same for the spellings of one answer, as far as text alone can tell.
+
+    ValueError for a text of more than :data:`LONGEST` characters in LaTeX.
+    """
     if not text.isascii():
         text = _ROOT.sub(r"\\sqrt{\g<under>}", text)
         text = _RAISED.sub(
@@ -400,6 +407,8 @@ def normal(text: str) -> str:
         )
         text = "".join(char if char.isascii() else _in_ascii(char) for char in text)
     text = " ".join(text.split())
+    if len(text) > LONGEST:
+        raise ValueError(f"a text has {len(text)} characters in LaTeX, more than {LONGEST}")
     for rule in RULES:
         text = rule.pattern.sub(rule.replacement, text)
     text = " ".join(text.split())
