@@ -1,23 +1,28 @@
-"""Does a method find anything? Places, agreement with exact credit and cost, beside its own shuffled control; and training.
+"""Does a method find errors? On real, labelled ones, and on tasks whose exact credit is known, beside its own shuffled control.
 
-    python -m bench grail my_method --quick        minutes on two cores; outputs/bench/index.html and bench.csv
-    python -m bench --quick                        all registered methods
-    python -m bench my_method --gsm8k FILE.jsonl   also on GSM8K solutions with one changed result (needs SmolLM2)
+    python -m bench --labelled FILE --model NAME   real errors: a table of all methods (--model smollm2: in a package)
+    python -m bench my_method --quick              two tasks of arithmetic with exact credit, fewer problems
     python -m bench my_method --train --seeds 8    trains it, uniform and its shuffled control: hours
+    python -m bench convert FORMAT IN OUT          labelled files of processbench, champ, bigbench_mistake, prm800k
+    python -m bench sample QUESTIONS OUT --model NAME   the model's own errors: the first false written equation
+    python -m bench compare A.json B.json          two results on the same responses, paired
 
-A method is NAME or NAME:option=value,option=value, registered by any installed package. A run that ended early resumes.
+A method is NAME or NAME:option=value,option=value, registered by any installed package. A run that ended early resumes. It
+writes index.html, bench.csv and results.json.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from bench import page, train, work
+from bench import convert, labelled, on_policy, page, results, train, work
 
 ROOT = Path(__file__).parents[1]
+COMMANDS = {"convert": convert.main, "sample": on_policy.main}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -26,31 +31,51 @@ def main(arguments: Sequence[str] | None = None) -> None:
     Raises:
         SystemExit: with a message for what the user can fix.
     """
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        if given[:1] == ["compare"]:
+            if len(given) != 3:
+                raise ValueError("write python -m bench compare A.json B.json")
+            print(results.compare(Path(given[1]), Path(given[2])))
+        elif given and given[0] in COMMANDS:
+            COMMANDS[given[0]](given[1:])
+        else:
+            paths = _measure(given)
+            print(*(f"written: {path}" for path in paths), sep="\n", file=sys.stderr)
+    except ValueError as error:
+        raise SystemExit(f"bench: {error}") from error
+
+
+def _measure(arguments: Sequence[str]) -> list[Path]:
     parser = argparse.ArgumentParser(
         prog="python -m bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("methods", nargs="*", help="all registered ones if none is given")
-    parser.add_argument("--quick", action="store_true", help="smaller models and fewer problems")
+    parser.add_argument("--quick", action="store_true", help="fewer problems")
     parser.add_argument(
-        "--seeds", type=int, default=1, help="models of each task; each has its own errors and problems"
+        "--seeds", type=int, default=1, help="models of each task, with errors and problems of their own"
     )
     parser.add_argument("--processes", type=int, default=2, help="jobs at a time, each on one thread")
     parser.add_argument("--out", type=Path, default=ROOT / "outputs" / "bench", help="folder of rows, models and pages")
-    parser.add_argument("--gsm8k", type=Path, help="GSM8K's test set as JSON lines of question and answer")
-    parser.add_argument("--write", type=Path, help="a page whose markers take the tables; with --gsm8k that one alone")
+    parser.add_argument("--write", type=Path, help="a page whose markers bench or labelled take the tables")
+    group = parser.add_argument_group("real errors")
+    group.add_argument("--labelled", type=Path, metavar="FILE", help="solutions with their first error, JSON lines")
+    group.add_argument("--hours", type=float, default=math.inf, help="most processor hours; the same command resumes")
+    labelled.add_model(group)
     train.add_options(parser)
     options = parser.parse_args(arguments)
-    try:
-        if options.train:
-            paths = train.run(options)
-        else:
-            settings = work.QUICK if options.quick else work.Settings()
-            sizes = {"seeds": options.seeds, "processes": options.processes}
-            rows = work.run(options.methods, options.out, settings, gsm8k=options.gsm8k, **sizes)
-            paths = page.write(rows, options.out, settings, options.write)
-    except ValueError as error:
-        raise SystemExit(f"bench: {error}") from error
-    print(*(f"written: {path}" for path in paths), sep="\n", file=sys.stderr)
+    if options.train:
+        return train.run(options)
+    settings, of = work.QUICK if options.quick else work.Settings(), None
+    if options.labelled is not None:
+        if options.model is None:
+            raise ValueError("--labelled needs --model, which reads the solutions; smollm2 is in a package")
+        model = labelled.Model.of(options)
+        of = work.Labelled(options.labelled.stem, labelled.read(options.labelled, settings.solutions), model)
+        labelled.load(model)  # refuse what cannot be loaded at once
+    sizes = {"seeds": options.seeds, "processes": options.processes, "hours": options.hours}
+    result = work.run(options.methods, options.out, settings, labelled=of, **sizes)
+    return page.write(result, options.out, options.write)
 
 
 if __name__ == "__main__":

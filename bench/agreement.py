@@ -4,8 +4,10 @@
   both outcomes.
 - ``update``: cosine of the update, the gradient of ``sum A_t log p_t`` over all groups, with the yardstick, the gradient of
   exact accuracy on other problems. A yardstick of the same problems would be near any update that learns them by heart.
-- ``ceiling``: the same cosine of the exact gradient on the update's own problems: what an update without the noise of sampling
-  would have. ``halves``: the cosine of the two halves of the yardstick.
+- ``own gradient``: the same cosine of the exact gradient on the update's own problems, an update without the noise of sampling.
+  It is no upper bound: an update may be nearer to what other problems need. ``halves``: that of the yardstick's halves.
+
+"Exact" is under the wording of each response: filler is held to what was written.
 
 Each is beside its shuffled control. The error of an update's cosine is that of two jackknives, over groups and over parts of
 the yardstick, added.
@@ -23,7 +25,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from bench.exact import accuracy_gradients, correct_texts
-from bench.methods import SHUFFLES, all_shuffled
+from bench.methods import Credit, all_shuffled
 from bench.policy import SampledBatch
 from bench.statistics import Estimate, cosine, mean_of
 from bench.task import BenchProblem
@@ -39,7 +41,7 @@ class Yardstick:
     parts_CN: torch.Tensor
     """Of every ``PART`` problems alone."""
     own_GN: torch.Tensor
-    """The same of each of the update's own problems: only for the ceiling."""
+    """The same of each of the update's own problems."""
 
     @classmethod
     def of(
@@ -61,7 +63,7 @@ class Yardstick:
         return cls(parts_CN, accuracy_gradients(model, tokenizer, correct_texts(update_problems, tokenizer, seed), 1))
 
     @property
-    def ceiling(self) -> Estimate:
+    def own(self) -> Estimate:
         """See the module."""
         return _estimate(*self.cosines(self.own_GN))
 
@@ -124,20 +126,19 @@ def token_cosines(batch: SampledBatch, advantages_BL: torch.Tensor) -> list[floa
 def measure(
     model: PreTrainedModel,
     batch: SampledBatch,
-    advantages_BL: torch.Tensor,
+    credit: Credit,
     yardstick: Yardstick,
     seed: int,
     *,
-    shuffles: int = SHUFFLES,
     update_shuffles: int,
 ) -> dict[str, Estimate]:
     """Both cosines of a method's token advantages, those of its shuffled control, and the differences."""
-    own = token_cosines(batch, advantages_BL)
-    controls = list(all_shuffled(batch, advantages_BL, shuffles, seed))
+    own = token_cosines(batch, credit.advantages_BL)
+    controls = list(all_shuffled(credit, seed))
     control = np.mean([token_cosines(batch, control_BL) for control_BL in controls], axis=0)
     result = {"credit": mean_of(own), "credit_shuffled": mean_of(list(control))}
     result["credit_gain"] = mean_of(list(np.array(own) - control))
-    update_GN, *of_controls = updates(model, batch, [advantages_BL, *controls[:update_shuffles]])
+    update_GN, *of_controls = updates(model, batch, [credit.advantages_BL, *controls[:update_shuffles]])
     # A method that moves nothing between tokens, as one of equal weights, has the update of its control to the last bit.
     value, *left_out = yardstick.cosines(update_GN)
     shuffles_of = [yardstick.cosines(control_GN) for control_GN in of_controls]

@@ -5,27 +5,30 @@ Shape suffixes: B responses, L prompt + response, T response tokens.
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Collection, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from bench.policy import SampledBatch
+from bench.code import code_digest
+from bench.places import SHUFFLES
+from bench.policy import ANSWER, SampledBatch
 from bench.task import RESULT, WORD
 from grail_advantage import compute_token_weights
-from grail_advantage.batch import FIELD, RolloutBatch
+from grail_advantage.answers.format import BOXED
+from grail_advantage.batch import ENTROPY, EXAMPLES, FIELD, GROUPS, OLD_LOG_PROBS, REWARDS, RolloutBatch
 from grail_advantage.methods import methods
+from grail_advantage.model.activations import FORWARD_TOKENS
 from grail_advantage.signals.base import Gate, Reshaped, RowSelection, Signal
 from grail_advantage.signals.rlsd import PLACE
 from grail_advantage.signals.turns import TurnSignal
 from grail_advantage.view.analysis.specs import parse_method
 from recipe.hashing import digest
 
-SHUFFLES = 20
 STEP_END = ";"
 SUITED = {
     "step_values": f"step_values:separator={STEP_END}",
@@ -40,15 +43,31 @@ VARIANTS = ("grail:preset=robust", "oar_g:variant=grail_port", "polarity:wrong=0
 """Run beside the defaults where all methods run."""
 
 
+OWN = "bench_"
+"""Begins the names of the fields that only the references may read."""
+
+
 class NeedsMoreError(ValueError):
     """A method needs something that the bench's tasks do not have; the message says what."""
 
 
-class _Reference(Signal):
+@dataclass(frozen=True)
+class Credit:
+    """What a method made of a batch."""
+
+    advantages_BL: torch.Tensor
+    """float32; 0 outside the responses and in truncated ones."""
+    moved_BL: torch.Tensor
+    """bool; tokens whose advantage comes from a score of theirs."""
+    scored: list[bool | None]
+    """Whether a response has scores, all of them finite; ``None`` where the method asks for none."""
+
+
+class Reference(Signal):
     """Base of the reference methods. They are registered under no name: no run can train with them."""
 
     def scores(self, batch: RolloutBatch, of_pass_BT: torch.Tensor | None) -> torch.Tensor:
-        scores_BT = torch.zeros(batch.mask_BT.shape)
+        scores_BT = torch.zeros(batch.mask_BT.shape, device=batch.mask_BT.device)
         lengths = batch.mask_BT.sum(dim=1).tolist()
         for row, (length, known) in enumerate(zip(lengths, self.known(batch), strict=True)):
             scores_BT[row, :length] = torch.as_tensor(self.score(length, known), dtype=torch.float32)
@@ -66,33 +85,33 @@ class _Reference(Signal):
         return Reshaped(scores_BT)
 
 
-class Place(_Reference):
+class Place(Reference):
     """A token weighs more the earlier it is, since first errors come early; 1 on average."""
 
     def score(self, length: int, known: Any) -> np.ndarray:
         return 2 * np.arange(length, 0, -1) / (length + 1)
 
 
-class Kind(_Reference):
+class Kind(Reference):
     """1 on the digits of results and on words for operations, 0 elsewhere."""
 
     reads: ClassVar[frozenset[str]] = frozenset({"field:bench_kinds"})
 
     def score(self, length: int, known: Any) -> np.ndarray:
-        return np.isin(known, (RESULT, WORD))
+        return np.ones(length) if known is None else np.isin(known, (RESULT, WORD))
 
 
-class FirstError(_Reference):
-    """In incorrect responses 1 on the first wrong token, 0 elsewhere; weight 1 where it is not known."""
+class FirstError(Reference):
+    """In incorrect responses 1 on the first wrong tokens, 0 elsewhere; weight 1 where they are not known."""
 
     reads: ClassVar[frozenset[str]] = frozenset({"field:bench_first_wrong"})
     gate: Gate = "wrong"
 
     def score(self, length: int, known: Any) -> np.ndarray:
-        return np.ones(length) if known is None else np.arange(length) == known
+        return np.ones(length) if known is None else np.isin(np.arange(length), known)
 
 
-class ExactCredit(_Reference):
+class ExactCredit(Reference):
     """The exact token advantages in groups with both outcomes; the response's advantage where they are not known."""
 
     reads: ClassVar[frozenset[str]] = frozenset({"field:bench_exact"})
@@ -100,7 +119,7 @@ class ExactCredit(_Reference):
 
     def select(self, batch: RolloutBatch) -> RowSelection:
         selection = super().select(batch)
-        known_B = torch.tensor([known is not None for known in self.known(batch)])
+        known_B = torch.tensor([known is not None for known in self.known(batch)], device=selection.selected_B.device)
         return RowSelection(selection.answered_B, selection.inside_gate_B, selection.selected_B & known_B)
 
     def score(self, length: int, known: Any) -> np.ndarray:
@@ -117,76 +136,105 @@ REFERENCES: dict[str, type[Signal]] = {
 BASELINE = "uniform"
 
 
-def method_specs(names: Sequence[str]) -> list[str]:
-    """The methods of a run in order, the references first; all registered ones and ``VARIANTS`` where no name is given.
+def method_specs(names: Sequence[str], task: bool = True) -> list[str]:
+    """The methods of a run in order, the references first; all registered ones and ``VARIANTS`` where no name is given, on
+    solutions (``task=False``) without those that run a pass for every token.
 
     Raises:
         ValueError: an unknown method or option; the message lists those that there are.
     """
     chosen = [BASELINE, *(names or (*sorted(methods()), *VARIANTS))]
-    for spec in chosen:
-        signal_of(spec)
+    signals = [signal_of(spec, task) for spec in chosen]
+    if not names and not task:
+        chosen = [spec for spec, signal in zip(chosen, signals, strict=True) if "for every" not in signal.cost]
     return list(dict.fromkeys([*REFERENCES, *chosen]))
 
 
-def signal_of(spec: str) -> Signal:
-    """A method by its name, with ``SUITED`` options where it has none, or as ``NAME:option=value,option=value``."""
-    return REFERENCES[spec]() if spec in REFERENCES else parse_method(SUITED.get(spec, spec))
+def signal_of(spec: str, task: bool = True) -> Signal:
+    """A method by its name, on the tasks with ``SUITED`` options, or as ``NAME:option=value,option=value``."""
+    return REFERENCES[spec]() if spec in REFERENCES else parse_method(SUITED.get(spec, spec) if task else spec)
 
 
 def source_digest(spec: str) -> str:
-    """Of the file that the method is in and of its options, so that another version is measured anew."""
+    """Of a method's options and all code that it and the bench are made of, so that another version is measured anew."""
     signal = signal_of(spec)
-    return digest([Path(inspect.getfile(type(signal))).read_text(encoding="utf-8"), repr(signal)])
+    modules = {base.__module__.partition(".")[0] for base in type(signal).__mro__} - {"builtins"}
+    return digest([repr(signal), code_digest(frozenset(modules | {"bench"}))])
 
 
-def check_needs(signal: Signal, fields: Collection[str]) -> None:
-    """NeedsMoreError for a method of turns, or of other fields than these."""
+def check_needs(signal: Signal, fields: Collection[str], lacks: Mapping[str, str] | None = None) -> None:
+    """NeedsMoreError for a method of turns, of other fields than these, or of something that the batch lacks."""
     if isinstance(signal, TurnSignal):
         raise NeedsMoreError("needs turns")
-    if missing := set(signal.field_names).difference(fields):
+    known = {name for name in fields if isinstance(signal, Reference) or not name.startswith(OWN)}
+    if missing := set(signal.field_names) - known:
         raise NeedsMoreError(f"needs the field {', '.join(sorted(missing))}")
+    for word, reason in (lacks or {}).items():
+        if word in signal.reads or (word == ANSWER and signal.skips_unanswered):
+            raise NeedsMoreError(reason)
 
 
 def credit(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, batch: SampledBatch, signal: Signal, step: int = 0
-) -> torch.Tensor:
-    """A method's token advantages, float32 (B, L), 0 outside the responses and in truncated ones.
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    batch: SampledBatch,
+    signal: Signal,
+    step: int = 0,
+    tokens: int = FORWARD_TOKENS,
+) -> Credit:
+    """A method's token advantages. It gets copies, and of the batch only what it says that it reads.
 
     Raises:
         NeedsMoreError: it reads something that the batch does not have, as turns.
     """
-    check_needs(signal, batch.fields)
-    return compute_token_weights(
+    check_needs(signal, batch.fields, batch.lacks)
+
+    def declared(word: str, values: Any) -> Any:
+        if word not in signal.reads or values is None:
+            return None
+        return copied(values) if isinstance(values, torch.Tensor) else deepcopy(values)
+
+    def copied(values: torch.Tensor) -> torch.Tensor:
+        return values.to(model.device, copy=True)
+
+    result = compute_token_weights(
         model,
         tokenizer,
-        batch.input_ids_BL,
-        batch.attention_mask_BL,
-        batch.response_mask_BL,
-        batch.advantages_B,
-        signal,
-        old_log_probs=batch.old_log_probs_BL,
-        entropy=batch.entropy_BL,
-        groups=batch.groups_B,
-        rewards=batch.rewards_B,
-        examples=batch.examples,
-        masked=batch.truncated_B,
-        fields=batch.fields,
+        *map(copied, (batch.input_ids_BL, batch.attention_mask_BL, batch.response_mask_BL, batch.advantages_B)),
+        config=signal,
+        old_log_probs=declared(OLD_LOG_PROBS, batch.old_log_probs_BL),
+        entropy=declared(ENTROPY, batch.entropy_BL),
+        groups=declared(GROUPS, batch.groups_B),
+        rewards=declared(REWARDS, batch.rewards_B),
+        examples=declared(EXAMPLES, batch.examples),
+        masked=copied(batch.truncated_B),
+        fields={name: deepcopy(batch.fields[name]) for name in signal.field_names},
         step=step,
-    ).advantages
+        answer=batch.answer or BOXED,
+        tokens=tokens,
+    )
+    scored_B = (result.rows.selected_B & ~result.non_finite).cpu()
+    moved_BL = batch.response_mask_BL.bool() & scored_B[:, None]
+    if signal.gives == "weights":
+        moved_BL &= result.scores.isfinite().cpu()
+        if signal.statistics == "reasoning" or signal.answer_weights is not None:
+            ends_B = torch.tensor([0 if span is None else span.start for span in result.spans])
+            moved_BL &= batch.response_mask_BL.cumsum(dim=1) <= ends_B[:, None]
+    asked = zip(result.rows.selected_B.tolist(), scored_B.tolist(), strict=True)
+    return Credit(result.advantages.cpu(), moved_BL, [scored if selected else None for selected, scored in asked])
 
 
-def shuffled(advantages_BL: torch.Tensor, response_mask_BL: torch.Tensor, uniform_BL: np.ndarray) -> torch.Tensor:
-    """The same token advantages on other tokens of the same response, drawn by random numbers (B, L)."""
-    mask_BL = response_mask_BL.bool()
-    # The response's tokens in random order, the others after them; a stable order of the mask lists their places alike.
-    order_BL = torch.where(mask_BL, torch.from_numpy(uniform_BL), 2.0).argsort(dim=1)
-    places_BL = torch.where(mask_BL, 0.0, 2.0).argsort(dim=1, stable=True)
-    return advantages_BL.scatter(1, places_BL, advantages_BL.gather(1, order_BL))
+def shuffled(credit: Credit, uniform_BL: np.ndarray) -> torch.Tensor:
+    """The advantages of the scored tokens on other scored tokens of the same response, drawn by random numbers (B, L)."""
+    # The scored tokens in random order, the others after them; a stable order of the mask lists their places alike.
+    order_BL = torch.where(credit.moved_BL, torch.from_numpy(uniform_BL), 2.0).argsort(dim=1)
+    places_BL = torch.where(credit.moved_BL, 0.0, 2.0).argsort(dim=1, stable=True)
+    moved_BL = credit.advantages_BL.scatter(1, places_BL, credit.advantages_BL.gather(1, order_BL))
+    return torch.where(credit.moved_BL, moved_BL, credit.advantages_BL)
 
 
-def all_shuffled(batch: SampledBatch, advantages_BL: torch.Tensor, count: int, seed: int) -> Iterator[torch.Tensor]:
-    """``count`` shuffled controls, the same permutations for every method."""
+def all_shuffled(credit: Credit, seed: int, count: int = SHUFFLES) -> Iterator[torch.Tensor]:
+    """``count`` shuffled controls, the same random numbers for every method."""
     generator = np.random.default_rng([seed, 4])
     for _ in range(count):
-        yield shuffled(advantages_BL, batch.response_mask_BL, generator.random(tuple(batch.input_ids_BL.shape)))
+        yield shuffled(credit, generator.random(tuple(credit.moved_BL.shape)))

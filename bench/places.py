@@ -1,73 +1,156 @@
-"""Places: is the first wrong token blamed, and its step? Within each incorrect response whose first error is known.
+"""Places: is the first wrong step blamed, and the first wrong tokens? Within each incorrect response with a known first error.
 
-A token's blame is ``-A_t``: a method that gives the first error a large *positive* advantage finds nothing. The figures, of the
-blame over the tokens of the response, ties counting half:
+A token's blame is ``-A_t``: a method that gives the first error a large *positive* advantage finds nothing. Tokens of the
+answer and after it are left out, as many methods give these a weight of their own. The figures of a step, ties counting half:
 
-- ``token``: AUROC of the first wrong token against all others.
-- ``alike``: the same against the tokens of its kind alone (result digits against result digits), so that a method that tells
-  results from filler gains nothing.
-- ``step``: AUROC of the tokens of the first wrong step against the other tokens.
-- ``hit``: how often the most blamed token is the first wrong one; ``hit_step``: how often it is in the first wrong step.
+- ``step``: AUROC of its mean blame against that of the response's other steps.
+- ``hit``: whether no step is blamed more.
+- ``token``: AUROC of its tokens against the response's other tokens; ``alike``: the same over pairs of tokens of one kind, so
+  that a method that prefers digits gains nothing.
+- ``after``: AUROC of the steps after it against the steps before it.
 
-Each is beside its control (``_shuffled``), the mean over shuffles of the method's own values within the response, with the
-difference (``_gain``).
+``first`` and ``first_hit`` are the AUROC, among tokens of their kinds, of the first wrong tokens alone, and whether the most
+blamed token is one of them.
 
-Shape suffixes: T response tokens.
+Beside a figure stand its controls: the response's own blame shuffled among the tokens that the method scored; for ``step``, the
+mean blame of each token's kind in place of its own; and the same step of correct solutions, at the same relative place.
+
+Shape suffixes: T response tokens, N compared tokens, M steps, K kinds.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
-import torch
+from scipy.stats import rankdata
 
-from bench.methods import SHUFFLES, all_shuffled
-from bench.policy import Label, SampledBatch
-from bench.statistics import Estimate, auroc, largest_is, mean_of
+from bench.statistics import auroc, largest_is
 
-FIGURES = {
-    "token": "AUROC, first wrong token",
-    "alike": "AUROC, among its kind",
-    "step": "AUROC, first wrong step",
-    "hit": "most blamed is the first wrong token",
-    "hit_step": "most blamed is in the first wrong step",
-}
+SHUFFLES = 20
+BY_STEP = ("step", "hit", "token", "alike", "after")
+FIGURES = (*BY_STEP, "first", "first_hit")
 
 
-def of_response(values_T: np.ndarray, label: Label) -> dict[str, float]:
-    """The figures of one response's blame (T,); nan where one has no tokens to compare."""
-    first_T = np.arange(len(values_T)) == label.token
-    return {
-        "token": auroc(values_T, first_T),
-        "alike": auroc(values_T[label.alike_T], first_T[label.alike_T]),
-        "step": auroc(values_T, label.step_T),
-        "hit": largest_is(values_T, first_T),
-        "hit_step": largest_is(values_T, label.step_T),
+@dataclass(frozen=True)
+class Label:
+    """A response by steps, and its first error."""
+
+    id: str
+    problem: str
+    step_T: np.ndarray
+    """int; the step of each token, -1 for those that are not compared: the answer and what follows it."""
+    kind_T: np.ndarray
+    """int; tokens of one kind have the same number."""
+    step: int | None = None
+    """The first wrong step; ``None``: the response is a correct one."""
+    first_T: np.ndarray | None = None
+    """bool; the first wrong tokens, where they are known more finely than by the step."""
+
+
+def labelled(
+    id_: str,
+    problem: str,
+    step_T: np.ndarray,
+    kind_T: np.ndarray,
+    compared_T: np.ndarray,
+    step: int | None = None,
+    first_T: np.ndarray | None = None,
+    fewest: int = 1,
+) -> Label | None:
+    """A label with the steps numbered anew among the compared tokens; ``None`` where too few are left, or not the first wrong
+    one."""
+    steps, numbers_N = np.unique(step_T[compared_T], return_inverse=True)
+    if len(steps) < fewest or (step is not None and step not in steps):
+        return None
+    new_T = np.full(len(step_T), -1)
+    new_T[compared_T] = numbers_N
+    if first_T is not None and not (first_T & compared_T).any():
+        return None
+    return Label(id_, problem, new_T, kind_T, None if step is None else int(np.searchsorted(steps, step)), first_T)
+
+
+def step_means(values_N: np.ndarray, step_N: np.ndarray) -> np.ndarray:
+    """Mean value of each step, (M,)."""
+    return np.bincount(step_N, values_N) / np.bincount(step_N)
+
+
+def by_step(values_T: np.ndarray, label: Label) -> dict[str, np.ndarray]:
+    """The figures of every step of a response, (M,) each, as if it were the first wrong one; nan where there is nothing to
+    compare."""
+    compared_T = label.step_T >= 0
+    values_N, step_N, kind_N = values_T[compared_T], label.step_T[compared_T], label.kind_T[compared_T]
+    means_M = step_means(values_N, step_N)
+    means_M = np.round(means_M / (np.abs(means_M).max() or 1), 9)  # equal values have means that differ by rounding
+    above_MM = np.sign(means_M[:, None] - means_M) / 2 + 0.5
+    count = len(means_M)
+    before_MM = np.tri(count, k=-1)  # of a step, those before it
+    pairs_M = np.arange(count) * np.arange(count)[::-1]
+    after_M = np.einsum("ma,mb,ab->m", before_MM.T, before_MM, above_MM)
+    counts_MK, sums_MK = [], []
+    for one in (np.zeros_like(kind_N), kind_N):
+        kinds, kind_of_N = np.unique(one, return_inverse=True)
+        ranks_N = np.empty(len(values_N))
+        for kind in range(len(kinds)):
+            ranks_N[kind_of_N == kind] = rankdata(values_N[kind_of_N == kind])
+        cells_N = step_N * len(kinds) + kind_of_N
+        for weights_N, of in ((None, counts_MK), (ranks_N, sums_MK)):
+            of.append(np.bincount(cells_N, weights_N, count * len(kinds)).reshape(count, -1))
+    with np.errstate(invalid="ignore", divide="ignore"):
+        token_M, alike_M = (
+            (sum_MK - own_MK * (own_MK + 1) / 2).sum(1) / (own_MK * (own_MK.sum(0) - own_MK)).sum(1)
+            for own_MK, sum_MK in zip(counts_MK, sums_MK, strict=True)
+        )
+        return {
+            "step": (above_MM.sum(axis=1) - 0.5) / (count - 1),
+            "hit": (means_M == means_M.max()) / (means_M == means_M.max()).sum(),
+            "token": token_M,
+            "alike": alike_M,
+            "after": after_M / pairs_M,
+        }
+
+
+def of_error(values_T: np.ndarray, label: Label) -> dict[str, float]:
+    """The figures of the first error of an incorrect response's blame (T,)."""
+    figures = {name: float(values_M[label.step]) for name, values_M in by_step(values_T, label).items()}
+    if label.first_T is not None:
+        compared_T = label.step_T >= 0
+        alike_T = compared_T & np.isin(label.kind_T, label.kind_T[label.first_T & compared_T])
+        figures["first"] = auroc(values_T[alike_T], label.first_T[alike_T])
+        figures["first_hit"] = largest_is(values_T[compared_T], label.first_T[compared_T])
+    return figures
+
+
+def record(values_T: np.ndarray, moved_T: np.ndarray, label: Label, generator: np.random.Generator) -> dict[str, Any]:
+    """What is kept of a response's blame: mean blame by step and figures; of an incorrect one also those of its controls.
+
+    Args:
+        values_T: the blame.
+        moved_T: bool; tokens that the method scored, among which the control shuffles.
+        label: its steps and first error.
+        generator: of the shuffles, the same for every method.
+    """
+    compared_T = label.step_T >= 0
+    step_N, values_N = label.step_T[compared_T], values_T[compared_T]
+    kept: dict[str, Any] = {
+        "id": label.id, "problem": label.problem, "first": label.step, "steps": step_means(values_N, step_N).tolist()
+    }  # fmt: skip
+    if label.step is None:
+        return kept | {"figures": {name: values_M.tolist() for name, values_M in by_step(values_T, label).items()}}
+    shuffles = []
+    for _ in range(SHUFFLES):
+        order = np.argsort(generator.random(len(values_T)))
+        order = order[moved_T[order]]
+        shuffled_T = values_T.copy()
+        shuffled_T[moved_T] = values_T[order]
+        shuffles.append(of_error(shuffled_T, label))
+    kind_N = np.unique(label.kind_T[compared_T], return_inverse=True)[1]
+    kind_means_T = values_T.copy()
+    kind_means_T[compared_T] = step_means(values_N, kind_N)[kind_N]
+    figures = of_error(values_T, label)
+    return kept | {
+        "figures": figures,
+        "shuffled": {name: float(np.mean([one[name] for one in shuffles])) for name in figures},
+        "kinds": float(by_step(kind_means_T, label)["step"][label.step]),
     }
-
-
-def measure(
-    batch: SampledBatch, advantages_BL: torch.Tensor, seed: int, shuffles: int = SHUFFLES
-) -> dict[str, Estimate]:
-    """The figures of a method's token advantages with their controls, means over the problems' means."""
-    known = [
-        (row, label)
-        for row, (label, advantage) in enumerate(zip(batch.labels, batch.advantages_B.tolist(), strict=True))
-        if label is not None and advantage != 0
-    ]
-    own: dict[str, list[float]] = defaultdict(list)
-    for row, label in known:
-        values_T = -batch.response(row, advantages_BL)
-        for name, value in of_response(values_T, label).items():
-            own[name].append(value)
-    control: dict[str, list[list[float]]] = {name: [[] for _ in known] for name in FIGURES}
-    for shuffled_BL in all_shuffled(batch, advantages_BL, shuffles, seed):
-        for index, (row, label) in enumerate(known):
-            for name, value in of_response(-batch.response(row, shuffled_BL), label).items():
-                control[name][index].append(value)
-    for name in FIGURES:
-        own[f"{name}_shuffled"] = [float(np.mean(values)) for values in control[name]]
-        own[f"{name}_gain"] = [a - b for a, b in zip(own[name], own[f"{name}_shuffled"], strict=True)]
-    clusters = [int(batch.groups_B[row]) for row, _ in known]
-    return {name: mean_of(values, clusters) for name, values in own.items()}

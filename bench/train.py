@@ -33,15 +33,17 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from bench import page, policy
 from bench.methods import BASELINE, NeedsMoreError, check_needs, credit, shuffled, signal_of, source_digest
+from bench.page import read_rows, write_rows
 from bench.policy import SampledBatch, numbers
 from bench.statistics import holm, mean_of, pass_at
 from bench.task import MAX_RESPONSE_TOKENS, TASKS, BenchProblem, task_problems, task_tokenizer
-from bench.work import PACKAGES, Row, read_rows, write_rows
+from bench.work import PACKAGES
 from grail_advantage.dump.whole_file import write_whole
 from recipe.hashing import digest
 from verl_cpu.tiny.sampling import prompt_ids, sample
 
 SHUFFLED = " shuffled"
+Row = dict[str, Any]
 TUNING_SEED = 2001
 EXTENSIONS = 2
 """Most learning rates that are added to a grid."""
@@ -244,10 +246,9 @@ def train(
         started = time.process_time()
         problems = order.sample(training, settings.prompts)
         batch = policy.roll_out(model, tokenizer, problems, one.seed, step, settings.rollouts, exact=False)
-        advantages_BL = credit(model, tokenizer, batch, signal, step)
-        if control:
-            drawn_BL = numbers(one.seed, policy.CONTROL, step, tuple(batch.input_ids_BL.shape))
-            advantages_BL = shuffled(advantages_BL, batch.response_mask_BL, drawn_BL)
+        given = credit(model, tokenizer, batch, signal, step)
+        drawn_BL = numbers(one.seed, policy.CONTROL, step, tuple(batch.input_ids_BL.shape))
+        advantages_BL = shuffled(given, drawn_BL) if control else given.advantages_BL
         for _ in range(settings.epochs):
             add_gradient(model, batch, advantages_BL, settings)
             torch.nn.utils.clip_grad_norm_(model.parameters(), settings.gradient_norm)

@@ -1,45 +1,44 @@
-"""Measures methods task by task, a few processes at a time. A finished method is a file at once, and the next run resumes.
+"""Measures methods part by part, a few processes at a time. A finished method is a file at once, and the next run resumes.
 
 Shape suffixes: B responses, L prompt + response.
 """
 
 from __future__ import annotations
 
-import csv
-import io
+import json
 import math
+import random
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
-from functools import cache, cached_property
 from importlib.metadata import version
 from multiprocessing import get_context
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from bench import agreement, gsm8k, places
+from bench import agreement
+from bench.labelled import Model, Solutions, batch_of, load
 from bench.methods import NeedsMoreError, credit, method_specs, signal_of, source_digest
+from bench.places import record
 from bench.policy import SampledBatch, initial_model, roll_out
+from bench.results import FORMAT, VERSION, Result, write_json
 from bench.statistics import Estimate
 from bench.task import TASKS, task_problems, task_tokenizer
 from grail_advantage.dump.whole_file import write_whole
-from grail_advantage.token_weights import response_statistics
 from recipe.hashing import digest
 
-COLUMNS = (
-    "task", "seed", "method", "figure", "value", "error", "count", "note", "settings", "source", "versions", "date",
-)  # fmt: skip
-PACKAGES = ("torch", "transformers", "numpy")
+PACKAGES = ("torch", "transformers", "numpy", "scipy")
 SETTING = "all"
-"""In place of a method: figures of the task's own, as its yardstick's ceiling."""
-GSM8K = "gsm8k"
-Row = dict[str, Any]
+"""In place of a method: figures of the task's own, as its yardstick's halves."""
+FAILED = "failed: "
 
 
 @dataclass(frozen=True)
@@ -54,184 +53,265 @@ class Settings:
     """Other problems, of the yardstick."""
     update_shuffles: int = 5
     """Shuffled controls whose updates are computed; all other figures have 20."""
-    edits: int = 48
-    """Solutions of GSM8K."""
+    solutions: int | None = None
+    """Most solutions of a file."""
+
+    @property
+    def quick(self) -> bool:
+        """Whether there are fewer problems."""
+        return self.problems < Settings.problems
 
 
-QUICK = Settings(sft_steps=400, problems=48, yardstick=1024, update_shuffles=1, edits=24)
+QUICK = Settings(problems=48, yardstick=1024, update_shuffles=1, solutions=128)
+
+
+class Labelled(NamedTuple):
+    """A file of solutions, and the model that reads them."""
+
+    name: str
+    solutions: Solutions
+    model: Model
+
+
+class Prepared(NamedTuple):
+    """What methods are measured on."""
+
+    load: Callable[[], PreTrainedModel]
+    """Gives the model anew, should a method have changed it."""
+    tokenizer: PreTrainedTokenizerBase
+    batch: SampledBatch
+    yardstick: agreement.Yardstick | None
+    figures: dict[str, Estimate]
 
 
 @dataclass(frozen=True)
 class Job:
-    """The methods on one task and seed."""
+    """The methods on one part: a task's model of a seed, or a batch of solutions."""
 
     task: str
-    seed: int
+    part: int
     specs: tuple[str, ...]
     settings: Settings
     folder: Path
-    gsm8k: Path | None = None
-
-    @cached_property
-    def solutions(self) -> list[str]:
-        """GSM8K's file by its digest, so that another file is measured anew."""
-        return [] if self.gsm8k is None else [digest(self.gsm8k.read_text(encoding="utf-8"))]
+    labelled: Labelled | None = None
+    after: int = 0
+    """Parts that come after it in its process."""
+    seconds: float = math.inf
+    """Most processor time of its process."""
 
     def file(self, spec: str) -> Path:
-        """Where a method's rows are."""
-        source = "" if spec == SETTING else source_digest(spec)
-        own = [spec, asdict(self.settings), source, measures_digest(), *self.solutions]
-        return self.folder / "rows" / f"{self.task}-{self.seed}-{digest(own)}.csv"
+        """Where what is measured of a method is."""
+        sizes: dict[str, Any] = asdict(self.settings)
+        if self.labelled is not None:
+            sizes = {"data": self.labelled.solutions.digest, "weights": self.labelled.model.weights}
+            sizes |= asdict(self.labelled.model)
+        own = [spec, sizes, source_digest("uniform" if spec == SETTING else spec)]
+        return self.folder / "rows" / f"{self.task}-{self.part}-{digest(own)}.json"
+
+    def rows(self, spec: str) -> dict[str, Any] | None:
+        """What was measured; ``None`` where nothing was."""
+        path = self.file(spec)
+        return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
 
     @property
     def missing(self) -> list[str]:
-        """Methods whose rows are not there."""
-        return [spec for spec in (SETTING, *self.specs) if not self.file(spec).exists()]
-
-
-@cache
-def measures_digest() -> str:
-    """Of the bench's files that make figures, so that no figure of an earlier version is taken for one of this."""
-    names = ("agreement", "exact", "gsm8k", "methods", "places", "policy", "statistics", "task")
-    return digest([Path(__file__).with_name(f"{name}.py").read_text(encoding="utf-8") for name in names])
+        """Methods that are to be measured, also those that failed before, in an order drawn at random."""
+        specs = [s for s in self.specs if (rows := self.rows(s)) is None or rows["note"].startswith(FAILED)]
+        random.Random(f"{self.task} {self.part}").shuffle(specs)
+        return ([] if self.rows(SETTING) else [SETTING]) + specs
 
 
 def run(
-    names: Sequence[str], folder: Path, settings: Settings, *, seeds: int, processes: int, gsm8k: Path | None = None
-) -> list[Row]:
-    """Measure what is missing and return all rows of these methods (all registered ones if empty) and settings, in ``folder``;
-    ``seeds`` models of each task, ``processes`` tasks at a time. ValueError for an unknown method or option."""
-    specs = tuple(method_specs(names))
-    jobs = [Job(task, seed, specs, settings, folder) for seed in range(1, seeds + 1) for task in TASKS]
-    if gsm8k is not None:
-        jobs.append(Job(GSM8K, 0, specs, settings, folder, gsm8k))
-    missing = [job for job in jobs if job.missing]
+    names: Sequence[str],
+    folder: Path,
+    settings: Settings,
+    *,
+    seeds: int,
+    processes: int,
+    labelled: Labelled | None = None,
+    hours: float = math.inf,
+) -> Result:
+    """Measure what is missing, for as long as the processor hours last, and return the results of all these methods (all
+    registered ones if empty): on a file of solutions, or else on the tasks with ``seeds`` models each. ValueError for an
+    unknown method or option."""
+    specs = tuple(method_specs(names, task=labelled is None))
+    if labelled is not None:
+        jobs = [Job(labelled.name, part, specs, settings, folder, labelled) for part in range(labelled.solutions.parts)]
+    else:
+        jobs = [Job(task, seed, specs, settings, folder) for seed in range(1, seeds + 1) for task in TASKS]
+    waiting = [job for job in jobs if job.missing]
+    waiting = [
+        replace(job, after=(len(waiting) - 1 - number) // processes, seconds=3600 * hours / processes)
+        for number, job in enumerate(waiting)
+    ]
     if processes == 1:
-        list(map(do, missing))
-    elif missing:
+        list(map(do, waiting))
+    elif waiting:
         with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
-            list(pool.map(do, missing))
-    return [row for job in jobs for spec in (SETTING, *specs) for row in read_rows(job.file(spec))]
+            list(pool.map(do, waiting))
+    return result_of(jobs)
+
+
+def result_of(jobs: Sequence[Job]) -> Result:
+    """The results so far, of each method the parts that it has; see :mod:`bench.results`."""
+    first, tasks = jobs[0], []
+    for name in dict.fromkeys(job.task for job in jobs):
+        own = [job for job in jobs if job.task == name and job.rows(SETTING)]
+        if not own:
+            raise ValueError(f"{name}: nothing is measured yet; give more --hours")
+        labelled, methods = own[0].labelled, {}
+        for spec in first.specs:
+            rows = [{"part": job.part, **rows} for job in own if (rows := job.rows(spec))]
+            note = next((one["note"] for one in rows if one["note"]), "" if rows else "not measured yet")
+            methods[spec] = {"note": note, "parts": [] if note else rows}
+        tasks.append(
+            {
+                "name": name,
+                "labelled": labelled is not None,
+                "data": labelled.solutions.digest if labelled else "",
+                "counts": labelled.solutions.counts if labelled else {},
+                "model": {"name": "a model of 0.65 M parameters"} if labelled is None else asdict(labelled.model),
+                "settings": asdict(first.settings),
+                "own": [job.rows(SETTING)["figures"] for job in own],
+                "methods": methods,
+                "date": own[0].rows(SETTING)["date"],
+            }
+        )
+    versions = {name: version(name) for name in PACKAGES}
+    date = f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC"
+    return {
+        **{"format": FORMAT, "version": VERSION, "date": date, "versions": versions},
+        **{"quick": first.settings.quick, "tasks": tasks},
+    }
 
 
 def do(job: Job) -> None:
     """All of a job that is missing, in this process."""
+    if time.process_time() > job.seconds:
+        return
     torch.set_num_threads(1)
-    heading = f"{job.task}, seed {job.seed}:"
+    heading = f"{job.task}, part {job.part}:"
     print(f"{heading} {len(job.missing)} to measure; first the model and its responses", flush=True)
-    if job.gsm8k is not None:
-        model, tokenizer, batch, count = gsm8k.prepare(job.gsm8k, job.settings.edits)
-        yardstick, own = None, {"solutions": Estimate(count, math.nan, count)}
-    else:
-        model, tokenizer, batch, yardstick, own = prepare(job)
-    _keep(job, SETTING, own)
-    started = time.process_time()
-    response_statistics(model, tokenizer, batch.input_ids_BL, batch.attention_mask_BL, batch.response_mask_BL)
-    forward = time.process_time() - started
+    made = prepare(job) if job.labelled is None else prepare_labelled(job, job.labelled)
+    model = made.load()
+    _keep(job, SETTING, made.figures)
     seconds: list[float] = []
     missing = job.missing
     for number, spec in enumerate(missing, 1):
-        started = time.monotonic()
+        if time.process_time() > job.seconds:
+            print(f"{heading} the hours are spent; the same command resumes", flush=True)
+            return
+        started, before, note = time.monotonic(), _state(model), ""
         try:
-            _keep(job, spec, measure(model, tokenizer, batch, yardstick, spec, job, forward))
-            note = ""
+            figures, responses = measure(model, made, spec, job)
+            if _state(model) != before:
+                raise RuntimeError("it changed the model")
+            _keep(job, spec, figures, responses)
         except NeedsMoreError as reason:
-            _keep(job, spec, {}, note=str(reason))
-            note = f" ({reason})"
+            note = str(reason)
+        except (Exception, SystemExit) as error:  # one method's fault costs its own row alone
+            note = f"{FAILED}{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+        if note:
+            _keep(job, spec, {}, note=note)
+        if note.startswith(FAILED):
+            model = made.load()
         seconds.append(time.monotonic() - started)
-        left = fmean(seconds) * (len(missing) - number) / 60
+        left = fmean(seconds) * (len(missing) - number + job.after * len(job.specs)) / 60
+        comment = f" ({note})" if note else ""
         print(
-            f"{heading} {spec}{note}, {seconds[-1]:.0f} s; {number} of {len(missing)}, about {left:.0f} min left",
+            f"{heading} {spec}{comment}, {seconds[-1]:.0f} s; {number} of {len(missing)}, about {left:.0f} min left",
             flush=True,
         )
 
 
-def prepare(job: Job) -> tuple[Any, ...]:
+def prepare(job: Job) -> Prepared:
     """A task's model, its tokenizer and responses, the yardstick, and figures of these."""
     tokenizer, settings = task_tokenizer(), job.settings
-    model = initial_model(job.task, job.seed, settings.sft_steps, job.folder / "models")
-    problems = task_problems(job.task, "train", settings.problems + settings.yardstick, job.seed)
+
+    def load() -> PreTrainedModel:
+        return initial_model(job.task, job.part, settings.sft_steps, job.folder / "models")
+
+    model = load()
+    problems = task_problems(job.task, "train", settings.problems + settings.yardstick, job.part)
     of_update, others = problems[: settings.problems], problems[settings.problems :]
-    batch = roll_out(model, tokenizer, of_update, job.seed, 1)
-    yardstick = agreement.Yardstick.of(model, tokenizer, of_update, others, job.seed)
+    batch = roll_out(model, tokenizer, of_update, job.part, 1)
+    yardstick = agreement.Yardstick.of(model, tokenizer, of_update, others, job.part)
     mixed = int((batch.advantages_B != 0).view(len(of_update), -1).any(dim=1).sum())
     labelled = sum(label is not None for label in batch.labels)
     figures = {
-        "ceiling": yardstick.ceiling,
+        "own gradient": yardstick.own,
         "halves": Estimate(yardstick.halves, math.nan, len(others)),
         "accuracy": Estimate(float(batch.rewards_B.mean()), math.nan, len(of_update)),
         "mixed groups": Estimate(mixed, math.nan, len(of_update)),
         "known first errors": Estimate(labelled, math.nan, len(of_update)),
     }
-    return model, tokenizer, batch, yardstick, figures
+    return Prepared(load, tokenizer, batch, yardstick, figures)
 
 
-def measure(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    batch: SampledBatch,
-    yardstick: agreement.Yardstick | None,
-    spec: str,
-    job: Job,
-    forward: float,
-) -> dict[str, Estimate]:
-    """All figures of a method, ``forward`` being the seconds of a plain forward over the batch; NeedsMoreError where it needs
-    what the batch does not have."""
-    positions = 0
+def prepare_labelled(job: Job, of: Labelled) -> Prepared:
+    """A batch of solutions, and the model that reads them."""
 
-    def count(module: torch.nn.Module, inputs: tuple[torch.Tensor, ...], keywords: dict[str, Any]) -> None:
+    def fresh() -> PreTrainedModel:
+        load.cache_clear()
+        return load(of.model)[0]
+
+    model, tokenizer = load(of.model)
+    batch = batch_of(model, tokenizer, of.solutions.part(job.part), of.solutions.answer, of.model.tokens)
+    used = [label for label in batch.labels if label is not None]
+    errors = sum(label.step is not None for label in used)
+    counts = {"errors used": errors, "controls used": len(used) - errors}
+    counts["fewer than two steps to compare"] = len(batch.labels) - len(used)
+    figures = {name: Estimate(count, math.nan, 1) for name, count in counts.items()}
+    state = _state(model)
+    return Prepared(lambda: model if _state(model) == state else fresh(), tokenizer, batch, None, figures)
+
+
+def measure(model: PreTrainedModel, made: Prepared, spec: str, job: Job) -> tuple[dict[str, Estimate], list[Result]]:
+    """All figures of a method and what is kept of each response; NeedsMoreError where it needs what the batch does not have."""
+    positions, batch = 0, made.batch
+
+    def count(module: nn.Module, inputs: tuple[torch.Tensor, ...], keywords: dict[str, Any]) -> None:
         nonlocal positions
         hidden_BLD = inputs[0] if inputs else keywords["hidden_states"]
         positions += hidden_BLD.shape[0] * hidden_BLD.shape[1]
 
-    first_layer = next(module for module in model.modules() if type(module).__name__.endswith("DecoderLayer"))
-    hook = first_layer.register_forward_pre_hook(count, with_kwargs=True)
+    layers = max((module for module in model.modules() if isinstance(module, nn.ModuleList)), key=len)
+    hook = layers[0].register_forward_pre_hook(count, with_kwargs=True)
+    tokens = job.labelled.model.tokens if job.labelled else 4096
     try:
-        started = time.process_time()
-        advantages_BL = credit(model, tokenizer, batch, signal_of(spec))
-        taken = time.process_time() - started
+        random.seed(job.part), np.random.seed(job.part), torch.manual_seed(job.part)
+        wall, started = time.monotonic(), time.process_time()
+        made_of = credit(model, made.tokenizer, batch, signal_of(spec, job.labelled is None), tokens=tokens)
+        taken, waited = time.process_time() - started, time.monotonic() - wall
     finally:
         hook.remove()
     figures = {
         "passes": Estimate(positions / int(batch.attention_mask_BL.sum()), math.nan, 1),
-        "seconds": Estimate(taken, math.nan, 1),
-        "forwards": Estimate(taken / forward, math.nan, 1),
+        "processor seconds": Estimate(taken, math.nan, 1),
+        "seconds": Estimate(waited, math.nan, 1),
+        "forwards": Estimate(waited / batch.forward, math.nan, 1),
     }
-    figures |= places.measure(batch, advantages_BL, job.seed)
-    if yardstick is not None:
+    generator, responses = np.random.default_rng([job.part, 5]), []
+    for row, label in enumerate(batch.labels):
+        if label is None or not batch.advantages_B[row]:
+            continue
+        blame_T = -batch.response(row, made_of.advantages_BL)
+        one = record(blame_T, batch.response(row, made_of.moved_BL).astype(bool), label, generator)
+        responses.append(one | {"scored": made_of.scored[row]})
+    if made.yardstick is not None:
         shuffles = job.settings.update_shuffles
-        figures |= agreement.measure(model, batch, advantages_BL, yardstick, job.seed, update_shuffles=shuffles)
-    return figures
+        figures |= agreement.measure(model, batch, made_of, made.yardstick, job.part, update_shuffles=shuffles)
+    return figures, responses
 
 
-def _keep(job: Job, spec: str, figures: dict[str, Estimate], note: str = "") -> None:
-    common = {
-        "task": job.task,
-        "seed": job.seed,
-        "method": spec,
-        "settings": digest(asdict(job.settings)),
-        "source": "" if spec == SETTING else source_digest(spec),
-        "versions": " ".join(f"{name} {version(name)}" for name in PACKAGES),
-        "date": f"{datetime.now(UTC):%Y-%m-%d}",
-    }
-    rows = [
-        {**common, "figure": name, "value": one.value, "error": one.error, "count": one.count, "note": note}
-        for name, one in figures.items()
-    ]
-    rows = rows or [{**common, "figure": "", "value": "", "error": "", "count": "", "note": note}]
-    write_rows(job.file(spec), rows, COLUMNS)
+def _state(model: PreTrainedModel) -> list[Any]:
+    """What changes when a method changes the model."""
+    sums = [float(parameter.detach().double().sum()) for parameter in model.parameters()]
+    hooks = sum(len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules())
+    return [*sums, hooks, model.training, any(parameter.grad is not None for parameter in model.parameters())]
 
 
-def write_rows(path: Path, rows: Sequence[Row], columns: Sequence[str]) -> None:
-    """A CSV file, whole or not at all."""
-    text = io.StringIO()
-    writer = csv.DictWriter(text, columns, lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    write_whole(path, text.getvalue())
-
-
-def read_rows(path: Path) -> list[Row]:
-    """The rows of a CSV file."""
-    with path.open(encoding="utf-8", newline="") as file:
-        return list(csv.DictReader(file))
+def _keep(job: Job, spec: str, figures: dict[str, Estimate], responses: Sequence[Result] = (), note: str = "") -> None:
+    date = f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC"
+    kept = {"note": note, "date": date, "figures": {name: list(one) for name, one in figures.items()}}
+    write_whole(job.file(spec), write_json(kept | {"responses": list(responses)}))

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
 import pytest
 import torch
 
-from bench import agreement, places
+from bench import agreement, results, work
 from bench.agreement import Yardstick
-from bench.methods import NeedsMoreError, all_shuffled, credit, shuffled, signal_of
-from bench.places import of_response
-from bench.policy import Label
-from bench.statistics import Estimate, pooled
+from bench.methods import Credit, NeedsMoreError, Reference, all_shuffled, credit, shuffled, signal_of
+from bench.places import Label, by_step, labelled, of_error
+from bench.statistics import Estimate, above_controls, auroc, pooled
 from grail_advantage import Reshaped, Signal
 from grail_advantage.batch import RolloutBatch
 from grail_advantage.signals.turns import TurnSignal
@@ -41,13 +42,30 @@ class Rewarded(Noise):
         return batch.rewards_B[:, None].expand(batch.mask_BT.shape)
 
 
+class Vandal(Noise):
+    """Writes into all that it is given."""
+
+    reads: ClassVar[frozenset[str]] = frozenset(
+        {"groups", "rewards", "tokens", "entropy", "old_log_probs", "examples", "field:own"}
+    )
+
+    def scores(self, batch: RolloutBatch, of_pass_BT: torch.Tensor | None) -> torch.Tensor:
+        for values in (batch.groups_B, batch.rewards_B, batch.advantages_B, batch.tokens_BT):
+            values.zero_()
+        for values in batch.columns_BT.values():
+            values.zero_()
+        batch.fields["own"][0].append(1)
+        batch.examples[0].columns["gone"] = True
+        return torch.ones(batch.mask_BT.shape)
+
+
 class Turned(Signal):
     """Reads rewards of turns."""
 
     reads: ClassVar[frozenset[str]] = frozenset({"field:tool_rewards"})
 
 
-class Praise(Signal):
+class Praise(Reference):
     """Gives the first error of an incorrect response a large positive advantage, and all other tokens a small negative one."""
 
     reads: ClassVar[frozenset[str]] = frozenset({"field:bench_first_wrong"})
@@ -55,8 +73,8 @@ class Praise(Signal):
 
     def scores(self, batch: RolloutBatch, of_pass_BT: torch.Tensor | None) -> torch.Tensor:
         scores_BT = torch.full(batch.mask_BT.shape, -0.1)
-        for row, token in enumerate(batch.fields["bench_first_wrong"]):
-            scores_BT[row, [] if token is None else token] = 5.0
+        for row, tokens in enumerate(batch.fields["bench_first_wrong"]):
+            scores_BT[row, tokens or []] = 5.0
         return scores_BT
 
 
@@ -66,39 +84,42 @@ def made() -> Small:
 
 
 def figures(made: Small, signal: Signal) -> dict[str, Estimate]:
-    advantages_BL = credit(made.model, TOKENIZER, made.batch, signal)
-    measured = agreement.measure(
-        made.model, made.batch, advantages_BL, made.yardstick, 0, shuffles=5, update_shuffles=2
-    )
-    return measured | places.measure(made.batch, advantages_BL, 0)
+    """As a run makes them, of a signal in place of a name."""
+    job = work.Job("small", 0, (), work.Settings(update_shuffles=2), Path())
+    prepared = work.Prepared(lambda: made.model, TOKENIZER, made.batch, made.yardstick, {})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(work, "signal_of", lambda spec, task: signal)
+        measured, responses = work.measure(made.model, prepared, "planted", job)
+        patch.setattr(work, "signal_of", lambda spec, task: signal_of("place alone"))
+        _, of_place = work.measure(made.model, prepared, "place alone", job)
+    return measured | results.places(responses, of_place)
 
 
 def test_a_perfect_method_reaches_the_ceiling(made: Small) -> None:
-    measured, ceiling = figures(made, signal_of("exact credit")), made.yardstick.ceiling.value
+    measured, ceiling = figures(made, signal_of("exact credit")), made.yardstick.own.value
     assert measured["credit"].value == pytest.approx(1, abs=1e-5)
     assert measured["credit_shuffled"].value < 0.3
-    assert measured["token"].value == measured["alike"].value == measured["hit"].value == 1
+    assert measured["first"].value == measured["first_hit"].value == 1
     # 64 responses a problem are nearly free of the noise of sampling.
     assert ceiling > 0.2 and measured["update"].value == pytest.approx(ceiling, abs=0.35 * ceiling)
     assert measured["update_gain"].value > 0.5 * measured["update"].value
     first = figures(made, signal_of("first error"))
-    assert first["token"].value == first["hit"].value == 1 and first["token_gain"].value > 0.4
+    assert first["first"].value == first["first_hit"].value == 1 and first["first_gain"].value > 0.4
 
 
 def test_a_useless_method_is_its_control(made: Small) -> None:
     measured = figures(made, Noise())
-    for name in ("token", "step"):
-        assert measured[name].value == pytest.approx(0.5, abs=0.08)
-    for name in ("token_gain", "step_gain", "hit_gain", "credit_gain"):
+    assert abs(measured["first"].value - 0.5) < 4 * measured["first"].error + 0.01
+    for name in ("first_gain", "first_hit_gain", "credit_gain"):
         assert abs(measured[name].value) < 4 * measured[name].error + 0.01, name
     same = figures(made, signal_of("uniform"))
-    for name in ("token", "step", "hit", "credit", "update"):
+    for name in ("first", "first_hit", "credit", "update"):
         assert same[f"{name}_gain"].value == pytest.approx(0, abs=1e-6), name
 
 
 def test_a_method_that_praises_the_error_finds_nothing(made: Small) -> None:
     measured = figures(made, Praise())
-    assert [measured[name].value for name in ("token", "alike", "hit")] == [0, 0, 0] and measured["step"].value < 0.5
+    assert [measured[name].value for name in ("first", "first_hit")] == [0, 0]
 
 
 def test_several_models_carry_the_differences_between_them() -> None:
@@ -122,16 +143,16 @@ def test_a_yardstick_of_the_same_problems_is_caught(made: Small) -> None:
         yardstick_of(made.model, [*OTHERS[1:], OF_UPDATE[0]])
     # What it would have shown: every update that learns its own problems, by heart too, is near it.
     same = Yardstick(made.yardstick.own_GN, made.yardstick.own_GN)
-    assert same.ceiling.value == pytest.approx(1, abs=1e-6) and made.yardstick.ceiling.value < 0.9
+    assert same.own.value == pytest.approx(1, abs=1e-6) and made.yardstick.own.value < 0.9
     (update_GN,) = agreement.updates(
-        made.model, made.batch, [credit(made.model, TOKENIZER, made.batch, signal_of("uniform"))]
+        made.model, made.batch, [credit(made.model, TOKENIZER, made.batch, signal_of("uniform")).advantages_BL]
     )
     assert same.cosines(update_GN)[0] > made.yardstick.cosines(update_GN)[0] + 0.3
 
 
 def test_the_update_is_the_gradient_of_the_weighted_log_probabilities(made: Small) -> None:
     batch, model = made.batch, made.model
-    advantages_BL = credit(model, TOKENIZER, batch, signal_of("place alone"))
+    advantages_BL = credit(model, TOKENIZER, batch, signal_of("place alone")).advantages_BL
     (update_GN,) = agreement.updates(model, batch, [advantages_BL])
     total = torch.zeros(())
     for row in (batch.groups_B == 0).nonzero().flatten().tolist():
@@ -157,27 +178,90 @@ def test_errors_are_jackknives_of_plain_cosines(made: Small) -> None:
     assert without_G[2] == pytest.approx(plain([0, 1, *groups[3:]], parts), rel=1e-3)
     assert without_C[1] == pytest.approx(plain(groups, [0, *parts[2:]]), rel=1e-3)
     variance = sum((len(left) - 1) * np.var(left) for left in (without_G, without_C))
-    assert yardstick.ceiling.error == pytest.approx(np.sqrt(variance))
+    assert yardstick.own.error == pytest.approx(np.sqrt(variance))
 
 
-def test_shuffling_moves_values_within_their_response_alone(made: Small) -> None:
+def test_shuffling_moves_scored_tokens_within_their_response_alone(made: Small) -> None:
     batch = made.batch
-    values_BL = torch.rand(batch.input_ids_BL.shape) * batch.response_mask_BL
-    one, two = all_shuffled(batch, values_BL, 2, 0)
-    assert not torch.equal(one, values_BL) and not torch.equal(one, two)
-    for row in range(0, len(values_BL), 37):
-        assert sorted(batch.response(row, one)) == sorted(batch.response(row, values_BL))
-    assert not one[batch.response_mask_BL == 0].any()
-    by_hand = shuffled(
-        torch.tensor([[9.0, 1.0, 2.0, 3.0, 9.0]]), torch.tensor([[0, 1, 1, 1, 0]]), np.array([[0, 0.5, 0.9, 0.1, 0]])
-    )
-    assert by_hand.tolist() == [[9, 3, 1, 2, 9]]
+    moved_BL = batch.response_mask_BL.bool() & (torch.rand(batch.input_ids_BL.shape) < 0.7)
+    given = Credit(torch.rand(moved_BL.shape) * batch.response_mask_BL, moved_BL, [])
+    one, two = all_shuffled(given, 0, 2)
+    assert not torch.equal(one, given.advantages_BL) and not torch.equal(one, two)
+    assert torch.equal(one[~moved_BL], given.advantages_BL[~moved_BL])
+    for row in range(0, len(moved_BL), 37):
+        assert sorted(one[row].tolist()) == sorted(given.advantages_BL[row].tolist())
+    of_hand = Credit(torch.tensor([[9.0, 1.0, 2.0, 3.0, 9.0]]), torch.tensor([[0, 1, 1, 1, 0]]).bool(), [])
+    assert shuffled(of_hand, np.array([[0, 0.5, 0.9, 0.1, 0]])).tolist() == [[9, 3, 1, 2, 9]]
 
 
-def test_figures_of_a_response_by_hand() -> None:
-    label = Label(2, np.array([0, 1, 1, 0], dtype=bool), np.array([1, 0, 1, 0], dtype=bool))
-    figures_of_response = of_response(np.array([3.0, 1.0, 3.0, 2.0]), label)
-    assert figures_of_response == {"token": 2.5 / 3, "alike": 0.5, "step": 1.5 / 4, "hit": 0.5, "hit_step": 0.5}
+def test_an_answers_own_weight_is_not_shuffled(made: Small) -> None:
+    """GRAIL gives the answer weight 5 whatever its score."""
+    given = credit(made.model, TOKENIZER, made.batch, signal_of("grail"))
+    heavy_BL = (given.advantages_BL.abs() - 5 * made.batch.advantages_B.abs()[:, None]).abs() < 1e-6
+    heavy_BL &= given.advantages_BL != 0
+    assert heavy_BL.any() and given.moved_BL.any() and not (heavy_BL & given.moved_BL)[:, -1].any()
+    for row in [row for row, scored in enumerate(given.scored) if scored][::7]:
+        mask_T = made.batch.response_mask_BL[row].bool()
+        text = TOKENIZER.decode(made.batch.input_ids_BL[row][mask_T])
+        if text.count("boxed") == 1:
+            assert given.moved_BL[row][mask_T].sum() == text.index("\\boxed")  # a token a character up to there
+
+
+def test_figures_by_hand() -> None:
+    """Three steps of two tokens; the fourth holds the answer."""
+    values_T = np.array([3.0, 1.0, 3.0, 2.0, 0.0, 1.0, 9.0])
+    step_T, kind_T = np.array([0, 0, 1, 1, 2, 2, 3]), np.array([1, 2, 1, 2, 1, 2, 1])
+    first_T = np.arange(7) == 2
+    label = labelled("a", "p", step_T, kind_T, np.arange(7) < 6, 1, first_T)
+    assert label.step == 1 and label.step_T.tolist() == [0, 0, 1, 1, 2, 2, -1]
+    found = by_step(values_T, label)
+    assert found["step"].tolist() == [0.5, 1, 0] and found["hit"].tolist() == [0, 1, 0]
+    assert found["token"][1] == (3.5 + 3) / 8 and found["alike"][1] == (1.5 + 2) / 4
+    assert found["after"][1] == 0 and np.isnan(found["after"][[0, 2]]).all()
+    figures_of_error = of_error(values_T, label)
+    assert (figures_of_error["first"], figures_of_error["first_hit"]) == (1.5 / 2, 0.5)
+    # Steps without a compared token are none; an error among them is no label.
+    assert labelled("a", "p", step_T, kind_T, np.arange(7) < 6, 3) is None
+    assert labelled("a", "p", step_T, kind_T, step_T != 0, 1).step == 0
+    assert labelled("a", "p", step_T, kind_T, np.arange(7) < 2, fewest=2) is None
+
+
+def test_step_figures_are_those_of_plain_loops() -> None:
+    rng = np.random.default_rng(0)
+    for _ in range(30):
+        length, steps = int(rng.integers(8, 30)), int(rng.integers(2, 6))
+        step_T = np.sort(np.concatenate([np.arange(steps), rng.integers(0, steps, length - steps)]))
+        label = Label("a", "p", step_T, rng.integers(0, 3, length))
+        values_T = rng.integers(0, 4, length).astype(float)
+        found = by_step(values_T, label)
+        for step in range(steps):
+            mine_T = step_T == step
+            assert found["token"][step] == pytest.approx(auroc(values_T, mine_T))
+            pairs = [(a, b) for a in np.flatnonzero(mine_T) for b in np.flatnonzero(~mine_T)]
+            wins = [(values_T[a] > values_T[b]) + (values_T[a] == values_T[b]) / 2 for a, b in pairs]
+            alike = [w for w, (a, b) in zip(wins, pairs, strict=True) if label.kind_T[a] == label.kind_T[b]]
+            assert found["token"][step] == pytest.approx(np.mean(wins))
+            assert found["alike"][step] == pytest.approx(np.mean(alike)) if alike else np.isnan(found["alike"][step])
+            means = np.array([values_T[step_T == one].mean() for one in range(steps)])
+            above = [(means[step] > m) + (means[step] == m) / 2 for one, m in enumerate(means) if one != step]
+            assert found["step"][step] == pytest.approx(np.mean(above))
+            after = [(a > b) + (a == b) / 2 for a in means[step + 1 :] for b in means[:step]]
+            assert found["after"][step] == pytest.approx(np.mean(after)) if after else np.isnan(found["after"][step])
+
+
+def test_differences_from_controls_hold_the_truth_in_19_of_20_samples() -> None:
+    """Values and controls with the same effect of place and no difference, all or ten controls a value."""
+    rng = np.random.default_rng(0)
+    covered: tuple[list[bool], list[bool]] = ([], [])
+    for _ in range(1500):
+        places_W = rng.random(40)
+        own_W = np.sin(3 * places_W) + rng.normal(0, 0.3, 40)
+        controls_WC = np.sin(3 * places_W)[:, None] + rng.normal(0, 0.2, 25) + rng.normal(0, 0.1, (40, 25))
+        strangers_WC = np.argsort(rng.random((40, 25)), axis=1) >= 10
+        for place, of_WC in enumerate((controls_WC, np.where(strangers_WC, np.nan, controls_WC))):
+            _, gain = above_controls(own_W, of_WC, range(40), range(25))
+            covered[place].append(abs(gain.value) <= gain.half)
+    assert all(0.935 < np.mean(of) < 0.965 for of in covered), list(map(np.mean, covered))
 
 
 def test_labels_are_the_first_wrong_token_of_incorrect_responses(made: Small) -> None:
@@ -190,8 +274,7 @@ def test_labels_are_the_first_wrong_token_of_incorrect_responses(made: Small) ->
         assert batch.rewards_B[row] == correct and not (correct and label)
         if label is not None and text == f"{problem.text}={problem.answer + 1};\\boxed{{{problem.answer + 1}}}":
             seen += 1
-            assert label.token == 4 and label.step_T.tolist() == [True] * 6 + [False] * (len(label.step_T) - 6)
-            assert label.alike_T.nonzero()[0].tolist() == [4]
+            assert label.step == 0 and label.first_T.nonzero()[0].tolist() == [4]
     assert seen > 50
 
 
@@ -209,8 +292,17 @@ def test_methods_that_need_more_say_so(made: Small) -> None:
         )
 
 
+def test_a_method_that_writes_into_what_it_gets_reaches_no_other(made: Small) -> None:
+    batch = replace(made.batch, fields={**made.batch.fields, "own": [[] for _ in made.batch.labels]})
+    tensors = {name: value.clone() for name, value in vars(batch).items() if isinstance(value, torch.Tensor)}
+    credit(made.model, TOKENIZER, batch, Vandal())
+    for name, value in tensors.items():
+        assert torch.equal(value, getattr(batch, name)), name
+    assert batch.fields["own"][0] == [] and "gone" not in batch.examples[0].columns
+
+
 def test_a_method_may_read_rewards_and_is_of_turns_by_its_base_alone(made: Small) -> None:
-    advantages_BL = credit(made.model, TOKENIZER, made.batch, type("TurnSignal", (Rewarded,), {})())
+    advantages_BL = credit(made.model, TOKENIZER, made.batch, type("TurnSignal", (Rewarded,), {})()).advantages_BL
     expected_B1 = (made.batch.rewards_B * made.batch.advantages_B)[:, None]
     torch.testing.assert_close(advantages_BL, expected_B1 * made.batch.response_mask_BL)
     assert advantages_BL.any()

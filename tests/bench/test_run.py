@@ -1,17 +1,16 @@
-"""A run of the bench: a method of another package, one that needs turns, resuming, the page and the CSV file."""
+"""A run of the bench on its tasks: methods of another package, resuming, the page and the CSV file."""
 
 from __future__ import annotations
 
-import csv
+import json
 from collections.abc import Iterator
 from dataclasses import replace
-from html.parser import HTMLParser
+from importlib import metadata
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from bench import methods, page, work
+from bench import code, methods, page, results, work
 from bench.__main__ import main
 from bench.policy import roll_out
 from bench.statistics import Estimate
@@ -22,7 +21,7 @@ from tests.bench.small import OF_UPDATE, Small, small
 FOREIGN = '''
 """A method of another package: all weight on the token after an equals sign."""
 import torch
-
+from bench_foreign_helper import VALUE
 from grail_advantage import Reshaped, Signal, register_signal
 
 
@@ -32,7 +31,7 @@ class ForeignResults(Signal):
 
     def scores(self, batch, of_pass_BT):
         after_BT = torch.roll(batch.tokens_BT == batch.tokenizer.convert_tokens_to_ids("="), 1, dims=1)
-        return after_BT.float()
+        return VALUE * after_BT.float()
 
     def reshape(self, scores_BT, statistics_BT, batch):
         return Reshaped(scores_BT)
@@ -52,6 +51,7 @@ def foreign(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     folder = tmp_path / "package"
     (folder / "foreign_results-1.0.dist-info").mkdir(parents=True)
     (folder / "bench_foreign.py").write_text(FOREIGN)
+    (folder / "bench_foreign_helper.py").write_text("VALUE = 1.0\n")
     about = "Metadata-Version: 2.1\nName: foreign-results\nVersion: 1.0\n"
     (folder / "foreign_results-1.0.dist-info/METADATA").write_text(about)
     entry = "[grail_advantage.signals]\nforeign_results = bench_foreign\n"
@@ -71,17 +71,18 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Small:
     one = one._replace(batch=batch, yardstick=replace(one.yardstick, own_GN=one.yardstick.own_GN[:3]))
     nothing = float("nan")
     own = {
-        "ceiling": one.yardstick.ceiling,
+        "own gradient": one.yardstick.own,
         "halves": Estimate(one.yardstick.halves, nothing, 7),
         "accuracy": Estimate(0.4, nothing, 3),
         "mixed groups": Estimate(3, nothing, 3),
         "known first errors": Estimate(20, nothing, 3),
     }
     monkeypatch.setattr(work, "TASKS", ("misconceptions",))
-    monkeypatch.setattr(work, "prepare", lambda job: (one.model, TOKENIZER, batch, one.yardstick, own))
+    prepared = work.Prepared(lambda: one.model, TOKENIZER, batch, one.yardstick, own)
+    monkeypatch.setattr(work, "prepare", lambda job: prepared)
     references = {name: methods.REFERENCES[name] for name in ("place alone", "exact credit")}
-    monkeypatch.setattr(methods, "REFERENCES", references)
-    monkeypatch.setattr(page, "REFERENCES", references)
+    for module in (methods, page, results):
+        monkeypatch.setattr(module, "REFERENCES", references)
     return one
 
 
@@ -89,50 +90,53 @@ def test_a_method_of_another_package_is_measured_once(foreign: Path, made: Small
     names = ["foreign_results", "foreign_turns"]
     folder = tmp_path / "out"
 
-    def run() -> list[dict[str, Any]]:
-        return work.run(names, folder, SETTINGS, seeds=1, processes=1)
+    def run() -> results.Result:
+        code.code_digest.cache_clear()
+        return work.run(names, folder, SETTINGS, seeds=2, processes=1)
 
-    rows = run()
-    values = {(row["method"], row["figure"]): float(row["value"]) for row in rows if row["figure"]}
-    assert {method for method, _ in values} == {"all", *methods.REFERENCES, "uniform", "foreign_results"}
+    result = run()
+    (task,) = result["tasks"]
+    figures = results.figures_of(task)
+    assert figures.keys() == {*methods.REFERENCES, "uniform", "foreign_results"}
     # The small model's first wrong token is nearly always the result; the aim is certain, the credit is not.
-    assert values["foreign_results", "hit"] > 0.8 > 0.2 > values["foreign_results", "hit_shuffled"]
-    assert values["foreign_results", "passes"] == 0 and values["exact credit", "credit"] == pytest.approx(1)
-    assert [row["note"] for row in rows if row["method"] == "foreign_turns"] == ["needs the field tool_rewards"]
+    own = {name: one.value for name, one in figures["foreign_results"].items()}
+    assert own["first_hit"] > 0.8 > 0.3 > own["first_hit_shuffled"] and own["passes"] == 0
+    assert figures["exact credit"]["credit"].value == pytest.approx(1) and figures["uniform"]["first_hit"].count == 2
+    assert task["methods"]["foreign_turns"] == {"note": "needs the field tool_rewards", "parts": []}
 
     real, measured = work.measure, []
-    monkeypatch.setattr(work, "measure", lambda *given: measured.append(given[4]) or real(*given))
-    assert run() == rows and measured == []
-    (foreign / "bench_foreign.py").write_text(FOREIGN + "\n# another version\n")
+    monkeypatch.setattr(work, "measure", lambda *given: measured.append(given[2]) or real(*given))
+    assert (
+        json.loads(results.write_json(run()["tasks"])) == json.loads(results.write_json(result["tasks"]))
+        and measured == []
+    )
+    for name in ("bench_foreign.py", "bench_foreign_helper.py"):
+        (foreign / name).write_text((foreign / name).read_text() + "\n# another version\n")
+        run()
+        assert sorted(measured) == ["foreign_results", "foreign_results", "foreign_turns", "foreign_turns"], name
+        measured.clear()
+    monkeypatch.setattr(code, "version", lambda name: "0" if name == "torch" else metadata.version(name))
     run()
-    assert measured == names, "their source is another one"
+    assert len(measured) == 2 * 5, "all methods, with another torch"
 
     markdown = tmp_path / "page.md"
     markdown.write_text("# Page\n\n<!-- bench -->\n<!-- /bench -->\n")
-    paths = page.write(rows, folder, SETTINGS, markdown)
-    assert [path.name for path in paths] == ["index.html", "bench.csv", "page.md"]
-    with paths[1].open() as file:
-        assert [dict(row) for row in csv.DictReader(file)] == rows
+    paths = page.write(result | {"quick": True}, folder, markdown)
+    assert [path.name for path in paths] == ["results.json", "index.html", "bench.csv", "page.md"]
+    rows = page.read_rows(paths[2])
+    told = {row["figure"]: float(row["value"]) for row in rows if row["method"] == "foreign_results"}
+    assert told["first_hit"] == own["first_hit"] and "This was a quick run" in paths[1].read_text()
     text = markdown.read_text()
     assert text.count("| foreign_results |") == 3 and "| foreign_turns | needs the field tool_rewards |" in text
-    assert (tmp_path / "images/page_1.svg").read_text().startswith("<svg")
-    parser = HTMLParser()
-    parser.feed(paths[0].read_text())
-    assert "http" not in paths[0].read_text().replace("http://www.w3.org/2000/svg", ""), "nothing is loaded"
-
-    markdown.write_text(text + "\n<!-- gsm8k -->\n<!-- /gsm8k -->\n")
-    page.write([*rows, *({**row, "task": work.GSM8K} for row in rows)], folder, SETTINGS, markdown)
-    longer = markdown.read_text()
-    assert longer.startswith(text) and longer.count("| foreign_results |") == 4, "GSM8K's table alone is added"
+    assert (tmp_path / "images/bench_1.svg").read_text().startswith("<svg")
 
 
-def test_another_file_of_solutions_is_measured_anew(tmp_path: Path) -> None:
-    paths, files = [tmp_path / "a.jsonl", tmp_path / "b.jsonl", tmp_path / "same_as_a.jsonl"], []
-    for path, text in zip(paths, ("one", "two", "one"), strict=True):
-        path.write_text(text)
-        job = work.Job(work.GSM8K, 0, ("uniform",), SETTINGS, tmp_path, path)
-        files.append([job.file(spec) for spec in (work.SETTING, "uniform")])
-    assert files[0] == files[2] and set(files[0]).isdisjoint(files[1])
+def test_a_model_of_other_code_is_another_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = code.code_digest(frozenset({"verl_cpu"}))
+    monkeypatch.setattr(code, "version", lambda name: "0" if name == "transformers" else metadata.version(name))
+    code.code_digest.cache_clear()
+    assert code.code_digest(frozenset({"verl_cpu"})) != before
+    code.code_digest.cache_clear()
 
 
 def test_what_the_user_can_fix_is_one_line() -> None:
@@ -150,6 +154,11 @@ def test_what_the_user_can_fix_is_one_line() -> None:
         (["grail", "--train", "--seeds", "0"], "--tuning-seeds, --tuning-batches and --seeds must be at least 1"),
         (["grail", "mt_grpo", "--train"], "mt_grpo needs turns, which training"),
         (["exact credit", "--train"], "exact credit needs the field bench_exact, which training"),
+        (["--labelled", "nosuch.jsonl"], "--labelled needs --model"),
+        (["--labelled", "nosuch.jsonl", "--model", "x"], "nosuch.jsonl: cannot be read"),
+        (["compare", "a.json"], "write python -m bench compare"),
+        (["compare", "a.json", "b.json"], "a.json: cannot be read as a results.json"),
+        (["convert", "prm800k", str(Path(__file__)), "out.jsonl"], "is no JSON"),
     ):
         with pytest.raises(SystemExit, match=message):
             main(arguments)

@@ -30,7 +30,7 @@ def test_the_loss_is_verls() -> None:
     from verl.workers.config import FSDPActorConfig
 
     batch, model = small().batch, build_model(TOKENIZER, 1).eval()
-    advantages_BL = credit(model, TOKENIZER, batch, signal_of("place alone"))
+    advantages_BL = credit(model, TOKENIZER, batch, signal_of("place alone")).advantages_BL
     train.add_gradient(model, batch, advantages_BL, SETTINGS)
     own = [parameter.grad.clone() for parameter in model.parameters()]
     model.zero_grad()
@@ -131,13 +131,14 @@ def test_models_are_made_once_and_before_the_runs(tmp_path: Path, monkeypatch: p
 
 def test_a_model_that_another_process_finishes_first_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     other = build_model(TOKENIZER, 99)
-    place = tmp_path / "choices-seed1-5"
+    monkeypatch.setattr(policy, "digest", lambda value: "code")
+    place = tmp_path / "choices-seed1-5-code"
     monkeypatch.setattr(policy, "warm_up", lambda *_, **__: other.save_pretrained(place))
     model = policy.initial_model("choices", 1, 5, tmp_path)
     for own, parameter in zip(model.parameters(), other.parameters(), strict=True):
         assert torch.equal(own, parameter)
     assert list(tmp_path.iterdir()) == [place]
-    monkeypatch.setattr(policy, "warm_up", lambda *_, **__: (tmp_path / "choices-seed2-5").write_text("no folder"))
+    monkeypatch.setattr(policy, "warm_up", lambda *_, **__: (tmp_path / "choices-seed2-5-code").write_text("no folder"))
     with pytest.raises(OSError, match="choices-seed2-5"):
         policy.initial_model("choices", 2, 5, tmp_path)
 

@@ -1,0 +1,160 @@
+"""A model's own errors without a labeller: it solves GSM8K, and the first error is the first written equation that is false.
+
+``python -m bench sample QUESTIONS OUT --model NAME`` writes lines of :mod:`bench.labelled`; QUESTIONS has ``question`` and
+``answer`` a line, as GSM8K. The error is the right side of the false equation. An incorrect solution without a false
+equation, and a correct one with one, are left out and counted when the file is read, as is one without an answer.
+
+An equation counts where both sides are complete expressions of numbers, ``+ - * /`` and brackets, and one has an operator:
+``2 * 3 = 6 apples`` counts, ``half of 10 + 2 = 7`` does not. Values are exact; a decimal on the right may be rounded or cut
+off.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import json
+import random
+import re
+from collections.abc import Callable, Sequence
+from fractions import Fraction
+from operator import add, mul, sub, truediv
+from pathlib import Path
+
+import numpy as np
+
+from bench.convert import BOX
+from bench.labelled import Model, add_model, load
+from grail_advantage.view.analysis.responses import json_lines
+from verl_cpu.tiny.sampling import sample
+from verl_cpu.tiny.task import boxed_answer
+
+TOGETHER = 4
+"""Questions that are sampled together."""
+_NUMBER = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+"
+_SIDE = rf"[-+(\s$£€]*(?:{_NUMBER})[\s%)]*(?:[-+*/][-+(\s$£€]*(?:{_NUMBER})[\s%)]*)*"
+_EQUATIONS = re.compile(rf"{_SIDE}(?:=(?:{_SIDE}))+")
+_SIGNS = (
+    (r"\times", "*"),
+    (r"\cdot", "*"),
+    (r"\div", "/"),
+    ("\u00d7", "*"),
+    ("\u00f7", "/"),
+    ("\u2212", "-"),
+    ("\u2013", "-"),
+    (r"\$", "$"),
+    (r"\%", "%"),
+)
+_SIGNS += tuple((word, "") for word in (r"\left", r"\right", "**", r"\(", r"\)", r"\[", r"\]"))
+_WORDS = "of|from|by|times|plus|minus|than|over|to|per|and|divided|subtract|add|multiply|half|twice|mod"
+_BEFORE = re.compile(rf"[-+*/^=<>\\\\()}}]\s*$|[\w\]'.]$|\d +$|x +$|\b(?:{_WORDS})\s*$", re.IGNORECASE)
+"""What makes an expression part of a longer one, or of other words, where it stands before it; likewise behind it."""
+_AFTER = re.compile(
+    r"[\w\\{]|\.\d| +\d|\s*(?:[-+*/^=(]|with\b|and\b|r\b|mod|\\(?!text|quad|[,;!]))|[^.\n]{0,30}(?:remainder|quotient)",
+    re.IGNORECASE,
+)
+_OPERATOR = re.compile(r"[\d)%]\s*[-+*/]")
+_OPERATIONS: dict[type, Callable] = {ast.Add: add, ast.Sub: sub, ast.Mult: mul, ast.Div: truediv}
+
+
+def evaluate(expression: str) -> Fraction | None:
+    """The exact value of numbers, ``+ - * /`` and parentheses; ``None`` for anything else."""
+    text = re.sub(r"[$£€,]", "", re.sub(r"%", "/100", expression)).strip()
+
+    def value(node: ast.expr) -> Fraction:
+        if isinstance(node, ast.Constant):
+            return Fraction(ast.get_source_segment(text, node) or "")
+        if isinstance(node, ast.BinOp):
+            return _OPERATIONS[type(node.op)](value(node.left), value(node.right))
+        if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+            return -value(node.operand)
+        raise ValueError
+
+    try:
+        return value(ast.parse(text, mode="eval").body) if len(text) < 200 else None
+    except (ValueError, SyntaxError, KeyError, ZeroDivisionError, RecursionError, MemoryError):
+        return None
+
+
+def first_false(text: str) -> tuple[int, int] | None:
+    """Characters of the right side of the first false equation; ``None`` where there is none."""
+    plain = text
+    for written, sign in _SIGNS:
+        plain = plain.replace(written, sign.rjust(len(written)))
+    plain = re.sub(r"(?<=[\d)%])( ?)x( ?)(?=[\d$.])", r"\1*\2", plain)
+    for match in _EQUATIONS.finditer(plain):
+        equation = match.group()
+        before = plain[: match.start() + len(equation) - len(equation.lstrip())]
+        signed = equation.lstrip()[0] in "+-" and re.search(r"[\w)}|\]]\s*$", before)
+        if signed or _BEFORE.search(before) or _AFTER.match(plain, match.start() + len(equation.rstrip())):
+            continue
+        start, left, reckoned = match.start(), None, False
+        for side in equation.split("="):
+            value = evaluate(side)
+            if reckoned and left is not None and value is not None and not _same(left, equation, value, side):
+                return start + len(side) - len(side.lstrip()), start + len(side.rstrip())
+            left, start = value, start + len(side) + 1
+            reckoned |= bool(_OPERATOR.search(side))
+    return None
+
+
+def _same(left: Fraction, equation: str, right: Fraction, side: str) -> bool:
+    """Whether two sides are equal, the right one rounded or cut off, and a percentage written as its number."""
+    decimals = len(side.strip(" $%)").partition(".")[2]) if not _OPERATOR.search(side) else 0
+    scales = (1, 100, Fraction(1, 100)) if "%" in equation else (1,)
+    apart = [abs(left * scale - right) for scale in scales]
+    return any(one < Fraction(1, 10**decimals) if decimals else not one for one in apart)
+
+
+def main(arguments: Sequence[str]) -> None:
+    """``python -m bench sample QUESTIONS OUT --model NAME``; questions that OUT has are not sampled again."""
+    parser = argparse.ArgumentParser(
+        prog="python -m bench sample", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("questions", type=Path)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--problems", type=int, default=200, help="questions, drawn at random")
+    parser.add_argument("--samples", type=int, default=4, help="solutions of each")
+    parser.add_argument("--length", type=int, default=320, help="most tokens of a solution")
+    parser.add_argument("--temperature", type=float, default=1.0)
+    parser.add_argument("--answer", default="boxed", help='format of answers that a solution must have; "" for none')
+    add_model(parser)
+    options = parser.parse_args(arguments)
+    if options.model is None:
+        raise ValueError("sample needs --model, which solves the questions")
+    asked = [
+        (number, line["question"], line["answer"].rpartition("####")[2])
+        for number, line in json_lines(options.questions)
+    ]
+    asked = random.Random(0).sample(asked, min(len(asked), options.problems))
+    done = {line["problem"] for _, line in json_lines(options.out)} if options.out.exists() else set()
+    model, tokenizer = load(Model.of(options))
+    waiting = [one for one in asked if str(one[0]) not in done]
+    for first in range(0, len(waiting), TOGETHER):
+        some = [one for one in waiting[first : first + TOGETHER] for _ in range(options.samples)]
+        prompts = []
+        for _, question, _ in some:
+            message = [{"role": "user", "content": question + BOX}]
+            chat = tokenizer.apply_chat_template(message, add_generation_prompt=True, return_dict=False)
+            prompts.append(chat if tokenizer.chat_template else tokenizer.encode(question + BOX))
+        drawn = [
+            np.random.default_rng(number).random((options.samples, options.length))
+            for number, *_ in some[:: options.samples]
+        ]
+        responses = sample(model, tokenizer, prompts, np.concatenate(drawn), options.temperature)
+        lines = []
+        for place, ((number, question, truth), response) in enumerate(zip(some, responses, strict=True)):
+            text = tokenizer.decode(response, skip_special_tokens=True)
+            answer = evaluate(boxed_answer(text) or "")
+            line = {
+                "id": f"{number}/{place % options.samples}",
+                "problem": str(number),
+                "prompt": question + BOX,
+                "text": text,
+            }
+            line |= {"error": first_false(text), "correct": answer is not None and answer == evaluate(truth)}
+            line |= {"source": options.model, "ground_truth": truth.strip(), "answer": options.answer}
+            lines.append(json.dumps(line, ensure_ascii=False))
+        with options.out.open("a", encoding="utf-8") as file:
+            file.write("\n".join([*lines, ""]))
+        print(f"{min(first + TOGETHER, len(waiting))} of {len(waiting)} questions", flush=True)
