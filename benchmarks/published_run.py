@@ -293,7 +293,10 @@ def draw_ratio(result: dict[str, Any], path: Path) -> None:
     figure, axes = plt.subplots(1, 2, figsize=(9, 3.4), layout="constrained")
     for axis, (name, found) in zip(axes, result["models"].items(), strict=True):
         axis.scatter(found["tokens"], np.exp(found["log_ratio"]), s=12, alpha=0.6, color="#2563a8", linewidths=0)
-        axis.set(title=name, xlabel="tokens of the response", ylabel="factor of its loss", yscale="log")
+        few = min(found["log_ratio"]) > -1
+        axis.set(
+            title=name, xlabel="tokens of the response", ylabel="factor of its loss", yscale="linear" if few else "log"
+        )
         axis.axhline(1, color="#888888", linewidth=0.8)
         axis.grid(alpha=0.25)
     figure.savefig(path, dpi=110)
