@@ -11,8 +11,9 @@ import pandas as pd
 from pebble import ProcessPool
 
 from recipe.evaluate.sampling import KEY
-from recipe.reward import compute_score, last_boxed
+from recipe.reward import compute_score
 
+BOX = "\\boxed{"
 METRICS = ["acc", "pass", "tokens", "unanswered", "truncated"]
 BOTH, PUBLISHED = "both", ["acc, published", "pass, published"]
 """The grader that gives ``reward``'s verdicts and, as metrics beside them, the published ones."""
@@ -25,19 +26,45 @@ def by_reward(samples: pd.DataFrame) -> list[dict[str, Any]]:
 
 
 def as_published(samples: pd.DataFrame) -> list[dict[str, Any]]:
-    """As in the code published with GRAIL: math-verify reads both between dollar signs, without cleaning. A response is
-    untrusted text, so other processes read it, with limits."""
+    """As in the code published with GRAIL (``src/eval/eval_results_base.py``): math-verify reads both between dollar signs,
+    without cleaning. A response is untrusted text, so other processes read it, with limits."""
     memory = (resource.RLIMIT_AS, (4 << 30, 4 << 30))
+    golds = [published_gold(*each) for each in zip(samples["benchmark"], samples["gold"], strict=True)]
     with ProcessPool(initializer=resource.setrlimit, initargs=memory, context=get_context("spawn")) as pool:
-        futures = [pool.schedule(_published, x, timeout=30) for x in zip(samples["text"], samples["gold"], strict=True)]
+        futures = [pool.schedule(_published, x, timeout=30) for x in zip(samples["text"], golds, strict=True)]
         lost = {"score": False, "answer_found": True, "verify_failed": True, "pred": ""}
         return [lost if future.exception() else future.result() for future in futures]
+
+
+def published_gold(benchmark: str, gold: str) -> str:
+    """What the published code makes of a ground truth: the ``str`` of what its file holds.
+
+    OlympiadBench's holds a list, AMC23's a float.
+    """
+    if benchmark == "olympiadbench":
+        return str([gold])
+    return str(float(gold)) if benchmark == "amc23" and gold.isdigit() else gold
+
+
+def published_box(text: str) -> str | None:
+    """The last box as the published code finds it: every brace counts, and one that does not close ends the search."""
+    found, at = None, text.find(BOX)
+    while at >= 0:
+        start = end = at + len(BOX)
+        depth = 1
+        while depth and end < len(text):
+            depth += {"{": 1, "}": -1}.get(text[end], 0)
+            end += 1
+        if depth:
+            break
+        found, at = text[start : end - 1], text.find(BOX, end)
+    return found
 
 
 def _published(text: str, gold: str) -> dict[str, Any]:
     from math_verify import parse, verify
 
-    answer = last_boxed(text)
+    answer = published_box(text)
     right = answer is not None and verify(parse(f"${gold}$"), parse(f"${answer}$"))
     return {"score": right, "answer_found": answer is not None, "verify_failed": False, "pred": (answer or "")[:128]}
 

@@ -26,7 +26,7 @@ from recipe.data.convert import FEATURES, user_messages
 from recipe.evaluate import report
 from recipe.evaluate.__main__ import main, regrade
 from recipe.evaluate.checkpoint import resolve_model
-from recipe.evaluate.grading import METRICS, grade
+from recipe.evaluate.grading import METRICS, grade, published_box, published_gold
 from recipe.evaluate.sampling import load_benchmarks, open_samples, read_samples
 from verl_cpu.tiny.model import build_model, build_tokenizer
 
@@ -139,6 +139,32 @@ def test_regrade(tmp_path: Path) -> None:
     main(["--regrade", str(tmp_path)])
     assert {file.name: file.read_bytes() for file in tmp_path.glob("*.[jm]*")} == files
     assert json.loads(files["results.json"])["benchmarks"]["aime24"]["acc@3"]["value"] == pytest.approx(1 / 6)
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        (r"\boxed{1} then \boxed{\frac{1}{2}}.", r"\frac{1}{2}"),
+        (r"\boxed{1} then \boxed{2", "1"),
+        (r"\boxed{2 then \boxed{1}", None),
+        (r"\boxed{\left\{ x=1 \right.}", None),
+        ("no box", None),
+    ],
+)
+def test_the_published_box(text: str, found: str | None) -> None:
+    assert published_box(text) == found
+
+
+def test_the_published_grader_reads_a_list_as_python_prints_it() -> None:
+    """Given the gold itself; OlympiadBench's is a list in its file, of which math-verify then reads a bracket."""
+    golds = {"olympiadbench": ["2", r"$\frac{1}{2 n+2}$", "$2^{1009}$", "$2n-2$"], "college_math": ["2", r"$2^{1009}$"]}
+    rows = [(name, gold) for name, of_name in golds.items() for gold in of_name]
+    texts = [rf"\boxed{{{gold.strip('$')}}}" for _, gold in rows]
+    samples = pd.DataFrame({"benchmark": [name for name, _ in rows], "gold": [gold for _, gold in rows], "text": texts})
+    samples = samples.assign(index=0, sample=0, prompt="p", tokens=1, finish_reason="stop")
+    assert grade(samples, "published")["right"].tolist() == [True, False, False, False, True, True]
+    assert grade(samples, "reward")["right"].all()
+    assert published_gold("amc23", "27") == "27.0"
 
 
 def test_no_verdict() -> None:
