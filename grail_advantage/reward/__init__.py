@@ -56,6 +56,7 @@ MAX_PRED_CHARS = 128
 _PERCENT = re.compile(r" ?(?:\\?%|\\text\{ ?(?:percent|percentage|\\?%)\.? ?\}|\bpercent\b)")
 _E_NOTATION = re.compile(rf"(?<![A-Za-z0-9_.,])({UNSIGNED})[eE]([+-]?[0-9]{{1,3}})(?![0-9.])")
 _FRACTION = re.compile(rf"[+-]? ?(?:\\frac ?\{{ ?-? ?{UNSIGNED} ?\}} ?\{{ ?{UNSIGNED} ?\}}|{UNSIGNED} ?/ ?{UNSIGNED})")
+_HALF_DAY = re.compile(r"(?i)[0-9] ?(?:\\text\{ ?)?([ap])\.? ?m\b")  # left out it may be, but not the other one
 # A name in front of an answer that math-verify cannot read.
 _NAME = re.compile(
     r"(?:m ?)?\\(?:angle|triangle|overline|widehat|measuredangle)(?![A-Za-z]) ?\{?[A-Z ]+\}? ?= ?(?=[^=]+$)"
@@ -148,6 +149,9 @@ def is_equal(gold: str, answer: str) -> bool:
     for name, text in (("ground truth", gold), ("answer", answer)):
         if len(text) > MAX_ANSWER_CHARS:
             raise ValueError(f"the {name} has {len(text)} characters, more than {MAX_ANSWER_CHARS}")
+    halves = [set(map(str.lower, _HALF_DAY.findall(text))) for text in (gold, answer)]
+    if all(halves) and halves[0] != halves[1]:
+        return False
     gold, answer = normal(gold), normal(answer)
     for comparison in (same_text, same_choice, same_words, same_numeral, same_structure):
         if (verdict := comparison(gold, answer)) is not None:

@@ -6,6 +6,7 @@ for; docs/verdict.md has the table, and a test checks every line of it. math-ver
 
 from __future__ import annotations
 
+import math
 import unicodedata
 from collections.abc import Callable
 from fractions import Fraction
@@ -81,6 +82,10 @@ def _repeating(match: Match) -> str:
     once, block = match["once"] or "", match["unit"] if match["dots"] else regex.sub("[^0-9]", "", match["block"])
     start = int((match["whole"] or "0") + once)
     return _fraction(Fraction(int(f"{start}{block}") - start, 10 ** len(once) * (10 ** len(block) - 1)))
+
+
+def _double_factorial(match: Match) -> str:
+    return str(math.prod(range(int(match["of"]), 0, -2)))
 
 
 def _minutes(match: Match) -> str:
@@ -182,7 +187,9 @@ RULES = (
         rf"\\(?:(?:text)?color|colorbox) ?\{{[^{{}}]*\}} ?(?:{_BRACED})?",
         lambda match: match["inside"] or "",
     ),
-    _rule("braces of a sign", "{-}5", "-5", r"\{ ?(?P<sign>[-+]) ?\}", r"\g<sign>"),
+    _rule("braces of a sign", "3{:}45", "3:45", r"\{ ?(?P<sign>[-+:]) ?\}", r"\g<sign>"),
+    _rule("powers of factorials", "3!^2", "(3!)^2", r"(?P<of>[0-9]+!) ?(?=\^)", r"(\g<of>)"),
+    _rule("double factorials", "7!!", "105", r"(?<![0-9A-Za-z.])(?P<of>[0-9]{1,2}) ?!!(?!!)", _double_factorial),
     _rule("names of fractions", r"\nicefrac{5}{2}", r"\frac{5}{2}", r"\\(?:[dtc]|nice|s|x)frac(?!\pL)", r"\\frac"),
     _rule("names of binomials", r"\dbinom{5}{2}", r"\binom{5}{2}", r"\\[dt]binom(?!\pL)", r"\\binom"),
     _rule(
@@ -206,6 +213,19 @@ RULES = (
         r"1\\ 2",
         r"\\\\\*? ?(?:\[ ?-?[0-9.]+ ?(?:pt|ex|em|mm|cm|in) ?\])?|\\cr(?!\pL)",
         r"\\\\ ",
+    ),
+    _rule(
+        "arrays behind a brace",
+        r"\left\{\begin{array}{l}x=1\end{array}\right.",
+        r"\begin{cases}x=1\end{cases}",
+        r"\\\{ ?\\begin\{array\} ?(?:\{[^{}]*\})?(?P<rows>(?:(?!\\begin|\\end|\\\}).)*)\\end\{array\}(?! ?\\\})",
+        r"\\begin{cases}\g<rows>\\end{cases}",
+    ),
+    _rule(
+        "words of conditions",
+        r"\begin{cases}x & \text{if }x>0\end{cases}",
+        r"\begin{cases}x & x>0\end{cases}",
+        r"(?<=& ?)\\text\{ ?(?:if|for|when) ?\}",
     ),
     _rule(
         "matrices in brackets",

@@ -61,10 +61,11 @@ _COMPARISONS = 5000  # of one worker, which grows by some kB with each: caches o
 
 _NORMALIZATION = NormalizationConfig(basic_latex=True, malformed_operators=True, nits=True, boxed="none")
 _SYMBOLS = ConversionConfig(lowercase_symbols=False)
-# math-verify reads these, but in part: a box among others, dots, the digits of a numeral without its base, a name's letters.
+# math-verify reads these, but in part: a box among others, dots, the digits of a numeral without its base, a name's letters; or
+# otherwise: ``n!!`` as ``(n!)!``, and the exponent ``T`` of what is no matrix as nothing.
 _IN_PART = re.compile(
     r"\\(?:boxed|fbox|angle|triangle|overline|[lcdv]?dots)(?![A-Za-z])|\.\.\.|[#@?]|[0-9]\)? ?_|[0-9]'"
-    r"|(?<![_^0-9.])[0-9.]+ [0-9]"
+    r"|(?<![_^0-9.])[0-9.]+ [0-9]|! ?!|(?<!matrix\})\^ ?(?:T|\{ ?T ?\}|\{? ?\\top(?![A-Za-z]))"
 )
 _COMMAND = re.compile(r"\\[A-Za-z]+")
 _LETTER_I = re.compile(r"\\(?:text|operatorname|begin|end) ?\{[^{}]*\}|\\[A-Za-z]+|[iI]")
@@ -77,7 +78,8 @@ class Unreadable(Exception):
 
 def _with_unit(text: str) -> str:
     """``i`` as math-verify spells the imaginary unit, ``I``, and a letter ``I`` as another one."""
-    return _LETTER_I.sub(lambda match: {"i": "I", "I": r"\iota "}.get(match[0], match[0]), text)
+    # In braces, as the grammar drops the exponent of a bare ``I``: ``i^2`` would be ``i``.
+    return _LETTER_I.sub(lambda match: {"i": "{I}", "I": r"\iota "}.get(match[0], match[0]), text)
 
 
 @lru_cache(maxsize=256)
@@ -149,6 +151,11 @@ def _magnitude(size: Float) -> int:
     return math.floor(math.log10(2) * sum(size._mpf_[2:]))
 
 
+def _is_nothing(part: Any) -> bool:
+    """Whether a part of a difference is 0, known to no digit, or below :data:`EXACT_DIGITS`, where rounding is."""
+    return bool(part == 0 or (part.is_Float and (part._prec == 1 or _magnitude(part) < -EXACT_DIGITS)))
+
+
 def _exact(number: Any) -> Any:
     """A number without decimals, evaluated; None for another expression, and for one that only a numerical method evaluates."""
     if not isinstance(number, Expr) or not number.is_number or number.has(Integral, Sum, Product, Limit, Derivative):
@@ -174,7 +181,7 @@ def _numeric_eq(a: Any, b: Any, float_rounding: int, numeric_precision: int) -> 
         digits = EXACT_DIGITS + max([abs(_magnitude(size)) for size in sizes if size.is_Float], default=0)
         difference = (numbers[0] - numbers[1]).evalf(2, maxn=digits)
         if difference.is_number and all(part.is_Rational or part.is_Float for part in difference.as_real_imag()):
-            return all(part == 0 or (part.is_Float and part._prec == 1) for part in difference.as_real_imag())
+            return all(map(_is_nothing, difference.as_real_imag()))
     elif isinstance(a, Expr) and isinstance(b, Expr) and a.free_symbols | b.free_symbols and not (a - b).has(Float):
         return False  # math-verify goes on to simplify the difference
     return bool(inherited_numeric_eq(a, b, float_rounding, numeric_precision))
