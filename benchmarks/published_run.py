@@ -365,12 +365,16 @@ def main() -> None:
     switches.add_argument("--seeds", type=int, default=3)
     switches.add_argument("--batches", type=int, default=8)
     switches.add_argument("--processes", type=int, default=1)
+    for kind in (ratio, switches):
+        kind.add_argument("--output", type=Path, default=RESULTS, help="folder of the record (default: %(default)s)")
     kinds.add_parser("page")
     options = parser.parse_args()
+    if any(value < 1 for value in vars(options).values() if isinstance(value, int)):
+        parser.error("all numbers must be at least 1")
     if options.kind == "ratio":
-        write(measure_ratio(options.problems, options.questions, options.samples, options.longest), RESULTS)
+        write(measure_ratio(options.problems, options.questions, options.samples, options.longest), options.output)
     elif options.kind == "switches":
-        write(measure_switches(options.seeds, options.batches, options.processes), RESULTS)
+        write(measure_switches(options.seeds, options.batches, options.processes), options.output)
     else:
         write_page()
 

@@ -5,13 +5,15 @@
 
 in the repository, with ``pip install -e '.[trl]' vllm deepspeed flash-attn``. The arguments are those of
 ``recipe/published.py``, which docs/published.md shows one by one with what is not reproduced. ``--set`` changes one, and
-another number of processes keeps 256 responses an update. Not run on a GPU yet.
+another number of processes keeps 256 responses an update. DeepSpeed keeps a copy of the bfloat16 weights in float32, in which
+updates of 1e-6 do not vanish; without it the weights are float32. Not run on a GPU yet.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -33,19 +35,15 @@ def main() -> None:
     """Train as published."""
     options = parse_options()
     of_model = {setting.name: setting.theirs for setting in MODEL}
-    given = {name: yaml.safe_load(value) for name, _, value in (each.partition("=") for each in options.set)}
     arguments = trl_arguments(int(os.environ.get("WORLD_SIZE", "1")))
-    arguments |= {"model_init_kwargs": {name: of_model[name] for name in ("dtype", "attn_implementation")}}
-    arguments |= {
-        "logging_steps": 1,
-        "save_steps": of_model["save_steps"],
-        "save_only_model": True,
-        "report_to": "none",
-    }
+    dtype = of_model["dtype"] if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true" else "float32"
+    arguments |= {"model_init_kwargs": {"dtype": dtype, "attn_implementation": of_model["attn_implementation"]}}
+    arguments |= {name: of_model[name] for name in ("save_steps", "save_total_limit")}
+    arguments |= {"logging_steps": 1, "save_only_model": True, "report_to": "none"}
     trainer = TokenWeightGRPOTrainer(
         options.model or of_model["model_name_or_path"],
         reward,
-        GRPOConfig(str(options.output), **arguments | given),
+        GRPOConfig(str(options.output), **arguments | options.set),
         train_dataset=problems(options.data or next(iter(of_model["dataset_mixer"]))),
         token_weights=options.method,
         token_weight_options=OPTIONS.get(options.method),
@@ -85,6 +83,10 @@ def parse_options() -> argparse.Namespace:
         "--set", action="append", default=[], metavar="NAME=VALUE", help="an argument of GRPOConfig's, in YAML"
     )
     options = parser.parse_args()
+    known = {field.name for field in fields(GRPOConfig)}
+    if wrong := [each for each in options.set if each.partition("=")[0] not in known or "=" not in each]:
+        parser.error(f"--set {wrong[0]}: write NAME=VALUE with an argument of GRPOConfig's")
+    options.set = {name: yaml.safe_load(value) for name, _, value in (each.partition("=") for each in options.set)}
     options.output = options.output or Path("outputs", f"trl_published_{options.method}")
     return options
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from omegaconf import DictConfig, OmegaConf
+from yaml import YAMLError
 
 from recipe.data.convert import PUBLISHED_SUFFIX
 from recipe.data.specs import SPECS
@@ -47,10 +48,18 @@ class Setting(NamedTuple):
     """``None``: any."""
     corrected: str = ""
     """What ``like=corrected`` has instead, a colon, and why."""
+    instead: Any = None
+    """The same in the published terms."""
 
 
 def _loss(mode: str, scale: float, longest: int) -> str | None:
     return "dr_grpo" if (mode, scale) == ("seq-mean-token-sum-norm", longest) else None
+
+
+def _cap(level: str | None, bounds: Any) -> float | None:
+    """The upper bound, where the lower one cuts nothing: verl's ratios are 2e-9 at least."""
+    low, _, high = str(bounds).partition("_")
+    return float(high) if level and high and float(low) <= 2e-9 else None
 
 
 def _files(files: Any) -> str:
@@ -59,7 +68,16 @@ def _files(files: Any) -> str:
 
 
 TRAINER = (
-    Setting("max_steps", 200, "Q:33", ("trainer.total_training_steps", f"{_ACTOR}.ppo_epochs"), int.__mul__),
+    Setting(
+        *("max_steps", 200, "Q:33"),
+        (
+            "trainer.total_training_steps",
+            f"{_ACTOR}.ppo_epochs",
+            "data.train_batch_size",
+            f"{_ACTOR}.ppo_mini_batch_size",
+        ),
+        lambda steps, epochs, prompts, together: steps * epochs * prompts / together,
+    ),
     Setting("per_device_train_batch_size", 8, "Q:34", why="x the next row x 4 GPUs = 256 responses an update"),
     Setting(
         *("gradient_accumulation_steps", 8, "Q:35", (f"{_ACTOR}.ppo_mini_batch_size", f"{_ROLLOUT}.n")),
@@ -99,12 +117,13 @@ TRAINER = (
         (f"{_ACTOR}.loss_agg_mode", f"{_ACTOR}.loss_scale_factor", "data.max_response_length"),
         _loss,
     ),
-    Setting("mask_truncated_completions", True, "Q:53", (f"{_GRAIL}.mask_truncated",)),
+    Setting("mask_truncated_completions", True, "Q:53", ("algorithm.METHOD.mask_truncated",)),
     Setting("use_liger_kernel", False, "Q:54", (f"{_MODEL}.use_liger",)),
     Setting("disable_dropout", True, "Q:78", why="these models have none"),
     Setting(
         *("max_completion_length", 4096, "Q:79", ("data.max_response_length",)),
         corrected="R1-Distill 8,192: it thinks before it answers, and truncated responses teach nothing",
+        instead=8192,
     ),
     Setting("num_generations", 8, "Q:80", (f"{_ROLLOUT}.n",)),
     Setting("temperature", 1.0, "Q:81", (f"{_ROLLOUT}.temperature",)),
@@ -121,16 +140,21 @@ TRAINER = (
         here=0.6,
     ),
     Setting(
-        *("chat_template_kwargs", {"enable_thinking": False}, "Q:88", ("data.apply_chat_template_kwargs",)),
-        OmegaConf.to_container,
-        why="the other models' templates have no such switch",
-        here={},
+        *(
+            "chat_template_kwargs",
+            {"enable_thinking": False},
+            "Q:88",
+            ("data.apply_chat_template_kwargs", f"{_MODEL}.path"),
+        ),
+        # The other models' templates have no such switch.
+        lambda given, model: OmegaConf.to_container(given) if given or "Qwen3" in model else {"enable_thinking": False},
     ),
     Setting(
         *("vllm_importance_sampling_correction", True, "TRL", (f"{_CORRECTION}.rollout_is",)),
         lambda level: level is not None,
         corrected="none: with `top_k` vLLM's probabilities are over 50 tokens, so that the ratio is the product of the "
         "trainer's masses in them, below 1: long and uncertain responses count less, in GRPO and GRAIL alike",
+        instead=False,
     ),
     Setting(
         *("vllm_importance_sampling_mode", "sequence_mask", "TRL", (f"{_CORRECTION}.rollout_is",)),
@@ -138,8 +162,9 @@ TRAINER = (
         corrected="none",
     ),
     Setting(
-        *("vllm_importance_sampling_clip_max", 3.0, "TRL", (f"{_CORRECTION}.rollout_is_threshold",)),
-        lambda bounds: float(str(bounds).split("_")[-1]),
+        *("vllm_importance_sampling_clip_max", 3.0, "TRL, as vllm_importance_sampling_cap"),
+        (f"{_CORRECTION}.rollout_is", f"{_CORRECTION}.rollout_is_threshold"),
+        _cap,
         corrected="none",
     ),
 )
@@ -164,7 +189,8 @@ MODEL = (
         corrected=r"`\boxed{}`: there a plain string, in which `\b` is U+0008, so that the model reads `oxed{}`",
     ),
     Setting(
-        *("save_steps", 50, "Q:28", ("trainer.save_freq", f"{_ACTOR}.ppo_epochs"), int.__mul__),
+        *("save_steps", 50, "Q:28", ("trainer.save_freq", f"{_ACTOR}.ppo_epochs")),
+        lambda batches, epochs: batches * epochs,
         why="every 40 updates; the last checkpoint is of update 200 in both",
         here=40,
     ),
@@ -188,6 +214,7 @@ WEIGHTS = (
 """GRAIL's own."""
 EVALUATION = (
     Setting("samples", 3, "E:123", (f"{_VAL}.n",)),
+    Setting("sampling", True, "run_eval.sh", (f"{_VAL}.do_sample",)),
     Setting("temperature", 0.6, "run_eval.sh", (f"{_VAL}.temperature",)),
     Setting("top_p", 0.95, "run_eval.sh", (f"{_VAL}.top_p",)),
     Setting("top_k", 20, "run_eval.sh", (f"{_VAL}.top_k",)),
@@ -225,13 +252,21 @@ def same(theirs: Any, ours: Any) -> bool:
 
 
 def compared(config: DictConfig) -> list[tuple[Setting, Any, str]]:
-    """Each setting, a configuration's value in its terms, and ``=``, ``~`` (there is a reason for it) or ``differs``."""
-    rows = []
+    """Each setting, a configuration's value in its terms, and ``=``, ``~`` (there is a reason for it), ``corrected`` or
+    ``differs``."""
+    rows, method = [], config.algorithm.adv_estimator
+    section = "oar" if method in ("oar_g", "oar_p") else method
     for setting in itertools.chain(*GROUPS.values()):
-        values = [OmegaConf.select(config, option, throw_on_missing=True) for option in setting.options]
+        values = [OmegaConf.select(config, option.replace("METHOD", section)) for option in setting.options]
         ours = setting.ours(*values) if values else None
-        known = setting.why and setting.here in (None, ours)
-        rows.append((setting, ours, "=" if same(setting.theirs, ours) else "~" if known else "differs"))
+        verdict = "=" if same(setting.theirs, ours) else "differs"
+        if verdict == "differs" and setting.why and setting.here in (None, ours):
+            verdict = "~"
+        elif (
+            verdict == "differs" and setting.corrected and ours == setting.instead and not config.get("published_ratio")
+        ):
+            verdict = "corrected"
+        rows.append((setting, ours, verdict))
     return rows
 
 
@@ -257,18 +292,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--yaml", type=Path, help="the authors' own file, to compare the table with")
     options = parser.parse_args()
-    wrong = differences(OmegaConf.load(options.yaml)) if options.yaml else []
-    rows, config = [], OmegaConf.create(sys.stdin.read())
-    if "actor_rollout_ref" not in config:
-        sys.exit(
-            "stdin has no resolved configuration: DRY_RUN=1 bash examples/run_qwen3_grail.sh | python -m recipe.published"
-        )
-    for setting, ours, verdict in compared(config):
-        why = setting.corrected or "no reason is known" if verdict == "differs" else setting.why
-        rows.append(
-            [setting.name, shown(setting.theirs), setting.place, verdict, "" if ours is None else shown(ours), why]
-        )
-        if verdict == "differs" and not setting.corrected:
+    try:
+        wrong = differences(OmegaConf.load(options.yaml)) if options.yaml else []
+        config = OmegaConf.create(sys.stdin.read())
+        settings = compared(config)
+    except (OSError, ValueError, TypeError, AttributeError, YAMLError) as error:
+        command = "DRY_RUN=1 bash examples/run_qwen3_grail.sh | python -m recipe.published"
+        sys.exit(f"stdin must be a resolved configuration, and --yaml a YAML file: {command}: {error}")
+    rows = []
+    for setting, ours, verdict in settings:
+        why = {"differs": "no reason is known", "corrected": setting.corrected, "~": setting.why}.get(verdict, "")
+        value = "" if ours is None else shown(ours)
+        rows.append([setting.name, shown(setting.theirs), setting.place, verdict, value, why])
+        if verdict == "differs":
             wrong.append(f"{setting.name}: {shown(setting.theirs)} there, {shown(ours)} here")
     print("\n".join(table(["setting", "theirs", "place", "", "ours, in their terms", "why"], rows)))
     if wrong:

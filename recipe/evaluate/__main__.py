@@ -18,6 +18,7 @@ import pandas as pd
 from grail_advantage.answers.tokenizers import load_tokenizer
 from grail_advantage.dump.whole_file import write_whole
 from recipe.chat_templates import read_chat_template
+from recipe.data.prepare import PROMPTS
 from recipe.data.specs import BENCHMARKS, benchmark_names
 from recipe.evaluate import report, sampling
 from recipe.evaluate.checkpoint import fingerprint, resolve_model
@@ -30,7 +31,7 @@ SAMPLING = ("samples", "temperature", "top_p", "top_k", "max_tokens", "seed")
 
 def evaluate(options: argparse.Namespace) -> str:
     """Sample what ``options.output_dir`` lacks, grade all samples, write the report and return its page."""
-    problems = sampling.load_benchmarks(benchmark_names(options.benchmarks), options.data_dir)
+    problems = sampling.load_benchmarks(benchmark_names(options.benchmarks), options.data_dir, options.prompt)
     model = resolve_model(options.model)
     tokenizer = load_tokenizer(str(model))
     if options.chat_template is not None:
@@ -98,6 +99,7 @@ def main(arguments: list[str] | None = None) -> None:
     add("--output-dir", type=Path, help="folder for generations, scores and results, or for the comparison")
     add("--benchmarks", default="all", help=f"all (the published six), or, with commas: {', '.join(BENCHMARKS)}")
     add("--data-dir", type=Path, default=Path("data"), help="folder that recipe.data.prepare filled")
+    add("--prompt", choices=PROMPTS, default="corrected", help="published: as prepare_data --prompt published wrote it")
     add("--samples", type=int, default=3, help="samples a problem")
     add("--temperature", type=float, default=0.6, help="0: greedy")
     add("--top-p", type=float, default=0.95, help="share of the probability that is sampled from")

@@ -43,7 +43,7 @@ def published_gold(benchmark: str, gold: str) -> str:
     """
     if benchmark == "olympiadbench":
         return str([gold])
-    return str(float(gold)) if benchmark == "amc23" and gold.isdigit() else gold
+    return str(float(gold)) if benchmark == "amc23" and gold.removeprefix("-").isdigit() else gold
 
 
 def published_box(text: str) -> str | None:

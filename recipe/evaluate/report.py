@@ -108,7 +108,7 @@ def results_page(result: dict[str, Any]) -> str:
 
 {_table(result)}
 - acc: mean over samples; pass: any sample correct; tokens: mean over all responses, with the end token, and over those with a
-  box alone, as GRAIL's published code counts; unanswered: no complete `\\boxed{{}}`;
+  box alone, as GRAIL's published code counts (its box with `--grader published`); unanswered: no complete `\\boxed{{}}`;
   truncated: at the limit on tokens. Incorrect as unreadable: {sum(row["no_verdict"] for row in result["benchmarks"].values())}.
 - In brackets: 95% intervals, bootstrap over problems. Problems that all fare alike give an interval without width.
 - {", ".join(settings)}.

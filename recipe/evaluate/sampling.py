@@ -20,18 +20,21 @@ import pandas as pd
 from filelock import FileLock
 from tqdm.asyncio import tqdm
 
+from recipe.data.prepare import file_stem
+
 KEY = ["benchmark", "index", "sample", "prompt"]
 """A sample's name, with a hash of its prompt's token ids. A sample also has ``seed``, ``tokens`` (with the end token),
 ``finish_reason`` (``stop`` or ``length``) and ``text``."""
 
 
-def load_benchmarks(names: list[str], data_dir: Path) -> pd.DataFrame:
-    """Read ``data_dir/NAME.parquet``, as :mod:`recipe.data.prepare` writes it, for every name: a row a problem with
+def load_benchmarks(names: list[str], data_dir: Path, prompt: str = "corrected") -> pd.DataFrame:
+    """Read what :mod:`recipe.data.prepare` writes into ``data_dir`` with a prompt, for every name: a row a problem with
     ``benchmark``, ``index`` in its file, ``messages`` (the chat that asks for it) and ``gold`` (the ground truth)."""
-    if missing := ",".join(name for name in names if not (data_dir / f"{name}.parquet").is_file()):
-        make = f"bash scripts/prepare_data.sh --train none --benchmarks {missing} --output-dir {data_dir}"
+    files = {name: data_dir / f"{file_stem(name, prompt)}.parquet" for name in names}
+    if missing := ",".join(name for name, file in files.items() if not file.is_file()):
+        make = f"bash scripts/prepare_data.sh --train none --benchmarks {missing} --prompt {prompt} --output-dir {data_dir}"
         raise ValueError(f"{data_dir} lacks {missing}; make it with: {make}")
-    tables = {name: pd.read_parquet(data_dir / f"{name}.parquet") for name in names}
+    tables = {name: pd.read_parquet(file) for name, file in files.items()}
     table = pd.concat(tables, names=["benchmark", "index"]).reset_index()
     columns = {"messages": table["prompt"].map(list), "gold": table["reward_model"].str["ground_truth"]}
     return table[["benchmark", "index"]].assign(**columns)

@@ -164,7 +164,7 @@ def test_the_published_grader_reads_a_list_as_python_prints_it() -> None:
     samples = samples.assign(index=0, sample=0, prompt="p", tokens=1, finish_reason="stop")
     assert grade(samples, "published")["right"].tolist() == [True, False, False, False, True, True]
     assert grade(samples, "reward")["right"].all()
-    assert published_gold("amc23", "27") == "27.0"
+    assert [published_gold("amc23", gold) for gold in ("27", "-1", "0.5")] == ["27.0", "-1.0", "0.5"]
 
 
 def test_no_verdict() -> None:
@@ -241,6 +241,10 @@ def load_weights(folder: Path) -> dict[str, torch.Tensor]:
 def test_benchmarks_and_models_that_are_missing(tmp_path: Path) -> None:
     write_benchmark(tmp_path / "amc23.parquet", 2)
     assert load_benchmarks(["amc23"], tmp_path)["gold"].tolist() == ["0", "1"]
+    write_benchmark(tmp_path / "amc23_published.parquet", 3)
+    assert len(load_benchmarks(["amc23"], tmp_path, "published")) == 3
+    with pytest.raises(ValueError, match="lacks aime24; .* --prompt published"):
+        load_benchmarks(["aime24"], tmp_path, "published")
     with pytest.raises(ValueError, match="aime24,gsm8k; make it with: bash"):
         load_benchmarks(["aime24", "amc23", "gsm8k"], tmp_path)
     for model in (tmp_path / "missing", tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,6 +17,7 @@ from verl.utils.config import omega_conf_to_dataclass
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngine
 
 from grail_advantage.verl_ext.settings import Settings
+from recipe import published
 from recipe.chat_templates import read_chat_template
 from recipe.main_grail import prepare
 from recipe.published import GROUPS, MODEL, TRAINER, WEIGHTS, Setting, compared, differences, trl_arguments
@@ -48,9 +50,15 @@ def test_published_setup(script: str, estimator: str, nnodes: int) -> None:
 
     model_, actor, rollout = (config.actor_rollout_ref[name] for name in ("model", "actor", "rollout"))
     assert config.algorithm.oar.variant == ("grail_port" if estimator == "oar_g" else "official")
-    differing = {setting.name for setting, _, verdict in compared(config) if verdict == "differs"}
-    expected = {"the prompt's end", *CORRECTED}
-    assert differing == expected | ({"max_completion_length"} if model.response_length != 4096 else set())
+    verdicts = {setting.name: verdict for setting, _, verdict in compared(config)}
+    expected = {"the prompt's end", *CORRECTED} | (
+        {"max_completion_length"} if model.response_length != 4096 else set()
+    )
+    assert {name for name, verdict in verdicts.items() if verdict == "corrected"} == expected
+    # verl's own estimators mask no truncated response
+    assert [name for name, verdict in verdicts.items() if verdict == "differs"] == (
+        ["mask_truncated_completions"] if estimator == "dr_grpo" else []
+    )
     assert actor.entropy_coeff == 0 and actor.policy_loss.loss_mode == "vanilla"
     gpus, mini_batch = config.trainer.nnodes * config.trainer.n_gpus_per_node, actor.ppo_mini_batch_size * rollout.n
     assert gpus == 8 * nnodes and mini_batch % gpus == 0
@@ -194,7 +202,9 @@ def test_the_published_ratio_is_trls() -> None:
 SETTINGS = [setting for settings in GROUPS.values() for setting in settings if setting.options]
 
 
-OTHER = {"chat_template_kwargs": {"enable_thinking": True}, "vllm_importance_sampling_correction": None}
+OTHER = {"chat_template_kwargs": {"enable_thinking": True}, **dict.fromkeys(CORRECTED)}
+DIFFER_HERE = {"optim", "warmup_steps", "vllm_gpu_memory_utilization", "save_steps"}
+"""With a reason."""
 
 
 @pytest.fixture(scope="module")
@@ -202,20 +212,71 @@ def like_published() -> DictConfig:
     return configuration(overrides("run_qwen3_grail.sh", LIKE="published"))
 
 
+def verdict(config: DictConfig, name: str, options: tuple[str, ...] = ()) -> str:
+    found = [
+        verdict for row, _, verdict in compared(config) if row.name == name and (not options or row.options == options)
+    ]
+    return found[0]
+
+
 @pytest.mark.parametrize("setting", SETTINGS, ids=[setting.name for setting in SETTINGS])
 def test_every_row_of_the_table_is_the_resolved_value(like_published: DictConfig, setting: Setting) -> None:
     """With another value of its first option the row says so."""
-    config = OmegaConf.create(like_published)
-
-    def verdict() -> str:
-        return next(verdict for row, _, verdict in compared(config) if row is setting)
-
-    assert verdict() == ("~" if setting.here in (0, 40, 0.6, "AdamW") and setting.here is not False else "=")
-    value = OmegaConf.select(config, setting.options[0])
+    config, name = OmegaConf.create(like_published), setting.name
+    assert verdict(config, name, setting.options) == ("~" if name in DIFFER_HERE else "=")
+    option = setting.options[0].replace("METHOD", "grail")
+    value = OmegaConf.select(config, option)
     other = {bool: lambda: not value, int: lambda: value + 1, float: lambda: value * 2 + 0.5}.get(type(value))
-    changed = OTHER[setting.name] if setting.name in OTHER else other() if other else "another_7.0"
-    OmegaConf.update(config, setting.options[0], changed, force_add=True, merge=False)
-    assert verdict() == ("~" if setting.name in ("model_name_or_path", "use_grail") else "differs")
+    changed = OTHER[name] if name in OTHER else other() if other else "another_7.0"
+    OmegaConf.update(config, option, changed, force_add=True, merge=False)
+    excused = name in ("model_name_or_path", "use_grail")
+    assert verdict(config, name, setting.options) == ("~" if excused else "differs")
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("vllm_importance_sampling_clip_max", {"algorithm.rollout_correction.rollout_is_threshold": "1e-9_5.0"}),
+        ("vllm_importance_sampling_clip_max", {"algorithm.rollout_correction.rollout_is_threshold": 3.0}),
+        ("vllm_importance_sampling_clip_max", {"algorithm.rollout_correction.rollout_is_threshold": "0.5_3.0"}),
+        ("vllm_importance_sampling_mode", {"algorithm.rollout_correction.rollout_is": "token"}),
+        ("max_completion_length", {"data.max_response_length": 8192}),
+        ("the prompt's end", {"data.train_files": "data/deepmath.parquet"}),
+        ("max_steps", {"actor_rollout_ref.actor.ppo_mini_batch_size": 16}),
+        ("save_steps", {"actor_rollout_ref.actor.ppo_epochs": 2}),
+        ("loss_type", {"actor_rollout_ref.actor.loss_scale_factor": 1}),
+        ("beta", {"algorithm.use_kl_in_reward": True}),
+        (
+            "mask_truncated_completions",
+            {"algorithm.adv_estimator": "uniform", "algorithm.uniform.mask_truncated": False},
+        ),
+        ("chat_template_kwargs", {"data.apply_chat_template_kwargs": {}}),
+    ],
+)
+def test_what_corrected_has_instead_is_no_excuse(
+    like_published: DictConfig, name: str, changes: dict[str, Any]
+) -> None:
+    config = OmegaConf.create(like_published)
+    for option, value in changes.items():
+        OmegaConf.update(config, option, value, force_add=True, merge=False)
+    assert verdict(config, name) == "differs"
+
+
+def test_the_command_ends_with_1_where_a_value_differs(
+    like_published: DictConfig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["published"])
+    monkeypatch.setattr("sys.stdin", io.StringIO(OmegaConf.to_yaml(like_published)))
+    published.main()
+    assert "| epsilon | 0.2 | Q:49 | = |" in capsys.readouterr().out
+    other = OmegaConf.merge(like_published, {"actor_rollout_ref": {"actor": {"clip_ratio_low": 0.3}}})
+    for text, message in (
+        (OmegaConf.to_yaml(other), "epsilon: 0.2 there, 0.3 here"),
+        ("a: [", "resolved configuration"),
+    ):
+        monkeypatch.setattr("sys.stdin", io.StringIO(text))
+        with pytest.raises(SystemExit, match=message):
+            published.main()
 
 
 def test_another_published_file_is_seen() -> None:
