@@ -70,7 +70,7 @@ def commands(page: Path) -> Iterator[Command]:
     """Every command in a page's blocks of bash."""
     for block in _BASH.finditer(page.read_text(encoding="utf-8")):
         for line in block["text"].replace("\\\n", " ").replace("$PWD", "/work").splitlines():
-            for part in re.split(r" && (?=cd |bash |python)", line):
+            for part in re.split(r" (?:&&|\|) (?=cd |bash |python)", line):
                 words = shlex.split(part, comments=True)
                 if not words:
                     continue

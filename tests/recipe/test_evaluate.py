@@ -243,7 +243,7 @@ def test_benchmarks_and_models_that_are_missing(tmp_path: Path) -> None:
     assert load_benchmarks(["amc23"], tmp_path)["gold"].tolist() == ["0", "1"]
     write_benchmark(tmp_path / "amc23_published.parquet", 3)
     assert len(load_benchmarks(["amc23"], tmp_path, "published")) == 3
-    with pytest.raises(ValueError, match="lacks aime24; .* --prompt published"):
+    with pytest.raises(ValueError, match=r"lacks aime24; .* --prompt published"):
         load_benchmarks(["aime24"], tmp_path, "published")
     with pytest.raises(ValueError, match="aime24,gsm8k; make it with: bash"):
         load_benchmarks(["aime24", "amc23", "gsm8k"], tmp_path)
