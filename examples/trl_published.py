@@ -15,14 +15,13 @@ import argparse
 import os
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
 
 import yaml
 from datasets import Dataset, load_dataset
 from trl import GRPOConfig
 
+from examples.trl_grail import reward
 from grail_advantage.methods import methods
-from grail_advantage.reward import compute_score
 from grail_advantage.trl_ext import TokenWeightGRPOTrainer
 from recipe.data.convert import PUBLISHED_SUFFIX
 from recipe.published import MODEL, trl_arguments
@@ -60,12 +59,6 @@ def problems(source: str) -> Dataset:
     return rows.map(
         lambda row: {"prompt": [{**row["prompt"][0], "content": row["prompt"][0]["content"] + PUBLISHED_SUFFIX}]}
     )
-
-
-def reward(completions: list[list[dict[str, str]]], solution: list[str], **_: Any) -> list[float]:
-    """1 where the last box of a response states the solution, by this project's reward."""
-    pairs = zip(completions, solution, strict=True)
-    return [compute_score("", completion[-1]["content"], gold)["score"] for completion, gold in pairs]
 
 
 def parse_options() -> argparse.Namespace:
