@@ -17,6 +17,7 @@ import argparse
 import math
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from bench import convert, labelled, on_policy, page, results, train, work
@@ -59,22 +60,33 @@ def _measure(arguments: Sequence[str]) -> list[Path]:
     parser.add_argument("--out", type=Path, default=ROOT / "outputs" / "bench", help="folder of rows, models and pages")
     parser.add_argument("--write", type=Path, help="a page whose markers bench or labelled take the tables")
     group = parser.add_argument_group("real errors")
-    group.add_argument("--labelled", type=Path, metavar="FILE", help="solutions with their first error, JSON lines")
+    group.add_argument(
+        "--labelled",
+        type=Path,
+        action="append",
+        metavar="FILE",
+        help="solutions with their first error as JSON lines; may be repeated",
+    )
+    group.add_argument("--solutions", type=int, help="most solutions of each file, drawn at random")
     group.add_argument("--hours", type=float, default=math.inf, help="most processor hours; the same command resumes")
     labelled.add_model(group)
     train.add_options(parser)
     options = parser.parse_args(arguments)
     if options.train:
         return train.run(options)
-    settings, of = work.QUICK if options.quick else work.Settings(), None
-    if options.labelled is not None:
+    settings, files = work.QUICK if options.quick else work.Settings(), []
+    if options.solutions is not None:
+        settings = replace(settings, solutions=options.solutions)
+    if options.labelled:
         if options.model is None:
             raise ValueError("--labelled needs --model, which reads the solutions; smollm2 is in a package")
         model = labelled.Model.of(options)
-        of = work.Labelled(options.labelled.stem, labelled.read(options.labelled, settings.solutions), model)
+        files = [work.Labelled(path.stem, labelled.read(path, settings.solutions), model) for path in options.labelled]
+        if len({file.name for file in files}) < len(files):
+            raise ValueError("--labelled: give the files different names; a name is a task of the page")
         labelled.load(model)  # refuse what cannot be loaded at once
     sizes = {"seeds": options.seeds, "processes": options.processes, "hours": options.hours}
-    result = work.run(options.methods, options.out, settings, labelled=of, **sizes)
+    result = work.run(options.methods, options.out, settings, files=files, **sizes)
     return page.write(result, options.out, options.write)
 
 

@@ -171,7 +171,7 @@ def read(path: Path, most: int | None = None) -> Solutions:
         raise ValueError(
             f"{path}: no line has an incorrect solution, its first error and an answer; {dict(Counter(sorts))}"
         )
-    source = digest([path.read_text(encoding="utf-8"), most])
+    source = digest(path.read_text(encoding="utf-8"))
     return Solutions(kept[:most], answer, {"lines": len(sorts), **Counter(sorts)}, source)
 
 

@@ -29,7 +29,7 @@ from bench.labelled import Model, Solutions, batch_of, load
 from bench.methods import NeedsMoreError, credit, method_specs, signal_of, source_digest
 from bench.places import record
 from bench.policy import SampledBatch, initial_model, roll_out
-from bench.results import FORMAT, VERSION, Result, write_json
+from bench.results import FORMAT, PLACE, VERSION, Result, write_json
 from bench.statistics import Estimate
 from bench.task import TASKS, task_problems, task_tokenizer
 from grail_advantage.dump.whole_file import write_whole
@@ -103,8 +103,9 @@ class Job:
         """Where what is measured of a method is."""
         sizes: dict[str, Any] = asdict(self.settings)
         if self.labelled is not None:
-            sizes = {"data": self.labelled.solutions.digest, "weights": self.labelled.model.weights}
-            sizes |= asdict(self.labelled.model)
+            solutions, model = self.labelled.solutions, self.labelled.model
+            sizes = {"data": solutions.digest, "count": len(solutions.part(self.part)), "weights": model.weights}
+            sizes |= asdict(model)
         own = [spec, sizes, source_digest("uniform" if spec == SETTING else spec)]
         return self.folder / "rows" / f"{self.task}-{self.part}-{digest(own)}.json"
 
@@ -115,9 +116,11 @@ class Job:
 
     @property
     def missing(self) -> list[str]:
-        """Methods that are to be measured, also those that failed before, in an order drawn at random."""
+        """Methods that are to be measured, also those that failed before, in an order drawn at random after the place alone,
+        with which all are compared."""
         specs = [s for s in self.specs if (rows := self.rows(s)) is None or rows["note"].startswith(FAILED)]
         random.Random(f"{self.task} {self.part}").shuffle(specs)
+        specs.sort(key=lambda spec: spec != PLACE)
         return ([] if self.rows(SETTING) else [SETTING]) + specs
 
 
@@ -128,16 +131,16 @@ def run(
     *,
     seeds: int,
     processes: int,
-    labelled: Labelled | None = None,
+    files: Sequence[Labelled] = (),
     hours: float = math.inf,
 ) -> Result:
     """Measure what is missing, for as long as the processor hours last, and return the results of all these methods (all
-    registered ones if empty): on a file of solutions, or else on the tasks with ``seeds`` models each. ValueError for an
+    registered ones if empty): on files of solutions, or else on the tasks with ``seeds`` models each. ValueError for an
     unknown method or option."""
-    specs = tuple(method_specs(names, task=labelled is None))
-    if labelled is not None:
-        jobs = [Job(labelled.name, part, specs, settings, folder, labelled) for part in range(labelled.solutions.parts)]
-    else:
+    specs = tuple(method_specs(names, task=not files))
+    jobs = [Job(of.name, part, specs, settings, folder, of) for of in files for part in range(of.solutions.parts)]
+    jobs.sort(key=lambda job: job.part)  # a batch of each file in turn: a run that ends early has something of all
+    if not files:
         jobs = [Job(task, seed, specs, settings, folder) for seed in range(1, seeds + 1) for task in TASKS]
     waiting = [job for job in jobs if job.missing]
     waiting = [
@@ -153,12 +156,12 @@ def run(
 
 
 def result_of(jobs: Sequence[Job]) -> Result:
-    """The results so far, of each method the parts that it has; see :mod:`bench.results`."""
+    """The results so far, of each task that is begun, of each method the parts that it has; see :mod:`bench.results`."""
     first, tasks = jobs[0], []
     for name in dict.fromkeys(job.task for job in jobs):
         own = [job for job in jobs if job.task == name and job.rows(SETTING)]
         if not own:
-            raise ValueError(f"{name}: nothing is measured yet; give more --hours")
+            continue
         labelled, methods = own[0].labelled, {}
         for spec in first.specs:
             rows = [{"part": job.part, **rows} for job in own if (rows := job.rows(spec))]
@@ -177,6 +180,8 @@ def result_of(jobs: Sequence[Job]) -> Result:
                 "date": own[0].rows(SETTING)["date"],
             }
         )
+    if not tasks:
+        raise ValueError("nothing is measured yet; give more --hours")
     versions = {name: version(name) for name in PACKAGES}
     date = f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC"
     return {

@@ -40,7 +40,7 @@ def measured(path: Path, names: list[str], folder: Path, **sizes: int) -> result
     of = work.Labelled(path.stem, labelled.read(path, **sizes), Model("tiny"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(work, "load", tiny)
-        return work.run(names, folder, work.Settings(), seeds=1, processes=1, labelled=of)
+        return work.run(names, folder, work.Settings(), seeds=1, processes=1, files=[of])
 
 
 @pytest.fixture(scope="module")
