@@ -15,6 +15,7 @@ from grail_advantage.signals.base import Reshaped, ReshapedSignal, Signal
 from grail_advantage.signals.grail import Grail
 from grail_advantage.signals.oar import Oar
 from grail_advantage.token_weights import TokenWeights, compute_token_weights
+from grail_advantage.turn_credit import turn_advantages, turns_to_tokens
 
 # Their names before 0.2.
 GrailConfig, OarConfig = Grail, Oar
@@ -39,4 +40,6 @@ __all__ = [
     "option",
     "register_reshaper",
     "register_signal",
+    "turn_advantages",
+    "turns_to_tokens",
 ]

@@ -30,6 +30,9 @@ TOKENS = "tokens"
 """The responses' token ids and the tokenizer: ``tokens_BT`` and ``tokenizer`` of the batch."""
 REWARDS = "rewards"
 """The responses' rewards: ``rewards_B`` of the batch."""
+SESSIONS = "sessions"
+"""Which responses are one conversation: ``sessions`` of the batch. A method that reads ``REWARDS`` without it is refused where
+several are."""
 MESSAGES = "messages"
 """The responses with what tools and users said in them: ``messages_BT`` of the batch."""
 LARGEST = 1e18
@@ -125,8 +128,14 @@ class RolloutBatch:
     """int64, for signals that read ``MESSAGES``: all tokens of the responses, whoever wrote them; -1 after their ends."""
     fields: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     """By name, for signals that read ``field:NAME``: one value a response, ``None`` for a response that has none."""
+    sessions: Sequence[Sequence[int]] = ()
+    """For signals that read ``SESSIONS``: of each conversation its responses, in their order. By default each is one."""
+    keys: Sequence[str] = ()
+    """The host's names of the responses, for messages; empty where there are none."""
 
     def __post_init__(self) -> None:
+        if not self.sessions:
+            object.__setattr__(self, "sessions", [[row] for row in range(len(self.mask_BT))])
         self._check()
         advantages_B = self.advantages_B.detach()
         can_train_B = within_range(advantages_B)
@@ -165,6 +174,8 @@ class RolloutBatch:
         for name, entries in one_a_row:
             if entries is not None and len(entries) != shape[0]:
                 raise ValueError(f"{name} must be one a response, {shape[0]} of them; got {len(entries)}")
+        if sorted(row for rows in self.sessions for row in rows) != list(range(shape[0])):
+            raise ValueError(f"sessions must hold each of the {shape[0]} responses once, got {self.sessions}")
         if self.step < 0:
             raise ValueError(f"step={self.step} must be at least 0, the number of training steps done")
 

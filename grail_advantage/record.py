@@ -89,6 +89,8 @@ class Rollouts:
     """By name, one value a response, for methods that read ``field:NAME``."""
     columns_BT: Mapping[str, torch.Tensor] = field(default_factory=dict)
     """float, by the names of :data:`DUMPED`: the columns that the host has already."""
+    sessions: Sequence[tuple[Any, int]] | None = None
+    """Of each response its conversation, and its number in it; by default each is one of its own."""
     keys: Sequence[str] = ()
     """By default the places."""
     places: Sequence[int] = ()
@@ -110,7 +112,13 @@ class Rollouts:
         self._check(count)
 
     def _check(self, count: int) -> None:
-        lists = {"prompts": self.prompts, "examples": self.examples, "keys": self.keys, "places": self.places}
+        lists = {
+            "prompts": self.prompts,
+            "examples": self.examples,
+            "sessions": self.sessions,
+            "keys": self.keys,
+            "places": self.places,
+        }
         lists |= {f"fields[{name!r}]": values for name, values in self.fields.items()}
         lists |= {f"facts[{name!r}]": values for name, values in self.facts.items()}
         for name, entries in lists.items():
@@ -211,7 +219,16 @@ class Rollouts:
             rewards_B=self.rewards_B,
             messages_BT=_padded(self.responses, self.mask_BT) if MESSAGES in signal.reads else None,
             fields=self.fields,
+            sessions=self._conversations(),
+            keys=self.keys,
         )
+
+    def _conversations(self) -> list[list[int]]:
+        """The rows of each, in their order."""
+        found: dict[Any, list[tuple[int, int]]] = {}
+        for row, (session, number) in enumerate(self.sessions or [(row, 0) for row in range(len(self))]):
+            found.setdefault(session, []).append((number, row))
+        return [[row for _, row in sorted(rows)] for rows in found.values()]
 
     def pass_row(self, row: int, batch: RolloutBatch | None = None) -> PassRow:
         """One response for a pass through the model, with its answer and advantage in a batch of :meth:`batch`; without either

@@ -59,5 +59,11 @@ def test_a_foreign_method_by_turns(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     advantages, section = json.loads(done.stdout.splitlines()[-1])
     assert advantages == [[0, 3, 3, 0, 6], [0, 0, 0, 0, -3]]
-    shared = {"rewards": "tool_rewards", "align": "calls", "outcome": True, "mask_truncated": False}
+    shared = {
+        "rewards": "tool_rewards",
+        "align": "calls",
+        "differences": False,
+        "outcome": True,
+        "mask_truncated": False,
+    }
     assert section == {**shared, "scale": 2.0}

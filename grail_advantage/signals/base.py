@@ -29,6 +29,7 @@ from grail_advantage.batch import (
     MESSAGES,
     OLD_LOG_PROBS,
     REWARDS,
+    SESSIONS,
     TOKENS,
     PassRow,
     RolloutBatch,
@@ -78,7 +79,7 @@ MaskTruncated = Annotated[
 ]
 USES = ("", SALIENCY, LOGITS, SEQUENCES, LOG_PROBS, HIDDEN_STATES)
 GIVES = ("weights", "advantages")
-READS = (OLD_LOG_PROBS, ENTROPY, GROUPS, EXAMPLES, TOKENS, REWARDS, MESSAGES)
+READS = (OLD_LOG_PROBS, ENTROPY, GROUPS, EXAMPLES, TOKENS, REWARDS, SESSIONS, MESSAGES)
 
 
 @dataclass(frozen=True)

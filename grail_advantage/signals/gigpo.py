@@ -3,7 +3,12 @@
 ``A_k = A^E + omega A_k^S``. ``A^E`` compares the sum of a response's rewards with the other responses to the prompt, as GRPO
 does; ``A_k^S`` compares the discounted return of turn k with those of all turns of the group before which a tool or a user said
 the same, wherever they are. First turns follow the same prompt. A turn whose observation no other one shares has ``A_k^S``
-0. Observations are the same where their token ids are; the code's grouping of similar texts is not built.
+0. Observations are the same where their token ids are.
+
+Its authors' code differs in four ways. An observation there is the environment's alone, and may be the first one again; here
+it is the message before the turn. It groups similar texts, if asked. A group of one session keeps its raw score as ``A^E``;
+here it has 0. Its ``run_search.sh`` counts a session in the group's mean and deviation once for each of its turns
+(``group_by_agent_id``), which moves ``A^E`` towards long sessions, and punishes invalid calls in the reward.
 """
 
 from __future__ import annotations
@@ -26,8 +31,9 @@ class Gigpo(TurnSignal):
 
     formula = "A_k = A + omega (G_k - mean) / deviation, over the group's turns after the same observation"
     source = (
-        "arXiv 2505.10978, by its authors' code (langfengQ/DrMAS, `gigpo/core_gigpo.py`, which names equations 3 and 5 to 8 "
-        "of the paper; defaults of its `examples/gigpo_trainer/run_search.sh`)"
+        "arXiv 2505.10978, by its authors' code (langfengQ/DrMAS at 3b556f2, `gigpo/core_gigpo.py`, which names equations 3 "
+        "and 5 to 8 of the paper, later in `verl/trainer/ppo/core_algos.py`; defaults of its "
+        "`examples/gigpo_trainer/run_search.sh`)"
     )
     reads = TurnSignal.reads | {MESSAGES}
 
@@ -37,9 +43,9 @@ class Gigpo(TurnSignal):
 
     deviation: Deviation = True
 
-    def turn_advantages(self, responses: Sequence[Turns]) -> list[np.ndarray]:
-        returns = [response.returns_K(self.gamma, outcome=self.outcome) for response in responses]
-        sums = [response.returns_K(1.0, outcome=self.outcome)[:1] for response in responses]
-        episodes = compare(sums, [["response"]] * len(responses), deviation=self.deviation)
-        steps = compare(returns, [response.before for response in responses], deviation=self.deviation)
+    def turn_advantages(self, sessions: Sequence[Turns]) -> list[np.ndarray]:
+        returns = [session.returns_K(self.gamma, outcome=self.outcome) for session in sessions]
+        sums = [session.returns_K(1.0, outcome=self.outcome)[:1] for session in sessions]
+        episodes = compare(sums, [["session"]] * len(sessions), deviation=self.deviation)
+        steps = compare(returns, [session.before for session in sessions], deviation=self.deviation)
         return [episode + self.omega * step_K for episode, step_K in zip(episodes, steps, strict=True)]

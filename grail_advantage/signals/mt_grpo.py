@@ -40,15 +40,15 @@ class MtGrpo(TurnSignal):
 
     deviation: Deviation = True
 
-    def turn_advantages(self, responses: Sequence[Turns]) -> list[np.ndarray]:
-        earned = [float(response.rewards_K[:-1].sum()) for response in responses]
-        outcomes = [response.rewards_K[-1] + (response.outcome if self.outcome else 0.0) for response in responses]
+    def turn_advantages(self, sessions: Sequence[Turns]) -> list[np.ndarray]:
+        earned = [float(session.rewards_K[:-1].sum()) for session in sessions]
+        outcomes = [session.rewards_K[-1] + (session.outcome if self.outcome else 0.0) for session in sessions]
         turn, outcome, both = (
             self._normalised(values) for values in (earned, outcomes, np.add(earned, outcomes).tolist())
         )
         advantages = []
-        for place, response in enumerate(responses):
-            of_turns_K = np.full(len(response.rewards_K), outcome[place])
+        for place, session in enumerate(sessions):
+            of_turns_K = np.full(len(session.rewards_K), outcome[place])
             of_turns_K[0] = outcome[place] + self.alpha * turn[place] if len(of_turns_K) > 1 else both[place]
             advantages.append(of_turns_K)
         return advantages

@@ -1,28 +1,39 @@
-"""Turns of a response, their rewards, and the base of the methods that give every turn an advantage of its own.
+"""Turns of a session, their rewards, and the base of the methods that give every turn an advantage of its own.
 
 A *turn* is a maximal run of tokens that the model wrote. What a tool or a user said is between two turns and trains
 nothing. Turns are found among all tokens that the model wrote, also those that a rollout correction drops from training.
 
-A method derives from :class:`TurnSignal` and has one function, :meth:`TurnSignal.turn_advantages`: the advantages of the turns
-of one prompt's responses.
+A *session* is one conversation. It is one response, or several whose turns follow each other, as where the context was
+compressed. Its outcome, the reward of its last response, counts once.
 
-Shape suffixes: B responses, T response tokens, K turns of one response.
+A method derives from :class:`TurnSignal` and has one function, :meth:`TurnSignal.turn_advantages`: the advantages of the turns
+of one prompt's sessions.
+
+Shape suffixes: B responses, T response tokens, K turns of one session.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import cache
-from typing import Annotated, Any, ClassVar, Literal
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from typing import Annotated, Any, Literal, NamedTuple
 
 import numpy as np
 import torch
 from pydantic import Field
 
-from grail_advantage.batch import GROUPS, REWARDS, TOKENS, RolloutBatch, within_range
+from grail_advantage.batch import (
+    GROUPS,
+    OLD_LOG_PROBS,
+    REWARDS,
+    SESSIONS,
+    TOKENS,
+    RolloutBatch,
+    within_range,
+)
 from grail_advantage.options import option
 from grail_advantage.signals.base import MaskTruncated, RowSelection, Signal
 
@@ -35,29 +46,46 @@ Deviation = Annotated[
         description="whether differences from a mean are divided by the deviation of what it was taken over, as in GRPO"
     ),
 ]
+Align = Literal["calls", "turns"]
 logger = logging.getLogger(__name__)
+
+
+class Turn(NamedTuple):
+    """The tokens of a turn."""
+
+    row: int
+    """Of its response in the batch."""
+    start: int
+    """Of the half-open range of its tokens in the response."""
+    stop: int
 
 
 @dataclass(frozen=True)
 class Turns:
-    """The turns of one response."""
+    """The turns of one session, as a method sees them."""
 
-    place: int
-    """Of the response in its batch."""
+    key: str
+    """The host's name for it, for messages."""
     outcome: float
-    """The response's reward."""
+    """The session's reward."""
     rewards_K: np.ndarray
     """float64; the rewards by turn alone, without the outcome."""
-    before: Sequence[tuple[int, ...]]
+    before: Sequence[Hashable] = ()
     """What a tool or a user said before each turn, as token ids; nothing before the first, which follows the prompt. Empty
     unless the method reads ``MESSAGES``."""
+    turns: Sequence[Turn] = ()
+    """Their tokens; empty where there are none, as for :func:`grail_advantage.turn_advantages`."""
+    log_probs: Sequence[np.ndarray] = ()
+    """float32; of each turn's tokens under the policy before the update. Empty unless the method reads ``OLD_LOG_PROBS``."""
+    fields: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    """The fields that the method reads, by name: one value for each response of the session."""
 
     def returns_K(self, gamma: float, *, outcome: bool) -> np.ndarray:
         """The return of each turn, float64: its reward and the discounted ones of the turns after it.
 
         Args:
             gamma: discount from one turn to the next.
-            outcome: whether the response's reward counts, with the last turn's.
+            outcome: whether the session's reward counts, with the last turn's.
         """
         returns_K = self.rewards_K.copy()
         returns_K[-1] += self.outcome if outcome else 0.0
@@ -66,26 +94,13 @@ class Turns:
         return returns_K
 
 
-def find_turns(written_BT: torch.Tensor) -> torch.Tensor:
-    """The turn of every token, counted from 0.
-
-    Args:
-        written_BT: bool; the tokens that the model wrote.
-
-    Returns:
-        int64 (B, T), -1 for the other tokens.
-    """
-    before_BT = torch.nn.functional.pad(written_BT[:, :-1], (1, 0))
-    return torch.where(written_BT, (written_BT & ~before_BT).cumsum(dim=1) - 1, -1)
-
-
 def compare(
     values: Sequence[np.ndarray], keys: Sequence[Sequence[Any]], *, deviation: bool, epsilon: float = 1e-6
 ) -> list[np.ndarray]:
     """Values of turns less the mean of those with the same key; 0 for a key of one turn alone.
 
     Args:
-        values: float (K,) for each response.
+        values: float (K,) for each session.
         keys: what each of these turns is compared under, such as its place.
         deviation: whether to divide by the deviation, with n - 1, plus ``epsilon``, as verl's GRPO does it.
     """
@@ -101,31 +116,97 @@ def compare(
     ]
 
 
-def shuffle_turns(advantages_BT: torch.Tensor, turn_BT: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """The control for every method here: each response's turn advantages, permuted at random among its turns.
+# ----------------------------------------------------------------------------------------------------------- rewards by turn
+
+
+class UncertainError(ValueError):
+    """A session that cannot be compared with others; the message says why."""
+
+
+def rewards_by_turn(
+    lists: Sequence[Any], turns: Sequence[int], align: Align = "turns", *, differences: bool = False
+) -> np.ndarray:
+    """The rewards of a session's turns.
+
+    Example: for one response of three turns ``[[0.5, None, [1, 1]]]`` gives ``[0.5, 0, 2]``: the second turn has no reward, the
+    third made two calls. With ``differences`` ``[[0.2, None, 0.5]]`` gives ``[0.2, 0, 0.3]``.
 
     Args:
-        advantages_BT: float; the same on all tokens of a turn.
-        turn_BT: int64, from :func:`find_turns`.
-        generator: on the CPU; draws the permutations.
+        lists: one for each response of the session, of its own turns; where the last response alone has one that is not
+            ``None``, the whole session's. A list has a number, ``None``, or a list of these for the calls of a turn.
+        turns: of each response.
+        align: what a list without lists in it holds, see :attr:`TurnSignal.align`.
+        differences: whether the numbers are scores of the state after a turn, of which the differences are the rewards.
 
     Returns:
-        Like ``advantages_BT``, 0 outside the turns.
+        float64 (K,).
+
+    Raises:
+        UncertainError: a number that is not finite, or one of no certain turn.
+        ValueError: something else than such a list, or one of another length.
     """
-    shuffled_BT = torch.zeros_like(advantages_BT)
-    for row, turn_T in enumerate(turn_BT):
-        turns = turn_T[turn_T >= 0].unique().tolist()
-        for turn, place in zip(turns, torch.randperm(len(turns), generator=generator).tolist(), strict=True):
-            shuffled_BT[row, turn_T == turn] = advantages_BT[row, turn_T == turns[place]][0]
-    return shuffled_BT
+    if all(one is None for one in lists[:-1]):
+        lists, turns = lists[-1:], [sum(turns)]
+    calls = [of for one, count in zip(lists, turns, strict=True) for of in _calls(one, count, align)]
+    if not differences:
+        return np.array([sum(of_turn) for of_turn in calls], dtype=np.float64)
+    scores = [0.0]
+    for of_turn in calls:
+        scores.append(of_turn[-1] if of_turn else scores[-1])
+    return np.diff(scores)
+
+
+def calls_of(given: Any) -> list[list[float]]:
+    """The numbers of each entry of a list of rewards, fewer where there is no reward; the errors are those of
+    :func:`rewards_by_turn`."""
+    entries = given.tolist() if isinstance(given, np.ndarray) else [] if given is None else given
+    if not isinstance(entries, list | tuple):
+        raise ValueError(f"has {given!r}; give it a list with a number, None or a list of numbers for each turn")
+    return [_numbers(entry) for entry in entries]
+
+
+def _calls(given: Any, turns: int, align: Align) -> list[list[float]]:
+    """The numbers of each turn of one list."""
+    calls = calls_of(given)
+    flat = given is None or not any(isinstance(entry, list | tuple | np.ndarray) for entry in given)
+    if align == "calls" and flat and turns == 1:
+        calls = [[one for of_call in calls for one in of_call]]  # there is no other turn
+    elif align == "calls" and flat and len(calls) >= turns:
+        raise UncertainError(
+            f"has {turns} turns and the {len(calls)} rewards {given!r}, by two calls in one turn or a last call without an "
+            "answer, so that it is not certain which turn each belongs to; give a list for each turn, such as [[1, 0.5], [0]], "
+            "or with align=turns one number for each"
+        )
+    fits = (turns,) if align == "turns" and flat else (turns - 1, turns)
+    if len(calls) not in fits:
+        raise ValueError(
+            f"has {turns} turns and the {len(calls)} rewards {given!r}, where align={align} wants "
+            f"{' or '.join(map(str, fits))}; with turns it is one a turn, with calls one for each turn that a tool answered, "
+            "and with rewards='' the outcome counts alone"
+        )
+    return calls + [[]] * (turns - len(calls))
+
+
+def _numbers(entry: Any) -> list[float]:
+    """The numbers of an entry, which are fewer where there is no reward."""
+    entries = entry.tolist() if isinstance(entry, np.ndarray) else entry
+    found = [one for one in (entries if isinstance(entries, list | tuple) else [entries]) if one is not None]
+    if not all(isinstance(one, int | float | np.number) for one in found):
+        raise ValueError(f"has the reward {entry!r}; give a number, None or a list of numbers for each turn")
+    if not within_range(np.array(found, dtype=np.float64)).all():
+        raise UncertainError(f"has the reward {entry!r}, which is not finite or too large")
+    return list(map(float, found))
+
+
+# --------------------------------------------------------------------------------------------------------------- the methods
 
 
 class TurnSignal(Signal):
     """Base of the methods that give every turn an advantage of its own: token advantages of either sign."""
 
-    reads = frozenset({GROUPS, TOKENS, REWARDS})
+    reads = frozenset({GROUPS, TOKENS, REWARDS, SESSIONS})
     gives = "advantages"
-    without_scores: ClassVar[Literal["base", "nothing"]] = "nothing"
+    without_scores = "nothing"
 
     rewards: str = option(
         "tool_rewards",
@@ -133,11 +214,17 @@ class TurnSignal(Signal):
         "data; empty for none, so that only the outcome counts",
     )
 
-    align: Literal["calls", "turns"] = option(
+    align: Align = option(
         "calls",
         "what the list of a response with K turns holds: with turns K rewards, one a turn; with calls one for each turn that "
-        "called a tool, K - 1; K rewards are ambiguous (two calls in a turn, or a last call without an answer), so that such a "
-        "response trains nothing, but for a response of one turn",
+        "called a tool, K - 1; K or more are ambiguous (two calls in a turn, or a last call without an answer), so that such a "
+        "response trains nothing, but for a response of one turn. A list with a list for each turn's calls is never ambiguous",
+    )
+
+    differences: bool = option(
+        False,
+        "whether the list holds scores of the state after each turn, of which the differences are the rewards: [0.2, 0.5] is "
+        "0.2 and 0.3",
     )
 
     mask_truncated: MaskTruncated = False  # it biases the gradient where the policy decides when to stop
@@ -148,98 +235,92 @@ class TurnSignal(Signal):
     def field_names(self) -> list[str]:
         return [*super().field_names, *([self.rewards] if self.rewards else [])]
 
-    def turn_advantages(self, responses: Sequence[Turns]) -> list[np.ndarray]:
-        """The advantages of the turns of one prompt's responses, float (K,) each."""
+    def turn_advantages(self, sessions: Sequence[Turns]) -> list[np.ndarray]:
+        """The advantages of the turns of one prompt's sessions, float (K,) each."""
         raise NotImplementedError(f"{type(self).__name__} has no turn_advantages()")
 
     def select(self, batch: RolloutBatch) -> RowSelection:
         """All responses that train, but those whose advantages are all 0."""
-        matters_B = (batch.advantages_B != 0) | (self.scores(batch, None) != 0).any(dim=1)
-        return replace(super().select(batch), selected_B=batch.trains_B & matters_B)
+        selection = super().select(batch)
+        if OLD_LOG_PROBS in self.reads:  # they come after the selection
+            return replace(selection, selected_B=batch.trains_B)
+        scores_BT, _ = self._scores(batch)
+        matters_B = (batch.advantages_B != 0) | (scores_BT != 0).any(dim=1)
+        return replace(selection, selected_B=batch.trains_B & matters_B)
 
     def scores(self, batch: RolloutBatch, of_pass_BT: torch.Tensor | None) -> torch.Tensor:
-        """The token advantages; NaN in a response with an infinite reward, or one of no certain turn: it is compared with no
-        other response, and trains nothing."""
-        assert batch.tokens_BT is not None and batch.groups_B is not None  # it reads them
-        turn_BT = find_turns(batch.tokens_BT >= 0).cpu()
-        scores_BT = torch.zeros(turn_BT.shape, dtype=torch.float64)
+        """The token advantages; NaN in a session with a reward that is not finite, or one of no certain turn: it is compared
+        with no other session, and trains nothing."""
+        scores_BT, out = self._scores(batch)
+        for key, reason in list(out.items())[:1]:
+            logger.warning(
+                "%s: %d sessions train nothing. %s.rewards=%s: response %s %s",
+                *(self.name, len(out), self.section, self.rewards, key, reason),
+            )
+        return scores_BT
+
+    def _scores(self, batch: RolloutBatch) -> tuple[torch.Tensor, dict[str, str]]:
+        """The token advantages, and why sessions have none, by their keys."""
+        assert (
+            batch.tokens_BT is not None and batch.groups_B is not None and batch.rewards_B is not None
+        )  # it reads them
+        scores_BT = torch.zeros(batch.mask_BT.shape, dtype=torch.float64)
         of_groups: dict[int, list[Turns]] = defaultdict(list)
-        for response, group in zip(self._turns(batch, turn_BT), batch.groups_B.tolist(), strict=True):
-            if len(response.rewards_K) and within_range(np.array([response.outcome, *response.rewards_K])).all():
-                of_groups[group].append(response)
-            elif len(response.rewards_K):
-                scores_BT[response.place] = torch.nan
-        for responses in of_groups.values():
-            for response, of_turns_K in zip(responses, self.turn_advantages(responses), strict=True):
-                turn_T = turn_BT[response.place]
-                of_turns = torch.as_tensor(of_turns_K, dtype=torch.float64)
-                scores_BT[response.place] = torch.where(turn_T >= 0, of_turns[turn_T.clamp(min=0)], 0.0)
-        return scores_BT.to(batch.mask_BT.device)
-
-    def _turns(self, batch: RolloutBatch, turn_BT: torch.Tensor) -> list[Turns]:
-        assert batch.rewards_B is not None  # it reads them
-        messages_BT = batch.messages_BT.cpu().numpy() if batch.messages_BT is not None else None
-        fields = batch.fields[self.rewards] if self.rewards else [None] * len(turn_BT)
-        counts_B = turn_BT.max(dim=1).values + 1 if turn_BT.shape[1] else torch.zeros(len(turn_BT), dtype=torch.int64)
-        return [
-            Turns(
-                place,
-                outcome,
-                self._rewards(given, count, place) if self.rewards and count else np.zeros(count),
-                said_before(messages_BT[place], turn_BT[place].numpy()) if messages_BT is not None else (),
+        out: dict[str, str] = {}
+        written_BT, groups, outcomes = (
+            (batch.tokens_BT >= 0).cpu().numpy(), batch.groups_B.tolist(), batch.rewards_B.tolist()
+        )  # fmt: skip
+        for rows in batch.sessions:
+            of_rows = [[Turn(row, *edges) for edges in runs(written_BT[row])] for row in rows]
+            turns = [turn for of_row in of_rows for turn in of_row]
+            if not turns:
+                continue
+            key = batch.keys[rows[-1]] if batch.keys else f"{rows[-1]} of the batch"
+            lists = [batch.fields[self.rewards][row] for row in rows] if self.rewards else [[None] * len(turns)]
+            outcome = outcomes[rows[-1]]
+            try:
+                if not within_range(np.float64(outcome)):
+                    raise UncertainError(f"has the outcome {outcome}, which is not finite or too large")
+                counts = list(map(len, of_rows)) if self.rewards else [len(turns)]
+                align = self.align if self.rewards else "turns"
+                rewards_K = rewards_by_turn(lists, counts, align, differences=self.differences)
+            except UncertainError as reason:
+                out[key] = str(reason)
+                scores_BT[rows] = torch.nan
+                continue
+            except ValueError as error:
+                raise ValueError(f"{self.section}.rewards={self.rewards}: response {key} {error}") from None
+            of_groups[groups[rows[-1]]].append(
+                Turns(key, outcome, rewards_K, self._before(batch, of_rows), turns, *self._known(batch, rows, turns))
             )
-            for place, (outcome, given, count) in enumerate(
-                zip(batch.rewards_B.tolist(), fields, counts_B.tolist(), strict=True)
-            )
-        ]
+        for sessions in of_groups.values():
+            for session, of_turns_K in zip(sessions, self.turn_advantages(sessions), strict=True):
+                for turn, advantage in zip(session.turns, of_turns_K, strict=True):
+                    scores_BT[turn.row, turn.start : turn.stop] = float(advantage)
+        return scores_BT.to(batch.mask_BT.device), out
 
-    def _rewards(self, given: Any, turns: int, place: int) -> np.ndarray:
-        """A response's rewards by turn, float64 (K,): 0 for a turn that was not scored (``None`` or NaN); NaN for all turns
-        where it is not certain which turn a reward belongs to.
+    def _before(self, batch: RolloutBatch, of_rows: Sequence[Sequence[Turn]]) -> list[Hashable]:
+        """Of a further response nobody knows the prompt here: its first turn is like no other."""
+        if batch.messages_BT is None:
+            return []
+        observed: list[Hashable] = []
+        for place, turns in enumerate(of_rows):
+            observed += [f"response {turns[0].row}" if place else ()] * bool(turns)
+            observed += [
+                tuple(batch.messages_BT[after.row, before.stop : after.start].tolist())
+                for before, after in pairwise(turns)
+            ]
+        return observed
 
-        Raises:
-            ValueError: something else than a list of numbers, or as many as do not fit; naming the response.
-        """
-        where = f"{self.section}.rewards={self.rewards}: response {place} of the batch"
-        try:
-            rewards = np.asarray([] if given is None else given, dtype=np.float64)
-        except (TypeError, ValueError):
-            rewards = np.zeros(())
-        if rewards.ndim != 1:
-            raise ValueError(f"{where} has {given!r}; give it a list of numbers, one a turn")
-        rewards = np.where(np.isnan(rewards), 0.0, rewards)
-        fits = (turns,) if self.align == "turns" else (turns - 1, turns)
-        if len(rewards) not in fits:
-            raise ValueError(
-                f"{where} has {turns} turns and {len(rewards)} rewards, where {self.section}.align={self.align} wants "
-                f"{' or '.join(map(str, fits))}; with turns it is one a turn, with calls one for each turn that a tool "
-                "answered, and with rewards='' the outcome counts alone"
-            )
-        if self.align == "calls" and len(rewards) == turns > 1:
-            _warn_of_ambiguous_rewards(self.section)
-            return np.full(turns, np.nan)
-        return np.pad(rewards, (0, turns - len(rewards)))
+    def _known(
+        self, batch: RolloutBatch, rows: Sequence[int], turns: Sequence[Turn]
+    ) -> tuple[list[np.ndarray], dict[str, list[Any]]]:
+        log_probs_BT = batch.columns_BT.get(OLD_LOG_PROBS)
+        of_turns = [] if log_probs_BT is None else [log_probs_BT[row, a:b].float().cpu().numpy() for row, a, b in turns]
+        return of_turns, {name: [batch.fields[name][row] for row in rows] for name in self.field_names}
 
 
-@cache  # once for each method
-def _warn_of_ambiguous_rewards(section: str) -> None:
-    logger.warning(
-        "%s.align=calls: a response of K turns has K rewards, by two calls in one turn or a last call without an answer, so "
-        "that it is not certain which turn each belongs to. Such responses train nothing; non_finite_rate counts them. Where "
-        "the list has one reward a turn, use %s.align=turns",
-        section,
-        section,
-    )
-
-
-def said_before(messages_T: np.ndarray, turn_T: np.ndarray) -> list[tuple[int, ...]]:
-    """The messages between each turn and the one before it; nothing before the first.
-
-    Args:
-        messages_T: token ids of a response, whoever wrote them.
-        turn_T: the turn of each token, -1 for those that the model did not write.
-    """
-    edges = np.diff(turn_T >= 0, prepend=False, append=False).nonzero()[0]  # where turns begin and end, in turn
-    begins, ends = edges[2::2], edges[1:-1:2]
-    messages = [tuple(messages_T[end:begin].tolist()) for begin, end in zip(begins, ends, strict=True)]
-    return [(), *messages] if len(edges) else []
+def runs(written_T: np.ndarray) -> list[tuple[int, int]]:
+    """The half-open ranges of the tokens (T,) that the model wrote: bool, or 1 and 0."""
+    edges = np.diff(np.asarray(written_T, dtype=bool), prepend=False, append=False).nonzero()[0].tolist()
+    return list(zip(edges[::2], edges[1::2], strict=True))

@@ -23,6 +23,7 @@ from grail_advantage.batch import ENTROPY, OLD_LOG_PROBS, outcome_of
 from grail_advantage.dump_writer import StepDump, size_estimate
 from grail_advantage.record import DUMPED, StepRecord
 from grail_advantage.signals.base import Signal
+from grail_advantage.signals.turns import calls_of
 from grail_advantage.verl_ext.received import (
     Written,
     fetch_loss_columns,
@@ -32,12 +33,12 @@ from grail_advantage.verl_ext.received import (
     without_watch,
 )
 from grail_advantage.verl_ext.rules import STRATEGY
-from grail_advantage.verl_ext.settings import ACTOR, DUMP, ENGINES, MODEL, ROLLOUT, Settings
+from grail_advantage.verl_ext.settings import ACTOR, CALL_REWARDS, DUMP, ENGINES, MODEL, ROLLOUT, TOOL_REWARDS, Settings
 from grail_advantage.verl_ext.step import UpdateBatch, objects
 
 FIELDS = ("rm_scores", "reward_model", "extra_fields", "data_source", "extra_info", OLD_LOG_PROBS, ENTROPY)
 """Fields of TransferQueue for the written responses; it leaves out those that a run does not have."""
-TURN_REWARDS = ("turn_rewards", "turn_scores", "tool_rewards")
+TURN_REWARDS = ("turn_rewards", CALL_REWARDS, "turn_scores", TOOL_REWARDS)
 """Fields with rewards by turn, of the reward function and of verl's agent loop."""
 CHECKPOINT_SECONDS = 60.0
 """Seconds that a checkpoint waits for the dump of its steps."""
@@ -184,14 +185,19 @@ def _with_facts(record: StepRecord, fetched: TensorDict) -> StepRecord:
     return replace(record, rollouts=replace(record.rollouts, facts=facts, columns_BT=columns_BT))
 
 
-def turn_rewards_label(extra: Any, signal: Signal) -> dict[str, list[float]]:
-    """The rewards by turn as a label: those that the method reads, else the first of the usual names that has any."""
+def turn_rewards_label(extra: Any, signal: Signal) -> dict[str, list[float | None]]:
+    """The rewards by turn as a label: those that the method reads, else the first of the usual names that has any. Several of a
+    turn are summed, and ``None`` is a turn without a reward."""
     names = (getattr(signal, "rewards", None) or None, *TURN_REWARDS)
     for known in (
         _entry(values, name) for name in names if name for values in (_entry(extra, "reward_extra_info"), extra)
     ):
-        if isinstance(known, list | tuple) and known and all(isinstance(reward, int | float) for reward in known):
-            return {"turn_rewards": [float(reward) for reward in known]}
+        try:
+            calls = calls_of(known)
+        except ValueError:
+            continue
+        if calls:
+            return {"turn_rewards": [sum(of_turn) if of_turn else None for of_turn in calls]}
     return {}
 
 

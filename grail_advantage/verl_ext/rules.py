@@ -23,6 +23,7 @@ from grail_advantage.verl_ext.settings import (
     BASE,
     BASES,
     BYPASS,
+    CALL_REWARDS,
     CORRECTION,
     DUMP_EVERY,
     DUMP_FOLDER,
@@ -35,6 +36,7 @@ from grail_advantage.verl_ext.settings import (
     SHARE,
     SKIP,
     SLICES,
+    TOOL_REWARDS,
     TRAINER_MODE,
     TRAINER_MODES,
     TRAINER_MODULE,
@@ -341,9 +343,14 @@ REFUSALS = (
     Rule(
         "parallel-calls",
         PARALLEL_CALLS,
-        lambda s: isinstance(s.signal, TurnSignal) and s.signal.align == "calls" and (s[PARALLEL_CALLS] or 1) > 1,
-        "rewards of several calls of a turn cannot be told apart",
-        "set it to 1, or give one reward a turn with align=turns",
+        lambda s: (
+            isinstance(s.signal, TurnSignal) and s.signal.rewards == TOOL_REWARDS and (s[PARALLEL_CALLS] or 1) > 1
+        ),
+        f"verl puts the rewards of all calls into one flat list, {TOOL_REWARDS}, which does not say which are of one turn",
+        lambda s: (
+            f"take the agent loop grail_advantage.verl_ext.tool_agent.TurnToolAgent with algorithm.{s.method}.rewards="
+            f"{CALL_REWARDS}, or set it to 1 (docs/turns.md)"
+        ),
         (f"{PARALLEL_CALLS}=2", f"{METHOD}=turn_rloo"),
     ),
     Rule(

@@ -53,6 +53,9 @@ TRAINER_PREFIX = "grail_"
 """Trainer ``grail_<mode>`` is trainer ``<mode>`` with token weights."""
 DUMP = "algorithm.token_dump."
 DUMP_FOLDER, DUMP_EVERY = f"{DUMP}folder", f"{DUMP}every"
+TOOL_REWARDS, CALL_REWARDS = "tool_rewards", "call_rewards"
+"""Fields of an agent loop with the rewards of calls: one flat list, by verl; one list for each turn that called, by
+:mod:`grail_advantage.verl_ext.tool_agent`, with ``None`` where a tool gave none."""
 ENGINES = ("fsdp", "fsdp2")
 """Values of ``actor_rollout_ref.actor.strategy``: the engines of verl's in which this project runs code of its own."""
 

@@ -31,6 +31,7 @@ from grail_advantage.batch import (
     FIELD,
     OLD_LOG_PROBS,
     REWARDS,
+    SESSIONS,
     Example,
     RolloutBatch,
     within_range,
@@ -125,6 +126,7 @@ def fetch_step(
         groups_B=torch.tensor(group_numbers(batch.keys)),
         examples=_examples(data, settings) if EXAMPLES in signal.reads else None,
         fields=_fields(batch, signal),
+        sessions=[(session, int(number)) for session, number in (key.rsplit("_", 1) for key in batch.keys)],
         keys=list(batch.keys),
     )
     return UpdateBatch(settings, number, batch.partition_id, rollouts)
@@ -142,12 +144,16 @@ def _examples(data: TensorDict, settings: Settings) -> list[Example]:
 
 def _fields(batch: KVBatchMeta, signal: Signal) -> dict[str, list[Any]]:
     """The fields that a method reads: what the reward function returned, what the agent loop added, or a column of the batch,
-    whichever has the name first."""
+    whichever has the name first. The reward function sees a whole session: what it returned is the last output's, of which verl
+    gives the earlier ones a copy."""
     names = signal.field_names
     if not names:
         return {}
     extra = [dict(entry) if isinstance(entry, Mapping) else {} for entry in fetch_objects(batch, "extra_fields")]
-    added = [{**entry, **(entry.get("reward_extra_info") or {})} for entry in extra]
+    last = _last_outputs(batch.keys)
+    of_reward = [(entry.get("reward_extra_info") or {}) for entry in extra]
+    copies = [dict.fromkeys(of) if last[row] != row else of for row, of in enumerate(of_reward)]
+    added = [{**entry, **of} for entry, of in zip(extra, copies, strict=True)]
     fields = {}
     for name in names:
         fields[name] = [entry.get(name) for entry in added]
@@ -283,13 +289,13 @@ def _with_rewards(step: UpdateBatch, rewards_BT: torch.Tensor) -> UpdateBatch:
     """The step with the responses' rewards, for a method that reads them.
 
     Raises:
-        ValueError: an agent loop that returns several outputs a session.
+        ValueError: an agent loop that returns several outputs a session, and a method that does not know sessions.
     """
     signal = step.settings.signal
     if REWARDS not in signal.reads:
         return step
     for key, last in zip(step.keys, _last_outputs(step.keys), strict=True):
-        if step.keys[last] != key:
+        if SESSIONS not in signal.reads and step.keys[last] != key:
             raise ValueError(
                 f"{METHOD}={signal.name} reads one reward a response, and {key} and {step.keys[last]} are outputs of one "
                 "session, which share theirs; have the agent loop return one output"

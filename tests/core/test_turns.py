@@ -5,18 +5,19 @@ from __future__ import annotations
 import math
 import random
 import statistics
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from grail_advantage import RolloutBatch, compute_token_weights
+from grail_advantage import RolloutBatch, compute_token_weights, turn_advantages, turns_to_tokens
 from grail_advantage.methods import method
 from grail_advantage.metrics import weight_metrics
-from grail_advantage.signals.turns import _warn_of_ambiguous_rewards, find_turns, said_before, shuffle_turns
+from grail_advantage.signals.turns import Turn, TurnSignal, runs
 from grail_advantage.weighting import batch_weights, scores_of
 from tests.core.plain_weights import close
 from tests.core.test_text_methods import token_advantages
@@ -103,11 +104,13 @@ def _compared(value: float, others: list[float], deviation: bool, epsilon: float
     return (value - statistics.fmean(others)) / divisor
 
 
-def plain_turn_rloo(talk: Talk, group: list[Talk], gamma: float = 1.0) -> list[float]:
+def plain_turn_rloo(talk: Talk, group: list[Talk], gamma: float = 1.0, stopped: str = "left_out") -> list[float]:
     siblings = [other for other in group if other is not talk]
     values = []
     for turn in range(len(talk.turns)):
         with_turn = [_return(other, turn, gamma) for other in siblings if len(other.turns) > turn]
+        if stopped == "zero":
+            with_turn += [0.0] * (len(siblings) - len(with_turn))
         instead = [_return(other, 0, gamma) for other in siblings] or [0.0]
         values.append(_return(talk, turn, gamma) - statistics.fmean(with_turn or instead))
     return values
@@ -160,7 +163,7 @@ PLAIN: dict[str, Callable[..., list[float]]] = {
     "gigpo": plain_gigpo,
 }
 OPTIONS: dict[str, list[dict[str, Any]]] = {
-    "turn_rloo": [{}, {"gamma": 0.5}],
+    "turn_rloo": [{}, {"gamma": 0.5}, {"stopped": "zero"}],
     "mt_grpo": [{}, {"alpha": 0.5, "deviation": False}],
     "gtpo": [{}, {"gamma": 1.0, "deviation": False}],
     "gigpo": [{}, {"gamma": 0.5, "omega": 0.25, "deviation": False}],
@@ -241,78 +244,87 @@ def test_every_method_takes_responses_with_gaps() -> None:
 
 
 def test_turns_are_runs_of_ones() -> None:
-    rows = ["1101011", "0111000", "0000000", "1111111"]
-    mask_BT = torch.tensor([[character == "1" for character in row] for row in rows])
-    expected = [[0, 0, -1, 1, -1, 2, 2], [-1, 0, 0, 0, -1, -1, -1], [-1] * 7, [0] * 7]
-    assert find_turns(mask_BT).tolist() == expected
-    assert find_turns(mask_BT[:, :0]).shape == (4, 0)
-    messages = [said_before(np.arange(7), np.array(turns)) for turns in expected]
-    assert messages == [[(), (2,), (4,)], [()], [], [()]]
-    assert said_before(np.arange(5), np.array([-1, 0, -1, -1, 1])) == [(), (2, 3)]
+    rows = {"1101011": [(0, 2), (3, 4), (5, 7)], "0111000": [(1, 4)], "0000000": [], "1111111": [(0, 7)], "": []}
+    for row, expected in rows.items():
+        assert runs(np.array([int(character) for character in row])) == expected
 
 
-def test_how_rewards_by_turn_are_aligned() -> None:
-    talk = Talk(["a", "b", "c"], ["x", "y"], [1.0, 2.0, 4.0], 8.0)
-    alone = Talk(["a"], [], [], 0.0)
+THREE = Talk(["a", "b", "c"], ["x", "y"], [1.0, 2.0], 8.0)
+ALIGNED: dict[str, tuple[Any, dict[str, Any], list[float]]] = {
+    "one for each answered call": ([1.0, 2.0], {}, [11, 10, 8]),
+    "without the outcome": ([1.0, 2.0], {"outcome": False}, [3, 2, 0]),
+    "the outcome alone": ([1.0, 2.0], {"rewards": ""}, [8, 8, 8]),
+    "a discount": ([1.0, 2.0], {"gamma": 0.5}, [4, 6, 8]),
+    "one a turn": ([1.0, 2.0, 4.0], {"align": "turns"}, [15, 14, 12]),
+    "no reward for a call": ([1.0, None], {}, [9, 8, 8]),
+    "no reward for a turn": ([None, 2.0, None], {"align": "turns"}, [10, 10, 8]),
+    "several calls": ([[1.0, 0.5], [2.0]], {}, [11.5, 10, 8]),
+    "several calls, one of them without a reward": ([[1.0, None], [None]], {}, [9, 8, 8]),
+    "several calls, the last without an answer": ([[1.0], [2.0, 2.0], [4.0]], {}, [17, 16, 12]),
+    "several calls in one turn": ([1.0, [2.0, 3.0], None], {"align": "turns"}, [14, 13, 8]),
+    "arrays": (np.array([[1.0, 0.5], [2.0, 1.0]]), {}, [12.5, 11, 8]),
+    "scores of states": ([0.25, 0.75], {"differences": True}, [8.75, 8.5, 8]),
+    "scores of states, one unknown": ([0.25, None, 1.0], {"differences": True, "align": "turns"}, [9, 8.75, 8.75]),
+    "scores of states after several calls": ([[0.5, 0.25], [1.0]], {"differences": True}, [9, 8.75, 8]),
+}
 
-    def advantages(talk: Talk, **options: Any) -> list[float]:
-        return token_advantages(method("turn_rloo").build(options), batch_of([talk, alone]))[0]
 
-    assert advantages(talk) == [0.0, 0.0, 0.0]  # the last call was not answered, or a turn made two
-    talk.rewards = [1.0, 2.0]
-    assert advantages(talk) == [11.0, 10.0, 8.0]
-    assert advantages(talk, outcome=False) == [3.0, 2.0, 0.0]
-    assert advantages(talk, rewards="") == [8.0, 8.0, 8.0]
-    assert advantages(talk, gamma=0.5) == [4.0, 6.0, 8.0]
-    talk.rewards, alone.rewards = [1.0, 2.0, 4.0], [0.5]
-    assert advantages(talk, align="turns") == [14.5, 13.5, 11.5]
-    talk.rewards = [1.0, 2.0]
-    assert advantages(talk) == [10.5, 9.5, 7.5]  # the only turn's only call is certain
+@pytest.mark.parametrize(("rewards", "options", "expected"), ALIGNED.values(), ids=ALIGNED)
+def test_how_rewards_by_turn_are_aligned(rewards: Any, options: dict[str, Any], expected: list[float]) -> None:
+    talks = [THREE, Talk(["a"], [], [], 0.0)]
+    batch = batch_of(talks)
+    batch.fields["tool_rewards"][:] = [rewards, [0.0] if options.get("align") == "turns" else []]
+    assert token_advantages(method("turn_rloo").build(options), batch)[0] == expected
+
+
+def test_all_calls_of_the_only_turn_are_its() -> None:
+    talks = [THREE, Talk(["a"], [], [0.5, 0.25, 0.25], 0.0)]
+    assert token_advantages(method("turn_rloo").build({}), batch_of(talks)) == [[10, 9, 7], [-10]]
+
+
+UNCERTAIN: dict[str, Any] = {
+    "as many as turns": [1.0, 2.0, 0.5],
+    "the last not scored": [1.0, 2.0, None],
+    "more than turns": [1.0] * 5,
+    "not a number": [NAN, 2.0],
+    "infinite": [math.inf, 2.0],
+    "too large": [1e30, 2.0],
+    "infinite in a list": [[1.0, -math.inf], [0.0]],
+}
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_an_unscored_turn_counts_0_and_ambiguous_rewards_train_nothing(
-    name: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    _warn_of_ambiguous_rewards.cache_clear()
+def test_what_is_uncertain_trains_nothing_and_is_named(name: str, caplog: pytest.LogCaptureFixture) -> None:
     signal, talks = method(name).build({}), [talk for talk in talks_of(3) if not talk.masked]
-    many = next(row for row, talk in enumerate(talks) if len(talk.turns) > 2)
-    given = talks[many].rewards
-    for unscored in (None, NAN):
-        batch = batch_of(talks)
-        batch.fields["tool_rewards"][many] = [unscored, *given[1:]]
-        talks[many].rewards = [0.0, *given[1:]]
-        close(token_advantages(signal, batch), plain(name, talks), 1e-5)
+    many = next(row for row, talk in enumerate(talks) if len(talk.turns) == 3)
     expected = plain(name, [talk for row, talk in enumerate(talks) if row != many])
-    for ambiguous in ([*given, 1.0], [*given, None], [math.inf, *given[1:]], [1e30, *given[1:]]):
-        batch = batch_of(talks)
-        batch.fields["tool_rewards"][many] = ambiguous
+    for given in UNCERTAIN.values():
+        caplog.clear()
+        batch = replace(batch_of(talks), keys=[f"key_{row}" for row in range(len(talks))])
+        batch.fields["tool_rewards"][many] = given
         selection = signal.select(batch)
         result = batch_weights(scores_of(signal, batch, selection, None), batch, selection, signal)
         figures = weight_metrics(result, batch.mask_BT, batch.advantages_B, selection, torch.zeros(0))
         assert figures["non_finite_rate"] == pytest.approx(1 / len(talks))
+        assert f"{name}: 1 sessions train nothing. {name}.rewards=tool_rewards: response key_{many} has" in caplog.text
         advantages = token_advantages(signal, batch)
         assert set(advantages.pop(many)) == {0.0}
         close(advantages, expected, 1e-5)
-    assert caplog.text.count(f"use {name}.align=turns") == 1
-    assert (
-        f"{name}, step 0: 1 of {len(talks)} selected responses have a score that is not finite, and train nothing"
-        in caplog.text
-    )
     assert not signal.mask_truncated, "it would bias the gradient"
 
 
-REFUSED = {
+REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "too few": (
         [1.0],
         {},
-        r"turn_rloo\.rewards=tool_rewards: response 1 of the batch has 3 turns and 1 rewards, where .*=calls",
+        r"turn_rloo\.rewards=tool_rewards: response the_key has 3 turns and the 1 rewards .* where align=calls wants 2 or 3",
     ),
-    "too many": ([1.0] * 4, {}, r"3 turns and 4 rewards, where turn_rloo\.align=calls wants 2 or 3; with turns"),
-    "one a turn": ([1.0] * 2, {"align": "turns"}, r"3 turns and 2 rewards, where turn_rloo\.align=turns wants 3;"),
-    "nothing": (None, {}, "3 turns and 0 rewards"),
-    "a number": (1.5, {}, r"response 1 of the batch has 1\.5; give it a list of numbers"),
-    "a word": (["good", "bad"], {}, r"has \['good', 'bad'\]; give it a list of numbers"),
+    "too many lists": ([[1.0]] * 4, {}, r"3 turns and the 4 rewards .* where align=calls wants 2 or 3"),
+    "one a turn": ([1.0] * 2, {"align": "turns"}, r"3 turns and the 2 rewards .* where align=turns wants 3;"),
+    "nothing": (None, {}, "3 turns and the 0 rewards None"),
+    "a number": (1.5, {}, r"response the_key has 1\.5; give it a list with a number, None or a list"),
+    "a word": (["good", "bad"], {}, r"has the reward 'good'; give a number, None or a list of numbers"),
+    "a word in a list": ([["good"], [1.0]], {}, r"has the reward \['good'\]; give a number"),
 }
 
 
@@ -320,7 +332,149 @@ REFUSED = {
 def test_rewards_that_do_not_fit_name_the_response(rewards: Any, options: dict, message: str) -> None:
     talks = [Talk(["a"], [], [0.0] * ("align" in options), 0.0), Talk(["a", "b", "c"], ["x", "y"], rewards, 1.0)]
     with pytest.raises(ValueError, match=message):
-        token_advantages(method("turn_rloo").build(options), batch_of(talks))
+        token_advantages(method("turn_rloo").build(options), replace(batch_of(talks), keys=["other", "the_key"]))
+
+
+# --- several responses a session -------------------------------------------------------------------------------------
+
+
+def parts_of(talk: Talk, draw: random.Random) -> list[Talk]:
+    """A conversation cut into rows, each with the turns from one compression of its context to the next."""
+    cuts = sorted(draw.sample(range(1, len(talk.turns)), draw.randint(0, len(talk.turns) - 1)))
+    rewards = [*talk.rewards, None]
+    rows = []
+    for start, stop in pairwise([0, *cuts, len(talk.turns)]):
+        row = Talk(talk.turns[start:stop], talk.said[start : stop - 1], [], NAN, talk.group)
+        row.rewards = [[reward] for reward in rewards[start:stop]]  # a list for each turn, so that nothing is ambiguous
+        rows.append(row)
+    rows[-1].outcome = talk.outcome
+    return rows
+
+
+@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("given", ["by row", "with the last row"])
+def test_a_session_of_several_responses_is_one_conversation(name: str, given: str) -> None:
+    """In any order in the batch; only the last one's reward counts. A first turn of a further row has no observation."""
+    draw = random.Random(name)
+    for seed in range(3):
+        talks = [talk for talk in talks_of(seed) if not talk.masked]
+        rows, numbers, of_turns = [], [], []
+        for number, talk in enumerate(talks):
+            parts = parts_of(talk, draw)
+            talk.said = [f"{number} {row}" if part else said for row, part, said in _heard(parts, talk)]
+            whole = [reward for part in parts for reward in part.rewards]
+            for place, part in enumerate(parts):
+                if given == "with the last row":
+                    part.rewards = whole if part is parts[-1] else None
+                rows.append(part)
+                numbers.append((number, place))
+                of_turns.append(part)
+        order = draw.sample(range(len(rows)), len(rows))
+        sessions: dict[int, list[tuple[int, int]]] = {}
+        for row, place in enumerate(order):
+            sessions.setdefault(numbers[place][0], []).append((numbers[place][1], row))
+        batch = batch_of([rows[place] for place in order])
+        batch = replace(batch, sessions=[[row for _, row in sorted(of)] for of in sessions.values()])
+        found = token_advantages(method(name).build({}), batch)
+        by_place = {place: found[row] for row, place in enumerate(order)}
+        joined = [
+            [value for place, (of, _) in enumerate(numbers) if of == number for value in by_place[place]]
+            for number in range(len(talks))
+        ]
+        close(joined, plain(name, talks), 1e-5)
+
+
+def _heard(parts: list[Talk], talk: Talk) -> Iterator[tuple[int, bool, str]]:
+    """For each turn but the first: which row it is in, whether it begins it, and what was said before it."""
+    begins = [(row, turn == 0) for row, part in enumerate(parts) for turn in range(len(part.turns))]
+    for (row, begin), said in zip(begins[1:], talk.said, strict=True):
+        yield row, begin, said
+
+
+# --- plain lists -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_plain_lists_give_the_same(name: str) -> None:
+    for seed in range(3):
+        talks = [talk for talk in talks_of(seed) if not talk.masked]
+        for options in OPTIONS[name]:
+            found = turn_advantages(
+                [[*talk.rewards, None] for talk in talks],
+                [talk.outcome for talk in talks],
+                [f"prompt {talk.group}" for talk in talks],
+                method=name,
+                before=[["", *talk.said] for talk in talks],
+                **options,
+            )
+            of_tokens = [turns_to_tokens(of, talk.written) for of, talk in zip(found, talks, strict=True)]
+            written = [
+                [value for value, wrote in zip(of, talk.written, strict=True) if wrote]
+                for of, talk in zip(of_tokens, talks, strict=True)
+            ]
+            close(written, plain(name, talks, **options), 1e-10)
+            assert not any(
+                value
+                for of, talk in zip(of_tokens, talks, strict=True)
+                for value, wrote in zip(of, talk.written, strict=True)
+                if not wrote
+            )
+
+
+def test_plain_lists_with_sessions_and_without_certainty(caplog: pytest.LogCaptureFixture) -> None:
+    whole = turn_advantages([[0.5, [1, 1], None], [0.0], [2.0]], [1.0, 0.0, None], "ppp")
+    assert whole == [[2.5, 2.0, 0.0], [-2.75], [0.25]]
+    rows = turn_advantages([[0.5, [1, 1]], [0.0], [None], [2.0]], [7.0, 0.0, 1.0, 0.0], "pppp", sessions="abac")
+    assert rows == [[2.5, 2.0], [-2.75], [0.0], [0.25]]
+    without = turn_advantages([[math.inf], [0.0], [2.0]], [0.0] * 3, "ppp", keys=["first", "b", "c"])
+    assert without == [[0.0], [-2.0], [2.0]] and "row first trains nothing: it has the reward inf" in caplog.text
+    assert turn_advantages([[0.2, 0.5], [0.0]], [0.0, 0.0], "pp", differences=True)[0] == pytest.approx([0.5, 0.3])
+    assert turn_advantages([], [], []) == [] and turn_advantages([[]], [1.0], ["p"]) == [[]]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"outcomes": [1.0]}, "outcomes must be one a row, 2 of them; got 1"),
+        ({"keys": ["a"]}, "keys must be one a row"),
+        ({"method": "grail"}, "method='grail' gives no advantages of turns"),
+        ({"method": "gigpo"}, "pass before="),
+        ({"method": "gigpo", "before": [[""], []]}, "before: row 1 has 1 turns and 0 observations"),
+        ({"gama": 0.5}, "gama"),
+        ({"rewards": [["good"], [0.0]]}, "rewards: row 0 has the reward 'good'"),
+        ({"rewards": [1.0, [0.0]]}, "rewards: row 0 has 1.0; give it a list"),
+    ],
+)
+def test_plain_lists_that_do_not_fit(arguments: dict[str, Any], message: str) -> None:
+    known: dict[str, Any] = {"rewards": [[1.0], [0.0]], "outcomes": [0.0, 0.0], "groups": ["p", "p"]}
+    with pytest.raises(ValueError, match=message):
+        turn_advantages(**known | arguments)
+    with pytest.raises(ValueError, match="mask has 2 runs of tokens that the model wrote, advantages are 1 turns'"):
+        turns_to_tokens([1.0], [1, 0, 1])
+
+
+def test_what_a_method_sees_of_a_turn() -> None:
+    class Seeing(TurnSignal):
+        reads = TurnSignal.reads | {"old_log_probs", "field:score"}
+
+        def turn_advantages(self, sessions: Sequence[Any]) -> list[np.ndarray]:
+            seen.extend(sessions)
+            return [session.rewards_K for session in sessions]
+
+    seen: list[Any] = []
+    talks = [THREE, Talk(["aa"], [], [], 0.0)]
+    batch = batch_of(talks)
+    log_probs_BT = -torch.rand(batch.mask_BT.shape)
+    batch = replace(batch, columns_BT={"old_log_probs": log_probs_BT}, keys=["a", "b"])
+    batch = replace(batch, fields={**batch.fields, "score": [{"x": 1}, None]})
+    signal = Seeing()
+    assert signal.select(replace(batch, columns_BT={})).selected_B.all()
+    signal.scores(batch, None)
+    first, second = seen
+    assert first.key == "a" and first.turns == [Turn(0, 0, 1), Turn(0, 2, 3), Turn(0, 4, 5)]
+    assert second.turns == [Turn(1, 0, 2)]
+    assert [of.tolist() for of in second.log_probs] == [log_probs_BT[1, :2].tolist()]
+    assert first.fields == {"score": [{"x": 1}], "tool_rewards": [[1.0, 2.0]]}
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -376,21 +530,6 @@ def test_a_response_with_advantage_0_may_have_turns_that_train() -> None:
     assert token_advantages(signal, batch) == [[1.0, 0.0], [-1.0, 0.0]]
     talks[0].rewards = [0.0]
     assert signal.select(batch_of(talks)).selected_B.tolist() == [False, False]
-
-
-def test_the_control_permutes_the_turns_of_a_response() -> None:
-    talks = [Talk(["a", "bb", "ccc"], ["x", "y"], [1.0, 2.0], 4.0), Talk(["a"], [], [], 0.0)]
-    batch = batch_of(talks)
-    turn_BT = find_turns(batch.tokens_BT >= 0)
-    advantages_BT = method("turn_rloo").build({}).scores(batch, None)
-    seen = set()
-    for seed in range(30):
-        shuffled_BT = shuffle_turns(advantages_BT, turn_BT, torch.Generator().manual_seed(seed))
-        of_turns = [shuffled_BT[0, turn_BT[0] == turn].unique().tolist() for turn in range(3)]
-        assert all(len(of) == 1 for of in of_turns) and sorted(of_turns) == [[4.0], [6.0], [7.0]]
-        assert torch.equal(shuffled_BT[1], advantages_BT[1]) and not shuffled_BT[turn_BT < 0].any()
-        seen.add(str(of_turns))
-    assert len(seen) == 6
 
 
 def test_mt_grpo_by_hand() -> None:

@@ -83,7 +83,7 @@ class Step:
 
     def run(self) -> dict[str, torch.Tensor]:
         """Both stages; the advantages by key."""
-        keys = [key for key, *_ in ROWS]
+        keys = list(self.store.rows)
         batch = KVBatchMeta(partition_id="train", keys=keys, tags=[{} for _ in keys])
         batch = self.trainer._compute_old_log_prob(batch, {})
         self.metrics: dict[str, float] = {}

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 from omegaconf import OmegaConf
-from transfer_queue import KVBatchMeta
 from verl.trainer.ppo import core_algos
 
 from grail_advantage.methods import method
+from grail_advantage.signals.turns import TurnSignal
 from grail_advantage.verl_ext import rules
 from grail_advantage.verl_ext.rules import AGGREGATION, Skipping, broken
 from grail_advantage.verl_ext.settings import ROLLOUT, SKIP, Settings
@@ -69,17 +69,64 @@ def test_rewards_of_the_reward_function_and_of_ones_own_loop(monkeypatch: pytest
     assert all(torch.equal(of, expected[key]) for key, of in step.run().items())
 
 
-def test_several_outputs_of_a_session_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    step = _step(monkeypatch, "turn_rloo")
-    step.store.rows["a_0_1"] = step.store.rows["a_0_0"]
-    keys = ["a_0_1", *(key for key, *_ in ROWS)]
-    batch = step.trainer._compute_old_log_prob(
-        KVBatchMeta(partition_id="train", keys=keys, tags=[{} for _ in keys]), {}
-    )
+def _session_of_two(step: Step) -> None:
+    """The session a_1 in two rows: its first turn, and the other two after its context was compressed. As verl's agent loop
+    writes them, both carry the reward of the last one."""
+    rows, talk = step.store.rows, TALKS["a_1_0"]
+    whole = rows["a_1_0"]
+    cut = len(encode(talk.turns[0]))
+    again = cut + len(encode(talk.said[0]))
+    for key, part in (("a_1_0", slice(cut)), ("a_1_1", slice(again, None))):
+        names = ("responses", "response_mask", "loss_mask", "rollout_log_probs")
+        rows[key] = {**whole, **{name: whole[name][part] for name in names}, "extra_fields": {}}
+        rows[key]["rm_scores"] = torch.zeros(len(rows[key]["responses"]))
+        rows[key]["rm_scores"][-1] = talk.outcome
+
+
+@pytest.mark.parametrize("given", ["by the loop", "by the reward function"])
+def test_several_outputs_of_a_session_are_one_conversation(monkeypatch: pytest.MonkeyPatch, given: str) -> None:
+    """The loop gives each output its own turns' rewards; verl copies what the reward function returned to all outputs."""
+    options = {"rewards": "call_rewards"}
+    with monkeypatch.context() as patch:
+        whole = _step(patch, "turn_rloo").run()
+    step = _step(monkeypatch, "turn_rloo", **options)
+    for key, talk in TALKS.items():
+        step.store.rows[key]["extra_fields"] = {"call_rewards": [[reward] for reward in talk.rewards]}
+    _session_of_two(step)
+    first, last = (step.store.rows[key] for key in ("a_1_0", "a_1_1"))
+    if given == "by the loop":
+        first["extra_fields"], last["extra_fields"] = {"call_rewards": [[0.5]]}, {"call_rewards": [[-0.25], [None]]}
+    else:
+        judged = {"reward_extra_info": {"call_rewards": [[0.5], [-0.25]]}}
+        first["extra_fields"], last["extra_fields"] = judged, judged
+    found = step.run()
+    talk = TALKS["a_1_0"]
+    cut, again = len(encode(talk.turns[0])), len(encode(talk.turns[0] + talk.said[0]))
+    expected = {**whole, "a_1_0": whole["a_1_0"][:cut], "a_1_1": whole["a_1_0"][again:]}
+    assert found.keys() == expected.keys() and bool(expected["a_1_1"].any())
+    assert all(torch.equal(found[key], expected[key]) for key in expected)
+
+
+def test_verl_gives_all_outputs_of_a_session_the_last_ones_advantage(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By its GRPO, which is this project's base and the baseline: every row has the whole session's."""
+    step = _step(monkeypatch, "uniform")
+    _session_of_two(step)
+    found = step.run()
+    rewards = [TALKS[key].outcome for key in ("a_0_0", "a_1_0", "a_2_0")]
+    expected = (0.0 - np.mean(rewards)) / (np.std(rewards, ddof=1) + 1e-6)
+    written = step.store.rows["a_1_1"]["response_mask"].bool()
+    for values in (found["a_1_0"], found["a_1_1"][written]):
+        torch.testing.assert_close(values, torch.full_like(values, expected), rtol=1e-5, atol=1e-6)
+
+
+def test_a_method_that_reads_rewards_and_knows_no_sessions_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    step = _step(monkeypatch, "turn_rloo", rewards="")
+    monkeypatch.setattr(TurnSignal, "reads", TurnSignal.reads - {"sessions"})
+    _session_of_two(step)
     with pytest.raises(
-        ValueError, match="turn_rloo reads one reward a response, and a_0_0 and a_0_1 are outputs of one"
+        ValueError, match="turn_rloo reads one reward a response, and a_1_0 and a_1_1 are outputs of one"
     ):
-        step.trainer._compute_advantage(batch, {})
+        step.run()
 
 
 @pytest.mark.parametrize("base", ["grpo", "rloo"])
@@ -146,11 +193,11 @@ def test_denominators_that_the_policy_chooses_are_warned_of() -> None:
     assert not said("token-mean", "grail")
 
 
-def test_several_calls_of_a_turn_are_refused_where_rewards_follow_calls() -> None:
+def test_verls_flat_list_is_refused_with_parallel_calls() -> None:
     def refused(calls: int, **options: Any) -> bool:
         config = {"algorithm": {"adv_estimator": "turn_rloo", "turn_rloo": options}}
         config |= {"actor_rollout_ref": {"rollout": {"multi_turn": {"max_parallel_calls": calls}}}}
         settings = Settings.parse(OmegaConf.create(config))
         return any(rule.when(settings) for rule in rules.REFUSALS if rule.option == rules.PARALLEL_CALLS)
 
-    assert refused(2) and not refused(1) and not refused(2, align="turns")
+    assert refused(2) and not refused(1) and not refused(2, rewards="call_rewards") and not refused(2, rewards="")
