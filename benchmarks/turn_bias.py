@@ -5,8 +5,9 @@
 In a turn the policy calls tool A or B, which gives a reward and says something, or stops; a third turn chooses between two
 endings. Every group of responses is enumerated with its probability, the registered methods give its token advantages, and
 autograd the gradients of log-probabilities. So the figures have no sampling error. The fixed variant has no stop: three turns.
+In the truncated one the length limit cuts every fifth call off, which ends the response without a reward.
 
-Shape suffixes: B responses, T response tokens, P parameters of the policy, R possible responses.
+Shape suffixes: B responses, T response tokens, P parameters of the policy, R possible responses, K turns of a response.
 """
 
 from __future__ import annotations
@@ -74,8 +75,8 @@ class Environment:
     """float64; the probability of what the tools said, given the turns."""
 
     @classmethod
-    def build(cls, *, stops: bool) -> Environment:
-        """With a policy that may stop, or with three turns."""
+    def build(cls, *, stops: bool, cut: float = 0.0) -> Environment:
+        """With a policy that may stop, or with three turns; with this probability that a call is cut off."""
         logits = {saw: {did: x for did, x in known.items() if stops or did != STOP} for saw, known in LOGITS.items()}
         places = {
             (saw, did): place for place, (saw, did) in enumerate((s, d) for s, known in logits.items() for d in known)
@@ -88,9 +89,12 @@ class Environment:
         def go_on(before: list[Step], saw: str, chance: float) -> None:
             for did in logits[saw]:
                 now = [*before, (saw, did)]
+                if (saw, did) in SAYS and cut:
+                    steps.append(now)
+                    chances.append(chance * cut)
                 for said, share in SAYS.get((saw, did), {"": 1.0}).items():
                     if said:
-                        go_on(now, said, chance * share)
+                        go_on(now, said, chance * share * (1 - cut))
                     else:
                         steps.append(now)
                         chances.append(chance)
@@ -117,10 +121,16 @@ class Environment:
         """The mean of a value of responses, as a function of the parameters."""
         return (self.probabilities_R * torch.tensor([value(of) for of in self.steps], dtype=torch.float64)).sum()
 
-    def expected_gradient(
-        self, name: str, options: Mapping[str, Any], *, size: int = 3, denominator: str = "constant"
-    ) -> torch.Tensor:
-        """What a step's gradient is on average, (P,), before any clipping.
+    def moments(
+        self,
+        name: str,
+        options: Mapping[str, Any],
+        *,
+        size: int = 3,
+        denominator: str = "constant",
+        parts: bool = False,
+    ) -> tuple[torch.Tensor, float]:
+        """What a step's gradient is on average, (P,), and its variance, summed over the parameters; before any clipping.
 
         Args:
             name: the method.
@@ -128,62 +138,91 @@ class Environment:
             size: responses to a prompt.
             denominator: what the loss divides by: ``constant``, with which the gradient of a group is the mean over its
                 responses of the sums over their tokens; ``tokens`` of the group; or ``response``, the tokens of each response.
+            parts: whether each response is a session of one row a turn, whose calls' rewards come in two halves.
         """
         groups = list(combinations_with_replacement(range(len(self.steps)), size))
         responses = [self.steps[place] for group in groups for place in group]
-        advantages_BT = token_advantages(name, options, responses, size)
+        of_turns_BK = turn_advantages(name, options, responses, size, parts=parts)
         probabilities = self.probabilities_R.detach()
-        weights = [torch.zeros(len(of), dtype=torch.float64) for of in self.steps]
+        gradients = [torch.stack([self.gradient(log_prob) for log_prob in of]) for of in self.log_probs]
+        mean_P, square = torch.zeros_like(self.parameters_P), 0.0
         for number, group in enumerate(groups):
             orders = math.factorial(size) / math.prod(map(math.factorial, Counter(group).values()))
             turns = [len(self.steps[place]) for place in group]
-            weight = orders * probabilities[list(group)].prod()
+            of_group_P = torch.zeros_like(self.parameters_P)
             for member, place in enumerate(group):
                 count = {"constant": size, "tokens": sum(turns), "response": size * turns[member]}[denominator]
-                of_turns_K = advantages_BT[number * size + member, ::2][: turns[member]]
-                weights[place] += weight / count * of_turns_K
-        return self.gradient(sum(weight_K @ of for weight_K, of in zip(weights, self.log_probs, strict=True)))
+                of_group_P += of_turns_BK[number * size + member, : turns[member]] @ gradients[place] / count
+            weight = float(orders * probabilities[list(group)].prod())
+            mean_P, square = mean_P + weight * of_group_P.detach(), square + weight * float(of_group_P @ of_group_P)
+        return mean_P.detach(), square - float(mean_P @ mean_P)
+
+    def expected_gradient(self, name: str, options: Mapping[str, Any], **how: Any) -> torch.Tensor:
+        """The first of the :meth:`moments`."""
+        return self.moments(name, options, **how)[0]
 
 
 @cache
-def environment(*, stops: bool) -> Environment:
+def environment(*, stops: bool, cut: float = 0.0) -> Environment:
     """The one of this module."""
-    return Environment.build(stops=stops)
+    return Environment.build(stops=stops, cut=cut)
 
 
 def reward(steps: Sequence[Step]) -> float:
     """All rewards of a response."""
-    return sum(TOOL_REWARDS.get(step, 0.0) for step in steps) + OUTCOMES[steps[-1]]
+    return sum(TOOL_REWARDS[step] for step in steps[:-1]) + OUTCOMES.get(steps[-1], 0.0)
 
 
-def token_advantages(
-    name: str, options: Mapping[str, Any], responses: Sequence[Sequence[Step]], size: int
+def turn_advantages(
+    name: str, options: Mapping[str, Any], responses: Sequence[Sequence[Step]], size: int, *, parts: bool = False
 ) -> torch.Tensor:
-    """A method's token advantages (B, T) float64: its scores, as the hosts ask for them, of groups of ``size`` neighbours."""
-    messages_BT = torch.full((len(responses), LENGTH), -1)
+    """A method's advantages of turns (B, K) float64, 0 after the last: its scores, as the hosts ask for them, of groups of
+    ``size`` neighbours; ``parts`` as for :meth:`Environment.moments`."""
+    signal = method(name).build(options)
+    rows = [(number, [turn]) for number, steps in enumerate(responses) for turn in range(len(steps))] if parts else [
+        (number, list(range(len(steps)))) for number, steps in enumerate(responses)
+    ]  # fmt: skip
+    messages_BT = torch.full((len(rows), LENGTH), -1)
     written_BT = torch.zeros(messages_BT.shape, dtype=torch.bool)
-    for row, steps in enumerate(responses):
-        for turn, (saw, _) in enumerate(steps):
-            written_BT[row, 2 * turn] = True
-            messages_BT[row, 2 * turn] = len(SAID)
-            if turn:
-                messages_BT[row, 2 * turn - 1] = SAID[saw]
+    sessions: list[list[int]] = [[] for _ in responses]
+    rewards: list[list[Any]] = []
+    for row, (number, turns) in enumerate(rows):
+        steps = responses[number]
+        for place, turn in enumerate(turns):
+            written_BT[row, 2 * place] = True
+            messages_BT[row, 2 * place] = len(SAID)
+            if place:
+                messages_BT[row, 2 * place - 1] = SAID[steps[turn][0]]
+        sessions[number].append(row)
+        paid = [TOOL_REWARDS[steps[turn]] for turn in turns if turn < len(steps) - 1]
+        rewards.append([[one / 2, one / 2] for one in paid] if parts else paid)
+    outcomes = [OUTCOMES.get(responses[number][-1], 0.0) for number, _ in rows]
     batch = RolloutBatch(
         mask_BT=written_BT,
-        advantages_B=torch.ones(len(responses)),
-        spans=[None] * len(responses),
+        advantages_B=torch.ones(len(rows)),
+        spans=[None] * len(rows),
         columns_BT={},
-        groups_B=torch.arange(len(responses)) // size,
+        groups_B=torch.tensor([number // size for number, _ in rows]),
         tokens_BT=torch.where(written_BT, messages_BT, -1),
         messages_BT=messages_BT,
-        rewards_B=torch.tensor([OUTCOMES[steps[-1]] for steps in responses], dtype=torch.float64),
-        fields={"tool_rewards": [[TOOL_REWARDS[step] for step in steps[:-1]] for steps in responses]},
+        rewards_B=torch.tensor(outcomes, dtype=torch.float64),
+        fields={"tool_rewards": rewards},
+        sessions=sessions,
     )
-    return method(name).build(options).scores(batch, None)
+    scores_BT = signal.scores(batch, None)
+    of_turns_BK = torch.zeros(len(responses), (LENGTH + 1) // 2, dtype=torch.float64)
+    for row, (number, turns) in enumerate(rows):
+        cut = responses[number][-1] in SAYS  # the last call was not answered
+        of_turns_BK[number, turns] = scores_BT[row, ::2][: len(turns)] * (not (cut and signal.mask_truncated))
+    return of_turns_BK
 
 
 ROWS: tuple[tuple[str, str, dict[str, Any], str], ...] = (
     ("`turn_rloo`", "turn_rloo", {}, "constant"),
+    ("`turn_rloo`, `stopped=zero`", "turn_rloo", {"stopped": "zero"}, "constant"),
+    ("`turn_rloo`, `gamma=0.9`", "turn_rloo", {"gamma": 0.9}, "constant"),
+    ("`turn_rloo`, `gamma=0.5`", "turn_rloo", {"gamma": 0.5}, "constant"),
+    ("RLOO up to scale (`gigpo`, `omega=0`, mean only)", "gigpo", {"omega": 0.0, "deviation": False}, "constant"),
     ("GRPO (`gigpo`, `omega=0`)", "gigpo", {"omega": 0.0}, "constant"),
     ("`mt_grpo`", "mt_grpo", {}, "constant"),
     ("`mt_grpo`, mean only", "mt_grpo", {"deviation": False}, "constant"),
@@ -204,23 +243,40 @@ def compared(found_P: torch.Tensor, exact_P: torch.Tensor) -> tuple[float, float
     return scale, float((found_P - scale * exact_P).norm() / exact_P.norm())
 
 
+CUT = 0.2
+"""Calls that the length limit cuts off in the truncated variant."""
+
+
 def report() -> str:
-    """The table of docs/turns.md."""
+    """The tables of docs/turns.md."""
     rows = []
     for label, name, options, denominator in ROWS:
         cells = [label]
         for stops in (True, False):
             known = environment(stops=stops)
             exact_P = known.gradient(known.expectation(reward))
-            found_P = known.expected_gradient(name, options, denominator=denominator)
+            found_P, variance = known.moments(name, options, denominator=denominator)
             scale, rest = compared(found_P, exact_P)
             error = "0" if rest < 1e-10 else f"{rest:.2f}"
-            cells += [f"{scale:.2f}", error, f"{float(found_P[2]):+.3f}"] if stops else [error]
+            spread = variance / float(exact_P @ exact_P) / scale**2
+            cells += [f"{scale:.2f}", error, f"{float(found_P[2]):+.3f}", f"{spread:.1f}"] if stops else [error]
         rows.append(cells)
     known = environment(stops=True)
     truth = float(known.gradient(known.expectation(reward))[2])
-    head = ["method", "scale", "error", f"stop ({truth:+.3f})", "error, fixed"]
-    return "\n".join(table(head, rows, right=1))
+    head = ["method", "scale", "error", f"stop ({truth:+.3f})", "variance", "error, fixed"]
+    return "\n".join([*table(head, rows, right=1), "", *_of_truncation()])
+
+
+def _of_truncation() -> list[str]:
+    known = environment(stops=True, cut=CUT)
+    exact_P, rows = known.gradient(known.expectation(reward)), []
+    for masked in (False, True):
+        found_P, _ = known.moments("turn_rloo", {"mask_truncated": masked})
+        scale, rest = compared(found_P, exact_P)
+        error = "0" if rest < 1e-10 else f"{rest:.2f}"
+        rows.append([f"`mask_truncated={str(masked).lower()}`", f"{scale:.2f}", error, f"{float(found_P[2]):+.3f}"])
+    head = [f"`turn_rloo`, {CUT:.0%} of calls cut off", "scale", "error", f"stop ({float(exact_P[2]):+.3f})"]
+    return table(head, rows, right=1)
 
 
 def main() -> None:

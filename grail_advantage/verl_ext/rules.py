@@ -7,6 +7,7 @@ What needs the model, the tokenizer or the machine is in :mod:`grail_advantage.v
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -81,6 +82,7 @@ WEIGHTS_ALONE = "w4a16"
 
 STRATEGY, FUSED = f"{ACTOR}.strategy", f"{MODEL}.use_fused_kernels"
 BACKEND, TARGETS = f"{MODEL}.fused_kernel_options.impl_backend", f"{MODEL}.target_modules"
+TRAIN_BATCH, MINI_BATCH = "data.train_batch_size", f"{ACTOR}.ppo_mini_batch_size"
 PARALLEL_CALLS = f"{ROLLOUT}.multi_turn.max_parallel_calls"
 LOSS, AGGREGATION, SCALE = (
     f"{ACTOR}.{name}" for name in ("policy_loss.loss_mode", "loss_agg_mode", "loss_scale_factor")
@@ -156,6 +158,11 @@ def _constant_denominator(s: Settings) -> bool:
         return False
     norm = s[AGGREGATION] == "seq-mean-token-sum-norm" and s[SCALE] is not None
     return norm or s[AGGREGATION] == "seq-mean-token-sum"
+
+
+def _clips(s: Settings) -> bool:
+    """Whether the policy has moved in a part of an update."""
+    return (s[TRAIN_BATCH] or 0) > (s[MINI_BATCH] or math.inf) or (s[f"{ACTOR}.ppo_epochs"] or 1) > 1
 
 
 def _value(id: str, option: str, value: str, because: str, remedy: str, *others: str) -> Rule:
@@ -394,9 +401,36 @@ WARNINGS = (
         "chosen-denominator",
         AGGREGATION,
         lambda s: isinstance(s.signal, TurnSignal) and not _constant_denominator(s),
-        "it divides by numbers of tokens that the policy chooses with its turns, which biases the gradient (docs/turns.md)",
+        "it divides by numbers of tokens that the policy chooses with its turns, which biases the gradient: by 0.04 of its "
+        "length (token-mean) and 0.19 (seq-mean-token-mean), in an environment that was enumerated (docs/turns.md)",
         "seq-mean-token-sum, and seq-mean-token-sum-norm with loss_scale_factor, do not, except with the loss mode sapo",
         (f"{AGGREGATION}=token-mean", f"{METHOD}=turn_rloo"),
+    ),
+    Rule(
+        "discounted-turns",
+        lambda s: f"algorithm.{s.method}.gamma",
+        lambda s: isinstance(s.signal, TurnSignal) and getattr(s.signal, "gamma", 1.0) < 1,
+        "returns are discounted, which biases the gradient of the mean reward: by 0.10 of its length with 0.9 and 0.42 "
+        "with 0.5, beside a smaller scale, in an environment that was enumerated (docs/turns.md)",
+        "1 does not",
+        (f"{METHOD}=gtpo",),
+    ),
+    Rule(
+        "masked-turns",
+        lambda s: f"algorithm.{s.method}.mask_truncated",
+        lambda s: isinstance(s.signal, TurnSignal) and s.signal.mask_truncated,
+        "the policy decides with its turns which responses are cut off and train nothing, which biases the gradient: by 0.62 "
+        "of its length with 20 % of calls cut off, in an environment that was enumerated (docs/turns.md)",
+        "false does not",
+        ("algorithm.turn_rloo.mask_truncated=True", f"{METHOD}=turn_rloo"),
+    ),
+    Rule(
+        "clipped-turns",
+        MINI_BATCH,
+        lambda s: s.method == "turn_rloo" and _clips(s),
+        "after the first update of a batch the loss clips ratios, which biases the gradient by as much as the policy has moved",
+        lambda s: f"{s.named(TRAIN_BATCH)} and one epoch do not",
+        (f"{MINI_BATCH}=64", f"{TRAIN_BATCH}=128", f"{METHOD}=turn_rloo"),
     ),
     Rule(
         "engine-not-run",

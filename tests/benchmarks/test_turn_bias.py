@@ -31,7 +31,35 @@ def test_turn_rloo_is_the_true_gradient(stops: bool) -> None:
     assert float(known.probabilities_R.sum()) == pytest.approx(1)
     assert {len(steps) for steps in known.steps} == ({1, 2, 3} if stops else {3})
     for size in SIZES:
-        _close(known.expected_gradient("turn_rloo", {}, size=size), _truth(known))
+        for options in ({}, {"stopped": "zero"}):
+            for parts in (False, True):
+                _close(known.expected_gradient("turn_rloo", options, size=size, parts=parts), _truth(known))
+
+
+def test_truncated_responses_train_without_bias_and_masked_ones_with() -> None:
+    known = environment(stops=True, cut=0.2)
+    assert float(known.probabilities_R.sum()) == pytest.approx(1)
+    _close(known.expected_gradient("turn_rloo", {}, size=2), _truth(known))
+    masked_P = known.expected_gradient("turn_rloo", {"mask_truncated": True}, size=2)
+    assert compared(masked_P, _truth(known))[1] > 0.2
+
+
+def test_the_variance_of_a_group_of_one() -> None:
+    """By plain sums: without siblings the advantages are the returns."""
+    known = environment(stops=True)
+    mean_P, square = torch.zeros(len(known.parameters_P), dtype=torch.float64), 0.0
+    for probability, steps, log_probs_K in zip(
+        known.probabilities_R.tolist(), known.steps, known.log_probs, strict=True
+    ):
+        gradient_P = torch.zeros_like(mean_P)
+        for turn, log_prob in enumerate(log_probs_K):
+            later = [TOOL_REWARDS[step] for step in steps[turn:-1]]
+            gradient_P += (sum(later) + OUTCOMES[steps[-1]]) * known.gradient(log_prob)
+        mean_P += probability * gradient_P
+        square += probability * float((gradient_P**2).sum())
+    found_P, variance = known.moments("turn_rloo", {}, size=1)
+    torch.testing.assert_close(found_P, mean_P, rtol=0, atol=EXACT)
+    assert variance == pytest.approx(square - float((mean_P**2).sum()), abs=EXACT)
 
 
 def test_the_true_gradient_is_the_slope_of_the_mean_reward() -> None:
