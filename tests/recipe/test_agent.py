@@ -110,12 +110,19 @@ class Writer:
         return TokenOutput(token_ids=next(self.turns))
 
 
-def run_loop(tokenizer: PreTrainedTokenizerFast, texts: list[str], length: int = 184) -> tuple[Any, Writer]:
-    """What verl's loop makes of a model that writes these turns, each with an end token."""
+def run_loop(
+    tokenizer: PreTrainedTokenizerFast,
+    texts: list[str],
+    length: int = 184,
+    loop_class: type[ToolAgentLoop] = ToolAgentLoop,
+    calls: int = 1,
+) -> tuple[Any, Writer]:
+    """What verl's loop makes of a model that writes these turns, each with an end token; with this many parallel calls."""
     rollout = "actor_rollout_ref.rollout"
     overrides = [
         f"{rollout}.multi_turn.format=hermes",
         f"{rollout}.multi_turn.max_assistant_turns={MAX_TURNS}",
+        f"{rollout}.multi_turn.max_parallel_calls={calls}",
         "data.max_prompt_length=32",
         f"data.max_response_length={length}",
     ]
@@ -124,7 +131,7 @@ def run_loop(tokenizer: PreTrainedTokenizerFast, texts: list[str], length: int =
     writer = Writer([[*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id] for text in texts])
 
     async def run() -> Any:
-        loop = ToolAgentLoop(
+        loop = loop_class(
             trainer_config=DictConfigWrap(config),
             server_manager=writer,
             tokenizer=tokenizer,

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 
+from grail_advantage import turn_advantages, turns_to_tokens
 from grail_advantage.dump.store import DumpRow
+from grail_advantage.signals.turns import runs
 from grail_advantage.view.page.page import write_report
 from tests.verl_ext import whole_run
 from verl_cpu.tiny import agent_warm_up
@@ -18,16 +21,14 @@ from verl_cpu.tiny.task import Problem, boxed_answer
 PROMPTS, RESPONSES = 4, 4
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> whole_run.WholeRun:
-    folder = tmp_path_factory.mktemp("agent")
+ROLLOUT = "actor_rollout_ref.rollout"
+
+
+def one_step(folder: Path, *more: str) -> whole_run.WholeRun:
     prepare(folder / "agent", default_settings("agent", 0), report=lambda _: None)
-    rollout = "actor_rollout_ref.rollout"
+    rollout = ROLLOUT
     overrides = [
         "algorithm.adv_estimator=turn_rloo",
-        "algorithm.turn_rloo.rewards=turn_rewards",
-        "algorithm.turn_rloo.align=turns",
-        "algorithm.turn_rloo.outcome=False",
         f"data.train_files={folder / 'agent' / 'train.parquet'}",
         f"data.val_files={folder / 'agent' / 'validation.parquet'}",
         f"data.train_batch_size={PROMPTS}",
@@ -39,15 +40,42 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> whole_run.WholeRun:
         f"{rollout}.n={RESPONSES}",
         f"{rollout}.log_prob_max_token_len_per_gpu=1024",
         f"+{rollout}.agent.agent_loop_manager_class=recipe.run_life.seeds.SeededAgentLoopManager",
-        f"{rollout}.agent.default_agent_loop=tool_agent",
         f"{rollout}.multi_turn.enable=True",
         f"{rollout}.multi_turn.format=hermes",
         f"{rollout}.multi_turn.tool_config_path={agent_warm_up.FOLDER.with_name('agent_tools.yaml')}",
         f"{rollout}.multi_turn.max_assistant_turns=8",
-        "reward.custom_reward_function.path=pkg://verl_cpu.tiny.agent",
         "trainer.total_training_steps=1",
+        *more,
     ]
     return whole_run.run(folder, overrides, rows=4)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> whole_run.WholeRun:
+    return one_step(
+        tmp_path_factory.mktemp("agent"),
+        "algorithm.turn_rloo.rewards=turn_rewards",
+        "algorithm.turn_rloo.align=turns",
+        "algorithm.turn_rloo.outcome=False",
+        f"{ROLLOUT}.agent.default_agent_loop=tool_agent",
+        "reward.custom_reward_function.path=pkg://verl_cpu.tiny.agent",
+    )
+
+
+@pytest.fixture(scope="module")
+def compressed(tmp_path_factory: pytest.TempPathFactory) -> whole_run.WholeRun:
+    """Two calls in every turn, and two responses in every conversation of two turns or more."""
+    folder = tmp_path_factory.mktemp("compressed")
+    loops = folder / "loops.yaml"
+    loops.write_text("- {name: compressing, _target_: tests.verl_ext.compressing_agent.CompressingAgent}\n")
+    return one_step(
+        folder,
+        "algorithm.turn_rloo.rewards=call_rewards",
+        f"{ROLLOUT}.multi_turn.max_parallel_calls=2",
+        f"{ROLLOUT}.agent.agent_loop_config_path={loops}",
+        f"{ROLLOUT}.agent.default_agent_loop=compressing",
+        "reward.custom_reward_function.path=pkg://tests.verl_ext.compressing_agent",
+    )
 
 
 def played_again(row: DumpRow) -> tuple[list[int], list[float]]:
@@ -92,3 +120,22 @@ def test_turns_rewards_and_advantages(run: whole_run.WholeRun) -> None:
         assert row.advantage_T == pytest.approx([expected[turn] if turn >= 0 else 0.0 for turn in turns], abs=1e-5)
     assert run.metrics(1)["critic/score/mean"] == pytest.approx(sum(row.reward for row in rows) / len(rows))
     assert write_report(run.folder / "dump").stat().st_size > 0
+
+
+@pytest.mark.slow
+def test_parallel_calls_and_conversations_of_two_responses(compressed: whole_run.WholeRun) -> None:
+    """Against plain lists; the answer's reward, which verl copies to both responses, counts once."""
+    rows = sorted(compressed.dump(1), key=lambda row: row.key)
+    sessions = [row.key.rsplit("_", 1)[0] for row in rows]
+    assert len(set(sessions)) == PROMPTS * RESPONSES and len(rows) > len(set(sessions))
+    masks = [row.mask_T.astype(int).tolist() for row in rows]
+    rewards = []
+    for row, mask in zip(rows, masks, strict=True):
+        of_calls = row.labels.get("turn_rewards", [])
+        assert all(reward in (-2.0, 0.0, 2.0) for reward in of_calls)
+        rewards.append([*of_calls, *[None] * (len(runs(mask)) - len(of_calls))])
+    expected = turn_advantages(rewards, [row.reward for row in rows], [row.group for row in rows], sessions=sessions)
+    assert len({value for of_row in expected for value in of_row}) > 3
+    for row, mask, of_row in zip(rows, masks, expected, strict=True):
+        assert row.advantage_T == pytest.approx(turns_to_tokens(of_row, mask), abs=1e-5)
+    assert write_report(compressed.folder / "dump").stat().st_size > 0

@@ -18,7 +18,7 @@ from verl.experimental.agent_loop.agent_loop import AgentLoopOutput, DictConfigW
 from verl.workers.rollout.replica import TokenOutput
 
 from grail_advantage import RolloutBatch
-from grail_advantage.signals.turns import find_turns
+from grail_advantage.signals.turns import runs
 from grail_advantage.verl_ext.checks import check_config
 from tests.composed import VERL, compose
 from tests.documentation import DOCS, write_files
@@ -82,7 +82,7 @@ def test_the_loop_and_its_rewards_have_the_same_turns(tmp_path: Path, turns: lis
     output, judged = _run(tmp_path, turns)
     mask_BT = torch.tensor([output.response_mask]).bool()
     assert len(output.response_ids) == len(output.response_mask) == len(output.response_logprobs or ())
-    assert int(find_turns(mask_BT).max()) + 1 == len(judged["turn_rewards"]) == output.num_turns / 2
+    assert len(runs(output.response_mask)) == len(judged["turn_rewards"]) == output.num_turns / 2
     assert sum(judged["turn_rewards"]) == judged["score"] and output.extra_fields["max_global_steps"] == 1
     known = judged["turn_rewards"]
     assert known[: len(worth)] == worth and not any(known[len(worth) :])
@@ -105,7 +105,7 @@ def test_the_loop_ends_where_the_response_is_full(tmp_path: Path) -> None:
     write_files("turns.md", tmp_path)
     output, judged = _run(tmp_path, ["####3", "####2"], limit=40)
     assert len(output.response_ids) == 40
-    assert int(find_turns(torch.tensor([output.response_mask]).bool()).max()) + 1 == len(judged["turn_rewards"]) == 1
+    assert len(runs(output.response_mask)) == len(judged["turn_rewards"]) == 1
 
 
 def _check_command() -> Any:

@@ -1,0 +1,73 @@
+"""verl's tool agent loop with the rewards of each turn's calls: parallel calls, calls that fail, tools without a reward."""
+
+from __future__ import annotations
+
+import asyncio
+from itertools import chain
+from typing import Any
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+from verl.experimental.agent_loop.tool_agent_loop import ToolAgentLoop
+
+from grail_advantage.signals.turns import UncertainError, rewards_by_turn, runs
+from grail_advantage.verl_ext.tool_agent import TurnToolAgent
+from tests.recipe.test_agent import BOX, FIRST, SECOND, run_loop
+from verl_cpu.tiny.agent_warm_up import build_agent_tokenizer
+
+UNKNOWN = '<tool_call>{"name": "look", "arguments": {}}</tool_call>'
+# The tool checks all calls of a turn against the same step of the chain.
+CASES: dict[str, tuple[list[str], list[list[float | None]], list[float]]] = {
+    "one call a turn": ([FIRST, SECOND, BOX], [[1.0], [1.0]], [1, 1, 0]),
+    "two calls in the first turn": ([FIRST + SECOND, BOX], [[1.0, -1.0]], [0, 0]),
+    "two calls in the second turn": ([FIRST, SECOND + SECOND, BOX], [[1.0], [1.0, 1.0]], [1, 2, 0]),
+    "an unknown tool": ([FIRST, UNKNOWN, BOX], [[1.0], [0.0]], [1, 0, 0]),
+    "no call": ([BOX], [], [0]),
+}
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    return build_agent_tokenizer()
+
+
+@pytest.mark.parametrize(("texts", "expected", "by_turn"), CASES.values(), ids=CASES)
+def test_the_calls_of_each_turn(
+    tokenizer: PreTrainedTokenizerFast, texts: list[str], expected: list[list[float | None]], by_turn: list[float]
+) -> None:
+    output, _ = run_loop(tokenizer, texts, loop_class=TurnToolAgent, calls=2)
+    stock, _ = run_loop(tokenizer, texts, calls=2)
+    given = output.extra_fields.pop("call_rewards")
+    assert given == expected
+    assert (output.response_ids, output.response_mask) == (stock.response_ids, stock.response_mask)
+    assert output.extra_fields == stock.extra_fields and stock.extra_fields["tool_rewards"] == list(chain(*expected))
+    turns = len(runs(output.response_mask))
+    assert turns == len(texts) and rewards_by_turn([given], [turns], "calls").tolist() == by_turn
+    if any(len(of_turn) > 1 for of_turn in expected):
+        with pytest.raises(UncertainError, match="which turn each belongs to"):
+            rewards_by_turn([stock.extra_fields["tool_rewards"]], [turns], "calls")
+
+
+def test_a_call_whose_answer_does_not_fit_keeps_its_turn(tokenizer: PreTrainedTokenizerFast) -> None:
+    length = len(tokenizer.encode(FIRST)) + 3
+    output, _ = run_loop(tokenizer, [FIRST], length=length, loop_class=TurnToolAgent)
+    assert output.extra_fields["call_rewards"] == [[1.0]] and all(output.response_mask)
+
+
+def test_calls_that_end_in_another_order_and_tools_without_a_reward(
+    tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """verl leaves a reward of ``None`` out of its list, which shifts the others."""
+    rewards: list[Any] = [0.25, None, -1.0]
+    inner = ToolAgentLoop._call_tool
+
+    async def late(self: ToolAgentLoop, *args: Any) -> Any:
+        reward = rewards.pop(0)
+        response, _, rest = await inner(self, *args)
+        await asyncio.sleep(0.05 * len(rewards))
+        return response, reward, rest
+
+    monkeypatch.setattr(ToolAgentLoop, "_call_tool", late)
+    output, _ = run_loop(tokenizer, [FIRST + SECOND, SECOND, BOX], loop_class=TurnToolAgent, calls=2)
+    assert output.extra_fields["call_rewards"] == [[0.25, None], [-1.0]]
+    assert output.extra_fields["tool_rewards"] == [0.25, -1.0]
