@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -222,6 +223,17 @@ class Rollouts:
             sessions=self._conversations(),
             keys=self.keys,
         )
+
+    @property
+    def turns_before(self) -> list[int]:
+        """Of each response, how many turns its conversation took in the responses before it, as far as these are here."""
+        written_BT = self.written_BT.cpu().int()
+        turns = (torch.diff(written_BT, prepend=torch.zeros_like(written_BT[:, :1])) > 0).sum(dim=1).tolist()
+        before = [0] * len(self)
+        for rows in self._conversations():
+            for row, count in zip(rows, accumulate((turns[row] for row in rows), initial=0), strict=False):
+                before[row] = count
+        return before
 
     def _conversations(self) -> list[list[int]]:
         """The rows of each, in their order."""

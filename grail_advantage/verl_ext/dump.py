@@ -175,7 +175,10 @@ def _with_facts(record: StepRecord, fetched: TensorDict) -> StepRecord:
             None if source is None or number is None else f"{source}/{number}"
             for source, number in zip(sources, numbers, strict=True)
         ],
-        "labels": [turn_rewards_label(entry, signal) for entry in extra],
+        "labels": [
+            turn_rewards_label(entry, signal, before)
+            for entry, before in zip(extra, record.rollouts.turns_before, strict=True)
+        ],
     }
     columns_BT = {
         name: pad_sequence([values.detach().float().cpu() for values in fetched[name].unbind()], batch_first=True)
@@ -185,19 +188,27 @@ def _with_facts(record: StepRecord, fetched: TensorDict) -> StepRecord:
     return replace(record, rollouts=replace(record.rollouts, facts=facts, columns_BT=columns_BT))
 
 
-def turn_rewards_label(extra: Any, signal: Signal) -> dict[str, list[float | None]]:
+def turn_rewards_label(extra: Any, signal: Signal, before: int = 0) -> dict[str, list[float | None]]:
     """The rewards by turn as a label: those that the method reads, else the first of the usual names that has any. Several of a
-    turn are summed, and ``None`` is a turn without a reward."""
-    names = (getattr(signal, "rewards", None) or None, *TURN_REWARDS)
-    for known in (
-        _entry(values, name) for name in names if name for values in (_entry(extra, "reward_extra_info"), extra)
-    ):
-        try:
-            calls = calls_of(known)
-        except ValueError:
-            continue
-        if calls:
-            return {"turn_rewards": [sum(of_turn) if of_turn else None for of_turn in calls]}
+    turn are summed, and ``None`` is a turn without a reward.
+
+    Args:
+        extra: what verl has of the response.
+        signal: the method.
+        before: turns of its session before the response; a list of the reward function is the whole session's.
+    """
+    own = getattr(signal, "rewards", None)
+    for name in (own or None, *TURN_REWARDS):
+        for of_session, of in ((True, _entry(extra, "reward_extra_info")), (False, extra)):
+            known = _entry(of, name) if name else None
+            try:
+                calls = None if known is None else calls_of(known)[before if of_session else 0 :]
+            except ValueError:
+                continue
+            if calls:
+                return {"turn_rewards": [sum(of_turn) if of_turn else None for of_turn in calls]}
+            if calls is not None and name == own:
+                return {}
     return {}
 
 
