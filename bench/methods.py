@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -16,7 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from bench.code import code_digest
 from bench.places import SHUFFLES
-from bench.policy import ANSWER, SampledBatch
+from bench.policy import ANSWER, EXACT, SampledBatch
 from bench.task import RESULT, WORD
 from grail_advantage import compute_token_weights
 from grail_advantage.answers.format import BOXED
@@ -64,18 +64,18 @@ class Credit:
 
 
 class Reference(Signal):
-    """Base of the reference methods. They are registered under no name: no run can train with them."""
+    """Base of the reference methods, which read what the bench knows. They are registered under no name: no run can train with
+    them."""
 
     def scores(self, batch: RolloutBatch, of_pass_BT: torch.Tensor | None) -> torch.Tensor:
         scores_BT = torch.zeros(batch.mask_BT.shape, device=batch.mask_BT.device)
-        lengths = batch.mask_BT.sum(dim=1).tolist()
-        for row, (length, known) in enumerate(zip(lengths, self.known(batch), strict=True)):
+        for row, (length, known) in enumerate(zip(batch.mask_BT.sum(dim=1).tolist(), self.known(batch), strict=True)):
             scores_BT[row, :length] = torch.as_tensor(self.score(length, known), dtype=torch.float32)
         return scores_BT
 
     def known(self, batch: RolloutBatch) -> Sequence[Any]:
         """What is known of each response."""
-        return next((batch.fields[word.removeprefix(FIELD)] for word in self.reads), [None] * len(batch.mask_BT))
+        return next((batch.fields[name] for name in self.field_names), [None] * len(batch.mask_BT))
 
     def score(self, length: int, known: Any) -> np.ndarray:
         """(T,) of one response."""
@@ -114,24 +114,20 @@ class FirstError(Reference):
 class ExactCredit(Reference):
     """The exact token advantages in groups with both outcomes; the response's advantage where they are not known."""
 
-    reads: ClassVar[frozenset[str]] = frozenset({"field:bench_exact"})
+    reads: ClassVar[frozenset[str]] = frozenset({FIELD + EXACT})
     gives: ClassVar[str] = "advantages"
 
     def select(self, batch: RolloutBatch) -> RowSelection:
         selection = super().select(batch)
         known_B = torch.tensor([known is not None for known in self.known(batch)], device=selection.selected_B.device)
-        return RowSelection(selection.answered_B, selection.inside_gate_B, selection.selected_B & known_B)
+        return replace(selection, selected_B=selection.selected_B & known_B)
 
     def score(self, length: int, known: Any) -> np.ndarray:
         return np.zeros(length) if known is None else known
 
 
-REFERENCES: dict[str, type[Signal]] = {
-    "place alone": Place,
-    "kind alone": Kind,
-    "first error": FirstError,
-    "exact credit": ExactCredit,
-}
+REFERENCES: dict[str, type[Signal]] = {"place alone": Place, "kind alone": Kind}
+REFERENCES |= {"first error": FirstError, "exact credit": ExactCredit}
 """Measured beside every method; ``uniform`` is, too."""
 BASELINE = "uniform"
 
@@ -189,37 +185,30 @@ def credit(
     """
     check_needs(signal, batch.fields, batch.lacks)
 
-    def declared(word: str, values: Any) -> Any:
-        if word not in signal.reads or values is None:
-            return None
-        return copied(values) if isinstance(values, torch.Tensor) else deepcopy(values)
+    def copied(values: Any) -> Any:
+        return values.to(model.device, copy=True) if isinstance(values, torch.Tensor) else deepcopy(values)
 
-    def copied(values: torch.Tensor) -> torch.Tensor:
-        return values.to(model.device, copy=True)
-
+    columns = {OLD_LOG_PROBS: batch.old_log_probs_BL, ENTROPY: batch.entropy_BL, GROUPS: batch.groups_B}
+    columns |= {REWARDS: batch.rewards_B, EXAMPLES: batch.examples}
     result = compute_token_weights(
         model,
         tokenizer,
-        *map(copied, (batch.input_ids_BL, batch.attention_mask_BL, batch.response_mask_BL, batch.advantages_B)),
+        *map(copied, (*batch.padded, batch.advantages_B)),
         config=signal,
-        old_log_probs=declared(OLD_LOG_PROBS, batch.old_log_probs_BL),
-        entropy=declared(ENTROPY, batch.entropy_BL),
-        groups=declared(GROUPS, batch.groups_B),
-        rewards=declared(REWARDS, batch.rewards_B),
-        examples=declared(EXAMPLES, batch.examples),
+        **{word: copied(values) for word, values in columns.items() if word in signal.reads},
         masked=copied(batch.truncated_B),
-        fields={name: deepcopy(batch.fields[name]) for name in signal.field_names},
+        fields={name: copied(batch.fields[name]) for name in signal.field_names},
         step=step,
         answer=batch.answer or BOXED,
         tokens=tokens,
     )
     scored_B = (result.rows.selected_B & ~result.non_finite).cpu()
-    moved_BL = batch.response_mask_BL.bool() & scored_B[:, None]
+    moved_BL = batch.padded.response_BL & scored_B[:, None]
     if signal.gives == "weights":
         moved_BL &= result.scores.isfinite().cpu()
         if signal.statistics == "reasoning" or signal.answer_weights is not None:
             ends_B = torch.tensor([0 if span is None else span.start for span in result.spans])
-            moved_BL &= batch.response_mask_BL.cumsum(dim=1) <= ends_B[:, None]
+            moved_BL &= batch.padded.response_BL.cumsum(dim=1) <= ends_B[:, None]
     asked = zip(result.rows.selected_B.tolist(), scored_B.tolist(), strict=True)
     return Credit(result.advantages.cpu(), moved_BL, [scored if selected else None for selected, scored in asked])
 

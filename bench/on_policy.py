@@ -24,7 +24,7 @@ from pathlib import Path
 import numpy as np
 
 from bench.convert import BOX
-from bench.labelled import Model, add_model, load
+from bench.labelled import add_model, load, model_of
 from grail_advantage.view.analysis.responses import json_lines
 from verl_cpu.tiny.sampling import sample
 from verl_cpu.tiny.task import boxed_answer
@@ -34,18 +34,8 @@ TOGETHER = 4
 _NUMBER = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+"
 _SIDE = rf"[-+(\s$£€]*(?:{_NUMBER})[\s%)]*(?:[-+*/][-+(\s$£€]*(?:{_NUMBER})[\s%)]*)*"
 _EQUATIONS = re.compile(rf"{_SIDE}(?:=(?:{_SIDE}))+")
-_SIGNS = (
-    (r"\times", "*"),
-    (r"\cdot", "*"),
-    (r"\div", "/"),
-    ("\u00d7", "*"),
-    ("\u00f7", "/"),
-    ("\u2212", "-"),
-    ("\u2013", "-"),
-    (r"\$", "$"),
-    (r"\%", "%"),
-)
-_SIGNS += tuple((word, "") for word in (r"\left", r"\right", "**", r"\(", r"\)", r"\[", r"\]"))
+_SIGNS = {"*": (r"\times", r"\cdot", "\u00d7"), "/": (r"\div", "\u00f7"), "-": ("\u2212", "\u2013")}
+_SIGNS |= {"$": (r"\$",), "%": (r"\%",), "": (r"\left", r"\right", "**", r"\(", r"\)", r"\[", r"\]")}
 _WORDS = "of|from|by|times|plus|minus|than|over|to|per|and|divided|subtract|add|multiply|half|twice|mod"
 _BEFORE = re.compile(rf"[-+*/^=<>\\\\()}}]\s*$|[\w\]'.]$|\d +$|x +$|\b(?:{_WORDS})\s*$", re.IGNORECASE)
 """What makes an expression part of a longer one, or of other words, where it stands before it; likewise behind it."""
@@ -79,8 +69,9 @@ def evaluate(expression: str) -> Fraction | None:
 def first_false(text: str) -> tuple[int, int] | None:
     """Characters of the right side of the first false equation; ``None`` where there is none."""
     plain = text
-    for written, sign in _SIGNS:
-        plain = plain.replace(written, sign.rjust(len(written)))
+    for sign, spellings in _SIGNS.items():
+        for written in spellings:
+            plain = plain.replace(written, sign.rjust(len(written)))
     plain = re.sub(r"(?<=[\d)%])( ?)x( ?)(?=[\d$.])", r"\1*\2", plain)
     for match in _EQUATIONS.finditer(plain):
         equation = match.group()
@@ -120,15 +111,11 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--answer", default="boxed", help='format of answers that a solution must have; "" for none')
     add_model(parser)
     options = parser.parse_args(arguments)
-    if options.model is None:
-        raise ValueError("sample needs --model, which solves the questions")
-    asked = [
-        (number, line["question"], line["answer"].rpartition("####")[2])
-        for number, line in json_lines(options.questions)
-    ]
+    reader = model_of(options, "sample")
+    asked = [(number, line["question"], line["answer"]) for number, line in json_lines(options.questions)]
     asked = random.Random(0).sample(asked, min(len(asked), options.problems))
     done = {line["problem"] for _, line in json_lines(options.out)} if options.out.exists() else set()
-    model, tokenizer = load(Model.of(options))
+    model, tokenizer = load(reader)
     waiting = [one for one in asked if str(one[0]) not in done]
     for first in range(0, len(waiting), TOGETHER):
         some = [one for one in waiting[first : first + TOGETHER] for _ in range(options.samples)]
@@ -137,23 +124,17 @@ def main(arguments: Sequence[str]) -> None:
             message = [{"role": "user", "content": question + BOX}]
             chat = tokenizer.apply_chat_template(message, add_generation_prompt=True, return_dict=False)
             prompts.append(chat if tokenizer.chat_template else tokenizer.encode(question + BOX))
-        drawn = [
-            np.random.default_rng(number).random((options.samples, options.length))
-            for number, *_ in some[:: options.samples]
-        ]
+        shape = options.samples, options.length
+        drawn = [np.random.default_rng(number).random(shape) for number, *_ in some[:: options.samples]]
         responses = sample(model, tokenizer, prompts, np.concatenate(drawn), options.temperature)
         lines = []
-        for place, ((number, question, truth), response) in enumerate(zip(some, responses, strict=True)):
-            text = tokenizer.decode(response, skip_special_tokens=True)
-            answer = evaluate(boxed_answer(text) or "")
-            line = {
-                "id": f"{number}/{place % options.samples}",
-                "problem": str(number),
-                "prompt": question + BOX,
-                "text": text,
-            }
-            line |= {"error": first_false(text), "correct": answer is not None and answer == evaluate(truth)}
-            line |= {"source": options.model, "ground_truth": truth.strip(), "answer": options.answer}
+        for place, ((number, question, answer), response) in enumerate(zip(some, responses, strict=True)):
+            text, truth = tokenizer.decode(response, skip_special_tokens=True), answer.rpartition("####")[2].strip()
+            value = evaluate(boxed_answer(text) or "")
+            line = {"id": f"{number}/{place % options.samples}", "problem": str(number), "prompt": question + BOX}
+            correct = value is not None and value == evaluate(truth)
+            line |= {"text": text, "error": first_false(text), "correct": correct}
+            line |= {"source": options.model, "ground_truth": truth, "answer": options.answer}
             lines.append(json.dumps(line, ensure_ascii=False))
         with options.out.open("a", encoding="utf-8") as file:
             file.write("\n".join([*lines, ""]))

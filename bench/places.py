@@ -20,13 +20,13 @@ Shape suffixes: T response tokens, N compared tokens, M steps, K kinds.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 from scipy.stats import rankdata
 
-from bench.statistics import auroc, largest_is
+from bench.statistics import auroc
 
 SHUFFLES = 20
 BY_STEP = ("step", "hit", "token", "alike", "after")
@@ -49,26 +49,16 @@ class Label:
     """bool; the first wrong tokens, where they are known more finely than by the step."""
 
 
-def labelled(
-    id_: str,
-    problem: str,
-    step_T: np.ndarray,
-    kind_T: np.ndarray,
-    compared_T: np.ndarray,
-    step: int | None = None,
-    first_T: np.ndarray | None = None,
-    fewest: int = 1,
-) -> Label | None:
+def labelled(label: Label, compared_T: np.ndarray, fewest: int = 1) -> Label | None:
     """A label with the steps numbered anew among the compared tokens; ``None`` where too few are left, or not the first wrong
     one."""
-    steps, numbers_N = np.unique(step_T[compared_T], return_inverse=True)
-    if len(steps) < fewest or (step is not None and step not in steps):
+    steps = np.unique(label.step_T[compared_T])
+    if len(steps) < fewest or (label.step is not None and label.step not in steps):
         return None
-    new_T = np.full(len(step_T), -1)
-    new_T[compared_T] = numbers_N
-    if first_T is not None and not (first_T & compared_T).any():
+    if label.first_T is not None and not (label.first_T & compared_T).any():
         return None
-    return Label(id_, problem, new_T, kind_T, None if step is None else int(np.searchsorted(steps, step)), first_T)
+    step_T = np.where(compared_T, np.searchsorted(steps, label.step_T), -1)
+    return replace(label, step_T=step_T, step=None if label.step is None else int(np.searchsorted(steps, label.step)))
 
 
 def step_means(values_N: np.ndarray, step_N: np.ndarray) -> np.ndarray:
@@ -76,38 +66,37 @@ def step_means(values_N: np.ndarray, step_N: np.ndarray) -> np.ndarray:
     return np.bincount(step_N, values_N) / np.bincount(step_N)
 
 
+def _by_tokens(values_N: np.ndarray, step_N: np.ndarray, kind_N: np.ndarray) -> np.ndarray:
+    """AUROC of each step's tokens against all others, over pairs of one kind, (M,); nan where there is no pair."""
+    kind_of_N, value_N = (np.unique(of, return_inverse=True)[1] for of in (kind_N, values_N))
+    shape = step_N.max() + 1, kind_of_N.max() + 1
+    cells_N = step_N * shape[1] + kind_of_N
+    ranks_N = rankdata(kind_of_N * len(values_N) + value_N)  # one kind after the other
+    own_MK = np.bincount(cells_N, minlength=shape[0] * shape[1]).reshape(shape)
+    sums_MK = np.bincount(cells_N, ranks_N, shape[0] * shape[1]).reshape(shape)
+    all_K = own_MK.sum(axis=0)
+    wins_MK = sums_MK - own_MK * ((own_MK + 1) / 2 + all_K.cumsum() - all_K)
+    return wins_MK.sum(axis=1) / (own_MK * (all_K - own_MK)).sum(axis=1)
+
+
 def by_step(values_T: np.ndarray, label: Label) -> dict[str, np.ndarray]:
     """The figures of every step of a response, (M,) each, as if it were the first wrong one; nan where there is nothing to
     compare."""
     compared_T = label.step_T >= 0
-    values_N, step_N, kind_N = values_T[compared_T], label.step_T[compared_T], label.kind_T[compared_T]
+    values_N, step_N = values_T[compared_T], label.step_T[compared_T]
     means_M = step_means(values_N, step_N)
     means_M = np.round(means_M / (np.abs(means_M).max() or 1), 9)  # equal values have means that differ by rounding
     above_MM = np.sign(means_M[:, None] - means_M) / 2 + 0.5
-    count = len(means_M)
-    before_MM = np.tri(count, k=-1)  # of a step, those before it
-    pairs_M = np.arange(count) * np.arange(count)[::-1]
-    after_M = np.einsum("ma,mb,ab->m", before_MM.T, before_MM, above_MM)
-    counts_MK, sums_MK = [], []
-    for one in (np.zeros_like(kind_N), kind_N):
-        kinds, kind_of_N = np.unique(one, return_inverse=True)
-        ranks_N = np.empty(len(values_N))
-        for kind in range(len(kinds)):
-            ranks_N[kind_of_N == kind] = rankdata(values_N[kind_of_N == kind])
-        cells_N = step_N * len(kinds) + kind_of_N
-        for weights_N, of in ((None, counts_MK), (ranks_N, sums_MK)):
-            of.append(np.bincount(cells_N, weights_N, count * len(kinds)).reshape(count, -1))
+    before_MM = np.tri(len(means_M), k=-1)  # of a step, those before it
+    pairs_M = before_MM.sum(axis=0) * before_MM.sum(axis=1)
+    most_M = means_M == means_M.max()
     with np.errstate(invalid="ignore", divide="ignore"):
-        token_M, alike_M = (
-            (sum_MK - own_MK * (own_MK + 1) / 2).sum(1) / (own_MK * (own_MK.sum(0) - own_MK)).sum(1)
-            for own_MK, sum_MK in zip(counts_MK, sums_MK, strict=True)
-        )
         return {
-            "step": (above_MM.sum(axis=1) - 0.5) / (count - 1),
-            "hit": (means_M == means_M.max()) / (means_M == means_M.max()).sum(),
-            "token": token_M,
-            "alike": alike_M,
-            "after": after_M / pairs_M,
+            "step": (above_MM.sum(axis=1) - 0.5) / (len(means_M) - 1),
+            "hit": most_M / most_M.sum(),
+            "token": _by_tokens(values_N, step_N, np.zeros_like(step_N)),
+            "alike": _by_tokens(values_N, step_N, label.kind_T[compared_T]),
+            "after": np.einsum("am,mb,ab->m", before_MM, before_MM, above_MM) / pairs_M,
         }
 
 
@@ -117,8 +106,9 @@ def of_error(values_T: np.ndarray, label: Label) -> dict[str, float]:
     if label.first_T is not None:
         compared_T = label.step_T >= 0
         alike_T = compared_T & np.isin(label.kind_T, label.kind_T[label.first_T & compared_T])
+        most_T = compared_T & (values_T == values_T[compared_T].max())
         figures["first"] = auroc(values_T[alike_T], label.first_T[alike_T])
-        figures["first_hit"] = largest_is(values_T[compared_T], label.first_T[compared_T])
+        figures["first_hit"] = float(label.first_T[most_T].mean())  # ties are broken evenly
     return figures
 
 

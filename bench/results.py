@@ -12,15 +12,17 @@ from __future__ import annotations
 import json
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 
 from bench.methods import BASELINE, REFERENCES
 from bench.places import BY_STEP, FIGURES
 from bench.statistics import Estimate, above_controls, holm, mean_of, pooled
+from recipe.marked_text import table
 
 FORMAT, VERSION = "grail_advantage.bench", 1
 PLACE = "place alone"
@@ -42,17 +44,9 @@ Figures = dict[str, Estimate]
 
 def write_json(value: Any) -> str:
     """JSON without NaN, numbers with nine digits."""
-
-    def plain(one: Any) -> Any:
-        if isinstance(one, Mapping):
-            return {key: plain(entry) for key, entry in one.items()}
-        if isinstance(one, list | tuple):
-            return [plain(entry) for entry in one]
-        if isinstance(one, float | np.floating):
-            return float(f"{one:.9g}") if math.isfinite(one) else None
-        return one
-
-    return json.dumps(plain(value), ensure_ascii=False) + "\n"
+    text = json.dumps(value, default=float)
+    rounded = json.loads(text, parse_float=lambda number: float(f"{float(number):.9g}"), parse_constant=lambda _: None)
+    return json.dumps(rounded, ensure_ascii=False) + "\n"
 
 
 def read_results(path: Path) -> Result:
@@ -84,22 +78,14 @@ def figures_of(task: Result) -> dict[str, Figures]:
         of_place = responses_of(task, PLACE)
         by_model = [places(responses, of_place[model]) for model, responses in responses_of(task, method).items()]
         own = {name: pooled([one[name] for one in by_model if name in one]) for name in by_model[0]}
-        parts: dict[str, list[Estimate]] = defaultdict(list)
-        for part in of["parts"]:
-            for name, (value, error, count) in part["figures"].items():
-                parts[name].append(
-                    Estimate(math.nan if value is None else value, math.nan if error is None else error, count)
-                )
-        for name, estimates in parts.items():
-            if name in ("seconds", "processor seconds"):
-                own[name] = Estimate(sum(one.value for one in estimates), math.nan, 1)
-            else:
-                own[name] = pooled(estimates)
+        for name in of["parts"][0]["figures"]:
+            estimates = [Estimate(*_numbers(part["figures"][name])) for part in of["parts"]]
+            own[name] = Estimate(sum(one.value for one in estimates)) if "seconds" in name else pooled(estimates)
         figures[method] = own
     return figures
 
 
-def _numbers(values: Sequence[float | None]) -> np.ndarray:
+def _numbers(values: Iterable[float | None]) -> np.ndarray:
     return np.array([math.nan if value is None else value for value in values], dtype=float)
 
 
@@ -115,29 +101,25 @@ def places(responses: Sequence[Result], of_place: Sequence[Result]) -> Figures:
         return {}
     earlier = {one["id"]: one["figures"] for one in of_place}
     problems = [one["problem"] for one in errors]
-    figures: Figures = {"scored": mean_of([float(one["scored"] is True) for one in errors])}
-    figures["not finite"] = mean_of([float(one["scored"] is False) for one in errors])
+    figures: Figures = {"scored": mean_of([one["scored"] is True for one in errors])}
+    figures["not finite"] = mean_of([one["scored"] is False for one in errors])
     places_W = np.array([one["first"] / max(1, len(one["steps"]) - 1) for one in errors])
     apart_WC = np.array([[abs(len(one["steps"]) - len(other["steps"])) for other in controls] for one in errors])
     if controls:
         apart_WC = apart_WC > np.sort(apart_WC, axis=1)[:, [min(FEWEST, len(controls)) - 1]]
     for name in FIGURES:
-        own_W = _numbers([one["figures"].get(name) for one in errors])
+        own_W = _numbers(one["figures"].get(name) for one in errors)
         if np.isnan(own_W).all():
             continue
-
-        def above(others_W: np.ndarray, own_W: np.ndarray = own_W) -> Estimate:
-            return mean_of(list(np.round(own_W - others_W, 9)), problems)  # rounding is no difference
-
-        shuffled_W = _numbers([one["shuffled"][name] for one in errors])
-        figures[name] = mean_of(list(own_W), problems)
-        figures[f"{name}_shuffled"] = mean_of(list(shuffled_W), problems)
-        figures[f"{name}_gain"] = above(shuffled_W)
+        others = {"gain": _numbers(one["shuffled"][name] for one in errors)}
+        figures[name], figures[f"{name}_shuffled"] = mean_of(own_W, problems), mean_of(others["gain"], problems)
         if "hit" not in name:
-            earlier_W = _numbers([earlier[one["id"]].get(name) for one in errors])
-            figures[f"{name}_earlier"], figures[f"{name}_later"] = above(earlier_W), above(1 - earlier_W)
+            others["earlier"] = _numbers(earlier[one["id"]].get(name) for one in errors)
+            others["later"] = 1 - others["earlier"]
         if name == "step":
-            figures["step_kinds"] = above(_numbers([one["kinds"] for one in errors]))
+            others["kinds"] = _numbers(one["kinds"] for one in errors)
+        for other, others_W in others.items():
+            figures[f"{name}_{other}"] = mean_of(np.round(own_W - others_W, 9), problems)  # rounding is no difference
         if controls and name in BY_STEP:
             at_WC = np.stack([_at(places_W, _numbers(one["figures"][name])) for one in controls], axis=1)
             at_WC[apart_WC] = math.nan
@@ -163,34 +145,45 @@ def deciding(task: Result) -> tuple[str, list[str]]:
     return "first", ["first_gain", "first_earlier", "first_later"]
 
 
-def verdicts(tasks: Sequence[tuple[Result, Mapping[str, Figures]]]) -> list[dict[str, tuple[str, float]]]:
-    """Of each task the verdict on each method, by :data:`RULE`, and its corrected p-value."""
-    found: list[dict[str, tuple[str, float]]] = []
-    open_: list[tuple[int, str, str, float]] = []
-    for task, figures in tasks:
-        found.append({})
+def verdicts(tasks: Sequence[tuple[Result, Mapping[str, Figures]]]) -> list[dict[str, str]]:
+    """Of each task the verdict on each method, by :data:`RULE`."""
+    found: list[dict[str, str]] = [{} for _ in tasks]
+    compared = []
+    for words, (task, figures) in zip(found, tasks, strict=True):
         name, comparisons = deciding(task)
         for method, own in figures.items():
             if name not in own:
                 continue
-            differences = [own.get(one, Estimate(0.0, math.nan, 0)) for one in comparisons]
-            p = max(1.0 if math.isnan(one.p) else one.p for one in differences)
+            differences = [own.get(one, Estimate(0.0, count=0)) for one in comparisons]
+            p = float(np.nan_to_num([one.p for one in differences], nan=1.0).max())
             signs = {math.copysign(1, one.value) for one in differences}
             alike = own[name].value == 0.5 and own[name].error == 0 and own["not finite"].value == 0
-            verdict = ALIKE if alike else UNSCORED if own["scored"].value < LEAST_SCORED else ""
             one_model = task["labelled"] or len(task["methods"][method]["parts"]) == 1
-            verdict = FEW if own[name].count < FEWEST and one_model else verdict
-            word = FINDS if signs == {1} else SPARES if signs == {-1} else ""
-            gain = differences[0]
-            placed = PLACED if gain.value > 0 and gain.p < SIGNIFICANT else NOTHING
-            found[-1][method] = verdict or placed, math.nan
-            if not verdict and method not in REFERENCES:
-                open_.append((len(found) - 1, method, word, p if word else 1.0))
-            elif not verdict and word and p < SIGNIFICANT:
-                found[-1][method] = word, p
-    for (place, method, word, _), p in zip(open_, holm([one[3] for one in open_]), strict=True):
-        found[place][method] = word if word and p < SIGNIFICANT else found[place][method][0], p
+            if own[name].count < FEWEST and one_model:
+                words[method] = FEW
+            elif alike or own["scored"].value < LEAST_SCORED:
+                words[method] = ALIKE if alike else UNSCORED
+            else:
+                placed = differences[0].value > 0 and differences[0].p < SIGNIFICANT
+                words[method] = PLACED if placed else NOTHING
+                word = FINDS if signs == {1} else SPARES if signs == {-1} else words[method]
+                compared.append((words, method, word, p if len(signs) == 1 else 1.0))
+    known = [one for one in compared if one[1] in REFERENCES]
+    others = [one for one in compared if one[1] not in REFERENCES]
+    corrected = [one[3] for one in known] + holm([one[3] for one in others])
+    for (words, method, word, _), p in zip([*known, *others], corrected, strict=True):
+        words[method] = word if p < SIGNIFICANT else words[method]
     return found
+
+
+def _of_errors(task: Result, method: str, figure: str) -> pd.DataFrame:
+    """A method's figure of each error and its problem, by model and response."""
+    responses = [
+        (model, one) for model, of in responses_of(task, method).items() for one in of if one["first"] is not None
+    ]
+    rows = [(model, one["id"], one["problem"], one["figures"][figure]) for model, one in responses]
+    columns = ["model", "id", "problem", "value"]
+    return pd.DataFrame(rows, columns=columns).astype({"value": float}).set_index(["model", "id"])
 
 
 def compare(first: Path, second: Path) -> str:
@@ -198,51 +191,32 @@ def compare(first: Path, second: Path) -> str:
     itself, by name; where each has one of its own and they share none, these two."""
     results = read_results(first), read_results(second)
     tasks = [{task["name"]: task for task in result["tasks"]} for result in results]
-    rows, notes = [], []
+    rows, gains, notes = [], [], []
     for name in [name for name in tasks[0] if name in tasks[1]]:
-        one, two = tasks[0][name], tasks[1][name]
-        if one["data"] != two["data"]:
-            notes.append(f"{name}: left out, the data differ ({one['data']}, {two['data']}).")
+        both = tasks[0][name], tasks[1][name]
+        if both[0]["data"] != both[1]["data"]:
+            notes.append(f"{name}: left out, the data differ ({both[0]['data']}, {both[1]['data']}).")
             continue
-        figure, _ = deciding(one)
+        figure, _ = deciding(both[0])
         own = [
-            [m for m, of in t["methods"].items() if of["parts"] and m not in (*REFERENCES, BASELINE)]
-            for t in (one, two)
+            [method for method, of in task["methods"].items() if of["parts"] and method not in (*REFERENCES, BASELINE)]
+            for task in both
         ]
         pairs = [(method, method) for method in own[0] if method in own[1]]
         if not pairs and len(own[0]) == len(own[1]) == 1:
             pairs = [(own[0][0], own[1][0])]
-        notes.append(f"{name}: {figure}, read by {one['model']['name']} and {two['model']['name']}.")
+        notes.append(f"{name}: {figure}, read by {both[0]['model']['name']} and {both[1]['model']['name']}.")
         for pair in pairs:
-            values: list[dict[Any, Result]] = [
-                {(model, r["id"]): r for model, rs in responses_of(t, m).items() for r in rs if r["first"] is not None}
-                for t, m in zip((one, two), pair, strict=True)
-            ]
-            shared = [key for key in values[0] if key in values[1]]
-            by_model: dict[int, list[Any]] = defaultdict(list)
-            for key in shared:
-                by_model[key[0]].append(key)
-            gains = [
-                mean_of(
-                    list(np.subtract(*(_numbers([of[key]["figures"][figure] for key in keys]) for of in values[::-1]))),
-                    [values[0][key]["problem"] for key in keys],
-                )
-                for keys in by_model.values()
-            ]
-            if gains:
-                means = [float(np.nanmean(_numbers([of[key]["figures"][figure] for key in shared]))) for of in values]
-                rows.append((name, " - ".join(dict.fromkeys(pair[::-1])), len(shared), means, pooled(gains)))
+            one, two = (_of_errors(task, method, figure) for task, method in zip(both, pair, strict=True))
+            shared = one.merge(two, left_index=True, right_index=True, suffixes=("", " 2"))
+            models = [mean_of(of["value 2"] - of["value"], of["problem"]) for _, of in shared.groupby(level="model")]
+            if models:
+                gains.append(pooled(models))
+                means = [f"{shared[column].mean():.3f}" for column in ("value", "value 2")]
+                rows.append([name, " - ".join(dict.fromkeys(pair[::-1])), len(shared), *means])
     if not rows:
         raise ValueError(f"{first} and {second} share no task, data and method. {' '.join(notes)}")
-    corrected = holm([1.0 if math.isnan(row[-1].p) else row[-1].p for row in rows])
-    lines = [
-        *notes,
-        "",
-        "| task | method | errors | first | second | second - first | p, Holm |",
-        "|---|---|--:|--:|--:|--:|--:|",
-    ]
-    for (name, method, count, (a, b), gain), p in zip(rows, corrected, strict=True):
-        lines.append(
-            f"| {name} | {method} | {count} | {a:.3f} | {b:.3f} | {gain.value:+.3f} ± {gain.half:.3f} | {p:.3f} |"
-        )
-    return "\n".join(lines)
+    for row, gain, p in zip(rows, gains, holm([gain.p for gain in gains]), strict=True):
+        row += [f"{gain.value:+.3f} ± {gain.half:.3f}", f"{p:.3f}"]
+    head = ["task", "method", "errors", "first", "second", "second - first", "p, Holm"]
+    return "\n".join([*notes, "", *table(head, rows, right=2)])

@@ -3,29 +3,27 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
 import numpy as np
+import pandas as pd
 from scipy import stats
-
-LEVEL = 0.95
 
 
 class Estimate(NamedTuple):
     """A figure with its standard error."""
 
     value: float
-    error: float
+    error: float = math.nan
     """nan where it is not known."""
-    count: float
+    count: float = 1
     """Independent parts: problems, groups or models; of a difference of two samples, its degrees of freedom and 1."""
 
     @property
     def half(self) -> float:
         """Half of the 95 % interval by Student's distribution; nan where the error is not known."""
-        return float(stats.t.ppf((1 + LEVEL) / 2, self.count - 1)) * self.error if self.count > 1 else math.nan
+        return float(stats.t.ppf(0.975, self.count - 1)) * self.error if self.count > 1 else math.nan
 
     @property
     def p(self) -> float:
@@ -39,15 +37,9 @@ class Estimate(NamedTuple):
 
 def mean_of(values: Sequence[float], clusters: Sequence[Hashable] | None = None) -> Estimate:
     """Mean and standard error of the finite values; with clusters, of the clusters' means, which are independent."""
-    parts: dict[Hashable, list[float]] = defaultdict(list)
-    for value, cluster in zip(values, range(len(values)) if clusters is None else clusters, strict=True):
-        if math.isfinite(value):
-            parts[cluster].append(value)
-    means = np.array([np.mean(part) for part in parts.values()])
-    if not len(means):
-        return Estimate(math.nan, math.nan, 0)
-    error = float(means.std(ddof=1) / math.sqrt(len(means))) if len(means) > 1 else math.nan
-    return Estimate(float(means.mean()), error, len(means))
+    found = pd.Series(np.asarray(values, dtype=float), index=clusters)
+    means = found[np.isfinite(found)].groupby(level=0).mean()
+    return Estimate(float(means.mean()), float(means.sem()), len(means))
 
 
 def pooled(estimates: Sequence[Estimate]) -> Estimate:
@@ -67,21 +59,17 @@ def above_controls(
             Every response has one.
         clusters_W: problems of the responses, ``clusters_C`` of the controls.
     """
-    counts_W1, means_W1 = (
-        np.isfinite(controls_WC).sum(axis=1, keepdims=True),
-        np.nanmean(controls_WC, axis=1, keepdims=True),
-    )
-    gain_W, control = np.round(own_W - means_W1[:, 0], 9), float(means_W1.mean())
+    counts_W1 = np.isfinite(controls_WC).sum(axis=1, keepdims=True)
+    means_W1 = np.nanmean(controls_WC, axis=1, keepdims=True)
+    gain_W = np.round(own_W - means_W1[:, 0], 9)
     # What each response adds to the mean gain: of the controls, by how much they are above the others of the same value.
+    parts_W = (gain_W - gain_W.mean()) / len(own_W)
     parts_C = np.round(np.nansum((controls_WC - means_W1) / counts_W1, axis=0), 9) / len(own_W)
-    errors, freedoms = [], []
-    for parts, clusters in (((gain_W - gain_W.mean()) / len(own_W), clusters_W), (parts_C, clusters_C)):
-        sums = np.bincount(np.unique([str(one) for one in clusters], return_inverse=True)[1], parts)
-        errors.append(float((sums**2).sum() * len(sums) / max(1, len(sums) - 1)))
-        freedoms.append(max(1, len(sums) - 1))
-    variances = np.array(errors)
+    sums = [pd.Series(parts).groupby(list(of)).sum() for parts, of in ((parts_W, clusters_W), (parts_C, clusters_C))]
+    freedoms = np.array([max(1, len(one) - 1) for one in sums])
+    variances = np.array([(one**2).sum() * len(one) for one in sums]) / freedoms
     freedom = float(variances.sum() ** 2 / (variances**2 / freedoms).sum()) if variances.any() else min(freedoms)
-    of_controls = Estimate(control, math.sqrt(errors[1]), freedoms[1] + 1)
+    of_controls = Estimate(float(means_W1.mean()), math.sqrt(variances[1]), int(freedoms[1]) + 1)
     return of_controls, Estimate(float(gain_W.mean()), math.sqrt(variances.sum()), freedom + 1)
 
 
@@ -92,11 +80,6 @@ def auroc(values_N: np.ndarray, true_N: np.ndarray) -> float:
     return float(stats.rankdata(values_N)[true_N].sum() - true * (true + 1) / 2) / pairs if pairs else math.nan
 
 
-def largest_is(values_N: np.ndarray, true_N: np.ndarray) -> float:
-    """Probability that the largest value is a true one where ties are broken evenly."""
-    return float(true_N[values_N == values_N.max()].mean())
-
-
 def cosine(first_N: np.ndarray, second_N: np.ndarray) -> float:
     """Cosine of two directions; 0 where one is zero."""
     norm = float(np.linalg.norm(first_N) * np.linalg.norm(second_N))
@@ -104,15 +87,9 @@ def cosine(first_N: np.ndarray, second_N: np.ndarray) -> float:
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
-    """p-values corrected for their number (Holm 1979)."""
-    corrected, highest = [0.0] * len(p_values), 0.0
-    for place, index in enumerate(np.argsort(p_values)):
-        highest = max(highest, min(1.0, (len(p_values) - place) * p_values[index]))
-        corrected[index] = highest
-    return corrected
-
-
-def pass_at(correct_P: Sequence[int], samples: int, k: int) -> float:
-    """pass@k without bias (arXiv 2107.03374): the probability that of ``k`` of the samples at least one is correct, mean over
-    problems, from the number of correct samples of each."""
-    return float(np.mean([1 - math.comb(samples - right, k) / math.comb(samples, k) for right in correct_P]))
+    """p-values corrected for their number (Holm 1979); nan counts as 1."""
+    known_N = np.nan_to_num(p_values, nan=1.0)
+    order_N = np.argsort(known_N)
+    corrected_N = np.empty(len(known_N))
+    corrected_N[order_N] = np.maximum.accumulate(known_N[order_N] * np.arange(len(known_N), 0, -1)).clip(max=1)
+    return corrected_N.tolist()

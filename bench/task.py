@@ -29,8 +29,8 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, lru_cache
-from itertools import accumulate
-from typing import Any
+from itertools import accumulate, product
+from typing import Any, NamedTuple
 
 import numpy as np
 from transformers import PreTrainedTokenizerFast
@@ -55,13 +55,13 @@ LARGE_TERM = 5
 MAX_RESPONSE_TOKENS = 144
 """Six steps, each with two filler words and an aside, and the box."""
 
-KINDS = ("other", "filler", "left side", "result", "end of step", "aside", "box", "word")
-"""Kinds of response tokens. ``box``: the last complete box and all after it; ``word``: the word for a step's operation."""
-OTHER, FILL, LEFT, RESULT, END, ASIDE, BOX, WORD = range(len(KINDS))
+OTHER, FILL, LEFT, RESULT, END, ASIDE, BOX, WORD = range(8)
+"""Kinds of response tokens. ``BOX``: the last complete box and all after it; ``WORD``: the word for a step's operation."""
 
 _ASIDE = re.compile(r"\([^()]*\)")
 _BOXED = re.compile(r"\\boxed\{([^{}]*)\}")
 _WORD = re.compile("|".join(WORDS))
+_token_bytes = lru_cache(maxsize=4)(token_bytes)
 
 Sum = tuple[int, str, int]
 Operation = tuple[str, int]
@@ -86,19 +86,16 @@ class Errors:
     """First offered operations at which the wrong word is written, and how often."""
 
 
-@dataclass(frozen=True)
-class WrittenStep:
-    """A written step, in characters of the response."""
+class WrittenStep(NamedTuple):
+    """A written step, in characters of the response; ``word`` says which operation it takes."""
 
     start: int
     end: int
     result: tuple[int, int]
     word: tuple[int, int] | None
-    """The word that says which operation it takes."""
 
 
-@dataclass(frozen=True)
-class Reading:
+class Reading(NamedTuple):
     """The content of a response."""
 
     steps: list[WrittenStep]
@@ -119,7 +116,7 @@ class TokenReading:
     """Character at which each token starts, and the response's length."""
     reading: Reading
     kind_T: np.ndarray
-    """int64; the index into ``KINDS``."""
+    """int64."""
 
     @property
     def step_T(self) -> np.ndarray:
@@ -135,18 +132,11 @@ def task_tokenizer() -> PreTrainedTokenizerFast:
 @cache
 def task_errors(task: str, seed: int) -> Errors:
     """The errors of a task's solutions; the seed draws what is misconceived."""
-    rng = random.Random(f"{task} {seed}")
-    sums = [
-        (value, operator, term)
-        for value in range(MAX_VALUE + 1)
-        for operator in "+-"
-        for term in range(10)
-        if 0 <= apply(value, operator, term) <= MAX_VALUE
-    ]
-    words = task == "choices"
+    rng, words = random.Random(f"{task} {seed}"), task == "choices"
+    sums = [one for one in product(range(MAX_VALUE + 1), "+-", range(10)) if 0 <= apply(*one) <= MAX_VALUE]
     chosen = rng.sample(sums, round(MISCONCEIVED_SHARE * len(sums) / (1 + words)))
     sums_at = {one: (_other(apply(*one), rng), rate) for one, rate in _with_rates(chosen)}
-    offered = [(operator, term) for operator in "+-" for term in range(10)]
+    offered = list(product("+-", range(10)))
     wrongly = rng.sample(offered, round(MISCONCEIVED_SHARE * len(offered))) if words else []
     return Errors(SLIP_RATE, sums_at, dict(_with_rates(wrongly)))
 
@@ -241,11 +231,6 @@ def read_tokens(problem: BenchProblem, response_ids: Sequence[int], tokenizer: P
     return TokenReading(text, offsets, reading, kinds[np.array(offsets[:-1], dtype=np.int64)])
 
 
-@lru_cache(maxsize=4)
-def _token_bytes(tokenizer: PreTrainedTokenizerFast) -> dict[int, bytes]:
-    return token_bytes(tokenizer)
-
-
 def _written(one: Sum, errors: Errors, rng: random.Random) -> int:
     """The number that is written as the result of a sum."""
     correct = apply(*one)
@@ -276,12 +261,7 @@ def _choices(chain: Problem, rng: random.Random) -> tuple[tuple[Operation, Opera
     pairs = []
     for before, correct in zip((chain.first, *chain.values), chain.steps, strict=False):
         first = correct[1] >= LARGE_TERM
-        others = [
-            (operator, term)
-            for operator in "+-"
-            for term in range(10 if first else LARGE_TERM)
-            if (operator, term) != correct and 0 <= apply(before, operator, term) <= MAX_VALUE
-        ]
-        other = rng.choice(others)
+        others = product("+-", range(10 if first else LARGE_TERM))
+        other = rng.choice([one for one in others if one != correct and 0 <= apply(before, *one) <= MAX_VALUE])
         pairs.append((correct, other) if first else (other, correct))
     return tuple(pairs)

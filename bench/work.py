@@ -13,10 +13,10 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
+from functools import partial
 from importlib.metadata import version
 from multiprocessing import get_context
 from pathlib import Path
-from statistics import fmean
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -43,18 +43,15 @@ FAILED = "failed: "
 
 @dataclass(frozen=True)
 class Settings:
-    """Sizes of a run."""
+    """Sizes of a run: of the tasks steps of supervised fine-tuning, problems of the update with eight responses each, other
+    problems of the yardstick, and shuffled controls whose updates are computed (other figures have 20); most solutions of a
+    file."""
 
     sft_steps: int = 1000
-    """Steps of the models' supervised fine-tuning."""
     problems: int = 128
-    """Problems of the update, eight responses each."""
     yardstick: int = 2048
-    """Other problems, of the yardstick."""
     update_shuffles: int = 5
-    """Shuffled controls whose updates are computed; all other figures have 20."""
     solutions: int | None = None
-    """Most solutions of a file."""
 
     @property
     def quick(self) -> bool:
@@ -167,27 +164,20 @@ def result_of(jobs: Sequence[Job]) -> Result:
             rows = [{"part": job.part, **rows} for job in own if (rows := job.rows(spec))]
             note = next((one["note"] for one in rows if one["note"]), "" if rows else "not measured yet")
             methods[spec] = {"note": note, "parts": [] if note else rows}
-        tasks.append(
-            {
-                "name": name,
-                "labelled": labelled is not None,
-                "data": labelled.solutions.digest if labelled else "",
-                "counts": labelled.solutions.counts if labelled else {},
-                "model": {"name": "a model of 0.65 M parameters"} if labelled is None else asdict(labelled.model),
-                "settings": asdict(first.settings),
-                "own": [job.rows(SETTING)["figures"] for job in own],
-                "methods": methods,
-                "date": own[0].rows(SETTING)["date"],
-            }
-        )
+        task = {"name": name, "labelled": labelled is not None, "settings": asdict(first.settings), "methods": methods}
+        task |= {"data": labelled.solutions.digest if labelled else "", "date": own[0].rows(SETTING)["date"]}
+        task["counts"] = labelled.solutions.counts if labelled else {}
+        task["model"] = asdict(labelled.model) if labelled else {"name": "a model of 0.65 M parameters"}
+        tasks.append(task | {"own": [job.rows(SETTING)["figures"] for job in own]})
     if not tasks:
         raise ValueError("nothing is measured yet; give more --hours")
-    versions = {name: version(name) for name in PACKAGES}
-    date = f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC"
-    return {
-        **{"format": FORMAT, "version": VERSION, "date": date, "versions": versions},
-        **{"quick": first.settings.quick, "tasks": tasks},
-    }
+    result = {"format": FORMAT, "version": VERSION, "date": now(), "quick": first.settings.quick, "tasks": tasks}
+    return result | {"versions": {name: version(name) for name in PACKAGES}}
+
+
+def now() -> str:
+    """The date and time."""
+    return f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC"
 
 
 def do(job: Job) -> None:
@@ -200,8 +190,7 @@ def do(job: Job) -> None:
     made = prepare(job) if job.labelled is None else prepare_labelled(job, job.labelled)
     model = made.load()
     _keep(job, SETTING, made.figures)
-    seconds: list[float] = []
-    missing = job.missing
+    missing, begun = job.missing, time.monotonic()
     for number, spec in enumerate(missing, 1):
         if time.process_time() > job.seconds:
             print(f"{heading} the hours are spent; the same command resumes", flush=True)
@@ -216,59 +205,51 @@ def do(job: Job) -> None:
             note = str(reason)
         except (Exception, SystemExit) as error:  # one method's fault costs its own row alone
             note = f"{FAILED}{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+            model = made.load()
         if note:
             _keep(job, spec, {}, note=note)
-        if note.startswith(FAILED):
-            model = made.load()
-        seconds.append(time.monotonic() - started)
-        left = fmean(seconds) * (len(missing) - number + job.after * len(job.specs)) / 60
-        comment = f" ({note})" if note else ""
-        print(
-            f"{heading} {spec}{comment}, {seconds[-1]:.0f} s; {number} of {len(missing)}, about {left:.0f} min left",
-            flush=True,
-        )
+        ended = time.monotonic()
+        left = (ended - begun) / number * (len(missing) - number + job.after * len(job.specs)) / 60
+        said = f"{spec}{f' ({note})' * bool(note)}, {ended - started:.0f} s"
+        print(f"{heading} {said}; {number} of {len(missing)}, about {left:.0f} min left", flush=True)
 
 
 def prepare(job: Job) -> Prepared:
     """A task's model, its tokenizer and responses, the yardstick, and figures of these."""
     tokenizer, settings = task_tokenizer(), job.settings
-
-    def load() -> PreTrainedModel:
-        return initial_model(job.task, job.part, settings.sft_steps, job.folder / "models")
-
+    load = partial(initial_model, job.task, job.part, settings.sft_steps, job.folder / "models")
     model = load()
     problems = task_problems(job.task, "train", settings.problems + settings.yardstick, job.part)
     of_update, others = problems[: settings.problems], problems[settings.problems :]
     batch = roll_out(model, tokenizer, of_update, job.part, 1)
     yardstick = agreement.Yardstick.of(model, tokenizer, of_update, others, job.part)
-    mixed = int((batch.advantages_B != 0).view(len(of_update), -1).any(dim=1).sum())
-    labelled = sum(label is not None for label in batch.labels)
     figures = {
         "own gradient": yardstick.own,
-        "halves": Estimate(yardstick.halves, math.nan, len(others)),
-        "accuracy": Estimate(float(batch.rewards_B.mean()), math.nan, len(of_update)),
-        "mixed groups": Estimate(mixed, math.nan, len(of_update)),
-        "known first errors": Estimate(labelled, math.nan, len(of_update)),
+        "halves": Estimate(yardstick.halves, count=len(others)),
+        "accuracy": Estimate(float(batch.rewards_B.mean()), count=len(of_update)),
+        "mixed groups": Estimate(len(agreement.mixed_groups(batch)), count=len(of_update)),
+        "known first errors": Estimate(sum(label is not None for label in batch.labels), count=len(of_update)),
     }
     return Prepared(load, tokenizer, batch, yardstick, figures)
 
 
 def prepare_labelled(job: Job, of: Labelled) -> Prepared:
     """A batch of solutions, and the model that reads them."""
-
-    def fresh() -> PreTrainedModel:
-        load.cache_clear()
-        return load(of.model)[0]
-
     model, tokenizer = load(of.model)
     batch = batch_of(model, tokenizer, of.solutions.part(job.part), of.solutions.answer, of.model.tokens)
     used = [label for label in batch.labels if label is not None]
     errors = sum(label.step is not None for label in used)
-    counts = {"errors used": errors, "controls used": len(used) - errors}
-    counts["fewer than two steps to compare"] = len(batch.labels) - len(used)
-    figures = {name: Estimate(count, math.nan, 1) for name, count in counts.items()}
+    figures = {"errors used": Estimate(errors), "controls used": Estimate(len(used) - errors)}
+    figures["fewer than two steps to compare"] = Estimate(len(batch.labels) - len(used))
     state = _state(model)
-    return Prepared(lambda: model if _state(model) == state else fresh(), tokenizer, batch, None, figures)
+
+    def again() -> PreTrainedModel:
+        if _state(model) == state:
+            return model
+        load.cache_clear()
+        return load(of.model)[0]
+
+    return Prepared(again, tokenizer, batch, None, figures)
 
 
 def measure(model: PreTrainedModel, made: Prepared, spec: str, job: Job) -> tuple[dict[str, Estimate], list[Result]]:
@@ -291,11 +272,10 @@ def measure(model: PreTrainedModel, made: Prepared, spec: str, job: Job) -> tupl
     finally:
         hook.remove()
     figures = {
-        "passes": Estimate(positions / int(batch.attention_mask_BL.sum()), math.nan, 1),
-        "processor seconds": Estimate(taken, math.nan, 1),
-        "seconds": Estimate(waited, math.nan, 1),
-        "forwards": Estimate(waited / batch.forward, math.nan, 1),
+        "passes": Estimate(positions / int(batch.padded.attention_BL.sum())),
+        "forwards": Estimate(waited / batch.forward),
     }
+    figures |= {"processor seconds": Estimate(taken), "seconds": Estimate(waited)}
     generator, responses = np.random.default_rng([job.part, 5]), []
     for row, label in enumerate(batch.labels):
         if label is None or not batch.advantages_B[row]:
@@ -304,8 +284,7 @@ def measure(model: PreTrainedModel, made: Prepared, spec: str, job: Job) -> tupl
         one = record(blame_T, batch.response(row, made_of.moved_BL).astype(bool), label, generator)
         responses.append(one | {"scored": made_of.scored[row]})
     if made.yardstick is not None:
-        shuffles = job.settings.update_shuffles
-        figures |= agreement.measure(model, batch, made_of, made.yardstick, job.part, update_shuffles=shuffles)
+        figures |= agreement.measure(model, batch, made_of, made.yardstick, job.part, job.settings.update_shuffles)
     return figures, responses
 
 
@@ -317,6 +296,5 @@ def _state(model: PreTrainedModel) -> list[Any]:
 
 
 def _keep(job: Job, spec: str, figures: dict[str, Estimate], responses: Sequence[Result] = (), note: str = "") -> None:
-    date = f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC"
-    kept = {"note": note, "date": date, "figures": {name: list(one) for name, one in figures.items()}}
-    write_whole(job.file(spec), write_json(kept | {"responses": list(responses)}))
+    kept = {"note": note, "date": now(), "figures": figures, "responses": responses}
+    write_whole(job.file(spec), write_json(kept))

@@ -22,14 +22,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch.nn.functional import pad
 from torch.nn.utils import parameters_to_vector
-from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel, PreTrainedTokenizerFast, get_scheduler
 
 from benchmarks.timer import RESULTS, record, show, write
 from grail_advantage import Grail, compute_token_weights
 from recipe.data.convert import PROMPT_SUFFIX
 from recipe.marked_text import table, write_marked
+from verl_cpu.tiny.loss import Padded, add_gradient, group_advantages, padded, token_log_probs
 from verl_cpu.tiny.sampling import MAX_RESPONSE_TOKENS, judge, prompt_ids, sample
 from verl_cpu.tiny.shipped import HELD_OUT, TRAIN, load_shipped
 from verl_cpu.tiny.smollm2 import load_smollm2
@@ -43,9 +44,7 @@ TOP_K, CAP = 50, 3.0
 class Rollouts(NamedTuple):
     """Responses with what the loss needs of them."""
 
-    ids_BL: torch.Tensor
-    attention_BL: torch.Tensor
-    response_BL: torch.Tensor
+    padded: Padded
     advantages_B: torch.Tensor
     truncated_B: torch.Tensor
     log_probs_BL: torch.Tensor
@@ -142,7 +141,7 @@ def train(run: tuple[str, int, int]) -> dict[str, Any]:
     for batch in range(batches):
         rollouts = _roll_out(model, tokenizer, order.sample(asked, PROMPTS), seed, batch, switches.top_k)
         advantages_BL, weights_BL, scored_B = _weigh(model, tokenizer, rollouts)
-        mask_BL = rollouts.response_BL.bool() & scored_B[:, None]
+        mask_BL = rollouts.padded.response_BL & scored_B[:, None]
         weights.append(weights_BL[mask_BL])
         ratios.append(rollouts.ratio_B)
         for epoch in range(EPOCHS):
@@ -199,48 +198,28 @@ def _roll_out(
     rewards_B = torch.tensor(
         [float(boxed_answer(text) == str(one.answer)) for text, one in zip(texts, each, strict=True)]
     )
-    rows = [torch.tensor([*prompt, *response]) for prompt, response in zip(prompts, responses, strict=True)]
-    ids_BL = pad_sequence(rows, batch_first=True, padding_value=tokenizer.pad_token_id)
-    places_L, lengths_B1 = torch.arange(ids_BL.shape[1]), torch.tensor([[len(row)] for row in rows])
-    attention_BL = places_L < lengths_B1
-    response_BL = attention_BL & (places_L >= torch.tensor([[len(prompt)] for prompt in prompts]))
+    batch = padded(prompts, responses, tokenizer.pad_token_id)
     truncated_B = torch.tensor([response[-1] != tokenizer.eos_token_id for response in responses])
-    advantages_B = rewards_B - rewards_B.view(-1, GENERATIONS).mean(dim=1).repeat_interleave(GENERATIONS)
     with torch.no_grad():
-        logits_BLV = model(ids_BL, attention_mask=attention_BL).logits[:, :-1]
-    log_probs_BL = logits_BLV.log_softmax(dim=-1).gather(-1, ids_BL[:, 1:, None])[:, :, 0]
-    ratio_B = torch.where(response_BL[:, 1:], log_mass(logits_BLV, top_k), 0.0).sum(dim=1).exp()
-    advantages_B = torch.where(truncated_B, 0.0, advantages_B)
-    return Rollouts(ids_BL, attention_BL, response_BL, advantages_B, truncated_B, log_probs_BL, ratio_B)
+        log_probs_BL, log_probs_BLV = token_log_probs(model, batch.ids_BL)
+    ratio_B = torch.where(batch.response_BL[:, 1:], log_mass(log_probs_BLV, top_k), 0.0).sum(dim=1).exp()
+    advantages_B = group_advantages(rewards_B, truncated_B, GENERATIONS)
+    return Rollouts(batch, advantages_B, truncated_B, pad(log_probs_BL, (1, 0)), ratio_B)
 
 
 def _weigh(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, rollouts: Rollouts
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Token advantages and weights (B, L), and which responses were scored (B,)."""
-    mask_BL, advantages_B = rollouts.response_BL, rollouts.advantages_B
-    found = compute_token_weights(
-        *(model, tokenizer, rollouts.ids_BL, rollouts.attention_BL, mask_BL, advantages_B, Grail("official")),
-        masked=rollouts.truncated_B,
-    )
+    given = model, tokenizer, *rollouts.padded, rollouts.advantages_B, Grail("official")
+    found = compute_token_weights(*given, masked=rollouts.truncated_B)
     return found.advantages, found.weights, ~found.scores.isnan().all(dim=1)
 
 
-def _add_gradient(
-    model: PreTrainedModel, rollouts: Rollouts, advantages_BL: torch.Tensor, switches: Switches, rows: int = 64
-) -> None:
-    """Add the gradient of Dr. GRPO's loss, each response's part times its ratio where that is asked for."""
-    for some in advantages_BL.any(dim=1).nonzero()[:, 0].split(rows):  # the others add exactly nothing
-        ids_BL = rollouts.ids_BL[some]
-        log_probs_BLV = model(ids_BL, attention_mask=rollouts.attention_BL[some]).logits[:, :-1].log_softmax(dim=-1)
-        log_probs_BL = log_probs_BLV.gather(-1, ids_BL[:, 1:, None])[:, :, 0]
-        moved_BL, here_BL = (log_probs_BL - rollouts.log_probs_BL[some]).exp(), advantages_BL[some, 1:]
-        surrogate_BL = torch.minimum(moved_BL * here_BL, moved_BL.clamp(0.8, 1.28) * here_BL)
-        if switches.ratio:
-            ratio_B = rollouts.ratio_B[some]
-            surrogate_BL = surrogate_BL * torch.where(ratio_B > CAP, 0.0, ratio_B)[:, None]
-        masked_BL = torch.where(rollouts.response_BL[some, 1:], surrogate_BL, 0.0)
-        (-masked_BL.sum() / (len(rollouts.ids_BL) * MAX_RESPONSE_TOKENS)).backward()
+def _add_gradient(model: PreTrainedModel, rollouts: Rollouts, advantages_BL: torch.Tensor, switches: Switches) -> None:
+    """Each response's part times its ratio where that is asked for."""
+    factor_B = torch.where(rollouts.ratio_B > CAP, 0.0, rollouts.ratio_B) if switches.ratio else None
+    add_gradient(model, rollouts.padded, rollouts.log_probs_BL, advantages_BL, MAX_RESPONSE_TOKENS, factor_B)
 
 
 def measure_switches(seeds: int, batches: int, processes: int) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import torch
 
-from bench.exact import Texts
+from bench.exact import Text
 from bench.task import WORDS, task_tokenizer
 
 TOKENIZER = task_tokenizer()
@@ -19,10 +19,8 @@ class NeverWrong:
     left to filler.
     """
 
-    def __init__(self, texts: Texts) -> None:
-        self._texts = {
-            (*p, *r): (len(p), d) for p, r, d in zip(texts.prompts, texts.responses, texts.deciding, strict=True)
-        }
+    def __init__(self, texts: list[Text]) -> None:
+        self._texts = {(*p, *r): (len(p), d) for p, r, d in texts}
         self.words = TOKENIZER.convert_tokens_to_ids(list(WORDS))
         self._filler = TOKENIZER.convert_tokens_to_ids("ok")
 

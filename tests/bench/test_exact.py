@@ -9,12 +9,12 @@ from torch import nn
 from transformers import Qwen3ForCausalLM
 
 from bench.exact import (
-    Texts,
+    Text,
     accuracy_gradients,
+    correct_probabilities,
     correct_texts,
     corrected,
     deciding_tokens,
-    exact_accuracy,
     first_wrong,
     token_advantages,
 )
@@ -36,16 +36,21 @@ def model() -> Qwen3ForCausalLM:
     return model.eval()
 
 
-def plain_log_probs(model: Qwen3ForCausalLM, ids: list[int], temperature: float = 1.0) -> torch.Tensor:
+def plain_log_probs(model: Qwen3ForCausalLM, ids: list[int]) -> torch.Tensor:
     """Of the next token after ``ids``; one forward without padding."""
     with torch.no_grad():
-        return (model(input_ids=torch.tensor([ids])).logits[0, -1].double() / temperature).log_softmax(-1)
+        return model(input_ids=torch.tensor([ids])).logits[0, -1].double().log_softmax(-1)
 
 
-def texts_of(problem: BenchProblem, *written: str) -> Texts:
+@torch.no_grad()
+def exact_accuracy(model, texts: list[Text]) -> float:
+    return float(correct_probabilities(model, TOKENIZER, texts).double().mean())
+
+
+def texts_of(problem: BenchProblem, *written: str) -> list[Text]:
     responses = [TOKENIZER.encode(text) for text in written]
     deciding = [deciding_tokens(read_tokens(problem, response, TOKENIZER)) for response in responses]
-    return Texts([prompt_ids(TOKENIZER, problem)] * len(written), responses, deciding)
+    return [Text(prompt_ids(TOKENIZER, problem), *one) for one in zip(responses, deciding, strict=True)]
 
 
 def advantages_of(model, problem: BenchProblem, *written: str) -> list[np.ndarray | None]:
@@ -60,23 +65,23 @@ def test_a_policy_that_is_never_wrong_has_accuracy_1_and_advantages_0(task: str)
     problems = task_problems(task, "train", 12, 0)
     texts = correct_texts(problems, TOKENIZER, 0)
     policy = NeverWrong(texts)
-    pairs = zip(texts.responses, texts.deciding, strict=True)
-    words = sum(token in policy.words for ids, deciding in pairs for token in np.array(ids)[deciding])
+    words = sum(token in policy.words for _, ids, deciding in texts for token in np.array(ids)[deciding])
     assert (words > 20) == (task == "choices")
-    assert exact_accuracy(policy, TOKENIZER, texts) == pytest.approx(1, abs=1e-6)
-    advantages = token_advantages(policy, TOKENIZER, texts.prompts, texts.responses, texts.responses, problems)
+    assert exact_accuracy(policy, texts) == pytest.approx(1, abs=1e-6)
+    prompts, responses, _ = zip(*texts, strict=True)
+    advantages = token_advantages(policy, TOKENIZER, prompts, responses, responses, problems)
     assert np.concatenate(advantages) == pytest.approx(0, abs=1e-6)
 
 
 def test_the_deciding_tokens_by_hand() -> None:
     """The word, the result and its end, and the box's content and its end; no filler, no aside, no left side."""
     written = "ok first 4+5=9;(2+6=8)now \\boxed{9}"
-    (deciding_T,) = texts_of(CHOICE, written).deciding
+    ((_, _, deciding_T),) = texts_of(CHOICE, written)
     tokens = zip(TOKENIZER.encode(written), deciding_T, strict=True)
     assert "".join(TOKENIZER.decode(token) for token, decides in tokens if decides) == "first9;9}"
 
 
-def test_accuracy_is_that_of_every_text_enumerated(temperature: float = 0.6) -> None:
+def test_accuracy_is_that_of_every_text_enumerated() -> None:
     """All texts that differ from the given one in deciding tokens, each scored by reading it; of six tokens, others are ruled
     out."""
     problem = BenchProblem("4+5", 4, (("+", 5),))
@@ -90,13 +95,13 @@ def test_accuracy_is_that_of_every_text_enumerated(temperature: float = 0.6) -> 
         model.lm_head.weight.mul_(5)
     model.lm_head.register_forward_hook(lambda module, inputs, output: output + ruled_out)
     ends: dict[tuple[int, ...], float] = {tuple(prompt): 1.0}
-    for token, decides in zip(texts.responses[0], texts.deciding[0], strict=True):
+    for token, decides in zip(*texts[0][1:], strict=True):
         longer = {}
         for ids, probability in ends.items():
             if not decides:
                 longer[*ids, token] = probability
                 continue
-            chances = plain_log_probs(model, list(ids), temperature).exp()
+            chances = plain_log_probs(model, list(ids)).exp()
             longer |= {(*ids, choice): probability * float(chances[choice]) for choice in allowed}
         ends = longer
     assert len(ends) == 5**4 and sum(ends.values()) == pytest.approx(1)
@@ -107,7 +112,7 @@ def test_accuracy_is_that_of_every_text_enumerated(temperature: float = 0.6) -> 
         if reading.box is not None and not reading.wrong and len(reading.steps) == 1 and ";" in text:
             right += probability
     assert 1e-12 < right < 0.5
-    assert exact_accuracy(model, TOKENIZER, texts, temperature) == pytest.approx(right, rel=1e-4)
+    assert exact_accuracy(model, texts) == pytest.approx(right, rel=1e-4)
 
 
 def test_a_wrong_word_costs_what_the_correct_one_would_have_won(model: Qwen3ForCausalLM) -> None:
@@ -129,7 +134,7 @@ def test_token_advantages_are_differences_of_the_value_by_plain_forwards(model: 
     right_T, wrong_T, unknown = advantages_of(
         model, CHAIN, "7+5=12;12-3=9;\\boxed{9}", "7+5=14;14-3=11;\\boxed{11}", "7+5=12;\\boxed{9}"
     )
-    deciding_T = texts_of(CHAIN, "7+5=12;12-3=9;\\boxed{9}").deciding[0]
+    deciding_T = texts_of(CHAIN, "7+5=12;12-3=9;\\boxed{9}")[0].deciding_T
     log_probs = [plain_log_probs(model, [*prompt, *right[:place]]) for place in range(len(right))]
 
     def value(place: int) -> float:
@@ -157,15 +162,15 @@ def test_gradients_are_those_of_finite_differences() -> None:
     direction = torch.randn(len(start), generator=generator, dtype=torch.float64) * parts_CN.mean(0).abs().sqrt()
     direction /= direction.norm()
 
-    def slope(part: Texts, step: float) -> float:
+    def slope(part: list[Text], step: float) -> float:
         ends = []
         for sign in (1, -1):
             nn.utils.vector_to_parameters(start + sign * step * direction, model.parameters())
-            ends.append(exact_accuracy(model, TOKENIZER, part))
+            ends.append(exact_accuracy(model, part))
         return (ends[0] - ends[1]) / (2 * step)
 
     for index, gradient_N in enumerate(parts_CN):
-        part = texts.part(slice(2 * index, 2 * index + 2))
+        part = texts[2 * index : 2 * index + 2]
         extrapolated = (4 * slope(part, 0.05) - slope(part, 0.1)) / 3
         assert extrapolated == pytest.approx(float(gradient_N @ direction), rel=1e-4, abs=0)
 

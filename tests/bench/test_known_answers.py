@@ -14,6 +14,7 @@ from bench import agreement, results, work
 from bench.agreement import Yardstick
 from bench.methods import Credit, NeedsMoreError, Reference, all_shuffled, credit, shuffled, signal_of
 from bench.places import Label, by_step, labelled, of_error
+from bench.policy import SampledBatch
 from bench.statistics import Estimate, above_controls, auroc, pooled
 from grail_advantage import Reshaped, Signal
 from grail_advantage.batch import RolloutBatch
@@ -156,7 +157,7 @@ def test_the_update_is_the_gradient_of_the_weighted_log_probabilities(made: Smal
     (update_GN,) = agreement.updates(model, batch, [advantages_BL])
     total = torch.zeros(())
     for row in (batch.groups_B == 0).nonzero().flatten().tolist():
-        ids_L = batch.input_ids_BL[row, : int(batch.attention_mask_BL[row].sum())]
+        ids_L = batch.padded.ids_BL[row, : int(batch.padded.attention_BL[row].sum())]
         log_probs_LV = model(input_ids=ids_L[None]).logits[0].log_softmax(-1)
         for place in range(1, len(ids_L)):
             total = total + advantages_BL[row, place] * log_probs_LV[place - 1, ids_L[place]]
@@ -183,8 +184,8 @@ def test_errors_are_jackknives_of_plain_cosines(made: Small) -> None:
 
 def test_shuffling_moves_scored_tokens_within_their_response_alone(made: Small) -> None:
     batch = made.batch
-    moved_BL = batch.response_mask_BL.bool() & (torch.rand(batch.input_ids_BL.shape) < 0.7)
-    given = Credit(torch.rand(moved_BL.shape) * batch.response_mask_BL, moved_BL, [])
+    moved_BL = batch.padded.response_BL & (torch.rand(batch.padded.ids_BL.shape) < 0.7)
+    given = Credit(torch.rand(moved_BL.shape) * batch.padded.response_BL, moved_BL, [])
     one, two = all_shuffled(given, 0, 2)
     assert not torch.equal(one, given.advantages_BL) and not torch.equal(one, two)
     assert torch.equal(one[~moved_BL], given.advantages_BL[~moved_BL])
@@ -201,8 +202,8 @@ def test_an_answers_own_weight_is_not_shuffled(made: Small) -> None:
     heavy_BL &= given.advantages_BL != 0
     assert heavy_BL.any() and given.moved_BL.any() and not (heavy_BL & given.moved_BL)[:, -1].any()
     for row in [row for row, scored in enumerate(given.scored) if scored][::7]:
-        mask_T = made.batch.response_mask_BL[row].bool()
-        text = TOKENIZER.decode(made.batch.input_ids_BL[row][mask_T])
+        mask_T = made.batch.padded.response_BL[row]
+        text = TOKENIZER.decode(made.batch.padded.ids_BL[row][mask_T])
         if text.count("boxed") == 1:
             assert given.moved_BL[row][mask_T].sum() == text.index("\\boxed")  # a token a character up to there
 
@@ -212,7 +213,7 @@ def test_figures_by_hand() -> None:
     values_T = np.array([3.0, 1.0, 3.0, 2.0, 0.0, 1.0, 9.0])
     step_T, kind_T = np.array([0, 0, 1, 1, 2, 2, 3]), np.array([1, 2, 1, 2, 1, 2, 1])
     first_T = np.arange(7) == 2
-    label = labelled("a", "p", step_T, kind_T, np.arange(7) < 6, 1, first_T)
+    label = labelled(Label("a", "p", step_T, kind_T, 1, first_T), np.arange(7) < 6)
     assert label.step == 1 and label.step_T.tolist() == [0, 0, 1, 1, 2, 2, -1]
     found = by_step(values_T, label)
     assert found["step"].tolist() == [0.5, 1, 0] and found["hit"].tolist() == [0, 1, 0]
@@ -221,9 +222,9 @@ def test_figures_by_hand() -> None:
     figures_of_error = of_error(values_T, label)
     assert (figures_of_error["first"], figures_of_error["first_hit"]) == (1.5 / 2, 0.5)
     # Steps without a compared token are none; an error among them is no label.
-    assert labelled("a", "p", step_T, kind_T, np.arange(7) < 6, 3) is None
-    assert labelled("a", "p", step_T, kind_T, step_T != 0, 1).step == 0
-    assert labelled("a", "p", step_T, kind_T, np.arange(7) < 2, fewest=2) is None
+    assert labelled(Label("a", "p", step_T, kind_T, 3), np.arange(7) < 6) is None
+    assert labelled(Label("a", "p", step_T, kind_T, 1), step_T != 0).step == 0
+    assert labelled(Label("a", "p", step_T, kind_T), np.arange(7) < 2, fewest=2) is None
 
 
 def test_step_figures_are_those_of_plain_loops() -> None:
@@ -268,7 +269,7 @@ def test_labels_are_the_first_wrong_token_of_incorrect_responses(made: Small) ->
     """This model writes ``a+b=r;\\boxed{r}``: the first wrong token is that of the result."""
     batch, seen = made.batch, 0
     for row, label in enumerate(batch.labels):
-        text = TOKENIZER.decode(batch.input_ids_BL[row][batch.response_mask_BL[row].bool()], skip_special_tokens=True)
+        text = TOKENIZER.decode(batch.padded.ids_BL[row][batch.padded.response_BL[row]], skip_special_tokens=True)
         problem = OF_UPDATE[row // 64]
         correct = text.endswith(f"\\boxed{{{problem.answer}}}")
         assert batch.rewards_B[row] == correct and not (correct and label)
@@ -292,19 +293,24 @@ def test_methods_that_need_more_say_so(made: Small) -> None:
         )
 
 
+def tensors(batch: SampledBatch) -> dict[str, torch.Tensor]:
+    parts = vars(batch) | batch.padded._asdict()
+    return {name: value for name, value in parts.items() if isinstance(value, torch.Tensor)}
+
+
 def test_a_method_that_writes_into_what_it_gets_reaches_no_other(made: Small) -> None:
     batch = replace(made.batch, fields={**made.batch.fields, "own": [[] for _ in made.batch.labels]})
-    tensors = {name: value.clone() for name, value in vars(batch).items() if isinstance(value, torch.Tensor)}
+    before = {name: value.clone() for name, value in tensors(batch).items()}
     credit(made.model, TOKENIZER, batch, Vandal())
-    for name, value in tensors.items():
-        assert torch.equal(value, getattr(batch, name)), name
+    for name, value in tensors(batch).items():
+        assert torch.equal(value, before[name]), name
     assert batch.fields["own"][0] == [] and "gone" not in batch.examples[0].columns
 
 
 def test_a_method_may_read_rewards_and_is_of_turns_by_its_base_alone(made: Small) -> None:
     advantages_BL = credit(made.model, TOKENIZER, made.batch, type("TurnSignal", (Rewarded,), {})()).advantages_BL
     expected_B1 = (made.batch.rewards_B * made.batch.advantages_B)[:, None]
-    torch.testing.assert_close(advantages_BL, expected_B1 * made.batch.response_mask_BL)
+    torch.testing.assert_close(advantages_BL, expected_B1 * made.batch.padded.response_BL)
     assert advantages_BL.any()
 
 
@@ -312,4 +318,4 @@ def test_the_small_model_knows_its_sums(made: Small) -> None:
     """Else the tests above would say little."""
     mixed = (made.batch.advantages_B != 0).view(len(OF_UPDATE), -1).any(dim=1)
     assert mixed.all() and 0.2 < made.batch.rewards_B.mean() < 0.9
-    assert sum(exact is not None for exact in made.batch.exact) > 0.8 * len(made.batch.exact)
+    assert sum(exact is not None for exact in made.batch.fields["bench_exact"]) > 0.8 * len(made.batch.labels)

@@ -8,6 +8,7 @@ from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 
+import pandas as pd
 import pytest
 
 from bench import code, methods, page, results, work
@@ -123,12 +124,13 @@ def test_a_method_of_another_package_is_measured_once(foreign: Path, made: Small
     markdown.write_text("# Page\n\n<!-- bench -->\n<!-- /bench -->\n")
     paths = page.write(result | {"quick": True}, folder, markdown)
     assert [path.name for path in paths] == ["results.json", "index.html", "bench.csv", "page.md"]
-    rows = page.read_rows(paths[2])
-    told = {row["figure"]: float(row["value"]) for row in rows if row["method"] == "foreign_results"}
+    rows = pd.read_csv(paths[2]).query("method == 'foreign_results'")
+    told = dict(zip(rows["figure"], rows["value"], strict=True))
     assert told["first_hit"] == own["first_hit"] and "This was a quick run" in paths[1].read_text()
     text = markdown.read_text()
+    assert "40 incorrect responses of 2 models" in text, "20 of each"
     assert text.count("| foreign_results |") == 3 and "| foreign_turns | needs the field tool_rewards |" in text
-    assert (tmp_path / "images/bench_1.svg").read_text().startswith("<svg")
+    assert (tmp_path / "images/bench_1.svg").read_text().rstrip().endswith("</svg>")
 
 
 def test_a_model_of_other_code_is_another_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,6 +139,12 @@ def test_a_model_of_other_code_is_another_one(monkeypatch: pytest.MonkeyPatch) -
     code.code_digest.cache_clear()
     assert code.code_digest(frozenset({"verl_cpu"})) != before
     code.code_digest.cache_clear()
+
+
+def test_a_quick_run_has_the_same_models_and_fewer_problems() -> None:
+    quick, whole = work.QUICK, work.Settings()
+    assert quick.quick and not whole.quick and quick.sft_steps == whole.sft_steps
+    assert quick.problems < whole.problems and quick.yardstick < whole.yardstick and quick.solutions
 
 
 def test_what_the_user_can_fix_is_one_line() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import argparse
+import json
 import math
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,11 +14,12 @@ import torch
 from bench import policy, train
 from bench.__main__ import main
 from bench.methods import credit, signal_of
-from bench.statistics import auroc, holm, mean_of, pass_at
+from bench.statistics import auroc, holm, mean_of
 from bench.task import TASKS
 from bench.train import Run, TrainSettings
 from tests.bench.never_wrong import TOKENIZER
 from tests.bench.small import OF_UPDATE, OTHERS, small
+from verl_cpu.tiny.loss import add_gradient
 from verl_cpu.tiny.model import build_model
 
 SETTINGS = TrainSettings(batches=2, prompts=3, rollouts=4, epochs=2, evaluate_at=(1, 2), samples=8)
@@ -31,17 +32,17 @@ def test_the_loss_is_verls() -> None:
 
     batch, model = small().batch, build_model(TOKENIZER, 1).eval()
     advantages_BL = credit(model, TOKENIZER, batch, signal_of("place alone")).advantages_BL
-    train.add_gradient(model, batch, advantages_BL, SETTINGS)
+    add_gradient(model, batch.padded, batch.old_log_probs_BL, advantages_BL, train.MAX_RESPONSE_TOKENS)
     own = [parameter.grad.clone() for parameter in model.parameters()]
     model.zero_grad()
-    ids_BL = batch.input_ids_BL
+    ids_BL = batch.padded.ids_BL
     log_probs_BL = model(input_ids=ids_BL).logits[:, :-1].log_softmax(-1).gather(-1, ids_BL[:, 1:, None])[..., 0]
     numbers = {"loss_scale_factor": train.MAX_RESPONSE_TOKENS, "global_batch_size": len(ids_BL)}
     loss, _ = core_algos.compute_policy_loss_vanilla(
         old_log_prob=batch.old_log_probs_BL[:, 1:],
         log_prob=log_probs_BL,
         advantages=advantages_BL[:, 1:],
-        response_mask=batch.response_mask_BL[:, 1:],
+        response_mask=batch.padded.response_BL[:, 1:],
         loss_agg_mode="seq-mean-token-sum-norm",
         config=FSDPActorConfig(
             strategy="fsdp2",
@@ -50,7 +51,7 @@ def test_the_loss_is_verls() -> None:
             clip_ratio_low=0.2,
             clip_ratio_high=0.28,
             clip_ratio_c=1e9,
-            global_batch_info={**numbers, "batch_num_tokens": int(batch.response_mask_BL.sum())},
+            global_batch_info={**numbers, "batch_num_tokens": int(batch.padded.response_BL.sum())},
         ),
     )
     loss.backward()
@@ -84,10 +85,10 @@ def test_rates_are_extended_and_tuned_for_every_run(tmp_path: Path, monkeypatch:
         lengths.update((use, run.settings.batches, run.settings.evaluate_at) for run in runs)
         best, outcome = {"grail": 4e-4, "uniform": 1e-4}, {"grail": 0.6, "uniform": 0.5}
         return [
-            dict.fromkeys(train.COLUMNS, "0")
+            dict.fromkeys(train.FIGURES, 0.0)
             | {
-                **{"task": run.task, "run": run.name, "seed": str(run.seed), "rate": str(run.rate), "use": use},
-                "pass@1": str(outcome[run.name] - abs(math.log(run.rate / best[run.name])) + 0.01 * (run.seed % 3)),
+                **{"task": run.task, "run": run.name, "seed": run.seed, "rate": run.rate, "use": use},
+                "pass@1": outcome[run.name] - abs(math.log(run.rate / best[run.name])) + 0.01 * (run.seed % 3),
             }
             for run in runs
         ]
@@ -112,11 +113,11 @@ def test_rates_are_extended_and_tuned_for_every_run(tmp_path: Path, monkeypatch:
 
 def test_models_are_made_once_and_before_the_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Threads stand in for processes, and what is made for its name."""
-    asked, row = [], dict.fromkeys(train.COLUMNS, "0")
+    asked, row = [], dict.fromkeys(train.FIGURES, 0.0)
 
     def do(run: Run) -> dict:
         asked.append("run")
-        train.write_rows(run.file, [row], train.COLUMNS)
+        train.write_whole(run.file, json.dumps(row))
         return row
 
     monkeypatch.setattr(train, "ProcessPoolExecutor", lambda processes, *_: ThreadPoolExecutor(processes))
@@ -144,14 +145,6 @@ def test_a_model_that_another_process_finishes_first_is_taken(tmp_path: Path, mo
 
 
 def test_names_of_runs() -> None:
-    parser = argparse.ArgumentParser()
-    train.add_options(parser)
-    assert train.default_contrasts(["a", "b"]) == [
-        ("a", "uniform"),
-        ("a", "a shuffled"),
-        ("b", "uniform"),
-        ("b", "b shuffled"),
-    ]
     run = Run("polarity:wrong=0@rollouts=12,epochs=1 shuffled", "choices", 1, 1e-4, TrainSettings(), Path())
     assert run.spec == "polarity:wrong=0"
     assert (run.own_settings.rollouts, run.own_settings.epochs, run.own_settings.batches) == (12, 1, 12)
@@ -160,7 +153,6 @@ def test_names_of_runs() -> None:
 def test_figures_by_hand() -> None:
     assert auroc(np.array([1.0, 2, 2, 3]), np.array([0, 1, 0, 0], dtype=bool)) == 1.5 / 3
     assert holm([0.01, 0.04, 0.03]) == pytest.approx([0.03, 0.06, 0.06])
-    assert pass_at([8, 0, 1], 8, 8) == pytest.approx(2 / 3) and pass_at([4], 8, 2) == pytest.approx(1 - 6 / 28)
     one = mean_of([1.0, 3.0, 5.0, math.nan], clusters=["a", "a", "b", "b"])
     assert one.value == 3.5 and one.error == pytest.approx(1.5) and one.count == 2
     assert one.half == pytest.approx(12.7062 * 1.5, rel=1e-4)

@@ -43,7 +43,7 @@ def test_the_gradient_is_that_of_the_whole_batch(run: str) -> None:
     ratio_B[1] = CAP + 1
     rollouts = Rollouts(*rollouts[:-1], ratio_B)
     generator = torch.Generator().manual_seed(0)
-    advantages_BL = torch.randn(rollouts.ids_BL.shape, generator=generator) * rollouts.response_BL
+    advantages_BL = torch.randn(rollouts.padded.ids_BL.shape, generator=generator) * rollouts.padded.response_BL
     advantages_BL[0] = 0
     with torch.no_grad():
         for parameter in model.parameters():
@@ -53,18 +53,18 @@ def test_the_gradient_is_that_of_the_whole_batch(run: str) -> None:
 
     model.zero_grad()
     total, clipped = torch.zeros(()), 0
-    for row in range(len(rollouts.ids_BL)):
-        places = rollouts.response_BL[row].nonzero()[:, 0].tolist()
-        ids = rollouts.ids_BL[row, : places[-1] + 1]
+    for row in range(len(rollouts.padded.ids_BL)):
+        places = rollouts.padded.response_BL[row].nonzero()[:, 0].tolist()
+        ids = rollouts.padded.ids_BL[row, : places[-1] + 1]
         log_probs = model(ids[None]).logits[0].log_softmax(dim=-1)
         factor = 1.0 if run == "corrected" else 0.0 if row == 1 else float(ratio_B[row])
         for place in places:
-            moved = (log_probs[place - 1, ids[place]] - rollouts.log_probs_BL[row, place - 1]).exp()
+            moved = (log_probs[place - 1, ids[place]] - rollouts.log_probs_BL[row, place]).exp()
             advantage = advantages_BL[row, place]
             bounded = moved.clamp(0.8, 1.28)
             clipped += bool(bounded != moved)
             total = total - factor * torch.minimum(moved * advantage, bounded * advantage)
-    (total / (len(rollouts.ids_BL) * MAX_RESPONSE_TOKENS)).backward()
+    (total / (len(rollouts.padded.ids_BL) * MAX_RESPONSE_TOKENS)).backward()
     expected = torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
     assert clipped > 20
     np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-6)
