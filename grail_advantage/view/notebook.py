@@ -16,6 +16,7 @@ import numpy as np
 from grail_advantage.answers.visible import visible
 from grail_advantage.dump.store import DumpRow
 from grail_advantage.view.page import colours
+from grail_advantage.view.page.index import shown_values
 
 
 class TokenHtml(str):
@@ -74,9 +75,11 @@ def token_html(
 
 
 def row_html(row: DumpRow) -> TokenHtml:
-    """A dump's response by its weights. Tokens that do not train get no colour.
+    """A dump's response by its weights, or by its advantages where the method gives these. What does not train has no colour.
 
     Args:
         row: from :func:`grail_advantage.dump.store.read_dump`.
     """
-    return token_html(row.tokens, np.where(row.mask_T, row.weight_T, np.nan))
+    name, value_T = shown_values(row)
+    scale: Literal["weight", "signed"] = "weight" if name == "weight" else "signed"
+    return token_html(row.tokens, np.where(row.mask_T, value_T, np.nan), scale=scale, name=name)

@@ -60,8 +60,12 @@ def follow(folder: Path, pid: int) -> Iterator[str]:
 
 
 def step_lines(folder: Path) -> dict[int, str]:
-    """Reward, held-out accuracy and seconds of each step."""
-    shown = {"reward": "critic/score/mean|reward", "held-out accuracy": r"val-core/.+/acc/mean@\d+|eval_reward"}
+    """Reward, held-out ``acc`` or reward, and seconds of each step."""
+    shown = {
+        "reward": "critic/score/mean|reward",
+        "held-out acc": r"val-core/.+/acc/mean@\d+",
+        "held-out reward": "eval_reward",
+    }
     lines = {}
     for step, values in read_metrics(folder)[0].items():
         found = [(words, fmean(_matching(values, pattern).values() or [math.nan])) for words, pattern in shown.items()]

@@ -1,4 +1,5 @@
-"""One rollout in the terminal: its tokens on colours by weight, what it was asked, and the tokens of highest and lowest weight.
+"""One rollout in the terminal: its tokens on colours by weight, what it was asked, and the tokens of highest and lowest weight;
+by advantage where the method gives these.
 
 python -m grail_advantage.report RUN --terminal [--step N] [--row K]
 """
@@ -6,6 +7,7 @@ python -m grail_advantage.report RUN --terminal [--step N] [--row K]
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 from rich.console import Console, Group, RenderableType
@@ -16,7 +18,7 @@ from rich.text import Text
 from grail_advantage.answers.visible import visible
 from grail_advantage.dump.schema import DumpHeader
 from grail_advantage.dump.store import DumpRow, TokenDump
-from grail_advantage.view.page import colours, data
+from grail_advantage.view.page import colours, data, index, turns
 
 SHOWN = 8
 """Tokens in the table of extremes, at each end."""
@@ -59,13 +61,16 @@ def rollout_view(header: DumpHeader | None, row: DumpRow) -> RenderableType:
     ]
     answer = range(row.span.content_start, row.span.content_end) if row.span else range(0)
     response = Text(no_wrap=False, overflow="fold", end="")
-    for i, place in enumerate(np.where(row.mask_T, colours.weight_place(row.weight_T), np.nan).tolist()):
+    name, value_T = index.shown_values(row)
+    limit = float(np.abs(value_T[row.mask_T & np.isfinite(value_T)]).max(initial=0.0)) or 1.0
+    place_T = colours.weight_place(value_T) if name == "weight" else value_T / limit
+    for i, place in enumerate(np.where(row.mask_T, place_T, np.nan).tolist()):
         style = _ground(place)
         response.append(names[i], style + _SPAN if i in answer else style)
     parts: list[RenderableType] = [_facts(header, row), Text()]
     if row.prompt:
         parts += [Text("Prompt", style="bold"), Text(visible(row.prompt), style=_PLAIN), Text()]
-    parts += [Text("Response", style="bold"), response, Text(), _legend(), Text(), _extremes(row, names)]
+    parts += [Text("Response", style="bold"), response, Text(), _legend(name, limit), Text(), _extremes(row, names)]
     return Group(*parts)
 
 
@@ -76,46 +81,60 @@ def _ground(place: float) -> Style:
 
 
 def _facts(header: DumpHeader | None, row: DumpRow) -> Text:
-    trained = row.weight_T[row.mask_T]
+    name, value_T = index.shown_values(row)
+    trained, talk, field = value_T[row.mask_T], turns.conversation(row, header), data.Verdicts().add(row).field
+    failed = sum(turn.failed for turn in talk.turns)
     facts = [
         f"step {row.step}, response {row.row}, prompt {row.group}" + (f", update {row.update}" if row.update else ""),
         f"method {header.method}" if header and header.method else "",
-        data.OUTCOME_WORDS.get(row.outcome or "unknown", ""),
+        data.outcome_words(field).get(row.outcome or "unknown", ""),
         "" if row.reward is None else f"reward {row.reward:g}",
         f"ground truth {row.ground_truth}" if row.ground_truth is not None else "",
         f"answer {row.answer}" if row.answer is not None else "no answer",
         "truncated" if row.truncated else "",
         f"{len(row)} tokens",
-        f"mean weight {trained.mean():.3f}" if len(trained) else "",
+        f"mean weight {trained.mean():.3f}" if len(trained) and name == "weight" else "",
+        f"rewards by turn {_numbers([turn.reward for turn in talk.turns])}" if turns.has_turns(row) else "",
+        f"advantages by turn {_numbers([turn.advantage for turn in talk.turns])}" if turns.has_turns(row) else "",
+        f"failed calls: {failed}, verl's reward of 0 is no judgement" if failed else "",
         f"no scores: {row.no_scores}" if row.no_scores else "",
     ]
     return Text(" | ".join(visible(fact, breaks=False) for fact in facts if fact), style="bold")
 
 
-def _legend() -> Text:
-    shown = Text("weight ")
-    for weight in colours.WEIGHT_TICKS:
-        edge = {colours.WEIGHT_TICKS[0]: "at most ", colours.WEIGHT_TICKS[-1]: "at least "}.get(weight, "")
-        shown.append(f" {edge}{weight:g} ", _ground(float(colours.weight_place(weight))))
+def _numbers(values: Sequence[float | None]) -> str:
+    return ", ".join("-" if value is None else f"{value:.3g}" for value in values)
+
+
+def _legend(name: str, limit: float) -> Text:
+    shown = Text(f"{name} ")
+    if name == "weight":
+        for weight in colours.WEIGHT_TICKS:
+            edge = {colours.WEIGHT_TICKS[0]: "at most ", colours.WEIGHT_TICKS[-1]: "at least "}.get(weight, "")
+            shown.append(f" {edge}{weight:g} ", _ground(float(colours.weight_place(weight))))
+    else:
+        for place in (-1.0, 0.0, 1.0):
+            shown.append(f" {place * limit:.3g} ", _ground(place))
     shown.append("  answer", _SPAN)
     shown.append("  without a colour: does not train", _PLAIN)
     return shown
 
 
 def _extremes(row: DumpRow, names: list[str]) -> RenderableType:
-    """The tokens of highest and lowest weight, which also a terminal without colours shows."""
-    known = np.flatnonzero(row.mask_T & np.isfinite(row.weight_T))
-    order = known[np.argsort(-row.weight_T[known], kind="stable")].tolist()
-    if not order or row.weight_T[order[0]] == row.weight_T[order[-1]]:
-        return Text("every token has the same weight")
+    """The tokens of highest and lowest weight or advantage, which also a terminal without colours shows."""
+    name, value_T = index.shown_values(row)
+    known = np.flatnonzero(row.mask_T & np.isfinite(value_T))
+    order = known[np.argsort(-value_T[known], kind="stable")].tolist()
+    if not order or value_T[order[0]] == value_T[order[-1]]:
+        return Text(f"every token has the same {name}")
     count = min(SHOWN, len(order) // 2)
-    title = "tokens of highest and lowest weight"
-    shown = Table("", "token", "index", "weight", "score", title=title, title_justify="left")
+    title = f"tokens of highest and lowest {name}"
+    shown = Table("", "token", "index", name, "score", title=title, title_justify="left")
     for label, chosen in (("highest", order[:count]), ("lowest", order[::-1][:count])):
         for i in chosen:
             score = row.score_T[i] if row.score_T is not None else math.nan
             text = Text(f'"{names[i].replace(chr(10), "")}"')
-            shown.add_row(label, text, str(i), f"{row.weight_T[i]:.3f}", f"{score:.4g}" if math.isfinite(score) else "")
+            shown.add_row(label, text, str(i), f"{value_T[i]:.3f}", f"{score:.4g}" if math.isfinite(score) else "")
             label = ""
     return shown
 

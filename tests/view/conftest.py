@@ -14,7 +14,7 @@ import pytest
 
 from grail_advantage.view.page.page import write_report
 from tests.view.browser import executable, launched
-from tests.view.synthetic import write_dump, write_metrics
+from tests.view.synthetic import write_conversations, write_dump, write_metrics
 
 
 @pytest.fixture(scope="module")
@@ -71,6 +71,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         write_metrics(folder / name, 20, seed=seed)
         write_dump(folder / name / "tokens", (1, 10, 20), seed=seed)
     write_dump(folder / "analyze", [0], problems=2, methods=("grail", "surprisal", "shear"))
+    write_conversations(folder / "talks")
+    write_report(folder / "talks")
     write_report(folder / "grail")
     write_report(folder / "analyze")
     write_report(folder / "grail", folder / "both.html", against=folder / "uniform")

@@ -154,3 +154,48 @@ def _methods(rng: np.random.Generator, values: dict[str, Any], names: Sequence[s
             weight_T = np.clip(1 + 0.6 * rng.standard_normal(count), 0.4, 3).astype("f4")
         columns[name] = MethodColumns(score_T=score_T, weight_T=weight_T, no_scores=values["no_scores"])
     return columns
+
+
+CALL = '<tool_call>{"name": "check"}</tool_call>'
+FAILED = "Error executing tool 'check': down"
+
+
+def conversation_row(rng: np.random.Generator, turns: int, **values: Any) -> DumpRow:
+    """A response of so many turns: all but the last call a tool, a fifth of these in vain. Every turn has a reward, and all
+    tokens of a turn the same advantage; ``acc`` asks for more than the answer, which is right."""
+    tokens, tool, rewards, advantages = [], [], [], []
+    for turn in range(turns):
+        said = split(CALL if turn < turns - 1 else r"\boxed{2}")
+        reply = split(FAILED if rng.random() < 0.2 else "2") if turn < turns - 1 else []
+        before, after = split("user\n<tool_response>"), split("</tool_response>\nassistant\n")
+        between = [*before, *reply, *after] if reply else []
+        rewards.append(0.0 if len(reply) > 1 else float(rng.choice([-1, 1])))
+        advantages += [round(rng.normal(), 2)] * len(said) + [0.0] * len(between)
+        tokens += said
+        if between:
+            tool.append([len(tokens), len(tokens) + len(between)])
+        tokens += between
+    mask_T = np.array([all(not start <= t < end for start, end in tool) for t in range(len(tokens))])
+    given = {"reward": sum(rewards), "outcome": "right" if all(reward > 0 for reward in rewards) else "wrong"}
+    given |= {
+        "mask_T": mask_T,
+        "advantage_T": np.float32(advantages),
+        "weight_T": np.ones(len(tokens), dtype=np.float32),
+    }
+    labels = {"turn_rewards": rewards, **({"tool": tool} if tool else {})}
+    return text_row(tokens, **{**given, "labels": labels, **values})
+
+
+def write_conversations(
+    folder: Path, steps: Sequence[int] = (1, 2), *, problems: int = 3, seed: int = 0
+) -> list[DumpRow]:
+    """A token dump of conversations of 1 to 6 turns under a method that gives every turn its advantage; its rows."""
+    rng = np.random.default_rng(seed)
+    rows = []
+    for step in steps:
+        for place in range(problems * RESPONSES):
+            known = {"step": step, "row": place, "group": place // RESPONSES, "key": f"{place}_0_0"}
+            rows.append(conversation_row(rng, int(rng.integers(1, 7)), **known))
+        header = DumpHeader(step=step, method="turn_rloo", options={"align": "turns"})
+        write_step(folder, header, table_of([row for row in rows if row.step == step]))
+    return rows

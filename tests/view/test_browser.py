@@ -110,6 +110,88 @@ def test_numbers_of_turns(tmp_path: Path, opened: Open) -> None:
     assert [opened(path, link(row)).locator(".turn").count() for row in broken] == [0, 0]
 
 
+@pytest.fixture(scope="module")
+def talks(runs: Path) -> list[DumpRow]:
+    return list(read_dump(runs / "talks"))
+
+
+def turns_in(row: DumpRow) -> int:
+    return len(row.labels["turn_rewards"])
+
+
+@pytest.mark.parametrize("phone", [False, True])
+def test_conversations_by_turns_and_reward(runs: Path, talks: list[DumpRow], opened: Open, phone: bool) -> None:
+    page = opened(runs / "talks" / "report.html", phone=phone)
+
+    def listed() -> list[tuple[int, float]]:
+        """Turns and reward of the entries, in order."""
+        texts = zip(
+            *(page.locator(f".item {part}").all_text_contents() for part in (".side:nth-child(3)", ".text")),
+            strict=True,
+        )
+        return [(int(turns.split()[0]), float(reward.split()[1].replace("\u2212", "-"))) for turns, reward in texts]
+
+    keys = {
+        "turns": lambda known: -known[0],
+        "-turns": lambda known: known[0],
+        "reward": lambda known: -known[1],
+        "-reward": lambda known: known[1],
+    }
+    known = [(turns_in(row), row.reward) for row in talks]
+    assert listed() == known
+    for name, key in keys.items():
+        page.select_option('select[name="sort"]', name)
+        assert listed() == sorted(known, key=key)
+    page.select_option('select[name="turns"]', "4")
+    assert listed() == sorted((each for each in known if each[0] == 4), key=keys["-reward"])
+    page.select_option('select[name="turns"]', "")
+    for bounds in ((0, ""), (0, 2), ("", -1), (7, "")):
+        for name, bound in zip(("from", "to"), bounds, strict=True):
+            page.fill(f'input[name="{name}"]', str(bound))
+            page.locator(f'input[name="{name}"]').blur()
+        low, high = (bounds[0] if bounds[0] != "" else -np.inf), (bounds[1] if bounds[1] != "" else np.inf)
+        assert listed() == sorted((each for each in known if low <= each[1] <= high), key=keys["-reward"])
+    again = opened(runs / "talks" / "report.html", "#sort=turns&turns=2&from=0&to=1", phone=phone)
+    wanted = sum(turns == 2 and 0 <= reward <= 1 for turns, reward in known)
+    assert int(again.locator("#count").inner_text().split()[0]) == wanted
+    assert page.evaluate("document.documentElement.scrollWidth") <= (390 if phone else 1280)
+
+
+def test_a_conversation_by_its_turns(runs: Path, talks: list[DumpRow], opened: Open) -> None:
+    """Advantages of turns in place of GRPO's, the verdict by its own name, calls that failed, and no word of weights."""
+    path = runs / "talks" / "report.html"
+    failed = next(row for row in talks if "Error" in row.response and row.outcome == "wrong" and turns_in(row) > 2)
+    perfect = next(row for row in talks if row.outcome == "right")
+    for row in (failed, perfect):
+        page = opened(path, link(row, "&token=1"))
+        cells = [line.locator("td").all_inner_texts() for line in page.locator(".turns tr").all()]
+        starts = [0, *(end for _, end in row.labels.get("tool", []))]
+        plain = [[float(text.replace("\u2212", "-")) for text in of_line] for of_line in cells[1:3]]
+        assert plain[0] == row.labels["turn_rewards"]
+        assert plain[1] == pytest.approx([row.advantage_T[start] for start in starts], rel=6e-3)
+        facts = page.locator(".facts").inner_text()
+        assert (
+            f"acc {'not ' if row is failed else ''}above 0" in facts
+            and f"reward {row.reward:g}".replace("-", "\u2212") in facts
+        )
+        assert "0.75" not in facts, "GRPO's advantage"
+        count = row.response.count("Error executing")
+        assert (
+            page.locator(".turn.failed").count()
+            == sum(map(int, filter(None, cells[3] if row is failed else [])))
+            == count
+        )
+        assert ("no judgement" in facts) == (count > 0)
+        assert set(readout(page)) == {"Score", "Advantage", "Surprisal", "Entropy"}
+        words = page.evaluate(
+            "document.body.innerText + [...document.querySelectorAll('.item, [title], [aria-label]')]"
+            ".map((e) => e.textContent + e.title + e.ariaLabel).join()"
+        )
+        assert "dvantage" in words and "eight" not in words and "correct" not in words
+    page.get_by_role("button", name="To turn 1").click()
+    assert "token=0" in page.url
+
+
 def test_numbers_of_what_was_received(tmp_path: Path, opened: Open) -> None:
     """Of a response in two epochs, in each of them and on average, and of one that was left out."""
     epochs = np.float32([[0.5, 1.0, 2.5], [0.6, 0.0, 2.0]])
@@ -186,6 +268,7 @@ def test_keyboard_from_the_list_to_the_tokens_and_back(runs: Path, rows: list[Du
     [
         ("both.html", "#view=side", True, False),
         ("analyze/report.html", "#overlay=score", False, True),
+        ("talks/report.html", "#sort=turns", True, True),
     ],
 )
 def test_axe_finds_nothing_serious(runs: Path, opened: Open, name: str, hash_: str, phone: bool, dark: bool) -> None:

@@ -58,7 +58,7 @@ def test_steps_are_shown_as_they_are_logged(tmp_path: Path) -> None:
         shown = follow(tmp_path, process.pid)
         first_shown = step_lines(tmp_path)
         assert list(first_shown.values()) == [
-            "step    0  held-out accuracy 0.250",
+            "step    0  held-out acc 0.250",
             "step    1  reward 0.200  3.0 s",
         ]
         # The generator reads the old steps when it is asked for the first new one.
@@ -67,4 +67,4 @@ def test_steps_are_shown_as_they_are_logged(tmp_path: Path) -> None:
         assert next(shown) == "step    1  reward 0.200  4.0 s"
         file.write_text(again + half + rest)
         process.communicate("\n")
-        assert list(shown) == ["step    2  reward 0.400  held-out accuracy 0.500  5.0 s"]
+        assert list(shown) == ["step    2  reward 0.400  held-out acc 0.500  5.0 s"]

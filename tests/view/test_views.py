@@ -60,6 +60,26 @@ def test_a_response_in_the_terminal() -> None:
     assert "no scores: no answer" in _printed(bare, header=None)
 
 
+def test_a_conversation_in_the_terminal_and_a_notebook() -> None:
+    """By its advantages, with rewards and advantages of its turns, and no word of weights."""
+    row = dump_row([1.0] * 4, tokens=["call", "\nError executing tool 'f': x", "so ", "5"], mask_T=[True, False, True, True],
+                   advantage_T=[-0.5, 0, 2, 2], reward=3.0, outcome="wrong", answer="5", ground_truth="5",
+                   labels={"tool": [[1, 2]], "turn_rewards": [0.0, 3.0]})  # fmt: skip
+    printed = " ".join(_printed(row).split())
+    for wanted in (
+        "acc not above 0 | reward 3",
+        "rewards by turn 0, 3",
+        "advantages by turn -0.5, 2",
+        "failed calls: 1",
+    ):
+        assert wanted in printed
+    assert (
+        re.search(r"highest .*so\W+2\W+2\.000", printed) and "weight" not in printed and "advantage -2 0 2" in printed
+    )
+    titles = [title for title, _ in _tokens(row_html(row))]
+    assert titles == ["advantage -0.5", "no advantage", "advantage 2", "advantage 2"]
+
+
 # ----------------------------------------------------------------------------------------------------------------- notebook
 
 

@@ -12,9 +12,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from grail_advantage.batch import outcome_of
 from grail_advantage.dump.options import METRICS_FILE, TOKENS
 from grail_advantage.dump.schema import DumpHeader
-from grail_advantage.dump.store import DumpFile, TokenDump, read_dump
+from grail_advantage.dump.store import DumpFile, DumpRow, TokenDump, read_dump
+from grail_advantage.view.page.turns import has_turns
 
 _MOST_STEP = 10**15
 """As in the names of a token dump's files."""
@@ -107,8 +109,59 @@ def read_metrics(folder: Path) -> tuple[dict[int, dict[str, float]], list[str]]:
     return dict(sorted(steps.items())), problems
 
 
-OUTCOME_WORDS = {"right": "correct", "wrong": "incorrect", "": "outcome unknown"}
-"""How people read a dump's outcomes."""
+@dataclass
+class Verdicts:
+    """What the outcomes of responses say: whether the answer is correct, or whether another value is above 0."""
+
+    conversations: bool = False
+    """A response has turns."""
+    of_acc: bool = False
+    """An outcome is not that of the reward, and hence that of the reward function's ``acc``."""
+    judged: int = 0
+    """Responses with an outcome."""
+    no_truth: int = 0
+    """Those of them without a ground truth."""
+    true: int = 0
+    """Those of them whose answer is the ground truth, word for word."""
+    true_but_wrong: int = 0
+    """Those of these that count as wrong."""
+
+    def add(self, row: DumpRow) -> Verdicts:
+        """Take a response in."""
+        self.conversations |= has_turns(row)
+        if row.outcome is not None:
+            true = row.answer is not None and row.answer == row.ground_truth
+            self.of_acc |= row.outcome != outcome_of(row.reward)
+            self.judged += 1
+            self.no_truth += row.ground_truth is None
+            self.true += true
+            self.true_but_wrong += true and row.outcome == "wrong"
+        return self
+
+    @property
+    def field(self) -> str:
+        """The value that is meant, ``acc`` or ``reward``; empty where it tells whether the answer is correct, as it does unless
+        responses have turns or no ground truth, or more than 5 % of the answers that are the ground truth count as wrong."""
+        own = self.conversations or self.no_truth == self.judged or self.true_but_wrong > 0.05 * self.true
+        return ("acc" if self.of_acc else "reward") if own and self.judged else ""
+
+
+def outcome_words(field: str) -> dict[str, str]:
+    """How people read a dump's outcomes, by :attr:`Verdicts.field`."""
+    known = (
+        {"right": f"{field} above 0", "wrong": f"{field} not above 0"}
+        if field
+        else {"right": "correct", "wrong": "incorrect"}
+    )
+    return {**known, "": "outcome unknown"}
+
+
+def curves(field: str) -> tuple[tuple[str, str, dict[str, str]], ...]:
+    """:data:`CURVES`, by :attr:`Verdicts.field`."""
+    (title, unit, patterns), *others = CURVES
+    return ("Held-out acc", "mean", patterns) if field else (title, unit, patterns), *others
+
+
 CURVES: tuple[tuple[str, str, dict[str, str]], ...] = (
     ("Held-out accuracy", "share correct", {r"val-core/.+/acc/mean@\d+": ""}),
     ("Held-out answers without a verdict", "share of responses", {r"val-aux/.+/verify_failed/mean@\d+": ""}),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import re
+from array import array
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,7 +18,7 @@ import numpy as np
 from grail_advantage.dump.schema import DumpHeader
 from grail_advantage.dump.store import DumpRow
 from grail_advantage.receipt.report import finding_texts, run_receipt, summary
-from grail_advantage.view.page import by_position, colours, data, pack
+from grail_advantage.view.page import by_position, colours, data, pack, turns
 
 _GROUP = 8
 """Responses a prompt in common set-ups, for the choice of steps."""
@@ -52,8 +53,17 @@ class Selection:
     problems: dict[Any, dict[str, Any]] = field(default_factory=dict)
     """By name, prompt or prompt's ids, in the order of their numbers."""
     responses: Counter[int] = field(default_factory=Counter)
-    """By run, as the two below."""
+    """By run, as all below."""
     answered: Counter[int] = field(default_factory=Counter)
+    failed_calls: Counter[int] = field(default_factory=Counter)
+    given: dict[int, set[str]] = field(default_factory=lambda: defaultdict(set))
+    """The methods that give token advantages; of one method alone, an empty name."""
+    weighed: Counter[int] = field(default_factory=Counter)
+    """Responses that have another weight than 1."""
+    by_turn: dict[int, array[float]] = field(default_factory=lambda: defaultdict(lambda: array("d")))
+    """Entries of :mod:`.turns`."""
+    verdicts: data.Verdicts = field(default_factory=data.Verdicts)
+    """Of the responses of all runs."""
 
     @property
     def rollouts(self) -> list[Rollout]:
@@ -79,15 +89,29 @@ class Selection:
                 of_file = list(file.rows())
                 self.responses[run] += len(of_file)
                 self.answered[run] += sum(row.span is not None for row in of_file)
+                for row in of_file:
+                    self._count(run, row, file.header)
                 if file in chosen:
                     self._add(run, of_file, quota, file.header)
                 yield from of_file
 
         return [by_position.row_tables(rows(number)) for number in range(len(runs))]
 
+    def _count(self, run: int, row: DumpRow, header: DumpHeader | None) -> None:
+        """A response in what is over all of them."""
+        of_row = turns.conversation(row, header).turns
+        self.by_turn[run].extend(turns.entries(row.step, of_row))
+        self.failed_calls[run] += sum(turn.failed for turn in of_row)
+        self.verdicts.add(row)
+        weights = [row.weight_T, *(method.weight_T for method in row.methods.values())]
+        self.weighed[run] += any((weight_T[row.mask_T] != 1).any() for weight_T in weights)
+        if row.methods:
+            self.given[run].update(name for name, method in row.methods.items() if method.advantage_T is not None)
+        elif gives_advantages(row):
+            self.given[run].add("")
+
     def _add(self, run: int, rows: Sequence[DumpRow], quota: int, header: DumpHeader | None) -> None:
         """The responses of one file: whole groups until there are ``quota`` responses, at least one group."""
-        special = header.special_tokens if header is not None else {}
         groups: dict[int, list[DumpRow]] = {}
         for row in rows:
             groups.setdefault(row.group, []).append(row)
@@ -101,7 +125,7 @@ class Selection:
             names = {"prompt": first.prompt, "ground_truth": first.ground_truth, "id": first.id}
             number = self.problems.setdefault(key, {"number": len(self.problems), **names})["number"]
             facts = {"run": run, "step": first.step, "problem": number, "place": place}
-            self.groups.append(Group(facts, [_rollout(row, special) for row in members]))
+            self.groups.append(Group(facts, [_rollout(row, header) for row in members]))
 
     def thin(self, share: float) -> bool:
         """Keep a share of the groups of every step; whether any went."""
@@ -122,13 +146,14 @@ class Selection:
             for number, group in enumerate(self.groups)
             for rollout in group.rollouts
         ]
-        names = entries[0] if entries else ("step", "length", "spread", "wrong_step", "run", "group")
+        names = list(entries[0]) if entries else ["step", "length", "spread", "wrong_step", "run", "group"]
+        if not self.verdicts.conversations:
+            names = [name for name in names if name not in ("turns", "unplaced")]
         return {
             "rows": {name: [entry[name] for entry in entries] for name in names},
             "groups": [group.facts for group in self.groups],
             "problems": list(self.problems.values()),
             "limits": _limits(self.rollouts),
-            "overlays": _overlays(self.rollouts),
         }
 
     def methods(self, header: DumpHeader | None) -> list[str]:
@@ -136,31 +161,61 @@ class Selection:
         compared = list(dict.fromkeys(name for one in self.rollouts for name in one.facts["no_scores_of"] or ()))
         return compared or [header.method if header is not None and header.method else "weights"]
 
+    def given_by(self, run: int, methods: Sequence[str]) -> list[str]:
+        """Those of the methods that have no weights in a run: they give the advantages themselves, or are compared with one
+        that does and all their weights are 1."""
+        if not self.weighed[run] and any(self.given.values()):
+            return list(methods)
+        return [name for name in methods if {name, ""} & self.given[run]]
+
+    def overlays(self, runs: int, methods: Sequence[str]) -> list[str]:
+        """Values that tokens can be coloured by; the first is what the page shows first."""
+        known = {name.split(":")[0] for rollout in self.rollouts for name in rollout.columns}
+        if {"weight", "base_advantage"} <= known:
+            known.add("advantage")
+        given = [len(self.given_by(run, methods)) for run in range(runs)]
+        if any(given):
+            first = ["advantage", *([] if min(given) == len(methods) else ["weight"])]
+            return [*first, *(name for name in _OVERLAYS if name in known - {"advantage", "weight"})]
+        return [name for name in _OVERLAYS if name in known] or ["weight"]
+
 
 def gives_advantages(row: DumpRow) -> bool:
-    """Whether the response's token advantages differ while its weights do not: a method gave the advantages themselves."""
+    """Whether the method gave the response's token advantages themselves: they are not its weights times its base advantage."""
     if row.methods:
         return next(iter(row.methods.values())).advantage_T is not None
     if row.advantage_T is None or not row.mask_T.any():
         return False
     advantages, weights = row.advantage_T[row.mask_T], row.weight_T[row.mask_T]
-    return bool((weights == 1).all() and (advantages != advantages[0]).any())
+    base = advantages[:1] if row.base_advantage_T is None else row.base_advantage_T[row.mask_T]
+    # Where all are 0, it is a response that is masked.
+    return bool((weights == 1).all() and advantages.any() and not np.allclose(advantages, base, rtol=1e-5, atol=1e-7))
 
 
-def _rollout(row: DumpRow, special_tokens: Mapping[int, str]) -> Rollout:
-    columns = pack.columns_of(row)
-    return Rollout(_facts(row), columns, pack.pack(row, columns, special_tokens))
-
-
-def _facts(row: DumpRow) -> dict[str, Any]:
-    """The index's entries of a rollout."""
+def shown_values(row: DumpRow) -> tuple[str, np.ndarray]:
+    """What the method gave the response's tokens: ``weight`` or ``advantage``, and the values, float32 (T,)."""
     # Of several methods, the first is what the page shows first.
     source = next(iter(row.methods.values()), row)
-    given = gives_advantages(row)
-    shown_T = source.advantage_T if given and source.advantage_T is not None else source.weight_T
-    trained = shown_T[row.mask_T]
+    if source.advantage_T is not None and gives_advantages(row):
+        return "advantage", source.advantage_T
+    return "weight", source.weight_T
+
+
+def _rollout(row: DumpRow, header: DumpHeader | None) -> Rollout:
+    columns = pack.columns_of(row)
+    return Rollout(_facts(row, header), columns, pack.pack(row, columns, header.special_tokens if header else {}))
+
+
+def _facts(row: DumpRow, header: DumpHeader | None) -> dict[str, Any]:
+    """The index's entries of a rollout."""
+    trained = shown_values(row)[1][row.mask_T]
     trained = trained[np.isfinite(trained)].astype(np.float64)
-    base, span, wrong, tool = row.base_advantage_T, row.span, row.labels.get("wrong_step"), row.labels.get("tool")
+    base, span, wrong, talk = (
+        row.base_advantage_T,
+        row.span,
+        row.labels.get("wrong_step"),
+        turns.conversation(row, header),
+    )
     return {
         "step": row.step,
         "update": row.update,
@@ -172,36 +227,14 @@ def _facts(row: DumpRow) -> dict[str, Any]:
         "no_scores": row.no_scores,
         "no_scores_of": {name: method.no_scores for name, method in row.methods.items()} or None,
         "span": [span.start, span.content_start, span.content_end, span.end] if span else None,
-        "wrong_step": wrong if _is_range(wrong) else None,
-        "tool": tool if tool and isinstance(tool, list) and all(map(_is_range, tool)) else None,
-        "turn_rewards": _numbers(row.labels.get("turn_rewards")),
+        "wrong_step": wrong if turns.is_range(wrong) else None,
+        "turns": [[turn.start, turn.end, turn.reward, turn.advantage, turn.failed] for turn in talk.turns],
+        "unplaced": talk.unplaced,
         "length": len(row),
-        "given": given,
         "spread": float(trained.std()) if len(trained) else math.nan,
         "advantage": float(base[0]) if base is not None and len(base) else None,
         "updates": None if row.received is None else len(row.received.updates),
     }
-
-
-def _is_range(value: Any) -> bool:
-    return isinstance(value, list) and len(value) == 2 and all(type(edge) is int for edge in value)
-
-
-def _numbers(value: Any) -> list[float] | None:
-    """A list of rewards by turn; ``None`` for anything else."""
-    known = isinstance(value, list) and value and all(type(one) in (int, float) and math.isfinite(one) for one in value)
-    return value if known else None
-
-
-def _overlays(rollouts: Sequence[Rollout]) -> list[str]:
-    """Values that tokens can be coloured by; the first is what the page shows first."""
-    known = {name.split(":")[0] for rollout in rollouts for name in rollout.columns}
-    if {"weight", "base_advantage"} <= known:
-        known.add("advantage")
-    shown = [name for name in _OVERLAYS if name in known] or ["weight"]
-    if any(rollout.facts["given"] for rollout in rollouts):  # the weights say nothing
-        shown = ["advantage", *(name for name in shown if name != "advantage")]
-    return shown
 
 
 def _limits(rollouts: Sequence[Rollout]) -> dict[str, float]:
@@ -249,8 +282,13 @@ def _round_up(value: float, least: float) -> float:
     return next(float(f"{step * power:.6g}") for step in (1, 1.5, 2, 3, 5, 7, 10) if step * power >= value * (1 - 1e-9))
 
 
-def curves(runs: Sequence[data.Run]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """The plots that the runs have values for, each with its lines, and one for each metric."""
+def curves(runs: Sequence[data.Run], verdict: str = "") -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """The plots that the runs have values for, each with its lines, and one for each metric.
+
+    Args:
+        runs: one or two.
+        verdict: from :attr:`.data.Verdicts.field`.
+    """
     known: dict[str, dict[str, Any]] = {}
     more: dict[str, dict[str, Any]] = {}
 
@@ -261,7 +299,7 @@ def curves(runs: Sequence[data.Run]) -> tuple[list[dict[str, Any]], list[dict[st
 
     for number, run in enumerate(runs):
         names = sorted({name for values in run.metrics.values() for name in values})
-        for title, unit, patterns in data.CURVES:
+        for title, unit, patterns in data.curves(verdict):
             for pattern, label in patterns.items():
                 for name in filter(re.compile(pattern).fullmatch, names):
                     own = re.sub("^val-(?:core|aux)/", "", name).replace("/acc/", ", ").replace("/verify_failed/", ", ")
@@ -283,11 +321,19 @@ def receipt(runs: Sequence[data.Run]) -> list[dict[str, Any]]:
     return entries
 
 
-def positions(tables: Sequence[Mapping[str, by_position.RowTable]], methods: Sequence[str]) -> dict[str, Any]:
-    """Mean weights by place, for each method; ``tables`` has those of each run."""
+def positions(
+    tables: Sequence[Mapping[str, by_position.RowTable]], methods: Sequence[str], given: Sequence[Sequence[str]]
+) -> dict[str, Any]:
+    """Mean weights by place, for each method; ``tables`` has those of each run, ``given`` its methods without weights."""
     # Of one method, the responses' own weights are its weights.
     by_method = {
-        method: _position([run.get(method if len(methods) > 1 else "") for run in tables]) for method in methods
+        method: _position(
+            [
+                None if method in given[run] else table.get(method if len(methods) > 1 else "")
+                for run, table in enumerate(tables)
+            ]
+        )
+        for method in methods
     }
     return {method: position for method, position in by_method.items() if position is not None}
 

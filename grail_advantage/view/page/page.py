@@ -21,13 +21,15 @@ from grail_advantage.answers.missing import is_low
 from grail_advantage.dump.options import TOKENS
 from grail_advantage.dump.schema import DumpHeader
 from grail_advantage.dump.whole_file import write_whole
-from grail_advantage.view.page import by_position, colours, data, index, pack
+from grail_advantage.view.page import by_position, colours, data, index, pack, turns
 
 REPORT = "report.html"
 ROLLOUTS = 2000
 MEGABYTES = 35.0
-_SCRIPTS = ("words", "unpack", "state", "colours", "curves", "position", "list", "reader", "tokens", "turns", "choices")
+_SCRIPTS = ("words", "unpack", "state", "colours", "curves", "position", "list", "reader", "tokens", "choices")
 """The parts of the page's script, which share one scope, in the order in which they run."""
+_TURNS = "turns"
+"""A further part, for conversations: functions alone."""
 _HALF, _STEPS = 32, 65
 """Colours on each side of a diverging scale, and of a sequential one."""
 
@@ -73,51 +75,60 @@ def render(runs: Sequence[data.Run], *, rollouts: int = ROLLOUTS, megabytes: flo
     selection = index.Selection()
     tables = selection.read(runs, rollouts)
     methods = selection.methods(header)
-    curves, more = index.curves(runs)
+    given = [selection.given_by(number, methods) for number in range(len(runs))]
+    curves, more = index.curves(runs, selection.verdicts.field)
     content: dict[str, Any] = {
         "methods": methods,
-        "runs": [{"name": name} for name in names],
+        "runs": [{"name": name, "given": of_run} for name, of_run in zip(names, given, strict=True)],
+        "overlays": selection.overlays(len(runs), methods),
+        "verdict": selection.verdicts.field,
+        "outcomes": data.outcome_words(selection.verdicts.field),
         "curves": curves,
         "more": more,
         "bins": by_position.BINS,
-        "position": index.positions(tables, methods),
+        "position": index.positions(tables, methods, given),
         "colours": {"half": _HALF, "steps": _STEPS},
         "nothing": _nothing(runs),
         "receipt": index.receipt(runs),
     }
+    scripts = [*_SCRIPTS]
+    if selection.verdicts.conversations:
+        scripts.append(_TURNS)
+        content["by_turn"] = turns.curves([selection.by_turn[number] for number in range(len(runs))])
     asked = len(selection.rollouts)
     while True:
         content |= selection.index()
         content["subtitle"] = _subtitle(runs, header, selection)
         content["notes"] = _notes(runs, selection, asked)
         content["foot"] = _foot(header, bool(selection.rollouts))
-        page = _page(" against ".join(names), index.plain(content), [rollout.block for rollout in selection.rollouts])
-        blocks = sum(len(rollout.block) for rollout in selection.rollouts)
+        blocks = [rollout.block for rollout in selection.rollouts]
+        page = _page(" against ".join(names), index.plain(content), scripts, blocks)
         over = len(page.encode()) - megabytes * 1e6
-        if over <= 0 or len(selection.rollouts) <= 1 or not selection.thin(max(0.01, 0.98 * (1 - over / blocks))):
+        share = 1 - over / max(1, sum(map(len, blocks)))
+        if over <= 0 or len(blocks) <= 1 or not selection.thin(max(0.01, 0.98 * share)):
             return page
 
 
-def _page(title: str, content: dict[str, Any], blocks: Sequence[str]) -> str:
+def _page(title: str, content: dict[str, Any], scripts: Sequence[str], blocks: Sequence[str]) -> str:
     assets = resources.files("grail_advantage.view.page") / "assets"
 
     def read(name: str) -> str:
         return (assets / name).read_text(encoding="utf-8")
 
     style = _style(read("report.css")) + read("uplot/uPlot.min.css")
-    scripts = [read("uplot/uPlot.iife.min.js"), "\n".join(read(f"{name}.js") for name in _SCRIPTS)]
-    for text in (style, *scripts):
+    texts = [read("uplot/uPlot.iife.min.js"), "\n".join(read(f"{name}.js") for name in scripts)]
+    for text in (style, *texts):
         if "</" in text:
             raise AssertionError("a script or style may not hold what could end it")
     parts = {
-        "POLICY": f"default-src 'none'; script-src {' '.join(map(_hash, scripts))}; style-src {_hash(style)}; "
+        "POLICY": f"default-src 'none'; script-src {' '.join(map(_hash, texts))}; style-src {_hash(style)}; "
         "connect-src 'none'; base-uri 'none'; form-action 'none'",
         "GENERATOR": f"grail_advantage {__version__}",
         "TITLE": html.escape(title.encode("utf-8", "replace").decode("utf-8")),
         "STYLE": style,
         "INDEX": pack.encode_json(content),
-        "UPLOT": scripts[0],
-        "SCRIPT": scripts[1],
+        "UPLOT": texts[0],
+        "SCRIPT": texts[1],
         "BLOCKS": "\n".join(f'<script type="text/plain" id="r{i}">{block}</script>' for i, block in enumerate(blocks)),
     }
     return re.sub(r"%([A-Z]+)%", lambda match: parts[match[1]], read("report.html"))
@@ -134,7 +145,7 @@ def _style(text: str) -> str:
     for name, theme in themes.items():
         scales = {"d": colours.diverging(2 * _HALF + 1, theme), "s": colours.sequential(_STEPS, theme)}
         rules[name] = "".join(
-            f".{scale}{place}{{background-color:{colour}}}"
+            f".{scale}{place}{{background:{colour}}}"
             for scale, table in scales.items()
             for place, colour in enumerate(table)
         )
@@ -188,7 +199,7 @@ def _nothing(runs: Sequence[data.Run]) -> str:
     if runs[0].dump is None:
         return (
             "This run wrote no token dump, so there are no rollouts to read. Train with +algorithm.token_dump.folder=FOLDER "
-            f"({TOKENS} in the run's folder) to see every token's weight here."
+            f"({TOKENS} in the run's folder) to read them here."
         )
     return "The token dump holds no rollout that can be read; the notes at the top say what is wrong with it."
 
@@ -204,6 +215,11 @@ def _notes(runs: Sequence[data.Run], selection: index.Selection, asked: int) -> 
                 f"{answered:,} of the {responses:,} responses have an answer in the format {header.answer}. Every token of "
                 f"the others has weight 1 under {header.method}, so that they train as with uniform. Is "
                 "algorithm.token_weights.answer right?"
+            )
+        if failed := selection.failed_calls[number]:
+            lines.append(
+                f"{failed:,} tool calls in the {responses:,} responses failed: the tool raised or is not there, or its "
+                "arguments are no JSON. verl gives such a call the reward 0, which is no judgement; their turns are marked."
             )
     count = len(selection.rollouts)
     seen = selection.responses.total()

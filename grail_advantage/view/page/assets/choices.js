@@ -2,7 +2,7 @@
 
 const form = $("filters");
 const bar = $("toolbar");
-const FILTERS = ["run", "step", "outcome", "answer", "sort"];
+const FILTERS = ["run", "step", "outcome", "answer", "sort", ...(TALKS ? ["turns", "from", "to"] : [])];
 const SHOWN = ["overlay", "method", "view", "epoch"];
 function setForms() {
   for (const name of FILTERS) {
@@ -88,6 +88,9 @@ function setUp() {
   $("pick-step").hidden = allSteps.length < 2;
   form.elements.run.append(new Option("both", ""), ...index.runs.map((run, i) => new Option(run.name, i)));
   $("pick-run").hidden = index.runs.length < 2;
+  form.elements.outcome.append(new Option("any", ""), ...["right", "wrong"].map((outcome) => new Option(outcomeWord(outcome), outcome)));
+  form.elements.sort.append(new Option("in order", ""), new Option([...new Set(rows.map(spreadOf))].join(", "), "spread"), new Option("length", "length"), new Option("shortest", "shortest"));
+  if (TALKS) addTurnChoices();
   segments("overlay", index.overlays.map((name) => [name, OVERLAYS[name].name]));
   segments("view", [["one", "One"], ["side", "Side by side"]]);
   bar.elements.method.append(...METHODS.map((name) => new Option(name, name)));
@@ -154,6 +157,7 @@ dark.addEventListener("change", () => {
 head();
 drawReceipt();
 drawTraining();
+if (TALKS) drawTurns();
 if (!rows.length) {
   $("nothing").textContent = index.nothing;
   $("nothing").hidden = false;

@@ -25,11 +25,12 @@ function plot(host, options, data) {
   return made;
 }
 
-function addCurve(curve) {
+function addCurve(curve, place = $("curves"), unit = "step") {
+  const link = unit === "step" && steps.length;
   const figure = make("figure", "curve");
   const caption = make("figcaption");
   const now = make("span", "now");
-  const host = make("div", `plot${steps.length ? " link" : ""}`, undefined, { role: "img" });
+  const host = make("div", `plot${link ? " link" : ""}`, undefined, { role: "img" });
   const labels = [...new Set(curve.lines.map((line) => line.label))];
   const several = labels.length > 1;
   caption.append(make("span", "name", curve.title, { title: curve.unit ? `${curve.title}, ${curve.unit}` : curve.title }), now);
@@ -40,28 +41,31 @@ function addCurve(curve) {
     labels.forEach((label, i) => key.append(keyEntry("", LINES[i % LINES.length], `${label} `, values[i])));
     figure.append(key);
   }
-  $("curves").append(figure);
+  place.append(figure);
 
   const xs = [...new Set(curve.lines.flatMap((line) => line.steps))].sort((a, b) => a - b);
-  const lines = curve.lines.map((line) => {
-    const known = new Map(line.steps.map((step, i) => [step, line.values[i]]));
+  const along = (line, values) => {
+    const known = new Map(line.steps.map((step, i) => [step, values[i]]));
     return xs.map((x) => known.get(x) ?? null);
-  });
+  };
+  const lines = curve.lines.map((line) => along(line, line.values));
+  const counts = curve.lines.map((line) => line.counts && along(line, line.counts));
+  const text = (s, i) => number(lines[s][i]) + (counts[s]?.[i] ? ` (${number(counts[s][i])})` : "");
   const first = (ys) => ys.findIndex((y) => y !== null);
   const last = (ys) => ys.findLastIndex((y) => y !== null);
   // The values at a step; of two runs, theirs in order: 0.91 | 0.88.
   const show = (i) => {
     now.textContent = "";
     if (i < 0) return;
-    const texts = labels.map((label) => lines.filter((_, s) => curve.lines[s].label === label).map((ys) => number(ys[i])).join(" | "));
+    const texts = labels.map((label) => [...lines.keys()].filter((s) => curve.lines[s].label === label).map((s) => text(s, i)).join(" | "));
     values.forEach((value, l) => (value.textContent = texts[l]));
-    now.append(several ? "" : texts[0], make("small", "", `step ${xs[i]}`));
+    now.append(several ? "" : texts[0], make("small", "", `${unit} ${xs[i]}`));
   };
   const described = curve.lines.map((line, s) => {
     const ys = lines[s];
     if (first(ys) < 0) return "";
     const name = (several ? `${line.label}, ` : "") + (index.runs.length > 1 ? `${index.runs[line.run].name}, ` : "");
-    return name + [first(ys), last(ys)].map((i) => `${number(ys[i])} at step ${xs[i]}`).join(", ");
+    return name + [first(ys), last(ys)].map((i) => `${text(s, i)} at ${unit} ${xs[i]}`).join(", ");
   });
   host.setAttribute("aria-label", `${curve.title}: ${described.filter(Boolean).join("; ")}`);
   const single = first(lines[0]) === last(lines[0]);
@@ -82,13 +86,13 @@ function addCurve(curve) {
           points: { show: single || line.values.length < 3, size: 5 },
         })),
       ],
-      cursor: { sync: { key: "steps" }, y: false, drag: { x: false, y: false }, points: { size: 6, stroke: () => ink("paper"), width: 1 } },
+      cursor: { sync: { key: unit }, y: false, drag: { x: false, y: false }, points: { size: 6, stroke: () => ink("paper"), width: 1 } },
       hooks: { setCursor: [(u) => show(u.cursor.idx ?? last(lines[0]))] },
     },
     [xs, ...lines],
   );
   show(last(lines[0]));
-  if (!steps.length) return;
+  if (!link) return;
   made.over.addEventListener("click", () => {
     const x = xs[made.cursor.idx ?? 0];
     chooseStep(String(steps.reduce((best, step) => (Math.abs(step - x) < Math.abs(best - x) ? step : best))));
@@ -100,11 +104,9 @@ function addCurve(curve) {
 function drawTraining() {
   if (!index.curves.length && !index.more.length) return;
   $("training").hidden = false;
-  index.curves.forEach(addCurve);
-  const hints = [];
-  if (steps.length) hints.push(`${touch.matches ? "Tap" : "Click"} a step to read its rollouts`);
-  if (index.runs.length > 1) hints.push(`solid: ${index.runs[0].name}, dashed: ${index.runs[1].name}`);
-  $("training-hint").textContent = hints.join(" · ");
+  for (const curve of index.curves) addCurve(curve);
+  const click = steps.length ? `${touch.matches ? "Tap" : "Click"} a step to read its rollouts` : "";
+  $("training-hint").textContent = (click + DASHES).replace(/^ · /, "");
   const more = $("more-curves");
   more.parentElement.hidden = !index.more.length;
   more.append(new Option("add…", ""), ...index.more.map((curve, i) => new Option(curve.title, i)));

@@ -1,5 +1,9 @@
 // The list of rollouts.
 
+// What a response is known by in a line.
+const rewardText = (row) => (row.reward === null ? "no reward" : `reward ${number(row.reward)}`);
+const headline = (row, most) => (TALKS ? rewardText(row) : row.answer === null ? "no answer" : row.answer.slice(0, most));
+const sizeOf = (row) => (TALKS ? plural(row.turns.length, "turn") : plural(row.length, "token"));
 let shown = [];
 const list = $("list");
 
@@ -9,11 +13,13 @@ function choose() {
       (state.run === "" || row.run === Number(state.run)) &&
       (state.step === "" || row.step === Number(state.step)) &&
       (state.outcome === "" || row.outcome === state.outcome) &&
-      (state.answer === "" || (row.answer !== null || row.span !== null) === (state.answer === "yes")),
+      (state.answer === "" || (row.answer !== null || row.span !== null) === (state.answer === "yes")) &&
+      (!TALKS || turnsChosen(row)),
   );
   if (state.sort === "spread") shown.sort((a, b) => (b.spread ?? -1) - (a.spread ?? -1));
   if (state.sort === "length") shown.sort((a, b) => b.length - a.length);
   if (state.sort === "shortest") shown.sort((a, b) => a.length - b.length);
+  if (TALKS) sortByTurns();
   list.replaceChildren(...shown.map((row) => items[row.i]));
   const all = shown.length === rows.length;
   $("count").textContent = shown.length
@@ -25,8 +31,9 @@ function choose() {
 const widest = Math.max(1e-9, ...rows.map((row) => row.spread ?? 0));
 const items = rows.map((row) => {
   const element = make("div", "item", "", { role: "option", tabindex: -1 });
-  const text = make("span", `text${row.answer === null ? " none" : ""}`);
-  visible(text, row.answer === null ? "no answer" : row.answer.slice(0, 200), false);
+  const text = make("span", `text${row.answer === null && !TALKS ? " none" : ""}`);
+  const failed = TALKS && failedCalls(row);
+  visible(text, headline(row, 200) + (failed ? ` · ${failed}` : ""), false);
   // A response without scores has no spread to show.
   const why = row.truncated ? "truncated" : row.no_scores ? "no scores" : "";
   const spread = make("span", why ? "side" : "spread", why);
@@ -34,14 +41,14 @@ const items = rows.map((row) => {
     const filled = make("i");
     filled.style.width = `${((row.spread ?? 0) / widest) * 100}%`;
     spread.append(filled);
-    spread.title = `spread of weights ${number(row.spread)}`;
+    spread.title = `${spreadOf(row)} ${number(row.spread)}`;
   }
   const run = index.runs.length > 1 ? `${index.runs[row.run].name} · ` : "";
   const step = allSteps.length > 1 ? `step ${row.step} · ` : "";
   const under = make("span", "under");
   const group = groups[row.group];
   visible(under, `${run}${step}problem ${index.problems[group.problem].id?.slice(0, 40) ?? group.place + 1}`, false);
-  element.append(glyph(row.outcome), text, make("span", "side", plural(row.length, "token")), under, spread);
+  element.append(glyph(row.outcome), text, make("span", "side", sizeOf(row)), under, spread);
   element.addEventListener("click", () => {
     open(row.i);
     element.focus({ preventScroll: true });

@@ -18,6 +18,7 @@ function drawPosition() {
   if (!shown) return;
   $("scrub-row").hidden = shown.steps.length < 2;
   $("scrub").max = shown.steps.length;
+  $("profile-panel").querySelector(".name").textContent = ["right", "wrong"].map(outcomeWord).join(" against ");
   $("profile-key").textContent = "";
   for (const line of shown.all) {
     const name = `${outcomeWord(line.outcome)} (${number(line.rows)})`;

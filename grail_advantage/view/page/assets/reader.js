@@ -56,13 +56,13 @@ function drawProblem(group) {
     const run = index.runs.length > 1 ? `${index.runs[one.run].name}, ` : "";
     const step = allSteps.length > 1 ? `Step ${one.step}: ` : "";
     const counts = ["right", "wrong"].map((outcome) => [one.rows.filter((row) => row.outcome === outcome).length, outcomeWord(outcome)]);
-    const outcomes = counts.filter(([count]) => count).map(([count, word]) => `, ${count} ${word}`);
+    const outcomes = counts.filter(([count]) => count).map(([count, word]) => `, ${count} ${index.verdict && "with "}${word}`);
     box.append(make("h3", "", `${run}${run ? step.toLowerCase() : step}${plural(one.rows.length, "response")} to this problem${outcomes.join("")}`));
     for (const row of one.rows) {
       const button = make("button", "strip", "", { type: "button" });
       const canvas = make("canvas", "", undefined, { "aria-hidden": true });
       const meta = make("span", "meta");
-      meta.append(shownText("span", row.answer === null ? "no answer" : row.answer.slice(0, 40)), ` · ${plural(row.length, "token")}`);
+      meta.append(shownText("span", headline(row, 40)), ` · ${sizeOf(row)}`);
       button.append(glyph(row.outcome), canvas, meta);
       button.addEventListener("click", () => {
         open(row.i);
@@ -96,8 +96,11 @@ function markStrips() {
 
 function facts(row) {
   const host = make("header", "facts");
+  // "Correct"; a reward or a verdict of another meaning by its own name.
   const word = outcomeWord(row.outcome);
-  host.append(make("strong", row.outcome ?? "", `${OUTCOME[row.outcome]?.[0] ?? ""} ${word[0].toUpperCase()}${word.slice(1)}`.trim()));
+  const said = index.verdict ? word : word[0].toUpperCase() + word.slice(1);
+  host.append(make("strong", row.outcome ?? "", `${SIGNS[row.outcome] ?? ""} ${said}`.trim()));
+  if (index.verdict) host.append(make("b", "", rewardText(row)));
   const fact = (name, text, tag = "span") => {
     const element = make("span", "", `${name} `);
     element.append(shownText(tag, text));
@@ -107,16 +110,18 @@ function facts(row) {
   if (allSteps.length > 1) fact("step", String(row.step));
   if (index.runs.length > 1) fact("of", index.runs[row.run].name);
   fact("tokens", number(row.length));
-  if (row.reward !== null) fact("reward", number(row.reward));
-  if (row.advantage !== null) fact("advantage", number(row.advantage));
-  if (row.spread !== null) fact("spread of weights", number(row.spread));
+  if (row.reward !== null && !index.verdict) fact("reward", number(row.reward));
+  if (row.advantage !== null && !ownAdvantages(row)) fact("advantage", number(row.advantage));
+  if (row.spread !== null) fact(spreadOf(row), number(row.spread));
+  if (row.unplaced?.length) fact("rewards of no certain turn", row.unplaced.map((reward) => number(reward)).join(", "));
   const reason = row.no_scores_of ? row.no_scores_of[state.method] : row.no_scores;
   const badge = (text) => host.append(make("span", "badge", text));
   if (row.truncated) badge("truncated: cut at the length limit");
   if (reason) badge(`no scores: ${reason}`);
   if (row.updates === 0) badge("left out of the update");
   if (row.wrong_step) badge("incorrect step: wavy line");
-  if (row.tool) badge("on grey: a tool or a user wrote it");
+  if (row.turns?.length > 1) badge("on grey: a tool or a user wrote it");
+  if (TALKS && failedCalls(row)) badge(`${failedCalls(row)}: verl's reward of 0 is no judgement`);
   return host;
 }
 
@@ -188,7 +193,10 @@ function fillPage(page, data) {
   }
   page.places = new Map(page.spans.map((span, t) => [span, t]));
   paint(page);
-  markTurns(page);
+  if (TALKS) {
+    page.element.append(turnTable(page));
+    markTurns(page);
+  }
   if (data.n) page.spans[0].tabIndex = 0;
   page.element.append(box);
   const on = (name, act) =>
@@ -210,7 +218,7 @@ function fillPage(page, data) {
 
 function drawPageStrips(page) {
   for (const { method, button, canvas } of page.strips ?? []) {
-    const overlay = ["score", "advantage"].includes(state.overlay) ? state.overlay : "weight";
+    const overlay = ["score", "advantage"].includes(state.overlay) ? state.overlay : index.overlays[0];
     drawStrip(canvas, page.row, page.data, overlay, 1, column(page.data, overlay, method) ?? new Float32Array(page.data.n).fill(NaN));
     button.setAttribute("aria-pressed", method === state.method);
   }

@@ -1,6 +1,13 @@
 // What the page shows: rollouts by group, and the choices, which the address keeps.
 
 const METHODS = index.methods;
+const SIGNS = { right: "✓", wrong: "✕" };
+const outcomeWord = (outcome) => index.outcomes[outcome ?? ""];
+function glyph(outcome) {
+  const element = make("span", `glyph ${outcome ?? ""}`);
+  element.append(make("span", "", SIGNS[outcome] ?? "·", { "aria-hidden": true }), make("span", "unseen", outcomeWord(outcome)));
+  return element;
+}
 const rows = index.rows.step.map((_, i) => {
   const row = { i };
   for (const name of Object.keys(index.rows)) row[name] = index.rows[name][i];
@@ -14,6 +21,11 @@ for (const row of rows) groups[row.group].rows.push(row);
 // Correct ones first, then incorrect ones, then those that were not scored.
 const RANK = { right: 0, wrong: 1 };
 for (const group of groups) group.rows.sort((a, b) => (RANK[a.outcome] ?? 2) - (RANK[b.outcome] ?? 2) || a.row - b.row);
+// Whether there are conversations, and whether a method gives the advantages themselves.
+const TALKS = rows.length > 0 && rows[0].turns !== undefined;
+const gives = (row, method = state.method) => index.runs[row.run].given.includes(method);
+const spreadOf = (row) => `spread of ${gives(row, METHODS[0]) ? "advantages" : "weights"}`;
+const DASHES = index.runs.length > 1 ? ` · solid: ${index.runs[0].name}, dashed: ${index.runs[1].name}` : "";
 const steps = [...new Set(rows.filter((row) => !row.run).map((row) => row.step))].sort((a, b) => a - b);
 const allSteps = [...new Set(rows.map((row) => row.step))].sort((a, b) => a - b);
 const epochs = rows.reduce((most, row) => Math.max(most, row.updates ?? 0), 0);
@@ -21,7 +33,7 @@ const narrow = matchMedia("(max-width: 760px)");
 const touch = matchMedia("(hover: none)");
 const dark = matchMedia("(prefers-color-scheme: dark)");
 
-const DEFAULTS = { run: "", step: "", outcome: "", answer: "", sort: "", overlay: index.overlays[0], method: METHODS[0] ?? "", view: "one", epoch: "" };
+const DEFAULTS = { run: "", step: "", outcome: "", answer: "", turns: "", from: "", to: "", sort: "", overlay: index.overlays[0], method: METHODS[0] ?? "", view: "one", epoch: "" };
 const state = { ...DEFAULTS, row: -1, token: -1 };
 function readHash() {
   const given = new URLSearchParams(location.hash.slice(1));

@@ -1,7 +1,7 @@
 // The tokens of an open response: their colours, the one that is pointed at, and its values.
 
 const within = (t, start, end) => t >= start && t < end;
-const ofTool = (row, t) => row.tool?.some((range) => within(t, ...range)) ?? false;
+const ofTool = (row, t) => TALKS && !row.turns.some(([start, end]) => within(t, start, end));
 const inWrongStep = (row, t) => row.wrong_step && within(t, ...row.wrong_step);
 function paint(page) {
   const { row, data } = page;
@@ -58,6 +58,10 @@ function move(page, event) {
 const FIELDS = [
   ["weight", "Weight"], ["score", "Score"], ["base_advantage", "Base advantage"], ["advantage", "Advantage"], ["received", "Received"], ["surprisal", "Surprisal"], ["entropy", "Entropy"],
 ];
+// Of a response whose method gives advantages, weights say nothing, and of turns with their own neither does the one of GRPO.
+const ownAdvantages = (row) => TALKS && gives(row);
+const fieldsOf = ({ row, data }) =>
+  FIELDS.filter(([name]) => column(data, name) && !(name === "weight" && gives(row)) && !(name === "base_advantage" && ownAdvantages(row)));
 function notes(page, t) {
   const { row, data } = page;
   const lines = [];
@@ -77,7 +81,7 @@ function notes(page, t) {
 const tokenText = (data, t) => data.words.texts[data.ids[t]] || "part of a character";
 function describe(page, t) {
   const { data } = page;
-  const values = FIELDS.filter(([name]) => column(data, name)).map(([name, text]) => `${text.toLowerCase()} ${number(column(data, name)[t])}`);
+  const values = fieldsOf(page).map(([name, text]) => `${text.toLowerCase()} ${number(column(data, name)[t])}`);
   return [spoken(tokenText(data, t)), `token ${t + 1} of ${data.n}`, ...values, ...notes(page, t)].join(", ");
 }
 function readOut(page, t) {
@@ -93,9 +97,8 @@ function readOut(page, t) {
   const what = make("div", "what");
   what.append(plain(tokenText(data, t)).slice(0, 60), make("small", "", `${number(t + 1)} of ${number(data.n)} · id ${data.words.ids[data.ids[t]]}`));
   const values = make("dl");
-  for (const [name, text] of FIELDS) {
+  for (const [name, text] of fieldsOf(page)) {
     const known = column(data, name);
-    if (!known) continue;
     const field = make("div", name === state.overlay ? "on" : "");
     field.append(make("dt", "", text), make("dd", "", number(known[t])));
     if (name === "surprisal" && !Number.isNaN(known[t])) field.title = `probability ${number(Math.exp(-known[t]))}`;

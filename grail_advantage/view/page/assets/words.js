@@ -71,11 +71,3 @@ function spoken(text) {
   if (/\S/.test(text)) return plain(text);
   return text.includes("\n") ? "line break" : text.includes("\t") ? "tab" : text === "" ? "no text" : "space";
 }
-
-const OUTCOME = { right: ["✓", "correct"], wrong: ["✕", "incorrect"] };
-const outcomeWord = (outcome) => OUTCOME[outcome]?.[1] ?? "outcome unknown";
-function glyph(outcome) {
-  const element = make("span", `glyph ${outcome ?? ""}`);
-  element.append(make("span", "", OUTCOME[outcome]?.[0] ?? "·", { "aria-hidden": true }), make("span", "unseen", outcomeWord(outcome)));
-  return element;
-}
