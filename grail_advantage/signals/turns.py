@@ -165,6 +165,18 @@ def calls_of(given: Any) -> list[list[float]]:
     return [_numbers(entry) for entry in entries]
 
 
+def rewards_label(given: Any) -> list[Any]:
+    """A list of rewards for the dump's label ``turn_rewards``: numbers, ``None``, and lists of the numbers of a turn's calls;
+    empty where it is no such list."""
+    try:
+        calls = calls_of(given)
+    except ValueError:
+        return []
+    if any(isinstance(entry, list | tuple | np.ndarray) for entry in given or ()):
+        return calls
+    return [of_turn[0] if of_turn else None for of_turn in calls]
+
+
 def _calls(given: Any, turns: int, align: Align) -> list[list[float]]:
     """The numbers of each turn of one list."""
     calls = calls_of(given)

@@ -23,7 +23,7 @@ from grail_advantage.batch import ENTROPY, OLD_LOG_PROBS, outcome_of
 from grail_advantage.dump_writer import StepDump, size_estimate
 from grail_advantage.record import DUMPED, StepRecord
 from grail_advantage.signals.base import Signal
-from grail_advantage.signals.turns import calls_of
+from grail_advantage.signals.turns import rewards_label
 from grail_advantage.verl_ext.received import (
     Written,
     fetch_loss_columns,
@@ -188,9 +188,8 @@ def _with_facts(record: StepRecord, fetched: TensorDict) -> StepRecord:
     return replace(record, rollouts=replace(record.rollouts, facts=facts, columns_BT=columns_BT))
 
 
-def turn_rewards_label(extra: Any, signal: Signal, before: int = 0) -> dict[str, list[float | None]]:
-    """The rewards by turn as a label: those that the method reads, else the first of the usual names that has any. Several of a
-    turn are summed, and ``None`` is a turn without a reward.
+def turn_rewards_label(extra: Any, signal: Signal, before: int = 0) -> dict[str, list[Any]]:
+    """The rewards by turn as a label: those that the method reads, else the first of the usual names that has any.
 
     Args:
         extra: what verl has of the response.
@@ -199,15 +198,11 @@ def turn_rewards_label(extra: Any, signal: Signal, before: int = 0) -> dict[str,
     """
     own = getattr(signal, "rewards", None)
     for name in (own or None, *TURN_REWARDS):
-        for of_session, of in ((True, _entry(extra, "reward_extra_info")), (False, extra)):
+        for begin, of in ((before, _entry(extra, "reward_extra_info")), (0, extra)):
             known = _entry(of, name) if name else None
-            try:
-                calls = None if known is None else calls_of(known)[before if of_session else 0 :]
-            except ValueError:
-                continue
-            if calls:
-                return {"turn_rewards": [sum(of_turn) if of_turn else None for of_turn in calls]}
-            if calls is not None and name == own:
+            if label := rewards_label(known)[begin:]:
+                return {"turn_rewards": label}
+            if known is not None and name == own:
                 return {}
     return {}
 

@@ -132,7 +132,7 @@ def test_parallel_calls_and_conversations_of_two_responses(compressed: whole_run
     rewards = []
     for row, mask in zip(rows, masks, strict=True):
         of_calls = row.labels.get("turn_rewards", [])
-        assert all(reward in (-2.0, 0.0, 2.0) for reward in of_calls)
+        assert all(len(of_turn) == 2 for of_turn in of_calls)
         rewards.append([*of_calls, *[None] * (len(runs(mask)) - len(of_calls))])
     expected = turn_advantages(rewards, [row.reward for row in rows], [row.group for row in rows], sessions=sessions)
     assert len({value for of_row in expected for value in of_row}) > 3

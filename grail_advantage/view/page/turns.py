@@ -72,6 +72,8 @@ def conversation(row: DumpRow, header: DumpHeader | None) -> Conversation:
     ranges = [bounds for bounds in zip(edges[::2], edges[1::2], strict=True) if bounds[0] < bounds[1]]
     # As the method has it, a list of one reward a call does not tell whose they are where it has one for each of several turns.
     by_call = header is not None and header.options.get("align") == "calls"
+    given = row.labels.get("turn_rewards")
+    by_call = by_call and not (isinstance(given, list) and any(isinstance(of_turn, list) for of_turn in given))
     certain = len(rewards) < len(ranges) + (not by_call or len(ranges) == 1)
     placed = rewards if certain else []
     special = header.special_tokens if header is not None else {}
