@@ -17,7 +17,7 @@ from grail_advantage.model.probe import computing_dtype, probe, probe_rows
 from grail_advantage.rules import Obstacle, broken, refuse, refuse_forced
 from grail_advantage.signals.base import Signal
 from grail_advantage.trl_ext.patches import missing_methods
-from grail_advantage.trl_ext.rules import AGAINST_SKIPPING, REFUSALS, SKIP_NOTHING, Arguments
+from grail_advantage.trl_ext.rules import AGAINST_SKIPPING, REFUSALS, SKIP_NOTHING, WARNINGS, Arguments
 
 logger = logging.getLogger(__name__)
 
@@ -51,12 +51,16 @@ def check_arguments(given: Mapping[str, Any], signal: Signal) -> None:
 
 
 def check_trainer(trainer: GRPOTrainer, signal: Signal) -> None:
-    """Check the trainer once TRL has loaded the model and knows the processes.
+    """Check the trainer once TRL has loaded the model and knows the processes; log ``WARNINGS``.
 
     Raises:
         ValueError: naming the argument, the reason and the remedy.
     """
-    _refuse(_arguments_of(trainer, signal))
+    arguments = _arguments_of(trainer, signal)
+    _refuse(arguments)
+    for rule in WARNINGS:
+        if rule.when(arguments):
+            logger.warning("%s", rule.warning(arguments))
     check_no_virtual_tokens(trainer.model)
     check_round_trip(trainer.processing_class, "processing_class")
     signal.check_tokenizer(trainer.processing_class)

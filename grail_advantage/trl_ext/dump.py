@@ -25,6 +25,8 @@ from grail_advantage.batch import outcome_of
 from grail_advantage.dump.options import METRICS_FILE, DumpOptions
 from grail_advantage.dump_writer import StepDump, size_estimate
 from grail_advantage.record import DUMPED, Rollouts, StepRecord
+from grail_advantage.signals.base import Signal
+from grail_advantage.signals.turns import TurnSignal, rewards_label
 from grail_advantage.token_weights import PlainHost
 from grail_advantage.trl_ext.patches import log_in_training, reward_sums
 from grail_advantage.trl_ext.received import GenerationReceipt
@@ -151,6 +153,7 @@ class GenerationDump(TrainerCallback):
             "ground_truth": [_ground_truth(row) for row in inputs],
             "reward": rewards,
             "outcome": [outcome_of(reward) for reward in rewards],
+            "labels": [_turn_rewards_label(row, self._trainer.signal) for row in inputs],
         }
 
     def write(self, record: StepRecord, output: dict[str, Any], advantages_BT: torch.Tensor) -> None:
@@ -193,6 +196,12 @@ class GenerationDump(TrainerCallback):
         columns_BT = {name: values_BT.cpu() for name, values_BT in host.columns(list(DUMPED)).items()}
         keys = [f"{step}_{place}" for place in rollouts.places]
         return replace(record, rollouts=replace(rollouts, columns_BT=columns_BT, keys=keys))
+
+
+def _turn_rewards_label(row: Mapping[str, Any], signal: Signal) -> dict[str, list[Any]]:
+    """The rewards by turn that the method reads."""
+    label = rewards_label(row.get(signal.rewards)) if isinstance(signal, TurnSignal) else []
+    return {"turn_rewards": label} if label else {}
 
 
 def _ground_truth(row: Mapping[str, Any]) -> str | None:

@@ -2,7 +2,8 @@
 
 ``TokenWeightGRPOTrainer`` overrides ``_generate_and_score_completions`` (grpo_trainer.py:2324): TRL's loss takes advantages of
 shape (B, T) from subclasses (line 3055), and its maintainers want them made there (huggingface/trl#4525). It can be another
-method when TRL has a public one for advantages. It also overrides ``_calculate_rewards`` (line 1579), to read its result, and
+method when TRL has a public one for advantages. It also overrides ``_calculate_rewards`` (line 1579) and ``_generate`` (line
+2193), to read their results, ``_generate_single_turn`` (line 1763), to look at the environments between turns,
 ``_compute_loss`` (line 3020), to leave responses out, and ``_get_per_token_logps_and_entropies`` (line 1419), whose result it
 reads the gradient of. The functions below can go as each says.
 
@@ -43,13 +44,18 @@ RELIED_ON = (
             *('output["old_per_token_logps"]', "self._calculate_rewards("),
         ),
     ),
-    ReliedOn("_calculate_rewards"),
+    ReliedOn("_generate", ("prompts",), ("return prompt_ids, completion_ids, tool_mask, completions",)),
+    ReliedOn("_generate_single_turn"),
+    ReliedOn("_tool_call_loop", source=("= self._generate_single_turn(", "for idx in range(len(idxs_with_tool)):")),
+    ReliedOn("_log_completion_extra", ("column", "values"), ("self._pending_extra_logs[column].extend(values)",)),
+    ReliedOn("_calculate_rewards", ("inputs",)),
     ReliedOn("_get_per_token_logps_and_entropies"),
     # Advantages of one number a token, and what a loss is divided by.
     ReliedOn(
         "_compute_loss",
         ("model", "inputs"),
         (
+            *('mask = completion_mask if "tool_mask" not in inputs else completion_mask * inputs["tool_mask"]',),
             *("if advantages.dim() == 1:", "advantages.unsqueeze(1)", 'inputs["num_items_in_batch"]'),
             *(".sum(-1) / mask.sum(-1).clamp(min=1.0)).mean()", ".sum() / mask.sum().clamp(min=1.0)"),
             "(per_token_loss.size(0) * self.max_completion_length)",
@@ -57,6 +63,10 @@ RELIED_ON = (
         ),
     ),
 )
+
+
+TOOL_MASK = 2
+"""Place of ``tool_mask`` in what ``_generate`` returns."""
 
 
 def missing_methods(trainer_class: type) -> list[str]:
@@ -78,6 +88,12 @@ def missing_methods(trainer_class: type) -> list[str]:
     return missing
 
 
+def loss_mask(inputs: Mapping[str, Any]) -> torch.Tensor:
+    """The tokens that count in the loss, int64 (B, T), by ``_compute_loss`` (line 3027): those that a tool wrote do not."""
+    mask_BT: torch.Tensor = inputs["completion_mask"]
+    return mask_BT * inputs["tool_mask"] if "tool_mask" in inputs else mask_BT
+
+
 def rows_that_train(inputs: Mapping[str, Any], loss_type: str) -> tuple[dict[str, Any], float]:
     """A micro-batch without the responses whose token advantages are all 0, and what its loss is to be multiplied by.
 
@@ -88,7 +104,7 @@ def rows_that_train(inputs: Mapping[str, Any], loss_type: str) -> tuple[dict[str
     Can go when TRL leaves them out itself (huggingface/trl#3130): when
     ``test_the_update_is_the_same_without_zero_advantage_responses`` passes without it.
     """
-    mask_BT = inputs["completion_mask"]
+    mask_BT = loss_mask(inputs)
     trains_B = (inputs["advantages"] * mask_BT != 0).any(dim=1)
     if not trains_B.any():
         trains_B[0] = True
@@ -96,7 +112,7 @@ def rows_that_train(inputs: Mapping[str, Any], loss_type: str) -> tuple[dict[str
     if loss_type in ("cispo", "dapo"):
         return kept, 1.0
     if loss_type == "bnpo":
-        return kept, int(kept["completion_mask"].sum().clamp(min=1)) / int(mask_BT.sum().clamp(min=1))
+        return kept, int(loss_mask(kept).sum().clamp(min=1)) / int(mask_BT.sum().clamp(min=1))
     return kept, int(trains_B.sum()) / len(trains_B)
 
 
@@ -109,6 +125,16 @@ def reward_sums(rewards: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """
     sums_B = (rewards * weights.to(rewards.device)).nansum(dim=1)
     return torch.where(rewards.isnan().all(dim=1), torch.nan, sums_B)
+
+
+def logged_columns(trainer: GRPOTrainer) -> Mapping[str, list[Any]]:
+    """What this process's reward functions logged of its responses with ``log_extra``, by column.
+
+    They are in ``_pending_extra_logs`` (grpo_trainer.py:1563) until TRL puts them into the table of completions. Can go when
+    TRL hands them out: when ``test_rewards_by_turn_are_what_a_reward_function_logs`` passes without it.
+    """
+    columns: Mapping[str, list[Any]] = trainer._pending_extra_logs
+    return columns
 
 
 def written_lengths(completion_ids_BT: torch.Tensor, mask_BT: torch.Tensor, pad_token_id: int) -> torch.Tensor:

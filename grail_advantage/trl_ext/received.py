@@ -22,7 +22,7 @@ from trl import GRPOTrainer
 from grail_advantage.dump_writer import StepDump
 from grail_advantage.receipt import Batch, Loss, Piece, Receipt, check, trl_loss
 from grail_advantage.receipt.measure import Gradient
-from grail_advantage.trl_ext.patches import written_lengths
+from grail_advantage.trl_ext.patches import loss_mask, written_lengths
 
 LENGTHS = "lengths_B"
 """Beside the columns, the tokens of each response."""
@@ -30,12 +30,12 @@ ROWS = "receipt_rows"
 """Name of a micro-batch's responses in a generation batch, which TRL shuffles and splits along with it."""
 COLUMNS = {
     "advantages_BT": "advantages",
-    "mask_BT": "completion_mask",
+    "mask_BT": "loss_mask",
     "old_log_probs_BT": "old_per_token_logps",
     "weights_BT": "importance_sampling_ratio",
     "ref_log_probs_BT": "ref_per_token_logps",
 }
-"""A receipt's columns by TRL's names."""
+"""A receipt's columns by TRL's names, the mask by that of :func:`loss_mask`."""
 SETTINGS = (
     *(
         "epsilon",
@@ -95,15 +95,17 @@ class GenerationReceipt:
         self._begun = True
         self._chosen, self._step, self._update = list(chosen), step, update
         with self._dump.writer.attempt():
-            mask_BT = output["completion_mask"]
-            given = {**output, "advantages": advantages_BT}
+            mask_BT = loss_mask(output)
+            given = {**output, "advantages": advantages_BT, "loss_mask": mask_BT}
             columns = {
                 name: given[key].detach().expand(mask_BT.shape).to("cpu", copy=True)
                 for name, key in COLUMNS.items()
                 if given.get(key) is not None
             }
             pad_token_id = self._trainer.processing_class.pad_token_id
-            columns[LENGTHS] = written_lengths(output["completion_ids"], mask_BT.bool(), pad_token_id).cpu()
+            columns[LENGTHS] = written_lengths(
+                output["completion_ids"], output["completion_mask"].bool(), pad_token_id
+            ).cpu()
             output[ROWS] = torch.arange(len(mask_BT), device=mask_BT.device)
             self._columns = columns
 

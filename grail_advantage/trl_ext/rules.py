@@ -13,14 +13,13 @@ from typing import Any
 from datasets import Dataset
 from transformers import ProcessorMixin
 
-from grail_advantage.batch import ENTROPY, EXAMPLES, FIELD, GROUPS, OLD_LOG_PROBS, TOKENS
+from grail_advantage.batch import EXAMPLES, REWARDS
 from grail_advantage.rules import Rule
 from grail_advantage.signals.base import LOGITS, SALIENCY, Signal
+from grail_advantage.signals.turns import TurnSignal
 
 LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo")
 """Losses of TRL that multiply every token's own ratio by its advantage."""
-PROVIDED = frozenset({OLD_LOG_PROBS, ENTROPY, GROUPS, EXAMPLES, TOKENS})
-"""Names of :mod:`grail_advantage.batch` that this host can give a signal."""
 IMAGE_COLUMNS = ("image", "images")
 
 
@@ -62,12 +61,9 @@ class Arguments:
 
     @property
     def missing_columns(self) -> list[str]:
-        return [name for name in self.columns if self.known_columns and name not in self.known_columns]
-
-    @property
-    def unknown_reads(self) -> list[str]:
-        """Inputs of the method that TRL cannot give it."""
-        return sorted(word for word in self.signal.reads - PROVIDED if not word.startswith(FIELD))
+        """Those that the data alone can have: a field may also come with the responses."""
+        read = self.signal.columns if EXAMPLES in self.signal.reads else ()
+        return [name for name in read if self.known_columns and name not in self.known_columns]
 
     @property
     def rows(self) -> int:
@@ -85,14 +81,14 @@ def _plain_prompts(a: Arguments) -> bool:
     )
 
 
-def _own_tokens(name: str) -> Rule:
+def _asks_again(name: str) -> Rule:
     return Rule(
-        name.replace("_", "-"),
+        f"asks-again-{name.replace('_', '-')}",
         name,
-        lambda a: a[name],
-        "a response must be one stretch of the model's own tokens",
+        lambda a: a[name] and EXAMPLES in a.signal.reads,
+        "it asks again in other words, without the tools and what an environment or a rollout_func adds to the prompt",
         "leave it out",
-        {name: [print]},
+        {name: [print], "token_weights": "rlsd"},
     )
 
 
@@ -108,17 +104,25 @@ def _parallelism(kind: str) -> Rule:
 
 
 REFUSALS = (
+    _asks_again("tools"),
+    _asks_again("environment_factory"),
+    _asks_again("rollout_func"),
     Rule(
-        "reads",
-        "token_weights",
-        lambda a: a.unknown_reads,
-        "it reads what is not to be had in TRL",
-        lambda a: f"for {', '.join(a.unknown_reads)} use verl, or compute_token_weights in a loop of your own",
-        {"token_weights": "gigpo"},
+        "two-loops",
+        "rollout_func",
+        lambda a: a["rollout_func"] and (a["tools"] or a["environment_factory"]),
+        "TRL then leaves its env_mask out, so that what others wrote would train (grpo_trainer.py:2272)",
+        "leave tools and environment_factory out",
+        {"rollout_func": print, "tools": [print]},
     ),
-    _own_tokens("tools"),
-    _own_tokens("rollout_func"),
-    _own_tokens("environment_factory"),
+    Rule(
+        "normalised-rewards",
+        "multi_objective_aggregation",
+        lambda a: REWARDS in a.signal.reads and a["multi_objective_aggregation"] == "normalize_then_sum",
+        "it normalises the rewards that the method reads as they are",
+        "use 'sum_then_normalize'",
+        {"multi_objective_aggregation": "normalize_then_sum", "token_weights": "turn_rloo"},
+    ),
     Rule(
         "processor",
         "processing_class",
@@ -224,6 +228,29 @@ REFUSALS = (
     ),
 )
 """Arguments of TRL's with which a method does not work."""
+
+
+WARNINGS = (
+    Rule(
+        "chosen-denominator",
+        "loss_type",
+        lambda a: isinstance(a.signal, TurnSignal) and a["loss_type"] != "dr_grpo",
+        "it divides by numbers of tokens that the policy chooses with its turns, which biases the gradient: by 0.04 of its "
+        "length (the whole batch's) and 0.19 (each response's), in an environment that was enumerated (docs/turns.md)",
+        "'dr_grpo' does not",
+        {"loss_type": "dapo", "token_weights": "turn_rloo"},
+    ),
+    Rule(
+        "masked-turns",
+        "mask_truncated_completions",
+        lambda a: isinstance(a.signal, TurnSignal) and a["mask_truncated_completions"],
+        "the policy decides with its turns which responses are cut off and train nothing, which biases the gradient: by 0.62 "
+        "of its length with 20 % of calls cut off, in an environment that was enumerated (docs/turns.md)",
+        "False does not",
+        {"mask_truncated_completions": True, "token_weights": "turn_rloo"},
+    ),
+)
+"""Arguments of TRL's with which a method works, and not as somebody may think."""
 
 
 def _against(id: str, option: str, because: str, value: Any) -> Rule:

@@ -13,7 +13,7 @@ import inspect
 import logging
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -41,7 +41,15 @@ from grail_advantage.trl_ext.checks import (
     check_trl,
 )
 from grail_advantage.trl_ext.dump import GenerationDump, dump_options
-from grail_advantage.trl_ext.patches import log_in_training, reward_sums, rows_that_train, written_lengths
+from grail_advantage.trl_ext.fields import CallRewards, fill_in
+from grail_advantage.trl_ext.patches import (
+    TOOL_MASK,
+    log_in_training,
+    logged_columns,
+    reward_sums,
+    rows_that_train,
+    written_lengths,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -98,6 +106,8 @@ class TokenWeightGRPOTrainer(GRPOTrainer):
         self._answers = AnswerCheck(self.signal, self.answer, missing_answers)
         dumping = None if token_dump is None else dump_options(token_dump)
         self._dump: GenerationDump | None = None
+        self._tool_mask: list[list[int]] | None = None
+        self._call_rewards = CallRewards(self.signal)
         given = inspect.signature(GRPOTrainer.__init__).bind(self, *arguments, **named).arguments
         check_arguments(given, self.signal)
         super().__init__(*arguments, **named)
@@ -108,35 +118,50 @@ class TokenWeightGRPOTrainer(GRPOTrainer):
             self._dump = GenerationDump(self, dumping, self._host)
             self.add_callback(self._dump)
 
-    def _calculate_rewards(self, *arguments: Any, **named: Any) -> torch.Tensor:
-        """TRL's rewards of all processes, kept for the dump.
+    def _generate(self, prompts: list[Any]) -> tuple[Any, ...]:
+        """TRL's, which tells which tokens the model wrote; ``tool_mask`` of its batch does not for a response that
+        ``mask_truncated_completions`` masks."""
+        self._call_rewards.begin()
+        generated = super()._generate(prompts)
+        self._tool_mask = generated[TOOL_MASK]
+        return generated
+
+    def _generate_single_turn(self, *arguments: Any, **named: Any) -> Any:
+        """TRL's next turn of some responses; the environments' rewards until now are those of turns before."""
+        self._call_rewards.look(self.environments)
+        return super()._generate_single_turn(*arguments, **named)
+
+    def _calculate_rewards(self, inputs: list[dict[str, Any]], *arguments: Any, **named: Any) -> torch.Tensor:
+        """TRL's rewards of all processes, kept for the method and the dump; fields of the responses go into ``inputs``.
 
         In training a reward that is not finite or too large becomes NaN with every reward function: so TRL compares no other
         response with it and gives its own the advantage 0, where it would make numbers near float32's end of the infinities.
         """
-        rewards = super()._calculate_rewards(*arguments, **named)
+        rewards = super()._calculate_rewards(inputs, *arguments, **named)
         if self._dump is not None:
             self._dump.rewards = rewards
         if not self.model.training:
             return rewards
+        fill_in(inputs, self.signal, logged_columns(self), self.environments, self._call_rewards, self._tool_mask)
         usable_B = (within_range(rewards) | rewards.isnan()).all(dim=1)
-        usable_B = usable_B & within_range(reward_sums(rewards, self.reward_weights))
-        self._unjudged_B = ~usable_B
-        if self._unjudged_B.any():
+        unjudged_B = ~(usable_B & within_range(reward_sums(rewards, self.reward_weights)))
+        if unjudged_B.any():
             logger.warning(
                 "step %d: %d of %d responses, such as response %d, have no finite reward, or one that is too large. They train "
                 "nothing, and the other responses to their prompts are compared without them. Fix the reward functions",
                 self.state.global_step,
-                int(self._unjudged_B.sum()),
+                int(unjudged_B.sum()),
                 len(rewards),
-                int(self._unjudged_B.int().argmax()),
+                int(unjudged_B.int().argmax()),
             )
-        return torch.where(usable_B.unsqueeze(1), rewards, torch.nan)
+        self._rewards = torch.where(unjudged_B.unsqueeze(1), torch.nan, rewards)
+        return self._rewards
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         """TRL's generation batch; in training with ``advantages`` (B, T)."""
         if self._dump is not None and self.model.training:
             self._dump.finish_receipt()
+        inputs = [dict(row) for row in inputs]  # which get fields of the responses
         output = super()._generate_and_score_completions(inputs)
         if self.model.training:
             output["advantages"] = self._weighted_advantages(inputs, output)
@@ -192,19 +217,22 @@ class TokenWeightGRPOTrainer(GRPOTrainer):
         places_B = torch.arange(first, first + count)
         device = mask_BT.device
         written_BT = torch.arange(width, device=device) < torch.tensor(lengths, device=device).unsqueeze(1)
+        for written_T, tool_mask_T in zip(written_BT, self._tool_mask or (), strict=False):
+            written_T[: len(tool_mask_T)] &= torch.tensor(tool_mask_T, dtype=torch.bool, device=device)
         known = {OLD_LOG_PROBS: output.get("old_per_token_logps")}
-        unjudged_B = self._unjudged_B[places_B.to(self._unjudged_B.device)].to(device)
+        rewards_B = reward_sums(self._rewards, self.reward_weights)[places_B.to(self._rewards.device)].to(device)
         prompts = zip(output["prompt_ids"], output["prompt_mask"].bool(), strict=True)
         return Rollouts(
             prompts=[ids_P[mask_P] for ids_P, mask_P in prompts],
             responses=[ids_T[:length] for ids_T, length in zip(ids_BT, lengths, strict=True)],
-            mask_BT=mask_BT[:, :width],
-            advantages_B=torch.where(unjudged_B, torch.nan, output["advantages"]),
+            mask_BT=mask_BT[:, :width] & written_BT,
+            advantages_B=torch.where(rewards_B.isnan(), torch.nan, output["advantages"]),
             tokenizer=self.processing_class,
             answer=self.answer,
             written_BT=written_BT,
-            truncated_B=self._truncated(ids_BT, mask_BT),
+            truncated_B=self._truncated(ids_BT, lengths),
             groups_B=(places_B // self.num_generations).to(device),
+            rewards_B=rewards_B.double(),
             examples=self._examples(inputs) if EXAMPLES in signal.reads else None,
             fields={name: [row.get(name) for row in inputs] for name in signal.field_names},
             columns_BT={
@@ -241,12 +269,11 @@ class TokenWeightGRPOTrainer(GRPOTrainer):
             answered, count = self.accelerator.reduce(counts, "sum").tolist()
         self._answers.look(spans, rollouts.written, self.processing_class, (answered, count))
 
-    def _truncated(self, completions_BT: torch.Tensor, mask_BT: torch.Tensor) -> torch.Tensor:
-        """Responses that ended without an end token, by TRL's test. Those that it masks do not begin with one either."""
-        ends = torch.tensor([*self.eos_token_ids, self.processing_class.pad_token_id], device=mask_BT.device)
-        last_B1 = (mask_BT.sum(dim=1, keepdim=True) - 1).clamp(min=0)
-        ended_B = torch.isin(completions_BT.gather(1, last_B1).squeeze(1), ends)
-        return ~ended_B
+    def _truncated(self, completions_BT: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
+        """Responses that ended without an end token, by TRL's test."""
+        ends = torch.tensor([*self.eos_token_ids, self.processing_class.pad_token_id], device=completions_BT.device)
+        last_B1 = torch.tensor(lengths, device=completions_BT.device).sub(1).clamp(min=0).unsqueeze(1)
+        return ~torch.isin(completions_BT.gather(1, last_B1).squeeze(1), ends)
 
     def _examples(self, inputs: list[dict[str, Any]]) -> list[Example]:
         """Each response's prompt and the other columns of its data set."""

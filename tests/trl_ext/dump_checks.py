@@ -12,31 +12,41 @@ import pyarrow as pa
 import pytest
 import torch
 from datasets import Dataset
+from trl import GRPOTrainer
 
 from grail_advantage import Signal
-from grail_advantage.batch import REWARDS
 from grail_advantage.dump.store import read_dump
+from grail_advantage.signals.turns import TurnSignal
 from grail_advantage.trl_ext import TokenWeightGRPOTrainer
 from grail_advantage.trl_ext.dump import dump_options
 from tests import hosts
+from tests.core.tiny_models import encode
 from tests.trl_ext import scripted
 from tests.trl_ext.scripted import build
 
-METHODS = [name for name in [*hosts.METHODS, "grail_robust"] if REWARDS not in hosts.signal_of(name).reads]
+METHODS = [*hosts.METHODS, "grail_robust"]
 GOLD = {hosts.SUM: "5", hosts.NINE: "9"}
 
 
 class HostTrainer(TokenWeightGRPOTrainer):
-    """A trainer whose model says what is written down."""
-
-    def _generate_single_turn(self, prompt_ids: list[list[int]], *_: Any, **__: Any) -> tuple[list[list[int]], None]:
-        assert len(prompt_ids) == hosts.COUNT
-        return [said.ids for said in hosts.RESPONSES], None
+    """Keeps the advantages that the loss gets."""
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         output = super()._generate_and_score_completions(inputs)
         self.advantages_BT = output["advantages"]
         return output
+
+
+def written_down(prompts: list[str], trainer: GRPOTrainer) -> dict[str, Any]:
+    """A ``rollout_func`` whose model says what is written down, with what a tool says."""
+    assert prompts == [said.prompt for said in hosts.RESPONSES]
+    return {
+        "prompt_ids": [encode(prompt) for prompt in prompts],
+        "completion_ids": [said.ids for said in hosts.RESPONSES],
+        "logprobs": [[0.0] * len(said.ids) for said in hosts.RESPONSES],
+        "env_mask": [list(map(int, said.written)) for said in hosts.RESPONSES],
+        "tool_rewards": [list(said.tool_rewards) for said in hosts.RESPONSES],
+    }
 
 
 def rewards(completions: list[str], **_: Any) -> list[float]:
@@ -51,7 +61,11 @@ def dumped(folder: Path, signal: Signal, **options: Any) -> pa.Table:
         folder,
         HostTrainer,
         data=Dataset.from_dict({"prompt": list(GOLD), "solution": list(GOLD.values())}),
-        weights={"token_weights": signal, "token_dump": {"folder": folder / "tokens", "responses": None}},
+        weights={
+            "token_weights": signal,
+            "token_dump": {"folder": folder / "tokens", "responses": None},
+            "rollout_func": written_down,
+        },
         num_generations=hosts.GROUP_SIZE,
         per_device_train_batch_size=hosts.COUNT,
         max_completion_length=hosts.LIMIT,
@@ -72,12 +86,18 @@ def dumped(folder: Path, signal: Signal, **options: Any) -> pa.Table:
 
 def expected(signal: Signal, masked: int | None = None) -> pa.Table:
     """The plain model's dump, with TRL's keys and ground truths, in micro-batches of TRL's size."""
-    rollouts = hosts.plain_rollouts(**hosts.without_tools(), keys=[f"1_{place}" for place in range(hosts.COUNT)])
+    rollouts = hosts.plain_rollouts(keys=[f"1_{place}" for place in range(hosts.COUNT)])
     mask_BT = rollouts.mask_BT.clone()
     if masked is not None:
         mask_BT[masked] = False
     truths = [GOLD[said.prompt] for said in hosts.RESPONSES]
-    rollouts = replace(rollouts, mask_BT=mask_BT, facts={**rollouts.facts, "ground_truth": truths})
+    labels = [{"turn_rewards": list(said.tool_rewards)} if said.tool_rewards else {} for said in hosts.RESPONSES]
+    facts = {
+        **rollouts.facts,
+        "ground_truth": truths,
+        "labels": labels if isinstance(signal, TurnSignal) else [{}] * hosts.COUNT,
+    }
+    rollouts = replace(rollouts, mask_BT=mask_BT, facts=facts)
     return hosts.plain_table(signal, rollouts, tokens=hosts.COUNT * rollouts.padded_length)
 
 

@@ -12,14 +12,16 @@ from typing import Any
 
 import torch
 
+from grail_advantage.trl_ext import TokenWeightGRPOTrainer
 from tests.core.tiny_models import tiny_model
-from tests.trl_ext import scripted
+from tests.trl_ext import conversations, scripted
 
 WEIGHTS: dict[str, dict[str, Any]] = {
     "grail": {"token_weights": "grail"},
     "grail, correct responses": {"token_weights": "grail", "token_weight_options": {"gate": "correct"}},
     "stare": {"token_weights": "stare", "token_weight_options": {"threshold": 100.0}},
     "shear": {"token_weights": "shear", "token_weight_options": {"window": 6, "stride": 3}},
+    "turn_rloo": {"token_weights": "turn_rloo", "environment_factory": conversations.Keypad},
 }
 STEPS = 3
 TIMEOUT = 1500
@@ -34,23 +36,30 @@ def dump_folder(folder: Path, name: str, world_size: int) -> Path:
 def run(name: str, folder: Path, world_size: int) -> dict[str, Any]:
     """Train; the advantages of every generation batch of this rank, the figures, and the parameters at the end."""
     seen: list[dict[str, torch.Tensor]] = []
+    turns = name == "turn_rloo"
+    host: type[TokenWeightGRPOTrainer] = TokenWeightGRPOTrainer if turns else scripted.ScriptedTokenWeights
 
-    class Recording(scripted.ScriptedTokenWeights):
+    class Recording(host):
         def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
             output = super()._generate_and_score_completions(inputs)
             seen.append({part: output[part].clone() for part in ("completion_ids", "completion_mask", "advantages")})
             return output
 
-    trainer = scripted.build(
+    # With turns, the responses of one prompt are on all ranks.
+    options = (
+        {"data": conversations.prompts(conversations.SAFE), "num_generations": 8} if turns else {"model": tiny_model()}
+    )
+    trainer = (conversations if turns else scripted).build(
         folder,
         Recording,
-        model=tiny_model(),
         weights={**WEIGHTS[name], "token_dump": dump_folder(folder.parent, name, world_size)},
         per_device_train_batch_size=8 // world_size,
         max_steps=STEPS,
         loss_type="dr_grpo",
         learning_rate=0.05,
+        **options,
     )
+    first_parameters = [p.detach().clone() for p in trainer.model.parameters()]
     trainer.train()
     section = WEIGHTS[name]["token_weights"]
     figures = {
@@ -61,6 +70,7 @@ def run(name: str, folder: Path, world_size: int) -> dict[str, Any]:
     return {
         "batches": seen,
         "figures": figures,
+        "first parameters": first_parameters,
         "parameters": [p.detach().clone() for p in trainer.model.parameters()],
         "distributed": type(trainer.model_wrapped).__name__,
     }

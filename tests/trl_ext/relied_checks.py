@@ -46,6 +46,11 @@ def test_the_trainer_that_is_installed_is_accepted_as_any_version() -> None:
             r"lacks `\(per_token_loss.size\(0\) \* self.max_completion_length\)` in _compute_loss",
         ),
         ("if advantages.dim() == 1:", "if True:", r"lacks `if advantages.dim\(\) == 1:` in _compute_loss\(\)"),
+        (
+            "return prompt_ids, completion_ids, tool_mask, completions",
+            "return prompt_ids, completion_ids, completions, tool_mask",
+            r"lacks `return prompt_ids, completion_ids, tool_mask, completions` in _generate\(\)",
+        ),
         ('"completion_mask": ', '"loss_mask": ', r'lacks `"completion_mask":` in _generate_and_score_completions'),
     ],
 )

@@ -11,7 +11,7 @@ from datasets import Dataset
 from grail_advantage.methods import method
 from grail_advantage.rules import Rule
 from grail_advantage.trl_ext.checks import check_arguments
-from grail_advantage.trl_ext.rules import AGAINST_SKIPPING, REFUSALS, Arguments
+from grail_advantage.trl_ext.rules import AGAINST_SKIPPING, REFUSALS, WARNINGS, Arguments
 from recipe.marked_text import marked
 from scripts import rules_page
 from tests.core.tiny_models import tiny_model
@@ -50,9 +50,16 @@ def test_refused(tmp_path: Path, rule: Rule) -> None:
         assert str(refused.value) == rule.message(arguments, beside)
 
 
+@pytest.mark.parametrize("rule", WARNINGS, ids=lambda rule: rule.id)
+def test_warned_of(tmp_path: Path, rule: Rule, caplog: pytest.LogCaptureFixture) -> None:
+    arguments, options = _arguments(tmp_path, rule.example), dict(rule.example)
+    build(tmp_path, weights={"token_weights": options.pop("token_weights")}, **options)
+    assert rule.warning(arguments) in caplog.messages
+
+
 def test_a_plain_run_breaks_no_rule(tmp_path: Path) -> None:
     arguments = _arguments(tmp_path, {})
-    assert not [rule.id for rule in (*REFUSALS, *AGAINST_SKIPPING) if rule.when(arguments)]
+    assert not [rule.id for rule in (*REFUSALS, *WARNINGS, *AGAINST_SKIPPING) if rule.when(arguments)]
     assert len({rule.id for rule in (*REFUSALS, *AGAINST_SKIPPING)}) == len(REFUSALS) + len(AGAINST_SKIPPING)
     build(tmp_path, weights={"skip_zero_advantage": True})
     with pytest.raises(ValueError, match="loss_type='luspo' does not work"):
