@@ -47,6 +47,14 @@ Deviation = Annotated[
     ),
 ]
 Align = Literal["calls", "turns"]
+BIAS_OF_DISCOUNT = (
+    "returns are discounted, which biases the gradient of the mean reward: by 0.10 of its length with 0.9 and 0.42 with 0.5, "
+    "beside a smaller scale, in an environment that was enumerated (docs/turns.md)"
+)
+BIAS_OF_MASKING = (
+    "the policy decides with its turns which responses are cut off and train nothing, which biases the gradient: by 0.62 of "
+    "its length with 20 % of calls cut off, in an environment that was enumerated (docs/turns.md)"
+)
 logger = logging.getLogger(__name__)
 
 

@@ -16,7 +16,7 @@ from transformers import ProcessorMixin
 from grail_advantage.batch import EXAMPLES, REWARDS
 from grail_advantage.rules import Rule
 from grail_advantage.signals.base import LOGITS, SALIENCY, Signal
-from grail_advantage.signals.turns import TurnSignal
+from grail_advantage.signals.turns import BIAS_OF_DISCOUNT, BIAS_OF_MASKING, TurnSignal
 
 LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo")
 """Losses of TRL that multiply every token's own ratio by its advantage."""
@@ -244,10 +244,25 @@ WARNINGS = (
         "masked-turns",
         "mask_truncated_completions",
         lambda a: isinstance(a.signal, TurnSignal) and a["mask_truncated_completions"],
-        "the policy decides with its turns which responses are cut off and train nothing, which biases the gradient: by 0.62 "
-        "of its length with 20 % of calls cut off, in an environment that was enumerated (docs/turns.md)",
+        BIAS_OF_MASKING,
         "False does not",
         {"mask_truncated_completions": True, "token_weights": "turn_rloo"},
+    ),
+    Rule(
+        "masked-by-method",
+        "token_weights",
+        lambda a: isinstance(a.signal, TurnSignal) and a.signal.mask_truncated,
+        BIAS_OF_MASKING,
+        "mask_truncated=False does not",
+        {"token_weights": "turn_rloo:mask_truncated=true"},
+    ),
+    Rule(
+        "discounted-turns",
+        "token_weights",
+        lambda a: isinstance(a.signal, TurnSignal) and getattr(a.signal, "gamma", 1.0) < 1,
+        BIAS_OF_DISCOUNT,
+        "gamma=1 does not",
+        {"token_weights": "gtpo"},
     ),
 )
 """Arguments of TRL's with which a method works, and not as somebody may think."""

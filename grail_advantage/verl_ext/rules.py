@@ -17,7 +17,7 @@ from grail_advantage.rules import Obstacle, Rule, broken, refuse, refuse_forced
 from grail_advantage.signals.base import HIDDEN_STATES, LOGITS, SALIENCY, SEQUENCES
 from grail_advantage.signals.oar import Oar
 from grail_advantage.signals.saliency import SaliencySignal
-from grail_advantage.signals.turns import TurnSignal
+from grail_advantage.signals.turns import BIAS_OF_DISCOUNT, BIAS_OF_MASKING, TurnSignal
 from grail_advantage.verl_ext.settings import (
     ACTOR,
     ATTENTION,
@@ -410,8 +410,7 @@ WARNINGS = (
         "discounted-turns",
         lambda s: f"algorithm.{s.method}.gamma",
         lambda s: isinstance(s.signal, TurnSignal) and getattr(s.signal, "gamma", 1.0) < 1,
-        "returns are discounted, which biases the gradient of the mean reward: by 0.10 of its length with 0.9 and 0.42 "
-        "with 0.5, beside a smaller scale, in an environment that was enumerated (docs/turns.md)",
+        BIAS_OF_DISCOUNT,
         "1 does not",
         (f"{METHOD}=gtpo",),
     ),
@@ -419,8 +418,7 @@ WARNINGS = (
         "masked-turns",
         lambda s: f"algorithm.{s.method}.mask_truncated",
         lambda s: isinstance(s.signal, TurnSignal) and s.signal.mask_truncated,
-        "the policy decides with its turns which responses are cut off and train nothing, which biases the gradient: by 0.62 "
-        "of its length with 20 % of calls cut off, in an environment that was enumerated (docs/turns.md)",
+        BIAS_OF_MASKING,
         "false does not",
         ("algorithm.turn_rloo.mask_truncated=True", f"{METHOD}=turn_rloo"),
     ),

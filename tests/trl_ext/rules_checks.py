@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from datasets import Dataset
 
-from grail_advantage.methods import method
 from grail_advantage.rules import Rule
 from grail_advantage.trl_ext.checks import check_arguments
 from grail_advantage.trl_ext.rules import AGAINST_SKIPPING, REFUSALS, WARNINGS, Arguments
+from grail_advantage.view.analysis.specs import parse_method
 from recipe.marked_text import marked
 from scripts import rules_page
 from tests.core.tiny_models import tiny_model
@@ -24,7 +24,7 @@ OF_TRAINER = ("tools", "rollout_func", "environment_factory", "processing_class"
 def _arguments(folder: Path, example: dict[str, Any]) -> Arguments:
     """On the settings alone: this machine cannot start all of them."""
     changes = {"token_weights": "grail", "processes": 1, "train_dataset": scripted.prompts(), **example}
-    signal, processes = method(changes.pop("token_weights")).build({}), changes.pop("processes")
+    signal, processes = parse_method(changes.pop("token_weights")), changes.pop("processes")
     given = {name: changes.pop(name) for name in OF_TRAINER if name in changes}
     if isinstance(given["train_dataset"], dict):
         given["train_dataset"] = Dataset.from_dict(given["train_dataset"])
@@ -53,7 +53,7 @@ def test_refused(tmp_path: Path, rule: Rule) -> None:
 @pytest.mark.parametrize("rule", WARNINGS, ids=lambda rule: rule.id)
 def test_warned_of(tmp_path: Path, rule: Rule, caplog: pytest.LogCaptureFixture) -> None:
     arguments, options = _arguments(tmp_path, rule.example), dict(rule.example)
-    build(tmp_path, weights={"token_weights": options.pop("token_weights")}, **options)
+    build(tmp_path, weights={"token_weights": parse_method(options.pop("token_weights"))}, **options)
     assert rule.warning(arguments) in caplog.messages
 
 
