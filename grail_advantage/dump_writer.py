@@ -11,7 +11,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pyarrow as pa
@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerBase
 
 from grail_advantage import __version__
 from grail_advantage.answers.text import TokenTexts
-from grail_advantage.dump.schema import DumpHeader, ReceivedHeader
+from grail_advantage.dump.schema import RECEIVED_SCHEMA, DumpHeader, FindingRecord, ReceivedHeader, as_utf8
 from grail_advantage.dump.store import remove_steps, write_received, write_step
 from grail_advantage.receipt import Receipt
 from grail_advantage.record import StepRecord
@@ -231,13 +231,34 @@ class StepDump:
             step=step,
             update=update,
             loss=loss,
-            findings=[finding.to_dict() for finding in receipt.findings],
+            findings=[cast(FindingRecord, finding.to_dict()) for finding in receipt.findings],
             updates=len(receipt.received_UBT),
             tokens=int(trained_BT.sum()),
             clipped=float(clipped.mean()) if len(clipped) and clipped.isfinite().all() else None,
+            seen_from=receipt.seen_from,
         )
-        self.writer.submit(lambda folder: write_received(folder, header, receipt.table(keys, lengths)))
+        self.writer.submit(lambda folder: write_received(folder, header, received_table(receipt, keys, lengths)))
         return header
+
+
+def received_table(receipt: Receipt, keys: Sequence[str], lengths: Sequence[int]) -> pa.Table:
+    """A receipt as :func:`grail_advantage.dump.store.write_received` writes it, a row a response.
+
+    Args:
+        receipt: of these responses.
+        keys: of its B responses.
+        lengths: tokens of each.
+    """
+    columns: dict[str, list[Any]] = {name: [] for name in RECEIVED_SCHEMA.names}
+    for place, (key, length) in enumerate(zip(keys, lengths, strict=True)):
+        by_update_UT = receipt.received_UBT[:, place, :length].float()
+        held_K = by_update_UT.isfinite().any(dim=1).nonzero().flatten()
+        columns["key"].append(as_utf8(key))
+        columns["updates"].append(held_K.numpy())
+        columns["received"].append(receipt.received_BT[place, :length].float().numpy())
+        columns["clipped"].append(receipt.clipped_BT[place, :length].float().numpy())
+        columns["by_update"].append(list(by_update_UT[held_K].numpy()))
+    return pa.table(columns, schema=RECEIVED_SCHEMA)
 
 
 def step_header(

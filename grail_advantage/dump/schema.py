@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NotRequired
 
 import pyarrow as pa
 from typing_extensions import TypedDict
@@ -99,6 +99,7 @@ class FindingRecord(TypedDict):
     examples: Sequence[tuple[str, int, float | None, float | None]]
     causes: str
     mismatch: bool
+    tokens: NotRequired[int]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,3 +117,5 @@ class ReceivedHeader:
     """Tokens of these responses that trained, each counted once."""
     clipped: float | None = None
     """Mean share of clipping over these tokens and their optimiser steps."""
+    seen_from: float | None = None
+    """The smallest factor above 1 that is found, by the gradients' precision."""

@@ -117,8 +117,8 @@ def write_received(folder: Path, header: ReceivedHeader, table: pa.Table) -> Pat
     Args:
         folder: of the dump.
         header: of the file.
-        table: of :data:`grail_advantage.dump.schema.RECEIVED_SCHEMA`, as :meth:`grail_advantage.receipt.Receipt.table` gives
-            it, with the responses of the file beside it in their order.
+        table: of :data:`grail_advantage.dump.schema.RECEIVED_SCHEMA`, as :func:`grail_advantage.dump_writer.received_table`
+            gives it, with the responses of the file beside it in their order.
     """
     return _write(_RECEIVED, folder, header, table)
 

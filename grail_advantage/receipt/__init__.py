@@ -6,8 +6,21 @@ compares the two and names what does not fit. No trainer is imported. ``python -
 token dump. See docs/receipt.md.
 """
 
-from grail_advantage.receipt.check import Finding, Receipt, check
-from grail_advantage.receipt.losses import Batch, Loss, trl_loss, verl_loss
-from grail_advantage.receipt.measure import Piece, Watch, watch
+from .check import Finding, Receipt, check
+from .losses import Batch, Layout, Loss, Tokens, trl_loss, verl_loss
+from .measure import Piece, Watch, watch
 
-__all__ = ["Batch", "Finding", "Loss", "Piece", "Receipt", "Watch", "check", "trl_loss", "verl_loss", "watch"]
+__all__ = [
+    "Batch",
+    "Finding",
+    "Layout",
+    "Loss",
+    "Piece",
+    "Receipt",
+    "Tokens",
+    "Watch",
+    "check",
+    "trl_loss",
+    "verl_loss",
+    "watch",
+]

@@ -1,8 +1,11 @@
-"""``python -m grail_advantage.receipt RUN``: the receipt of a run, read from its token dump."""
+"""``python -m`` of this package: the receipts of a file; as a part of grail_advantage also of a run's token dump."""
 
 import sys
 
-from grail_advantage.receipt.report import main
+if __package__.count("."):
+    from ..view.receipt import main
+else:
+    from .report import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
-from grail_advantage.receipt.measure import Piece
+from .measure import Piece
 
 
 @dataclass(frozen=True)
@@ -21,8 +21,9 @@ class Loss:
 
     name: str
     """For reports, such as ``vanilla`` or ``dapo``."""
-    account: str | None = "clip"
-    """The formula: a key of ``ACCOUNTS``; ``None`` for an unknown loss, of which the structure alone is checked."""
+    account: str | Callable[[Tokens], torch.Tensor] | None = "clip"
+    """The formula: a key of ``ACCOUNTS``; a function from :class:`Tokens` to the loss of each token, (b, T) before any mean, of
+    which the derivative is taken; ``None`` for an unknown loss, of which the structure alone is checked."""
     aggregation: str = "token-mean"
     """``token-mean``, ``token-sum``, ``seq-mean-token-sum``, ``seq-mean-token-mean`` or ``seq-mean-token-sum-norm``."""
     over: str = "update"
@@ -130,6 +131,17 @@ VESPO = {("k", "pos"): 2.0, ("k", "neg"): 3.0, ("lambda", "pos"): 3.0, ("lambda"
 
 
 @dataclass(frozen=True)
+class Layout:
+    """For hosts that hold some responses of an optimiser step alone, or leave some out of several."""
+
+    update_of_B: torch.Tensor | None = None
+    """(B,) or (epochs, B) the update of an epoch, from 0, that a left-out response would be in."""
+    totals_U2: torch.Tensor | None = None
+    """(U, 2) tokens and responses that the mean of each optimiser step is over, where B are some of its responses alone; then
+    neither B nor ``left_out_B`` is counted for it."""
+
+
+@dataclass(frozen=True)
 class Batch:
     """A rollout batch as the trainer intends it; all ranks' responses, in one order."""
 
@@ -154,14 +166,9 @@ class Batch:
     """Ranks whose gradients are averaged: each one's g is divided by it."""
     on_policy: bool = True
     """The old log-probabilities are those of the policy that the first update trains, so the first ratio is 1."""
-    update_of_B: torch.Tensor | None = None
-    """(B,) the update of an epoch, from 0, that a left-out response would be in; read only where ``left_out_B`` is given
-    and ``updates`` > 1."""
-    totals_U2: torch.Tensor | None = None
-    """(U, 2) tokens and responses that the mean of each optimiser step is over, where B are some of its responses alone; then
-    neither B nor ``left_out_B`` is counted for it."""
     keys: list[str] | None = None
-    """Names of the responses in findings; their numbers without."""
+    """Names of the responses in findings; their numbers from 0 without."""
+    layout: Layout = Layout()
 
 
 @dataclass(frozen=True)
@@ -315,15 +322,29 @@ ACCOUNTS: Mapping[str, Callable[[Tokens, Mapping[str, Any]], Account]] = {
 def expect(loss: Loss, tokens: Tokens) -> Account:
     """The effective advantage that a known loss gives, KL term included, and where it clips; 0 outside the mask."""
     assert loss.account is not None
-    value, clipped = ACCOUNTS[loss.account](tokens, loss.options)
+    if callable(loss.account):
+        value, clipped = _derivative(loss.account, tokens)
+    else:
+        value, clipped = ACCOUNTS[loss.account](tokens, loss.options)
     if loss.kl and tokens.ref is not None:
-        value = value - loss.kl_coef * _kl(loss, tokens, tokens.log_probs - tokens.ref)
+        value = value - loss.kl_coef * kl_slope(loss, tokens)
     return torch.where(tokens.mask, value, 0.0), clipped & tokens.mask
 
 
-def _kl(loss: Loss, tokens: Tokens, difference: torch.Tensor) -> torch.Tensor:
+def _derivative(account: Callable[[Tokens], torch.Tensor], tokens: Tokens) -> Account:
+    """Of a loss by token, on columns without a history."""
+    with torch.enable_grad():
+        log_probs = tokens.log_probs.detach().requires_grad_()
+        total = torch.where(tokens.mask, account(replace(tokens, log_probs=log_probs)), 0.0).sum()
+        (gradient,) = torch.autograd.grad(total, log_probs, allow_unused=True) if total.requires_grad else (None,)
+    value = torch.zeros_like(tokens.log_probs) if gradient is None else -gradient
+    return value, (value == 0) & (tokens.advantages != 0)
+
+
+def kl_slope(loss: Loss, tokens: Tokens) -> torch.Tensor:
     """The derivative of the KL term; http://joschu.net/blog/kl-approx.html names the estimators."""
-    assert loss.kl is not None
+    assert loss.kl is not None and tokens.ref is not None
+    difference = tokens.log_probs - tokens.ref
     k3, slope = (-difference).exp() + difference - 1, 1 - (-difference).exp()
     if loss.kl == "k3 of trl":
         if not loss.options.get("corrected"):
@@ -340,29 +361,49 @@ def _kl(loss: Loss, tokens: Tokens, difference: torch.Tensor) -> torch.Tensor:
     return torch.where((difference.abs() > 20) | (k3 > 10), 0.0, slope)
 
 
-def denominators(loss: Loss, batch: Batch, pieces: Sequence[Piece]) -> list[torch.Tensor]:
-    """D of each piece's responses, (b, 1) float64: the divisor of a token's loss, means over ranks included."""
-    lengths_B = batch.mask_BT.sum(dim=1).double()
+def denominators(
+    loss: Loss,
+    batch: Batch,
+    pieces: Sequence[Piece],
+    counted_BT: torch.Tensor | None = None,
+    rows_U: Sequence[torch.Tensor] | None = None,
+) -> list[torch.Tensor]:
+    """D of each piece's responses, (b, 1) float64: the divisor of a token's loss, means over ranks included.
+
+    Args:
+        loss: gives the aggregation.
+        batch: intended.
+        pieces: of all ranks.
+        counted_BT: tokens that are counted instead of the mask's; responses without one are not.
+        rows_U: responses that each optimiser step counts, instead of those that the batch says.
+    """
+    lengths_B = (batch.mask_BT if counted_BT is None else counted_BT).sum(dim=1).double()
+    there_B = torch.ones_like(lengths_B) if counted_BT is None else (lengths_B > 0).double()
     result = []
     for piece in pieces:
         rows_b, together = piece.rows_b, [other for other in pieces if other.update == piece.update]
+        times = 1.0
         if loss.over == "micro-batch":
             count_B, times = rows_b, batch.ranks * sum(other.rank == piece.rank for other in together)
+        elif loss.over == "rank":
+            count_B, times = torch.cat([other.rows_b for other in together if other.rank == piece.rank]), batch.ranks
         else:
-            count_B, times = _rows_of_update(batch, piece.update, together), 1
-        tokens, responses = lengths_B[count_B].sum().clamp(min=1), len(count_B)
-        if loss.over == "update" and batch.totals_U2 is not None:
-            tokens, responses = batch.totals_U2[piece.update].double().clamp(min=1).unbind()
+            count_B = _rows_of_update(batch, piece.update, together) if rows_U is None else rows_U[piece.update]
+        tokens, responses = lengths_B[count_B].sum(), there_B[count_B].sum()
+        if loss.over == "update" and batch.layout.totals_U2 is not None:
+            total, of_responses = batch.layout.totals_U2[piece.update].double().unbind()
+            tokens = tokens - batch.mask_BT.sum(dim=1)[count_B].sum() + total
+            responses = responses - len(count_B) + of_responses
         if loss.over == "batch":
-            tokens = lengths_B.sum().clamp(min=1) / batch.updates
-        own_b = lengths_B[rows_b].clamp(min=1)
-        width = loss.norm or piece.width or batch.mask_BT.shape[1]
+            tokens, responses = lengths_B.sum() / batch.updates, there_B.sum() / batch.updates
+        own_b, width = lengths_B[rows_b].clamp(min=1), loss.norm or piece.width or batch.mask_BT.shape[1]
+        ones_b, responses = torch.ones_like(own_b), responses.clamp(min=1)
         each_b = {
-            "token-mean": tokens.expand_as(own_b),
-            "token-sum": torch.ones_like(own_b),
-            "seq-mean-token-sum": torch.ones_like(own_b) * responses,
+            "token-mean": tokens.clamp(min=1) * ones_b,
+            "token-sum": ones_b,
+            "seq-mean-token-sum": ones_b * responses,
             "seq-mean-token-mean": responses * own_b,
-            "seq-mean-token-sum-norm": torch.ones_like(own_b) * responses * width,
+            "seq-mean-token-sum-norm": ones_b * responses * width,
         }[loss.aggregation]
         result.append((times * each_b).unsqueeze(1))
     return result
@@ -372,8 +413,8 @@ def _rows_of_update(batch: Batch, update: int, pieces: Sequence[Piece]) -> torch
     """The responses that an update is over, those left out included."""
     if batch.updates == 1:
         return torch.arange(len(batch.mask_BT))
-    rows = torch.cat([piece.rows_b for piece in pieces])
-    if batch.left_out_B is not None and batch.update_of_B is not None:
-        plan_B = batch.update_of_B if batch.update_of_B.ndim == 1 else batch.update_of_B[update // batch.updates]
+    rows, plan_B = torch.cat([piece.rows_b for piece in pieces]), batch.layout.update_of_B
+    if batch.left_out_B is not None and plan_B is not None:
+        plan_B = plan_B if plan_B.ndim == 1 else plan_B[update // batch.updates]
         rows = torch.cat([rows, (batch.left_out_B & (plan_B == update % batch.updates)).nonzero().squeeze(1)])
     return rows.unique()

@@ -7,12 +7,13 @@ Shape suffixes: b responses of a micro-batch, T response tokens.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch.nn.functional import pad
+from torch.utils.hooks import RemovableHandle
 
 
 @dataclass(frozen=True)
@@ -48,23 +49,49 @@ class Gradient:
         """What went into the loss."""
         self.values: torch.Tensor | None = None
         """``None`` before the backward, and without one (in evaluation); the sum of what several backwards gave."""
-        if log_probs.requires_grad:
-            log_probs.register_hook(self._add)
+        self._hook: RemovableHandle | None = log_probs.register_hook(self._add) if log_probs.requires_grad else None
+
+    def close(self) -> None:
+        """Take the hook off; a backward after it is not read."""
+        if self._hook is not None:
+            self._hook.remove()
 
     def _add(self, gradient: torch.Tensor) -> None:
         self.values = gradient.detach().clone() if self.values is None else self.values + gradient
 
 
 class Watch:
-    """Collects the pieces of a rollout batch; see :func:`watch`."""
+    """Collects the pieces of a rollout batch; within its context the hooks are on."""
 
     def __init__(self) -> None:
-        self._read: list[tuple[Gradient, torch.Tensor, int]] = []
+        self._read: list[tuple[Gradient, torch.Tensor, int, int, float]] = []
         self._update = 0
 
-    def read(self, log_probs_bT: torch.Tensor, rows_b: Sequence[int] | torch.Tensor) -> None:
-        """Read the gradient of a micro-batch. Call it before the loss, with the tensor that goes into the loss."""
-        self._read.append((Gradient(log_probs_bT), torch.as_tensor(rows_b), self._update))
+    def __enter__(self) -> Watch:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for gradient, *_ in self._read:
+            gradient.close()
+
+    def read(
+        self, log_probs_bT: torch.Tensor, rows_b: Sequence[int] | torch.Tensor, *, rank: int = 0, scale: float = 1.0
+    ) -> None:
+        """Read the gradient of a micro-batch. Call it before the loss, with the tensor that goes into the loss.
+
+        Args:
+            log_probs_bT: (b, T) of the sampled tokens.
+            rows_b: places of its responses in the rollout batch of all ranks.
+            rank: the data-parallel rank.
+            scale: what the loss is multiplied by before the backward and divided by before the step (AMP's loss scale).
+        """
+        rows_b = torch.as_tensor(rows_b)
+        if log_probs_bT.ndim != 2 or log_probs_bT.shape[0] != len(rows_b):
+            raise ValueError(
+                f"log-probabilities of shape {tuple(log_probs_bT.shape)} for {len(rows_b)} rows: give read() one row of them "
+                "for each response"
+            )
+        self._read.append((Gradient(log_probs_bT), rows_b, self._update, rank, scale))
 
     def step(self) -> None:
         """Call it after each optimiser step."""
@@ -73,15 +100,25 @@ class Watch:
     @property
     def pieces(self) -> list[Piece]:
         """The micro-batches so far; one without a backward has gradient 0."""
-        return [
-            Piece(
-                rows_b, each.log_probs, torch.zeros_like(each.log_probs) if each.values is None else each.values, update
-            )
-            for each, rows_b, update in self._read
+        result = []
+        for each, rows_b, update, rank, scale in self._read:
+            gradient_bT = torch.zeros_like(each.log_probs) if each.values is None else each.values / scale
+            result.append(Piece(rows_b, each.log_probs, gradient_bT, update, rank))
+        return result
+
+    def gather(self) -> list[Piece]:
+        """The pieces of all ranks, on each of them: a collective where ``torch.distributed`` runs."""
+        own = [
+            replace(p, **{n: v.cpu() for n, v in vars(p).items() if isinstance(v, torch.Tensor)}) for p in self.pieces
         ]
+        distributed = torch.distributed
+        if not (distributed.is_available() and distributed.is_initialized()):
+            return own
+        parts: list[Any] = [None] * distributed.get_world_size()
+        distributed.all_gather_object(parts, own)
+        return [piece for part in parts for piece in part]
 
 
-@contextmanager
-def watch() -> Iterator[Watch]:
+def watch() -> Watch:
     """A context that reads the gradients of a loop of one's own; ten lines in docs/receipt.md."""
-    yield Watch()
+    return Watch()

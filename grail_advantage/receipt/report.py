@@ -1,29 +1,30 @@
-"""The receipt of a run, read from its token dump: put together, in sentences, and in the terminal
-(``python -m grail_advantage.receipt RUN``).
+"""The receipts of a run put together, in sentences and as a command; they are read from JSON, a line a receipt, which
+:func:`write` writes.
 
-A receipt says what each token received in an update, beside what was intended for it (docs/receipt.md). The trainer checks each
-update that the token dump writes; this prints the findings.
+A record of such a line has ``step`` and ``update`` (of the training step), ``loss``, ``findings`` (:meth:`.Finding.to_dict`),
+``updates`` (optimiser steps), ``tokens``, ``clipped`` and ``seen_from``; the last two may be null.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from grail_advantage.answers.visible import visible
-from grail_advantage.dump.options import TOKENS
-from grail_advantage.dump.schema import FindingRecord, ReceivedHeader
-from grail_advantage.dump.store import read_headers
+from .check import Finding, Receipt, number
 
 NOTHING = 2
 """Exit status where there is nothing to read."""
 _STEPS = 12
 """Lines of the table at most."""
+Record = Mapping[str, Any]
+Read = Callable[[Path, list[str]], Sequence[Record]]
+"""Records of a path; what cannot be read is added to the list."""
 
 
 # ------------------------------------------------------------------------------------------------------------------ a run
@@ -33,49 +34,60 @@ _STEPS = 12
 class RunFinding:
     """A finding, over a run."""
 
-    first: FindingRecord
-    """As in the first update that has it."""
+    first: Finding
+    """As in the first receipt that has it."""
     step: int
     update: int
-    """Of that update."""
+    """Of that receipt."""
     count: int
-    """Updates that have one of its name."""
+    """Receipts that have one of its name."""
+    tokens: int
+    """That it covers in them."""
 
 
 @dataclass(frozen=True)
 class RunReceipt:
     """The receipts of a run, put together."""
 
-    updates: int
-    """Updates that were checked."""
+    receipts: int
+    steps: int
+    """Optimiser steps in them."""
     tokens: int
     """Tokens that trained in them."""
     clipped: float | None
     """Mean share of clipping."""
     losses: Sequence[str]
     findings: Sequence[RunFinding]
-    """Mismatches first, then notes."""
+    """Mismatches first, then notes; those that cover most tokens first."""
+    seen_from: float | None
+    """As in the least precise receipt."""
 
     @property
     def mismatches(self) -> int:
-        return sum(finding.first["mismatch"] for finding in self.findings)
+        return sum(finding.first.mismatch for finding in self.findings)
 
 
-def run_receipt(headers: Sequence[ReceivedHeader]) -> RunReceipt:
-    """The receipts of a run from the headers of its files."""
+def run_receipt(records: Sequence[Record]) -> RunReceipt:
+    """The receipts of a run from their records."""
     known: dict[tuple[bool, str], RunFinding] = {}
-    for header in headers:
-        for name, finding in {(not each["mismatch"], each["name"]): each for each in reversed(header.findings)}.items():
-            first = known.setdefault(name, RunFinding(finding, header.step, header.update, 0))
-            known[name] = replace(first, count=first.count + 1)
-    clipped = [(header.clipped, header.tokens) for header in headers if header.clipped is not None]
+    for record in records:
+        own: dict[tuple[bool, str], list[Finding]] = {}
+        for finding in map(Finding.from_dict, record["findings"]):
+            own.setdefault((finding.mismatch, finding.name), []).append(finding)
+        for name, findings in own.items():
+            first = known.setdefault(name, RunFinding(findings[0], record["step"], record["update"], 0, 0))
+            tokens = first.tokens + sum(finding.tokens for finding in findings)
+            known[name] = replace(first, count=first.count + 1, tokens=tokens)
+    clipped = [(record["clipped"], record["tokens"]) for record in records if record.get("clipped") is not None]
     weight = sum(tokens for _, tokens in clipped)
     return RunReceipt(
-        updates=len(headers),
-        tokens=sum(header.tokens for header in headers),
+        receipts=len(records),
+        steps=sum(record["updates"] for record in records),
+        tokens=sum(record["tokens"] for record in records),
         clipped=sum(share * tokens for share, tokens in clipped) / weight if weight else None,
-        losses=sorted({header.loss for header in headers if header.loss}),
-        findings=[known[name] for name in sorted(known)],
+        losses=sorted({record["loss"] for record in records if record["loss"]}),
+        findings=sorted(known.values(), key=lambda one: (not one.first.mismatch, -one.tokens, one.first.name)),
+        seen_from=max((record["seen_from"] for record in records if record.get("seen_from")), default=None),
     )
 
 
@@ -84,7 +96,7 @@ def run_receipt(headers: Sequence[ReceivedHeader]) -> RunReceipt:
 
 def summary(receipt: RunReceipt) -> str:
     """What arrived, in two sentences."""
-    of = f"{receipt.tokens:,} tokens of {_count(receipt.updates, 'update')}"
+    of = f"{receipt.tokens:,} tokens in {_count(receipt.steps, 'optimiser step')}"
     loss = f" ({', '.join(receipt.losses)})" if receipt.losses else ""
     clipped = "" if receipt.clipped is None else f" {100 * receipt.clipped:.3g} % of them were clipped."
     count = receipt.mismatches
@@ -94,83 +106,175 @@ def summary(receipt: RunReceipt) -> str:
     return f"Every token received what the loss says{loss}, over {of}.{clipped}"
 
 
+def unseen(receipt: RunReceipt) -> str:
+    """What such a receipt cannot see."""
+    factor = "a factor near 1" if receipt.seen_from is None else f"a factor between 1 and {receipt.seen_from:.5g}"
+    return (
+        "Measured: the gradient of the loss with respect to each sampled token's log-probability. Not seen: an entropy bonus "
+        f"and auxiliary losses that bypass it, gradients of an earlier step (a forgotten zero_grad), {factor}."
+    )
+
+
 def finding_texts(finding: RunFinding) -> dict[str, Any]:
-    """A finding's sentences."""
+    """A finding's sentences. Tokens, optimiser steps and epochs are counted from 1, as on the page."""
     first = finding.first
     at = f"step {finding.step}" + (f", update {finding.update}" if finding.update else "")
-    more = "" if finding.count == 1 else f", and {_count(finding.count - 1, 'more update')}"
+    more = "" if finding.count == 1 else f", and {_count(finding.count - 1, 'more receipt')}"
     return {
-        "mismatch": first["mismatch"],
-        "name": first["name"],
-        "what": first["what"],
-        "where": f"{at}, {first['where']}{more}",
-        "examples": [_example(*example) for example in first["examples"][:3]],
-        "causes": first["causes"],
+        "mismatch": first.mismatch,
+        "name": first.name,
+        "what": first.what,
+        "where": f"{at}: {first.where}{more}",
+        "tokens": finding.tokens,
+        "receipts": finding.count,
+        "step": finding.step,
+        "update": finding.update,
+        "examples": [_example(*example) for example in first.examples[:3]],
+        "causes": first.causes,
     }
 
 
-def _example(response: Any, token: Any, intended: Any, received: Any) -> str:
-    return f"response {response}, token {token}: intended {_number(intended)}, received {_number(received)}"
+def _example(response: Any, token: int, intended: float | None, received: float | None) -> dict[str, Any]:
+    values = [value + 0.0 if isinstance(value, int | float) else None for value in (intended, received)]  # no -0.0
+    text = f"response {response}, token {token + 1}: intended {_number(values[0])}, received {_number(values[1])}"
+    return {"text": text, "response": response, "token": token + 1, "intended": values[0], "received": values[1]}
 
 
-def _number(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, int | float) else "nothing"
+def _number(value: float | None) -> str:
+    return "nothing" if value is None else number(value)
 
 
-def _count(number: int, what: str) -> str:
-    return f"{number:,} {what}{'' if number == 1 else 's'}"
+def _count(many: int, what: str) -> str:
+    return f"{many:,} {what}{'' if many == 1 else 's'}"
+
+
+def _plain(text: str) -> str:
+    """Without what would act on a terminal."""
+    return "".join(character if character.isprintable() else ascii(character)[1:-1] for character in text)
 
 
 # ---------------------------------------------------------------------------------------------------------------- the command
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Print one page; 1 where a finding is a mismatch, 2 where there is nothing to read."""
+def write(path: Path | str, receipt: Receipt, loss: str, step: int, update: int = 0) -> None:
+    """Add a receipt to a file of JSON lines, which the command reads."""
+    trained_BT = receipt.received_BT.isfinite() & (receipt.expected_UBT.nansum(dim=0) != 0)
+    clipped = receipt.clipped_BT[trained_BT]
+    record = {
+        "step": step,
+        "update": update,
+        "loss": loss,
+        "findings": [finding.to_dict() for finding in receipt.findings],
+        "updates": len(receipt.received_UBT),
+        "tokens": int(trained_BT.sum()),
+        "clipped": float(clipped.mean()) if len(clipped) and clipped.isfinite().all() else None,
+        "seen_from": receipt.seen_from,
+    }
+    with Path(path).open("a", encoding="utf-8") as file:
+        file.write(json.dumps(record) + "\n")
+
+
+def read(path: Path, problems: list[str]) -> list[Record]:
+    """The records of such a file."""
+    records: list[Record] = []
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        problems.append(f"{path}: cannot be read: {error}")
+        return records
+    for place, line in enumerate(lines, start=1):
+        try:
+            record = json.loads(line)
+            run_receipt([record])
+        except (ValueError, TypeError, LookupError, AttributeError) as error:
+            problems.append(f"{path}: line {place} is no receipt ({type(error).__name__})")
+        else:
+            records.append(record)
+    return records
+
+
+def main(
+    argv: list[str] | None = None,
+    *,
+    read: Read = read,
+    called: str = "a file of JSON lines from write()",
+    remedy: str = "write() adds one",
+    rollout: Callable[[int, int, str], str | None] = lambda step, update, key: None,
+) -> int:
+    """Print one page.
+
+    Args:
+        argv: the command's arguments.
+        read: gives the records of the path.
+        called: the path, in the help.
+        remedy: where it holds no receipt.
+        rollout: name of a response on a report page, by step, update and key.
+
+    Returns:
+        1 where a finding is as severe as ``--fail-on`` says, 2 where there is nothing to read, 0 otherwise.
+    """
     parser = argparse.ArgumentParser(
-        prog="python -m grail_advantage.receipt",
         description="What each token of a run received, beside what was intended. Ends with 1 where something does not fit the "
-        "loss, with 2 where there is nothing to read.",
+        "loss, with 2 where there is nothing to read."
     )
-    parser.add_argument("run", type=Path, help="a run's folder (with tokens/), or a token dump's")
-    folder = parser.parse_args(argv).run
-    folder = folder / TOKENS if (folder / TOKENS).is_dir() else folder
+    parser.add_argument("run", type=Path, help=called)
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of the page")
+    parser.add_argument(
+        "--fail-on",
+        choices=("mismatch", "note", "nothing"),
+        default="mismatch",
+        help="end with 1 on a mismatch (default), on a note too, or never",
+    )
+    options = parser.parse_args(argv)
     problems: list[str] = []
-    headers = read_headers(folder, problems)
+    records = read(options.run, problems)
     for problem in problems:
-        print(f"receipt: {visible(problem, breaks=False)}", file=sys.stderr)
-    if not headers:
-        print(
-            f"receipt: {folder} holds no receipt (received_NUMBER.parquet): train with algorithm.token_dump.folder set and "
-            "algorithm.token_dump.received=true",
-            file=sys.stderr,
-        )
+        print(f"receipt: {_plain(problem)}", file=sys.stderr)
+    if not records:
+        print(f"receipt: {_plain(str(options.run))} holds no receipt: {remedy}", file=sys.stderr)
         return NOTHING
-    receipt = run_receipt(headers)
-    print("\n".join(_page(folder, headers, receipt)))
-    return 1 if receipt.mismatches else NOTHING if problems else 0
+    receipt = run_receipt(records)
+    findings = [linked(texts, rollout) for texts in map(finding_texts, receipt.findings)]
+    if options.json:
+        whole = {"summary": summary(receipt), "unseen": unseen(receipt), "findings": findings}
+        counts = {
+            name: getattr(receipt, name) for name in ("receipts", "steps", "tokens", "clipped", "losses", "seen_from")
+        }
+        print(json.dumps({**whole, **counts}, indent=1))
+    else:
+        print(*map(_plain, _page(options.run, records, receipt, findings)), sep="\n")
+    severe = {"mismatch": receipt.mismatches, "note": len(receipt.findings), "nothing": 0}[options.fail_on]
+    return 1 if severe else NOTHING if problems else 0
 
 
-def _page(folder: Path, headers: Sequence[ReceivedHeader], receipt: RunReceipt) -> Iterator[str]:
-    yield f"Receipt of {folder}"
-    yield summary(receipt)
-    for texts in map(finding_texts, receipt.findings):
-        yield from ("", *_lines(texts))
-    yield ""
-    yield f"{'step':>8} {'updates':>8} {'tokens':>12} {'clipped':>9}  findings"
-    parts = min(_STEPS, len(headers))
-    edges = [round(part * len(headers) / parts) for part in range(parts + 1)]
-    for start, end in pairwise(edges):
-        part = run_receipt(headers[start:end])
-        clipped = "" if part.clipped is None else f"{part.clipped:.2%}"
-        names = ", ".join(visible(finding.first["name"], breaks=False) for finding in part.findings) or "none"
-        yield f"{headers[start].step:>8} {part.updates:>8} {part.tokens:>12,} {clipped:>9}  {names}"
-
-
-def _lines(texts: Mapping[str, Any]) -> Iterator[str]:
-    plain = {name: visible(texts[name], breaks=False) for name in ("name", "what", "where", "causes")}
-    yield f"{'MISMATCH' if texts['mismatch'] else 'note'}: {plain['name']}. {plain['what']}"
-    yield f"  where: {plain['where']}"
+def linked(texts: dict[str, Any], rollout: Callable[[int, int, str], str | None]) -> dict[str, Any]:
+    """A finding's sentences with the address of each example's token on a report page, where it is there."""
     for example in texts["examples"]:
-        yield f"  such as {visible(example, breaks=False)}"
-    if plain["causes"]:
-        yield f"  usual causes: {plain['causes']}"
+        name = rollout(texts["step"], texts["update"], example["response"])
+        if name is not None:
+            example["link"] = f"#overlay=received&rollout={name}&token={example['token'] - 1}"
+    return texts
+
+
+def _page(path: Path, records: Sequence[Record], receipt: RunReceipt, findings: Sequence[Record]) -> Iterator[str]:
+    yield f"Receipt of {path}"
+    yield summary(receipt)
+    for texts in findings:
+        yield ""
+        yield f"{'MISMATCH' if texts['mismatch'] else 'note'}: {texts['name']}. {texts['what']}"
+        yield f"  where: {texts['where']}"
+        for example in texts["examples"]:
+            yield f"  such as {example['text']}" + (f" (report.html{example['link']})" if "link" in example else "")
+        if texts["causes"]:
+            yield f"  usual causes: {texts['causes']}"
+    yield ""
+    yield f"{'step':>8} {'steps':>8} {'tokens':>12} {'clipped':>9}  findings"
+    parts = min(_STEPS, len(records))
+    edges = [round(part * len(records) / parts) for part in range(parts + 1)]
+    for start, end in pairwise(edges):
+        part = run_receipt(records[start:end])
+        clipped = "" if part.clipped is None else f"{part.clipped:.2%}"
+        names = ", ".join(finding.first.name for finding in part.findings) or "none"
+        yield f"{records[start]['step']:>8} {part.steps:>8} {part.tokens:>12,} {clipped:>9}  {names}"
+    yield ""
+    yield unseen(receipt)

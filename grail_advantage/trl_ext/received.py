@@ -20,7 +20,7 @@ from torch.nn.functional import pad
 from trl import GRPOTrainer
 
 from grail_advantage.dump_writer import StepDump
-from grail_advantage.receipt import Batch, Loss, Piece, Receipt, check, trl_loss
+from grail_advantage.receipt import Batch, Loss, Piece, check, trl_loss
 from grail_advantage.receipt.measure import Gradient
 from grail_advantage.trl_ext.patches import loss_mask, written_lengths
 
@@ -201,12 +201,12 @@ class GenerationReceipt:
         loss = loss_of(self._trainer)
         receipt = check(batch, loss, pieces)
         chosen = self._chosen
-        written = Receipt(
-            receipt.received_BT[chosen],
-            receipt.clipped_BT[chosen],
-            receipt.received_UBT[:, chosen],
-            receipt.expected_UBT[:, chosen],
-            receipt.findings,
+        written = replace(
+            receipt,
+            received_BT=receipt.received_BT[chosen],
+            clipped_BT=receipt.clipped_BT[chosen],
+            received_UBT=receipt.received_UBT[:, chosen],
+            expected_UBT=receipt.expected_UBT[:, chosen],
         )
         keys, lengths = [f"{self._step}_{place}" for place in chosen], lengths_B[chosen].tolist()
         self._dump.write_received(self._step, self._update, keys, lengths, mask_BT[chosen], written, loss.name)

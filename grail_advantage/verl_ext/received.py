@@ -25,7 +25,7 @@ from verl.utils import tensordict_utils as tu
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
 from grail_advantage.batch import OLD_LOG_PROBS
-from grail_advantage.receipt import Batch, Loss, Piece, Receipt, check, verl_loss
+from grail_advantage.receipt import Batch, Layout, Loss, Piece, Receipt, check, verl_loss
 from grail_advantage.receipt.measure import Gradient
 from grail_advantage.verl_ext.exchange import PLACES, WATCHED
 from grail_advantage.verl_ext.settings import ACTOR, Settings
@@ -41,7 +41,7 @@ class OptimiserStep:
     places: list[int]
     """Of all its responses in the update's batch, also of those that are left out of it."""
     pieces: list[Piece]
-    """Its micro-batches, with the written responses alone, by their slots; float32, on the CPU."""
+    """Its micro-batches, with the written responses alone, by their slots; on the CPU."""
 
 
 @dataclass
@@ -126,9 +126,9 @@ def _loss_scale(engine: FSDPEngineWithLMHead) -> float:
 
 def _piece(reading: _Reading, scale: float) -> Piece:
     # verl's log-probabilities are packed: those of prompt + response, each at the position before its token.
-    log_probs_N = reading.gradient.log_probs.values().float().cpu()
+    log_probs_N = reading.gradient.log_probs.values().cpu()  # in its own type, which says how exact the gradient is
     gradient = reading.gradient.values
-    gradient_N = torch.zeros_like(log_probs_N) if gradient is None else gradient.values().float().cpu() / scale
+    gradient_N = torch.zeros_like(log_probs_N) if gradient is None else gradient.values().cpu() / scale
     slots, log_probs, gradients, outside, start = [], [log_probs_N[:0]], [gradient_N[:0]], [], 0
     lengths = zip(reading.prompts_R.tolist(), reading.responses_R.tolist(), strict=True)
     for (_, slot), (prompt, response) in zip(reading.places_R2.tolist(), lengths, strict=True):
@@ -267,8 +267,10 @@ def receipt_of(
             epochs=epochs,
             ranks=len(of_ranks),
             on_policy=on_policy,
-            totals_U2=torch.tensor([[sum(tokens[place] for place in of_step), len(of_step)] for of_step in places]),
             keys=written.keys,
+            layout=Layout(
+                totals_U2=torch.tensor([[sum(tokens[p] for p in of_step), len(of_step)] for of_step in places])
+            ),
         ),
         loss,
         pieces,

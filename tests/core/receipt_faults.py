@@ -1,16 +1,21 @@
-"""Faults of real trainers, each injected into a plain loop; ``python -m tests.core.receipt_faults`` prints the table."""
+"""Faults of real trainers, each injected into a plain loop of 64 responses of up to 200 tokens with advantages of +1 and -1;
+``python -m tests.core.receipt_faults`` prints the table."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 
 from grail_advantage.receipt import Loss, Receipt, check
-from tests.core.receipt_loop import MicroBatch, Rollout, names, rollout, train
+from tests.core import receipt_loop
+from tests.core.receipt_loop import MicroBatch, Rollout, names, train
 
+B, T = 64, 200
+rollout = partial(receipt_loop.rollout, responses=B, tokens=T, ties=True)
 CLIP = {"low": 0.2, "high": 0.2}
 TOKEN_MEAN = Loss("ppo", "clip", "token-mean", options=CLIP)
 
@@ -104,8 +109,8 @@ def rejected_counted(seed: int) -> Receipt:
 def rows_summed(seed: int) -> Receipt:
     """Dr. GRPO: the sum over responses, not their mean."""
     given = rollout(seed)
-    declared = Loss("dr_grpo", "clip", "seq-mean-token-sum-norm", norm=12.0, options=CLIP)
-    return receipt_of(given, lambda micro: ppo(micro, 12.0), declared)
+    declared = Loss("dr_grpo", "clip", "seq-mean-token-sum-norm", norm=float(T), options=CLIP)
+    return receipt_of(given, lambda micro: ppo(micro, float(T)), declared)
 
 
 def ranks_by_own_tokens(seed: int) -> Receipt:
@@ -138,25 +143,36 @@ def packed_as_one(seed: int) -> Receipt:
 # ---------------------------------------------------------------------------------------------------------------- alignment
 
 
-def last_steps_mask(seed: int) -> Receipt:
-    """The last step's masked advantages are copied to each step of the trajectory, whose tokens are elsewhere."""
+def last_turns_mask(seed: int) -> Receipt:
+    """One turn a row, each on its own right-aligned tokens: all turns get the last one's advantages, masked there."""
     given = rollout(seed, token_advantages=False)
-    shape = given.batch.mask_BT.shape
-    steps = torch.arange(shape[1]).expand(shape)
-    mask = torch.where((torch.arange(shape[0]) % 2 == 0).unsqueeze(1), steps < 7, steps >= 5)
-    scalar = torch.randn(shape[0] // 2, 1, generator=torch.Generator().manual_seed(seed)).repeat_interleave(2, 0)
-    intended = replace(given.batch, advantages_BT=scalar * mask, mask_BT=mask)
-    of_last = (scalar * mask)[1::2].repeat_interleave(2, 0)
-    given = Rollout(intended, given.policy_UBT, given.plan)
+    generator = torch.Generator().manual_seed(seed)
+    mask = torch.arange(T) >= T - torch.randint(5, T, (B, 1), generator=generator)
+    scalar = torch.randn(B // 4, 1, generator=generator).sign().repeat_interleave(4, 0)
+    given = Rollout(replace(given.batch, advantages_BT=scalar * mask, mask_BT=mask), given.policy_UBT, given.plan)
+    of_last = (scalar * mask)[3::4].repeat_interleave(4, 0)
     return receipt_of(given, lambda micro: ppo(micro, tokens_of(given, micro), advantages=of_last[micro.rows]))
+
+
+def noise_in_equal_rewards(seed: int) -> Receipt:
+    """Rewards of a group differ by rounding alone, and are divided by their standard deviation."""
+    given = rollout(seed, token_advantages=False)
+    equal = torch.arange(B) < 8
+    intended = torch.where(equal.unsqueeze(1), 0.0, given.batch.advantages_BT)
+    noise = torch.randn(8, 1, generator=torch.Generator().manual_seed(seed))
+    noise = ((noise - noise.mean()) / noise.std()).expand(8, T)
+    trained = torch.where(given.batch.mask_BT, torch.cat([noise, intended[8:]]), 0.0)
+    given = Rollout(replace(given.batch, advantages_BT=intended), given.policy_UBT, given.plan)
+    return receipt_of(given, lambda micro: ppo(micro, tokens_of(given, micro), advantages=trained[micro.rows]))
 
 
 def resampled_rows(seed: int) -> Receipt:
     """Advantages are written back under the keys of before a resampling."""
     given = rollout(seed, token_advantages=False)
-    order = torch.tensor([0, 2, 1, 3, 4, 7, 5, 6])
+    order = torch.arange(B)
+    order[8:16], order[40:56] = order[8:16].roll(1), order[40:56].roll(3)
     values = given.batch.advantages_BT[:, :1]
-    return receipt_of(given, lambda m: ppo(m, tokens_of(given, m), advantages=values[order[m.rows]].expand(-1, 12)))
+    return receipt_of(given, lambda m: ppo(m, tokens_of(given, m), advantages=values[order[m.rows]].expand(-1, T)))
 
 
 def buffered_log_probs(seed: int) -> Receipt:
@@ -183,7 +199,7 @@ def actions_one_on(seed: int) -> Receipt:
             m,
             tokens_of(given, m),
             advantages=m.advantages.roll(1, 1),
-            mask=torch.where(torch.arange(12) == 0, False, m.mask.roll(1, 1)),
+            mask=torch.where(torch.arange(T) == 0, False, m.mask.roll(1, 1)),
         ),
     )
 
@@ -194,7 +210,7 @@ def filled_with_end_tokens(seed: int) -> Receipt:
     values = given.batch.advantages_BT[:, :1]
     full = torch.ones_like(given.batch.mask_BT)
     return receipt_of(
-        given, lambda m: ppo(m, given.batch.mask_BT.sum(), advantages=values[m.rows].expand(-1, 12), mask=full[m.rows])
+        given, lambda m: ppo(m, given.batch.mask_BT.sum(), advantages=values[m.rows].expand(-1, T), mask=full[m.rows])
     )
 
 
@@ -202,11 +218,9 @@ def every_turn_trains(seed: int) -> Receipt:
     """The loss mask is 1 from the first answer on, over user and tool turns."""
     given = rollout(seed, token_advantages=False)
     values = given.batch.advantages_BT[:, :1]
-    last = torch.where(given.batch.mask_BT, torch.arange(12), 0).amax(1, True)
-    whole = torch.arange(12) <= last
-    return receipt_of(
-        given, lambda m: ppo(m, whole.sum(), advantages=values[m.rows].expand(-1, 12), mask=whole[m.rows])
-    )
+    last = torch.where(given.batch.mask_BT, torch.arange(T), 0).amax(1, True)
+    whole = torch.arange(T) <= last
+    return receipt_of(given, lambda m: ppo(m, whole.sum(), advantages=values[m.rows].expand(-1, T), mask=whole[m.rows]))
 
 
 # --------------------------------------------------------------------------------------------------- ratios, clips and terms
@@ -290,18 +304,20 @@ def engine_rounding(seed: int) -> Receipt:
 # ----------------------------------------------------------------------------------------------------------------- responses
 
 
-def replanned(given: Rollout, *rows: list[int]) -> Rollout:
-    return Rollout(given.batch, given.policy_UBT, [[(0, torch.tensor(piece)) for piece in rows]])
+def replanned(given: Rollout, *rows: torch.Tensor) -> Rollout:
+    return Rollout(given.batch, given.policy_UBT, [[(0, piece) for piece in rows]])
 
 
 def padded_with_copies(seed: int) -> Receipt:
-    given = replanned(rollout(seed), [0, 1, 2], [3, 4, 5], [6, 7, 0], [1, 2, 3])
+    everything = torch.arange(B)
+    given = replanned(rollout(seed), *everything.split(6), everything[:2], everything[2:8])
     return receipt_of(given, lambda micro: ppo(micro, given.batch.mask_BT.sum()))
 
 
 def uneven_sampler(seed: int) -> Receipt:
     """Some samples come several times, others never."""
-    given = replanned(rollout(seed), [0, 1, 2], [3, 4, 0], [1, 2, 6])
+    drawn = torch.randint(B, (B,), generator=torch.Generator().manual_seed(seed))
+    given = replanned(rollout(seed), *drawn.split(8))
     return receipt_of(given, lambda micro: ppo(micro, given.batch.mask_BT.sum()))
 
 
@@ -316,6 +332,8 @@ class Fault:
     name: str
     """Of the finding that it is."""
     run: Callable[[int], Receipt]
+    also: str = ""
+    """A second name that is right."""
 
 
 FAULTS = (
@@ -345,7 +363,8 @@ FAULTS = (
         other_aggregation,
     ),
     Fault("google/tunix#1662", "a pack of responses counts as one", "scaled by response", packed_as_one),
-    Fault("NovaSky-AI/SkyRL#1507", "all steps get the last step's token advantages", "swapped", last_steps_mask),
+    Fault("NovaSky-AI/SkyRL#1492", "all turns get the last turn's token advantages", "swapped", last_turns_mask),
+    Fault("NVIDIA-NeMo/RL#4158", "rounding in equal rewards is divided by its spread", "extra", noise_in_equal_rewards),
     Fault("verl-project/verl#7957", "advantages go back under keys of before resampling", "swapped", resampled_rows),
     Fault(
         "nishide-dev/unturtle#40",
@@ -384,7 +403,7 @@ FAULTS = (
     Fault(
         "verl-project/verl-omni#602", "a batch is filled with copies of its responses", "repeated", padded_with_copies
     ),
-    Fault("huggingface/trl#4531", "samples come several times or never", "missing", uneven_sampler),
+    Fault("huggingface/trl#4531", "samples come several times or never", "missing", uneven_sampler, "repeated"),
 )
 """Each thread was read; the injections follow its description, not its code."""
 

@@ -49,6 +49,9 @@ def rollout(
     weights: bool = False,
     even: bool = False,
     drift: float = 0.3,
+    responses: int = RESPONSES,
+    tokens: int = TOKENS,
+    ties: bool = False,
 ) -> Rollout:
     """Responses of 2 to 12 tokens with tool tokens between them, some without an advantage.
 
@@ -61,25 +64,29 @@ def rollout(
         weights: with importance weights.
         even: micro-batches of two responses; otherwise of one to four.
         drift: standard deviation of log-ratios after the first update.
+        responses: how many.
+        tokens: of the longest.
+        ties: advantages of +1 and -1 alone, before ``token_advantages``.
     """
     generator = torch.Generator().manual_seed(seed)
-    shape = (RESPONSES, TOKENS)
-    lengths = torch.randint(2, TOKENS + 1, (RESPONSES,), generator=generator)
-    lengths[0] = TOKENS
-    mask = torch.arange(TOKENS) < lengths.unsqueeze(1)
-    tool = (torch.rand(shape, generator=generator) < 0.3) & (torch.arange(TOKENS) > 0)
+    shape = (responses, tokens)
+    lengths = torch.randint(2, tokens + 1, (responses,), generator=generator)
+    lengths[0] = tokens
+    mask = torch.arange(tokens) < lengths.unsqueeze(1)
+    tool = (torch.rand(shape, generator=generator) < 0.3) & (torch.arange(tokens) > 0)
     mask &= ~tool
-    advantages = torch.randn(RESPONSES, 1, generator=generator).expand(shape)
+    advantages = torch.randn(responses, 1, generator=generator).expand(shape)
+    advantages = advantages.sign() if ties else advantages
     if token_advantages:
         advantages = advantages * torch.rand(shape, generator=generator).mul(2)
     advantages = torch.where(mask, advantages, 0.0)
-    advantages[RESPONSES // 2] = 0.0
+    advantages[responses // 2] = 0.0
     old = -3 * torch.rand(shape, generator=generator) - 0.01
     policy = (old + drift * torch.randn(updates * epochs, *shape, generator=generator)).clamp(max=-0.01)
     policy[0] = old
     plan: list[list[tuple[int, torch.Tensor]]] = []
     for _ in range(epochs):
-        for rows in torch.randperm(RESPONSES, generator=generator).chunk(updates):
+        for rows in torch.randperm(responses, generator=generator).chunk(updates):
             step: list[tuple[int, torch.Tensor]] = []
             for rank, share in enumerate(rows.chunk(ranks)):
                 sizes = [2] * (len(share) // 2) if even else _sizes(len(share), generator)

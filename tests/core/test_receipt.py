@@ -11,19 +11,20 @@ from pathlib import Path
 import pytest
 import torch
 
-from grail_advantage.receipt import Batch, Finding, Loss, Piece, Receipt, check, trl_loss, verl_loss, watch
+from grail_advantage.receipt import Batch, Finding, Layout, Loss, Piece, Receipt, check, trl_loss, verl_loss, watch
 from grail_advantage.receipt.measure import Gradient
 from tests.core.receipt_faults import FAULTS, TOKEN_MEAN, Fault, named, ppo, receipt_of, table, tokens_of
 from tests.core.receipt_loop import MicroBatch, Rollout, names, rollout, train
 
 DOCS = Path(__file__).parents[2] / "docs"
-SEEDS = 5
+SEEDS = 3
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.thread)
 def test_a_fault_of_history_is_named(fault: Fault) -> None:
     for seed in range(1, SEEDS + 1):
-        assert fault.name in named(fault, seed), (seed, named(fault, seed))
+        found = named(fault, seed)
+        assert found and found[0] in (fault.name, fault.also) and set(found) <= {fault.name, fault.also}, (seed, found)
 
 
 def test_the_page_has_the_table_of_faults() -> None:
@@ -151,7 +152,7 @@ def test_some_responses_of_an_update_and_empty_micro_batches() -> None:
         )
     assert any(len(piece.rows_b) == 0 for piece in some)
     whole = check(given.batch, TOKEN_MEAN, pieces)
-    part = check(replace(given.batch, **columns, totals_U2=totals), TOKEN_MEAN, some)
+    part = check(replace(given.batch, **columns, layout=Layout(totals_U2=totals)), TOKEN_MEAN, some)
     assert part.ok and whole.ok
     torch.testing.assert_close(part.received_BT, whole.received_BT[kept])
 
@@ -325,7 +326,7 @@ def test_narrow_pieces_are_refused_until_they_are_padded() -> None:
 def test_an_update_in_which_nothing_arrives_is_lost() -> None:
     given = rollout(46, epochs=2)
     pieces = train(given, lambda micro: ppo(micro, tokens_of(given, micro)))
-    for gone, kept in ((0.0, {"lost"}), (math.nan, {"not finite", "lost"})):
+    for gone, kept in ((0.0, {"lost"}), (math.nan, {"not finite"})):
         broken = [replace(p, gradient_bT=gone * p.gradient_bT if p.update == 1 else p.gradient_bT) for p in pieces]
         receipt = check(given.batch, TOKEN_MEAN, broken)
         assert {finding.name for finding in receipt.findings} == kept

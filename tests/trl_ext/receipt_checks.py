@@ -16,9 +16,9 @@ from trl import GRPOConfig, GRPOTrainer
 
 from grail_advantage.dump.store import read_dump, read_headers
 from grail_advantage.receipt import Finding, check, trl_loss
-from grail_advantage.receipt.report import main
 from grail_advantage.trl_ext import received
 from grail_advantage.trl_ext.received import SETTINGS
+from grail_advantage.view.receipt import main
 from tests.core.receipt_loop import TOKENS, MicroBatch, names, rollout, train
 from tests.core.tiny_models import tiny_model
 from tests.trl_ext import scripted

@@ -14,7 +14,7 @@ from verl.workers.config import ActorConfig
 from verl.workers.config.actor import PolicyLossConfig
 from verl.workers.utils.losses import ppo_loss
 
-from grail_advantage.receipt import Batch, Piece, Receipt, check, verl_loss
+from grail_advantage.receipt import Batch, Layout, Piece, Receipt, check, verl_loss
 from grail_advantage.receipt.measure import Gradient
 from grail_advantage.verl_ext.received import loss_of
 from grail_advantage.verl_ext.settings import ACTOR, Settings
@@ -161,7 +161,7 @@ def case(mode: str, seed: int) -> tuple[Receipt, dict[str, object]]:
     places = torch.zeros(batch.epochs, len(trains), dtype=torch.long)
     for update, step in enumerate(given.plan):
         places[update // batch.updates, torch.cat([rows for _, rows in step])] = update % batch.updates
-    batch = Batch(**{**vars(batch), "left_out_B": skipped, "update_of_B": places})
+    batch = Batch(**{**vars(batch), "left_out_B": skipped, "layout": Layout(update_of_B=places)})
     given = Rollout(batch, given.policy_UBT, given.plan)
     config = actor_config(mode, aggregation, kl, factor)
     pieces = measured(given, config, bool(choice["nested"]), skipped)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +14,11 @@ import torch
 
 from grail_advantage.dump.schema import DumpHeader, ReceivedHeader
 from grail_advantage.dump.store import read_dump, read_headers, remove_steps, write_received, write_step
+from grail_advantage.dump_writer import received_table
 from grail_advantage.receipt import Finding, Receipt
-from grail_advantage.receipt.report import NOTHING, main, run_receipt
+from grail_advantage.receipt.report import NOTHING, read, run_receipt, write
+from grail_advantage.receipt.report import main as own_main
+from grail_advantage.view.receipt import main
 from tests.dumps import dump_row, table_of
 
 KEYS = ("a_0_0", "a_1_0", "b_0_0")
@@ -28,6 +31,7 @@ SCALED = Finding(
     "every token received 0.5 times what it should",
     (("a_1_0", 2, 0.5, 0.25),),
     "the denominator",
+    tokens=3,
 )
 NOTE = Finding("unknown loss", "all updates", 0.0, "no formula", (), "", False)
 
@@ -54,7 +58,7 @@ def written(folder: Path, step: int = 3, *findings: Finding, update: int = 0) ->
         for place, (key, length) in enumerate(zip(KEYS, LENGTHS, strict=True))
     ]
     write_step(folder, DumpHeader(step=step, update=update, method="grail"), table_of(rows))
-    return write_received(folder, header(step, update, *findings), receipt().table(KEYS, LENGTHS))
+    return write_received(folder, header(step, update, *findings), received_table(receipt(), KEYS, LENGTHS))
 
 
 def test_is_read_beside_the_responses(tmp_path: Path) -> None:
@@ -75,7 +79,7 @@ def test_is_read_beside_the_responses(tmp_path: Path) -> None:
 
 def test_a_file_of_other_responses_is_named_and_left_out(tmp_path: Path) -> None:
     path = written(tmp_path)
-    for others in (receipt().table(("a", *KEYS[1:]), LENGTHS), receipt().table(KEYS, (4, 4, 2))):
+    for others in (received_table(receipt(), ("a", *KEYS[1:]), LENGTHS), received_table(receipt(), KEYS, (4, 4, 2))):
         write_received(tmp_path, header(), others)
         dump = read_dump(tmp_path)
         assert [row.key for row in dump] == list(KEYS) and all(row.received is None for row in dump)
@@ -105,12 +109,14 @@ def test_a_resumed_run_removes_it(tmp_path: Path) -> None:
 
 
 def test_findings_of_a_run_are_put_together() -> None:
+    """Mismatches first, those that cover most tokens first."""
+    lost = replace(SCALED, name="lost", tokens=5)
     headers = [header(1, clipped=0.0, tokens=30), header(2, 0, NOTE, SCALED, clipped=0.2, tokens=10)]
-    run = run_receipt([*headers, header(2, 1, SCALED)])
-    assert (run.updates, run.tokens, run.mismatches, list(run.losses)) == (3, 47, 1, ["vanilla"])
+    run = run_receipt([asdict(each) for each in [*headers, header(2, 1, SCALED, lost)]])
+    assert (run.receipts, run.steps, run.tokens, run.mismatches, list(run.losses)) == (3, 12, 47, 2, ["vanilla"])
     assert run.clipped == pytest.approx((0.2 * 10 + 0.125 * 7) / 47)
-    findings = [(each.first["name"], each.step, each.update, each.count) for each in run.findings]
-    assert findings == [("scaled", 2, 0, 2), ("unknown loss", 2, 0, 1)]
+    findings = [(each.first.name, each.step, each.update, each.count, each.tokens) for each in run.findings]
+    assert findings == [("scaled", 2, 0, 2, 6), ("lost", 2, 1, 1, 5), ("unknown loss", 2, 0, 1, 0)]
 
 
 class TestCommand:
@@ -124,6 +130,37 @@ class TestCommand:
         printed = capsys.readouterr().out
         assert all(part in printed for part in ("unknown loss", "scaled", "a_1_0", "0.25", "the denominator"))
 
+    def test_severity_that_ends_with_1(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        for findings, status in (((), (0, 0, 0)), ((NOTE,), (0, 1, 0)), ((NOTE, SCALED), (1, 1, 0))):
+            written(tmp_path, 1, *findings)
+            for severity, expected in zip(("mismatch", "note", "nothing"), status, strict=True):
+                assert main([str(tmp_path), "--fail-on", severity]) == expected
+
+    def test_json_and_the_address_of_each_token(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        """Tokens are counted from 1, as on the page, whose address counts from 0; there is no -0.0."""
+        written(tmp_path, 3, replace(SCALED, examples=(("a_1_0", 2, 0.5, -0.0), ("gone", 0, 1.0, 2.0))), update=1)
+        assert main([str(tmp_path), "--json"]) == 1
+        printed = capsys.readouterr().out
+        first, second = json.loads(printed)["findings"][0]["examples"]
+        assert (first["response"], first["token"], first["intended"]) == ("a_1_0", 3, 0.5) and "-0.0" not in printed
+        assert first["link"] == "#overlay=received&rollout=3u1.1&token=2" and "link" not in second
+        assert main([str(tmp_path)]) == 1
+        assert "report.html#overlay=received&rollout=3u1.1&token=2" in capsys.readouterr().out
+
+    def test_the_receipts_of_a_file(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        """As a loop of one's own writes them: by the command alone, and by the one that reads dumps too."""
+        path = tmp_path / "receipts.jsonl"
+        for step, findings in enumerate(((), (SCALED,))):
+            write(path, receipt(*findings), "ppo", step)
+        assert own_main([str(path)]) == main([str(path)]) == 1
+        whole, again = capsys.readouterr().out.split("Receipt of ")[1:]
+        assert whole == again and "a_1_0, token 3" in whole and "ppo" in whole
+        with path.open("a") as file:
+            file.write('{"step": 3}\nno json\n')
+        problems: list[str] = []
+        assert len(read(path, problems)) == 2 and len(problems) == 2
+        assert own_main([str(path), "--fail-on", "nothing"]) == NOTHING
+
     def test_nothing_to_read(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert main([str(tmp_path)]) == NOTHING
         written(tmp_path).write_bytes(b"PAR1 broken")
@@ -132,7 +169,7 @@ class TestCommand:
 
     def test_a_long_run_has_one_page(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         for step in range(1, 60):
-            write_received(tmp_path, header(step), receipt().table(KEYS, LENGTHS))
+            write_received(tmp_path, header(step), received_table(receipt(), KEYS, LENGTHS))
         assert main([str(tmp_path)]) == 0
         assert len(capsys.readouterr().out.splitlines()) < 20
 
@@ -141,14 +178,14 @@ class TestCommand:
     ) -> None:
         evil = "\x1b[31mred\x07\u202e"
         finding = replace(SCALED, name=evil, what=evil, where=evil, causes=evil, examples=((evil, 1, 0.5, 0.2),))
-        write_received(tmp_path, header(1, 0, finding), receipt().table(KEYS, LENGTHS))
+        write_received(tmp_path, header(1, 0, finding), received_table(receipt(), KEYS, LENGTHS))
         assert main([str(tmp_path)]) == 1
         printed = capsys.readouterr().out
         assert "red" in printed and not set("\x1b\x07\u202e") & set(printed)
 
 
 def test_the_header_is_json_in_the_metadata(tmp_path: Path) -> None:
-    path = write_received(tmp_path, header(3, 0, SCALED), receipt().table(KEYS, LENGTHS))
+    path = write_received(tmp_path, header(3, 0, SCALED), received_table(receipt(), KEYS, LENGTHS))
     assert path == tmp_path / "received_000003.parquet"
     record = json.loads(pq.read_schema(path).metadata[b"grail_advantage_received"])
     assert record["schema_version"] == 1 and record["findings"][0]["name"] == "scaled"

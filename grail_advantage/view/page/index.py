@@ -10,15 +10,16 @@ import re
 from array import array
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
 
 from grail_advantage.dump.schema import DumpHeader
 from grail_advantage.dump.store import DumpRow
-from grail_advantage.receipt.report import finding_texts, run_receipt, summary
+from grail_advantage.receipt.report import finding_texts, linked, run_receipt, summary, unseen
 from grail_advantage.view.page import by_position, colours, data, pack, turns
+from grail_advantage.view.receipt import rollout_names
 
 _GROUP = 8
 """Responses a prompt in common set-ups, for the choice of steps."""
@@ -315,9 +316,10 @@ def receipt(runs: Sequence[data.Run]) -> list[dict[str, Any]]:
     for number, run in enumerate(runs):
         headers = run.dump.receipts() if run.dump is not None else []
         if headers:
-            whole = run_receipt(headers)
-            findings = [finding_texts(finding) for finding in whole.findings]
-            entries.append({"run": number, "summary": summary(whole), "findings": findings})
+            whole = run_receipt([asdict(header) for header in headers])
+            names = rollout_names(run.dump)
+            findings = [linked(finding_texts(finding), names) for finding in whole.findings]
+            entries.append({"run": number, "summary": summary(whole), "unseen": unseen(whole), "findings": findings})
     return entries
 
 

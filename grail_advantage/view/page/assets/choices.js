@@ -111,9 +111,10 @@ function head() {
   for (const line of index.foot) $("foot").append(make("p", "", line));
 }
 
-// What arrived, in words: a sentence for each run, and what does not fit the loss.
+// What arrived, in words: a sentence for each run, and what does not fit the loss; examples lead to their tokens.
+const nameIn = (link, run) => (run ? "b." : "") + new URLSearchParams(link.slice(1)).get("rollout");
 function drawReceipt() {
-  for (const { run, summary, findings } of index.receipt) {
+  for (const { run, summary, unseen, findings } of index.receipt) {
     const name = index.runs.length > 1 ? `${index.runs[run].name}: ` : "";
     const wrong = findings.some((finding) => finding.mismatch);
     const box = make("div", wrong ? "receipt wrong" : "receipt");
@@ -124,9 +125,16 @@ function drawReceipt() {
       const head = one.appendChild(make("summary"));
       head.append(shownText("b", name), " ", shownText("span", what));
       const list = one.appendChild(make("ul"));
-      for (const text of [where, ...examples, ...(causes ? [`Usual causes: ${causes}`] : [])]) list.append(shownText("li", text));
+      list.append(shownText("li", where));
+      for (const { text, link } of examples) {
+        const shown = shownText(link && byName.has(nameIn(link, run)) ? "a" : "span", text);
+        if (shown.tagName === "A") shown.href = link.replace("rollout=", run ? "rollout=b." : "rollout=");
+        list.appendChild(make("li")).append(shown);
+      }
+      if (causes) list.append(shownText("li", `Usual causes: ${causes}`));
       box.append(one);
     }
+    visible(box.appendChild(make("p", "quiet")), unseen);
     $("receipt").append(box);
   }
   $("receipt").hidden = !index.receipt.length;

@@ -1,0 +1,46 @@
+"""``python -m grail_advantage.receipt RUN``: the receipts of a run, read from its token dump (docs/receipt.md)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict
+from functools import cache
+from pathlib import Path
+
+from grail_advantage.dump.options import TOKENS
+from grail_advantage.dump.store import TokenDump, read_dump, read_headers
+from grail_advantage.receipt import report
+
+
+def rollout_names(dump: TokenDump | None) -> Callable[[int, int, str], str | None]:
+    """Gives the name that the page has for a response, from its step, update and key; each step's file is read once."""
+
+    @cache
+    def of_step(step: int) -> dict[tuple[int, str], str]:
+        rows = () if dump is None else dump.rows([step])
+        return {(row.update, row.key): f"{row.step}{f'u{row.update}' if row.update else ''}.{row.row}" for row in rows}
+
+    return lambda step, update, key: of_step(step).get((update, key))
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Print one page; :func:`grail_advantage.receipt.report.main`."""
+    folders: list[Path] = []
+
+    def read(path: Path, problems: list[str]) -> list[report.Record]:
+        if path.is_file():
+            return report.read(path, problems)
+        folders.append(path / TOKENS if (path / TOKENS).is_dir() else path)
+        return [asdict(header) for header in read_headers(folders[0], problems)]
+
+    @cache
+    def names() -> Callable[[int, int, str], str | None]:
+        return rollout_names(read_dump(folders[0]) if folders else None)
+
+    return report.main(
+        argv,
+        read=read,
+        called="a run's folder (with tokens/), a token dump's, or a file of JSON lines",
+        remedy="train with algorithm.token_dump.folder set and algorithm.token_dump.received=true",
+        rollout=lambda step, update, key: names()(step, update, key),
+    )
