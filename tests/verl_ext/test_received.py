@@ -241,11 +241,12 @@ def test_verl_divides_by_rejected_tokens_too(results: list[Results]) -> None:
     of_all = of_all_ranks(results, "rejected", next(iter(ranks.SETUPS)))
     of_ranks = [result["vanilla", "token-mean", None, True]["steps"] for result in of_all]
     receipt, _ = _receipt(of_ranks, "vanilla", "token-mean", None, rejected=True)
-    (finding,) = receipt.findings
     generated = [sum(int(row["mask"].sum()) for row in mini_batch) for mini_batch in _plan()]
     kept = [count - len(LENGTHS[0]) for count in generated]
-    assert finding.name == "scaled" and finding.mismatch
-    assert finding.size in [pytest.approx(few / all_, rel=1e-4) for few, all_ in zip(kept, generated, strict=True)]
+    # The factor differs between optimiser steps, whose numbers of tokens do.
+    assert receipt.findings and all(finding.name == "scaled" and finding.mismatch for finding in receipt.findings)
+    factors = [pytest.approx(few / all_, rel=1e-4) for few, all_ in zip(kept, generated, strict=True)]
+    assert all(finding.size in factors for finding in receipt.findings)
 
 
 @pytest.mark.slow
