@@ -43,7 +43,7 @@ def opened(browser: Any) -> Iterator[Callable[..., Any]]:
             is_mobile=phone,
             offline=True,
         )
-        context.set_default_timeout(8_000)
+        context.set_default_timeout(30_000)
         contexts.append(context)
         page = context.new_page()
         page.on("console", lambda message: messages.append(f"{message.type}: {message.text}"))
