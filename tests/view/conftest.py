@@ -51,7 +51,7 @@ def opened(browser: Any) -> Iterator[Callable[..., Any]]:
         page.on("dialog", lambda dialog: (messages.append(f"dialog: {dialog.message}"), dialog.dismiss()))
         page.on("request", lambda request: requests.append(request.url.split("#")[0]))
         page.goto(path.resolve().as_uri() + hash_)
-        page.wait_for_selector("html[data-ready]", timeout=20_000)
+        page.wait_for_selector("html[data-ready]", timeout=60_000)
         return page
 
     yield open_page
