@@ -16,7 +16,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from itertools import combinations_with_replacement
 from typing import Any
 
@@ -113,6 +113,11 @@ class Environment:
         """Of each response, as a function of the parameters."""
         return self.chances_R * torch.stack([of.sum() for of in self.log_probs]).exp()
 
+    @cached_property
+    def turn_gradients(self) -> list[torch.Tensor]:
+        """Of the log-probabilities of each response's turns, (K, P)."""
+        return [torch.stack([self.gradient(log_prob) for log_prob in of]) for of in self.log_probs]
+
     def gradient(self, of: torch.Tensor) -> torch.Tensor:
         """The gradient (P,) of a number."""
         return torch.autograd.grad(of, self.parameters_P, retain_graph=True)[0]
@@ -144,7 +149,6 @@ class Environment:
         responses = [self.steps[place] for group in groups for place in group]
         of_turns_BK = turn_advantages(name, options, responses, size, parts=parts)
         probabilities = self.probabilities_R.detach()
-        gradients = [torch.stack([self.gradient(log_prob) for log_prob in of]) for of in self.log_probs]
         mean_P, square = torch.zeros_like(self.parameters_P), 0.0
         for number, group in enumerate(groups):
             orders = math.factorial(size) / math.prod(map(math.factorial, Counter(group).values()))
@@ -152,7 +156,7 @@ class Environment:
             of_group_P = torch.zeros_like(self.parameters_P)
             for member, place in enumerate(group):
                 count = {"constant": size, "tokens": sum(turns), "response": size * turns[member]}[denominator]
-                of_group_P += of_turns_BK[number * size + member, : turns[member]] @ gradients[place] / count
+                of_group_P += of_turns_BK[number * size + member, : turns[member]] @ self.turn_gradients[place] / count
             weight = float(orders * probabilities[list(group)].prod())
             mean_P, square = mean_P + weight * of_group_P.detach(), square + weight * float(of_group_P @ of_group_P)
         return mean_P.detach(), square - float(mean_P @ mean_P)

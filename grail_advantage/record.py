@@ -41,6 +41,7 @@ from grail_advantage.batch import (
     within_range,
 )
 from grail_advantage.signals.base import RowSelection, Signal
+from grail_advantage.signals.turns import runs
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -227,8 +228,7 @@ class Rollouts:
     @property
     def turns_before(self) -> list[int]:
         """Of each response, how many turns its conversation took in the responses before it, as far as these are here."""
-        written_BT = self.written_BT.cpu().int()
-        turns = (torch.diff(written_BT, prepend=torch.zeros_like(written_BT[:, :1])) > 0).sum(dim=1).tolist()
+        turns = [len(runs(written_T)) for written_T in self.written_BT.cpu().numpy()]
         before = [0] * len(self)
         for rows in self._conversations():
             for row, count in zip(rows, accumulate((turns[row] for row in rows), initial=0), strict=False):
@@ -432,8 +432,5 @@ def _padded(tokens: Sequence[torch.Tensor], like_BT: torch.Tensor) -> torch.Tens
 
 def _tool_label(written_T: torch.Tensor) -> dict[str, list[list[int]]]:
     """The half-open ranges of the tokens that a tool or a user wrote between the model's turns, as a label."""
-    others_T = (written_T < 0).int().cpu()
-    edges_T = torch.diff(others_T, prepend=others_T.new_zeros(1), append=others_T.new_zeros(1))
-    ranges = zip((edges_T > 0).nonzero().flatten().tolist(), (edges_T < 0).nonzero().flatten().tolist(), strict=True)
-    tool = [list(edge) for edge in ranges]
+    tool = [list(edges) for edges in runs((written_T < 0).cpu().numpy())]
     return {"tool": tool} if tool else {}

@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from grail_advantage.batch import MESSAGES, within_range
+from grail_advantage.batch import MESSAGES
 from grail_advantage.methods import method as known_method
-from grail_advantage.signals.turns import Turns, TurnSignal, UncertainError, rewards_by_turn, runs
+from grail_advantage.signals.turns import Turns, TurnSignal, UncertainError, check_outcome, rewards_by_turn, runs
 
 logger = logging.getLogger(__name__)
 Rewards = Sequence[float | Sequence[float | None] | None]
@@ -76,7 +76,8 @@ def turn_advantages(
         rows_of[(groups[row], sessions[row]) if sessions is not None else row].append(row)
 
     found = [[0.0] * len(of_row) for of_row in rewards]
-    of_groups: dict[Hashable, list[tuple[list[int], Turns]]] = defaultdict(list)
+    members: list[tuple[Hashable, Turns]] = []
+    rows_of_members: list[list[int]] = []
     for rows in rows_of.values():
         counts, last = [len(rewards[row]) for row in rows], rows[-1]
         if not sum(counts):
@@ -85,8 +86,7 @@ def turn_advantages(
         outcome = float(outcomes[last] or 0.0)
         try:
             rewards_K = rewards_by_turn([rewards[row] for row in rows], counts, differences=signal.differences)
-            if not within_range(np.float64(outcome)):
-                raise UncertainError(f"has the outcome {outcome}, which is not finite or too large")
+            check_outcome(outcome)
         except UncertainError as reason:
             logger.warning("%s: row %s trains nothing: it %s", signal.name, key, reason)
             continue
@@ -97,13 +97,12 @@ def turn_advantages(
             raise ValueError(
                 f"before: row {key} has {sum(counts)} turns and {len(observed)} observations; give one a turn"
             )
-        of_groups[groups[last]].append((rows, Turns(key, outcome, rewards_K, observed)))
-    for members in of_groups.values():
-        advantages = signal.turn_advantages([session for _, session in members])
-        for (rows, _), of_session_K in zip(members, advantages, strict=True):
-            left = iter(np.asarray(of_session_K, dtype=np.float64).tolist())
-            for row in rows:
-                found[row] = [next(left) for _ in rewards[row]]
+        members.append((groups[last], Turns(key, outcome, rewards_K, observed)))
+        rows_of_members.append(rows)
+    for rows, of_session_K in zip(rows_of_members, signal.by_groups(members), strict=True):
+        left = iter(np.asarray(of_session_K, dtype=np.float64).tolist())
+        for row in rows:
+            found[row] = [next(left) for _ in rewards[row]]
     return found
 
 

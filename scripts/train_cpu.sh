@@ -20,7 +20,7 @@ phase_ends() {
     phase_began=$SECONDS
 }
 
-[[ $model != agent_cpu ]] || echo "about 6 minutes on two idle cores, 11 on shared ones, and once 2 to 5 to set up" >&2
+[[ $model != agent_cpu ]] || echo "about 5 minutes on two idle cores, 11 on shared ones, and once 2 to 5 to set up" >&2
 echo "1/3 environment" >&2
 bash scripts/setup_cpu.sh >&2
 phase_ends "environment"

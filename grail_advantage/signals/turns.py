@@ -131,6 +131,12 @@ class UncertainError(ValueError):
     """A session that cannot be compared with others; the message says why."""
 
 
+def check_outcome(outcome: float) -> None:
+    """UncertainError for a session's reward that is not finite or too large."""
+    if not within_range(np.float64(outcome)):
+        raise UncertainError(f"has the outcome {outcome}, which is not finite or too large")
+
+
 def rewards_by_turn(
     lists: Sequence[Any], turns: Sequence[int], align: Align = "turns", *, differences: bool = False
 ) -> np.ndarray:
@@ -180,7 +186,7 @@ def rewards_label(given: Any) -> list[Any]:
         calls = calls_of(given)
     except ValueError:
         return []
-    if any(isinstance(entry, list | tuple | np.ndarray) for entry in given or ()):
+    if _has_lists(given):
         return calls
     return [of_turn[0] if of_turn else None for of_turn in calls]
 
@@ -188,7 +194,7 @@ def rewards_label(given: Any) -> list[Any]:
 def _calls(given: Any, turns: int, align: Align) -> list[list[float]]:
     """The numbers of each turn of one list."""
     calls = calls_of(given)
-    flat = given is None or not any(isinstance(entry, list | tuple | np.ndarray) for entry in given)
+    flat = not _has_lists(given)
     if align == "calls" and flat and turns == 1:
         calls = [[one for of_call in calls for one in of_call]]  # there is no other turn
     elif align == "calls" and flat and len(calls) >= turns:
@@ -205,6 +211,11 @@ def _calls(given: Any, turns: int, align: Align) -> list[list[float]]:
             "and with rewards='' the outcome counts alone"
         )
     return calls + [[]] * (turns - len(calls))
+
+
+def _has_lists(given: Any) -> bool:
+    """Whether a list of rewards has one for the calls of a turn."""
+    return given is not None and any(isinstance(entry, list | tuple | np.ndarray) for entry in given)
 
 
 def _numbers(entry: Any) -> list[float]:
@@ -259,6 +270,18 @@ class TurnSignal(Signal):
         """The advantages of the turns of one prompt's sessions, float (K,) each."""
         raise NotImplementedError(f"{type(self).__name__} has no turn_advantages()")
 
+    def by_groups(self, members: Sequence[tuple[Hashable, Turns]]) -> list[np.ndarray]:
+        """The advantages of the turns of sessions that come with their groups, float (K,) each."""
+        of_groups: dict[Hashable, list[int]] = defaultdict(list)
+        for place, (group, _) in enumerate(members):
+            of_groups[group].append(place)
+        found = [np.zeros(0)] * len(members)
+        for places in of_groups.values():
+            advantages = self.turn_advantages([members[place][1] for place in places])
+            for place, of_turns_K in zip(places, advantages, strict=True):
+                found[place] = of_turns_K
+        return found
+
     def select(self, batch: RolloutBatch) -> RowSelection:
         """All responses that train, but those whose advantages are all 0."""
         selection = super().select(batch)
@@ -285,7 +308,7 @@ class TurnSignal(Signal):
             batch.tokens_BT is not None and batch.groups_B is not None and batch.rewards_B is not None
         )  # it reads them
         scores_BT = torch.zeros(batch.mask_BT.shape, dtype=torch.float64)
-        of_groups: dict[int, list[Turns]] = defaultdict(list)
+        members: list[tuple[Hashable, Turns]] = []
         out: dict[str, str] = {}
         written_BT, groups, outcomes = (
             (batch.tokens_BT >= 0).cpu().numpy(), batch.groups_B.tolist(), batch.rewards_B.tolist()
@@ -299,8 +322,7 @@ class TurnSignal(Signal):
             lists = [batch.fields[self.rewards][row] for row in rows] if self.rewards else [[None] * len(turns)]
             outcome = outcomes[rows[-1]]
             try:
-                if not within_range(np.float64(outcome)):
-                    raise UncertainError(f"has the outcome {outcome}, which is not finite or too large")
+                check_outcome(outcome)
                 counts = list(map(len, of_rows)) if self.rewards else [len(turns)]
                 align = self.align if self.rewards else "turns"
                 rewards_K = rewards_by_turn(lists, counts, align, differences=self.differences)
@@ -310,13 +332,12 @@ class TurnSignal(Signal):
                 continue
             except ValueError as error:
                 raise ValueError(f"{self.section}.rewards={self.rewards}: response {key} {error}") from None
-            of_groups[groups[rows[-1]]].append(
-                Turns(key, outcome, rewards_K, self._before(batch, of_rows), turns, *self._known(batch, rows, turns))
-            )
-        for sessions in of_groups.values():
-            for session, of_turns_K in zip(sessions, self.turn_advantages(sessions), strict=True):
-                for turn, advantage in zip(session.turns, of_turns_K, strict=True):
-                    scores_BT[turn.row, turn.start : turn.stop] = float(advantage)
+            known = self._known(batch, rows, turns)
+            session = Turns(key, outcome, rewards_K, self._before(batch, of_rows), turns, *known)
+            members.append((groups[rows[-1]], session))
+        for (_, session), of_turns_K in zip(members, self.by_groups(members), strict=True):
+            for turn, advantage in zip(session.turns, of_turns_K, strict=True):
+                scores_BT[turn.row, turn.start : turn.stop] = float(advantage)
         return scores_BT.to(batch.mask_BT.device), out
 
     def _before(self, batch: RolloutBatch, of_rows: Sequence[Sequence[Turn]]) -> list[Hashable]:
@@ -341,6 +362,6 @@ class TurnSignal(Signal):
 
 
 def runs(written_T: np.ndarray) -> list[tuple[int, int]]:
-    """The half-open ranges of the tokens (T,) that the model wrote: bool, or 1 and 0."""
+    """The half-open ranges of marked tokens (T,), bool or 1 and 0; of those that the model wrote, its turns."""
     edges = np.diff(np.asarray(written_T, dtype=bool), prepend=False, append=False).nonzero()[0].tolist()
     return list(zip(edges[::2], edges[1::2], strict=True))

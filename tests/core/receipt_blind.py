@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from grail_advantage.receipt import Batch, Loss, Piece, Receipt, check
-from tests.core.receipt_loop import names
+from tests.core.receipt_loop import names, plan_of
 
 B, T, GROUP = 64, 200, 8
 LOW, HIGH, CAP = 0.2, 0.28, 3.0
@@ -133,16 +133,14 @@ def trainer_of(setting: Setting) -> Trainer:
     policy[0] = old
     weights = 0.5 + uniform(B, T) if setting.weights else torch.ones(B, T)
     ref = (old + 0.3 * torch.randn(B, T, generator=generator)).clamp(max=-0.002)
-    plan: list[list[tuple[int, torch.Tensor]]] = []
-    for _ in range(setting.epochs):
-        for rows in torch.randperm(B, generator=generator).chunk(setting.updates):
-            step: list[tuple[int, torch.Tensor]] = []
-            for rank, share in enumerate(rows.chunk(setting.ranks)):
-                sizes: list[int] = []
-                while sum(sizes) < len(share):
-                    sizes.append(min(2 + int(8 * uniform(1)), len(share) - sum(sizes)))
-                step += [(rank, piece) for piece in share.split(sizes)]
-            plan.append(step)
+
+    def sizes_of(count: int) -> list[int]:
+        sizes: list[int] = []
+        while sum(sizes) < count:
+            sizes.append(min(2 + int(8 * uniform(1)), count - sum(sizes)))
+        return sizes
+
+    plan = plan_of(B, generator, sizes_of, epochs=setting.epochs, updates=setting.updates, ranks=setting.ranks)
     batch = Batch(
         advantages,
         mask,

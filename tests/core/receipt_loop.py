@@ -84,14 +84,11 @@ def rollout(
     old = -3 * torch.rand(shape, generator=generator) - 0.01
     policy = (old + drift * torch.randn(updates * epochs, *shape, generator=generator)).clamp(max=-0.01)
     policy[0] = old
-    plan: list[list[tuple[int, torch.Tensor]]] = []
-    for _ in range(epochs):
-        for rows in torch.randperm(responses, generator=generator).chunk(updates):
-            step: list[tuple[int, torch.Tensor]] = []
-            for rank, share in enumerate(rows.chunk(ranks)):
-                sizes = [2] * (len(share) // 2) if even else _sizes(len(share), generator)
-                step += [(rank, piece) for piece in share.split(sizes)]
-            plan.append(step)
+
+    def sizes(count: int) -> list[int]:
+        return [2] * (count // 2) if even else _sizes(count, generator)
+
+    plan = plan_of(responses, generator, sizes, epochs=epochs, updates=updates, ranks=ranks)
     batch = Batch(
         advantages,
         mask,
@@ -103,6 +100,26 @@ def rollout(
         ranks=ranks,
     )
     return Rollout(batch, policy, plan)
+
+
+def plan_of(
+    responses: int,
+    generator: torch.Generator,
+    sizes_of: Callable[[int], list[int]],
+    *,
+    epochs: int,
+    updates: int,
+    ranks: int,
+) -> list[list[tuple[int, torch.Tensor]]]:
+    """Of each optimiser step the micro-batches, as rank and rows; ``sizes_of`` cuts a rank's number of responses."""
+    plan: list[list[tuple[int, torch.Tensor]]] = []
+    for _ in range(epochs):
+        for rows in torch.randperm(responses, generator=generator).chunk(updates):
+            step: list[tuple[int, torch.Tensor]] = []
+            for rank, share in enumerate(rows.chunk(ranks)):
+                step += [(rank, piece) for piece in share.split(sizes_of(len(share)))]
+            plan.append(step)
+    return plan
 
 
 def _sizes(count: int, generator: torch.Generator) -> list[int]:
