@@ -15,8 +15,8 @@ import torch
 
 from grail_advantage import report
 from grail_advantage.dump.store import read_dump, read_headers
-from grail_advantage.receipt.report import main as receipt
 from grail_advantage.trl_ext import TokenWeightGRPOTrainer
+from grail_advantage.view.receipt import main as receipt
 from tests import documentation
 from tests.trl_ext import conversations
 from tests.trl_ext.conversations import KEYS, RESPONSES, SCRIPTS, Keypad, Script, build, script_of, speaking_model
