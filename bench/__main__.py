@@ -20,7 +20,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from bench import convert, labelled, on_policy, page, results, train, work
+try:
+    from bench import convert, labelled, on_policy, page, results, train, work
+except ModuleNotFoundError as error:
+    raise SystemExit(f"bench: {error}; run `pip install -e '.[bench]' -e packages/verl-cpu` in the clone") from error
 
 ROOT = Path(__file__).parents[1]
 COMMANDS = {"convert": convert.main, "sample": on_policy.main}

@@ -1,4 +1,4 @@
-"""Write tables of the benchmarks' results into ``benchmarks/README.md``, and a summary into the front page.
+"""Write tables of the benchmarks' results into ``benchmarks/README.md``, and a summary into ``docs/zero_advantage.md``.
 
     python -m benchmarks.report
 
@@ -19,7 +19,7 @@ from grail_advantage.methods import methods as registered
 from recipe.marked_text import table, write_marked
 
 README = Path(__file__).parent / "README.md"
-FRONT_PAGE = Path(__file__).parents[1] / "README.md"
+SUMMARY = Path(__file__).parents[1] / "docs/zero_advantage.md"
 UNWEIGHTED, GRAIL = ("uniform, skipping", "GRPO, skipping"), "GRAIL, skipping"
 """Variants that leave responses out: without weights (``uniform``, or in earlier results GRPO's own advantages), and GRAIL."""
 Found = dict[str, Any]
@@ -129,4 +129,4 @@ def _shape(setup: Found) -> str:
 
 if __name__ == "__main__":
     write_marked(README, "results", render(RESULTS))
-    write_marked(FRONT_PAGE, "cost", summary(RESULTS))
+    write_marked(SUMMARY, "cost", summary(RESULTS))

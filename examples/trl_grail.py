@@ -3,6 +3,7 @@
     pip install -e '.[trl]'                                          in the repository; all that this file imports
     python examples/trl_grail.py                                     model and data from the hub
     python examples/trl_grail.py --data my.jsonl --model my_model    a .json, .jsonl, .parquet or .csv file, or a hub name
+    python examples/trl_grail.py --tiny                              a model of 0.65 M parameters on sums: no GPU, no hub
 
 A row has a question, as ``question``, ``problem`` or ``prompt`` (a text, or messages that ask for a box already), and its
 answer, as ``answer`` (of which the part after ``####`` counts), ``solution``, or verl's ``reward_model``.
@@ -14,25 +15,39 @@ and so 200 steps some three hours.
 from __future__ import annotations
 
 import argparse
+import json
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from datasets import Dataset, load_dataset
-from trl import GRPOConfig
 
 from grail_advantage.methods import methods
 from grail_advantage.reward import compute_score, gold_text
-from grail_advantage.trl_ext import TokenWeightGRPOTrainer
 
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+TINY = {"prompts": 16, "micro_batch": 128, "max_response": 64, "lora_rank": 0, "learning_rate": 3e-4, "steps": 16}
+TINY |= {"eval_every": 4, "dump_every": 4, "save_steps": 0}
+"""Defaults with ``--tiny``."""
 ASK = "Reason step by step, and put your final answer within \\boxed{}."
 FORMATS = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "csv"}
 
 
 def main() -> None:
     options = parse_options()
+    try:
+        from transformers.trainer_utils import get_last_checkpoint
+        from trl import GRPOConfig
+
+        from grail_advantage.trl_ext import TokenWeightGRPOTrainer
+    except ModuleNotFoundError as error:
+        raise SystemExit(f"trl_grail: {error}; run `pip install -e '.[trl]'` in the repository") from error
+    if options.tiny:
+        make_tiny(options)
     # FlashInfer's sampler is compiled at run time, for which many machines have no nvcc.
     os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
     config = GRPOConfig(
@@ -63,8 +78,10 @@ def main() -> None:
         # Prompts and logs
         chat_template_kwargs={"enable_thinking": False},
         logging_steps=1,
-        report_to="none",
-        save_strategy="no",
+        report_to=options.report_to,
+        save_strategy="steps" if options.save_steps else "no",
+        save_steps=options.save_steps or 1,
+        save_total_limit=2,
         eval_strategy="steps" if options.held_out else "no",
         eval_steps=options.eval_every,
         eval_on_start=bool(options.held_out),
@@ -80,14 +97,38 @@ def main() -> None:
         token_weights=options.method,
         token_dump={"folder": options.output / "tokens", "every": options.dump_every},
     )
-    trainer.train()
+    trainer.train(resume_from_checkpoint=get_last_checkpoint(options.output) if options.resume else None)
     trainer.save_model()
     if trainer.is_world_process_zero():
+        judged = [entry["eval_reward"] for entry in trainer.state.log_history if "eval_reward" in entry]
+        if judged:
+            print(f"Share of held-out problems answered correctly: {judged[0]:.2f} before, {judged[-1]:.2f} after")
         print(f"Every token's weight, in one page: python -m grail_advantage.report {options.output}")
+
+
+def make_tiny(options: argparse.Namespace) -> None:
+    """Write the tiny model and its problems, and name them in the options."""
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "packages/verl-cpu"))  # it need not be installed
+    from verl_cpu.tiny.shipped import load_shipped
+    from verl_cpu.tiny.task import random_problems
+
+    made = [
+        json.dumps({"prompt": [{"role": "user", "content": problem.text}], "answer": str(problem.answer)})
+        for problem in random_problems(768)
+    ]
+    for part in load_shipped():
+        part.save_pretrained(options.output / "tiny")
+    for name, lines in (("held_out", made[:128]), ("train", made[128:])):
+        file = options.output / f"{name}.jsonl"
+        file.write_text("\n".join(lines), encoding="utf-8")
+        setattr(options, {"train": "data"}.get(name, name), str(file))
+    options.model = str(options.output / "tiny")
 
 
 def problems(source: str) -> Dataset:
     """Prompts, as messages, and solutions, from a file or from the hub."""
+    from datasets import load_dataset
+
     file = Path(source)
     if file.suffix in FORMATS:
         rows = load_dataset(FORMATS[file.suffix], data_files=str(file), split="train")
@@ -132,6 +173,10 @@ def lora(rank: int) -> Any:
 def parse_options() -> argparse.Namespace:
     """The command line; its defaults are for 24 GB."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    default = {"help": "default: %(default)s"}
+    parser.add_argument(
+        "--tiny", action="store_true", help="no GPU and no hub: sums, by the model that comes with verl-cpu"
+    )
     parser.add_argument("--model", default="Qwen/Qwen3-1.7B", help="hub name or folder (default: %(default)s)")
     parser.add_argument(
         "--data", default="openai/gsm8k:main", help="file, or hub name[:part[:split]] (default: %(default)s)"
@@ -139,20 +184,33 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument(
         "--held-out", help="problems for evaluation, likewise, such as openai/gsm8k:main:test (default: none)"
     )
+    known = sorted(methods())
     parser.add_argument(
-        "--method", default="grail", choices=sorted(methods()), metavar="NAME", help="uniform: every weight is 1"
+        "--method",
+        default="grail",
+        choices=known,
+        metavar="NAME",
+        help=f"{', '.join(known)}; uniform: every weight is 1",
     )
     parser.add_argument("--output", type=Path, help="default: outputs/trl_METHOD")
     parser.add_argument("--vllm", action="store_true", help="generate with vLLM on the same GPU")
     bf16 = {"action": argparse.BooleanOptionalAction, "default": torch.cuda.is_available()}
     parser.add_argument("--bf16", **bf16, help="with gradient checkpointing (default: on a GPU)")
+    parser.add_argument("--report-to", default="none", help="wandb, trackio, tensorboard, ... (default: %(default)s)")
+    parser.add_argument(
+        "--save-steps", type=int, default=50, help="steps between checkpoints; 0: none (default: %(default)s)"
+    )
+    parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint in --output")
     numbers = {"prompts": 8, "rollouts": 8, "micro_batch": 4, "max_response": 1024, "lora_rank": 32, "steps": 200}
     numbers |= {"eval_every": 20, "dump_every": 10, "seed": 0}
     for name, value in numbers.items():
-        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=value, help="default: %(default)s")
-    parser.add_argument("--learning-rate", type=float, default=1e-5, help="default: %(default)s")
+        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=value, **default)
+    parser.add_argument("--learning-rate", type=float, default=1e-5, **default)
+    if "--tiny" in sys.argv:
+        parser.set_defaults(**TINY)
     options = parser.parse_args()
-    options.output = options.output or Path("outputs", f"trl_{options.method}")
+    options.output = options.output or Path("outputs", f"trl_{'tiny_' if options.tiny else ''}{options.method}")
+    options.output.mkdir(parents=True, exist_ok=True)
     return options
 
 

@@ -216,6 +216,32 @@ def test_the_table_of_the_normal_form_is_current() -> None:
     assert marked(page, "normal") == rules_page.normal_table()
 
 
+def test_the_list_of_overrides_is_whole() -> None:
+    """What classes of this package replace of the classes of verl's that they come before."""
+    from grail_advantage.verl_ext import trainers, worker
+
+    of_the_mixin = {
+        name
+        for name in vars(trainers.TokenWeightTrainer)
+        if any(name in vars(base) and base is not object for base in trainers.PPOTrainerSync.__mro__)
+    }
+    found = {"TokenWeightTrainer": of_the_mixin}
+    for each in (
+        worker.TokenWeightActorWorker,
+        worker.TokenWeightTrainingWorker,
+        trainers.TokenWeightDetachActorWorker,
+    ):
+        of_verl = [vars(base) for base in each.__mro__ if base.__module__.startswith("verl.")]
+        found[each.__name__] = {name for name in vars(each) if any(name in names for names in of_verl)}
+    not_code = {"__module__", "__doc__", "__annotations__", "__dict__", "__weakref__", "actor_worker_cls"}
+    table = marked((DOCS / "own_trainer.md").read_text(encoding="utf-8"), "overrides")
+    listed = {}
+    for row in table.splitlines()[2:]:
+        of, what = (re.findall(r"`(\w+)`", cell) for cell in row.strip("|").split("|"))
+        listed[of[0]] = {*what} - not_code
+    assert listed == {name: names - not_code for name, names in found.items()}
+
+
 def test_the_example_of_how_it_works_runs(tmp_path: Path) -> None:
     tiny_model().save_pretrained(tmp_path)
     char_tokenizer().save_pretrained(tmp_path)

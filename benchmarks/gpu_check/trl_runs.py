@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import random
 import re
 import subprocess
 import sys
@@ -28,8 +27,7 @@ from grail_advantage.record import Rollouts
 from grail_advantage.view.page.data import read_metrics
 from verl_cpu.tiny.sampling import judge, prompt_ids
 from verl_cpu.tiny.shipped import load_shipped
-from verl_cpu.tiny.task import MAX_STEPS, MAX_VALUE, MIN_STEPS
-from verl_cpu.tiny.task import Problem as Chain
+from verl_cpu.tiny.task import random_problems
 
 ROOT = Path(__file__).parents[2]
 RUNS = ROOT / "outputs" / "gpu_check_runs"
@@ -87,22 +85,12 @@ def run_tiny(outcome: Outcome, device: str = "cuda") -> None:
     for part in load_shipped():
         part.save_pretrained(folder / "model")
     made = [
-        json.dumps({"prompt": [{"role": "user", "content": text}], "answer": answer}) for text, answer in chains(768)
+        json.dumps({"prompt": [{"role": "user", "content": chain.text}], "answer": str(chain.answer)})
+        for chain in random_problems(768)
     ]
     sizes = {"prompts": 4 if dry else 32, "micro-batch": 32 if dry else 128, "max-response": 64, "learning-rate": 1e-4}
     sizes |= {"eval-every": 1 if dry else 5, "steps": 2 if dry else 20}
     train_both(outcome, folder, made[128:], made[: 8 if dry else 128], sizes, some_right=True)
-
-
-def chains(count: int) -> list[tuple[str, str]]:
-    """Different problems of the tiny model's task and their answers, the same ones at each call."""
-    rng, found = random.Random(0), {}
-    while len(found) < count:
-        steps = (f"{rng.choice('+-')}{rng.randrange(10)}" for _ in range(rng.randint(MIN_STEPS, MAX_STEPS)))
-        chain = Chain.parse(f"{rng.randrange(10)}{''.join(steps)}")
-        if all(0 <= value <= MAX_VALUE for value in chain.values):
-            found[chain.text] = str(chain.answer)
-    return list(found.items())
 
 
 def run_smollm2(outcome: Outcome, device: str = "cuda") -> None:

@@ -1,4 +1,4 @@
-"""Whether the responses of a run have the answers that its method weighs, and the remedy where they have not.
+"""Whether the responses of a run have the answers that its method weighs, or end before one, and the remedy.
 
 A method that reads answers weighs a response without one 1, which is GRPO. Answers in another format than the run's would
 make a run GRPO that is called after the method, so it stops; few of them are worth a warning.
@@ -25,6 +25,9 @@ ENOUGH = 32
 """Responses, all without an answer, that tell a wrong format from bad luck: more than one batch where batches are smaller."""
 LOW = 0.2
 """A share of responses with an answer that is worth a warning."""
+THINKING = "<think>", "</think>"
+PROMPT_END = 16
+"""Tokens of a prompt that hold the ``<think>`` of a template which opens it for the model."""
 SHOWN = 160
 """Characters of a response in a message."""
 
@@ -89,7 +92,40 @@ class AnswerCheck:
         check_choice(choice, f"{prefix}missing_answers")
         self._signal, self._answer, self._choice, self._prefix = signal, answer, choice, prefix
         self._seen = self._answered = 0
-        self._warned = False
+        self._warned = self._looked_at_thinking = False
+
+    def look_at_thinking(
+        self,
+        prompts: Sequence[TokenIds],
+        responses: Sequence[TokenIds],
+        truncated: Sequence[bool],
+        tokenizer: PreTrainedTokenizerBase,
+    ) -> None:
+        """Warn where most responses of a batch are cut off inside ``<think>``, with any method. The first batch that is mostly
+        cut off decides.
+
+        Args:
+            prompts: token ids of each response's prompt.
+            responses: token ids of each.
+            truncated: which were cut off.
+            tokenizer: theirs.
+        """
+        if self._looked_at_thinking or 2 * sum(truncated) <= len(truncated):
+            return
+        self._looked_at_thinking = True
+        begin, end = THINKING
+        cut = 0
+        for prompt, response, was_cut in zip(prompts, responses, truncated, strict=True):
+            if was_cut:
+                text = tokenizer.decode([*map(int, prompt[-PROMPT_END:]), *map(int, response)])
+                cut += text.rfind(begin) > text.rfind(end)
+        if 2 * cut > len(truncated):
+            logger.warning(
+                "%s of %s responses were cut off inside %s, before an answer, and train nothing: switch thinking off (verl: "
+                "+data.apply_chat_template_kwargs.enable_thinking=False; TRL: chat_template_kwargs={'enable_thinking': False}) "
+                "or raise the limit of responses",
+                *(cut, len(truncated), begin),
+            )
 
     def look(
         self,

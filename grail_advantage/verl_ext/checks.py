@@ -107,14 +107,15 @@ def check_estimator(name: str) -> None:
             "the plug-in of this package did not load with verl, so that no worker would know its methods; unset "
             "VERL_USE_EXTERNAL_PLUGINS or add grail_advantage to it, and install this project with `pip install -e .`"
         )
-    for known in methods():
-        if not getattr(ADV_ESTIMATOR_REGISTRY[known], MADE_HERE, False):
+    for known in methods().keys() & ADV_ESTIMATOR_REGISTRY.keys():
+        if not hasattr(ADV_ESTIMATOR_REGISTRY[known], MADE_HERE):
             raise ValueError(
                 f"the method {known} has the name of one of verl's own estimators, which would run in its place; register it "
                 "under another name"
             )
-    if name not in ADV_ESTIMATOR_REGISTRY:
-        known = ", ".join(sorted(ADV_ESTIMATOR_REGISTRY))
+    names = {*methods(), *ADV_ESTIMATOR_REGISTRY}
+    if name not in names:
+        known = ", ".join(sorted(names))
         raise ValueError(f"{METHOD}={name!r} is unknown; choose one of {known}{failure_message()}")
 
 

@@ -15,7 +15,6 @@ import torch
 import verl.utils.config
 import verl.utils.logging_utils
 from omegaconf import DictConfig, open_dict
-from verl.utils import activation_offload
 from verl.utils.device import get_device_name
 
 if TYPE_CHECKING:
@@ -144,6 +143,8 @@ def without_activation_offload(module: torch.nn.Module) -> Iterator[None]:
     backward counts them back (``verl.utils.activation_offload``, ``ActivationHandler.wrap_module_forward_method``), so that a
     forward without a backward would put it out of step. Can go when that looks at ``torch.is_grad_enabled()``.
     """
+    from verl.utils import activation_offload
+
     replaced = {}
     for block in module.modules():
         forward = vars(block).get("forward")

@@ -1,11 +1,27 @@
 """Entry point of the group ``verl.plugins``: verl imports this module at the end of ``import verl``, in every process.
 
-verl swallows what it raises, so :func:`grail_advantage.verl_ext.checks.check_estimator` looks whether it did its work.
+It imports the rest of this package only in the two processes that need it, the one of the command and the task runner's. verl
+swallows what it raises, so :func:`grail_advantage.verl_ext.checks.check_estimator` looks whether it did its work.
 """
 
 from __future__ import annotations
 
-from grail_advantage.verl_ext import entry, patches
+from typing import Any
 
-entry.register_estimators()
-patches.wrap_entry(entry.prepare_run, entry.register_trainers)
+from grail_advantage.verl_ext import patches
+
+
+def _prepare_run(config: Any) -> None:
+    from grail_advantage.verl_ext import entry
+
+    entry.prepare_run(config)
+
+
+def _register() -> None:
+    from grail_advantage.verl_ext import entry
+
+    entry.register_estimators()
+    entry.register_trainers()
+
+
+patches.wrap_entry(_prepare_run, _register)

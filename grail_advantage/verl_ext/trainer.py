@@ -256,6 +256,8 @@ class TokenWeightTrainer:
             end_tokens=self._end_tokens,
         )
         rollouts = step.rollouts
+        truncated = rollouts.truncated_B.tolist()
+        self._answers.look_at_thinking(rollouts.prompts, rollouts.responses, truncated, self.tokenizer)
         self._answers.look(rollouts.spans(self.settings.signal.span), rollouts.written, self.tokenizer)
         return step
 

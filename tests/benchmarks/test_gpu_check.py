@@ -21,7 +21,7 @@ from benchmarks.gpu_check.__main__ import PARTS, ROOT
 from benchmarks.gpu_check.outcome import FAILED, PASSED, Outcome
 from benchmarks.made_up import SHAPES, random_model
 from grail_advantage import Grail
-from verl_cpu.tiny.task import Problem
+from verl_cpu.tiny.task import Problem, random_problems
 
 RECORD = {"name": "a: part", "versions": {}, "command": "", "date": "", "hardware": ""}
 
@@ -71,13 +71,11 @@ def test_a_part_at_toy_size(tmp_path: Path, letter: str) -> None:
 
 
 def test_problems_are_those_of_the_task_and_held_out_ones_are_others() -> None:
-    made = trl_runs.chains(768)
-    assert made == trl_runs.chains(768) and len({text for text, _ in made}) == 768
-    for text, answer in made:
-        chain = Problem.parse(text)
-        assert (
-            3 <= len(chain.steps) <= 6 and str(eval(text)) == answer and all(0 <= value <= 19 for value in chain.values)
-        )
+    made = random_problems(768)
+    assert made == random_problems(768) and len({chain.text for chain in made}) == 768
+    for chain in made:
+        assert 3 <= len(chain.steps) <= 6 and all(0 <= value <= 19 for value in chain.values)
+        assert eval(chain.text) == chain.answer and Problem.parse(chain.text) == chain
 
 
 def test_differences_by_hand() -> None:

@@ -83,3 +83,30 @@ def test_counts_of_all_processes_decide() -> None:
 def test_a_long_response_is_shown_by_its_end_without_the_output_of_tools() -> None:
     message = advice(answer_format("boxed"), [[*encode("a" * 500), -1, *encode("the end")]], char_tokenizer())
     assert message.startswith("One of them ends with '" + "a" * 153 + "the end'")
+
+
+OPEN, THOUGHT, DONE = "<think>first", "<think></think>then", "so 42"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "responses", "truncated", "warns"),
+    [
+        ("ask", [OPEN] * 5 + [DONE] * 3, [True] * 5 + [False] * 3, True),
+        ("ask<think>", ["on and on"] * 5 + [DONE] * 3, [True] * 5 + [False] * 3, True),
+        ("ask<think></think>", ["on and on"] * 8, [True] * 8, False),
+        ("ask", [THOUGHT] * 8, [True] * 8, False),
+        ("ask", [OPEN] * 4 + [DONE] * 4, [True] * 4 + [False] * 4, False),
+        ("ask", [OPEN] * 8, [False] * 8, False),
+        ("ask", [], [], False),
+    ],
+)
+def test_responses_that_are_cut_off_while_they_think_are_warned_of_once(
+    caplog: pytest.LogCaptureFixture, prompt: str, responses: list[str], truncated: list[bool], warns: bool
+) -> None:
+    """More than half of a batch; with a method that reads no answer too."""
+    own = watch(signal=method("uniform").build({}))
+    for _ in range(2):
+        ids = [encode(response) for response in responses]
+        own.look_at_thinking([encode(prompt)] * len(ids), ids, truncated, char_tokenizer())
+    assert len(caplog.records) == warns
+    assert all("enable_thinking" in record.getMessage() for record in caplog.records)

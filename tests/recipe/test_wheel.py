@@ -51,6 +51,19 @@ def test_content(site_packages: Path) -> None:
         assert (site_packages / "grail_advantage" / name).exists()
 
 
+def test_the_commands_of_an_installed_package(site_packages: Path, tmp_path: Path) -> None:
+    """Those of docs/works_with.md#extras, started outside the clone; the page has its parts in it."""
+    python = site_packages.parents[2] / "bin/python"
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/metrics.jsonl").write_text('{"step": 1, "data": {"critic/score/mean": 0.5}}\n')
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    for words in (["analyze", "--help"], ["receipt", "--help"], ["report", "--help"], ["report", "run"]):
+        command = [python, "-m", f"grail_advantage.{words[0]}", *words[1:]]
+        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, (words, done.stderr[-3000:])
+    assert "uPlot" in (tmp_path / "run/report.html").read_text(encoding="utf-8")
+
+
 def test_the_folder_in_verls_form(site_packages: Path, tmp_path: Path) -> None:
     """Copied to where verl's users have such folders, with the installed wheel."""
     theirs = tmp_path / "verl/recipe/grail"

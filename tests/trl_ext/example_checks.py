@@ -97,6 +97,34 @@ def test_a_run_with_lora_its_dump_and_its_report(folder: Path) -> None:
     assert (folder / "out" / "report.html").stat().st_size > 100_000
 
 
+def test_the_tiny_run_needs_no_model_and_no_data(tmp_path: Path) -> None:
+    sizes = [
+        "--steps",
+        "2",
+        "--save-steps",
+        "1",
+        "--prompts",
+        "2",
+        "--rollouts",
+        "4",
+        "--micro-batch",
+        "8",
+        "--eval-every",
+        "1",
+    ]
+    command = [sys.executable, str(EXAMPLE), "--tiny", "--method", "uniform", *sizes]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ["PYTHONPATH"]])}
+    for more, last in (([], 2), (["--resume", "--steps", "3"], 3)):
+        done = subprocess.run(
+            [*command, *more], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=900
+        )
+        assert done.returncode == 0, done.stderr[-3000:]
+        assert "Share of held-out problems answered correctly: 0." in done.stdout
+        state = tmp_path / "outputs" / "trl_tiny_uniform" / f"checkpoint-{last}" / "trainer_state.json"
+        history = json.loads(state.read_text())["log_history"]
+        assert [entry["step"] for entry in history if "loss" in entry] == list(range(1, last + 1))
+
+
 def test_a_run_with_the_published_arguments(folder: Path) -> None:
     """What TRL trains with is the table, but for what a CPU lacks; the prompts end as published, with U+0008."""
     (folder / "solutions.jsonl").write_text(

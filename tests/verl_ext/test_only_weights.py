@@ -64,7 +64,7 @@ def test_installing_changes_two_functions_of_verls() -> None:
         "configure_verl_logging",
     }
     assert environment == stock_environment
-    assert set(stock_estimators) < set(estimators) and "grail" not in stock_estimators
+    assert estimators == stock_estimators  # methods register where a run starts
 
 
 @pytest.fixture(scope="module")

@@ -103,6 +103,17 @@ def problems(split: Split, size: int, *, seed: int = 0) -> list[Problem]:
     return list(chosen.values())
 
 
+def random_problems(size: int, *, seed: int = 0) -> list[Problem]:
+    """``size`` different problems of such chains without ``reasoning-gym``, the same ones for the same arguments."""
+    rng, found = random.Random(seed), {}
+    while len(found) < size:
+        steps = (f"{rng.choice('+-')}{rng.randrange(10)}" for _ in range(rng.randint(MIN_STEPS, MAX_STEPS)))
+        problem = Problem.parse(f"{rng.randrange(10)}{''.join(steps)}")
+        if all(0 <= value <= MAX_VALUE for value in problem.values):
+            found[problem.text] = problem
+    return list(found.values())
+
+
 def _chain_texts(draws: int, seed: int) -> Iterator[str]:
     # reasoning-gym imports it for a puzzle that is not made here. It has no wheel, so a machine without a compiler lacks it.
     if "pycosat" not in sys.modules and importlib.util.find_spec("pycosat") is None:
