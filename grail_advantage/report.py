@@ -1,6 +1,6 @@
 """``python -m grail_advantage.report RUN``: a run's report, one HTML file that needs no network. docs/report.md reads it.
 
-``--summary`` prints the run's metrics here instead, and ``--terminal`` one rollout.
+``--summary`` prints the run's metrics here instead, and ``--terminal`` one rollout. ``--figure`` draws one for a paper.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def main(argv: list[str] | None = None) -> int:
     """Write the report and print its path; 1 with a message where there is nothing to show."""
     parser = argparse.ArgumentParser(prog="python -m grail_advantage.report", description=__doc__)
     parser.add_argument("run", type=Path, help="a run's folder (metrics.jsonl, tokens/), or a token dump's")
-    parser.add_argument("--output", type=Path, help=f"the file; default: RUN/{REPORT}")
+    parser.add_argument("--output", type=Path, help=f"the file; default: RUN/{REPORT}, of --figure RUN/KIND.pdf")
     parser.add_argument("--against", type=Path, metavar="RUN2", help="a second run, drawn beside the first")
     parser.add_argument(
         "--rollouts", type=int, default=ROLLOUTS, help="rollouts in the file at most; default: %(default)s"
@@ -31,8 +31,22 @@ def main(argv: list[str] | None = None) -> int:
         help="size of the file at most; larger ones get fewer rollouts; default: %(default)g",
     )
     parser.add_argument("--terminal", action="store_true", help="show one rollout here, and write nothing")
-    parser.add_argument("--step", type=int, help="of --terminal; default: the last")
-    parser.add_argument("--row", type=int, help="of --terminal, its place in the batch; default: the first with scores")
+    parser.add_argument(
+        "--figure",
+        choices=("response", "methods", "positions", "received"),
+        help="draw a response's weights, those of every method, means by place, or what was received, as SVG, PDF or PNG",
+    )
+    parser.add_argument("--step", type=int, help="of --terminal and --figure; default: the last")
+    parser.add_argument(
+        "--row", type=int, help="of --terminal and --figure, its place in the batch; default: the first with scores"
+    )
+    parser.add_argument(
+        "--mark",
+        type=_range,
+        metavar="START:END",
+        help="of --figure: characters of the response that are its incorrect step; default: those that the dump labels",
+    )
+    parser.add_argument("--width", type=float, default=6.75, help="of --figure, in inches; default: %(default)g")
     parser.add_argument("--summary", action="store_true", help="print the run's metrics here, and write nothing")
     parser.add_argument(
         "--follow", type=int, metavar="PID", help="of --summary: first each step until this process ends"
@@ -47,11 +61,15 @@ def main(argv: list[str] | None = None) -> int:
         if args.terminal:
             _show(args)
             return 0
-        path = write_report(
-            args.run, args.output, against=args.against, rollouts=args.rollouts, megabytes=args.megabytes
-        )
+        if args.figure:
+            path = _draw(args)
+        else:
+            path = write_report(
+                args.run, args.output, against=args.against, rollouts=args.rollouts, megabytes=args.megabytes
+            )
     except ModuleNotFoundError as error:
-        print(f"report: {error}; run `pip install 'grail-advantage[report]'`", file=sys.stderr)
+        extra = "figures" if str(error.name).startswith("matplotlib") else "report"
+        print(f"report: {error}; run `pip install 'grail-advantage[{extra}]'`", file=sys.stderr)
         return 1
     except (ValueError, OSError) as error:
         print(f"report: {error}", file=sys.stderr)
@@ -70,6 +88,30 @@ def _show(args: argparse.Namespace) -> None:
     print_rollout(run.dump, args.step, args.row)
     for problem in run.problems:
         print(f"report: {problem}", file=sys.stderr)
+
+
+def _draw(args: argparse.Namespace) -> Path:
+    """Write a figure, and print what is missing in it."""
+    from grail_advantage.view.figures import write_figure
+
+    run = data.open_run(args.run)
+    path = args.output or args.run / f"{args.figure}.pdf"
+    missing = write_figure(run, args.figure, path, width=args.width, step=args.step, row=args.row, mark=args.mark)
+    if missing and path.suffix != ".svg":
+        print(
+            f"report: no font has {missing}, drawn as boxes; a .svg leaves them to its viewer's fonts", file=sys.stderr
+        )
+    for problem in run.problems:
+        print(f"report: {problem}", file=sys.stderr)
+    return path
+
+
+def _range(text: str) -> tuple[int, int]:
+    try:
+        start, end = map(int, text.split(":"))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} must be START:END, as in 120:164") from None
+    return start, end
 
 
 if __name__ == "__main__":

@@ -262,8 +262,9 @@ class TokenWeightGRPOTrainer(GRPOTrainer):
         return replace(joined(gather_object([rollouts.part(range(len(rollouts)))])), tokenizer=self.processing_class)
 
     def _look_for_answers(self, rollouts: Rollouts) -> None:
-        truncated = rollouts.truncated_B.tolist()
-        self._answers.look_at_thinking(rollouts.prompts, rollouts.responses, truncated, self.processing_class)
+        if rollouts.truncated_B is not None:
+            truncated = rollouts.truncated_B.tolist()
+            self._answers.look_at_thinking(rollouts.prompts, rollouts.responses, truncated, self.processing_class)
         spans = rollouts.spans(self.signal.span)
         answered, count = sum(span is not None for span in spans), len(spans)
         if self.signal.uses:  # otherwise the responses are those of all processes already

@@ -105,7 +105,8 @@ def problems(split: Split, size: int, *, seed: int = 0) -> list[Problem]:
 
 def random_problems(size: int, *, seed: int = 0) -> list[Problem]:
     """``size`` different problems of such chains without ``reasoning-gym``, the same ones for the same arguments."""
-    rng, found = random.Random(seed), {}
+    rng = random.Random(seed)
+    found: dict[str, Problem] = {}
     while len(found) < size:
         steps = (f"{rng.choice('+-')}{rng.randrange(10)}" for _ in range(rng.randint(MIN_STEPS, MAX_STEPS)))
         problem = Problem.parse(f"{rng.randrange(10)}{''.join(steps)}")
