@@ -19,7 +19,6 @@ refused at start-up (:mod:`recipe.run_life.identity`).
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import itertools
 import os
 import re
@@ -31,9 +30,12 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
+from recipe.checks import check_file, check_host, unwritable
+
 CONFIG = Path(__file__).parent / "config"
 ACTOR, ROLLOUT, MODEL = (f"actor_rollout_ref.{part}" for part in ("actor", "rollout", "model"))
 TOKENIZER, TOOLS = f"{MODEL}.tokenizer_path", f"{ROLLOUT}.multi_turn.tool_config_path"
+ANOTHER = "choose another EXPERIMENT_NAME (OUTPUT_DIR of the scripts without a GPU)"
 METRICS_FILE = "metrics.jsonl"  # as grail_advantage.report reads it, whose import takes seconds
 OF_WORKERS = "+ray_kwargs.ray_init.runtime_env.env_vars"
 WRITE_NOTHING = [
@@ -139,14 +141,14 @@ def read_environment(model: str, arguments: Sequence[str], environ: Mapping[str,
     if "ADV_ESTIMATOR" in given:
         spelt["estimator" if method in ("grpo", "dr_grpo") else "algorithm.adv_estimator"] = method
     if on_cpu:
-        data = Path(given.get("OUTPUT_DIR") or project / "outputs" / model) / f"seed{seed}"
+        data = project / os.path.expanduser(given.get("OUTPUT_DIR") or f"outputs/{model}") / f"seed{seed}"
         folder, name = data / method, f"{method}-seed{seed}"
         texts |= {"data.train_files": data / "train.parquet", "data.val_files": data / "validation.parquet"}
         texts[f"{MODEL}.path"] = data / "model"
         if tools := OmegaConf.select(defaults, TOOLS):
             texts[TOOLS] = project / tools
     else:
-        data = Path(given.get("DATA_DIR") or project / "data")
+        data = project / os.path.expanduser(given.get("DATA_DIR") or "data")
         path = given.get("MODEL_PATH") or defaults.actor_rollout_ref.model.path
         of_project = given.get("PROJECT_NAME", defaults.trainer.project_name)
         of_model = re.sub("[^A-Za-z0-9._-]", "_", Path(path).name).lower()
@@ -170,7 +172,7 @@ def read_environment(model: str, arguments: Sequence[str], environ: Mapping[str,
             spelt |= {f"{MODEL}.lora_alpha": str(2 * rank), f"{MODEL}.target_modules": "all-linear"}
             spelt[f"{ROLLOUT}.load_format"] = "safetensors"
     texts |= {
-        "algorithm.token_dump.folder": project / folder / "tokens",
+        "algorithm.token_dump.folder": folder / "tokens",
         "trainer.experiment_name": name,
         "trainer.default_local_dir": folder / "checkpoints",
         # The process that writes the logs runs somewhere in the Ray cluster, without this environment.
@@ -228,24 +230,38 @@ def quoted(value: Path | str | list[Path]) -> str:
 def make_room(folder: Path, *, fresh: bool) -> None:
     """Refuse the folder of a run that lives; with ``fresh``, move that of an earlier run to ``FOLDER.1``, ``FOLDER.2``, ...
 
-    :mod:`recipe.run_life.identity` locks a file in each folder that a run writes to.
+    Raises:
+        ValueError: naming the run that lives.
+    """
+    if not folder.exists():
+        return
+    from grail_advantage.dump.folder_lock import LOCK, hold, let_go  # whose import takes seconds
+
+    # Also those below, in case another command than this one has started a run there.
+    places = [folder.resolve(), *(lock.parent.resolve() for lock in folder.glob(f"*/{LOCK}"))]
+    try:
+        for place in places:
+            hold(place, ANOTHER)
+        if fresh:
+            number = next(number for number in itertools.count(1) if not Path(f"{folder}.{number}").exists())
+            folder.rename(f"{folder}.{number}")
+            print(f"FRESH=1: the earlier run is in {folder}.{number} now", file=sys.stderr)
+    finally:
+        for place in places:
+            let_go(place)
+
+
+def take(folder: Path, lock: str | None) -> None:
+    """Lock a run's folder until this process ends; ``lock`` is the descriptor of scripts/train_cpu.sh, which has locked it.
 
     Raises:
         ValueError: naming the run that lives.
     """
-    for lock in (*folder.glob(".run.lock"), *folder.glob("*/.run.lock")):
-        with contextlib.suppress(OSError), lock.open("r+") as held:
-            try:
-                fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise ValueError(
-                    f"{folder} belongs to a run that lives ({held.read().strip()}); wait for it or end it, or choose another "
-                    "EXPERIMENT_NAME (OUTPUT_DIR of the scripts without a GPU)"
-                ) from None
-    if fresh and folder.exists():
-        number = next(number for number in itertools.count(1) if not Path(f"{folder}.{number}").exists())
-        folder.rename(f"{folder}.{number}")
-        print(f"FRESH=1: the earlier run is in {folder}.{number} now", file=sys.stderr)
+    from grail_advantage.dump.folder_lock import adopt, hold
+
+    if lock is not None:
+        adopt(folder, int(lock))
+    hold(folder, ANOTHER)
 
 
 def start(launch: Launch) -> None:
@@ -286,7 +302,15 @@ def main() -> None:
                     raise ValueError(
                         f"DATA_DIR={file.parent} has no {file.name}; run bash scripts/prepare_data.sh first"
                     )
-            make_room(launch.folder, fresh=os.environ.get("FRESH") == "1")
+            check_host(own_ray="cpu_trainer" in launch.command)
+            if begins:
+                check_file("data.train_files", f"{launch.folder.parent}/train.parquet", made=True)
+            if problem := unwritable(launch.folder):
+                raise ValueError(f"{launch.folder} is no folder for a run: {problem}; {ANOTHER}, or another clone")
+            if "RUN_LOCK" not in os.environ:
+                make_room(launch.folder, fresh=os.environ.get("FRESH") == "1")
+            if not begins:
+                take(launch.folder, os.environ.pop("RUN_LOCK", None))
     except ValueError as error:
         sys.exit(str(error))
     if begins:

@@ -41,10 +41,10 @@ from verl.utils.device import auto_set_device  # noqa: E402
 from grail_advantage.verl_ext.entry import prepare_run  # noqa: E402
 from grail_advantage.verl_ext.settings import TRAINER_MODES, TRAINER_MODULE, RunConfig, algorithm_sections  # noqa: E402
 from recipe import resolvers  # noqa: E402
-from recipe.checks import FILES, check_machine, files_of, read_by_datasets  # noqa: E402
+from recipe.checks import FILES, check_host, check_machine, files_of, read_by_datasets  # noqa: E402
 from recipe.rules import check_rules  # noqa: E402
 from recipe.run_life import watch  # noqa: E402
-from recipe.run_life.identity import begin_run, check_run, hold  # noqa: E402
+from recipe.run_life.identity import begin_run, check_run, hold_folders  # noqa: E402
 from recipe.run_life.watch import Options, options_of  # noqa: E402
 
 PY_EXECUTABLE = "ray_kwargs.ray_init.runtime_env.py_executable"
@@ -76,11 +76,13 @@ def prepare(config: DictConfig, *, starts: bool = False) -> RunConfig:
         OmegaConf.update(config, TRAINER_MODULE, "recipe.run_life.trainer", force_add=True)
     if OmegaConf.select(config, SAMPLER) is None:
         OmegaConf.update(config, SAMPLER, os.environ.get("VLLM_USE_FLASHINFER_SAMPLER", "0"), force_add=True)
+    if starts:
+        check_host(own_ray=OmegaConf.select(config, "ray_kwargs.ray_init.address") == "local")
     check_machine(config)
     run = prepare_run(config, of_verl=True)
     check_rules(run)
-    if life.enabled and starts:
-        hold(run)
+    if starts:
+        hold_folders(run)
     if life.enabled:
         check_run(run, strict=life.strict)
     # verl's own: the function in its place would prepare the run again.

@@ -40,6 +40,7 @@ if is_kept && [[ $(head -n 1 "$stamp") == "$digest" ]] && (cd "$venv" && tail -n
     exit 0
 fi
 
+[[ -w . ]] || stop "$PWD cannot be written to, and .venv goes there; have the project in a folder that you can write to"
 say "downloads about 0.9 GB (less what a cache has), and takes 4 GB in $venv"
 PATH=${PATH//"$venv/bin:"/} # .venv may be made anew
 find_uv "${PYTHON:-python3}" requirements-cpu.txt

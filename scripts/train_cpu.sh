@@ -43,14 +43,27 @@ read -r method seed total_steps <<<"$begun"
 run_dir=${begun#*$'\n'}
 data_dir=$(dirname "$run_dir")
 
+# Until this script ends, whose run takes the lock over; without harm where another start has moved the folder away meanwhile.
+mkdir -p "$run_dir"
+exec 8>>"$run_dir/.run.lock"
+locked=0
+flock --nonblock 8 || locked=$?
+if [[ $locked == 1 || ! $run_dir/.run.lock -ef /dev/fd/8 ]]; then
+    echo "$run_dir belongs to a run that lives, or that begins; wait for it or end it, or choose another OUTPUT_DIR" >&2
+    exit 1
+fi
+echo "process $$ on ${HOSTNAME-}" >"$run_dir/.run.lock"
+
 echo "2/3 problems and model" >&2
 prepare=(--base-model "${model%_cpu}" --output-dir "$data_dir" --seed "$seed")
 [[ ${WARM_UP:-0} == 0 ]] || prepare+=(--warm-up)
-"$python" -m verl_cpu.tiny.prepare "${prepare[@]}" >&2
+exec 9>>"$data_dir/.prepare.lock" # runs of several methods, whose data these are, take turns
+flock 9 || true
+"$python" -m verl_cpu.tiny.prepare "${prepare[@]}" >&2 8>&- 9>&-
+exec 9>&-
 phase_ends "problems and model"
 echo "3/3 reinforcement learning with $method" >&2
 
-mkdir -p "$run_dir"
 # A run must not resume from another model or on other problems.
 if ls -d "$run_dir"/checkpoints/global_step_* &>/dev/null && ! cmp -s "$data_dir/warm_up.json" "$run_dir/warm_up.json"; then
     echo "$data_dir has another model and other problems than those that the run in $run_dir began with; start a new run" \
@@ -63,11 +76,11 @@ until_script_ends=()
 if command -v setpriv >/dev/null; then
     until_script_ends=(setpriv --pdeathsig TERM)
 fi
-FRESH=0 "${until_script_ends[@]}" "$python" -m recipe.launch "$model" "$@" >>"$run_dir/train.log" 2>&1 &
+RUN_LOCK=8 FRESH=0 "${until_script_ends[@]}" "$python" -m recipe.launch "$model" "$@" >>"$run_dir/train.log" 2>&1 &
 run_pid=$!
 trap 'kill "$run_pid" 2>/dev/null || true' EXIT
 echo "  $total_steps steps; full output: $run_dir/train.log. Ray, vLLM and the trainer start"
-"$python" -m grail_advantage.report "$run_dir" --summary --follow "$run_pid" || true
+"$python" -m grail_advantage.report "$run_dir" --summary --follow "$run_pid" 8>&- || true
 if ! wait "$run_pid"; then
     echo "the run failed; the end of $run_dir/train.log:" >&2
     tail -n 40 "$run_dir/train.log" >&2

@@ -72,6 +72,7 @@ class GenerationDump(TrainerCallback):
         options.make_folder(WHERE)
         self.rewards = torch.zeros(0, 0)
         """Of all responses of all processes and all reward functions, as TRL scored the latest generation batch."""
+        self.folder = options.folder
         self._trainer, self._options, self._host = trainer, options, host
         self._metrics_file = Path(trainer.args.output_dir) / METRICS_FILE
         self._step, self._update = -1, 0

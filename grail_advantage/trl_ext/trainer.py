@@ -16,16 +16,19 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 import trl
 from accelerate.utils import gather_object
+from transformers.trainer_utils import SaveStrategy
 from trl import GRPOTrainer
 
 from grail_advantage.answers.format import BOXED, AnswerFormat, answer_format
 from grail_advantage.answers.missing import CHOICES, AnswerCheck
 from grail_advantage.batch import EXAMPLES, OLD_LOG_PROBS, Example, token_mean, within_range
+from grail_advantage.dump.folder_lock import hold, let_go
 from grail_advantage.methods import method
 from grail_advantage.metrics import GRADIENT_METRICS, METRICS
 from grail_advantage.pipeline import weigh
@@ -40,7 +43,7 @@ from grail_advantage.trl_ext.checks import (
     check_trainer,
     check_trl,
 )
-from grail_advantage.trl_ext.dump import GenerationDump, dump_options
+from grail_advantage.trl_ext.dump import WHERE, GenerationDump, dump_options
 from grail_advantage.trl_ext.fields import CallRewards, fill_in
 from grail_advantage.trl_ext.patches import (
     TOOL_MASK,
@@ -117,6 +120,26 @@ class TokenWeightGRPOTrainer(GRPOTrainer):
         if dumping is not None:
             self._dump = GenerationDump(self, dumping, self._host)
             self.add_callback(self._dump)
+
+    def train(self, *arguments: Any, **named: Any) -> Any:
+        """TRL's, for which the folders that it writes to are locked.
+
+        Raises:
+            ValueError: a training that lives writes to one of them.
+        """
+        folders: dict[Path, str] = {}
+        if self.is_world_process_zero():
+            if self._dump is not None or self.args.save_strategy != SaveStrategy.NO:
+                folders[Path(self.args.output_dir).resolve()] = "output_dir"
+            if self._dump is not None:
+                folders.setdefault(self._dump.folder.resolve(), f"{WHERE}folder")
+        try:
+            for folder, name in folders.items():
+                hold(folder, "choose another", name)
+            return super().train(*arguments, **named)
+        finally:
+            for folder in folders:
+                let_go(folder)
 
     def _generate(self, prompts: list[Any]) -> tuple[Any, ...]:
         """TRL's, which tells which tokens the model wrote; ``tool_mask`` of its batch does not for a response that

@@ -16,9 +16,17 @@ from typing import Any, NoReturn
 from omegaconf import DictConfig, OmegaConf
 from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY, register_adv_est
 
+from grail_advantage.dump.folder_lock import hold
 from grail_advantage.methods import methods
 from grail_advantage.verl_ext import patches
-from grail_advantage.verl_ext.settings import TRAINER_MODULE, TRAINER_PREFIX, RunConfig, import_trainer_module
+from grail_advantage.verl_ext.settings import (
+    DUMP_FOLDER,
+    TRAINER_MODULE,
+    TRAINER_PREFIX,
+    RunConfig,
+    Settings,
+    import_trainer_module,
+)
 
 MODULE_VARIABLE = "GRAIL_ADVANTAGE_TRAINER_MODULE"
 """Environment variable of the task runner's process with ``algorithm.token_weights.trainer_module``."""
@@ -50,10 +58,11 @@ def _refusing_estimator(name: str) -> Callable[..., NoReturn]:
 
 
 def prepare_run(config: DictConfig, *, of_verl: bool = False) -> RunConfig | None:
-    """Check a run with a method of this project, and write its trainer into the configuration.
+    """Check a run with a method of this project, and write its trainer into the configuration. Lock the folder of its token
+    dump until this process ends.
 
     Args:
-        of_verl: check a run with an estimator of verl's own as well.
+        of_verl: check a run with an estimator of verl's own as well; its caller locks the folders.
 
     Returns:
         The parsed configuration; ``None`` of a run that is not checked.
@@ -71,6 +80,8 @@ def prepare_run(config: DictConfig, *, of_verl: bool = False) -> RunConfig | Non
     register_estimators()
     name, mode = config.algorithm.adv_estimator, config.trainer.v1.trainer_mode
     run = check_config(config) if of_verl or name in methods() or name not in ADV_ESTIMATOR_REGISTRY else None
+    if not of_verl and isinstance(run, Settings) and run.dump is not None:
+        hold(run.dump.folder, "choose another", DUMP_FOLDER)
     if name in methods():
         patches.set_trainer_mode(config, f"{TRAINER_PREFIX}{mode}")
     return run

@@ -16,8 +16,10 @@ from typing import Any
 import pandas as pd
 
 from grail_advantage.answers.tokenizers import load_tokenizer
+from grail_advantage.dump.folder_lock import hold
 from grail_advantage.dump.whole_file import write_whole
 from recipe.chat_templates import read_chat_template
+from recipe.checks import check_temporary
 from recipe.data.prepare import PROMPTS
 from recipe.data.specs import BENCHMARKS, benchmark_names
 from recipe.evaluate import report, sampling
@@ -31,6 +33,8 @@ SAMPLING = ("samples", "temperature", "top_p", "top_k", "max_tokens", "seed")
 
 def evaluate(options: argparse.Namespace) -> str:
     """Sample what ``options.output_dir`` lacks, grade all samples, write the report and return its page."""
+    check_temporary(ray=False)
+    hold(options.output_dir, "name another one", "--output-dir")
     problems = sampling.load_benchmarks(benchmark_names(options.benchmarks), options.data_dir, options.prompt)
     model = resolve_model(options.model)
     tokenizer = load_tokenizer(str(model))
@@ -63,6 +67,7 @@ def evaluate(options: argparse.Namespace) -> str:
 def regrade(folder: Path, grader: str) -> str:
     """Grade the samples of a finished evaluation again, against the ground truths in it; write the report, return its page."""
     old = _results(folder)
+    hold(folder, "grade a copy", "--regrade")
     hashes = {name: row["problems_hash"] for name, row in old["benchmarks"].items()}
     return _grade(folder, old["run"], grader, hashes, read_samples(folder / "scores.jsonl"))
 

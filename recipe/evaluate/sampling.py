@@ -7,17 +7,18 @@ other tokens alone than in a batch, float32 the same. So a CPU computes in float
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import importlib.metadata
 import json
 import os
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TextIO
 
 import pandas as pd
-from filelock import FileLock
 from tqdm.asyncio import tqdm
 
 from recipe.data.prepare import file_stem
@@ -51,10 +52,10 @@ def read_samples(path: Path) -> pd.DataFrame:
 
 @contextmanager
 def open_samples(path: Path, settings: dict[str, Any]) -> Iterator[TextIO]:
-    """Open a file of samples for this process alone, to append to it; ValueError if its first line, which holds the
-    settings of all samples, has others."""
+    """Open a file of samples to append to it; ValueError if its first line, which holds the settings of all samples, has
+    others."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(f"{path}.lock", timeout=0), path.open("a", encoding="utf-8") as file:
+    with path.open("a", encoding="utf-8") as file:
         text, first = path.read_text(encoding="utf-8", errors="replace"), json.dumps({"settings": settings}) + "\n"
         if text.count("\n") < 2:  # no sample is there
             file.truncate(0)
@@ -93,8 +94,13 @@ def start_engine(model: Path, longest: int, workers: int | None, tensor_parallel
     from vllm.v1.engine.async_llm import AsyncLLM
 
     # A prompt is short beside its response, and without the cache no sample's numbers come from another's batch.
-    arguments = AsyncEngineArgs(model=str(model), enable_prefix_caching=False, disable_log_stats=True, **options)
-    return AsyncLLM.from_engine_args(arguments)
+    options |= {"enable_prefix_caching": False, "disable_log_stats": True}
+    with tempfile.TemporaryDirectory() as folder:
+        path = model
+        if glob.escape(str(path)) != str(path):  # vLLM looks for the weights by a pattern
+            path = Path(folder, "model")
+            path.symlink_to(model.absolute())
+        return AsyncLLM.from_engine_args(AsyncEngineArgs(model=str(path), **options))
 
 
 async def draw(start: Callable, wanted: pd.DataFrame, sampling: dict[str, Any], tokenizer: Any, file: TextIO) -> None:

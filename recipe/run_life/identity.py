@@ -7,12 +7,9 @@ its checkpoints and its token dump. All options define it but those that :data:`
 
 from __future__ import annotations
 
-import fcntl
 import fnmatch
 import json
-import os
 import re
-import socket
 import sys
 import uuid
 from contextlib import suppress
@@ -21,15 +18,15 @@ from pathlib import Path
 from typing import Any
 
 from grail_advantage import __version__
+from grail_advantage.dump.folder_lock import hold
 from grail_advantage.dump.store import dumped_steps
 from grail_advantage.methods import method, methods
 from grail_advantage.verl_ext.settings import ACTOR, DUMP_FOLDER, ENGINES, TRAINER_MODE, RunConfig, Settings
 from recipe.run_life import checkpoints
 from recipe.run_life.checkpoints import PARTS, Checkpoint, read_json, write_json
 
-RUN_DEFINITION, LOCK = "run_definition.json", ".run.lock"
-"""Files in each folder of a run. Its driver has the second one locked (``flock``) as long as it lives; :mod:`recipe.launch`
-looks at it, too."""
+RUN_DEFINITION = "run_definition.json"
+"""A file in each folder of a run."""
 FOLDER, STRATEGY, MODE = "trainer.default_local_dir", f"{ACTOR}.strategy", "trainer.resume_mode"
 MAY_CHANGE = {
     "how long a run is, what it logs and saves, and where": "trainer.total_* trainer.*_freq trainer.*_name trainer.logger "
@@ -51,8 +48,10 @@ _may_change = re.compile("|".join(map(fnmatch.translate, " ".join(MAY_CHANGE.val
 _BY = {"grail_advantage": __version__, "verl": version("verl")}
 """Versions, each of which has options of its own."""
 _MODULE = "algorithm.token_weights.trainer_module"
-_held: list[int] = []
-"""The descriptors of this process's locks."""
+_ANOTHER = (
+    f"choose another trainer.experiment_name or {FOLDER} and {DUMP_FOLDER} (EXPERIMENT_NAME of the launch scripts, "
+    "OUTPUT_DIR of those without a GPU)"
+)
 _REMEDY = (
     "choose another trainer.experiment_name or trainer.default_local_dir (EXPERIMENT_NAME of the launch scripts, OUTPUT_DIR of "
     "those without a GPU), put the settings back, or start a new run with FRESH=1 of the launch scripts, which moves the old "
@@ -197,39 +196,16 @@ def choose(run: RunConfig) -> tuple[Checkpoint | None, list[str]]:
     return Checkpoint(named), []
 
 
-def hold(run: RunConfig) -> None:
-    """Locks the run's folders, of its checkpoints and of its token dump, until this process ends, in whatever way. No child
-    inherits the locks, so that those that a killed driver leaves do not keep the run from resuming. Where a folder cannot be
-    locked, a warning says so.
+def hold_folders(run: RunConfig) -> None:
+    """Locks the run's folders, of its checkpoints and of its token dump, until this process ends
+    (:func:`grail_advantage.dump.folder_lock.hold`).
 
     Raises:
         ValueError: a run that lives has one of them, naming the option and the remedy.
     """
-    folders = {FOLDER: Path(run[FOLDER]), DUMP_FOLDER: _dump_folder(run)}
-    for folder, option in {path.resolve(): name for name, path in folders.items() if path is not None}.items():
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o666)  # closed by exec; NFS wants it writable
-            _held.append(lock)
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            os.ftruncate(lock, 0)
-            os.pwrite(lock, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
-        except BlockingIOError:
-            raise ValueError(
-                f"{option}={folder} belongs to a run that lives ({(folder / LOCK).read_text(errors='replace').strip()}); wait "
-                "for it or end it, and the same command resumes it, or choose another trainer.experiment_name or "
-                f"{FOLDER} and {DUMP_FOLDER} (EXPERIMENT_NAME of the launch scripts, OUTPUT_DIR of those without a GPU)"
-            ) from None
-        except OSError as error:
-            _say(f"WARNING: {option}={folder} cannot be locked ({error}); a second start into it would not be refused")
-
-
-def _let_go() -> None:
-    while _held:
-        os.close(_held.pop())  # which does not unlock: the parent has it open
-
-
-os.register_at_fork(after_in_child=_let_go)
+    for option, folder in {FOLDER: Path(run[FOLDER]), DUMP_FOLDER: _dump_folder(run)}.items():
+        if folder is not None:
+            hold(folder, _ANOTHER, option)
 
 
 def _damage(run: RunConfig, path: Path) -> list[str]:

@@ -8,6 +8,7 @@ The hand case, three samples a problem (correct or not; tokens):
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shutil
@@ -22,6 +23,7 @@ import pytest
 import torch
 from datasets import Dataset
 
+from grail_advantage.dump.folder_lock import LOCK
 from recipe.data.convert import FEATURES, user_messages
 from recipe.evaluate import report
 from recipe.evaluate.__main__ import main, regrade
@@ -175,7 +177,7 @@ def test_no_verdict() -> None:
 
 
 def test_samples_survive_a_kill(tmp_path: Path) -> None:
-    """A line that was cut off costs that line only; other settings and a second process are refused."""
+    """A line that was cut off costs that line only; other settings are refused."""
     path, settings = tmp_path / "generations.jsonl", {"model": "m", "samples": 3}
     samples = samples_of(HAND_CASE)
     lines = samples.to_json(orient="records", lines=True).splitlines(keepends=True)
@@ -185,12 +187,21 @@ def test_samples_survive_a_kill(tmp_path: Path) -> None:
     with open_samples(path, settings) as file:
         assert len(read_samples(path)) == 5
         file.writelines(lines[5:])
-        with pytest.raises(OSError, match="lock"), open_samples(path, settings):
-            pass
     pd.testing.assert_frame_equal(read_samples(path), samples)
     with pytest.raises(ValueError, match="other settings"), open_samples(path, settings | {"samples": 4}):
         pass
     assert len(read_samples(path)) == len(samples)
+
+
+@pytest.mark.parametrize("does", ["--model=m --output-dir", "--regrade"])
+def test_a_folder_is_that_of_one_evaluation_while_it_lives(does: str, tmp_path: Path) -> None:
+    (tmp_path / "results.json").write_text("{}")
+    before = sorted(tmp_path.iterdir())
+    with (tmp_path / LOCK).open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(SystemExit, match=rf"{does[-12:]}=.* belongs to a run that lives"):
+            main([*does.split(), str(tmp_path)])
+    assert sorted(tmp_path.iterdir()) == sorted([*before, tmp_path / LOCK])
 
 
 # --- models ---

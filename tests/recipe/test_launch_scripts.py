@@ -117,8 +117,9 @@ def test_knobs_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         f"{ACTOR}.ppo_mini_batch_size": 6, f"{ACTOR}.ppo_micro_batch_size_per_gpu": 100, f"{ACTOR}.loss_scale_factor": 184,
         f"{ACTOR}.data_loader_seed": 3, f"{ROLLOUT}.seed": 3, f"{ACTOR}.optim.lr": 1e-3, "trainer.save_freq": -1,
         "trainer.max_actor_ckpt_to_keep": 2, "trainer.total_training_steps": 24, "trainer.resume_mode": "auto",
-        "data.train_files": "out/seed3/train.parquet", "trainer.default_local_dir": "out/seed3/turn_rloo/checkpoints",
-        f"{RAY}.VERL_FILE_LOGGER_PATH": "out/seed3/turn_rloo/metrics.jsonl",
+        "data.train_files": f"{ROOT}/out/seed3/train.parquet",
+        "trainer.default_local_dir": f"{ROOT}/out/seed3/turn_rloo/checkpoints",
+        f"{RAY}.VERL_FILE_LOGGER_PATH": f"{ROOT}/out/seed3/turn_rloo/metrics.jsonl",
     }  # fmt: skip
     assert {name: OmegaConf.select(config, name) for name in wanted} == wanted
     uniform = configuration(overrides("run_tiny_cpu_agent.sh", ADV_ESTIMATOR="uniform"))
@@ -190,7 +191,7 @@ def test_no_engine_compiles_a_sampler_unless_told(choice: str | None, monkeypatc
 ODD_NAMES = [
     "jürgen", "Grail (1)", "a=b", "a,b", "a, b", "a[1]", "a{1}", "it's", "it\\'s", 'say "x"', "a#b", "~", "~a", "a&b",
     "a$b", "$", "100%", "a*?", "ends \\", "a\\\\", "a\\b", " a ", "a;b|c<d>", "!a", "a@b:c", "`a`", "日本", "null", "1e3",
-    "true", "a\nb", "",
+    "true", "a\nb", "-a", "--", "\ta\r", "e\u0301🙂", "n" * 200, "",
 ]  # fmt: skip
 """Names of folders; the last one is none."""
 
@@ -223,16 +224,41 @@ def test_any_folder_and_any_name_arrive_as_they_are(tmp_path: Path) -> None:
         }
         given = arrived(script, project=project, **knobs)
         assert {key: given.get(key) for key in wanted} == wanted, (script, name)
-        run = f"out/{name or 'x'}/seed0"
+        run = f"{project}/out/{name or 'x'}/seed0"
         wanted = {
             "data.val_files": f"{run}/validation.parquet",
             "actor_rollout_ref.model.path": f"{run}/model",
             f"{ROLLOUT}.multi_turn.tool_config_path": f"{project}/packages/verl-cpu/verl_cpu/tiny/agent_tools.yaml",
-            "algorithm.token_dump.folder": f"{project}/{run}/turn_rloo/tokens",
+            "algorithm.token_dump.folder": f"{run}/turn_rloo/tokens",
             "hydra.run.dir": f"{run}/turn_rloo/hydra",
         }
         given = arrived("run_tiny_cpu_agent.sh", project=project, OUTPUT_DIR=f"out/{name or 'x'}")
         assert {key: given.get(key) for key in wanted} == wanted, name
+
+
+def test_verls_own_recipe_takes_any_folder() -> None:
+    script, parser = EXAMPLES / "verl_recipe/grail/run_qwen3_4b_fsdp.sh", OverridesParser.create()
+    lists = {"[/a,/b]": ["/a", "/b"]}
+    for given, wanted in ({f"/{name}/x": f"/{name}/x" for name in ODD_NAMES} | {"a\\": "a\\"} | lists).items():
+        knobs = {"MODEL_PATH": given, "TRAIN_FILES": given, "VAL_FILES": given, "PYTHON": PRINTS, "DRY_RUN": ""}
+        done = subprocess.run(["bash", script], env={"PATH": os.environ["PATH"], **knobs}, capture_output=True)
+        words = [
+            word for word in done.stdout.decode().split("\0") if re.match(r"data\.\w+_files=|.*model\.path=", word)
+        ]
+        assert [each.value() for each in parser.parse_overrides(words)] == [wanted] * 3, (given, done.stderr)
+
+
+def test_folders_from_the_home_and_from_the_project(tmp_path: Path) -> None:
+    """No name of a folder starts with ~, which verl would read as a home, or with -, which commands read as an option."""
+    for given, wanted in (
+        ("~/a", Path.home() / "a"),
+        ("-a", tmp_path / "-a"),
+        ("./~", tmp_path / "~"),
+        ("/a", Path("/a")),
+    ):
+        run = read("run_tiny_cpu_grail.sh", project=tmp_path, OUTPUT_DIR=given)
+        assert run.folder == wanted / "seed0" / "grail"
+        assert read(GPUS, project=tmp_path, DATA_DIR=given).files[0] == wanted / "deepmath.parquet"
 
 
 def test_the_script_is_the_run_in_the_projects_folder(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from verl.trainer.ppo.v1 import get_trainer_cls
 
 from recipe.main_grail import prepare
 from recipe.run_life.checkpoints import TRACKER, write_json
-from recipe.run_life.identity import MAY_CHANGE, _flat, begin_run, hold, run_definition
+from recipe.run_life.identity import MAY_CHANGE, _flat, begin_run, hold_folders, run_definition
 from recipe.run_life.identity import RUN_DEFINITION as FILE
 from recipe.run_life.trainer import KeptRun
 from tests import forked
@@ -213,7 +213,7 @@ def test_one_switch_chooses_the_trainer(folder: Path) -> None:
 
 
 def _run_with_children(folder: Path, dump: str, told: Connection) -> None:
-    hold(parsed(_compose(folder, dump)))
+    hold_folders(parsed(_compose(folder, dump)))
     child = subprocess.Popen(["sleep", "300"], close_fds=False).pid
     fork = os.fork()
     if fork == 0 and os.fork() == 0:

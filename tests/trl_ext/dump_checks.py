@@ -3,6 +3,7 @@ path."""
 
 from __future__ import annotations
 
+import fcntl
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +16,7 @@ from datasets import Dataset
 from trl import GRPOTrainer
 
 from grail_advantage import Signal
+from grail_advantage.dump.folder_lock import LOCK
 from grail_advantage.dump.store import read_dump
 from grail_advantage.signals.turns import TurnSignal
 from grail_advantage.trl_ext import TokenWeightGRPOTrainer
@@ -139,6 +141,24 @@ def test_steps_rows_and_resuming(tmp_path: Path, capsys: pytest.CaptureFixture[s
     build(run, max_steps=2, **saving).train()
     assert read_dump(run / "tokens").steps == [2]
     assert '"step": 0' not in (run / "metrics.jsonl").read_text()
+
+
+def test_the_folders_of_a_training_that_lives_are_refused(tmp_path: Path) -> None:
+    """Before anything is written; a training that has ended, in whatever way, lets go of its own."""
+    run, elsewhere = tmp_path / "run", tmp_path / "tokens"
+    trainer = build(run, max_steps=1, save_strategy="no", weights={"token_weights": "grail", "token_dump": elsewhere})
+    for folder, name in ((run, "output_dir"), (elsewhere, "token_dump's folder")):
+        folder.mkdir(exist_ok=True)
+        with (folder / LOCK).open("a") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            with pytest.raises(ValueError, match=f"^{name}={folder} belongs to a run that lives"):
+                trainer.train()
+    assert not (run / "metrics.jsonl").exists() and not list(elsewhere.glob("*.parquet"))
+    trainer.train()
+    with (run / LOCK).open() as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        plain = build(run, max_steps=1, save_strategy="no", weights={"token_weights": "grail"})
+        plain.train()  # writes nothing there
 
 
 def test_reward_functions_are_summed_by_their_weights(tmp_path: Path) -> None:

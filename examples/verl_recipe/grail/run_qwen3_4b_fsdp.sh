@@ -21,13 +21,18 @@ ADV_ESTIMATOR=${ADV_ESTIMATOR:-grail} # uniform: the baseline in the same traine
 # Imports the plug-in where grail_advantage is a checkout on the Python path, and no installed package.
 export VERL_USE_EXTERNAL_MODULES=${VERL_USE_EXTERNAL_MODULES:-grail_advantage.verl_ext.plugin}
 
+quoted() { # TEXT -> the same in Hydra's grammar, whatever its characters; a list [A,B] stays one
+    [[ $1 == \[*\] ]] && printf %s "$1" && return
+    printf %s "$1" | sed -z "s/\(\\\\*\)'/\1\1\\\\'/g; s/\(\\\\*\)\$/\1\1/; s/.*/'&'/"
+}
+
 DATA=(
-    "data.train_files=$TRAIN_FILES"
-    "data.val_files=$VAL_FILES"
+    "data.train_files=$(quoted "$TRAIN_FILES")"
+    "data.val_files=$(quoted "$VAL_FILES")"
     # no thinking: the chat template puts an empty <think></think> in front of the response
     +data.apply_chat_template_kwargs.enable_thinking=False
 )
-MODEL=("actor_rollout_ref.model.path=$MODEL_PATH")
+MODEL=("actor_rollout_ref.model.path=$(quoted "$MODEL_PATH")")
 ACTOR=("actor_rollout_ref.actor.ppo_max_token_len_per_gpu=$PPO_MAX_TOKEN_LEN_PER_GPU")
 ALGORITHM=("algorithm.adv_estimator=$ADV_ESTIMATOR")
 TRAINER=("trainer.nnodes=$NNODES" "trainer.n_gpus_per_node=$NGPUS_PER_NODE")
