@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from grail_advantage.methods import methods
-from grail_advantage.reward import compute_score, gold_text
+from grail_advantage.reward import check_ground_truths, compute_score, gold_text
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -126,7 +126,7 @@ def make_tiny(options: argparse.Namespace) -> None:
 
 
 def problems(source: str) -> Dataset:
-    """Prompts, as messages, and solutions, from a file or from the hub."""
+    """Prompts, as messages, and solutions, from a file or from the hub, without rows whose answer cannot be used."""
     from datasets import load_dataset
 
     file = Path(source)
@@ -135,6 +135,8 @@ def problems(source: str) -> Dataset:
     else:
         name, part, split = (*source.split(":"), "", "")[:3]
         rows = load_dataset(name, part or None, split=split or "train")
+    unusable = set(check_ground_truths(map(answer, rows), source))
+    rows = rows.select([row for row in range(len(rows)) if row not in unusable])
     return rows.map(problem, remove_columns=rows.column_names)
 
 
@@ -143,12 +145,15 @@ def problem(row: dict[str, Any]) -> dict[str, Any]:
     question = next(row[name] for name in ("prompt", "question", "problem") if name in row)
     if isinstance(question, str):
         question = [{"role": "user", "content": f"{question}\n{ASK}"}]
-    if "reward_model" in row:
-        return {"prompt": question, "solution": gold_text(row["reward_model"]["ground_truth"])}
-    answer = next((row[name] for name in ("answer", "solution") if row.get(name) is not None), None)
-    if isinstance(answer, str):
-        answer = answer.rsplit("####", 1)[-1].strip()
-    return {"prompt": question, "solution": gold_text(answer)}
+    return {"prompt": question, "solution": gold_text(answer(row))}
+
+
+def answer(row: dict[str, Any]) -> Any:
+    """A row's answer as the data set has it, but for what is before ``####``."""
+    if row.get("reward_model") is not None:
+        return row["reward_model"].get("ground_truth")
+    value = next((row[name] for name in ("answer", "solution") if row.get(name) is not None), None)
+    return value.rsplit("####", 1)[-1].strip() if isinstance(value, str) else value
 
 
 def reward(

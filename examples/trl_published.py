@@ -22,6 +22,7 @@ from trl import GRPOConfig
 
 from examples.trl_grail import reward
 from grail_advantage.methods import methods
+from grail_advantage.reward import check_ground_truths
 from grail_advantage.trl_ext import TokenWeightGRPOTrainer
 from recipe.data.convert import PUBLISHED_SUFFIX
 from recipe.published import MODEL, trl_arguments
@@ -56,6 +57,7 @@ def problems(source: str) -> Dataset:
     """Rows with ``prompt``, one message that ends as the published one does (U+0008 and ``oxed{}``), and ``solution``."""
     local = Path(source).suffix == ".jsonl"
     rows = load_dataset("json", data_files=source, split="train") if local else load_dataset(source, split="train")
+    check_ground_truths(rows["solution"], source)
     return rows.map(
         lambda row: {"prompt": [{**row["prompt"][0], "content": row["prompt"][0]["content"] + PUBLISHED_SUFFIX}]}
     )

@@ -78,8 +78,9 @@ def _resolved(choice: str) -> AnswerFormat:
     )
     try:
         expression = regex.compile(choice)
-    except regex.error as error:
-        raise ValueError(f"answer={choice!r} is no format and does not compile ({error}); {remedy}") from error
+    except (regex.error, RecursionError, MemoryError, OverflowError) as error:
+        reason = error or type(error).__name__
+        raise ValueError(f"answer={choice!r:.200} is no format and does not compile ({reason}); {remedy}") from error
     if CONTENT not in expression.groupindex:
         raise ValueError(f"answer={choice!r} is no format and has no group (?P<{CONTENT}>...); {remedy}")
     return AnswerFormat(choice, choice, partial(_matches, expression))

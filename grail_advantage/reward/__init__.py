@@ -20,13 +20,11 @@ from __future__ import annotations
 
 import importlib.util
 import logging
-import math
 import re
 from contextlib import suppress
 from functools import lru_cache
 from typing import Any
 
-from grail_advantage.answers.format import iter_boxed
 from grail_advantage.reward import _verify_pool
 from grail_advantage.reward._exact import (
     NUMBER,
@@ -40,6 +38,9 @@ from grail_advantage.reward._exact import (
     same_words,
 )
 from grail_advantage.reward._normal import normal
+from grail_advantage.reward._truth import MAX_ANSWER_CHARS, check_ground_truths, gold_text, last_boxed, shown
+
+__all__ = ["check_ground_truths", "compute_score", "gold_text", "last_boxed"]
 
 for _package in ("math_verify", "pebble"):
     if importlib.util.find_spec(_package) is None:
@@ -48,8 +49,6 @@ _verify_pool.cpu_seconds()  # a bad environment variable is reported now, not by
 
 logger = logging.getLogger(__name__)
 
-# Longer answers count as incorrect without being parsed: math-verify takes seconds for them.
-MAX_ANSWER_CHARS = 1000
 # Longer predictions are cut in the returned dictionary, which verl keeps and dumps for every response.
 MAX_PRED_CHARS = 128
 
@@ -70,32 +69,47 @@ _KINDS = {
 }
 """What has no verdict, for the log."""
 _reported: set[str] = set()
+ENOUGH = 256
+"""Ground truths, all of them unreadable, that tell a data set that cannot be used from bad luck: several prompts' responses."""
+_truths = {True: 0, False: 0}
+"""How many of this process could be read, and how many not."""
 
 
 def compute_score(
     data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any] | None = None
 ) -> dict[str, Any]:
-    r"""Judge one response. Never raises; may be called from any number of threads.
+    r"""Judge one response; may be called from any number of threads.
 
     Args:
         data_source: name of the data set; all are scored alike.
         solution_str: the response's text.
-        ground_truth: the ground truth: LaTeX or text with or without ``$`` and ``\boxed``, a number, or a list of these.
-        extra_info: not used.
+        ground_truth: the ground truth, as :func:`gold_text` reads it: LaTeX or text with or without ``$`` and ``\boxed``, a
+            number, or several of these.
+        extra_info: its ``index`` names the row in the log where the ground truth cannot be read.
 
     Returns:
         ``score`` and ``acc``: 1.0 or 0.0 (the same; verl's validation reports ``acc``); ``answer_found``: 1.0 if there is a
         complete box; ``verify_failed``: 1.0 if there is one but no verdict (out of time or memory, answer too long, answer
         or ground truth unreadable), which scores 0; ``pred``: the box's content, cleaned, at most 128 characters, "" if none.
+
+    Raises:
+        ValueError: none of this process's first 256 ground truths could be read. Nothing else is raised.
     """
     answer, equal, failed = None, False, False
     try:
         answer = last_boxed(solution_str)
-        if answer is not None:
-            equal = is_equal(gold_text(ground_truth), answer)
+        if (gold := _known(ground_truth, extra_info)) is None:
+            failed = answer is not None
+        elif answer is not None:
+            equal = is_equal(gold, answer)
     except Exception as error:
         failed = True
         _report(error, ground_truth, answer or "")
+    if _truths[False] >= ENOUGH and not _truths[True]:
+        raise ValueError(
+            f"none of the first {_truths[False]} ground truths can be read, such as {shown(ground_truth)}, so that no response "
+            "would be right: give text, a number or a list of them"
+        )
     return {
         "score": float(equal),
         "acc": float(equal),
@@ -105,34 +119,18 @@ def compute_score(
     }
 
 
-def last_boxed(text: str) -> str | None:
-    r"""The content of the last complete ``\boxed{...}``, or None; linear in the text's length."""
-    # Lone surrogates, which a tokenizer's decoder can produce, survive the round trip.
-    data = text.encode("utf-8", "surrogatepass")
-    last = None
-    for _, content_start, content_end, _ in iter_boxed(data):
-        last = content_start, content_end
-    return None if last is None else data[slice(*last)].decode("utf-8", "surrogatepass")
-
-
-def gold_text(ground_truth: Any) -> str:
-    """The ground truth as text; several answers become one comma-separated list. Raises ValueError if there is none."""
-    if hasattr(ground_truth, "tolist"):  # numpy scalars and arrays, as parquet files give them
-        ground_truth = ground_truth.tolist()
-    if isinstance(ground_truth, list | tuple):
-        entries = [gold_text(entry) for entry in ground_truth]
-        # The space keeps "1", "234" from reading as 1,234.
-        text = ", ".join(map(normal, entries)) if len(entries) > 1 else "".join(entries)
-    elif isinstance(ground_truth, float) and ground_truth.is_integer():
-        text = str(int(ground_truth))
-    elif isinstance(ground_truth, str | int) or (isinstance(ground_truth, float) and math.isfinite(ground_truth)):
-        text = str(ground_truth)
-    else:
-        raise ValueError(f"ground_truth is {ground_truth!r:.100}: give a string, a number or a list of them")
-    boxed = last_boxed(text)
-    text = text if boxed is None else boxed
-    if not text.strip():
-        raise ValueError("ground_truth is empty")
+def _known(ground_truth: Any, extra_info: Any) -> str | None:
+    """The ground truth as text; None for one that cannot be read, of which the first of a process is a warning."""
+    try:
+        text = gold_text(ground_truth)
+    except ValueError as error:
+        index = extra_info.get("index") if isinstance(extra_info, dict) else None
+        row = "" if index is None else f"row {index}: "
+        level = logging.DEBUG if _truths[False] else logging.WARNING
+        _truths[False] += 1
+        logger.log(level, "%s%s; its responses score 0, and further ones are logged at level DEBUG", row, error)
+        return None
+    _truths[True] += 1
     return text
 
 
@@ -188,9 +186,11 @@ def _report(error: Exception, ground_truth: Any, answer: str) -> None:
     kind = next((name for name, sign in _KINDS.items() if re.search(sign, answer)), "other") if expected else "error"
     first = f"{kind}: {error}" not in _reported
     _reported.add(f"{kind}: {error}")
-    message = "no verdict (%s) on %.100r against %.100r: %s"
+    message = "no verdict (%s) on %.100r against %s: %s"
     trace = None if expected else error
-    logger.log(logging.WARNING if first else logging.DEBUG, message, kind, answer, ground_truth, error, exc_info=trace)
+    logger.log(
+        logging.WARNING if first else logging.DEBUG, message, kind, answer, shown(ground_truth), error, exc_info=trace
+    )
 
 
 def _is_plain(text: str) -> bool:

@@ -10,11 +10,16 @@ import difflib
 import logging
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from importlib.metadata import version
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.json as pa_json
+import pyarrow.parquet as pq
 from omegaconf import DictConfig, OmegaConf
 from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
 from transformers.utils import cached_file
@@ -46,6 +51,10 @@ VERL_VERSION = "0.9.1"
 ANY_VERL = "GRAIL_ADVANTAGE_ANY_VERL"
 """Environment variable: 1 lets another version of verl through."""
 PATH = f"{MODEL}.path"
+REWARD = "reward.custom_reward_function.path"
+REWARDS = ("pkg://grail_advantage.reward", "pkg://recipe.reward")
+"""Values of it that name this project's reward function."""
+DATA = ("data.train_files", "data.val_files")
 
 
 def check_config(config: DictConfig) -> RunConfig:
@@ -65,6 +74,7 @@ def check_config(config: DictConfig) -> RunConfig:
     refuse(EVERY_RUN, run)
     if isinstance(run, Settings):
         check_rules(run)
+    check_data(run)
     tokenizer = _local_tokenizer(run[MODEL])
     if tokenizer is not None:
         check_text(tokenizer, run[MODEL])
@@ -86,6 +96,35 @@ def check_verl_version(installed: str) -> None:
             "(tested versions: docs/works_with.md)"
         )
     warnings.warn(f"{message}; {ANY_VERL}=1 lets it through, and nothing is known about it", stacklevel=2)
+
+
+def check_data(run: RunConfig) -> None:
+    """Warn of rows whose ground truth this project's reward function cannot use, and refuse a file without another.
+
+    verl itself looks for files that are not on this machine, or that hold something else.
+
+    Raises:
+        ValueError: naming the option, the file and the remedy.
+    """
+    if run[REWARD] not in REWARDS:
+        return
+    from grail_advantage.reward import check_ground_truths
+
+    for option in DATA:
+        for file in [run[option]] if isinstance(run[option], str) else run[option] or ():
+            with suppress(OSError, KeyError, pa.ArrowException):
+                check_ground_truths(_ground_truths(Path(file).expanduser()), f"{option}={file}")
+
+
+def _ground_truths(file: Path) -> Iterator[Any]:
+    """Of each row, as verl's data set has it."""
+    if file.suffix == ".parquet":
+        batches = pq.ParquetFile(file).iter_batches(columns=["reward_model"])
+    else:
+        batches = pa_json.read_json(file).to_batches()
+    for batch in batches:
+        for judged in batch.column("reward_model").to_pylist():
+            yield judged.get("ground_truth") if isinstance(judged, dict) else None
 
 
 def check_estimator(name: str) -> None:

@@ -21,6 +21,7 @@ from typing import Any, TextIO
 import pandas as pd
 from tqdm.asyncio import tqdm
 
+from grail_advantage.reward import check_ground_truths
 from recipe.data.prepare import file_stem
 
 KEY = ["benchmark", "index", "sample", "prompt"]
@@ -30,12 +31,15 @@ KEY = ["benchmark", "index", "sample", "prompt"]
 
 def load_benchmarks(names: list[str], data_dir: Path, prompt: str = "corrected") -> pd.DataFrame:
     """Read what :mod:`recipe.data.prepare` writes into ``data_dir`` with a prompt, for every name: a row a problem with
-    ``benchmark``, ``index`` in its file, ``messages`` (the chat that asks for it) and ``gold`` (the ground truth)."""
+    ``benchmark``, ``index`` in its file, ``messages`` (the chat that asks for it) and ``gold`` (the ground truth). Rows
+    whose ground truth cannot be used are named; ValueError for a benchmark without another."""
     files = {name: data_dir / f"{file_stem(name, prompt)}.parquet" for name in names}
     if missing := ",".join(name for name, file in files.items() if not file.is_file()):
         make = f"bash scripts/prepare_data.sh --train none --benchmarks {missing} --prompt {prompt} --output-dir {data_dir}"
         raise ValueError(f"{data_dir} lacks {missing}; make it with: {make}")
     tables = {name: pd.read_parquet(file) for name, file in files.items()}
+    for name, file in files.items():
+        check_ground_truths(tables[name]["reward_model"].str["ground_truth"], str(file))
     table = pd.concat(tables, names=["benchmark", "index"]).reset_index()
     columns = {"messages": table["prompt"].map(list), "gold": table["reward_model"].str["ground_truth"]}
     return table[["benchmark", "index"]].assign(**columns)

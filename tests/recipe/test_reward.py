@@ -9,7 +9,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -65,14 +64,6 @@ def test_the_last_complete_box_counts() -> None:
 
 # --- what is equal ---------------------------------------------------------------------------------------------------
 
-OBJECTS: list[tuple[Any, list[str]]] = [
-    (5, ["5"]),
-    (0.5, [r"\frac{1}{2}"]),
-    (1e-07, ["10^{-7}"]),
-    (np.array(["$2$", "3"], dtype=object), ["3,2"]),
-    (np.int64(27), ["27"]),
-]
-
 
 def test_the_table_of_verdicts() -> None:
     """Twenty or more of each kind that was once judged wrongly somewhere; the JSON lines have the ground truths."""
@@ -87,10 +78,6 @@ def test_the_table_of_verdicts() -> None:
         scores = list(executor.map(lambda case: judge(case[1], case[2])["score"], cases))
     assert [case for case, score in zip(cases, scores, strict=True) if score != case[3]] == []
     assert min(Counter(kind for kind, *_ in cases).values()) >= 20
-
-
-def test_ground_truths_that_are_no_text() -> None:
-    assert [(gold, answer) for gold, answers in OBJECTS for answer in answers if not accepts(gold, answer)] == []
 
 
 CASES = r"\begin{cases}%s & x>0\\2 & x\le 0\end{cases}"
@@ -115,10 +102,7 @@ def test_an_answer_that_is_read_in_part_has_no_verdict_unless_it_is_the_same_tex
     assert accepts(r"n\equiv 1\pmod{4}", r"n \equiv 1 \pmod{4}")
 
 
-def test_answers_without_a_verdict_score_zero_and_are_flagged() -> None:
-    for gold in (None, "", "  ", [], {}, float("nan"), b"5", object()):
-        result = judge(gold, "5")
-        assert (result["score"], result["answer_found"], result["verify_failed"]) == (0.0, 1.0, 1.0), gold
+def test_long_answers_have_no_verdict() -> None:
     assert judge("5", "1+" * 500 + "5")["verify_failed"] == 1.0
     assert judge("5", "1+" * 499 + "5")["verify_failed"] == 0.0
 

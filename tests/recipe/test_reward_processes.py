@@ -49,8 +49,8 @@ def workers(server: int | None = None) -> list[int]:
     return [child.pid for child in children]
 
 
-def _run(program: str) -> Any:
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+def _run(program: str, *arguments: str) -> Any:
+    done = subprocess.run([sys.executable, "-c", program, *arguments], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert "Traceback" not in done.stderr and "Warning" not in done.stderr, done.stderr
     return json.loads(done.stdout)
@@ -118,6 +118,60 @@ print(json.dumps([verdict, status("VmPeak") - mapped, limits]))
     assert verdict is False
     assert 100 << 20 < growth <= 201 << 20
     assert limits == [[0, 0], [0, 0], [0, 0], [64, 64]]
+
+
+CONFINED = """
+import json, os, sys
+from pathlib import Path
+from types import SimpleNamespace
+from grail_advantage.reward import _verify_worker as worker
+
+def attempt(do):
+    try:
+        do()
+    except OSError as error:
+        return type(error).__name__
+    return "done"
+
+def fork():
+    if (pid := os.fork()) == 0:
+        os._exit(0)
+    os.waitpid(pid, 0)
+
+def tried(places, write):
+    \"\"\"In a worker whose modules lie at these places.\"\"\"
+    worker.sys = SimpleNamespace(modules={place: SimpleNamespace(__file__=place) for place in places})
+    reason = worker.give_up_privileges()
+    worker.confine([])
+    tries = attempt(fork), attempt(lambda: os.setuid(0)), attempt(Path(secret).read_text)
+    os.write(write, json.dumps([reason, os.getresuid(), os.getresgid(), *tries]).encode())
+
+secret = sys.argv[1]
+results = []
+for places in (["/etc/passwd"], ["/etc/passwd", secret]):
+    read, write = os.pipe()
+    if os.fork() == 0:
+        tried(places, write)
+        os._exit(0)
+    os.close(write)
+    results.append(json.loads(os.read(read, 65536)))
+print(json.dumps(results))
+"""
+
+
+@pytest.mark.slow
+def test_the_judge_of_root_is_nobody_or_says_why_not(tmp_path: Path) -> None:
+    """It starts no process then, and reads nothing of root's; where nobody can read its libraries it stays root."""
+    secret = tmp_path / "secret"
+    secret.write_text("secret")
+    secret.chmod(0o600)
+    free, bound = _run(CONFINED, str(secret))
+    user, refused = os.getuid(), "BlockingIOError"
+    if user:
+        assert [free[0], free[1], free[3]] == [bound[0], bound[1], bound[3]] == ["", [user] * 3, refused]
+        return
+    assert free == ["", [65534] * 3, [65534] * 3, refused, "PermissionError", "PermissionError"]
+    assert bound[0].startswith("nobody cannot use /") and bound[1:] == [[0] * 3, [0] * 3, "done", "done", "done"]
 
 
 def test_the_judge_gets_no_keys(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,83 @@
+"""Expressions of a user have one second of their own, and no text or expression ends a run."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import regex
+
+from grail_advantage.answers import expressions
+from grail_advantage.answers.expressions import compile_expression, find_matches
+from grail_advantage.answers.format import answer_format
+
+ENDLESS = (
+    (r"(?P<content>(a|aa|aaa)+)[bc]$", "a" * 60 + "d b"),
+    (r"(?P<content>\((?:[^()]|(?R))*\))", "(" * 200_000),
+    (r"(?P<content>(?R)a|a)", "a" * 1000),
+    (r"(?P<content>.)", "x" * 100_000_000),
+)
+
+
+@pytest.mark.parametrize(("expression", "text"), ENDLESS)
+def test_what_takes_long_has_no_matches(expression: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(expressions, "SECONDS", 0.1)
+    assert find_matches(regex.compile(expression), text) is None
+    assert list(answer_format(expression).find(text.encode())) == []
+
+
+@pytest.mark.parametrize(
+    ("expression", "text", "count"),
+    [
+        (r"Answer: (?P<content>.+)", "x" * 10_000_000 + "Answer: 5", 1),
+        (r"(?P<content>x*)", "y" * 1000, 1001),
+        (r"(?<=(?P<content>a+))", "aaa", 3),
+        ("(a)?" * 500 + "(?P<content>b)", "a" * 500 + "b", 1),
+    ],
+)
+def test_large_texts_empty_matches_and_many_groups(expression: str, text: str, count: int) -> None:
+    assert len(find_matches(regex.compile(expression), text) or ()) == count
+
+
+def counting(needs: float, seconds: float, clock: list[float]) -> Any:
+    """An expression that needs so much of regex's clock, of which one second passes in so many by the wall clock."""
+
+    def finditer(text: str, timeout: float) -> Iterator[str]:
+        clock[0] += min(needs, timeout) * seconds
+        if timeout < needs:
+            raise TimeoutError
+        return iter([text])
+
+    return SimpleNamespace(finditer=finditer)
+
+
+@pytest.mark.parametrize(
+    ("needs", "seconds", "found"),
+    [(0.9, 1.0, True), (1.1, 1.0, False), (3.0, 0.1, True), (8.0, 0.1, True), (9.0, 0.1, False), (3.0, 0.9, False)],
+)
+def test_the_second_is_of_the_clock_and_not_of_other_threads(
+    needs: float, seconds: float, found: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    assert find_matches(counting(needs, seconds, clock), "text") == (["text"] if found else None)
+
+
+@pytest.mark.parametrize("error", [MemoryError, RecursionError])
+def test_no_memory_is_no_match(error: type[Exception]) -> None:
+    def finditer(text: str, timeout: float) -> Iterator[str]:
+        yield text
+        raise error
+
+    assert find_matches(SimpleNamespace(finditer=finditer), "text") is None  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("expression", ["(" * 10_000 + "a" + ")" * 10_000, "a{99999999999999}", "(", "*"])
+def test_expressions_that_do_not_compile_are_refused_by_name(expression: str) -> None:
+    with pytest.raises(ValueError, match=r"answer=.*does not compile"):
+        answer_format(expression)
+    with pytest.raises(ValueError, match=r"here=.*does not compile"):
+        compile_expression(expression, "here")
