@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -140,9 +140,10 @@ def _write(kind: _Kind, folder: Path, header: DumpHeader | ReceivedHeader, table
 
 def _check_lengths(kind: _Kind, table: pa.Table) -> None:
     """Raises ``ValueError`` where a list column of a response has more or fewer values than the response has tokens."""
-    tokens_N = pc.list_value_length(table[kind.per_token[0]])
-    lists = [(name, table[name], tokens_N) for name in kind.per_token[1:]]
-    if kind is _STEP:
+    first, *others = (name for name in kind.per_token if name in table.column_names)
+    tokens_N = pc.list_value_length(table[first])
+    lists = [(name, table[name], tokens_N) for name in others]
+    if "methods" in table.column_names:
         methods = table["methods"].combine_chunks()
         tokens_M = tokens_N.take(pc.list_parent_indices(methods))
         lists += [
@@ -251,7 +252,7 @@ class DumpRow:
     """What its tokens received, where the run kept that."""
 
     def __len__(self) -> int:
-        return len(self.token_ids_T)
+        return len(self.mask_T)
 
 
 @dataclass
@@ -269,11 +270,16 @@ class DumpFile:
         """``None`` where it cannot be read, which :meth:`rows` puts into ``problems``."""
         return _header(_STEP, self.path, [])
 
-    def rows(self) -> Iterator[DumpRow]:
-        """The responses, one at a time; of a damaged file those before the damage."""
+    def rows(self, without: Collection[str] = ()) -> Iterator[DumpRow]:
+        """The responses, one at a time; of a damaged file those before the damage.
+
+        Args:
+            without: columns that are not read, or ``received``; the responses have ``None`` there, and no ``tokens``.
+        """
         path = _RECEIVED.path(self.path.parent, self.step, self.update)
-        received = _rows(_RECEIVED, path, self.problems, _received_row) if path.is_file() else iter(())
-        for row in _rows(_STEP, self.path, self.problems, _dump_row):
+        kept = path.is_file() and "received" not in without
+        received = _rows(_RECEIVED, path, self.problems, _received_row) if kept else iter(())
+        for row in _rows(_STEP, self.path, self.problems, _dump_row, without):
             arrived = next(received, None)
             if arrived is not None and (arrived.key, len(arrived)) != (row.key, len(row)):
                 _add(self.problems, path, "is of other responses than the file of its step")
@@ -358,10 +364,14 @@ def _parsed(kind: _Kind, metadata: pq.FileMetaData) -> Any:
     return kind.header.validate_python(record)
 
 
-def _rows(kind: _Kind, path: Path, problems: list[str], make: Callable[..., _Row]) -> Iterator[_Row]:
+def _rows(
+    kind: _Kind, path: Path, problems: list[str], make: Callable[..., _Row], without: Collection[str] = ()
+) -> Iterator[_Row]:
     """What ``make`` makes of each row's values by column; of a damaged file the rows before the damage, which is added to
     ``problems``."""
     dictionaries = [_TOKENS] if kind is _STEP else []
+    names = [name for name in kind.schema.names if name not in without]
+    unread = dict.fromkeys(kind.schema.names)
     with _named(kind, path, problems), pq.ParquetFile(path, read_dictionary=dictionaries) as file:
         _parsed(kind, file.metadata)
         if not file.metadata.schema.to_arrow_schema().equals(kind.schema):
@@ -369,14 +379,14 @@ def _rows(kind: _Kind, path: Path, problems: list[str], make: Callable[..., _Row
         if not file.metadata.num_rows:
             raise ValueError("it holds no responses")
         for number in range(file.num_row_groups):
-            table = file.read_row_group(number)
+            table = file.read_row_group(number, columns=names)
             _check_lengths(kind, table)
             columns = [
                 column.to_numpy() if pa.types.is_list(column.type) else column.to_pylist() for column in table.columns
             ]
             for row in zip(*columns, strict=True):
                 values = (value.copy() if isinstance(value, np.ndarray) else value for value in row)  # not of the group
-                yield make(**dict(zip(kind.schema.names, values, strict=True)))
+                yield make(**unread | dict(zip(names, values, strict=True)))
 
 
 def _add(problems: list[str], path: Path, message: str) -> None:
@@ -385,11 +395,11 @@ def _add(problems: list[str], path: Path, message: str) -> None:
 
 
 def _dump_row(
-    span: np.ndarray | None, tokens: np.ndarray, methods: Sequence[dict], labels: str, **values: Any
+    span: np.ndarray | None, tokens: np.ndarray | None, methods: Sequence[dict], labels: str, **values: Any
 ) -> DumpRow:
     row = DumpRow(
         span=None if span is None else AnswerSpan(*span.tolist()),
-        tokens=tokens.tolist(),
+        tokens=[] if tokens is None else tokens.tolist(),
         methods={
             each["name"]: MethodColumns(
                 score_T=each["score"],

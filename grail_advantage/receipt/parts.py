@@ -25,6 +25,8 @@ LEFT, SMALL, NOTHING, NUMBER = 8.0, 1.0, 2.0, 12.0
 """Bits of a token that is not explained, that differs by rounding, that got nothing without a rule; of a free parameter."""
 ROUNDED = 2**-6
 DEPTH, BEAM = 3, 2
+COMPARED = 64
+"""Responses whose values are held against those that one received."""
 FEW = 0.03
 """Of the tokens that differ: so few that have no explanation are told along with the others."""
 
@@ -375,9 +377,13 @@ class Explainer:
                 bits = 4 + math.log2(max(1, math.comb(total, own)))
                 if bits < best.bits:
                     best = _Pattern(bits, f"all of {own} of {total} {_plural(name)}", name, (at_G > 0)[group_V])
+        at_K, others_K = (chosen_V.nonzero().squeeze(1) for chosen_V in (at_V, of_V & ~at_V))
+        few_K, few_others_K = (each_K[:: 1 + len(each_K) // 1024] for each_K in (at_K, others_K))
         for what, value_V in self._features.items():
-            inside, others_V = value_V[at_V].min(), value_V[of_V & ~at_V]
-            if inside > others_V.max():
+            if value_V[few_K].min() <= value_V[few_others_K].max():  # as most are: most of the time goes here
+                continue
+            inside = value_V[at_K].min()
+            if inside > value_V[others_K].max():
                 bits = 4.0 if len(value_V.unique()) == 2 else 10.0
                 if bits < best.bits:
                     number = abs(float(inside))
@@ -1150,18 +1156,25 @@ class Explainer:
 
 
 def fitting_rows(wanted_NT: torch.Tensor, given_BT: torch.Tensor, own_N: torch.Tensor, near: float) -> torch.Tensor:
-    """For each response the one whose values fit best, its own where that fits as well. NaN is not wanted."""
+    """For each response the one whose values fit best, its own where that fits as well. NaN is not wanted. Of many responses
+    those are compared that fit at most of a few tokens."""
     chosen_N = own_N.clone()
-    most = max(16, 10**8 // (len(given_BT) * max(1, len(own_N))))
-    for n in range(len(own_N)):
-        at = wanted_NT[n].isfinite().nonzero().squeeze(1)
-        at = at[:: max(1, len(at) // most)]
-        if len(at):
-            wanted = wanted_NT[n, at]
-            fits_B = ((given_BT[:, at] - wanted).abs() <= near * wanted.abs() + 1e-12).sum(dim=1)
-            if fits_B[own_N[n]] < fits_B.max():
-                chosen_N[n] = fits_B.argmax()
+    there_NT = wanted_NT.isfinite()
+    other_NT = there_NT & ~_near(given_BT[own_N], wanted_NT, near)
+    for n in other_NT.any(dim=1).nonzero().squeeze(1).tolist():
+        at, rows = there_NT[n].nonzero().squeeze(1), torch.arange(len(given_BT))
+        if len(rows) > COMPARED:
+            some = at[:: max(1, len(at) // 16)]
+            fits_B = _near(given_BT[:, some], wanted_NT[n, some], near).sum(dim=1)
+            rows = fits_B.argsort(descending=True, stable=True)[:COMPARED].sort().values
+        fits_K = _near(given_BT[rows[:, None], at], wanted_NT[n, at], near).sum(dim=1)
+        if len(at) - other_NT[n].sum() < fits_K.max():
+            chosen_N[n] = rows[fits_K.argmax()]
     return chosen_N
+
+
+def _near(values: torch.Tensor, wanted: torch.Tensor, near: float) -> torch.Tensor:
+    return (values - wanted).abs() <= near * wanted.abs() + 1e-12
 
 
 def _unclipped(loss: Loss) -> Loss:

@@ -13,6 +13,7 @@ import torch
 
 from grail_advantage.receipt import Batch, Finding, Layout, Loss, Piece, Receipt, check, trl_loss, verl_loss, watch
 from grail_advantage.receipt.measure import Gradient
+from grail_advantage.receipt.parts import fitting_rows
 from tests.core.receipt_faults import FAULTS, TOKEN_MEAN, Fault, named, ppo, receipt_of, table, tokens_of
 from tests.core.receipt_loop import MicroBatch, Rollout, names, rollout, train
 
@@ -58,6 +59,18 @@ def test_the_loop_of_the_page_runs() -> None:
         }
         exec(source, scope)
         assert names(scope["receipt"].findings) == ([] if divided == 1 else ["scaled"])
+
+
+def test_the_row_that_fits_is_found_among_many() -> None:
+    """As by comparing with all; half of the responses have the values of another one, and a few values fit none."""
+    generator = torch.Generator().manual_seed(0)
+    given_BT = torch.randn(300, 40, generator=generator, dtype=torch.float64)
+    own_N, wanted_N = torch.arange(300), torch.cat([torch.arange(150), torch.randperm(150, generator=generator) + 150])
+    wanted_NT = torch.where(torch.rand(300, 40, generator=generator) < 0.2, torch.nan, given_BT[wanted_N])
+    wanted_NT[:, ::7] += 1
+    close_NBT = (given_BT - wanted_NT[:, None]).abs() <= 1e-3 * wanted_NT[:, None].abs()
+    assert fitting_rows(wanted_NT, given_BT, own_N, 1e-3).tolist() == close_NBT.sum(dim=2).argmax(dim=1).tolist()
+    assert close_NBT.sum(dim=2).argmax(dim=1).tolist() == wanted_N.tolist()
 
 
 # ------------------------------------------------------------------------------------------------- the account, by differences

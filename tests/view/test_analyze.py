@@ -58,6 +58,15 @@ def test_the_dump_is_that_of_a_plain_model(tmp_path: Path, first: str, tokens: i
     hosts.assert_same(hosts.dumped_table(tmp_path / "a"), expected)
 
 
+def test_responses_of_one_prompt_are_shown_together_without_a_group(tmp_path: Path):
+    responses = [replace(RESPONSES[row], id=str(i)) for i, row in enumerate((0, 1, 0))]
+    responses = [replace(row, prompt=f"{row.prompt} {i % 2}", reward=1.0) for i, row in enumerate(responses)]
+    analysis = Analysis(responses=responses, methods=parse_methods(["surprisal"]), model="m")
+    path = run_analysis(analysis, tmp_path / "a", char_tokenizer(), tiny_model).path
+    first, second, third = read_dump(path.parent)
+    assert first.group == third.group != second.group and first.base_advantage_T[0] == 1
+
+
 def graded(rewards: list[float | None], groups: list[str | None]) -> list[Response]:
     return [replace(row, reward=r, group=g) for row, r, g in zip(RESPONSES, rewards, groups, strict=False)]
 

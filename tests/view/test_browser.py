@@ -125,11 +125,9 @@ def test_conversations_by_turns_and_reward(runs: Path, talks: list[DumpRow], ope
 
     def listed() -> list[tuple[int, float]]:
         """Turns and reward of the entries, in order."""
-        texts = zip(
-            *(page.locator(f".item {part}").all_text_contents() for part in (".side:nth-child(3)", ".text")),
-            strict=True,
-        )
-        return [(int(turns.split()[0]), float(reward.split()[1].replace("\u2212", "-"))) for turns, reward in texts]
+        texts = page.locator(".item .under").all_text_contents()
+        found = (re.match(r"reward (\S+) ·(?: .* ·)? (\d+) turns?\b", text.replace("\u2212", "-")) for text in texts)
+        return [(int(match[2]), float(match[1])) for match in found if match]
 
     keys = {
         "turns": lambda known: -known[0],
@@ -235,6 +233,34 @@ def test_filters_count_the_responses_of_the_parquet(runs: Path, rows: list[DumpR
     ):
         page.select_option(f'select[name="{name}"]', value)
         assert int(page.locator("#count").inner_text().split()[0]) == len(wanted)
+
+
+def test_the_list_is_of_prompts_and_a_search_reads_prompts_and_responses(
+    runs: Path, rows: list[DumpRow], opened: Open
+) -> None:
+    page = opened(runs / "grail" / "report.html")
+    assert page.locator(".item .text").all_text_contents() == [row.prompt for row in rows]
+    prompt, total = rows[0].prompt.split("?")[0].upper(), rows[0].response.split("= ")[1].split(".")[0]
+    for words in (prompt, f"= {total}", "no such words", ""):
+        page.fill('input[name="find"]', words)
+        wanted = [row for row in rows if words.lower() in row.prompt.lower() or words.lower() in row.response.lower()]
+        page.wait_for_function(f"document.querySelectorAll('.item').length === {len(wanted)}")
+        count = page.locator("#count").inner_text()
+        assert count.split()[0] == (str(len(wanted)) if wanted else "No")
+    assert opened(runs / "grail" / "report.html", f"#find={total}").locator(".item").count() == sum(
+        total in row.prompt + row.response for row in rows
+    )
+
+
+def test_a_print_has_every_entry_and_cuts_nothing(runs: Path, rows: list[DumpRow], opened: Open) -> None:
+    page = opened(runs / "grail" / "report.html", "#view=side")
+    page.wait_for_function("document.querySelectorAll('.page .tokens').length === 8")
+    page.emulate_media(media="print")
+    page.set_viewport_size({"width": 794, "height": 1123})
+    assert page.locator(".item").count() == len(rows) and page.locator(".item:visible").count() == len(rows)
+    cut = """[...document.querySelectorAll("body *")].filter((e) => getComputedStyle(e).overflowY !== "visible"
+        && e.scrollHeight > e.clientHeight + 2 && !e.matches(".unseen, .item *")).map((e) => e.outerHTML.slice(0, 80))"""
+    assert page.evaluate(cut) == []
 
 
 def test_a_link_keeps_the_view(runs: Path, rows: list[DumpRow], opened: Open) -> None:

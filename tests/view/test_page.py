@@ -7,15 +7,18 @@ import gzip
 import hashlib
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from grail_advantage.answers.span import AnswerSpan
 from grail_advantage.dump.schema import DumpHeader
 from grail_advantage.dump.store import read_dump, write_step
 from grail_advantage.view.page import by_position, data
+from grail_advantage.view.page import index as index_page
 from grail_advantage.view.page.page import render, write_report
 from tests.dumps import table_of
 from tests.view.synthetic import text_row, write_dump, write_metrics
@@ -75,6 +78,34 @@ def test_curves_and_means_of_a_run(run: Path) -> None:
     assert position["all"][0]["mean"] == pytest.approx(by_position.profiles(table)["right"].mean.tolist(), rel=1e-5)
     wrong = by_position.by_step(table, "wrong")[1]
     assert np.allclose(np.array(position["of_step"]["wrong"], dtype=float), wrong, rtol=1e-5, equal_nan=True)
+
+
+def test_missing_and_flat_lines_are_explained(tmp_path: Path) -> None:
+    span = AnswerSpan(2, 2, 3, 3)
+    rows = [
+        text_row(
+            ["a", " b", "2"], row=i, answer=None, outcome=outcome, span=span, weight_T=np.ones(3), no_scores=reason
+        )
+        for i, (outcome, reason) in enumerate(
+            [("right", "outside the gate"), ("right", "truncated"), ("wrong", None)] * 2
+        )
+    ]
+    rows[0] = replace(rows[0], no_scores="truncated")
+    write_step(tmp_path, DumpHeader(step=1, method="grail"), table_of(rows))
+    missing, flat = index_of(tmp_path)["explained"]["grail"]
+    assert "correct" in missing and "4" in missing and "truncated" in missing and flat.startswith("Flat at 1")
+    write_step(tmp_path, DumpHeader(step=1, method="grail"), table_of([replace(row, no_scores=None) for row in rows]))
+    assert index_of(tmp_path)["explained"]["grail"] == [flat]
+
+
+def test_prompts_in_one_line_without_their_template() -> None:
+    asked = ["How much is 1 + 2?", "How much is\n1 + 3, where 2 < 3?", "A"]
+    chats = [
+        f"<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n{text}\nUse a box.<|im_end|>\n" for text in asked
+    ]
+    assert index_page.one_line([*chats, chats[0]]) == [" ".join(text.split()) for text in [*asked, asked[0]]]
+    assert index_page.one_line([chats[0]] * 2) == [" ".join(chats[0].split())] * 2
+    assert index_page.one_line(["x\n", "x\nx\n", ""]) == ["x", "x x", ""] and index_page.one_line([]) == []
 
 
 def test_a_prompt_in_both_runs_is_one_problem(run: Path, tmp_path: Path) -> None:

@@ -107,9 +107,10 @@ def _rollouts(analysis: Analysis, tokenizer: PreTrainedTokenizerBase, texts: Tok
         tokenizer=tokenizer,
         answer=analysis.answer,
         groups_B=torch.tensor(
+            # Without a group, responses with one prompt are shown together.
             [
-                numbers.setdefault(f"row {place}" if row.group is None else row.group, len(numbers))
-                for place, row in enumerate(given)
+                numbers.setdefault(f"prompt {row.prompt!r}" if row.group is None else row.group, len(numbers))
+                for row in given
             ]
         ),
         rewards_B=torch.tensor([torch.nan if reward is None else reward for reward in rewards], dtype=torch.float64),

@@ -11,12 +11,14 @@ from array import array
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from grail_advantage.dump.schema import DumpHeader
-from grail_advantage.dump.store import DumpRow
+from grail_advantage.dump.store import DumpFile, DumpRow, MethodColumns
 from grail_advantage.receipt.report import finding_texts, linked, run_receipt, summary, unseen
 from grail_advantage.view.page import by_position, colours, data, pack, turns
 from grail_advantage.view.receipt import rollout_names
@@ -24,6 +26,18 @@ from grail_advantage.view.receipt import rollout_names
 _GROUP = 8
 """Responses a prompt in common set-ups, for the choice of steps."""
 _WEIGHT_LIMITS = (1.25, 2.0, colours.WEIGHT_LIMIT)
+_SAMPLE = 8
+"""Groups that tell how large the others are."""
+_DRAWN = frozenset(
+    {"prompt", "response", "prompt_ids", "token_ids", "tokens", "score", "old_log_prob", "entropy", "received"}
+)
+"""Columns that only the rollouts of the page need."""
+_LOSS_NAME = (
+    "In brackets: the name of the loss in the trainer's settings (verl's policy_loss.loss_mode, where vanilla is PPO's clipped "
+    "loss; TRL's loss_type)."
+)
+_LINE = 160
+"""Characters of a prompt in the list."""
 _OVERLAYS = ("weight", "score", "advantage", "received", "surprisal", "entropy")
 
 
@@ -35,6 +49,10 @@ class Rollout:
     """Its entries in the page's index."""
     columns: Mapping[str, np.ndarray]
     block: str
+    key: Any
+    """Of its problem: name, prompt or prompt's ids."""
+    problem: dict[str, Any]
+    """The problem's entries in the index."""
 
 
 @dataclass(eq=False)
@@ -42,13 +60,17 @@ class Group:
     """Rollouts of one prompt in one update."""
 
     facts: dict[str, int]
-    """Its entries in the page's index: number of the run, step, number of the problem and place in the file."""
-    rollouts: list[Rollout]
+    """Its entries in the page's index: number of the run, step, place in the file and, once read, number of the problem."""
+    file: DumpFile
+    places: list[int]
+    """Of its responses in the file."""
+    tokens: int
+    rollouts: list[Rollout] = field(default_factory=list)
 
 
 @dataclass
 class Selection:
-    """The rollouts of a page: chosen while the dumps of all runs are read, and thinned out where they do not fit."""
+    """The rollouts of a page: chosen while the dumps of all runs are counted, thinned out to what fits, and read."""
 
     groups: list[Group] = field(default_factory=list)
     problems: dict[Any, dict[str, Any]] = field(default_factory=dict)
@@ -61,6 +83,10 @@ class Selection:
     """The methods that give token advantages; of one method alone, an empty name."""
     weighed: Counter[int] = field(default_factory=Counter)
     """Responses that have another weight than 1."""
+    no_scores: dict[tuple[str, str], Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
+    """By method, or an empty name, and outcome: why responses of the first run have no scores."""
+    outcomes: Counter[str] = field(default_factory=Counter)
+    """Of the responses of the first run."""
     by_turn: dict[int, array[float]] = field(default_factory=lambda: defaultdict(lambda: array("d")))
     """Entries of :mod:`.turns`."""
     verdicts: data.Verdicts = field(default_factory=data.Verdicts)
@@ -71,7 +97,7 @@ class Selection:
         return [rollout for group in self.groups for rollout in group.rollouts]
 
     def read(self, runs: Sequence[data.Run], most: int) -> list[dict[str, by_position.RowTable]]:
-        """Read every file once, and choose rollouts evenly over the files.
+        """Count the responses of every file, and choose some evenly over the files.
 
         Args:
             runs: one or two.
@@ -87,13 +113,13 @@ class Selection:
 
         def rows(run: int) -> Iterator[DumpRow]:
             for file in runs[run].files:
-                of_file = list(file.rows())
+                of_file, header = _counted_rows(file), file.header
                 self.responses[run] += len(of_file)
                 self.answered[run] += sum(row.span is not None for row in of_file)
                 for row in of_file:
-                    self._count(run, row, file.header)
+                    self._count(run, row, header)
                 if file in chosen:
-                    self._add(run, of_file, quota, file.header)
+                    self._choose(run, file, of_file, quota)
                 yield from of_file
 
         return [by_position.row_tables(rows(number)) for number in range(len(runs))]
@@ -104,6 +130,12 @@ class Selection:
         self.by_turn[run].extend(turns.entries(row.step, of_row))
         self.failed_calls[run] += sum(turn.failed for turn in of_row)
         self.verdicts.add(row)
+        if not run:
+            self.outcomes[row.outcome or ""] += 1
+            sources: dict[str, DumpRow | MethodColumns] = {"": row, **row.methods}
+            for name, source in sources.items():
+                if source.no_scores:
+                    self.no_scores[name, row.outcome or ""][source.no_scores] += 1
         weights = [row.weight_T, *(method.weight_T for method in row.methods.values())]
         self.weighed[run] += any((weight_T[row.mask_T] != 1).any() for weight_T in weights)
         if row.methods:
@@ -111,22 +143,46 @@ class Selection:
         elif gives_advantages(row):
             self.given[run].add("")
 
-    def _add(self, run: int, rows: Sequence[DumpRow], quota: int, header: DumpHeader | None) -> None:
+    def _choose(self, run: int, file: DumpFile, rows: Sequence[DumpRow], quota: int) -> None:
         """The responses of one file: whole groups until there are ``quota`` responses, at least one group."""
-        groups: dict[int, list[DumpRow]] = {}
-        for row in rows:
-            groups.setdefault(row.group, []).append(row)
+        groups: dict[int, list[int]] = {}
+        for place, row in enumerate(rows):
+            groups.setdefault(row.group, []).append(place)
         taken = 0
-        for place, members in enumerate(groups.values()):
-            if taken and taken + len(members) > quota:
+        for number, places in enumerate(groups.values()):
+            if taken and taken + len(places) > quota:
                 break
-            taken += len(members)
-            first = members[0]
-            key = first.id or first.prompt or first.prompt_ids.tobytes()
-            names = {"prompt": first.prompt, "ground_truth": first.ground_truth, "id": first.id}
-            number = self.problems.setdefault(key, {"number": len(self.problems), **names})["number"]
-            facts = {"run": run, "step": first.step, "problem": number, "place": place}
-            self.groups.append(Group(facts, [_rollout(row, header) for row in members]))
+            taken += len(places)
+            facts = {"run": run, "step": file.step, "place": number}
+            self.groups.append(Group(facts, file, places, sum(len(rows[place]) for place in places)))
+
+    def draw(self, most: float) -> None:
+        """Read the chosen responses, or as many of them as about ``most`` bytes hold."""
+        some = self.groups[:: max(1, len(self.groups) // _SAMPLE)]
+        self._draw(some)
+        packed = sum(len(rollout.block) for group in some for rollout in group.rollouts)
+        whole = packed / max(1, sum(group.tokens for group in some)) * sum(group.tokens for group in self.groups)
+        if whole > 1.1 * most:
+            self.thin(1.1 * most / whole)
+        self._draw(self.groups)
+        self.groups = [group for group in self.groups if group.rollouts]
+        for group in self.groups:
+            first = group.rollouts[0]
+            known = self.problems.setdefault(first.key, {"number": len(self.problems), **first.problem})
+            group.facts["problem"] = known["number"]
+
+    def _draw(self, groups: Sequence[Group]) -> None:
+        """Read the responses of groups that are not read yet, each file once and no further than the last of them."""
+        of_file: dict[Path, list[Group]] = {}
+        for group in groups:
+            if not group.rollouts:
+                of_file.setdefault(group.file.path, []).append(group)
+        for of_path in of_file.values():
+            group_of = {place: group for group in of_path for place in group.places}
+            header = of_path[0].file.header
+            for place, row in enumerate(islice(of_path[0].file.rows(), max(group_of) + 1)):
+                if place in group_of:
+                    group_of[place].rollouts.append(_rollout(row, header))
 
     def thin(self, share: float) -> bool:
         """Keep a share of the groups of every step; whether any went."""
@@ -150,10 +206,13 @@ class Selection:
         names = list(entries[0]) if entries else ["step", "length", "spread", "wrong_step", "run", "group"]
         if not self.verdicts.conversations:
             names = [name for name in names if name not in ("turns", "unplaced")]
+        lines = one_line([problem["prompt"] for problem in self.problems.values()])
         return {
             "rows": {name: [entry[name] for entry in entries] for name in names},
             "groups": [group.facts for group in self.groups],
-            "problems": list(self.problems.values()),
+            "problems": [
+                {**problem, "line": line} for problem, line in zip(self.problems.values(), lines, strict=True)
+            ],
             "limits": _limits(self.rollouts),
         }
 
@@ -169,6 +228,27 @@ class Selection:
             return list(methods)
         return [name for name in methods if {name, ""} & self.given[run]]
 
+    def explained(self, positions: Mapping[str, Mapping[str, Any]]) -> dict[str, list[str]]:
+        """Sentences on lines that are missing or flat in the plots of :func:`positions`, by method."""
+        words = data.outcome_words(self.verdicts.field)
+        said: dict[str, list[str]] = {}
+        for method, position in positions.items():
+            lines = [line for line in position["all"] if not line["run"]]
+            of = said[method] = []
+            for outcome in set(by_position.OUTCOMES) - {line["outcome"] for line in lines}:
+                if lines and lines[0]["outcome"] == "":
+                    break
+                reasons = (self.no_scores[method, outcome] or self.no_scores["", outcome]).most_common(1)
+                why = f" ({reasons[0][0]}); each of their tokens has weight 1" if reasons else ""
+                count = self.outcomes[outcome]
+                there = f"none of the {count:,} responses has scores{why}" if count else "there is no such response"
+                of.append(f"No line for {words[outcome]}: {there}.")
+            if all(np.allclose(line["mean"][np.isfinite(line["mean"])], 1, atol=1e-6) for line in lines):
+                of.append(
+                    "Flat at 1: every token has weight 1 and trains with the advantage of its response, as in GRPO."
+                )
+        return said
+
     def overlays(self, runs: int, methods: Sequence[str]) -> list[str]:
         """Values that tokens can be coloured by; the first is what the page shows first."""
         known = {name.split(":")[0] for rollout in self.rollouts for name in rollout.columns}
@@ -179,6 +259,23 @@ class Selection:
             first = ["advantage", *([] if min(given) == len(methods) else ["weight"])]
             return [*first, *(name for name in _OVERLAYS if name in known - {"advantage", "weight"})]
         return [name for name in _OVERLAYS if name in known] or ["weight"]
+
+
+def one_line(prompts: Sequence[str]) -> list[str]:
+    """The beginning of each prompt in one line, without the lines and tags that all begin or end with, as a chat template's."""
+    start, end, several = 0, 0, list(set(prompts))
+    if len(several) > 1:
+        before, after = _begin(several), _begin([prompt[::-1] for prompt in several])[::-1]
+        start = max(before.rfind("\n"), before.rfind(">")) + 1
+        end = len(after) - min((place for mark in "\n<" if (place := after.find(mark)) >= 0), default=len(after))
+    cut = (prompt[start : len(prompt) - end] for prompt in prompts)
+    return [" ".join((own.strip() or prompt).split())[:_LINE] for own, prompt in zip(cut, prompts, strict=True)]
+
+
+def _begin(texts: Sequence[str]) -> str:
+    """All that several texts begin with."""
+    first, last = min(texts), max(texts)
+    return first[: next((i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), len(first))]
 
 
 def gives_advantages(row: DumpRow) -> bool:
@@ -204,7 +301,16 @@ def shown_values(row: DumpRow) -> tuple[str, np.ndarray]:
 
 def _rollout(row: DumpRow, header: DumpHeader | None) -> Rollout:
     columns = pack.columns_of(row)
-    return Rollout(_facts(row, header), columns, pack.pack(row, columns, header.special_tokens if header else {}))
+    block = pack.pack(row, columns, header.special_tokens if header else {})
+    problem = {"prompt": row.prompt, "ground_truth": row.ground_truth, "id": row.id}
+    return Rollout(_facts(row, header), columns, block, row.id or row.prompt or row.prompt_ids.tobytes(), problem)
+
+
+def _counted_rows(file: DumpFile) -> list[DumpRow]:
+    """The responses of a file, as all are counted: with tokens where others wrote some, which tell failed calls."""
+    rows = list(file.rows(_DRAWN))
+    spoken = any("tool" in row.labels for row in rows)
+    return list(file.rows(_DRAWN - {"token_ids", "tokens"})) if spoken else rows
 
 
 def _facts(row: DumpRow, header: DumpHeader | None) -> dict[str, Any]:
@@ -319,7 +425,8 @@ def receipt(runs: Sequence[data.Run]) -> list[dict[str, Any]]:
             whole = run_receipt([asdict(header) for header in headers])
             names = rollout_names(run.dump)
             findings = [linked(finding_texts(finding), names) for finding in whole.findings]
-            entries.append({"run": number, "summary": summary(whole), "unseen": unseen(whole), "findings": findings})
+            note = f"{_LOSS_NAME} {unseen(whole)}" if whole.losses else unseen(whole)
+            entries.append({"run": number, "summary": summary(whole), "unseen": note, "findings": findings})
     return entries
 
 

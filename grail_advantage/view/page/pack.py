@@ -28,7 +28,7 @@ _LARGEST = 15
 
 def encode(data: bytes) -> str:
     """Bytes as a text that a ``<script>`` may hold."""
-    return base64.b64encode(gzip.compress(data, mtime=0)).decode("ascii")
+    return base64.b64encode(gzip.compress(data, 6, mtime=0)).decode("ascii")
 
 
 def encode_json(value: Any) -> str:

@@ -74,8 +74,11 @@ def render(runs: Sequence[data.Run], *, rollouts: int = ROLLOUTS, megabytes: flo
     header = next((run.header for run in runs if run.header is not None), None)
     selection = index.Selection()
     tables = selection.read(runs, rollouts)
+    asked = sum(len(group.places) for group in selection.groups)
+    selection.draw(megabytes * 1e6)
     methods = selection.methods(header)
     given = [selection.given_by(number, methods) for number in range(len(runs))]
+    positions = index.positions(tables, methods, given)
     curves, more = index.curves(runs, selection.verdicts.field)
     content: dict[str, Any] = {
         "methods": methods,
@@ -86,7 +89,8 @@ def render(runs: Sequence[data.Run], *, rollouts: int = ROLLOUTS, megabytes: flo
         "curves": curves,
         "more": more,
         "bins": by_position.BINS,
-        "position": index.positions(tables, methods, given),
+        "position": positions,
+        "explained": selection.explained(positions),
         "colours": {"half": _HALF, "steps": _STEPS},
         "nothing": _nothing(runs),
         "receipt": index.receipt(runs),
@@ -95,7 +99,6 @@ def render(runs: Sequence[data.Run], *, rollouts: int = ROLLOUTS, megabytes: flo
     if selection.verdicts.conversations:
         scripts.append(_TURNS)
         content["by_turn"] = turns.curves([selection.by_turn[number] for number in range(len(runs))])
-    asked = len(selection.rollouts)
     while True:
         content |= selection.index()
         content["subtitle"] = _subtitle(runs, header, selection)
@@ -113,7 +116,8 @@ def _page(title: str, content: dict[str, Any], scripts: Sequence[str], blocks: S
     assets = resources.files("grail_advantage.view.page") / "assets"
 
     def read(name: str) -> str:
-        return (assets / name).read_text(encoding="utf-8")
+        text = (assets / name).read_text(encoding="utf-8")
+        return re.sub(r"^ +(?://.*\n)?|^//.*\n", "", text, flags=re.MULTILINE)  # without indentation and comments
 
     style = _style(read("report.css")) + read("uplot/uPlot.min.css")
     texts = [read("uplot/uPlot.iife.min.js"), "\n".join(read(f"{name}.js") for name in scripts)]

@@ -2,7 +2,7 @@
 
 const form = $("filters");
 const bar = $("toolbar");
-const FILTERS = ["run", "step", "outcome", "answer", "sort", ...(TALKS ? ["turns", "from", "to"] : [])];
+const FILTERS = ["run", "step", "outcome", "answer", "find", "sort", ...(TALKS ? ["turns", "from", "to"] : [])];
 const SHOWN = ["overlay", "method", "view", "epoch"];
 function setForms() {
   for (const name of FILTERS) {
@@ -31,6 +31,11 @@ form.addEventListener("change", () => {
   for (const name of FILTERS) state[name] = form.elements[name].value;
   refilter();
 });
+form.elements.find.addEventListener("input", async ({ target }) => {
+  state.find = target.value;
+  if (await search()) refilter();
+});
+addEventListener("beforeprint", () => document.querySelectorAll("details").forEach((details) => (details.open = true)));
 addEventListener("submit", (event) => event.preventDefault());
 
 // Of problems with correct and incorrect responses, the one with the widest weights: the first thing to look at.
@@ -50,7 +55,6 @@ function reshow() {
   const { method, view } = state;
   for (const name of SHOWN) state[name] = bar.elements[name].value;
   if (state.method !== method) {
-    drawPosition();
     pages.forEach((page) => page.element.replaceChild(facts(page.row), page.element.firstChild));
   }
   if (state.view !== view) {
@@ -91,6 +95,8 @@ function setUp() {
   form.elements.outcome.append(new Option("any", ""), ...["right", "wrong"].map((outcome) => new Option(outcomeWord(outcome), outcome)));
   form.elements.sort.append(new Option("in order", ""), new Option([...new Set(rows.map(spreadOf))].join(", "), "spread"), new Option("length", "length"), new Option("shortest", "shortest"));
   if (TALKS) addTurnChoices();
+  const spreads = [...new Set(rows.map(spreadOf))].join(" or ");
+  $("list-hint").textContent = `Bar in the list: ${spreads}, ${DEVIATION}.${rows.some((row) => row.no_scores) ? " No scores: the method gave the response none; why, it says above the text." : ""}`;
   segments("overlay", index.overlays.map((name) => [name, OVERLAYS[name].name]));
   segments("view", [["one", "One"], ["side", "Side by side"]]);
   bar.elements.method.append(...METHODS.map((name) => new Option(name, name)));
@@ -143,8 +149,8 @@ function drawReceipt() {
 // Everything that the address says; returns the rollout that is open then.
 async function start() {
   const named = readHash();
-  drawPosition();
   setForms();
+  await search();
   choose();
   shownGroup = -1;
   const first = named >= 0 ? rows[named] : shown.length ? telling(shown) : null;
@@ -165,6 +171,7 @@ dark.addEventListener("change", () => {
 head();
 drawReceipt();
 drawTraining();
+drawPositions();
 if (TALKS) drawTurns();
 if (!rows.length) {
   $("nothing").textContent = index.nothing;

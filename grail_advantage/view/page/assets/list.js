@@ -7,9 +7,30 @@ const sizeOf = (row) => (TALKS ? plural(row.turns.length, "turn") : plural(row.l
 let shown = [];
 const list = $("list");
 
+// Rollouts with the words that are sought in their prompt or response; null without any.
+let found = null;
+let searches = 0;
+const texts = new Map();
+// Whether it came to its end: a later search stops it.
+async function search() {
+  const mine = ++searches;
+  const words = state.find.trim().toLowerCase();
+  const among = new Set();
+  if (words) $("count").textContent = "Searching…";
+  for (const row of words ? rows : []) {
+    const has = problemOf(row).prompt.toLowerCase().includes(words);
+    if (!has && !texts.has(row.i)) texts.set(row.i, await textOf(row.i));
+    if (mine !== searches) return false;
+    if (has || texts.get(row.i).includes(words)) among.add(row.i);
+  }
+  found = words ? among : null;
+  return true;
+}
+
 function choose() {
   shown = rows.filter(
     (row) =>
+      (!found || found.has(row.i)) &&
       (state.run === "" || row.run === Number(state.run)) &&
       (state.step === "" || row.step === Number(state.step)) &&
       (state.outcome === "" || row.outcome === state.outcome) &&
@@ -31,24 +52,22 @@ function choose() {
 const widest = Math.max(1e-9, ...rows.map((row) => row.spread ?? 0));
 const items = rows.map((row) => {
   const element = make("div", "item", "", { role: "option", tabindex: -1 });
-  const text = make("span", `text${row.answer === null && !TALKS ? " none" : ""}`);
-  const failed = TALKS && failedCalls(row);
-  visible(text, headline(row, 200) + (failed ? ` · ${failed}` : ""), false);
+  const problem = problemOf(row);
+  const text = make("span", "text");
+  visible(text, problem.line || problem.id?.slice(0, 40) || `problem ${groups[row.group].place + 1}`, false);
   // A response without scores has no spread to show.
   const why = row.truncated ? "truncated" : row.no_scores ? "no scores" : "";
-  const spread = make("span", why ? "side" : "spread", why);
+  const spread = make("span", why ? "side" : "spread", why, { title: row.no_scores ?? why });
   if (!why) {
     const filled = make("i");
     filled.style.width = `${((row.spread ?? 0) / widest) * 100}%`;
     spread.append(filled);
     spread.title = `${spreadOf(row)} ${number(row.spread)}`;
   }
-  const run = index.runs.length > 1 ? `${index.runs[row.run].name} · ` : "";
-  const step = allSteps.length > 1 ? `step ${row.step} · ` : "";
+  const parts = [headline(row, 200), TALKS && failedCalls(row), sizeOf(row), index.runs.length > 1 && index.runs[row.run].name, allSteps.length > 1 && `step ${row.step}`];
   const under = make("span", "under");
-  const group = groups[row.group];
-  visible(under, `${run}${step}problem ${index.problems[group.problem].id?.slice(0, 40) ?? group.place + 1}`, false);
-  element.append(glyph(row.outcome), text, make("span", "side", sizeOf(row)), under, spread);
+  visible(under, (TALKS || row.answer === null ? "" : "answer ") + parts.filter(Boolean).join(" · "), false);
+  element.append(glyph(row.outcome), text, under, spread);
   element.addEventListener("click", () => {
     open(row.i);
     element.focus({ preventScroll: true });

@@ -101,8 +101,8 @@ function facts(row) {
   const said = index.verdict ? word : word[0].toUpperCase() + word.slice(1);
   host.append(make("strong", row.outcome ?? "", `${SIGNS[row.outcome] ?? ""} ${said}`.trim()));
   if (index.verdict) host.append(make("b", "", rewardText(row)));
-  const fact = (name, text, tag = "span") => {
-    const element = make("span", "", `${name} `);
+  const fact = (name, text, tag = "span", title = "") => {
+    const element = make("span", "", `${name} `, { title });
     element.append(shownText(tag, text));
     host.append(element);
   };
@@ -111,11 +111,13 @@ function facts(row) {
   if (index.runs.length > 1) fact("of", index.runs[row.run].name);
   fact("tokens", number(row.length));
   if (row.reward !== null && !index.verdict) fact("reward", number(row.reward));
-  if (row.advantage !== null && !ownAdvantages(row)) fact("advantage", number(row.advantage));
-  if (row.spread !== null) fact(spreadOf(row), number(row.spread));
+  if (row.advantage !== null && !ownAdvantages(row)) fact("base advantage", number(row.advantage), "span", "the response's own, as GRPO has it, before the method");
+  if (row.spread !== null) fact(spreadOf(row), number(row.spread), "span", DEVIATION);
   if (row.unplaced?.length) fact("rewards of no certain turn", row.unplaced.map((reward) => number(reward)).join(", "));
   const reason = row.no_scores_of ? row.no_scores_of[state.method] : row.no_scores;
   const badge = (text) => host.append(make("span", "badge", text));
+  const true_ = row.answer !== null && row.answer === problemOf(row).ground_truth;
+  if (true_ && row.outcome === "wrong") badge(`the answer is the ground truth: ${index.verdict || "the verdict"} asks for more`);
   if (row.truncated) badge("truncated: cut at the length limit");
   if (reason) badge(`no scores: ${reason}`);
   if (row.updates === 0) badge("left out of the update");

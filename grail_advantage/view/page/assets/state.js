@@ -25,15 +25,17 @@ for (const group of groups) group.rows.sort((a, b) => (RANK[a.outcome] ?? 2) - (
 const TALKS = rows.length > 0 && rows[0].turns !== undefined;
 const gives = (row, method = state.method) => index.runs[row.run].given.includes(method);
 const spreadOf = (row) => `spread of ${gives(row, METHODS[0]) ? "advantages" : "weights"}`;
+const DEVIATION = "the standard deviation over a response's tokens that train";
 const DASHES = index.runs.length > 1 ? ` · solid: ${index.runs[0].name}, dashed: ${index.runs[1].name}` : "";
 const steps = [...new Set(rows.filter((row) => !row.run).map((row) => row.step))].sort((a, b) => a - b);
+const problemOf = (row) => index.problems[groups[row.group].problem];
 const allSteps = [...new Set(rows.map((row) => row.step))].sort((a, b) => a - b);
 const epochs = rows.reduce((most, row) => Math.max(most, row.updates ?? 0), 0);
 const narrow = matchMedia("(max-width: 760px)");
 const touch = matchMedia("(hover: none)");
 const dark = matchMedia("(prefers-color-scheme: dark)");
 
-const DEFAULTS = { run: "", step: "", outcome: "", answer: "", turns: "", from: "", to: "", sort: "", overlay: index.overlays[0], method: METHODS[0] ?? "", view: "one", epoch: "" };
+const DEFAULTS = { run: "", step: "", outcome: "", answer: "", find: "", turns: "", from: "", to: "", sort: "", overlay: index.overlays[0], method: METHODS[0] ?? "", view: "one", epoch: "" };
 const state = { ...DEFAULTS, row: -1, token: -1 };
 function readHash() {
   const given = new URLSearchParams(location.hash.slice(1));

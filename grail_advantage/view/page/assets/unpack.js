@@ -23,13 +23,13 @@ function half(bits) {
   return (bits >> 15 ? -1 : 1) * (exponent ? (1024 + fraction) * 2 ** (exponent - 25) : fraction * 2 ** -24);
 }
 
-async function unpackRollout(i) {
+async function unpackRollout(i, all = true) {
   const buffer = await unpack(`r${i}`);
   let at = 4 + new DataView(buffer).getUint32(0, true);
   const { n, columns, ...words } = JSON.parse(new TextDecoder().decode(buffer.slice(4, at)));
   const take = (Kind) => new Kind(buffer.slice(at, (at += n * Kind.BYTES_PER_ELEMENT)));
   const data = { n, words: { ...words, special: new Set(words.special) }, ids: take(Uint32Array), mask: take(Uint8Array), columns: {} };
-  for (const [name, exponent] of Object.entries(columns)) {
+  for (const [name, exponent] of all ? Object.entries(columns) : []) {
     data.columns[name] = Float32Array.from(take(Uint16Array), (bits) => half(bits) * 2 ** exponent);
   }
   return data;
@@ -44,4 +44,10 @@ function rollout(i) {
   unpacked.set(i, promise);
   if (unpacked.size > 64) unpacked.delete(unpacked.keys().next().value);
   return promise;
+}
+
+// The text of a response, in small letters.
+async function textOf(i) {
+  const { ids, words } = await unpackRollout(i, false);
+  return Array.from(ids, (id) => words.texts[id]).join("").toLowerCase();
 }
