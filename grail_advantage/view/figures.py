@@ -7,6 +7,7 @@ python -m grail_advantage.report RUN --figure methods --output methods.pdf
 from __future__ import annotations
 
 import io
+import math
 import textwrap
 import warnings
 from collections.abc import Mapping, Sequence
@@ -95,6 +96,7 @@ def draw(
         raise ValueError(f"--width {width:g} must be from 2 to 40 inches")
     selection = index.Selection()
     tables = selection.read([run], ROLLOUTS)
+    selection.draw(math.inf)
     methods = selection.methods(run.header)
     with matplotlib.style.context(_STYLE):
         if kind == "positions":

@@ -238,13 +238,15 @@ def test_filters_count_the_responses_of_the_parquet(runs: Path, rows: list[DumpR
 def test_the_list_is_of_prompts_and_a_search_reads_prompts_and_responses(
     runs: Path, rows: list[DumpRow], opened: Open
 ) -> None:
+    from playwright.sync_api import expect
+
     page = opened(runs / "grail" / "report.html")
     assert page.locator(".item .text").all_text_contents() == [row.prompt for row in rows]
     prompt, total = rows[0].prompt.split("?")[0].upper(), rows[0].response.split("= ")[1].split(".")[0]
     for words in (prompt, f"= {total}", "no such words", ""):
         page.fill('input[name="find"]', words)
         wanted = [row for row in rows if words.lower() in row.prompt.lower() or words.lower() in row.response.lower()]
-        page.wait_for_function(f"document.querySelectorAll('.item').length === {len(wanted)}")
+        expect(page.locator(".item")).to_have_count(len(wanted))
         count = page.locator("#count").inner_text()
         assert count.split()[0] == (str(len(wanted)) if wanted else "No")
     assert opened(runs / "grail" / "report.html", f"#find={total}").locator(".item").count() == sum(
