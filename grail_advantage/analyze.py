@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING
 from grail_advantage.answers.format import BOXED, answer_format
 from grail_advantage.answers.tokenizers import load_tokenizer
 from grail_advantage.model.activations import FORWARD_TOKENS
+from grail_advantage.receipt.foreign import complain, say, visible
 from grail_advantage.view.analysis.analysis import ADVANTAGES, Analysis
 from grail_advantage.view.analysis.responses import Response, read_responses
 from grail_advantage.view.analysis.specs import parse_methods, parse_options
@@ -35,9 +35,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         with _loading(options.model):
             tokenizer = load_tokenizer(options.model)
         _weigh(options, with_rewards(read_responses(options.responses), tokenizer), tokenizer)
-    except ValueError as error:
-        raise SystemExit(f"analyze: {error}") from error
-    print(f"see it: python -m grail_advantage.report {options.out}")
+    except (ValueError, OSError) as error:
+        raise SystemExit(visible(f"analyze: {error}", breaks=False)) from error
+    say(f"see it: python -m grail_advantage.report {options.out}")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -109,19 +109,19 @@ def _weigh(options: argparse.Namespace, responses: Sequence[Response], tokenizer
         template_options=parse_options(options.template_option, "--template-option"),
         answer=answer_format(options.answer),
     )
-    print(f"{len(responses)} responses; advantage: {analysis.row_advantages()[1]}", file=sys.stderr)
+    complain("analyze", f"{len(responses)} responses; advantage: {analysis.row_advantages()[1]}")
     outcome = run_analysis(
         analysis, options.out, tokenizer, lambda: load_model(options.model, options.device, options.dtype)
     )
     if outcome.few_answers:
-        print(outcome.few_answers)
+        say(outcome.few_answers)
     for label, reasons in outcome.no_scores.items():
         without = "".join(f"; {count} without scores ({reason})" for reason, count in reasons.items())
         scored = len(responses) - sum(reasons.values())
-        print(f"{label}: {scored} of {len(responses)} responses have scores{without}")
+        say(f"{label}: {scored} of {len(responses)} responses have scores{without}")
     for label in outcome.unchanged:
-        print(f"{label}: every weight is 1; rewards or --advantages may decide that, see docs/methods.md")
-    print(f"written: {outcome.path}")
+        say(f"{label}: every weight is 1; rewards or --advantages may decide that, see docs/methods.md")
+    say(f"written: {outcome.path}")
 
 
 def with_rewards(responses: Sequence[Response], tokenizer: PreTrainedTokenizerBase) -> list[Response]:

@@ -9,16 +9,18 @@ import argparse
 import sys
 from pathlib import Path
 
-from grail_advantage.dump.options import TOKENS
+from grail_advantage.receipt.foreign import complain, say
 from grail_advantage.view.page import data
-from grail_advantage.view.page.page import MEGABYTES, REPORT, ROLLOUTS, write_report
+from grail_advantage.view.page.page import MEGABYTES, REPORT, ROLLOUTS, write_page
 from grail_advantage.view.summary import follow, summary
 
 
 def main(argv: list[str] | None = None) -> int:
     """Write the report and print its path; 1 with a message where there is nothing to show."""
     parser = argparse.ArgumentParser(prog="python -m grail_advantage.report", description=__doc__)
-    parser.add_argument("run", type=Path, help="a run's folder (metrics.jsonl, tokens/), or a token dump's")
+    parser.add_argument(
+        "run", type=Path, help="a run's folder or its file of metrics, of verl or TRL; or a token dump's folder"
+    )
     parser.add_argument("--output", type=Path, help=f"the file; default: RUN/{REPORT}, of --figure RUN/KIND.pdf")
     parser.add_argument("--against", type=Path, metavar="RUN2", help="a second run, drawn beside the first")
     parser.add_argument(
@@ -55,26 +57,27 @@ def main(argv: list[str] | None = None) -> int:
     try:
         if args.summary:
             for line in follow(args.run, args.follow) if args.follow else ():
-                print(line, flush=True)
-            print(summary(args.run))
+                say(line)
+            say(*summary(args.run))
             return 0
         if args.terminal:
             _show(args)
             return 0
+        runs = [data.open_run(run) for run in (args.run, args.against) if run is not None]
         if args.figure:
-            path = _draw(args)
+            path = _draw(runs[0], args)
         else:
-            path = write_report(
-                args.run, args.output, against=args.against, rollouts=args.rollouts, megabytes=args.megabytes
-            )
+            path = write_page(runs, args.output, rollouts=args.rollouts, megabytes=args.megabytes)
     except ModuleNotFoundError as error:
         extra = "figures" if str(error.name).startswith("matplotlib") else "report"
-        print(f"report: {error}; run `pip install 'grail-advantage[{extra}]'`", file=sys.stderr)
+        complain("report", f"{error}; run `pip install 'grail-advantage[{extra}]'`")
         return 1
     except (ValueError, OSError) as error:
-        print(f"report: {error}", file=sys.stderr)
+        complain("report", str(error))
         return 1
-    print(path.resolve())
+    for run in runs:
+        complain("report", *run.problems, *run.lacks)
+    say(str(path.resolve()))
     return 0
 
 
@@ -84,25 +87,19 @@ def _show(args: argparse.Namespace) -> None:
 
     run = data.open_run(args.run)
     if run.dump is None:
-        raise ValueError(f"{args.run} has no token dump ({TOKENS}/, algorithm.token_dump.folder)")
+        raise ValueError(*run.lacks)
     print_rollout(run.dump, args.step, args.row)
-    for problem in run.problems:
-        print(f"report: {problem}", file=sys.stderr)
+    complain("report", *run.problems)
 
 
-def _draw(args: argparse.Namespace) -> Path:
+def _draw(run: data.Run, args: argparse.Namespace) -> Path:
     """Write a figure, and print what is missing in it."""
     from grail_advantage.view.figures import write_figure
 
-    run = data.open_run(args.run)
-    path = args.output or args.run / f"{args.figure}.pdf"
+    path = args.output or run.folder / f"{args.figure}.pdf"
     missing = write_figure(run, args.figure, path, width=args.width, step=args.step, row=args.row, mark=args.mark)
     if missing and path.suffix != ".svg":
-        print(
-            f"report: no font has {missing}, drawn as boxes; a .svg leaves them to its viewer's fonts", file=sys.stderr
-        )
-    for problem in run.problems:
-        print(f"report: {problem}", file=sys.stderr)
+        complain("report", f"no font has {missing}, drawn as boxes; a .svg leaves them to its viewer's fonts")
     return path
 
 

@@ -90,6 +90,6 @@ trap - EXIT
 phase_ends "training, with the start of Ray and vLLM"
 tail -n 5 "$run_dir/train.log" | grep "^already finished" || true
 report=$("$python" -m grail_advantage.report "$run_dir")
-echo "  every token's weight, in a browser: $report"
 phase_ends "report"
 echo "  in all: $SECONDS s" >&2
+echo "  every token's weight, in a browser: $report"

@@ -21,9 +21,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from grail_advantage.answers.visible import visible
 from grail_advantage.dump.schema import COLUMNS, DumpHeader
 from grail_advantage.dump.store import DumpRow, MethodColumns, write_step
+from grail_advantage.receipt.foreign import visible
 from grail_advantage.view import terminal
 from grail_advantage.view.page import data, index, page
 from tests.dumps import table_of

@@ -14,6 +14,7 @@ Shape suffixes: N responses, T response tokens, M methods of all responses, K op
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -30,11 +31,14 @@ from pydantic import TypeAdapter
 from grail_advantage.answers.span import AnswerSpan
 from grail_advantage.dump.schema import COLUMNS, RECEIVED_SCHEMA, SCHEMA, DumpHeader, ReceivedHeader
 from grail_advantage.dump.whole_file import UNFINISHED, whole_file
+from grail_advantage.receipt.foreign import plain_file, read_json, why
 
-_BROKEN = (pa.ArrowException, OSError, ValueError, LookupError, TypeError, RecursionError)
+_BROKEN = (pa.ArrowException, OSError, ValueError, LookupError, TypeError, AttributeError, OverflowError, MemoryError)
 """Errors of a damaged or foreign file."""
 _ROWS = 32
 """Rows of a row group; the reader holds one group at a time."""
+_MOST_VALUES, _MOST_BYTES = 2**27, 2**29
+"""Of a row group at most, unpacked: a response of 100,000 tokens has up to two million values and 20 MB."""
 _TOKENS = "tokens.list.element"
 """The leaf that is read as a dictionary, so that equal tokens share a text."""
 _DICTIONARIES = [
@@ -68,11 +72,19 @@ class _Kind(NamedTuple):
         """The file of a step, or of one of its later updates."""
         return Path(folder) / f"{self.name}_{step:06d}{f'_update_{update}' if update else ''}.parquet"
 
-    def files(self, folder: Path) -> list[tuple[int, int, Path]]:
-        """Step, update and path of each file that is named as one of this kind, in order."""
-        name = re.compile(rf"{self.name}_(\d{{1,15}})(?:_update_(\d{{1,9}}))?\.parquet")
-        names = ((path, name.fullmatch(path.name)) for path in Path(folder).glob(f"{self.name}_*"))
-        return sorted((int(match[1]), int(match[2] or 0), path) for path, match in names if match and path.is_file())
+    def files(self, folder: Path, problems: list[str] | None = None) -> list[tuple[int, int, Path]]:
+        """Step, update and path of each plain file that is named as one of this kind, in order; what has such a name and is
+        something else is added to ``problems``."""
+        name = re.compile(rf"{self.name}_(\d{{1,15}})(?:_update_(\d{{1,9}}))?\.parquet", re.ASCII)
+        found = []
+        for path in Path(folder).glob(f"{self.name}_*"):
+            if match := name.fullmatch(path.name):
+                if path.is_file():
+                    found.append((int(match[1]), int(match[2] or 0), path))
+                elif problems is not None:
+                    with named(path, self.called, problems):
+                        plain_file(path)
+        return sorted(found)
 
 
 _STEP = _Kind("step", "token dump", 4, b"grail_advantage", TypeAdapter(DumpHeader), SCHEMA, ("tokens", *_PER_TOKEN))
@@ -155,6 +167,12 @@ def _check_lengths(kind: _Kind, table: pa.Table) -> None:
         other = pc.index(pc.not_equal(counts, expected), value=True).as_py()
         if other >= 0:
             raise ValueError(f"{name} has {counts[other]} values for {expected[other]} tokens")
+
+
+def is_dump(folder: Path) -> bool:
+    """Whether something in a folder is named as one of a dump's files."""
+    others: list[str] = []
+    return any([*_STEP.files(folder, others), *_RECEIVED.files(folder, others)]) or bool(others)
 
 
 def dumped_steps(folder: Path) -> list[int]:
@@ -277,8 +295,8 @@ class DumpFile:
             without: columns that are not read, or ``received``; the responses have ``None`` there, and no ``tokens``.
         """
         path = _RECEIVED.path(self.path.parent, self.step, self.update)
-        kept = path.is_file() and "received" not in without
-        received = _rows(_RECEIVED, path, self.problems, _received_row) if kept else iter(())
+        there = os.path.lexists(path) and "received" not in without
+        received = _rows(_RECEIVED, path, self.problems, _received_row) if there else iter(())
         for row in _rows(_STEP, self.path, self.problems, _dump_row, without):
             arrived = next(received, None)
             if arrived is not None and (arrived.key, len(arrived)) != (row.key, len(row)):
@@ -323,9 +341,9 @@ def read_dump(folder: Path | str) -> TokenDump:
     try:
         unfinished = [path for path in folder.iterdir() if path.name.endswith(UNFINISHED)]
     except OSError as error:
-        return TokenDump(folder, [], [f"{folder}: cannot be read: {error.strerror or error}"])
+        return TokenDump(folder, [], [f"{folder}: cannot be read: {why(error)}"])
     problems = [f"{path}: was being written when its run ended; nothing of it is read" for path in unfinished]
-    files = [DumpFile(path, step, update, problems) for step, update, path in _STEP.files(folder)]
+    files = [DumpFile(path, step, update, problems) for step, update, path in _STEP.files(folder, problems)]
     if not files:
         problems.append(f"{folder}: holds no token dump (step_NUMBER.parquet)")
     return TokenDump(folder, files, problems)
@@ -333,23 +351,23 @@ def read_dump(folder: Path | str) -> TokenDump:
 
 def read_headers(folder: Path, problems: list[str]) -> list[ReceivedHeader]:
     """The headers of the files of what arrived, in order; a file that cannot be read is added to ``problems``, once."""
-    headers = (_header(_RECEIVED, path, problems) for _, _, path in _RECEIVED.files(folder))
+    headers = (_header(_RECEIVED, path, problems) for _, _, path in _RECEIVED.files(folder, problems))
     return [header for header in headers if header is not None]
 
 
 @contextmanager
-def _named(kind: _Kind, path: Path, problems: list[str]) -> Iterator[None]:
+def named(path: Path, called: str, problems: list[str]) -> Iterator[None]:
     """Within, an error of a damaged or foreign file is added to ``problems``."""
     try:
         yield
     except _BROKEN as error:
-        _add(problems, path, f"is damaged or no {kind.called} ({' '.join(str(error).split())[:200]})")
+        _add(problems, path, f"is damaged or no {called} ({why(error)})")
 
 
 def _header(kind: _Kind, path: Path, problems: list[str]) -> Any:
     """The file's header; ``None`` where it cannot be read."""
-    with _named(kind, path, problems):
-        return _parsed(kind, pq.read_metadata(path))
+    with named(path, kind.called, problems), plain_file(path).open("rb") as content:
+        return _parsed(kind, pq.read_metadata(content))
     return None
 
 
@@ -358,9 +376,11 @@ def _parsed(kind: _Kind, metadata: pq.FileMetaData) -> Any:
     text = (metadata.metadata or {}).get(kind.key)
     if text is None:
         raise ValueError("its metadata has no header")
-    record = json.loads(text)
+    record = read_json(text)
     if record["schema_version"] != kind.version:
         raise ValueError(f"schema_version is {record['schema_version']!r:.20}; this version reads {kind.version}")
+    if any(type(value) is int and abs(value) >= 2**63 for value in record.values()):
+        raise ValueError("a number in its header is too large")
     return kind.header.validate_python(record)
 
 
@@ -372,13 +392,18 @@ def _rows(
     dictionaries = [_TOKENS] if kind is _STEP else []
     names = [name for name in kind.schema.names if name not in without]
     unread = dict.fromkeys(kind.schema.names)
-    with _named(kind, path, problems), pq.ParquetFile(path, read_dictionary=dictionaries) as file:
+    with (
+        named(path, kind.called, problems),
+        plain_file(path).open("rb") as content,  # arrow itself opens no name that is not UTF-8
+        pq.ParquetFile(content, read_dictionary=dictionaries) as file,
+    ):
         _parsed(kind, file.metadata)
         if not file.metadata.schema.to_arrow_schema().equals(kind.schema):
             raise ValueError("its columns are others")
         if not file.metadata.num_rows:
             raise ValueError("it holds no responses")
         for number in range(file.num_row_groups):
+            check_size(file.metadata.row_group(number))
             table = file.read_row_group(number, columns=names)
             _check_lengths(kind, table)
             columns = [
@@ -387,6 +412,16 @@ def _rows(
             for row in zip(*columns, strict=True):
                 values = (value.copy() if isinstance(value, np.ndarray) else value for value in row)  # not of the group
                 yield make(**unread | dict(zip(names, values, strict=True)))
+
+
+def check_size(group: pq.RowGroupMetaData, rows: int = _ROWS) -> None:
+    """Raises ``ValueError`` where a small file would unpack to far more than responses take."""
+    columns = [group.column(place) for place in range(group.num_columns)]
+    values, size = (
+        sum(getattr(column, name) for column in columns) for name in ("num_values", "total_uncompressed_size")
+    )
+    if group.num_rows > rows or values > _MOST_VALUES or size > _MOST_BYTES:
+        raise ValueError(f"a row group has {group.num_rows:,} rows, {values:,} values and {size:,} bytes, too many")
 
 
 def _add(problems: list[str], path: Path, message: str) -> None:
@@ -409,7 +444,7 @@ def _dump_row(
             )
             for each in methods
         },
-        labels=dict(json.loads(labels or "{}")),
+        labels=dict(read_json(labels or "{}")),
         **{f"{name}_T" if name in _PER_TOKEN else name: value for name, value in values.items()},
     )
     edges = [0, *vars(row.span).values(), len(row)] if row.span else []

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from .check import Finding, Receipt, number
+from .foreign import complain, numbered_lines, read_json, say, why
 
 NOTHING = 2
 """Exit status where there is nothing to read."""
@@ -148,11 +149,6 @@ def _count(many: int, what: str) -> str:
     return f"{many:,} {what}{'' if many == 1 else 's'}"
 
 
-def _plain(text: str) -> str:
-    """Without what would act on a terminal."""
-    return "".join(character if character.isprintable() else ascii(character)[1:-1] for character in text)
-
-
 # ---------------------------------------------------------------------------------------------------------------- the command
 
 
@@ -177,20 +173,40 @@ def write(path: Path | str, receipt: Receipt, loss: str, step: int, update: int 
 def read(path: Path, problems: list[str]) -> list[Record]:
     """The records of such a file."""
     records: list[Record] = []
+    unread = []
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        problems.append(f"{path}: cannot be read: {error}")
-        return records
-    for place, line in enumerate(lines, start=1):
-        try:
-            record = json.loads(line)
-            run_receipt([record])
-        except (ValueError, TypeError, LookupError, AttributeError) as error:
-            problems.append(f"{path}: line {place} is no receipt ({type(error).__name__})")
-        else:
-            records.append(record)
+        for place, line in numbered_lines(path):
+            try:
+                record = read_json(line)
+                _check_record(record)
+            except (ValueError, TypeError, LookupError, AttributeError, OverflowError):
+                unread.append(place)
+            else:
+                records.append(record)
+    except (OSError, ValueError) as error:
+        problems.append(f"{path}: cannot be read: {why(error)}")
+    if unread:
+        problems.append(f"{path}:{unread[0]}: is no receipt; {len(unread)} such lines are left out")
     return records
+
+
+def _check_record(record: Record) -> None:
+    """Raises an error of values that are none of a receipt."""
+    counts = [record[name] for name in ("step", "update", "updates", "tokens")]
+    sizes = [record.get(name) for name in ("clipped", "seen_from")]
+    if not (
+        all(type(count) is int and abs(count) < 2**63 for count in counts)
+        and all(size is None or (type(size) in (int, float) and math.isfinite(size)) for size in sizes)
+        and isinstance(record["loss"], str)
+    ):
+        raise TypeError
+    for finding in map(Finding.from_dict, record["findings"]):
+        texts = (finding.name, finding.where, finding.what, finding.causes)
+        keys = all(isinstance(example[0], str | int) for example in finding.examples)
+        if not (keys and all(isinstance(text, str) for text in texts) and type(finding.tokens) is int):
+            raise TypeError
+    for of_run in run_receipt([record]).findings:
+        finding_texts(of_run)
 
 
 def main(
@@ -198,7 +214,7 @@ def main(
     *,
     read: Read = read,
     called: str = "a file of JSON lines from write()",
-    remedy: str = "write() adds one",
+    remedy: Callable[[Path], str] = lambda path: "write() adds one",
     rollout: Callable[[int, int, str], str | None] = lambda step, update, key: None,
 ) -> int:
     """Print one page.
@@ -228,10 +244,10 @@ def main(
     options = parser.parse_args(argv)
     problems: list[str] = []
     records = read(options.run, problems)
-    for problem in problems:
-        print(f"receipt: {_plain(problem)}", file=sys.stderr)
+    complain("receipt", *problems)
     if not records:
-        print(f"receipt: {_plain(str(options.run))} holds no receipt: {remedy}", file=sys.stderr)
+        if not problems:
+            complain("receipt", f"{options.run} holds no receipt: {remedy(options.run)}")
         return NOTHING
     receipt = run_receipt(records)
     findings = [linked(texts, rollout) for texts in map(finding_texts, receipt.findings)]
@@ -242,7 +258,7 @@ def main(
         }
         print(json.dumps({**whole, **counts}, indent=1))
     else:
-        print(*map(_plain, _page(options.run, records, receipt, findings)), sep="\n")
+        say(*_page(options.run, records, receipt, findings))
     severe = {"mismatch": receipt.mismatches, "note": len(receipt.findings), "nothing": 0}[options.fail_on]
     return 1 if severe else NOTHING if problems else 0
 

@@ -26,10 +26,10 @@ from matplotlib.font_manager import FontProperties, findfont, get_font
 from matplotlib.text import Text
 from matplotlib.textpath import TextPath
 
-from grail_advantage.answers.visible import visible
 from grail_advantage.dump.schema import DumpHeader
 from grail_advantage.dump.store import DumpRow
 from grail_advantage.dump.whole_file import write_whole
+from grail_advantage.receipt.foreign import visible
 from grail_advantage.view.lines import kept, wrap
 from grail_advantage.view.page import by_position, colours, data, index, turns
 from grail_advantage.view.page.page import ROLLOUTS

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import cache
 from pathlib import Path
 
-from grail_advantage.dump.options import TOKENS
 from grail_advantage.dump.store import TokenDump, read_dump, read_headers
 from grail_advantage.receipt import report
+from grail_advantage.view.places import STATE, find, is_log
 
 
 def rollout_names(dump: TokenDump | None) -> Callable[[int, int, str], str | None]:
@@ -27,11 +27,16 @@ def main(argv: list[str] | None = None) -> int:
     """Print one page; :func:`grail_advantage.receipt.report.main`."""
     folders: list[Path] = []
 
-    def read(path: Path, problems: list[str]) -> list[report.Record]:
-        if path.is_file():
+    def read(path: Path, problems: list[str]) -> Sequence[report.Record]:
+        try:
+            places = find(path)
+        except (ValueError, OSError) as error:
+            problems.append(str(error))
+            return []
+        if places.curves == path and path.name != STATE and not is_log(path):
             return report.read(path, problems)
-        folders.append(path / TOKENS if (path / TOKENS).is_dir() else path)
-        return [asdict(header) for header in read_headers(folders[0], problems)]
+        folders.extend([places.tokens] if places.tokens else [])
+        return [asdict(header) for folder in folders for header in read_headers(folder, problems)]
 
     @cache
     def names() -> Callable[[int, int, str], str | None]:
@@ -41,6 +46,6 @@ def main(argv: list[str] | None = None) -> int:
         argv,
         read=read,
         called="a run's folder (with tokens/), a token dump's, or a file of JSON lines",
-        remedy="train with algorithm.token_dump.folder set and algorithm.token_dump.received=true",
+        remedy=lambda path: f"{find(path).remedy}; received=false must not be among the dump's options",
         rollout=lambda step, update, key: names()(step, update, key),
     )

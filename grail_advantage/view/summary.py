@@ -1,4 +1,4 @@
-"""A run in the terminal: a line for each step while it trains, and a table at its end. Nothing but ``metrics.jsonl`` is read.
+"""A run in the terminal: a line for each step while it trains, and a table at its end. Nothing but the curves is read.
 
 python -m grail_advantage.report RUN --summary [--follow PID]
 """
@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from statistics import fmean, median
 
+from grail_advantage.receipt.foreign import visible
 from grail_advantage.view.page.data import CURVES, read_metrics
 
 SECONDS = "timing_s/step|step_time"
@@ -19,19 +20,17 @@ LATEST = 10
 """Steps of the last mean."""
 
 
-def summary(folder: Path) -> str:
-    """First and last value of each metric that the report's page draws, and the mean of the last :data:`LATEST`.
+def summary(run: Path) -> list[str]:
+    """Lines with the first and last value of each metric that the report's page draws, and the mean of the last :data:`LATEST`.
 
     Raises:
         ValueError: the run has logged no step.
     """
-    metrics, problems = read_metrics(folder)
+    metrics, problems = read_metrics(run)
     if not metrics:
-        raise ValueError(f"{folder}/metrics.jsonl has no step yet; the run's own output says why")
+        raise ValueError("; ".join([f"{run} has no step yet; the run's own output says why", *problems]))
     seconds = [value for values in metrics.values() for value in _matching(values, SECONDS).values()]
-    lines = [
-        f"{folder}: {len(seconds)} training steps" + (f", {median(seconds):.1f} s each (median)" if seconds else "")
-    ]
+    lines = [f"{run}: {len(seconds)} training steps" + (f", {median(seconds):.1f} s each (median)" if seconds else "")]
     names = dict.fromkeys(name for values in metrics.values() for name in values)
     rows: list[tuple[str, ...]] = [("", "steps", "first", "last", f"mean of {LATEST}")]
     for _, _, patterns in CURVES:
@@ -40,10 +39,10 @@ def summary(folder: Path) -> str:
                 of_steps = {step: values[name] for step, values in metrics.items() if name in values}
                 found = list(of_steps.values())
                 figures = [f"{value:.3f}" for value in (found[0], found[-1], fmean(found[-LATEST:]))]
-                rows.append((name, f"{min(of_steps)} to {max(of_steps)}", *figures))
+                rows.append((visible(name, breaks=False), f"{min(of_steps)} to {max(of_steps)}", *figures))
     width = max(len(row[0]) for row in rows)
     lines += [f"  {name:<{width}}" + "".join(f"{cell:>12}" for cell in cells) for name, *cells in rows]
-    return "\n".join([*lines, *problems])
+    return [*lines, *problems]
 
 
 def follow(folder: Path, pid: int) -> Iterator[str]:

@@ -8,6 +8,7 @@ import asyncio
 import json
 import os
 import sys
+from collections.abc import Sequence
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -18,6 +19,7 @@ import pandas as pd
 from grail_advantage.answers.tokenizers import load_tokenizer
 from grail_advantage.dump.folder_lock import hold
 from grail_advantage.dump.whole_file import write_whole
+from grail_advantage.receipt.foreign import LARGEST_JSON, read_bytes, read_json, say, visible
 from recipe.chat_templates import read_chat_template
 from recipe.checks import check_temporary
 from recipe.data.prepare import PROMPTS
@@ -28,6 +30,7 @@ from recipe.evaluate.grading import BOTH, GRADERS, grade
 from recipe.evaluate.sampling import KEY, read_samples
 from recipe.hashing import digest
 
+RESULTS, NO_RESULTS = "results.json", "has no results of a finished evaluation"
 SAMPLING = ("samples", "temperature", "top_p", "top_k", "max_tokens", "seed")
 
 
@@ -66,10 +69,25 @@ def evaluate(options: argparse.Namespace) -> str:
 
 def regrade(folder: Path, grader: str) -> str:
     """Grade the samples of a finished evaluation again, against the ground truths in it; write the report, return its page."""
-    old = _results(folder)
+    path = folder / RESULTS
+    with sampling.foreign(path, NO_RESULTS):
+        old = _results(folder)
+        run, hashes = old["run"], {name: row["problems_hash"] for name, row in old["benchmarks"].items()}
     hold(folder, "grade a copy", "--regrade")
-    hashes = {name: row["problems_hash"] for name, row in old["benchmarks"].items()}
-    return _grade(folder, old["run"], grader, hashes, read_samples(folder / "scores.jsonl"))
+    with sampling.foreign(path, "and the files of samples beside it are not those of one evaluation"):
+        return _grade(folder, run, grader, hashes, read_samples(folder / "scores.jsonl"))
+
+
+def compare(folders: Sequence[Path]) -> tuple[dict[str, Any], str]:
+    """The figures of a comparison, and its page."""
+    results = []
+    for folder in folders:
+        with sampling.foreign(folder / RESULTS, NO_RESULTS):
+            results.append(_results(folder))
+            report.compare(results[-1], results[-1])
+            report.results_page(results[-1])
+    result = report.compare(*results)
+    return result, report.comparison_page(result)
 
 
 def _grade(folder: Path, run: dict[str, Any], grader: str, hashes: dict[str, str], wanted: pd.DataFrame) -> str:
@@ -84,13 +102,13 @@ def _grade(folder: Path, run: dict[str, Any], grader: str, hashes: dict[str, str
 
 
 def _results(folder: Path) -> dict[str, Any]:
-    return json.loads((folder / "results.json").read_text(encoding="utf-8")) | {"folder": str(folder)}
+    return read_json(read_bytes(folder / RESULTS, LARGEST_JSON)) | {"folder": str(folder)}
 
 
 def _write(folder: Path, name: str, results: dict[str, Any], page: str) -> str:
     write_whole(folder / f"{name}.md", page)
     write_whole(folder / f"{name}.json", json.dumps(results, indent=2, ensure_ascii=False) + "\n")
-    return f"{page}\nwritten to {folder}"
+    return f"{page}\nwritten to {visible(str(folder), breaks=False)}"
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -125,13 +143,13 @@ def main(arguments: list[str] | None = None) -> None:
         parser.error("--model needs --output-dir")
     try:
         if options.compare:
-            result = report.compare(*map(_results, options.compare))
-            text = report.comparison_page(result)
-            print(text if options.output_dir is None else _write(options.output_dir, "comparison", result, text))
+            result, text = compare(options.compare)
+            text = text if options.output_dir is None else _write(options.output_dir, "comparison", result, text)
         else:
-            print(regrade(options.regrade, options.grader) if options.regrade else evaluate(options))
+            text = regrade(options.regrade, options.grader) if options.regrade else evaluate(options)
+        say(*text.split("\n"))
     except (ValueError, RuntimeError, OSError) as error:
-        sys.exit(f"{parser.prog}: error: {error}")
+        sys.exit(visible(f"{parser.prog}: error: {error}", breaks=False))
 
 
 if __name__ == "__main__":

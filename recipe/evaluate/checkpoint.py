@@ -6,12 +6,13 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
+
+from grail_advantage.receipt.foreign import plain_file, read_bytes, read_json
 
 _FILES = ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model"]
 
@@ -41,7 +42,7 @@ def fingerprint(folder: Path) -> str:
     files = {path for pattern in [*_FILES, "pytorch_model*.bin"] for path in folder.glob(pattern)}
     hashes = []
     for path in sorted(files - {folder / "merged_from.json"}):  # of earlier versions
-        with path.open("rb") as file:
+        with plain_file(path).open("rb") as file:
             hashes.append(f"{path.name} {hashlib.file_digest(file, 'sha256').hexdigest()}")
     return hashlib.sha256("\n".join(hashes).encode()).hexdigest()[:16]
 
@@ -66,7 +67,8 @@ def _add_lora(folder: Path, adapter: Path) -> None:
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
-    if not json.loads((adapter / "adapter_config.json").read_text(encoding="utf-8"))["lora_alpha"]:
+    config = read_json(read_bytes(adapter / "adapter_config.json"))
+    if not (isinstance(config, dict) and config.get("lora_alpha")):
         raise ValueError("the checkpoint has LoRA weights but no lora_train_meta.json with lora_alpha; restore it")
     model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
     PeftModel.from_pretrained(model, str(adapter)).merge_and_unload().save_pretrained(folder)

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from grail_advantage.receipt.foreign import visible
 from recipe.evaluate.grading import BOTH, by_problem, tokens_of_answered
 from recipe.hashing import digest
 from recipe.marked_text import table
@@ -104,7 +105,8 @@ def results_page(result: dict[str, Any]) -> str:
     """The report of a run as a Markdown page."""
     run = {"grader": "reward"} | result["run"] | result["run"]["sampling"] | result["run"]["template"]
     settings = [f"{name} {value}" for name, value in run.items() if name not in ("sampling", "template", "prompt")]
-    return f"""# Evaluation of `{result["run"]["model"]}`
+    settings = [visible(setting, breaks=False) for setting in settings]
+    return f"""# Evaluation of `{visible(str(result["run"]["model"]), breaks=False)}`
 
 {_table(result)}
 - acc: mean over samples; pass: any sample correct; tokens: mean over all responses, with the end token, and over those with a
@@ -121,9 +123,10 @@ def comparison_page(result: dict[str, Any]) -> str:
     measure = {"published": "by this grader", BOTH: "by the grader of the columns `published`"}.get(
         grader, "**another measure than this table's**: their grader is `--grader published`, or `both`"
     )
+    first, second = (visible(result[name]["folder"], breaks=False) for name in ("first", "second"))
     return f"""{results_page(result["first"])}
 {results_page(result["second"])}
-# B (`{result["second"]["folder"]}`) compared with A (`{result["first"]["folder"]}`)
+# B (`{second}`) compared with A (`{first}`)
 
 {_table(result, "+z")}
 - B - A; in brackets: 95% intervals, paired bootstrap over problems; then the share of resamples in which B is above A.

@@ -21,6 +21,7 @@ from typing import Any, TextIO
 import pandas as pd
 from tqdm.asyncio import tqdm
 
+from grail_advantage.receipt.foreign import numbered_lines, plain_file, read_json, why
 from grail_advantage.reward import check_ground_truths
 from recipe.data.prepare import file_stem
 
@@ -37,21 +38,35 @@ def load_benchmarks(names: list[str], data_dir: Path, prompt: str = "corrected")
     if missing := ",".join(name for name, file in files.items() if not file.is_file()):
         make = f"bash scripts/prepare_data.sh --train none --benchmarks {missing} --prompt {prompt} --output-dir {data_dir}"
         raise ValueError(f"{data_dir} lacks {missing}; make it with: {make}")
-    tables = {name: pd.read_parquet(file) for name, file in files.items()}
+    tables = {}
     for name, file in files.items():
-        check_ground_truths(tables[name]["reward_model"].str["ground_truth"], str(file))
-    table = pd.concat(tables, names=["benchmark", "index"]).reset_index()
-    columns = {"messages": table["prompt"].map(list), "gold": table["reward_model"].str["ground_truth"]}
-    return table[["benchmark", "index"]].assign(**columns)
+        with foreign(file, "is no parquet file of recipe.data.prepare"):
+            table = pd.read_parquet(file)
+            columns = {"messages": table["prompt"].map(list), "gold": table["reward_model"].str["ground_truth"]}
+            tables[name] = pd.DataFrame(columns)
+        check_ground_truths(tables[name]["gold"], str(file))
+    return pd.concat(tables, names=["benchmark", "index"]).reset_index()
 
 
 def read_samples(path: Path) -> pd.DataFrame:
     """The samples in a file's lines, but for the settings and a line that a kill cut off."""
     samples = []
-    for line in path.read_bytes().splitlines():
-        with suppress(ValueError):
-            samples += [sample] if "settings" not in (sample := json.loads(line)) else []
+    with foreign(path, "cannot be read"):
+        for _, line in numbered_lines(path):
+            with suppress(ValueError):
+                sample = read_json(line)
+                samples += [sample] if isinstance(sample, dict) and "settings" not in sample else []
     return pd.DataFrame(samples, columns=None if samples else KEY)
+
+
+@contextmanager
+def foreign(path: Path, what: str) -> Iterator[None]:
+    """Within, an error of a file that is not what it should be is a ``ValueError`` that names it."""
+    try:
+        plain_file(path)
+        yield
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError) as error:
+        raise ValueError(f"{path}: {what} ({type(error).__name__}: {why(error)})") from error
 
 
 @contextmanager
@@ -59,6 +74,9 @@ def open_samples(path: Path, settings: dict[str, Any]) -> Iterator[TextIO]:
     """Open a file of samples to append to it; ValueError if its first line, which holds the settings of all samples, has
     others."""
     path.parent.mkdir(parents=True, exist_ok=True)
+    if path.exists():
+        with foreign(path, "cannot be read"):
+            pass
     with path.open("a", encoding="utf-8") as file:
         text, first = path.read_text(encoding="utf-8", errors="replace"), json.dumps({"settings": settings}) + "\n"
         if text.count("\n") < 2:  # no sample is there

@@ -76,6 +76,9 @@ def test_the_folder_in_verls_form(site_packages: Path, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
     config = OmegaConf.create(done.stdout)
     assert config.trainer.n_gpus_per_node == 2
+    # Where the report looks for curves: beside the folder with the dump.
+    logs = Path(config.ray_kwargs.ray_init.runtime_env.env_vars.VERL_FILE_LOGGER_ROOT, config.trainer.project_name)
+    assert Path(config.algorithm.token_dump.folder) == logs / config.trainer.experiment_name / "tokens"
     settings = Settings.parse(config)
     assert settings.signal.name == "grail" and choose_skipping(settings)[0].skip_update and settings.dump.every == 10
     check_config(config)

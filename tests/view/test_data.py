@@ -26,7 +26,7 @@ def test_a_run_is_metrics_a_dump_or_both(tmp_path: Path) -> None:
         (folder / "tokens" if folder.name == "empty_dump" else folder).mkdir(parents=True)
         with pytest.raises(ValueError, match=r"neither metrics\.jsonl .* nor a token dump"):
             data.open_run(folder)
-    with pytest.raises(ValueError, match="is no folder"):
+    with pytest.raises(ValueError, match="neither a folder nor a file"):
         data.open_run(tmp_path / "nowhere")
     run = tmp_path / "run"
     write_step(run / "tokens", DumpHeader(step=1, method="grail"), table_of([dump_row([1.0])]))

@@ -130,7 +130,7 @@ class TestBroken:
             (changed("weight", [[1.0], [1.0, 2.0], [1.0]]), "weight has 2 values for 1 tokens"),
             (changed("span", [[0, 1, 2, 3]] * 3), "the span is not four token indices in order, at most 1"),
             (changed("labels", ["{"] * 3), ""),
-            (changed("labels", ["[" * 100_000] * 3), "recursion"),
+            (changed("labels", ["[" * 100_000] * 3), "nests too deeply"),
             (headed("[" * 100_000), ""),
         ):
             if isinstance(other, bytes):

@@ -35,7 +35,12 @@ DATA=(
 MODEL=("actor_rollout_ref.model.path=$(quoted "$MODEL_PATH")")
 ACTOR=("actor_rollout_ref.actor.ppo_max_token_len_per_gpu=$PPO_MAX_TOKEN_LEN_PER_GPU")
 ALGORITHM=("algorithm.adv_estimator=$ADV_ESTIMATOR")
-TRAINER=("trainer.nnodes=$NNODES" "trainer.n_gpus_per_node=$NGPUS_PER_NODE")
+TRAINER=(
+    "trainer.nnodes=$NNODES"
+    "trainer.n_gpus_per_node=$NGPUS_PER_NODE"
+    # curves beside the checkpoints: PROJECT/EXPERIMENT.jsonl; the process that writes them has not this environment
+    "+ray_kwargs.ray_init.runtime_env.env_vars.VERL_FILE_LOGGER_ROOT=$PWD/checkpoints"
+)
 
 "${PYTHON:-python3}" -m verl.trainer.main_ppo --config-path="$here/config" --config-name=grail_trainer \
     "${DATA[@]}" "${MODEL[@]}" "${ACTOR[@]}" "${ALGORITHM[@]}" "${TRAINER[@]}" "$@"

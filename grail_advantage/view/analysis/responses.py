@@ -9,7 +9,6 @@ Shape suffixes: B responses, P tokens of a prompt, T response tokens, L prompt +
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from grail_advantage.batch import Example
+from grail_advantage.receipt.foreign import numbered_lines, read_json, why
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -58,16 +58,14 @@ def json_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
         ValueError: naming file and line.
     """
     try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path}: cannot be read ({error})") from error
-    for number, line in enumerate(text.split("\n"), start=1):
-        if not line.strip():
-            continue
+        lines = numbered_lines(path)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path}: cannot be read ({why(error)})") from error
+    for number, line in lines:
         try:
-            record = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"{path}:{number}: is no JSON ({error})") from error
+            record = read_json(line)
+        except ValueError as error:
+            raise ValueError(f"{path}:{number}: is no JSON ({why(error)})") from error
         if not isinstance(record, dict):
             raise ValueError(f"{path}:{number}: is no JSON object")
         yield number, record
@@ -112,7 +110,7 @@ def _response(record: Mapping[str, Any], number: int, where: str) -> Response:
     if isinstance(reward, bool):
         reward = float(reward)
     if reward is not None and not (isinstance(reward, int | float) and abs(reward) <= sys.float_info.max):
-        raise ValueError(f"{where}: reward={reward!r} must be a finite number")
+        raise ValueError(f"{where}: reward={str(reward)[:40]!r} must be a finite number")
     group = record.get("group")
     return Response(
         id=str(record.get("id", number)),
@@ -144,9 +142,12 @@ def tokenize(row: Response, tokenizer: PreTrainedTokenizerBase, template_options
                 f"{row.id}: its prompt is a list of messages, and the tokenizer has no chat template; give the text that the "
                 "model saw as prompt"
             )
-        prompt = tokenizer.apply_chat_template(
-            list(row.prompt), **{**template_options, "add_generation_prompt": True, "tokenize": False}
-        )
+        try:
+            prompt = tokenizer.apply_chat_template(
+                list(row.prompt), **{**template_options, "add_generation_prompt": True, "tokenize": False}
+            )
+        except Exception as error:  # the template's own
+            raise ValueError(f"{row.id}: the chat template does not take its prompt ({why(error)})") from error
         prompt_P = tokenizer.encode(prompt, add_special_tokens=False)
     if not prompt_P:
         raise ValueError(f"{row.id}: its prompt has no token; give a prompt of at least one")

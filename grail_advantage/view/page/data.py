@@ -1,22 +1,21 @@
-"""A run on the disk: its metrics and its token dump.
-
-A run is a folder with ``metrics.jsonl`` (of verl's ``file`` logger, or TRL's figures) and ``tokens/``, the token dump; or a
-token dump alone.
-"""
+"""A run on the disk, read: its metrics and its token dump; :mod:`grail_advantage.view.places` finds both."""
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from grail_advantage.batch import outcome_of
 from grail_advantage.dump.options import METRICS_FILE, TOKENS
 from grail_advantage.dump.schema import DumpHeader
 from grail_advantage.dump.store import DumpFile, DumpRow, TokenDump, read_dump
+from grail_advantage.receipt.foreign import LARGEST_JSON, numbered_lines, read_bytes, read_json, why
 from grail_advantage.view.page.turns import has_turns
+from grail_advantage.view.places import STATE, Places, find
+from grail_advantage.view.texts import read_texts
 
 _MOST_STEP = 10**15
 """As in the names of a token dump's files."""
@@ -32,6 +31,8 @@ class Run:
     dump: TokenDump | None
     """``None`` where no rollouts were written."""
     metric_problems: Sequence[str]
+    lacks: Sequence[str] = ()
+    """What is not there, with the remedy."""
 
     @property
     def files(self) -> Sequence[DumpFile]:
@@ -50,63 +51,79 @@ class Run:
 
 
 def open_run(folder: Path | str) -> Run:
-    """Look into a run's folder, or into a token dump's.
+    """Look into a run.
+
+    Args:
+        folder: of the run, of a token dump, or one of the files, as :func:`grail_advantage.view.places.find` takes it.
 
     Raises:
         ValueError: there is neither a metrics file nor a token dump; the message says what was looked for.
     """
-    folder = Path(folder)
-    if not folder.is_dir():
-        raise ValueError(f"{folder} is no folder; give that of a run, or of a token dump")
-    metrics, problems = read_metrics(folder)
-    below = folder / TOKENS
-    dump = read_dump(below) if below.is_dir() else None
-    if dump is None and not metrics:
-        dump = read_dump(folder)
-    if dump is not None and not dump.files and not metrics:
+    places = find(Path(folder))
+    metrics, problems = _read_curves(places)
+    dump = read_dump(places.tokens) if places.tokens else read_texts(places.texts) if places.texts else None
+    if not metrics and (dump is None or not dump.files):
+        unread = "; ".join([*problems, *(dump.problems if dump else [])])
         raise ValueError(
-            f"{folder} holds neither metrics.jsonl (trainer.logger with file) nor a token dump "
-            f"({TOKENS}/step_NUMBER.parquet, algorithm.token_dump.folder)"
+            f"{folder} holds neither {METRICS_FILE} (verl: trainer.logger=[console,file]) nor {STATE} (TRL) nor a token dump "
+            f"({TOKENS}/step_NUMBER.parquet, algorithm.token_dump.folder){': ' if unread else ''}{unread}"
         )
-    return Run(folder, metrics, dump, problems)
+    has = f"{places.texts} has texts alone: words stand for tokens, and no weight is known"
+    lacks = (
+        [] if places.tokens else [f"{has if places.texts else f'{places.folder} has no token dump'}; {places.remedy}"]
+    )
+    return Run(places.folder, metrics, dump, [*places.taken, *problems], lacks)
 
 
 def read_metrics(folder: Path) -> tuple[dict[int, dict[str, float]], list[str]]:
-    """A run's metrics file.
+    """A run's curves, as far as they are written.
 
     Returns:
         Numbers by step and name, and what could not be read.
     """
-    path = folder / METRICS_FILE
+    return _read_curves(find(folder))
+
+
+def _read_curves(places: Places) -> tuple[dict[int, dict[str, float]], list[str]]:
+    path = places.curves
     steps: dict[int, dict[str, float]] = {}
-    if not path.is_file():
+    if path is None:
         return steps, []
+    unread: list[str] = []
     try:
-        lines = path.read_bytes().split(b"\n")
-    except OSError as error:
-        return steps, [f"{path}: cannot be read: {error.strerror or error}"]
-    unread = []
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        try:
-            record = json.loads(line)
-            step, data = record["step"], record["data"]
-            if type(step) is not int or not 0 <= step <= _MOST_STEP:
-                raise TypeError
-            values = {
-                name: math.nan if value is None else float(value)
-                for name, value in data.items()
-                if type(value) in (int, float, type(None))
-            }
-        except (ValueError, RecursionError, KeyError, TypeError, AttributeError, OverflowError):
-            unread.append(number)
-            continue
-        steps[step] = {**steps.get(step, {}), **values}
+        for place, entry in _entries(path):
+            try:
+                record = read_json(entry) if isinstance(entry, bytes) else {"step": entry["step"], "data": entry}
+                step, data = record["step"], record["data"]
+                if type(step) is not int or not 0 <= step <= _MOST_STEP:
+                    raise TypeError
+                values = {
+                    name: math.nan if value is None else float(value)
+                    for name, value in data.items()
+                    if type(value) in (int, float, type(None)) and name != "step"
+                }
+            except (ValueError, KeyError, TypeError, AttributeError, OverflowError):
+                unread.append(place)
+                continue
+            steps[step] = {**steps.get(step, {}), **values}
+    except (OSError, ValueError) as error:
+        return steps, [f"{path}: cannot be read: {why(error)}"]
     problems = []
     if unread:
-        problems.append(f"{path}:{unread[0]}: is no line of verl's file logger; {len(unread)} such lines are left out")
+        problems.append(f"{path}{unread[0]}: is no line of a log; {len(unread)} such are left out")
     return dict(sorted(steps.items())), problems
+
+
+def _entries(path: Path) -> Iterator[tuple[str, Any]]:
+    """The lines of verl's log, or the entries of TRL's state, each with its place."""
+    if path.name == STATE:
+        state = read_json(read_bytes(path, LARGEST_JSON))
+        history = state.get("log_history") if isinstance(state, dict) else None
+        if not isinstance(history, list):
+            raise ValueError("has no list log_history")
+        yield from ((f": log_history[{place}]", entry) for place, entry in enumerate(history))
+    else:
+        yield from ((f":{number}", line) for number, line in numbered_lines(path))
 
 
 @dataclass

@@ -45,8 +45,8 @@ def write_report(
     """Write the report of a run.
 
     Args:
-        folder: a run's (``metrics.jsonl``, ``tokens/``), or a token dump's.
-        output: the file; by default ``report.html`` in ``folder``.
+        folder: a run, as :func:`grail_advantage.view.places.find` takes it.
+        output: the file; by default ``report.html`` in the run's folder.
         against: a second run, drawn beside the first.
         rollouts: how many rollouts the page holds at most; whole problems, evenly over the steps.
         megabytes: how large the file may be, in 10^6 bytes; where that needs it, fewer rollouts are taken.
@@ -57,14 +57,24 @@ def write_report(
     Raises:
         ValueError: a folder holds nothing that can be shown.
     """
+    runs = [data.open_run(run) for run in (folder, against) if run is not None]
+    return write_page(runs, output, rollouts=rollouts, megabytes=megabytes)
+
+
+def write_page(
+    runs: Sequence[data.Run],
+    output: Path | str | None = None,
+    *,
+    rollouts: int = ROLLOUTS,
+    megabytes: float = MEGABYTES,
+) -> Path:
+    """Write the report of one run or two; see :func:`write_report`."""
     if rollouts < 1:
         raise ValueError(f"--rollouts must be at least 1, not {rollouts}")
-    if megabytes < 1:
+    if not megabytes >= 1:
         raise ValueError(f"--megabytes must be at least 1, not {megabytes:g}: the page itself takes 0.2")
-    runs = [data.open_run(folder), *([data.open_run(against)] if against is not None else [])]
-    path = Path(output) if output is not None else Path(folder) / REPORT
-    page = render(runs, rollouts=rollouts, megabytes=megabytes)
-    write_whole(path, page)
+    path = Path(output) if output is not None else runs[0].folder / REPORT
+    write_whole(path, render(runs, rollouts=rollouts, megabytes=megabytes))
     return path
 
 
@@ -201,10 +211,7 @@ def _foot(header: DumpHeader | None, rollouts: bool) -> list[str]:
 
 def _nothing(runs: Sequence[data.Run]) -> str:
     if runs[0].dump is None:
-        return (
-            "This run wrote no token dump, so there are no rollouts to read. Train with +algorithm.token_dump.folder=FOLDER "
-            f"({TOKENS} in the run's folder) to read them here."
-        )
+        return f"There are no rollouts to read: {runs[0].lacks[0]}."
     return "The token dump holds no rollout that can be read; the notes at the top say what is wrong with it."
 
 
@@ -233,4 +240,5 @@ def _notes(runs: Sequence[data.Run], selection: index.Selection, asked: int) -> 
             f"The page holds {count:,} of the {seen:,} rollouts in the dump, whole problems evenly over the steps "
             f"({option} for more). Means by place and step are over all of them."
         )
+    lines += [lack for run in runs if run.dump is not None for lack in run.lacks]
     return lines + [str(problem) for run in runs for problem in dict.fromkeys(run.problems)]

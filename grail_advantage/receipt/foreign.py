@@ -1,0 +1,122 @@
+"""Files and texts that others wrote: one way to read such a file, and one to print such a text.
+
+A file costs at most itself: what is no plain file, is too large or holds no JSON raises, and nothing waits for a pipe. In a
+text, what would act on a terminal or hide in a page becomes visible. It is here as the receipt is a wheel of its own too.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import stat
+import sys
+import unicodedata
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, TextIO
+
+LARGEST = 2**31
+"""Bytes of a file of lines at most."""
+LARGEST_JSON = 2**26
+"""Bytes of one JSON value, whose objects take many times as much, at most."""
+_DECODER = json.JSONDecoder(parse_int=lambda digits: int(digits) if len(digits) < 309 else float(digits))
+_HIDDEN = ("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp")
+"""Unicode categories of controls (terminal escapes, NUL), formats (direction marks, zero width), halves of surrogate pairs, and
+characters that nobody has assigned."""
+_SUSPECT = re.compile(r"[^\x20-\x7e\u00a1-\u00ac\u00ae-\u02ff\u0370-\u0377]")
+"""Everything outside the plain text that needs no second look."""
+LINE_BREAK = "\u21b5"
+
+
+# -------------------------------------------------------------------------------------------------------------------- files
+
+
+def plain_file(path: Path, most: float = math.inf) -> Path:
+    """The path, where it is a plain file's, which alone can be opened without waiting.
+
+    Raises:
+        OSError: it is not there, or may not be read.
+        ValueError: it is something else, such as a folder, a pipe or a device, or has more bytes than ``most``.
+    """
+    status = path.stat()
+    if not stat.S_ISREG(status.st_mode):
+        raise ValueError("is no plain file")
+    if status.st_size > most:
+        raise ValueError(f"has {status.st_size:,} bytes, more than {most:,}")
+    return path
+
+
+def read_bytes(path: Path, most: int = LARGEST) -> bytes:
+    """The content of a :func:`plain_file`; of one that grows meanwhile what was there."""
+    with plain_file(path, most).open("rb") as file:
+        return file.read(os.fstat(file.fileno()).st_size)
+
+
+def read_json(content: bytes | str) -> Any:
+    """A JSON value. A whole number beyond the floats is infinite.
+
+    Raises:
+        ValueError: it is none, nests too deeply, or is too large.
+    """
+    if len(content) > LARGEST_JSON:
+        raise ValueError(f"has {len(content):,} bytes, more than {LARGEST_JSON:,}")
+    try:
+        return _DECODER.decode(content if isinstance(content, str) else content.decode())
+    except RecursionError:
+        raise ValueError("nests too deeply") from None
+
+
+def numbered_lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    """The lines of a file of JSON lines that are not empty, with their numbers from 1; errors as :func:`read_bytes`."""
+    lines = enumerate(read_bytes(path).split(b"\n"), start=1)
+    return ((number, line) for number, line in lines if line.strip())
+
+
+def why(error: Exception) -> str:
+    """An error's message in one line, short, without the path that an ``OSError`` names."""
+    text = (isinstance(error, OSError) and error.strerror) or str(error) or type(error).__name__
+    return " ".join(text.split())[:200]
+
+
+# -------------------------------------------------------------------------------------------------------------------- texts
+
+
+def visible(text: str, *, breaks: bool = True) -> str:
+    """The text with its invisible characters spelt out: control pictures (``\u2400`` for NUL), ``<U+202E>`` for the others.
+
+    Args:
+        text: anything a model may write, half surrogate pairs included.
+        breaks: a line break becomes ``\u21b5`` and a line break; otherwise ``\u21b5`` alone.
+    """
+
+    def spell(match: re.Match[str]) -> str:
+        character = match[0]
+        code = ord(character)
+        if character == "\n":
+            return LINE_BREAK + ("\n" if breaks else "")
+        if code < 0x20:
+            return chr(0x2400 + code)
+        if code == 0x7F:
+            return "\u2421"
+        if character == "\u200d" or unicodedata.category(character) not in _HIDDEN:
+            # A zero-width joiner is part of many emoji, and alone does no harm.
+            return character
+        return f"<U+{code:04X}>"
+
+    return _SUSPECT.sub(spell, text)
+
+
+def say(*lines: str, file: TextIO | None = None) -> None:
+    """Print lines, each as one that is :func:`visible`; a character that the terminal's encoding lacks as an escape."""
+    file = file or sys.stdout
+    for line in lines:
+        encoding = getattr(file, "encoding", None) or "utf-8"
+        shown = visible(line, breaks=False).encode(encoding, "backslashreplace").decode(encoding)
+        print(shown, file=file, flush=True)
+
+
+def complain(command: str, *lines: str) -> None:
+    """Say lines on the error stream, each after the command's name."""
+    say(*(f"{command}: {line}" for line in lines), file=sys.stderr)
