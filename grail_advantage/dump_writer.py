@@ -9,9 +9,9 @@ import logging
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import pyarrow as pa
@@ -31,6 +31,9 @@ BYTES_PER_TOKEN = 20
 """Of a dump on the disk, measured with every column there and as good as random; see docs/token_dump.md."""
 WAITING = 8
 """Files that may wait to be written."""
+_unread: set[str] = set()
+"""Columns whose values could not be read at times."""
+_Read = TypeVar("_Read")
 
 
 def choose_rows(groups: Sequence[int], valid: Sequence[bool], limit: int | None, seed: Sequence[int]) -> list[int]:
@@ -60,19 +63,35 @@ def choose_rows(groups: Sequence[int], valid: Sequence[bool], limit: int | None,
     return [row for group in sorted(chosen) for row in chosen[group]]
 
 
-def size_estimate(rows: int, tokens: int, files: int) -> str:
-    """A line on how large a dump becomes, at most.
+def say_size(rows: int, tokens: int, files: int, folder: Path) -> None:
+    """Print a line on how large a dump becomes, at most.
 
     Args:
         rows: of a step.
         tokens: longest response.
         files: steps that are written.
+        folder: destination.
     """
     step = rows * tokens * BYTES_PER_TOKEN
-    return (
-        f"token dump: {rows} responses a step with up to {tokens} tokens, at most about {step / 1e6:.3g} MB a step and "
-        f"{files * step / 1e9:.3g} GB for {files} steps"
-    )
+    with suppress(OSError, ValueError):  # of the output
+        print(
+            f"token dump: {rows} responses a step with up to {tokens} tokens, at most about {step / 1e6:.3g} MB a step and "
+            f"{files * step / 1e9:.3g} GB for {files} steps, in {folder}",
+            flush=True,
+        )
+
+
+def tolerant(column: str, read: Callable[[Any], _Read], value: Any) -> _Read | None:
+    """``read(value)`` of what a user's data or reward function gave for a response; ``None``, logged once a column, where that
+    is of a type that cannot be read."""
+    try:
+        return read(value)
+    except Exception as error:
+        if column not in _unread:
+            _unread.add(column)
+            why = f"{type(value).__name__}: {type(error).__name__}: {error}"
+            logger.warning("token dump: %s of a response is left out (%.200s), as of others like it", column, why)
+        return None
 
 
 class DumpWriter:
@@ -83,7 +102,7 @@ class DumpWriter:
     """
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
+        self.folder = folder.absolute()
         self.failed = 0
         """Files that were to be written and were not."""
         self._futures: list[Future] = []
@@ -160,7 +179,7 @@ class StepDump:
         self.writer = DumpWriter(folder)
         self._every = every
         self._limit = None if rows is None else max(1, rows // updates)
-        self._model, self._temperature = model, temperature
+        self._model, self._temperature = as_utf8(model), temperature
         self._texts = TokenTexts(tokenizer)
         self._begun = False
 

@@ -31,6 +31,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from recipe.checks import check_file, check_host, unwritable
+from recipe.run_life.why import last_line
 
 CONFIG = Path(__file__).parent / "config"
 ACTOR, ROLLOUT, MODEL = (f"actor_rollout_ref.{part}" for part in ("actor", "rollout", "model"))
@@ -316,8 +317,10 @@ def main() -> None:
     if begins:
         print(f"{launch.method} {launch.seed} {launch.steps}\n{launch.folder}")
     else:
-        start(launch)
+        with last_line("the run", [launch.folder]):
+            start(launch)
 
 
 if __name__ == "__main__":
-    main()
+    with last_line("the run"):
+        main()

@@ -46,6 +46,7 @@ from recipe.rules import check_rules  # noqa: E402
 from recipe.run_life import watch  # noqa: E402
 from recipe.run_life.identity import begin_run, check_run, hold_folders  # noqa: E402
 from recipe.run_life.watch import Options, options_of  # noqa: E402
+from recipe.run_life.why import last_line  # noqa: E402
 
 PY_EXECUTABLE = "ray_kwargs.ray_init.runtime_env.py_executable"
 SAMPLER = "ray_kwargs.ray_init.runtime_env.env_vars.VLLM_USE_FLASHINFER_SAMPLER"
@@ -134,4 +135,5 @@ def main(config: DictConfig) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with last_line("the run"):
+        main()

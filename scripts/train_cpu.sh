@@ -76,14 +76,23 @@ until_script_ends=()
 if command -v setpriv >/dev/null; then
     until_script_ends=(setpriv --pdeathsig TERM)
 fi
-RUN_LOCK=8 FRESH=0 "${until_script_ends[@]}" "$python" -m recipe.launch "$model" "$@" >>"$run_dir/train.log" 2>&1 &
+# Why it ended comes by a pipe, as train.log's disk may be full.
+exec {last_line}<> <(:)
+RUN_LIFE_LAST_LINE_FD=$last_line RUN_LOCK=8 FRESH=0 "${until_script_ends[@]}" "$python" -m recipe.launch "$model" "$@" \
+    >>"$run_dir/train.log" 2>&1 &
 run_pid=$!
 trap 'kill "$run_pid" 2>/dev/null || true' EXIT
 echo "  $total_steps steps; full output: $run_dir/train.log. Ray, vLLM and the trainer start"
 "$python" -m grail_advantage.report "$run_dir" --summary --follow "$run_pid" 8>&- || true
-if ! wait "$run_pid"; then
+status=0
+wait "$run_pid" || status=$?
+if [[ $status != 0 ]]; then
     echo "the run failed; the end of $run_dir/train.log:" >&2
-    tail -n 40 "$run_dir/train.log" >&2
+    tail -n 40 "$run_dir/train.log" >&2 || true
+    why="the run ended with status $status"
+    [[ $status -le 128 ]] || why+=": killed by SIG$(kill -l "$status"); where nobody did it, memory ran out"
+    IFS= read -r -t 1 -u "$last_line" said || said=
+    echo "${said:-$why}" >&2
     exit 1
 fi
 trap - EXIT

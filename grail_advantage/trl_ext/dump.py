@@ -8,7 +8,6 @@ Shape suffixes: B responses of this process, T response tokens.
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections.abc import Callable, Mapping
@@ -22,10 +21,10 @@ from transformers import TrainerCallback
 from trl import GRPOTrainer
 
 from grail_advantage.batch import outcome_of
+from grail_advantage.dump.metrics_file import MetricsFile
 from grail_advantage.dump.options import METRICS_FILE, DumpOptions
-from grail_advantage.dump_writer import StepDump, size_estimate
+from grail_advantage.dump_writer import StepDump, say_size, tolerant
 from grail_advantage.record import DUMPED, Rollouts, StepRecord
-from grail_advantage.signals.base import Signal
 from grail_advantage.signals.turns import TurnSignal, rewards_label
 from grail_advantage.token_weights import PlainHost
 from grail_advantage.trl_ext.patches import log_in_training, reward_sums
@@ -74,7 +73,7 @@ class GenerationDump(TrainerCallback):
         """Of all responses of all processes and all reward functions, as TRL scored the latest generation batch."""
         self.folder = options.folder
         self._trainer, self._options, self._host = trainer, options, host
-        self._metrics_file = Path(trainer.args.output_dir) / METRICS_FILE
+        self._metrics_path = Path(trainer.args.output_dir, METRICS_FILE).absolute()
         self._step, self._update = -1, 0
         self._dump = self._new_dump()
         self.receipt = GenerationReceipt(trainer, self._dump)
@@ -108,22 +107,15 @@ class GenerationDump(TrainerCallback):
         self.receipt = GenerationReceipt(self._trainer, self._dump)
         if not state.is_world_process_zero:
             return
-        kept = []
-        if state.global_step and self._metrics_file.exists():
-            lines = self._metrics_file.read_text(encoding="utf-8").splitlines()
-            kept = [line for line in lines if json.loads(line)["step"] <= state.global_step]
-        self._metrics_file.parent.mkdir(parents=True, exist_ok=True)
-        self._metrics_file.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
+        self._metrics = MetricsFile(self._metrics_path, state.global_step or -1)
         responses = min(args.generation_batch_size, self._options.responses or args.generation_batch_size)
-        estimate = size_estimate(responses, self._trainer.max_completion_length, state.max_steps // self._options.every)
-        print(f"{estimate}, in {self._options.folder}", flush=True)
+        files = state.max_steps // self._options.every
+        say_size(responses, self._trainer.max_completion_length, files, self._options.folder)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Mapping[str, Any], **_: Any) -> None:
         """Add a line of figures, under TRL's names."""
         if state.is_world_process_zero:
-            figures = {name: value for name, value in logs.items() if isinstance(value, int | float)}
-            with self._metrics_file.open("a", encoding="utf-8") as file:
-                file.write(json.dumps({"step": state.global_step, "data": figures}) + "\n")
+            self._metrics.add(state.global_step, logs)
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Let a checkpoint wait for the responses of its steps."""
@@ -154,8 +146,14 @@ class GenerationDump(TrainerCallback):
             "ground_truth": [_ground_truth(row) for row in inputs],
             "reward": rewards,
             "outcome": [outcome_of(reward) for reward in rewards],
-            "labels": [_turn_rewards_label(row, self._trainer.signal) for row in inputs],
+            "labels": [tolerant("turn_rewards", self._turn_rewards_label, row) or {} for row in inputs],
         }
+
+    def _turn_rewards_label(self, row: Mapping[str, Any]) -> dict[str, list[Any]]:
+        """The rewards by turn that the method reads."""
+        signal = self._trainer.signal
+        label = rewards_label(row.get(signal.rewards)) if isinstance(signal, TurnSignal) else []
+        return {"turn_rewards": label} if label else {}
 
     def write(self, record: StepRecord, output: dict[str, Any], advantages_BT: torch.Tensor) -> None:
         """Hand responses of a generation batch to the writer. A collective where there are several processes.
@@ -199,15 +197,10 @@ class GenerationDump(TrainerCallback):
         return replace(record, rollouts=replace(rollouts, columns_BT=columns_BT, keys=keys))
 
 
-def _turn_rewards_label(row: Mapping[str, Any], signal: Signal) -> dict[str, list[Any]]:
-    """The rewards by turn that the method reads."""
-    label = rewards_label(row.get(signal.rewards)) if isinstance(signal, TurnSignal) else []
-    return {"turn_rewards": label} if label else {}
-
-
 def _ground_truth(row: Mapping[str, Any]) -> str | None:
     """The correct answer, where the data set has it under a usual name."""
     values = [row.get(name) for name in GROUND_TRUTH_COLUMNS]
     if isinstance(row.get("reward_model"), Mapping):
         values.append(row["reward_model"].get("ground_truth"))
-    return next((str(value) for value in values if isinstance(value, str | int | float)), None)
+    truth = next((value for value in values if value is not None), None)
+    return None if truth is None else tolerant("ground_truth", str, truth)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import transfer_queue as tq
@@ -20,7 +21,7 @@ from transfer_queue import KVBatchMeta
 from transformers import PreTrainedTokenizerBase
 
 from grail_advantage.batch import ENTROPY, OLD_LOG_PROBS, outcome_of
-from grail_advantage.dump_writer import StepDump, size_estimate
+from grail_advantage.dump_writer import StepDump, say_size, tolerant
 from grail_advantage.record import DUMPED, StepRecord
 from grail_advantage.signals.base import Signal
 from grail_advantage.signals.turns import rewards_label
@@ -73,8 +74,7 @@ class UpdateDump:
         """Chooses the responses, and writes their files."""
         responses = settings["data.train_batch_size"] * settings[f"{ROLLOUT}.n"]
         responses = responses if options.responses is None else min(responses, options.responses)
-        estimate = size_estimate(responses, settings["data.max_response_length"], steps // options.every)
-        print(f"{estimate}, in {options.folder}", flush=True)
+        say_size(responses, settings["data.max_response_length"], steps // options.every, options.folder)
 
     def write(self, record: StepRecord, batch: KVBatchMeta, *, update: int) -> None:
         """Hand the update's responses to the writer.
@@ -165,18 +165,18 @@ def _with_facts(record: StepRecord, fetched: TensorDict) -> StepRecord:
     truths = [_entry(entry, "ground_truth") for entry in judged]
     numbers = [_entry(entry, "index") for entry in infos]
     facts = {
-        "ground_truth": [None if truth is None else str(truth) for truth in truths],
+        "ground_truth": [None if truth is None else tolerant("ground_truth", str, truth) for truth in truths],
         "reward": rewards,
         "outcome": [
-            outcome_of(reward if verdict is None else float(verdict))
+            outcome_of(reward if verdict is None else tolerant("acc", float, verdict))
             for reward, verdict in zip(rewards, verdicts, strict=True)
         ],
         "id": [
-            None if source is None or number is None else f"{source}/{number}"
-            for source, number in zip(sources, numbers, strict=True)
+            None if any(part is None for part in of_row) else tolerant("id", "{0[0]}/{0[1]}".format, of_row)
+            for of_row in zip(sources, numbers, strict=True)
         ],
         "labels": [
-            turn_rewards_label(entry, signal, before)
+            tolerant("turn_rewards", partial(turn_rewards_label, signal=signal, before=before), entry) or {}
             for entry, before in zip(extra, record.rollouts.turns_before, strict=True)
         ],
     }

@@ -29,6 +29,7 @@ from recipe.evaluate.checkpoint import fingerprint, resolve_model
 from recipe.evaluate.grading import BOTH, GRADERS, grade
 from recipe.evaluate.sampling import KEY, read_samples
 from recipe.hashing import digest
+from recipe.run_life.why import last_line, why
 
 RESULTS, NO_RESULTS = "results.json", "has no results of a finished evaluation"
 SAMPLING = ("samples", "temperature", "top_p", "top_k", "max_tokens", "seed")
@@ -149,8 +150,10 @@ def main(arguments: list[str] | None = None) -> None:
             text = regrade(options.regrade, options.grader) if options.regrade else evaluate(options)
         say(*text.split("\n"))
     except (ValueError, RuntimeError, OSError) as error:
-        sys.exit(visible(f"{parser.prog}: error: {error}", breaks=False))
+        text = str(error) if isinstance(error, ValueError) else why(error, [options.output_dir or "."])
+        sys.exit(visible(f"{parser.prog}: error: {text}", breaks=False))
 
 
 if __name__ == "__main__":
-    main()
+    with last_line("the evaluation"):
+        main()

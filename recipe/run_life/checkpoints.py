@@ -3,6 +3,9 @@
 verl writes ``global_step_N`` file by file, then ``latest_checkpointed_iteration.txt``, and only then logs the step's metrics
 (``PPOTrainer.fit``). A run that is killed in between leaves half a checkpoint, or a whole one of a step that no log knows. So a
 checkpoint counts once its step is logged. ``run_state.json`` in it says that, and from the beginning which run saves it.
+
+A bit that a disk or a copy flips changes the training without a word, as ``torch.load`` compares no checksum. ``torch.save``
+computes them while it writes, one for each record of its zip archive; they are compared here before a run resumes.
 """
 
 from __future__ import annotations
@@ -11,11 +14,16 @@ import json
 import re
 import shutil
 import zipfile
+import zlib
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from grail_advantage.dump.whole_file import write_whole
 
@@ -48,7 +56,8 @@ class Checkpoint:
     def state(self) -> dict[str, Any] | None:
         """The state that the run resumes with; ``None`` where the step is not logged."""
         state = read_json(self.path / STATE)
-        return state if state.get("step") == self.step else None
+        checksum = state.pop("crc32", None)  # earlier versions wrote none
+        return state if state.get("step") == self.step and checksum in (None, _checksum(state)) else None
 
 
 def is_checkpoint(path: Path) -> bool:
@@ -71,16 +80,41 @@ def tracked_step(folder: Path) -> int | None:
 
 
 def damage(path: Path, parts: Sequence[str], *, critic: bool = False) -> list[str]:
-    """Files of an FSDP checkpoint that are missing or cut off, for these of ``PARTS``.
+    """Files of an FSDP checkpoint that are missing, cut off or changed, for these of ``PARTS``; reads them, once in a process.
 
-    Every rank's file must end as one of ``torch.save`` does, a zip archive whose directory comes last. Its content is not read.
+    Every rank's file must be as ``torch.save`` wrote it, a zip archive with a checksum of each record.
     """
-    files = ["data.pt"]
+    files, broken = ["data.pt"], []
     for role in ("actor", "critic") if critic else ("actor",):
         ranks = world_size(path, role)
-        files += [f"{role}/fsdp_config.json"] if ranks is None else []
+        broken += [f"{role}/fsdp_config.json"] if ranks is None else []
         files += [f"{role}/{PARTS[p]}_world_size_{ranks}_rank_{rank}.pt" for rank in range(ranks or 0) for p in parts]
-    return [name for name in files if not zipfile.is_zipfile(path / name)]
+    with ThreadPoolExecutor(max_workers=4) as pool:  # each holds one tensor
+        whole = pool.map(lambda name: _is_whole(path / name), files)
+        return [name for name, is_whole in zip(files, whole, strict=True) if not is_whole] + broken
+
+
+def _is_whole(path: Path) -> bool:
+    try:
+        known = path.stat()
+    except OSError:
+        return False
+    return _has_its_checksums(path.absolute(), known.st_size, known.st_mtime_ns)
+
+
+@cache
+def _has_its_checksums(path: Path, size: int, modified: int) -> bool:
+    """Whether what ``torch.load`` reads of a file of this size and time has the checksums in its directory."""
+    try:
+        with path.open("rb") as file, zipfile.ZipFile(file) as archive:
+            known = {each.filename.partition("/")[2]: each.CRC for each in archive.infolist()}
+            for each in archive.infolist():
+                archive.open(each).close()  # compares its name with that of its record
+            reader = torch._C.PyTorchFileReader(str(path))
+            found = {name: zlib.crc32(reader.get_record(name)) for name in reader.get_all_records()}
+    except (OSError, ValueError, RuntimeError, LookupError, NotImplementedError, zipfile.BadZipFile):
+        return False
+    return found == known
 
 
 def world_size(path: Path, role: str = "actor") -> int | None:
@@ -99,14 +133,20 @@ def choose_start(folder: Path, damage_of: Callable[[Path], list[str]]) -> tuple[
     every, tracked = checkpoints(folder), tracked_step(folder)
     if not every or (tracked is None and not any(each.state for each in every)):
         return None, []  # not one was finished
-    known = {each: damage_of(each.path) for each in reversed(every) if tracked is None or each.step <= tracked}
-    whole = [each for each, broken in known.items() if not broken]
-    start = next((each for each in whole if each.state), whole[0] if whole else None)
+    reachable = [each for each in reversed(every) if tracked is None or each.step <= tracked]
+    start, broken = None, dict[Checkpoint, list[str]]()
+    for each in sorted(
+        reachable, key=lambda checkpoint: checkpoint.state is None
+    ):  # the last first, of those that count
+        broken[each] = damage_of(each.path)
+        if not broken[each]:
+            start = each
+            break
     notes = [
-        f"{each.path} is not whole: {', '.join(broken)} missing or cut off"
-        if broken
-        else f"{each.path} was saved, but the run ended before it logged the metrics of step {each.step}"
-        for each, broken in known.items()
+        f"{each.path} is not whole: {', '.join(broken[each])} missing, cut off or changed on the disk"
+        if each in broken
+        else f"{each.path} does not count: the run ended before it logged the metrics of step {each.step}"
+        for each in reachable
         if start is None or each.step > start.step
     ]
     if start is None:
@@ -146,6 +186,15 @@ def read_json(path: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError):
         return {}
     return content if isinstance(content, dict) else {}
+
+
+def write_state(path: Path, state: dict[str, Any]) -> None:
+    """Writes the ``run_state.json`` of a checkpoint that counts, with its checksum."""
+    write_json(path, state | {"crc32": _checksum(state)})
+
+
+def _checksum(state: dict[str, Any]) -> int:
+    return zlib.crc32(json.dumps(state, sort_keys=True).encode())
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:

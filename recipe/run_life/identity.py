@@ -190,7 +190,8 @@ def choose(run: RunConfig) -> tuple[Checkpoint | None, list[str]]:
     broken = _damage(run, named) if checkpoints.is_checkpoint(named) else ["it"]
     if broken:
         raise ValueError(
-            f"trainer.resume_from_path={named} is no whole checkpoint global_step_N: {', '.join(broken)} missing or cut off; "
+            f"trainer.resume_from_path={named} is no whole checkpoint global_step_N: {', '.join(broken)} missing, cut off or "
+            "changed on the disk; "
             "name another one"
         )
     return Checkpoint(named), []

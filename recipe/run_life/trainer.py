@@ -26,7 +26,7 @@ from verl.utils import tensordict_utils as tu
 from grail_advantage.verl_ext import trainers as of_token_weights
 from grail_advantage.verl_ext.patches import base_mode, set_trainer_mode
 from recipe.run_life.actors import Actors
-from recipe.run_life.checkpoints import STATE, Checkpoint, is_checkpoint, keep_last, read_json, write_json
+from recipe.run_life.checkpoints import STATE, Checkpoint, is_checkpoint, keep_last, read_json, write_json, write_state
 from recipe.run_life.identity import RUN_DEFINITION
 from recipe.run_life.loggers import one_history
 from recipe.run_life.watch import END, STEP, Watchdog
@@ -111,7 +111,7 @@ class KeptRun:
         step, self._saved = self._saved, None
         if step is not None:
             state = {"run": self._run, "step": step, **self._run_state()}
-            write_json(self._folder / f"global_step_{step}" / STATE, state)
+            write_state(self._folder / f"global_step_{step}" / STATE, state)
             if count := self.config.trainer.get("max_actor_ckpt_to_keep", None):
                 keep_last(self._folder, step, count, self._run)
 

@@ -157,7 +157,7 @@ def of_deaths(dead: list[Death], when: str, config: DictConfig) -> str:
     lines += [("also died", f"{death.name}: {death.cause}") for death in others[:3]]
     lines += [("its log", f"{path} on {first.address}" if path else "out of reach")]
     lines += [("", f"| {line[:300]}") for line in log]
-    return message(lines, config, "if it ran out of memory, give it more before: docs/troubleshooting.md, The run")
+    return message(lines, config, "if memory ran out, give it more before: docs/troubleshooting.md, The run")
 
 
 def message(lines: list[tuple[str, str]], config: DictConfig, remedy: str) -> str:
@@ -192,5 +192,6 @@ def run(config: DictConfig) -> None:
             if ended_itself
             else of_deaths([death], "it is the trainer's own process", config)
         )
-    print(text, file=sys.stderr, flush=True)
-    raise SystemExit(1)
+    with suppress(OSError):  # of a log on a full disk
+        print(text, file=sys.stderr, flush=True)
+    raise SystemExit(1) from RunEnded(text)

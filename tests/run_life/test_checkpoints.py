@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
+import torch
 
 from recipe.run_life.checkpoints import (
     PARTS,
     STATE,
     TRACKER,
+    Checkpoint,
     checkpoints,
     choose_start,
     damage,
     keep_last,
     settle_start,
     write_json,
+    write_state,
 )
 from tests.checkpoints import RUN, write_checkpoint
 
@@ -50,6 +54,39 @@ def test_damage(tmp_path: Path) -> None:
     assert damage(path, list(PARTS), critic=True) == ["critic/fsdp_config.json"]
     (path / "actor/optim_world_size_2_rank_0.pt").unlink()
     assert damage(path, ["model", "extra"]) == []
+
+
+def test_a_bit_that_flips_is_found_or_changes_nothing(tmp_path: Path) -> None:
+    """In any byte of a file of ``torch.save``: tensors, pickle, headers, the archive's directory."""
+    path = write_checkpoint(tmp_path, 5) / "actor/optim_world_size_1_rank_0.pt"
+    state = {"step": 5, "exp_avg": torch.arange(12.0).reshape(3, 4), "name": "Adam"}
+    torch.save(state, path)
+    content, found = path.read_bytes(), 0
+    for place in range(len(content)):
+        flipped = bytearray(content)
+        flipped[place] ^= 1 << place % 8
+        path.write_bytes(flipped)
+        os.utime(path, ns=(place, place))  # a clock's tick is longer than this takes
+        if _damage(tmp_path / "global_step_5"):
+            found += 1
+        else:
+            loaded = torch.load(path, weights_only=True)
+            assert torch.equal(loaded.pop("exp_avg"), state["exp_avg"]) and loaded == {"step": 5, "name": "Adam"}
+    assert found > len(content) / 3  # others are in what fills up a record to a multiple of 64 bytes
+    path.write_bytes(content)
+    assert not _damage(tmp_path / "global_step_5")
+
+
+def test_a_flipped_bit_in_the_state_of_a_run_does_not_count(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, 5)
+    path = write_checkpoint(tmp_path, 10) / STATE
+    write_state(path, {"run": RUN, "step": 10, "torch": "00ff"})
+    content = path.read_bytes()
+    assert Checkpoint(path.parent).state == {"run": RUN, "step": 10, "torch": "00ff"}
+    path.write_bytes(content.replace(b"00ff", b"01ff"))
+    assert _start(tmp_path) == 5
+    write_json(path, {"run": RUN, "step": 10, "torch": "00ff"})
+    assert _start(tmp_path) == 10, "one of an earlier version has no checksum"
 
 
 def test_where_a_run_resumes(tmp_path: Path) -> None:

@@ -28,7 +28,8 @@ KILLED = (
     "The actor died unexpectedly before finishing this task.\n\tclass_name: WorkerDict\n\tactor_id: ad5601000000\n"
     "\tpid: 12403\n\tname: abcWorkerDict_0:0\n\tnamespace: bc85\n\tip: 192.0.2.2\nThe actor is dead because its worker "
     "process has died. Worker exit type: SYSTEM_ERROR Worker exit detail: Worker unexpectedly exits with a connection error "
-    "code 2. End of file. Some common causes include: (1) the process was killed by the OOM killer due to high memory usage"
+    "code 2. End of file. Some common causes include: (1) the process was killed by the OOM killer due to high memory usage. "
+    "(2) ray stop --force is called. (3) The worker is crashed unexpectedly due to SIGSEGV or other unexpected errors."
 )
 """Ray 2.60's words."""
 BOUND = 900.0

@@ -5,10 +5,14 @@ from __future__ import annotations
 
 import fcntl
 import json
+import os
+import shutil
 from dataclasses import replace
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pytest
 import torch
@@ -159,6 +163,53 @@ def test_the_folders_of_a_training_that_lives_are_refused(tmp_path: Path) -> Non
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         plain = build(run, max_steps=1, save_strategy="no", weights={"token_weights": "grail"})
         plain.train()  # writes nothing there
+
+
+def test_nothing_beside_the_training_stops_it_or_its_resume(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Half a last line; a reward function that removes the folder of the figures, changes the working folder, and fills the
+    disk; ground truths of any type."""
+    monkeypatch.chdir(tmp_path)
+    truths = [Decimal("0.10"), None, b"7", {"a": 1}, [1], True, "5", np.int64(3)]
+    data = [
+        {"prompt": prompt, "solution": truth} for prompt, truth in zip([*scripted.GROUPS] * 4, truths, strict=False)
+    ]
+
+    def begin(steps: int) -> GRPOTrainer:
+        weights = {"token_dump": "run/tokens"}
+        trainer = build(Path("run"), weights=weights, max_steps=steps, save_strategy="steps", save_steps=1)
+        trainer.train_dataset = data
+        return trainer
+
+    def away(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
+        os.chdir(tmp_path.parent)
+        return scripted.reward(prompts, completions)
+
+    trainer = begin(1)
+    trainer.train()
+    metrics = tmp_path / "run/metrics.jsonl"
+    whole = metrics.read_text()
+    metrics.write_text(whole + '{"step": 1, "da')
+    trainer = begin(2)
+    trainer.reward_funcs = [away]
+    trainer.train(resume_from_checkpoint=str(tmp_path / "run/checkpoint-1"))
+    assert metrics.read_text().startswith(whole) and '"step": 2' in metrics.read_text()
+    assert read_dump(tmp_path / "run/tokens").steps == [1, 2]
+    monkeypatch.chdir(tmp_path)
+    shutil.rmtree("run/tokens")
+    metrics.unlink()
+    metrics.symlink_to("/dev/full")
+    (tmp_path / "run/tokens").write_text("no folder any more")
+    with pytest.raises(ValueError, match=r"folder=.* cannot be made"):
+        begin(1)
+    (tmp_path / "run/tokens").unlink()
+    trainer = begin(1)
+    (tmp_path / "run/tokens").rmdir()
+    (tmp_path / "run/tokens").write_text("no folder any more")
+    trainer.train()
+    assert trainer.state.global_step == 1
+    assert sum(str(metrics) in record.getMessage() for record in caplog.records) == 1
 
 
 def test_reward_functions_are_summed_by_their_weights(tmp_path: Path) -> None:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from omegaconf import OmegaConf
 from verl.trainer.ppo.v1 import PPOTrainerSync
 
@@ -121,6 +124,34 @@ def test_rewards_by_turn_are_those_that_the_method_reads_or_else_the_usual_ones(
         assert turn_rewards_label({}, signal) == turn_rewards_label(None, signal) == {}
 
 
+class Silent:
+    """What cannot be shown."""
+
+    def __str__(self) -> str:
+        raise RuntimeError("not now")
+
+
+NAN = float("nan")
+ACC = [
+    *((value, "right") for value in (1, True, "1.0", np.float32(1), np.array(1), torch.tensor(1), torch.ones(1))),
+    *((value, "wrong") for value in (0, False, "0", np.array(0.0), Decimal(0), -1.0)),
+    *(
+        (value, None)
+        for value in ("yes", "", [1], (1,), {"a": 1}, {}, np.ones(2), torch.ones(2), NAN, Silent(), b"\xff")
+    ),
+]
+"""Verdicts of a reward function, and the outcome that each gives."""
+TRUTHS = [
+    *((value, str(value)) for value in (Decimal("0.10"), b"7", {"a": 1}, [1, "b"], 1.5, True, np.int64(3))),
+    *((value, None) for value in (None, Silent())),
+    ("\ud83dx", "\ufffdx"),
+]
+REWARDS = [
+    *((value, [1.0]) for value in ([1], (1.0,), np.ones(1))),
+    *((value, None) for value in ("ab", {"a": 1}, {1}, torch.ones(2), [NAN], [Silent()], [["a"]], 5, [torch.ones(1)])),
+]
+
+
 class TestRun:
     """The columns are those of a plain model, see ``test_hosts.py``; these tests are about what verl alone knows."""
 
@@ -142,6 +173,24 @@ class TestRun:
         assert (header.rows_in_step, header.special_tokens) == (6, {END_ID: "<end>"})
         assert header.options["preset"] == "official"
         json.dumps(header.options, allow_nan=False)
+
+    @pytest.mark.parametrize("first", range(0, max(map(len, (ACC, TRUTHS, REWARDS))), 6))
+    def test_a_value_of_an_odd_type_loses_its_label_alone(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: int
+    ) -> None:
+        """One type beside another in one batch."""
+        step = Dumping(monkeypatch, tmp_path)
+        for number, row in enumerate(step.store.rows.values(), start=first):
+            (acc, _), (truth, _), (rewards, _) = (cases[number % len(cases)] for cases in (ACC, TRUTHS, REWARDS))
+            row |= {"reward_model": {"ground_truth": truth}, "data_source": truth, "extra_info": {"index": acc}}
+            row |= {"extra_fields": {"reward_extra_info": {"acc": acc, "turn_rewards": rewards}}}
+        step.run()
+        rows = step.close(tmp_path)
+        assert step.trainer._dump.steps.writer.failed == 0 and len(rows) == len(ROWS)
+        for number, row in enumerate(rows, start=first):
+            outcome, truth, rewards = (cases[number % len(cases)][1] for cases in (ACC, TRUTHS, REWARDS))
+            assert (row.outcome, row.ground_truth) == (outcome, truth)
+            assert row.labels.get("turn_rewards") == rewards
 
     def test_responses_that_fill_up_the_batch_are_left_out(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
