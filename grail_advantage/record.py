@@ -69,8 +69,8 @@ class Rollouts:
     mask_BT: torch.Tensor
     """bool; the tokens that train. T is that of the longest response."""
     advantages_B: torch.Tensor
-    """One advantage a response, before weighting. A response trains nothing whose advantage is not finite or beyond
-    :data:`grail_advantage.batch.LARGEST`, as that of one that could not be judged."""
+    """One advantage a response, before weighting. If it is not finite, or beyond :data:`grail_advantage.batch.LARGEST`, the
+    response trains nothing. Give NaN to a response without a reward."""
     tokenizer: PreTrainedTokenizerBase | None
     """``None`` in a record that goes to another process."""
     answer: AnswerFormat = BOXED
@@ -80,7 +80,7 @@ class Rollouts:
     truncated_B: torch.Tensor | None = None
     """bool; responses that hit the length limit without an end token."""
     masked_B: torch.Tensor | None = None
-    """bool; responses that train nothing whatever their advantage."""
+    """bool; these responses train nothing, whatever their advantage."""
     groups_B: torch.Tensor | None = None
     """int64, at least 0; responses with the same number answer the same prompt."""
     rewards_B: torch.Tensor | None = None
@@ -92,11 +92,11 @@ class Rollouts:
     columns_BT: Mapping[str, torch.Tensor] = field(default_factory=dict)
     """float, by the names of :data:`DUMPED`: the columns that the host has already."""
     sessions: Sequence[tuple[Any, int]] | None = None
-    """Of each response its conversation, and its number in it; by default each is one of its own."""
+    """Each response's conversation, and its number in it. By default every response is a conversation of its own."""
     keys: Sequence[str] = ()
-    """By default the places."""
+    """Names of the responses; by default their places."""
     places: Sequence[int] = ()
-    """By default those of the responses here."""
+    """Indices in the update's batch; by default 0, 1, 2, ..."""
     facts: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     """For the dump, one value or ``None`` a response: ``id``, ``ground_truth``, ``outcome`` and ``prompt`` (texts), ``reward``
     (a number), ``labels`` (a mapping)."""

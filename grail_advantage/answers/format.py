@@ -129,7 +129,7 @@ def _outermost(boxes: Sequence[Box]) -> Iterator[Box]:
 
 
 def _tagged(text: bytes) -> Iterator[Box]:
-    """Answers in tags. Those of a kind nest like braces."""
+    """Answers in tags. Tags of one kind nest like braces."""
     boxes: list[Box] = []
     for opener, closer in _TAGS:
         boxes += _balanced(text, opener, closer, re.compile(b"(" + re.escape(opener) + b"|" + re.escape(closer) + b")"))

@@ -200,7 +200,7 @@ class MethodColumns:
     weight_T: np.ndarray
     no_scores: str | None = None
     advantage_T: np.ndarray | None = None
-    """Of a method that gives token advantages; else it is the weight times the base advantage."""
+    """A method's token advantages; ``None`` if they are the weights times the base advantage."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -263,7 +263,7 @@ class DumpRow:
     old_log_prob_T: np.ndarray | None = None
     entropy_T: np.ndarray | None = None
     methods: Mapping[str, MethodColumns] = field(default_factory=dict)
-    """By name, where several methods gave the response weights."""
+    """Weights by method, if several methods weighted the response."""
     labels: Mapping[str, Any] = field(default_factory=dict)
     """Token ranges ``[start, end]``, or lists of them, by name; the report marks ``wrong_step``."""
     received: ReceivedRow | None = None

@@ -2,10 +2,10 @@
 
 An activation is cut out of the graph and made a leaf, so that a backward stops there and touches no parameter.
 
-A sum of log-probabilities leaves the model in place of its logits, beside :data:`MARK` (:func:`sum_log_probs`). FSDP makes that
-necessary: the output embeddings' parameters are whole only inside their own forward, so the logits of many targets can only be
-worked off in chunks there, and FSDP sees the backward coming only in what the model itself puts out, so the loss cannot be
-handed out beside it. A model that scales or caps logits would do so to the sum; the mark shows it.
+Under FSDP the output embeddings' parameters are whole only inside their own forward, and a backward only works from the
+model's own output. So :func:`sum_log_probs` replaces that forward: it sums the targets' log-probabilities in chunks and returns
+``[sum, MARK]`` as if they were two logits. :func:`read_sum` takes the sum, and checks that :data:`MARK`, 64.0, came through
+unchanged: a model that scales or caps its logits would have changed it.
 
 Shape suffixes: B rows, S positions, K target tokens, D hidden, V vocabulary.
 """
@@ -35,7 +35,7 @@ FORWARD_TOKENS = 4096
 POSITIONS_TOGETHER = 1024
 """Positions whose distribution over the vocabulary is held in float32 at a time."""
 MARK = 64.0
-"""Goes through the model beside a sum of log-probabilities, in place of logits; it must arrive unchanged."""
+"""The second of two values that leave the model in place of logits, after a sum of log-probabilities."""
 
 
 def units_of(model: nn.Module) -> list[nn.Module]:

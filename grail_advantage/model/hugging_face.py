@@ -50,11 +50,11 @@ from grail_advantage.model.probe import Finding, computing_dtype, probe, probe_r
 logger = logging.getLogger(__name__)
 
 LEAST_LENGTH = 0.75
-"""Of the longest row beside it, since padding is computed, too."""
+"""A row joins a longer one only if it has at least this share of its tokens: at most a quarter of a forward is padding."""
 PROGRESS_SECONDS = 5
 """A pass that shows its progress does so when it takes longer than this."""
 _fitting_tokens: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
-"""For each model that ran out of memory the budget of tokens that is left to it."""
+"""The lowered budget of tokens of each model that ran out of memory."""
 _findings: WeakKeyDictionary[nn.Module, tuple[int, Finding]] = WeakKeyDictionary()
 """For each model what the probe found, and with how many tokens of the longest row."""
 

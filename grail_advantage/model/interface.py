@@ -40,7 +40,7 @@ class RowScores:
     """Results of a pass for one row."""
 
     scores_T: torch.Tensor
-    """float32; of the response tokens from the first on. Those after the last one have none; every token of the
+    """float32; of the response tokens from the first on. Tokens after the last score have none; every token of the
     statistics set needs one. :func:`grail_advantage.signals.saliency.align_scores` makes them from values of positions."""
     gradient_norms: torch.Tensor | None = None
     """1-D float32, for the metrics; of a pass with gradients."""

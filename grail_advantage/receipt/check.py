@@ -63,7 +63,7 @@ class Finding:
     mismatch: bool = True
     """False for a note: a property that the loss declares, an unknown loss, rounding."""
     tokens: int = 0
-    """That it covers, each counted once an optimiser step."""
+    """Number of tokens with this fault; a token of two optimiser steps counts twice."""
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""

@@ -132,13 +132,13 @@ VESPO = {("k", "pos"): 2.0, ("k", "neg"): 3.0, ("lambda", "pos"): 3.0, ("lambda"
 
 @dataclass(frozen=True)
 class Layout:
-    """For hosts that hold some responses of an optimiser step alone, or leave some out of several."""
+    """For hosts that hold only part of an optimiser step's responses, or leave some out of several steps."""
 
     update_of_B: torch.Tensor | None = None
     """(B,) or (epochs, B) the update of an epoch, from 0, that a left-out response would be in."""
     totals_U2: torch.Tensor | None = None
-    """(U, 2) tokens and responses that the mean of each optimiser step is over, where B are some of its responses alone; then
-    neither B nor ``left_out_B`` is counted for it."""
+    """(U, 2): the loss's denominators of each optimiser step, tokens and responses. Give them if the batch holds only part of
+    each step; without them the batch and its ``left_out_B`` are counted."""
 
 
 @dataclass(frozen=True)
@@ -187,7 +187,7 @@ class Tokens:
         return torch.where(self.mask, self.log_probs - self.old, 0.0)
 
     def of(self, rows: torch.Tensor) -> Tokens:
-        """Those of some responses."""
+        """The tokens of some responses."""
         return Tokens(*(None if each is None else each[rows] for each in vars(self).values()))
 
     def row_mean(self, values: torch.Tensor) -> torch.Tensor:

@@ -36,14 +36,14 @@ class RunFinding:
     """A finding, over a run."""
 
     first: Finding
-    """As in the first receipt that has it."""
+    """The finding of the first receipt that has it."""
     step: int
     update: int
-    """Of that receipt."""
+    """Of the first receipt."""
     count: int
     """Receipts that have one of its name."""
     tokens: int
-    """That it covers in them."""
+    """Tokens with this fault in all these receipts."""
 
 
 @dataclass(frozen=True)

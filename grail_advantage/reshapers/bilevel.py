@@ -25,7 +25,7 @@ LOWEST_SCORE = -1 + 1e-8
 class BilevelOptions(Options):
     """The options that signals repeat as their own."""
 
-    quantile: float = option(0.4, "bi-level: share of the tokens that weigh less than 1; in [0, 1]", ge=0, le=1)
+    quantile: float = option(0.4, "bi-level: share of the tokens with weight below 1; in [0, 1]", ge=0, le=1)
 
     boost: float = option(
         2.0,

@@ -63,7 +63,7 @@ GateOption = Annotated[
 StatisticsOption = Annotated[
     Statistics,
     Field(
-        description="tokens that are scored and weighed against each other: the whole response, or the reasoning before the "
+        description="tokens that are scored and compared with each other: the whole response, or the reasoning before the "
         "answer"
     ),
 ]
@@ -89,8 +89,8 @@ class RowSelection:
     answered_B: torch.Tensor
     """The response has a complete answer span."""
     inside_gate_B: torch.Tensor
-    """The gate lets the response's advantage through. Responses with advantage 0 count as inside: no weight of theirs
-    matters."""
+    """The gate takes responses of this advantage's sign. With advantage 0 always ``True``: the weights multiply 0, so either
+    value would do."""
     selected_B: torch.Tensor
     """The response needs scores."""
 

@@ -5,7 +5,7 @@ mean holds the session's own return. Without the deviation each turn's part of t
 ``1 - c_k``, where ``c_k = (1 - (1 - p_k)^n) / (n p_k)`` for n sessions that reach turn k with probability ``p_k``: by
 ``1 - 1/n`` at the first turn, by more where few sessions come (``docs/turns.md``).
 
-The abstract says "normalized discounted returns", and no more; over which turns they are normalised is chosen here. The paper's
+The abstract says only "normalized discounted returns"; the turns to normalise over are chosen here. The paper's
 rewards from the similarity of code are not built; ``rewards`` takes any rewards by turn. The outcome counts with the last turn,
 as for the other methods here.
 """

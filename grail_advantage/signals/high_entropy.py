@@ -1,9 +1,9 @@
 """High-entropy tokens only: the fifth of a batch's tokens where the policy was most undecided trains, the rest does not.
 
-Source: "Beyond the 80/20 rule", arXiv 2506.01939. Its equation divides the loss by the number of all tokens, its code by that
-of the tokens kept; the option ``denominator`` says which, and the code's way is the default. The code makes a cut of its own in
-each micro-batch of the update, with the policy as it then is, and of equal entropies keeps as many as fit; here one cut is made
-for the whole batch, with the policy before the update, and all equal ones are kept, as in the equation.
+Source: "Beyond the 80/20 rule", arXiv 2506.01939. Its equation divides the loss by the number of all tokens, its code by the
+number of kept ones; the option ``denominator`` chooses, by default as the code. The code cuts in each micro-batch of the
+update, with the current policy, and of equal entropies keeps as many as fit; here the whole batch has one cut, with the policy
+before the update, and all equal ones are kept, as in the equation.
 
 Shape suffixes: B responses, T response tokens, N tokens of all responses.
 """

@@ -1,7 +1,7 @@
 """Base of the signals that are a saliency: a backward from some tokens' log-likelihood to an activation.
 
-Not a method itself. A host that runs a forward over the batch anyway may take the saliency on that forward; the signal does not
-notice.
+Not a method itself. A host may reuse a forward that it runs anyway, as verl's of the old log-probabilities, in place of a
+separate pass. The scores are the same to rounding.
 
 Shape suffixes: P positions from the one before the response on, T response tokens.
 """

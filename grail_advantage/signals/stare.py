@@ -1,8 +1,8 @@
 """STARE: while the policy's entropy is low, the least probable tokens of correct responses weigh a little more.
 
-Source: arXiv 2606.19236 and its code. The variants have the code's names: ``O1`` raises the weight of correct
-responses' tokens alone, ``C2`` also lowers that of incorrect responses' tokens. The code chooses tokens in each
-mini-batch of the update, with the policy as it then is, and moves the weights in an adaptive variant; here they are
+Source: arXiv 2606.19236 and its code. The variants have the code's names: ``O1`` only raises the weight of correct
+responses' tokens, ``C2`` also lowers the weight of incorrect responses' tokens. The code chooses tokens in each
+mini-batch of the update, with the current policy, and moves the weights in an adaptive variant; here tokens are
 chosen once for the whole batch and the weights are fixed.
 
 Shape suffixes: B responses, T response tokens, N tokens of all responses one after the other.

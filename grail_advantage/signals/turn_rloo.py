@@ -4,7 +4,7 @@
 of ``G_k`` over the other sessions of the prompt that have a turn k; where none has, that of their first turns. With
 ``stopped=zero`` it is the mean over all of them, with 0 for a session without a turn k, which earns nothing more.
 
-Either baseline reads the siblings alone, so it does not depend on what the session itself chose, such as when to stop: it takes
+Either baseline reads only the siblings, so it does not depend on the session's own choices, such as when to stop: it takes
 ``E[b_k grad log pi(turn k)] = E[b_k] E[grad log pi(turn k)] = 0`` from the gradient. Nothing is divided by a deviation. The
 expected gradient is thus that of the mean return, whatever decides the number of turns, at ``gamma=1`` and with a loss that
 divides by a constant, such as ``seq-mean-token-sum-norm`` (``docs/turns.md``).

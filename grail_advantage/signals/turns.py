@@ -77,7 +77,7 @@ class Turns:
     outcome: float
     """The session's reward."""
     rewards_K: np.ndarray
-    """float64; the rewards by turn alone, without the outcome."""
+    """float64; the rewards by turn, without the outcome."""
     before: Sequence[Hashable] = ()
     """What a tool or a user said before each turn, as token ids; nothing before the first, which follows the prompt. Empty
     unless the method reads ``MESSAGES``."""
@@ -105,7 +105,7 @@ class Turns:
 def compare(
     values: Sequence[np.ndarray], keys: Sequence[Sequence[Any]], *, deviation: bool, epsilon: float = 1e-6
 ) -> list[np.ndarray]:
-    """Values of turns less the mean of those with the same key; 0 for a key of one turn alone.
+    """Values of turns less the mean of those with the same key; 0 for a key of only one turn.
 
     Args:
         values: float (K,) for each session.
@@ -247,9 +247,9 @@ class TurnSignal(Signal):
 
     align: Align = option(
         "calls",
-        "what the list of a response with K turns holds: with turns K rewards, one a turn; with calls one for each turn that "
-        "called a tool, K - 1; K or more are ambiguous (two calls in a turn, or a last call without an answer), so that such a "
-        "response trains nothing, but for a response of one turn. A list with a list for each turn's calls is never ambiguous",
+        "how many rewards a response with K turns brings. turns: K. calls: one for each tool call, so K - 1 if each turn but "
+        "the last makes one. With 3 turns, 3 or more rewards are ambiguous (two calls in a turn, or a last call without an "
+        "answer), and the response trains nothing; with 1 turn, or a list for each turn's calls, nothing is ambiguous",
     )
 
     differences: bool = option(

@@ -1,4 +1,4 @@
-"""Every token has weight 1: GRPO in this trainer, so that a method differs from its baseline in the weights alone."""
+"""Every token has weight 1: GRPO in this trainer, so that a method differs from its baseline only in the weights."""
 
 from __future__ import annotations
 

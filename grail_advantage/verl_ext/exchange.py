@@ -41,7 +41,7 @@ class DealtRow(NamedTuple):
 
     row: int
     original: bool
-    """``False``: a copy that fills up a rank, whose result nobody reads."""
+    """``False`` for a copy that fills up a rank; its result is dropped."""
 
 
 def deal(costs: Sequence[int], ranks: int, groups: Sequence[int] | None = None) -> list[DealtRow]:

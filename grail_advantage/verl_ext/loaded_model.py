@@ -76,7 +76,7 @@ class LoadedModel:
 
 
 def read_findings(folder: Path) -> dict[str, Finding]:
-    """Those in a checkpoint; none where it has none."""
+    """The findings in a checkpoint; empty if it has none."""
     path = folder / FILE
     if not path.is_file():
         return {}

@@ -80,7 +80,7 @@ def base_mode(trainer_class: type) -> str:
 
 @contextmanager
 def estimator_named(algorithm: DictConfig, name: str) -> Iterator[None]:
-    """Within, ``algorithm.adv_estimator`` is another one.
+    """While open, ``algorithm.adv_estimator`` is ``name``.
 
     Works around ``verl.trainer.ppo.v1.utils.compute_advantage_for_multi_trajectories``, which counts each output of a
     multi-output session as a session of its own unless the estimator is called ``grpo``. Can go when a registered estimator
@@ -98,10 +98,10 @@ def estimator_named(algorithm: DictConfig, name: str) -> Iterator[None]:
 
 @contextmanager
 def without_rollout_correction(algorithm: DictConfig) -> Iterator[None]:
-    """Within, ``algorithm.rollout_correction`` is not there.
+    """While open, ``algorithm.rollout_correction`` is ``None``.
 
-    Works around ``PPOTrainer._compute_advantage``, which takes the metrics of a correction that is switched off over all
-    responses, also those without old log-probabilities. Can go when verl takes them over responses that it is told.
+    Works around ``PPOTrainer._compute_advantage``: while the correction is off it still takes the correction's metrics over all
+    responses, also those without old log-probabilities. Can go when verl takes them over responses of the caller's choice.
     """
     configured = algorithm.rollout_correction
     with open_dict(algorithm):
@@ -114,7 +114,7 @@ def without_rollout_correction(algorithm: DictConfig) -> Iterator[None]:
 
 
 def replace_infer_batch(engine: FSDPEngineWithLMHead, serve: Callable[..., dict[str, Any] | None]) -> None:
-    """Ask ``serve(engine, batch, infer_batch)`` before ``engine.infer_batch``; where it returns ``None``, verl's own runs.
+    """Ask ``serve(engine, batch, infer_batch)`` before ``engine.infer_batch``. If it returns ``None``, verl's own runs.
 
     Works around ``verl.workers.engine_workers.TrainingWorker.infer_batch``, which has no place for other code between its
     bookkeeping and the engine. Can go when verl's engine lets a caller keep the graph of some responses of an inference batch.

@@ -39,9 +39,9 @@ class OptimiserStep:
     """One optimiser step on one rank."""
 
     places: list[int]
-    """Of all its responses in the update's batch, also of those that are left out of it."""
+    """The place in the update's batch of each response of this step, the left-out ones included."""
     pieces: list[Piece]
-    """Its micro-batches, with the written responses alone, by their slots; on the CPU."""
+    """The step's micro-batches, cut to the responses that the dump writes, by their slots; on the CPU."""
 
 
 @dataclass

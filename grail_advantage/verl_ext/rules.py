@@ -298,16 +298,16 @@ REFUSALS = (
         "sliced-padding",
         _slices,
         lambda s: _sliced(s) and s.signal.uses and not s[PACKED],
-        "verl slices packed responses alone",
+        "verl slices only packed responses",
         f"set {PACKED}=true, or use 1",
         (f"{PACKED}=False", _TWO_SLICES),
     ),
-    # verl's Ulysses exchange is inside its flash attention: any other attention would silently see one slice alone.
+    # verl's Ulysses exchange is inside its flash attention: any other attention would silently see only one slice.
     Rule(
         "sliced-attention",
         _slices,
         lambda s: _sliced(s) and s.signal.uses and not s.attention.startswith("flash_attention"),
-        "another attention than flash attention would see one slice alone",
+        "other attention than flash attention would see only one slice",
         lambda s: f"set {ATTENTION}={s.attention} to flash_attention_2, or use 1",
         (f"+{ATTENTION}=sdpa", _TWO_SLICES),
     ),
@@ -508,7 +508,7 @@ AGAINST_SKIPPING = (
         "skip-engine",
         STRATEGY,
         lambda s: not _in_fsdp(s),
-        f"responses are left out inside the engines {' and '.join(ENGINES)} alone",
+        f"only the engines {' and '.join(ENGINES)} leave responses out",
         AUTO,
         (f"{STRATEGY}=megatron", f"{METHOD}=uniform"),
     ),

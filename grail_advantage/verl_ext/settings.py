@@ -157,7 +157,7 @@ class Settings(RunConfig):
 
     @property
     def lora_rank(self) -> int:
-        """Of an adapter; 0 without one."""
+        """The adapter's rank; 0 without an adapter."""
         return max(self[f"{MODEL}.{name}"] or 0 for name in ("lora_rank", "lora.rank"))
 
     @property

@@ -53,8 +53,8 @@ class UpdateBatch:
     """Training step."""
     partition_id: str
     rollouts: Rollouts
-    """Its advantages are 0 until :func:`by_rewards` or :func:`by_advantages`, and NaN where a response's reward, or verl's
-    advantage for it, cannot be used."""
+    """The advantages are 0 until :func:`by_rewards` or :func:`by_advantages` has run. If a response's reward, or verl's
+    advantage for it, cannot be used, its advantage is NaN."""
     selected: Sequence[int] = ()
     """Rows of the responses that need scores by the advantages that the rewards alone give."""
     shared: frozenset[str] = frozenset()
@@ -66,7 +66,7 @@ class UpdateBatch:
 
     @property
     def keys(self) -> list[str]:
-        """verl's, of all responses."""
+        """verl's key of each response."""
         return list(self.rollouts.keys)
 
     def method_batch(self) -> RolloutBatch:
@@ -253,8 +253,8 @@ def by_advantages(step: UpdateBatch, batch: KVBatchMeta, algorithm: DictConfig, 
     response, whose gradient is NaN (``FSDPEngine.optimizer_step``).
 
     Args:
-        own_advantages: whether the trainer computes advantages of its own. A response whose advantage is not finite then trains
-            nothing; otherwise verl's own code computes the advantages of its group again without it.
+        own_advantages: whether the trainer computes advantages of its own. If not, and an advantage is not finite, verl's code
+            computes the group again without that response. The response itself trains nothing either way.
 
     Raises:
         ValueError: the base advantages differ within a response.
@@ -357,7 +357,7 @@ def _last_outputs(keys: Sequence[str]) -> list[int]:
 def check_one_advantage_a_response(
     advantages_BT: torch.Tensor, mask_BT: torch.Tensor, base: str, *, own_advantages: bool = False
 ) -> None:
-    """Refuse advantages that differ within a response. Those of ``BASES`` do not, unless the trainer has its own.
+    """Refuse advantages that differ within a response. ``BASES`` need no check, unless the trainer has its own.
 
     Raises:
         ValueError: naming the option.

@@ -75,7 +75,7 @@ from grail_advantage.verl_ext.zero_advantage import (
 logger = logging.getLogger(__name__)
 
 PROBED_TOKENS = 1000
-"""Of the vocabulary, that the rows of a probe are drawn from."""
+"""A probe draws its rows from about this many tokens of the vocabulary."""
 TIMING = "token_weights"
 """``timing_s/token_weights``: seconds that the weights take in a step. Their parts are ``token_weights_rows``: fetching the
 responses, finding the answers and choosing the responses; ``token_weights_backward``: the backward on the forward of the old
@@ -88,8 +88,8 @@ class TokenWeightTrainer:
 
     actor_worker_class: type[TokenWeightActorWorker] = TokenWeightActorWorker
     own_advantages: bool = False
-    """Whether the trainer below computes advantages of its own. A response whose advantage is not finite then gets 0; otherwise
-    verl's own code computes the advantages of its group again without it."""
+    """Set ``True`` if your trainer computes advantages of its own. If an advantage is not finite, that response trains nothing;
+    with ``False`` verl's code also computes its group again without it."""
     settings: Settings
     _step: UpdateBatch | None = None
     """The current batch."""

@@ -83,8 +83,8 @@ def _with_forward(step: UpdateBatch, ranks: int) -> list[int]:
 def correction_of_known(
     step: UpdateBatch | None, algorithm: DictConfig, batch: KVBatchMeta, metrics: dict
 ) -> Iterator[None]:
-    """Within, verl takes no metrics of a rollout correction where responses have no old log-probabilities; those of the others
-    are in ``metrics`` afterwards.
+    """If some responses have no old log-probabilities, keep verl from computing the rollout correction's metrics over them.
+    Afterwards ``metrics`` has them for the other responses.
     """
     if step is None or not step.no_forward or algorithm.get("rollout_correction", None) is None:
         yield
@@ -126,8 +126,8 @@ def update_request(
 
 
 def lengths_in_update(trained: Sequence[int], responses: Sequence[int], *, cut_tails: bool) -> list[int]:
-    """Tokens of each response that go through the model: those up to the last that trains with ``cut_tails``, else all; none of
-    a response without an advantage.
+    """Tokens of each response that go through the model: 0 for a response without an advantage; else, with ``cut_tails``, up to
+    the last token that trains, and without it all.
 
     Args:
         trained: from :func:`trained_lengths`.
@@ -173,7 +173,7 @@ def without_zero_advantage(engine: FSDPEngineWithLMHead, data: TensorDict) -> Te
         tu.assign_non_tensor(data, **settings)
         return data
 
-    # The first one gives a filler its tokens; zeros take them out of the loss, in the mask too.
+    # A filler is a copy of row 0, cut to a prompt token and a response token. Its fields of the loss, the mask included, are 0.
     kept = tu.index_select_tensor_dict(data, rows + [0] * fillers)
     of_prompt = [prompts[row] for row in rows] + [1] * fillers
     of_response = [kept_lengths[row] for row in rows] + [FILLER_TOKENS - 1] * fillers
@@ -184,7 +184,7 @@ def without_zero_advantage(engine: FSDPEngineWithLMHead, data: TensorDict) -> Te
         kept[name] = nested(values)
     if PLACES in kept.keys():  # noqa: SIM118  # a TensorDict has no `in`
         kept[PLACES][len(rows) :] = -1
-    # verl reads its sum alone.
+    # verl reads only the sum of this mask.
     tokens = data["loss_mask"].sum()
     kept["loss_mask"] = torch.cat([tokens.reshape(1), tokens.new_zeros(count - 1)])
     tu.assign_non_tensor(kept, **settings)
