@@ -116,8 +116,9 @@ GSM8K = next(command for page, command in COMMANDS if page == "README.md" and TR
 @pytest.mark.parametrize(
     ("page", "command"), [(page, command) for page, command in COMMANDS if set(TRAINS) & set(command.words)]
 )
-def test_verl_takes_the_command(page: str, command: Command) -> None:
+def test_verl_takes_the_command(page: str, command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Composed by verl's own configuration and checked as at the start of a run; ``...`` is the front page's command."""
+    monkeypatch.setenv("PWD", str(tmp_path))  # where its token dump goes
     from verl.utils.config import validate_config
 
     from grail_advantage.methods import methods

@@ -85,6 +85,10 @@ def why(error: BaseException, folders: Sequence[Path | str] = ()) -> str:
         )
     if _UNREACHABLE.search(text):
         return f"a machine or a server cannot be reached ({_line(_UNREACHABLE, text)}); give the same command again when it can"
+    if "timed out during startup" in text:
+        return (
+            "Ray's own processes did not start within 30 s, as on a machine that is busy; give the same command again"
+        )
     if isinstance(error, KeyboardInterrupt):
         return "interrupted (Ctrl-C); the same command resumes from the last checkpoint"
     root = _root(chain)
@@ -145,6 +149,10 @@ def _free(folder: Path) -> float:
     return float("inf")
 
 
+class _Said(SystemExit):
+    """An exit whose cause is said."""
+
+
 @contextmanager
 def last_line(command: str, folders: Sequence[Path | str] = ()) -> Iterator[None]:
     """Within, an error or an exit with another status than 0 is the process's last line, on stderr and on the descriptor that
@@ -158,7 +166,7 @@ def last_line(command: str, folders: Sequence[Path | str] = ()) -> Iterator[None
         yield
     except BaseException as error:
         status = error.code if isinstance(error, SystemExit) else 1
-        if status in (0, None):
+        if status in (0, None) or isinstance(error, _Said):
             raise
         with suppress(Exception):
             if not isinstance(error, SystemExit):
@@ -171,7 +179,7 @@ def last_line(command: str, folders: Sequence[Path | str] = ()) -> Iterator[None
         _say(status if isinstance(status, str) else f"{command} ended: {why(error, folders)}")
         with suppress(Exception):
             sys.stdout.flush()
-        raise SystemExit(status if isinstance(status, int) else 1) from None
+        raise _Said(status if isinstance(status, int) else 1) from None
 
 
 def _say(text: str) -> None:
