@@ -36,6 +36,7 @@ from grail_advantage.batch import (
     Example,
     PassRow,
     RolloutBatch,
+    check_numbers,
     check_tensor,
     token_mean,
     within_range,
@@ -146,8 +147,7 @@ class Rollouts:
         groups_B = self.groups_B
         if groups_B is None:
             return
-        if groups_B.is_floating_point() or groups_B.is_complex() or groups_B.dtype == torch.bool:
-            raise ValueError(f"groups must hold whole numbers, got {groups_B.dtype}; use torch.int64")
+        check_numbers("groups", groups_B, "whole numbers")
         if (groups_B < 0).any():
             raise ValueError(
                 f"groups holds {int(groups_B.min())}; numbers must be at least 0, as those of "

@@ -9,17 +9,22 @@ Shape suffixes: B responses, L prompt + response, T response tokens.
 
 from __future__ import annotations
 
+import math
+import numbers
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
+from torch import nn
 from torch.distributed import ProcessGroup
 
 from grail_advantage.answers.format import BOXED, AnswerFormat, answer_format
 from grail_advantage.answers.span import AnswerSpan
-from grail_advantage.batch import ENTROPY, OLD_LOG_PROBS, Example, PassRow, check_tensor, token_mean
+from grail_advantage.batch import ENTROPY, OLD_LOG_PROBS, Example, PassRow, check_numbers, check_tensor, token_mean
 from grail_advantage.model.activations import FORWARD_TOKENS
 from grail_advantage.model.interface import RowScores
 from grail_advantage.pipeline import weigh
@@ -33,7 +38,9 @@ if TYPE_CHECKING:
 
 
 ROUNDING = 1e-3
-"""Most that rounding puts a log-probability above 0."""
+"""Most that rounding puts a log-probability above 0, or an entropy below."""
+MOST_UNKNOWN = 0.1
+"""Share of response tokens that the tokenizer may not have, as a model's embeddings are often padded."""
 
 
 @dataclass(frozen=True)
@@ -129,7 +136,21 @@ def compute_token_weights(
             f"config={config!r} must be a method with its options, such as Grail(); "
             "grail_advantage.methods.method(name).build(options) makes one from a name"
         )
+    check_tensor("advantages", advantages)
+    check_numbers("advantages", advantages, "numbers")
+    for name, values in (("groups", groups), ("masked", masked), ("rewards", rewards)):
+        if values is not None:
+            check_tensor(name, values)
+    if masked is not None:
+        check_numbers("masked", masked, "0 or 1")
+    if rewards is not None:
+        check_numbers("rewards", rewards, "numbers")
+        rewards = rewards.detach() if rewards.is_floating_point() else rewards.float()
+    _check_lists(examples, fields)
+    if not callable(aggregate):
+        raise ValueError(f"aggregate={aggregate!r} must be a function of values and a mask, (B, T) both")
     rollouts = _rollouts(
+        model,
         tokenizer,
         input_ids,
         attention_mask,
@@ -154,7 +175,7 @@ def compute_token_weights(
         device=input_ids.device,
     )
     record = weigh(host, config, step)
-    inside_BL = response_mask.bool()
+    inside_BL = response_mask.bool().to(input_ids.device)
 
     def full_width(values_BT: torch.Tensor, outside: float) -> torch.Tensor:
         return _full_width(values_BT, rollouts.mask_BT, inside_BL, outside)
@@ -186,8 +207,9 @@ def response_statistics(
     Returns:
         ``(log_probs_BL, entropy_BL)`` float32, 0 outside the response.
     """
-    nothing_B = torch.zeros(len(input_ids), device=input_ids.device)
-    rollouts = _rollouts(tokenizer, input_ids, attention_mask, response_mask, {}, advantages_B=nothing_B)
+    check_tensor("input_ids", input_ids)
+    nothing_B = torch.zeros(input_ids.shape[:1], device=input_ids.device)
+    rollouts = _rollouts(model, tokenizer, input_ids, attention_mask, response_mask, {}, advantages_B=nothing_B)
     host = PlainHost(model, rollouts, temperature=temperature, tokens=tokens, device=input_ids.device)
     columns_BT = host.columns((OLD_LOG_PROBS, ENTROPY))
     log_probs_BL, entropy_BL = (
@@ -225,10 +247,16 @@ class PlainHost:
         mean: Callable[[torch.Tensor, torch.Tensor], float] = token_mean,
         device: torch.device | str = "cpu",
     ) -> None:
-        if not temperature > 0:
-            raise ValueError(f"temperature={temperature} must be greater than 0; pass the temperature of the sampling")
+        temperature = _number("temperature", temperature)
+        if not 0 < temperature < math.inf:
+            raise ValueError(
+                f"temperature={temperature} must be finite and greater than 0; pass the temperature of the sampling"
+            )
+        tokens, step = _whole("tokens", tokens), _whole("step", step)
         if tokens < 1:
             raise ValueError(f"tokens={tokens} must be at least 1; 1 sends each response through the model alone")
+        if process_group is not None and not isinstance(process_group, ProcessGroup):
+            raise ValueError(f"process_group={process_group!r} must be a torch.distributed.ProcessGroup, or None")
         self.mean = mean
         self._hugging_face, self._responses, self._temperature = model, responses, temperature
         self._group, self._step, self._tokens, self._device = process_group, step, tokens, torch.device(device)
@@ -273,21 +301,27 @@ class PlainHost:
     def _model(self) -> HuggingFaceModel:
         from grail_advantage.model.hugging_face import HuggingFaceModel  # not above: naming the methods would import it
 
-        return HuggingFaceModel(
+        responses = self._responses
+        model = HuggingFaceModel(
             self._hugging_face,
-            self._responses.tokenizer,
+            responses.tokenizer,
             self._temperature,
             self._device,
             self._group,
             self._step,
             self._tokens,
         )
+        with torch.inference_mode(False):  # as in scores()
+            parts = zip(responses.prompts, responses.responses, strict=True)
+            model.check_positions([torch.cat(row) for row in parts if len(row[1])])
+        return model
 
     def _on_device(self, row: PassRow) -> PassRow:
         return replace(row, tokens_S=row.tokens_S.to(self._device))
 
 
 def _rollouts(
+    model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     input_ids_BL: torch.Tensor,
     attention_mask_BL: torch.Tensor,
@@ -302,22 +336,28 @@ def _rollouts(
         ValueError: naming the argument.
     """
     check_tensor("input_ids", input_ids_BL)
-    shape = tuple(input_ids_BL.shape)
+    check_numbers("input_ids", input_ids_BL, "whole numbers")
+    shape, device = tuple(input_ids_BL.shape), input_ids_BL.device
     if len(shape) != 2:
         raise ValueError(f"input_ids must be (B, L), got shape {shape}")
     given_BL = {name: values_BL for name, values_BL in columns_BL.items() if values_BL is not None}
-    for name, values_BL in {"attention_mask": attention_mask_BL, "response_mask": response_mask_BL, **given_BL}.items():
+    masks_BL = {"attention_mask": attention_mask_BL, "response_mask": response_mask_BL}
+    for name, values_BL in {**masks_BL, **given_BL}.items():
         check_tensor(name, values_BL)
         if values_BL.shape != shape:
             raise ValueError(f"{name} has shape {tuple(values_BL.shape)}, input_ids {shape}; they must agree")
-    valid_BL, inside_BL = attention_mask_BL.bool(), response_mask_BL.bool()
+        check_numbers(name, values_BL, "floats" if name in given_BL else "0 or 1")
+    given_BL = {name: values_BL.detach().to(device) for name, values_BL in given_BL.items()}
+    input_ids_BL = input_ids_BL.long()
+    valid_BL, inside_BL = (values_BL.to(device).bool() for values_BL in masks_BL.values())
     if (inside_BL & ~valid_BL).any():
         raise ValueError("response_mask marks a padding token; it must lie inside attention_mask")
     begun_BL = inside_BL.cumsum(dim=-1) > 0
     whole_BL = begun_BL & (inside_BL.flip(-1).cumsum(dim=-1).flip(-1) > 0) & valid_BL
     lengths_B1 = whole_BL.sum(dim=-1, keepdim=True)
     width = int(lengths_B1.max()) if len(lengths_B1) else 0
-    whole_BT = torch.arange(width, device=input_ids_BL.device) < lengths_B1
+    whole_BT = torch.arange(width, device=device) < lengths_B1
+    _check_model(model, tokenizer, input_ids_BL, whole_BL | (valid_BL & ~begun_BL), whole_BL)
 
     def of_response(values_BL: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         values_BT = torch.zeros(whole_BT.shape, dtype=dtype, device=values_BL.device)
@@ -329,12 +369,14 @@ def _rollouts(
             parts[name] = values_B.to(input_ids_BL.device)
     if isinstance(parts.get("masked_B"), torch.Tensor):
         parts["masked_B"] = parts["masked_B"].bool()
-    known = given_BL[OLD_LOG_PROBS][inside_BL] if OLD_LOG_PROBS in given_BL else torch.zeros(0)
-    highest = float(known[known.isfinite()].max()) if known.isfinite().any() else -torch.inf
-    if highest > ROUNDING:
-        raise ValueError(
-            f"{OLD_LOG_PROBS} holds {highest}; log-probabilities are at most 0: pass log p, not p or -log p"
-        )
+    for name, sign, fix in (
+        (OLD_LOG_PROBS, 1.0, "log-probabilities are at most 0: pass log p, not p or -log p"),
+        (ENTROPY, -1.0, "entropies are at least 0: pass the sum of -p log p"),
+    ):
+        wrong = sign * given_BL.get(name, torch.zeros(1, 1))[inside_BL if name in given_BL else ...] > ROUNDING
+        if wrong.any():
+            value = float(given_BL[name][inside_BL][wrong][0])
+            raise ValueError(f"{name} holds {value}; {fix}")
     mask_BT = of_response(inside_BL, torch.bool)
     return Rollouts(
         prompts=[
@@ -349,6 +391,81 @@ def _rollouts(
         },
         **parts,
     )
+
+
+def _check_model(
+    model: object,
+    tokenizer: object,
+    input_ids_BL: torch.Tensor,
+    read_BL: torch.Tensor,
+    response_BL: torch.Tensor,
+) -> None:
+    """Refuse a model or tokenizer that the token ids cannot be of.
+
+    Raises:
+        ValueError: naming the argument.
+    """
+    from transformers import PreTrainedTokenizerBase  # not above: naming the methods would import it
+
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"model must be a causal language model, got {type(model).__name__}; load it first")
+    vectors: Any = None
+    with suppress(Exception):  # transformers raises NotImplementedError, wrappers AttributeError
+        vectors = model.get_input_embeddings()
+    if not isinstance(vectors, nn.Module):
+        raise ValueError(
+            f"model is a {type(model).__name__} without get_input_embeddings(); pass a causal language model of transformers"
+        )
+    if all(values.is_meta for values in model.parameters()) and not hasattr(model, "_hf_hook"):
+        raise ValueError("model is on the meta device, without weights; load them first")
+    if not isinstance(tokenizer, PreTrainedTokenizerBase):
+        raise ValueError(f"tokenizer must be one of transformers, got {type(tokenizer).__name__}; load it first")
+    ids_N, of_model = input_ids_BL[read_BL], getattr(vectors, "num_embeddings", math.inf)
+    wrong_N = ids_N[(ids_N < 0) | (ids_N >= of_model)]
+    if len(wrong_N):
+        raise ValueError(
+            f"input_ids holds {int(wrong_N[0])}, and the model knows 0 to {of_model - 1}; pass the ids of its tokenizer, and "
+            "mask padding and ignored labels with attention_mask"
+        )
+    ids_N = input_ids_BL[response_BL]
+    unknown = float((ids_N >= len(tokenizer)).double().mean()) if len(ids_N) else 0.0
+    if unknown > MOST_UNKNOWN:
+        raise ValueError(
+            f"tokenizer has {len(tokenizer)} tokens, beyond which {unknown:.0%} of the response tokens in input_ids are; pass "
+            "the model's own"
+        )
+
+
+def _number(name: str, value: Any) -> float:
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        value = value.item()
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise ValueError(f"{name}={value!r} must be a number")
+    return float(value)
+
+
+def _whole(name: str, value: Any) -> int:
+    number = _number(name, value)
+    if not number.is_integer() or number < 0:
+        raise ValueError(f"{name}={value!r} must be a whole number of at least 0")
+    return int(number)
+
+
+def _check_lists(examples: object, fields: object) -> None:
+    if examples is not None and not isinstance(examples, list | tuple):
+        raise ValueError(f"examples must be a list of Example, one a response; got {type(examples).__name__}")
+    for example in examples or ():
+        if example is not None and not isinstance(example, Example):
+            raise ValueError(f"examples must hold grail_advantage.batch.Example, got {example!r}")
+    if fields is not None and not isinstance(fields, Mapping):
+        raise ValueError(f"fields must be a mapping of names to values, one a response; got {type(fields).__name__}")
+    for name, values in (fields or {}).items():
+        if (
+            not isinstance(name, str)
+            or not isinstance(values, Sequence | np.ndarray | torch.Tensor)
+            or isinstance(values, str)
+        ):
+            raise ValueError(f"fields[{name!r}] must be a list with one value a response, got {values!r}")
 
 
 def _full_width(

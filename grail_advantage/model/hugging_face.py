@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
 from typing import Any, TypeVar
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import nn
@@ -45,7 +45,7 @@ from grail_advantage.model.activations import (
 )
 from grail_advantage.model.architecture import has_plain_logits
 from grail_advantage.model.interface import Forward, MicroBatch, Model, Range, RankRounds
-from grail_advantage.model.probe import Finding, computing_dtype, probe, probe_rows, whole_row
+from grail_advantage.model.probe import ROW, Finding, check_positions, computing_dtype, probe, probe_rows, whole_row
 
 logger = logging.getLogger(__name__)
 
@@ -57,6 +57,8 @@ _fitting_tokens: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
 """The lowered budget of tokens of each model that ran out of memory."""
 _findings: WeakKeyDictionary[nn.Module, tuple[int, Finding]] = WeakKeyDictionary()
 """For each model what the probe found, and with how many tokens of the longest row."""
+_in_place: WeakSet[nn.Module] = WeakSet()
+"""Models whose positions are their input's."""
 
 _T = TypeVar("_T")
 
@@ -97,7 +99,6 @@ class HuggingFaceModel(Model):
     def micro_batches(
         self, rows: Sequence[PassRow], work: Callable[[PaddedRows], Sequence[_T]], *, gradients: bool
     ) -> list[_T]:
-        check_no_virtual_tokens(self.model)
         results: list[Any] = [None] * len(rows)
         # The longest first: where memory does not do, it shows at once.
         waiting = sorted(range(len(rows)), key=lambda index: -len(rows[index].tokens_S))
@@ -123,8 +124,6 @@ class HuggingFaceModel(Model):
 
     @contextmanager
     def sequences(self) -> Iterator[Forward]:
-        check_no_virtual_tokens(self.model)
-
         def forward(
             tokens_NS: torch.Tensor, kept_K: torch.Tensor, cache: Cache | None
         ) -> tuple[torch.Tensor, Cache | None]:
@@ -162,6 +161,53 @@ class HuggingFaceModel(Model):
             self.tokens //= 2
             _fitting_tokens[self.model] = self.tokens
             _warn_of_memory()
+
+    def check_positions(self, rows: Sequence[torch.Tensor]) -> None:
+        """Refuse a model whose positions are not its input's, once; a collective of the ranks.
+
+        Args:
+            rows: prompt + response of the run, int64 (S,) each; there may be none.
+
+        Raises:
+            ValueError: with what was found, and the remedy.
+        """
+        check_no_virtual_tokens(self.model)
+        if self.model in _in_place:
+            return
+        first, *others = self._distinct(rows)
+        if others:
+            generator = torch.Generator().manual_seed(0)
+            drawn = [
+                ([first, *others])[int(k)] for k in torch.randint(len(others) + 1, (ROW - 3,), generator=generator)
+            ]
+            tokens_S = torch.tensor([first, others[0], first, *drawn], device=self.device)
+            temperature, self.temperature = self.temperature, 1.0
+
+            def logits(tokens_S: torch.Tensor) -> torch.Tensor:
+                ids_1S = tokens_S.unsqueeze(0)
+                output = self.model(input_ids=ids_1S, attention_mask=torch.ones_like(ids_1S), use_cache=False)
+                values = getattr(output, "logits", None)
+                if not isinstance(values, torch.Tensor) or values.ndim != 3:
+                    raise ValueError(
+                        f"model ({type(self.model).__name__}) gives no logits (B, S, V); pass a causal language model, such as "
+                        "AutoModelForCausalLM loads"
+                    )
+                return values[0]
+
+            def run(some: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+                return PaddedRows(self, [whole_row(tokens_S) for tokens_S in some]).response_log_probs()
+
+            try:
+                with evaluation_mode(self.model):
+                    check_positions(self.model, logits, run, tokens_S, computing_dtype(self.model))
+            finally:
+                self.temperature = temperature
+        _in_place.add(self.model)
+
+    def _distinct(self, rows: Sequence[torch.Tensor]) -> list[int]:
+        """Tokens of the rows, the first one's first; tokens 0 and 1 where there are not two."""
+        found = [int(row[0]) for row in rows[:1]] + [token for row in rows for token in row.unique().tolist()]
+        return list(dict.fromkeys([*found, 0, 1] if len(set(found)) < 2 else found))
 
     def _independent(self, rows: Sequence[PassRow]) -> bool:
         """Whether rows, the longest first, are the same together as alone. A model is asked again when a row is longer than any

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import NoReturn
 
 import torch
 from torch import nn
@@ -33,6 +34,8 @@ ADAPTED = 0.02
 """Standard deviation of what stands in for parameters that are zero."""
 SHORT, MOST_ROWS = 12, 4
 """Tokens of a short row, and the most rows of a probe."""
+ROW = 18
+"""Tokens of the row that shows the model's positions."""
 
 
 @dataclass(frozen=True)
@@ -173,3 +176,69 @@ def probe_rows(
     generator = torch.Generator().manual_seed(0)
     known_S = tokens_S.cpu().unique()
     return [known_S[torch.randint(len(known_S), (length,), generator=generator)] for length in lengths]
+
+
+def check_positions(
+    model: nn.Module,
+    logits: Callable[[torch.Tensor], torch.Tensor],
+    run: Run,
+    tokens_S: torch.Tensor,
+    dtype: torch.dtype,
+) -> None:
+    """Refuse a model whose positions are not its input's: one that puts embeddings of its own in front, shifts its logits,
+    drops a token, or gives the last logits alone. Six forwards of ``tokens_S``, without gradients.
+
+    Args:
+        model: that runs.
+        logits: the model's own, (S, V), for a row of tokens.
+        run: see :data:`Run`: the log-probabilities that this project reads.
+        tokens_S: int64, of the run's own texts with their first token, ``ROW`` of them, two different ones at least.
+        dtype: in which the forward computes.
+
+    Raises:
+        ValueError: naming what was found, and the remedy.
+    """
+    limit, count = LIMIT if dtype.itemsize >= 4 else HALF_LIMIT, len(tokens_S)
+
+    def refuse(found: str) -> NoReturn:
+        raise ValueError(
+            f"model ({type(model).__name__}) has other positions than its input, or other logits than its output embeddings, "
+            f"so that log-probabilities and scores would be wrong: {found}; pass the causal language model itself, and an "
+            "adapter such as LoRA in place of virtual tokens"
+        )
+
+    def moved(place: int) -> int | None:
+        """By how many positions the first logits that a token changes are behind it."""
+        other_S = tokens_S.clone()
+        other_S[place] = next(token for token in tokens_S.tolist() if token != int(tokens_S[place]))
+        distance_S = (logits(other_S).double() - base_SV).square().mean(dim=1).sqrt() / spread
+        changed = (distance_S > limit).nonzero()
+        return int(changed[0]) - place if len(changed) else None
+
+    with torch.random.fork_rng(), torch.no_grad(), _same_buffers(model):
+        base_SV = logits(tokens_S).double()
+        if len(base_SV) != count:
+            refuse(f"{len(base_SV)} logits for {count} tokens")
+        if not base_SV.isfinite().all():
+            return
+        spread = base_SV.std(dim=1).mean().clamp(min=1e-12)
+        first, second = moved(count // 3), moved(count // 2)
+        if first == second and first != 0:
+            refuse(
+                "no logits depend on a token"
+                if first is None
+                else f"a token changes logits from {first:+d} positions on"
+            )
+        # Without the last token, whose logits nobody reads: a model may depend on the length.
+        plain_S, again_S = (
+            logits(tokens_S[:-1]).double().log_softmax(dim=-1).gather(1, tokens_S[1:, None])[:, 0] for _ in range(2)
+        )
+        try:
+            found_S = run([tokens_S])[0]
+        except IndexError:  # a hook of the output embeddings reads a position that they do not get
+            refuse(f"the output embeddings do not get {count} positions for {count} tokens")
+    size = difference(found_S, plain_S)
+    if size > limit and not difference(again_S, plain_S) > limit:  # else it draws at random
+        refuse(
+            f"the output embeddings' log-probabilities differ from those of its logits by {size:.2g} of their spread"
+        )

@@ -6,12 +6,13 @@ Shape suffixes: B responses of the rollout batch, N those of all optimiser steps
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
 
+from .arguments import checked
 from .losses import Batch, Loss, Tokens, denominators
 from .measure import Piece
 from .parts import ROUNDED, Divided, Explainer, Trained, fitting_rows
@@ -110,30 +111,16 @@ class Receipt:
         return not any(finding.mismatch for finding in self.findings)
 
 
-def check(batch: Batch, loss: Loss, pieces: Sequence[Piece]) -> Receipt:
+def check(batch: Batch, loss: Loss, pieces: Iterable[Piece]) -> Receipt:
     """Compare the pieces of a rollout batch, of all ranks, micro-batches and updates, with the loss's settings.
 
     Raises:
-        ValueError: no pieces, or one whose shape does not fit the batch.
+        ValueError: an argument, or a part of one, of the wrong type, shape or range; the message names it.
     """
-    batch, pieces = _on_cpu(batch), [_on_cpu(piece) for piece in pieces]
-    T = batch.mask_BT.shape[1]
-    for piece in pieces:
-        if piece.log_probs_bT.shape != (len(piece.rows_b), T) or piece.gradient_bT.shape != piece.log_probs_bT.shape:
-            raise ValueError(
-                f"a piece of shape {tuple(piece.log_probs_bT.shape)} for {len(piece.rows_b)} x {T}: use padded()"
-            )
-    if not pieces:
-        raise ValueError("no piece was read: call Watch.read() before each micro-batch's loss")
+    batch, pieces = checked(batch, loss, pieces)
     if loss.kl and batch.ref_log_probs_BT is None:
         loss = replace(loss, account=None)
     return _Check(batch, loss, pieces).receipt()
-
-
-def _on_cpu(values: Any) -> Any:
-    """The batch or piece with its tensors in the host's memory."""
-    moved = {name: value.cpu() for name, value in vars(values).items() if isinstance(value, torch.Tensor)}
-    return replace(values, **moved)
 
 
 class _Check:

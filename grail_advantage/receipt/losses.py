@@ -14,6 +14,11 @@ import torch
 
 from .measure import Piece
 
+AGGREGATIONS = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
+OVER = ("update", "micro-batch", "rank", "batch")
+_VERLS = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", "full")
+KL = (*_VERLS, *(f"{name}+" for name in _VERLS), "k3 of trl")
+
 
 @dataclass(frozen=True)
 class Loss:

@@ -94,7 +94,7 @@ def rollout(
         mask,
         old,
         weights_BT=torch.rand(shape, generator=generator) + 0.5 if weights else None,
-        ref_log_probs_BT=old + 0.2 * torch.randn(shape, generator=generator),
+        ref_log_probs_BT=(old + 0.2 * torch.randn(shape, generator=generator)).clamp(max=0.0),
         updates=updates,
         epochs=epochs,
         ranks=ranks,

@@ -11,12 +11,14 @@ from peft import (
     CPTConfig,
     IA3Config,
     LoraConfig,
+    MultitaskPromptTuningConfig,
     PeftConfig,
     PrefixTuningConfig,
     PromptEncoderConfig,
     PromptTuningConfig,
     get_peft_model,
 )
+from torch import nn
 
 from grail_advantage import Grail, Oar, compute_token_weights
 from grail_advantage.token_weights import response_statistics
@@ -57,7 +59,7 @@ REFUSED: list[tuple[dict[str, Any], list[str]]] = [
     ({"examples": []}, ["examples", "one a response", "2", "0"]),
     ({"masked": torch.zeros(3)}, ["masked", "one number a response", "(2,)", "(3,)"]),
     ({"rewards": torch.zeros(3)}, ["rewards", "one number a response", "(2,)", "(3,)"]),
-    ({"rewards": torch.zeros(2, dtype=torch.int64)}, ["rewards_B must be floats", "torch.int64"]),
+    ({"rewards": torch.zeros(2, dtype=torch.bool)}, ["rewards must hold numbers", "torch.bool"]),
     ({"step": -1}, ["step=-1", "at least 0"]),
     ({"config": "grail"}, ["config='grail'", "Grail()", "grail_advantage.methods.method"]),
 ]
@@ -76,6 +78,7 @@ VIRTUAL: list[PeftConfig] = [
     PromptTuningConfig(**TASK, num_virtual_tokens=5),
     PromptEncoderConfig(**TASK, num_virtual_tokens=1, encoder_hidden_size=16),
     PrefixTuningConfig(**TASK, num_virtual_tokens=3),
+    MultitaskPromptTuningConfig(**TASK, num_virtual_tokens=3, num_tasks=2),
     CPTConfig(**TASK, cpt_token_ids=[3, 4], cpt_mask=[1, 1], cpt_tokens_type_mask=[1, 2]),
 ]
 ADAPTERS: list[PeftConfig] = [
@@ -120,3 +123,76 @@ def test_batches_without_any_response_or_row() -> None:
     got = compute_token_weights(MODEL(), char_tokenizer(), none, none, none, torch.zeros(0), Grail())
     assert got.weights.shape == got.scores.shape == (0, 5)
     assert (got.spans, got.stats) == ([], {})
+
+
+class Wrapped(nn.Module):
+    """A language model with positions of its own, as wrappers for soft prompts, distillation or labels have them."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.inner, self.kind = tiny_model(layers=1), kind
+        self.own = nn.Parameter(torch.randn(1, 3, 16, generator=torch.Generator().manual_seed(0)))
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("inner"), name)
+
+    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None, **_: Any) -> Any:
+        if self.kind in ("prepended", "trimmed in front", "trimmed behind"):
+            vectors = self.inner.get_input_embeddings()(input_ids)
+            output = self.inner(inputs_embeds=torch.cat([self.own.expand(len(vectors), -1, -1), vectors], dim=1))
+            parts = {"trimmed in front": slice(3, None), "trimmed behind": slice(0, -3)}
+            output.logits = output.logits[:, parts.get(self.kind, slice(None))]
+            return output
+        if self.kind.startswith("first token"):
+            output = self.inner(input_ids=input_ids[:, 1:])
+            if self.kind == "first token padded":
+                output.logits = torch.cat([output.logits[:, :1], output.logits], dim=1)
+            return output
+        output = self.inner(input_ids=input_ids)
+        changes: dict[str, Any] = {
+            "plain": lambda logits: logits,
+            "scaled": lambda logits: logits * 0.5,
+            "last": lambda logits: logits[:, -1:],
+            "without the last": lambda logits: logits[:, :-1],
+            "later": lambda logits: logits.roll(1, dims=1),
+            "earlier": lambda logits: torch.cat([logits[:, 1:], logits[:, :1]], dim=1),
+        }
+        output.logits = changes[self.kind](output.logits)
+        return output
+
+
+OTHER_POSITIONS = [
+    *("prepended", "trimmed in front", "trimmed behind", "first token", "first token padded", "last"),
+    *("without the last", "later", "earlier", "scaled"),
+]
+
+
+@pytest.mark.parametrize("kind", OTHER_POSITIONS)
+def test_a_model_with_other_positions_is_refused(kind: str) -> None:
+    batch = make_batch([ROLLOUTS["right"]])
+    calls = [partial(compute_token_weights, Wrapped(kind), char_tokenizer(), *batch.tensors(), each) for each in PASSES]
+    calls.append(partial(response_statistics, Wrapped(kind), char_tokenizer(), *batch.tensors()[:3]))
+    for call in calls:
+        with pytest.raises(
+            ValueError, match=r"model \(Wrapped\) has other positions than its input, or other.*; pass the causal"
+        ):
+            call()
+
+
+def test_a_model_without_logits_is_refused() -> None:
+    batch = make_batch([ROLLOUTS["right"]])
+    with pytest.raises(ValueError, match=r"model \(Qwen3Model\) gives no logits .*; pass a causal language model"):
+        response_statistics(MODEL().model, char_tokenizer(), *batch.tensors()[:3])
+
+
+def test_a_wrapper_with_the_same_positions_is_read_as_it_is() -> None:
+    batch, model = make_batch([ROLLOUTS["right"]]), Wrapped("plain")
+    found_BL, _ = response_statistics(model, char_tokenizer(), *batch.tensors()[:3])
+    with torch.no_grad():
+        log_probs_LV = model(input_ids=batch.input_ids).logits[0].log_softmax(-1)
+    mask_L = batch.response_mask[0, 1:].bool()
+    expected = log_probs_LV[:-1].gather(1, batch.input_ids[0, 1:, None])[mask_L, 0]
+    torch.testing.assert_close(found_BL[0, 1:][mask_L], expected, rtol=1e-4, atol=1e-4)

@@ -278,6 +278,8 @@ def notes(receipt: Receipt) -> set[str]:
 def test_a_ratio_on_the_bound_of_the_clip_is_no_finding() -> None:
     """Rounding alone decides whether it is clipped."""
     given = rollout(45, epochs=2)
+    lower = replace(given.batch, old_log_probs_BT=given.batch.old_log_probs_BT - 0.3)  # so that none is above 0
+    given = Rollout(lower, given.policy_UBT - 0.3, given.plan)
     at_the_bound = given.batch.old_log_probs_BT + torch.tensor(1.2).log()
     given.policy_UBT[1] = torch.where(torch.arange(12) % 2 == 0, at_the_bound, given.policy_UBT[1])
     for nudge in (-3e-6, 3e-6):

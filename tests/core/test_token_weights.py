@@ -179,6 +179,7 @@ def test_only_what_can_matter_is_computed(target: str, first: str, last: str) ->
     rollout = ROLLOUTS["text after the box"]
     others = [ROLLOUTS[name] for name in ("no box", "right", "no response")]
     batch = make_batch([others[0], rollout, *others[1:], dataclasses.replace(rollout, advantage=0.0)], "both")
+    compute(model, batch, Grail("official", target=target))  # after which the model's positions are known
     with watch_inputs(model.model.embed_tokens) as embedded, watch_inputs(model.lm_head) as headed:
         compute(model, batch, Grail("official", target=target))
     last_target = rollout.response.index(last)

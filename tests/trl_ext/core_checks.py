@@ -30,7 +30,7 @@ from grail_advantage.trl_ext import trainer as trainer_module
 from grail_advantage.trl_ext.rules import LOSSES
 from tests import documentation
 from tests.core.common import watch_inputs
-from tests.core.tiny_models import Batch, char_tokenizer, make_batch, tiny_model
+from tests.core.tiny_models import END, Batch, char_tokenizer, make_batch, tiny_model
 from tests.trl_ext import scripted
 from tests.trl_ext.scripted import build, generation_batch, response_values
 from tests.verl_ext.architectures import FAMILIES, Family
@@ -148,6 +148,63 @@ def test_a_reward_that_cannot_be_used_trains_nothing(
     assert figures[f"{method_name}/unjudged_rate"] == pytest.approx(1 / 8)
     (row,) = [row for row in read_dump(tmp_path / f"{value}") if "=" in row.response]
     assert (row.outcome is None or abs(row.reward) > LARGEST) and not np.any(row.advantage_T)
+
+
+INF, NAN = float("inf"), float("nan")
+SEVERAL: dict[str, tuple[list[float | None], dict[str, Any]]] = {
+    # Of the responses of the second prompt: a second function's rewards; the first one's are the script's.
+    "one infinite": ([0.0, INF, 0.0, 0.0], {}),
+    "one minus infinite": ([0.0, -INF, 0.0, 0.0], {}),
+    "one NaN": ([0.0, NAN, 0.0, 0.0], {}),
+    "one huge": ([0.0, 1e30, 0.0, 0.0], {"scale_rewards": "group"}),
+    "its weighted sum is too large": ([0.0, 1e17, 0.0, 0.0], {"reward_weights": [1.0, 100.0]}),
+    "a whole group infinite": ([INF] * 4, {"scale_rewards": "group"}),
+    "a whole group NaN": ([NAN] * 4, {"scale_rewards": "batch"}),
+    "a whole group of both signs": ([INF, -INF, INF, -INF], {}),
+    "nobody's": ([None] * 4, {}),
+    "one infinite, normalised apart": ([0.0, INF, 0.0, 0.0], {"multi_objective_aggregation": "normalize_then_sum"}),
+    "clipped by nobody": ([0.0, INF, 0.0, 0.0], {"max_grad_norm": 0.0, "optim": "adamw_torch"}),
+    "dr_grpo": ([0.0, 1e38, 0.0, 0.0], {"loss_type": "dr_grpo"}),
+}
+
+
+@pytest.mark.parametrize("method_name", ["grail", "uniform"])
+@pytest.mark.parametrize("case", SEVERAL)
+def test_one_of_several_rewards_that_cannot_be_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str, method_name: str
+) -> None:
+    """The update is that without these responses: no reward function scores them."""
+    values, options = SEVERAL[case]
+    places = {text.removesuffix(END): place for place, (text, _) in enumerate(scripted.GROUPS["Nine?"])}
+    unusable = [value is not None and abs(value) >= 1e17 for value in values]  # TRL takes NaN as None: not scored by it
+    first = scripted.reward
+
+    def trained(others: list[float | None], known: list[bool]) -> tuple[GRPOTrainer, torch.Tensor]:
+        def of_script(prompts: list[Any], completions: list[Any], **_: Any) -> list[float | None]:
+            scores = first(prompts, completions)
+            here = [
+                places.get(text, -1) if prompt == "Nine?" else -1
+                for prompt, text in zip(prompts, completions, strict=True)
+            ]
+            return [score if place < 0 or known[place] else None for score, place in zip(scores, here, strict=True)]
+
+        def of_case(prompts: list[Any], completions: list[Any], **_: Any) -> list[float | None]:
+            pairs = zip(prompts, completions, strict=True)
+            return [others[places[text]] if prompt == "Nine?" else 0.0 for prompt, text in pairs]
+
+        monkeypatch.setattr(scripted, "reward", [of_script, of_case])
+        trainer = build(tmp_path, weights={"token_weights": method_name}, max_steps=1, **options)
+        trainer.train()
+        return trainer, torch.cat([parameter.detach().flatten() for parameter in trainer.model.parameters()])
+
+    trainer, parameters = trained(values, [True] * 4)
+    without = [None if bad or value != value else value for value, bad in zip(values, unusable, strict=True)]
+    _, expected = trained(without, [not bad for bad in unusable])
+    assert parameters.isfinite().all() and torch.equal(parameters, expected)
+    start = torch.cat([parameter.detach().flatten() for parameter in tiny_model().parameters()])
+    assert not torch.equal(parameters, start), "the other responses train"
+    (figures,) = [entry for entry in trainer.state.log_history if f"{method_name}/unjudged_rate" in entry]
+    assert figures[f"{method_name}/unjudged_rate"] == pytest.approx(sum(unusable) / 8)
 
 
 def test_answers_in_another_format(tmp_path: Path) -> None:
