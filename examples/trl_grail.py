@@ -45,7 +45,10 @@ def main() -> None:
 
         from grail_advantage.trl_ext import TokenWeightGRPOTrainer
     except ModuleNotFoundError as error:
-        raise SystemExit(f"trl_grail: {error}; run `pip install -e '.[trl]'` in the repository") from error
+        raise SystemExit(
+            f"trl_grail: {error}; run `pip install -e '.[trl]'` in the repository, in an environment without verl, or set "
+            "PYTHONPATH=.venv/trl in that of scripts/setup_cpu.sh"
+        ) from error
     if options.tiny:
         make_tiny(options)
     # FlashInfer's sampler is compiled at run time, for which many machines have no nvcc.

@@ -140,6 +140,18 @@ def test_verl_takes_the_command(page: str, command: Command, tmp_path: Path, mon
         assert config.actor_rollout_ref.actor.loss_scale_factor == config.data.max_response_length
 
 
+def test_baselines_of_the_front_page_are_runs_of_their_own() -> None:
+    """Each with its own name, under which it logs and resumes; and no page has a figure that is to be put in."""
+    rows = [
+        line
+        for line in (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
+        if "adv_estimator=" in line and line[0] == "|"
+    ]
+    names = [re.findall(r"trainer\.experiment_name=(\w+)", row) for row in rows]
+    assert len(rows) == 3 and sorted(map(tuple, names)) == [("dr_grpo",), ("grpo",), ("uniform",)]
+    assert not [page for page in PAGES if re.search(r"\bTIME\d|\b[A-Z]+_COST\b", page.read_text(encoding="utf-8"))]
+
+
 def test_launch_scripts_take_the_commands() -> None:
     from recipe.main_grail import prepare
     from tests.recipe.test_launch_scripts import configuration, overrides

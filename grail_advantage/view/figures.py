@@ -311,9 +311,10 @@ def _received(run: data.Run, width: float, step: int | None, row: int | None) ->
         if one.step == last and row in (None, one.row) and one.received and one.advantage_T is not None
     ]
     if not parts or not receipts:
+        asked = "".join(f" --{name} {value}" for name, value in (("step", step), ("row", row)) if value is not None)
         raise ValueError(
-            f"{run.folder} does not say what tokens received (--step {step}, --row {row}); train with "
-            "algorithm.token_dump.received=true, or choose another response"
+            f"{run.folder} does not say what tokens received{asked and f' ({asked.strip()})'}: a training with "
+            "algorithm.token_dump.received=true does, and an analysis trains nothing"
         )
     intended, arrived, clipped = (np.concatenate(column) for column in zip(*parts, strict=True))
     words = [receipts[0]["summary"], *(f"{one['name']}: {one['what']}" for one in receipts[0]["findings"][:3])]

@@ -8,6 +8,7 @@ The token dump is ``tokens/`` in the run's folder, or the folder itself.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -111,7 +112,7 @@ def _of_folder(folder: Path) -> Places:
     known += [path for path in states[1:] if path.is_file()][:1]
     known += [path for path in logs if is_log(path)]
     tokens = next(
-        (path for path in (folder / TOKENS, folder) if path.is_dir() and (path != folder or is_dump(path))), None
+        (path for path in (folder / TOKENS, folder) if (is_dump(path) if path == folder else _is_filled(path))), None
     )
     texts = [] if tokens else [path for path in (folder, *_entries(folder)) if _is_texts(path)]
     # Of the figures that this project writes beside TRL's, TRL's state has no others.
@@ -155,6 +156,16 @@ def _below(folder: Path) -> Iterator[Places]:
                     yield places
                 else:
                     folders.append((path, depth + 1))
+
+
+def _is_filled(folder: Path) -> bool:
+    """Whether a folder has more in it than the lock of a run."""
+    return folder.is_dir() and (not os.access(folder, os.R_OK) or any(path.name[0] != "." for path in _entries(folder)))
+
+
+def _is_filled(folder: Path) -> bool:
+    """Whether a folder has more in it than the lock of a run, or cannot be looked into."""
+    return folder.is_dir() and (not os.access(folder, os.R_OK) or any(path.name[0] != "." for path in _entries(folder)))
 
 
 def _entries(folder: Path) -> list[Path]:

@@ -239,7 +239,7 @@ class Selection:
                 if lines and lines[0]["outcome"] == "":
                     break
                 reasons = (self.no_scores[method, outcome] or self.no_scores["", outcome]).most_common(1)
-                why = f" ({reasons[0][0]}); each of their tokens has weight 1" if reasons else ""
+                why = f" ({reasons[0][0]}); each token of their reasoning has weight 1" if reasons else ""
                 count = self.outcomes[outcome]
                 there = f"none of the {count:,} responses has scores{why}" if count else "there is no such response"
                 of.append(f"No line for {words[outcome]}: {there}.")

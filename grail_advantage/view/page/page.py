@@ -178,7 +178,7 @@ def _names(folders: Sequence[Path]) -> list[str]:
         parts.append(whole[:-1] if whole[-1] == TOKENS and len(whole) > 2 else whole)
     if len(parts) == 1:
         # A run's folder is often named by its method alone.
-        return ["/".join(parts[0][-3:]).lstrip("/")]
+        return ["/".join(parts[0][-3:]).replace("//", "/")]
     ends = [["/".join(part[-length:]) for part in parts] for length in range(1, max(map(len, parts)) + 1)]
     numbered = [f"{name} ({number})" for number, name in enumerate(ends[-1], start=1)]
     return next((names for names in ends if len(set(names)) == len(names)), numbered)

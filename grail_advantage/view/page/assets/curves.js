@@ -61,6 +61,9 @@ function addCurve(curve, place = $("curves"), unit = "step") {
     values.forEach((value, l) => (value.textContent = texts[l]));
     now.append(several ? "" : texts[0], make("small", "", `${unit} ${xs[i]}`));
   };
+  // Of runs that ended at different steps, the last that all have.
+  const common = xs.findLastIndex((_, i) => lines.every((ys) => ys[i] !== null));
+  const start = common < 0 ? last(lines[0]) : common;
   const described = curve.lines.map((line, s) => {
     const ys = lines[s];
     if (first(ys) < 0) return "";
@@ -87,11 +90,11 @@ function addCurve(curve, place = $("curves"), unit = "step") {
         })),
       ],
       cursor: { sync: { key: unit }, y: false, drag: { x: false, y: false }, points: { size: 6, stroke: () => ink("paper"), width: 1 } },
-      hooks: { setCursor: [(u) => show(u.cursor.idx ?? last(lines[0]))] },
+      hooks: { setCursor: [(u) => show(u.cursor.idx ?? start)] },
     },
     [xs, ...lines],
   );
-  show(last(lines[0]));
+  show(start);
   if (!link) return;
   made.over.addEventListener("click", () => {
     const x = xs[made.cursor.idx ?? 0];

@@ -64,9 +64,9 @@ const items = rows.map((row) => {
     spread.append(filled);
     spread.title = `${spreadOf(row)} ${number(row.spread)}`;
   }
-  const parts = [headline(row, 200), TALKS && failedCalls(row), sizeOf(row), index.runs.length > 1 && index.runs[row.run].name, allSteps.length > 1 && `step ${row.step}`];
+  const parts = [allSteps.length > 1 && `step ${row.step}`, (TALKS || row.answer === null ? "" : "answer ") + headline(row, 200), TALKS && failedCalls(row), sizeOf(row), index.runs.length > 1 && index.runs[row.run].name];
   const under = make("span", "under");
-  visible(under, (TALKS || row.answer === null ? "" : "answer ") + parts.filter(Boolean).join(" · "), false);
+  visible(under, parts.filter(Boolean).join(" · "), false);
   element.append(glyph(row.outcome), text, under, spread);
   element.addEventListener("click", () => {
     open(row.i);
