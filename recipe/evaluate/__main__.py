@@ -73,8 +73,9 @@ def regrade(folder: Path, grader: str) -> str:
     path = folder / RESULTS
     with sampling.foreign(path, NO_RESULTS):
         old = _results(folder)
-        run, hashes = old["run"], {name: row["problems_hash"] for name, row in old["benchmarks"].items()}
     hold(folder, "grade a copy", "--regrade")
+    with sampling.foreign(path, NO_RESULTS):
+        run, hashes = old["run"], {name: row["problems_hash"] for name, row in old["benchmarks"].items()}
     with sampling.foreign(path, "and the files of samples beside it are not those of one evaluation"):
         return _grade(folder, run, grader, hashes, read_samples(folder / "scores.jsonl"))
 
