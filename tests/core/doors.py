@@ -427,7 +427,7 @@ def outcome(door_name: str, kind: str, chosen: list[tuple[str, str, Callable[[An
     except ValueError as error:
         # A second change may make a harmless one a mistake.
         named = any(name in str(error) for name in names or {name for _, name, _, _ in chosen})
-        if not names:
+        if not names and not any(name in unread for _, name, _, _ in chosen):
             return f"refused: {error}"
         return None if named else f"ValueError without the name: {error}"
     except Exception as error:
