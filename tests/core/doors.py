@@ -319,7 +319,7 @@ OF_PIECE: dict[str, list[Change]] = {
         *same(*CASTS, lambda rows: rows.to(torch.uint8)),
     ],
     "log_probs_bT": [
-        *refused(*NO_TENSOR, *SHAPES, *WIDTHS, to(None), lambda values: values.exp(), lambda values: values.long()),
+        *refused(*NO_TENSOR, *SHAPES, *WIDTHS, to(None), lambda values: values.long()),
         *same(lambda values: values.double(), lambda values: values.clone().requires_grad_(), *ANY_LAYOUT),
     ],
     "gradient_bT": [

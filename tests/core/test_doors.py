@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
+from grail_advantage.receipt import check
 from tests.core import doors
 
 
@@ -22,3 +25,11 @@ def test_each_mistake_alone(door: str, kind: str) -> None:
 def test_one_or_two_mistakes_at_random(door: str) -> None:
     wrong, examples = doors.fuzz(door, 150)
     assert not wrong, examples
+
+
+@pytest.mark.parametrize("kind", ["clip", "function"])
+def test_probabilities_in_place_of_what_the_trainer_computed_are_a_finding(kind: str) -> None:
+    """What is measured is reported, whatever it is: a policy that has moved may look like it."""
+    call = doors.valid_receipt(kind)
+    call["pieces"] = [replace(piece, log_probs_bT=piece.log_probs_bT.exp()) for piece in call["pieces"]]
+    assert not check(**call).ok
