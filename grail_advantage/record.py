@@ -36,11 +36,10 @@ from grail_advantage.batch import (
     Example,
     PassRow,
     RolloutBatch,
-    check_numbers,
-    check_tensor,
     token_mean,
     within_range,
 )
+from grail_advantage.receipt.tensors import check_numbers, check_tensor
 from grail_advantage.signals.base import RowSelection, Signal
 from grail_advantage.signals.turns import runs
 

@@ -24,10 +24,11 @@ from torch.distributed import ProcessGroup
 
 from grail_advantage.answers.format import BOXED, AnswerFormat, answer_format
 from grail_advantage.answers.span import AnswerSpan
-from grail_advantage.batch import ENTROPY, OLD_LOG_PROBS, Example, PassRow, check_numbers, check_tensor, token_mean
+from grail_advantage.batch import ENTROPY, OLD_LOG_PROBS, Example, PassRow, token_mean
 from grail_advantage.model.activations import FORWARD_TOKENS
 from grail_advantage.model.interface import RowScores
 from grail_advantage.pipeline import weigh
+from grail_advantage.receipt.tensors import check_numbers, check_tensor
 from grail_advantage.record import Rollouts
 from grail_advantage.signals.base import RowSelection, Signal
 

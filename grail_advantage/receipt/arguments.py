@@ -15,6 +15,7 @@ import torch
 
 from .losses import ACCOUNTS, AGGREGATIONS, KL, OVER, Batch, Layout, Loss, Tokens, expect
 from .measure import Piece
+from .tensors import check_numbers, check_tensor
 
 ROUNDING = 0.1
 """Most that rounding puts a log-probability above 0, in half precision too."""
@@ -170,20 +171,11 @@ def _loss(batch: Batch, loss: Loss, piece: Piece | None) -> None:
 
 def _tensor(name: str, values: Any, kinds: str, shape: tuple[int, ...] | None = None) -> torch.Tensor:
     """A detached plain tensor of ``floats``, ``whole numbers``, ``numbers`` (either), or ``0 or 1``."""
-    if not isinstance(values, torch.Tensor):
-        raise ValueError(f"{name} must be a tensor, got {type(values).__name__}; use torch.tensor(...)")
-    if values.layout != torch.strided or values.is_nested or values.is_complex() or values.is_meta:
-        raise ValueError(f"{name} must be a dense tensor of real numbers with values")
-    whole = not values.is_floating_point() and values.dtype != torch.bool
-    known = {"floats": values.is_floating_point(), "whole numbers": whole, "numbers": values.dtype != torch.bool}
-    if not known.get(kinds, True):
-        raise ValueError(f"{name} must hold {kinds}, got {values.dtype}")
+    check_tensor(name, values)
     if shape is not None and tuple(values.shape) != shape:
         raise ValueError(f"{name} must have shape {shape} as mask_BT, got {tuple(values.shape)}")
-    values = values.detach().cpu()
-    if kinds == "0 or 1" and values.dtype != torch.bool and ((values != 0) & (values != 1)).any():
-        raise ValueError(f"{name} must be bool or hold 0 and 1")
-    return values
+    check_numbers(name, values, kinds)
+    return values.detach().cpu()
 
 
 def _log_probs(name: str, values: torch.Tensor) -> None:
