@@ -31,7 +31,7 @@ from pydantic import TypeAdapter
 from grail_advantage.answers.span import AnswerSpan
 from grail_advantage.dump.schema import COLUMNS, RECEIVED_SCHEMA, SCHEMA, DumpHeader, ReceivedHeader
 from grail_advantage.dump.whole_file import UNFINISHED, whole_file
-from grail_advantage.receipt.foreign import plain_file, read_json, why
+from grail_advantage.receipt.foreign import open_plain, plain_file, read_json, why
 
 _BROKEN = (pa.ArrowException, OSError, ValueError, LookupError, TypeError, AttributeError, OverflowError, MemoryError)
 """Errors of a damaged or foreign file."""
@@ -366,7 +366,7 @@ def named(path: Path, called: str, problems: list[str]) -> Iterator[None]:
 
 def _header(kind: _Kind, path: Path, problems: list[str]) -> Any:
     """The file's header; ``None`` where it cannot be read."""
-    with named(path, kind.called, problems), plain_file(path).open("rb") as content:
+    with named(path, kind.called, problems), open_plain(path) as content:
         return _parsed(kind, pq.read_metadata(content))
     return None
 
@@ -394,7 +394,7 @@ def _rows(
     unread = dict.fromkeys(kind.schema.names)
     with (
         named(path, kind.called, problems),
-        plain_file(path).open("rb") as content,  # arrow itself opens no name that is not UTF-8
+        open_plain(path) as content,  # arrow itself opens no name that is not UTF-8
         pq.ParquetFile(content, read_dictionary=dictionaries) as file,
     ):
         _parsed(kind, file.metadata)

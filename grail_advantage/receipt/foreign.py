@@ -15,7 +15,7 @@ import sys
 import unicodedata
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, BinaryIO, TextIO
 
 LARGEST = 2**31
 """Bytes of a file of lines at most."""
@@ -34,7 +34,7 @@ LINE_BREAK = "\u21b5"
 
 
 def plain_file(path: Path, most: float = math.inf) -> Path:
-    """The path, where it is a plain file's, which alone can be opened without waiting.
+    """The path, where it is a plain file's; :func:`open_plain` opens one.
 
     Raises:
         OSError: it is not there, or may not be read.
@@ -48,9 +48,14 @@ def plain_file(path: Path, most: float = math.inf) -> Path:
     return path
 
 
+def open_plain(path: Path, most: float = math.inf) -> BinaryIO:
+    """A :func:`plain_file`, open for reading, which never waits: the log of the kernel, plain to ``stat``, is an empty one."""
+    return open(plain_file(path, most), "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))
+
+
 def read_bytes(path: Path, most: int = LARGEST) -> bytes:
-    """The content of a :func:`plain_file`; of one that grows meanwhile what was there."""
-    with plain_file(path, most).open("rb") as file:
+    """The content of a plain file (:func:`open_plain`); of one that grows meanwhile what was there."""
+    with open_plain(path, most) as file:
         return file.read(os.fstat(file.fileno()).st_size)
 
 

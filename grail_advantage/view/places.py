@@ -8,16 +8,16 @@ The token dump is ``tokens/`` in the run's folder, or the folder itself.
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
+from grail_advantage.dump.folder_lock import LOCK
 from grail_advantage.dump.options import METRICS_FILE, TOKENS
 from grail_advantage.dump.store import is_dump
-from grail_advantage.receipt.foreign import plain_file, read_json
+from grail_advantage.receipt.foreign import open_plain, read_json
 from grail_advantage.view.texts import TextFile, text_files
 
 STATE = "trainer_state.json"
@@ -111,9 +111,9 @@ def _of_folder(folder: Path) -> Places:
     known = [path for path in (folder / METRICS_FILE, *states[:1]) if path.exists() or path.is_symlink()]
     known += [path for path in states[1:] if path.is_file()][:1]
     known += [path for path in logs if is_log(path)]
-    tokens = next(
-        (path for path in (folder / TOKENS, folder) if (is_dump(path) if path == folder else _is_filled(path))), None
-    )
+    below = folder / TOKENS
+    filled = below.is_dir() and [path.name for path in _entries(below)] != [LOCK]
+    tokens = below if filled else folder if is_dump(folder) else None
     texts = [] if tokens else [path for path in (folder, *_entries(folder)) if _is_texts(path)]
     # Of the figures that this project writes beside TRL's, TRL's state has no others.
     curves = known[:1] + [path for path in known[1:] if path.name != STATE]
@@ -158,16 +158,6 @@ def _below(folder: Path) -> Iterator[Places]:
                     folders.append((path, depth + 1))
 
 
-def _is_filled(folder: Path) -> bool:
-    """Whether a folder has more in it than the lock of a run."""
-    return folder.is_dir() and (not os.access(folder, os.R_OK) or any(path.name[0] != "." for path in _entries(folder)))
-
-
-def _is_filled(folder: Path) -> bool:
-    """Whether a folder has more in it than the lock of a run, or cannot be looked into."""
-    return folder.is_dir() and (not os.access(folder, os.R_OK) or any(path.name[0] != "." for path in _entries(folder)))
-
-
 def _entries(folder: Path) -> list[Path]:
     try:
         return sorted(islice(folder.iterdir(), 10 * _FOLDERS))
@@ -178,7 +168,7 @@ def _entries(folder: Path) -> list[Path]:
 def is_log(path: Path) -> bool:
     """Whether a file begins as verl's file logger writes it."""
     try:
-        with plain_file(path).open("rb") as file:
+        with open_plain(path) as file:
             record = read_json(file.readline(_LINE))
         return isinstance(record, dict) and type(record.get("step")) is int and isinstance(record.get("data"), dict)
     except (OSError, ValueError):

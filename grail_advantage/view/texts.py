@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 from grail_advantage.batch import LARGEST, outcome_of
 from grail_advantage.dump.schema import as_utf8
 from grail_advantage.dump.store import DumpFile, DumpRow, TokenDump, check_size, named
-from grail_advantage.receipt.foreign import numbered_lines, plain_file, read_json
+from grail_advantage.receipt.foreign import numbered_lines, open_plain, read_json
 
 NO_SCORES = "a text, without weights"
 _NAMES = re.compile(r"(?:completions_)?(\d{1,15})\.(?:jsonl|parquet)", re.ASCII)
@@ -66,7 +66,7 @@ def _of_lines(path: Path) -> Iterator[Mapping[str, Any]]:
 
 
 def _of_parquet(path: Path) -> Iterator[Mapping[str, Any]]:
-    with plain_file(path).open("rb") as content, pq.ParquetFile(content) as file:
+    with open_plain(path) as content, pq.ParquetFile(content) as file:
         for number in range(file.num_row_groups):
             check_size(file.metadata.row_group(number), rows=2**16)
             for record in file.read_row_group(number).to_pylist():

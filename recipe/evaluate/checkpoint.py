@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from grail_advantage.receipt.foreign import plain_file, read_bytes, read_json
+from grail_advantage.receipt.foreign import open_plain, read_bytes, read_json
 
 _FILES = ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model"]
 
@@ -42,7 +42,7 @@ def fingerprint(folder: Path) -> str:
     files = {path for pattern in [*_FILES, "pytorch_model*.bin"] for path in folder.glob(pattern)}
     hashes = []
     for path in sorted(files - {folder / "merged_from.json"}):  # of earlier versions
-        with plain_file(path).open("rb") as file:
+        with open_plain(path) as file:
             hashes.append(f"{path.name} {hashlib.file_digest(file, 'sha256').hexdigest()}")
     return hashlib.sha256("\n".join(hashes).encode()).hexdigest()[:16]
 

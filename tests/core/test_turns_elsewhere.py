@@ -24,7 +24,9 @@ def test_examples() -> None:
     blocks = re.findall(r"```pycon\n(>>> .*?)```", (DOCS / "turns.md").read_text(), re.DOTALL)
     assert len(blocks) == 1
     runner.run(parser.get_doctest(blocks[0], {}, "turns.md", None, None))
-    for test in doctest.DocTestFinder().find(grail_advantage.turn_credit, globs={**vars(grail_advantage)}):
+    for test in doctest.DocTestFinder().find(
+        grail_advantage.turn_credit, globs={name: getattr(grail_advantage, name) for name in grail_advantage.__all__}
+    ):
         runner.run(test)
     assert runner.summarize() == (0, 5)
 

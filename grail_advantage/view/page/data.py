@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -76,12 +77,12 @@ def open_run(folder: Path | str) -> Run:
 
 
 def read_metrics(folder: Path) -> tuple[dict[int, dict[str, float]], list[str]]:
-    """A run's curves, as far as they are written.
+    """A run's curves, as far as they are written; none while the run has no folder yet.
 
     Returns:
         Numbers by step and name, and what could not be read.
     """
-    return _read_curves(find(folder))
+    return _read_curves(find(folder)) if os.path.lexists(folder) else ({}, [])
 
 
 def _read_curves(places: Places) -> tuple[dict[int, dict[str, float]], list[str]]:
