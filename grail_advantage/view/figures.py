@@ -94,16 +94,16 @@ def draw(
         raise ValueError(f"{run.folder} has no token dump (algorithm.token_dump.folder); --figure draws its responses")
     if not 2 <= width <= 40:
         raise ValueError(f"--width {width:g} must be from 2 to 40 inches")
-    selection = index.Selection()
-    tables = selection.read([run], ROLLOUTS)
-    selection.draw(math.inf)
-    methods = selection.methods(run.header)
     with matplotlib.style.context(_STYLE):
+        if kind == "received":
+            return _received(run, width, step, row)
+        selection = index.Selection()
+        tables = selection.read([run], ROLLOUTS)
+        selection.draw(math.inf)
+        methods = selection.methods(run.header)
         if kind == "positions":
             shown = index.positions(tables, methods, [selection.given_by(0, methods)])
             return _positions(shown, data.outcome_words(selection.verdicts.field), width)
-        if kind == "received":
-            return _received(run, width, step, row)
         header, response = find_row(run.dump, step, row)
         name = selection.overlays(1, methods)[0]
         scale = _Scale(name, selection.index()["limits"][name])

@@ -264,7 +264,7 @@ def test_characters_without_a_glyph_are_named(tmp_path: Path, capsys: pytest.Cap
         (["response", "--step", "4"], "--step 4 is not in"),
         (["response", "--mark", "1:2"], "--mark 1:2 has no token's first character; the response has 9 characters"),
         (["response", "--mark", "0:99"], "--mark 0:99 has no token's first"),
-        (["received", "--step", "4"], "train with algorithm.token_dump.received=true"),
+        (["received", "--step", "4"], "a training with algorithm.token_dump.received=true does"),
     ],
 )
 def test_errors_name_option_and_remedy(

@@ -235,9 +235,10 @@ class Selection:
         for method, position in positions.items():
             lines = [line for line in position["all"] if not line["run"]]
             of = said[method] = []
-            for outcome in set(by_position.OUTCOMES) - {line["outcome"] for line in lines}:
-                if lines and lines[0]["outcome"] == "":
-                    break
+            drawn = {line["outcome"] for line in lines}
+            for outcome in by_position.OUTCOMES if drawn != {""} else ():
+                if outcome in drawn:
+                    continue
                 reasons = (self.no_scores[method, outcome] or self.no_scores["", outcome]).most_common(1)
                 why = f" ({reasons[0][0]}); each token of their reasoning has weight 1" if reasons else ""
                 count = self.outcomes[outcome]
