@@ -126,7 +126,7 @@ def test_conversations_by_turns_and_reward(runs: Path, talks: list[DumpRow], ope
     def listed() -> list[tuple[int, float]]:
         """Turns and reward of the entries, in order."""
         texts = page.locator(".item .under").all_text_contents()
-        found = (re.match(r"reward (\S+) ·(?: .* ·)? (\d+) turns?\b", text.replace("\u2212", "-")) for text in texts)
+        found = (re.search(r"\breward (\S+) ·(?: .* ·)? (\d+) turns?\b", text.replace("\u2212", "-")) for text in texts)
         return [(int(match[2]), float(match[1])) for match in found if match]
 
     keys = {
