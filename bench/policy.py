@@ -100,7 +100,10 @@ def initial_model(task: str, seed: int, steps: int, folder: Path) -> PreTrainedM
             task_module.task_problems(task, "train", TRAIN_SIZE, seed),
             task_module.task_problems(task, "validation", 1, seed),  # its own accuracy is not read here
             WarmUpSettings(steps=steps, evaluate_every=steps, sampled_target=0.0, seed=seed),
-            report=lambda line: None,
+            # Every 100 steps; the last line has the accuracy on the one problem.
+            report=lambda line: (
+                "00/" in line and "greedy" not in line and print(f"{task}, part {seed}: {line}", flush=True)
+            ),
             solve=lambda problem, _, rng: solve(problem, errors, rng),
             max_new_tokens=MAX_RESPONSE_TOKENS,
             micro_batches=4,

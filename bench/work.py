@@ -186,7 +186,7 @@ def do(job: Job) -> None:
         return
     torch.set_num_threads(1)
     heading = f"{job.task}, part {job.part}:"
-    print(f"{heading} {len(job.missing)} to measure; first the model and its responses", flush=True)
+    print(f"{heading} {len(job.missing)} to measure; first the model, which is kept, and its responses", flush=True)
     made = prepare(job) if job.labelled is None else prepare_labelled(job, job.labelled)
     model = made.load()
     _keep(job, SETTING, made.figures)
@@ -219,6 +219,7 @@ def prepare(job: Job) -> Prepared:
     tokenizer, settings = task_tokenizer(), job.settings
     load = partial(initial_model, job.task, job.part, settings.sft_steps, job.folder / "models")
     model = load()
+    print(f"{job.task}, part {job.part}: samples responses, and updates the model for the yardstick", flush=True)
     problems = task_problems(job.task, "train", settings.problems + settings.yardstick, job.part)
     of_update, others = problems[: settings.problems], problems[settings.problems :]
     batch = roll_out(model, tokenizer, of_update, job.part, 1)

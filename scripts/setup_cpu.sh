@@ -51,10 +51,14 @@ fi
 rm -f "$stamp"
 
 torch=$(grep -o 'torch==[0-9.]*+cpu' pyproject.toml) # the version names the build, so that CUDA's is never taken
+say "1 of 4: torch"
 install "$torch" 2>/dev/null || install --default-index "${TORCH_CPU_INDEX:-https://download.pytorch.org/whl/cpu}" "$torch" ||
     stop "pip's index and TORCH_CPU_INDEX have no $torch, or cannot be reached; name an index that has it with TORCH_CPU_INDEX"
+say "2 of 4, the longest: verl, vLLM, Ray and what they need"
 install --require-hashes -r requirements-cpu.txt
+say "3 of 4 (after $SECONDS s): TRL, in a folder of its own"
 install --require-hashes -r requirements-trl.txt --target "$venv/trl"
+say "4 of 4 (after $SECONDS s): this project"
 install scripts/vllm_cpu_metadata
 install --editable packages/verl-cpu --editable .
 # recipe/, bench/ and benchmarks/ are no part of the package; in this environment they can be imported from any folder.

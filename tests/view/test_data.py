@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from scipy import stats
 
 from grail_advantage.dump.schema import DumpHeader
 from grail_advantage.dump.store import MethodColumns, write_step
@@ -58,10 +59,10 @@ def test_intervals() -> None:
     """By hand: two prompts of two rows: mean 4, residuals by prompt -4 and 4, variance 2/1 * 32 / 16 = 4."""
     means = by_position.clustered_means(np.array([[1.0], [3.0], [5.0], [7.0]]), np.array([7, 7, 9, 9]))
     assert means.mean.tolist() == [4.0] and means.rows == 4
-    assert means.high - means.mean == pytest.approx([1.959963984540054 * 2])
+    assert means.high - means.mean == pytest.approx([stats.t.ppf(0.975, 1) * 2], rel=1e-4)
     values = np.random.default_rng(0).normal(size=(50, 3))
     means = by_position.clustered_means(values, np.arange(50))
-    width = 1.959963984540054 * values.std(axis=0, ddof=1) / math.sqrt(50)
+    width = stats.t.ppf(0.975, 49) * values.std(axis=0, ddof=1) / math.sqrt(50)
     assert np.allclose(means.low, values.mean(axis=0) - width) and np.allclose(means.high, values.mean(axis=0) + width)
     values = np.array([[1.0, NAN], [3.0, NAN], [NAN, NAN], [5.0, 2.0]])
     means = by_position.clustered_means(values, np.array([0, 1, 2, 3]))
@@ -70,6 +71,12 @@ def test_intervals() -> None:
     assert np.isnan(means.low[1]), "one prompt says nothing of others"
     nothing = by_position.clustered_means(np.zeros((0, 2)), np.zeros(0, dtype=int))
     assert np.isnan(nothing.mean).all() and nothing.rows == 0
+
+
+def test_student_against_scipy() -> None:
+    degrees = np.array([1, 2, 3, 5, 10, 100, 1, 1023, 20_000])
+    assert by_position.student_95(degrees) == pytest.approx(stats.t.ppf(0.975, degrees), rel=1e-4)
+    assert np.isnan(by_position.student_95(np.array([0, -1]))).all()
 
 
 def test_table_by_hand() -> None:
@@ -102,8 +109,8 @@ def test_profiles_and_means_by_step_by_hand() -> None:
     # Correct responses: bins (step + 1) / 2 on both sides; one prompt a step, so that four are independent.
     assert list(means) == ["right", "wrong"] and means["right"].mean.tolist() == [1.75, 1.75]
     assert means["wrong"].mean.tolist() == [5.0, 0.0]
-    half = 1.959963984540054 * np.std([2.0, 4.0, 6.0, 8.0], ddof=1) / 2
-    assert means["wrong"].low.tolist() == pytest.approx([5 - half, 0.0])
+    half = stats.t.ppf(0.975, 3) * np.std([2.0, 4.0, 6.0, 8.0], ddof=1) / 2
+    assert means["wrong"].low.tolist() == pytest.approx([5 - half, 0.0], rel=1e-4)
     steps, weights = by_position.by_step(table, "right")
     assert steps == [1, 2, 3, 4]
     assert weights.tolist() == [[1.0, 1.0], [1.5, 1.5], [2.0, 2.0], [2.5, 2.5]]
