@@ -144,8 +144,8 @@ def check_interpreter() -> None:
     for path in (sys.executable, getattr(find_spec("ray"), "origin", None) or ""):
         if re.search(r"['\\]", path):
             raise ValueError(
-                f"Ray does not start from {path}, because of the quote or backslash in it; make the environment (for the "
-                "scripts without a GPU: have the project) below a folder without them"
+                f"Ray does not start from {path}, because of the quote or backslash in it; make the environment below a "
+                "folder without them"
             )
 
 

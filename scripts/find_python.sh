@@ -21,5 +21,5 @@ sys.exit(os.environ["GPUS"] != "0" and importlib.metadata.version("torch").endsw
         exit 1
     fi
     bash "$1/scripts/setup_cpu.sh"
-    python=$1/.venv/bin/python
+    python=$(realpath "$1/.venv")/bin/python
 }

@@ -14,6 +14,12 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/uv.sh
 
 venv=$PWD/.venv
+if [[ $PWD == *[\'\\]* ]]; then # Ray starts from no path with a quote or a backslash; .venv is a link to the environment then
+    venv=${XDG_CACHE_HOME:-$HOME/.cache}/grail_advantage/$(sha256sum <<<"$PWD" | cut -c 1-16)
+    mkdir -p "$venv" || stop "$PWD has a quote or a backslash in it, so the environment goes below XDG_CACHE_HOME; name another"
+    [[ -L .venv ]] || rm -rf .venv
+    ln -sfn "$venv" .venv
+fi
 stamp=$venv/.setup_cpu.stamp # once the environment is whole: the digest of what it was made from, and its packages
 # The project's path counts because the editable install names it.
 inputs=(pyproject.toml packages/verl-cpu/pyproject.toml requirements-cpu.txt requirements-trl.txt scripts/setup_cpu.sh

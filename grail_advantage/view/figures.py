@@ -216,15 +216,15 @@ def _tokens(
     if clipped_T.any():
         hatched = [box for box, (token, *_) in zip(boxes, places, strict=True) if clipped_T[token]]
         marks["clipped"] = PolyCollection(hatched, facecolors="none", edgecolors=_PALE, hatch="//////", linewidths=0)
-    _legend(axes, wide, high, deep, scale, marks)
+    name = f"token {scale.name}{f' ({next(iter(strips))})' if alone else ''}"
+    _legend(axes, wide, high, deep, scale, name, marks)
     return figure
 
 
 def _legend(
-    axes: Axes, wide: float, high: float, top: float, scale: _Scale, marks: Mapping[str, PolyCollection]
+    axes: Axes, wide: float, high: float, top: float, scale: _Scale, name: str, marks: Mapping[str, PolyCollection]
 ) -> None:
-    """The scale of colours, and the marks, which it also draws; in two lines where it is narrow."""
-    name = f"token {scale.name}"
+    """The scale of colours with its name, and the marks, which it also draws; in two lines where it is narrow."""
     axes.text(_MARGIN, top + 8, name)
     x, (ticks, texts) = 2 * _MARGIN + _width(name), scale.ticks
     place = axes.figure.add_axes((x / wide, 1 - (top + 9) / high, 80 / wide, 7 / high))
