@@ -120,7 +120,7 @@ function head() {
 // What arrived, in words: a sentence for each run, and what does not fit the loss; examples lead to their tokens.
 const nameIn = (link, run) => (run ? "b." : "") + new URLSearchParams(link.slice(1)).get("rollout");
 function drawReceipt() {
-  for (const { run, summary, unseen, findings } of index.receipt) {
+  for (const [place, { run, summary, unseen, findings }] of index.receipt.entries()) {
     const name = index.runs.length > 1 ? `${index.runs[run].name}: ` : "";
     const wrong = findings.some((finding) => finding.mismatch);
     const box = make("div", wrong ? "receipt wrong" : "receipt");
@@ -140,7 +140,8 @@ function drawReceipt() {
       if (causes) list.append(shownText("li", `Usual causes: ${causes}`));
       box.append(one);
     }
-    visible(box.appendChild(make("p", "quiet")), unseen);
+    // Once, below the last run of which it is true.
+    if (unseen !== index.receipt[place + 1]?.unseen) visible(box.appendChild(make("p", "quiet")), unseen);
     $("receipt").append(box);
   }
   $("receipt").hidden = !index.receipt.length;

@@ -77,7 +77,11 @@ function addCurve(curve, place = $("curves"), unit = "step") {
     {
       height: 128,
       padding: [8, 10, 0, 0],
-      scales: { x: { time: false, range: (u, low, high) => (low === high ? [low - 1, high + 1] : [low, high]) } },
+      scales: {
+        x: { time: false, range: (u, low, high) => (low === high ? [low - 1, high + 1] : [low, high]) },
+        // Values that are all 0 would have an axis up to 100.
+        y: { range: (u, low, high) => (low === 0 && high === 0 ? [0, 1] : low === null ? [null, null] : uPlot.rangeNum(low, high, 0.1, true)) },
+      },
       axes: [stepAxis(24), valueAxis(44, 34)],
       series: [
         {},
