@@ -121,7 +121,6 @@ def _places(task: Result, figures: Mapping[str, Figures], verdict: Mapping[str, 
     for method, of in task["methods"].items():
         own = figures.get(method, {})
         if name not in own:
-            rows.append([method, of["note"] or "no errors", *[""] * (len(head) - 2)])
             continue
         controls = {one: own.get(f"{one}_control", own.get(f"{one}_shuffled")) for one in (name, *more)}
         errors = sum(one["first"] is not None for part in of["parts"] for one in part["responses"])
@@ -137,7 +136,18 @@ def _places(task: Result, figures: Mapping[str, Figures], verdict: Mapping[str, 
     place = figures[PLACE][name].value
     line = max(place, 1 - place), "earlier first" if place >= 0.5 else "later first"
     picture = draw(f"{task['name']}: {head[4]}", points, beside, line)
-    return Table(f"Places: {task['name']}", f"{said} {note} In brackets: {beside}.", head, rows, picture)
+    note = f"{said} {note} In brackets: {beside}.{_not_measured(task, figures, name)}"
+    return Table(f"Places: {task['name']}", note, head, rows, picture)
+
+
+def _not_measured(task: Result, figures: Mapping[str, Figures], name: str) -> str:
+    """A sentence on the methods without a figure, by reason."""
+    reasons: dict[str, list[str]] = {}
+    for method, of in task["methods"].items():
+        if name not in figures.get(method, {}):
+            reasons.setdefault(of["note"] or "no errors", []).append(method)
+    said = "; ".join(f"{', '.join(methods)} ({reason})" for reason, methods in reasons.items())
+    return f" Not measured: {said}." if said else ""
 
 
 def _own(task: Result, name: str) -> float:
@@ -169,10 +179,9 @@ def _task_note(task: Result) -> str:
 
 def _agreement(task: Result, figures: Mapping[str, Figures]) -> Table:
     rows, points = [], []
-    for method, of in task["methods"].items():
+    for method in task["methods"]:
         own = figures.get(method, {})
         if "update" not in own:
-            rows.append([method, of["note"] or "", "", "", ""])
             continue
         rows.append([method])
         for name in ("credit", "update"):
@@ -183,7 +192,7 @@ def _agreement(task: Result, figures: Mapping[str, Figures]) -> Table:
         f"Cosine of the update with the gradient of exact accuracy on {sizes['yardstick']} other problems. The exact gradient "
         f"of the update's own {sizes['problems']} problems has {gradient:.2f}, no upper bound; the yardstick's halves have "
         f"{halves:.2f}. Exact credit is under each response's wording. {_own(task, 'mixed groups'):.0f} groups have both "
-        "outcomes and give the updates. Shuffled in brackets."
+        f"outcomes and give the updates. Shuffled in brackets.{_not_measured(task, figures, 'update')}"
     )
     head = ["method", "cosine with exact credit", "above shuffled", "cosine of the update", "above shuffled"]
     picture = draw(f"{task['name']}: cosine of the update", points, "shuffled", (gradient, "own gradient"))

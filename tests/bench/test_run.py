@@ -129,7 +129,7 @@ def test_a_method_of_another_package_is_measured_once(foreign: Path, made: Small
     assert told["first_hit"] == own["first_hit"] and "This was a quick run" in paths[1].read_text()
     text = markdown.read_text()
     assert "40 incorrect responses of 2 models" in text, "20 of each"
-    assert text.count("| foreign_results |") == 3 and "| foreign_turns | needs the field tool_rewards |" in text
+    assert text.count("| foreign_results |") == 3 and "foreign_turns (needs the field tool_rewards)" in text
     assert (tmp_path / "images/bench_1.svg").read_text().rstrip().endswith("</svg>")
 
 
