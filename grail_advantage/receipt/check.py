@@ -13,9 +13,11 @@ from typing import Any
 import torch
 
 from .arguments import checked
+from .changes import fitting_rows
+from .judged import ROUNDED, Divided, Trained
 from .losses import Batch, Loss, Tokens, denominators
 from .measure import Piece
-from .parts import ROUNDED, Divided, Explainer, Trained, fitting_rows
+from .parts import Explainer
 
 CAUSES = {
     "outside": "the mask in the loss is not that of the batch: tool, prompt or padding tokens count",

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from grail_advantage.receipt import Batch, Finding, Layout, Loss, Piece, Receipt, check, trl_loss, verl_loss, watch
+from grail_advantage.receipt.changes import fitting_rows
 from grail_advantage.receipt.measure import Gradient
-from grail_advantage.receipt.parts import fitting_rows
 from tests.core.receipt_faults import FAULTS, TOKEN_MEAN, Fault, named, ppo, receipt_of, table, tokens_of
 from tests.core.receipt_loop import MicroBatch, Rollout, names, rollout, train
 
