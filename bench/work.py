@@ -186,7 +186,10 @@ def do(job: Job) -> None:
         return
     torch.set_num_threads(1)
     heading = f"{job.task}, part {job.part}:"
-    print(f"{heading} {len(job.missing)} to measure; first the model, which is kept, and its responses", flush=True)
+    first = (
+        "a model is fine-tuned for some minutes, and kept" if job.labelled is None else "the model reads the solutions"
+    )
+    print(f"{heading} {len(job.missing)} figures or methods to measure; first {first}", flush=True)
     made = prepare(job) if job.labelled is None else prepare_labelled(job, job.labelled)
     model = made.load()
     _keep(job, SETTING, made.figures)

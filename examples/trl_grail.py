@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
 TINY = {"prompts": 16, "micro_batch": 128, "max_response": 64, "lora_rank": 0, "learning_rate": 3e-4, "steps": 16}
-TINY |= {"eval_every": 4, "dump_every": 4, "save_steps": 0}
+TINY |= {"eval_every": 4, "dump_every": 4, "save_steps": 8}
 """Defaults with ``--tiny``."""
 ASK = "Reason step by step, and put your final answer within \\boxed{}."
 FORMATS = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "csv"}
@@ -49,6 +49,15 @@ def main() -> None:
             f"trl_grail: {error}; run `pip install -e '.[trl]'` in the repository, in an environment without verl, or set "
             "PYTHONPATH=.venv/trl in that of scripts/setup_cpu.sh"
         ) from error
+    checkpoint = get_last_checkpoint(options.output) if options.resume and options.output.is_dir() else None
+    if options.resume and checkpoint is None:
+        raise SystemExit(f"trl_grail: --resume: {options.output} has no checkpoint to go on from; leave out --resume")
+    if not options.resume and (options.output / "metrics.jsonl").exists():
+        raise SystemExit(
+            f"trl_grail: {options.output} has a run, which a new one would replace; go on with it by --resume, or name another "
+            "folder with --output"
+        )
+    options.output.mkdir(parents=True, exist_ok=True)
     if options.tiny:
         make_tiny(options)
     # FlashInfer's sampler is compiled at run time, for which many machines have no nvcc.
@@ -100,7 +109,7 @@ def main() -> None:
         token_weights=options.method,
         token_dump={"folder": options.output / "tokens", "every": options.dump_every},
     )
-    trainer.train(resume_from_checkpoint=get_last_checkpoint(options.output) if options.resume else None)
+    trainer.train(resume_from_checkpoint=checkpoint)
     trainer.save_model()
     if trainer.is_world_process_zero():
         judged = [entry["eval_reward"] for entry in trainer.state.log_history if "eval_reward" in entry]
@@ -183,7 +192,9 @@ def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     default = {"help": "default: %(default)s"}
     parser.add_argument(
-        "--tiny", action="store_true", help="no GPU and no hub: sums, by the model that comes with verl-cpu"
+        "--tiny",
+        action="store_true",
+        help="no GPU and no hub: sums, by the model that comes with verl-cpu; other defaults, which --tiny --help shows",
     )
     parser.add_argument("--model", default="Qwen/Qwen3-1.7B", help="hub name or folder (default: %(default)s)")
     parser.add_argument(
@@ -215,10 +226,20 @@ def parse_options() -> argparse.Namespace:
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=value, **default)
     parser.add_argument("--learning-rate", type=float, default=1e-5, **default)
     if "--tiny" in sys.argv:
-        parser.set_defaults(**TINY)
+        parser.set_defaults(**TINY, model=None, data=None)
     options = parser.parse_args()
+    if options.tiny and (options.model or options.data or options.held_out):
+        parser.error("--tiny brings a model and its problems; leave out --model, --data and --held-out")
+    if options.save_steps < 0:
+        parser.error(f"--save-steps {options.save_steps} must be 0 (no checkpoints) or more")
+    responses = options.prompts * options.rollouts
+    if options.rollouts < 2 or (responses % options.micro_batch if responses > options.micro_batch else 0):
+        parser.error(
+            f"--rollouts {options.rollouts} must be 2 or more, and --prompts times --rollouts ({responses}) a multiple of "
+            f"--micro-batch {options.micro_batch}"
+        )
+    options.micro_batch = min(options.micro_batch, responses)
     options.output = options.output or Path("outputs", f"trl_{'tiny_' if options.tiny else ''}{options.method}")
-    options.output.mkdir(parents=True, exist_ok=True)
     return options
 
 

@@ -110,6 +110,9 @@ def _weigh(options: argparse.Namespace, responses: Sequence[Response], tokenizer
         answer=answer_format(options.answer),
     )
     complain("analyze", f"{len(responses)} responses; advantage: {analysis.row_advantages()[1]}")
+    if tokenizer.chat_template and (bare := sum(is_bare(row, tokenizer) for row in responses)):
+        text = f"{bare} prompts are texts without a control token, read as they are; for the chat template give"
+        complain("analyze", f'{text} messages: "prompt": [{{"role": "user", "content": "..."}}]')
     outcome = run_analysis(
         analysis, options.out, tokenizer, lambda: load_model(options.model, options.device, options.dtype)
     )
@@ -122,6 +125,12 @@ def _weigh(options: argparse.Namespace, responses: Sequence[Response], tokenizer
     for label in outcome.unchanged:
         say(f"{label}: every weight is 1; rewards or --advantages may decide that, see docs/methods.md")
     say(f"written: {outcome.path}")
+
+
+def is_bare(row: Response, tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether a prompt is a text in which no token of the chat template can stand."""
+    known = {str(token) for token in tokenizer.added_tokens_decoder.values()}
+    return isinstance(row.prompt, str) and not any(token in row.prompt for token in known)
 
 
 def with_rewards(responses: Sequence[Response], tokenizer: PreTrainedTokenizerBase) -> list[Response]:

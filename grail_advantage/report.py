@@ -21,7 +21,11 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "run", type=Path, help="a run's folder or its file of metrics, of verl or TRL; or a token dump's folder"
     )
-    parser.add_argument("--output", type=Path, help=f"the file; default: RUN/{REPORT}, of --figure RUN/KIND.pdf")
+    parser.add_argument(
+        "--output",
+        type=Path,
+        help=f"the file; default: RUN/{REPORT}, RUN/report_against_RUN2.html, RUN/KIND.pdf",
+    )
     parser.add_argument("--against", type=Path, metavar="RUN2", help="a second run, drawn beside the first")
     parser.add_argument(
         "--rollouts", type=int, default=ROLLOUTS, help="rollouts in the file at most; default: %(default)s"

@@ -52,9 +52,12 @@ def load_tokenizer(path: str | os.PathLike[str], **options: Any) -> PreTrainedTo
         options: of ``AutoTokenizer.from_pretrained``.
 
     Raises:
-        ValueError: text does not survive this tokenizer; the message has the fix.
+        ValueError: there is no tokenizer, or text does not survive it; the message has the fix.
     """
     tokenizer = AutoTokenizer.from_pretrained(path, **options)
+    if not any(tokenizer.encode(probe, add_special_tokens=False) for probe in PROBES):
+        # As transformers makes one of the model's configuration alone.
+        raise ValueError(f"{path} has no tokenizer (tokenizer.json); put the files of the model's own into its folder")
     if lost_text(tokenizer) is not None and "gguf_file" not in options:
         with suppress(OSError, ValueError):  # no tokenizer.json, so nothing to go back to
             faithful = PreTrainedTokenizerFast.from_pretrained(path, **options)

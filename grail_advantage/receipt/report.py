@@ -111,8 +111,9 @@ def unseen(receipt: RunReceipt) -> str:
     """What such a receipt cannot see."""
     factor = "a factor near 1" if receipt.seen_from is None else f"a factor between 1 and {receipt.seen_from:.5g}"
     return (
-        "Measured: the gradient of the loss with respect to each sampled token's log-probability. Not seen: an entropy bonus "
-        f"and auxiliary losses that bypass it, gradients of an earlier step (a forgotten zero_grad), {factor}."
+        "Measured: the gradient of the loss with respect to each sampled token's log-probability. Not seen: responses that "
+        "were not recorded (a token dump has 64 a step by default), an entropy bonus and auxiliary losses that bypass it, "
+        f"gradients of an earlier step (a forgotten zero_grad), {factor}."
     )
 
 
@@ -230,8 +231,9 @@ def main(
         1 where a finding is as severe as ``--fail-on`` says, 2 where there is nothing to read, 0 otherwise.
     """
     parser = argparse.ArgumentParser(
+        prog=f"python -m {__package__}",
         description="What each token of a run received, beside what was intended. Ends with 1 where something does not fit the "
-        "loss, with 2 where there is nothing to read."
+        "loss, with 2 where there is nothing to read.",
     )
     parser.add_argument("run", type=Path, help=called)
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of the page")

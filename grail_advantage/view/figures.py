@@ -41,7 +41,7 @@ _FONTS, _SIZE, _CELL = ["DejaVu Sans Mono", "DejaVu Sans", "monospace"], 8, 8 * 
 _MARGIN, _LINE, _STRIP, _HIGHEST = 5, 11, 8, 620
 _INK, _PALE, _EDGE, _ANSWER, _CLIPPED = "#15171c", "#646974", "#c3c6cd", "#0a666e", "#b3400a"
 """As on the page."""
-_TICKS = {4.0: "¼ ½ 1 2 4", 2.0: "½ 1 2", 1.25: "⅘ 1 1¼"}
+_TICKS = {4.0: "≤¼ ½ 1 2 ≥4", 2.0: "≤½ 1 ≥2", 1.25: "≤⅘ 1 ≥1¼"}
 _POINTS = 20_000
 """More of them are an image within the figure."""
 
@@ -297,7 +297,7 @@ def _positions(shown: Mapping[str, Any], words: Mapping[str, str], width: float)
         axes.set_xticks([0, 50, 100], ["start", "50 %", "answer"])
         for text, side in zip(axes.get_xticklabels(), ("left", "center", "right"), strict=False):
             text.set(ha=side)
-    figure.supylabel("mean weight", fontsize=7)
+    figure.supylabel("mean weight, 95 %", fontsize=7)
     return figure
 
 
@@ -314,7 +314,7 @@ def _received(run: data.Run, width: float, step: int | None, row: int | None) ->
         asked = "".join(f" --{name} {value}" for name, value in (("step", step), ("row", row)) if value is not None)
         raise ValueError(
             f"{run.folder} does not say what tokens received{asked and f' ({asked.strip()})'}: a training with "
-            "algorithm.token_dump.received=true does, and an analysis trains nothing"
+            "algorithm.token_dump.received=true (in TRL its token_dump) does, and an analysis trains nothing"
         )
     intended, arrived, clipped = (np.concatenate(column) for column in zip(*parts, strict=True))
     words = [receipts[0]["summary"], *(f"{one['name']}: {one['what']}" for one in receipts[0]["findings"][:3])]

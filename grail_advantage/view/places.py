@@ -111,9 +111,11 @@ def _of_folder(folder: Path) -> Places:
     known = [path for path in (folder / METRICS_FILE, *states[:1]) if path.exists() or path.is_symlink()]
     known += [path for path in states[1:] if path.is_file()][:1]
     known += [path for path in logs if is_log(path)]
-    below = folder / TOKENS
-    filled = below.is_dir() and [path.name for path in _entries(below)] != [LOCK]
-    tokens = below if filled else folder if is_dump(folder) else None
+    dumps = [folder / TOKENS]
+    if whole.parent.parent.name == CHECKPOINTS:  # beside the log, where the front page's command has it
+        dumps.append(logs[-1].with_suffix("") / TOKENS)
+    filled = (path for path in dumps if path.is_dir() and [entry.name for entry in _entries(path)] != [LOCK])
+    tokens = next(filled, folder if is_dump(folder) else None)
     texts = [] if tokens else [path for path in (folder, *_entries(folder)) if _is_texts(path)]
     # Of the figures that this project writes beside TRL's, TRL's state has no others.
     curves = known[:1] + [path for path in known[1:] if path.name != STATE]

@@ -48,7 +48,7 @@ def find_row(dump: TokenDump, step: int | None = None, row: int | None = None) -
             return file.header, min(rows, key=lambda other: other.no_scores is not None)
     if row is None:
         raise ValueError(f"{dump.folder} holds no responses that can be read")
-    places = ", ".join(str(other.row) for file in files[-1:] for other in file.rows())
+    places = ", ".join(map(str, sorted(other.row for file in files[-1:] for other in file.rows())))
     raise ValueError(f"--row {row} is not in step {files[-1].step} of {dump.folder}; its responses are {places}")
 
 

@@ -58,7 +58,13 @@ def evaluate(options: argparse.Namespace) -> str:
         missing = wanted[~wanted.set_index(KEY).index.isin(read_samples(path).set_index(KEY).index)]
         if len(missing):
             # Of all problems, so that a resumed evaluation runs in the same engine.
-            longest = max(map(len, problems["prompt_ids"])) + options.max_tokens
+            prompt = max(map(len, problems["prompt_ids"]))
+            longest = prompt + options.max_tokens
+            if (most := sampling.context(model)) is not None and longest > most:
+                raise ValueError(
+                    f"--max-tokens {options.max_tokens}: the model takes {most:,} tokens, and the longest prompt has "
+                    f"{prompt:,}; give --max-tokens {most - prompt} or less"
+                )
             start = partial(sampling.start_engine, model, longest, options.workers, options.tensor_parallel_size)
             asyncio.run(sampling.draw(start, missing, drawing, tokenizer, file))
     template = {"chat_template": digest(tokenizer.chat_template), "enable_thinking": False}

@@ -90,6 +90,15 @@ def open_samples(path: Path, settings: dict[str, Any]) -> Iterator[TextIO]:
         yield file
 
 
+def context(model: Path) -> int | None:
+    """Tokens that a model takes, prompt included; ``None`` where its positions are scaled, or it does not say."""
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(model).get_text_config()
+    scaled = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default") != "default"
+    return None if scaled else getattr(config, "max_position_embeddings", None)
+
+
 def start_engine(model: Path, longest: int, workers: int | None, tensor_parallel_size: int) -> Any:
     """Load the model into vLLM's ``AsyncLLM``, for prompts with responses of up to ``longest`` tokens: on a GPU in the
     precision its weights are stored in, on a CPU in float32. ``workers`` are engines, by default as many as GPUs allow."""

@@ -22,6 +22,7 @@ import pandas as pd
 import pytest
 import torch
 from datasets import Dataset
+from transformers import AutoConfig
 
 from grail_advantage.dump.folder_lock import LOCK
 from recipe.data.convert import FEATURES, user_messages
@@ -328,3 +329,8 @@ def test_the_command_resumes_and_regrades(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match="other settings"):
         main([*arguments, "--output-dir", str(path.parent), "--temperature", "0.7"])
     assert path.read_bytes().startswith(kept)
+    most = AutoConfig.from_pretrained(model).max_position_embeddings
+    with pytest.raises(
+        SystemExit, match=f"the model takes {most:,} tokens, and the longest prompt has .* give --max-tokens"
+    ):
+        main([*arguments, "--output-dir", str(tmp_path / "long"), "--max-tokens", str(most)])

@@ -123,6 +123,17 @@ def test_the_tiny_run_needs_no_model_and_no_data(tmp_path: Path) -> None:
         state = tmp_path / "outputs" / "trl_tiny_uniform" / f"checkpoint-{last}" / "trainer_state.json"
         history = json.loads(state.read_text())["log_history"]
         assert [entry["step"] for entry in history if "loss" in entry] == list(range(1, last + 1))
+    refused = {
+        "which a new one would replace": [],
+        "has no checkpoint to go on from": ["--resume", "--output", "elsewhere"],
+        "leave out --model": ["--data", "none.jsonl"],
+        "a multiple of --micro-batch 8": ["--prompts", "5"],
+        "must be 0 (no checkpoints) or more": ["--save-steps", "-1"],
+    }
+    for why, more in refused.items():
+        done = subprocess.run([*command, *more], cwd=tmp_path, env=environment, capture_output=True, text=True)
+        assert done.returncode and why in done.stderr.replace("\n", " ")
+    assert json.loads(state.read_text())["log_history"] == history, "nothing is replaced"
 
 
 def test_a_run_with_the_published_arguments(folder: Path) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from grail_advantage import compute_token_weights
-from grail_advantage.analyze import main, with_rewards
+from grail_advantage.analyze import is_bare, main, with_rewards
 from grail_advantage.batch import Example
 from grail_advantage.dump.store import read_dump
 from grail_advantage.view.analysis.responses import Response, read_responses, tokenize
@@ -21,6 +21,7 @@ from grail_advantage.view.analysis.specs import parse_method, parse_methods
 from grail_advantage.view.analysis.weigh import Analysis, run_analysis, token_ranges
 from tests import hosts
 from tests.core.tiny_models import ROLLOUTS, Rollout, char_tokenizer, encode, make_batch, tiny_model
+from verl_cpu.tiny.model import build_tokenizer
 
 TEMPLATE = "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '; ' }}{% endfor %}{{ 'reply: ' }}"
 CHOSEN = ["text after the box", "several boxes", "box at the end", "no box", "right"]
@@ -150,6 +151,14 @@ def test_characters_become_tokens():
     assert ranges == {"steps": [[0, 2], [2, 5], [5, 6]], "wrong_step": [2, 5], "none": []}
     # "c d" begins in front of character 3, so that it belongs to what begins there.
     assert token_ranges({"part": (3, 6)}, texts) == {"part": [3, 5]}
+
+
+def test_texts_without_a_control_token_are_told_from_templates():
+    tokenizer = build_tokenizer()
+    prompts = {"2+3?": True, "<|im_start|>user\n2+3?<|im_end|>\n": False}
+    for prompt, bare in prompts.items():
+        assert is_bare(Response(id="0", prompt=prompt, response=""), tokenizer) == bare
+    assert not is_bare(Response(id="0", prompt=[{"role": "user", "content": "2+3?"}], response=""), tokenizer)
 
 
 @pytest.fixture

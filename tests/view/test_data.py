@@ -56,18 +56,21 @@ def test_bins_by_hand() -> None:
 
 
 def test_intervals() -> None:
-    """By hand: two prompts of two rows: mean 4, residuals by prompt -4 and 4, variance 2/1 * 32 / 16 = 4."""
-    means = by_position.clustered_means(np.array([[1.0], [3.0], [5.0], [7.0]]), np.array([7, 7, 9, 9]))
-    assert means.mean.tolist() == [4.0] and means.rows == 4
-    assert means.high - means.mean == pytest.approx([stats.t.ppf(0.975, 1) * 2], rel=1e-4)
+    """By hand: five prompts of two rows: mean 4, residuals by prompt -8, -4, 0, 4 and 8, variance 5/4 * 160 / 100 = 2."""
+    values, groups = np.repeat([[0.0], [2.0], [4.0], [6.0], [8.0]], 2, axis=0), np.repeat([7, 9, 8, 1, 0], 2)
+    means = by_position.clustered_means(values, groups)
+    assert means.mean.tolist() == [4.0] and means.rows == 10
+    assert means.high - means.mean == pytest.approx([stats.t.ppf(0.975, 4) * math.sqrt(2)], rel=1e-4)
+    few = by_position.clustered_means(values[:8], groups[:8])
+    assert few.mean.tolist() == [3.0] and np.isnan(few.low).all() and np.isnan(few.high).all()
     values = np.random.default_rng(0).normal(size=(50, 3))
     means = by_position.clustered_means(values, np.arange(50))
     width = stats.t.ppf(0.975, 49) * values.std(axis=0, ddof=1) / math.sqrt(50)
     assert np.allclose(means.low, values.mean(axis=0) - width) and np.allclose(means.high, values.mean(axis=0) + width)
-    values = np.array([[1.0, NAN], [3.0, NAN], [NAN, NAN], [5.0, 2.0]])
-    means = by_position.clustered_means(values, np.array([0, 1, 2, 3]))
-    alone = by_position.clustered_means(np.array([[1.0], [3.0], [5.0]]), np.array([0, 1, 3]))
-    assert means.mean.tolist() == [3.0, 2.0] and means.low[0] == alone.low[0]
+    values = np.array([[1.0, NAN], [3.0, NAN], [NAN, NAN], [5.0, 2.0], [7.0, NAN], [9.0, NAN]])
+    means = by_position.clustered_means(values, np.arange(6))
+    alone = by_position.clustered_means(np.array([[1.0], [3.0], [5.0], [7.0], [9.0]]), np.array([0, 1, 3, 4, 5]))
+    assert means.mean.tolist() == [5.0, 2.0] and means.low[0] == alone.low[0] < 5
     assert np.isnan(means.low[1]), "one prompt says nothing of others"
     nothing = by_position.clustered_means(np.zeros((0, 2)), np.zeros(0, dtype=int))
     assert np.isnan(nothing.mean).all() and nothing.rows == 0
@@ -96,9 +99,9 @@ def test_table_by_hand() -> None:
 
 
 def test_profiles_and_means_by_step_by_hand() -> None:
-    """Steps 1 to 4; per step a correct and an incorrect response with scores, and one without."""
+    """Steps 1 to 5; per step a correct and an incorrect response with scores, and one without."""
     rows = []
-    for step in (1, 2, 3, 4):
+    for step in (1, 2, 3, 4, 5):
         rows += [
             dump_row([step, 1.0, 1.0, step], step=step, row=0, group=0),
             dump_row([2.0 * step, 0.0], step=step, row=1, group=0, outcome="wrong", truncated=True, reward=0.0),
@@ -106,14 +109,14 @@ def test_profiles_and_means_by_step_by_hand() -> None:
         ]
     table = by_position.row_tables(rows, bins=2)[""]
     means = by_position.profiles(table)
-    # Correct responses: bins (step + 1) / 2 on both sides; one prompt a step, so that four are independent.
-    assert list(means) == ["right", "wrong"] and means["right"].mean.tolist() == [1.75, 1.75]
-    assert means["wrong"].mean.tolist() == [5.0, 0.0]
-    half = stats.t.ppf(0.975, 3) * np.std([2.0, 4.0, 6.0, 8.0], ddof=1) / 2
-    assert means["wrong"].low.tolist() == pytest.approx([5 - half, 0.0], rel=1e-4)
+    # Correct responses: bins (step + 1) / 2 on both sides; one prompt a step, so that five are independent.
+    assert list(means) == ["right", "wrong"] and means["right"].mean.tolist() == [2.0, 2.0]
+    assert means["wrong"].mean.tolist() == [6.0, 0.0]
+    half = stats.t.ppf(0.975, 4) * np.std([2.0, 4.0, 6.0, 8.0, 10.0], ddof=1) / math.sqrt(5)
+    assert means["wrong"].low.tolist() == pytest.approx([6 - half, 0.0], rel=1e-4)
     steps, weights = by_position.by_step(table, "right")
-    assert steps == [1, 2, 3, 4]
-    assert weights.tolist() == [[1.0, 1.0], [1.5, 1.5], [2.0, 2.0], [2.5, 2.5]]
-    assert by_position.by_step(table, "wrong")[1][:, 0].tolist() == [2.0, 4.0, 6.0, 8.0]
+    assert steps == [1, 2, 3, 4, 5]
+    assert weights.tolist() == [[1.0, 1.0], [1.5, 1.5], [2.0, 2.0], [2.5, 2.5], [3.0, 3.0]]
+    assert by_position.by_step(table, "wrong")[1][:, 0].tolist() == [2.0, 4.0, 6.0, 8.0, 10.0]
     assert np.isnan(by_position.by_step(table, "right and wrong")[1]).all()
     assert by_position.by_step(by_position.row_tables([], bins=2)[""], "right")[1].shape == (0, 2)

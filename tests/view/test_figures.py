@@ -88,7 +88,7 @@ def test_colours_and_legend_are_the_pages(tmp_path: Path) -> None:
         assert colour in wanted, place
     assert shown[3] == tuple(bytes.fromhex(table[32][1:])), "a weight of 1 is the ground"
     assert strip.get_facecolor()[-1][3] == 0, "what does not train has no colour"
-    assert [tick.get_text() for tick in figure.axes[1].get_xticklabels()] == ["¼", "½", "1", "2", "4"]
+    assert [tick.get_text() for tick in figure.axes[1].get_xticklabels()] == ["≤¼", "½", "1", "2", "≥4"]
 
 
 def test_a_method_that_gives_advantages_makes_all_of_them_advantages(tmp_path: Path) -> None:
@@ -264,7 +264,10 @@ def test_characters_without_a_glyph_are_named(tmp_path: Path, capsys: pytest.Cap
         (["response", "--step", "4"], "--step 4 is not in"),
         (["response", "--mark", "1:2"], "--mark 1:2 has no token's first character; the response has 9 characters"),
         (["response", "--mark", "0:99"], "--mark 0:99 has no token's first"),
-        (["received", "--step", "4"], "a training with algorithm.token_dump.received=true does"),
+        (
+            ["received", "--step", "4"],
+            "a training with algorithm.token_dump.received=true (in TRL its token_dump) does",
+        ),
     ],
 )
 def test_errors_name_option_and_remedy(

@@ -79,7 +79,7 @@ def test_a_dump_beside_verls_log_or_its_checkpoints(here: Path, folder: str) -> 
     (here / "checkpoints/gsm8k/grail/global_step_2/actor").mkdir(parents=True)
     run = Path(folder).parent
     assert opens(run, run / "report.html") == ""
-    for file in (Path("gsm8k/grail.jsonl"), run):
+    for file in (Path("gsm8k/grail.jsonl"), run, Path("checkpoints/gsm8k/grail")):
         assert len(list(open_run(file).dump)) == 1 and len(open_run(file).metrics) == 3
 
 
@@ -106,7 +106,7 @@ def test_several_runs_are_listed_and_two_are_compared(here: Path) -> None:
         assert (status, out) == (1, "") and f"{run / 'gsm8k' if run == here else run}/uniform" in err and "grail" in err
         assert called(receipt.main, run)[0] == 2
     status, out, _ = called(report.main, "gsm8k/grail", "--against", "gsm8k/uniform")
-    assert status == 0 and out == f"{here}/gsm8k/grail/report.html\n"
+    assert status == 0 and out == f"{here}/gsm8k/grail/report_against_uniform.html\n"
     run_of(here / "other/run")
     assert called(report.main, "gsm8k/uniform.jsonl", "--against", "other")[0] == 0
     status, _, err = called(report.main, here / "gsm8k" / "nothing")

@@ -86,7 +86,7 @@ class Analysis:
             return [value] * len(groups), f"every response counts as {word}{why}"
         if None in groups:
             signs = [1.0 if reward > 0 else -1.0 for reward in known]
-            return signs, "1 for a reward above 0, else -1, as there are no groups"
+            return signs, "1 for a reward above 0, else -1, as no line has a group"
         of_group: dict[str | None, list[float]] = {}
         for group, reward in zip(groups, known, strict=True):
             of_group.setdefault(group, []).append(reward)

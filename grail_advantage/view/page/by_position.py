@@ -13,6 +13,8 @@ import numpy as np
 from grail_advantage.dump.store import DumpRow, MethodColumns
 
 BINS = 20
+FEWEST = 5
+"""Prompts below which a mean has no interval: of two it would be 6.5 times as wide as of many."""
 OUTCOMES = ("right", "wrong")
 
 
@@ -67,7 +69,7 @@ def row_tables(rows: Iterable[DumpRow], bins: int = BINS) -> dict[str, RowTable]
 
 @dataclass(frozen=True)
 class Means:
-    """Means over responses with 95 % intervals, each float64 (K,); NaN where there is nothing."""
+    """Means over responses with 95 % intervals, each float64 (K,); NaN where there is nothing, or too little."""
 
     mean: np.ndarray
     low: np.ndarray
@@ -95,7 +97,8 @@ def clustered_means(values: np.ndarray, groups: np.ndarray) -> Means:
 
     The interval is that of Student's t with G - 1 degrees of freedom and the cluster-robust variance of a mean,
     ``G / (G - 1) * sum_g (sum_(i in g) (x_i - mean))^2 / n^2`` (Cameron and Miller 2015, "A practitioner's guide to
-    cluster-robust inference", sections II and VI.D), over the n responses and G prompts that have a value.
+    cluster-robust inference", sections II and VI.D), over the n responses and G prompts that have a value. Fewer than
+    :data:`FEWEST` prompts have none.
 
     Args:
         values: float (N, K), NaN where there is none.
@@ -111,7 +114,7 @@ def clustered_means(values: np.ndarray, groups: np.ndarray) -> Means:
     np.add.at(residuals, place, np.where(known, values - mean, 0.0))
     np.logical_or.at(present, place, known)
     clusters = present.sum(axis=0)
-    scale = np.divide(clusters, clusters - 1.0, out=np.full(len(mean), np.nan), where=clusters > 1)
+    scale = np.divide(clusters, clusters - 1.0, out=np.full(len(mean), np.nan), where=clusters >= FEWEST)
     width = student_95(clusters - 1) * np.sqrt(scale * np.square(residuals).sum(axis=0)) / np.maximum(count, 1)
     return Means(mean, mean - width, mean + width, len(values))
 

@@ -73,7 +73,8 @@ def write_page(
         raise ValueError(f"--rollouts must be at least 1, not {rollouts}")
     if not megabytes >= 1:
         raise ValueError(f"--megabytes must be at least 1, not {megabytes:g}: the page itself takes 0.2")
-    path = Path(output) if output is not None else runs[0].folder / REPORT
+    name = REPORT if len(runs) == 1 else f"report_against_{runs[1].folder.resolve().name}.html"
+    path = Path(output) if output is not None else runs[0].folder / name
     write_whole(path, render(runs, rollouts=rollouts, megabytes=megabytes))
     return path
 

@@ -3,7 +3,7 @@
 const HALF = index.colours.half;
 const STEPS = index.colours.steps;
 const W = index.limits.weight;
-const RATIOS = { 4: [[0, "¼"], [0.25, "½"], [0.5, "1"], [0.75, "2"], [1, "4"]], 2: [[0, "½"], [0.5, "1"], [1, "2"]] };
+const RATIOS = { 4: [[0, "≤¼"], [0.25, "½"], [0.5, "1"], [0.75, "2"], [1, "≥4"]], 2: [[0, "≤½"], [0.5, "1"], [1, "≥2"]] };
 function linear(name, limit, signed = false) {
   const end = number(limit, 2);
   const ticks = signed ? [[0, number(-limit, 2)], [0.5, "0"], [1, end]] : [[0, "0"], [1, `${end}+`]];
@@ -15,7 +15,7 @@ const OVERLAYS = {
     name: "Weight",
     signed: true,
     place: (x) => (x > 0 ? clamp(Math.log(x) / Math.log(W), -1, 1) : -1),
-    ticks: RATIOS[W] ?? [[0, `1/${W}`], [0.5, "1"], [1, String(W)]],
+    ticks: RATIOS[W] ?? [[0, `≤1/${W}`], [0.5, "1"], [1, `≥${W}`]],
   },
   score: { name: "Score", ticks: [[0, "low"], [1, "high"]], note: "each response's own" },
   advantage: linear("Advantage", index.limits.advantage, true),
