@@ -42,7 +42,7 @@ class Command:
     @property
     def program(self) -> Path | None:
         """The file of this project that it starts; none if it starts another program, or verl."""
-        if self.words[0] in ("python", "python3", "bash"):
+        if self.words[0] in ("python", "python3", "bash") and self.words[1] != "-c":
             name = self.words[1]
             if name == "-m":
                 module = ROOT / self.words[2].replace(".", "/")

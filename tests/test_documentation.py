@@ -28,7 +28,7 @@ READ = [ROOT / "README.md", *SITE, *sorted((ROOT / "examples").rglob("*.md"))]
 _FENCE = re.compile(r"^```(?P<language>\w*)\n(?P<text>.*?)^```$", re.DOTALL | re.MULTILINE)
 _LINK = re.compile(r"!?\[[^\]]*\]\((?P<target>[^)\s]+)\)")
 _HEADING = re.compile(r"^#+ (?P<title>.+)$", re.MULTILINE)
-_PROGRAMS = re.compile(r"^(?:git|pip|python3? -m venv|ray|(?:\S*/)?hf|docker|sbatch|export|source)\b")
+_PROGRAMS = re.compile(r"^(?:git|pip|python3? -m venv|python -c|ray|(?:\S*/)?hf|docker|sbatch|export|source)\b")
 """Of others, which this project does not check."""
 
 
