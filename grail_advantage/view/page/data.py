@@ -66,7 +66,8 @@ def open_run(folder: Path | str) -> Run:
     if not metrics and (dump is None or not dump.files):
         unread = "; ".join([*problems, *(dump.problems if dump else [])])
         raise ValueError(
-            f"{folder} holds neither {METRICS_FILE} (verl: trainer.logger=[console,file]) nor {STATE} (TRL) nor a token dump "
+            f"{folder} holds neither {METRICS_FILE}, a log PROJECT/EXPERIMENT.jsonl (verl: trainer.logger=[console,file]) or "
+            f"{STATE} (TRL), nor a token dump "
             f"({TOKENS}/step_NUMBER.parquet, algorithm.token_dump.folder){': ' if unread else ''}{unread}"
         )
     has = f"{places.texts} has texts alone: words stand for tokens, and no weight is known"
