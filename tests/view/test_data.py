@@ -25,7 +25,7 @@ def _log(path: Path, steps: dict[int, dict]) -> None:
 def test_a_run_is_metrics_a_dump_or_both(tmp_path: Path) -> None:
     for folder in (tmp_path / "nothing", tmp_path / "empty_dump"):
         (folder / "tokens" if folder.name == "empty_dump" else folder).mkdir(parents=True)
-        with pytest.raises(ValueError, match=r"neither metrics\.jsonl .* nor a token dump"):
+        with pytest.raises(ValueError, match=r"neither metrics\.jsonl.* nor a token dump"):
             data.open_run(folder)
     with pytest.raises(ValueError, match="neither a folder nor a file"):
         data.open_run(tmp_path / "nowhere")
