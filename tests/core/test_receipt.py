@@ -13,6 +13,7 @@ import torch
 
 from grail_advantage.receipt import Batch, Finding, Layout, Loss, Piece, Receipt, check, trl_loss, verl_loss, watch
 from grail_advantage.receipt.changes import fitting_rows
+from grail_advantage.receipt.endings import Endings
 from grail_advantage.receipt.measure import Gradient
 from tests.core.receipt_faults import FAULTS, TOKEN_MEAN, Fault, named, ppo, receipt_of, table, tokens_of
 from tests.core.receipt_loop import MicroBatch, Rollout, names, rollout, train
@@ -221,6 +222,21 @@ def test_two_faults_are_both_named() -> None:
     assert all(received == 0 for *_, received in lost.examples)
 
 
+def test_factors_without_a_rule_are_those_of_their_responses() -> None:
+    """Two of eight responses have factors that no divisor explains; the others received what they should."""
+    given = rollout(41, token_advantages=False)
+    factors = torch.ones(len(given.batch.mask_BT), 1)
+    trained = (given.batch.mask_BT & (given.batch.advantages_BT != 0)).sum(dim=1)
+    most = trained.argsort(descending=True)[:2]
+    factors[most, 0] = torch.tensor([1.7, 0.4])
+    receipt = receipt_of(given, lambda m: ppo(m, tokens_of(given, m) / factors[m.rows]))
+    (finding,) = receipt.findings
+    assert (
+        finding.name == "scaled by response" and "from 0.4 to 1.7 times what it should be, by response" in finding.what
+    )
+    assert {row for row, *_ in finding.examples} <= {str(row) for row in most.tolist()} | set(most.tolist())
+
+
 def test_an_added_term_is_extra_with_its_share() -> None:
     given = rollout(38, token_advantages=False)
 
@@ -233,6 +249,14 @@ def test_an_added_term_is_extra_with_its_share() -> None:
     received = torch.where(given.batch.mask_BT, given.batch.advantages_BT + 0.1, 0.0)
     share = 0.1 * given.batch.mask_BT.sum().sqrt() / received.norm()
     assert finding.size == pytest.approx(float(share), rel=1e-3)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_what_is_added_is_told_from_what_is_multiplied(seed: int) -> None:
+    """Numbers without a rule beside each token's value, or times it."""
+    generator = torch.Generator().manual_seed(seed)
+    own, numbers = torch.randn(200, generator=generator), 0.5 + torch.rand(200, generator=generator)
+    assert Endings._independent(own, own + numbers) and not Endings._independent(own, own * numbers)
 
 
 def test_token_weights_that_did_not_arrive() -> None:
