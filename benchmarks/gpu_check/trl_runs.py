@@ -11,6 +11,7 @@ import json
 import math
 import os
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -189,6 +190,7 @@ def train_both(
         with outcome.attempt(f"{method} in TRL"):
             options = {name: folder / f"{name}.jsonl" for name in files} | sizes
             options |= {"lora-rank": 0, "method": method, "output": folder / method, "model": folder / "model"}
+            shutil.rmtree(folder / method, ignore_errors=True)  # of an earlier check
             logged = run_example(outcome, method, options, folder / method)
             judge_run(outcome, method, logged, int(sizes["steps"]), some_right)
             after_first = [data for step, data in logged.items() if step > 1 and "step_time" in data]
