@@ -32,7 +32,7 @@ def summary(run: Path) -> list[str]:
     seconds = [value for values in metrics.values() for value in _matching(values, SECONDS).values()]
     lines = [f"{run}: {len(seconds)} training steps" + (f", {median(seconds):.1f} s each (median)" if seconds else "")]
     names = dict.fromkeys(name for values in metrics.values() for name in values)
-    rows: list[tuple[str, ...]] = [("", "steps", "first", "last", f"last {LATEST}, mean")]
+    rows: list[tuple[str, ...]] = [("", "steps", "first", "last", f"mean of {LATEST}")]
     for _, _, patterns in CURVES:
         for pattern in patterns:
             for name in filter(re.compile(pattern).fullmatch, names):

@@ -39,7 +39,7 @@ def test_summary_states_the_figures(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert main([str(tmp_path), "--summary"]) == 0
     title, head, *rows = capsys.readouterr().out.splitlines()
     assert title == f"{tmp_path}: 2 training steps, 4.0 s each (median)"
-    assert head.split() == ["steps", "first", "last", "last", "10,", "mean"]
+    assert head.split() == ["steps", "first", "last", "mean", "of", "10"]
     assert [row.split() for row in rows] == [
         [ACCURACY, "0", "to", "2", "0.250", "0.500", "0.375"],
         ["critic/score/mean", "1", "to", "2", "0.200", "0.400", "0.300"],
