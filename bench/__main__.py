@@ -54,9 +54,7 @@ def _measure(arguments: Sequence[str]) -> list[Path]:
     layout = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__, formatter_class=layout)
     parser.add_argument("methods", nargs="*", help="all registered ones if none is given")
-    parser.add_argument(
-        "--quick", action="store_true", help="fewer problems; about 11 minutes on two cores, later runs 2"
-    )
+    parser.add_argument("--quick", action="store_true", help="fewer problems; over 10 minutes on two cores")
     parser.add_argument("--seeds", type=int, default=1, help="models of each task, each with errors of its own")
     parser.add_argument(
         "--processes", type=int, default=2, help="jobs at a time, each on one thread (default: %(default)s)"

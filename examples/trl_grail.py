@@ -233,12 +233,12 @@ def parse_options() -> argparse.Namespace:
     if options.save_steps < 0:
         parser.error(f"--save-steps {options.save_steps} must be 0 (no checkpoints) or more")
     responses = options.prompts * options.rollouts
-    if options.rollouts < 2 or (responses % options.micro_batch if responses > options.micro_batch else 0):
+    options.micro_batch = max(1, min(options.micro_batch, responses))
+    if options.rollouts < 2 or responses % options.micro_batch:
         parser.error(
             f"--rollouts {options.rollouts} must be 2 or more, and --prompts times --rollouts ({responses}) a multiple of "
             f"--micro-batch {options.micro_batch}"
         )
-    options.micro_batch = min(options.micro_batch, responses)
     options.output = options.output or Path("outputs", f"trl_{'tiny_' if options.tiny else ''}{options.method}")
     return options
 

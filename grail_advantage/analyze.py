@@ -110,8 +110,8 @@ def _weigh(options: argparse.Namespace, responses: Sequence[Response], tokenizer
         answer=answer_format(options.answer),
     )
     complain("analyze", f"{len(responses)} responses; advantage: {analysis.row_advantages()[1]}")
-    if tokenizer.chat_template and (bare := sum(is_bare(row, tokenizer) for row in responses)):
-        text = f"{bare} prompts are texts without a control token, read as they are; for the chat template give"
+    if tokenizer.chat_template and (bare := bare_prompts(responses, tokenizer)):
+        text = f"{bare} of the prompts are texts without a control token, read as they are; for the chat template give"
         complain("analyze", f'{text} messages: "prompt": [{{"role": "user", "content": "..."}}]')
     outcome = run_analysis(
         analysis, options.out, tokenizer, lambda: load_model(options.model, options.device, options.dtype)
@@ -127,10 +127,11 @@ def _weigh(options: argparse.Namespace, responses: Sequence[Response], tokenizer
     say(f"written: {outcome.path}")
 
 
-def is_bare(row: Response, tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether a prompt is a text in which no token of the chat template can stand."""
+def bare_prompts(responses: Sequence[Response], tokenizer: PreTrainedTokenizerBase) -> int:
+    """How many prompts are texts in which no token of the chat template can stand."""
     known = {str(token) for token in tokenizer.added_tokens_decoder.values()}
-    return isinstance(row.prompt, str) and not any(token in row.prompt for token in known)
+    texts = [row.prompt for row in responses if isinstance(row.prompt, str)]
+    return sum(not any(token in text for token in known) for text in texts)
 
 
 def with_rewards(responses: Sequence[Response], tokenizer: PreTrainedTokenizerBase) -> list[Response]:

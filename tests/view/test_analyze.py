@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from grail_advantage import compute_token_weights
-from grail_advantage.analyze import is_bare, main, with_rewards
+from grail_advantage.analyze import bare_prompts, main, with_rewards
 from grail_advantage.batch import Example
 from grail_advantage.dump.store import read_dump
 from grail_advantage.view.analysis.responses import Response, read_responses, tokenize
@@ -157,8 +157,8 @@ def test_texts_without_a_control_token_are_told_from_templates():
     tokenizer = build_tokenizer()
     prompts = {"2+3?": True, "<|im_start|>user\n2+3?<|im_end|>\n": False}
     for prompt, bare in prompts.items():
-        assert is_bare(Response(id="0", prompt=prompt, response=""), tokenizer) == bare
-    assert not is_bare(Response(id="0", prompt=[{"role": "user", "content": "2+3?"}], response=""), tokenizer)
+        assert bare_prompts([Response(id="0", prompt=prompt, response="")], tokenizer) == bare
+    assert not bare_prompts([Response(id="0", prompt=[{"role": "user", "content": "2+3?"}], response="")], tokenizer)
 
 
 @pytest.fixture

@@ -77,6 +77,13 @@ class Means:
     rows: int
 
 
+def means(values: np.ndarray) -> np.ndarray:
+    """Of each column of (N, K) the mean of what is finite, float64 (K,); NaN where nothing is."""
+    known = np.isfinite(values)
+    count, sums = known.sum(axis=0), np.where(known, values, 0.0).sum(axis=0)
+    return np.divide(sums, count, out=np.full(values.shape[1], np.nan), where=count > 0)
+
+
 def student_95(degrees: np.ndarray) -> np.ndarray:
     """Where 95 % of Student's t distribution is on both sides of 0, for integer degrees of freedom (K,); 12.7 for 1, 2.09 for
     19; NaN below 1.
@@ -105,9 +112,7 @@ def clustered_means(values: np.ndarray, groups: np.ndarray) -> Means:
         groups: int (N,).
     """
     known = np.isfinite(values)
-    count = known.sum(axis=0)
-    sums = np.where(known, values, 0.0).sum(axis=0)
-    mean = np.divide(sums, count, out=np.full(values.shape[1], np.nan), where=count > 0)
+    count, mean = known.sum(axis=0), means(values)
     _, place = np.unique(groups, return_inverse=True)
     n_groups = int(place.max()) + 1 if len(place) else 0
     residuals, present = np.zeros((n_groups, values.shape[1])), np.zeros((n_groups, values.shape[1]), dtype=bool)
@@ -123,12 +128,12 @@ def profiles(table: RowTable) -> dict[str, Means]:
     """Means over the responses with scores by outcome, where there are any: ``right``, ``wrong``, or an empty text for
     responses whose outcome is not known, which count only where no response has one."""
     scored = table[table.scored & np.isfinite(table.profile).any(axis=1)]
-    means = {}
+    found = {}
     for outcome in [outcome for outcome in OUTCOMES if (scored.outcome == outcome).any()] or [""]:
         chosen = scored[scored.outcome == outcome]
         if len(chosen):
-            means[outcome] = clustered_means(chosen.profile, chosen.group)
-    return means
+            found[outcome] = clustered_means(chosen.profile, chosen.group)
+    return found
 
 
 def by_step(table: RowTable, outcome: str) -> tuple[list[int], np.ndarray]:
@@ -140,5 +145,6 @@ def by_step(table: RowTable, outcome: str) -> tuple[list[int], np.ndarray]:
     steps = np.unique(table.step).tolist()
     chosen = table[table.scored & (table.outcome == outcome)]
     parts = [chosen.profile[chosen.step == step] for step in steps]
-    means = [clustered_means(part, np.arange(len(part))).mean for part in parts]
-    return steps, np.array(means, dtype=np.float64).reshape(len(steps), table.profile.shape[1])
+    return steps, np.array([means(part) for part in parts], dtype=np.float64).reshape(
+        len(steps), table.profile.shape[1]
+    )
