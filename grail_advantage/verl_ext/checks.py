@@ -14,8 +14,9 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from importlib.metadata import version
 from importlib.resources import files
+from itertools import takewhile
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pyarrow as pa
 import pyarrow.json as pa_json
@@ -128,7 +129,7 @@ def _ground_truths(file: Path) -> Iterator[Any]:
 
 
 def check_estimator(name: str) -> None:
-    """Refuse an unknown estimator, plug-ins that take a name in use, and methods with the name of an estimator of verl's.
+    """Refuse a misspelt method, plug-ins that take a name in use, and methods with the name of an estimator of verl's.
 
     Raises:
         ValueError: naming the fault, and the plug-ins that failed to import.
@@ -152,10 +153,50 @@ def check_estimator(name: str) -> None:
                 f"the method {known} has the name of one of verl's own estimators, which would run in its place; register it "
                 "under another name"
             )
-    names = {*methods(), *ADV_ESTIMATOR_REGISTRY}
-    if name not in names:
-        known = ", ".join(sorted(names))
-        raise ValueError(f"{METHOD}={name!r} is unknown; choose one of {known}{failure_message()}")
+    check_spelling(name)
+
+
+def check_spelling(name: str) -> None:
+    """Refuse a name that nobody has registered in this process and that is one slip away from a method's: ``GRAIL``, ``oar-g``,
+    ``grial``. Any other is somebody's own: a module that only the task runner's process imports may register it there.
+
+    Raises:
+        ValueError: naming the method and the remedies.
+    """
+    from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY
+
+    if name in ADV_ESTIMATOR_REGISTRY or name in methods():
+        return
+    meant = [each for each in methods() if _folded(each) == _folded(name)]
+    # gspo is as near to grpo as to gtpo, and rlpd is another method than rlsd.
+    if not meant and not any(_slip(name, each) for each in ADV_ESTIMATOR_REGISTRY if each not in methods()):
+        slips = {each: _slip(name, each) for each in methods()}
+        meant = [each for each, slip in slips.items() if slip == "swap" or (slip and len(_folded(each)) > 4)]
+    if meant:
+        known = ", ".join(sorted({*methods(), *ADV_ESTIMATOR_REGISTRY}))
+        raise ValueError(
+            f"{METHOD}={name!r} is unknown; is {meant[0]} meant? An estimator of your own with such a name has to be known "
+            f"before the run starts: set VERL_USE_EXTERNAL_MODULES to its module. Known are {known}{failure_message()}"
+        )
+    if failures():
+        logger.warning("%s=%s is unknown in the process of the command%s", METHOD, name, failure_message())
+
+
+def _folded(name: str) -> str:
+    return "".join(filter(str.isalnum, name.lower()))
+
+
+def _slip(name: str, known: str) -> Literal["swap", "letter"] | None:
+    """Which slip makes one name of the other: two neighbouring letters that are swapped, or one that is wrong, missing or too
+    many."""
+    left = [_folded(name), _folded(known)]
+    for _ in range(2):  # without the beginning that they share, and then without the end
+        shared = sum(1 for _ in takewhile(lambda letters: letters[0] == letters[1], zip(*left, strict=False)))
+        left = [each[shared:][::-1] for each in left]
+    one, other = left
+    if len(one) == 2 and one == other[::-1]:
+        return "swap"
+    return "letter" if max(len(one), len(other)) == 1 and (one + other).isalpha() else None
 
 
 def check_names(config: DictConfig) -> None:

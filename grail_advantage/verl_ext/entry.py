@@ -70,7 +70,7 @@ def prepare_run(config: DictConfig, *, of_verl: bool = False) -> RunConfig | Non
     Raises:
         ValueError: a setting that does not work; the message names the option and the remedy.
     """
-    from grail_advantage.verl_ext.checks import check_config
+    from grail_advantage.verl_ext.checks import check_config, check_spelling
 
     module = OmegaConf.select(config, TRAINER_MODULE)
     import_trainer_module(module)
@@ -79,7 +79,8 @@ def prepare_run(config: DictConfig, *, of_verl: bool = False) -> RunConfig | Non
         OmegaConf.update(config, option, module, force_add=True)
     register_estimators()
     name, mode = config.algorithm.adv_estimator, config.trainer.v1.trainer_mode
-    run = check_config(config) if of_verl or name in methods() or name not in ADV_ESTIMATOR_REGISTRY else None
+    check_spelling(name)
+    run = check_config(config) if of_verl or name in methods() else None
     if not of_verl and isinstance(run, Settings) and run.dump is not None:
         hold(run.dump.folder, "choose another", DUMP_FOLDER)
     if name in methods():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import sys
 from pathlib import Path
@@ -10,7 +11,7 @@ import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import verl  # noqa: F401  its plugin registers the estimators
+import verl
 from omegaconf import DictConfig, OmegaConf
 
 from grail_advantage import Grail, Oar
@@ -74,6 +75,44 @@ def test_names_and_values_that_mean_nothing_are_refused(override: str) -> None:
     """Before the trainer is chosen. Other refusals are in ``tests/test_rules.py``."""
     refused = _refused((override,), *OF_METHODS[override].split())
     assert refused.trainer.v1.trainer_mode == _compose(override).trainer.v1.trainer_mode
+
+
+def _start(name: str) -> str:
+    """The trainer's mode of a run by verl's own command with this estimator, of which this process knows nothing more."""
+    config = _compose(f"{METHOD}={name}", f"{MODE}=sync", f"{ROLLOUT}.log_prob_use_dynamic_bsz=True")
+    config.actor_rollout_ref.ref.log_prob_use_dynamic_bsz = True
+    verl.utils.config.validate_config(config, use_reference_policy=False, use_critic=False)
+    return config.trainer.v1.trainer_mode
+
+
+MISSPELT = {
+    "grail": "GRAIL grial gral graill grsil",
+    "oar_g": "oar-g oarg OAR_G",
+    "turn_rloo": "turn_rlo turnrloo turn-rloo trun_rloo",
+    "gtpo": "GTPO gtop",
+    "surprisal": "suprisal surprsial",
+    "mt_grpo": "mt-grpo mtgrpo mt_grop",
+}
+FOREIGN = (
+    "mine my_estimator grpo_custom my_grail grail_v2 grail2 gpo gspo gmpo gipo ggpo m_grpo t_grpo GRPO turn_grpo turn_ppo rlpd "
+    "low_entropy entropy_of_mine vtrace"
+)
+
+
+def test_an_estimator_that_the_task_runner_alone_knows_starts_as_in_stock_verl() -> None:
+    """Its module may be imported there only; a name that is nearer to one of verl's, or as near, is no slip either."""
+    for name in FOREIGN.split():
+        assert _start(name) == "sync", name
+        checks.check_estimator(name)
+
+
+@pytest.mark.parametrize("name", MISSPELT)
+def test_a_misspelt_method_is_refused_before_the_run_starts(name: str) -> None:
+    for given in MISSPELT[name].split():
+        for check in (_start, checks.check_estimator):
+            with pytest.raises(ValueError) as refused:
+                check(given)
+            assert re.search(rf"{METHOD}='{given}'.*\b{name}\b.*VERL_USE_EXTERNAL_MODULES", str(refused.value))
 
 
 def test_verls_own_estimators_meet_none_of_the_refusals_of_methods() -> None:
