@@ -157,7 +157,7 @@ def _with_facts(record: StepRecord, fetched: TensorDict) -> StepRecord:
     """The record with its responses' values in TransferQueue, as far as the run has them."""
     signal, count = record.signal, len(record.rollouts)
     names = ("reward_model", "extra_fields", "data_source", "extra_info")
-    judged, extra, sources, infos = (objects(fetched, name, count) for name in names)
+    judged, extra, sources, infos = (objects(fetched, name) or [None] * count for name in names)
     sums = [float(values.sum()) for values in fetched["rm_scores"].unbind()] if "rm_scores" in fetched.keys() else []  # noqa: SIM118
     rewards = [reward if math.isfinite(reward) else None for reward in sums] or [None] * count
     # The reward function's own verdict goes first.

@@ -149,22 +149,23 @@ def _fields(batch: KVBatchMeta, signal: Signal) -> dict[str, list[Any]]:
     names = signal.field_names
     if not names:
         return {}
-    extra = [dict(entry) if isinstance(entry, Mapping) else {} for entry in fetch_objects(batch, "extra_fields")]
+    extra = [dict(entry) if isinstance(entry, Mapping) else {} for entry in fetch_objects(batch, "extra_fields") or ()]
     last = _last_outputs(batch.keys)
     of_reward = [(entry.get("reward_extra_info") or {}) for entry in extra]
     copies = [dict.fromkeys(of) if last[row] != row else of for row, of in enumerate(of_reward)]
     added = [{**entry, **of} for entry, of in zip(extra, copies, strict=True)]
     fields = {}
     for name in names:
-        fields[name] = [entry.get(name) for entry in added]
-        if all(value is None for value in fields[name]):
-            fields[name] = fetch_objects(batch, name)
-        if all(value is None for value in fields[name]):
+        # None is a value: a batch in which no response called a tool has nothing else.
+        in_column = not any(name in entry for entry in added)
+        found = fetch_objects(batch, name) if in_column else [entry.get(name) for entry in added]
+        if found is None:
             known = ", ".join(sorted(set().union(*added) - {"reward_extra_info"})) or "nothing"
             raise ValueError(
                 f"{signal.name} reads {FIELD}{name}, which no response has: compute_score must return it, the agent loop add "
                 f"it, or data.train_files have a column of that name; the first two give {known}"
             )
+        fields[name] = found
     return fields
 
 
@@ -212,16 +213,14 @@ def fetch_padded(batch: KVBatchMeta, *fields: str) -> list[torch.Tensor]:
     return [data[name].to_padded_tensor(0) for name in fields]
 
 
-def fetch_objects(batch: KVBatchMeta, field: str) -> list[Any]:
-    """Fetch a column of any objects, one a response."""
-    data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=[field])
-    return objects(data, field, len(batch))
+def fetch_objects(batch: KVBatchMeta, field: str) -> list[Any] | None:
+    """Fetch a column of any objects, one a response; ``None`` where there is no such column."""
+    return objects(tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=[field]), field)
 
 
-def objects(data: TensorDict, name: str, count: int) -> list[Any]:
-    """A column of any objects that were fetched; ``None`` for each where there is no such column."""
-    values = tu.get(data, name) if name in data.keys() else None  # noqa: SIM118  # a TensorDict has no `in`
-    return [None] * count if values is None else list(values)
+def objects(data: TensorDict, name: str) -> list[Any] | None:
+    """A column of any objects that were fetched; ``None`` where there is no such column."""
+    return list(tu.get(data, name)) if name in data.keys() else None  # noqa: SIM118  # a TensorDict has no `in`
 
 
 def fetch_columns(batch: KVBatchMeta, names: Sequence[str]) -> dict[str, torch.Tensor]:

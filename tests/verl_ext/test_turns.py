@@ -69,6 +69,24 @@ def test_rewards_of_the_reward_function_and_of_ones_own_loop(monkeypatch: pytest
     assert all(torch.equal(of, expected[key]) for key, of in step.run().items())
 
 
+@pytest.mark.parametrize("given", ["by the reward function", "by the loop", "by the data"])
+def test_a_batch_without_a_call_trains(monkeypatch: pytest.MonkeyPatch, given: str) -> None:
+    """``None`` is a response's value, also where no other response has more. The responses are those of the other tests of a
+    step, which are of one turn."""
+    found = []
+    for nothing in ([], None):
+        with monkeypatch.context() as patch:
+            step = Step(patch, ["algorithm.adv_estimator=turn_rloo"])
+            step.set_signal(method("turn_rloo").build({"rewards": "mine"}))
+            for row in step.store.rows.values():
+                column = {"mine": nothing}
+                extra = column if given == "by the loop" else {"reward_extra_info": column}
+                row |= column if given == "by the data" else {"extra_fields": extra}
+            found.append(step.run())
+    assert all(torch.equal(of, found[1][key]) for key, of in found[0].items())
+    assert all(bool(of.any()) for key, of in found[1].items() if key.startswith("a"))
+
+
 def _session_of_two(step: Step) -> None:
     """The session a_1 in two rows: its first turn, and the other two after its context was compressed. As verl's agent loop
     writes them, both carry the reward of the last one."""
