@@ -5,7 +5,8 @@
 In a turn the policy calls tool A or B, which gives a reward and says something, or stops; a third turn chooses between two
 endings. Every group of responses is enumerated with its probability, the registered methods give its token advantages, and
 autograd the gradients of log-probabilities. So the figures have no sampling error. The fixed variant has no stop: three turns.
-In the truncated one the length limit cuts every fifth call off, which ends the response without a reward.
+In the truncated one the length limit cuts off what the tool says to every fifth call, which ends the response. As in verl's
+tool agent loop, the call's reward counts and is the last of the list.
 
 Shape suffixes: B responses, T response tokens, P parameters of the policy, R possible responses, K turns of a response.
 """
@@ -24,6 +25,7 @@ import torch
 
 from grail_advantage.batch import RolloutBatch
 from grail_advantage.methods import method
+from grail_advantage.signals.turns import list_a_turn
 from recipe.marked_text import table
 
 LENGTH = 5
@@ -76,7 +78,7 @@ class Environment:
 
     @classmethod
     def build(cls, *, stops: bool, cut: float = 0.0) -> Environment:
-        """With a policy that may stop, or with three turns; with this probability that a call is cut off."""
+        """With a policy that may stop, or with three turns; with this probability that a call's answer is cut off."""
         logits = {saw: {did: x for did, x in known.items() if stops or did != STOP} for saw, known in LOGITS.items()}
         places = {
             (saw, did): place for place, (saw, did) in enumerate((s, d) for s, known in logits.items() for d in known)
@@ -174,7 +176,7 @@ def environment(*, stops: bool, cut: float = 0.0) -> Environment:
 
 def reward(steps: Sequence[Step]) -> float:
     """All rewards of a response."""
-    return sum(TOOL_REWARDS[step] for step in steps[:-1]) + OUTCOMES.get(steps[-1], 0.0)
+    return sum(TOOL_REWARDS.get(step, 0.0) + OUTCOMES.get(step, 0.0) for step in steps)
 
 
 def turn_advantages(
@@ -198,8 +200,8 @@ def turn_advantages(
             if place:
                 messages_BT[row, 2 * place - 1] = SAID[steps[turn][0]]
         sessions[number].append(row)
-        paid = [TOOL_REWARDS[steps[turn]] for turn in turns if turn < len(steps) - 1]
-        rewards.append([[one / 2, one / 2] for one in paid] if parts else paid)
+        paid = [TOOL_REWARDS[steps[turn]] for turn in turns if steps[turn] in TOOL_REWARDS]
+        rewards.append([[one / 2, one / 2] for one in paid] if parts else list_a_turn(paid, len(turns)))
     outcomes = [OUTCOMES.get(responses[number][-1], 0.0) for number, _ in rows]
     batch = RolloutBatch(
         mask_BT=written_BT,
@@ -213,10 +215,10 @@ def turn_advantages(
         fields={"tool_rewards": rewards},
         sessions=sessions,
     )
-    scores_BT = signal.scores(batch, None)
+    scores_BT = signal.scores(batch, None).nan_to_num(0.0)  # as the hosts: what has none trains nothing
     of_turns_BK = torch.zeros(len(responses), (LENGTH + 1) // 2, dtype=torch.float64)
     for row, (number, turns) in enumerate(rows):
-        cut = responses[number][-1] in SAYS  # the last call was not answered
+        cut = responses[number][-1] in SAYS  # the last call has no answer
         of_turns_BK[number, turns] = scores_BT[row, ::2][: len(turns)] * (not (cut and signal.mask_truncated))
     return of_turns_BK
 
@@ -248,7 +250,7 @@ def compared(found_P: torch.Tensor, exact_P: torch.Tensor) -> tuple[float, float
 
 
 CUT = 0.2
-"""Calls that the length limit cuts off in the truncated variant."""
+"""Calls whose answer the length limit cuts off in the truncated variant."""
 
 
 def report() -> str:
@@ -279,7 +281,7 @@ def _of_truncation() -> list[str]:
         scale, rest = compared(found_P, exact_P)
         error = "0" if rest < 1e-10 else f"{rest:.2f}"
         rows.append([f"`mask_truncated={str(masked).lower()}`", f"{scale:.2f}", error, f"{float(found_P[2]):+.3f}"])
-    head = [f"`turn_rloo`, {CUT:.0%} of calls cut off", "scale", "error", f"stop ({float(exact_P[2]):+.3f})"]
+    head = [f"`turn_rloo`, answers to {CUT:.0%} of calls cut off", "scale", "error", f"stop ({float(exact_P[2]):+.3f})"]
     return table(head, rows, right=1)
 
 

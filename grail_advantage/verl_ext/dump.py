@@ -24,7 +24,7 @@ from grail_advantage.batch import ENTROPY, OLD_LOG_PROBS, outcome_of
 from grail_advantage.dump_writer import StepDump, say_size, tolerant
 from grail_advantage.record import DUMPED, StepRecord
 from grail_advantage.signals.base import Signal
-from grail_advantage.signals.turns import rewards_label
+from grail_advantage.signals.turns import list_a_turn, rewards_label, runs
 from grail_advantage.verl_ext.received import (
     Written,
     fetch_loss_columns,
@@ -61,6 +61,7 @@ class UpdateDump:
         options = settings.dump
         self._reads_received = options.received and settings[STRATEGY] in ENGINES
         self._watched: Written | None = None
+        self._one_reward_a_turn = bool(settings.one_reward_a_turn)
         options.make_folder(DUMP)
         self.steps = StepDump(
             options.folder,
@@ -94,7 +95,9 @@ class UpdateDump:
             part = record.part(chosen)
             keys = list(part.rollouts.keys)
             fetched = tq.kv_batch_get(keys=keys, partition_id=batch.partition_id, select_fields=list(FIELDS))
-            self.steps.write(record.step, update, lambda: [_with_facts(part, fetched)], sum(of_run))
+            self.steps.write(
+                record.step, update, lambda: [_with_facts(part, fetched, self._one_reward_a_turn)], sum(of_run)
+            )
             if self._reads_received:
                 self._watched = Written(update, chosen, keys, part.advantages_BT, part.rollouts.mask_BT)
 
@@ -153,8 +156,12 @@ class UpdateDump:
         return {}
 
 
-def _with_facts(record: StepRecord, fetched: TensorDict) -> StepRecord:
-    """The record with its responses' values in TransferQueue, as far as the run has them."""
+def _with_facts(record: StepRecord, fetched: TensorDict, one_reward_a_turn: bool) -> StepRecord:
+    """The record with its responses' values in TransferQueue, as far as the run has them.
+
+    Args:
+        one_reward_a_turn: whether that is certain of as many rewards as turns.
+    """
     signal, count = record.signal, len(record.rollouts)
     names = ("reward_model", "extra_fields", "data_source", "extra_info")
     judged, extra, sources, infos = (objects(fetched, name) or [None] * count for name in names)
@@ -164,6 +171,7 @@ def _with_facts(record: StepRecord, fetched: TensorDict) -> StepRecord:
     verdicts = [_entry(_entry(entry, "reward_extra_info"), "acc") for entry in extra]
     truths = [_entry(entry, "ground_truth") for entry in judged]
     numbers = [_entry(entry, "index") for entry in infos]
+    turns = [len(runs(written_T)) if one_reward_a_turn else 0 for written_T in record.rollouts.written_BT.numpy()]
     facts = {
         "ground_truth": [None if truth is None else tolerant("ground_truth", str, truth) for truth in truths],
         "reward": rewards,
@@ -176,8 +184,9 @@ def _with_facts(record: StepRecord, fetched: TensorDict) -> StepRecord:
             for of_row in zip(sources, numbers, strict=True)
         ],
         "labels": [
-            tolerant("turn_rewards", partial(turn_rewards_label, signal=signal, before=before), entry) or {}
-            for entry, before in zip(extra, record.rollouts.turns_before, strict=True)
+            tolerant("turn_rewards", partial(turn_rewards_label, signal=signal, before=before, turns=of_row), entry)
+            or {}
+            for entry, before, of_row in zip(extra, record.rollouts.turns_before, turns, strict=True)
         ],
     }
     columns_BT = {
@@ -188,19 +197,20 @@ def _with_facts(record: StepRecord, fetched: TensorDict) -> StepRecord:
     return replace(record, rollouts=replace(record.rollouts, facts=facts, columns_BT=columns_BT))
 
 
-def turn_rewards_label(extra: Any, signal: Signal, before: int = 0) -> dict[str, list[Any]]:
+def turn_rewards_label(extra: Any, signal: Signal, before: int = 0, turns: int = 0) -> dict[str, list[Any]]:
     """The rewards by turn as a label: those that the method reads, else the first of the usual names that has any.
 
     Args:
         extra: what verl has of the response.
         signal: the method.
         before: turns of its session before the response; a list of the reward function is the whole session's.
+        turns: of the response where as many rewards are certain to be one each, else 0.
     """
     own = getattr(signal, "rewards", None)
     for name in (own or None, *TURN_REWARDS):
         for begin, of in ((before, _entry(extra, "reward_extra_info")), (0, extra)):
             known = _entry(of, name) if name else None
-            if label := rewards_label(known)[begin:]:
+            if label := rewards_label(list_a_turn(known, turns))[begin:]:
                 return {"turn_rewards": label}
             if known is not None and name == own:
                 return {}

@@ -33,6 +33,7 @@ from grail_advantage.verl_ext.settings import (
     METHOD,
     MODEL,
     PACKED,
+    PARALLEL_CALLS,
     ROLLOUT,
     SHARE,
     SKIP,
@@ -83,7 +84,6 @@ WEIGHTS_ALONE = "w4a16"
 STRATEGY, FUSED = f"{ACTOR}.strategy", f"{MODEL}.use_fused_kernels"
 BACKEND, TARGETS = f"{MODEL}.fused_kernel_options.impl_backend", f"{MODEL}.target_modules"
 TRAIN_BATCH, MINI_BATCH = "data.train_batch_size", f"{ACTOR}.ppo_mini_batch_size"
-PARALLEL_CALLS = f"{ROLLOUT}.multi_turn.max_parallel_calls"
 LOSS, AGGREGATION, SCALE = (
     f"{ACTOR}.{name}" for name in ("policy_loss.loss_mode", "loss_agg_mode", "loss_scale_factor")
 )

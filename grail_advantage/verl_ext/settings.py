@@ -37,6 +37,7 @@ from grail_advantage.methods import method, methods
 from grail_advantage.options import option_fields
 from grail_advantage.registry import RESERVED
 from grail_advantage.signals.base import Signal
+from grail_advantage.signals.turns import TurnSignal
 
 SECTION = "algorithm.token_weights"
 METHOD = "algorithm.adv_estimator"
@@ -56,6 +57,9 @@ DUMP_FOLDER, DUMP_EVERY = f"{DUMP}folder", f"{DUMP}every"
 TOOL_REWARDS, CALL_REWARDS = "tool_rewards", "call_rewards"
 """Fields of an agent loop with the rewards of calls: one flat list, by verl; one list for each turn that called, by
 :mod:`grail_advantage.verl_ext.tool_agent`, with ``None`` where a tool gave none."""
+PARALLEL_CALLS = "actor_rollout_ref.rollout.multi_turn.max_parallel_calls"
+AGENT_LOOPS = "actor_rollout_ref.rollout.agent.agent_loop_config_path"
+"""A file with agent loops beside verl's own."""
 ENGINES = ("fsdp", "fsdp2")
 """Values of ``actor_rollout_ref.actor.strategy``: the engines of verl's in which this project runs code of its own."""
 
@@ -164,6 +168,14 @@ class Settings(RunConfig):
     def attention(self) -> str:
         """The implementation of the attention, which verl sets where nobody does."""
         return str(self[ATTENTION] or "flash_attention_2")
+
+    @property
+    def one_reward_a_turn(self) -> str:
+        """The field in which as many rewards as turns are one each: verl's own agent loops make one call a turn at most. Empty
+        where that is not certain."""
+        if self[PARALLEL_CALLS] != 1 or self[AGENT_LOOPS] or not isinstance(self.signal, TurnSignal):
+            return ""
+        return self.signal.rewards if self.signal.align == "calls" else ""
 
 
 def algorithm_sections() -> dict[str, Any]:

@@ -38,6 +38,7 @@ from grail_advantage.batch import (
 )
 from grail_advantage.record import Rollouts, StepRecord
 from grail_advantage.signals.base import Signal
+from grail_advantage.signals.turns import list_a_turn, runs
 from grail_advantage.verl_ext.exchange import LEAF, SALIENCY_FIELDS, SECONDS, TARGET, nested
 from grail_advantage.verl_ext.settings import ACTOR, BASE, BASES, KL_IN_REWARD, METHOD, ROLLOUT, SKIP, Settings
 
@@ -115,6 +116,9 @@ def fetch_step(
     data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=names)
     prompts, responses = list(data["prompts"].unbind()), list(data["responses"].unbind())
     written_BT = data["loss_mask"].to_padded_tensor(0).bool()
+    fields = _fields(batch, signal)
+    if name := settings.one_reward_a_turn:
+        fields[name] = list(map(list_a_turn, fields[name], (len(runs(written_T)) for written_T in written_BT.numpy())))
     rollouts = Rollouts(
         prompts=prompts,
         responses=responses,
@@ -125,7 +129,7 @@ def fetch_step(
         truncated_B=truncated(prompts, responses, settings, context_length, end_tokens),
         groups_B=torch.tensor(group_numbers(batch.keys)),
         examples=_examples(data, settings) if EXAMPLES in signal.reads else None,
-        fields=_fields(batch, signal),
+        fields=fields,
         sessions=[(session, int(number)) for session, number in (key.rsplit("_", 1) for key in batch.keys)],
         keys=list(batch.keys),
     )

@@ -39,7 +39,12 @@ def test_turn_rloo_is_the_true_gradient(stops: bool) -> None:
 def test_truncated_responses_train_without_bias_and_masked_ones_with() -> None:
     known = environment(stops=True, cut=0.2)
     assert float(known.probabilities_R.sum()) == pytest.approx(1)
-    _close(known.expected_gradient("turn_rloo", {}, size=2), _truth(known))
+    cut = [steps for steps in known.steps if steps[-1] in TOOL_REWARDS]
+    assert {len(steps) for steps in cut} == {1, 2} and all(
+        reward(steps) == sum(map(TOOL_REWARDS.get, steps)) for steps in cut
+    )
+    for options in ({}, {"stopped": "zero"}):
+        _close(known.expected_gradient("turn_rloo", options, size=2), _truth(known))
     masked_P = known.expected_gradient("turn_rloo", {"mask_truncated": True}, size=2)
     assert compared(masked_P, _truth(known))[1] > 0.2
 

@@ -117,6 +117,12 @@ def test_rewards_by_turn_are_those_that_the_method_reads_or_else_the_usual_ones(
     assert turn_rewards_label(extra, Grail(), before=1) == {"turn_rewards": [-1.0]}, "the second response of a session"
     calls = {"call_rewards": [[1.0, 0.5], [None], [-1.0]], "tool_rewards": [1.0, 0.5, -1.0]}
     assert turn_rewards_label(calls, Grail(), before=1) == {"turn_rewards": [[1.0, 0.5], [], [-1.0]]}
+    cut = {"tool_rewards": [1.0, 0.5]}
+    assert turn_rewards_label(cut, TurnRloo()) == {"turn_rewards": [1.0, 0.5]}
+    assert turn_rewards_label(cut, TurnRloo(), turns=2) == {"turn_rewards": [[1.0], [0.5]]}, (
+        "the last call has no answer"
+    )
+    assert turn_rewards_label(cut, TurnRloo(), turns=3) == {"turn_rewards": [1.0, 0.5]}
     assert turn_rewards_label(calls | {"call_rewards": []}, TurnRloo(rewards="call_rewards")) == {}
     del extra["reward_extra_info"]
     for signal in (Grail(), TurnRloo(rewards="")):

@@ -7,12 +7,15 @@ from itertools import chain
 from typing import Any
 
 import pytest
+import torch
 from transformers import PreTrainedTokenizerFast
 from verl.experimental.agent_loop.tool_agent_loop import ToolAgentLoop
 
+from grail_advantage.methods import method
 from grail_advantage.signals.turns import UncertainError, rewards_by_turn, runs
 from grail_advantage.verl_ext.tool_agent import TurnToolAgent
 from tests.recipe.test_agent import BOX, FIRST, SECOND, run_loop
+from tests.verl_ext.test_one_step import Step
 from verl_cpu.tiny.agent_warm_up import build_agent_tokenizer
 
 UNKNOWN = '<tool_call>{"name": "look", "arguments": {}}</tool_call>'
@@ -48,10 +51,39 @@ def test_the_calls_of_each_turn(
             rewards_by_turn([stock.extra_fields["tool_rewards"]], [turns], "calls")
 
 
-def test_a_call_whose_answer_does_not_fit_keeps_its_turn(tokenizer: PreTrainedTokenizerFast) -> None:
-    length = len(tokenizer.encode(FIRST)) + 3
-    output, _ = run_loop(tokenizer, [FIRST], length=length, loop_class=TurnToolAgent)
-    assert output.extra_fields["call_rewards"] == [[1.0]] and all(output.response_mask)
+@pytest.mark.parametrize("loop_class", [ToolAgentLoop, TurnToolAgent])
+def test_a_call_whose_answer_does_not_fit_keeps_its_turn(
+    tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch, loop_class: type[ToolAgentLoop]
+) -> None:
+    """In verl's own loop, which lists the call's reward before it finds no room for the answer: two turns, two rewards. The
+    other responses have one turn, so the second one has no sibling there."""
+    whole, _ = run_loop(tokenizer, [FIRST, SECOND, BOX])
+    length = runs(whole.response_mask)[1][1] + 1
+    output, _ = run_loop(tokenizer, [FIRST, SECOND], length=length, loop_class=loop_class)
+    assert output.extra_fields["tool_rewards"] == [1.0, 1.0] and len(runs(output.response_mask)) == 2
+    assert len(output.response_mask) < length and output.response_mask == whole.response_mask[: length - 1]
+    assert output.extra_fields.get("call_rewards", [[1.0], [1.0]]) == [[1.0], [1.0]]
+    name = "tool_rewards" if loop_class is ToolAgentLoop else "call_rewards"
+    step = Step(monkeypatch, ["algorithm.adv_estimator=turn_rloo"])
+    step.set_signal(method("turn_rloo").build({"rewards": name}))
+    for row in step.store.rows.values():
+        row["extra_fields"] = {name: []}
+    mask_T = torch.tensor(output.response_mask)
+    step.store.rows["a_1_0"] |= {
+        "responses": torch.ones_like(mask_T),
+        "response_mask": mask_T,
+        "loss_mask": mask_T,
+        "rollout_log_probs": torch.full(mask_T.shape, -0.1),
+        "rm_scores": torch.zeros(mask_T.shape),
+        "extra_fields": output.extra_fields,
+    }
+    rewards = {key: float(row["rm_scores"].sum()) for key, row in step.store.rows.items() if key.startswith("a")}
+    others = (sum(rewards.values()) - rewards["a_1_0"]) / (len(rewards) - 1)
+    advantages_T, metrics = step.run()["a_1_0"], step.metrics
+    (_, first), (second, _) = runs(output.response_mask)
+    torch.testing.assert_close(advantages_T[:first], torch.full((first,), 2.0 - others))
+    assert not advantages_T[first:second].any() and metrics["turn_rloo/non_finite_rate"] == 0
+    torch.testing.assert_close(advantages_T[second:], torch.full((len(mask_T) - second,), 1.0 - others))
 
 
 def test_calls_that_end_in_another_order_and_tools_without_a_reward(

@@ -15,7 +15,7 @@ from grail_advantage.methods import method
 from grail_advantage.signals.turns import TurnSignal
 from grail_advantage.verl_ext import rules
 from grail_advantage.verl_ext.rules import AGGREGATION, Skipping, broken
-from grail_advantage.verl_ext.settings import ROLLOUT, SKIP, Settings
+from grail_advantage.verl_ext.settings import AGENT_LOOPS, PARALLEL_CALLS, ROLLOUT, SKIP, Settings
 from tests.core.test_turns import Talk
 from tests.core.tiny_models import encode
 from tests.verl_ext.test_one_step import ROWS, Step
@@ -73,7 +73,7 @@ def test_rewards_of_the_reward_function_and_of_ones_own_loop(monkeypatch: pytest
 def test_a_batch_without_a_call_trains(monkeypatch: pytest.MonkeyPatch, given: str) -> None:
     """``None`` is a response's value, also where no other response has more. The responses are those of the other tests of a
     step, which are of one turn."""
-    found = []
+    found: list[dict[str, torch.Tensor]] = []
     for nothing in ([], None):
         with monkeypatch.context() as patch:
             step = Step(patch, ["algorithm.adv_estimator=turn_rloo"])
@@ -209,6 +209,34 @@ def test_denominators_that_the_policy_chooses_are_warned_of() -> None:
     assert said("seq-mean-token-sum", policy_loss={"loss_mode": "sapo"}), "it averages over each response's tokens"
     assert not said("seq-mean-token-sum") and not said("seq-mean-token-sum-norm", loss_scale_factor=512)
     assert not said("token-mean", "grail")
+
+
+@pytest.mark.parametrize(
+    ("given", "override", "certain"),
+    [
+        ([0.5, -0.25, 2.0], None, True),
+        (np.array([0.5, -0.25, 2.0]), None, True),
+        ([0.5, -0.25, None], None, True),
+        ([0.5, -0.25, 2.0, 2.0], None, False),
+        ([0.5, -0.25, 2.0], f"{AGENT_LOOPS}=mine.yaml", False),
+        ([0.5, -0.25, 2.0], f"{PARALLEL_CALLS}=2", False),
+    ],
+)
+def test_as_many_rewards_as_turns(
+    monkeypatch: pytest.MonkeyPatch, given: Any, override: str | None, certain: bool
+) -> None:
+    """One each with verl's own loop and one call a turn, the last without an answer; another loop may make two calls."""
+
+    def run(rewards: Any, *overrides: str) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
+        with monkeypatch.context() as patch:
+            step = _step(patch, "turn_rloo", *overrides)
+            step.store.rows["a_1_0"]["extra_fields"]["tool_rewards"] = rewards
+            return step.run(), step.metrics
+
+    found, metrics = run(given, *([override] if override else []))
+    listed, _ = run([[0.5], [-0.25], [given[2]]])
+    assert all(torch.equal(of, listed[key]) for key, of in found.items()) == certain == bool(found["a_1_0"].any())
+    assert (metrics["turn_rloo/non_finite_rate"] == 0) == certain
 
 
 def test_verls_flat_list_is_refused_with_parallel_calls() -> None:
