@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,8 @@ import pytest
 import torch
 
 from grail_advantage import TokenWeights, compute_token_weights
+from grail_advantage.pipeline import weigh
+from grail_advantage.token_weights import PlainHost
 from tests import hosts
 from tests.core.tiny_models import Rollout, char_tokenizer, encode, make_batch, plain_columns, tiny_model
 
@@ -93,3 +96,19 @@ def test_facts_are_those_of_the_responses(rows: list[dict[str, Any]]) -> None:
     assert [row["no_scores"] for row in rows] == reasons
     tool = [hosts.RESPONSES[-1].text.index("["), hosts.RESPONSES[-1].text.index("]") + 2]
     assert rows[-1]["labels"] == f'{{"tool": [{tool}]}}' and {row["labels"] for row in rows[:-1]} == {None}
+
+
+def test_responses_without_a_token_count_in_no_rate() -> None:
+    """As where the prompt fills the context. One of them has no usable advantage, and then the truncated one is another."""
+
+    def rates(*empty: int) -> tuple[float, float]:
+        rollouts = hosts.plain_rollouts()
+        rollouts.written_BT[list(empty)] = False
+        rollouts = replace(rollouts, mask_BT=rollouts.mask_BT & rollouts.written_BT)
+        metrics = weigh(PlainHost(tiny_model(), rollouts), hosts.signal_of("uniform"), 0).metrics
+        return metrics["truncated_rate"], metrics["unjudged_rate"]
+
+    (unjudged, *_), truncated = (row for row, of in enumerate(hosts.ADVANTAGES) if math.isnan(of)), hosts.TRUNCATED
+    assert rates() == (1 / hosts.COUNT, 2 / hosts.COUNT)
+    assert rates(unjudged) == (1 / (hosts.COUNT - 1), 1 / (hosts.COUNT - 1))
+    assert rates(unjudged, truncated) == (0, 1 / (hosts.COUNT - 2))

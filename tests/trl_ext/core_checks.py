@@ -283,6 +283,16 @@ def test_gradient_of_the_loss_is_a_hand_written_one(tmp_path: Path, loss_type: s
     assert not torch.allclose(parameters_gradient(trainer, ones)[1], expected, rtol=0.05)
 
 
+@pytest.mark.parametrize("loss_type", LOSSES)
+def test_the_mean_of_the_runs_loss(tmp_path: Path, loss_type: str) -> None:
+    """Which a method's threshold is compared with. dr_grpo divides by the longest length, not by the batch's width."""
+    trainer = build(tmp_path, weights={"token_weights": "uniform"}, loss_type=loss_type)
+    values_BT = torch.tensor([[1.0, 2.0, 9.0], [4.0, 9.0, 9.0]])
+    mask_BT = torch.tensor([[True, True, False], [True, False, False]])
+    expected = {"grpo": 11 / 4, "sapo": 11 / 4, "dr_grpo": 7 / 2 / trainer.args.max_completion_length}
+    assert trainer._aggregate(values_BT, mask_BT) == pytest.approx(expected.get(loss_type, 7 / 3), rel=1e-6)
+
+
 @pytest.mark.parametrize(
     ("loss_type", "scale"), [*((loss, "none") for loss in LOSSES), ("dapo", "group"), ("dapo", "batch")]
 )

@@ -19,6 +19,8 @@ from verl.trainer.ppo.v1.utils import MetricsAggregator
 from grail_advantage import Grail, RolloutBatch, Signal, record
 from grail_advantage.verl_ext import trainers  # noqa: F401  registers them
 from grail_advantage.verl_ext.exchange import SALIENCY_FIELDS
+from grail_advantage.verl_ext.settings import ACTOR
+from grail_advantage.verl_ext.step import mean_of_loss
 from grail_advantage.verl_ext.trainer import TIMING, TokenWeightTrainer
 from tests.core.tiny_models import encode
 from tests.verl_ext.one_step import BACKWARD, Store, Workers, make_trainer
@@ -295,3 +297,22 @@ def test_a_field_that_no_row_has_is_named(monkeypatch: pytest.MonkeyPatch) -> No
         row["extra_fields"] = {"turn_scores": [], "reward_extra_info": {"acc": 1.0}}
     with pytest.raises(ValueError, match=r"judging reads field:blame, which no response has.* give acc, turn_scores"):
         step.run()
+
+
+MEANS = {
+    ("token-mean", None): 7 / 3,
+    ("seq-mean-token-sum", None): 7 / 2,
+    ("seq-mean-token-mean", None): 11 / 4,
+    ("seq-mean-token-sum-norm", None): 7 / 2 / 3,
+    ("seq-mean-token-sum-norm", 8): 7 / 2 / 8,
+}
+
+
+@pytest.mark.parametrize(("aggregation", "factor"), MEANS)
+def test_the_mean_of_the_runs_loss(aggregation: str, factor: int | None) -> None:
+    """Which a method's threshold is compared with; without a factor the last one divides by the batch's width."""
+    options = [f"{ACTOR}.loss_agg_mode={aggregation}", f"{ACTOR}.loss_scale_factor={factor or 'null'}"]
+    settings = make_trainer(options, Grail(), None).settings
+    values_BT = torch.tensor([[1.0, 2.0, 9.0], [4.0, 9.0, 9.0]])
+    mask_BT = torch.tensor([[True, True, False], [True, False, False]])
+    assert mean_of_loss(settings)(values_BT, mask_BT) == pytest.approx(MEANS[aggregation, factor], rel=1e-6)

@@ -28,6 +28,9 @@ class TestSpread:
             sum(row in set(selected) for row in order[rank * each : (rank + 1) * each]) for rank in range(data_parallel)
         ]
         assert max(of_rank) == -(-len(selected) // data_parallel)
+        fill = {row for rank in range(data_parallel) for row in order[rank * each :][: max(of_rank)]} - set(selected)
+        left = set(range(count)) - set(selected) - fill
+        assert max((lengths[row] for row in fill), default=0) <= min((lengths[row] for row in left), default=4000)
 
     def test_balances_tokens(self) -> None:
         lengths = [1000, 990, 30, 20, 500, 490, 300, 310]
