@@ -74,7 +74,10 @@ RESPONSES = [
     Said(NINE, ["Let me ask. ", "[it is 42] ", r"So it is = \boxed{42}<end>"], 0.0, [0.5]),
 ]
 """Two prompts with five responses each. Of the first: incorrect, correct, several boxes, no box, a reward that is NaN. Of the
-second: cut off, a short incorrect one, a correct one with two boxes, an infinite reward, a tool's tokens."""
+second: cut off, a short incorrect one, a correct one with two boxes, an infinite reward, a tool's tokens.
+
+No prompt has equal rewards whose float32 mean is off by rounding, as three of 0.9 are: verl trains on that rounding, as its
+GRPO does, while TRL's trainer and an analysis give the advantage 0."""
 COUNT, GROUP_SIZE = len(RESPONSES), len(RESPONSES) // 2
 TRUNCATED = 5
 LIMIT = len(RESPONSES[TRUNCATED].ids)

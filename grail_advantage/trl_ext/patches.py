@@ -127,6 +127,20 @@ def reward_sums(rewards: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     return torch.where(rewards.isnan().all(dim=1), torch.nan, sums_B)
 
 
+def in_equal_group(rewards: torch.Tensor, generations: int) -> torch.Tensor:
+    """bool (B,): the rewards of the response's group are equal, to rounding of a sum in float32 and NaN left out. TRL takes
+    their mean off (lines 2785 and 2794), and what rounding leaves of three rewards of 0.7 is an advantage of 6e-4.
+
+    Args:
+        rewards: (B,) sums of the reward functions, or (B, F) where TRL takes off the mean of each function.
+        generations: responses of a group.
+    """
+    groups = rewards.reshape(len(rewards) // generations, generations, -1)
+    most, least = groups.nan_to_num(-torch.inf).amax(dim=1), groups.nan_to_num(torch.inf).amin(dim=1)
+    equal = most - least <= 2**-22 * torch.maximum(most.abs(), least.abs())
+    return equal.all(dim=1).repeat_interleave(generations)
+
+
 def logged_columns(trainer: GRPOTrainer) -> Mapping[str, list[Any]]:
     """What this process's reward functions logged of its responses with ``log_extra``, by column.
 

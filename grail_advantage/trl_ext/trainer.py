@@ -47,6 +47,7 @@ from grail_advantage.trl_ext.dump import WHERE, GenerationDump, dump_options
 from grail_advantage.trl_ext.fields import CallRewards, fill_in
 from grail_advantage.trl_ext.patches import (
     TOOL_MASK,
+    in_equal_group,
     log_in_training,
     logged_columns,
     reward_sums,
@@ -243,13 +244,16 @@ class TokenWeightGRPOTrainer(GRPOTrainer):
         for written_T, tool_mask_T in zip(written_BT, self._tool_mask or (), strict=False):
             written_T[: len(tool_mask_T)] &= torch.tensor(tool_mask_T, dtype=torch.bool, device=device)
         known = {OLD_LOG_PROBS: output.get("old_per_token_logps")}
-        rewards_B = reward_sums(self._rewards, self.reward_weights)[places_B.to(self._rewards.device)].to(device)
+        sums = reward_sums(self._rewards, self.reward_weights)
+        apart = self.multi_objective_aggregation == "normalize_then_sum"
+        equal = in_equal_group(self._rewards if apart else sums, self.num_generations)
+        rewards_B, equal_B = (each[places_B.to(each.device)].to(device) for each in (sums, equal))
         prompts = zip(output["prompt_ids"], output["prompt_mask"].bool(), strict=True)
         return Rollouts(
             prompts=[ids_P[mask_P] for ids_P, mask_P in prompts],
             responses=[ids_T[:length] for ids_T, length in zip(ids_BT, lengths, strict=True)],
             mask_BT=mask_BT[:, :width] & written_BT,
-            advantages_B=torch.where(rewards_B.isnan(), torch.nan, output["advantages"]),
+            advantages_B=output["advantages"].masked_fill(equal_B, 0.0).masked_fill(rewards_B.isnan(), torch.nan),
             tokenizer=self.processing_class,
             answer=self.answer,
             written_BT=written_BT,

@@ -207,6 +207,50 @@ def test_one_of_several_rewards_that_cannot_be_used(
     assert figures[f"{method_name}/unjudged_rate"] == pytest.approx(sum(unusable) / 8)
 
 
+class Stock(scripted.Scripted, GRPOTrainer):
+    """TRL's own trainer."""
+
+
+PART = {"normalised apart": {"multi_objective_aggregation": "normalize_then_sum"}}
+SCALES = {name: {"scale_rewards": name} for name in ("none", "group", "batch")}
+
+
+@pytest.mark.parametrize("options", [*SCALES.values(), *PART.values()], ids=[*SCALES, *PART])
+@pytest.mark.parametrize(
+    "columns", [[[None, 0.9, 0.9, 0.9]], [[0.1, 0.2, 0.4, 0.4], [0.2, 0.4, 0.1, 0.2], [0.4, 0.1, 0.2, 0.1]]]
+)
+def test_equal_rewards_have_no_advantage(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    columns: list[list[float | None]],
+    options: dict[str, Any],
+) -> None:
+    """Of the first prompt; TRL's own advantages are off by rounding. The second prompt's keep TRL's."""
+    places = {
+        text.removesuffix(END): place
+        for place, (text, _) in enumerate(scripted.GROUPS["Two plus three, what is that?"])
+    }
+
+    def function(values: list[float | None]) -> Any:
+        def score(prompts: list[Any], completions: list[Any], **_: Any) -> list[float | None]:
+            pairs = zip(prompts, completions, strict=True)
+            return [
+                scripted.REWARDS["Nine?", text] if prompt == "Nine?" else values[places[text]] for prompt, text in pairs
+            ]
+
+        return score
+
+    monkeypatch.setattr(scripted, "reward", [function(values) for values in columns])
+    stock = generation_batch(build(tmp_path, Stock, **options))["advantages"]
+    batch = generation_batch(build(tmp_path, weights={"token_weights": "uniform"}, **options))
+    if len(columns) > 1 and options in PART.values():  # the functions themselves differ
+        assert batch["advantages"][1:4].any()
+        return
+    assert stock[1:4].any(), "rounding leaves something here"
+    assert not batch["advantages"][:4].any()
+    assert torch.equal(batch["advantages"][5:, 0], stock[5:]), "the first one is truncated"
+
+
 def test_answers_in_another_format(tmp_path: Path) -> None:
     answer = r" (?P<content>six|say|or)"
     trainer = build(tmp_path, weights={"token_weights": Grail(gate="all"), "answer": answer})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,6 +16,8 @@ from grail_advantage.signals.base import Signal
 from grail_advantage.view.analysis.responses import Response, example_of
 
 ADVANTAGES = ("auto", "wrong", "right")
+ROUNDED = 2**-22
+"""Relative distance of rewards that are equal in float32 but for the rounding of a sum."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,5 +93,11 @@ class Analysis:
         of_group: dict[str | None, list[float]] = {}
         for group, reward in zip(groups, known, strict=True):
             of_group.setdefault(group, []).append(reward)
-        differences = [reward - float(np.mean(of_group[group])) for group, reward in zip(groups, known, strict=True)]
+        # The mean of equal rewards is off by rounding, whose sign would count as a verdict.
+        means = {
+            group: float(np.mean(rewards))
+            for group, rewards in of_group.items()
+            if not math.isclose(min(rewards), max(rewards), rel_tol=ROUNDED)
+        }
+        differences = [reward - means.get(group, reward) for group, reward in zip(groups, known, strict=True)]
         return differences, "the reward less its group's mean"
