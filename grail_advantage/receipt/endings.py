@@ -117,7 +117,7 @@ class Endings(Judged):
         bits, what, kind, _ = self.pattern(at_V, self.mask_V & (value_V != 0), each=4.0)
         if not what:
             return
-        factor_V = torch.where(at_V, more, 1.0) * one
+        factor_V = torch.ones_like(value_V).masked_fill(at_V, more) * one
         name = {"token": "unexplained", "optimiser step": "scaled", "all": "scaled"}.get(
             kind, f"scaled by {_kind(kind)}"
         )
@@ -136,7 +136,7 @@ class Endings(Judged):
         """What is told of a factor."""
         own_V = factor_V[self.mask_V & (self.received_V != 0)]
         at_V = (factor_V.log().abs() > self.trained.precision) & (self.received_V != 0)
-        if not at_V.any():
+        if not (at_V & self.mask_V).any():
             return []
         low, high, size = float(own_V.min()), float(own_V.max()), float(own_V.max() if own_V.max() > 1 else own_V.min())
         because = f", {why}" if why else ""

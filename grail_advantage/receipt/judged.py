@@ -308,7 +308,8 @@ class Judged:
         return {what: value_NT.double()[self.at] for what, value_NT in values.items()}
 
     def pattern(self, at_V: torch.Tensor, of_V: torch.Tensor, each: float = NOTHING) -> Pattern:
-        """The shortest description of some positions among others."""
+        """The shortest description of some positions among others; what is not among these has no part in it."""
+        at_V = at_V & of_V
         count, best = int(at_V.sum()), Pattern(4 + each * float(at_V.sum()), "", "token", at_V)
         if not count or count == int(of_V.sum()):
             return Pattern(0.0, "", "all", at_V)
