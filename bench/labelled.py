@@ -41,7 +41,7 @@ from grail_advantage.answers.format import BOXED, answer_format
 from grail_advantage.answers.span import find_answer_span
 from grail_advantage.answers.text import TokenTexts
 from grail_advantage.view.analysis.responses import Response, example_of, json_lines, tokenize
-from grail_advantage.view.analysis.weigh import token_ranges
+from grail_advantage.view.analysis.weigh import label_ranges
 from recipe.hashing import digest
 
 BATCH = 32
@@ -213,7 +213,8 @@ def batch_of(
         ids = tokenize(row, tokenizer, {})
         response = ids.response_T + ([] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id])
         pieces, places_T = texts(response), np.arange(len(response))
-        ends = token_ranges({"steps": one.steps, "error": one.error or (0, 0)}, pieces)
+        ranges = {"steps": one.steps, "error": one.error or (0, 0)}
+        ends = label_ranges(ranges, one.text, ids.response_T, tokenizer, texts)
         step_T = np.searchsorted([start for start, _ in ends["steps"][1:]], places_T, side="right")
         span = find_answer_span(response, tokenizer, "first", found) if found else None
         compared_T = places_T < (len(ids.response_T) if span is None else span.start)

@@ -50,6 +50,34 @@ class TokenTexts:
         """bool (T,): tokens that put bytes into the text, if only some of a character's; not special tokens or unknown ids."""
         return np.array([bool(self._bytes.get(token)) for token in token_ids.tolist()], dtype=bool)
 
+    def spans_in(self, text: str, token_ids: Sequence[int]) -> list[tuple[int, int]] | None:
+        """Half-open ranges of the characters of each token in a text that is the tokens' but for blanks; ``None`` for another.
+
+        Example: in ``"2+ 3."`` the tokens ``" 2"``, ``"+ "``, ``" 3"``, ``" ."`` have (0, 1), (1, 3), (3, 4), (4, 5). A
+        character that several tokens share is in the ranges of all of them.
+        """
+        tokens = self(token_ids)
+        joined = "".join(tokens)
+        if "".join(joined.split()) != "".join(text.split()):
+            return None
+        # Places of the characters that are no blank, and of the end, in the tokens' text and in the given one.
+        from_K, to_K = (
+            np.array([place for place, character in enumerate(f"{whole}.") if not character.isspace()])
+            for whole in (joined, text)
+        )
+        place_J = np.arange(len(joined) + 1)
+        next_J = np.searchsorted(from_K, place_J)
+        # Blanks stand before the next character, as many as there are.
+        least_K = np.concatenate([[0], to_K[:-1] + 1])
+        to_J = np.maximum(to_K[next_J] - (from_K[next_J] - place_J), least_K[next_J])
+        starts_T, lengths_T = starts_of(tokens), np.array([len(token) for token in tokens], dtype=np.int64)
+        given_T, whole_T = (
+            np.cumsum([len(piece) for piece in pieces])
+            for pieces in ([self._bytes.get(token, b"") for token in token_ids], [token.encode() for token in tokens])
+        )
+        cut_T = given_T > whole_T  # within a character, which is in the text of a later token
+        return list(zip(to_J[starts_T].tolist(), (to_J[starts_T + lengths_T] + cut_T).tolist(), strict=True))
+
 
 def starts_of(texts: Sequence[str]) -> np.ndarray:
     """int64 (T,): where the text of each token begins in the whole."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import copy
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +19,9 @@ from bench.labelled import Model
 from grail_advantage import register_signal, registry
 from tests.bench.never_wrong import TOKENIZER
 from tests.bench.planted import all_planted, solutions
+from tests.core.tiny_models import tiny_model
 from tests.documentation import snippets
+from tests.real_tokenizers import sentencepiece_tokenizer
 from verl_cpu.tiny.model import build_model
 
 
@@ -233,6 +236,25 @@ def test_the_labels_of_a_line(tmp_path: Path) -> None:
     assert batch.labels[0].first_T is None and texts[1][int(np.flatnonzero(batch.labels[1].first_T)[0])] == "4"
     assert [texts[0][token] for token in batch.fields["bench_first_wrong"][0]][:6] == list("2+1=4;")
     assert batch.groups_B is None and set(batch.advantages_B.tolist()) == {-1.0}
+
+
+@pytest.mark.parametrize("kind", ["bpe", "unigram"])
+def test_a_space_that_the_tokenizer_puts_in_front_moves_no_label(tmp_path: Path, kind: Any) -> None:
+    path, text = tmp_path / "lines.jsonl", "2+3=5\n\n5+4=8\n\n8+1=9. \\boxed{9}"
+    lines = [
+        {"prompt": "Sum?", "steps": text.split("\n\n"), "error": 1, "correct": False},
+        {"prompt": "Sum?", "text": text, "error": [11, 12], "correct": False},
+    ]
+    path.write_text("\n".join(map(json.dumps, lines)))
+    tokenizer = copy.deepcopy(sentencepiece_tokenizer(kind))
+    tokenizer.pad_token = tokenizer.eos_token
+    kept = sorted(labelled.read(path).kept, key=lambda one: one.id)
+    batch = labelled.batch_of(tiny_model(vocab_size=len(tokenizer)), tokenizer, kept, "boxed", 4096)
+    wrong = [
+        tokenizer.decode(batch.padded.ids_BL[row, batch.padded.response_BL[row]][tokens])
+        for row, tokens in enumerate(batch.fields["bench_first_wrong"])
+    ]
+    assert wrong == ["5+4=8\n\n", "8"]
 
 
 @pytest.mark.parametrize(

@@ -6,20 +6,26 @@ import json
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from grail_advantage import compute_token_weights
 from grail_advantage.analyze import bare_prompts, main, with_rewards
+from grail_advantage.answers.text import TokenTexts
 from grail_advantage.batch import Example
 from grail_advantage.dump.store import read_dump
 from grail_advantage.view.analysis.responses import Response, read_responses, tokenize
 from grail_advantage.view.analysis.specs import parse_method, parse_methods
-from grail_advantage.view.analysis.weigh import Analysis, run_analysis, token_ranges
+from grail_advantage.view.analysis.weigh import Analysis, label_ranges, run_analysis, token_ranges
 from tests import hosts
+from tests import real_tokenizers as real
 from tests.core.tiny_models import ROLLOUTS, Rollout, char_tokenizer, encode, make_batch, tiny_model
 from verl_cpu.tiny.model import build_tokenizer
 
@@ -155,6 +161,91 @@ def test_characters_become_tokens():
     assert ranges == {"steps": [[0, 2], [2, 5], [5, 6]], "wrong_step": [2, 5], "none": []}
     # "c d" begins in front of character 3, so that it belongs to what begins there.
     assert token_ranges({"part": (3, 6)}, texts) == {"part": [3, 5]}
+
+
+def of_bytes() -> PreTrainedTokenizerFast:
+    """Byte-level, a token for each byte."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Tokenizer(models.BPE({character: i for i, character in enumerate(alphabet)}, []))
+    backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=backend)
+
+
+def word_pieces() -> PreTrainedTokenizerFast:
+    """WordPiece without capitals, whose tokens are in the dump as the vocabulary spells them."""
+    pieces = ["[UNK]", "so", "##x", "##y", "z", *"2+3=58.", "##5", "##8", "##é", "🙂", "a", "##b"]
+    backend = Tokenizer(models.WordPiece({piece: i for i, piece in enumerate(pieces)}, unk_token="[UNK]"))
+    backend.normalizer, backend.pre_tokenizer = normalizers.Lowercase(), pre_tokenizers.BertPreTokenizer()
+    return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="[UNK]")
+
+
+SLOW = [
+    pytest.param(real.qwen_tokenizer, marks=pytest.mark.slow),
+    pytest.param(real.llama3_tokenizer, marks=pytest.mark.slow),
+]
+SENTENCEPIECE = [partial(real.sentencepiece_tokenizer, kind) for kind in ("bpe", "unigram")]
+
+
+@pytest.mark.parametrize("make", [*SENTENCEPIECE, of_bytes, word_pieces, *SLOW])
+@pytest.mark.parametrize("text", ["2+3= 58\n\nSoxy.", "🙂 2é\n3+=\n", " Ab  8", "z 🙂8"])
+def test_a_labelled_character_has_the_token_that_holds_it(make: Callable[[], Any], text: str) -> None:
+    """Each character that is no blank occurs once, so that its bytes tell its tokens."""
+    tokenizer = make()
+    texts, ids = TokenTexts(tokenizer), tokenizer.encode(text, add_special_tokens=False)
+    places = [place for place, character in enumerate(text) if not character.isspace()]
+    cuts = [0, *(place for place in places[1:] if text[place - 1].isspace()), len(text)]
+    labels = {"each": [(place, place + 1) for place in places], "steps": list(pairwise(cuts))}
+
+    def found(response: str | list[int], written: list[int]) -> dict[str, Any]:
+        return label_ranges(labels, response, written, tokenizer, texts)
+
+    ranges = found(text, ids)
+    for place, (start, end) in zip(places, ranges["each"], strict=True):
+        own = text[place].lower() if make is word_pieces else text[place]
+        parts = [texts._bytes[token] for token in ids[start:end]]
+        assert own.encode() in b"".join(parts), own
+        assert not any(own.encode() in b"".join(fewer) for fewer in (parts[1:], parts[:-1])), own
+    # Steps one after the other have every token once, but for a space that the tokenizer puts in front.
+    steps = ranges["steps"]
+    assert [end for _, end in steps[:-1]] == [start for start, _ in steps[1:]]
+    assert steps[-1][1] == len(ids) and steps[0][0] <= 1
+    if tokenizer.decode(ids) == text:
+        assert found(ids, ids) == ranges
+        if tokenizer.eos_token_id is not None:
+            assert found(ids, [*ids, tokenizer.eos_token_id])["each"][:-1] == ranges["each"][:-1]
+
+
+def test_labels_beside_special_tokens_and_in_a_tidied_text() -> None:
+    tokenizer = real.sentencepiece_tokenizer("bpe")
+    texts, eight = TokenTexts(tokenizer), tokenizer.convert_tokens_to_ids("<0x38>")
+
+    def marked(text: str, response: str | list[int], ids: list[int]) -> list[int]:
+        ranges = label_ranges({"wrong": (text.index("8"), text.index("8") + 1)}, response, ids, tokenizer, texts)
+        return ids[slice(*ranges["wrong"])]
+
+    for text in ("8", "=8", "a </s> 8.", "</s>8<s>", "\n\n8"):
+        assert marked(text, text, tokenizer.encode(text, add_special_tokens=False)) == [eight]
+    tokenizer.clean_up_tokenization_spaces = True
+    ids = tokenizer.encode("So , it is n't 8 .", add_special_tokens=False)
+    try:
+        assert marked(tokenizer.decode(ids), ids, ids) == [eight]
+    finally:
+        tokenizer.clean_up_tokenization_spaces = False
+    outside = label_ranges({"beyond": (90, 95), "empty": (1, 1)}, ids, ids, tokenizer, texts)
+    assert all(start == end for start, end in outside.values())
+
+
+def test_labels_of_lines_in_a_dump(tmp_path: Path) -> None:
+    tokenizer = real.sentencepiece_tokenizer("bpe")
+    text = "2+3=5\n\n5+4=8"
+    label = {"wrong_step": (len(text) - 1, len(text))}
+    model = tiny_model(vocab_size=len(tokenizer))
+    responses = [Response(id="a", prompt="Sum?", response=text, labels=label)]
+    analysis = Analysis(responses=responses, methods=parse_methods(["surprisal"]), model="m")
+    run_analysis(analysis, tmp_path / "a", tokenizer, lambda: model)
+    (row,) = read_dump(tmp_path / "a")
+    start, end = row.labels["wrong_step"]
+    assert row.tokens[start:end] == ["8"]
 
 
 def test_texts_without_a_control_token_are_told_from_templates():

@@ -128,26 +128,75 @@ def _rollouts(analysis: Analysis, tokenizer: PreTrainedTokenizerBase, texts: Tok
             "reward": rewards,
             "outcome": [outcome_of(reward) for reward in rewards],
             "labels": [
-                token_ranges(row.labels, texts(of_row.response_T)) for row, of_row in zip(given, tokens, strict=True)
+                label_ranges(row.labels, row.response, of_row.response_T, tokenizer, texts)
+                for row, of_row in zip(given, tokens, strict=True)
             ],
         },
     )
 
 
-def token_ranges(labels: Mapping[str, Any], texts: Sequence[str]) -> dict[str, Any]:
-    """Ranges of characters as ranges of tokens: a token belongs where its first character is.
+def label_ranges(
+    labels: Mapping[str, Any],
+    response: str | Sequence[int],
+    ids: Sequence[int],
+    tokenizer: PreTrainedTokenizerBase,
+    texts: TokenTexts,
+) -> dict[str, Any]:
+    """Ranges of characters of a response as ranges of its tokens.
+
+    The tokens' texts are not always the response's: SentencePiece puts a space in front, decoding takes spaces out, a
+    normalizer writes other characters, a special token in the text has none.
+
+    Args:
+        labels: as for :func:`token_ranges`.
+        response: the text, or the ids, whose text is as the tokenizer decodes it without special tokens.
+        ids: the response's.
+        tokenizer: that gave the ids.
+        texts: of the tokenizer's tokens.
+    """
+    if not labels:
+        return {}
+    text = response if isinstance(response, str) else tokenizer.decode(ids, skip_special_tokens=True)
+    spans: Sequence[tuple[int, int]] | None = texts.spans_in(text, ids)
+    if spans is None and isinstance(response, str):
+        offsets = tokenizer(response, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
+        # A space that the tokenizer puts in front has the place of the character after it.
+        spans = [
+            (start, start if token.isspace() and not text[start:end].isspace() else end)
+            for token, (start, end) in zip(texts(ids), offsets, strict=True)
+        ]
+    if spans is None:
+        return token_ranges(labels, texts(ids))
+    return token_ranges(labels, [text[start:end] for start, end in spans], spans)
+
+
+def token_ranges(
+    labels: Mapping[str, Any], texts: Sequence[str], spans: Sequence[tuple[int, int]] | None = None
+) -> dict[str, Any]:
+    """Ranges of characters as ranges of tokens: a token belongs where its first character is that is no blank.
+
+    Example: of the tokens ``"= "``, ``" 8"``, ``"."`` in ``"=  8."`` the range (3, 4) has the second.
 
     Args:
         labels: half-open ranges, or lists of them, by name.
-        texts: of the tokens; joined, the text that the characters are counted in.
+        texts: of the tokens.
+        spans: where the texts stand in that in which the characters are counted. A range that begins and ends within one token
+            then has this token. Without them the text is the tokens' joined, and such a range is empty.
     """
-    starts_T = np.cumsum([0, *(len(text) for text in texts)])[:-1]
+    ends_T = np.cumsum([len(text) for text in texts]) if spans is None else np.array([end for _, end in spans])
+    starts_T = ends_T - [len(text) for text in texts]
+    blanks_T = np.array([len(text) - len(text.lstrip()) if text.strip() else 0 for text in texts])
     # A token without text is where the next one is, and belongs to what is before it.
-    keys_T = starts_T - 0.5 * np.array([not text for text in texts], dtype=bool)
+    keys_T = starts_T + blanks_T - 0.5 * np.array([not text for text in texts], dtype=bool)
 
     def convert(ranges: Any) -> Any:
-        if ranges and isinstance(ranges[0], Sequence):
+        if not ranges or isinstance(ranges[0], Sequence):
             return [convert(entry) for entry in ranges]
-        return [int(np.searchsorted(keys_T, edge)) for edge in ranges]
+        start, end = (int(np.searchsorted(keys_T, edge)) for edge in ranges)
+        holds_T = (starts_T <= ranges[0]) & (ranges[1] <= ends_T)
+        if spans is not None and start == end and ranges[0] < ranges[1] and holds_T.any():
+            start = int(holds_T.argmax())
+            end = start + 1
+        return [start, end]
 
     return {name: convert(ranges) for name, ranges in labels.items()}
