@@ -25,7 +25,7 @@ import numpy as np
 
 from bench.convert import BOX
 from bench.labelled import add_model, load, model_of
-from grail_advantage.view.analysis.responses import json_lines
+from grail_advantage.view.analysis.responses import Response, json_lines, tokenize
 from verl_cpu.tiny.sampling import sample
 from verl_cpu.tiny.task import boxed_answer
 
@@ -121,9 +121,9 @@ def main(arguments: Sequence[str]) -> None:
         some = [one for one in waiting[first : first + TOGETHER] for _ in range(options.samples)]
         prompts = []
         for _, question, _ in some:
-            message = [{"role": "user", "content": question + BOX}]
-            chat = tokenizer.apply_chat_template(message, add_generation_prompt=True, return_dict=False)
-            prompts.append(chat if tokenizer.chat_template else tokenizer.encode(question + BOX))
+            text = question + BOX
+            message = [{"role": "user", "content": text}] if tokenizer.chat_template else text
+            prompts.append(tokenize(Response(id="", prompt=message, response=""), tokenizer, {}).prompt_P)
         shape = options.samples, options.length
         drawn = [np.random.default_rng(number).random(shape) for number, *_ in some[:: options.samples]]
         responses = sample(model, tokenizer, prompts, np.concatenate(drawn), options.temperature)

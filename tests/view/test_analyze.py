@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 from collections.abc import Callable
@@ -13,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from grail_advantage import compute_token_weights
@@ -146,6 +147,27 @@ def test_wrong_lines_are_named(tmp_path: Path):
             read_responses(path)
     with pytest.raises(ValueError, match="token id 9999"):
         tokenize(Response(id="1", prompt="a", response=[9999]), char_tokenizer(), {})
+
+
+@pytest.mark.parametrize("prompt", ["2+3=", "a</s>", "</s>", "b [SEP]", "=</s></s>", "<s>2+3=", "<s>", ""])
+@pytest.mark.parametrize(
+    "template", ["$A", "<s> $A", "<s> $A </s>", "$A </s>", "</s> $A </s>", "[CLS] $A [SEP]", "<s> <s> $A </s> [SEP]"]
+)
+def test_a_plain_prompt_has_what_the_tokenizer_puts_in_front_and_no_end(template: str, prompt: str) -> None:
+    tokenizer = copy.deepcopy(real.sentencepiece_tokenizer("bpe"))
+    tokenizer.add_special_tokens({"cls_token": "[CLS]", "sep_token": "[SEP]"})
+    ids = {name: tokenizer.convert_tokens_to_ids(name) for name in ("<s>", "</s>", "[CLS]", "[SEP]")}
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single=template, special_tokens=list(ids.items())
+    )
+    plain, front = tokenizer.encode(prompt, add_special_tokens=False), template.split("$A")[0].split()
+    expected = [*([] if prompt.startswith("<s>") else [ids[name] for name in front]), *plain]
+    row = Response(id="1", prompt=prompt, response="5")
+    if expected:
+        assert tokenize(row, tokenizer, {}).prompt_P == expected
+    else:
+        with pytest.raises(ValueError, match="no token"):
+            tokenize(row, tokenizer, {})
 
 
 def test_methods_on_the_command_line():

@@ -134,8 +134,9 @@ def tokenize(row: Response, tokenizer: PreTrainedTokenizerBase, template_options
     """
     if isinstance(row.prompt, str):
         prompt = row.prompt
-        begins = bool(tokenizer.bos_token) and prompt.startswith(tokenizer.bos_token)
-        prompt_P = tokenizer.encode(prompt, add_special_tokens=not begins)
+        prompt_P = tokenizer.encode(prompt, add_special_tokens=False)
+        if not (tokenizer.bos_token and prompt.startswith(tokenizer.bos_token)):
+            prompt_P = [*_put_in_front(prompt, tokenizer), *prompt_P]
     else:
         if not tokenizer.chat_template:
             raise ValueError(
@@ -161,6 +162,13 @@ def tokenize(row: Response, tokenizer: PreTrainedTokenizerBase, template_options
                 "the model that generated the response"
             )
     return Tokens(prompt, prompt_P, response_T)
+
+
+def _put_in_front(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """The special tokens in front of a text, and not those behind it, such as an end token."""
+    text = f"{text} a"  # ends with another token than is put behind
+    whole, plain = tokenizer.encode(text), tokenizer.encode(text, add_special_tokens=False)
+    return next((whole[:start] for start in range(len(whole)) if whole[start : start + len(plain)] == plain), [])
 
 
 def example_of(row: Response, template_options: Mapping[str, Any]) -> Example:
