@@ -4,6 +4,12 @@ from __future__ import annotations
 
 import torch
 
+DTYPES = frozenset(
+    getattr(torch, name)
+    for name in "bool uint8 uint16 uint32 uint64 int8 int16 int32 int64 float16 bfloat16 float32 float64".split()
+)
+"""Types that can be computed with: not float8, float4, quantised ones, or bits."""
+
 
 def check_tensor(name: str, values: object) -> None:
     """Refuse anything but a plain tensor: strided, of real numbers, with values.
@@ -16,6 +22,9 @@ def check_tensor(name: str, values: object) -> None:
     if values.layout != torch.strided or values.is_nested or values.is_complex() or values.is_meta:
         kind = "nested" if values.is_nested else f"{values.dtype}, {values.layout}, on {values.device}"
         raise ValueError(f"{name} must be a dense tensor of real numbers with values, got one that is {kind}")
+    if values.dtype not in DTYPES:
+        how = "dequantize()" if values.is_quantized else "to(torch.float32)"
+        raise ValueError(f"{name} holds {values.dtype}, whose numbers cannot be compared; give {name}.{how}")
 
 
 def check_numbers(name: str, values: torch.Tensor, kinds: str) -> None:

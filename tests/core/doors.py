@@ -61,6 +61,9 @@ NO_TENSOR: list[Callable[[Any], Any]] = [
     lambda values: values.to_sparse(),
     lambda values: values.to("meta"),
     lambda values: values.to(torch.complex64),
+    lambda values: values.to(torch.float8_e4m3fn),
+    lambda values: values.to(torch.float8_e5m2),
+    lambda values: torch.quantize_per_tensor(values.float(), 0.1, 0, torch.qint8),
 ]
 SHAPES: list[Callable[[torch.Tensor], torch.Tensor]] = [
     lambda values: values[:-1],

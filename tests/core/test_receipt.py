@@ -259,6 +259,20 @@ def test_what_is_added_is_told_from_what_is_multiplied(seed: int) -> None:
     assert Endings._independent(own, own + numbers) and not Endings._independent(own, own * numbers)
 
 
+@pytest.mark.parametrize("added", [1e-3, -1e-3, 0.1, 1.0])
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ties", [True, False])
+def test_a_constant_in_one_micro_batch_is_a_finding(added: float, ranks: int, ties: bool) -> None:
+    """It is added to the padding too, which then received as much as the responses."""
+    for seed in range(3):
+        settings = {"ties": ties, "token_advantages": False, "ranks": ranks}
+        for size in ({"responses": 4, "tokens": 6}, {"responses": 8, "tokens": 12}):
+            given = rollout(seed, **settings, **size)
+            first, *others = train(given, lambda micro, given=given: ppo(micro, tokens_of(given, micro)))
+            first = replace(first, gradient_bT=first.gradient_bT + added)
+            assert not check(given.batch, TOKEN_MEAN, [first, *others]).ok
+
+
 def test_token_weights_that_did_not_arrive() -> None:
     """The response's mean advantage for each of its tokens."""
     given = rollout(39)
