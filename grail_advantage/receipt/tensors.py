@@ -4,10 +4,20 @@ from __future__ import annotations
 
 import torch
 
-DTYPES = frozenset(
-    getattr(torch, name)
-    for name in "bool uint8 uint16 uint32 uint64 int8 int16 int32 int64 float16 bfloat16 float32 float64".split()
-)
+DTYPES = {
+    *(
+        torch.bool,
+        torch.uint8,
+        torch.uint16,
+        torch.uint32,
+        torch.uint64,
+        torch.int8,
+        torch.int16,
+        torch.int32,
+        torch.int64,
+    ),
+    *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
+}
 """Types that can be computed with: not float8, float4, quantised ones, or bits."""
 
 
