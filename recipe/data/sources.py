@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,7 +12,7 @@ import datasets
 from datasets.features.features import require_decoding
 
 from recipe.data.convert import BadRow
-from recipe.data.specs import DatasetSpec
+from recipe.data.specs import SPECS, DatasetSpec
 
 
 class Source(NamedTuple):
@@ -60,13 +61,20 @@ def load_hub(spec: DatasetSpec, place: str) -> Source:
 
 
 def find_local_file(name: str, folder: Path) -> Path:
-    """Find ``NAME.jsonl`` or the one ``NAME_*.jsonl`` in ``folder``; ValueError where there is none, or several."""
+    """Find ``NAME.jsonl`` or the one ``NAME_*.jsonl`` in ``folder``; ValueError where there is none, or several.
+
+    ``gsm8k_train.jsonl`` is no file of the benchmark ``gsm8k``, nor ``deepmath_test.jsonl`` one to train on.
+    """
     exact = folder / f"{name}.jsonl"
     paths = [exact] if exact.is_file() else sorted(folder.glob(f"{name}_*.jsonl"))
+    other = "train" if SPECS[name].split == "test" else "test"
+    of_other = [path for path in paths if re.search(f"(?i)(?<![a-z]){other}", path.stem.removeprefix(name))]
+    paths = [path for path in paths if path not in of_other]
     if len(paths) > 1:
         names = ", ".join(path.name for path in paths)
         raise ValueError(f"{name}: {folder} has several files for it: {names}; rename the one to use to {name}.jsonl")
     if not paths:
+        found = f", and {', '.join(path.name for path in of_other)} is another split" if of_other else ""
         remedy = f"leave it out with --benchmarks and --train, or name a place on the hub with --hub-id {name}="
-        raise ValueError(f"{name}: no {name}.jsonl or {name}_*.jsonl in --local-dir {folder}; {remedy}")
+        raise ValueError(f"{name}: no {name}.jsonl or {name}_*.jsonl in --local-dir {folder}{found}; {remedy}")
     return paths[0]

@@ -17,7 +17,7 @@ import pytest
 from recipe.data.convert import FEATURES, PROMPT_SUFFIX, published_id, read_gold, user_messages
 from recipe.data.golds import check_golds, near_misses, spellings
 from recipe.data.prepare import main, prepare_dataset
-from recipe.data.sources import read_jsonl
+from recipe.data.sources import find_local_file, read_jsonl
 from recipe.data.specs import PUBLISHED_BENCHMARKS, PUBLISHED_SUBSETS, SPECS
 from recipe.reward import compute_score
 from tests.recipe.test_reward import DATA
@@ -201,6 +201,39 @@ def test_one_command_prepares_everything(local_dir: Path, tmp_path: Path, capsys
     assert main(["--local-dir", str(local_dir), "--output-dir", str(out), "--subset", "hash"]) == 0
     assert {path.stem for path in out.glob("*.parquet")} == {"deepmath", *PUBLISHED_BENCHMARKS}
     assert "olympiadbench.jsonl; 1 of another task left out" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("name", "files", "found"),
+    [
+        ("gsm8k", ["gsm8k_train.jsonl"], None),
+        ("gsm8k", ["gsm8k_train.jsonl", "gsm8k_test.jsonl"], "gsm8k_test.jsonl"),
+        ("gsm8k", ["gsm8k_main_train-00000-of-00001.jsonl", "gsm8k_Training.jsonl"], None),
+        ("math500", ["math500_train_3.jsonl"], None),
+        ("math500", ["math500_train.jsonl", "math500.jsonl"], "math500.jsonl"),
+        ("olympiadbench", ["olympiadbench_OE_constrained.jsonl"], "olympiadbench_OE_constrained.jsonl"),
+        ("gsm8k_train", ["gsm8k_train.jsonl", "gsm8k_test.jsonl"], "gsm8k_train.jsonl"),
+        ("deepmath", ["deepmath_test.jsonl"], None),
+        ("deepmath", ["deepmath_train.jsonl"], "deepmath_train.jsonl"),
+    ],
+)
+def test_the_training_split_is_no_benchmark(tmp_path: Path, name: str, files: list[str], found: str | None) -> None:
+    for file in files:
+        (tmp_path / file).touch()
+    if found is not None:
+        assert find_local_file(name, tmp_path) == tmp_path / found
+        return
+    with pytest.raises(ValueError, match=f"(?s)^{name}: .*{files[0]}"):
+        find_local_file(name, tmp_path)
+
+
+def test_a_training_set_alone_makes_no_benchmark(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = (GOLDEN / "gsm8k_train.jsonl").read_bytes()
+    (tmp_path / "gsm8k_train.jsonl").write_bytes(rows)
+    arguments = ["--train", "gsm8k_train", "--benchmarks", "gsm8k"]
+    assert main([*arguments, "--local-dir", str(tmp_path), "--output-dir", str(tmp_path / "out")]) == 1
+    assert {path.name for path in (tmp_path / "out").glob("*.parquet")} == {"gsm8k_train.parquet"}
+    assert "gsm8k_train.jsonl" in capsys.readouterr().err
 
 
 def test_bad_options(capsys: pytest.CaptureFixture[str]) -> None:
