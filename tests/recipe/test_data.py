@@ -334,3 +334,25 @@ def test_doubtful_ground_truths_are_named(tmp_path: Path, capsys: pytest.Capture
     [entry] = json.loads((tmp_path / "out/amc23.json").read_text(encoding="utf-8"))["doubtful_ground_truths"]
     assert (entry["index"], entry["ground_truth"]) == (2, floor)
     assert len(read_rows(tmp_path / "out/amc23.parquet")) == 3
+
+
+def test_of_many_ground_truths_a_sample_is_checked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The rows all stay, the same ones are checked each time, and the summary and the note have the number."""
+    monkeypatch.setattr("recipe.data.prepare.CHECKED_GOLDS", 3)
+    rows = [*aime_rows(4), *aime_rows(4), {"id": 7, "problem": "?", "answer": r"\lfloor 2.5\rfloor"}]
+
+    def note(*options: str) -> dict[str, Any]:
+        write_jsonl(tmp_path / "aime24.jsonl", rows)
+        arguments = ["--train", "none", "--benchmarks", "aime24", "--local-dir", str(tmp_path), *options]
+        assert main([*arguments, "--output-dir", str(tmp_path / "out")]) == 0
+        assert len(read_rows(tmp_path / "out/aime24.parquet")) == 9
+        return json.loads((tmp_path / "out/aime24.json").read_text(encoding="utf-8"))
+
+    first = note()
+    assert first["checked_ground_truths"] == 3 and "3 of 5 different ones checked" in capsys.readouterr().out
+    assert note() == first
+    every = note("--check-all-golds")
+    assert every["checked_ground_truths"] == 5 and [row["index"] for row in every["doubtful_ground_truths"]] == [8]
+    assert "9 checked, 1 doubtful" in capsys.readouterr().out
