@@ -21,8 +21,12 @@ LAST_LINE = "RUN_LIFE_LAST_LINE_FD"
 """Environment name: a descriptor that gets the line as well, where the output goes to a log."""
 LITTLE = 16 << 20
 """Bytes; a disk with less of them free counts as full where an error of torch's names no cause."""
-_NOISE = re.compile(r"\x1b\[[0-9;]*m|Some common causes include.*")
-"""Colours, and Ray's list of what may have happened."""
+_NOISE = re.compile(
+    r"\x1b\[[0-9;]*m|Some common causes include.*|This file can still be loaded[\s\S]*?(?=WeightsUnpickler)"
+)
+"""Colours, Ray's list of what may have happened, and torch's advice in front of what it could not load."""
+_OF_CODE = (ValueError, TypeError, LookupError, ImportError, AttributeError, NameError, AssertionError)
+"""Errors that may quote any text, such as an option's value: their words name no cause."""
 _NO_SPACE = re.compile(r"No space left on device|\(os error 28\)|\[Errno 28\]|Disk quota exceeded|\[Errno 122\]")
 _TORCH_WRITES = re.compile(r"inline_container.*unexpected pos|PytorchStreamWriter|basic_ios::clear: iostream error")
 _MEMORY = re.compile(
@@ -30,8 +34,8 @@ _MEMORY = re.compile(
     re.I,
 )
 _DAMAGED = re.compile(
-    r"PytorchStreamReader|failed finding central directory|not a ZIP archive|BadZipFile|invalid load key|UnpicklingError"
-    r"|HeaderTooLarge|MetadataIncompleteBuffer|deserializing header|incomplete metadata"
+    r"failed finding central directory|archive is corrupted|BadZipFile|deserializing header|MetadataIncompleteBuffer"
+    r"|incomplete metadata"
 )
 _SIGNAL = re.compile(r"killed by signal (\d+)|SIG(KILL|SEGV|ABRT|BUS|TERM)\b|exit(?:ed)? (?:status|code) -(\d+)")
 _DIED = re.compile(
@@ -52,7 +56,8 @@ def why(error: BaseException, folders: Sequence[Path | str] = ()) -> str:
         folders: which the command writes to, whose disks may be full.
     """
     chain = list(_chain(error))
-    text = "\n".join(_NOISE.sub("", f"{type(each).__name__}: {each}") for each in chain)
+    told = (each for each in chain if isinstance(each, OSError) or not isinstance(each, _OF_CODE))
+    text = "\n".join(_NOISE.sub("", f"{type(each).__name__}: {each}") for each in told)
     named = next(
         (each for each in chain if isinstance(each, OSError) and each.errno in (errno.ENOSPC, errno.EDQUOT)), None
     )
@@ -92,7 +97,7 @@ def why(error: BaseException, folders: Sequence[Path | str] = ()) -> str:
     if isinstance(error, KeyboardInterrupt):
         return "interrupted (Ctrl-C); the same command resumes from the last checkpoint"
     root = _root(chain)
-    said = " ".join(str(root).split())
+    said = " ".join(_NOISE.sub("", str(root)).split())
     named = "" if said and isinstance(root, ValueError | RuntimeError | OSError) else type(root).__name__
     return ": ".join(filter(None, (named, said[:600])))
 

@@ -82,6 +82,37 @@ def _cut(path: Path) -> None:
     torch.load(path, weights_only=True)
 
 
+class Settings:
+    """No type that torch loads."""
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+def test_a_whole_file_with_an_unknown_type_is_not_called_damaged(tmp_path: Path, zipped: bool) -> None:
+    torch.save({"a": Settings()}, tmp_path / "a.pt", _use_new_zipfile_serialization=zipped)
+    with pytest.raises(Exception, match="Weights only load failed") as caught:
+        torch.load(tmp_path / "a.pt", weights_only=True)
+    line = why(caught.value)
+    assert "Unsupported global" in line and "Settings" in line and "remove" not in line and "damaged" not in line, line
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ValueError("reward.url='http://[::1]: Connection refused' is no address"),
+        ImportError("No module named 'out of memory'"),
+        KeyError("died unexpectedly: SIGKILL, worker process has died"),
+        AssertionError("Max retries exceeded must be positive"),
+        RayTaskError(
+            "fit", "Traceback ...\nValueError: it says [Errno 28]", ValueError("it says [Errno 28]")
+        ).as_instanceof_cause(),
+    ],
+)
+def test_the_words_that_an_error_quotes_are_no_cause(error: Exception) -> None:
+    line = why(error)
+    last = str(error).splitlines()[-1].strip("'").removeprefix("ValueError: ")
+    assert last in line and not any(word in line for word in ("again", "give it more", "free some")), line
+
+
 def _safetensors(path: Path) -> None:
     path.write_bytes(b"\x08")
     safe_open(path, framework="pt")
