@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import resource
+import json
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
-from multiprocessing import get_context
+from pathlib import Path
 from typing import Any
 
 import pandas as pd
-from pebble import ProcessPool
 
 from recipe.evaluate.sampling import KEY
 from recipe.reward import compute_score
@@ -17,6 +18,7 @@ BOX = "\\boxed{"
 METRICS = ["acc", "pass", "tokens", "unanswered", "truncated"]
 BOTH, PUBLISHED = "both", ["acc, published", "pass, published"]
 """The grader that gives ``reward``'s verdicts and, as metrics beside them, the published ones."""
+_WORKER = str(Path(__file__).with_name("published_worker.py"))
 
 
 def by_reward(samples: pd.DataFrame) -> list[dict[str, Any]]:
@@ -28,12 +30,21 @@ def by_reward(samples: pd.DataFrame) -> list[dict[str, Any]]:
 def as_published(samples: pd.DataFrame) -> list[dict[str, Any]]:
     """As in the code published with GRAIL (``src/eval/eval_results_base.py``): math-verify reads both between dollar signs,
     without cleaning. A response is untrusted text, so other processes read it, with limits."""
-    memory = (resource.RLIMIT_AS, (4 << 30, 4 << 30))
-    golds = [published_gold(*each) for each in zip(samples["benchmark"], samples["gold"], strict=True)]
-    with ProcessPool(initializer=resource.setrlimit, initargs=memory, context=get_context("spawn")) as pool:
-        futures = [pool.schedule(_published, x, timeout=30) for x in zip(samples["text"], golds, strict=True)]
-        lost = {"score": False, "answer_found": True, "verify_failed": True, "pred": ""}
-        return [lost if future.exception() else future.result() for future in futures]
+    answers = list(map(published_box, samples["text"]))
+    golds = map(published_gold, samples["benchmark"], samples["gold"])
+    pairs = json.dumps(list(zip(golds, answers, strict=True)))
+    process = subprocess.run(
+        [sys.executable, "-P", _WORKER], input=pairs, stdout=subprocess.PIPE, text=True, check=True
+    )
+    return [
+        {
+            "score": bool(verdict),
+            "answer_found": answer is not None,
+            "verify_failed": verdict is None,
+            "pred": (answer or "")[:128],
+        }
+        for verdict, answer in zip(json.loads(process.stdout.splitlines()[-1]), answers, strict=True)
+    ]
 
 
 def published_gold(benchmark: str, gold: str) -> str:
@@ -61,14 +72,6 @@ def published_box(text: str) -> str | None:
     return found
 
 
-def _published(text: str, gold: str) -> dict[str, Any]:
-    from math_verify import parse, verify
-
-    answer = published_box(text)
-    right = answer is not None and verify(parse(f"${gold}$"), parse(f"${answer}$"))
-    return {"score": right, "answer_found": answer is not None, "verify_failed": False, "pred": (answer or "")[:128]}
-
-
 GRADERS = {"reward": by_reward, "published": as_published}
 """By the name of ``--grader``; they give verdicts as :func:`grail_advantage.reward.compute_score` does."""
 
@@ -78,7 +81,8 @@ def grade(samples: pd.DataFrame, grader: str) -> pd.DataFrame:
     complete box, with the text ``answer``. ``no_verdict``: it cannot be read within the verifier's limits; the sample counts as
     incorrect."""
     if grader == BOTH:
-        return grade(samples, "reward").assign(right_published=grade(samples, "published")["right"])
+        published = grade(samples, "published")[["right", "no_verdict"]]
+        return grade(samples, "reward").join(published.add_suffix("_published"))
     verdicts = pd.DataFrame(GRADERS[grader](samples), index=samples.index)
     names = {"score": "right", "answer_found": "answered", "verify_failed": "no_verdict"}
     scores = samples[[*KEY, "tokens", "gold"]].join(verdicts[[*names]].astype(bool).rename(columns=names))

@@ -62,6 +62,8 @@ def summarise(run: dict[str, Any], hashes: dict[str, str], scores: pd.DataFrame)
         of_name = scores[scores["benchmark"] == name]
         row |= {"tokens_of_answered": float(of_answered[name])}
         row |= {"responses": len(of_name), "no_verdict": int(of_name["no_verdict"].sum())}
+        if "no_verdict_published" in of_name:
+            row |= {"no_verdict, published": int(of_name["no_verdict_published"].sum())}
         row |= {"problems_hash": hashes[name], "by_problem": tables.loc[name].to_dict("list")}
         row["gold_hash"] = digest(of_name.drop_duplicates("index")["gold"].tolist())
     return {"run": run, "interval": INTERVAL, **result}
@@ -106,12 +108,14 @@ def results_page(result: dict[str, Any]) -> str:
     run = {"grader": "reward"} | result["run"] | result["run"]["sampling"] | result["run"]["template"]
     settings = [f"{name} {value}" for name, value in run.items() if name not in ("sampling", "template", "prompt")]
     settings = [visible(setting, breaks=False) for setting in settings]
+    counts = pd.DataFrame(result["benchmarks"].values()).filter(like="no_verdict").sum()
+    unreadable = ", ".join(f"{count:.0f}{name.removeprefix('no_verdict')}" for name, count in counts.items())
     return f"""# Evaluation of `{visible(str(result["run"]["model"]), breaks=False)}`
 
 {_table(result)}
 - acc: mean over samples; pass: any sample correct; tokens: mean over all responses, with the end token, and over those with a
   box alone, as GRAIL's published code counts (its box with `--grader published`); unanswered: no complete `\\boxed{{}}`;
-  truncated: at the limit on tokens. Incorrect as unreadable: {sum(row["no_verdict"] for row in result["benchmarks"].values())}.
+  truncated: at the limit on tokens. Incorrect as unreadable: {unreadable}.
 - In brackets: 95% intervals, bootstrap over problems. Problems that all fare alike give an interval without width.
 - {", ".join(settings)}.
 """

@@ -26,7 +26,7 @@ from transformers import AutoConfig
 
 from grail_advantage.dump.folder_lock import LOCK
 from recipe.data.convert import FEATURES, user_messages
-from recipe.evaluate import report
+from recipe.evaluate import grading, report
 from recipe.evaluate.__main__ import main, regrade
 from recipe.evaluate.checkpoint import resolve_model
 from recipe.evaluate.grading import METRICS, grade, published_box, published_gold
@@ -142,6 +142,50 @@ def test_regrade(tmp_path: Path) -> None:
     main(["--regrade", str(tmp_path)])
     assert {file.name: file.read_bytes() for file in tmp_path.glob("*.[jm]*")} == files
     assert json.loads(files["results.json"])["benchmarks"]["aime24"]["acc@3"]["value"] == pytest.approx(1 / 6)
+
+
+CUDA = """
+import mmap, os, sys
+mapping = mmap.mmap(-1, 1 << 32, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, prot=mmap.PROT_READ)
+def note(event, arguments):
+    if event == "import" and arguments[0] in ("torch", "math_verify"):
+        os.write(log, f"{os.getpid()} {arguments[0]}\\n".encode())
+log = os.open(os.environ["IMPORTS"], os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+sys.addaudithook(note)
+"""
+"""In every process: 4 GB of address space, as one with CUDA's torch maps, and a note of who imports what."""
+
+
+def test_the_published_grader_where_cuda_fills_the_address_space(tmp_path: Path) -> None:
+    make_run(tmp_path / "held", HAND_CASE)
+    shutil.copytree(tmp_path / "held", tmp_path / "run", ignore=shutil.ignore_patterns(LOCK))
+    path = tmp_path / "run/generations.jsonl"
+    path.write_text(path.read_text().replace(r"\\boxed{30}", r"\\boxed{\\frac{60}{2}}"))
+    (tmp_path / "sitecustomize.py").write_text(CUDA)
+    environment = {"PYTHON": sys.executable, "PYTHONPATH": str(tmp_path), "IMPORTS": str(tmp_path / "imports")}
+    script = ["bash", str(PROJECT_ROOT / "scripts/evaluate.sh"), "--regrade", str(tmp_path / "run"), "--grader", "both"]
+    subprocess.run(script, env=os.environ | environment, check=True)
+    benchmarks = json.loads((tmp_path / "run/results.json").read_text())["benchmarks"]
+    for row in benchmarks.values():
+        assert row["acc@3, published"] == row["acc@3"] and row["no_verdict, published"] == row["no_verdict"] == 0
+    assert benchmarks["amc23"]["acc@3"]["value"] == pytest.approx(5 / 9)
+    imports = [line.split() for line in (tmp_path / "imports").read_text().splitlines()]
+    judges, torchs = ({process for process, name in imports if name == module} for module in ("math_verify", "torch"))
+    assert judges and torchs and not judges & torchs
+
+
+def test_lost_verdicts_are_counted_for_both_graders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A factorial of a hundred million is computed in one call into C, which no time-out of math-verify's own ends."""
+    make_run(tmp_path, {"amc23": [("10", [1, 1], [], [])]}, samples=2)
+    path = tmp_path / "generations.jsonl"
+    path.write_text(path.read_text().replace(r"\\boxed{11}", r"\\boxed{99999999!}"))
+    worker = tmp_path / "worker.py"
+    worker.write_text(Path(grading._WORKER).read_text().replace("SECONDS = 30", "SECONDS = 3"))
+    monkeypatch.setattr(grading, "_WORKER", str(worker))
+    regrade(tmp_path, "both")
+    row = json.loads((tmp_path / "results.json").read_text())["benchmarks"]["amc23"]
+    assert (row["acc@2, published"]["value"], row["no_verdict"], row["no_verdict, published"]) == (0.5, 1, 1)
+    assert "unreadable: 1, 1, published" in (tmp_path / "results.md").read_text()
 
 
 @pytest.mark.parametrize(
