@@ -31,6 +31,7 @@ from grail_advantage.reward._exact import (
     UNSIGNED,
     choice,
     same_choice,
+    same_label,
     same_number,
     same_numeral,
     same_structure,
@@ -56,6 +57,7 @@ _PERCENT = re.compile(r" ?(?:\\?%|\\text\{ ?(?:percent|percentage|\\?%)\.? ?\}|\
 _E_NOTATION = re.compile(rf"(?<![A-Za-z0-9_.,])({UNSIGNED})[eE]([+-]?[0-9]{{1,3}})(?![0-9.])")
 _FRACTION = re.compile(rf"[+-]? ?(?:\\frac ?\{{ ?-? ?{UNSIGNED} ?\}} ?\{{ ?{UNSIGNED} ?\}}|{UNSIGNED} ?/ ?{UNSIGNED})")
 _HALF_DAY = re.compile(r"(?i)[0-9] ?(?:\\text\{ ?)?([ap])\.? ?m\b")  # left out it may be, but not the other one
+_CHANGE = re.compile(r"(?i)(?:%|percent) ?(?:\\text\{ ?)?(increase|decrease|profit|loss|gain|discount)\b")  # likewise
 # A name in front of an answer that math-verify cannot read.
 _NAME = re.compile(
     r"(?:m ?)?\\(?:angle|triangle|overline|widehat|measuredangle)(?![A-Za-z]) ?\{?[A-Z ]+\}? ?= ?(?=[^=]+$)"
@@ -147,15 +149,18 @@ def is_equal(gold: str, answer: str) -> bool:
     for name, text in (("ground truth", gold), ("answer", answer)):
         if len(text) > MAX_ANSWER_CHARS:
             raise ValueError(f"the {name} has {len(text)} characters, more than {MAX_ANSWER_CHARS}")
-    halves = [set(map(str.lower, _HALF_DAY.findall(text))) for text in (gold, answer)]
-    if all(halves) and halves[0] != halves[1]:
-        return False
+    for sides in (_HALF_DAY, _CHANGE):
+        gold_side, answer_side = (set(map(str.lower, sides.findall(text))) for text in (gold, answer))
+        if gold_side and answer_side and gold_side != answer_side:
+            return False
     gold, answer = normal(gold), normal(answer)
-    for comparison in (same_text, same_choice, same_words, same_numeral, same_structure):
+    if (verdict := same_choice(gold, answer)) is not None:
+        return verdict
+    # Beside another text, also that of the same choice, a choice is the text after its letter.
+    gold, answer = choice(gold)[1] or gold, choice(answer)[1] or answer
+    for comparison in (same_text, same_label, same_words, same_numeral, same_structure):
         if (verdict := comparison(gold, answer)) is not None:
             return verdict
-    # Beside another text, a choice is the text after its letter.
-    gold, answer = choice(gold)[1] or gold, choice(answer)[1] or answer
     if "=" not in gold:
         answer = _NAME.sub("", answer)
     gold_value, answer_value = _PERCENT.sub("", gold), _PERCENT.sub("", answer)

@@ -17,6 +17,16 @@ _JOINED = re.compile(r"(?<![A-Za-z])(?:and|or)(?![A-Za-z])")
 _INEQUALITY = re.compile(r"[<>]|\\(?:[lg]eq?(?:slant)?|[lg]t|neq?)(?![A-Za-z])")
 _IDLE_BLANK = re.compile("(?<![0-9]) | (?![0-9])")
 
+_ENTRIES = re.compile(r"[,;]|\b(?:and|or)\b")
+_OUTER = re.compile(r"(?:\(|\[|\\\{)([^()\[\]{}]*?)(?:\)|\]|\\\})")
+_JOINED_NUMBERS = re.compile(
+    r"(?:[A-Za-z] ?= ?|[vV]\.? ?)?\+?((?:\([0-9]+\)[ -]*)?[0-9]+(?: ?\\?%)?(?:(?: ?-{1,3} ?|[./:])[0-9]+(?: ?\\?%)?)+)"
+)
+_UNLIKE = r"[0-9]/[0-9]+/|\.[0-9]+\.|(?<![0-9.:])0[0-9]"
+"""In joined numbers: no difference, quotient or product is written so."""
+_LABEL, _NO_NUMBER = re.compile(rf"^[^/]*-[^/]*$|{_UNLIKE}"), re.compile(_UNLIKE)
+_PLAIN = re.compile(r"(?:[A-Za-z] ?= ?)?[-+]? ?(?:\\frac|[0-9./{}% \\]|[,;] ?[-+]?)+")
+
 DIGITS = r"(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)"
 UNSIGNED = rf"(?:{DIGITS}(?:\.[0-9]*)?|\.[0-9]+)"
 NUMBER = re.compile(rf"[+-]? ?{UNSIGNED}")
@@ -27,16 +37,47 @@ def same_text(gold: str, answer: str) -> bool | None:
     return _IDLE_BLANK.sub("", gold) == _IDLE_BLANK.sub("", answer) or None
 
 
+def same_label(gold: str, answer: str) -> bool | None:
+    """Dates, ranges, scores, numbers of telephones and versions are texts, no differences and products: ``5-3`` is not ``3-1``.
+
+    Beside them a number is wrong: ``2`` for ``5-3``. The other way round ``5-3`` may be a difference that nobody computed, but
+    ``2024-01-05`` and ``1.2.3`` are none.
+    """
+    (golds, gold_entries), (answers, answer_entries) = _labels(gold), _labels(answer)
+    if all(golds) and _PLAIN.fullmatch(answer) and not any(answers):
+        return False
+    if (all(golds) and all(answers)) or any(map(_NO_NUMBER.search, golds + answers)):
+        in_order = gold.startswith("(") and answer.startswith("(")
+        return gold_entries == answer_entries or (not in_order and sorted(gold_entries) == sorted(answer_entries))
+    return None
+
+
+def _labels(text: str) -> tuple[list[str], list[str]]:
+    """The entries of a list that are numbers joined by hyphens, two slashes or two points, "" for others; and all entries.
+
+    Blanks, percent signs, the length of a dash and a zero in front of one digit do not count.
+    """
+    labels, entries = [], []
+    for entry in _ENTRIES.split(outer[1] if (outer := _OUTER.fullmatch(text)) else text):
+        match = _JOINED_NUMBERS.fullmatch(entry.strip())
+        joined = re.sub("-+", "-", re.sub(r"[ (%\\]", "", re.sub(r"\)[ -]*", "-", match[1]))) if match else ""
+        labels.append(joined if _LABEL.search(joined) else "")
+        entries.append(re.sub(r"(?<![0-9.:])0(?=[0-9](?![0-9]))", "", joined) or entry.strip())
+    return labels, entries
+
+
 def same_choice(gold: str, answer: str) -> bool | None:
-    """The letter of a choice decides. Text without a letter is compared with the text after it, see :func:`parts`."""
+    """The letter of a choice decides, unless both have text after it, which is compared like an answer, see :func:`choice`."""
     several = [_CHOICES.fullmatch(_WRAPPED.sub(r"\1", text)) for text in (gold, answer)]
     if all(several):
         letters = [set(re.findall("[A-J]", match[0])) for match in several if match]
         return letters[0] == letters[1]
-    (gold_letter, _), (answer_letter, _) = choice(gold), choice(answer)
+    (gold_letter, gold_rest), (answer_letter, answer_rest) = choice(gold), choice(answer)
     if gold == f"({gold_letter})":  # in brackets it is no variable, so that its case does not matter
         answer_letter = answer_letter or answer.strip("()").upper()
-    return gold_letter == answer_letter if gold_letter and answer_letter else None
+    if gold_letter and answer_letter and gold_letter != answer_letter:
+        return False
+    return True if gold_letter and answer_letter and not (gold_rest and answer_rest) else None
 
 
 def choice(text: str) -> tuple[str, str]:

@@ -23,11 +23,17 @@ _FONTS = f"{_UPRIGHT}|textbf|textit|emph|underline|mathbf|mathit|mathnormal|bold
 _BRACED = r"(?P<braced>\{(?P<inside>(?:[^{}]++|(?&braced))*+)\})"
 _FONT = regex.compile(rf"\\(?:{_FONTS})(?: ?{_BRACED}| (?P<inside>[A-Za-z0-9]))")
 _FUNCTIONS = "arcsin|arccos|arctan|arccot|sinh|cosh|tanh|sin|cos|tan|cot|sec|csc|log|ln|exp|gcd|lcm|max|min|det"
-_DEGREE = r"(?: ?\^ ?(?:\{ ?\\circ ?\}|\\circ(?!\pL)|\\degree(?!\pL)|o(?!\pL))| ?\\degree(?!\pL))"
+_RING = rf"(?:\\(?:circ|degree)(?!\pL)|o(?!\pL)|\\(?:{_UPRIGHT}) ?\{{ ?o ?\}})"
+_DEGREE = (
+    rf"(?: ?(?:\{{ ?\}})?\^ ?(?:\{{ ?{_RING} ?\}}|{_RING})"
+    rf"| ?(?:\\(?:{_UPRIGHT}) ?)?\{{ ?\^ ?{_RING} ?\}}| ?\\(?:text)?degree(?!\pL)"
+    r"|(?<=[0-9]) ?\\circ(?= ?(?:$|[,;)}CFK])))"
+)
 _GAP = r"(?:(?:\\!)*,(?:\\!)+|(?:\\!)+,|(?:\\[,;: !]|\\thinspace|\{,\}|[ ~'])+)"
 _THOUSANDS = r"[0-9]{1,3}(?:,[0-9]{3})+"
 _ALONE = r"(?<![A-Za-z0-9_^}).,/])"
 """In front of a number: nothing that multiplies it, or of which it is a part."""
+_ORDINAL = r"(?i:(?<=(?<!1)1[^0-9]*)st|(?<=(?<!1)2[^0-9]*)nd|(?<=(?<!1)3[^0-9]*)rd|(?<=(?:1[1-3]|[04-9])[^0-9]*)th)"
 _POWER = r"(?: ?\^ ?(?:-?[0-9]|\{ ?-?[0-9]+ ?\}))?"
 _NO_UNIT = (
     r"(?![^{}]*\b(?:or|and|not|no|if|for|when|where|with|more|less|least|most|than|to|from|mod|base|only|maybe|about|even|odd|all"
@@ -35,6 +41,7 @@ _NO_UNIT = (
     r"|cubed|times|plus|minus|over|hal[fv]\w*|thirds?|quarters?|choose|above|below)\b)"
 )
 """A text with one of these words changes an answer, so that it is no unit."""
+_WORDS = r" ?[A-Za-z]{2}[A-Za-z ,.'-]*"
 _WRAPPED_UNIT = (
     rf"\\(?:{_UPRIGHT})\{{{_NO_UNIT}(?! ?[^mgslLhNJWVAKCFT] ?\}})"
     rf" ?[A-Za-zµΩ](?:[A-Za-zµΩ ./^·-]|\\cdot(?!\pL))*[23]? ?\}}{_POWER}"
@@ -46,8 +53,11 @@ _BARE_UNIT = (
     r"|(?<= )[mgs](?=[^{}]*$))"
     rf"{_POWER}(?: ?/ ?[A-Za-z]{{1,6}}{_POWER})?(?![A-Za-z(])"
 )
+_LETTER = r"^ ?(?:\\[a-z]+ ?\{ ?)?\(?[A-J][).] ?\}? ?"
+"""Of a choice, behind which words are the answer."""
 _UNITS = (
-    rf"(?<=[0-9}})a-zA-Z|.!] ?) ?(?:{_WRAPPED_UNIT}|\\frac ?\{{ ?{_WRAPPED_UNIT} ?\}} ?\{{ ?{_WRAPPED_UNIT} ?\}}|{_BARE_UNIT})"
+    rf"(?<=[0-9}})a-zA-Z|.!] ?)(?<!{_LETTER})"
+    rf" ?(?:{_WRAPPED_UNIT}|\\frac ?\{{ ?{_WRAPPED_UNIT} ?\}} ?\{{ ?{_WRAPPED_UNIT} ?\}}|{_BARE_UNIT})"
     rf"(?: ?(?:\\cdot|\\times|/|\*)? ?{_WRAPPED_UNIT})*\.?"
     r"(?= ?(?:$|[,;)\]=}]|\\(?:\}|pm(?!\pL)|text\{ ?,? ?(?:and|or) ?\})))"
 )
@@ -148,6 +158,13 @@ RULES = (
         _mixed,
     ),
     _rule(
+        "braces of a space",
+        r"12{\,}345",
+        "12345",
+        r"(?<!\\[A-Za-z]+ ?|[\\\]}^_] ?)\{ ?(?P<space>(?:\\[,;:! ]|\\thinspace|~| )*) ?\}(?! ?[\^_])",
+        r"\g<space>",
+    ),
+    _rule(
         "blanks beside a tight space",
         r"10, \! 080",
         "10080",
@@ -187,7 +204,14 @@ RULES = (
         rf"\\(?:(?:text)?color|colorbox) ?\{{[^{{}}]*\}} ?(?:{_BRACED})?",
         lambda match: match["inside"] or "",
     ),
-    _rule("braces of a sign", "3{:}45", "3:45", r"\{ ?(?P<sign>[-+:]) ?\}", r"\g<sign>"),
+    _rule(
+        "braces and fonts of a sign",
+        r"\text{-}3{:}45",
+        "-3:45",
+        rf"(?:\\(?:{_FONTS}|math(?:bin|op|rel|ord|punct)|operatorname) ?)?\{{ ?(?P<sign>-{{1,3}}|[+:/]) ?\}}"
+        r"|\\text(?:minus|endash)(?!\pL)(?: ?\{ ?\})?",
+        lambda match: match["sign"] or "-",
+    ),
     _rule("powers of factorials", "3!^2", "(3!)^2", r"(?P<of>[0-9]+!) ?(?=\^)", r"(\g<of>)"),
     _rule("double factorials", "7!!", "105", r"(?<![0-9A-Za-z.])(?P<of>[0-9]{1,2}) ?!!(?!!)", _double_factorial),
     _rule("names of fractions", r"\nicefrac{5}{2}", r"\frac{5}{2}", r"\\(?:[dtc]|nice|s|x)frac(?!\pL)", r"\\frac"),
@@ -302,11 +326,24 @@ RULES = (
         rf"(?<=[0-9}})a-zA-Z] ?){_DEGREE}(?: ?(?:\\(?:text|mathrm)\{{ ?[CFK] ?\}}|[CFK](?!\pL)))?",
     ),
     _rule(
-        "ordinals", r"5^{\text{th}}", "5", rf"(?<=[0-9]) ?\^? ?\{{? ?\\(?:{_UPRIGHT})\{{ ?(?:st|nd|rd|th) ?\}} ?\}}?"
+        "ordinals",
+        r"5^{\text{th}}",
+        "5",
+        rf"(?<=[0-9]) ?-?(?:\^|\\textsuperscript)? ?(?P<brace>\{{ ?)?\\(?:{_UPRIGHT}) ?\{{ ?-?{_ORDINAL} ?\}}(?(brace) ?\}})"
+        rf"|(?<=[0-9]) ?(?:\^|\\textsuperscript) ?\{{ ?-?{_ORDINAL} ?\}}"
+        rf"|(?<=(?:^|[,;({{] ?|[a-z}}] )[0-9,]*[0-9])-?{_ORDINAL}(?= ?(?:$|[,;.)}}]|\\text|[A-Za-z]{{3}}))",
     ),
     _rule("feet and inches", "12''", "12", r"(?<=[0-9])(?:''?|\")$"),
     _rule("units", r"3\,\mathrm{kg}\cdot\mathrm{m}/\mathrm{s}^2", "3", _UNITS),
     _rule("fonts, but for words", r"2\mathrm{e}+\mathbf{13}", "2e+13", _FONT.pattern, _without_font),
+    _rule(
+        "words after a percent sign",
+        r"50\% \text{ of the students}",
+        r"50\%",
+        rf"(?<=[0-9}}] ?)(?:\\?% ?(?:\\text\{{{_NO_UNIT}{_WORDS}\}}|{_NO_UNIT}{_WORDS})"
+        rf"|(?:\\text\{{ ?per ?cent(?:age)?\b{_NO_UNIT}(?:{_WORDS})?\}}|per ?cent(?:age)?\b{_NO_UNIT}(?:{_WORDS})?))$",
+        r"\\%",
+    ),
     # Functions
     _rule("roots", "sqrt(17)", r"\sqrt{17}", r"\\?(?<![A-Za-z])sqrt ?\((?P<under>[^()]*)\)", r"\\sqrt{\g<under>}"),
     _rule(
@@ -390,9 +427,10 @@ RULES = (
     ),
 )
 
-_CHARACTERS = "−×·⋅∙÷∕⁄°∞√∛≤≥⩽⩾≠±∪∩∈∅⟨⟩〈〉′″’、ℝℤℚℕℂ∠△∣≡"  # noqa: RUF001
+_CHARACTERS = "−×·⋅∙÷∕⁄°º˚℃℉∘∞√∛≤≥⩽⩾≠±∪∩∈∅⟨⟩〈〉′″’、ℝℤℚℕℂ∠△∣≡"  # noqa: RUF001
 _COMMANDS = (
-    r"- \times \cdot \cdot \cdot \div / / ^\circ \infty \sqrt \sqrt[3] \le \ge \le \ge \neq \pm \cup \cap \in \emptyset \langle"
+    r"- \times \cdot \cdot \cdot \div / / ^\circ ^\circ ^\circ ^{\circ}C ^{\circ}F \circ"
+    r" \infty \sqrt \sqrt[3] \le \ge \le \ge \neq \pm \cup \cap \in \emptyset \langle"
     r" \rangle \langle \rangle ' '' ' , \mathbb{R} \mathbb{Z} \mathbb{Q} \mathbb{N} \mathbb{C} \angle \triangle | \equiv"
 )
 _SYMBOLS = dict(zip(_CHARACTERS, _COMMANDS.split(), strict=True))
