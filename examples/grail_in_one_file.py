@@ -1,0 +1,127 @@
+"""GRAIL in one file: the token weights of one response, to copy into any trainer. `grail_weights` needs torch alone.
+
+    python examples/grail_in_one_file.py           three answers in colours, read by the small model of packages/verl-cpu
+    python examples/grail_in_one_file.py MODEL     by any causal language model: a folder, or a name on the hub
+
+Source: arXiv 2606.04889 as its authors' code behaves (this package's preset `official`). The numbers in `grail_weights` are the
+steps of docs/how_it_works.md. The package gives the same weights, for batches and for sharded models.
+
+Shapes: P prompt tokens, T response tokens, D embedding, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from itertools import accumulate, pairwise
+from pathlib import Path
+
+import torch
+
+
+def grail_weights(model, prompt, response, answer, content, advantage, temperature=1.0):
+    """(T,) float32 weights of a response; its token advantages are `weights * advantage`. `prompt` (P,) and `response`
+    (T,) are token ids, `answer` and `content` (T,) bool: the tokens of `\\boxed{42}` and of its 42. Use `model.eval()`."""
+    before = slice(len(prompt) - 1, -1)  # the position that predicts each response token
+    h = model.get_input_embeddings()(torch.cat([prompt, response])[None]).detach().requires_grad_()  # (1, P+T, D)
+    log_probs = (model(inputs_embeds=h).logits[0, before].float() / temperature).log_softmax(-1)  # (T, V)
+    loss = -log_probs.gather(-1, response[:, None])[answer].sum()  # 1.
+    (gradient,) = torch.autograd.grad(loss, h)  # no parameter gets one
+    scores = (gradient.float() * h.detach().float()).norm(dim=-1)[0, before]  # 2. (T,)
+    log_scores = (scores.cpu().double() + 1e-8).log()
+    z = (log_scores - log_scores.mean()) / (log_scores.var(unbiased=False) + 1e-8).sqrt()  # 3.
+    weights = (1 + 0.5 * z).clamp(0.5, 5).float().to(scores.device)
+    if advantage > 0:
+        weights[:] = 1
+    weights[answer.cumsum(0) > 0] = 1  # 4.
+    weights[content] = 5
+    return weights
+
+
+_INSIDE = r"(?:\\.|[^{}\\])*"
+for _ in range(4):  # braces in braces, so deep
+    _INSIDE = rf"(?:\\.|[^{{}}\\]|\{{{_INSIDE}\}})*"
+BOXED = rf"(?s)\\boxed\{{(?P<content>{_INSIDE})\}}"
+HASHES = r"#### (?P<content>-?[0-9.,]+)"
+
+
+def find_answer(tokens, pattern=BOXED, which=0):
+    """`answer` and `content` of `grail_weights`, (T,) bool, for a response's tokens as `convert_ids_to_tokens` gives them; None
+    without an answer. `which` is 0 for the first answer, as published, and -1 for the last, which most rewards read."""
+    spaces = str.maketrans("\u0120\u2581", "  ")  # of byte-level BPE and SentencePiece
+    texts = [token.translate(spaces) for token in tokens]
+    found = list(re.finditer(pattern, "".join(texts)))
+    if not found:
+        return None
+    places = list(pairwise([0, *accumulate(map(len, texts))]))
+
+    def covers(first, end):
+        return torch.tensor([max(start, first) < min(stop, end) for start, stop in places])
+
+    return covers(*found[which].span()), covers(*found[which].span("content"))
+
+
+PROBLEM = "4-1+7+7-7"
+ANSWERS = {
+    "correct": r"4-1=3;3+7=10;10+7=17;17-7=10;\boxed{10}",
+    "a slip in the second step": r"4-1=3;3+7=11;11+7=18;18-7=11;\boxed{11}",
+    "a slip in the last step": r"4-1=3;3+7=10;10+7=17;17-7=12;\boxed{12}",
+}
+COLOURS = ((0.6, 39), (0.95, 117), (1.05, None), (1.5, 223), (2.5, 215), (4.9, 208), (9.0, 203))
+"""The highest weight of each colour, and its number among a terminal's 256."""
+
+
+def painted(text, weight):
+    """The text on the colour of its weight."""
+    colour = next(colour for highest, colour in COLOURS if weight <= highest)
+    return text if colour is None else f"\x1b[30;48;5;{colour}m{text}\x1b[0m"
+
+
+def load(name):
+    """The model and the tokenizer of this name; without one those that come with this repository."""
+    if name is None:
+        sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "packages/verl-cpu"))  # it need not be installed
+        from verl_cpu.tiny.shipped import load_shipped
+
+        return load_shipped()
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    return AutoModelForCausalLM.from_pretrained(name), AutoTokenizer.from_pretrained(name)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", nargs="?", help="a folder, or a name on the hub")
+    name = parser.parse_args().model
+    try:
+        model, tokenizer = load(name)
+    except (ImportError, OSError, ValueError) as error:
+        why = str(error).strip().splitlines()[0]
+        other = (
+            "without a name, the clone's own small model is read" if name else "name a folder, or a model on the hub"
+        )
+        raise SystemExit(f"grail_in_one_file: {why}; {other}") from error
+    model.eval()
+    prompt = tokenizer(f"{PROBLEM}\n")["input_ids"]
+    if tokenizer.chat_template:
+        messages = [{"role": "user", "content": PROBLEM}]
+        options = {"add_generation_prompt": True, "return_dict": False, "enable_thinking": False}
+        prompt = tokenizer.apply_chat_template(messages, **options)
+    print(f"{PROBLEM}, read by {name or 'the model of packages/verl-cpu (0.65 M parameters)'}")
+    for about, text in ANSWERS.items():
+        response = tokenizer(text, add_special_tokens=False)["input_ids"]
+        answer, content = find_answer(tokenizer.convert_ids_to_tokens(response))
+        advantage = 0.5 if about == "correct" else -0.5
+        ids = torch.tensor(prompt), torch.tensor(response)
+        weights = grail_weights(model, *ids, answer, content, advantage).tolist()
+        texts = [tokenizer.decode([token]) for token in response]
+        print(f"\n{about} (advantage {advantage})\n" + "".join(map(painted, texts, weights)))
+        before = sorted(range(answer.int().argmax()), key=weights.__getitem__, reverse=True)
+        highest = ", ".join(f"{texts[t]!r} at {t}: {weights[t]:.2f}" for t in before[:5])
+        print("highest before the answer: " + ("1, all of them" if advantage > 0 else highest))
+    print("\nweight " + " ".join(painted(f" {weight:g} ", weight) for weight in (0.5, 0.8, 1, 1.3, 2, 3, 5)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,193 @@
+"""The front page's first screen, and the file that it shows: the weights of one response are the package's in every response
+of a token dump, and each block runs without a network."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from examples.grail_in_one_file import BOXED, HASHES, find_answer
+from grail_advantage.answers.format import answer_format
+from grail_advantage.answers.span import find_answer_span
+from grail_advantage.dump.store import DumpRow, read_dump
+from grail_advantage.view.analysis.analysis import Analysis
+from grail_advantage.view.analysis.responses import Response
+from grail_advantage.view.analysis.specs import parse_methods
+from grail_advantage.view.analysis.weigh import run_analysis
+from tests import real_tokenizers
+from tests.core.test_answer_format import BY_HAND
+from tests.core.tiny_models import char_tokenizer
+from tests.documentation import ROOT
+from verl_cpu.tiny.sampling import MAX_RESPONSE_TOKENS, prompt_ids, sample, uniform
+from verl_cpu.tiny.shipped import load_shipped
+from verl_cpu.tiny.task import compute_score, random_problems
+
+SCREEN = (ROOT / "README.md").read_text(encoding="utf-8").partition("\n## ")[0]
+BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```$", SCREEN, re.DOTALL | re.MULTILINE)
+PATTERNS = {"boxed": BOXED, "hashes": HASHES}
+NO_NETWORK = """
+import socket
+def refuse(*_, **__):
+    raise OSError("a test without a network")
+socket.socket.connect = socket.socket.connect_ex = socket.getaddrinfo = refuse
+"""
+
+
+def blocks(language: str) -> list[str]:
+    return [text for name, text in BLOCKS if name == language]
+
+
+@pytest.fixture
+def offline(tmp_path: Path) -> dict[str, str]:
+    """The environment of a process that has no network, and nothing of the hub in its cache."""
+    (tmp_path / "sitecustomize.py").write_text(NO_NETWORK)
+    folders = [str(tmp_path), os.environ.get("PYTHONPATH", "")]
+    return os.environ | {
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "PYTHONPATH": os.pathsep.join(filter(None, folders)),
+        "HF_HUB_OFFLINE": "1",
+        "HF_HOME": str(tmp_path / "hub"),
+    }
+
+
+def run(line: str, environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(["bash", "-c", line], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+
+
+def test_each_command_draws_three_answers(offline: dict[str, str]) -> None:
+    lines = [line for text in blocks("bash") for line in text.splitlines()]
+    assert lines and {name for name, _ in BLOCKS} == {"", "python", "bash"}, "another kind of block needs a test here"
+    for line in lines:
+        ran = run(line, offline)
+        assert ran.returncode == 0, ran.stderr
+        drawn = re.findall(r"\(advantage (\S+)\)\n(.*)\n", ran.stdout)
+        assert [float(advantage) for advantage, _ in drawn] == [0.5, -0.5, -0.5]
+        texts = [re.sub(r"\x1b\[[\d;]*m", "", coloured) for _, coloured in drawn]
+        assert all(text.startswith("4-1=") and text.endswith("}") for text in texts)
+        colours = [set(re.findall(r"48;5;(\d+)m", coloured)) for _, coloured in drawn]
+        assert len(colours[0]) == 1 and all(len(used) > 3 for used in colours[1:]), "content alone, and reasoning"
+
+
+@pytest.mark.parametrize("model", ["Qwen/Qwen3-0.6B", "no/such/folder", str(ROOT)])
+def test_a_model_that_cannot_be_had_is_one_sentence(model: str, offline: dict[str, str]) -> None:
+    ran = run(f"python examples/grail_in_one_file.py {model}", offline)
+    assert ran.returncode == 1 and len(ran.stderr.strip().splitlines()) == 1, ran.stderr
+
+
+def test_the_file_alone_asks_for_a_model(tmp_path: Path, offline: dict[str, str]) -> None:
+    """As somebody who copied it has it."""
+    (tmp_path / "copied").mkdir()
+    copy = tmp_path / "copied" / "grail.py"
+    copy.write_text((ROOT / "examples/grail_in_one_file.py").read_text())
+    ran = subprocess.run([sys.executable, "-S", copy], capture_output=True, text=True, env=offline)
+    ran = run(
+        f"python -c \"import sys, runpy; sys.modules['verl_cpu'] = None; sys.argv = ['x']; "
+        f"runpy.run_path('{copy}', run_name='__main__')\"",
+        offline,
+    )
+    assert ran.returncode == 1 and len(ran.stderr.strip().splitlines()) == 1, ran.stderr
+
+
+def test_the_size_of_the_page() -> None:
+    assert (ROOT / "README.md").stat().st_size <= 9300
+
+
+@pytest.fixture(scope="module")
+def sampled() -> tuple[Any, Any, list[Response]]:
+    """The shipped model, its tokenizer and what it answers; some responses answer twice, or write on after their answer."""
+    model, tokenizer = load_shipped()
+    asked = [problem for problem in random_problems(32, seed=3) for _ in range(4)]
+    prompts = [prompt_ids(tokenizer, problem) for problem in asked]
+    written = sample(model.eval(), tokenizer, prompts, uniform(0, len(asked), MAX_RESPONSE_TOKENS))
+    responses = []
+    for place, (problem, ids) in enumerate(zip(asked, written, strict=True)):
+        text = tokenizer.decode(ids, skip_special_tokens=True)
+        text += {0: "", 1: " so it is", 2: r"; no, \boxed{7}", 3: "<|im_end|>"}[place % 4]
+        reward = compute_score("", text, str(problem.answer))
+        messages = [{"role": "user", "content": problem.text}]
+        responses.append(
+            Response(id=str(place), prompt=messages, response=text, reward=reward, ground_truth="", group=problem.text)
+        )
+    return model, tokenizer, responses
+
+
+def one_file(
+    rows: list[DumpRow], model: Any, tokenizer: Any, answer: str, which: int, temperature: float
+) -> list[float]:
+    """For each response with an answer and an advantage the largest difference of a weight, by the function of the page."""
+    (source,) = blocks("python")
+    names: dict[str, Any] = {"torch": torch}
+    exec(source, names)
+    differences = []
+    for row in rows:
+        found = find_answer(tokenizer.convert_ids_to_tokens(row.token_ids_T.tolist()), PATTERNS[answer], which)
+        assert (found is None) == (row.span is None)
+        advantage = float(row.base_advantage_T[0])
+        if found is None or advantage == 0:
+            continue
+        ids = torch.tensor(row.prompt_ids), torch.tensor(row.token_ids_T)
+        weights_T = names["grail_weights"](model, *ids, *found, advantage, temperature)
+        assert weights_T.dtype == torch.float32
+        differences.append(float(np.abs(weights_T.numpy() - row.weight_T).max()))
+    return differences
+
+
+@pytest.mark.parametrize(
+    ("answer", "span", "temperature"), [("boxed", "first", 1.0), ("boxed", "last", 0.6), ("hashes", "last", 1.0)]
+)
+def test_weights_are_those_of_a_dump(
+    answer: str, span: str, temperature: float, sampled: tuple[Any, Any, list[Response]], tmp_path: Path
+) -> None:
+    model, tokenizer, responses = sampled
+    if answer == "hashes":
+        responses = [
+            Response(**{**vars(row), "response": re.sub(r"\\boxed\{([^}]*)\}", r"#### \1", row.response)})
+            for row in responses
+        ]
+    analysis = Analysis(
+        responses=responses,
+        methods=parse_methods([f"grail:span={span}"]),
+        model="shipped",
+        temperature=temperature,
+        answer=answer_format(answer),
+    )
+    run_analysis(analysis, tmp_path / "dump", tokenizer, lambda: model)
+    rows = list(read_dump(tmp_path / "dump"))
+    scored = [row for row in rows if row.no_scores is None]
+    differences = one_file(rows, model, tokenizer, answer, 0 if span == "first" else -1, temperature)
+    assert len(scored) > 30 and len(differences) > len(scored) + 10, (
+        "incorrect responses, and correct ones with an answer"
+    )
+    assert max(differences) < 5e-6
+    assert all(len(np.unique(row.weight_T)) > 5 for row in scored)
+
+
+@pytest.mark.parametrize("tokenizer", [char_tokenizer, real_tokenizers.qwen_tokenizer])
+def test_answers_are_found_where_the_package_finds_them(tokenizer: Any) -> None:
+    compared = 0
+    for answer, text, _ in BY_HAND:
+        try:
+            ids = tokenizer()(text.decode(), add_special_tokens=False)["input_ids"]
+        except UnicodeDecodeError:
+            continue
+        if answer not in PATTERNS or any(token is None for token in ids):
+            continue
+        for which, place in (("first", 0), ("last", -1)):
+            span = find_answer_span(ids, tokenizer(), which, answer)
+            found = find_answer(tokenizer().convert_ids_to_tokens(ids), PATTERNS[answer], place)
+            assert (found is None) == (span is None), text
+            if span is not None:
+                numbers = np.arange(len(ids))
+                assert found[0].tolist() == ((span.start <= numbers) & (numbers < span.end)).tolist(), text
+                inside = (span.content_start <= numbers) & (numbers < span.content_end)
+                assert found[1].tolist() == inside.tolist(), text
+                compared += 1
+    assert compared > 15
