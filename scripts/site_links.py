@@ -1,4 +1,4 @@
-"""A hook of mkdocs. The site begins with the front page up to "Install"; links to files outside the site go to the repository.
+"""A hook of mkdocs. The site begins with the first parts of the front page; links to files outside the site go to the repository.
 
 The repository's address is the entry ``Repository`` of ``project.urls`` in ``pyproject.toml``, which is set at publication.
 Without it these links are plain text.
@@ -40,7 +40,7 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
 
 
 def front() -> str:
-    """The front page's first screen and "Install", as a page of the site."""
+    """The first screen of the front page and the section after it, as a page of the site."""
     screen = "\n## ".join((ROOT / "README.md").read_text(encoding="utf-8").split("\n## ")[:2])
 
     def from_docs(link: re.Match[str]) -> str:
@@ -48,5 +48,4 @@ def front() -> str:
         inside = target.removeprefix("docs/")
         return f"{link['before']}{inside if inside != target else f'../{target}'}{link['anchor'] or ''})"
 
-    screen = LINK.sub(from_docs, screen)
-    return re.sub(r"\]\(#", "](../README.md#", screen)
+    return LINK.sub(from_docs, screen)

@@ -25,6 +25,7 @@ PAGES = sorted([*ROOT.glob("*.md"), *(page for folder in FOLDERS for page in (RO
 SITE = sorted(DOCS.glob("*.md"))
 READ = [ROOT / "README.md", *SITE, *sorted((ROOT / "examples").rglob("*.md"))]
 """What a user reads: neither changes nor the ledgers of development."""
+README = (ROOT / "README.md").read_text(encoding="utf-8")
 _FENCE = re.compile(r"^```(?P<language>\w*)\n(?P<text>.*?)^```$", re.DOTALL | re.MULTILINE)
 _LINK = re.compile(r"!?\[[^\]]*\]\((?P<target>[^)\s]+)\)")
 _HEADING = re.compile(r"^#+ (?P<title>.+)$", re.MULTILINE)
@@ -111,10 +112,19 @@ def test_programs_of_commands_know_their_options() -> None:
 
 
 GSM8K = next(command for page, command in COMMANDS if page == "README.md" and TRAINS[0] in command.words)
+_OPTIONS = re.findall(
+    r"(?:algorithm|\+algorithm)\.[\w.]+=\w+", re.search(r"^\| \*\*verl 0.*$", README, re.MULTILINE).group()
+)
+FIRST_SCREEN = [Command({}, ("python3", "-m", TRAINS[0], "...", *_OPTIONS[:count])) for count in (1, len(_OPTIONS))]
+"""The options that a run of verl adds, for boxes and for answers like ``#### 42``."""
 
 
 @pytest.mark.parametrize(
-    ("page", "command"), [(page, command) for page, command in COMMANDS if set(TRAINS) & set(command.words)]
+    ("page", "command"),
+    [
+        *((page, command) for page, command in COMMANDS if set(TRAINS) & set(command.words)),
+        *(("README.md", command) for command in FIRST_SCREEN),
+    ],
 )
 def test_verl_takes_the_command(page: str, command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Composed by verl's own configuration and checked as at the start of a run; ``...`` is the front page's command."""
@@ -122,6 +132,7 @@ def test_verl_takes_the_command(page: str, command: Command, tmp_path: Path, mon
     from verl.utils.config import validate_config
 
     from grail_advantage.methods import methods
+    from grail_advantage.verl_ext.settings import Settings
     from tests.composed import VERL, compose
 
     overrides = command.overrides()
@@ -134,6 +145,10 @@ def test_verl_takes_the_command(page: str, command: Command, tmp_path: Path, mon
     if not own:  # what the page brings itself is registered where its tests run it
         validate_config(config, use_reference_policy=False, use_critic=False)
         assert config.trainer.v1.trainer_mode.startswith("grail_")
+    if command in FIRST_SCREEN:
+        settings = Settings.parse(config)
+        span = ("boxed", "first") if command == FIRST_SCREEN[0] else ("hashes", "last")
+        assert (settings.method, settings.answer.name, settings.signal.span) == ("grail", *span)
     if command == GSM8K:  # the published loss and advantage
         assert config.algorithm.norm_adv_by_std_in_grpo is False
         assert config.actor_rollout_ref.actor.loss_agg_mode == "seq-mean-token-sum-norm"
@@ -144,8 +159,8 @@ def test_baselines_of_the_front_page_are_runs_of_their_own() -> None:
     """Each with its own name, under which it logs and resumes; and no page has a figure that is to be put in."""
     rows = [
         line
-        for line in (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
-        if "adv_estimator=" in line and line[0] == "|"
+        for line in README.splitlines()
+        if "adv_estimator=" in line and "experiment_name=" in line and line[0] == "|"
     ]
     names = [re.findall(r"trainer\.experiment_name=(\w+)", row) for row in rows]
     assert len(rows) == 3 and sorted(map(tuple, names)) == [("dr_grpo",), ("grpo",), ("uniform",)]
