@@ -1,4 +1,4 @@
-"""A hook of mkdocs. The site begins with the first parts of the front page; links to files outside the site go to the repository.
+"""A hook of mkdocs. The site begins with the first parts of the front page; links that leave the site go to the repository.
 
 The repository's address is the entry ``Repository`` of ``project.urls`` in ``pyproject.toml``, which is set at publication.
 Without it these links are plain text.
