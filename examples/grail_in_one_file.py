@@ -4,7 +4,7 @@
     python examples/grail_in_one_file.py MODEL     by any causal language model: a folder, or a name on the hub
 
 Source: arXiv 2606.04889 as its authors' code behaves (this package's preset `official`). The numbers in `grail_weights` are the
-steps of docs/how_it_works.md. The package gives the same weights, for batches and for sharded models.
+steps of docs/how_it_works.md; the model is in evaluation mode. The package gives the same weights, for batches and shards.
 
 Shapes: P prompt tokens, T response tokens, D embedding, V vocabulary.
 """
@@ -21,8 +21,8 @@ import torch
 
 
 def grail_weights(model, prompt, response, answer, content, advantage, temperature=1.0):
-    """(T,) float32 weights of a response; its token advantages are `weights * advantage`. `prompt` (P,) and `response`
-    (T,) are token ids, `answer` and `content` (T,) bool: the tokens of `\\boxed{42}` and of its 42. Use `model.eval()`."""
+    """(T,) float32 weights of a response; its token advantages are `weights * advantage`. `prompt` (P,) and
+    `response` (T,) are token ids, `answer` and `content` (T,) bool: the tokens of `\\boxed{42}` and of its 42."""
     before = slice(len(prompt) - 1, -1)  # the position that predicts each response token
     h = model.get_input_embeddings()(torch.cat([prompt, response])[None]).detach().requires_grad_()  # (1, P+T, D)
     log_probs = (model(inputs_embeds=h).logits[0, before].float() / temperature).log_softmax(-1)  # (T, V)
