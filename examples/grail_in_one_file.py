@@ -118,8 +118,8 @@ def main():
         texts = [tokenizer.decode([token]) for token in response]
         print(f"\n{about} (advantage {advantage})\n" + "".join(map(painted, texts, weights)))
         before = sorted(range(answer.int().argmax()), key=weights.__getitem__, reverse=True)
-        highest = ", ".join(f"{texts[t]!r} at {t}: {weights[t]:.2f}" for t in before[:5])
-        print("highest before the answer: " + ("1, all of them" if advantage > 0 else highest))
+        highest = ", ".join(f"{texts[t]!r} at {t}: {weights[t]:.2f}" for t in before[:3])
+        print("before the answer: " + ("1 everywhere" if advantage > 0 else f"highest {highest}"))
     print("\nweight " + " ".join(painted(f" {weight:g} ", weight) for weight in (0.5, 0.8, 1, 1.3, 2, 3, 5)))
 
 

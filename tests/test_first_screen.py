@@ -113,6 +113,10 @@ def sampled() -> tuple[Any, Any, list[Response]]:
         responses.append(
             Response(id=str(place), prompt=messages, response=text, reward=reward, ground_truth="", group=problem.text)
         )
+    # So few tokens of so many have a score that the weight of the one before the answer is clipped.
+    for text, reward in ((r"=\boxed{7}" + 500 * "x", 0.0), (r"\boxed{8}", 1.0)):
+        row = Response(id=text, prompt="7+1=8;7", response=text, reward=reward, ground_truth="", group="long")
+        responses.append(row)
     return model, tokenizer, responses
 
 
@@ -165,7 +169,8 @@ def test_weights_are_those_of_a_dump(
         "incorrect responses, and correct ones with an answer"
     )
     assert max(differences) < 5e-6
-    assert all(len(np.unique(row.weight_T)) > 5 for row in scored)
+    before = np.concatenate([row.weight_T[: row.span.start] for row in scored])
+    assert before.min() == 0.5 and before.max() == 5 and len(np.unique(before)) > 100
 
 
 @pytest.mark.parametrize("tokenizer", [char_tokenizer, real_tokenizers.qwen_tokenizer])
