@@ -14,7 +14,9 @@ learning rate of 0 updates. FOLDER holds what :func:`verl_cpu.tiny.smollm2.load_
 from __future__ import annotations
 
 import argparse
+import json
 import os
+import re
 import sys
 import tempfile
 from pathlib import Path
@@ -27,7 +29,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import GRPOConfig, GRPOTrainer
 
 from benchmarks import timer
-from benchmarks.gpu_check.trl_runs import problem
 from grail_advantage import Grail
 from grail_advantage.trl_ext import TokenWeightGRPOTrainer
 from verl_cpu.tiny.shipped import load_shipped
@@ -41,6 +42,21 @@ class Size(NamedTuple):
     rollouts: int
     micro_batch: int
     response: int
+
+
+class Worked(NamedTuple):
+    """A problem of GSM8K and its solution, which ends in a box."""
+
+    text: str
+    solution: str
+
+
+def worked_problem(line: str) -> Worked:
+    """Of a line of JSON."""
+    row = json.loads(line)
+    steps, _, answer = (part.strip() for part in row["answer"].rpartition("####"))
+    solution = re.sub(r"<<.*?>>", "", f"{steps}\nThe answer is \\boxed{{{answer}}}.")
+    return Worked(f"{row['question']}\nReason step by step, and put your final answer within \\boxed{{}}.", solution)
 
 
 class Variant(NamedTuple):
@@ -74,7 +90,7 @@ class Steps:
         else:
             model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
             tokenizer = AutoTokenizer.from_pretrained(model_folder)
-        worked = [problem(line, True) for line in data.read_text(encoding="utf-8").splitlines()] if data else []
+        worked = [worked_problem(line) for line in data.read_text(encoding="utf-8").splitlines()] if data else []
         short = [one for one in worked if len(tokenizer.encode(one.solution)) < size.response][: size.prompts]
         asked = short or problems("train", size.prompts)
         self.rows = [{"prompt": [{"role": "user", "content": one.text}]} for one in asked for _ in range(size.rollouts)]

@@ -30,10 +30,28 @@ done
 ((${#parts[@]})) || parts=(a b c d)
 [[ ${python} != */* ]] || python=$(realpath -s "${python}")
 
-# The project's packages from this folder, whatever is installed.
+# The project's packages from this folder, whatever is installed. verl finds them by their entry points, which a clone that is
+# not installed lacks: they are written into a folder beside the results.
 cd "${project_root}"
-export PYTHONPATH=${project_root}:${project_root}/packages/verl-cpu${PYTHONPATH:+:${PYTHONPATH}}
 mkdir -p "${results}"
+export PYTHONPATH=${project_root}:${project_root}/packages/verl-cpu:${results}/entry_points${PYTHONPATH:+:${PYTHONPATH}}
+"${python}" - "${results}/entry_points" <<'PYTHON'
+import sys
+import tomllib
+from importlib.metadata import entry_points
+from pathlib import Path
+
+for file in ("pyproject.toml", "packages/verl-cpu/pyproject.toml"):
+    project = tomllib.loads(Path(file).read_text())["project"]
+    for group, points in project["entry-points"].items():
+        if not {point.name for point in entry_points(group=group)} >= points.keys():
+            info = Path(sys.argv[1], f"{project['name'].replace('-', '_')}-0.dist-info")
+            info.mkdir(parents=True, exist_ok=True)
+            (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: 0\n")
+            lines = [f"[{group}]", *(f"{name} = {module}" for name, module in points.items())]
+            (info / "entry_points.txt").write_text("\n".join(lines) + "\n")
+            print(f"{project['name']} is not installed: verl finds its plug-in by {info}")
+PYTHON
 failed=0
 for part in "${parts[@]}"; do
     status=0

@@ -56,6 +56,11 @@ class Model(NamedTuple):
         return 256 * self.hidden * (self.heads + 8) + 3 * self.hidden * self.intermediate + norms
 
     @property
+    def inside(self) -> int:
+        """Bytes a token that a block's forward and backward hold, in bfloat16."""
+        return 32 * self.hidden + 10 * 128 * self.heads + 12 * 128 * 8 + 8 * self.intermediate
+
+    @property
     def parameters(self) -> int:
         return self.layers * self.block + self.vocabulary * self.hidden * (1 if self.tied else 2) + self.hidden
 
@@ -97,8 +102,7 @@ def phases(model: Model, setup: Setup) -> dict[str, float]:
     weights = 4 * (whole + trained * (setup.lora_rank > 0)) / gpus
     moments, gradients = 8 * trained / gpus, 4 * trained / gpus
     tokens, with_gradients = setup.sequences * (PROMPT + model.response), 0 if setup.lora_rank else 6
-    inside = 32 * model.hidden + 10 * 128 * model.heads + 12 * 128 * 8 + 8 * model.intermediate
-    activations = tokens * (2 * model.hidden * model.layers + inside + 4 * model.vocabulary)
+    activations = tokens * (2 * model.hidden * model.layers + model.inside + 4 * model.vocabulary)
     gathered = (2 + with_gradients) * table_size + (4 + with_gradients) * model.block
     kept = 0 if setup.offload else moments
     sent = 0 if setup.lora_rank else 6 * table_size + BUCKET * 1e9
@@ -109,6 +113,16 @@ def phases(model: Model, setup: Setup) -> dict[str, float]:
         "optimiser step": weights + moments + 2 * gradients + SLEEPING * 1e9,
     }
     return {phase: size / 1e9 for phase, size in sizes.items()}
+
+
+def pass_memory(model: Model, name: str, tokens: int) -> float:
+    """Bytes of a pass over one response, with everything in bfloat16 and counted as if it were there at once: ``forward``,
+    ``training``, ``grail`` or ``oar_g``, each also with ``, checkpointed``. The GPU check measures them."""
+    name, _, checkpointed = name.partition(", ")
+    blocks = 1 if checkpointed or name == "forward" else model.layers
+    inputs = 2 * model.hidden * model.layers if checkpointed and name != "forward" else 0
+    logits = {"forward": 2, "training": 4}.get(name, 0) * model.vocabulary
+    return (4 if name == "training" else 2) * model.parameters + tokens * (inputs + blocks * model.inside + logits)
 
 
 def cached_tokens(model: Model, setup: Setup) -> float:

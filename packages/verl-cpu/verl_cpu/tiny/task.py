@@ -103,13 +103,14 @@ def problems(split: Split, size: int, *, seed: int = 0) -> list[Problem]:
     return list(chosen.values())
 
 
-def random_problems(size: int, *, seed: int = 0) -> list[Problem]:
-    """``size`` different problems of such chains without ``reasoning-gym``, the same ones for the same arguments."""
+def random_problems(size: int, *, seed: int = 0, steps: tuple[int, int] = (MIN_STEPS, MAX_STEPS)) -> list[Problem]:
+    """``size`` different problems of such chains without ``reasoning-gym``, the same ones for the same arguments, with so
+    many steps at least and at most."""
     rng = random.Random(seed)
     found: dict[str, Problem] = {}
     while len(found) < size:
-        steps = (f"{rng.choice('+-')}{rng.randrange(10)}" for _ in range(rng.randint(MIN_STEPS, MAX_STEPS)))
-        problem = Problem.parse(f"{rng.randrange(10)}{''.join(steps)}")
+        terms = (f"{rng.choice('+-')}{rng.randrange(10)}" for _ in range(rng.randint(*steps)))
+        problem = Problem.parse(f"{rng.randrange(10)}{''.join(terms)}")
         if all(0 <= value <= MAX_VALUE for value in problem.values):
             found[problem.text] = problem
     return list(found.values())
