@@ -1,26 +1,25 @@
 #!/usr/bin/env bash
 # GRAIL | environment, style, types and tests | any machine
-# Knobs: TEST_PROCESSES (files tested at the same time: 4, with --quick 2; fewer take less memory)
+# Knobs: TEST_PROCESSES (files tested at the same time: 2; fewer take less memory)
 # Arguments go to pytest.
 #
-#   bash scripts/test.sh             # everything: whole verl runs, ranks, training, package installations
+#   bash scripts/test.sh             # a merge: a whole verl run that is killed and resumes, ranks, training
 #   bash scripts/test.sh --quick     # everyday work: all tests that start no Ray, no ranks and no long computation
+#   bash scripts/test.sh --nightly   # everything: also whole runs of verl's own command and of the agent, the oldest TRL, the
+#                                    # wheel, and all model families
 
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-selection=() processes=4
-if [[ ${1:-} == --quick ]]; then
-    shift
-    selection=(-m "not slow") processes=2
-    say="3 minutes, 4 GB of memory"
-else
-    say="15 minutes, 14 GB of memory; --quick: 3 minutes"
-fi
+selection=(-m "not nightly") say="SAY_DEFAULT"
+case ${1:-} in
+    --quick) shift && selection=(-m "not slow and not nightly") say="SAY_QUICK" ;;
+    --nightly) shift && selection=() say="SAY_NIGHTLY" ;;
+esac
 echo "test: on 2 idle cores about $say (and where .venv is not up to date yet, 1 to 3 minutes for it)" >&2
 
 bash scripts/setup_cpu.sh
-if [[ ${#selection[@]} == 0 ]]; then
+if [[ ${selection[*]} != *slow* ]]; then
     bash scripts/setup_chromium.sh || echo "test: the tests of the report's page in a browser are skipped" >&2
 fi
 # shellcheck disable=SC1091
@@ -40,7 +39,7 @@ checks+=($!)
 for check in "${checks[@]}"; do
     wait "$check"
 done
-# More files at a time than cores: the slow tests wait for processes that start. tests/conftest.py decides which tests stay
-# together and which begin first. Ray runs its workers at nice 15, so that whole runs would starve beside tests at nice 0.
-nice -n 19 python -m pytest --durations=10 --numprocesses "${TEST_PROCESSES:-$processes}" --dist loadgroup --no-loadscope-reorder \
+# tests/conftest.py decides which tests stay together and which begin first. A process more than cores costs its imports and
+# memory. Ray runs its workers at nice 15, so that whole runs would starve beside tests at nice 0.
+nice -n 19 python -m pytest --durations=10 --numprocesses "${TEST_PROCESSES:-2}" --dist loadgroup --no-loadscope-reorder \
     "${selection[@]}" "$@"

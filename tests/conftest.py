@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,32 +12,40 @@ import torch
 # The tests' tensors are tiny. Sharing them out over threads costs more than computing them, far more on a busy machine.
 torch.set_num_threads(1)
 
+TESTS = Path(__file__).parent
 # Files of a group run one after another, in one process. A whole verl run with two engines takes up to 10 GB of memory, one
-# with a single engine 6 GB, and Ray kills workers where that runs short: at most one of each kind at a time. Files with ranks
-# share the fork server of ``tests/forked.py``, whose imports take as long as many of their tests.
+# with a single engine 6 GB, and Ray kills workers where that runs short: at most one of each kind at a time. Files with forks
+# share the server of ``tests/forked.py``, whose imports take as long as many of their tests.
 GROUPS = {
-    "two engines": ("test_methods_run.py", "test_evaluate.py"),
-    "one engine": ("test_only_weights.py", "test_agent_run.py"),
+    "two engines": ("verl_ext/test_methods_run.py", "recipe/test_evaluate.py"),
+    "one engine": ("verl_ext/test_only_weights.py", "recipe/test_agent_run.py"),
     "forks": (
-        *("test_passes.py", "test_pass_details.py", "test_zero_advantage_update.py", "test_models.py", "test_ranks.py"),
-        *("test_benchmarks.py", "test_command_line.py"),
+        *("verl_ext/test_passes.py", "verl_ext/test_pass_details.py", "verl_ext/test_zero_advantage_update.py"),
+        *("verl_ext/test_models.py", "verl_ext/test_received.py", "verl_ext/test_command_line.py"),
+        *("run_life/test_identity.py", "run_life/test_folders.py", "run_life/test_ranks.py", "benchmarks/test_benchmarks.py"),
     ),
     # A process fine-tunes the bench's small model once, and writes the reports for the browser once.
-    "bench": ("test_known_answers.py", "test_train.py", "test_run.py"),
-    "pages": ("test_browser.py", "test_browser_hostile.py"),
+    "bench": ("bench/test_known_answers.py", "bench/test_train.py", "bench/test_run.py"),
+    "pages": ("view/test_browser.py", "view/test_browser_hostile.py"),
 }
 # A file of more than half a minute that begins last would leave the other cores idle.
 LONGEST = (
-    *("test_gpu_check.py", "test_watch.py", "test_trl.py", "test_wheel.py", "test_reward_processes.py"),
-    *("test_cpu_platform.py", "test_launch_scripts.py", "test_checks.py"),
-    *("test_published_setup.py", "test_shared_micro_batches.py", "test_layouts.py", "test_token_weights.py"),
+    *("trl_ext/test_trl.py", "benchmarks/test_gpu_check.py", "run_life/test_watch.py", "recipe/test_wheel.py"),
+    *("recipe/test_reward_processes.py", "verl_cpu/test_cpu_platform.py", "core/test_receipt_names.py"),
 )
 _ORDER = (*GROUPS, *LONGEST)
 _GROUP_OF = {file: group for group, files in GROUPS.items() for file in files}
+assert all((TESTS / file).is_file() for file in (*_GROUP_OF, *LONGEST)), "a file of GROUPS or LONGEST is gone"
 
 
 def _group(item: pytest.Item) -> str:
-    return _GROUP_OF.get(item.path.name, item.path.name)
+    file = item.path.relative_to(TESTS).as_posix()
+    return _GROUP_OF.get(file, file)
+
+
+def pytest_make_parametrize_id(val: object, argname: str) -> str | None:
+    """A text of 100 MB is in no test's name, which every process sends to the others."""
+    return f"{argname} of {len(val)}" if isinstance(val, str | bytes) and len(val) > 200 else None
 
 
 @pytest.fixture(autouse=True)

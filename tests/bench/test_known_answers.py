@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import ClassVar
 
@@ -21,6 +22,8 @@ from grail_advantage.batch import RolloutBatch
 from grail_advantage.signals.turns import TurnSignal
 from tests.bench.never_wrong import TOKENIZER
 from tests.bench.small import OF_UPDATE, OTHERS, Small, small, yardstick_of
+
+pytestmark = pytest.mark.slow
 
 
 class Noise(Signal):
@@ -84,43 +87,52 @@ def made() -> Small:
     return small()
 
 
-def figures(made: Small, signal: Signal) -> dict[str, Estimate]:
-    """As a run makes them, of a signal in place of a name."""
+def measured(signal: Signal, yardstick: Yardstick | None) -> tuple[dict[str, Estimate], list[results.Result]]:
+    """As a run measures, of a signal in place of a name; without a yardstick no update."""
     job = work.Job("small", 0, (), work.Settings(update_shuffles=2), Path())
-    prepared = work.Prepared(lambda: made.model, TOKENIZER, made.batch, made.yardstick, {})
+    prepared = work.Prepared(lambda: small().model, TOKENIZER, small().batch, yardstick, {})
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(work, "signal_of", lambda spec, task: signal)
-        measured, responses = work.measure(made.model, prepared, "planted", job)
-        patch.setattr(work, "signal_of", lambda spec, task: signal_of("place alone"))
-        _, of_place = work.measure(made.model, prepared, "place alone", job)
-    return measured | results.places(responses, of_place)
+        return work.measure(small().model, prepared, "planted", job)
+
+
+@cache
+def of_place() -> list[results.Result]:
+    """The blame by place alone, the same for every method."""
+    return measured(signal_of("place alone"), None)[1]
+
+
+def figures(made: Small, signal: Signal) -> dict[str, Estimate]:
+    """All that a run has of a method."""
+    known, responses = measured(signal, made.yardstick)
+    return known | results.places(responses, of_place())
 
 
 def test_a_perfect_method_reaches_the_ceiling(made: Small) -> None:
-    measured, ceiling = figures(made, signal_of("exact credit")), made.yardstick.own.value
-    assert measured["credit"].value == pytest.approx(1, abs=1e-5)
-    assert measured["credit_shuffled"].value < 0.3
-    assert measured["first"].value == measured["first_hit"].value == 1
+    found, ceiling = figures(made, signal_of("exact credit")), made.yardstick.own.value
+    assert found["credit"].value == pytest.approx(1, abs=1e-5)
+    assert found["credit_shuffled"].value < 0.3
+    assert found["first"].value == found["first_hit"].value == 1
     # 64 responses a problem are nearly free of the noise of sampling.
-    assert ceiling > 0.2 and measured["update"].value == pytest.approx(ceiling, abs=0.35 * ceiling)
-    assert measured["update_gain"].value > 0.5 * measured["update"].value
+    assert ceiling > 0.2 and found["update"].value == pytest.approx(ceiling, abs=0.35 * ceiling)
+    assert found["update_gain"].value > 0.5 * found["update"].value
     first = figures(made, signal_of("first error"))
     assert first["first"].value == first["first_hit"].value == 1 and first["first_gain"].value > 0.4
 
 
 def test_a_useless_method_is_its_control(made: Small) -> None:
-    measured = figures(made, Noise())
-    assert abs(measured["first"].value - 0.5) < 4 * measured["first"].error + 0.01
+    found = figures(made, Noise())
+    assert abs(found["first"].value - 0.5) < 4 * found["first"].error + 0.01
     for name in ("first_gain", "first_hit_gain", "credit_gain"):
-        assert abs(measured[name].value) < 4 * measured[name].error + 0.01, name
+        assert abs(found[name].value) < 4 * found[name].error + 0.01, name
     same = figures(made, signal_of("uniform"))
     for name in ("first", "first_hit", "credit", "update"):
         assert same[f"{name}_gain"].value == pytest.approx(0, abs=1e-6), name
 
 
 def test_a_method_that_praises_the_error_finds_nothing(made: Small) -> None:
-    measured = figures(made, Praise())
-    assert [measured[name].value for name in ("first", "first_hit")] == [0, 0]
+    found = figures(made, Praise())
+    assert [found[name].value for name in ("first", "first_hit")] == [0, 0]
 
 
 def test_several_models_carry_the_differences_between_them() -> None:

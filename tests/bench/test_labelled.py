@@ -24,6 +24,8 @@ from tests.documentation import snippets
 from tests.real_tokenizers import sentencepiece_tokenizer
 from verl_cpu.tiny.model import build_model
 
+pytestmark = pytest.mark.slow
+
 
 def tiny(model: Model) -> tuple:
     """The small model in place of a real one."""

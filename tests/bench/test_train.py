@@ -59,6 +59,7 @@ def test_the_loss_is_verls() -> None:
         torch.testing.assert_close(gradient, parameter.grad, rtol=1e-3, atol=1e-3 * float(parameter.grad.abs().max()))
 
 
+@pytest.mark.slow
 def test_the_control_of_equal_weights_is_the_method_itself(tmp_path: Path) -> None:
     figures = {}
     for name in ("uniform", "uniform shuffled", "first error"):

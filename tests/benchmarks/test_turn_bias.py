@@ -10,6 +10,8 @@ import torch
 
 from benchmarks.turn_bias import OUTCOMES, TOOL_REWARDS, Environment, Step, compared, environment, reward
 
+pytestmark = pytest.mark.slow
+
 SIZES = (2, 3)
 """Responses to a prompt."""
 PLAIN = {"deviation": False}

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import pytest
 from hypothesis import HealthCheck, Phase, settings
 from torch import nn
 
@@ -32,6 +33,11 @@ def few(examples: int) -> settings:
         phases=(Phase.generate, Phase.shrink),
         suppress_health_check=list(HealthCheck),
     )
+
+
+def some(names: Iterable[Any], by_day: Collection[Any]) -> list[Any]:
+    """A test's parameters, of which those that are not ``by_day`` are nightly."""
+    return [name if name in by_day else pytest.param(name, marks=pytest.mark.nightly) for name in names]
 
 
 @contextmanager

@@ -248,6 +248,7 @@ def real_vocabulary(request: pytest.FixtureRequest) -> tuple[PreTrainedTokenizer
     return tokenizer, vocabulary
 
 
+@pytest.mark.slow
 def test_real_token_bytes(real_vocabulary: tuple) -> None:
     tokenizer, vocabulary = real_vocabulary
     assert len(tokenizer) in (151_669, 128_256)
@@ -286,6 +287,7 @@ def random_split(text: bytes, token_of: dict[bytes, int], rng: random.Random) ->
     return ids
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("answer", PLAIN)
 def test_real_vocabulary_text_encoded_and_split_anywhere(real_vocabulary: tuple, answer: str) -> None:
     tokenizer, vocabulary = real_vocabulary

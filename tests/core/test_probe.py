@@ -13,6 +13,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from grail_advantage.model.probe import HALF_LIMIT, LIMIT, MOST_ROWS, Finding, probe, probe_rows
+from tests.core.common import some
 from tests.core.neighbours import LAYOUTS, SAME, build, finding, truth
 
 INDEPENDENT, MIXES_PACKED = set(), {"packed", "packed, flash"}
@@ -44,11 +45,13 @@ DEPENDS: dict[str, set[str]] = {
     "doge": ALL,
 }
 """The layouts in which responses depend on each other."""
+OF_A_KIND = ("ministral3", "phi3, longrope", "qwen3", "qwen3_next", "gpt_oss", "mixtral, jitter", "doge")
+"""One for each set of layouts."""
 NOT_RUN = {("gpt2", "packed, flash"), ("gpt_neo", "packed, flash"), ("doge", "packed, flash")}
 """Flash attention's stand-in does not run there."""
 
 
-@pytest.mark.parametrize("name", DEPENDS)
+@pytest.mark.parametrize("name", some(DEPENDS, OF_A_KIND))
 def test_the_answer_is_the_truth(name: str) -> None:
     for layout in LAYOUTS:
         if (name, layout) in NOT_RUN:

@@ -7,6 +7,8 @@ import torch
 
 from tests.core.receipt_blind import FAULTS, Cell, cell, quiet
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def cells() -> list[Cell]:

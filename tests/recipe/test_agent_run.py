@@ -101,7 +101,7 @@ def played_again(row: DumpRow) -> tuple[list[int], list[float]]:
         rewards.append(reward)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_turns_rewards_and_advantages(run: whole_run.WholeRun) -> None:
     rows = run.dump(1)
     assert len(rows) == PROMPTS * RESPONSES and len({row.group for row in rows}) == PROMPTS
@@ -122,7 +122,7 @@ def test_turns_rewards_and_advantages(run: whole_run.WholeRun) -> None:
     assert write_report(run.folder / "dump").stat().st_size > 0
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_parallel_calls_and_conversations_of_two_responses(compressed: whole_run.WholeRun) -> None:
     """Against plain lists; the answer's reward, which verl copies to both responses, counts once."""
     rows = sorted(compressed.dump(1), key=lambda row: row.key)

@@ -12,6 +12,8 @@ import pytest
 from grail_advantage import reward
 from grail_advantage.reward._normal import RULES, normal
 
+pytestmark = pytest.mark.slow
+
 Polynomial = dict[tuple[int, int, int], Fraction]
 """Coefficients by the powers of x, y and the imaginary unit (0 or 1)."""
 

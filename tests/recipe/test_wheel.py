@@ -21,7 +21,7 @@ from grail_advantage.verl_ext.rules import choose_skipping
 from grail_advantage.verl_ext.settings import Settings
 
 ROOT = Path(__file__).parents[2]
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.nightly
 
 
 @pytest.fixture(scope="module")

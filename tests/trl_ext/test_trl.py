@@ -83,10 +83,15 @@ def run(command: list[str], packages: list[str]) -> str:
 
 
 @pytest.mark.parametrize(
-    ("packages", "files"), [(NEWEST, [*CHECKS, EXAMPLE_CHECKS]), (OLDEST, CHECKS)], ids=["newest", "oldest"]
+    ("packages", "files", "marked"),
+    [
+        pytest.param(NEWEST, [*CHECKS, EXAMPLE_CHECKS], "not nightly", id="newest"),
+        pytest.param(NEWEST, CHECKS[:1], "nightly", id="newest, by night", marks=pytest.mark.nightly),
+        pytest.param(OLDEST, CHECKS, "", id="oldest", marks=pytest.mark.nightly),
+    ],
 )
-def test_checks(packages: list[str], files: list[str]) -> None:
-    output = run(["-m", "pytest", "-p", "no:cacheprovider", *files], packages)
+def test_checks(packages: list[str], files: list[str], marked: str) -> None:
+    output = run(["-m", "pytest", "-p", "no:cacheprovider", "-m", marked, *files], packages)
     assert "skipped" not in output
     for file in files:
         assert re.search(rf"^{file} \.", output, re.MULTILINE), output

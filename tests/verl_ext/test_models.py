@@ -40,7 +40,7 @@ def test_scores_and_weights_are_those_of_plain_autograd(name: str, signal: str, 
     assert any(len(set(of_row)) > 3 for _, of_row in expected), "no weights to compare"
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("case", CASES)
 def test_the_engine_gives_the_plain_scores(measured: dict[str, dict[str, Any]], case: str) -> None:
     """Where responses are mixed they differ by far more than rounding: those cases are refused."""
@@ -50,7 +50,7 @@ def test_the_engine_gives_the_plain_scores(measured: dict[str, dict[str, Any]], 
         assert found > 5e-3 if case in MIXED else found < CLOSE[signal], signal
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("case", [case for case in CASES if case not in MIXED])
 def test_a_shared_forward_gives_the_plain_scores_and_log_probs(measured: dict[str, dict[str, Any]], case: str) -> None:
     name, _ = CASES[case]
@@ -68,7 +68,7 @@ def test_a_shared_forward_gives_the_plain_scores_and_log_probs(measured: dict[st
         torch.testing.assert_close(log_probs_S[:-1], expected_S, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("case", CASES)
 def test_the_engine_finds_packed_responses_that_see_each_other(measured: dict[str, dict[str, Any]], case: str) -> None:
     findings = measured[case]["findings"]

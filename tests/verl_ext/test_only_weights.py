@@ -93,7 +93,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, dict
     return folder, observed
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_stock_runs_checkpoint_resumes(runs: tuple[Path, dict[str, dict]]) -> None:
     folder, observed = runs
     assert "Resuming from" in observed["grail"]["output"]
@@ -102,7 +102,7 @@ def test_a_stock_runs_checkpoint_resumes(runs: tuple[Path, dict[str, dict]]) -> 
     assert "grail/answer_found_rate" in steps[-1]["data"]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_answers_of_gsm8k_are_found(runs: tuple[Path, dict[str, dict]]) -> None:
     rows = whole_run.WholeRun(runs[0], "").dump(2)
     spans = [PLAIN["hashes"]("".join(row.tokens))[:1] for row in rows]
@@ -120,7 +120,7 @@ def test_answers_of_gsm8k_are_found(runs: tuple[Path, dict[str, dict]]) -> None:
         assert row.truncated or not row.advantage_T.any() or (content_T == 5.0).all()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_checkpoints_are_those_of_stock_verl(runs: tuple[Path, dict[str, dict]]) -> None:
     checkpoints = runs[0] / "checkpoints"
     assert {path.name for path in checkpoints.iterdir()} == {
@@ -135,7 +135,7 @@ def test_checkpoints_are_those_of_stock_verl(runs: tuple[Path, dict[str, dict]])
     assert files[0] == files[1] - {"neighbours.json"} and "data.pt" in files[0]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_processes_and_environment_are_those_of_stock_verl(runs: tuple[Path, dict[str, dict]]) -> None:
     _, observed = runs
     # Ray starts idle workers and helpers when it sees fit.
@@ -143,7 +143,7 @@ def test_processes_and_environment_are_those_of_stock_verl(runs: tuple[Path, dic
     assert observed["grail"]["environment"] == observed["grpo"]["environment"]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_dead_actor_and_a_detached_child_of_the_users_are_left_alone(runs: tuple[Path, dict[str, dict]]) -> None:
     folder, _ = runs
     for place in (folder / "grpo", folder / "grail"):

@@ -13,6 +13,8 @@ from grail_advantage.view.notebook import TokenHtml
 from tests.core.tiny_models import tiny_model
 from tests.real_tokenizers import qwen_tokenizer
 
+pytestmark = pytest.mark.slow
+
 NOTEBOOK = Path(__file__).resolve().parents[2] / "examples" / "see_weights.ipynb"
 
 

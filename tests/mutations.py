@@ -1,0 +1,114 @@
+"""Planted faults: one line of the package changed, and the test that must fail then. ``python -m tests.mutations [PART OF A FILE'S NAME]``.
+
+Half of them are in formulas, half in what leads from a formula to a host: fills, shares, rates, means, files. Each is made in a
+copy of the project, whose tests run there; the project's own files stay as they are. A fault that no test sees survives: then the
+status is 1. About 4 minutes of processor time.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parents[1]
+FAILED = 1
+"""pytest's status where tests failed; others say that it ran none."""
+
+
+class Mutation(NamedTuple):
+    file: str
+    """Below ``grail_advantage`` unless it begins with another package."""
+    old: str
+    """Once in the file, within a line."""
+    new: str
+    test: str
+    """Node below ``tests``."""
+
+
+MUTATIONS = [
+    Mutation("weighting", "weights_BT.double(), 0.0).sum(", "weights_BT, 0.0).sum(", "core/test_column_methods.py::test_against_loops"),
+    Mutation("weighting", "rows.selected_B & batch.trains_B & _finite", "rows.selected_B & _finite", "core/test_text_methods.py::test_no_signal_trains_a_masked_row"),
+    Mutation("answers/span", 'boxes[0 if which == "first" else -1]', "boxes[0]", "core/test_answer_span.py"),
+    Mutation("signals/saliency", "[: self.target_positions(row)[1]]", "", "core/test_weights_by_hand.py"),
+    Mutation("signals/turns", "matters_B = (batch.advantages_B != 0) | ", "matters_B = ", "core/test_turns.py"),
+    Mutation("pipeline", "truncated and signal.mask_truncated:", "truncated and signal.mask_truncated and not zero:", "core/test_record.py"),
+    Mutation("pipeline", "int((of_B & written_B).sum()) / count", "int(of_B.sum()) / count", "core/test_metrics.py"),
+    Mutation("receipt/check", "* self.divisor_N1 / batch.ranks", "* self.divisor_N1", "core/test_receipt.py"),
+    Mutation("receipt/check", "tuple(self.findings), 1 + 2 * self", "tuple(self.findings), 1 + self", "core/test_receipt_tool.py::test_the_smallest_factor_that_is_seen"),
+    Mutation("dump/store", "if step >= first]", "if step > first]", "view/test_token_dump.py"),
+    Mutation("reward/_truth", '", ".join(map(normal', '",".join(map(normal', "recipe/test_reward.py::test_the_table_of_verdicts"),
+    Mutation("reward/__init__", ">= ENOUGH and not _truths[True]:", ">= ENOUGH:", "recipe/test_ground_truths.py::test_one_that_can_be_read_keeps_a_process_going"),
+    Mutation("view/page/pack", "rtol=1e-5", "rtol=1e-2", "view/test_pack.py"),
+    Mutation("view/page/by_position", "student_95(clusters - 1)", "student_95(clusters)", "view/test_data.py::test_intervals"),
+    Mutation("verl_ext/exchange", "key=lambda row: lengths[row])", "key=lambda row: -lengths[row])", "verl_ext/test_row_balance.py"),
+    Mutation("verl_ext/exchange", "members.setdefault(group, [])", "members.setdefault(row, [])", "verl_ext/test_row_balance.py"),
+    Mutation("verl_ext/step", '("loss_agg_mode", "loss_scale_factor")', '("loss_agg_mode",)', "verl_ext/test_one_step.py"),
+    Mutation("verl_ext/step", "if last[row] != row else of for", "if False else of for", "verl_ext/test_turns.py"),
+    Mutation("verl_ext/step", "min(most, whole - len(prompt))", "most", "verl_ext/test_one_step.py"),
+    Mutation("verl_ext/zero_advantage", "(not needed_B[row], lengths[row])", "(not needed_B[row], -lengths[row])", "verl_ext/test_zero_advantage.py::TestOldLogProbs"),
+    Mutation("trl_ext/trainer", "(len(kept_BT) * self.max_completion_length)", "kept_BT.numel()", "trl_ext/core_checks.py::test_means_of_losses"),
+    Mutation("recipe/run_life/checkpoints", "in reversed(every) if", "in every if", "run_life/test_checkpoints.py"),
+    Mutation("recipe/run_life/checkpoints", " and each.run == run]", "]", "run_life/test_checkpoints.py"),
+    Mutation("recipe/run_life/watch", '"long_phase_timeout" if long', '"long_phase_timeout" if not long', "run_life/test_watch.py::test_a_phase_without_an_end_ends_the_run"),
+    Mutation("bench/statistics", "* len(one) for one in sums", "for one in sums", "bench/test_labelled.py::test_figures_follow_from_the_raw_values"),
+]  # fmt: skip
+
+
+def path_of(file: str) -> str:
+    return f"{file}.py" if file.split("/")[0] in ("bench", "recipe") else f"grail_advantage/{file}.py"
+
+
+def copy_of_the_project(folder: Path) -> None:
+    """Its files as they are, but for those that git ignores."""
+    listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    names = subprocess.run(listed, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\0")
+    for name in filter(None, names):
+        if (ROOT / name).is_file():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, folder / name)
+
+
+def status_of(folder: Path, tests: Sequence[str]) -> int:
+    """pytest's, of tests in a copy."""
+    environment = {**os.environ, "PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
+    if tests[0].startswith("trl_ext"):
+        environment["PYTHONPATH"] += f"{os.pathsep}{Path(sys.prefix) / 'trl'}"
+    command = [sys.executable, "-m", "pytest", "-qx", "-p", "no:cacheprovider", "-p", "no:xdist", *(f"tests/{test}" for test in tests)]
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=600)
+    if done.returncode > FAILED:
+        print(done.stdout[-2000:], done.stderr[-2000:])
+    return done.returncode
+
+
+def main(part: str = "") -> int:
+    chosen = [each for each in MUTATIONS if part in each.file]
+    wrong = 0
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        copy_of_the_project(folder)
+        for of_trl in (False, True):  # what cannot fail, or always does, would say nothing
+            tests = sorted({each.test for each in chosen if each.test.startswith("trl_ext") == of_trl})
+            if tests and status_of(folder, tests):
+                print(f"without a change these must pass: {' '.join(tests)}")
+                wrong += 1
+        for mutation in chosen:
+            path = folder / path_of(mutation.file)
+            source = path.read_text(encoding="utf-8")
+            assert source.count(mutation.old) == 1, f"{path_of(mutation.file)} has not {mutation.old!r} once"
+            path.write_text(source.replace(mutation.old, mutation.new), encoding="utf-8")
+            caught = status_of(folder, [mutation.test]) == FAILED
+            path.write_text(source, encoding="utf-8")
+            wrong += not caught
+            print(f"{'caught  ' if caught else 'SURVIVES'} {mutation.file}: {mutation.old} -> {mutation.new or 'nothing'}, by {mutation.test}", flush=True)
+    print(f"{len(chosen)} faults; {wrong} to look at")
+    return int(wrong > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))
