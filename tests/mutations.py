@@ -1,8 +1,10 @@
-"""Planted faults: one line of the package changed, and the test that must fail then. ``python -m tests.mutations [PART OF A FILE'S NAME]``.
+"""Planted faults: one line of the package changed, and the test that must fail then.
+
+    python -m tests.mutations [PART OF A FILE'S NAME]
 
 Half of them are in formulas, half in what leads from a formula to a host: fills, shares, rates, means, files. Each is made in a
-copy of the project, whose tests run there; the project's own files stay as they are. A fault that no test sees survives: then the
-status is 1. About 4 minutes of processor time.
+copy of the project, whose tests run there; the project's own files stay as they are. A fault that its test does not see
+survives, and the status is 1. Processor time: about 5 minutes.
 """
 
 from __future__ import annotations
@@ -23,41 +25,67 @@ FAILED = 1
 
 class Mutation(NamedTuple):
     file: str
-    """Below ``grail_advantage`` unless it begins with another package."""
+    """Below ``grail_advantage``, or in ``bench`` or ``recipe``."""
+    test: str
+    """Below ``tests``: a file or a node."""
     old: str
     """Once in the file, within a line."""
     new: str
-    test: str
-    """Node below ``tests``."""
 
 
-MUTATIONS = [
-    Mutation("weighting", "weights_BT.double(), 0.0).sum(", "weights_BT, 0.0).sum(", "core/test_column_methods.py::test_against_loops"),
-    Mutation("weighting", "rows.selected_B & batch.trains_B & _finite", "rows.selected_B & _finite", "core/test_text_methods.py::test_no_signal_trains_a_masked_row"),
-    Mutation("answers/span", 'boxes[0 if which == "first" else -1]', "boxes[0]", "core/test_answer_span.py"),
-    Mutation("signals/saliency", "[: self.target_positions(row)[1]]", "", "core/test_weights_by_hand.py"),
-    Mutation("signals/turns", "matters_B = (batch.advantages_B != 0) | ", "matters_B = ", "core/test_turns.py"),
-    Mutation("pipeline", "truncated and signal.mask_truncated:", "truncated and signal.mask_truncated and not zero:", "core/test_record.py"),
-    Mutation("pipeline", "int((of_B & written_B).sum()) / count", "int(of_B.sum()) / count", "core/test_metrics.py"),
-    Mutation("receipt/check", "* self.divisor_N1 / batch.ranks", "* self.divisor_N1", "core/test_receipt.py"),
-    Mutation("receipt/check", "tuple(self.findings), 1 + 2 * self", "tuple(self.findings), 1 + self", "core/test_receipt_tool.py::test_the_smallest_factor_that_is_seen"),
-    Mutation("dump/store", "if step >= first]", "if step > first]", "view/test_token_dump.py"),
-    Mutation("reward/_truth", '", ".join(map(normal', '",".join(map(normal', "recipe/test_reward.py::test_the_table_of_verdicts"),
-    Mutation("reward/__init__", ">= ENOUGH and not _truths[True]:", ">= ENOUGH:", "recipe/test_ground_truths.py::test_one_that_can_be_read_keeps_a_process_going"),
-    Mutation("view/page/pack", "rtol=1e-5", "rtol=1e-2", "view/test_pack.py"),
-    Mutation("view/page/by_position", "student_95(clusters - 1)", "student_95(clusters)", "view/test_data.py::test_intervals"),
-    Mutation("verl_ext/exchange", "key=lambda row: lengths[row])", "key=lambda row: -lengths[row])", "verl_ext/test_row_balance.py"),
-    Mutation("verl_ext/exchange", "members.setdefault(group, [])", "members.setdefault(row, [])", "verl_ext/test_row_balance.py"),
-    Mutation("verl_ext/step", '("loss_agg_mode", "loss_scale_factor")', '("loss_agg_mode",)', "verl_ext/test_one_step.py"),
-    Mutation("verl_ext/step", "if last[row] != row else of for", "if False else of for", "verl_ext/test_turns.py"),
-    Mutation("verl_ext/step", "min(most, whole - len(prompt))", "most", "verl_ext/test_one_step.py"),
-    Mutation("verl_ext/zero_advantage", "(not needed_B[row], lengths[row])", "(not needed_B[row], -lengths[row])", "verl_ext/test_zero_advantage.py::TestOldLogProbs"),
-    Mutation("trl_ext/trainer", "(len(kept_BT) * self.max_completion_length)", "kept_BT.numel()", "trl_ext/core_checks.py::test_means_of_losses"),
-    Mutation("recipe/run_life/checkpoints", "in reversed(every) if", "in every if", "run_life/test_checkpoints.py"),
-    Mutation("recipe/run_life/checkpoints", " and each.run == run]", "]", "run_life/test_checkpoints.py"),
-    Mutation("recipe/run_life/watch", '"long_phase_timeout" if long', '"long_phase_timeout" if not long', "run_life/test_watch.py::test_a_phase_without_an_end_ends_the_run"),
-    Mutation("bench/statistics", "* len(one) for one in sums", "for one in sums", "bench/test_labelled.py::test_figures_follow_from_the_raw_values"),
-]  # fmt: skip
+ROWS = (
+    ("weighting", "core/test_column_methods.py::test_against_loops",
+     "weights_BT.double(), 0.0).sum(", "weights_BT, 0.0).sum("),
+    ("weighting", "core/test_text_methods.py::test_no_signal_trains_a_masked_row",
+     "rows.selected_B & batch.trains_B & _finite", "rows.selected_B & _finite"),
+    ("answers/span", "core/test_answer_span.py",
+     'boxes[0 if which == "first" else -1]', "boxes[0]"),
+    ("signals/saliency", "core/test_weights_by_hand.py",
+     "[: self.target_positions(row)[1]]", ""),
+    ("signals/turns", "core/test_turns.py",
+     "matters_B = (batch.advantages_B != 0) | ", "matters_B = "),
+    ("pipeline", "core/test_record.py",
+     "truncated and signal.mask_truncated:", "truncated and signal.mask_truncated and not zero:"),
+    ("pipeline", "core/test_metrics.py",
+     "int((of_B & written_B).sum()) / count", "int(of_B.sum()) / count"),
+    ("receipt/check", "core/test_receipt.py",
+     "* self.divisor_N1 / batch.ranks", "* self.divisor_N1"),
+    ("receipt/check", "core/test_receipt_tool.py::test_the_smallest_factor_that_is_seen",
+     "tuple(self.findings), 1 + 2 * self", "tuple(self.findings), 1 + self"),
+    ("dump/store", "view/test_token_dump.py",
+     "if step >= first]", "if step > first]"),
+    ("reward/_truth", "recipe/test_reward.py::test_the_table_of_verdicts",
+     '", ".join(map(normal', '",".join(map(normal'),
+    ("reward/__init__", "recipe/test_ground_truths.py::test_one_that_can_be_read_keeps_a_process_going",
+     ">= ENOUGH and not _truths[True]:", ">= ENOUGH:"),
+    ("view/page/pack", "view/test_pack.py",
+     "rtol=1e-5", "rtol=1e-2"),
+    ("view/page/by_position", "view/test_data.py::test_intervals",
+     "student_95(clusters - 1)", "student_95(clusters)"),
+    ("verl_ext/exchange", "verl_ext/test_row_balance.py",
+     "key=lambda row: lengths[row])", "key=lambda row: -lengths[row])"),
+    ("verl_ext/exchange", "verl_ext/test_row_balance.py",
+     "members.setdefault(group, [])", "members.setdefault(row, [])"),
+    ("verl_ext/step", "verl_ext/test_one_step.py",
+     '("loss_agg_mode", "loss_scale_factor")', '("loss_agg_mode",)'),
+    ("verl_ext/step", "verl_ext/test_turns.py",
+     "if last[row] != row else of for", "if False else of for"),
+    ("verl_ext/step", "verl_ext/test_one_step.py",
+     "min(most, whole - len(prompt))", "most"),
+    ("verl_ext/zero_advantage", "verl_ext/test_zero_advantage.py::TestOldLogProbs",
+     "(not needed_B[row], lengths[row])", "(not needed_B[row], -lengths[row])"),
+    ("trl_ext/trainer", "trl_ext/core_checks.py::test_means_of_losses",
+     "(len(kept_BT) * self.max_completion_length)", "kept_BT.numel()"),
+    ("recipe/run_life/checkpoints", "run_life/test_checkpoints.py",
+     "in reversed(every) if", "in every if"),
+    ("recipe/run_life/checkpoints", "run_life/test_checkpoints.py",
+     " and each.run == run]", "]"),
+    ("recipe/run_life/watch", "run_life/test_watch.py::test_a_phase_without_an_end_ends_the_run",
+     '"long_phase_timeout" if long', '"long_phase_timeout" if not long'),
+    ("bench/statistics", "bench/test_labelled.py::test_figures_follow_from_the_raw_values",
+     "* len(one) for one in sums", "for one in sums"),
+)  # fmt: skip
+MUTATIONS = [Mutation(*row) for row in ROWS]
 
 
 def path_of(file: str) -> str:
@@ -79,7 +107,8 @@ def status_of(folder: Path, tests: Sequence[str]) -> int:
     environment = {**os.environ, "PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
     if tests[0].startswith("trl_ext"):
         environment["PYTHONPATH"] += f"{os.pathsep}{Path(sys.prefix) / 'trl'}"
-    command = [sys.executable, "-m", "pytest", "-qx", "-p", "no:cacheprovider", "-p", "no:xdist", *(f"tests/{test}" for test in tests)]
+    command = [sys.executable, "-m", "pytest", "-qx", "-p", "no:cacheprovider", "-p", "no:xdist"]
+    command += [f"tests/{test}" for test in tests]
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=600)
     if done.returncode > FAILED:
         print(done.stdout[-2000:], done.stderr[-2000:])
@@ -105,7 +134,8 @@ def main(part: str = "") -> int:
             caught = status_of(folder, [mutation.test]) == FAILED
             path.write_text(source, encoding="utf-8")
             wrong += not caught
-            print(f"{'caught  ' if caught else 'SURVIVES'} {mutation.file}: {mutation.old} -> {mutation.new or 'nothing'}, by {mutation.test}", flush=True)
+            change = f"{mutation.old} -> {mutation.new or 'nothing'}"
+            print(f"{'caught  ' if caught else 'SURVIVES'} {mutation.file}: {change}, by {mutation.test}", flush=True)
     print(f"{len(chosen)} faults; {wrong} to look at")
     return int(wrong > 0)
 

@@ -26,6 +26,7 @@ from grail_advantage.dump.store import dumped_steps, remove_steps, write_receive
 from grail_advantage.receipt.foreign import read_json, say, visible
 from grail_advantage.view import receipt
 from recipe.evaluate.__main__ import main as evaluate
+from tests.core.common import some
 from tests.dumps import dump_row, table_of
 from tests.recipe.test_evaluate import HAND_CASE, make_run
 
@@ -136,6 +137,23 @@ BYTES: dict[str, bytes] = {
 }
 """Contents of a file that should have JSON."""
 JSON_CASES = [*ODD, *BYTES, "3 GiB"]
+OF_A_KIND = (
+    *(
+        "pipe",
+        "endless device",
+        "dangling link",
+        "folder",
+        "empty",
+        "noise",
+        "half a line",
+        "deep",
+        "list",
+        "10,000 digits",
+    ),
+    *("controls", "3 GiB"),
+)
+BY_DAY = some(JSON_CASES, OF_A_KIND)
+"""One reader is behind all commands: the log of metrics meets every case by day, the other files one of a kind."""
 PARQUET_CASES = [
     *ODD,
     *(name for name in BYTES if "step" not in name),
@@ -281,7 +299,7 @@ def test_numbers_of_400_digits_and_half_lines_cost_only_themselves(tmp_path: Pat
     assert read_json(f"[{DIGITS}, -{DIGITS}, {'9' * 300}]") == [float("inf"), float("-inf"), int("9" * 300)]
 
 
-@pytest.mark.parametrize("case", [*JSON_CASES, "loss of a list", "texts for numbers", "infinite", "finding of half"])
+@pytest.mark.parametrize("case", [*BY_DAY, "loss of a list", "texts for numbers", "infinite", "finding of half"])
 def test_a_file_of_receipts(tmp_path: Path, case: str) -> None:
     path = tmp_path / "receipts.jsonl"
     good = {"step": 1, "update": 0, "loss": "a", "findings": [], "updates": 1, "tokens": 3, "clipped": None}
@@ -303,7 +321,7 @@ def test_a_file_of_receipts(tmp_path: Path, case: str) -> None:
 RESULTS = {"run": {"sampling": {"samples": 3}, "template": {}, "model": "m"}, "benchmarks": {}}
 
 
-@pytest.mark.parametrize("case", [*JSON_CASES, "no benchmark", "lists", "long figures"])
+@pytest.mark.parametrize("case", [*BY_DAY, "no benchmark", "lists", "long figures"])
 def test_results_of_an_evaluation(tmp_path: Path, case: str) -> None:
     results = make_run(tmp_path / "a", HAND_CASE)
     make_run(tmp_path / "b", HAND_CASE)
@@ -324,7 +342,7 @@ def test_results_of_an_evaluation(tmp_path: Path, case: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["generations.jsonl", "scores.jsonl"])
-@pytest.mark.parametrize("case", JSON_CASES)
+@pytest.mark.parametrize("case", BY_DAY)
 def test_samples_of_an_evaluation(tmp_path: Path, case: str, name: str) -> None:
     make_run(tmp_path, HAND_CASE)
     plant(tmp_path / name, case)
@@ -332,7 +350,7 @@ def test_samples_of_an_evaluation(tmp_path: Path, case: str, name: str) -> None:
     assert out == "" and status not in (0, None) and str(tmp_path) in err and err.count("\n") == 1, err
 
 
-@pytest.mark.parametrize("case", [*JSON_CASES, "no prompt", "odd messages"])
+@pytest.mark.parametrize("case", [*BY_DAY, "no prompt", "odd messages"])
 def test_responses_to_analyse(tmp_path: Path, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever is in them; a template that fails is the line's fault."""
     from verl_cpu.tiny.model import build_tokenizer
