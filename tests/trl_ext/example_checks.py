@@ -18,6 +18,7 @@ import pytest
 import torch
 from trl import GRPOConfig
 
+from examples import trl_grail
 from examples.trl_published import problems
 from grail_advantage.dump.store import DumpRow
 from grail_advantage.view.page.data import open_run
@@ -97,7 +98,9 @@ def test_a_run_with_lora_its_dump_and_its_report(folder: Path) -> None:
     assert (folder / "out" / "report.html").stat().st_size > 100_000
 
 
-def test_the_tiny_run_needs_no_model_and_no_data(tmp_path: Path) -> None:
+def test_the_tiny_run_needs_no_model_and_no_data(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     sizes = [
         "--steps",
         "2",
@@ -130,9 +133,13 @@ def test_the_tiny_run_needs_no_model_and_no_data(tmp_path: Path) -> None:
         "a multiple of --micro-batch 8": ["--prompts", "5"],
         "must be 0 (no checkpoints) or more": ["--save-steps", "-1"],
     }
-    for why, more in refused.items():
-        done = subprocess.run([*command, *more], cwd=tmp_path, env=environment, capture_output=True, text=True)
-        assert done.returncode and why in done.stderr.replace("\n", " ")
+    monkeypatch.chdir(tmp_path)
+    for why, more in refused.items():  # in this process, which has imported TRL
+        monkeypatch.setattr(sys, "argv", [*command[1:], *more])
+        with pytest.raises(SystemExit) as refusal:
+            trl_grail.main()
+        said = f"{refusal.value} {capsys.readouterr().err}"
+        assert refusal.value.code and why in said.replace("\n", " ")
     assert json.loads(state.read_text())["log_history"] == history, "nothing is replaced"
 
 
