@@ -1,6 +1,6 @@
 """Planted faults: one line of the package changed, and the test that must fail then.
 
-    python -m tests.mutations [PART OF A FILE'S NAME]
+    python -m tests.mutations [PARTS OF FILES' NAMES]
 
 Half of them are in formulas, half in what leads from a formula to a host: fills, shares, rates, means, files. Each is made in a
 copy of the project, whose tests run there; the project's own files stay as they are. A fault that its test does not see
@@ -115,8 +115,8 @@ def status_of(folder: Path, tests: Sequence[str]) -> int:
     return done.returncode
 
 
-def main(part: str = "") -> int:
-    chosen = [each for each in MUTATIONS if part in each.file]
+def main(*parts: str) -> int:
+    chosen = [each for each in MUTATIONS if not parts or any(part in each.file for part in parts)]
     wrong = 0
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
