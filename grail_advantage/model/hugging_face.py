@@ -45,7 +45,7 @@ from grail_advantage.model.activations import (
 )
 from grail_advantage.model.architecture import has_plain_logits
 from grail_advantage.model.interface import Forward, MicroBatch, Model, Range, RankRounds
-from grail_advantage.model.probe import ROW, Finding, check_positions, computing_dtype, probe, probe_rows, whole_row
+from grail_advantage.model.probe import ROW, Finding, check_positions, probe, probe_rows, whole_row
 
 logger = logging.getLogger(__name__)
 
@@ -199,7 +199,7 @@ class HuggingFaceModel(Model):
 
             try:
                 with evaluation_mode(self.model):
-                    check_positions(self.model, logits, run, tokens_S, computing_dtype(self.model))
+                    check_positions(self.model, logits, run, tokens_S)
             finally:
                 self.temperature = temperature
         _in_place.add(self.model)
@@ -232,7 +232,7 @@ class HuggingFaceModel(Model):
         def run(some: Sequence[torch.Tensor]) -> list[torch.Tensor]:
             return PaddedRows(self, [whole_row(tokens_S.to(self.device)) for tokens_S in some]).response_log_probs()
 
-        return probe(self.model, run, together, computing_dtype(self.model))
+        return probe(self.model, run, together)
 
     def _most(self, value: float) -> float:
         """The largest of all ranks'."""

@@ -11,19 +11,24 @@ Shape suffixes: S tokens of a row.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from grail_advantage.answers.span import AnswerSpan
 from grail_advantage.batch import PassRow
 from grail_advantage.rules import Obstacle
 
+PRODUCT = re.compile("mm|mv|dot|linear|matmul|conv|att")
+"""In the names of PyTorch's products of matrices, attention's among them."""
 Run = Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]
 """Runs rows of tokens, int64 (S,), as one micro-batch of the run: for each the log-probabilities (S - 1,) of its tokens after
 the first."""
@@ -64,24 +69,21 @@ class Finding:
         return f"log-probabilities {self.where} differ by {size}"
 
 
-def probe(
-    model: nn.Module, run: Run, rows: Sequence[torch.Tensor], dtype: torch.dtype, *, cuts: bool = True
-) -> Finding:
+def probe(model: nn.Module, run: Run, rows: Sequence[torch.Tensor], *, cuts: bool = True) -> Finding:
     """Compare the rows of a micro-batch with the same rows alone.
 
-    Five forwards without gradients, one of them of all rows; with ``cuts`` one more. Random numbers that they draw are not
+    Six forwards without gradients, one of them of all rows; with ``cuts`` one more. Random numbers that they draw are not
     missed afterwards. In a run of several ranks that share forwards it is a collective.
 
     Args:
         model: that runs.
         run: see :data:`Run`.
         rows: from :func:`probe_rows`.
-        dtype: in which the forward computes.
         cuts: whether a row must also be the same without its last tokens.
     """
     first, longest, last = rows[0], rows[1], rows[-1]
-    limit = LIMIT if dtype.itemsize >= 4 else HALF_LIMIT
     with torch.random.fork_rng(), torch.no_grad(), _same_buffers(model), _without_zeros(model):
+        limit = limit_of(lambda: run([first]))
         # The short ones first: transformers' dynamic rotary embedding keeps the frequencies of a long row that came before.
         first_alone, last_alone = (run([row])[0] for row in (first, last))
         together = run(rows)
@@ -146,13 +148,47 @@ def whole_row(tokens_S: torch.Tensor) -> PassRow:
     return PassRow(tokens_S, 1, len(tokens_S) - 1, AnswerSpan(0, 0, 1, 1), advantage=-1.0, group=-1, place=0)
 
 
-def computing_dtype(model: nn.Module) -> torch.dtype:
-    """The least precise dtype of a model's parameters, or autocast's."""
-    dtypes = [values.dtype for values in model.parameters()]
-    kind = next(model.parameters()).device.type
-    if torch.is_autocast_enabled(kind):
-        dtypes.append(torch.get_autocast_dtype(kind))
-    return min(dtypes, key=lambda dtype: dtype.itemsize)
+def limit_of(forward: Callable[[], object]) -> float:
+    """``HALF_LIMIT`` if anything that a forward computes is rounded to half precision, whoever says so: its parameters, an
+    autocast around it or in it, a cast, or a device that multiplies float32 with fewer digits, as in TF32. ``LIMIT`` else."""
+    with torch.compiler.set_stance("force_eager"), _Computed() as computed:
+        forward()
+    return HALF_LIMIT if computed.in_half or any(map(_drops_digits, computed.devices)) else LIMIT
+
+
+class _Computed(TorchDispatchMode):
+    """Looks at every operation within, where autocast has cast its operands."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.in_half = False
+        self.devices: set[torch.device] = set()
+        """Where matrices were multiplied."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        read, made = (
+            [value for value in tree_leaves(values) if isinstance(value, torch.Tensor) and value.is_floating_point()]
+            for values in ((args, kwargs), result)
+        )
+        half = [value for value in read + made if value.dtype.itemsize < 4]
+        if PRODUCT.search(str(func)):
+            self.devices |= {value.device for value in made}
+            self.in_half |= bool(half)
+        elif len(half) < len(read + made):
+            self.in_half |= any(value.dtype.itemsize < 4 for value in made)  # a cast
+        return result
+
+
+def _drops_digits(device: torch.device) -> bool:
+    """Whether products of float32 lose digits that float32 has: TF32 keeps 10 behind the point, float32 23."""
+    near_1 = torch.full((256, 256), 1 + 2**-20, device=device)
+    with torch.autocast(device.type, enabled=False):
+        return bool((near_1 @ torch.eye(256, device=device) == 1).any())
 
 
 def probe_rows(
@@ -183,22 +219,20 @@ def check_positions(
     logits: Callable[[torch.Tensor], torch.Tensor],
     run: Run,
     tokens_S: torch.Tensor,
-    dtype: torch.dtype,
 ) -> None:
     """Refuse a model whose positions are not its input's: one that puts embeddings of its own in front, shifts its logits,
-    drops a token, or gives the last logits alone. Six forwards of ``tokens_S``, without gradients.
+    drops a token, or gives the last logits alone. Seven forwards of ``tokens_S``, without gradients.
 
     Args:
         model: that runs.
         logits: the model's own, (S, V), for a row of tokens.
         run: see :data:`Run`: the log-probabilities that this project reads.
         tokens_S: int64, of the run's own texts with their first token, ``ROW`` of them, two different ones at least.
-        dtype: in which the forward computes.
 
     Raises:
         ValueError: naming what was found, and the remedy.
     """
-    limit, count = LIMIT if dtype.itemsize >= 4 else HALF_LIMIT, len(tokens_S)
+    count = len(tokens_S)
 
     def refuse(found: str) -> NoReturn:
         raise ValueError(
@@ -216,6 +250,7 @@ def check_positions(
         return int(changed[0]) - place if len(changed) else None
 
     with torch.random.fork_rng(), torch.no_grad(), _same_buffers(model):
+        limit = limit_of(lambda: logits(tokens_S))
         base_SV = logits(tokens_S).double()
         if len(base_SV) != count:
             refuse(f"{len(base_SV)} logits for {count} tokens")

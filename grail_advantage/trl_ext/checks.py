@@ -13,7 +13,7 @@ from trl import GRPOTrainer
 
 from grail_advantage.answers.tokenizers import check_round_trip
 from grail_advantage.model.hugging_face import check_no_virtual_tokens
-from grail_advantage.model.probe import computing_dtype, probe, probe_rows
+from grail_advantage.model.probe import probe, probe_rows
 from grail_advantage.rules import Obstacle, broken, refuse, refuse_forced
 from grail_advantage.signals.base import Signal
 from grail_advantage.trl_ext.patches import missing_methods
@@ -115,9 +115,7 @@ def check_neighbours(trainer: GRPOTrainer, model: nn.Module, inputs: Mapping[str
         [prompts[inputs["prompt_mask"].bool()], inputs["completion_ids"][inputs["completion_mask"].bool()]]
     )
     rows = probe_rows(known_S, longest=width + completion, rows=count)
-    with trainer.accelerator.autocast():
-        dtype = computing_dtype(model)
-    finding = probe(model, run, rows, dtype, cuts=False)
+    finding = probe(model, run, rows, cuts=False)
     differences = trainer.accelerator.gather(torch.tensor([finding.difference], device=device))
     finding = replace(finding, difference=float(differences.max()))
     logger.info("skip_zero_advantage=True: %s", finding)

@@ -45,7 +45,7 @@ from grail_advantage.model.activations import (
 )
 from grail_advantage.model.architecture import has_plain_logits
 from grail_advantage.model.interface import Forward, MicroBatch, Model, Range, RankRounds
-from grail_advantage.model.probe import Finding, computing_dtype, probe, probe_rows, whole_row
+from grail_advantage.model.probe import Finding, probe, probe_rows, whole_row
 from grail_advantage.verl_ext.exchange import PADDED_FORWARD, UPDATE, nested
 from grail_advantage.verl_ext.patches import autocast, gather_packed, without_activation_offload
 from grail_advantage.verl_ext.settings import SHARE
@@ -103,11 +103,9 @@ class EngineModel(Model):
                 found |= zip(indices, micro.response_log_probs(), strict=True)
             return [found[index] for index in range(len(some))]
 
-        with autocast(engine):
-            dtype = computing_dtype(engine.module)
         with without_activation_offload(engine.module):
             engine.module.train(training)
-            return probe(engine.module, run, rows, dtype)
+            return probe(engine.module, run, rows)
 
     def _split(
         self, rows: Sequence[PassRow], *, gradients: bool, packed: bool | None = None

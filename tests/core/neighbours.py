@@ -176,7 +176,7 @@ def finding(model: PreTrainedModel, layout: str) -> Finding:
         return [log_probs(*pair) for pair in zip(lay(model, rows), rows, strict=True)]
 
     rows = probe_rows(torch.arange(PAD - 1), longest=LONGEST, rows=4)
-    return probe(model, run, rows, next(model.parameters()).dtype, cuts=layout != "TRL")
+    return probe(model, run, rows, cuts=layout != "TRL")
 
 
 def truth(model: PreTrainedModel, layout: str) -> float:

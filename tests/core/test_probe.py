@@ -4,15 +4,18 @@ added."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import pytest
 import torch
+from accelerate import Accelerator
 from peft import LoraConfig, PveraConfig, get_peft_model
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
-from grail_advantage.model.probe import HALF_LIMIT, LIMIT, MOST_ROWS, Finding, probe, probe_rows
+from grail_advantage.model.probe import HALF_LIMIT, LIMIT, MOST_ROWS, Finding, limit_of, probe, probe_rows
 from tests.core.common import some
 from tests.core.neighbours import LAYOUTS, SAME, build, finding, truth
 
@@ -127,10 +130,80 @@ def test_a_difference_is_a_part_of_the_spread() -> None:
         return [torch.tensor([-1.0, -3.0]).repeat(len(row))[: len(row) - 1] + 0.5 * (len(rows) > 1) for row in rows]
 
     rows = [torch.arange(3), torch.arange(5)]
-    found = probe(nn.Linear(1, 1), run, rows, torch.float32)
+    found = probe(nn.Linear(1, 1), run, rows)
     assert found.difference == pytest.approx(0.5) and not found.holds and found.limit == LIMIT
-    assert probe(nn.Linear(1, 1), run, rows, torch.bfloat16).limit == HALF_LIMIT
     assert not Finding(float("nan"), LIMIT, "").holds and Finding(LIMIT, LIMIT, "").holds
+
+
+class TF32(TorchDispatchMode):
+    """Plays a device that multiplies with 10 bits of each factor."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(word in str(func) for word in ("mm", "attention")):
+            args = [
+                (value.view(torch.int32) & ~0x1FFF).view(torch.float32) if isinstance(value, torch.Tensor) else value
+                for value in args
+            ]
+        return func(*args, **(kwargs or {}))
+
+
+def _autocast_inside(module: nn.Module, dtype: torch.dtype = torch.bfloat16) -> None:
+    module.forward = torch.autocast("cpu", dtype)(module.forward)
+
+
+def _round_norm(model: PreTrainedModel) -> None:
+    model.model.norm.register_forward_hook(lambda module, given, result: result.bfloat16().float())
+
+
+def _upcast_weights(model: PreTrainedModel) -> None:
+    """Stored in bfloat16, computed in float32."""
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            module.bfloat16()
+            module.forward = lambda x, own=module: nn.functional.linear(x, own.weight.float())
+
+
+PRECISIONS: dict[str, tuple[Callable[[PreTrainedModel], Any], AbstractContextManager[Any], float]] = {
+    "float32": (lambda model: None, nullcontext(), LIMIT),
+    "float64": (lambda model: model.double(), nullcontext(), LIMIT),
+    "bfloat16": (lambda model: model.bfloat16(), nullcontext(), HALF_LIMIT),
+    "autocast around it": (lambda model: None, torch.autocast("cpu", torch.bfloat16), HALF_LIMIT),
+    "autocast in forward, as accelerate's": (
+        lambda model: Accelerator(cpu=True, mixed_precision="bf16").prepare_model(model),
+        nullcontext(),
+        HALF_LIMIT,
+    ),
+    "autocast in one block, float16": (
+        lambda model: _autocast_inside(model.model.layers[1].mlp, torch.float16),
+        nullcontext(),
+        HALF_LIMIT,
+    ),
+    "autocast switched off in forward": (
+        lambda model: setattr(model, "forward", torch.autocast("cpu", enabled=False)(model.forward)),
+        torch.autocast("cpu", torch.bfloat16),
+        LIMIT,
+    ),
+    "compiled": (
+        lambda model: (_autocast_inside(model.model), model.compile(backend="eager", fullgraph=True)),
+        nullcontext(),
+        HALF_LIMIT,
+    ),
+    "rounded by a hook": (_round_norm, nullcontext(), HALF_LIMIT),
+    "half the weights in bfloat16, no product": (_upcast_weights, nullcontext(), LIMIT),
+    "TF32": (lambda model: None, TF32(), HALF_LIMIT),
+}
+
+
+@pytest.mark.parametrize("name", PRECISIONS)
+def test_the_limit_is_that_of_what_is_computed(name: str) -> None:
+    model = build("qwen3")
+    change, around, limit = PRECISIONS[name]
+    change(model)
+    ids_1S = torch.arange(1, 9)[None]
+    with around, torch.no_grad():
+        assert limit_of(lambda: model(input_ids=ids_1S, use_cache=False)) == limit
+        found = finding(model, "a pass")
+    assert found.limit == limit and found.holds, found
 
 
 @pytest.mark.parametrize(
