@@ -152,6 +152,7 @@ class HuggingFaceModel(Model):
             RuntimeError: memory does not do for one row, or is short on one of several ranks.
         """
         while True:
+            self._together = 1  # work that does not ask how many rows go together has one
             try:
                 return work()
             except RuntimeError as error:

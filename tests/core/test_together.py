@@ -108,11 +108,16 @@ def test_less_goes_together_where_memory_runs_out(signal: Any, caplog: pytest.Lo
     handle.remove()
 
 
-def test_what_no_smaller_pass_helps_is_raised() -> None:
-    model = tiny_model()
+@pytest.mark.parametrize("kind", [Qwen3ForCausalLM, LooksAround], ids=["together", "one at a time"])
+@pytest.mark.parametrize("backward_alone", [False, True], ids=["any pass", "with gradients"])
+def test_what_no_smaller_pass_helps_is_raised(kind: type[Qwen3ForCausalLM], backward_alone: bool) -> None:
+    model, tries = kind(tiny_model().config).eval(), []
 
     def fail(*_: Any) -> None:
-        raise torch.OutOfMemoryError("out of memory on purpose")
+        if torch.is_grad_enabled() or not backward_alone:
+            tries.append(1)
+            assert len(tries) < 30, "it is tried for ever"
+            raise torch.OutOfMemoryError("out of memory on purpose")
 
     with pytest.raises(torch.OutOfMemoryError):
         handle = model.model.embed_tokens.register_forward_hook(fail)
