@@ -8,7 +8,7 @@ TRL has an environment of its own (requirements-trl.txt):
 Every variant generates with the same seed. ``small`` is the SFT-initialised model of the CPU example, and trains on what it
 generates; with ``smollm2`` the solutions of GSM8K take the place of what is generated, since this model rarely boxes an
 answer. Rewards are given by plan, so that each variant has the named share of responses with a score; SGD with a
-learning rate of 0 updates. FOLDER holds what :func:`verl_cpu.tiny.smollm2.load_smollm2` gives in the other environment.
+learning rate of 0 updates. All of it runs in float32, and again with ``bf16=True``, TRL's default. FOLDER holds what :func:`verl_cpu.tiny.smollm2.load_smollm2` gives in the other environment.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from statistics import median
 from typing import Any, NamedTuple
 
 import torch
+from accelerate.state import AcceleratorState
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import GRPOConfig, GRPOTrainer
@@ -84,7 +85,9 @@ VARIANTS = {
 class Steps:
     """A trainer that runs one step at a time."""
 
-    def __init__(self, size: Size, variant: Variant, folder: str, model_folder: Path | None, data: Path | None) -> None:
+    def __init__(
+        self, size: Size, variant: Variant, folder: str, model_folder: Path | None, data: Path | None, bf16: bool
+    ) -> None:
         if model_folder is None:
             model, tokenizer = load_shipped()
         else:
@@ -122,7 +125,7 @@ class Steps:
             learning_rate=0.0,
             optim="sgd",
             use_cpu=True,
-            bf16=False,
+            bf16=bf16,
             report_to="none",
         )
         named = {"reward_funcs": reward, "args": config, "processing_class": tokenizer}
@@ -179,18 +182,22 @@ def main() -> None:
     torch.set_num_threads(1)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     result = timer.record(f"trl_{options.set}", "cpu", f"python -m benchmarks.bench_trl {' '.join(sys.argv[1:])}")
-    with tempfile.TemporaryDirectory() as folder:
-        size = SIZES[options.set]
-        steps = {name: Steps(size, of, folder, options.model, options.data) for name, of in VARIANTS.items()}
-        repeats = list(timer.in_turn({name: of.timed for name, of in steps.items()}, options.repeats))
-        for name, of in steps.items():
-            parts = timer.ratios(repeats, name, STOCK, lambda seconds: seconds["step"])
-            quickest = [min(repeat[which]["step"] for repeat in repeats) for which in (name, STOCK)]
-            result[name] = {"median": round(median(parts), 3), "quickest": round(quickest[0] / quickest[1], 3)}
-            result[name]["selected"] = of.figure("grail/selected_rate")
-            timer.show(f"{name}: {result[name]}")
-        memory = {name: steps[name].peaks() for name in (STOCK, "GRAIL, 100 %")}
-    timer.write(result | {"repeats": repeats, "memory": memory, "rows": size.prompts * size.rollouts}, options.results)
+    size = SIZES[options.set]
+    for precision in ("float32", "bf16"):
+        AcceleratorState._reset_state()  # of a process, precision included
+        with tempfile.TemporaryDirectory() as folder:
+            given = (folder, options.model, options.data, precision == "bf16")
+            steps = {name: Steps(size, of, *given) for name, of in VARIANTS.items()}
+            repeats = list(timer.in_turn({name: of.timed for name, of in steps.items()}, options.repeats))
+            found: dict[str, Any] = {"repeats": repeats}
+            for name, of in steps.items():
+                parts = timer.ratios(repeats, name, STOCK, lambda seconds: seconds["step"])
+                quickest = [min(repeat[which]["step"] for repeat in repeats) for which in (name, STOCK)]
+                found[name] = {"median": round(median(parts), 3), "quickest": round(quickest[0] / quickest[1], 3)}
+                found[name]["selected"] = of.figure("grail/selected_rate")
+                timer.show(f"{precision}, {name}: {found[name]}")
+            result[precision] = found | {"memory": {name: steps[name].peaks() for name in (STOCK, "GRAIL, 100 %")}}
+    timer.write(result | {"rows": size.prompts * size.rollouts}, options.results)
 
 
 if __name__ == "__main__":
