@@ -63,10 +63,11 @@ def weigh(host: Host, signal: Signal, step: int = 0) -> StepRecord:
     selected = selection.selected_B.nonzero().flatten().tolist()
     names = [name for name in DUMPED if name in signal.reads]
     if names:
-        batch = replace(batch, columns_BT=host.columns(names, selected))
+        columns_BT = host.columns(names, selected)
+        batch = replace(batch, columns_BT={name: values_BT.cpu() for name, values_BT in columns_BT.items()})
     of_pass_BT, norms = None, torch.zeros(0)
     if signal.uses:
-        of_pass_BT = torch.full(batch.mask_BT.shape, torch.nan, device=batch.mask_BT.device)
+        of_pass_BT = torch.full(batch.mask_BT.shape, torch.nan)
         rows = [rollouts.pass_row(row, batch) for row in selected]
         of_rows = host.scores(signal, rows)
         for row, scores in zip(rows, of_rows, strict=True):

@@ -53,7 +53,8 @@ DUMPED = {OLD_LOG_PROBS: "old_log_prob", ENTROPY: "entropy"}
 
 @dataclass(frozen=True, kw_only=True)
 class Rollouts:
-    """Responses of an update with all that their host knows of them, checked here once.
+    """Responses of an update with all that their host knows of them, checked here once. Their tensors are on the CPU: those of
+    another device are copied, so that a method never mixes devices.
 
     Example: the prompt ``[5, 6]`` and a response ``[7, 9, 9, 8]`` whose middle a tool wrote have
     ``prompts=[tensor([5, 6])]``, ``responses=[tensor([7, 9, 9, 8])]`` and ``mask_BT=[[True, False, False, True]]``.
@@ -105,6 +106,9 @@ class Rollouts:
 
     def __post_init__(self) -> None:
         count = len(self.responses)
+        for name, values in vars(self).items():
+            if name not in ("known_spans", "facts"):
+                object.__setattr__(self, name, _on_cpu(values))
         if self.written_BT is None:
             object.__setattr__(self, "written_BT", self.mask_BT)
         if not len(self.places):
@@ -420,6 +424,17 @@ def _of_rows(values: Any, rows: Sequence[int], width: int) -> Any:
         value.to("cpu", copy=True) if isinstance(value, torch.Tensor) else value
         for value in map(values.__getitem__, rows)
     ]
+
+
+def _on_cpu(values: Any) -> Any:
+    """A part of a record with its tensors on the CPU, those of its lists and mappings, too."""
+    if isinstance(values, torch.Tensor):
+        return values if values.is_meta else values.cpu()
+    if isinstance(values, Mapping):
+        return {name: _on_cpu(of_name) for name, of_name in values.items()}
+    if isinstance(values, list | tuple) and any(isinstance(value, torch.Tensor) for value in values):
+        return [_on_cpu(value) for value in values]
+    return values
 
 
 def _padded(tokens: Sequence[torch.Tensor], like_BT: torch.Tensor) -> torch.Tensor:

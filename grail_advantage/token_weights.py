@@ -176,10 +176,9 @@ def compute_token_weights(
         device=input_ids.device,
     )
     record = weigh(host, config, step)
-    inside_BL = response_mask.bool().to(input_ids.device)
 
     def full_width(values_BT: torch.Tensor, outside: float) -> torch.Tensor:
-        return _full_width(values_BT, rollouts.mask_BT, inside_BL, outside)
+        return _full_width(values_BT, rollouts.mask_BT, response_mask, outside).to(input_ids.device)
 
     return TokenWeights(
         weights=full_width(record.weights_BT, 0.0),
@@ -187,8 +186,8 @@ def compute_token_weights(
         spans=rollouts.spans(config.span),
         stats=dict(record.metrics),
         advantages=full_width(record.advantages_BT, 0.0),
-        rows=record.selection,
-        non_finite=record.non_finite_B,
+        rows=RowSelection(**{name: of_B.to(input_ids.device) for name, of_B in vars(record.selection).items()}),
+        non_finite=record.non_finite_B.to(input_ids.device),
     )
 
 
@@ -209,12 +208,13 @@ def response_statistics(
         ``(log_probs_BL, entropy_BL)`` float32, 0 outside the response.
     """
     check_tensor("input_ids", input_ids)
-    nothing_B = torch.zeros(input_ids.shape[:1], device=input_ids.device)
+    nothing_B = torch.zeros(input_ids.shape[:1])
     rollouts = _rollouts(model, tokenizer, input_ids, attention_mask, response_mask, {}, advantages_B=nothing_B)
     host = PlainHost(model, rollouts, temperature=temperature, tokens=tokens, device=input_ids.device)
     columns_BT = host.columns((OLD_LOG_PROBS, ENTROPY))
     log_probs_BL, entropy_BL = (
-        _full_width(columns_BT[name], rollouts.mask_BT, response_mask.bool(), 0.0) for name in (OLD_LOG_PROBS, ENTROPY)
+        _full_width(columns_BT[name], rollouts.mask_BT, response_mask, 0.0).to(input_ids.device)
+        for name in (OLD_LOG_PROBS, ENTROPY)
     )
     return log_probs_BL, entropy_BL
 
@@ -277,7 +277,7 @@ class PlainHost:
             return columns_BT
         written_BT = responses.written_BT
         with torch.inference_mode(False):  # as in scores()
-            columns_BT |= {name: torch.zeros(written_BT.shape, device=written_BT.device) for name in missing}
+            columns_BT |= {name: torch.zeros(written_BT.shape) for name in missing}
             rows = [responses.pass_row(row) for row, response_T in enumerate(responses.responses) if len(response_T)]
             statistics = self._model.micro_batches(
                 [self._on_device(row) for row in rows],
@@ -338,7 +338,7 @@ def _rollouts(
     """
     check_tensor("input_ids", input_ids_BL)
     check_numbers("input_ids", input_ids_BL, "whole numbers")
-    shape, device = tuple(input_ids_BL.shape), input_ids_BL.device
+    shape = tuple(input_ids_BL.shape)
     if len(shape) != 2:
         raise ValueError(f"input_ids must be (B, L), got shape {shape}")
     given_BL = {name: values_BL for name, values_BL in columns_BL.items() if values_BL is not None}
@@ -348,26 +348,23 @@ def _rollouts(
         if values_BL.shape != shape:
             raise ValueError(f"{name} has shape {tuple(values_BL.shape)}, input_ids {shape}; they must agree")
         check_numbers(name, values_BL, "floats" if name in given_BL else "0 or 1")
-    given_BL = {name: values_BL.detach().to(device) for name, values_BL in given_BL.items()}
-    input_ids_BL = input_ids_BL.long()
-    valid_BL, inside_BL = (values_BL.to(device).bool() for values_BL in masks_BL.values())
+    given_BL = {name: values_BL.detach().cpu() for name, values_BL in given_BL.items()}
+    input_ids_BL = input_ids_BL.cpu().long()
+    valid_BL, inside_BL = (values_BL.cpu().bool() for values_BL in masks_BL.values())
     if (inside_BL & ~valid_BL).any():
         raise ValueError("response_mask marks a padding token; it must lie inside attention_mask")
     begun_BL = inside_BL.cumsum(dim=-1) > 0
     whole_BL = begun_BL & (inside_BL.flip(-1).cumsum(dim=-1).flip(-1) > 0) & valid_BL
     lengths_B1 = whole_BL.sum(dim=-1, keepdim=True)
     width = int(lengths_B1.max()) if len(lengths_B1) else 0
-    whole_BT = torch.arange(width, device=device) < lengths_B1
+    whole_BT = torch.arange(width) < lengths_B1
     _check_model(model, tokenizer, input_ids_BL, whole_BL | (valid_BL & ~begun_BL), whole_BL)
 
     def of_response(values_BL: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        values_BT = torch.zeros(whole_BT.shape, dtype=dtype, device=values_BL.device)
+        values_BT = torch.zeros(whole_BT.shape, dtype=dtype)
         values_BT[whole_BT] = values_BL.detach()[whole_BL].to(dtype)
         return values_BT
 
-    for name, values_B in parts.items():
-        if name.endswith("_B") and isinstance(values_B, torch.Tensor):
-            parts[name] = values_B.to(input_ids_BL.device)
     if isinstance(parts.get("masked_B"), torch.Tensor):
         parts["masked_B"] = parts["masked_B"].bool()
     for name, sign, fix in (
@@ -470,9 +467,9 @@ def _check_lists(examples: object, fields: object) -> None:
 
 
 def _full_width(
-    values_BT: torch.Tensor, mask_BT: torch.Tensor, inside_BL: torch.Tensor, outside: float
+    values_BT: torch.Tensor, mask_BT: torch.Tensor, response_mask_BL: torch.Tensor, outside: float
 ) -> torch.Tensor:
-    """Values of response tokens in their places, (B, L) float32, ``outside`` elsewhere."""
-    values_BL = torch.full(inside_BL.shape, outside, dtype=torch.float32, device=values_BT.device)
-    values_BL[inside_BL] = values_BT[mask_BT]
+    """Values of response tokens in their places, (B, L) float32 on the CPU, ``outside`` elsewhere."""
+    values_BL = torch.full(response_mask_BL.shape, outside, dtype=torch.float32)
+    values_BL[response_mask_BL.cpu().bool()] = values_BT[mask_BT]
     return values_BL

@@ -82,7 +82,7 @@ def batch_weights(
 def _weights(scores_BT: torch.Tensor | None, batch: RolloutBatch, rows: RowSelection, signal: Signal) -> BatchWeights:
     tokens = _tokens_of(batch, signal)
     if scores_BT is None:
-        scores_BT = torch.ones(batch.mask_BT.shape, device=batch.mask_BT.device)
+        scores_BT = torch.ones(batch.mask_BT.shape)
     scored_B = rows.selected_B & _finite_rows(scores_BT, tokens.read_BT)
     reshaped = Reshaped(torch.ones_like(batch.mask_BT, dtype=torch.float32))
     if scored_B.any():

@@ -239,7 +239,7 @@ class HuggingFaceModel(Model):
         """The largest of all ranks'."""
         if self.rounds.group is None:
             return value
-        most = torch.tensor(float(value), dtype=torch.float64, device=self.device)
+        most = torch.tensor(float(value), device=self.device)
         torch.distributed.all_reduce(most, op=torch.distributed.ReduceOp.MAX, group=self.rounds.group)
         return float(most)
 

@@ -139,7 +139,7 @@ def _same_buffers(model: nn.Module) -> Iterator[None]:
 def difference(found_S: torch.Tensor, expected_S: torch.Tensor) -> float:
     """Root mean square of the difference as a part of the standard deviation of ``expected_S``: 0.7 nats where
     log-probabilities spread by 3.5 are 0.2."""
-    found_S, expected_S = found_S.double(), expected_S.double()
+    found_S, expected_S = found_S.cpu().double(), expected_S.cpu().double()
     return float((found_S - expected_S).square().mean().sqrt() / expected_S.std(correction=0).clamp(min=1e-12))
 
 
@@ -245,13 +245,13 @@ def check_positions(
         """By how many positions the first logits that a token changes are behind it."""
         other_S = tokens_S.clone()
         other_S[place] = next(token for token in tokens_S.tolist() if token != int(tokens_S[place]))
-        distance_S = (logits(other_S).double() - base_SV).square().mean(dim=1).sqrt() / spread
+        distance_S = (logits(other_S).cpu().double() - base_SV).square().mean(dim=1).sqrt() / spread
         changed = (distance_S > limit).nonzero()
         return int(changed[0]) - place if len(changed) else None
 
     with torch.random.fork_rng(), torch.no_grad(), _same_buffers(model):
         limit = limit_of(lambda: logits(tokens_S))
-        base_SV = logits(tokens_S).double()
+        base_SV = logits(tokens_S).cpu().double()
         if len(base_SV) != count:
             refuse(f"{len(base_SV)} logits for {count} tokens")
         if not base_SV.isfinite().all():
@@ -266,7 +266,8 @@ def check_positions(
             )
         # Without the last token, whose logits nobody reads: a model may depend on the length.
         plain_S, again_S = (
-            logits(tokens_S[:-1]).double().log_softmax(dim=-1).gather(1, tokens_S[1:, None])[:, 0] for _ in range(2)
+            logits(tokens_S[:-1]).cpu().double().log_softmax(dim=-1).gather(1, tokens_S[1:, None].cpu())[:, 0]
+            for _ in range(2)
         )
         try:
             found_S = run([tokens_S])[0]

@@ -70,16 +70,13 @@ def perturbation_scores(
     clean = read_probe(logits_1KV[0], tokens_K, [len(kept_K)], probe)
     cache = cache if _can_be_shared(cache) else None
 
-    replaced_M = replaced_M.to(tokens_S.device)
     scores: list[torch.Tensor] = []
     for replaced_N in replaced_M.split(model.sequences_together(length)):
         count = len(replaced_N)
         # The probe's positions come after every replaced token or are the last one's own, so none is cut off here.
         shared = row.response_start + int(replaced_N[0]) if cache is not None else 0
         tokens_NS = tokens_S[shared:length].repeat(count, 1)
-        tokens_NS[torch.arange(count, device=tokens_S.device), row.response_start + replaced_N - shared] = (
-            model.pad_token
-        )
+        tokens_NS[torch.arange(count), row.response_start + replaced_N - shared] = model.pad_token
         prefix = shared_prefix(cache, shared, count) if cache is not None else None
         logits_NKV, _ = forward(tokens_NS, kept_K - shared, prefix)
         other_N = read_probe(logits_NKV.flatten(0, 1), tokens_K.repeat(count), [len(kept_K)] * count, probe)

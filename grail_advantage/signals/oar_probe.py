@@ -21,15 +21,16 @@ def read_probe(logits_KV: torch.Tensor, tokens_K: torch.Tensor, counts: Sequence
         tokens_K: the token after each position, int64; read only by ``answer_joint``.
         counts: how many of the K belong to each row.
         probe: ``answer_mean`` or ``last``: the log-softmax of a row's mean logits, (R, V); ``answer_joint``: its mean
-            log-likelihood, (R,). In float64 from the mean on, as readings that differ in the seventh digit are compared.
+            log-likelihood, (R,). In float64 on the CPU from the mean on, as readings that differ in the seventh digit are
+            compared and some devices have no float64.
     """
     logits_KV = logits_KV.to(torch.promote_types(logits_KV.dtype, torch.float32))
     if probe == "answer_joint":
         log_probs_KV = torch.log_softmax(logits_KV, dim=-1)
-        log_probs_K = log_probs_KV.gather(-1, tokens_K.unsqueeze(-1)).squeeze(-1).double()
+        log_probs_K = log_probs_KV.gather(-1, tokens_K.unsqueeze(-1)).squeeze(-1).cpu().double()
         return torch.stack([row_K.mean() for row_K in log_probs_K.split(list(counts))])
     mean_RV = torch.stack([row_KV.mean(dim=0) for row_KV in logits_KV.split(list(counts))])
-    return torch.log_softmax(mean_RV.double(), dim=-1)
+    return torch.log_softmax(mean_RV.cpu().double(), dim=-1)
 
 
 def divergence(clean_R: torch.Tensor, other_R: torch.Tensor, probe: str) -> torch.Tensor:
@@ -41,7 +42,7 @@ def divergence(clean_R: torch.Tensor, other_R: torch.Tensor, probe: str) -> torc
         probe: what both were read with.
 
     Returns:
-        (R,) float64.
+        (R,) float64, on the CPU.
     """
     if probe == "answer_joint":
         return clean_R - other_R

@@ -115,8 +115,9 @@ def shear_scores(
 ) -> list[torch.Tensor]:
     """Scores of one group's responses: each token's distance from the other outcome, in units of the mean hidden norm.
 
-    Costs are Euclidean, taken in float64, where states that are nearly the same do not cancel, and divided by the mean norm;
-    transport is in float32. Beside the chunks, the costs of two responses' tokens are held at once.
+    Costs are Euclidean, divided by the mean norm; transport is in float32. So that states that are nearly the same do not
+    cancel, costs are products in float64 on the CPU, and sums of squared differences on other devices, some of which have
+    none. Beside the chunks, the costs of two responses' tokens are held at once.
 
     Args:
         hidden: for each response the last layer's states at its tokens' own positions, before the head: (T_i, D), any
@@ -141,11 +142,15 @@ def shear_scores(
     distances = {i: hidden[i].new_full((len(bounds[i]),), torch.inf, dtype=torch.float32) for i in usable}
 
     if usable:
-        norms = torch.cat([torch.linalg.vector_norm(hidden[i].double(), dim=-1) for i in usable])
-        unit = norms.mean().clamp(min=torch.finfo(torch.float64).tiny)  # all states 0: so are the distances
+        on_cpu = hidden[0].device.type == "cpu"
+        dtype, mode = (torch.float64, "use_mm") if on_cpu else (torch.float32, "donot_use_mm")
+        norms = torch.cat([torch.linalg.vector_norm(hidden[i].to(dtype), dim=-1) for i in usable])
+        unit = norms.mean().clamp(min=torch.finfo(dtype).tiny)  # all states 0: so are the distances
     for i in (i for i in usable if positive[i]):
         for j in (j for j in usable if not positive[j]):
-            cost_TU = torch.cdist(hidden[i].double(), hidden[j].double(), compute_mode="use_mm_for_euclid_dist") / unit
+            cost_TU = (
+                torch.cdist(hidden[i].to(dtype), hidden[j].to(dtype), compute_mode=f"{mode}_for_euclid_dist") / unit
+            )
             # The distance is symmetric: once computed, it serves both responses.
             distance_KL = _window_distances(cost_TU.float(), bounds[i], bounds[j], transport)
             distances[i] = torch.minimum(distances[i], distance_KL.amin(dim=1))

@@ -234,20 +234,20 @@ class TokenWeightGRPOTrainer(GRPOTrainer):
 
     def _rollouts(self, inputs: list[dict[str, Any]], output: dict[str, Any]) -> Rollouts:
         """The responses of this process."""
+        output = {name: values.cpu() if isinstance(values, torch.Tensor) else values for name, values in output.items()}
         signal, ids_BT, mask_BT = self.signal, output["completion_ids"], output["completion_mask"].bool()
         lengths = written_lengths(ids_BT, mask_BT, self.processing_class.pad_token_id).tolist()
         width, count = max(lengths, default=0), len(inputs)
         first = self.accelerator.process_index * count
         places_B = torch.arange(first, first + count)
-        device = mask_BT.device
-        written_BT = torch.arange(width, device=device) < torch.tensor(lengths, device=device).unsqueeze(1)
+        written_BT = torch.arange(width) < torch.tensor(lengths).unsqueeze(1)
         for written_T, tool_mask_T in zip(written_BT, self._tool_mask or (), strict=False):
-            written_T[: len(tool_mask_T)] &= torch.tensor(tool_mask_T, dtype=torch.bool, device=device)
+            written_T[: len(tool_mask_T)] &= torch.tensor(tool_mask_T, dtype=torch.bool)
         known = {OLD_LOG_PROBS: output.get("old_per_token_logps")}
-        sums = reward_sums(self._rewards, self.reward_weights)
+        sums = reward_sums(self._rewards, self.reward_weights).cpu()
         apart = self.multi_objective_aggregation == "normalize_then_sum"
-        equal = in_equal_group(self._rewards if apart else sums, self.num_generations)
-        rewards_B, equal_B = (each[places_B.to(each.device)].to(device) for each in (sums, equal))
+        equal = in_equal_group(self._rewards.cpu() if apart else sums, self.num_generations)
+        rewards_B, equal_B = sums[places_B], equal[places_B]
         prompts = zip(output["prompt_ids"], output["prompt_mask"].bool(), strict=True)
         return Rollouts(
             prompts=[ids_P[mask_P] for ids_P, mask_P in prompts],
@@ -258,7 +258,7 @@ class TokenWeightGRPOTrainer(GRPOTrainer):
             answer=self.answer,
             written_BT=written_BT,
             truncated_B=self._truncated(ids_BT, lengths),
-            groups_B=(places_B // self.num_generations).to(device),
+            groups_B=places_B // self.num_generations,
             rewards_B=rewards_B.double(),
             examples=self._examples(inputs) if EXAMPLES in signal.reads else None,
             fields={name: [row.get(name) for row in inputs] for name in signal.field_names},
@@ -283,7 +283,7 @@ class TokenWeightGRPOTrainer(GRPOTrainer):
         )
 
     def _of_all_processes(self, rollouts: Rollouts) -> Rollouts:
-        """The responses of all processes, process by process, on the CPU where there are several."""
+        """The responses of all processes, process by process."""
         if self.accelerator.num_processes == 1:
             return rollouts
         return replace(joined(gather_object([rollouts.part(range(len(rollouts)))])), tokenizer=self.processing_class)
@@ -301,8 +301,8 @@ class TokenWeightGRPOTrainer(GRPOTrainer):
 
     def _truncated(self, completions_BT: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
         """Responses that ended without an end token, by TRL's test."""
-        ends = torch.tensor([*self.eos_token_ids, self.processing_class.pad_token_id], device=completions_BT.device)
-        last_B1 = torch.tensor(lengths, device=completions_BT.device).sub(1).clamp(min=0).unsqueeze(1)
+        ends = torch.tensor([*self.eos_token_ids, self.processing_class.pad_token_id])
+        last_B1 = torch.tensor(lengths).sub(1).clamp(min=0).unsqueeze(1)
         return ~torch.isin(completions_BT.gather(1, last_B1).squeeze(1), ends)
 
     def _examples(self, inputs: list[dict[str, Any]]) -> list[Example]:

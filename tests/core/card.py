@@ -1,0 +1,137 @@
+"""A device that plays a graphics card on any machine: it mixes with no tensor of the CPU, and like Apple's MPS has no float64.
+
+A tensor of it has a tensor of the CPU within, which does the arithmetic. A process that imports this has the device for good,
+and PyTorch takes it for its accelerator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.backend_registration import _DummyBackendModule, _setup_privateuseone_for_python_backend
+
+
+class _Module(_DummyBackendModule):
+    def get_rng_state(self, device: Any = None) -> torch.Tensor:
+        return torch.zeros(0)
+
+    def set_rng_state(self, state: torch.Tensor, device: Any = None) -> None:
+        pass
+
+    def get_amp_supported_dtype(self) -> list[torch.dtype]:
+        return [torch.bfloat16]
+
+
+_setup_privateuseone_for_python_backend("card", _Module())
+DEVICE = torch.device("card:0")
+INDEXING = ("aten.index.", "aten.index_put", "aten._index_put", "aten._unsafe_index")
+"""That take indices of the CPU."""
+COPIES = ("aten._to_copy", "aten.copy_")
+"""From device to device."""
+
+
+class OnCard(torch.Tensor):
+    """A tensor of the card."""
+
+    of_cpu: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor) -> OnCard:
+        made = torch.Tensor._make_wrapper_subclass(
+            cls,
+            inner.shape,
+            strides=inner.stride(),
+            storage_offset=inner.storage_offset(),
+            dtype=inner.dtype,
+            device=DEVICE,
+        )
+        made.of_cpu = inner
+        return made
+
+    def __repr__(self, **_: Any) -> str:
+        return f"OnCard({self.of_cpu})"
+
+    def tolist(self) -> Any:
+        return self.of_cpu.tolist()
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        return _run(func, args, kwargs or {})
+
+
+class _Card(TorchDispatchMode):
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        return _run(func, args, kwargs or {})
+
+
+def _run(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    name, kwargs = str(func), dict(kwargs)
+    given = [value for value in tree_leaves((args, kwargs)) if isinstance(value, torch.Tensor)]
+    of_card = [isinstance(value, OnCard) for value in given]
+    target = kwargs.get("device")
+    there = any(of_card) if target is None else torch.device(target).type == DEVICE.type
+    if target is not None:
+        kwargs["device"] = torch.device("cpu")
+    if name.startswith("aten.copy_"):
+        there = of_card[0]
+    elif any(of_card) and not name.startswith(COPIES):
+        alien = [value for value, mine in zip(given, of_card, strict=True) if not mine and value.ndim]
+        if alien and not (name.startswith(INDEXING) and of_card[0]):
+            raise RuntimeError(f"{name}: tensors on {DEVICE} and on the CPU")
+    plain_args, plain_kwargs = tree_map(
+        lambda value: value.of_cpu if isinstance(value, OnCard) else value, (args, kwargs)
+    )
+    with torch._C.DisableTorchFunctionSubclass():
+        result = func(*plain_args, **plain_kwargs)
+    if not there:
+        return result
+    if any(isinstance(value, torch.Tensor) and value.dtype == torch.float64 for value in tree_leaves(result)):
+        raise TypeError(f"{name}: {DEVICE} has no float64")
+    same = {id(value.of_cpu): value for value in given if isinstance(value, OnCard)}  # of an operation in place
+
+    def put(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        return same[id(value)] if id(value) in same else OnCard(value)
+
+    return tree_map(put, result)
+
+
+@contextmanager
+def card() -> Iterator[torch.device]:
+    """Within, tensors can be made on the device and moved there."""
+
+    def tensor(data: Any, *, device: Any = None, make: Any = torch.tensor, **options: Any) -> torch.Tensor:
+        made = make(data, **options)
+        return made if device is None else made.to(device)
+
+    def generator(device: Any = "cpu", make: Any = torch.Generator) -> torch.Generator:
+        return make("cpu")
+
+    with _Card(), patch.object(torch, "tensor", tensor), patch.object(torch, "Generator", generator):
+        yield DEVICE
+
+
+def moved(model: nn.Module) -> nn.Module:
+    """The model with its parameters and buffers on the card."""
+    seen: dict[int, nn.Parameter] = {}  # tied ones stay so
+    for module in model.modules():
+        for name, values in module._parameters.items():
+            if values is not None:
+                new = nn.Parameter(OnCard(values.detach()), values.requires_grad)
+                module._parameters[name] = seen.setdefault(id(values), new)
+        for name, values in module._buffers.items():
+            if values is not None:
+                module._buffers[name] = OnCard(values)
+    return model
