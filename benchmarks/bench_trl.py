@@ -7,8 +7,9 @@ TRL has an environment of its own (requirements-trl.txt):
 
 Every variant generates with the same seed. ``small`` is the SFT-initialised model of the CPU example, and trains on what it
 generates; with ``smollm2`` the solutions of GSM8K take the place of what is generated, since this model rarely boxes an
-answer. Rewards are given by plan, so that each variant has the named share of responses with a score; SGD with a
-learning rate of 0 updates. All of it runs in float32, and again with ``bf16=True``, TRL's default. FOLDER holds what :func:`verl_cpu.tiny.smollm2.load_smollm2` gives in the other environment.
+answer. Rewards are given by plan, so that each variant has the named share of responses with a score; SGD with a learning
+rate of 0 updates. All of it runs in float32, and again with ``bf16=True``, TRL's default. FOLDER holds what
+:func:`verl_cpu.tiny.smollm2.load_smollm2` gives in the other environment.
 """
 
 from __future__ import annotations

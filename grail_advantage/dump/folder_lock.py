@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import socket
 import sys
 from contextlib import suppress
 from pathlib import Path
+
+try:
+    import fcntl
+except ModuleNotFoundError:  # Windows
+    fcntl = None  # type: ignore[assignment]
 
 LOCK = ".run.lock"
 """The file in a folder that a process has locked as long as it lives. The file stays."""
@@ -75,6 +79,8 @@ def _lock(folder: Path) -> None:
     if folder in _held and _is(_held[folder], file):
         return
     folder.mkdir(parents=True, exist_ok=True)
+    if fcntl is None:
+        raise OSError("this system has no flock")
     try:
         lock = os.open(file, os.O_RDWR | os.O_CREAT, 0o666)  # closed by exec; NFS wants it writable
     except PermissionError:
@@ -104,4 +110,5 @@ def _forget() -> None:
         os.close(_held.popitem()[1])  # which does not unlock: the parent has it open
 
 
-os.register_at_fork(after_in_child=_forget)
+if fcntl is not None:
+    os.register_at_fork(after_in_child=_forget)

@@ -18,9 +18,11 @@ decides. A list of several ground-truth answers: the box must hold all of them, 
 
 from __future__ import annotations
 
+import ctypes
 import importlib.util
 import logging
 import re
+import sys
 from contextlib import suppress
 from functools import lru_cache
 from typing import Any
@@ -46,6 +48,11 @@ __all__ = ["check_ground_truths", "compute_score", "gold_text", "last_boxed"]
 for _package in ("math_verify", "pebble"):
     if importlib.util.find_spec(_package) is None:
         raise ImportError(f"grail_advantage.reward needs {_package}: pip install math-verify==0.9.0 pebble==5.2.3")
+if sys.platform != "linux" or not hasattr(ctypes.CDLL(None), "prctl"):
+    raise ImportError(
+        "grail_advantage.reward needs Linux, whose prctl and /proc bound the process that reads untrusted answers; run it in a "
+        "Linux container, or pass a reward function of your own"
+    )
 _verify_pool.cpu_seconds()  # a bad environment variable is reported now, not by a reward of 0
 
 logger = logging.getLogger(__name__)

@@ -41,7 +41,10 @@ class LoadedModel:
         """One where a response is not the same alone and beside others."""
         if layout not in self.findings:
             self.findings[layout] = self._ask(layout)
-            logger.warning("micro-batches of the %s: %s", layout, self.findings[layout])
+            finding = self.findings[layout]
+            logger.log(
+                logging.INFO if finding.holds else logging.WARNING, "micro-batches of the %s: %s", layout, finding
+            )
         return self.findings[layout].obstacles(f"in micro-batches of the {layout}, ")
 
     def check_packing(self, settings: Settings) -> None:

@@ -358,3 +358,26 @@ threading.Event().wait()
     process.kill()
     process.wait()
     assert len(pids) == 3 and _gone(pids, 2.0)  # sooner than the limit of the hanging answer
+
+
+ANOTHER_SYSTEM = """
+import ctypes, sys
+sys.platform = sys.argv[1] or sys.platform
+class Library(ctypes.CDLL):
+    def __getattr__(self, name):
+        if name == "prctl":
+            raise AttributeError(name)
+        return super().__getattr__(name)
+ctypes.CDLL = Library
+try:
+    import grail_advantage.reward
+except ImportError as error:
+    print("Linux" in str(error))
+"""
+
+
+@pytest.mark.parametrize("platform", ["darwin", ""], ids=["macOS", "without prctl"])
+def test_another_system_is_said_at_import(platform: str) -> None:
+    """Where each comparison would be a reward of 0."""
+    done = subprocess.run([sys.executable, "-c", ANOTHER_SYSTEM, platform], capture_output=True, text=True)
+    assert done.stdout == "True\n", done.stderr

@@ -8,6 +8,8 @@ import os
 import re
 import shutil
 import socket
+import subprocess
+import sys
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -229,3 +231,23 @@ def test_a_refused_machine_has_nothing_prepared(tmp_path: Path, monkeypatch: pyt
         with pytest.raises(SystemExit, match=wanted):
             launch.main()
     assert not list(tmp_path.iterdir())
+
+
+WITHOUT_FLOCK = """
+import logging, os, random, sys, tempfile
+from pathlib import Path
+sys.modules["fcntl"] = None
+del os.register_at_fork
+from grail_advantage.dump.folder_lock import hold, let_go
+for name in ("a", "b"):
+    folder = Path(sys.argv[1], name)
+    hold(folder, "choose another")
+    let_go(folder)
+    print(folder.is_dir())
+"""
+
+
+def test_a_system_without_flock_gets_a_warning(tmp_path: Path) -> None:
+    """Windows."""
+    done = subprocess.run([sys.executable, "-c", WITHOUT_FLOCK, str(tmp_path)], capture_output=True, text=True)
+    assert done.stdout == "True\nTrue\n" and done.stderr.count("cannot be locked") == 1, done.stderr
