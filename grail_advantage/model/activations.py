@@ -412,13 +412,27 @@ def log_probs_and_entropy(
     return torch.cat(log_probs), torch.cat(entropies) if entropy else None
 
 
+def gradient_at(loss: torch.Tensor, leaf_BSD: torch.Tensor) -> torch.Tensor:
+    """Gradient of ``loss`` at the leaf alone, float32 (B, S, D).
+
+    Raises:
+        ValueError: a layer between them, such as a quantised one, passes no gradient.
+    """
+    found = torch.autograd.grad(loss, leaf_BSD, allow_unused=True)[0] if loss.requires_grad else None
+    if found is None:
+        raise ValueError(
+            "model has layers that pass no gradient, as torch's int8 linears; load it without quantisation, or take a method "
+            "without a backward, such as surprisal or entropy"
+        )
+    return found.float()
+
+
 def saliency(loss: torch.Tensor, leaf_BSD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Backward from ``loss`` to the leaf alone.
 
     Returns:
         ``(saliency_BS, gradient_norm_BS)``, float32: ``|| g * h ||_2`` and ``|| g ||_2`` of every position.
     """
-    (gradient_BSD,) = torch.autograd.grad(loss, leaf_BSD)
-    gradient_BSD = gradient_BSD.float()
+    gradient_BSD = gradient_at(loss, leaf_BSD)
     saliency_BS = torch.linalg.vector_norm(gradient_BSD * leaf_BSD.detach().float(), dim=-1)
     return saliency_BS, torch.linalg.vector_norm(gradient_BSD, dim=-1)

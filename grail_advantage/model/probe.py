@@ -111,7 +111,8 @@ def _without_zeros(model: nn.Module) -> Iterator[None]:
         for values in model.parameters()
         if values.requires_grad
     ]
-    zero = [values for values in local if values.is_floating_point() and not values.any()]
+    # Offloaded ones, on the meta device between the forwards, are as they are.
+    zero = [values for values in local if values.is_floating_point() and not values.is_meta and not values.any()]
     try:
         for values in zero:
             values.normal_(std=ADAPTED)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from grail_advantage.model.activations import capture_leaf
+from grail_advantage.model.activations import capture_leaf, gradient_at
 from grail_advantage.model.interface import MicroBatch, Range, RowScores
 from grail_advantage.signals.oar_probe import divergence, read_probe
 from grail_advantage.signals.saliency import align_scores
@@ -94,8 +94,7 @@ def gradient_scores(
         handle.remove()
     noisy = read_probe(noisy_logits_KV, tokens_K, counts, probe)
     # Summed over rows, each of which depends on its own embeddings alone.
-    (gradient_BSD,) = torch.autograd.grad(divergence(clean, noisy, probe).sum(), leaves[0])
-    gradient_BSD = gradient_BSD.float()
+    gradient_BSD = gradient_at(divergence(clean, noisy, probe).sum(), leaves[0])
     embeddings_BSD = (leaves[0] if port else clean_BSD[0]).detach().float()
     score_BS = (gradient_BSD * embeddings_BSD).sum(dim=-1).abs()
     norm_BS = torch.linalg.vector_norm(gradient_BSD, dim=-1)

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+import tempfile
+import warnings
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
 import pytest
 import torch
+from accelerate import cpu_offload, disk_offload
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from transformers import Qwen3ForCausalLM
 
-from grail_advantage import Grail, TokenWeights, compute_token_weights
+from grail_advantage import Grail, Oar, Signal, TokenWeights, compute_token_weights
+from grail_advantage.methods import method
 from grail_advantage.model import activations, hugging_face
 from tests.core.common import few, watch_inputs
 from tests.core.plain_answers import EXPRESSION, PLAIN
@@ -224,3 +229,45 @@ def test_long_answers_in_chunks_weigh_the_same(name: str, monkeypatch: pytest.Mo
         chunks.clear()
         assert_matches(*subject(name, double=True), batch, "official", 0.7, leaf=leaf)
         assert len(chunks) > 7 and max(chunks) <= 4  # the long answer's chunks alone
+
+
+def _offload_to_disk(model: nn.Module) -> None:
+    disk_offload(model, tempfile.mkdtemp(), torch.device("cpu"))
+
+
+OFFLOADS: dict[str, Callable[[Any], Any]] = {
+    "all": lambda model: cpu_offload(model, torch.device("cpu")),
+    "blocks": lambda model: cpu_offload(model.model.layers, torch.device("cpu")),
+    "one block, frozen": lambda model: cpu_offload(model.requires_grad_(False).model.layers[1], torch.device("cpu")),
+    "parts, each by itself": lambda model: [
+        cpu_offload(part, torch.device("cpu")) for part in (model.model, model.lm_head)
+    ],
+    "disk": _offload_to_disk,
+}
+
+
+@pytest.mark.parametrize("name", OFFLOADS)
+@pytest.mark.parametrize(
+    "signal", [Grail("official"), Grail("robust"), Oar("gradient")], ids=["official", "robust", "oar"]
+)
+def test_an_offloaded_model_weighs_as_the_whole_one(name: str, signal: Signal) -> None:
+    batch = make_batch([ROLLOUTS["box at the end"], ROLLOUTS["no box"], ROLLOUTS["text after the box"]])
+    expected = compute_token_weights(tiny_model(), char_tokenizer(), *batch.tensors(), signal).weights
+    model = tiny_model()
+    OFFLOADS[name](model)
+    found = compute_token_weights(model, char_tokenizer(), *batch.tensors(), signal).weights
+    torch.testing.assert_close(found, expected)
+    assert any(values.is_meta for values in model.parameters())
+
+
+@pytest.mark.parametrize(
+    "signal", [Grail("official"), Grail("robust"), Oar("gradient")], ids=["official", "robust", "oar"]
+)
+def test_layers_that_pass_no_gradient_are_named(signal: Signal) -> None:
+    batch = make_batch([ROLLOUTS["box at the end"], ROLLOUTS["no box"]])
+    with warnings.catch_warnings(action="ignore"):
+        model = torch.ao.quantization.quantize_dynamic(tiny_model(), {nn.Linear}, dtype=torch.qint8)
+    with pytest.raises(ValueError, match="model has layers that pass no gradient"):
+        compute_token_weights(model, char_tokenizer(), *batch.tensors(), signal)
+    found = compute_token_weights(model, char_tokenizer(), *batch.tensors(), method("surprisal").build({})).weights
+    assert found.isfinite().all()
