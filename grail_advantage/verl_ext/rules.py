@@ -351,7 +351,7 @@ REFUSALS = (
         "parallel-calls",
         PARALLEL_CALLS,
         lambda s: (
-            isinstance(s.signal, TurnSignal) and s.signal.rewards == TOOL_REWARDS and (s[PARALLEL_CALLS] or 1) > 1
+            isinstance(s.signal, TurnSignal) and s.signal.rewards == TOOL_REWARDS and s[PARALLEL_CALLS] not in (0, 1)
         ),
         f"verl puts the rewards of all calls into one flat list, {TOOL_REWARDS}, which does not say which are of one turn",
         lambda s: (
