@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -28,8 +29,12 @@ from grail_advantage import Grail
 
 ROOT = Path(__file__).parents[2]
 RECIPE = "examples/run_qwen3_grail.sh"
-ROWS, SELECTED, ZERO_ADVANTAGE = 8, 3, 2
-"""Responses of the batch; of them those that GRAIL scores, and those whose group has no advantage."""
+ROWS = 8
+"""Responses of the batch, or half as many; GRAIL scores three eighths, two eighths have a group without advantage."""
+STEP_LIMIT = 2 / 3
+"""Most that GRAIL may add to a step of one epoch, as a share of GRPO's step for each share of scored responses: a quarter with
+three of eight. By multiplications it is 0.17 to 0.20 then: a backward to activations costs one forward of each linear layer and
+2.5 of attention, and with checkpointing a forward more."""
 SECONDS, REPEATS = 60, 6
 """Most that a shape takes, and most repeats."""
 REPEAT, BESIDE = 27, 23
@@ -41,10 +46,10 @@ def run(outcome: Outcome, device: str = "cuda") -> None:
     """All checks of the part; on the CPU a toy shape and short responses. Where the recipe's micro-batch does not fit, the
     responses go one at a time."""
     prepare_process(device)
-    resolving = start_recipe()
-    import benchmarks.verl_host  # noqa: F401  # half a minute, in which the configuration is resolved
-
-    config = recipe(resolving)
+    with ThreadPoolExecutor() as pool:
+        resolved = pool.submit(recipe)
+        import benchmarks.verl_host  # noqa: F401  # takes as long
+    config = resolved.result()
     tokens = config["data"]["max_prompt_length"] + config["data"]["max_response_length"]
     whole = max(1, config["actor_rollout_ref"]["actor"]["ppo_max_token_len_per_gpu"] // tokens)
     for shape in ("Qwen3-0.6B", "Qwen3-4B") if device == "cuda" else ("toy",):
@@ -56,25 +61,19 @@ def run(outcome: Outcome, device: str = "cuda") -> None:
         release()
 
 
-def start_recipe() -> subprocess.Popen[str]:
-    """Ask the recipe's script for the configuration that it gives verl; it starts nothing."""
-    environment = {**os.environ, "DRY_RUN": "1", "PYTHON": sys.executable, "HF_HUB_OFFLINE": "1"}
-    environment.pop("VERL_PLATFORM", None)
-    pipe = subprocess.PIPE
-    return subprocess.Popen(["bash", RECIPE], cwd=ROOT, env=environment, stdout=pipe, stderr=pipe, text=True)
-
-
-def recipe(resolving: subprocess.Popen[str]) -> dict[str, Any]:
-    """The configuration, once it is there.
+def recipe() -> dict[str, Any]:
+    """The configuration that the recipe's script gives verl; the script starts nothing.
 
     Raises:
         RuntimeError: the script fails.
     """
-    output, errors = resolving.communicate()
-    if resolving.returncode != 0:
-        last = [line for line in errors.splitlines() if "Error" in line][-1:] or ["no error"]
-        raise RuntimeError(f"DRY_RUN=1 {RECIPE} ends with status {resolving.returncode}: {last[0]}")
-    return yaml.safe_load(output)
+    environment = {**os.environ, "DRY_RUN": "1", "PYTHON": sys.executable, "HF_HUB_OFFLINE": "1"}
+    environment.pop("VERL_PLATFORM", None)
+    done = subprocess.run(["bash", RECIPE], cwd=ROOT, env=environment, capture_output=True, text=True)
+    if done.returncode != 0:
+        errors = [line for line in done.stderr.splitlines() if "Error" in line]
+        raise RuntimeError(f"DRY_RUN=1 {RECIPE} ends with status {done.returncode}: {(errors or ['no error'])[-1]}")
+    return yaml.safe_load(done.stdout)
 
 
 def log_probs_in_chunks() -> str:
@@ -92,18 +91,6 @@ def affordable(seconds: float, forward: float) -> tuple[int, int]:
     forwards = seconds / forward
     rows = ROWS if forwards >= ROWS * (BESIDE + REPEAT) else ROWS // 2
     return rows, max(1, min(REPEATS, int((forwards / rows - BESIDE) / REPEAT)))
-
-
-def dealt(rows: int) -> tuple[int, int]:
-    """Of so many responses those that are scored, and those without an advantage."""
-    return max(1, round(SELECTED * rows / ROWS)), round(ZERO_ADVANTAGE * rows / ROWS)
-
-
-def step_limit(rows: int) -> float:
-    """Most that a step of one epoch with GRAIL may take, as a multiple of GRPO's: 1.25 with three scored responses of eight. By
-    multiplications it is then 1.17 to 1.20: a backward to activations costs one forward of each linear layer and 2.5 of
-    attention, and with checkpointing a forward more."""
-    return 1 + 2 / 3 * dealt(rows)[0] / rows
 
 
 def training_side(outcome: Outcome, config: dict[str, Any], device: str, shape: str, together: int) -> None:
@@ -138,17 +125,14 @@ def training_side(outcome: Outcome, config: dict[str, Any], device: str, shape: 
         f"Responses of {tokens} tokens, {together} in a micro-batch, gradient checkpointing."
     )
 
-    def rollouts(rows: int) -> Any:
-        return made_up_rollouts(rows, tokens, prompt, setup.shape["vocab_size"], *dealt(rows))
-
-    worker = make_worker(setup, True, actor)
-    host = VerlHost(worker, rollouts(together), actor)
+    sizes, worker = (tokens, prompt, setup.shape["vocab_size"]), make_worker(setup, True, actor)
+    host = VerlHost(worker, made_up_rollouts(together, *sizes, together), actor)
     host.forward()
     forward = timer.seconds(device, host.forward) / together
     outcome.figures(f"One forward, {shape}", {"verl's old log-probabilities": {"seconds a response": forward}}, note)
     rows, repeats = affordable(SECONDS - (time.monotonic() - begun), forward) if device == "cuda" else (ROWS, 1)
-    scored, without = dealt(rows)
-    host, steps = VerlHost(worker, rollouts(rows), actor), []
+    scored, without = round(3 * rows / 8), rows // 4
+    host, steps = VerlHost(worker, made_up_rollouts(rows, *sizes, scored, without), actor), []
     for variant in (GRPO, VARIANTS[-1]):  # a first step also compiles, fills caches and makes the optimiser's state
         run_variant(host, variant, 1)
     for repeat in timer.in_turn({name: partial(run_variant, host, name, 1) for name in VARIANTS}, repeats, warm=False):
@@ -158,7 +142,7 @@ def training_side(outcome: Outcome, config: dict[str, Any], device: str, shape: 
         )
         table = {variant: seconds_of(steps, variant, epochs) for variant in VARIANTS}
         outcome.figures(f"Training side, {shape}", table, f"{note} {of_batch}")
-    found, limit = ratios(steps, "GRAIL", GRPO, 1), step_limit(rows)
+    found, limit = ratios(steps, "GRAIL", GRPO, 1), 1 + STEP_LIMIT * scored / rows
     detail = f"{median(found):.3f} x, {min(found):.3f} to {max(found):.3f} (at most {limit:.3g}; on a CPU times mean nothing)"
     holds = median(found) <= limit if device == "cuda" else None
     outcome.check(f"{shape}: GRAIL's step of one epoch against GRPO's", holds, detail)

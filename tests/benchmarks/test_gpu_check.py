@@ -209,6 +209,7 @@ def test_without_flash_attn_two_million_bfloat16_rows_go_through_in_few_calls(mo
     released = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(released)
     monkeypatch.setattr(torch_functional, "logprobs_from_logits_v2", released.logprobs_from_logits_v2)
+    monkeypatch.setattr(torch_functional, "FLAH_ATTN_CROSS_ENTROPY_LOSS_AVAILABLE", False)
     assert engine.log_probs_in_chunks().endswith("log_probabilities_in_few_calls")
     generator = torch.Generator().manual_seed(0)
     logits_NV = torch.randn(2_000_000, 16, generator=generator).bfloat16().requires_grad_()
@@ -230,8 +231,6 @@ def test_responses_and_repeats_follow_from_one_forward_by_hand() -> None:
     assert engine.affordable(50, 0.001) == (8, 6)
     assert engine.affordable(40, 0.13) == (4, 1)  # 307: too few for eight, 50 a response
     assert engine.affordable(5, 1) == (4, 1), "there always is one"
-    assert [engine.dealt(rows) for rows in (8, 4, 1)] == [(3, 2), (2, 1), (1, 0)]
-    assert [engine.step_limit(rows) for rows in (8, 4)] == pytest.approx([1.25, 4 / 3])
 
 
 def test_the_limits_of_bfloat16_by_hand() -> None:
