@@ -7,6 +7,7 @@ By hand: ``PYTHONPATH=.venv/trl .venv/bin/python -m pytest tests/trl_ext/core_ch
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import socket
@@ -209,3 +210,10 @@ def _rows(batch: dict[str, torch.Tensor]) -> list[tuple[list[int], torch.Tensor]
         (ids[mask].tolist(), values[mask])
         for ids, values, mask in zip(batch["completion_ids"], batch["advantages"], masks, strict=True)
     ]
+
+
+def test_weights_on_another_device_are_those_of_the_cpu(tmp_path: Path) -> None:
+    """One that mixes with no tensor of the CPU and has no float64, as Apple's MPS."""
+    output = run(["-m", "tests.trl_ext.on_card", str(tmp_path)], NEWEST)
+    found = dict(json.loads(line) for line in output.splitlines() if line.startswith('["'))
+    assert len(found) == 6 and all(value < (1e-2 if "oar" in name else 1e-5) for name, value in found.items()), output
