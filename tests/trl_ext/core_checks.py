@@ -411,7 +411,7 @@ def test_leaving_out_begins_with_the_numbers_of_a_run_that_does_not(tmp_path: Pa
         with watch_inputs(trainer.model.model.layers[0]) as shapes:
             trainer.train()
         seen.append(len(shapes))
-    assert seen[1] == seen[0] + 5
+    assert seen[1] == seen[0] + 6
     half = len(states) // 2
     assert half and all(map(torch.equal, states[:half], states[half:]))
 
