@@ -309,7 +309,8 @@ RULES = (
         "minutes of arc",
         r"20^\circ 30'",
         r"\frac{41}{2}",
-        rf"(?P<degrees>[0-9]+){_DEGREE} ?(?P<minutes>[0-9]+) ?(?:'|\^?\{{?\\prime\}}?)(?: ?(?P<seconds>[0-9]+) ?(?:''|\"))?",
+        rf"(?<![0-9])(?P<degrees>[0-9]++){_DEGREE} ?(?P<minutes>[0-9]+)"
+        r" ?(?:'|\^?\{?\\prime\}?)(?: ?(?P<seconds>[0-9]+) ?(?:''|\"))?",
         _minutes,
     ),
     _rule(
@@ -331,7 +332,8 @@ RULES = (
         "5",
         rf"(?<=[0-9]) ?-?(?:\^|\\textsuperscript)? ?(?P<brace>\{{ ?)?\\(?:{_UPRIGHT}) ?\{{ ?-?{_ORDINAL} ?\}}(?(brace) ?\}})"
         rf"|(?<=[0-9]) ?(?:\^|\\textsuperscript) ?\{{ ?-?{_ORDINAL} ?\}}"
-        rf"|(?<=(?:^|[,;({{] ?|[a-z}}] )[0-9,]*[0-9])-?{_ORDINAL}(?= ?(?:$|[,;.)}}]|\\text|[A-Za-z]{{3}}))",
+        rf"|(?<=[0-9])(?=-?[SNRTsnrt])(?<=(?:^|[,;({{] ?|[a-z}}] )[0-9,]*)-?{_ORDINAL}"
+        r"(?= ?(?:$|[,;.)}]|\\text|[A-Za-z]{3}))",
     ),
     _rule("feet and inches", "12''", "12", r"(?<=[0-9])(?:''?|\")$"),
     _rule("units", r"3\,\mathrm{kg}\cdot\mathrm{m}/\mathrm{s}^2", "3", _UNITS),
@@ -340,8 +342,9 @@ RULES = (
         "words after a percent sign",
         r"50\% \text{ of the students}",
         r"50\%",
-        rf"(?<=[0-9}}] ?)(?:\\?% ?(?:\\text\{{{_NO_UNIT}{_WORDS}\}}|{_NO_UNIT}{_WORDS})"
-        rf"|(?:\\text\{{ ?per ?cent(?:age)?\b{_NO_UNIT}(?:{_WORDS})?\}}|per ?cent(?:age)?\b{_NO_UNIT}(?:{_WORDS})?))$",
+        rf"(?<=[0-9}}] ?)(?:\\?% ?(?:\\text\{{{_NO_UNIT}{_WORDS}\}}|(?={_WORDS}$){_NO_UNIT}{_WORDS})"
+        rf"|(?:\\text\{{ ?per ?cent(?:age)?\b{_NO_UNIT}(?:{_WORDS})?\}}"
+        rf"|per ?cent(?:age)?\b(?=(?:{_WORDS})?$){_NO_UNIT}(?:{_WORDS})?))$",
         r"\\%",
     ),
     # Functions
