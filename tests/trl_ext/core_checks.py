@@ -171,7 +171,9 @@ SEVERAL: dict[str, tuple[list[float | None], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize(("case", "method_name"), zip(SEVERAL, itertools.cycle(["grail", "uniform"]), strict=False))
+@pytest.mark.parametrize(
+    ("case", "method_name"), list(zip(SEVERAL, itertools.cycle(["grail", "uniform"]), strict=False))
+)
 def test_one_of_several_rewards_that_cannot_be_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str, method_name: str
 ) -> None:
