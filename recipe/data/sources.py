@@ -63,12 +63,16 @@ def load_hub(spec: DatasetSpec, place: str) -> Source:
 def find_local_file(name: str, folder: Path) -> Path:
     """Find ``NAME.jsonl`` or the one ``NAME_*.jsonl`` in ``folder``; ValueError where there is none, or several.
 
-    ``gsm8k_train.jsonl`` is no file of the benchmark ``gsm8k``, nor ``deepmath_test.jsonl`` one to train on.
+    ``gsm8k_train.jsonl`` is no file of the benchmark ``gsm8k``, nor ``deepmath_test.jsonl`` one to train on; ``aime24_train.jsonl``
+    is one of ``aime24``, whose only split has that name.
     """
     exact = folder / f"{name}.jsonl"
     paths = [exact] if exact.is_file() else sorted(folder.glob(f"{name}_*.jsonl"))
-    other = "train" if SPECS[name].split == "test" else "test"
+    spec = SPECS[name]
+    other = "train" if spec.split == "test" else "test"
     of_other = [path for path in paths if re.search(f"(?i)(?<![a-z]){other}", path.stem.removeprefix(name))]
+    if spec.hub.endswith(f":{other}"):  # a benchmark that is published as a train split
+        of_other = []
     paths = [path for path in paths if path not in of_other]
     if len(paths) > 1:
         names = ", ".join(path.name for path in paths)

@@ -215,6 +215,7 @@ def test_one_command_prepares_everything(local_dir: Path, tmp_path: Path, capsys
         ("gsm8k_train", ["gsm8k_train.jsonl", "gsm8k_test.jsonl"], "gsm8k_train.jsonl"),
         ("deepmath", ["deepmath_test.jsonl"], None),
         ("deepmath", ["deepmath_train.jsonl"], "deepmath_train.jsonl"),
+        ("aime24", ["aime24_train.jsonl"], "aime24_train.jsonl"),
     ],
 )
 def test_the_training_split_is_no_benchmark(tmp_path: Path, name: str, files: list[str], found: str | None) -> None:
