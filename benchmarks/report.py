@@ -1,9 +1,8 @@
-"""Write tables of the benchmarks' results into ``benchmarks/README.md``, ``docs/zero_advantage.md`` and ``docs/gpu.md``.
+"""Write tables of the benchmarks' results into ``benchmarks/README.md``, and a summary into ``docs/zero_advantage.md``.
 
     python -m benchmarks.report
 
-Reads ``results/*.json`` and replaces the text between the markers of these pages. Every figure comes from recorded ones. A new
-``a.json`` of the GPU check is copied to ``results/gpu_check_a-CARD_DATE.json`` first.
+Reads ``results/*.json`` and replaces the text between the markers of the two pages. Every figure comes from recorded seconds.
 """
 
 from __future__ import annotations
@@ -15,15 +14,12 @@ from statistics import median
 from typing import Any
 
 from benchmarks.bench_training_step import GRPO, ratios
-from benchmarks.gpu_check import plain
-from benchmarks.gpu_check.outcome import origin
 from benchmarks.timer import RESULTS
 from grail_advantage.methods import methods as registered
 from recipe.marked_text import table, write_marked
-from scripts.sizing import MODELS, pass_memory
 
 README = Path(__file__).parent / "README.md"
-SUMMARY, GPU = (Path(__file__).parents[1] / "docs" / page for page in ("zero_advantage.md", "gpu.md"))
+SUMMARY = Path(__file__).parents[1] / "docs/zero_advantage.md"
 UNWEIGHTED, GRAIL = ("uniform, skipping", "GRPO, skipping"), "GRAIL, skipping"
 """Variants that leave responses out: without weights (``uniform``, or in earlier results GRPO's own advantages), and GRAIL."""
 Found = dict[str, Any]
@@ -109,31 +105,6 @@ def summary(folder: Path) -> str:
     return "\n".join(lines).rstrip()
 
 
-def gpu(folder: Path) -> str:
-    """Part a of the GPU check: time of each pass, its memory beside what ``scripts/sizing.py`` counts, and the precision."""
-    lines: list[str] = []
-    for result in _results(folder, "gpu_check_a"):
-        passes, precision = [], []
-        for name, figures in result["figures"].items():
-            kind, shape, *_ = name.split(", ")
-            for row, of in figures["rows"].items():
-                if kind == "Passes":
-                    counted = pass_memory(MODELS[shape.lower()], row, plain.FULL.tokens) / 2**30
-                    fits = "seconds" in of
-                    times = [spread(of["seconds"], 3), f"{of['x the forward']:.2f}"] if fits else ["", ""]
-                    peak = f"{of['peak, GiB']:.1f}" if fits else of["peak, GiB"]
-                    passes.append([shape, row, *times, peak, f"{counted:.1f}"])
-                else:
-                    share, limit = of["mean"] / of["the weights' own deviation"], f"at most {plain.LIMITS[0]:.0%}"
-                    rank = f"{of['rank correlation of the scores']:.4f}"
-                    precision.append([shape, row, f"{share:.1%}", limit if row in plain.JUDGED else "none", rank])
-        head = ["model", "pass", "seconds", "x the forward", "peak, GiB", "computed, GiB"]
-        lines += [origin(result), "", *table(head, passes, right=2), ""]
-        head = ["model", "method", "bfloat16 moves weights, of their deviation", "limit", "rank correlation of scores"]
-        lines += [*table(head, precision, right=2), ""]
-    return "\n".join(lines).rstrip()
-
-
 def spread(values: Sequence[float], digits: int = 2) -> str:
     """Median, lowest and highest."""
     middle, low, high = (f"{value:.{digits}f}" for value in (median(values), min(values), max(values)))
@@ -159,4 +130,3 @@ def _shape(setup: Found) -> str:
 if __name__ == "__main__":
     write_marked(README, "results", render(RESULTS))
     write_marked(SUMMARY, "cost", summary(RESULTS))
-    write_marked(GPU, "measured", gpu(RESULTS))

@@ -1,7 +1,9 @@
 """Does a model fit on some GPUs, and with which knobs of its launch script? Computed, not measured.
 
     python scripts/sizing.py --model qwen3-4b --gpus 2 --memory 80      # one case: GB of each phase, and the command
-    python scripts/sizing.py --write docs/gpu.md                        # the page's table
+    python scripts/sizing.py --write docs/gpu.md                        # the page's table, and what the GPU check measured
+
+The second takes ``benchmarks/results/gpu_check_a-CARD_DATE.json``, copies of the check's ``a.json``.
 
 For FSDP2 with float32 parameters, bfloat16 arithmetic and gradient checkpointing, with P parameters, N GPUs, T tokens of a
 micro-batch, D width, L layers, V vocabulary:
@@ -18,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import json
 import sys
 from pathlib import Path
 from typing import NamedTuple
@@ -32,6 +35,9 @@ SLEEPING, BUCKET = 3.0, 2.15
 """GB of a GPU: a sleeping engine's CUDA context and graphs (assumed), and verl's buffer for weights on their way."""
 AT_ONCE = 8
 """Full-length responses that an engine should hold at least."""
+
+
+RESULTS = Path(__file__).parents[1] / "benchmarks/results"
 
 
 class Model(NamedTuple):
@@ -184,6 +190,35 @@ def page() -> str:
     return "\n".join(table(["model", "GPUs", "GB of a GPU", "GB of the host", "command"], rows))
 
 
+def measured(folder: Path) -> str:
+    """Part a of the GPU check: time of each pass, its memory beside :func:`pass_memory`, and the precision."""
+    from benchmarks.gpu_check import plain
+    from benchmarks.gpu_check.outcome import origin
+    from benchmarks.report import spread
+
+    lines: list[str] = []
+    for file in sorted(folder.glob("gpu_check_a-*.json")):
+        result, passes, precision = json.loads(file.read_text(encoding="utf-8")), [], []
+        for name, figures in result["figures"].items():
+            kind, shape, *_ = name.split(", ")
+            for row, of in figures["rows"].items():
+                if kind == "Passes":
+                    fits = "seconds" in of
+                    times = [spread(of["seconds"], 3), f"{of['x the forward']:.2f}"] if fits else ["", ""]
+                    peak = f"{of['peak, GiB']:.1f}" if fits else of["peak, GiB"]
+                    counted = pass_memory(MODELS[shape.lower()], row, plain.FULL.tokens) / 2**30
+                    passes.append([shape, row, *times, peak, f"{counted:.1f}"])
+                else:
+                    share, limit = of["mean"] / of["the weights' own deviation"], f"at most {plain.LIMITS[0]:.0%}"
+                    rank = f"{of['rank correlation of the scores']:.4f}"
+                    precision.append([shape, row, f"{share:.1%}", limit if row in plain.JUDGED else "none", rank])
+        head = ["model", "pass", "seconds", "x the forward", "peak, GiB", "computed, GiB"]
+        lines += [origin(result), "", *table(head, passes, right=2), ""]
+        head = ["model", "method", "bfloat16 moves weights, of their deviation", "limit", "rank correlation of scores"]
+        lines += [*table(head, precision, right=2), ""]
+    return "\n".join(lines).rstrip()
+
+
 def main() -> int:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -191,10 +226,11 @@ def main() -> int:
     parser.add_argument("--gpus", type=int, default=8, help="on each node")
     parser.add_argument("--memory", type=float, default=80, help="GB of each GPU")
     parser.add_argument("--nodes", type=int, default=1)
-    parser.add_argument("--write", type=Path, metavar="FILE", help="put the table into this page")
+    parser.add_argument("--write", type=Path, metavar="FILE", help="put the tables into this page")
     arguments = parser.parse_args()
     if arguments.write:
         write_marked(arguments.write, "sizing", page())
+        write_marked(arguments.write, "measured", measured(RESULTS))
         return 0
     gpus, nodes, model = arguments.gpus, arguments.nodes, MODELS[arguments.model]
     if min(gpus, nodes, arguments.memory) <= 0 or RESPONSES % (gpus * nodes):

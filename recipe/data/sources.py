@@ -63,8 +63,8 @@ def load_hub(spec: DatasetSpec, place: str) -> Source:
 def find_local_file(name: str, folder: Path) -> Path:
     """Find ``NAME.jsonl`` or the one ``NAME_*.jsonl`` in ``folder``; ValueError where there is none, or several.
 
-    ``gsm8k_train.jsonl`` is no file of the benchmark ``gsm8k``, nor ``deepmath_test.jsonl`` one to train on; ``aime24_train.jsonl``
-    is one of ``aime24``, whose only split has that name.
+    ``gsm8k_train.jsonl`` is no file of the benchmark ``gsm8k``, nor ``deepmath_test.jsonl`` one to train on;
+    ``aime24_train.jsonl`` is one of ``aime24``, whose only split has that name.
     """
     exact = folder / f"{name}.jsonl"
     paths = [exact] if exact.is_file() else sorted(folder.glob(f"{name}_*.jsonl"))

@@ -17,7 +17,6 @@ import torch
 from safetensors.torch import load_file
 
 import benchmarks.gpu_check.__main__ as command
-from benchmarks import report
 from benchmarks.gpu_check import engine, plain, trl_runs
 from benchmarks.gpu_check import outcome as outcomes
 from benchmarks.gpu_check.__main__ import PARTS, ROOT
@@ -26,6 +25,7 @@ from benchmarks.made_up import SHAPES, random_model
 from benchmarks.timer import RESULTS
 from grail_advantage import Grail
 from recipe.marked_text import marked
+from scripts import sizing
 from tests.core.common import some
 from verl_cpu.tiny.task import Problem, random_problems
 
@@ -242,11 +242,11 @@ def test_the_limits_of_bfloat16_by_hand() -> None:
 
 def test_the_page_of_gpus_shows_the_recorded_results(tmp_path: Path) -> None:
     page = (ROOT / "docs/gpu.md").read_text()
-    assert marked(page, "measured") == report.gpu(RESULTS)
+    assert marked(page, "measured") == sizing.measured(RESULTS)
     recorded = json.loads((RESULTS / "gpu_check_a-h100_2026_11_27.json").read_text())
     recorded["figures"]["Passes, Qwen3-4B"]["rows"]["grail"] = {"peak, GiB": plain.OUT_OF_MEMORY}
     (tmp_path / "gpu_check_a-other.json").write_text(json.dumps(recorded))
-    assert "| Qwen3-4B | grail |  |  | out of memory | 36.7 |" in report.gpu(tmp_path)
+    assert "| Qwen3-4B | grail |  |  | out of memory | 36.7 |" in sizing.measured(tmp_path)
 
 
 def test_part_a_needs_torch_transformers_and_pydantic_alone() -> None:
