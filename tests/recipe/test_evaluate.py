@@ -123,6 +123,7 @@ def test_paired_comparison(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
         main(["--compare", str(tmp_path / "a"), str(tmp_path / "b")])
 
 
+@pytest.mark.slow
 def test_regrade(tmp_path: Path) -> None:
     """Another grader's verdicts replace the old ones; the first grader gives the first files again; samples are not touched."""
     make_run(tmp_path, HAND_CASE)
@@ -202,6 +203,7 @@ def test_the_published_box(text: str, found: str | None) -> None:
     assert published_box(text) == found
 
 
+@pytest.mark.slow
 def test_the_published_grader_reads_a_list_as_python_prints_it() -> None:
     """Given the gold itself; OlympiadBench's is a list in its file, of which math-verify then reads a bracket."""
     golds = {"olympiadbench": ["2", r"$\frac{1}{2 n+2}$", "$2^{1009}$", "$2n-2$"], "college_math": ["2", r"$2^{1009}$"]}
@@ -333,7 +335,7 @@ def test_lora_is_merged_into_the_weights(tmp_path: Path) -> None:
     assert not (merged / "lora_adapter").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_command_resumes_and_regrades(tmp_path: Path) -> None:
     """Through the script: merging a verl checkpoint, one engine; then two engines from what a kill would leave."""
     write_benchmark(tmp_path / "data/amc23.parquet", 12)

@@ -160,6 +160,7 @@ LIKE = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("script", MODELS)
 def test_like_published_differs_by_what_the_page_names(script: str) -> None:
     """The ratio and the prompts; for R1-Distill the limit on tokens and what follows from it."""

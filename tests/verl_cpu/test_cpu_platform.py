@@ -59,7 +59,7 @@ def test_nothing_of_it_is_used_on_other_platforms() -> None:
     }
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_weights_reach_vllm(tmp_path: Path) -> None:
     """vLLM's log-probabilities follow the trainer's model through two transfers of several buckets each."""
     # In a run it is set before a process starts; here torch would read it too early, and compile vLLM's helpers.

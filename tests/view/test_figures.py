@@ -226,6 +226,7 @@ def test_intended_against_received(trained: Path) -> None:
 # -------------------------------------------------------------------------------------------------------------------- files
 
 
+@pytest.mark.slow
 def test_every_figure_is_an_svg_a_pdf_and_a_png(
     trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
