@@ -87,7 +87,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Small:
     return one
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_method_of_another_package_is_measured_once(foreign: Path, made: Small, tmp_path: Path, monkeypatch) -> None:
     names = ["foreign_results", "foreign_turns"]
     folder = tmp_path / "out"

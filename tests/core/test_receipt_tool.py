@@ -244,7 +244,7 @@ def test_skyrl() -> None:
     assert skyrl.loss_of(SimpleNamespace(**{**case, "policy_loss_type": "sapo"})).account is None
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_wheel_needs_torch_alone(tmp_path: Path) -> None:
     """Built from the folder, and run where nothing of the package can be imported."""
     build = (sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", str(tmp_path))

@@ -13,7 +13,7 @@ from grail_advantage.view.notebook import TokenHtml
 from tests.core.tiny_models import tiny_model
 from tests.real_tokenizers import qwen_tokenizer
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.nightly
 
 NOTEBOOK = Path(__file__).resolve().parents[2] / "examples" / "see_weights.ipynb"
 
