@@ -209,7 +209,7 @@ def measured(folder: Path) -> str:
                     counted = pass_memory(MODELS[shape.lower()], row, plain.FULL.tokens) / 2**30
                     passes.append([shape, row, *times, peak, f"{counted:.1f}"])
                 else:
-                    share, limit = of["mean"] / of["the weights' own deviation"], f"at most {plain.LIMITS[0]:.0%}"
+                    share, limit = of["mean"] / of["the weights' own deviation"], f"at most {plain.MOST:.0%}"
                     rank = f"{of['rank correlation of the scores']:.4f}"
                     precision.append([shape, row, f"{share:.1%}", limit if row in plain.JUDGED else "none", rank])
         head = ["model", "pass", "seconds", "x the forward", "peak, GiB", "computed, GiB"]
