@@ -54,9 +54,10 @@ def run(outcome: Outcome, device: str = "cuda") -> None:
     whole = max(1, config["actor_rollout_ref"]["actor"]["ppo_max_token_len_per_gpu"] // tokens)
     for shape in ("Qwen3-0.6B", "Qwen3-4B") if device == "cuda" else ("toy",):
         for together in (whole, 1):
-            with outcome.attempt(f"{shape}, {together} in a micro-batch"):
+            with outcome.attempt(f"{shape}, {together} at once"):
                 training_side(outcome, config, device, shape, together)
-                break
+                if device == "cuda":
+                    break
             release()
         release()
 
@@ -103,11 +104,14 @@ def training_side(outcome: Outcome, config: dict[str, Any], device: str, shape: 
     from grail_advantage.verl_ext import exchange
     from grail_advantage.verl_ext.engine_model import EngineModel
 
-    begun = time.monotonic()
-    actor, data = omega_conf_to_dataclass(OmegaConf.create(config["actor_rollout_ref"]["actor"])), config["data"]
-    actor.optim.total_training_steps = 1000  # the trainer sets it
+    begun, name = time.monotonic(), f"{shape}, {together} at once"
+    options, data = OmegaConf.create(config["actor_rollout_ref"]["actor"]), config["data"]
     if together == 1:
-        actor.optim.override_optimizer_config = {"foreach": False}  # a gigabyte a billion parameters less
+        options.optim.override_optimizer_config = {
+            "foreach": False
+        }  # 4 GB a billion parameters less in the optimiser's step
+    actor = omega_conf_to_dataclass(options)
+    actor.optim.total_training_steps = 1000  # the trainer sets it
     prompt, response = (data["max_prompt_length"], data["max_response_length"]) if device == "cuda" else (8, 72)
     epochs, tokens = actor.ppo_epochs, prompt + response
     setup = Setup(
@@ -129,23 +133,25 @@ def training_side(outcome: Outcome, config: dict[str, Any], device: str, shape: 
     host = VerlHost(worker, made_up_rollouts(together, *sizes, together), actor)
     host.forward()
     forward = timer.seconds(device, host.forward) / together
-    outcome.figures(f"One forward, {shape}", {"verl's old log-probabilities": {"seconds a response": forward}}, note)
+    outcome.figures(f"One forward, {name}", {"verl's old log-probabilities": {"seconds a response": forward}}, note)
     rows, repeats = affordable(SECONDS - (time.monotonic() - begun), forward) if device == "cuda" else (ROWS, 1)
     scored, without = round(3 * rows / 8), rows // 4
     host, steps = VerlHost(worker, made_up_rollouts(rows, *sizes, scored, without), actor), []
     for variant in (GRPO, VARIANTS[-1]):  # a first step also compiles, fills caches and makes the optimiser's state
         run_variant(host, variant, 1)
-    for repeat in timer.in_turn({name: partial(run_variant, host, name, 1) for name in VARIANTS}, repeats, warm=False):
+    for repeat in timer.in_turn(
+        {variant: partial(run_variant, host, variant, 1) for variant in VARIANTS}, repeats, warm=False
+    ):
         steps.append(repeat)
         of_batch = (
             f"{rows} responses, {scored} scored, {without} without advantage. {epochs} epochs: by the first's seconds."
         )
         table = {variant: seconds_of(steps, variant, epochs) for variant in VARIANTS}
-        outcome.figures(f"Training side, {shape}", table, f"{note} {of_batch}")
+        outcome.figures(f"Training side, {name}", table, f"{note} {of_batch}")
     found, limit = ratios(steps, "GRAIL", GRPO, 1), 1 + STEP_LIMIT * scored / rows
     detail = f"{median(found):.3f} x, {min(found):.3f} to {max(found):.3f} (at most {limit:.3g}; on a CPU times mean nothing)"
     holds = median(found) <= limit if device == "cuda" else None
-    outcome.check(f"{shape}: GRAIL's step of one epoch against GRPO's", holds, detail)
+    outcome.check(f"{name}: GRAIL's step of one epoch against GRPO's", holds, detail)
 
     stages = {
         "old log-probabilities": host.forward,
@@ -154,15 +160,15 @@ def training_side(outcome: Outcome, config: dict[str, Any], device: str, shape: 
     }
     peaks = {stage: timer.peak_memory(device, run) for stage, run in stages.items()}
     table = {stage: {"GiB": peak / 2**30, "x the update's": peak / peaks[UPDATE]} for stage, peak in peaks.items()}
-    outcome.figures(f"Peak memory, {shape}", table, "The optimiser's state is there in every stage.")
+    outcome.figures(f"Peak memory, {name}", table, "The optimiser's state is there in every stage.")
     share = peaks[GRAIL_PASS] / peaks[UPDATE]
-    outcome.check(f"{shape}: GRAIL's pass needs no more memory than the update", share <= 1, f"{share:.2f} x its peak")
-    outcome.check(f"{shape}: the saliency of the shared forward is that of a pass of its own", *host.agreement())
+    outcome.check(f"{name}: GRAIL's pass needs no more memory than the update", share <= 1, f"{share:.2f} x its peak")
+    outcome.check(f"{name}: the saliency of the shared forward is that of a pass of its own", *host.agreement())
     for layout in (exchange.UPDATE, exchange.FORWARD):
         with host.engine.eval_mode():
             model = EngineModel(host.engine, temperature=1.0)
             finding = model.probe(layout, torch.arange(setup.shape["vocab_size"]), tokens)
-        outcome.check(f"{shape}: a response is the same beside others, {layout}", finding.holds, str(finding))
+        outcome.check(f"{name}: a response is the same beside others, {layout}", finding.holds, str(finding))
 
 
 def seconds_of(repeats: list[dict[str, list[float]]], variant: str, epochs: int) -> dict[str, list[float]]:

@@ -61,12 +61,12 @@ def test_a_part_at_toy_size(tmp_path: Path, letter: str) -> None:
         assert set(tables["Precision, toy, random"]) == set(plain.METHODS)
         assert all(row["above the parameters"] > 0 for row in tables["Passes, toy"].values())
     elif letter == "c":
-        peaks = tables["Peak memory, toy"]
+        peaks = tables["Peak memory, toy, 4 at once"]
         parameters = 2 * 512 * 32 + 2 * (32 * (64 + 32 + 32 + 64) + 3 * 32 * 64 + 2 * 32 + 2 * 32) + 32
         state = 3 * 4 * parameters / 2**30  # float32 parameters and Adam's two moments
         assert all(row["GiB"] > state for row in peaks.values())
-        assert {len(row["4 epochs, x GRPO"]) for row in tables["Training side, toy"].values()} == {1}
-        assert tables["One forward, toy"]["verl's old log-probabilities"]["seconds a response"] > 0
+        assert {len(row["4 epochs, x GRPO"]) for row in tables["Training side, toy, 1 at once"].values()} == {1}
+        assert tables["One forward, toy, 1 at once"]["verl's old log-probabilities"]["seconds a response"] > 0
     else:
         assert [set(tables[f"Run of {method}, by step"]) for method in trl_runs.METHODS] == [{"0", "1", "2"}] * 2
         assert tables["Price"]["grail"]["of them for the weights"] > 0
