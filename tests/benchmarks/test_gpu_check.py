@@ -178,11 +178,16 @@ def test_a_part_that_lacks_packages_names_them_before_it_imports_any(
 
 
 def test_a_clone_that_is_not_installed_has_its_plug_ins(tmp_path: Path) -> None:
-    """An interpreter without any installed package."""
+    """An interpreter without any installed package, and a clone without what an installation leaves there."""
+    for name in ("scripts", "benchmarks", "grail_advantage", "recipe", "pyproject.toml"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    (tmp_path / "packages/verl-cpu").mkdir(parents=True)
+    for name in ("verl_cpu", "pyproject.toml"):
+        (tmp_path / "packages/verl-cpu" / name).symlink_to(ROOT / "packages/verl-cpu" / name)
     python = tmp_path / "python"
     python.write_text(f'#!/bin/sh\nexec "{sys.executable}" -S "$@"\n')
     python.chmod(0o755)
-    line = ["bash", str(ROOT / "scripts/gpu_check.sh"), "--dry", "a", "--results", str(tmp_path)]
+    line = ["bash", str(tmp_path / "scripts/gpu_check.sh"), "--dry", "a", "--results", str(tmp_path)]
     done = subprocess.run(line, env={**os.environ, "PYTHON": str(python)}, capture_output=True, text=True)
     assert done.returncode == 1 and "No module named 'torch'" in done.stdout
     found = distributions(name=None, path=[str(tmp_path / "entry_points")])
