@@ -414,9 +414,8 @@ def _check_model(
         raise ValueError(
             f"model is a {type(model).__name__} without get_input_embeddings(); pass a causal language model of transformers"
         )
-    offloaded = any(
-        hasattr(module, "_hf_hook") for module in model.modules()
-    )  # by accelerate, which loads what a forward needs
+    # accelerate's hooks load what a forward needs.
+    offloaded = any(hasattr(module, "_hf_hook") for module in model.modules())
     if all(values.is_meta for values in model.parameters()) and not offloaded:
         raise ValueError("model is on the meta device, without weights; load them first")
     if not isinstance(tokenizer, PreTrainedTokenizerBase):
