@@ -8,8 +8,9 @@
 #   bash scripts/test.sh --nightly   # everything: also whole runs of verl's own command and of the agent, the oldest TRL, the
 #                                    # wheel, and all model families
 #
-# Without an argument 2,579 tests took 13.5 minutes on two idle cores (2026-11-27), and 1,130 s of processor time, Ray's processes not
-# counted. --quick is 310 s of processor time for the tests and 40 s for two imports of torch and verl, measured folder by folder.
+# Without an argument 2,579 tests took 13.5 minutes on two idle cores (2026-11-27), and 1,130 s of processor time, Ray's
+# processes not counted. --quick is 310 s of processor time for the tests and 40 s for two imports of torch and verl,
+# measured folder by folder.
 
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
