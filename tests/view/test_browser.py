@@ -255,8 +255,10 @@ def test_the_list_is_of_prompts_and_a_search_reads_prompts_and_responses(
 
 
 def test_a_print_has_every_entry_and_cuts_nothing(runs: Path, rows: list[DumpRow], opened: Open) -> None:
+    from playwright.sync_api import expect
+
     page = opened(runs / "grail" / "report.html", "#view=side")
-    page.wait_for_function("document.querySelectorAll('.page .tokens').length === 8")
+    expect(page.locator(".page .tokens")).to_have_count(8)
     page.emulate_media(media="print")
     page.set_viewport_size({"width": 794, "height": 1123})
     assert page.locator(".item").count() == len(rows) and page.locator(".item:visible").count() == len(rows)
@@ -275,12 +277,14 @@ def test_a_link_keeps_the_view(runs: Path, rows: list[DumpRow], opened: Open) ->
 
 
 def test_keyboard_from_the_list_to_the_tokens_and_back(runs: Path, rows: list[DumpRow], opened: Open) -> None:
+    from playwright.sync_api import expect
+
     page = opened(runs / "grail" / "report.html", "#rollout=1.0")
     page.locator('.item[aria-selected="true"]').focus()
     for key, rollout in (("ArrowDown", "1.1"), ("End", "20.23"), ("Home", "1.0")):
         page.keyboard.press(key)
-        page.wait_for_function(f"location.hash.includes('rollout={rollout}')")
-    page.wait_for_function(f"document.querySelectorAll('.t').length === {len(rows[0])}")
+        page.wait_for_url(lambda url, rollout=rollout: f"rollout={rollout}" in url)
+    expect(page.locator(".t")).to_have_count(len(rows[0]))
     page.keyboard.press("Enter")
     last = len(rows[0]) - 1
     for key, wanted in (("ArrowRight", 1), ("ArrowRight", 2), ("ArrowLeft", 1), ("End", last), ("Home", 0)):
