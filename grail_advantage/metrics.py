@@ -1,19 +1,16 @@
-"""Figures of what token weights do to a batch.
-
-verl reduces a metric by words in its name (``max``, ``min``, ``sum``, ``total``), so the names avoid them.
-
-Shape suffixes: B responses, T response tokens.
-"""
+"""Figures of what token weights do to a batch. verl reduces a metric by words in its name (``max``, ``min``, ``sum``, ``total``), so
+the names avoid them."""
 
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from grail_advantage.signals.base import RowSelection
-from grail_advantage.weighting import BatchWeights
+if TYPE_CHECKING:
+    from grail_advantage.data import Weighed
 
 TOP_SHARE = 0.1
 
@@ -42,84 +39,60 @@ GRADIENT_METRICS = {
 """Figures of a pass with gradients."""
 
 
-def weight_metrics(
-    result: BatchWeights,
-    response_mask_BT: torch.Tensor,
-    advantages_B: torch.Tensor,
-    rows: RowSelection,
-    gradient_norms: torch.Tensor,
-) -> dict[str, float]:
-    """Figures of one batch.
+def figures(w: Weighed, norms: torch.Tensor) -> dict[str, float]:
+    """Figures of one batch; empty for one without a token that trains.
 
     Args:
-        result: the batch's weights.
-        response_mask_BT: bool or 0/1. Responses without a valid token, such as synthetic padding, count nowhere.
-        advantages_B: one advantage a response, before weighting. One that is not finite counts as 0.
-        rows: the selection that the weights were made with.
-        gradient_norms: 1-D float32; the gradient norms of all positions that the pass looked at; empty for a signal without
-            gradients.
-
-    Returns:
-        the figures of ``METRICS``, without ``OF_WEIGHTS`` for a method that gives token advantages, and with gradient norms
-        those of ``GRADIENT_METRICS``; empty for a batch without a valid token.
+        w: with the responses as the method saw them. Those without such a token, as synthetic padding, count nowhere.
+        norms: 1-D float32; the gradient norms of all positions that the pass looked at, empty without gradients.
     """
-    mask_BT = response_mask_BT.bool().cpu().numpy()
-    length_B = np.count_nonzero(mask_BT, axis=1)
-    valid_B = length_B > 0
-    n_rows = int(valid_B.sum())
-    if n_rows == 0:
+    r, given = w.rollouts, w.method.gives == "advantages"
+    mask, length = r.mask.numpy(), r.mask.sum(dim=1).numpy()
+    valid = length > 0
+    if not valid.any():
         return {}
-    signed_B = torch.where(advantages_B.isfinite(), advantages_B, 0.0)
-    advantages_B = signed_B.double().abs().cpu().numpy()
-    if result.given_BT is None:
-        weight_BT, scale_B = result.weights_BT.detach().double().cpu().numpy(), advantages_B
-        weight_one_BT = weight_BT == 1.0
+    size = r.advantages.double().abs().numpy()
+    if given:
+        weight = w.advantages.abs().double().numpy()
+        scale = (weight != 0).any(axis=1).astype(np.float64)
+        weight_one = (w.advantages == r.advantages[:, None].float()).numpy()
     else:
-        weight_BT = result.given_BT.abs().double().cpu().numpy()
-        scale_B = (weight_BT != 0).any(axis=1).astype(np.float64)
-        weight_one_BT = (result.given_BT == signed_B.unsqueeze(1)).cpu().numpy()
-    weight_one_B = (weight_one_BT | ~mask_BT).all(axis=1)
-    sum_B = weight_BT.sum(axis=1)
-    square_B = np.einsum("bt,bt->b", weight_BT, weight_BT)
+        weight, scale = w.weights.double().numpy(), size
+        weight_one = weight == 1.0
+    total, square = weight.sum(axis=1), np.einsum("bt,bt->b", weight, weight)
 
-    def share(rows_B: torch.Tensor) -> float:
-        return int((rows_B.cpu().numpy() & valid_B).sum()) / n_rows
+    def share(of: np.ndarray) -> float:
+        return int((of & valid).sum()) / int(valid.sum())
 
-    from_scores = max(1, int(torch.count_nonzero(result.from_scores_BT)))
-    average = sum_B.sum() / length_B.sum()
+    by_score, average = max(1, int(w.by_score.sum())), total.sum() / length.sum()
     # A response's squares about its own mean, and those of its mean about the batch's.
-    mean_B = sum_B / np.maximum(length_B, 1)
-    centred_BT = (weight_BT - mean_B[:, None]) * mask_BT
-    scatter_B = np.einsum("bt,bt->b", centred_BT, centred_BT)
-    variance = (scatter_B + length_B * (mean_B - average) ** 2).sum() / length_B.sum()
-    weighed_B = valid_B & (square_B > 0)
-    ratio_B = sum_B[weighed_B] ** 2 / (length_B[weighed_B] * square_B[weighed_B])
-    mass, unweighted = (scale_B * sum_B).sum(), (advantages_B * length_B).sum()
-    top = 0.0
+    mean = total / np.maximum(length, 1)
+    centred = (weight - mean[:, None]) * mask
+    variance = (np.einsum("bt,bt->b", centred, centred) + length * (mean - average) ** 2).sum() / length.sum()
+    weighed = valid & (square > 0)
+    ratio = total[weighed] ** 2 / (length[weighed] * square[weighed])
+    mass, unweighted, top = (scale * total).sum(), (size * length).sum(), 0.0
     if mass > 0:
-        mass_N = (weight_BT * scale_B[:, None])[mask_BT & (scale_B > 0)[:, None]]
-        count = max(1, round(TOP_SHARE * len(mass_N)))
-        top = float(np.partition(mass_N, -count)[-count:].sum() / mass)
-
-    metrics = {
-        "answer_found_rate": share(rows.answered_B),
-        "selected_rate": share(rows.selected_B),
-        "weight_one_rate": int((weight_one_B & valid_B).sum()) / n_rows,
-        "non_finite_rate": share(result.non_finite_B),
+        parts = (weight * scale[:, None])[mask & (scale > 0)[:, None]]
+        count = max(1, round(TOP_SHARE * len(parts)))
+        top = float(np.partition(parts, -count)[-count:].sum() / mass)
+    found = {
+        "answer_found_rate": share(r.answered.numpy()),
+        "selected_rate": share(w.selected.numpy()),
+        "weight_one_rate": share((weight_one | ~mask).all(axis=1)),
+        "non_finite_rate": share(w.failed.numpy()),
         "average_weight": float(average),
         "weight_deviation": math.sqrt(variance),
-        "clipped_low_rate": int(torch.count_nonzero(result.at_lower_bound_BT)) / from_scores,
-        "clipped_high_rate": int(torch.count_nonzero(result.at_upper_bound_BT)) / from_scores,
-        "effective_sample_ratio": float(ratio_B.mean()) if len(ratio_B) else 0.0,
+        "clipped_low_rate": int(w.low.sum()) / by_score,
+        "clipped_high_rate": int(w.high.sum()) / by_score,
+        "effective_sample_ratio": float(ratio.mean()) if len(ratio) else 0.0,
         "top_share": top,
         "advantage_scale": float(mass / unweighted) if unweighted > 0 else 0.0,
     }
-    if result.given_BT is not None:
-        metrics = {name: value for name, value in metrics.items() if name not in OF_WEIGHTS}
-    norms = gradient_norms.detach().cpu().numpy()
-    norms = norms[np.isfinite(norms)]
-    if len(norms):
-        low, high = (max(1, math.ceil(q * len(norms))) - 1 for q in (0.1, 0.9))  # nearest rank
-        norms.partition([low, high])
-        metrics["gradient_norm_p10"], metrics["gradient_norm_p90"] = float(norms[low]), float(norms[high])
-    return metrics
+    found = {name: value for name, value in found.items() if not (given and name in OF_WEIGHTS)}
+    of_pass = norms[norms.isfinite()].numpy()
+    if len(of_pass):
+        low, high = (max(1, math.ceil(q * len(of_pass))) - 1 for q in (0.1, 0.9))  # nearest rank
+        of_pass.partition([low, high])
+        found |= {"gradient_norm_p10": float(of_pass[low]), "gradient_norm_p90": float(of_pass[high])}
+    return found

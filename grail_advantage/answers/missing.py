@@ -7,16 +7,17 @@ make a run GRPO that is called after the method, so it stops; few of them are wo
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from grail_advantage.answers.format import FORMATS, AnswerFormat
-from grail_advantage.answers.span import AnswerSpan, TokenIds, find_answer_spans
+from grail_advantage.answers.span import TokenIds, find_answer_spans
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from grail_advantage.signals.base import Signal
+    from grail_advantage.data import Rollouts
+    from grail_advantage.method import Method
 
 logger = logging.getLogger(__name__)
 
@@ -82,42 +83,64 @@ class AnswerCheck:
     have one is warned of (``stop`` and ``warn``).
 
     Args:
-        signal: the method; one that reads no answers is not looked at.
+        method: one that reads no answers is not looked at.
         answer: the format.
         choice: ``stop``, ``warn`` or ``ignore``.
         prefix: of the options' names in messages.
+        total: sums counts of answers and responses over the processes that count together, so that they stop together.
     """
 
-    def __init__(self, signal: Signal, answer: AnswerFormat, choice: str, prefix: str = "") -> None:
+    def __init__(
+        self,
+        method: Method,
+        answer: AnswerFormat,
+        choice: str,
+        prefix: str = "",
+        total: Callable[[Sequence[int]], Sequence[int]] = list,
+    ) -> None:
         check_choice(choice, f"{prefix}missing_answers")
-        self._signal, self._answer, self._choice, self._prefix = signal, answer, choice, prefix
+        self._method, self._answer, self._choice, self._prefix, self._total = method, answer, choice, prefix, total
         self._seen = self._answered = 0
         self._warned = self._looked_at_thinking = False
 
-    def look_at_thinking(
-        self,
-        prompts: Sequence[TokenIds],
-        responses: Sequence[TokenIds],
-        truncated: Sequence[bool],
-        tokenizer: PreTrainedTokenizerBase,
-    ) -> None:
-        """Warn where most responses of a batch are cut off inside ``<think>``, with any method. The first batch that is mostly
-        cut off decides.
+    def look(self, r: Rollouts) -> None:
+        """Count a batch. A collective where several processes count together.
 
-        Args:
-            prompts: token ids of each response's prompt.
-            responses: token ids of each.
-            truncated: which were cut off.
-            tokenizer: theirs.
+        Raises:
+            ValueError: none has an answer.
         """
+        self._look_at_thinking(r)
+        if self._choice == "ignore" or not self._method.reads_answer:
+            return
+        spans = r.spans(self._method.span)
+        answered, rows = self._total([sum(span is not None for span in spans), len(spans)])
+        self._seen, self._answered = self._seen + rows, self._answered + answered
+        stops = self._choice == "stop" and not self._answered and self._seen >= ENOUGH
+        if not is_low(answered, rows) or (self._warned and not stops):
+            return
+        self._warned = True
+        message = (
+            f"{answered} of {rows} responses have an answer in the format {self._answer.name}; {self._method.name} weighs "
+            "every token of the others 1, so that they train as with uniform"
+        )
+        if len(r):
+            message += f". {advice(self._answer, r.tokens, r.tokenizer, f'{self._prefix}answer')}"
+        if stops:
+            raise ValueError(f"{message}. {self._prefix}missing_answers=warn trains all the same")
+        logger.warning("%s", message)
+
+    def _look_at_thinking(self, r: Rollouts) -> None:
+        """Warn where most responses of a batch are cut off inside ``<think>``, with any method. The first batch that is mostly cut off
+        decides."""
+        truncated = [] if r.truncated is None else r.truncated.tolist()
         if self._looked_at_thinking or 2 * sum(truncated) <= len(truncated):
             return
         self._looked_at_thinking = True
         begin, end = THINKING
         cut = 0
-        for prompt, response, was_cut in zip(prompts, responses, truncated, strict=True):
+        for prompt, response, was_cut in zip(r.prompts, r.responses, truncated, strict=True):
             if was_cut:
-                text = tokenizer.decode([*map(int, prompt[-PROMPT_END:]), *map(int, response)])
+                text = r.tokenizer.decode([*prompt[-PROMPT_END:].tolist(), *response.tolist()])
                 cut += text.rfind(begin) > text.rfind(end)
         if 2 * cut > len(truncated):
             logger.warning(
@@ -126,39 +149,3 @@ class AnswerCheck:
                 "or raise the limit of responses",
                 *(cut, len(truncated), begin),
             )
-
-    def look(
-        self,
-        spans: Sequence[AnswerSpan | None],
-        responses: Sequence[TokenIds],
-        tokenizer: PreTrainedTokenizerBase,
-        counts: tuple[int, int] | None = None,
-    ) -> None:
-        """Count a batch.
-
-        Args:
-            spans: of the answers.
-            responses: tokens that the model did not generate are left out or -1.
-            tokenizer: theirs.
-            counts: with several processes the answers and responses of all of them, so that they stop together.
-
-        Raises:
-            ValueError: none has an answer.
-        """
-        if self._choice == "ignore" or not self._signal.reads_answer:
-            return
-        answered, rows = counts or (sum(span is not None for span in spans), len(spans))
-        self._seen, self._answered = self._seen + rows, self._answered + answered
-        stops = self._choice == "stop" and not self._answered and self._seen >= ENOUGH
-        if not is_low(answered, rows) or (self._warned and not stops):
-            return
-        self._warned = True
-        message = (
-            f"{answered} of {rows} responses have an answer in the format {self._answer.name}; {self._signal.name} weighs "
-            "every token of the others 1, so that they train as with uniform"
-        )
-        if responses:
-            message += f". {advice(self._answer, responses, tokenizer, f'{self._prefix}answer')}"
-        if stops:
-            raise ValueError(f"{message}. {self._prefix}missing_answers=warn trains all the same")
-        logger.warning("%s", message)

@@ -25,7 +25,7 @@ from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
 
-from grail_advantage.batch import ENTROPY, OLD_LOG_PROBS, PassRow
+from grail_advantage.data import ENTROPY, OLD_LOG_PROBS, Row
 from grail_advantage.model.activations import (
     CHUNK_POSITIONS,
     FORWARD_TOKENS,
@@ -97,16 +97,16 @@ class HuggingFaceModel(Model):
         self._together = 1
 
     def micro_batches(
-        self, rows: Sequence[PassRow], work: Callable[[PaddedRows], Sequence[_T]], *, gradients: bool
+        self, rows: Sequence[Row], work: Callable[[PaddedRows], Sequence[_T]], *, gradients: bool
     ) -> list[_T]:
         results: list[Any] = [None] * len(rows)
         # The longest first: where memory does not do, it shows at once.
-        waiting = sorted(range(len(rows)), key=lambda index: -len(rows[index].tokens_S))
+        waiting = sorted(range(len(rows)), key=lambda index: -len(rows[index].tokens))
 
         def run_next() -> Sequence[_T]:
-            longest = len(rows[waiting[0]].tokens_S)
+            longest = len(rows[waiting[0]].tokens)
             some = [rows[index] for index in waiting[: 1 if alone else self.sequences_together(longest)]]
-            return work(PaddedRows(self, [row for row in some if len(row.tokens_S) >= LEAST_LENGTH * longest]))
+            return work(PaddedRows(self, [row for row in some if len(row.tokens) >= LEAST_LENGTH * longest]))
 
         bar = self.progress(len(rows), "responses")
         with evaluation_mode(self.model), torch.set_grad_enabled(gradients), bar:
@@ -210,10 +210,10 @@ class HuggingFaceModel(Model):
         found = [int(row[0]) for row in rows[:1]] + [token for row in rows for token in row.unique().tolist()]
         return list(dict.fromkeys([*found, 0, 1] if len(set(found)) < 2 else found))
 
-    def _independent(self, rows: Sequence[PassRow]) -> bool:
+    def _independent(self, rows: Sequence[Row]) -> bool:
         """Whether rows, the longest first, are the same together as alone. A model is asked again when a row is longer than any
         before. A collective of the ranks, which ask together."""
-        longest = max((len(row.tokens_S) for row in rows), default=0) if len(rows) > 1 else 0
+        longest = max((len(row.tokens) for row in rows), default=0) if len(rows) > 1 else 0
         longest = int(self._most(longest))
         if not longest:
             return True  # no rank has two rows
@@ -226,8 +226,8 @@ class HuggingFaceModel(Model):
                 logger.warning("%s: responses go through the model one at a time", finding)
         return finding.holds
 
-    def _probe(self, rows: Sequence[PassRow], longest: int) -> Finding:
-        tokens_S = torch.cat([torch.zeros(1, dtype=torch.int64, device=self.device), *(row.tokens_S for row in rows)])
+    def _probe(self, rows: Sequence[Row], longest: int) -> Finding:
+        tokens_S = torch.cat([torch.zeros(1, dtype=torch.int64, device=self.device), *(row.tokens for row in rows)])
         together = probe_rows(tokens_S, longest=longest, rows=self.sequences_together(longest))
 
         def run(some: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -255,18 +255,18 @@ class HuggingFaceModel(Model):
         output = self.model(input_ids=tokens_NS, attention_mask=attention_mask, use_cache=caches, **past, **keep)
         return output.logits if keep else output.logits[:, kept_K], output.get("past_key_values")
 
-    def _dummy(self) -> PassRow:
+    def _dummy(self) -> Row:
         return whole_row(torch.zeros(2, dtype=torch.int64, device=self.device))
 
 
 class PaddedRows(MicroBatch):
     """Rows padded on the right. Forwards end at the last position that a caller asks for."""
 
-    def __init__(self, model: HuggingFaceModel, rows: Sequence[PassRow]) -> None:
+    def __init__(self, model: HuggingFaceModel, rows: Sequence[Row]) -> None:
         self.rows = rows
         self._host, self._model = model, model.model
-        self._tokens_BS = pad_sequence([row.tokens_S for row in rows], batch_first=True)
-        self._lengths = [len(row.tokens_S) for row in rows]
+        self._tokens_BS = pad_sequence([row.tokens for row in rows], batch_first=True)
+        self._lengths = [len(row.tokens) for row in rows]
         """Positions of each row that the latest forward was for."""
 
     def leaf(self, name: str) -> nn.Module:
@@ -291,9 +291,9 @@ class PaddedRows(MicroBatch):
 
     def hidden_states(self) -> list[torch.Tensor]:
         with capture_hidden_states(self._model.get_output_embeddings()) as captured:
-            self._forward([(0, len(row.tokens_S)) for row in self.rows])
+            self._forward([(0, len(row.tokens)) for row in self.rows])
         of_rows = zip(self.rows, self.per_row(captured[0]), strict=True)
-        return [of_row[row.response_start :].clone() for row, of_row in of_rows]  # without the rest
+        return [of_row[row.start :].clone() for row, of_row in of_rows]  # without the rest
 
     def at(self, row: int, position: int) -> tuple[int, int]:
         return row, position
@@ -305,7 +305,7 @@ class PaddedRows(MicroBatch):
     def statistics(self, *, entropy: bool) -> list[dict[str, torch.Tensor]]:
         """One forward, without gradients. For each row the log-probability and, where asked for, the entropy of its response
         tokens, (T,) float32."""
-        tokens = [(row.response_start, len(row.tokens_S)) for row in self.rows]
+        tokens = [(row.start, len(row.tokens)) for row in self.rows]
         targets, before = self._targets(tokens), [(first - 1, past - 1) for first, past in tokens]
         temperature = self._host.temperature
         if self._works_in_chunks():

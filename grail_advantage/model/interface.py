@@ -13,7 +13,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 import torch
@@ -21,11 +20,12 @@ from torch import nn
 from torch.distributed import ProcessGroup
 from tqdm import tqdm
 
-from grail_advantage.batch import PassRow
 from grail_advantage.model.activations import capture_leaf, saliency
 
 if TYPE_CHECKING:
     from transformers import Cache
+
+    from grail_advantage.data import Row
 
 T = TypeVar("T")
 Range = tuple[int, int]
@@ -35,21 +35,10 @@ Forward: TypeAlias = "Callable[[torch.Tensor, torch.Tensor, Cache | None], tuple
 the cache's tokens; logits at the columns ``kept_K`` of ``tokens_NS``; the cache with the new tokens."""
 
 
-@dataclass(frozen=True)
-class RowScores:
-    """Results of a pass for one row."""
-
-    scores_T: torch.Tensor
-    """float32; of the response tokens from the first on. Tokens after the last score have none; every token of the
-    statistics set needs one. :func:`grail_advantage.signals.saliency.align_scores` makes them from values of positions."""
-    gradient_norms: torch.Tensor | None = None
-    """1-D float32, for the metrics; of a pass with gradients."""
-
-
 class MicroBatch(ABC):
     """Rows that go through the model together. Each method that says so is one forward."""
 
-    rows: Sequence[PassRow]
+    rows: Sequence[Row]
     """At least one."""
 
     @abstractmethod
@@ -94,7 +83,7 @@ class Model(ABC):
 
     @abstractmethod
     def micro_batches(
-        self, rows: Sequence[PassRow], work: Callable[[MicroBatch], Sequence[T]], *, gradients: bool
+        self, rows: Sequence[Row], work: Callable[[MicroBatch], Sequence[T]], *, gradients: bool
     ) -> list[T]:
         """Run ``work`` on micro-batches that cover ``rows``; its results, one a row, in the order of the rows.
 

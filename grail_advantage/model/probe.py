@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from grail_advantage.answers.span import AnswerSpan
-from grail_advantage.batch import PassRow
+from grail_advantage.data import Row
 from grail_advantage.rules import Obstacle
 
 PRODUCT = re.compile("mm|mv|dot|linear|matmul|conv|att")
@@ -144,9 +144,9 @@ def difference(found_S: torch.Tensor, expected_S: torch.Tensor) -> float:
     return float((found_S - expected_S).square().mean().sqrt() / expected_S.std(correction=0).clamp(min=1e-12))
 
 
-def whole_row(tokens_S: torch.Tensor) -> PassRow:
+def whole_row(tokens_S: torch.Tensor) -> Row:
     """Tokens of nobody, all but the first as if they were a response."""
-    return PassRow(tokens_S, 1, len(tokens_S) - 1, AnswerSpan(0, 0, 1, 1), advantage=-1.0, group=-1, place=0)
+    return Row(tokens_S, 1, len(tokens_S) - 1, AnswerSpan(0, 0, 1, 1), advantage=-1.0, group=-1, index=0)
 
 
 def limit_of(forward: Callable[[], object]) -> float:

@@ -1,16 +1,12 @@
 """RLSD: a token matters as much as its probability moves once the model knows the answer.
 
 Source: RLSD (arXiv 2604.03128). The prompt is asked again with privileged text in its last user message, the ground truth or a
-reference solution, and the response that was sampled without it follows, token for token. The current policy is its own
-teacher. With D_t the log-probability of token t there minus the one it was sampled with, and A the response's advantage,
+reference solution, and the response that was sampled without it follows, token for token. The current policy is its own teacher. With
+D_t the log-probability of token t there minus the one it was sampled with, and A the response's advantage,
 
     u_t = clip(exp(sign(A) D_t), 1 - epsilon, 1 + epsilon),    w_t = (1 - lam) + lam u_t.
 
-Every token of a response without privileged text has weight 1, as in GRPO.
-
 The text comes from a data set and may hold anything. In the prompt it stays inside its message, see :func:`harmless`.
-
-Shape suffixes: B responses, T response tokens, P tokens of a rebuilt prompt, S positions of one prompt + response.
 """
 
 from __future__ import annotations
@@ -23,11 +19,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from grail_advantage.batch import EXAMPLES, OLD_LOG_PROBS, Example, PassRow, RolloutBatch
-from grail_advantage.model.interface import Model, RowScores
-from grail_advantage.options import option
-from grail_advantage.registry import register_signal
-from grail_advantage.signals.base import LOG_PROBS, NormalizeMass, Reshaped, RowSelection, Signal
+from grail_advantage.data import OLD_LOG_PROBS, Example, Rollouts, Row, RowScores
+from grail_advantage.maps import Weights
+from grail_advantage.method import Method, option, register
+from grail_advantage.model.interface import Model
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -40,122 +35,85 @@ REQUEST = (
     "right track: do not mention it."
 )
 """The end of the last user message, after an empty line."""
-
 _MISSING = object()
 
 
-@register_signal("rlsd")
-class Rlsd(Signal):
-    """RLSD with the current policy as the teacher.
-
-    The weights lie in ``[1 - lam epsilon, 1 + lam epsilon]``. Where a token's log-probability is not finite, the whole response
-    has weight 1.
-    """
+@register("rlsd")
+class Rlsd(Method):
+    """The current policy is the teacher. Every token of a response without privileged text, or with a log-probability that is not
+    finite, has weight 1; the others' lie in ``[1 - lam epsilon, 1 + lam epsilon]``."""
 
     formula = (
         "1 - lam + lam clip(exp(sign(A) (log p' - log p)), 1 - epsilon, 1 + epsilon), p' with the answer in the prompt"
     )
     source = "arXiv 2604.03128 (coldsakrua/RLSD, `rlsd_sign_fallback_strict_split_trainer.py`; two ports)"
     cost = "1 on the responses with A != 0"
-    reads = frozenset({OLD_LOG_PROBS, EXAMPLES})
-    uses = LOG_PROBS
+    reads = frozenset({OLD_LOG_PROBS, "examples"})
+    uses = "log_probs"
 
-    lam: float = option(
-        0.5,
-        "share of the weight that the change of probability sets; greater than 0, at most 1",
-        gt=0,
-        le=1,
-        why="without it every weight is 1; algorithm.adv_estimator=uniform is that, without the extra forward",
-    )
-
+    lam: float = option(0.5, "share of the weight that the change of probability sets", gt=0, le=1)
     lam_steps: int = option(
         0,
-        "training steps over which lam falls linearly to 0, lam (1 - step / lam_steps); at 0 there are no more extra forwards. "
-        "0: lam is constant",
+        "training steps over which lam falls linearly to 0, where there are no more extra forwards; 0: lam is constant",
         ge=0,
     )
-
-    epsilon: float = option(
-        0.2,
-        "how far the ratio of the probabilities may be from 1; greater than 0, at most 1",
-        gt=0,
-        le=1,
-        why="without it every weight is 1",
-    )
-
-    negative_only: bool = option(
-        False, "whether only responses with a negative advantage get weights; the others then have weight 1"
-    )
-
+    epsilon: float = option(0.2, "how far the ratio of the probabilities may be from 1", gt=0, le=1)
+    negative_only: bool = option(False, "whether responses with a positive advantage have weight 1; sets gate to wrong")
     privileged_column: str = option(
         "reward_model.ground_truth",
         "column of the data set with the privileged text, a field of a column after a dot: the ground truth, or for example "
         "extra_info.solution for a reference solution",
     )
-
     request: str = option(
-        REQUEST,
-        f"end of the last user message, after an empty line; {PLACE} is the place of the privileged text. Control "
-        "tokens lose their meaning in all of it",
+        REQUEST, f"end of the last user message, after an empty line; {PLACE} is the place of the privileged text"
     )
 
-    normalize_mass: NormalizeMass = False
-
     @classmethod
-    def completed(cls, options: dict[str, Any]) -> dict[str, Any]:
-        return {**options, "gate": "wrong" if options.get("negative_only") is True else "all"}
+    def completed(cls, given: dict[str, Any]) -> dict[str, Any]:
+        return given | ({"gate": "wrong"} if given.get("negative_only") is True else {})
 
     @property
-    def columns(self) -> tuple[str, ...]:  # type: ignore[override]
+    def data_columns(self) -> tuple[str, ...]:  # type: ignore[override]
         return (self.privileged_column.split(".")[0],)
 
     def check(self) -> None:
-        super().check()
         if self.request.count(PLACE) != 1:
             raise ValueError(f"{self.section}.request={self.request!r} must hold {PLACE} exactly once")
 
     def check_tokenizer(self, tokenizer: PreTrainedTokenizerBase) -> None:
         if not getattr(tokenizer, "chat_template", True):
             raise ValueError(
-                f"{self.section} asks again through the chat template, which the tokenizer lacks; set "
-                "tokenizer.chat_template (actor_rollout_ref.model.custom_chat_template in a run)"
+                f"{self.section} asks again through the chat template, which the tokenizer lacks; set tokenizer.chat_template "
+                "(actor_rollout_ref.model.custom_chat_template in a run)"
             )
 
     def lam_at(self, step: int) -> float:
         return self.lam * max(0.0, 1.0 - step / self.lam_steps) if self.lam_steps else self.lam
 
-    def select(self, batch: RolloutBatch) -> RowSelection:
+    def select(self, r: Rollouts) -> torch.Tensor:
         """Responses without privileged text need no pass, and none does where ``lam`` has fallen to 0.
 
         Raises:
             ValueError: no response of the batch has the column, so that its name must be incorrect.
         """
-        rows = super().select(batch)
-        if self.lam_at(batch.step) == 0.0:
-            return replace(rows, selected_B=torch.zeros_like(rows.selected_B))
-        if batch.examples is None:
-            return rows
-        columns = [example.columns for example in batch.examples if example is not None]
-        if columns and all(look_up(of_row, self.privileged_column) is _MISSING for of_row in columns):
+        if self.lam_at(r.step) == 0.0:
+            return torch.zeros_like(r.valid)
+        columns = [example.columns for example in r.examples or () if example is not None]
+        if columns and all(look_up(of, self.privileged_column) is _MISSING for of in columns):
             raise ValueError(
-                f"{self.section}.privileged_column={self.privileged_column!r} is in no response of the batch, whose columns "
-                f"are {', '.join(sorted(columns[0])) or 'none'}"
+                f"{self.section}.privileged_column={self.privileged_column!r} is in no response of the batch, whose columns are "
+                f"{', '.join(sorted(columns[0])) or 'none'}"
             )
-        privileged_B = torch.tensor(
-            [self._privileged_text(example) != "" for example in batch.examples],
-            dtype=torch.bool,
-            device=rows.selected_B.device,
-        )
-        return replace(rows, selected_B=rows.selected_B & privileged_B)
+        texts = [self._privileged_text(example) for example in r.examples or ()]
+        return super().select(r) & torch.tensor([text != "" for text in texts], dtype=torch.bool)
 
-    def prepare_row(self, row: PassRow, tokenizer: PreTrainedTokenizerBase) -> PassRow:
-        """The same response after the prompt with the privileged text, or the response itself where there is no such text.
+    def prepare(self, row: Row, tokenizer: PreTrainedTokenizerBase) -> Row:
+        """The same response after the prompt with the privileged text.
 
         Raises:
             ValueError: the last user message is not a text.
         """
-        example = row.example
-        text = self._privileged_text(example)
+        example, text = row.example, self._privileged_text(row.example)
         if example is None or not text:
             return row
         messages = [dict(message) for message in example.messages]
@@ -169,29 +127,27 @@ class Rlsd(Signal):
         header = complete[len(asked) :].strip() if complete.startswith(asked) else ""
         # Not only the text: together with the words around it, it may make up what neither of them does.
         question["content"] += f"\n\n{harmless(self.request.replace(PLACE, text), tokenizer, header)}"
-        prompt = render(messages, add_generation_prompt=True, tokenize=True)
-        prompt_P = torch.tensor(prompt, dtype=row.tokens_S.dtype, device=row.tokens_S.device)
-        return replace(
-            row, tokens_S=torch.cat([prompt_P, row.tokens_S[row.response_start :]]), response_start=len(prompt)
-        )
+        prompt = torch.tensor(render(messages, add_generation_prompt=True, tokenize=True), dtype=row.tokens.dtype)
+        return replace(row, tokens=torch.cat([prompt, row.tokens[row.start :]]), start=len(prompt))
 
-    def run(self, rows: Sequence[PassRow], model: Model) -> list[RowScores]:
+    def run(self, rows: Sequence[Row], model: Model) -> list[RowScores]:
         """The teacher's log-probabilities."""
         log_probs = model.micro_batches(rows, lambda micro: micro.response_log_probs(), gradients=False)
-        return [RowScores(log_probs_T.float()) for log_probs_T in log_probs]
+        return [RowScores(of.float()) for of in log_probs]
 
-    def scores(self, batch: RolloutBatch, of_pass_BT: torch.Tensor) -> torch.Tensor:
+    def scores(self, r: Rollouts, of_pass: torch.Tensor | None) -> torch.Tensor:
         """D, see the module."""
-        return of_pass_BT - batch.columns_BT[OLD_LOG_PROBS].float()
+        assert of_pass is not None  # it has a pass
+        return of_pass - r.columns[OLD_LOG_PROBS].float()
 
-    def reshape(self, scores_BT: torch.Tensor, statistics_BT: torch.Tensor, batch: RolloutBatch) -> Reshaped:
+    def weights(self, scores: torch.Tensor, among: torch.Tensor, r: Rollouts) -> Weights:
         """The module's w."""
-        lam = self.lam_at(batch.step)
-        signed_BT = scores_BT.double() * batch.advantages_B.double().sign().unsqueeze(-1)
+        lam = self.lam_at(r.step)
+        signed = scores.double() * r.advantages.double().sign()[:, None]
         # exp(1) is beyond the upper bound of every epsilon, so that the clip in front of exp cuts off nothing that counts.
-        change_BT = torch.expm1(signed_BT.clamp(max=1.0)).clamp(-self.epsilon, self.epsilon)
+        change = torch.expm1(signed.clamp(max=1.0)).clamp(-self.epsilon, self.epsilon)
         reach = lam * self.epsilon
-        return Reshaped((1.0 + lam * change_BT).float(), lowest=1.0 - reach, highest=1.0 + reach)
+        return Weights((1.0 + lam * change).float(), 1.0 - reach, 1.0 + reach)
 
     def _privileged_text(self, example: Example | None) -> str:
         """Empty for an example that has none, or no user message to put it in."""
@@ -211,8 +167,8 @@ def look_up(columns: Mapping[str, Any], path: str) -> Any:
 
 
 def as_text(value: Any) -> str:
-    """A value of a data set as text without white space around it; a list becomes its entries with commas between them.
-    Nothing, not-a-number and what is not there become an empty text."""
+    """A value of a data set as text without white space around it; a list becomes its entries with commas between them. Nothing,
+    not-a-number and what is not there become an empty text."""
     value = value.tolist() if hasattr(value, "tolist") else value  # of numpy, as parquet files give them
     if isinstance(value, list | tuple):
         return ", ".join(filter(None, map(as_text, value)))
@@ -225,9 +181,9 @@ def as_text(value: Any) -> str:
 def harmless(text: str, tokenizer: PreTrainedTokenizerBase, header: str = "") -> str:
     """The text with a space after the first character of everything that could end its message.
 
-    That is every string that the tokenizer would turn into one of its added tokens (``<|im_end|>``, ``<think>``), and what
-    opens the assistant's turn. ``< |im_end|>`` reads nearly the same and is made of ordinary tokens. A template that marks
-    turns with plain words alone can still be made to show a further *user* turn.
+    That is every string that the tokenizer would turn into one of its added tokens (``<|im_end|>``, ``<think>``), and what opens the
+    assistant's turn. ``< |im_end|>`` reads nearly the same and is made of ordinary tokens. A template that marks turns with plain
+    words alone can still be made to show a further *user* turn.
 
     Args:
         text: any text.

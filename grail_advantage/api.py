@@ -1,0 +1,349 @@
+"""Token weights for any Hugging Face causal language model. Shapes: B responses, L prompt + response, T response tokens."""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.distributed import ProcessGroup
+
+from grail_advantage.answers.format import BOXED, AnswerFormat, answer_format
+from grail_advantage.answers.span import AnswerSpan
+from grail_advantage.data import ENTROPY, OLD_LOG_PROBS, Example, Rollouts, Row, RowScores, checked, token_mean
+from grail_advantage.method import Method
+from grail_advantage.model.activations import FORWARD_TOKENS
+from grail_advantage.weigh import weigh
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from grail_advantage.model.hugging_face import HuggingFaceModel
+
+ROUNDING = 1e-3
+"""Most that rounding puts a log-probability above 0, or an entropy below."""
+MOST_UNKNOWN = 0.1
+"""Share of response tokens that the tokenizer may not have, as a model's embeddings are often padded."""
+
+
+@dataclass(frozen=True)
+class TokenWeights:
+    """Result of :func:`compute_token_weights`."""
+
+    weights: torch.Tensor
+    """(B, L) float32; 0 outside the response."""
+    scores: torch.Tensor
+    """(B, L) float32, aligned to tokens; NaN where none was computed."""
+    spans: list[AnswerSpan | None]
+    """Answer spans, relative to each response's first token."""
+    stats: dict[str, float]
+    """Figures of the batch, see :data:`grail_advantage.metrics.METRICS`."""
+    advantages: torch.Tensor
+    """(B, L) float32; the token advantages ``A_t``, 0 outside the response."""
+    selected: torch.Tensor
+    """(B,) bool; the responses that the method scored."""
+    failed: torch.Tensor
+    """(B,) bool; scored responses that have weight 1 because a score of theirs is not finite."""
+
+
+def compute_token_weights(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    input_ids: torch.Tensor,
+    attention_mask: torch.Tensor,
+    response_mask: torch.Tensor,
+    advantages: torch.Tensor,
+    config: Method,
+    *,
+    temperature: float = 1.0,
+    old_log_probs: torch.Tensor | None = None,
+    entropy: torch.Tensor | None = None,
+    groups: torch.Tensor | None = None,
+    examples: Sequence[Example] | None = None,
+    masked: torch.Tensor | None = None,
+    fields: Mapping[str, Sequence[Any]] | None = None,
+    rewards: torch.Tensor | None = None,
+    process_group: ProcessGroup | None = None,
+    step: int = 0,
+    aggregate: Callable[[torch.Tensor, torch.Tensor], float] = token_mean,
+    answer: str | AnswerFormat = BOXED,
+    tokens: int = FORWARD_TOKENS,
+) -> TokenWeights:
+    """Token weights for a batch of rollouts by any registered method.
+
+    Each response is stripped of its padding, and its weights depend on its neighbours or on the side of the padding by rounding alone,
+    except where the method compares responses. The model keeps no parameter gradient, no hook and no changed training mode, also when
+    this raises. Results have no graph, and lie where ``input_ids`` does.
+
+    Args:
+        model: a causal language model.
+        tokenizer: the tokenizer that the token ids belong to.
+        input_ids: (B, L) int64, prompt + response, padded on either side. Tokens after the response change nothing.
+        attention_mask: (B, L) bool or 0/1.
+        response_mask: (B, L) bool or 0/1, the tokens that the model wrote. Those between them, as a tool's, belong to the response and
+            train nothing; a response without any has weight 0.
+        advantages: (B,) one advantage a response. A response without a finite one is treated as one with advantage 0.
+        config: the method and its options, such as :class:`grail_advantage.Grail`.
+        temperature: sampling temperature that logits are divided by, where the method does that.
+        old_log_probs: (B, L) float; log-probability of each response token at this temperature under the policy before the update.
+            Computed with ``model`` where a method reads them and they are not given.
+        entropy: (B, L) float; the policy's entropy at each response token's predictor position, likewise.
+        groups: (B,) int64, at least 0; responses with the same number answer the same prompt.
+        examples: each response's prompt as messages and its columns, for methods that ask differently.
+        masked: (B,) bool; responses that train nothing whatever their reward, such as truncated ones.
+        fields: by name, one value a response of any kind, for methods that read ``field:NAME``.
+        rewards: (B,) float; the sum of each response's rewards, for methods that read them.
+        process_group: with a model that is sharded over ranks (FSDP, ZeRO-3), the group of these ranks. Each may then have other
+            responses, and another number of them. Methods that rank the tokens of a batch see those of their own rank.
+        step: training step, at least 0, for methods that change over a run.
+        aggregate: a batch's mean of (B, T) values under a (B, T) mask as the run's loss takes it; by default that of all tokens.
+        answer: the format of answers: ``boxed``, ``hashes``, ``tag`` or a regular expression, see
+            :func:`grail_advantage.answers.format.answer_format`.
+        tokens: most tokens of a forward, padding counted; a longer response goes through the model alone, and with 1 every response
+            does. Where memory runs out the budget is halved, and stays so for this model; not with a ``process_group``.
+
+    Raises:
+        ValueError: an argument of the wrong type, shape, dtype or range, naming it; groups, rewards or examples that the method needs.
+    """
+    if not isinstance(config, Method):
+        raise ValueError(
+            f"config={config!r} must be a method with its options, such as Grail(); method.build(name) makes one"
+        )
+    if not callable(aggregate):
+        raise ValueError(f"aggregate={aggregate!r} must be a function of values and a mask, (B, T) both")
+    if fields is not None and not isinstance(fields, Mapping):
+        raise ValueError(f"fields must be a mapping of names to values, one a response; got {type(fields).__name__}")
+    if any(not isinstance(example, Example | None) for example in examples or ()):
+        raise ValueError("examples must hold grail_advantage.Example, or None")
+    rollouts = rollouts_of(
+        model,
+        tokenizer,
+        input_ids,
+        attention_mask,
+        response_mask,
+        {OLD_LOG_PROBS: old_log_probs, ENTROPY: entropy},
+        advantages=advantages,
+        answer=answer_format(answer),
+        masked=masked,
+        groups=groups,
+        rewards=None if rewards is None else checked("rewards", rewards, "numbers").double(),
+        examples=examples,
+        fields=fields or {},
+        mean=aggregate,
+        step=whole("step", step),
+    )
+    host = PlainHost(
+        model, rollouts, temperature=temperature, process_group=process_group, tokens=tokens, device=input_ids.device
+    )
+    w = weigh(host, config, None)
+
+    def wide(values: torch.Tensor, outside: float) -> torch.Tensor:
+        return _full_width(values, rollouts.mask, response_mask, outside)
+
+    return TokenWeights(
+        weights=wide(w.weights, 0.0),
+        scores=wide(w.scores, torch.nan),
+        spans=rollouts.spans(config.span),
+        stats=dict(w.metrics),
+        advantages=wide(w.advantages, 0.0),
+        selected=w.selected.to(input_ids.device),
+        failed=w.failed.to(input_ids.device),
+    )
+
+
+class PlainHost:
+    """A Hugging Face model as a host (:class:`grail_advantage.weigh.Host`).
+
+    Args:
+        model: bare or wrapped.
+        responses: of the update.
+        temperature: sampling temperature.
+        process_group: ranks whose parameters are sharded together.
+        tokens: most tokens of a forward, padding counted.
+        device: where the model reads tokens.
+
+    Raises:
+        ValueError: a temperature or a budget that is not positive.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        responses: Rollouts,
+        *,
+        temperature: float = 1.0,
+        process_group: ProcessGroup | None = None,
+        tokens: int = FORWARD_TOKENS,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        if isinstance(temperature, bool) or not 0 < _number("temperature", temperature) < math.inf:
+            raise ValueError(
+                f"temperature={temperature} must be finite and above 0; pass the temperature of the sampling"
+            )
+        if whole("tokens", tokens) < 1:
+            raise ValueError(f"tokens={tokens} must be at least 1; 1 sends each response through the model alone")
+        if process_group is not None and not isinstance(process_group, ProcessGroup):
+            raise ValueError(f"process_group={process_group!r} must be a torch.distributed.ProcessGroup, or None")
+        self._hugging_face, self._responses, self._temperature = model, responses, float(temperature)
+        self._group, self._tokens, self._device = process_group, int(tokens), torch.device(device)
+
+    def rollouts(self) -> Rollouts:
+        return self._responses
+
+    def columns(self, names: Sequence[str], selected: Sequence[int] | None = None) -> dict[str, torch.Tensor]:
+        """The columns that the responses have already, and the others from one forward over every response, 0 outside what the model
+        wrote."""
+        if selected is not None and not selected and self._group is None:
+            return {}
+        r = self._responses
+        found = {name: r.columns[name] for name in names if name in r.columns}
+        missing = [name for name in names if name not in found]
+        if not missing:
+            return found
+        with torch.inference_mode(False):  # as in scores()
+            parts = enumerate(zip(r.prompts, r.responses, strict=True))
+            rows = [
+                self._on_device(Row(torch.cat([prompt, response]), len(prompt), len(response), None, 0.0, index, index))
+                for index, (prompt, response) in parts
+                if len(response)
+            ]
+            statistics = self._model.micro_batches(
+                rows, lambda micro: micro.statistics(entropy=ENTROPY in missing), gradients=False
+            )
+            for name in missing:
+                found[name] = torch.zeros(r.mask.shape)
+                for row, of in zip(rows, statistics, strict=True):
+                    found[name][row.index, : row.length] = of[name]
+                found[name] = torch.where(r.written, found[name], 0.0)
+        return found
+
+    def scores(self, method: Method, rows: Sequence[Row]) -> list[RowScores]:
+        if not rows and self._group is None:
+            return []
+        with torch.inference_mode(False):  # the caller may be in it, and nothing made there can take part in a backward
+            moved = [self._on_device(row) for row in rows]
+            return self._model.fitting(lambda: method.run(moved, self._model))
+
+    @cached_property
+    def _model(self) -> HuggingFaceModel:
+        from grail_advantage.model.hugging_face import HuggingFaceModel  # not above: naming the methods would import it
+
+        r = self._responses
+        arguments = (r.tokenizer, self._temperature, self._device, self._group, r.step, self._tokens)
+        model = HuggingFaceModel(self._hugging_face, *arguments)
+        with torch.inference_mode(False):  # as in scores()
+            model.check_positions([torch.cat(of) for of in zip(r.prompts, r.responses, strict=True) if len(of[1])])
+        return model
+
+    def _on_device(self, row: Row) -> Row:
+        return replace(row, tokens=row.tokens.to(self._device))
+
+
+def rollouts_of(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    input_ids: torch.Tensor,
+    attention_mask: torch.Tensor,
+    response_mask: torch.Tensor,
+    columns: Mapping[str, torch.Tensor | None],
+    **parts: Any,
+) -> Rollouts:
+    """Padded rows, as :func:`compute_token_weights` takes them, as rollouts: without padding, and without the tokens after the response,
+    on which no score depends. ValueError, naming the argument."""
+    ids = checked("input_ids", input_ids, "whole")
+    if ids.ndim != 2:
+        raise ValueError(f"input_ids must be (B, L), got shape {tuple(ids.shape)}")
+    shape = tuple(ids.shape)
+    valid = checked("attention_mask", attention_mask, "flags", shape)
+    inside = checked("response_mask", response_mask, "flags", shape)
+    given = {name: checked(name, values, "floats", shape) for name, values in columns.items() if values is not None}
+    if (inside & ~valid).any():
+        raise ValueError("response_mask marks a padding token; it must lie inside attention_mask")
+    for name, sign, fix in (
+        (OLD_LOG_PROBS, 1.0, "log-probabilities are at most 0: pass log p, not p or -log p"),
+        (ENTROPY, -1.0, "entropies are at least 0: pass the sum of -p log p"),
+    ):
+        wrong = [value for value in given[name][inside].tolist() if sign * value > ROUNDING] if name in given else []
+        if wrong:
+            raise ValueError(f"{name} holds {wrong[0]}; {fix}")
+    begun = inside.cumsum(dim=-1) > 0
+    of_response = begun & (inside.flip(-1).cumsum(dim=-1).flip(-1) > 0) & valid
+    lengths = of_response.sum(dim=-1, keepdim=True)
+    there = torch.arange(int(lengths.max()) if len(lengths) else 0) < lengths
+    _check_model(model, tokenizer, ids, of_response | (valid & ~begun), of_response)
+
+    def aligned(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        found = torch.zeros(there.shape, dtype=dtype)
+        found[there] = values[of_response].to(dtype)
+        return found
+
+    mask = aligned(inside, torch.bool)
+    return Rollouts(
+        prompts=[of[use] for of, use in zip(ids, valid & ~begun, strict=True)],
+        responses=[of[use] for of, use in zip(ids, of_response, strict=True)],
+        mask=mask,
+        tokenizer=tokenizer,
+        columns={name: torch.where(mask, aligned(of, torch.float32), 0.0) for name, of in given.items()},
+        **parts,
+    )
+
+
+def _check_model(
+    model: object, tokenizer: object, ids: torch.Tensor, read: torch.Tensor, of_response: torch.Tensor
+) -> None:
+    """ValueError, naming the argument, for a model or tokenizer that the token ids cannot be of."""
+    from transformers import PreTrainedTokenizerBase  # not above: naming the methods would import it
+
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"model must be a causal language model, got {type(model).__name__}; load it first")
+    vectors: Any = None
+    with suppress(Exception):  # transformers raises NotImplementedError, wrappers AttributeError
+        vectors = model.get_input_embeddings()
+    if not isinstance(vectors, nn.Module):
+        raise ValueError(f"model is a {type(model).__name__} without get_input_embeddings(); pass one of transformers")
+    # accelerate's hooks load what a forward needs.
+    offloaded = any(hasattr(module, "_hf_hook") for module in model.modules())
+    if all(values.is_meta for values in model.parameters()) and not offloaded:
+        raise ValueError("model is on the meta device, without weights; load them first")
+    if not isinstance(tokenizer, PreTrainedTokenizerBase):
+        raise ValueError(f"tokenizer must be one of transformers, got {type(tokenizer).__name__}; load it first")
+    some, known = ids[read], getattr(vectors, "num_embeddings", math.inf)
+    wrong = some[(some < 0) | (some >= known)]
+    if len(wrong):
+        raise ValueError(
+            f"input_ids holds {int(wrong[0])}, and the model knows 0 to {known - 1}; pass the ids of its tokenizer, and mask "
+            "padding and ignored labels with attention_mask"
+        )
+    unknown = float((ids[of_response] >= len(tokenizer)).double().mean()) if of_response.any() else 0.0
+    if unknown > MOST_UNKNOWN:
+        raise ValueError(
+            f"tokenizer has {len(tokenizer)} tokens, beyond which {unknown:.0%} of the response tokens in input_ids are; pass the "
+            "model's own"
+        )
+
+
+def _number(name: str, value: Any) -> float:
+    value = value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise ValueError(f"{name}={value!r} must be a number")
+    return float(value)
+
+
+def whole(name: str, value: Any) -> int:
+    """ValueError, naming the argument, for anything but a whole number of at least 0."""
+    if not _number(name, value).is_integer() or value < 0:
+        raise ValueError(f"{name}={value!r} must be a whole number of at least 0")
+    return int(value)
+
+
+def _full_width(values: torch.Tensor, mask: torch.Tensor, response_mask: torch.Tensor, outside: float) -> torch.Tensor:
+    """Values of response tokens in their places, (B, L) float32, ``outside`` elsewhere."""
+    wide = torch.full(response_mask.shape, outside, dtype=torch.float32)
+    wide[response_mask.cpu().bool()] = values[mask]
+    return wide.to(response_mask.device)

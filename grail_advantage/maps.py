@@ -1,0 +1,172 @@
+"""Maps from a response's token scores to token weights. A map is a function ``f(x, m, option=default, ...) -> Weights``: x float
+(B, T) scores, finite where m, bool (B, T), is true: the tokens that are compared with each other. All in float64."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable
+from typing import Annotated, Any, Literal, NamedTuple, get_type_hints
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field, create_model
+
+STRICT = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
+Positive, AtLeast0 = Annotated[float, Field(gt=0)], Annotated[float, Field(ge=0)]
+
+
+class Weights(NamedTuple):
+    """What a map, or a method without one, makes of scores."""
+
+    values: torch.Tensor
+    """float32 (B, T), at least 0; read where the mask is true."""
+    lowest: float = -math.inf
+    highest: float = math.inf
+    """Bounds that the weights were clipped to."""
+    elsewhere: float = 1.0
+    """Of a scored response's tokens outside the mask, for methods without answer weights."""
+
+
+class Map(NamedTuple):
+    """A registered function, its options as a model, and whether it ranks scores, so that coarse ones would matter."""
+
+    function: Callable[..., Weights]
+    options: type[BaseModel]
+    ranks: bool
+
+
+MAPS: dict[str, Map] = {}
+
+
+def register_map(*, ranks: bool = False) -> Callable[[Callable[..., Weights]], Callable[..., Weights]]:
+    """Make a function the meaning of ``reshaper=<its name>``. Its arguments after x and m are its options; their annotations say what
+    is allowed, as ``Annotated[float, Field(gt=0)]`` does.
+
+    Raises:
+        ValueError: another function has the name, or an option has no type.
+    """
+
+    def register(function: Callable[..., Weights]) -> Callable[..., Weights]:
+        name, known = function.__name__, MAPS.get(function.__name__)
+        if known and known.function.__module__ != function.__module__:
+            raise ValueError(
+                f"the map {name} is registered already, by {known.function.__module__}; choose another name"
+            )
+        hints, options = (
+            get_type_hints(function, include_extras=True),
+            list(inspect.signature(function).parameters.values())[2:],
+        )
+        if untyped := [option.name for option in options if option.name not in hints]:
+            raise ValueError(f"the map {name}: {untyped[0]} has no type; write {untyped[0]}: float = 1.0")
+        fields: dict[str, Any] = {option.name: (hints[option.name], option.default) for option in options}
+        MAPS[name] = Map(function, create_model(name, __config__=STRICT, **fields), ranks)
+        return function
+
+    return register
+
+
+def _mean(x: torch.Tensor, m: torch.Tensor) -> torch.Tensor:
+    return torch.where(m, x, 0.0).sum(-1, keepdim=True) / m.sum(-1, keepdim=True).clamp(min=1)
+
+
+@register_map()
+def log_zscore(
+    x: torch.Tensor,
+    m: torch.Tensor,
+    weight_mean: AtLeast0 = 1.0,
+    weight_std: Positive = 0.5,
+    weight_min: AtLeast0 = 0.5,
+    weight_max: AtLeast0 = 5.0,
+) -> Weights:
+    """``clip(weight_mean + weight_std z, weight_min, weight_max)``, ``z = (l - mean l) / sqrt(variance of l + 1e-8)`` of the log
+    scores ``l = log(x + 1e-8)``, with the population variance (GRAIL, arXiv 2606.04889). Negative scores count as 0. In float64:
+    where a response's scores are nearly equal, the division blows up what float32 rounds off the mean."""
+    if weight_min > weight_max:
+        raise ValueError(f"weight_min={weight_min} is greater than weight_max={weight_max}; swap them")
+    log = torch.log(x.clamp(min=0).double() + 1e-8)
+    z = log - _mean(log, m)
+    z = (z / (_mean(z.square(), m) + 1e-8).sqrt()).where(m.any(-1, keepdim=True), 0.0).float()
+    return Weights((weight_mean + weight_std * z).clamp(weight_min, weight_max), weight_min, weight_max)
+
+
+@register_map(ranks=True)
+def bilevel(
+    x: torch.Tensor,
+    m: torch.Tensor,
+    quantile: Annotated[float, Field(ge=0, le=1)] = 0.4,
+    boost: AtLeast0 = 2.0,
+    quantile_rule: Literal["linear", "sorted"] = "linear",
+) -> Weights:
+    """``max(h / tau, 0.1)`` where ``h < tau``, else ``1 + boost (h - tau) / (1 - tau)``: h is ``log(1 + score)`` scaled to [0, 1]
+    over the response, tau its quantile (OAR, arXiv 2601.07408), by ``quantile_rule`` between two sorted scores or the one at index
+    ``floor(quantile T)``. Equal scores all have weight 1. A score below -1, as the drop of a likelihood can be, counts as -1."""
+    if not m.any():  # also where there is no response or no token, of which no extremum could be taken
+        return Weights(torch.ones(x.shape), 0.1)
+    log = torch.log1p(x.double().clamp(min=-1 + 1e-8))
+    low = torch.where(m, log, math.inf).amin(-1, keepdim=True)
+    high = torch.where(m, log, -math.inf).amax(-1, keepdim=True)
+    uneven = m & (high > low)
+    h = torch.where(uneven, (log - low) / (high - low), 0.0)
+    tau = _quantile(h, m, quantile, quantile_rule)
+    above = torch.where(tau < 1, (h - tau) / (1 - tau), 0.0)
+    w = torch.where(h < tau, (h / tau).clamp(min=0.1), 1 + boost * above)
+    return Weights(torch.where(uneven, w, 1.0).float(), 0.1)
+
+
+def _quantile(h: torch.Tensor, m: torch.Tensor, q: float, rule: str) -> torch.Tensor:
+    """Each response's quantile over its masked values, (B, 1); 0 for a response without any."""
+    count = m.sum(-1, keepdim=True)
+    last = (count - 1).clamp(min=0)
+    s = torch.where(count > 0, torch.where(m, h, math.inf).sort(-1).values, 0.0)
+    if rule == "sorted":
+        return s.gather(-1, torch.minimum((q * count.double()).long(), last))
+    at = q * last.double()
+    below = s.gather(-1, at.long())
+    return below + (at - at.long()) * (s.gather(-1, torch.minimum(at.long() + 1, last)) - below)
+
+
+@register_map()
+def mean_ratio(x: torch.Tensor, m: torch.Tensor, beta: Positive = 0.1) -> Weights:
+    """``max(0, 1 + beta (x / mean x - 1))``; 1 where the mean is not above 0. For scores of at least 0 and beta of at most 1 a
+    response's mean weight is 1; scores of both signs that cancel give weights without bound."""
+    x = torch.where(m, x.double(), 0.0)
+    mean = _mean(x, m)
+    return Weights(torch.where(m & (mean > 0), (1 + beta * (x / mean - 1)).clamp(min=0), 1.0).float(), 0.0)
+
+
+@register_map()
+def power(x: torch.Tensor, m: torch.Tensor, exponent: Positive = 2.0) -> Weights:
+    """``n x^g / sum x^g`` over a response's n tokens (repository of arXiv 2606.00257, with 2 on surprisal); 1 where the sum is below
+    1e-8. Negative scores count as 0."""
+    x = torch.where(m, x.double().clamp(min=0), 0.0)
+    count, mean = m.sum(-1, keepdim=True), _mean(x, m)
+    p = torch.where(mean > 0, x / mean, 0.0).pow(exponent)  # by the mean, so that no power that matters overflows
+    total = p.sum(-1, keepdim=True)
+    return Weights(torch.where(m & (mean.pow(exponent) * total >= 1e-8), count * p / total, 1.0).float())
+
+
+def top_tokens(x: torch.Tensor, m: torch.Tensor, count: torch.Tensor | int) -> torch.Tensor:
+    """bool (B, T): each response's highest scores, as many as asked for where there are so many; of equal ones the earlier."""
+    # Adding 0 turns a negative zero into a positive one, so that no sort distinguishes them.
+    order = torch.where(m, x.double() + 0.0, -math.inf).sort(dim=-1, descending=True, stable=True).indices
+    rank = torch.empty_like(order).scatter_(-1, order, torch.arange(order.shape[-1]).expand_as(order))
+    return m & (rank < count)
+
+
+def count_of_share(share: float, count: torch.Tensor) -> torch.Tensor:
+    """``max(1, ceil(share * count))``, int64, less the rounding that makes 0.07 * 100 a little more than 7."""
+    return torch.ceil(share * (1 - 1e-12) * count.double()).long().clamp(min=1)
+
+
+@register_map(ranks=True)
+def top(
+    x: torch.Tensor,
+    m: torch.Tensor,
+    k: Annotated[int, Field(ge=1)] = 1,
+    share: Annotated[float | None, Field(gt=0, le=1)] = None,
+) -> Weights:
+    """1 on the response's k highest scores, or on a share of its tokens, rounded up; 0 on all its other tokens."""
+    if share is not None and k != 1:
+        raise ValueError(f"k={k} and share={share}: give one of the two")
+    count = k if share is None else count_of_share(share, m.sum(-1, keepdim=True))
+    return Weights(top_tokens(x, m, count).float(), elsewhere=0.0)

@@ -1,0 +1,267 @@
+"""OAR: a token matters as much as the model's own answer reacts when the token is disturbed.
+
+Source: OAR (arXiv 2601.07408). ``oar_g`` shakes the embeddings: with Gaussian noise on them and J the divergence of the answer from
+what it is without noise, a position's score is ``| sum over dims of (dJ/de) * e |``. ``oar_p`` replaces one reasoning token after the
+other by padding, which is still attended to: its score is J itself.
+
+Logits are taken as they are, without a temperature. Shapes: S positions, D hidden, R rows, K positions that a probe reads (of all
+rows, one row after the other), V vocabulary, M replaced tokens, N counterfactuals of a batch.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import nn
+
+from grail_advantage.data import Row, RowScores
+from grail_advantage.method import Mapped, option, register
+from grail_advantage.methods.saliency import align_scores
+from grail_advantage.model.activations import capture_leaf, gradient_at
+from grail_advantage.model.interface import Forward, MicroBatch, Model, Range
+
+if TYPE_CHECKING:
+    from tqdm import tqdm
+    from transformers import Cache, PreTrainedTokenizerBase
+
+
+@register("oar_g", method="gradient")
+@register("oar_p", method="perturbation")
+class Oar(Mapped):
+    """OAR-G and OAR-P. The answer is the last complete one, every response with one gets weights, and tokens outside the statistics
+    set have weight 1."""
+
+    section = "oar"
+    source = (
+        "arXiv 2601.07408 (Valsure/Outcome-Grounded-Advantage-Reshaping, `OAR-main.py`; the port of OAR-G: declare-lab/grail, "
+        "`src/train/grail_trainer.py`, `compute_oar_g_weights`)"
+    )
+    needs_answer = True
+
+    method: Literal["gradient", "perturbation"] = option("gradient", "gradient: OAR-G; perturbation: OAR-P")
+    variant: Literal["official", "grail_port"] = option(
+        "official",
+        "official: the scored tokens are the reasoning before the answer. grail_port, as the authors of GRAIL ran it: OAR-G "
+        "scores the whole response, at the position before each token, by the noisy embedding; the quantile is the next "
+        "sorted score instead of an interpolated one",
+    )
+    probe: Literal["answer_mean", "last", "answer_joint"] = option(
+        "answer_mean",
+        "reading of the answer: answer_mean, the mean logits of the answer's tokens; last, the logits of the response's last "
+        "position; answer_joint, the mean log-likelihood of the answer's tokens",
+    )
+    noise_std: float = option(1e-3, "OAR-G: standard deviation of the noise", gt=0)
+    noise_seed: int = option(0, "OAR-G: seed of the noise, with the step and the response's tokens", ge=0)
+    max_perturbations: int | None = option(
+        None,
+        "OAR-P: most tokens replaced in a response, evenly spaced, scores between them interpolated; None: all",
+        ge=1,
+    )
+    reshaper: str = option("bilevel", "map from scores to weights, by its name")
+    quantile: float = option(0.4, "reshaper=bilevel: share of the tokens with weight below 1", ge=0, le=1)
+    boost: float = option(2.0, "reshaper=bilevel: weight added from the quantile to the highest score", ge=0)
+    weight_mean: float = option(1.0, "reshaper=log_zscore: weight at the mean log score", ge=0)
+    weight_std: float = option(0.5, "reshaper=log_zscore: weight added per standard deviation of the log score", gt=0)
+    weight_min: float = option(0.5, "reshaper=log_zscore: lower clip", ge=0)
+    weight_max: float = option(5.0, "reshaper=log_zscore: upper clip", ge=0)
+    statistics: Literal["response", "reasoning"] = option(None, "follows from variant: the tokens that have scores")
+    normalize_mass: bool = option(True, "whether a response's weighed tokens have weights that sum to their number")
+
+    def __init__(self, method: str | None = None, **options: Any) -> None:
+        super().__init__(**options | {"method": method})
+
+    @classmethod
+    def completed(cls, given: dict[str, Any]) -> dict[str, Any]:
+        port = given.get("method", "gradient") == "gradient" and given.get("variant") == "grail_port"
+        return {"statistics": "response" if port else "reasoning"} | given
+
+    def check(self) -> None:
+        super().check()
+        if (self.statistics == "response") != self._port:
+            raise ValueError(f"{self.section}.statistics={self.statistics!r} follows from variant; leave it out")
+
+    @property
+    def _port(self) -> bool:
+        return self.method == "gradient" and self.variant == "grail_port"
+
+    @property
+    def uses(self) -> str:  # type: ignore[override]
+        return "logits" if self.method == "gradient" else "sequences"
+
+    @property
+    def formula(self) -> str:  # type: ignore[override]
+        score = "|sum (dKL/de) e|, noisy embeddings" if self.method == "gradient" else "KL, token replaced by padding"
+        return f"bi-level map of log(1 + {score})"
+
+    @property
+    def cost(self) -> str:  # type: ignore[override]
+        return f"{'3 on' if self.method == 'gradient' else '1 for every reasoning token of'} the selected responses"
+
+    def map_options(self) -> dict[str, Any]:
+        rule = {"quantile_rule": "sorted" if self.variant == "grail_port" else "linear"}
+        return super().map_options() | (rule if self.reshaper == "bilevel" else {})
+
+    def check_tokenizer(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        if self.method == "perturbation" and tokenizer.pad_token_id is None:
+            raise ValueError(
+                f"{self.section}.method='perturbation' replaces tokens by the padding token, which the tokenizer lacks; "
+                "set tokenizer.pad_token"
+            )
+
+    def probe_of(self, row: Row) -> Range:
+        """The positions whose logits the probe reads: the response's last one, or the predictor positions of the answer's tokens."""
+        if self.probe == "last":
+            return row.start + row.length - 1, row.start + row.length
+        return row.start + row.answer.start - 1, row.start + row.answer.end - 1
+
+    def replaced(self, row: Row) -> torch.Tensor:
+        """OAR-P: the reasoning tokens that get a counterfactual, all or evenly spaced ones; int64 (M,), ascending."""
+        length, most = row.answer.start, self.max_perturbations
+        if most is None or most >= length:
+            return torch.arange(length)
+        return torch.linspace(0, length - 1, most, dtype=torch.float64).round().long()
+
+    def prepare(self, row: Row, tokenizer: PreTrainedTokenizerBase) -> Row:
+        return replace(row, tokens=row.tokens[: self.probe_of(row)[1] + 1])  # answer_joint asks for the token after it
+
+    def row_cost(self, row: Row) -> int:
+        length = row.start + (row.length if self.probe == "last" else row.answer.end)
+        return length if self.method == "gradient" else length * len(self.replaced(row))
+
+    def run(self, rows: Sequence[Row], model: Model) -> list[RowScores]:
+        if self.method == "gradient":
+            return model.micro_batches(rows, lambda micro: self._gradient(micro, model.step), gradients=True)
+        total = sum(len(self.replaced(row)) for row in rows)
+        with model.sequences() as forward, model.progress(total, "OAR-P") as bar:
+            return [RowScores(self._perturbation(row, model, forward, bar)) for row in rows]
+
+    def _gradient(self, micro: MicroBatch, step: int) -> list[RowScores]:
+        """A forward without noise, a forward with it, and a backward to the noisy embeddings. No hook is left, whatever happens."""
+        probes = [self.probe_of(row) for row in micro.rows]
+        tokens = torch.cat([row.tokens.roll(-1)[a:b] for row, (a, b) in zip(micro.rows, probes, strict=True)])
+        counts, clean_embeddings = [b - a for a, b in probes], []
+
+        def add_noise(_module: nn.Module, _args: tuple, output: torch.Tensor) -> torch.Tensor:
+            clean_embeddings.append(output.detach())
+            noisy = output.detach().clone()
+            for index, (row, (_, stop)) in enumerate(zip(micro.rows, probes, strict=True)):
+                # The reasoning tokens' own positions, or the predictor positions of all response tokens.
+                first, length = (row.start - 1, row.length) if self._port else (row.start, row.answer.start)
+                kept = max(0, min(length, stop - first))  # a row may be cut where nothing matters any more
+                read = row.tokens[: row.start + row.answer.end].tolist()
+                generator = torch.Generator(noisy.device).manual_seed(noise_seed(self.noise_seed, step, read))
+                size = {"device": noisy.device, "dtype": torch.float32}
+                noise = torch.randn((length, noisy.shape[-1]), generator=generator, **size)
+                place, start = micro.at(index, first)
+                piece = noisy[place, start : start + kept]
+                piece.copy_(piece + self.noise_std * noise[:kept])  # in float32 where the model is narrower
+            return noisy
+
+        with torch.no_grad():
+            clean = read_probe(micro.logits(probes), tokens, counts, self.probe)
+        embedding = micro.leaf("embeddings")
+        handle = embedding.register_forward_hook(add_noise)
+        try:
+            with capture_leaf(embedding) as leaves:
+                logits = micro.logits(probes)
+        finally:
+            handle.remove()
+        # Summed over rows, each of which depends on its own embeddings alone.
+        j = divergence(clean, read_probe(logits, tokens, counts, self.probe), self.probe).sum()
+        gradient = gradient_at(j, leaves[0])
+        embeddings = (leaves[0] if self._port else clean_embeddings[0]).detach().float()
+        scores = micro.per_row((gradient * embeddings).sum(dim=-1).abs())
+        norms = micro.per_row(torch.linalg.vector_norm(gradient, dim=-1))
+        found = []
+        for row, of, norm in zip(micro.rows, scores, norms, strict=True):
+            length, alignment = (row.length, "predictor") if self._port else (row.answer.start, "token")
+            found.append(RowScores(align_scores(of[row.start - 1 :], length, alignment), norm[row.start - 1 :]))
+        return found
+
+    @torch.no_grad()
+    def _perturbation(self, row: Row, model: Model, forward: Forward, bar: tqdm) -> torch.Tensor:
+        """float32, one a reasoning token; with ``answer_joint`` negative where the replacement makes the answer more probable.
+
+        Counterfactuals go through the model in batches. Those of a batch have everything before their first replaced token in
+        common, so its keys and values are taken from the clean pass over the row; that is exact in a causal model."""
+        (start, length), replaced = self.probe_of(row), self.replaced(row)
+        tokens = row.tokens.roll(-1)[start:length]  # after the row's last one, which only "last" reads, is none
+        kept = torch.arange(start, length, device=row.tokens.device)
+        logits, cache = forward(row.tokens[None, :length], kept, None)
+        clean = read_probe(logits[0], tokens, [len(kept)], self.probe)
+        cache = cache if _can_be_shared(cache) else None
+        scores: list[torch.Tensor] = []
+        for some in replaced.split(model.sequences_together(length)):
+            # The probe's positions come after every replaced token or are the last one's own, so none is cut off here.
+            count, shared = len(some), row.start + int(some[0]) if cache is not None else 0
+            changed = row.tokens[shared:length].repeat(count, 1)
+            changed[torch.arange(count), row.start + some - shared] = model.pad_token
+            logits, _ = forward(
+                changed, kept - shared, shared_prefix(cache, shared, count) if cache is not None else None
+            )
+            other = read_probe(logits.flatten(0, 1), tokens.repeat(count), [len(kept)] * count, self.probe)
+            scores.append(divergence(clean, other, self.probe).float())
+            bar.update(count)
+        return interpolate(torch.cat(scores), replaced, row.answer.start)
+
+
+def noise_seed(seed: int, step: int, tokens: Sequence[int]) -> int:
+    """Seed of one response's noise: the first eight bytes of the SHA-256 of ``"seed/step/token,token,..."``, little-endian, with the
+    tokens up to the end of the answer. So it is the same on any rank, in any micro-batch, in any order and with any padding."""
+    content = ",".join(map(str, tokens))
+    return int.from_bytes(hashlib.sha256(f"{seed}/{step}/{content}".encode()).digest()[:8], "little")
+
+
+def read_probe(logits: torch.Tensor, tokens: torch.Tensor, counts: Sequence[int], probe: str) -> torch.Tensor:
+    """The answer as the model sees it: the log-softmax of a row's mean logits, (R, V); with ``answer_joint`` its mean log-likelihood,
+    (R,). In float64 on the CPU from the mean on, as readings that differ in the seventh digit are compared.
+
+    Args:
+        logits: (K, V), any floating dtype.
+        tokens: int64 (K,), the token after each position; read only by ``answer_joint``.
+        counts: how many of the K belong to each row.
+    """
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    if probe == "answer_joint":
+        log_probs = torch.log_softmax(logits, dim=-1).gather(-1, tokens.unsqueeze(-1)).squeeze(-1).cpu().double()
+        return torch.stack([of.mean() for of in log_probs.split(list(counts))])
+    mean = torch.stack([of.mean(dim=0) for of in logits.split(list(counts))])
+    return torch.log_softmax(mean.cpu().double(), dim=-1)
+
+
+def divergence(clean: torch.Tensor, other: torch.Tensor, probe: str) -> torch.Tensor:
+    """``KL(P0 || P)`` of two readings, or for ``answer_joint`` the drop ``phi0 - phi``; float64 (R,)."""
+    return clean - other if probe == "answer_joint" else (clean.exp() * (clean - other)).sum(dim=-1)
+
+
+def interpolate(scores: torch.Tensor, replaced: torch.Tensor, length: int) -> torch.Tensor:
+    """Scores (M,) of replaced tokens as those of all reasoning tokens, (length,): linear between them, level beyond the outermost."""
+    index = torch.arange(length, device=scores.device)
+    right = torch.searchsorted(replaced, index).clamp(max=len(replaced) - 1)
+    left = torch.where(replaced[right] > index, right - 1, right).clamp(min=0)
+    gap = (replaced[right] - replaced[left]).clamp(min=1)
+    share = ((index - replaced[left]) / gap).clamp(0, 1)
+    return torch.lerp(scores[left], scores[right], share.to(scores.dtype))
+
+
+def _can_be_shared(cache: Cache | None) -> bool:
+    """Only plain attention keeps the keys and values of every position; a sliding window or a state does not, and a cache of a
+    model's own may hold a state beside its layers."""
+    from transformers.cache_utils import DynamicCache, DynamicLayer  # see grail_advantage.model.activations.inner_model
+
+    return type(cache) is DynamicCache and all(type(layer) is DynamicLayer for layer in cache.layers)
+
+
+def shared_prefix(cache: Cache, length: int, rows: int) -> Cache:
+    """A cache that holds the first ``length`` positions of a one-row cache for ``rows`` rows; the given one stays as it is."""
+    prefix = copy.copy(cache)
+    prefix.layers = [copy.copy(layer) for layer in cache.layers]
+    for layer in prefix.layers:
+        layer.keys = layer.keys[..., :length, :].expand(rows, -1, -1, -1)
+        layer.values = layer.values[..., :length, :].expand(rows, -1, -1, -1)
+    return prefix

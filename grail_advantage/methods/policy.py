@@ -1,0 +1,232 @@
+"""Methods that read the policy before the update: its surprisal and entropy at each token, which come from the forward of the old
+log-probabilities and cost nothing. ``uniform`` and ``polarity``, which read nothing, are here too."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+
+from grail_advantage.data import ENTROPY, OLD_LOG_PROBS, Rollouts
+from grail_advantage.maps import MAPS, Weights, count_of_share, top_tokens
+from grail_advantage.method import Mapped, Method, option, register
+
+Scores = torch.Tensor
+
+
+def surprisal(r: Rollouts) -> Scores:
+    """``-old_log_prob``, at least 0, float64 (B, T): a sum that rounds can make a log-probability a little positive. A value that is
+    not finite is of a broken forward and becomes NaN, so that its response has weight 1 whatever is made of it."""
+    return _known(-r.columns[OLD_LOG_PROBS].double())
+
+
+def entropy(r: Rollouts) -> Scores:
+    """In nats, at each token's predictor position, likewise."""
+    return _known(r.columns[ENTROPY].double())
+
+
+def _known(values: Scores) -> Scores:
+    return torch.where(values.isfinite(), values.clamp(min=0), torch.nan)
+
+
+@register("uniform")
+class Uniform(Method):
+    """GRPO in this trainer, with truncated responses masked as for every other method: a method differs from its baseline only in
+    the weights."""
+
+    formula, source = "1", "the baseline"
+
+    def select(self, r: Rollouts) -> torch.Tensor:
+        return torch.zeros_like(r.valid)
+
+
+@register("surprisal")
+class Surprisal(Mapped):
+    """By default the least probable reasoning token of an incorrect response carries all of its advantage, and correct responses
+    stay as they are."""
+
+    formula = "map of s = -log p; by default 1 on the incorrect response's reasoning token with the highest s, else 0"
+    source = "control; the reshaper power: arXiv 2606.00257 (its repository, the file is not on record)"
+    reads = frozenset({OLD_LOG_PROBS})
+    reshaper: str = option("top", "map from scores to weights, by its name")
+    gate: Literal["wrong", "correct", "all"] = option("wrong", "responses that get weights")
+    statistics: Literal["response", "reasoning"] = option("reasoning", "tokens that are scored and compared")
+
+    def scores(self, r: Rollouts, of_pass: Scores | None) -> Scores:
+        return surprisal(r)
+
+
+@register("entropy")
+class Entropy(Mapped):
+    """How undecided the policy was. The default map keeps each response's mean weight at 1 and ranks nothing."""
+
+    formula, source = "map of H; by default 1 + 0.1 (H / response mean - 1)", "control"
+    reads = frozenset({ENTROPY})
+    reshaper: str = option("mean_ratio", "map from scores to weights, by its name")
+
+    @property
+    def ranks_entropy(self) -> bool:  # type: ignore[override]
+        return MAPS[self.reshaper].ranks
+
+    def scores(self, r: Rollouts, of_pass: Scores | None) -> Scores:
+        return entropy(r)
+
+
+@register("entropy_bonus")
+class EntropyBonus(Method):
+    """``A_t = A + min(alpha H, |A| / kappa)``, written as a weight. The bonus is added whatever the sign of the advantage, so that an
+    incorrect response's undecided tokens are pushed down less."""
+
+    formula = "1 + sign(A) min(0.4 H / |A|, 1 / 2)"
+    source = "arXiv 2506.14758 (from descriptions of it; neither the paper's text nor code was read)"
+    reads = frozenset({ENTROPY})
+    alpha: float = option(0.4, "advantage added for each nat of entropy", gt=0)
+    kappa: float = option(2.0, "the bonus is at most the kappa-th part of the advantage", gt=1)
+
+    def scores(self, r: Rollouts, of_pass: Scores | None) -> Scores:
+        return entropy(r)
+
+    def weights(self, scores: Scores, among: torch.Tensor, r: Rollouts) -> Weights:
+        a = r.advantages[:, None]
+        bonus = (self.alpha * scores.double() / a.abs()).clamp(max=1 / self.kappa)
+        w = torch.where(a != 0, 1 + a.sign() * bonus, 1.0)
+        return Weights(w.float(), 1 - 1 / self.kappa, 1 + 1 / self.kappa)
+
+
+@register("probability")
+class Probability(Method):
+    """``alpha p + 1 - alpha``: large gradients of improbable tokens do not drown those of probable ones."""
+
+    formula = "0.2 p + 0.8"
+    source = "advantage reweighting, arXiv 2505.12929 (zhyang2226/AR-Lopti, `verl/trainer/ppo/ray_trainer.py`, `both_linear`)"
+    reads = frozenset({OLD_LOG_PROBS})
+    alpha: float = option(0.2, "how much less an impossible token weighs than a certain one", gt=0, le=1)
+
+    def scores(self, r: Rollouts, of_pass: Scores | None) -> Scores:
+        return torch.exp(-surprisal(r))
+
+    def weights(self, scores: Scores, among: torch.Tensor, r: Rollouts) -> Weights:
+        return Weights((self.alpha * scores.double() + 1 - self.alpha).float())
+
+
+@register("high_entropy")
+class HighEntropy(Method):
+    """Only the tokens of highest entropy in the batch train; those of responses with advantage 0 are compared, too.
+
+    The paper's equation divides the loss by the number of all tokens, its code by that of the kept ones. The code cuts in each
+    micro-batch of the update with the current policy, and of equal entropies keeps as many as fit; here the whole batch has one
+    cut, by the policy before the update, and all that tie at it are kept, as in the equation."""
+
+    formula = "N / k on the k of the batch's N tokens with the highest H, else 0; rho = k / N = 0.2"
+    source = (
+        "80/20, arXiv 2506.01939 (Shenzhi-Wang/Beyond-the-80-20-Rule-RLVR, `verl/trainer/ppo/core_algos.py`, "
+        "`get_global_entropy_top_mask`)"
+    )
+    reads = frozenset({ENTROPY})
+    ranks_entropy = True
+    whole_batch = True
+    rho: float = option(0.2, "share of the batch's tokens that is kept, rounded up", gt=0, le=1)
+    denominator: Literal["selected", "all"] = option(
+        "selected", "what the loss is averaged over: the tokens kept (their weights are N / k), or all"
+    )
+
+    def scores(self, r: Rollouts, of_pass: Scores | None) -> Scores:
+        return entropy(r)
+
+    def weights(self, scores: Scores, among: torch.Tensor, r: Rollouts) -> Weights:
+        x = scores[among]
+        cut = x.kthvalue(len(x) - int(count_of_share(self.rho, among.sum())) + 1).values
+        kept = among & (scores >= cut)
+        return Weights(kept.float() * (len(x) / int(kept.sum()) if self.denominator == "selected" else 1.0))
+
+
+@register("stare")
+class Stare(Method):
+    """While the batch's mean entropy is low, the least probable tokens of correct responses weigh a little more (O1), and those of
+    incorrect ones less (C2). The code chooses in each mini-batch of the update; here once for the batch, of equal ones the
+    earlier."""
+
+    formula = (
+        "1.1 on the 10 % of the batch's tokens with A > 0 that have the lowest p, else 1 (C2: 0.9 on those with A < 0); 1 "
+        "where the batch's mean H is not below 0.3"
+    )
+    source = (
+        "arXiv 2606.19236, sections 4.1 to 4.3 (hp-luo/STARE, `verl/trainer/ppo/core_algos.py`, "
+        "`compute_stare_token_weights`); without the adaptive variant"
+    )
+    reads = frozenset({OLD_LOG_PROBS, ENTROPY})
+    whole_batch = True
+    variant: Literal["O1", "C2"] = option("O1", "O1 raises correct responses' tokens; C2 also lowers incorrect ones'")
+    threshold: float = option(0.3, "mean entropy in nats, as the loss takes it, from which on every weight is 1", gt=0)
+    share: float = option(0.1, "share of the tokens of either sign that is chosen, rounded up", gt=0, le=1)
+    strength: float = option(0.1, "how far the weights of the chosen tokens are from 1", gt=0, le=1)
+
+    def scores(self, r: Rollouts, of_pass: Scores | None) -> Scores:
+        return torch.where(entropy(r).isfinite(), surprisal(r), torch.nan)
+
+    def weights(self, scores: Scores, among: torch.Tensor, r: Rollouts) -> Weights:
+        w = torch.ones(scores.shape)
+        if not r.mean(torch.where(among, entropy(r), 0.0), among) < self.threshold:
+            return Weights(w)
+        for sign in (1,) if self.variant == "O1" else (1, -1):
+            candidates = among & (r.advantages.sign() == sign)[:, None]
+            count = count_of_share(self.share, candidates.sum())
+            chosen = top_tokens(scores.reshape(1, -1), candidates.reshape(1, -1), count).reshape(w.shape)
+            w = torch.where(chosen, 1 + sign * self.strength, w)
+        return Weights(w)
+
+
+@register("steer")
+class Steer(Method):
+    """Tokens whose update would change the entropy most weigh least, by the source's linear map. p and H there are those of the
+    moving policy, here those before the update: the same in the first mini-batch of a step with verl."""
+
+    formula = "from 1.2 at the batch's least e to 0.8 at its largest, linearly; e = |A (1 - p) (log p + H)|"
+    source = "arXiv 2510.10150 (zz-haooo/STEER, `verl/trainer/ppo/core_algos.py`, `compute_token_weights`, `linear`)"
+    reads = frozenset({OLD_LOG_PROBS, ENTROPY})
+    highest: float = option(1.2, "weight of the token that changes the entropy least", ge=1)
+    lowest: float = option(0.8, "weight of the token that changes the entropy most", ge=0, le=1)
+
+    def scores(self, r: Rollouts, of_pass: Scores | None) -> Scores:
+        s = surprisal(r)
+        return (r.advantages.double()[:, None] * (-torch.expm1(-s) * (entropy(r) - s))).abs()
+
+    def weights(self, scores: Scores, among: torch.Tensor, r: Rollouts) -> Weights:
+        x = scores[among].double()
+        if x.min() == x.max():
+            return Weights(torch.ones_like(scores))
+        place = (scores.double() - x.min()) / (x.max() - x.min())
+        return Weights((self.highest - (self.highest - self.lowest) * place).float())
+
+
+@register("polarity")
+class Polarity(Method):
+    """One weight for A > 0, one for A < 0: PSR is ``wrong=0``, NSR ``right=0``, W-REINFORCE ``right=0.1``. The paper finds NSR the
+    better half at pass@k; here, at toy scale, leaving wrong responses out helped accuracy (docs/evidence.md)."""
+
+    formula = "right where A > 0, wrong where A < 0 (both 1); with spread divided by the response's number of tokens"
+    source = (
+        "PSR, NSR and W-REINFORCE, arXiv 2506.01347 (TianHongZXY/RLVR-Decomposed, `verl/trainer/ppo/core_algos.py`, "
+        "`compute_psr_nsr_outcome_advantage`)"
+    )
+    right: float = option(1.0, "weight of responses with a positive advantage", ge=0)
+    wrong: float = option(1.0, "weight of responses with a negative advantage", ge=0)
+    spread: bool = option(False, "whether weights are divided by the response's number of tokens")
+    spread_over: Literal["both", "right", "wrong"] = option("both", "the responses in which spread=true divides")
+
+    def check(self) -> None:
+        if self.right == self.wrong == 0:
+            raise ValueError(
+                f"{self.section}.right=0 and {self.section}.wrong=0: nothing would train; give one a weight"
+            )
+
+    def scores(self, r: Rollouts, of_pass: Scores | None) -> Scores:
+        return r.advantages[:, None].expand(r.mask.shape)
+
+    def weights(self, scores: Scores, among: torch.Tensor, r: Rollouts) -> Weights:
+        right = r.advantages > 0
+        w = torch.where(right, self.right, self.wrong).double()
+        if self.spread:
+            divided = {"both": torch.ones_like(right), "right": right, "wrong": ~right}[self.spread_over]
+            w = torch.where(divided, w / r.mask.sum(dim=1).clamp(min=1), w)
+        return Weights(w.float()[:, None].expand(scores.shape))

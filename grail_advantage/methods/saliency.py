@@ -1,0 +1,146 @@
+"""GRAIL: a token matters as much as the model's own answer depends on its activation.
+
+Source: GRAIL (arXiv 2606.04889). The preset ``official`` is the published behaviour; ``robust`` chooses otherwise in these
+places, each an option of its own. It was not shown to train better, and trained worse under slips (docs/evidence.md).
+
+- tokens after the answer have exactly no gradient, and drag the statistics of the whole response down: ``statistics``;
+- the embedding at the predictor position is the *previous* token's: ``alignment``;
+- the reward function reads the last box: ``span``; and not the letters of ``\\boxed``: ``target``;
+- content weights hit responses that the gate excludes: ``content_outside_gate``;
+- the clip is not symmetric and the answer has weight 5, so that the sum of the response's weights grows: ``normalize_mass``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+
+from grail_advantage.data import Row, RowScores
+from grail_advantage.method import Mapped, option, register
+from grail_advantage.model.interface import Model, Range, saliency_step
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+OFFICIAL: dict[str, Any] = {"alignment": "predictor", "span": "first", "target": "span", "statistics": "response"}
+OFFICIAL |= {"content_outside_gate": True, "normalize_mass": False}
+ROBUST: dict[str, Any] = {"alignment": "token", "span": "last", "target": "content", "statistics": "reasoning"}
+ROBUST |= {
+    "content_outside_gate": False,
+    "normalize_mass": True,
+}  # the alignment: with the embeddings as the activation
+
+
+def align_scores(values: torch.Tensor, length: int, alignment: str) -> torch.Tensor:
+    """The values of positions as scores of response tokens, (length,).
+
+    Args:
+        values: of consecutive positions, the first being the first response token's predictor position. Positions after the last
+            one given have none and score 0: the answer does not depend on them.
+        alignment: ``predictor``: a token takes the value of the position before it; ``token``: of its own position.
+    """
+    own = values[0 if alignment == "predictor" else 1 :][:length]
+    return torch.cat([own, own.new_zeros(length - len(own))])
+
+
+class Saliency(Mapped):
+    """Score of a position: ``|| dL/dh * h ||_2`` with L the negative log-likelihood of :meth:`targets` and h the activation."""
+
+    uses = "saliency"
+    needs_answer = True
+    leaf: Literal["embeddings", "first", "middle", "last"] = option(
+        "embeddings",
+        "activation whose saliency is taken: the embeddings, or the output of the first, middle or last but one decoder block "
+        "(hidden states 1, n // 2 and n - 1 of n blocks)",
+    )
+    alignment: Literal["predictor", "token"] = option(
+        "predictor", "which position's saliency belongs to a token: the predictor position before it, or its own"
+    )
+
+    @property
+    def on_any_forward(self) -> bool:
+        """Whether the saliency can be taken on a forward that somebody else runs over the whole row."""
+        return type(self).run is Saliency.run and type(self).prepare is Saliency.prepare
+
+    def targets(self, row: Row) -> Range:
+        """The response tokens, as a half-open range, whose log-likelihood is differentiated."""
+        raise NotImplementedError(f"{type(self).__name__} has no targets()")
+
+    def target_positions(self, row: Row) -> Range:
+        """:meth:`targets` counted from the row's first token."""
+        start, end = self.targets(row)
+        return row.start + start, row.start + end
+
+    def prepare(self, row: Row, tokenizer: PreTrainedTokenizerBase) -> Row:
+        return replace(
+            row, tokens=row.tokens[: self.target_positions(row)[1]]
+        )  # nothing after the target can influence it
+
+    def of_row(self, row: Row, saliency: torch.Tensor, norms: torch.Tensor) -> RowScores:
+        """A response's scores from the saliency of its positions, the first being the one before the response."""
+        return RowScores(align_scores(saliency, row.length, self.alignment), norms)
+
+    def run(self, rows: Sequence[Row], model: Model) -> list[RowScores]:
+        found = model.micro_batches(
+            rows,
+            lambda micro: saliency_step(micro, [self.target_positions(row) for row in micro.rows], self.leaf),
+            gradients=True,
+        )
+        return [
+            self.of_row(row, *(values[row.start - 1 :] for values in of_row))
+            for row, of_row in zip(rows, found, strict=True)
+        ]
+
+
+@register("grail")
+class Grail(Saliency):
+    """GRAIL. An option left at ``None`` takes its preset's value, so that after construction none is ``None``."""
+
+    formula = "clip(1 + 0.5 z, 0.5, 5), z the response's standardised log || dL/dh * h ||; answer content 5"
+    source = "arXiv 2606.04889 (declare-lab/grail, `src/train/grail_trainer.py`, `compute_grail_weights`)"
+    cost = "1 on the selected responses; 2 where their forward cannot be shared"
+
+    preset: Literal["official", "robust"] = option(
+        "official", "official reproduces the published behaviour, robust chooses otherwise in several places"
+    )
+    gate: Literal["wrong", "correct", "all"] = option("wrong", "responses that get weights")
+    alignment: Literal["predictor", "token"] = option(
+        None, "which position's saliency belongs to a token, by the preset"
+    )
+    span: Literal["first", "last"] = option(None, "which complete answer of a response counts, by the preset")
+    target: Literal["span", "content"] = option(
+        None,
+        "tokens whose log-likelihood is differentiated: the whole span, or its content (the span where that is empty)",
+    )
+    statistics: Literal["response", "reasoning"] = option(None, "tokens that are scored and compared, by the preset")
+    weight_mean: float = option(1.0, "weight at the mean log score, of the answer's boundary and of all after it", ge=0)
+    weight_std: float = option(0.5, "weight added per standard deviation of the log score", gt=0)
+    weight_min: float = option(0.5, "lower clip of the weights", ge=0)
+    weight_max: float = option(5.0, "upper clip of the weights; at least weight_min", ge=0)
+    quantile: float = option(0.4, "reshaper=bilevel: share of the tokens with weight below 1", ge=0, le=1)
+    boost: float = option(2.0, "reshaper=bilevel: weight added from the quantile to the highest score", ge=0)
+    content_weight: float = option(None, "weight of the answer's content tokens; weight_max by default", ge=0)
+    content_outside_gate: bool = option(None, "whether answers outside the gate get content_weight, too; by the preset")
+    normalize_mass: bool = option(None, "whether a response's weighed tokens have weights that sum to their number")
+
+    def __init__(self, preset: str | None = None, **options: Any) -> None:
+        super().__init__(**options | {"preset": preset})
+
+    @classmethod
+    def completed(cls, given: dict[str, Any]) -> dict[str, Any]:
+        filled = (ROBUST if given.get("preset") == "robust" else OFFICIAL) | given
+        if "alignment" not in given and given.get("leaf", "embeddings") != "embeddings":
+            filled["alignment"] = "predictor"
+        return {"content_weight": filled.get("weight_max", 5.0)} | filled
+
+    def answer_weights(self) -> tuple[float, float, bool]:
+        return self.content_weight, self.weight_mean, self.content_outside_gate
+
+    def targets(self, row: Row) -> Range:
+        of = row.answer
+        if self.target == "content" and of.content_end > of.content_start:
+            return of.content_start, of.content_end
+        return of.start, of.end

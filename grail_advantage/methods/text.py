@@ -1,0 +1,187 @@
+"""Methods that read what a response says, and neither the model nor the error: ``pattern``, a control, and ``step_values``."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Literal
+
+import numpy as np
+import regex
+import torch
+
+from grail_advantage.answers.expressions import CONTENT, compile_expression, find_matches
+from grail_advantage.answers.text import TokenTexts, starts_of
+from grail_advantage.data import Rollouts
+from grail_advantage.maps import Weights
+from grail_advantage.method import Method, option, register
+
+NUMBERS_AFTER_EQUALS = r"=\s*(?P<content>[-+]?\$?\d+(?:,\d{3})*(?:\.\d+)?)"
+
+
+@register("pattern")
+class Pattern(Method):
+    """One weight on the tokens that an expression matches, another on the others, in the responses of the gate; one weight for all
+    other responses. By default only the numbers after an equals sign of correct responses train.
+
+    The expression is matched in the decoded response. A token is inside where it has a byte of what matches; its score is then 1,
+    else 0. A response on which the expression takes more than a second has weight 1. Put it beside ``control=true``."""
+
+    formula = (
+        "inside (1) on the tokens that match, outside (0) on the others; elsewhere (0) in responses outside the gate"
+    )
+    source = "control"
+    reads = frozenset({"tokens"})
+
+    expression: str = option(
+        NUMBERS_AFTER_EQUALS,
+        "regular expression in Python's syntax; with a group (?P<content>...) the group's text counts, else the match's",
+    )
+    inside: float = option(1.0, "weight of the tokens that match", ge=0)
+    outside: float = option(0.0, "weight of the others", ge=0)
+    gate: Literal["wrong", "correct", "all"] = option("correct", "responses that get weights")
+    elsewhere: Literal[0, 1] = option(0, "weight of the responses outside the gate")
+    control: bool = option(
+        False,
+        "whether as many tokens at random places of the response count in place of those that match; drawn by its content",
+    )
+
+    def check(self) -> None:
+        self._compiled()
+
+    def _compiled(self) -> regex.Pattern[str]:
+        return compile_expression(self.expression, f"{self.section}.expression")
+
+    def select(self, r: Rollouts) -> torch.Tensor:
+        """The responses outside the gate too, which get a weight of their own."""
+        return (r.advantages != 0) & r.valid
+
+    def scores(self, r: Rollouts, of_pass: torch.Tensor | None) -> torch.Tensor:
+        texts, expression, scores = TokenTexts(r.tokenizer), self._compiled(), torch.zeros(r.mask.shape)
+        for index in (self.select(r) & self.inside_gate(r)).nonzero().flatten().tolist():
+            tokens, mask = r.tokens[index].numpy(), r.mask[index].numpy()
+            inside = matched(texts(tokens), texts.have_bytes(tokens), expression)
+            if inside is None:
+                scores[index] = torch.nan
+                continue
+            inside &= mask
+            if self.control:
+                inside = at_random(int(inside.sum()), mask, tokens)
+            scores[index] = torch.from_numpy(inside).float()
+        return scores
+
+    def weights(self, scores: torch.Tensor, among: torch.Tensor, r: Rollouts) -> Weights:
+        of_gate = torch.where(scores > 0, self.inside, self.outside)
+        return Weights(torch.where(self.inside_gate(r)[:, None], of_gate, float(self.elsewhere)))
+
+
+def matched(texts: Sequence[str], have_bytes: np.ndarray, expression: regex.Pattern[str]) -> np.ndarray | None:
+    """bool (T,): the tokens that match; ``None`` where that takes too long.
+
+    Args:
+        texts: of the tokens. A character in several tokens belongs to the last of them.
+        have_bytes: bool (T,); a token without text has the first bytes of the next character, and is inside where that is.
+        expression: compiled.
+    """
+    text = "".join(texts)
+    matches = find_matches(expression, text)
+    if matches is None:
+        return None
+    inside: np.ndarray = np.zeros(len(text) + 1, dtype=bool)  # of each character
+    group = CONTENT if CONTENT in expression.groupindex else 0
+    for match in matches:
+        inside[slice(*match.span(group))] = True  # of a group that took no part (-1, -1), nothing
+    lengths, starts = np.array([len(piece) for piece in texts], dtype=np.int64), starts_of(texts)
+    before = np.concatenate([[0], np.cumsum(inside)])
+    return have_bytes & (before[starts + np.maximum(lengths, 1)] > before[starts])
+
+
+def at_random(count: int, mask: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+    """bool (T,): that many tokens of the mask, the same for the same tokens."""
+    seed = int.from_bytes(hashlib.sha256(tokens[mask].astype("<i8").tobytes()).digest()[:8])
+    chosen: np.ndarray = np.zeros(len(mask), dtype=bool)
+    chosen[np.random.default_rng(seed).choice(np.flatnonzero(mask), count, replace=False)] = True
+    return chosen
+
+
+State = tuple[int, str]
+"""Place and result of a step."""
+_NUMBER = regex.compile(r"(?:(?<![\w)\]}])[-+])?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?")
+"""A sign right after a word or a closing bracket is an operator: ``10-3`` is 10 and 3. Commas only part thousands: ``(3,4)`` is 3 and
+4."""
+
+
+@register("step_values")
+class StepValues(Method):
+    """Token advantages of either sign, from how often the group's responses through the same intermediate results were correct.
+
+    A response is cut into steps. The state after a step is the step's place and its result: its last number, or its text where it has
+    none. ``V(state)`` is the mean advantage of the group's responses that pass through it, shrunk towards the group's mean; a step's
+    tokens get ``A_t = V(after) - V(before)``, with 0 at the start and the response's A at the end, so that its steps sum to A. A last
+    step counts in no state. Responses whose group has one outcome only get 0, and masked ones count in no mean. It needs prompts
+    whose responses write one step a line, and several responses a prompt."""
+
+    formula = "A_t = V(after) - V(before), V the mean A of the group's responses with the same result at the same step"
+    source = "this project"
+    reads = frozenset({"groups", "tokens"})
+    gives = "advantages"
+
+    separator: str = option(r"\n+", "regular expression that ends a step, in Python's syntax")
+    shrink: float = option(
+        1.0, "responses of the group's mean that are added to each state's mean; 0 trusts single responses", ge=0
+    )
+
+    def check(self) -> None:
+        self._compiled()
+
+    def _compiled(self) -> regex.Pattern[str]:
+        return compile_expression(self.separator, f"{self.section}.separator")
+
+    def select(self, r: Rollouts) -> torch.Tensor:
+        """All responses that train of groups in which any advantage differs from 0."""
+        matters = torch.isin(r.groups, r.groups[r.advantages != 0])
+        return r.trains & matters
+
+    def scores(self, r: Rollouts, of_pass: torch.Tensor | None) -> torch.Tensor:
+        texts, separator = TokenTexts(r.tokenizer), self._compiled()
+        advantages, groups = r.advantages.double().tolist(), r.groups.tolist()
+        chosen = self.select(r).nonzero().flatten().tolist()
+        tokens = {index: r.tokens[index].numpy() for index in chosen}
+        steps = {index: cut(texts(ids), texts.have_bytes(ids), separator) for index, ids in tokens.items()}
+        through: dict[tuple[int, State], list[float]] = defaultdict(list)
+        for index in chosen:
+            for state in steps[index][1][:-1]:
+                through[groups[index], state].append(advantages[index])
+        scores = torch.zeros(r.mask.shape, dtype=torch.float64)
+        for index, (of_tokens, states) in steps.items():
+            passed = [through[groups[index], state] for state in states[:-1]]
+            values = [0.0, *(sum(of) / (len(of) + self.shrink) for of in passed), advantages[index]]
+            scores[index] = torch.from_numpy(np.diff(values)[of_tokens])
+        return scores
+
+
+def cut(texts: Sequence[str], have_bytes: np.ndarray, separator: regex.Pattern[str]) -> tuple[np.ndarray, list[State]]:
+    """The step of each token, int (T,), and the state after each step, of which the last is the end.
+
+    A token belongs to the step in which its first character is, one without bytes to the step before it. A response that takes too long
+    to cut is one step.
+    """
+    text = "".join(texts)
+    ends = [match.end() for match in find_matches(separator, text) or ()]
+    ends = [end for end in dict.fromkeys(ends) if 0 < end < len(text)]
+    first: np.ndarray = np.minimum(starts_of(texts) - ~have_bytes, len(text) - 1)
+    steps = np.asarray(np.searchsorted(np.array(ends, dtype=np.int64), first, side="right"))
+    pieces = zip([0, *ends], [*ends, None], strict=True)
+    return steps, [(place, result(text[start:end])) for place, (start, end) in enumerate(pieces)]
+
+
+def result(step: str) -> str:
+    """A step's last number without separators and superfluous zeros, else its text with single spaces."""
+    numbers = _NUMBER.findall(step)
+    if not numbers:
+        return " ".join(step.split())
+    sign = "-" if numbers[-1].startswith("-") else ""
+    whole, _, part = numbers[-1].lstrip("+-").replace(",", "").partition(".")
+    whole, part = whole.lstrip("0") or "0", part.rstrip("0")
+    return sign * (whole != "0" or bool(part)) + whole + (f".{part}" if part else "")

@@ -1,0 +1,518 @@
+"""Credit by turn: every turn gets an advantage of its own, of either sign.
+
+A *turn* is a maximal run of tokens that the model wrote; what a tool or a user said is between two turns and trains nothing. A
+*session* is one conversation: one response, or several whose turns follow each other, as where the context was compressed. Its outcome,
+the reward of its last response, counts once.
+
+A method has one function, :meth:`TurnMethod.advantages`, over the sessions of one prompt; :func:`turn_advantages` is the same on plain
+lists, for any trainer. docs/turns.md says which methods are biased, and shows it. Shape: K turns of one session.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import defaultdict
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from grail_advantage.data import OLD_LOG_PROBS, Rollouts, runs, within_range
+from grail_advantage.method import Method, build, option, register
+
+BIAS_OF_DISCOUNT = (
+    "returns are discounted, which biases the gradient of the mean reward: by 0.10 of its length with 0.9 and 0.42 with 0.5, "
+    "beside a smaller scale, in an environment that was enumerated (docs/turns.md)"
+)
+BIAS_OF_MASKING = (
+    "the policy decides with its turns which responses are cut off and train nothing, which biases the gradient: by 0.27 of "
+    "its length with the answers to 20 % of calls cut off, in an environment that was enumerated (docs/turns.md)"
+)
+GAMMA = "discount from one turn to the next in the return of a turn"
+DEVIATION = "whether differences from a mean are divided by the deviation of what it was taken over, as in GRPO"
+logger = logging.getLogger(__name__)
+Rewards = Sequence[float | Sequence[float | None] | None]
+"""Of a conversation's turns: a number, ``None`` for no reward, or a list of these for several calls of a turn."""
+
+
+@dataclass(frozen=True)
+class Session:
+    """The turns of one session, as a method sees them."""
+
+    key: str
+    """The host's name for it, for messages."""
+    group: Hashable
+    """The same for sessions of one prompt."""
+    outcome: float
+    rewards: np.ndarray
+    """float64 (K,); by turn, without the outcome."""
+    before: Sequence[Hashable] = ()
+    """What a tool or a user said before each turn, as token ids; nothing before the first. Of a method that reads ``messages``."""
+    turns: Sequence[tuple[int, int, int]] = ()
+    """Response, first token and end of each; none in :func:`turn_advantages`."""
+    log_probs: Sequence[np.ndarray] = ()
+    """float32; of each turn's tokens under the policy before the update. Of a method that reads ``old_log_probs``."""
+    fields: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    """By name those that the method reads: one value for each response of the session."""
+
+    def returns(self, gamma: float, *, outcome: bool) -> np.ndarray:
+        """float64 (K,): the reward of each turn and the discounted ones of the turns after it, with the outcome in the last."""
+        g = self.rewards.copy()
+        g[-1] += self.outcome if outcome else 0.0
+        for k in range(len(g) - 2, -1, -1):
+            g[k] += gamma * g[k + 1]
+        return g
+
+
+def compare(
+    values: Sequence[np.ndarray], keys: Sequence[Sequence[Any]], *, deviation: bool, epsilon: float = 1e-6
+) -> list[np.ndarray]:
+    """Values of turns less the mean of those with the same key; 0 for a key of only one turn.
+
+    Args:
+        values: float (K,) for each session.
+        keys: what each of these turns is compared under, such as its place.
+        deviation: whether to divide by the deviation, with n - 1, plus ``epsilon``, as verl's GRPO does it.
+    """
+    alike: dict[Any, list[float]] = defaultdict(list)
+    for of, under in zip(values, keys, strict=True):
+        for value, key in zip(of, under, strict=True):
+            alike[key].append(value)
+    mean = {key: np.mean(of) for key, of in alike.items()}
+    spread = {key: np.std(of, ddof=1) + epsilon if deviation and len(of) > 1 else 1.0 for key, of in alike.items()}
+    return [
+        np.array([(value - mean[key]) / spread[key] for value, key in zip(of, under, strict=True)])
+        for of, under in zip(values, keys, strict=True)
+    ]
+
+
+# ----------------------------------------------------------------------------------------------------------- rewards by turn
+
+
+class UncertainError(ValueError):
+    """A session that cannot be compared with others, and trains nothing; the message says why."""
+
+
+def rewards_by_turn(
+    lists: Sequence[Any], turns: Sequence[int], align: str = "turns", *, differences: bool = False
+) -> np.ndarray:
+    """The rewards of a session's turns, float64 (K,).
+
+    Example: for one response of three turns ``[[0.5, None, [1, 1]]]`` gives ``[0.5, 0, 2]``: the second turn has no reward, the third
+    made two calls. With ``differences`` ``[[0.2, None, 0.5]]`` gives ``[0.2, 0, 0.3]``.
+
+    Args:
+        lists: one for each response of the session, of its own turns; where the last response alone has one that is not ``None``, the
+            whole session's. A list has a number, ``None``, or a list of these for the calls of a turn.
+        turns: of each response.
+        align: what a list without lists in it holds, see :attr:`TurnMethod.align`.
+        differences: whether the numbers are scores of the state after a turn, of which the differences are the rewards.
+
+    Raises:
+        UncertainError: a number that is not finite, or one of no certain turn.
+        ValueError: something else than such a list, or one of another length.
+    """
+    if all(one is None for one in lists[:-1]):
+        lists, turns = lists[-1:], [sum(turns)]
+    calls = [of for one, count in zip(lists, turns, strict=True) for of in _calls(one, count, align)]
+    if not differences:
+        return np.array([sum(of) for of in calls], dtype=np.float64)
+    scores = [0.0]
+    for of in calls:
+        scores.append(of[-1] if of else scores[-1])
+    return np.diff(scores)
+
+
+def _plain(value: Any) -> Any:
+    return value.tolist() if isinstance(value, np.ndarray) else value
+
+
+def _has_lists(given: Any) -> bool:
+    return given is not None and any(isinstance(entry, list | tuple | np.ndarray) for entry in given)
+
+
+def calls_of(given: Any) -> list[list[float]]:
+    """The numbers of each entry of a list of rewards; the errors are those of :func:`rewards_by_turn`."""
+    entries = [] if given is None else _plain(given)
+    if not isinstance(entries, list | tuple):
+        raise ValueError(f"has {given!r}; give it a list with a number, None or a list of numbers for each turn")
+    calls = []
+    for entry in map(_plain, entries):
+        found = [one for one in (entry if isinstance(entry, list | tuple) else [entry]) if one is not None]
+        if not all(isinstance(one, int | float | np.number) for one in found):
+            raise ValueError(f"has the reward {entry!r}; give a number, None or a list of numbers for each turn")
+        if not within_range(np.array(found, dtype=np.float64)).all():
+            raise UncertainError(f"has the reward {entry!r}, which is not finite or too large")
+        calls.append(list(map(float, found)))
+    return calls
+
+
+def rewards_label(given: Any) -> list[Any]:
+    """A list of rewards for the dump's label ``turn_rewards``: numbers, ``None``, and lists of a turn's calls; empty where it is none."""
+    try:
+        calls = calls_of(given)
+    except ValueError:
+        return []
+    return calls if _has_lists(given) else [of[0] if of else None for of in calls]
+
+
+def list_a_turn(given: Any, turns: int) -> Any:
+    """A flat list of as many rewards as turns, as a list for each turn: ``[0.5, 1]`` of two turns is ``[[0.5], [1]]``. Anything else as
+    it is. For a host in which no turn makes two calls, and the last turn's call may have no answer."""
+    entries = _plain(given)
+    flat = isinstance(entries, list | tuple) and not _has_lists(entries)
+    return [[one] for one in entries] if flat and len(entries) == turns else given
+
+
+def _calls(given: Any, turns: int, align: str) -> list[list[float]]:
+    """The numbers of each turn of one list."""
+    calls, flat = calls_of(given), not _has_lists(given)
+    if align == "calls" and flat and turns == 1:
+        calls = [[one for of in calls for one in of]]  # there is no other turn
+    elif align == "calls" and flat and len(calls) >= turns:
+        raise UncertainError(
+            f"has {turns} turns and the {len(calls)} rewards {given!r}, by two calls in one turn or a last call without an answer, so "
+            "that it is not certain which turn each belongs to; give a list for each turn, such as [[1, 0.5], [0]], or with "
+            "align=turns one number for each"
+        )
+    fits = (turns,) if align == "turns" and flat else (turns - 1, turns)
+    if len(calls) not in fits:
+        raise ValueError(
+            f"has {turns} turns and the {len(calls)} rewards {given!r}, where align={align} wants {' or '.join(map(str, fits))}; with "
+            "turns it is one a turn, with calls one for each turn that a tool answered, and with rewards='' the outcome counts alone"
+        )
+    return calls + [[]] * (turns - len(calls))
+
+
+# --------------------------------------------------------------------------------------------------------------- the methods
+
+
+class TurnMethod(Method):
+    """Base of the methods by turn. A session with a number that is not finite, or one of no certain turn, is compared with no other and
+    trains nothing."""
+
+    reads = frozenset({"groups", "tokens", "rewards", "sessions"})
+    gives = "advantages"
+    without_scores = "nothing"
+
+    rewards: str = option(
+        "tool_rewards",
+        "field of the batch with each response's list of rewards by turn: from the reward function, the agent loop or the data; empty "
+        "for none, so that only the outcome counts",
+    )
+    align: Literal["calls", "turns"] = option(
+        "calls",
+        "how many rewards a response with K turns brings. turns: K. calls: one for each tool call, so K - 1 if each turn but the last "
+        "makes one. With 3 turns, 3 or more rewards are ambiguous (two calls in a turn, or a last call without an answer), and the "
+        "response trains nothing; with 1 turn, a list for each turn's calls, or 3 rewards in verl's own agent loop with "
+        "max_parallel_calls=1, nothing is ambiguous",
+    )
+    differences: bool = option(
+        False, "whether the list holds scores of the state after each turn, of which the differences are the rewards"
+    )
+    mask_truncated: bool = option(
+        False,
+        "advantage 0 for a response that hit the length limit; it biases the gradient where the policy decides when to stop",
+    )
+    outcome: bool = option(True, "whether the response's own reward counts, with its last turn")
+
+    @property
+    def field_names(self) -> list[str]:
+        return [*super().field_names, *([self.rewards] if self.rewards else [])]
+
+    def advantages(self, sessions: Sequence[Session]) -> list[np.ndarray]:
+        """Of the turns of one prompt's sessions, float (K,) each."""
+        raise NotImplementedError(f"{type(self).__name__} has no advantages()")
+
+    def by_groups(self, sessions: Sequence[Session]) -> list[np.ndarray]:
+        """:meth:`advantages` of the sessions of each group, in the order of the sessions."""
+        groups: dict[Hashable, list[int]] = defaultdict(list)
+        for place, session in enumerate(sessions):
+            groups[session.group].append(place)
+        found: dict[int, np.ndarray] = {}
+        for places in groups.values():
+            found |= zip(places, self.advantages([sessions[place] for place in places]), strict=True)
+        return [found[place] for place in range(len(sessions))]
+
+    def select(self, r: Rollouts) -> torch.Tensor:
+        """All responses that train, but those whose advantages are all 0."""
+        if OLD_LOG_PROBS in self.reads:  # they come after the selection
+            return r.trains
+        scores, _ = self._scores(r)
+        return r.trains & ((r.advantages != 0) | (scores != 0).any(dim=1))
+
+    def scores(self, r: Rollouts, of_pass: torch.Tensor | None) -> torch.Tensor:
+        """The token advantages; NaN in a session that trains nothing."""
+        scores, out = self._scores(r)
+        for key, reason in list(out.items())[:1]:
+            logger.warning(
+                "%s: %d sessions train nothing. %s.rewards=%s: response %s %s",
+                *(self.name, len(out), self.section, self.rewards, key, reason),
+            )
+        return scores
+
+    def _scores(self, r: Rollouts) -> tuple[torch.Tensor, dict[str, str]]:
+        """The token advantages, and why sessions have none, by their keys."""
+        scores, sessions, out = torch.zeros(r.mask.shape, dtype=torch.float64), [], {}
+        written, columns = (r.tokens >= 0).numpy(), r.columns.get(OLD_LOG_PROBS)
+        for indices in r.conversations:
+            of_responses = [[(index, *edges) for edges in runs(written[index])] for index in indices]
+            turns = [turn for of in of_responses for turn in of]
+            if not turns:
+                continue
+            last, counts, align = indices[-1], list(map(len, of_responses)), self.align
+            lists = [r.fields[self.rewards][index] for index in indices] if self.rewards else [[None] * len(turns)]
+            if not self.rewards:
+                counts, align = [len(turns)], "turns"
+            try:
+                session = _session(
+                    self, r.keys[last], int(r.groups[last]), float(r.rewards[last]), lists, counts, align
+                )
+            except UncertainError as reason:
+                out[r.keys[last]] = str(reason)
+                scores[indices] = torch.nan
+                continue
+            except ValueError as error:
+                raise ValueError(f"{self.section}.rewards={self.rewards}: response {r.keys[last]} {error}") from None
+            known = [] if columns is None else [columns[i, a:b].float().numpy() for i, a, b in turns]
+            fields = {name: [r.fields[name][index] for index in indices] for name in self.field_names}
+            before = _before(r, of_responses) if "messages" in self.reads else ()
+            sessions.append(replace(session, before=before, turns=turns, log_probs=known, fields=fields))
+        for session, of_turns in zip(sessions, self.by_groups(sessions), strict=True):
+            for (index, start, stop), advantage in zip(session.turns, of_turns, strict=True):
+                scores[index, start:stop] = float(advantage)
+        return scores, out
+
+
+def _before(r: Rollouts, of_responses: Sequence[Sequence[tuple[int, int, int]]]) -> list[Hashable]:
+    """Of a further response nobody knows the prompt here: its first turn is like no other."""
+    found: list[Hashable] = []
+    for place, turns in enumerate(of_responses):
+        found += [f"response {turns[0][0]}" if place else ()] * bool(turns)
+        found += [tuple(r.responses[one[0]][one[2] : after[1]].tolist()) for one, after in pairwise(turns)]
+    return found
+
+
+def _session(
+    method: TurnMethod, key: str, group: Hashable, outcome: float, lists: Any, counts: Sequence[int], align: str
+) -> Session:
+    if not within_range(np.float64(outcome)):
+        raise UncertainError(f"has the outcome {outcome}, which is not finite or too large")
+    return Session(key, group, outcome, rewards_by_turn(lists, counts, align, differences=method.differences))
+
+
+@register("turn_rloo")
+class TurnRloo(TurnMethod):
+    """Unbiased, as shown by enumeration, at gamma=1 and with a loss that divides by a constant such as ``seq-mean-token-sum-norm``:
+    either baseline reads the siblings alone, so it does not depend on the session's own choices, such as when to stop. Nothing is
+    divided by a deviation. Responses of one turn get RLOO's advantage."""
+
+    formula = "A_k = G_k - mean of G_k over the siblings with a turn k, G_k the return from turn k on"
+    source = "this project; verl#7244 describes the bias that it avoids"
+    gamma: float = option(1.0, GAMMA, ge=0, le=1)
+    stopped: Literal["left_out", "zero"] = option(
+        "left_out",
+        "siblings that have stopped before a turn: left_out of its mean, or counted as zero, since they earn nothing more; both are "
+        "unbiased",
+    )
+
+    def advantages(self, sessions: Sequence[Session]) -> list[np.ndarray]:
+        returns = [session.returns(self.gamma, outcome=self.outcome) for session in sessions]
+        siblings, longest = max(1, len(returns) - 1), max(map(len, returns))
+        g = np.array([np.pad(of, (0, longest - len(of))) for of in returns])
+        counts = np.array([np.arange(longest) < len(of) for of in returns]).sum(axis=0) - 1
+        sums = g.sum(axis=0) - g
+        mean = sums / siblings
+        if self.stopped == "left_out":  # where no sibling has the turn, the mean of their first ones
+            mean = np.where(counts > 0, sums / counts.clip(min=1), mean[:, :1])
+        a = g - mean
+        a[abs(a) <= 1e-13 * abs(g).max()] = 0.0  # rounding: siblings with the same returns have 0, and are left out
+        return [a[place, : len(of)] for place, of in enumerate(returns)]
+
+
+@register("mt_grpo")
+class MtGrpo(TurnMethod):
+    """The first turn is credited with what the calls earned, all turns with the outcome; each normalised over all responses to the
+    prompt. The code is for one call: biased where later turns call too, as shown by enumeration. Responses of one turn get GRPO's
+    advantage."""
+
+    formula = (
+        "A_1 = norm(O) + alpha norm(T), later norm(O), without a call norm(T + O); T the calls' rewards, O the outcome"
+    )
+    source = (
+        "arXiv 2505.11821, by its authors' code (SiliangZeng/Multi-Turn-RL-Agent, `verifiers/trainers/mt_grpo_env_trainer.py`, "
+        "`_assign_advantages` with `aae`)"
+    )
+    alpha: float = option(1.0, "how much the rewards by turn count for the first turn", ge=0)
+    deviation: bool = option(True, DEVIATION)
+
+    def advantages(self, sessions: Sequence[Session]) -> list[np.ndarray]:
+        def norm(values: Sequence[float]) -> list[float]:
+            each, one = [np.array([value]) for value in values], [["response"]] * len(values)
+            return [float(of[0]) for of in compare(each, one, deviation=self.deviation, epsilon=1e-4)]
+
+        t = [float(s.rewards[:-1].sum()) for s in sessions]
+        o = [s.rewards[-1] + (s.outcome if self.outcome else 0.0) for s in sessions]
+        found = []
+        for s, of_t, of_o, both in zip(sessions, norm(t), norm(o), norm(np.add(t, o).tolist()), strict=True):
+            found.append(np.full(len(s.rewards), of_o))
+            found[-1][0] = of_o + self.alpha * of_t if len(s.rewards) > 1 else both
+        return found
+
+
+@register("gigpo")
+class Gigpo(TurnMethod):
+    """GRPO's advantage, plus that of a turn among the group's turns after the same message. Biased where the policy decides when to
+    stop, as shown by enumeration. Responses of one turn get ``1 + omega`` times GRPO's advantage.
+
+    Its authors' code differs in four ways. An observation there is the environment's alone, and may be the first one again; here it is
+    the message before the turn, by its token ids. It groups similar texts, if asked. A group of one session keeps its raw score; here
+    it has 0. Its ``run_search.sh`` counts a session once for each of its turns in the group's mean, and punishes invalid calls."""
+
+    formula = "A_k = A + omega (G_k - mean) / deviation, over the group's turns after the same observation"
+    source = (
+        "arXiv 2505.10978, by its authors' code (langfengQ/DrMAS at 3b556f2, `gigpo/core_gigpo.py`, which names equations 3 and 5 to 8 "
+        "of the paper; defaults of its `examples/gigpo_trainer/run_search.sh`)"
+    )
+    reads = TurnMethod.reads | {"messages"}
+    omega: float = option(1.0, "how much the comparison after the same observation counts", ge=0)
+    gamma: float = option(0.95, GAMMA, ge=0, le=1)
+    deviation: bool = option(True, DEVIATION)
+
+    def advantages(self, sessions: Sequence[Session]) -> list[np.ndarray]:
+        sums = [s.returns(1.0, outcome=self.outcome)[:1] for s in sessions]
+        episode = compare(sums, [["session"]] * len(sums), deviation=self.deviation)
+        returns = [s.returns(self.gamma, outcome=self.outcome) for s in sessions]
+        step = compare(returns, [s.before for s in sessions], deviation=self.deviation)
+        return [e + self.omega * of for e, of in zip(episode, step, strict=True)]
+
+
+@register("gtpo")
+class Gtpo(TurnMethod):
+    """Biased where the policy decides when to stop, as shown by enumeration: the mean holds the session's own return. Responses of one
+    turn get GRPO's advantage; a turn that no other session has gets 0."""
+
+    formula = "A_k = (G_k - mean) / deviation, G_k the discounted return, over the group's sessions with a turn k"
+    source = (
+        "arXiv 2511.14846, of which the abstract was read; the formula and gamma are those of a published summary of arXiv 2604.02869 "
+        "(there equation 2), the comparison by place is chosen here"
+    )
+    gamma: float = option(0.9, GAMMA, ge=0, le=1)
+    deviation: bool = option(True, DEVIATION)
+
+    def advantages(self, sessions: Sequence[Session]) -> list[np.ndarray]:
+        returns = [s.returns(self.gamma, outcome=self.outcome) for s in sessions]
+        return compare(returns, [range(len(of)) for of in returns], deviation=self.deviation)
+
+
+# --------------------------------------------------------------------------------------------------------------- plain lists
+
+
+def turn_advantages(
+    rewards: Sequence[Rewards],
+    outcomes: Sequence[float | None],
+    groups: Sequence[Hashable],
+    *,
+    method: str | TurnMethod = "turn_rloo",
+    sessions: Sequence[Hashable] | None = None,
+    before: Sequence[Sequence[Hashable]] | None = None,
+    keys: Sequence[str] | None = None,
+    **options: Any,
+) -> list[list[float]]:
+    """An advantage for each turn of each row.
+
+    Example: two conversations of one prompt, the first of three turns, one of which made two calls.
+
+    >>> turn_advantages([[0.5, [1.0, 1.0], None], [0.0]], outcomes=[1.0, 0.0], groups=["p", "p"])
+    [[3.5, 3.0, 1.0], [-3.5]]
+
+    A row is one sample of the trainer. Where a conversation has several, as after its context was compressed, they have the same
+    session and are in order: their turns follow each other, and the last row's outcome counts once.
+
+    Args:
+        rewards: of each row's turns, as many entries as the model took turns.
+        outcomes: each row's own reward, which counts with the last turn; ``None`` for 0.
+        groups: which rows answer the same prompt.
+        method: of turns, by name or with its options: ``turn_rloo``, ``mt_grpo``, ``gtpo``, ``gigpo`` or a registered one.
+        sessions: which rows are one conversation; by default each is one.
+        before: what was observed before each turn of each row, for ``gigpo``.
+        keys: names of the rows, for messages; by default their places.
+        options: of a method by name, such as ``gamma=0.9``; ``differences=True`` for scores of states in place of rewards.
+
+    Returns:
+        A list of the length of each row's rewards. A conversation with a number that is not finite has 0 on all turns: it trains
+        nothing, is compared with no other, and is warned of.
+
+    Raises:
+        ValueError: an argument that does not fit, naming it and the row.
+    """
+    lists = {"outcomes": outcomes, "groups": groups, "sessions": sessions, "before": before, "keys": keys}
+    for name, values in lists.items():
+        if values is not None and len(values) != len(rewards):
+            raise ValueError(f"{name} must be one a row, {len(rewards)} of them; got {len(values)}")
+    for row, of in enumerate(rewards):
+        if not isinstance(of, list | tuple | np.ndarray):
+            raise ValueError(
+                f"rewards: row {row} has {of!r}; give it a list with an entry for each turn, None for none"
+            )
+    m = build(method, options) if isinstance(method, str) else method
+    if not isinstance(m, TurnMethod):
+        raise ValueError(f"method={method!r} gives no advantages of turns; choose one of turns, such as 'turn_rloo'")
+    if "messages" in m.reads and before is None:
+        raise ValueError(f"{m.name} compares turns after the same observation; pass before=")
+    rows_of: dict[Hashable, list[int]] = defaultdict(list)
+    for row in range(len(rewards)):
+        rows_of[(groups[row], sessions[row]) if sessions is not None else row].append(row)
+    found, members, rows_of_members = [[0.0] * len(of) for of in rewards], [], []
+    for rows in rows_of.values():
+        counts, last = [len(rewards[row]) for row in rows], rows[-1]
+        if not sum(counts):
+            continue
+        key = keys[last] if keys is not None else str(last)
+        own, outcome = [rewards[row] for row in rows], float(outcomes[last] or 0.0)
+        try:
+            session = _session(m, key, groups[last], outcome, own, counts, "turns")
+        except UncertainError as reason:
+            logger.warning("%s: row %s trains nothing: it %s", m.name, key, reason)
+            continue
+        except ValueError as error:
+            raise ValueError(f"rewards: row {key} {error}") from None
+        observed = [one for row in rows for one in before[row]] if before is not None else []
+        if before is not None and len(observed) != sum(counts):
+            raise ValueError(
+                f"before: row {key} has {sum(counts)} turns and {len(observed)} observations; give one a turn"
+            )
+        members.append(replace(session, before=observed))
+        rows_of_members.append(rows)
+    for rows, of_session in zip(rows_of_members, m.by_groups(members), strict=True):
+        left = iter(np.asarray(of_session, dtype=np.float64).tolist())
+        for row in rows:
+            found[row] = [next(left) for _ in rewards[row]]
+    return found
+
+
+def turns_to_tokens(advantages: Sequence[float], mask: Sequence[int]) -> list[float]:
+    """A row's turn advantages on its tokens, 0 where the model did not write.
+
+    >>> turns_to_tokens([3.5, -1.0], [1, 1, 0, 0, 1])
+    [3.5, 3.5, 0.0, 0.0, -1.0]
+
+    Args:
+        advantages: of the row's turns.
+        mask: 1 on the tokens that the model wrote; a turn is a run of these.
+
+    Raises:
+        ValueError: another number of runs than of advantages.
+    """
+    ranges = runs(np.asarray(mask))
+    if len(ranges) != len(advantages):
+        raise ValueError(
+            f"mask has {len(ranges)} runs of tokens that the model wrote, advantages are {len(advantages)} turns'"
+        )
+    values = [0.0] * len(mask)
+    for (start, stop), advantage in zip(ranges, advantages, strict=True):
+        values[start:stop] = [float(advantage)] * (stop - start)
+    return values
