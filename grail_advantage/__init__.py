@@ -2,6 +2,7 @@
 
 Needs torch, transformers, numpy and pydantic alone; the part for verl is in :mod:`grail_advantage.verl_ext`.
 """
+# ruff: noqa: F401
 
 __version__ = "0.2.0.dev0"
 
@@ -34,7 +35,7 @@ _MODULES = {
     "methods.turns": "turn_advantages turns_to_tokens",
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names.split()}
-__all__ = sorted(_MODULE_OF)  # type: ignore[unsupported-dunder-all]
+__all__ = [*_MODULE_OF]
 
 
 def __getattr__(name: str) -> Any:

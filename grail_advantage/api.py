@@ -11,7 +11,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from grail_advantage.answers.format import BOXED, AnswerFormat, answer_format
@@ -36,91 +36,85 @@ MOST_UNKNOWN = 0.1
 class TokenWeights:
     """Result of :func:`compute_token_weights`."""
 
-    weights: torch.Tensor
-    """(B, L) float32; 0 outside the response."""
-    scores: torch.Tensor
-    """(B, L) float32, aligned to tokens; NaN where none was computed."""
-    spans: list[AnswerSpan | None]
-    """Answer spans, relative to each response's first token."""
-    stats: dict[str, float]
-    """Figures of the batch, see :data:`grail_advantage.metrics.METRICS`."""
-    advantages: torch.Tensor
-    """(B, L) float32; the token advantages ``A_t``, 0 outside the response."""
-    selected: torch.Tensor
-    """(B,) bool; the responses that the method scored."""
-    failed: torch.Tensor
-    """(B,) bool; scored responses that have weight 1 because a score of theirs is not finite."""
+    weights: Tensor  # (B, L) float32; 0 outside the response
+    scores: Tensor  # (B, L) float32, aligned to tokens; NaN where none was computed
+    spans: list[AnswerSpan | None]  # relative to each response's first token
+    stats: dict[str, float]  # figures of the batch, see grail_advantage.metrics
+    advantages: Tensor  # (B, L) float32; the token advantages A_t, 0 outside the response
+    selected: Tensor  # (B,) bool; the responses that the method scored
+    failed: Tensor  # (B,) bool; scored responses that have weight 1 because a score of theirs is not finite
 
 
 def compute_token_weights(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    input_ids: torch.Tensor,
-    attention_mask: torch.Tensor,
-    response_mask: torch.Tensor,
-    advantages: torch.Tensor,
+    input_ids: Tensor,
+    attention_mask: Tensor,
+    response_mask: Tensor,
+    advantages: Tensor,
     config: Method,
     *,
     temperature: float = 1.0,
-    old_log_probs: torch.Tensor | None = None,
-    entropy: torch.Tensor | None = None,
-    groups: torch.Tensor | None = None,
+    old_log_probs: Tensor | None = None,
+    entropy: Tensor | None = None,
+    groups: Tensor | None = None,
     examples: Sequence[Example] | None = None,
-    masked: torch.Tensor | None = None,
+    masked: Tensor | None = None,
     fields: Mapping[str, Sequence[Any]] | None = None,
-    rewards: torch.Tensor | None = None,
+    rewards: Tensor | None = None,
     process_group: ProcessGroup | None = None,
     step: int = 0,
-    aggregate: Callable[[torch.Tensor, torch.Tensor], float] = token_mean,
+    aggregate: Callable[[Tensor, Tensor], float] = token_mean,
     answer: str | AnswerFormat = BOXED,
     tokens: int = FORWARD_TOKENS,
 ) -> TokenWeights:
     """Token weights for a batch of rollouts by any registered method.
 
-    Each response is stripped of its padding, and its weights depend on its neighbours or on the side of the padding by rounding alone,
-    except where the method compares responses. The model keeps no parameter gradient, no hook and no changed training mode, also when
-    this raises. Results have no graph, and lie where ``input_ids`` does.
+    Each response is stripped of its padding. Its weights depend on its neighbours by rounding alone, except where the method compares
+    responses. The model keeps no parameter gradient, no hook and no changed training mode, also when this raises. Results have no
+    graph, and lie where ``input_ids`` does.
 
     Args:
         model: a causal language model.
         tokenizer: the tokenizer that the token ids belong to.
         input_ids: (B, L) int64, prompt + response, padded on either side. Tokens after the response change nothing.
         attention_mask: (B, L) bool or 0/1.
-        response_mask: (B, L) bool or 0/1, the tokens that the model wrote. Those between them, as a tool's, belong to the response and
-            train nothing; a response without any has weight 0.
-        advantages: (B,) one advantage a response. A response without a finite one is treated as one with advantage 0.
+        response_mask: (B, L) bool or 0/1, the tokens that the model wrote. Those between them, as a tool's, train nothing.
+        advantages: (B,) one advantage a response. One that is not finite counts as 0.
         config: the method and its options, such as :class:`grail_advantage.Grail`.
         temperature: sampling temperature that logits are divided by, where the method does that.
         old_log_probs: (B, L) float; log-probability of each response token at this temperature under the policy before the update.
-            Computed with ``model`` where a method reads them and they are not given.
-        entropy: (B, L) float; the policy's entropy at each response token's predictor position, likewise.
+        entropy: (B, L) float; the policy's entropy at each response token's predictor position. Both are computed with ``model`` where
+            a method reads them and they are not given.
         groups: (B,) int64, at least 0; responses with the same number answer the same prompt.
         examples: each response's prompt as messages and its columns, for methods that ask differently.
         masked: (B,) bool; responses that train nothing whatever their reward, such as truncated ones.
         fields: by name, one value a response of any kind, for methods that read ``field:NAME``.
         rewards: (B,) float; the sum of each response's rewards, for methods that read them.
-        process_group: with a model that is sharded over ranks (FSDP, ZeRO-3), the group of these ranks. Each may then have other
-            responses, and another number of them. Methods that rank the tokens of a batch see those of their own rank.
+        process_group: of the ranks over which the model is sharded (FSDP, ZeRO-3). Each may have other responses, and another number of
+            them. Methods that rank the tokens of a batch see those of their own rank.
         step: training step, at least 0, for methods that change over a run.
         aggregate: a batch's mean of (B, T) values under a (B, T) mask as the run's loss takes it; by default that of all tokens.
-        answer: the format of answers: ``boxed``, ``hashes``, ``tag`` or a regular expression, see
-            :func:`grail_advantage.answers.format.answer_format`.
+        answer: the format of answers, see :func:`grail_advantage.answers.format.answer_format`.
         tokens: most tokens of a forward, padding counted; a longer response goes through the model alone, and with 1 every response
             does. Where memory runs out the budget is halved, and stays so for this model; not with a ``process_group``.
 
     Raises:
         ValueError: an argument of the wrong type, shape, dtype or range, naming it; groups, rewards or examples that the method needs.
     """
-    if not isinstance(config, Method):
-        raise ValueError(
-            f"config={config!r} must be a method with its options, such as Grail(); method.build(name) makes one"
-        )
-    if not callable(aggregate):
-        raise ValueError(f"aggregate={aggregate!r} must be a function of values and a mask, (B, T) both")
-    if fields is not None and not isinstance(fields, Mapping):
-        raise ValueError(f"fields must be a mapping of names to values, one a response; got {type(fields).__name__}")
-    if any(not isinstance(example, Example | None) for example in examples or ()):
-        raise ValueError("examples must hold grail_advantage.Example, or None")
+    for name, given, fits, wanted in (
+        ("config", config, isinstance(config, Method), "a method with its options, such as Grail()"),
+        ("aggregate", aggregate, callable(aggregate), "a function of values and a mask, (B, T) both"),
+        ("fields", fields, isinstance(fields, Mapping | None), "a mapping of names to values, one a response"),
+        (
+            "examples",
+            examples,
+            all(isinstance(of, Example | None) for of in examples or ()),
+            "a list of Example or None",
+        ),
+    ):
+        if not fits:
+            raise ValueError(f"{name}={given!r} must be {wanted}")
     rollouts = rollouts_of(
         model,
         tokenizer,
@@ -136,15 +130,18 @@ def compute_token_weights(
         examples=examples,
         fields=fields or {},
         mean=aggregate,
-        step=whole("step", step),
+        step=int(_number("step", step, whole=True)),
     )
+    device = input_ids.device
     host = PlainHost(
-        model, rollouts, temperature=temperature, process_group=process_group, tokens=tokens, device=input_ids.device
+        model, rollouts, temperature=temperature, process_group=process_group, tokens=tokens, device=device
     )
     w = weigh(host, config, None)
 
-    def wide(values: torch.Tensor, outside: float) -> torch.Tensor:
-        return _full_width(values, rollouts.mask, response_mask, outside)
+    def wide(values: Tensor, outside: float) -> Tensor:
+        found = torch.full(response_mask.shape, outside, dtype=torch.float32)
+        found[response_mask.cpu().bool()] = values[rollouts.mask]
+        return found.to(device)
 
     return TokenWeights(
         weights=wide(w.weights, 0.0),
@@ -152,25 +149,14 @@ def compute_token_weights(
         spans=rollouts.spans(config.span),
         stats=dict(w.metrics),
         advantages=wide(w.advantages, 0.0),
-        selected=w.selected.to(input_ids.device),
-        failed=w.failed.to(input_ids.device),
+        selected=w.selected.to(device),
+        failed=w.failed.to(device),
     )
 
 
 class PlainHost:
-    """A Hugging Face model as a host (:class:`grail_advantage.weigh.Host`).
-
-    Args:
-        model: bare or wrapped.
-        responses: of the update.
-        temperature: sampling temperature.
-        process_group: ranks whose parameters are sharded together.
-        tokens: most tokens of a forward, padding counted.
-        device: where the model reads tokens.
-
-    Raises:
-        ValueError: a temperature or a budget that is not positive.
-    """
+    """A Hugging Face model, bare or wrapped, as a host (:class:`grail_advantage.weigh.Host`); the arguments are those of
+    :func:`compute_token_weights`, and the device that on which the model reads tokens. ValueError for one that is not allowed."""
 
     def __init__(
         self,
@@ -182,13 +168,13 @@ class PlainHost:
         tokens: int = FORWARD_TOKENS,
         device: torch.device | str = "cpu",
     ) -> None:
-        if isinstance(temperature, bool) or not 0 < _number("temperature", temperature) < math.inf:
+        if not 0 < _number("temperature", temperature) < math.inf:
             raise ValueError(
                 f"temperature={temperature} must be finite and above 0; pass the temperature of the sampling"
             )
-        if whole("tokens", tokens) < 1:
+        if _number("tokens", tokens, whole=True) < 1:
             raise ValueError(f"tokens={tokens} must be at least 1; 1 sends each response through the model alone")
-        if process_group is not None and not isinstance(process_group, ProcessGroup):
+        if not isinstance(process_group, ProcessGroup | None):
             raise ValueError(f"process_group={process_group!r} must be a torch.distributed.ProcessGroup, or None")
         self._hugging_face, self._responses, self._temperature = model, responses, float(temperature)
         self._group, self._tokens, self._device = process_group, int(tokens), torch.device(device)
@@ -196,7 +182,7 @@ class PlainHost:
     def rollouts(self) -> Rollouts:
         return self._responses
 
-    def columns(self, names: Sequence[str], selected: Sequence[int] | None = None) -> dict[str, torch.Tensor]:
+    def columns(self, names: Sequence[str], selected: Sequence[int] | None = None) -> dict[str, Tensor]:
         """The columns that the responses have already, and the others from one forward over every response, 0 outside what the model
         wrote."""
         if selected is not None and not selected and self._group is None:
@@ -206,28 +192,26 @@ class PlainHost:
         missing = [name for name in names if name not in found]
         if not missing:
             return found
+        rows = []
+        for index, (prompt, response) in enumerate(zip(r.prompts, r.responses, strict=True)):
+            tokens = torch.cat([prompt, response]).to(self._device)
+            rows += [Row(tokens, len(prompt), len(response), None, 0.0, index, index)] * bool(len(response))
         with torch.inference_mode(False):  # as in scores()
-            parts = enumerate(zip(r.prompts, r.responses, strict=True))
-            rows = [
-                self._on_device(Row(torch.cat([prompt, response]), len(prompt), len(response), None, 0.0, index, index))
-                for index, (prompt, response) in parts
-                if len(response)
-            ]
             statistics = self._model.micro_batches(
                 rows, lambda micro: micro.statistics(entropy=ENTROPY in missing), gradients=False
             )
-            for name in missing:
-                found[name] = torch.zeros(r.mask.shape)
-                for row, of in zip(rows, statistics, strict=True):
-                    found[name][row.index, : row.length] = of[name]
-                found[name] = torch.where(r.written, found[name], 0.0)
+        for name in missing:
+            values = torch.zeros(r.mask.shape)
+            for row, of in zip(rows, statistics, strict=True):
+                values[row.index, : row.length] = of[name]
+            found[name] = torch.where(r.written, values, 0.0)
         return found
 
     def scores(self, method: Method, rows: Sequence[Row]) -> list[RowScores]:
         if not rows and self._group is None:
             return []
         with torch.inference_mode(False):  # the caller may be in it, and nothing made there can take part in a backward
-            moved = [self._on_device(row) for row in rows]
+            moved = [replace(row, tokens=row.tokens.to(self._device)) for row in rows]
             return self._model.fitting(lambda: method.run(moved, self._model))
 
     @cached_property
@@ -241,17 +225,14 @@ class PlainHost:
             model.check_positions([torch.cat(of) for of in zip(r.prompts, r.responses, strict=True) if len(of[1])])
         return model
 
-    def _on_device(self, row: Row) -> Row:
-        return replace(row, tokens=row.tokens.to(self._device))
-
 
 def rollouts_of(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    input_ids: torch.Tensor,
-    attention_mask: torch.Tensor,
-    response_mask: torch.Tensor,
-    columns: Mapping[str, torch.Tensor | None],
+    input_ids: Tensor,
+    attention_mask: Tensor,
+    response_mask: Tensor,
+    columns: Mapping[str, Tensor | None],
     **parts: Any,
 ) -> Rollouts:
     """Padded rows, as :func:`compute_token_weights` takes them, as rollouts: without padding, and without the tokens after the response,
@@ -278,7 +259,7 @@ def rollouts_of(
     there = torch.arange(int(lengths.max()) if len(lengths) else 0) < lengths
     _check_model(model, tokenizer, ids, of_response | (valid & ~begun), of_response)
 
-    def aligned(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    def aligned(values: Tensor, dtype: torch.dtype) -> Tensor:
         found = torch.zeros(there.shape, dtype=dtype)
         found[there] = values[of_response].to(dtype)
         return found
@@ -294,56 +275,36 @@ def rollouts_of(
     )
 
 
-def _check_model(
-    model: object, tokenizer: object, ids: torch.Tensor, read: torch.Tensor, of_response: torch.Tensor
-) -> None:
+def _check_model(model: object, tokenizer: object, ids: Tensor, read: Tensor, wrote: Tensor) -> None:
     """ValueError, naming the argument, for a model or tokenizer that the token ids cannot be of."""
     from transformers import PreTrainedTokenizerBase  # not above: naming the methods would import it
 
-    if not isinstance(model, nn.Module):
-        raise ValueError(f"model must be a causal language model, got {type(model).__name__}; load it first")
     vectors: Any = None
     with suppress(Exception):  # transformers raises NotImplementedError, wrappers AttributeError
-        vectors = model.get_input_embeddings()
-    if not isinstance(vectors, nn.Module):
-        raise ValueError(f"model is a {type(model).__name__} without get_input_embeddings(); pass one of transformers")
+        vectors = model.get_input_embeddings()  # type: ignore[attr-defined]
+    if not (isinstance(model, nn.Module) and isinstance(vectors, nn.Module)):
+        raise ValueError(
+            f"model must be a causal language model with get_input_embeddings(), got {type(model).__name__}"
+        )
     # accelerate's hooks load what a forward needs.
     offloaded = any(hasattr(module, "_hf_hook") for module in model.modules())
     if all(values.is_meta for values in model.parameters()) and not offloaded:
         raise ValueError("model is on the meta device, without weights; load them first")
     if not isinstance(tokenizer, PreTrainedTokenizerBase):
         raise ValueError(f"tokenizer must be one of transformers, got {type(tokenizer).__name__}; load it first")
-    some, known = ids[read], getattr(vectors, "num_embeddings", math.inf)
-    wrong = some[(some < 0) | (some >= known)]
-    if len(wrong):
+    known, some = getattr(vectors, "num_embeddings", math.inf), ids[read]
+    if len(wrong := some[(some < 0) | (some >= known)]):
         raise ValueError(
-            f"input_ids holds {int(wrong[0])}, and the model knows 0 to {known - 1}; pass the ids of its tokenizer, and mask "
-            "padding and ignored labels with attention_mask"
+            f"input_ids holds {int(wrong[0])}, and the model knows 0 to {known - 1}; mask padding with attention_mask"
         )
-    unknown = float((ids[of_response] >= len(tokenizer)).double().mean()) if of_response.any() else 0.0
+    unknown = float((ids[wrote] >= len(tokenizer)).double().mean()) if wrote.any() else 0.0
     if unknown > MOST_UNKNOWN:
-        raise ValueError(
-            f"tokenizer has {len(tokenizer)} tokens, beyond which {unknown:.0%} of the response tokens in input_ids are; pass the "
-            "model's own"
-        )
+        raise ValueError(f"tokenizer lacks {unknown:.0%} of the response tokens in input_ids; pass the model's own")
 
 
-def _number(name: str, value: Any) -> float:
-    value = value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise ValueError(f"{name}={value!r} must be a number")
-    return float(value)
-
-
-def whole(name: str, value: Any) -> int:
-    """ValueError, naming the argument, for anything but a whole number of at least 0."""
-    if not _number(name, value).is_integer() or value < 0:
-        raise ValueError(f"{name}={value!r} must be a whole number of at least 0")
-    return int(value)
-
-
-def _full_width(values: torch.Tensor, mask: torch.Tensor, response_mask: torch.Tensor, outside: float) -> torch.Tensor:
-    """Values of response tokens in their places, (B, L) float32, ``outside`` elsewhere."""
-    wide = torch.full(response_mask.shape, outside, dtype=torch.float32)
-    wide[response_mask.cpu().bool()] = values[mask]
-    return wide.to(response_mask.device)
+def _number(name: str, value: Any, *, whole: bool = False) -> float:
+    number = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+    fits = isinstance(number, numbers.Real) and not isinstance(number, bool)
+    if not fits or (whole and (not float(number).is_integer() or number < 0)):
+        raise ValueError(f"{name}={value!r} must be a {'whole number of at least 0' if whole else 'number'}")
+    return float(number)

@@ -10,41 +10,35 @@ from typing import Annotated, Any, Literal, NamedTuple, get_type_hints
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, create_model
+from torch import Tensor
 
 STRICT = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
-Positive, AtLeast0 = Annotated[float, Field(gt=0)], Annotated[float, Field(ge=0)]
+Above0, From0 = Annotated[float, Field(gt=0)], Annotated[float, Field(ge=0)]
+Part, Share = Annotated[float, Field(ge=0, le=1)], Annotated[float, Field(gt=0, le=1)]
+Rule, Count = Literal["linear", "sorted"], Annotated[int, Field(ge=1)]
 
 
 class Weights(NamedTuple):
     """What a map, or a method without one, makes of scores."""
 
-    values: torch.Tensor
-    """float32 (B, T), at least 0; read where the mask is true."""
-    lowest: float = -math.inf
+    values: Tensor  # float32 (B, T), at least 0; read where the mask is true
+    lowest: float = -math.inf  # bounds that the weights were clipped to
     highest: float = math.inf
-    """Bounds that the weights were clipped to."""
-    elsewhere: float = 1.0
-    """Of a scored response's tokens outside the mask, for methods without answer weights."""
+    elsewhere: float = 1.0  # of a scored response's tokens outside the mask, for methods without answer weights
 
 
 class Map(NamedTuple):
-    """A registered function, its options as a model, and whether it ranks scores, so that coarse ones would matter."""
-
     function: Callable[..., Weights]
     options: type[BaseModel]
-    ranks: bool
+    ranks: bool  # scores, so that coarse ones would matter
 
 
 MAPS: dict[str, Map] = {}
 
 
 def register_map(*, ranks: bool = False) -> Callable[[Callable[..., Weights]], Callable[..., Weights]]:
-    """Make a function the meaning of ``reshaper=<its name>``. Its arguments after x and m are its options; their annotations say what
-    is allowed, as ``Annotated[float, Field(gt=0)]`` does.
-
-    Raises:
-        ValueError: another function has the name, or an option has no type.
-    """
+    """Make a function the meaning of ``reshaper=<its name>``. Its arguments after x and m are its options; their annotations say
+    what is allowed, as ``Annotated[float, Field(gt=0)]`` does. ValueError: the name is taken, or an option has no type."""
 
     def register(function: Callable[..., Weights]) -> Callable[..., Weights]:
         name, known = function.__name__, MAPS.get(function.__name__)
@@ -52,31 +46,30 @@ def register_map(*, ranks: bool = False) -> Callable[[Callable[..., Weights]], C
             raise ValueError(
                 f"the map {name} is registered already, by {known.function.__module__}; choose another name"
             )
-        hints, options = (
-            get_type_hints(function, include_extras=True),
-            list(inspect.signature(function).parameters.values())[2:],
-        )
-        if untyped := [option.name for option in options if option.name not in hints]:
-            raise ValueError(f"the map {name}: {untyped[0]} has no type; write {untyped[0]}: float = 1.0")
-        fields: dict[str, Any] = {option.name: (hints[option.name], option.default) for option in options}
+        hints, options = get_type_hints(function, include_extras=True), inspect.signature(function).parameters
+        fields: dict[str, Any] = {}
+        for option in list(options)[2:]:
+            if option not in hints:
+                raise ValueError(f"the map {name}: {option} has no type; write {option}: float = 1.0")
+            fields[option] = (hints[option], options[option].default)
         MAPS[name] = Map(function, create_model(name, __config__=STRICT, **fields), ranks)
         return function
 
     return register
 
 
-def _mean(x: torch.Tensor, m: torch.Tensor) -> torch.Tensor:
+def _mean(x: Tensor, m: Tensor) -> Tensor:
     return torch.where(m, x, 0.0).sum(-1, keepdim=True) / m.sum(-1, keepdim=True).clamp(min=1)
 
 
 @register_map()
 def log_zscore(
-    x: torch.Tensor,
-    m: torch.Tensor,
-    weight_mean: AtLeast0 = 1.0,
-    weight_std: Positive = 0.5,
-    weight_min: AtLeast0 = 0.5,
-    weight_max: AtLeast0 = 5.0,
+    x: Tensor,
+    m: Tensor,
+    weight_mean: From0 = 1,
+    weight_std: Above0 = 0.5,
+    weight_min: From0 = 0.5,
+    weight_max: From0 = 5,
 ) -> Weights:
     """``clip(weight_mean + weight_std z, weight_min, weight_max)``, ``z = (l - mean l) / sqrt(variance of l + 1e-8)`` of the log
     scores ``l = log(x + 1e-8)``, with the population variance (GRAIL, arXiv 2606.04889). Negative scores count as 0. In float64:
@@ -90,13 +83,7 @@ def log_zscore(
 
 
 @register_map(ranks=True)
-def bilevel(
-    x: torch.Tensor,
-    m: torch.Tensor,
-    quantile: Annotated[float, Field(ge=0, le=1)] = 0.4,
-    boost: AtLeast0 = 2.0,
-    quantile_rule: Literal["linear", "sorted"] = "linear",
-) -> Weights:
+def bilevel(x: Tensor, m: Tensor, quantile: Part = 0.4, boost: From0 = 2.0, quantile_rule: Rule = "linear") -> Weights:
     """``max(h / tau, 0.1)`` where ``h < tau``, else ``1 + boost (h - tau) / (1 - tau)``: h is ``log(1 + score)`` scaled to [0, 1]
     over the response, tau its quantile (OAR, arXiv 2601.07408), by ``quantile_rule`` between two sorted scores or the one at index
     ``floor(quantile T)``. Equal scores all have weight 1. A score below -1, as the drop of a likelihood can be, counts as -1."""
@@ -113,7 +100,7 @@ def bilevel(
     return Weights(torch.where(uneven, w, 1.0).float(), 0.1)
 
 
-def _quantile(h: torch.Tensor, m: torch.Tensor, q: float, rule: str) -> torch.Tensor:
+def _quantile(h: Tensor, m: Tensor, q: float, rule: str) -> Tensor:
     """Each response's quantile over its masked values, (B, 1); 0 for a response without any."""
     count = m.sum(-1, keepdim=True)
     last = (count - 1).clamp(min=0)
@@ -126,7 +113,7 @@ def _quantile(h: torch.Tensor, m: torch.Tensor, q: float, rule: str) -> torch.Te
 
 
 @register_map()
-def mean_ratio(x: torch.Tensor, m: torch.Tensor, beta: Positive = 0.1) -> Weights:
+def mean_ratio(x: Tensor, m: Tensor, beta: Above0 = 0.1) -> Weights:
     """``max(0, 1 + beta (x / mean x - 1))``; 1 where the mean is not above 0. For scores of at least 0 and beta of at most 1 a
     response's mean weight is 1; scores of both signs that cancel give weights without bound."""
     x = torch.where(m, x.double(), 0.0)
@@ -135,7 +122,7 @@ def mean_ratio(x: torch.Tensor, m: torch.Tensor, beta: Positive = 0.1) -> Weight
 
 
 @register_map()
-def power(x: torch.Tensor, m: torch.Tensor, exponent: Positive = 2.0) -> Weights:
+def power(x: Tensor, m: Tensor, exponent: Above0 = 2.0) -> Weights:
     """``n x^g / sum x^g`` over a response's n tokens (repository of arXiv 2606.00257, with 2 on surprisal); 1 where the sum is below
     1e-8. Negative scores count as 0."""
     x = torch.where(m, x.double().clamp(min=0), 0.0)
@@ -145,7 +132,7 @@ def power(x: torch.Tensor, m: torch.Tensor, exponent: Positive = 2.0) -> Weights
     return Weights(torch.where(m & (mean.pow(exponent) * total >= 1e-8), count * p / total, 1.0).float())
 
 
-def top_tokens(x: torch.Tensor, m: torch.Tensor, count: torch.Tensor | int) -> torch.Tensor:
+def top_tokens(x: Tensor, m: Tensor, count: Tensor | int) -> Tensor:
     """bool (B, T): each response's highest scores, as many as asked for where there are so many; of equal ones the earlier."""
     # Adding 0 turns a negative zero into a positive one, so that no sort distinguishes them.
     order = torch.where(m, x.double() + 0.0, -math.inf).sort(dim=-1, descending=True, stable=True).indices
@@ -153,18 +140,13 @@ def top_tokens(x: torch.Tensor, m: torch.Tensor, count: torch.Tensor | int) -> t
     return m & (rank < count)
 
 
-def count_of_share(share: float, count: torch.Tensor) -> torch.Tensor:
+def count_of_share(share: float, count: Tensor) -> Tensor:
     """``max(1, ceil(share * count))``, int64, less the rounding that makes 0.07 * 100 a little more than 7."""
     return torch.ceil(share * (1 - 1e-12) * count.double()).long().clamp(min=1)
 
 
 @register_map(ranks=True)
-def top(
-    x: torch.Tensor,
-    m: torch.Tensor,
-    k: Annotated[int, Field(ge=1)] = 1,
-    share: Annotated[float | None, Field(gt=0, le=1)] = None,
-) -> Weights:
+def top(x: Tensor, m: Tensor, k: Count = 1, share: Share | None = None) -> Weights:
     """1 on the response's k highest scores, or on a share of its tokens, rounded up; 0 on all its other tokens."""
     if share is not None and k != 1:
         raise ValueError(f"k={k} and share={share}: give one of the two")

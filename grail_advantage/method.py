@@ -1,9 +1,6 @@
-"""A method: its options, what it reads, which responses it scores, and its scores' way to weights.
-
-One class, registered by name. A field is an option that a run sets as ``algorithm.<method>.<field>``; a class variable says what
-the method needs. It knows no trainer and keeps nothing between batches. Other packages' modules are imported by the
-entry-point group ``grail_advantage.signals``.
-"""
+"""A method: one class, registered by name. A field is an option that a run sets as ``algorithm.<method>.<field>``; a class variable
+says what the method needs. It knows no trainer and keeps nothing between batches. Modules of other packages come by the entry-point
+group ``grail_advantage.signals``."""
 
 from __future__ import annotations
 
@@ -11,10 +8,11 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from importlib import import_module
 from importlib.metadata import entry_points
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
 import torch
 from pydantic import BaseModel, Field, ValidationError
+from torch import Tensor
 
 from grail_advantage.maps import MAPS, STRICT, Weights
 
@@ -25,19 +23,15 @@ if TYPE_CHECKING:
     from grail_advantage.model.interface import Model
 
 METHODS: dict[str, type[Method]] = {}
-"""The classes by name. :func:`methods` has those of other packages, too."""
-FAILURES: dict[str, Exception] = {}
-"""Plug-ins that raised when they were imported."""
-RESERVED = ("token_weights", "token_dump")
-"""Sections of ``algorithm`` that belong to the trainer."""
+FAILURES: dict[str, Exception] = {}  # plug-ins that raised when they were imported
+RESERVED = ("token_weights", "token_dump")  # sections of ``algorithm`` that belong to the trainer
 READS = ("old_log_probs", "entropy", "groups", "examples", "tokens", "rewards", "sessions", "messages")
 USES = ("", "saliency", "logits", "sequences", "log_probs", "hidden_states")
-
 _Class = TypeVar("_Class", bound="type[Method]")
+Gate, Among = Literal["wrong", "correct", "all"], Literal["response", "reasoning"]
 
 
-class NameTakenError(ValueError):
-    """Two classes want the same name."""
+class NameTakenError(ValueError): ...
 
 
 def option(default: Any, text: str, **bounds: Any) -> Any:
@@ -46,27 +40,23 @@ def option(default: Any, text: str, **bounds: Any) -> Any:
 
 
 def register(name: str, **fixed: Any) -> Callable[[_Class], _Class]:
-    """Make a class the meaning of ``algorithm.adv_estimator=<name>``. A class may have several names.
-
-    Args:
-        name: also the section of its options, unless the class itself sets ``section``.
-        fixed: options that the name sets.
-
-    Raises:
-        ValueError: the name is taken or no identifier, or the class says what nobody knows.
-    """
+    """Make a class the meaning of ``algorithm.adv_estimator=<name>``, with the options ``fixed`` set. A class may have several names;
+    its section is the name unless it sets ``section`` itself. ValueError: a name that is taken or no identifier, or unknown needs."""
 
     def of_class(cls: _Class) -> _Class:
-        if not name.isidentifier() or name in RESERVED:
-            raise ValueError(f"method {name!r}: the name must be an identifier, and none of {', '.join(RESERVED)}")
-        if not (isinstance(cls, type) and issubclass(cls, Method)):
-            raise ValueError(f"method {name!r}: derive {cls!r} from grail_advantage.Method")
+        if not name.isidentifier() or name in RESERVED or not (isinstance(cls, type) and issubclass(cls, Method)):
+            raise ValueError(
+                f"{name!r} must be an identifier, none of {', '.join(RESERVED)}, and {cls!r} a grail_advantage.Method"
+            )
         known = METHODS.get(name)  # a class comes again where its module is loaded again
         if known and (known.__module__, known.__qualname__) != (cls.__module__, cls.__qualname__):
             raise NameTakenError(f"method {name!r} is registered already, by {known.__module__}; choose another name")
-        for kind, words, of in (("reads", READS, cls.reads), ("uses", USES, [cls.uses])):
-            if unknown := [word for word in of if isinstance(word, str) and word not in words and word[:6] != "field:"]:
-                raise ValueError(f"{cls.__name__}.{kind}: {unknown[0]!r} is unknown; choose of {', '.join(words)}")
+        said = [(word, READS) for word in cls.reads if not word.startswith("field:")]
+        for word, words in [*said, *([(cls.uses, USES)] if isinstance(cls.uses, str) else [])]:
+            if word not in words:
+                raise ValueError(
+                    f"{cls.__name__} reads or uses {word!r}, which is unknown; choose of {', '.join(words)}"
+                )
         cls.names = {**vars(cls).get("names", {}), name: fixed}
         cls.section = vars(cls).get("section", name)
         METHODS[name] = cls
@@ -77,37 +67,30 @@ def register(name: str, **fixed: Any) -> Callable[[_Class], _Class]:
 
 @cache
 def _load_plugins() -> None:
-    """One that fails stops no other, and no run without it."""
     import_module("grail_advantage.methods")
     for entry in entry_points(group="grail_advantage.signals"):
         try:
             entry.load()
-        except Exception as error:
+        except Exception as error:  # it stops no other, and no run without it
             FAILURES[f"{entry.name} ({entry.value})"] = error
 
 
 def methods() -> dict[str, type[Method]]:
-    """All registered classes by name."""
+    """All registered classes by name, those of other packages, too."""
     _load_plugins()
     return dict(METHODS)
 
 
 def build(name: str, options: Mapping[str, Any] | None = None) -> Method:
-    """The method of a name with these options; ``None`` stands for a default.
-
-    Raises:
-        ValueError: an unknown method or option, one that the name sets, or a value that is not allowed.
-    """
-    known = methods()
+    """The method of a name with these options; ``None`` stands for a default. ValueError: an unknown method or option, one that the
+    name sets, or a value that is not allowed."""
+    known, options = methods(), options or {}
     if name not in known:
         raise ValueError(f"{name!r} is no method; choose one of {', '.join(sorted(known))}{failure_message()}")
     cls, fixed = known[name], known[name].names[name]
-    for key, value in (options or {}).items():
-        if key in fixed and value is not None:
-            raise ValueError(
-                f"{cls.section}.{key}={value!r}: the name sets it; choose algorithm.adv_estimator of {cls.names}"
-            )
-    return cls(**{**(options or {}), **fixed})
+    if taken := [key for key in fixed if options.get(key) is not None]:
+        raise ValueError(f"{cls.section}.{taken[0]} is set by algorithm.adv_estimator: {cls.names}")
+    return cls(**{**options, **fixed})
 
 
 def failure_message() -> str:
@@ -116,59 +99,42 @@ def failure_message() -> str:
 
 
 class Method(BaseModel):
-    """Base of every method.
-
-    For each batch :func:`grail_advantage.weigh.weigh` calls :meth:`select`, with ``uses`` :meth:`prepare` and :meth:`run`,
-    then :meth:`scores` and :meth:`weights`. They may be called several times and must be pure.
-
-    Raises:
-        ValueError: an option or a value that is not allowed, naming it.
-    """
+    """Base of every method. For each batch :func:`grail_advantage.weigh.weigh` calls :meth:`select`, with ``uses`` :meth:`prepare` and
+    :meth:`run`, then :meth:`scores` and :meth:`weights`. They are pure, and may be called several times. ValueError: an option or a
+    value that is not allowed, naming it; ``None`` stands for a default."""
 
     model_config = STRICT
 
-    names: ClassVar[dict[str, dict[str, Any]]] = {}
-    """The names of the class, and the options that each of them sets."""
-    section: ClassVar[str] = "options"
-    """Of its options in a run's configuration, below ``algorithm``."""
-    formula: ClassVar[str] = ""
-    """The weight in one line of plain text, for the page of all methods; like ``source``, where it comes from and how well that is
-    known, and ``cost``, on top of GRPO's step in forwards over the batch (a backward to an activation counts as one)."""
-    source: ClassVar[str] = ""
-    cost: ClassVar[str] = "0"
-    reads: ClassVar[frozenset[str]] = frozenset()
-    """Of :data:`READS`, and ``field:NAME``."""
-    data_columns: ClassVar[tuple[str, ...]] = ()
-    """Columns of the data set that it reads, of a method that reads ``examples``."""
-    uses: ClassVar[str] = ""
-    """Of the model, by :meth:`run`; of :data:`USES`."""
-    gives: ClassVar[Literal["weights", "advantages"]] = "weights"
-    """``advantages``: :meth:`scores` are token advantages of either sign; :meth:`weights` is not called."""
-    without_scores: ClassVar[Literal["base", "nothing"]] = "base"
-    """With advantages: a selected response with a score that is not finite gets its own advantage, or 0."""
-    needs_answer: ClassVar[bool] = False
-    """Whether responses without an answer have weight 1."""
-    whole_batch: ClassVar[bool] = False
-    """Whether every response with a token is scored, since the tokens of the whole batch are compared."""
-    whole_groups: ClassVar[bool] = False
-    """Whether :meth:`run` must see the selected responses of a group together."""
-    ranks_entropy: ClassVar[bool] = False
-    """Whether coarse values of the entropy would matter."""
+    names: ClassVar[dict[str, dict[str, Any]]] = {}  # and the options that each name sets
+    section: ClassVar[str] = "options"  # of a run's configuration, below ``algorithm``
+    formula: ClassVar[str] = ""  # the weight in one line of plain text
+    source: ClassVar[str] = ""  # where the method comes from, and how well that is known
+    cost: ClassVar[str] = (
+        "0"  # forwards over the batch on top of GRPO's step; a backward to an activation counts as one
+    )
+    reads: ClassVar[frozenset[str]] = frozenset()  # of READS, and "field:NAME"
+    data_columns: ClassVar[tuple[str, ...]] = ()  # of the data set, of a method that reads "examples"
+    uses: ClassVar[str] = ""  # of the model, by run(); of USES
+    gives: ClassVar[Literal["weights", "advantages"]] = (
+        "weights"  # scores() are token advantages; weights() is not called
+    )
+    without_scores: ClassVar[Literal["base", "nothing"]] = (
+        "base"  # A_t = A, or 0, where given advantages are not finite
+    )
+    needs_answer: ClassVar[bool] = False  # responses without an answer have weight 1
+    whole_batch: ClassVar[bool] = False  # every response with a token is scored: the batch's tokens are compared
+    whole_groups: ClassVar[bool] = False  # run() must see the selected responses of a group together
+    ranks_entropy: ClassVar[bool] = False  # coarse values of the entropy would matter
 
-    gate: Literal["wrong", "correct", "all"] = option(
-        "all", "responses that get weights: wrong (advantage <= 0), correct (advantage > 0) or all"
-    )
-    statistics: Literal["response", "reasoning"] = option(
-        "response", "tokens that are scored and compared: the whole response, or the reasoning before the answer"
-    )
+    gate: Gate = option("all", "responses that get weights: wrong (advantage <= 0), correct (advantage > 0) or all")
+    statistics: Among = option("response", "tokens scored and compared: all, or the reasoning before the answer")
     span: Literal["first", "last"] = option("last", "which complete answer of a response counts")
     normalize_mass: bool = option(False, "whether a response's weighed tokens have weights that sum to their number")
     mask_truncated: bool = option(True, "whether a response that hit the length limit gets advantage 0")
 
     def __init__(self, /, **options: Any) -> None:
-        given = self.completed({name: value for name, value in options.items() if value is not None})
         try:
-            super().__init__(**given)
+            super().__init__(**self.completed({name: value for name, value in options.items() if value is not None}))
         except ValidationError as error:
             raise ValueError(message_of(error, self.section, type(self))) from None
         if self.gives == "advantages" and (self.gate, self.statistics, self.normalize_mass) != (
@@ -191,17 +157,9 @@ class Method(BaseModel):
     def check(self) -> None:
         """Refuse combinations; each option alone is valid here."""
 
-    def replace(self, **changes: Any) -> Self:
-        """A copy with other values for some options; ValueError as the constructor."""
-        return type(self)(**{**self.model_dump(), **changes})
-
     @property
     def name(self) -> str:
-        """In ``algorithm.adv_estimator``.
-
-        Raises:
-            ValueError: the class is not registered.
-        """
+        """In ``algorithm.adv_estimator``; ValueError for a class that is not registered."""
         for name, fixed in vars(type(self)).get("names", {}).items():
             if all(getattr(self, key) == value for key, value in fixed.items()):
                 return name
@@ -223,21 +181,20 @@ class Method(BaseModel):
         return self.skips_unanswered or self.answer_weights() is not None
 
     def answer_weights(self) -> tuple[float, float, bool] | None:
-        """Weights from each answer on, whatever the scores there: of its content, of its boundary and everything after it, and
-        whether the answers of responses outside the gate get them too. ``None``: the map's ``elsewhere``."""
+        """Weights from each answer on, whatever the scores there: of its content; of its boundary and everything after it; whether
+        answers outside the gate get them, too. ``None``: the map's ``elsewhere``."""
         return None
 
     def check_tokenizer(self, tokenizer: PreTrainedTokenizerBase) -> None:
         """ValueError, naming the remedy, for a tokenizer that the method cannot work with."""
 
-    def inside_gate(self, r: Rollouts) -> torch.Tensor:
+    def inside_gate(self, r: Rollouts) -> Tensor:
         """bool (B,)"""
         positive = r.advantages > 0
         return {"wrong": ~positive, "correct": positive, "all": torch.ones_like(positive)}[self.gate]
 
-    def select(self, r: Rollouts) -> torch.Tensor:
-        """bool (B,): responses that need scores: inside the gate, with an answer where one is needed, a token that trains and an
-        advantage that is not 0. Leaving the others out is exact: their token advantages do not depend on scores."""
+    def select(self, r: Rollouts) -> Tensor:
+        """bool (B,): responses that need scores. Leaving the others out is exact: their token advantages do not depend on scores."""
         if self.whole_batch:
             return r.valid
         chosen = self.inside_gate(r) & (r.advantages != 0) & r.valid
@@ -260,32 +217,25 @@ class Method(BaseModel):
         many rows, and must make the same calls of ``model`` in the same order, whatever its rows hold."""
         raise NotImplementedError(f"{type(self).__name__} names uses={self.uses!r} and has no run()")
 
-    def scores(self, r: Rollouts, of_pass: torch.Tensor | None) -> torch.Tensor:
-        """float (B, T), read in selected responses only. A response has weight 1 where a token of its statistics set has none that
-        is finite.
+    def scores(self, r: Rollouts, of_pass: Tensor | None) -> Tensor:
+        """float (B, T), read in selected responses. A response has weight 1 where a token that is compared has none that is finite.
 
         Args:
             r: with the columns that the method reads.
-            of_pass: what :meth:`run` gave, NaN elsewhere; ``None`` for a method that uses nothing of the model.
+            of_pass: (B, T), what :meth:`run` gave, NaN elsewhere; ``None`` for a method that uses nothing of the model.
         """
         if of_pass is None:
             raise NotImplementedError(f"{type(self).__name__} uses nothing of the model and has no scores()")
         return of_pass
 
-    def weights(self, scores: torch.Tensor, among: torch.Tensor, r: Rollouts) -> Weights:
-        """Scores to weights.
-
-        Args:
-            scores: finite where ``among`` is true, and in the scored responses of a method with answer weights; 1 elsewhere.
-            among: bool (B, T), the tokens of scored responses that are compared.
-            r: as for :meth:`scores`.
-        """
+    def weights(self, scores: Tensor, among: Tensor, r: Rollouts) -> Weights:
+        """Scores (B, T), finite among bool (B, T), the tokens of scored responses that are compared, to weights. Scores are 1 where
+        they are not known."""
         raise NotImplementedError(f"{type(self).__name__} has no weights(); derive it from Mapped, or write one")
 
 
 class Mapped(Method):
-    """A method whose scores go through a map that the user chooses. Its own options that have the name of one of the map's are
-    handed on."""
+    """A method whose scores go through a map that the user chooses. The map also gets the method's own options of its options' names."""
 
     reshaper: str = option("log_zscore", "map from scores to weights, by its name")
     reshaper_options: dict[str, Any] = option({}, "options of the map, by their names in its own table")
@@ -296,33 +246,31 @@ class Mapped(Method):
 
     def map_options(self) -> dict[str, Any]:
         """What the chosen map gets beside ``reshaper_options``."""
-        return {
-            name: getattr(self, name)
-            for name in MAPS[self.reshaper].options.model_fields
-            if name in type(self).model_fields
-        }
+        names = MAPS[self.reshaper].options.model_fields.keys() & type(self).model_fields.keys()
+        return {name: getattr(self, name) for name in names}
 
-    def weights(self, scores: torch.Tensor, among: torch.Tensor, r: Rollouts) -> Weights:
+    def weights(self, scores: Tensor, among: Tensor, r: Rollouts) -> Weights:
         return self._map(scores, among)
 
-    def _map(self, scores: torch.Tensor, among: torch.Tensor) -> Weights:
-        where = f"{self.section}.reshaper"
+    def _map(self, scores: Tensor, among: Tensor) -> Weights:
         if self.reshaper not in MAPS:
-            known = ", ".join(sorted(MAPS))
-            raise ValueError(f"{where}={self.reshaper!r} is unknown; choose one of {known}{failure_message()}")
+            known = f"choose one of {', '.join(sorted(MAPS))}{failure_message()}"
+            raise ValueError(f"{self.section}.reshaper={self.reshaper!r} is unknown; {known}")
         function, options, _ = MAPS[self.reshaper]
         try:
             return function(scores, among, **options(**{**self.map_options(), **self.reshaper_options}).model_dump())
         except ValidationError as error:
-            raise ValueError(message_of(error, f"{where}_options", options)) from None
+            raise ValueError(message_of(error, f"{self.section}.reshaper_options", options)) from None
 
 
 def message_of(error: ValidationError, section: str, cls: type[BaseModel]) -> str:
     """The first error in a sentence that names the option."""
     first = error.errors()[0]
     name = f"{section}.{'.'.join(map(str, first['loc']))}"
-    if first["type"] == "extra_forbidden":
-        maps = [known for known, of in MAPS.items() if first["loc"][0] in of.options.model_fields]
-        hint = f" (of the map {maps[0]}: reshaper_options)" if maps and "reshaper_options" in cls.model_fields else ""
-        return f"{name} is not an option{hint}; the options are {', '.join(cls.model_fields) or 'none'}"
-    return f"{name}={first['input']!r} {first['msg'].removeprefix('Input ')}"
+    if first["type"] != "extra_forbidden":
+        return f"{name}={first['input']!r} {first['msg'].removeprefix('Input ')}"
+    owners = [known for known, of in MAPS.items() if first["loc"][0] in of.options.model_fields]
+    hint = (
+        f" but of the map {owners[0]}, by reshaper_options" if owners and "reshaper_options" in cls.model_fields else ""
+    )
+    return f"{name} is not an option{hint}; the options are {', '.join(cls.model_fields) or 'none'}"

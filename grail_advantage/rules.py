@@ -1,5 +1,5 @@
-"""Rules on settings: one record for what a host refuses, what it warns of, and where it does without a shortcut. Each host has its
-tables of rules in a file ``rules.py``; a rule carries a setting that breaks it, with which one test goes through all of them."""
+"""Rules on settings: one record for what a host refuses, what it warns of, and where it does without a shortcut; a file ``rules.py``
+of each host has its tables."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-Text = str | Callable[[Any], str]
-"""A text, or a function that makes it of the settings."""
+Text = str | Callable[[Any], str]  # a text, or a function that makes it of the settings
 
 
 class Obstacle(NamedTuple):
@@ -24,19 +23,15 @@ class Rule:
 
     id: str
     option: Text
-    when: Callable[[Any], Any]
-    """Whether settings break the rule."""
+    when: Callable[[Any], Any]  # whether settings break the rule
     because: str
     remedy: Text
-    example: Any
-    """A setting that breaks it: overrides of Hydra's with verl, arguments by name with TRL. The first ones are the point."""
+    example: Any  # that breaks it, for the test: overrides of Hydra's with verl, arguments by name with TRL
 
     def obstacle(self, subject: Any) -> Obstacle:
-        """Of settings that break the rule."""
         return Obstacle(subject.named(_made(self.option, subject)), self.because)
 
     def warning(self, subject: Any) -> str:
-        """Of settings that break the rule."""
         setting, because = self.obstacle(subject)
         return f"{setting}: {because}; {_made(self.remedy, subject)}"
 
@@ -51,11 +46,8 @@ def broken(rules: Iterable[Rule], subject: Any) -> Iterator[Obstacle]:
 
 
 def refuse(rules: Iterable[Rule], subject: Any, beside: str = "") -> None:
-    """ValueError for the first rule that settings break, naming the option, its value, the reason and the remedy.
-
-    Args:
-        beside: with what the setting does not work, such as the method, as ``option=value``.
-    """
+    """ValueError for the first rule that settings break, naming the option, its value, the reason and the remedy; ``beside``: with what
+    the setting does not work, such as the method, as ``option=value``."""
     for rule in rules:
         if rule.when(subject):
             setting, because = rule.obstacle(subject)

@@ -17,10 +17,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from grail_advantage.data import Row, RowScores
-from grail_advantage.method import Mapped, option, register
+from grail_advantage.method import Among, Mapped, option, register
 from grail_advantage.methods.saliency import align_scores
 from grail_advantage.model.activations import capture_leaf, gradient_at
 from grail_advantage.model.interface import Forward, MicroBatch, Model, Range
@@ -46,14 +46,13 @@ class Oar(Mapped):
     method: Literal["gradient", "perturbation"] = option("gradient", "gradient: OAR-G; perturbation: OAR-P")
     variant: Literal["official", "grail_port"] = option(
         "official",
-        "official: the scored tokens are the reasoning before the answer. grail_port, as the authors of GRAIL ran it: OAR-G "
-        "scores the whole response, at the position before each token, by the noisy embedding; the quantile is the next "
-        "sorted score instead of an interpolated one",
+        "official scores the reasoning before the answer. grail_port, as GRAIL's authors ran it: OAR-G scores the whole response, at "
+        "the position before each token, by the noisy embedding; the quantile is the next sorted score",
     )
     probe: Literal["answer_mean", "last", "answer_joint"] = option(
         "answer_mean",
-        "reading of the answer: answer_mean, the mean logits of the answer's tokens; last, the logits of the response's last "
-        "position; answer_joint, the mean log-likelihood of the answer's tokens",
+        "the answer as the mean logits of its tokens, the logits of the response's last position, or the mean log-likelihood of its "
+        "tokens",
     )
     noise_std: float = option(1e-3, "OAR-G: standard deviation of the noise", gt=0)
     noise_seed: int = option(0, "OAR-G: seed of the noise, with the step and the response's tokens", ge=0)
@@ -69,7 +68,7 @@ class Oar(Mapped):
     weight_std: float = option(0.5, "reshaper=log_zscore: weight added per standard deviation of the log score", gt=0)
     weight_min: float = option(0.5, "reshaper=log_zscore: lower clip", ge=0)
     weight_max: float = option(5.0, "reshaper=log_zscore: upper clip", ge=0)
-    statistics: Literal["response", "reasoning"] = option(None, "follows from variant: the tokens that have scores")
+    statistics: Among = option(None, "follows from variant: the tokens that have scores")
     normalize_mass: bool = option(True, "whether a response's weighed tokens have weights that sum to their number")
 
     def __init__(self, method: str | None = None, **options: Any) -> None:
@@ -119,7 +118,7 @@ class Oar(Mapped):
             return row.start + row.length - 1, row.start + row.length
         return row.start + row.answer.start - 1, row.start + row.answer.end - 1
 
-    def replaced(self, row: Row) -> torch.Tensor:
+    def replaced(self, row: Row) -> Tensor:
         """OAR-P: the reasoning tokens that get a counterfactual, all or evenly spaced ones; int64 (M,), ascending."""
         length, most = row.answer.start, self.max_perturbations
         if most is None or most >= length:
@@ -146,7 +145,7 @@ class Oar(Mapped):
         tokens = torch.cat([row.tokens.roll(-1)[a:b] for row, (a, b) in zip(micro.rows, probes, strict=True)])
         counts, clean_embeddings = [b - a for a, b in probes], []
 
-        def add_noise(_module: nn.Module, _args: tuple, output: torch.Tensor) -> torch.Tensor:
+        def add_noise(_module: nn.Module, _args: tuple, output: Tensor) -> Tensor:
             clean_embeddings.append(output.detach())
             noisy = output.detach().clone()
             for index, (row, (_, stop)) in enumerate(zip(micro.rows, probes, strict=True)):
@@ -184,7 +183,7 @@ class Oar(Mapped):
         return found
 
     @torch.no_grad()
-    def _perturbation(self, row: Row, model: Model, forward: Forward, bar: tqdm) -> torch.Tensor:
+    def _perturbation(self, row: Row, model: Model, forward: Forward, bar: tqdm) -> Tensor:
         """float32, one a reasoning token; with ``answer_joint`` negative where the replacement makes the answer more probable.
 
         Counterfactuals go through the model in batches. Those of a batch have everything before their first replaced token in
@@ -195,7 +194,7 @@ class Oar(Mapped):
         logits, cache = forward(row.tokens[None, :length], kept, None)
         clean = read_probe(logits[0], tokens, [len(kept)], self.probe)
         cache = cache if _can_be_shared(cache) else None
-        scores: list[torch.Tensor] = []
+        scores: list[Tensor] = []
         for some in replaced.split(model.sequences_together(length)):
             # The probe's positions come after every replaced token or are the last one's own, so none is cut off here.
             count, shared = len(some), row.start + int(some[0]) if cache is not None else 0
@@ -217,7 +216,7 @@ def noise_seed(seed: int, step: int, tokens: Sequence[int]) -> int:
     return int.from_bytes(hashlib.sha256(f"{seed}/{step}/{content}".encode()).digest()[:8], "little")
 
 
-def read_probe(logits: torch.Tensor, tokens: torch.Tensor, counts: Sequence[int], probe: str) -> torch.Tensor:
+def read_probe(logits: Tensor, tokens: Tensor, counts: Sequence[int], probe: str) -> Tensor:
     """The answer as the model sees it: the log-softmax of a row's mean logits, (R, V); with ``answer_joint`` its mean log-likelihood,
     (R,). In float64 on the CPU from the mean on, as readings that differ in the seventh digit are compared.
 
@@ -234,12 +233,12 @@ def read_probe(logits: torch.Tensor, tokens: torch.Tensor, counts: Sequence[int]
     return torch.log_softmax(mean.cpu().double(), dim=-1)
 
 
-def divergence(clean: torch.Tensor, other: torch.Tensor, probe: str) -> torch.Tensor:
+def divergence(clean: Tensor, other: Tensor, probe: str) -> Tensor:
     """``KL(P0 || P)`` of two readings, or for ``answer_joint`` the drop ``phi0 - phi``; float64 (R,)."""
     return clean - other if probe == "answer_joint" else (clean.exp() * (clean - other)).sum(dim=-1)
 
 
-def interpolate(scores: torch.Tensor, replaced: torch.Tensor, length: int) -> torch.Tensor:
+def interpolate(scores: Tensor, replaced: Tensor, length: int) -> Tensor:
     """Scores (M,) of replaced tokens as those of all reasoning tokens, (length,): linear between them, level beyond the outermost."""
     index = torch.arange(length, device=scores.device)
     right = torch.searchsorted(replaced, index).clamp(max=len(replaced) - 1)

@@ -6,26 +6,24 @@ from __future__ import annotations
 from typing import Literal
 
 import torch
+from torch import Tensor
 
 from grail_advantage.data import ENTROPY, OLD_LOG_PROBS, Rollouts
 from grail_advantage.maps import MAPS, Weights, count_of_share, top_tokens
-from grail_advantage.method import Mapped, Method, option, register
-
-Scores = torch.Tensor
+from grail_advantage.method import Among, Gate, Mapped, Method, option, register
 
 
-def surprisal(r: Rollouts) -> Scores:
-    """``-old_log_prob``, at least 0, float64 (B, T): a sum that rounds can make a log-probability a little positive. A value that is
-    not finite is of a broken forward and becomes NaN, so that its response has weight 1 whatever is made of it."""
+def surprisal(r: Rollouts) -> Tensor:
+    """``-old_log_prob``, at least 0 whatever rounds, float64 (B, T); NaN where it is not finite, as of a broken forward."""
     return _known(-r.columns[OLD_LOG_PROBS].double())
 
 
-def entropy(r: Rollouts) -> Scores:
+def entropy(r: Rollouts) -> Tensor:
     """In nats, at each token's predictor position, likewise."""
     return _known(r.columns[ENTROPY].double())
 
 
-def _known(values: Scores) -> Scores:
+def _known(values: Tensor) -> Tensor:
     return torch.where(values.isfinite(), values.clamp(min=0), torch.nan)
 
 
@@ -36,7 +34,7 @@ class Uniform(Method):
 
     formula, source = "1", "the baseline"
 
-    def select(self, r: Rollouts) -> torch.Tensor:
+    def select(self, r: Rollouts) -> Tensor:
         return torch.zeros_like(r.valid)
 
 
@@ -49,10 +47,10 @@ class Surprisal(Mapped):
     source = "control; the reshaper power: arXiv 2606.00257 (its repository, the file is not on record)"
     reads = frozenset({OLD_LOG_PROBS})
     reshaper: str = option("top", "map from scores to weights, by its name")
-    gate: Literal["wrong", "correct", "all"] = option("wrong", "responses that get weights")
-    statistics: Literal["response", "reasoning"] = option("reasoning", "tokens that are scored and compared")
+    gate: Gate = option("wrong", "responses that get weights")
+    statistics: Among = option("reasoning", "tokens that are scored and compared")
 
-    def scores(self, r: Rollouts, of_pass: Scores | None) -> Scores:
+    def scores(self, r: Rollouts, of_pass: Tensor | None) -> Tensor:
         return surprisal(r)
 
 
@@ -68,7 +66,7 @@ class Entropy(Mapped):
     def ranks_entropy(self) -> bool:  # type: ignore[override]
         return MAPS[self.reshaper].ranks
 
-    def scores(self, r: Rollouts, of_pass: Scores | None) -> Scores:
+    def scores(self, r: Rollouts, of_pass: Tensor | None) -> Tensor:
         return entropy(r)
 
 
@@ -83,10 +81,10 @@ class EntropyBonus(Method):
     alpha: float = option(0.4, "advantage added for each nat of entropy", gt=0)
     kappa: float = option(2.0, "the bonus is at most the kappa-th part of the advantage", gt=1)
 
-    def scores(self, r: Rollouts, of_pass: Scores | None) -> Scores:
+    def scores(self, r: Rollouts, of_pass: Tensor | None) -> Tensor:
         return entropy(r)
 
-    def weights(self, scores: Scores, among: torch.Tensor, r: Rollouts) -> Weights:
+    def weights(self, scores: Tensor, among: Tensor, r: Rollouts) -> Weights:
         a = r.advantages[:, None]
         bonus = (self.alpha * scores.double() / a.abs()).clamp(max=1 / self.kappa)
         w = torch.where(a != 0, 1 + a.sign() * bonus, 1.0)
@@ -102,10 +100,10 @@ class Probability(Method):
     reads = frozenset({OLD_LOG_PROBS})
     alpha: float = option(0.2, "how much less an impossible token weighs than a certain one", gt=0, le=1)
 
-    def scores(self, r: Rollouts, of_pass: Scores | None) -> Scores:
+    def scores(self, r: Rollouts, of_pass: Tensor | None) -> Tensor:
         return torch.exp(-surprisal(r))
 
-    def weights(self, scores: Scores, among: torch.Tensor, r: Rollouts) -> Weights:
+    def weights(self, scores: Tensor, among: Tensor, r: Rollouts) -> Weights:
         return Weights((self.alpha * scores.double() + 1 - self.alpha).float())
 
 
@@ -130,10 +128,10 @@ class HighEntropy(Method):
         "selected", "what the loss is averaged over: the tokens kept (their weights are N / k), or all"
     )
 
-    def scores(self, r: Rollouts, of_pass: Scores | None) -> Scores:
+    def scores(self, r: Rollouts, of_pass: Tensor | None) -> Tensor:
         return entropy(r)
 
-    def weights(self, scores: Scores, among: torch.Tensor, r: Rollouts) -> Weights:
+    def weights(self, scores: Tensor, among: Tensor, r: Rollouts) -> Weights:
         x = scores[among]
         cut = x.kthvalue(len(x) - int(count_of_share(self.rho, among.sum())) + 1).values
         kept = among & (scores >= cut)
@@ -161,10 +159,10 @@ class Stare(Method):
     share: float = option(0.1, "share of the tokens of either sign that is chosen, rounded up", gt=0, le=1)
     strength: float = option(0.1, "how far the weights of the chosen tokens are from 1", gt=0, le=1)
 
-    def scores(self, r: Rollouts, of_pass: Scores | None) -> Scores:
+    def scores(self, r: Rollouts, of_pass: Tensor | None) -> Tensor:
         return torch.where(entropy(r).isfinite(), surprisal(r), torch.nan)
 
-    def weights(self, scores: Scores, among: torch.Tensor, r: Rollouts) -> Weights:
+    def weights(self, scores: Tensor, among: Tensor, r: Rollouts) -> Weights:
         w = torch.ones(scores.shape)
         if not r.mean(torch.where(among, entropy(r), 0.0), among) < self.threshold:
             return Weights(w)
@@ -187,11 +185,11 @@ class Steer(Method):
     highest: float = option(1.2, "weight of the token that changes the entropy least", ge=1)
     lowest: float = option(0.8, "weight of the token that changes the entropy most", ge=0, le=1)
 
-    def scores(self, r: Rollouts, of_pass: Scores | None) -> Scores:
+    def scores(self, r: Rollouts, of_pass: Tensor | None) -> Tensor:
         s = surprisal(r)
         return (r.advantages.double()[:, None] * (-torch.expm1(-s) * (entropy(r) - s))).abs()
 
-    def weights(self, scores: Scores, among: torch.Tensor, r: Rollouts) -> Weights:
+    def weights(self, scores: Tensor, among: Tensor, r: Rollouts) -> Weights:
         x = scores[among].double()
         if x.min() == x.max():
             return Weights(torch.ones_like(scores))
@@ -220,10 +218,10 @@ class Polarity(Method):
                 f"{self.section}.right=0 and {self.section}.wrong=0: nothing would train; give one a weight"
             )
 
-    def scores(self, r: Rollouts, of_pass: Scores | None) -> Scores:
+    def scores(self, r: Rollouts, of_pass: Tensor | None) -> Tensor:
         return r.advantages[:, None].expand(r.mask.shape)
 
-    def weights(self, scores: Scores, among: torch.Tensor, r: Rollouts) -> Weights:
+    def weights(self, scores: Tensor, among: Tensor, r: Rollouts) -> Weights:
         right = r.advantages > 0
         w = torch.where(right, self.right, self.wrong).double()
         if self.spread:

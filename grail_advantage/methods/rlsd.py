@@ -18,6 +18,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from grail_advantage.data import OLD_LOG_PROBS, Example, Rollouts, Row, RowScores
 from grail_advantage.maps import Weights
@@ -90,7 +91,7 @@ class Rlsd(Method):
     def lam_at(self, step: int) -> float:
         return self.lam * max(0.0, 1.0 - step / self.lam_steps) if self.lam_steps else self.lam
 
-    def select(self, r: Rollouts) -> torch.Tensor:
+    def select(self, r: Rollouts) -> Tensor:
         """Responses without privileged text need no pass, and none does where ``lam`` has fallen to 0.
 
         Raises:
@@ -135,12 +136,12 @@ class Rlsd(Method):
         log_probs = model.micro_batches(rows, lambda micro: micro.response_log_probs(), gradients=False)
         return [RowScores(of.float()) for of in log_probs]
 
-    def scores(self, r: Rollouts, of_pass: torch.Tensor | None) -> torch.Tensor:
+    def scores(self, r: Rollouts, of_pass: Tensor | None) -> Tensor:
         """D, see the module."""
         assert of_pass is not None  # it has a pass
         return of_pass - r.columns[OLD_LOG_PROBS].float()
 
-    def weights(self, scores: torch.Tensor, among: torch.Tensor, r: Rollouts) -> Weights:
+    def weights(self, scores: Tensor, among: Tensor, r: Rollouts) -> Weights:
         """The module's w."""
         lam = self.lam_at(r.step)
         signed = scores.double() * r.advantages.double().sign()[:, None]

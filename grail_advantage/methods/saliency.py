@@ -17,31 +17,28 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+from torch import Tensor
 
 from grail_advantage.data import Row, RowScores
-from grail_advantage.method import Mapped, option, register
+from grail_advantage.method import Among, Gate, Mapped, option, register
 from grail_advantage.model.interface import Model, Range, saliency_step
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-OFFICIAL: dict[str, Any] = {"alignment": "predictor", "span": "first", "target": "span", "statistics": "response"}
-OFFICIAL |= {"content_outside_gate": True, "normalize_mass": False}
-ROBUST: dict[str, Any] = {"alignment": "token", "span": "last", "target": "content", "statistics": "reasoning"}
-ROBUST |= {
-    "content_outside_gate": False,
-    "normalize_mass": True,
-}  # the alignment: with the embeddings as the activation
+Alignment = Literal["predictor", "token"]
+PRESETS: dict[str, dict[str, Any]] = {
+    "official": {"alignment": "predictor", "span": "first", "target": "span", "statistics": "response",
+                 "content_outside_gate": True, "normalize_mass": False},
+    "robust": {"alignment": "token", "span": "last", "target": "content", "statistics": "reasoning",
+               "content_outside_gate": False, "normalize_mass": True},
+}  # fmt: skip
 
 
-def align_scores(values: torch.Tensor, length: int, alignment: str) -> torch.Tensor:
-    """The values of positions as scores of response tokens, (length,).
-
-    Args:
-        values: of consecutive positions, the first being the first response token's predictor position. Positions after the last
-            one given have none and score 0: the answer does not depend on them.
-        alignment: ``predictor``: a token takes the value of the position before it; ``token``: of its own position.
-    """
+def align_scores(values: Tensor, length: int, alignment: str) -> Tensor:
+    """Values of consecutive positions, the first being the one before the response, as scores (length,) of response tokens: by
+    ``alignment`` a token takes the value of the position before it (``predictor``) or of its own (``token``). Positions after the last
+    one given score 0: the answer does not depend on them."""
     own = values[0 if alignment == "predictor" else 1 :][:length]
     return torch.cat([own, own.new_zeros(length - len(own))])
 
@@ -56,8 +53,8 @@ class Saliency(Mapped):
         "activation whose saliency is taken: the embeddings, or the output of the first, middle or last but one decoder block "
         "(hidden states 1, n // 2 and n - 1 of n blocks)",
     )
-    alignment: Literal["predictor", "token"] = option(
-        "predictor", "which position's saliency belongs to a token: the predictor position before it, or its own"
+    alignment: Alignment = option(
+        "predictor", "whose saliency a token takes: the predictor position's before it, or its own"
     )
 
     @property
@@ -79,7 +76,7 @@ class Saliency(Mapped):
             row, tokens=row.tokens[: self.target_positions(row)[1]]
         )  # nothing after the target can influence it
 
-    def of_row(self, row: Row, saliency: torch.Tensor, norms: torch.Tensor) -> RowScores:
+    def of_row(self, row: Row, saliency: Tensor, norms: Tensor) -> RowScores:
         """A response's scores from the saliency of its positions, the first being the one before the response."""
         return RowScores(align_scores(saliency, row.length, self.alignment), norms)
 
@@ -103,19 +100,12 @@ class Grail(Saliency):
     source = "arXiv 2606.04889 (declare-lab/grail, `src/train/grail_trainer.py`, `compute_grail_weights`)"
     cost = "1 on the selected responses; 2 where their forward cannot be shared"
 
-    preset: Literal["official", "robust"] = option(
-        "official", "official reproduces the published behaviour, robust chooses otherwise in several places"
-    )
-    gate: Literal["wrong", "correct", "all"] = option("wrong", "responses that get weights")
-    alignment: Literal["predictor", "token"] = option(
-        None, "which position's saliency belongs to a token, by the preset"
-    )
+    preset: Literal["official", "robust"] = option("official", "as published, or otherwise in the places named above")
+    gate: Gate = option("wrong", "responses that get weights")
+    alignment: Alignment = option(None, "whose saliency a token takes, by the preset")
     span: Literal["first", "last"] = option(None, "which complete answer of a response counts, by the preset")
-    target: Literal["span", "content"] = option(
-        None,
-        "tokens whose log-likelihood is differentiated: the whole span, or its content (the span where that is empty)",
-    )
-    statistics: Literal["response", "reasoning"] = option(None, "tokens that are scored and compared, by the preset")
+    target: Literal["span", "content"] = option(None, "tokens whose log-likelihood is differentiated, by the preset")
+    statistics: Among = option(None, "tokens that are scored and compared, by the preset")
     weight_mean: float = option(1.0, "weight at the mean log score, of the answer's boundary and of all after it", ge=0)
     weight_std: float = option(0.5, "weight added per standard deviation of the log score", gt=0)
     weight_min: float = option(0.5, "lower clip of the weights", ge=0)
@@ -123,15 +113,15 @@ class Grail(Saliency):
     quantile: float = option(0.4, "reshaper=bilevel: share of the tokens with weight below 1", ge=0, le=1)
     boost: float = option(2.0, "reshaper=bilevel: weight added from the quantile to the highest score", ge=0)
     content_weight: float = option(None, "weight of the answer's content tokens; weight_max by default", ge=0)
-    content_outside_gate: bool = option(None, "whether answers outside the gate get content_weight, too; by the preset")
-    normalize_mass: bool = option(None, "whether a response's weighed tokens have weights that sum to their number")
+    content_outside_gate: bool = option(None, "whether answers outside the gate get content_weight, by the preset")
+    normalize_mass: bool = option(None, "whether a response's weights sum to their number, by the preset")
 
     def __init__(self, preset: str | None = None, **options: Any) -> None:
         super().__init__(**options | {"preset": preset})
 
     @classmethod
     def completed(cls, given: dict[str, Any]) -> dict[str, Any]:
-        filled = (ROBUST if given.get("preset") == "robust" else OFFICIAL) | given
+        filled = PRESETS["robust" if given.get("preset") == "robust" else "official"] | given
         if "alignment" not in given and given.get("leaf", "embeddings") != "embeddings":
             filled["alignment"] = "predictor"
         return {"content_weight": filled.get("weight_max", 5.0)} | filled

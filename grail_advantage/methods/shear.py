@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from grail_advantage.data import Rollouts, Row, RowScores
 from grail_advantage.maps import Weights
@@ -65,20 +66,20 @@ class Shear(Method):
                 found[index] = of
         return list(map(RowScores, found))
 
-    def weights(self, scores: torch.Tensor, among: torch.Tensor, r: Rollouts) -> Weights:
+    def weights(self, scores: Tensor, among: Tensor, r: Rollouts) -> Weights:
         return Weights(scores.clamp(min=0))
 
 
 @torch.no_grad()
 def sinkhorn_distance(
-    cost: torch.Tensor,
-    rows: torch.Tensor | None = None,
-    columns: torch.Tensor | None = None,
+    cost: Tensor,
+    rows: Tensor | None = None,
+    columns: Tensor | None = None,
     *,
     epsilon: float = 0.05,
     iterations: int = 200,
     tolerance: float = 1e-3,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor]:
     """Transport cost ``<plan, cost>`` between uniform masses, of the plan that entropy regularises; without the entropy term.
 
     The plan minimises ``<plan, cost> - epsilon * mean(cost) * entropy(plan)`` with the mean over the pair's own costs, so that a
@@ -121,8 +122,8 @@ def sinkhorn_distance(
 
 @torch.no_grad()
 def shear_scores(
-    hidden: Sequence[torch.Tensor], positive: Sequence[bool], *, window: int, stride: int, **transport: float
-) -> list[torch.Tensor]:
+    hidden: Sequence[Tensor], positive: Sequence[bool], *, window: int, stride: int, **transport: float
+) -> list[Tensor]:
     """Scores of one group's responses: each token's distance from the other outcome, in units of the mean hidden norm.
 
     Costs are Euclidean, divided by the mean norm; transport is in float32. So that states that are nearly the same do not cancel, costs
@@ -167,21 +168,19 @@ def shear_scores(
     return scores
 
 
-def _first(counts: torch.Tensor | None, pairs: int, size: int, device: torch.device) -> torch.Tensor:
+def _first(counts: Tensor | None, pairs: int, size: int, device: torch.device) -> Tensor:
     """bool (P, size): the first of each pair's places, or all."""
     place = torch.arange(size, device=device).expand(pairs, size)
     return place < (size if counts is None else counts[:, None])
 
 
-def _windows(h: torch.Tensor, width: int, stride: int) -> torch.Tensor:
+def _windows(h: Tensor, width: int, stride: int) -> Tensor:
     """Half-open windows ``[a, min(a + width, T))`` for ``a = 0, stride, 2 * stride, ... < T``; int64 (K, 2)."""
     start = torch.arange(0, len(h), stride, device=h.device)
     return torch.stack([start, (start + width).clamp(max=len(h))], dim=1)
 
 
-def _window_distances(
-    cost: torch.Tensor, bounds: torch.Tensor, others: torch.Tensor, transport: dict[str, float]
-) -> torch.Tensor:
+def _window_distances(cost: Tensor, bounds: Tensor, others: Tensor, transport: dict[str, float]) -> Tensor:
     """Distances of all pairs of two responses' windows, (K, L) float32, a chunk of pairs at a time."""
     sizes, tokens = [], []
     for of, length in ((bounds, cost.shape[0]), (others, cost.shape[1])):
@@ -193,7 +192,7 @@ def _window_distances(
     pairs = torch.cartesian_prod(*(torch.arange(len(size), device=cost.device) for size in sizes))
     distances = []
     for some in pairs.split(max(1, chunk // (tokens[0].shape[1] * tokens[1].shape[1]))):
-        k, l = some.unbind(dim=1)
-        of = cost[tokens[0][k][:, :, None], tokens[1][l][:, None, :]]
-        distances.append(sinkhorn_distance(of, sizes[0][k], sizes[1][l], **transport)[0])  # type: ignore[arg-type]
+        k, other = some.unbind(dim=1)
+        of = cost[tokens[0][k][:, :, None], tokens[1][other][:, None, :]]
+        distances.append(sinkhorn_distance(of, sizes[0][k], sizes[1][other], **transport)[0])  # type: ignore[arg-type]
     return torch.cat(distances).view(len(sizes[0]), len(sizes[1]))

@@ -10,12 +10,13 @@ from typing import Literal
 import numpy as np
 import regex
 import torch
+from torch import Tensor
 
 from grail_advantage.answers.expressions import CONTENT, compile_expression, find_matches
 from grail_advantage.answers.text import TokenTexts, starts_of
 from grail_advantage.data import Rollouts
 from grail_advantage.maps import Weights
-from grail_advantage.method import Method, option, register
+from grail_advantage.method import Gate, Method, option, register
 
 NUMBERS_AFTER_EQUALS = r"=\s*(?P<content>[-+]?\$?\d+(?:,\d{3})*(?:\.\d+)?)"
 
@@ -40,7 +41,7 @@ class Pattern(Method):
     )
     inside: float = option(1.0, "weight of the tokens that match", ge=0)
     outside: float = option(0.0, "weight of the others", ge=0)
-    gate: Literal["wrong", "correct", "all"] = option("correct", "responses that get weights")
+    gate: Gate = option("correct", "responses that get weights")
     elsewhere: Literal[0, 1] = option(0, "weight of the responses outside the gate")
     control: bool = option(
         False,
@@ -53,11 +54,11 @@ class Pattern(Method):
     def _compiled(self) -> regex.Pattern[str]:
         return compile_expression(self.expression, f"{self.section}.expression")
 
-    def select(self, r: Rollouts) -> torch.Tensor:
+    def select(self, r: Rollouts) -> Tensor:
         """The responses outside the gate too, which get a weight of their own."""
         return (r.advantages != 0) & r.valid
 
-    def scores(self, r: Rollouts, of_pass: torch.Tensor | None) -> torch.Tensor:
+    def scores(self, r: Rollouts, of_pass: Tensor | None) -> Tensor:
         texts, expression, scores = TokenTexts(r.tokenizer), self._compiled(), torch.zeros(r.mask.shape)
         for index in (self.select(r) & self.inside_gate(r)).nonzero().flatten().tolist():
             tokens, mask = r.tokens[index].numpy(), r.mask[index].numpy()
@@ -71,7 +72,7 @@ class Pattern(Method):
             scores[index] = torch.from_numpy(inside).float()
         return scores
 
-    def weights(self, scores: torch.Tensor, among: torch.Tensor, r: Rollouts) -> Weights:
+    def weights(self, scores: Tensor, among: Tensor, r: Rollouts) -> Weights:
         of_gate = torch.where(scores > 0, self.inside, self.outside)
         return Weights(torch.where(self.inside_gate(r)[:, None], of_gate, float(self.elsewhere)))
 
@@ -138,12 +139,12 @@ class StepValues(Method):
     def _compiled(self) -> regex.Pattern[str]:
         return compile_expression(self.separator, f"{self.section}.separator")
 
-    def select(self, r: Rollouts) -> torch.Tensor:
+    def select(self, r: Rollouts) -> Tensor:
         """All responses that train of groups in which any advantage differs from 0."""
         matters = torch.isin(r.groups, r.groups[r.advantages != 0])
         return r.trains & matters
 
-    def scores(self, r: Rollouts, of_pass: torch.Tensor | None) -> torch.Tensor:
+    def scores(self, r: Rollouts, of_pass: Tensor | None) -> Tensor:
         texts, separator = TokenTexts(r.tokenizer), self._compiled()
         advantages, groups = r.advantages.double().tolist(), r.groups.tolist()
         chosen = self.select(r).nonzero().flatten().tolist()

@@ -19,6 +19,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from grail_advantage.data import OLD_LOG_PROBS, Rollouts, runs, within_range
 from grail_advantage.method import Method, build, option, register
@@ -42,21 +43,14 @@ Rewards = Sequence[float | Sequence[float | None] | None]
 class Session:
     """The turns of one session, as a method sees them."""
 
-    key: str
-    """The host's name for it, for messages."""
-    group: Hashable
-    """The same for sessions of one prompt."""
+    key: str  # the host's name for it, for messages
+    group: Hashable  # the same for sessions of one prompt
     outcome: float
-    rewards: np.ndarray
-    """float64 (K,); by turn, without the outcome."""
-    before: Sequence[Hashable] = ()
-    """What a tool or a user said before each turn, as token ids; nothing before the first. Of a method that reads ``messages``."""
-    turns: Sequence[tuple[int, int, int]] = ()
-    """Response, first token and end of each; none in :func:`turn_advantages`."""
-    log_probs: Sequence[np.ndarray] = ()
-    """float32; of each turn's tokens under the policy before the update. Of a method that reads ``old_log_probs``."""
-    fields: Mapping[str, Sequence[Any]] = field(default_factory=dict)
-    """By name those that the method reads: one value for each response of the session."""
+    rewards: np.ndarray  # float64 (K,); by turn, without the outcome
+    before: Sequence[Hashable] = ()  # what was said before each turn, as token ids; of a method that reads "messages"
+    turns: Sequence[tuple[int, int, int]] = ()  # response, first token and end of each; none in turn_advantages()
+    log_probs: Sequence[np.ndarray] = ()  # float32, of each turn's tokens; of a method that reads "old_log_probs"
+    fields: Mapping[str, Sequence[Any]] = field(default_factory=dict)  # those read: one value for each response
 
     def returns(self, gamma: float, *, outcome: bool) -> np.ndarray:
         """float64 (K,): the reward of each turn and the discounted ones of the turns after it, with the outcome in the last."""
@@ -70,13 +64,8 @@ class Session:
 def compare(
     values: Sequence[np.ndarray], keys: Sequence[Sequence[Any]], *, deviation: bool, epsilon: float = 1e-6
 ) -> list[np.ndarray]:
-    """Values of turns less the mean of those with the same key; 0 for a key of only one turn.
-
-    Args:
-        values: float (K,) for each session.
-        keys: what each of these turns is compared under, such as its place.
-        deviation: whether to divide by the deviation, with n - 1, plus ``epsilon``, as verl's GRPO does it.
-    """
+    """Values (K,) of each session's turns less the mean of those with the same key; 0 for a key of only one turn. With ``deviation``
+    divided by the deviation, with n - 1, plus ``epsilon``, as verl's GRPO does it."""
     alike: dict[Any, list[float]] = defaultdict(list)
     for of, under in zip(values, keys, strict=True):
         for value, key in zip(of, under, strict=True):
@@ -112,8 +101,7 @@ def rewards_by_turn(
         differences: whether the numbers are scores of the state after a turn, of which the differences are the rewards.
 
     Raises:
-        UncertainError: a number that is not finite, or one of no certain turn.
-        ValueError: something else than such a list, or one of another length.
+        UncertainError: a number that is not finite, or one of no certain turn; ValueError: no such list, or one of another length.
     """
     if all(one is None for one in lists[:-1]):
         lists, turns = lists[-1:], [sum(turns)]
@@ -160,11 +148,10 @@ def rewards_label(given: Any) -> list[Any]:
 
 
 def list_a_turn(given: Any, turns: int) -> Any:
-    """A flat list of as many rewards as turns, as a list for each turn: ``[0.5, 1]`` of two turns is ``[[0.5], [1]]``. Anything else as
-    it is. For a host in which no turn makes two calls, and the last turn's call may have no answer."""
-    entries = _plain(given)
-    flat = isinstance(entries, list | tuple) and not _has_lists(entries)
-    return [[one] for one in entries] if flat and len(entries) == turns else given
+    """A flat list of as many rewards as turns, as a list for each turn: ``[0.5, 1]`` of two is ``[[0.5], [1]]``. Anything else as it is.
+    For a host in which no turn makes two calls, and the last turn's call may have no answer."""
+    flat = isinstance(_plain(given), list | tuple) and not _has_lists(given)
+    return [[one] for one in _plain(given)] if flat and len(given) == turns else given
 
 
 def _calls(given: Any, turns: int, align: str) -> list[list[float]]:
@@ -237,14 +224,14 @@ class TurnMethod(Method):
             found |= zip(places, self.advantages([sessions[place] for place in places]), strict=True)
         return [found[place] for place in range(len(sessions))]
 
-    def select(self, r: Rollouts) -> torch.Tensor:
+    def select(self, r: Rollouts) -> Tensor:
         """All responses that train, but those whose advantages are all 0."""
         if OLD_LOG_PROBS in self.reads:  # they come after the selection
             return r.trains
         scores, _ = self._scores(r)
         return r.trains & ((r.advantages != 0) | (scores != 0).any(dim=1))
 
-    def scores(self, r: Rollouts, of_pass: torch.Tensor | None) -> torch.Tensor:
+    def scores(self, r: Rollouts, of_pass: Tensor | None) -> Tensor:
         """The token advantages; NaN in a session that trains nothing."""
         scores, out = self._scores(r)
         for key, reason in list(out.items())[:1]:
@@ -254,7 +241,7 @@ class TurnMethod(Method):
             )
         return scores
 
-    def _scores(self, r: Rollouts) -> tuple[torch.Tensor, dict[str, str]]:
+    def _scores(self, r: Rollouts) -> tuple[Tensor, dict[str, str]]:
         """The token advantages, and why sessions have none, by their keys."""
         scores, sessions, out = torch.zeros(r.mask.shape, dtype=torch.float64), [], {}
         written, columns = (r.tokens >= 0).numpy(), r.columns.get(OLD_LOG_PROBS)
