@@ -1,4 +1,5 @@
-"""GRAIL and other ways to weight tokens: token-level credit assignment for reinforcement learning with verifiable rewards.
+"""GRAIL and other ways to weight tokens: token-level credit assignment for reinforcement learning with verifiable
+rewards.
 
 Needs torch, transformers, numpy and pydantic alone; the part for verl is in :mod:`grail_advantage.verl_ext`.
 """

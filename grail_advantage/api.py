@@ -1,4 +1,5 @@
-"""Token weights for any Hugging Face causal language model. Shapes: B responses, L prompt + response, T response tokens."""
+"""Token weights for any Hugging Face causal language model. Shapes: B responses, L prompt + response, T response
+tokens."""
 
 from __future__ import annotations
 
@@ -26,10 +27,8 @@ if TYPE_CHECKING:
 
     from grail_advantage.model.hugging_face import HuggingFaceModel
 
-ROUNDING = 1e-3
-"""Most that rounding puts a log-probability above 0, or an entropy below."""
-MOST_UNKNOWN = 0.1
-"""Share of response tokens that the tokenizer may not have, as a model's embeddings are often padded."""
+ROUNDING = 1e-3  # most that rounding puts a log-probability above 0, or an entropy below
+MOST_UNKNOWN = 0.1  # share of response tokens that the tokenizer may not have, as embeddings are often padded
 
 
 @dataclass(frozen=True)
@@ -70,51 +69,57 @@ def compute_token_weights(
 ) -> TokenWeights:
     """Token weights for a batch of rollouts by any registered method.
 
-    Each response is stripped of its padding. Its weights depend on its neighbours by rounding alone, except where the method compares
-    responses. The model keeps no parameter gradient, no hook and no changed training mode, also when this raises. Results have no
-    graph, and lie where ``input_ids`` does.
+    A response's weights depend on its padding and its neighbours by rounding alone, except where the method compares
+    responses. The model keeps no parameter gradient, no hook and no changed training mode, also when this raises.
+    Results have no graph, and lie where ``input_ids`` does.
 
     Args:
         model: a causal language model.
         tokenizer: the tokenizer that the token ids belong to.
         input_ids: (B, L) int64, prompt + response, padded on either side. Tokens after the response change nothing.
         attention_mask: (B, L) bool or 0/1.
-        response_mask: (B, L) bool or 0/1, the tokens that the model wrote. Those between them, as a tool's, train nothing.
+        response_mask: (B, L) bool or 0/1, the tokens that the model wrote. Those between them, as a tool's, train
+            nothing.
         advantages: (B,) one advantage a response. One that is not finite counts as 0.
         config: the method and its options, such as :class:`grail_advantage.Grail`.
         temperature: sampling temperature that logits are divided by, where the method does that.
-        old_log_probs: (B, L) float; log-probability of each response token at this temperature under the policy before the update.
-        entropy: (B, L) float; the policy's entropy at each response token's predictor position. Both are computed with ``model`` where
-            a method reads them and they are not given.
+        old_log_probs: (B, L) float; each response token's log-probability at this temperature under the policy before
+            the update.
+        entropy: (B, L) float; that policy's entropy at its predictor position. Both are computed where a method reads
+            them.
         groups: (B,) int64, at least 0; responses with the same number answer the same prompt.
         examples: each response's prompt as messages and its columns, for methods that ask differently.
         masked: (B,) bool; responses that train nothing whatever their reward, such as truncated ones.
         fields: by name, one value a response of any kind, for methods that read ``field:NAME``.
         rewards: (B,) float; the sum of each response's rewards, for methods that read them.
-        process_group: of the ranks over which the model is sharded (FSDP, ZeRO-3). Each may have other responses, and another number of
-            them. Methods that rank the tokens of a batch see those of their own rank.
+        process_group: of the ranks over which the model is sharded (FSDP, ZeRO-3). Each may have other responses, and
+            another number of them. Methods that rank the tokens of a batch see those of their own rank.
         step: training step, at least 0, for methods that change over a run.
-        aggregate: a batch's mean of (B, T) values under a (B, T) mask as the run's loss takes it; by default that of all tokens.
+        aggregate: a batch's mean of (B, T) values under a (B, T) mask as the run's loss takes it; by default over all
+            tokens.
         answer: the format of answers, see :func:`grail_advantage.answers.format.answer_format`.
-        tokens: most tokens of a forward, padding counted; a longer response goes through the model alone, and with 1 every response
-            does. Where memory runs out the budget is halved, and stays so for this model; not with a ``process_group``.
+        tokens: most tokens of a forward, padding counted; a longer response goes alone. Where memory runs out the
+            budget is halved, and stays so for this model; not with a ``process_group``.
 
     Raises:
-        ValueError: an argument of the wrong type, shape, dtype or range, naming it; groups, rewards or examples that the method needs.
+        ValueError: an argument of the wrong type, shape, dtype or range, or one that the method lacks; naming it.
     """
-    for name, given, fits, wanted in (
-        ("config", config, isinstance(config, Method), "a method with its options, such as Grail()"),
-        ("aggregate", aggregate, callable(aggregate), "a function of values and a mask, (B, T) both"),
-        ("fields", fields, isinstance(fields, Mapping | None), "a mapping of names to values, one a response"),
-        (
-            "examples",
-            examples,
-            all(isinstance(of, Example | None) for of in examples or ()),
-            "a list of Example or None",
-        ),
-    ):
-        if not fits:
-            raise ValueError(f"{name}={given!r} must be {wanted}")
+    _need(isinstance(config, Method), "config", config, "a method with its options, such as Grail()")
+    _need(callable(aggregate), "aggregate", aggregate, "a function of values and a mask, (B, T) both")
+    _need(isinstance(fields, Mapping | None), "fields", fields, "a mapping of names to values, one a response")
+    _need(
+        all(isinstance(of, Example | None) for of in examples or ()), "examples", examples, "a list of Example or None"
+    )
+    _need(
+        isinstance(process_group, ProcessGroup | None),
+        "process_group",
+        process_group,
+        "a ProcessGroup of torch, or None",
+    )
+    _need(_is_number(temperature) and temperature > 0, "temperature", temperature, "that of the sampling, above 0")
+    for name, value, least in (("step", step, 0), ("tokens", tokens, 1)):
+        fits = _is_number(value) and value >= least and value == int(value)
+        _need(fits, name, value, f"a whole number of at least {least}")
     rollouts = rollouts_of(
         model,
         tokenizer,
@@ -130,7 +135,7 @@ def compute_token_weights(
         examples=examples,
         fields=fields or {},
         mean=aggregate,
-        step=int(_number("step", step, whole=True)),
+        step=int(step),
     )
     device = input_ids.device
     host = PlainHost(
@@ -138,25 +143,18 @@ def compute_token_weights(
     )
     w = weigh(host, config, None)
 
-    def wide(values: Tensor, outside: float) -> Tensor:
+    def wide(values: Tensor, outside: float = 0.0) -> Tensor:
         found = torch.full(response_mask.shape, outside, dtype=torch.float32)
         found[response_mask.cpu().bool()] = values[rollouts.mask]
         return found.to(device)
 
-    return TokenWeights(
-        weights=wide(w.weights, 0.0),
-        scores=wide(w.scores, torch.nan),
-        spans=rollouts.spans(config.span),
-        stats=dict(w.metrics),
-        advantages=wide(w.advantages, 0.0),
-        selected=w.selected.to(device),
-        failed=w.failed.to(device),
-    )
+    wides, of_responses = (wide(w.weights), wide(w.scores, torch.nan)), (w.selected.to(device), w.failed.to(device))
+    return TokenWeights(*wides, rollouts.spans(config.span), dict(w.metrics), wide(w.advantages), *of_responses)
 
 
 class PlainHost:
-    """A Hugging Face model, bare or wrapped, as a host (:class:`grail_advantage.weigh.Host`); the arguments are those of
-    :func:`compute_token_weights`, and the device that on which the model reads tokens. ValueError for one that is not allowed."""
+    """A Hugging Face model, bare or wrapped, as a host (:class:`grail_advantage.weigh.Host`); the arguments are those
+    of :func:`compute_token_weights`, and the device that on which the model reads tokens."""
 
     def __init__(
         self,
@@ -168,14 +166,6 @@ class PlainHost:
         tokens: int = FORWARD_TOKENS,
         device: torch.device | str = "cpu",
     ) -> None:
-        if not 0 < _number("temperature", temperature) < math.inf:
-            raise ValueError(
-                f"temperature={temperature} must be finite and above 0; pass the temperature of the sampling"
-            )
-        if _number("tokens", tokens, whole=True) < 1:
-            raise ValueError(f"tokens={tokens} must be at least 1; 1 sends each response through the model alone")
-        if not isinstance(process_group, ProcessGroup | None):
-            raise ValueError(f"process_group={process_group!r} must be a torch.distributed.ProcessGroup, or None")
         self._hugging_face, self._responses, self._temperature = model, responses, float(temperature)
         self._group, self._tokens, self._device = process_group, int(tokens), torch.device(device)
 
@@ -183,8 +173,8 @@ class PlainHost:
         return self._responses
 
     def columns(self, names: Sequence[str], selected: Sequence[int] | None = None) -> dict[str, Tensor]:
-        """The columns that the responses have already, and the others from one forward over every response, 0 outside what the model
-        wrote."""
+        """Those that the responses have already, and others from a forward over every response, 0 where it did not
+        write."""
         if selected is not None and not selected and self._group is None:
             return {}
         r = self._responses
@@ -235,24 +225,21 @@ def rollouts_of(
     columns: Mapping[str, Tensor | None],
     **parts: Any,
 ) -> Rollouts:
-    """Padded rows, as :func:`compute_token_weights` takes them, as rollouts: without padding, and without the tokens after the response,
-    on which no score depends. ValueError, naming the argument."""
+    """Padded rows, as :func:`compute_token_weights` takes them, as rollouts without padding and without the tokens
+    after the response, on which no score depends. ValueError, naming the argument."""
     ids = checked("input_ids", input_ids, "whole")
-    if ids.ndim != 2:
-        raise ValueError(f"input_ids must be (B, L), got shape {tuple(ids.shape)}")
-    shape = tuple(ids.shape)
-    valid = checked("attention_mask", attention_mask, "flags", shape)
-    inside = checked("response_mask", response_mask, "flags", shape)
-    given = {name: checked(name, values, "floats", shape) for name, values in columns.items() if values is not None}
+    _need(ids.ndim == 2, "input_ids", tuple(ids.shape), "of shape (B, L)")
+    valid = checked("attention_mask", attention_mask, "flags", ids.shape)
+    inside = checked("response_mask", response_mask, "flags", ids.shape)
+    given = {name: checked(name, of, "floats", ids.shape) for name, of in columns.items() if of is not None}
     if (inside & ~valid).any():
         raise ValueError("response_mask marks a padding token; it must lie inside attention_mask")
     for name, sign, fix in (
-        (OLD_LOG_PROBS, 1.0, "log-probabilities are at most 0: pass log p, not p or -log p"),
-        (ENTROPY, -1.0, "entropies are at least 0: pass the sum of -p log p"),
+        (OLD_LOG_PROBS, 1.0, "at most 0: log p"),
+        (ENTROPY, -1.0, "at least 0: the sum of -p log p"),
     ):
-        wrong = [value for value in given[name][inside].tolist() if sign * value > ROUNDING] if name in given else []
-        if wrong:
-            raise ValueError(f"{name} holds {wrong[0]}; {fix}")
+        wrong = [of for of in given[name][inside].tolist() if sign * of > ROUNDING] if name in given else []
+        _need(not wrong, name, wrong[:1], fix)
     begun = inside.cumsum(dim=-1) > 0
     of_response = begun & (inside.flip(-1).cumsum(dim=-1).flip(-1) > 0) & valid
     lengths = of_response.sum(dim=-1, keepdim=True)
@@ -275,36 +262,34 @@ def rollouts_of(
     )
 
 
-def _check_model(model: object, tokenizer: object, ids: Tensor, read: Tensor, wrote: Tensor) -> None:
+def _check_model(model: Any, tokenizer: Any, ids: Tensor, read: Tensor, wrote: Tensor) -> None:
     """ValueError, naming the argument, for a model or tokenizer that the token ids cannot be of."""
     from transformers import PreTrainedTokenizerBase  # not above: naming the methods would import it
 
     vectors: Any = None
     with suppress(Exception):  # transformers raises NotImplementedError, wrappers AttributeError
-        vectors = model.get_input_embeddings()  # type: ignore[attr-defined]
-    if not (isinstance(model, nn.Module) and isinstance(vectors, nn.Module)):
-        raise ValueError(
-            f"model must be a causal language model with get_input_embeddings(), got {type(model).__name__}"
-        )
+        vectors = model.get_input_embeddings()
+    is_model, kind = isinstance(model, nn.Module) and isinstance(vectors, nn.Module), type(model).__name__
+    _need(is_model, "model", kind, "a causal language model with get_input_embeddings()")
     # accelerate's hooks load what a forward needs.
     offloaded = any(hasattr(module, "_hf_hook") for module in model.modules())
-    if all(values.is_meta for values in model.parameters()) and not offloaded:
-        raise ValueError("model is on the meta device, without weights; load them first")
-    if not isinstance(tokenizer, PreTrainedTokenizerBase):
-        raise ValueError(f"tokenizer must be one of transformers, got {type(tokenizer).__name__}; load it first")
+    there = offloaded or not all(values.is_meta for values in model.parameters())
+    _need(there, "model", kind, "loaded, and not on the meta device")
+    is_tokenizer = isinstance(tokenizer, PreTrainedTokenizerBase)
+    _need(is_tokenizer, "tokenizer", type(tokenizer).__name__, "a loaded one of transformers")
     known, some = getattr(vectors, "num_embeddings", math.inf), ids[read]
-    if len(wrong := some[(some < 0) | (some >= known)]):
-        raise ValueError(
-            f"input_ids holds {int(wrong[0])}, and the model knows 0 to {known - 1}; mask padding with attention_mask"
-        )
+    wrong = some[(some < 0) | (some >= known)].tolist()[:1]
+    _need(
+        not wrong, "input_ids", wrong, f"of the model, which knows 0 to {known - 1}; mask padding with attention_mask"
+    )
     unknown = float((ids[wrote] >= len(tokenizer)).double().mean()) if wrote.any() else 0.0
-    if unknown > MOST_UNKNOWN:
-        raise ValueError(f"tokenizer lacks {unknown:.0%} of the response tokens in input_ids; pass the model's own")
+    _need(unknown <= MOST_UNKNOWN, "tokenizer", kind, f"the model's own; it lacks {unknown:.0%} of the response tokens")
 
 
-def _number(name: str, value: Any, *, whole: bool = False) -> float:
-    number = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
-    fits = isinstance(number, numbers.Real) and not isinstance(number, bool)
-    if not fits or (whole and (not float(number).is_integer() or number < 0)):
-        raise ValueError(f"{name}={value!r} must be a {'whole number of at least 0' if whole else 'number'}")
-    return float(number)
+def _need(fits: object, name: str, given: object, wanted: str) -> None:
+    if not fits:
+        raise ValueError(f"{name}={given!r} must be {wanted}")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, numbers.Real) and not isinstance(value, bool) and math.isfinite(value)

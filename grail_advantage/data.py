@@ -1,9 +1,6 @@
-"""The two records that every host and view shares: the responses of an update, and what a method made of them.
-
-A host makes :class:`Rollouts`; :func:`grail_advantage.weigh.weigh` makes :class:`Weighed`, whose :meth:`~Weighed.table` is the token
-dump. Tensors are on the CPU; only a model has a device. A response's *index* is its row in a record, its *place* that in the
-update's batch, its *key* the host's name for it. Shapes, here and in all methods: B responses, T response tokens.
-"""
+"""The two records that every host and view shares: the responses of an update, and what a method made of them. Tensors
+are on the CPU; only a model has a device. A response's *index* is its row in a record, its *place* that in the update's
+batch, its *key* the host's name for it. Shapes, here and in all methods: B responses, T response tokens."""
 
 from __future__ import annotations
 
@@ -11,7 +8,7 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -31,12 +28,10 @@ if TYPE_CHECKING:
     from grail_advantage.method import Method
 
 OLD_LOG_PROBS, ENTROPY = "old_log_probs", "entropy"
-"""Columns, float (B, T): each response token's log-probability under the policy before the update, at the sampling temperature,
-and that policy's entropy in nats at the token's predictor position."""
-DUMPED = {OLD_LOG_PROBS: "old_log_prob", ENTROPY: "entropy"}
-"""The columns, by their names in the dump."""
-LARGEST = 1e18
-"""A larger reward or advantage trains nothing, like one that is not finite: its square leaves float32."""
+"""Columns, float (B, T): each response token's log-probability under the policy before the update, at the sampling
+temperature, and that policy's entropy in nats at the token's predictor position."""
+DUMPED = {OLD_LOG_PROBS: "old_log_prob", ENTROPY: "entropy"}  # by their names in the dump
+LARGEST = 1e18  # a larger reward or advantage trains nothing, like one that is not finite: its square leaves float32
 _Numbers = TypeVar("_Numbers", Tensor, np.ndarray)
 
 
@@ -61,22 +56,18 @@ def runs(marked: np.ndarray) -> list[tuple[int, int]]:
     return list(zip(edges[::2], edges[1::2], strict=True))
 
 
-def checked(name: str, values: Any, kind: str, shape: tuple[int, ...] | None = None) -> Tensor:
-    """A tensor of an argument on the CPU, without a graph: ``flags`` (bool, or 0 and 1) as bool, ``whole`` numbers as int64,
-    ``floats`` or ``numbers`` (either). ValueError, naming the argument, for anything else or another shape."""
+def checked(name: str, values: Any, kind: str, shape: Sequence[int] | None = None) -> Tensor:
+    """A tensor of an argument on the CPU, without a graph: ``flags`` (bool, or 0 and 1) as bool, ``whole`` numbers as
+    int64, ``floats`` or ``numbers`` (either). ValueError, naming the argument, for anything else or another shape."""
     if not isinstance(values, Tensor):
         raise ValueError(f"{name} must be a tensor, got {type(values).__name__}; use torch.tensor(...)")
     dtype, dense = values.dtype, values.layout == torch.strided and not (values.is_nested or values.is_meta)
     whole, floats = str(dtype)[6:9] in ("int", "uin"), dtype.is_floating_point and dtype.itemsize > 1
-    kinds = {
-        "whole": whole,
-        "floats": floats,
-        "numbers": whole or floats,
-        "flags": whole or floats or dtype == torch.bool,
-    }
-    if not (dense and kinds[kind]) or (shape is not None and tuple(values.shape) != shape):
+    kinds = {"whole": whole, "floats": floats, "numbers": whole or floats}
+    fits = dense and kinds.get(kind, whole or floats or dtype == torch.bool)
+    if not fits or (shape is not None and tuple(values.shape) != tuple(shape)):
         got = f"{dtype} of shape {tuple(values.shape)}, {values.layout}, on {values.device}"
-        raise ValueError(f"{name} must be a dense tensor of {kind} of shape {shape or 'any'}, got {got}")
+        raise ValueError(f"{name} must be a dense tensor of {kind} of shape {shape and tuple(shape)}, got {got}")
     values = values.detach().cpu()
     if kind == "flags" and dtype != torch.bool and ((values != 0) & (values != 1)).any():
         raise ValueError(f"{name} must be bool or hold 0 and 1; a mask says which tokens or responses are meant")
@@ -85,12 +76,13 @@ def checked(name: str, values: Any, kind: str, shape: tuple[int, ...] | None = N
 
 @dataclass(frozen=True)
 class Example:
-    """A response's prompt as a chat, before the chat template; the other columns of its data set, in verl's layout with
-    ``reward_model.ground_truth``; further arguments of the template, such as ``enable_thinking``."""
+    """A response's prompt and data, for methods that ask differently."""
 
-    messages: Sequence[Mapping[str, Any]]
-    columns: Mapping[str, Any]
-    template_options: Mapping[str, Any]
+    messages: Sequence[Mapping[str, Any]]  # before the chat template
+    columns: Mapping[
+        str, Any
+    ]  # the others of the data set; in verl's layout reward_model.ground_truth is the ground truth
+    template_options: Mapping[str, Any]  # of the chat template, such as enable_thinking
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,11 +103,11 @@ class Rollouts:
     advantages: Tensor  # (B,), before weighting; NaN, as without a reward, or more than LARGEST trains nothing
     tokenizer: PreTrainedTokenizerBase | None = None
     answer: AnswerFormat = BOXED
-    written: Tensor | None = None  # bool (B, T): the tokens that the model wrote; by default those that train
+    written: Tensor = None  # bool (B, T): the tokens that the model wrote; by default those that train
     truncated: Tensor | None = None  # bool (B,): hit the length limit without an end token
     masked: Tensor | None = None  # bool (B,): train nothing, whatever their advantage
-    groups: Tensor | None = None  # int64 (B,), at least 0; the same for responses to one prompt
-    rewards: Tensor | None = None  # (B,): the sum of each response's rewards, NaN where it could not be scored
+    groups: Tensor = None  # int64 (B,), at least 0; the same for responses to one prompt
+    rewards: Tensor = None  # (B,): the sum of each response's rewards, NaN where it could not be scored
     sessions: Sequence[tuple[Any, int]] | None = None  # each response's conversation, and its number in it
     examples: Sequence[Example | None] | None = None
     fields: Mapping[str, Sequence[Any]] = field(default_factory=dict)  # one value a response, for ``field:NAME``
@@ -131,30 +123,30 @@ class Rollouts:
     known_spans: dict[str, list[AnswerSpan | None]] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
-        count, width = len(self.responses), max(map(len, self.responses), default=0)
-        of: dict[str, Any] = {
-            name: [x.detach().cpu() for x in getattr(self, name)] for name in ("prompts", "responses")
-        }
-        of |= {"places": self.places if len(self.places) else range(count)}
-        of |= {"keys": self.keys if len(self.keys) else list(map(str, of["places"]))}
-        of |= {"columns": {name: checked(name, x, "floats", (count, width)) for name, x in self.columns.items()}}
-        of |= {"written": self.mask} if self.written is None else {}
-        for name, value in of.items():
-            object.__setattr__(self, name, value)
+        count, width, put = (
+            len(self.responses),
+            max(map(len, self.responses), default=0),
+            partial(object.__setattr__, self),
+        )
+        for name in ("prompts", "responses"):
+            put(name, [of.detach().cpu() for of in getattr(self, name)])
+        put("places", self.places if len(self.places) else range(count))
+        put("keys", self.keys if len(self.keys) else list(map(str, self.places)))
+        put("columns", {name: checked(name, of, "floats", (count, width)) for name, of in self.columns.items()})
+        put("written", self.mask if self.written is None else self.written)
         for name, kind in _TENSORS.items():
             value, shape = getattr(self, name), (count, width) if name in ("mask", "written") else (count,)
             if value is not None or name in ("mask", "advantages"):
-                object.__setattr__(self, name, checked(name, value, kind, shape))
+                put(name, checked(name, value, kind, shape))
         lists = {name: getattr(self, name) for name in ("prompts", "examples", "sessions", "keys", "places")}
         for kind in ("fields", "facts"):
-            lists |= {f"{kind}[{name!r}]": values for name, values in getattr(self, kind).items()}
-        for name, entries in lists.items():
-            rank = getattr(entries, "ndim", int(hasattr(entries, "__len__") and not isinstance(entries, str)))
-            if entries is not None and (rank != 1 or len(entries) != count):
-                raise ValueError(f"{name} must be a list with one value a response, {count} of them; got {entries!r}")
-        for index, (prompt, response) in enumerate(zip(self.prompts, self.responses, strict=True)):
-            if len(response) and not len(prompt):
-                raise ValueError(f"response {index} has no prompt token before it; add at least one")
+            lists |= {f"{kind}[{name!r}]": of for name, of in getattr(self, kind).items()}
+        for name, of in lists.items():
+            rank = getattr(of, "ndim", int(hasattr(of, "__len__") and not isinstance(of, str)))
+            if of is not None and (rank != 1 or len(of) != count):
+                raise ValueError(f"{name} must be a list with one value a response, {count} of them; got {of!r}")
+        if alone := [i for i, of in enumerate(self.responses) if len(of) and not len(self.prompts[i])]:
+            raise ValueError(f"response {alone[0]} has no prompt token before it; add at least one")
         if self.groups is not None and (self.groups < 0).any():
             raise ValueError(f"groups holds {int(self.groups.min())}; number them from 0, as torch.unique does")
 
@@ -163,12 +155,11 @@ class Rollouts:
 
     @property
     def valid(self) -> Tensor:
-        """bool (B,): with a token that trains."""
+        """bool (B,): with a token that trains; :attr:`trains`: and not masked."""
         return self.mask.any(dim=1)
 
     @property
     def trains(self) -> Tensor:
-        """Likewise, and not masked."""
         return self.valid if self.masked is None else self.valid & ~self.masked
 
     @property
@@ -193,12 +184,10 @@ class Rollouts:
 
     @cached_property
     def answers(self) -> list[AnswerSpan | None]:
-        """The answer that counts of each response."""
         return self.spans(self.span)
 
     @cached_property
     def answered(self) -> Tensor:
-        """bool (B,)"""
         return torch.tensor([span is not None for span in self.answers], dtype=torch.bool)
 
     @cached_property
@@ -217,7 +206,7 @@ class Rollouts:
 
     @property
     def turns_before(self) -> list[int]:
-        """Of each response, how many turns its conversation took in the responses before it, as far as these are here."""
+        """How many turns each response's conversation took in the responses before it, as far as these are here."""
         turns, before = [len(runs(written)) for written in self.written.numpy()], [0] * len(self)
         for indices in self.conversations:
             for one, after in pairwise(indices):
@@ -225,13 +214,11 @@ class Rollouts:
         return before
 
     def for_method(self, method: Method) -> Rollouts:
-        """The responses as a method sees them, with advantage 0 where they must not train. ValueError: it reads what is not there."""
-        known = {name for name in ("groups", "examples", "rewards") if getattr(self, name) is not None}
-        for name in method.reads & {"groups", "examples", "rewards"} - known:
-            raise ValueError(f"{method.name} reads {name}; pass {name}=")
-        for name in method.field_names:
-            if name not in self.fields:
-                raise ValueError(f"{method.name} reads field:{name}; pass fields={{{name!r}: ...}}")
+        """As a method sees them, with advantage 0 where they must not train. ValueError: it reads what is not there."""
+        lacks = [name for name in method.reads & {"groups", "examples", "rewards"} if getattr(self, name) is None]
+        lacks += [f"fields of {name}" for name in method.field_names if name not in self.fields]
+        if lacks:
+            raise ValueError(f"{method.name} reads {', '.join(sorted(lacks))}, which the rollouts lack; pass them")
         masked = ~within_range(self.advantages)
         for flags in (self.masked, self.truncated if method.mask_truncated else None):
             masked = masked if flags is None else masked | flags
@@ -260,7 +247,7 @@ _TENSORS |= {"advantages": "numbers", "groups": "whole", "rewards": "numbers"}
 
 
 def joined(parts: Sequence[Rollouts]) -> Rollouts:
-    """Responses of several processes as one record, one part's after the other's. All have the same columns and lists."""
+    """Responses of several processes as one record, part by part. All have the same columns and lists."""
     width = max(part.mask.shape[1] for part in parts)
 
     def of_all(values: Sequence[Any]) -> Any:
@@ -275,7 +262,7 @@ def joined(parts: Sequence[Rollouts]) -> Rollouts:
 
 
 def _of_rows(values: Any, indices: Sequence[int], width: int) -> Any:
-    """Some rows of a part of a record: of a tensor (B,), or (B, T) up to a width; of a list; of each entry of a mapping."""
+    """Some rows of a tensor (B,), or (B, T) up to a width, of a list, or of each entry of a mapping."""
     if isinstance(values, Tensor):
         return values[list(indices)] if values.ndim == 1 else values[list(indices), :width].clone()
     if isinstance(values, Mapping):
@@ -331,8 +318,8 @@ class Weighed:
 
     def table(self, texts: TokenTexts, others: Mapping[str, Weighed] | None = None) -> pa.Table:
         """The responses as rows of the token dump, by the texts of the run's tokenizer: all columns of
-        :data:`grail_advantage.dump.schema.SCHEMA` but ``step`` and ``update``. ``others``: of several methods over the same responses,
-        by name. This is the only place that makes such rows."""
+        :data:`grail_advantage.dump.schema.SCHEMA` but ``step`` and ``update``. ``others``: of several methods over the
+        same responses, by name. This is the only place that makes such rows."""
         import pyarrow as pa
 
         from grail_advantage.dump.schema import SCHEMA, as_utf8

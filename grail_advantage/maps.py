@@ -1,5 +1,6 @@
-"""Maps from a response's token scores to token weights. A map is a function ``f(x, m, option=default, ...) -> Weights``: x float
-(B, T) scores, finite where m, bool (B, T), is true: the tokens that are compared with each other. All in float64."""
+"""Maps from a response's token scores to token weights. A map is a function ``f(x, m, option=default, ...) ->
+Weights``: x float (B, T) scores, finite where m, bool (B, T), is true: the tokens that are compared with each other.
+All in float64."""
 
 from __future__ import annotations
 
@@ -13,9 +14,10 @@ from pydantic import BaseModel, ConfigDict, Field, create_model
 from torch import Tensor
 
 STRICT = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
-Above0, From0 = Annotated[float, Field(gt=0)], Annotated[float, Field(ge=0)]
-Part, Share = Annotated[float, Field(ge=0, le=1)], Annotated[float, Field(gt=0, le=1)]
-Rule, Count = Literal["linear", "sorted"], Annotated[int, Field(ge=1)]
+Above0 = Annotated[float, Field(gt=0)]
+From0 = Annotated[float, Field(ge=0)]
+Part = Annotated[float, Field(ge=0, le=1)]
+Rule = Literal["linear", "sorted"]
 
 
 class Weights(NamedTuple):
@@ -37,8 +39,9 @@ MAPS: dict[str, Map] = {}
 
 
 def register_map(*, ranks: bool = False) -> Callable[[Callable[..., Weights]], Callable[..., Weights]]:
-    """Make a function the meaning of ``reshaper=<its name>``. Its arguments after x and m are its options; their annotations say
-    what is allowed, as ``Annotated[float, Field(gt=0)]`` does. ValueError: the name is taken, or an option has no type."""
+    """Make a function the meaning of ``reshaper=<its name>``. Its arguments after x and m are its options; their
+    annotations say what is allowed, as ``Annotated[float, Field(gt=0)]`` does. ValueError: the name is taken, or an
+    option has no type."""
 
     def register(function: Callable[..., Weights]) -> Callable[..., Weights]:
         name, known = function.__name__, MAPS.get(function.__name__)
@@ -71,9 +74,10 @@ def log_zscore(
     weight_min: From0 = 0.5,
     weight_max: From0 = 5,
 ) -> Weights:
-    """``clip(weight_mean + weight_std z, weight_min, weight_max)``, ``z = (l - mean l) / sqrt(variance of l + 1e-8)`` of the log
-    scores ``l = log(x + 1e-8)``, with the population variance (GRAIL, arXiv 2606.04889). Negative scores count as 0. In float64:
-    where a response's scores are nearly equal, the division blows up what float32 rounds off the mean."""
+    """``clip(weight_mean + weight_std z, weight_min, weight_max)``, ``z = (l - mean l) / sqrt(variance of l + 1e-8)``
+    of the log scores ``l = log(x + 1e-8)``, with the population variance (GRAIL, arXiv 2606.04889). Negative scores
+    count as 0. In float64: where a response's scores are nearly equal, the division blows up what float32 rounds off
+    the mean."""
     if weight_min > weight_max:
         raise ValueError(f"weight_min={weight_min} is greater than weight_max={weight_max}; swap them")
     log = torch.log(x.clamp(min=0).double() + 1e-8)
@@ -84,9 +88,10 @@ def log_zscore(
 
 @register_map(ranks=True)
 def bilevel(x: Tensor, m: Tensor, quantile: Part = 0.4, boost: From0 = 2.0, quantile_rule: Rule = "linear") -> Weights:
-    """``max(h / tau, 0.1)`` where ``h < tau``, else ``1 + boost (h - tau) / (1 - tau)``: h is ``log(1 + score)`` scaled to [0, 1]
-    over the response, tau its quantile (OAR, arXiv 2601.07408), by ``quantile_rule`` between two sorted scores or the one at index
-    ``floor(quantile T)``. Equal scores all have weight 1. A score below -1, as the drop of a likelihood can be, counts as -1."""
+    """``max(h / tau, 0.1)`` where ``h < tau``, else ``1 + boost (h - tau) / (1 - tau)``: h is ``log(1 + score)`` scaled
+    to [0, 1] over the response, tau its quantile (OAR, arXiv 2601.07408), by ``quantile_rule`` between two sorted
+    scores or the one at index ``floor(quantile T)``. Equal scores all have weight 1. A score below -1, as the drop of a
+    likelihood can be, counts as -1."""
     if not m.any():  # also where there is no response or no token, of which no extremum could be taken
         return Weights(torch.ones(x.shape), 0.1)
     log = torch.log1p(x.double().clamp(min=-1 + 1e-8))
@@ -114,8 +119,8 @@ def _quantile(h: Tensor, m: Tensor, q: float, rule: str) -> Tensor:
 
 @register_map()
 def mean_ratio(x: Tensor, m: Tensor, beta: Above0 = 0.1) -> Weights:
-    """``max(0, 1 + beta (x / mean x - 1))``; 1 where the mean is not above 0. For scores of at least 0 and beta of at most 1 a
-    response's mean weight is 1; scores of both signs that cancel give weights without bound."""
+    """``max(0, 1 + beta (x / mean x - 1))``; 1 where the mean is not above 0. For scores of at least 0 and beta of at
+    most 1 a response's mean weight is 1; scores of both signs that cancel give weights without bound."""
     x = torch.where(m, x.double(), 0.0)
     mean = _mean(x, m)
     return Weights(torch.where(m & (mean > 0), (1 + beta * (x / mean - 1)).clamp(min=0), 1.0).float(), 0.0)
@@ -123,8 +128,8 @@ def mean_ratio(x: Tensor, m: Tensor, beta: Above0 = 0.1) -> Weights:
 
 @register_map()
 def power(x: Tensor, m: Tensor, exponent: Above0 = 2.0) -> Weights:
-    """``n x^g / sum x^g`` over a response's n tokens (repository of arXiv 2606.00257, with 2 on surprisal); 1 where the sum is below
-    1e-8. Negative scores count as 0."""
+    """``n x^g / sum x^g`` over a response's n tokens (repository of arXiv 2606.00257, with 2 on surprisal); 1 where the
+    sum is below 1e-8. Negative scores count as 0."""
     x = torch.where(m, x.double().clamp(min=0), 0.0)
     count, mean = m.sum(-1, keepdim=True), _mean(x, m)
     p = torch.where(mean > 0, x / mean, 0.0).pow(exponent)  # by the mean, so that no power that matters overflows
@@ -133,7 +138,8 @@ def power(x: Tensor, m: Tensor, exponent: Above0 = 2.0) -> Weights:
 
 
 def top_tokens(x: Tensor, m: Tensor, count: Tensor | int) -> Tensor:
-    """bool (B, T): each response's highest scores, as many as asked for where there are so many; of equal ones the earlier."""
+    """bool (B, T): each response's highest scores, as many as asked for where there are so many; of equal ones the
+    earlier."""
     # Adding 0 turns a negative zero into a positive one, so that no sort distinguishes them.
     order = torch.where(m, x.double() + 0.0, -math.inf).sort(dim=-1, descending=True, stable=True).indices
     rank = torch.empty_like(order).scatter_(-1, order, torch.arange(order.shape[-1]).expand_as(order))
@@ -146,7 +152,9 @@ def count_of_share(share: float, count: Tensor) -> Tensor:
 
 
 @register_map(ranks=True)
-def top(x: Tensor, m: Tensor, k: Count = 1, share: Share | None = None) -> Weights:
+def top(
+    x: Tensor, m: Tensor, k: Annotated[int, Field(ge=1)] = 1, share: Annotated[Part | None, Field(gt=0)] = None
+) -> Weights:
     """1 on the response's k highest scores, or on a share of its tokens, rounded up; 0 on all its other tokens."""
     if share is not None and k != 1:
         raise ValueError(f"k={k} and share={share}: give one of the two")

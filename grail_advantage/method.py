@@ -1,6 +1,6 @@
-"""A method: one class, registered by name. A field is an option that a run sets as ``algorithm.<method>.<field>``; a class variable
-says what the method needs. It knows no trainer and keeps nothing between batches. Modules of other packages come by the entry-point
-group ``grail_advantage.signals``."""
+"""A method: one class, registered by name. A field is an option that a run sets as ``algorithm.<method>.<field>``; a
+class variable says what the method needs. It knows no trainer and keeps nothing between batches. Modules of other
+packages come by the entry-point group ``grail_advantage.signals``."""
 
 from __future__ import annotations
 
@@ -28,35 +28,33 @@ RESERVED = ("token_weights", "token_dump")  # sections of ``algorithm`` that bel
 READS = ("old_log_probs", "entropy", "groups", "examples", "tokens", "rewards", "sessions", "messages")
 USES = ("", "saliency", "logits", "sequences", "log_probs", "hidden_states")
 _Class = TypeVar("_Class", bound="type[Method]")
-Gate, Among = Literal["wrong", "correct", "all"], Literal["response", "reasoning"]
+Gate = Literal["wrong", "correct", "all"]
+Among = Literal["response", "reasoning"]
 
 
 class NameTakenError(ValueError): ...
 
 
 def option(default: Any, text: str, **bounds: Any) -> Any:
-    """A field with a text for the documentation; its annotation and bounds (``gt``, ``ge``, ``le``) are checked at start-up."""
+    """A field with a text for the documentation; type and bounds (``gt``, ``ge``, ``le``) are checked at start-up."""
     return Field(default, description=text, **bounds)
 
 
 def register(name: str, **fixed: Any) -> Callable[[_Class], _Class]:
-    """Make a class the meaning of ``algorithm.adv_estimator=<name>``, with the options ``fixed`` set. A class may have several names;
-    its section is the name unless it sets ``section`` itself. ValueError: a name that is taken or no identifier, or unknown needs."""
+    """Make a class the meaning of ``algorithm.adv_estimator=<name>``, with the options ``fixed`` set. Its section is
+    the first name unless it sets ``section`` itself. ValueError: a name that is taken or no identifier, unknown
+    needs."""
 
     def of_class(cls: _Class) -> _Class:
         if not name.isidentifier() or name in RESERVED or not (isinstance(cls, type) and issubclass(cls, Method)):
-            raise ValueError(
-                f"{name!r} must be an identifier, none of {', '.join(RESERVED)}, and {cls!r} a grail_advantage.Method"
-            )
+            raise ValueError(f"{name!r} must be an identifier, not of {RESERVED}, and {cls!r} a Method")
         known = METHODS.get(name)  # a class comes again where its module is loaded again
         if known and (known.__module__, known.__qualname__) != (cls.__module__, cls.__qualname__):
             raise NameTakenError(f"method {name!r} is registered already, by {known.__module__}; choose another name")
-        said = [(word, READS) for word in cls.reads if not word.startswith("field:")]
-        for word, words in [*said, *([(cls.uses, USES)] if isinstance(cls.uses, str) else [])]:
-            if word not in words:
-                raise ValueError(
-                    f"{cls.__name__} reads or uses {word!r}, which is unknown; choose of {', '.join(words)}"
-                )
+        said = {word for word in cls.reads if not word.startswith("field:")}
+        said |= {cls.uses} if isinstance(cls.uses, str) else set()  # a property where options set it
+        if unknown := said - {*READS, *USES}:
+            raise ValueError(f"{cls.__name__} reads or uses {unknown}; choose of {(*READS, *USES)}")
         cls.names = {**vars(cls).get("names", {}), name: fixed}
         cls.section = vars(cls).get("section", name)
         METHODS[name] = cls
@@ -82,8 +80,8 @@ def methods() -> dict[str, type[Method]]:
 
 
 def build(name: str, options: Mapping[str, Any] | None = None) -> Method:
-    """The method of a name with these options; ``None`` stands for a default. ValueError: an unknown method or option, one that the
-    name sets, or a value that is not allowed."""
+    """The method of a name with these options; ``None`` stands for a default. ValueError: an unknown method or option,
+    one that the name sets, or a value that is not allowed."""
     known, options = methods(), options or {}
     if name not in known:
         raise ValueError(f"{name!r} is no method; choose one of {', '.join(sorted(known))}{failure_message()}")
@@ -99,9 +97,9 @@ def failure_message() -> str:
 
 
 class Method(BaseModel):
-    """Base of every method. For each batch :func:`grail_advantage.weigh.weigh` calls :meth:`select`, with ``uses`` :meth:`prepare` and
-    :meth:`run`, then :meth:`scores` and :meth:`weights`. They are pure, and may be called several times. ValueError: an option or a
-    value that is not allowed, naming it; ``None`` stands for a default."""
+    """Base of every method. For each batch :func:`grail_advantage.weigh.weigh` calls :meth:`select`, with ``uses``
+    :meth:`prepare` and :meth:`run`, then :meth:`scores` and :meth:`weights`. They are pure, and may be called several
+    times. ValueError: an option or a value that is not allowed, naming it; ``None`` stands for a default."""
 
     model_config = STRICT
 
@@ -109,18 +107,12 @@ class Method(BaseModel):
     section: ClassVar[str] = "options"  # of a run's configuration, below ``algorithm``
     formula: ClassVar[str] = ""  # the weight in one line of plain text
     source: ClassVar[str] = ""  # where the method comes from, and how well that is known
-    cost: ClassVar[str] = (
-        "0"  # forwards over the batch on top of GRPO's step; a backward to an activation counts as one
-    )
+    cost: ClassVar[str] = "0"  # on top of GRPO's step, in forwards over the batch; a backward to an activation is one
     reads: ClassVar[frozenset[str]] = frozenset()  # of READS, and "field:NAME"
     data_columns: ClassVar[tuple[str, ...]] = ()  # of the data set, of a method that reads "examples"
     uses: ClassVar[str] = ""  # of the model, by run(); of USES
-    gives: ClassVar[Literal["weights", "advantages"]] = (
-        "weights"  # scores() are token advantages; weights() is not called
-    )
-    without_scores: ClassVar[Literal["base", "nothing"]] = (
-        "base"  # A_t = A, or 0, where given advantages are not finite
-    )
+    gives: ClassVar[str] = "weights"  # "advantages": scores() are token advantages, and weights() is not called
+    without_scores: ClassVar[str] = "base"  # "nothing": given advantages that are not finite become 0, and not A
     needs_answer: ClassVar[bool] = False  # responses without an answer have weight 1
     whole_batch: ClassVar[bool] = False  # every response with a token is scored: the batch's tokens are compared
     whole_groups: ClassVar[bool] = False  # run() must see the selected responses of a group together
@@ -181,8 +173,8 @@ class Method(BaseModel):
         return self.skips_unanswered or self.answer_weights() is not None
 
     def answer_weights(self) -> tuple[float, float, bool] | None:
-        """Weights from each answer on, whatever the scores there: of its content; of its boundary and everything after it; whether
-        answers outside the gate get them, too. ``None``: the map's ``elsewhere``."""
+        """Weights from each answer on, whatever the scores there: of its content; of its boundary and everything after
+        it; whether answers outside the gate get them, too. ``None``: the map's ``elsewhere``."""
         return None
 
     def check_tokenizer(self, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -194,7 +186,8 @@ class Method(BaseModel):
         return {"wrong": ~positive, "correct": positive, "all": torch.ones_like(positive)}[self.gate]
 
     def select(self, r: Rollouts) -> Tensor:
-        """bool (B,): responses that need scores. Leaving the others out is exact: their token advantages do not depend on scores."""
+        """bool (B,): responses that need scores. Leaving the others out is exact: their token advantages do not depend
+        on scores."""
         if self.whole_batch:
             return r.valid
         chosen = self.inside_gate(r) & (r.advantages != 0) & r.valid
@@ -205,7 +198,8 @@ class Method(BaseModel):
         return chosen
 
     def prepare(self, row: Row, tokenizer: PreTrainedTokenizerBase) -> Row:
-        """The row as the pass needs it: cut, or with another prompt. Runs where the tokenizer is, before rows are shared out."""
+        """The row as the pass needs it: cut, or with another prompt. Runs where the tokenizer is, before rows are
+        shared out."""
         return row
 
     def row_cost(self, row: Row) -> int:
@@ -213,29 +207,26 @@ class Method(BaseModel):
         return len(row.tokens)
 
     def run(self, rows: Sequence[Row], model: Model) -> list[RowScores]:
-        """Scores of these rows, in their order, where the model is. With a sharded model a collective: every rank calls it with as
-        many rows, and must make the same calls of ``model`` in the same order, whatever its rows hold."""
+        """Scores of these rows, in their order, where the model is. With a sharded model a collective: every rank calls
+        it with as many rows, and must make the same calls of ``model`` in the same order, whatever its rows hold."""
         raise NotImplementedError(f"{type(self).__name__} names uses={self.uses!r} and has no run()")
 
     def scores(self, r: Rollouts, of_pass: Tensor | None) -> Tensor:
-        """float (B, T), read in selected responses. A response has weight 1 where a token that is compared has none that is finite.
-
-        Args:
-            r: with the columns that the method reads.
-            of_pass: (B, T), what :meth:`run` gave, NaN elsewhere; ``None`` for a method that uses nothing of the model.
-        """
+        """float (B, T), read in selected responses: by default ``of_pass``, what :meth:`run` gave, NaN elsewhere. A
+        response has weight 1 where a token that is compared has none that is finite."""
         if of_pass is None:
             raise NotImplementedError(f"{type(self).__name__} uses nothing of the model and has no scores()")
         return of_pass
 
     def weights(self, scores: Tensor, among: Tensor, r: Rollouts) -> Weights:
-        """Scores (B, T), finite among bool (B, T), the tokens of scored responses that are compared, to weights. Scores are 1 where
-        they are not known."""
+        """Scores (B, T), finite among bool (B, T), the tokens of scored responses that are compared, to weights. Scores
+        are 1 where they are not known."""
         raise NotImplementedError(f"{type(self).__name__} has no weights(); derive it from Mapped, or write one")
 
 
 class Mapped(Method):
-    """A method whose scores go through a map that the user chooses. The map also gets the method's own options of its options' names."""
+    """A method whose scores go through a map that the user chooses. The map also gets the method's own options of its
+    options' names."""
 
     reshaper: str = option("log_zscore", "map from scores to weights, by its name")
     reshaper_options: dict[str, Any] = option({}, "options of the map, by their names in its own table")

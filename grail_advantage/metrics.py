@@ -1,5 +1,5 @@
-"""Figures of what token weights do to a batch. verl reduces a metric by words in its name (``max``, ``min``, ``sum``, ``total``), so
-the names avoid them."""
+"""Figures of what token weights do to a batch. verl reduces a metric by words in its name (``max``, ``min``, ``sum``,
+``total``), so the names avoid them."""
 
 from __future__ import annotations
 
@@ -18,19 +18,17 @@ METRICS = {
     "answer_found_rate": "share of responses with a complete answer",
     "selected_rate": "share of responses that needed scores",
     "weight_one_rate": "share of responses whose every weight is 1",
-    "non_finite_rate": "share of responses that fell back to weight 1 over a score that is not finite; with methods of turns, "
-    "that train nothing for it",
+    "non_finite_rate": "share of responses with weight 1, or with methods of turns 0, over a score that is not finite",
     "average_weight": "mean weight over valid tokens",
     "weight_deviation": "its standard deviation, of the population",
-    "clipped_low_rate": "share of the weights from scores that met the map's lower bound, before their sum was restored; "
-    "0 for a map without one",
+    "clipped_low_rate": "share of the weights from scores that met the map's lower bound before their sum was restored",
     "clipped_high_rate": "likewise the upper bound",
-    "effective_sample_ratio": "`(sum w)^2 / (T sum w^2)`, averaged over responses: 1 where a response's weights are equal",
+    "effective_sample_ratio": "`(sum w)^2 / (T sum w^2)`, the responses' mean: 1 where weights are equal",
     "top_share": "share of the batch's sum of `|A_t|` on its heaviest tenth of tokens with `A != 0`",
     "advantage_scale": "`mean |A_t| / mean |A|` over valid tokens",
 }
-"""The figures of every batch and their meanings. A method that gives token advantages has none of ``OF_WEIGHTS``; where the
-others speak of weights they mean ``|A_t|``, and a response has weight 1 where every ``A_t`` is its ``A``."""
+"""The figures of every batch and their meanings. A method that gives token advantages has none of ``OF_WEIGHTS``; where
+the others speak of weights they mean ``|A_t|``, and a response has weight 1 where every ``A_t`` is its ``A``."""
 OF_WEIGHTS = ("average_weight", "weight_deviation", "clipped_low_rate", "clipped_high_rate")
 GRADIENT_METRICS = {
     "gradient_norm_p10": "10th percentile of the gradient norms of all positions that the pass looked at",

@@ -1,5 +1,5 @@
-"""Rules on settings: one record for what a host refuses, what it warns of, and where it does without a shortcut; a file ``rules.py``
-of each host has its tables."""
+"""Rules on settings: one record for what a host refuses, what it warns of, and where it does without a shortcut; a file
+``rules.py`` of each host has its tables."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ Text = str | Callable[[Any], str]  # a text, or a function that makes it of the 
 
 
 class Obstacle(NamedTuple):
-    """Something in the way of a shortcut, or of a method: a setting as ``option=value`` or a part of the model, and why."""
+    """Something in the way of a shortcut, or of a method: a setting as ``option=value`` or a part of the model, and
+    why."""
 
     setting: str
     because: str
@@ -46,8 +47,8 @@ def broken(rules: Iterable[Rule], subject: Any) -> Iterator[Obstacle]:
 
 
 def refuse(rules: Iterable[Rule], subject: Any, beside: str = "") -> None:
-    """ValueError for the first rule that settings break, naming the option, its value, the reason and the remedy; ``beside``: with what
-    the setting does not work, such as the method, as ``option=value``."""
+    """ValueError for the first rule that settings break, naming the option, its value, the reason and the remedy;
+    ``beside``: with what the setting does not work, such as the method, as ``option=value``."""
     for rule in rules:
         if rule.when(subject):
             setting, because = rule.obstacle(subject)
@@ -56,6 +57,6 @@ def refuse(rules: Iterable[Rule], subject: Any, beside: str = "") -> None:
 
 
 def refuse_forced(shortcut: str, obstacles: Iterable[Obstacle], remedy: str) -> None:
-    """ValueError for the first obstacle to a shortcut, ``option=value``, that somebody forces where it would change the update."""
+    """ValueError for the first obstacle to a shortcut, ``option=value``, that somebody forces."""
     for setting, because in obstacles:
         raise ValueError(f"{shortcut} does not work with {setting}: {because}; {remedy}")

@@ -1,5 +1,5 @@
-"""From rollouts to token advantages, the one way that every host goes: base advantages -> which responses need scores -> columns
--> a pass through the model -> scores -> weights -> advantages."""
+"""From rollouts to token advantages, the one way that every host goes: base advantages -> which responses need scores
+-> columns -> a pass through the model -> scores -> weights -> advantages."""
 
 from __future__ import annotations
 
@@ -38,7 +38,8 @@ def weigh(host: Host, method: Method, answers: AnswerCheck | None) -> Weighed:
     Args:
         host: has the responses and the model.
         method: with its options.
-        answers: of the run; stops or warns where responses have no answer. ``None`` for a host that reports them itself.
+        answers: of the run; stops or warns where responses have no answer. ``None`` for a host that reports them
+            itself.
 
     Raises:
         ValueError: something that the method reads is missing or does not fit, or no response has an answer.
@@ -99,8 +100,9 @@ def _finite(values: Tensor, where: Tensor) -> Tensor:
 
 
 def _weights(method: Method, r: Rollouts, selected: Tensor, scores: Tensor) -> Weighed:
-    """``A_t = w_t A``: scores through the method's map, then its own answer weights, then the sum of each response's weights. A response
-    that is not selected, or has a score or weight that is not finite, has weight 1 on every token."""
+    """``A_t = w_t A``: scores through the method's map, then its own answer weights, then the sum of each response's
+    weights. A response that is not selected, or has a score or weight that is not finite, has weight 1 on every
+    token."""
     answer, place, none = method.answer_weights(), torch.arange(r.mask.shape[1]), torch.ones(r.mask.shape)
     start, content, end = r.bounds[:, :, None].unbind(1)
     before = r.mask & (place < start)

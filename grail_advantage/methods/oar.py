@@ -1,12 +1,11 @@
 """OAR: a token matters as much as the model's own answer reacts when the token is disturbed.
 
-Source: OAR (arXiv 2601.07408). ``oar_g`` shakes the embeddings: with Gaussian noise on them and J the divergence of the answer from
-what it is without noise, a position's score is ``| sum over dims of (dJ/de) * e |``. ``oar_p`` replaces one reasoning token after the
-other by padding, which is still attended to: its score is J itself.
+Source: OAR (arXiv 2601.07408). ``oar_g`` shakes the embeddings: with Gaussian noise on them and J the divergence of the
+answer from what it is without noise, a position's score is ``| sum over dims of (dJ/de) * e |``. ``oar_p`` replaces one
+reasoning token after the other by padding, which is still attended to: its score is J itself.
 
-Logits are taken as they are, without a temperature. Shapes: S positions, D hidden, R rows, K positions that a probe reads (of all
-rows, one row after the other), V vocabulary, M replaced tokens, N counterfactuals of a batch.
-"""
+Logits are taken as they are, without a temperature. Shapes: S positions, D hidden, R rows, K positions that a probe
+reads (of all rows, one row after the other), V vocabulary, M replaced tokens, N counterfactuals of a batch."""
 
 from __future__ import annotations
 
@@ -33,12 +32,12 @@ if TYPE_CHECKING:
 @register("oar_g", method="gradient")
 @register("oar_p", method="perturbation")
 class Oar(Mapped):
-    """OAR-G and OAR-P. The answer is the last complete one, every response with one gets weights, and tokens outside the statistics
-    set have weight 1."""
+    """OAR-G and OAR-P. The answer is the last complete one, every response with one gets weights, and tokens outside
+    the statistics set have weight 1."""
 
     section = "oar"
     source = (
-        "arXiv 2601.07408 (Valsure/Outcome-Grounded-Advantage-Reshaping, `OAR-main.py`; the port of OAR-G: declare-lab/grail, "
+        "arXiv 2601.07408 (Valsure/Outcome-Grounded-Advantage-Reshaping, `OAR-main.py`; port: declare-lab/grail, "
         "`src/train/grail_trainer.py`, `compute_oar_g_weights`)"
     )
     needs_answer = True
@@ -46,13 +45,12 @@ class Oar(Mapped):
     method: Literal["gradient", "perturbation"] = option("gradient", "gradient: OAR-G; perturbation: OAR-P")
     variant: Literal["official", "grail_port"] = option(
         "official",
-        "official scores the reasoning before the answer. grail_port, as GRAIL's authors ran it: OAR-G scores the whole response, at "
-        "the position before each token, by the noisy embedding; the quantile is the next sorted score",
+        "official scores the reasoning before the answer. grail_port, as GRAIL's authors ran it: OAR-G scores the "
+        "whole response, at the position before each token, by the noisy embedding; the quantile is a sorted score",
     )
     probe: Literal["answer_mean", "last", "answer_joint"] = option(
         "answer_mean",
-        "the answer as the mean logits of its tokens, the logits of the response's last position, or the mean log-likelihood of its "
-        "tokens",
+        "the answer: its tokens' mean logits, the logits of the response's last position, or its mean log-likelihood",
     )
     noise_std: float = option(1e-3, "OAR-G: standard deviation of the noise", gt=0)
     noise_seed: int = option(0, "OAR-G: seed of the noise, with the step and the response's tokens", ge=0)
@@ -108,12 +106,12 @@ class Oar(Mapped):
     def check_tokenizer(self, tokenizer: PreTrainedTokenizerBase) -> None:
         if self.method == "perturbation" and tokenizer.pad_token_id is None:
             raise ValueError(
-                f"{self.section}.method='perturbation' replaces tokens by the padding token, which the tokenizer lacks; "
-                "set tokenizer.pad_token"
+                f"{self.section} replaces tokens by the padding token, which is missing; set tokenizer.pad_token"
             )
 
     def probe_of(self, row: Row) -> Range:
-        """The positions whose logits the probe reads: the response's last one, or the predictor positions of the answer's tokens."""
+        """The positions whose logits the probe reads: the response's last one, or the predictor positions of the
+        answer's tokens."""
         if self.probe == "last":
             return row.start + row.length - 1, row.start + row.length
         return row.start + row.answer.start - 1, row.start + row.answer.end - 1
@@ -140,7 +138,8 @@ class Oar(Mapped):
             return [RowScores(self._perturbation(row, model, forward, bar)) for row in rows]
 
     def _gradient(self, micro: MicroBatch, step: int) -> list[RowScores]:
-        """A forward without noise, a forward with it, and a backward to the noisy embeddings. No hook is left, whatever happens."""
+        """A forward without noise, a forward with it, and a backward to the noisy embeddings. No hook is left, whatever
+        happens."""
         probes = [self.probe_of(row) for row in micro.rows]
         tokens = torch.cat([row.tokens.roll(-1)[a:b] for row, (a, b) in zip(micro.rows, probes, strict=True)])
         counts, clean_embeddings = [b - a for a, b in probes], []
@@ -184,10 +183,12 @@ class Oar(Mapped):
 
     @torch.no_grad()
     def _perturbation(self, row: Row, model: Model, forward: Forward, bar: tqdm) -> Tensor:
-        """float32, one a reasoning token; with ``answer_joint`` negative where the replacement makes the answer more probable.
+        """float32, one a reasoning token; with ``answer_joint`` negative where the replacement makes the answer more
+        probable.
 
-        Counterfactuals go through the model in batches. Those of a batch have everything before their first replaced token in
-        common, so its keys and values are taken from the clean pass over the row; that is exact in a causal model."""
+        Counterfactuals go through the model in batches. Those of a batch have everything before their first replaced
+        token in common, so its keys and values are taken from the clean pass over the row; that is exact in a causal
+        model."""
         (start, length), replaced = self.probe_of(row), self.replaced(row)
         tokens = row.tokens.roll(-1)[start:length]  # after the row's last one, which only "last" reads, is none
         kept = torch.arange(start, length, device=row.tokens.device)
@@ -210,21 +211,18 @@ class Oar(Mapped):
 
 
 def noise_seed(seed: int, step: int, tokens: Sequence[int]) -> int:
-    """Seed of one response's noise: the first eight bytes of the SHA-256 of ``"seed/step/token,token,..."``, little-endian, with the
-    tokens up to the end of the answer. So it is the same on any rank, in any micro-batch, in any order and with any padding."""
+    """Seed of one response's noise: the first eight bytes of the SHA-256 of ``"seed/step/token,token,..."``,
+    little-endian, with the tokens up to the end of the answer. So it is the same on any rank, in any micro-batch, in
+    any order and with any padding."""
     content = ",".join(map(str, tokens))
     return int.from_bytes(hashlib.sha256(f"{seed}/{step}/{content}".encode()).digest()[:8], "little")
 
 
 def read_probe(logits: Tensor, tokens: Tensor, counts: Sequence[int], probe: str) -> Tensor:
-    """The answer as the model sees it: the log-softmax of a row's mean logits, (R, V); with ``answer_joint`` its mean log-likelihood,
-    (R,). In float64 on the CPU from the mean on, as readings that differ in the seventh digit are compared.
-
-    Args:
-        logits: (K, V), any floating dtype.
-        tokens: int64 (K,), the token after each position; read only by ``answer_joint``.
-        counts: how many of the K belong to each row.
-    """
+    """The answer as the model sees it: the log-softmax of a row's mean logits, (R, V); with ``answer_joint`` its mean
+    log-likelihood, (R,), by the token after each position. Logits (K, V) of any floating dtype, of which ``counts``
+    belong to each row; in float64 on the CPU from the mean on, as readings that differ in the seventh digit are
+    compared."""
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if probe == "answer_joint":
         log_probs = torch.log_softmax(logits, dim=-1).gather(-1, tokens.unsqueeze(-1)).squeeze(-1).cpu().double()
@@ -239,7 +237,8 @@ def divergence(clean: Tensor, other: Tensor, probe: str) -> Tensor:
 
 
 def interpolate(scores: Tensor, replaced: Tensor, length: int) -> Tensor:
-    """Scores (M,) of replaced tokens as those of all reasoning tokens, (length,): linear between them, level beyond the outermost."""
+    """Scores (M,) of replaced tokens as those of all reasoning tokens, (length,): linear between them, level beyond the
+    outermost."""
     index = torch.arange(length, device=scores.device)
     right = torch.searchsorted(replaced, index).clamp(max=len(replaced) - 1)
     left = torch.where(replaced[right] > index, right - 1, right).clamp(min=0)
@@ -249,15 +248,16 @@ def interpolate(scores: Tensor, replaced: Tensor, length: int) -> Tensor:
 
 
 def _can_be_shared(cache: Cache | None) -> bool:
-    """Only plain attention keeps the keys and values of every position; a sliding window or a state does not, and a cache of a
-    model's own may hold a state beside its layers."""
+    """Only plain attention keeps the keys and values of every position; a sliding window or a state does not, and a
+    cache of a model's own may hold a state beside its layers."""
     from transformers.cache_utils import DynamicCache, DynamicLayer  # see grail_advantage.model.activations.inner_model
 
-    return type(cache) is DynamicCache and all(type(layer) is DynamicLayer for layer in cache.layers)
+    return type(cache) is DynamicCache and all(type(of) is DynamicLayer for of in getattr(cache, "layers", ()))
 
 
 def shared_prefix(cache: Cache, length: int, rows: int) -> Cache:
-    """A cache that holds the first ``length`` positions of a one-row cache for ``rows`` rows; the given one stays as it is."""
+    """A cache that holds the first ``length`` positions of a one-row cache for ``rows`` rows; the given one stays as it
+    is."""
     prefix = copy.copy(cache)
     prefix.layers = [copy.copy(layer) for layer in cache.layers]
     for layer in prefix.layers:

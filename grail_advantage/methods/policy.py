@@ -1,5 +1,5 @@
-"""Methods that read the policy before the update: its surprisal and entropy at each token, which come from the forward of the old
-log-probabilities and cost nothing. ``uniform`` and ``polarity``, which read nothing, are here too."""
+"""Methods that read the policy before the update: its surprisal and entropy at each token, which come from the forward
+of the old log-probabilities and cost nothing. ``uniform`` and ``polarity``, which read nothing, are here too."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from grail_advantage.method import Among, Gate, Mapped, Method, option, register
 
 
 def surprisal(r: Rollouts) -> Tensor:
-    """``-old_log_prob``, at least 0 whatever rounds, float64 (B, T); NaN where it is not finite, as of a broken forward."""
+    """``-old_log_prob``, at least 0 whatever rounds, float64 (B, T); NaN where it is not finite, as of a broken
+    forward."""
     return _known(-r.columns[OLD_LOG_PROBS].double())
 
 
@@ -29,8 +30,8 @@ def _known(values: Tensor) -> Tensor:
 
 @register("uniform")
 class Uniform(Method):
-    """GRPO in this trainer, with truncated responses masked as for every other method: a method differs from its baseline only in
-    the weights."""
+    """GRPO in this trainer, with truncated responses masked as for every other method: a method differs from its
+    baseline only in the weights."""
 
     formula, source = "1", "the baseline"
 
@@ -40,8 +41,8 @@ class Uniform(Method):
 
 @register("surprisal")
 class Surprisal(Mapped):
-    """By default the least probable reasoning token of an incorrect response carries all of its advantage, and correct responses
-    stay as they are."""
+    """By default the least probable reasoning token of an incorrect response carries all of its advantage, and correct
+    responses stay as they are."""
 
     formula = "map of s = -log p; by default 1 on the incorrect response's reasoning token with the highest s, else 0"
     source = "control; the reshaper power: arXiv 2606.00257 (its repository, the file is not on record)"
@@ -72,8 +73,8 @@ class Entropy(Mapped):
 
 @register("entropy_bonus")
 class EntropyBonus(Method):
-    """``A_t = A + min(alpha H, |A| / kappa)``, written as a weight. The bonus is added whatever the sign of the advantage, so that an
-    incorrect response's undecided tokens are pushed down less."""
+    """``A_t = A + min(alpha H, |A| / kappa)``, written as a weight. The bonus is added whatever the sign of the
+    advantage, so that an incorrect response's undecided tokens are pushed down less."""
 
     formula = "1 + sign(A) min(0.4 H / |A|, 1 / 2)"
     source = "arXiv 2506.14758 (from descriptions of it; neither the paper's text nor code was read)"
@@ -96,7 +97,7 @@ class Probability(Method):
     """``alpha p + 1 - alpha``: large gradients of improbable tokens do not drown those of probable ones."""
 
     formula = "0.2 p + 0.8"
-    source = "advantage reweighting, arXiv 2505.12929 (zhyang2226/AR-Lopti, `verl/trainer/ppo/ray_trainer.py`, `both_linear`)"
+    source = "arXiv 2505.12929 (zhyang2226/AR-Lopti, `verl/trainer/ppo/ray_trainer.py`, `both_linear`)"
     reads = frozenset({OLD_LOG_PROBS})
     alpha: float = option(0.2, "how much less an impossible token weighs than a certain one", gt=0, le=1)
 
@@ -111,9 +112,9 @@ class Probability(Method):
 class HighEntropy(Method):
     """Only the tokens of highest entropy in the batch train; those of responses with advantage 0 are compared, too.
 
-    The paper's equation divides the loss by the number of all tokens, its code by that of the kept ones. The code cuts in each
-    micro-batch of the update with the current policy, and of equal entropies keeps as many as fit; here the whole batch has one
-    cut, by the policy before the update, and all that tie at it are kept, as in the equation."""
+    The paper's equation divides the loss by the number of all tokens, its code by that of the kept ones. The code cuts
+    in each micro-batch of the update with the current policy, and of equal entropies keeps as many as fit; here the
+    whole batch has one cut, by the policy before the update, and all that tie at it are kept, as in the equation."""
 
     formula = "N / k on the k of the batch's N tokens with the highest H, else 0; rho = k / N = 0.2"
     source = (
@@ -140,13 +141,13 @@ class HighEntropy(Method):
 
 @register("stare")
 class Stare(Method):
-    """While the batch's mean entropy is low, the least probable tokens of correct responses weigh a little more (O1), and those of
-    incorrect ones less (C2). The code chooses in each mini-batch of the update; here once for the batch, of equal ones the
-    earlier."""
+    """While the batch's mean entropy is low, the least probable tokens of correct responses weigh a little more (O1),
+    and those of incorrect ones less (C2). The code chooses in each mini-batch of the update; here once for the batch,
+    of equal ones the earlier."""
 
     formula = (
-        "1.1 on the 10 % of the batch's tokens with A > 0 that have the lowest p, else 1 (C2: 0.9 on those with A < 0); 1 "
-        "where the batch's mean H is not below 0.3"
+        "1.1 on the 10 % of the batch's tokens with A > 0 of the lowest p, else 1 (C2: 0.9 on those with A < 0); "
+        "1 where the batch's mean H is not below 0.3"
     )
     source = (
         "arXiv 2606.19236, sections 4.1 to 4.3 (hp-luo/STARE, `verl/trainer/ppo/core_algos.py`, "
@@ -176,8 +177,8 @@ class Stare(Method):
 
 @register("steer")
 class Steer(Method):
-    """Tokens whose update would change the entropy most weigh least, by the source's linear map. p and H there are those of the
-    moving policy, here those before the update: the same in the first mini-batch of a step with verl."""
+    """Tokens whose update would change the entropy most weigh least, by the source's linear map. p and H there are
+    those of the moving policy, here those before the update: the same in the first mini-batch of a step with verl."""
 
     formula = "from 1.2 at the batch's least e to 0.8 at its largest, linearly; e = |A (1 - p) (log p + H)|"
     source = "arXiv 2510.10150 (zz-haooo/STEER, `verl/trainer/ppo/core_algos.py`, `compute_token_weights`, `linear`)"
@@ -199,8 +200,9 @@ class Steer(Method):
 
 @register("polarity")
 class Polarity(Method):
-    """One weight for A > 0, one for A < 0: PSR is ``wrong=0``, NSR ``right=0``, W-REINFORCE ``right=0.1``. The paper finds NSR the
-    better half at pass@k; here, at toy scale, leaving wrong responses out helped accuracy (docs/evidence.md)."""
+    """One weight for A > 0, one for A < 0: PSR is ``wrong=0``, NSR ``right=0``, W-REINFORCE ``right=0.1``. The paper
+    finds NSR the better half at pass@k; here, at toy scale, leaving wrong responses out helped accuracy
+    (docs/evidence.md)."""
 
     formula = "right where A > 0, wrong where A < 0 (both 1); with spread divided by the response's number of tokens"
     source = (

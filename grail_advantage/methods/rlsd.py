@@ -1,13 +1,13 @@
-"""RLSD: a token matters as much as its probability moves once the model knows the answer.
+"""RLSD (arXiv 2604.03128): a token matters as much as its probability moves once the model knows the answer.
 
-Source: RLSD (arXiv 2604.03128). The prompt is asked again with privileged text in its last user message, the ground truth or a
-reference solution, and the response that was sampled without it follows, token for token. The current policy is its own teacher. With
-D_t the log-probability of token t there minus the one it was sampled with, and A the response's advantage,
+The prompt is asked again with privileged text in its last user message, the ground truth or a reference solution, and
+the response that was sampled without it follows, token for token. The current policy is its own teacher. With D_t the
+log-probability of token t there minus the one it was sampled with, and A the response's advantage,
 
     u_t = clip(exp(sign(A) D_t), 1 - epsilon, 1 + epsilon),    w_t = (1 - lam) + lam u_t.
 
-The text comes from a data set and may hold anything. In the prompt it stays inside its message, see :func:`harmless`.
-"""
+The text comes from a data set and may hold anything. In the prompt it stays inside its message, see
+:func:`harmless`."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ PLACE = "{privileged}"
 """Stands for the privileged text in the request."""
 REQUEST = (
     f"A correct result for this problem, either a full solution or only its final answer, is given here:\n\n{PLACE}\n\n"
-    "Work the problem out yourself, in your own words and step by step. The result above is only there to keep you on the "
-    "right track: do not mention it."
+    "Work the problem out yourself, in your own words and step by step. The result above is only there to keep you on "
+    "the right track: do not mention it."
 )
 """The end of the last user message, after an empty line."""
 _MISSING = object()
@@ -41,8 +41,8 @@ _MISSING = object()
 
 @register("rlsd")
 class Rlsd(Method):
-    """The current policy is the teacher. Every token of a response without privileged text, or with a log-probability that is not
-    finite, has weight 1; the others' lie in ``[1 - lam epsilon, 1 + lam epsilon]``."""
+    """The current policy is the teacher. Every token of a response without privileged text, or with a log-probability
+    that is not finite, has weight 1; the others' lie in ``[1 - lam epsilon, 1 + lam epsilon]``."""
 
     formula = (
         "1 - lam + lam clip(exp(sign(A) (log p' - log p)), 1 - epsilon, 1 + epsilon), p' with the answer in the prompt"
@@ -62,12 +62,9 @@ class Rlsd(Method):
     negative_only: bool = option(False, "whether responses with a positive advantage have weight 1; sets gate to wrong")
     privileged_column: str = option(
         "reward_model.ground_truth",
-        "column of the data set with the privileged text, a field of a column after a dot: the ground truth, or for example "
-        "extra_info.solution for a reference solution",
+        "column of the data set with the privileged text, a field of a column after a dot, such as extra_info.solution",
     )
-    request: str = option(
-        REQUEST, f"end of the last user message, after an empty line; {PLACE} is the place of the privileged text"
-    )
+    request: str = option(REQUEST, f"end of the last user message; {PLACE} is the place of the privileged text")
 
     @classmethod
     def completed(cls, given: dict[str, Any]) -> dict[str, Any]:
@@ -83,37 +80,31 @@ class Rlsd(Method):
 
     def check_tokenizer(self, tokenizer: PreTrainedTokenizerBase) -> None:
         if not getattr(tokenizer, "chat_template", True):
+            remedy = "set tokenizer.chat_template (actor_rollout_ref.model.custom_chat_template in a run)"
             raise ValueError(
-                f"{self.section} asks again through the chat template, which the tokenizer lacks; set tokenizer.chat_template "
-                "(actor_rollout_ref.model.custom_chat_template in a run)"
+                f"{self.section} asks again through the chat template, which the tokenizer lacks; {remedy}"
             )
 
     def lam_at(self, step: int) -> float:
         return self.lam * max(0.0, 1.0 - step / self.lam_steps) if self.lam_steps else self.lam
 
     def select(self, r: Rollouts) -> Tensor:
-        """Responses without privileged text need no pass, and none does where ``lam`` has fallen to 0.
-
-        Raises:
-            ValueError: no response of the batch has the column, so that its name must be incorrect.
-        """
+        """Responses without privileged text need no pass, and none does where ``lam`` has fallen to 0. ValueError: no
+        response of the batch has the column, so that its name must be incorrect."""
         if self.lam_at(r.step) == 0.0:
             return torch.zeros_like(r.valid)
         columns = [example.columns for example in r.examples or () if example is not None]
         if columns and all(look_up(of, self.privileged_column) is _MISSING for of in columns):
+            there = ", ".join(sorted(columns[0])) or "none"
             raise ValueError(
-                f"{self.section}.privileged_column={self.privileged_column!r} is in no response of the batch, whose columns are "
-                f"{', '.join(sorted(columns[0])) or 'none'}"
+                f"{self.section}.privileged_column={self.privileged_column!r} is in no response; there are {there}"
             )
         texts = [self._privileged_text(example) for example in r.examples or ()]
         return super().select(r) & torch.tensor([text != "" for text in texts], dtype=torch.bool)
 
     def prepare(self, row: Row, tokenizer: PreTrainedTokenizerBase) -> Row:
-        """The same response after the prompt with the privileged text.
-
-        Raises:
-            ValueError: the last user message is not a text.
-        """
+        """The same response after the prompt with the privileged text. ValueError: the last user message is not a
+        text."""
         example, text = row.example, self._privileged_text(row.example)
         if example is None or not text:
             return row
@@ -145,7 +136,7 @@ class Rlsd(Method):
         """The module's w."""
         lam = self.lam_at(r.step)
         signed = scores.double() * r.advantages.double().sign()[:, None]
-        # exp(1) is beyond the upper bound of every epsilon, so that the clip in front of exp cuts off nothing that counts.
+        # exp(1) is beyond the upper bound of every epsilon, so that this clip cuts off nothing that counts.
         change = torch.expm1(signed.clamp(max=1.0)).clamp(-self.epsilon, self.epsilon)
         reach = lam * self.epsilon
         return Weights((1.0 + lam * change).float(), 1.0 - reach, 1.0 + reach)
@@ -168,8 +159,8 @@ def look_up(columns: Mapping[str, Any], path: str) -> Any:
 
 
 def as_text(value: Any) -> str:
-    """A value of a data set as text without white space around it; a list becomes its entries with commas between them. Nothing,
-    not-a-number and what is not there become an empty text."""
+    """A value of a data set as text without white space around it, a list as its entries with commas between them.
+    Empty for nothing, not-a-number and what is not there."""
     value = value.tolist() if hasattr(value, "tolist") else value  # of numpy, as parquet files give them
     if isinstance(value, list | tuple):
         return ", ".join(filter(None, map(as_text, value)))
@@ -182,15 +173,9 @@ def as_text(value: Any) -> str:
 def harmless(text: str, tokenizer: PreTrainedTokenizerBase, header: str = "") -> str:
     """The text with a space after the first character of everything that could end its message.
 
-    That is every string that the tokenizer would turn into one of its added tokens (``<|im_end|>``, ``<think>``), and what opens the
-    assistant's turn. ``< |im_end|>`` reads nearly the same and is made of ordinary tokens. A template that marks turns with plain
-    words alone can still be made to show a further *user* turn.
-
-    Args:
-        text: any text.
-        tokenizer: the tokenizer of the prompt.
-        header: what the chat template puts in front of an answer.
-    """
+    That is every string that the tokenizer would turn into one of its added tokens (``<|im_end|>``, ``<think>``), and
+    ``header``, what opens the assistant's turn. ``< |im_end|>`` reads nearly the same and is made of ordinary tokens. A
+    template that marks turns with plain words alone can still be made to show a further *user* turn."""
     control = {*tokenizer.get_added_vocab(), *tokenizer.all_special_tokens, header}
     # Runs of blanks are added tokens in some vocabularies and mean nothing.
     present = sorted(token for token in control if len(token) > 1 and not token.isspace() and token in text)

@@ -1,14 +1,15 @@
 """GRAIL: a token matters as much as the model's own answer depends on its activation.
 
-Source: GRAIL (arXiv 2606.04889). The preset ``official`` is the published behaviour; ``robust`` chooses otherwise in these
-places, each an option of its own. It was not shown to train better, and trained worse under slips (docs/evidence.md).
+Source: GRAIL (arXiv 2606.04889). The preset ``official`` is the published behaviour; ``robust`` chooses otherwise in
+these places, each an option of its own. It was not shown to train better, and trained worse under slips
+(docs/evidence.md).
 
 - tokens after the answer have exactly no gradient, and drag the statistics of the whole response down: ``statistics``;
 - the embedding at the predictor position is the *previous* token's: ``alignment``;
 - the reward function reads the last box: ``span``; and not the letters of ``\\boxed``: ``target``;
 - content weights hit responses that the gate excludes: ``content_outside_gate``;
-- the clip is not symmetric and the answer has weight 5, so that the sum of the response's weights grows: ``normalize_mass``.
-"""
+- the clip is not symmetric and the answer has weight 5, so that the sum of the response's weights grows:
+``normalize_mass``."""
 
 from __future__ import annotations
 
@@ -36,22 +37,23 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 
 def align_scores(values: Tensor, length: int, alignment: str) -> Tensor:
-    """Values of consecutive positions, the first being the one before the response, as scores (length,) of response tokens: by
-    ``alignment`` a token takes the value of the position before it (``predictor``) or of its own (``token``). Positions after the last
-    one given score 0: the answer does not depend on them."""
+    """Values of consecutive positions, the first being the one before the response, as scores (length,) of response
+    tokens: by ``alignment`` a token takes the value of the position before it (``predictor``) or of its own
+    (``token``). Positions after the last one given score 0: the answer does not depend on them."""
     own = values[0 if alignment == "predictor" else 1 :][:length]
     return torch.cat([own, own.new_zeros(length - len(own))])
 
 
 class Saliency(Mapped):
-    """Score of a position: ``|| dL/dh * h ||_2`` with L the negative log-likelihood of :meth:`targets` and h the activation."""
+    """Score of a position: ``|| dL/dh * h ||_2`` with L the negative log-likelihood of :meth:`targets` and h the
+    activation."""
 
     uses = "saliency"
     needs_answer = True
     leaf: Literal["embeddings", "first", "middle", "last"] = option(
         "embeddings",
-        "activation whose saliency is taken: the embeddings, or the output of the first, middle or last but one decoder block "
-        "(hidden states 1, n // 2 and n - 1 of n blocks)",
+        "activation whose saliency is taken: the embeddings, or the output of the first, middle or last but one "
+        "decoder block (hidden states 1, n // 2 and n - 1 of n blocks)",
     )
     alignment: Alignment = option(
         "predictor", "whose saliency a token takes: the predictor position's before it, or its own"

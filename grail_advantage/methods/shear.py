@@ -1,13 +1,12 @@
-"""SHEAR: a token matters as much as its surroundings differ from every response of the other outcome.
+"""SHEAR (arXiv 2604.23318, section 3, Algorithm 1; from a detailed restatement, neither the paper's text nor its
+authors' code was read): a token matters as much as its surroundings differ from every response of the other outcome.
 
-Source: SHEAR (arXiv 2604.23318, section 3, Algorithm 1), from a detailed restatement of it; neither the paper's text nor its authors'
-code was read. A response is cut into overlapping windows, each a cloud of hidden states. A window's distance is that to the nearest
-window of any response of the group with the other outcome, the other sign of the advantage; a token's score is the greatest distance of
-the windows that hold it, in units of the group's mean hidden norm. The source names the Sinkhorn distance but neither its
-regularisation nor its iterations.
+A response is cut into overlapping windows, each a cloud of hidden states. A window's distance is that to the nearest
+window of any response of the group with the other sign of the advantage; a token's score is the greatest distance of
+the windows that hold it, in units of the group's mean hidden norm. The source names the Sinkhorn distance but neither
+its regularisation nor its iterations.
 
-Shapes: P pairs of windows, N and M tokens of a pair's two windows, K and L windows of two responses, D hidden.
-"""
+Shapes: P pairs of windows, N and M tokens of a pair's two windows, K and L windows of two responses, D hidden."""
 
 from __future__ import annotations
 
@@ -21,17 +20,19 @@ from grail_advantage.maps import Weights
 from grail_advantage.method import Method, option, register
 from grail_advantage.model.interface import Model
 
-CHUNK_ELEMENTS = {"cpu": 1 << 18, "cuda": 1 << 26}
-"""Costs that are worked on at once. Some eight temporaries have this size; on a CPU they should stay in its cache."""
+CHUNK_ELEMENTS = {
+    "cpu": 1 << 18,
+    "cuda": 1 << 26,
+}  # costs worked on at once, times some eight temporaries; of a CPU's cache
 
 
 @register("shear")
 class Shear(Method):
-    """Responses without an opposite have weight 1. The hidden states of a rank's selected responses are held together on its device, in
-    the model's precision: 32 responses of 4096 tokens at 2560 dimensions are 0.7 GB in bf16."""
+    """Responses without an opposite have weight 1. The hidden states of a rank's selected responses are held together
+    on its device, in the model's precision: 32 responses of 4096 tokens at 2560 dimensions are 0.7 GB in bf16."""
 
     formula = "greatest over windows with t of the least Sinkhorn distance to an opposing one, / mean ||h||"
-    source = "arXiv 2604.23318, section 3, Algorithm 1 (from a restatement of it; neither the paper's text nor code was read)"
+    source = "arXiv 2604.23318, section 3, Algorithm 1 (a restatement; neither the paper's text nor code was read)"
     cost = "1 on the responses with an advantage, and the distances"
     reads = frozenset({"groups"})
     uses = "hidden_states"
@@ -39,17 +40,14 @@ class Shear(Method):
 
     window: int = option(100, "tokens of a window", ge=1)
     stride: int = option(25, "tokens from the start of a window to the start of the next; at most window", ge=1)
-    epsilon: float = option(
-        0.05, "entropic regularisation, as a share of a pair's mean cost; exact optimal transport as it goes to 0", gt=0
-    )
+    epsilon: float = option(0.05, "entropic regularisation, as a share of a pair's mean cost; exact towards 0", gt=0)
     iterations: int = option(200, "most iterations for a pair of windows", ge=1)
     tolerance: float = option(1e-3, "share of the mass that may still be misplaced when a pair is done", gt=0)
 
     def check(self) -> None:
         if self.stride > self.window:
             raise ValueError(
-                f"{self.section}.stride={self.stride} is greater than {self.section}.window={self.window}, which leaves tokens "
-                "out; lower it"
+                f"{self.section}.stride={self.stride} is above window={self.window} and leaves tokens out; lower it"
             )
 
     def run(self, rows: Sequence[Row], model: Model) -> list[RowScores]:
@@ -80,20 +78,20 @@ def sinkhorn_distance(
     iterations: int = 200,
     tolerance: float = 1e-3,
 ) -> tuple[Tensor, Tensor]:
-    """Transport cost ``<plan, cost>`` between uniform masses, of the plan that entropy regularises; without the entropy term.
+    """Transport cost ``<plan, cost>`` between uniform masses, of the plan that entropy regularises; without the entropy
+    term.
 
-    The plan minimises ``<plan, cost> - epsilon * mean(cost) * entropy(plan)`` with the mean over the pair's own costs, so that a
-    pair's distance scales with its costs and its iterations do not depend on their size. In the log domain. Each pair stops by
-    itself, at every tenth iteration or the last. One that has not converged gets the cost of its last plan, whose column sums hold.
+    The plan minimises ``<plan, cost> - epsilon * mean(cost) * entropy(plan)`` with the mean over the pair's own costs,
+    so that a pair's distance scales with its costs. In the log domain. Each pair stops by itself, at every tenth
+    iteration or the last; one that has not converged gets the cost of its last plan, whose column sums hold.
 
     Args:
         cost: (P, N, M), at least 0; float64 is computed in float64, any other floating dtype in float32.
-        rows: int (P,), how many rows of each pair are tokens, 1 to N; those after them are not read. None: all.
-        columns: the same for columns, 1 to M.
+        rows: int (P,), how many rows of each pair are tokens, 1 to N; None: all. ``columns``: the same, 1 to M.
 
     Returns:
-        (P,) distances, and the share of the mass that would have to move for the row sums to hold, 0 to 1. Both are NaN for a pair
-        with a cost that is not finite.
+        (P,) distances, and the share of the mass that would have to move for the row sums to hold; NaN where a cost is
+        not finite.
     """
     cost = cost if cost.dtype == torch.float64 else cost.float()
     count, n, m = cost.shape
@@ -124,23 +122,20 @@ def sinkhorn_distance(
 def shear_scores(
     hidden: Sequence[Tensor], positive: Sequence[bool], *, window: int, stride: int, **transport: float
 ) -> list[Tensor]:
-    """Scores of one group's responses: each token's distance from the other outcome, in units of the mean hidden norm.
+    """Scores of one group's responses, (T,) float32 each: each token's distance from the other outcome, in units of the
+    mean hidden norm. Ones where no response has the other outcome. A response with a state that is not finite gets NaN,
+    and for the others is not there.
 
-    Costs are Euclidean, divided by the mean norm; transport is in float32. So that states that are nearly the same do not cancel, costs
-    are products in float64 on the CPU, and sums of squared differences on other devices, some of which have none.
+    Costs are Euclidean, divided by the mean norm; transport is in float32. So that states that are nearly the same do
+    not cancel, costs are products in float64 on the CPU, and sums of squared differences on other devices, some of
+    which have none.
 
     Args:
-        hidden: for each response the last layer's states at its tokens' own positions, before the head: (T, D), any floating dtype, on
-            one device. T may be 0.
+        hidden: for each response the states at its tokens' own positions, before the head: (T, D), any floating dtype.
+            T may be 0.
         positive: for each response its outcome.
-        window: tokens of a window.
-        stride: tokens from one window's beginning to the next. As published, windows also begin after one has reached the end: each
-            lies inside the one before it, yet its distance differs.
-        transport: options of :func:`sinkhorn_distance`.
-
-    Returns:
-        (T,) float32 each. Ones where no response has the other outcome; a response without a token is none. A response with a state
-        that is not finite gets NaN, and for the others it is not there.
+        stride: as published, windows also begin after one has reached the end: each lies inside the one before it, yet
+            differs.
     """
     whole = [bool(h.isfinite().all()) for h in hidden]
     usable = [i for i, h in enumerate(hidden) if whole[i] and len(h)]
@@ -194,5 +189,5 @@ def _window_distances(cost: Tensor, bounds: Tensor, others: Tensor, transport: d
     for some in pairs.split(max(1, chunk // (tokens[0].shape[1] * tokens[1].shape[1]))):
         k, other = some.unbind(dim=1)
         of = cost[tokens[0][k][:, :, None], tokens[1][other][:, None, :]]
-        distances.append(sinkhorn_distance(of, sizes[0][k], sizes[1][other], **transport)[0])  # type: ignore[arg-type]
+        distances.append(sinkhorn_distance(of, sizes[0][k], sizes[1][other], **transport)[0])
     return torch.cat(distances).view(len(sizes[0]), len(sizes[1]))

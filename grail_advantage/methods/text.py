@@ -1,4 +1,5 @@
-"""Methods that read what a response says, and neither the model nor the error: ``pattern``, a control, and ``step_values``."""
+"""Methods that read what a response says, and neither the model nor the error: ``pattern``, a control, and
+``step_values``."""
 
 from __future__ import annotations
 
@@ -23,11 +24,12 @@ NUMBERS_AFTER_EQUALS = r"=\s*(?P<content>[-+]?\$?\d+(?:,\d{3})*(?:\.\d+)?)"
 
 @register("pattern")
 class Pattern(Method):
-    """One weight on the tokens that an expression matches, another on the others, in the responses of the gate; one weight for all
-    other responses. By default only the numbers after an equals sign of correct responses train.
+    """One weight on the tokens that an expression matches, another on the others, in the responses of the gate; one
+    weight for all other responses. By default only the numbers after an equals sign of correct responses train.
 
-    The expression is matched in the decoded response. A token is inside where it has a byte of what matches; its score is then 1,
-    else 0. A response on which the expression takes more than a second has weight 1. Put it beside ``control=true``."""
+    The expression is matched in the decoded response. A token is inside where it has a byte of what matches; its score
+    is then 1, else 0. A response on which the expression takes more than a second has weight 1. Put it beside
+    ``control=true``."""
 
     formula = (
         "inside (1) on the tokens that match, outside (0) on the others; elsewhere (0) in responses outside the gate"
@@ -37,7 +39,7 @@ class Pattern(Method):
 
     expression: str = option(
         NUMBERS_AFTER_EQUALS,
-        "regular expression in Python's syntax; with a group (?P<content>...) the group's text counts, else the match's",
+        "regular expression in Python's syntax; with a group (?P<content>...) its text counts, else the match's",
     )
     inside: float = option(1.0, "weight of the tokens that match", ge=0)
     outside: float = option(0.0, "weight of the others", ge=0)
@@ -45,7 +47,7 @@ class Pattern(Method):
     elsewhere: Literal[0, 1] = option(0, "weight of the responses outside the gate")
     control: bool = option(
         False,
-        "whether as many tokens at random places of the response count in place of those that match; drawn by its content",
+        "whether as many tokens at random places count in place of those that match; drawn by the content",
     )
 
     def check(self) -> None:
@@ -78,13 +80,9 @@ class Pattern(Method):
 
 
 def matched(texts: Sequence[str], have_bytes: np.ndarray, expression: regex.Pattern[str]) -> np.ndarray | None:
-    """bool (T,): the tokens that match; ``None`` where that takes too long.
-
-    Args:
-        texts: of the tokens. A character in several tokens belongs to the last of them.
-        have_bytes: bool (T,); a token without text has the first bytes of the next character, and is inside where that is.
-        expression: compiled.
-    """
+    """bool (T,): the tokens that match; ``None`` where that takes too long. A character in several tokens belongs to
+    the last of them; a token without text, of bool (T,) ``have_bytes``, has the first bytes of the next character, and
+    is inside where that is."""
     text = "".join(texts)
     matches = find_matches(expression, text)
     if matches is None:
@@ -109,19 +107,21 @@ def at_random(count: int, mask: np.ndarray, tokens: np.ndarray) -> np.ndarray:
 State = tuple[int, str]
 """Place and result of a step."""
 _NUMBER = regex.compile(r"(?:(?<![\w)\]}])[-+])?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?")
-"""A sign right after a word or a closing bracket is an operator: ``10-3`` is 10 and 3. Commas only part thousands: ``(3,4)`` is 3 and
-4."""
+"""A sign right after a word or a closing bracket is an operator: ``10-3`` is 10 and 3. Commas only part thousands:
+``(3,4)`` is 3 and 4."""
 
 
 @register("step_values")
 class StepValues(Method):
-    """Token advantages of either sign, from how often the group's responses through the same intermediate results were correct.
+    """Token advantages of either sign, from how often the group's responses through the same intermediate results were
+    correct.
 
-    A response is cut into steps. The state after a step is the step's place and its result: its last number, or its text where it has
-    none. ``V(state)`` is the mean advantage of the group's responses that pass through it, shrunk towards the group's mean; a step's
-    tokens get ``A_t = V(after) - V(before)``, with 0 at the start and the response's A at the end, so that its steps sum to A. A last
-    step counts in no state. Responses whose group has one outcome only get 0, and masked ones count in no mean. It needs prompts
-    whose responses write one step a line, and several responses a prompt."""
+    A response is cut into steps. The state after a step is the step's place and its result: its last number, or its
+    text where it has none. ``V(state)`` is the mean advantage of the group's responses that pass through it, shrunk
+    towards the group's mean; a step's tokens get ``A_t = V(after) - V(before)``, with 0 at the start and the response's
+    A at the end, so that its steps sum to A. A last step counts in no state. Responses whose group has one outcome only
+    get 0, and masked ones count in no mean. It needs prompts whose responses write one step a line, and several
+    responses a prompt."""
 
     formula = "A_t = V(after) - V(before), V the mean A of the group's responses with the same result at the same step"
     source = "this project"
@@ -129,9 +129,7 @@ class StepValues(Method):
     gives = "advantages"
 
     separator: str = option(r"\n+", "regular expression that ends a step, in Python's syntax")
-    shrink: float = option(
-        1.0, "responses of the group's mean that are added to each state's mean; 0 trusts single responses", ge=0
-    )
+    shrink: float = option(1.0, "responses of the group's mean that are added to each state's; 0: none", ge=0)
 
     def check(self) -> None:
         self._compiled()
@@ -163,11 +161,9 @@ class StepValues(Method):
 
 
 def cut(texts: Sequence[str], have_bytes: np.ndarray, separator: regex.Pattern[str]) -> tuple[np.ndarray, list[State]]:
-    """The step of each token, int (T,), and the state after each step, of which the last is the end.
-
-    A token belongs to the step in which its first character is, one without bytes to the step before it. A response that takes too long
-    to cut is one step.
-    """
+    """The step of each token, int (T,), and the state after each step, of which the last is the end. A token belongs to
+    the step in which its first character is, one without bytes to the step before it. A response that takes too long to
+    cut is one step."""
     text = "".join(texts)
     ends = [match.end() for match in find_matches(separator, text) or ()]
     ends = [end for end in dict.fromkeys(ends) if 0 < end < len(text)]

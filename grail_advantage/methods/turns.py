@@ -1,18 +1,15 @@
-"""Credit by turn: every turn gets an advantage of its own, of either sign.
+"""Credit by turn: every turn gets an advantage of its own, of either sign. A *turn* is a maximal run of tokens that the
+model wrote; what a tool or a user said is between two turns. A *session* is one conversation: one response, or several
+whose turns follow each other; its outcome, the reward of its last response, counts once. docs/turns.md says which
+methods are biased.
 
-A *turn* is a maximal run of tokens that the model wrote; what a tool or a user said is between two turns and trains nothing. A
-*session* is one conversation: one response, or several whose turns follow each other, as where the context was compressed. Its outcome,
-the reward of its last response, counts once.
-
-A method has one function, :meth:`TurnMethod.advantages`, over the sessions of one prompt; :func:`turn_advantages` is the same on plain
-lists, for any trainer. docs/turns.md says which methods are biased, and shows it. Shape: K turns of one session.
-"""
+A method has one function, :meth:`TurnMethod.advantages`. Shape: K turns of one session."""
 
 from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any, Literal
@@ -25,18 +22,17 @@ from grail_advantage.data import OLD_LOG_PROBS, Rollouts, runs, within_range
 from grail_advantage.method import Method, build, option, register
 
 BIAS_OF_DISCOUNT = (
-    "returns are discounted, which biases the gradient of the mean reward: by 0.10 of its length with 0.9 and 0.42 with 0.5, "
-    "beside a smaller scale, in an environment that was enumerated (docs/turns.md)"
+    "returns are discounted, which biases the gradient of the mean reward: by 0.10 of its length with 0.9 and 0.42 "
+    "with 0.5, beside a smaller scale, in an environment that was enumerated (docs/turns.md)"
 )
 BIAS_OF_MASKING = (
-    "the policy decides with its turns which responses are cut off and train nothing, which biases the gradient: by 0.27 of "
-    "its length with the answers to 20 % of calls cut off, in an environment that was enumerated (docs/turns.md)"
+    "the policy decides with its turns which responses are cut off and train nothing, which biases the gradient: by "
+    "0.27 of its length with the answers to 20 % of calls cut off, as enumerated (docs/turns.md)"
 )
 GAMMA = "discount from one turn to the next in the return of a turn"
 DEVIATION = "whether differences from a mean are divided by the deviation of what it was taken over, as in GRPO"
 logger = logging.getLogger(__name__)
-Rewards = Sequence[float | Sequence[float | None] | None]
-"""Of a conversation's turns: a number, ``None`` for no reward, or a list of these for several calls of a turn."""
+Rewards = Sequence[float | Sequence[float | None] | None]  # by turn; a list for several calls of a turn
 
 
 @dataclass(frozen=True)
@@ -53,7 +49,8 @@ class Session:
     fields: Mapping[str, Sequence[Any]] = field(default_factory=dict)  # those read: one value for each response
 
     def returns(self, gamma: float, *, outcome: bool) -> np.ndarray:
-        """float64 (K,): the reward of each turn and the discounted ones of the turns after it, with the outcome in the last."""
+        """float64 (K,): each turn's reward and the discounted ones after it; with the outcome, if it counts, in the
+        last."""
         g = self.rewards.copy()
         g[-1] += self.outcome if outcome else 0.0
         for k in range(len(g) - 2, -1, -1):
@@ -64,8 +61,8 @@ class Session:
 def compare(
     values: Sequence[np.ndarray], keys: Sequence[Sequence[Any]], *, deviation: bool, epsilon: float = 1e-6
 ) -> list[np.ndarray]:
-    """Values (K,) of each session's turns less the mean of those with the same key; 0 for a key of only one turn. With ``deviation``
-    divided by the deviation, with n - 1, plus ``epsilon``, as verl's GRPO does it."""
+    """Values (K,) of each session's turns less the mean of those with the same key, 0 for a key of one turn; with
+    ``deviation`` divided by the deviation, with n - 1, plus ``epsilon``, as verl's GRPO does it."""
     alike: dict[Any, list[float]] = defaultdict(list)
     for of, under in zip(values, keys, strict=True):
         for value, key in zip(of, under, strict=True):
@@ -78,30 +75,26 @@ def compare(
     ]
 
 
-# ----------------------------------------------------------------------------------------------------------- rewards by turn
-
-
 class UncertainError(ValueError):
-    """A session that cannot be compared with others, and trains nothing; the message says why."""
+    """A session that cannot be compared with others, and trains nothing."""
 
 
 def rewards_by_turn(
     lists: Sequence[Any], turns: Sequence[int], align: str = "turns", *, differences: bool = False
 ) -> np.ndarray:
-    """The rewards of a session's turns, float64 (K,).
-
-    Example: for one response of three turns ``[[0.5, None, [1, 1]]]`` gives ``[0.5, 0, 2]``: the second turn has no reward, the third
-    made two calls. With ``differences`` ``[[0.2, None, 0.5]]`` gives ``[0.2, 0, 0.3]``.
+    """The rewards of a session's turns, float64 (K,). ``[[0.5, None, [1, 1]]]`` gives ``[0.5, 0, 2]``: of the three
+    turns the second has no reward, the third made two calls. With ``differences`` ``[[0.2, None, 0.5]]`` gives ``[0.2,
+    0, 0.3]``.
 
     Args:
-        lists: one for each response of the session, of its own turns; where the last response alone has one that is not ``None``, the
-            whole session's. A list has a number, ``None``, or a list of these for the calls of a turn.
+        lists: one for each response, of its own turns; where the last alone has one that is not ``None``, of the
+            session's.
         turns: of each response.
         align: what a list without lists in it holds, see :attr:`TurnMethod.align`.
-        differences: whether the numbers are scores of the state after a turn, of which the differences are the rewards.
 
     Raises:
-        UncertainError: a number that is not finite, or one of no certain turn; ValueError: no such list, or one of another length.
+        UncertainError: a number that is not finite, or one of no certain turn; ValueError: no such list, or a wrong
+            length.
     """
     if all(one is None for one in lists[:-1]):
         lists, turns = lists[-1:], [sum(turns)]
@@ -118,8 +111,8 @@ def _plain(value: Any) -> Any:
     return value.tolist() if isinstance(value, np.ndarray) else value
 
 
-def _has_lists(given: Any) -> bool:
-    return given is not None and any(isinstance(entry, list | tuple | np.ndarray) for entry in given)
+def _is_flat(given: Any) -> bool:
+    return given is None or not any(isinstance(entry, list | tuple | np.ndarray) for entry in given)
 
 
 def calls_of(given: Any) -> list[list[float]]:
@@ -139,47 +132,41 @@ def calls_of(given: Any) -> list[list[float]]:
 
 
 def rewards_label(given: Any) -> list[Any]:
-    """A list of rewards for the dump's label ``turn_rewards``: numbers, ``None``, and lists of a turn's calls; empty where it is none."""
+    """A list of rewards for the dump's label: numbers, ``None``, and lists of a turn's calls; empty where it is
+    none."""
     try:
         calls = calls_of(given)
     except ValueError:
         return []
-    return calls if _has_lists(given) else [of[0] if of else None for of in calls]
+    return [of[0] if of else None for of in calls] if _is_flat(given) else calls
 
 
 def list_a_turn(given: Any, turns: int) -> Any:
-    """A flat list of as many rewards as turns, as a list for each turn: ``[0.5, 1]`` of two is ``[[0.5], [1]]``. Anything else as it is.
-    For a host in which no turn makes two calls, and the last turn's call may have no answer."""
-    flat = isinstance(_plain(given), list | tuple) and not _has_lists(given)
+    """A flat list of as many rewards as turns, as a list for each turn; else as it is. For a host in which no turn
+    makes two calls, and the last turn's call may have no answer."""
+    flat = isinstance(_plain(given), list | tuple) and _is_flat(given)
     return [[one] for one in _plain(given)] if flat and len(given) == turns else given
 
 
 def _calls(given: Any, turns: int, align: str) -> list[list[float]]:
     """The numbers of each turn of one list."""
-    calls, flat = calls_of(given), not _has_lists(given)
+    calls, flat = calls_of(given), _is_flat(given)
+    what = f"has {turns} turns and the {len(calls)} rewards {given!r}"
     if align == "calls" and flat and turns == 1:
         calls = [[one for of in calls for one in of]]  # there is no other turn
     elif align == "calls" and flat and len(calls) >= turns:
-        raise UncertainError(
-            f"has {turns} turns and the {len(calls)} rewards {given!r}, by two calls in one turn or a last call without an answer, so "
-            "that it is not certain which turn each belongs to; give a list for each turn, such as [[1, 0.5], [0]], or with "
-            "align=turns one number for each"
-        )
+        remedy = "give a list for each turn, such as [[1, 0.5], [0]], or with align=turns one number for each"
+        raise UncertainError(f"{what}, so that it is not certain which turn each belongs to; {remedy}")
     fits = (turns,) if align == "turns" and flat else (turns - 1, turns)
     if len(calls) not in fits:
-        raise ValueError(
-            f"has {turns} turns and the {len(calls)} rewards {given!r}, where align={align} wants {' or '.join(map(str, fits))}; with "
-            "turns it is one a turn, with calls one for each turn that a tool answered, and with rewards='' the outcome counts alone"
-        )
+        wants = "with turns one a turn, with calls one for each turn that a tool answered"
+        raise ValueError(f"{what}, where align={align} wants {' or '.join(map(str, fits))}: {wants}")
     return calls + [[]] * (turns - len(calls))
 
 
-# --------------------------------------------------------------------------------------------------------------- the methods
-
-
 class TurnMethod(Method):
-    """Base of the methods by turn. A session with a number that is not finite, or one of no certain turn, is compared with no other and
-    trains nothing."""
+    """Base of the methods by turn. A session with a number that is not finite, or one of no certain turn, is compared
+    with no other and trains nothing."""
 
     reads = frozenset({"groups", "tokens", "rewards", "sessions"})
     gives = "advantages"
@@ -187,23 +174,17 @@ class TurnMethod(Method):
 
     rewards: str = option(
         "tool_rewards",
-        "field of the batch with each response's list of rewards by turn: from the reward function, the agent loop or the data; empty "
-        "for none, so that only the outcome counts",
+        "field with each response's list of rewards by turn: from the reward function, the agent loop or the data; "
+        "empty: only the outcome counts",
     )
     align: Literal["calls", "turns"] = option(
         "calls",
-        "how many rewards a response with K turns brings. turns: K. calls: one for each tool call, so K - 1 if each turn but the last "
-        "makes one. With 3 turns, 3 or more rewards are ambiguous (two calls in a turn, or a last call without an answer), and the "
-        "response trains nothing; with 1 turn, a list for each turn's calls, or 3 rewards in verl's own agent loop with "
-        "max_parallel_calls=1, nothing is ambiguous",
+        "how many rewards a response with K turns brings. turns: K. calls: one for each tool call, K - 1 if each turn "
+        "but the last makes one; K or more are ambiguous, and the response trains nothing, but for K = 1, a list for each "
+        "turn's calls, and K rewards in verl's own agent loop with max_parallel_calls=1",
     )
-    differences: bool = option(
-        False, "whether the list holds scores of the state after each turn, of which the differences are the rewards"
-    )
-    mask_truncated: bool = option(
-        False,
-        "advantage 0 for a response that hit the length limit; it biases the gradient where the policy decides when to stop",
-    )
+    differences: bool = option(False, "whether the list holds scores of states, whose differences are the rewards")
+    mask_truncated: bool = option(False, "as elsewhere; it biases the gradient where the policy decides when to stop")
     outcome: bool = option(True, "whether the response's own reward counts, with its last turn")
 
     @property
@@ -224,6 +205,22 @@ class TurnMethod(Method):
             found |= zip(places, self.advantages([sessions[place] for place in places]), strict=True)
         return [found[place] for place in range(len(sessions))]
 
+    def sessions(self, given: Iterable[tuple], where: str) -> tuple[dict[int, Session], dict[int, str]]:
+        """Sessions of (key, group, outcome, lists, turns of each response, align), and why others have none, by
+        place."""
+        found, out = {}, {}
+        for place, (key, group, outcome, lists, counts, align) in enumerate(given):
+            try:
+                if not within_range(np.float64(outcome)):
+                    raise UncertainError(f"has the outcome {outcome}, which is not finite or too large")
+                rewards = rewards_by_turn(lists, counts, align, differences=self.differences)
+                found[place] = Session(key, group, outcome, rewards)
+            except UncertainError as reason:
+                out[place] = f"{key} {reason}"
+            except ValueError as error:
+                raise ValueError(f"{where} {key} {error}") from None
+        return found, out
+
     def select(self, r: Rollouts) -> Tensor:
         """All responses that train, but those whose advantages are all 0."""
         if OLD_LOG_PROBS in self.reads:  # they come after the selection
@@ -234,40 +231,33 @@ class TurnMethod(Method):
     def scores(self, r: Rollouts, of_pass: Tensor | None) -> Tensor:
         """The token advantages; NaN in a session that trains nothing."""
         scores, out = self._scores(r)
-        for key, reason in list(out.items())[:1]:
-            logger.warning(
-                "%s: %d sessions train nothing. %s.rewards=%s: response %s %s",
-                *(self.name, len(out), self.section, self.rewards, key, reason),
-            )
+        for reason in list(out.values())[:1]:
+            what = f"{self.section}.rewards={self.rewards}: response {reason}"
+            logger.warning("%s: %d sessions train nothing. %s", self.name, len(out), what)
         return scores
 
-    def _scores(self, r: Rollouts) -> tuple[Tensor, dict[str, str]]:
-        """The token advantages, and why sessions have none, by their keys."""
-        scores, sessions, out = torch.zeros(r.mask.shape, dtype=torch.float64), [], {}
+    def _scores(self, r: Rollouts) -> tuple[Tensor, dict[int, str]]:
         written, columns = (r.tokens >= 0).numpy(), r.columns.get(OLD_LOG_PROBS)
-        for indices in r.conversations:
-            of_responses = [[(index, *edges) for edges in runs(written[index])] for index in indices]
-            turns = [turn for of in of_responses for turn in of]
-            if not turns:
-                continue
-            last, counts, align = indices[-1], list(map(len, of_responses)), self.align
-            lists = [r.fields[self.rewards][index] for index in indices] if self.rewards else [[None] * len(turns)]
+        of = [[[(i, *edges) for edges in runs(written[i])] for i in indices] for indices in r.conversations]
+        there = [(indices, turns) for indices, turns in zip(r.conversations, of, strict=True) if any(turns)]
+        given = []
+        for indices, turns in there:
+            last, counts, align = indices[-1], list(map(len, turns)), self.align
+            lists = [r.fields[self.rewards][i] for i in indices] if self.rewards else []
             if not self.rewards:
-                counts, align = [len(turns)], "turns"
-            try:
-                session = _session(
-                    self, r.keys[last], int(r.groups[last]), float(r.rewards[last]), lists, counts, align
-                )
-            except UncertainError as reason:
-                out[r.keys[last]] = str(reason)
-                scores[indices] = torch.nan
-                continue
-            except ValueError as error:
-                raise ValueError(f"{self.section}.rewards={self.rewards}: response {r.keys[last]} {error}") from None
-            known = [] if columns is None else [columns[i, a:b].float().numpy() for i, a, b in turns]
-            fields = {name: [r.fields[name][index] for index in indices] for name in self.field_names}
+                lists, counts, align = [[None] * sum(counts)], [sum(counts)], "turns"
+            given.append((r.keys[last], int(r.groups[last]), float(r.rewards[last]), lists, counts, align))
+        found, out = self.sessions(given, f"{self.section}.rewards={self.rewards}: response")
+        scores, sessions = torch.zeros(r.mask.shape, dtype=torch.float64), []
+        for place in out:
+            scores[there[place][0]] = torch.nan
+        for place, session in found.items():
+            indices, of_responses = there[place]
+            flat = [turn for of_one in of_responses for turn in of_one]
+            known = [] if columns is None else [columns[i, a:b].float().numpy() for i, a, b in flat]
+            fields = {name: [r.fields[name][i] for i in indices] for name in self.field_names}
             before = _before(r, of_responses) if "messages" in self.reads else ()
-            sessions.append(replace(session, before=before, turns=turns, log_probs=known, fields=fields))
+            sessions.append(replace(session, before=before, turns=flat, log_probs=known, fields=fields))
         for session, of_turns in zip(sessions, self.by_groups(sessions), strict=True):
             for (index, start, stop), advantage in zip(session.turns, of_turns, strict=True):
                 scores[index, start:stop] = float(advantage)
@@ -283,27 +273,17 @@ def _before(r: Rollouts, of_responses: Sequence[Sequence[tuple[int, int, int]]])
     return found
 
 
-def _session(
-    method: TurnMethod, key: str, group: Hashable, outcome: float, lists: Any, counts: Sequence[int], align: str
-) -> Session:
-    if not within_range(np.float64(outcome)):
-        raise UncertainError(f"has the outcome {outcome}, which is not finite or too large")
-    return Session(key, group, outcome, rewards_by_turn(lists, counts, align, differences=method.differences))
-
-
 @register("turn_rloo")
 class TurnRloo(TurnMethod):
-    """Unbiased, as shown by enumeration, at gamma=1 and with a loss that divides by a constant such as ``seq-mean-token-sum-norm``:
-    either baseline reads the siblings alone, so it does not depend on the session's own choices, such as when to stop. Nothing is
-    divided by a deviation. Responses of one turn get RLOO's advantage."""
+    """Unbiased, as shown by enumeration, at gamma=1 and with a loss that divides by a constant: either baseline reads
+    the siblings alone, and nothing is divided by a deviation. Responses of one turn get RLOO's advantage."""
 
     formula = "A_k = G_k - mean of G_k over the siblings with a turn k, G_k the return from turn k on"
     source = "this project; verl#7244 describes the bias that it avoids"
     gamma: float = option(1.0, GAMMA, ge=0, le=1)
     stopped: Literal["left_out", "zero"] = option(
         "left_out",
-        "siblings that have stopped before a turn: left_out of its mean, or counted as zero, since they earn nothing more; both are "
-        "unbiased",
+        "siblings that have stopped before a turn: left_out of its mean, or counted as zero; both are unbiased",
     )
 
     def advantages(self, sessions: Sequence[Session]) -> list[np.ndarray]:
@@ -322,16 +302,15 @@ class TurnRloo(TurnMethod):
 
 @register("mt_grpo")
 class MtGrpo(TurnMethod):
-    """The first turn is credited with what the calls earned, all turns with the outcome; each normalised over all responses to the
-    prompt. The code is for one call: biased where later turns call too, as shown by enumeration. Responses of one turn get GRPO's
-    advantage."""
+    """The first turn is credited with what the calls earned, all turns with the outcome. Biased where later turns call
+    too, as shown by enumeration. Responses of one turn get GRPO's advantage."""
 
     formula = (
         "A_1 = norm(O) + alpha norm(T), later norm(O), without a call norm(T + O); T the calls' rewards, O the outcome"
     )
     source = (
-        "arXiv 2505.11821, by its authors' code (SiliangZeng/Multi-Turn-RL-Agent, `verifiers/trainers/mt_grpo_env_trainer.py`, "
-        "`_assign_advantages` with `aae`)"
+        "arXiv 2505.11821, by its authors' code (SiliangZeng/Multi-Turn-RL-Agent, "
+        "`verifiers/trainers/mt_grpo_env_trainer.py`, `_assign_advantages` with `aae`)"
     )
     alpha: float = option(1.0, "how much the rewards by turn count for the first turn", ge=0)
     deviation: bool = option(True, DEVIATION)
@@ -352,17 +331,15 @@ class MtGrpo(TurnMethod):
 
 @register("gigpo")
 class Gigpo(TurnMethod):
-    """GRPO's advantage, plus that of a turn among the group's turns after the same message. Biased where the policy decides when to
-    stop, as shown by enumeration. Responses of one turn get ``1 + omega`` times GRPO's advantage.
-
-    Its authors' code differs in four ways. An observation there is the environment's alone, and may be the first one again; here it is
-    the message before the turn, by its token ids. It groups similar texts, if asked. A group of one session keeps its raw score; here
-    it has 0. Its ``run_search.sh`` counts a session once for each of its turns in the group's mean, and punishes invalid calls."""
+    """GRPO's advantage, plus that of a turn among the group's turns after the same message, by its token ids. Biased
+    where the policy decides when to stop. Responses of one turn get ``1 + omega`` times GRPO's advantage. Its authors'
+    code observes the environment alone, groups similar texts if asked, keeps the raw score of a group of one session,
+    and counts a session once for each of its turns in the group's mean (``run_search.sh``)."""
 
     formula = "A_k = A + omega (G_k - mean) / deviation, over the group's turns after the same observation"
     source = (
-        "arXiv 2505.10978, by its authors' code (langfengQ/DrMAS at 3b556f2, `gigpo/core_gigpo.py`, which names equations 3 and 5 to 8 "
-        "of the paper; defaults of its `examples/gigpo_trainer/run_search.sh`)"
+        "arXiv 2505.10978, by its authors' code (langfengQ/DrMAS at 3b556f2, `gigpo/core_gigpo.py`, which names "
+        "equations 3 and 5 to 8 of the paper; defaults of its `examples/gigpo_trainer/run_search.sh`)"
     )
     reads = TurnMethod.reads | {"messages"}
     omega: float = option(1.0, "how much the comparison after the same observation counts", ge=0)
@@ -379,13 +356,13 @@ class Gigpo(TurnMethod):
 
 @register("gtpo")
 class Gtpo(TurnMethod):
-    """Biased where the policy decides when to stop, as shown by enumeration: the mean holds the session's own return. Responses of one
-    turn get GRPO's advantage; a turn that no other session has gets 0."""
+    """Biased where the policy decides when to stop: the mean holds the session's own return. Responses of one turn get
+    GRPO's advantage; a turn that no other session has gets 0."""
 
     formula = "A_k = (G_k - mean) / deviation, G_k the discounted return, over the group's sessions with a turn k"
     source = (
-        "arXiv 2511.14846, of which the abstract was read; the formula and gamma are those of a published summary of arXiv 2604.02869 "
-        "(there equation 2), the comparison by place is chosen here"
+        "arXiv 2511.14846, of which the abstract was read; the formula and gamma are those of a published summary of "
+        "arXiv 2604.02869 (there equation 2), the comparison by place is chosen here"
     )
     gamma: float = option(0.9, GAMMA, ge=0, le=1)
     deviation: bool = option(True, DEVIATION)
@@ -393,9 +370,6 @@ class Gtpo(TurnMethod):
     def advantages(self, sessions: Sequence[Session]) -> list[np.ndarray]:
         returns = [s.returns(self.gamma, outcome=self.outcome) for s in sessions]
         return compare(returns, [range(len(of)) for of in returns], deviation=self.deviation)
-
-
-# --------------------------------------------------------------------------------------------------------------- plain lists
 
 
 def turn_advantages(
@@ -409,29 +383,29 @@ def turn_advantages(
     keys: Sequence[str] | None = None,
     **options: Any,
 ) -> list[list[float]]:
-    """An advantage for each turn of each row.
-
-    Example: two conversations of one prompt, the first of three turns, one of which made two calls.
+    """An advantage for each turn of each row, for any trainer. Two conversations of one prompt, the first of three
+    turns:
 
     >>> turn_advantages([[0.5, [1.0, 1.0], None], [0.0]], outcomes=[1.0, 0.0], groups=["p", "p"])
     [[3.5, 3.0, 1.0], [-3.5]]
 
-    A row is one sample of the trainer. Where a conversation has several, as after its context was compressed, they have the same
-    session and are in order: their turns follow each other, and the last row's outcome counts once.
+    A row is one sample of the trainer. Where a conversation has several, they have the same session and are in order:
+    their turns follow each other, and the last row's outcome counts once.
 
     Args:
         rewards: of each row's turns, as many entries as the model took turns.
         outcomes: each row's own reward, which counts with the last turn; ``None`` for 0.
         groups: which rows answer the same prompt.
-        method: of turns, by name or with its options: ``turn_rloo``, ``mt_grpo``, ``gtpo``, ``gigpo`` or a registered one.
+        method: of turns, by name or with its options: ``turn_rloo``, ``mt_grpo``, ``gtpo``, ``gigpo`` or a registered
+            one.
         sessions: which rows are one conversation; by default each is one.
         before: what was observed before each turn of each row, for ``gigpo``.
         keys: names of the rows, for messages; by default their places.
-        options: of a method by name, such as ``gamma=0.9``; ``differences=True`` for scores of states in place of rewards.
+        options: of a method by name, such as ``gamma=0.9``; ``differences=True`` for scores of states.
 
     Returns:
-        A list of the length of each row's rewards. A conversation with a number that is not finite has 0 on all turns: it trains
-        nothing, is compared with no other, and is warned of.
+        A list of the length of each row's rewards; 0 for a conversation with a number that is not finite, which is
+        warned of.
 
     Raises:
         ValueError: an argument that does not fit, naming it and the row.
@@ -453,53 +427,40 @@ def turn_advantages(
     rows_of: dict[Hashable, list[int]] = defaultdict(list)
     for row in range(len(rewards)):
         rows_of[(groups[row], sessions[row]) if sessions is not None else row].append(row)
-    found, members, rows_of_members = [[0.0] * len(of) for of in rewards], [], []
-    for rows in rows_of.values():
-        counts, last = [len(rewards[row]) for row in rows], rows[-1]
-        if not sum(counts):
-            continue
-        key = keys[last] if keys is not None else str(last)
-        own, outcome = [rewards[row] for row in rows], float(outcomes[last] or 0.0)
-        try:
-            session = _session(m, key, groups[last], outcome, own, counts, "turns")
-        except UncertainError as reason:
-            logger.warning("%s: row %s trains nothing: it %s", m.name, key, reason)
-            continue
-        except ValueError as error:
-            raise ValueError(f"rewards: row {key} {error}") from None
-        observed = [one for row in rows for one in before[row]] if before is not None else []
-        if before is not None and len(observed) != sum(counts):
-            raise ValueError(
-                f"before: row {key} has {sum(counts)} turns and {len(observed)} observations; give one a turn"
-            )
-        members.append(replace(session, before=observed))
-        rows_of_members.append(rows)
-    for rows, of_session in zip(rows_of_members, m.by_groups(members), strict=True):
+    there, given = [rows for rows in rows_of.values() if any(len(rewards[row]) for row in rows)], []
+    for rows in there:
+        key, last = str(rows[-1] if keys is None else keys[rows[-1]]), rows[-1]
+        of_rows, counts = [rewards[row] for row in rows], [len(rewards[row]) for row in rows]
+        given.append((key, groups[last], float(outcomes[last] or 0.0), of_rows, counts, "turns"))
+        observed = sum(counts) if before is None else sum(len(before[row]) for row in rows)
+        if observed != sum(counts):
+            raise ValueError(f"before: row {key} has {sum(counts)} turns and {observed} observations; give one a turn")
+    members, out = m.sessions(given, "rewards: row")
+    for reason in out.values():
+        logger.warning("%s: a row trains nothing: %s", m.name, reason)
+    if before is not None:
+        seen = {place: [one for row in there[place] for one in before[row]] for place in members}
+        members = {place: replace(session, before=seen[place]) for place, session in members.items()}
+    found = [[0.0] * len(of) for of in rewards]
+    for place, of_session in zip(members, m.by_groups(list(members.values())), strict=True):
         left = iter(np.asarray(of_session, dtype=np.float64).tolist())
-        for row in rows:
+        for row in there[place]:
             found[row] = [next(left) for _ in rewards[row]]
     return found
 
 
 def turns_to_tokens(advantages: Sequence[float], mask: Sequence[int]) -> list[float]:
-    """A row's turn advantages on its tokens, 0 where the model did not write.
+    """A row's turn advantages on its tokens, by the mask of those that the model wrote. ValueError: another number of
+    turns.
 
     >>> turns_to_tokens([3.5, -1.0], [1, 1, 0, 0, 1])
     [3.5, 3.5, 0.0, 0.0, -1.0]
-
-    Args:
-        advantages: of the row's turns.
-        mask: 1 on the tokens that the model wrote; a turn is a run of these.
-
-    Raises:
-        ValueError: another number of runs than of advantages.
     """
-    ranges = runs(np.asarray(mask))
+    ranges, values = runs(np.asarray(mask)), [0.0] * len(mask)
     if len(ranges) != len(advantages):
         raise ValueError(
-            f"mask has {len(ranges)} runs of tokens that the model wrote, advantages are {len(advantages)} turns'"
+            f"mask has {len(ranges)} turns, runs of tokens that the model wrote; advantages {len(advantages)}"
         )
-    values = [0.0] * len(mask)
     for (start, stop), advantage in zip(ranges, advantages, strict=True):
         values[start:stop] = [float(advantage)] * (stop - start)
     return values
