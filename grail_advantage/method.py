@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from grail_advantage.data import Rollouts, Row, RowScores
     from grail_advantage.model.interface import Model
 
+FAMILIES = ("oar", "policy", "rlsd", "saliency", "shear", "text", "turns")  # the files of methods/
 METHODS: dict[str, type[Method]] = {}
 FAILURES: dict[str, Exception] = {}  # plug-ins that raised when they were imported
 RESERVED = ("token_weights", "token_dump")  # sections of ``algorithm`` that belong to the trainer
@@ -65,7 +66,8 @@ def register(name: str, **fixed: Any) -> Callable[[_Class], _Class]:
 
 @cache
 def _load_plugins() -> None:
-    import_module("grail_advantage.methods")
+    for family in FAMILIES:
+        import_module(f"grail_advantage.methods.{family}")
     for entry in entry_points(group="grail_advantage.signals"):
         try:
             entry.load()
