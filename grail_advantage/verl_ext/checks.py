@@ -27,13 +27,11 @@ from transformers.utils import cached_file
 
 from grail_advantage.answers.span import find_answer_spans
 from grail_advantage.answers.tokenizers import check_round_trip
-from grail_advantage.methods import method, methods
+from grail_advantage.method import FAILURES, RESERVED, Method, NameTakenError, failure_message, methods
+from grail_advantage.methods.saliency import Saliency
 from grail_advantage.model.activations import leaf_module
 from grail_advantage.model.architecture import Architecture, architecture_of
-from grail_advantage.registry import RESERVED, NameTakenError, failure_message, failures
 from grail_advantage.rules import Obstacle, refuse
-from grail_advantage.signals.base import Signal
-from grail_advantage.signals.saliency import SaliencySignal
 from grail_advantage.verl_ext.rules import EVERY_RUN, FUSED, ROUTER_LOSS, check_rules, shares_forward
 from grail_advantage.verl_ext.settings import (
     METHOD,
@@ -138,7 +136,7 @@ def check_estimator(name: str) -> None:
 
     from grail_advantage.verl_ext.patches import MADE_HERE, entry_is_wrapped
 
-    for plugin, error in failures().items():
+    for plugin, error in FAILURES.items():
         if isinstance(error, NameTakenError):
             raise ValueError(f"the plug-in {plugin} takes a name that is taken: {error}")
         logger.warning("the plug-in %s failed to import: %s: %s", plugin, type(error).__name__, error)
@@ -178,7 +176,7 @@ def check_spelling(name: str) -> None:
             f"{METHOD}={name!r} is unknown; is {meant[0]} meant? An estimator of your own with such a name has to be known "
             f"before the run starts: set VERL_USE_EXTERNAL_MODULES to its module. Known are {known}{failure_message()}"
         )
-    if failures():
+    if FAILURES:
         logger.warning("%s=%s is unknown in the process of the command%s", METHOD, name, failure_message())
 
 
@@ -207,10 +205,10 @@ def check_names(config: DictConfig) -> None:
     """
     sections = algorithm_sections()
     verls = OmegaConf.load(str(files("verl") / "trainer/config/ppo_trainer.yaml")).algorithm
-    for each in methods().values():
-        if each.section in verls:
+    for name, cls in methods().items():
+        if cls.section in verls:
             raise ValueError(
-                f"the method {each.name} wants the section algorithm.{each.section}, which is an option of verl's; register it "
+                f"the method {name} wants the section algorithm.{cls.section}, which is an option of verl's; register it "
                 "under another name"
             )
     for name in config.algorithm:
@@ -272,14 +270,14 @@ def check_text(tokenizer: PreTrainedTokenizerBase, model: Mapping[str, Any]) -> 
     )
 
 
-def check_tokenizer(tokenizer: PreTrainedTokenizerBase, signal: Signal) -> None:
+def check_tokenizer(tokenizer: PreTrainedTokenizerBase, method: Method) -> None:
     """Refuse a tokenizer that the method cannot work with, or whose tokens hide the answer.
 
     Raises:
         ValueError: naming the remedy.
     """
-    signal.check_tokenizer(tokenizer)
-    find_answer_spans([], tokenizer, signal.span)
+    method.check_tokenizer(tokenizer)
+    find_answer_spans([], tokenizer, method.span)
 
 
 def check_model(settings: Settings, folder: str | None = None) -> bool:
@@ -297,7 +295,7 @@ def check_model(settings: Settings, folder: str | None = None) -> bool:
     if not settings.signal.uses:
         return True
     architecture, path = _architecture(settings, folder), f"{PATH}={settings[PATH]}"
-    if not isinstance(settings.signal, SaliencySignal):
+    if not isinstance(settings.signal, Saliency):
         return True
     shares = shares_forward(settings)
     if architecture is None:
@@ -345,7 +343,7 @@ def _check_activation(settings: Settings, architecture: Architecture, path: str)
     try:
         leaf_module(architecture.copy, settings.signal.leaf)
     except ValueError as error:
-        option = f"algorithm.{method(settings.method).section}.leaf"
+        option = f"algorithm.{settings.signal.section}.leaf"
         raise ValueError(f"{option}={settings.signal.leaf} does not work with {path}: {error}") from error
 
 

@@ -20,11 +20,10 @@ from torch.nn.utils.rnn import pad_sequence
 from transfer_queue import KVBatchMeta
 from transformers import PreTrainedTokenizerBase
 
-from grail_advantage.batch import ENTROPY, OLD_LOG_PROBS, outcome_of
+from grail_advantage.data import DUMPED, ENTROPY, OLD_LOG_PROBS, Weighed, outcome_of, runs
 from grail_advantage.dump_writer import StepDump, say_size, tolerant
-from grail_advantage.record import DUMPED, StepRecord
-from grail_advantage.signals.base import Signal
-from grail_advantage.signals.turns import list_a_turn, rewards_label, runs
+from grail_advantage.method import Method
+from grail_advantage.methods.turns import list_a_turn, rewards_label
 from grail_advantage.verl_ext.received import (
     Written,
     fetch_loss_columns,
@@ -77,29 +76,29 @@ class UpdateDump:
         responses = responses if options.responses is None else min(responses, options.responses)
         say_size(responses, settings["data.max_response_length"], steps // options.every, options.folder)
 
-    def write(self, record: StepRecord, batch: KVBatchMeta, *, update: int) -> None:
+    def write(self, weighed: Weighed, batch: KVBatchMeta, *, update: int) -> None:
         """Hand the update's responses to the writer.
 
         Args:
-            record: of the update.
+            weighed: of the update.
             batch: keys and tags of its responses.
             update: number of the update in the step.
         """
         self._watched = None
         with self.steps.writer.attempt():
-            rollouts = record.rollouts
+            rollouts = weighed.rollouts
             of_run = [not tag.get("is_padding", False) for tag in batch.tags]
-            chosen = self.steps.choose(record.step, update, rollouts.groups_B.tolist(), of_run)
+            chosen = self.steps.choose(rollouts.step, update, rollouts.groups.tolist(), of_run)
             if not chosen:
                 return
-            part = record.part(chosen)
+            part = weighed.part(chosen)
             keys = list(part.rollouts.keys)
             fetched = tq.kv_batch_get(keys=keys, partition_id=batch.partition_id, select_fields=list(FIELDS))
             self.steps.write(
-                record.step, update, lambda: [_with_facts(part, fetched, self._one_reward_a_turn)], sum(of_run)
+                rollouts.step, update, lambda: [_with_facts(part, fetched, self._one_reward_a_turn)], sum(of_run)
             )
             if self._reads_received:
-                self._watched = Written(update, chosen, keys, part.advantages_BT, part.rollouts.mask_BT)
+                self._watched = Written(update, chosen, keys, part.advantages, part.rollouts.mask)
 
     def watch(self, step: UpdateBatch, batch: KVBatchMeta) -> bool:
         """Have the workers read what the responses receive that were written last; whether they will.
@@ -142,27 +141,27 @@ class UpdateDump:
                 fetch_loss_columns(written.keys, step.partition_id, written.mask_BT.shape[1]),
                 of_ranks,
                 sent=sent,
-                tokens=step.rollouts.mask_BT.sum(dim=1).tolist(),
+                tokens=step.rollouts.mask.sum(dim=1).tolist(),
                 loss=loss,
                 epochs=step.settings[f"{ACTOR}.ppo_epochs"],
                 on_policy=on_policy,
             )
             lengths = [len(step.rollouts.responses[place]) for place in written.places]
             header = self.steps.write_received(
-                step.number, written.update, written.keys, lengths, written.mask_BT, receipt, loss.name
+                step.rollouts.step, written.update, written.keys, lengths, written.mask_BT, receipt, loss.name
             )
             clipped = {} if header.clipped is None else {"receipt/clipped": header.clipped}
             return {"receipt/findings": sum(finding.mismatch for finding in receipt.findings), **clipped}
         return {}
 
 
-def _with_facts(record: StepRecord, fetched: TensorDict, one_reward_a_turn: bool) -> StepRecord:
+def _with_facts(weighed: Weighed, fetched: TensorDict, one_reward_a_turn: bool) -> Weighed:
     """The record with its responses' values in TransferQueue, as far as the run has them.
 
     Args:
         one_reward_a_turn: whether that is certain of as many rewards as turns.
     """
-    signal, count = record.signal, len(record.rollouts)
+    r, method, count = weighed.rollouts, weighed.method, len(weighed.rollouts)
     names = ("reward_model", "extra_fields", "data_source", "extra_info")
     judged, extra, sources, infos = (objects(fetched, name) or [None] * count for name in names)
     sums = [float(values.sum()) for values in fetched["rm_scores"].unbind()] if "rm_scores" in fetched.keys() else []  # noqa: SIM118
@@ -171,7 +170,7 @@ def _with_facts(record: StepRecord, fetched: TensorDict, one_reward_a_turn: bool
     verdicts = [_entry(_entry(entry, "reward_extra_info"), "acc") for entry in extra]
     truths = [_entry(entry, "ground_truth") for entry in judged]
     numbers = [_entry(entry, "index") for entry in infos]
-    turns = [len(runs(written_T)) if one_reward_a_turn else 0 for written_T in record.rollouts.written_BT.numpy()]
+    turns = [len(runs(written)) if one_reward_a_turn else 0 for written in r.written.numpy()]
     facts = {
         "ground_truth": [None if truth is None else tolerant("ground_truth", str, truth) for truth in truths],
         "reward": rewards,
@@ -184,29 +183,29 @@ def _with_facts(record: StepRecord, fetched: TensorDict, one_reward_a_turn: bool
             for of_row in zip(sources, numbers, strict=True)
         ],
         "labels": [
-            tolerant("turn_rewards", partial(turn_rewards_label, signal=signal, before=before, turns=of_row), entry)
+            tolerant("turn_rewards", partial(turn_rewards_label, method=method, before=before, turns=of_row), entry)
             or {}
-            for entry, before, of_row in zip(extra, record.rollouts.turns_before, turns, strict=True)
+            for entry, before, of_row in zip(extra, r.turns_before, turns, strict=True)
         ],
     }
-    columns_BT = {
+    columns = {
         name: pad_sequence([values.detach().float().cpu() for values in fetched[name].unbind()], batch_first=True)
         for name in DUMPED
         if name in fetched.keys()  # noqa: SIM118  # a TensorDict has no `in`
     }
-    return replace(record, rollouts=replace(record.rollouts, facts=facts, columns_BT=columns_BT))
+    return replace(weighed, rollouts=replace(r, facts=facts, columns=columns))
 
 
-def turn_rewards_label(extra: Any, signal: Signal, before: int = 0, turns: int = 0) -> dict[str, list[Any]]:
+def turn_rewards_label(extra: Any, method: Method, before: int = 0, turns: int = 0) -> dict[str, list[Any]]:
     """The rewards by turn as a label: those that the method reads, else the first of the usual names that has any.
 
     Args:
         extra: what verl has of the response.
-        signal: the method.
+        method: of the run.
         before: turns of its session before the response; a list of the reward function is the whole session's.
         turns: of the response where as many rewards are certain to be one each, else 0.
     """
-    own = getattr(signal, "rewards", None)
+    own = getattr(method, "rewards", None)
     for name in (own or None, *TURN_REWARDS):
         for begin, of in ((before, _entry(extra, "reward_extra_info")), (0, extra)):
             known = _entry(of, name) if name else None

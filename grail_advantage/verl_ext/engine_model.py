@@ -29,7 +29,7 @@ from verl.utils.ulysses import get_ulysses_sequence_parallel_rank
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 from verl.workers.engine.utils import prepare_micro_batches
 
-from grail_advantage.batch import PassRow
+from grail_advantage.data import Row
 from grail_advantage.model.activations import (
     CHUNK_POSITIONS,
     Targets,
@@ -69,7 +69,7 @@ class EngineModel(Model):
         self.pad_token = pad_token
 
     def micro_batches(
-        self, rows: Sequence[PassRow], work: Callable[[MicroBatch], Sequence[_T]], *, gradients: bool
+        self, rows: Sequence[Row], work: Callable[[MicroBatch], Sequence[_T]], *, gradients: bool
     ) -> list[_T]:
         """See :class:`Model`; split as the actor update's, or without gradients as those of the old log-probabilities."""
         results: list[Any] = [None] * len(rows)
@@ -108,7 +108,7 @@ class EngineModel(Model):
             return probe(engine.module, run, rows)
 
     def _split(
-        self, rows: Sequence[PassRow], *, gradients: bool, packed: bool | None = None
+        self, rows: Sequence[Row], *, gradients: bool, packed: bool | None = None
     ) -> Iterator[tuple[EngineMicroBatch, list[int]]]:
         """The micro-batches of :func:`training_micro_batches`, with the indices of their rows."""
         for batch, indices in training_micro_batches(
@@ -116,7 +116,7 @@ class EngineModel(Model):
         ):
             batch = batch.to(get_device_id())
             tokens = batch["input_ids"].unbind()
-            here = [replace(rows[index], tokens_S=of_row) for index, of_row in zip(indices, tokens, strict=True)]
+            here = [replace(rows[index], tokens=of_row) for index, of_row in zip(indices, tokens, strict=True)]
             yield EngineMicroBatch(self.engine, batch, here), indices
 
     @contextmanager
@@ -170,9 +170,9 @@ class EngineModel(Model):
             delay=PROGRESS_SECONDS,
         )
 
-    def _inputs(self, rows: Sequence[PassRow]) -> TensorDict:
+    def _inputs(self, rows: Sequence[Row]) -> TensorDict:
         # On the CPU, as verl cuts micro-batches; each then goes to the device as a whole.
-        tokens = [row.tokens_S.cpu() for row in rows]
+        tokens = [row.tokens.cpu() for row in rows]
         positions = [torch.arange(len(of_row)) for of_row in tokens]
         fields = {"input_ids": nested(tokens), "position_ids": nested(positions)}
         return tu.get_tensordict(fields, non_tensor_dict={"temperature": self.temperature})
@@ -242,7 +242,7 @@ class EngineMicroBatch(MicroBatch):
         self,
         engine: FSDPEngineWithLMHead,
         batch: TensorDict,
-        rows: Sequence[PassRow],
+        rows: Sequence[Row],
         *,
         with_log_probs: bool = False,
     ) -> None:
@@ -323,7 +323,7 @@ class EngineMicroBatch(MicroBatch):
         with autocast(self.engine):
             log_probs = self._verl_outputs(self._forward())["log_probs"]
         return [
-            of_row[row.response_start - 1 : len(row.tokens_S) - 1].float()
+            of_row[row.start - 1 : len(row.tokens) - 1].float()
             for row, of_row in zip(self.rows, log_probs, strict=True)
         ]
 
@@ -332,7 +332,7 @@ class EngineMicroBatch(MicroBatch):
         with capture_hidden_states(self.engine.module.get_output_embeddings()) as captured, autocast(self.engine):
             self._forward()
         of_rows = self.per_row(captured[0])
-        return [of_row[row.response_start :] for row, of_row in zip(self.rows, of_rows, strict=True)]
+        return [of_row[row.start :] for row, of_row in zip(self.rows, of_rows, strict=True)]
 
     def at(self, row: int, position: int) -> tuple[int, int]:
         return (0, self._starts[row] + position) if self.packed else (row, position)

@@ -14,9 +14,8 @@ from verl.utils import tensordict_utils as tu
 from verl.utils.seqlen_balancing import get_seqlen_balanced_partitions
 
 from grail_advantage.answers.span import AnswerSpan
-from grail_advantage.batch import PassRow
-from grail_advantage.model.interface import RowScores
-from grail_advantage.signals.base import Signal
+from grail_advantage.data import Row, RowScores
+from grail_advantage.method import Method
 
 NO_SPAN = (-1, -1, -1, -1)
 TARGET = "saliency_target"
@@ -129,7 +128,7 @@ def spread_in_mini_batches(
 
 
 def build_request(
-    rows: Sequence[PassRow], signal: Signal, *, temperature: float, step: int = 0, pad_token: int | None = None
+    rows: Sequence[Row], signal: Method, *, temperature: float, step: int = 0, pad_token: int | None = None
 ) -> TensorDict:
     """Responses for :func:`grail_advantage.verl_ext.worker.token_scores`.
 
@@ -141,25 +140,25 @@ def build_request(
     """
     return tu.get_tensordict(
         {
-            "input_ids": nested([row.tokens_S for row in rows]),
-            "response_start": torch.tensor([row.response_start for row in rows]),
-            "response_length": torch.tensor([row.response_length for row in rows]),
-            "span": torch.tensor([_bounds(row.span) for row in rows]),
+            "input_ids": nested([row.tokens for row in rows]),
+            "start": torch.tensor([row.start for row in rows]),
+            "length": torch.tensor([row.length for row in rows]),
+            "answer": torch.tensor([_bounds(row.answer) for row in rows]),
             "advantage": torch.tensor([row.advantage for row in rows], dtype=torch.float64),
             "group": torch.tensor([row.group for row in rows]),
-            "place": torch.tensor([row.place for row in rows]),
+            "index": torch.tensor([row.index for row in rows]),
         },
         non_tensor_dict={"signal": signal, "temperature": temperature, "step": step, "pad_token": pad_token},
     )
 
 
-def rows_of(request: TensorDict) -> list[PassRow]:
+def rows_of(request: TensorDict) -> list[Row]:
     """The responses of a request."""
-    names = ("response_start", "response_length", "span", "advantage", "group", "place")
+    names = ("start", "length", "answer", "advantage", "group", "index")
     columns = zip(*(request[name].tolist() for name in names), strict=True)
     return [
-        PassRow(tokens_S, start, length, AnswerSpan(*span) if span[0] >= 0 else None, advantage, group, place)
-        for tokens_S, (start, length, span, advantage, group, place) in zip(
+        Row(tokens, start, length, AnswerSpan(*span) if span[0] >= 0 else None, advantage, group, index)
+        for tokens, (start, length, span, advantage, group, index) in zip(
             request["input_ids"].unbind(), columns, strict=True
         )
     ]
@@ -168,9 +167,9 @@ def rows_of(request: TensorDict) -> list[PassRow]:
 def build_reply(rows: Sequence[RowScores]) -> TensorDict:
     """TensorDict of batch size R on the CPU with the nested float32 ``scores``, and the nested ``gradient_norm`` of a pass with
     gradients."""
-    reply = {"scores": nested([row.scores_T.float().cpu() for row in rows])}
-    if all(row.gradient_norms is not None for row in rows):
-        reply["gradient_norm"] = nested([row.gradient_norms.cpu() for row in rows])
+    reply = {"scores": nested([row.scores.float().cpu() for row in rows])}
+    if all(row.norms is not None for row in rows):
+        reply["gradient_norm"] = nested([row.norms.cpu() for row in rows])
     return tu.get_tensordict(reply)
 
 

@@ -24,7 +24,7 @@ from transfer_queue import KVBatchMeta
 from verl.utils import tensordict_utils as tu
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
-from grail_advantage.batch import OLD_LOG_PROBS
+from grail_advantage.data import OLD_LOG_PROBS
 from grail_advantage.receipt import Batch, Layout, Loss, Piece, Receipt, check, verl_loss
 from grail_advantage.receipt.measure import Gradient
 from grail_advantage.verl_ext.exchange import PLACES, WATCHED
@@ -212,7 +212,7 @@ class Written:
 
     def number(self, step: UpdateBatch) -> str:
         """Tells the update apart."""
-        return f"{step.number}.{self.update}"
+        return f"{step.rollouts.step}.{self.update}"
 
 
 def fetch_loss_columns(keys: Sequence[str], partition_id: str, width: int) -> dict[str, torch.Tensor]:

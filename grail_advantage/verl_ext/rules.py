@@ -11,13 +11,12 @@ import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from grail_advantage.batch import ENTROPY
-from grail_advantage.methods import methods
+from grail_advantage.data import ENTROPY
+from grail_advantage.method import build, methods
+from grail_advantage.methods.oar import Oar
+from grail_advantage.methods.saliency import Saliency
+from grail_advantage.methods.turns import BIAS_OF_DISCOUNT, BIAS_OF_MASKING, TurnMethod
 from grail_advantage.rules import Obstacle, Rule, broken, refuse, refuse_forced
-from grail_advantage.signals.base import HIDDEN_STATES, LOGITS, SALIENCY, SEQUENCES
-from grail_advantage.signals.oar import Oar
-from grail_advantage.signals.saliency import SaliencySignal
-from grail_advantage.signals.turns import BIAS_OF_DISCOUNT, BIAS_OF_MASKING, TurnSignal
 from grail_advantage.verl_ext.settings import (
     ACTOR,
     ATTENTION,
@@ -50,8 +49,8 @@ logger = logging.getLogger(__name__)
 
 UNIFORM = "uniform"
 """The method whose weights are all 1."""
-NEEDED_WHOLE = {LOGITS: "logits", SEQUENCES: "logits of made-up sequences", HIDDEN_STATES: "hidden states"}
-"""Outputs of a model that neither fused kernels nor a rank of a sequence-parallel group has whole, for messages."""
+NEEDED_WHOLE = ("logits", "sequences", "hidden_states")
+"""Outputs of a model that neither fused kernels nor a rank of a sequence-parallel group has whole."""
 KERNEL_BACKENDS = ("torch", "triton")
 OTHER_BASES = {
     "gdpo": "it compares parts of the reward, which verl's v1 trainer does not hand to it",
@@ -127,7 +126,7 @@ def _sequence(s: Settings) -> int:
 
 
 def _fits_no_sequence(s: Settings) -> bool:
-    return s.signal.uses == SEQUENCES and s[f"{ACTOR}.use_dynamic_bsz"] and s[_BUDGET] < _sequence(s)
+    return s.signal.uses == "sequences" and s[f"{ACTOR}.use_dynamic_bsz"] and s[_BUDGET] < _sequence(s)
 
 
 def _other_trainer(s: Settings) -> str:
@@ -142,7 +141,7 @@ def _other_trainer(s: Settings) -> str:
 
 
 def _without_pass(_: Settings) -> str:
-    names = sorted(name for name, known in methods().items() if not known.build({}).uses)
+    names = sorted(name for name in methods() if not build(name).uses)
     return f"use one of these, or a method without a pass, which starts with every engine: {', '.join(names)}"
 
 
@@ -174,7 +173,7 @@ def _underflows(id: str, precision: str, example: str) -> Rule:
     return Rule(
         id,
         precision,
-        lambda s: s.signal.uses in (SALIENCY, LOGITS) and str(s[precision]) in ("fp16", "float16", "16"),
+        lambda s: s.signal.uses in ("saliency", "logits") and str(s[precision]) in ("fp16", "float16", "16"),
         "the answer's gradients underflow in fp16",
         "use bf16 or fp32",
         (example,),
@@ -351,7 +350,7 @@ REFUSALS = (
         "parallel-calls",
         PARALLEL_CALLS,
         lambda s: (
-            isinstance(s.signal, TurnSignal) and s.signal.rewards == TOOL_REWARDS and s[PARALLEL_CALLS] not in (0, 1)
+            isinstance(s.signal, TurnMethod) and s.signal.rewards == TOOL_REWARDS and s[PARALLEL_CALLS] not in (0, 1)
         ),
         f"verl puts the rewards of all calls into one flat list, {TOOL_REWARDS}, which does not say which are of one turn",
         lambda s: (
@@ -383,7 +382,7 @@ WARNINGS = (
     Rule(
         "noise-in-bf16",
         METHOD,
-        lambda s: isinstance(s.signal, Oar) and s.signal.uses == LOGITS and _half(s),
+        lambda s: isinstance(s.signal, Oar) and s.signal.uses == "logits" and _half(s),
         "it compares two forwards that differ by noise of noise_std, most of which bf16 rounds away: its scores are then about "
         "as far from float32's as with another seed (docs/reference_methods.md)",
         f"{PARAM_DTYPE}=fp32 keeps them, at the price of a float32 run",
@@ -400,7 +399,7 @@ WARNINGS = (
     Rule(
         "chosen-denominator",
         AGGREGATION,
-        lambda s: isinstance(s.signal, TurnSignal) and not _constant_denominator(s),
+        lambda s: isinstance(s.signal, TurnMethod) and not _constant_denominator(s),
         "it divides by numbers of tokens that the policy chooses with its turns, which biases the gradient: by 0.04 of its "
         "length (token-mean) and 0.19 (seq-mean-token-mean), in an environment that was enumerated (docs/turns.md)",
         "seq-mean-token-sum, and seq-mean-token-sum-norm with loss_scale_factor, do not, except with the loss mode sapo",
@@ -409,7 +408,7 @@ WARNINGS = (
     Rule(
         "discounted-turns",
         lambda s: f"algorithm.{s.method}.gamma",
-        lambda s: isinstance(s.signal, TurnSignal) and getattr(s.signal, "gamma", 1.0) < 1,
+        lambda s: isinstance(s.signal, TurnMethod) and getattr(s.signal, "gamma", 1.0) < 1,
         BIAS_OF_DISCOUNT,
         "1 does not",
         (f"{METHOD}=gtpo",),
@@ -417,7 +416,7 @@ WARNINGS = (
     Rule(
         "masked-turns",
         lambda s: f"algorithm.{s.method}.mask_truncated",
-        lambda s: isinstance(s.signal, TurnSignal) and s.signal.mask_truncated,
+        lambda s: isinstance(s.signal, TurnMethod) and s.signal.mask_truncated,
         BIAS_OF_MASKING,
         "false does not",
         ("algorithm.turn_rloo.mask_truncated=True", f"{METHOD}=turn_rloo"),
@@ -471,7 +470,7 @@ AGAINST_SHARING = (
     Rule(
         "share-other-signal",
         METHOD,
-        lambda s: not (isinstance(s.signal, SaliencySignal) and s.signal.on_any_forward),
+        lambda s: not (isinstance(s.signal, Saliency) and s.signal.on_any_forward),
         "its signal is no saliency, or runs in a way of its own",
         AUTO,
         (f"{METHOD}=oar_g",),

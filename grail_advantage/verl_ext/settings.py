@@ -33,11 +33,8 @@ from omegaconf import DictConfig, OmegaConf
 from grail_advantage.answers.format import BOXED, AnswerFormat, answer_format
 from grail_advantage.answers.missing import CHOICES, check_choice
 from grail_advantage.dump.options import DumpOptions
-from grail_advantage.methods import method, methods
-from grail_advantage.options import option_fields
-from grail_advantage.registry import RESERVED
-from grail_advantage.signals.base import Signal
-from grail_advantage.signals.turns import TurnSignal
+from grail_advantage.method import RESERVED, Method, build, methods
+from grail_advantage.methods.turns import TurnMethod
 
 SECTION = "algorithm.token_weights"
 METHOD = "algorithm.adv_estimator"
@@ -115,7 +112,7 @@ class Settings(RunConfig):
     """The configuration of a run with a method, as far as this package reads it."""
 
     method: str
-    signal: Signal
+    signal: Method
     answer: AnswerFormat
     missing_answers: str
     base: str
@@ -173,7 +170,7 @@ class Settings(RunConfig):
     def one_reward_a_turn(self) -> str:
         """The field in which as many rewards as turns are one each: verl's own agent loops make one call a turn at most. Empty
         where that is not certain."""
-        if self[PARALLEL_CALLS] != 1 or self[AGENT_LOOPS] or not isinstance(self.signal, TurnSignal):
+        if self[PARALLEL_CALLS] != 1 or self[AGENT_LOOPS] or not isinstance(self.signal, TurnMethod):
             return ""
         return self.signal.rewards if self.signal.align == "calls" else ""
 
@@ -192,20 +189,21 @@ def algorithm_sections() -> dict[str, Any]:
         },
         "token_dump": {"folder": None, "every": 1, "responses": 64, "received": True},
     }
-    for each in methods().values():
-        sections[each.section] = {
+    for method, cls in methods().items():
+        sections[cls.section] = {
             # A mapping stays open: Hydra takes new keys in place of nothing only.
             name: None if isinstance(field.default, dict) else field.default
-            for name, field in option_fields(each.signal_class).items()
-            if name not in each.fixed
+            for name, field in cls.model_fields.items()
+            if name not in cls.names[method]
         }
     return sections
 
 
-def _signal(algorithm: Mapping[str, Any]) -> Signal:
+def _signal(algorithm: Mapping[str, Any]) -> Method:
     """The method with the options of its section."""
-    chosen = method(algorithm["adv_estimator"])
-    return chosen.build(algorithm.get(chosen.section) or {})
+    name = algorithm["adv_estimator"]
+    known = methods().get(name)
+    return build(name, algorithm.get(known.section) if known else None)
 
 
 def _dump_options(section: Mapping[str, Any]) -> DumpOptions | None:

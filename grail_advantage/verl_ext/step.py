@@ -25,20 +25,9 @@ from verl.trainer.ppo.v1.utils import compute_advantage_for_multi_trajectories
 from verl.utils import tensordict_utils as tu
 from verl.workers.utils.padding import response_to_nested
 
-from grail_advantage.batch import (
-    ENTROPY,
-    EXAMPLES,
-    FIELD,
-    OLD_LOG_PROBS,
-    REWARDS,
-    SESSIONS,
-    Example,
-    RolloutBatch,
-    within_range,
-)
-from grail_advantage.record import Rollouts, StepRecord
-from grail_advantage.signals.base import Signal
-from grail_advantage.signals.turns import list_a_turn, runs
+from grail_advantage.data import ENTROPY, OLD_LOG_PROBS, Example, Rollouts, Weighed, runs, within_range
+from grail_advantage.method import Method
+from grail_advantage.methods.turns import list_a_turn
 from grail_advantage.verl_ext.exchange import LEAF, SALIENCY_FIELDS, SECONDS, TARGET, nested
 from grail_advantage.verl_ext.settings import ACTOR, BASE, BASES, KL_IN_REWARD, METHOD, ROLLOUT, SKIP, Settings
 
@@ -50,8 +39,6 @@ class UpdateBatch:
     """The responses of an update, and what the trainer knows of them so far."""
 
     settings: Settings
-    number: int
-    """Training step."""
     partition_id: str
     rollouts: Rollouts
     """The advantages are 0 until :func:`by_rewards` or :func:`by_advantages` has run. If a response's reward, or verl's
@@ -70,9 +57,16 @@ class UpdateBatch:
         """verl's key of each response."""
         return list(self.rollouts.keys)
 
-    def method_batch(self) -> RolloutBatch:
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of prompt and response."""
+        return [
+            len(prompt) + len(of) for prompt, of in zip(self.rollouts.prompts, self.rollouts.responses, strict=True)
+        ]
+
+    def of_method(self) -> Rollouts:
         """The responses as the method sees them."""
-        return self.rollouts.batch(self.settings.signal, mean_of_loss(self.settings), self.number)
+        return self.rollouts.for_method(self.settings.signal)
 
 
 def _of_responses(advantages_BT: torch.Tensor) -> torch.Tensor:
@@ -112,33 +106,35 @@ def fetch_step(
     signal = settings.signal
     # Rejection sampling rewrites response_mask; loss_mask still holds the generated tokens.
     names = ["prompts", "responses", "loss_mask"]
-    names += ["raw_prompt", *signal.columns] if EXAMPLES in signal.reads else []
+    names += ["raw_prompt", *signal.data_columns] if "examples" in signal.reads else []
     data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=names)
     prompts, responses = list(data["prompts"].unbind()), list(data["responses"].unbind())
     written_BT = data["loss_mask"].to_padded_tensor(0).bool()
     fields = _fields(batch, signal)
     if name := settings.one_reward_a_turn:
-        fields[name] = list(map(list_a_turn, fields[name], (len(runs(written_T)) for written_T in written_BT.numpy())))
+        fields[name] = list(map(list_a_turn, fields[name], (len(runs(written)) for written in written_BT.numpy())))
     rollouts = Rollouts(
         prompts=prompts,
         responses=responses,
-        mask_BT=written_BT,
-        advantages_B=torch.zeros(len(responses)),
+        mask=written_BT,
+        advantages=torch.zeros(len(responses)),
         tokenizer=tokenizer,
         answer=settings.answer,
-        truncated_B=truncated(prompts, responses, settings, context_length, end_tokens),
-        groups_B=torch.tensor(group_numbers(batch.keys)),
-        examples=_examples(data, settings) if EXAMPLES in signal.reads else None,
+        truncated=truncated(prompts, responses, settings, context_length, end_tokens),
+        groups=torch.tensor(group_numbers(batch.keys)),
+        examples=_examples(data, settings) if "examples" in signal.reads else None,
         fields=fields,
         sessions=[(session, int(number)) for session, number in (key.rsplit("_", 1) for key in batch.keys)],
         keys=list(batch.keys),
+        mean=mean_of_loss(settings),
+        step=number,
     )
-    return UpdateBatch(settings, number, batch.partition_id, rollouts)
+    return UpdateBatch(settings, batch.partition_id, rollouts)
 
 
 def _examples(data: TensorDict, settings: Settings) -> list[Example]:
     options = settings["data.apply_chat_template_kwargs"] or {}
-    names = settings.signal.columns
+    names = settings.signal.data_columns
     columns = [tu.get(data, name) for name in names]
     return [
         Example(messages, dict(zip(names, values, strict=True)), options)
@@ -146,7 +142,7 @@ def _examples(data: TensorDict, settings: Settings) -> list[Example]:
     ]
 
 
-def _fields(batch: KVBatchMeta, signal: Signal) -> dict[str, list[Any]]:
+def _fields(batch: KVBatchMeta, signal: Method) -> dict[str, list[Any]]:
     """The fields that a method reads: what the reward function returned, what the agent loop added, or a column of the batch,
     whichever has the name first. The reward function sees a whole session: what it returned is the last output's, of which verl
     gives the earlier ones a copy."""
@@ -166,7 +162,7 @@ def _fields(batch: KVBatchMeta, signal: Signal) -> dict[str, list[Any]]:
         if found is None:
             known = ", ".join(sorted(set().union(*added) - {"reward_extra_info"})) or "nothing"
             raise ValueError(
-                f"{signal.name} reads {FIELD}{name}, which no response has: compute_score must return it, the agent loop add "
+                f"{signal.name} reads field:{name}, which no response has: compute_score must return it, the agent loop add "
                 f"it, or data.train_files have a column of that name; the first two give {known}"
             )
         fields[name] = found
@@ -242,10 +238,10 @@ def by_rewards(step: UpdateBatch, batch: KVBatchMeta, algorithm: DictConfig) -> 
     (rewards_BT,) = fetch_padded(batch, "rm_scores")
     step = _with_rewards(step, rewards_BT)
     rollouts = step.rollouts
-    advantages_B = reward_advantages(step, rewards_BT, rollouts.written_BT, algorithm)
-    step = replace(step, rollouts=replace(rollouts, advantages_B=advantages_B))
-    selection = step.settings.signal.select(step.method_batch())
-    return replace(step, selected=selection.selected_B.nonzero().flatten().tolist())
+    advantages_B = reward_advantages(step, rewards_BT, rollouts.written, algorithm)
+    step = replace(step, rollouts=replace(rollouts, advantages=advantages_B))
+    selected_B = step.settings.signal.select(step.of_method())
+    return replace(step, selected=selected_B.nonzero().flatten().tolist())
 
 
 def by_advantages(step: UpdateBatch, batch: KVBatchMeta, algorithm: DictConfig, *, own_advantages: bool) -> UpdateBatch:
@@ -265,7 +261,7 @@ def by_advantages(step: UpdateBatch, batch: KVBatchMeta, algorithm: DictConfig, 
     mask_BT, advantages_BT = fetch_padded(batch, "response_mask", "advantages")
     mask_BT = mask_BT.bool()
     check_one_advantage_a_response(advantages_BT, mask_BT, step.settings.base, own_advantages=own_advantages)
-    if REWARDS in step.settings.signal.reads and step.rollouts.rewards_B is None:
+    if "rewards" in step.settings.signal.reads and step.rollouts.rewards is None:
         step = _with_rewards(step, *fetch_padded(batch, _column_of_rewards(step)))
     can_train_B = within_range(torch.where(mask_BT, advantages_BT, 0.0)).all(dim=1)
     advantages_B = torch.where(can_train_B, _of_responses(advantages_BT), torch.nan)
@@ -279,9 +275,9 @@ def by_advantages(step: UpdateBatch, batch: KVBatchMeta, algorithm: DictConfig, 
             "step %d: %d of %d responses, such as %s, have no finite reward, or one that is too large. They train nothing, and "
             "the other responses to their prompts are compared without them; verl alone would skip the whole update. Fix the "
             "reward function",
-            *(step.number, int(unjudged_B.sum()), len(batch), step.keys[int(unjudged_B.int().argmax())]),
+            *(step.rollouts.step, int(unjudged_B.sum()), len(batch), step.keys[int(unjudged_B.int().argmax())]),
         )
-    return replace(step, rollouts=replace(step.rollouts, mask_BT=mask_BT, advantages_B=advantages_B))
+    return replace(step, rollouts=replace(step.rollouts, mask=mask_BT, advantages=advantages_B))
 
 
 def _column_of_rewards(step: UpdateBatch) -> str:
@@ -295,17 +291,17 @@ def _with_rewards(step: UpdateBatch, rewards_BT: torch.Tensor) -> UpdateBatch:
         ValueError: an agent loop that returns several outputs a session, and a method that does not know sessions.
     """
     signal = step.settings.signal
-    if REWARDS not in signal.reads:
+    if "rewards" not in signal.reads:
         return step
     for key, last in zip(step.keys, _last_outputs(step.keys), strict=True):
-        if SESSIONS not in signal.reads and step.keys[last] != key:
+        if "sessions" not in signal.reads and step.keys[last] != key:
             raise ValueError(
                 f"{METHOD}={signal.name} reads one reward a response, and {key} and {step.keys[last]} are outputs of one "
                 "session, which share theirs; have the agent loop return one output"
             )
     rewards_B = rewards_BT.double().sum(dim=1)
     rewards_B = torch.where(rewards_B.isfinite(), rewards_B, torch.nan)
-    return replace(step, rollouts=replace(step.rollouts, rewards_B=rewards_B))
+    return replace(step, rollouts=replace(step.rollouts, rewards=rewards_B))
 
 
 def reward_advantages(
@@ -326,7 +322,7 @@ def reward_advantages(
     compared_BT = mask_BT & judged_B.unsqueeze(1)  # some estimators compare whole batches
     groups: list[Any] = [
         group if judged else f"unjudged {place}"
-        for place, (group, judged) in enumerate(zip(step.rollouts.groups_B.tolist(), judged_B.tolist(), strict=True))
+        for place, (group, judged) in enumerate(zip(step.rollouts.groups.tolist(), judged_B.tolist(), strict=True))
     ]
     data = DataProto.from_dict(
         {
@@ -383,10 +379,10 @@ def request_saliency(step: UpdateBatch, batch: KVBatchMeta, order: Sequence[int]
     Args:
         order: the responses that are returned, by their places; results are stored by key.
     """
-    signal, of_method = step.settings.signal, step.method_batch()
+    signal, of_method = step.settings.signal, step.of_method()
     targets_B2 = torch.full((len(batch), 2), -1)  # half-open ranges of tokens in prompt + response; -1 for none
     for row in step.selected:
-        targets_B2[row] = torch.tensor(signal.target_positions(step.rollouts.pass_row(row, of_method)))
+        targets_B2[row] = torch.tensor(signal.target_positions(of_method.row(row)))
     fields = TensorDict({TARGET: targets_B2}, batch_size=len(batch))
     tq.kv_batch_put(keys=batch.keys, partition_id=batch.partition_id, fields=fields)
     request = batch.select_keys([batch.keys[row] for row in order])
@@ -403,14 +399,14 @@ def fetch_saliency(keys: Sequence[str], partition_id: str) -> tuple[list[tuple[t
     return list(zip(*(data[name].unbind() for name in SALIENCY_FIELDS), strict=True)), seconds
 
 
-def with_trained(step: UpdateBatch, record: StepRecord) -> UpdateBatch:
+def with_trained(step: UpdateBatch, weighed: Weighed) -> UpdateBatch:
     """The step with the tokens that train, by its final advantages.
 
     Raises:
         RuntimeError: a response trains that has no old log-probabilities.
     """
-    trained = trained_lengths(record.advantages_BT, step.rollouts.mask_BT)
-    for key, length, selected in zip(step.keys, trained, record.selection.selected_B.tolist(), strict=True):
+    trained = trained_lengths(weighed.advantages, step.rollouts.mask)
+    for key, length, selected in zip(step.keys, trained, weighed.selected.tolist(), strict=True):
         if key in step.no_forward and (length or selected):
             raise RuntimeError(
                 f"response {key} had no advantage by its reward, and so no old log-probabilities, but is trained now; set "
@@ -444,7 +440,7 @@ def complete_log_probs(step: UpdateBatch, batch: KVBatchMeta, written: KVBatchMe
     if not step.no_forward:
         return without_saliency(written.select_keys(batch.keys))
     rows = [row for row, key in enumerate(step.keys) if key in step.no_forward]
-    wholes = [step.rollouts.lengths[row] for row in rows]
+    wholes = [step.lengths[row] for row in rows]
     parts = [len(step.rollouts.responses[row]) for row in rows]
     lengths = {"log_probs": wholes, OLD_LOG_PROBS: parts, ENTROPY: parts}
     known = tq.kv_batch_get(keys=written.keys[:1], partition_id=step.partition_id, select_fields=list(lengths))

@@ -38,12 +38,9 @@ from verl.workers.config import HFModelConfig
 from verl.workers.rollout.utils import get_max_position_embeddings
 
 from grail_advantage.answers.missing import AnswerCheck
-from grail_advantage.batch import PassRow
-from grail_advantage.model.interface import RowScores
+from grail_advantage.data import Rollouts, Row, RowScores
+from grail_advantage.method import Method
 from grail_advantage.model.probe import Finding
-from grail_advantage.pipeline import weigh
-from grail_advantage.record import Rollouts
-from grail_advantage.signals.base import Signal
 from grail_advantage.verl_ext.checks import check_model, check_text, check_tokenizer, router_obstacles
 from grail_advantage.verl_ext.dump import CHECKPOINT_SECONDS, UpdateDump
 from grail_advantage.verl_ext.exchange import FORWARD, UPDATE, build_request, deal
@@ -60,7 +57,6 @@ from grail_advantage.verl_ext.step import (
     fetch_columns,
     fetch_saliency,
     fetch_step,
-    mean_of_loss,
     put_advantages,
     with_trained,
 )
@@ -71,6 +67,7 @@ from grail_advantage.verl_ext.zero_advantage import (
     lengths_in_update,
     update_request,
 )
+from grail_advantage.weigh import weigh
 
 logger = logging.getLogger(__name__)
 
@@ -136,7 +133,7 @@ class TokenWeightTrainer:
     def _init_dataloader(self) -> None:
         super()._init_dataloader()
         settings, known = self.settings, self.train_dataset[0]
-        for column in settings.signal.columns:
+        for column in settings.signal.data_columns:
             if column not in known:
                 raise ValueError(
                     f"{METHOD}={settings.method} reads the column {column}, which data.train_files="
@@ -205,7 +202,7 @@ class TokenWeightTrainer:
             return super()._compute_old_log_prob(batch, metrics)
         with self._timed("rows"):
             step = by_rewards(self._fetch(batch), batch, self.config.algorithm)
-            dumped = self._dump is not None and self._dump.steps.writes(step.number)
+            dumped = self._dump is not None and self._dump.steps.writes(step.rollouts.step)
             skips = self._skipping.skip_old_log_probs and not dumped
             ranks = data_parallel_size(self.actor_rollout_wg)
             step, request = forward_request(step, batch, ranks, shares=shares, skips=skips)
@@ -247,7 +244,7 @@ class TokenWeightTrainer:
         return not self.settings[BYPASS]
 
     def _fetch(self, batch: KVBatchMeta) -> UpdateBatch:
-        step = fetch_step(
+        return fetch_step(
             batch,
             self.settings,
             self.tokenizer,
@@ -255,54 +252,44 @@ class TokenWeightTrainer:
             context_length=self._context_length,
             end_tokens=self._end_tokens,
         )
-        rollouts = step.rollouts
-        truncated = rollouts.truncated_B.tolist()
-        self._answers.look_at_thinking(rollouts.prompts, rollouts.responses, truncated, self.tokenizer)
-        self._answers.look(rollouts.spans(self.settings.signal.span), rollouts.written, self.tokenizer)
-        return step
 
     # ---------------------------------------------------------------------------------------------------- scores and weights
 
     def _weigh_advantages(self, step: UpdateBatch, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
         before = self.timing_raw.get(f"{TIMING}_pass", 0.0)
         with self._timed("weighting"):
-            record = weigh(_UpdateHost(self, step, batch), self.settings.signal, step.number)
-            self._step = step = with_trained(step, record)
+            weighed = weigh(_UpdateHost(self, step, batch), self.settings.signal, self._answers)
+            self._step = step = with_trained(step, weighed)
         self.timing_raw[f"{TIMING}_weighting"] -= self.timing_raw.get(f"{TIMING}_pass", 0.0) - before
-        selected = record.selection.selected_B.tolist()
+        selected = weighed.selected.tolist()
         shared = sum(key in step.shared for key, is_selected in zip(step.keys, selected, strict=True) if is_selected)
-        figures = {**record.metrics, "shared_forward_rate": shared / max(1, sum(selected))}
+        figures = {**weighed.metrics, "shared_forward_rate": shared / max(1, sum(selected))}
         metrics.update({f"{self.settings.method}/{name}": value for name, value in figures.items()})
 
         if self._dump is not None:
             with marked_timer("token_dump", self.timing_raw, color="purple"):
-                self._dump.write(record, batch, update=self.local_trigger_step)
+                self._dump.write(weighed, batch, update=self.local_trigger_step)
             metrics["token_dump/failed_files"] = self._dump.steps.writer.failed
         with self._timed("weighting"):
-            written = put_advantages(step, batch, record.advantages_BT)
+            written = put_advantages(step, batch, weighed.advantages)
         self.timing_raw[TIMING] = sum(
             seconds for name, seconds in self.timing_raw.items() if name.startswith(f"{TIMING}_")
         )
         return written
 
-    def _shared_scores(self, step: UpdateBatch, rows: Sequence[PassRow]) -> list[RowScores]:
+    def _shared_scores(self, step: UpdateBatch, rows: Sequence[Row]) -> list[RowScores]:
         """Scores from the saliency that came with the old log-probabilities."""
         signal = self.settings.signal
-        values, seconds = fetch_saliency([step.keys[row.place] for row in rows], step.partition_id)
+        values, seconds = fetch_saliency([step.keys[row.index] for row in rows], step.partition_id)
         self.timing_raw[f"{TIMING}_backward"] = self.timing_raw.get(f"{TIMING}_backward", 0.0) + seconds
         scores = []
         for row, columns in zip(rows, values, strict=True):
-            positions = slice(row.response_start - 1, signal.target_positions(row)[1])
-            scores.append(signal.row_scores(row, *(values_S[positions] for values_S in columns)))
+            positions = slice(row.start - 1, signal.target_positions(row)[1])
+            scores.append(signal.of_row(row, *(values_S[positions] for values_S in columns)))
         return scores
 
-    def _own_scores(self, rows: Sequence[PassRow]) -> list[RowScores]:
-        """Scores from a pass of their own."""
-        with self._timed("pass"):
-            return self._run_pass([self.settings.signal.prepare_row(row, self.tokenizer) for row in rows])
-
-    def _run_pass(self, rows: list[PassRow]) -> list[RowScores]:
-        """Scores of prepared responses from the actor's workers."""
+    def _run_pass(self, rows: list[Row]) -> list[RowScores]:
+        """Scores from a pass of their own, by the actor's workers."""
         signal = self.settings.signal
         order = deal(
             [signal.row_cost(row) for row in rows],
@@ -333,7 +320,7 @@ class TokenWeightTrainer:
 
 @dataclass(frozen=True)
 class _UpdateHost:
-    """A trainer with the responses of an update, as :class:`grail_advantage.pipeline.Host`."""
+    """A trainer with the responses of an update, as :class:`grail_advantage.weigh.Host`."""
 
     trainer: TokenWeightTrainer
     step: UpdateBatch
@@ -345,14 +332,13 @@ class _UpdateHost:
     def columns(self, names: Sequence[str], selected: Sequence[int]) -> dict[str, torch.Tensor]:
         return fetch_columns(self.batch, names)
 
-    def scores(self, signal: Signal, rows: Sequence[PassRow]) -> list[RowScores]:
+    def scores(self, method: Method, rows: Sequence[Row]) -> list[RowScores]:
         """From the forward of the old log-probabilities where a response's saliency came with it, else from a pass."""
-        shared = [row for row in rows if self.step.keys[row.place] in self.step.shared]
-        others = [row for row in rows if self.step.keys[row.place] not in self.step.shared]
+        shared = [row for row in rows if self.step.keys[row.index] in self.step.shared]
+        others = [row for row in rows if self.step.keys[row.index] not in self.step.shared]
         scores = self.trainer._shared_scores(self.step, shared) if shared else []
-        scores += self.trainer._own_scores(others) if others else []
-        of_rows = {row.place: of_row for row, of_row in zip([*shared, *others], scores, strict=True)}
-        return [of_rows[row.place] for row in rows]
-
-    def mean(self, values_BT: torch.Tensor, mask_BT: torch.Tensor) -> float:
-        return mean_of_loss(self.trainer.settings)(values_BT, mask_BT)
+        if others:
+            with self.trainer._timed("pass"):
+                scores += self.trainer._run_pass(others)
+        of_rows = {row.index: of_row for row, of_row in zip([*shared, *others], scores, strict=True)}
+        return [of_rows[row.index] for row in rows]

@@ -16,8 +16,7 @@ from verl.experimental.separation.engine_workers import DetachActorWorker
 from verl.single_controller.base.decorator import Dispatch, register
 from verl.trainer.ppo.v1 import PPOTrainerColocateAsync, PPOTrainerSeparateAsync, PPOTrainerSync, register_trainer
 
-from grail_advantage.batch import PassRow
-from grail_advantage.model.interface import RowScores
+from grail_advantage.data import Row, RowScores
 from grail_advantage.verl_ext.patches import copy_saved_shards
 from grail_advantage.verl_ext.settings import BYPASS, TRAINER_PREFIX
 from grail_advantage.verl_ext.trainer import TokenWeightTrainer
@@ -53,7 +52,7 @@ class TokenWeightTrainerSeparateAsync(TokenWeightTrainer, PPOTrainerSeparateAsyn
 
     actor_worker_class = TokenWeightDetachActorWorker
 
-    def _run_pass(self, rows: list[PassRow]) -> list[RowScores]:
+    def _run_pass(self, rows: list[Row]) -> list[RowScores]:
         with self._step_policy():
             return super()._run_pass(rows)
 

@@ -25,9 +25,9 @@ from verl.workers.config import TrainingWorkerConfig
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
 
+from grail_advantage.method import Method
 from grail_advantage.model.interface import saliency_step
 from grail_advantage.model.probe import Finding
-from grail_advantage.signals.base import Signal
 from grail_advantage.verl_ext.engine_model import EngineMicroBatch, EngineModel, gradient_mode, training_micro_batches
 from grail_advantage.verl_ext.exchange import (
     LEAF,
@@ -61,8 +61,8 @@ def token_scores(engine: FSDPEngineWithLMHead, request: TensorDict) -> TensorDic
     settings = {
         name: tu.get_non_tensor_data(request, name, default=None) for name in ("temperature", "step", "pad_token")
     }
-    signal: Signal = tu.get_non_tensor_data(request, "signal", default=None)
-    rows = [replace(row, tokens_S=row.tokens_S.to(get_device_id())) for row in rows_of(request)]
+    signal: Method = tu.get_non_tensor_data(request, "signal", default=None)
+    rows = [replace(row, tokens=row.tokens.to(get_device_id())) for row in rows_of(request)]
     with engine.eval_mode():
         return build_reply(signal.run(rows, EngineModel(engine, **settings)))
 

@@ -27,7 +27,7 @@ from verl.trainer.ppo.rollout_corr_helper import compute_rollout_corr_metrics_fr
 from verl.utils import tensordict_utils as tu
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
-from grail_advantage.batch import OLD_LOG_PROBS
+from grail_advantage.data import OLD_LOG_PROBS
 from grail_advantage.verl_ext.exchange import PLACES, nested, spread, spread_in_mini_batches
 from grail_advantage.verl_ext.patches import without_rollout_correction
 from grail_advantage.verl_ext.settings import ACTOR, ROLLOUT
@@ -58,7 +58,7 @@ def forward_request(
     step = replace(step, shared=frozenset(step.keys[row] for row in scored), no_forward=no_forward)
     if not scored and len(rows) == len(batch):
         return step, batch
-    order = spread(step.rollouts.lengths, scored, ranks, rows)
+    order = spread(step.lengths, scored, ranks, rows)
     return step, request_saliency(step, batch, order) if scored else batch.select_keys(
         [batch.keys[row] for row in order]
     )
@@ -67,14 +67,14 @@ def forward_request(
 def _with_forward(step: UpdateBatch, ranks: int) -> list[int]:
     """Responses with an advantage, those that the method selects, and the shortest others, so that ranks and micro-batches come
     out even."""
-    of_method = step.method_batch()
-    needed_B = (of_method.advantages_B != 0) & of_method.valid_B
+    of_method = step.of_method()
+    needed_B = (of_method.advantages != 0) & of_method.valid
     needed_B[list(step.selected)] = True
     unit = ranks
     if not step.settings[f"{ROLLOUT}.log_prob_use_dynamic_bsz"]:
         unit *= step.settings[f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu"]
     count = max(1, -(-int(needed_B.sum()) // unit)) * unit
-    lengths = step.rollouts.lengths
+    lengths = step.lengths
     by_need = sorted(range(len(lengths)), key=lambda row: (not needed_B[row], lengths[row]))
     return sorted(by_need[:count])
 
@@ -109,7 +109,7 @@ def update_request(
     rollouts, places = step.rollouts, {key: row for row, key in enumerate(step.keys)}
     order = [places[key] for key in batch.keys]
     kept = lengths_in_update(step.trained, [len(response) for response in rollouts.responses], cut_tails=cut_tails)
-    wholes = [rollouts.lengths[row] for row in order]
+    wholes = [step.lengths[row] for row in order]
     lengths = [len(rollouts.prompts[row]) + kept[row] if kept[row] else 0 for row in order]
     request = batch
     if not step.settings[f"{ACTOR}.shuffle"]:  # else verl draws mini-batches by places, which then have to stay
