@@ -18,7 +18,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf, flag_override
 
 import recipe.main_grail  # noqa: F401  stores the methods' sections for hydra
-from grail_advantage.methods import methods
+from grail_advantage.method import methods
 from grail_advantage.verl_ext.checks import trainer_kind
 from grail_advantage.verl_ext.settings import RunConfig, Settings
 

@@ -11,19 +11,19 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 FILES = {
     "foreign_turns.py": '''
-from grail_advantage import option, register_signal
-from grail_advantage.signals.turns import TurnSignal
+from grail_advantage import option, register
+from grail_advantage.methods.turns import TurnMethod
 
 
-@register_signal("foreign_turns")
-class ForeignTurns(TurnSignal):
+@register("foreign_turns")
+class ForeignTurns(TurnMethod):
     """A turn's own reward, times a factor."""
 
     formula, source = "scale r", "a test"
     scale: float = option(2.0, "factor")
 
-    def turn_advantages(self, responses):
-        return [self.scale * response.rewards_K for response in responses]
+    def advantages(self, sessions):
+        return [self.scale * session.rewards for session in sessions]
 ''',
     "foreign_turns-1.0.dist-info/METADATA": "Metadata-Version: 2.1\nName: foreign-turns\nVersion: 1.0\n",
     "foreign_turns-1.0.dist-info/entry_points.txt": "[grail_advantage.signals]\nforeign = foreign_turns\n",
@@ -33,7 +33,7 @@ import json
 import torch
 
 from grail_advantage import compute_token_weights
-from grail_advantage.methods import method
+from grail_advantage.method import build
 from grail_advantage.verl_ext.settings import algorithm_sections
 
 ids = torch.tensor([[1, 5, 6, 9, 7], [1, 5, 9, 9, 7]])
@@ -42,7 +42,7 @@ from tests.core.tiny_models import char_tokenizer, tiny_model
 
 found = compute_token_weights(
     tiny_model(layers=1), char_tokenizer(), ids, torch.ones_like(ids), mask, torch.zeros(2),
-    method("foreign_turns").build({"rewards": "my_rewards", "align": "turns", "scale": 3.0}),
+    build("foreign_turns", {"rewards": "my_rewards", "align": "turns", "scale": 3.0}),
     groups=torch.zeros(2, dtype=torch.int64), rewards=torch.zeros(2), fields={"my_rewards": [[1.0, 2.0], [0.0, -1.0]]},
 )
 print(json.dumps([found.advantages.tolist(), algorithm_sections()["foreign_turns"]]))
@@ -66,4 +66,5 @@ def test_a_foreign_method_by_turns(tmp_path: Path) -> None:
         "outcome": True,
         "mask_truncated": False,
     }
-    assert section == {**shared, "scale": 2.0}
+    of_every_method = {"gate": "all", "statistics": "response", "span": "last", "normalize_mass": False}
+    assert section == {**of_every_method, **shared, "scale": 2.0}

@@ -20,7 +20,7 @@ from typing import Any
 from grail_advantage import __version__
 from grail_advantage.dump.folder_lock import hold
 from grail_advantage.dump.store import dumped_steps
-from grail_advantage.methods import method, methods
+from grail_advantage.method import methods
 from grail_advantage.verl_ext.settings import ACTOR, DUMP_FOLDER, ENGINES, TRAINER_MODE, RunConfig, Settings
 from recipe.run_life import checkpoints
 from recipe.run_life.checkpoints import PARTS, Checkpoint, read_json, write_json
@@ -73,8 +73,7 @@ def run_definition(run: RunConfig) -> dict[str, Any]:
     values = {n: value for n, value in _flat(run.config).items() if not n.startswith(unread) and not _may_change(n)}
     values[TRAINER_MODE] = str(values[TRAINER_MODE]).removeprefix("grail_").removeprefix("kept_")
     if isinstance(run, Settings):  # with the values that a preset sets
-        section = method(run.method).section
-        values |= {f"algorithm.{section}.{name}": value for name, value in run.signal.as_dict().items()}
+        values |= {f"algorithm.{run.signal.section}.{name}": value for name, value in run.signal.model_dump().items()}
         if run[_MODULE] == "recipe.run_life.trainer":  # where run_life.enabled has it
             values[_MODULE] = None
     return json.loads(json.dumps(values, default=str))

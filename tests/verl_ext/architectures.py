@@ -19,9 +19,9 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from grail_advantage import Grail, Oar, Signal, compute_token_weights
+from grail_advantage import Grail, Method, Oar, compute_token_weights
 from grail_advantage.answers.span import find_answer_span
-from grail_advantage.batch import PassRow
+from grail_advantage.data import Row
 from grail_advantage.verl_ext.engine_model import EngineModel
 from grail_advantage.verl_ext.exchange import FORWARD, PADDED_FORWARD, UPDATE
 from recipe.marked_text import table, write_marked
@@ -109,7 +109,7 @@ FAMILIES = {
 BATCH = [ROLLOUTS[name] for name in ("text after the box", "box at the end", "several boxes", "right")]
 NOISE = 0.05
 """OAR-G's, far above its default, so that the divergence has digits in float32."""
-SIGNALS: dict[str, Signal] = {
+SIGNALS: dict[str, Method] = {
     "grail": Grail(gate="all"),
     "grail, middle": Grail(preset="robust", gate="all", leaf="middle"),
     "oar_g": Oar("gradient", noise_std=NOISE),
@@ -166,16 +166,14 @@ def by_function(name: str, signal: str, padding: str) -> list[tuple[torch.Tensor
     return [(found.scores[row, mask], found.weights[row, mask]) for row, mask in enumerate(masks)]
 
 
-def pass_rows(signal: Signal) -> list[PassRow]:
+def pass_rows(signal: Method) -> list[Row]:
     """The batch for a pass in the engine."""
     rows = []
     for place, rollout in enumerate(BATCH):
         prompt, response = encode(rollout.prompt), encode(rollout.response)
         span = find_answer_span(response, char_tokenizer(), signal.span)
-        row = PassRow(
-            torch.tensor(prompt + response), len(prompt), len(response), span, rollout.advantage, place, place
-        )
-        rows.append(signal.prepare_row(row, char_tokenizer()))
+        row = Row(torch.tensor(prompt + response), len(prompt), len(response), span, rollout.advantage, place, place)
+        rows.append(signal.prepare(row, char_tokenizer()))
     return rows
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from verl.experimental.agent_loop.agent_loop import AgentLoopOutput
 from verl.experimental.agent_loop.tool_agent_loop import AgentData, AgentState
 
-from grail_advantage.signals.turns import runs
+from grail_advantage.data import runs
 from grail_advantage.verl_ext.tool_agent import TurnToolAgent
 from verl_cpu.tiny.task import boxed_answer
 

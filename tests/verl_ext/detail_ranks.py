@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from grail_advantage import Grail
-from grail_advantage.batch import PassRow
+from grail_advantage.data import Row
 from tests.core.tiny_models import PAD_ID, Rollout, char_tokenizer
 from tests.verl_ext import pass_ranks
 from tests.verl_ext.engines import (
@@ -67,7 +67,7 @@ class Experiments(pass_ranks.Experiments):
             found[name] = {"during": counts, "behind": sharding(engine)["held"]}
         return found
 
-    def _prepared(self) -> list[PassRow]:
+    def _prepared(self) -> list[Row]:
         return pass_rows("saliency", self.rank, self.world_size)[1]
 
     def counting(self, setup: Setup) -> dict[str, Any]:
@@ -87,7 +87,7 @@ class Experiments(pass_ranks.Experiments):
             count(("verl", share), lambda rows=rows: log_probs(worker, rows, Sizes(rows=1)))
             count(("shared", share), lambda rows=rows: log_probs(worker, rows, Sizes(rows=1), leaf="embeddings"))
         for name in ("saliency", "oar_p"):
-            rows = [OWN[name][0].prepare_row(row, char_tokenizer()) for row in uneven_rows(self.rank)]
+            rows = [OWN[name][0].prepare(row, char_tokenizer()) for row in uneven_rows(self.rank)]
             count(
                 ("uneven", name),
                 lambda name=name, rows=rows: own_pass(engine, rows, OWN[name][0], Sizes(budget=190), pad_token=PAD_ID),
@@ -101,7 +101,7 @@ class Experiments(pass_ranks.Experiments):
         """
         results: dict[str, Any] = {"errors": [], "steps": []}
         rows, targets = self._prepared(), self._rows(setup, "all")
-        broken = [replace(row, tokens_S=torch.cat([row.tokens_S[:-1], torch.tensor([10_000])])) for row in rows]
+        broken = [replace(row, tokens_S=torch.cat([row.tokens[:-1], torch.tensor([10_000])])) for row in rows]
         runs = {
             "nothing": lambda engine: None,
             "leaf": lambda engine: log_probs(training_worker(engine), targets, Sizes(rows=1), leaf="nowhere"),

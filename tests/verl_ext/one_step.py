@@ -16,9 +16,8 @@ from verl.trainer.ppo.v1 import get_trainer_cls, replay_buffer, trainer_base
 from verl.utils.tensordict_utils import get_non_tensor_data, list_of_dict_to_tensordict
 
 from grail_advantage.answers.missing import AnswerCheck
-from grail_advantage.methods import methods
-from grail_advantage.model.interface import RowScores
-from grail_advantage.signals.base import Signal
+from grail_advantage.data import RowScores
+from grail_advantage.method import Method, methods
 from grail_advantage.verl_ext import dump, step, trainers  # noqa: F401  registers the trainers
 from grail_advantage.verl_ext.exchange import LEAF, SALIENCY_FIELDS, SECONDS, TARGET, build_reply, rows_of
 from grail_advantage.verl_ext.settings import Settings
@@ -100,14 +99,14 @@ class Workers:
         signal: Any = get_non_tensor_data(request, "signal", default=None)
         found = []
         for row in rows_of(request):
-            self.own.append(row.tokens_S)
-            values_P = made_up_saliency(row.tokens_S)[row.response_start - 1 :]
-            found.append(RowScores(signal.row_scores(row, values_P, values_P).scores_T, values_P))
+            self.own.append(row.tokens)
+            values_P = made_up_saliency(row.tokens)[row.start - 1 :]
+            found.append(RowScores(signal.of_row(row, values_P, values_P).scores, values_P))
         return build_reply(found)
 
 
 def make_trainer(
-    overrides: Sequence[str], signal: Signal, workers: Any, *, mode: str = "sync", cls: type | None = None
+    overrides: Sequence[str], signal: Method, workers: Any, *, mode: str = "sync", cls: type | None = None
 ) -> Any:
     """A trainer with all that its two stages need; what starts servers and loads data is left out."""
     config = compose("cpu_trainer", ["data.max_response_length=64", f"trainer.v1.trainer_mode={mode}", *overrides])

@@ -9,9 +9,9 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import PreTrainedModel
 
-from grail_advantage import Grail, Oar, Signal, find_answer_span
-from grail_advantage.batch import PassRow
-from grail_advantage.methods import method
+from grail_advantage import Grail, Method, Oar, find_answer_span
+from grail_advantage.data import Row
+from grail_advantage.method import build
 from tests.core.tiny_models import ROLLOUTS, Rollout, char_tokenizer, encode, tiny_model
 from tests.verl_ext.engines import HALF, NO_TARGET, REFERENCE, Setup, SharedRow, Sizes
 
@@ -46,29 +46,29 @@ TARGETS = {
 CHUNK = 8
 """Far fewer positions than a micro-batch has targets."""
 
-SALIENCY: dict[str, tuple[Signal, float, Sizes]] = {
+SALIENCY: dict[str, tuple[Method, float, Sizes]] = {
     "saliency": (Grail("official"), 1.0, Sizes(rows=1)),
     "saliency, robust": (Grail("robust", gate="all"), 0.7, Sizes(rows=3)),
     "saliency, first": (Grail("robust", gate="all", leaf="first"), 1.0, Sizes(budget=260)),
     "saliency, middle": (Grail("official", leaf="middle"), 1.3, Sizes(rows=3)),
     "saliency, last": (Grail("official", leaf="last"), 1.0, Sizes(budget=260)),
 }
-GRADIENT: dict[str, tuple[Signal, float, Sizes]] = {
+GRADIENT: dict[str, tuple[Method, float, Sizes]] = {
     "oar_g": (Oar(), 1.0, Sizes(rows=1)),
     "oar_g, joint": (Oar(probe="answer_joint", noise_seed=3), 1.0, Sizes(rows=3)),
     "oar_g, port, last": (Oar(variant="grail_port", probe="last"), 1.0, Sizes(budget=260)),
     "oar_g, port, mean": (Oar(variant="grail_port"), 1.0, Sizes(rows=3)),
 }
-PERTURBATION: dict[str, tuple[Signal, float, Sizes]] = {
+PERTURBATION: dict[str, tuple[Method, float, Sizes]] = {
     "oar_p": (Oar("perturbation"), 1.0, Sizes(rows=5)),
     "oar_p, port, last": (Oar("perturbation", probe="last", variant="grail_port"), 1.0, Sizes(budget=400)),
     "oar_p, few, joint": (Oar("perturbation", probe="answer_joint", max_perturbations=7), 1.0, Sizes(budget=260)),
 }
-INFERENCE: dict[str, tuple[Signal, float, Sizes]] = {
-    "rlsd": (method("rlsd").build({}), 0.7, Sizes(rows=1)),
-    "shear": (method("shear").build({"window": 12, "stride": 5}), 0.7, Sizes(rows=3)),
-    "rlsd, budget": (method("rlsd").build({}), 0.7, Sizes(budget=100)),
-    "shear, budget": (method("shear").build({"window": 12, "stride": 5}), 0.7, Sizes(budget=100)),
+INFERENCE: dict[str, tuple[Method, float, Sizes]] = {
+    "rlsd": (build("rlsd"), 0.7, Sizes(rows=1)),
+    "shear": (build("shear", {"window": 12, "stride": 5}), 0.7, Sizes(rows=3)),
+    "rlsd, budget": (build("rlsd"), 0.7, Sizes(budget=100)),
+    "shear, budget": (build("shear", {"window": 12, "stride": 5}), 0.7, Sizes(budget=100)),
 }
 """A budget of fewer tokens than the longest response has."""
 KINDS = (SALIENCY, GRADIENT, PERTURBATION, INFERENCE)
@@ -127,7 +127,7 @@ def shared_of(setup: str) -> list[tuple[str, str]]:
     return [(list(SHARED)[SETUPS[setup].turn % len(SHARED)], "uneven")]
 
 
-def pass_rows(name: str, rank: int, size: int) -> tuple[list[Rollout], list[PassRow]]:
+def pass_rows(name: str, rank: int, size: int) -> tuple[list[Rollout], list[Row]]:
     """The share of a data-parallel rank for a pass of its own: rollouts, and prepared responses."""
     signal, _, _ = OWN[name]
     inference = name in INFERENCE
@@ -139,10 +139,8 @@ def pass_rows(name: str, rank: int, size: int) -> tuple[list[Rollout], list[Pass
         prompt, response = encode(rollout.prompt), encode(rollout.response)
         span = find_answer_span(response, char_tokenizer(), signal.span)
         group = -1 if inference and (rank % 2, place) == (1, 3) else rank
-        row = PassRow(
-            torch.tensor(prompt + response), len(prompt), len(response), span, rollout.advantage, group, place
-        )
-        rows.append(row if inference else signal.prepare_row(row, char_tokenizer()))
+        row = Row(torch.tensor(prompt + response), len(prompt), len(response), span, rollout.advantage, group, place)
+        rows.append(row if inference else signal.prepare(row, char_tokenizer()))
     return rollouts, rows
 
 
@@ -162,14 +160,14 @@ def shared_rows(share: str, rank: int, size: int) -> list[SharedRow]:
     return rows
 
 
-def uneven_rows(rank: int) -> list[PassRow]:
+def uneven_rows(rank: int) -> list[Row]:
     """Long responses on the first rank, short ones on the other."""
     texts = [LONG[:90] + r"\boxed{3}", r"=\boxed{6}"]
     rows = []
     for place in range(2):
         prompt, response = encode("How" + "?" * place), encode(texts[rank])
         span = find_answer_span(response, char_tokenizer(), "first")
-        rows.append(PassRow(torch.tensor(prompt + response), len(prompt), len(response), span, -1.0, 0, place))
+        rows.append(Row(torch.tensor(prompt + response), len(prompt), len(response), span, -1.0, 0, place))
     return rows
 
 

@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from grail_advantage import compute_token_weights
-from grail_advantage.signals.shear_distances import EPSILON, ITERATIONS, TOLERANCE, shear_scores
+from grail_advantage.methods.shear import shear_scores
 from tests.core.tiny_models import Rollout, char_tokenizer, make_batch
 from tests.verl_ext import pass_plan as plan
 from tests.verl_ext.pass_plan import BATCH, OWN
@@ -50,19 +50,19 @@ class Plain:
         _, rows = plan.pass_rows(name, half, 2)
         log_probs, hidden = [], []
         for row in rows:
-            output = self.models[model](input_ids=row.tokens_S[None], output_hidden_states=True)
+            output = self.models[model](input_ids=row.tokens[None], output_hidden_states=True)
             distribution_SV = torch.log_softmax(output.logits[0].float() / temperature, dim=-1)
-            start = row.response_start
-            log_probs.append(distribution_SV[start - 1 : -1].gather(1, row.tokens_S[start:, None])[:, 0])
+            start = row.start
+            log_probs.append(distribution_SV[start - 1 : -1].gather(1, row.tokens[start:, None])[:, 0])
             hidden.append(output.hidden_states[-1][0, start:])
         if name.startswith("rlsd"):
             return log_probs
         members = [index for index, row in enumerate(rows) if row.group >= 0]
-        settings = {"epsilon": EPSILON, "iterations": ITERATIONS, "tolerance": TOLERANCE}
+        settings = {name: getattr(signal, name) for name in ("epsilon", "iterations", "tolerance")}
         right = [rows[index].advantage > 0 for index in members]
         states = [hidden[index] for index in members]
         scores = shear_scores(states, right, window=signal.window, stride=signal.stride, **settings)
-        expected = [torch.ones(row.response_length) for row in rows]
+        expected = [torch.ones(row.length) for row in rows]
         for index, scores_T in zip(members, scores, strict=True):
             expected[index] = scores_T
         return expected

@@ -10,7 +10,7 @@ import pytest
 import torch
 from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY, register_adv_est
 
-from grail_advantage.methods import method, methods
+from grail_advantage.method import build, methods
 from grail_advantage.verl_ext.rules import OTHER_BASES
 from grail_advantage.verl_ext.settings import BASES
 from tests.verl_ext.one_step import make_trainer
@@ -68,7 +68,7 @@ def _step(patch: pytest.MonkeyPatch, *overrides: str, name: str = "uniform") -> 
     step = Step(patch, ["actor_rollout_ref.rollout.n=3", *overrides])
     config = [f"algorithm.adv_estimator={name}", "actor_rollout_ref.rollout.n=3", *overrides]
     options = {"mask_truncated": False} if name == "uniform" else {}
-    step.trainer = make_trainer(config, method(name).build(options), step.workers)
+    step.trainer = make_trainer(config, build(name, options), step.workers)
     return step
 
 

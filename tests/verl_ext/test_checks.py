@@ -16,7 +16,6 @@ from omegaconf import DictConfig, OmegaConf
 
 from grail_advantage import Grail, Oar
 from grail_advantage.answers.tokenizers import save_repaired
-from grail_advantage.options import option_fields
 from grail_advantage.verl_ext import checks
 from grail_advantage.verl_ext.checks import check_verl_version
 from grail_advantage.verl_ext.settings import Settings
@@ -181,11 +180,11 @@ def test_yaml_names_every_option_with_its_default() -> None:
         ("cpu_trainer", "perturbation"),
     ):
         config = compose(name, [f"{METHOD}=oar_{method[0]}"])
-        assert {*config.algorithm.oar} == option_fields(Oar).keys() - {"method"}
+        assert {*config.algorithm.oar} == Oar.model_fields.keys() - {"method"}
         assert Settings.parse(config).signal == Oar(method)
     options = OmegaConf.to_container(_compose("algorithm.grail.preset=robust").algorithm.grail)
-    assert Grail.from_dict(options) == Grail("robust")
-    assert set(options) == set(option_fields(Grail))
+    assert Grail(**options) == Grail("robust")
+    assert set(options) == set(Grail.model_fields)
 
 
 @pytest.mark.parametrize("estimator", ["grail", "grpo"])

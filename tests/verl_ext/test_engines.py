@@ -15,7 +15,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from verl.trainer.ppo.utils import Role
 from verl.workers.engine_workers import ActorRolloutRefWorker
 
-from grail_advantage.methods import methods
+from grail_advantage.method import build
 from grail_advantage.verl_ext import trainer
 from grail_advantage.verl_ext.checks import check_config
 from grail_advantage.verl_ext.entry import prepare_run
@@ -35,7 +35,7 @@ COMPOSED = {
     "automodel": [f"{STRATEGY}=automodel", f"{ACTOR}.{CHUNKING}=True"],
     "fsdp_turbo": [f"{STRATEGY}=fsdp_turbo", f"{ACTOR}.{CHUNKING}=True"],
 }
-BUILT_IN = {name: methods()[name].build({}).uses for name in METHODS}
+BUILT_IN = {name: build(name).uses for name in METHODS}
 WITHOUT_PASS = [name for name, uses in BUILT_IN.items() if not uses]
 SKIP = "algorithm.token_weights.skip_zero_advantage"
 
@@ -83,7 +83,7 @@ def test_a_step_asks_nothing_of_the_engine(monkeypatch: pytest.MonkeyPatch) -> N
     for strategy in ("fsdp2", "megatron"):
         with monkeypatch.context() as patch:
             step = Step(patch, [f"{STRATEGY}={strategy}", f"{SKIP}=auto", "algorithm.adv_estimator=probability"])
-            step.set_signal(methods()["probability"].build({}))
+            step.set_signal(build("probability"))
             patch.delattr(Workers, "compute_token_scores")
             found.append(step.run())
     assert all(map(torch.equal, found[0].values(), found[1].values()))

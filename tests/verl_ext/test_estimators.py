@@ -8,7 +8,7 @@ import torch
 from verl import DataProto
 from verl.trainer.ppo.ray_trainer import compute_advantage
 
-from grail_advantage.methods import methods
+from grail_advantage.method import methods
 
 
 @pytest.mark.parametrize("name", methods())

@@ -14,8 +14,8 @@ from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.v1 import trainer_base
 from verl.utils.tensordict_utils import get_non_tensor_data
 
-from grail_advantage import Signal
-from grail_advantage.batch import ENTROPY, OLD_LOG_PROBS, PassRow
+from grail_advantage import Method
+from grail_advantage.data import ENTROPY, OLD_LOG_PROBS, Row
 from grail_advantage.model.hugging_face import HuggingFaceModel
 from grail_advantage.model.interface import saliency_step
 from grail_advantage.verl_ext.dump import UpdateDump
@@ -43,18 +43,18 @@ class ModelWorkers:
         for key in batch.keys:
             fields = self._store.rows[key]
             prompt_P, response_T = fields["prompts"], fields["responses"]
-            row = PassRow(torch.cat([prompt_P, response_T]), len(prompt_P), len(response_T), None, 0.0, 0, 0)
+            row = Row(torch.cat([prompt_P, response_T]), len(prompt_P), len(response_T), None, 0.0, 0, 0)
             (columns,) = self._model.micro_batches([row], lambda micro: micro.statistics(entropy=True), gradients=False)
             for name, of_verl in ((OLD_LOG_PROBS, "log_probs"), (ENTROPY, "entropy")):
-                fields[of_verl] = torch.zeros(len(row.tokens_S))
-                fields[of_verl][row.response_start - 1 : -1] = columns[name]
+                fields[of_verl] = torch.zeros(len(row.tokens))
+                fields[of_verl][row.start - 1 : -1] = columns[name]
             if LEAF in batch.extra_info:
                 fields |= self._saliency(row, fields[TARGET].tolist(), batch.extra_info[LEAF])
         return batch
 
-    def _saliency(self, row: PassRow, target: list[int], leaf: str) -> dict[str, torch.Tensor]:
+    def _saliency(self, row: Row, target: list[int], leaf: str) -> dict[str, torch.Tensor]:
         if target[1] <= target[0]:
-            nothing = torch.full((len(row.tokens_S),), torch.nan)
+            nothing = torch.full((len(row.tokens),), torch.nan)
             return {name: nothing for name in SALIENCY_FIELDS} | {SECONDS: torch.tensor([torch.nan])}
         (values,) = self._model.micro_batches(
             [row], lambda micro: saliency_step(micro, [tuple(target)], leaf), gradients=True
@@ -67,7 +67,7 @@ class ModelWorkers:
 
 
 def dumped(
-    monkeypatch: pytest.MonkeyPatch, folder: Path, signal: Signal, *overrides: str, rejected: int | None = None
+    monkeypatch: pytest.MonkeyPatch, folder: Path, signal: Method, *overrides: str, rejected: int | None = None
 ) -> pa.Table:
     """The dump of the trainer's two stages, in which rejection sampling may have dropped a response. Its advantages are
     those of the update."""
@@ -106,22 +106,20 @@ def dumped(
     return table
 
 
-def expected(signal: Signal, rejected: int | None = None) -> pa.Table:
+def expected(signal: Method, rejected: int | None = None) -> pa.Table:
     """The plain model's dump, with verl's keys, and with rewards by turn where there are some."""
     rollouts = hosts.plain_rollouts(keys=KEYS)
     labels = [{"turn_rewards": list(said.tool_rewards)} if said.tool_rewards else {} for said in hosts.RESPONSES]
-    mask_BT = rollouts.mask_BT.clone()
+    mask = rollouts.mask.clone()
     if rejected is not None:
-        mask_BT[rejected] = False
-    rollouts = replace(rollouts, mask_BT=mask_BT, facts={**rollouts.facts, "labels": labels})
+        mask[rejected] = False
+    rollouts = replace(rollouts, mask=mask, facts={**rollouts.facts, "labels": labels})
     return hosts.plain_table(signal, rollouts, step=1)
 
 
 @pytest.mark.parametrize("name", [*hosts.METHODS, "grail_robust"])
 def test_the_dump_is_that_of_a_plain_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """Bit for bit, as every number comes from the same computation on the same response alone."""
-    if name == "shear":
-        pytest.importorskip("ot")
     signal = hosts.signal_of(name)
     table = expected(signal)
     assert hosts.says_something(table) or name == "uniform"

@@ -25,12 +25,11 @@ import psutil
 import pytest
 import torch
 
-from grail_advantage import Example, Signal
+from grail_advantage import Example, Method
 from grail_advantage.dump.schema import COLUMNS
 from grail_advantage.dump.store import read_dump
-from grail_advantage.methods import methods
-from grail_advantage.signals.base import SALIENCY
-from grail_advantage.signals.turns import TurnSignal
+from grail_advantage.method import build, methods
+from grail_advantage.methods.turns import TurnMethod
 from recipe.run_life.checkpoints import STATE, TRACKER, checkpoints
 from tests.core.common import METHODS
 from tests.documentation import write_files
@@ -43,7 +42,7 @@ pytestmark = pytest.mark.slow
 PROMPTS, ROLLOUTS, TEMPERATURE = 4, 8, 0.8
 GOLD = {"reward_model": {"style": "rule", "ground_truth": "0"}}
 """What the data set says of every prompt."""
-THEIRS = {"boxed_digits": SALIENCY, "judged_steps": ""}
+THEIRS = {"boxed_digits": "saliency", "judged_steps": ""}
 """Methods of the documentation, and what they use of the model; the latter reads what the reward function returns."""
 OPTIONS = {
     # So that something happens in a batch of 32 short responses.
@@ -57,13 +56,13 @@ QUOTED = {"[+=]": "'[+=]'"}
 
 def _way(name: str) -> tuple:
     """A pass, columns of the model's, of the data set's or of a session; weights or advantages."""
-    signal = methods()[name].build({})
+    signal = build(name)
     return signal.uses, signal.reads & {"entropy", "examples", "sessions"}, signal.gives
 
 
 OURS = sorted({_way(name): name for name in sorted(METHODS)}.values())
-GIVE_ADVANTAGES = {"judged_steps", *(name for name in OURS if methods()[name].signal_class.gives == "advantages")}
-OF_TURNS = {name for name in OURS if issubclass(methods()[name].signal_class, TurnSignal)}
+GIVE_ADVANTAGES = {"judged_steps", *(name for name in OURS if methods()[name].gives == "advantages")}
+OF_TURNS = {name for name in OURS if issubclass(methods()[name], TurnMethod)}
 """Methods that give every response of this run, which are of one turn, one advantage."""
 NAMES = ["uniform", *sorted({*OURS, *THEIRS} - {"uniform"})]
 STEPS = len(NAMES)
@@ -81,8 +80,8 @@ NOISY = {"rtol": 5e-3, "atol": 2e-3}
 """OAR-G: the gradient of a divergence so small keeps three to four digits of float32's seven."""
 
 
-def _signal(name: str) -> Signal:
-    return methods()[name].build(OPTIONS.get(name, {}))
+def _signal(name: str) -> Method:
+    return build(name, OPTIONS.get(name, {}))
 
 
 def install_their_package(folder: Path) -> None:
@@ -243,9 +242,9 @@ def test_what_a_method_adds_to_a_step(run: WholeRun, name: str) -> None:
     assert seen["named_fields"] == baseline["named_fields"]
     assert uses or seen["stored_fields"] == baseline["stored_fields"]
     # A saliency comes on the forward of the old log-probabilities.
-    assert seen["passes"] == (uses not in ("", SALIENCY))
+    assert seen["passes"] == (uses not in ("", "saliency"))
     metrics = run.metrics(_step(name))
-    if uses == SALIENCY:
+    if uses == "saliency":
         selected = metrics[f"{name}/selected_rate"]
         assert metrics[f"{name}/shared_forward_rate"] == (selected > 0)
         # By chance GRAIL finds no incorrect response with an answer in a batch so small; the other one takes correct ones, too.

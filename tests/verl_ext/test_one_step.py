@@ -16,7 +16,7 @@ from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.v1 import PPOTrainerSync, trainer_base
 from verl.trainer.ppo.v1.utils import MetricsAggregator
 
-from grail_advantage import Grail, RolloutBatch, Signal, record
+from grail_advantage import Grail, Method, Rollouts, data
 from grail_advantage.verl_ext import trainers  # noqa: F401  registers them
 from grail_advantage.verl_ext.exchange import SALIENCY_FIELDS
 from grail_advantage.verl_ext.settings import ACTOR
@@ -51,7 +51,7 @@ class Step:
         self.store = Store()
         self.store.install(monkeypatch)
         self.calls: Counter[str] = Counter()
-        self._count(monkeypatch, record, "find_generated_spans")
+        self._count(monkeypatch, data, "find_generated_spans")
         self._count(monkeypatch, trainer_base, "compute_advantage_for_multi_trajectories")
         monkeypatch.setattr(trainer_base, "calculate_debug_metrics", lambda data: {})
         self._count(monkeypatch, Grail, "select")
@@ -79,7 +79,7 @@ class Step:
 
         monkeypatch.setattr(owner, name, counted)
 
-    def set_signal(self, signal: Signal) -> None:
+    def set_signal(self, signal: Method) -> None:
         """Another method."""
         self.trainer.settings = replace(self.trainer.settings, signal=signal)
 
@@ -277,7 +277,7 @@ class TestRewardsThatAreNotFinite:
         assert all(torch.equal(found[key], expected[key]) for key in found if key.startswith("b_"))
 
 
-class Judging(Signal):
+class Judging(Method):
     """Gives what a reward function said."""
 
     formula, source = "the field", "a test"
@@ -286,7 +286,7 @@ class Judging(Signal):
     name: ClassVar[str] = "judging"
     section: ClassVar[str] = "judging"
 
-    def scores(self, batch: RolloutBatch, of_pass_BT: torch.Tensor | None) -> torch.Tensor:
+    def scores(self, r: Rollouts, of_pass: torch.Tensor | None) -> torch.Tensor:
         raise AssertionError("the field is missing")
 
 

@@ -63,7 +63,7 @@ class TestForwards:
                 assert result["shared", share] == [6 + most] * 4
 
     def test_ranks_with_very_different_rows_run_as_many(self, measured: Measured, setup: str) -> None:
-        long = [row.tokens_S for row in map(lambda row: OWN["oar_p"][0].prepare_row(row, None), plan.uneven_rows(0))]
+        long = [row.tokens for row in map(lambda row: OWN["oar_p"][0].prepare(row, None), plan.uneven_rows(0))]
         # A clean forward, and 90 counterfactuals that share micro-batches of 190 tokens.
         perturbed = sum(1 + -(-90 // (190 // (len(tokens_S) - 1))) for tokens_S in long)
         for result in measured.of("counting", setup):

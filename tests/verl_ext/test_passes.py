@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from grail_advantage import Oar
-from grail_advantage.signals.saliency import SaliencySignal
+from grail_advantage.methods.saliency import Saliency
 from tests.verl_ext import pass_plan as plan
 from tests.verl_ext.pass_plan import BATCH, OWN, SETUPS, SHARED, TARGETS, passes_of, shared_of
 from tests.verl_ext.plain_model import RTOL, Plain, close
@@ -81,12 +81,12 @@ def _check_own(plain: Plain, setup: str, name: str, rank: int, found: dict[str, 
         close(scores_T, expected_T[: len(scores_T)], tolerance(signal))
         rest_T = expected_T[len(scores_T) :]
         # Nothing after the target has a saliency; with OAR it has no score.
-        assert (rest_T == 0).all() if isinstance(signal, SaliencySignal) else rest_T.isnan().all()
-        assert len(scores_T) > 0 or rows[at].span.start == 0
+        assert (rest_T == 0).all() if isinstance(signal, Saliency) else rest_T.isnan().all()
+        assert len(scores_T) > 0 or rows[at].answer.start == 0
         if "gradient_norm" in found:
             norm_P = found["gradient_norm"][at]
             assert (norm_P[:-1] > 0).all()
-            assert len(norm_P) == len(rows[at].tokens_S) - rows[at].response_start + 1
+            assert len(norm_P) == len(rows[at].tokens) - rows[at].start + 1
             # Nothing predicts from the last target token, so its own position has exactly no gradient.
             assert (norm_P[-1] == 0) == (name != "oar_g, port, last")
 

@@ -14,9 +14,9 @@ from verl.utils import omega_conf_to_dataclass
 from verl.utils import tensordict_utils as tu
 from verl.workers.utils.losses import ppo_loss
 
-from grail_advantage import RolloutBatch, Signal
+from grail_advantage import Method, Rollouts
 from grail_advantage.dump.store import DumpRow, read_dump
-from grail_advantage.methods import method
+from grail_advantage.method import build
 from grail_advantage.verl_ext import received
 from grail_advantage.verl_ext.exchange import PLACES, WATCHED
 from grail_advantage.verl_ext.received import UpdateReader
@@ -30,15 +30,15 @@ from tests.verl_ext.test_step_dump import Dumping
 ON = ("algorithm.token_dump.responses=null", "data.train_batch_size=2", "actor_rollout_ref.actor.ppo_mini_batch_size=2")
 
 
-class Alternating(Signal):
+class Alternating(Method):
     """Token advantages of both signs in a response."""
 
     names: ClassVar = {"alternating": {}}
     gives = "advantages"
 
-    def scores(self, batch: RolloutBatch, of_pass_BT: torch.Tensor | None) -> torch.Tensor:
-        signs_T = 1.0 - 2.0 * (torch.arange(batch.mask_BT.shape[1]) % 2)
-        return batch.advantages_B.unsqueeze(1) * signs_T
+    def scores(self, r: Rollouts, of_pass: torch.Tensor | None) -> torch.Tensor:
+        signs_T = 1.0 - 2.0 * (torch.arange(r.mask.shape[1]) % 2)
+        return r.advantages.unsqueeze(1) * signs_T
 
 
 class Updating(Workers):
@@ -93,7 +93,7 @@ class Updating(Workers):
 
 
 def update(
-    monkeypatch: pytest.MonkeyPatch, folder: Path, *overrides: str, signal: Signal | None = None, **workers: Any
+    monkeypatch: pytest.MonkeyPatch, folder: Path, *overrides: str, signal: Method | None = None, **workers: Any
 ) -> tuple[Dumping, list[DumpRow]]:
     """A step with its update; the responses as they read back."""
     step = Dumping(monkeypatch, folder, *ON, *overrides)
@@ -121,7 +121,7 @@ def test_what_arrives_is_what_was_intended(
     name: str, skips: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On policy, after one update: with every kind of method, also one whose token advantages have both signs."""
-    chosen = Alternating() if name == "both signs" else method(name).build({})
+    chosen = Alternating() if name == "both signs" else build(name)
     with monkeypatch.context() as patch:
         if skips:
             patch.setattr(TokenWeightTrainer, "_skipping", Skipping(skip_update=True))

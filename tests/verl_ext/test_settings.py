@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from omegaconf import DictConfig, OmegaConf
 
-from grail_advantage import Grail, Oar, Signal
-from grail_advantage.methods import methods
-from grail_advantage.signals.saliency import SaliencySignal
+from grail_advantage import Grail, Method, Oar
+from grail_advantage.method import build, methods
+from grail_advantage.methods.saliency import Saliency
 from grail_advantage.verl_ext.rules import shares_forward
 from grail_advantage.verl_ext.settings import Settings, algorithm_sections
 from tests.core.common import METHODS
@@ -29,7 +29,7 @@ def _config(share: Any = ..., **algorithm: Any) -> DictConfig:
     return OmegaConf.create({"algorithm": {**known, **algorithm}})
 
 
-def _shares(config: DictConfig, signal: Signal | None = None) -> bool:
+def _shares(config: DictConfig, signal: Method | None = None) -> bool:
     settings = Settings.parse(config)
     settings = replace(settings, signal=signal or settings.signal)
     return shares_forward(settings)
@@ -44,11 +44,11 @@ def test_shares_the_forward_by_default() -> None:
 
 
 def test_a_saliency_that_runs_in_a_way_of_its_own_shares_no_forward() -> None:
-    class Own(SaliencySignal):
+    class Own(Saliency):
         def run(self, rows, model):
             return super().run(rows, model)
 
-    class Plain(SaliencySignal):
+    class Plain(Saliency):
         pass
 
     assert _shares(_config(), Plain())
@@ -64,6 +64,6 @@ def test_options_come_from_the_methods_section() -> None:
     assert {method.section for method in OURS.values()} < set(sections) and "method" not in sections["oar"]
     for name, method in OURS.items():
         for given in ({}, {method.section: None}, sections):
-            assert Settings.parse(_config(**{**given, "adv_estimator": name})).signal == method.build({})
-    with pytest.raises(ValueError, match=r"'grial' is no registered signal; choose one of .*\bgrail\b"):
+            assert Settings.parse(_config(**{**given, "adv_estimator": name})).signal == build(name)
+    with pytest.raises(ValueError, match=r"'grial' is no method; choose one of .*\bgrail\b"):
         Settings.parse(_config(adv_estimator="grial"))

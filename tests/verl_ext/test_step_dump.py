@@ -18,7 +18,7 @@ from grail_advantage.dump.options import DumpOptions
 from grail_advantage.dump.schema import DumpHeader
 from grail_advantage.dump.store import DumpRow, read_dump, write_step
 from grail_advantage.dump_writer import choose_rows
-from grail_advantage.signals.turn_rloo import TurnRloo
+from grail_advantage.methods.turns import TurnRloo
 from grail_advantage.verl_ext.dump import UpdateDump, turn_rewards_label
 from grail_advantage.verl_ext.settings import Settings
 from tests.core.tiny_models import END_ID

@@ -11,8 +11,9 @@ import torch
 from transformers import PreTrainedTokenizerFast
 from verl.experimental.agent_loop.tool_agent_loop import ToolAgentLoop
 
-from grail_advantage.methods import method
-from grail_advantage.signals.turns import UncertainError, rewards_by_turn, runs
+from grail_advantage.data import runs
+from grail_advantage.method import build
+from grail_advantage.methods.turns import UncertainError, rewards_by_turn
 from grail_advantage.verl_ext.tool_agent import TurnToolAgent
 from tests.recipe.test_agent import BOX, FIRST, SECOND, run_loop
 from tests.verl_ext.test_one_step import Step
@@ -65,7 +66,7 @@ def test_a_call_whose_answer_does_not_fit_keeps_its_turn(
     assert output.extra_fields.get("call_rewards", [[1.0], [1.0]]) == [[1.0], [1.0]]
     name = "tool_rewards" if loop_class is ToolAgentLoop else "call_rewards"
     step = Step(monkeypatch, ["algorithm.adv_estimator=turn_rloo"])
-    step.set_signal(method("turn_rloo").build({"rewards": name}))
+    step.set_signal(build("turn_rloo", {"rewards": name}))
     for row in step.store.rows.values():
         row["extra_fields"] = {name: []}
     mask_T = torch.tensor(output.response_mask)

@@ -13,10 +13,8 @@ from omegaconf import OmegaConf
 from tensordict import TensorDict
 from transformers import AutoTokenizer, GenerationConfig, LlamaConfig
 
-from grail_advantage.batch import PassRow
-from grail_advantage.model.interface import RowScores
-from grail_advantage.record import Rollouts
-from grail_advantage.signals.shear import Shear
+from grail_advantage.data import Rollouts, Row, RowScores
+from grail_advantage.methods.shear import Shear
 from grail_advantage.verl_ext import step as steps
 from grail_advantage.verl_ext.exchange import SALIENCY_FIELDS, SECONDS, build_reply, rows_of
 from grail_advantage.verl_ext.settings import Settings
@@ -72,12 +70,12 @@ def _step(trainer: TokenWeightTrainerSync, responses: list[str], prompt: int = 1
         "tokenizer": trainer.tokenizer,
         "prompts": prompts,
         "responses": ids,
-        "mask_BT": torch.nn.utils.rnn.pad_sequence([torch.ones(len(row)) for row in ids], batch_first=True) == 1,
-        "advantages_B": torch.zeros(len(ids)),
-        "groups_B": torch.arange(len(ids)),
-        "truncated_B": truncated(prompts, ids, trainer.settings, trainer._context_length, trainer._end_tokens),
+        "mask": torch.nn.utils.rnn.pad_sequence([torch.ones(len(row)) for row in ids], batch_first=True) == 1,
+        "advantages": torch.zeros(len(ids)),
+        "groups": torch.arange(len(ids)),
+        "truncated": truncated(prompts, ids, trainer.settings, trainer._context_length, trainer._end_tokens),
     }
-    return UpdateBatch(trainer.settings, 1, "train", Rollouts(**{**known, **changes}))
+    return UpdateBatch(trainer.settings, "train", Rollouts(**{**known, **changes}))
 
 
 def test_a_tokenizer_that_loses_text_ends_the_run_at_its_start(tmp_path: Path) -> None:
@@ -129,7 +127,7 @@ def test_what_is_truncated(cases: list[tuple[str, int, int, str, bool]]) -> None
         trainer.config.actor_rollout_ref.rollout.name = engine
         trainer.settings = Settings.parse(trainer.config)
         step = _step(trainer, [response], prompt)
-        assert step.rollouts.truncated_B.tolist() == [expected], (engine, context, response)
+        assert step.rollouts.truncated.tolist() == [expected], (engine, context, response)
 
 
 @pytest.mark.parametrize(("max_model_len", "context"), [(None, 48), (32, 32)])
@@ -164,11 +162,11 @@ def test_the_backward_took_as_long_as_that_of_the_slowest_rank(monkeypatch: pyte
 
 
 def test_copies_that_fill_up_a_rank_belong_to_no_group() -> None:
-    asked: list[PassRow] = []
+    asked: list[Row] = []
 
     def compute_token_scores(request: TensorDict) -> TensorDict:
         asked.extend(rows_of(request))
-        return build_reply([RowScores(torch.full((row.response_length,), float(row.place))) for row in asked])
+        return build_reply([RowScores(torch.full((row.length,), float(row.index))) for row in asked])
 
     trainer = SimpleNamespace(
         actor_rollout_wg=SimpleNamespace(_dispatch_info={"actor": [0, 1]}, compute_token_scores=compute_token_scores),
@@ -176,9 +174,9 @@ def test_copies_that_fill_up_a_rank_belong_to_no_group() -> None:
         global_steps=1,
         tokenizer=char_tokenizer(),
     )
-    rows = [PassRow(torch.arange(4 + i), 2, 2 + i, None, 1.0, group, i) for i, group in enumerate((0, 0, 1))]
+    rows = [Row(torch.arange(4 + i), 2, 2 + i, None, 1.0, group, i) for i, group in enumerate((0, 0, 1))]
     scores = TokenWeightTrainer._run_pass(trainer, rows)
-    assert [of_row.scores_T.tolist() for of_row in scores] == [[float(i)] * (2 + i) for i in range(3)]
+    assert [of_row.scores.tolist() for of_row in scores] == [[float(i)] * (2 + i) for i in range(3)]
     assert sorted(row.group for row in asked) == [-1, 0, 0, 1]
 
 
@@ -189,7 +187,7 @@ def test_every_output_of_a_session_is_unjudged_where_the_last_one_is() -> None:
     config = compose("grail_trainer", overrides=["actor_rollout_ref.rollout.n=3"])
     trainer = _trainer()
     trainer.settings = Settings.parse(config)
-    step = _step(trainer, ["ab"] * 5, keys=keys, groups_B=torch.tensor(group_numbers(keys)))
+    step = _step(trainer, ["ab"] * 5, keys=keys, groups=torch.tensor(group_numbers(keys)))
     advantages_B = reward_advantages(step, rewards_BT, mask_BT, config.algorithm)
     assert advantages_B.isnan().tolist() == [True, True, False, False, False]
     assert (advantages_B[2:4] > 0).all() and advantages_B[4] < 0

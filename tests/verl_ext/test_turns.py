@@ -11,8 +11,8 @@ import torch
 from omegaconf import OmegaConf
 from verl.trainer.ppo import core_algos
 
-from grail_advantage.methods import method
-from grail_advantage.signals.turns import TurnSignal
+from grail_advantage.method import build
+from grail_advantage.methods.turns import TurnMethod
 from grail_advantage.verl_ext import rules
 from grail_advantage.verl_ext.rules import AGGREGATION, Skipping, broken
 from grail_advantage.verl_ext.settings import AGENT_LOOPS, PARALLEL_CALLS, ROLLOUT, SKIP, Settings
@@ -48,7 +48,7 @@ def _set_talks(step: Step) -> None:
 
 def _step(monkeypatch: pytest.MonkeyPatch, name: str, *overrides: str, **options: Any) -> Step:
     step = Step(monkeypatch, [f"algorithm.adv_estimator={name}", *overrides])
-    step.set_signal(method(name).build(options))
+    step.set_signal(build(name, options))
     _set_talks(step)
     return step
 
@@ -77,7 +77,7 @@ def test_a_batch_without_a_call_trains(monkeypatch: pytest.MonkeyPatch, given: s
     for nothing in ([], None):
         with monkeypatch.context() as patch:
             step = Step(patch, ["algorithm.adv_estimator=turn_rloo"])
-            step.set_signal(method("turn_rloo").build({"rewards": "mine"}))
+            step.set_signal(build("turn_rloo", {"rewards": "mine"}))
             for row in step.store.rows.values():
                 column = {"mine": nothing}
                 extra = column if given == "by the loop" else {"reward_extra_info": column}
@@ -139,7 +139,7 @@ def test_verl_gives_all_outputs_of_a_session_the_last_ones_advantage(monkeypatch
 
 def test_a_method_that_reads_rewards_and_knows_no_sessions_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     step = _step(monkeypatch, "turn_rloo", rewards="")
-    monkeypatch.setattr(TurnSignal, "reads", TurnSignal.reads - {"sessions"})
+    monkeypatch.setattr(TurnMethod, "reads", TurnMethod.reads - {"sessions"})
     _session_of_two(step)
     with pytest.raises(
         ValueError, match="turn_rloo reads one reward a response, and a_1_0 and a_1_1 are outputs of one"
@@ -158,7 +158,7 @@ def test_one_turn_gives_verls_own_advantage(monkeypatch: pytest.MonkeyPatch, bas
     for name, scale in {"grpo": {"mt_grpo": 1, "gtpo": 1, "gigpo": 2}, "rloo": {"turn_rloo": 1}}[base].items():
         with monkeypatch.context() as patch:
             step = Step(patch, [f"algorithm.adv_estimator={name}"])
-            step.set_signal(method(name).build({}))
+            step.set_signal(build(name))
             for row in step.store.rows.values():
                 row["extra_fields"] = {"turn_scores": [], "tool_rewards": []}
             for number, advantages_T in enumerate(step.run().values()):
@@ -193,7 +193,7 @@ def test_a_response_with_grpo_advantage_0_keeps_its_forward(monkeypatch: pytest.
     step.trainer._skipping = Skipping(skip_update=True, cut_tails=True, skip_old_log_probs=True)
     found = step.run()
     assert not step.trainer._step.no_forward
-    assert bool((step.trainer._step.rollouts.advantages_B[3:] == 0).all()) and bool(found["b_1_0"].any())
+    assert bool((step.trainer._step.rollouts.advantages[3:] == 0).all()) and bool(found["b_1_0"].any())
 
 
 def test_denominators_that_the_policy_chooses_are_warned_of() -> None:

@@ -17,8 +17,8 @@ from omegaconf import OmegaConf
 from verl.experimental.agent_loop.agent_loop import AgentLoopOutput, DictConfigWrap
 from verl.workers.rollout.replica import TokenOutput
 
-from grail_advantage import RolloutBatch
-from grail_advantage.signals.turns import runs
+from grail_advantage import Rollouts
+from grail_advantage.data import runs
 from grail_advantage.verl_ext.checks import check_config
 from tests.composed import VERL, compose
 from tests.documentation import DOCS, write_files
@@ -87,17 +87,16 @@ def test_the_loop_and_its_rewards_have_the_same_turns(tmp_path: Path, turns: lis
     known = judged["turn_rewards"]
     assert known[: len(worth)] == worth and not any(known[len(worth) :])
     config = _check_command()
-    batch = RolloutBatch(
-        mask_BT=mask_BT,
-        advantages_B=torch.ones(1),
-        spans=[None],
-        columns_BT={},
-        groups_B=torch.zeros(1, dtype=torch.int64),
-        tokens_BT=torch.where(mask_BT, torch.tensor([output.response_ids]), -1),
-        rewards_B=torch.tensor([judged["score"]]),
+    rollouts = Rollouts(
+        prompts=[torch.tensor(output.prompt_ids)],
+        responses=[torch.tensor(output.response_ids)],
+        mask=mask_BT,
+        advantages=torch.ones(1),
+        groups=torch.zeros(1, dtype=torch.int64),
+        rewards=torch.tensor([judged["score"]]),
         fields={"turn_rewards": [known]},
     )
-    of_turns = config.signal.scores(batch, None)[mask_BT].unique_consecutive()
+    of_turns = config.signal.scores(rollouts, None)[mask_BT].unique_consecutive()
     assert set(of_turns.tolist()) == {sum(known[turn:]) for turn in range(len(known))}
 
 

@@ -17,9 +17,8 @@ from verl.trainer.ppo.v1 import PPOTrainerSync, trainer_base
 from verl.utils.tensordict_utils import get_tensordict
 
 from grail_advantage.dump_writer import StepDump
+from grail_advantage.methods.policy import HighEntropy, Surprisal
 from grail_advantage.rules import Obstacle
-from grail_advantage.signals.high_entropy import HighEntropy
-from grail_advantage.signals.surprisal import Surprisal
 from grail_advantage.verl_ext.rules import Skipping, choose_skipping
 from grail_advantage.verl_ext.settings import SKIP, Settings
 from grail_advantage.verl_ext.trainers import TokenWeightTrainer, TokenWeightTrainerSync

@@ -16,7 +16,7 @@ import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from grail_advantage import Signal, compute_token_weights
+from grail_advantage import Method, compute_token_weights
 from grail_advantage.dump.store import DumpRow, read_dump
 
 ROOT = Path(__file__).parents[2]
@@ -133,7 +133,7 @@ def advantages_of_grpo(rows: list[DumpRow]) -> list[torch.Tensor]:
     return [advantages[row.key] for row in rows]
 
 
-def plain_weights(run: WholeRun, rows: list[DumpRow], signal: Signal, **known: Any) -> list[torch.Tensor]:
+def plain_weights(run: WholeRun, rows: list[DumpRow], signal: Method, **known: Any) -> list[torch.Tensor]:
     """Weights of these responses of one step, or the advantages of a signal that gives these, by the policy before the step in
     one process, each response on its own padding; ``known`` goes to :func:`grail_advantage.compute_token_weights`."""
     own = tokenizer()
