@@ -262,8 +262,9 @@ def message_of(error: ValidationError, section: str, cls: type[BaseModel]) -> st
     name = f"{section}.{'.'.join(map(str, first['loc']))}"
     if first["type"] != "extra_forbidden":
         return f"{name}={first['input']!r} {first['msg'].removeprefix('Input ')}"
-    owners = [known for known, of in MAPS.items() if first["loc"][0] in of.options.model_fields]
-    hint = (
-        f" but of the map {owners[0]}, by reshaper_options" if owners and "reshaper_options" in cls.model_fields else ""
-    )
+    maps = [known for known, of in MAPS.items() if first["loc"][0] in of.options.model_fields]
+    owners = sorted({known.section for known in METHODS.values() if first["loc"][0] in known.model_fields})
+    hint = f" but one of {', '.join(owners)}" if owners else ""
+    if maps and "reshaper_options" in cls.model_fields:
+        hint = f" but of the map {maps[0]}, by reshaper_options"
     return f"{name} is not an option{hint}; the options are {', '.join(cls.model_fields) or 'none'}"
