@@ -24,10 +24,9 @@ from typing import TYPE_CHECKING, Any
 from benchmarks import timer
 from benchmarks.made_up import made_up_rollouts, release
 from benchmarks.setup import SETUPS, Setup, prepare_process
-from grail_advantage import Signal
-from grail_advantage.methods import method, methods
-from grail_advantage.pipeline import weigh
-from grail_advantage.signals.base import SALIENCY
+from grail_advantage import Method
+from grail_advantage.method import build, methods
+from grail_advantage.weigh import weigh
 
 if TYPE_CHECKING:
     from benchmarks.verl_host import VerlHost
@@ -43,13 +42,13 @@ ZERO_ADVANTAGE = (0.0, 0.25, 0.5, 0.75)
 EPOCHS = (1, 4)
 
 
-def run_step(host: VerlHost, signal: Signal | None, epochs: int = 1, skipping: bool = False) -> list[float]:
+def run_step(host: VerlHost, signal: Method | None, epochs: int = 1, skipping: bool = False) -> list[float]:
     """Seconds of one step by stage, each epoch of the update one; without a signal it is GRPO's."""
     timed = partial(timer.seconds, host.device)
-    trained = int((host.rollouts().advantages_B != 0).sum())
+    trained = int((host.rollouts().advantages != 0).sum())
     forward = timed(partial(host.forward, signal, max(1, trained) if skipping else None))
     made, host.pass_seconds = [], 0.0
-    weights = timed(lambda: made.append(weigh(host, signal).advantages_BT if signal else host.base_advantages()))
+    weights = timed(lambda: made.append(weigh(host, signal, None).advantages if signal else host.base_advantages()))
     updates = [timed(partial(host.update, *made, skipping=skipping)) for _ in range(epochs)]
     return [forward, host.pass_seconds, weights - host.pass_seconds, *updates]
 
@@ -60,7 +59,7 @@ def run_variant(host: VerlHost, variant: str, epochs: int) -> list[float]:
         with host.stock():
             seconds = run_step(host, None, epochs)
     else:
-        signal = method(variant.removesuffix(SKIPPING).lower()).build({})
+        signal = build(variant.removesuffix(SKIPPING).lower())
         seconds = run_step(host, signal, epochs, skipping=variant.endswith(SKIPPING))
     return [sum(seconds[:3]), *seconds[3:]]
 
@@ -82,13 +81,13 @@ def compared(timings: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, An
         same repeat.
     """
     stages = [(of["uses"], seconds) for of in timings.values() for seconds in of["repeats"]]
-    forward = median(seconds["old_log_probs"] for uses, seconds in stages if uses != SALIENCY)
+    forward = median(seconds["old_log_probs"] for uses, seconds in stages if uses != "saliency")
     update = median(seconds["update"] for _, seconds in stages)
     added, totals = {}, {}
     for name, of in timings.items():
         scale = of["rows"] / of["timed_rows"] if of["timed_rows"] else 1.0
         middle = {stage: median(seconds[stage] for seconds in of["repeats"]) for stage in STAGES}
-        shared = middle["old_log_probs"] - forward if of["uses"] == SALIENCY else 0.0
+        shared = middle["old_log_probs"] - forward if of["uses"] == "saliency" else 0.0
         added[name] = shared + scale * middle["pass"] + middle["weights"]
         totals[name] = [sum(seconds.values()) + (scale - 1) * seconds["pass"] for seconds in of["repeats"]]
     return {
@@ -127,8 +126,7 @@ def of_methods(setup: Setup, repeats: int) -> dict[str, Any]:
     timings: dict[str, dict[str, Any]] = {}
     variants = {}
     for name in methods():
-        signal = method(name).build({})
-        signal.check_tokenizer(host.rollouts().tokenizer)
+        signal = build(name)
         rows = host.selected(signal)
         timed = len(timed_rows(signal, rows)) if signal.uses else 0
         timings[name] = {"uses": signal.uses, "rows": len(rows), "timed_rows": timed, "repeats": []}
@@ -136,7 +134,7 @@ def of_methods(setup: Setup, repeats: int) -> dict[str, Any]:
     for repeat in timer.in_turn(variants, repeats):
         for name, seconds in repeat.items():
             timings[name]["repeats"].append(dict(zip(STAGES, seconds, strict=True)))
-    comparison, prompts = compared(timings), len(host.rollouts().groups_B.unique())
+    comparison, prompts = compared(timings), len(host.rollouts().groups.unique())
     return {
         "setup": {**setup.described(), "wrong_rows": scored, "prompts": prompts},
         "checkpointing": "off",

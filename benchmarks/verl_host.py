@@ -34,15 +34,12 @@ from verl.workers.utils.padding import response_from_nested
 from benchmarks import timer
 from benchmarks.made_up import random_model, release
 from benchmarks.setup import Setup
-from grail_advantage import Grail, Signal
-from grail_advantage.batch import ENTROPY, OLD_LOG_PROBS, PassRow, token_mean
-from grail_advantage.model.interface import RowScores
-from grail_advantage.pipeline import weigh
-from grail_advantage.record import Rollouts
-from grail_advantage.signals.base import SALIENCY, SEQUENCES
+from grail_advantage import Grail, Method
+from grail_advantage.data import ENTROPY, OLD_LOG_PROBS, Rollouts, Row, RowScores
 from grail_advantage.verl_ext.exchange import LEAF, SALIENCY_FIELDS, TARGET, build_request, nested
 from grail_advantage.verl_ext.worker import TokenWeightActorWorker, token_scores
 from grail_advantage.verl_ext.zero_advantage import CUT_TAILS
+from grail_advantage.weigh import weigh
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 SAMPLE_ROWS = 2
@@ -96,7 +93,7 @@ def make_worker(setup: Setup, checkpointing: bool, actor: FSDPActorConfig | None
 
 
 class VerlHost:
-    """One worker and one batch, as :class:`grail_advantage.pipeline.Host`: :meth:`forward`, then ``weigh``, then
+    """One worker and one batch, as :class:`grail_advantage.weigh.Host`: :meth:`forward`, then ``weigh``, then
     :meth:`update`."""
 
     def __init__(self, worker: TrainingWorker, rollouts: Rollouts, actor: FSDPActorConfig | None = None) -> None:
@@ -112,7 +109,7 @@ class VerlHost:
             rollout_n=8,
             use_dynamic_bsz=True,
             loss_agg_mode="seq-mean-token-sum-norm",
-            loss_scale_factor=rollouts.mask_BT.shape[1],
+            loss_scale_factor=rollouts.mask.shape[1],
             clip_ratio_low=0.2,
             clip_ratio_high=0.28,
         )
@@ -122,11 +119,11 @@ class VerlHost:
         return self._rollouts
 
     def columns(self, names: Sequence[str], selected: Sequence[int]) -> dict[str, torch.Tensor]:
-        fields, mask = {OLD_LOG_PROBS: "log_probs", ENTROPY: "entropy"}, nested(list(self._rollouts.mask_BT))
+        fields, mask = {OLD_LOG_PROBS: "log_probs", ENTROPY: "entropy"}, nested(list(self._rollouts.mask))
         columns = {name: response_from_nested(self._output[fields[name]], mask) for name in names}
         return {name: column.to_padded_tensor(0.0).float() for name, column in columns.items()}
 
-    def scores(self, signal: Signal, rows: Sequence[PassRow]) -> list[RowScores]:
+    def scores(self, signal: Method, rows: Sequence[Row]) -> list[RowScores]:
         """Of a saliency those of the shared forward, else those of the method's own pass. Only the first responses of a method
         that makes up sequences are scored, the others get NaN.
 
@@ -137,51 +134,46 @@ class VerlHost:
         shared = "saliency" in self._output
         scores = self._shared_scores(signal, rows) if shared else self.own_pass(signal, timed_rows(signal, rows))
         self.pass_seconds = timer.now(self.device) - start
-        if not all(of_row.scores_T.isfinite().all() for of_row in scores):
+        if not all(of_row.scores.isfinite().all() for of_row in scores):
             raise ValueError(f"{signal.name}: the pass gives scores that are not finite")
         return [*scores, *[RowScores(torch.tensor([torch.nan]))] * (len(rows) - len(scores))]
 
-    def mean(self, values_BT: torch.Tensor, mask_BT: torch.Tensor) -> float:
-        return token_mean(values_BT, mask_BT)
-
     # ------------------------------------------------------------------------------------------------------------- stages
 
-    def forward(self, signal: Signal | None = None, rows: int | None = None) -> None:
+    def forward(self, signal: Method | None = None, rows: int | None = None) -> None:
         """The forward that every method runs: log-probabilities and entropies of all responses, or of the first ones; with the
         backward of a method that uses a saliency."""
         data = self._model_batch(rows)
         tu.assign_non_tensor(data, calculate_entropy=True, compute_loss=False)
-        if signal is not None and signal.uses == SALIENCY:
+        if signal is not None and signal.uses == "saliency":
             targets_B2 = torch.full((len(data), 2), -1)
             for row in self.selected(signal):
-                targets_B2[row.place] = torch.tensor(signal.target_positions(row))
+                targets_B2[row.index] = torch.tensor(signal.target_positions(row))
             data[TARGET] = targets_B2
             tu.assign_non_tensor(data, **{LEAF: signal.leaf})
         output = self.worker.infer_batch(data)
         self._output = {name: output[name] for name in ("log_probs", "entropy", *SALIENCY_FIELDS) if name in output}
 
-    def _shared_scores(self, signal: Signal, rows: Sequence[PassRow]) -> list[RowScores]:
+    def _shared_scores(self, signal: Method, rows: Sequence[Row]) -> list[RowScores]:
         of_rows = [self._output[name].unbind() for name in SALIENCY_FIELDS]
-        parts = [(row, slice(row.response_start - 1, signal.target_positions(row)[1])) for row in rows]
-        return [signal.row_scores(row, *(values[row.place][part] for values in of_rows)) for row, part in parts]
+        parts = [(row, slice(row.start - 1, signal.target_positions(row)[1])) for row in rows]
+        return [signal.of_row(row, *(values[row.index][part] for values in of_rows)) for row, part in parts]
 
-    def own_pass(self, signal: Signal, rows: Sequence[PassRow]) -> list[RowScores]:
+    def own_pass(self, signal: Method, rows: Sequence[Row]) -> list[RowScores]:
         """A pass for the method alone."""
-        tokenizer = self._rollouts.tokenizer
-        prepared = [signal.prepare_row(row, tokenizer) for row in rows]
-        request = build_request(prepared, signal, temperature=1.0, pad_token=tokenizer.pad_token_id)
-        return [RowScores(scores_T) for scores_T in token_scores(self.engine, request)["scores"].unbind()]
+        request = build_request(rows, signal, temperature=1.0, pad_token=self._rollouts.tokenizer.pad_token_id)
+        return [RowScores(scores) for scores in token_scores(self.engine, request)["scores"].unbind()]
 
     def base_advantages(self) -> torch.Tensor:
         """GRPO's: one advantage a response on all its tokens, (B, T)."""
-        return self._rollouts.advantages_B.unsqueeze(1).expand(self._rollouts.mask_BT.shape).contiguous()
+        return self._rollouts.advantages.unsqueeze(1).expand(self._rollouts.mask.shape).contiguous()
 
     def update(self, advantages_BT: torch.Tensor, *, skipping: bool = False) -> None:
         """One epoch of the actor update: the whole batch as one mini-batch, one optimiser step; ``skipping``: without the
         responses that have no advantage, whose log-probabilities may be missing."""
         rollouts, log_probs = self._rollouts, self._output["log_probs"].unbind()
-        data, mask = self._model_batch(), nested(list(rollouts.mask_BT))
-        missing = [log_probs[0].new_zeros(length) for length in rollouts.lengths[len(log_probs) :]]
+        data, mask = self._model_batch(), nested(list(rollouts.mask))
+        missing = [log_probs[0].new_zeros(rollouts.padded_length)] * (len(rollouts) - len(log_probs))
         data["prompts"] = nested(list(rollouts.prompts))
         data["responses"] = nested(list(rollouts.responses))
         data["response_mask"] = mask
@@ -204,12 +196,10 @@ class VerlHost:
 
     # ---------------------------------------------------------------------------------------------------------------------
 
-    def selected(self, signal: Signal) -> list[PassRow]:
+    def selected(self, signal: Method) -> list[Row]:
         """The responses that the method needs scores for."""
-        batch = self._rollouts.batch(signal)
-        return [
-            self._rollouts.pass_row(row, batch) for row in signal.select(batch).selected_B.nonzero().flatten().tolist()
-        ]
+        r = self._rollouts.for_method(signal)
+        return [r.row(index) for index in signal.select(r).nonzero().flatten().tolist()]
 
     def agreement(self) -> tuple[bool, str]:
         """Whether GRAIL's saliencies of the shared forward and of a pass of its own agree up to the precision, with the largest
@@ -220,7 +210,7 @@ class VerlHost:
         for shared in (True, False):
             if not shared:
                 self.forward()
-            found.append(weigh(self, signal).scores_BT.nan_to_num())
+            found.append(weigh(self, signal, None).scores.nan_to_num())
         difference_B, size_B = (
             torch.linalg.vector_norm(found[0] - found[1], dim=1),
             torch.linalg.vector_norm(found[1], dim=1),
@@ -252,6 +242,6 @@ class VerlHost:
         )
 
 
-def timed_rows(signal: Signal, rows: Sequence[PassRow]) -> Sequence[PassRow]:
+def timed_rows(signal: Method, rows: Sequence[Row]) -> Sequence[Row]:
     """The responses that the method's pass is timed on."""
-    return rows[:SAMPLE_ROWS] if signal.uses == SEQUENCES else rows
+    return rows[:SAMPLE_ROWS] if signal.uses == "sequences" else rows

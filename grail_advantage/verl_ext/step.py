@@ -60,9 +60,8 @@ class UpdateBatch:
     @property
     def lengths(self) -> list[int]:
         """Tokens of prompt and response."""
-        return [
-            len(prompt) + len(of) for prompt, of in zip(self.rollouts.prompts, self.rollouts.responses, strict=True)
-        ]
+        r = self.rollouts
+        return [len(prompt) + len(response) for prompt, response in zip(r.prompts, r.responses, strict=True)]
 
     def of_method(self) -> Rollouts:
         """The responses as the method sees them."""
@@ -440,8 +439,8 @@ def complete_log_probs(step: UpdateBatch, batch: KVBatchMeta, written: KVBatchMe
     if not step.no_forward:
         return without_saliency(written.select_keys(batch.keys))
     rows = [row for row, key in enumerate(step.keys) if key in step.no_forward]
-    wholes = [step.lengths[row] for row in rows]
     parts = [len(step.rollouts.responses[row]) for row in rows]
+    wholes = [len(step.rollouts.prompts[row]) + part for row, part in zip(rows, parts, strict=True)]
     lengths = {"log_probs": wholes, OLD_LOG_PROBS: parts, ENTROPY: parts}
     known = tq.kv_batch_get(keys=written.keys[:1], partition_id=step.partition_id, select_fields=list(lengths))
     nothing = {

@@ -74,10 +74,10 @@ logger = logging.getLogger(__name__)
 PROBED_TOKENS = 1000
 """A probe draws its rows from about this many tokens of the vocabulary."""
 TIMING = "token_weights"
-"""``timing_s/token_weights``: seconds that the weights take in a step. Their parts are ``token_weights_rows``: fetching the
-responses, finding the answers and choosing the responses; ``token_weights_backward``: the backward on the forward of the old
-log-probabilities, a part of ``timing_s/old_log_prob``; ``token_weights_pass``: a pass of their own; and
-``token_weights_weighting``: scores to advantages."""
+"""``timing_s/token_weights``: seconds that the weights take in a step. Their parts are ``token_weights_rows``: fetching
+the responses, and choosing those to score before a shared forward; ``token_weights_backward``: the backward on the
+forward of the old log-probabilities, a part of ``timing_s/old_log_prob``; ``token_weights_pass``: a pass of their own;
+and ``token_weights_weighting``: finding the answers, and scores to advantages."""
 
 
 class TokenWeightTrainer:

@@ -109,7 +109,8 @@ def update_request(
     rollouts, places = step.rollouts, {key: row for row, key in enumerate(step.keys)}
     order = [places[key] for key in batch.keys]
     kept = lengths_in_update(step.trained, [len(response) for response in rollouts.responses], cut_tails=cut_tails)
-    wholes = [step.lengths[row] for row in order]
+    of_rows = step.lengths
+    wholes = [of_rows[row] for row in order]
     lengths = [len(rollouts.prompts[row]) + kept[row] if kept[row] else 0 for row in order]
     request = batch
     if not step.settings[f"{ACTOR}.shuffle"]:  # else verl draws mini-batches by places, which then have to stay
