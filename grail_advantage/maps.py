@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, create_model
 from torch import Tensor
 
 STRICT = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
-Above0 = Annotated[float, Field(gt=0)]
+Positive = Annotated[float, Field(gt=0)]
 From0 = Annotated[float, Field(ge=0)]
 Part = Annotated[float, Field(ge=0, le=1)]
 Rule = Literal["linear", "sorted"]
@@ -70,7 +70,7 @@ def log_zscore(
     x: Tensor,
     m: Tensor,
     weight_mean: From0 = 1,
-    weight_std: Above0 = 0.5,
+    weight_std: Positive = 0.5,
     weight_min: From0 = 0.5,
     weight_max: From0 = 5,
 ) -> Weights:
@@ -118,7 +118,7 @@ def _quantile(h: Tensor, m: Tensor, q: float, rule: str) -> Tensor:
 
 
 @register_map()
-def mean_ratio(x: Tensor, m: Tensor, beta: Above0 = 0.1) -> Weights:
+def mean_ratio(x: Tensor, m: Tensor, beta: Positive = 0.1) -> Weights:
     """``max(0, 1 + beta (x / mean x - 1))``; 1 where the mean is not above 0. For scores of at least 0 and beta of at
     most 1 a response's mean weight is 1; scores of both signs that cancel give weights without bound."""
     x = torch.where(m, x.double(), 0.0)
@@ -127,7 +127,7 @@ def mean_ratio(x: Tensor, m: Tensor, beta: Above0 = 0.1) -> Weights:
 
 
 @register_map()
-def power(x: Tensor, m: Tensor, exponent: Above0 = 2.0) -> Weights:
+def power(x: Tensor, m: Tensor, exponent: Positive = 2.0) -> Weights:
     """``n x^g / sum x^g`` over a response's n tokens (repository of arXiv 2606.00257, with 2 on surprisal); 1 where the
     sum is below 1e-8. Negative scores count as 0."""
     x = torch.where(m, x.double().clamp(min=0), 0.0)

@@ -151,6 +151,9 @@ class Method(BaseModel):
     def check(self) -> None:
         """Refuse combinations; each option alone is valid here."""
 
+    def __hash__(self) -> int:
+        return hash((type(self), self.model_dump_json()))
+
     @property
     def name(self) -> str:
         """In ``algorithm.adv_estimator``; ValueError for a class that is not registered."""
