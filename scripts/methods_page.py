@@ -80,7 +80,7 @@ def reference() -> str:
     common = ", ".join(f"{name} ({default})" for name, default, *_ in EVERY)
     lines = ["## Inputs and modes", "", *_works_with(_names(by_class)), "", "## Shared options", ""]
     lines += [
-        f"Every method has {common}. Several methods have the others. Each section lists those that it has or sets otherwise.",
+        f"Every method has {common}. Several methods have the others. Each section lists what it has or sets.",
         "",
     ]
     of_every = [_described(row) for row in EVERY]
