@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -20,12 +20,12 @@ from bench.policy import ANSWER, EXACT, SampledBatch
 from bench.task import RESULT, WORD
 from grail_advantage import compute_token_weights
 from grail_advantage.answers.format import BOXED
-from grail_advantage.batch import ENTROPY, EXAMPLES, FIELD, GROUPS, OLD_LOG_PROBS, REWARDS, RolloutBatch
-from grail_advantage.methods import methods
+from grail_advantage.data import ENTROPY, OLD_LOG_PROBS, Rollouts
+from grail_advantage.maps import Weights
+from grail_advantage.method import Method, methods, option
+from grail_advantage.methods.rlsd import PLACE
+from grail_advantage.methods.turns import TurnMethod
 from grail_advantage.model.activations import FORWARD_TOKENS
-from grail_advantage.signals.base import Gate, Reshaped, RowSelection, Signal
-from grail_advantage.signals.rlsd import PLACE
-from grail_advantage.signals.turns import TurnSignal
 from grail_advantage.view.analysis.specs import parse_method
 from recipe.hashing import digest
 
@@ -63,26 +63,26 @@ class Credit:
     """Whether a response has scores, all of them finite; ``None`` where the method asks for none."""
 
 
-class Reference(Signal):
+class Reference(Method):
     """Base of the reference methods, which read what the bench knows. They are registered under no name: no run can train with
     them."""
 
-    def scores(self, batch: RolloutBatch, of_pass_BT: torch.Tensor | None) -> torch.Tensor:
-        scores_BT = torch.zeros(batch.mask_BT.shape, device=batch.mask_BT.device)
-        for row, (length, known) in enumerate(zip(batch.mask_BT.sum(dim=1).tolist(), self.known(batch), strict=True)):
+    def scores(self, r: Rollouts, of_pass: torch.Tensor | None) -> torch.Tensor:
+        scores_BT = torch.zeros(r.mask.shape)
+        for row, (length, known) in enumerate(zip(r.mask.sum(dim=1).tolist(), self.known(r), strict=True)):
             scores_BT[row, :length] = torch.as_tensor(self.score(length, known), dtype=torch.float32)
         return scores_BT
 
-    def known(self, batch: RolloutBatch) -> Sequence[Any]:
+    def known(self, r: Rollouts) -> Sequence[Any]:
         """What is known of each response."""
-        return next((batch.fields[name] for name in self.field_names), [None] * len(batch.mask_BT))
+        return next((r.fields[name] for name in self.field_names), [None] * len(r))
 
     def score(self, length: int, known: Any) -> np.ndarray:
         """(T,) of one response."""
         raise NotImplementedError
 
-    def reshape(self, scores_BT: torch.Tensor, statistics_BT: torch.Tensor, batch: RolloutBatch) -> Reshaped:
-        return Reshaped(scores_BT)
+    def weights(self, scores: torch.Tensor, among: torch.Tensor, r: Rollouts) -> Weights:
+        return Weights(scores)
 
 
 class Place(Reference):
@@ -95,7 +95,7 @@ class Place(Reference):
 class Kind(Reference):
     """1 on the digits of results and on words for operations, 0 elsewhere."""
 
-    reads: ClassVar[frozenset[str]] = frozenset({"field:bench_kinds"})
+    reads = frozenset({"field:bench_kinds"})
 
     def score(self, length: int, known: Any) -> np.ndarray:
         return np.ones(length) if known is None else np.isin(known, (RESULT, WORD))
@@ -104,8 +104,8 @@ class Kind(Reference):
 class FirstError(Reference):
     """In incorrect responses 1 on the first wrong tokens, 0 elsewhere; weight 1 where they are not known."""
 
-    reads: ClassVar[frozenset[str]] = frozenset({"field:bench_first_wrong"})
-    gate: Gate = "wrong"
+    reads = frozenset({"field:bench_first_wrong"})
+    gate: Literal["wrong", "correct", "all"] = option("wrong", "responses that get weights")
 
     def score(self, length: int, known: Any) -> np.ndarray:
         return np.ones(length) if known is None else np.isin(np.arange(length), known)
@@ -114,19 +114,17 @@ class FirstError(Reference):
 class ExactCredit(Reference):
     """The exact token advantages in groups with both outcomes; the response's advantage where they are not known."""
 
-    reads: ClassVar[frozenset[str]] = frozenset({FIELD + EXACT})
-    gives: ClassVar[str] = "advantages"
+    reads = frozenset({f"field:{EXACT}"})
+    gives = "advantages"
 
-    def select(self, batch: RolloutBatch) -> RowSelection:
-        selection = super().select(batch)
-        known_B = torch.tensor([known is not None for known in self.known(batch)], device=selection.selected_B.device)
-        return replace(selection, selected_B=selection.selected_B & known_B)
+    def select(self, r: Rollouts) -> torch.Tensor:
+        return super().select(r) & torch.tensor([known is not None for known in self.known(r)])
 
     def score(self, length: int, known: Any) -> np.ndarray:
         return np.zeros(length) if known is None else known
 
 
-REFERENCES: dict[str, type[Signal]] = {"place alone": Place, "kind alone": Kind}
+REFERENCES: dict[str, type[Method]] = {"place alone": Place, "kind alone": Kind}
 REFERENCES |= {"first error": FirstError, "exact credit": ExactCredit}
 """Measured beside every method; ``uniform`` is, too."""
 BASELINE = "uniform"
@@ -140,33 +138,33 @@ def method_specs(names: Sequence[str], task: bool = True) -> list[str]:
         ValueError: an unknown method or option; the message lists those that there are.
     """
     chosen = [BASELINE, *(names or (*sorted(methods()), *VARIANTS))]
-    signals = [signal_of(spec, task) for spec in chosen]
+    of_specs = [method_of(spec, task) for spec in chosen]
     if not names and not task:
-        chosen = [spec for spec, signal in zip(chosen, signals, strict=True) if "for every" not in signal.cost]
+        chosen = [spec for spec, method in zip(chosen, of_specs, strict=True) if "for every" not in method.cost]
     return list(dict.fromkeys([*REFERENCES, *chosen]))
 
 
-def signal_of(spec: str, task: bool = True) -> Signal:
+def method_of(spec: str, task: bool = True) -> Method:
     """A method by its name, on the tasks with ``SUITED`` options, or as ``NAME:option=value,option=value``."""
     return REFERENCES[spec]() if spec in REFERENCES else parse_method(SUITED.get(spec, spec) if task else spec)
 
 
 def source_digest(spec: str) -> str:
     """Of a method's options and all code that it and the bench are made of, so that another version is measured anew."""
-    signal = signal_of(spec)
-    modules = {base.__module__.partition(".")[0] for base in type(signal).__mro__} - {"builtins"}
-    return digest([repr(signal), code_digest(frozenset(modules | {"bench"}))])
+    method = method_of(spec)
+    modules = {base.__module__.partition(".")[0] for base in type(method).__mro__} - {"builtins", "pydantic"}
+    return digest([repr(method), code_digest(frozenset(modules | {"bench"}))])
 
 
-def check_needs(signal: Signal, fields: Collection[str], lacks: Mapping[str, str] | None = None) -> None:
+def check_needs(method: Method, fields: Collection[str], lacks: Mapping[str, str] | None = None) -> None:
     """NeedsMoreError for a method of turns, of other fields than these, or of something that the batch lacks."""
-    if isinstance(signal, TurnSignal):
+    if isinstance(method, TurnMethod):
         raise NeedsMoreError("needs turns")
-    known = {name for name in fields if isinstance(signal, Reference) or not name.startswith(OWN)}
-    if missing := set(signal.field_names) - known:
+    known = {name for name in fields if isinstance(method, Reference) or not name.startswith(OWN)}
+    if missing := set(method.field_names) - known:
         raise NeedsMoreError(f"needs the field {', '.join(sorted(missing))}")
     for word, reason in (lacks or {}).items():
-        if word in signal.reads or (word == ANSWER and signal.skips_unanswered):
+        if word in method.reads or (word == ANSWER and method.skips_unanswered):
             raise NeedsMoreError(reason)
 
 
@@ -174,7 +172,7 @@ def credit(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     batch: SampledBatch,
-    signal: Signal,
+    method: Method,
     step: int = 0,
     tokens: int = FORWARD_TOKENS,
 ) -> Credit:
@@ -183,33 +181,33 @@ def credit(
     Raises:
         NeedsMoreError: it reads something that the batch does not have, as turns.
     """
-    check_needs(signal, batch.fields, batch.lacks)
+    check_needs(method, batch.fields, batch.lacks)
 
     def copied(values: Any) -> Any:
         return values.to(model.device, copy=True) if isinstance(values, torch.Tensor) else deepcopy(values)
 
-    columns = {OLD_LOG_PROBS: batch.old_log_probs_BL, ENTROPY: batch.entropy_BL, GROUPS: batch.groups_B}
-    columns |= {REWARDS: batch.rewards_B, EXAMPLES: batch.examples}
+    columns = {OLD_LOG_PROBS: batch.old_log_probs_BL, ENTROPY: batch.entropy_BL, "groups": batch.groups_B}
+    columns |= {"rewards": batch.rewards_B, "examples": batch.examples}
     result = compute_token_weights(
         model,
         tokenizer,
         *map(copied, (*batch.padded, batch.advantages_B)),
-        config=signal,
-        **{word: copied(values) for word, values in columns.items() if word in signal.reads},
+        config=method,
+        **{word: copied(values) for word, values in columns.items() if word in method.reads},
         masked=copied(batch.truncated_B),
-        fields={name: copied(batch.fields[name]) for name in signal.field_names},
+        fields={name: copied(batch.fields[name]) for name in method.field_names},
         step=step,
         answer=batch.answer or BOXED,
         tokens=tokens,
     )
-    scored_B = (result.rows.selected_B & ~result.non_finite).cpu()
+    scored_B = (result.selected & ~result.failed).cpu()
     moved_BL = batch.padded.response_BL & scored_B[:, None]
-    if signal.gives == "weights":
+    if method.gives == "weights":
         moved_BL &= result.scores.isfinite().cpu()
-        if signal.statistics == "reasoning" or signal.answer_weights is not None:
+        if method.statistics == "reasoning" or method.answer_weights() is not None:
             ends_B = torch.tensor([0 if span is None else span.start for span in result.spans])
             moved_BL &= batch.padded.response_BL.cumsum(dim=1) <= ends_B[:, None]
-    asked = zip(result.rows.selected_B.tolist(), scored_B.tolist(), strict=True)
+    asked = zip(result.selected.tolist(), scored_B.tolist(), strict=True)
     return Credit(result.advantages.cpu(), moved_BL, [scored if selected else None for selected, scored in asked])
 
 

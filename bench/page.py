@@ -15,7 +15,7 @@ import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
 
-from bench.methods import REFERENCES, signal_of
+from bench.methods import REFERENCES, method_of
 from bench.results import FINDS, PLACE, RULE, SPARES, Figures, Result, deciding, figures_of, verdicts, write_json
 from bench.statistics import Estimate
 from grail_advantage.dump.whole_file import write_whole
@@ -202,7 +202,7 @@ def _agreement(task: Result, figures: Mapping[str, Figures]) -> Table:
 def _cost(tasks: Tasks) -> Table:
     task, rows = tasks[0][0], []
     for method in dict.fromkeys(method for _, figures in tasks for method in figures if method not in REFERENCES):
-        rows.append([method, signal_of(method, not task["labelled"]).cost])
+        rows.append([method, method_of(method, not task["labelled"]).cost])
         for _, figures in tasks:
             own = figures.get(method)
             rows[-1] += ["" if own is None else f"{own[name].value:.2f}" for name in COSTS]

@@ -24,9 +24,9 @@ from bench.exact import corrected, first_wrong, token_advantages
 from bench.places import Label, labelled
 from bench.task import BOX, MAX_RESPONSE_TOKENS, BenchProblem, read_tokens, solve
 from grail_advantage.answers.format import BOXED
-from grail_advantage.batch import EXAMPLES, GROUPS, REWARDS, Example
+from grail_advantage.api import PlainHost, rollouts_of
+from grail_advantage.data import ENTROPY, OLD_LOG_PROBS, Example
 from grail_advantage.model.activations import FORWARD_TOKENS
-from grail_advantage.token_weights import response_statistics
 from recipe.hashing import digest
 from verl_cpu.tiny.loss import Padded, group_advantages, padded
 from verl_cpu.tiny.model import build_model
@@ -72,8 +72,8 @@ class SampledBatch:
     def lacks(self) -> dict[str, str]:
         """What the batch does not have, and what is said of a method that reads it."""
         compares = "compares the responses to one prompt"
-        lacks = {GROUPS: compares, REWARDS: compares} if self.groups_B is None else {}
-        lacks |= {EXAMPLES: "needs a ground truth"} if self.examples is None else {}
+        lacks = {"groups": compares, "rewards": compares} if self.groups_B is None else {}
+        lacks |= {"examples": "needs a ground truth"} if self.examples is None else {}
         return lacks | ({} if self.answer else {ANSWER: "needs an answer"})
 
     def response(self, row: int, values_BL: torch.Tensor) -> np.ndarray:
@@ -183,9 +183,12 @@ def assemble(
     rewards_B = torch.tensor(rewards)
     truncated_B = torch.tensor([response[-1] != tokenizer.eos_token_id for response in responses])
     started = time.monotonic()
-    on_device = (part.to(model.device) for part in padded_BL)
-    statistics = response_statistics(model, tokenizer, *on_device, tokens=tokens)
-    old_log_probs_BL, entropy_BL = (part.cpu() for part in statistics)
+    r = rollouts_of(model, tokenizer, *padded_BL, {}, advantages=rewards_B)
+    columns = PlainHost(model, r, tokens=tokens, device=model.device).columns((OLD_LOG_PROBS, ENTROPY))
+    old_log_probs_BL, entropy_BL = (
+        torch.zeros(padded_BL.ids_BL.shape).masked_scatter(padded_BL.response_BL, columns[name][r.mask])
+        for name in (OLD_LOG_PROBS, ENTROPY)
+    )
     return SampledBatch(
         padded=padded_BL,
         rewards_B=rewards_B,

@@ -31,7 +31,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from bench import page, policy
-from bench.methods import BASELINE, NeedsMoreError, check_needs, credit, shuffled, signal_of, source_digest
+from bench.methods import BASELINE, NeedsMoreError, check_needs, credit, method_of, shuffled, source_digest
 from bench.policy import numbers
 from bench.statistics import holm, mean_of
 from bench.task import MAX_RESPONSE_TOKENS, TASKS, BenchProblem, task_problems, task_tokenizer
@@ -137,7 +137,7 @@ def run(options: argparse.Namespace) -> list[Path]:
     for task, name in grids:  # refuse what cannot run before anything is computed
         first = Run(name, task, 0, 0.0, settings, options.out)
         try:
-            _ = first.own_settings, check_needs(signal_of(first.spec), FIELDS)
+            _ = first.own_settings, check_needs(method_of(first.spec), FIELDS)
         except NeedsMoreError as reason:
             raise ValueError(f"{name} {reason}, which training on these tasks does not have; leave it out") from reason
     for _ in range(EXTENSIONS + 1):
@@ -206,7 +206,7 @@ def train(
     """Train the model in place; :data:`FIGURES`, and ``correct``: correct samples of each problem, a digit each, evaluation by
     evaluation."""
     settings, order = one.own_settings, random.Random(f"order {one.seed}")
-    signal, control = signal_of(one.spec), one.name.endswith(SHUFFLED)
+    method, control = method_of(one.spec), one.name.endswith(SHUFFLED)
     optimizer = torch.optim.AdamW(model.parameters(), lr=one.rate, weight_decay=0.0)
     evaluated: list[list[int]] = []
     seconds, tokens, entropy = 0.0, 0, 0.0
@@ -214,7 +214,7 @@ def train(
         started = time.process_time()
         problems = order.sample(training, settings.prompts)
         batch = policy.roll_out(model, tokenizer, problems, one.seed, step, settings.rollouts, exact=False)
-        given = credit(model, tokenizer, batch, signal, step)
+        given = credit(model, tokenizer, batch, method, step)
         drawn_BL = numbers(one.seed, policy.CONTROL, step, tuple(batch.padded.ids_BL.shape))
         advantages_BL = shuffled(given, drawn_BL) if control else given.advantages_BL
         for _ in range(settings.epochs):

@@ -26,7 +26,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from bench import agreement
 from bench.labelled import Model, Solutions, batch_of, load
-from bench.methods import NeedsMoreError, credit, method_specs, signal_of, source_digest
+from bench.methods import NeedsMoreError, credit, method_of, method_specs, source_digest
 from bench.places import record
 from bench.policy import SampledBatch, initial_model, roll_out
 from bench.results import FORMAT, PLACE, VERSION, Result, write_json
@@ -271,7 +271,7 @@ def measure(model: PreTrainedModel, made: Prepared, spec: str, job: Job) -> tupl
     try:
         random.seed(job.part), np.random.seed(job.part), torch.manual_seed(job.part)
         wall, started = time.monotonic(), time.process_time()
-        made_of = credit(model, made.tokenizer, batch, signal_of(spec, job.labelled is None), tokens=tokens)
+        made_of = credit(model, made.tokenizer, batch, method_of(spec, job.labelled is None), tokens=tokens)
         taken, waited = time.process_time() - started, time.monotonic() - wall
     finally:
         hook.remove()

@@ -15,7 +15,7 @@ from typing import Any
 
 from benchmarks.bench_training_step import GRPO, ratios
 from benchmarks.timer import RESULTS
-from grail_advantage.methods import methods as registered
+from grail_advantage.method import methods as registered
 from recipe.marked_text import table, write_marked
 
 README = Path(__file__).parent / "README.md"

@@ -18,14 +18,15 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
-from itertools import combinations_with_replacement
+from itertools import chain, combinations_with_replacement
 from typing import Any
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
-from grail_advantage.batch import RolloutBatch
-from grail_advantage.methods import method
-from grail_advantage.signals.turns import list_a_turn
+from grail_advantage.data import Rollouts
+from grail_advantage.method import build
+from grail_advantage.methods.turns import list_a_turn
 from recipe.marked_text import table
 
 LENGTH = 5
@@ -33,6 +34,8 @@ LENGTH = 5
 STOP = "stop"
 SAID = {"": 0, "x": 1, "y": 2, "p": 3, "q": 4}
 """What tools say, which is all that the policy sees, as token ids."""
+TURN = len(SAID)
+"""The token of a turn."""
 LOGITS = {
     "": {"A": 0.3, "B": 0.1, STOP: 0.2},
     "x": {"A": -0.2, "B": 0.4, STOP: 0.5},
@@ -184,42 +187,34 @@ def turn_advantages(
 ) -> torch.Tensor:
     """A method's advantages of turns (B, K) float64, 0 after the last: its scores, as the hosts ask for them, of groups of
     ``size`` neighbours; ``parts`` as for :meth:`Environment.moments`."""
-    signal = method(name).build(options)
+    method = build(name, options)
     rows = [(number, [turn]) for number, steps in enumerate(responses) for turn in range(len(steps))] if parts else [
         (number, list(range(len(steps)))) for number, steps in enumerate(responses)
     ]  # fmt: skip
-    messages_BT = torch.full((len(rows), LENGTH), -1)
-    written_BT = torch.zeros(messages_BT.shape, dtype=torch.bool)
-    sessions: list[list[int]] = [[] for _ in responses]
+    tokens: list[torch.Tensor] = []
     rewards: list[list[Any]] = []
-    for row, (number, turns) in enumerate(rows):
+    for number, turns in rows:
         steps = responses[number]
-        for place, turn in enumerate(turns):
-            written_BT[row, 2 * place] = True
-            messages_BT[row, 2 * place] = len(SAID)
-            if place:
-                messages_BT[row, 2 * place - 1] = SAID[steps[turn][0]]
-        sessions[number].append(row)
+        said = [[SAID[steps[turn][0]], TURN] for turn in turns[1:]]
+        tokens.append(torch.tensor([TURN, *chain.from_iterable(said)]))
         paid = [TOOL_REWARDS[steps[turn]] for turn in turns if steps[turn] in TOOL_REWARDS]
         rewards.append([[one / 2, one / 2] for one in paid] if parts else list_a_turn(paid, len(turns)))
     outcomes = [OUTCOMES.get(responses[number][-1], 0.0) for number, _ in rows]
-    batch = RolloutBatch(
-        mask_BT=written_BT,
-        advantages_B=torch.ones(len(rows)),
-        spans=[None] * len(rows),
-        columns_BT={},
-        groups_B=torch.tensor([number // size for number, _ in rows]),
-        tokens_BT=torch.where(written_BT, messages_BT, -1),
-        messages_BT=messages_BT,
-        rewards_B=torch.tensor(outcomes, dtype=torch.float64),
+    rollouts = Rollouts(
+        prompts=[torch.tensor([0])] * len(rows),
+        responses=tokens,
+        mask=pad_sequence(tokens, batch_first=True) == TURN,
+        advantages=torch.ones(len(rows)),
+        groups=torch.tensor([number // size for number, _ in rows]),
+        rewards=torch.tensor(outcomes, dtype=torch.float64),
         fields={"tool_rewards": rewards},
-        sessions=sessions,
+        sessions=[(number, row) for row, (number, _) in enumerate(rows)],
     )
-    scores_BT = signal.scores(batch, None).nan_to_num(0.0)  # as the hosts: what has none trains nothing
+    scores_BT = method.scores(rollouts, None).nan_to_num(0.0)  # as the hosts: what has none trains nothing
     of_turns_BK = torch.zeros(len(responses), (LENGTH + 1) // 2, dtype=torch.float64)
     for row, (number, turns) in enumerate(rows):
         cut = responses[number][-1] in SAYS  # the last call has no answer
-        of_turns_BK[number, turns] = scores_BT[row, ::2][: len(turns)] * (not (cut and signal.mask_truncated))
+        of_turns_BK[number, turns] = scores_BT[row, ::2][: len(turns)] * (not (cut and method.mask_truncated))
     return of_turns_BK
 
 

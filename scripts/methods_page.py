@@ -1,8 +1,8 @@
 """The table of all methods in ``docs/methods.md``, and their reference in ``docs/reference_methods.md``.
 
 ``python scripts/methods_page.py`` writes everything between the markers ``<!-- methods -->`` and ``<!-- /methods -->`` of these
-pages: the table, and a section for each method with its options, the same for the reshapers. It takes them
-from the registry, the declared options and the docstrings, and measured costs from ``benchmarks/results``; methods of other
+pages: the table, and a section for each method with its options, the same for the maps. It takes them
+from the registered classes and functions, and measured costs from ``benchmarks/results``; methods of other
 projects are left out.
 """
 
@@ -17,12 +17,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from grail_advantage.batch import ENTROPY, EXAMPLES, GROUPS, MESSAGES, OLD_LOG_PROBS, REWARDS, TOKENS
-from grail_advantage.methods import Method, methods
-from grail_advantage.options import Options, option_schemas
-from grail_advantage.registry import reshapers
-from grail_advantage.reshapers.base import Reshaper, ReshaperChoice
-from grail_advantage.signals.base import HIDDEN_STATES, LOG_PROBS, LOGITS, SALIENCY, SEQUENCES, Signal
+from pydantic import BaseModel
+
+from grail_advantage.maps import MAPS, Map
+from grail_advantage.method import Mapped, Method, build, methods
 from grail_advantage.verl_ext.rules import NEEDED_WHOLE
 from recipe.marked_text import table, write_marked
 
@@ -34,20 +32,20 @@ MEASURED = ROOT / "benchmarks" / "results" / "methods-cpu.json"
 
 USES = {
     "": "nothing",
-    SALIENCY: "backward to an activation",
-    LOGITS: "logits",
-    SEQUENCES: "logits of made-up sequences",
-    LOG_PROBS: "log-probabilities",
-    HIDDEN_STATES: "hidden states",
+    "saliency": "backward to an activation",
+    "logits": "logits",
+    "sequences": "logits of made-up sequences",
+    "log_probs": "log-probabilities",
+    "hidden_states": "hidden states",
 }
 READS = {
-    OLD_LOG_PROBS: "old log-probabilities",
-    ENTROPY: "entropy",
-    GROUPS: "groups",
-    EXAMPLES: "prompts as messages",
-    TOKENS: "token ids",
-    REWARDS: "rewards",
-    MESSAGES: "what tools and users said",
+    "old_log_probs": "old log-probabilities",
+    "entropy": "entropy",
+    "groups": "groups",
+    "examples": "prompts as messages",
+    "tokens": "token ids",
+    "rewards": "rewards",
+    "messages": "what tools and users said",
 }
 KINDS = {
     "boolean": "`true`, `false`",
@@ -59,12 +57,12 @@ KINDS = {
 """Types of a JSON schema, as the page names them."""
 
 
-def built_in(registered: type) -> bool:
-    """Whether a class is one of this package's."""
+def built_in(registered: Any) -> bool:
+    """Whether a class or function is one of this package's."""
     return registered.__module__.startswith("grail_advantage.")
 
 
-RESHAPERS = {name: reshaper for name, reshaper in sorted(reshapers().items()) if built_in(reshaper)}
+WITH_MAP = tuple(name for name, of in sorted(MAPS.items()) if built_in(of.function))
 
 
 def overview(measured: Path = MEASURED) -> str:
@@ -74,48 +72,50 @@ def overview(measured: Path = MEASURED) -> str:
 
 
 def reference() -> str:
-    """Inputs and modes, and a section for each method and reshaper."""
+    """Inputs and modes, and a section for each method and map."""
     by_class = _by_class()
-    known = {
-        method.name: method
-        for method in sorted((one for of in by_class.values() for one in of), key=lambda one: one.name)
-    }
-    rows = {signal_class: _option_rows(signal_class, of_class) for signal_class, of_class in by_class.items()}
+    rows = {cls: _option_rows(cls, names) for cls, names in by_class.items()}
     times = Counter(_described(row) for of_class in rows.values() for row in of_class)
-    shared = [row for row, count in times.items() if count > 1]
-    lines = ["## Inputs and modes", "", *_works_with(known), "", "## Shared options", ""]
+    shared = [row for row, count in times.items() if count > 1 and row[0] not in {name for name, *_ in EVERY}]
+    common = ", ".join(f"{name} ({default})" for name, default, *_ in EVERY)
+    lines = ["## Inputs and modes", "", *_works_with(_names(by_class)), "", "## Shared options", ""]
     lines += [
-        "Several methods have these options, with the same meaning. Each method's section gives its defaults.",
+        f"Every method has {common}. Several methods have the others. Each section lists what it has or sets.",
         "",
     ]
-    lines += [*table(["option", "allowed", "meaning"], shared), "", "## Each method"]
-    for signal_class, of_class in by_class.items():
-        lines += ["", *_method_section(of_class, rows[signal_class], shared)]
-    lines += ["", "## Reshapers"]
-    for name, reshaper_class in RESHAPERS.items():
-        lines += ["", *_reshaper_section(name, reshaper_class, known)]
+    of_every = [_described(row) for row in EVERY]
+    lines += [*table(["option", "allowed", "meaning"], [*of_every, *shared]), "", "## Each method"]
+    for cls, names in by_class.items():
+        lines += ["", *_method_section(cls, names, rows[cls], shared)]
+    lines += ["", "## Maps"]
+    for name in WITH_MAP:
+        lines += ["", *_map_section(name, MAPS[name], _names(by_class))]
     return "\n".join(lines)
 
 
-def _by_class() -> dict[type[Signal], list[Method]]:
-    by_class: dict[type[Signal], list[Method]] = {}
-    for _, method in sorted(methods().items()):
-        if built_in(method.signal_class):
-            by_class.setdefault(method.signal_class, []).append(method)
+def _by_class() -> dict[type[Method], list[str]]:
+    by_class: dict[type[Method], list[str]] = {}
+    for name, cls in sorted(methods().items()):
+        if built_in(cls):
+            by_class.setdefault(cls, []).append(name)
     return by_class
 
 
-def _overview(by_class: dict[type[Signal], list[Method]], figures: dict[str, Any]) -> list[str]:
+def _names(by_class: dict[type[Method], list[str]]) -> dict[str, Method]:
+    return {name: build(name) for name in sorted(name for names in by_class.values() for name in names)}
+
+
+def _overview(by_class: dict[type[Method], list[str]], figures: dict[str, Any]) -> list[str]:
     rows = []
-    for method in sorted((one for of_class in by_class.values() for one in of_class), key=lambda one: one.name):
-        signal, of_method = method.build({}), figures["methods"].get(method.name)
+    for name, method in _names(by_class).items():
+        of_method = figures["methods"].get(name)
         ratio = "not measured"
         if of_method is not None:
             timed, all_rows = of_method["timed_rows"], of_method["rows"]
             sampled = f" (extrapolated from {timed} of {all_rows} responses)" if 0 < timed < all_rows else ""
             ratio = f"{of_method['ratio']:.2f}{sampled}"
-        link = _link(method.name, _heading(by_class[method.signal_class]), REFERENCE.name)
-        rows.append([link, signal.formula, signal.cost, ratio, _papers(signal.source)])
+        link = _link(name, _heading(by_class[type(method)]), REFERENCE.name)
+        rows.append([link, method.formula, method.cost, ratio, _papers(method.source)])
     baseline, setup = figures["baseline"], figures["setup"]
     head = ["`algorithm.adv_estimator`", "weight", "cost, forward passes", f"measured, x `{baseline}`", "source"]
     return [
@@ -132,12 +132,11 @@ def _overview(by_class: dict[type[Signal], list[Method]], figures: dict[str, Any
 def _works_with(known: dict[str, Method]) -> list[str]:
     rows = []
     for name, method in known.items():
-        signal = method.build({})
-        whole = signal.uses not in NEEDED_WHOLE
-        answers = (whole, whole, ENTROPY not in signal.reads)
-        reads = ", ".join(words for read, words in READS.items() if read in signal.reads) or "nothing"
+        whole = method.uses not in NEEDED_WHOLE
+        answers = (whole, whole, "entropy" not in method.reads)
+        reads = ", ".join(words for read, words in READS.items() if read in method.reads) or "nothing"
         modes = ["yes" if works else "no" for works in answers]
-        rows.append([f"`{name}`", reads, USES[signal.uses], *modes, _inputs(signal)])
+        rows.append([f"`{name}`", reads, USES[method.uses], *modes, _inputs(method)])
     head = [
         "`algorithm.adv_estimator`",
         "reads of the batch",
@@ -148,36 +147,33 @@ def _works_with(known: dict[str, Method]) -> list[str]:
     return table([*head, "bypass mode", "`compute_token_weights` needs"], rows)
 
 
-def _inputs(signal: Signal) -> str:
-    needed = [f"`{read}`" for read in (GROUPS, EXAMPLES, REWARDS) if read in signal.reads]
-    needed += ["`fields`"] if signal.field_names else []
-    computed = [f"`{read}`" for read in (OLD_LOG_PROBS, ENTROPY) if read in signal.reads]
+def _inputs(method: Method) -> str:
+    needed = [f"`{read}`" for read in ("groups", "examples", "rewards") if read in method.reads]
+    needed += ["`fields`"] if method.field_names else []
+    computed = [f"`{read}`" for read in ("old_log_probs", "entropy") if read in method.reads]
     parts = [" and ".join(needed)] if needed else []
     parts += [f"{' and '.join(computed)}, or computes {'them' if len(computed) > 1 else 'it'}"] if computed else []
     return "; ".join(parts) or "nothing more"
 
 
-def _heading(of_class: Sequence[Method]) -> str:
-    return ", ".join(f"`{method.name}`" for method in of_class)
+def _heading(names: Sequence[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
 
 
 def _method_section(
-    of_class: Sequence[Method], rows: Sequence[Sequence[str]], shared: Sequence[tuple[str, ...]]
+    cls: type[Method], names: Sequence[str], rows: Sequence[Sequence[str]], shared: Sequence[tuple[str, ...]]
 ) -> list[str]:
-    signal_class = of_class[0].signal_class
-    lines = [f"### {_heading(of_class)}", "", *_description(signal_class), ""]
-    for method in of_class:
-        lines.append(f"- {f'`{method.name}`: ' if len(of_class) > 1 else ''}{_defaults(method.build({}))}")
-    lines += [
-        "",
-        f"`{signal_class.__name__}` in [`{_file(signal_class)}`](../{_file(signal_class)}). Options, in "
-        f"`algorithm.{signal_class.section}`:",
-        "",
-    ]
-    own = [row for row in rows if _described(row) not in shared]
-    defaults = [f"{row[0]} ({row[1]})" for row in rows if _described(row) in shared]
+    lines = [f"### {_heading(names)}", "", *_description(cls), ""]
+    for name in names:
+        lines.append(f"- {f'`{name}`: ' if len(names) > 1 else ''}{_defaults(build(name))}")
+    lines += ["", f"`{cls.__name__}` in [`{_file(cls)}`](../{_file(cls)}). Options, in `algorithm.{cls.section}`:", ""]
+    defaults = {name: default for name, default, *_ in EVERY}
+    others = [row for row in rows if _described(row) in shared]
+    others += [row for row in rows if row[0] in defaults and row[1] != defaults[row[0]]]
+    own = [row for row in rows if row not in others and row[0] not in defaults]
     lines += [*_option_table(own), ""] if own else []
-    return [*lines, f"[Shared options](#shared-options), with their defaults: {', '.join(defaults)}."]
+    listed = ", ".join(f"{name} ({default})" for name, default, *_ in others)
+    return [*lines, f"[Shared options](#shared-options): {listed or 'as for every method'}."]
 
 
 def _described(row: Sequence[str]) -> tuple[str, ...]:
@@ -186,63 +182,62 @@ def _described(row: Sequence[str]) -> tuple[str, ...]:
     return name, allowed, meaning
 
 
-def _defaults(signal: Signal) -> str:
+def _defaults(method: Method) -> str:
     """The meaning of the common words for this method as it is by default."""
     gate = {"wrong": "responses with `A <= 0`", "correct": "responses with `A > 0`", "all": "all responses"}[
-        signal.gate
+        method.gate
     ]
-    answered = " that have an answer" if signal.skips_unanswered else ""
-    parts = [f"Gate: {gate}{answered}", f"statistics set: the {signal.statistics}"]
-    answer = signal.answer_weights
-    if answer is not None:
-        outside = ", also outside the gate" if answer.outside_gate else ""
-        parts.append(f"answer: content {answer.content:g}, the rest and what follows {answer.others:g}{outside}")
-    if isinstance(signal, ReshaperChoice):
-        parts.append(f"reshaper: {_link(signal.reshaper, f'`{signal.reshaper}`')}")
-    parts.append(f"a response's sum of weights is {'restored' if signal.normalize_mass else 'not restored'}")
-    if signal.columns:
-        parts.append(f"columns of the data set: {', '.join(f'`{name}`' for name in signal.columns)}")
-    if signal.ranks_entropy:
+    answered = " that have an answer" if method.skips_unanswered else ""
+    parts = [f"Gate: {gate}{answered}", f"statistics set: the {method.statistics}"]
+    if answer := method.answer_weights():
+        content, others, outside = answer
+        outside_gate = ", also outside the gate" if outside else ""
+        parts.append(f"answer: content {content:g}, the rest and what follows {others:g}{outside_gate}")
+    if isinstance(method, Mapped):
+        parts.append(f"reshaper: {_link(method.reshaper, f'`{method.reshaper}`')}")
+    parts.append(f"a response's sum of weights is {'restored' if method.normalize_mass else 'not restored'}")
+    if method.data_columns:
+        parts.append(f"columns of the data set: {', '.join(f'`{name}`' for name in method.data_columns)}")
+    if method.ranks_entropy:
         parts.append("in bf16 set `actor_rollout_ref.actor.entropy_from_logits_with_chunking=true`")
     return f"{'; '.join(parts)}."
 
 
-def _reshaper_section(name: str, reshaper_class: type[Reshaper], known: dict[str, Method]) -> list[str]:
-    users = [
-        f"`{method.name}`"
-        for method in known.values()
-        if issubclass(method.signal_class, ReshaperChoice) and method.build({}).reshaper == name
-    ]
-    lines = [f"### `{name}`", "", *_description(reshaper_class), ""]
+def _map_section(name: str, of: Map, known: dict[str, Method]) -> list[str]:
+    users = [f"`{one}`" for one, method in known.items() if isinstance(method, Mapped) and method.reshaper == name]
+    lines = [f"### `{name}`", "", *_paragraphs(inspect.getdoc(of.function)), ""]
     lines += [f"Default of {', '.join(users)}.", ""] if users else []
-    return [*lines, *_option_table(_option_rows(reshaper_class, ()))]
+    rows = [row[:3] for row in _option_rows(of.options, ())]
+    return [*lines, *table(["option", "default", "allowed"], rows)]
 
 
 def _option_table(rows: Sequence[Sequence[str]]) -> list[str]:
     return table(["option", "default", "allowed", "meaning"], rows) if rows else ["None."]
 
 
-def _option_rows(options_class: type[Options], of_class: Sequence[Method]) -> list[list[str]]:
+def _option_rows(options_class: type[BaseModel], names: Sequence[str]) -> list[list[str]]:
     """Name, default, allowed values and meaning of a class's options, its own before those that it inherits."""
-    fixed = {name for method in of_class for name in method.fixed}
+    fixed = {option for name in names for option in methods()[name].names[name]}
     own = list(inspect.get_annotations(options_class))
-    schemas = {name: schema for name, schema in option_schemas(options_class).items() if name not in fixed}
+    known = options_class.model_json_schema()["properties"]
+    schemas = {name: {**of, **of.get("anyOf", [{}])[0]} for name, of in known.items() if name not in fixed}
 
     def value_of(option: str, **changed: Any) -> Any:
-        return getattr(of_class[0].build(changed) if of_class else options_class(**changed), option)
+        return getattr(build(names[0], changed) if names else options_class(**changed), option)
 
     rows = []
     for name in sorted(schemas, key=lambda name: own.index(name) if name in own else len(own)):
         schema, value = schemas[name], value_of(name)
         default = _value(value)
-        if schema["default"] is None and value is not None:
+        if schema.get("default") is None and value is not None:
             choices = [(other, one) for other in schemas if other != name for one in schemas[other].get("enum", ())]
             for other, choice in choices:
                 if (instead := value_of(name, **{other: choice})) != value:
                     default += f"; {_value(instead)} with `{other}={choice}`"
-        reshaper = name == "reshaper" and issubclass(options_class, ReshaperChoice)
-        allowed = ", ".join(f"`{known}`" for known in RESHAPERS) if reshaper else _allowed(schema)
-        rows.append([f"`{name}`", default, f"{allowed} or `null`" if value is None else allowed, schema["description"]])
+        allowed = ", ".join(f"`{one}`" for one in WITH_MAP) if name == "reshaper" else _allowed(schema)
+        rows.append(
+            [f"`{name}`", default, f"{allowed} or `null`" if value is None else allowed, schema.get("description", "")]
+        )
     return rows
 
 
@@ -260,12 +255,16 @@ def _allowed(schema: dict[str, Any]) -> str:
     return f"{KINDS[schema['type']]} {limits}".strip()
 
 
-def _description(registered: type) -> list[str]:
-    """The docstrings of module and class, less their parts for programmers."""
-    module = inspect.getdoc(inspect.getmodule(registered)) or ""
-    own = inspect.getdoc(registered) or ""
-    paragraphs = [*module.split("\n\n"), *own.split("\n\n")]
-    kept = [text for text in paragraphs if not re.match(r"Shape suffixes:|Raises:|Args:|Returns:", text)]
+def _description(cls: type[Method]) -> list[str]:
+    """The docstring of the class, after that of a module which has no other method, less their parts for programmers."""
+    alone = {other for other in methods().values() if other.__module__ == cls.__module__} == {cls}
+    module = inspect.getdoc(inspect.getmodule(cls)) if alone else None
+    return _paragraphs("\n\n".join(filter(None, [module, inspect.getdoc(cls)])))
+
+
+def _paragraphs(text: str | None) -> list[str]:
+    paragraphs = (text or "").split("\n\n")
+    kept = [text for text in paragraphs if not re.match(r"Shape suffixes:|Shapes|Raises:|Args:|Returns:", text)]
     return "\n\n".join(_markdown(text) for text in kept).split("\n")
 
 
@@ -287,6 +286,9 @@ def _link(name: str, heading: str, page: str = "") -> str:
 
 def _file(registered: type) -> str:
     return f"{registered.__module__.replace('.', '/')}.py"
+
+
+EVERY = _option_rows(Method, ())
 
 
 def main() -> None:

@@ -131,7 +131,7 @@ def test_verl_takes_the_command(page: str, command: Command, tmp_path: Path, mon
     monkeypatch.setenv("PWD", str(tmp_path))  # where its token dump goes
     from verl.utils.config import validate_config
 
-    from grail_advantage.methods import methods
+    from grail_advantage.method import methods
     from grail_advantage.verl_ext.settings import Settings
     from tests.composed import VERL, compose
 

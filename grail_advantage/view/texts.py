@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pyarrow.parquet as pq
 
-from grail_advantage.batch import LARGEST, outcome_of
+from grail_advantage.data import LARGEST, outcome_of
 from grail_advantage.dump.schema import as_utf8
 from grail_advantage.dump.store import DumpFile, DumpRow, TokenDump, check_size, named
 from grail_advantage.receipt.foreign import numbered_lines, open_plain, read_json

@@ -14,11 +14,10 @@ import numpy as np
 import torch
 
 from bench.on_policy import first_false
-from grail_advantage import Reshaped, Signal
+from grail_advantage import Method, Rollouts, Weights
 from grail_advantage.answers.text import TokenTexts, starts_of
-from grail_advantage.batch import RolloutBatch
-from grail_advantage.model.interface import RowScores
-from grail_advantage.signals.turns import TurnSignal
+from grail_advantage.data import RowScores
+from grail_advantage.methods.turns import TurnMethod
 
 
 def solutions(path: Path, errors: int = 60, controls: int = 60) -> Path:
@@ -45,7 +44,7 @@ def solutions(path: Path, errors: int = 60, controls: int = 60) -> Path:
     return path
 
 
-class Planted(Signal):
+class Planted(Method):
     """Weight ``1 + 4 * value``, by the text of each response alone."""
 
     reads = frozenset({"tokens"})
@@ -54,15 +53,15 @@ class Planted(Signal):
         """In [0, 1], (T,)."""
         raise NotImplementedError
 
-    def scores(self, batch: RolloutBatch, of_pass_BT: torch.Tensor | None) -> torch.Tensor:
-        texts, scores_BT = TokenTexts(batch.tokenizer), torch.zeros(batch.mask_BT.shape)
-        for row, mask_T in enumerate(batch.mask_BT):
-            pieces = texts(batch.tokens_BT[row, mask_T].tolist())
+    def scores(self, r: Rollouts, of_pass: torch.Tensor | None) -> torch.Tensor:
+        texts, scores_BT = TokenTexts(r.tokenizer), torch.zeros(r.mask.shape)
+        for row, mask_T in enumerate(r.mask):
+            pieces = texts(r.tokens[row, mask_T].tolist())
             scores_BT[row, : len(pieces)] = torch.as_tensor(self.values("".join(pieces), starts_of(pieces)))
         return scores_BT
 
-    def reshape(self, scores_BT: torch.Tensor, statistics_BT: torch.Tensor, batch: RolloutBatch) -> Reshaped:
-        return Reshaped(1 + 4 * scores_BT)
+    def weights(self, scores: torch.Tensor, among: torch.Tensor, r: Rollouts) -> Weights:
+        return Weights(1 + 4 * scores)
 
 
 def _wrong(text: str, starts_T: np.ndarray) -> np.ndarray:
@@ -105,10 +104,10 @@ BY_TEXT: dict[str, Callable[[str, np.ndarray], np.ndarray]] = {
 }
 
 
-def _reader(what: Callable[[RolloutBatch], Any], reads: frozenset[str] = frozenset({"tokens"})) -> type[Planted]:
-    def scores(self: Planted, batch: RolloutBatch, of_pass_BT: torch.Tensor | None) -> torch.Tensor:
-        scores_BT = torch.zeros(batch.mask_BT.shape)
-        for row, tokens in enumerate(what(batch)):
+def _reader(what: Callable[[Rollouts], Any], reads: frozenset[str] = frozenset({"tokens"})) -> type[Planted]:
+    def scores(self: Planted, r: Rollouts, of_pass: torch.Tensor | None) -> torch.Tensor:
+        scores_BT = torch.zeros(r.mask.shape)
+        for row, tokens in enumerate(what(r)):
             scores_BT[row, [] if tokens is None else tokens] = 1.0
         return scores_BT
 
@@ -129,10 +128,10 @@ class Vandal(Planted):
 
     reads = frozenset({"tokens", "entropy", "old_log_probs"})
 
-    def scores(self, batch: RolloutBatch, of_pass_BT: torch.Tensor | None) -> torch.Tensor:
-        for values in (batch.tokens_BT, batch.advantages_B, *batch.columns_BT.values()):
+    def scores(self, r: Rollouts, of_pass: torch.Tensor | None) -> torch.Tensor:
+        for values in (r.tokens, r.advantages, *r.columns.values()):
             values.fill_(1)
-        return torch.ones(batch.mask_BT.shape)
+        return torch.ones(r.mask.shape)
 
 
 class ModelVandal(Planted):
@@ -146,8 +145,8 @@ class ModelVandal(Planted):
             next(model.model.parameters()).add_(1)
         raise RuntimeError("after the change")
 
-    def scores(self, batch: RolloutBatch, of_pass_BT: torch.Tensor | None) -> torch.Tensor:
-        return of_pass_BT
+    def scores(self, r: Rollouts, of_pass: torch.Tensor | None) -> torch.Tensor:
+        return of_pass
 
 
 class QuietVandal(ModelVandal):
@@ -155,23 +154,23 @@ class QuietVandal(ModelVandal):
 
     def run(self, rows: Any, model: Any) -> Any:
         next(model.model.parameters()).data.mul_(1.5)
-        return [RowScores(torch.zeros(row.response_length)) for row in rows]
+        return [RowScores(torch.zeros(row.length)) for row in rows]
 
 
-OTHERS: dict[str, type[Signal]] = {
+OTHERS: dict[str, type[Method]] = {
     "praise": Praise,
     "vandal": Vandal,
     "model_vandal": ModelVandal,
     "quiet_vandal": QuietVandal,
-    "peeks": _reader(lambda batch: batch.fields["bench_first_wrong"]),
-    "declares": _reader(lambda batch: batch.fields["bench_first_wrong"], frozenset({"field:bench_first_wrong"})),
-    "peeks_rewards": _reader(lambda batch: batch.rewards_B),
-    "compares": _reader(lambda batch: batch.groups_B, frozenset({"groups"})),
-    "turned": type("Turned", (TurnSignal,), {"__module__": __name__}),
+    "peeks": _reader(lambda r: r.fields["bench_first_wrong"]),
+    "declares": _reader(lambda r: r.fields["bench_first_wrong"], frozenset({"field:bench_first_wrong"})),
+    "peeks_rewards": _reader(lambda r: r.rewards),
+    "compares": _reader(lambda r: r.groups, frozenset({"groups"})),
+    "turned": type("Turned", (TurnMethod,), {"__module__": __name__}),
 }
 
 
-def all_planted() -> dict[str, type[Signal]]:
+def all_planted() -> dict[str, type[Method]]:
     """By name; each is a class of its own."""
     by_text = {
         name: type(name.title(), (Planted,), {"values": lambda self, *given, of=of: of(*given), "__module__": __name__})

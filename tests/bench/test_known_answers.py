@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -13,71 +12,68 @@ import torch
 
 from bench import agreement, results, work
 from bench.agreement import Yardstick
-from bench.methods import Credit, NeedsMoreError, Reference, all_shuffled, credit, shuffled, signal_of
+from bench.methods import Credit, NeedsMoreError, Reference, all_shuffled, credit, method_of, shuffled
 from bench.places import Label, by_step, labelled, of_error
 from bench.policy import SampledBatch
 from bench.statistics import Estimate, above_controls, auroc, pooled
-from grail_advantage import Reshaped, Signal
-from grail_advantage.batch import RolloutBatch
-from grail_advantage.signals.turns import TurnSignal
+from grail_advantage import Method, Rollouts, Weights
+from grail_advantage.methods.turns import TurnMethod
 from tests.bench.never_wrong import TOKENIZER
 from tests.bench.small import OF_UPDATE, OTHERS, Small, small, yardstick_of
 
 pytestmark = pytest.mark.slow
 
 
-class Noise(Signal):
+class Noise(Method):
     """Random weights: nothing can be found with them."""
 
-    def scores(self, batch: RolloutBatch, of_pass_BT: torch.Tensor | None) -> torch.Tensor:
-        return torch.rand(batch.mask_BT.shape, generator=torch.Generator().manual_seed(0))
+    def scores(self, r: Rollouts, of_pass: torch.Tensor | None) -> torch.Tensor:
+        return torch.rand(r.mask.shape, generator=torch.Generator().manual_seed(0))
 
-    def reshape(self, scores_BT: torch.Tensor, statistics_BT: torch.Tensor, batch: RolloutBatch) -> Reshaped:
-        return Reshaped(scores_BT)
+    def weights(self, scores: torch.Tensor, among: torch.Tensor, r: Rollouts) -> Weights:
+        return Weights(scores)
 
 
 class Rewarded(Noise):
     """A response's reward is the weight of all its tokens."""
 
-    reads: ClassVar[frozenset[str]] = frozenset({"rewards"})
+    reads = frozenset({"rewards"})
 
-    def scores(self, batch: RolloutBatch, of_pass_BT: torch.Tensor | None) -> torch.Tensor:
-        assert batch.rewards_B is not None
-        return batch.rewards_B[:, None].expand(batch.mask_BT.shape)
+    def scores(self, r: Rollouts, of_pass: torch.Tensor | None) -> torch.Tensor:
+        assert r.rewards is not None
+        return r.rewards[:, None].expand(r.mask.shape)
 
 
 class Vandal(Noise):
     """Writes into all that it is given."""
 
-    reads: ClassVar[frozenset[str]] = frozenset(
-        {"groups", "rewards", "tokens", "entropy", "old_log_probs", "examples", "field:own"}
-    )
+    reads = frozenset({"groups", "rewards", "tokens", "entropy", "old_log_probs", "examples", "field:own"})
 
-    def scores(self, batch: RolloutBatch, of_pass_BT: torch.Tensor | None) -> torch.Tensor:
-        for values in (batch.groups_B, batch.rewards_B, batch.advantages_B, batch.tokens_BT):
+    def scores(self, r: Rollouts, of_pass: torch.Tensor | None) -> torch.Tensor:
+        for values in (r.groups, r.rewards, r.advantages, r.tokens):
             values.zero_()
-        for values in batch.columns_BT.values():
+        for values in r.columns.values():
             values.zero_()
-        batch.fields["own"][0].append(1)
-        batch.examples[0].columns["gone"] = True
-        return torch.ones(batch.mask_BT.shape)
+        r.fields["own"][0].append(1)
+        r.examples[0].columns["gone"] = True
+        return torch.ones(r.mask.shape)
 
 
-class Turned(Signal):
+class Turned(Method):
     """Reads rewards of turns."""
 
-    reads: ClassVar[frozenset[str]] = frozenset({"field:tool_rewards"})
+    reads = frozenset({"field:tool_rewards"})
 
 
 class Praise(Reference):
     """Gives the first error of an incorrect response a large positive advantage, and all other tokens a small negative one."""
 
-    reads: ClassVar[frozenset[str]] = frozenset({"field:bench_first_wrong"})
-    gives: ClassVar[str] = "advantages"
+    reads = frozenset({"field:bench_first_wrong"})
+    gives = "advantages"
 
-    def scores(self, batch: RolloutBatch, of_pass_BT: torch.Tensor | None) -> torch.Tensor:
-        scores_BT = torch.full(batch.mask_BT.shape, -0.1)
-        for row, tokens in enumerate(batch.fields["bench_first_wrong"]):
+    def scores(self, r: Rollouts, of_pass: torch.Tensor | None) -> torch.Tensor:
+        scores_BT = torch.full(r.mask.shape, -0.1)
+        for row, tokens in enumerate(r.fields["bench_first_wrong"]):
             scores_BT[row, tokens or []] = 5.0
         return scores_BT
 
@@ -87,36 +83,36 @@ def made() -> Small:
     return small()
 
 
-def measured(signal: Signal, yardstick: Yardstick | None) -> tuple[dict[str, Estimate], list[results.Result]]:
-    """As a run measures, of a signal in place of a name; without a yardstick no update."""
+def measured(method: Method, yardstick: Yardstick | None) -> tuple[dict[str, Estimate], list[results.Result]]:
+    """As a run measures, of a method in place of a name; without a yardstick no update."""
     job = work.Job("small", 0, (), work.Settings(update_shuffles=2), Path())
     prepared = work.Prepared(lambda: small().model, TOKENIZER, small().batch, yardstick, {})
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(work, "signal_of", lambda spec, task: signal)
+        patch.setattr(work, "method_of", lambda spec, task: method)
         return work.measure(small().model, prepared, "planted", job)
 
 
 @cache
 def of_place() -> list[results.Result]:
     """The blame by place alone, the same for every method."""
-    return measured(signal_of("place alone"), None)[1]
+    return measured(method_of("place alone"), None)[1]
 
 
-def figures(made: Small, signal: Signal) -> dict[str, Estimate]:
+def figures(made: Small, method: Method) -> dict[str, Estimate]:
     """All that a run has of a method."""
-    known, responses = measured(signal, made.yardstick)
+    known, responses = measured(method, made.yardstick)
     return known | results.places(responses, of_place())
 
 
 def test_a_perfect_method_reaches_the_ceiling(made: Small) -> None:
-    found, ceiling = figures(made, signal_of("exact credit")), made.yardstick.own.value
+    found, ceiling = figures(made, method_of("exact credit")), made.yardstick.own.value
     assert found["credit"].value == pytest.approx(1, abs=1e-5)
     assert found["credit_shuffled"].value < 0.3
     assert found["first"].value == found["first_hit"].value == 1
     # 64 responses a problem are nearly free of the noise of sampling.
     assert ceiling > 0.2 and found["update"].value == pytest.approx(ceiling, abs=0.35 * ceiling)
     assert found["update_gain"].value > 0.5 * found["update"].value
-    first = figures(made, signal_of("first error"))
+    first = figures(made, method_of("first error"))
     assert first["first"].value == first["first_hit"].value == 1 and first["first_gain"].value > 0.4
 
 
@@ -125,7 +121,7 @@ def test_a_useless_method_is_its_control(made: Small) -> None:
     assert abs(found["first"].value - 0.5) < 4 * found["first"].error + 0.01
     for name in ("first_gain", "first_hit_gain", "credit_gain"):
         assert abs(found[name].value) < 4 * found[name].error + 0.01, name
-    same = figures(made, signal_of("uniform"))
+    same = figures(made, method_of("uniform"))
     for name in ("first", "first_hit", "credit", "update"):
         assert same[f"{name}_gain"].value == pytest.approx(0, abs=1e-6), name
 
@@ -158,14 +154,14 @@ def test_a_yardstick_of_the_same_problems_is_caught(made: Small) -> None:
     same = Yardstick(made.yardstick.own_GN, made.yardstick.own_GN)
     assert same.own.value == pytest.approx(1, abs=1e-6) and made.yardstick.own.value < 0.9
     (update_GN,) = agreement.updates(
-        made.model, made.batch, [credit(made.model, TOKENIZER, made.batch, signal_of("uniform")).advantages_BL]
+        made.model, made.batch, [credit(made.model, TOKENIZER, made.batch, method_of("uniform")).advantages_BL]
     )
     assert same.cosines(update_GN)[0] > made.yardstick.cosines(update_GN)[0] + 0.3
 
 
 def test_the_update_is_the_gradient_of_the_weighted_log_probabilities(made: Small) -> None:
     batch, model = made.batch, made.model
-    advantages_BL = credit(model, TOKENIZER, batch, signal_of("place alone")).advantages_BL
+    advantages_BL = credit(model, TOKENIZER, batch, method_of("place alone")).advantages_BL
     (update_GN,) = agreement.updates(model, batch, [advantages_BL])
     total = torch.zeros(())
     for row in (batch.groups_B == 0).nonzero().flatten().tolist():
@@ -209,7 +205,7 @@ def test_shuffling_moves_scored_tokens_within_their_response_alone(made: Small) 
 
 def test_an_answers_own_weight_is_not_shuffled(made: Small) -> None:
     """GRAIL gives the answer weight 5 whatever its score."""
-    given = credit(made.model, TOKENIZER, made.batch, signal_of("grail"))
+    given = credit(made.model, TOKENIZER, made.batch, method_of("grail"))
     heavy_BL = (given.advantages_BL.abs() - 5 * made.batch.advantages_B.abs()[:, None]).abs() < 1e-6
     heavy_BL &= given.advantages_BL != 0
     assert heavy_BL.any() and given.moved_BL.any() and not (heavy_BL & given.moved_BL)[:, -1].any()
@@ -295,7 +291,7 @@ def test_methods_that_need_more_say_so(made: Small) -> None:
     with pytest.raises(NeedsMoreError, match="needs the field tool_rewards"):
         credit(made.model, TOKENIZER, made.batch, Turned())
     with pytest.raises(NeedsMoreError, match="needs turns"):
-        credit(made.model, TOKENIZER, made.batch, type("Mine", (TurnSignal,), {})())
+        credit(made.model, TOKENIZER, made.batch, type("Mine", (TurnMethod,), {})())
     with pytest.raises(NeedsMoreError, match="needs the field mine"):
         credit(
             made.model,
@@ -320,7 +316,7 @@ def test_a_method_that_writes_into_what_it_gets_reaches_no_other(made: Small) ->
 
 
 def test_a_method_may_read_rewards_and_is_of_turns_by_its_base_alone(made: Small) -> None:
-    advantages_BL = credit(made.model, TOKENIZER, made.batch, type("TurnSignal", (Rewarded,), {})()).advantages_BL
+    advantages_BL = credit(made.model, TOKENIZER, made.batch, type("TurnMethod", (Rewarded,), {})()).advantages_BL
     expected_B1 = (made.batch.rewards_B * made.batch.advantages_B)[:, None]
     torch.testing.assert_close(advantages_BL, expected_B1 * made.batch.padded.response_BL)
     assert advantages_BL.any()

@@ -16,7 +16,8 @@ from scipy import stats
 
 from bench import labelled, page, results, work
 from bench.labelled import Model
-from grail_advantage import register_signal, registry
+from grail_advantage.method import METHODS, register
+from grail_advantage.method import methods as registered
 from tests.bench.never_wrong import TOKENIZER
 from tests.bench.planted import all_planted, solutions
 from tests.core.tiny_models import tiny_model
@@ -37,12 +38,12 @@ tiny.cache_clear = lambda: None
 
 @pytest.fixture(scope="module")
 def planted() -> Iterator[list[str]]:
-    before = registry.signals()
+    before = registered()
     for name, of in all_planted().items():
-        register_signal(name)(of)
+        register(name)(of)
     yield list(all_planted())
-    registry._signals.clear()
-    registry._signals.update(before)
+    METHODS.clear()
+    METHODS.update(before)
 
 
 def measured(path: Path, names: list[str], folder: Path, **sizes: int) -> results.Result:

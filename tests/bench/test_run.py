@@ -15,7 +15,7 @@ from bench import code, methods, page, results, work
 from bench.__main__ import main
 from bench.policy import roll_out
 from bench.statistics import Estimate
-from grail_advantage import registry
+from grail_advantage import method as of_method
 from tests.bench.never_wrong import TOKENIZER
 from tests.bench.small import OF_UPDATE, Small, small
 
@@ -23,23 +23,23 @@ FOREIGN = '''
 """A method of another package: all weight on the token after an equals sign."""
 import torch
 from bench_foreign_helper import VALUE
-from grail_advantage import Reshaped, Signal, register_signal
+from grail_advantage import Method, Weights, register
 
 
-@register_signal("foreign_results")
-class ForeignResults(Signal):
+@register("foreign_results")
+class ForeignResults(Method):
     reads = frozenset({"tokens"})
 
-    def scores(self, batch, of_pass_BT):
-        after_BT = torch.roll(batch.tokens_BT == batch.tokenizer.convert_tokens_to_ids("="), 1, dims=1)
+    def scores(self, r, of_pass):
+        after_BT = torch.roll(r.tokens == r.tokenizer.convert_tokens_to_ids("="), 1, dims=1)
         return VALUE * after_BT.float()
 
-    def reshape(self, scores_BT, statistics_BT, batch):
-        return Reshaped(scores_BT)
+    def weights(self, scores, among, r):
+        return Weights(scores)
 
 
-@register_signal("foreign_turns")
-class ForeignTurns(Signal):
+@register("foreign_turns")
+class ForeignTurns(Method):
     reads = frozenset({"field:tool_rewards"})
 '''
 SETTINGS = work.Settings(problems=3, yardstick=7, update_shuffles=1)
@@ -48,7 +48,7 @@ SETTINGS = work.Settings(problems=3, yardstick=7, update_shuffles=1)
 @pytest.fixture
 def foreign(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """The package as an installer leaves it; afterwards the registry is as before."""
-    before = registry.signals()
+    before = of_method.methods()
     folder = tmp_path / "package"
     (folder / "foreign_results-1.0.dist-info").mkdir(parents=True)
     (folder / "bench_foreign.py").write_text(FOREIGN)
@@ -58,10 +58,10 @@ def foreign(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     entry = "[grail_advantage.signals]\nforeign_results = bench_foreign\n"
     (folder / "foreign_results-1.0.dist-info/entry_points.txt").write_text(entry)
     monkeypatch.syspath_prepend(folder)
-    registry._load_plugins.cache_clear()
+    of_method._load_plugins.cache_clear()
     yield folder
-    registry._signals.clear()
-    registry._signals.update(before)
+    of_method.METHODS.clear()
+    of_method.METHODS.update(before)
 
 
 @pytest.fixture
@@ -150,7 +150,7 @@ def test_a_quick_run_has_the_same_models_and_fewer_problems() -> None:
 
 def test_what_the_user_can_fix_is_one_line() -> None:
     for arguments, message in (
-        (["nosuch"], "'nosuch' is no registered signal"),
+        (["nosuch"], "'nosuch' is no method"),
         (["grail:nosuch=1"], "nosuch is not an option"),
         (["--train"], "--train needs a method"),
         (["grail", "--train", "--batches", "4", "--evaluate-at", "8"], "must lie in 1 to --batches 4"),

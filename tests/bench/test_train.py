@@ -13,7 +13,7 @@ import torch
 
 from bench import policy, train
 from bench.__main__ import main
-from bench.methods import credit, signal_of
+from bench.methods import credit, method_of
 from bench.statistics import auroc, holm, mean_of
 from bench.task import TASKS
 from bench.train import Run, TrainSettings
@@ -31,7 +31,7 @@ def test_the_loss_is_verls() -> None:
     from verl.workers.config import FSDPActorConfig
 
     batch, model = small().batch, build_model(TOKENIZER, 1).eval()
-    advantages_BL = credit(model, TOKENIZER, batch, signal_of("place alone")).advantages_BL
+    advantages_BL = credit(model, TOKENIZER, batch, method_of("place alone")).advantages_BL
     add_gradient(model, batch.padded, batch.old_log_probs_BL, advantages_BL, train.MAX_RESPONSE_TOKENS)
     own = [parameter.grad.clone() for parameter in model.parameters()]
     model.zero_grad()

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import bench_training_step, report, timer
-from grail_advantage.methods import methods
-from grail_advantage.signals.base import SEQUENCES
+from grail_advantage.method import build, methods
 from tests import forked
 
 
@@ -58,10 +57,10 @@ def test_the_benchmark_of_methods_runs_and_is_reported(tmp_path: Path) -> None:
     done = forked.run("benchmarks.bench_training_step", "methods", *options)
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads((tmp_path / "methods-cpu.json").read_text())["methods"]
-    for name, method in methods().items():
-        signal = method.build({})
-        rows = 2 if signal.uses == SEQUENCES else 4
-        assert found[name]["timed_rows"] == (min(found[name]["rows"], rows) if signal.uses else 0)
+    for name in methods():
+        uses = build(name).uses
+        rows = 2 if uses == "sequences" else 4
+        assert found[name]["timed_rows"] == (min(found[name]["rows"], rows) if uses else 0)
         assert found[name]["ratio"] > 0
     shutil.copy(timer.RESULTS / "zero_advantage-cpu.json", tmp_path)
     text = report.render(tmp_path)

@@ -61,5 +61,5 @@ def test_versions_are_those_of_verl_and_of_the_package() -> None:
         if (version := ours.get(canonicalize_name(requirement.name))) is not None:
             assert requirement.specifier.contains(version), f"{requirement} against {version}"
             named.add(canonicalize_name(requirement.name))
-    expected = "torch vllm transformers flash-attn tensordict ray cupy-cuda13x transferqueue math-verify pot"
+    expected = "torch vllm transformers flash-attn tensordict ray cupy-cuda13x transferqueue math-verify"
     assert set(expected.split()) <= named

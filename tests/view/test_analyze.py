@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerFast
 from grail_advantage import compute_token_weights
 from grail_advantage.analyze import bare_prompts, main, with_rewards
 from grail_advantage.answers.text import TokenTexts
-from grail_advantage.batch import Example
+from grail_advantage.data import Example
 from grail_advantage.dump.store import read_dump
 from grail_advantage.view.analysis.responses import Response, read_responses, tokenize
 from grail_advantage.view.analysis.specs import parse_method, parse_methods
@@ -42,7 +42,6 @@ RESPONSES = [
 @pytest.mark.parametrize("tokens", [1, 300])
 def test_the_dump_is_that_of_a_plain_model(tmp_path: Path, first: str, tokens: int):
     """Bit for bit, for the first method as the run's and for each of several."""
-    pytest.importorskip("ot")
     methods = {first: hosts.signal_of(first)}
     methods |= {
         name: hosts.signal_of(name) for name in ("grail_robust", "oar_g", "oar_p", "stare", "shear", "polarity")
@@ -58,7 +57,7 @@ def test_the_dump_is_that_of_a_plain_model(tmp_path: Path, first: str, tokens: i
     run_analysis(
         Analysis(responses=responses, methods=methods, **settings), tmp_path / "a", char_tokenizer(), tiny_model
     )
-    part = hosts.plain_rollouts(**hosts.without_tools(), truncated_B=None).part(chosen)
+    part = hosts.plain_rollouts(**hosts.without_tools(), truncated=None).part(chosen)
     names = [response.id for response in responses]
     changes: dict[str, Any] = {"keys": names, "places": range(len(names)), "facts": {**part.facts, "id": names}}
     rollouts = replace(part, tokenizer=char_tokenizer(), **changes)
@@ -91,8 +90,8 @@ def test_advantages():
         ([1, 0, 0], ["a", "a", "b"], "wrong", [-1, -1, -1]),
         ([1, 0, 0], ["a", "a", "b"], "right", [1, 1, 1]),
     ):
-        responses, signals = graded(rewards, groups), parse_methods(["grail"])
-        analysis = Analysis(responses=responses, methods=signals, model="m", advantages=how)
+        responses, methods = graded(rewards, groups), parse_methods(["grail"])
+        analysis = Analysis(responses=responses, methods=methods, model="m", advantages=how)
         assert analysis.row_advantages()[0] == expected
 
 
@@ -171,8 +170,8 @@ def test_a_plain_prompt_has_what_the_tokenizer_puts_in_front_and_no_end(template
 
 
 def test_methods_on_the_command_line():
-    signal = parse_method("surprisal:gate=all,reshaper=power,reshaper_options.exponent=1.5,normalize_mass=true")
-    assert (signal.gate, signal.reshaping.exponent, signal.normalize_mass) == ("all", 1.5, True)
+    method = parse_method("surprisal:gate=all,reshaper=power,reshaper_options.exponent=1.5,normalize_mass=true")
+    assert (method.gate, method.reshaper_options, method.normalize_mass) == ("all", {"exponent": 1.5}, True)
     with pytest.raises(ValueError, match="given twice"):
         parse_methods(["grail", "grail"])
 

@@ -42,9 +42,9 @@ class TestRoundTrip:
         rollouts = replace(
             rollouts, facts={**rollouts.facts, "labels": labels, **dict.fromkeys(("id", "ground_truth"), texts)}
         )
-        signal = hosts.signal_of("grail")
+        method = hosts.signal_of("grail")
         others = {name: hosts.signal_of(name) for name in ("step_values", "surprisal")}
-        table = hosts.plain_table(signal, rollouts, others=others)
+        table = hosts.plain_table(method, rollouts, others=others)
         header = replace(HEADER, update=1)
         path = write_step(tmp_path / "new", header, table)
         assert path.name == "step_000003_update_1.parquet" and list(path.parent.iterdir()) == [path]

@@ -10,9 +10,8 @@ from typing import Any
 import numpy as np
 
 from grail_advantage.answers.format import BOXED, AnswerFormat
-from grail_advantage.batch import EXAMPLES, GROUPS
+from grail_advantage.method import Method
 from grail_advantage.model.activations import FORWARD_TOKENS
-from grail_advantage.signals.base import Signal
 from grail_advantage.view.analysis.responses import Response, example_of
 
 ADVANTAGES = ("auto", "wrong", "right")
@@ -29,7 +28,7 @@ class Analysis:
     """
 
     responses: Sequence[Response]
-    methods: Mapping[str, Signal]
+    methods: Mapping[str, Method]
     """By the names of their columns."""
     model: str
     """For the records: path or name of the model."""
@@ -56,21 +55,23 @@ class Analysis:
             )
         if self.tokens < 1:
             raise ValueError(f"tokens={self.tokens} must be at least 1")
-        for label, signal in self.methods.items():
-            if GROUPS in signal.reads and any(row.group is None for row in self.responses):
+        for label, method in self.methods.items():
+            if "groups" in method.reads and any(row.group is None for row in self.responses):
                 raise ValueError(
                     f"{label} compares the responses of one prompt; give every line a group, and a reward or a "
                     "ground_truth"
                 )
-            if GROUPS in signal.reads and (self.advantages != "auto" or any(r.reward is None for r in self.responses)):
+            if "groups" in method.reads and (
+                self.advantages != "auto" or any(r.reward is None for r in self.responses)
+            ):
                 raise ValueError(
                     f"{label} compares correct responses with incorrect ones; give every line a reward or a "
                     "ground_truth, and leave the advantages at auto"
                 )
-            for name in signal.field_names:
+            for name in method.field_names:
                 if all(name not in row.columns for row in self.responses):
                     raise ValueError(f"{label} reads the field {name}, which no line has; give the lines one")
-            if EXAMPLES in signal.reads:
+            if "examples" in method.reads:
                 for row in self.responses:
                     example_of(row, self.template_options)
                 if all(row.ground_truth is None and not row.columns for row in self.responses):

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from grail_advantage.batch import Example
+from grail_advantage.data import Example
 from grail_advantage.receipt.foreign import numbered_lines, read_json, why
 
 if TYPE_CHECKING:

@@ -7,11 +7,10 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from grail_advantage.methods import method
-from grail_advantage.signals.base import Signal
+from grail_advantage.method import Method, build
 
 
-def parse_method(spec: str) -> Signal:
+def parse_method(spec: str) -> Method:
     """The method of ``NAME`` or ``NAME:option=value,option=value``.
 
     Values are read as JSON (``true``, ``0.5``), else as texts. An option of options comes after a dot.
@@ -20,9 +19,7 @@ def parse_method(spec: str) -> Signal:
         ValueError: an unknown method or option, or a value that is not allowed.
     """
     name, _, rest = spec.partition(":")
-    return method(name).build(
-        parse_options([part for part in rest.split(",") if part] if rest else [], f"--method {spec}")
-    )
+    return build(name, parse_options([part for part in rest.split(",") if part], f"--method {spec}"))
 
 
 def parse_options(assignments: Sequence[str], where: str) -> dict[str, Any]:
@@ -52,15 +49,15 @@ def parse_options(assignments: Sequence[str], where: str) -> dict[str, Any]:
     return options
 
 
-def parse_methods(specs: Sequence[str]) -> dict[str, Signal]:
+def parse_methods(specs: Sequence[str]) -> dict[str, Method]:
     """The methods by what they are called on the command line, in order.
 
     Raises:
         ValueError: as :func:`parse_method`; the same one twice.
     """
-    signals: dict[str, Signal] = {}
+    methods: dict[str, Method] = {}
     for spec in specs:
-        if spec in signals:
+        if spec in methods:
             raise ValueError(f"--method {spec} is given twice; give variants of a method other options")
-        signals[spec] = parse_method(spec)
-    return signals
+        methods[spec] = parse_method(spec)
+    return methods

@@ -1,6 +1,6 @@
 """The analysis: weights of given responses by several methods, as a token dump.
 
-Every method goes through :func:`grail_advantage.pipeline.weigh` with all responses as one batch. Log-probabilities and
+Every method goes through :func:`grail_advantage.weigh.weigh` with all responses as one batch. Log-probabilities and
 entropies are computed once and handed to all.
 
 Shape suffixes: B responses, T response tokens.
@@ -20,14 +20,13 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from grail_advantage.answers.missing import advice, is_low
 from grail_advantage.answers.text import TokenTexts
-from grail_advantage.batch import ENTROPY, OLD_LOG_PROBS, outcome_of
+from grail_advantage.api import PlainHost
+from grail_advantage.data import ENTROPY, OLD_LOG_PROBS, Rollouts, outcome_of
 from grail_advantage.dump.store import write_step
 from grail_advantage.dump_writer import step_header
-from grail_advantage.pipeline import weigh
-from grail_advantage.record import Rollouts
-from grail_advantage.token_weights import PlainHost
 from grail_advantage.view.analysis.analysis import Analysis
 from grail_advantage.view.analysis.responses import example_of, tokenize
+from grail_advantage.weigh import weigh
 
 
 @dataclass(frozen=True)
@@ -67,14 +66,14 @@ def run_analysis(
     rollouts, model = _rollouts(analysis, tokenizer, texts), load_model()
 
     settings: dict[str, Any] = {"temperature": analysis.temperature, "tokens": analysis.tokens, "device": model.device}
-    columns_BT = PlainHost(model, rollouts, **settings).columns((OLD_LOG_PROBS, ENTROPY))
-    host = PlainHost(model, replace(rollouts, columns_BT=columns_BT), **settings)
-    records = {label: weigh(host, signal) for label, signal in analysis.methods.items()}
+    columns = PlainHost(model, rollouts, **settings).columns((OLD_LOG_PROBS, ENTROPY))
+    host = PlainHost(model, replace(rollouts, columns=columns), **settings)
+    records = {label: weigh(host, method, None) for label, method in analysis.methods.items()}
     first = next(iter(records.values()))
     header = step_header(
         first, texts, step=0, model=analysis.model, temperature=analysis.temperature, rows_in_step=len(rollouts)
     )
-    read = any(signal.reads_answer for signal in analysis.methods.values())
+    read = any(method.reads_answer for method in analysis.methods.values())
     header = replace(header, answer=analysis.answer.name if read else None)
     path = write_step(folder, header, first.table(texts, records))
 
@@ -82,9 +81,9 @@ def run_analysis(
     unchanged = [
         label
         for label, record in records.items()
-        if record.signal.gives == "weights" and (record.weights_BT[rollouts.mask_BT] == 1).all()
+        if record.method.gives == "weights" and (record.weights[rollouts.mask] == 1).all()
     ]
-    spans = rollouts.spans(first.signal.span)
+    spans = rollouts.spans(first.method.span)
     answered, few = sum(span is not None for span in spans), ""
     if read and is_low(answered, len(spans)):
         few = f"{answered} of {len(spans)} responses have an answer in the format {analysis.answer.name}. "
@@ -102,23 +101,23 @@ def _rollouts(analysis: Analysis, tokenizer: PreTrainedTokenizerBase, texts: Tok
     return Rollouts(
         prompts=[torch.tensor(of_row.prompt_P, dtype=torch.int64) for of_row in tokens],
         responses=responses,
-        mask_BT=torch.arange(int(lengths_B1.max())) < lengths_B1,
-        advantages_B=torch.tensor(advantages),
+        mask=torch.arange(int(lengths_B1.max())) < lengths_B1,
+        advantages=torch.tensor(advantages),
         tokenizer=tokenizer,
         answer=analysis.answer,
-        groups_B=torch.tensor(
+        groups=torch.tensor(
             # Without a group, responses with one prompt are shown together.
             [
                 numbers.setdefault(f"prompt {row.prompt!r}" if row.group is None else row.group, len(numbers))
                 for row in given
             ]
         ),
-        rewards_B=torch.tensor([torch.nan if reward is None else reward for reward in rewards], dtype=torch.float64),
+        rewards=torch.tensor([torch.nan if reward is None else reward for reward in rewards], dtype=torch.float64),
         examples=[None if isinstance(row.prompt, str) else example_of(row, analysis.template_options) for row in given],
         fields={
             name: [row.columns.get(name) for row in given]
-            for signal in analysis.methods.values()
-            for name in signal.field_names
+            for method in analysis.methods.values()
+            for name in method.field_names
         },
         keys=[row.id for row in given],
         facts={

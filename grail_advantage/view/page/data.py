@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from grail_advantage.batch import outcome_of
+from grail_advantage.data import outcome_of
 from grail_advantage.dump.options import METRICS_FILE, TOKENS
 from grail_advantage.dump.schema import DumpHeader
 from grail_advantage.dump.store import DumpFile, DumpRow, TokenDump, read_dump

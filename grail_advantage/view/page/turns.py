@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from grail_advantage.batch import LARGEST
+from grail_advantage.data import LARGEST
 from grail_advantage.dump.schema import DumpHeader
 from grail_advantage.dump.store import DumpRow
 
