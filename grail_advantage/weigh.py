@@ -84,10 +84,13 @@ def _pass(host: Host, method: Method, r: Rollouts, chosen: Sequence[int]) -> tup
 def _scores(method: Method, r: Rollouts, of_pass: Tensor | None) -> Tensor:
     try:
         scores = method.scores(r, of_pass)
-    except KeyError as error:
-        if (name := error.args[0]) not in DUMPED or name in r.columns:
+    except (KeyError, TypeError, AttributeError) as error:  # of a part that is not there
+        lacks = [name for name in ("groups", "examples", "rewards") if getattr(r, name) is None]
+        lacks = [f"{error.args[0]}"] if isinstance(error, KeyError) else lacks
+        if not lacks or lacks[0] in {*r.columns, *r.fields}:
             raise
-        raise ValueError(f"{method.name} reads {name} and does not say so; put it into the class's reads") from None
+        remedy = f"put what it uses of {', '.join(lacks)} into the class's reads"
+        raise ValueError(f"{method.name}.scores(): {type(error).__name__}: {error}; {remedy}") from error
     if not isinstance(scores, Tensor) or scores.shape != r.mask.shape:
         found = tuple(getattr(scores, "shape", (type(scores).__name__,)))
         raise ValueError(f"{method.name}: scores() must give a tensor of shape {tuple(r.mask.shape)}, got {found}")
@@ -113,7 +116,7 @@ def _weights(method: Method, r: Rollouts, selected: Tensor, scores: Tensor) -> W
         mapped = method.weights(torch.where(scored & read, scores, 1.0), scored & among, r)
         if not isinstance(mapped, Weights) or mapped.values.shape != r.mask.shape:
             wanted = f"Weights(values) with values of shape {tuple(r.mask.shape)}"
-            raise ValueError(f"{method.name}: weights() must return {wanted}, got {mapped}")
+            raise ValueError(f"{method.name}: weights() must return {wanted}, got {type(mapped).__name__}")
         if ((mapped.values < 0) & scored & by_score).any():
             raise ValueError(f"{method.name}: a weight below 0 would flip the advantage; clip the weights in weights()")
         scored = scored & _finite(mapped.values, by_score)[:, None]
@@ -132,7 +135,7 @@ def _weights(method: Method, r: Rollouts, selected: Tensor, scores: Tensor) -> W
         total = torch.where(sharing, w.double(), 0.0).sum(1, keepdim=True)
         scale = torch.where(total > 0, sharing.sum(1, keepdim=True) / total, 1.0)
         w = torch.where(sharing, w * scale, w.double()).float()
-    w = torch.where(r.mask, w, 0.0)
+    w = torch.where(r.mask, w, 0.0).float()
     a = torch.where(r.mask, w * r.advantages.float()[:, None], 0.0)
     low, high = by_score & (mapped.values <= mapped.lowest), by_score & (mapped.values >= mapped.highest)
     return Weighed(method, r, selected, selected & ~scored[:, 0], scores, w, a, by_score, low, high)

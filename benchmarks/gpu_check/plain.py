@@ -14,15 +14,15 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from grail_advantage.pipeline import weigh
+from grail_advantage.record import Rollouts, StepRecord
+from grail_advantage.token_weights import PlainHost
 from transformers import PreTrainedModel
 
 from benchmarks.gpu_check.outcome import Outcome, cell
 from benchmarks.made_up import SHAPES, made_up_rollouts, random_model, release
 from benchmarks.timer import peak_memory, seconds
 from grail_advantage import Grail, Oar, Signal
-from grail_advantage.pipeline import weigh
-from grail_advantage.record import Rollouts, StepRecord
-from grail_advantage.token_weights import PlainHost
 
 METHODS: dict[str, Signal] = {
     "grail, official": Grail("official"),

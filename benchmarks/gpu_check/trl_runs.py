@@ -21,10 +21,10 @@ from statistics import median
 from typing import Any, NamedTuple
 
 import torch
+from grail_advantage.record import Rollouts
 
 from benchmarks.gpu_check.outcome import Outcome
 from benchmarks.gpu_check.plain import JUDGED, precision
-from grail_advantage.record import Rollouts
 from grail_advantage.view.page.data import read_metrics
 from verl_cpu.tiny.sampling import judge, prompt_ids
 from verl_cpu.tiny.shipped import load_shipped

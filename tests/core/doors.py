@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 import torch
+from grail_advantage.batch import Example
 from torch import nn
 
 from grail_advantage import Grail, compute_token_weights
-from grail_advantage.batch import Example
 from grail_advantage.methods import method
 from grail_advantage.receipt import Batch, Layout, Loss, check
 from tests.core.receipt_loop import rollout, train

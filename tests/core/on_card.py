@@ -11,11 +11,11 @@ import traceback
 from typing import Any
 
 import torch
+from grail_advantage.batch import Example
+from grail_advantage.token_weights import TokenWeights, response_statistics
 
 from grail_advantage import compute_token_weights
-from grail_advantage.batch import Example
 from grail_advantage.methods import method
-from grail_advantage.token_weights import TokenWeights, response_statistics
 from tests.core import card
 from tests.core.common import METHODS
 from tests.core.doors import valid_weights

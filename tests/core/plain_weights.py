@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from grail_advantage.weighting import BatchWeights, batch_weights
 
 from grail_advantage import AnswerSpan, RolloutBatch, Signal
-from grail_advantage.weighting import BatchWeights, batch_weights
 from tests.core.plain_maps import MAPS, chosen, part, to_mass
 
 NAN = math.nan

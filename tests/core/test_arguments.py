@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from grail_advantage.token_weights import response_statistics
 from peft import (
     CPTConfig,
     IA3Config,
@@ -21,7 +22,6 @@ from peft import (
 from torch import nn
 
 from grail_advantage import Grail, Oar, compute_token_weights
-from grail_advantage.token_weights import response_statistics
 from tests.core.tiny_models import ROLLOUTS, Rollout, char_tokenizer, make_batch, tiny_model
 
 PASSES = [Grail(gate="all"), Oar("perturbation")]

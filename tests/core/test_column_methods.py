@@ -8,17 +8,17 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
-
-from grail_advantage import AnswerSpan, Signal, compute_token_weights
-from grail_advantage.methods import method
 from grail_advantage.signals.entropy_bonus import EntropyBonus as EntropyBonus
 from grail_advantage.signals.high_entropy import HighEntropy as HighEntropy
 from grail_advantage.signals.probability import Probability as Probability
 from grail_advantage.signals.stare import Stare as Stare
 from grail_advantage.signals.steer import Steer as Steer
 from grail_advantage.signals.surprisal import Surprisal as Surprisal
+from hypothesis import given
+from hypothesis import strategies as st
+
+from grail_advantage import AnswerSpan, Signal, compute_token_weights
+from grail_advantage.methods import method
 from tests.core import plain_weights, reference
 from tests.core.common import few
 from tests.core.plain_weights import Row, batch_of, close, random_rows, result_of, weights_of

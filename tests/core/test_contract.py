@@ -16,12 +16,12 @@ from typing import Any
 
 import pytest
 import torch
+from grail_advantage.batch import ENTROPY, EXAMPLES, GROUPS, OLD_LOG_PROBS, Example, RolloutBatch
+from grail_advantage.weighting import BatchWeights, apply_token_weights, batch_weights, scores_of
 
 from grail_advantage import AnswerSpan, Signal, compute_token_weights
-from grail_advantage.batch import ENTROPY, EXAMPLES, GROUPS, OLD_LOG_PROBS, Example, RolloutBatch
 from grail_advantage.methods import method
 from grail_advantage.metrics import weight_metrics
-from grail_advantage.weighting import BatchWeights, apply_token_weights, batch_weights, scores_of
 from tests.core import plain_weights, reference
 from tests.core.common import METHODS
 from tests.core.plain_weights import Row

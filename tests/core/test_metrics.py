@@ -7,11 +7,11 @@ from fractions import Fraction
 
 import pytest
 import torch
+from grail_advantage.signals.base import RowSelection
+from grail_advantage.weighting import BatchWeights
 
 from grail_advantage import metrics
 from grail_advantage.metrics import weight_metrics
-from grail_advantage.signals.base import RowSelection
-from grail_advantage.weighting import BatchWeights
 
 
 def plainly(

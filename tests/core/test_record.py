@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-
-from grail_advantage import TokenWeights, compute_token_weights
 from grail_advantage.pipeline import weigh
 from grail_advantage.token_weights import PlainHost
+
+from grail_advantage import TokenWeights, compute_token_weights
 from tests import hosts
 from tests.core.tiny_models import Rollout, char_tokenizer, encode, make_batch, plain_columns, tiny_model
 

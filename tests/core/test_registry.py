@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from grail_advantage.signals.base import Gate, Span, Statistics
 
 from grail_advantage import (
     Grail,
@@ -19,7 +20,6 @@ from grail_advantage import (
     registry,
 )
 from grail_advantage.methods import method
-from grail_advantage.signals.base import Gate, Span, Statistics
 from tests.documentation import snippets, write_files
 
 SITE = Path(__file__).parents[2]

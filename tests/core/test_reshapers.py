@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from grail_advantage.registry import reshapers
+from grail_advantage.reshapers.top import count_of_share
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grail_advantage.registry import reshapers
-from grail_advantage.reshapers.top import count_of_share
 from tests.core.common import RESHAPERS, few
 from tests.core.plain_maps import MAPS
 from tests.core.plain_weights import close

@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import PreTrainedTokenizerFast
-
-from grail_advantage import TokenWeights, compute_token_weights
 from grail_advantage.batch import Example, RolloutBatch
 from grail_advantage.signals.rlsd import REQUEST, Rlsd
 from grail_advantage.weighting import BatchWeights, batch_weights
+from transformers import PreTrainedTokenizerFast
+
+from grail_advantage import TokenWeights, compute_token_weights
 from tests.core.common import watch_inputs
 from tests.core.tiny_models import Rollout, char_tokenizer, encode, make_batch, plain_columns, tiny_model
 

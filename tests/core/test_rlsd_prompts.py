@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import PreTrainedTokenizerFast
-
 from grail_advantage.batch import Example, PassRow
 from grail_advantage.signals.rlsd import REQUEST, Rlsd
+from transformers import PreTrainedTokenizerFast
+
 from recipe.chat_templates import read_chat_template
 from tests.core.test_rlsd import SHORT, columns
 from tests.real_tokenizers import llama3_tokenizer, qwen_tokenizer

@@ -9,11 +9,11 @@ import sys
 import ot
 import pytest
 import torch
-
-from grail_advantage import compute_token_weights
 from grail_advantage.signals import shear_distances
 from grail_advantage.signals.shear import Shear
 from grail_advantage.signals.shear_distances import shear_scores, sinkhorn_distance
+
+from grail_advantage import compute_token_weights
 from tests.core.tiny_models import Rollout, char_tokenizer, make_batch, tiny_model
 
 SMALL = {"window": 5, "stride": 2}

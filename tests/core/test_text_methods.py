@@ -13,16 +13,16 @@ import numpy as np
 import pytest
 import regex
 import torch
-
-from grail_advantage import Reshaped, RolloutBatch, Signal, compute_token_weights
-from grail_advantage.answers.text import decode_pieces
-from grail_advantage.metrics import OF_WEIGHTS
 from grail_advantage.signals.base import RowSelection
 from grail_advantage.signals.pattern import Pattern as Pattern
 from grail_advantage.signals.pattern import matched
 from grail_advantage.signals.step_values import StepValues as StepValues
 from grail_advantage.signals.step_values import cut, result
 from grail_advantage.weighting import BatchWeights, batch_weights, scores_of
+
+from grail_advantage import Reshaped, RolloutBatch, Signal, compute_token_weights
+from grail_advantage.answers.text import decode_pieces
+from grail_advantage.metrics import OF_WEIGHTS
 from tests.core.plain_weights import close
 from tests.core.tiny_models import END_ID, Rollout, char_tokenizer, encode, make_batch, tiny_model
 

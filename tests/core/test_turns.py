@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from grail_advantage.signals.turns import Turn, TurnSignal, runs
+from grail_advantage.weighting import batch_weights, scores_of
 
 from grail_advantage import RolloutBatch, compute_token_weights, turn_advantages, turns_to_tokens
 from grail_advantage.methods import method
 from grail_advantage.metrics import weight_metrics
-from grail_advantage.signals.turns import Turn, TurnSignal, runs
-from grail_advantage.weighting import batch_weights, scores_of
 from tests.core.plain_weights import close
 from tests.core.test_text_methods import token_advantages
 from tests.core.tiny_models import Rollout, char_tokenizer, encode, make_batch, tiny_model

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import grail_advantage.turn_credit
+
 from grail_advantage import turn_advantages
 from tests.documentation import DOCS, files
 

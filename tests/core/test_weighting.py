@@ -8,12 +8,12 @@ import random
 
 import pytest
 import torch
+from grail_advantage.batch import outcome_of
+from grail_advantage.weighting import BatchWeights, apply_token_weights, batch_weights
 from hypothesis import given
 from hypothesis import strategies as st
 
 from grail_advantage import AnswerSpan, Grail, RolloutBatch
-from grail_advantage.batch import outcome_of
-from grail_advantage.weighting import BatchWeights, apply_token_weights, batch_weights
 from tests.core import reference
 from tests.core.common import few
 

@@ -8,14 +8,14 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-
-from grail_advantage import AnswerSpan, Grail, RolloutBatch, Signal
 from grail_advantage.batch import PassRow
-from grail_advantage.model.hugging_face import HuggingFaceModel
-from grail_advantage.model.interface import RowScores
 from grail_advantage.signals.base import Reshaped, RowSelection
 from grail_advantage.signals.saliency import SaliencySignal
 from grail_advantage.weighting import batch_weights, put_row, scores_of
+
+from grail_advantage import AnswerSpan, Grail, RolloutBatch, Signal
+from grail_advantage.model.hugging_face import HuggingFaceModel
+from grail_advantage.model.interface import RowScores
 from tests.core.tiny_models import char_tokenizer, tiny_model
 
 NAN, INF = math.nan, math.inf

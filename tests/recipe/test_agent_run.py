@@ -6,10 +6,10 @@ import re
 from pathlib import Path
 
 import pytest
+from grail_advantage.signals.turns import runs
 
 from grail_advantage import turn_advantages, turns_to_tokens
 from grail_advantage.dump.store import DumpRow
-from grail_advantage.signals.turns import runs
 from grail_advantage.view.page.page import write_report
 from tests.verl_ext import whole_run
 from verl_cpu.tiny import agent_warm_up

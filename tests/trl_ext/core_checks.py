@@ -15,17 +15,17 @@ import numpy as np
 import pytest
 import torch
 from datasets import Dataset
+from grail_advantage.batch import LARGEST, Example
+from grail_advantage.pipeline import weigh
+from grail_advantage.signals.base import Signal
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from transformers import AutoModelForCausalLM, get_scheduler
 from transformers.integrations.neftune import activate_neftune
 from trl import GRPOTrainer
 
 from grail_advantage import Grail, Oar, Reshaped, RolloutBatch, TokenWeights, compute_token_weights
-from grail_advantage.batch import LARGEST, Example
 from grail_advantage.dump.store import read_dump
 from grail_advantage.methods import method
-from grail_advantage.pipeline import weigh
-from grail_advantage.signals.base import Signal
 from grail_advantage.trl_ext import checks
 from grail_advantage.trl_ext import trainer as trainer_module
 from grail_advantage.trl_ext.rules import LOSSES

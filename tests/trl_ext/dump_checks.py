@@ -17,12 +17,12 @@ import pyarrow as pa
 import pytest
 import torch
 from datasets import Dataset
+from grail_advantage.signals.turns import TurnSignal
 from trl import GRPOTrainer
 
 from grail_advantage import Signal
 from grail_advantage.dump.folder_lock import LOCK
 from grail_advantage.dump.store import read_dump
-from grail_advantage.signals.turns import TurnSignal
 from grail_advantage.trl_ext import TokenWeightGRPOTrainer
 from grail_advantage.trl_ext.dump import dump_options
 from tests import hosts
