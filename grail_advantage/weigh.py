@@ -85,8 +85,10 @@ def _scores(method: Method, r: Rollouts, of_pass: Tensor | None) -> Tensor:
     try:
         scores = method.scores(r, of_pass)
     except (KeyError, TypeError, AttributeError) as error:  # of a part that is not there
-        lacks = [name for name in ("groups", "examples", "rewards") if getattr(r, name) is None]
-        lacks = [f"{error.args[0]}"] if isinstance(error, KeyError) else lacks
+        lacks = [
+            name for name in ("groups", "examples", "rewards") if "NoneType" in str(error) and getattr(r, name) is None
+        ]
+        lacks = [str(error.args[0])] if isinstance(error, KeyError) else lacks
         if not lacks or lacks[0] in {*r.columns, *r.fields}:
             raise
         remedy = f"put what it uses of {', '.join(lacks)} into the class's reads"
