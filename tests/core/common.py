@@ -1,33 +1,83 @@
-"""The methods and reshapers of this package, how properties are tried, and what a module is called with."""
+"""The methods and maps of this package, responses with given numbers as a host, and how properties are tried."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import HealthCheck, Phase, settings
 from torch import nn
 
-from grail_advantage.maps import MAPS
-from grail_advantage.method import methods
+from grail_advantage.data import Rollouts, Row, RowScores, Weighed
+from grail_advantage.maps import MAPS as ALL_MAPS
+from grail_advantage.method import Method, methods
+from grail_advantage.weigh import weigh
+from tests.core.tiny_models import char_tokenizer
 
 METHODS = [name for name, cls in methods().items() if cls.__module__.startswith("grail_advantage.")]
-"""Without those of other projects, which may be installed."""
-RESHAPERS = [name for name, known in MAPS.items() if known.function.__module__.startswith("grail_advantage.")]
+"""Plug-ins of other projects may be installed."""
+MAPS = [name for name, known in ALL_MAPS.items() if known.function.__module__.startswith("grail_advantage.")]
+
+
+def rollouts_of(
+    responses: Sequence[Sequence[int]],
+    advantages: Sequence[float] | torch.Tensor,
+    trained: Sequence[Sequence[bool]] | None = None,
+    spans: Sequence[Any] | None = None,
+    **parts: Any,
+) -> Rollouts:
+    """Responses of these token ids after a prompt of one token, with answers where they are given."""
+    width = max(map(len, responses), default=0)
+    mask = torch.zeros(len(responses), width, dtype=torch.bool)
+    for index, ids in enumerate(responses):
+        mask[index, : len(ids)] = torch.tensor(trained[index]) if trained is not None else True
+    found = list(spans) if spans is not None else [None] * len(responses)
+    return Rollouts(
+        **{
+            "prompts": [torch.ones(1, dtype=torch.int64)] * len(responses),
+            "responses": [torch.tensor(ids, dtype=torch.int64) for ids in responses],
+            "mask": mask,
+            "advantages": torch.as_tensor(advantages, dtype=torch.float32),
+            "tokenizer": char_tokenizer(),
+            "known_spans": {"first": found, "last": found},
+            **parts,
+        }
+    )
+
+
+class Given:
+    """A host whose pass gives these numbers, (B, T)."""
+
+    def __init__(self, responses: Rollouts, of_pass: torch.Tensor | None = None) -> None:
+        self.responses, self.of_pass = responses, of_pass
+
+    def rollouts(self) -> Rollouts:
+        return self.responses
+
+    def columns(self, names: Sequence[str], selected: Sequence[int]) -> Mapping[str, torch.Tensor]:
+        return {}
+
+    def scores(self, method: Method, rows: Sequence[Row]) -> list[RowScores]:
+        return [RowScores(self.of_pass[row.index, : row.length]) for row in rows]
+
+
+def weighed(method: Method, responses: Rollouts, of_pass: torch.Tensor | None = None) -> Weighed:
+    """What a method makes of responses, the way every host goes; what holds for every method is checked."""
+    w = weigh(Given(responses, of_pass), method, None)
+    assert w.weights.dtype == w.advantages.dtype == w.scores.dtype == torch.float32
+    assert bool(w.weights.isfinite().all()) and bool((w.weights >= 0).all()) and bool(w.advantages.isfinite().all())
+    assert not w.weights[~responses.mask].any() and not w.advantages[~responses.mask].any()
+    return w
 
 
 def few(examples: int) -> settings:
     """So many examples of a property, the same ones every time."""
-    return settings(
-        max_examples=examples,
-        deadline=None,
-        derandomize=True,
-        database=None,
-        phases=(Phase.generate, Phase.shrink),
-        suppress_health_check=list(HealthCheck),
-    )
+    phases, health = (Phase.generate, Phase.shrink), list(HealthCheck)
+    common: dict[str, Any] = {"deadline": None, "derandomize": True, "database": None}
+    return settings(max_examples=examples, phases=phases, suppress_health_check=health, **common)
 
 
 def some(names: Iterable[Any], by_day: Collection[Any]) -> list[Any]:

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from grail_advantage.weighting import BatchWeights, batch_weights
 
-from grail_advantage import AnswerSpan, RolloutBatch, Signal
+from grail_advantage import AnswerSpan, Method, Rollouts
+from tests.core.common import rollouts_of, weighed
 from tests.core.plain_maps import MAPS, chosen, part, to_mass
 
 NAN = math.nan
@@ -76,61 +77,33 @@ def random_rows(seed: int, count: int = 12) -> list[Row]:
     return rows
 
 
-def batch_of(
-    rows: Sequence[Row], *, extra: int = 0, junk: float = NAN, aggregate: Callable | None = None
-) -> RolloutBatch:
+def batch_of(rows: Sequence[Row], *, extra: int = 0, junk: float = NAN, **parts: Any) -> Rollouts:
     """The responses side by side, padded on the right, with ``junk`` wherever no token trains."""
     width = max((len(row.trained) for row in rows), default=0) + extra
 
-    def padded(values: Sequence[float], row: Row) -> list[float]:
-        known = [value if trained else junk for value, trained in zip(values, row.trained, strict=True)]
-        return known + [junk] * (width - len(known))
-
     def column(name: str) -> torch.Tensor:
-        values = [padded(getattr(row, name), row) for row in rows]
-        return torch.tensor(values, dtype=torch.float32).reshape(len(rows), width)
+        known = [[v if t else junk for v, t in zip(getattr(row, name), row.trained, strict=True)] for row in rows]
+        return torch.tensor([of + [junk] * (width - len(of)) for of in known]).reshape(len(rows), width)
 
     masks = [list(row.trained) + [False] * (width - len(row.trained)) for row in rows]
-    return RolloutBatch(
-        mask_BT=torch.tensor(masks, dtype=torch.bool).reshape(len(rows), width),
-        advantages_B=torch.tensor([row.advantage for row in rows]),
-        spans=[row.span for row in rows],
-        columns_BT={"old_log_probs": column("log_probs"), "entropy": column("entropies")},
-        **({"aggregate": aggregate} if aggregate else {}),
-    )
+    columns = {"old_log_probs": column("log_probs"), "entropy": column("entropies")}
+    ids, advantages = [[0] * width] * len(rows), [row.advantage for row in rows]
+    return rollouts_of(ids, advantages, masks, [row.span for row in rows], columns=columns, **parts)
 
 
-def result_of(signal: Signal, batch: RolloutBatch) -> BatchWeights:
-    """What the package makes of a batch, the way every host goes."""
-    rows = signal.select(batch)
-    scores_BT = signal.scores(batch, None) if rows.selected_B.any() else None
-    return batch_weights(scores_BT, batch, rows, signal)
-
-
-def weights_of(signal: Signal, rows: Sequence[Row], **options: Any) -> list[list[float]]:
-    """The package's weights of each response's tokens; checks dtype, range and the padding on the way."""
-    batch = batch_of(rows, **options)
-    weights_BT = result_of(signal, batch).weights_BT
-    assert weights_BT.dtype == torch.float32
-    assert not weights_BT.requires_grad
-    assert bool((weights_BT >= 0).all())
-    assert bool((weights_BT[~batch.mask_BT] == 0).all())
-    return [weights_BT[index, : len(row.trained)].tolist() for index, row in enumerate(rows)]
+def weights_of(method: Method, rows: Sequence[Row], **parts: Any) -> list[list[float]]:
+    """The package's weights of each response's tokens."""
+    weights = weighed(method, batch_of(rows, **parts)).weights
+    return [weights[index, : len(row.trained)].tolist() for index, row in enumerate(rows)]
 
 
 def close(got: Sequence[Sequence[float]], expected: Sequence[Sequence[float]], tolerance: float = 1e-6) -> None:
     """Row by row, so that a failure names the response."""
     assert len(got) == len(expected)
     for index, (of_row, wanted) in enumerate(zip(got, expected, strict=True)):
-        torch.testing.assert_close(
-            torch.tensor(of_row, dtype=torch.float64),
-            torch.tensor(wanted, dtype=torch.float64),
-            rtol=tolerance,
-            atol=tolerance,
-            msg=lambda text, index=index, of_row=of_row, wanted=wanted: (
-                f"response {index}: {of_row} is not {wanted}\n{text}"
-            ),
-        )
+        both = (torch.tensor(values, dtype=torch.float64) for values in (of_row, wanted))
+        text = f"response {index}: {of_row} is not {wanted}"
+        torch.testing.assert_close(*both, rtol=tolerance, atol=tolerance, msg=text)
 
 
 def inside(row: Row, gate: str) -> bool:

@@ -8,20 +8,15 @@ from typing import Any
 
 import pytest
 import torch
-from grail_advantage.signals.entropy_bonus import EntropyBonus as EntropyBonus
-from grail_advantage.signals.high_entropy import HighEntropy as HighEntropy
-from grail_advantage.signals.probability import Probability as Probability
-from grail_advantage.signals.stare import Stare as Stare
-from grail_advantage.signals.steer import Steer as Steer
-from grail_advantage.signals.surprisal import Surprisal as Surprisal
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grail_advantage import AnswerSpan, Signal, compute_token_weights
-from grail_advantage.methods import method
+from grail_advantage import AnswerSpan, Method, compute_token_weights
+from grail_advantage.method import build
+from grail_advantage.methods.policy import EntropyBonus, HighEntropy, Probability, Stare, Steer, Surprisal
 from tests.core import plain_weights, reference
-from tests.core.common import few
-from tests.core.plain_weights import Row, batch_of, close, random_rows, result_of, weights_of
+from tests.core.common import few, weighed
+from tests.core.plain_weights import Row, batch_of, close, random_rows, weights_of
 from tests.core.tiny_models import (
     END,
     ROLLOUTS,
@@ -41,7 +36,7 @@ LOW = 0.125
 
 
 ABOVE_ZERO = Row(-1.0, [0.25, -0.0, 0.0], span=AnswerSpan(3, 3, 3, 3))
-BY_HAND: dict[str, tuple[Signal, list[Row], list]] = {
+BY_HAND: dict[str, tuple[Method, list[Row], list]] = {
     "rounded above 0: all equal, so the first": (Surprisal(), [ABOVE_ZERO], [[1, 0, 0]]),
     # Ten tokens, of which a fifth is two, and two more that tie.
     "ties are kept and counted": (
@@ -74,18 +69,18 @@ BY_HAND: dict[str, tuple[Signal, list[Row], list]] = {
 
 @pytest.mark.parametrize("case", BY_HAND)
 def test_by_hand(case: str) -> None:
-    signal, rows, expected = BY_HAND[case]
-    close(weights_of(signal, rows), expected)
+    method, rows, expected = BY_HAND[case]
+    close(weights_of(method, rows), expected)
 
 
 def test_bounds_of_the_entropy_bonus_are_flagged() -> None:
     entropies = (0.0, 0.5, 1.0, 2.0)
     rows = [Row(advantage, (), entropies) for advantage in (1.0, -1.0, 0.0)]
     for kappa in (2.0, 3.0, 7.0):  # 1 / 3 and 1 / 7 are exact in no float
-        result = result_of(EntropyBonus(kappa=kappa, alpha=0.4), batch_of(rows))
+        w = weighed(EntropyBonus(kappa=kappa, alpha=0.4), batch_of(rows))
         bound = [0.4 * entropy >= 1 / kappa for entropy in entropies]
-        assert result.at_upper_bound_BT.tolist() == [bound, [False] * 4, [False] * 4]
-        assert result.at_lower_bound_BT.tolist() == [[False] * 4, bound, [False] * 4]
+        assert w.high.tolist() == [bound, [False] * 4, [False] * 4]
+        assert w.low.tolist() == [[False] * 4, bound, [False] * 4]
 
 
 def test_stare_takes_the_mean_entropy_as_the_loss_takes_it() -> None:
@@ -97,7 +92,7 @@ def test_stare_takes_the_mean_entropy_as_the_loss_takes_it() -> None:
     rows = [Row(1.0, [-1.0], [LOW]), Row(-1.0, [-1.0] * 7, [0.225] * 7)]
     for threshold, by_tokens, by_rows in ((0.15, 1.0, 1.0), (0.2, 1.0, 1.1), (0.25, 1.1, 1.1)):
         close(weights_of(Stare(threshold=threshold), rows), [[by_tokens], [1] * 7])
-        weights = weights_of(Stare(threshold=threshold), rows, aggregate=mean_of_row_means, extra=2)
+        weights = weights_of(Stare(threshold=threshold), rows, mean=mean_of_row_means, extra=2)
         close(weights, [[by_rows], [1] * 7])
 
 
@@ -146,11 +141,11 @@ def test_against_loops(name: str, data: st.DataObject, seed: int, extra: int, no
     if of_map:
         config |= {"reshaper": of_map["reshaper"]}
         config["reshaper_options"] = {key: value for key, value in of_map.items() if key != "reshaper"}
-    signal = method(name).build(config)
-    got = weights_of(signal, rows, extra=extra)
+    method = build(name, config)
+    got = weights_of(method, rows, extra=extra)
     close(got, plain_weights.METHODS[name](rows, **options, **of_map))
     if name not in COMPARES_ROWS:
-        assert got == [weights_of(signal, [row])[0] for row in rows], "a response weighs the same alone"
+        assert got == [weights_of(method, [row])[0] for row in rows], "a response weighs the same alone"
 
 
 SETTINGS: list[tuple[str, dict[str, Any]]] = [
@@ -187,7 +182,7 @@ def test_columns_come_from_the_model_where_they_are_not_given(name: str, options
     model, temperature = tiny_model("qwen3"), 0.7
     rows = columns_by_hand(temperature)
     batch = make_batch(ROWS, "both", extra=2)
-    config = method(name).build(options)
+    config = build(name, options)
     expected = plain_weights.METHODS[name](rows, **options)
     result = compute_token_weights(model, char_tokenizer(), *batch.tensors(), config, temperature=temperature)
     close(batch.of_responses(result.weights), expected, 2e-4)

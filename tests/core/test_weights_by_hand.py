@@ -1,4 +1,4 @@
-"""The parts of weighting, and a saliency's scores, on values worked out by hand."""
+"""The parts of weighting, a saliency's scores, and mistakes of a method's author, on values worked out by hand."""
 
 from __future__ import annotations
 
@@ -8,29 +8,28 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from grail_advantage.batch import PassRow
-from grail_advantage.signals.base import Reshaped, RowSelection
-from grail_advantage.signals.saliency import SaliencySignal
-from grail_advantage.weighting import batch_weights, put_row, scores_of
 
-from grail_advantage import AnswerSpan, Grail, RolloutBatch, Signal
+from grail_advantage import AnswerSpan, Grail, Method, Rollouts, Weights
+from grail_advantage.data import Row, RowScores, Weighed, outcome_of
+from grail_advantage.methods.saliency import Saliency
 from grail_advantage.model.hugging_face import HuggingFaceModel
-from grail_advantage.model.interface import RowScores
+from grail_advantage.weigh import weigh
+from tests.core.common import Given, rollouts_of, weighed
 from tests.core.tiny_models import char_tokenizer, tiny_model
 
 NAN, INF = math.nan, math.inf
 
 
-class Doubled(Signal):
+class Doubled(Method):
     """Twice the score between 2 and 6 before the answer, 0.5 elsewhere."""
 
     names: ClassVar[dict[str, dict[str, Any]]] = {"doubled": {}}
+    uses = "logits"
     statistics: Any = "reasoning"
 
-    def reshape(self, scores_BT: torch.Tensor, mask_BT: torch.Tensor, batch: RolloutBatch) -> Reshaped:
-        assert mask_BT.dtype == torch.bool and scores_BT.isfinite().all()
-        assert (scores_BT[~mask_BT] == 1).all()
-        return Reshaped(2 * scores_BT, lowest=2.0, highest=6.0, elsewhere=0.5)
+    def weights(self, scores: torch.Tensor, among: torch.Tensor, r: Rollouts) -> Weights:
+        assert among.dtype == torch.bool and scores.isfinite().all() and (scores[~among] == 1).all()
+        return Weights(2 * scores, lowest=2.0, highest=6.0, elsewhere=0.5)
 
 
 class WithMass(Doubled):
@@ -41,177 +40,183 @@ class OfTheWholeResponse(WithMass):
     statistics: Any = "response"
 
 
-class Given(Signal):
+class Advantages(Method):
     """Scores that are advantages."""
 
-    gives: ClassVar[str] = "advantages"
+    uses = "logits"
+    gives = "advantages"
 
 
-def batch_of(lengths: Sequence[int], spans: Sequence[AnswerSpan | None], advantages: Sequence[float]) -> RolloutBatch:
-    mask_BT = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
-    return RolloutBatch(mask_BT, torch.tensor(advantages), spans, {})
+def rollouts(lengths: Sequence[int], spans: Sequence[Any], advantages: Sequence[float], **parts: Any) -> Rollouts:
+    return rollouts_of([[0] * length for length in lengths], advantages, spans=spans, **parts)
 
 
-def selection(*selected: bool) -> RowSelection:
-    every_B = torch.ones(len(selected), dtype=torch.bool)
-    return RowSelection(every_B, every_B, torch.tensor(selected))
+def run(
+    scores: torch.Tensor, r: Rollouts, chosen: Sequence[bool], base: type[Method] = Doubled, /, **body: Any
+) -> Weighed:
+    """By a class with other parts, which chooses these responses."""
+    known = {"select": lambda self, r: torch.tensor(chosen), "names": {"doubled": {}}, "uses": "logits"}
+    return weighed(type("Chosen", (base,), known | body)(), r, scores)
+
+
+def maps_to(values: torch.Tensor, **bounds: float) -> dict[str, Any]:
+    return {"weights": lambda self, *_: Weights(values, **bounds)}
 
 
 SPANS = [AnswerSpan(2, 3, 4, 4), AnswerSpan(0, 1, 2, 2), AnswerSpan(2, 2, 3, 3), AnswerSpan(2, 3, 3, 4)]
-BATCH = batch_of([4, 4, 3, 4], SPANS, [-1.0, -1.0, -1.0, 2.0])
-ROWS = selection(True, True, True, False)
+FOUR = rollouts([4, 4, 3, 4], SPANS, [-1.0, -1.0, -1.0, 2.0])
+CHOSEN = (True, True, True, False)
 SCORES = torch.tensor([[1.0, 3.0, NAN, NAN], [NAN] * 4, [2.0, INF, 5.0, 5.0], [7.0, 7.0, 7.0, 7.0]])
 
 
 def test_weights_before_the_answer_and_elsewhere() -> None:
     """Response 1 has no token before its answer, response 2 a score that is not finite, response 3 needs no scores."""
-    got = batch_weights(SCORES, BATCH, ROWS, Doubled())
-    assert got.weights_BT.tolist() == [[2.0, 6.0, 0.5, 0.5], [1.0] * 4, [1.0, 1.0, 1.0, 0.0], [1.0] * 4]
-    assert got.non_finite_B.tolist() == [False, False, True, False]
-    assert got.from_scores_BT.tolist() == [[True, True, False, False]] + [[False] * 4] * 3
-    assert got.at_lower_bound_BT.tolist() == [[True, False, False, False]] + [[False] * 4] * 3
-    assert got.at_upper_bound_BT.tolist() == [[False, True, False, False]] + [[False] * 4] * 3
-    base_BT = BATCH.advantages_B.double()[:, None].expand(4, 4)
-    advantages_BT = got.advantages(base_BT, BATCH.mask_BT)
-    assert advantages_BT.dtype == torch.float64 and torch.equal(advantages_BT, base_BT * got.weights_BT)
+    w = run(SCORES, FOUR, CHOSEN)
+    assert w.weights.tolist() == [[2.0, 6.0, 0.5, 0.5], [1.0] * 4, [1.0, 1.0, 1.0, 0.0], [1.0] * 4]
+    assert w.failed.tolist() == [False, False, True, False]
+    nothing = [[False] * 4] * 3
+    assert w.by_score.tolist() == [[True, True, False, False], *nothing]
+    assert w.low.tolist() == [[True, False, False, False], *nothing]
+    assert w.high.tolist() == [[False, True, False, False], *nothing]
+    assert torch.equal(w.advantages, w.weights * FOUR.advantages[:, None])
 
 
 def test_a_rows_weights_sum_to_the_number_of_its_tokens() -> None:
-    got = batch_weights(SCORES, BATCH, ROWS, WithMass())
-    torch.testing.assert_close(got.weights_BT[0], torch.tensor([2.0, 6.0, 0.5, 0.5]) * 4 / 9)
-    assert got.weights_BT[1:].tolist() == [[1.0] * 4, [1.0, 1.0, 1.0, 0.0], [1.0] * 4]
-
-
-def test_sums_of_little_of_nothing_and_of_a_shorter_row() -> None:
-    batch = batch_of([2, 4, 3], [None] * 3, [1.0] * 3)
+    w = run(SCORES, FOUR, CHOSEN, WithMass)
+    torch.testing.assert_close(w.weights[0], torch.tensor([2.0, 6.0, 0.5, 0.5]) * 4 / 9)
+    assert w.weights[1:].tolist() == [[1.0] * 4, [1.0, 1.0, 1.0, 0.0], [1.0] * 4]
     scores = torch.tensor([[0.1, 0.1, NAN, NAN], [0.0] * 4, [1.0, 2.0, 3.0, NAN]])
-    got = batch_weights(scores, batch, selection(True, True, True), OfTheWholeResponse())
-    expected = [[1.0, 1.0, 0.0, 0.0], [0.0] * 4, [0.5, 1.0, 1.5, 0.0]]
-    torch.testing.assert_close(got.weights_BT, torch.tensor(expected))
+    w = run(scores, rollouts([2, 4, 3], [None] * 3, [1.0] * 3), [True] * 3, OfTheWholeResponse)
+    torch.testing.assert_close(w.weights, torch.tensor([[1.0, 1.0, 0.0, 0.0], [0.0] * 4, [0.5, 1.0, 1.5, 0.0]]))
 
 
-def test_a_row_without_an_answer_has_no_token_before_it() -> None:
-    got = batch_weights(torch.full((1, 3), 5.0), batch_of([3], [None], [-1.0]), selection(True), Doubled())
-    assert got.weights_BT.tolist() == [[1.0] * 3] and not got.from_scores_BT.any() and not got.non_finite_B.any()
+def test_responses_without_an_answer_or_a_score_weigh_one() -> None:
+    w = run(torch.full((1, 3), 5.0), rollouts([3], [None], [-1.0]), [True])
+    assert w.weights.tolist() == [[1.0] * 3] and not w.by_score.any() and not w.failed.any()
+    w = run(SCORES, FOUR, [False] * 4, WithMass)
+    assert torch.equal(w.weights, FOUR.mask.float()) and not w.failed.any()
 
 
-def test_tokens_elsewhere_have_the_weight_of_the_map(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tokens_elsewhere_have_the_weight_of_the_map() -> None:
     for elsewhere in (0.0, 1.0, 2.0):
-        monkeypatch.setattr(
-            Doubled, "reshape", lambda *_, at=elsewhere: Reshaped(torch.full((4, 4), 3.0), elsewhere=at)
-        )
-        got = batch_weights(torch.ones(4, 4), BATCH, selection(True, False, False, False), Doubled())
-        assert got.weights_BT[0].tolist() == [3.0, 3.0, elsewhere, elsewhere]
+        of_map = maps_to(torch.full((4, 4), 3.0), elsewhere=elsewhere)
+        w = run(torch.ones(4, 4), FOUR, [True, False, False, False], **of_map)
+        assert w.weights[0].tolist() == [3.0, 3.0, elsewhere, elsewhere]
 
 
 def test_answers_of_two_rows() -> None:
     """Of the first the boundary has weight 1 and the content 5, the second is outside the gate."""
-    batch = batch_of([4, 4], [AnswerSpan(1, 2, 3, 4)] * 2, [-1.0, 1.0])
-    config = Grail("official", content_outside_gate=False)
-    got = batch_weights(torch.full((2, 4), 2.0), batch, config.select(batch), config)
-    assert got.weights_BT.tolist() == [[1.0, 1.0, 5.0, 1.0], [1.0] * 4]
+    r = rollouts([4, 4], [AnswerSpan(1, 2, 3, 4)] * 2, [-1.0, 1.0])
+    w = weighed(Grail("official", content_outside_gate=False), r, torch.full((2, 4), 2.0))
+    assert w.weights.tolist() == [[1.0, 1.0, 5.0, 1.0], [1.0] * 4]
 
 
-def test_without_scores_every_token_has_weight_1() -> None:
-    got = batch_weights(None, BATCH, selection(False, False, False, False), WithMass())
-    assert torch.equal(got.weights_BT, BATCH.mask_BT.float()) and not got.non_finite_B.any()
-
-
-def test_weights_that_are_not_finite_fall_back_to_1(monkeypatch: pytest.MonkeyPatch) -> None:
-    broken = torch.tensor([[2.0, NAN, 1.0, 1.0], [NAN] * 4, [1.0] * 4, [NAN] * 4])
-    monkeypatch.setattr(Doubled, "reshape", lambda *_: Reshaped(broken))
-    got = batch_weights(torch.ones(4, 4), BATCH, ROWS, Doubled())
-    assert torch.equal(got.weights_BT, BATCH.mask_BT.float())
-    assert got.non_finite_B.tolist() == [True, False, False, False], "response 1 reads none of them"
-
-
-@pytest.mark.parametrize(
-    ("weights", "message"),
-    [
-        (torch.ones(4, 3), r"^doubled: .*shape \(4, 3\) for a batch of \(4, 4\)"),
-        (torch.tensor([[1.0, -0.1, 1.0, 1.0]]).expand(4, 4), "^doubled: a weight below 0"),
-    ],
-)
-def test_maps_that_are_refused(weights: torch.Tensor, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Doubled, "reshape", lambda *_: Reshaped(weights))
-    with pytest.raises(ValueError, match=message):
-        batch_weights(torch.ones(4, 4), BATCH, ROWS, Doubled())
-
-
-def test_a_map_may_give_0_and_anything_where_it_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    weights = torch.tensor([[0.0, 2.0, -1.0, -1.0], [-1.0] * 4, [1.0] * 4, [-1.0] * 4])
-    monkeypatch.setattr(Doubled, "reshape", lambda *_: Reshaped(weights))
-    got = batch_weights(torch.ones(4, 4), BATCH, ROWS, Doubled())
-    assert got.weights_BT.tolist() == [[0.0, 2.0, 1.0, 1.0], [1.0] * 4, [1.0, 1.0, 1.0, 0.0], [1.0] * 4]
+def test_what_a_map_may_give() -> None:
+    """Weights that are not finite fall back to 1; 0 is one; what is not read may be anything."""
+    w = run(torch.ones(4, 4), FOUR, CHOSEN, **maps_to(torch.tensor([[2.0, NAN, 1, 1], [NAN] * 4, [1] * 4, [NAN] * 4])))
+    assert torch.equal(w.weights, FOUR.mask.float())
+    assert w.failed.tolist() == [True, False, False, False], "response 1 reads none of them"
+    w = run(torch.ones(4, 4), FOUR, CHOSEN, **maps_to(torch.tensor([[0, 2.0, -1, -1], [-1] * 4, [1] * 4, [-1] * 4])))
+    assert w.weights.tolist() == [[0.0, 2.0, 1.0, 1.0], [1.0] * 4, [1.0, 1.0, 1.0, 0.0], [1.0] * 4]
 
 
 def test_given_advantages() -> None:
     """Response 1 has a score that is not finite, response 2 is not selected, response 3 does not train."""
-    batch = batch_of([3, 3, 2, 3], [None] * 4, [1.0, 2.0, 3.0, 4.0])
-    batch = RolloutBatch(batch.mask_BT, batch.advantages_B, batch.spans, {}, masked_B=torch.tensor([0, 0, 0, 1]).bool())
+    r = rollouts([3, 3, 2, 3], [None] * 4, [1.0, 2.0, 3.0, 4.0], masked=torch.tensor([0, 0, 0, 1]))
     scores = torch.tensor([[-5.0, 0.0, 6.0], [1.0, NAN, 1.0], [9.0] * 3, [8.0] * 3])
-    got = batch_weights(scores, batch, selection(True, True, False, True), Given())
-    base_BT = torch.zeros(4, 3, dtype=torch.bfloat16)
-    advantages_BT = got.advantages(base_BT, batch.mask_BT)
-    assert advantages_BT.tolist() == [[-5.0, 0.0, 6.0], [2.0] * 3, [3.0, 3.0, 0.0], [4.0] * 3]
-    assert advantages_BT.dtype == torch.bfloat16 and torch.equal(got.weights_BT, batch.mask_BT.float())
-    assert got.non_finite_B.tolist() == [False, True, False, True]
-    assert got.from_scores_BT.tolist() == [[True] * 3, [False] * 3, [False] * 3, [False] * 3]
-    assert not got.at_lower_bound_BT.any() and not got.at_upper_bound_BT.any()
-    nothing = batch_weights(None, batch, selection(False, False, False, False), Given())
-    assert nothing.given_BT.tolist() == [[1.0] * 3, [2.0] * 3, [3.0, 3.0, 0.0], [4.0] * 3]
-    assert not nothing.from_scores_BT.any() and not nothing.non_finite_B.any()
+    w = run(scores, r, [True, True, False, True], Advantages)
+    assert w.advantages.tolist() == [[-5.0, 0.0, 6.0], [2.0] * 3, [3.0, 3.0, 0.0], [0.0] * 3]
+    assert torch.equal(w.weights, r.mask.float()) and w.failed.tolist() == [False, True, False, True]
+    assert w.by_score.tolist() == [[True] * 3, *[[False] * 3] * 3] and not w.low.any() and not w.high.any()
+    w = run(scores, r, [True, True, False, True], Advantages, without_scores="nothing")
+    assert w.advantages.tolist() == [[-5.0, 0.0, 6.0], [0.0] * 3, [3.0, 3.0, 0.0], [0.0] * 3]
+    w = run(scores, r, [False] * 4, Advantages)
+    assert w.advantages.tolist() == [[1.0] * 3, [2.0] * 3, [3.0, 3.0, 0.0], [0.0] * 3] and not w.by_score.any()
 
 
-def test_scores_are_nan_outside_the_selected_rows_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    of_pass = torch.arange(16.0, dtype=torch.float64).reshape(4, 4)
-    monkeypatch.setattr(Doubled, "scores", lambda self, batch, values_BT: values_BT * len(batch.spans))
-    assert scores_of(Doubled(), BATCH, selection(False, False, False, False), of_pass) is None
-    got = scores_of(Doubled(), BATCH, selection(False, True, True, False), of_pass)
-    assert got.dtype == torch.float32
+def test_scores_are_nan_outside_the_selected_rows_tokens() -> None:
+    of_pass = torch.arange(16.0).reshape(4, 4)
+    changed = {"scores": lambda self, r, of_pass: of_pass.double() * len(r.responses)}
+    w = run(of_pass, FOUR, [False, True, True, False], **changed)
     expected = torch.tensor([[NAN] * 4, [16.0, 20.0, 24.0, 28.0], [32.0, 36.0, 40.0, NAN], [NAN] * 4])
-    torch.testing.assert_close(got, expected, equal_nan=True, rtol=0, atol=0)
-    with pytest.raises(ValueError, match=r"^doubled: .*shape \(4, 2\) for a batch of \(4, 4\)"):
-        scores_of(Doubled(), BATCH, ROWS, of_pass[:, :2])
+    torch.testing.assert_close(w.scores, expected, equal_nan=True, rtol=0, atol=0)
+
+
+class OfRows(Given):
+    """Gives what it is told for every row."""
+
+    def scores(self, method: Method, rows: Sequence[Row]) -> list[RowScores]:
+        return [RowScores(self.of_pass) for _ in rows]
 
 
 def test_a_rows_scores_go_to_its_place() -> None:
-    values_BT = torch.zeros(2, 4)
-    put_row(values_BT, 1, 3, RowScores(torch.tensor([1.0, 2.0, 3.0])), Doubled())
-    put_row(values_BT, 0, 3, RowScores(torch.tensor([4.0])), Doubled())
-    assert values_BT.tolist() == [[4.0, 0.0, 0.0, 0.0], [1.0, 2.0, 3.0, 0.0]]
+    w = weigh(OfRows(FOUR, torch.tensor([4.0, 2.0])), Doubled(statistics="response"), None)
+    torch.testing.assert_close(w.scores, torch.tensor([[4.0, 2.0, NAN, NAN]]).expand(4, 4), equal_nan=True)
     with pytest.raises(ValueError, match=r"^doubled: .* 4 scores for a response of 3 tokens"):
-        put_row(values_BT, 0, 3, RowScores(torch.zeros(4)), Doubled())
+        weigh(OfRows(FOUR, torch.zeros(4)), Doubled(), None)
 
 
-class OfTheThird(SaliencySignal):
-    """Of the third response token's log-likelihood."""
+MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
+    "a tensor for a record": (
+        {"weights": lambda self, scores, *_: scores},
+        r"doubled: weights\(\) must return Weights",
+    ),
+    "another shape": (maps_to(torch.ones(4, 3)), r"doubled: weights\(\) must return .* shape \(4, 4\)"),
+    "below 0": (maps_to(torch.tensor([[1, -0.1, 1, 1]]).expand(4, 4)), "doubled: a weight below 0 .*clip"),
+    "scores of another shape": (
+        {"scores": lambda self, r, _: torch.ones(4, 2)},
+        r"doubled: scores\(\) .* got .*4, 2",
+    ),
+    "scores of a list": ({"scores": lambda self, r, _: [1.0]}, r"doubled: scores\(\) .* got list"),
+    "a column that it does not read": (
+        {"uses": "", "scores": lambda self, r, _: r.columns["entropy"]},
+        "doubled reads entropy and does not say so; put it into the class's reads",
+    ),
+}
 
-    def target_tokens(self, row: PassRow) -> tuple[int, int]:
-        return row.response_length - 3, row.response_length - 2
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_mistakes_of_a_method_have_a_sentence(mistake: str) -> None:
+    body, message = MISTAKES[mistake]
+    r = rollouts([4, 4, 3, 4], SPANS, [-1.0, -1.0, -1.0, 2.0], columns={"entropy": torch.ones(4, 4)})
+    with pytest.raises(ValueError, match=f"^{message}"):
+        run(torch.ones(4, 4), r, CHOSEN, **body)
 
 
-class OfItsOwnPosition(OfTheThird):
-    alignment: Any = "token"
+def test_a_method_that_says_too_little_is_told_what() -> None:
+    for body, message in (({}, r"has no weights\(\)"), ({"uses": ""}, r"has no scores\(\)")):
+        with pytest.raises(NotImplementedError, match=message):
+            run(torch.ones(4, 4), FOUR, CHOSEN, Method, **body)
+    with pytest.raises(Exception, match="annotat"):
+        type("Untyped", (Method,), {"scale": 2.0})
 
 
-@pytest.mark.parametrize("signal", [OfTheThird(), OfItsOwnPosition()], ids=["predictor", "token"])
-def test_a_token_has_the_saliency_of_its_position(signal: SaliencySignal) -> None:
+class OfTheThird(Saliency):
+    """Of the third last response token's log-likelihood."""
+
+    def targets(self, row: Row) -> tuple[int, int]:
+        return row.length - 3, row.length - 2
+
+
+@pytest.mark.parametrize("alignment", ["predictor", "token"])
+def test_a_token_has_the_saliency_of_its_position(alignment: str) -> None:
     """Positions of prompt + response are differentiated one forward at a time; the response begins at position 3."""
-    model, tokenizer = tiny_model(layers=1), char_tokenizer()
-    tokens_S = torch.tensor([5, 9, 2, 7, 1, 8, 3, 4])
-    row = PassRow(tokens_S, 3, 5, None, -1.0, 0, 0)
-    prepared = signal.prepare_row(row, tokenizer)
-    assert prepared.tokens_S.tolist() == tokens_S[:6].tolist(), "nothing after the target matters"
-    host = HuggingFaceModel(model, tokenizer, 0.5, torch.device("cpu"), None, 0)
-    (got,) = signal.run([prepared], host)
+    model, tokenizer, method = tiny_model(layers=1), char_tokenizer(), OfTheThird(alignment=alignment)
+    tokens = torch.tensor([5, 9, 2, 7, 1, 8, 3, 4])
+    prepared = method.prepare(Row(tokens, 3, 5, None, -1.0, 0, 0), tokenizer)
+    assert prepared.tokens.tolist() == tokens[:6].tolist(), "nothing after the target matters"
+    (got,) = method.run([prepared], HuggingFaceModel(model, tokenizer, 0.5, torch.device("cpu"), None, 0))
 
-    hidden_SD = model.get_input_embeddings()(tokens_S).detach().requires_grad_()
-    log_probs_SV = (model(inputs_embeds=hidden_SD[None]).logits[0] / 0.5).log_softmax(-1)
-    (gradient_SD,) = torch.autograd.grad(log_probs_SV[4, tokens_S[5]], hidden_SD)
-    saliency_S = (gradient_SD * hidden_SD).norm(dim=-1).detach()
-    first = 2 if signal.alignment == "predictor" else 3
-    expected_T = torch.cat([saliency_S[first:6], torch.zeros(5)])[:5]
-    torch.testing.assert_close(got.scores_T, expected_T, rtol=1e-4, atol=1e-7)
-    assert (got.scores_T > 0).sum() == 5 - first
-    torch.testing.assert_close(got.gradient_norms, gradient_SD.norm(dim=-1)[2:5], rtol=1e-4, atol=1e-7)
+    hidden = model.get_input_embeddings()(tokens).detach().requires_grad_()
+    log_probs = (model(inputs_embeds=hidden[None]).logits[0] / 0.5).log_softmax(-1)
+    (gradient,) = torch.autograd.grad(log_probs[4, tokens[5]], hidden)
+    saliency = (gradient * hidden).norm(dim=-1).detach()
+    first = 2 if alignment == "predictor" else 3
+    torch.testing.assert_close(got.scores, torch.cat([saliency[first:6], torch.zeros(5)])[:5], rtol=1e-4, atol=1e-7)
+    assert (got.scores > 0).sum() == 5 - first
+    torch.testing.assert_close(got.norms, gradient.norm(dim=-1)[2:5], rtol=1e-4, atol=1e-7)
+
+
+def test_a_reward_is_right_above_0() -> None:
+    rewards = (1.0, 0.25, 0.0, -1.0, None, NAN, INF)
+    assert [outcome_of(reward) for reward in rewards] == ["right", "right", "wrong", "wrong", None, None, None]

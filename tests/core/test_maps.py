@@ -14,7 +14,10 @@ from grail_advantage.reshapers.top import count_of_share
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.core.common import RESHAPERS, few
+from grail_advantage import maps
+from grail_advantage.maps import count_of_share
+from tests.core.common import MAPS as OURS
+from tests.core.common import few
 from tests.core.plain_maps import MAPS
 from tests.core.plain_weights import close
 
@@ -38,8 +41,12 @@ OPTIONS: dict[str, Any] = {
 }
 
 
+def weights_of(name: str, scores: torch.Tensor, mask: torch.Tensor, **options: Any) -> torch.Tensor:
+    return maps.MAPS[name].function(scores, mask, **options).values
+
+
 def test_each_has_a_plain_computation() -> None:
-    assert set(RESHAPERS) == set(MAPS) == set(OPTIONS)
+    assert set(OURS) == set(MAPS) == set(OPTIONS)
 
 
 @pytest.mark.parametrize("name", MAPS)
@@ -51,12 +58,12 @@ def test_against_the_plain_computation(name: str, data: st.DataObject, rows: lis
     shuffled = random.Random(len(rows))
     width = max(map(len, rows)) + 3
     places = [sorted(shuffled.sample(range(width), len(row))) for row in rows]
-    scores_BT = torch.full((len(rows), width), NAN, dtype=torch.float64)
-    mask_BT = torch.zeros((len(rows), width), dtype=torch.bool)
+    scores = torch.full((len(rows), width), NAN, dtype=torch.float64)
+    mask = torch.zeros((len(rows), width), dtype=torch.bool)
     for index, (row, at) in enumerate(zip(rows, places, strict=True)):
-        scores_BT[index, at] = torch.tensor(row, dtype=torch.float64)
-        mask_BT[index, at] = True
-    got = reshapers()[name](**options).weights(scores_BT, mask_BT, torch.ones(len(rows)))
+        scores[index, at] = torch.tensor(row, dtype=torch.float64)
+        mask[index, at] = True
+    got = weights_of(name, scores, mask, **options)
     assert got.dtype == torch.float32
     # Where scores of both signs nearly cancel, their mean is no measure of them.
     sound = [name != "mean_ratio" or abs(math.fsum(row)) > 1e-3 * math.fsum(map(abs, row)) for row in rows]
@@ -68,15 +75,14 @@ def test_against_the_plain_computation(name: str, data: st.DataObject, rows: lis
 @pytest.mark.parametrize("name", MAPS)
 def test_equal_scores_weigh_one_and_batches_of_nothing_have_their_shape(name: str) -> None:
     """A rounding error of 1e-6 in a mean log would show: divided by sqrt(1e-8) it moves the weight by 0.005."""
-    chosen = reshapers()[name]()
     for length in (1, 10, 4096):
         for score in (0.0, 1e-6, 0.3):
-            scores_1T = torch.full((1, length), score, dtype=torch.float64)
-            weights_1T = chosen.weights(scores_1T, torch.ones_like(scores_1T).bool(), torch.ones(1))
-            assert name == "top" or weights_1T[0].tolist() == pytest.approx([1.0] * length, abs=1e-6)
+            scores = torch.full((1, length), score, dtype=torch.float64)
+            weights = weights_of(name, scores, torch.ones_like(scores).bool())
+            assert name == "top" or weights[0].tolist() == pytest.approx([1.0] * length, abs=1e-6)
     for shape in ((0, 4), (3, 0), (0, 0)):
-        weights_BT = chosen.weights(torch.zeros(shape), torch.zeros(shape, dtype=torch.bool), torch.zeros(shape[0]))
-        assert weights_BT.shape == shape
+        weights = weights_of(name, torch.zeros(shape), torch.zeros(shape, dtype=torch.bool))
+        assert weights.shape == shape
 
 
 def test_a_share_that_is_a_whole_number_in_decimals_is_that_number() -> None:
@@ -89,6 +95,6 @@ def test_a_share_that_is_a_whole_number_in_decimals_is_that_number() -> None:
 
 def test_a_row_whose_powers_sum_to_almost_nothing_is_even() -> None:
     """2 * (6e-5)^2 = 7.2e-9 is below 1e-8, 6e-5^2 + 9e-5^2 = 1.17e-8 is not."""
-    scores_BT = torch.tensor([[6e-5, 6e-5, 0.0], [6e-5, 9e-5, 0.0]], dtype=torch.float64)
-    weights_BT = reshapers()["power"]().weights(scores_BT, torch.ones(2, 3).bool(), torch.ones(2))
-    close(weights_BT.tolist(), [[1, 1, 1], [3 * 36 / 117, 3 * 81 / 117, 0]])
+    scores = torch.tensor([[6e-5, 6e-5, 0.0], [6e-5, 9e-5, 0.0]], dtype=torch.float64)
+    weights = weights_of("power", scores, torch.ones(2, 3).bool())
+    close(weights.tolist(), [[1, 1, 1], [3 * 36 / 117, 3 * 81 / 117, 0]])
