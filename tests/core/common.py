@@ -68,7 +68,7 @@ def weighed(method: Method, responses: Rollouts, of_pass: torch.Tensor | None = 
     """What a method makes of responses, the way every host goes; what holds for every method is checked."""
     w = weigh(Given(responses, of_pass), method, None)
     assert w.weights.dtype == w.advantages.dtype == w.scores.dtype == torch.float32
-    assert bool(w.weights.isfinite().all()) and bool((w.weights >= 0).all()) and bool(w.advantages.isfinite().all())
+    assert bool((w.weights.isfinite() & (w.weights >= 0)).all()) and not w.advantages.isnan().any()
     assert not w.weights[~responses.mask].any() and not w.advantages[~responses.mask].any()
     return w
 
