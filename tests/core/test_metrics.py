@@ -11,7 +11,10 @@ from grail_advantage.signals.base import RowSelection
 from grail_advantage.weighting import BatchWeights
 
 from grail_advantage import metrics
-from grail_advantage.metrics import weight_metrics
+from grail_advantage.data import Weighed
+from grail_advantage.method import build
+from grail_advantage.metrics import figures
+from tests.core.common import rollouts_of
 
 
 def plainly(

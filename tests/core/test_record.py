@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from grail_advantage.pipeline import weigh
-from grail_advantage.token_weights import PlainHost
 
 from grail_advantage import TokenWeights, compute_token_weights
+from grail_advantage.api import PlainHost
+from grail_advantage.weigh import weigh
 from tests import hosts
 from tests.core.tiny_models import Rollout, char_tokenizer, encode, make_batch, plain_columns, tiny_model
 
@@ -33,41 +33,41 @@ def _plain(name: str) -> tuple[TokenWeights, torch.Tensor]:
     """The function's result, and the mask of its response tokens."""
     advantages = zip(hosts.RESPONSES, hosts.ADVANTAGES, strict=True)
     batch = make_batch([Rollout(said.prompt, said.text, advantage) for said, advantage in advantages], "right")
-    mask_BL = batch.response_mask.bool()
-    mask_BL[mask_BL.clone()] = torch.tensor([wrote for said in hosts.RESPONSES for wrote in said.written])
+    mask = batch.response_mask.bool()
+    mask[mask.clone()] = torch.tensor([wrote for said in hosts.RESPONSES for wrote in said.written])
     rollouts = hosts.plain_rollouts()
     result = compute_token_weights(
         tiny_model(),
         char_tokenizer(),
         batch.input_ids,
         batch.attention_mask,
-        mask_BL,
+        mask,
         batch.advantages,
         hosts.signal_of(name),
         temperature=hosts.TEMPERATURE,
-        groups=rollouts.groups_B,
-        masked=rollouts.truncated_B,
+        groups=rollouts.groups,
+        masked=rollouts.truncated,
     )
-    return result, mask_BL
+    return result, mask
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_numbers_of_a_method_are_those_of_the_function(rows: list[dict[str, Any]], name: str) -> None:
-    result, mask_BL = _plain(name)
+    result, mask = _plain(name)
     for number, row in enumerate(rows):
         (columns,) = [of_method for of_method in row["methods"] if of_method["name"] == name]
         of_run = row if name == NAMES[0] else columns
         assert name != "step_values" or columns["advantage"] is not None
-        for column, values_BL in (
+        for column, values in (
             ("score", result.scores),
             ("weight", result.weights),
             ("advantage", result.advantages),
         ):
-            expected_T = values_BL[number, mask_BL[number]].numpy()
+            expected = values[number, mask[number]].numpy()
             for values in (of_run[column], columns[column]):
                 if values is not None:
-                    found_T = np.float32(values)[np.array(row["mask"])]
-                    np.testing.assert_allclose(found_T, expected_T, rtol=2e-4, atol=1e-5, err_msg=column)
+                    found = np.float32(values)[np.array(row["mask"])]
+                    np.testing.assert_allclose(found, expected, rtol=2e-4, atol=1e-5, err_msg=column)
 
 
 def test_numbers_of_the_policy_are_those_of_its_logits(rows: list[dict[str, Any]]) -> None:
@@ -103,9 +103,10 @@ def test_responses_without_a_token_count_in_no_rate() -> None:
 
     def rates(*empty: int) -> tuple[float, float]:
         rollouts = hosts.plain_rollouts()
-        rollouts.written_BT[list(empty)] = False
-        rollouts = replace(rollouts, mask_BT=rollouts.mask_BT & rollouts.written_BT)
-        metrics = weigh(PlainHost(tiny_model(), rollouts), hosts.signal_of("uniform"), 0).metrics
+        written = rollouts.written.clone()
+        written[list(empty)] = False
+        rollouts = replace(rollouts, mask=rollouts.mask & written, written=written)
+        metrics = weigh(PlainHost(tiny_model(), rollouts), hosts.signal_of("uniform"), None).metrics
         return metrics["truncated_rate"], metrics["unjudged_rate"]
 
     (unjudged, *_), truncated = (row for row, of in enumerate(hosts.ADVANTAGES) if math.isnan(of)), hosts.TRUNCATED
