@@ -143,7 +143,7 @@ class Rollouts:
             lists |= {f"{kind}[{name!r}]": of for name, of in getattr(self, kind).items()}
         for name, of in lists.items():
             rank = getattr(of, "ndim", int(hasattr(of, "__len__") and not isinstance(of, str)))
-            if of is not None and (rank != 1 or len(of) != count):
+            if (of is not None or "[" in name) and (rank != 1 or len(of) != count):
                 raise ValueError(f"{name} must be a list with one value a response, {count} of them; got {of!r}")
         if alone := [i for i, of in enumerate(self.responses) if len(of) and not len(self.prompts[i])]:
             raise ValueError(f"response {alone[0]} has no prompt token before it; add at least one")
