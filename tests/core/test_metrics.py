@@ -10,11 +10,22 @@ import torch
 from grail_advantage.signals.base import RowSelection
 from grail_advantage.weighting import BatchWeights
 
-from grail_advantage import metrics
+from grail_advantage import AnswerSpan, Rollouts, metrics
 from grail_advantage.data import Weighed
 from grail_advantage.method import build
 from grail_advantage.metrics import figures
 from tests.core.common import rollouts_of
+
+SPAN = AnswerSpan(0, 0, 1, 1)
+
+
+def weighed_of(r: Rollouts, weights: torch.Tensor, **parts: torch.Tensor) -> Weighed:
+    """As a method made it; by default nothing was chosen."""
+    none_of = {name: torch.zeros(len(r), dtype=torch.bool) for name in ("selected", "failed")}
+    none = {name: torch.zeros_like(r.mask) for name in ("by_score", "low", "high")}
+    seen = r.for_method(build("uniform"))
+    numbers = {"weights": weights, "scores": weights, "advantages": weights * seen.advantages[:, None]}
+    return Weighed(method=build("uniform"), rollouts=seen, **{**none_of, **none, **numbers, **parts})
 
 
 def plainly(
@@ -66,31 +77,25 @@ def test_figures_token_by_token(level: float) -> None:
     norms = torch.rand(1013, generator=generator)
     norms[17], norms[1000] = math.nan, math.inf
     before = norms.clone()
-    from_scores = mask & drawn(23, 47)
-    result = BatchWeights(weights, drawn(23), from_scores, from_scores & drawn(23, 47), from_scores & drawn(23, 47))
-    rows = RowSelection(drawn(23), drawn(23), drawn(23))
-    got = weight_metrics(result, mask.long(), advantages, rows, norms)
-    expected = plainly(weights.tolist(), mask.tolist(), advantages.tolist(), norms.tolist())
+    by_score = mask & drawn(23, 47)
+    answered = drawn(23).tolist()
+    r = rollouts_of([[0] * 47] * 23, advantages, mask.tolist(), [SPAN if found else None for found in answered])
+    flags = {name: by_score & drawn(23, 47) for name in ("low", "high")}
+    w = weighed_of(r, weights, by_score=by_score, selected=drawn(23), failed=drawn(23), **flags)
+    got = figures(w, norms)
+    expected = plainly(weights.tolist(), mask.tolist(), advantages.nan_to_num(0, 0, 0).tolist(), norms.tolist())
     assert 0 < expected["weight_one_rate"] < 1
     counted = [row for row in range(23) if any(mask[row].tolist())]
-    for name, of_row in (
-        ("answer_found_rate", rows.answered_B),
-        ("selected_rate", rows.selected_B),
-        ("non_finite_rate", result.non_finite_B),
-    ):
-        expected[name] = sum(of_row.tolist()[row] for row in counted) / len(counted)
-    scored = sum(map(sum, from_scores.tolist()))
-    expected["clipped_low_rate"] = sum(map(sum, result.at_lower_bound_BT.tolist())) / scored
-    expected["clipped_high_rate"] = sum(map(sum, result.at_upper_bound_BT.tolist())) / scored
+    rates = {"answer_found_rate": answered, "selected_rate": w.selected.tolist(), "non_finite_rate": w.failed.tolist()}
+    expected |= {name: sum(of[row] for row in counted) / len(counted) for name, of in rates.items()}
+    expected |= {f"clipped_{name}_rate": int(of.sum()) / int(by_score.sum()) for name, of in flags.items()}
     assert got == pytest.approx(expected, rel=1e-12)
     assert list(got) == [*metrics.METRICS, *metrics.GRADIENT_METRICS]
     assert torch.equal(norms.nan_to_num(), before.nan_to_num()), "the caller's are left alone"
 
 
 def test_without_an_advantage_or_a_weight_there_is_no_sum_to_share() -> None:
-    none_BT, none_B = torch.zeros(2, 3).bool(), torch.zeros(2).bool()
     for weight, advantage in ((1.0, 0.0), (0.0, 1.0)):
-        result = BatchWeights(torch.full((2, 3), weight), none_B, *[none_BT] * 3)
-        rows, advantages_B = RowSelection(*[none_B] * 3), torch.full((2,), advantage)
-        got = weight_metrics(result, ~none_BT, advantages_B, rows, torch.zeros(0))
+        r = rollouts_of([[0] * 3] * 2, [advantage] * 2)
+        got = figures(weighed_of(r, torch.full((2, 3), weight)), torch.zeros(0))
         assert got["top_share"] == got["advantage_scale"] == 0.0 and all(map(math.isfinite, got.values()))

@@ -3,26 +3,34 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
+from typing import Any
 
 import pytest
+import torch
 
-from grail_advantage import Grail, Signal
+from grail_advantage import Grail, Method, Rollouts
 from grail_advantage.answers.format import answer_format
 from grail_advantage.answers.missing import AnswerCheck, advice
-from grail_advantage.answers.span import find_answer_spans
-from grail_advantage.methods import method
+from grail_advantage.method import build
+from grail_advantage.weigh import weigh
+from tests.core.common import Given, rollouts_of
 from tests.core.tiny_models import char_tokenizer, encode
 
 HASHES, BOX, NONE = "so #### 42", r"so \boxed{42}", "so 42"
 
 
+def said(texts: list[str], answer: str = "boxed", **parts: Any) -> Rollouts:
+    r = rollouts_of(list(map(encode, texts)), [0.0] * len(texts), **parts)
+    return replace(r, known_spans={}, answer=answer_format(answer))
+
+
 def looked(watch: AnswerCheck, texts: list[str], answer: str = "boxed") -> None:
-    ids = [encode(text) for text in texts]
-    watch.look(find_answer_spans(ids, char_tokenizer(), answer=answer), ids, char_tokenizer())
+    watch.look(said(texts, answer))
 
 
-def watch(choice: str = "stop", signal: Signal | None = None, answer: str = "boxed") -> AnswerCheck:
-    return AnswerCheck(signal or Grail(), answer_format(answer), choice, "here.")
+def watch(choice: str = "stop", method: Method | None = None, answer: str = "boxed", **given: Any) -> AnswerCheck:
+    return AnswerCheck(method or Grail(), answer_format(answer), choice, "here.", **given)
 
 
 @pytest.mark.parametrize(
@@ -68,16 +76,20 @@ def test_a_low_share_is_warned_of_once(caplog: pytest.LogCaptureFixture) -> None
 
 def test_nothing_is_said_where_no_answer_is_read(caplog: pytest.LogCaptureFixture) -> None:
     looked(watch("ignore"), [NONE] * 40)
-    looked(watch(signal=method("uniform").build({})), [NONE] * 40)
-    looked(watch(signal=method("surprisal").build({"statistics": "response"})), [NONE] * 40)
+    looked(watch(method=build("uniform")), [NONE] * 40)
+    looked(watch(method=build("surprisal", {"statistics": "response"})), [NONE] * 40)
     assert not caplog.records
 
 
 def test_counts_of_all_processes_decide() -> None:
-    own, ids = watch(), [encode(NONE)] * 8
-    own.look([None] * 8, ids, char_tokenizer(), (1, 64))
+    looked(watch(total=lambda counts: [counts[0] + 1, 64]), [NONE] * 8)
     with pytest.raises(ValueError, match="0 of 64 responses"):
-        watch().look([None] * 8, ids, char_tokenizer(), (0, 64))
+        looked(watch(total=lambda counts: [counts[0], 64]), [NONE] * 8)
+
+
+def test_weigh_looks_before_anything_else() -> None:
+    with pytest.raises(ValueError, match="0 of 32 responses"):
+        weigh(Given(said([NONE] * 32)), Grail(), watch())
 
 
 def test_a_long_response_is_shown_by_its_end_without_the_output_of_tools() -> None:
@@ -104,9 +116,9 @@ def test_responses_that_are_cut_off_while_they_think_are_warned_of_once(
     caplog: pytest.LogCaptureFixture, prompt: str, responses: list[str], truncated: list[bool], warns: bool
 ) -> None:
     """More than half of a batch; with a method that reads no answer too."""
-    own = watch(signal=method("uniform").build({}))
+    own = watch(method=build("uniform"))
     for _ in range(2):
-        ids = [encode(response) for response in responses]
-        own.look_at_thinking([encode(prompt)] * len(ids), ids, truncated, char_tokenizer())
+        prompts = [torch.tensor(encode(prompt))] * len(responses)
+        own.look(said(responses, prompts=prompts, truncated=torch.tensor(truncated, dtype=torch.bool)))
     assert len(caplog.records) == warns
     assert all("enable_thinking" in record.getMessage() for record in caplog.records)

@@ -26,38 +26,39 @@ PARTS: dict[str, Any] = {
     "mask": TWO.bool(),
     "advantages": torch.tensor([1.0, -1.0]),
 }
-REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"mask": TWO * 2}, "mask must be bool or hold 0 and 1"),
-    ({"mask": [[True] * 3] * 2}, "mask must be a tensor, got list"),
-    ({"mask": TWO[:, :2]}, r"mask must have the shape \(2, 3\), got \(2, 2\)"),
-    ({"written": TWO[:1]}, r"written must have the shape \(2, 3\)"),
-    ({"advantages": TWO}, r"advantages must have the shape \(2,\), got \(2, 3\)"),
-    ({"advantages": None}, "advantages must be a tensor"),
-    ({"truncated": torch.ones(3)}, r"truncated must have the shape \(2,\)"),
-    ({"masked": torch.tensor([2, 0])}, "masked must be bool"),
-    ({"groups": torch.ones(2)}, "groups must hold whole numbers, got torch.float32"),
-    ({"groups": torch.tensor([0, -2])}, "groups holds -2; number them from 0"),
-    ({"rewards": torch.ones(2).bool()}, "rewards must hold numbers, got torch.bool"),
-    ({"columns": {"entropy": torch.ones(2, 4)}}, r"entropy must have the shape \(2, 3\), got \(2, 4\)"),
-    ({"columns": {"entropy": TWO.long()}}, "entropy must hold floats, got torch.int64"),
-    ({"examples": [None] * 3}, "examples must be one a response, 2 of them; got 3"),
-    ({"sessions": [("a", 0)]}, "sessions must be one a response"),
-    ({"keys": ["a"]}, "keys must be one a response"),
-    ({"places": [1, 2, 3], "keys": ["a", "b"]}, "places must be one a response"),
-    ({"prompts": [torch.tensor([1])]}, "prompts must be one a response"),
-    ({"prompts": [torch.tensor([1]), torch.tensor([], dtype=torch.int64)]}, "response 1 has no prompt token"),
-    ({"fields": {"blame": [1]}}, r"fields\['blame'\] must be one a response"),
-    ({"fields": {"blame": "ab"}}, r"fields\['blame'\] must be a list with one value a response"),
-    ({"fields": {"blame": torch.ones(2, 1)}}, r"fields\['blame'\] must be a list with one value a response"),
-    ({"facts": {"reward": [1.0]}}, r"facts\['reward'\] must be one a response"),
+REFUSED: list[dict[str, Any]] = [
+    *({"mask": mask} for mask in (TWO * 2, [[True] * 3] * 2, TWO[:, :2], None, TWO * NAN)),
+    *({"written": mask} for mask in (TWO[:1], TWO * 2, "text")),
+    *({"advantages": values} for values in (TWO, None, [1.0, 2.0], torch.ones(3), torch.ones(2).bool())),
+    *({name: values} for name in ("truncated", "masked") for values in (torch.ones(3), torch.tensor([2, 0]), [0, 1])),
+    *({"groups": values} for values in (torch.ones(2), torch.tensor([0, -2]), torch.zeros(1).long(), [0, 0])),
+    *({"rewards": values} for values in (torch.ones(2).bool(), torch.ones(3), torch.ones(2, 1))),
+    *({"columns": {"entropy": values}} for values in (torch.ones(2, 4), TWO.long(), [[1.0] * 3] * 2)),
+    *({"fields": {"blame": values}} for values in ([1], "ab", torch.ones(2, 1), torch.ones(2, 3), None, 5)),
+    *({"facts": {"reward": values}} for values in ([1.0], "ab")),
+    *({name: [1]} for name in ("examples", "sessions", "keys")),
+    {"prompts": [torch.tensor([1])]},
+    {"places": [1, 2, 3], "keys": ["a", "b"]},
 ]
 
 
-@pytest.mark.parametrize(("change", "words"), REFUSED)
-def test_responses_whose_parts_do_not_fit_are_refused(change: dict[str, Any], words: str) -> None:
+@pytest.mark.parametrize("change", REFUSED)
+def test_responses_whose_parts_do_not_fit_are_refused_by_name(change: dict[str, Any]) -> None:
     Rollouts(**PARTS)
-    with pytest.raises(ValueError, match=words):
+    (name, value), *_ = change.items()
+    with pytest.raises(ValueError, match=next(iter(value)) if isinstance(value, dict) else name):
         Rollouts(**PARTS | change)
+
+
+def test_a_response_without_a_token_before_it_is_refused() -> None:
+    """A response of no token needs none."""
+    empty = torch.tensor([], dtype=torch.int64)
+    with pytest.raises(ValueError, match="response 1 has no prompt token"):
+        Rollouts(**PARTS | {"prompts": [torch.tensor([1]), empty]})
+    assert (
+        len(Rollouts(**PARTS | {"prompts": [torch.tensor([1]), empty], "responses": [torch.ones(3).long(), empty]}))
+        == 2
+    )
 
 
 OPTIONS: dict[str, Any] = {
