@@ -58,7 +58,7 @@ class Given:
         return self.responses
 
     def columns(self, names: Sequence[str], selected: Sequence[int]) -> Mapping[str, torch.Tensor]:
-        return {}
+        return {name: self.responses.columns[name] for name in names if name in self.responses.columns}
 
     def scores(self, method: Method, rows: Sequence[Row]) -> list[RowScores]:
         return [RowScores(self.of_pass[row.index, : row.length]) for row in rows]

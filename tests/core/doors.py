@@ -17,7 +17,8 @@ from grail_advantage.batch import Example
 from torch import nn
 
 from grail_advantage import Grail, compute_token_weights
-from grail_advantage.methods import method
+from grail_advantage.data import Example
+from grail_advantage.method import build
 from grail_advantage.receipt import Batch, Layout, Loss, check
 from tests.core.receipt_loop import rollout, train
 from tests.core.tiny_models import ROLLOUTS, char_tokenizer, make_batch, tiny_model
@@ -139,7 +140,7 @@ def valid_weights(name: str) -> dict[str, Any]:
     return vars(batch) | {
         "model": model(),
         "tokenizer": char_tokenizer(),
-        "config": Grail(gate="all") if name == "grail" else method(name).build({}),
+        "config": Grail(gate="all") if name == "grail" else build(name),
         "temperature": 0.7,
         "old_log_probs": -3 * torch.rand(shape, generator=generator),
         "entropy": torch.rand(shape, generator=generator),

@@ -15,7 +15,9 @@ from grail_advantage.batch import Example
 from grail_advantage.token_weights import TokenWeights, response_statistics
 
 from grail_advantage import compute_token_weights
-from grail_advantage.methods import method
+from grail_advantage.data import Example
+from grail_advantage.method import build
+from grail_advantage.token_weights import TokenWeights, response_statistics
 from tests.core import card
 from tests.core.common import METHODS
 from tests.core.doors import valid_weights
@@ -27,7 +29,7 @@ TURNS = {"tool_rewards": [[0.0], [1.0], [0.5]], "step_rewards": [[0.1], [0.2, 0.
 
 
 def arguments(name: str) -> dict[str, Any]:
-    given = valid_weights("grail") | {"fields": TURNS, "config": method(name).build({}), "model": tiny_model()}
+    given = valid_weights("grail") | {"fields": TURNS, "config": build(name), "model": tiny_model()}
     given["examples"] = [Example([{"role": "user", "content": "?"}], {"reward_model": {"ground_truth": "7"}}, {})] * 3
     given["tokenizer"] = copy.copy(given["tokenizer"])
     given["tokenizer"].chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}"

@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import nn
 
-from grail_advantage import Grail, Oar, Signal, compute_token_weights
+from grail_advantage import Grail, Oar, Method, compute_token_weights
 from tests.core.tiny_models import ROLLOUTS, char_tokenizer, make_batch, tiny_model
 
-SIGNALS: dict[str, Signal] = {
+SIGNALS: dict[str, Method] = {
     "embeddings": Grail("official"),
     "last block": Grail("robust", leaf="last"),
     "noise": Oar("gradient"),

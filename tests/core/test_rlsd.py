@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import copy
 import math
-from dataclasses import replace
 from functools import cache
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from grail_advantage.batch import Example, RolloutBatch
-from grail_advantage.signals.rlsd import REQUEST, Rlsd
-from grail_advantage.weighting import BatchWeights, batch_weights
 from transformers import PreTrainedTokenizerFast
 
 from grail_advantage import TokenWeights, compute_token_weights
-from tests.core.common import watch_inputs
+from grail_advantage.data import Example, Weighed
+from grail_advantage.methods.rlsd import REQUEST, Rlsd
+from tests.core.common import rollouts_of, watch_inputs, weighed
 from tests.core.tiny_models import Rollout, char_tokenizer, encode, make_batch, plain_columns, tiny_model
 
 SHORT = "Given {privileged}, tell it in your words."
@@ -38,43 +36,35 @@ def example(question: Any, gold: Any = "5", **options: Any) -> Example:
 # What the weights are, given D.
 
 
-def weigh(
-    changes: list[list[float]], advantages: list[float], step: int = 0, **options: Any
-) -> tuple[torch.Tensor, BatchWeights]:
-    """Weights of responses without padding, from what the response's log-probabilities change by."""
-    config = Rlsd(**options)
-    scores_BT = torch.tensor(changes)
-    batch = RolloutBatch(
-        torch.ones_like(scores_BT, dtype=torch.bool), torch.tensor(advantages), [None] * len(changes), {}, step=step
-    )
-    result = batch_weights(scores_BT, batch, config.select(batch), config)
-    return result.weights_BT, result
+def weigh(changes: list[list[float]], advantages: list[float], step: int = 0, **options: Any) -> Weighed:
+    """Of responses without padding, from what the response's log-probabilities change by."""
+    of_pass = torch.tensor(changes)
+    asked, columns = [example("?")] * len(changes), {"old_log_probs": torch.zeros_like(of_pass)}
+    ids, parts = [[0] * of_pass.shape[1]] * len(changes), {"examples": asked, "columns": columns, "step": step}
+    return weighed(Rlsd(**options), rollouts_of(ids, advantages, tokenizer=tiny_tokenizer(), **parts), of_pass)
 
 
 def test_bounds_gate_and_mass() -> None:
     changes = [math.log(1.1), math.log(0.9), math.log(2.0), math.log(0.5), 0.0]
-    weights_BT, result = weigh([changes, changes, changes], [2.0, -0.5, 0.0])
+    w = weigh([changes, changes, changes], [2.0, -0.5, 0.0])
     # The ratio of an incorrect response becomes its inverse before the clip.
-    assert result.at_upper_bound_BT.nonzero().tolist() == [[0, 2], [1, 3]]
-    assert result.at_lower_bound_BT.nonzero().tolist() == [[0, 3], [1, 2]]
-    only, _ = weigh([changes, changes, changes], [2.0, -0.5, 0.0], negative_only=True)
-    assert torch.equal(only[1], weights_BT[1]) and only[0].tolist() == [1.0] * 5
-    scaled, _ = weigh([changes], [2.0], normalize_mass=True)
-    torch.testing.assert_close(scaled[0], weights_BT[0] * 5 / weights_BT[0].sum())
+    assert w.high.nonzero().tolist() == [[0, 2], [1, 3]] and w.low.nonzero().tolist() == [[0, 3], [1, 2]]
+    only = weigh([changes, changes, changes], [2.0, -0.5, 0.0], negative_only=True).weights
+    assert torch.equal(only[1], w.weights[1]) and only[0].tolist() == [1.0] * 5
+    scaled = weigh([changes], [2.0], normalize_mass=True).weights
+    torch.testing.assert_close(scaled[0], w.weights[0] * 5 / w.weights[0].sum())
 
 
 def test_lam_falls_and_needs_no_pass_once_it_is_0() -> None:
     cases = [(0, 10**6, 1.1), (None, 7, 1.1), (50, 0, 1.1), (50, 25, 1.05), (50, 49, 1.002)]
     for lam_steps, step, upper in cases:
-        weights_BT, result = weigh([[5.0, -5.0, 0.0]], [1.0], step, lam_steps=lam_steps)
-        torch.testing.assert_close(weights_BT, torch.tensor([[upper, 2 - upper, 1.0]]))
-        assert (int(result.at_upper_bound_BT.sum()), int(result.at_lower_bound_BT.sum())) == (1, 1)
-    config = Rlsd(lam_steps=50)
-    batch = RolloutBatch(torch.ones(1, 3, dtype=torch.bool), torch.ones(1), [None], {}, step=49)
-    assert config.select(batch).selected_B.all()
+        w = weigh([[5.0, -5.0, 0.0]], [1.0], step, lam_steps=lam_steps)
+        torch.testing.assert_close(w.weights, torch.tensor([[upper, 2 - upper, 1.0]]))
+        assert (int(w.high.sum()), int(w.low.sum())) == (1, 1)
+    assert weigh([[5.0]], [1.0], 49, lam_steps=50).selected.all()
     for step in (50, 51, 10**6):
-        assert not config.select(replace(batch, step=step)).selected_B.any()
-        assert weigh([[5.0, -5.0, 0.0]], [1.0], step, lam_steps=50)[0].tolist() == [[1.0] * 3]
+        w = weigh([[5.0, -5.0, 0.0]], [1.0], step, lam_steps=50)
+        assert w.weights.tolist() == [[1.0] * 3] and not w.selected.any()
 
 
 # The whole way with a tiny model, against loops over Python floats.
@@ -184,7 +174,7 @@ def test_rows_without_privileged_text() -> None:
 
 
 def test_examples_and_a_template_are_needed() -> None:
-    with pytest.raises(ValueError, match="rlsd reads examples; pass examples="):
+    with pytest.raises(ValueError, match="rlsd reads examples"):
         run_rows(Rlsd(), None)
-    with pytest.raises(ValueError, match=r"rlsd asks again through the chat template.*custom_chat_template"):
+    with pytest.raises(ValueError, match=r"rlsd .*chat template"):
         run_rows(Rlsd(), EXAMPLES, tokenizer=char_tokenizer())

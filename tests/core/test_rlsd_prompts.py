@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from grail_advantage.batch import Example, PassRow
-from grail_advantage.signals.rlsd import REQUEST, Rlsd
 from transformers import PreTrainedTokenizerFast
 
+from grail_advantage.data import Example, Row
+from grail_advantage.methods.rlsd import REQUEST, Rlsd
 from recipe.chat_templates import read_chat_template
 from tests.core.test_rlsd import SHORT, columns
 from tests.real_tokenizers import llama3_tokenizer, qwen_tokenizer
@@ -76,30 +76,30 @@ each_chat = pytest.mark.parametrize("chat", CHATS.values(), ids=CHATS)
 
 def prepared(
     chat: Chat, gold: Any, messages: list[dict[str, Any]] | None = None, **options: Any
-) -> tuple[list[int], str, PassRow]:
+) -> tuple[list[int], str, Row]:
     """Ids and text of the rebuilt prompt, and the response."""
     tokenizer = chat.with_template
     messages = messages if messages is not None else [{"role": "user", "content": QUESTION}]
     before = copy.deepcopy(messages)
     prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False, **chat.options)
     response = tokenizer.encode("It is 51.", add_special_tokens=False)
-    row = PassRow(
+    row = Row(
         torch.tensor(prompt + response),
         len(prompt),
         len(response),
         None,
         advantage=1.0,
         group=0,
-        place=0,
+        index=0,
         example=Example(messages, columns(gold), chat.options),
     )
-    prepared = Rlsd(**options).prepare_row(row, tokenizer)
+    prepared = Rlsd(**options).prepare(row, tokenizer)
     assert messages == before
-    assert prepared.response_length == row.response_length
-    assert prepared.tokens_S.dtype == torch.int64
-    ids = prepared.tokens_S.tolist()
-    assert ids[prepared.response_start :] == response
-    return ids[: prepared.response_start], tokenizer.decode(ids[: prepared.response_start]), prepared
+    assert prepared.length == row.length
+    assert prepared.tokens.dtype == torch.int64
+    ids = prepared.tokens.tolist()
+    assert ids[prepared.start :] == response
+    return ids[: prepared.start], tokenizer.decode(ids[: prepared.start]), prepared
 
 
 @pytest.mark.slow

@@ -11,16 +11,16 @@ import torch
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
-from grail_advantage import Grail, Oar, Signal, compute_token_weights
-from grail_advantage.methods import method
+from grail_advantage import Grail, Oar, Method, compute_token_weights
+from grail_advantage.method import build
 from tests.core.tiny_models import ROLLOUTS, char_tokenizer, make_batch, tiny_model
 
-METHODS: dict[str, Signal] = {
+METHODS: dict[str, Method] = {
     "grail": Grail("robust", gate="all"),
     "grail, hidden states": Grail(leaf="middle"),
     "oar_g": Oar(),
     "oar_p": Oar("perturbation"),
-    "surprisal": method("surprisal").build({"gate": "all"}),
+    "surprisal": build("surprisal", {"gate": "all"}),
 }
 SHARES: dict[str, tuple[list[str], ...]] = {
     "three, one and two": (

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from torch import nn
 from transformers import Qwen3ForCausalLM
 
-from grail_advantage import Grail, Oar, Signal, TokenWeights, compute_token_weights
-from grail_advantage.methods import method
+from grail_advantage import Grail, Oar, Method, TokenWeights, compute_token_weights
+from grail_advantage.method import build
 from grail_advantage.model import activations, hugging_face
 from tests.core.common import few, watch_inputs
 from tests.core.plain_answers import EXPRESSION, PLAIN
@@ -250,7 +250,7 @@ OFFLOADS: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.parametrize(
     "signal", [Grail("official"), Grail("robust"), Oar("gradient")], ids=["official", "robust", "oar"]
 )
-def test_an_offloaded_model_weighs_as_the_whole_one(name: str, signal: Signal) -> None:
+def test_an_offloaded_model_weighs_as_the_whole_one(name: str, signal: Method) -> None:
     batch = make_batch([ROLLOUTS["box at the end"], ROLLOUTS["no box"], ROLLOUTS["text after the box"]])
     expected = compute_token_weights(tiny_model(), char_tokenizer(), *batch.tensors(), signal).weights
     model = tiny_model()
@@ -263,11 +263,11 @@ def test_an_offloaded_model_weighs_as_the_whole_one(name: str, signal: Signal) -
 @pytest.mark.parametrize(
     "signal", [Grail("official"), Grail("robust"), Oar("gradient")], ids=["official", "robust", "oar"]
 )
-def test_layers_that_pass_no_gradient_are_named(signal: Signal) -> None:
+def test_layers_that_pass_no_gradient_are_named(signal: Method) -> None:
     batch = make_batch([ROLLOUTS["box at the end"], ROLLOUTS["no box"]])
     with warnings.catch_warnings(action="ignore"):
         model = torch.ao.quantization.quantize_dynamic(tiny_model(), {nn.Linear}, dtype=torch.qint8)
     with pytest.raises(ValueError, match="model has layers that pass no gradient"):
         compute_token_weights(model, char_tokenizer(), *batch.tensors(), signal)
-    found = compute_token_weights(model, char_tokenizer(), *batch.tensors(), method("surprisal").build({})).weights
+    found = compute_token_weights(model, char_tokenizer(), *batch.tensors(), build("surprisal")).weights
     assert found.isfinite().all()

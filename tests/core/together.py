@@ -12,8 +12,8 @@ from unittest.mock import patch
 import torch
 from transformers import PreTrainedModel
 
-from grail_advantage import Grail, Oar, Signal, TokenWeights, compute_token_weights
-from grail_advantage.methods import method
+from grail_advantage import Grail, Oar, Method, TokenWeights, compute_token_weights
+from grail_advantage.method import build
 from grail_advantage.model import hugging_face
 from recipe.marked_text import table, write_marked
 from tests.core import neighbours
@@ -48,15 +48,15 @@ FAMILIES = (
     *("bloom", "doge", "apertus", "cohere2", "glm4_moe", "granite", "minimax", "smollm3"),
 )
 BATCH = [ROLLOUTS[name] for name in ("text after the box", "box at the end", "several boxes", "right", "empty box")]
-SIGNALS: dict[str, Signal] = {
+SIGNALS: dict[str, Method] = {
     "grail": Grail(gate="all"),
     "grail, middle": Grail(preset="robust", gate="all", leaf="middle"),
     "oar_g": Oar("gradient", noise_std=0.05),
     "oar_p": Oar("perturbation"),
-    "rlsd": method("rlsd").build({"request": SHORT}),
-    "shear": method("shear").build({"window": 6, "stride": 3}),
-    "surprisal": method("surprisal").build({"gate": "all", "reshaper": "power"}),
-    "entropy": method("entropy").build({}),
+    "rlsd": build("rlsd", {"request": SHORT}),
+    "shear": build("shear", {"window": 6, "stride": 3}),
+    "surprisal": build("surprisal", {"gate": "all", "reshaper": "power"}),
+    "entropy": build("entropy"),
 }
 CLOSE = {"oar_g": 1e-3, "oar_p": 1e-4, "rlsd": 1e-4}
 """Of a row's largest score, else 1e-5: a difference of two readings that are nearly the same has fewer digits, and its gradient
