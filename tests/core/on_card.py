@@ -14,10 +14,9 @@ import torch
 from grail_advantage.batch import Example
 from grail_advantage.token_weights import TokenWeights, response_statistics
 
-from grail_advantage import compute_token_weights
+from grail_advantage import TokenWeights, compute_token_weights
 from grail_advantage.data import Example
 from grail_advantage.method import build
-from grail_advantage.token_weights import TokenWeights, response_statistics
 from tests.core import card
 from tests.core.common import METHODS
 from tests.core.doors import valid_weights
@@ -49,7 +48,7 @@ def largest(found: TokenWeights, expected: TokenWeights) -> float:
     differences = []
     for name in ("weights", "scores", "advantages"):
         value, other = getattr(found, name), getattr(expected, name)
-        assert value.device == card.DEVICE == found.non_finite.device == found.rows.selected_B.device
+        assert value.device == card.DEVICE == found.failed.device == found.selected.device
         assert torch.equal(value.cpu().isnan(), other.isnan()), name
         differences.append(
             float((value.cpu() - other).nan_to_num().abs().max()) / max(1e-30, float(other.nan_to_num().abs().max()))
@@ -64,26 +63,14 @@ def compare(name: str, **columns: Any) -> float:
         return largest(compute_token_weights(**moved(given)), expected)
 
 
-def statistics() -> float:
-    names = ("model", "tokenizer", "input_ids", "attention_mask", "response_mask")
-    given = arguments("uniform")
-    expected = response_statistics(*(given[name] for name in names))
-    with card.card():
-        there = moved(given)
-        found = response_statistics(*(there[name] for name in names))
-        assert all(values.device == card.DEVICE for values in found)
-        return max(float((values.cpu() - others).abs().max()) for values, others in zip(found, expected, strict=True))
-
-
 def main() -> None:
     torch.set_num_threads(1)
-    own = {name.removesuffix(".py"): text for name, text in files(PAGE).items() if "@register_signal" in text}
+    own = {name.removesuffix(".py"): text for name, text in files(PAGE).items() if "@register(" in text}
     for name, text in own.items():
         exec(compile(text, name, "exec"), {"__name__": name})
     nothing = {"old_log_probs": None, "entropy": None}  # they are computed
     tried = {name: (lambda name=name: compare(name)) for name in [*METHODS, *own]}
     tried |= {f"{name}, own columns": (lambda name=name: compare(name, **nothing)) for name in ("stare", "rlsd")}
-    tried["statistics"] = statistics
     for name, run in tried.items():
         try:
             print(json.dumps([name, run()]))

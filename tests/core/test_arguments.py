@@ -1,8 +1,8 @@
-"""What compute_token_weights refuses, and batches without anything to weigh."""
+"""Models that the plain API refuses or reads as they are, and batches of nothing. Its arguments: ``doors.py``."""
 
 from __future__ import annotations
 
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import pytest
@@ -22,55 +22,24 @@ from peft import (
 from torch import nn
 
 from grail_advantage import Grail, Oar, compute_token_weights
-from tests.core.tiny_models import ROLLOUTS, Rollout, char_tokenizer, make_batch, tiny_model
+from grail_advantage.method import build
+from tests.core.tiny_models import ROLLOUTS, Batch, char_tokenizer, make_batch, plain_columns, tiny_model
 
-PASSES = [Grail(gate="all"), Oar("perturbation")]
+PASSES = [Grail(gate="all"), Oar("perturbation"), build("surprisal", {"gate": "all", "statistics": "response"})]
+"""With gradients, of made-up sequences, of the policy's log-probabilities."""
 MODEL = cache(lambda: tiny_model(layers=1))
-GOOD = vars(make_batch([ROLLOUTS["right"], ROLLOUTS["empty box"]])) | {"config": Grail()}
+BATCH = make_batch([ROLLOUTS["right"]])
 
 
-def with_values(name: str, *changes: tuple[int, int, float]) -> dict[str, torch.Tensor]:
-    """The good argument, or log-probabilities of -0.5, with some values changed."""
-    values_BL = GOOD.get(name, torch.full(GOOD["input_ids"].shape, -0.5)).clone()
-    for row, place, value in changes:
-        values_BL[row, place] = value
-    return {name: values_BL}
+def surprisal(model: nn.Module, batch: Batch = BATCH) -> list[float]:
+    found = compute_token_weights(model, char_tokenizer(), *batch.tensors(), PASSES[2])
+    return batch.of_responses(found.scores)[0]
 
 
-REFUSED: list[tuple[dict[str, Any], list[str]]] = [
-    ({"input_ids": torch.zeros(5, dtype=torch.long)}, ["input_ids", "(B, L)", "(5,)"]),
-    ({"input_ids": GOOD["input_ids"].tolist()}, ["input_ids must be a tensor, got list; use torch.tensor"]),
-    ({"attention_mask": torch.ones(2, 7)}, ["attention_mask", "(2, 7)", "input_ids", "must agree"]),
-    ({"response_mask": torch.ones(1, 3)}, ["response_mask", "(1, 3)", "input_ids", "must agree"]),
-    ({"advantages": torch.zeros(3)}, ["advantages", "one number a response", "(2,)", "(3,)"]),
-    ({"temperature": 0.0}, ["temperature=0.0", "greater than 0"]),
-    ({"tokens": 0}, ["tokens=0", "at least 1", "alone"]),
-    (with_values("attention_mask", (1, -1, 0)), ["response_mask", "padding", "attention_mask"]),
-    (
-        vars(make_batch([ROLLOUTS["right"], Rollout("", "a", -1.0)])),
-        ["response 1", "no prompt token", "add at least one"],
-    ),
-    ({"old_log_probs": [0.0]}, ["old_log_probs must be a tensor, got list"]),
-    # One is above 0, and one that nobody reads.
-    (with_values("old_log_probs", (0, 0, 9.0), (1, -1, 0.5)), ["old_log_probs holds 0.5", "at most 0"]),
-    ({"groups": torch.zeros(2)}, ["groups must hold whole numbers", "torch.float32", "torch.int64"]),
-    ({"groups": torch.tensor([3, -2])}, ["groups", "-2", "at least 0", "torch.unique"]),
-    ({"entropy": torch.zeros(2, 3)}, ["entropy", "(2, 3)", "input_ids", "must agree"]),
-    ({"examples": []}, ["examples", "one a response", "2", "0"]),
-    ({"masked": torch.zeros(3)}, ["masked", "one number a response", "(2,)", "(3,)"]),
-    ({"rewards": torch.zeros(3)}, ["rewards", "one number a response", "(2,)", "(3,)"]),
-    ({"rewards": torch.zeros(2, dtype=torch.bool)}, ["rewards must hold numbers", "torch.bool"]),
-    ({"step": -1}, ["step=-1", "at least 0"]),
-    ({"config": "grail"}, ["config='grail'", "Grail()", "grail_advantage.methods.method"]),
-]
-
-
-def test_refusals_name_the_argument_and_the_fix() -> None:
-    for change, words in REFUSED:
-        with pytest.raises(ValueError) as raised:
-            compute_token_weights(MODEL(), char_tokenizer(), **GOOD | change)
-        for word in words:
-            assert word in str(raised.value)
+def plain_surprisal(model: nn.Module) -> list[float]:
+    inside = BATCH.response_mask[0].bool()
+    prompt, response = BATCH.input_ids[0][~inside].tolist(), BATCH.input_ids[0][inside].tolist()
+    return [-value for value in plain_columns(model, prompt, response, 1.0)[0]]
 
 
 TASK = {"task_type": "CAUSAL_LM"}
@@ -90,39 +59,30 @@ ADAPTERS: list[PeftConfig] = [
 
 @pytest.mark.parametrize("config", VIRTUAL, ids=lambda config: type(config).__name__)
 def test_virtual_tokens_are_refused(config: PeftConfig) -> None:
-    model, batch = get_peft_model(tiny_model(layers=1), config), make_batch([ROLLOUTS["right"]])
-    calls = [partial(compute_token_weights, model, char_tokenizer(), *batch.tensors(), signal) for signal in PASSES]
-    calls.append(partial(response_statistics, model, char_tokenizer(), *batch.tensors()[:3]))
-    for call in calls:
-        with pytest.raises(ValueError, match=rf"virtual tokens \({type(config).__name__}\).*; use .* LoRA"):
-            call()
+    model = get_peft_model(tiny_model(layers=1), config)
+    for method in PASSES:
+        with pytest.raises(ValueError, match=rf"virtual tokens \({type(config).__name__}\)"):
+            compute_token_weights(model, char_tokenizer(), *BATCH.tensors(), method)
 
 
 @pytest.mark.parametrize("config", ADAPTERS, ids=lambda config: type(config).__name__)
 def test_log_probs_of_an_adapter_are_its_own(config: PeftConfig) -> None:
     torch.manual_seed(0)
-    model, batch = get_peft_model(tiny_model(layers=1), config), make_batch([ROLLOUTS["right"]])
-    found_BL, _ = response_statistics(model, char_tokenizer(), *batch.tensors()[:3])
-    with torch.no_grad():
-        log_probs_LV = model(input_ids=batch.input_ids).logits[0].log_softmax(-1)
-        plain_LV = tiny_model(layers=1)(input_ids=batch.input_ids).logits[0].log_softmax(-1)
-    ids_1L, mask_L = batch.input_ids[0, 1:, None], batch.response_mask[0, 1:].bool()
-    expected, without = (values[:-1].gather(1, ids_1L)[mask_L, 0] for values in (log_probs_LV, plain_LV))
-    torch.testing.assert_close(found_BL[0, 1:][mask_L], expected, rtol=1e-4, atol=1e-4)
-    assert not torch.allclose(expected, without, atol=1e-3)
+    model = get_peft_model(tiny_model(layers=1), config)
+    expected = plain_surprisal(model)
+    assert surprisal(model) == pytest.approx(expected, rel=1e-4, abs=1e-4)
+    assert plain_surprisal(MODEL()) != pytest.approx(expected, rel=1e-3, abs=1e-3)
 
 
 def test_batches_without_any_response_or_row() -> None:
-    batch = make_batch([ROLLOUTS["no response"]] * 2)
-    got = compute_token_weights(MODEL(), char_tokenizer(), *batch.tensors(), Grail())
-    assert got.weights.tolist() == [[0.0] * 13] * 2
-    assert got.scores.isnan().all()
-    assert got.spans == [None, None]
-    assert got.stats == {}
+    got = compute_token_weights(
+        MODEL(), char_tokenizer(), *make_batch([ROLLOUTS["no response"]] * 2).tensors(), Grail()
+    )
+    assert got.weights.tolist() == [[0.0] * 13] * 2 and got.scores.isnan().all()
+    assert (got.spans, got.stats) == ([None, None], {})
     none = torch.zeros(0, 5, dtype=torch.long)
     got = compute_token_weights(MODEL(), char_tokenizer(), none, none, none, torch.zeros(0), Grail())
-    assert got.weights.shape == got.scores.shape == (0, 5)
-    assert (got.spans, got.stats) == ([], {})
+    assert got.weights.shape == got.scores.shape == (0, 5) and (got.spans, got.stats) == ([], {})
 
 
 class Wrapped(nn.Module):
@@ -146,21 +106,17 @@ class Wrapped(nn.Module):
             parts = {"trimmed in front": slice(3, None), "trimmed behind": slice(0, -3)}
             output.logits = output.logits[:, parts.get(self.kind, slice(None))]
             return output
-        if self.kind.startswith("first token"):
-            output = self.inner(input_ids=input_ids[:, 1:])
-            if self.kind == "first token padded":
-                output.logits = torch.cat([output.logits[:, :1], output.logits], dim=1)
-            return output
-        output = self.inner(input_ids=input_ids)
-        changes: dict[str, Any] = {
-            "plain": lambda logits: logits,
-            "scaled": lambda logits: logits * 0.5,
-            "last": lambda logits: logits[:, -1:],
-            "without the last": lambda logits: logits[:, :-1],
-            "later": lambda logits: logits.roll(1, dims=1),
-            "earlier": lambda logits: torch.cat([logits[:, 1:], logits[:, :1]], dim=1),
+        output = self.inner(input_ids=input_ids[:, self.kind.startswith("first token") :])
+        logits = output.logits
+        changed = {
+            "first token padded": lambda: torch.cat([logits[:, :1], logits], dim=1),
+            "scaled": lambda: logits * 0.5,
+            "last": lambda: logits[:, -1:],
+            "without the last": lambda: logits[:, :-1],
+            "later": lambda: logits.roll(1, dims=1),
+            "earlier": lambda: torch.cat([logits[:, 1:], logits[:, :1]], dim=1),
         }
-        output.logits = changes[self.kind](output.logits)
+        output.logits = changed.get(self.kind, lambda: logits)()
         return output
 
 
@@ -172,27 +128,12 @@ OTHER_POSITIONS = [
 
 @pytest.mark.parametrize("kind", OTHER_POSITIONS)
 def test_a_model_with_other_positions_is_refused(kind: str) -> None:
-    batch = make_batch([ROLLOUTS["right"]])
-    calls = [partial(compute_token_weights, Wrapped(kind), char_tokenizer(), *batch.tensors(), each) for each in PASSES]
-    calls.append(partial(response_statistics, Wrapped(kind), char_tokenizer(), *batch.tensors()[:3]))
-    for call in calls:
-        with pytest.raises(
-            ValueError, match=r"model \(Wrapped\) has other positions than its input, or other.*; pass the causal"
-        ):
-            call()
+    for method in PASSES:
+        with pytest.raises(ValueError, match=r"model \(Wrapped\) has other positions than its input"):
+            compute_token_weights(Wrapped(kind), char_tokenizer(), *BATCH.tensors(), method)
 
 
-def test_a_model_without_logits_is_refused() -> None:
-    batch = make_batch([ROLLOUTS["right"]])
-    with pytest.raises(ValueError, match=r"model \(Qwen3Model\) gives no logits .*; pass a causal language model"):
-        response_statistics(MODEL().model, char_tokenizer(), *batch.tensors()[:3])
-
-
-def test_a_wrapper_with_the_same_positions_is_read_as_it_is() -> None:
-    batch, model = make_batch([ROLLOUTS["right"]]), Wrapped("plain")
-    found_BL, _ = response_statistics(model, char_tokenizer(), *batch.tensors()[:3])
-    with torch.no_grad():
-        log_probs_LV = model(input_ids=batch.input_ids).logits[0].log_softmax(-1)
-    mask_L = batch.response_mask[0, 1:].bool()
-    expected = log_probs_LV[:-1].gather(1, batch.input_ids[0, 1:, None])[mask_L, 0]
-    torch.testing.assert_close(found_BL[0, 1:][mask_L], expected, rtol=1e-4, atol=1e-4)
+def test_a_model_without_logits_is_refused_and_one_with_the_same_positions_read_as_it_is() -> None:
+    with pytest.raises(ValueError, match=r"model \(Qwen3Model\) gives no logits"):
+        surprisal(MODEL().model)
+    assert surprisal(Wrapped("plain")) == pytest.approx(plain_surprisal(MODEL()), rel=1e-4, abs=1e-4)

@@ -153,6 +153,6 @@ def test_a_tokenizer_without_padding_is_refused() -> None:
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=char_tokenizer().backend_tokenizer)
     batch = make_batch([ROLLOUTS["text after the box"]])
     model, _ = subject()
-    with pytest.raises(ValueError, match=r"oar\.method='perturbation'.*padding token.*tokenizer\.pad_token"):
+    with pytest.raises(ValueError, match=r"oar.* pad"):
         compute_token_weights(model, tokenizer, *batch.tensors(), Oar("perturbation"))
     compute_token_weights(model, tokenizer, *batch.tensors(), Oar("gradient"))

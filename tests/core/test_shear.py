@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
-import sys
 
-import ot
+import numpy as np
 import pytest
 import torch
-from grail_advantage.signals import shear_distances
-from grail_advantage.signals.shear import Shear
-from grail_advantage.signals.shear_distances import shear_scores, sinkhorn_distance
+from scipy.optimize import linprog
 
 from grail_advantage import compute_token_weights
+from grail_advantage.methods import shear
+from grail_advantage.methods.shear import Shear, shear_scores, sinkhorn_distance
 from tests.core.tiny_models import Rollout, char_tokenizer, make_batch, tiny_model
 
 SMALL = {"window": 5, "stride": 2}
@@ -31,89 +29,89 @@ def group(seed: int = 0, lengths: tuple[int, ...] = LENGTHS, hidden_size: int = 
     return [torch.randn(length, hidden_size, generator=generator) for length in lengths]
 
 
-def plain_sinkhorn(cost_NM: torch.Tensor, epsilon: float, iterations: int) -> tuple[float, float]:
+def plain_sinkhorn(cost: torch.Tensor, epsilon: float, iterations: int) -> tuple[float, float]:
     """The textbook's matrix scaling of one pair, in float64: transport cost, and share of the mass off the rows."""
-    cost_NM = cost_NM.double()
-    rows, columns = cost_NM.shape
-    kernel_NM = torch.exp(-cost_NM / (epsilon * cost_NM.mean()))
-    scale_M = torch.ones(columns, dtype=torch.float64)
+    cost = cost.double()
+    rows, columns = cost.shape
+    kernel = torch.exp(-cost / (epsilon * cost.mean()))
+    v = torch.ones(columns, dtype=torch.float64)
     for _ in range(iterations):
-        scale_N = 1 / rows / (kernel_NM @ scale_M)
-        scale_M = 1 / columns / (kernel_NM.T @ scale_N)
-    plan_NM = scale_N[:, None] * kernel_NM * scale_M
-    return (plan_NM * cost_NM).sum().item(), (plan_NM.sum(dim=1) - 1 / rows).abs().sum().item() / 2
+        u = 1 / rows / (kernel @ v)
+        v = 1 / columns / (kernel.T @ u)
+    plan = u[:, None] * kernel * v
+    return (plan * cost).sum().item(), (plan.sum(dim=1) - 1 / rows).abs().sum().item() / 2
+
+
+def exact(cost: torch.Tensor) -> float:
+    """Of optimal transport, by the linear programme."""
+    n, m = cost.shape
+    sums = np.concatenate([np.kron(np.eye(n), np.ones(m)), np.kron(np.ones(n), np.eye(m))])
+    return linprog(cost.flatten().numpy(), A_eq=sums, b_eq=[1 / n] * n + [1 / m] * m).fun
 
 
 def plain_scores(
     hidden: list[torch.Tensor], positive: tuple[bool, ...], window: int, stride: int, epsilon: float, iterations: int
 ) -> list[torch.Tensor]:
     """Every definition spelled out, one pair of windows at a time."""
-    norm = torch.cat([h_TD.norm(dim=1) for h_TD in hidden]).mean().item()
+    norm = torch.cat([h.norm(dim=1) for h in hidden]).mean().item()
     scores = []
     for own, outcome in zip(hidden, positive, strict=True):
-        score_T = torch.zeros(len(own))
+        score = torch.zeros(len(own))
         for start in range(0, len(own), stride):
-            x_ND = own[start : start + window].double()
+            x = own[start : start + window].double()
             nearest = min(
-                plain_sinkhorn(torch.cdist(x_ND, other[begin : begin + window].double()), epsilon, iterations)[0]
+                plain_sinkhorn(torch.cdist(x, other[begin : begin + window].double()), epsilon, iterations)[0]
                 for other, other_outcome in zip(hidden, positive, strict=True)
                 if other_outcome != outcome
                 for begin in range(0, len(other), stride)
             )
             for t in range(start, min(start + window, len(own))):
-                score_T[t] = max(score_T[t].item(), nearest / norm)
-        scores.append(score_T)
+                score[t] = max(score[t].item(), nearest / norm)
+        scores.append(score)
     return scores
 
 
 def assert_same(got: list[torch.Tensor], want: list[torch.Tensor], rtol: float = 1e-5) -> None:
-    for got_T, want_T in zip(got, want, strict=True):
-        assert got_T.dtype == torch.float32
-        torch.testing.assert_close(got_T, want_T, rtol=rtol, atol=0, equal_nan=True)
+    for found, wanted in zip(got, want, strict=True):
+        assert found.dtype == torch.float32
+        torch.testing.assert_close(found, wanted, rtol=rtol, atol=0, equal_nan=True)
 
 
-@pytest.mark.slow
 def test_towards_exact_transport() -> None:
     generator = torch.Generator().manual_seed(4)
     shapes = [(5, 5), (5, 4), (2, 5), (1, 3)]
-    clouds = [
-        (torch.randn(n, 3, generator=generator).double(), 0.5 + torch.randn(m, 3, generator=generator).double())
-        for n, m in shapes
-    ]
-    cost_PNM = torch.full((len(shapes), 5, 5), torch.nan, dtype=torch.float64)
-    for p, (x_ND, y_MD) in enumerate(clouds):
-        cost_PNM[p, : len(x_ND), : len(y_MD)] = torch.cdist(x_ND, y_MD)
-    rows_P, columns_P = torch.tensor(shapes).T
-    costs = [cost_PNM[p, :n, :m] for p, (n, m) in enumerate(shapes)]
-    exact_P = torch.stack([ot.emd2([], [], cost_NM) for cost_NM in costs])
-    most_P = torch.stack([cost_NM.mean() * math.log(min(cost_NM.shape)) for cost_NM in costs])
-
+    cost = torch.full((len(shapes), 5, 5), torch.nan, dtype=torch.float64)
+    for p, (n, m) in enumerate(shapes):
+        clouds = torch.randn(n, 3, generator=generator), 0.5 + torch.randn(m, 3, generator=generator)
+        cost[p, :n, :m] = torch.cdist(*clouds)
+    costs = [cost[p, :n, :m] for p, (n, m) in enumerate(shapes)]
+    best = torch.tensor([exact(of) for of in costs], dtype=torch.float64)
+    most = torch.stack([of.mean() * math.log(min(of.shape)) for of in costs])
     gaps = []
     for epsilon in (1.0, 0.1, 0.01):
-        distance_P, error_P = sinkhorn_distance(
-            cost_PNM, rows_P, columns_P, epsilon=epsilon, iterations=20_000, tolerance=1e-5
-        )
-        assert distance_P.dtype == torch.float64 and (error_P <= 1e-5).all()
-        gap_P = distance_P - exact_P
-        assert (gap_P >= -1e-4).all() and (gap_P <= epsilon * most_P + 1e-4).all()
-        gaps.append(gap_P.sum().item())
+        options = {"epsilon": epsilon, "iterations": 20_000, "tolerance": 1e-5}
+        distance, off = sinkhorn_distance(cost, *torch.tensor(shapes).T, **options)
+        assert distance.dtype == torch.float64 and (off <= 1e-5).all()
+        gap = distance - best
+        assert (gap >= -1e-4).all() and (gap <= epsilon * most + 1e-4).all()
+        gaps.append(gap.sum().item())
     assert gaps == sorted(gaps, reverse=True)
     assert gaps[0] > 1  # so that the closeness below is epsilon's doing
-    torch.testing.assert_close(distance_P, exact_P, rtol=1e-3, atol=0)
+    torch.testing.assert_close(distance, best, rtol=1e-3, atol=0)
 
 
 def test_by_hand() -> None:
     """Two by two the plan is ``[[p, q], [q, p]]`` with ``q / p = exp(-c / (epsilon * c / 2))``; its cost is ``2 * q * c``."""
     for epsilon, cost in [(0.5, 1.0), (2.0, 1.0), (0.5, 300.0)]:
         ratio = math.exp(-2 / epsilon)
-        distance_P, error_P = sinkhorn_distance(torch.tensor([[[0.0, cost], [cost, 0.0]]]), epsilon=epsilon)
-        assert distance_P.tolist() == pytest.approx([cost * ratio / (1 + ratio)], rel=1e-5)
-        assert error_P.item() == pytest.approx(0, abs=1e-6)
+        distance, error = sinkhorn_distance(torch.tensor([[[0.0, cost], [cost, 0.0]]]), epsilon=epsilon)
+        assert distance.tolist() == pytest.approx([cost * ratio / (1 + ratio)], rel=1e-5)
+        assert error.item() == pytest.approx(0, abs=1e-6)
     # On a line, with all of one window after all of the other, every plan costs the difference of the means.
-    x_N, y_M = torch.tensor([0.0, 1.0, 2.0]), torch.tensor([10.0, 11.0])
+    x, y = torch.tensor([0.0, 1.0, 2.0]), torch.tensor([10.0, 11.0])
     for epsilon in (0.01, 0.05, 1.0):
-        distance_P, _ = sinkhorn_distance((y_M[None, :] - x_N[:, None])[None], epsilon=epsilon, tolerance=1e-6)
-        assert distance_P.tolist() == pytest.approx([9.5], rel=1e-5)
+        distance, _ = sinkhorn_distance((y[None, :] - x[:, None])[None], epsilon=epsilon, tolerance=1e-6)
+        assert distance.tolist() == pytest.approx([9.5], rel=1e-5)
     assert sinkhorn_distance(torch.tensor([[[3.0]], [[0.25]]]))[0].tolist() == pytest.approx([3.0, 0.25])
     assert sinkhorn_distance(torch.empty(0, 3, 3))[0].shape == (0,)
 
@@ -121,25 +119,23 @@ def test_by_hand() -> None:
 @pytest.mark.parametrize("iterations", [1, 23])
 def test_each_iteration_is_the_textbooks(iterations: int) -> None:
     generator = torch.Generator().manual_seed(3)
-    cost_PNM = torch.rand(3, 6, 5, generator=generator, dtype=torch.float64)
+    cost = torch.rand(3, 6, 5, generator=generator, dtype=torch.float64)
     sizes = [(6, 5), (4, 5), (2, 3)]
-    distance_P, error_P = sinkhorn_distance(
-        cost_PNM, *torch.tensor(sizes).T, epsilon=0.1, iterations=iterations, tolerance=0.0
-    )
-    want = [plain_sinkhorn(cost_PNM[p, :n, :m], 0.1, iterations) for p, (n, m) in enumerate(sizes)]
-    assert distance_P.tolist() == pytest.approx([distance for distance, _ in want], rel=1e-10)
-    assert error_P.tolist() == pytest.approx([error for _, error in want], rel=1e-6, abs=1e-12)
+    distance, error = sinkhorn_distance(cost, *torch.tensor(sizes).T, epsilon=0.1, iterations=iterations, tolerance=0.0)
+    want = [plain_sinkhorn(cost[p, :n, :m], 0.1, iterations) for p, (n, m) in enumerate(sizes)]
+    assert distance.tolist() == pytest.approx([distance for distance, _ in want], rel=1e-10)
+    assert error.tolist() == pytest.approx([error for _, error in want], rel=1e-6, abs=1e-12)
 
 
 def test_costs_that_are_zero_or_not_finite() -> None:
-    cost_PNM = torch.rand(4, 3, 3, generator=torch.Generator().manual_seed(6))
-    want_P, _ = sinkhorn_distance(cost_PNM)
-    cost_PNM[1] = 0
-    cost_PNM[2, 0, 1] = torch.nan
-    cost_PNM[3, 2, 2] = torch.inf
-    distance_P, error_P = sinkhorn_distance(cost_PNM)
-    assert distance_P[0] == want_P[0] and distance_P[1] == 0
-    assert distance_P[2:].isnan().all() and error_P[2:].isnan().all()
+    cost = torch.rand(4, 3, 3, generator=torch.Generator().manual_seed(6))
+    want, _ = sinkhorn_distance(cost)
+    cost[1] = 0
+    cost[2, 0, 1] = torch.nan
+    cost[3, 2, 2] = torch.inf
+    distance, error = sinkhorn_distance(cost)
+    assert distance[0] == want[0] and distance[1] == 0
+    assert distance[2:].isnan().all() and error[2:].isnan().all()
 
 
 def test_greatest_window_counts() -> None:
@@ -162,12 +158,12 @@ def test_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     want = shear_scores(group(), POSITIVE, **SMALL)
     sizes = []
 
-    def counted(cost_PNM: torch.Tensor, *args: object, **options: object) -> tuple[torch.Tensor, torch.Tensor]:
-        sizes.append(len(cost_PNM))
-        return sinkhorn_distance(cost_PNM, *args, **options)
+    def counted(cost: torch.Tensor, *args: object, **options: object) -> tuple[torch.Tensor, torch.Tensor]:
+        sizes.append(len(cost))
+        return sinkhorn_distance(cost, *args, **options)
 
-    monkeypatch.setattr(shear_distances, "sinkhorn_distance", counted)
-    monkeypatch.setattr(shear_distances, "_CHUNK_ELEMENTS", {"cpu": 7 * 25, "cuda": 7 * 25})
+    monkeypatch.setattr(shear, "sinkhorn_distance", counted)
+    monkeypatch.setattr(shear, "CHUNK_ELEMENTS", {"cpu": 7 * 25, "cuda": 7 * 25})
     assert_same(shear_scores(group(), POSITIVE, **SMALL), want)
     # Responses of 6 and 4 windows against those of 2, 1 and 7; windows of 5 tokens and less.
     assert len(sizes) > 6 and sum(sizes) == 10 * 10
@@ -186,17 +182,6 @@ def test_states_that_are_not_finite(row: int) -> None:
         assert_same([got[i] for i in rest], want)
     got = shear_scores([torch.ones(3, 2), torch.full((2, 2), torch.nan)], [True, False], **SMALL)
     assert_same(got, [torch.ones(3), torch.full((2,), torch.nan)])
-
-
-def test_without_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The module loads; a group, even one that needs no distance, names what is missing."""
-    for name in ("ot", "ot.batch"):
-        monkeypatch.setitem(sys.modules, name, None)
-    spec = importlib.util.spec_from_file_location("without_pot", shear_distances.__file__)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    with pytest.raises(ValueError, match=r"pip install grail-advantage\[shear\]"):
-        module.shear_scores([torch.ones(1, 1)], [True], **SMALL)
 
 
 CONFIG = Shear(window=8, stride=4)
@@ -228,10 +213,10 @@ def test_scores_are_those_of_the_groups_hidden_states() -> None:
     for members in ([0, 1, 2], [3, 5]):
         positive = [ROLLOUTS[row].advantage > 0 for row in members]
         expected = shear_scores([hidden[row] for row in members], positive, **options)
-        for row, scores_T in zip(members, expected, strict=True):
+        for row, scores in zip(members, expected, strict=True):
             inside = batch.response_mask[row].bool()
-            torch.testing.assert_close(got.scores[row, inside], scores_T, rtol=1e-4, atol=1e-6)
-            torch.testing.assert_close(got.weights[row, inside], scores_T, rtol=1e-4, atol=1e-6)
+            torch.testing.assert_close(got.scores[row, inside], scores, rtol=1e-4, atol=1e-6)
+            torch.testing.assert_close(got.weights[row, inside], scores, rtol=1e-4, atol=1e-6)
             assert (got.weights[row, inside] != 1).any()
     # The response without an advantage is on neither side: it has weight 1, and nobody is compared with it.
     assert (got.weights[4, batch.response_mask[4].bool()] == 1).all()

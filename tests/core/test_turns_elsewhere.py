@@ -8,8 +8,8 @@ import re
 from types import SimpleNamespace
 from typing import Any
 
-import grail_advantage.turn_credit
-
+import grail_advantage
+import grail_advantage.methods.turns
 from grail_advantage import turn_advantages
 from tests.documentation import DOCS, files
 
@@ -26,7 +26,7 @@ def test_examples() -> None:
     assert len(blocks) == 1
     runner.run(parser.get_doctest(blocks[0], {}, "turns.md", None, None))
     for test in doctest.DocTestFinder().find(
-        grail_advantage.turn_credit, globs={name: getattr(grail_advantage, name) for name in grail_advantage.__all__}
+        grail_advantage.methods.turns, globs={name: getattr(grail_advantage, name) for name in grail_advantage.__all__}
     ):
         runner.run(test)
     assert runner.summarize() == (0, 5)

@@ -12,7 +12,7 @@ from unittest.mock import patch
 import torch
 from transformers import PreTrainedModel
 
-from grail_advantage import Grail, Oar, Method, TokenWeights, compute_token_weights
+from grail_advantage import Grail, Method, Oar, TokenWeights, compute_token_weights
 from grail_advantage.method import build
 from grail_advantage.model import hugging_face
 from recipe.marked_text import table, write_marked
