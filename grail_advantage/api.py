@@ -107,9 +107,8 @@ def compute_token_weights(
     _need(isinstance(config, Method), "config", config, "a method with its options, such as Grail()")
     _need(callable(aggregate), "aggregate", aggregate, "a function of values and a mask, (B, T) both")
     _need(isinstance(fields, Mapping | None), "fields", fields, "a mapping of names to values, one a response")
-    _need(
-        all(isinstance(of, Example | None) for of in examples or ()), "examples", examples, "a list of Example or None"
-    )
+    known = isinstance(examples, Sequence | None) and all(isinstance(of, Example | None) for of in examples or ())
+    _need(known, "examples", examples, "a list of Example or None")
     _need(
         isinstance(process_group, ProcessGroup | None),
         "process_group",
@@ -229,8 +228,8 @@ def rollouts_of(
     after the response, on which no score depends. ValueError, naming the argument."""
     ids = checked("input_ids", input_ids, "whole")
     _need(ids.ndim == 2, "input_ids", tuple(ids.shape), "of shape (B, L)")
-    valid = checked("attention_mask", attention_mask, "flags", ids.shape)
-    inside = checked("response_mask", response_mask, "flags", ids.shape)
+    valid = checked("attention_mask (beside input_ids)", attention_mask, "flags", ids.shape)
+    inside = checked("response_mask (beside input_ids)", response_mask, "flags", ids.shape)
     given = {name: checked(name, of, "floats", ids.shape) for name, of in columns.items() if of is not None}
     if (inside & ~valid).any():
         raise ValueError("response_mask marks a padding token; it must lie inside attention_mask")

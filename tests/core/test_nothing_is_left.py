@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from grail_advantage import Grail, Oar, Method, compute_token_weights
+from grail_advantage import Grail, Method, Oar, compute_token_weights
 from tests.core.tiny_models import ROLLOUTS, char_tokenizer, make_batch, tiny_model
 
 SIGNALS: dict[str, Method] = {

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch import nn
 from transformers import Qwen3ForCausalLM
 
-from grail_advantage import Grail, Oar, Method, TokenWeights, compute_token_weights
+from grail_advantage import Grail, Method, Oar, TokenWeights, compute_token_weights
 from grail_advantage.method import build
 from grail_advantage.model import activations, hugging_face
 from tests.core.common import few, watch_inputs
