@@ -8,7 +8,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
-from functools import cache
+from functools import cache, cached_property
 from typing import Any
 
 import numpy as np
@@ -33,7 +33,7 @@ def at(value: float, *place: int, dtype: torch.dtype | None = None) -> Callable[
     """A tensor with one other value."""
 
     def changed(values: torch.Tensor) -> torch.Tensor:
-        values = values.clone() if dtype is None else values.to(dtype)
+        values = values.to(dtype or values.dtype, copy=True)
         values[place] = value
         return values
 
@@ -54,52 +54,43 @@ def same(*changes: Callable[[Any], Any]) -> list[Change]:
 
 
 NO_TENSOR: list[Callable[[Any], Any]] = [
-    to("text"),
-    to(1.0),
-    lambda values: values.tolist(),
-    lambda values: values.numpy(),
-    lambda values: {"values": values},
-    lambda values: values.to_sparse(),
-    lambda values: values.to("meta"),
-    lambda values: values.to(torch.complex64),
-    lambda values: values.to(torch.float8_e4m3fn),
-    lambda values: values.to(torch.float8_e5m2),
+    *(to("text"), to(1.0), lambda values: values.tolist(), lambda values: values.numpy(), lambda values: {"v": values}),
+    *(lambda values: values.to_sparse(), lambda values: values.to("meta"), lambda values: values.to(torch.complex64)),
+    *(lambda values: values.to(torch.float8_e4m3fn), lambda values: values.to(torch.float8_e5m2)),
     lambda values: torch.quantize_per_tensor(values.float(), 0.1, 0, torch.qint8),
 ]
 SHAPES: list[Callable[[torch.Tensor], torch.Tensor]] = [
-    lambda values: values[:-1],
-    lambda values: values.unsqueeze(0),
-    lambda values: values.unsqueeze(-1),
-    lambda values: torch.cat([values, values]),
-    lambda values: values.flatten()[0],
-    lambda values: values[:0],
+    *(lambda values: values[:-1], lambda values: values.unsqueeze(0), lambda values: values.unsqueeze(-1)),
+    *(lambda values: torch.cat([values, values]), lambda values: values.flatten()[0], lambda values: values[:0]),
 ]
 WIDTHS: list[Callable[[torch.Tensor], torch.Tensor]] = [
-    lambda values: values[:, :-1],
-    lambda values: values[0],
-    lambda values: values.T,
-    lambda values: values[:, :0],
+    *(lambda values: values[:, :-1], lambda values: values[0], lambda values: values.T, lambda values: values[:, :0]),
 ]
 ANY_LAYOUT: list[Callable[[torch.Tensor], torch.Tensor]] = [
-    lambda values: torch.stack([values, values], -1)[..., 0],
-    lambda values: values.T.contiguous().T,
+    *(lambda values: torch.stack([values, values], -1)[..., 0], lambda values: values.T.contiguous().T),
 ]
-MASKS = [
-    *refused(*NO_TENSOR, *SHAPES, at(2, 0, -1), at(-1, 0, -1), at(NAN, 0, -1, dtype=torch.float32)),
-    *refused(
-        at(0.5, 0, -1, dtype=torch.float64), lambda values: values * 255, lambda values: (1 - values.float()) * -1e9
-    ),
-    *same(
-        *(
-            lambda values, dtype=dtype: values.to(dtype)
-            for dtype in (torch.bool, torch.float32, torch.uint8, torch.int32)
-        )
-    ),
-    *same(*ANY_LAYOUT, lambda values: values.float().requires_grad_()),
+
+
+def cast(*dtypes: torch.dtype) -> list[Callable[[torch.Tensor], torch.Tensor]]:
+    return [lambda values, dtype=dtype: values.to(dtype) for dtype in dtypes]
+
+
+BAD = refused(*NO_TENSOR, *SHAPES)
+"""For any tensor of one axis."""
+WIDE = BAD + refused(*WIDTHS)
+GRADIENT = same(lambda values: values.clone().requires_grad_())
+FLOATS = [*WIDE, *refused(*cast(torch.int64, torch.bool)), *same(*cast(torch.float64), *ANY_LAYOUT), *GRADIENT]
+"""A column of floats."""
+NUMBERS = [*BAD, *refused(*cast(torch.bool)), *same(*cast(torch.int64, torch.float64)), *GRADIENT]
+"""A number a response."""
+FLAGS = [
+    *refused(at(2, 0, dtype=torch.int64), at(-1, 0, dtype=torch.int64), at(NAN, 0, dtype=torch.float32)),
+    *refused(at(0.5, 0, dtype=torch.float64)),
+    *same(*cast(torch.bool, torch.float32, torch.uint8, torch.int32)),
 ]
 WHOLE = [to(value) for value in ("1", None, 0.5, NAN, [1], -1)]
 """In place of a whole number."""
-CASTS = [lambda values, dtype=dtype: values.to(dtype) for dtype in (torch.int32, torch.int16)]
+CASTS = cast(torch.int32, torch.int16)
 
 
 # -------------------------------------------------------------------------------------------------------- compute_token_weights
@@ -159,74 +150,40 @@ def valid_weights(name: str) -> dict[str, Any]:
 OF_WEIGHTS: dict[str, list[Change]] = {
     "model": refused(
         *map(to, (None, "Qwen/Qwen3-0.6B", tiny_model, model().config, char_tokenizer(), nn.Linear(2, 2), Bare())),
-        lambda model: model.lm_head,
-        lambda model: tiny_model(layers=1).to("meta"),
-        lambda model: type(model),
+        *(lambda model: model.lm_head, lambda model: tiny_model(layers=1).to("meta"), lambda model: type(model)),
     ),
-    "tokenizer": refused(*map(to, (None, "Qwen/Qwen3-0.6B", 5, model())), lambda _: other_tokenizer())
-    + refused(lambda tokenizer: type(tokenizer), lambda tokenizer: tokenizer.get_vocab()),
+    "tokenizer": refused(*map(to, (None, "Qwen/Qwen3-0.6B", 5, model())), lambda _: other_tokenizer(), type),
     "input_ids": [
-        *refused(*NO_TENSOR, *SHAPES, at(10_000, 0, -1), at(-100, 0, -1), at(-1, 1, -2), to(None)),
-        *refused(*WIDTHS, lambda ids: ids.float(), lambda ids: ids.bool(), lambda ids: ids.half(), at(97, 2, -1)),
-        *same(*CASTS, *ANY_LAYOUT, lambda ids: ids.masked_fill(ids == 95, -100), lambda ids: ids.to(torch.uint8)),
+        *WIDE,
+        *refused(at(10_000, 0, -1), at(-100, 0, -1), at(-1, 1, -2), at(97, 2, -1), to(None)),
+        *refused(*cast(torch.float32, torch.bool, torch.half)),
+        *same(*CASTS, *cast(torch.uint8), *ANY_LAYOUT, lambda ids: ids.masked_fill(ids == 95, -100)),
     ],
-    "attention_mask": [*MASKS, *refused(*WIDTHS, to(None), lambda mask: mask * 0), *refused(lambda mask: 1 - mask)],
-    "response_mask": [*MASKS, *refused(*WIDTHS, to(None), lambda mask: mask * 0 + 1)],
-    "advantages": [
-        *refused(*NO_TENSOR, *SHAPES, to(None), lambda values: values > 0, lambda values: values.expand(3, 3)),
-        *same(lambda values: values.long(), lambda values: values.double(), lambda values: values.bfloat16()),
-        *same(
-            lambda values: values.clone().requires_grad_(), lambda values: values.half(), lambda values: values.short()
-        ),
-    ],
+    "attention_mask": [*WIDE, *FLAGS, *refused(to(None), lambda mask: mask * 0, lambda mask: 1 - mask)],
+    "response_mask": [*WIDE, *FLAGS, *refused(to(None), lambda mask: mask * 0 + 1, lambda mask: mask * 255)],
+    "advantages": [*NUMBERS, *refused(to(None), lambda values: values.expand(3, 3)), *same(*cast(torch.half))],
     "config": refused(to(None), to("grail"), to({"gate": "all"}), to(Grail), lambda config: [config], to(1)),
     "temperature": [
-        *refused(
-            *map(to, (0, 0.0, -1.0, NAN, INF, -INF, None, "1", [1.0], True, {}, 1 + 0j)), to(torch.tensor([1.0, 2.0]))
-        ),
-        *same(to(np.float64(0.7)), to(torch.tensor(0.7, dtype=torch.float64)), to(np.float64(0.7))),
+        *refused(*map(to, (0, -1.0, NAN, INF, -INF, None, "1", [1.0], True, {}, 1 + 0j, torch.tensor([1.0, 2.0])))),
+        *same(to(np.float64(0.7)), to(torch.tensor(0.7, dtype=torch.float64))),
     ],
     "old_log_probs": [
-        *refused(*NO_TENSOR, *SHAPES, *WIDTHS, lambda values: values.exp(), lambda values: -values, lambda v: v.long()),
-        *refused(lambda values: values < 0, at(INF, 0, -1)),
-        *same(lambda values: values.double(), lambda values: values.clone().requires_grad_(), *ANY_LAYOUT),
+        *FLOATS,
+        *refused(lambda values: values.exp(), lambda values: -values, at(INF, 0, -1)),
         *same(at(NAN, 0, 0), at(9.0, 0, 0)),
     ],
-    "entropy": [
-        *refused(*NO_TENSOR, *SHAPES, *WIDTHS, lambda values: -values, lambda values: values.long(), lambda v: v > 0),
-        *same(
-            lambda values: values.double(), lambda values: values.clone().requires_grad_(), *ANY_LAYOUT, at(NAN, 0, 0)
-        ),
-    ],
+    "entropy": [*FLOATS, *refused(lambda values: -values), *same(at(NAN, 0, 0))],
     "groups": [
-        *refused(*NO_TENSOR, *SHAPES, lambda values: values.float(), lambda values: values - 1, lambda v: v.bool()),
-        *refused(to(["a", "a", "b"])),
-        *same(*CASTS, lambda values: values.to(torch.uint8), lambda values: values * 5 + 1),
+        *BAD,
+        *refused(*cast(torch.float32, torch.bool), lambda values: values - 1, to(["a", "a", "b"])),
+        *same(*CASTS, *cast(torch.uint8), lambda values: values * 5 + 1),
     ],
-    "examples": refused(
-        to([]), to("abc"), to(5), to([{}] * 3), to([None, 1, 2]), to(["a"] * 3), to({}), lambda e: e[0]
-    ),
-    "masked": [
-        *refused(*NO_TENSOR, *SHAPES, at(2, 0), at(NAN, 0, dtype=torch.float32)),
-        *same(
-            lambda values: values.bool(), lambda values: values.float(), to(None), lambda values: values.to(torch.uint8)
-        ),
-    ],
+    "examples": refused(*map(to, ([], "abc", 5, [{}] * 3, [None, 1, 2], ["a"] * 3, {})), lambda examples: examples[0]),
+    "masked": [*BAD, *FLAGS, *same(to(None))],
     "fields": refused(
-        to([1, 2, 3]),
-        to("blame"),
-        to(5),
-        to({"blame": [1.0]}),
-        to({"blame": 1.0}),
-        to({"blame": None}),
-        to({1: [1, 2, 3]}),
+        *map(to, ([1, 2, 3], "blame", 5, *({"blame": of} for of in ([1.0], 1.0, None, "abc", np.ones((3, 1))))))
     ),
-    "rewards": [
-        *refused(*NO_TENSOR, *SHAPES, lambda values: values > 0),
-        *same(
-            lambda values: values.long(), lambda values: values.double(), lambda values: values.clone().requires_grad_()
-        ),
-    ],
+    "rewards": NUMBERS,
     "process_group": refused(to("world"), to(1), to(True), to([0, 1])),
     "step": refused(*WHOLE) + same(to(np.int64(3)), to(torch.tensor(3))),
     "tokens": refused(*WHOLE, to(0), to(True)) + same(to(np.int64(4096))),
@@ -268,28 +225,26 @@ def valid_receipt(name: str) -> dict[str, Any]:
 
 
 COLUMN = [
-    *refused(*NO_TENSOR, *SHAPES, *WIDTHS, lambda values: values.bool(), at(NAN, 0, 0), at(INF, 0, 0), at(-INF, 0, 0)),
-    *same(lambda values: values.double(), lambda values: values.clone().requires_grad_(), *ANY_LAYOUT),
+    *WIDE,
+    *refused(*cast(torch.bool), at(NAN, 0, 0), at(INF, 0, 0), at(-INF, 0, 0)),
+    *same(*cast(torch.float64), *ANY_LAYOUT),
+    *GRADIENT,
 ]
 COUNT = refused(*WHOLE, to(0), to(True), to(0.0))
 OF_BATCH: dict[str, list[Change]] = {
     "advantages_BT": [*COLUMN, *refused(to(None), lambda values: values[:, 0])],
     "mask_BT": [
-        *refused(
-            *NO_TENSOR, *SHAPES, *WIDTHS, to(None), at(2, 0, -1, dtype=torch.int64), at(NAN, 0, -1, dtype=torch.float32)
-        ),
-        *same(*(lambda values, dtype=dtype: values.to(dtype) for dtype in (torch.int64, torch.float32, torch.uint8))),
-        *same(*ANY_LAYOUT),
+        *WIDE,
+        *refused(to(None), at(2, 0, -1, dtype=torch.int64), at(NAN, 0, -1, dtype=torch.float32)),
+        *same(*cast(torch.int64, torch.float32, torch.uint8), *ANY_LAYOUT),
     ],
-    "old_log_probs_BT": [
-        *COLUMN,
-        *refused(lambda values: values.exp(), lambda values: -values, lambda values: values.long()),
-    ],
+    "old_log_probs_BT": [*COLUMN, *refused(lambda values: values.exp(), lambda values: -values, *cast(torch.int64))],
     "weights_BT": [*COLUMN, *refused(at(-1.0, 0, 0))],
     "ref_log_probs_BT": [*COLUMN, *refused(lambda values: values.exp())],
     "left_out_B": [
-        *refused(*NO_TENSOR, *SHAPES, lambda values: values.long() + 2),
-        *same(lambda values: values.long(), lambda values: values.float(), to(None)),
+        *BAD,
+        *refused(lambda values: values.long() + 2),
+        *same(*cast(torch.int64, torch.float32), to(None)),
     ],
     "updates": COUNT,
     "epochs": COUNT,
@@ -317,18 +272,20 @@ OF_LOSS: dict[str, list[Change]] = {
 }
 OF_PIECE: dict[str, list[Change]] = {
     "rows_b": [
-        *refused(
-            *NO_TENSOR, *SHAPES, to(None), lambda rows: rows + 8, lambda rows: rows - 8, lambda rows: rows.float()
-        ),
-        *same(*CASTS, lambda rows: rows.to(torch.uint8)),
+        *BAD,
+        *refused(to(None), lambda rows: rows + 8, lambda rows: rows - 8, *cast(torch.float32)),
+        *same(*CASTS, *cast(torch.uint8)),
     ],
     "log_probs_bT": [
-        *refused(*NO_TENSOR, *SHAPES, *WIDTHS, to(None), lambda values: values.long()),
-        *same(lambda values: values.double(), lambda values: values.clone().requires_grad_(), *ANY_LAYOUT),
+        *WIDE,
+        *refused(to(None), *cast(torch.int64)),
+        *same(*cast(torch.float64), *ANY_LAYOUT),
+        *GRADIENT,
     ],
     "gradient_bT": [
-        *refused(*NO_TENSOR, *SHAPES, *WIDTHS, to(None), lambda values: values.long(), lambda values: values > 0),
-        *same(lambda values: values.double(), *ANY_LAYOUT),
+        *WIDE,
+        *refused(to(None), *cast(torch.int64, torch.bool)),
+        *same(*cast(torch.float64), *ANY_LAYOUT),
     ],
     "update": refused(to(-1), to(4), to("0"), to(None), to(0.5)),
     "rank": refused(to(-1), to(2), to("0"), to(None), to(0.5)),
@@ -384,43 +341,35 @@ class Door:
     call: Callable[..., Any]
     valid: Callable[[str], dict[str, Any]]
     kinds: list[str]
-    changes: list[tuple[str, str, Callable[[Any], Any], str]]
-    """Argument, the name that a refusal has, change, what it does."""
+    parts: Mapping[str, Mapping[str, list[Change]]]
     same: Callable[[Any, Any], None]
 
-    def named(self, argument: str) -> list[tuple[str, str, Callable[[Any], Any], str]]:
-        return [change for change in self.changes if change[0] == argument]
+    @cached_property
+    def changes(self) -> list[tuple[str, str, Callable[[Any], Any], str]]:
+        """Argument, the name that a refusal has, change, what it does."""
+        return [
+            (part or name, name, _guarded(_inside(part, name, change) if part else change), effect)
+            for part, table in self.parts.items()
+            for name, of_name in table.items()
+            for change, effect in of_name
+        ]
 
 
-def _door(call: Any, valid: Any, kinds: list[str], parts: Mapping[str, Mapping[str, list[Change]]], equal: Any) -> Door:
-    changes = []
-    for part, table in parts.items():
-        for name, of_name in table.items():
-            for change, effect in of_name:
-                made = _guarded(_inside(part, name, change) if part else change)
-                changes.append((part or name, name, made, effect))
-    return Door(call, valid, kinds, changes, equal)
-
-
-WEIGHTS = _door(compute_token_weights, valid_weights, METHODS, {"": OF_WEIGHTS}, same_weights)
-RECEIPT = _door(
-    check,
-    valid_receipt,
-    ["clip", "function"],
-    {"": OF_RECEIPT, "batch": OF_BATCH, "loss": OF_LOSS, "pieces": OF_PIECE},
-    same_receipt,
-)
+PARTS_OF_RECEIPT = {"": OF_RECEIPT, "batch": OF_BATCH, "loss": OF_LOSS, "pieces": OF_PIECE}
+DOORS = {
+    "weights": Door(compute_token_weights, valid_weights, METHODS, {"": OF_WEIGHTS}, same_weights),
+    "receipt": Door(check, valid_receipt, ["clip", "function"], PARTS_OF_RECEIPT, same_receipt),
+}
 
 
 @cache
 def _expected(door: str, kind: str) -> Any:
-    of = {"weights": WEIGHTS, "receipt": RECEIPT}[door]
-    return of.call(**of.valid(kind))
+    return DOORS[door].call(**DOORS[door].valid(kind))
 
 
 def outcome(door_name: str, kind: str, chosen: list[tuple[str, str, Callable[[Any], Any], str]]) -> str | None:
     """``None`` where the call did what the changes should do; else what it did."""
-    door = {"weights": WEIGHTS, "receipt": RECEIPT}[door_name]
+    door = DOORS[door_name]
     call = dict(door.valid(kind))
     for argument, _, change, _ in chosen:
         call[argument] = change(call.get(argument))
@@ -447,7 +396,7 @@ def outcome(door_name: str, kind: str, chosen: list[tuple[str, str, Callable[[An
 
 def fuzz(door_name: str, calls: int, seed: int = 0) -> tuple[Counter[str], dict[str, str]]:
     """Calls with one or two changes: how often each kind of wrong outcome came, and an example of each."""
-    door = {"weights": WEIGHTS, "receipt": RECEIPT}[door_name]
+    door = DOORS[door_name]
     rng, wrong, examples = random.Random(seed), Counter[str](), {}
     for _ in range(calls):
         kind = rng.choice(door.kinds)

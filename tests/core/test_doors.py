@@ -12,7 +12,7 @@ from tests.core import doors
 
 @pytest.mark.parametrize(("door", "kind"), [("weights", "grail"), ("receipt", "clip")])
 def test_each_mistake_alone(door: str, kind: str) -> None:
-    table = {"weights": doors.WEIGHTS, "receipt": doors.RECEIPT}[door].changes
+    table = doors.DOORS[door].changes
     wrong = {
         f"{place} {change[1]}": found
         for place, change in enumerate(table)
