@@ -64,10 +64,10 @@ SHAPES: list[Callable[[torch.Tensor], torch.Tensor]] = [
     *(lambda values: torch.cat([values, values]), lambda values: values.flatten()[0], lambda values: values[:0]),
 ]
 WIDTHS: list[Callable[[torch.Tensor], torch.Tensor]] = [
-    *(lambda values: values[:, :-1], lambda values: values[0], lambda values: values.T, lambda values: values[:, :0]),
+    *(lambda values: values[:, :-1], lambda values: values[0], lambda values: values.T, lambda values: values[:, :0])
 ]
 ANY_LAYOUT: list[Callable[[torch.Tensor], torch.Tensor]] = [
-    *(lambda values: torch.stack([values, values], -1)[..., 0], lambda values: values.T.contiguous().T),
+    *(lambda values: torch.stack([values, values], -1)[..., 0], lambda values: values.T.contiguous().T)
 ]
 
 

@@ -1,24 +1,19 @@
 """What the probe says of tiny models drawn at random, against the truth: the gradient of a response alone and beside others.
 
-``python -m tests.core.neighbours`` does so with every causal language model of transformers that can be built at a tiny size,
-and prints the tables of ``docs/dev/models_measured.md``; ``test_probe.py`` takes those that were once got wrong, and those
-that people train. A further model by name is a line in ``MODELS``.
+``test_probe.py`` takes those that were once got wrong, and those that people train. A further model by name is a line in
+``MODELS``.
 """
 
 from __future__ import annotations
 
 import inspect
-import resource
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from multiprocessing import get_context
 from typing import Any
 from unittest.mock import patch
 
 import torch
 import transformers
-from pebble import ProcessPool
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.integrations import flash_attention
@@ -201,63 +196,3 @@ def truth(model: PreTrainedModel, layout: str) -> float:
         expected, found = gradient(alone, 0, length), gradient(whole, row, length)
         differences.append(float((found - expected).abs().max() / expected.abs().max()))
     return max(differences)
-
-
-Measured = dict[str, tuple[Finding, Finding, float]]
-"""By layout: what the probe finds in float32 and in bfloat16, and the truth in float32."""
-
-
-def measure(name: str, layouts: Sequence[str] = tuple(LAYOUTS)) -> Measured:
-    """Of a model, for the layouts in which it runs."""
-    found = {}
-    for layout in layouts:
-        try:
-            half = finding(build(name).bfloat16(), layout)
-            found[layout] = finding(build(name), layout), half, truth(build(name), layout)
-        except Exception as error:  # whatever a model's code raises
-            reason = str(error).splitlines() or [""]
-            print(f"{name}, {layout}: {type(error).__name__}: {reason[0][:80]}", file=sys.stderr)
-    return found
-
-
-def every_name() -> list[str]:
-    """Of every causal language model that transformers knows, and of ``MODELS``."""
-    return sorted({config.model_type for config in MODEL_FOR_CAUSAL_LM_MAPPING} | set(MODELS))
-
-
-def measured(names: Sequence[str]) -> Iterator[tuple[str, Measured]]:
-    """Each in a process that may take two minutes and 8 GB; nothing of those that do not build or run."""
-    limit = partial(resource.setrlimit, resource.RLIMIT_AS, (8 << 30, 8 << 30))
-    with ProcessPool(max_workers=2, max_tasks=8, initializer=limit, context=get_context("fork")) as pool:
-        results = pool.map(measure, names, timeout=120).result()
-        for name in names:
-            try:
-                yield name, next(results)
-            except Exception as error:  # whatever ends such a process
-                print(f"{name}: {type(error).__name__}: {str(error)[:80]}", file=sys.stderr)
-
-
-def main(names: Sequence[str]) -> None:
-    """Print a row for each model, and how differences are distributed."""
-    by_rounding: dict[str, list[float]] = {"float32": [], "bfloat16": []}
-    breaks: dict[str, list[float]] = {"float32": [], "bfloat16": []}
-    print(f"| model | {' | '.join(LAYOUTS)} |\n|---|{'---|' * len(LAYOUTS)}", flush=True)
-    for name, found in measured(names):
-        cells = []
-        for layout in LAYOUTS:
-            if layout not in found:
-                cells.append("-")
-                continue
-            single, half, exact = found[layout]
-            wrong = single.holds != (exact < SAME)
-            cells.append(f"{'**wrong** ' * wrong}{single.difference:.0e}, {half.difference:.0e} ({exact:.0e})")
-            for dtype, finding in (("float32", single), ("bfloat16", half)):
-                (by_rounding if exact < SAME else breaks)[dtype].append(finding.difference)
-        if found:
-            print(f"| {name} | {' | '.join(cells)} |", flush=True)
-    for dtype in by_rounding:
-        print(f"{dtype}: rounding {sorted(by_rounding[dtype])[-5:]}, breaks {sorted(breaks[dtype])[:5]}")
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:] or every_name())

@@ -57,7 +57,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("surprisal", {"reshaper_options": {"k": 0}}, "surprisal.reshaper_options.k=0"),
     ("surprisal", {"exponent": 2.0}, "surprisal.exponent power"),
     ("surprisal", {"rho": 0.5}, "rho surprisal"),
-    ("shear", {"window": 10, "stride": 11}, "shear.stride=11 shear.window=10"),
+    ("shear", {"window": 10, "stride": 11}, "shear stride=11 window"),
     ("rlsd", {"request": "{privileged} {privileged}"}, "rlsd.request= {privileged}"),
     ("polarity", {"right": 0.0, "wrong": 0.0}, "polarity.right=0 polarity.wrong=0"),
     ("pattern", {"expression": "("}, "pattern.expression="),

@@ -58,11 +58,7 @@ def test_numbers_of_a_method_are_those_of_the_function(rows: list[dict[str, Any]
         (columns,) = [of_method for of_method in row["methods"] if of_method["name"] == name]
         of_run = row if name == NAMES[0] else columns
         assert name != "step_values" or columns["advantage"] is not None
-        for column, values in (
-            ("score", result.scores),
-            ("weight", result.weights),
-            ("advantage", result.advantages),
-        ):
+        for column, values in (("score", result.scores), ("weight", result.weights), ("advantage", result.advantages)):
             expected = values[number, mask[number]].numpy()
             for values in (of_run[column], columns[column]):
                 if values is not None:

@@ -63,11 +63,7 @@ CHATS = {
         {"enable_thinking": False},
     ),
     "base model": Chat(
-        llama3_tokenizer,
-        BASE_MATH,
-        f"{_BOS}The User{PREAMBLE}\nUser: ",
-        "\nAssistant:",
-        f"{_BOS}Be brief.\nUser: ",
+        llama3_tokenizer, BASE_MATH, f"{_BOS}The User{PREAMBLE}\nUser: ", "\nAssistant:", f"{_BOS}Be brief.\nUser: "
     ),
 }
 QUESTION = "What is $17 \\cdot {3}$? Put it within \\boxed{}."

@@ -51,12 +51,7 @@ def token_advantages(method: Method, r: Rollouts) -> list[list[float]]:
 
 # --- pattern ---------------------------------------------------------------------------------------------------------
 
-SUMS = [
-    Said(1.0, "3+4=7, 7*2= $1,400.50."),
-    Said(-1.0, "3+4=8 then 8="),
-    Said(0.5, "none here"),
-    Said(0.0, "1=1"),
-]
+SUMS = [Said(1.0, "3+4=7, 7*2= $1,400.50."), Said(-1.0, "3+4=8 then 8="), Said(0.5, "none here"), Said(0.0, "1=1")]
 RIGHT = "....#.......#########.."
 WRONG = "....#........."
 NONE = "." * 10
@@ -233,7 +228,7 @@ def test_a_field_of_the_batch() -> None:
     for blame in ([0.25, 3.0], torch.tensor([0.25, 3.0]), np.float32([0.25, 3.0])):
         found, _ = weigh(rows, Judged(), fields={"blame": blame})
         assert found.weights.sum(dim=1).tolist() == [0.25, 3.0]
-    with pytest.raises(ValueError, match="judged reads field:blame"):
+    with pytest.raises(ValueError, match=r"judged reads .*blame"):
         weigh(rows, Judged())
     for blame in ([1.0], torch.ones(2, 1), np.ones((2, 2))):
         with pytest.raises(ValueError, match=r"fields\['blame'\]"):

@@ -23,15 +23,7 @@ from grail_advantage.model import activations, hugging_face
 from tests.core.common import few, watch_inputs
 from tests.core.plain_answers import EXPRESSION, PLAIN
 from tests.core.reference import PlainModel, reference_weights, resolve
-from tests.core.tiny_models import (
-    ROLLOUTS,
-    Batch,
-    Rollout,
-    char_tokenizer,
-    id_to_character,
-    make_batch,
-    tiny_model,
-)
+from tests.core.tiny_models import ROLLOUTS, Batch, Rollout, char_tokenizer, id_to_character, make_batch, tiny_model
 
 ALL_ROLLOUTS = list(ROLLOUTS.values())
 LEAVES = ("embeddings", "first", "middle", "last")

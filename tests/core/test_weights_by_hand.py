@@ -163,11 +163,8 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "another shape": (maps_to(torch.ones(4, 3)), r"doubled: weights\(\) must return .* shape \(4, 4\)"),
     "below 0": (maps_to(torch.tensor([[1, -0.1, 1, 1]]).expand(4, 4)), "doubled: a weight below 0 .*clip"),
-    "scores of another shape": (
-        {"scores": lambda self, r, _: torch.ones(4, 2)},
-        r"doubled: scores\(\) .* got .*4, 2",
-    ),
-    "scores of a list": ({"scores": lambda self, r, _: [1.0]}, r"doubled: scores\(\) .* got list"),
+    "scores of another shape": ({"scores": lambda self, r, _: torch.ones(4, 2)}, r"doubled: scores\(\) .* got .*4, 2"),
+    "scores of a list": ({"scores": lambda self, r, _: [1.0]}, r"doubled: scores\(\) .*list"),
     "a column that it does not read": (
         {"uses": "", "scores": lambda self, r, _: r.columns["entropy"]},
         "doubled reads entropy and does not say so; put it into the class's reads",
