@@ -20,6 +20,7 @@ from tests.core.common import rollouts_of, weighed
 from tests.core.plain_maps import MAPS, chosen, part, to_mass
 
 NAN = math.nan
+Weights = list[list[float]]
 SPAN = AnswerSpan(3, 4, 5, 6)  # three reasoning tokens, opening, one content token, closing; the rest is after it
 
 
@@ -91,7 +92,7 @@ def batch_of(rows: Sequence[Row], *, extra: int = 0, junk: float = NAN, **parts:
     return rollouts_of(ids, advantages, masks, [row.span for row in rows], columns=columns, **parts)
 
 
-def weights_of(method: Method, rows: Sequence[Row], **parts: Any) -> list[list[float]]:
+def weights_of(method: Method, rows: Sequence[Row], **parts: Any) -> Weights:
     """The package's weights of each response's tokens."""
     weights = weighed(method, batch_of(rows, **parts)).weights
     return [weights[index, : len(row.trained)].tolist() for index, row in enumerate(rows)]
@@ -120,7 +121,7 @@ def through_map(
     statistics: str,
     normalize_mass: bool = False,
     **options: Any,
-) -> list[list[float]]:
+) -> Weights:
     """A score for each token, one of the maps above, a gate and a statistics set."""
     all_weights = []
     for row in rows:
@@ -144,13 +145,13 @@ def surprisals(row: Row) -> list[float]:
     return [-value for value in row.log_probs]
 
 
-def surprisal(rows: Sequence[Row], **options: Any) -> list[list[float]]:
+def surprisal(rows: Sequence[Row], **options: Any) -> Weights:
     """Surprisal through a map."""
     settings = {"reshaper": "top", "gate": "wrong", "statistics": "reasoning"} | options
     return through_map(rows, surprisals, **settings)
 
 
-def entropy(rows: Sequence[Row], **options: Any) -> list[list[float]]:
+def entropy(rows: Sequence[Row], **options: Any) -> Weights:
     """Entropy through a map."""
     settings = {"reshaper": "mean_ratio", "gate": "all", "statistics": "response"} | options
     return through_map(rows, lambda row: row.entropies, **settings)
@@ -168,7 +169,7 @@ def each_token(
     *,
     normalize_mass: bool = False,
     taking_part: Callable[[Row], bool] = lambda row: row.advantage != 0,
-) -> list[list[float]]:
+) -> Weights:
     """A weight of its own for every token of the responses that take part and whose column is finite."""
     all_weights = []
     for row in rows:
@@ -182,9 +183,7 @@ def each_token(
     return all_weights
 
 
-def high_entropy(
-    rows: Sequence[Row], rho: float = 0.2, denominator: str = "selected", normalize_mass: bool = False
-) -> list[list[float]]:
+def high_entropy(rows: Sequence[Row], rho: float = 0.2, denominator: str = "selected", **mass: bool) -> Weights:
     """The tokens at or above the entropy that the share ends with, over all responses."""
     everything = [row.entropies[index] for row in rows if sound(row, row.entropies) for index in row.tokens]
     if not everything:
@@ -192,32 +191,24 @@ def high_entropy(
     cut = sorted(everything, reverse=True)[part(rho, len(everything)) - 1]
     kept = sum(1 for value in everything if value >= cut)
     weight = len(everything) / kept if denominator == "selected" else 1.0
-
-    def of_token(row: Row, index: int) -> float:
-        return weight if row.entropies[index] >= cut else 0.0
-
-    return each_token(rows, "entropies", of_token, normalize_mass=normalize_mass, taking_part=lambda row: True)
+    of_token = lambda row, index: weight if row.entropies[index] >= cut else 0.0  # noqa: E731
+    return each_token(rows, "entropies", of_token, taking_part=lambda row: True, **mass)
 
 
-def entropy_bonus(
-    rows: Sequence[Row], alpha: float = 0.4, kappa: float = 2.0, normalize_mass: bool = False
-) -> list[list[float]]:
+def entropy_bonus(rows: Sequence[Row], alpha: float = 0.4, kappa: float = 2.0, **mass: bool) -> Weights:
     """(A + min(alpha H, |A| / kappa)) / A."""
 
     def of_token(row: Row, index: int) -> float:
         bonus = min(alpha * max(0.0, row.entropies[index]), abs(row.advantage) / kappa)
         return (row.advantage + bonus) / row.advantage
 
-    return each_token(rows, "entropies", of_token, normalize_mass=normalize_mass)
+    return each_token(rows, "entropies", of_token, **mass)
 
 
-def probability(rows: Sequence[Row], alpha: float = 0.2, normalize_mass: bool = False) -> list[list[float]]:
+def probability(rows: Sequence[Row], alpha: float = 0.2, **mass: bool) -> Weights:
     """alpha p + 1 - alpha."""
-
-    def of_token(row: Row, index: int) -> float:
-        return alpha * math.exp(min(0.0, row.log_probs[index])) + 1 - alpha
-
-    return each_token(rows, "log_probs", of_token, normalize_mass=normalize_mass)
+    of_token = lambda row, index: alpha * math.exp(min(0.0, row.log_probs[index])) + 1 - alpha  # noqa: E731
+    return each_token(rows, "log_probs", of_token, **mass)
 
 
 def stare(
@@ -227,32 +218,25 @@ def stare(
     share: float = 0.1,
     strength: float = 0.1,
     normalize_mass: bool = False,
-) -> list[list[float]]:
+) -> Weights:
     """The least probable tokens of either sign, while the mean entropy is below the threshold."""
-    taking_part = [sound(row, row.entropies, row.log_probs) for row in rows]
-    both = list(zip(rows, taking_part, strict=True))
-    everything = [row.entropies[index] for row, part_ in both if part_ for index in row.tokens]
-    all_weights = [row.ones() for row in rows]
-    if not math.fsum(everything) / max(1, len(everything)) < threshold:
-        return all_weights
-    for sign, weight in ((1, 1 + strength), (-1, 1 - strength))[: 1 if variant == "O1" else 2]:
-        places = [
-            (number, index)
-            for number, (row, part_) in enumerate(both)
-            if part_ and row.advantage * sign > 0
-            for index in row.tokens
-        ]
-        scores = [surprisals(rows[number])[index] for number, index in places]
-        for number, index in chosen(scores, places, min(len(places), part(share, len(places)))):
-            all_weights[number][index] = weight
-    if not normalize_mass:
-        return all_weights
-    return [to_mass(w, row.tokens) if part_ else w for w, (row, part_) in zip(all_weights, both, strict=True)]
+    usable = [row for row in rows if sound(row, row.entropies, row.log_probs)]
+    everything = [row.entropies[index] for row in usable for index in row.tokens]
+    all_weights = {id(row): row.ones() for row in rows}
+    if math.fsum(everything) / max(1, len(everything)) < threshold:
+        for sign, weight in ((1, 1 + strength), (-1, 1 - strength))[: 1 if variant == "O1" else 2]:
+            places = [(row, index) for row in usable if row.advantage * sign > 0 for index in row.tokens]
+            scores = [surprisals(row)[index] for row, index in places]
+            for row, index in chosen(scores, places, min(len(places), part(share, len(places)))):
+                all_weights[id(row)][index] = weight
+        if normalize_mass:
+            all_weights |= {id(row): to_mass(all_weights[id(row)], row.tokens) for row in usable}
+    return [all_weights[id(row)] for row in rows]
 
 
 def polarity(
     rows: Sequence[Row], right: float = 1.0, wrong: float = 1.0, spread: bool = False, spread_over: str = "both"
-) -> list[list[float]]:
+) -> Weights:
     """A weight for each sign, for each token or shared by the response's tokens."""
 
     def of_token(row: Row, index: int) -> float:
@@ -263,9 +247,7 @@ def polarity(
     return each_token(rows, "log_probs", of_token)
 
 
-def steer(
-    rows: Sequence[Row], highest: float = 1.2, lowest: float = 0.8, normalize_mass: bool = False
-) -> list[list[float]]:
+def steer(rows: Sequence[Row], highest: float = 1.2, lowest: float = 0.8, normalize_mass: bool = False) -> Weights:
     """Linear in |A (1 - p) (log p + H)| between the batch's extremes."""
     changes: dict[tuple[int, int], float] = {}
     for number, row in enumerate(rows):
@@ -279,19 +261,11 @@ def steer(
     least, most = min(changes.values()), max(changes.values())
     for (number, index), change in changes.items():
         all_weights[number][index] = highest + (lowest - highest) * (change - least) / (most - least)
-    if not normalize_mass:
-        return all_weights
-    compared = {number for number, _ in changes}
+    compared = {number for number, _ in changes} if normalize_mass else set()
     return [to_mass(w, rows[n].tokens) if n in compared else w for n, w in enumerate(all_weights)]
 
 
 METHODS: dict[str, Callable] = {
-    "surprisal": surprisal,
-    "entropy": entropy,
-    "high_entropy": high_entropy,
-    "entropy_bonus": entropy_bonus,
-    "probability": probability,
-    "stare": stare,
-    "polarity": polarity,
-    "steer": steer,
+    **{"surprisal": surprisal, "entropy": entropy, "high_entropy": high_entropy, "entropy_bonus": entropy_bonus},
+    **{"probability": probability, "stare": stare, "polarity": polarity, "steer": steer},
 }

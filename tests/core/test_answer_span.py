@@ -158,22 +158,22 @@ def test_every_kind_of_row() -> None:
 
 
 REFUSED = [
-    ([1], {"which": "both"}, "which: .* use 'first' or 'last'"),
-    ([1], {"answer": "box"}, "answer='box' is no format"),
-    *((ids, {}, "token_ids: got shape") for ids in ([[1, 2], [3, 4]], [1.0, 2.0], torch.ones(3), 5, ["1"], [True])),
-    ([1], {"tokenizer": {}}, "tokenizer: dict is not backed by the tokenizers library"),
+    *(([1], {"which": which}, "which") for which in ("both", None, 1)),
+    *(([1], {"answer": answer}, "answer=") for answer in ("box", 5, "(")),
+    *((ids, {}, "token_ids") for ids in ([[1, 2], [3, 4]], [1.0, 2.0], torch.ones(3), 5, ["1"], [True], "ab", None)),
+    *(([1], {"tokenizer": tokenizer}, "tokenizer") for tokenizer in ({}, None, "gpt2")),
     *(
-        ([1], {"tokenizer": word_tokenizer(["7"], decoder)}, f"its decoder has the step .*{type(decoder).__name__}")
+        ([1], {"tokenizer": word_tokenizer(["7"], decoder)}, type(decoder).__name__)
         for decoder in (decoders.WordPiece(), decoders.BPEDecoder(), decoders.CTC(), decoders.Strip(" ", 1, 0))
     ),
 ]
 
 
-def test_what_is_refused() -> None:
-    for ids, given, message in REFUSED:
-        with pytest.raises(ValueError, match=message):
+def test_what_is_refused_is_named() -> None:
+    for ids, given, named in REFUSED:
+        with pytest.raises(ValueError, match=named):
             find_answer_span(ids, **{"tokenizer": real.char_tokenizer(), **given})
-    with pytest.raises(ValueError, match="which: "):
+    with pytest.raises(ValueError, match="which"):
         find_answer_spans([], real.char_tokenizer(), "both")
 
 
@@ -341,18 +341,16 @@ def test_sentencepiece_vocabulary(kind: Any) -> None:
 
 def test_scheme_without_a_decoder() -> None:
     """Byte-level and Metaspace vocabularies are told by their pre-tokenizer when the decoder is missing."""
-    words = ["Ġ\\", "boxed", "{", "Ċ", "}", "▁"]
-    for pre_tokenizer, newline, space in [
-        (pre_tokenizers.ByteLevel(), b"\n", "▁".encode()),
-        (pre_tokenizers.Metaspace(), "Ċ".encode(), b" "),
-        (pre_tokenizers.Sequence([pre_tokenizers.Digits(), pre_tokenizers.ByteLevel()]), b"\n", "▁".encode()),
-        (pre_tokenizers.Whitespace(), "Ċ".encode(), "▁".encode()),
-    ]:
-        tokenizer = word_tokenizer(words)
-        tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizer
+    bytewise, meta = pre_tokenizers.ByteLevel(), pre_tokenizers.Metaspace()
+    both = pre_tokenizers.Sequence([pre_tokenizers.Digits(), bytewise])
+    for scheme, newline, space in (
+        *((each, b"\n", "▁".encode()) for each in (bytewise, both)),
+        *((meta, "Ċ".encode(), b" "), (pre_tokenizers.Whitespace(), "Ċ".encode(), "▁".encode())),
+    ):
+        tokenizer = word_tokenizer(["Ċ", "▁"])
+        tokenizer.backend_tokenizer.pre_tokenizer = scheme
         bytes_of = token_bytes(tokenizer)
-        assert bytes_of[tokenizer.convert_tokens_to_ids("Ċ")] == newline
-        assert bytes_of[tokenizer.convert_tokens_to_ids("▁")] == space
+        assert [bytes_of[tokenizer.convert_tokens_to_ids(word)] for word in ("Ċ", "▁")] == [newline, space]
 
 
 def test_added_tokens_are_taken_as_they_are() -> None:

@@ -19,32 +19,21 @@ from grail_advantage.model.probe import HALF_LIMIT, LIMIT, MOST_ROWS, Finding, l
 from tests.core.common import some
 from tests.core.neighbours import LAYOUTS, SAME, build, finding, truth
 
-INDEPENDENT, MIXES_PACKED = set(), {"packed", "packed, flash"}
+INDEPENDENT, FLASH, MIXES_PACKED = set(), {"packed, flash"}, {"packed", "packed, flash"}
 ALL = set(LAYOUTS)
 DEPENDS: dict[str, set[str]] = {
     # Breaks that no list of reasons had.
-    "ministral3": {"packed, flash"},
-    "persimmon": {"packed, flash"},
-    "gpt_bigcode": {"packed, flash"},
-    "phi3, longrope": ALL - {"TRL"},
-    "llama, dynamic": ALL - {"TRL"},
-    "cpmant": ALL - {"TRL"},
+    **dict.fromkeys(("ministral3", "persimmon", "gpt_bigcode"), FLASH),
+    **dict.fromkeys(("phi3, longrope", "llama, dynamic", "cpmant"), ALL - {"TRL"}),
     # Refused, and not for anything that they do.
-    "gpt_neox": INDEPENDENT,
-    "gpt_neo": INDEPENDENT,
-    "gpt2": INDEPENDENT,
-    "granitemoe": INDEPENDENT,
-    "jetmoe": INDEPENDENT,
-    "llama4_text": {"packed, flash"},
-    "modernbert-decoder": INDEPENDENT,
-    # Known before.
+    **dict.fromkeys(("gpt_neox", "gpt_neo", "gpt2", "granitemoe", "jetmoe", "modernbert-decoder"), INDEPENDENT),
+    "llama4_text": FLASH,
+    # Known before. In TRL the padding on the left enters the state of a response that is alone, with transformers 5.10.4.
     "qwen3": INDEPENDENT,
-    # In TRL the padding on the left enters the state of a response that is alone, with transformers 5.10.4.
     "qwen3_next": MIXES_PACKED | {"TRL"},
     "lfm2": MIXES_PACKED | {"TRL"},
     "gpt_oss": {"packed"},
-    "mixtral, jitter": ALL - {"a pass"},
-    "opt, layerdrop": ALL - {"a pass"},
+    **dict.fromkeys(("mixtral, jitter", "opt, layerdrop"), ALL - {"a pass"}),
     "doge": ALL,
 }
 """The layouts in which responses depend on each other."""

@@ -27,12 +27,8 @@ from tests.core.tiny_models import ROLLOUTS, Batch, Rollout, char_tokenizer, id_
 
 ALL_ROLLOUTS = list(ROLLOUTS.values())
 LEAVES = ("embeddings", "first", "middle", "last")
-MODELS = {
-    "qwen3": ("qwen3", False),
-    "qwen3, tied": ("qwen3", True),
-    "llama": ("llama", False),
-    "llama, tied": ("llama", True),
-}
+MODELS = {f"{name}{', tied' * tied}": (name, tied) for name in ("qwen3", "llama") for tied in (False, True)}
+PASSES = {"official": Grail("official"), "robust": Grail("robust"), "oar": Oar("gradient")}
 FEW_ROLLOUTS = [ROLLOUTS[name] for name in ("several boxes", "no box", "right, several boxes", "empty box")]
 
 
@@ -45,11 +41,8 @@ def subject(name: str, layers: int = 4, double: bool = False) -> tuple[Any, Plai
     return (model.double() if double else model), PlainModel(model)
 
 
-def compute(
-    model: nn.Module, batch: Batch, config: Grail, temperature: float = 1.0, answer: str = "boxed"
-) -> TokenWeights:
-    tokenizer = char_tokenizer()
-    return compute_token_weights(model, tokenizer, *batch.tensors(), config, temperature=temperature, answer=answer)
+def compute(model: nn.Module, batch: Batch, config: Method, **given: Any) -> TokenWeights:
+    return compute_token_weights(model, char_tokenizer(), *batch.tensors(), config, **given)
 
 
 def outside_gate(gate: str, advantage: float) -> bool:
@@ -72,7 +65,7 @@ def assert_matches(
     double = model.dtype == torch.float64
     atol, rtol = (3e-5, 2e-5) if double else (3e-3, 2e-3)
     config = Grail(preset, **options)
-    got = compute(model, batch, config, temperature, answer)
+    got = compute(model, batch, config, temperature=temperature, answer=answer)
     expected = reference_weights(
         plain,
         id_to_character(),
@@ -87,24 +80,16 @@ def assert_matches(
         return f"{case}: {difference}"
 
     assert [None if span is None else dataclasses.astuple(span) for span in got.spans] == expected.spans, case
-    assert got.weights.dtype == got.scores.dtype == torch.float32
-    assert got.weights.shape == got.scores.shape == batch.input_ids.shape
-    assert not got.weights.requires_grad
-    assert not got.scores.requires_grad
+    for values in (got.weights, got.scores):
+        assert values.dtype == torch.float32 and values.shape == batch.input_ids.shape and not values.requires_grad
     torch.testing.assert_close(got.weights, torch.tensor(expected.weights), rtol=0, atol=atol, msg=explain)
     assert (got.weights[batch.response_mask == 0] == 0).all()
     for row, advantage in enumerate(batch.advantages.tolist()):
         if expected.spans[row] is None or advantage == 0 or outside_gate(config.gate, advantage):
             assert got.scores[row].isnan().all(), case
         else:
-            torch.testing.assert_close(
-                got.scores[row],
-                torch.tensor(expected.scores[row]),
-                rtol=rtol,
-                atol=1e-6 * rtol,
-                equal_nan=True,
-                msg=explain,
-            )
+            wanted, close = torch.tensor(expected.scores[row]), {"rtol": rtol, "atol": 1e-6 * rtol, "equal_nan": True}
+            torch.testing.assert_close(got.scores[row], wanted, **close, msg=explain)
     return got
 
 
@@ -239,27 +224,22 @@ OFFLOADS: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("name", OFFLOADS)
-@pytest.mark.parametrize(
-    "signal", [Grail("official"), Grail("robust"), Oar("gradient")], ids=["official", "robust", "oar"]
-)
+@pytest.mark.parametrize("signal", PASSES.values(), ids=PASSES)
 def test_an_offloaded_model_weighs_as_the_whole_one(name: str, signal: Method) -> None:
     batch = make_batch([ROLLOUTS["box at the end"], ROLLOUTS["no box"], ROLLOUTS["text after the box"]])
-    expected = compute_token_weights(tiny_model(), char_tokenizer(), *batch.tensors(), signal).weights
+    expected = compute(tiny_model(), batch, signal).weights
     model = tiny_model()
     OFFLOADS[name](model)
-    found = compute_token_weights(model, char_tokenizer(), *batch.tensors(), signal).weights
+    found = compute(model, batch, signal).weights
     torch.testing.assert_close(found, expected)
     assert any(values.is_meta for values in model.parameters())
 
 
-@pytest.mark.parametrize(
-    "signal", [Grail("official"), Grail("robust"), Oar("gradient")], ids=["official", "robust", "oar"]
-)
+@pytest.mark.parametrize("signal", PASSES.values(), ids=PASSES)
 def test_layers_that_pass_no_gradient_are_named(signal: Method) -> None:
     batch = make_batch([ROLLOUTS["box at the end"], ROLLOUTS["no box"]])
     with warnings.catch_warnings(action="ignore"):
         model = torch.ao.quantization.quantize_dynamic(tiny_model(), {nn.Linear}, dtype=torch.qint8)
     with pytest.raises(ValueError, match="model has layers that pass no gradient"):
-        compute_token_weights(model, char_tokenizer(), *batch.tensors(), signal)
-    found = compute_token_weights(model, char_tokenizer(), *batch.tensors(), build("surprisal")).weights
-    assert found.isfinite().all()
+        compute(model, batch, signal)
+    assert compute(model, batch, build("surprisal")).weights.isfinite().all()
