@@ -165,7 +165,7 @@ OF_WEIGHTS: dict[str, list[Change]] = {
     "config": refused(to(None), to("grail"), to({"gate": "all"}), to(Grail), lambda config: [config], to(1)),
     "temperature": [
         *refused(*map(to, (0, -1.0, NAN, INF, -INF, None, "1", [1.0], True, {}, 1 + 0j, torch.tensor([1.0, 2.0])))),
-        *same(to(np.float64(0.7)), to(torch.tensor(0.7, dtype=torch.float64))),
+        *same(to(np.float64(0.7))),
     ],
     "old_log_probs": [
         *FLOATS,
@@ -185,7 +185,7 @@ OF_WEIGHTS: dict[str, list[Change]] = {
     ),
     "rewards": NUMBERS,
     "process_group": refused(to("world"), to(1), to(True), to([0, 1])),
-    "step": refused(*WHOLE) + same(to(np.int64(3)), to(torch.tensor(3))),
+    "step": refused(*WHOLE, to(torch.tensor([3, 3]))) + same(to(np.int64(3))),
     "tokens": refused(*WHOLE, to(0), to(True)) + same(to(np.int64(4096))),
     "aggregate": refused(to("token-mean"), to(None), to(1.0)),
     "answer": refused(to(None), to(5), to("box"), to("("), to(["boxed"]), to({}), to(b"boxed")),
