@@ -11,7 +11,7 @@ import torch
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
-from grail_advantage import Grail, Oar, Method, compute_token_weights
+from grail_advantage import Grail, Method, Oar, compute_token_weights
 from grail_advantage.method import build
 from tests.core.tiny_models import ROLLOUTS, char_tokenizer, make_batch, tiny_model
 

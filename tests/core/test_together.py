@@ -89,9 +89,9 @@ def test_scores_are_those_of_one_at_a_time(name: str) -> None:
     """GRAIL's on every architecture, and those of two more passes in turn."""
     for index, signal in enumerate(SIGNALS):
         if (name, signal) not in FAILS and (index == 0 or index % 4 == FAMILIES.index(name) % 4):
-            difference = difference(name, signal, ("left", "right", "both")[index % 3])
-            assert difference <= CLOSE.get(signal, 1e-5), signal
-            assert difference == 0 or name not in ALONE or signal == "oar_p", signal
+            found = difference(name, signal, ("left", "right", "both")[index % 3])
+            assert found <= CLOSE.get(signal, 1e-5), signal
+            assert found == 0 or name not in ALONE or signal == "oar_p", signal
     assert goes_together(name) == (name not in ALONE)
 
 
