@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from grail_advantage.batch import Example
 from torch import nn
 
 from grail_advantage import Grail, compute_token_weights

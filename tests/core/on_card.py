@@ -11,8 +11,6 @@ import traceback
 from typing import Any
 
 import torch
-from grail_advantage.batch import Example
-from grail_advantage.token_weights import TokenWeights, response_statistics
 
 from grail_advantage import TokenWeights, compute_token_weights
 from grail_advantage.data import Example

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from grail_advantage.weighting import BatchWeights, batch_weights
 
 from grail_advantage import AnswerSpan, Method, Rollouts
 from tests.core.common import rollouts_of, weighed

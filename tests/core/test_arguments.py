@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from grail_advantage.token_weights import response_statistics
 from peft import (
     CPTConfig,
     IA3Config,

@@ -6,9 +6,6 @@ import math
 from typing import Any
 
 import pytest
-from grail_advantage.options import option_schemas
-from grail_advantage.registry import reshapers
-from grail_advantage.signals import step_values
 
 import grail_advantage
 from grail_advantage import Grail, Oar

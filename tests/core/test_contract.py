@@ -15,8 +15,6 @@ from typing import Any
 
 import pytest
 import torch
-from grail_advantage.batch import ENTROPY, EXAMPLES, GROUPS, OLD_LOG_PROBS, Example, RolloutBatch
-from grail_advantage.weighting import BatchWeights, apply_token_weights, batch_weights, scores_of
 
 from grail_advantage import AnswerSpan, Method, Rollouts, compute_token_weights
 from grail_advantage.data import ENTROPY, OLD_LOG_PROBS, Example, Weighed, joined

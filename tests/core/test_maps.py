@@ -9,8 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from grail_advantage.registry import reshapers
-from grail_advantage.reshapers.top import count_of_share
 from hypothesis import given
 from hypothesis import strategies as st
 

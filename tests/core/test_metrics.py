@@ -7,8 +7,6 @@ from fractions import Fraction
 
 import pytest
 import torch
-from grail_advantage.signals.base import RowSelection
-from grail_advantage.weighting import BatchWeights
 
 from grail_advantage import AnswerSpan, Rollouts, metrics
 from grail_advantage.data import Weighed

@@ -13,8 +13,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from grail_advantage.signals.turns import Turn, TurnSignal, runs
-from grail_advantage.weighting import batch_weights, scores_of
 
 from grail_advantage import Method, Rollouts, compute_token_weights, turn_advantages, turns_to_tokens
 from grail_advantage.data import runs

@@ -9,8 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from grail_advantage.batch import outcome_of
-from grail_advantage.weighting import BatchWeights, apply_token_weights, batch_weights
 from hypothesis import given
 from hypothesis import strategies as st
 
