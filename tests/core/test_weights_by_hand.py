@@ -167,7 +167,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     "scores of a list": ({"scores": lambda self, r, _: [1.0]}, r"doubled: scores\(\) .*list"),
     "a column that it does not read": (
         {"uses": "", "scores": lambda self, r, _: r.columns["entropy"]},
-        "doubled reads entropy and does not say so; put it into the class's reads",
+        r"doubled.*entropy.*reads",
     ),
 }
 
