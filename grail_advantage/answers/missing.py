@@ -33,11 +33,7 @@ SHOWN = 160
 
 
 def check_choice(choice: object, name: str = "missing_answers") -> None:
-    """Refuse an unknown choice.
-
-    Raises:
-        ValueError: naming the option and the choices.
-    """
+    """Raises ValueError, which names the option and the choices, for an unknown choice."""
     if choice not in CHOICES:
         raise ValueError(f"{name}={choice!r} is unknown; choose one of {', '.join(CHOICES)}")
 
@@ -54,19 +50,18 @@ def advice(
 
     Args:
         answer: the format that found few.
-        responses: token ids of each, some of them without an answer.
+        responses: token ids of each, some of them without an answer; -1 for tokens that the model did not generate.
         tokenizer: theirs.
         option: the name of the option that sets the format.
     """
-    spans = find_answer_spans(responses, tokenizer, answer=answer)
-    example = next((row for row, span in zip(responses, spans, strict=True) if span is None), responses[0])
-    known = [int(token) for token in example if int(token) >= 0]
-    end = tokenizer.decode(known, skip_special_tokens=True)[-SHOWN:]
-    others = []
-    for name, other in FORMATS.items():
-        count = sum(span is not None for span in find_answer_spans(responses, tokenizer, answer=other))
-        if other != answer and count:
-            others.append(f"{option}={name} ({other.example}) would find one in {count} of {len(responses)}")
+    found = {form: find_answer_spans(responses, tokenizer, answer=form) for form in (answer, *FORMATS.values())}
+    missed = next((row for row, span in zip(responses, found[answer], strict=True) if span is None), responses[0])
+    end = tokenizer.decode([int(token) for token in missed if token >= 0], skip_special_tokens=True)[-SHOWN:]
+    others = [
+        f"{option}={form.name} ({form.example}) would find one in {count} of {len(responses)}"
+        for form, spans in found.items()
+        if form != answer and (count := sum(span is not None for span in spans))
+    ]
     remedy = ", ".join(others) or (
         f"no other format finds any: ask for {answer.example} in the prompt, set {option} to a regular expression, or, where "
         "responses are cut off, raise their limit"
@@ -101,30 +96,29 @@ class AnswerCheck:
         truncated: Sequence[bool],
         tokenizer: PreTrainedTokenizerBase,
     ) -> None:
-        """Warn where most responses of a batch are cut off inside ``<think>``, with any method. The first batch that is mostly
+        """Warn, with any method, where most responses of a batch are cut off inside ``<think>``. The first batch that is mostly
         cut off decides.
 
         Args:
-            prompts: token ids of each response's prompt.
-            responses: token ids of each.
-            truncated: which were cut off.
+            prompts, responses: token ids of each.
+            truncated: which responses were cut off.
             tokenizer: theirs.
         """
         if self._looked_at_thinking or 2 * sum(truncated) <= len(truncated):
             return
         self._looked_at_thinking = True
-        begin, end = THINKING
-        cut = 0
-        for prompt, response, was_cut in zip(prompts, responses, truncated, strict=True):
-            if was_cut:
-                text = tokenizer.decode([*map(int, prompt[-PROMPT_END:]), *map(int, response)])
-                cut += text.rfind(begin) > text.rfind(end)
-        if 2 * cut > len(truncated):
+        cut = [
+            tokenizer.decode([*map(int, prompt[-PROMPT_END:]), *map(int, response)])
+            for prompt, response, was_cut in zip(prompts, responses, truncated, strict=True)
+            if was_cut
+        ]
+        thinking = sum(text.rfind(THINKING[0]) > text.rfind(THINKING[1]) for text in cut)
+        if 2 * thinking > len(truncated):
             logger.warning(
                 "%s of %s responses were cut off inside %s, before an answer, and train nothing: switch thinking off (verl: "
                 "+data.apply_chat_template_kwargs.enable_thinking=False; TRL: chat_template_kwargs={'enable_thinking': False}) "
                 "or raise the limit of responses",
-                *(cut, len(truncated), begin),
+                *(thinking, len(truncated), THINKING[0]),
             )
 
     def look(

@@ -8,7 +8,6 @@ from decimal import Decimal
 _WRAPPED = re.compile(r"\\text\{([^{}]*)\}")
 _CHOICE = re.compile(r"(?:\(([A-J])\)|([A-J])(?:\)|[.:](?= )| -(?= .*[A-Za-z]{3}))) ?(.+)|\(?([A-J])\)?[.:)]?")
 _CHOICES = re.compile(r"(?:\([A-J]\)|[A-J])(?:(?:, ?(?:and )?|; ?| and )(?:\([A-J]\)|[A-J]))+")
-_BETWEEN_WORDS = re.compile(r"[,;]|\b(?:and|or)\b")
 _NUMERAL = re.compile(r"(?:[A-Za-z]=)?([0-9A-F]+)_?(?:_|base)([0-9]+|[a-z]+)")
 _BASES = {"two": "2", "three": "3", "four": "4", "five": "5", "six": "6", "seven": "7", "eight": "8", "nine": "9"}
 _BASES |= {"ten": "10", "eleven": "11", "twelve": "12", "sixteen": "16"}
@@ -16,11 +15,11 @@ _SET, _TUPLE = re.compile(r"\\\{[^{}]*,[^{}]*\\\}"), re.compile(r"\([^()]*,[^()]
 _JOINED = re.compile(r"(?<![A-Za-z])(?:and|or)(?![A-Za-z])")
 _INEQUALITY = re.compile(r"[<>]|\\(?:[lg]eq?(?:slant)?|[lg]t|neq?)(?![A-Za-z])")
 _IDLE_BLANK = re.compile("(?<![0-9]) | (?![0-9])")
-
 _ENTRIES = re.compile(r"[,;]|\b(?:and|or)\b")
 _OUTER = re.compile(r"(?:\(|\[|\\\{)([^()\[\]{}]*?)(?:\)|\]|\\\})")
 _JOINED_NUMBERS = re.compile(
-    r"(?:[A-Za-z] ?= ?|[vV]\.? ?)?\+?((?:\([0-9]+\)[ -]*)?[0-9]+(?: ?\\?%)?(?:(?: ?-{1,3} ?|[./:])[0-9]+(?: ?\\?%)?)+)"
+    r"(?:[A-Za-z] ?= ?|[vV]\.? ?)?\+?"
+    r"((?:\([0-9]+\)[ -]*)?[0-9]+(?: ?\\?%)?(?:(?: ?-{1,3} ?|[./:])[0-9]+(?: ?\\?%)?)+)"
 )
 _UNLIKE = r"[0-9]/[0-9]+/|\.[0-9]+\.|(?<![0-9.:])0[0-9]"
 """In joined numbers: no difference, quotient or product is written so."""
@@ -96,9 +95,8 @@ def _words(text: str) -> tuple[set[str], bool]:
     """The words of a text without order, and whether they are words by themselves. Digits may follow: ``June 20``."""
     least = 2 if "\\text{" in text else 3
     separators = "[ .'()-]" if least == 2 else " "
-    words = {re.sub(separators, "", entry).casefold() for entry in _BETWEEN_WORDS.split(_WRAPPED.sub(r"\1", text))} - {
-        ""
-    }
+    entries = _ENTRIES.split(_WRAPPED.sub(r"\1", text))
+    words = {word for entry in entries if (word := re.sub(separators, "", entry).casefold())}
     sure = words == {"no"} or any(re.match(f"[a-z]{{{least}}}", word) for word in words)
     plain = all(word.isalpha() or (sure and word[0].isalpha() and word.isalnum()) for word in words)
     return (words, sure) if plain else (set(), False)
@@ -134,3 +132,7 @@ def same_number(gold: str, answer: str) -> bool | None:
         return None
     numbers = [Decimal(re.sub("[, ]", "", text)) for text in (gold, answer)]
     return numbers[0] == numbers[1] if numbers[0] == numbers[1] or "." not in gold or "." not in answer else None
+
+
+COMPARISONS = (same_text, same_label, same_words, same_numeral, same_structure)
+"""In order, behind :func:`same_choice`; :func:`same_number` compares values."""

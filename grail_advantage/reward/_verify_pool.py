@@ -1,8 +1,8 @@
 """The process that compares answers with math-verify (``_verify_worker``) and the connections to it.
 
 math-verify's time-outs need the main thread, while reward functions run in executor threads; and sympy can hang inside one
-call into C, where no thread can stop it. So comparisons run in processes that pebble replaces. A fresh interpreter forks them:
-starting it neither forks this process, which may hold torch, Ray and their threads, nor runs its main module again.
+call into C, where no thread can stop it. So comparisons run in processes that the kernel ends. A fresh interpreter forks
+them: starting it neither forks this process, which may hold torch, Ray and their threads, nor runs its main module again.
 """
 
 from __future__ import annotations
@@ -49,10 +49,9 @@ class _Server:
             env={name: value for name, value in os.environ.items() if name.startswith(_ENVIRONMENT)}
             | {"PYTHONHASHSEED": "0"},
         )
-        for end in other_ends:
-            end.close()
         self._idle: SimpleQueue = SimpleQueue()
-        for connection in self.connections:
+        for connection, other_end in zip(self.connections, other_ends, strict=True):
+            other_end.close()
             self._idle.put(connection)
 
     def ask(self, gold: str, answer: str) -> bool:
@@ -62,6 +61,8 @@ class _Server:
             if not connection.poll(_PATIENCE_SECONDS + 20 * self._cpu_seconds):
                 raise EOFError
             verdict = json.loads(connection.recv_bytes())
+            if verdict == "killed":  # from outside; perhaps the other workers, too
+                raise EOFError
         except BaseException as error:  # also KeyboardInterrupt: the reply must not be taken for the next one's
             self.process.kill()
             status = self.process.wait()
@@ -72,9 +73,6 @@ class _Server:
             raise
         finally:
             self._idle.put(connection)
-        if verdict == "killed":  # from outside; perhaps other workers too, and with them a lock of the pool's
-            self.process.kill()
-            raise _Lost
         if isinstance(verdict, str):
             raise VerifyFailed(verdict)
         return verdict

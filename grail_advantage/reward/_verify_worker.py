@@ -1,6 +1,6 @@
 """The process that compares answers with math-verify; ``grail_advantage.reward._verify_pool`` starts it as a script.
 
-It loads math-verify once and forks workers, which pebble replaces when one takes too long or dies. A request is the JSON list
+It loads math-verify once and forks workers, which it replaces when one takes too long or dies. A request is the JSON list
 ``[gold, answer]`` (LaTeX without the box); a reply is true, false, or why there is no verdict. The process ends with the one
 that started it, and the workers with it. Arguments: seconds of processor time for one comparison, and the descriptors of the
 connections.
@@ -12,25 +12,22 @@ import ctypes
 import json
 import logging
 import math
-import multiprocessing
 import os
 import re
 import resource
 import signal
 import sys
-import threading
 from contextlib import suppress
 from functools import lru_cache
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from antlr4 import InputStream
 from latex2sympy2_extended import NormalizationConfig, latex2sympy, normalize_latex
 from latex2sympy2_extended.antlr_parser import PSLexer
 from latex2sympy2_extended.latex2sympy2 import ConversionConfig, _Latex2Sympy
 from math_verify import grader, verify
-from pebble import ProcessExpired, ProcessPool
 from sympy import (
     And,
     Derivative,
@@ -59,7 +56,8 @@ MEMORY = 1 << 30
 WALL_FACTOR = 10  # wall time for each second of processor time: verdicts do not depend on how busy the machine is
 NOBODY = 65534
 """User and group of the processes where they would be root's."""
-_CAPABILITIES = 0b111 << 5  # CAP_KILL, CAP_SETGID, CAP_SETUID
+CLOSED = 3
+"""Status of a worker whose connection has no other end any more."""
 _COMPARISONS = 5000  # of one worker, which grows by some kB with each: caches of sympy and ANTLR
 
 _NORMALIZATION = NormalizationConfig(basic_latex=True, malformed_operators=True, nits=True, boxed="none")
@@ -256,15 +254,17 @@ def equal(gold: str, answer: str) -> bool:
 
 
 def compare(gold: str, answer: str, cpu_seconds: float) -> bool | str:
-    """The verdict, or why there is none. The kernel ends the process, even inside one long call into C, after
-    ``cpu_seconds`` of processor time."""
+    """The verdict, or why there is none. The kernel ends the process, even inside one long call into C, after ``cpu_seconds``
+    of processor time, and after :data:`WALL_FACTOR` times that by the clock."""
     signal.setitimer(signal.ITIMER_PROF, cpu_seconds)
+    signal.setitimer(signal.ITIMER_REAL, WALL_FACTOR * cpu_seconds)
     try:
         return bool(equal(gold, answer))
     except Exception as error:
         return str(error) if isinstance(error, Unreadable) else type(error).__name__
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.setitimer(signal.ITIMER_REAL, 0)
 
 
 def give_up_privileges() -> str:
@@ -276,33 +276,27 @@ def give_up_privileges() -> str:
     ctypes.CDLL(None).prctl(38, 1, 0, 0, 0)  # PR_SET_NO_NEW_PRIVS
     if os.geteuid() != 0:
         return ""
-    held = re.search(r"CapEff:\s*(\w+)", Path("/proc/self/status").read_text())
-    if not held or int(held[1], 16) & _CAPABILITIES != _CAPABILITIES:
-        return "root has not the rights to become another user and to end its processes"
-    loaded = (getattr(module, "__file__", None) for module in [*sys.modules.values()])
-    files = [Path(file) for file in loaded if file and Path(file).exists()]
+    files = [Path(module.__file__) for module in [*sys.modules.values()] if getattr(module, "__file__", None)]
     groups = os.getgroups()
     try:
         os.setgroups([])
         os.setegid(NOBODY)
         os.seteuid(NOBODY)
-        multiprocessing.get_context("fork").Lock()  # as the pool makes some
         for path in sorted({*files, *(file.parent for file in files)}):  # libraries load parts of theirs late
             os.close(os.open(path, os.O_RDONLY))
         os.setresgid(NOBODY, NOBODY, NOBODY)
         os.setresuid(NOBODY, NOBODY, NOBODY)
     except OSError as error:
-        os.seteuid(0)
-        os.setegid(0)
-        os.setgroups(groups)
+        with suppress(PermissionError):  # of one who never had the right
+            os.seteuid(0)
+            os.setegid(0)
+            os.setgroups(groups)
         return f"nobody cannot use {error.filename}" if error.filename else str(error)
     return ""
 
 
-def confine(connections: list[Connection]) -> None:
+def confine() -> None:
     """Bound the resources of this worker and let it end with its parent."""
-    for connection in connections:
-        connection.close()
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     for name, limit in {"AS": mapped + MEMORY, "FSIZE": 0, "CORE": 0, "NPROC": 0, "NOFILE": 64}.items():
@@ -312,25 +306,24 @@ def confine(connections: list[Connection]) -> None:
     logging.disable(logging.CRITICAL)
 
 
-def serve(connection: Connection, pool: ProcessPool, cpu_seconds: float) -> None:
-    """Answer requests until the connection closes or the pool breaks, and end the process then."""
+def work(connection: Connection, cpu_seconds: float) -> NoReturn:
+    """Be a worker: answer requests until the connection closes, or there were enough of them."""
+    status = 1
     try:
-        while True:
-            arguments = [*json.loads(connection.recv_bytes()), cpu_seconds]
-            verdict: bool | str
-            try:
-                verdict = pool.schedule(compare, arguments, timeout=WALL_FACTOR * cpu_seconds).result()
-            except ProcessExpired as error:
-                reasons = {-signal.SIGKILL: "killed", -signal.SIGPROF: f"more than {cpu_seconds:g} s of processor time"}
-                verdict = reasons.get(error.exitcode, f"the worker ended with status {error.exitcode}")
-            except TimeoutError:
-                verdict = f"no verdict within {WALL_FACTOR * cpu_seconds:g} s"
+        confine()
+        for _ in range(_COMPARISONS):
+            verdict = compare(*json.loads(connection.recv_bytes()), cpu_seconds)
             connection.send_bytes(json.dumps(verdict).encode())
+        status = 0
+    except (EOFError, OSError):
+        status = CLOSED
     finally:
-        os._exit(0)
+        os._exit(status)
 
 
-def main(cpu_seconds: float, descriptors: list[int]) -> None:
+def main(cpu_seconds: float, connections: list[Connection]) -> None:
+    """Load math-verify once, fork a worker for each connection, and replace each that ends, until one says that the program
+    has ended, with which the other workers end. The request of a worker that did not reply gets the reason."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole process group; the parent decides
     logging.getLogger("math_verify").setLevel(logging.ERROR)
     # The first use of math-verify loads half of sympy, which must not count against the first answer.
@@ -338,16 +331,29 @@ def main(cpu_seconds: float, descriptors: list[int]) -> None:
         equal(*pair)
     if reason := give_up_privileges():
         print(
-            f"grail_advantage.reward: the processes that compare answers are root's, so that they may start others ({reason}); "
-            "run as another user, or with Python and its packages where every user can read them",
+            "grail_advantage.reward: the processes that compare answers are root's, so that they may start others "
+            f"({reason}); run as another user, or with Python and its packages where every user can read them",
             file=sys.stderr,
         )
-    connections = [Connection(descriptor) for descriptor in descriptors]
-    context = multiprocessing.get_context("fork")
-    pool = ProcessPool(len(connections), _COMPARISONS, confine, (connections,), context)
-    for connection in connections:
-        threading.Thread(target=serve, args=(connection, pool, cpu_seconds)).start()
+    ends = {
+        -signal.SIGKILL: "killed",
+        -signal.SIGPROF: f"more than {cpu_seconds:g} s of processor time",
+        -signal.SIGALRM: f"no verdict within {WALL_FACTOR * cpu_seconds:g} s",
+    }
+    working: dict[int, Connection] = {}
+    while True:
+        for connection in set(connections) - {*working.values()}:
+            if (worker := os.fork()) == 0:
+                work(connection, cpu_seconds)
+            working[worker] = connection
+        worker, status = os.wait()
+        connection, code = working.pop(worker), os.waitstatus_to_exitcode(status)
+        if code == CLOSED:
+            return
+        if code != 0:
+            connection.send_bytes(json.dumps(ends.get(code, f"the worker ended with status {code}")).encode())
 
 
 if __name__ == "__main__":
-    main(float(sys.argv[1]), [int(descriptor) for descriptor in sys.argv[2:]])
+    with suppress(BrokenPipeError):  # the program has ended
+        main(float(sys.argv[1]), [Connection(int(descriptor)) for descriptor in sys.argv[2:]])
