@@ -1,19 +1,17 @@
 r"""The one reward function: 1 when the last ``\boxed{...}`` of a response states the ground truth, else 0.
 
 ``compute_score`` is verl's custom reward function (``reward.custom_reward_function.path=pkg://grail_advantage.reward``,
-``name=compute_score``), and evaluation calls it too, so that training, validation and evaluation agree.
-
-The reward is the one of GRAIL (arXiv 2606.04889): the last box compared with the ground truth by math-verify. Three stages
-(docs/verdict.md has the rules, with examples, and the conventions):
+``name=compute_score``), and evaluation calls it too, so that training, validation and evaluation agree. The reward is the
+one of GRAIL (arXiv 2606.04889): the last box compared with the ground truth by math-verify. Three stages (docs/verdict.md):
 
 1. ``_normal``: both texts in one normal form;
 2. ``_exact``: comparisons that need no math-verify: the same text, choices, words, numerals with a base, plain numbers;
-3. ``_verify_pool``: math-verify reads both texts as a whole and compares, in child processes with limits, since the answer is
-   untrusted text.
+3. ``_verify_pool``: math-verify reads both texts as a whole and compares, in child processes with limits, since the answer
+   is untrusted text.
 
-Nothing becomes right by accident: what cannot be read as a whole has no verdict, which is 0 and counted by ``verify_failed``.
-Two readings are allowed of ``50\%`` (50 and 0.5) and ``2e-1`` (0.2 and twice Euler's number less 1) alone: the ground truth
-decides. A list of several ground-truth answers: the box must hold all of them, in any order, as in ``\boxed{2, 3}``.
+What cannot be read as a whole has no verdict, which is 0 and counted by ``verify_failed``. Two readings are allowed of
+``50\%`` (50 and 0.5) and ``2e-1`` (0.2 and twice Euler's number less 1) alone: the ground truth decides. A list of several
+ground-truth answers: the box must hold all of them, in any order, as in ``\boxed{2, 3}``.
 """
 
 from __future__ import annotations
@@ -46,14 +44,9 @@ logger = logging.getLogger(__name__)
 
 # Longer predictions are cut in the returned dictionary, which verl keeps and dumps for every response.
 MAX_PRED_CHARS = 128
-ENOUGH = 256
-"""Ground truths, all of them unreadable, that tell a data set that cannot be used from bad luck: several prompts'."""
 
 _PERCENT = re.compile(r" ?(?:\\?%|\\text\{ ?(?:percent|percentage|\\?%)\.? ?\}|\bpercent\b)")
 _E_NOTATION = re.compile(rf"(?<![A-Za-z0-9_.,])({_exact.UNSIGNED})[eE]([+-]?[0-9]{{1,3}})(?![0-9.])")
-_FRACTION = re.compile(
-    r"[+-]? ?(?:\\frac ?\{ ?-? ?NUMBER ?\} ?\{ ?NUMBER ?\}|NUMBER ?/ ?NUMBER)".replace("NUMBER", _exact.UNSIGNED)
-)
 # Left out they may be, but not said otherwise.
 _HALF_DAY = re.compile(r"(?i)[0-9] ?(?:\\text\{ ?)?([ap])\.? ?m\b")
 _CHANGE = re.compile(r"(?i)(?:%|percent) ?(?:\\text\{ ?)?(increase|decrease|profit|loss|gain|discount)\b")
@@ -62,15 +55,13 @@ _NAME = re.compile(
     r"(?:m ?)?\\(?:angle|triangle|overline|widehat|measuredangle)(?![A-Za-z]) ?\{?[A-Z ]+\}? ?= ?(?=[^=]+$)"
 )
 _reported: set[str] = set()
-"""Reasons for no verdict that the log has."""
-_truths = {True: 0, False: 0}
-"""How many ground truths of this process could be read, and how many not."""
+"""What the log has warned of: each reason for no verdict once."""
 
 
 def compute_score(
     data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any] | None = None
 ) -> dict[str, Any]:
-    r"""Judge one response; may be called from any number of threads.
+    r"""Judge one response; may be called from any number of threads, and raises nothing.
 
     Args:
         data_source: name of the data set; all are scored alike.
@@ -84,18 +75,22 @@ def compute_score(
         a complete box; ``verify_failed``: 1.0 if there is one but no verdict (out of time or memory, answer too long,
         answer or ground truth unreadable), which scores 0; ``pred``: the box's content, cleaned, at most 128 characters,
         "" if none.
-
-    Raises:
-        ValueError: none of this process's first 256 ground truths could be read. Nothing else is raised.
     """
-    gold = _known(ground_truth, extra_info)
     answer = equal = None
+    try:
+        gold = gold_text(ground_truth)
+    except ValueError as error:
+        gold = None
+        index = extra_info.get("index") if isinstance(extra_info, dict) else None
+        _log("ground truth", "%s%s; its responses score 0", "" if index is None else f"row {index}: ", error)
     try:
         answer = last_boxed(solution_str)
         if answer is not None and gold is not None:
             equal = is_equal(gold, answer)
     except Exception as error:
-        _report(error, ground_truth, answer or "")
+        trace = None if isinstance(error, _verify_pool.VerifyFailed | ValueError) else error
+        message = "no verdict on %.100r against %s: %s"
+        _log(str(error), message, answer, shown(ground_truth), error, exc_info=trace)
     return {
         "score": float(equal or False),
         "acc": float(equal or False),
@@ -105,23 +100,10 @@ def compute_score(
     }
 
 
-def _known(ground_truth: Any, extra_info: Any) -> str | None:
-    """The ground truth as text; None for one that cannot be read, of which the first of a process is a warning."""
-    text = None
-    try:
-        text = gold_text(ground_truth)
-    except ValueError as error:
-        index = extra_info.get("index") if isinstance(extra_info, dict) else None
-        row = "" if index is None else f"row {index}: "
-        level = logging.DEBUG if _truths[False] else logging.WARNING
-        logger.log(level, "%s%s; its responses score 0, and further ones are logged at level DEBUG", row, error)
-    _truths[text is not None] += 1
-    if _truths[False] >= ENOUGH and not _truths[True]:
-        raise ValueError(
-            f"none of the first {_truths[False]} ground truths can be read, such as {shown(ground_truth)}, so that no "
-            "response would be right: give text, a number or a list of them"
-        )
-    return text
+def _log(kind: str, message: str, *arguments: Any, **options: Any) -> None:
+    """The first of a kind is a warning, further ones are for debugging."""
+    logger.log(logging.DEBUG if kind in _reported else logging.WARNING, message, *arguments, **options)
+    _reported.add(kind)
 
 
 @lru_cache(maxsize=8192)  # rollouts of one prompt repeat each other's answers; exceptions are not kept
@@ -148,39 +130,25 @@ def is_equal(gold: str, answer: str) -> bool:
     for comparison in _exact.COMPARISONS:
         if (verdict := comparison(gold, answer)) is not None:
             return verdict
-    if "=" not in gold:
-        answer = _NAME.sub("", answer)
-    gold_value, answer_value = (_PERCENT.sub("", text) for text in (gold, answer))
-    readings: list[tuple[str, ...]] = [(gold_value, answer_value)]
-    # A percentage also states its value. Plain numbers only: a list divided by 100 would read as nonsense.
-    gold_is_percent, answer_is_percent = gold_value != gold, answer_value != answer
-    if gold_is_percent and not answer_is_percent and _is_plain(gold_value):
-        readings.append((f"\\frac{{{gold_value}}}{{100}}", answer_value))
-    if answer_is_percent and not gold_is_percent and _is_plain(answer_value):
-        readings.append((gold_value, f"\\frac{{{answer_value}}}{{100}}"))
-    # `2e-1` is Euler's number in one answer and a power of ten in another; only the ground truth decides.
-    scientific = tuple(_E_NOTATION.sub(r"\1 \\times 10^{\2}", value) for value in readings[0])
-    if scientific != readings[0]:
-        readings.append(scientific)
-    return any(_same_value(*reading) for reading in readings)
+    return any(_same_value(*reading) for reading in _readings(gold, answer if "=" in gold else _NAME.sub("", answer)))
+
+
+def _readings(gold: str, answer: str) -> list[tuple[str, ...]]:
+    """Both as values: ``50%`` is 50, and 0.5 beside a text without a percent sign; ``2e-1`` is Euler's number, and 0.2."""
+    values = tuple(_PERCENT.sub("", text) for text in (gold, answer))
+    # Plain numbers only: a list divided by 100 would read as nonsense.
+    hundredths = tuple(
+        f"\\frac{{{value}}}{{100}}" if value != text and _exact.PLAIN.fullmatch(value) else value
+        for value, text in zip(values, (gold, answer), strict=True)
+    )
+    one_percent = (values[0] == gold) != (values[1] == answer)
+    scientific = tuple(_E_NOTATION.sub(r"\1 \\times 10^{\2}", value) for value in values)
+    return [*dict.fromkeys((values, hundredths if one_percent else values, scientific))]
 
 
 def _same_value(gold: str, answer: str) -> bool:
     verdict = gold == answer or _exact.same_number(gold, answer)
     return _verify_pool.verify(gold, answer) if verdict is None else verdict
-
-
-def _report(error: Exception, ground_truth: Any, answer: str) -> None:
-    """Log why there is no verdict: every one for debugging, the first for a reason as a warning."""
-    expected = isinstance(error, _verify_pool.VerifyFailed | ValueError)
-    level = logging.DEBUG if str(error) in _reported else logging.WARNING
-    _reported.add(str(error))
-    message = "no verdict on %.100r against %s: %s"
-    logger.log(level, message, answer, shown(ground_truth), error, exc_info=None if expected else error)
-
-
-def _is_plain(text: str) -> bool:
-    return bool(_exact.NUMBER.fullmatch(text) or _FRACTION.fullmatch(text))
 
 
 def _printable(text: str) -> str:

@@ -21,14 +21,18 @@ _JOINED_NUMBERS = re.compile(
     r"(?:[A-Za-z] ?= ?|[vV]\.? ?)?\+?"
     r"((?:\([0-9]+\)[ -]*)?[0-9]+(?: ?\\?%)?(?:(?: ?-{1,3} ?|[./:])[0-9]+(?: ?\\?%)?)+)"
 )
-_UNLIKE = r"[0-9]/[0-9]+/|\.[0-9]+\.|(?<![0-9.:])0[0-9]"
-"""In joined numbers: no difference, quotient or product is written so."""
-_LABEL, _NO_NUMBER = re.compile(rf"^[^/]*-[^/]*$|{_UNLIKE}"), re.compile(_UNLIKE)
-_PLAIN = re.compile(r"(?:[A-Za-z] ?= ?)?[-+]? ?(?:\\frac|[0-9./{}% \\]|[,;] ?[-+]?)+")
+# In joined numbers: no difference, quotient or product is written so.
+_NO_NUMBER = re.compile(r"[0-9]/[0-9]+/|\.[0-9]+\.|(?<![0-9.:])0[0-9]")
+_LABEL = re.compile(rf"^[^/]*-[^/]*$|{_NO_NUMBER.pattern}")
+_VALUES = re.compile(r"(?:[A-Za-z] ?= ?)?[-+]? ?(?:\\frac|[0-9./{}% \\]|[,;] ?[-+]?)+")
 
 DIGITS = r"(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)"
 UNSIGNED = rf"(?:{DIGITS}(?:\.[0-9]*)?|\.[0-9]+)"
 NUMBER = re.compile(rf"[+-]? ?{UNSIGNED}")
+PLAIN = re.compile(
+    r"[+-]? ?(?:NUMBER|\\frac ?\{ ?-? ?NUMBER ?\} ?\{ ?NUMBER ?\}|NUMBER ?/ ?NUMBER)".replace("NUMBER", UNSIGNED)
+)
+"""A number or a fraction of two."""
 
 
 def same_text(gold: str, answer: str) -> bool | None:
@@ -37,13 +41,13 @@ def same_text(gold: str, answer: str) -> bool | None:
 
 
 def same_label(gold: str, answer: str) -> bool | None:
-    """Dates, ranges, scores, numbers of telephones and versions are texts, no differences and products: ``5-3`` is not ``3-1``.
+    """Dates, ranges, scores, numbers of telephones and versions are texts, and no values: ``5-3`` is not ``3-1``.
 
-    Beside them a number is wrong: ``2`` for ``5-3``. The other way round ``5-3`` may be a difference that nobody computed, but
-    ``2024-01-05`` and ``1.2.3`` are none.
+    Beside them a number is wrong: ``2`` for ``5-3``. The other way round ``5-3`` may be a difference that nobody computed,
+    but ``2024-01-05`` and ``1.2.3`` are none.
     """
     (golds, gold_entries), (answers, answer_entries) = _labels(gold), _labels(answer)
-    if all(golds) and _PLAIN.fullmatch(answer) and not any(answers):
+    if all(golds) and _VALUES.fullmatch(answer) and not any(answers):
         return False
     if (all(golds) and all(answers)) or any(map(_NO_NUMBER.search, golds + answers)):
         in_order = gold.startswith("(") and answer.startswith("(")
@@ -69,8 +73,7 @@ def same_choice(gold: str, answer: str) -> bool | None:
     """The letter of a choice decides, unless both have text after it, which is compared like an answer, see :func:`choice`."""
     several = [_CHOICES.fullmatch(_WRAPPED.sub(r"\1", text)) for text in (gold, answer)]
     if all(several):
-        letters = [set(re.findall("[A-J]", match[0])) for match in several if match]
-        return letters[0] == letters[1]
+        return len({frozenset(re.findall("[A-J]", match[0])) for match in several if match}) == 1
     (gold_letter, gold_rest), (answer_letter, answer_rest) = choice(gold), choice(answer)
     if gold == f"({gold_letter})":  # in brackets it is no variable, so that its case does not matter
         answer_letter = answer_letter or answer.strip("()").upper()
@@ -119,8 +122,9 @@ def _numeral(text: str) -> tuple[str, str]:
 
 
 def same_structure(gold: str, answer: str) -> bool | None:
-    """Wrong where math-verify does not look: a set for a tuple, inequalities joined by ``and`` for those joined by ``or``."""
-    if (_SET.fullmatch(gold) and _TUPLE.fullmatch(answer)) or (_TUPLE.fullmatch(gold) and _SET.fullmatch(answer)):
+    """Wrong where math-verify does not look: a set for a tuple, inequalities joined by ``and`` for ones joined by ``or``."""
+    kinds = [(bool(_SET.fullmatch(text)), bool(_TUPLE.fullmatch(text))) for text in (gold, answer)]
+    if sorted(kinds) == [(False, True), (True, False)]:
         return False
     joined = [set(_JOINED.findall(text)) for text in (gold, answer) if _INEQUALITY.search(text)]
     return False if len(joined) == 2 and all(joined) and joined[0] != joined[1] else None

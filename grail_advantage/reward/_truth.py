@@ -33,10 +33,8 @@ def last_boxed(text: str) -> str | None:
     r"""The content of the last complete ``\boxed{...}``, or None; linear in the text's length."""
     # Lone surrogates, which a tokenizer's decoder can produce, survive the round trip.
     data = text.encode("utf-8", "surrogatepass")
-    last = None
-    for last in iter_boxed(data):
-        pass
-    return None if last is None else data[last[1] : last[2]].decode("utf-8", "surrogatepass")
+    boxes = [*iter_boxed(data)]
+    return data[slice(*boxes[-1][1:3])].decode("utf-8", "surrogatepass") if boxes else None
 
 
 def gold_text(ground_truth: Any) -> str:

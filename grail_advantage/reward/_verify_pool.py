@@ -29,53 +29,45 @@ class VerifyFailed(Exception):
     """No verdict: the comparison ran out of time or memory, or its process died. The message says which."""
 
 
-class _Lost(Exception):
-    """A process ended for a reason outside the answer, for example a kill from outside."""
-
-
 class _Server:
     """The other process, with one connection for each worker; any number of threads may ask it."""
 
-    def __init__(self, workers: int, cpu_seconds: float) -> None:
-        self._cpu_seconds = cpu_seconds
-        self.connections, other_ends = zip(*(Pipe() for _ in range(workers)), strict=True)
+    def __init__(self) -> None:
+        self._patience = _PATIENCE_SECONDS + 20 * cpu_seconds()
+        self.connections, other_ends = zip(*(Pipe() for _ in range(_WORKERS)), strict=True)
         descriptors = [end.fileno() for end in other_ends]
+        environment = {name: value for name, value in os.environ.items() if name.startswith(_ENVIRONMENT)}
         self.process = subprocess.Popen(
-            [sys.executable, "-P", str(_SCRIPT), str(cpu_seconds), *map(str, descriptors)],
+            [sys.executable, "-P", str(_SCRIPT), str(cpu_seconds()), *map(str, descriptors)],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             pass_fds=descriptors,
             # The order of sympy's terms follows hashes of strings, and a verdict should not depend on it.
-            env={name: value for name, value in os.environ.items() if name.startswith(_ENVIRONMENT)}
-            | {"PYTHONHASHSEED": "0"},
+            env={**environment, "PYTHONHASHSEED": "0"},
         )
         self._idle: SimpleQueue = SimpleQueue()
         for connection, other_end in zip(self.connections, other_ends, strict=True):
             other_end.close()
             self._idle.put(connection)
 
-    def ask(self, gold: str, answer: str) -> bool:
-        connection = self._idle.get()
+    def ask(self, gold: str, answer: str) -> bool | str | None:
+        """The verdict, why there is none, or None where the process ended for a reason outside the answer."""
+        connection, verdict = self._idle.get(), None
         try:
             connection.send_bytes(json.dumps([gold, answer]).encode())
-            if not connection.poll(_PATIENCE_SECONDS + 20 * self._cpu_seconds):
-                raise EOFError
-            verdict = json.loads(connection.recv_bytes())
-            if verdict == "killed":  # from outside; perhaps the other workers, too
-                raise EOFError
-        except BaseException as error:  # also KeyboardInterrupt: the reply must not be taken for the next one's
-            self.process.kill()
-            status = self.process.wait()
-            if status > 0:  # not the answer's fault: it would turn every reward to 0, and is logged louder
-                raise RuntimeError(f"{_SCRIPT} ended with status {status}; its error output says why") from None
-            if isinstance(error, EOFError | OSError):
-                raise _Lost from None
-            raise
-        finally:
+            if connection.poll(self._patience):
+                verdict = json.loads(connection.recv_bytes())
+        except (EOFError, OSError):
+            pass
+        finally:  # also after KeyboardInterrupt: the reply must not be taken for the next one's
+            if verdict in (None, "killed"):  # from outside; perhaps the other workers, too
+                self.process.kill()
             self._idle.put(connection)
-        if isinstance(verdict, str):
-            raise VerifyFailed(verdict)
-        return verdict
+        if verdict not in (None, "killed"):
+            return verdict
+        if (status := self.process.wait()) > 0:  # it would turn every reward to 0, and is logged louder
+            raise RuntimeError(f"{_SCRIPT} ended with status {status}; its error output says why")
+        return None
 
 
 _server: _Server | None = None
@@ -101,7 +93,7 @@ def server() -> _Server:
     global _server
     with _lock:
         if _server is None or _server.process.poll() is not None:
-            _server = _Server(_WORKERS, cpu_seconds())
+            _server = _Server()
         return _server
 
 
@@ -112,12 +104,12 @@ def verify(gold: str, answer: str) -> bool:
         VerifyFailed: there is no verdict.
         RuntimeError: the other process does not start.
     """
-    for _ in range(2):
-        try:
-            return server().ask(gold, answer)
-        except _Lost:
-            pass
-    raise VerifyFailed("the process that compares the answers was killed twice")
+    verdict = server().ask(gold, answer)
+    if verdict is None:
+        verdict = server().ask(gold, answer)
+    if not isinstance(verdict, bool):
+        raise VerifyFailed(verdict or "the process that compares the answers was killed twice")
+    return verdict
 
 
 def _after_fork_in_child() -> None:
