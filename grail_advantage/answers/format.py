@@ -1,17 +1,16 @@
 r"""The formats in which a response states its answer, and where a text holds them.
 
-========== ================================================== ==============================================================
-format     an answer                                          content
-========== ================================================== ==============================================================
-``boxed``  ``\boxed{42}`` with balanced braces                between the outer braces
-``hashes`` ``#### 42``, as verl's GSM8K reward reads it       the number
-``tag``    ``<answer>42</answer>``, or                        between the tags
-           ``<|begin_of_box|>42<|end_of_box|>``
-expression every match of a regular expression                its named group ``content``
-========== ================================================== ==============================================================
+========== ============================================================== ===========================
+format     an answer                                                      content
+========== ============================================================== ===========================
+``boxed``  ``\boxed{42}`` with balanced braces                            between the outer braces
+``hashes`` ``#### 42``, as verl's GSM8K reward reads it                   the number
+``tag``    ``<answer>42</answer>``, ``<|begin_of_box|>...<|end_of_box|>`` between the tags
+expression every match of a regular expression                            its named group ``content``
+========== ============================================================== ===========================
 
 An answer that is not complete is none, and the search resumes right after its beginning; an answer inside a complete one is
-none of its own. ``hashes`` and an expression need no end: a response that was cut off inside the number has a complete answer.
+none of its own. ``hashes`` and an expression need no end: a response that was cut off inside the number has an answer.
 """
 
 from __future__ import annotations
@@ -47,18 +46,15 @@ class AnswerFormat:
     find: Callable[[bytes], Iterator[Box]] = field(compare=False, repr=False)
     """Yields every complete answer of a text in order: UTF-8 or any other superset of ASCII, valid or not."""
     matters: Callable[[bytes], bool] = field(compare=False, repr=False, default=lambda covered: True)
-    """Whether a token with these bytes can be a part of an answer's beginning or end, or stand between such parts. In the place
-    of others the search sees a space."""
+    """Whether a token with these bytes can be a part of an answer's beginning or end, or stand between such parts. The search
+    sees a space for the others."""
     markers: frozenset[str] = frozenset()
     """Special tokens with one of these names stand in the text that is searched. No other special token does."""
 
 
 def answer_format(choice: str | AnswerFormat) -> AnswerFormat:
-    """The format of a name or an expression; a format is returned as it is.
-
-    Args:
-        choice: ``boxed``, ``hashes``, ``tag``, or a regular expression in Python's syntax with a group
-            ``(?P<content>...)``. It is matched in the whole text of a response.
+    """The format of ``boxed``, ``hashes``, ``tag``, or of a regular expression in Python's syntax with a group
+    ``(?P<content>...)``, which is matched in the whole text of a response; a format is returned as it is.
 
     Raises:
         ValueError: neither a name nor an expression that works; with the remedy.
@@ -122,8 +118,7 @@ def _hashed(text: bytes) -> Iterator[Box]:
 
 
 def _matches(expression: regex.Pattern[str], text: bytes) -> Iterator[Box]:
-    """The matches of an expression, in bytes. One without text, or whose group took no part, is no answer; none where matching
-    takes too long."""
+    """In bytes. A match without text, or whose group took no part, is no answer; none where matching takes too long."""
     # A byte that is no UTF-8 becomes one character, so that every character has its own bytes.
     characters = text.decode("utf-8", "surrogateescape")
     matches = find_matches(expression, characters)
@@ -139,8 +134,8 @@ def _matches(expression: regex.Pattern[str], text: bytes) -> Iterator[Box]:
 
 
 def _matters_to_box(covered: bytes) -> bool:
-    r"""Whether a token has one of the bytes ``\{}``, or may come between ``\`` and ``{``: it is a part of ``boxed``, the empty
-    one included. Any other can neither open, close nor complete a box."""
+    r"""Whether a token has one of the bytes ``\{}``, or is a part of ``boxed``, the empty one included: any other can neither
+    open, close nor complete a box."""
     return covered in b"boxed" or any(byte in covered for byte in b"\\{}")
 
 

@@ -74,13 +74,8 @@ class AnswerCheck:
 
     The first batch in which no response has an answer stops the run (``stop``), unless fewer than ``ENOUGH`` have been seen:
     then the next batches count, too. Once there was an answer, nothing stops it. The first batch in which less than a fifth
-    have one is warned of (``stop`` and ``warn``).
-
-    Args:
-        signal: the method; one that reads no answers is not looked at.
-        answer: the format.
-        choice: ``stop``, ``warn`` or ``ignore``.
-        prefix: of the options' names in messages.
+    have one is warned of (``stop`` and ``warn``). A method (``signal``) that reads no answers is not looked at. ``prefix``
+    is that of the options' names in messages.
     """
 
     def __init__(self, signal: Signal, answer: AnswerFormat, choice: str, prefix: str = "") -> None:
@@ -96,14 +91,8 @@ class AnswerCheck:
         truncated: Sequence[bool],
         tokenizer: PreTrainedTokenizerBase,
     ) -> None:
-        """Warn, with any method, where most responses of a batch are cut off inside ``<think>``. The first batch that is mostly
-        cut off decides.
-
-        Args:
-            prompts, responses: token ids of each.
-            truncated: which responses were cut off.
-            tokenizer: theirs.
-        """
+        """Warn, with any method, where most responses of a batch, as token ids with their prompts, are cut off inside
+        ``<think>``. The first batch that is mostly cut off (``truncated``) decides."""
         if self._looked_at_thinking or 2 * sum(truncated) <= len(truncated):
             return
         self._looked_at_thinking = True
@@ -128,13 +117,8 @@ class AnswerCheck:
         tokenizer: PreTrainedTokenizerBase,
         counts: tuple[int, int] | None = None,
     ) -> None:
-        """Count a batch.
-
-        Args:
-            spans: of the answers.
-            responses: tokens that the model did not generate are left out or -1.
-            tokenizer: theirs.
-            counts: with several processes the answers and responses of all of them, so that they stop together.
+        """Count the answers (``spans``) of a batch; tokens that the model did not generate are left out or -1. With several
+        processes, ``counts`` are the answers and responses of all of them, so that they stop together.
 
         Raises:
             ValueError: none has an answer.
@@ -150,9 +134,7 @@ class AnswerCheck:
         message = (
             f"{answered} of {rows} responses have an answer in the format {self._answer.name}; {self._signal.name} weighs "
             "every token of the others 1, so that they train as with uniform"
-        )
-        if responses:
-            message += f". {advice(self._answer, responses, tokenizer, f'{self._prefix}answer')}"
+        ) + (f". {advice(self._answer, responses, tokenizer, f'{self._prefix}answer')}" if responses else "")
         if stops:
             raise ValueError(f"{message}. {self._prefix}missing_answers=warn trains all the same")
         logger.warning("%s", message)

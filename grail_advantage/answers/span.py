@@ -1,10 +1,9 @@
 """The answer of a response, token by token.
 
-:mod:`grail_advantage.answers.format` defines an answer for a text; :func:`find_answer_span` and :func:`find_answer_spans` find
-the generated tokens that it falls on, by the bytes that each token covers. Nothing is decoded and encoded again: generated ids
-need not be the ones the tokenizer would choose.
-
-GRAIL (arXiv 2606.04889) aims its gradient at this span, OAR (arXiv 2601.07408) its perturbations.
+:mod:`grail_advantage.answers.format` defines an answer for a text; :func:`find_answer_span` finds the generated tokens that
+it falls on, by the bytes that each token covers. Nothing is decoded and encoded again: generated ids need not be the ones
+that the tokenizer would choose. GRAIL (arXiv 2606.04889) aims its gradient at this span, OAR (arXiv 2601.07408) its
+perturbations.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import re
 import weakref
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -25,6 +24,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _BYTE_TOKEN = re.compile("<0x[0-9A-Fa-f]{2}>")
+# GPT-2's table: a byte that prints in Latin-1 is its own character; the others take those from U+0100 on, in order.
+_PRINTING = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+_OTHERS = sorted(set(range(0x100)).difference(_PRINTING))
+_BYTE_OF_CHAR = {chr(byte): byte for byte in _PRINTING} | {chr(0x100 + i): byte for i, byte in enumerate(_OTHERS)}
 
 TokenIds: TypeAlias = torch.Tensor | np.ndarray | Sequence[int]
 
@@ -40,8 +43,8 @@ class AnswerSpan:
     start: int
     """First token that covers a byte of the span."""
     content_start: int
-    r"""First token that covers a byte of the content; without content the token with the byte where it would begin, such as the
-    closing brace of ``\boxed{}``; ``end`` where that is the end."""
+    r"""First token that covers a byte of the content; without content the token with the byte where it would begin, such as
+    the closing brace of ``\boxed{}``; ``end`` where that is the end."""
     content_end: int
     """One past the last token that covers a byte of the content; ``content_start`` without content."""
     end: int
@@ -58,8 +61,8 @@ def find_answer_span(
 
     Args:
         token_ids: integers of shape (T,), as generated. Special tokens and ids outside the vocabulary cover no byte.
-        tokenizer: a tokenizer backed by the ``tokenizers`` library with byte-level, SentencePiece-style or plain-text
-            tokens. Its table of token bytes is built at the first call and kept for as long as the tokenizer lives.
+        tokenizer: one backed by the ``tokenizers`` library with byte-level, SentencePiece-style or plain-text tokens. Its
+            table of token bytes is built at the first call and kept for as long as the tokenizer lives.
         which: which complete answer counts, the ``"first"`` or the ``"last"``.
         answer: the format of answers, see :func:`grail_advantage.answers.format.answer_format`.
 
@@ -94,8 +97,8 @@ def find_generated_spans(
     which: str = "last",
     answer: str | AnswerFormat = BOXED,
 ) -> list[AnswerSpan | None]:
-    """:func:`find_answer_spans` for responses with -1 in place of tokens that the model did not generate, such as a tool's: an
-    answer that these interrupt is none."""
+    """:func:`find_answer_spans` for responses with -1 in place of tokens that the model did not generate, such as a tool's:
+    an answer that these interrupt is none."""
     spans = find_answer_spans(generated, tokenizer, which, answer)
     return [
         None if span is None or (tokens[span.start : span.end] < 0).any() else span
@@ -109,8 +112,8 @@ def _as_array(token_ids: TokenIds) -> np.ndarray:
     ids = np.asarray(token_ids)
     if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
         raise ValueError(
-            f"token_ids: got shape {ids.shape} and dtype {ids.dtype}; pass one response of integers to find_answer_span "
-            "and a list of responses to find_answer_spans"
+            f"token_ids: got shape {ids.shape} and dtype {ids.dtype}; pass one response of integers, or a list of "
+            "them to find_answer_spans"
         )
     return ids.astype(np.int64, copy=False)
 
@@ -120,12 +123,12 @@ def _find_in_row(ids: np.ndarray, table: _TokenTable, answer: AnswerFormat, whic
         return None
     ids = np.where((ids >= 0) & (ids < table.size), ids, table.size)
     # The text to search holds a piece for each token that matters and one for each run of tokens that do not.
-    matters = table.matters[ids]
+    matters = table.matters_V[ids]
     begins_piece = matters.copy()
     begins_piece[0] = True
     begins_piece[1:] |= matters[:-1]
     piece_start = np.flatnonzero(begins_piece)
-    pieces = [table.pieces[token] for token in ids[piece_start].tolist()]
+    pieces = [table.pieces_V[token] for token in ids[piece_start].tolist()]
 
     boxes = list(answer.find(b"".join(pieces)))
     if not boxes:
@@ -141,29 +144,27 @@ def _find_in_row(ids: np.ndarray, table: _TokenTable, answer: AnswerFormat, whic
     return AnswerSpan(first_token[0], content_start_token, content_end_token, past_token[3])
 
 
-@dataclass(frozen=True)
-class _TokenTable:
-    """The search's knowledge of each token of a vocabulary.
-
-    One space replaces a token that does not matter to the format, and a run of such tokens. The last entry, at index ``size``,
-    serves ids outside the vocabulary.
-    """
+class _TokenTable(NamedTuple):
+    """The search's knowledge of each token. One space replaces a token that does not matter to the format, and a run of such
+    tokens. The last entry, at index ``size``, serves ids outside the vocabulary."""
 
     size: int
-    matters: np.ndarray
+    matters_V: np.ndarray
     """(size + 1,) bool."""
-    pieces: list[bytes]
+    pieces_V: list[bytes]
     """(size + 1,): the bytes of a token that matters, a space for the others."""
 
 
-_State = tuple[int, dict[int, bool]]
-# By id, as tokenizers may compare equal or not hash at all. An entry goes when its tokenizer goes, before the id can
-# become another object's; a tokenizer that takes no weak reference is kept alive by its entry instead.
-_tables: dict[int, tuple[_State, dict[AnswerFormat, _TokenTable], Any]] = {}
+# By id, as tokenizers may compare equal or not hash at all: the state of a vocabulary and its tables. An entry goes when its
+# tokenizer goes, before the id can become another object's; one that takes no weak reference is kept alive by its entry.
+_tables: dict[int, tuple[Any, dict[AnswerFormat, _TokenTable], Any]] = {}
 
 
 def _token_table(tokenizer: PreTrainedTokenizerBase, answer: AnswerFormat) -> _TokenTable:
-    key, state = id(tokenizer), _vocabulary_state(tokenizer)
+    key, added = id(tokenizer), tokenizer.added_tokens_decoder
+    # Changes with every token added. len(tokenizer) does too, but lists the whole vocabulary (70 ms for Qwen's).
+    size = _backend(tokenizer).get_vocab_size(with_added_tokens=False)
+    state = size, {token: entry.special for token, entry in added.items()}
     if key not in _tables or _tables[key][0] != state:
         kept_alive = None
         try:
@@ -173,25 +174,18 @@ def _token_table(tokenizer: PreTrainedTokenizerBase, answer: AnswerFormat) -> _T
         _tables[key] = (state, {}, kept_alive)
     tables = _tables[key][1]
     if answer not in tables:
-        tables[answer] = _build_table(tokenizer, answer)
+        tables[answer] = _build_table(token_bytes(tokenizer, answer.markers), answer)
     return tables[answer]
 
 
-def _vocabulary_state(tokenizer: PreTrainedTokenizerBase) -> _State:
-    """Changes with every token added. len(tokenizer) does too, but lists the whole vocabulary (70 ms for Qwen's)."""
-    model_tokens = _backend(tokenizer).get_vocab_size(with_added_tokens=False)
-    return model_tokens, {token: entry.special for token, entry in tokenizer.added_tokens_decoder.items()}
-
-
-def _build_table(tokenizer: PreTrainedTokenizerBase, answer: AnswerFormat) -> _TokenTable:
-    bytes_of = token_bytes(tokenizer, answer.markers)
+def _build_table(bytes_of: dict[int, bytes], answer: AnswerFormat) -> _TokenTable:
     size = max(bytes_of, default=-1) + 1
-    matters: np.ndarray = np.ones(size + 1, dtype=bool)
-    pieces = [b""] * (size + 1)
+    matters_V: np.ndarray = np.ones(size + 1, dtype=bool)
+    pieces_V = [b""] * (size + 1)
     for token, covered in bytes_of.items():
-        matters[token] = answer.matters(covered)
-        pieces[token] = covered if matters[token] else b" "
-    return _TokenTable(size, matters, pieces)
+        matters_V[token] = answer.matters(covered)
+        pieces_V[token] = covered if matters_V[token] else b" "
+    return _TokenTable(size, matters_V, pieces_V)
 
 
 def token_bytes(tokenizer: PreTrainedTokenizerBase, with_text: Collection[str] = ()) -> dict[int, bytes]:
@@ -208,7 +202,7 @@ def token_bytes(tokenizer: PreTrainedTokenizerBase, with_text: Collection[str] =
     added = tokenizer.added_tokens_decoder
     silent = {token for token, entry in added.items() if entry.special and entry.content not in with_text}
     return {
-        token: b"" if token in silent else literal_bytes(text, steps, is_added=token in added)
+        token: b"" if token in silent else _literal_bytes(text, steps, is_added=token in added)
         for text, token in tokenizer.get_vocab().items()
     }
 
@@ -224,19 +218,19 @@ def _backend(tokenizer: PreTrainedTokenizerBase) -> Any:
 
 
 def _decoding_steps(backend: Any) -> list[dict[str, Any]]:
-    """The tokenizer's own rule for turning tokens into text, as the settings of its decoders in order.
-
-    Without a decoder the pre-tokenizer tells how text was spelt in the vocabulary; without either, tokens are plain text.
-    """
+    """The tokenizer's own rule for turning tokens into text, as the settings of its decoders in order. Without a decoder the
+    pre-tokenizer tells how text was spelt in the vocabulary; without either, tokens are plain text."""
     steps = _flat_settings(backend.decoder)
     if backend.decoder is None:
         steps = [step for step in _flat_settings(backend.pre_tokenizer) if step["type"] in ("ByteLevel", "Metaspace")]
-    for position, step in enumerate(steps):
+    fused = False
+    for step in steps:
         kind = step["type"]
-        # Strip takes spaces from the ends of the text once Fuse has joined it, where no box can lose anything.
         known = kind in ("ByteLevel", "Metaspace", "ByteFallback", "Fuse")
         known |= kind == "Replace" and "String" in step["pattern"]
-        known |= kind == "Strip" and step["content"] == " " and any(s["type"] == "Fuse" for s in steps[:position])
+        # It takes spaces from the ends of the text once Fuse has joined it, where no box can lose anything.
+        known |= kind == "Strip" and step["content"] == " " and fused
+        fused |= kind == "Fuse"
         if not known:
             raise ValueError(
                 f"tokenizer: its decoder has the step {step}, under which the bytes of a token are not its own; use a "
@@ -253,14 +247,8 @@ def _flat_settings(component: Any) -> list[dict[str, Any]]:
     return [] if component is None else flatten(json.loads(component.__getstate__()))
 
 
-def literal_bytes(text: str, steps: list[dict[str, Any]], is_added: bool) -> bytes:
-    """The bytes that a token puts into the text.
-
-    Args:
-        text: the token as the vocabulary spells it.
-        steps: the tokenizer's decoders in order, as the ``tokenizers`` library writes their settings.
-        is_added: whether the token was added to the vocabulary.
-    """
+def _literal_bytes(text: str, steps: list[dict[str, Any]], is_added: bool) -> bytes:
+    """The bytes that a token, as the vocabulary or the list of added tokens spells it, puts into the text."""
     for step in steps:
         # The vocabulary holds added tokens as they are, and so a token with a character outside the byte alphabet.
         if step["type"] == "ByteLevel" and not is_added and _BYTE_OF_CHAR.keys() >= set(text):
@@ -272,16 +260,3 @@ def literal_bytes(text: str, steps: list[dict[str, Any]], is_added: bool) -> byt
         if step["type"] == "Replace":
             text = text.replace(step["pattern"]["String"], step["content"])
     return text.encode()
-
-
-def _byte_alphabet() -> dict[str, int]:
-    """The byte of each character in which a byte-level vocabulary is written (GPT-2's table).
-
-    A byte that prints in Latin-1 is its own character; the others take the characters from U+0100 on, in order.
-    """
-    printing = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = sorted(set(range(0x100)).difference(printing))
-    return {chr(byte): byte for byte in printing} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
-
-
-_BYTE_OF_CHAR = _byte_alphabet()

@@ -40,11 +40,8 @@ LOAD_FAITHFULLY = (
 
 
 def load_tokenizer(path: str | os.PathLike[str], **options: Any) -> PreTrainedTokenizerBase:
-    """Load a tokenizer so that text survives it wherever the checkpoint allows that.
-
-    Args:
-        path: folder or name on the hub.
-        options: of ``AutoTokenizer.from_pretrained``.
+    """Load a tokenizer (folder or name on the hub; ``options`` of ``AutoTokenizer.from_pretrained``) so that text survives it
+    wherever the checkpoint allows that.
 
     Raises:
         ValueError: there is no tokenizer, or text does not survive it; the message has the fix.
@@ -66,13 +63,8 @@ def load_tokenizer(path: str | os.PathLike[str], **options: Any) -> PreTrainedTo
 def check_round_trip(tokenizer: PreTrainedTokenizerBase, name: str, remedy: str = LOAD_FAITHFULLY) -> None:
     """Refuse a tokenizer that text with spaces, newlines, digits and LaTeX does not survive.
 
-    Args:
-        tokenizer: any.
-        name: its name in the message: its folder, or an option and its value.
-        remedy: end of the message.
-
     Raises:
-        ValueError: naming the text that is lost, and the fix.
+        ValueError: with its ``name`` (folder, or an option and its value), the text that is lost, and the ``remedy``.
     """
     if (lost := lost_text(tokenizer)) is not None:
         raise ValueError(
@@ -89,8 +81,8 @@ def lost_text(tokenizer: PreTrainedTokenizerBase) -> tuple[str, str] | None:
 
     def knows(character: str) -> bool:
         ids = tokenizer.encode(character, add_special_tokens=False)
-        spellings = _SPELLINGS.get(character, ())
-        return bool(ids) and tokenizer.unk_token_id not in ids or any(text in vocabulary for text in spellings)
+        found = bool(ids) and tokenizer.unk_token_id not in ids
+        return found or any(spelling in vocabulary for spelling in _SPELLINGS.get(character, ()))
 
     for probe in PROBES:
         text = "".join(filter(knows, probe))

@@ -56,10 +56,8 @@ def same_label(gold: str, answer: str) -> bool | None:
 
 
 def _labels(text: str) -> tuple[list[str], list[str]]:
-    """The entries of a list that are numbers joined by hyphens, two slashes or two points, "" for others; and all entries.
-
-    Blanks, percent signs, the length of a dash and a zero in front of one digit do not count.
-    """
+    """The entries of a list that are joined numbers, "" for others; and all entries. Blanks, percent signs, the length of a
+    dash and a zero in front of one digit do not count."""
     labels, entries = [], []
     for entry in _ENTRIES.split(outer[1] if (outer := _OUTER.fullmatch(text)) else text):
         match = _JOINED_NUMBERS.fullmatch(entry.strip())
@@ -70,7 +68,7 @@ def _labels(text: str) -> tuple[list[str], list[str]]:
 
 
 def same_choice(gold: str, answer: str) -> bool | None:
-    """The letter of a choice decides, unless both have text after it, which is compared like an answer, see :func:`choice`."""
+    """The letter of a choice decides, unless both have text after it, which is compared like an answer (:func:`choice`)."""
     several = [_CHOICES.fullmatch(_WRAPPED.sub(r"\1", text)) for text in (gold, answer)]
     if all(several):
         return len({frozenset(re.findall("[A-J]", match[0])) for match in several if match}) == 1
@@ -122,7 +120,7 @@ def _numeral(text: str) -> tuple[str, str]:
 
 
 def same_structure(gold: str, answer: str) -> bool | None:
-    """Wrong where math-verify does not look: a set for a tuple, inequalities joined by ``and`` for ones joined by ``or``."""
+    """Wrong where math-verify does not look: a set for a tuple, inequalities with ``and`` for ones with ``or``."""
     kinds = [(bool(_SET.fullmatch(text)), bool(_TUPLE.fullmatch(text))) for text in (gold, answer)]
     if sorted(kinds) == [(False, True), (True, False)]:
         return False

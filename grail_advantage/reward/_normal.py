@@ -1,7 +1,7 @@
 r"""One normal form for the spellings of an answer: the only place where an answer's text is changed.
 
-:data:`RULES` are applied from top to bottom, once, to ground truth and answer alike. Each rule has the example that it is there
-for; docs/verdict.md has the table, and a test checks every line of it. math-verify judges the result.
+:data:`RULES` are applied from top to bottom, once, to ground truth and answer alike. Each rule has the example that it is
+there for; docs/verdict.md has the table, and a test checks every line of it. math-verify judges the result.
 """
 
 from __future__ import annotations
@@ -31,30 +31,28 @@ _DEGREE = (
 )
 _GAP = r"(?:(?:\\!)*,(?:\\!)+|(?:\\!)+,|(?:\\[,;: !]|\\thinspace|\{,\}|[ ~'])+)"
 _THOUSANDS = r"[0-9]{1,3}(?:,[0-9]{3})+"
-_ALONE = r"(?<![A-Za-z0-9_^}).,/])"
-"""In front of a number: nothing that multiplies it, or of which it is a part."""
+_ALONE = r"(?<![A-Za-z0-9_^}).,/])"  # in front of a number: nothing that multiplies it, or of which it is a part
 _ORDINAL = r"(?i:(?<=(?<!1)1[^0-9]*)st|(?<=(?<!1)2[^0-9]*)nd|(?<=(?<!1)3[^0-9]*)rd|(?<=(?:1[1-3]|[04-9])[^0-9]*)th)"
 _POWER = r"(?: ?\^ ?(?:-?[0-9]|\{ ?-?[0-9]+ ?\}))?"
+# A text with one of these words changes an answer, so that it is no unit.
 _NO_UNIT = (
-    r"(?![^{}]*\b(?:or|and|not|no|if|for|when|where|with|more|less|least|most|than|to|from|mod|base|only|maybe|about|even|odd|all"
-    r"|any|prime|positive|negative|divisible|hundred|thousand|million|billion|trillion|dozen|percent|percentage|factorial|squared"
-    r"|cubed|times|plus|minus|over|hal[fv]\w*|thirds?|quarters?|choose|above|below)\b)"
+    r"(?![^{}]*\b(?:or|and|not|no|if|for|when|where|with|more|less|least|most|than|to|from|mod|base|only|maybe|about|even|odd"
+    r"|all|any|prime|positive|negative|divisible|hundred|thousand|million|billion|trillion|dozen|percent|percentage|factorial"
+    r"|squared|cubed|times|plus|minus|over|hal[fv]\w*|thirds?|quarters?|choose|above|below)\b)"
 )
-"""A text with one of these words changes an answer, so that it is no unit."""
 _WORDS = r" ?[A-Za-z]{2}[A-Za-z ,.'-]*"
 _WRAPPED_UNIT = (
     rf"\\(?:{_UPRIGHT})\{{{_NO_UNIT}(?! ?[^mgslLhNJWVAKCFT] ?\}})"
     rf" ?[A-Za-zµΩ](?:[A-Za-zµΩ ./^·-]|\\cdot(?!\pL))*[23]? ?\}}{_POWER}"
 )
 _BARE_UNIT = (
-    r"(?<=[0-9})] ?|\\[a-z]+ )(?:(?:(?:square|sq\.?|cubic|cu\.?) )?(?:[cdkmn]m|ft|in|yd|mi|mph|kph|kg|mg|lbs?|oz|sec|min|hrs?"
-    r"|deg|rad|USD|mL|ml|[km]?Hz|[kM]?eV|erg|[kM]?Pa|mol|days?|ways?|men|[apAP]\.?[mM]\.?"
+    r"(?<=[0-9})] ?|\\[a-z]+ )(?:(?:(?:square|sq\.?|cubic|cu\.?) )?(?:[cdkmn]m|ft|in|yd|mi|mph|kph|kg|mg|lbs?|oz|sec|min"
+    r"|hrs?|deg|rad|USD|mL|ml|[km]?Hz|[kM]?eV|erg|[kM]?Pa|mol|days?|ways?|men|[apAP]\.?[mM]\.?"
     rf"|{_NO_UNIT}(?!(?:{_FUNCTIONS}|sqrt|alpha|beta|gamma|theta|infty|infinity)(?!\pL))[A-Za-z]{{4,}})"
     r"|(?<= )[mgs](?=[^{}]*$))"
     rf"{_POWER}(?: ?/ ?[A-Za-z]{{1,6}}{_POWER})?(?![A-Za-z(])"
 )
-_LETTER = r"^ ?(?:\\[a-z]+ ?\{ ?)?\(?[A-J][).] ?\}? ?"
-"""Of a choice, behind which words are the answer."""
+_LETTER = r"^ ?(?:\\[a-z]+ ?\{ ?)?\(?[A-J][).] ?\}? ?"  # of a choice, behind which words are the answer
 _UNITS = (
     rf"(?<=[0-9}})a-zA-Z|.!] ?)(?<!{_LETTER})"
     rf" ?(?:{_WRAPPED_UNIT}|\\frac ?\{{ ?{_WRAPPED_UNIT} ?\}} ?\{{ ?{_WRAPPED_UNIT} ?\}}|{_BARE_UNIT})"
@@ -122,11 +120,6 @@ def _modulus(match: Match) -> str:
     return regex.sub(pattern, r" \\pmod{\g<m>}", match[0])
 
 
-def _rising(match: Match) -> str:
-    first, second = ("<" if match[name] == ">" else "\\le " for name in ("first", "second"))
-    return f"{match['c']}{second}{match['b']}{first}{match['a']}"
-
-
 _ZEROS = {"thousand": 3, "million": 6, "billion": 9, "trillion": 12}
 _NAMES = dict.fromkeys(("dfrac", "tfrac", "cfrac", "nicefrac", "sfrac", "xfrac"), r"\frac")
 _NAMES |= {"dbinom": r"\binom", "tbinom": r"\binom", "bmod": r"\mod", "lg": r"\log", "lbrace": r"\{", "rbrace": r"\}"}
@@ -179,7 +172,6 @@ _TABLE: tuple[tuple[str, str, str, str | Callable[[Match], str]], ...] = (
      r"\\begin{cases}\g<rows>\\end{cases}"),
     (r"\begin{cases}x & \text{if }x>0\end{cases}", r"\begin{cases}x & x>0\end{cases}",
      r"(?<=& ?)\\text\{ ?(?:if|for|when) ?\}", ""),
-    # More numbers
     (r"0.1\overline{6}", r"\frac{1}{6}",
      r"(?<![0-9])(?P<whole>[0-9]*)\.(?:(?P<once>[0-9]*)(?P<block>\\dot ?\{?[0-9]\}?[0-9]*\\dot ?\{?[0-9]\}?"
      r"|(?:\\(?:overline|overbar|bar|dot) ?(?:\{ ?[0-9]+ ?\}|[0-9]))+|\([0-9]+\)(?![0-9^!]))(?:\.\.\.| ?\\l?dots)?"
@@ -237,8 +229,7 @@ _TABLE: tuple[tuple[str, str, str, str | Callable[[Match], str]], ...] = (
     (r"\{x: 0<x<1\}", "0<x<1",
      r"^\\\{ ?[a-z](?: ?\\in ?\\mathbb\{R\})? ?(?:\\mid|:|\|) ?(?P<condition>[^|:]*(?:[<>]|\\[lg]eq?)[^|:]*) ?\\\}$",
      r"\g<condition>"),
-    ("4>x>1", "1<x<4",
-     r"^(?P<a>[^<>=]+?)(?P<first>>|\\geq?(?!\pL))(?P<b>[^<>=]+?)(?P<second>>|\\geq?(?!\pL))(?P<c>[^<>=]+)$", _rising),
+    ("4>x>1", "1<x<4", r"^(?P<a>[^<>=]+)>(?P<b>[^<>=]+)>(?P<c>[^<>=]+)$", r"\g<c><\g<b><\g<a>"),
     ("]0,1[", "(0,1)",
      r"(?<=^|\\cup ?)(?P<left>[\[\]])(?P<ends>[^\[\]]*,[^\[\]]*)(?P<right>[\[\]])(?= ?(?:$|\\cup))",
      lambda match: f"{'[('[match['left'] == ']']}{match['ends']}{'])'[match['right'] == '[']}"),
@@ -266,21 +257,19 @@ def _in_ascii(char: str) -> str:
     return {"Cf": "", "Pd": "-", "Zs": " "}.get(unicodedata.category(char), plain)
 
 
-LONGEST = 2000
-"""Characters of a text in LaTeX, of which one such as ``√`` takes several: the time of some rules grows with their square."""
+LONGEST = 2000  # characters of a text in LaTeX: the time of some rules grows with their square
 
 
 @lru_cache(maxsize=8192)
 def normal(text: str) -> str:
     """The text in its normal form: the same for the spellings of one answer, as far as text alone can tell.
 
-    ValueError for a text of more than :data:`LONGEST` characters in LaTeX.
+    Raises:
+        ValueError: the text has more than :data:`LONGEST` characters in LaTeX.
     """
     if not text.isascii():
         text = _ROOT.sub(r"\\sqrt{\g<under>}", text)
-        text = _RAISED.sub(
-            lambda match: f"{'^' if match['up'] else '_'}{{{unicodedata.normalize('NFKC', match[0])}}}", text
-        )
+        text = _RAISED.sub(lambda run: f"{'^' if run['up'] else '_'}{{{unicodedata.normalize('NFKC', run[0])}}}", text)
         text = "".join(char if char.isascii() else _in_ascii(char) for char in text)
     text = " ".join(text.split())
     if len(text) > LONGEST:

@@ -8,6 +8,7 @@ import logging
 import math
 import re
 from collections.abc import Iterable
+from contextlib import suppress
 from decimal import Decimal
 from fractions import Fraction
 from numbers import Number, Rational
@@ -20,9 +21,7 @@ from grail_advantage.reward._normal import normal
 
 logger = logging.getLogger(__name__)
 
-# Longer texts count as incorrect without being parsed: math-verify takes seconds for them.
-MAX_ANSWER_CHARS = 1000
-_SHOWN = 5
+MAX_ANSWER_CHARS = 1000  # longer texts count as incorrect without being parsed: math-verify takes seconds for them
 _REMEDY = "give text, a number or a list of them"
 _NOTHING = re.compile(r"(?i)\[?\s*(?:nan|null|<na>|nat|)\s*\]?|\{\s*\}|\(\s*\)")
 _QUOTED = re.compile(r"[\[({]*\s*(['\"]).*\1\s*[\])}]*|\{\s*['\"].*:.*\}|\[.*\b(?:null|None|NaN)\b.*\]", re.DOTALL)
@@ -38,12 +37,9 @@ def last_boxed(text: str) -> str | None:
 
 
 def gold_text(ground_truth: Any) -> str:
-    r"""The ground truth as text.
-
-    Args:
-        ground_truth: text, UTF-8 bytes, a number (Python's, numpy's, of a tensor; ``Decimal``, ``Fraction``), or several
-            of these in a list, a tuple, a set, an array or JSON text such as ``["2", "3"]``, which become one list with
-            commas.
+    r"""The ground truth as text: text, UTF-8 bytes, a number (Python's, numpy's, of a tensor; ``Decimal``, ``Fraction``), or
+    several of these in a list, a tuple, a set, an array or JSON text such as ``["2", "3"]``, which become one list with
+    commas.
 
     Raises:
         ValueError: there is none, such as ``None``, nan, a mapping or no text; the message shows it.
@@ -92,18 +88,15 @@ def _digits(value: Any) -> str | None:
 
 
 def _unpacked(text: str) -> Any:
-    """What JSON text, or the text of Python's list, set or string, holds: ``["2", "3"]``. Other text, as ``[1, 2]``,
-    stays."""
+    """What JSON text, or that of Python's list, set or string, holds: ``["2", "3"]``. Other text, as ``[1, 2]``, stays."""
     whole = text.strip()
     if len(whole) > MAX_ANSWER_CHARS or not _QUOTED.fullmatch(whole):
         return text
     if _LATEX.search(whole):  # `["\frac12"]`, whose backslashes nobody doubled
         whole = re.sub(r"\\(?![\"'])", r"\\\\", whole)
     for read in (json.loads, ast.literal_eval):
-        try:
+        with suppress(ValueError, SyntaxError, RecursionError, MemoryError):
             return read(whole)
-        except (ValueError, SyntaxError, RecursionError, MemoryError):
-            continue
     return text
 
 
@@ -116,11 +109,7 @@ def shown(value: Any) -> str:
 
 
 def check_ground_truths(truths: Iterable[Any], source: str) -> list[int]:
-    """Name the ground truths of a data set that cannot be used, in one warning.
-
-    Args:
-        truths: one for each row, in order.
-        source: of the rows, for messages: a file, or an option with its value.
+    """Name the ground truths of a data set (one for each row of ``source``) that cannot be used, in one warning.
 
     Returns:
         The rows, counted from 0, whose ground truth cannot be used: no response to them would be right.
@@ -129,19 +118,18 @@ def check_ground_truths(truths: Iterable[Any], source: str) -> list[int]:
         ValueError: none can be used.
     """
     faults, rows = {}, 0
-    for row, truth in enumerate(truths):
-        rows = row + 1
+    for rows, truth in enumerate(truths, 1):
         try:
             if (length := len(gold_text(truth))) > MAX_ANSWER_CHARS:
-                faults[row] = f"{length} characters, more than {MAX_ANSWER_CHARS}"
+                faults[rows - 1] = f"{length} characters, more than {MAX_ANSWER_CHARS}"
         except ValueError:
-            faults[row] = shown(truth)
+            faults[rows - 1] = shown(truth)
     if not faults:
         return []
-    some = [f"row {row} ({fault})" for row, fault in list(faults.items())[:_SHOWN]]
+    some = ", ".join(f"row {row} ({fault})" for row, fault in [*faults.items()][:5])
     message = (
-        f"{source}: {len(faults)} of {rows} ground truths cannot be used, counted from row 0: "
-        f"{', '.join(some + ['...'] * (len(faults) > _SHOWN))}; {_REMEDY}. No response to these rows is right"
+        f"{source}: {len(faults)} of {rows} ground truths cannot be used, counted from row 0: {some}"
+        f"{', ...' * (len(faults) > 5)}; {_REMEDY}. No response to these rows is right"
     )
     if len(faults) == rows:
         raise ValueError(message)

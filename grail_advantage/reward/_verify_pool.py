@@ -12,6 +12,7 @@ import os
 import subprocess
 import sys
 import threading
+from contextlib import suppress
 from multiprocessing import Pipe
 from pathlib import Path
 from queue import SimpleQueue
@@ -21,8 +22,7 @@ _SCRIPT = Path(__file__).with_name("_verify_worker.py")
 _ENVIRONMENT = ("HOME", "PYTHON", "LD_", "LC_", "LANG", "SYMPY_", "MPMATH_")
 _SECONDS_VARIABLE = "GRAIL_REWARD_TIMEOUT"
 _WORKERS = 2
-# For a reply, far beyond the limits of a comparison: a process that is busy or still loads sympy is waited for.
-_PATIENCE_SECONDS = 120.0
+_PATIENCE_SECONDS = 120.0  # for a reply, beyond the limits of a comparison: a process may be busy, or still load sympy
 
 
 class VerifyFailed(Exception):
@@ -54,11 +54,10 @@ class _Server:
         """The verdict, why there is none, or None where the process ended for a reason outside the answer."""
         connection, verdict = self._idle.get(), None
         try:
-            connection.send_bytes(json.dumps([gold, answer]).encode())
-            if connection.poll(self._patience):
-                verdict = json.loads(connection.recv_bytes())
-        except (EOFError, OSError):
-            pass
+            with suppress(EOFError, OSError):
+                connection.send_bytes(json.dumps([gold, answer]).encode())
+                if connection.poll(self._patience):
+                    verdict = json.loads(connection.recv_bytes())
         finally:  # also after KeyboardInterrupt: the reply must not be taken for the next one's
             if verdict in (None, "killed"):  # from outside; perhaps the other workers, too
                 self.process.kill()
@@ -76,11 +75,9 @@ _lock = threading.Lock()
 
 def cpu_seconds() -> float:
     """Seconds of processor time for one answer. Raises ValueError for no positive number."""
-    text = os.environ.get(_SECONDS_VARIABLE, "3.0")
-    try:
+    text, value = os.environ.get(_SECONDS_VARIABLE, "3.0"), 0.0
+    with suppress(ValueError):
         value = float(text)
-    except ValueError:
-        value = 0.0
     if not 0 < value < 1000:
         raise ValueError(
             f"environment variable {_SECONDS_VARIABLE}={text!r}: set it to a positive number, or unset it (3.0)"

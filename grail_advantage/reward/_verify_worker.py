@@ -1,9 +1,8 @@
 """The process that compares answers with math-verify; ``grail_advantage.reward._verify_pool`` starts it as a script.
 
 It loads math-verify once, forks a worker for each connection, and replaces one that takes too long or dies. A request is the
-JSON list ``[gold, answer]`` (LaTeX without the box); a reply is true, false, or why there is no verdict. The process ends
-with the one that started it, and the workers with it. Arguments: seconds of processor time for one comparison, and the
-descriptors of the connections.
+JSON list ``[gold, answer]`` (LaTeX without the box); a reply is true, false, or why there is no verdict. Arguments: seconds
+of processor time for one comparison, and the descriptors of the connections.
 """
 
 from __future__ import annotations
@@ -32,15 +31,11 @@ from math_verify import grader, verify
 from sympy import Eq, Expr, Float
 from sympy.core.relational import Relational
 
-FLOAT_DECIMALS = 6
-"""Decimals that two numbers must share if one is written as a decimal; math-verify's own."""
-EXACT_DIGITS = 1000
-"""Digits to which numbers that are not rational are compared, beyond those before the point."""
-MEMORY = 1 << 30
-"""Bytes that a worker may map beyond those that it starts with."""
+FLOAT_DECIMALS = 6  # that two numbers must share if one is written as a decimal; math-verify's own
+EXACT_DIGITS = 1000  # to which numbers that are not rational are compared, beyond those before the point
+MEMORY = 1 << 30  # bytes that a worker may map beyond those that it starts with
 WALL_FACTOR = 10  # wall time for each second of processor time: verdicts do not depend on how busy the machine is
-CLOSED = 3
-"""Status of a worker whose connection has no other end any more."""
+CLOSED = 3  # status of a worker whose connection has no other end any more
 _COMPARISONS = 5000  # of one worker, which grows by some kB with each: caches of sympy and ANTLR
 
 _NORMALIZATION = NormalizationConfig(basic_latex=True, malformed_operators=True, nits=True, boxed="none")
@@ -121,13 +116,10 @@ def _is_nothing(part: Any) -> bool:
     return bool(part == 0 or (part.is_Float and (part._prec == 1 or _magnitude(part) < -EXACT_DIGITS)))
 
 
-_BY_METHOD = sympy.Integral, sympy.Sum, sympy.Product, sympy.Limit, sympy.Derivative
-"""Evaluated by a numerical method alone."""
-
-
 def _exact(number: Any) -> Any:
-    """A number without decimals, evaluated; None for another expression."""
-    if not isinstance(number, Expr) or not number.is_number or number.has(*_BY_METHOD):
+    """A number without decimals, evaluated; None for another expression, and for one that only a method evaluates."""
+    methods = sympy.Integral, sympy.Sum, sympy.Product, sympy.Limit, sympy.Derivative
+    if not isinstance(number, Expr) or not number.is_number or number.has(*methods):
         return None
     return number.xreplace({decimal: sympy.Rational(str(decimal)) for decimal in number.atoms(Float)}).doit()
 
@@ -156,6 +148,11 @@ def _numeric_eq(a: Any, b: Any, float_rounding: int, numeric_precision: int) -> 
     return bool(inherited_numeric_eq(a, b, float_rounding, numeric_precision))
 
 
+def _symbolic_eq(a: Any, b: Any) -> bool:
+    """Numbers that differ are not simplified, which takes long."""
+    return (_exact(a) is None or _exact(b) is None) and inherited_symbolic_eq(a, b)
+
+
 def _solve(*equation: Any) -> Any:
     """math-verify compares the solutions of equations, by which dy/dx=2x and dy/dx=3x, with none, would be equal."""
     if not (solutions := inherited_solve(*equation)):
@@ -165,7 +162,7 @@ def _solve(*equation: Any) -> Any:
 
 def _compare_symbols(a: Any, b: Any) -> bool:
     """math-verify compares a lone variable as text, so that ``x+0`` would not be ``x``."""
-    return bool(inherited_symbols(a, b) or grader.sympy_symbolic_eq(a, b))
+    return bool(inherited_symbols(a, b) or _symbolic_eq(a, b))
 
 
 def _product(self: _Latex2Sympy, factors: list[Any], i: int = 0) -> Any:
@@ -183,19 +180,15 @@ def _product(self: _Latex2Sympy, factors: list[Any], i: int = 0) -> Any:
 grader.INVERSE_RELATIONS[sympy.Ne] = sympy.Ne
 _Latex2Sympy.convert_postfix_list = _product
 inherited_numeric_eq, grader.sympy_numeric_eq = grader.sympy_numeric_eq, _numeric_eq
+inherited_symbolic_eq, grader.sympy_symbolic_eq = grader.sympy_symbolic_eq, _symbolic_eq
 inherited_solve, grader.solve = grader.solve, _solve
 inherited_symbols, grader.sympy_compare_symbols = grader.sympy_compare_symbols, _compare_symbols
 
 
 def _joined(side: Any, text: str) -> Any:
     """The set that ``x<2 or x>3`` states; every other reading as it is."""
-    if (
-        not isinstance(side, sympy.FiniteSet)
-        or "or" not in text
-        or not all(isinstance(part, Relational) for part in side)
-    ):
-        return side
-    return sympy.Union(*(part.as_set() for part in side))
+    joined = isinstance(side, sympy.FiniteSet) and "or" in text and all(isinstance(part, Relational) for part in side)
+    return sympy.Union(*(part.as_set() for part in side)) if joined else side
 
 
 def equal(gold: str, answer: str) -> bool | str:
