@@ -46,8 +46,8 @@ class AnswerFormat:
     find: Callable[[bytes], Iterator[Box]] = field(compare=False, repr=False)
     """Yields every complete answer of a text in order: UTF-8 or any other superset of ASCII, valid or not."""
     matters: Callable[[bytes], bool] = field(compare=False, repr=False, default=lambda covered: True)
-    """Whether a token with these bytes can be a part of an answer's beginning or end, or stand between such parts. The search
-    sees a space for the others."""
+    """Whether a token with these bytes can be a part of an answer's beginning or end, or stand between such parts. The
+    search sees a space for the others."""
     markers: frozenset[str] = frozenset()
     """Special tokens with one of these names stand in the text that is searched. No other special token does."""
 
@@ -81,14 +81,15 @@ def _resolved(choice: str) -> AnswerFormat:
 def iter_boxed(text: bytes) -> Iterator[Box]:
     r"""Yield every complete ``\boxed{...}`` of ``text``, in order, in time linear in the text.
 
-    A box whose braces never balance is skipped. A box inside a complete box is part of it. As in LaTeX, ``\{`` and ``\}`` are
-    signs and no braces, so that ``\left\{ x=1 \right.`` may stand in a box, and ``\\`` is a row break.
+    A box whose braces never balance is skipped. A box inside a complete box is part of it. As in LaTeX, ``\{`` and
+    ``\}`` are signs and no braces, so that ``\left\{ x=1 \right.`` may stand in a box, and ``\\`` is a row break.
     """
     return _outermost(_balanced(text, rb"\boxed{", b"}", _BOX_TOKENS))
 
 
 def _balanced(text: bytes, opener: bytes, closer: bytes, tokens: re.Pattern[bytes]) -> list[Box]:
-    """Every ``opener`` with its partner, in order; the group of ``tokens`` matches it, ``closer`` and what else this closes."""
+    """Every ``opener`` with its partner, in order; the group of ``tokens`` matches it, ``closer`` and what else this
+    closes."""
     # One pass with a stack: counting anew from each opener takes quadratic time on a text that repeats an unclosed one.
     boxes, opened = [], []
     for match in tokens.finditer(text, max(0, text.find(opener))):
@@ -134,8 +135,8 @@ def _matches(expression: regex.Pattern[str], text: bytes) -> Iterator[Box]:
 
 
 def _matters_to_box(covered: bytes) -> bool:
-    r"""Whether a token has one of the bytes ``\{}``, or is a part of ``boxed``, the empty one included: any other can neither
-    open, close nor complete a box."""
+    r"""Whether a token has one of the bytes ``\{}``, or is a part of ``boxed``, the empty one included: any other can
+    neither open, close nor complete a box."""
     return covered in b"boxed" or any(byte in covered for byte in b"\\{}")
 
 

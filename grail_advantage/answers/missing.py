@@ -1,7 +1,7 @@
 """Whether the responses of a run have the answers that its method weighs, or end before one, and the remedy.
 
-A method that reads answers weighs a response without one 1, which is GRPO. Answers in another format than the run's would
-make a run GRPO that is called after the method, so it stops; few of them are worth a warning.
+A method that reads answers weighs a response without one 1, which is GRPO. Answers in another format than the run's
+would make a run GRPO that is called after the method, so it stops; few of them are worth a warning.
 """
 
 from __future__ import annotations
@@ -21,15 +21,12 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 CHOICES = ("stop", "warn", "ignore")
+# Responses, all without an answer, that tell a wrong format from bad luck: more than one batch where batches are smaller.
 ENOUGH = 32
-"""Responses, all without an answer, that tell a wrong format from bad luck: more than one batch where batches are smaller."""
-LOW = 0.2
-"""A share of responses with an answer that is worth a warning."""
+LOW = 0.2  # a share of responses with an answer that is worth a warning
 THINKING = "<think>", "</think>"
-PROMPT_END = 16
-"""Tokens of a prompt that hold the ``<think>`` of a template which opens it for the model."""
-SHOWN = 160
-"""Characters of a response in a message."""
+PROMPT_END = 16  # tokens of a prompt that hold the `<think>` of a template which opens it for the model
+SHOWN = 160  # characters of a response in a message
 
 
 def check_choice(choice: object, name: str = "missing_answers") -> None:
@@ -48,11 +45,7 @@ def advice(
 ) -> str:
     """The end of a response without an answer, and the formats in which answers would be found, as a sentence.
 
-    Args:
-        answer: the format that found few.
-        responses: token ids of each, some of them without an answer; -1 for tokens that the model did not generate.
-        tokenizer: theirs.
-        option: the name of the option that sets the format.
+    ``answer`` is the format that found few in the responses' token ids, of which -1 are left out; ``option`` sets it.
     """
     found = {form: find_answer_spans(responses, tokenizer, answer=form) for form in (answer, *FORMATS.values())}
     missed = next((row for row, span in zip(responses, found[answer], strict=True) if span is None), responses[0])
@@ -72,10 +65,10 @@ def advice(
 class AnswerCheck:
     """Looks at every batch of a run.
 
-    The first batch in which no response has an answer stops the run (``stop``), unless fewer than ``ENOUGH`` have been seen:
-    then the next batches count, too. Once there was an answer, nothing stops it. The first batch in which less than a fifth
-    have one is warned of (``stop`` and ``warn``). A method (``signal``) that reads no answers is not looked at. ``prefix``
-    is that of the options' names in messages.
+    The first batch in which no response has an answer stops the run (``stop``), unless fewer than ``ENOUGH`` have been
+    seen: then the next batches count, too. Once there was an answer, nothing stops it. The first batch in which less
+    than a fifth have one is warned of (``stop`` and ``warn``). A method (``signal``) that reads no answers is not
+    looked at. ``prefix`` is that of the options' names in messages.
     """
 
     def __init__(self, signal: Signal, answer: AnswerFormat, choice: str, prefix: str = "") -> None:
@@ -117,8 +110,8 @@ class AnswerCheck:
         tokenizer: PreTrainedTokenizerBase,
         counts: tuple[int, int] | None = None,
     ) -> None:
-        """Count the answers (``spans``) of a batch; tokens that the model did not generate are left out or -1. With several
-        processes, ``counts`` are the answers and responses of all of them, so that they stop together.
+        """Count the answers (``spans``) of a batch; tokens that the model did not generate are left out or -1. With
+        several processes, ``counts`` are the answers and responses of all of them, so that they stop together.
 
         Raises:
             ValueError: none has an answer.

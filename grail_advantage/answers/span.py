@@ -1,9 +1,9 @@
 """The answer of a response, token by token.
 
-:mod:`grail_advantage.answers.format` defines an answer for a text; :func:`find_answer_span` finds the generated tokens that
-it falls on, by the bytes that each token covers. Nothing is decoded and encoded again: generated ids need not be the ones
-that the tokenizer would choose. GRAIL (arXiv 2606.04889) aims its gradient at this span, OAR (arXiv 2601.07408) its
-perturbations.
+:mod:`grail_advantage.answers.format` defines an answer for a text; :func:`find_answer_span` finds the generated tokens
+that it falls on, by the bytes that each token covers. Nothing is decoded and encoded again: generated ids need not be
+the ones that the tokenizer would choose. GRAIL (arXiv 2606.04889) aims its gradient at this span, OAR (arXiv
+2601.07408) its perturbations.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import re
 import weakref
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import torch
@@ -43,8 +43,8 @@ class AnswerSpan:
     start: int
     """First token that covers a byte of the span."""
     content_start: int
-    r"""First token that covers a byte of the content; without content the token with the byte where it would begin, such as
-    the closing brace of ``\boxed{}``; ``end`` where that is the end."""
+    r"""First token that covers a byte of the content; without content the token with the byte where it would begin,
+    such as the closing brace of ``\boxed{}``; ``end`` where that is the end."""
     content_end: int
     """One past the last token that covers a byte of the content; ``content_start`` without content."""
     end: int
@@ -61,8 +61,8 @@ def find_answer_span(
 
     Args:
         token_ids: integers of shape (T,), as generated. Special tokens and ids outside the vocabulary cover no byte.
-        tokenizer: one backed by the ``tokenizers`` library with byte-level, SentencePiece-style or plain-text tokens. Its
-            table of token bytes is built at the first call and kept for as long as the tokenizer lives.
+        tokenizer: one backed by the ``tokenizers`` library with byte-level, SentencePiece-style or plain-text tokens.
+            Its table of token bytes is built at the first call and kept for as long as the tokenizer lives.
         which: which complete answer counts, the ``"first"`` or the ``"last"``.
         answer: the format of answers, see :func:`grail_advantage.answers.format.answer_format`.
 
@@ -70,7 +70,8 @@ def find_answer_span(
         The span, in indices into ``token_ids``, or ``None`` if no answer is complete.
 
     Raises:
-        ValueError: an unknown ``which`` or ``answer``, ids that are not one-dimensional integers, an unsupported tokenizer.
+        ValueError: an unknown ``which`` or ``answer``, ids that are not one-dimensional integers, an unsupported
+            tokenizer.
     """
     return find_answer_spans([token_ids], tokenizer, which, answer)[0]
 
@@ -97,8 +98,8 @@ def find_generated_spans(
     which: str = "last",
     answer: str | AnswerFormat = BOXED,
 ) -> list[AnswerSpan | None]:
-    """:func:`find_answer_spans` for responses with -1 in place of tokens that the model did not generate, such as a tool's:
-    an answer that these interrupt is none."""
+    """:func:`find_answer_spans` for responses with -1 in place of tokens that the model did not generate, such as a
+    tool's: an answer that these interrupt is none."""
     spans = find_answer_spans(generated, tokenizer, which, answer)
     return [
         None if span is None or (tokens[span.start : span.end] < 0).any() else span
@@ -119,42 +120,25 @@ def _as_array(token_ids: TokenIds) -> np.ndarray:
 
 
 def _find_in_row(ids: np.ndarray, table: _TokenTable, answer: AnswerFormat, which: str) -> AnswerSpan | None:
-    if not ids.size:
-        return None
-    ids = np.where((ids >= 0) & (ids < table.size), ids, table.size)
-    # The text to search holds a piece for each token that matters and one for each run of tokens that do not.
-    matters = table.matters_V[ids]
-    begins_piece = matters.copy()
-    begins_piece[0] = True
-    begins_piece[1:] |= matters[:-1]
-    piece_start = np.flatnonzero(begins_piece)
-    pieces = [table.pieces_V[token] for token in ids[piece_start].tolist()]
-
-    boxes = list(answer.find(b"".join(pieces)))
+    pieces, lengths_V = table
+    ids = np.where((ids >= 0) & (ids < len(pieces)), ids, -1)
+    boxes = list(answer.find(b"".join([pieces[token] for token in ids.tolist()])))
     if not boxes:
         return None
     start, content_start, content_end, end = boxes[0 if which == "first" else -1]
     offsets = [start, min(content_start, end - 1), content_end - 1, end - 1]
-    # side="right" steps over the pieces without bytes, to the one that covers the byte.
-    piece = np.searchsorted(np.cumsum([len(p) for p in pieces]), offsets, side="right")
-    first_token = piece_start[piece].tolist()
-    past_token = np.append(piece_start, ids.size)[piece + 1].tolist()
-    content_start_token = first_token[1] if content_start < end else past_token[3]
-    content_end_token = past_token[2] if content_start < content_end else content_start_token
-    return AnswerSpan(first_token[0], content_start_token, content_end_token, past_token[3])
+    # side="right" steps over the tokens without bytes, to the one that covers the byte.
+    first, content_first, content_last, last = np.searchsorted(
+        np.cumsum(lengths_V[ids]), offsets, side="right"
+    ).tolist()
+    content_start_token = content_first if content_start < end else last + 1
+    content_end_token = content_last + 1 if content_start < content_end else content_start_token
+    return AnswerSpan(first, content_start_token, content_end_token, last + 1)
 
 
-class _TokenTable(NamedTuple):
-    """The search's knowledge of each token. One space replaces a token that does not matter to the format, and a run of such
-    tokens. The last entry, at index ``size``, serves ids outside the vocabulary."""
-
-    size: int
-    matters_V: np.ndarray
-    """(size + 1,) bool."""
-    pieces_V: list[bytes]
-    """(size + 1,): the bytes of a token that matters, a space for the others."""
-
-
+_TokenTable: TypeAlias = tuple[list[bytes], np.ndarray]
+"""Of each token, and in the last place of ids outside the vocabulary: the bytes that are searched, a space for a token
+that does not matter to the format; and their numbers, int64 (V + 1,)."""
 # By id, as tokenizers may compare equal or not hash at all: the state of a vocabulary and its tables. An entry goes when its
 # tokenizer goes, before the id can become another object's; one that takes no weak reference is kept alive by its entry.
 _tables: dict[int, tuple[Any, dict[AnswerFormat, _TokenTable], Any]] = {}
@@ -174,26 +158,17 @@ def _token_table(tokenizer: PreTrainedTokenizerBase, answer: AnswerFormat) -> _T
         _tables[key] = (state, {}, kept_alive)
     tables = _tables[key][1]
     if answer not in tables:
-        tables[answer] = _build_table(token_bytes(tokenizer, answer.markers), answer)
+        bytes_of = token_bytes(tokenizer, answer.markers)
+        pieces = [b""] * (max(bytes_of, default=-1) + 2)
+        for token, covered in bytes_of.items():
+            pieces[token] = covered if answer.matters(covered) else b" "
+        tables[answer] = pieces, np.array([len(piece) for piece in pieces])
     return tables[answer]
 
 
-def _build_table(bytes_of: dict[int, bytes], answer: AnswerFormat) -> _TokenTable:
-    size = max(bytes_of, default=-1) + 1
-    matters_V: np.ndarray = np.ones(size + 1, dtype=bool)
-    pieces_V = [b""] * (size + 1)
-    for token, covered in bytes_of.items():
-        matters_V[token] = answer.matters(covered)
-        pieces_V[token] = covered if matters_V[token] else b" "
-    return _TokenTable(size, matters_V, pieces_V)
-
-
 def token_bytes(tokenizer: PreTrainedTokenizerBase, with_text: Collection[str] = ()) -> dict[int, bytes]:
-    """Token id to the bytes that the token puts into the text; none for special tokens, which decoding leaves out.
-
-    Args:
-        tokenizer: as for :func:`find_answer_span`.
-        with_text: names of special tokens that do put theirs into it.
+    """Token id to the bytes that the token puts into the text; none for special tokens, which decoding leaves out, but
+    for those named in ``with_text``.
 
     Raises:
         ValueError: an unsupported tokenizer, as for :func:`find_answer_span`.
@@ -218,11 +193,17 @@ def _backend(tokenizer: PreTrainedTokenizerBase) -> Any:
 
 
 def _decoding_steps(backend: Any) -> list[dict[str, Any]]:
-    """The tokenizer's own rule for turning tokens into text, as the settings of its decoders in order. Without a decoder the
-    pre-tokenizer tells how text was spelt in the vocabulary; without either, tokens are plain text."""
-    steps = _flat_settings(backend.decoder)
+    """The tokenizer's own rule for turning tokens into text, as the settings of its decoders in order. Without a
+    decoder the pre-tokenizer tells how text was spelt in the vocabulary; without either, tokens are plain text."""
+
+    def flat(settings: dict[str, Any]) -> list[dict[str, Any]]:
+        members = settings.get("decoders", settings.get("pretokenizers"))
+        return [settings] if members is None else [step for member in members for step in flat(member)]
+
+    part = backend.pre_tokenizer if backend.decoder is None else backend.decoder
+    steps = [] if part is None else flat(json.loads(part.__getstate__()))
     if backend.decoder is None:
-        steps = [step for step in _flat_settings(backend.pre_tokenizer) if step["type"] in ("ByteLevel", "Metaspace")]
+        steps = [step for step in steps if step["type"] in ("ByteLevel", "Metaspace")]
     fused = False
     for step in steps:
         kind = step["type"]
@@ -237,14 +218,6 @@ def _decoding_steps(backend: Any) -> list[dict[str, Any]]:
                 "byte-level, SentencePiece-style or plain-text tokenizer"
             )
     return steps
-
-
-def _flat_settings(component: Any) -> list[dict[str, Any]]:
-    def flatten(settings: dict[str, Any]) -> list[dict[str, Any]]:
-        members = settings.get("decoders", settings.get("pretokenizers"))
-        return [settings] if members is None else [step for member in members for step in flatten(member)]
-
-    return [] if component is None else flatten(json.loads(component.__getstate__()))
 
 
 def _literal_bytes(text: str, steps: list[dict[str, Any]], is_added: bool) -> bytes:

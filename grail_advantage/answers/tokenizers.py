@@ -1,11 +1,13 @@
 """Loading a tokenizer as its checkpoint means it, and the check that text survives it.
 
-transformers 5.9 and 5.10 (huggingface/transformers#45488; 5.23 does not) rebuild a tokenizer whose class has a constructor of
-its own from vocabulary and merges alone. For a byte-level vocabulary under the class ``LlamaTokenizerFast``, as of
-DeepSeek-R1-Distill-Llama, spaces and newlines vanish, right ids decode to ``\\boxed{xĠ=Ġ2}``, and ``save_pretrained`` hands the
-damage on. The checkpoint's own ``tokenizer.json`` is right, and the plain class reads it unchanged.
+transformers 5.9 and 5.10 (huggingface/transformers#45488; 5.23 does not) rebuild a tokenizer whose class has a
+constructor of its own from vocabulary and merges alone. For a byte-level vocabulary under the class
+``LlamaTokenizerFast``, as of DeepSeek-R1-Distill-Llama, spaces and newlines vanish, right ids decode to
+``\\boxed{xĠ=Ġ2}``, and ``save_pretrained`` hands the damage on. The checkpoint's own ``tokenizer.json`` is right, and
+the plain class reads it unchanged.
 
-Writing a repaired tokenizer, which ``AutoTokenizer`` and so verl loads as the checkpoint means it (needs transformers alone):
+Writing a repaired tokenizer, which ``AutoTokenizer`` and so verl loads as the checkpoint means it (needs transformers
+alone):
 
     python3 -m grail_advantage.answers.tokenizers MODEL FOLDER
 """
@@ -30,8 +32,7 @@ PROBES = (
     r"so the answer is \boxed{x = 2}",
 )
 """Parts of a solution: spaces, newlines, digits, LaTeX, an answer."""
-_SPELLINGS = {" ": (" ", "Ġ", "▁"), "\n": ("\n", "Ċ", "<0x0A>")}
-"""How vocabularies write white space: as it is, byte-level, SentencePiece."""
+_SPELLINGS = {" ": (" ", "Ġ", "▁"), "\n": ("\n", "Ċ", "<0x0A>")}  # in vocabularies: plain, byte-level, SentencePiece
 LOAD_FAITHFULLY = (
     "Load it with grail_advantage.answers.tokenizers.load_tokenizer; where that refuses it too, the folder's tokenizer.json is "
     "broken itself, as in a checkpoint that a damaged tokenizer was saved into: take tokenizer.json and tokenizer_config.json "
@@ -40,8 +41,8 @@ LOAD_FAITHFULLY = (
 
 
 def load_tokenizer(path: str | os.PathLike[str], **options: Any) -> PreTrainedTokenizerBase:
-    """Load a tokenizer (folder or name on the hub; ``options`` of ``AutoTokenizer.from_pretrained``) so that text survives it
-    wherever the checkpoint allows that.
+    """Load a tokenizer (folder or name on the hub; ``options`` of ``AutoTokenizer.from_pretrained``) so that text
+    survives it wherever the checkpoint allows that.
 
     Raises:
         ValueError: there is no tokenizer, or text does not survive it; the message has the fix.
@@ -74,9 +75,9 @@ def check_round_trip(tokenizer: PreTrainedTokenizerBase, name: str, remedy: str 
 
 
 def lost_text(tokenizer: PreTrainedTokenizerBase) -> tuple[str, str] | None:
-    """The first of :data:`PROBES` that does not survive encoding and decoding, and the text that came back; ``None`` where
-    all do. A blank in front, as SentencePiece puts one there, and a character that the vocabulary has in no spelling, as in
-    small ones for tests, are no loss."""
+    """The first of :data:`PROBES` that does not survive encoding and decoding, and the text that came back; ``None``
+    where all do. No loss: a blank in front, as of SentencePiece, and a character that the vocabulary has in no
+    spelling."""
     vocabulary = tokenizer.get_vocab()
 
     def knows(character: str) -> bool:
@@ -93,8 +94,8 @@ def lost_text(tokenizer: PreTrainedTokenizerBase) -> tuple[str, str] | None:
 
 
 def save_repaired(path: str, folder: str) -> None:
-    """Write the tokenizer of a model (folder or name on the hub) to a folder such that ``AutoTokenizer`` loads it as the
-    checkpoint means it. Raises ValueError where text does not survive it, or not its copy."""
+    """Write the tokenizer of a model (folder or name on the hub) to a folder such that ``AutoTokenizer`` loads it as
+    the checkpoint means it. Raises ValueError where text does not survive it, or not its copy."""
     load_tokenizer(path).save_pretrained(folder)
     check_round_trip(AutoTokenizer.from_pretrained(folder), folder)
 

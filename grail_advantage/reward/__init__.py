@@ -1,8 +1,9 @@
 r"""The one reward function: 1 when the last ``\boxed{...}`` of a response states the ground truth, else 0.
 
 ``compute_score`` is verl's custom reward function (``reward.custom_reward_function.path=pkg://grail_advantage.reward``,
-``name=compute_score``), and evaluation calls it too, so that training, validation and evaluation agree. The reward is the
-one of GRAIL (arXiv 2606.04889): the last box compared with the ground truth by math-verify. Three stages (docs/verdict.md):
+``name=compute_score``), and evaluation calls it too, so that training, validation and evaluation agree. The reward is
+the one of GRAIL (arXiv 2606.04889): the last box compared with the ground truth by math-verify. Three stages
+(docs/verdict.md):
 
 1. ``_normal``: both texts in one normal form;
 2. ``_exact``: comparisons that need no math-verify: the same text, choices, words, numerals with a base, plain numbers;
@@ -10,8 +11,8 @@ one of GRAIL (arXiv 2606.04889): the last box compared with the ground truth by 
    is untrusted text.
 
 What cannot be read as a whole has no verdict, which is 0 and counted by ``verify_failed``. Two readings are allowed of
-``50\%`` (50 and 0.5) and ``2e-1`` (0.2 and twice Euler's number less 1) alone: the ground truth decides. A list of several
-ground-truth answers: the box must hold all of them, in any order, as in ``\boxed{2, 3}``.
+``50\%`` (50 and 0.5) and ``2e-1`` (0.2 and twice Euler's number less 1) alone: the ground truth decides. A list of
+several ground-truth answers: the box must hold all of them, in any order, as in ``\boxed{2, 3}``.
 """
 
 from __future__ import annotations
@@ -66,15 +67,16 @@ def compute_score(
     Args:
         data_source: name of the data set; all are scored alike.
         solution_str: the response's text.
-        ground_truth: the ground truth, as :func:`gold_text` reads it: LaTeX or text with or without ``$`` and ``\boxed``,
-            a number, or several of these.
+        ground_truth: the ground truth, as :func:`gold_text` reads it: LaTeX or text with or without ``$`` and
+            ``\boxed``, a number, or several of these.
         extra_info: its ``index`` names the row in the log where the ground truth cannot be read.
 
     Returns:
-        ``score`` and ``acc``: 1.0 or 0.0 (the same; verl's validation reports ``acc``); ``answer_found``: 1.0 if there is
+        ``score`` and ``acc``: 1.0 or 0.0 (the same; verl's validation reports ``acc``); ``answer_found``: 1.0 if there
+            is
         a complete box; ``verify_failed``: 1.0 if there is one but no verdict (out of time or memory, answer too long,
-        answer or ground truth unreadable), which scores 0; ``pred``: the box's content, cleaned, at most 128 characters,
-        "" if none.
+        answer or ground truth unreadable), which scores 0; ``pred``: the box's content, cleaned, at most 128
+        characters, "" if none.
     """
     answer = equal = None
     try:
@@ -134,7 +136,8 @@ def is_equal(gold: str, answer: str) -> bool:
 
 
 def _readings(gold: str, answer: str) -> list[tuple[str, ...]]:
-    """Both as values: ``50%`` is 50, and 0.5 beside a text without a percent sign; ``2e-1`` is Euler's number, and 0.2."""
+    """Both as values: ``50%`` is 50, and 0.5 beside a text without a percent sign; ``2e-1`` is Euler's number, and
+    0.2."""
     values = tuple(_PERCENT.sub("", text) for text in (gold, answer))
     # Plain numbers only: a list divided by 100 would read as nonsense.
     hundredths = tuple(

@@ -43,8 +43,8 @@ def same_text(gold: str, answer: str) -> bool | None:
 def same_label(gold: str, answer: str) -> bool | None:
     """Dates, ranges, scores, numbers of telephones and versions are texts, and no values: ``5-3`` is not ``3-1``.
 
-    Beside them a number is wrong: ``2`` for ``5-3``. The other way round ``5-3`` may be a difference that nobody computed,
-    but ``2024-01-05`` and ``1.2.3`` are none.
+    Beside them a number is wrong: ``2`` for ``5-3``. The other way round ``5-3`` may be a difference that nobody
+    computed, but ``2024-01-05`` and ``1.2.3`` are none.
     """
     (golds, gold_entries), (answers, answer_entries) = _labels(gold), _labels(answer)
     if all(golds) and _VALUES.fullmatch(answer) and not any(answers):
@@ -56,8 +56,8 @@ def same_label(gold: str, answer: str) -> bool | None:
 
 
 def _labels(text: str) -> tuple[list[str], list[str]]:
-    """The entries of a list that are joined numbers, "" for others; and all entries. Blanks, percent signs, the length of a
-    dash and a zero in front of one digit do not count."""
+    """The entries of a list that are joined numbers, "" for others; and all entries. Blanks, percent signs, the length
+    of a dash and a zero in front of one digit do not count."""
     labels, entries = [], []
     for entry in _ENTRIES.split(outer[1] if (outer := _OUTER.fullmatch(text)) else text):
         match = _JOINED_NUMBERS.fullmatch(entry.strip())
@@ -68,7 +68,8 @@ def _labels(text: str) -> tuple[list[str], list[str]]:
 
 
 def same_choice(gold: str, answer: str) -> bool | None:
-    """The letter of a choice decides, unless both have text after it, which is compared like an answer (:func:`choice`)."""
+    """The letter of a choice decides, unless both have text after it, which is compared like an answer
+    (:func:`choice`)."""
     several = [_CHOICES.fullmatch(_WRAPPED.sub(r"\1", text)) for text in (gold, answer)]
     if all(several):
         return len({frozenset(re.findall("[A-J]", match[0])) for match in several if match}) == 1

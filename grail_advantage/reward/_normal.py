@@ -1,7 +1,7 @@
 r"""One normal form for the spellings of an answer: the only place where an answer's text is changed.
 
-:data:`RULES` are applied from top to bottom, once, to ground truth and answer alike. Each rule has the example that it is
-there for; docs/verdict.md has the table, and a test checks every line of it. math-verify judges the result.
+:data:`RULES` are applied from top to bottom, once, to ground truth and answer alike. Each rule has the example that it
+is there for; docs/verdict.md has the table, and a test checks every line of it. math-verify judges the result.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import unicodedata
 from collections.abc import Callable
 from fractions import Fraction
 from functools import lru_cache
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 import regex
 
@@ -59,15 +59,6 @@ _UNITS = (
     rf"(?: ?(?:\\cdot|\\times|/|\*)? ?{_WRAPPED_UNIT})*\.?"
     r"(?= ?(?:$|[,;)\]=}]|\\(?:\}|pm(?!\pL)|text\{ ?,? ?(?:and|or) ?\})))"
 )
-
-
-class Rule(NamedTuple):
-    """One line of the table: ``example`` becomes ``result``."""
-
-    example: str
-    result: str
-    pattern: regex.Pattern[str]
-    replacement: str | Callable[[Match], str]
 
 
 def _fraction(value: Fraction) -> str:
@@ -125,116 +116,109 @@ _NAMES = dict.fromkeys(("dfrac", "tfrac", "cfrac", "nicefrac", "sfrac", "xfrac")
 _NAMES |= {"dbinom": r"\binom", "tbinom": r"\binom", "bmod": r"\mod", "lg": r"\log", "lbrace": r"\{", "rbrace": r"\}"}
 _NAMES |= {"tg": r"\tan", "ctg": r"\cot", "arctg": r"\arctan", "arcctg": r"\arccot"}
 _NAMES |= {"varnothing": r"\emptyset", "O": r"\emptyset", "pounds": "", "euro": ""}
-_TABLE: tuple[tuple[str, str, str, str | Callable[[Match], str]], ...] = (
+_TABLE: tuple[tuple[str, str, str | Callable[[Match], str]], ...] = (
     # What has no meaning, and other names
-    (r"\tg x", r"\tan x", rf"\\(?P<name>{'|'.join(_NAMES)})(?!\pL)", lambda match: _NAMES[match["name"]]),
-    (r"\$18", "18", r"\\?\$|[£€¥₹¢₩]", ""),
-    ("**73**", "73", r"^(?P<mark>\*\*|`+)(?P<inside>[^*`]+)(?P=mark)$", r"\g<inside>"),
-    (r"\fbox{13}", "13", rf"^\\(?:boxed|fbox|framebox) ?{_BRACED}$", r"\g<inside>"),
-    (r"\phantom{0}13", "13", rf"\\(?:[hv]?phantom|label) ?{_BRACED}|\\(?:text|mbox) ?\{{ *\}}", " "),
+    (r"\tg x", rf"\\(?P<name>{'|'.join(_NAMES)})(?!\pL)", lambda match: _NAMES[match["name"]]),
+    (r"\$18", r"\\?\$|[£€¥₹¢₩]", ""),
+    ("**73**", r"^(?P<mark>\*\*|`+)(?P<inside>[^*`]+)(?P=mark)$", r"\g<inside>"),
+    (r"\fbox{13}", rf"^\\(?:boxed|fbox|framebox) ?{_BRACED}$", r"\g<inside>"),
+    (r"\phantom{0}13", rf"\\(?:[hv]?phantom|label) ?{_BRACED}|\\(?:text|mbox) ?\{{ *\}}", " "),
     # Numbers
-    ("2 1/2", r"\frac{5}{2}",
-     rf"{_ALONE}(?P<whole>[0-9]+)(?:[ ~]|\\[ ,;:!])*\\frac ?(?:\{{ ?(?P<top>[0-9]+) ?\}}|(?P<top>[0-9])) ?"
+    ("2 1/2", rf"{_ALONE}(?P<whole>[0-9]+)(?:[ ~]|\\[ ,;:!])*\\frac ?(?:\{{ ?(?P<top>[0-9]+) ?\}}|(?P<top>[0-9])) ?"
      r"(?:\{ ?(?P<bottom>[0-9]+) ?\}|(?P<bottom>[0-9]))"
      rf"|{_ALONE}(?P<whole>[0-9]+)(?:[ ~]|\\[ ,;:])+(?P<top>[0-9]{{1,2}}|[0-9]{{4,}}) ?/ ?(?P<bottom>[0-9]+)(?![0-9.])",
      _mixed),
-    (r"12{\,}345", "12345",
-     r"(?<!\\[A-Za-z]+ ?|[\\\]}^_] ?)\{ ?(?P<space>(?:\\[,;:! ]|\\thinspace|~| )*) ?\}(?! ?[\^_])", r"\g<space>"),
-    (r"10, \! 080", "10080", r"(?:(?<!\\) )?(?<!\\)\\(?:!|negthinspace(?!\pL)) ?", r"\\!"),
-    (r"1\,234{,}567", "1234567",
-     rf"(?<![0-9.,])[0-9]{{1,3}}(?:{_GAP}[0-9]{{3}})+(?![0-9])|(?<=[^\\]\{{){_THOUSANDS}(?=\}})",
+    (r"12{\,}345", r"(?<!\\[A-Za-z]+ ?|[\\\]}^_] ?)\{ ?(?P<space>(?:\\[,;:! ]|\\thinspace|~| )*) ?\}(?! ?[\^_])",
+     r"\g<space>"),
+    (r"10, \! 080", r"(?:(?<!\\) )?(?<!\\)\\(?:!|negthinspace(?!\pL)) ?", r"\\!"),
+    (r"1\,234{,}567", rf"(?<![0-9.,])[0-9]{{1,3}}(?:{_GAP}[0-9]{{3}})+(?![0-9])|(?<=[^\\]\{{){_THOUSANDS}(?=\}})",
      lambda match: _digits(match[0])),
     # Spaces, sizes and fonts
-    (r"1\!2", "12", r"(?:\\!)+(?!\pL)", ""),
-    (r"x\quad y", "x y", r"(?:(?<!\\)\\(?:[,;:! ]|(?:thinspace|quad|qquad|enspace)(?!\pL))|~)+", " "),
-    (r"{\bf 13}", "13", r"\{ ?\\(?:bf|it|rm|tt|sf|em)(?!\pL) ?", r"\\text{"),
-    (r"\left(\large 13\right)", "(13)",
+    (r"1\!2", r"(?:\\!)+(?!\pL)", ""),
+    (r"x\quad y", r"(?:(?<!\\)\\(?:[,;:! ]|(?:thinspace|quad|qquad|enspace)(?!\pL))|~)+", " "),
+    (r"{\bf 13}", r"\{ ?\\(?:bf|it|rm|tt|sf|em)(?!\pL) ?", r"\\text{"),
+    (r"\left(\large 13\right)",
      r"(?<!\\)\\(?:[\[\]()]|(?:tiny|small|normalsize|[lL]arge|LARGE|[hH]uge|bf|it|rm|bfseries|(?:display|text|script)style"
      r"|[bB]igg?[lrm]?|limits)(?!\pL) ?|(?:left|right|middle)(?!\pL) ?\.?)", ""),
     # Thousands with commas, where each other comma has a blank and no bracket is open
-    (r"12,345\pi", r"12345\pi", r"^(?!.*(?:[(\[]|\\\{)).*[0-9],[0-9]{3}.*$", _with_commas),
-    (r"\textcolor{red}{13}", "13", rf"\\(?:(?:text)?color|colorbox) ?\{{[^{{}}]*\}} ?(?:{_BRACED})?", r"\g<inside>"),
-    (r"\text{-}3{:}45", "-3:45",
+    (r"12,345\pi", r"^(?!.*(?:[(\[]|\\\{)).*[0-9],[0-9]{3}.*$", _with_commas),
+    (r"\textcolor{red}{13}", rf"\\(?:(?:text)?color|colorbox) ?\{{[^{{}}]*\}} ?(?:{_BRACED})?", r"\g<inside>"),
+    (r"\text{-}3{:}45",
      rf"(?:\\(?:{_FONTS}|math(?:bin|op|rel|ord|punct)|operatorname) ?)?\{{ ?(?P<sign>-{{1,3}}|[+:/]) ?\}}"
      r"|\\text(?:minus|endash)(?!\pL)(?: ?\{ ?\})?", lambda match: match["sign"] or "-"),
-    ("3!^2", "(3!)^2", r"(?P<of>[0-9]+!) ?(?=\^)", r"(\g<of>)"),
-    ("7!!", "105", r"(?<![0-9A-Za-z.])(?P<of>[0-9]{1,2}) ?!!(?!!)",
+    ("3!^2", r"(?P<of>[0-9]+!) ?(?=\^)", r"(\g<of>)"),
+    ("7!!", r"(?<![0-9A-Za-z.])(?P<of>[0-9]{1,2}) ?!!(?!!)",
      lambda match: str(math.prod(range(int(match["of"]), 0, -2)))),
-    (r"\frac12", r"\frac{1}{2}",
+    (r"\frac12",
      r"\\(?P<name>frac|binom) ?(?:\{(?P<top>[^{}]*)\}|(?P<top>[0-9])) ?(?:\{(?P<bottom>[^{}]*)\}|(?P<bottom>[0-9]))",
      r"\\\g<name>{\g<top>}{\g<bottom>}"),
-    (r"\sqrt[3]2", r"\sqrt[3]{2}",
-     r"(?P<name>\\(?:vec|hat|bar|tilde|sqrt ?\[[^\]]*\])) ?(?P<under>[0-9]|(?<=\]|[ ])[A-Za-z])", r"\g<name>{\g<under>}"),
+    (r"\sqrt[3]2", r"(?P<name>\\(?:vec|hat|bar|tilde|sqrt ?\[[^\]]*\])) ?(?P<under>[0-9]|(?<=\]|[ ])[A-Za-z])",
+     r"\g<name>{\g<under>}"),
     # Rows
-    (r"1\\[4pt]2", r"1\\ 2", r"\\\\\*? ?(?:\[ ?-?[0-9.]+ ?(?:pt|ex|em|mm|cm|in) ?\])?|\\cr(?!\pL)", r"\\\\ "),
-    (r"\left\{\begin{array}{l}x=1\end{array}\right.", r"\begin{cases}x=1\end{cases}",
+    (r"1\\[4pt]2", r"\\\\\*? ?(?:\[ ?-?[0-9.]+ ?(?:pt|ex|em|mm|cm|in) ?\])?|\\cr(?!\pL)", r"\\\\ "),
+    (r"\left\{\begin{array}{l}x=1\end{array}\right.",
      r"\\\{ ?\\begin\{array\} ?(?:\{[^{}]*\})?(?P<rows>(?:(?!\\begin|\\end|\\\}).)*)\\end\{array\}(?! ?\\\})",
      r"\\begin{cases}\g<rows>\\end{cases}"),
-    (r"\begin{cases}x & \text{if }x>0\end{cases}", r"\begin{cases}x & x>0\end{cases}",
-     r"(?<=& ?)\\text\{ ?(?:if|for|when) ?\}", ""),
-    (r"0.1\overline{6}", r"\frac{1}{6}",
+    (r"\begin{cases}x & \text{if }x>0\end{cases}", r"(?<=& ?)\\text\{ ?(?:if|for|when) ?\}", ""),
+    (r"0.1\overline{6}",
      r"(?<![0-9])(?P<whole>[0-9]*)\.(?:(?P<once>[0-9]*)(?P<block>\\dot ?\{?[0-9]\}?[0-9]*\\dot ?\{?[0-9]\}?"
      r"|(?:\\(?:overline|overbar|bar|dot) ?(?:\{ ?[0-9]+ ?\}|[0-9]))+|\([0-9]+\)(?![0-9^!]))(?:\.\.\.| ?\\l?dots)?"
      r"|(?P<once>[0-9]{0,9}?)(?P<block>(?P<unit>[0-9]{1,9}?)(?P=unit)+) ?(?P<dots>\.\.\.|\\[lc]?dots(?!\pL)))",
      _repeating),
-    (r"1.5\text{ million}", r"1.5 \cdot 10^{6}",
-     rf"(?<=[0-9]) ?(?:\\text\{{ ?(?P<word>{'|'.join(_ZEROS)})(?P<rest>[^{{}}]*)\}}"
+    (r"1.5\text{ million}", rf"(?<=[0-9]) ?(?:\\text\{{ ?(?P<word>{'|'.join(_ZEROS)})(?P<rest>[^{{}}]*)\}}"
      rf"|(?P<word>{'|'.join(_ZEROS)})(?!\pL))",
      lambda match: f" \\cdot 10^{{{_ZEROS[match['word']]}}}\\text{{{match['rest'] or ''}}}".removesuffix("\\text{}")),
-    ("3 x 10^8", r"3 \times 10^8", r"(?<=[0-9]) ?[xX*] ?(?=10 ?\^)", r" \\times "),
-    (r"\text{negative }5", "-5", r"^(?:\\text\{ ?(?:negative|minus) ?\} ?(?!\\inf)|(?:negative|minus) )", "-"),
-    (r"\text{infinity}", r"\infty",
-     r"\\text\{ ?(?:\+ ?|positive )?infinity ?\}|(?<![A-Za-z\\])infinity(?!\pL)", r"\\infty "),
+    ("3 x 10^8", r"(?<=[0-9]) ?[xX*] ?(?=10 ?\^)", r" \\times "),
+    (r"\text{negative }5", r"^(?:\\text\{ ?(?:negative|minus) ?\} ?(?!\\inf)|(?:negative|minus) )", "-"),
+    (r"\text{infinity}", r"\\text\{ ?(?:\+ ?|positive )?infinity ?\}|(?<![A-Za-z\\])infinity(?!\pL)", r"\\infty "),
     # Text around an answer
-    ("13;", "13", r"(?:[,;]|\\\\) ?$", ""),
-    (r"\text{The answer is } 5", "5",
+    ("13;", r"(?:[,;]|\\\\) ?$", ""),
+    (r"\text{The answer is } 5",
      r"^(?:(?:\\text\{ ?[A-Za-z]{2}[A-Za-z ]*: ?\}|\\(?:approx|simeq|sim|therefore|implies|Rightarrow|to)(?!\pL)|[=#≈∴⇒→]"
      r"|\\text\{ ?(?:Rs\.?|USD|US|EUR|INR) ?\}|Rs\.?(?= ?[0-9])"
      r"|(?i:\\text\{ ?(?:(?:so|thus|hence),? )?(?:(?:the|final|my) )*(?:answer|result) ?(?:is)? ?:? ?\})) ?:?)+", ""),
     # Angles and units
-    (r"20^\circ 30'", r"\frac{41}{2}", rf"(?<![0-9])(?P<degrees>[0-9]++){_DEGREE} ?(?P<minutes>[0-9]+)"
+    (r"20^\circ 30'", rf"(?<![0-9])(?P<degrees>[0-9]++){_DEGREE} ?(?P<minutes>[0-9]+)"
      r" ?(?:'|\^?\{?\\prime\}?)(?: ?(?P<seconds>[0-9]+) ?(?:''|\"))?", _minutes),
-    (r"\sin 30^\circ", r"\sin (\frac{30\pi}{180})", r".*(?<!arc)\\?(?:sin|cos|tan|cot|sec|csc)(?!\pL).*", _radians),
-    (r"30^\circ F", "30", rf"(?<=[0-9}})a-zA-Z] ?){_DEGREE}(?: ?(?:\\(?:text|mathrm)\{{ ?[CFK] ?\}}|[CFK](?!\pL)))?", ""),
-    (r"5^{\text{th}}", "5",
+    (r"\sin 30^\circ", r".*(?<!arc)\\?(?:sin|cos|tan|cot|sec|csc)(?!\pL).*", _radians),
+    (r"30^\circ F", rf"(?<=[0-9}})a-zA-Z] ?){_DEGREE}(?: ?(?:\\(?:text|mathrm)\{{ ?[CFK] ?\}}|[CFK](?!\pL)))?", ""),
+    (r"5^{\text{th}}",
      rf"(?<=[0-9]) ?-?(?:\^|\\textsuperscript)? ?(?P<brace>\{{ ?)?\\(?:{_UPRIGHT}) ?\{{ ?-?{_ORDINAL} ?\}}(?(brace) ?\}})"
      rf"|(?<=[0-9]) ?(?:\^|\\textsuperscript) ?\{{ ?-?{_ORDINAL} ?\}}"
      rf"|(?<=[0-9])(?=-?[SNRTsnrt])(?<=(?:^|[,;({{] ?|[a-z}}] )[0-9,]*)-?{_ORDINAL}"
      r"(?= ?(?:$|[,;.)}]|\\text|[A-Za-z]{3}))", ""),
-    ("12''", "12", r"(?<=[0-9])(?:''?|\")$", ""),
-    (r"3\,\mathrm{kg}\cdot\mathrm{m}/\mathrm{s}^2", "3", _UNITS, ""),
-    (r"2\mathrm{e}+\mathbf{13}", "2e+13", _FONT.pattern, _without_font),
-    (r"50\% \text{ of the students}", r"50\%",
+    ("12''", r"(?<=[0-9])(?:''?|\")$", ""),
+    (r"3\,\mathrm{kg}\cdot\mathrm{m}/\mathrm{s}^2", _UNITS, ""),
+    (r"2\mathrm{e}+\mathbf{13}", _FONT.pattern, _without_font),
+    (r"50\% \text{ of the students}",
      rf"(?<=[0-9}}] ?)(?:\\?% ?(?:\\text\{{{_NO_UNIT}{_WORDS}\}}|(?={_WORDS}$){_NO_UNIT}{_WORDS})"
      rf"|(?:\\text\{{ ?per ?cent(?:age)?\b{_NO_UNIT}(?:{_WORDS})?\}}"
      rf"|per ?cent(?:age)?\b(?=(?:{_WORDS})?$){_NO_UNIT}(?:{_WORDS})?))$", r"\\%"),
     # Functions
-    ("sqrt(17)", r"\sqrt{17}", r"\\?(?<![A-Za-z])sqrt ?\((?P<under>[^()]*)\)", r"\\sqrt{\g<under>}"),
-    (r"\operatorname{lcm}(4,6)", r"\lcm (4,6)",
-     rf"(?<!_ ?\{{? ?)\\(?:text|operatorname)\*? ?\{{ ?(?P<name>{_FUNCTIONS}) ?\}}"
+    ("sqrt(17)", r"\\?(?<![A-Za-z])sqrt ?\((?P<under>[^()]*)\)", r"\\sqrt{\g<under>}"),
+    (r"\operatorname{lcm}(4,6)", rf"(?<!_ ?\{{? ?)\\(?:text|operatorname)\*? ?\{{ ?(?P<name>{_FUNCTIONS}) ?\}}"
      rf"|(?<![A-Za-z\\])(?P<name>{_FUNCTIONS}|sqrt|pi)(?![A-Za-z}}])", r"\\\g<name> "),
-    (r"\log_e 2", r"\ln 2", r"\\log ?_ ?(?:e|\{ ?e ?\})(?!\pL)", r"\\ln "),
-    (r"\log_2{4}/x", r"\log_2(4)/x",
-     rf"(?P<name>\\(?:{_FUNCTIONS})(?: ?_ ?(?:[0-9A-Za-z]|\{{[^{{}}]*\}}))?) ?{_BRACED}",
+    (r"\log_e 2", r"\\log ?_ ?(?:e|\{ ?e ?\})(?!\pL)", r"\\ln "),
+    (r"\log_2{4}/x", rf"(?P<name>\\(?:{_FUNCTIONS})(?: ?_ ?(?:[0-9A-Za-z]|\{{[^{{}}]*\}}))?) ?{_BRACED}",
      r"\g<name>(\g<inside>)"),
     # Where math-verify reads something else
-    (r"\overline{3+4i}", r"(3+4(-i))", r"\\(?:overline|bar) ?\{(?P<number>[-+0-9./ ]*i[-+0-9./ ]*)\}",
+    (r"\overline{3+4i}", r"\\(?:overline|bar) ?\{(?P<number>[-+0-9./ ]*i[-+0-9./ ]*)\}",
      lambda match: f"({match['number'].replace('i', '(-i)')})"),
-    ("f'(x)", "f_{p}(x)", r"(?<=[A-Za-z])'+", lambda match: f"_{{{'p' * len(match[0])}}}"),
-    (r"d \cdot 2", r"{d} \cdot 2", r"(?<![A-Za-z\\])d(?= ?\\(?:cdot|times|div|pm|[lg][et]q?|neq?|in)(?!\pL))", "{d}"),
-    (r"x\equiv 3\bmod 5", r"x\equiv 3 \pmod{5}", r".*\\equiv.*", _modulus),
-    (r"\langle 1,2\rangle", "(1,2)",
+    ("f'(x)", r"(?<=[A-Za-z])'+", lambda match: f"_{{{'p' * len(match[0])}}}"),
+    (r"d \cdot 2", r"(?<![A-Za-z\\])d(?= ?\\(?:cdot|times|div|pm|[lg][et]q?|neq?|in)(?!\pL))", "{d}"),
+    (r"x\equiv 3\bmod 5", r".*\\equiv.*", _modulus),
+    (r"\langle 1,2\rangle",
      r"\\langle(?!\pL) ?(?P<of>(?:(?!\\[lr]angle|[|,]).)*+,(?:(?!\\[lr]angle|\|).)*)\\rangle(?!\pL)"
      r"|^<(?P<of>[^<>,]+,[^<>]+)>$", r"(\g<of>)"),
-    (r"\{x: 0<x<1\}", "0<x<1",
+    (r"\{x: 0<x<1\}",
      r"^\\\{ ?[a-z](?: ?\\in ?\\mathbb\{R\})? ?(?:\\mid|:|\|) ?(?P<condition>[^|:]*(?:[<>]|\\[lg]eq?)[^|:]*) ?\\\}$",
      r"\g<condition>"),
-    ("4>x>1", "1<x<4", r"^(?P<a>[^<>=]+)>(?P<b>[^<>=]+)>(?P<c>[^<>=]+)$", r"\g<c><\g<b><\g<a>"),
-    ("]0,1[", "(0,1)",
-     r"(?<=^|\\cup ?)(?P<left>[\[\]])(?P<ends>[^\[\]]*,[^\[\]]*)(?P<right>[\[\]])(?= ?(?:$|\\cup))",
+    ("4>x>1", r"^(?P<a>[^<>=]+)>(?P<b>[^<>=]+)>(?P<c>[^<>=]+)$", r"\g<c><\g<b><\g<a>"),
+    ("]0,1[", r"(?<=^|\\cup ?)(?P<left>[\[\]])(?P<ends>[^\[\]]*,[^\[\]]*)(?P<right>[\[\]])(?= ?(?:$|\\cup))",
      lambda match: f"{'[('[match['left'] == ']']}{match['ends']}{'])'[match['right'] == '[']}"),
 )  # fmt: skip
-RULES = [Rule(example, result, regex.compile(pattern), new) for example, result, pattern, new in _TABLE]
+RULES = [(example, regex.compile(pattern), replacement) for example, pattern, replacement in _TABLE]
+"""An answer that the rule is there for, the pattern, and what takes the place of its matches."""
 
 _CHARACTERS = "−×·⋅∙÷∕⁄°º˚℃℉∘∞√∛≤≥⩽⩾≠±∪∩∈∅⟨⟩〈〉′″’、ℝℤℚℕℂ∠△∣≡"  # noqa: RUF001
 _COMMANDS = (
@@ -274,7 +258,7 @@ def normal(text: str) -> str:
     text = " ".join(text.split())
     if len(text) > LONGEST:
         raise ValueError(f"a text has {len(text)} characters in LaTeX, more than {LONGEST}")
-    for rule in RULES:
-        text = rule.pattern.sub(rule.replacement, text)
+    for _, pattern, replacement in RULES:
+        text = pattern.sub(replacement, text)
     text = " ".join(text.split())
     return text[:-1].rstrip() if text.endswith(".") and not text.endswith("..") else text

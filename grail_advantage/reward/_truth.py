@@ -37,9 +37,9 @@ def last_boxed(text: str) -> str | None:
 
 
 def gold_text(ground_truth: Any) -> str:
-    r"""The ground truth as text: text, UTF-8 bytes, a number (Python's, numpy's, of a tensor; ``Decimal``, ``Fraction``), or
-    several of these in a list, a tuple, a set, an array or JSON text such as ``["2", "3"]``, which become one list with
-    commas.
+    r"""The ground truth as text: text, UTF-8 bytes, a number (Python's, numpy's, of a tensor; ``Decimal``,
+    ``Fraction``), or several of these in a list, a tuple, a set, an array or JSON text such as ``["2", "3"]``, which
+    become one list with commas.
 
     Raises:
         ValueError: there is none, such as ``None``, nan, a mapping or no text; the message shows it.
@@ -88,7 +88,8 @@ def _digits(value: Any) -> str | None:
 
 
 def _unpacked(text: str) -> Any:
-    """What JSON text, or that of Python's list, set or string, holds: ``["2", "3"]``. Other text, as ``[1, 2]``, stays."""
+    """What JSON text, or that of Python's list, set or string, holds: ``["2", "3"]``. Other text, as ``[1, 2]``,
+    stays."""
     whole = text.strip()
     if len(whole) > MAX_ANSWER_CHARS or not _QUOTED.fullmatch(whole):
         return text

@@ -1,8 +1,9 @@
 """The process that compares answers with math-verify (``_verify_worker``) and the connections to it.
 
-math-verify's time-outs need the main thread, while reward functions run in executor threads; and sympy can hang inside one
-call into C, where no thread can stop it. So comparisons run in processes that the kernel ends. A fresh interpreter forks
-them: starting it neither forks this process, which may hold torch, Ray and their threads, nor runs its main module again.
+math-verify's time-outs need the main thread, while reward functions run in executor threads; and sympy can hang inside
+one call into C, where no thread can stop it. So comparisons run in processes that the kernel ends. A fresh interpreter
+forks them: starting it neither forks this process, which may hold torch, Ray and their threads, nor runs its main
+module again.
 """
 
 from __future__ import annotations

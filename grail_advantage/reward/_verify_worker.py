@@ -1,8 +1,8 @@
 """The process that compares answers with math-verify; ``grail_advantage.reward._verify_pool`` starts it as a script.
 
-It loads math-verify once, forks a worker for each connection, and replaces one that takes too long or dies. A request is the
-JSON list ``[gold, answer]`` (LaTeX without the box); a reply is true, false, or why there is no verdict. Arguments: seconds
-of processor time for one comparison, and the descriptors of the connections.
+It loads math-verify once, forks a worker for each connection, and replaces one that takes too long or dies. A request
+is the JSON list ``[gold, answer]`` (LaTeX without the box); a reply is true, false, or why there is no verdict.
+Arguments: seconds of processor time for one comparison, and the descriptors of the connections.
 """
 
 from __future__ import annotations
@@ -100,12 +100,6 @@ def _states_no_value(reading: Any) -> bool:
     return any(factor.is_number or not (factor.is_Symbol or factor.is_Function) for factor in factors)
 
 
-def _leading_zeros(gold: Any) -> int:
-    """Decimal places up to the first digit of a ground truth that is a number below 1; 0 for everything else."""
-    size = abs(gold).evalf(3) if isinstance(gold, Expr) and gold.is_number else gold
-    return max(0, -_magnitude(size)) if isinstance(size, Float) else 0
-
-
 def _magnitude(size: Float) -> int:
     """The power of ten of a number's first digit, or one less; ``math.log10`` would underflow."""
     return math.floor(math.log10(2) * sum(size._mpf_[2:]))
@@ -185,12 +179,6 @@ inherited_solve, grader.solve = grader.solve, _solve
 inherited_symbols, grader.sympy_compare_symbols = grader.sympy_compare_symbols, _compare_symbols
 
 
-def _joined(side: Any, text: str) -> Any:
-    """The set that ``x<2 or x>3`` states; every other reading as it is."""
-    joined = isinstance(side, sympy.FiniteSet) and "or" in text and all(isinstance(part, Relational) for part in side)
-    return sympy.Union(*(part.as_set() for part in side)) if joined else side
-
-
 def equal(gold: str, answer: str) -> bool | str:
     """Whether ``answer`` states ``gold``, or which of them math-verify cannot read."""
     texts = {"ground truth": gold, "answer": answer}
@@ -201,12 +189,19 @@ def equal(gold: str, answer: str) -> bool | str:
         unread = " and the ".join(name for name, side in zip(texts, sides, strict=True) if side is None)
         return f"math-verify cannot read the {unread}"
     if any(isinstance(side, sympy.Set) and not isinstance(side, sympy.FiniteSet) for side in sides):
-        sides = [*map(_joined, sides, texts.values())]
+        for number, (side, text) in enumerate(zip(sides, texts.values(), strict=True)):
+            if (
+                isinstance(side, sympy.FiniteSet)
+                and "or" in text
+                and all(isinstance(part, Relational) for part in side)
+            ):
+                sides[number] = sympy.Union(*(part.as_set() for part in side))  # that `x<2 or x>3` states
     if any(map(_states_no_value, sides)) and not all(map(grader.is_relation, sides)):
         return False
     # math-verify counts decimals from the point, so that 1.6e-19 would equal 9.1e-31 and 0.0. Small ground truths get more
     # of them: at least three significant digits.
-    rounding = FLOAT_DECIMALS + max(0, _leading_zeros(sides[0]) - 4)
+    size = abs(sides[0]).evalf(3) if isinstance(sides[0], Expr) and sides[0].is_number else None
+    rounding = FLOAT_DECIMALS + (max(0, -_magnitude(size) - 4) if isinstance(size, Float) else 0)
     gold, answer = ([side] for side in sides)
     return bool(verify(gold, answer, float_rounding=rounding, allow_set_relation_comp=True, timeout_seconds=None))
 
@@ -226,7 +221,8 @@ def compare(gold: str, answer: str, cpu_seconds: float) -> bool | str:
 
 
 def work(connection: Connection, cpu_seconds: float) -> NoReturn:
-    """Be a worker, with bounded resources: answer requests until the connection closes, or there were enough of them."""
+    """Be a worker, with bounded resources: answer requests until the connection closes, or there were enough of
+    them."""
     status = 1
     try:
         confine()
@@ -253,7 +249,8 @@ def confine() -> None:
 
 
 def main(cpu_seconds: float, connections: list[Connection]) -> None:
-    """Fork a worker for each connection, and replace each that ends. Where it left a request, the reason is the reply."""
+    """Fork a worker for each connection, and replace each that ends. Where it left a request, the reason is the
+    reply."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole process group; the parent decides
     logging.getLogger("math_verify").setLevel(logging.ERROR)
     # The first use of math-verify loads half of sympy, which must not count against the first answer.
