@@ -1,16 +1,13 @@
 r"""The formats in which a response states its answer, and where a text holds them.
 
-========== ============================================================== ===========================
-format     an answer                                                      content
-========== ============================================================== ===========================
-``boxed``  ``\boxed{42}`` with balanced braces                            between the outer braces
-``hashes`` ``#### 42``, as verl's GSM8K reward reads it                   the number
-``tag``    ``<answer>42</answer>``, ``<|begin_of_box|>...<|end_of_box|>`` between the tags
-expression every match of a regular expression                            its named group ``content``
-========== ============================================================== ===========================
+- ``boxed``: ``\boxed{42}`` with balanced braces; the content is between the outer ones;
+- ``hashes``: ``#### 42``, as verl's GSM8K reward reads it; the number;
+- ``tag``: ``<answer>42</answer>`` or ``<|begin_of_box|>42<|end_of_box|>``; between the tags;
+- an expression: every match of a regular expression; its named group ``content``.
 
-An answer that is not complete is none, and the search resumes right after its beginning; an answer inside a complete one is
-none of its own. ``hashes`` and an expression need no end: a response that was cut off inside the number has an answer.
+An answer that is not complete is none, and the search resumes right after its beginning; an answer inside a complete
+one is none of its own. ``hashes`` and an expression need no end: a response that was cut off in the number has an
+answer.
 """
 
 from __future__ import annotations
@@ -37,12 +34,10 @@ _HASHES = re.compile(rb"#### (-?[0-9.,]+)")  # verl/utils/reward_score/gsm8k.py,
 
 @dataclass(frozen=True)
 class AnswerFormat:
-    """A format, made by :func:`answer_format`."""
+    """A format, made by :func:`answer_format`: ``boxed``, ``hashes``, ``tag`` or the expression, with an example."""
 
     name: str
-    """``boxed``, ``hashes``, ``tag``, or the expression itself."""
     example: str
-    """An answer in this format, for messages."""
     find: Callable[[bytes], Iterator[Box]] = field(compare=False, repr=False)
     """Yields every complete answer of a text in order: UTF-8 or any other superset of ASCII, valid or not."""
     matters: Callable[[bytes], bool] = field(compare=False, repr=False, default=lambda covered: True)

@@ -21,8 +21,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 CHOICES = ("stop", "warn", "ignore")
-# Responses, all without an answer, that tell a wrong format from bad luck: more than one batch where batches are smaller.
-ENOUGH = 32
+ENOUGH = 32  # responses, all without an answer, that tell a wrong format from bad luck
 LOW = 0.2  # a share of responses with an answer that is worth a warning
 THINKING = "<think>", "</think>"
 PROMPT_END = 16  # tokens of a prompt that hold the `<think>` of a template which opens it for the model
@@ -56,8 +55,8 @@ def advice(
         if form != answer and (count := sum(span is not None for span in spans))
     ]
     remedy = ", ".join(others) or (
-        f"no other format finds any: ask for {answer.example} in the prompt, set {option} to a regular expression, or, where "
-        "responses are cut off, raise their limit"
+        f"no other format finds any: ask for {answer.example} in the prompt, set {option} to a regular expression, or, "
+        "where responses are cut off, raise their limit"
     )
     return f"One of them ends with {end!r}; {remedy}"
 
@@ -97,9 +96,9 @@ class AnswerCheck:
         thinking = sum(text.rfind(THINKING[0]) > text.rfind(THINKING[1]) for text in cut)
         if 2 * thinking > len(truncated):
             logger.warning(
-                "%s of %s responses were cut off inside %s, before an answer, and train nothing: switch thinking off (verl: "
-                "+data.apply_chat_template_kwargs.enable_thinking=False; TRL: chat_template_kwargs={'enable_thinking': False}) "
-                "or raise the limit of responses",
+                "%s of %s responses were cut off inside %s, before an answer, and train nothing: switch thinking off "
+                "(enable_thinking=False in verl's data.apply_chat_template_kwargs, in TRL's chat_template_kwargs) or raise "
+                "the limit of responses",
                 *(thinking, len(truncated), THINKING[0]),
             )
 
@@ -125,8 +124,8 @@ class AnswerCheck:
             return
         self._warned = True
         message = (
-            f"{answered} of {rows} responses have an answer in the format {self._answer.name}; {self._signal.name} weighs "
-            "every token of the others 1, so that they train as with uniform"
+            f"{answered} of {rows} responses have an answer in the format {self._answer.name}; {self._signal.name} "
+            "weighs every token of the others 1, so that they train as with uniform"
         ) + (f". {advice(self._answer, responses, tokenizer, f'{self._prefix}answer')}" if responses else "")
         if stops:
             raise ValueError(f"{message}. {self._prefix}missing_answers=warn trains all the same")

@@ -128,9 +128,8 @@ def _find_in_row(ids: np.ndarray, table: _TokenTable, answer: AnswerFormat, whic
     start, content_start, content_end, end = boxes[0 if which == "first" else -1]
     offsets = [start, min(content_start, end - 1), content_end - 1, end - 1]
     # side="right" steps over the tokens without bytes, to the one that covers the byte.
-    first, content_first, content_last, last = np.searchsorted(
-        np.cumsum(lengths_V[ids]), offsets, side="right"
-    ).tolist()
+    ends_T = np.cumsum(lengths_V[ids])
+    first, content_first, content_last, last = np.searchsorted(ends_T, offsets, side="right").tolist()
     content_start_token = content_first if content_start < end else last + 1
     content_end_token = content_last + 1 if content_start < content_end else content_start_token
     return AnswerSpan(first, content_start_token, content_end_token, last + 1)
@@ -139,8 +138,8 @@ def _find_in_row(ids: np.ndarray, table: _TokenTable, answer: AnswerFormat, whic
 _TokenTable: TypeAlias = tuple[list[bytes], np.ndarray]
 """Of each token, and in the last place of ids outside the vocabulary: the bytes that are searched, a space for a token
 that does not matter to the format; and their numbers, int64 (V + 1,)."""
-# By id, as tokenizers may compare equal or not hash at all: the state of a vocabulary and its tables. An entry goes when its
-# tokenizer goes, before the id can become another object's; one that takes no weak reference is kept alive by its entry.
+# By id, as tokenizers may compare equal or not hash at all: the state of a vocabulary and its tables. An entry goes
+# when its tokenizer goes, before the id can be another's; one that takes no weak reference is kept alive by its entry.
 _tables: dict[int, tuple[Any, dict[AnswerFormat, _TokenTable], Any]] = {}
 
 

@@ -1,7 +1,4 @@
-"""The text of each token of a response, such that joined they are the response.
-
-Shape suffixes: T response tokens.
-"""
+"""The text of each token of a response (T tokens), such that joined they are the response."""
 
 from __future__ import annotations
 

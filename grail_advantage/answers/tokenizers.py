@@ -1,13 +1,10 @@
 """Loading a tokenizer as its checkpoint means it, and the check that text survives it.
 
 transformers 5.9 and 5.10 (huggingface/transformers#45488; 5.23 does not) rebuild a tokenizer whose class has a
-constructor of its own from vocabulary and merges alone. For a byte-level vocabulary under the class
-``LlamaTokenizerFast``, as of DeepSeek-R1-Distill-Llama, spaces and newlines vanish, right ids decode to
-``\\boxed{xĠ=Ġ2}``, and ``save_pretrained`` hands the damage on. The checkpoint's own ``tokenizer.json`` is right, and
-the plain class reads it unchanged.
-
-Writing a repaired tokenizer, which ``AutoTokenizer`` and so verl loads as the checkpoint means it (needs transformers
-alone):
+constructor of its own from vocabulary and merges alone. A byte-level vocabulary under the class ``LlamaTokenizerFast``,
+as of DeepSeek-R1-Distill-Llama, then loses spaces and newlines, and ``save_pretrained`` hands the damage on. The
+checkpoint's own ``tokenizer.json`` is right, and the plain class reads it unchanged. Writing a repaired tokenizer,
+which ``AutoTokenizer`` and so verl loads as the checkpoint means it (needs transformers alone):
 
     python3 -m grail_advantage.answers.tokenizers MODEL FOLDER
 """
@@ -32,11 +29,11 @@ PROBES = (
     r"so the answer is \boxed{x = 2}",
 )
 """Parts of a solution: spaces, newlines, digits, LaTeX, an answer."""
-_SPELLINGS = {" ": (" ", "Ġ", "▁"), "\n": ("\n", "Ċ", "<0x0A>")}  # in vocabularies: plain, byte-level, SentencePiece
+_SPELLINGS = {" ": (" ", "Ġ", "▁"), "\n": ("\n", "Ċ", "<0x0A>")}  # plain, byte-level, SentencePiece
 LOAD_FAITHFULLY = (
-    "Load it with grail_advantage.answers.tokenizers.load_tokenizer; where that refuses it too, the folder's tokenizer.json is "
-    "broken itself, as in a checkpoint that a damaged tokenizer was saved into: take tokenizer.json and tokenizer_config.json "
-    "of the original model (in a run: actor_rollout_ref.model.tokenizer_path)"
+    "Load it with grail_advantage.answers.tokenizers.load_tokenizer; where that refuses it too, the folder's "
+    "tokenizer.json is broken itself: take tokenizer.json and tokenizer_config.json of the original model (in a run: "
+    "actor_rollout_ref.model.tokenizer_path)"
 )
 
 
@@ -69,8 +66,8 @@ def check_round_trip(tokenizer: PreTrainedTokenizerBase, name: str, remedy: str 
     """
     if (lost := lost_text(tokenizer)) is not None:
         raise ValueError(
-            f"the tokenizer of {name} ({type(tokenizer).__name__}) turns {lost[0]!r} into {lost[1]!r}: the model would read "
-            f"and write broken text. {remedy}"
+            f"the tokenizer of {name} ({type(tokenizer).__name__}) turns {lost[0]!r} into {lost[1]!r}: the model would "
+            f"read and write broken text. {remedy}"
         )
 
 

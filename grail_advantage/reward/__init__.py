@@ -1,18 +1,12 @@
 r"""The one reward function: 1 when the last ``\boxed{...}`` of a response states the ground truth, else 0.
 
 ``compute_score`` is verl's custom reward function (``reward.custom_reward_function.path=pkg://grail_advantage.reward``,
-``name=compute_score``), and evaluation calls it too, so that training, validation and evaluation agree. The reward is
-the one of GRAIL (arXiv 2606.04889): the last box compared with the ground truth by math-verify. Three stages
-(docs/verdict.md):
-
-1. ``_normal``: both texts in one normal form;
-2. ``_exact``: comparisons that need no math-verify: the same text, choices, words, numerals with a base, plain numbers;
-3. ``_verify_pool``: math-verify reads both texts as a whole and compares, in child processes with limits, since the answer
-   is untrusted text.
-
-What cannot be read as a whole has no verdict, which is 0 and counted by ``verify_failed``. Two readings are allowed of
-``50\%`` (50 and 0.5) and ``2e-1`` (0.2 and twice Euler's number less 1) alone: the ground truth decides. A list of
-several ground-truth answers: the box must hold all of them, in any order, as in ``\boxed{2, 3}``.
+``name=compute_score``); evaluation calls it too. The reward is the one of GRAIL (arXiv 2606.04889): the last box
+compared with the ground truth by math-verify. ``_normal`` brings both texts to one normal form, ``_exact`` makes the
+comparisons that need no math-verify, ``_verify_pool`` lets math-verify read and compare both as a whole, in child
+processes with limits, since the answer is untrusted text. What cannot be read as a whole has no verdict, which is 0 and
+counted by ``verify_failed``. docs/verdict.md has the rules. A list of several ground-truth answers: the box must hold
+all of them, in any order, as in ``\boxed{2, 3}``.
 """
 
 from __future__ import annotations
@@ -36,15 +30,16 @@ if importlib.util.find_spec("math_verify") is None:
     raise ImportError("grail_advantage.reward needs math_verify: pip install math-verify==0.9.0")
 if sys.platform != "linux" or not hasattr(ctypes.CDLL(None), "prctl"):
     raise ImportError(
-        "grail_advantage.reward needs Linux, whose prctl and /proc bound the process that reads untrusted answers; run it "
-        "in a Linux container, or pass a reward function of your own"
+        "grail_advantage.reward needs Linux, whose prctl and /proc bound the process that reads untrusted answers; run "
+        "it in a Linux container, or pass a reward function of your own"
     )
 _verify_pool.cpu_seconds()  # a bad environment variable is reported now, not by a reward of 0
 
 logger = logging.getLogger(__name__)
 
-# Longer predictions are cut in the returned dictionary, which verl keeps and dumps for every response.
-MAX_PRED_CHARS = 128
+MAX_PRED_CHARS = (
+    128  # longer predictions are cut in the returned dictionary, which verl keeps and dumps for each response
+)
 
 _PERCENT = re.compile(r" ?(?:\\?%|\\text\{ ?(?:percent|percentage|\\?%)\.? ?\}|\bpercent\b)")
 _E_NOTATION = re.compile(rf"(?<![A-Za-z0-9_.,])({_exact.UNSIGNED})[eE]([+-]?[0-9]{{1,3}})(?![0-9.])")
@@ -55,8 +50,7 @@ _CHANGE = re.compile(r"(?i)(?:%|percent) ?(?:\\text\{ ?)?(increase|decrease|prof
 _NAME = re.compile(
     r"(?:m ?)?\\(?:angle|triangle|overline|widehat|measuredangle)(?![A-Za-z]) ?\{?[A-Z ]+\}? ?= ?(?=[^=]+$)"
 )
-_reported: set[str] = set()
-"""What the log has warned of: each reason for no verdict once."""
+_reported: set[str] = set()  # what the log has warned of
 
 
 def compute_score(
@@ -110,12 +104,8 @@ def _log(kind: str, message: str, *arguments: Any, **options: Any) -> None:
 
 @lru_cache(maxsize=8192)  # rollouts of one prompt repeat each other's answers; exceptions are not kept
 def is_equal(gold: str, answer: str) -> bool:
-    """Whether ``answer`` (a box's content) states ``gold``.
-
-    Raises:
-        ValueError: one of them is too long to parse.
-        grail_advantage.reward._verify_pool.VerifyFailed: math-verify gave no verdict within its limits.
-    """
+    """Whether ``answer`` (a box's content) states ``gold``. ValueError: one of them is too long to parse;
+    grail_advantage.reward._verify_pool.VerifyFailed: math-verify gave no verdict within its limits."""
     if not answer.strip():
         return False
     if max(len(gold), len(answer)) > MAX_ANSWER_CHARS:

@@ -36,9 +36,9 @@ _ORDINAL = r"(?i:(?<=(?<!1)1[^0-9]*)st|(?<=(?<!1)2[^0-9]*)nd|(?<=(?<!1)3[^0-9]*)
 _POWER = r"(?: ?\^ ?(?:-?[0-9]|\{ ?-?[0-9]+ ?\}))?"
 # A text with one of these words changes an answer, so that it is no unit.
 _NO_UNIT = (
-    r"(?![^{}]*\b(?:or|and|not|no|if|for|when|where|with|more|less|least|most|than|to|from|mod|base|only|maybe|about|even|odd"
-    r"|all|any|prime|positive|negative|divisible|hundred|thousand|million|billion|trillion|dozen|percent|percentage|factorial"
-    r"|squared|cubed|times|plus|minus|over|hal[fv]\w*|thirds?|quarters?|choose|above|below)\b)"
+    r"(?![^{}]*\b(?:or|and|not|no|if|for|when|where|with|more|less|least|most|than|to|from|mod|base|only|maybe|about|even"
+    r"|odd|all|any|prime|positive|negative|divisible|hundred|thousand|million|billion|trillion|dozen|percent|percentage"
+    r"|factorial|squared|cubed|times|plus|minus|over|hal[fv]\w*|thirds?|quarters?|choose|above|below)\b)"
 )
 _WORDS = r" ?[A-Za-z]{2}[A-Za-z ,.'-]*"
 _WRAPPED_UNIT = (
@@ -46,8 +46,8 @@ _WRAPPED_UNIT = (
     rf" ?[A-Za-zµΩ](?:[A-Za-zµΩ ./^·-]|\\cdot(?!\pL))*[23]? ?\}}{_POWER}"
 )
 _BARE_UNIT = (
-    r"(?<=[0-9})] ?|\\[a-z]+ )(?:(?:(?:square|sq\.?|cubic|cu\.?) )?(?:[cdkmn]m|ft|in|yd|mi|mph|kph|kg|mg|lbs?|oz|sec|min"
-    r"|hrs?|deg|rad|USD|mL|ml|[km]?Hz|[kM]?eV|erg|[kM]?Pa|mol|days?|ways?|men|[apAP]\.?[mM]\.?"
+    r"(?<=[0-9})] ?|\\[a-z]+ )(?:(?:(?:square|sq\.?|cubic|cu\.?) )?(?:[cdkmn]m|ft|in|yd|mi|mph|kph|kg|mg|lbs?|oz|sec"
+    r"|min|hrs?|deg|rad|USD|mL|ml|[km]?Hz|[kM]?eV|erg|[kM]?Pa|mol|days?|ways?|men|[apAP]\.?[mM]\.?"
     rf"|{_NO_UNIT}(?!(?:{_FUNCTIONS}|sqrt|alpha|beta|gamma|theta|infty|infinity)(?!\pL))[A-Za-z]{{4,}})"
     r"|(?<= )[mgs](?=[^{}]*$))"
     rf"{_POWER}(?: ?/ ?[A-Za-z]{{1,6}}{_POWER})?(?![A-Za-z(])"
@@ -138,8 +138,8 @@ _TABLE: tuple[tuple[str, str, str | Callable[[Match], str]], ...] = (
     (r"x\quad y", r"(?:(?<!\\)\\(?:[,;:! ]|(?:thinspace|quad|qquad|enspace)(?!\pL))|~)+", " "),
     (r"{\bf 13}", r"\{ ?\\(?:bf|it|rm|tt|sf|em)(?!\pL) ?", r"\\text{"),
     (r"\left(\large 13\right)",
-     r"(?<!\\)\\(?:[\[\]()]|(?:tiny|small|normalsize|[lL]arge|LARGE|[hH]uge|bf|it|rm|bfseries|(?:display|text|script)style"
-     r"|[bB]igg?[lrm]?|limits)(?!\pL) ?|(?:left|right|middle)(?!\pL) ?\.?)", ""),
+     r"(?<!\\)\\(?:[\[\]()]|(?:tiny|small|normalsize|[lL]arge|LARGE|[hH]uge|bf|it|rm|bfseries|(?:display|text|script)"
+     r"style|[bB]igg?[lrm]?|limits)(?!\pL) ?|(?:left|right|middle)(?!\pL) ?\.?)", ""),
     # Thousands with commas, where each other comma has a blank and no bracket is open
     (r"12,345\pi", r"^(?!.*(?:[(\[]|\\\{)).*[0-9],[0-9]{3}.*$", _with_commas),
     (r"\textcolor{red}{13}", rf"\\(?:(?:text)?color|colorbox) ?\{{[^{{}}]*\}} ?(?:{_BRACED})?", r"\g<inside>"),
@@ -174,8 +174,8 @@ _TABLE: tuple[tuple[str, str, str | Callable[[Match], str]], ...] = (
     # Text around an answer
     ("13;", r"(?:[,;]|\\\\) ?$", ""),
     (r"\text{The answer is } 5",
-     r"^(?:(?:\\text\{ ?[A-Za-z]{2}[A-Za-z ]*: ?\}|\\(?:approx|simeq|sim|therefore|implies|Rightarrow|to)(?!\pL)|[=#≈∴⇒→]"
-     r"|\\text\{ ?(?:Rs\.?|USD|US|EUR|INR) ?\}|Rs\.?(?= ?[0-9])"
+     r"^(?:(?:\\text\{ ?[A-Za-z]{2}[A-Za-z ]*: ?\}|\\(?:approx|simeq|sim|therefore|implies|Rightarrow|to)(?!\pL)"
+     r"|[=#≈∴⇒→]|\\text\{ ?(?:Rs\.?|USD|US|EUR|INR) ?\}|Rs\.?(?= ?[0-9])"
      r"|(?i:\\text\{ ?(?:(?:so|thus|hence),? )?(?:(?:the|final|my) )*(?:answer|result) ?(?:is)? ?:? ?\})) ?:?)+", ""),
     # Angles and units
     (r"20^\circ 30'", rf"(?<![0-9])(?P<degrees>[0-9]++){_DEGREE} ?(?P<minutes>[0-9]+)"
@@ -183,8 +183,8 @@ _TABLE: tuple[tuple[str, str, str | Callable[[Match], str]], ...] = (
     (r"\sin 30^\circ", r".*(?<!arc)\\?(?:sin|cos|tan|cot|sec|csc)(?!\pL).*", _radians),
     (r"30^\circ F", rf"(?<=[0-9}})a-zA-Z] ?){_DEGREE}(?: ?(?:\\(?:text|mathrm)\{{ ?[CFK] ?\}}|[CFK](?!\pL)))?", ""),
     (r"5^{\text{th}}",
-     rf"(?<=[0-9]) ?-?(?:\^|\\textsuperscript)? ?(?P<brace>\{{ ?)?\\(?:{_UPRIGHT}) ?\{{ ?-?{_ORDINAL} ?\}}(?(brace) ?\}})"
-     rf"|(?<=[0-9]) ?(?:\^|\\textsuperscript) ?\{{ ?-?{_ORDINAL} ?\}}"
+     rf"(?<=[0-9]) ?-?(?:\^|\\textsuperscript)? ?(?P<brace>\{{ ?)?\\(?:{_UPRIGHT}) ?\{{ ?-?{_ORDINAL} ?\}}(?(brace) ?"
+     rf"\}})|(?<=[0-9]) ?(?:\^|\\textsuperscript) ?\{{ ?-?{_ORDINAL} ?\}}"
      rf"|(?<=[0-9])(?=-?[SNRTsnrt])(?<=(?:^|[,;({{] ?|[a-z}}] )[0-9,]*)-?{_ORDINAL}"
      r"(?= ?(?:$|[,;.)}]|\\text|[A-Za-z]{3}))", ""),
     ("12''", r"(?<=[0-9])(?:''?|\")$", ""),
@@ -223,8 +223,8 @@ RULES = [(example, regex.compile(pattern), replacement) for example, pattern, re
 _CHARACTERS = "−×·⋅∙÷∕⁄°º˚℃℉∘∞√∛≤≥⩽⩾≠±∪∩∈∅⟨⟩〈〉′″’、ℝℤℚℕℂ∠△∣≡"  # noqa: RUF001
 _COMMANDS = (
     r"- \times \cdot \cdot \cdot \div / / ^\circ ^\circ ^\circ ^{\circ}C ^{\circ}F \circ"
-    r" \infty \sqrt \sqrt[3] \le \ge \le \ge \neq \pm \cup \cap \in \emptyset \langle"
-    r" \rangle \langle \rangle ' '' ' , \mathbb{R} \mathbb{Z} \mathbb{Q} \mathbb{N} \mathbb{C} \angle \triangle | \equiv"
+    r" \infty \sqrt \sqrt[3] \le \ge \le \ge \neq \pm \cup \cap \in \emptyset \langle \rangle"
+    r" \langle \rangle ' '' ' , \mathbb{R} \mathbb{Z} \mathbb{Q} \mathbb{N} \mathbb{C} \angle \triangle | \equiv"
 )
 _SYMBOLS = dict(zip(_CHARACTERS, _COMMANDS.split(), strict=True))
 _RAISED = regex.compile("(?P<up>[⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿⁱ]+)|[₀₁₂₃₄₅₆₇₈₉₊₋]+")

@@ -40,8 +40,8 @@ _COMPARISONS = 5000  # of one worker, which grows by some kB with each: caches o
 
 _NORMALIZATION = NormalizationConfig(basic_latex=True, malformed_operators=True, nits=True, boxed="none")
 _SYMBOLS = ConversionConfig(lowercase_symbols=False)
-# math-verify reads these, but in part: a box among others, dots, the digits of a numeral without its base, a name's letters;
-# or otherwise: ``n!!`` as ``(n!)!``, and the exponent ``T`` of what is no matrix as nothing.
+# math-verify reads these in part: a box among others, dots, the digits of a numeral without its base, a name's letters;
+# or as something else: ``n!!`` as ``(n!)!``, and the exponent ``T`` of what is no matrix as nothing.
 _IN_PART = re.compile(
     r"\\(?:boxed|fbox|angle|triangle|overline|[lcdv]?dots)(?![A-Za-z])|\.\.\.|[#@?]|[0-9]\)? ?_|[0-9]'"
     r"|(?<![_^0-9.])[0-9.]+ [0-9]|! ?!|(?<!matrix\})\^ ?(?:T|\{ ?T ?\}|\{? ?\\top(?![A-Za-z]))"
@@ -198,8 +198,7 @@ def equal(gold: str, answer: str) -> bool | str:
                 sides[number] = sympy.Union(*(part.as_set() for part in side))  # that `x<2 or x>3` states
     if any(map(_states_no_value, sides)) and not all(map(grader.is_relation, sides)):
         return False
-    # math-verify counts decimals from the point, so that 1.6e-19 would equal 9.1e-31 and 0.0. Small ground truths get more
-    # of them: at least three significant digits.
+    # math-verify counts decimals from the point, by which 1.6e-19 is 0.0. Small golds get three significant digits.
     size = abs(sides[0]).evalf(3) if isinstance(sides[0], Expr) and sides[0].is_number else None
     rounding = FLOAT_DECIMALS + (max(0, -_magnitude(size) - 4) if isinstance(size, Float) else 0)
     gold, answer = ([side] for side in sides)
