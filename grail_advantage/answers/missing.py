@@ -97,8 +97,8 @@ class AnswerCheck:
         if 2 * thinking > len(truncated):
             logger.warning(
                 "%s of %s responses were cut off inside %s, before an answer, and train nothing: switch thinking off "
-                "(enable_thinking=False in verl's data.apply_chat_template_kwargs, in TRL's chat_template_kwargs) or raise "
-                "the limit of responses",
+                "(enable_thinking=False in verl's data.apply_chat_template_kwargs, in TRL's chat_template_kwargs) or "
+                "raise the limit of responses",
                 *(thinking, len(truncated), THINKING[0]),
             )
 

@@ -36,9 +36,9 @@ _ORDINAL = r"(?i:(?<=(?<!1)1[^0-9]*)st|(?<=(?<!1)2[^0-9]*)nd|(?<=(?<!1)3[^0-9]*)
 _POWER = r"(?: ?\^ ?(?:-?[0-9]|\{ ?-?[0-9]+ ?\}))?"
 # A text with one of these words changes an answer, so that it is no unit.
 _NO_UNIT = (
-    r"(?![^{}]*\b(?:or|and|not|no|if|for|when|where|with|more|less|least|most|than|to|from|mod|base|only|maybe|about|even"
-    r"|odd|all|any|prime|positive|negative|divisible|hundred|thousand|million|billion|trillion|dozen|percent|percentage"
-    r"|factorial|squared|cubed|times|plus|minus|over|hal[fv]\w*|thirds?|quarters?|choose|above|below)\b)"
+    r"(?![^{}]*\b(?:or|and|not|no|if|for|when|where|with|more|less|least|most|than|to|from|mod|base|only|maybe|about"
+    r"|even|odd|all|any|prime|positive|negative|divisible|hundred|thousand|million|billion|trillion|dozen|percent"
+    r"|percentage|factorial|squared|cubed|times|plus|minus|over|hal[fv]\w*|thirds?|quarters?|choose|above|below)\b)"
 )
 _WORDS = r" ?[A-Za-z]{2}[A-Za-z ,.'-]*"
 _WRAPPED_UNIT = (

@@ -34,12 +34,12 @@ class _Server:
     """The other process, with one connection for each worker; any number of threads may ask it."""
 
     def __init__(self) -> None:
-        self._patience = _PATIENCE_SECONDS + 20 * cpu_seconds()
+        self._cpu_seconds = cpu_seconds()
         self.connections, other_ends = zip(*(Pipe() for _ in range(_WORKERS)), strict=True)
         descriptors = [end.fileno() for end in other_ends]
         environment = {name: value for name, value in os.environ.items() if name.startswith(_ENVIRONMENT)}
         self.process = subprocess.Popen(
-            [sys.executable, "-P", str(_SCRIPT), str(cpu_seconds()), *map(str, descriptors)],
+            [sys.executable, "-P", str(_SCRIPT), str(self._cpu_seconds), *map(str, descriptors)],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             pass_fds=descriptors,
@@ -57,7 +57,7 @@ class _Server:
         try:
             with suppress(EOFError, OSError):
                 connection.send_bytes(json.dumps([gold, answer]).encode())
-                if connection.poll(self._patience):
+                if connection.poll(_PATIENCE_SECONDS + 20 * self._cpu_seconds):
                     verdict = json.loads(connection.recv_bytes())
         finally:  # also after KeyboardInterrupt: the reply must not be taken for the next one's
             if verdict in (None, "killed"):  # from outside; perhaps the other workers, too
