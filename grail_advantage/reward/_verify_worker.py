@@ -189,20 +189,17 @@ def equal(gold: str, answer: str) -> bool | str:
         unread = " and the ".join(name for name, side in zip(texts, sides, strict=True) if side is None)
         return f"math-verify cannot read the {unread}"
     if any(isinstance(side, sympy.Set) and not isinstance(side, sympy.FiniteSet) for side in sides):
-        for number, (side, text) in enumerate(zip(sides, texts.values(), strict=True)):
-            if (
-                isinstance(side, sympy.FiniteSet)
-                and "or" in text
-                and all(isinstance(part, Relational) for part in side)
-            ):
-                sides[number] = sympy.Union(*(part.as_set() for part in side))  # that `x<2 or x>3` states
+        for number, text in enumerate(texts.values()):
+            parts = sides[number].args if isinstance(sides[number], sympy.FiniteSet) and "or" in text else [None]
+            if all(isinstance(part, Relational) for part in parts):  # `x<2 or x>3` states its intervals
+                sides[number] = sympy.Union(*(part.as_set() for part in parts))
     if any(map(_states_no_value, sides)) and not all(map(grader.is_relation, sides)):
         return False
     # math-verify counts decimals from the point, by which 1.6e-19 is 0.0. Small golds get three significant digits.
     size = abs(sides[0]).evalf(3) if isinstance(sides[0], Expr) and sides[0].is_number else None
     rounding = FLOAT_DECIMALS + (max(0, -_magnitude(size) - 4) if isinstance(size, Float) else 0)
-    gold, answer = ([side] for side in sides)
-    return bool(verify(gold, answer, float_rounding=rounding, allow_set_relation_comp=True, timeout_seconds=None))
+    options = {"float_rounding": rounding, "allow_set_relation_comp": True, "timeout_seconds": None}
+    return bool(verify(*([side] for side in sides), **options))
 
 
 def compare(gold: str, answer: str, cpu_seconds: float) -> bool | str:
@@ -226,8 +223,8 @@ def work(connection: Connection, cpu_seconds: float) -> NoReturn:
     try:
         confine()
         for _ in range(_COMPARISONS):
-            verdict = compare(*json.loads(connection.recv_bytes()), cpu_seconds)
-            connection.send_bytes(json.dumps(verdict).encode())
+            gold, answer = json.loads(connection.recv_bytes())
+            connection.send_bytes(json.dumps(compare(gold, answer, cpu_seconds)).encode())
         status = 0
     except (EOFError, OSError):
         status = CLOSED
