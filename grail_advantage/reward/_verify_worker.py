@@ -198,8 +198,8 @@ def equal(gold: str, answer: str) -> bool | str:
     # math-verify counts decimals from the point, by which 1.6e-19 is 0.0. Small golds get three significant digits.
     size = abs(sides[0]).evalf(3) if isinstance(sides[0], Expr) and sides[0].is_number else None
     rounding = FLOAT_DECIMALS + (max(0, -_magnitude(size) - 4) if isinstance(size, Float) else 0)
-    options = {"float_rounding": rounding, "allow_set_relation_comp": True, "timeout_seconds": None}
-    return bool(verify(*([side] for side in sides), **options))
+    first, second = ([side] for side in sides)
+    return bool(verify(first, second, float_rounding=rounding, allow_set_relation_comp=True, timeout_seconds=None))
 
 
 def compare(gold: str, answer: str, cpu_seconds: float) -> bool | str:
