@@ -96,9 +96,9 @@ class AnswerCheck:
         thinking = sum(text.rfind(THINKING[0]) > text.rfind(THINKING[1]) for text in cut)
         if 2 * thinking > len(truncated):
             logger.warning(
-                "%s of %s responses were cut off inside %s, before an answer, and train nothing: switch thinking off "
-                "(enable_thinking=False in verl's data.apply_chat_template_kwargs, in TRL's chat_template_kwargs) or "
-                "raise the limit of responses",
+                "%s of %s responses were cut off inside %s, before an answer, and train nothing: raise the limit of "
+                "responses, or switch thinking off (verl: +data.apply_chat_template_kwargs.enable_thinking=False; TRL: "
+                "chat_template_kwargs={'enable_thinking': False})",
                 *(thinking, len(truncated), THINKING[0]),
             )
 

@@ -190,7 +190,7 @@ def equal(gold: str, answer: str) -> bool | str:
         return f"math-verify cannot read the {unread}"
     if any(isinstance(side, sympy.Set) and not isinstance(side, sympy.FiniteSet) for side in sides):
         for number, text in enumerate(texts.values()):
-            parts = sides[number].args if isinstance(sides[number], sympy.FiniteSet) and "or" in text else [None]
+            parts: Any = sides[number].args if isinstance(sides[number], sympy.FiniteSet) and "or" in text else [None]
             if all(isinstance(part, Relational) for part in parts):  # `x<2 or x>3` states its intervals
                 sides[number] = sympy.Union(*(part.as_set() for part in parts))
     if any(map(_states_no_value, sides)) and not all(map(grader.is_relation, sides)):
