@@ -266,7 +266,7 @@ def main(cpu_seconds: float, connections: list[Connection]) -> None:
         worker, status = os.wait()
         connection, code = working.pop(worker), os.waitstatus_to_exitcode(status)
         if code == CLOSED:  # with the program; the other workers end with this process
-            return
+            os._exit(0)
         if code != 0:
             connection.send_bytes(json.dumps(ends.get(code, f"the worker ended with status {code}")).encode())
 
