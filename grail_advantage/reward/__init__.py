@@ -66,11 +66,9 @@ def compute_score(
         extra_info: its ``index`` names the row in the log where the ground truth cannot be read.
 
     Returns:
-        ``score`` and ``acc``: 1.0 or 0.0 (the same; verl's validation reports ``acc``); ``answer_found``: 1.0 if there
-            is
-        a complete box; ``verify_failed``: 1.0 if there is one but no verdict (out of time or memory, answer too long,
-        answer or ground truth unreadable), which scores 0; ``pred``: the box's content, cleaned, at most 128
-        characters, "" if none.
+        ``score`` and ``acc`` (the same; verl's validation reports ``acc``): 1.0 or 0.0; ``answer_found``: 1.0 for a
+        complete box; ``verify_failed``: 1.0 for one without a verdict (out of time or memory, too long, one of the two
+        texts unreadable), which scores 0; ``pred``: the box's content, cleaned, at most 128 characters.
     """
     answer = equal = None
     try:

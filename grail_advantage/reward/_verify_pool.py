@@ -27,7 +27,7 @@ _PATIENCE_SECONDS = 120.0  # for a reply, beyond the limits of a comparison: a p
 
 
 class VerifyFailed(Exception):
-    """No verdict: the comparison ran out of time or memory, or its process died. The message says which."""
+    """No verdict, and why."""
 
 
 class _Server:
@@ -96,12 +96,8 @@ def server() -> _Server:
 
 
 def verify(gold: str, answer: str) -> bool:
-    """Whether math-verify finds the two equal (both LaTeX, without a box).
-
-    Raises:
-        VerifyFailed: there is no verdict.
-        RuntimeError: the other process does not start.
-    """
+    """Whether math-verify finds the two equal (both LaTeX, without a box). Raises VerifyFailed for no verdict, and
+    RuntimeError where the other process does not start."""
     verdict = server().ask(gold, answer)
     if verdict is None:
         verdict = server().ask(gold, answer)

@@ -217,8 +217,7 @@ def compare(gold: str, answer: str, cpu_seconds: float) -> bool | str:
 
 
 def work(connection: Connection, cpu_seconds: float) -> NoReturn:
-    """Be a worker, with bounded resources: answer requests until the connection closes, or there were enough of
-    them."""
+    """Be a worker, with bounded resources, until the connection closes or there were enough requests."""
     status = 1
     try:
         confine()
