@@ -15,7 +15,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import partial
 from itertools import accumulate, chain
 from typing import TypeAlias
 
@@ -56,11 +56,7 @@ def answer_format(choice: str | AnswerFormat) -> AnswerFormat:
     """
     if isinstance(choice, AnswerFormat):
         return choice
-    return _resolved(choice if isinstance(choice, str) else repr(choice))
-
-
-@cache
-def _resolved(choice: str) -> AnswerFormat:
+    choice = choice if isinstance(choice, str) else repr(choice)
     if choice in FORMATS:
         return FORMATS[choice]
     try:

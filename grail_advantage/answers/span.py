@@ -89,7 +89,7 @@ def find_answer_spans(
         token_ids_rows = token_ids_rows.detach().cpu().unbind()
     wanted = answer_format(answer)
     table = _token_table(tokenizer, wanted)
-    return [_find_in_row(_as_array(row), table, wanted, which) for row in token_ids_rows]
+    return [_find_in_row(row, table, wanted, which) for row in token_ids_rows]
 
 
 def find_generated_spans(
@@ -107,20 +107,15 @@ def find_generated_spans(
     ]
 
 
-def _as_array(token_ids: TokenIds) -> np.ndarray:
-    if isinstance(token_ids, torch.Tensor):
-        token_ids = token_ids.detach().cpu().numpy()
-    ids = np.asarray(token_ids)
+def _find_in_row(row: TokenIds, table: _TokenTable, answer: AnswerFormat, which: str) -> AnswerSpan | None:
+    ids = row.detach().cpu().numpy() if isinstance(row, torch.Tensor) else np.asarray(row)
     if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
         raise ValueError(
             f"token_ids: got shape {ids.shape} and dtype {ids.dtype}; pass one response of integers, or a list of "
             "them to find_answer_spans"
         )
-    return ids.astype(np.int64, copy=False)
-
-
-def _find_in_row(ids: np.ndarray, table: _TokenTable, answer: AnswerFormat, which: str) -> AnswerSpan | None:
     pieces, lengths_V = table
+    ids = ids.astype(np.int64, copy=False)
     ids = np.where((ids >= 0) & (ids < len(pieces)), ids, -1)
     boxes = list(answer.find(b"".join([pieces[token] for token in ids.tolist()])))
     if not boxes:

@@ -74,15 +74,10 @@ def _text(value: Any) -> str | None:
         return None if _NOTHING.fullmatch(value.strip(" \t\r\n$")) else value
     if isinstance(value, bool | np.bool_):
         return str(value)
-    return _digits(value) if isinstance(value, Number) else None
-
-
-def _digits(value: Any) -> str | None:
-    """A number's; None if it is not finite or has more than Python writes."""
-    if isinstance(value, Rational):  # a whole number, too
-        return str(Fraction(value))
     if isinstance(value, Decimal):
         return format(value, "f") if value.is_finite() and abs(value.adjusted()) < MAX_ANSWER_CHARS else None
+    if not isinstance(value, Number) or isinstance(value, Rational):  # a whole number, too
+        return str(Fraction(value)) if isinstance(value, Rational) else None
     value = float(str(value))  # the digits that numpy writes: 0.1 in float16 is 0.1
     return (str(int(value)) if value.is_integer() else str(value)) if math.isfinite(value) else None
 
