@@ -54,27 +54,26 @@ def word_tokenizer(words: Iterable[str], decoder: Any = None) -> PreTrainedToken
 
 
 BOXED = [
-    # One piece at a time, the closing brace fused with what follows.
+    # One piece at a time, the closing brace fused with what follows; a leading space and a split inside "boxed".
     (["so ", "\\", "boxed", "{", "4", "2", "}$", "!"], "last", (1, 4, 6, 7)),
-    # A leading space and a split inside "boxed".
     ([" \\", "box", "ed{", "42", "}"], "last", (0, 3, 4, 5)),
     # Tokens with boundary and content bytes are content.
     (["a", "\\boxed{4", "2}."], "last", (1, 1, 3, 3)),
     (["\\boxed", "{\\", "frac", "{", "1", "}{", "2", "}}", "$"], "last", (0, 1, 8, 8)),
     # Empty: the content comes before the token with the closing brace.
     (["\\boxed", "{", "}", "."], "last", (0, 2, 2, 3)),
-    # Which one.
+    # Which one; unbalanced ones are skipped, whichever end one starts from; a box in a complete one is its content.
     (["\\boxed{", "1", "}\\boxed{", "2", "}"], "first", (0, 1, 2, 3)),
     (["\\boxed{", "1", "}\\boxed{", "2", "}"], "last", (2, 3, 4, 5)),
-    # Unbalanced ones are skipped, whichever end one starts from.
     (["\\boxed{", "1", "\\boxed{", "2", "}"], "first", (2, 3, 4, 5)),
     (["\\boxed{", "1", "}", "\\boxed{", "2"], "last", (0, 1, 2, 3)),
-    # A box within a complete box is content of the outer one.
     (["\\boxed{", "\\boxed{", "1", "}", "}"], "last", (0, 1, 4, 5)),
     (["\\boxed{", "\\{", "1", "\\}", "}"], "last", (0, 1, 4, 5)),
     # Special tokens cover nothing: no text of theirs, no break either, and a place by position.
     (["\\", "<eos>", "boxed", "{", "<eos>", "4", "<eos>", "2", "<eos>", "}", "<eos>"], "last", (0, 5, 8, 10)),
     (["<eos>", "\\boxed{", "<eos>", "}", "<eos>"], "last", (1, 3, 3, 4)),
+    # A run of tokens that do not matter to the format, at both ends of the content.
+    (["a", "b", "\\boxed{", "4", "2", ".", "7", "5", "}", "c"], "last", (2, 3, 8, 9)),
     # Near misses.
     (["\\", " ", "boxed", "{", "1", "}"], "last", None),
     (["\\\\", "boxed", "{", "1", "}"], "last", (0, 3, 4, 5)),
@@ -91,10 +90,8 @@ OTHERS = [
     ("tag", ["<answer", ">4</", "answer>"], "last", (0, 1, 2, 3)),
     ("tag", ["<answer>", "</answer>"], "last", (0, 1, 1, 2)),
     ("tag", ["<answer>", "4", "</answer>", "<answer>", "5"], "last", (0, 1, 2, 3)),
-    ("tag", ["<|begin_of_box|>", "4", "<|end_of_box|>"], "last", (0, 1, 2, 3)),
     (EXPRESSION, ["So", " Answer", ": ", "4", ".", "2"], "last", (1, 3, 4, 4)),
-    # No content, at the very end.
-    (EXPRESSION, ["So ", "Answer", ": "], "last", (1, 3, 3, 3)),
+    (EXPRESSION, ["So ", "Answer", ": "], "last", (1, 3, 3, 3)),  # no content, at the very end
 ]
 BY_HAND = [("boxed", *case) for case in BOXED] + OTHERS
 

@@ -183,7 +183,7 @@ def test_no_answer_is_run(tmp_path: Path) -> None:
     """Of an answer, math-verify and sympy evaluate numbers alone; they write, start and connect nothing."""
     rng = random.Random(0)
     answers = [reward.last_boxed(response) or "" for response in hostile_responses(str(tmp_path / "marker")).values()]
-    answers += ["".join(rng.choices(_PIECES, k=rng.randint(2, 9))) for _ in range(200)]
+    answers += ["".join(rng.choices(_PIECES, k=rng.randint(2, 9))) for _ in range(80)]
     answers = ["control", *(normal(answer) for answer in answers if len(answer) <= reward.MAX_ANSWER_CHARS)]
     run = subprocess.run(
         [sys.executable, "-c", AUDITED], input=json.dumps([GOLD, answers]), capture_output=True, text=True, check=True,
