@@ -79,8 +79,7 @@ def iter_boxed(text: bytes) -> Iterator[Box]:
 
 
 def _balanced(text: bytes, opener: bytes, closer: bytes, tokens: re.Pattern[bytes]) -> list[Box]:
-    """Every ``opener`` with its partner, in order; the group of ``tokens`` matches it, ``closer`` and what else this
-    closes."""
+    """Every ``opener`` with its partner, in order; the group of ``tokens`` matches what opens and closes."""
     # One pass with a stack: counting anew from each opener takes quadratic time on a text that repeats an unclosed one.
     boxes, opened = [], []
     for match in tokens.finditer(text, max(0, text.find(opener))):

@@ -72,9 +72,8 @@ def check_round_trip(tokenizer: PreTrainedTokenizerBase, name: str, remedy: str 
 
 
 def lost_text(tokenizer: PreTrainedTokenizerBase) -> tuple[str, str] | None:
-    """The first of :data:`PROBES` that does not survive encoding and decoding, and the text that came back; ``None``
-    where all do. No loss: a blank in front, as of SentencePiece, and a character that the vocabulary has in no
-    spelling."""
+    """The first of :data:`PROBES` that does not survive encoding and decoding, and the text that came back. No loss: a
+    blank in front, as of SentencePiece, and a character that the vocabulary has in no spelling."""
     vocabulary = tokenizer.get_vocab()
 
     def knows(character: str) -> bool:

@@ -124,8 +124,7 @@ def is_equal(gold: str, answer: str) -> bool:
 
 
 def _readings(gold: str, answer: str) -> list[tuple[str, ...]]:
-    """Both as values: ``50%`` is 50, and 0.5 beside a text without a percent sign; ``2e-1`` is Euler's number, and
-    0.2."""
+    """Both as values: ``50%`` is 50, and 0.5 beside one without the sign; ``2e-1`` is Euler's number, and 0.2."""
     values = tuple(_PERCENT.sub("", text) for text in (gold, answer))
     # Plain numbers only: a list divided by 100 would read as nonsense.
     hundredths = tuple(

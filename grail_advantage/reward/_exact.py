@@ -68,8 +68,7 @@ def _labels(text: str) -> tuple[list[str], list[str]]:
 
 
 def same_choice(gold: str, answer: str) -> bool | None:
-    """The letter of a choice decides, unless both have text after it, which is compared like an answer
-    (:func:`choice`)."""
+    """The letter of a choice decides, unless both have text after it, which is compared like an answer."""
     several = [_CHOICES.fullmatch(_WRAPPED.sub(r"\1", text)) for text in (gold, answer)]
     if all(several):
         return len({frozenset(re.findall("[A-J]", match[0])) for match in several if match}) == 1

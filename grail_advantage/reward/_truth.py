@@ -83,8 +83,7 @@ def _text(value: Any) -> str | None:
 
 
 def _unpacked(text: str) -> Any:
-    """What JSON text, or that of Python's list, set or string, holds: ``["2", "3"]``. Other text, as ``[1, 2]``,
-    stays."""
+    """What JSON text, or that of Python's list, set or string, holds: ``["2", "3"]``. Other text stays: ``[1, 2]``."""
     whole = text.strip()
     if len(whole) > MAX_ANSWER_CHARS or not _QUOTED.fullmatch(whole):
         return text

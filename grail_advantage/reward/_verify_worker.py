@@ -244,8 +244,7 @@ def confine() -> None:
 
 
 def main(cpu_seconds: float, connections: list[Connection]) -> None:
-    """Fork a worker for each connection, and replace each that ends. Where it left a request, the reason is the
-    reply."""
+    """Fork a worker for each connection, and replace each that ends; a request that it leaves gets the reason."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole process group; the parent decides
     logging.getLogger("math_verify").setLevel(logging.ERROR)
     # The first use of math-verify loads half of sympy, which must not count against the first answer.
