@@ -29,7 +29,7 @@ def compile_expression(expression: str, option: str, *, may_be_empty: bool = Fal
 
 
 def find_matches(compiled: regex.Pattern[str], text: str) -> list[regex.Match[str]] | None:
-    """All matches in order; ``None`` where that takes more than :data:`SECONDS` by the clock, or more memory than there is.
+    """All matches in order; ``None`` where that takes more than :data:`SECONDS` by the clock, or all memory.
 
     ``regex`` counts the processor time of all threads: with 63 busy ones a second would end after 16 ms. So it gets up
     to 8 times as much, as long as a second has not passed.

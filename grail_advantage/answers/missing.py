@@ -65,8 +65,8 @@ class AnswerCheck:
     """Looks at every batch of a run.
 
     The first batch in which no response has an answer stops the run (``stop``), unless fewer than ``ENOUGH`` have been
-    seen: then the next ones count, too. Once there was an answer, nothing stops it. The first batch in which less than a
-    fifth have one is warned of (``stop``, ``warn``). ``prefix`` is that of the options' names in messages.
+    seen: then the next ones count, too. Once there was an answer, nothing stops it. The first batch in which less than
+    a fifth have one is warned of (``stop``, ``warn``). ``prefix`` is that of the options' names in messages.
     """
 
     def __init__(self, signal: Signal, answer: AnswerFormat, choice: str, prefix: str = "") -> None:
