@@ -36,9 +36,11 @@ class TokenTexts:
         return np.array([bool(self._bytes.get(token)) for token in token_ids.tolist()], dtype=bool)
 
     def spans_in(self, text: str, token_ids: Sequence[int]) -> list[tuple[int, int]] | None:
-        """Half-open ranges of each token's characters in a text that is theirs but for blanks; ``None`` for another. In
-        ``"2+ 3."`` the tokens ``" 2"``, ``"+ "``, ``" 3"``, ``" ."`` have (0, 1), (1, 3), (3, 4), (4, 5). Tokens that share
-        a character all have it."""
+        """Half-open ranges of each token's characters in a text that is theirs but for blanks; ``None`` for another.
+
+        In ``"2+ 3."`` the tokens ``" 2"``, ``"+ "``, ``" 3"``, ``" ."`` have (0, 1), (1, 3), (3, 4), (4, 5). A character
+        that several tokens share is in the ranges of all of them.
+        """
         tokens = self(token_ids)
         joined = "".join(tokens)
         if "".join(joined.split()) != "".join(text.split()):
