@@ -139,10 +139,12 @@ _tables: dict[int, tuple[Any, dict[AnswerFormat, _TokenTable], Any]] = {}
 
 
 def _token_table(tokenizer: PreTrainedTokenizerBase, answer: AnswerFormat) -> _TokenTable:
-    key, added = id(tokenizer), tokenizer.added_tokens_decoder
     # Changes with every token added. len(tokenizer) does too, but lists the whole vocabulary (70 ms for Qwen's).
     size = _backend(tokenizer).get_vocab_size(with_added_tokens=False)
-    state = size, {token: entry.special for token, entry in added.items()}
+    key, state = (
+        id(tokenizer),
+        (size, {token: entry.special for token, entry in tokenizer.added_tokens_decoder.items()}),
+    )
     if key not in _tables or _tables[key][0] != state:
         kept_alive = None
         try:
