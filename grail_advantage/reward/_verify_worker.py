@@ -185,9 +185,8 @@ def equal(gold: str, answer: str) -> bool | str:
     with_unit = not any(map(_INDEX_I.search, texts.values()))
     is_real = not any("i" in _LETTER_I.findall(text) for text in texts.values())
     sides = [_read(text, with_unit, is_real) for text in texts.values()]
-    if None in sides:
-        unread = " and the ".join(name for name, side in zip(texts, sides, strict=True) if side is None)
-        return f"math-verify cannot read the {unread}"
+    if unread := [name for name, side in zip(texts, sides, strict=True) if side is None]:
+        return f"math-verify cannot read the {' and the '.join(unread)}"
     if any(isinstance(side, sympy.Set) and not isinstance(side, sympy.FiniteSet) for side in sides):
         for number, text in enumerate(texts.values()):
             parts: Any = sides[number].args if isinstance(sides[number], sympy.FiniteSet) and "or" in text else [None]
