@@ -19,7 +19,7 @@ from types import SimpleNamespace
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from grail_advantage.reward._normal import RULES  # noqa: E402
+from grail_advantage.reward._normal import RULES, normal  # noqa: E402
 from grail_advantage.rules import Rule  # noqa: E402
 from grail_advantage.verl_ext import rules as verl  # noqa: E402
 from recipe import rules as recipe  # noqa: E402
@@ -64,9 +64,7 @@ def trl_table() -> str:
 
 def normal_table() -> str:
     """How the reward function unifies spellings."""
-    return "\n".join(
-        table(["rule", "example", "becomes"], [[r.what, f"`{r.example}`", f"`{r.result}`"] for r in RULES])
-    )
+    return "\n".join(table(["example", "becomes"], [[f"`{example}`", f"`{normal(example)}`"] for example, *_ in RULES]))
 
 
 def _rows(rules: Iterable[Rule], setting: Callable[[Rule], str]) -> list[list[str]]:

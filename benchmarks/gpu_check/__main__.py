@@ -15,7 +15,7 @@ from benchmarks.gpu_check.outcome import PASSED, Outcome
 from benchmarks.timer import record
 
 ROOT = Path(__file__).parents[2]
-WITH_TRL = "trl datasets accelerate math_verify latex2sympy2_extended pebble"
+WITH_TRL = "trl datasets accelerate math_verify latex2sympy2_extended"
 WITH_VERL = "verl ray tensordict hydra omegaconf torchdata codetiming transfer_queue peft datasets pyarrow math_verify"
 HERE = "benchmarks.gpu_check"
 PARTS = {

@@ -1,7 +1,7 @@
 """Whether the responses of a run have the answers that its method weighs, or end before one, and the remedy.
 
-A method that reads answers weighs a response without one 1, which is GRPO. Answers in another format than the run's would
-make a run GRPO that is called after the method, so it stops; few of them are worth a warning.
+A method that reads answers weighs a response without one 1, which is GRPO. Answers in another format than the run's
+would make a run GRPO that is called after the method, so it stops; few of them are worth a warning.
 """
 
 from __future__ import annotations
@@ -22,23 +22,15 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 CHOICES = ("stop", "warn", "ignore")
-ENOUGH = 32
-"""Responses, all without an answer, that tell a wrong format from bad luck: more than one batch where batches are smaller."""
-LOW = 0.2
-"""A share of responses with an answer that is worth a warning."""
+ENOUGH = 32  # responses, all without an answer, that tell a wrong format from bad luck
+LOW = 0.2  # a share of responses with an answer that is worth a warning
 THINKING = "<think>", "</think>"
-PROMPT_END = 16
-"""Tokens of a prompt that hold the ``<think>`` of a template which opens it for the model."""
-SHOWN = 160
-"""Characters of a response in a message."""
+PROMPT_END = 16  # tokens of a prompt that hold the `<think>` of a template which opens it for the model
+SHOWN = 160  # characters of a response in a message
 
 
 def check_choice(choice: object, name: str = "missing_answers") -> None:
-    """Refuse an unknown choice.
-
-    Raises:
-        ValueError: naming the option and the choices.
-    """
+    """Raises ValueError, which names the option and the choices, for an unknown choice."""
     if choice not in CHOICES:
         raise ValueError(f"{name}={choice!r} is unknown; choose one of {', '.join(CHOICES)}")
 
@@ -53,24 +45,19 @@ def advice(
 ) -> str:
     """The end of a response without an answer, and the formats in which answers would be found, as a sentence.
 
-    Args:
-        answer: the format that found few.
-        responses: token ids of each, some of them without an answer.
-        tokenizer: theirs.
-        option: the name of the option that sets the format.
+    ``answer`` is the format that found few in the responses' token ids, of which -1 are left out; ``option`` sets it.
     """
-    spans = find_answer_spans(responses, tokenizer, answer=answer)
-    example = next((row for row, span in zip(responses, spans, strict=True) if span is None), responses[0])
-    known = [int(token) for token in example if int(token) >= 0]
-    end = tokenizer.decode(known, skip_special_tokens=True)[-SHOWN:]
-    others = []
-    for name, other in FORMATS.items():
-        count = sum(span is not None for span in find_answer_spans(responses, tokenizer, answer=other))
-        if other != answer and count:
-            others.append(f"{option}={name} ({other.example}) would find one in {count} of {len(responses)}")
+    found = {form: find_answer_spans(responses, tokenizer, answer=form) for form in (answer, *FORMATS.values())}
+    missed = next((row for row, span in zip(responses, found[answer], strict=True) if span is None), responses[0])
+    end = tokenizer.decode([int(token) for token in missed if token >= 0], skip_special_tokens=True)[-SHOWN:]
+    others = [
+        f"{option}={form.name} ({form.example}) would find one in {count} of {len(responses)}"
+        for form, spans in found.items()
+        if form != answer and (count := sum(span is not None for span in spans))
+    ]
     remedy = ", ".join(others) or (
-        f"no other format finds any: ask for {answer.example} in the prompt, set {option} to a regular expression, or, where "
-        "responses are cut off, raise their limit"
+        f"no other format finds any: ask for {answer.example} in the prompt, set {option} to a regular expression, or, "
+        "where responses are cut off, raise their limit"
     )
     return f"One of them ends with {end!r}; {remedy}"
 
@@ -78,16 +65,10 @@ def advice(
 class AnswerCheck:
     """Looks at every batch of a run.
 
-    The first batch in which no response has an answer stops the run (``stop``), unless fewer than ``ENOUGH`` have been seen:
-    then the next batches count, too. Once there was an answer, nothing stops it. The first batch in which less than a fifth
-    have one is warned of (``stop`` and ``warn``).
-
-    Args:
-        method: one that reads no answers is not looked at.
-        answer: the format.
-        choice: ``stop``, ``warn`` or ``ignore``.
-        prefix: of the options' names in messages.
-        total: sums counts of answers and responses over the processes that count together, so that they stop together.
+    The first batch in which no response has an answer stops the run (``stop``), unless fewer than ``ENOUGH`` have been
+    seen: then the next ones count, too. Once there was an answer, nothing stops it. The first batch in which less than
+    a fifth have one is warned of (``stop``, ``warn``). ``prefix`` is that of the options' names in messages; ``total``
+    sums counts of answers and responses over the processes that count together, so that they stop together.
     """
 
     def __init__(
@@ -104,11 +85,7 @@ class AnswerCheck:
         self._warned = self._looked_at_thinking = False
 
     def look(self, r: Rollouts) -> None:
-        """Count a batch. A collective where several processes count together.
-
-        Raises:
-            ValueError: none has an answer.
-        """
+        """Count a batch; a collective where several processes count together. ValueError: none has an answer."""
         self._look_at_thinking(r)
         if self._choice == "ignore" or not self._method.reads_answer:
             return
@@ -120,32 +97,30 @@ class AnswerCheck:
             return
         self._warned = True
         message = (
-            f"{answered} of {rows} responses have an answer in the format {self._answer.name}; {self._method.name} weighs "
-            "every token of the others 1, so that they train as with uniform"
-        )
-        if len(r):
-            message += f". {advice(self._answer, r.tokens, r.tokenizer, f'{self._prefix}answer')}"
+            f"{answered} of {rows} responses have an answer in the format {self._answer.name}; {self._method.name} "
+            "weighs every token of the others 1, so that they train as with uniform"
+        ) + (f". {advice(self._answer, r.tokens, r.tokenizer, f'{self._prefix}answer')}" if len(r) else "")
         if stops:
             raise ValueError(f"{message}. {self._prefix}missing_answers=warn trains all the same")
         logger.warning("%s", message)
 
     def _look_at_thinking(self, r: Rollouts) -> None:
-        """Warn where most responses of a batch are cut off inside ``<think>``, with any method. The first batch that is mostly cut off
-        decides."""
+        """Warn, with any method, where most responses of a batch are cut off inside ``<think>``. The first batch that
+        is mostly cut off decides."""
         truncated = [] if r.truncated is None else r.truncated.tolist()
         if self._looked_at_thinking or 2 * sum(truncated) <= len(truncated):
             return
         self._looked_at_thinking = True
-        begin, end = THINKING
-        cut = 0
-        for prompt, response, was_cut in zip(r.prompts, r.responses, truncated, strict=True):
-            if was_cut:
-                text = r.tokenizer.decode([*prompt[-PROMPT_END:].tolist(), *response.tolist()])
-                cut += text.rfind(begin) > text.rfind(end)
-        if 2 * cut > len(truncated):
+        cut = [
+            r.tokenizer.decode([*prompt[-PROMPT_END:].tolist(), *response.tolist()])
+            for prompt, response, was_cut in zip(r.prompts, r.responses, truncated, strict=True)
+            if was_cut
+        ]
+        thinking = sum(text.rfind(THINKING[0]) > text.rfind(THINKING[1]) for text in cut)
+        if 2 * thinking > len(truncated):
             logger.warning(
-                "%s of %s responses were cut off inside %s, before an answer, and train nothing: switch thinking off (verl: "
-                "+data.apply_chat_template_kwargs.enable_thinking=False; TRL: chat_template_kwargs={'enable_thinking': False}) "
-                "or raise the limit of responses",
-                *(cut, len(truncated), begin),
+                "%s of %s responses were cut off inside %s, before an answer, and train nothing: raise the limit of "
+                "responses, or switch thinking off (verl: +data.apply_chat_template_kwargs.enable_thinking=False; TRL: "
+                "chat_template_kwargs={'enable_thinking': False})",
+                *(thinking, len(truncated), THINKING[0]),
             )

@@ -1,10 +1,9 @@
 """The answer of a response, token by token.
 
-:mod:`grail_advantage.answers.format` defines an answer for a text; :func:`find_answer_span` and :func:`find_answer_spans` find
-the generated tokens that it falls on, by the bytes that each token covers. Nothing is decoded and encoded again: generated ids
-need not be the ones the tokenizer would choose.
-
-GRAIL (arXiv 2606.04889) aims its gradient at this span, OAR (arXiv 2601.07408) its perturbations.
+:mod:`grail_advantage.answers.format` defines an answer for a text; :func:`find_answer_span` finds the generated tokens
+that it falls on, by the bytes that each token covers. Nothing is decoded and encoded again: generated ids need not be
+the ones that the tokenizer would choose. GRAIL (arXiv 2606.04889) aims its gradient at this span, OAR (arXiv
+2601.07408) its perturbations.
 """
 
 from __future__ import annotations
@@ -25,6 +24,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _BYTE_TOKEN = re.compile("<0x[0-9A-Fa-f]{2}>")
+# GPT-2's table: a byte that prints in Latin-1 is its own character; the others take those from U+0100 on, in order.
+_PRINTING = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+_OTHERS = sorted(set(range(0x100)).difference(_PRINTING))
+_BYTE_OF_CHAR = {chr(byte): byte for byte in _PRINTING} | {chr(0x100 + i): byte for i, byte in enumerate(_OTHERS)}
 
 TokenIds: TypeAlias = torch.Tensor | np.ndarray | Sequence[int]
 
@@ -40,8 +43,8 @@ class AnswerSpan:
     start: int
     """First token that covers a byte of the span."""
     content_start: int
-    r"""First token that covers a byte of the content; without content the token with the byte where it would begin, such as the
-    closing brace of ``\boxed{}``; ``end`` where that is the end."""
+    r"""First token that covers a byte of the content; without content the token with the byte where it would begin,
+    such as the closing brace of ``\boxed{}``; ``end`` where that is the end."""
     content_end: int
     """One past the last token that covers a byte of the content; ``content_start`` without content."""
     end: int
@@ -58,8 +61,8 @@ def find_answer_span(
 
     Args:
         token_ids: integers of shape (T,), as generated. Special tokens and ids outside the vocabulary cover no byte.
-        tokenizer: a tokenizer backed by the ``tokenizers`` library with byte-level, SentencePiece-style or plain-text
-            tokens. Its table of token bytes is built at the first call and kept for as long as the tokenizer lives.
+        tokenizer: one backed by the ``tokenizers`` library with byte-level, SentencePiece-style or plain-text tokens.
+            Its table of token bytes is built at the first call and kept for as long as the tokenizer lives.
         which: which complete answer counts, the ``"first"`` or the ``"last"``.
         answer: the format of answers, see :func:`grail_advantage.answers.format.answer_format`.
 
@@ -67,7 +70,8 @@ def find_answer_span(
         The span, in indices into ``token_ids``, or ``None`` if no answer is complete.
 
     Raises:
-        ValueError: an unknown ``which`` or ``answer``, ids that are not one-dimensional integers, an unsupported tokenizer.
+        ValueError: an unknown ``which`` or ``answer``, ids that are not one-dimensional integers, an unsupported
+            tokenizer.
     """
     return find_answer_spans([token_ids], tokenizer, which, answer)[0]
 
@@ -85,7 +89,7 @@ def find_answer_spans(
         token_ids_rows = token_ids_rows.detach().cpu().unbind()
     wanted = answer_format(answer)
     table = _token_table(tokenizer, wanted)
-    return [_find_in_row(_as_array(row), table, wanted, which) for row in token_ids_rows]
+    return [_find_in_row(row, table, wanted, which) for row in token_ids_rows]
 
 
 def find_generated_spans(
@@ -94,8 +98,8 @@ def find_generated_spans(
     which: str = "last",
     answer: str | AnswerFormat = BOXED,
 ) -> list[AnswerSpan | None]:
-    """:func:`find_answer_spans` for responses with -1 in place of tokens that the model did not generate, such as a tool's: an
-    answer that these interrupt is none."""
+    """:func:`find_answer_spans` for responses with -1 in place of tokens that the model did not generate, such as a
+    tool's: an answer that these interrupt is none."""
     spans = find_answer_spans(generated, tokenizer, which, answer)
     return [
         None if span is None or (tokens[span.start : span.end] < 0).any() else span
@@ -103,67 +107,44 @@ def find_generated_spans(
     ]
 
 
-def _as_array(token_ids: TokenIds) -> np.ndarray:
-    if isinstance(token_ids, torch.Tensor):
-        token_ids = token_ids.detach().cpu().numpy()
-    ids = np.asarray(token_ids)
+def _find_in_row(row: TokenIds, table: _TokenTable, answer: AnswerFormat, which: str) -> AnswerSpan | None:
+    ids = row.detach().cpu().numpy() if isinstance(row, torch.Tensor) else np.asarray(row)
     if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
         raise ValueError(
-            f"token_ids: got shape {ids.shape} and dtype {ids.dtype}; pass one response of integers to find_answer_span "
-            "and a list of responses to find_answer_spans"
+            f"token_ids: got shape {ids.shape} and dtype {ids.dtype}; pass one response of integers, or a list of "
+            "them to find_answer_spans"
         )
-    return ids.astype(np.int64, copy=False)
-
-
-def _find_in_row(ids: np.ndarray, table: _TokenTable, answer: AnswerFormat, which: str) -> AnswerSpan | None:
-    if not ids.size:
-        return None
-    ids = np.where((ids >= 0) & (ids < table.size), ids, table.size)
-    # The text to search holds a piece for each token that matters and one for each run of tokens that do not.
-    matters = table.matters[ids]
-    begins_piece = matters.copy()
-    begins_piece[0] = True
-    begins_piece[1:] |= matters[:-1]
-    piece_start = np.flatnonzero(begins_piece)
-    pieces = [table.pieces[token] for token in ids[piece_start].tolist()]
-
-    boxes = list(answer.find(b"".join(pieces)))
+    pieces, lengths_V = table
+    ids = ids.astype(np.int64, copy=False)
+    ids = np.where((ids >= 0) & (ids < len(pieces)), ids, -1)
+    boxes = list(answer.find(b"".join([pieces[token] for token in ids.tolist()])))
     if not boxes:
         return None
     start, content_start, content_end, end = boxes[0 if which == "first" else -1]
-    offsets = [start, min(content_start, end - 1), content_end - 1, end - 1]
-    # side="right" steps over the pieces without bytes, to the one that covers the byte.
-    piece = np.searchsorted(np.cumsum([len(p) for p in pieces]), offsets, side="right")
-    first_token = piece_start[piece].tolist()
-    past_token = np.append(piece_start, ids.size)[piece + 1].tolist()
-    content_start_token = first_token[1] if content_start < end else past_token[3]
-    content_end_token = past_token[2] if content_start < content_end else content_start_token
-    return AnswerSpan(first_token[0], content_start_token, content_end_token, past_token[3])
+    offsets = start, min(content_start, end - 1), content_end - 1, end - 1
+    # side="right" steps over the tokens without bytes, to the one that covers the byte.
+    ends_T = np.cumsum(lengths_V[ids])
+    first, content_first, content_last, last = (int(np.searchsorted(ends_T, offset, "right")) for offset in offsets)
+    content_start_token = content_first if content_start < end else last + 1
+    content_end_token = content_last + 1 if content_start < content_end else content_start_token
+    return AnswerSpan(first, content_start_token, content_end_token, last + 1)
 
 
-@dataclass(frozen=True)
-class _TokenTable:
-    """The search's knowledge of each token of a vocabulary.
-
-    One space replaces a token that does not matter to the format, and a run of such tokens. The last entry, at index ``size``,
-    serves ids outside the vocabulary.
-    """
-
-    size: int
-    matters: np.ndarray
-    """(size + 1,) bool."""
-    pieces: list[bytes]
-    """(size + 1,): the bytes of a token that matters, a space for the others."""
-
-
-_State = tuple[int, dict[int, bool]]
-# By id, as tokenizers may compare equal or not hash at all. An entry goes when its tokenizer goes, before the id can
-# become another object's; a tokenizer that takes no weak reference is kept alive by its entry instead.
-_tables: dict[int, tuple[_State, dict[AnswerFormat, _TokenTable], Any]] = {}
+_TokenTable: TypeAlias = tuple[list[bytes], np.ndarray]
+"""Of each token, and in the last place of ids outside the vocabulary: the bytes that are searched, a space for a token
+that does not matter to the format; and their numbers, int64 (V + 1,)."""
+# By id, as tokenizers may compare equal or not hash at all: the state of a vocabulary and its tables. An entry goes
+# when its tokenizer goes, before the id can be another's; one that takes no weak reference is kept alive by its entry.
+_tables: dict[int, tuple[Any, dict[AnswerFormat, _TokenTable], Any]] = {}
 
 
 def _token_table(tokenizer: PreTrainedTokenizerBase, answer: AnswerFormat) -> _TokenTable:
-    key, state = id(tokenizer), _vocabulary_state(tokenizer)
+    # Changes with every token added. len(tokenizer) does too, but lists the whole vocabulary (70 ms for Qwen's).
+    size = _backend(tokenizer).get_vocab_size(with_added_tokens=False)
+    key, state = (
+        id(tokenizer),
+        (size, {token: entry.special for token, entry in tokenizer.added_tokens_decoder.items()}),
+    )
     if key not in _tables or _tables[key][0] != state:
         kept_alive = None
         try:
@@ -173,33 +154,17 @@ def _token_table(tokenizer: PreTrainedTokenizerBase, answer: AnswerFormat) -> _T
         _tables[key] = (state, {}, kept_alive)
     tables = _tables[key][1]
     if answer not in tables:
-        tables[answer] = _build_table(tokenizer, answer)
+        bytes_of = token_bytes(tokenizer, answer.markers)
+        pieces = [b""] * (max(bytes_of, default=-1) + 2)
+        for token, covered in bytes_of.items():
+            pieces[token] = covered if answer.matters(covered) else b" "
+        tables[answer] = pieces, np.array([len(piece) for piece in pieces])
     return tables[answer]
 
 
-def _vocabulary_state(tokenizer: PreTrainedTokenizerBase) -> _State:
-    """Changes with every token added. len(tokenizer) does too, but lists the whole vocabulary (70 ms for Qwen's)."""
-    model_tokens = _backend(tokenizer).get_vocab_size(with_added_tokens=False)
-    return model_tokens, {token: entry.special for token, entry in tokenizer.added_tokens_decoder.items()}
-
-
-def _build_table(tokenizer: PreTrainedTokenizerBase, answer: AnswerFormat) -> _TokenTable:
-    bytes_of = token_bytes(tokenizer, answer.markers)
-    size = max(bytes_of, default=-1) + 1
-    matters: np.ndarray = np.ones(size + 1, dtype=bool)
-    pieces = [b""] * (size + 1)
-    for token, covered in bytes_of.items():
-        matters[token] = answer.matters(covered)
-        pieces[token] = covered if matters[token] else b" "
-    return _TokenTable(size, matters, pieces)
-
-
 def token_bytes(tokenizer: PreTrainedTokenizerBase, with_text: Collection[str] = ()) -> dict[int, bytes]:
-    """Token id to the bytes that the token puts into the text; none for special tokens, which decoding leaves out.
-
-    Args:
-        tokenizer: as for :func:`find_answer_span`.
-        with_text: names of special tokens that do put theirs into it.
+    """Token id to the bytes that the token puts into the text; none for special tokens, which decoding leaves out, but
+    for those named in ``with_text``.
 
     Raises:
         ValueError: an unsupported tokenizer, as for :func:`find_answer_span`.
@@ -208,7 +173,7 @@ def token_bytes(tokenizer: PreTrainedTokenizerBase, with_text: Collection[str] =
     added = tokenizer.added_tokens_decoder
     silent = {token for token, entry in added.items() if entry.special and entry.content not in with_text}
     return {
-        token: b"" if token in silent else literal_bytes(text, steps, is_added=token in added)
+        token: b"" if token in silent else _literal_bytes(text, steps, is_added=token in added)
         for text, token in tokenizer.get_vocab().items()
     }
 
@@ -224,19 +189,25 @@ def _backend(tokenizer: PreTrainedTokenizerBase) -> Any:
 
 
 def _decoding_steps(backend: Any) -> list[dict[str, Any]]:
-    """The tokenizer's own rule for turning tokens into text, as the settings of its decoders in order.
+    """The tokenizer's own rule for turning tokens into text, as the settings of its decoders in order. Without a
+    decoder the pre-tokenizer tells how text was spelt in the vocabulary; without either, tokens are plain text."""
 
-    Without a decoder the pre-tokenizer tells how text was spelt in the vocabulary; without either, tokens are plain text.
-    """
-    steps = _flat_settings(backend.decoder)
+    def flat(settings: dict[str, Any]) -> list[dict[str, Any]]:
+        members = settings.get("decoders", settings.get("pretokenizers"))
+        return [settings] if members is None else [step for member in members for step in flat(member)]
+
+    part = backend.pre_tokenizer if backend.decoder is None else backend.decoder
+    steps = [] if part is None else flat(json.loads(part.__getstate__()))
     if backend.decoder is None:
-        steps = [step for step in _flat_settings(backend.pre_tokenizer) if step["type"] in ("ByteLevel", "Metaspace")]
-    for position, step in enumerate(steps):
+        steps = [step for step in steps if step["type"] in ("ByteLevel", "Metaspace")]
+    fused = False
+    for step in steps:
         kind = step["type"]
-        # Strip takes spaces from the ends of the text once Fuse has joined it, where no box can lose anything.
         known = kind in ("ByteLevel", "Metaspace", "ByteFallback", "Fuse")
         known |= kind == "Replace" and "String" in step["pattern"]
-        known |= kind == "Strip" and step["content"] == " " and any(s["type"] == "Fuse" for s in steps[:position])
+        # It takes spaces from the ends of the text once Fuse has joined it, where no box can lose anything.
+        known |= kind == "Strip" and step["content"] == " " and fused
+        fused |= kind == "Fuse"
         if not known:
             raise ValueError(
                 f"tokenizer: its decoder has the step {step}, under which the bytes of a token are not its own; use a "
@@ -245,22 +216,8 @@ def _decoding_steps(backend: Any) -> list[dict[str, Any]]:
     return steps
 
 
-def _flat_settings(component: Any) -> list[dict[str, Any]]:
-    def flatten(settings: dict[str, Any]) -> list[dict[str, Any]]:
-        members = settings.get("decoders", settings.get("pretokenizers"))
-        return [settings] if members is None else [step for member in members for step in flatten(member)]
-
-    return [] if component is None else flatten(json.loads(component.__getstate__()))
-
-
-def literal_bytes(text: str, steps: list[dict[str, Any]], is_added: bool) -> bytes:
-    """The bytes that a token puts into the text.
-
-    Args:
-        text: the token as the vocabulary spells it.
-        steps: the tokenizer's decoders in order, as the ``tokenizers`` library writes their settings.
-        is_added: whether the token was added to the vocabulary.
-    """
+def _literal_bytes(text: str, steps: list[dict[str, Any]], is_added: bool) -> bytes:
+    """The bytes that a token, as the vocabulary or the list of added tokens spells it, puts into the text."""
     for step in steps:
         # The vocabulary holds added tokens as they are, and so a token with a character outside the byte alphabet.
         if step["type"] == "ByteLevel" and not is_added and _BYTE_OF_CHAR.keys() >= set(text):
@@ -272,16 +229,3 @@ def literal_bytes(text: str, steps: list[dict[str, Any]], is_added: bool) -> byt
         if step["type"] == "Replace":
             text = text.replace(step["pattern"]["String"], step["content"])
     return text.encode()
-
-
-def _byte_alphabet() -> dict[str, int]:
-    """The byte of each character in which a byte-level vocabulary is written (GPT-2's table).
-
-    A byte that prints in Latin-1 is its own character; the others take the characters from U+0100 on, in order.
-    """
-    printing = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = sorted(set(range(0x100)).difference(printing))
-    return {chr(byte): byte for byte in printing} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
-
-
-_BYTE_OF_CHAR = _byte_alphabet()

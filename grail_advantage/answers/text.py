@@ -1,13 +1,9 @@
-"""The text of each token of a response, such that joined they are the response.
-
-Shape suffixes: T response tokens.
-"""
+"""The text of each token of a response (T tokens), such that joined they are the response."""
 
 from __future__ import annotations
 
 import codecs
 from collections.abc import Sequence
-from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -20,20 +16,12 @@ if TYPE_CHECKING:
 
 
 class TokenTexts:
-    """Texts of a tokenizer's tokens.
-
-    Args:
-        tokenizer: as for :func:`grail_advantage.find_answer_span`.
-    """
+    """Texts of the tokens of a tokenizer, as for :func:`grail_advantage.find_answer_span`."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.decode = tokenizer.decode
         """The text of tokens as the tokenizer gives it, special ones included."""
         self._bytes = token_bytes(tokenizer)
-        self._whole: dict[int, str] = {}
-        for token, piece in self._bytes.items():
-            with suppress(UnicodeDecodeError):
-                self._whole[token] = piece.decode()
         added = tokenizer.added_tokens_decoder
         self.special_tokens = {token: entry.content for token, entry in added.items() if entry.special}
         """Names of the tokens that have no text, by id."""
@@ -41,20 +29,17 @@ class TokenTexts:
     def __call__(self, token_ids: Sequence[int] | np.ndarray) -> list[str]:
         """Texts of these tokens; ``""`` for special tokens and unknown ids. Bytes that are no UTF-8 become U+FFFD."""
         ids = token_ids.tolist() if isinstance(token_ids, np.ndarray) else token_ids
-        texts = [self._whole.get(token) if token in self._bytes else "" for token in ids]
-        if None not in texts:
-            return [text or "" for text in texts]
         return decode_pieces([self._bytes.get(token, b"") for token in ids])
 
     def have_bytes(self, token_ids: np.ndarray) -> np.ndarray:
-        """bool (T,): tokens that put bytes into the text, if only some of a character's; not special tokens or unknown ids."""
+        """bool (T,): tokens that put bytes into the text, if only a part of a character."""
         return np.array([bool(self._bytes.get(token)) for token in token_ids.tolist()], dtype=bool)
 
     def spans_in(self, text: str, token_ids: Sequence[int]) -> list[tuple[int, int]] | None:
-        """Half-open ranges of the characters of each token in a text that is the tokens' but for blanks; ``None`` for another.
+        """Half-open ranges of each token's characters in a text that is theirs but for blanks; ``None`` for another.
 
-        Example: in ``"2+ 3."`` the tokens ``" 2"``, ``"+ "``, ``" 3"``, ``" ."`` have (0, 1), (1, 3), (3, 4), (4, 5). A
-        character that several tokens share is in the ranges of all of them.
+        In ``"2+ 3."`` the tokens ``" 2"``, ``"+ "``, ``" 3"``, ``" ."`` have (0, 1), (1, 3), (3, 4), (4, 5). A character
+        that several tokens share is in the ranges of all of them.
         """
         tokens = self(token_ids)
         joined = "".join(tokens)
@@ -86,12 +71,11 @@ def starts_of(texts: Sequence[str]) -> np.ndarray:
 
 def decode_pieces(pieces: Sequence[bytes]) -> list[str]:
     """Texts of consecutive pieces of UTF-8; a character in several pieces belongs to the last of them."""
-    decoder = codecs.getincrementaldecoder("utf-8")("replace")
-    texts = [decoder.decode(piece) for piece in pieces]
-    rest = decoder.decode(b"", final=True)
-    if rest:
-        texts[max(i for i, piece in enumerate(pieces) if piece)] += rest
-    return texts
+    if not any(pieces):
+        return [""] * len(pieces)
+    last = max(i for i, piece in enumerate(pieces) if piece)
+    decode = codecs.getincrementaldecoder("utf-8")("replace").decode
+    return [decode(piece, final=i == last) for i, piece in enumerate(pieces)]
 
 
 def answer_text(tokens: Sequence[str], span: AnswerSpan | None, answer: AnswerFormat = BOXED) -> str | None:

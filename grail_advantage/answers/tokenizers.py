@@ -1,16 +1,12 @@
 """Loading a tokenizer as its checkpoint means it, and the check that text survives it.
 
-transformers 5.9 and 5.10 (huggingface/transformers#45488; 5.23 does not) rebuild a tokenizer whose class has a constructor of
-its own from vocabulary and merges alone. For a byte-level vocabulary under the class ``LlamaTokenizerFast``, as of
-DeepSeek-R1-Distill-Llama, that puts SentencePiece's rules over it: spaces and newlines vanish, right ids decode to
-``\\boxed{xĠ=Ġ2}``, and ``save_pretrained`` hands the damage on. The checkpoint's own ``tokenizer.json`` is right, and the plain
-class reads it unchanged.
-
-Writing a repaired tokenizer, which ``AutoTokenizer`` and so verl loads as the checkpoint means it:
+transformers 5.9 and 5.10 (huggingface/transformers#45488; 5.23 does not) rebuild a tokenizer whose class has a
+constructor of its own from vocabulary and merges alone. A byte-level vocabulary under the class ``LlamaTokenizerFast``,
+as of DeepSeek-R1-Distill-Llama, then loses spaces and newlines, and ``save_pretrained`` hands the damage on. The
+checkpoint's own ``tokenizer.json`` is right, and the plain class reads it unchanged. Writing a repaired tokenizer,
+which ``AutoTokenizer`` and so verl loads as the checkpoint means it (needs transformers alone):
 
     python3 -m grail_advantage.answers.tokenizers MODEL FOLDER
-
-Needs transformers alone.
 """
 
 from __future__ import annotations
@@ -33,23 +29,17 @@ PROBES = (
     r"so the answer is \boxed{x = 2}",
 )
 """Parts of a solution: spaces, newlines, digits, LaTeX, an answer."""
-_SPELLINGS = {" ": (" ", "Ġ", "▁"), "\n": ("\n", "Ċ", "<0x0A>")}
-"""How vocabularies write white space: as it is, byte-level, SentencePiece."""
-
-
+_SPELLINGS = {" ": (" ", "Ġ", "▁"), "\n": ("\n", "Ċ", "<0x0A>")}  # plain, byte-level, SentencePiece
 LOAD_FAITHFULLY = (
-    "Load it with grail_advantage.answers.tokenizers.load_tokenizer; where that refuses it too, the folder's tokenizer.json is "
-    "broken itself, as in a checkpoint that a damaged tokenizer was saved into: take tokenizer.json and tokenizer_config.json "
-    "of the original model (in a run: actor_rollout_ref.model.tokenizer_path)"
+    "Load it with grail_advantage.answers.tokenizers.load_tokenizer; where that refuses it too, the folder's "
+    "tokenizer.json is broken itself: take tokenizer.json and tokenizer_config.json of the original model (in a run: "
+    "actor_rollout_ref.model.tokenizer_path)"
 )
 
 
 def load_tokenizer(path: str | os.PathLike[str], **options: Any) -> PreTrainedTokenizerBase:
-    """Load a tokenizer so that text survives it wherever the checkpoint allows that.
-
-    Args:
-        path: folder or name on the hub.
-        options: of ``AutoTokenizer.from_pretrained``.
+    """Load a tokenizer (folder or name on the hub; ``options`` of ``AutoTokenizer.from_pretrained``) so that text
+    survives it wherever the checkpoint allows that.
 
     Raises:
         ValueError: there is no tokenizer, or text does not survive it; the message has the fix.
@@ -62,11 +52,7 @@ def load_tokenizer(path: str | os.PathLike[str], **options: Any) -> PreTrainedTo
         with suppress(OSError, ValueError):  # no tokenizer.json, so nothing to go back to
             faithful = PreTrainedTokenizerFast.from_pretrained(path, **options)
             if lost_text(faithful) is None:
-                logger.warning(
-                    "%s under %s loses text, as transformers loads it; its tokenizer.json is taken unchanged instead",
-                    path,
-                    type(tokenizer).__name__,
-                )
+                logger.warning("%s loses text under %s; its tokenizer.json is taken unchanged", path, type(tokenizer))
                 tokenizer = faithful
     check_round_trip(tokenizer, str(path))
     return tokenizer
@@ -75,37 +61,25 @@ def load_tokenizer(path: str | os.PathLike[str], **options: Any) -> PreTrainedTo
 def check_round_trip(tokenizer: PreTrainedTokenizerBase, name: str, remedy: str = LOAD_FAITHFULLY) -> None:
     """Refuse a tokenizer that text with spaces, newlines, digits and LaTeX does not survive.
 
-    Args:
-        tokenizer: any.
-        name: its name in the message: its folder, or an option and its value.
-        remedy: end of the message.
-
     Raises:
-        ValueError: naming the text that is lost, and the fix.
+        ValueError: with its ``name`` (folder, or an option and its value), the text that is lost, and the ``remedy``.
     """
-    lost = lost_text(tokenizer)
-    if lost is not None:
-        text, returned = lost
+    if (lost := lost_text(tokenizer)) is not None:
         raise ValueError(
-            f"the tokenizer of {name} ({type(tokenizer).__name__}) turns {text!r} into {returned!r}: the model would read and "
-            f"write broken text. {remedy}"
+            f"the tokenizer of {name} ({type(tokenizer).__name__}) turns {lost[0]!r} into {lost[1]!r}: the model would "
+            f"read and write broken text. {remedy}"
         )
 
 
 def lost_text(tokenizer: PreTrainedTokenizerBase) -> tuple[str, str] | None:
-    """The first of :data:`PROBES` that does not survive encoding and decoding, and the text that came back; ``None`` where
-    all do.
-
-    A blank in front is no loss: SentencePiece puts one there. Nor is a character that the vocabulary does not have in any
-    spelling, as small ones for tests.
-    """
+    """The first of :data:`PROBES` that does not survive encoding and decoding, and the text that came back. No loss: a
+    blank in front, as of SentencePiece, and a character that the vocabulary has in no spelling."""
     vocabulary = tokenizer.get_vocab()
 
     def knows(character: str) -> bool:
         ids = tokenizer.encode(character, add_special_tokens=False)
-        if ids and tokenizer.unk_token_id not in ids:
-            return True
-        return any(spelling in vocabulary for spelling in _SPELLINGS.get(character, ()))
+        found = bool(ids) and tokenizer.unk_token_id not in ids
+        return found or any(spelling in vocabulary for spelling in _SPELLINGS.get(character, ()))
 
     for probe in PROBES:
         text = "".join(filter(knows, probe))
@@ -116,15 +90,8 @@ def lost_text(tokenizer: PreTrainedTokenizerBase) -> tuple[str, str] | None:
 
 
 def save_repaired(path: str, folder: str) -> None:
-    """Write the tokenizer of a model to a folder such that ``AutoTokenizer`` loads it as the checkpoint means it.
-
-    Args:
-        path: folder or name on the hub of the model.
-        folder: destination.
-
-    Raises:
-        ValueError: text does not survive the tokenizer of the checkpoint, or not its copy.
-    """
+    """Write the tokenizer of a model (folder or name on the hub) to a folder such that ``AutoTokenizer`` loads it as
+    the checkpoint means it. Raises ValueError where text does not survive it, or not its copy."""
     load_tokenizer(path).save_pretrained(folder)
     check_round_trip(AutoTokenizer.from_pretrained(folder), folder)
 

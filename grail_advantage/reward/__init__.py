@@ -1,19 +1,12 @@
 r"""The one reward function: 1 when the last ``\boxed{...}`` of a response states the ground truth, else 0.
 
 ``compute_score`` is verl's custom reward function (``reward.custom_reward_function.path=pkg://grail_advantage.reward``,
-``name=compute_score``), and evaluation calls it too, so that training, validation and evaluation agree.
-
-The reward is the one of GRAIL (arXiv 2606.04889): the last box compared with the ground truth by math-verify. Three stages
-(docs/verdict.md has the rules, with examples, and the conventions):
-
-1. ``_normal``: both texts in one normal form;
-2. ``_exact``: comparisons that need no math-verify: the same text, choices, words, numerals with a base, plain numbers;
-3. ``_verify_pool``: math-verify reads both texts as a whole and compares, in child processes with limits, since the answer is
-   untrusted text.
-
-Nothing becomes right by accident: what cannot be read as a whole has no verdict, which is 0 and counted by ``verify_failed``.
-Two readings are allowed of ``50\%`` (50 and 0.5) and ``2e-1`` (0.2 and twice Euler's number less 1) alone: the ground truth
-decides. A list of several ground-truth answers: the box must hold all of them, in any order, as in ``\boxed{2, 3}``.
+``name=compute_score``); evaluation calls it too. The reward is the one of GRAIL (arXiv 2606.04889): the last box
+compared with the ground truth by math-verify. ``_normal`` brings both texts to one normal form, ``_exact`` makes the
+comparisons that need no math-verify, ``_verify_pool`` lets math-verify read and compare both as a whole, in child
+processes with limits, since the answer is untrusted text. What cannot be read as a whole has no verdict, which is 0 and
+counted by ``verify_failed``. docs/verdict.md has the rules. A list of several ground-truth answers: the box must hold
+all of them, in any order, as in ``\boxed{2, 3}``.
 """
 
 from __future__ import annotations
@@ -27,195 +20,129 @@ from contextlib import suppress
 from functools import lru_cache
 from typing import Any
 
-from grail_advantage.reward import _verify_pool
-from grail_advantage.reward._exact import (
-    NUMBER,
-    UNSIGNED,
-    choice,
-    same_choice,
-    same_label,
-    same_number,
-    same_numeral,
-    same_structure,
-    same_text,
-    same_words,
-)
+from grail_advantage.reward import _exact, _verify_pool
 from grail_advantage.reward._normal import normal
 from grail_advantage.reward._truth import MAX_ANSWER_CHARS, check_ground_truths, gold_text, last_boxed, shown
 
 __all__ = ["check_ground_truths", "compute_score", "gold_text", "last_boxed"]
 
-for _package in ("math_verify", "pebble"):
-    if importlib.util.find_spec(_package) is None:
-        raise ImportError(f"grail_advantage.reward needs {_package}: pip install math-verify==0.9.0 pebble==5.2.3")
+if importlib.util.find_spec("math_verify") is None:
+    raise ImportError("grail_advantage.reward needs math_verify: pip install math-verify==0.9.0")
 if sys.platform != "linux" or not hasattr(ctypes.CDLL(None), "prctl"):
     raise ImportError(
-        "grail_advantage.reward needs Linux, whose prctl and /proc bound the process that reads untrusted answers; run it in a "
-        "Linux container, or pass a reward function of your own"
+        "grail_advantage.reward needs Linux, whose prctl and /proc bound the process that reads untrusted answers; run "
+        "it in a Linux container, or pass a reward function of your own"
     )
 _verify_pool.cpu_seconds()  # a bad environment variable is reported now, not by a reward of 0
 
 logger = logging.getLogger(__name__)
 
-# Longer predictions are cut in the returned dictionary, which verl keeps and dumps for every response.
-MAX_PRED_CHARS = 128
+MAX_PRED_CHARS = (
+    128  # longer predictions are cut in the returned dictionary, which verl keeps and dumps for each response
+)
 
 _PERCENT = re.compile(r" ?(?:\\?%|\\text\{ ?(?:percent|percentage|\\?%)\.? ?\}|\bpercent\b)")
-_E_NOTATION = re.compile(rf"(?<![A-Za-z0-9_.,])({UNSIGNED})[eE]([+-]?[0-9]{{1,3}})(?![0-9.])")
-_FRACTION = re.compile(rf"[+-]? ?(?:\\frac ?\{{ ?-? ?{UNSIGNED} ?\}} ?\{{ ?{UNSIGNED} ?\}}|{UNSIGNED} ?/ ?{UNSIGNED})")
-_HALF_DAY = re.compile(r"(?i)[0-9] ?(?:\\text\{ ?)?([ap])\.? ?m\b")  # left out it may be, but not the other one
-_CHANGE = re.compile(r"(?i)(?:%|percent) ?(?:\\text\{ ?)?(increase|decrease|profit|loss|gain|discount)\b")  # likewise
+_E_NOTATION = re.compile(rf"(?<![A-Za-z0-9_.,])({_exact.UNSIGNED})[eE]([+-]?[0-9]{{1,3}})(?![0-9.])")
+# Left out they may be, but not said otherwise.
+_HALF_DAY = re.compile(r"(?i)[0-9] ?(?:\\text\{ ?)?([ap])\.? ?m\b")
+_CHANGE = re.compile(r"(?i)(?:%|percent) ?(?:\\text\{ ?)?(increase|decrease|profit|loss|gain|discount)\b")
 # A name in front of an answer that math-verify cannot read.
 _NAME = re.compile(
     r"(?:m ?)?\\(?:angle|triangle|overline|widehat|measuredangle)(?![A-Za-z]) ?\{?[A-Z ]+\}? ?= ?(?=[^=]+$)"
 )
-_KINDS = {
-    "cases or rows": r"\\begin|\\\\",
-    "congruence": r"\\equiv|\\p?mod",
-    "dots": r"dots|\.\.\.",
-    "several boxes": r"\\f?boxed|\\fbox",
-    "words": r"\\text|[A-Za-z]{4}",
-}
-"""What has no verdict, for the log."""
-_reported: set[str] = set()
-ENOUGH = 256
-"""Ground truths, all of them unreadable, that tell a data set that cannot be used from bad luck: several prompts' responses."""
-_truths = {True: 0, False: 0}
-"""How many of this process could be read, and how many not."""
+_reported: set[str] = set()  # what the log has warned of
 
 
 def compute_score(
     data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any] | None = None
 ) -> dict[str, Any]:
-    r"""Judge one response; may be called from any number of threads.
+    r"""Judge one response; may be called from any number of threads, and raises nothing.
 
     Args:
         data_source: name of the data set; all are scored alike.
         solution_str: the response's text.
-        ground_truth: the ground truth, as :func:`gold_text` reads it: LaTeX or text with or without ``$`` and ``\boxed``, a
-            number, or several of these.
+        ground_truth: the ground truth, as :func:`gold_text` reads it: LaTeX or text with or without ``$`` and
+            ``\boxed``, a number, or several of these.
         extra_info: its ``index`` names the row in the log where the ground truth cannot be read.
 
     Returns:
-        ``score`` and ``acc``: 1.0 or 0.0 (the same; verl's validation reports ``acc``); ``answer_found``: 1.0 if there is a
-        complete box; ``verify_failed``: 1.0 if there is one but no verdict (out of time or memory, answer too long, answer
-        or ground truth unreadable), which scores 0; ``pred``: the box's content, cleaned, at most 128 characters, "" if none.
-
-    Raises:
-        ValueError: none of this process's first 256 ground truths could be read. Nothing else is raised.
+        ``score`` and ``acc`` (the same; verl's validation reports ``acc``): 1.0 or 0.0; ``answer_found``: 1.0 for a
+        complete box; ``verify_failed``: 1.0 for one without a verdict (out of time or memory, too long, one of the two
+        texts unreadable), which scores 0; ``pred``: the box's content, cleaned, at most 128 characters.
     """
-    answer, equal, failed = None, False, False
+    answer = equal = None
+    try:
+        gold = gold_text(ground_truth)
+    except ValueError as error:
+        gold = None
+        index = extra_info.get("index") if isinstance(extra_info, dict) else None
+        _log("ground truth", "%s%s; its responses score 0", "" if index is None else f"row {index}: ", error)
     try:
         answer = last_boxed(solution_str)
-        if (gold := _known(ground_truth, extra_info)) is None:
-            failed = answer is not None
-        elif answer is not None:
+        if answer is not None and gold is not None:
             equal = is_equal(gold, answer)
     except Exception as error:
-        failed = True
-        _report(error, ground_truth, answer or "")
-    if _truths[False] >= ENOUGH and not _truths[True]:
-        raise ValueError(
-            f"none of the first {_truths[False]} ground truths can be read, such as {shown(ground_truth)}, so that no response "
-            "would be right: give text, a number or a list of them"
-        )
+        trace = None if isinstance(error, _verify_pool.VerifyFailed | ValueError) else error
+        message = "no verdict on %.100r against %s: %s"
+        _log(str(error), message, answer, shown(ground_truth), error, exc_info=trace)
     return {
-        "score": float(equal),
-        "acc": float(equal),
+        "score": float(equal or False),
+        "acc": float(equal or False),
         "answer_found": float(answer is not None),
-        "verify_failed": float(failed),
+        "verify_failed": float(answer is not None and equal is None),
         "pred": _printable(answer or ""),
     }
 
 
-def _known(ground_truth: Any, extra_info: Any) -> str | None:
-    """The ground truth as text; None for one that cannot be read, of which the first of a process is a warning."""
-    try:
-        text = gold_text(ground_truth)
-    except ValueError as error:
-        index = extra_info.get("index") if isinstance(extra_info, dict) else None
-        row = "" if index is None else f"row {index}: "
-        level = logging.DEBUG if _truths[False] else logging.WARNING
-        _truths[False] += 1
-        logger.log(level, "%s%s; its responses score 0, and further ones are logged at level DEBUG", row, error)
-        return None
-    _truths[True] += 1
-    return text
+def _log(kind: str, message: str, *arguments: Any, **options: Any) -> None:
+    """The first of a kind is a warning, further ones are for debugging."""
+    logger.log(logging.DEBUG if kind in _reported else logging.WARNING, message, *arguments, **options)
+    _reported.add(kind)
 
 
 @lru_cache(maxsize=8192)  # rollouts of one prompt repeat each other's answers; exceptions are not kept
 def is_equal(gold: str, answer: str) -> bool:
-    """Whether ``answer`` (a box's content) states ``gold``.
-
-    Raises:
-        ValueError: one of them is too long to parse.
-        grail_advantage.reward._verify_pool.VerifyFailed: math-verify gave no verdict within its limits.
-    """
+    """Whether ``answer`` (a box's content) states ``gold``. ValueError: one of them is too long to parse;
+    grail_advantage.reward._verify_pool.VerifyFailed: math-verify gave no verdict within its limits."""
     if not answer.strip():
         return False
-    for name, text in (("ground truth", gold), ("answer", answer)):
-        if len(text) > MAX_ANSWER_CHARS:
-            raise ValueError(f"the {name} has {len(text)} characters, more than {MAX_ANSWER_CHARS}")
+    if max(len(gold), len(answer)) > MAX_ANSWER_CHARS:
+        raise ValueError(f"the ground truth or the answer has more than {MAX_ANSWER_CHARS} characters")
     for sides in (_HALF_DAY, _CHANGE):
         gold_side, answer_side = (set(map(str.lower, sides.findall(text))) for text in (gold, answer))
         if gold_side and answer_side and gold_side != answer_side:
             return False
     gold, answer = normal(gold), normal(answer)
-    if (verdict := same_choice(gold, answer)) is not None:
+    if (verdict := _exact.same_choice(gold, answer)) is not None:
         return verdict
     # Beside another text, also that of the same choice, a choice is the text after its letter.
-    gold, answer = choice(gold)[1] or gold, choice(answer)[1] or answer
-    for comparison in (same_text, same_label, same_words, same_numeral, same_structure):
+    gold, answer = (_exact.choice(text)[1] or text for text in (gold, answer))
+    for comparison in _exact.COMPARISONS:
         if (verdict := comparison(gold, answer)) is not None:
             return verdict
-    if "=" not in gold:
-        answer = _NAME.sub("", answer)
-    gold_value, answer_value = _PERCENT.sub("", gold), _PERCENT.sub("", answer)
-    readings: list[tuple[str, ...]] = [(gold_value, answer_value)]
-    # A percentage also states its value. Plain numbers only: a list divided by 100 would read as nonsense.
-    gold_is_percent, answer_is_percent = gold_value != gold, answer_value != answer
-    if gold_is_percent and not answer_is_percent and _is_plain(gold_value):
-        readings.append((_hundredth(gold_value), answer_value))
-    if answer_is_percent and not gold_is_percent and _is_plain(answer_value):
-        readings.append((gold_value, _hundredth(answer_value)))
-    # `2e-1` is Euler's number in one answer and a power of ten in another; only the ground truth decides.
-    scientific = tuple(_E_NOTATION.sub(r"\1 \\times 10^{\2}", value) for value in (gold_value, answer_value))
-    if scientific != (gold_value, answer_value):
-        readings.append(scientific)
-    return any(_same_value(*reading) for reading in readings)
+    return any(_same_value(*reading) for reading in _readings(gold, answer if "=" in gold else _NAME.sub("", answer)))
+
+
+def _readings(gold: str, answer: str) -> list[tuple[str, ...]]:
+    """Both as values: ``50%`` is 50, and 0.5 beside one without the sign; ``2e-1`` is Euler's number, and 0.2."""
+    values = tuple(_PERCENT.sub("", text) for text in (gold, answer))
+    # Plain numbers only: a list divided by 100 would read as nonsense.
+    hundredths = tuple(
+        f"\\frac{{{value}}}{{100}}" if value != text and _exact.PLAIN.fullmatch(value) else value
+        for value, text in zip(values, (gold, answer), strict=True)
+    )
+    one_percent = (values[0] == gold) != (values[1] == answer)
+    scientific = tuple(_E_NOTATION.sub(r"\1 \\times 10^{\2}", value) for value in values)
+    return [*dict.fromkeys((values, hundredths if one_percent else values, scientific))]
 
 
 def _same_value(gold: str, answer: str) -> bool:
-    if gold == answer:
-        return True
-    verdict = same_number(gold, answer)
+    verdict = gold == answer or _exact.same_number(gold, answer)
     return _verify_pool.verify(gold, answer) if verdict is None else verdict
-
-
-def _report(error: Exception, ground_truth: Any, answer: str) -> None:
-    """Log why there is no verdict: every one for debugging, the first of a kind as a warning."""
-    expected = isinstance(error, _verify_pool.VerifyFailed | ValueError)
-    kind = next((name for name, sign in _KINDS.items() if re.search(sign, answer)), "other") if expected else "error"
-    first = f"{kind}: {error}" not in _reported
-    _reported.add(f"{kind}: {error}")
-    message = "no verdict (%s) on %.100r against %s: %s"
-    trace = None if expected else error
-    logger.log(
-        logging.WARNING if first else logging.DEBUG, message, kind, answer, shown(ground_truth), error, exc_info=trace
-    )
-
-
-def _is_plain(text: str) -> bool:
-    return bool(NUMBER.fullmatch(text) or _FRACTION.fullmatch(text))
-
-
-def _hundredth(text: str) -> str:
-    return f"\\frac{{{text}}}{{100}}"
 
 
 def _printable(text: str) -> str:
     """One short line that any encoder can write: control characters and lone surrogates become U+FFFD."""
     with suppress(ValueError):
         text = normal(text[: 2 * MAX_PRED_CHARS])
-    text = text[:MAX_PRED_CHARS]
-    return "".join(char if char.isprintable() else "\ufffd" for char in text)
+    return "".join(char if char.isprintable() else "\ufffd" for char in text[:MAX_PRED_CHARS])

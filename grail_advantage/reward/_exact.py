@@ -8,7 +8,6 @@ from decimal import Decimal
 _WRAPPED = re.compile(r"\\text\{([^{}]*)\}")
 _CHOICE = re.compile(r"(?:\(([A-J])\)|([A-J])(?:\)|[.:](?= )| -(?= .*[A-Za-z]{3}))) ?(.+)|\(?([A-J])\)?[.:)]?")
 _CHOICES = re.compile(r"(?:\([A-J]\)|[A-J])(?:(?:, ?(?:and )?|; ?| and )(?:\([A-J]\)|[A-J]))+")
-_BETWEEN_WORDS = re.compile(r"[,;]|\b(?:and|or)\b")
 _NUMERAL = re.compile(r"(?:[A-Za-z]=)?([0-9A-F]+)_?(?:_|base)([0-9]+|[a-z]+)")
 _BASES = {"two": "2", "three": "3", "four": "4", "five": "5", "six": "6", "seven": "7", "eight": "8", "nine": "9"}
 _BASES |= {"ten": "10", "eleven": "11", "twelve": "12", "sixteen": "16"}
@@ -16,20 +15,24 @@ _SET, _TUPLE = re.compile(r"\\\{[^{}]*,[^{}]*\\\}"), re.compile(r"\([^()]*,[^()]
 _JOINED = re.compile(r"(?<![A-Za-z])(?:and|or)(?![A-Za-z])")
 _INEQUALITY = re.compile(r"[<>]|\\(?:[lg]eq?(?:slant)?|[lg]t|neq?)(?![A-Za-z])")
 _IDLE_BLANK = re.compile("(?<![0-9]) | (?![0-9])")
-
 _ENTRIES = re.compile(r"[,;]|\b(?:and|or)\b")
 _OUTER = re.compile(r"(?:\(|\[|\\\{)([^()\[\]{}]*?)(?:\)|\]|\\\})")
 _JOINED_NUMBERS = re.compile(
-    r"(?:[A-Za-z] ?= ?|[vV]\.? ?)?\+?((?:\([0-9]+\)[ -]*)?[0-9]+(?: ?\\?%)?(?:(?: ?-{1,3} ?|[./:])[0-9]+(?: ?\\?%)?)+)"
+    r"(?:[A-Za-z] ?= ?|[vV]\.? ?)?\+?"
+    r"((?:\([0-9]+\)[ -]*)?[0-9]+(?: ?\\?%)?(?:(?: ?-{1,3} ?|[./:])[0-9]+(?: ?\\?%)?)+)"
 )
-_UNLIKE = r"[0-9]/[0-9]+/|\.[0-9]+\.|(?<![0-9.:])0[0-9]"
-"""In joined numbers: no difference, quotient or product is written so."""
-_LABEL, _NO_NUMBER = re.compile(rf"^[^/]*-[^/]*$|{_UNLIKE}"), re.compile(_UNLIKE)
-_PLAIN = re.compile(r"(?:[A-Za-z] ?= ?)?[-+]? ?(?:\\frac|[0-9./{}% \\]|[,;] ?[-+]?)+")
+# In joined numbers: no difference, quotient or product is written so.
+_NO_NUMBER = re.compile(r"[0-9]/[0-9]+/|\.[0-9]+\.|(?<![0-9.:])0[0-9]")
+_LABEL = re.compile(rf"^[^/]*-[^/]*$|{_NO_NUMBER.pattern}")
+_VALUES = re.compile(r"(?:[A-Za-z] ?= ?)?[-+]? ?(?:\\frac|[0-9./{}% \\]|[,;] ?[-+]?)+")
 
 DIGITS = r"(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)"
 UNSIGNED = rf"(?:{DIGITS}(?:\.[0-9]*)?|\.[0-9]+)"
 NUMBER = re.compile(rf"[+-]? ?{UNSIGNED}")
+PLAIN = re.compile(
+    r"[+-]? ?(?:NUMBER|\\frac ?\{ ?-? ?NUMBER ?\} ?\{ ?NUMBER ?\}|NUMBER ?/ ?NUMBER)".replace("NUMBER", UNSIGNED)
+)
+"""A number or a fraction of two."""
 
 
 def same_text(gold: str, answer: str) -> bool | None:
@@ -38,13 +41,13 @@ def same_text(gold: str, answer: str) -> bool | None:
 
 
 def same_label(gold: str, answer: str) -> bool | None:
-    """Dates, ranges, scores, numbers of telephones and versions are texts, no differences and products: ``5-3`` is not ``3-1``.
+    """Dates, ranges, scores, numbers of telephones and versions are texts, and no values: ``5-3`` is not ``3-1``.
 
-    Beside them a number is wrong: ``2`` for ``5-3``. The other way round ``5-3`` may be a difference that nobody computed, but
-    ``2024-01-05`` and ``1.2.3`` are none.
+    Beside them a number is wrong: ``2`` for ``5-3``. The other way round ``5-3`` may be a difference that nobody
+    computed, but ``2024-01-05`` and ``1.2.3`` are none.
     """
     (golds, gold_entries), (answers, answer_entries) = _labels(gold), _labels(answer)
-    if all(golds) and _PLAIN.fullmatch(answer) and not any(answers):
+    if all(golds) and _VALUES.fullmatch(answer) and not any(answers):
         return False
     if (all(golds) and all(answers)) or any(map(_NO_NUMBER.search, golds + answers)):
         in_order = gold.startswith("(") and answer.startswith("(")
@@ -53,10 +56,8 @@ def same_label(gold: str, answer: str) -> bool | None:
 
 
 def _labels(text: str) -> tuple[list[str], list[str]]:
-    """The entries of a list that are numbers joined by hyphens, two slashes or two points, "" for others; and all entries.
-
-    Blanks, percent signs, the length of a dash and a zero in front of one digit do not count.
-    """
+    """The entries of a list that are joined numbers, "" for others; and all entries. Blanks, percent signs, the length
+    of a dash and a zero in front of one digit do not count."""
     labels, entries = [], []
     for entry in _ENTRIES.split(outer[1] if (outer := _OUTER.fullmatch(text)) else text):
         match = _JOINED_NUMBERS.fullmatch(entry.strip())
@@ -67,11 +68,10 @@ def _labels(text: str) -> tuple[list[str], list[str]]:
 
 
 def same_choice(gold: str, answer: str) -> bool | None:
-    """The letter of a choice decides, unless both have text after it, which is compared like an answer, see :func:`choice`."""
+    """The letter of a choice decides, unless both have text after it, which is compared like an answer."""
     several = [_CHOICES.fullmatch(_WRAPPED.sub(r"\1", text)) for text in (gold, answer)]
     if all(several):
-        letters = [set(re.findall("[A-J]", match[0])) for match in several if match]
-        return letters[0] == letters[1]
+        return len({frozenset(re.findall("[A-J]", match[0])) for match in several if match}) == 1
     (gold_letter, gold_rest), (answer_letter, answer_rest) = choice(gold), choice(answer)
     if gold == f"({gold_letter})":  # in brackets it is no variable, so that its case does not matter
         answer_letter = answer_letter or answer.strip("()").upper()
@@ -96,9 +96,8 @@ def _words(text: str) -> tuple[set[str], bool]:
     """The words of a text without order, and whether they are words by themselves. Digits may follow: ``June 20``."""
     least = 2 if "\\text{" in text else 3
     separators = "[ .'()-]" if least == 2 else " "
-    words = {re.sub(separators, "", entry).casefold() for entry in _BETWEEN_WORDS.split(_WRAPPED.sub(r"\1", text))} - {
-        ""
-    }
+    entries = _ENTRIES.split(_WRAPPED.sub(r"\1", text))
+    words = {word for entry in entries if (word := re.sub(separators, "", entry).casefold())}
     sure = words == {"no"} or any(re.match(f"[a-z]{{{least}}}", word) for word in words)
     plain = all(word.isalpha() or (sure and word[0].isalpha() and word.isalnum()) for word in words)
     return (words, sure) if plain else (set(), False)
@@ -121,8 +120,9 @@ def _numeral(text: str) -> tuple[str, str]:
 
 
 def same_structure(gold: str, answer: str) -> bool | None:
-    """Wrong where math-verify does not look: a set for a tuple, inequalities joined by ``and`` for those joined by ``or``."""
-    if (_SET.fullmatch(gold) and _TUPLE.fullmatch(answer)) or (_TUPLE.fullmatch(gold) and _SET.fullmatch(answer)):
+    """Wrong where math-verify does not look: a set for a tuple, inequalities with ``and`` for ones with ``or``."""
+    kinds = [(bool(_SET.fullmatch(text)), bool(_TUPLE.fullmatch(text))) for text in (gold, answer)]
+    if sorted(kinds) == [(False, True), (True, False)]:
         return False
     joined = [set(_JOINED.findall(text)) for text in (gold, answer) if _INEQUALITY.search(text)]
     return False if len(joined) == 2 and all(joined) and joined[0] != joined[1] else None
@@ -134,3 +134,7 @@ def same_number(gold: str, answer: str) -> bool | None:
         return None
     numbers = [Decimal(re.sub("[, ]", "", text)) for text in (gold, answer)]
     return numbers[0] == numbers[1] if numbers[0] == numbers[1] or "." not in gold or "." not in answer else None
+
+
+COMPARISONS = (same_text, same_label, same_words, same_numeral, same_structure)
+"""In order, behind :func:`same_choice`; :func:`same_number` compares values."""

@@ -1,7 +1,7 @@
 r"""One normal form for the spellings of an answer: the only place where an answer's text is changed.
 
-:data:`RULES` are applied from top to bottom, once, to ground truth and answer alike. Each rule has the example that it is there
-for; docs/verdict.md has the table, and a test checks every line of it. math-verify judges the result.
+:data:`RULES` are applied from top to bottom, once, to ground truth and answer alike. Each rule has the example that it
+is there for; docs/verdict.md has the table, and a test checks every line of it. math-verify judges the result.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import unicodedata
 from collections.abc import Callable
 from fractions import Fraction
 from functools import lru_cache
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 import regex
 
@@ -31,50 +31,34 @@ _DEGREE = (
 )
 _GAP = r"(?:(?:\\!)*,(?:\\!)+|(?:\\!)+,|(?:\\[,;: !]|\\thinspace|\{,\}|[ ~'])+)"
 _THOUSANDS = r"[0-9]{1,3}(?:,[0-9]{3})+"
-_ALONE = r"(?<![A-Za-z0-9_^}).,/])"
-"""In front of a number: nothing that multiplies it, or of which it is a part."""
+_ALONE = r"(?<![A-Za-z0-9_^}).,/])"  # in front of a number: nothing that multiplies it, or of which it is a part
 _ORDINAL = r"(?i:(?<=(?<!1)1[^0-9]*)st|(?<=(?<!1)2[^0-9]*)nd|(?<=(?<!1)3[^0-9]*)rd|(?<=(?:1[1-3]|[04-9])[^0-9]*)th)"
 _POWER = r"(?: ?\^ ?(?:-?[0-9]|\{ ?-?[0-9]+ ?\}))?"
+# A text with one of these words changes an answer, so that it is no unit.
 _NO_UNIT = (
-    r"(?![^{}]*\b(?:or|and|not|no|if|for|when|where|with|more|less|least|most|than|to|from|mod|base|only|maybe|about|even|odd|all"
-    r"|any|prime|positive|negative|divisible|hundred|thousand|million|billion|trillion|dozen|percent|percentage|factorial|squared"
-    r"|cubed|times|plus|minus|over|hal[fv]\w*|thirds?|quarters?|choose|above|below)\b)"
+    r"(?![^{}]*\b(?:or|and|not|no|if|for|when|where|with|more|less|least|most|than|to|from|mod|base|only|maybe|about"
+    r"|even|odd|all|any|prime|positive|negative|divisible|hundred|thousand|million|billion|trillion|dozen|percent"
+    r"|percentage|factorial|squared|cubed|times|plus|minus|over|hal[fv]\w*|thirds?|quarters?|choose|above|below)\b)"
 )
-"""A text with one of these words changes an answer, so that it is no unit."""
 _WORDS = r" ?[A-Za-z]{2}[A-Za-z ,.'-]*"
 _WRAPPED_UNIT = (
     rf"\\(?:{_UPRIGHT})\{{{_NO_UNIT}(?! ?[^mgslLhNJWVAKCFT] ?\}})"
     rf" ?[A-Za-zµΩ](?:[A-Za-zµΩ ./^·-]|\\cdot(?!\pL))*[23]? ?\}}{_POWER}"
 )
 _BARE_UNIT = (
-    r"(?<=[0-9})] ?|\\[a-z]+ )(?:(?:(?:square|sq\.?|cubic|cu\.?) )?(?:[cdkmn]m|ft|in|yd|mi|mph|kph|kg|mg|lbs?|oz|sec|min|hrs?"
-    r"|deg|rad|USD|mL|ml|[km]?Hz|[kM]?eV|erg|[kM]?Pa|mol|days?|ways?|men|[apAP]\.?[mM]\.?"
+    r"(?<=[0-9})] ?|\\[a-z]+ )(?:(?:(?:square|sq\.?|cubic|cu\.?) )?(?:[cdkmn]m|ft|in|yd|mi|mph|kph|kg|mg|lbs?|oz|sec"
+    r"|min|hrs?|deg|rad|USD|mL|ml|[km]?Hz|[kM]?eV|erg|[kM]?Pa|mol|days?|ways?|men|[apAP]\.?[mM]\.?"
     rf"|{_NO_UNIT}(?!(?:{_FUNCTIONS}|sqrt|alpha|beta|gamma|theta|infty|infinity)(?!\pL))[A-Za-z]{{4,}})"
     r"|(?<= )[mgs](?=[^{}]*$))"
     rf"{_POWER}(?: ?/ ?[A-Za-z]{{1,6}}{_POWER})?(?![A-Za-z(])"
 )
-_LETTER = r"^ ?(?:\\[a-z]+ ?\{ ?)?\(?[A-J][).] ?\}? ?"
-"""Of a choice, behind which words are the answer."""
+_LETTER = r"^ ?(?:\\[a-z]+ ?\{ ?)?\(?[A-J][).] ?\}? ?"  # of a choice, behind which words are the answer
 _UNITS = (
     rf"(?<=[0-9}})a-zA-Z|.!] ?)(?<!{_LETTER})"
     rf" ?(?:{_WRAPPED_UNIT}|\\frac ?\{{ ?{_WRAPPED_UNIT} ?\}} ?\{{ ?{_WRAPPED_UNIT} ?\}}|{_BARE_UNIT})"
     rf"(?: ?(?:\\cdot|\\times|/|\*)? ?{_WRAPPED_UNIT})*\.?"
     r"(?= ?(?:$|[,;)\]=}]|\\(?:\}|pm(?!\pL)|text\{ ?,? ?(?:and|or) ?\})))"
 )
-
-
-class Rule(NamedTuple):
-    """One line of the table: ``example`` becomes ``result``."""
-
-    what: str
-    example: str
-    result: str
-    pattern: regex.Pattern[str]
-    replacement: str | Callable[[Match], str]
-
-
-def _rule(what: str, example: str, result: str, pattern: str, replacement: str | Callable[[Match], str] = "") -> Rule:
-    return Rule(what, example, result, regex.compile(pattern), replacement)
 
 
 def _fraction(value: Fraction) -> str:
@@ -89,18 +73,14 @@ def _mixed(match: Match) -> str:
 def _repeating(match: Match) -> str:
     if match["dots"] and len(match["block"]) < 3:
         return match[0]
-    once, block = match["once"] or "", match["unit"] if match["dots"] else regex.sub("[^0-9]", "", match["block"])
+    once, block = match["once"] or "", match["unit"] if match["dots"] else _digits(match["block"])
     start = int((match["whole"] or "0") + once)
     return _fraction(Fraction(int(f"{start}{block}") - start, 10 ** len(once) * (10 ** len(block) - 1)))
 
 
-def _double_factorial(match: Match) -> str:
-    return str(math.prod(range(int(match["of"]), 0, -2)))
-
-
 def _minutes(match: Match) -> str:
-    sixtieths = zip(("degrees", "minutes", "seconds"), (1, 60, 3600), strict=True)
-    return _fraction(sum((Fraction(int(match[name] or 0), size) for name, size in sixtieths), Fraction()))
+    degrees, minutes, seconds = (int(match[name] or 0) for name in ("degrees", "minutes", "seconds"))
+    return _fraction(Fraction(degrees * 3600 + minutes * 60 + seconds, 3600))
 
 
 def _radians(match: Match) -> str:
@@ -108,12 +88,12 @@ def _radians(match: Match) -> str:
     return regex.sub(size + _DEGREE, r"(\\frac{\g<size>\\pi}{180})", match[0])
 
 
-def _joined(match: Match) -> str:
-    return regex.sub("[^0-9]", "", match[0])
+def _digits(text: str) -> str:
+    return regex.sub("[^0-9]", "", text)
 
 
 def _with_commas(match: Match) -> str:
-    merged = regex.sub(rf"(?<![0-9.,]){_THOUSANDS}(?![0-9])", _joined, match[0])
+    merged = regex.sub(rf"(?<![0-9.,]){_THOUSANDS}(?![0-9])", lambda number: _digits(number[0]), match[0])
     return match[0] if regex.search(",(?! )", merged) else merged
 
 
@@ -125,316 +105,126 @@ def _without_font(match: Match) -> str:
 
 def _modulus(match: Match) -> str:
     pattern = (
-        r" ?\(? ?(?:\\(?:pmod|bmod|mod)|\\text\{ ?\(? ?mod ?\}) ?(?:\{ ?(?P<m>[^{}]*?) ?\}|(?P<m>[0-9A-Za-z]+)) ?\)?"
+        r" ?\(? ?(?:\\p?mod|\\text\{ ?\(? ?mod ?\}) ?(?:\{ ?(?P<m>[^{}]*?) ?\}|(?P<m>[0-9A-Za-z]+)) ?\)?"
         r"| ?\\text\{ ?\(? ?mod (?P<m>[0-9A-Za-z]+) ?\)? ?\}| ?\( ?mod (?P<m>[0-9A-Za-z]+) ?\)"
     )
     return regex.sub(pattern, r" \\pmod{\g<m>}", match[0])
 
 
 _ZEROS = {"thousand": 3, "million": 6, "billion": 9, "trillion": 12}
-
-
-def _rising(match: Match) -> str:
-    first, second = ("<" if match[name] == ">" else "\\le " for name in ("first", "second"))
-    return f"{match['c']}{second}{match['b']}{first}{match['a']}"
-
-
-RULES = (
-    # What has no meaning
-    _rule("signs of currencies", r"\$18", "18", r"\\?\$|[£€¥₹¢₩]|\\(?:pounds|euro)(?!\pL)"),
-    _rule("marks of bold text", "**73**", "73", r"^(?P<mark>\*\*|`+)(?P<inside>[^*`]+)(?P=mark)$", r"\g<inside>"),
-    _rule("a box in the box", r"\fbox{13}", "13", rf"^\\(?:boxed|fbox|framebox) ?{_BRACED}$", r"\g<inside>"),
-    _rule(
-        "the invisible", r"\phantom{0}13", "13", rf"\\(?:[hv]?phantom|label) ?{_BRACED}|\\(?:text|mbox) ?\{{ *\}}", " "
-    ),
+_NAMES = dict.fromkeys(("dfrac", "tfrac", "cfrac", "nicefrac", "sfrac", "xfrac"), r"\frac")
+_NAMES |= {"dbinom": r"\binom", "tbinom": r"\binom", "bmod": r"\mod", "lg": r"\log", "lbrace": r"\{", "rbrace": r"\}"}
+_NAMES |= {"tg": r"\tan", "ctg": r"\cot", "arctg": r"\arctan", "arcctg": r"\arccot"}
+_NAMES |= {"varnothing": r"\emptyset", "O": r"\emptyset", "pounds": "", "euro": ""}
+_TABLE: tuple[tuple[str, str, str | Callable[[Match], str]], ...] = (
+    # What has no meaning, and other names
+    (r"\tg x", rf"\\(?P<name>{'|'.join(_NAMES)})(?!\pL)", lambda match: _NAMES[match["name"]]),
+    (r"\$18", r"\\?\$|[£€¥₹¢₩]", ""),
+    ("**73**", r"^(?P<mark>\*\*|`+)(?P<inside>[^*`]+)(?P=mark)$", r"\g<inside>"),
+    (r"\fbox{13}", rf"^\\(?:boxed|fbox|framebox) ?{_BRACED}$", r"\g<inside>"),
+    (r"\phantom{0}13", rf"\\(?:[hv]?phantom|label) ?{_BRACED}|\\(?:text|mbox) ?\{{ *\}}", " "),
     # Numbers
-    _rule(
-        "mixed numbers",
-        "2 1/2",
-        r"\frac{5}{2}",
-        rf"{_ALONE}(?P<whole>[0-9]+)(?:[ ~]|\\[ ,;:!])*\\[dtc]?frac ?(?:\{{ ?(?P<top>[0-9]+) ?\}}|(?P<top>[0-9])) ?"
-        r"(?:\{ ?(?P<bottom>[0-9]+) ?\}|(?P<bottom>[0-9]))"
-        rf"|{_ALONE}(?P<whole>[0-9]+)(?:[ ~]|\\[ ,;:])+(?P<top>[0-9]{{1,2}}|[0-9]{{4,}}) ?/ ?(?P<bottom>[0-9]+)(?![0-9.])",
-        _mixed,
-    ),
-    _rule(
-        "braces of a space",
-        r"12{\,}345",
-        "12345",
-        r"(?<!\\[A-Za-z]+ ?|[\\\]}^_] ?)\{ ?(?P<space>(?:\\[,;:! ]|\\thinspace|~| )*) ?\}(?! ?[\^_])",
-        r"\g<space>",
-    ),
-    _rule(
-        "blanks beside a tight space",
-        r"10, \! 080",
-        "10080",
-        r"(?:(?<!\\) )?(?<!\\)\\(?:!|negthinspace(?!\pL)) ?",
-        r"\\!",
-    ),
-    _rule(
-        "thousands",
-        r"1\,234{,}567",
-        "1234567",
-        rf"(?<![0-9.,])[0-9]{{1,3}}(?:{_GAP}[0-9]{{3}})+(?![0-9])|(?<=[^\\]\{{){_THOUSANDS}(?=\}})",
-        _joined,
-    ),
-    _rule("a tight space ends a command", r"\pi\!r", r"\pi r", r"(?<=[A-Za-z])(?:\\!)+(?=[A-Za-z])", " "),
-    _rule("elsewhere it is nothing", r"2\!x", "2x", r"(?:\\!)+"),
+    ("2 1/2", rf"{_ALONE}(?P<whole>[0-9]+)(?:[ ~]|\\[ ,;:!])*\\frac ?(?:\{{ ?(?P<top>[0-9]+) ?\}}|(?P<top>[0-9])) ?"
+     r"(?:\{ ?(?P<bottom>[0-9]+) ?\}|(?P<bottom>[0-9]))"
+     rf"|{_ALONE}(?P<whole>[0-9]+)(?:[ ~]|\\[ ,;:])+(?P<top>[0-9]{{1,2}}|[0-9]{{4,}}) ?/ ?(?P<bottom>[0-9]+)(?![0-9.])",
+     _mixed),
+    (r"12{\,}345", r"(?<!\\[A-Za-z]+ ?|[\\\]}^_] ?)\{ ?(?P<space>(?:\\[,;:! ]|\\thinspace|~| )*) ?\}(?! ?[\^_])",
+     r"\g<space>"),
+    (r"10, \! 080", r"(?:(?<!\\) )?(?<!\\)\\(?:!|negthinspace(?!\pL)) ?", r"\\!"),
+    (r"1\,234{,}567", rf"(?<![0-9.,])[0-9]{{1,3}}(?:{_GAP}[0-9]{{3}})+(?![0-9])|(?<=[^\\]\{{){_THOUSANDS}(?=\}})",
+     lambda match: _digits(match[0])),
     # Spaces, sizes and fonts
-    _rule("spaces", r"x\quad y", "x y", r"(?:(?<!\\)\\(?:[,;: ]|(?:thinspace|quad|qquad|enspace)(?!\pL))|~)+", " "),
-    _rule("old fonts", r"{\bf 13}", "13", r"\{ ?\\(?:bf|it|rm|tt|sf|em)(?!\pL) ?", r"\\text{"),
-    _rule(
-        "sizes and styles",
-        r"\left(\large 13\right)",
-        "(13)",
-        r"(?<!\\)\\(?:[\[\]()]|(?:tiny|small|normalsize|[lL]arge|LARGE|[hH]uge|bf|it|rm|bfseries|(?:display|text|script)style"
-        r"|[bB]igg?[lrm]?|limits)(?!\pL) ?|(?:left|right|middle)(?!\pL) ?\.?)",
-    ),
-    _rule(
-        "thousands with commas, where each other comma has a blank and no bracket is open",
-        r"12,345\pi",
-        r"12345\pi",
-        r"^(?!.*(?:[(\[]|\\\{)).*[0-9],[0-9]{3}.*$",
-        _with_commas,
-    ),
-    _rule(
-        "colours",
-        r"\textcolor{red}{13}",
-        "13",
-        rf"\\(?:(?:text)?color|colorbox) ?\{{[^{{}}]*\}} ?(?:{_BRACED})?",
-        lambda match: match["inside"] or "",
-    ),
-    _rule(
-        "braces and fonts of a sign",
-        r"\text{-}3{:}45",
-        "-3:45",
-        rf"(?:\\(?:{_FONTS}|math(?:bin|op|rel|ord|punct)|operatorname) ?)?\{{ ?(?P<sign>-{{1,3}}|[+:/]) ?\}}"
-        r"|\\text(?:minus|endash)(?!\pL)(?: ?\{ ?\})?",
-        lambda match: match["sign"] or "-",
-    ),
-    _rule("powers of factorials", "3!^2", "(3!)^2", r"(?P<of>[0-9]+!) ?(?=\^)", r"(\g<of>)"),
-    _rule("double factorials", "7!!", "105", r"(?<![0-9A-Za-z.])(?P<of>[0-9]{1,2}) ?!!(?!!)", _double_factorial),
-    _rule("names of fractions", r"\nicefrac{5}{2}", r"\frac{5}{2}", r"\\(?:[dtc]|nice|s|x)frac(?!\pL)", r"\\frac"),
-    _rule("names of binomials", r"\dbinom{5}{2}", r"\binom{5}{2}", r"\\[dt]binom(?!\pL)", r"\\binom"),
-    _rule(
-        "fractions without braces",
-        r"\frac12",
-        r"\frac{1}{2}",
-        r"\\(?P<name>frac|binom) ?(?:\{(?P<top>[^{}]*)\}|(?P<top>[0-9])) ?(?:\{(?P<bottom>[^{}]*)\}|(?P<bottom>[0-9]))",
-        r"\\\g<name>{\g<top>}{\g<bottom>}",
-    ),
-    _rule(
-        "accents and roots without braces",
-        r"\sqrt[3]2",
-        r"\sqrt[3]{2}",
-        r"(?P<name>\\(?:vec|hat|bar|tilde|sqrt ?\[[^\]]*\])) ?(?P<under>[0-9]|(?<=\]|[ ])[A-Za-z])",
-        r"\g<name>{\g<under>}",
-    ),
+    (r"1\!2", r"(?:\\!)+(?!\pL)", ""),
+    (r"x\quad y", r"(?:(?<!\\)\\(?:[,;:! ]|(?:thinspace|quad|qquad|enspace)(?!\pL))|~)+", " "),
+    (r"{\bf 13}", r"\{ ?\\(?:bf|it|rm|tt|sf|em)(?!\pL) ?", r"\\text{"),
+    (r"\left(\large 13\right)",
+     r"(?<!\\)\\(?:[\[\]()]|(?:tiny|small|normalsize|[lL]arge|LARGE|[hH]uge|bf|it|rm|bfseries|(?:display|text|script)"
+     r"style|[bB]igg?[lrm]?|limits)(?!\pL) ?|(?:left|right|middle)(?!\pL) ?\.?)", ""),
+    # Thousands with commas, where each other comma has a blank and no bracket is open
+    (r"12,345\pi", r"^(?!.*(?:[(\[]|\\\{)).*[0-9],[0-9]{3}.*$", _with_commas),
+    (r"\textcolor{red}{13}", rf"\\(?:(?:text)?color|colorbox) ?\{{[^{{}}]*\}} ?(?:{_BRACED})?", r"\g<inside>"),
+    (r"\text{-}3{:}45",
+     rf"(?:\\(?:{_FONTS}|math(?:bin|op|rel|ord|punct)|operatorname) ?)?\{{ ?(?P<sign>-{{1,3}}|[+:/]) ?\}}"
+     r"|\\text(?:minus|endash)(?!\pL)(?: ?\{ ?\})?", lambda match: match["sign"] or "-"),
+    ("3!^2", r"(?P<of>[0-9]+!) ?(?=\^)", r"(\g<of>)"),
+    ("7!!", r"(?<![0-9A-Za-z.])(?P<of>[0-9]{1,2}) ?!!(?!!)",
+     lambda match: str(math.prod(range(int(match["of"]), 0, -2)))),
+    (r"\frac12",
+     r"\\(?P<name>frac|binom) ?(?:\{(?P<top>[^{}]*)\}|(?P<top>[0-9])) ?(?:\{(?P<bottom>[^{}]*)\}|(?P<bottom>[0-9]))",
+     r"\\\g<name>{\g<top>}{\g<bottom>}"),
+    (r"\sqrt[3]2", r"(?P<name>\\(?:vec|hat|bar|tilde|sqrt ?\[[^\]]*\])) ?(?P<under>[0-9]|(?<=\]|[ ])[A-Za-z])",
+     r"\g<name>{\g<under>}"),
     # Rows
-    _rule(
-        "row breaks",
-        r"1\\[4pt]2",
-        r"1\\ 2",
-        r"\\\\\*? ?(?:\[ ?-?[0-9.]+ ?(?:pt|ex|em|mm|cm|in) ?\])?|\\cr(?!\pL)",
-        r"\\\\ ",
-    ),
-    _rule(
-        "arrays behind a brace",
-        r"\left\{\begin{array}{l}x=1\end{array}\right.",
-        r"\begin{cases}x=1\end{cases}",
-        r"\\\{ ?\\begin\{array\} ?(?:\{[^{}]*\})?(?P<rows>(?:(?!\\begin|\\end|\\\}).)*)\\end\{array\}(?! ?\\\})",
-        r"\\begin{cases}\g<rows>\\end{cases}",
-    ),
-    _rule(
-        "words of conditions",
-        r"\begin{cases}x & \text{if }x>0\end{cases}",
-        r"\begin{cases}x & x>0\end{cases}",
-        r"(?<=& ?)\\text\{ ?(?:if|for|when) ?\}",
-    ),
-    _rule(
-        "matrices in brackets",
-        r"[\begin{array}{c}1\\2\end{array}]",
-        r"\begin{pmatrix}1\\ 2\end{pmatrix}",
-        r"(?P<open>[(\[] ?)?\\(?P<side>begin|end)\{(?:array|(?:small)?matrix)\}(?(open) ?(?:\{[^{}]*\})?|(?: ?[)\]]))",
-        r"\\\g<side>{pmatrix}",
-    ),
-    # More numbers
-    _rule(
-        "repeating decimals",
-        r"0.1\overline{6}",
-        r"\frac{1}{6}",
-        r"(?<![0-9])(?P<whole>[0-9]*)\.(?:(?P<once>[0-9]*)(?P<block>\\dot ?\{?[0-9]\}?[0-9]*\\dot ?\{?[0-9]\}?"
-        r"|(?:\\(?:overline|overbar|bar|dot) ?(?:\{ ?[0-9]+ ?\}|[0-9]))+|\([0-9]+\)(?![0-9^!]))(?:\.\.\.| ?\\l?dots)?"
-        r"|(?P<once>[0-9]{0,9}?)(?P<block>(?P<unit>[0-9]{1,9}?)(?P=unit)+) ?(?P<dots>\.\.\.|\\[lc]?dots(?!\pL)))",
-        _repeating,
-    ),
-    _rule(
-        "large numbers in words",
-        r"1.5\text{ million}",
-        r"1.5 \cdot 10^{6}",
-        r"(?<=[0-9]) ?(?:\\text\{ ?(?P<word>thousand|million|billion|trillion)(?P<rest>[^{}]*)\}"
-        r"|(?P<word>thousand|million|billion|trillion)(?!\pL))",
-        lambda match: (
-            f" \\cdot 10^{{{_ZEROS[match['word']]}}}" + (f"\\text{{{match['rest']}}}" if match["rest"] else "")
-        ),
-    ),
-    _rule("times as a letter", "3 x 10^8", r"3 \times 10^8", r"(?<=[0-9]) ?[xX*] ?(?=10 ?\^)", r" \\times "),
-    _rule(
-        "minus in words",
-        r"\text{negative }5",
-        "-5",
-        r"^(?:\\text\{ ?(?:negative|minus) ?\} ?(?!\\inf)|(?:negative|minus) )",
-        "-",
-    ),
-    _rule(
-        "infinity in words",
-        r"\text{infinity}",
-        r"\infty",
-        r"\\text\{ ?(?:\+ ?|positive )?infinity ?\}|(?<![A-Za-z\\])infinity(?!\pL)",
-        r"\\infty ",
-    ),
+    (r"1\\[4pt]2", r"\\\\\*? ?(?:\[ ?-?[0-9.]+ ?(?:pt|ex|em|mm|cm|in) ?\])?|\\cr(?!\pL)", r"\\\\ "),
+    (r"\left\{\begin{array}{l}x=1\end{array}\right.",
+     r"\\\{ ?\\begin\{array\} ?(?:\{[^{}]*\})?(?P<rows>(?:(?!\\begin|\\end|\\\}).)*)\\end\{array\}(?! ?\\\})",
+     r"\\begin{cases}\g<rows>\\end{cases}"),
+    (r"\begin{cases}x & \text{if }x>0\end{cases}", r"(?<=& ?)\\text\{ ?(?:if|for|when) ?\}", ""),
+    (r"0.1\overline{6}",
+     r"(?<![0-9])(?P<whole>[0-9]*)\.(?:(?P<once>[0-9]*)(?P<block>\\dot ?\{?[0-9]\}?[0-9]*\\dot ?\{?[0-9]\}?"
+     r"|(?:\\(?:overline|overbar|bar|dot) ?(?:\{ ?[0-9]+ ?\}|[0-9]))+|\([0-9]+\)(?![0-9^!]))(?:\.\.\.| ?\\l?dots)?"
+     r"|(?P<once>[0-9]{0,9}?)(?P<block>(?P<unit>[0-9]{1,9}?)(?P=unit)+) ?(?P<dots>\.\.\.|\\[lc]?dots(?!\pL)))",
+     _repeating),
+    (r"1.5\text{ million}", rf"(?<=[0-9]) ?(?:\\text\{{ ?(?P<word>{'|'.join(_ZEROS)})(?P<rest>[^{{}}]*)\}}"
+     rf"|(?P<word>{'|'.join(_ZEROS)})(?!\pL))",
+     lambda match: f" \\cdot 10^{{{_ZEROS[match['word']]}}}\\text{{{match['rest'] or ''}}}".removesuffix("\\text{}")),
+    ("3 x 10^8", r"(?<=[0-9]) ?[xX*] ?(?=10 ?\^)", r" \\times "),
+    (r"\text{negative }5", r"^(?:\\text\{ ?(?:negative|minus) ?\} ?(?!\\inf)|(?:negative|minus) )", "-"),
+    (r"\text{infinity}", r"\\text\{ ?(?:\+ ?|positive )?infinity ?\}|(?<![A-Za-z\\])infinity(?!\pL)", r"\\infty "),
     # Text around an answer
-    _rule("a last separator", "13;", "13", r"(?:[,;]|\\\\) ?$"),
-    _rule("labels", r"\text{Length: }5", "5", r"^\\text\{ ?[A-Za-z]{2}[A-Za-z ]*: ?\}"),
-    _rule(
-        "what introduces an answer",
-        r"\text{The answer is } 5",
-        "5",
-        r"^(?:(?:\\(?:approx|simeq|sim|therefore|implies|Rightarrow|to)(?!\pL)|[=#≈∴⇒→]|\\text\{ ?(?:Rs\.?|USD|US|EUR|INR) ?\}"
-        r"|Rs\.?(?= ?[0-9])"
-        r"|(?i:\\text\{ ?(?:(?:so|thus|hence),? )?(?:(?:the|final|my) )*(?:answer|result) ?(?:is)? ?:? ?\})) ?:?)+",
-    ),
+    ("13;", r"(?:[,;]|\\\\) ?$", ""),
+    (r"\text{The answer is } 5",
+     r"^(?:(?:\\text\{ ?[A-Za-z]{2}[A-Za-z ]*: ?\}|\\(?:approx|simeq|sim|therefore|implies|Rightarrow|to)(?!\pL)"
+     r"|[=#≈∴⇒→]|\\text\{ ?(?:Rs\.?|USD|US|EUR|INR) ?\}|Rs\.?(?= ?[0-9])"
+     r"|(?i:\\text\{ ?(?:(?:so|thus|hence),? )?(?:(?:the|final|my) )*(?:answer|result) ?(?:is)? ?:? ?\})) ?:?)+", ""),
     # Angles and units
-    _rule(
-        "minutes of arc",
-        r"20^\circ 30'",
-        r"\frac{41}{2}",
-        rf"(?<![0-9])(?P<degrees>[0-9]++){_DEGREE} ?(?P<minutes>[0-9]+)"
-        r" ?(?:'|\^?\{?\\prime\}?)(?: ?(?P<seconds>[0-9]+) ?(?:''|\"))?",
-        _minutes,
-    ),
-    _rule(
-        "degrees in functions",
-        r"\sin 30^\circ",
-        r"\sin (\frac{30\pi}{180})",
-        r".*(?<!arc)\\?(?:sin|cos|tan|cot|sec|csc)(?!\pL).*",
-        _radians,
-    ),
-    _rule(
-        "degrees",
-        r"30^\circ F",
-        "30",
-        rf"(?<=[0-9}})a-zA-Z] ?){_DEGREE}(?: ?(?:\\(?:text|mathrm)\{{ ?[CFK] ?\}}|[CFK](?!\pL)))?",
-    ),
-    _rule(
-        "ordinals",
-        r"5^{\text{th}}",
-        "5",
-        rf"(?<=[0-9]) ?-?(?:\^|\\textsuperscript)? ?(?P<brace>\{{ ?)?\\(?:{_UPRIGHT}) ?\{{ ?-?{_ORDINAL} ?\}}(?(brace) ?\}})"
-        rf"|(?<=[0-9]) ?(?:\^|\\textsuperscript) ?\{{ ?-?{_ORDINAL} ?\}}"
-        rf"|(?<=[0-9])(?=-?[SNRTsnrt])(?<=(?:^|[,;({{] ?|[a-z}}] )[0-9,]*)-?{_ORDINAL}"
-        r"(?= ?(?:$|[,;.)}]|\\text|[A-Za-z]{3}))",
-    ),
-    _rule("feet and inches", "12''", "12", r"(?<=[0-9])(?:''?|\")$"),
-    _rule("units", r"3\,\mathrm{kg}\cdot\mathrm{m}/\mathrm{s}^2", "3", _UNITS),
-    _rule("fonts, but for words", r"2\mathrm{e}+\mathbf{13}", "2e+13", _FONT.pattern, _without_font),
-    _rule(
-        "words after a percent sign",
-        r"50\% \text{ of the students}",
-        r"50\%",
-        rf"(?<=[0-9}}] ?)(?:\\?% ?(?:\\text\{{{_NO_UNIT}{_WORDS}\}}|(?={_WORDS}$){_NO_UNIT}{_WORDS})"
-        rf"|(?:\\text\{{ ?per ?cent(?:age)?\b{_NO_UNIT}(?:{_WORDS})?\}}"
-        rf"|per ?cent(?:age)?\b(?=(?:{_WORDS})?$){_NO_UNIT}(?:{_WORDS})?))$",
-        r"\\%",
-    ),
+    (r"20^\circ 30'", rf"(?<![0-9])(?P<degrees>[0-9]++){_DEGREE} ?(?P<minutes>[0-9]+)"
+     r" ?(?:'|\^?\{?\\prime\}?)(?: ?(?P<seconds>[0-9]+) ?(?:''|\"))?", _minutes),
+    (r"\sin 30^\circ", r".*(?<!arc)\\?(?:sin|cos|tan|cot|sec|csc)(?!\pL).*", _radians),
+    (r"30^\circ F", rf"(?<=[0-9}})a-zA-Z] ?){_DEGREE}(?: ?(?:\\(?:text|mathrm)\{{ ?[CFK] ?\}}|[CFK](?!\pL)))?", ""),
+    (r"5^{\text{th}}",
+     rf"(?<=[0-9]) ?-?(?:\^|\\textsuperscript)? ?(?P<brace>\{{ ?)?\\(?:{_UPRIGHT}) ?\{{ ?-?{_ORDINAL} ?\}}(?(brace) ?"
+     rf"\}})|(?<=[0-9]) ?(?:\^|\\textsuperscript) ?\{{ ?-?{_ORDINAL} ?\}}"
+     rf"|(?<=[0-9])(?=-?[SNRTsnrt])(?<=(?:^|[,;({{] ?|[a-z}}] )[0-9,]*)-?{_ORDINAL}"
+     r"(?= ?(?:$|[,;.)}]|\\text|[A-Za-z]{3}))", ""),
+    ("12''", r"(?<=[0-9])(?:''?|\")$", ""),
+    (r"3\,\mathrm{kg}\cdot\mathrm{m}/\mathrm{s}^2", _UNITS, ""),
+    (r"2\mathrm{e}+\mathbf{13}", _FONT.pattern, _without_font),
+    (r"50\% \text{ of the students}",
+     rf"(?<=[0-9}}] ?)(?:\\?% ?(?:\\text\{{{_NO_UNIT}{_WORDS}\}}|(?={_WORDS}$){_NO_UNIT}{_WORDS})"
+     rf"|(?:\\text\{{ ?per ?cent(?:age)?\b{_NO_UNIT}(?:{_WORDS})?\}}"
+     rf"|per ?cent(?:age)?\b(?=(?:{_WORDS})?$){_NO_UNIT}(?:{_WORDS})?))$", r"\\%"),
     # Functions
-    _rule("roots", "sqrt(17)", r"\sqrt{17}", r"\\?(?<![A-Za-z])sqrt ?\((?P<under>[^()]*)\)", r"\\sqrt{\g<under>}"),
-    _rule(
-        "functions in fonts or without backslash",
-        r"\operatorname{lcm}(4,6)",
-        r"\lcm (4,6)",
-        rf"(?<!_ ?\{{? ?)\\(?:text|operatorname)\*? ?\{{ ?(?P<name>{_FUNCTIONS}) ?\}}"
-        rf"|(?<![A-Za-z\\])(?P<name>{_FUNCTIONS}|sqrt|pi)(?![A-Za-z}}])",
-        r"\\\g<name> ",
-    ),
-    _rule(
-        "Russian names",
-        r"\tg x",
-        r"\tan x",
-        r"\\(?P<arc>arc)?(?P<c>c)?tg(?!\pL)",
-        lambda match: f"\\{match['arc'] or ''}{'cot' if match['c'] else 'tan'} ",
-    ),
-    _rule("the natural logarithm", r"\log_e 2", r"\ln 2", r"\\log ?_ ?(?:e|\{ ?e ?\})(?!\pL)", r"\\ln "),
-    _rule("the logarithm to 10", r"\lg 100", r"\log 100", r"\\lg(?!\pL)", r"\\log "),
-    _rule(
-        "arguments in braces",
-        r"\log_2{4}/x",
-        r"\log_2(4)/x",
-        rf"(?P<name>\\(?:{_FUNCTIONS})(?: ?_ ?(?:[0-9A-Za-z]|\{{[^{{}}]*\}}))?) ?{_BRACED}",
-        r"\g<name>(\g<inside>)",
-    ),
+    ("sqrt(17)", r"\\?(?<![A-Za-z])sqrt ?\((?P<under>[^()]*)\)", r"\\sqrt{\g<under>}"),
+    (r"\operatorname{lcm}(4,6)", rf"(?<!_ ?\{{? ?)\\(?:text|operatorname)\*? ?\{{ ?(?P<name>{_FUNCTIONS}) ?\}}"
+     rf"|(?<![A-Za-z\\])(?P<name>{_FUNCTIONS}|sqrt|pi)(?![A-Za-z}}])", r"\\\g<name> "),
+    (r"\log_e 2", r"\\log ?_ ?(?:e|\{ ?e ?\})(?!\pL)", r"\\ln "),
+    (r"\log_2{4}/x", rf"(?P<name>\\(?:{_FUNCTIONS})(?: ?_ ?(?:[0-9A-Za-z]|\{{[^{{}}]*\}}))?) ?{_BRACED}",
+     r"\g<name>(\g<inside>)"),
     # Where math-verify reads something else
-    _rule(
-        "conjugates",
-        r"\overline{3+4i}",
-        r"(3+4(-i))",
-        r"\\(?:overline|bar) ?\{(?P<number>[-+0-9./ ]*i[-+0-9./ ]*)\}",
-        lambda match: f"({match['number'].replace('i', '(-i)')})",
-    ),
-    _rule("derivatives", "f'(x)", "f_{p}(x)", r"(?<=[A-Za-z])'+", lambda match: f"_{{{'p' * len(match[0])}}}"),
-    _rule(
-        "d is no differential",
-        r"d \cdot 2",
-        r"{d} \cdot 2",
-        r"(?<![A-Za-z\\])d(?= ?\\(?:cdot|times|div|pm|[lg][et]q?|neq?|in)(?!\pL))",
-        "{d}",
-    ),
-    _rule("moduli", r"x\equiv 3\bmod 5", r"x\equiv 3 \pmod{5}", r".*\\equiv.*", _modulus),
-    _rule("remainders", r"17 \bmod 5", r"17 \mod 5", r"\\bmod(?!\pL)", r"\\mod"),
-    _rule(
-        "vectors",
-        r"\langle 1,2\rangle",
-        "(1,2)",
-        r"\\langle(?!\pL) ?(?P<of>(?:(?!\\[lr]angle|[|,]).)*+,(?:(?!\\[lr]angle|\|).)*)\\rangle(?!\pL)"
-        r"|^<(?P<of>[^<>,]+,[^<>]+)>$",
-        r"(\g<of>)",
-    ),
-    _rule(
-        "braces of sets",
-        r"\lbrace 1\rbrace",
-        r"\{ 1\}",
-        r"\\(?P<side>[lr])brace(?!\pL)",
-        lambda match: {"l": "\\{", "r": "\\}"}[match["side"]],
-    ),
-    _rule("the empty set", r"\varnothing", r"\emptyset", r"\\(?:varnothing|O)(?!\pL)", r"\\emptyset "),
-    _rule(
-        "sets by a condition",
-        r"\{x: 0<x<1\}",
-        "0<x<1",
-        r"^\\\{ ?[a-z](?: ?\\in ?\\mathbb\{R\})? ?(?:\\mid|:|\|) ?(?P<condition>[^|:]*(?:[<>]|\\[lg]eq?)[^|:]*) ?\\\}$",
-        r"\g<condition>",
-    ),
-    _rule(
-        "falling chains",
-        "4>x>1",
-        "1<x<4",
-        r"^(?P<a>[^<>=]+?)(?P<first>>|\\geq?(?!\pL))(?P<b>[^<>=]+?)(?P<second>>|\\geq?(?!\pL))(?P<c>[^<>=]+)$",
-        _rising,
-    ),
-    _rule(
-        "brackets of open ends",
-        "]0,1[",
-        "(0,1)",
-        r"(?<=^|\\cup ?)(?P<left>[\[\]])(?P<ends>[^\[\]]*,[^\[\]]*)(?P<right>[\[\]])(?= ?(?:$|\\cup))",
-        lambda match: f"{'[('[match['left'] == ']']}{match['ends']}{'])'[match['right'] == '[']}",
-    ),
-)
+    (r"\overline{3+4i}", r"\\(?:overline|bar) ?\{(?P<number>[-+0-9./ ]*i[-+0-9./ ]*)\}",
+     lambda match: f"({match['number'].replace('i', '(-i)')})"),
+    ("f'(x)", r"(?<=[A-Za-z])'+", lambda match: f"_{{{'p' * len(match[0])}}}"),
+    (r"d \cdot 2", r"(?<![A-Za-z\\])d(?= ?\\(?:cdot|times|div|pm|[lg][et]q?|neq?|in)(?!\pL))", "{d}"),
+    (r"x\equiv 3\bmod 5", r".*\\equiv.*", _modulus),
+    (r"\langle 1,2\rangle",
+     r"\\langle(?!\pL) ?(?P<of>(?:(?!\\[lr]angle|[|,]).)*+,(?:(?!\\[lr]angle|\|).)*)\\rangle(?!\pL)"
+     r"|^<(?P<of>[^<>,]+,[^<>]+)>$", r"(\g<of>)"),
+    (r"\{x: 0<x<1\}",
+     r"^\\\{ ?[a-z](?: ?\\in ?\\mathbb\{R\})? ?(?:\\mid|:|\|) ?(?P<condition>[^|:]*(?:[<>]|\\[lg]eq?)[^|:]*) ?\\\}$",
+     r"\g<condition>"),
+    ("4>x>1", r"^(?P<a>[^<>=]+)>(?P<b>[^<>=]+)>(?P<c>[^<>=]+)$", r"\g<c><\g<b><\g<a>"),
+    ("]0,1[", r"(?<=^|\\cup ?)(?P<left>[\[\]])(?P<ends>[^\[\]]*,[^\[\]]*)(?P<right>[\[\]])(?= ?(?:$|\\cup))",
+     lambda match: f"{'[('[match['left'] == ']']}{match['ends']}{'])'[match['right'] == '[']}"),
+)  # fmt: skip
+RULES = [(example, regex.compile(pattern), replacement) for example, pattern, replacement in _TABLE]
+"""An answer that the rule is there for, the pattern, and what takes the place of its matches."""
 
 _CHARACTERS = "−×·⋅∙÷∕⁄°º˚℃℉∘∞√∛≤≥⩽⩾≠±∪∩∈∅⟨⟩〈〉′″’、ℝℤℚℕℂ∠△∣≡"  # noqa: RUF001
 _COMMANDS = (
     r"- \times \cdot \cdot \cdot \div / / ^\circ ^\circ ^\circ ^{\circ}C ^{\circ}F \circ"
-    r" \infty \sqrt \sqrt[3] \le \ge \le \ge \neq \pm \cup \cap \in \emptyset \langle"
-    r" \rangle \langle \rangle ' '' ' , \mathbb{R} \mathbb{Z} \mathbb{Q} \mathbb{N} \mathbb{C} \angle \triangle | \equiv"
+    r" \infty \sqrt \sqrt[3] \le \ge \le \ge \neq \pm \cup \cap \in \emptyset \langle \rangle"
+    r" \langle \rangle ' '' ' , \mathbb{R} \mathbb{Z} \mathbb{Q} \mathbb{N} \mathbb{C} \angle \triangle | \equiv"
 )
 _SYMBOLS = dict(zip(_CHARACTERS, _COMMANDS.split(), strict=True))
 _RAISED = regex.compile("(?P<up>[⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿⁱ]+)|[₀₁₂₃₄₅₆₇₈₉₊₋]+")
@@ -451,26 +241,24 @@ def _in_ascii(char: str) -> str:
     return {"Cf": "", "Pd": "-", "Zs": " "}.get(unicodedata.category(char), plain)
 
 
-LONGEST = 2000
-"""Characters of a text in LaTeX, of which one such as ``√`` takes several: the time of some rules grows with their square."""
+LONGEST = 2000  # characters of a text in LaTeX: the time of some rules grows with their square
 
 
 @lru_cache(maxsize=8192)
 def normal(text: str) -> str:
     """The text in its normal form: the same for the spellings of one answer, as far as text alone can tell.
 
-    ValueError for a text of more than :data:`LONGEST` characters in LaTeX.
+    Raises:
+        ValueError: the text has more than :data:`LONGEST` characters in LaTeX.
     """
     if not text.isascii():
         text = _ROOT.sub(r"\\sqrt{\g<under>}", text)
-        text = _RAISED.sub(
-            lambda match: f"{'^' if match['up'] else '_'}{{{unicodedata.normalize('NFKC', match[0])}}}", text
-        )
+        text = _RAISED.sub(lambda run: f"{'^' if run['up'] else '_'}{{{unicodedata.normalize('NFKC', run[0])}}}", text)
         text = "".join(char if char.isascii() else _in_ascii(char) for char in text)
     text = " ".join(text.split())
     if len(text) > LONGEST:
         raise ValueError(f"a text has {len(text)} characters in LaTeX, more than {LONGEST}")
-    for rule in RULES:
-        text = rule.pattern.sub(rule.replacement, text)
+    for _, pattern, replacement in RULES:
+        text = pattern.sub(replacement, text)
     text = " ".join(text.split())
     return text[:-1].rstrip() if text.endswith(".") and not text.endswith("..") else text

@@ -8,7 +8,9 @@ import logging
 import math
 import re
 from collections.abc import Iterable
+from contextlib import suppress
 from decimal import Decimal
+from fractions import Fraction
 from numbers import Number, Rational
 from typing import Any
 
@@ -19,15 +21,9 @@ from grail_advantage.reward._normal import normal
 
 logger = logging.getLogger(__name__)
 
-# Longer texts count as incorrect without being parsed: math-verify takes seconds for them.
-MAX_ANSWER_CHARS = 1000
-_SHOWN = 5
+MAX_ANSWER_CHARS = 1000  # longer texts count as incorrect without being parsed: math-verify takes seconds for them
 _REMEDY = "give text, a number or a list of them"
-# Text that a program wrote of an object or of nothing, and no answer: `nan`, `{"answer": 5}`, `Decimal('3.50')`, `b'5'`.
 _NOTHING = re.compile(r"(?i)\[?\s*(?:nan|null|<na>|nat|)\s*\]?|\{\s*\}|\(\s*\)")
-_WRITTEN = re.compile(
-    r"b(['\"]).*\1|(?:Decimal|Fraction|array|tensor|(?:np|numpy|datetime)\.\w+)\(.*\)|<.* object at 0x\w+>", re.DOTALL
-)
 _QUOTED = re.compile(r"[\[({]*\s*(['\"]).*\1\s*[\])}]*|\{\s*['\"].*:.*\}|\[.*\b(?:null|None|NaN)\b.*\]", re.DOTALL)
 _LATEX = re.compile(r"(?<!\\)(?:\\\\)*\\(?!u[0-9a-fA-F]{4}|[\\\"'/])")
 
@@ -36,99 +32,66 @@ def last_boxed(text: str) -> str | None:
     r"""The content of the last complete ``\boxed{...}``, or None; linear in the text's length."""
     # Lone surrogates, which a tokenizer's decoder can produce, survive the round trip.
     data = text.encode("utf-8", "surrogatepass")
-    last = None
-    for _, content_start, content_end, _ in iter_boxed(data):
-        last = content_start, content_end
-    return None if last is None else data[slice(*last)].decode("utf-8", "surrogatepass")
+    boxes = [*iter_boxed(data)]
+    return data[slice(*boxes[-1][1:3])].decode("utf-8", "surrogatepass") if boxes else None
 
 
 def gold_text(ground_truth: Any) -> str:
-    r"""The ground truth as text.
-
-    Args:
-        ground_truth: text, UTF-8 bytes, a number (Python's, numpy's, of a tensor; ``Decimal``, ``Fraction``), or several of
-            these in a list, a tuple, a set, an array or JSON text such as ``["2", "3"]``, which become one list with commas.
+    r"""The ground truth as text: text, UTF-8 bytes, a number (Python's, numpy's, of a tensor; ``Decimal``,
+    ``Fraction``), or several of these in a list, a tuple, a set, an array or JSON text such as ``["2", "3"]``, which
+    become one list with commas.
 
     Raises:
         ValueError: there is none, such as ``None``, nan, a mapping or no text; the message shows it.
     """
     try:
         text = _text(ground_truth)
-    except RecursionError:
+    except (ValueError, TypeError, OverflowError, RuntimeError):  # of whatever reads it
         text = None
     if text is None:
         raise ValueError(f"ground_truth is {shown(ground_truth)}: {_REMEDY}")
-    boxed = last_boxed(text)
-    text = text if boxed is None else boxed
-    if not text.strip(" \t\r\n$"):
-        raise ValueError(f"ground_truth is empty: {_REMEDY}")
     return text
 
 
 def _text(value: Any) -> str | None:
-    """None for what states no answer."""
-    value = _plain(value)
-    if isinstance(value, list | tuple | set | frozenset):
-        entries = [gold_text(entry) for entry in value]
-        entries = entries if isinstance(value, list | tuple) else sorted(entries)
-        # The space keeps "1", "234" from reading as 1,234.
-        return ", ".join(map(normal, entries)) if len(entries) > 1 else "".join(entries)
+    """None, or any error, for what states no answer."""
+    if isinstance(value, bytes | bytearray):
+        return _text(value.decode())
+    if hasattr(value, "__array__") and not isinstance(value, np.generic):
+        array = np.asarray(value)
+        return _text(list(array) if array.ndim else array[()])
     if isinstance(value, str):
-        return None if _NOTHING.fullmatch(value.strip()) or _WRITTEN.fullmatch(value.strip()) else value
+        value = _unpacked(value)
+    if isinstance(value, set | frozenset):
+        value = sorted(value, key=str)
+    if isinstance(value, list | tuple):
+        entries = [gold_text(entry) for entry in value]
+        # The space keeps "1", "234" from reading as 1,234.
+        value = ", ".join(map(normal, entries)) if len(entries) > 1 else "".join(entries)
+    if isinstance(value, str):
+        boxed = last_boxed(value)
+        value = value if boxed is None else boxed
+        return None if _NOTHING.fullmatch(value.strip(" \t\r\n$")) else value
     if isinstance(value, bool | np.bool_):
         return str(value)
-    return _digits(value) if isinstance(value, Number) else None
-
-
-def _digits(value: Any) -> str | None:
-    """A number's; None if it is not finite or has more than Python writes."""
-    try:
-        if isinstance(value, Rational):  # a whole number, too
-            return str(value.numerator) if value.denominator == 1 else f"{value.numerator}/{value.denominator}"
-        if isinstance(value, Decimal):
-            return format(value, "f") if value.is_finite() and abs(value.adjusted()) < MAX_ANSWER_CHARS else None
-        if isinstance(value, complex):
-            return f"{_digits(value.real)}{value.imag:+}i" if math.isfinite(abs(value)) else None
-        value = float(str(value))  # the digits that numpy writes: 0.1 in float16 is 0.1
-        return (str(int(value)) if value.is_integer() else str(value)) if math.isfinite(value) else None
-    except (ValueError, OverflowError):
-        return None
-
-
-def _plain(value: Any) -> Any:
-    """A value of numpy, torch, pandas or pyarrow, bytes or JSON text as Python has it; None for what states no answer."""
-    if isinstance(value, str):
-        return _unpacked(value)
-    if isinstance(value, bytes | bytearray | memoryview):
-        try:
-            return _unpacked(bytes(value).decode())
-        except UnicodeDecodeError:
-            return None
-    if isinstance(value, np.generic):
-        return None if isinstance(value, np.datetime64 | np.timedelta64 | np.void) else value
-    if isinstance(value, np.ma.MaskedArray):
-        return value.tolist()  # with None in the place of what is masked
-    if hasattr(value, "__array__"):
-        try:
-            array = np.asarray(value)
-        except (TypeError, RuntimeError):  # of torch, for a type that numpy has not
-            return None
-        return list(array) if array.ndim else _plain(array[()])
-    return _plain(value.as_py()) if hasattr(value, "as_py") else value
+    if isinstance(value, Decimal):
+        return format(value, "f") if value.is_finite() and abs(value.adjusted()) < MAX_ANSWER_CHARS else None
+    if not isinstance(value, Number) or isinstance(value, Rational):  # a whole number, too
+        return str(Fraction(value)) if isinstance(value, Rational) else None
+    value = float(str(value))  # the digits that numpy writes: 0.1 in float16 is 0.1
+    return (str(int(value)) if value.is_integer() else str(value)) if math.isfinite(value) else None
 
 
 def _unpacked(text: str) -> Any:
-    """What JSON text, or the text of Python's list, set or string, holds: ``["2", "3"]``. Other text, as ``[1, 2]``, stays."""
+    """What JSON text, or that of Python's list, set or string, holds: ``["2", "3"]``. Other text stays: ``[1, 2]``."""
     whole = text.strip()
     if len(whole) > MAX_ANSWER_CHARS or not _QUOTED.fullmatch(whole):
         return text
     if _LATEX.search(whole):  # `["\frac12"]`, whose backslashes nobody doubled
         whole = re.sub(r"\\(?![\"'])", r"\\\\", whole)
     for read in (json.loads, ast.literal_eval):
-        try:
+        with suppress(ValueError, SyntaxError, RecursionError, MemoryError):
             return read(whole)
-        except (ValueError, SyntaxError, RecursionError, MemoryError):
-            continue
     return text
 
 
@@ -141,11 +104,7 @@ def shown(value: Any) -> str:
 
 
 def check_ground_truths(truths: Iterable[Any], source: str) -> list[int]:
-    """Name the ground truths of a data set that cannot be used, in one warning.
-
-    Args:
-        truths: one for each row, in order.
-        source: of the rows, for messages: a file, or an option with its value.
+    """Name the ground truths of a data set (one for each row of ``source``) that cannot be used, in one warning.
 
     Returns:
         The rows, counted from 0, whose ground truth cannot be used: no response to them would be right.
@@ -154,21 +113,20 @@ def check_ground_truths(truths: Iterable[Any], source: str) -> list[int]:
         ValueError: none can be used.
     """
     faults, rows = {}, 0
-    for row, truth in enumerate(truths):
-        rows = row + 1
+    for rows, truth in enumerate(truths, 1):
         try:
             if (length := len(gold_text(truth))) > MAX_ANSWER_CHARS:
-                faults[row] = f"{length} characters, more than {MAX_ANSWER_CHARS}"
+                faults[rows - 1] = f"{length} characters, more than {MAX_ANSWER_CHARS}"
         except ValueError:
-            faults[row] = shown(truth)
+            faults[rows - 1] = shown(truth)
     if not faults:
         return []
-    some = ", ".join(f"row {row} ({fault})" for row, fault in list(faults.items())[:_SHOWN])
-    more = ", ..." if len(faults) > _SHOWN else ""
+    some = ", ".join(f"row {row} ({fault})" for row, fault in [*faults.items()][:5])
     message = (
-        f"{source}: {len(faults)} of {rows} ground truths cannot be used, counted from row 0: {some}{more}; {_REMEDY}"
+        f"{source}: {len(faults)} of {rows} ground truths cannot be used, counted from row 0: {some}"
+        f"{', ...' * (len(faults) > 5)}; {_REMEDY}. No response to these rows is right"
     )
     if len(faults) == rows:
-        raise ValueError(f"{message}. No response would be right")
-    logger.warning("%s. No response to these rows is right", message)
+        raise ValueError(message)
+    logger.warning("%s", message)
     return list(faults)

@@ -1,8 +1,9 @@
 """The process that compares answers with math-verify (``_verify_worker``) and the connections to it.
 
-math-verify's time-outs need the main thread, while reward functions run in executor threads; and sympy can hang inside one
-call into C, where no thread can stop it. So comparisons run in processes that pebble replaces. A fresh interpreter forks them:
-starting it neither forks this process, which may hold torch, Ray and their threads, nor runs its main module again.
+math-verify's time-outs need the main thread, while reward functions run in executor threads; and sympy can hang inside
+one call into C, where no thread can stop it. So comparisons run in processes that the kernel ends. A fresh interpreter
+forks them: starting it neither forks this process, which may hold torch, Ray and their threads, nor runs its main
+module again.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import os
 import subprocess
 import sys
 import threading
+from contextlib import suppress
 from multiprocessing import Pipe
 from pathlib import Path
 from queue import SimpleQueue
@@ -21,63 +23,51 @@ _SCRIPT = Path(__file__).with_name("_verify_worker.py")
 _ENVIRONMENT = ("HOME", "PYTHON", "LD_", "LC_", "LANG", "SYMPY_", "MPMATH_")
 _SECONDS_VARIABLE = "GRAIL_REWARD_TIMEOUT"
 _WORKERS = 2
-# For a reply, far beyond the limits of a comparison: a process that is busy or still loads sympy is waited for.
-_PATIENCE_SECONDS = 120.0
+_PATIENCE_SECONDS = 120.0  # for a reply, beyond the limits of a comparison: a process may be busy, or still load sympy
 
 
 class VerifyFailed(Exception):
-    """No verdict: the comparison ran out of time or memory, or its process died. The message says which."""
-
-
-class _Lost(Exception):
-    """A process ended for a reason outside the answer, for example a kill from outside."""
+    """No verdict, and why."""
 
 
 class _Server:
     """The other process, with one connection for each worker; any number of threads may ask it."""
 
-    def __init__(self, workers: int, cpu_seconds: float) -> None:
-        self._cpu_seconds = cpu_seconds
-        self.connections, other_ends = zip(*(Pipe() for _ in range(workers)), strict=True)
+    def __init__(self) -> None:
+        self._cpu_seconds = cpu_seconds()
+        self.connections, other_ends = zip(*(Pipe() for _ in range(_WORKERS)), strict=True)
         descriptors = [end.fileno() for end in other_ends]
+        environment = {name: value for name, value in os.environ.items() if name.startswith(_ENVIRONMENT)}
         self.process = subprocess.Popen(
-            [sys.executable, "-P", str(_SCRIPT), str(cpu_seconds), *map(str, descriptors)],
+            [sys.executable, "-P", str(_SCRIPT), str(self._cpu_seconds), *map(str, descriptors)],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             pass_fds=descriptors,
             # The order of sympy's terms follows hashes of strings, and a verdict should not depend on it.
-            env={name: value for name, value in os.environ.items() if name.startswith(_ENVIRONMENT)}
-            | {"PYTHONHASHSEED": "0"},
+            env={**environment, "PYTHONHASHSEED": "0"},
         )
-        for end in other_ends:
-            end.close()
         self._idle: SimpleQueue = SimpleQueue()
-        for connection in self.connections:
+        for connection, other_end in zip(self.connections, other_ends, strict=True):
+            other_end.close()
             self._idle.put(connection)
 
-    def ask(self, gold: str, answer: str) -> bool:
-        connection = self._idle.get()
+    def ask(self, gold: str, answer: str) -> bool | str | None:
+        """The verdict, why there is none, or None where the process ended for a reason outside the answer."""
+        connection, verdict = self._idle.get(), None
         try:
-            connection.send_bytes(json.dumps([gold, answer]).encode())
-            if not connection.poll(_PATIENCE_SECONDS + 20 * self._cpu_seconds):
-                raise EOFError
-            verdict = json.loads(connection.recv_bytes())
-        except BaseException as error:  # also KeyboardInterrupt: the reply must not be taken for the next one's
-            self.process.kill()
-            status = self.process.wait()
-            if status > 0:  # not the answer's fault: it would turn every reward to 0, and is logged louder
-                raise RuntimeError(f"{_SCRIPT} ended with status {status}; its error output says why") from None
-            if isinstance(error, EOFError | OSError):
-                raise _Lost from None
-            raise
-        finally:
+            with suppress(EOFError, OSError):
+                connection.send_bytes(json.dumps([gold, answer]).encode())
+                if connection.poll(_PATIENCE_SECONDS + 20 * self._cpu_seconds):
+                    verdict = json.loads(connection.recv_bytes())
+        finally:  # also after KeyboardInterrupt: the reply must not be taken for the next one's
+            if verdict in (None, "killed"):  # from outside; perhaps the other workers, too
+                self.process.kill()
             self._idle.put(connection)
-        if verdict == "killed":  # from outside; perhaps other workers too, and with them a lock of the pool's
-            self.process.kill()
-            raise _Lost
-        if isinstance(verdict, str):
-            raise VerifyFailed(verdict)
-        return verdict
+        if verdict not in (None, "killed"):
+            return verdict
+        if (status := self.process.wait()) > 0:  # it would turn every reward to 0, and is logged louder
+            raise RuntimeError(f"{_SCRIPT} ended with status {status}; its error output says why")
+        return None
 
 
 _server: _Server | None = None
@@ -86,11 +76,9 @@ _lock = threading.Lock()
 
 def cpu_seconds() -> float:
     """Seconds of processor time for one answer. Raises ValueError for no positive number."""
-    text = os.environ.get(_SECONDS_VARIABLE, "3.0")
-    try:
+    text, value = os.environ.get(_SECONDS_VARIABLE, "3.0"), 0.0
+    with suppress(ValueError):
         value = float(text)
-    except ValueError:
-        value = 0.0
     if not 0 < value < 1000:
         raise ValueError(
             f"environment variable {_SECONDS_VARIABLE}={text!r}: set it to a positive number, or unset it (3.0)"
@@ -103,23 +91,19 @@ def server() -> _Server:
     global _server
     with _lock:
         if _server is None or _server.process.poll() is not None:
-            _server = _Server(_WORKERS, cpu_seconds())
+            _server = _Server()
         return _server
 
 
 def verify(gold: str, answer: str) -> bool:
-    """Whether math-verify finds the two equal (both LaTeX, without a box).
-
-    Raises:
-        VerifyFailed: there is no verdict.
-        RuntimeError: the other process does not start.
-    """
-    for _ in range(2):
-        try:
-            return server().ask(gold, answer)
-        except _Lost:
-            pass
-    raise VerifyFailed("the process that compares the answers was killed twice")
+    """Whether math-verify finds the two equal (both LaTeX, without a box). Raises VerifyFailed for no verdict, and
+    RuntimeError where the other process does not start."""
+    verdict = server().ask(gold, answer)
+    if verdict is None:
+        verdict = server().ask(gold, answer)
+    if not isinstance(verdict, bool):
+        raise VerifyFailed(verdict or "the process that compares the answers was killed twice")
+    return verdict
 
 
 def _after_fork_in_child() -> None:

@@ -6,7 +6,6 @@ import itertools
 
 import pytest
 
-from grail_advantage.answers import expressions
 from grail_advantage.answers.format import FORMATS, answer_format
 from tests.core.plain_answers import EXPRESSION, PLAIN, Box, plain_boxes
 from tests.documentation import ROOT
@@ -51,9 +50,9 @@ UNITS = {
 }
 
 
-@pytest.mark.parametrize("answer, text, boxes", BY_HAND)
-def test_by_hand(answer: str, text: bytes, boxes: list[Box]) -> None:
-    assert list(answer_format(answer).find(text)) == boxes
+def test_by_hand() -> None:
+    for answer, text, boxes in BY_HAND:
+        assert list(answer_format(answer).find(text)) == boxes, (answer, text)
 
 
 @pytest.mark.parametrize("answer", PLAIN)
@@ -107,12 +106,6 @@ def test_the_search_is_linear() -> None:
     assert list(FORMATS["tag"].find(opened)) == []
     assert len(list(FORMATS["hashes"].find(b"#### 1" * n))) == n
     assert len(list(answer_format(EXPRESSION).find("½Answer: 1.".encode() * n))) == n
-
-
-def test_an_expression_that_takes_too_long_finds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(expressions, "SECONDS", 0.05)
-    slow = answer_format(r"(?P<content>(a|aa|a.)+)$b?c")
-    assert list(slow.find(b"a" * 5000)) == []
 
 
 @pytest.mark.parametrize("choice", ["box", "####", "(?P<content>", "(?P<answer>.)", "", None, 3, ["boxed"]])

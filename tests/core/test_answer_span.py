@@ -20,28 +20,20 @@ from tests.core.plain_answers import EXPRESSION, PLAIN, plain_boxes
 from tests.core.test_answer_format import hostile_texts
 
 
-def is_plain_span(
-    tokenizer: PreTrainedTokenizerFast,
-    ids: list[int],
-    which: str,
-    bytes_of: Callable[[int], bytes],
-    answer: str = "boxed",
-) -> bool:
+def is_plain_span(tokenizer: Any, ids: list[int], which: str, bytes_of: Callable, answer: str = "boxed") -> bool:
     """Compare a span with the token sets of the definition; say whether there was one."""
     span = find_answer_span(ids, tokenizer, which, answer)
     token_texts = [bytes_of(token) for token in ids]
-    text = b"".join(token_texts)
     owner = [token for token, covered in enumerate(token_texts) for _ in covered]
-    boxes = plain_boxes(text, answer)
+    boxes = plain_boxes(b"".join(token_texts), answer)
     if not boxes:
         assert span is None
         return False
     start, content_start, content_end, end = boxes[0 if which == "first" else -1]
-    content = {owner[byte] for byte in range(content_start, content_end)}
-    boundary = {owner[byte] for byte in range(start, end)} - content
+    content, inside = set(owner[content_start:content_end]), set(owner[start:end])
     assert span is not None
     covering = {token for token, covered in enumerate(token_texts) if covered}
-    assert covering & set(range(span.start, span.end)) == content | boundary
+    assert covering & set(range(span.start, span.end)) == inside
     assert (span.start, span.end - 1) == (owner[start], owner[end - 1])
     if content:
         assert covering & set(range(span.content_start, span.content_end)) == content
@@ -62,27 +54,26 @@ def word_tokenizer(words: Iterable[str], decoder: Any = None) -> PreTrainedToken
 
 
 BOXED = [
-    # One piece at a time, the closing brace fused with what follows.
+    # One piece at a time, the closing brace fused with what follows; a leading space and a split inside "boxed".
     (["so ", "\\", "boxed", "{", "4", "2", "}$", "!"], "last", (1, 4, 6, 7)),
-    # A leading space and a split inside "boxed".
     ([" \\", "box", "ed{", "42", "}"], "last", (0, 3, 4, 5)),
     # Tokens with boundary and content bytes are content.
     (["a", "\\boxed{4", "2}."], "last", (1, 1, 3, 3)),
     (["\\boxed", "{\\", "frac", "{", "1", "}{", "2", "}}", "$"], "last", (0, 1, 8, 8)),
     # Empty: the content comes before the token with the closing brace.
     (["\\boxed", "{", "}", "."], "last", (0, 2, 2, 3)),
-    # Which one.
+    # Which one; unbalanced ones are skipped, whichever end one starts from; a box in a complete one is its content.
     (["\\boxed{", "1", "}\\boxed{", "2", "}"], "first", (0, 1, 2, 3)),
     (["\\boxed{", "1", "}\\boxed{", "2", "}"], "last", (2, 3, 4, 5)),
-    # Unbalanced ones are skipped, whichever end one starts from.
     (["\\boxed{", "1", "\\boxed{", "2", "}"], "first", (2, 3, 4, 5)),
     (["\\boxed{", "1", "}", "\\boxed{", "2"], "last", (0, 1, 2, 3)),
-    # A box within a complete box is content of the outer one.
     (["\\boxed{", "\\boxed{", "1", "}", "}"], "last", (0, 1, 4, 5)),
     (["\\boxed{", "\\{", "1", "\\}", "}"], "last", (0, 1, 4, 5)),
     # Special tokens cover nothing: no text of theirs, no break either, and a place by position.
     (["\\", "<eos>", "boxed", "{", "<eos>", "4", "<eos>", "2", "<eos>", "}", "<eos>"], "last", (0, 5, 8, 10)),
     (["<eos>", "\\boxed{", "<eos>", "}", "<eos>"], "last", (1, 3, 3, 4)),
+    # A run of tokens that do not matter to the format, at both ends of the content.
+    (["a", "b", "\\boxed{", "4", "2", ".", "7", "5", "}", "c"], "last", (2, 3, 8, 9)),
     # Near misses.
     (["\\", " ", "boxed", "{", "1", "}"], "last", None),
     (["\\\\", "boxed", "{", "1", "}"], "last", (0, 3, 4, 5)),
@@ -99,10 +90,8 @@ OTHERS = [
     ("tag", ["<answer", ">4</", "answer>"], "last", (0, 1, 2, 3)),
     ("tag", ["<answer>", "</answer>"], "last", (0, 1, 1, 2)),
     ("tag", ["<answer>", "4", "</answer>", "<answer>", "5"], "last", (0, 1, 2, 3)),
-    ("tag", ["<|begin_of_box|>", "4", "<|end_of_box|>"], "last", (0, 1, 2, 3)),
     (EXPRESSION, ["So", " Answer", ": ", "4", ".", "2"], "last", (1, 3, 4, 4)),
-    # No content, at the very end.
-    (EXPRESSION, ["So ", "Answer", ": "], "last", (1, 3, 3, 3)),
+    (EXPRESSION, ["So ", "Answer", ": "], "last", (1, 3, 3, 3)),  # no content, at the very end
 ]
 BY_HAND = [("boxed", *case) for case in BOXED] + OTHERS
 
@@ -121,10 +110,8 @@ def test_spans_by_hand(decoder: Any) -> None:
 def test_special_tokens_that_are_tags() -> None:
     tokenizer = word_tokenizer(["4"], decoders.Fuse())
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|begin_of_box|>", "<|end_of_box|>"]})
-    ids = [2, 3, 2, 4, 1]
-    assert find_answer_span(ids, tokenizer, answer="tag") == AnswerSpan(1, 2, 3, 4)
-    assert find_answer_span(ids, tokenizer, answer=r"box\|>(?P<content>4)") is None, "decoding leaves them out"
-    assert find_answer_span(ids, tokenizer) is None
+    for answer, span in (("tag", AnswerSpan(1, 2, 3, 4)), (r"box\|>(?P<content>4)", None), ("boxed", None)):
+        assert find_answer_span([2, 3, 2, 4, 1], tokenizer, answer=answer) == span
 
 
 def test_every_id_of_the_vocabulary_counts_and_no_other_covers_a_byte() -> None:
@@ -141,17 +128,13 @@ def test_spelt_bytes_are_bytes_where_the_decoder_says_so() -> None:
 def test_every_kind_of_row() -> None:
     tokenizer = real.char_tokenizer()
     two = tokenizer.encode("\\boxed{1}\\boxed{2}")
-    assert find_answer_span(two, tokenizer) == AnswerSpan(9, 16, 17, 18), "the last one is the default"
-    assert find_answer_spans([two], tokenizer) == [AnswerSpan(9, 16, 17, 18)]
-    text, expected = "x = \\boxed{1-2}.", AnswerSpan(4, 11, 14, 15)
-    ids: list[int] = tokenizer.encode(text)
+    assert find_answer_spans([two], tokenizer) == [find_answer_span(two, tokenizer)] == [AnswerSpan(9, 16, 17, 18)]
+    ids, expected = tokenizer.encode("x = \\boxed{1-2}."), AnswerSpan(4, 11, 14, 15)
     rows = [ids, tuple(ids), torch.tensor(ids), torch.tensor(ids, dtype=torch.int32), np.repeat(ids, 2)[::2]]
     rows += [np.array(ids, dtype=kind) for kind in (np.int32, np.int64, np.uint16, np.uint64)]
-    for row in rows:
-        span = find_answer_span(row, tokenizer)
-        assert span == expected and all(type(index) is int for index in vars(span).values())
     for batch in (rows, torch.tensor([ids] * 9), np.array([ids] * 9)):
-        assert find_answer_spans(batch, tokenizer, "last") == [expected] * 9
+        spans = find_answer_spans(batch, tokenizer, "last")
+        assert spans == [expected] * 9 and all(type(index) is int for span in spans for index in vars(span).values())
     jagged = torch.nested.nested_tensor([torch.tensor(ids), torch.tensor(ids[:5])], layout=torch.jagged)
     assert find_answer_spans(jagged, tokenizer, "last") == [expected, None]
     assert find_answer_spans([[], np.array([]), torch.tensor([])], tokenizer, "last") == [None] * 3
@@ -224,9 +207,6 @@ class Slotted:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
 
-    def __len__(self) -> int:
-        return len(self.inner)
-
 
 @pytest.mark.parametrize("wrap", [lambda tokenizer: tokenizer, Slotted], ids=["plain", "slotted"])
 def test_each_tokenizer_has_its_own_table(wrap: Callable[[Any], Any]) -> None:
@@ -278,12 +258,11 @@ OF_FORMAT = {
 
 def random_split(text: bytes, token_of: dict[bytes, int], rng: random.Random) -> list[int]:
     """Tokens that spell the text, each picked at random among those that fit, characters cut anywhere."""
-    ids, at = [], 0
-    while at < len(text):
-        fits = [n for n in range(1, 9) if text[at : at + n] in token_of]
-        length = rng.choice(fits)
-        ids.append(token_of[text[at : at + length]])
-        at += length
+    ids: list[int] = []
+    while text:
+        length = rng.choice([n for n in range(1, 9) if text[:n] in token_of and n <= len(text)])
+        ids.append(token_of[text[:length]])
+        text = text[length:]
     return ids
 
 
@@ -322,13 +301,9 @@ def test_tokens_of_hostile_text() -> None:
 def test_sentencepiece_vocabulary(kind: Any) -> None:
     tokenizer = real.sentencepiece_tokenizer(kind)
     bytes_of = token_bytes(tokenizer)
-    assert [bytes_of[tokenizer.convert_tokens_to_ids(token)] for token in ("<0xE6>", "▁", "<s>")] == [
-        b"\xe6",
-        b" ",
-        b"",
-    ]
-    rng = random.Random(4)
-    spans = 0
+    shown = [bytes_of[tokenizer.convert_tokens_to_ids(token)] for token in ("<0xE6>", "▁", "<s>")]
+    assert shown == [b"\xe6", b" ", b""]
+    rng, spans = random.Random(4), 0
     for _ in range(100):
         text = "".join(rng.choices(SNIPPETS, k=rng.randrange(25)))
         ids = tokenizer.encode(text, add_special_tokens=False)

@@ -33,18 +33,15 @@ def watch(choice: str = "stop", method: Method | None = None, answer: str = "box
     return AnswerCheck(method or Grail(), answer_format(answer), choice, "here.", **given)
 
 
-@pytest.mark.parametrize(
-    ("texts", "answer", "message"),
-    [
+def test_a_first_batch_without_answers_stops() -> None:
+    """It names the format that has them."""
+    for texts, answer, message in (
         ([HASHES] * 31 + [NONE], "boxed", r"0 of 32 .* boxed; .*'so #### 42'; here\.answer=hashes .* in 31 of 32"),
         ([NONE] * 32, "boxed", r"no other format finds any: .*, set here.answer .*here\.missing_answers=warn"),
         ([BOX] * 32, "tag", r"in the format tag; .*here\.answer=boxed .* in 32 of 32\. "),
-    ],
-)
-def test_a_first_batch_without_answers_stops(texts: list[str], answer: str, message: str) -> None:
-    """It names the format that has them."""
-    with pytest.raises(ValueError, match=message):
-        looked(watch(answer=answer), texts, answer)
+    ):
+        with pytest.raises(ValueError, match=message):
+            looked(watch(answer=answer), texts, answer)
 
 
 def test_a_small_batch_without_answers_is_bad_luck(caplog: pytest.LogCaptureFixture) -> None:
@@ -100,25 +97,21 @@ def test_a_long_response_is_shown_by_its_end_without_the_output_of_tools() -> No
 OPEN, THOUGHT, DONE = "<think>first", "<think></think>then", "so 42"
 
 
-@pytest.mark.parametrize(
-    ("prompt", "responses", "truncated", "warns"),
-    [
-        ("ask", [OPEN] * 5 + [DONE] * 3, [True] * 5 + [False] * 3, True),
-        ("ask<think>", ["on and on"] * 5 + [DONE] * 3, [True] * 5 + [False] * 3, True),
-        ("ask<think></think>", ["on and on"] * 8, [True] * 8, False),
-        ("ask", [THOUGHT] * 8, [True] * 8, False),
-        ("ask", [OPEN] * 4 + [DONE] * 4, [True] * 4 + [False] * 4, False),
-        ("ask", [OPEN] * 8, [False] * 8, False),
-        ("ask", [], [], False),
-    ],
-)
-def test_responses_that_are_cut_off_while_they_think_are_warned_of_once(
-    caplog: pytest.LogCaptureFixture, prompt: str, responses: list[str], truncated: list[bool], warns: bool
-) -> None:
+def test_responses_that_are_cut_off_while_they_think_are_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
     """More than half of a batch; with a method that reads no answer too."""
-    own = watch(method=build("uniform"))
-    for _ in range(2):
-        prompts = [torch.tensor(encode(prompt))] * len(responses)
-        own.look(said(responses, prompts=prompts, truncated=torch.tensor(truncated, dtype=torch.bool)))
-    assert len(caplog.records) == warns
-    assert all("enable_thinking" in record.getMessage() for record in caplog.records)
+    for prompt, responses, cut_off, warns in (
+        ("ask", [OPEN] * 5 + [DONE] * 3, 5, True),
+        ("ask<think>", ["on and on"] * 5 + [DONE] * 3, 5, True),
+        ("ask<think></think>", ["on and on"] * 8, 8, False),
+        ("ask", [THOUGHT] * 8, 8, False),
+        ("ask", [OPEN] * 4 + [DONE] * 4, 4, False),
+        ("ask", [OPEN] * 8, 0, False),
+        ("ask", [], 0, False),
+    ):
+        caplog.clear()
+        own, prompts = watch(method=build("uniform")), [torch.tensor(encode(prompt))] * len(responses)
+        truncated = torch.arange(len(responses)) < cut_off
+        for _ in range(2):
+            own.look(said(responses, prompts=prompts, truncated=truncated))
+        assert len(caplog.records) == warns, (prompt, responses)
+        assert all("enable_thinking" in record.getMessage() for record in caplog.records)

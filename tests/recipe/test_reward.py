@@ -1,7 +1,8 @@
-"""The verifier: what it accepts, what it refuses, and that no answer can stop, crash or trick it."""
+"""The verifier: what it accepts, what it refuses, and what has no verdict."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 from collections import Counter
@@ -34,16 +35,27 @@ def accepts(gold: Any, answer: str) -> bool:
     return result["score"] == 1.0
 
 
+def _wrong(cases: list[tuple[Any, str, bool]]) -> list[tuple[Any, str, bool]]:
+    """Those that are not judged as they say."""
+    with ThreadPoolExecutor(8) as executor:
+        scores = list(executor.map(lambda case: judge(*case[:2])["score"], cases))
+    return [case for case, score in zip(cases, scores, strict=True) if score != case[2]]
+
+
+def _rows(file: Path) -> list[dict[str, Any]]:
+    if not file.is_file():
+        pytest.skip(f"{file} is missing; set GRAIL_DATA_DIR to the folder that holds it")
+    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+
+
 def test_the_last_complete_box_counts() -> None:
     for text, answer in {
         "no box": None,
         "": None,
         r"\boxed{5": None,
-        r"\boxed 5": None,
         r"\boxed{}": "",
         r"first \boxed{4}, then \boxed{5}. Done": "5",
         r"\boxed{5} and \boxed{6": "5",
-        r"\boxed{\frac{1}{2}}": r"\frac{1}{2}",
         r"\boxed{\boxed{5}}": r"\boxed{5}",
         "é\\boxed{π\ud800}": "π\ud800",
     }.items():
@@ -62,22 +74,23 @@ def test_the_last_complete_box_counts() -> None:
     json.dumps(result, ensure_ascii=False).encode("utf-8")
 
 
-# --- what is equal ---------------------------------------------------------------------------------------------------
-
-
 def test_the_table_of_verdicts() -> None:
     """Twenty or more of each kind that was once judged wrongly somewhere; the JSON lines have the ground truths."""
-    rows = [json.loads(line) for line in VERDICTS.read_text(encoding="utf-8").splitlines()]
-    cases = [
-        (row["kind"], row["gold"], answer, key == "right")
-        for row in rows
-        for key in ("right", "wrong")
-        for answer in row[key]
-    ]
-    with ThreadPoolExecutor(8) as executor:
-        scores = list(executor.map(lambda case: judge(case[1], case[2])["score"], cases))
-    assert [case for case, score in zip(cases, scores, strict=True) if score != case[3]] == []
-    assert min(Counter(kind for kind, *_ in cases).values()) >= 20
+    rows = _rows(VERDICTS)
+    assert (
+        _wrong([(row["gold"], box, key == "right") for row in rows for key in ("right", "wrong") for box in row[key]])
+        == []
+    )
+    counts = Counter(row["kind"] for row in rows for _ in row["right"] + row["wrong"])
+    assert min(counts.values()) >= 20
+
+
+@pytest.mark.slow
+def test_answers_of_public_bug_reports() -> None:
+    cases = [(case["input"], bool(case["right"])) for case in _rows(DATA / "answer_cases.jsonl")]
+    assert (
+        _wrong([(given["gold"], given["box"], right) for given, right in cases if {"gold", "box"} == set(given)]) == []
+    )
 
 
 CASES = r"\begin{cases}%s & x>0\\2 & x\le 0\end{cases}"
@@ -91,6 +104,7 @@ UNREADABLE: list[tuple[str, list[str]]] = [
     (r"n\equiv 1\pmod{4}", [r"n\equiv 3\pmod{4}", "n\\equiv 1\\pmod{8}", "4"]),
     (r"n\equiv 1\pmod 4", [r"3\pmod 4"]),
     (r"\langle u | v\rangle = 2", ["2"]),
+    ("5", ["1+" * 500 + "5"]),
 ]
 
 
@@ -100,22 +114,16 @@ def test_an_answer_that_is_read_in_part_has_no_verdict_unless_it_is_the_same_tex
     assert [pair for pair, result in results.items() if (result["score"], result["verify_failed"]) != (0.0, 1.0)] == []
     assert accepts(CASES % 1, r"\begin{cases} 1 & x > 0 \\ 2 & x \le 0 \end{cases}")
     assert accepts(r"n\equiv 1\pmod{4}", r"n \equiv 1 \pmod{4}")
+    assert not accepts("5", "1+" * 499 + "5")
 
 
-def test_long_answers_have_no_verdict() -> None:
-    assert judge("5", "1+" * 500 + "5")["verify_failed"] == 1.0
-    assert judge("5", "1+" * 499 + "5")["verify_failed"] == 0.0
-
-
-def test_no_verdict_is_logged_once_for_each_kind(
+def test_a_reason_for_no_verdict_is_warned_of_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(reward, "_reported", set())
-    caplog.set_level("WARNING", "grail_advantage.reward")
-    for answer in (r"1 \mid 5", r"2 \mid 5", r"1 \\ 5", r"2 \\ 5", r"1 \equiv 5", r"3 \mid 5"):
+    for answer in (r"1 \mid 5", r"2 \mid 5", "1+" * 500 + "5", "2+" * 500 + "5"):
         judge("5", answer)
-    kinds = [record.args[0] for record in caplog.records if isinstance(record.args, tuple)]
-    assert kinds == ["other", "cases or rows", "congruence"]
+    assert [record.levelname for record in caplog.records if record.levelname != "DEBUG"] == ["WARNING"] * 2
 
 
 _NUMERALS = st.one_of(
@@ -133,35 +141,21 @@ def test_number_path_agrees_with_math_verify(gold: str, other: str, digits: int 
     assert reward._same_value(gold, answer) == _verify_pool.verify(gold, answer)
 
 
-# --- the data sets' own answers --------------------------------------------------------------------------------------
+GOLDS = {
+    "gsm8k_test": lambda row: row["answer"].split("####")[1].strip(),
+    "aime24": lambda row: row["answer"],
+    "amc23": lambda row: row["answer"],
+    "college_math_sample5": lambda row: row["answer"],
+    "minerva_math_sample5": lambda row: reward.last_boxed(row["solution"]),
+    "olympiadbench_sample5": lambda row: row["final_answer"],
+}
 
 
-def _golds(name: str) -> list[Any]:
-    file = DATA / f"{name}.jsonl"
-    if not file.is_file():
-        pytest.skip(f"{file} is missing; set GRAIL_DATA_DIR to the folder that holds it")
-    rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
-    if name.startswith("olympiad"):
-        return [row["final_answer"] for row in rows]
-    if name.startswith("minerva"):
-        return [reward.last_boxed(row["solution"]) for row in rows]
-    if name.startswith("gsm8k"):
-        return [row["answer"].split("####")[1].strip() for row in rows]
-    return [row["answer"] for row in rows]
-
-
-def _as_text(gold: Any) -> str:
-    return gold[0] if isinstance(gold, list) else str(gold)
-
-
-def test_gold_answers_accept_themselves_and_no_other() -> None:
-    names = ("gsm8k_test", "aime24", "amc23", "college_math_sample5", "minerva_math_sample5", "olympiadbench_sample5")
-    for name in names:
-        golds = _golds(name)
-        assert len(golds) >= 5
-        assert [gold for gold in golds if not accepts(gold, _as_text(gold))] == []
-    for name in ("aime24", "amc23"):
-        golds = _golds(name)
-        pairs = [(a, b) for a in golds for b in golds if float(a) != float(b)]
-        assert len(pairs) > 500
-        assert [pair for pair in pairs if accepts(pair[0], _as_text(pair[1]))] == []
+@pytest.mark.parametrize("name", GOLDS)
+def test_gold_answers_accept_themselves_and_no_other(name: str) -> None:
+    golds = [GOLDS[name](row) for row in _rows(DATA / f"{name}.jsonl")]
+    texts = [gold[0] if isinstance(gold, list) else str(gold) for gold in golds]
+    assert len(golds) >= 5 and [gold for gold, text in zip(golds, texts, strict=True) if not accepts(gold, text)] == []
+    if name in ("aime24", "amc23"):
+        pairs = [(a, b) for a, b in itertools.product(golds, texts) if float(a) != float(b)]
+        assert len(pairs) > 500 and [pair for pair in pairs if accepts(*pair)] == []
