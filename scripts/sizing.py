@@ -190,7 +190,7 @@ def page() -> str:
     return "\n".join(table(["model", "GPUs", "GB of a GPU", "GB of the host", "command"], rows))
 
 
-def measured(folder: Path) -> str:
+def measured(folder: Path = RESULTS) -> str:
     """Part a of the GPU check: time of each pass, its memory beside :func:`pass_memory`, and the precision."""
     from benchmarks.gpu_check import plain
     from benchmarks.gpu_check.outcome import origin

@@ -1,0 +1,375 @@
+"""Write the generated passages of the pages in ``docs/``, each between markers such as ``<!-- patches -->``.
+
+    PYTHONPATH=.venv/trl python scripts/docs_pages.py
+
+:data:`PASSAGES` lists them. They come from the registered methods, the rules of the hosts, the docstrings of both and of
+the patches, ``recipe/published.py`` and ``benchmarks/results``. TRL's rules stay as they are where TRL is not to be had.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import json
+import re
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+
+from grail_advantage.batch import ENTROPY, EXAMPLES, GROUPS, MESSAGES, OLD_LOG_PROBS, REWARDS, TOKENS  # noqa: E402
+from grail_advantage.methods import Method, methods  # noqa: E402
+from grail_advantage.options import Options, option_schemas  # noqa: E402
+from grail_advantage.registry import reshapers  # noqa: E402
+from grail_advantage.reshapers.base import ReshaperChoice  # noqa: E402
+from grail_advantage.reward._normal import RULES  # noqa: E402
+from grail_advantage.rules import Rule  # noqa: E402
+from grail_advantage.signals.base import HIDDEN_STATES, LOG_PROBS, LOGITS, SALIENCY, SEQUENCES, Signal  # noqa: E402
+from grail_advantage.verl_ext import rules as verl_rules  # noqa: E402
+from grail_advantage.verl_ext.rules import NEEDED_WHOLE, UNIFORM  # noqa: E402
+from recipe import rules as recipe_rules  # noqa: E402
+from recipe.marked_text import table, write_marked  # noqa: E402
+from recipe.published import GROUPS as PUBLISHED  # noqa: E402
+from recipe.published import shown, trl_arguments  # noqa: E402
+from scripts import sizing  # noqa: E402
+
+# ---------- methods and maps
+
+USES = {
+    "": "nothing",
+    SALIENCY: "backward to an activation",
+    LOGITS: "logits",
+    SEQUENCES: "logits of made-up sequences",
+    LOG_PROBS: "log-probabilities",
+    HIDDEN_STATES: "hidden states",
+}
+READS = {
+    OLD_LOG_PROBS: "old log-probabilities",
+    ENTROPY: "entropy",
+    GROUPS: "groups",
+    EXAMPLES: "prompts as messages",
+    TOKENS: "token ids",
+    REWARDS: "rewards",
+    MESSAGES: "what tools and users said",
+}
+KINDS = {"boolean": "`true`, `false`", "integer": "whole number", "string": "text", "object": "mapping"}
+"""Types of a JSON schema, as the page names them, where their own names do not serve."""
+REFERENCE = "reference_methods.md"
+
+
+def known_methods() -> dict[type[Signal], list[Method]]:
+    """The methods of this package by their class, in the order of their names."""
+    found: dict[type[Signal], list[Method]] = {}
+    for _, method in sorted(methods().items()):
+        if method.signal_class.__module__.startswith("grail_advantage."):
+            found.setdefault(method.signal_class, []).append(method)
+    return found
+
+
+def known_maps() -> dict[str, type[Options]]:
+    """The maps from scores to weights of this package, by name."""
+    return {name: each for name, each in sorted(reshapers().items()) if each.__module__.startswith("grail_advantage.")}
+
+
+def known_options(owner: type[Options], of_class: Sequence[Method]) -> list[list[str]]:
+    """Name, default, allowed values and meaning of a class's options, its own before those that it inherits."""
+    fixed = {name for method in of_class for name in method.fixed}
+    schemas = {name: schema for name, schema in option_schemas(owner).items() if name not in fixed}
+
+    def value_of(option: str, **changed: Any) -> Any:
+        return getattr(of_class[0].build(changed) if of_class else owner(**changed), option)
+
+    rows = []
+    own = [name for name in inspect.get_annotations(owner) if name in schemas]
+    for name in dict.fromkeys([*own, *schemas]):
+        schema, value = schemas[name], value_of(name)
+        default = _value(value)
+        if schema["default"] is None and value is not None:  # by another option
+            choices = [(other, one) for other in schemas if other != name for one in schemas[other].get("enum", ())]
+            for other, choice in choices:
+                if (instead := value_of(name, **{other: choice})) != value:
+                    default += f"; {_value(instead)} with `{other}={choice}`"
+        choices = known_maps() if name == "reshaper" and issubclass(owner, ReshaperChoice) else schema.get("enum")
+        signs = {">": "exclusiveMinimum", ">=": "minimum", "<=": "maximum"}
+        limits = " and ".join(f"{sign} {schema[key]:g}" for sign, key in signs.items() if key in schema)
+        kind = f"{KINDS.get(schema.get('type'), schema.get('type'))} {limits}".strip()
+        allowed = ", ".join(f"`{choice}`" for choice in choices) if choices else kind
+        rows.append([f"`{name}`", default, f"{allowed} or `null`" if value is None else allowed, schema["description"]])
+    return rows
+
+
+def overview() -> str:
+    """The table of all methods."""
+    figures = json.loads((ROOT / "benchmarks/results/methods-cpu.json").read_text(encoding="utf-8"))
+    rows = []
+    headings = {method: _heading(of_class) for of_class in known_methods().values() for method in of_class}
+    for method in sorted(headings, key=lambda method: method.name):
+        signal, measured, ratio = method.build({}), figures["methods"].get(method.name), "not measured"
+        if measured is not None:
+            timed, of_all = measured["timed_rows"], measured["rows"]
+            sampled = f" (extrapolated from {timed} of {of_all} responses)" if 0 < timed < of_all else ""
+            ratio = f"{measured['ratio']:.2f}{sampled}"
+        link = _link(method.name, headings[method], REFERENCE)
+        rows.append([link, signal.formula, signal.cost, ratio, _papers(signal.source)])
+    baseline, setup = figures["baseline"], figures["setup"]
+    head = ["`algorithm.adv_estimator`", "weight", "cost, forward passes", f"measured, x `{baseline}`", "source"]
+    how = (
+        f"Measured: a step's training side with 1 epoch, summed from its stages, against that of `{baseline}`, "
+        f"default options, {figures['device']}, {figures['date']}; {setup['layers']} layers of width "
+        f"{setup['hidden']}, {setup['rows']} responses x {setup['tokens']} tokens, {setup['wrong_rows']} of them incorrect. "
+        "How, and the scatter: [benchmarks](../benchmarks/README.md)."
+    )
+    return "\n".join(["## All methods", "", *table(head, rows), "", how])
+
+
+def reference() -> str:
+    """Inputs and modes, and a section for each method and reshaper."""
+    by_class = known_methods()
+    known = sorted((method for of_class in by_class.values() for method in of_class), key=lambda method: method.name)
+    lines = ["## Inputs and modes", "", *_modes(known), "", "## Shared options", ""]
+    lines += [
+        "Several methods have these options, with the same meaning. Each method's section gives its defaults.",
+        "",
+    ]
+    rows = {owner: known_options(owner, of_class) for owner, of_class in by_class.items()}
+    times = Counter((row[0], *row[2:]) for of_class in rows.values() for row in of_class)
+    shared = [row for row, count in times.items() if count > 1]
+    lines += [*table(["option", "allowed", "meaning"], shared), "", "## Each method"]
+    head = ["option", "default", "allowed", "meaning"]
+    for owner, of_class in by_class.items():
+        file = f"{owner.__module__.replace('.', '/')}.py"
+        lines += ["", f"### {_heading(of_class)}", "", *_description(owner), ""]
+        for method in of_class:
+            lines.append(f"- {f'`{method.name}`: ' if len(of_class) > 1 else ''}{_defaults(method.build({}))}")
+        lines += ["", f"`{owner.__name__}` in [`{file}`](../{file}). Options, in `algorithm.{owner.section}`:", ""]
+        own = [row for row in rows[owner] if (row[0], *row[2:]) not in shared]
+        lines += [*table(head, own), ""] if own else []
+        defaults = [f"{row[0]} ({row[1]})" for row in rows[owner] if (row[0], *row[2:]) in shared]
+        lines.append(f"[Shared options](#shared-options), with their defaults: {', '.join(defaults)}.")
+    lines += ["", "## Reshapers"]
+    choosing = [method for method in known if issubclass(method.signal_class, ReshaperChoice)]
+    for name, owner in known_maps().items():
+        users = ", ".join(f"`{method.name}`" for method in choosing if method.build({}).reshaper == name)
+        lines += ["", f"### `{name}`", "", *_description(owner), "", *([f"Default of {users}.", ""] if users else [])]
+        lines += table(head, of_map) if (of_map := known_options(owner, ())) else ["None."]
+    return "\n".join(lines)
+
+
+def _modes(known: Sequence[Method]) -> list[str]:
+    """What each method reads, and which modes of the hosts it works in."""
+    rows = []
+    for method in known:
+        signal = method.build({})
+        whole = signal.uses not in NEEDED_WHOLE
+        needed = [f"`{read}`" for read in (GROUPS, EXAMPLES, REWARDS) if read in signal.reads]
+        needed += ["`fields`"] if signal.field_names else []
+        computed = [f"`{read}`" for read in (OLD_LOG_PROBS, ENTROPY) if read in signal.reads]
+        inputs = [" and ".join(needed)] if needed else []
+        inputs += [f"{' and '.join(computed)}, or computes {'them' if computed[1:] else 'it'}"] if computed else []
+        reads = ", ".join(words for read, words in READS.items() if read in signal.reads) or "nothing"
+        modes = ["yes" if works else "no" for works in (whole, whole, ENTROPY not in signal.reads)]
+        rows.append([f"`{method.name}`", reads, USES[signal.uses], *modes, "; ".join(inputs) or "nothing more"])
+    head = [
+        "`algorithm.adv_estimator`",
+        "reads of the batch",
+        "uses of the model",
+        "sequence parallel",
+        "fused kernels",
+    ]
+    return table([*head, "bypass mode", "`compute_token_weights` needs"], rows)
+
+
+def _defaults(signal: Signal) -> str:
+    """The meaning of the common words for this method as it is by default."""
+    gates = {"wrong": "responses with `A <= 0`", "correct": "responses with `A > 0`", "all": "all responses"}
+    parts = [f"Gate: {gates[signal.gate]}{' that have an answer' if signal.skips_unanswered else ''}"]
+    parts.append(f"statistics set: the {signal.statistics}")
+    if (answer := signal.answer_weights) is not None:
+        outside = ", also outside the gate" if answer.outside_gate else ""
+        parts.append(f"answer: content {answer.content:g}, the rest and what follows {answer.others:g}{outside}")
+    if isinstance(signal, ReshaperChoice):
+        parts.append(f"reshaper: {_link(signal.reshaper, f'`{signal.reshaper}`')}")
+    parts.append(f"a response's sum of weights is {'restored' if signal.normalize_mass else 'not restored'}")
+    if signal.columns:
+        parts.append(f"columns of the data set: {', '.join(f'`{name}`' for name in signal.columns)}")
+    if signal.ranks_entropy:
+        parts.append("in bf16 set `actor_rollout_ref.actor.entropy_from_logits_with_chunking=true`")
+    return f"{'; '.join(parts)}."
+
+
+def _heading(of_class: Sequence[Method]) -> str:
+    return ", ".join(f"`{method.name}`" for method in of_class)
+
+
+def _value(value: Any) -> str:
+    """As YAML has it."""
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    return f"`{text}`".replace("\n", "\\n")
+
+
+def _description(owner: type) -> list[str]:
+    """The docstrings of module and class, less their parts for programmers."""
+    texts = (inspect.getdoc(inspect.getmodule(owner)) or "", inspect.getdoc(owner) or "")
+    paragraphs = [paragraph for text in texts for paragraph in text.split("\n\n")]
+    kept = [text for text in paragraphs if not re.match(r"Shape suffixes:|Raises:|Args:|Returns:", text)]
+    return "\n\n".join(_papers(_names(text)) for text in kept).split("\n")
+
+
+def _names(text: str) -> str:
+    """A docstring with its roles as the names that they show."""
+    text = re.sub(r":\w+:`~(?:[\w.]+\.)?(\w+)`", r"`\1`", text)
+    return re.sub(r":\w+:`\.?([\w.]+)`", r"`\1`", text).replace("``", "`")
+
+
+def _papers(text: str) -> str:
+    return re.sub(r"arXiv (\d{4}\.\d{5})", r"[arXiv \1](https://arxiv.org/abs/\1)", text)
+
+
+def _link(name: str, heading: str, page: str = "") -> str:
+    """To a section of the reference."""
+    return f"[`{name}`]({page}#{re.sub(r'[^a-z0-9_ -]', '', heading.lower()).replace(' ', '-')})"
+
+
+# ---------- rules
+
+
+def known_rules() -> dict[str, list[tuple[str, Rule]]]:
+    """The rules of verl's host and of the recipe by passage, each with the form in which the page shows its setting."""
+    refused = [("{}", rule) for rule in (*verl_rules.EVERY_RUN, *verl_rules.REFUSALS)]
+    refused += [("*{}*", rule) for rule in recipe_rules.REFUSALS]
+    refused += [("*CPU: {}*", rule) for rule in recipe_rules.ON_CPU]
+    kept = {
+        "every response": verl_rules.AGAINST_SKIPPING,
+        "tails of responses": verl_rules.AGAINST_TAILS,
+        "the forward of the old log-probabilities": verl_rules.AGAINST_FORWARD,
+    }
+    return {"refused": refused} | {what: [("{}", rule) for rule in rules] for what, rules in kept.items()}
+
+
+def refused() -> str:
+    """What a run with verl is refused with; in italics by the recipe alone."""
+    return "\n".join(table(["refused, such as", "why"], _rows(known_rules()["refused"], _override)))
+
+
+def shortcuts() -> str:
+    """What zero-advantage responses keep, and with which settings."""
+    rows = []
+    for what, rules in known_rules().items():
+        if what != "refused":
+            of_what = _rows(rules, _override)
+            rows += [[what if number == 0 else "", *row] for number, row in enumerate(of_what)]
+    return "\n".join(table(["what stays", "with", "why"], rows))
+
+
+def trl() -> str:
+    """What TRL's trainer refuses."""
+    from grail_advantage.trl_ext.rules import AGAINST_SKIPPING, REFUSALS
+
+    rules = [("{}", rule) for rule in REFUSALS]
+    rules += [("`skip_zero_advantage=True`, {}", rule) for rule in AGAINST_SKIPPING]
+    return "\n".join(table(["refused, such as", "why"], _rows(rules, _argument)))
+
+
+def _rows(rules: Iterable[tuple[str, Rule]], setting: Callable[[Rule], str]) -> list[list[str]]:
+    """Settings and the reason; the settings of one form and one reason together."""
+    by_reason: dict[tuple[str, str], list[str]] = {}
+    for form, rule in rules:
+        by_reason.setdefault((form, rule.because), []).append(setting(rule))
+    return [[form.format(", ".join(settings)), why] for (form, why), settings in by_reason.items()]
+
+
+def _override(rule: Rule) -> str:
+    """The first two of Hydra's overrides, without sections that many share, and of a method its name alone."""
+    short = [re.sub(r"^\+*(actor_rollout_ref\.|algorithm\.(adv_estimator=)?)?", "", each) for each in rule.example]
+    return " with ".join(f"`{each}`" for each in short[:2] if each != UNIFORM)
+
+
+def _argument(rule: Rule) -> str:
+    """The first two arguments, with values that are short, and of a method its name alone."""
+    parts = []
+    for name, value in list(rule.example.items())[:2]:
+        if isinstance(value, SimpleNamespace):
+            parts += [f"{name}.{inner}={number}" for inner, number in vars(value).items()]
+        else:
+            short = f"{name}={value!r}" if isinstance(value, str | int | float) else name
+            parts.append(value if name == "token_weights" else short)
+    return " with ".join(f"`{each}`" for each in parts)
+
+
+def normal_form() -> str:
+    """How the reward function unifies spellings."""
+    rows = [[rule.what, f"`{rule.example}`", f"`{rule.result}`"] for rule in RULES]
+    return "\n".join(table(["rule", "example", "becomes"], rows))
+
+
+# ---------- patches, published settings
+
+CAN_GO = "Can go "
+PATCHES = {
+    "grail_advantage/verl_ext/patches.py": "verl",
+    "packages/verl-cpu/verl_cpu/patches.py": "verl and torch, by `packages/verl-cpu` with `VERL_PLATFORM=cpu` alone",
+    "grail_advantage/model/patches.py": "torch and transformers, within a pass of a method alone",
+    "grail_advantage/trl_ext/patches.py": "TRL, of which nothing is replaced",
+}
+"""A function or class of these files is listed if its docstring says when it can go."""
+
+
+def patches() -> str:
+    """A table for each file of patches."""
+    lines: list[str] = []
+    for name, heading in PATCHES.items():
+        rows = []
+        for node in ast.parse((ROOT / name).read_text(encoding="utf-8")).body:
+            docstring = ast.get_docstring(node) or "" if isinstance(node, ast.FunctionDef | ast.ClassDef) else ""
+            why, can, going = " ".join(_names(docstring).split("\nArgs:")[0].split()).partition(CAN_GO)
+            rows += [[f"`{node.name}`", why.strip(), going.strip().rstrip(".")]] if can else []
+        lines += [f"### {heading}", "", f"[`{name}`](../{name})", ""]
+        lines += [*table(["function", "what and why", "can go"], rows), ""]
+    return "\n".join(lines).rstrip()
+
+
+def published() -> str:
+    """Each published value, the options that say the same here, and what ``like=corrected`` has instead."""
+    rows = []
+    for group, settings in PUBLISHED.items():
+        rows.append([f"*{group}*", "", "", "", ""])
+        for one in settings:
+            options = ", ".join(f"`{option.removeprefix('actor_rollout_ref.')}`" for option in one.options)
+            ours = options if one.here is None or not one.options else f"{options}: {shown(one.here)}"
+            corrected, _, why = one.corrected.partition(": ")
+            rows.append([one.name, f"`{shown(one.theirs)}` ({one.place})", ours, corrected, why or one.why])
+    return "\n".join(table(["setting", "theirs", "`published`", "`corrected`", "why it differs"], rows))
+
+
+def trl_published() -> str:
+    """The published arguments for one process, as Python."""
+    values = trl_arguments(processes=1)
+    arguments = "".join(f"    {name}={value!r},\n" for name, value in values.items())
+    return f'<!-- run -->\n```python\nconfig = GRPOConfig(\n    "out",\n{arguments})\n```'.replace("'", '"')
+
+
+PASSAGES: list[tuple[str, str, Callable[[], str]]] = [
+    ("methods.md", "methods", overview),
+    (REFERENCE, "methods", reference),
+    ("works_with.md", "refused", refused),
+    ("works_with.md", "shortcuts", shortcuts),
+    ("works_with.md", "trl", trl),
+    ("verdict.md", "normal", normal_form),
+    ("what_installing_changes.md", "patches", patches),
+    ("published.md", "published", published),
+    ("trl.md", "trl_published", trl_published),
+    ("gpu.md", "sizing", sizing.page),
+    ("gpu.md", "measured", sizing.measured),
+]
+"""A page, the name of its markers, and what stands between them."""
+
+if __name__ == "__main__":
+    for page, marker, passage in PASSAGES:
+        if passage is not trl or find_spec("trl") is not None:
+            write_marked(ROOT / "docs" / page, marker, passage())
