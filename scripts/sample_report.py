@@ -1,11 +1,11 @@
-"""Write outputs/sample_report.html: the report of responses that the model of this repository samples, under four methods.
+"""Write outputs/sample_report.html: the report of responses that this repository's model samples, under four methods.
 
     python scripts/sample_report.py
     python scripts/sample_report.py --run outputs/sample    # keeps the run
-    python -m grail_advantage.report outputs/sample --figure methods --row 5 --width 4.2 --output docs/images/methods.png
+    python -m grail_advantage.report outputs/sample --figure methods --row 5 --width 4.2 --output methods.png
 
 The page also marks the first incorrect step of each response, which the task's own rules find, and shows what each token
-received in four epochs of training with the first method. Takes a minute on a CPU.
+received in four epochs of training with the first method. The last command makes docs/images. A minute on a CPU.
 """
 
 from __future__ import annotations
@@ -34,8 +34,7 @@ from verl_cpu.tiny.task import boxed_answer, find_errors, problems
 
 OUTPUT = Path(__file__).parents[1] / "outputs" / "sample_report.html"
 METHODS = ("grail", "oar_g", "entropy", "uniform")
-EPOCHS, LEARNING_RATE, ROWS = 4, 2e-4, 32
-"""Of the training: epochs of one optimiser step each, and responses of a micro-batch."""
+EPOCHS, LEARNING_RATE, ROWS = 4, 2e-4, 32  # epochs of one optimiser step each, responses of a micro-batch
 PROBLEMS, ROLLOUTS, SEED = 16, 8, 0
 
 
@@ -45,27 +44,25 @@ def responses(count: int = PROBLEMS) -> list[Response]:
     asked = [problem for problem in problems("validation", count, seed=SEED) for _ in range(ROLLOUTS)]
     prompts = [prompt_ids(tokenizer, problem) for problem in asked]
     sampled = sample(model, tokenizer, prompts, uniform(SEED, len(prompts), MAX_RESPONSE_TOKENS))
-    found = []
-    for place, (problem, token_ids) in enumerate(zip(asked, sampled, strict=True)):
-        text = tokenizer.decode(token_ids, skip_special_tokens=True)
-        errors = find_errors(problem, text)
-        found.append(
-            Response(
-                id=str(place),
-                prompt=[{"role": "user", "content": problem.text}],
-                response=token_ids,
-                ground_truth=str(problem.answer),
-                reward=float(boxed_answer(text) == str(problem.answer)),
-                group=problem.text,
-                labels={"wrong_step": (errors[0].start, errors[0].end)} if errors else {},
-            )
+    texts = tokenizer.batch_decode(sampled, skip_special_tokens=True)
+    errors = [find_errors(problem, text) for problem, text in zip(asked, texts, strict=True)]
+    return [
+        Response(
+            id=str(place),
+            prompt=[{"role": "user", "content": problem.text}],
+            response=sampled[place],
+            ground_truth=str(problem.answer),
+            reward=float(boxed_answer(texts[place]) == str(problem.answer)),
+            group=problem.text,
+            labels={"wrong_step": (found[0].start, found[0].end)} if (found := errors[place]) else {},
         )
-    return found
+        for place, problem in enumerate(asked)
+    ]
 
 
 def train(run: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> None:
-    """Train the model on a run's responses with the advantages of its first method, by PPO's clipped loss, and write what each
-    token received into the run. Shape suffixes: b of a micro-batch, B responses, T response tokens."""
+    """Train the model on a run's responses with the advantages of its first method, by PPO's clipped loss, and write what
+    each token received into the run. Shape suffixes: b of a micro-batch, B responses, T response tokens."""
     rows = list(read_dump(run))
     prompts, lengths = [row.prompt_ids.tolist() for row in rows], [len(row) for row in rows]
     ids_BL = padded(prompts, [row.token_ids_T.tolist() for row in rows], tokenizer.pad_token_id).ids_BL
