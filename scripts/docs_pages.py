@@ -145,9 +145,12 @@ def reference() -> str:
     for owner, of_class in by_class.items():
         file = f"{owner.__module__.replace('.', '/')}.py"
         lines += ["", f"### {_heading(of_class)}", "", *_description(owner), ""]
-        for method in of_class:
-            lines.append(f"- {f'`{method.name}`: ' if len(of_class) > 1 else ''}{_defaults(method.build({}))}")
-        lines += ["", f"`{owner.__name__}` in [`{file}`](../{file}). Options, in `algorithm.{owner.section}`:", ""]
+        for signal in (method.build({}) for method in of_class):
+            needs = [f"the column `{name}` of the data set" for name in signal.columns]
+            if signal.ranks_entropy:
+                needs.append("in bf16 `actor_rollout_ref.actor.entropy_from_logits_with_chunking=true`")
+            lines += [f"`{signal.name}` needs {' and '.join(needs)}.", ""] if needs else []
+        lines += [f"`{owner.__name__}` in [`{file}`](../{file}). Options, in `algorithm.{owner.section}`:", ""]
         own = [row for row in rows[owner] if (row[0], *row[2:]) not in shared]
         lines += [*table(head, own), ""] if own else []
         defaults = [f"{row[0]} ({row[1]})" for row in rows[owner] if (row[0], *row[2:]) in shared]
@@ -183,24 +186,6 @@ def _modes(known: Sequence[Method]) -> list[str]:
         "fused kernels",
     ]
     return table([*head, "bypass mode", "`compute_token_weights` needs"], rows)
-
-
-def _defaults(signal: Signal) -> str:
-    """The meaning of the common words for this method as it is by default."""
-    gates = {"wrong": "responses with `A <= 0`", "correct": "responses with `A > 0`", "all": "all responses"}
-    parts = [f"Gate: {gates[signal.gate]}{' that have an answer' if signal.skips_unanswered else ''}"]
-    parts.append(f"statistics set: the {signal.statistics}")
-    if (answer := signal.answer_weights) is not None:
-        outside = ", also outside the gate" if answer.outside_gate else ""
-        parts.append(f"answer: content {answer.content:g}, the rest and what follows {answer.others:g}{outside}")
-    if isinstance(signal, ReshaperChoice):
-        parts.append(f"reshaper: {_link(signal.reshaper, f'`{signal.reshaper}`')}")
-    parts.append(f"a response's sum of weights is {'restored' if signal.normalize_mass else 'not restored'}")
-    if signal.columns:
-        parts.append(f"columns of the data set: {', '.join(f'`{name}`' for name in signal.columns)}")
-    if signal.ranks_entropy:
-        parts.append("in bf16 set `actor_rollout_ref.actor.entropy_from_logits_with_chunking=true`")
-    return f"{'; '.join(parts)}."
 
 
 def _heading(of_class: Sequence[Method]) -> str:
