@@ -95,9 +95,9 @@ def one_socket_a_cluster() -> None:
 
     Works around ``verl.workers.rollout.vllm_rollout.vllm_rollout.ServerAdapter`` (verl 0.9.1), which names the socket by Ray's
     job id. The first job of every cluster is 01000000, so that of two runs on one machine one may wait for ever or receive the
-    other's weights. The server's half is in ``vllm_server``. Can go when verl's name tells clusters apart.
+    other's weights. The server's half is in ``vllm``. Can go when verl's name tells clusters apart.
     """
-    base._ROLLOUT_REGISTRY["vllm", "async"] = "verl_cpu.vllm_adapter.CpuServerAdapter"
+    base._ROLLOUT_REGISTRY["vllm", "async"] = "verl_cpu.vllm.CpuServerAdapter"
 
 
 def ray_job_id() -> str:

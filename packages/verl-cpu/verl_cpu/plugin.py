@@ -1,7 +1,5 @@
 """Entry point of the group ``verl.plugins``: verl imports this module at the end of ``import verl``, in every process."""
 
-from __future__ import annotations
-
 import os
 
 if os.environ.get("VERL_PLATFORM") == "cpu":

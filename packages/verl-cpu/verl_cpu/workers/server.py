@@ -29,8 +29,7 @@ WITHOUT_RAY = (
 WITH_RAY = (
     "verl.trainer.main_ppo",
     "verl.workers.engine_workers",
-    "verl_cpu.vllm_server",
-    "verl_cpu.vllm_worker",
+    "verl_cpu.vllm",
     "vllm.model_executor.models.qwen3",
     "vllm.v1.worker.cpu_worker",
 )
