@@ -1,7 +1,4 @@
-"""All code of this platform that replaces code of verl or torch; each with its reason.
-
-``tests/verl_cpu/test_cpu_platform.py`` looks whether each is still needed.
-"""
+"""All code of this platform that replaces code of verl or torch; each with its reason."""
 
 from __future__ import annotations
 

@@ -46,13 +46,8 @@ def called_step(turn: str) -> str | None:
 
 
 def check(problem: Problem, taken: int, step: str) -> tuple[str, float]:
-    """The tool's reply and its reward.
-
-    Args:
-        problem: the chain.
-        taken: calls before this one; each takes up a step of the chain.
-        step: such as ``12-3=9``.
-    """
+    """The tool's reply to a step such as ``12-3=9``, and its reward; ``taken`` calls were made before, each of which takes up
+    a step of the chain."""
     if taken >= len(problem.steps):
         return NOTHING_LEFT, WRONG
     operator, term = problem.steps[taken]
@@ -61,13 +56,8 @@ def check(problem: Problem, taken: int, step: str) -> tuple[str, float]:
 
 
 def turn_rewards(tool_rewards: Sequence[float], turns: int, answered: bool) -> list[float]:
-    """One reward for each of the model's turns: the tool's, with the answer's added to that of the last turn.
-
-    Args:
-        tool_rewards: of each call that was made.
-        turns: of the model; the last one makes no call unless the conversation reached its longest length with it.
-        answered: whether the right answer is in the box.
-    """
+    """One reward for each of the model's ``turns``: the tool's, with the answer's added to that of the last turn, which makes
+    no call unless the conversation reached its longest length with it."""
     rewards = [*tool_rewards, 0.0][:turns]
     rewards[-1] += ANSWER * answered
     return rewards
@@ -96,8 +86,6 @@ def demonstrate(
     """A conversation that shows the task with mistakes: each turn of the model, with the tool's reply to all but the last.
 
     Args:
-        problem: the chain.
-        rng: what decides.
         error_rate: probability that a step's result is wrong; it is then any other one, all equally likely.
         stop_rate: probability, before each step, that the model stops there and boxes the value so far.
         extra_rate: probability of a call after the last step.

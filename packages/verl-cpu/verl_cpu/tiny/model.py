@@ -54,10 +54,9 @@ def build_tokenizer(words: Sequence[str] = WHOLE_WORDS) -> PreTrainedTokenizerFa
 
 
 def build_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen3ForCausalLM:
-    """Freshly initialised float32 model whose vocabulary is exactly the tokenizer's.
-
-    A larger vocabulary, as models usually have, would let the sampler mask tokens that the trainer does not.
-    """
+    """Freshly initialised float32 model whose vocabulary is exactly the tokenizer's: with a larger one, as models usually have,
+    the sampler would mask tokens that the trainer does not."""
+    special = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
     config = Qwen3Config(
         vocab_size=len(tokenizer),
         hidden_size=128,
@@ -68,15 +67,12 @@ def build_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen3ForCausal
         head_dim=32,
         max_position_embeddings=MAX_POSITIONS,
         tie_word_embeddings=False,
-        eos_token_id=tokenizer.eos_token_id,
+        **special,
         bos_token_id=None,
-        pad_token_id=tokenizer.pad_token_id,
         dtype="float32",
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = Qwen3ForCausalLM(config)
-    model.generation_config = GenerationConfig(
-        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, do_sample=True
-    )
+    model.generation_config = GenerationConfig(**special, do_sample=True)
     return model

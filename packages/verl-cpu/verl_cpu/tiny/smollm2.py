@@ -17,13 +17,8 @@ GGUF_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
 def load_smollm2() -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
-    """The model in float32 and its tokenizer.
-
-    The conversion from GGUF loses which tokens end a turn and pad a row; they are set as in the original release.
-
-    Raises:
-        ModuleNotFoundError: the package is not installed.
-    """
+    """The model in float32 and its tokenizer; ModuleNotFoundError if the package is not installed. The conversion from GGUF
+    loses which tokens end a turn and pad a row; they are set as in the original release."""
     package = find_spec(PACKAGE)  # not imported: the package itself needs a command-line tool that nothing here uses
     if package is None or not package.submodule_search_locations:
         raise ModuleNotFoundError(
@@ -40,9 +35,7 @@ def load_smollm2() -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
     tokenizer.eos_token = TURN_END
     tokenizer.pad_token = END_OF_TEXT
     tokenizer.padding_side = "left"
-    model.config.eos_token_id = tokenizer.eos_token_id
-    model.config.pad_token_id = tokenizer.pad_token_id
-    model.generation_config = GenerationConfig(
-        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, do_sample=True
-    )
+    special = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    model.config.update(special)
+    model.generation_config = GenerationConfig(**special, do_sample=True)
     return model, tokenizer

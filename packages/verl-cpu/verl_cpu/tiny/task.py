@@ -65,10 +65,8 @@ class Problem:
 
 @dataclass(frozen=True)
 class StepError:
-    """An error in a response.
+    """An error in a response. ``step`` counts from 0; ``start`` and ``end`` are character offsets, half-open. ``kind``:
 
-    ``step`` counts from 0; ``start`` and ``end`` are character offsets into the response, half-open.
-    ``kind`` is the kind of text in the range:
     ``result``: the result of a step that does not follow from the step's own left side;
     ``copy``: the left side of a step that is not the running value with the problem's next operator and term;
     ``answer``: the boxed text, when it is not the running value taken through all steps that were left unwritten.
@@ -83,24 +81,17 @@ class StepError:
 
 
 def problems(split: Split, size: int, *, seed: int = 0) -> list[Problem]:
-    """``size`` different problems of one split, with 3 to 6 steps, the same ones for the same arguments.
-
-    Raises ValueError when the split has fewer problems than asked for.
-    """
+    """``size`` different problems of one split, with 3 to 6 steps, the same ones for the same arguments; ValueError when the
+    split has fewer."""
     chosen: dict[str, Problem] = {}
-    draws = 100 * _VALIDATION_SHARE * size + 10_000
-    for text in _chain_texts(draws, seed):
-        if len(chosen) == size:
-            break
+    for text in _chain_texts(100 * _VALIDATION_SHARE * size + 10_000, seed):
         problem = Problem.parse(text)
-        if not all(0 <= value <= MAX_VALUE for value in problem.values):
-            continue
         held_out = zlib.crc32(text.encode()) % _VALIDATION_SHARE == 0
-        if held_out == (split == "validation"):
+        if held_out == (split == "validation") and all(0 <= value <= MAX_VALUE for value in problem.values):
             chosen[text] = problem
-    if len(chosen) < size:
-        raise ValueError(f"size={size}: only {len(chosen)} different {split} problems exist; ask for fewer")
-    return list(chosen.values())
+            if len(chosen) == size:
+                return list(chosen.values())
+    raise ValueError(f"size={size}: only {len(chosen)} different {split} problems exist; ask for fewer")
 
 
 def random_problems(size: int, *, seed: int = 0, steps: tuple[int, int] = (MIN_STEPS, MAX_STEPS)) -> list[Problem]:
@@ -122,25 +113,14 @@ def _chain_texts(draws: int, seed: int) -> Iterator[str]:
         sys.modules["pycosat"] = types.ModuleType("pycosat")
     import reasoning_gym  # imported here: only problem generation needs it, and it is slow to import
 
-    dataset = reasoning_gym.create_dataset(
-        "chain_sum",
-        min_terms=MIN_STEPS + 1,
-        max_terms=MAX_STEPS + 1,
-        min_digits=1,
-        max_digits=1,
-        size=draws,
-        seed=seed * _SEED_STRIDE,
-    )
-    for item in dataset:
+    terms = {"min_terms": MIN_STEPS + 1, "max_terms": MAX_STEPS + 1, "min_digits": 1, "max_digits": 1}
+    for item in reasoning_gym.create_dataset("chain_sum", **terms, size=draws, seed=seed * _SEED_STRIDE):
         yield item["metadata"]["expression"].replace(" ", "")
 
 
 def solve(problem: Problem, error_rate: float, rng: random.Random) -> str:
-    """A worked solution in which each step is incorrect with probability ``error_rate``; the next starts from its result.
-
-    An incorrect result is any other number from 0 to ``MAX_VALUE``, all equally probable. Such slips are independent of the
-    sum, so that learning to avoid one of them helps against all.
-    """
+    """A worked solution in which each step is incorrect with probability ``error_rate``; the next starts from its result. An
+    incorrect result is any other number from 0 to ``MAX_VALUE``, all equally probable, whatever the sum."""
     value = problem.first
     parts = []
     for operator, term in problem.steps:
