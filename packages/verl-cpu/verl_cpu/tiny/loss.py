@@ -15,14 +15,11 @@ CLIP = 0.2, 0.28
 
 
 class Padded(NamedTuple):
-    """Prompts and responses, padded on the right."""
+    """Prompts and responses, padded on the right: int64, bool, bool."""
 
     ids_BL: torch.Tensor
-    """int64."""
     attention_BL: torch.Tensor
-    """bool."""
     response_BL: torch.Tensor
-    """bool."""
 
 
 def padded(prompts: Sequence[list[int]], responses: Sequence[list[int]], padding: int) -> Padded:
@@ -62,7 +59,6 @@ def add_gradient(
 
     Args:
         old_log_probs_BL: of each token under the policy that wrote it.
-        advantages_BL: of each token.
         divisor: tokens of a response by which the sum is divided, beside the number of responses.
         factor_B: of each response's loss.
         rows: responses of a micro-batch.

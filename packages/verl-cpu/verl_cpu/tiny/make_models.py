@@ -13,6 +13,7 @@ import random
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,20 +21,11 @@ import torch
 import transformers
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
+from verl_cpu.tiny import shipped
 from verl_cpu.tiny.agent import ANSWER, MAX_TURNS, RIGHT, called_step, check, demonstrate, turn_rewards
 from verl_cpu.tiny.model import build_model, build_tokenizer
 from verl_cpu.tiny.sampling import judge, prompt_ids, sample, uniform
-from verl_cpu.tiny.shipped import (
-    AGENT_FOLDER,
-    FOLDER,
-    HELD_OUT,
-    RECORD,
-    TRAIN,
-    build_agent_tokenizer,
-    load_shipped,
-    reply_ids,
-    weights_digest,
-)
+from verl_cpu.tiny.shipped import build_agent_tokenizer, load_shipped, reply_ids, weights_digest
 from verl_cpu.tiny.task import Problem, boxed_answer, problems
 from verl_cpu.tiny.warm_up import Row, WarmUpSettings, fine_tune, warm_up
 
@@ -51,8 +43,8 @@ class AgentSettings:
     batch_size: int = 32
     learning_rate: float = 2e-3
     steps: int = 200
-    train_size: int = TRAIN
-    held_out: int = HELD_OUT
+    train_size: int = shipped.TRAIN
+    held_out: int = shipped.HELD_OUT
     seed: int = 0
 
 
@@ -60,7 +52,7 @@ def ship(
     model: PreTrainedModel,
     folder: Path,
     settings: Any,
-    measured: Callable[[PreTrainedModel], dict[str, Any]],
+    measured: Callable[..., dict[str, float]],
     **trained: Any,
 ) -> None:
     """Write a model's weights, rounded to bfloat16, with the record of how they were made and what is measured of them."""
@@ -71,26 +63,33 @@ def ship(
         "transformers": transformers.__version__,
         **trained,
     }
-    record |= measured(model.float().eval()) | {"sha256": weights_digest(folder)}
-    (folder / RECORD).write_text(json.dumps(record, indent=2) + "\n")
+    rounded = model.float().eval()
+    record |= {"greedy": measured(rounded, temperature=0.0), "sampled": measured(rounded, seed=settings.seed)}
+    record["sha256"] = weights_digest(folder)
+    (folder / shipped.RECORD).write_text(json.dumps(record, indent=2) + "\n")
     print(json.dumps(record, indent=2))
 
 
-def make_tiny(folder: Path = FOLDER) -> None:
+def make_tiny(folder: Path = shipped.FOLDER) -> None:
     """Warm a freshly initialised model up, and write its weights."""
     settings, tokenizer = WarmUpSettings(), build_tokenizer()
-    model, held_out = build_model(tokenizer, settings.seed), problems("validation", HELD_OUT, seed=settings.seed)
-    result = warm_up(model, tokenizer, problems("train", TRAIN, seed=settings.seed), held_out, settings)
+    model, held_out = (
+        build_model(tokenizer, settings.seed),
+        problems("validation", shipped.HELD_OUT, seed=settings.seed),
+    )
+    result = warm_up(model, tokenizer, problems("train", shipped.TRAIN, seed=settings.seed), held_out, settings)
 
-    def measured(rounded: PreTrainedModel) -> dict[str, Any]:
-        greedy = judge(rounded, tokenizer, held_out, temperature=0.0)["right"]
-        sampled = judge(rounded, tokenizer, held_out, seed=settings.seed)["right"]
-        return {"rounded": {"greedy_accuracy": greedy, "sampled_accuracy": sampled}}
+    ship(
+        model,
+        folder,
+        settings,
+        partial(judge, tokenizer=tokenizer, problems=held_out),
+        train_size=shipped.TRAIN,
+        warm_up=result,
+    )
 
-    ship(model, folder, settings, measured, train_size=TRAIN, warm_up=result)
 
-
-def make_agent(folder: Path = AGENT_FOLDER) -> None:
+def make_agent(folder: Path = shipped.AGENT_FOLDER) -> None:
     """Train the tiny model on all tokens of conversations after the prompt; also the tool's, from which it learns the sums."""
     settings, tokenizer = AgentSettings(), build_agent_tokenizer()
     train = problems("train", settings.train_size, seed=settings.seed)
@@ -111,13 +110,9 @@ def make_agent(folder: Path = AGENT_FOLDER) -> None:
     def learning_rate(step: int) -> float:
         return settings.learning_rate * min(1.0, step / 20) * (1.1 - step / settings.steps)
 
-    def measured(rounded: PreTrainedModel) -> dict[str, Any]:
-        greedy = measure(rounded, tokenizer, held_out, temperature=0.0)
-        return {"greedy": greedy, "sampled": measure(rounded, tokenizer, held_out, seed=settings.seed)}
-
     chosen = (rng.choices(train, k=settings.batch_size) for _ in range(settings.steps))
     *_, (_, loss) = fine_tune(model, tokenizer, (list(map(shown, some)) for some in chosen), learning_rate)
-    ship(model, folder, settings, measured, loss=loss)
+    ship(model, folder, settings, partial(measure, tokenizer=tokenizer, chosen=held_out), loss=loss)
 
 
 def play(

@@ -105,10 +105,8 @@ def warm_up(
     max_new_tokens: int = MAX_RESPONSE_TOKENS,
     micro_batches: int = 1,
 ) -> dict[str, float]:
-    """Train ``model`` in place; returns the last step, loss, greedy and sampled accuracy, and the seconds taken.
-
-    ``solve`` writes the training solutions, ``max_new_tokens`` limits the sampled ones; ``micro_batches``: :func:`fine_tune`.
-    """
+    """Train ``model`` in place; returns the last step, loss, greedy and sampled accuracy, and the seconds taken. ``solve``
+    writes the training solutions, ``max_new_tokens`` limits the sampled ones; ``micro_batches``: :func:`fine_tune`."""
     rng, started = random.Random(settings.seed), time.monotonic()
 
     def written(problem: Problem) -> Row:
