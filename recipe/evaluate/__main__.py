@@ -1,5 +1,5 @@
-"""Sample answers to the benchmarks with vLLM and report acc@k, pass@k and mean tokens with 95 % intervals, grade stored samples
-again, or compare two evaluations. The defaults are the published evaluation's. After a kill the same command resumes."""
+"""Sample answers to the benchmarks with vLLM and report acc@k, pass@k and mean tokens with 95 % intervals, grade stored
+samples again, or compare two evaluations. The defaults are the published ones. After a kill the same command resumes."""
 
 from __future__ import annotations
 
@@ -69,14 +69,14 @@ def evaluate(options: argparse.Namespace) -> str:
 
 
 def regrade(folder: Path, grader: str) -> str:
-    """Grade the samples of a finished evaluation again, against the ground truths in it; write the report, return its page."""
+    """Grade the samples of a finished evaluation again, against the ground truths in it, and return the page."""
     old = results(folder)
     hashes = {name: row["problems_hash"] for name, row in old["benchmarks"].items()}
     return grade_folder(folder, old["run"], grader, hashes, read_samples(folder / "scores.jsonl"))
 
 
 def compare(folders: list[Path], output: Path | None) -> str:
-    """Compare two finished evaluations; returns the page, and writes it where a folder is named."""
+    """Compare two finished evaluations; write the result where a folder is named, and return the page."""
     result = report.compare(*map(results, folders))
     page = report.comparison_page(result)
     return page if output is None else write(output, "comparison", result, page)

@@ -28,21 +28,19 @@ def by_reward(samples: pd.DataFrame) -> list[dict[str, Any]]:
 
 
 def as_published(samples: pd.DataFrame) -> list[dict[str, Any]]:
-    """As in the code published with GRAIL (``src/eval/eval_results_base.py``): math-verify reads both between dollar signs,
-    without cleaning. A response is untrusted text, so other processes read it, with limits."""
+    """As in the code published with GRAIL (``src/eval/eval_results_base.py``): math-verify without cleaning."""
     answers = [published_box(text) for text in samples["text"]]
     golds = map(published_gold, samples["benchmark"], samples["gold"])
     pairs, command = json.dumps(list(zip(golds, answers, strict=True))), [sys.executable, "-P", WORKER]
     said = subprocess.run(command, input=pairs, stdout=subprocess.PIPE, text=True, check=True).stdout
-    verdicts = pd.DataFrame({"score": json.loads(said.splitlines()[-1]), "pred": answers}, dtype=object)
-    found, none = verdicts["pred"].notna(), verdicts["score"].isna()
-    shown = verdicts["pred"].fillna("").str[:128]
-    return verdicts.assign(answer_found=found, verify_failed=none, pred=shown).to_dict("records")
+    return [
+        {"score": verdict, "answer_found": box is not None, "verify_failed": verdict is None, "pred": (box or "")[:128]}
+        for verdict, box in zip(json.loads(said.splitlines()[-1]), answers, strict=True)
+    ]
 
 
 def published_gold(benchmark: str, gold: str) -> str:
-    """What the published code makes of a ground truth: ``str`` of what its file holds, a list for OlympiadBench, a float
-    for AMC23."""
+    """``str`` of what the file of the published code holds: a list for OlympiadBench, a float for AMC23."""
     if benchmark == "olympiadbench":
         return str([gold])
     return str(float(gold)) if benchmark == "amc23" and gold.removeprefix("-").isdigit() else gold
@@ -69,8 +67,7 @@ GRADERS = {"reward": by_reward, "published": as_published}
 
 def grade(samples: pd.DataFrame, grader: str) -> pd.DataFrame:
     """Grade samples (with ``gold``, the ground truth) by one of :data:`GRADERS`, or :data:`BOTH`. ``answered``: there is a
-    complete box, with the text ``answer``. ``no_verdict``: it cannot be read within the verifier's limits; the sample counts
-    as incorrect."""
+    complete box, with the text ``answer``. ``no_verdict``: it is beyond the verifier's limits, and counts as incorrect."""
     if grader == BOTH:
         published = grade(samples, "published")[["right", "no_verdict"]]
         return grade(samples, "reward").join(published.add_suffix("_published"))
@@ -81,8 +78,7 @@ def grade(samples: pd.DataFrame, grader: str) -> pd.DataFrame:
 
 
 def by_problem(scores: pd.DataFrame) -> pd.DataFrame:
-    """The :data:`METRICS` of each problem's samples, by ``benchmark`` and ``index``: shares, but for ``tokens``, a mean; with
-    :data:`BOTH` graders :data:`PUBLISHED` too."""
+    """The :data:`METRICS` of each problem's samples, by ``benchmark`` and ``index``: shares, but for ``tokens``, a mean."""
     metrics = [*METRICS, *(PUBLISHED if "right_published" in scores else [])]
     names = {"right": "acc", "right_published": PUBLISHED[0]}
     scores = scores.assign(unanswered=~scores["answered"]).rename(columns=names)

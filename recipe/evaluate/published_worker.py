@@ -1,13 +1,11 @@
-"""The process that compares answers as the code published with GRAIL does; ``recipe.evaluate.grading`` starts it as a script.
-
-A response is untrusted text, so that workers with limits read it. They are forked from this process, which has neither
-torch nor the command's main module: on a machine with CUDA torch alone maps 3 GB. It reads the JSON list of
-``[gold, answer]`` and writes the list of verdicts: true, false, or null where there is none.
-"""
+"""The process that compares answers as the code published with GRAIL does: reads the JSON list of ``[gold, answer]`` and
+writes the list of verdicts, null where there is none. A response is untrusted text, so that workers with limits read it. They
+are forked from this process, which has no torch, whose CUDA build alone maps 3 GB."""
 
 import json
 import resource
 import sys
+from contextlib import suppress
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -26,9 +24,8 @@ def judge(gold: str, answer: str | None) -> bool:
 def confine() -> None:
     """Bound this worker's memory."""
     most = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize() + MEMORY
-    hard = resource.getrlimit(resource.RLIMIT_AS)[1]
-    most = most if hard == resource.RLIM_INFINITY else min(most, hard)
-    resource.setrlimit(resource.RLIMIT_AS, (most, most))
+    with suppress(ValueError):  # lower already
+        resource.setrlimit(resource.RLIMIT_AS, (most, most))
 
 
 if __name__ == "__main__":

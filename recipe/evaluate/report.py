@@ -1,8 +1,8 @@
 """Figures over problems with their 95 % intervals, the comparison of two runs, and their pages.
 
-Intervals are a percentile bootstrap over problems; the samples of a problem stay together, since they depend on each other.
-Each benchmark has a random generator of its own, so that its interval does not depend on which others are evaluated. Two
-runs are compared on the same resamples, so that a problem's difficulty drops out of the difference.
+Intervals are a percentile bootstrap over problems, whose samples stay together. Each benchmark has a random generator of its
+own, so that its interval does not depend on which others are evaluated. Two runs are compared on the same resamples, so that
+a problem's difficulty drops out of the difference.
 """
 
 from __future__ import annotations
@@ -51,9 +51,8 @@ def figures(problems: pd.DataFrame, samples: int) -> dict[str, Any]:
 
 
 def summarise(run: dict[str, Any], hashes: dict[str, str], scores: pd.DataFrame) -> dict[str, Any]:
-    """The content of ``results.json``: ``run`` and the figures, accuracies and rates as shares from 0 to 1, and for every
-    benchmark the hash of its problems and figures by problem. ``tokens_of_answered``, the mean over responses with a box,
-    which the published code reports, has no interval."""
+    """The content of ``results.json``: ``run``, the figures (shares from 0 to 1), and for every benchmark the hash of its
+    problems and figures by problem. ``tokens_of_answered``: as the published code, over responses with a box."""
     tables = by_problem(scores)
     result = figures(tables, run["sampling"]["samples"])
     boxed = scores[scores["answered"]].groupby("benchmark")["tokens"].mean().reindex(result["benchmarks"])
@@ -112,9 +111,9 @@ def results_page(result: dict[str, Any]) -> str:
     return f"""# Evaluation of `{run["model"]}`
 
 {_table(result)}
-- acc: mean over samples; pass: any sample correct; tokens: mean over all responses, with the end token, and over those with a
-  box alone, as GRAIL's published code counts (its box with `--grader published`); unanswered: no complete `\\boxed{{}}`;
-  truncated: at the limit on tokens. Incorrect as unreadable: {unreadable}.
+- acc: mean over samples; pass: any sample correct; tokens: mean over all responses, with the end token, and over those
+  with a box alone, as GRAIL's published code counts (its box with `--grader published`); unanswered: no complete
+  `\\boxed{{}}`; truncated: at the limit on tokens. Incorrect as unreadable: {unreadable}.
 - In brackets: 95% intervals, bootstrap over problems. Problems that all fare alike give an interval without width.
 - {", ".join(settings)}.
 """

@@ -1,8 +1,8 @@
 """The benchmarks' problems, their samples drawn with vLLM, and the file that keeps each as soon as it is drawn.
 
 A sample's seed follows from the evaluation's seed, the benchmark, the problem and the sample's number: neither order nor
-engine nor resuming matters. But logits may depend on the rest of the batch in their last bits: with vLLM 0.28 on a CPU,
-bfloat16 gave other tokens alone than in a batch, float32 the same. So a CPU computes in float32.
+engine nor resuming matters. But logits may depend on the batch in their last bits: with vLLM 0.28 on a CPU, bfloat16 gave
+other tokens alone than in a batch, float32 the same. So a CPU computes in float32.
 """
 
 from __future__ import annotations
@@ -35,9 +35,8 @@ FILES = ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model"]
 
 
 def load_benchmarks(names: list[str], data_dir: Path, prompt: str = "corrected") -> pd.DataFrame:
-    """Read what :mod:`recipe.data.prepare` writes into ``data_dir`` with a prompt, for every name: a row a problem with
-    ``benchmark``, ``index`` in its file, ``messages`` (the chat that asks for it) and ``gold`` (the ground truth). Rows
-    whose ground truth cannot be used are named; ValueError for a benchmark without another."""
+    """Read what :mod:`recipe.data.prepare` wrote: a row a problem with ``benchmark``, ``index`` in its file, ``messages`` (the
+    chat that asks for it) and ``gold`` (the ground truth). ValueError for a benchmark that is not there, or is unusable."""
     files = {name: data_dir / f"{file_stem(name, prompt)}.parquet" for name in names}
     if missing := ",".join(name for name, file in files.items() if not file.is_file()):
         make = f"bash scripts/prepare_data.sh --train none --benchmarks {missing} --prompt {prompt}"
@@ -45,9 +44,9 @@ def load_benchmarks(names: list[str], data_dir: Path, prompt: str = "corrected")
     tables = {}
     for name, file in files.items():
         table = pd.read_parquet(file)
-        columns = {"messages": table["prompt"].map(list), "gold": table["reward_model"].str["ground_truth"]}
-        tables[name] = pd.DataFrame(columns)
-        check_ground_truths(tables[name]["gold"], str(file))
+        gold = table["reward_model"].str["ground_truth"]
+        check_ground_truths(gold, str(file))
+        tables[name] = pd.DataFrame({"messages": table["prompt"].map(list), "gold": gold})
     return pd.concat(tables, names=["benchmark", "index"]).reset_index()
 
 
@@ -63,8 +62,11 @@ def read_samples(path: Path) -> pd.DataFrame:
 
 @contextmanager
 def open_samples(path: Path, settings: dict[str, Any]) -> Iterator[TextIO]:
-    """Open a file of samples to append to it, for this process alone. ValueError if another process has it, or if its first
-    line, which holds the settings of all samples, has others."""
+    """Open a file of samples to append to it, for this process alone. Its first line holds the settings of all samples.
+
+    Raises:
+        ValueError: another process has it, or the settings are others.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a", encoding="utf-8") as file:
         try:
@@ -84,17 +86,14 @@ def open_samples(path: Path, settings: dict[str, Any]) -> Iterator[TextIO]:
 
 
 def resolve_model(model: str) -> Path:
-    """Return the Hugging Face model folder of ``--model``: a model folder, ``.../global_step_N``, which verl's merger joins
-    into ``actor_merged`` once, or ``ORG/NAME[@REVISION]`` of the hub, which is fetched into its cache."""
+    """Return the folder of ``--model``: that of a Hugging Face model, ``.../global_step_N``, which verl's merger joins into
+    ``actor_merged`` once, or ``ORG/NAME[@REVISION]`` of the hub, which is fetched into its cache."""
     path = Path(model)
     if not path.is_dir():
         from huggingface_hub import snapshot_download
 
         name, _, revision = model.partition("@")
-        try:
-            path = Path(snapshot_download(name, revision=revision or None, allow_patterns=FILES))
-        except Exception as error:
-            raise ValueError(f"--model {model} is no folder here, and not to be had from the hub: {error}") from None
+        path = Path(snapshot_download(name, revision=revision or None, allow_patterns=FILES))
     if any((path / "actor").glob("model_world_size_*_rank_*.pt")):
         path = merged(path / "actor")
     if not [*path.glob("*.safetensors"), *path.glob("pytorch_model*.bin")]:
@@ -132,8 +131,8 @@ def fingerprint(folder: Path) -> str:
 
 
 def start_engine(model: Path, longest: int, workers: int | None, tensor_parallel_size: int) -> Any:
-    """Load the model into vLLM's ``AsyncLLM``, for prompts with responses of up to ``longest`` tokens: on a GPU in the
-    precision its weights are stored in, on a CPU in float32. ``workers`` are engines, by default as many as GPUs allow."""
+    """Load the model into vLLM's ``AsyncLLM``, for ``longest`` tokens with the prompt: on a GPU in the precision that its
+    weights are stored in, on a CPU in float32. ``workers`` are engines, by default as many as GPUs allow."""
     # Its warnings are about the choices made here. FlashInfer's sampler is compiled at run time, often without an nvcc.
     for name, value in {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_USE_FLASHINFER_SAMPLER": "0"}.items():
         os.environ.setdefault(name, value)
@@ -150,8 +149,8 @@ def start_engine(model: Path, longest: int, workers: int | None, tensor_parallel
         from verl_cpu import environment
 
         environment.apply_defaults()
-        # Compiling takes longer than it saves. A prompt read in pieces draws random numbers that vLLM gives back later, which
-        # a CPU cannot ("CPU Generator does not use offset", GPUModelRunner._bookkeeping_sync in vLLM 0.28).
+        # Compiling takes longer than it saves. A prompt read in pieces draws random numbers that vLLM gives back, which a CPU
+        # cannot ("CPU Generator does not use offset", GPUModelRunner._bookkeeping_sync in vLLM 0.28).
         options |= {"dtype": "float32", "enforce_eager": True, "enable_chunked_prefill": False}
         backend = "uni" if tensor_parallel_size == 1 else "mp"  # an engine's one worker needs no process of its own
         options |= {"max_num_batched_tokens": max(longest, 4096), "distributed_executor_backend": backend}

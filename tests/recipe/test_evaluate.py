@@ -295,9 +295,10 @@ def test_benchmarks_and_models_that_are_missing(tmp_path: Path) -> None:
         load_benchmarks(["aime24"], tmp_path, "published")
     with pytest.raises(ValueError, match="aime24,gsm8k; make it with: bash"):
         load_benchmarks(["aime24", "amc23", "gsm8k"], tmp_path)
-    for model in (tmp_path / "missing", tmp_path):
-        with pytest.raises(ValueError, match=f"--model {model} is n"):
-            resolve_model(str(model))
+    with pytest.raises(ValueError, match="missing"):
+        resolve_model(str(tmp_path / "missing"))
+    with pytest.raises(ValueError, match=f"--model {tmp_path} is n"):
+        resolve_model(str(tmp_path))
 
 
 @pytest.mark.slow
