@@ -72,7 +72,10 @@ def regrade(folder: Path, grader: str) -> str:
     """Grade the samples of a finished evaluation again, against the ground truths in it, and return the page."""
     old = results(folder)
     hashes = {name: row["problems_hash"] for name, row in old["benchmarks"].items()}
-    return grade_folder(folder, old["run"], grader, hashes, read_samples(folder / "scores.jsonl"))
+    graded = read_samples(folder / "scores.jsonl")
+    if hashes.keys() != {*graded["benchmark"]}:
+        raise ValueError(f"{folder} has results and scores of different evaluations")
+    return grade_folder(folder, old["run"], grader, hashes, graded)
 
 
 def compare(folders: list[Path], output: Path | None) -> str:
