@@ -54,10 +54,9 @@ def fsdp1_synchronises_cpu_states() -> None:
 def pinned_memory_is_plain_memory() -> None:
     """Make ``torch.Tensor.pin_memory`` return the tensor itself.
 
-    verl keeps the reference policy offloaded in pinned memory (``FSDPEngine._build_fsdp_module``, verl 0.9.1:
-    ``CPUOffloadPolicy(pin_memory=True)`` with FSDP2, ``CPUOffload(offload_params=True)`` with FSDP1, which pins too), and torch
-    pins memory only next to an accelerator. Pinned memory holds the same values; it serves faster copies to a device. Can go
-    when verl leaves the offload of the reference policy to the configuration.
+    verl keeps the reference policy offloaded in pinned memory (``FSDPEngine._build_fsdp_module``, verl 0.9.1), and torch pins
+    memory only next to an accelerator. Pinned memory holds the same values; it serves faster copies to a device. Can go when
+    verl leaves the offload of the reference policy to the configuration.
     """
     torch.Tensor.pin_memory = lambda tensor, device=None: tensor
 
@@ -97,11 +96,7 @@ def one_socket_a_cluster() -> None:
     base._ROLLOUT_REGISTRY["vllm", "async"] = "verl_cpu.vllm.CpuServerAdapter"
 
 
-def ray_job_id() -> str:
-    """As verl puts it into the socket's name."""
-    return ray.get_runtime_context().get_job_id()
-
-
 def cluster_job_id() -> str:
-    """The job id with the port of the cluster's control service, which only one cluster of a machine can have."""
-    return f"{ray_job_id()}-{ray.get_runtime_context().gcs_address.rpartition(':')[2]}"
+    """Ray's job id with the port of the cluster's control service, which only one cluster of a machine can have."""
+    context = ray.get_runtime_context()
+    return f"{context.get_job_id()}-{context.gcs_address.rpartition(':')[2]}"

@@ -18,8 +18,6 @@ class _CpuDevice(str):
     ``torch.device(f"{get_device_name()}:{get_device_id()}")`` (verl/utils/fsdp_utils.py, ``load_fsdp_model_to_gpu``, 0.9.1).
     """
 
-    __slots__ = ()
-
     def __format__(self, spec: str) -> str:
         return format(0, spec)
 
@@ -84,11 +82,7 @@ class CpuPlatform(PlatformBase):
     ray_resource_name = _always("GPU")
     ray_noset_envvars = _always(["RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"])
 
-    def manual_seed(self, seed: int) -> None:
-        """Seed torch's generator."""
-        torch.manual_seed(seed)
-
-    manual_seed_all = manual_seed
+    manual_seed = manual_seed_all = staticmethod(torch.manual_seed)
 
 
 def register() -> None:

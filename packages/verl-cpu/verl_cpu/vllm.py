@@ -20,7 +20,7 @@ from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
 from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer, vLLMReplica
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
-from verl_cpu.patches import cluster_job_id, ray_job_id
+from verl_cpu.patches import cluster_job_id
 
 
 class CpuServerAdapter(ServerAdapter):
@@ -30,7 +30,7 @@ class CpuServerAdapter(ServerAdapter):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.zmq_handle = self.zmq_handle.replace(ray_job_id(), cluster_job_id())
+        self.zmq_handle = self.zmq_handle.replace(ray.get_runtime_context().get_job_id(), cluster_job_id())
 
 
 class CpuVLLMHttpServer(vLLMHttpServer):
@@ -73,8 +73,7 @@ class CpuWorkerExtension(vLLMColocateWorkerExtension):
     def update_weights_from_ipc(
         self, peft_config: dict[str, Any] | None = None, base_sync_done: bool = False, use_shm: bool = False
     ) -> None:
-        """Receive every bucket, then reload the model in place; once per synchronisation, with ``use_shm=True`` on this
-        platform. Raises ValueError for LoRA adapters, which this path does not load."""
+        """Receive every bucket, then reload the model in place; ValueError for LoRA adapters, which this does not load."""
         if peft_config is not None:
             raise ValueError(
                 "actor_rollout_ref.model.lora_rank > 0 needs an adapter in the rollout, which the CPU platform does "

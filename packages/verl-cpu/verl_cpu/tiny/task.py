@@ -1,13 +1,11 @@
 """Chains of one-digit additions and subtractions, their worked solutions, and a checker that finds every incorrect step.
 
-The problems are the ``chain_sum`` task of ``reasoning-gym``. A worked solution writes every step out:
-
-    problem    7+5-3
+    problem    7+5-3                        (the task chain_sum of reasoning-gym)
     solution   7+5=12;12-3=9;\\boxed{9}
 
 Solutions are written with incorrect steps at a known rate, and the next step starts from the incorrect result. A model trained
-on them knows the sums but slips when it samples, and reinforcement learning can then correct that. Because every step can be
-recomputed, ``find_errors`` locates every error of a response: the ground truth for token-level credit assignment.
+on them knows the sums but slips when it samples, which reinforcement learning can correct. Every step can be recomputed, so
+``find_errors`` locates every error of a response: the ground truth for token-level credit assignment.
 """
 
 from __future__ import annotations
@@ -95,8 +93,7 @@ def problems(split: Split, size: int, *, seed: int = 0) -> list[Problem]:
 
 
 def random_problems(size: int, *, seed: int = 0, steps: tuple[int, int] = (MIN_STEPS, MAX_STEPS)) -> list[Problem]:
-    """``size`` different problems of such chains without ``reasoning-gym``, the same ones for the same arguments, with so
-    many steps at least and at most."""
+    """The same without ``reasoning-gym``, with so many steps at least and at most."""
     rng = random.Random(seed)
     found: dict[str, Problem] = {}
     while len(found) < size:
@@ -146,11 +143,9 @@ def compute_score(
 
 
 def find_errors(problem: Problem, response: str) -> list[StepError]:
-    """Recompute every written step of ``response`` and return the errors in the order of the text.
-
-    Errors are not inherited: a step that correctly continues from an incorrect result is correct. Text that is not a step is
-    passed over, so any string is accepted. A response with a complete box and no error has the correct answer.
-    """
+    """Recompute every written step of ``response`` and return the errors in the order of the text. They are not inherited: a
+    step that correctly continues from an incorrect result is correct. Text that is not a step is passed over. A response with
+    a complete box and no error has the correct answer."""
     boxes = list(_BOXED.finditer(response))
     reasoning_end = boxes[-1].start() if boxes else len(response)
     errors = []
