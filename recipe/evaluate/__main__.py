@@ -58,7 +58,7 @@ def evaluate(options: argparse.Namespace) -> str:
         missing = wanted[~wanted.set_index(KEY).index.isin(read_samples(path).set_index(KEY).index)]
         if len(missing):
             # Of all problems, so that a resumed evaluation runs in the same engine.
-            longest = problems["prompt_ids"].map(len).max() + options.max_tokens
+            longest = max(map(len, problems["prompt_ids"])) + options.max_tokens
             start = partial(sampling.start_engine, model, longest, options.workers, options.tensor_parallel_size)
             asyncio.run(sampling.draw(start, missing, drawing, tokenizer, file))
     template = {"chat_template": digest(tokenizer.chat_template), "enable_thinking": False}
