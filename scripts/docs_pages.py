@@ -2,8 +2,9 @@
 
     PYTHONPATH=.venv/trl python scripts/docs_pages.py
 
-:data:`PASSAGES` lists them. They come from the registered methods, the rules of the hosts, the docstrings of both and of
-the patches, ``recipe/published.py`` and ``benchmarks/results``. TRL's rules stay as they are where TRL is not to be had.
+:data:`PASSAGES` lists them. They come from the registered methods, the rules of the hosts, the docstrings of both and
+of the patches, ``recipe/published.py`` and ``benchmarks/results``. TRL's rules stay as they are where TRL is not to be
+had.
 """
 
 from __future__ import annotations

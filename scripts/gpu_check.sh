@@ -6,9 +6,9 @@
 #   bash scripts/gpu_check.sh a b --results DIR      # these, into DIR (outputs/gpu_check)
 #   bash scripts/gpu_check.sh --dry                  # on the CPU at toy size
 #
-# a: token weights in bf16 against fp32, time and memory of the passes. b: training with TRL. c: the training side of the
-# recipe with verl's engine. d: a real model with TRL. Results: PART.json, PART.md and PART.log, as each part goes. Exit
-# status 0 only where everything that was asked for ran and passed.
+# a: token weights in bf16 against fp32, time and memory of the passes. b: training with TRL. c: the training side of
+# the recipe with verl's engine. d: a real model with TRL. Results: PART.json, PART.md and PART.log, as each part goes.
+# Exit status 0 only where everything that was asked for ran and passed.
 
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -25,8 +25,8 @@ while (($#)); do
 done
 ((${#parts[@]})) || parts=(a b c d)
 
-# The project's packages from this folder, whatever is installed. verl finds them by their entry points, which a clone that is
-# not installed lacks: they are written into a folder beside the results.
+# The project's packages from this folder, whatever is installed. verl finds them by their entry points, which a clone
+# that is not installed lacks: they are written into a folder beside the results.
 cd "$root"
 mkdir -p "$results"
 export PYTHONPATH=$root:$root/packages/verl-cpu:$results/entry_points${PYTHONPATH:+:$PYTHONPATH}

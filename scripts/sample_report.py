@@ -4,8 +4,8 @@
     python scripts/sample_report.py --run outputs/sample    # keeps the run
     python -m grail_advantage.report outputs/sample --figure methods --row 5 --width 4.2 --output methods.png
 
-The page also marks the first incorrect step of each response, which the task's own rules find. The last command makes the
-picture in docs/images. Takes half a minute on a CPU.
+The page also marks the first incorrect step of each response, which the task's own rules find. The last command makes
+the picture in docs/images. Takes half a minute on a CPU.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 # GRAIL | Chromium, for the tests of the report's page | Debian as root; elsewhere it names the remedy
 # Knobs: CHROMIUM (an installed one)
 #
-# Takes one that is on the path, else Debian's package (113 MB). Ends with 1 where there is none and none can be had. Ubuntu's
-# package of that name is a snap, which containers cannot run.
+# Takes one that is on the path, else Debian's package (113 MB). Ends with 1 where there is none and none can be had.
+# Ubuntu's package of that name is a snap, which containers cannot run.
 
 set -euo pipefail
 

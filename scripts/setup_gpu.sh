@@ -2,14 +2,14 @@
 # GRAIL | everything that training needs, into the environment of PYTHON | Linux x86_64 with NVIDIA GPUs
 #
 # Knobs: PYTHON (python3: an interpreter of a virtual environment), FLASH_ATTN (auto: verl's wheel; none: left out,
-#        docs/gpu.md), FLASH_ATTN_INDEX (where verl publishes its wheels), ANY_MACHINE (1: go on although the machine lacks
-#        something, as for an image)
+#        docs/gpu.md), FLASH_ATTN_INDEX (where verl publishes its wheels), ANY_MACHINE (1: go on although the machine
+#        lacks something, as for an image)
 #
 #   bash scripts/setup_gpu.sh                        # requirements.txt, flash-attn and this project in editable form
 #   bash scripts/setup_gpu.sh --requirements-only    # requirements.txt and flash-attn
 #
-# uv installs requirements.txt with its hashes. flash-attn is the exception: its wheel has to fit the torch that is there,
-# PyPI has none, and verl's indexes give no hashes to pin. It may be called again; two calls take turns.
+# uv installs requirements.txt with its hashes. flash-attn is the exception: its wheel has to fit the torch that is
+# there, PyPI has none, and verl's indexes give no hashes to pin. It may be called again; two calls take turns.
 
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."

@@ -1,7 +1,8 @@
-"""A hook of mkdocs. The site begins with the first parts of the front page; links that leave the site go to the repository.
+"""A hook of mkdocs. The site begins with the first parts of the front page; links that leave the site go to the
+repository.
 
-The repository's address is the entry ``Repository`` of ``project.urls`` in ``pyproject.toml``, which is set at publication.
-Without it these links are plain text.
+The repository's address is the entry ``Repository`` of ``project.urls`` in ``pyproject.toml``, which is set at
+publication. Without it these links are plain text.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ LINK = re.compile(r"(!?\[([^\]]*)\]\()([^)\s:#]+)(#[^)\s]*)?\)")
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
-    """Put the front page's beginning before the list of pages, and point links that leave the site to the repository."""
+    """Put the front page's beginning before the list of pages, and point links that leave the site to the
+    repository."""
     docs = Path(config["docs_dir"])
     if page.file.src_uri == "README.md":
         screen = "\n## ".join((ROOT / "README.md").read_text(encoding="utf-8").split("\n## ")[:2])

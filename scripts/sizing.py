@@ -2,14 +2,16 @@
 
     python scripts/sizing.py --model qwen3-4b --gpus 2 --memory 80      # GB of each phase, and the command
 
-For FSDP2 with float32 parameters, bfloat16 arithmetic and gradient checkpointing, with P parameters, N GPUs, T tokens of a
-micro-batch, D width, L layers, V vocabulary:
+For FSDP2 with float32 parameters, bfloat16 arithmetic and gradient checkpointing, with P parameters, N GPUs, T tokens
+of a micro-batch, D width, L layers, V vocabulary:
 
 - states: parameters, gradients and Adam's moments, 16 P / N bytes, and 4 P / N more in Adam's step;
-- update: what FSDP2 gathers (8 V D and ten blocks), checkpointed inputs 2 T D L, the inside of a block, logits and their
+- update: what FSDP2 gathers (8 V D and ten blocks), checkpointed inputs 2 T D L, the inside of a block, logits and
+their
   gradient 4 T V. GRAIL's pass makes no gradient of parameters, and stays below that;
 - vLLM: its share while it generates; 2 P, 6 V D and 2 GiB while weights are sent; asleep 3 GB;
-- host: 15 GB and 8 GB a GPU for processes, and the larger of loading (4 P, in every process where embeddings are tied) and
+- host: 15 GB and 8 GB a GPU for processes, and the larger of loading (4 P, in every process where embeddings are tied)
+and
   12 P for what OFFLOAD moves there.
 """
 
@@ -114,8 +116,9 @@ def phases(model: Model, setup: Setup) -> dict[str, float]:
 
 
 def pass_memory(model: Model, name: str, tokens: int) -> float:
-    """Bytes of a pass over one response, with everything in bfloat16 and counted as if it were there at once: ``forward``,
-    ``training``, ``grail`` or ``oar_g``, each also with ``, checkpointed``. The GPU check measures them."""
+    """Bytes of a pass over one response, with everything in bfloat16 and counted as if it were there at once:
+    ``forward``, ``training``, ``grail`` or ``oar_g``, each also with ``, checkpointed``. The GPU check measures
+    them."""
     name, _, checkpointed = name.partition(", ")
     blocks = 1 if checkpointed or name == "forward" else model.layers
     inputs = 2 * model.hidden * model.layers if checkpointed and name != "forward" else 0
@@ -139,7 +142,8 @@ def host_memory(model: Model, setup: Setup) -> float:
 
 
 def choose(model: Model, gpus: int, memory: float, nodes: int = 1) -> Setup | None:
-    """The first that fits, the smallest change to the published set-up first; 5 % and 1.5 GB of each GPU are left free."""
+    """The first that fits, the smallest change to the published set-up first; 5 % and 1.5 GB of each GPU are left
+    free."""
     ways, sequences = ((0, False), (0, True), (32, False), (32, True)), range(model.sequences, 0, -1)
     parallel = [size for size in (1, 2, 4, 8) if gpus % size == 0]
     shares = [percent / 100 for percent in range(round(100 * model.utilization), 25, -5)]
@@ -182,7 +186,8 @@ def page() -> str:
 
 
 def measured(folder: Path = ROOT / "benchmarks/results") -> str:
-    """Part a of the GPU check (``gpu_check_a-CARD_DATE.json``, copies of its ``a.json``): time of each pass, its memory beside
+    """Part a of the GPU check (``gpu_check_a-CARD_DATE.json``, copies of its ``a.json``): time of each pass, its memory
+    beside
     :func:`pass_memory`, and the precision."""
     from benchmarks.gpu_check import plain
     from benchmarks.gpu_check.outcome import origin

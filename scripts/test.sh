@@ -5,7 +5,8 @@
 #
 #   bash scripts/test.sh             # before a merge: a whole verl run that is killed and resumes, ranks, training
 #   bash scripts/test.sh --quick     # everyday work: all tests that start no Ray, no ranks and no long computation
-#   bash scripts/test.sh --nightly   # everything: also whole runs of verl's own command and of the agent, the oldest TRL,
+#   bash scripts/test.sh --nightly   # everything: also whole runs of verl's own command and of the agent, the oldest
+#   TRL,
 #                                    # the wheel, and all model families
 #
 # Without an argument 2,579 tests took 13.5 minutes on two idle cores (2026-11-27), and 1,130 s of processor time, Ray's
@@ -34,7 +35,7 @@ mypy & checks=($!)
 lint-imports & checks+=($!)
 NO_MKDOCS_2_WARNING=1 mkdocs build --quiet & checks+=($!)
 for check in "${checks[@]}"; do wait "$check"; done
-# tests/conftest.py decides which tests stay together and which begin first. A process more than cores costs its imports and
-# memory. Ray runs its workers at nice 15, so that whole runs would starve beside tests at nice 0.
+# tests/conftest.py decides which tests stay together and which begin first. A process more than cores costs its imports
+# and memory. Ray runs its workers at nice 15, so that whole runs would starve beside tests at nice 0.
 nice -n 19 python -m pytest --durations=10 --numprocesses "${TEST_PROCESSES:-2}" --dist loadgroup --no-loadscope-reorder \
     "${selection[@]}" "$@"

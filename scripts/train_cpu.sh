@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# Prepare, train and report on a machine without a GPU. Not called by hand: examples/run_*_cpu_*.sh name the model, one of
-# recipe/config/model. Other arguments are Hydra overrides; knobs are the environment names of recipe/launch.py.
+# Prepare, train and report on a machine without a GPU. Not called by hand: examples/run_*_cpu_*.sh name the model, one
+# of recipe/config/model. Other arguments are Hydra overrides; knobs are the environment names of recipe/launch.py.
 #
-# $OUTPUT_DIR/seed$SEED gets the SFT-initialised model and its data; below it, a folder for each estimator gets train.log
-# (everything that verl, Ray and vLLM print), metrics.jsonl, tensorboard/, tokens/ (every token's weight, docs/token_dump.md),
-# report.html and checkpoints/, from which the same command resumes (docs/fault_tolerance.md).
+# $OUTPUT_DIR/seed$SEED gets the SFT-initialised model and its data; below it, a folder for each estimator gets
+# train.log (everything that verl, Ray and vLLM print), metrics.jsonl, tensorboard/, tokens/ (every token's weight,
+# docs/token_dump.md), report.html and checkpoints/, from which the same command resumes (docs/fault_tolerance.md).
 
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -28,13 +28,15 @@ fi
 if [[ ${DRY_RUN:-0} == 1 ]]; then
     exec "$python" -m recipe.launch "$model" "$@"
 fi
-# Checks method, options and overrides; prints the method, the seed and the steps, and in a line of its own the run's folder.
+# Checks method, options and overrides; prints the method, the seed and the steps, and in a line of its own the run's
+# folder.
 begun=$("$python" -m recipe.launch --begin "$model" "$@")
 read -r method seed total_steps <<<"$begun"
 run_dir=${begun#*$'\n'}
 data_dir=$(dirname "$run_dir")
 
-# Until this script ends, whose run takes the lock over; without harm where another start has moved the folder away meanwhile.
+# Until this script ends, whose run takes the lock over; without harm where another start has moved the folder away
+# meanwhile.
 mkdir -p "$run_dir"
 exec 8>>"$run_dir/.run.lock"
 if ! flock --nonblock 8 || [[ ! $run_dir/.run.lock -ef /dev/fd/8 ]]; then

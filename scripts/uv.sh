@@ -1,6 +1,7 @@
 # shellcheck shell=bash disable=SC2034
 #
-# Shared by scripts/setup_cpu.sh and scripts/setup_gpu.sh: two calls take turns; uv, with the index of pip's configuration.
+# Shared by scripts/setup_cpu.sh and scripts/setup_gpu.sh: two calls take turns; uv, with the index of pip's
+# configuration.
 
 say() {
     echo "$(basename "$0" .sh): $*" >&2
@@ -25,7 +26,8 @@ find_uv() { # INTERPRETER REQUIREMENTS -> sets uv: the machine's, or else the on
         { "$1" -m venv "$scratch" && "$scratch/bin/pip" --quiet install --no-deps --require-hashes -r \
             <(sed -n '/^uv==/,/[^\\]$/p' "$2"); } || stop "$1 cannot make an environment with uv in it; install uv"
     fi
-    # uv reads no configuration of pip's; a variable that is set already stays, and pip's variable counts before its file.
+    # uv reads no configuration of pip's; a variable that is set already stays, and pip's variable counts before its
+    # file.
     of_pip=$("$1" -m pip config list 2>/dev/null || python3 -m pip config list 2>/dev/null || true)
     for pair in UV_DEFAULT_INDEX=index-url UV_FIND_LINKS=find-links UV_NO_INDEX=no-index SSL_CERT_FILE=cert; do
         name=${pair%=*}

@@ -26,8 +26,9 @@ def _without_suffix(text: str) -> str:
 
 
 def convert(spec: DatasetSpec, row: Mapping[str, Any], suffix: str = PROMPT_SUFFIX) -> dict[str, Any]:
-    """Turn a row of the source into one of the written file: the columns that verl's ``RLHFDataset`` and reward functions
-    read, all of text but for ``index``, which is 0 still; ``id`` names the row in its source (empty if it has none).
+    """Turn a row of the source into one of the written file: the columns that verl's ``RLHFDataset`` and reward
+    functions read, all of text but for ``index``, which is 0 still; ``id`` names the row in its source (empty if it has
+    none).
 
     Raises:
         KeyError: a field is missing.

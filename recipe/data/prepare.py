@@ -53,8 +53,8 @@ def read_hub(spec: DatasetSpec, place: str) -> tuple[str, Rows]:
 
 
 def prepare_dataset(spec: DatasetSpec, source: str, rows: Rows, options: argparse.Namespace) -> str:
-    """Write a dataset's two files and return a summary. A row that cannot be used is dropped and named; one whose ground
-    truth fails a check of :mod:`recipe.data.golds` stays, and is named.
+    """Write a dataset's two files and return a summary. A row that cannot be used is dropped and named; one whose
+    ground truth fails a check of :mod:`recipe.data.golds` stays, and is named.
 
     Raises:
         ValueError: the source has no usable row, too many unusable ones, or not all published problems.

@@ -1,5 +1,6 @@
 """Sample answers to the benchmarks with vLLM and report acc@k, pass@k and mean tokens with 95 % intervals, grade stored
-samples again, or compare two evaluations. The defaults are the published ones. After a kill the same command resumes."""
+samples again, or compare two evaluations. The defaults are the published ones. After a kill the same command
+resumes."""
 
 from __future__ import annotations
 

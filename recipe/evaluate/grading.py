@@ -66,8 +66,9 @@ GRADERS = {"reward": by_reward, "published": as_published}
 
 
 def grade(samples: pd.DataFrame, grader: str) -> pd.DataFrame:
-    """Grade samples (with ``gold``, the ground truth) by one of :data:`GRADERS`, or :data:`BOTH`. ``answered``: there is a
-    complete box, with the text ``answer``. ``no_verdict``: it is beyond the verifier's limits, and counts as incorrect."""
+    """Grade samples (with ``gold``, the ground truth) by one of :data:`GRADERS`, or :data:`BOTH`. ``answered``: there
+    is a complete box, with the text ``answer``. ``no_verdict``: it is beyond the verifier's limits, and counts as
+    incorrect."""
     if grader == BOTH:
         published = grade(samples, "published")[["right", "no_verdict"]]
         return grade(samples, "reward").join(published.add_suffix("_published"))
@@ -78,7 +79,8 @@ def grade(samples: pd.DataFrame, grader: str) -> pd.DataFrame:
 
 
 def by_problem(scores: pd.DataFrame) -> pd.DataFrame:
-    """The :data:`METRICS` of each problem's samples, by ``benchmark`` and ``index``: shares, but for ``tokens``, a mean."""
+    """The :data:`METRICS` of each problem's samples, by ``benchmark`` and ``index``: shares, but for ``tokens``, a
+    mean."""
     metrics = [*METRICS, *(PUBLISHED if "right_published" in scores else [])]
     names = {"right": "acc", "right_published": PUBLISHED[0]}
     scores = scores.assign(unanswered=~scores["answered"]).rename(columns=names)

@@ -1,6 +1,6 @@
-"""The process that compares answers as the code published with GRAIL does: reads the JSON list of ``[gold, answer]`` and
-writes the list of verdicts, null where there is none. A response is untrusted text, so that workers with limits read it. They
-are forked from this process, which has no torch, whose CUDA build alone maps 3 GB."""
+"""The process that compares answers as the code published with GRAIL does: reads the JSON list of ``[gold, answer]``
+and writes the list of verdicts, null where there is none. A response is untrusted text, so that workers with limits
+read it. They are forked from this process, which has no torch, whose CUDA build alone maps 3 GB."""
 
 import json
 import resource

@@ -1,8 +1,8 @@
 """Figures over problems with their 95 % intervals, the comparison of two runs, and their pages.
 
-Intervals are a percentile bootstrap over problems, whose samples stay together. Each benchmark has a random generator of its
-own, so that its interval does not depend on which others are evaluated. Two runs are compared on the same resamples, so that
-a problem's difficulty drops out of the difference.
+Intervals are a percentile bootstrap over problems, whose samples stay together. Each benchmark has a random generator
+of its own, so that its interval does not depend on which others are evaluated. Two runs are compared on the same
+resamples, so that a problem's difficulty drops out of the difference.
 """
 
 from __future__ import annotations
@@ -30,8 +30,9 @@ def resampled(name: str, problems: pd.DataFrame) -> np.ndarray:
 
 
 def figures(problems: pd.DataFrame, samples: int) -> dict[str, Any]:
-    """``value``, ``low``, ``high`` of every metric and the share of resamples ``above_zero``: of ``benchmarks`` by name, of
-    their ``mean`` and of their ``weighted_mean``. ``problems`` is as :func:`by_problem` gives it, or a difference of two."""
+    """``value``, ``low``, ``high`` of every metric and the share of resamples ``above_zero``: of ``benchmarks`` by
+    name, of their ``mean`` and of their ``weighted_mean``. ``problems`` is as :func:`by_problem` gives it, or a
+    difference of two."""
     names = [re.sub("^(acc|pass)", rf"\1@{samples}", str(name)) for name in problems.columns]
 
     def of_means(means: np.ndarray) -> dict[str, Any]:
@@ -51,8 +52,8 @@ def figures(problems: pd.DataFrame, samples: int) -> dict[str, Any]:
 
 
 def summarise(run: dict[str, Any], hashes: dict[str, str], scores: pd.DataFrame) -> dict[str, Any]:
-    """The content of ``results.json``: ``run``, the figures (shares from 0 to 1), and for every benchmark the hash of its
-    problems and figures by problem. ``tokens_of_answered``: as the published code, over responses with a box."""
+    """The content of ``results.json``: ``run``, the figures (shares from 0 to 1), and for every benchmark the hash of
+    its problems and figures by problem. ``tokens_of_answered``: as the published code, over responses with a box."""
     tables = by_problem(scores)
     result = figures(tables, run["sampling"]["samples"])
     boxed = scores[scores["answered"]].groupby("benchmark")["tokens"].mean().reindex(result["benchmarks"])
@@ -70,8 +71,8 @@ def summarise(run: dict[str, Any], hashes: dict[str, str], scores: pd.DataFrame)
 
 
 def compare(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
-    """The figures of ``second - first`` (contents of ``results.json``), beside both; ValueError names all differences of
-    problems, ground truths, grader, prompt template and sampling but for its seed."""
+    """The figures of ``second - first`` (contents of ``results.json``), beside both; ValueError names all differences
+    of problems, ground truths, grader, prompt template and sampling but for its seed."""
     conditions, tables = [], []
     for result in (first, second):
         run, rows = result["run"], result["benchmarks"]

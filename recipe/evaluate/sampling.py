@@ -1,8 +1,8 @@
 """The benchmarks' problems, their samples drawn with vLLM, and the file that keeps each as soon as it is drawn.
 
-A sample's seed follows from the evaluation's seed, the benchmark, the problem and the sample's number: neither order nor
-engine nor resuming matters. But logits may depend on the batch in their last bits: with vLLM 0.28 on a CPU, bfloat16 gave
-other tokens alone than in a batch, float32 the same. So a CPU computes in float32.
+A sample's seed follows from the evaluation's seed, the benchmark, the problem and the sample's number: neither order
+nor engine nor resuming matters. But logits may depend on the batch in their last bits: with vLLM 0.28 on a CPU,
+bfloat16 gave other tokens alone than in a batch, float32 the same. So a CPU computes in float32.
 """
 
 from __future__ import annotations
@@ -35,8 +35,9 @@ FILES = ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model"]
 
 
 def load_benchmarks(names: list[str], data_dir: Path, prompt: str = "corrected") -> pd.DataFrame:
-    """Read what :mod:`recipe.data.prepare` wrote: a row a problem with ``benchmark``, ``index`` in its file, ``messages`` (the
-    chat that asks for it) and ``gold`` (the ground truth). ValueError for a benchmark that is not there, or is unusable."""
+    """Read what :mod:`recipe.data.prepare` wrote: a row a problem with ``benchmark``, ``index`` in its file,
+    ``messages`` (the chat that asks for it) and ``gold`` (the ground truth). ValueError for a benchmark that is not
+    there, or is unusable."""
     files = {name: data_dir / f"{file_stem(name, prompt)}.parquet" for name in names}
     if missing := ",".join(name for name, file in files.items() if not file.is_file()):
         make = f"bash scripts/prepare_data.sh --train none --benchmarks {missing} --prompt {prompt}"
@@ -86,8 +87,8 @@ def open_samples(path: Path, settings: dict[str, Any]) -> Iterator[TextIO]:
 
 
 def resolve_model(model: str) -> Path:
-    """Return the folder of ``--model``: that of a Hugging Face model, ``.../global_step_N``, which verl's merger joins into
-    ``actor_merged`` once, or ``ORG/NAME[@REVISION]`` of the hub, which is fetched into its cache."""
+    """Return the folder of ``--model``: that of a Hugging Face model, ``.../global_step_N``, which verl's merger joins
+    into ``actor_merged`` once, or ``ORG/NAME[@REVISION]`` of the hub, which is fetched into its cache."""
     path = Path(model)
     if not path.is_dir():
         from huggingface_hub import snapshot_download
@@ -131,8 +132,8 @@ def fingerprint(folder: Path) -> str:
 
 
 def start_engine(model: Path, longest: int, workers: int | None, tensor_parallel_size: int) -> Any:
-    """Load the model into vLLM's ``AsyncLLM``, for ``longest`` tokens with the prompt: on a GPU in the precision that its
-    weights are stored in, on a CPU in float32. ``workers`` are engines, by default as many as GPUs allow."""
+    """Load the model into vLLM's ``AsyncLLM``, for ``longest`` tokens with the prompt: on a GPU in the precision that
+    its weights are stored in, on a CPU in float32. ``workers`` are engines, by default as many as GPUs allow."""
     # Its warnings are about the choices made here. FlashInfer's sampler is compiled at run time, often without an nvcc.
     for name, value in {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_USE_FLASHINFER_SAMPLER": "0"}.items():
         os.environ.setdefault(name, value)
@@ -149,8 +150,8 @@ def start_engine(model: Path, longest: int, workers: int | None, tensor_parallel
         from verl_cpu import environment
 
         environment.apply_defaults()
-        # Compiling takes longer than it saves. A prompt read in pieces draws random numbers that vLLM gives back, which a CPU
-        # cannot ("CPU Generator does not use offset", GPUModelRunner._bookkeeping_sync in vLLM 0.28).
+        # Compiling takes longer than it saves. A prompt read in pieces draws random numbers that vLLM gives back, which
+        # a CPU cannot ("CPU Generator does not use offset", GPUModelRunner._bookkeeping_sync in vLLM 0.28).
         options |= {"dtype": "float32", "enforce_eager": True, "enable_chunked_prefill": False}
         backend = "uni" if tensor_parallel_size == 1 else "mp"  # an engine's one worker needs no process of its own
         options |= {"max_num_batched_tokens": max(longest, 4096), "distributed_executor_backend": backend}

@@ -34,7 +34,8 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 
 
 def run(folder: Path, name: str, lines: list[dict[str, Any] | str], *options: str) -> int:
-    """The command's status for one set, whose lines are rows or, to make broken ones, texts; it writes ``folder/out``."""
+    """The command's status for one set, whose lines are rows or, to make broken ones, texts; it writes
+    ``folder/out``."""
     folder.mkdir(parents=True, exist_ok=True)
     texts = [line if isinstance(line, str) else json.dumps(line) for line in lines]
     (folder / f"{name}.jsonl").write_text("\n".join(texts) + "\n", encoding="utf-8")
@@ -166,7 +167,8 @@ def test_bad_options(options: list[str]) -> None:
 def test_hub_dataset_through_load_dataset(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """``load_dataset`` takes a folder for a hub id, so all but the download runs; a row's number takes a line's place."""
+    """``load_dataset`` takes a folder for a hub id, so all but the download runs; a row's number takes a line's
+    place."""
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     hub = tmp_path / "hub"
     for name, split in (("deepmath", "train"), ("olympiadbench", "test"), ("aime24", "test")):

@@ -1,4 +1,5 @@
-r"""Evaluation: figures and intervals against hand calculation, the file of samples, regrading, merging, and the command.
+r"""Evaluation: figures and intervals against hand calculation, the file of samples, regrading, merging, and the
+command.
 
 The hand case, three samples a problem (correct or not; tokens):
 
@@ -32,7 +33,8 @@ from verl_cpu.tiny.model import build_model, build_tokenizer
 
 PROJECT_ROOT = Path(__file__).resolve().parents[2]
 Row = tuple[str, list[int], list[int], list[int]]
-"""Correct (1) or incorrect (0) and tokens of each sample; the samples without an answer, and those that are truncated."""
+"""Correct (1) or incorrect (0) and tokens of each sample; the samples without an answer, and those that are
+truncated."""
 HAND_CASE: dict[str, list[Row]] = {
     "aime24": [("100", [10, 20, 30], [], []), ("000", [40, 40, 40], [1], [1])],
     "amc23": [("111", [5, 5, 5], [], []), ("011", [3, 6, 9], [], []), ("000", [100] * 3, [0, 2], [0, 1, 2])],
@@ -98,7 +100,8 @@ def test_intervals() -> None:
 
 
 def test_paired_comparison(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Of aime24, A has 1/6 and B 1/2 of the samples correct: problem by problem 1/3 more. Of amc23 they are the same."""
+    """Of aime24, A has 1/6 and B 1/2 of the samples correct: problem by problem 1/3 more. Of amc23 they are the
+    same."""
     make_run(tmp_path / "a", HAND_CASE)
     make_run(tmp_path / "b", OTHER, seed=1)
     main(["--compare", str(tmp_path / "a"), str(tmp_path / "b"), "--output-dir", str(tmp_path / "both")])
@@ -119,7 +122,8 @@ def test_paired_comparison(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
 
 @pytest.mark.slow
 def test_regrade(tmp_path: Path) -> None:
-    """Another grader's verdicts replace the old ones; the first grader gives the first files again; samples are not touched."""
+    """Another grader's verdicts replace the old ones; the first grader gives the first files again; samples are not
+    touched."""
     make_run(tmp_path, HAND_CASE)
     path = tmp_path / "generations.jsonl"
     path.write_text(path.read_text().replace(r"\\boxed{10}", r"\\boxed{1000\\%}"))
@@ -256,7 +260,8 @@ def write_benchmark(path: Path, size: int) -> None:
 
 
 def save_tiny_model(folder: Path) -> Path:
-    """A model of 0.65 M parameters with freshly drawn weights, whose next token is far from uniform and sometimes the end."""
+    """A model of 0.65 M parameters with freshly drawn weights, whose next token is far from uniform and sometimes the
+    end."""
     tokenizer = build_tokenizer()
     model = build_model(tokenizer, seed=0)
     model.config.max_position_embeddings = tokenizer.model_max_length = 2048

@@ -1,4 +1,5 @@
-"""The tiny task and model: arithmetic, slips, the checker, the files, and that the shipped model is the one of its record."""
+"""The tiny task and model: arithmetic, slips, the checker, the files, and that the shipped model is the one of its
+record."""
 
 from __future__ import annotations
 

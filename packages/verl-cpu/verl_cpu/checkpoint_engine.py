@@ -1,13 +1,13 @@
 """Weights from trainer to rollout through a file in host memory, for ``trainer.v1.trainer_mode=separate_async``.
 
-verl's separate trainer hands its weights over with a checkpoint engine, and each of verl's own engines needs an accelerator or
-a network card of its own. This one is selected by
+verl's separate trainer hands its weights over with a checkpoint engine, and each of verl's own engines needs an
+accelerator or a network card of its own. This one is selected by
 
     actor_rollout_ref.rollout.checkpoint_engine.backend=host
     actor_rollout_ref.rollout.checkpoint_engine.custom_backend_module=verl_cpu.checkpoint_engine
 
-The first trainer rank writes every tensor into one file below ``/dev/shm`` and renames it when it is complete; each rollout
-worker waits for that name and reads it. One machine only.
+The first trainer rank writes every tensor into one file below ``/dev/shm`` and renames it when it is complete; each
+rollout worker waits for that name and reads it. One machine only.
 """
 
 from __future__ import annotations

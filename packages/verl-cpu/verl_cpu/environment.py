@@ -19,13 +19,13 @@ def defaults() -> dict[str, str]:
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         # Ray would set it to 1 in every worker; with nobind vLLM takes its number of threads from here.
         "OMP_NUM_THREADS": str(len(os.sched_getaffinity(0))),
-        # Waiting threads sleep. With spinning ones vLLM was measured to take ten times the processor time for a small model as
-        # soon as a core was busy elsewhere.
+        # Waiting threads sleep. With spinning ones vLLM was measured to take ten times the processor time for a small
+        # model as soon as a core was busy elsewhere.
         "OMP_WAIT_POLICY": "PASSIVE",
         # vLLM compiles two helpers of its sampler even under enforce_eager: 20 s of C++ compiler for every server.
         "TORCH_COMPILE_DISABLE": "1",
-        # oneDNN keeps what it prepared for each shape of a product, 1024 of them by default, and the engine's shapes go by the
-        # number of tokens in a batch: its memory grew by hundreds of MiB (docs/evidence.md, The soak).
+        # oneDNN keeps what it prepared for each shape of a product, 1024 of them by default, and the engine's shapes go
+        # by the number of tokens in a batch: its memory grew by hundreds of MiB (docs/evidence.md, The soak).
         "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "256",
         # The engine keeps its one worker in its own process (distributed_executor_backend=uni in cpu.yaml).
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",

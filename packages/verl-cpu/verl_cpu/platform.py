@@ -14,8 +14,9 @@ from verl.plugin.platform import PlatformBase, PlatformRegistry
 class _CpuDevice(str):
     """The string ``"cpu"`` where a device is wanted and ``0`` inside a device string.
 
-    verl passes the current device to ``.to()``, where an index would mean an accelerator, and also puts it after a colon:
-    ``torch.device(f"{get_device_name()}:{get_device_id()}")`` (verl/utils/fsdp_utils.py, ``load_fsdp_model_to_gpu``, 0.9.1).
+    verl passes the current device to ``.to()``, where an index would mean an accelerator, and also puts it after a
+    colon: ``torch.device(f"{get_device_name()}:{get_device_id()}")`` (verl/utils/fsdp_utils.py,
+    ``load_fsdp_model_to_gpu``, 0.9.1).
     """
 
     def __format__(self, spec: str) -> str:
@@ -64,8 +65,8 @@ DEVICE = SimpleNamespace(
 class CpuPlatform(PlatformBase):
     """The host as verl's only device, with gloo for collectives and shared memory for weight transfer.
 
-    Ray counts slots under the resource name "GPU", the one name verl's resource check knows besides "NPU"; a run asks for as
-    many logical slots as it wants trainer ranks (``ray_kwargs.ray_init.num_gpus``).
+    Ray counts slots under the resource name "GPU", the one name verl's resource check knows besides "NPU"; a run asks
+    for as many logical slots as it wants trainer ranks (``ray_kwargs.ray_init.num_gpus``).
     """
 
     device_name = vendor_name = property(_always("cpu"))

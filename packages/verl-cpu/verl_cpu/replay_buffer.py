@@ -10,8 +10,8 @@ from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer
 class PollingReplayBuffer(ReplayBuffer):
     """:class:`ReplayBuffer` of the synchronous trainer, polling every ``sampler_kwargs.poll_interval`` seconds.
 
-    verl polls every 2.0 s and has no option for it (verl/trainer/ppo/v1/replay_buffer.py, verl 0.9.1), which is longer than a
-    small model's whole generation. It can go when verl has such an option.
+    verl polls every 2.0 s and has no option for it (verl/trainer/ppo/v1/replay_buffer.py, verl 0.9.1), which is longer
+    than a small model's whole generation. It can go when verl has such an option.
     """
 
     def __init__(self, *, sampler_kwargs: dict[str, Any], **kwargs: Any) -> None:

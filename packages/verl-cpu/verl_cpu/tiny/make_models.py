@@ -34,8 +34,8 @@ MAX_TURN_TOKENS = 16
 
 @dataclass(frozen=True)
 class AgentSettings:
-    """Supervised training on conversations with mistakes: probabilities that a step is wrong, that a conversation ends before a
-    step, and of a call after the last one."""
+    """Supervised training on conversations with mistakes: probabilities that a step is wrong, that a conversation ends
+    before a step, and of a call after the last one."""
 
     error_rate: float = 0.35
     stop_rate: float = 0.06
@@ -55,7 +55,8 @@ def ship(
     measured: Callable[..., dict[str, float]],
     **trained: Any,
 ) -> None:
-    """Write a model's weights, rounded to bfloat16, with the record of how they were made and what is measured of them."""
+    """Write a model's weights, rounded to bfloat16, with the record of how they were made and what is measured of
+    them."""
     model.to(torch.bfloat16).save_pretrained(folder)
     record = {
         "settings": asdict(settings),
@@ -90,7 +91,8 @@ def make_tiny(folder: Path = shipped.FOLDER) -> None:
 
 
 def make_agent(folder: Path = shipped.AGENT_FOLDER) -> None:
-    """Train the tiny model on all tokens of conversations after the prompt; also the tool's, from which it learns the sums."""
+    """Train the tiny model on all tokens of conversations after the prompt; also the tool's, from which it learns the
+    sums."""
     settings, tokenizer = AgentSettings(), build_agent_tokenizer()
     train = problems("train", settings.train_size, seed=settings.seed)
     held_out = problems("validation", settings.held_out, seed=settings.seed)

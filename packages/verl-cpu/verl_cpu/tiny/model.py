@@ -1,6 +1,6 @@
-"""A Qwen3-architecture model of 0.65 M parameters and its tokenizer: a byte-level BPE like Qwen's, with no merges but those
-that make ``user``, ``assistant`` and ``boxed`` one token each. Every other character is a token of its own, and all that knows
-Qwen's tokenizer (vLLM, verl's agent loop, the answer span finder) knows this one."""
+"""A Qwen3-architecture model of 0.65 M parameters and its tokenizer: a byte-level BPE like Qwen's, with no merges but
+those that make ``user``, ``assistant`` and ``boxed`` one token each. Every other character is a token of its own, and
+all that knows Qwen's tokenizer (vLLM, verl's agent loop, the answer span finder) knows this one."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ MAX_POSITIONS = 256
 
 
 def build_tokenizer(words: Sequence[str] = WHOLE_WORDS) -> PreTrainedTokenizerFast:
-    """Tokenizer with 256 byte tokens, a few words (and the prefixes that BPE needs on the way) and Qwen's special tokens.
+    """Tokenizer with 256 byte tokens, a few words (and the prefixes that BPE needs on the way) and Qwen's special
+    tokens.
 
     No word may begin with another's prefix of two letters or more.
     """
@@ -51,8 +52,8 @@ def build_tokenizer(words: Sequence[str] = WHOLE_WORDS) -> PreTrainedTokenizerFa
 
 
 def build_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen3ForCausalLM:
-    """Freshly initialised float32 model whose vocabulary is exactly the tokenizer's: with a larger one, as models usually have,
-    the sampler would mask tokens that the trainer does not."""
+    """Freshly initialised float32 model whose vocabulary is exactly the tokenizer's: with a larger one, as models
+    usually have, the sampler would mask tokens that the trainer does not."""
     special = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
     config = Qwen3Config(
         vocab_size=len(tokenizer),

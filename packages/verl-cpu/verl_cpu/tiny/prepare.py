@@ -22,8 +22,8 @@ from verl_cpu.tiny.warm_up import WarmUpSettings, warm_up
 
 STAMP = "warm_up.json"
 BASES = {"tiny": (load_shipped, 256), "agent": (load_agent, 128), "smollm2": (load_smollm2, 48)}
-"""A model of 0.65 M parameters, the same with a tool (:mod:`verl_cpu.tiny.agent`), and SmolLM2-135M-Instruct; the number of
-held-out problems."""
+"""A model of 0.65 M parameters, the same with a tool (:mod:`verl_cpu.tiny.agent`), and SmolLM2-135M-Instruct; the
+number of held-out problems."""
 
 
 def prepare(output_dir: Path, base_model: str = "tiny", seed: int = 0) -> bool:

@@ -1,5 +1,5 @@
-"""Sampling without an inference engine, by random numbers that the caller gives. Shape suffixes: B responses, L prompt and
-response, T response tokens, V vocabulary."""
+"""Sampling without an inference engine, by random numbers that the caller gives. Shape suffixes: B responses, L prompt
+and response, T response tokens, V vocabulary."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ def sample(
     temperature: float = 1.0,
     top_k: int = 0,
 ) -> list[list[int]]:
-    """One response a prompt: token ids including the end token, if it was reached. It depends on its prompt, the model and its
-    own random numbers alone: ``uniform_BT``, in [0, 1), one a token up to the length limit T. Temperature 0 is greedy; with
-    ``top_k`` only so many tokens, the likeliest, are drawn from."""
+    """One response a prompt: token ids including the end token, if it was reached. It depends on its prompt, the model
+    and its own random numbers alone: ``uniform_BT``, in [0, 1), one a token up to the length limit T. Temperature 0 is
+    greedy; with ``top_k`` only so many tokens, the likeliest, are drawn from."""
     if len(prompts) > TOGETHER:
         first = sample(model, tokenizer, prompts[:TOGETHER], uniform_BT[:TOGETHER], temperature, top_k)
         return first + sample(model, tokenizer, prompts[TOGETHER:], uniform_BT[TOGETHER:], temperature, top_k)
@@ -84,8 +84,8 @@ def judge(
     max_new_tokens: int = MAX_RESPONSE_TOKENS,
     seed: int = 0,
 ) -> dict[str, float]:
-    """Shares of the problems whose sampled response has a complete box (``boxed``), and the exact integer in the last one
-    (``right``)."""
+    """Shares of the problems whose sampled response has a complete box (``boxed``), and the exact integer in the last
+    one (``right``)."""
     prompts = [prompt_ids(tokenizer, problem) for problem in problems]
     responses = sample(model, tokenizer, prompts, uniform(seed, len(prompts), max_new_tokens), temperature)
     found = [boxed_answer(text) for text in tokenizer.batch_decode(responses, skip_special_tokens=True)]

@@ -1,7 +1,8 @@
 """The SFT-initialised models that come with this package, in bfloat16, so that no example need make them first.
 
-``warmed_up`` is the tiny model that knows the worked arithmetic and slips at it; ``warmed_up_agent`` the same with a tool,
-which can do the task and seldom does it without a mistake. ``python -m verl_cpu.tiny.make_models`` makes them anew.
+``warmed_up`` is the tiny model that knows the worked arithmetic and slips at it; ``warmed_up_agent`` the same with a
+tool, which can do the task and seldom does it without a mistake. ``python -m verl_cpu.tiny.make_models`` makes them
+anew.
 """
 
 from __future__ import annotations
@@ -43,8 +44,8 @@ def load_agent() -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
 
 
 def build_agent_tokenizer() -> PreTrainedTokenizerFast:
-    """The tiny tokenizer with a template for replies, and the fixed text of calls and replies as one token at each end, so that
-    nearly all tokens that the model writes are decisions."""
+    """The tiny tokenizer with a template for replies, and the fixed text of calls and replies as one token at each end,
+    so that nearly all tokens that the model writes are decisions."""
     tokenizer = build_tokenizer()
     fixed = (CALL_START, CALL_END, REPLY_START, REPLY_END)
     tokenizer.add_tokens([AddedToken(text, normalized=False, special=False) for text in fixed])

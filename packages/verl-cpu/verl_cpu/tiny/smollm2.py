@@ -14,8 +14,8 @@ GGUF_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
 def load_smollm2() -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
-    """The model in float32 and its tokenizer; ModuleNotFoundError if the package is not installed. The conversion from GGUF
-    loses which tokens end a turn and pad a row; they are set as in the original release."""
+    """The model in float32 and its tokenizer; ModuleNotFoundError if the package is not installed. The conversion from
+    GGUF loses which tokens end a turn and pad a row; they are set as in the original release."""
     package = find_spec(PACKAGE)  # not imported: the package itself needs a command-line tool that nothing here uses
     if package is None or not package.submodule_search_locations:
         raise ModuleNotFoundError(
@@ -23,7 +23,8 @@ def load_smollm2() -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
         )
     folder = Path(package.submodule_search_locations[0])
     model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=GGUF_FILE, dtype="float32")
-    # The weights are plain float32 now; transformers 5.17 would still take them for quantized ones, and refuse to save them.
+    # The weights are plain float32 now; transformers 5.17 would still take them for quantized ones, and refuse to save
+    # them.
     model.hf_quantizer = None
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config

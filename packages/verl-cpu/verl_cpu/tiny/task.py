@@ -1,11 +1,12 @@
-"""Chains of one-digit additions and subtractions, their worked solutions, and a checker that finds every incorrect step.
+"""Chains of one-digit additions and subtractions, their worked solutions, and a checker that finds every incorrect
+step.
 
     problem    7+5-3                        (the task chain_sum of reasoning-gym)
     solution   7+5=12;12-3=9;\\boxed{9}
 
-Solutions are written with incorrect steps at a known rate, and the next step starts from the incorrect result. A model trained
-on them knows the sums but slips when it samples, which reinforcement learning can correct. Every step can be recomputed, so
-``find_errors`` locates every error of a response: the ground truth for token-level credit assignment.
+Solutions are written with incorrect steps at a known rate, and the next step starts from the incorrect result. A model
+trained on them knows the sums but slips when it samples, which reinforcement learning can correct. Every step can be
+recomputed, so ``find_errors`` locates every error of a response: the ground truth for token-level credit assignment.
 """
 
 from __future__ import annotations
@@ -79,8 +80,8 @@ class StepError:
 
 
 def problems(split: Split, size: int, *, seed: int = 0) -> list[Problem]:
-    """``size`` different problems of one split, with 3 to 6 steps, the same ones for the same arguments; ValueError when the
-    split has fewer."""
+    """``size`` different problems of one split, with 3 to 6 steps, the same ones for the same arguments; ValueError
+    when the split has fewer."""
     chosen: dict[str, Problem] = {}
     for text in _chain_texts(100 * _VALIDATION_SHARE * size + 10_000, seed):
         problem = Problem.parse(text)
@@ -105,7 +106,8 @@ def random_problems(size: int, *, seed: int = 0, steps: tuple[int, int] = (MIN_S
 
 
 def _chain_texts(draws: int, seed: int) -> Iterator[str]:
-    # reasoning-gym imports it for a puzzle that is not made here. It has no wheel, so a machine without a compiler lacks it.
+    # reasoning-gym imports it for a puzzle that is not made here. It has no wheel, so a machine without a compiler
+    # lacks it.
     if "pycosat" not in sys.modules and importlib.util.find_spec("pycosat") is None:
         sys.modules["pycosat"] = types.ModuleType("pycosat")
     import reasoning_gym  # imported here: only problem generation needs it, and it is slow to import
@@ -116,8 +118,8 @@ def _chain_texts(draws: int, seed: int) -> Iterator[str]:
 
 
 def solve(problem: Problem, error_rate: float, rng: random.Random) -> str:
-    """A worked solution in which each step is incorrect with probability ``error_rate``; the next starts from its result. An
-    incorrect result is any other number from 0 to ``MAX_VALUE``, all equally probable, whatever the sum."""
+    """A worked solution in which each step is incorrect with probability ``error_rate``; the next starts from its
+    result. An incorrect result is any other number from 0 to ``MAX_VALUE``, all equally probable, whatever the sum."""
     value = problem.first
     parts = []
     for operator, term in problem.steps:
@@ -143,9 +145,9 @@ def compute_score(
 
 
 def find_errors(problem: Problem, response: str) -> list[StepError]:
-    """Recompute every written step of ``response`` and return the errors in the order of the text. They are not inherited: a
-    step that correctly continues from an incorrect result is correct. Text that is not a step is passed over. A response with
-    a complete box and no error has the correct answer."""
+    """Recompute every written step of ``response`` and return the errors in the order of the text. They are not
+    inherited: a step that correctly continues from an incorrect result is correct. Text that is not a step is passed
+    over. A response with a complete box and no error has the correct answer."""
     boxes = list(_BOXED.finditer(response))
     reasoning_end = boxes[-1].start() if boxes else len(response)
     errors = []

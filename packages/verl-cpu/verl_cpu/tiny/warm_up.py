@@ -1,7 +1,8 @@
-"""Supervised fine-tuning (SFT) on worked solutions, so that reinforcement learning starts from a model that is sometimes right.
+"""Supervised fine-tuning (SFT) on worked solutions, so that reinforcement learning starts from a model that is
+sometimes right.
 
-It ends when the model knows the task (greedy decoding is correct on most held-out problems) but still slips when it samples,
-because the solutions it was shown slip at a known rate. Shape suffixes: B rows, L tokens, V vocabulary.
+It ends when the model knows the task (greedy decoding is correct on most held-out problems) but still slips when it
+samples, because the solutions it was shown slip at a known rate. Shape suffixes: B rows, L tokens, V vocabulary.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ def fine_tune(
     Args:
         batches: one a step; they may be made while it trains.
         learning_rate: of a step, by its number.
-        micro_batches: a batch goes through the model in so many parts of like length. More than one pad less; the gradient is
+        micro_batches: a batch goes through the model in so many parts of like length. More than one pad less; the
+        gradient is
             the same up to rounding.
     """
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.98), weight_decay=0.01)
@@ -82,7 +84,8 @@ class WarmUpSettings:
     learning_rate: float = 3e-3  # falls to a tenth along a cosine over the steps
     steps: int = 800  # at most, however long they take
     evaluate_every: int = 100
-    # Training ends once greedy decoding, and sampling at temperature 1, are correct on these shares of held-out problems.
+    # Training ends once greedy decoding, and sampling at temperature 1, are correct on these shares of held-out
+    # problems.
     greedy_target: float = 0.9
     sampled_target: float = 0.25
     seed: int = 0
@@ -105,8 +108,9 @@ def warm_up(
     max_new_tokens: int = MAX_RESPONSE_TOKENS,
     micro_batches: int = 1,
 ) -> dict[str, float]:
-    """Train ``model`` in place; returns the last step, loss, greedy and sampled accuracy, and the seconds taken. ``solve``
-    writes the training solutions, ``max_new_tokens`` limits the sampled ones; ``micro_batches``: :func:`fine_tune`."""
+    """Train ``model`` in place; returns the last step, loss, greedy and sampled accuracy, and the seconds taken.
+    ``solve`` writes the training solutions, ``max_new_tokens`` limits the sampled ones; ``micro_batches``:
+    :func:`fine_tune`."""
     rng, started = random.Random(settings.seed), time.monotonic()
 
     def written(problem: Problem) -> Row:

@@ -1,8 +1,9 @@
 """Ray's workers as forks of one process that has imported torch, verl and vLLM, for runs without an accelerator.
 
-Each of a run's ten processes would spend 10 to 20 s of processor time on the same imports. Ray runs ``client.py`` in place of
-Python (``runtime_env.py_executable``), which asks the server (``server.py``) for a fork and stands for it until it ends.
-Where no server answers, on another machine or after the run's end, it becomes the Python process that Ray wanted.
+Each of a run's ten processes would spend 10 to 20 s of processor time on the same imports. Ray runs ``client.py`` in
+place of Python (``runtime_env.py_executable``), which asks the server (``server.py``) for a fork and stands for it
+until it ends. Where no server answers, on another machine or after the run's end, it becomes the Python process that
+Ray wanted.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ _server: subprocess.Popen | None = None
 
 
 def start(config: Any, modules: Sequence[str] = ()) -> None:
-    """Have Ray's workers started by a server that also imports these modules, unless the configuration names an interpreter."""
+    """Have Ray's workers started by a server that also imports these modules, unless the configuration names an
+    interpreter."""
     # The server imports this package, too, and must not import Ray with it.
     from omegaconf import OmegaConf
     from verl.trainer.constants_ppo import get_ppo_ray_runtime_env
@@ -36,7 +38,8 @@ def start(config: Any, modules: Sequence[str] = ()) -> None:
 
 
 def serve(environment: Mapping[str, str], modules: Sequence[str] = ()) -> str:
-    """Start a server with these variables that also imports these modules; returns what Ray is to run in place of Python."""
+    """Start a server with these variables that also imports these modules; returns what Ray is to run in place of
+    Python."""
     global _server
     address = Path(tempfile.mkdtemp(prefix="verl-cpu-workers-"), "socket")
     with socket.socket(socket.AF_UNIX) as listener:
