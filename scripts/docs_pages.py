@@ -123,8 +123,8 @@ def overview() -> str:
     how = (
         f"Measured: a step's training side with 1 epoch, summed from its stages, against that of `{baseline}`, "
         f"default options, {figures['device']}, {figures['date']}; {setup['layers']} layers of width "
-        f"{setup['hidden']}, {setup['rows']} responses x {setup['tokens']} tokens, {setup['wrong_rows']} of them incorrect. "
-        "How, and the scatter: [benchmarks](../benchmarks/README.md)."
+        f"{setup['hidden']}, {setup['rows']} responses x {setup['tokens']} tokens, {setup['wrong_rows']} of them "
+        "incorrect. How, and the scatter: [benchmarks](../benchmarks/README.md)."
     )
     return "\n".join(["## All methods", "", *table(head, rows), "", how])
 

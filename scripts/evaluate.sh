@@ -10,8 +10,12 @@
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 python=${PYTHON:-python3}
-if [[ -z ${PYTHON:-} ]] && ! python3 -c 'import sys, importlib.util as u; sys.exit(not u.find_spec("verl"))' 2>/dev/null; then
-    ! nvidia-smi -L &>/dev/null || { echo "evaluate: python3 has no verl for this machine's GPUs; set PYTHON (docs/gpu.md)" >&2 && exit 1; }
+has_verl='import sys, importlib.util; sys.exit(not importlib.util.find_spec("verl"))'
+if [[ -z ${PYTHON:-} ]] && ! python3 -c "$has_verl" 2>/dev/null; then
+    if nvidia-smi -L &>/dev/null; then
+        echo "evaluate: python3 has no verl for this machine's GPUs; set PYTHON (docs/gpu.md)" >&2
+        exit 1
+    fi
     bash "$root/scripts/setup_cpu.sh"
     python=$root/.venv/bin/python
 fi

@@ -50,7 +50,8 @@ PYTHON
 failed=0
 for part in "${parts[@]}"; do
     status=0
-    timeout --kill-after=10 "$seconds" "$python" -m benchmarks.gpu_check "$part" --results "$results" "${options[@]}" 2>&1 |
+    options_of_part=("$part" --results "$results" "${options[@]}")
+    timeout --kill-after=10 "$seconds" "$python" -m benchmarks.gpu_check "${options_of_part[@]}" 2>&1 |
         tee "$results/$part.log" || status=$?
     ((status != 124)) || echo "$part: stopped after $seconds s; what it had is in $results"
     ((status == 0)) || failed=1

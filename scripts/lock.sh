@@ -15,8 +15,9 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 left_out=(torch torchvision torchaudio torchcodec triton pycosat httpx-sse tenacity termcolor websocket-client)
 
 lock() { # GROUP FILE ARGUMENTS
-    .venv/bin/uv pip compile --quiet --group "$1" --output-file "$2" --generate-hashes --no-annotate --python-version 3.11 \
-        --python-platform x86_64-manylinux_2_35 --custom-compile-command "bash scripts/lock.sh" "${@:3}" >/dev/null
+    .venv/bin/uv pip compile --quiet --group "$1" --output-file "$2" --generate-hashes --no-annotate \
+        --python-version 3.11 --python-platform x86_64-manylinux_2_35 \
+        --custom-compile-command "bash scripts/lock.sh" "${@:3}" >/dev/null
 }
 
 lock gpu requirements.txt "$@"

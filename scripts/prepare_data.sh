@@ -10,7 +10,8 @@
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 python=${PYTHON:-python3}
-if [[ -z ${PYTHON:-} ]] && ! python3 -c 'import sys, importlib.util as u; sys.exit(not u.find_spec("verl"))' 2>/dev/null; then
+has_verl='import sys, importlib.util; sys.exit(not importlib.util.find_spec("verl"))'
+if [[ -z ${PYTHON:-} ]] && ! python3 -c "$has_verl" 2>/dev/null; then
     bash "$root/scripts/setup_cpu.sh"
     python=$root/.venv/bin/python
 fi

@@ -19,7 +19,8 @@ has_chromium && exit
 if [[ -z ${CHROMIUM:-} && $(id -u) == 0 ]] && command -v apt-get >/dev/null; then
     echo "setup_chromium: installing Debian's chromium (113 MB)" >&2
     export DEBIAN_FRONTEND=noninteractive
-    { apt-get update -qq && apt-get install -qq -y --no-install-recommends chromium; } &>/dev/null && has_chromium && exit
+    apt-get update -qq &>/dev/null && apt-get install -qq -y --no-install-recommends chromium &>/dev/null &&
+        has_chromium && exit
 fi
 echo "setup_chromium: no Chromium that runs; install chromium or Google Chrome, or name one with CHROMIUM" >&2
 exit 1

@@ -36,7 +36,8 @@ install() { # ARGUMENTS of uv pip install
         --build-constraints requirements-cpu.txt "$@"
 }
 
-if is_kept && [[ $(head -n 1 "$stamp") == "$digest" ]] && (cd "$venv" && tail -n +2 "$stamp" | xargs ls -d &>/dev/null); then
+if is_kept && [[ $(head -n 1 "$stamp") == "$digest" ]] &&
+    (cd "$venv" && tail -n +2 "$stamp" | xargs ls -d &>/dev/null); then
     exit 0
 fi
 say "downloads about 0.9 GB (less what a cache has), and takes 4 GB in $venv"
@@ -44,14 +45,15 @@ PATH=${PATH//"$venv/bin:"/} # .venv may be made anew
 find_uv "${PYTHON:-python3}" requirements-cpu.txt
 if ! is_kept; then # where an earlier call was interrupted, a package may be there in parts
     "$uv" venv --quiet --clear --relocatable --python "${PYTHON:->=3.11,<3.13}" "$venv" ||
-        stop "uv finds no Python 3.11 or 3.12, can download none, or cannot write $venv; name one with PYTHON=/path/to/python3.11"
+        stop "uv finds no Python 3.11 or 3.12 (name one with PYTHON), can download none, or cannot write $venv"
 fi
 rm -f "$stamp"
 
 torch=$(grep -o 'torch==[0-9.]*+cpu' pyproject.toml) # the version names the build, so that CUDA's is never taken
 say "1 of 4: torch"
-install "$torch" 2>/dev/null || install --default-index "${TORCH_CPU_INDEX:-https://download.pytorch.org/whl/cpu}" "$torch" ||
-    stop "pip's index and TORCH_CPU_INDEX have no $torch, or cannot be reached; name an index that has it with TORCH_CPU_INDEX"
+torch_index=${TORCH_CPU_INDEX:-https://download.pytorch.org/whl/cpu}
+install "$torch" 2>/dev/null || install --default-index "$torch_index" "$torch" ||
+    stop "pip's index and $torch_index have no $torch, or cannot be reached; name another with TORCH_CPU_INDEX"
 say "2 of 4, the longest: verl, vLLM, Ray and what they need"
 install --require-hashes -r requirements-cpu.txt
 say "3 of 4 (after $SECONDS s): TRL, in a folder of its own"

@@ -29,20 +29,21 @@ refuse() { # what the machine lacks, and the remedy
 
 check_machine() {
     local driver
-    driver=$(nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev/null | grep -m 1 -E '^[0-9.]+ *$' || true)
+    driver=$(nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev/null | grep -m 1 -E '^[0-9.]+' || true)
     if [[ -z $driver ]]; then
         refuse "nvidia-smi shows no GPU; take a machine with GPUs, or scripts/setup_cpu.sh without GPUs"
     elif ((${driver%%.*} < 580)); then
-        refuse "the NVIDIA driver is $driver, and CUDA 13.0 needs 580 or newer (or cuda-compat-13-0); install a newer one"
+        refuse "the NVIDIA driver is $driver, and CUDA 13.0 needs 580 or newer (or cuda-compat-13-0)"
     fi
     # Triton, which torch.compile and vLLM use, compiles its launchers on the first step.
-    "$python" -c 'import os, sysconfig; assert os.path.exists(sysconfig.get_path("include") + "/Python.h")' 2>/dev/null &&
+    [[ -f $("$python" -c 'import sysconfig; print(sysconfig.get_path("include"))')/Python.h ]] &&
         command -v "${CC:-gcc}" >/dev/null ||
         refuse "Triton needs Python.h and a C compiler; install python3-dev and build-essential (Debian and Ubuntu)"
 }
 
 install() { # ARGUMENTS of uv pip install
-    "$uv" pip install --quiet --python "$python" --no-deps ${UV_NO_INDEX:+--no-index} --build-constraints requirements.txt "$@"
+    "$uv" pip install --quiet --python "$python" --no-deps ${UV_NO_INDEX:+--no-index} \
+        --build-constraints requirements.txt "$@"
 }
 
 has_flash_attn() { # this version, and it loads
@@ -58,8 +59,8 @@ install_flash_attn() {
         install --only-binary :all: --reinstall-package flash-attn --default-index "$index" "$flash_attn" 2>/dev/null &&
             has_flash_attn && return
     done
-    stop "no index of FLASH_ATTN_INDEX has a wheel of $flash_attn for this torch; name one that has, compile it yourself" \
-        "(pip install --no-build-isolation $flash_attn, with the CUDA 13.0 toolkit), or set FLASH_ATTN=none (docs/gpu.md)"
+    stop "no index of FLASH_ATTN_INDEX has a wheel of $flash_attn for this torch; name one that has, compile it" \
+        "yourself (pip install --no-build-isolation $flash_attn), or set FLASH_ATTN=none (docs/gpu.md)"
 }
 
 [[ $# -le 1 && ${1:---requirements-only} == --requirements-only && ${FLASH_ATTN:-auto} =~ ^(auto|none)$ ]] ||

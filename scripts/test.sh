@@ -37,5 +37,5 @@ NO_MKDOCS_2_WARNING=1 mkdocs build --quiet & checks+=($!)
 for check in "${checks[@]}"; do wait "$check"; done
 # tests/conftest.py decides which tests stay together and which begin first. A process more than cores costs its imports
 # and memory. Ray runs its workers at nice 15, so that whole runs would starve beside tests at nice 0.
-nice -n 19 python -m pytest --durations=10 --numprocesses "${TEST_PROCESSES:-2}" --dist loadgroup --no-loadscope-reorder \
-    "${selection[@]}" "$@"
+nice -n 19 python -m pytest --durations=10 --numprocesses "${TEST_PROCESSES:-2}" --dist loadgroup \
+    --no-loadscope-reorder "${selection[@]}" "$@"

@@ -47,14 +47,15 @@ echo "process $$ on ${HOSTNAME-}" >"$run_dir/.run.lock"
 
 echo "2/3 problems and model" >&2
 # Runs of several methods, whose data these are, take turns.
-flock "$data_dir/.prepare.lock" "$python" -m verl_cpu.tiny.prepare --base-model "${model%_cpu}" --output-dir "$data_dir" \
-    --seed "$seed" >&2 8>&-
+flock "$data_dir/.prepare.lock" "$python" -m verl_cpu.tiny.prepare --base-model "${model%_cpu}" \
+    --output-dir "$data_dir" --seed "$seed" >&2 8>&-
 phase_ends "problems and model"
 echo "3/3 reinforcement learning with $method" >&2
 
-if ls -d "$run_dir"/checkpoints/global_step_* &>/dev/null && ! cmp -s "$data_dir/warm_up.json" "$run_dir/warm_up.json"; then
-    echo "$data_dir has another model and other problems than those that the run in $run_dir began with; start a new run" \
-        "with FRESH=1, which moves the old one away" >&2
+if ls -d "$run_dir"/checkpoints/global_step_* &>/dev/null &&
+    ! cmp -s "$data_dir/warm_up.json" "$run_dir/warm_up.json"; then
+    echo "$data_dir has another model and other problems than those that the run in $run_dir began with; start a new" \
+        "run with FRESH=1, which moves the old one away" >&2
     exit 1
 fi
 cp "$data_dir/warm_up.json" "$run_dir/"
@@ -71,7 +72,7 @@ wait "$run_pid" || status=$?
 if [[ $status != 0 ]]; then
     echo "the run failed; the end of $run_dir/train.log:" >&2
     tail -n 40 "$run_dir/train.log" >&2 || true
-    IFS= read -r -t 1 -u "$last_line" said || said="the run ended with status $status; 137 is SIGKILL, mostly for memory"
+    IFS= read -r -t 1 -u "$last_line" said || said="the run ended with status $status (137: SIGKILL, memory)"
     echo "$said" >&2
     exit 1
 fi

@@ -16,7 +16,7 @@ python_version() { # INTERPRETER -> 3.11; nothing if it does not run
     "$1" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null || true
 }
 
-find_uv() { # INTERPRETER REQUIREMENTS -> sets uv: the machine's, or else the one of the requirements, which pip downloads
+find_uv() { # INTERPRETER REQUIREMENTS -> sets uv: the machine's, or else that of the requirements, which pip downloads
     local of_pip pair name value
     uv=uv
     if ! uv --version &>/dev/null; then
@@ -31,7 +31,8 @@ find_uv() { # INTERPRETER REQUIREMENTS -> sets uv: the machine's, or else the on
     of_pip=$("$1" -m pip config list 2>/dev/null || python3 -m pip config list 2>/dev/null || true)
     for pair in UV_DEFAULT_INDEX=index-url UV_FIND_LINKS=find-links UV_NO_INDEX=no-index SSL_CERT_FILE=cert; do
         name=${pair%=*}
-        value=$(LC_ALL=C sort <<<"$of_pip" | sed -n "s/^.*\.${pair#*=}='\(.*\)'\$/\1/p" | head -n 1 | sed 's/\\n/ /g' | xargs)
+        value=$(LC_ALL=C sort <<<"$of_pip" | sed -n "s/^.*\.${pair#*=}='\(.*\)'\$/\1/p" | head -n 1)
+        value=$(xargs <<<"${value//\\n/ }")
         [[ $name != UV_FIND_LINKS ]] || value=${value// /,} # several are printed with \n between them
         [[ -z $value || -n ${!name:-} ]] || export "$name=$value"
     done
