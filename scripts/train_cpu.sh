@@ -28,8 +28,10 @@ fi
 if [[ ${DRY_RUN:-0} == 1 ]]; then
     exec "$python" -m recipe.launch "$model" "$@"
 fi
-# Checks method, options and overrides; prints the method, the seed and the steps, and in a line of its own the run's
-# folder.
+if [[ -n ${ADV_ESTIMATOR:-}${PRESET:-}${OAR_VARIANT:-} || $# != 0 ]] && [[ ${FRESH:-0} == 0 ]]; then
+    DRY_RUN=1 "$python" -m recipe.launch "$model" "$@" >/dev/null # method and overrides, before anything is made
+fi
+# Makes room; prints the method, the seed and the steps, and in a line of its own the run's folder.
 begun=$("$python" -m recipe.launch --begin "$model" "$@")
 read -r method seed total_steps <<<"$begun"
 run_dir=${begun#*$'\n'}
