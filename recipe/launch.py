@@ -88,10 +88,9 @@ ON_GPUS = EVERYWHERE | {
 ON_CPU = EVERYWHERE | {
     "PROMPTS": (COUNT, "data.train_batch_size"),
     "ROLLOUTS": (COUNT, f"{ROLLOUT}.n"),
-    "WARM_UP": (FLAG,),
     "OUTPUT_DIR": (TEXT,),
 }
-"""Of the models whose names end in ``_cpu``. ``WARM_UP`` and ``OUTPUT_DIR``: scripts/train_cpu.sh."""
+"""Of the models whose names end in ``_cpu``. ``OUTPUT_DIR``: scripts/train_cpu.sh."""
 
 
 @dataclass(frozen=True)

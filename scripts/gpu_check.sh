@@ -6,19 +6,15 @@
 #   bash scripts/gpu_check.sh a b --results DIR      # these, into DIR (outputs/gpu_check)
 #   bash scripts/gpu_check.sh --dry                  # on the CPU at toy size
 #
-# a: token weights in bf16 against fp32, time and memory of the passes. b: training with TRL. c: the training side of the recipe
-# with verl's engine. d: a real model with TRL. Results: PART.json, PART.md and PART.log, as
-# each part goes. Exit status 0 only where everything that was asked for ran and passed.
+# a: token weights in bf16 against fp32, time and memory of the passes. b: training with TRL. c: the training side of
+# the recipe with verl's engine. d: a real model with TRL. Results: PART.json, PART.md and PART.log, as each part goes.
+# Exit status 0 only where everything that was asked for ran and passed.
 
 set -euo pipefail
-
-project_root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
-python=${PYTHON:-python3}
-if ! command -v "${python}" >/dev/null; then
-    echo "PYTHON=${python} is not a command; name an interpreter that has torch" >&2
-    exit 1
-fi
-parts=() options=() results=${project_root}/outputs/gpu_check seconds=480
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+python=$(realpath -s "$(command -v "${PYTHON:-python3}")") ||
+    { echo "PYTHON=${PYTHON:-python3} is not a command; name an interpreter that has torch" >&2 && exit 1; }
+parts=() options=() results=$root/outputs/gpu_check seconds=480
 while (($#)); do
     case $1 in
     --dry) options+=(--dry) seconds=1920 ;;
@@ -28,14 +24,13 @@ while (($#)); do
     shift
 done
 ((${#parts[@]})) || parts=(a b c d)
-[[ ${python} != */* ]] || python=$(realpath -s "${python}")
 
-# The project's packages from this folder, whatever is installed. verl finds them by their entry points, which a clone that is
-# not installed lacks: they are written into a folder beside the results.
-cd "${project_root}"
-mkdir -p "${results}"
-export PYTHONPATH=${project_root}:${project_root}/packages/verl-cpu:${results}/entry_points${PYTHONPATH:+:${PYTHONPATH}}
-"${python}" - "${results}/entry_points" <<'PYTHON'
+# The project's packages from this folder, whatever is installed. verl finds them by their entry points, which a clone
+# that is not installed lacks: they are written into a folder beside the results.
+cd "$root"
+mkdir -p "$results"
+export PYTHONPATH=$root:$root/packages/verl-cpu:$results/entry_points${PYTHONPATH:+:$PYTHONPATH}
+"$python" - "$results/entry_points" <<'PYTHON'
 import sys
 import tomllib
 from importlib.metadata import entry_points
@@ -55,9 +50,10 @@ PYTHON
 failed=0
 for part in "${parts[@]}"; do
     status=0
-    timeout --kill-after=10 "${seconds}" "${python}" -m benchmarks.gpu_check "${part}" --results "${results}" "${options[@]}" 2>&1 |
-        tee "${results}/${part}.log" || status=$?
-    ((status != 124)) || echo "${part}: stopped after ${seconds} s; what it had is in ${results}"
+    options_of_part=("$part" --results "$results" "${options[@]}")
+    timeout --kill-after=10 "$seconds" "$python" -m benchmarks.gpu_check "${options_of_part[@]}" 2>&1 |
+        tee "$results/$part.log" || status=$?
+    ((status != 124)) || echo "$part: stopped after $seconds s; what it had is in $results"
     ((status == 0)) || failed=1
 done
-exit "${failed}"
+exit "$failed"

@@ -4,22 +4,20 @@
 #   bash scripts/lock.sh                            # versions stay where they still fit
 #   bash scripts/lock.sh --upgrade-package wandb    # arguments go to uv pip compile
 #
-# uv asks PyPI, or the index that UV_DEFAULT_INDEX names, and downloads metadata only. The files name no index. A version that
-# stays keeps its hashes; one that moves gets those of all its files.
+# uv asks PyPI, or the index that UV_DEFAULT_INDEX names, for metadata. A version that stays keeps its hashes.
 
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-# Not in the CPU environment: torch comes from another index (scripts/setup_cpu.sh); PyPI's torchvision, torchaudio and
-# torchcodec are CUDA builds, and break `import transformers` next to a CPU torch; triton is 1 GB for kernels on a GPU; pycosat
-# has no wheel, and of the puzzles that use it none is made here. The others are what dashscope and llama_models need for more
-# than their tokenizer files.
+# Not in the CPU environment: torch comes from another index (scripts/setup_cpu.sh), and PyPI's torchvision, torchaudio
+# and torchcodec are CUDA builds; triton is 1 GB for GPUs; pycosat has no wheel. dashscope and llama_models, which are
+# there for their tokenizer files, would want the others.
 left_out=(torch torchvision torchaudio torchcodec triton pycosat httpx-sse tenacity termcolor websocket-client)
 
 lock() { # GROUP FILE ARGUMENTS
-    echo "$2" >&2
-    .venv/bin/uv pip compile --quiet --group "$1" --output-file "$2" --generate-hashes --no-annotate --python-version 3.11 \
-        --python-platform x86_64-manylinux_2_35 --custom-compile-command "bash scripts/lock.sh" "${@:3}" >/dev/null
+    .venv/bin/uv pip compile --quiet --group "$1" --output-file "$2" --generate-hashes --no-annotate \
+        --python-version 3.11 --python-platform x86_64-manylinux_2_35 \
+        --custom-compile-command "bash scripts/lock.sh" "${@:3}" >/dev/null
 }
 
 lock gpu requirements.txt "$@"

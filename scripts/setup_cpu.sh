@@ -1,12 +1,13 @@
 #!/usr/bin/env bash
 # GRAIL | environment for everything that runs without a GPU, in .venv at the project's root | Linux x86_64
 # Knobs: PYTHON (the interpreter to build it with, 3.11 or 3.12; otherwise one that uv finds, or else downloads),
-#        TORCH_CPU_INDEX (where torch's CPU build comes from when pip's index and find-links have none: PyTorch's own index)
+#        TORCH_CPU_INDEX (where torch's CPU build comes from when pip's index and find-links have none: PyTorch's own)
 #
-# uv installs requirements-cpu.txt and, into a folder of its own, requirements-trl.txt, both with hashes; the distribution
-# "vllm" of scripts/vllm_cpu_metadata; and this project in editable form: about 4 GB and one to three minutes. torch's CPU build
-# is the exception without a hash, because every index has a build of its own. When all of it is there and nothing that it
-# depends on has changed, this returns at once. It may be interrupted and called again; two calls take turns.
+# uv installs requirements-cpu.txt and, into a folder of its own, requirements-trl.txt, both with hashes; the
+# distribution "vllm" of scripts/vllm_cpu_metadata; and this project in editable form: about 4 GB and one to three
+# minutes. torch's CPU build is the exception without a hash, because every index has a build of its own. When all of it
+# is there and nothing that it depends on has changed, this returns at once. It may be interrupted and called again; two
+# calls take turns.
 
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -14,17 +15,10 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/uv.sh
 
 venv=$PWD/.venv
-if [[ $PWD == *[\'\\]* ]]; then # Ray starts from no path with a quote or a backslash; .venv is a link to the environment then
-    venv=${XDG_CACHE_HOME:-$HOME/.cache}/grail_advantage/$(sha256sum <<<"$PWD" | cut -c 1-16)
-    mkdir -p "$venv" || stop "$PWD has a quote or a backslash in it, so the environment goes below XDG_CACHE_HOME; name another"
-    [[ -L .venv ]] || rm -rf .venv
-    ln -sfn "$venv" .venv
-fi
 stamp=$venv/.setup_cpu.stamp # once the environment is whole: the digest of what it was made from, and its packages
-# The project's path counts because the editable install names it.
 inputs=(pyproject.toml packages/verl-cpu/pyproject.toml requirements-cpu.txt requirements-trl.txt scripts/setup_cpu.sh
     scripts/vllm_cpu_metadata/pyproject.toml)
-digest=$({ echo "$PWD" && cat "${inputs[@]}"; } | sha256sum)
+digest=$({ echo "$PWD" && cat "${inputs[@]}"; } | sha256sum) # the editable install names the project's path
 wanted='3.1[12]'
 if [[ -n ${PYTHON:-} ]]; then
     wanted=$(python_version "$PYTHON")
@@ -42,24 +36,24 @@ install() { # ARGUMENTS of uv pip install
         --build-constraints requirements-cpu.txt "$@"
 }
 
-if is_kept && [[ $(head -n 1 "$stamp") == "$digest" ]] && (cd "$venv" && tail -n +2 "$stamp" | xargs ls -d &>/dev/null); then
+if is_kept && [[ $(head -n 1 "$stamp") == "$digest" ]] &&
+    (cd "$venv" && tail -n +2 "$stamp" | xargs ls -d &>/dev/null); then
     exit 0
 fi
-
-[[ -w . ]] || stop "$PWD cannot be written to, and .venv goes there; have the project in a folder that you can write to"
 say "downloads about 0.9 GB (less what a cache has), and takes 4 GB in $venv"
 PATH=${PATH//"$venv/bin:"/} # .venv may be made anew
 find_uv "${PYTHON:-python3}" requirements-cpu.txt
 if ! is_kept; then # where an earlier call was interrupted, a package may be there in parts
     "$uv" venv --quiet --clear --relocatable --python "${PYTHON:->=3.11,<3.13}" "$venv" ||
-        stop "uv finds no Python 3.11 or 3.12 and can download none; name one with PYTHON=/path/to/python3.11"
+        stop "uv finds no Python 3.11 or 3.12 (name one with PYTHON), can download none, or cannot write $venv"
 fi
 rm -f "$stamp"
 
 torch=$(grep -o 'torch==[0-9.]*+cpu' pyproject.toml) # the version names the build, so that CUDA's is never taken
 say "1 of 4: torch"
-install "$torch" 2>/dev/null || install --default-index "${TORCH_CPU_INDEX:-https://download.pytorch.org/whl/cpu}" "$torch" ||
-    stop "pip's index and TORCH_CPU_INDEX have no $torch, or cannot be reached; name an index that has it with TORCH_CPU_INDEX"
+torch_index=${TORCH_CPU_INDEX:-https://download.pytorch.org/whl/cpu}
+install "$torch" 2>/dev/null || install --default-index "$torch_index" "$torch" ||
+    stop "pip's index and $torch_index have no $torch, or cannot be reached; name another with TORCH_CPU_INDEX"
 say "2 of 4, the longest: verl, vLLM, Ray and what they need"
 install --require-hashes -r requirements-cpu.txt
 say "3 of 4 (after $SECONDS s): TRL, in a folder of its own"
@@ -69,7 +63,6 @@ install scripts/vllm_cpu_metadata
 install --editable packages/verl-cpu --editable .
 # recipe/, bench/ and benchmarks/ are no part of the package; in this environment they can be imported from any folder.
 echo "$PWD" >"$(echo "$venv"/lib/python3*/site-packages)/clone_of_grail_advantage.pth"
-
 "$venv/bin/python" -c 'import torch, grail_advantage; assert torch.version.cuda is None, "torch is a CUDA build"'
 say "ready after $SECONDS s: $venv"
 cd "$venv"

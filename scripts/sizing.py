@@ -1,19 +1,18 @@
 """Does a model fit on some GPUs, and with which knobs of its launch script? Computed, not measured.
 
-    python scripts/sizing.py --model qwen3-4b --gpus 2 --memory 80      # one case: GB of each phase, and the command
-    python scripts/sizing.py --write docs/gpu.md                        # the page's table, and what the GPU check measured
+    python scripts/sizing.py --model qwen3-4b --gpus 2 --memory 80      # GB of each phase, and the command
 
-The second takes ``benchmarks/results/gpu_check_a-CARD_DATE.json``, copies of the check's ``a.json``.
-
-For FSDP2 with float32 parameters, bfloat16 arithmetic and gradient checkpointing, with P parameters, N GPUs, T tokens of a
-micro-batch, D width, L layers, V vocabulary:
+For FSDP2 with float32 parameters, bfloat16 arithmetic and gradient checkpointing, with P parameters, N GPUs, T tokens
+of a micro-batch, D width, L layers, V vocabulary:
 
 - states: parameters, gradients and Adam's moments, 16 P / N bytes, and 4 P / N more in Adam's step;
-- update: what FSDP2 gathers (8 V D and ten blocks), checkpointed inputs 2 T D L, the inside of a block, logits and their
+- update: what FSDP2 gathers (8 V D and ten blocks), checkpointed inputs 2 T D L, the inside of a block, logits and
+their
   gradient 4 T V. GRAIL's pass makes no gradient of parameters, and stays below that;
 - vLLM: its share while it generates; 2 P, 6 V D and 2 GiB while weights are sent; asleep 3 GB;
-- host: 15 GB and 8 GB a GPU for processes, and the larger of loading (4 P, in every process where embeddings are tied) and 12 P
-  for what OFFLOAD moves there.
+- host: 15 GB and 8 GB a GPU for processes, and the larger of loading (4 P, in every process where embeddings are tied)
+and
+  12 P for what OFFLOAD moves there.
 """
 
 from __future__ import annotations
@@ -25,23 +24,20 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
 
-from recipe.marked_text import table, write_marked
+from recipe.marked_text import table  # noqa: E402
 
 PROMPT, RESPONSES, UTILIZATION = 1024, 256, 0.6
 """Tokens of a prompt, responses a step, and vLLM's share of a GPU, of recipe/config/grail_trainer.yaml."""
-SLEEPING, BUCKET = 3.0, 2.15
-"""GB of a GPU: a sleeping engine's CUDA context and graphs (assumed), and verl's buffer for weights on their way."""
-AT_ONCE = 8
-"""Full-length responses that an engine should hold at least."""
-
-
-RESULTS = Path(__file__).parents[1] / "benchmarks/results"
+SLEEPING, BUCKET, AT_ONCE = 3.0, 2.15, 8
+"""GB of a sleeping engine's CUDA context and graphs (assumed), GB of verl's buffer for weights on their way, and the
+full-length responses that an engine should hold at least."""
 
 
 class Model(NamedTuple):
-    """A model's shape, of its config.json, and what its launch script sets; ``sequences`` of full length in a micro-batch."""
+    """A model's shape, and what its launch script sets; ``sequences`` of full length in a micro-batch."""
 
     path: str
     script: str
@@ -73,18 +69,16 @@ class Model(NamedTuple):
 
 QWEN, LLAMA, SMALL = 151936, 128256, "run_one_gpu_grail.sh"
 THINKER, DISTILLED = "OctoThinker/OctoThinker-{}-Short-Base", "deepseek-ai/DeepSeek-R1-Distill-Llama-8B"
-# fmt: off
+_LLAMA_8B = (32, 4096, 32, 14336, LLAMA, False)
 MODELS = {
     "qwen3-0.6b": Model("Qwen/Qwen3-0.6B", SMALL, 28, 1024, 16, 3072, QWEN, True, 4096, 2, 0.55),
     "qwen3-1.7b": Model("Qwen/Qwen3-1.7B", SMALL, 28, 2048, 16, 6144, QWEN, True, 4096, 2, 0.55),
     "octothinker-3b": Model(THINKER.format("3B"), "run_octothinker_3b_grail.sh", 28, 3072, 24, 8192, LLAMA, True),
     "qwen3-4b": Model("Qwen/Qwen3-4B", "run_qwen3_grail.sh", 36, 2560, 32, 9728, QWEN, True),
     "qwen3-8b": Model("Qwen/Qwen3-8B", "run_qwen3_8b_grail.sh", 36, 4096, 32, 12288, QWEN, False, 4096, 3),
-    "octothinker-8b": Model(THINKER.format("8B"), "run_octothinker_8b_grail.sh", 32, 4096, 32, 14336, LLAMA, False, 4096, 3),
-    "r1-distill-llama-8b": Model(DISTILLED, "run_r1_distill_llama_8b_grail.sh", 32, 4096, 32, 14336, LLAMA, False, 8192, 2),
+    "octothinker-8b": Model(THINKER.format("8B"), "run_octothinker_8b_grail.sh", *_LLAMA_8B, 4096, 3),
+    "r1-distill-llama-8b": Model(DISTILLED, "run_r1_distill_llama_8b_grail.sh", *_LLAMA_8B, 8192, 2),
 }
-# fmt: on
-SHOWN = list(MODELS)[:5]  # on the page: the other two take what Qwen3-8B takes, to 2 GB
 
 
 class Setup(NamedTuple):
@@ -122,8 +116,9 @@ def phases(model: Model, setup: Setup) -> dict[str, float]:
 
 
 def pass_memory(model: Model, name: str, tokens: int) -> float:
-    """Bytes of a pass over one response, with everything in bfloat16 and counted as if it were there at once: ``forward``,
-    ``training``, ``grail`` or ``oar_g``, each also with ``, checkpointed``. The GPU check measures them."""
+    """Bytes of a pass over one response, with everything in bfloat16 and counted as if it were there at once:
+    ``forward``, ``training``, ``grail`` or ``oar_g``, each also with ``, checkpointed``. The GPU check measures
+    them."""
     name, _, checkpointed = name.partition(", ")
     blocks = 1 if checkpointed or name == "forward" else model.layers
     inputs = 2 * model.hidden * model.layers if checkpointed and name != "forward" else 0
@@ -147,7 +142,8 @@ def host_memory(model: Model, setup: Setup) -> float:
 
 
 def choose(model: Model, gpus: int, memory: float, nodes: int = 1) -> Setup | None:
-    """The first that fits, the smallest change to the published set-up first; 5 % and 1.5 GB of each GPU are left free."""
+    """The first that fits, the smallest change to the published set-up first; 5 % and 1.5 GB of each GPU are left
+    free."""
     ways, sequences = ((0, False), (0, True), (32, False), (32, True)), range(model.sequences, 0, -1)
     parallel = [size for size in (1, 2, 4, 8) if gpus % size == 0]
     shares = [percent / 100 for percent in range(round(100 * model.utilization), 25, -5)]
@@ -172,17 +168,16 @@ def command(model: Model, setup: Setup) -> str:
         "ROLLOUT_TP": (setup.tensor_parallel, 1),
     }
     words = [f"{name}={value}" for name, (value, default) in knobs.items() if value != default]
-    words.append(f"bash examples/{model.script}")
-    if setup.utilization != model.utilization:
-        words.append(f"actor_rollout_ref.rollout.gpu_memory_utilization={setup.utilization:g}")
-    return " ".join(words)
+    share = f"actor_rollout_ref.rollout.gpu_memory_utilization={setup.utilization:g}"
+    return " ".join(
+        [*words, f"bash examples/{model.script}", *([share] if setup.utilization != model.utilization else [])]
+    )
 
 
 def page() -> str:
     """The table: the fullest phase of a GPU, and what the command changes."""
     rows = []
-    for key in SHOWN:
-        model = MODELS[key]
+    for key, model in itertools.islice(MODELS.items(), 5):  # the other two take what Qwen3-8B takes, to 2 GB
         for gpus, memory in ((1, 24), (1, 80)) if model.script == SMALL else ((1, 80), (1, 141), (2, 80), (8, 80)):
             if setup := choose(model, gpus, memory):
                 sizes = f"{max(phases(model, setup).values()):.0f}", f"{host_memory(model, setup):.0f}"
@@ -190,8 +185,10 @@ def page() -> str:
     return "\n".join(table(["model", "GPUs", "GB of a GPU", "GB of the host", "command"], rows))
 
 
-def measured(folder: Path) -> str:
-    """Part a of the GPU check: time of each pass, its memory beside :func:`pass_memory`, and the precision."""
+def measured(folder: Path = ROOT / "benchmarks/results") -> str:
+    """Part a of the GPU check (``gpu_check_a-CARD_DATE.json``, copies of its ``a.json``): time of each pass, its memory
+    beside
+    :func:`pass_memory`, and the precision."""
     from benchmarks.gpu_check import plain
     from benchmarks.gpu_check.outcome import origin
     from benchmarks.report import spread
@@ -203,15 +200,15 @@ def measured(folder: Path) -> str:
             kind, shape, *_ = name.split(", ")
             for row, of in figures["rows"].items():
                 if kind == "Passes":
-                    fits = "seconds" in of
+                    fits, peak = "seconds" in of, of["peak, GiB"]
                     times = [spread(of["seconds"], 3), f"{of['x the forward']:.2f}"] if fits else ["", ""]
-                    peak = f"{of['peak, GiB']:.1f}" if fits else of["peak, GiB"]
                     counted = pass_memory(MODELS[shape.lower()], row, plain.FULL.tokens) / 2**30
-                    passes.append([shape, row, *times, peak, f"{counted:.1f}"])
+                    passes.append([shape, row, *times, f"{peak:.1f}" if fits else peak, f"{counted:.1f}"])
                 else:
-                    share, limit = of["mean"] / of["the weights' own deviation"], f"at most {plain.MOST:.0%}"
+                    share = of["mean"] / of["the weights' own deviation"]
+                    limit = f"at most {plain.MOST:.0%}" if row in plain.JUDGED else "none"
                     rank = f"{of['rank correlation of the scores']:.4f}"
-                    precision.append([shape, row, f"{share:.1%}", limit if row in plain.JUDGED else "none", rank])
+                    precision.append([shape, row, f"{share:.1%}", limit, rank])
         head = ["model", "pass", "seconds", "x the forward", "peak, GiB", "computed, GiB"]
         lines += [origin(result), "", *table(head, passes, right=2), ""]
         head = ["model", "method", "bfloat16 moves weights, of their deviation", "limit", "rank correlation of scores"]
@@ -226,21 +223,15 @@ def main() -> int:
     parser.add_argument("--gpus", type=int, default=8, help="on each node")
     parser.add_argument("--memory", type=float, default=80, help="GB of each GPU")
     parser.add_argument("--nodes", type=int, default=1)
-    parser.add_argument("--write", type=Path, metavar="FILE", help="put the tables into this page")
-    arguments = parser.parse_args()
-    if arguments.write:
-        write_marked(arguments.write, "sizing", page())
-        write_marked(arguments.write, "measured", measured(RESULTS))
-        return 0
-    gpus, nodes, model = arguments.gpus, arguments.nodes, MODELS[arguments.model]
-    if min(gpus, nodes, arguments.memory) <= 0 or RESPONSES % (gpus * nodes):
+    options = parser.parse_args()
+    model = MODELS[options.model]
+    if min(options.gpus, options.nodes, options.memory) <= 0 or RESPONSES % (options.gpus * options.nodes):
         parser.error(f"--gpus x --nodes must divide the {RESPONSES} responses of a step, and --memory be above 0")
-    if (setup := choose(model, gpus, arguments.memory, nodes)) is None:
+    if (setup := choose(model, options.gpus, options.memory, options.nodes)) is None:
         print("This does not fit: take more or larger GPUs, a smaller model, or a smaller MAX_RESPONSE_LENGTH.")
         return 1
-    for phase, size in phases(model, setup).items():
-        print(f"{size:6.1f} GB of a GPU  {phase}")
-    print(f"{host_memory(model, setup):6.1f} GB of a node's own memory")
+    for phase, size in {**phases(model, setup), "of a node's own memory": host_memory(model, setup)}.items():
+        print(f"{size:6.1f} GB  {phase}")
     print(f"\n{command(model, setup)}")
     return 0
 

@@ -5,45 +5,37 @@
 #
 #   bash scripts/test.sh             # before a merge: a whole verl run that is killed and resumes, ranks, training
 #   bash scripts/test.sh --quick     # everyday work: all tests that start no Ray, no ranks and no long computation
-#   bash scripts/test.sh --nightly   # everything: also whole runs of verl's own command and of the agent, the oldest TRL, the
-#                                    # wheel, and all model families
+#   bash scripts/test.sh --nightly   # everything: also whole runs of verl's own command and of the agent, the oldest
+#   TRL,
+#                                    # the wheel, and all model families
 #
 # Without an argument 2,579 tests took 13.5 minutes on two idle cores (2026-11-27), and 1,130 s of processor time, Ray's
-# processes not counted. --quick is 310 s of processor time for the tests and 40 s for two imports of torch and verl,
-# measured folder by folder.
+# processes not counted. --quick is 310 s of processor time for the tests and 40 s for two imports of torch and verl.
 
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 selection=(-m "not nightly") say="14 minutes, 14 GB of memory; --quick: 3 minutes"
 case ${1:-} in
-    --quick) shift && selection=(-m "not slow and not nightly") say="3 minutes, 4 GB of memory" ;;
-    --nightly) shift && selection=() say="25 minutes, 14 GB of memory" ;;
+--quick) shift && selection=(-m "not slow and not nightly") say="3 minutes, 4 GB of memory" ;;
+--nightly) shift && selection=() say="25 minutes, 14 GB of memory" ;;
 esac
 echo "test: on 2 idle cores about $say (and where .venv is not up to date yet, 1 to 3 minutes for it)" >&2
 
 bash scripts/setup_cpu.sh
-if [[ ${selection[*]} != *slow* ]]; then
-    bash scripts/setup_chromium.sh || echo "test: the tests of the report's page in a browser are skipped" >&2
-fi
+[[ ${selection[*]} == *slow* ]] || bash scripts/setup_chromium.sh || echo "test: the tests in a browser are skipped" >&2
 # shellcheck disable=SC1091
 source .venv/bin/activate
-
 # Threads that spin while they wait cost a multiple of the time as soon as anything else runs on the cores.
 export OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-PASSIVE}
 
 ruff check .
 ruff format --check .
-mypy &
-checks=($!)
-lint-imports &
-checks+=($!)
-NO_MKDOCS_2_WARNING=1 mkdocs build --quiet &
-checks+=($!)
-for check in "${checks[@]}"; do
-    wait "$check"
-done
-# tests/conftest.py decides which tests stay together and which begin first. A process more than cores costs its imports and
-# memory. Ray runs its workers at nice 15, so that whole runs would starve beside tests at nice 0.
-nice -n 19 python -m pytest --durations=10 --numprocesses "${TEST_PROCESSES:-2}" --dist loadgroup --no-loadscope-reorder \
-    "${selection[@]}" "$@"
+mypy & checks=($!)
+lint-imports & checks+=($!)
+NO_MKDOCS_2_WARNING=1 mkdocs build --quiet & checks+=($!)
+for check in "${checks[@]}"; do wait "$check"; done
+# tests/conftest.py decides which tests stay together and which begin first. A process more than cores costs its imports
+# and memory. Ray runs its workers at nice 15, so that whole runs would starve beside tests at nice 0.
+nice -n 19 python -m pytest --durations=10 --numprocesses "${TEST_PROCESSES:-2}" --dist loadgroup \
+    --no-loadscope-reorder "${selection[@]}" "$@"

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from recipe.marked_text import marked
-from scripts import patches_page, published_page, rules_page
+from scripts import docs_pages
 from tests.core.tiny_models import char_tokenizer, tiny_model
 from tests.documentation import DOCS, Command, commands, snippets
 
@@ -220,28 +220,18 @@ def test_one_navigation() -> None:
     assert sorted(page for pages in site.values() for page in pages) == [p.name for p in SITE if p.name != "README.md"]
 
 
-def test_the_list_of_patches_is_current() -> None:
-    page = patches_page.PAGE.read_text(encoding="utf-8")
-    assert marked(page, patches_page.MARKER) == patches_page.page()
-    assert "`wrap_entry`" in page
+@pytest.mark.parametrize(
+    "passage", [one for one in docs_pages.PASSAGES if one[2] is not docs_pages.trl], ids=lambda one: " ".join(one[:2])
+)
+def test_a_generated_passage_is_current(passage: tuple) -> None:
+    page, marker, write = passage
+    assert marked((DOCS / page).read_text(encoding="utf-8"), marker) == write().strip()
+
+
+def test_the_list_of_patches_is_whole() -> None:
+    assert "`wrap_entry`" in docs_pages.patches()
     files = {file for folder in ("grail_advantage", "packages") for file in (ROOT / folder).rglob("patches.py")}
-    assert {ROOT / name for name in patches_page.FILES} == files
-
-
-@pytest.mark.parametrize("marker", ["refused", "shortcuts"])
-def test_the_tables_of_rules_are_current(marker: str) -> None:
-    assert marked(rules_page.PAGE.read_text(encoding="utf-8"), marker) == rules_page.TABLES[marker]()
-
-
-@pytest.mark.parametrize("marker", published_page.PAGES)
-def test_the_published_settings_are_current(marker: str) -> None:
-    page = published_page.PAGES[marker].read_text(encoding="utf-8")
-    assert marked(page, marker) == published_page.PASSAGES[marker]()
-
-
-def test_the_table_of_the_normal_form_is_current() -> None:
-    page = rules_page.VERDICT_PAGE.read_text(encoding="utf-8")
-    assert marked(page, "normal") == rules_page.normal_table()
+    assert {ROOT / name for name in docs_pages.PATCHES} == files
 
 
 def test_the_list_of_overrides_is_whole() -> None:

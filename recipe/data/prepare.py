@@ -1,7 +1,7 @@
 """Prepare the training set and the benchmarks: ``python -m recipe.data.prepare --help``.
 
-Each dataset becomes ``NAME.parquet`` (verl's RLHF schema) and ``NAME.json`` (its source and the dropped rows) in the output
-folder. A file that is there is complete.
+Each dataset becomes ``NAME.parquet`` (verl's RLHF schema) and ``NAME.json`` (where its rows come from, which were
+dropped, and whose ground truth is doubtful) in the output folder. A file that is there is complete.
 """
 
 from __future__ import annotations
@@ -10,37 +10,23 @@ import argparse
 import json
 import random
 import sys
-from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Iterable, Sequence
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from datasets import Dataset, disable_progress_bars
+import datasets
 
 from grail_advantage.dump.whole_file import whole_file, write_whole
-from recipe.data.convert import (
-    FEATURES,
-    PROMPT_SUFFIX,
-    PUBLISHED_SUFFIX,
-    SUBSET_SEED,
-    BadRow,
-    convert,
-    published_id,
-    subset_rank,
-)
+from recipe.data.convert import PROMPTS, convert, published_id
 from recipe.data.golds import check_golds
-from recipe.data.sources import Source, find_local_file, load_hub, read_jsonl
-from recipe.data.specs import BENCHMARKS, PUBLISHED_SUBSETS, SPECS, TRAINING_SETS, Columns, DatasetSpec, benchmark_names
+from recipe.data.specs import BENCHMARKS, PUBLISHED_SUBSETS, SPECS, TRAINING_SETS, DatasetSpec, benchmark_names
 
-MAX_DROPPED = 0.05
-CHECKED_GOLDS = 1_000
-"""Different ground truths of a data set that are checked, the same ones each time. In LaTeX each takes about 0.1 s, so that
-DeepMath's would take most of an hour."""
-SUBSETS = ("published", "hash")
-PROMPTS = {"corrected": PROMPT_SUFFIX, "published": PUBLISHED_SUFFIX}
-"""The instruction behind every problem."""
-_SHOWN_BAD_ROWS = 10
-_HUB_FORM = "NAME=ORG/DATASET[:CONFIG[:SPLIT]]"
+MAX_DROPPED, CHECKED_GOLDS = 0.05, 1_000
+"""The largest share of rows that cannot be used; different ground truths of a set that are checked. In LaTeX each takes
+0.1 s, all of DeepMath's most of an hour."""
+Rows = Iterable[tuple[str, Any]]
+"""Rows of a source, each with its place (``line 3``, ``row 3``); of a file as bytes of JSON."""
 
 
 def file_stem(name: str, prompt: str) -> str:
@@ -48,193 +34,113 @@ def file_stem(name: str, prompt: str) -> str:
     return f"{name}_published" if prompt == "published" else name
 
 
-def prepare_dataset(
-    spec: DatasetSpec,
-    source: Source,
-    output_dir: Path,
-    max_dropped: float = MAX_DROPPED,
-    subset: str = SUBSETS[0],
-    prompt: str = "corrected",
-    check_all_golds: bool = False,
-) -> str:
-    """Write ``output_dir/NAME.parquet`` and ``NAME.json`` and return a summary.
+def read_local(spec: DatasetSpec, folder: Path) -> tuple[str, Rows]:
+    """The path and the lines of ``NAME.jsonl`` or ``NAME_SPLIT.jsonl``: ``gsm8k_train.jsonl`` is no file of ``gsm8k``.
+    ``load_dataset("json")`` refuses a file for one broken line, and makes dates of answers that look like them."""
+    names = [f"{spec.name}.jsonl", f"{spec.name}_{spec.own_split}.jsonl"]
+    if not (found := [folder / name for name in names if (folder / name).is_file()]):
+        raise ValueError(f"--local-dir {folder} has neither {' nor '.join(names)}")
+    return str(found[0]), ((f"line {n}", line) for n, line in enumerate(found[0].open("rb"), 1) if line.strip())
 
-    Rows whose ground truth fails a check of :mod:`recipe.data.golds` stay, and are named with the reason.
 
-    Args:
-        max_dropped: largest share of unusable rows.
-        prompt: of :data:`PROMPTS`; ``published`` writes ``NAME_published.parquet``.
-        subset: of :data:`SUBSETS`, for a set of which the published evaluation uses a part.
-        check_all_golds: check more than :data:`CHECKED_GOLDS` different ground truths.
+def read_hub(spec: DatasetSpec, place: str) -> tuple[str, Rows]:
+    """The place and the rows of a dataset on the hub (``ORG/DATASET[:CONFIG[:SPLIT]]``), downloaded or cached."""
+    name, config, split = [*place.split(":"), "", ""][:3]
+    rows = datasets.load_dataset(name, config or None, split=split or spec.own_split)
+    used = {spec.problem, spec.gold, "context", *spec.ids, *spec.required}  # without the pictures of some copies
+    rows = rows.select_columns([column for column in rows.column_names if column in used])
+    return place, ((f"row {number}", row) for number, row in enumerate(rows, 1))
+
+
+def prepare_dataset(spec: DatasetSpec, source: str, rows: Rows, options: argparse.Namespace) -> str:
+    """Write a dataset's two files and return a summary. A row that cannot be used is dropped and named; one whose
+    ground truth fails a check of :mod:`recipe.data.golds` stays, and is named.
 
     Raises:
-        ValueError: the source lacks a column, has no usable row, too many unusable ones, or not all published problems.
+        ValueError: the source has no usable row, too many unusable ones, or not all published problems.
     """
-    columns = _choose_columns(spec, source)
-    rows: list[dict[str, Any]] = []
-    published: dict[str | None, dict[str, Any]] = {}
-    dropped: list[str] = []
-    reasons: Counter[str] = Counter()
-    other_task = 0
-    for place, row in source.rows:
+    good, dropped, others = [], [], 0
+    for place, row in rows:
         try:
-            if (converted := convert(spec, columns, row, PROMPTS[prompt])) is None:
-                other_task += 1
-                continue
-            rows.append(converted)
-            if spec.subset is not None:
-                published[published_id(spec, columns, row, converted["extra_info"]["id"])] = converted
-        except BadRow as error:
-            dropped.append(f"{source.name}, {place}: {error}")
-            reasons[error.reason] += 1
-
-    for message in dropped[:_SHOWN_BAD_ROWS]:
-        print(f"dropped: {message}", file=sys.stderr)
-    usable, of_task = len(rows), len(rows) + len(dropped)
-    first = f"; the first bad one: {dropped[0]}" if dropped else ""
-    if not usable:
-        wanted = " and ".join(f"{name}={value}" for name, value in spec.required_values.items())
-        others = f"; {other_task} rows do not have {wanted}" if other_task else ""
-        raise ValueError(f"{spec.name}: {source.name} has no usable row{others}{first}")
-    if (share := len(dropped) / of_task) > max_dropped:
+            row = json.loads(row) if isinstance(row, bytes) else row
+            if any(row.get(column) not in (None, value) for column, value in spec.required.items()):
+                others += 1
+            else:
+                converted = convert(spec, row, PROMPTS[options.prompt])
+                good.append((published_id(spec, row, converted["extra_info"]["id"]), converted))
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            dropped.append(f"{source}, {place}: {type(error).__name__}: {error}")
+            print("dropped:", dropped[-1], file=sys.stderr)
+    if not good or len(dropped) > MAX_DROPPED * (len(good) + len(dropped)):
         raise ValueError(
-            f"{spec.name}: {len(dropped)} of {of_task} rows of {source.name} cannot be used ({share:.1%}), more than "
-            f"--max-dropped {max_dropped}{first}; repair the source or allow more with --max-dropped"
+            f"{len(good)} rows can be used, {len(dropped)} cannot, {others} are of another task than {spec.required}; "
+            f"the problem is looked for in {spec.problem!r}, the answer in {spec.gold!r}"
         )
-
-    notes = [f"the published set has {spec.published_rows} rows"] if of_task != spec.published_rows else []
-    if spec.subset is not None:
-        if subset == "published":
-            rows = [published[id] for id in _all_published(spec, source, published)]
-            notes.append(f"the {spec.subset} of the published evaluation, of {usable}")
-        else:
-            rows = sorted(rows, key=subset_rank)[: spec.subset]
-            chosen = (
-                f"{spec.subset} of {usable} chosen by hash, seed {SUBSET_SEED}; the published evaluation has others"
-            )
-            notes.append(chosen if usable > spec.subset else f"all kept: no more than {spec.subset}")
-    for index, row in enumerate(rows):
+    chosen, ids = [row for _, row in good], PUBLISHED_SUBSETS.get(spec.name)
+    if ids and options.subset == "published":
+        if missing := [id for id in ids if id not in dict(good)]:
+            text = f"lacks {len(missing)} of the {len(ids)} problems of the published evaluation, such as {missing[0]}"
+            raise ValueError(f"{text}; take the full set ({spec.hub}), or as many others with --subset hash")
+        chosen = [dict(good)[id] for id in ids]
+    elif ids:  # by hash, so that the choice depends neither on the source's order nor on a library's random numbers
+        chosen.sort(key=lambda row: (sha256(f"42\n{row['extra_info']['problem']}".encode()).digest(), str(row)))
+        del chosen[len(ids) :]
+    for index, row in enumerate(chosen):
         row["extra_info"]["index"] = index
-    checked = different = list(dict.fromkeys(row["reward_model"]["ground_truth"] for row in rows))
-    if len(different) > CHECKED_GOLDS and not check_all_golds:
-        checked = random.Random(0).sample(different, CHECKED_GOLDS)
-    faults = check_golds(checked)
-    doubtful = [
-        {"index": row["extra_info"]["index"], "ground_truth": gold, "reasons": faults[gold]}
-        for row in rows
-        if (gold := row["reward_model"]["ground_truth"]) in faults
-    ]
-    for entry in doubtful[:_SHOWN_BAD_ROWS]:
-        print(f"doubtful ground truth {entry}", file=sys.stderr)
-    note = {
-        "source": source.name,
-        "columns": columns._asdict(),
-        "source_rows": of_task + other_task,
-        "rows": len(rows),
-        "dropped": dict(reasons.most_common()),
-        "dropped_rows": dropped,
-        "other_task": other_task,
-        "checked_ground_truths": len(checked),
-        "doubtful_ground_truths": doubtful,
-        "notes": notes,
-    }
-    disable_progress_bars()
-    path = output_dir / f"{file_stem(spec.name, prompt)}.parquet"
+
+    checked = golds = list(dict.fromkeys(row["reward_model"]["ground_truth"] for row in chosen))
+    if len(golds) > CHECKED_GOLDS and not options.check_all_golds:
+        checked = random.Random(0).sample(golds, CHECKED_GOLDS)  # the same ones each time
+    doubtful = check_golds(checked)
+    for gold, reasons in doubtful.items():
+        print(f"doubtful ground truth {gold}: {reasons}", file=sys.stderr)
+    note = {"source": source, "rows": len(chosen), "published_rows": spec.rows, "subset": ids and options.subset}
+    note |= {"other_task": others, "dropped_rows": dropped}
+    note |= {"checked_ground_truths": len(checked), "doubtful_ground_truths": doubtful}
+    datasets.disable_progress_bars()
+    path = options.output_dir / f"{file_stem(spec.name, options.prompt)}.parquet"
     with whole_file(path) as file:
-        Dataset.from_list(rows, features=FEATURES).to_parquet(file)
+        datasets.Dataset.from_list(chosen).to_parquet(file)
     write_whole(path.with_suffix(".json"), json.dumps(note, indent=2, ensure_ascii=False) + "\n")
-
-    counts = ", ".join(f"{count} x {reason}" for reason, count in reasons.most_common())
-    parts = [f"{len(dropped)} of {of_task + other_task} dropped: {counts}"] if dropped else []
-    parts += [f"{other_task} of another task left out"] if other_task else []
-    said = f"ground truths: {len(rows)} checked, {len(doubtful)} doubtful"
-    if len(checked) < len(different):
-        sample = f"a sample of {len(checked)} of {len(different)} different ones checked"
-        said = f"ground truths: {sample}, {len(doubtful)} rows doubtful (--check-all-golds checks the others)"
-    return "; ".join([f"{len(rows)} rows from {source.name}", *parts, *notes, said])
-
-
-def _all_published(spec: DatasetSpec, source: Source, found: Collection[str | None]) -> list[str]:
-    """Ids of the published problems, of which none may be missing."""
-    ids = list(PUBLISHED_SUBSETS[spec.name])
-    if missing := [id for id in ids if id not in found]:
-        raise ValueError(
-            f"{spec.name}: {source.name} lacks {len(missing)} of the {len(ids)} problems of the published evaluation, such as "
-            f"{missing[0]}; take the full set ({spec.hub}), or {spec.subset} others with --subset hash"
-        )
-    return ids
-
-
-def _choose_columns(spec: DatasetSpec, source: Source) -> Columns:
-    """The first of the dataset's layouts that the source has."""
-    for columns in spec.layouts:
-        if not source.columns or {columns.problem, columns.gold} <= set(source.columns):
-            return columns
-    known = "; ".join(f"{columns.problem!r} and {columns.gold!r}" for columns in spec.layouts)
-    raise ValueError(
-        f"{spec.name}: {source.name} lacks the problem or the answer column: looked for {known}; it has "
-        f"{', '.join(map(repr, source.columns))}; rename those that hold them"
-    )
+    figures = (f"{name} {len(of) if isinstance(of, list | dict) else of}" for name, of in note.items())
+    return f"{path}: {', '.join(figures)}, of {len(golds)} different"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Prepare the datasets that the command line names, print a summary of each, and return 0 if every one is there."""
-    parser = _parser()
+    parser = argparse.ArgumentParser("python -m recipe.data.prepare", description="Write parquet files for verl.")
+    add, hub_form = parser.add_argument, "NAME=ORG/DATASET[:CONFIG[:SPLIT]]"
+    add("--output-dir", type=Path, default=Path("data"), help="folder for the files (data)")
+    add("--benchmarks", default="all", help=f"all (the first six), none, or, with commas: {', '.join(BENCHMARKS)}")
+    add("--train", choices=(*TRAINING_SETS, "none"), default="deepmath", help="the training set (deepmath)")
+    add("--local-dir", type=Path, help="folder with NAME.jsonl for every dataset, in place of the Hugging Face hub")
+    add("--hub-id", action="append", default=[], metavar=hub_form, help="another place on the hub; may be repeated")
+    subset = "which 200 problems of college_math and olympiadbench: those of the published evaluation, or by a hash"
+    add("--subset", choices=("published", "hash"), default="published", help=subset)
+    prompt = "published: NAME_published, with the U+0008 that the published run has in place of \\b"
+    add("--prompt", choices=PROMPTS, default="corrected", help=prompt)
+    golds = f"check also the ground truths beyond {CHECKED_GOLDS}; DeepMath's take most of an hour"
+    add("--check-all-golds", action="store_true", help=golds)
     options = parser.parse_args(arguments)
+    hub_ids = dict(text.partition("=")[::2] for text in options.hub_id)
     try:
         names = [name for name in (options.train,) if name != "none"] + benchmark_names(options.benchmarks)
-        hub = dict(text.partition("=")[::2] for text in options.hub_id)
-        if not names:
-            raise ValueError("--train none and --benchmarks none leave nothing to do")
-        if unused := hub.keys() - names:
-            raise ValueError(
-                f"--hub-id names {', '.join(sorted(unused))}; it is {_HUB_FORM} with NAME one of {', '.join(names)}"
-            )
     except ValueError as error:
         parser.error(str(error))
-
+    if not names or not hub_ids.keys() <= {*names}:
+        parser.error(f"--train and --benchmarks want {names or 'nothing'}; --hub-id names {[*hub_ids]}")
     failed = 0
     for name in names:
-        spec = SPECS[name]
+        spec, place = SPECS[name], hub_ids.get(name, SPECS[name].hub)
+        local = options.local_dir is not None and name not in hub_ids
         try:
-            if options.local_dir is not None and name not in hub:
-                source = read_jsonl(find_local_file(name, options.local_dir))
-            else:
-                source = load_hub(spec, hub.get(name, spec.hub))
-            settings = (options.max_dropped, options.subset, options.prompt, options.check_all_golds)
-            summary = prepare_dataset(spec, source, options.output_dir, *settings)
-            print(f"{options.output_dir / file_stem(name, options.prompt)}.parquet: {summary}", flush=True)
-        except (ValueError, OSError) as error:
-            print(f"FAILED {error}", file=sys.stderr)
-            failed += 1
-    return 1 if failed else 0
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m recipe.data.prepare",
-        description="Write the training set and the benchmarks as parquet files for verl.",
-    )
-    add = parser.add_argument
-    add("--output-dir", type=Path, default=Path("data"), help="folder for the files (default: data)")
-    names = f"all (the published six), none, or names joined by commas: {', '.join(BENCHMARKS)} (default: all)"
-    add("--benchmarks", default="all", help=names)
-    add("--train", choices=(*TRAINING_SETS, "none"), default="deepmath", help="the training set (default: deepmath)")
-    local = "folder with NAME.jsonl or NAME_*.jsonl for every dataset that --hub-id does not name"
-    add("--local-dir", type=Path, help=f"{local}; without it the Hugging Face hub is read")
-    hub = "read NAME from another place on the hub; may be repeated"
-    add("--hub-id", action="append", default=[], metavar=_HUB_FORM, help=hub)
-    subset = "of the two sets of which the published evaluation uses 200 problems: these, or 200 by a hash (default: published)"
-    add("--subset", choices=SUBSETS, default=SUBSETS[0], help=subset)
-    prompt = (
-        "published: NAME_published, with the U+0008 that the published run has in place of \\b (default: corrected)"
-    )
-    add("--prompt", choices=PROMPTS, default="corrected", help=prompt)
-    share = f"largest share of unusable rows that still gives a file (default: {MAX_DROPPED})"
-    add("--max-dropped", type=float, default=MAX_DROPPED, help=share)
-    golds = f"check every ground truth, where a set has more than {CHECKED_GOLDS}; DeepMath's take most of an hour"
-    add("--check-all-golds", action="store_true", help=golds)
-    return parser
+            source, rows = read_local(spec, options.local_dir) if local else read_hub(spec, place)
+            print(prepare_dataset(spec, source, rows, options), flush=True)
+        except (ValueError, OSError, RuntimeError, datasets.exceptions.DatasetsError) as error:
+            remedy = "" if local else f" ({place}; name another with --hub-id {name}=, or a --local-dir)"
+            print(f"FAILED {name}: {type(error).__name__}: {error}{remedy}", file=sys.stderr)
+            failed = 1
+    return failed
 
 
 if __name__ == "__main__":

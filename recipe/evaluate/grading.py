@@ -11,14 +11,14 @@ from typing import Any
 
 import pandas as pd
 
+from grail_advantage.reward import compute_score
 from recipe.evaluate.sampling import KEY
-from recipe.reward import compute_score
 
 BOX = "\\boxed{"
-METRICS = ["acc", "pass", "tokens", "unanswered", "truncated"]
-BOTH, PUBLISHED = "both", ["acc, published", "pass, published"]
+METRICS, PUBLISHED = ["acc", "pass", "tokens", "unanswered", "truncated"], ["acc, published", "pass, published"]
+BOTH = "both"
 """The grader that gives ``reward``'s verdicts and, as metrics beside them, the published ones."""
-_WORKER = str(Path(__file__).with_name("published_worker.py"))
+WORKER = str(Path(__file__).with_name("published_worker.py"))
 
 
 def by_reward(samples: pd.DataFrame) -> list[dict[str, Any]]:
@@ -28,30 +28,19 @@ def by_reward(samples: pd.DataFrame) -> list[dict[str, Any]]:
 
 
 def as_published(samples: pd.DataFrame) -> list[dict[str, Any]]:
-    """As in the code published with GRAIL (``src/eval/eval_results_base.py``): math-verify reads both between dollar signs,
-    without cleaning. A response is untrusted text, so other processes read it, with limits."""
-    answers = list(map(published_box, samples["text"]))
+    """As in the code published with GRAIL (``src/eval/eval_results_base.py``): math-verify without cleaning."""
+    answers = [published_box(text) for text in samples["text"]]
     golds = map(published_gold, samples["benchmark"], samples["gold"])
-    pairs = json.dumps(list(zip(golds, answers, strict=True)))
-    process = subprocess.run(
-        [sys.executable, "-P", _WORKER], input=pairs, stdout=subprocess.PIPE, text=True, check=True
-    )
+    pairs, command = json.dumps(list(zip(golds, answers, strict=True))), [sys.executable, "-P", WORKER]
+    said = subprocess.run(command, input=pairs, stdout=subprocess.PIPE, text=True, check=True).stdout
     return [
-        {
-            "score": bool(verdict),
-            "answer_found": answer is not None,
-            "verify_failed": verdict is None,
-            "pred": (answer or "")[:128],
-        }
-        for verdict, answer in zip(json.loads(process.stdout.splitlines()[-1]), answers, strict=True)
+        {"score": verdict, "answer_found": box is not None, "verify_failed": verdict is None, "pred": (box or "")[:128]}
+        for verdict, box in zip(json.loads(said.splitlines()[-1]), answers, strict=True)
     ]
 
 
 def published_gold(benchmark: str, gold: str) -> str:
-    """What the published code makes of a ground truth: the ``str`` of what its file holds.
-
-    OlympiadBench's holds a list, AMC23's a float.
-    """
+    """``str`` of what the file of the published code holds: a list for OlympiadBench, a float for AMC23."""
     if benchmark == "olympiadbench":
         return str([gold])
     return str(float(gold)) if benchmark == "amc23" and gold.removeprefix("-").isdigit() else gold
@@ -77,8 +66,8 @@ GRADERS = {"reward": by_reward, "published": as_published}
 
 
 def grade(samples: pd.DataFrame, grader: str) -> pd.DataFrame:
-    """Grade samples (with ``gold``, the ground truth) by one of :data:`GRADERS`, or :data:`BOTH`. ``answered``: there is a
-    complete box, with the text ``answer``. ``no_verdict``: it cannot be read within the verifier's limits; the sample counts as
+    """Grade samples (with ``gold``, the ground truth) by one of :data:`GRADERS`, or :data:`BOTH`. ``answered``: there
+    is a complete box, with the text ``answer``. ``no_verdict``: it is beyond the verifier's limits, and counts as
     incorrect."""
     if grader == BOTH:
         published = grade(samples, "published")[["right", "no_verdict"]]
@@ -90,16 +79,11 @@ def grade(samples: pd.DataFrame, grader: str) -> pd.DataFrame:
 
 
 def by_problem(scores: pd.DataFrame) -> pd.DataFrame:
-    """The :data:`METRICS` of each problem's samples, by ``benchmark`` and ``index``: shares, but for ``tokens``, a mean; with
-    :data:`BOTH` graders :data:`PUBLISHED` too."""
-    names = {"right": "acc", "tokens": "tokens", "unanswered": "unanswered", "truncated": "truncated"}
-    names |= {"right_published": PUBLISHED[0]} if "right_published" in scores else {}
+    """The :data:`METRICS` of each problem's samples, by ``benchmark`` and ``index``: shares, but for ``tokens``, a
+    mean."""
+    metrics = [*METRICS, *(PUBLISHED if "right_published" in scores else [])]
+    names = {"right": "acc", "right_published": PUBLISHED[0]}
     scores = scores.assign(unanswered=~scores["answered"]).rename(columns=names)
-    means = scores.groupby(["benchmark", "index"], sort=False)[[*names.values()]].mean()
-    passed = {name.replace("acc", "pass"): means[name] > 0 for name in names.values() if name.startswith("acc")}
-    return means.assign(**passed)[METRICS + (PUBLISHED if PUBLISHED[0] in means else [])].astype(float)
-
-
-def tokens_of_answered(scores: pd.DataFrame) -> pd.Series:
-    """The mean number of tokens of the responses with a box, by benchmark, which is what the published code reports."""
-    return scores[scores["answered"]].groupby("benchmark")["tokens"].mean().reindex(scores["benchmark"].unique())
+    means = scores.groupby(["benchmark", "index"], sort=False)[[*scores.columns.intersection(metrics)]].mean()
+    passed = {name: means[name.replace("pass", "acc")] > 0 for name in metrics if name.startswith("pass")}
+    return means.assign(**passed)[metrics].astype(float)

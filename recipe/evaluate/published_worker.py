@@ -1,11 +1,6 @@
-"""The process that compares answers as the code published with GRAIL does; ``recipe.evaluate.grading`` starts it as a script.
-
-A response is untrusted text, so that workers with limits read it. They are forked from this process, which has neither torch
-nor the command's main module: on a machine with CUDA torch alone maps 3 GB. It reads the JSON list of ``[gold, answer]`` and
-writes the list of verdicts: true, false, or null where there is none.
-"""
-
-from __future__ import annotations
+"""The process that compares answers as the code published with GRAIL does: reads the JSON list of ``[gold, answer]``
+and writes the list of verdicts, null where there is none. A response is untrusted text, so that workers with limits
+read it. They are forked from this process, which has no torch, whose CUDA build alone maps 3 GB."""
 
 import json
 import resource
@@ -17,10 +12,8 @@ from pathlib import Path
 from math_verify import parse, verify
 from pebble import ProcessPool
 
-MEMORY = 1 << 30
-"""Bytes that a worker may map beyond those that it starts with, as for the reward."""
-SECONDS = 30
-"""Of a comparison."""
+MEMORY, SECONDS = 1 << 30, 30
+"""Bytes that a worker may map beyond those that it starts with, as for the reward; and the time of a comparison."""
 
 
 def judge(gold: str, answer: str | None) -> bool:
@@ -30,9 +23,9 @@ def judge(gold: str, answer: str | None) -> bool:
 
 def confine() -> None:
     """Bound this worker's memory."""
-    mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    most = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize() + MEMORY
     with suppress(ValueError):  # lower already
-        resource.setrlimit(resource.RLIMIT_AS, (mapped + MEMORY, mapped + MEMORY))
+        resource.setrlimit(resource.RLIMIT_AS, (most, most))
 
 
 if __name__ == "__main__":

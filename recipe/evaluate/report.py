@@ -1,8 +1,8 @@
 """Figures over problems with their 95 % intervals, the comparison of two runs, and their pages.
 
-Intervals are a percentile bootstrap over problems; the samples of a problem stay together, since they depend on each other.
-Each benchmark has a random generator of its own, so that its interval does not depend on which others are evaluated. Two runs
-are compared on the same resamples, so that a problem's difficulty drops out of the difference.
+Intervals are a percentile bootstrap over problems, whose samples stay together. Each benchmark has a random generator
+of its own, so that its interval does not depend on which others are evaluated. Two runs are compared on the same
+resamples, so that a problem's difficulty drops out of the difference.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from grail_advantage.receipt.foreign import visible
-from recipe.evaluate.grading import BOTH, by_problem, tokens_of_answered
+from recipe.evaluate.grading import BOTH, by_problem
 from recipe.hashing import digest
 from recipe.marked_text import table
 
@@ -25,13 +24,15 @@ INTERVAL = {"level": 0.95, "method": "percentile bootstrap over problems", "resa
 def resampled(name: str, problems: pd.DataFrame) -> np.ndarray:
     """Means of a benchmark's problems, a row a resample; the first row is the means themselves."""
     key, count = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big"), len(problems)
-    counts = np.random.default_rng([0, key]).multinomial(count, np.full(count, 1 / count), size=INTERVAL["resamples"])
+    random = np.random.default_rng([INTERVAL["seed"], key])
+    counts = random.multinomial(count, np.full(count, 1 / count), size=INTERVAL["resamples"])
     return np.vstack([problems.mean(), counts @ problems.to_numpy() / count])
 
 
 def figures(problems: pd.DataFrame, samples: int) -> dict[str, Any]:
-    """``value``, ``low``, ``high`` of every metric and the share of resamples ``above_zero``: of ``benchmarks`` by name, of
-    their ``mean`` and of their ``weighted_mean``. ``problems`` is as :func:`by_problem` gives it, or a difference of two."""
+    """``value``, ``low``, ``high`` of every metric and the share of resamples ``above_zero``: of ``benchmarks`` by
+    name, of their ``mean`` and of their ``weighted_mean``. ``problems`` is as :func:`by_problem` gives it, or a
+    difference of two."""
     names = [re.sub("^(acc|pass)", rf"\1@{samples}", str(name)) for name in problems.columns]
 
     def of_means(means: np.ndarray) -> dict[str, Any]:
@@ -51,38 +52,39 @@ def figures(problems: pd.DataFrame, samples: int) -> dict[str, Any]:
 
 
 def summarise(run: dict[str, Any], hashes: dict[str, str], scores: pd.DataFrame) -> dict[str, Any]:
-    """The content of ``results.json``: ``run`` and the figures, accuracies and rates as shares from 0 to 1, and for every
-    benchmark the hash of its problems and figures by problem. ``tokens_of_answered`` has no interval."""
-    tables, of_answered = by_problem(scores), tokens_of_answered(scores)
+    """The content of ``results.json``: ``run``, the figures (shares from 0 to 1), and for every benchmark the hash of
+    its problems and figures by problem. ``tokens_of_answered``: as the published code, over responses with a box."""
+    tables = by_problem(scores)
     result = figures(tables, run["sampling"]["samples"])
+    boxed = scores[scores["answered"]].groupby("benchmark")["tokens"].mean().reindex(result["benchmarks"])
     sizes = [row["problems"] for row in result["benchmarks"].values()]
-    result["mean"]["tokens_of_answered"] = float(of_answered.mean(skipna=False))
-    result["weighted_mean"]["tokens_of_answered"] = float(np.average(of_answered, weights=sizes))
+    result["mean"]["tokens_of_answered"] = float(boxed.mean(skipna=False))
+    result["weighted_mean"]["tokens_of_answered"] = float(np.average(boxed, weights=sizes))
     for name, row in result["benchmarks"].items():
         of_name = scores[scores["benchmark"] == name]
-        row |= {"tokens_of_answered": float(of_answered[name])}
-        row |= {"responses": len(of_name), "no_verdict": int(of_name["no_verdict"].sum())}
-        if "no_verdict_published" in of_name:
-            row |= {"no_verdict, published": int(of_name["no_verdict_published"].sum())}
+        row |= {"tokens_of_answered": float(boxed[name]), "responses": len(of_name)}
+        for column in scores.columns.intersection(["no_verdict", "no_verdict_published"]):
+            row[column.replace("_published", ", published")] = int(of_name[column].sum())
         row |= {"problems_hash": hashes[name], "by_problem": tables.loc[name].to_dict("list")}
         row["gold_hash"] = digest(of_name.drop_duplicates("index")["gold"].tolist())
     return {"run": run, "interval": INTERVAL, **result}
 
 
 def compare(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
-    """The figures of ``second - first`` (contents of ``results.json``), beside both; ValueError names all differences of
-    problems, ground truths, grader, prompt template and sampling but for its seed."""
+    """The figures of ``second - first`` (contents of ``results.json``), beside both; ValueError names all differences
+    of problems, ground truths, grader, prompt template and sampling but for its seed."""
     conditions, tables = [], []
     for result in (first, second):
-        run, rows = {"grader": "reward"} | result["run"], result["benchmarks"]
+        run, rows = result["run"], result["benchmarks"]
         hashes = {name: (row["problems_hash"], row["gold_hash"]) for name, row in rows.items()}
         conditions.append(hashes | run["sampling"] | run["template"] | {"grader": run["grader"], "seed": None})
         tables.append(pd.concat({n: pd.DataFrame(row["by_problem"]) for n, row in rows.items()}, names=["benchmark"]))
     a, b = conditions
-    if names := [name for name in {**a, **b} if a.get(name) != b.get(name)]:
-        differences = "; ".join(f"{name} {a.get(name)!r} and {b.get(name)!r}" for name in names)
+    if differences := [
+        f"{name} {a.get(name)!r} and {b.get(name)!r}" for name in {**a, **b} if a.get(name) != b.get(name)
+    ]:
         remedy = "evaluate both with the same data, chat template and options; --regrade changes the grader"
-        raise ValueError(f"these evaluations cannot be compared: {differences}; {remedy}")
+        raise ValueError(f"these evaluations cannot be compared: {'; '.join(differences)}; {remedy}")
     return figures(tables[1] - tables[0], a["samples"]) | {"interval": INTERVAL, "first": first, "second": second}
 
 
@@ -90,32 +92,29 @@ def _table(result: dict[str, Any], sign: str = "") -> str:
     rows = []  # shares in percent; with a sign those of a difference
     means = {"mean over benchmarks": result["mean"], "mean weighted by problems": result["weighted_mean"]}
     names = [name for name, row in result["mean"].items() if isinstance(row, dict)]
-    answered = "tokens_of_answered" in result["mean"]  # not of a difference, nor of results of earlier versions
     for label, row in (result["benchmarks"] | means).items():
         rows.append([label, row.get("problems", "")])
         for name in names:
             scale, digits = (1, 0) if name == "tokens" else (100, 2 if sign else 1)
             value, low, high = (f"{scale * row[name][key]:{sign}.{digits}f}" for key in ("value", "low", "high"))
             rows[-1].append(f"{value} [{low}, {high}]" + (f", {row[name]['above_zero']:.1%}" if sign else ""))
-        rows[-1] += [f"{row['tokens_of_answered']:.0f}"] if answered else []
+        rows[-1] += [] if sign else [f"{row['tokens_of_answered']:.0f}"]
     head = ["benchmark", "problems", *(name if name == "tokens" else f"{name}, %" for name in names)]
-    head += ["tokens, with a box"] if answered else []
-    return "\n".join(table(head, rows, right=1)) + "\n"
+    return "\n".join(table(head + ([] if sign else ["tokens, with a box"]), rows, right=1)) + "\n"
 
 
 def results_page(result: dict[str, Any]) -> str:
     """The report of a run as a Markdown page."""
-    run = {"grader": "reward"} | result["run"] | result["run"]["sampling"] | result["run"]["template"]
+    run = result["run"] | result["run"]["sampling"] | result["run"]["template"]
     settings = [f"{name} {value}" for name, value in run.items() if name not in ("sampling", "template", "prompt")]
-    settings = [visible(setting, breaks=False) for setting in settings]
     counts = pd.DataFrame(result["benchmarks"].values()).filter(like="no_verdict").sum()
     unreadable = ", ".join(f"{count:.0f}{name.removeprefix('no_verdict')}" for name, count in counts.items())
-    return f"""# Evaluation of `{visible(str(result["run"]["model"]), breaks=False)}`
+    return f"""# Evaluation of `{run["model"]}`
 
 {_table(result)}
-- acc: mean over samples; pass: any sample correct; tokens: mean over all responses, with the end token, and over those with a
-  box alone, as GRAIL's published code counts (its box with `--grader published`); unanswered: no complete `\\boxed{{}}`;
-  truncated: at the limit on tokens. Incorrect as unreadable: {unreadable}.
+- acc: mean over samples; pass: any sample correct; tokens: mean over all responses, with the end token, and over those
+  with a box alone, as GRAIL's published code counts (its box with `--grader published`); unanswered: no complete
+  `\\boxed{{}}`; truncated: at the limit on tokens. Incorrect as unreadable: {unreadable}.
 - In brackets: 95% intervals, bootstrap over problems. Problems that all fare alike give an interval without width.
 - {", ".join(settings)}.
 """
@@ -123,14 +122,12 @@ def results_page(result: dict[str, Any]) -> str:
 
 def comparison_page(result: dict[str, Any]) -> str:
     """The comparison of two runs as a Markdown page, after the reports of both."""
-    grader = result["first"]["run"].get("grader", "reward")
     measure = {"published": "by this grader", BOTH: "by the grader of the columns `published`"}.get(
-        grader, "**another measure than this table's**: their grader is `--grader published`, or `both`"
+        result["first"]["run"]["grader"], "**another measure than this table's**: by `--grader published`, or `both`"
     )
-    first, second = (visible(result[name]["folder"], breaks=False) for name in ("first", "second"))
     return f"""{results_page(result["first"])}
 {results_page(result["second"])}
-# B (`{second}`) compared with A (`{first}`)
+# B (`{result["second"]["folder"]}`) compared with A (`{result["first"]["folder"]}`)
 
 {_table(result, "+z")}
 - B - A; in brackets: 95% intervals, paired bootstrap over problems; then the share of resamples in which B is above A.

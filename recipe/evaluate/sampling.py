@@ -1,83 +1,79 @@
 """The benchmarks' problems, their samples drawn with vLLM, and the file that keeps each as soon as it is drawn.
 
-A sample's seed follows from the evaluation's seed, the benchmark, the problem and the sample's number: neither order nor engine
-nor resuming matters. But logits may depend on the rest of the batch in their last bits: with vLLM 0.28 on a CPU, bfloat16 gave
-other tokens alone than in a batch, float32 the same. So a CPU computes in float32.
+A sample's seed follows from the evaluation's seed, the benchmark, the problem and the sample's number: neither order
+nor engine nor resuming matters. But logits may depend on the batch in their last bits: with vLLM 0.28 on a CPU,
+bfloat16 gave other tokens alone than in a batch, float32 the same. So a CPU computes in float32.
 """
 
 from __future__ import annotations
 
-import glob
+import fcntl
 import hashlib
-import importlib.metadata
 import json
 import os
-import tempfile
+import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from importlib.metadata import version
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, TextIO
 
 import pandas as pd
 from tqdm.asyncio import tqdm
 
-from grail_advantage.receipt.foreign import numbered_lines, plain_file, read_json, why
 from grail_advantage.reward import check_ground_truths
 from recipe.data.prepare import file_stem
 
 KEY = ["benchmark", "index", "sample", "prompt"]
 """A sample's name, with a hash of its prompt's token ids. A sample also has ``seed``, ``tokens`` (with the end token),
 ``finish_reason`` (``stop`` or ``length``) and ``text``."""
+FILES = ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model"]
+"""Of a model's folder: what is fetched and what counts."""
 
 
 def load_benchmarks(names: list[str], data_dir: Path, prompt: str = "corrected") -> pd.DataFrame:
-    """Read what :mod:`recipe.data.prepare` writes into ``data_dir`` with a prompt, for every name: a row a problem with
-    ``benchmark``, ``index`` in its file, ``messages`` (the chat that asks for it) and ``gold`` (the ground truth). Rows
-    whose ground truth cannot be used are named; ValueError for a benchmark without another."""
+    """Read what :mod:`recipe.data.prepare` wrote: a row a problem with ``benchmark``, ``index`` in its file,
+    ``messages`` (the chat that asks for it) and ``gold`` (the ground truth). ValueError for a benchmark that is not
+    there, or is unusable."""
     files = {name: data_dir / f"{file_stem(name, prompt)}.parquet" for name in names}
     if missing := ",".join(name for name, file in files.items() if not file.is_file()):
-        make = f"bash scripts/prepare_data.sh --train none --benchmarks {missing} --prompt {prompt} --output-dir {data_dir}"
-        raise ValueError(f"{data_dir} lacks {missing}; make it with: {make}")
+        make = f"bash scripts/prepare_data.sh --train none --benchmarks {missing} --prompt {prompt}"
+        raise ValueError(f"{data_dir} lacks {missing}; make it with: {make} --output-dir {data_dir}")
     tables = {}
     for name, file in files.items():
-        with foreign(file, "is no parquet file of recipe.data.prepare"):
-            table = pd.read_parquet(file)
-            columns = {"messages": table["prompt"].map(list), "gold": table["reward_model"].str["ground_truth"]}
-            tables[name] = pd.DataFrame(columns)
-        check_ground_truths(tables[name]["gold"], str(file))
+        table = pd.read_parquet(file)
+        gold = table["reward_model"].str["ground_truth"]
+        check_ground_truths(gold, str(file))
+        tables[name] = pd.DataFrame({"messages": table["prompt"].map(list), "gold": gold})
     return pd.concat(tables, names=["benchmark", "index"]).reset_index()
 
 
 def read_samples(path: Path) -> pd.DataFrame:
     """The samples in a file's lines, but for the settings and a line that a kill cut off."""
     samples = []
-    with foreign(path, "cannot be read"):
-        for _, line in numbered_lines(path):
-            with suppress(ValueError):
-                sample = read_json(line)
-                samples += [sample] if isinstance(sample, dict) and "settings" not in sample else []
+    for line in path.read_bytes().splitlines():
+        with suppress(ValueError):
+            sample = json.loads(line)
+            samples += [] if "settings" in sample else [sample]
     return pd.DataFrame(samples, columns=None if samples else KEY)
 
 
 @contextmanager
-def foreign(path: Path, what: str) -> Iterator[None]:
-    """Within, an error of a file that is not what it should be is a ``ValueError`` that names it."""
-    try:
-        plain_file(path)
-        yield
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError) as error:
-        raise ValueError(f"{path}: {what} ({type(error).__name__}: {why(error)})") from error
-
-
-@contextmanager
 def open_samples(path: Path, settings: dict[str, Any]) -> Iterator[TextIO]:
-    """Open a file of samples to append to it; ValueError if its first line, which holds the settings of all samples, has
-    others."""
+    """Open a file of samples to append to it, for this process alone. Its first line holds the settings of all samples.
+
+    Raises:
+        ValueError: another process has it, or the settings are others.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
-    if path.exists():
-        with foreign(path, "cannot be read"):
-            pass
     with path.open("a", encoding="utf-8") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(f"{path} is another evaluation's that lives; name another --output-dir") from None
         text, first = path.read_text(encoding="utf-8", errors="replace"), json.dumps({"settings": settings}) + "\n"
         if text.count("\n") < 2:  # no sample is there
             file.truncate(0)
@@ -90,18 +86,54 @@ def open_samples(path: Path, settings: dict[str, Any]) -> Iterator[TextIO]:
         yield file
 
 
-def context(model: Path) -> int | None:
-    """Tokens that a model takes, prompt included; ``None`` where its positions are scaled, or it does not say."""
-    from transformers import AutoConfig
+def resolve_model(model: str) -> Path:
+    """Return the folder of ``--model``: that of a Hugging Face model, ``.../global_step_N``, which verl's merger joins
+    into ``actor_merged`` once, or ``ORG/NAME[@REVISION]`` of the hub, which is fetched into its cache."""
+    path = Path(model)
+    if not path.is_dir():
+        from huggingface_hub import snapshot_download
 
-    config = AutoConfig.from_pretrained(model).get_text_config()
-    scaled = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default") != "default"
-    return None if scaled else getattr(config, "max_position_embeddings", None)
+        name, _, revision = model.partition("@")
+        path = Path(snapshot_download(name, revision=revision or None, allow_patterns=FILES))
+    if any((path / "actor").glob("model_world_size_*_rank_*.pt")):
+        path = merged(path / "actor")
+    if not [*path.glob("*.safetensors"), *path.glob("pytorch_model*.bin")]:
+        raise ValueError(f"--model {model} is neither a model folder with weights nor a run's folder global_step_N")
+    return path
+
+
+def merged(checkpoint: Path) -> Path:
+    """The folder of a verl checkpoint's merged weights, beside it."""
+    target = checkpoint.with_name(f"{checkpoint.name}_merged")
+    if target.is_dir() and target.stat().st_ctime > max(path.stat().st_ctime for path in checkpoint.rglob("*")):
+        return target
+    with TemporaryDirectory(dir=target.parent) as folder:
+        made = Path(folder, target.name)
+        command = [sys.executable, "-m", "verl.model_merger", "merge", "--backend", "fsdp"]
+        subprocess.run([*command, "--local_dir", checkpoint, "--target_dir", made], stdout=2, check=True)
+        if (adapter := made / "lora_adapter").is_dir():  # beside base weights that verl 0.9.1 leaves as they were
+            from peft import PeftModel
+            from transformers import AutoModelForCausalLM
+
+            if not json.loads((adapter / "adapter_config.json").read_text()).get("lora_alpha"):
+                raise ValueError(f"{checkpoint} has LoRA weights but no lora_train_meta.json with lora_alpha")
+            model = AutoModelForCausalLM.from_pretrained(made, dtype="auto")
+            PeftModel.from_pretrained(model, str(adapter)).merge_and_unload().save_pretrained(made)
+            shutil.rmtree(adapter)
+        shutil.rmtree(target, ignore_errors=True)
+        return made.rename(target)
+
+
+def fingerprint(folder: Path) -> str:
+    """First 16 hexadecimal digits of a SHA-256 over a model folder's weights, configuration, tokenizer and template."""
+    files = {path for pattern in [*FILES, "pytorch_model*.bin"] for path in folder.glob(pattern)}
+    hashes = [f"{path.name} {hashlib.file_digest(path.open('rb'), 'sha256').hexdigest()}" for path in sorted(files)]
+    return hashlib.sha256("\n".join(hashes).encode()).hexdigest()[:16]
 
 
 def start_engine(model: Path, longest: int, workers: int | None, tensor_parallel_size: int) -> Any:
-    """Load the model into vLLM's ``AsyncLLM``, for prompts with responses of up to ``longest`` tokens: on a GPU in the
-    precision its weights are stored in, on a CPU in float32. ``workers`` are engines, by default as many as GPUs allow."""
+    """Load the model into vLLM's ``AsyncLLM``, for ``longest`` tokens with the prompt: on a GPU in the precision that
+    its weights are stored in, on a CPU in float32. ``workers`` are engines, by default as many as GPUs allow."""
     # Its warnings are about the choices made here. FlashInfer's sampler is compiled at run time, often without an nvcc.
     for name, value in {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_USE_FLASHINFER_SAMPLER": "0"}.items():
         os.environ.setdefault(name, value)
@@ -110,28 +142,23 @@ def start_engine(model: Path, longest: int, workers: int | None, tensor_parallel
 
     # Left to itself, vLLM would convert float32 weights to 16 bits.
     dtype = str(AutoConfig.from_pretrained(model).get_text_config().dtype or "auto").removeprefix("torch.")
-    options: dict[str, Any] = {"tensor_parallel_size": tensor_parallel_size, "max_model_len": longest, "dtype": dtype}
+    # A prompt is short beside its response, and without the cache no sample's numbers come from another's batch.
+    options: dict[str, Any] = {"enable_prefix_caching": False, "disable_log_stats": True, "max_model_len": longest}
+    options |= {"tensor_parallel_size": tensor_parallel_size, "dtype": dtype}
     options["data_parallel_size"] = workers or max(1, torch.cuda.device_count() // tensor_parallel_size)
-    if "cpu" in importlib.metadata.version("vllm"):
+    if "cpu" in version("vllm"):
         from verl_cpu import environment
 
         environment.apply_defaults()
-        # Compiling takes longer than it saves. A prompt read in pieces draws random numbers that vLLM gives back afterwards,
-        # which it cannot do on a CPU ("CPU Generator does not use offset", GPUModelRunner._bookkeeping_sync in vLLM 0.28).
+        # Compiling takes longer than it saves. A prompt read in pieces draws random numbers that vLLM gives back, which
+        # a CPU cannot ("CPU Generator does not use offset", GPUModelRunner._bookkeeping_sync in vLLM 0.28).
         options |= {"dtype": "float32", "enforce_eager": True, "enable_chunked_prefill": False}
         backend = "uni" if tensor_parallel_size == 1 else "mp"  # an engine's one worker needs no process of its own
         options |= {"max_num_batched_tokens": max(longest, 4096), "distributed_executor_backend": backend}
     from vllm import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    # A prompt is short beside its response, and without the cache no sample's numbers come from another's batch.
-    options |= {"enable_prefix_caching": False, "disable_log_stats": True}
-    with tempfile.TemporaryDirectory() as folder:
-        path = model
-        if glob.escape(str(path)) != str(path):  # vLLM looks for the weights by a pattern
-            path = Path(folder, "model")
-            path.symlink_to(model.absolute())
-        return AsyncLLM.from_engine_args(AsyncEngineArgs(model=str(path), **options))
+    return AsyncLLM.from_engine_args(AsyncEngineArgs(model=str(model), **options))
 
 
 async def draw(start: Callable, wanted: pd.DataFrame, sampling: dict[str, Any], tokenizer: Any, file: TextIO) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +20,11 @@ from verl.utils.dataset.rl_dataset import RLHFDataset
 from verl.workers.rollout.replica import TokenOutput
 
 from tests.composed import compose
-from verl_cpu.tiny import agent_warm_up
 from verl_cpu.tiny.agent import MAX_TURNS, call_text, called_step, check, compute_score, demonstrate, turn_rewards
-from verl_cpu.tiny.agent_warm_up import AgentWarmUpSettings, build_agent_tokenizer, load_agent, measure, reply_ids
-from verl_cpu.tiny.prepare import default_settings, prepare
+from verl_cpu.tiny.make_models import AgentSettings, measure
+from verl_cpu.tiny.prepare import prepare
 from verl_cpu.tiny.sampling import prompt_ids
-from verl_cpu.tiny.shipped import weights_digest
+from verl_cpu.tiny.shipped import AGENT_FOLDER, RECORD, build_agent_tokenizer, load_agent, reply_ids, weights_digest
 from verl_cpu.tiny.task import Problem, problems
 
 CHAIN = Problem.parse("7+5-3")
@@ -127,7 +126,7 @@ def run_loop(
         f"data.max_response_length={length}",
     ]
     config = compose("cpu_trainer", overrides)
-    tools = load_all_tools(str(agent_warm_up.FOLDER.parent / "agent_tools.yaml"), None)
+    tools = load_all_tools(str(AGENT_FOLDER.with_name("agent_tools.yaml")), None)
     writer = Writer([[*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id] for text in texts])
 
     async def run() -> Any:
@@ -196,8 +195,7 @@ def test_the_longest_conversation_fits(tokenizer: PreTrainedTokenizerFast) -> No
 
 
 def test_the_prepared_folder_holds_model_template_and_problems(tmp_path: Path) -> None:
-    settings = replace(default_settings("agent", 3), train_size=8, validation_size=4)
-    assert prepare(tmp_path, settings, report=lambda _: None) and not prepare(tmp_path, settings, report=lambda _: None)
+    assert prepare(tmp_path, "agent", 3) and not prepare(tmp_path, "agent", 3)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
     assert tokenizer.encode(FIRST) == build_agent_tokenizer().encode(FIRST)
     assert tokenizer.decode(tokenizer.encode(FIRST), skip_special_tokens=True) == FIRST
@@ -206,15 +204,13 @@ def test_the_prepared_folder_holds_model_template_and_problems(tmp_path: Path) -
         "<|im_start|>user\n<tool_response>12</tool_response><|im_end|>\n"
     )
     rows = pq.read_table(tmp_path / "train.parquet").to_pylist()
-    assert [row["extra_info"]["problem"] for row in rows] == [problem.text for problem in problems("train", 8, seed=3)]
-    with pytest.raises(ValueError, match=r"--warm-up.*agent_warm_up"):
-        default_settings("agent", 0, anew=True)
+    assert [row["extra_info"]["problem"] for row in rows[:8]] == [one.text for one in problems("train", 8, seed=3)]
 
 
 def test_the_record_is_that_of_todays_settings_and_of_these_weights() -> None:
-    record = json.loads((agent_warm_up.FOLDER / "record.json").read_text())
-    assert record["settings"] == asdict(AgentWarmUpSettings())
-    assert record["sha256"] == weights_digest(agent_warm_up.FOLDER)
+    record = json.loads((AGENT_FOLDER / RECORD).read_text())
+    assert record["settings"] == asdict(AgentSettings())
+    assert record["sha256"] == weights_digest(AGENT_FOLDER)
     model, tokenizer = load_agent()
     assert model.config.vocab_size == len(tokenizer)
     for value in model.state_dict().values():

@@ -12,10 +12,9 @@ from grail_advantage import turn_advantages, turns_to_tokens
 from grail_advantage.dump.store import DumpRow
 from grail_advantage.view.page.page import write_report
 from tests.verl_ext import whole_run
-from verl_cpu.tiny import agent_warm_up
 from verl_cpu.tiny.agent import called_step, check
-from verl_cpu.tiny.agent_warm_up import build_agent_tokenizer, reply_ids
-from verl_cpu.tiny.prepare import default_settings, prepare
+from verl_cpu.tiny.prepare import prepare
+from verl_cpu.tiny.shipped import AGENT_FOLDER, build_agent_tokenizer, reply_ids
 from verl_cpu.tiny.task import Problem, boxed_answer
 
 PROMPTS, RESPONSES = 4, 4
@@ -25,7 +24,7 @@ ROLLOUT = "actor_rollout_ref.rollout"
 
 
 def one_step(folder: Path, *more: str) -> whole_run.WholeRun:
-    prepare(folder / "agent", default_settings("agent", 0), report=lambda _: None)
+    prepare(folder / "agent", "agent")
     rollout = ROLLOUT
     overrides = [
         "algorithm.adv_estimator=turn_rloo",
@@ -42,7 +41,7 @@ def one_step(folder: Path, *more: str) -> whole_run.WholeRun:
         f"+{rollout}.agent.agent_loop_manager_class=recipe.run_life.seeds.SeededAgentLoopManager",
         f"{rollout}.multi_turn.enable=True",
         f"{rollout}.multi_turn.format=hermes",
-        f"{rollout}.multi_turn.tool_config_path={agent_warm_up.FOLDER.with_name('agent_tools.yaml')}",
+        f"{rollout}.multi_turn.tool_config_path={AGENT_FOLDER.with_name('agent_tools.yaml')}",
         f"{rollout}.multi_turn.max_assistant_turns=8",
         "trainer.total_training_steps=1",
         *more,

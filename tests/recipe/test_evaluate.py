@@ -1,4 +1,5 @@
-r"""Evaluation: figures and intervals against hand calculation, the file of samples, regrading, merging, and the command.
+r"""Evaluation: figures and intervals against hand calculation, the file of samples, regrading, merging, and the
+command.
 
 The hand case, three samples a problem (correct or not; tokens):
 
@@ -22,32 +23,26 @@ import pandas as pd
 import pytest
 import torch
 from datasets import Dataset
-from transformers import AutoConfig
 
-from grail_advantage.dump.folder_lock import LOCK
-from recipe.data.convert import FEATURES, user_messages
+from recipe.data.convert import user_messages
 from recipe.evaluate import grading, report
 from recipe.evaluate.__main__ import main, regrade
-from recipe.evaluate.checkpoint import resolve_model
 from recipe.evaluate.grading import METRICS, grade, published_box, published_gold
-from recipe.evaluate.sampling import load_benchmarks, open_samples, read_samples
+from recipe.evaluate.sampling import load_benchmarks, open_samples, read_samples, resolve_model
 from verl_cpu.tiny.model import build_model, build_tokenizer
 
 PROJECT_ROOT = Path(__file__).resolve().parents[2]
 Row = tuple[str, list[int], list[int], list[int]]
-"""Correct (1) or incorrect (0) and tokens of each sample; the samples without an answer, and those that are truncated."""
+"""Correct (1) or incorrect (0) and tokens of each sample; the samples without an answer, and those that are
+truncated."""
 HAND_CASE: dict[str, list[Row]] = {
     "aime24": [("100", [10, 20, 30], [], []), ("000", [40, 40, 40], [1], [1])],
     "amc23": [("111", [5, 5, 5], [], []), ("011", [3, 6, 9], [], []), ("000", [100] * 3, [0, 2], [0, 1, 2])],
 }
 OTHER = {**HAND_CASE, "aime24": [("110", [1] * 3, [], []), ("010", [1] * 3, [], [])]}
 SAMPLING = {"samples": 3, "temperature": 0.6, "top_p": 0.95, "top_k": 20, "max_tokens": 8192, "seed": 0}
-RUN = {
-    "model": "m",
-    "template": {"chat_template": "1", "enable_thinking": False},
-    "sampling": SAMPLING,
-    "engine": "vllm 0",
-}
+TEMPLATE = {"chat_template": "1", "enable_thinking": False}
+RUN = {"model": "m", "template": TEMPLATE, "sampling": SAMPLING, "engine": "vllm 0"}
 
 
 def samples_of(rows: dict[str, list[Row]]) -> pd.DataFrame:
@@ -105,7 +100,8 @@ def test_intervals() -> None:
 
 
 def test_paired_comparison(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Of aime24, A has 1/6 and B 1/2 of the samples correct: problem by problem 1/3 more. Of amc23 they are the same."""
+    """Of aime24, A has 1/6 and B 1/2 of the samples correct: problem by problem 1/3 more. Of amc23 they are the
+    same."""
     make_run(tmp_path / "a", HAND_CASE)
     make_run(tmp_path / "b", OTHER, seed=1)
     main(["--compare", str(tmp_path / "a"), str(tmp_path / "b"), "--output-dir", str(tmp_path / "both")])
@@ -119,13 +115,15 @@ def test_paired_comparison(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert result["mean"]["acc@3"]["value"] == pytest.approx(1 / 6)
     assert "+33.33 [+33.33, +33.33], 100.0%" in capsys.readouterr().out
     make_run(tmp_path / "b", {"amc23": HAND_CASE["amc23"]}, temperature=1.0)
-    with pytest.raises(SystemExit, match=r"cannot be compared: aime24 .*; temperature 0\.6 and 1"):
+    with pytest.raises(SystemExit):
         main(["--compare", str(tmp_path / "a"), str(tmp_path / "b")])
+    assert "aime24 (" in (said := capsys.readouterr().err) and "temperature 0.6 and 1.0" in said
 
 
 @pytest.mark.slow
 def test_regrade(tmp_path: Path) -> None:
-    """Another grader's verdicts replace the old ones; the first grader gives the first files again; samples are not touched."""
+    """Another grader's verdicts replace the old ones; the first grader gives the first files again; samples are not
+    touched."""
     make_run(tmp_path, HAND_CASE)
     path = tmp_path / "generations.jsonl"
     path.write_text(path.read_text().replace(r"\\boxed{10}", r"\\boxed{1000\\%}"))
@@ -158,8 +156,7 @@ sys.addaudithook(note)
 
 
 def test_the_published_grader_where_cuda_fills_the_address_space(tmp_path: Path) -> None:
-    make_run(tmp_path / "held", HAND_CASE)
-    shutil.copytree(tmp_path / "held", tmp_path / "run", ignore=shutil.ignore_patterns(LOCK))
+    make_run(tmp_path / "run", HAND_CASE)
     path = tmp_path / "run/generations.jsonl"
     path.write_text(path.read_text().replace(r"\\boxed{30}", r"\\boxed{\\frac{60}{2}}"))
     (tmp_path / "sitecustomize.py").write_text(CUDA)
@@ -181,8 +178,8 @@ def test_lost_verdicts_are_counted_for_both_graders(tmp_path: Path, monkeypatch:
     path = tmp_path / "generations.jsonl"
     path.write_text(path.read_text().replace(r"\\boxed{11}", r"\\boxed{99999999!}"))
     worker = tmp_path / "worker.py"
-    worker.write_text(Path(grading._WORKER).read_text().replace("SECONDS = 30", "SECONDS = 3"))
-    monkeypatch.setattr(grading, "_WORKER", str(worker))
+    worker.write_text(Path(grading.WORKER).read_text().replace("1 << 30, 30", "1 << 30, 3"))
+    monkeypatch.setattr(grading, "WORKER", str(worker))
     regrade(tmp_path, "both")
     row = json.loads((tmp_path / "results.json").read_text())["benchmarks"]["amc23"]
     assert (row["acc@2, published"]["value"], row["no_verdict"], row["no_verdict, published"]) == (0.5, 1, 1)
@@ -240,33 +237,31 @@ def test_samples_survive_a_kill(tmp_path: Path) -> None:
     assert len(read_samples(path)) == len(samples)
 
 
-@pytest.mark.parametrize("does", ["--model=m --output-dir", "--regrade"])
-def test_a_folder_is_that_of_one_evaluation_while_it_lives(does: str, tmp_path: Path) -> None:
-    (tmp_path / "results.json").write_text("{}")
-    before = sorted(tmp_path.iterdir())
-    with (tmp_path / LOCK).open("w") as lock:
+def test_a_file_of_samples_is_one_evaluations_while_it_lives(tmp_path: Path) -> None:
+    path = tmp_path / "generations.jsonl"
+    with path.open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        with pytest.raises(SystemExit, match=rf"{does[-12:]}=.* belongs to a run that lives"):
-            main([*does.split(), str(tmp_path)])
-    assert sorted(tmp_path.iterdir()) == sorted([*before, tmp_path / LOCK])
+        with pytest.raises(ValueError, match="--output-dir"), open_samples(path, {}):
+            pass
+    with open_samples(path, {}):
+        pass
 
 
 # --- models ---
 
 
 def write_benchmark(path: Path, size: int) -> None:
-    extra = {"split": "test", "index": 0, "problem": "?", "id": ""}
-    row = {"data_source": path.stem, "ability": "math", "extra_info": extra}
-    golds = [
+    rows = [
         {"prompt": user_messages(f"What is {i}?"), "reward_model": {"style": "rule", "ground_truth": f"{i}"}}
         for i in range(size)
     ]
     path.parent.mkdir(parents=True, exist_ok=True)
-    Dataset.from_list([row | gold for gold in golds], features=FEATURES).to_parquet(path)
+    Dataset.from_list(rows).to_parquet(path)
 
 
 def save_tiny_model(folder: Path) -> Path:
-    """A model of 0.65 M parameters with freshly drawn weights, whose next token is far from uniform and sometimes the end."""
+    """A model of 0.65 M parameters with freshly drawn weights, whose next token is far from uniform and sometimes the
+    end."""
     tokenizer = build_tokenizer()
     model = build_model(tokenizer, seed=0)
     model.config.max_position_embeddings = tokenizer.model_max_length = 2048
@@ -305,9 +300,10 @@ def test_benchmarks_and_models_that_are_missing(tmp_path: Path) -> None:
         load_benchmarks(["aime24"], tmp_path, "published")
     with pytest.raises(ValueError, match="aime24,gsm8k; make it with: bash"):
         load_benchmarks(["aime24", "amc23", "gsm8k"], tmp_path)
-    for model in (tmp_path / "missing", tmp_path):
-        with pytest.raises(ValueError, match=f"--model {model} is n"):
-            resolve_model(model)
+    with pytest.raises(ValueError, match="missing"):
+        resolve_model(str(tmp_path / "missing"))
+    with pytest.raises(ValueError, match=f"--model {tmp_path} is n"):
+        resolve_model(str(tmp_path))
 
 
 @pytest.mark.slow
@@ -322,7 +318,7 @@ def test_lora_is_merged_into_the_weights(tmp_path: Path) -> None:
     state_dict = get_peft_model(AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32), config).state_dict()
     step = save_checkpoint(tmp_path / "run", model, state_dict)
     (step / "actor/lora_train_meta.json").write_text('{"r": 2, "lora_alpha": 8, "task_type": "CAUSAL_LM"}')
-    merged = resolve_model(step)
+    merged = resolve_model(str(step))
     weights, base = load_weights(merged), load_weights(model)
     for name, weight in weights.items():
         expected = base[name]
@@ -336,7 +332,7 @@ def test_lora_is_merged_into_the_weights(tmp_path: Path) -> None:
 
 
 @pytest.mark.nightly
-def test_the_command_resumes_and_regrades(tmp_path: Path) -> None:
+def test_the_command_resumes_and_regrades(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Through the script: merging a verl checkpoint, one engine; then two engines from what a kill would leave."""
     write_benchmark(tmp_path / "data/amc23.parquet", 12)
     model = save_tiny_model(tmp_path / "model")
@@ -372,11 +368,6 @@ def test_the_command_resumes_and_regrades(tmp_path: Path) -> None:
     assert files == {name: (whole.parent / name).read_bytes() for name in files}
     main(["--regrade", str(path.parent)])
     assert files == {name: (path.parent / name).read_bytes() for name in files}
-    with pytest.raises(SystemExit, match="other settings"):
+    with pytest.raises(SystemExit):
         main([*arguments, "--output-dir", str(path.parent), "--temperature", "0.7"])
-    assert path.read_bytes().startswith(kept)
-    most = AutoConfig.from_pretrained(model).max_position_embeddings
-    with pytest.raises(
-        SystemExit, match=f"the model takes {most:,} tokens, and the longest prompt has .* give --max-tokens"
-    ):
-        main([*arguments, "--output-dir", str(tmp_path / "long"), "--max-tokens", str(most)])
+    assert "other settings" in capsys.readouterr().err and path.read_bytes().startswith(kept)

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 
 import pytest
 
-from recipe.marked_text import marked
 from scripts import sizing
 
-ROOT = Path(__file__).parents[2]
 PUBLISHED = {"qwen3-0.6b": 596_049_920, "qwen3-1.7b": 1_720_574_976, "octothinker-3b": 3_212_749_824}
 PUBLISHED |= {"qwen3-4b": 4_022_468_096, "qwen3-8b": 8_190_735_360, "octothinker-8b": 8_030_261_248}
 PUBLISHED |= {"r1-distill-llama-8b": 8_030_261_248}
 TOY = sizing.Model("toy", "run_qwen3_grail.sh", 2, 8, 2, 16, 100, True, response=976)
-"""Attention 256 x 8 x (2 + 8) = 20480, MLP 3 x 8 x 16 = 384, norms 16: a block has 20880, P = 2 x 20880 + 800 + 8 = 42568."""
+"""Attention 256 x 8 x (2 + 8) = 20480, MLP 3 x 8 x 16 = 384, norms 16: a block has 20880, P = 2 x 20880 + 800 + 8 =
+42568."""
 
 
 def test_parameters_are_those_of_the_checkpoints() -> None:
@@ -24,7 +22,8 @@ def test_parameters_are_those_of_the_checkpoints() -> None:
 
 
 def test_memory_by_hand() -> None:
-    """Four GPUs, two sequences of 2000 tokens: P / N = 10642; a block's inside 32 D + 10 H d + 12 K d + 8 I = 15232 a token."""
+    """Four GPUs, two sequences of 2000 tokens: P / N = 10642; a block's inside 32 D + 10 H d + 12 K d + 8 I = 15232 a
+    token."""
     setup = sizing.Setup(2, 80, nodes=2, sequences=2, tensor_parallel=2, utilization=0.5)
     activations = 4000 * (2 * 8 * 2 + 15_232 + 4 * 100)
     assert sizing.phases(TOY, setup) == pytest.approx(
@@ -40,7 +39,8 @@ def test_memory_by_hand() -> None:
 
 
 def test_memory_of_one_pass_by_hand() -> None:
-    """Ten tokens: parameters 2 x 42568; a block's inside 15232 a token, inputs of blocks 2 x 8 x 2, logits 2 x 100 bytes."""
+    """Ten tokens: parameters 2 x 42568; a block's inside 15232 a token, inputs of blocks 2 x 8 x 2, logits 2 x 100
+    bytes."""
     assert sizing.pass_memory(TOY, "forward", 10) == 85_136 + 10 * (15_232 + 200)
     assert sizing.pass_memory(TOY, "forward, checkpointed", 10) == sizing.pass_memory(TOY, "forward", 10)
     assert sizing.pass_memory(TOY, "training", 10) == 2 * 85_136 + 10 * (2 * 15_232 + 400)
@@ -50,11 +50,10 @@ def test_memory_of_one_pass_by_hand() -> None:
 
 
 def test_command_line(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """As docs/gpu.md calls it, for a GPU that is too small, and the page's table."""
+    """As docs/gpu.md calls it, and for a GPU that is too small."""
     for model, gpus, memory, expected in (
         ("qwen3-4b", 2, 80, "NGPUS_PER_NODE=2 bash examples/run_qwen3_grail.sh"),
         ("qwen3-8b", 1, 24, "does not fit"),
     ):
         monkeypatch.setattr(sys, "argv", f"sizing.py --model {model} --gpus {gpus} --memory {memory}".split())
         assert sizing.main() == (memory == 24) and expected in capsys.readouterr().out
-    assert marked((ROOT / "docs/gpu.md").read_text(), "sizing") == sizing.page()

@@ -1,32 +1,30 @@
-"""The tiny task and model: arithmetic, slips, the checker, the tokenizer, the files, and a miniature warm-up."""
+"""The tiny task and model: arithmetic, slips, the checker, the files, and that the shipped model is the one of its
+record."""
 
 from __future__ import annotations
 
+import json
 import random
-from dataclasses import replace
+from dataclasses import asdict
 from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from verl_cpu.tiny import prepare as prepare_module
-from verl_cpu.tiny.model import build_tokenizer
-from verl_cpu.tiny.prepare import PrepareSettings, prepare
-from verl_cpu.tiny.sampling import prompt_ids
+from verl_cpu.tiny import shipped
+from verl_cpu.tiny.model import build_model, build_tokenizer
+from verl_cpu.tiny.prepare import prepare
+from verl_cpu.tiny.sampling import judge, prompt_ids, sample, uniform
 from verl_cpu.tiny.task import MAX_VALUE, Problem, StepError, boxed_answer, compute_score, find_errors, problems, solve
-from verl_cpu.tiny.warm_up import WarmUpSettings
+from verl_cpu.tiny.warm_up import WarmUpSettings, fine_tune
 
 
 @pytest.fixture(scope="module")
 def train() -> list[Problem]:
     return problems("train", 400, seed=5)
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> PreTrainedTokenizerFast:
-    return build_tokenizer()
 
 
 def test_problems_and_solutions(train: list[Problem]) -> None:
@@ -87,37 +85,66 @@ def test_find_errors_by_hand() -> None:
     assert boxed_answer("\\boxed{1}\\boxed{2}\\boxed{3") == "2" and boxed_answer("\\boxed{") is None
 
 
-PREPARE = PrepareSettings(
-    train_size=40, validation_size=10, warm_up=WarmUpSettings(steps=1, batch_size=4, evaluate_every=21)
-)
-
-
 @pytest.mark.slow
 def test_folder_has_verls_data_and_a_model_and_is_reused_until_something_changes(
-    tmp_path: Path, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lines: list[str] = []
-    assert prepare(tmp_path, PREPARE, report=lines.append)
-    for split, size in (("train", 40), ("validation", 10)):
+    assert prepare(tmp_path) and not prepare(tmp_path)
+    for split, size in (("train", 4096), ("validation", 256)):
         rows = pq.read_table(tmp_path / f"{split}.parquet").to_pylist()
-        assert len(rows) == size
+        assert [row["extra_info"]["problem"] for row in rows] == [problem.text for problem in problems(split, size)]
         for index, row in enumerate(rows):
             ((role, content),) = ((message["role"], message["content"]) for message in row["prompt"])
             assert role == "user" and row["extra_info"] == {"split": split, "index": index, "problem": content}
             assert row["reward_model"] == {"style": "rule", "ground_truth": str(eval(content))}
-    loaded = AutoTokenizer.from_pretrained(tmp_path / "model")
+    loaded, tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model"), build_tokenizer()
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     assert prompt_ids(loaded, CHAIN) == prompt_ids(tokenizer, CHAIN)
     assert (model.dtype, model.config.vocab_size) == (torch.float32, len(loaded))
     assert model.generation_config.eos_token_id == loaded.eos_token_id == tokenizer.eos_token_id
+    assert prepare(tmp_path, seed=1) and prepare(tmp_path)
+    monkeypatch.setattr(prepare_module, "code_digest", lambda: "changed code")
+    assert prepare(tmp_path)
 
-    weights = tmp_path / "model" / "model.safetensors"
-    written, modified = weights.read_bytes(), weights.stat().st_mtime_ns
-    assert not prepare(tmp_path, PREPARE, report=lines.append)
-    assert lines[-1].startswith("reused") and weights.stat().st_mtime_ns == modified
-    assert prepare(tmp_path, replace(PREPARE, seed=1), report=lines.append)
-    assert weights.read_bytes() != written
-    assert prepare(tmp_path, PREPARE, report=lines.append)
-    assert weights.read_bytes() == written
-    monkeypatch.setattr(prepare_module, "_code_hash", lambda: "changed code")
-    assert prepare(tmp_path, PREPARE, report=lines.append)
+
+def test_the_record_is_that_of_todays_warm_up_and_of_these_weights() -> None:
+    record = json.loads((shipped.FOLDER / shipped.RECORD).read_text())
+    assert record["settings"] == asdict(WarmUpSettings())
+    assert record["sha256"] == shipped.weights_digest()
+    model, tokenizer = shipped.load_shipped()
+    fresh = build_model(tokenizer, seed=0)
+    assert {n: p.shape for n, p in model.named_parameters()} == {n: p.shape for n, p in fresh.named_parameters()}
+    for value in model.state_dict().values():
+        assert value.dtype == torch.float32
+        assert torch.equal(value, value.bfloat16().float())
+
+
+def test_shares_of_boxed_and_of_correct_responses() -> None:
+    """Counted response by response; 30 tokens are too few for long chains."""
+    model, tokenizer = shipped.load_shipped()
+    asked = problems("validation", 32, seed=0)
+    found = judge(model.eval(), tokenizer, asked, max_new_tokens=30, seed=1)
+    prompts = [prompt_ids(tokenizer, problem) for problem in asked]
+    boxed = right = 0
+    for problem, response in zip(asked, sample(model, tokenizer, prompts, uniform(1, 32, 30)), strict=True):
+        _, box, rest = tokenizer.decode(response, skip_special_tokens=True).rpartition("boxed{")
+        boxed += bool(box) and "}" in rest
+        right += bool(box) and rest.partition("}")[:2] == (str(eval(problem.text)), "}")
+    assert found == {"boxed": boxed / 32, "right": right / 32}
+    assert 0 < right < boxed < 32
+
+
+def test_the_loss_of_fine_tuning_is_the_mean_over_the_responses_tokens() -> None:
+    """Prompts and padding are not trained on; parts of a batch give the same update."""
+    tokenizer, rows = build_tokenizer(), [([1, 2, 3], [4, 5]), ([6], [7, 8, 9, 10])]
+    losses, weights = [], []
+    for parts in (1, 2):
+        model = build_model(tokenizer, seed=0)
+        expected = []
+        for prompt, response in rows:
+            log_probs = model(torch.tensor([prompt + response])).logits[0].log_softmax(-1)
+            expected += [-log_probs[len(prompt) - 1 + i, token].item() for i, token in enumerate(response)]
+        losses += [loss for _, loss in fine_tune(model, tokenizer, [rows], lambda step: 1e-3, micro_batches=parts)]
+        weights.append(model.lm_head.weight)
+    assert losses == pytest.approx([sum(expected) / 6] * 2, rel=1e-5)
+    torch.testing.assert_close(*weights, rtol=1e-3, atol=1e-5)

@@ -13,7 +13,7 @@ from grail_advantage.trl_ext.checks import check_arguments
 from grail_advantage.trl_ext.rules import AGAINST_SKIPPING, REFUSALS, WARNINGS, Arguments
 from grail_advantage.view.analysis.specs import parse_method
 from recipe.marked_text import marked
-from scripts import rules_page
+from scripts import docs_pages
 from tests.core.tiny_models import tiny_model
 from tests.trl_ext import scripted
 from tests.trl_ext.scripted import build
@@ -79,4 +79,5 @@ def test_leaving_out_is_refused_where_a_response_without_an_advantage_matters(tm
 
 
 def test_the_table_of_the_page_is_current() -> None:
-    assert marked(rules_page.PAGE.read_text(encoding="utf-8"), "trl") == rules_page.trl_table()
+    page = docs_pages.ROOT / "docs/works_with.md"
+    assert marked(page.read_text(encoding="utf-8"), "trl") == docs_pages.trl()

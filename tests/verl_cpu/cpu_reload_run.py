@@ -51,7 +51,7 @@ def main(directory: str) -> None:
         max_model_len=64,
         skip_tokenizer_init=True,
         distributed_executor_backend="uni",
-        worker_extension_cls="verl_cpu.vllm_worker.CpuWorkerExtension",
+        worker_extension_cls="verl_cpu.vllm.CpuWorkerExtension",
     )
     worker = engine.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
     rounds = [{"error": (vllm_log_probs(engine) - reference_log_probs(model)).abs().max().item()}]

@@ -45,7 +45,7 @@ def test_two_clusters_send_weights_through_two_sockets(monkeypatch: pytest.Monke
     """verl's class is replaced, and its socket's name tells clusters apart whose first job has the same id."""
     monkeypatch.setitem(base._ROLLOUT_REGISTRY, ("vllm", "async"), "verl's")
     patches.one_socket_a_cluster()
-    assert base._ROLLOUT_REGISTRY["vllm", "async"] == "verl_cpu.vllm_adapter.CpuServerAdapter"
+    assert base._ROLLOUT_REGISTRY["vllm", "async"] == "verl_cpu.vllm.CpuServerAdapter"
     names = []
     for port in (6379, 6380):
         context = SimpleNamespace(get_job_id=lambda: "01000000", gcs_address=f"127.0.0.1:{port}")

@@ -17,7 +17,7 @@ from grail_advantage.methods.turns import UncertainError, rewards_by_turn
 from grail_advantage.verl_ext.tool_agent import TurnToolAgent
 from tests.recipe.test_agent import BOX, FIRST, SECOND, run_loop
 from tests.verl_ext.test_one_step import Step
-from verl_cpu.tiny.agent_warm_up import build_agent_tokenizer
+from verl_cpu.tiny.shipped import build_agent_tokenizer
 
 UNKNOWN = '<tool_call>{"name": "look", "arguments": {}}</tool_call>'
 # The tool checks all calls of a turn against the same step of the chain.

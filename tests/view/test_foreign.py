@@ -318,38 +318,6 @@ def test_a_file_of_receipts(tmp_path: Path, case: str) -> None:
     assert status == 2 and err.count("\n") == 1 and ("over 3 tokens" in out) == (case in other)
 
 
-RESULTS = {"run": {"sampling": {"samples": 3}, "template": {}, "model": "m"}, "benchmarks": {}}
-
-
-@pytest.mark.parametrize("case", [*BY_DAY, "no benchmark", "lists", "long figures"])
-def test_results_of_an_evaluation(tmp_path: Path, case: str) -> None:
-    results = make_run(tmp_path / "a", HAND_CASE)
-    make_run(tmp_path / "b", HAND_CASE)
-    path = tmp_path / "b" / "results.json"
-    if case == "no benchmark":
-        path.write_text(json.dumps(RESULTS))
-    elif case == "lists":
-        path.write_text(json.dumps({name: [] for name in results}))
-    elif case == "long figures":
-        results["benchmarks"]["aime24"]["by_problem"]["acc"] = [10**400, "a"]
-        path.write_text(json.dumps(results))
-    else:
-        plant(path, case)
-    for arguments in (["--compare", tmp_path / "a", tmp_path / "b"], ["--regrade", tmp_path / "b"]):
-        status, out, err = called(evaluate, *arguments)
-        if (case, arguments[0]) != ("long figures", "--regrade"):
-            assert out == "" and status not in (0, None) and str(path) in err and err.count("\n") == 1, err
-
-
-@pytest.mark.parametrize("name", ["generations.jsonl", "scores.jsonl"])
-@pytest.mark.parametrize("case", BY_DAY)
-def test_samples_of_an_evaluation(tmp_path: Path, case: str, name: str) -> None:
-    make_run(tmp_path, HAND_CASE)
-    plant(tmp_path / name, case)
-    status, out, err = called(evaluate, "--regrade", tmp_path)
-    assert out == "" and status not in (0, None) and str(tmp_path) in err and err.count("\n") == 1, err
-
-
 @pytest.mark.parametrize("case", [*BY_DAY, "no prompt", "odd messages"])
 def test_responses_to_analyse(tmp_path: Path, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever is in them; a template that fails is the line's fault."""

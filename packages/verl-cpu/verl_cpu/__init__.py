@@ -1,25 +1,13 @@
 """verl 0.9.1 on a machine without an accelerator: FSDP over gloo and vLLM's CPU build.
 
-verl has no CPU platform, but it lets others add one. :func:`install` adds it, one concern a module:
+verl has no CPU platform, but it lets others add one. :func:`install` does: environment variables that Ray, vLLM and
+verl read (``environment``), verl's device abstraction (``platform``), replaced code of verl and torch with the reasons
+(``patches``), and a vLLM that can reload weights (``vllm``). ``plugin``, an entry point of ``verl.plugins``, calls it
+in every process that imports verl with ``VERL_PLATFORM=cpu``, so Ray workers need nothing else.
 
-=====================  ==============================================================================================
-``environment``        environment variables that Ray, vLLM and verl read, with defaults for this machine
-``platform``           verl's device abstraction; ``device_module`` stands in for ``torch.cuda``
-``patches``            replaced code of verl and torch, with the reasons
-``rollout``            vLLM replica whose server and worker reload weights the way vLLM-CPU can
-``vllm_worker``        the vLLM worker side of that reload
-=====================  ==============================================================================================
-
-It is switched on by ``VERL_PLATFORM=cpu``: :mod:`verl_cpu.plugin` calls :func:`install` in every process that imports verl, so
-Ray workers need nothing else. What a run names in its configuration, or may do without:
-
-=====================  ==============================================================================================
-``config/cpu.yaml``    verl's options on this platform
-``replay_buffer``      replay buffer with a configurable polling interval, selected in ``config/cpu.yaml``
-``checkpoint_engine``  weights for the separate trainer's rollout through a file in host memory
-``workers``            Ray's workers as forks of one process that has imported everything
-``tiny``               a model and tasks that train in minutes
-=====================  ==============================================================================================
+What a run names in its configuration, or may do without: ``config/cpu.yaml`` (verl's options on this platform),
+``replay_buffer``, ``checkpoint_engine``, ``workers`` (Ray's workers as forks of one process), and ``tiny`` (a model and
+tasks that train in minutes).
 """
 
 from __future__ import annotations
@@ -30,9 +18,16 @@ def install() -> None:
 
     Runs while ``import verl`` is finishing, in every process, so it imports neither vLLM nor FSDP.
     """
-    from verl_cpu import environment, patches, platform, rollout
+    from verl.workers.rollout.replica import RolloutReplicaRegistry
+
+    from verl_cpu import environment, patches, platform
+
+    def load_replica() -> type:
+        from verl_cpu.vllm import CpuVLLMReplica
+
+        return CpuVLLMReplica
 
     environment.apply_defaults()
     platform.register()
     patches.patch()
-    rollout.register()
+    RolloutReplicaRegistry.register("vllm", load_replica)

@@ -1,14 +1,13 @@
 """Weights from trainer to rollout through a file in host memory, for ``trainer.v1.trainer_mode=separate_async``.
 
-verl's separate trainer hands its weights over with a checkpoint engine, and each of verl's own engines needs an accelerator or
-a network card of its own. This one is registered with verl's registry (``verl.checkpoint_engine.CheckpointEngineRegistry``)
-and selected by
+verl's separate trainer hands its weights over with a checkpoint engine, and each of verl's own engines needs an
+accelerator or a network card of its own. This one is selected by
 
     actor_rollout_ref.rollout.checkpoint_engine.backend=host
     actor_rollout_ref.rollout.checkpoint_engine.custom_backend_module=verl_cpu.checkpoint_engine
 
-The first trainer rank writes every tensor into one file below ``/dev/shm`` and renames it when it is complete; each rollout
-worker waits for that name and reads it. One machine only.
+The first trainer rank writes every tensor into one file below ``/dev/shm`` and renames it when it is complete; each
+rollout worker waits for that name and reads it. One machine only.
 """
 
 from __future__ import annotations
@@ -22,15 +21,12 @@ from typing import Any
 import torch
 from verl.checkpoint_engine import CheckpointEngine, CheckpointEngineRegistry
 
-BACKEND = "host"
 FOLDER = Path("/dev/shm")
-POLL_INTERVAL = 0.05
-"""Seconds between two looks for the file."""
-TIMEOUT = 600.0
-"""Seconds that a rollout worker waits for the file."""
+INTERVAL, TIMEOUT = 0.05, 600.0
+"""Seconds between two looks for the file, and that a rollout worker waits for it."""
 
 
-@CheckpointEngineRegistry.register(BACKEND)
+@CheckpointEngineRegistry.register("host")
 class HostCheckpointEngine(CheckpointEngine):
     """One file a synchronisation, written by the trainer's first rank (``is_master``) and removed by it afterwards."""
 
@@ -40,18 +36,15 @@ class HostCheckpointEngine(CheckpointEngine):
 
     def prepare(self) -> str | None:
         """The path of the next file, from the master; None elsewhere."""
-        if not self.is_master:
-            return None
-        folder = FOLDER if FOLDER.is_dir() else Path(tempfile.gettempdir())
-        return str(Path(tempfile.mkdtemp(prefix="verl-cpu-weights-", dir=folder)) / "weights.pt")
+        folder = FOLDER if FOLDER.is_dir() else None
+        return f"{tempfile.mkdtemp(prefix='verl-cpu-weights-', dir=folder)}/weights.pt" if self.is_master else None
 
     @classmethod
     def build_topology(
         cls, actor_wg_world_size: int, rollout_world_size: int, metadata: list[str | None]
     ) -> tuple[dict[str, list[Any]], dict[str, list[Any]]]:
         """Everybody gets the path of the trainer's first rank."""
-        path = metadata[0]
-        return {"path": [path] * actor_wg_world_size}, {"path": [path] * rollout_world_size}
+        return {"path": metadata[:1] * actor_wg_world_size}, {"path": metadata[:1] * rollout_world_size}
 
     def init_process_group(self, path: str) -> None:
         """Remember the path; no connection is needed."""
@@ -72,17 +65,13 @@ class HostCheckpointEngine(CheckpointEngine):
         return {}
 
     async def receive_weights(self, global_steps: int | None = None) -> AsyncGenerator[tuple[str, torch.Tensor], None]:
-        """Wait for the file and yield name and tensor of every weight.
-
-        Raises:
-            TimeoutError: the file did not come.
-        """
-        waited = 0.0
-        while not self.path.exists():
-            if waited >= TIMEOUT:
-                raise TimeoutError(f"{self.path}: the trainer did not write its weights within {TIMEOUT:.0f} s")
-            await asyncio.sleep(POLL_INTERVAL)
-            waited += POLL_INTERVAL
+        """Wait for the file and yield name and tensor of every weight; TimeoutError if it does not come."""
+        for _ in range(round(TIMEOUT / INTERVAL)):
+            if self.path.exists():
+                break
+            await asyncio.sleep(INTERVAL)
+        else:
+            raise TimeoutError(f"{self.path}: the trainer did not write its weights within {TIMEOUT:.0f} s")
         for name, tensor in torch.load(self.path, weights_only=True).items():
             yield name, tensor
 

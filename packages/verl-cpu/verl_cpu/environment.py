@@ -1,9 +1,4 @@
-"""Environment variables of a CPU run, in one place.
-
-A local Ray cluster inherits the environment of the process that starts it, and that process has imported verl (and
-so applied these defaults) before; every other process applies them when it imports verl itself. A variable that is
-already set is left alone.
-"""
+"""Environment variables of a CPU run. Every process applies them when it imports verl; a variable that is set stays."""
 
 from __future__ import annotations
 
@@ -24,17 +19,15 @@ def defaults() -> dict[str, str]:
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         # Ray would set it to 1 in every worker; with nobind vLLM takes its number of threads from here.
         "OMP_NUM_THREADS": str(len(os.sched_getaffinity(0))),
-        # Waiting threads sleep instead of spinning. Trainer, rollout and Ray share the cores; with spinning threads vLLM
-        # was measured to take ten times the processor time for a small model as soon as a core was busy elsewhere.
+        # Waiting threads sleep. With spinning ones vLLM was measured to take ten times the processor time for a small
+        # model as soon as a core was busy elsewhere.
         "OMP_WAIT_POLICY": "PASSIVE",
-        # vLLM compiles two helpers of its sampler with inductor even under enforce_eager: 20 s of C++ compiler, needed
-        # before the first token and paid again by every server.
+        # vLLM compiles two helpers of its sampler even under enforce_eager: 20 s of C++ compiler for every server.
         "TORCH_COMPILE_DISABLE": "1",
-        # oneDNN keeps what it prepared for each shape of a product, 1024 of them by default, and the engine's shapes go by the
-        # number of tokens in a batch: its memory grew by hundreds of MiB (docs/evidence.md, The soak).
+        # oneDNN keeps what it prepared for each shape of a product, 1024 of them by default, and the engine's shapes go
+        # by the number of tokens in a batch: its memory grew by hundreds of MiB (docs/evidence.md, The soak).
         "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "256",
-        # Lets the engine keep its one worker in its own process (distributed_executor_backend=uni in cpu.yaml), which
-        # saves starting another process and importing vLLM once more.
+        # The engine keeps its one worker in its own process (distributed_executor_backend=uni in cpu.yaml).
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         # Ray's control service keeps the last 100,000 tasks for its dashboard, which is off: the same page.
         "RAY_task_events_max_num_task_in_gcs": "1000",

@@ -2,97 +2,88 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from types import ModuleType
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import torch
 from verl.plugin.platform import PlatformBase, PlatformRegistry
 
-from verl_cpu import device_module
+
+class _CpuDevice(str):
+    """The string ``"cpu"`` where a device is wanted and ``0`` inside a device string.
+
+    verl passes the current device to ``.to()``, where an index would mean an accelerator, and also puts it after a
+    colon: ``torch.device(f"{get_device_name()}:{get_device_id()}")`` (verl/utils/fsdp_utils.py,
+    ``load_fsdp_model_to_gpu``, 0.9.1).
+    """
+
+    def __format__(self, spec: str) -> str:
+        return format(0, spec)
+
+
+def _always(value: Any) -> Any:
+    """A function of any arguments that returns this."""
+    return lambda *_, **__: value
+
+
+def _memory(device: object = None) -> int:
+    """What this process holds counts as allocated, in bytes."""
+    return psutil.Process().memory_info().rss
+
+
+def _free(device: object = None) -> tuple[int, int]:
+    """The host's available and whole memory in bytes."""
+    memory = psutil.virtual_memory()
+    return memory.available, memory.total
+
+
+_OF_TORCH = ("Stream", "current_stream", "is_available", "set_device", "stream", "synchronize")
+DEVICE = SimpleNamespace(
+    **{name: getattr(torch.cpu, name) for name in _OF_TORCH},
+    get_rng_state=torch.get_rng_state,
+    set_rng_state=torch.set_rng_state,
+    manual_seed=torch.manual_seed,
+    manual_seed_all=torch.manual_seed,
+    current_device=_always(_CpuDevice("cpu")),
+    device_count=_always(1),
+    get_device_name=_always("cpu"),
+    get_device_properties=_always(SimpleNamespace(name="cpu", total_memory=psutil.virtual_memory().total)),
+    mem_get_info=_free,
+    **dict.fromkeys(("memory_allocated", "memory_reserved", "max_memory_allocated", "max_memory_reserved"), _memory),
+    # There is no cache of the device, no memory shared by handles, no peak and no share of a process.
+    empty_cache=_always(None),
+    ipc_collect=_always(None),
+    reset_peak_memory_stats=_always(None),
+    reset_accumulated_memory_stats=_always(None),
+    set_per_process_memory_fraction=_always(None),
+)
+"""Stands in for ``torch.cuda``, by whose names verl calls what ``get_torch_device()`` gives."""
 
 
 class CpuPlatform(PlatformBase):
     """The host as verl's only device, with gloo for collectives and shared memory for weight transfer.
 
-    Ray counts slots under the resource name "GPU", the one name verl's resource check knows besides "NPU"; a run
-    asks for as many logical slots as it wants trainer ranks (``ray_kwargs.ray_init.num_gpus``).
+    Ray counts slots under the resource name "GPU", the one name verl's resource check knows besides "NPU"; a run asks
+    for as many logical slots as it wants trainer ranks (``ray_kwargs.ray_init.num_gpus``).
     """
 
-    @property
-    def device_name(self) -> str:
-        return "cpu"
+    device_name = vendor_name = property(_always("cpu"))
+    device_module = property(_always(DEVICE))
+    is_available = _always(True)
+    is_platform_available = is_ipc_supported = _always(False)  # never chosen by auto-detection: the user asks for it
+    current_device, device_count = _always(_CpuDevice("cpu")), _always(1)
+    set_device = synchronize = set_allocator_settings = empty_cache = _always(None)
+    profiler_start = profiler_stop = cudart = _always(None)
+    get_device_capability = _always((None, None))
+    communication_backend_name = _always("gloo")
+    visible_devices_envvar = _always("CUDA_VISIBLE_DEVICES")
+    nvtx_range = _always(nullcontext())
+    ray_resource_name = _always("GPU")
+    ray_noset_envvars = _always(["RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"])
 
-    @property
-    def vendor_name(self) -> str:
-        return "cpu"
-
-    @property
-    def device_module(self) -> ModuleType:
-        return device_module
-
-    def is_available(self) -> bool:
-        return True
-
-    def is_platform_available(self, use_smi_check: bool = False) -> bool:
-        # Never chosen by auto-detection: the user asks for it.
-        return False
-
-    def current_device(self) -> str:
-        return device_module.current_device()
-
-    def device_count(self) -> int:
-        return device_module.device_count()
-
-    def set_device(self, device_index: int) -> None:
-        pass
-
-    def synchronize(self, device_index: int | None = None) -> None:
-        pass
-
-    def manual_seed(self, seed: int) -> None:
-        torch.manual_seed(seed)
-
-    def manual_seed_all(self, seed: int) -> None:
-        torch.manual_seed(seed)
-
-    def set_allocator_settings(self, settings: str) -> None:
-        pass
-
-    def empty_cache(self) -> None:
-        pass
-
-    def get_device_capability(self, device_index: int = 0) -> tuple[None, None]:
-        return None, None
-
-    def communication_backend_name(self) -> str:
-        return "gloo"
-
-    def visible_devices_envvar(self) -> str:
-        return "CUDA_VISIBLE_DEVICES"
-
-    @contextmanager
-    def nvtx_range(self, msg: str) -> Iterator[None]:
-        yield
-
-    def profiler_start(self) -> None:
-        pass
-
-    def profiler_stop(self) -> None:
-        pass
-
-    def ray_resource_name(self) -> str:
-        return "GPU"
-
-    def ray_noset_envvars(self) -> list[str]:
-        return ["RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"]
-
-    def is_ipc_supported(self) -> bool:
-        return False
-
-    def cudart(self) -> Any:
-        return None
+    manual_seed = manual_seed_all = staticmethod(torch.manual_seed)
 
 
 def register() -> None:

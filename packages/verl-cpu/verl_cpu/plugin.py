@@ -1,6 +1,5 @@
-"""Entry point of the group ``verl.plugins``: verl imports this module at the end of ``import verl``, in every process."""
-
-from __future__ import annotations
+"""Entry point of the group ``verl.plugins``: verl imports this module at the end of ``import verl``, in every
+process."""
 
 import os
 

@@ -1,7 +1,8 @@
-"""An agent task for the tiny model: the worked arithmetic of :mod:`verl_cpu.tiny.task`, a step a turn, with a tool that checks.
+"""An agent task for the tiny model: the worked arithmetic of :mod:`verl_cpu.tiny.task`, a step a turn, with a tool that
+checks.
 
-The prompt is a chain such as ``7+5-3``. In each turn the model writes the next step as a call of the tool ``check``, or ends
-the conversation with a boxed answer:
+The prompt is a chain such as ``7+5-3``. In each turn the model writes the next step as a call of the tool ``check``, or
+ends the conversation with a boxed answer:
 
     model   <tool_call>{"name": "check", "arguments": {"step": "7+5=12"}}</tool_call>
     tool    12
@@ -9,9 +10,10 @@ the conversation with a boxed answer:
     tool    9
     model   \\boxed{9}
 
-The tool replies with the right value after the step, so the next step starts from it whether the last one was right or wrong.
-A right step is worth ``RIGHT``, any other call ``WRONG``, also one after the last step, which the tool answers with ``end``.
-The right answer is worth ``ANSWER``. So the model decides in each turn whether to go on, up to ``MAX_TURNS``.
+The tool replies with the right value after the step, so the next step starts from it whether the last one was right or
+wrong. A right step is worth ``RIGHT``, any other call ``WRONG``, also one after the last step, which the tool answers
+with ``end``. The right answer is worth ``ANSWER``. So the model decides in each turn whether to go on, up to
+``MAX_TURNS``.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ def call_text(step: str) -> str:
 
 
 def called_step(turn: str) -> str | None:
-    """The step that a turn has checked, or ``None`` where it calls no tool, as verl's parser of that format decides it."""
+    """The step that a turn has checked; ``None`` where it calls no tool, as verl's parser of that format decides it."""
     calls = _CALL.findall(turn)
     try:
         return str(json.loads(calls[0])["arguments"]["step"]) if calls else None
@@ -46,13 +48,8 @@ def called_step(turn: str) -> str | None:
 
 
 def check(problem: Problem, taken: int, step: str) -> tuple[str, float]:
-    """The tool's reply and its reward.
-
-    Args:
-        problem: the chain.
-        taken: calls before this one; each takes up a step of the chain.
-        step: such as ``12-3=9``.
-    """
+    """The tool's reply to a step such as ``12-3=9``, and its reward; ``taken`` calls were made before, each of which
+    takes up a step of the chain."""
     if taken >= len(problem.steps):
         return NOTHING_LEFT, WRONG
     operator, term = problem.steps[taken]
@@ -61,13 +58,8 @@ def check(problem: Problem, taken: int, step: str) -> tuple[str, float]:
 
 
 def turn_rewards(tool_rewards: Sequence[float], turns: int, answered: bool) -> list[float]:
-    """One reward for each of the model's turns: the tool's, with the answer's added to that of the last turn.
-
-    Args:
-        tool_rewards: of each call that was made.
-        turns: of the model; the last one makes no call unless the conversation reached its longest length with it.
-        answered: whether the right answer is in the box.
-    """
+    """One reward for each of the model's ``turns``: the tool's, with the answer's added to that of the last turn, which
+    makes no call unless the conversation reached its longest length with it."""
     rewards = [*tool_rewards, 0.0][:turns]
     rewards[-1] += ANSWER * answered
     return rewards
@@ -76,12 +68,9 @@ def turn_rewards(tool_rewards: Sequence[float], turns: int, answered: bool) -> l
 def compute_score(
     data_source: str, solution_str: str, ground_truth: str, extra_info: dict[str, Any], **_: Any
 ) -> dict[str, Any]:
-    """Reward function for verl's tool agent loop.
-
-    Returns:
-        ``score``: the sum of the turns' rewards, which is all that GRPO gets; ``turn_rewards``: the same by turn; ``acc``: 1
-        where every step and the answer are right and there is no turn too many or too few, else 0.
-    """
+    """Reward function for verl's tool agent loop. ``score``: the sum of the turns' rewards, which is all that GRPO
+    gets; ``turn_rewards``: the same by turn; ``acc``: 1 where every turn is right, and none too many or too few, else
+    0."""
     # verl counts the prompt and the replies among the turns, so half of them are the model's.
     turns = int(extra_info["num_turns"]) // 2
     rewards = turn_rewards(extra_info["tool_rewards"], turns, boxed_answer(solution_str) == ground_truth)
@@ -93,11 +82,10 @@ def compute_score(
 def demonstrate(
     problem: Problem, rng: random.Random, *, error_rate: float, stop_rate: float, extra_rate: float
 ) -> list[tuple[str, str | None]]:
-    """A conversation that shows the task with mistakes: each turn of the model, with the tool's reply to all but the last.
+    """A conversation that shows the task with mistakes: each turn of the model, with the tool's reply to all but the
+    last.
 
     Args:
-        problem: the chain.
-        rng: what decides.
         error_rate: probability that a step's result is wrong; it is then any other one, all equally likely.
         stop_rate: probability, before each step, that the model stops there and boxes the value so far.
         extra_rate: probability of a call after the last step.

@@ -1,4 +1,5 @@
-"""The tool ``check`` of :mod:`verl_cpu.tiny.agent` as verl's tool agent loop calls it; ``agent_tools.yaml`` names it."""
+"""The tool ``check`` of :mod:`verl_cpu.tiny.agent` as verl's tool agent loop calls it; ``agent_tools.yaml`` names
+it."""
 
 from __future__ import annotations
 
@@ -12,10 +13,8 @@ from verl_cpu.tiny.task import Problem
 
 
 class CheckTool(BaseTool):
-    """Replies with the running value after the next step of the chain in the prompt.
-
-    verl makes an instance for each call, so that the steps taken are the replies so far (``agent_data.user_turns``).
-    """
+    """Replies with the running value after the next step of the chain in the prompt. verl makes an instance for each
+    call, so that the steps taken are the replies so far (``agent_data.user_turns``)."""
 
     async def execute(
         self, instance_id: str, parameters: dict[str, Any], *, agent_data: Any, **_: Any

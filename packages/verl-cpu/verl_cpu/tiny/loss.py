@@ -1,5 +1,5 @@
-"""Rollouts padded into a batch, and the gradient of Dr. GRPO's loss on them. Shape suffixes: B responses, L prompt + response,
-V vocabulary."""
+"""Rollouts padded into a batch, and the gradient of Dr. GRPO's loss on them. Shape suffixes: B responses, L prompt +
+response, V vocabulary."""
 
 from __future__ import annotations
 
@@ -15,14 +15,11 @@ CLIP = 0.2, 0.28
 
 
 class Padded(NamedTuple):
-    """Prompts and responses, padded on the right."""
+    """Prompts and responses, padded on the right: int64, bool, bool."""
 
     ids_BL: torch.Tensor
-    """int64."""
     attention_BL: torch.Tensor
-    """bool."""
     response_BL: torch.Tensor
-    """bool."""
 
 
 def padded(prompts: Sequence[list[int]], responses: Sequence[list[int]], padding: int) -> Padded:
@@ -42,8 +39,8 @@ def group_advantages(rewards_B: torch.Tensor, truncated_B: torch.Tensor, size: i
 
 
 def token_log_probs(model: PreTrainedModel, ids_BL: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probabilities at every place but the first: of its token (B, L - 1), and of the vocabulary (B, L - 1, V). Padding on
-    the right needs no attention mask: a causal model's real tokens never look at it."""
+    """Log-probabilities at every place but the first: of its token (B, L - 1), and of the vocabulary (B, L - 1, V).
+    Padding on the right needs no attention mask: a causal model's real tokens never look at it."""
     log_probs_BLV = model(input_ids=ids_BL).logits[:, :-1].log_softmax(dim=-1)
     return log_probs_BLV.gather(-1, ids_BL[:, 1:, None])[:, :, 0], log_probs_BLV
 
@@ -57,12 +54,12 @@ def add_gradient(
     factor_B: torch.Tensor | None = None,
     rows: int = 32,
 ) -> None:
-    """Add the gradient of the loss over a whole batch to the parameters' gradients: the clipped surrogate, summed over tokens
-    and divided by a constant. Responses, and their ends, that have no advantage are left out: they add exactly nothing.
+    """Add the gradient of the loss over a whole batch to the parameters' gradients: the clipped surrogate, summed over
+    tokens and divided by a constant. Responses, and their ends, that have no advantage are left out: they add exactly
+    nothing.
 
     Args:
         old_log_probs_BL: of each token under the policy that wrote it.
-        advantages_BL: of each token.
         divisor: tokens of a response by which the sum is divided, beside the number of responses.
         factor_B: of each response's loss.
         rows: responses of a micro-batch.

@@ -1,9 +1,6 @@
-"""A Qwen3-architecture model of 0.65 M parameters and its tokenizer.
-
-The tokenizer is a byte-level BPE like Qwen's, with no merges but those that make ``user``, ``assistant`` and ``boxed`` one
-token each. So every other character is a token of its own, any text can be encoded without an unknown token, and all that
-knows Qwen's tokenizer (vLLM, verl's agent loop, the answer span finder) knows this one.
-"""
+"""A Qwen3-architecture model of 0.65 M parameters and its tokenizer: a byte-level BPE like Qwen's, with no merges but
+those that make ``user``, ``assistant`` and ``boxed`` one token each. Every other character is a token of its own, and
+all that knows Qwen's tokenizer (vLLM, verl's agent loop, the answer span finder) knows this one."""
 
 from __future__ import annotations
 
@@ -27,7 +24,8 @@ MAX_POSITIONS = 256
 
 
 def build_tokenizer(words: Sequence[str] = WHOLE_WORDS) -> PreTrainedTokenizerFast:
-    """Tokenizer with 256 byte tokens, a few words (and the prefixes that BPE needs on the way) and Qwen's special tokens.
+    """Tokenizer with 256 byte tokens, a few words (and the prefixes that BPE needs on the way) and Qwen's special
+    tokens.
 
     No word may begin with another's prefix of two letters or more.
     """
@@ -54,10 +52,9 @@ def build_tokenizer(words: Sequence[str] = WHOLE_WORDS) -> PreTrainedTokenizerFa
 
 
 def build_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen3ForCausalLM:
-    """Freshly initialised float32 model whose vocabulary is exactly the tokenizer's.
-
-    A larger vocabulary, as models usually have, would let the sampler mask tokens that the trainer does not.
-    """
+    """Freshly initialised float32 model whose vocabulary is exactly the tokenizer's: with a larger one, as models
+    usually have, the sampler would mask tokens that the trainer does not."""
+    special = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
     config = Qwen3Config(
         vocab_size=len(tokenizer),
         hidden_size=128,
@@ -68,15 +65,12 @@ def build_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen3ForCausal
         head_dim=32,
         max_position_embeddings=MAX_POSITIONS,
         tie_word_embeddings=False,
-        eos_token_id=tokenizer.eos_token_id,
+        **special,
         bos_token_id=None,
-        pad_token_id=tokenizer.pad_token_id,
         dtype="float32",
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = Qwen3ForCausalLM(config)
-    model.generation_config = GenerationConfig(
-        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, do_sample=True
-    )
+    model.generation_config = GenerationConfig(**special, do_sample=True)
     return model

@@ -1,5 +1,5 @@
-"""Sampling without an inference engine, by random numbers that the caller gives. Shape suffixes: B responses, L prompt and
-response, T response tokens, V vocabulary."""
+"""Sampling without an inference engine, by random numbers that the caller gives. Shape suffixes: B responses, L prompt
+and response, T response tokens, V vocabulary."""
 
 from __future__ import annotations
 
@@ -11,10 +11,8 @@ from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerFast
 
 from verl_cpu.tiny.task import Problem, boxed_answer
 
-# Six steps and a box take at most 57 tokens while the running value stays in the task's range.
-MAX_RESPONSE_TOKENS = 64
-TOGETHER = 512
-"""Responses that are sampled together."""
+MAX_RESPONSE_TOKENS = 64  # six steps and a box take at most 57 while the running value stays in the task's range
+TOGETHER = 512  # responses that are sampled together
 
 
 def prompt_ids(tokenizer: PreTrainedTokenizerFast, problem: Problem) -> list[int]:
@@ -37,12 +35,9 @@ def sample(
     temperature: float = 1.0,
     top_k: int = 0,
 ) -> list[list[int]]:
-    """One response a prompt: token ids including the end token, if it was reached. Temperature 0 is greedy; with ``top_k``
-    only so many tokens, the likeliest, are drawn from.
-
-    A response depends on its prompt, the model and its own random numbers alone: ``uniform_BT``, in [0, 1), one a token up to
-    the length limit T.
-    """
+    """One response a prompt: token ids including the end token, if it was reached. It depends on its prompt, the model
+    and its own random numbers alone: ``uniform_BT``, in [0, 1), one a token up to the length limit T. Temperature 0 is
+    greedy; with ``top_k`` only so many tokens, the likeliest, are drawn from."""
     if len(prompts) > TOGETHER:
         first = sample(model, tokenizer, prompts[:TOGETHER], uniform_BT[:TOGETHER], temperature, top_k)
         return first + sample(model, tokenizer, prompts[TOGETHER:], uniform_BT[TOGETHER:], temperature, top_k)
@@ -89,8 +84,8 @@ def judge(
     max_new_tokens: int = MAX_RESPONSE_TOKENS,
     seed: int = 0,
 ) -> dict[str, float]:
-    """Shares of the problems whose sampled response has a complete box (``boxed``), and the exact integer in the last one
-    (``right``)."""
+    """Shares of the problems whose sampled response has a complete box (``boxed``), and the exact integer in the last
+    one (``right``)."""
     prompts = [prompt_ids(tokenizer, problem) for problem in problems]
     responses = sample(model, tokenizer, prompts, uniform(seed, len(prompts), max_new_tokens), temperature)
     found = [boxed_answer(text) for text in tokenizer.batch_decode(responses, skip_special_tokens=True)]

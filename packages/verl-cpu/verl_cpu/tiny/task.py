@@ -1,13 +1,12 @@
-"""Chains of one-digit additions and subtractions, their worked solutions, and a checker that finds every incorrect step.
+"""Chains of one-digit additions and subtractions, their worked solutions, and a checker that finds every incorrect
+step.
 
-The problems are the ``chain_sum`` task of ``reasoning-gym``. A worked solution writes every step out:
-
-    problem    7+5-3
+    problem    7+5-3                        (the task chain_sum of reasoning-gym)
     solution   7+5=12;12-3=9;\\boxed{9}
 
-Solutions are written with incorrect steps at a known rate, and the next step starts from the incorrect result. A model trained
-on them knows the sums but slips when it samples, and reinforcement learning can then correct that. Because every step can be
-recomputed, ``find_errors`` locates every error of a response: the ground truth for token-level credit assignment.
+Solutions are written with incorrect steps at a known rate, and the next step starts from the incorrect result. A model
+trained on them knows the sums but slips when it samples, which reinforcement learning can correct. Every step can be
+recomputed, so ``find_errors`` locates every error of a response: the ground truth for token-level credit assignment.
 """
 
 from __future__ import annotations
@@ -65,10 +64,8 @@ class Problem:
 
 @dataclass(frozen=True)
 class StepError:
-    """An error in a response.
+    """An error in a response. ``step`` counts from 0; ``start`` and ``end`` are character offsets, half-open. ``kind``:
 
-    ``step`` counts from 0; ``start`` and ``end`` are character offsets into the response, half-open.
-    ``kind`` is the kind of text in the range:
     ``result``: the result of a step that does not follow from the step's own left side;
     ``copy``: the left side of a step that is not the running value with the problem's next operator and term;
     ``answer``: the boxed text, when it is not the running value taken through all steps that were left unwritten.
@@ -83,29 +80,21 @@ class StepError:
 
 
 def problems(split: Split, size: int, *, seed: int = 0) -> list[Problem]:
-    """``size`` different problems of one split, with 3 to 6 steps, the same ones for the same arguments.
-
-    Raises ValueError when the split has fewer problems than asked for.
-    """
+    """``size`` different problems of one split, with 3 to 6 steps, the same ones for the same arguments; ValueError
+    when the split has fewer."""
     chosen: dict[str, Problem] = {}
-    draws = 100 * _VALIDATION_SHARE * size + 10_000
-    for text in _chain_texts(draws, seed):
-        if len(chosen) == size:
-            break
+    for text in _chain_texts(100 * _VALIDATION_SHARE * size + 10_000, seed):
         problem = Problem.parse(text)
-        if not all(0 <= value <= MAX_VALUE for value in problem.values):
-            continue
         held_out = zlib.crc32(text.encode()) % _VALIDATION_SHARE == 0
-        if held_out == (split == "validation"):
+        if held_out == (split == "validation") and all(0 <= value <= MAX_VALUE for value in problem.values):
             chosen[text] = problem
-    if len(chosen) < size:
-        raise ValueError(f"size={size}: only {len(chosen)} different {split} problems exist; ask for fewer")
-    return list(chosen.values())
+            if len(chosen) == size:
+                return list(chosen.values())
+    raise ValueError(f"size={size}: only {len(chosen)} different {split} problems exist; ask for fewer")
 
 
 def random_problems(size: int, *, seed: int = 0, steps: tuple[int, int] = (MIN_STEPS, MAX_STEPS)) -> list[Problem]:
-    """``size`` different problems of such chains without ``reasoning-gym``, the same ones for the same arguments, with so
-    many steps at least and at most."""
+    """The same without ``reasoning-gym``, with so many steps at least and at most."""
     rng = random.Random(seed)
     found: dict[str, Problem] = {}
     while len(found) < size:
@@ -117,30 +106,20 @@ def random_problems(size: int, *, seed: int = 0, steps: tuple[int, int] = (MIN_S
 
 
 def _chain_texts(draws: int, seed: int) -> Iterator[str]:
-    # reasoning-gym imports it for a puzzle that is not made here. It has no wheel, so a machine without a compiler lacks it.
+    # reasoning-gym imports it for a puzzle that is not made here. It has no wheel, so a machine without a compiler
+    # lacks it.
     if "pycosat" not in sys.modules and importlib.util.find_spec("pycosat") is None:
         sys.modules["pycosat"] = types.ModuleType("pycosat")
     import reasoning_gym  # imported here: only problem generation needs it, and it is slow to import
 
-    dataset = reasoning_gym.create_dataset(
-        "chain_sum",
-        min_terms=MIN_STEPS + 1,
-        max_terms=MAX_STEPS + 1,
-        min_digits=1,
-        max_digits=1,
-        size=draws,
-        seed=seed * _SEED_STRIDE,
-    )
-    for item in dataset:
+    terms = {"min_terms": MIN_STEPS + 1, "max_terms": MAX_STEPS + 1, "min_digits": 1, "max_digits": 1}
+    for item in reasoning_gym.create_dataset("chain_sum", **terms, size=draws, seed=seed * _SEED_STRIDE):
         yield item["metadata"]["expression"].replace(" ", "")
 
 
 def solve(problem: Problem, error_rate: float, rng: random.Random) -> str:
-    """A worked solution in which each step is incorrect with probability ``error_rate``; the next starts from its result.
-
-    An incorrect result is any other number from 0 to ``MAX_VALUE``, all equally probable. Such slips are independent of the
-    sum, so that learning to avoid one of them helps against all.
-    """
+    """A worked solution in which each step is incorrect with probability ``error_rate``; the next starts from its
+    result. An incorrect result is any other number from 0 to ``MAX_VALUE``, all equally probable, whatever the sum."""
     value = problem.first
     parts = []
     for operator, term in problem.steps:
@@ -166,11 +145,9 @@ def compute_score(
 
 
 def find_errors(problem: Problem, response: str) -> list[StepError]:
-    """Recompute every written step of ``response`` and return the errors in the order of the text.
-
-    Errors are not inherited: a step that correctly continues from an incorrect result is correct. Text that is not a step is
-    passed over, so any string is accepted. A response with a complete box and no error has the correct answer.
-    """
+    """Recompute every written step of ``response`` and return the errors in the order of the text. They are not
+    inherited: a step that correctly continues from an incorrect result is correct. Text that is not a step is passed
+    over. A response with a complete box and no error has the correct answer."""
     boxes = list(_BOXED.finditer(response))
     reasoning_end = boxes[-1].start() if boxes else len(response)
     errors = []

@@ -1,7 +1,8 @@
-"""SFT on worked solutions, so that reinforcement learning starts from a model that is sometimes correct.
+"""Supervised fine-tuning (SFT) on worked solutions, so that reinforcement learning starts from a model that is
+sometimes right.
 
 It ends when the model knows the task (greedy decoding is correct on most held-out problems) but still slips when it
-samples, because the solutions it was shown slip at a known rate. Reinforcement learning can then teach it to slip less.
+samples, because the solutions it was shown slip at a known rate. Shape suffixes: B rows, L tokens, V vocabulary.
 """
 
 from __future__ import annotations
@@ -9,33 +10,84 @@ from __future__ import annotations
 import math
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+import torch
+from torch.nn import functional as F
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from verl_cpu.tiny.sampling import MAX_RESPONSE_TOKENS, judge, prompt_ids
-from verl_cpu.tiny.sft import Row, fine_tune, labelled
 from verl_cpu.tiny.task import Problem, solve
 
-_REPORT_EVERY = 20
+Row = tuple[list[int], list[int]]
+"""Token ids of a prompt, and of the response that is trained on."""
+IGNORED = -100
+
+
+def fine_tune(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerFast,
+    batches: Iterable[list[Row]],
+    learning_rate: Callable[[int], float],
+    *,
+    micro_batches: int = 1,
+) -> Iterator[tuple[int, float]]:
+    """Train ``model`` in place by AdamW, and yield each step's number, from 1 on, and its loss.
+
+    Args:
+        batches: one a step; they may be made while it trains.
+        learning_rate: of a step, by its number.
+        micro_batches: a batch goes through the model in so many parts of like length. More than one pad less; the
+        gradient is
+            the same up to rounding.
+    """
+    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.98), weight_decay=0.01)
+    for step, rows in enumerate(batches, start=1):
+        model.train()
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(step)
+        if micro_batches > 1:
+            rows = sorted(rows, key=lambda row: len(row[0]) + len(row[1]))
+        labels, size = sum(len(response) for _, response in rows), math.ceil(len(rows) / micro_batches)
+        total = torch.zeros((), device=model.device)
+        for first in range(0, len(rows), size):
+            loss = _summed_loss(model, tokenizer.pad_token_id, rows[first : first + size]) / labels
+            loss.backward()
+            total += loss.detach()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        model.eval()
+        yield step, total.item()
+
+
+def _summed_loss(model: PreTrainedModel, padding: int, rows: Sequence[Row]) -> torch.Tensor:
+    longest = max(len(prompt) + len(response) for prompt, response in rows)
+
+    def padded(filler: int, rows: Iterable[list[int]]) -> torch.Tensor:
+        return torch.tensor([row + [filler] * (longest - len(row)) for row in rows], device=model.device)
+
+    ids_BL = padded(padding, (prompt + response for prompt, response in rows))
+    labels_BL = padded(IGNORED, ([IGNORED] * len(prompt) + response for prompt, response in rows))
+    # Right padding needs no attention mask: a causal model's real tokens never look at it.
+    logits_BLV = model(input_ids=ids_BL).logits[:, :-1].flatten(0, 1).float()
+    return F.cross_entropy(logits_BLV, labels_BL[:, 1:].flatten(), ignore_index=IGNORED, reduction="sum")
 
 
 @dataclass(frozen=True)
 class WarmUpSettings:
     """Supervised training of the tiny model; the defaults take one to two minutes on two cores."""
 
-    error_rate: float = 0.22
-    """Probability that a step of a training solution is incorrect."""
+    error_rate: float = 0.22  # probability that a step of a training solution is incorrect
     batch_size: int = 32
-    learning_rate: float = 3e-3
-    steps: int = 800
-    """At most so many, however long they take; the learning rate falls to a tenth along a cosine over them."""
+    learning_rate: float = 3e-3  # falls to a tenth along a cosine over the steps
+    steps: int = 800  # at most, however long they take
     evaluate_every: int = 100
+    # Training ends once greedy decoding, and sampling at temperature 1, are correct on these shares of held-out
+    # problems.
     greedy_target: float = 0.9
-    """Training ends once greedy decoding is correct on this share of held-out problems ..."""
     sampled_target: float = 0.25
-    """... and sampling at temperature 1 on this share."""
     seed: int = 0
 
     def learning_rate_of(self, step: int) -> float:
@@ -57,43 +109,26 @@ def warm_up(
     micro_batches: int = 1,
 ) -> dict[str, float]:
     """Train ``model`` in place; returns the last step, loss, greedy and sampled accuracy, and the seconds taken.
-
     ``solve`` writes the training solutions, ``max_new_tokens`` limits the sampled ones; ``micro_batches``:
-    :func:`verl_cpu.tiny.sft.fine_tune`.
-    """
-    rng = random.Random(settings.seed)
+    :func:`fine_tune`."""
+    rng, started = random.Random(settings.seed), time.monotonic()
 
     def written(problem: Problem) -> Row:
         solution = tokenizer.encode(solve(problem, settings.error_rate, rng), add_special_tokens=False)
-        return labelled(prompt_ids(tokenizer, problem), [*solution, tokenizer.eos_token_id])
+        return prompt_ids(tokenizer, problem), [*solution, tokenizer.eos_token_id]
 
     chosen = (rng.choices(train, k=settings.batch_size) for _ in range(settings.steps))
     batches = ([written(problem) for problem in problems] for problems in chosen)
-    started = time.monotonic()
     for step, loss in fine_tune(model, tokenizer, batches, settings.learning_rate_of, micro_batches=micro_batches):
-        last = step == settings.steps
-        line = f"warm-up step {step}/{settings.steps}  loss {loss:.4f}"
-        if last or step % settings.evaluate_every == 0:
-            greedy = judge(model, tokenizer, validation, temperature=0.0, max_new_tokens=max_new_tokens)["right"]
-            sampled = judge(model, tokenizer, validation, seed=settings.seed, max_new_tokens=max_new_tokens)["right"]
-            last |= greedy >= settings.greedy_target and sampled >= settings.sampled_target
-            line += f"  greedy {greedy:.2f}  sampled {sampled:.2f}"
-        elif step % _REPORT_EVERY:
+        if step != settings.steps and step % settings.evaluate_every:
             continue
-        seconds = time.monotonic() - started
-        left = seconds / step * (settings.steps - step)
-        report(f"{line}  {seconds:.0f} s, " + ("done" if last else f"at most {left:.0f} s left"))
-        if last:
+        greedy = judge(model, tokenizer, validation, temperature=0.0, max_new_tokens=max_new_tokens)["right"]
+        sampled = judge(model, tokenizer, validation, seed=settings.seed, max_new_tokens=max_new_tokens)["right"]
+        seconds = round(time.monotonic() - started, 1)
+        figures = f"loss {loss:.4f}  greedy {greedy:.2f}  sampled {sampled:.2f}"
+        report(f"warm-up step {step}/{settings.steps}  {figures}  {seconds} s")
+        if greedy >= settings.greedy_target and sampled >= settings.sampled_target:
             break
     if sampled < settings.sampled_target:
-        report(
-            f"warning: warm-up ended at {sampled:.2f} sampled accuracy, below sampled_target={settings.sampled_target}; "
-            f"give it more than steps={settings.steps}"
-        )
-    return {
-        "step": step,
-        "loss": loss,
-        "greedy_accuracy": greedy,
-        "sampled_accuracy": sampled,
-        "seconds": round(seconds, 1),
-    }
+        report(f"warning: the warm-up ended below sampled_target={settings.sampled_target}; give it more steps")
+    return {"step": step, "loss": loss, "greedy_accuracy": greedy, "sampled_accuracy": sampled, "seconds": seconds}

@@ -1,9 +1,9 @@
 """Ray's workers as forks of one process that has imported torch, verl and vLLM, for runs without an accelerator.
 
-Each of a run's ten processes would spend 10 to 20 seconds of processor time on the same imports, mostly one after the other.
-Ray runs ``client.py`` in place of Python (``runtime_env.py_executable``), which asks the server (``server.py``) for a fork and
-stands for it until it ends. Where no server answers, on another machine or after the run's end, ``client.py`` becomes the
-Python process that Ray wanted.
+Each of a run's ten processes would spend 10 to 20 s of processor time on the same imports. Ray runs ``client.py`` in
+place of Python (``runtime_env.py_executable``), which asks the server (``server.py``) for a fork and stands for it
+until it ends. Where no server answers, on another machine or after the run's end, it becomes the Python process that
+Ray wanted.
 """
 
 from __future__ import annotations
@@ -16,18 +16,16 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from omegaconf import DictConfig
+from typing import Any
 
 PY_EXECUTABLE = "ray_kwargs.ray_init.runtime_env.py_executable"
 _server: subprocess.Popen | None = None
 """Reads its input, which nobody writes, and ends when that does: with this process, whatever ends it."""
 
 
-def start(config: DictConfig, modules: Sequence[str] = ()) -> None:
-    """Have Ray's workers started by a server that also imports these modules, unless the configuration names an interpreter."""
+def start(config: Any, modules: Sequence[str] = ()) -> None:
+    """Have Ray's workers started by a server that also imports these modules, unless the configuration names an
+    interpreter."""
     # The server imports this package, too, and must not import Ray with it.
     from omegaconf import OmegaConf
     from verl.trainer.constants_ppo import get_ppo_ray_runtime_env
@@ -40,7 +38,8 @@ def start(config: DictConfig, modules: Sequence[str] = ()) -> None:
 
 
 def serve(environment: Mapping[str, str], modules: Sequence[str] = ()) -> str:
-    """Start a server with these variables that also imports these modules; returns what Ray is to run in place of Python."""
+    """Start a server with these variables that also imports these modules; returns what Ray is to run in place of
+    Python."""
     global _server
     address = Path(tempfile.mkdtemp(prefix="verl-cpu-workers-"), "socket")
     with socket.socket(socket.AF_UNIX) as listener:

@@ -1,5 +1,5 @@
-"""The process that Ray's workers are forks of: ``python -m verl_cpu.workers.server ADDRESS NUMBER [MODULE ...]``, with the
-number of the open file that listens at the address, and further modules to import. It ends when its input does."""
+"""The process that Ray's workers are forks of: ``python -m verl_cpu.workers.server ADDRESS NUMBER [MODULE ...]``, with
+the number of the open file that listens at the address, and further modules to import. It ends when its input does."""
 
 from __future__ import annotations
 
@@ -17,24 +17,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-WITHOUT_RAY = (
-    "datasets",
-    "peft",
-    "torch.distributed.checkpoint",
-    "torch.utils.tensorboard",
-    "transformers.models.qwen3.modeling_qwen3",
-    "vllm.entrypoints.openai.api_server",
-)
-"""Imports while the run is being checked and Ray starts."""
-WITH_RAY = (
-    "verl.trainer.main_ppo",
-    "verl.workers.engine_workers",
-    "verl_cpu.vllm_server",
-    "verl_cpu.vllm_worker",
-    "vllm.model_executor.models.qwen3",
-    "vllm.v1.worker.cpu_worker",
-)
-"""Imports at the first request: Ray reads variables of its own while it is imported."""
+# Imports while the run is being checked and Ray starts, and at the first request: Ray reads variables while it is
+# imported.
+WITHOUT_RAY = ["datasets", "peft", "torch.distributed.checkpoint", "torch.utils.tensorboard"]
+WITHOUT_RAY += ["transformers.models.qwen3.modeling_qwen3", "vllm.entrypoints.openai.api_server"]
+WITH_RAY = ["verl.trainer.main_ppo", "verl.workers.engine_workers", "verl_cpu.vllm"]
+WITH_RAY += ["vllm.model_executor.models.qwen3", "vllm.v1.worker.cpu_worker"]
 NUMBERS = ("RAY_JOB_ID", "RAY_RAYLET_PID")
 """Those that a worker must share with the first one."""
 
@@ -49,8 +37,8 @@ def preload(names: Sequence[str]) -> None:
 
 
 def serve(listener: socket.socket, modules: Sequence[str]) -> dict[str, Any] | None:
-    """Answer requests by forks, until the end of the input; in the forks, this returns the request. A request from another job
-    or another raylet than the first one's gets no answer."""
+    """Answer requests by forks, until the end of the input; in the forks, this returns the request. A request from
+    another job or another raylet than the first one's gets no answer."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     first: dict[str, str] = {}
     with selectors.DefaultSelector() as selector:

@@ -1,0 +1,364 @@
+"""Write the generated passages of the pages in ``docs/``, each between markers such as ``<!-- patches -->``.
+
+    PYTHONPATH=.venv/trl python scripts/docs_pages.py
+
+:data:`PASSAGES` lists them. They come from the registered methods, the rules of the hosts, the docstrings of both and
+of the patches, ``recipe/published.py`` and ``benchmarks/results``. TRL's rules stay as they are where TRL is not to be
+had.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import json
+import re
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+
+from pydantic import BaseModel  # noqa: E402
+
+from grail_advantage.maps import MAPS  # noqa: E402
+from grail_advantage.method import Mapped, Method, build, methods  # noqa: E402
+from grail_advantage.reward._normal import RULES  # noqa: E402
+from grail_advantage.rules import Rule  # noqa: E402
+from grail_advantage.verl_ext import rules as verl_rules  # noqa: E402
+from grail_advantage.verl_ext.rules import NEEDED_WHOLE, UNIFORM  # noqa: E402
+from recipe import rules as recipe_rules  # noqa: E402
+from recipe.marked_text import table, write_marked  # noqa: E402
+from recipe.published import GROUPS as PUBLISHED  # noqa: E402
+from recipe.published import shown, trl_arguments  # noqa: E402
+from scripts import sizing  # noqa: E402
+
+# ---------- methods and maps
+
+USES = {
+    "": "nothing",
+    "saliency": "backward to an activation",
+    "logits": "logits",
+    "sequences": "logits of made-up sequences",
+    "log_probs": "log-probabilities",
+    "hidden_states": "hidden states",
+}
+READS = {
+    "old_log_probs": "old log-probabilities",
+    "entropy": "entropy",
+    "groups": "groups",
+    "examples": "prompts as messages",
+    "tokens": "token ids",
+    "rewards": "rewards",
+    "messages": "what tools and users said",
+}
+KINDS = {"boolean": "`true`, `false`", "integer": "whole number", "string": "text", "object": "mapping"}
+"""Types of a JSON schema, as the page names them, where their own names do not serve."""
+REFERENCE = "reference_methods.md"
+
+
+def known_methods() -> dict[type[Method], list[Method]]:
+    """The methods of this package with their defaults, by class, in the order of their names."""
+    found: dict[type[Method], list[Method]] = {}
+    for name, owner in sorted(methods().items()):
+        if owner.__module__.startswith("grail_advantage."):
+            found.setdefault(owner, []).append(build(name))
+    return found
+
+
+def known_maps() -> list[str]:
+    """The maps from scores to weights of this package."""
+    return sorted(name for name, of in MAPS.items() if of.function.__module__.startswith("grail_advantage."))
+
+
+def known_options(owner: type[BaseModel], of_class: Sequence[Method] = ()) -> list[list[str]]:
+    """Name, default, allowed values and meaning of a class's options, its own before those that it inherits."""
+    fixed = {option for method in of_class for option in methods()[method.name].names[method.name]}
+    properties = owner.model_json_schema().get("properties", {})
+    schemas = {name: {**of, **of.get("anyOf", [{}])[0]} for name, of in properties.items() if name not in fixed}
+
+    def value_of(option: str, **changed: Any) -> Any:
+        return getattr(build(of_class[0].name, changed) if of_class else owner(**changed), option)
+
+    rows = []
+    own = [name for name in inspect.get_annotations(owner) if name in schemas]
+    for name in dict.fromkeys([*own, *schemas]):
+        schema, value = schemas[name], value_of(name)
+        default = _value(value)
+        if schema.get("default") is None and value is not None:  # by another option
+            choices = [(other, one) for other in schemas if other != name for one in schemas[other].get("enum", ())]
+            for other, choice in choices:
+                if (instead := value_of(name, **{other: choice})) != value:
+                    default += f"; {_value(instead)} with `{other}={choice}`"
+        choices = known_maps() if name == "reshaper" else schema.get("enum")
+        signs = {">": "exclusiveMinimum", ">=": "minimum", "<=": "maximum"}
+        limits = " and ".join(f"{sign} {schema[key]:g}" for sign, key in signs.items() if key in schema)
+        kind = f"{KINDS.get(schema.get('type'), schema.get('type'))} {limits}".strip()
+        allowed = ", ".join(f"`{choice}`" for choice in choices) if choices else kind
+        meaning = schema.get("description", "")
+        rows.append([f"`{name}`", default, f"{allowed} or `null`" if value is None else allowed, meaning])
+    return rows
+
+
+def overview() -> str:
+    """The table of all methods."""
+    figures = json.loads((ROOT / "benchmarks/results/methods-cpu.json").read_text(encoding="utf-8"))
+    rows = []
+    headings = {method: _heading(of_class) for of_class in known_methods().values() for method in of_class}
+    for method in sorted(headings, key=lambda method: method.name):
+        measured, ratio = figures["methods"].get(method.name), "not measured"
+        if measured is not None:
+            timed, of_all = measured["timed_rows"], measured["rows"]
+            sampled = f" (extrapolated from {timed} of {of_all} responses)" if 0 < timed < of_all else ""
+            ratio = f"{measured['ratio']:.2f}{sampled}"
+        link = _link(method.name, headings[method], REFERENCE)
+        rows.append([link, method.formula, method.cost, ratio, _papers(method.source)])
+    baseline, setup = figures["baseline"], figures["setup"]
+    head = ["`algorithm.adv_estimator`", "weight", "cost, forward passes", f"measured, x `{baseline}`", "source"]
+    how = (
+        f"Measured: a step's training side with 1 epoch, summed from its stages, against that of `{baseline}`, "
+        f"default options, {figures['device']}, {figures['date']}; {setup['layers']} layers of width "
+        f"{setup['hidden']}, {setup['rows']} responses x {setup['tokens']} tokens, {setup['wrong_rows']} of them "
+        "incorrect. How, and the scatter: [benchmarks](../benchmarks/README.md)."
+    )
+    return "\n".join(["## All methods", "", *table(head, rows), "", how])
+
+
+def reference() -> str:
+    """Inputs and modes, and a section for each method and map."""
+    by_class, of_every = known_methods(), {row[0]: row for row in known_options(Method)}
+    known = sorted((method for of_class in by_class.values() for method in of_class), key=lambda method: method.name)
+    rows = {owner: known_options(owner, of_class) for owner, of_class in by_class.items()}
+    times = Counter((row[0], *row[2:]) for of_class in rows.values() for row in of_class if row[0] not in of_every)
+    shared = [(name, *row[2:]) for name, row in of_every.items()] + [row for row, count in times.items() if count > 1]
+    common = ", ".join(f"{name} ({row[1]})" for name, row in of_every.items())
+    lines = ["## Inputs and modes", "", *_modes(known), "", "## Shared options", ""]
+    lines += [f"Every method has {common}. Several have the others. Each section lists what it has or sets.", ""]
+    lines += [*table(["option", "allowed", "meaning"], shared), "", "## Each method"]
+    head = ["option", "default", "allowed", "meaning"]
+    for owner, of_class in by_class.items():
+        file = f"{owner.__module__.replace('.', '/')}.py"
+        lines += ["", f"### {_heading(of_class)}", "", *_description(owner), ""]
+        for method in of_class:
+            needs = [f"the column `{name}` of the data set" for name in method.data_columns]
+            if method.ranks_entropy:
+                needs.append("in bf16 `actor_rollout_ref.actor.entropy_from_logits_with_chunking=true`")
+            lines += [f"`{method.name}` needs {' and '.join(needs)}.", ""] if needs else []
+        lines += [f"`{owner.__name__}` in [`{file}`](../{file}). Options, in `algorithm.{owner.section}`:", ""]
+        others = [row for row in rows[owner] if row[0] in of_every or (row[0], *row[2:]) in shared]
+        own = [row for row in rows[owner] if row not in others]
+        lines += [*table(head, own), ""] if own else []
+        other = [f"{row[0]} ({row[1]})" for row in others if row[1] != of_every.get(row[0], ("", ""))[1]]
+        lines.append(f"[Shared options](#shared-options): {', '.join(other) or 'as for every method'}.")
+    lines += ["", "## Maps"]
+    for name in known_maps():
+        users = ", ".join(f"`{of.name}`" for of in known if isinstance(of, Mapped) and of.reshaper == name)
+        of_map = [row[:3] for row in known_options(MAPS[name].options)]
+        lines += ["", f"### `{name}`", "", *_paragraphs(inspect.getdoc(MAPS[name].function)), ""]
+        lines += [*([f"Default of {users}.", ""] if users else []), *table(head[:3], of_map)]
+    return "\n".join(lines)
+
+
+def _modes(known: Sequence[Method]) -> list[str]:
+    """What each method reads, and which modes of the hosts it works in."""
+    rows = []
+    for method in known:
+        whole = method.uses not in NEEDED_WHOLE
+        needed = [f"`{read}`" for read in ("groups", "examples", "rewards") if read in method.reads]
+        needed += ["`fields`"] if method.field_names else []
+        computed = [f"`{read}`" for read in ("old_log_probs", "entropy") if read in method.reads]
+        inputs = [" and ".join(needed)] if needed else []
+        inputs += [f"{' and '.join(computed)}, or computes {'them' if computed[1:] else 'it'}"] if computed else []
+        reads = ", ".join(words for read, words in READS.items() if read in method.reads) or "nothing"
+        modes = ["yes" if works else "no" for works in (whole, whole, "entropy" not in method.reads)]
+        rows.append([f"`{method.name}`", reads, USES[method.uses], *modes, "; ".join(inputs) or "nothing more"])
+    head = [
+        "`algorithm.adv_estimator`",
+        "reads of the batch",
+        "uses of the model",
+        "sequence parallel",
+        "fused kernels",
+    ]
+    return table([*head, "bypass mode", "`compute_token_weights` needs"], rows)
+
+
+def _heading(of_class: Sequence[Method]) -> str:
+    return ", ".join(f"`{method.name}`" for method in of_class)
+
+
+def _value(value: Any) -> str:
+    """As YAML has it."""
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    return f"`{text}`".replace("\n", "\\n")
+
+
+def _description(owner: type) -> list[str]:
+    """The docstring of the class, after that of a module that has no other method."""
+    alone = {other for other in methods().values() if other.__module__ == owner.__module__} == {owner}
+    texts = (inspect.getdoc(inspect.getmodule(owner)) if alone else "", inspect.getdoc(owner))
+    return _paragraphs("\n\n".join(filter(None, texts)))
+
+
+def _paragraphs(text: str | None) -> list[str]:
+    """A docstring less its parts for programmers."""
+    kept = [part for part in (text or "").split("\n\n") if not re.match(r"Shapes?:|Raises:|Args:|Returns:", part)]
+    return "\n\n".join(_papers(_names(part)) for part in kept).split("\n")
+
+
+def _names(text: str) -> str:
+    """A docstring with its roles as the names that they show."""
+    text = re.sub(r":\w+:`~(?:[\w.]+\.)?(\w+)`", r"`\1`", text)
+    return re.sub(r":\w+:`\.?([\w.]+)`", r"`\1`", text).replace("``", "`")
+
+
+def _papers(text: str) -> str:
+    return re.sub(r"arXiv (\d{4}\.\d{5})", r"[arXiv \1](https://arxiv.org/abs/\1)", text)
+
+
+def _link(name: str, heading: str, page: str = "") -> str:
+    """To a section of the reference."""
+    return f"[`{name}`]({page}#{re.sub(r'[^a-z0-9_ -]', '', heading.lower()).replace(' ', '-')})"
+
+
+# ---------- rules
+
+
+def known_rules() -> dict[str, list[tuple[str, Rule]]]:
+    """The rules of verl's host and of the recipe by passage, each with the form in which the page shows its setting."""
+    refused = [("{}", rule) for rule in (*verl_rules.EVERY_RUN, *verl_rules.REFUSALS)]
+    refused += [("*{}*", rule) for rule in recipe_rules.REFUSALS]
+    refused += [("*CPU: {}*", rule) for rule in recipe_rules.ON_CPU]
+    kept = {
+        "every response": verl_rules.AGAINST_SKIPPING,
+        "tails of responses": verl_rules.AGAINST_TAILS,
+        "the forward of the old log-probabilities": verl_rules.AGAINST_FORWARD,
+    }
+    return {"refused": refused} | {what: [("{}", rule) for rule in rules] for what, rules in kept.items()}
+
+
+def refused() -> str:
+    """What a run with verl is refused with; in italics by the recipe alone."""
+    return "\n".join(table(["refused, such as", "why"], _rows(known_rules()["refused"], _override)))
+
+
+def shortcuts() -> str:
+    """What zero-advantage responses keep, and with which settings."""
+    rows = []
+    for what, rules in known_rules().items():
+        if what != "refused":
+            of_what = _rows(rules, _override)
+            rows += [[what if number == 0 else "", *row] for number, row in enumerate(of_what)]
+    return "\n".join(table(["what stays", "with", "why"], rows))
+
+
+def trl() -> str:
+    """What TRL's trainer refuses."""
+    from grail_advantage.trl_ext.rules import AGAINST_SKIPPING, REFUSALS
+
+    rules = [("{}", rule) for rule in REFUSALS]
+    rules += [("`skip_zero_advantage=True`, {}", rule) for rule in AGAINST_SKIPPING]
+    return "\n".join(table(["refused, such as", "why"], _rows(rules, _argument)))
+
+
+def _rows(rules: Iterable[tuple[str, Rule]], setting: Callable[[Rule], str]) -> list[list[str]]:
+    """Settings and the reason; the settings of one form and one reason together."""
+    by_reason: dict[tuple[str, str], list[str]] = {}
+    for form, rule in rules:
+        by_reason.setdefault((form, rule.because), []).append(setting(rule))
+    return [[form.format(", ".join(settings)), why] for (form, why), settings in by_reason.items()]
+
+
+def _override(rule: Rule) -> str:
+    """The first two of Hydra's overrides, without sections that many share, and of a method its name alone."""
+    short = [re.sub(r"^\+*(actor_rollout_ref\.|algorithm\.(adv_estimator=)?)?", "", each) for each in rule.example]
+    return " with ".join(f"`{each}`" for each in short[:2] if each != UNIFORM)
+
+
+def _argument(rule: Rule) -> str:
+    """The first two arguments, with values that are short, and of a method its name alone."""
+    parts = []
+    for name, value in list(rule.example.items())[:2]:
+        if isinstance(value, SimpleNamespace):
+            parts += [f"{name}.{inner}={number}" for inner, number in vars(value).items()]
+        else:
+            short = f"{name}={value!r}" if isinstance(value, str | int | float) else name
+            parts.append(value if name == "token_weights" else short)
+    return " with ".join(f"`{each}`" for each in parts)
+
+
+def normal_form() -> str:
+    """How the reward function unifies spellings."""
+    rows = [[rule.what, f"`{rule.example}`", f"`{rule.result}`"] for rule in RULES]
+    return "\n".join(table(["rule", "example", "becomes"], rows))
+
+
+# ---------- patches, published settings
+
+CAN_GO = "Can go "
+PATCHES = {
+    "grail_advantage/verl_ext/patches.py": "verl",
+    "packages/verl-cpu/verl_cpu/patches.py": "verl and torch, by `packages/verl-cpu` with `VERL_PLATFORM=cpu` alone",
+    "grail_advantage/model/patches.py": "torch and transformers, within a pass of a method alone",
+    "grail_advantage/trl_ext/patches.py": "TRL, of which nothing is replaced",
+}
+"""A function or class of these files is listed if its docstring says when it can go."""
+
+
+def patches() -> str:
+    """A table for each file of patches."""
+    lines: list[str] = []
+    for name, heading in PATCHES.items():
+        rows = []
+        for node in ast.parse((ROOT / name).read_text(encoding="utf-8")).body:
+            docstring = ast.get_docstring(node) or "" if isinstance(node, ast.FunctionDef | ast.ClassDef) else ""
+            why, can, going = " ".join(_names(docstring).split("\nArgs:")[0].split()).partition(CAN_GO)
+            rows += [[f"`{node.name}`", why.strip(), going.strip().rstrip(".")]] if can else []
+        lines += [f"### {heading}", "", f"[`{name}`](../{name})", ""]
+        lines += [*table(["function", "what and why", "can go"], rows), ""]
+    return "\n".join(lines).rstrip()
+
+
+def published() -> str:
+    """Each published value, the options that say the same here, and what ``like=corrected`` has instead."""
+    rows = []
+    for group, settings in PUBLISHED.items():
+        rows.append([f"*{group}*", "", "", "", ""])
+        for one in settings:
+            options = ", ".join(f"`{option.removeprefix('actor_rollout_ref.')}`" for option in one.options)
+            ours = options if one.here is None or not one.options else f"{options}: {shown(one.here)}"
+            corrected, _, why = one.corrected.partition(": ")
+            rows.append([one.name, f"`{shown(one.theirs)}` ({one.place})", ours, corrected, why or one.why])
+    return "\n".join(table(["setting", "theirs", "`published`", "`corrected`", "why it differs"], rows))
+
+
+def trl_published() -> str:
+    """The published arguments for one process, as Python."""
+    values = trl_arguments(processes=1)
+    arguments = "".join(f"    {name}={value!r},\n" for name, value in values.items())
+    return f'<!-- run -->\n```python\nconfig = GRPOConfig(\n    "out",\n{arguments})\n```'.replace("'", '"')
+
+
+PASSAGES: list[tuple[str, str, Callable[[], str]]] = [
+    ("methods.md", "methods", overview),
+    (REFERENCE, "methods", reference),
+    ("works_with.md", "refused", refused),
+    ("works_with.md", "shortcuts", shortcuts),
+    ("works_with.md", "trl", trl),
+    ("verdict.md", "normal", normal_form),
+    ("what_installing_changes.md", "patches", patches),
+    ("published.md", "published", published),
+    ("trl.md", "trl_published", trl_published),
+    ("gpu.md", "sizing", sizing.page),
+    ("gpu.md", "measured", sizing.measured),
+]
+"""A page, the name of its markers, and what stands between them."""
+
+if __name__ == "__main__":
+    for page, marker, passage in PASSAGES:
+        if passage is not trl or find_spec("trl") is not None:
+            write_marked(ROOT / "docs" / page, marker, passage())
