@@ -20,10 +20,10 @@ from transformers import PreTrainedTokenizerBase
 
 from grail_advantage import __version__
 from grail_advantage.answers.text import TokenTexts
+from grail_advantage.data import Weighed
 from grail_advantage.dump.schema import RECEIVED_SCHEMA, DumpHeader, FindingRecord, ReceivedHeader, as_utf8
 from grail_advantage.dump.store import remove_steps, write_received, write_step
 from grail_advantage.receipt import Receipt
-from grail_advantage.record import StepRecord
 
 logger = logging.getLogger(__name__)
 
@@ -196,7 +196,7 @@ class StepDump:
             return []
         return choose_rows(groups, valid, self._limit, (step, update))
 
-    def write(self, step: int, update: int, records: Callable[[], Sequence[StepRecord]], rows_in_step: int) -> None:
+    def write(self, step: int, update: int, records: Callable[[], Sequence[Weighed]], rows_in_step: int) -> None:
         """Have responses written.
 
         Args:
@@ -281,7 +281,7 @@ def received_table(receipt: Receipt, keys: Sequence[str], lengths: Sequence[int]
 
 
 def step_header(
-    record: StepRecord, texts: TokenTexts, *, token_ids: Collection[int] | None = None, **values: Any
+    record: Weighed, texts: TokenTexts, *, token_ids: Collection[int] | None = None, **values: Any
 ) -> DumpHeader:
     """The header of a file.
 
@@ -291,14 +291,14 @@ def step_header(
         token_ids: those of the file; special tokens get a name where they are among them, or all do.
         **values: the header's other values.
     """
-    signal = record.signal
+    method = record.method
     known = texts.special_tokens if token_ids is None else token_ids
     return DumpHeader(
-        method=signal.name,
-        options=signal.as_dict(),
-        reshaper=getattr(signal, "reshaper", None),
+        method=method.name,
+        options=method.model_dump(),
+        reshaper=getattr(method, "reshaper", None),
         special_tokens={token: name for token, name in texts.special_tokens.items() if token in known},
         written_by=f"grail_advantage {__version__}",
-        answer=record.rollouts.answer.name if signal.reads_answer else None,
+        answer=record.rollouts.answer.name if method.reads_answer else None,
         **values,
     )
