@@ -1,6 +1,6 @@
 """One property of all hosts: for the same responses, their token dumps are equal in every column.
 
-This module has the responses, and the dump of a plain model (:class:`grail_advantage.token_weights.PlainHost`). verl's dump is
+This module has the responses, and the dump of a plain model (:class:`grail_advantage.api.PlainHost`). verl's dump is
 compared with it in ``tests/verl_ext/test_hosts.py``, TRL's in ``tests/trl_ext/dump_checks.py``, that of an analysis in
 ``tests/view/test_analyze.py``.
 
@@ -20,13 +20,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 
-from grail_advantage import Signal
+from grail_advantage import Method
 from grail_advantage.answers.text import TokenTexts
-from grail_advantage.batch import ENTROPY, EXAMPLES, OLD_LOG_PROBS, outcome_of
-from grail_advantage.methods import method, methods
-from grail_advantage.pipeline import weigh
-from grail_advantage.record import Rollouts
-from grail_advantage.token_weights import PlainHost
+from grail_advantage.api import PlainHost
+from grail_advantage.data import ENTROPY, OLD_LOG_PROBS, Rollouts, outcome_of
+from grail_advantage.method import build, methods
+from grail_advantage.weigh import weigh
 from tests.core.tiny_models import END, char_tokenizer, encode, tiny_model
 
 NAN, INF = math.nan, math.inf
@@ -73,11 +72,11 @@ RESPONSES = [
     _said(NINE, r"Or \boxed{1}<end>", INF),
     Said(NINE, ["Let me ask. ", "[it is 42] ", r"So it is = \boxed{42}<end>"], 0.0, [0.5]),
 ]
-"""Two prompts with five responses each. Of the first: incorrect, correct, several boxes, no box, a reward that is NaN. Of the
-second: cut off, a short incorrect one, a correct one with two boxes, an infinite reward, a tool's tokens.
+"""Two prompts with five responses each. Of the first: incorrect, correct, several boxes, no box, a reward that is NaN. Of
+the second: cut off, a short incorrect one, a correct one with two boxes, an infinite reward, a tool's tokens.
 
-No prompt has equal rewards whose float32 mean is off by rounding, as three of 0.9 are: verl trains on that rounding, as its
-GRPO does, while TRL's trainer and an analysis give the advantage 0."""
+No prompt has equal rewards whose float32 mean is off by rounding, as three of 0.9 are: verl trains on that rounding, as
+its GRPO does, while TRL's trainer and an analysis give the advantage 0."""
 COUNT, GROUP_SIZE = len(RESPONSES), len(RESPONSES) // 2
 TRUNCATED = 5
 LIMIT = len(RESPONSES[TRUNCATED].ids)
@@ -96,14 +95,14 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "grail_robust": {"preset": "robust", "gate": "all"},
 }
 """So that the method does something with responses as short as these."""
-METHODS = [name for name in methods() if EXAMPLES not in methods()[name].build({}).reads]
+METHODS = [name for name, cls in methods().items() if "examples" not in cls.reads]
 """The registered methods but those that ask their prompts differently."""
 
 
-def signal_of(name: str, **options: Any) -> Signal:
+def signal_of(name: str, **options: Any) -> Method:
     """A method with options that suit the responses."""
     known = "grail" if name == "grail_robust" else name
-    return method(known).build({**OPTIONS.get(name, {}), **options})
+    return build(known, {**OPTIONS.get(name, {}), **options})
 
 
 def plain_rollouts(**changes: Any) -> Rollouts:
@@ -120,12 +119,12 @@ def plain_rollouts(**changes: Any) -> Rollouts:
     parts: dict[str, Any] = {
         "prompts": [torch.tensor(encode(said.prompt)) for said in RESPONSES],
         "responses": responses,
-        "mask_BT": written_BT,
-        "advantages_B": torch.tensor(ADVANTAGES),
+        "mask": written_BT,
+        "advantages": torch.tensor(ADVANTAGES),
         "tokenizer": char_tokenizer(),
-        "truncated_B": torch.arange(COUNT) == TRUNCATED,
-        "groups_B": torch.arange(COUNT) // GROUP_SIZE,
-        "rewards_B": torch.tensor([NAN if reward is None else reward for reward in rewards], dtype=torch.float64),
+        "truncated": torch.arange(COUNT) == TRUNCATED,
+        "groups": torch.arange(COUNT) // GROUP_SIZE,
+        "rewards": torch.tensor([NAN if reward is None else reward for reward in rewards], dtype=torch.float64),
         "fields": {"tool_rewards": [said.tool_rewards for said in RESPONSES]},
         "facts": {"reward": rewards, "outcome": [outcome_of(reward) for reward in rewards]},
     }
@@ -135,14 +134,14 @@ def plain_rollouts(**changes: Any) -> Rollouts:
 def without_tools() -> dict[str, torch.Tensor]:
     """Changes for a host whose responses have tokens of the model alone."""
     lengths_B1 = torch.tensor([[len(said.ids)] for said in RESPONSES])
-    return {"mask_BT": torch.arange(LIMIT) < lengths_B1}
+    return {"mask": torch.arange(LIMIT) < lengths_B1}
 
 
 def plain_table(
-    signal: Signal,
+    signal: Method,
     rollouts: Rollouts,
     *,
-    others: Mapping[str, Signal] | None = None,
+    others: Mapping[str, Method] | None = None,
     tokens: int = 1,
     step: int = 0,
 ) -> pa.Table:
@@ -157,12 +156,12 @@ def plain_table(
     """
 
     def host(responses: Rollouts) -> PlainHost:
-        return PlainHost(tiny_model(), responses, temperature=TEMPERATURE, step=step, tokens=tokens)
+        return PlainHost(tiny_model(), responses, temperature=TEMPERATURE, tokens=tokens)
 
-    known = host(replace(rollouts, columns_BT=host(rollouts).columns([OLD_LOG_PROBS, ENTROPY])))
-    records = {name: weigh(known, other, step) for name, other in (others or {}).items()}
+    known = host(replace(rollouts, columns=host(rollouts).columns([OLD_LOG_PROBS, ENTROPY]), step=step))
+    records = {name: weigh(known, other, None) for name, other in (others or {}).items()}
     texts = TokenTexts(rollouts.tokenizer)
-    return weigh(known, signal, step).table(texts, records)
+    return weigh(known, signal, None).table(texts, records)
 
 
 def dumped_table(folder: Path) -> pa.Table:

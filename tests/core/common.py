@@ -10,17 +10,12 @@ import pytest
 from hypothesis import HealthCheck, Phase, settings
 from torch import nn
 
-from grail_advantage import registry
-from grail_advantage.methods import methods
+from grail_advantage.maps import MAPS
+from grail_advantage.method import methods
 
-
-def _ours(known: dict[str, Any]) -> list[str]:
-    """Plug-ins of other projects may be installed."""
-    return [name for name, registered in known.items() if registered.__module__.startswith("grail_advantage.")]
-
-
-METHODS = _ours({name: method.signal_class for name, method in methods().items()})
-RESHAPERS = _ours(registry.reshapers())
+METHODS = [name for name, cls in methods().items() if cls.__module__.startswith("grail_advantage.")]
+"""Without those of other projects, which may be installed."""
+RESHAPERS = [name for name, known in MAPS.items() if known.function.__module__.startswith("grail_advantage.")]
 
 
 def few(examples: int) -> settings:
