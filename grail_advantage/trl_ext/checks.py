@@ -12,10 +12,10 @@ from torch import nn
 from trl import GRPOTrainer
 
 from grail_advantage.answers.tokenizers import check_round_trip
+from grail_advantage.method import Method
 from grail_advantage.model.hugging_face import check_no_virtual_tokens
 from grail_advantage.model.probe import probe, probe_rows
 from grail_advantage.rules import Obstacle, broken, refuse, refuse_forced
-from grail_advantage.signals.base import Signal
 from grail_advantage.trl_ext.patches import missing_methods
 from grail_advantage.trl_ext.rules import AGAINST_SKIPPING, REFUSALS, SKIP_NOTHING, WARNINGS, Arguments
 
@@ -38,7 +38,7 @@ def check_trl(trainer_class: type, version: str) -> None:
         )
 
 
-def check_arguments(given: Mapping[str, Any], signal: Signal) -> None:
+def check_arguments(given: Mapping[str, Any], signal: Method) -> None:
     """Check the arguments of ``GRPOTrainer`` before it does anything with them.
 
     Args:
@@ -50,7 +50,7 @@ def check_arguments(given: Mapping[str, Any], signal: Signal) -> None:
     _refuse(Arguments(signal, given))
 
 
-def check_trainer(trainer: GRPOTrainer, signal: Signal) -> None:
+def check_trainer(trainer: GRPOTrainer, signal: Method) -> None:
     """Check the trainer once TRL has loaded the model and knows the processes; log ``WARNINGS``.
 
     Raises:
@@ -63,7 +63,6 @@ def check_trainer(trainer: GRPOTrainer, signal: Signal) -> None:
             logger.warning("%s", rule.warning(arguments))
     check_no_virtual_tokens(trainer.model)
     check_round_trip(trainer.processing_class, "processing_class")
-    signal.check_tokenizer(trainer.processing_class)
 
 
 def check_skipping(trainer: GRPOTrainer) -> None:
@@ -122,7 +121,7 @@ def check_neighbours(trainer: GRPOTrainer, model: nn.Module, inputs: Mapping[str
     refuse_forced("skip_zero_advantage=True", finding.obstacles(), SKIP_NOTHING)
 
 
-def check_prompt(prompt: Any, signal: Signal) -> None:
+def check_prompt(prompt: Any, signal: Method) -> None:
     """Refuse a prompt that a method which asks differently cannot change, of a stream of data.
 
     Raises:
@@ -135,7 +134,7 @@ def check_prompt(prompt: Any, signal: Signal) -> None:
         )
 
 
-def _arguments_of(trainer: GRPOTrainer, signal: Signal) -> Arguments:
+def _arguments_of(trainer: GRPOTrainer, signal: Method) -> Arguments:
     given = {"args": trainer.args, "processing_class": trainer.processing_class}
     return Arguments(signal, given, trainer.accelerator.num_processes, trainer.is_fsdp_enabled)
 

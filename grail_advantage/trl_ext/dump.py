@@ -20,13 +20,12 @@ from accelerate.utils import broadcast_object_list, gather_object
 from transformers import TrainerCallback
 from trl import GRPOTrainer
 
-from grail_advantage.batch import outcome_of
+from grail_advantage.api import PlainHost
+from grail_advantage.data import DUMPED, Rollouts, Weighed, outcome_of
 from grail_advantage.dump.metrics_file import MetricsFile
 from grail_advantage.dump.options import METRICS_FILE, DumpOptions
 from grail_advantage.dump_writer import StepDump, say_size, tolerant
-from grail_advantage.record import DUMPED, Rollouts, StepRecord
-from grail_advantage.signals.turns import TurnSignal, rewards_label
-from grail_advantage.token_weights import PlainHost
+from grail_advantage.methods.turns import TurnMethod, rewards_label
 from grail_advantage.trl_ext.patches import log_in_training, reward_sums
 from grail_advantage.trl_ext.received import GenerationReceipt
 
@@ -152,10 +151,10 @@ class GenerationDump(TrainerCallback):
     def _turn_rewards_label(self, row: Mapping[str, Any]) -> dict[str, list[Any]]:
         """The rewards by turn that the method reads."""
         signal = self._trainer.signal
-        label = rewards_label(row.get(signal.rewards)) if isinstance(signal, TurnSignal) else []
+        label = rewards_label(row.get(signal.rewards)) if isinstance(signal, TurnMethod) else []
         return {"turn_rewards": label} if label else {}
 
-    def write(self, record: StepRecord, output: dict[str, Any], advantages_BT: torch.Tensor) -> None:
+    def write(self, record: Weighed, output: dict[str, Any], advantages_BT: torch.Tensor) -> None:
         """Hand responses of a generation batch to the writer. A collective where there are several processes.
 
         Args:
@@ -177,7 +176,7 @@ class GenerationDump(TrainerCallback):
             return
         if self._reads:
             self.receipt.begin(output, advantages_BT, chosen, step, self._update)
-        own: list[StepRecord] = []
+        own: list[Weighed] = []
         with self._dump.writer.attempt():
             written = set(chosen)
             rows = [row for row, place in enumerate(record.rollouts.places) if place in written]
@@ -188,13 +187,12 @@ class GenerationDump(TrainerCallback):
                 self._dump.write(step, self._update, lambda: parts, rows_in_step=len(groups))
             log_in_training(trainer, "token_dump/failed_files", float(self._dump.writer.failed))
 
-    def _complete(self, record: StepRecord, step: int) -> StepRecord:
+    def _complete(self, record: Weighed, step: int) -> Weighed:
         """The record with old log-probabilities and entropies, and with the keys of the dump."""
         rollouts = record.rollouts
         host = self._host(replace(rollouts, tokenizer=self._trainer.processing_class))
-        columns_BT = {name: values_BT.cpu() for name, values_BT in host.columns(list(DUMPED)).items()}
         keys = [f"{step}_{place}" for place in rollouts.places]
-        return replace(record, rollouts=replace(rollouts, columns_BT=columns_BT, keys=keys))
+        return replace(record, rollouts=replace(rollouts, columns=host.columns(list(DUMPED)), keys=keys))
 
 
 def _ground_truth(row: Mapping[str, Any]) -> str | None:

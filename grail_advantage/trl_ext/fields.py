@@ -13,8 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from grail_advantage.signals.base import Signal
-from grail_advantage.signals.turns import TurnSignal, runs
+from grail_advantage.data import runs
+from grail_advantage.method import Method
+from grail_advantage.methods.turns import TurnMethod
 
 
 class CallRewards:
@@ -27,8 +28,8 @@ class CallRewards:
         signal: the method. Of one without turns nothing is looked at.
     """
 
-    def __init__(self, signal: Signal) -> None:
-        self.name = signal.rewards if isinstance(signal, TurnSignal) else ""
+    def __init__(self, signal: Method) -> None:
+        self.name = signal.rewards if isinstance(signal, TurnMethod) else ""
         """The attribute of an environment."""
         self._counts: list[list[int]] = []
 
@@ -62,7 +63,7 @@ class CallRewards:
 
 def fill_in(
     rows: Sequence[dict[str, Any]],
-    signal: Signal,
+    signal: Method,
     logged: Mapping[str, Sequence[Any]],
     environments: Sequence[Any] | None,
     calls: CallRewards,

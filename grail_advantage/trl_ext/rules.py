@@ -13,10 +13,9 @@ from typing import Any
 from datasets import Dataset
 from transformers import ProcessorMixin
 
-from grail_advantage.batch import EXAMPLES, REWARDS
+from grail_advantage.method import Method
+from grail_advantage.methods.turns import BIAS_OF_DISCOUNT, BIAS_OF_MASKING, TurnMethod
 from grail_advantage.rules import Rule
-from grail_advantage.signals.base import LOGITS, SALIENCY, Signal
-from grail_advantage.signals.turns import BIAS_OF_DISCOUNT, BIAS_OF_MASKING, TurnSignal
 
 LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo")
 """Losses of TRL that multiply every token's own ratio by its advantage."""
@@ -27,7 +26,7 @@ IMAGE_COLUMNS = ("image", "images")
 class Arguments:
     """The arguments of a trainer, before or after TRL has made it."""
 
-    signal: Signal
+    signal: Method
     given: Mapping[str, Any]
     """By name; those that were left out are not in it."""
     processes: int = 1
@@ -52,7 +51,7 @@ class Arguments:
     def columns(self) -> list[str]:
         """The columns of the data set that the method reads."""
         signal = self.signal
-        return [*(signal.columns if EXAMPLES in signal.reads else ()), *signal.field_names]
+        return [*(signal.data_columns if "examples" in signal.reads else ()), *signal.field_names]
 
     @property
     def known_columns(self) -> list[str]:
@@ -62,7 +61,7 @@ class Arguments:
     @property
     def missing_columns(self) -> list[str]:
         """Those that the data alone can have: a field may also come with the responses."""
-        read = self.signal.columns if EXAMPLES in self.signal.reads else ()
+        read = self.signal.data_columns if "examples" in self.signal.reads else ()
         return [name for name in read if self.known_columns and name not in self.known_columns]
 
     @property
@@ -74,7 +73,7 @@ class Arguments:
 def _plain_prompts(a: Arguments) -> bool:
     data = a["train_dataset"]
     return (
-        EXAMPLES in a.signal.reads
+        "examples" in a.signal.reads
         and isinstance(data, Dataset)
         and len(data) > 0
         and isinstance(data[0]["prompt"], str)
@@ -85,7 +84,7 @@ def _asks_again(name: str) -> Rule:
     return Rule(
         f"asks-again-{name.replace('_', '-')}",
         name,
-        lambda a: a[name] and EXAMPLES in a.signal.reads,
+        lambda a: a[name] and "examples" in a.signal.reads,
         "it asks again in other words, without the tools and what an environment or a rollout_func adds to the prompt",
         "leave it out",
         {name: [print], "token_weights": "rlsd"},
@@ -118,7 +117,7 @@ REFUSALS = (
     Rule(
         "normalised-rewards",
         "multi_objective_aggregation",
-        lambda a: REWARDS in a.signal.reads and a["multi_objective_aggregation"] == "normalize_then_sum",
+        lambda a: "rewards" in a.signal.reads and a["multi_objective_aggregation"] == "normalize_then_sum",
         "it normalises the rewards that the method reads as they are",
         "use 'sum_then_normalize'",
         {"multi_objective_aggregation": "normalize_then_sum", "token_weights": "turn_rloo"},
@@ -158,7 +157,7 @@ REFUSALS = (
     Rule(
         "fp16",
         "fp16",
-        lambda a: a["fp16"] and a.signal.uses in (SALIENCY, LOGITS),
+        lambda a: a["fp16"] and a.signal.uses in ("saliency", "logits"),
         "the answer's gradients underflow",
         "use bf16, or neither",
         {"fp16": True},
@@ -185,7 +184,7 @@ REFUSALS = (
     Rule(
         "unused-columns",
         "remove_unused_columns",
-        lambda a: (EXAMPLES in a.signal.reads or a.signal.field_names) and a["remove_unused_columns"],
+        lambda a: ("examples" in a.signal.reads or a.signal.field_names) and a["remove_unused_columns"],
         "it takes away the columns that the method reads",
         lambda a: f"use False, which leaves {' and '.join(a.columns) or 'them'}",
         {"remove_unused_columns": True, "token_weights": "rlsd"},
@@ -234,7 +233,7 @@ WARNINGS = (
     Rule(
         "chosen-denominator",
         "loss_type",
-        lambda a: isinstance(a.signal, TurnSignal) and a["loss_type"] != "dr_grpo",
+        lambda a: isinstance(a.signal, TurnMethod) and a["loss_type"] != "dr_grpo",
         "it divides by numbers of tokens that the policy chooses with its turns, which biases the gradient: by 0.04 of its "
         "length (the whole batch's) and 0.19 (each response's), in an environment that was enumerated (docs/turns.md)",
         "'dr_grpo' does not",
@@ -243,7 +242,7 @@ WARNINGS = (
     Rule(
         "masked-turns",
         "mask_truncated_completions",
-        lambda a: isinstance(a.signal, TurnSignal) and a["mask_truncated_completions"],
+        lambda a: isinstance(a.signal, TurnMethod) and a["mask_truncated_completions"],
         BIAS_OF_MASKING,
         "False does not",
         {"mask_truncated_completions": True, "token_weights": "turn_rloo"},
@@ -251,7 +250,7 @@ WARNINGS = (
     Rule(
         "masked-by-method",
         "token_weights",
-        lambda a: isinstance(a.signal, TurnSignal) and a.signal.mask_truncated,
+        lambda a: isinstance(a.signal, TurnMethod) and a.signal.mask_truncated,
         BIAS_OF_MASKING,
         "mask_truncated=False does not",
         {"token_weights": "turn_rloo:mask_truncated=true"},
@@ -259,7 +258,7 @@ WARNINGS = (
     Rule(
         "discounted-turns",
         "token_weights",
-        lambda a: isinstance(a.signal, TurnSignal) and getattr(a.signal, "gamma", 1.0) < 1,
+        lambda a: isinstance(a.signal, TurnMethod) and getattr(a.signal, "gamma", 1.0) < 1,
         BIAS_OF_DISCOUNT,
         "gamma=1 does not",
         {"token_weights": "gtpo"},

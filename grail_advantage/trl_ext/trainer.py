@@ -16,6 +16,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,14 +28,11 @@ from trl import GRPOTrainer
 
 from grail_advantage.answers.format import BOXED, AnswerFormat, answer_format
 from grail_advantage.answers.missing import CHOICES, AnswerCheck
-from grail_advantage.batch import EXAMPLES, OLD_LOG_PROBS, Example, token_mean, within_range
+from grail_advantage.api import PlainHost
+from grail_advantage.data import DUMPED, OLD_LOG_PROBS, Example, Rollouts, joined, token_mean, within_range
 from grail_advantage.dump.folder_lock import hold, let_go
-from grail_advantage.methods import method
+from grail_advantage.method import Method, build
 from grail_advantage.metrics import GRADIENT_METRICS, METRICS
-from grail_advantage.pipeline import weigh
-from grail_advantage.record import DUMPED, Rollouts, joined
-from grail_advantage.signals.base import Signal
-from grail_advantage.token_weights import PlainHost
 from grail_advantage.trl_ext.checks import (
     check_arguments,
     check_neighbours,
@@ -54,6 +52,7 @@ from grail_advantage.trl_ext.patches import (
     rows_that_train,
     written_lengths,
 )
+from grail_advantage.weigh import weigh
 
 logger = logging.getLogger(__name__)
 
@@ -89,7 +88,7 @@ class TokenWeightGRPOTrainer(GRPOTrainer):
     def __init__(
         self,
         *arguments: Any,
-        token_weights: str | Signal = "grail",
+        token_weights: str | Method = "grail",
         token_weight_options: Mapping[str, Any] | None = None,
         answer: str | AnswerFormat = BOXED,
         missing_answers: str = CHOICES[0],
@@ -99,7 +98,7 @@ class TokenWeightGRPOTrainer(GRPOTrainer):
     ) -> None:
         check_trl(GRPOTrainer, trl.__version__)
         if isinstance(token_weights, str):
-            token_weights = method(token_weights).build(token_weight_options or {})
+            token_weights = build(token_weights, token_weight_options)
         elif token_weight_options:
             raise ValueError(
                 "token_weight_options are for a method given by its name; put them into token_weights itself"
@@ -107,7 +106,7 @@ class TokenWeightGRPOTrainer(GRPOTrainer):
         self.signal = token_weights
         self.answer = answer_format(answer)
         self._skips_zero_advantage, self._neighbours_checked = skip_zero_advantage, False
-        self._answers = AnswerCheck(self.signal, self.answer, missing_answers)
+        self._answers = AnswerCheck(self.signal, self.answer, missing_answers, total=self._total)
         dumping = None if token_dump is None else dump_options(token_dump)
         self._dump: GenerationDump | None = None
         self._tool_mask: list[list[int]] | None = None
@@ -218,15 +217,14 @@ class TokenWeightGRPOTrainer(GRPOTrainer):
         first, count = rollouts.places[0], len(inputs)
         if not signal.uses:
             # Without a pass it costs nothing to look at the batch of all processes, which some methods compare.
-            read_BT = self._host(rollouts).columns([name for name in DUMPED if name in signal.reads])
-            rollouts = self._of_all_processes(replace(rollouts, columns_BT={**rollouts.columns_BT, **read_BT}))
-        record = weigh(self._host(rollouts), signal, self.state.global_step)
-        self._look_for_answers(rollouts)
+            read = self._host(rollouts).columns([name for name in DUMPED if name in signal.reads])
+            rollouts = self._of_all_processes(replace(rollouts, columns={**rollouts.columns, **read}))
+        record = weigh(self._host(rollouts), signal, self._answers)
         if not signal.uses:
             record = record.part(range(first, first + count))
         self._log_figures({**record.metrics, "seconds": time.perf_counter() - started})
         advantages_BT = torch.zeros(output["completion_mask"].shape, dtype=output["advantages"].dtype)
-        advantages_BT[:, : record.advantages_BT.shape[1]] = record.advantages_BT
+        advantages_BT[:, : record.advantages.shape[1]] = record.advantages
         advantages_BT = advantages_BT.to(output["advantages"].device)
         if self._dump is not None:
             self._dump.write(record, output, advantages_BT)
@@ -252,21 +250,21 @@ class TokenWeightGRPOTrainer(GRPOTrainer):
         return Rollouts(
             prompts=[ids_P[mask_P] for ids_P, mask_P in prompts],
             responses=[ids_T[:length] for ids_T, length in zip(ids_BT, lengths, strict=True)],
-            mask_BT=mask_BT[:, :width] & written_BT,
-            advantages_B=output["advantages"].masked_fill(equal_B, 0.0).masked_fill(rewards_B.isnan(), torch.nan),
+            mask=mask_BT[:, :width] & written_BT,
+            advantages=output["advantages"].masked_fill(equal_B, 0.0).masked_fill(rewards_B.isnan(), torch.nan),
             tokenizer=self.processing_class,
             answer=self.answer,
-            written_BT=written_BT,
-            truncated_B=self._truncated(ids_BT, lengths),
-            groups_B=places_B // self.num_generations,
-            rewards_B=rewards_B.double(),
-            examples=self._examples(inputs) if EXAMPLES in signal.reads else None,
+            written=written_BT,
+            truncated=self._truncated(ids_BT, lengths),
+            groups=places_B // self.num_generations,
+            rewards=rewards_B.double(),
+            examples=self._examples(inputs) if "examples" in signal.reads else None,
             fields={name: [row.get(name) for row in inputs] for name in signal.field_names},
-            columns_BT={
-                name: values_BT[:, :width].float() for name, values_BT in known.items() if values_BT is not None
-            },
+            columns={name: values_BT[:, :width].float() for name, values_BT in known.items() if values_BT is not None},
             places=places_B.tolist(),
             facts=self._dump.facts(inputs, places_B) if self._dump is not None else {},
+            mean=partial(loss_mean, self.loss_type, self.max_completion_length),
+            step=self.state.global_step,
         )
 
     def _host(self, rollouts: Rollouts) -> PlainHost:
@@ -275,10 +273,8 @@ class TokenWeightGRPOTrainer(GRPOTrainer):
             self.accelerator.unwrap_model(self.model),
             rollouts,
             temperature=self.temperature,
-            step=self.state.global_step,
             # Those of an update's micro-batch, which also holds gradients of parameters and all logits.
             tokens=self.args.per_device_train_batch_size * rollouts.padded_length,
-            mean=self._aggregate,
             device=self.accelerator.device,
         )
 
@@ -288,16 +284,11 @@ class TokenWeightGRPOTrainer(GRPOTrainer):
             return rollouts
         return replace(joined(gather_object([rollouts.part(range(len(rollouts)))])), tokenizer=self.processing_class)
 
-    def _look_for_answers(self, rollouts: Rollouts) -> None:
-        if rollouts.truncated_B is not None:
-            truncated = rollouts.truncated_B.tolist()
-            self._answers.look_at_thinking(rollouts.prompts, rollouts.responses, truncated, self.processing_class)
-        spans = rollouts.spans(self.signal.span)
-        answered, count = sum(span is not None for span in spans), len(spans)
-        if self.signal.uses:  # otherwise the responses are those of all processes already
-            counts = torch.tensor([answered, count], device=self.accelerator.device)
-            answered, count = self.accelerator.reduce(counts, "sum").tolist()
-        self._answers.look(spans, rollouts.written, self.processing_class, (answered, count))
+    def _total(self, counts: Sequence[int]) -> Sequence[int]:
+        """Counts of all processes; without a pass each counts the responses of all already."""
+        own = torch.tensor(counts, device=self.accelerator.device)
+        total: list[int] = (self.accelerator.reduce(own, "sum") if self.signal.uses else own).tolist()
+        return total
 
     def _truncated(self, completions_BT: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
         """Responses that ended without an end token, by TRL's test."""
@@ -314,15 +305,6 @@ class TokenWeightGRPOTrainer(GRPOTrainer):
             for row in inputs
         ]
 
-    def _aggregate(self, values_BT: torch.Tensor, mask_BT: torch.Tensor) -> float:
-        """A mean over the batch as ``loss_type`` takes it."""
-        kept_BT = torch.where(mask_BT, values_BT, 0.0).double()
-        if self.loss_type in ("grpo", "sapo"):
-            return float((kept_BT.sum(dim=1) / mask_BT.sum(dim=1).clamp(min=1)).mean())
-        if self.loss_type == "dr_grpo":
-            return float(kept_BT.sum() / (len(kept_BT) * self.max_completion_length))
-        return token_mean(values_BT, mask_BT)
-
     def _log_figures(self, figures: Mapping[str, float]) -> None:
         """Put figures into TRL's logs, as means over the processes that have them."""
         own = torch.tensor([figures.get(name, torch.nan) for name in FIGURES], device=self.accelerator.device)
@@ -330,3 +312,13 @@ class TokenWeightGRPOTrainer(GRPOTrainer):
         for name, value in zip(FIGURES, means.tolist(), strict=True):
             if value == value:  # NaN: no process has it
                 log_in_training(self, f"{self.signal.name}/{name}", value)
+
+
+def loss_mean(loss_type: str, most_tokens: int, values_BT: torch.Tensor, mask_BT: torch.Tensor) -> float:
+    """A mean over the batch as TRL's ``loss_type`` takes it, ``most_tokens`` being ``max_completion_length``."""
+    kept_BT = torch.where(mask_BT, values_BT, 0.0).double()
+    if loss_type in ("grpo", "sapo"):
+        return float((kept_BT.sum(dim=1) / mask_BT.sum(dim=1).clamp(min=1)).mean())
+    if loss_type == "dr_grpo":
+        return float(kept_BT.sum() / (len(kept_BT) * most_tokens))
+    return token_mean(values_BT, mask_BT)

@@ -9,7 +9,7 @@ from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,15 +20,14 @@ from transformers import AutoModelForCausalLM, get_scheduler
 from transformers.integrations.neftune import activate_neftune
 from trl import GRPOTrainer
 
-from grail_advantage import Grail, Oar, Reshaped, RolloutBatch, TokenWeights, compute_token_weights
-from grail_advantage.batch import LARGEST, Example
+from grail_advantage import Grail, Method, Oar, Rollouts, TokenWeights, Weights, compute_token_weights, register
+from grail_advantage.data import LARGEST, Example
 from grail_advantage.dump.store import read_dump
-from grail_advantage.methods import method
-from grail_advantage.pipeline import weigh
-from grail_advantage.signals.base import Signal
+from grail_advantage.method import build as method_of
 from grail_advantage.trl_ext import checks
 from grail_advantage.trl_ext import trainer as trainer_module
 from grail_advantage.trl_ext.rules import LOSSES
+from grail_advantage.weigh import weigh
 from tests import documentation
 from tests.core.common import some, watch_inputs
 from tests.core.tiny_models import END, Batch, char_tokenizer, make_batch, tiny_model
@@ -48,7 +47,7 @@ def chat_tokenizer() -> Any:
     return tokenizer
 
 
-def plain_weights(signal: Signal, *, mask_truncated: bool = True, **known: Any) -> tuple[Batch, TokenWeights]:
+def plain_weights(signal: Method, *, mask_truncated: bool = True, **known: Any) -> tuple[Batch, TokenWeights]:
     """The script's responses by :func:`compute_token_weights`, on other padding than TRL's."""
     batch = make_batch(scripted.rollouts(mask_truncated=mask_truncated), "right")
     settings = {"temperature": scripted.TEMPERATURE, **known}
@@ -69,28 +68,28 @@ def parameters_gradient(trainer: GRPOTrainer, batch: dict[str, torch.Tensor]) ->
     return loss.detach(), gradient
 
 
-class Blamed(Signal):
+@register("blamed")
+class Blamed(Method):
     """Weights from a column of the data set."""
 
     reads = frozenset({"field:blame"})
-    name: ClassVar[str] = "blamed"
 
-    def scores(self, batch: RolloutBatch, of_pass_BT: torch.Tensor | None) -> torch.Tensor:
-        return torch.tensor(batch.fields["blame"]).unsqueeze(1).expand(batch.mask_BT.shape)
+    def scores(self, r: Rollouts, of_pass: torch.Tensor | None) -> torch.Tensor:
+        return torch.tensor(r.fields["blame"]).unsqueeze(1).expand(r.mask.shape)
 
-    def reshape(self, scores_BT: torch.Tensor, statistics_BT: torch.Tensor, batch: RolloutBatch) -> Reshaped:
-        return Reshaped(scores_BT)
+    def weights(self, scores: torch.Tensor, among: torch.Tensor, r: Rollouts) -> Weights:
+        return Weights(scores)
 
 
-METHODS: dict[str, Signal] = {
+METHODS: dict[str, Method] = {
     "grail, robust": Grail("robust", gate="all"),
     "grail, hidden states": Grail(leaf="middle", mask_truncated=False),
     "oar_p": Oar("perturbation"),
-    "surprisal": method("surprisal").build({"gate": "all", "reshaper": "power"}),
-    "high_entropy": method("high_entropy").build({}),
-    "stare": method("stare").build({"variant": "C2", "threshold": 100.0}),
-    "shear": method("shear").build({"window": 6, "stride": 3}),
-    "step_values": method("step_values").build({"separator": "i"}),
+    "surprisal": method_of("surprisal", {"gate": "all", "reshaper": "power"}),
+    "high_entropy": method_of("high_entropy"),
+    "stare": method_of("stare", {"variant": "C2", "threshold": 100.0}),
+    "shear": method_of("shear", {"window": 6, "stride": 3}),
+    "step_values": method_of("step_values", {"separator": "i"}),
     "a field": Blamed(),
 }
 BLAME = [0.5, 2.0]
@@ -266,7 +265,7 @@ def test_answers_in_another_format(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("signal", [Grail(), METHODS["surprisal"].replace(statistics="reasoning")])
 def test_a_run_without_answers_stops(
-    tmp_path: Path, signal: Signal, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, signal: Method, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("grail_advantage.answers.missing.ENOUGH", 8)
     weights = {"token_weights": signal, "answer": "hashes"}
@@ -338,7 +337,8 @@ def test_the_mean_of_the_runs_loss(tmp_path: Path, loss_type: str) -> None:
     values_BT = torch.tensor([[1.0, 2.0, 9.0], [4.0, 9.0, 9.0]])
     mask_BT = torch.tensor([[True, True, False], [True, False, False]])
     expected = {"grpo": 11 / 4, "sapo": 11 / 4, "dr_grpo": 7 / 2 / trainer.args.max_completion_length}
-    assert trainer._aggregate(values_BT, mask_BT) == pytest.approx(expected.get(loss_type, 7 / 3), rel=1e-6)
+    found = trainer_module.loss_mean(loss_type, trainer.max_completion_length, values_BT, mask_BT)
+    assert found == pytest.approx(expected.get(loss_type, 7 / 3), rel=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -466,9 +466,9 @@ def test_weights_are_computed_once_a_generation_batch(tmp_path: Path, monkeypatc
     """And go with their responses, which TRL shuffles and splits."""
     calls, seen = [], []
 
-    def counted(host: Any, signal: Signal, step: int) -> Any:
-        calls.append(step)
-        return weigh(host, signal, step)
+    def counted(host: Any, *rest: Any) -> Any:
+        calls.append(host.rollouts().step)
+        return weigh(host, *rest)
 
     class Recording(scripted.ScriptedTokenWeights):
         def _compute_loss(self, model: Any, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -583,7 +583,7 @@ def rlsd_data(**columns: Any) -> Dataset:
 
 
 def test_rlsd_reads_the_other_columns(tmp_path: Path) -> None:
-    signal = method("rlsd").build({"privileged_column": "solution"})
+    signal = method_of("rlsd", {"privileged_column": "solution"})
     trainer = build(tmp_path, data=rlsd_data(), tokenizer=chat_tokenizer(), weights={"token_weights": signal})
     batch = generation_batch(trainer)
     answers = ["five, as 2 + 3 = 5", "nine"]

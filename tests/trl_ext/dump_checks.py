@@ -19,10 +19,10 @@ import torch
 from datasets import Dataset
 from trl import GRPOTrainer
 
-from grail_advantage import Signal
+from grail_advantage import Method
 from grail_advantage.dump.folder_lock import LOCK
 from grail_advantage.dump.store import read_dump
-from grail_advantage.signals.turns import TurnSignal
+from grail_advantage.methods.turns import TurnMethod
 from grail_advantage.trl_ext import TokenWeightGRPOTrainer
 from grail_advantage.trl_ext.dump import dump_options
 from tests import hosts
@@ -61,7 +61,7 @@ def rewards(completions: list[str], **_: Any) -> list[float]:
     return [said.reward for said in hosts.RESPONSES]
 
 
-def dumped(folder: Path, signal: Signal, **options: Any) -> pa.Table:
+def dumped(folder: Path, signal: Method, **options: Any) -> pa.Table:
     """The dump of a step of training. Its advantages are those that the loss gets."""
     trainer = build(
         folder,
@@ -82,7 +82,7 @@ def dumped(folder: Path, signal: Signal, **options: Any) -> pa.Table:
     trainer.train()
     (file,) = read_dump(folder / "tokens").files
     header = file.header
-    assert (header.method, header.options, header.temperature) == (signal.name, signal.as_dict(), hosts.TEMPERATURE)
+    assert (header.method, header.options, header.temperature) == (signal.name, signal.model_dump(), hosts.TEMPERATURE)
     assert (header.step, header.rows_in_step) == (1, hosts.COUNT)
     table = hosts.dumped_table(folder / "tokens")
     for advantages_T, dumped_T in zip(trainer.advantages_BT.tolist(), table["advantage"].to_pylist(), strict=True):
@@ -90,10 +90,10 @@ def dumped(folder: Path, signal: Signal, **options: Any) -> pa.Table:
     return table
 
 
-def expected(signal: Signal, masked: int | None = None) -> pa.Table:
+def expected(signal: Method, masked: int | None = None) -> pa.Table:
     """The plain model's dump, with TRL's keys and ground truths, in micro-batches of TRL's size."""
     rollouts = hosts.plain_rollouts(keys=[f"1_{place}" for place in range(hosts.COUNT)])
-    mask_BT = rollouts.mask_BT.clone()
+    mask_BT = rollouts.mask.clone()
     if masked is not None:
         mask_BT[masked] = False
     truths = [GOLD[said.prompt] for said in hosts.RESPONSES]
@@ -101,17 +101,15 @@ def expected(signal: Signal, masked: int | None = None) -> pa.Table:
     facts = {
         **rollouts.facts,
         "ground_truth": truths,
-        "labels": labels if isinstance(signal, TurnSignal) else [{}] * hosts.COUNT,
+        "labels": labels if isinstance(signal, TurnMethod) else [{}] * hosts.COUNT,
     }
-    rollouts = replace(rollouts, mask_BT=mask_BT, facts=facts)
+    rollouts = replace(rollouts, mask=mask_BT, facts=facts)
     return hosts.plain_table(signal, rollouts, tokens=hosts.COUNT * rollouts.padded_length)
 
 
 @pytest.mark.parametrize("name", METHODS)
 def test_the_dump_is_that_of_a_plain_model(tmp_path: Path, name: str) -> None:
     """Bit for bit, as every number comes from the same computation in the same micro-batches."""
-    if name == "shear":
-        pytest.importorskip("ot")
     signal = hosts.signal_of(name)
     hosts.assert_same(dumped(tmp_path, signal), expected(signal))
 

@@ -39,15 +39,12 @@ def test_refused(tmp_path: Path, rule: Rule) -> None:
     arguments = _arguments(tmp_path, rule.example)
     option, remedy = (part if isinstance(part, str) else part(arguments) for part in (rule.option, rule.remedy))
     beside = f"token_weights={arguments.signal.name!r}"
-    assert rule.message(arguments, beside) == (
-        f"{arguments.named(option)} does not work with {beside}: {rule.because}; {remedy}"
-    )
     broken = [each for each in REFUSALS if each.when(arguments)]
     assert broken[0] is rule
     if arguments.processes == 1:
         with pytest.raises(ValueError) as refused:
             check_arguments(arguments.given, arguments.signal)
-        assert str(refused.value) == rule.message(arguments, beside)
+        assert str(refused.value) == f"{arguments.named(option)} does not work with {beside}: {rule.because}; {remedy}"
 
 
 @pytest.mark.parametrize("rule", WARNINGS, ids=lambda rule: rule.id)
