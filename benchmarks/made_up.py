@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from grail_advantage import Example
-from grail_advantage.record import Rollouts
+from grail_advantage.data import Rollouts
 from verl_cpu.tiny.model import CHAT_TEMPLATE, END_OF_TEXT, TURN_END, TURN_START
 
 LETTERS = 256
@@ -95,12 +95,12 @@ def made_up_rollouts(
     rollouts = Rollouts(
         prompts=list(ids_BL[:, :prompt]),
         responses=list(ids_BL[:, prompt:]),
-        mask_BT=torch.ones(rows, tokens - prompt, dtype=torch.bool),
-        advantages_B=advantages_B,
+        mask=torch.ones(rows, tokens - prompt, dtype=torch.bool),
+        advantages=advantages_B,
         tokenizer=tokenizer,
         # Incorrect and correct responses are dealt out to all prompts alike.
-        groups_B=torch.arange(rows) % max(1, round(rows / GROUP_ROWS)),
-        rewards_B=(advantages_B > 0).double(),
+        groups=torch.arange(rows) % max(1, round(rows / GROUP_ROWS)),
+        rewards=(advantages_B > 0).double(),
         examples=[example] * rows,
         fields={"tool_rewards": [[]] * rows},
     )
