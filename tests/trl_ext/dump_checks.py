@@ -1,5 +1,5 @@
-"""The token dump of a TRL run: equal to a plain model's (``tests/hosts.py``), and its files; run by test_trl.py with TRL on the
-path."""
+"""The token dump of a TRL run: equal to a plain model's (``tests/hosts.py``), and its files; run by test_trl.py with
+TRL on the path."""
 
 from __future__ import annotations
 
@@ -126,7 +126,8 @@ def test_a_response_that_trl_masks_keeps_its_tokens(tmp_path: Path, name: str) -
 
 
 def test_steps_rows_and_resuming(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Whole groups of every other step; a run that resumes writes its own steps and figures in place of the old ones."""
+    """Whole groups of every other step; a run that resumes writes its own steps and figures in place of the old
+    ones."""
     run = tmp_path / "run"
     weights = {"token_weights": "grail", "token_dump": {"folder": run / "tokens", "every": 2, "responses": 4}}
     saving = {"save_strategy": "steps", "save_steps": 3, "weights": weights}
@@ -166,8 +167,8 @@ def test_the_folders_of_a_training_that_lives_are_refused(tmp_path: Path) -> Non
 def test_nothing_beside_the_training_stops_it_or_its_resume(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Half a last line; a reward function that removes the folder of the figures, changes the working folder, and fills the
-    disk; ground truths of any type."""
+    """Half a last line; a reward function that removes the folder of the figures, changes the working folder, and fills
+    the disk; ground truths of any type."""
     monkeypatch.chdir(tmp_path)
     truths = [Decimal("0.10"), None, b"7", {"a": 1}, [1], True, "5", np.int64(3)]
     data = [

@@ -1,7 +1,7 @@
 """Token weights in TRL's trainer.
 
-verl 0.9.1 does not start where it can import TRL, so everything with TRL runs in processes that have it on their path: the
-checks of this folder with the newest TRL and the newest transformers, with the oldest TRL, and two ranks.
+verl 0.9.1 does not start where it can import TRL, so everything with TRL runs in processes that have it on their path:
+the checks of this folder with the newest TRL and the newest transformers, with the oldest TRL, and two ranks.
 By hand: ``PYTHONPATH=.venv/trl .venv/bin/python -m pytest tests/trl_ext/core_checks.py``.
 """
 
