@@ -24,7 +24,7 @@ FILES = {
     "grail_advantage/verl_ext/patches.py": "verl",
     "packages/verl-cpu/verl_cpu/patches.py": "verl and torch, by `packages/verl-cpu` with `VERL_PLATFORM=cpu` alone",
     "grail_advantage/model/patches.py": "torch and transformers, within a pass of a method alone",
-    "grail_advantage/trl_ext/patches.py": "TRL, of which nothing is replaced",
+    "grail_advantage/trl_ext/trainer.py": "TRL, of which nothing is replaced",
 }
 CAN_GO = "Can go "
 
