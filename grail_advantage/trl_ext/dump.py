@@ -19,7 +19,7 @@ import torch
 from accelerate.utils import broadcast_object_list, gather_object
 from torch.nn.functional import pad
 from transformers import TrainerCallback
-from trl import GRPOTrainer
+from trl import GRPOConfig, GRPOTrainer
 
 from grail_advantage.api import PlainHost
 from grail_advantage.data import DUMPED, Rollouts, Weighed, outcome_of
@@ -27,7 +27,7 @@ from grail_advantage.dump.metrics_file import MetricsFile
 from grail_advantage.dump.options import METRICS_FILE, DumpOptions
 from grail_advantage.dump_writer import StepDump, say_size, tolerant
 from grail_advantage.methods.turns import TurnMethod, rewards_label
-from grail_advantage.receipt import Batch, Piece, check, trl_loss
+from grail_advantage.receipt import Batch, Loss, Piece, check, trl_loss
 from grail_advantage.receipt.measure import Gradient
 
 WHERE = "token_dump's "
@@ -46,12 +46,6 @@ COLUMNS = {
     "ref_log_probs_BT": "ref_per_token_logps",
 }
 """A receipt's columns by TRL's names, the mask by that of :func:`loss_mask`."""
-SETTINGS = (
-    *("epsilon", "epsilon_high", "delta", "max_completion_length", "beta", "use_bias_correction_kl"),
-    *("sapo_temperature_pos", "sapo_temperature_neg", "vespo_k_pos", "vespo_k_neg", "vespo_lambda_pos"),
-    *("vespo_lambda_neg", "off_policy_mask_threshold", "top_entropy_quantile"),
-)
-"""Of TRL's configuration, which the loss reads."""
 
 
 def dump_options(given: str | os.PathLike[str] | Mapping[str, Any]) -> DumpOptions:
@@ -74,6 +68,12 @@ def loss_mask(inputs: Mapping[str, Any]) -> torch.Tensor:
     """The tokens that count in the loss, int64 (B, T), by ``_compute_loss`` (grpo_trainer.py:3027): a tool's do not."""
     mask: torch.Tensor = inputs["completion_mask"]
     return mask * inputs["tool_mask"] if "tool_mask" in inputs else mask
+
+
+def loss_of(args: GRPOConfig) -> Loss:
+    """TRL's loss as its configuration says."""
+    options = dict(vars(args))
+    return trl_loss(options.pop("loss_type"), options.pop("importance_sampling_level"), **options)
 
 
 @dataclass
@@ -308,8 +308,7 @@ class GenerationDump(TrainerCallback):
             return
         mask, keys = columns.pop("mask_BT").bool(), [f"{of.step}_{place}" for place in range(len(lengths))]
         counts = {"updates": updates, "epochs": args.num_iterations, "ranks": self._trainer.accelerator.num_processes}
-        settings = {name: getattr(args, name) for name in SETTINGS if hasattr(args, name)}
-        loss = trl_loss(self._trainer.loss_type, self._trainer.importance_sampling_level, **settings)
+        loss = loss_of(args)
         receipt = check(Batch(columns.pop("advantages_BT"), mask, **columns, **counts, keys=keys), loss, pieces)
         rows = of.chosen
         by_response = {name: getattr(receipt, name)[rows] for name in ("received_BT", "clipped_BT")}

@@ -176,10 +176,7 @@ ONE, THREE = [[None, 0.9, 0.9, 0.9]], [[0.1, 0.2, 0.4, 0.4], [0.2, 0.4, 0.1, 0.2
     ("columns", "options"), [(ONE, {"scale_rewards": "group"}), (THREE, {}), (ONE, APART), (THREE, APART)]
 )
 def test_equal_rewards_have_no_advantage(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    columns: list[list[float | None]],
-    options: dict[str, Any],
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, columns: list[list[float | None]], options: dict[str, Any]
 ) -> None:
     """Of the first prompt; TRL's own advantages are off by rounding. The second prompt's keep TRL's."""
     places = {
@@ -284,14 +281,16 @@ def test_gradient_of_the_loss_is_a_hand_written_one(tmp_path: Path, loss_type: s
 
 
 @pytest.mark.parametrize("loss_type", LOSSES)
-def test_the_mean_of_the_runs_loss(tmp_path: Path, loss_type: str) -> None:
+def test_the_mean_of_the_runs_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, loss_type: str) -> None:
     """Which a method's threshold is compared with. dr_grpo divides by the longest length, not by the batch's width."""
     trainer = build(tmp_path, weights={"token_weights": "uniform"}, loss_type=loss_type)
     values_BT = torch.tensor([[1.0, 2.0, 9.0], [4.0, 9.0, 9.0]])
     mask_BT = torch.tensor([[True, True, False], [True, False, False]])
     expected = {"grpo": 11 / 4, "sapo": 11 / 4, "dr_grpo": 7 / 2 / trainer.args.max_completion_length}
-    found = trainer_module.loss_mean(loss_type, trainer.max_completion_length, values_BT, mask_BT)
-    assert found == pytest.approx(expected.get(loss_type, 7 / 3), rel=1e-6)
+    kept = []
+    monkeypatch.setattr(trainer_module, "weigh", lambda host, *rest: kept.append(host.rollouts()) or weigh(host, *rest))
+    generation_batch(trainer)
+    assert kept[0].mean(values_BT, mask_BT) == pytest.approx(expected.get(loss_type, 7 / 3), rel=1e-6)
 
 
 @pytest.mark.parametrize(

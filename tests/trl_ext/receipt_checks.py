@@ -15,9 +15,9 @@ from accelerate.utils import DistributedType
 from trl import GRPOConfig, GRPOTrainer
 
 from grail_advantage.dump.store import read_dump, read_headers
-from grail_advantage.receipt import Finding, check, trl_loss
+from grail_advantage.receipt import Finding, check
 from grail_advantage.trl_ext import dump as dump_module
-from grail_advantage.trl_ext.dump import SETTINGS
+from grail_advantage.trl_ext.dump import loss_of
 from grail_advantage.view.receipt import main
 from tests.core.receipt_loop import TOKENS, MicroBatch, names, rollout, train
 from tests.core.tiny_models import tiny_model
@@ -124,7 +124,7 @@ def test_no_false_alarm(tmp_path: Path, loss_type: str, level: str) -> None:
         args.steps_per_generation = per_update * choice["updates"]
         tokens = int(given.batch.mask_BT.sum())
         pieces = train(given, lambda m, args=args, c=choice, n=tokens: trl_value(m, args, c["ranks"], n, c["weighted"]))
-        loss = trl_loss(loss_type, level, **{name: getattr(args, name) for name in SETTINGS if hasattr(args, name)})
+        loss = loss_of(args)
         assert loss.account is not None
         batch = given.batch if choice["beta"] else replace(given.batch, ref_log_probs_BT=None)
         receipt = check(batch, loss, pieces)
