@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from grail_advantage.methods import methods
+from grail_advantage.method import methods
 from grail_advantage.reward import check_ground_truths, compute_score, gold_text
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from datasets import Dataset, load_dataset
 from trl import GRPOConfig
 
 from examples.trl_grail import reward
-from grail_advantage.methods import methods
+from grail_advantage.method import methods
 from grail_advantage.reward import check_ground_truths
 from grail_advantage.trl_ext import TokenWeightGRPOTrainer
 from recipe.data.convert import PUBLISHED_SUFFIX

@@ -28,7 +28,7 @@ from pydantic import BaseModel  # noqa: E402
 
 from grail_advantage.maps import MAPS  # noqa: E402
 from grail_advantage.method import Mapped, Method, build, methods  # noqa: E402
-from grail_advantage.reward._normal import RULES  # noqa: E402
+from grail_advantage.reward._normal import RULES, normal  # noqa: E402
 from grail_advantage.rules import Rule  # noqa: E402
 from grail_advantage.verl_ext import rules as verl_rules  # noqa: E402
 from grail_advantage.verl_ext.rules import NEEDED_WHOLE, UNIFORM  # noqa: E402
@@ -293,8 +293,7 @@ def _argument(rule: Rule) -> str:
 
 def normal_form() -> str:
     """How the reward function unifies spellings."""
-    rows = [[rule.what, f"`{rule.example}`", f"`{rule.result}`"] for rule in RULES]
-    return "\n".join(table(["rule", "example", "becomes"], rows))
+    return "\n".join(table(["example", "becomes"], [[f"`{example}`", f"`{normal(example)}`"] for example, *_ in RULES]))
 
 
 # ---------- patches, published settings
@@ -304,7 +303,7 @@ PATCHES = {
     "grail_advantage/verl_ext/patches.py": "verl",
     "packages/verl-cpu/verl_cpu/patches.py": "verl and torch, by `packages/verl-cpu` with `VERL_PLATFORM=cpu` alone",
     "grail_advantage/model/patches.py": "torch and transformers, within a pass of a method alone",
-    "grail_advantage/trl_ext/patches.py": "TRL, of which nothing is replaced",
+    "grail_advantage/trl_ext/trainer.py": "TRL, of which nothing is replaced",
 }
 """A function or class of these files is listed if its docstring says when it can go."""
 

@@ -75,7 +75,7 @@ ROWS = (
     ("verl_ext/zero_advantage", "verl_ext/test_zero_advantage.py::TestOldLogProbs",
      "(not needed_B[row], lengths[row])", "(not needed_B[row], -lengths[row])"),
     ("trl_ext/trainer", "trl_ext/core_checks.py::test_the_mean_of_the_runs_loss",
-     "(len(kept_BT) * self.max_completion_length)", "kept_BT.numel()"),
+     "(len(kept_BT) * most_tokens)", "kept_BT.numel()"),
     ("recipe/run_life/checkpoints", "run_life/test_checkpoints.py::test_where_a_run_resumes",
      "in reversed(every) if", "in every if"),
     ("recipe/run_life/checkpoints", "run_life/test_checkpoints.py",

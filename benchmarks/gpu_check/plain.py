@@ -14,17 +14,17 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from grail_advantage.pipeline import weigh
-from grail_advantage.record import Rollouts, StepRecord
-from grail_advantage.token_weights import PlainHost
 from transformers import PreTrainedModel
 
 from benchmarks.gpu_check.outcome import Outcome, cell
 from benchmarks.made_up import SHAPES, made_up_rollouts, random_model, release
 from benchmarks.timer import peak_memory, seconds
-from grail_advantage import Grail, Oar, Signal
+from grail_advantage import Grail, Method, Oar
+from grail_advantage.api import PlainHost
+from grail_advantage.data import Rollouts, Weighed
+from grail_advantage.weigh import weigh
 
-METHODS: dict[str, Signal] = {
+METHODS: dict[str, Method] = {
     "grail, official": Grail("official"),
     "grail, robust": Grail("robust"),
     "oar_g, official": Oar("gradient"),
@@ -76,16 +76,16 @@ def incorrect(rows: int, tokens: int, prompt: int, shape: str) -> Rollouts:
     return made_up_rollouts(rows, tokens, prompt, SHAPES[shape]["vocab_size"], selected=rows)
 
 
-def weights(model: PreTrainedModel, signal: Signal, rollouts: Rollouts) -> StepRecord:
+def weights(model: PreTrainedModel, method: Method, rollouts: Rollouts) -> Weighed:
     """Scores and weights of the responses."""
-    return weigh(PlainHost(model, rollouts, device=model.device), signal)
+    return weigh(PlainHost(model, rollouts, device=model.device), method, None)
 
 
 def against_cpu(outcome: Outcome, device: str, size: Size) -> None:
     """The same small model on the device and on the CPU, both in float32."""
     model, rollouts = random_model(SHAPES[size.small], "cpu", torch.float32), incorrect(2, 192, 16, size.small)
     for name in JUDGED:
-        expected, actual = (weights(model.to(where), METHODS[name], rollouts).weights_BT for where in ("cpu", device))
+        expected, actual = (weights(model.to(where), METHODS[name], rollouts).weights for where in ("cpu", device))
         error = float((actual - expected).abs().max())
         outcome.check(
             f"{name}: weights of the device are the CPU's", error <= 1e-3, f"off by {error:.1e}, allowed 1e-3"
@@ -120,16 +120,16 @@ def kept(of_method: Mapping[str, float], least: float = LEAST) -> tuple[bool, st
     return share <= MOST and rank >= least, f"{detail}, scores' rank correlation {rank:.4f} (at least {least})"
 
 
-def compared(actual: StepRecord, exact: StepRecord) -> dict[str, float]:
+def compared(actual: Weighed, exact: Weighed) -> dict[str, float]:
     """How far weights are off, over the tokens that have scores."""
-    scored_BT = ~exact.scores_BT.isnan()
-    error_N = (actual.weights_BT - exact.weights_BT)[scored_BT].abs()
-    rows = zip(actual.scores_BT, exact.scores_BT, scored_BT, strict=True)
+    scored_BT = ~exact.scores.isnan()
+    error_N = (actual.weights - exact.weights)[scored_BT].abs()
+    rows = zip(actual.scores, exact.scores, scored_BT, strict=True)
     return {
         "mean": float(error_N.mean()),
         "99 % below": float(error_N.quantile(0.99)),
         "largest": float(error_N.max()),
-        "the weights' own deviation": float(exact.weights_BT[scored_BT].std()),
+        "the weights' own deviation": float(exact.weights[scored_BT].std()),
         "rank correlation of the scores": median([rank_correlation(a_T[at_T], b_T[at_T]) for a_T, b_T, at_T in rows]),
     }
 

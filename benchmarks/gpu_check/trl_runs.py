@@ -21,10 +21,10 @@ from statistics import median
 from typing import Any, NamedTuple
 
 import torch
-from grail_advantage.record import Rollouts
 
 from benchmarks.gpu_check.outcome import Outcome
 from benchmarks.gpu_check.plain import JUDGED, precision
+from grail_advantage.data import Rollouts
 from grail_advantage.view.page.data import read_metrics
 from verl_cpu.tiny.sampling import judge, prompt_ids
 from verl_cpu.tiny.shipped import load_shipped
@@ -118,8 +118,8 @@ def solved_rollouts(tokenizer: Any, problems: Sequence[Problem]) -> Rollouts:
     return Rollouts(
         prompts=[torch.tensor(prompt_ids(tokenizer, one)) for one in problems],
         responses=[torch.tensor(ids) for ids in solved],
-        mask_BT=torch.arange(int(lengths.max())) < lengths[:, None],
-        advantages_B=-torch.ones(len(problems)),
+        mask=torch.arange(int(lengths.max())) < lengths[:, None],
+        advantages=-torch.ones(len(problems)),
         tokenizer=tokenizer,
     )
 

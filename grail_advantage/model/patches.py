@@ -1,7 +1,7 @@
 """Every place where the core replaces a part of torch or transformers, or reaches into a private one.
 
 Each function names the line that it answers, as of torch 2.13.0 and transformers 5.10.4, and the test that says when it can go.
-The parts of TRL are in :mod:`grail_advantage.trl_ext.patches`.
+Those of TRL are in :mod:`grail_advantage.trl_ext.trainer`.
 
 Shape suffixes: B rows, S positions, D hidden, V vocabulary.
 """

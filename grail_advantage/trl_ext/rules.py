@@ -1,33 +1,44 @@
-"""TRL's tables of rules (:mod:`grail_advantage.rules`) on the arguments of ``GRPOTrainer``.
-
-What needs the loaded model is in :mod:`grail_advantage.trl_ext.checks`.
-"""
+"""With what TRL's trainer is refused or warned of: settings with which a number would silently be another than somebody
+thinks. A setting that ends a run by itself is in no table."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from types import SimpleNamespace
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
-from datasets import Dataset
+import torch
+from packaging.version import Version
+from torch import nn
 from transformers import ProcessorMixin
+from trl import GRPOTrainer
 
-from grail_advantage.batch import EXAMPLES, REWARDS
-from grail_advantage.rules import Rule
-from grail_advantage.signals.base import LOGITS, SALIENCY, Signal
-from grail_advantage.signals.turns import BIAS_OF_DISCOUNT, BIAS_OF_MASKING, TurnSignal
+from grail_advantage.answers.tokenizers import check_round_trip
+from grail_advantage.method import Method
+from grail_advantage.methods.turns import BIAS_OF_DISCOUNT, BIAS_OF_MASKING, TurnMethod
+from grail_advantage.model.hugging_face import check_no_virtual_tokens
+from grail_advantage.model.probe import probe, probe_rows
+from grail_advantage.rules import Obstacle, Rule, broken, refuse, refuse_forced
 
+logger = logging.getLogger(__name__)
+
+TESTED = "1.16.0"
+OVERRIDDEN = (
+    *("_generate_and_score_completions", "_generate", "_generate_single_turn", "_calculate_rewards"),
+    *("_compute_loss", "_get_per_token_logps_and_entropies"),
+)
 LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo")
 """Losses of TRL that multiply every token's own ratio by its advantage."""
-IMAGE_COLUMNS = ("image", "images")
+PROMPT_MAKERS = ("tools", "environment_factory", "rollout_func")
+SKIP_NOTHING = "or set skip_zero_advantage=False"
 
 
 @dataclass(frozen=True)
 class Arguments:
     """The arguments of a trainer, before or after TRL has made it."""
 
-    signal: Signal
+    signal: Method
     given: Mapping[str, Any]
     """By name; those that were left out are not in it."""
     processes: int = 1
@@ -49,64 +60,46 @@ class Arguments:
         return f"{option}={value!r}" if isinstance(value, str | int | float | list | None) else f"{option}=..."
 
     @property
-    def columns(self) -> list[str]:
-        """The columns of the data set that the method reads."""
-        signal = self.signal
-        return [*(signal.columns if EXAMPLES in signal.reads else ()), *signal.field_names]
-
-    @property
-    def known_columns(self) -> list[str]:
-        """The columns of the data set; none of a stream, of which the signal checks the first batch."""
-        return getattr(self["train_dataset"], "column_names", None) or []
-
-    @property
-    def missing_columns(self) -> list[str]:
-        """Those that the data alone can have: a field may also come with the responses."""
-        read = self.signal.columns if EXAMPLES in self.signal.reads else ()
-        return [name for name in read if self.known_columns and name not in self.known_columns]
+    def turns(self) -> bool:
+        """Whether the method credits turns."""
+        return isinstance(self.signal, TurnMethod)
 
     @property
     def rows(self) -> int:
         """Responses of a generation batch on a process."""
         return (self["per_device_train_batch_size"] or 0) * (self["steps_per_generation"] or 0)
 
+    @property
+    def prompt_maker(self) -> str:
+        """The argument by which others than the data write into prompts."""
+        return next((name for name in PROMPT_MAKERS if self[name]), "")
 
-def _plain_prompts(a: Arguments) -> bool:
-    data = a["train_dataset"]
-    return (
-        EXAMPLES in a.signal.reads
-        and isinstance(data, Dataset)
-        and len(data) > 0
-        and isinstance(data[0]["prompt"], str)
-    )
+    @property
+    def images(self) -> str:
+        """The argument that brings images."""
+        if isinstance(self["processing_class"], ProcessorMixin):
+            return "processing_class"
+        columns = getattr(self["train_dataset"], "column_names", None) or []
+        return "train_dataset" if {"image", "images"} & {*columns} else ""
 
-
-def _asks_again(name: str) -> Rule:
-    return Rule(
-        f"asks-again-{name.replace('_', '-')}",
-        name,
-        lambda a: a[name] and EXAMPLES in a.signal.reads,
-        "it asks again in other words, without the tools and what an environment or a rollout_func adds to the prompt",
-        "leave it out",
-        {name: [print], "token_weights": "rlsd"},
-    )
-
-
-def _parallelism(kind: str) -> Rule:
-    return Rule(
-        f"{kind}-parallel",
-        f"parallelism_config.{kind}_size",
-        lambda a: (a[f"parallelism_config.{kind}_size"] or 1) > 1,
-        "it is not tested yet",
-        "use 1",
-        {"parallelism_config": SimpleNamespace(**{f"{kind}_size": 2})},
-    )
+    @property
+    def sharding(self) -> str:
+        """The option that puts parts of the model, or of a response, on several processes."""
+        found = ["fsdp"] if self["fsdp"] or self.sharded else []
+        found += ["deepspeed_plugin.zero_stage"] if self["deepspeed_plugin.zero_stage"] == 3 else []
+        sizes = [f"parallelism_config.{kind}_size" for kind in ("tp", "cp", "sp")]
+        return next(iter([*found, *(name for name in sizes if (self[name] or 1) > 1)]), "")
 
 
 REFUSALS = (
-    _asks_again("tools"),
-    _asks_again("environment_factory"),
-    _asks_again("rollout_func"),
+    Rule(
+        "asks-again",
+        lambda a: a.prompt_maker,
+        lambda a: a.prompt_maker and "examples" in a.signal.reads,
+        "it asks again in other words, without the tools and what an environment or a rollout_func adds to the prompt",
+        "leave it out",
+        {"tools": [print], "token_weights": "rlsd"},
+    ),
     Rule(
         "two-loops",
         "rollout_func",
@@ -118,18 +111,18 @@ REFUSALS = (
     Rule(
         "normalised-rewards",
         "multi_objective_aggregation",
-        lambda a: REWARDS in a.signal.reads and a["multi_objective_aggregation"] == "normalize_then_sum",
+        lambda a: "rewards" in a.signal.reads and a["multi_objective_aggregation"] == "normalize_then_sum",
         "it normalises the rewards that the method reads as they are",
         "use 'sum_then_normalize'",
         {"multi_objective_aggregation": "normalize_then_sum", "token_weights": "turn_rloo"},
     ),
     Rule(
-        "processor",
-        "processing_class",
-        lambda a: isinstance(a["processing_class"], ProcessorMixin),
-        "it works with text alone",
-        "give a tokenizer",
-        {"processing_class": ProcessorMixin()},
+        "images",
+        lambda a: a.images,
+        lambda a: a.images,
+        "it works with text alone, and this brings images",
+        "give a tokenizer, and data without images",
+        {"train_dataset": {"prompt": ["a"], "image": ["b"]}},
     ),
     Rule(
         "sequence-ratio",
@@ -148,75 +141,20 @@ REFUSALS = (
         {"loss_type": "luspo"},
     ),
     Rule(
-        "greedy",
-        "temperature",
-        lambda a: a["temperature"] is not None and not a["temperature"] > 0,
-        "the policy is the softmax at this temperature",
-        "use a temperature above 0",
-        {"temperature": 0.0},
-    ),
-    Rule(
         "fp16",
         "fp16",
-        lambda a: a["fp16"] and a.signal.uses in (SALIENCY, LOGITS),
+        lambda a: a["fp16"] and a.signal.uses in ("saliency", "logits"),
         "the answer's gradients underflow",
         "use bf16, or neither",
         {"fp16": True},
     ),
     Rule(
-        "fsdp",
-        "fsdp",
-        lambda a: a["fsdp"] or a.sharded,
-        "it is not tested yet",
+        "sharded",
+        lambda a: a.sharding,
+        lambda a: a.sharding,
+        "FSDP, ZeRO-3 and tensor, context or sequence parallelism are not tested with it",
         "use DDP or DeepSpeed ZeRO-2",
         {"fsdp": "full_shard"},
-    ),
-    Rule(
-        "zero-3",
-        "deepspeed_plugin.zero_stage",
-        lambda a: a["deepspeed_plugin.zero_stage"] == 3,
-        "it is not tested yet",
-        "use ZeRO-1 or ZeRO-2",
-        {"deepspeed_plugin": SimpleNamespace(zero_stage=3)},
-    ),
-    _parallelism("tp"),
-    _parallelism("cp"),
-    _parallelism("sp"),
-    Rule(
-        "unused-columns",
-        "remove_unused_columns",
-        lambda a: (EXAMPLES in a.signal.reads or a.signal.field_names) and a["remove_unused_columns"],
-        "it takes away the columns that the method reads",
-        lambda a: f"use False, which leaves {' and '.join(a.columns) or 'them'}",
-        {"remove_unused_columns": True, "token_weights": "rlsd"},
-    ),
-    Rule(
-        "images",
-        "train_dataset",
-        lambda a: any(name in a.known_columns for name in IMAGE_COLUMNS),
-        "it works with text alone, and the data has images",
-        "take their column out",
-        {"train_dataset": {"prompt": ["a"], "image": ["b"]}},
-    ),
-    Rule(
-        "missing-column",
-        "train_dataset",
-        lambda a: a.missing_columns,
-        "it reads a column that the data lacks",
-        lambda a: f"give it the column {a.missing_columns[0]}; its columns are {', '.join(a.known_columns)}",
-        {"train_dataset": {"prompt": ["a"]}, "token_weights": "rlsd", "remove_unused_columns": False},
-    ),
-    Rule(
-        "plain-prompts",
-        "train_dataset",
-        _plain_prompts,
-        "it asks again in other words, and the data's prompts are plain texts",
-        "make each prompt a list of messages",
-        {
-            "train_dataset": {"prompt": ["a"], "reward_model": ["b"]},
-            "token_weights": "rlsd",
-            "remove_unused_columns": False,
-        },
     ),
     Rule(
         "split-groups",
@@ -229,37 +167,29 @@ REFUSALS = (
 )
 """Arguments of TRL's with which a method does not work."""
 
-
 WARNINGS = (
     Rule(
         "chosen-denominator",
         "loss_type",
-        lambda a: isinstance(a.signal, TurnSignal) and a["loss_type"] != "dr_grpo",
-        "it divides by numbers of tokens that the policy chooses with its turns, which biases the gradient: by 0.04 of its "
-        "length (the whole batch's) and 0.19 (each response's), in an environment that was enumerated (docs/turns.md)",
+        lambda a: a.turns and a["loss_type"] != "dr_grpo",
+        "it divides by numbers of tokens that the policy chooses with its turns, which biases the gradient: by 0.04 of "
+        "its length (the whole batch's) and 0.19 (each response's), in an environment that was enumerated "
+        "(docs/turns.md)",
         "'dr_grpo' does not",
         {"loss_type": "dapo", "token_weights": "turn_rloo"},
     ),
     Rule(
         "masked-turns",
-        "mask_truncated_completions",
-        lambda a: isinstance(a.signal, TurnSignal) and a["mask_truncated_completions"],
+        lambda a: "mask_truncated_completions" if a["mask_truncated_completions"] else "token_weights",
+        lambda a: a.turns and (a["mask_truncated_completions"] or a.signal.mask_truncated),
         BIAS_OF_MASKING,
-        "False does not",
+        "mask_truncated_completions=False does not, without the method's mask_truncated",
         {"mask_truncated_completions": True, "token_weights": "turn_rloo"},
-    ),
-    Rule(
-        "masked-by-method",
-        "token_weights",
-        lambda a: isinstance(a.signal, TurnSignal) and a.signal.mask_truncated,
-        BIAS_OF_MASKING,
-        "mask_truncated=False does not",
-        {"token_weights": "turn_rloo:mask_truncated=true"},
     ),
     Rule(
         "discounted-turns",
         "token_weights",
-        lambda a: isinstance(a.signal, TurnSignal) and getattr(a.signal, "gamma", 1.0) < 1,
+        lambda a: a.turns and getattr(a.signal, "gamma", 1.0) < 1,
         BIAS_OF_DISCOUNT,
         "gamma=1 does not",
         {"token_weights": "gtpo"},
@@ -267,25 +197,96 @@ WARNINGS = (
 )
 """Arguments of TRL's with which a method works, and not as somebody may think."""
 
-
-def _against(id: str, option: str, because: str, value: Any) -> Rule:
-    """An argument that must not be set where responses are left out."""
-    return Rule(id, option, lambda a: a[option], because, SKIP_NOTHING, {option: value})
-
-
-SKIP_NOTHING = "or set skip_zero_advantage=False"
-AGAINST_SKIPPING = (
-    _against("skip-kl", "beta", "its KL term trains every response", 0.1),
-    _against("skip-entropy", "entropy_coef", "the entropy bonus trains every response", 0.01),
-    _against("skip-adaptive-entropy", "use_adaptive_entropy", "the entropy bonus trains every response", True),
-    _against("skip-noise", "neftune_noise_alpha", "other responses draw other noise", 5),
-    Rule(
-        "skip-quantile",
-        "top_entropy_quantile",
-        lambda a: a["top_entropy_quantile"] < 1,
-        "the tokens of every response count in the quantile",
-        SKIP_NOTHING,
-        {"top_entropy_quantile": 0.5},
-    ),
+AGAINST_SKIPPING = tuple(
+    Rule(f"skip-{option}", option, when, because, SKIP_NOTHING, {option: value})
+    for option, because, value, when in (
+        ("beta", "its KL term trains every response", 0.1, lambda a: a["beta"]),
+        ("entropy_coef", "the entropy bonus trains every response", 0.01, lambda a: a["entropy_coef"]),
+        ("use_adaptive_entropy", "the entropy bonus trains every response", True, lambda a: a["use_adaptive_entropy"]),
+        ("neftune_noise_alpha", "other responses draw other noise", 5, lambda a: a["neftune_noise_alpha"]),
+        (
+            "top_entropy_quantile",
+            "the tokens of every response count in the quantile",
+            0.5,
+            lambda a: a["top_entropy_quantile"] < 1,
+        ),
+    )
 )
 """Arguments with which a response without an advantage trains, or changes what the others train."""
+
+
+def check_arguments(given: Mapping[str, Any], signal: Method, version: str) -> None:
+    """Before TRL does anything with the arguments of ``GRPOTrainer``, by name, and of the TRL that is installed.
+
+    Raises:
+        ValueError: naming the argument, the reason and the remedy.
+    """
+    if missing := [name for name in OVERRIDDEN if not hasattr(GRPOTrainer, name)]:
+        raise ValueError(
+            f"trl {version} has no GRPOTrainer.{missing[0]}, which token weights use: run `pip install 'trl=={TESTED}'`"
+        )
+    if Version(version) > Version(TESTED):
+        logger.warning("trl %s is newer than %s, with which token weights are tested", version, TESTED)
+    refuse(REFUSALS, Arguments(signal, given), f"token_weights={signal.name!r}")
+
+
+def check_trainer(trainer: GRPOTrainer, signal: Method, skips: bool) -> None:
+    """Once TRL has loaded the model and knows the processes.
+
+    Args:
+        skips: whether zero-advantage responses are left out.
+
+    Raises:
+        ValueError: naming the argument, the reason and the remedy.
+    """
+    given = {"args": trainer.args, "processing_class": trainer.processing_class}
+    arguments = Arguments(signal, given, trainer.accelerator.num_processes, trainer.is_fsdp_enabled)
+    refuse(REFUSALS, arguments, f"token_weights={signal.name!r}")
+    for rule in WARNINGS:
+        if rule.when(arguments):
+            logger.warning("%s", rule.warning(arguments))
+    check_no_virtual_tokens(trainer.model)
+    check_round_trip(trainer.processing_class, "processing_class")
+    if skips:
+        obstacles = [*broken(AGAINST_SKIPPING, arguments)]
+        if trainer.aux_loss_enabled:
+            obstacles.append(Obstacle("the router's loss", "it trains every response; set router_aux_loss_coef=0"))
+        refuse_forced("skip_zero_advantage=True", obstacles, SKIP_NOTHING)
+
+
+def check_neighbours(trainer: GRPOTrainer, model: nn.Module, inputs: Mapping[str, Any]) -> None:
+    """Refuse a model in whose micro-batches a response depends on those beside it (:mod:`grail_advantage.model.probe`):
+    the model as it trains, by TRL's own forward. A collective of the processes.
+
+    Args:
+        trainer: that leaves responses out.
+        model: as TRL's loss is given it.
+        inputs: the first micro-batch.
+
+    Raises:
+        ValueError: with what was found, and the remedy.
+    """
+    prompts, count = inputs["prompt_ids"], len(inputs["prompt_ids"])
+    if count < 2:
+        return  # one response always stays
+    width, completion = prompts.shape[1], max(trainer.max_completion_length, inputs["completion_ids"].shape[1])
+
+    def run(rows: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Rows as TRL pads them, one token of each in its prompt at least, to the widths of the generation batch."""
+        ends = [max(1, len(tokens) - completion) for tokens in rows]
+        pad = trainer.processing_class.pad_token_id
+        ids = torch.full((len(rows), width + completion), pad, device=prompts.device)
+        mask = torch.zeros_like(ids)
+        for row, (tokens, end) in enumerate(zip(rows, ends, strict=True)):
+            places = slice(width - end, width - end + len(tokens))
+            ids[row, places], mask[row, places] = tokens.to(ids.device), 1
+        with trainer.compute_loss_context_manager():
+            log_probs = trainer._get_per_token_logps_and_entropies(model, ids, mask, completion)[0]
+        return [of[: len(tokens) - end].float() for of, tokens, end in zip(log_probs, rows, ends, strict=True)]
+
+    known = [inputs[f"{part}_ids"][inputs[f"{part}_mask"].bool()] for part in ("prompt", "completion")]
+    finding = probe(model, run, probe_rows(torch.cat(known), longest=width + completion, rows=count), cuts=False)
+    differences = trainer.accelerator.gather(torch.tensor([finding.difference], device=prompts.device))
+    finding = replace(finding, difference=float(differences.max()))
+    logger.info("skip_zero_advantage=True: %s", finding)
+    refuse_forced("skip_zero_advantage=True", finding.obstacles(), SKIP_NOTHING)

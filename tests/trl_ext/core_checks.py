@@ -2,39 +2,36 @@
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
 from contextlib import nullcontext
 from dataclasses import replace
-from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import transformers
 from datasets import Dataset
-from grail_advantage.batch import LARGEST, Example
-from grail_advantage.pipeline import weigh
-from grail_advantage.signals.base import Signal
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from transformers import AutoModelForCausalLM, get_scheduler
 from transformers.integrations.neftune import activate_neftune
 from trl import GRPOTrainer
 
-from grail_advantage import Grail, Oar, Reshaped, RolloutBatch, TokenWeights, compute_token_weights
+from grail_advantage import Grail, Method, Oar, Rollouts, TokenWeights, Weights, compute_token_weights, register
+from grail_advantage.data import LARGEST, Example
 from grail_advantage.dump.store import read_dump
-from grail_advantage.methods import method
-from grail_advantage.trl_ext import checks
+from grail_advantage.method import build as method_of
+from grail_advantage.trl_ext import rules
 from grail_advantage.trl_ext import trainer as trainer_module
 from grail_advantage.trl_ext.rules import LOSSES
+from grail_advantage.weigh import weigh
 from tests import documentation
-from tests.core.common import some, watch_inputs
+from tests.core.common import watch_inputs
 from tests.core.tiny_models import END, Batch, char_tokenizer, make_batch, tiny_model
 from tests.trl_ext import scripted
 from tests.trl_ext.scripted import build, generation_batch, response_values
-from tests.verl_ext.architectures import FAMILIES, Family
 
 CHATML = (
     "{% for message in messages %}{{ message['role'] + ': ' + message['content'] + ' ' }}{% endfor %}"
@@ -48,7 +45,7 @@ def chat_tokenizer() -> Any:
     return tokenizer
 
 
-def plain_weights(signal: Signal, *, mask_truncated: bool = True, **known: Any) -> tuple[Batch, TokenWeights]:
+def plain_weights(signal: Method, *, mask_truncated: bool = True, **known: Any) -> tuple[Batch, TokenWeights]:
     """The script's responses by :func:`compute_token_weights`, on other padding than TRL's."""
     batch = make_batch(scripted.rollouts(mask_truncated=mask_truncated), "right")
     settings = {"temperature": scripted.TEMPERATURE, **known}
@@ -69,28 +66,26 @@ def parameters_gradient(trainer: GRPOTrainer, batch: dict[str, torch.Tensor]) ->
     return loss.detach(), gradient
 
 
-class Blamed(Signal):
+@register("blamed")
+class Blamed(Method):
     """Weights from a column of the data set."""
 
     reads = frozenset({"field:blame"})
-    name: ClassVar[str] = "blamed"
 
-    def scores(self, batch: RolloutBatch, of_pass_BT: torch.Tensor | None) -> torch.Tensor:
-        return torch.tensor(batch.fields["blame"]).unsqueeze(1).expand(batch.mask_BT.shape)
+    def scores(self, r: Rollouts, of_pass: torch.Tensor | None) -> torch.Tensor:
+        return torch.tensor(r.fields["blame"]).unsqueeze(1).expand(r.mask.shape)
 
-    def reshape(self, scores_BT: torch.Tensor, statistics_BT: torch.Tensor, batch: RolloutBatch) -> Reshaped:
-        return Reshaped(scores_BT)
+    def weights(self, scores: torch.Tensor, among: torch.Tensor, r: Rollouts) -> Weights:
+        return Weights(scores)
 
 
-METHODS: dict[str, Signal] = {
+METHODS: dict[str, Method] = {
     "grail, robust": Grail("robust", gate="all"),
     "grail, hidden states": Grail(leaf="middle", mask_truncated=False),
     "oar_p": Oar("perturbation"),
-    "surprisal": method("surprisal").build({"gate": "all", "reshaper": "power"}),
-    "high_entropy": method("high_entropy").build({}),
-    "stare": method("stare").build({"variant": "C2", "threshold": 100.0}),
-    "shear": method("shear").build({"window": 6, "stride": 3}),
-    "step_values": method("step_values").build({"separator": "i"}),
+    "surprisal": method_of("surprisal", {"gate": "all", "reshaper": "power"}),
+    "stare": method_of("stare", {"variant": "C2", "threshold": 100.0}),
+    "shear": method_of("shear", {"window": 6, "stride": 3}),
     "a field": Blamed(),
 }
 BLAME = [0.5, 2.0]
@@ -116,118 +111,72 @@ def test_token_advantages_are_those_of_compute_token_weights(tmp_path: Path, nam
     assert bool(batch["advantages"][scripted.TRUNCATED].any()) == (not signal.mask_truncated)
 
 
-UNUSABLE: list[tuple[float, str, dict[str, Any]]] = [
-    (float("inf"), "grail", {}),
-    (float("-inf"), "uniform", {"multi_objective_aggregation": "normalize_then_sum"}),
-    (float("nan"), "step_values", {"loss_type": "grpo"}),
-    (3e38, "grail", {"scale_rewards": "group", "loss_type": "dapo"}),
-    (-3e38, "uniform", {"loss_type": "bnpo"}),
-    (1e20, "grail", {"scale_rewards": "batch"}),
-]
-"""Each kind of value, method, scale and loss; one rule decides, so that not each meets each."""
-SCORED = ("Nine?", r"=\boxed{6}")
-"""An incorrect response with an answer."""
-
-
-@pytest.mark.parametrize(("value", "method_name", "options"), UNUSABLE)
-def test_a_reward_that_cannot_be_used_trains_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: float, method_name: str, options: dict[str, Any]
-) -> None:
-    """The update is that of a response which no reward function scores, TRL's ``None``."""
-
-    def trained(reward_of_response: float | None) -> tuple[GRPOTrainer, torch.Tensor]:
-        monkeypatch.setitem(scripted.REWARDS, SCORED, reward_of_response)
-        settings = {"token_weights": method_name, "token_dump": tmp_path / f"{reward_of_response}"}
-        trainer = build(tmp_path, weights=settings, max_steps=1, **options)
-        trainer.train()
-        return trainer, torch.cat([parameter.detach().flatten() for parameter in trainer.model.parameters()])
-
-    trainer, parameters = trained(value)
-    _, expected = trained(None)
-    assert parameters.isfinite().all() and torch.equal(parameters, expected)
-    start = torch.cat([parameter.detach().flatten() for parameter in tiny_model().parameters()])
-    assert not torch.equal(parameters, start), "the other responses train"
-    (figures,) = [entry for entry in trainer.state.log_history if f"{method_name}/unjudged_rate" in entry]
-    assert figures[f"{method_name}/unjudged_rate"] == pytest.approx(1 / 8)
-    (row,) = [row for row in read_dump(tmp_path / f"{value}") if "=" in row.response]
-    assert (row.outcome is None or abs(row.reward) > LARGEST) and not np.any(row.advantage_T)
-
-
 INF, NAN = float("inf"), float("nan")
-SEVERAL: dict[str, tuple[list[float | None], dict[str, Any]]] = {
+UNUSABLE: dict[str, tuple[list[float | None], dict[str, Any]]] = {
     # Of the responses of the second prompt: a second function's rewards; the first one's are the script's.
-    "one infinite": ([0.0, INF, 0.0, 0.0], {}),
-    "one minus infinite": ([0.0, -INF, 0.0, 0.0], {}),
-    "one NaN": ([0.0, NAN, 0.0, 0.0], {}),
-    "one huge": ([0.0, 1e30, 0.0, 0.0], {"scale_rewards": "group"}),
+    "infinite": ([0.0, INF, 0.0, 0.0], {}),
+    "NaN": ([0.0, NAN, 0.0, 0.0], {"token_weights": "step_values"}),
     "its weighted sum is too large": ([0.0, 1e17, 0.0, 0.0], {"reward_weights": [1.0, 100.0]}),
-    "a whole group infinite": ([INF] * 4, {"scale_rewards": "group"}),
-    "a whole group NaN": ([NAN] * 4, {"scale_rewards": "batch"}),
-    "a whole group of both signs": ([INF, -INF, INF, -INF], {}),
-    "nobody's": ([None] * 4, {}),
-    "one infinite, normalised apart": ([0.0, INF, 0.0, 0.0], {"multi_objective_aggregation": "normalize_then_sum"}),
-    "clipped by nobody": ([0.0, INF, 0.0, 0.0], {"max_grad_norm": 0.0, "optim": "adamw_torch"}),
-    "dr_grpo": ([0.0, 1e38, 0.0, 0.0], {"loss_type": "dr_grpo"}),
+    "a group of both signs": ([INF, -INF, INF, -INF], {"scale_rewards": "group", "token_weights": "uniform"}),
+    "normalised apart": ([0.0, -INF, 0.0, 0.0], {"multi_objective_aggregation": "normalize_then_sum"}),
 }
 
 
-@pytest.mark.parametrize(
-    ("case", "method_name"), list(zip(SEVERAL, itertools.cycle(["grail", "uniform"]), strict=False))
-)
-def test_one_of_several_rewards_that_cannot_be_used(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str, method_name: str
+@pytest.mark.parametrize("case", UNUSABLE)
+def test_a_reward_that_cannot_be_used_trains_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str
 ) -> None:
-    """The update is that without these responses: no reward function scores them."""
-    values, options = SEVERAL[case]
+    """The update is that without these responses: no reward function scores them, TRL's ``None``, which it takes NaN
+    as."""
+    values, options = UNUSABLE[case]
+    name = options.get("token_weights", "grail")
     places = {text.removesuffix(END): place for place, (text, _) in enumerate(scripted.GROUPS["Nine?"])}
-    unusable = [value is not None and abs(value) >= 1e17 for value in values]  # TRL takes NaN as None: not scored by it
-    first = scripted.reward
+    unusable = [value is not None and abs(value) >= 1e17 for value in values]
 
-    def trained(others: list[float | None], known: list[bool]) -> tuple[GRPOTrainer, torch.Tensor]:
+    def trained(others: list[float | None], known: list[bool], folder: Path) -> tuple[GRPOTrainer, torch.Tensor]:
         def of_script(prompts: list[Any], completions: list[Any], **_: Any) -> list[float | None]:
-            scores = first(prompts, completions)
-            here = [
-                places.get(text, -1) if prompt == "Nine?" else -1
+            return [
+                scripted.REWARDS[prompt, text] if prompt != "Nine?" or known[places[text]] else None
                 for prompt, text in zip(prompts, completions, strict=True)
             ]
-            return [score if place < 0 or known[place] else None for score, place in zip(scores, here, strict=True)]
 
         def of_case(prompts: list[Any], completions: list[Any], **_: Any) -> list[float | None]:
             pairs = zip(prompts, completions, strict=True)
             return [others[places[text]] if prompt == "Nine?" else 0.0 for prompt, text in pairs]
 
         monkeypatch.setattr(scripted, "reward", [of_script, of_case])
-        trainer = build(tmp_path, weights={"token_weights": method_name}, max_steps=1, **options)
+        settings = {"token_weights": name, "token_dump": folder}
+        given = {key: value for key, value in options.items() if key != "token_weights"}
+        trainer = build(tmp_path, weights=settings, max_steps=1, **given)
         trainer.train()
         return trainer, torch.cat([parameter.detach().flatten() for parameter in trainer.model.parameters()])
 
-    trainer, parameters = trained(values, [True] * 4)
+    trainer, parameters = trained(values, [True] * 4, tmp_path / "tokens")
     without = [None if bad or value != value else value for value, bad in zip(values, unusable, strict=True)]
-    _, expected = trained(without, [not bad for bad in unusable])
+    _, expected = trained(without, [not bad for bad in unusable], tmp_path / "others")
     assert parameters.isfinite().all() and torch.equal(parameters, expected)
     start = torch.cat([parameter.detach().flatten() for parameter in tiny_model().parameters()])
     assert not torch.equal(parameters, start), "the other responses train"
-    (figures,) = [entry for entry in trainer.state.log_history if f"{method_name}/unjudged_rate" in entry]
-    assert figures[f"{method_name}/unjudged_rate"] == pytest.approx(sum(unusable) / 8)
+    (figures,) = [entry for entry in trainer.state.log_history if f"{name}/unjudged_rate" in entry]
+    assert figures[f"{name}/unjudged_rate"] == pytest.approx(sum(unusable) / 8)
+    rows = [row for row in read_dump(tmp_path / "tokens")][scripted.GENERATIONS :]
+    for row, bad in zip(rows, unusable, strict=True):
+        assert not bad or ((row.outcome is None or abs(row.reward) > LARGEST) and not np.any(row.advantage_T))
 
 
 class Stock(scripted.Scripted, GRPOTrainer):
     """TRL's own trainer."""
 
 
-PART = {"normalised apart": {"multi_objective_aggregation": "normalize_then_sum"}}
-SCALES = {name: {"scale_rewards": name} for name in ("none", "group", "batch")}
+APART = {"multi_objective_aggregation": "normalize_then_sum"}
+ONE, THREE = [[None, 0.9, 0.9, 0.9]], [[0.1, 0.2, 0.4, 0.4], [0.2, 0.4, 0.1, 0.2], [0.4, 0.1, 0.2, 0.1]]
 
 
-@pytest.mark.parametrize("options", [*SCALES.values(), *PART.values()], ids=[*SCALES, *PART])
 @pytest.mark.parametrize(
-    "columns", [[[None, 0.9, 0.9, 0.9]], [[0.1, 0.2, 0.4, 0.4], [0.2, 0.4, 0.1, 0.2], [0.4, 0.1, 0.2, 0.1]]]
+    ("columns", "options"), [(ONE, {"scale_rewards": "group"}), (THREE, {}), (ONE, APART), (THREE, APART)]
 )
 def test_equal_rewards_have_no_advantage(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    columns: list[list[float | None]],
-    options: dict[str, Any],
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, columns: list[list[float | None]], options: dict[str, Any]
 ) -> None:
     """Of the first prompt; TRL's own advantages are off by rounding. The second prompt's keep TRL's."""
     places = {
@@ -247,7 +196,7 @@ def test_equal_rewards_have_no_advantage(
     monkeypatch.setattr(scripted, "reward", [function(values) for values in columns])
     stock = generation_batch(build(tmp_path, Stock, **options))["advantages"]
     batch = generation_batch(build(tmp_path, weights={"token_weights": "uniform"}, **options))
-    if len(columns) > 1 and options in PART.values():  # the functions themselves differ
+    if columns == THREE and options == APART:  # the functions themselves differ
         assert batch["advantages"][1:4].any()
         return
     assert stock[1:4].any(), "rounding leaves something here"
@@ -266,7 +215,7 @@ def test_answers_in_another_format(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("signal", [Grail(), METHODS["surprisal"].replace(statistics="reasoning")])
 def test_a_run_without_answers_stops(
-    tmp_path: Path, signal: Signal, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, signal: Method, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("grail_advantage.answers.missing.ENOUGH", 8)
     weights = {"token_weights": signal, "answer": "hashes"}
@@ -327,25 +276,29 @@ def test_gradient_of_the_loss_is_a_hand_written_one(tmp_path: Path, loss_type: s
     loss, gradient = parameters_gradient(trainer, batch | {"old_per_token_logps": old})
     torch.testing.assert_close(loss, total.detach(), rtol=1e-4, atol=1e-6)
     torch.testing.assert_close(gradient, expected, rtol=1e-3, atol=1e-5 * float(expected.abs().max()))
-    ones = batch | {"old_per_token_logps": old, "advantages": rows.advantages}
+    ones = batch | {"old_per_token_logps": old, "advantages": rows.advantages[:, None]}
     assert not torch.allclose(parameters_gradient(trainer, ones)[1], expected, rtol=0.05)
 
 
 @pytest.mark.parametrize("loss_type", LOSSES)
-def test_the_mean_of_the_runs_loss(tmp_path: Path, loss_type: str) -> None:
+def test_the_mean_of_the_runs_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, loss_type: str) -> None:
     """Which a method's threshold is compared with. dr_grpo divides by the longest length, not by the batch's width."""
     trainer = build(tmp_path, weights={"token_weights": "uniform"}, loss_type=loss_type)
     values_BT = torch.tensor([[1.0, 2.0, 9.0], [4.0, 9.0, 9.0]])
     mask_BT = torch.tensor([[True, True, False], [True, False, False]])
     expected = {"grpo": 11 / 4, "sapo": 11 / 4, "dr_grpo": 7 / 2 / trainer.args.max_completion_length}
-    assert trainer._aggregate(values_BT, mask_BT) == pytest.approx(expected.get(loss_type, 7 / 3), rel=1e-6)
+    kept = []
+    monkeypatch.setattr(trainer_module, "weigh", lambda host, *rest: kept.append(host.rollouts()) or weigh(host, *rest))
+    generation_batch(trainer)
+    assert kept[0].mean(values_BT, mask_BT) == pytest.approx(expected.get(loss_type, 7 / 3), rel=1e-6)
 
 
 @pytest.mark.parametrize(
-    ("loss_type", "scale"), [*((loss, "none") for loss in LOSSES), ("dapo", "group"), ("dapo", "batch")]
+    ("loss_type", "scale"), [*((loss, "none") for loss in LOSSES if loss != "cispo"), ("cispo", "group")]
 )
 def test_the_update_is_the_same_without_zero_advantage_responses(tmp_path: Path, loss_type: str, scale: str) -> None:
-    """Of two optimiser steps on micro-batches that hold some, none and only such responses; and fewer go through the model."""
+    """Of two optimiser steps on micro-batches that hold some, none and only such responses; and fewer go through the
+    model."""
     sizes = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "steps_per_generation": 4}
     options = {**sizes, "loss_type": loss_type, "scale_rewards": scale, "learning_rate": 1.0, "epsilon_high": 0.28}
     before = torch.cat([p.detach().flatten() for p in tiny_model().parameters()])
@@ -418,28 +371,23 @@ def test_leaving_out_begins_with_the_numbers_of_a_run_that_does_not(tmp_path: Pa
     assert half and all(map(torch.equal, states[:half], states[half:]))
 
 
-_MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8}
+SIZES = {
+    **{"vocab_size": 97, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "initializer_range": 0.3},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "pad_token_id": 95, "eos_token_id": 96},
+}
 STATEFUL = {
-    "Mamba2": Family("Mamba2Config", {"num_heads": 8, "n_groups": 1, "state_size": 8}),
-    "Qwen3-Next": Family("Qwen3NextConfig", {**FAMILIES["Qwen3.5, text"].options, **FAMILIES["Qwen3-MoE"].options}),
-    "Qwen3.5": FAMILIES["Qwen3.5, text"],
-    "OLMo-hybrid": Family("OlmoHybridConfig", {"layer_types": ["linear_attention", "full_attention"]}),
-    "Falcon-H1": Family("FalconH1Config", {**_MAMBA, "mamba_d_ssm": 64, "mamba_n_groups": 1}),
-    "Bamba": Family("BambaConfig", {**_MAMBA, "attn_layer_indices": [1]}),
-    "LFM2": Family("Lfm2Config", {"layer_types": ["conv", "full_attention"]}),
-    "LFM2-MoE": Family("Lfm2MoeConfig", {"layer_types": ["conv", "full_attention"]}),
-    "Mamba": Family("MambaConfig", {"state_size": 8}),
-    "MiniMax": Family("MiniMaxConfig", {"num_local_experts": 4}),
-    "Qwen3": FAMILIES["Qwen3"],
+    "Mamba2Config": {"num_heads": 8, "n_groups": 1, "state_size": 8},
+    "Lfm2Config": {"layer_types": ["conv", "full_attention"]},
+    "Qwen3Config": {},
 }
 
 
-@pytest.mark.parametrize("name", some(STATEFUL, ("Mamba2", "Qwen3.5", "LFM2", "Qwen3")))
+@pytest.mark.parametrize("name", STATEFUL)
 def test_leaving_out_is_refused_where_padding_enters_a_state(tmp_path: Path, name: str) -> None:
-    """The gradient of a response that is padded on the left, alone and beside another, by the installed transformers."""
+    """The gradient of a response that is padded on the left, alone and beside another, by the installed
+    transformers."""
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(STATEFUL[name].build())
-    model.set_experts_implementation("eager")
+    model = AutoModelForCausalLM.from_config(getattr(transformers, name)(**SIZES | STATEFUL[name]))
     torch.nn.init.normal_(model.get_input_embeddings().weight, std=0.3)  # the padding's too, as a trained model's
     ids, mask = torch.stack([torch.arange(5, 21), torch.arange(40, 56)]), torch.ones(2, 16, dtype=torch.int64)
     mask[1, :6] = 0
@@ -458,17 +406,16 @@ def test_leaving_out_is_refused_where_padding_enters_a_state(tmp_path: Path, nam
         nullcontext() if exact else pytest.raises(ValueError, match=r"log-probabilities .* of their spread .*; or set")
     ):
         trainer.train()
-    newest = int(version("transformers").split(".")[1]) >= 23
-    assert exact or not newest
+    assert exact or name != "Qwen3Config"
 
 
 def test_weights_are_computed_once_a_generation_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And go with their responses, which TRL shuffles and splits."""
     calls, seen = [], []
 
-    def counted(host: Any, signal: Signal, step: int) -> Any:
-        calls.append(step)
-        return weigh(host, signal, step)
+    def counted(host: Any, *rest: Any) -> Any:
+        calls.append(host.rollouts().step)
+        return weigh(host, *rest)
 
     class Recording(scripted.ScriptedTokenWeights):
         def _compute_loss(self, model: Any, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -479,7 +426,8 @@ def test_weights_are_computed_once_a_generation_batch(tmp_path: Path, monkeypatc
     sizes = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "steps_per_generation": 4}
     trainer = build(tmp_path, Recording, weights={"token_weights": "grail"}, num_iterations=2, max_steps=8, **sizes)
     trainer.train()
-    # 4 micro-batches of 2 responses make a generation batch, which is used twice; 2 micro-batches make an optimiser step.
+    # 4 micro-batches of 2 responses make a generation batch, which is used twice; 2 micro-batches make an optimiser
+    # step.
     assert calls == [0, 4] and len(seen) == 16
 
     plain, weighted = plain_weights(Grail())
@@ -583,7 +531,7 @@ def rlsd_data(**columns: Any) -> Dataset:
 
 
 def test_rlsd_reads_the_other_columns(tmp_path: Path) -> None:
-    signal = method("rlsd").build({"privileged_column": "solution"})
+    signal = method_of("rlsd", {"privileged_column": "solution"})
     trainer = build(tmp_path, data=rlsd_data(), tokenizer=chat_tokenizer(), weights={"token_weights": signal})
     batch = generation_batch(trainer)
     answers = ["five, as 2 + 3 = 5", "nine"]
@@ -605,11 +553,6 @@ def test_rlsd_reads_the_other_columns(tmp_path: Path) -> None:
     torch.testing.assert_close(advantages, wanted, rtol=1e-3, atol=1e-3)
 
 
-def test_options_of_a_method_that_is_given_itself_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="token_weight_options are for a method given by its name"):
-        build(tmp_path, weights={"token_weights": Grail(), "token_weight_options": {"leaf": "first"}})
-
-
 def test_what_is_known_once_the_trainer_is_made(tmp_path: Path) -> None:
     """Processes; and FSDP, of which ``accelerate launch --use_fsdp`` says nothing in ``args.fsdp``."""
     signal = METHODS["shear"]
@@ -623,21 +566,21 @@ def test_what_is_known_once_the_trainer_is_made(tmp_path: Path) -> None:
         processing_class=char_tokenizer(),
         accelerator=SimpleNamespace(num_processes=2),
     )
-    with pytest.raises(ValueError, match=r"must be on one process.*=6 a multiple of num_generations=4"):
-        checks.check_trainer(copy, signal)
-    checks.check_trainer(copy, Grail())
+    with pytest.raises(ValueError, match=r"^per_device_train_batch_size=2 .*=6 a multiple of num_generations=4"):
+        rules.check_trainer(copy, signal, False)
+    rules.check_trainer(copy, Grail(), False)
     args.steps_per_generation = 2
-    checks.check_trainer(copy, signal)
+    rules.check_trainer(copy, signal, False)
     copy.is_fsdp_enabled = True
-    with pytest.raises(ValueError, match=r"fsdp=.*not tested"):
-        checks.check_trainer(copy, signal)
+    with pytest.raises(ValueError, match=r"^fsdp="):
+        rules.check_trainer(copy, signal, False)
 
 
 def test_published_settings_of_the_page_are_accepted(tmp_path: Path) -> None:
     (text,) = documentation.snippets("trl.md")
     names: dict[str, Any] = {"GRPOConfig": lambda _, **settings: scripted.config(tmp_path, **settings)}
     exec(text, names)
-    checks.check_arguments({"args": names["config"]}, Grail())
+    rules.check_arguments({"args": names["config"]}, Grail(), rules.TESTED)
     config = names["config"]
     assert config.generation_batch_size == 256 and config.num_iterations == 4
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=config.learning_rate)

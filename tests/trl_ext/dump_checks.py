@@ -1,5 +1,5 @@
-"""The token dump of a TRL run: equal to a plain model's (``tests/hosts.py``), and its files; run by test_trl.py with TRL on the
-path."""
+"""The token dump of a TRL run: equal to a plain model's (``tests/hosts.py``), and its files; run by test_trl.py with
+TRL on the path."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ import pyarrow as pa
 import pytest
 import torch
 from datasets import Dataset
-from grail_advantage.signals.turns import TurnSignal
 from trl import GRPOTrainer
 
-from grail_advantage import Signal
+from grail_advantage import Method
 from grail_advantage.dump.folder_lock import LOCK
 from grail_advantage.dump.store import read_dump
+from grail_advantage.methods.turns import TurnMethod
 from grail_advantage.trl_ext import TokenWeightGRPOTrainer
 from grail_advantage.trl_ext.dump import dump_options
 from tests import hosts
@@ -61,7 +61,7 @@ def rewards(completions: list[str], **_: Any) -> list[float]:
     return [said.reward for said in hosts.RESPONSES]
 
 
-def dumped(folder: Path, signal: Signal, **options: Any) -> pa.Table:
+def dumped(folder: Path, signal: Method, **options: Any) -> pa.Table:
     """The dump of a step of training. Its advantages are those that the loss gets."""
     trainer = build(
         folder,
@@ -82,7 +82,7 @@ def dumped(folder: Path, signal: Signal, **options: Any) -> pa.Table:
     trainer.train()
     (file,) = read_dump(folder / "tokens").files
     header = file.header
-    assert (header.method, header.options, header.temperature) == (signal.name, signal.as_dict(), hosts.TEMPERATURE)
+    assert (header.method, header.options, header.temperature) == (signal.name, signal.model_dump(), hosts.TEMPERATURE)
     assert (header.step, header.rows_in_step) == (1, hosts.COUNT)
     table = hosts.dumped_table(folder / "tokens")
     for advantages_T, dumped_T in zip(trainer.advantages_BT.tolist(), table["advantage"].to_pylist(), strict=True):
@@ -90,10 +90,10 @@ def dumped(folder: Path, signal: Signal, **options: Any) -> pa.Table:
     return table
 
 
-def expected(signal: Signal, masked: int | None = None) -> pa.Table:
+def expected(signal: Method, masked: int | None = None) -> pa.Table:
     """The plain model's dump, with TRL's keys and ground truths, in micro-batches of TRL's size."""
     rollouts = hosts.plain_rollouts(keys=[f"1_{place}" for place in range(hosts.COUNT)])
-    mask_BT = rollouts.mask_BT.clone()
+    mask_BT = rollouts.mask.clone()
     if masked is not None:
         mask_BT[masked] = False
     truths = [GOLD[said.prompt] for said in hosts.RESPONSES]
@@ -101,17 +101,15 @@ def expected(signal: Signal, masked: int | None = None) -> pa.Table:
     facts = {
         **rollouts.facts,
         "ground_truth": truths,
-        "labels": labels if isinstance(signal, TurnSignal) else [{}] * hosts.COUNT,
+        "labels": labels if isinstance(signal, TurnMethod) else [{}] * hosts.COUNT,
     }
-    rollouts = replace(rollouts, mask_BT=mask_BT, facts=facts)
+    rollouts = replace(rollouts, mask=mask_BT, facts=facts)
     return hosts.plain_table(signal, rollouts, tokens=hosts.COUNT * rollouts.padded_length)
 
 
 @pytest.mark.parametrize("name", METHODS)
 def test_the_dump_is_that_of_a_plain_model(tmp_path: Path, name: str) -> None:
     """Bit for bit, as every number comes from the same computation in the same micro-batches."""
-    if name == "shear":
-        pytest.importorskip("ot")
     signal = hosts.signal_of(name)
     hosts.assert_same(dumped(tmp_path, signal), expected(signal))
 
@@ -128,7 +126,8 @@ def test_a_response_that_trl_masks_keeps_its_tokens(tmp_path: Path, name: str) -
 
 
 def test_steps_rows_and_resuming(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Whole groups of every other step; a run that resumes writes its own steps and figures in place of the old ones."""
+    """Whole groups of every other step; a run that resumes writes its own steps and figures in place of the old
+    ones."""
     run = tmp_path / "run"
     weights = {"token_weights": "grail", "token_dump": {"folder": run / "tokens", "every": 2, "responses": 4}}
     saving = {"save_strategy": "steps", "save_steps": 3, "weights": weights}
@@ -168,8 +167,8 @@ def test_the_folders_of_a_training_that_lives_are_refused(tmp_path: Path) -> Non
 def test_nothing_beside_the_training_stops_it_or_its_resume(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Half a last line; a reward function that removes the folder of the figures, changes the working folder, and fills the
-    disk; ground truths of any type."""
+    """Half a last line; a reward function that removes the folder of the figures, changes the working folder, and fills
+    the disk; ground truths of any type."""
     monkeypatch.chdir(tmp_path)
     truths = [Decimal("0.10"), None, b"7", {"a": 1}, [1], True, "5", np.int64(3)]
     data = [

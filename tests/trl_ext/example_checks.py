@@ -69,18 +69,8 @@ def train(folder: Path, *options: str) -> tuple[str, list[DumpRow], dict[int, An
 
 
 def test_a_run_with_lora_its_dump_and_its_report(folder: Path) -> None:
-    options = [
-        "--data",
-        "train.parquet",
-        "--held-out",
-        "train.jsonl",
-        "--dump-every",
-        "1",
-        "--lora-rank",
-        "4",
-        "--bf16",
-    ]
-    output, rows, metrics = train(folder, *options, "--steps", "2", "--learning-rate", "1e-3")
+    options = "--data train.parquet --held-out train.jsonl --dump-every 1 --lora-rank 4 --bf16 --steps 2"
+    output, rows, metrics = train(folder, *options.split(), "--learning-rate", "1e-3")
     assert output.rstrip().endswith("python -m grail_advantage.report out")
     assert [row.step for row in rows] == [1] * 64 + [2] * 64
     solutions = {chain.text: str(chain.answer) for chain in CHAINS}
@@ -101,21 +91,8 @@ def test_a_run_with_lora_its_dump_and_its_report(folder: Path) -> None:
 def test_the_tiny_run_needs_no_model_and_no_data(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    sizes = [
-        "--steps",
-        "2",
-        "--save-steps",
-        "1",
-        "--prompts",
-        "2",
-        "--rollouts",
-        "4",
-        "--micro-batch",
-        "8",
-        "--eval-every",
-        "1",
-    ]
-    command = [sys.executable, str(EXAMPLE), "--tiny", "--method", "uniform", *sizes]
+    sizes = "--steps 2 --save-steps 1 --prompts 2 --rollouts 4 --micro-batch 8 --eval-every 1"
+    command = [sys.executable, str(EXAMPLE), "--tiny", "--method", "uniform", *sizes.split()]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ["PYTHONPATH"]])}
     for more, last in (([], 2), (["--resume", "--steps", "3"], 3)):
         done = subprocess.run(
@@ -159,16 +136,8 @@ def test_a_run_with_the_published_arguments(folder: Path) -> None:
         "gradient_accumulation_steps": 1,
     }
     changes = [f"--set={name}={json.dumps(value)}" for name, value in (here | {"model_init_kwargs": {}}).items()]
-    command = [
-        sys.executable,
-        "-m",
-        "examples.trl_published",
-        "--model",
-        folder / "model",
-        "--output",
-        folder / "published",
-    ]
-    command += ["--data", folder / "solutions.jsonl", *changes]
+    command = [sys.executable, "-m", "examples.trl_published", "--model", folder / "model"]
+    command += ["--output", folder / "published", "--data", folder / "solutions.jsonl", *changes]
     done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=900)
     assert done.returncode == 0, done.stdout[-5000:]
     settings = torch.load(folder / "published" / "training_args.bin", weights_only=False)

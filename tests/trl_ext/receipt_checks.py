@@ -15,9 +15,9 @@ from accelerate.utils import DistributedType
 from trl import GRPOConfig, GRPOTrainer
 
 from grail_advantage.dump.store import read_dump, read_headers
-from grail_advantage.receipt import Finding, check, trl_loss
-from grail_advantage.trl_ext import received
-from grail_advantage.trl_ext.received import SETTINGS
+from grail_advantage.receipt import Finding, check
+from grail_advantage.trl_ext import dump as dump_module
+from grail_advantage.trl_ext.dump import loss_of
 from grail_advantage.view.receipt import main
 from tests.core.receipt_loop import TOKENS, MicroBatch, names, rollout, train
 from tests.core.tiny_models import tiny_model
@@ -25,7 +25,7 @@ from tests.trl_ext import scripted
 from tests.trl_ext.scripted import build
 
 LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo")
-SEEDS = 20
+SEEDS = 10
 
 
 def trl_value(micro: MicroBatch, args: GRPOConfig, ranks: int, tokens: int, weighted: bool) -> torch.Tensor:
@@ -124,7 +124,7 @@ def test_no_false_alarm(tmp_path: Path, loss_type: str, level: str) -> None:
         args.steps_per_generation = per_update * choice["updates"]
         tokens = int(given.batch.mask_BT.sum())
         pieces = train(given, lambda m, args=args, c=choice, n=tokens: trl_value(m, args, c["ranks"], n, c["weighted"]))
-        loss = trl_loss(loss_type, level, **{name: getattr(args, name) for name in SETTINGS if hasattr(args, name)})
+        loss = loss_of(args)
         assert loss.account is not None
         batch = given.batch if choice["beta"] else replace(given.batch, ref_log_probs_BT=None)
         receipt = check(batch, loss, pieces)
@@ -235,63 +235,58 @@ def test_updates_over_several_generations_are_not_read(tmp_path: Path, capsys: p
 def test_nothing_is_written_where_a_process_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A second process whose part is missing, as :func:`gather_object` would give it."""
     for name, others in (("whole", []), ("failed", [None])):
-        monkeypatch.setattr(received, "gather_object", lambda own, others=others: own + others)
+        monkeypatch.setattr(
+            dump_module, "gather_object", lambda own, others=others: own + others * isinstance(own[0], tuple)
+        )
         trainer = trained(tmp_path / name, {})
         assert len(places(tmp_path / name / "tokens")) == (0 if others else 2)
         assert trainer._dump._dump.writer.failed == (2 if others else 0)
     assert len(list(read_dump(tmp_path / "failed" / "tokens"))) == 16
 
 
-@pytest.mark.parametrize("method", ["begin", "see", "_pieces"])
-def test_an_error_in_the_receipt_stops_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str) -> None:
+@pytest.mark.parametrize("used", ["loss_mask", "Gradient", "Piece"])
+def test_an_error_in_the_receipt_stops_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, used: str) -> None:
     """Of two generation batches the first has no receipt; this process takes part in both gathers."""
-    gathered = []
-    monkeypatch.setattr(received, "gather_object", lambda own: gathered.append(own[0]) or own)
-    used = {"begin": "COLUMNS", "see": "Gradient", "_pieces": "Piece"}[method]
-    right = getattr(received, used)
+    gathered, right, failed = [], getattr(dump_module, used), []
 
-    class FailsOnce:
-        failed = False
+    def gather(own: list[Any]) -> list[Any]:
+        gathered.extend(part is None for part in own if part is None or isinstance(part, tuple))
+        return own
 
-        def __getattr__(self, name: str) -> Any:
-            self.fail()
-            return getattr(right, name)
+    def fails_once(*given: Any) -> Any:
+        if not failed:
+            failed.append(used)
+            raise RuntimeError("broken")
+        return right(*given)
 
-        def __call__(self, *given: Any) -> Any:
-            self.fail()
-            return right(*given)
-
-        def fail(self) -> None:
-            if not self.failed:
-                self.failed = True
-                raise RuntimeError("broken")
-
-    monkeypatch.setattr(received, used, FailsOnce())
+    monkeypatch.setattr(dump_module, "gather_object", gather)
+    monkeypatch.setattr(dump_module, used, fails_once)
     trainer = trained(tmp_path, {})
-    assert [part is None for part in gathered] == [True, False]
+    assert gathered == [True, False]
     assert trainer._dump._dump.writer.failed == 1
     assert places(tmp_path / "tokens") == [(5, 0)]
     assert names(findings_of(tmp_path)) == []
     assert len(list(read_dump(tmp_path / "tokens"))) == 16
 
 
-def test_a_training_starts_anew(tmp_path: Path) -> None:
-    """After one that broke off within a generation batch."""
-
+def test_a_training_that_broke_off_has_written_what_it_had_and_starts_anew(tmp_path: Path) -> None:
     class Broken(scripted.ScriptedTokenWeights):
-        broken = True
+        broken = 2
 
         def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
             loss = super()._compute_loss(model, inputs)
-            if self.broken:
+            self.broken -= 1
+            if not self.broken:
                 raise KeyboardInterrupt
             return loss
 
     weights = {"token_weights": "uniform", "token_dump": tmp_path / "tokens"}
-    trainer = build(tmp_path, Broken, weights=weights, max_steps=1)
+    trainer = build(tmp_path, Broken, weights=weights, max_steps=2)
     with pytest.raises(KeyboardInterrupt):
         trainer.train()
-    trainer.broken, trainer._step = False, 0
+    assert places(tmp_path / "tokens") == [(1, 0)]
+    assert [row.step for row in read_dump(tmp_path / "tokens")] == [1] * 8 + [2] * 8
+    trainer.args.max_steps, trainer._step = 1, 0
     trainer.train()
     assert places(tmp_path / "tokens") == [(1, 0)]
     assert [row.update for row in read_dump(tmp_path / "tokens")] == [0] * 8

@@ -1,4 +1,5 @@
-"""A trainer of a tiny model whose responses are written down instead of sampled; everything after the sampler is real."""
+"""A trainer of a tiny model whose responses are written down instead of sampled; everything after the sampler is
+real."""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ GROUPS = {
         ("So it is 10, I say<end>", 0.0),
     ],
 }
-"""Responses and rewards by prompt. Incorrect ones with a box: two, one. Correct ones with a box and an end: one, none."""
+"""Responses and rewards by prompt. Incorrect ones with a box: two, one. Correct ones with a box and an end: one,
+none."""
 REWARDS = {(prompt, text.removesuffix(END)): reward for prompt, answers in GROUPS.items() for text, reward in answers}
 TRUNCATED = 4
 """Response without an end token."""

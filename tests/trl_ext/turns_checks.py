@@ -283,8 +283,9 @@ def ended(script: Script, gaps: Sequence[int], limit: int) -> tuple[Script, list
 @pytest.mark.parametrize("masked", [False, True], ids=["", "masked"])
 @pytest.mark.parametrize("room", [-1, 0, 3])
 def test_conversations_that_end_at_the_limit(tmp_path: Path, room: int, masked: bool) -> None:
-    """Room for some tokens of the last turn of a response, or for none, or not even for the answer to its call, whose reward is
-    then with the last turn there is. ``mask_truncated_completions`` takes it out of the loss, and not from the siblings."""
+    """Room for some tokens of the last turn of a response, or for none, or not even for the answer to its call, whose
+    reward is then with the last turn there is. ``mask_truncated_completions`` takes it out of the loss, and not from
+    the siblings."""
     whole = build(tmp_path, weights=ENVIRONMENT)
     whole.model.train()
     batch = whole._generate_and_score_completions([row for row in whole.train_dataset for _ in range(GROUP_SIZE)])
