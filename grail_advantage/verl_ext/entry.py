@@ -88,9 +88,9 @@ def start_run(config: DictConfig, validate: Callable[[], None]) -> None:
         print(given)
         sys.exit()
     if run is not None:
-        if isinstance(run, Settings) and run.dump is not None:
-            hold(run.dump.folder, "choose another", DUMP_FOLDER)
         _call(import_trainer_module(run[TRAINER_MODULE]), "begin_run", run, config)
+    if isinstance(run, Settings) and run.dump is not None:
+        hold(run.dump.folder, "choose another", DUMP_FOLDER)
 
 
 def _is_ours(config: DictConfig) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 from datasets import Features, List, Value
 
 from recipe.data.specs import PUBLISHED_SUBSETS, Columns, DatasetSpec
-from recipe.reward import gold_text, last_boxed
+from grail_advantage.reward import gold_text, last_boxed
 
 PROMPT_SUFFIX = r" Please reason step by step, and put your final answer within \boxed{}."
 """The instruction after every problem, in training and evaluation alike (arXiv 2606.04889, training set-up)."""
@@ -98,7 +98,7 @@ def _read_problem(value: Any, field: str) -> str:
 
 
 def read_gold(row: dict[str, Any], field: str, reader: str) -> str:
-    """Return the ground truth as text, read as :mod:`recipe.reward` reads it: of a list all entries, joined with commas.
+    """Return the ground truth as text, read as :mod:`grail_advantage.reward` reads it: of a list all entries, joined with commas.
 
     A whole float loses its fraction (``27.0`` becomes ``27``); otherwise one answer keeps the notation of its source.
     """

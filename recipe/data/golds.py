@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
 
-from recipe.reward import compute_score
+from grail_advantage.reward import compute_score
 
 _INTEGER = re.compile(r"-?[0-9]{1,3}(?:,?[0-9]{3})+(?:\.[0-9]+)?")
 _FRACTION = re.compile(r"(?P<sign>-?)(?:\\[dt]?frac\{(?P<p>[0-9]+)\}\{(?P<q>[0-9]+)\}|(?P<r>[0-9]+)/(?P<s>[0-9]+))")

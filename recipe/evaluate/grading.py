@@ -12,7 +12,7 @@ from typing import Any
 import pandas as pd
 
 from recipe.evaluate.sampling import KEY
-from recipe.reward import compute_score
+from grail_advantage.reward import compute_score
 
 BOX = "\\boxed{"
 METRICS = ["acc", "pass", "tokens", "unanswered", "truncated"]

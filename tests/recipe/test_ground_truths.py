@@ -156,7 +156,7 @@ def test_runs_with_verl_name_files_and_rows_before_they_start(
             start(none, f"algorithm.adv_estimator={estimator}")
     assert start(none, "reward.custom_reward_function.path=mine.py") == []  # which may read anything
     with pytest.raises(ValueError, match="cannot be used"):
-        start(none, "reward.custom_reward_function.path=pkg://recipe.reward")
+        start(none, "reward.custom_reward_function.path=pkg://grail_advantage.reward")
     assert start(tmp_path / "missing.parquet") == []  # verl says so
     assert start(written(tmp_path / "decimals.parquet", [Decimal("3.50"), Decimal("27")])) == []
 
