@@ -3,7 +3,6 @@
     DRY_RUN=1 LIKE=published bash examples/run_qwen3_grail.sh | python -m recipe.published
 
 compares a resolved configuration with it, and ends with status 1 where a value differs and the table has no reason.
-``--yaml src/train/training_configs/qwen3_grail.yaml``, from the authors' repository, compares the table with their file too.
 """
 
 from __future__ import annotations
@@ -170,14 +169,7 @@ EVALUATION = (
 )
 """Of the validation, and of ``scripts/evaluate.sh`` by default."""
 GROUPS = {"training": TRAINER, "model, data": MODEL, "token weights": WEIGHTS, "evaluation": EVALUATION}
-WITHOUT_EFFECT = frozenset((
-    "model_revision", "trust_remote_code", "dataset_splits", "preprocessing_num_workers", "truncation_side", "padding_side",
-    "wandb_project", "output_dir", "overwrite_output_dir", "run_name", "report_to", "save_strategy", "save_only_model",
-    "gradient_checkpointing_kwargs", "do_eval", "logging_first_step", "log_level", "logging_steps", "logging_strategy",
-    "log_completions", "num_completions_to_print", "log_unique_prompts",
-))
 # fmt: on
-"""Keys of the published file that change no update: names, logs, sides of padding, how a backward is recomputed."""
 
 
 def trl_arguments(processes: int = GPUS) -> dict[str, Any]:
@@ -219,14 +211,6 @@ def compared(config: DictConfig) -> list[tuple[Setting, Any, str]]:
     return rows
 
 
-def differences(yaml: DictConfig) -> list[str]:
-    """Where the published file says something else than the table."""
-    known = {setting.name: setting.theirs for setting in (*TRAINER, *MODEL, *WEIGHTS) if setting.place.startswith("Q")}
-    there = {str(name): value for name, value in (OmegaConf.to_container(yaml) or {}).items()}
-    found = [f"{n}: {there.get(n)!r} there, {value!r} here" for n, value in known.items() if there.get(n) != value]
-    return found + [f"{name} is not in the table" for name in there if name not in known and name not in WITHOUT_EFFECT]
-
-
 def shown(value: Any) -> str:
     """A value on one line."""
     return repr(value) if isinstance(value, str) and not value.isprintable() else str(value)
@@ -234,25 +218,19 @@ def shown(value: Any) -> str:
 
 def main() -> None:
     """Read a resolved configuration from stdin and print it beside the published values."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--yaml", type=Path, help="the authors' own file, to compare the table with")
-    options = parser.parse_args()
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     try:
-        wrong = differences(OmegaConf.load(options.yaml)) if options.yaml else []
         settings = compared(OmegaConf.create(sys.stdin.read()))
-    except (OSError, ValueError, TypeError, AttributeError, YAMLError) as error:
-        command = "DRY_RUN=1 bash examples/run_qwen3_grail.sh | python -m recipe.published"
-        sys.exit(f"stdin must be a resolved configuration, and --yaml a YAML file: {command}: {error}")
-    rows = []
+    except (ValueError, TypeError, AttributeError, YAMLError) as error:
+        sys.exit(f"stdin must be a resolved configuration, as of DRY_RUN=1 bash examples/run_qwen3_grail.sh: {error}")
+    rows, wrong = [], []
     for setting, ours, verdict in settings:
         why = {"differs": "no reason is known", "corrected": setting.corrected, "~": setting.why}.get(verdict, "")
         value = "" if ours is None else shown(ours)
         rows.append([setting.name, shown(setting.theirs), setting.place, verdict, value, why])
-        if verdict == "differs":
-            wrong.append(f"{setting.name}: {shown(setting.theirs)} there, {shown(ours)} here")
+        wrong += [f"{setting.name}: {shown(setting.theirs)} there, {shown(ours)} here"] if verdict == "differs" else []
     print("\n".join(table(["setting", "theirs", "place", "", "ours, in their terms", "why"], rows)))
-    if wrong:
-        sys.exit("\n".join(wrong))
+    sys.exit("\n".join(wrong) or None)
 
 
 if __name__ == "__main__":

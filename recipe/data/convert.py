@@ -7,8 +7,8 @@ from typing import Any
 
 from datasets import Features, List, Value
 
-from recipe.data.specs import PUBLISHED_SUBSETS, Columns, DatasetSpec
 from grail_advantage.reward import gold_text, last_boxed
+from recipe.data.specs import PUBLISHED_SUBSETS, Columns, DatasetSpec
 
 PROMPT_SUFFIX = r" Please reason step by step, and put your final answer within \boxed{}."
 """The instruction after every problem, in training and evaluation alike (arXiv 2606.04889, training set-up)."""

@@ -11,8 +11,8 @@ from typing import Any
 
 import pandas as pd
 
-from recipe.evaluate.sampling import KEY
 from grail_advantage.reward import compute_score
+from recipe.evaluate.sampling import KEY
 
 BOX = "\\boxed{"
 METRICS = ["acc", "pass", "tokens", "unanswered", "truncated"]

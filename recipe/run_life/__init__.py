@@ -1,12 +1,11 @@
 """Fault tolerance: a killed run resumes, mixes with no other run, and ends where one of its processes died.
 
-verl writes the name of the last checkpoint once that is whole, and resumes from it. It resumes from whatever lies in
-``trainer.default_local_dir``, too: under other settings it trains a mixture, and past the last step it trains nothing and
-says nothing. So the options that define a run are stored beside its checkpoints and its token dump, and compared at each
-start. :data:`MAY_CHANGE` names those that do not; of a path the last part counts, so that a clone may move.
+verl resumes from the last whole checkpoint in ``trainer.default_local_dir``, of whatever run: under other settings it trains a
+mixture, and past the last step it trains nothing and says nothing. So the options that define a run are stored beside its
+checkpoints and its token dump, and compared at each start; of a path the last part, so that a clone may move.
 
-``algorithm.token_weights.trainer_module`` names this package, and :mod:`grail_advantage.verl_ext.entry` calls
-:func:`check_run`, :func:`begin_run` and :func:`register_trainers`. See docs/fault_tolerance.md.
+``algorithm.token_weights.trainer_module`` names this package, whose functions :mod:`grail_advantage.verl_ext.entry` calls.
+See docs/fault_tolerance.md.
 """
 
 from __future__ import annotations
@@ -40,27 +39,24 @@ from grail_advantage.verl_ext.settings import DUMP_FOLDER, RunConfig, Settings
 from recipe.rules import check_rules, check_trl
 
 RUN_DEFINITION = "run_definition.json"
-FOLDER, MODE = "trainer.default_local_dir", "trainer.resume_mode"
-RUNTIME = "ray_kwargs.ray_init.runtime_env"
-MAY_CHANGE = {
-    "length, logs and checkpoints": "run.* trainer.total_* trainer.*_freq trainer.*_name trainer.logger trainer.log_* "
-    "trainer.*_dir trainer.resume_* trainer.val_* trainer.max_*_ckpt_to_keep trainer.checkpoint_callback_class "
-    "trainer.del_local_* trainer.esi_redundant_time *.checkpoint.save_contents *.checkpoint.async_save "
-    "algorithm.token_dump.*",
-    "validation and observation": "data.val* *.val_kwargs.* *.calculate_entropy *profiler.* *.trace.* *.prometheus.* "
-    "*.disable_log_stats",
-    "machines": "*nnodes *n_gpus_per_node *_parallel_size *fsdp_size trainer.device trainer.ray_wait_* ray_kwargs.* "
-    "transfer_queue.* *.sandbox_fusion.* *.nccl_timeout *.use_shm",
-    "speed and memory": "*micro_batch_size* *max_token_len_per_gpu *use_dynamic_bsz *offload *offload_policy "
-    "*gradient_checkpointing *entropy_checkpointing *.reshard_after_forward *.forward_prefetch *.use_torch_compile "
-    "*.use_remove_padding *.gpu_memory_utilization *.enforce_eager *.cudagraph_capture_sizes *.free_cache_engine "
-    "*.enable_sleep_mode *.multi_stage_wake_up *.max_num_batched_tokens *.max_num_seqs *.enable_chunked_prefill "
-    "*.enable_prefix_caching *.load_format *.layered_summon *.checkpoint_engine.* reward.num_workers *.agent.num_workers "
-    "data.filter_overlong_prompts_workers *.poll_interval *.share_forward *.skip_zero_advantage *.missing_answers",
-}
-"""Options that do not define a run, as shell patterns. None moves the order of data, nor the gradient, but for
-``trainer.total_*`` under a learning rate that is not constant."""
-_may_change = re.compile("|".join(map(fnmatch.translate, " ".join(MAY_CHANGE.values()).split()))).match
+FOLDER, MODE, RUNTIME = "trainer.default_local_dir", "trainer.resume_mode", "ray_kwargs.ray_init.runtime_env"
+MAY_CHANGE = """
+run.* trainer.total_* trainer.*_freq trainer.*_name trainer.logger trainer.log_* trainer.*_dir trainer.resume_* trainer.val_*
+trainer.max_*_ckpt_to_keep trainer.checkpoint_callback_class trainer.del_local_* trainer.esi_redundant_time
+*.checkpoint.save_contents *.checkpoint.async_save algorithm.token_dump.*
+data.val* *.val_kwargs.* *.calculate_entropy *profiler.* *.trace.* *.prometheus.* *.disable_log_stats
+*nnodes *n_gpus_per_node *_parallel_size *fsdp_size trainer.device trainer.ray_wait_* ray_kwargs.* transfer_queue.*
+*.sandbox_fusion.* *.nccl_timeout *.use_shm
+*micro_batch_size* *max_token_len_per_gpu *use_dynamic_bsz *offload *offload_policy *gradient_checkpointing
+*entropy_checkpointing *.reshard_after_forward *.forward_prefetch *.use_torch_compile *.use_remove_padding
+*.gpu_memory_utilization *.enforce_eager *.cudagraph_capture_sizes *.free_cache_engine *.enable_sleep_mode
+*.multi_stage_wake_up *.max_num_batched_tokens *.max_num_seqs *.enable_chunked_prefill *.enable_prefix_caching
+*.load_format *.layered_summon *.checkpoint_engine.* reward.num_workers *.agent.num_workers
+data.filter_overlong_prompts_workers *.poll_interval *.share_forward *.skip_zero_advantage *.missing_answers
+"""
+"""Options that do not define a run, as shell patterns: what it logs and saves, validation, machines, speed and memory. None
+moves the order of data, nor the gradient, but for ``trainer.total_*`` under a learning rate that is not constant."""
+_may_change = re.compile("|".join(map(fnmatch.translate, MAY_CHANGE.split()))).match
 _BY = {"grail_advantage": __version__, "verl": version("verl")}
 _ANOTHER = "choose another trainer.experiment_name (EXPERIMENT_NAME or OUTPUT_DIR of the launch scripts)"
 _FRESH = "FRESH=1 starts a new run and moves the old folder away"
@@ -72,22 +68,22 @@ class KeepLast(CheckpointCallback):
     def __init__(self, config: DictConfig) -> None:
         super().__init__(config)
         if not entry_is_wrapped():
-            raise ValueError(
-                "the plug-in of grail_advantage did not load with verl, so that nothing was checked; unset "
-                "VERL_USE_EXTERNAL_PLUGINS or add grail_advantage to it, and install this project with `pip install -e .`"
+            remedy = (
+                "unset VERL_USE_EXTERNAL_PLUGINS, or add grail_advantage to it, and `pip install -e .` this project"
             )
+            raise ValueError(f"the plug-in of grail_advantage did not load with verl: {remedy}")
 
     def on_save(self, trainer: Any, global_step: int, checkpoint_dir: str, **_: Any) -> None:
         """Removes what verl wrote in older ones; files of others stay, and later steps, which are written again."""
         paths = sorted(Path(checkpoint_dir).parent.glob("global_step_*"), key=_step)
-        if count := self.config.trainer.max_actor_ckpt_to_keep:
-            for path in [path for path in paths if _step(path) <= global_step][:-count]:
-                for part in (path / "actor", path / "critic", path / "transfer_queue"):
-                    shutil.rmtree(part, ignore_errors=True)
-                for file in (path / "data.pt", *path.glob("*.json")):
-                    file.unlink(missing_ok=True)
-                with suppress(OSError):  # it holds something else
-                    path.rmdir()
+        count = self.config.trainer.max_actor_ckpt_to_keep or len(paths)
+        for path in [path for path in paths if _step(path) <= global_step][:-count]:
+            for part in ("actor", "critic", "transfer_queue"):
+                shutil.rmtree(path / part, ignore_errors=True)
+            for file in (path / "data.pt", *path.glob("*.json")):
+                file.unlink(missing_ok=True)
+            with suppress(OSError):  # it holds something else
+                path.rmdir()
 
 
 def _step(path: Path) -> int:
@@ -97,20 +93,20 @@ def _step(path: Path) -> int:
 
 def definition(run: RunConfig) -> dict[str, Any]:
     """The options that define a run, with dots in their names, as JSON holds them."""
-    values = {name: _last_part(value) for name, value in _flat(run.config).items() if not _may_change(name)}
-    return json.loads(json.dumps(values, default=str))
+    defining = {name: _last_part(value) for name, value in _flat(run.config).items() if not _may_change(name)}
+    return json.loads(json.dumps(defining, default=str))
 
 
 def _flat(value: Any, name: str = "") -> dict[str, Any]:
-    if not isinstance(value, dict) or not value:
-        return {name: value}
-    return {n: v for key, inner in value.items() for n, v in _flat(inner, f"{name}.{key}".lstrip(".")).items()}
+    if isinstance(value, dict) and value:
+        return {n: v for key, inner in value.items() for n, v in _flat(inner, f"{name}.{key}".lstrip(".")).items()}
+    return {name: value}
 
 
 def _last_part(value: Any) -> Any:
     if isinstance(value, list):
         return [_last_part(each) for each in value]
-    return Path(value).name if isinstance(value, str) and value.startswith("/") else value
+    return Path(value).name if str(value).startswith("/") else value
 
 
 def check_run(run: RunConfig) -> None:
@@ -123,9 +119,9 @@ def check_run(run: RunConfig) -> None:
     check_rules(run)
     for option, folder in _folders(run).items():
         has_files = dumped_steps(folder) if option == DUMP_FOLDER else any(folder.glob("global_step_*"))
-        if has_files and os.environ.get("FRESH") != "1" and (lines := _differing(run, folder)):
-            heading, remedy = f"{option}={folder} holds the files of another run:", f"{_ANOTHER}, or the settings there"
-            raise ValueError("\n".join([heading, *lines, f"{remedy}; {_FRESH}"]))
+        if has_files and os.environ.get("FRESH") != "1" and (lines := _differing(run, _stored(folder))):
+            remedy = f"{_ANOTHER}, or the settings there; {_FRESH}"
+            raise ValueError("\n".join([f"{option}={folder} holds the files of another run:", *lines, remedy]))
     if run[MODE] == "resume_path" and not Path(str(run["trainer.resume_from_path"])).is_dir():
         raise ValueError(f"{run.named('trainer.resume_from_path')} is no folder global_step_N; name one")
 
@@ -136,10 +132,9 @@ def _folders(run: RunConfig) -> dict[str, Path]:
     return {FOLDER: Path(run[FOLDER]), **dump}
 
 
-def _differing(run: RunConfig, folder: Path) -> list[str]:
-    """The options that differ from those stored in a folder; of a definition by another version, only what both have."""
-    stored, here = _stored(folder), definition(run)
-    there = stored.get("definition")
+def _differing(run: RunConfig, stored: dict[str, Any]) -> list[str]:
+    """The options that differ from those stored; of a definition by another version, only what both have."""
+    there, here = stored.get("definition"), definition(run)
     if not isinstance(there, dict):
         return [] if run[MODE] == "resume_path" else [f"  no {RUN_DEFINITION} that can be read says which"]
     names = there.keys() | here.keys() if stored.get("by") == _BY else there.keys() & here.keys()
@@ -170,10 +165,10 @@ def begin_run(run: RunConfig, config: DictConfig) -> None:
         _move_away(Path(run["run.folder"] or folder), folder)
     _end_if_finished(run, folder)
     name = _stored(folder).get("run") or uuid.uuid4().hex
-    content = json.dumps({"run": name, "by": _BY, "definition": definition(run)}, indent=1)
     for each in _folders(run).values():
         with suppress(OSError):  # the trainer's machine is another one, and says what cannot be written there
-            write_whole(each / RUN_DEFINITION, content)
+            content = {"run": name, "by": _BY, "definition": definition(run)}
+            write_whole(each / RUN_DEFINITION, json.dumps(content, indent=1))
     if "WANDB_RUN_ID" not in os.environ:  # one run of wandb's for all starts
         OmegaConf.update(config, f"{RUNTIME}.env_vars", {"WANDB_RUN_ID": name, "WANDB_RESUME": "allow"}, force_add=True)
     if (executable := shlex.quote(sys.executable)) != sys.executable:  # Ray hands it to a shell
@@ -184,8 +179,6 @@ def begin_run(run: RunConfig, config: DictConfig) -> None:
         workers.start(config, ["recipe.run_life.seeds", "recipe.run_life.trainer"])
     # Each raylet ends the children of a worker that died, such as vLLM's engine, unless they called setsid().
     os.environ.setdefault("RAY_process_group_cleanup_enabled", "1")
-    # After the control service has died, driver and workers look for it this long (60 s in Ray 2.60) before they end.
-    os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", "10")
     # After a SIGTERM, Ray's failure handler leaves an alarm that aborts the process after 3 seconds, in the middle of its
     # orderly end. Runs before Ray's own function, which was registered earlier.
     atexit.register(signal.alarm, 0)

@@ -6,14 +6,13 @@ here keys go by step and prompt, responses by their keys.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 from unittest.mock import patch
 
 import ray
-from omegaconf import DictConfig, open_dict
+from omegaconf import open_dict
 from ray.actor import ActorHandle
 from tensordict import TensorDict
 from transfer_queue import KVBatchMeta
@@ -34,16 +33,15 @@ class KeptRun:
 
     def init(self) -> None:
         spaces = ("transfer_queue", ray.get_runtime_context().namespace)
-        named = ray.util.list_named_actors(all_namespaces=True)  # those that live
-        queue = [each for each in named if each["name"].startswith("TransferQueue") and each["namespace"] in spaces]
-        self._queue = [ray.get_actor(**each) for each in queue]
+        actors = [each for each in ray.util.list_named_actors(all_namespaces=True) if each["namespace"] in spaces]
+        self._queue = [ray.get_actor(**each) for each in actors if each["name"].startswith("TransferQueue")]
         self.watch = Watch(self._held_actors, self._engines)
         with self.watch.guard():
             super().init()
 
     def fit(self, *args: Any, **kwargs: Any) -> None:
         trainer = self.config.trainer
-        with self.watch.guard(), nullcontext() if trainer.val_only else one_history(self.config, self.global_steps):
+        with self.watch.guard(), nullcontext() if trainer.val_only else lines_stay(self.global_steps):
             if self.global_steps > 0 and not trainer.val_only:
                 with open_dict(trainer):
                     trainer.val_before_train = False  # the first start has validated
@@ -89,21 +87,12 @@ class KeptRun:
 
 
 @contextmanager
-def one_history(config: DictConfig, step: int) -> Iterator[None]:
-    """Within, loggers that verl makes (``verl.utils.tracking``, verl 0.9.1) resume after a step; 0: they begin anew.
-
-    verl opens the file of ``file`` with ``"wb"``, which throws away the lines of earlier starts, and a full disk ends its training.
-    TensorBoard has a mark that takes the later steps back. Can go when verl's loggers resume.
-    """
-    trainer = config.trainer
-    if "tensorboard" in trainer.logger:
-        from torch.utils.tensorboard import SummaryWriter
-
-        folder = os.environ.get("TENSORBOARD_DIR", f"tensorboard_log/{trainer.project_name}/{trainer.experiment_name}")
-        SummaryWriter(folder, purge_step=step + 1 if step > 0 else 0).close()
+def lines_stay(step: int) -> Iterator[None]:
+    """Within, verl's logger ``file`` (``verl.utils.tracking``, verl 0.9.1) resumes after a step; 0: it begins anew. It opens its
+    file with ``"wb"``, which throws away the lines of earlier starts. Can go when it resumes."""
 
     def open_kept(path: str, mode: str = "r", **kwargs: Any) -> Any:
-        return MetricsFile(path, step if step > 0 else -1) if mode == "wb" else open(path, mode, **kwargs)
+        return MetricsFile(path, step or -1) if mode == "wb" else open(path, mode, **kwargs)
 
     with patch.object(tracking, "open", open_kept, create=True):
         yield
