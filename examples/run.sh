@@ -7,7 +7,7 @@
 set -xeuo pipefail
 
 # ---- user-adjustable, with the names of verl's examples ----
-ADV_ESTIMATOR=${ADV_ESTIMATOR:-grail} # any method; uniform: the baseline in the same trainer; dr_grpo, grpo: verl's estimator
+ADV_ESTIMATOR=${ADV_ESTIMATOR:-} # grail, or any method; uniform: the baseline in the same trainer; dr_grpo, grpo: verl's own
 LIKE=${LIKE:-corrected}               # published: with what the published run has by accident (docs/published.md)
 DATA_DIR=${DATA_DIR:-$PWD/data}       # filled by scripts/prepare_data.sh
 [[ $LIKE == published ]] && suffix=_published || suffix=
@@ -56,7 +56,7 @@ name=${MODEL_PATH%/}
 name=$(tr '[:upper:]' '[:lower:]' <<<"${name##*/}" | tr -c 'a-z0-9._\n-' _)
 case $ADV_ESTIMATOR in
 grpo | dr_grpo) METHOD=(estimator="$ADV_ESTIMATOR") ;;
-*) METHOD=(algorithm.adv_estimator="$ADV_ESTIMATOR") ;;
+*) METHOD=(${ADV_ESTIMATOR:+algorithm.adv_estimator="$ADV_ESTIMATOR"}) ;;
 esac
 
 DATA=(

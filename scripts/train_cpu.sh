@@ -10,7 +10,7 @@
 set -euo pipefail
 
 # ---- user-adjustable, with the names of verl's examples ----
-ADV_ESTIMATOR=${ADV_ESTIMATOR:-grail} # any method; uniform: the baseline in the same trainer; dr_grpo, grpo: verl's estimator
+ADV_ESTIMATOR=${ADV_ESTIMATOR:-} # grail, or any method; uniform: the baseline in the same trainer; dr_grpo, grpo: verl's own
 OUTPUT_DIR=${OUTPUT_DIR:-outputs/${MODEL}_cpu}
 TRAIN_BATCH_SIZE=${TRAIN_BATCH_SIZE:-32}
 MAX_RESPONSE_LENGTH=${MAX_RESPONSE_LENGTH:-64}
@@ -28,11 +28,11 @@ export OUTPUT_DIR VERL_PLATFORM=cpu
 export OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-PASSIVE}
 for ((micro = 128; TRAIN_BATCH_SIZE * ROLLOUT_N % micro; micro--)); do :; done # the most responses that divide a step's
 case $ADV_ESTIMATOR in
-grpo | dr_grpo) METHOD=estimator=$ADV_ESTIMATOR ;;
-*) METHOD=algorithm.adv_estimator=$ADV_ESTIMATOR ;;
+grpo | dr_grpo) METHOD=(estimator="$ADV_ESTIMATOR") ;;
+*) METHOD=(${ADV_ESTIMATOR:+algorithm.adv_estimator="$ADV_ESTIMATOR"}) ;;
 esac
 train=(
-    .venv/bin/python -m verl.trainer.main_ppo --config-path="$PWD/recipe/config" --config-name=cpu_trainer "$METHOD"
+    .venv/bin/python -m verl.trainer.main_ppo --config-path="$PWD/recipe/config" --config-name=cpu_trainer "${METHOD[@]}"
     data.train_batch_size="$TRAIN_BATCH_SIZE" data.max_response_length="$MAX_RESPONSE_LENGTH" data.seed="$SEED"
     actor_rollout_ref.actor.optim.lr="$ACTOR_LR" actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu="$micro"
     actor_rollout_ref.rollout.n="$ROLLOUT_N" trainer.total_training_steps="$TOTAL_STEPS"
@@ -50,7 +50,8 @@ mkdir -p "$OUTPUT_DIR/seed$SEED"
 flock "$OUTPUT_DIR/seed$SEED" .venv/bin/python -m verl_cpu.tiny.prepare --base-model "$MODEL" \
     --output-dir "$OUTPUT_DIR/seed$SEED" --seed "$SEED" >&2 &
 # Method, options and overrides are checked, which say the folder of the run.
-config=$(DRY_RUN=1 "${train[@]}")
+config=$(DRY_RUN=1 "${train[@]}" 2>"$OUTPUT_DIR/seed$SEED/check.log") ||
+    { tail -n 5 "$OUTPUT_DIR/seed$SEED/check.log" >&2 && exit 1; }
 wait $!
 run_dir=$(.venv/bin/python -c 'import sys, yaml; print(yaml.safe_load(sys.stdin)["run"]["folder"])' <<<"$config")
 exec 8>>"$run_dir.log" # the run inherits the lock, and holds it as long as it lives
