@@ -94,7 +94,7 @@ def start_run(config: DictConfig, validate: Callable[[], None]) -> None:
 
 
 def _is_ours(config: DictConfig) -> bool:
-    return "token_weights" in config.algorithm or config.algorithm.adv_estimator in methods()
+    return OmegaConf.select(config, TRAINER_MODULE) is not None or config.algorithm.adv_estimator in methods()
 
 
 def _call(module: ModuleType | None, name: str, *arguments: Any) -> None:
@@ -105,7 +105,7 @@ def _call(module: ModuleType | None, name: str, *arguments: Any) -> None:
 
 def prepare_run(config: DictConfig) -> RunConfig | None:
     """Check a run of this project, and write its trainer into the configuration. Of this project are runs with a method or
-    with the section ``algorithm.token_weights``; of others only the estimator's name is looked at.
+    with ``algorithm.token_weights.trainer_module``; of others only the estimator's name is looked at.
 
     Returns:
         The parsed configuration; ``None`` of a run of others.

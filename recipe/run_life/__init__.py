@@ -155,6 +155,9 @@ def begin_run(run: RunConfig, config: DictConfig) -> None:
     Raises:
         ValueError: a run that lives has the folder, a file of data is missing, or nothing says which checkpoint is last.
     """
+    for name in ("HOME", "TMPDIR"):
+        if not os.access(where := os.environ.get(name, "/tmp"), os.W_OK):
+            raise ValueError(f"{name}={where} cannot be written to; set it to a folder that you can write to")
     for option in ("data.train_files", "data.val_files"):
         for file in [run[option]] if isinstance(run[option], str) else run[option] or ():
             if file.startswith("/") and not Path(file).exists():
@@ -177,6 +180,11 @@ def begin_run(run: RunConfig, config: DictConfig) -> None:
         from verl_cpu import workers
 
         workers.start(config, ["recipe.run_life.seeds", "recipe.run_life.trainer"])
+    prepare_ray()
+
+
+def prepare_ray() -> None:
+    """Have Ray end in an orderly way."""
     # Each raylet ends the children of a worker that died, such as vLLM's engine, unless they called setsid().
     os.environ.setdefault("RAY_process_group_cleanup_enabled", "1")
     # After a SIGTERM, Ray's failure handler leaves an alarm that aborts the process after 3 seconds, in the middle of its

@@ -202,7 +202,13 @@ def test_any_folder_and_any_name_arrive_as_they_are() -> None:
         knobs = dict.fromkeys(("MODEL_PATH", "TRAIN_FILE", "TEST_FILE", "PROJECT_NAME", "EXPERIMENT_NAME"), name)
         given = parser.parse_overrides(overrides(GPUS, **knobs)[2:])
         arrived = {each.key_or_group: each.value() for each in given}
-        options = [f"{MODEL}.path", "data.train_files", "data.val_files", "trainer.project_name", "trainer.experiment_name"]
+        options = [
+            f"{MODEL}.path",
+            "data.train_files",
+            "data.val_files",
+            "trainer.project_name",
+            "trainer.experiment_name",
+        ]
         assert [arrived[option] for option in options] == [name] * 5
     assert "data.train_files=[/a,/b]" in overrides(GPUS, TRAIN_FILE="[/a,/b]")
 
@@ -221,7 +227,10 @@ def test_without_verl_nothing_is_installed(tmp_path: Path) -> None:
     (tmp_path / "bin/python3").write_text("#!/bin/sh\nexit 1\n")
     (tmp_path / "bin/python3").chmod(0o755)
     variables = {"PATH": f"{tmp_path}/bin:/usr/bin:/bin", "DRY_RUN": "1"}
-    for script, named in ((GPUS, "has no verl: run bash scripts/setup_gpu.sh"), (TINY, "run bash scripts/setup_cpu.sh")):
+    for script, named in (
+        (GPUS, "has no verl: run bash scripts/setup_gpu.sh"),
+        (TINY, "run bash scripts/setup_cpu.sh"),
+    ):
         (tmp_path / "scripts").mkdir(exist_ok=True)
         shutil.copy(ROOT / "scripts/train_cpu.sh", tmp_path / "scripts")
         done = subprocess.run(["bash", tmp_path / "examples" / script], env=variables, capture_output=True, text=True)
