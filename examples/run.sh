@@ -1,8 +1,8 @@
 # shellcheck shell=bash
 #
 # The run of run_*.sh, which set what their model needs and source this. Arguments are Hydra overrides, which have the last
-# word. DRY_RUN=1 checks everything, prints the resolved configuration and starts nothing; FRESH=1 moves away an earlier run of
-# the same name. PYTHON is an interpreter with verl (scripts/setup_gpu.sh). Several nodes: docs/multi_node.md.
+# word. DRY_RUN=1 checks everything, prints the resolved configuration and starts nothing. PYTHON is an interpreter with verl
+# (scripts/setup_gpu.sh). Several nodes: docs/multi_node.md.
 
 set -xeuo pipefail
 

@@ -29,25 +29,23 @@ GPUS = 4
 
 @dataclass(frozen=True)
 class Setting:
-    """One published value, and where this recipe has its own."""
+    """One published value, by its key or what the thing is called there, and where this recipe has its own.
+
+    ``place``: Q and a line, ``qwen3_grail.yaml``; E, ``run_eval.py``, or another of its files; TRL, its default then.
+    ``says``: options of verl's that say the same, without ``actor_rollout_ref``; ``ours``: their values in those terms.
+    ``why``: why the value is ``here`` (``None``: any) with ``like=published`` too, or has no option. ``corrected``: what
+    ``like=corrected`` has instead, a colon, and why; ``instead``: the same in the published terms.
+    """
 
     name: str
-    """The key of the published file; in the other groups the name of the same thing there."""
     theirs: Any
     place: str
-    """Q and a line: ``qwen3_grail.yaml``; E: ``run_eval.py``, or another of its authors' files; TRL: its default then."""
     says: str = ""
-    """Options of verl's that say the same, those below ``actor_rollout_ref`` without it; without any, ``why`` tells."""
     ours: Callable[..., Any] = lambda value: value
-    """The options' values in the published terms."""
     why: str = ""
-    """Why the value is :attr:`here` with ``like=published`` too, or has no option."""
     here: Any = None
-    """``None``: any."""
     corrected: str = ""
-    """What ``like=corrected`` has instead, a colon, and why."""
     instead: Any = None
-    """The same in the published terms."""
 
     @property
     def options(self) -> tuple[str, ...]:

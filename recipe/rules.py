@@ -131,28 +131,18 @@ ON_CPU = (
 
 
 def check_rules(run: RunConfig) -> None:
-    """Refuse settings that break a rule of the recipe, or of the platform.
-
-    Raises:
-        ValueError: naming the option, its value, the reason and the remedy.
-    """
+    """Raises ValueError for settings that break a rule of the recipe, or of the platform."""
     if os.environ.get("VERL_PLATFORM") == "cpu":
         refuse(ON_CPU, run, "VERL_PLATFORM=cpu")
     refuse(REFUSALS, run)
 
 
 def check_trl() -> None:
-    """Refuse a TRL beside verl that verl's workers fail over (``verl/models/transformers/monkey_patch.py``, line 354).
-
-    Raises:
-        ValueError: naming the remedy.
-    """
-    trl = find_spec("trl")
-    if trl is None or trl.origin is None:
-        return
-    folder, name = Path(trl.origin).parent, "AutoModelForCausalLMWithValueHead"
-    places = (folder / "__init__.py", folder / "experimental" / "ppo" / "__init__.py")
-    if not any(place.is_file() and name in place.read_text(encoding="utf-8") for place in places):
+    """Raises ValueError for a TRL that verl's workers fail over (``verl/models/transformers/monkey_patch.py``, line 354)."""
+    trl, name = find_spec("trl"), "AutoModelForCausalLMWithValueHead"
+    folder = Path(trl.origin).parent if trl and trl.origin else None
+    files = [folder / "__init__.py", folder / "experimental/ppo/__init__.py"] if folder else []
+    if files and not any(file.is_file() and name in file.read_text(encoding="utf-8") for file in files):
         raise ValueError(
             f"verl {version('verl')} imports {name} from any TRL that it finds, and the one in {folder} has no such class, "
             "so that verl's workers would fail; take TRL out of this environment (docs/trl.md)"

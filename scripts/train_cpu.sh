@@ -56,6 +56,11 @@ wait $!
 run_dir=$(.venv/bin/python -c 'import sys, yaml; print(yaml.safe_load(sys.stdin)["run"]["folder"])' <<<"$config")
 exec 8>>"$run_dir.log" # the run inherits the lock, and holds it as long as it lives
 flock --nonblock 8 || { echo "$run_dir belongs to a run that lives; wait for it or end it" >&2 && exit 1; }
+if [[ ${FRESH:-0} == 1 && -e $run_dir ]]; then # a new run; the earlier one is moved away
+    for ((number = 1; ; number++)); do [[ -e $run_dir.$number ]] || break; done
+    mv "$run_dir" "$run_dir.$number"
+    echo "FRESH=1: the earlier run is in $run_dir.$number now" >&2
+fi
 echo "3/3 reinforcement learning; full output: $run_dir.log ($SECONDS s)" >&2
 "${train[@]}" >&8 2>&1 &
 run_pid=$!

@@ -1,18 +1,15 @@
 """Fault tolerance: a killed run resumes, mixes with no other run, and ends where one of its processes died.
 
-verl resumes from the last whole checkpoint in ``trainer.default_local_dir``, of whatever run: under other settings it trains a
-mixture, and past the last step it trains nothing and says nothing. So the options that define a run are stored beside its
-checkpoints and its token dump, and compared at each start; of a path the last part, so that a clone may move.
-
-``algorithm.token_weights.trainer_module`` names this package, whose functions :mod:`grail_advantage.verl_ext.entry` calls.
-See docs/fault_tolerance.md.
+verl resumes from the last whole checkpoint in ``trainer.default_local_dir``, of whatever run. So the options that define a
+run are stored beside its checkpoints and its token dump, and compared at each start. :mod:`grail_advantage.verl_ext.entry`
+calls the functions of this package if ``algorithm.token_weights.trainer_module`` names it. See docs/fault_tolerance.md.
 """
 
 from __future__ import annotations
 
 import atexit
 import fnmatch
-import itertools
+import glob
 import json
 import os
 import re
@@ -31,7 +28,7 @@ from verl.trainer.ppo.checkpoint_callback import CheckpointCallback
 from verl.utils.checkpoint.checkpoint_manager import find_latest_ckpt_path
 
 from grail_advantage import __version__
-from grail_advantage.dump.folder_lock import LOCK, hold, let_go
+from grail_advantage.dump.folder_lock import hold
 from grail_advantage.dump.store import dumped_steps
 from grail_advantage.dump.whole_file import write_whole
 from grail_advantage.verl_ext.patches import entry_is_wrapped
@@ -59,7 +56,7 @@ moves the order of data, nor the gradient, but for ``trainer.total_*`` under a l
 _may_change = re.compile("|".join(map(fnmatch.translate, MAY_CHANGE.split()))).match
 _BY = {"grail_advantage": __version__, "verl": version("verl")}
 _ANOTHER = "choose another trainer.experiment_name (EXPERIMENT_NAME or OUTPUT_DIR of the launch scripts)"
-_FRESH = "FRESH=1 starts a new run and moves the old folder away"
+_FRESH = "or move the folder away for a new run (FRESH=1 of the scripts without a GPU)"
 
 
 class KeepLast(CheckpointCallback):
@@ -80,8 +77,8 @@ class KeepLast(CheckpointCallback):
         for path in [path for path in paths if _step(path) <= global_step][:-count]:
             for part in ("actor", "critic", "transfer_queue"):
                 shutil.rmtree(path / part, ignore_errors=True)
-            for file in (path / "data.pt", *path.glob("*.json")):
-                file.unlink(missing_ok=True)
+            for name in ("data.pt", "neighbours.json"):
+                (path / name).unlink(missing_ok=True)
             with suppress(OSError):  # it holds something else
                 path.rmdir()
 
@@ -120,16 +117,16 @@ def check_run(run: RunConfig) -> None:
     for option, folder in _folders(run).items():
         has_files = dumped_steps(folder) if option == DUMP_FOLDER else any(folder.glob("global_step_*"))
         if has_files and os.environ.get("FRESH") != "1" and (lines := _differing(run, _stored(folder))):
-            remedy = f"{_ANOTHER}, or the settings there; {_FRESH}"
-            raise ValueError("\n".join([f"{option}={folder} holds the files of another run:", *lines, remedy]))
+            heading = f"{option}={folder} holds the files of another run:"
+            raise ValueError("\n".join([heading, *lines, f"{_ANOTHER}, put the settings back, {_FRESH}"]))
     if run[MODE] == "resume_path" and not Path(str(run["trainer.resume_from_path"])).is_dir():
         raise ValueError(f"{run.named('trainer.resume_from_path')} is no folder global_step_N; name one")
 
 
 def _folders(run: RunConfig) -> dict[str, Path]:
-    """The folders that a run writes to, by the options that name them."""
+    """Those that a run writes to, by the options that name them."""
     dump = {DUMP_FOLDER: run.dump.folder} if isinstance(run, Settings) and run.dump is not None else {}
-    return {FOLDER: Path(run[FOLDER]), **dump}
+    return {FOLDER: Path(run[FOLDER])} | dump
 
 
 def _differing(run: RunConfig, stored: dict[str, Any]) -> list[str]:
@@ -160,12 +157,10 @@ def begin_run(run: RunConfig, config: DictConfig) -> None:
             raise ValueError(f"{name}={where} cannot be written to; set it to a folder that you can write to")
     for option in ("data.train_files", "data.val_files"):
         for file in [run[option]] if isinstance(run[option], str) else run[option] or ():
-            if file.startswith("/") and not Path(file).exists():
+            if file.startswith("/") and not (Path(file).exists() or glob.glob(file)):
                 raise ValueError(f"{option}={file} is missing; run bash scripts/prepare_data.sh, or set DATA_DIR")
     folder = Path(run[FOLDER])
     hold(folder, _ANOTHER, FOLDER)
-    if os.environ.get("FRESH") == "1":
-        _move_away(Path(run["run.folder"] or folder), folder)
     _end_if_finished(run, folder)
     name = _stored(folder).get("run") or uuid.uuid4().hex
     for each in _folders(run).values():
@@ -180,11 +175,6 @@ def begin_run(run: RunConfig, config: DictConfig) -> None:
         from verl_cpu import workers
 
         workers.start(config, ["recipe.run_life.seeds", "recipe.run_life.trainer"])
-    prepare_ray()
-
-
-def prepare_ray() -> None:
-    """Have Ray end in an orderly way."""
     # Each raylet ends the children of a worker that died, such as vLLM's engine, unless they called setsid().
     os.environ.setdefault("RAY_process_group_cleanup_enabled", "1")
     # After a SIGTERM, Ray's failure handler leaves an alarm that aborts the process after 3 seconds, in the middle of its
@@ -192,26 +182,16 @@ def prepare_ray() -> None:
     atexit.register(signal.alarm, 0)
 
 
-def _move_away(whole: Path, locked: Path) -> None:
-    """An earlier run's folder becomes ``FOLDER.1``, ``FOLDER.2``, ..."""
-    if any(path.is_file() and path.name != LOCK for path in whole.rglob("*")):
-        target = next(path for n in itertools.count(1) if not (path := Path(f"{whole}.{n}")).exists())
-        let_go(locked)
-        whole.rename(target)
-        print(f"FRESH=1: the earlier run is in {target} now", file=sys.stderr)
-        hold(locked, _ANOTHER, FOLDER)
-
-
 def _end_if_finished(run: RunConfig, folder: Path) -> None:
     try:
         start = find_latest_ckpt_path(str(folder)) if run[MODE] == "auto" else None
     except ValueError as error:  # a full disk leaves the file empty
         tracker = f"{folder}/latest_checkpointed_iteration.txt"
-        raise ValueError(f"{tracker} names no step; write that of the last whole checkpoint there; {_FRESH}") from error
+        raise ValueError(f"{tracker} names no step; write that of the last whole checkpoint there, {_FRESH}") from error
     last = run["trainer.total_training_steps"]
     if start is not None and last is not None and _step(Path(start)) >= last and not run["trainer.val_only"]:
-        longer = "to train longer, raise trainer.total_training_steps (TOTAL_STEPS of the launch scripts)"
-        print(f"already finished: {start} is of the last step; {longer}; {_FRESH}", file=sys.stderr, flush=True)
+        longer = "raise trainer.total_training_steps (TOTAL_STEPS of the launch scripts) to train longer"
+        print(f"already finished: {start} is of the last step; {longer}, {_FRESH}", file=sys.stderr, flush=True)
         sys.exit()
 
 

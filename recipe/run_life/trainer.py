@@ -1,13 +1,13 @@
 """A mixin for verl's v1 trainers whose runs may be killed anywhere and resume; see docs/fault_tolerance.md.
 
-verl's keys of responses are random, and its responses are in the order in which they arrive, so that no sum is the same twice;
-here keys go by step and prompt, responses by their keys.
+verl's keys of responses are random, and its responses are in the order in which they arrive, so that no sum is the same
+twice; here keys go by step and prompt, responses by their keys.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
@@ -40,11 +40,9 @@ class KeptRun:
             super().init()
 
     def fit(self, *args: Any, **kwargs: Any) -> None:
-        trainer = self.config.trainer
-        with self.watch.guard(), nullcontext() if trainer.val_only else lines_stay(self.global_steps):
-            if self.global_steps > 0 and not trainer.val_only:
-                with open_dict(trainer):
-                    trainer.val_before_train = False  # the first start has validated
+        with self.watch.guard(), lines_stay(self.global_steps), open_dict(self.config.trainer) as trainer:
+            # The first start has validated.
+            trainer.val_before_train &= self.global_steps == 0 or trainer.val_only
             super().fit(*args, **kwargs)
 
     def on_step_begin(self) -> None:
@@ -61,11 +59,9 @@ class KeptRun:
         return batch
 
     def _balance_batch(self, batch: KVBatchMeta, *args: Any, **kwargs: Any) -> KVBatchMeta:
-        def place(row: int) -> tuple[str, int, int]:
-            prompt, session, output = batch.keys[row].rsplit("_", 2)
-            return prompt, int(session), int(output)
-
-        batch.reorder(sorted(range(len(batch)), key=place))
+        keys = [key.rsplit("_", 2) for key in batch.keys]
+        places = [(prompt, int(session), int(output)) for prompt, session, output in keys]
+        batch.reorder(sorted(range(len(batch)), key=places.__getitem__))
         return super()._balance_batch(batch, *args, **kwargs)
 
     def _held_actors(self) -> list[ActorHandle]:

@@ -20,7 +20,7 @@ from typing import Any
 import ray
 from omegaconf import DictConfig, OmegaConf
 
-from recipe.run_life import prepare_ray, watch
+from recipe.run_life import watch
 from recipe.run_life.trainer import KeptRun
 from tests.verl_ext.whole_run import NOT_STARTED, STARTS
 
@@ -81,7 +81,7 @@ class TaskRunner:
 
 
 if __name__ == "__main__":
-    prepare_ray()
+    os.environ.update(RAY_process_group_cleanup_enabled="1")  # as recipe.run_life sets it
     for left in reversed(range(STARTS)):
         try:
             ray.init(**({} if "RAY_ADDRESS" in os.environ else {"num_cpus": 4, "include_dashboard": False}))
@@ -89,6 +89,6 @@ if __name__ == "__main__":
         except Exception as error:
             if NOT_STARTED not in str(error) or not left:
                 raise
-    settings = {"default_local_dir": sys.argv[1], "val_only": False}
+    settings = {"default_local_dir": sys.argv[1], "val_only": False, "val_before_train": False}
     config = OmegaConf.create({"trainer": settings, "actor_rollout_ref": {"rollout": {"name": "vllm"}}})
     ray.get(TaskRunner.remote().run.remote(config))

@@ -24,6 +24,7 @@ from verl.trainer.ppo.v1.trainer_base import TRAINER_REGISTRY
 from verl.utils import tensordict_utils as tu
 from verl.utils.tracking import Tracking
 
+from grail_advantage.dump.folder_lock import let_go
 from recipe import run_life
 from recipe.run_life import MAY_CHANGE, RUN_DEFINITION, RUNTIME, KeepLast, begin_run
 from recipe.run_life.trainer import KeptRun, lines_stay
@@ -54,7 +55,7 @@ def _start(folder: Path, *overrides: str) -> DictConfig:
     try:
         begin_run(prepare(config), config)
     finally:
-        run_life.let_go(Path(config.trainer.default_local_dir))
+        let_go(Path(config.trainer.default_local_dir))
     return config
 
 
@@ -178,17 +179,6 @@ def test_a_run_is_finished_unless_something_is_left_to_do(begun: Path, capsys: p
         _start(begun)
 
 
-def test_fresh_moves_the_earlier_run_away(begun: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FRESH", "1")
-    for number in (1, 2):
-        (begun / "mine").touch()
-        _start(begun, "data.seed=7")
-        assert Path(f"{begun}.{number}/mine").exists() and not (begun / "mine").exists()
-    assert (Path(f"{begun}.1") / "checkpoints/global_step_10").exists() and _stored(begun)["definition"][
-        "data.seed"
-    ] == 7
-
-
 def test_one_run_of_wandb_and_an_interpreter_for_a_shell(begun: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("WANDB_RUN_ID", raising=False)
     monkeypatch.setattr(sys, "executable", "/Grail (1)/bin/python")
@@ -224,17 +214,15 @@ def _run_with_children(folder: Path, told: Connection) -> None:
 
 
 @pytest.mark.slow
-def test_a_folder_is_that_of_one_run_while_it_lives(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With FRESH=1 too. A process that is killed leaves no lock, whatever becomes of its children; a check takes none."""
+def test_a_folder_is_that_of_one_run_while_it_lives(folder: Path) -> None:
+    """A process that is killed leaves no lock, whatever becomes of its children; a check takes none."""
     told, telling = forked.FORKS.Pipe(duplex=False)
     run = forked.fork(_run_with_children, folder, telling)
     child = psutil.Process(told.recv())
     try:
-        for fresh in ("0", "1"):
-            monkeypatch.setenv("FRESH", fresh)
-            prepare(_compose(folder))
-            with pytest.raises(ValueError, match=f"belongs to a run that lives .process {run.pid} on "):
-                _start(folder)
+        prepare(_compose(folder))
+        with pytest.raises(ValueError, match=f"belongs to a run that lives .process {run.pid} on "):
+            _start(folder)
         os.kill(run.pid, signal.SIGKILL)
         run.join()
         assert lives(child)
