@@ -228,7 +228,8 @@ def main() -> None:
         rows.append([setting.name, shown(setting.theirs), setting.place, verdict, value, why])
         wrong += [f"{setting.name}: {shown(setting.theirs)} there, {shown(ours)} here"] if verdict == "differs" else []
     print("\n".join(table(["setting", "theirs", "place", "", "ours, in their terms", "why"], rows)))
-    sys.exit("\n".join(wrong) or None)
+    if wrong:
+        sys.exit("\n".join(wrong))
 
 
 if __name__ == "__main__":

@@ -6,8 +6,8 @@ from transformers import PreTrainedTokenizerFast
 from verl.utils.tokenizer.continuous_token_wiring import create_continuous_token_builder
 
 from recipe.data.convert import user_messages
-from tests.recipe.test_launch_scripts import BASE_MATH
 from tests.real_tokenizers import llama3_tokenizer, qwen_tokenizer
+from tests.recipe.test_launch_scripts import BASE_MATH
 
 BOXED = chr(92) + "boxed{}"
 ASKED = f"What is $1+1$? Please reason step by step, and put your final answer within {BOXED}."

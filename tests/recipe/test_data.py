@@ -14,12 +14,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from grail_advantage.reward import compute_score
 from recipe.data.convert import FEATURES, PROMPT_SUFFIX, published_id, read_gold, user_messages
 from recipe.data.golds import check_golds, near_misses, spellings
 from recipe.data.prepare import main, prepare_dataset
 from recipe.data.sources import find_local_file, read_jsonl
 from recipe.data.specs import PUBLISHED_BENCHMARKS, PUBLISHED_SUBSETS, SPECS
-from grail_advantage.reward import compute_score
 from tests.recipe.test_reward import DATA
 
 PROJECT_ROOT = Path(__file__).resolve().parents[2]

@@ -17,10 +17,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from recipe.main_grail import prepare
 
 from grail_advantage import reward
 from recipe.evaluate.sampling import load_benchmarks
-from recipe.main_grail import prepare
 from tests.composed import compose
 from tests.recipe.test_reward import judge
 

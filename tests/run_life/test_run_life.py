@@ -205,6 +205,13 @@ def test_the_last_checkpoints_of_all_starts_stay(folder: Path) -> None:
     assert [path.name for path in there[0].rglob("*")] == ["notes.txt"]
 
 
+def test_a_plugin_that_is_switched_off_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By verl's trainer, as nothing of this project runs before."""
+    monkeypatch.setattr(run_life, "entry_is_wrapped", lambda: False)
+    with pytest.raises(ValueError, match="did not load with verl: unset VERL_USE_EXTERNAL_PLUGINS"):
+        KeepLast(OmegaConf.create({}))
+
+
 def _run_with_children(folder: Path, told: Connection) -> None:
     config = _compose(folder)
     begin_run(prepare(config), config)
