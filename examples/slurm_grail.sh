@@ -35,11 +35,8 @@ on() { # NODE COMMAND ...
 }
 address_towards() { # HOST, on NODE -> the address by which NODE reaches HOST. Not the host name's: that may be 127.0.1.1.
     local address
-    address=$(on "$2" python3 -c '
-import socket, sys
-with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
-    s.connect((sys.argv[1], 9))
-    print(s.getsockname()[0])' "$1")
+    address=$(on "$2" python3 -c 'import socket, sys
+s = socket.socket(socket.AF_INET, socket.SOCK_DGRAM); s.connect((sys.argv[1], 9)); print(s.getsockname()[0])' "$1")
     if [[ ! $address =~ ^[0-9.]+$ || $address == 127.* ]]; then
         echo "$2 reaches $1 by ${address:-no address}, which the others cannot use; see docs/multi_node.md, addresses" >&2
         exit 1
@@ -66,19 +63,14 @@ for name in "${names[@]:1}"; do
     on "$name" bash -c "for ((second = 0; second < $wait_seconds; second += 5)); do
         ray start --address=$RAY_ADDRESS --node-ip-address=$address ${own[*]} && exit; sleep 5; done; exit 1" &
 done
-# verl counts the GPUs once, at the start. The outer bound is for an attempt to connect that hangs by itself.
-timeout --kill-after=10 $((wait_seconds + 60)) "${run[@]}" python3 - $((${#names[@]} * gpus)) "$wait_seconds" <<'PYTHON'
-import contextlib, sys, time
-import ray
-wanted, seconds, nodes, gpus = int(sys.argv[1]), int(sys.argv[2]), [], 0
-deadline = time.monotonic() + seconds
-while gpus < wanted:
-    if time.monotonic() > deadline:
-        sys.exit(f"{gpus:.0f} of {wanted} GPUs came together in WAIT_SECONDS={seconds}, on {nodes}; see docs/multi_node.md")
-    with contextlib.suppress(ConnectionError):
-        ray.is_initialized() or ray.init(log_to_driver=False)
-        gpus = ray.cluster_resources().get("GPU", 0)
-        nodes = [node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]]
-    time.sleep(2)
-PYTHON
+# verl counts the GPUs once, at the start. The bound of each look is for an attempt to connect that hangs by itself.
+wanted=$((${#names[@]} * gpus)) end=$((SECONDS + wait_seconds))
+count='import ray; ray.init(log_to_driver=False); print(int(ray.cluster_resources().get("GPU", 0)))'
+until joined=$(timeout --kill-after=10 60 "${run[@]}" python3 -c "$count" | tail -n 1) && ((${joined:-0} == wanted)); do
+    if ((SECONDS > end)); then
+        echo "${joined:-none} of $wanted GPUs came together in WAIT_SECONDS=$wait_seconds; see docs/multi_node.md" >&2
+        exit 1
+    fi
+    sleep 2
+done
 NNODES=${#names[@]} NGPUS_PER_NODE=$gpus "${run[@]}" bash "$script" "$@"

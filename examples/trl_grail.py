@@ -48,8 +48,9 @@ def main() -> None:
 
         from grail_advantage.trl_ext import TokenWeightGRPOTrainer
     except ModuleNotFoundError as error:
-        remedy = "an environment without verl, or PYTHONPATH=.venv/trl in that of scripts/setup_cpu.sh"
-        raise SystemExit(f"trl_grail: {error}; run `pip install -e '.[trl]'` in {remedy}") from error
+        raise SystemExit(
+            f"trl_grail: {error}; see the first lines of this file, or set PYTHONPATH=.venv/trl"
+        ) from error
     output, rank, responses = options.output, options.lora_rank, options.prompts * options.rollouts
     checkpoint = get_last_checkpoint(output) if options.resume and output.is_dir() else None
     if options.resume and checkpoint is None:
@@ -127,9 +128,8 @@ def problems(source: str) -> Dataset:
 def problem(row: dict[str, Any]) -> dict[str, Any]:
     """A row as TRL takes it."""
     question = next(row[name] for name in ("prompt", "question", "problem") if name in row)
-    if isinstance(question, str):
-        question = [{"role": "user", "content": f"{question}\n{ASK}"}]
-    return {"prompt": question, "solution": gold_text(answer(row))}
+    asked = [{"role": "user", "content": f"{question}\n{ASK}"}] if isinstance(question, str) else question
+    return {"prompt": asked, "solution": gold_text(answer(row))}
 
 
 def answer(row: dict[str, Any]) -> Any:

@@ -98,7 +98,7 @@ def _read_problem(value: Any, field: str) -> str:
 
 
 def read_gold(row: dict[str, Any], field: str, reader: str) -> str:
-    """Return the ground truth as text, read as :mod:`grail_advantage.reward` reads it: of a list all entries, joined with commas.
+    """Return the ground truth as text, as :mod:`grail_advantage.reward` reads it: of a list all entries, joined with commas.
 
     A whole float loses its fraction (``27.0`` becomes ``27``); otherwise one answer keeps the notation of its source.
     """
