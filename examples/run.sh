@@ -55,7 +55,8 @@ fi
 name=${MODEL_PATH%/}
 name=$(tr '[:upper:]' '[:lower:]' <<<"${name##*/}" | tr -c 'a-z0-9._\n-' _)
 case $ADV_ESTIMATOR in
-grpo | dr_grpo) METHOD=(estimator="$ADV_ESTIMATOR") ;;
+grpo) METHOD=(estimator=grpo) ;;
+dr_grpo) METHOD=(algorithm.adv_estimator=grpo) ;;
 *) METHOD=(${ADV_ESTIMATOR:+algorithm.adv_estimator="$ADV_ESTIMATOR"}) ;;
 esac
 

@@ -16,7 +16,7 @@ EXTRA=(
     actor_rollout_ref.rollout.agent.default_agent_loop=tool_agent
     actor_rollout_ref.rollout.multi_turn.enable=True
     actor_rollout_ref.rollout.multi_turn.format=hermes
-    "+actor_rollout_ref.rollout.multi_turn.tool_config_path='$PWD/packages/verl-cpu/verl_cpu/tiny/agent_tools.yaml'"
+    "actor_rollout_ref.rollout.multi_turn.tool_config_path='$PWD/packages/verl-cpu/verl_cpu/tiny/agent_tools.yaml'"
     actor_rollout_ref.rollout.multi_turn.max_assistant_turns=8
     # The reward function gives every turn's reward, the answer's among them; their sum, all that GRPO gets, is not added again.
     algorithm.turn_rloo.rewards=turn_rewards algorithm.turn_rloo.align=turns algorithm.turn_rloo.outcome=False

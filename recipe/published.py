@@ -23,8 +23,7 @@ from recipe.data.convert import PUBLISHED_SUFFIX
 from recipe.data.specs import SPECS
 from recipe.marked_text import table
 
-GPUS = 4
-"""Of the published run (``src/train/grpo.sh``)."""
+GPUS = 4  # of the published run (src/train/grpo.sh)
 
 
 @dataclass(frozen=True)
@@ -183,13 +182,6 @@ def trl_arguments(processes: int = GPUS) -> dict[str, Any]:
     return values | {"gradient_accumulation_steps": steps}
 
 
-def same(theirs: Any, ours: Any) -> bool:
-    """Equal, numbers but for the last bits of their spelling."""
-    if isinstance(theirs, float) and isinstance(ours, int | float):
-        return math.isclose(theirs, ours, rel_tol=1e-12)
-    return theirs == ours
-
-
 def compared(config: DictConfig) -> list[tuple[Setting, Any, str]]:
     """Each setting, a configuration's value in its terms, and ``=``, ``~`` (there is a reason for it), ``corrected`` or
     ``differs``."""
@@ -198,7 +190,9 @@ def compared(config: DictConfig) -> list[tuple[Setting, Any, str]]:
     for setting in itertools.chain(*GROUPS.values()):
         values = [OmegaConf.select(config, option.replace("METHOD", section)) for option in setting.options]
         ours = setting.ours(*values) if values else None
-        verdict = "=" if same(setting.theirs, ours) else "differs"
+        numbers = isinstance(setting.theirs, float) and isinstance(ours, int | float)
+        same = math.isclose(setting.theirs, ours, rel_tol=1e-12) if numbers else setting.theirs == ours
+        verdict = "=" if same else "differs"
         if verdict == "differs" and setting.why and setting.here in (None, ours):
             verdict = "~"
         elif (

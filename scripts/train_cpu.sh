@@ -28,7 +28,8 @@ export OUTPUT_DIR VERL_PLATFORM=cpu
 export OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-PASSIVE}
 for ((micro = 128; TRAIN_BATCH_SIZE * ROLLOUT_N % micro; micro--)); do :; done # the most responses that divide a step's
 case $ADV_ESTIMATOR in
-grpo | dr_grpo) METHOD=(estimator="$ADV_ESTIMATOR") ;;
+grpo) METHOD=(estimator=grpo) ;;
+dr_grpo) METHOD=(algorithm.adv_estimator=grpo) ;;
 *) METHOD=(${ADV_ESTIMATOR:+algorithm.adv_estimator="$ADV_ESTIMATOR"}) ;;
 esac
 train=(
