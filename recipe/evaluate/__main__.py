@@ -20,8 +20,6 @@ from grail_advantage.answers.tokenizers import load_tokenizer
 from grail_advantage.dump.folder_lock import hold
 from grail_advantage.dump.whole_file import write_whole
 from grail_advantage.receipt.foreign import LARGEST_JSON, read_bytes, read_json, say, visible
-from recipe.chat_templates import read_chat_template
-from recipe.checks import check_temporary
 from recipe.data.prepare import PROMPTS
 from recipe.data.specs import BENCHMARKS, benchmark_names
 from recipe.evaluate import report, sampling
@@ -29,7 +27,6 @@ from recipe.evaluate.checkpoint import fingerprint, resolve_model
 from recipe.evaluate.grading import BOTH, GRADERS, grade
 from recipe.evaluate.sampling import KEY, read_samples
 from recipe.hashing import digest
-from recipe.run_life.why import last_line, why
 
 RESULTS, NO_RESULTS = "results.json", "has no results of a finished evaluation"
 SAMPLING = ("samples", "temperature", "top_p", "top_k", "max_tokens", "seed")
@@ -37,13 +34,13 @@ SAMPLING = ("samples", "temperature", "top_p", "top_k", "max_tokens", "seed")
 
 def evaluate(options: argparse.Namespace) -> str:
     """Sample what ``options.output_dir`` lacks, grade all samples, write the report and return its page."""
-    check_temporary(ray=False)
     hold(options.output_dir, "name another one", "--output-dir")
     problems = sampling.load_benchmarks(benchmark_names(options.benchmarks), options.data_dir, options.prompt)
     model = resolve_model(options.model)
     tokenizer = load_tokenizer(str(model))
     if options.chat_template is not None:
-        tokenizer.chat_template = read_chat_template(options.chat_template)
+        own = Path(__file__).parents[1] / f"{options.chat_template}.jinja"  # base_math
+        tokenizer.chat_template = (own if own.is_file() else Path(options.chat_template)).read_text(encoding="utf-8")
     if tokenizer.chat_template is None:
         raise ValueError(f"the tokenizer of {model} has no chat template; base models need --chat-template base_math")
     chat = partial(tokenizer.apply_chat_template, add_generation_prompt=True, enable_thinking=False, return_dict=False)
@@ -157,10 +154,9 @@ def main(arguments: list[str] | None = None) -> None:
             text = regrade(options.regrade, options.grader) if options.regrade else evaluate(options)
         say(*text.split("\n"))
     except (ValueError, RuntimeError, OSError) as error:
-        text = str(error) if isinstance(error, ValueError) else why(error, [options.output_dir or "."])
+        text = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
         sys.exit(visible(f"{parser.prog}: error: {text}", breaks=False))
 
 
 if __name__ == "__main__":
-    with last_line("the evaluation"):
-        main()
+    main()

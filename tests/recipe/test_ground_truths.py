@@ -17,11 +17,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from recipe.main_grail import prepare
 
 from grail_advantage import reward
 from recipe.evaluate.sampling import load_benchmarks
-from tests.composed import compose
+from tests.composed import compose, prepare
 from tests.recipe.test_reward import judge
 
 
@@ -137,7 +136,6 @@ def test_runs_with_verl_name_files_and_rows_before_they_start(
     def start(train: Path, *overrides: str) -> list[str]:
         caplog.clear()
         required = [
-            "run_life.enabled=False",
             "actor_rollout_ref.actor.use_dynamic_bsz=True",
             "actor_rollout_ref.rollout.n=4",
         ]
