@@ -16,12 +16,12 @@ from omegaconf import DictConfig, OmegaConf
 from verl.utils.import_utils import load_class_from_fqn
 from verl.utils.tracking import Tracking
 
-STEPS = {"trainer": {"total_training_steps": int, "max_actor_ckpt_to_keep": int, "max_critic_ckpt_to_keep": int}}
-"""Sections without a dataclass: options that are ``null`` in verl's file."""
+PLAIN = {"data": {}, "trainer": dict.fromkeys(("total_training_steps", "max_actor_ckpt_to_keep"), int)}
+"""Sections without a dataclass, where the values in verl's own file tell, with options that are ``null`` there."""
 
 
 def check_types(config: DictConfig) -> None:
-    """Refuse a text where verl's dataclass, or the value in verl's own file, is a number or a switch; and unknown loggers.
+    """Refuse a text where verl's dataclass, or its own file of :data:`PLAIN`, has a number or a switch; and unknown loggers.
 
     Raises:
         ValueError: naming the option.
@@ -40,7 +40,8 @@ def check_types(config: DictConfig) -> None:
 def _texts(section: Mapping[str, Any], verls: Any, path: str) -> Iterator[tuple[str, str, set[type]]]:
     """Options of a section that are texts, and the types that they should have."""
     known = dict(verls) if isinstance(verls, Mapping) else {}
-    hints: dict[str, Any] = dict(STEPS.get(path, {}))
+    hints: dict[str, Any] = {name: type(value) for name, value in known.items()} if path in PLAIN else {}
+    hints |= PLAIN.get(path, {})
     with suppress(Exception):  # a class of somebody else's, or one whose annotations cannot be evaluated
         target = load_class_from_fqn(section.get("_target_") or known["_target_"])
         hints |= typing.get_type_hints(target) if is_dataclass(target) else {}
@@ -49,6 +50,6 @@ def _texts(section: Mapping[str, Any], verls: Any, path: str) -> Iterator[tuple[
         if isinstance(value, Mapping):
             yield from _texts(value, known.get(name), option)
         elif isinstance(value, str) and value != known.get(name):
-            kinds = set(typing.get_args(hints.get(name)) or [hints.get(name, type(known.get(name)))]) - {type(None)}
+            kinds = set(typing.get_args(hints.get(name)) or [hints.get(name)]) - {type(None), None}
             if kinds and kinds <= {int, float, bool}:
                 yield option, value, kinds
