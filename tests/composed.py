@@ -56,6 +56,11 @@ def compose(name: str, overrides: Sequence[str] = (), folder: Path = FOLDER) -> 
     return config
 
 
+def verls_on_cpu(*overrides: str) -> DictConfig:
+    """verl's own settings with the methods' sections, on the CPU."""
+    return compose("verl_cpu", overrides, Path(__file__).with_name("config"))
+
+
 def with_model(folder: Path, *overrides: str) -> DictConfig:
     """A run of the recipe whose model is in this folder."""
     actor, rollout, model = (f"actor_rollout_ref.{part}" for part in ("actor", "rollout", "model"))

@@ -19,7 +19,7 @@ from verl.tools.tool_registry import load_all_tools
 from verl.utils.dataset.rl_dataset import RLHFDataset
 from verl.workers.rollout.replica import TokenOutput
 
-from tests.composed import compose
+from tests.composed import verls_on_cpu
 from verl_cpu.tiny import agent_warm_up
 from verl_cpu.tiny.agent import MAX_TURNS, call_text, called_step, check, compute_score, demonstrate, turn_rewards
 from verl_cpu.tiny.agent_warm_up import AgentWarmUpSettings, build_agent_tokenizer, load_agent, measure, reply_ids
@@ -126,7 +126,7 @@ def run_loop(
         "data.max_prompt_length=32",
         f"data.max_response_length={length}",
     ]
-    config = compose("cpu_trainer", overrides)
+    config = verls_on_cpu(*overrides)
     tools = load_all_tools(str(agent_warm_up.FOLDER.parent / "agent_tools.yaml"), None)
     writer = Writer([[*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id] for text in texts])
 
