@@ -1,15 +1,15 @@
 # shellcheck shell=bash
 #
-# The run of run_*.sh, which set what their model needs and source this. Arguments are Hydra overrides, which have the last
-# word. DRY_RUN=1 checks everything, prints the resolved configuration and starts nothing. PYTHON is an interpreter with verl
-# (scripts/setup_gpu.sh). Several nodes: docs/multi_node.md.
+# The run of run_*.sh, which set what their model needs and source this. Arguments are Hydra overrides, which have the
+# last word. DRY_RUN=1 checks everything, prints the resolved configuration and starts nothing. PYTHON is an interpreter
+# with verl (scripts/setup_gpu.sh). Several nodes: docs/multi_node.md.
 
 set -xeuo pipefail
 
 # ---- user-adjustable, with the names of verl's examples ----
-ADV_ESTIMATOR=${ADV_ESTIMATOR:-} # grail, or any method; uniform: the baseline in the same trainer; dr_grpo, grpo: verl's own
-LIKE=${LIKE:-corrected}               # published: with what the published run has by accident (docs/published.md)
-DATA_DIR=${DATA_DIR:-$PWD/data}       # filled by scripts/prepare_data.sh
+ADV_ESTIMATOR=${ADV_ESTIMATOR:-} # grail; uniform: the baseline in the same trainer; dr_grpo, grpo: verl's estimator
+LIKE=${LIKE:-corrected} # published: with what the published run has by accident (docs/published.md)
+DATA_DIR=${DATA_DIR:-$PWD/data} # filled by scripts/prepare_data.sh
 [[ $LIKE == published ]] && suffix=_published || suffix=
 TRAIN_FILE=${TRAIN_FILE:-$DATA_DIR/deepmath$suffix.parquet}
 TEST_FILE=${TEST_FILE:-[$DATA_DIR/amc23$suffix.parquet,$DATA_DIR/aime24$suffix.parquet]}
@@ -49,7 +49,7 @@ if [[ -z ${PYTHON:-} ]]; then
     has_verl python3 && PYTHON=python3 || PYTHON=.venv/bin/python # of scripts/setup_cpu.sh, for a dry run
 fi
 if ! has_verl "$PYTHON"; then
-    echo "$PYTHON has no verl: run bash scripts/setup_gpu.sh, or for DRY_RUN=1 alone bash scripts/setup_cpu.sh, or set PYTHON" >&2
+    echo "$PYTHON has no verl: run bash scripts/setup_gpu.sh (scripts/setup_cpu.sh for DRY_RUN=1), or set PYTHON" >&2
     exit 1
 fi
 name=${MODEL_PATH%/}

@@ -3,11 +3,11 @@
 #
 #   VENV=/fsx/venv sbatch --nodes=2 examples/slurm_grail.sh run_qwen3_8b_grail.sh trainer.val_before_train=False
 #
-# From the project's folder; the first argument is a launch script of examples/, the others follow it. Its knobs are read from
-# the environment, except NNODES and NGPUS_PER_NODE, which Slurm gives. See docs/multi_node.md.
+# From the project's folder; the first argument is a launch script of examples/, the others follow it. Its knobs are
+# read from the environment, except NNODES and NGPUS_PER_NODE, which Slurm gives. See docs/multi_node.md.
 #
-# Knobs: VENV (the virtual environment on every node; otherwise ray and python3 on PATH), CONTAINER (words in front of every
-#        command, such as "apptainer exec --nv --bind /fsx grail.sif"), WAIT_SECONDS (for the nodes to come together).
+# Knobs: VENV (the virtual environment on every node; otherwise ray and python3 on PATH), CONTAINER (words in front of
+#        every command, such as "apptainer exec --nv grail.sif"), WAIT_SECONDS (for the nodes to come together).
 #
 #SBATCH --job-name=grail
 #SBATCH --nodes=2
@@ -33,12 +33,12 @@ read -ra run <<<"${CONTAINER:-}"
 on() { # NODE COMMAND ...
     srun --nodes=1 --ntasks=1 --overlap --nodelist="$1" "${run[@]}" "${@:2}"
 }
-address_towards() { # HOST, on NODE -> the address by which NODE reaches HOST. Not the host name's: that may be 127.0.1.1.
+address_towards() { # HOST, on NODE -> the address by which NODE reaches HOST. Its name's may be 127.0.1.1.
     local address
     address=$(on "$2" python3 -c 'import socket, sys
 s = socket.socket(socket.AF_INET, socket.SOCK_DGRAM); s.connect((sys.argv[1], 9)); print(s.getsockname()[0])' "$1")
     if [[ ! $address =~ ^[0-9.]+$ || $address == 127.* ]]; then
-        echo "$2 reaches $1 by ${address:-no address}, which the others cannot use; see docs/multi_node.md, addresses" >&2
+        echo "$2 reaches $1 by ${address:-no address}, which no other can use; see docs/multi_node.md, addresses" >&2
         exit 1
     fi
     echo "$address"

@@ -2,14 +2,14 @@
 
     pip install -e '.[trl]'                                          in the repository; all that this file imports
     python examples/trl_grail.py                                     model and data from the hub
-    python examples/trl_grail.py --data my.jsonl --model my_model    a .json, .jsonl, .parquet or .csv file, or a hub name
-    python examples/trl_grail.py --tiny                              a model of 0.65 M parameters on sums: no GPU, no hub
+    python examples/trl_grail.py --data my.jsonl --model my_model    a .jsonl, .parquet or .csv file, or a hub name
+    python examples/trl_grail.py --tiny                              0.65 M parameters on sums: no GPU, no hub
 
-A row has a question, as ``question``, ``problem`` or ``prompt`` (a text, or messages that ask for a box already), and its
-answer, as ``answer`` (of which the part after ``####`` counts), ``solution``, or verl's ``reward_model``.
+A row has a question, as ``question``, ``problem`` or ``prompt`` (a text, or messages that ask for a box already), and
+its answer, as ``answer`` (of which the part after ``####`` counts), ``solution``, or verl's ``reward_model``.
 
-On a GPU three steps of a small model ran so far (docs/gpu.md). Most of a step is generation by transformers, at about 0.1 s a
-token of 64 responses: 1024 tokens should take two minutes, and 200 steps six hours.
+On a GPU three steps of a small model ran so far (docs/gpu.md). Most of a step is generation by transformers, at about
+0.1 s a token of 64 responses: 1024 tokens should take two minutes, and 200 steps six hours.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 NUMBERS = {"prompts": 8, "rollouts": 8, "micro_batch": 4, "max_response": 1024, "lora_rank": 32, "steps": 200}
 NUMBERS |= {"eval_every": 20, "dump_every": 10, "save_steps": 50, "learning_rate": 1e-5, "seed": 0}
-"""Options for 24 GB. An update has prompts x rollouts responses, micro_batch of them at a time; save_steps 0: no checkpoint."""
+"""For 24 GB. An update has prompts x rollouts responses, micro_batch at a time; save_steps 0: no checkpoint."""
 TINY = {"prompts": 16, "micro_batch": 128, "max_response": 64, "lora_rank": 0, "learning_rate": 3e-4, "steps": 16}
 TINY |= {"eval_every": 4, "dump_every": 4, "save_steps": 8}
 ASK = "Reason step by step, and put your final answer within \\boxed{}."

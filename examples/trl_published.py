@@ -4,9 +4,9 @@
     accelerate launch --num_processes 4 --use_deepspeed --zero_stage 2 -m examples.trl_published --method uniform
 
 in the repository, with ``pip install -e '.[trl]' vllm deepspeed flash-attn``. The arguments are those of
-``recipe/published.py``, which docs/published.md shows one by one with what is not reproduced. ``--set`` changes one, and
-another number of processes keeps 256 responses an update. DeepSpeed keeps a copy of the bfloat16 weights in float32, in which
-updates of 1e-6 do not vanish; without it the weights are float32. Not run on a GPU yet.
+``recipe/published.py``, which docs/published.md shows one by one with what is not reproduced. ``--set`` changes one,
+and another number of processes keeps 256 responses an update. DeepSpeed keeps a copy of the bfloat16 weights in
+float32, in which updates of 1e-6 do not vanish; without it the weights are float32. Not run on a GPU yet.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def main() -> None:
 
 
 def problems(source: str) -> Dataset:
-    """Rows with ``prompt``, one message that ends as the published one does (U+0008 and ``oxed{}``), and ``solution``."""
+    """Rows with ``prompt``, a message that ends as the published one does (U+0008 and ``oxed{}``), and ``solution``."""
     local = Path(source).suffix == ".jsonl"
     rows = load_dataset("json", data_files=source, split="train") if local else load_dataset(source, split="train")
     check_ground_truths(rows["solution"], source)

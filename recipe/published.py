@@ -1,4 +1,4 @@
-"""The published run's settings, one by one, beside this recipe's; docs/published.md and docs/trl.md are made of this table.
+"""The published run's settings, one by one, beside this recipe's; docs/published.md and docs/trl.md are made of them.
 
     DRY_RUN=1 LIKE=published bash examples/run_qwen3_grail.sh | python -m recipe.published
 
@@ -32,8 +32,8 @@ class Setting:
 
     ``place``: Q and a line, ``qwen3_grail.yaml``; E, ``run_eval.py``, or another of its files; TRL, its default then.
     ``says``: options of verl's that say the same, without ``actor_rollout_ref``; ``ours``: their values in those terms.
-    ``why``: why the value is ``here`` (``None``: any) with ``like=published`` too, or has no option. ``corrected``: what
-    ``like=corrected`` has instead, a colon, and why; ``instead``: the same in the published terms.
+    ``why``: why the value is ``here`` (``None``: any) with ``like=published`` too, or has no option. ``corrected``:
+    what ``like=corrected`` has instead, a colon, and why; ``instead``: the same in the published terms.
     """
 
     name: str
@@ -122,8 +122,8 @@ TRAINER = (
             "data.apply_chat_template_kwargs model.path", _thinking),
     Setting("vllm_importance_sampling_correction", True, "TRL", "algorithm.rollout_correction.rollout_is",
             lambda level: level is not None, instead=False,
-            corrected="none: with `top_k` vLLM's probabilities are over 50 tokens, so that the ratio is the product of the "
-            "trainer's masses in them, below 1: long and uncertain responses count less, in GRPO and GRAIL alike"),
+            corrected="none: with `top_k` vLLM's probabilities are over 50 tokens, so that the ratio is the product of "
+            "the trainer's masses in them, below 1: long and uncertain responses count less, in GRPO and GRAIL alike"),
     Setting("vllm_importance_sampling_mode", "sequence_mask", "TRL", "algorithm.rollout_correction.rollout_is",
             lambda level: {"sequence": "sequence_mask"}.get(level), corrected="none"),
     Setting("vllm_importance_sampling_clip_max", 3.0, "TRL, as vllm_importance_sampling_cap",

@@ -1,7 +1,8 @@
-"""The recipe's rules (:mod:`grail_advantage.rules`) for settings of verl's own, which have nothing to do with token weights.
+"""The recipe's rules (:mod:`grail_advantage.rules`) for settings of verl's own, which have nothing to do with token
+weights.
 
-verl would start with them and train something else than the settings say, or fail in its workers without a word that names
-the cause. Runs without the recipe's ``algorithm.token_weights.trainer_module`` are left to verl.
+verl would start with them and train something else than the settings say, or fail in its workers without a word that
+names the cause. Runs without the recipe's ``algorithm.token_weights.trainer_module`` are left to verl.
 """
 
 from __future__ import annotations
@@ -28,8 +29,9 @@ _SEPARATE = (f"{TRAINER_MODE}=separate_async", f"{ROLLOUT}.nnodes=1", f"{ROLLOUT
 def _correction(s: RunConfig) -> str | None:
     """The option that has the rollout's log-probabilities compared with the trainer's.
 
-    vLLM gives them after all sampling options (``processed_logprobs``), and so over the tokens that ``top_k`` and ``top_p``
-    leave; the trainer's softmax is over the whole vocabulary. With equal weights, the ratio of the two is then not 1.
+    vLLM gives them after all sampling options (``processed_logprobs``), and so over the tokens that ``top_k`` and
+    ``top_p`` leave; the trainer's softmax is over the whole vocabulary. With equal weights, the ratio of the two is
+    then not 1.
     """
     options = (BYPASS, f"{CORRECTION}.rollout_is", f"{CORRECTION}.rollout_rs")
     return next((option for option in options if s[option]), None)
@@ -138,12 +140,12 @@ def check_rules(run: RunConfig) -> None:
 
 
 def check_trl() -> None:
-    """Raises ValueError for a TRL that verl's workers fail over (``verl/models/transformers/monkey_patch.py``, line 354)."""
+    """Raises ValueError for a TRL that verl's workers fail over (verl/models/transformers/monkey_patch.py, line 354)."""
     trl, name = find_spec("trl"), "AutoModelForCausalLMWithValueHead"
     folder = Path(trl.origin).parent if trl and trl.origin else None
     files = [folder / "__init__.py", folder / "experimental/ppo/__init__.py"] if folder else []
     if files and not any(file.is_file() and name in file.read_text(encoding="utf-8") for file in files):
         raise ValueError(
-            f"verl {version('verl')} imports {name} from any TRL that it finds, and the one in {folder} has no such class, "
-            "so that verl's workers would fail; take TRL out of this environment (docs/trl.md)"
+            f"verl {version('verl')} imports {name} from any TRL that it finds, and the one in {folder} has no such class, so "
+            "that verl's workers would fail; take TRL out of this environment (docs/trl.md)"
         )

@@ -1,16 +1,16 @@
 # shellcheck shell=bash
 #
-# Prepares, trains and reports on a machine without a GPU. Sourced by examples/run_*_cpu_*.sh, which name the model; arguments
-# are Hydra overrides. A second start with the same settings resumes (docs/fault_tolerance.md).
+# Prepares, trains and reports on a machine without a GPU. Sourced by examples/run_*_cpu_*.sh, which name the model;
+# arguments are Hydra overrides. A second start with the same settings resumes (docs/fault_tolerance.md).
 #
-# $OUTPUT_DIR/seed$SEED gets the SFT-initialised model and its data; below it a folder for each method gets metrics.jsonl,
-# tensorboard/, tokens/ (every token's weight, docs/token_dump.md), report.html and checkpoints/. Beside that folder, METHOD.log
-# has everything that verl, Ray and vLLM print.
+# $OUTPUT_DIR/seed$SEED gets the SFT-initialised model and its data; below it a folder for each method gets
+# metrics.jsonl, tensorboard/, tokens/ (every token's weight, docs/token_dump.md), report.html and checkpoints/. Beside
+# that folder, METHOD.log has everything that verl, Ray and vLLM print.
 
 set -euo pipefail
 
 # ---- user-adjustable, with the names of verl's examples ----
-ADV_ESTIMATOR=${ADV_ESTIMATOR:-} # grail, or any method; uniform: the baseline in the same trainer; dr_grpo, grpo: verl's own
+ADV_ESTIMATOR=${ADV_ESTIMATOR:-} # grail; uniform: the baseline in the same trainer; dr_grpo, grpo: verl's estimator
 OUTPUT_DIR=${OUTPUT_DIR:-outputs/${MODEL}_cpu}
 TRAIN_BATCH_SIZE=${TRAIN_BATCH_SIZE:-32}
 MAX_RESPONSE_LENGTH=${MAX_RESPONSE_LENGTH:-64}
@@ -26,15 +26,15 @@ OUTPUT_DIR=$(realpath -ms "$OUTPUT_DIR")
 export OUTPUT_DIR VERL_PLATFORM=cpu
 # Threads that spin while they wait cost a multiple of the time as soon as anything else runs on the cores.
 export OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-PASSIVE}
-for ((micro = 128; TRAIN_BATCH_SIZE * ROLLOUT_N % micro; micro--)); do :; done # the most responses that divide a step's
+for ((micro = 128; TRAIN_BATCH_SIZE * ROLLOUT_N % micro; micro--)); do :; done # the most that divide a step's
 case $ADV_ESTIMATOR in
 grpo) METHOD=(estimator=grpo) ;;
 dr_grpo) METHOD=(algorithm.adv_estimator=grpo) ;;
 *) METHOD=(${ADV_ESTIMATOR:+algorithm.adv_estimator="$ADV_ESTIMATOR"}) ;;
 esac
 train=(
-    .venv/bin/python -m verl.trainer.main_ppo --config-path="$PWD/recipe/config" --config-name=cpu_trainer "${METHOD[@]}"
-    data.train_batch_size="$TRAIN_BATCH_SIZE" data.max_response_length="$MAX_RESPONSE_LENGTH" data.seed="$SEED"
+    .venv/bin/python -m verl.trainer.main_ppo --config-path="$PWD/recipe/config" --config-name=cpu_trainer
+    "${METHOD[@]}" data.train_batch_size="$TRAIN_BATCH_SIZE" data.max_response_length="$MAX_RESPONSE_LENGTH" data.seed="$SEED"
     actor_rollout_ref.actor.optim.lr="$ACTOR_LR" actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu="$micro"
     actor_rollout_ref.rollout.n="$ROLLOUT_N" trainer.total_training_steps="$TOTAL_STEPS"
     trainer.save_freq="$SAVE_FREQ" trainer.test_freq="$TEST_FREQ" "${EXTRA[@]}" "$@"

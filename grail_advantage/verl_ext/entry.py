@@ -6,8 +6,8 @@
 (:func:`grail_advantage.verl_ext.patches.wrap_entry`). Runs with verl's own estimators stay as they are.
 
 The module that ``algorithm.token_weights.trainer_module`` names may have functions of its own beside its trainers:
-``check_run(run)`` and ``begin_run(run, config)`` in the process of the command, after the checks and just before Ray starts,
-and ``register_trainers()`` in the task runner's.
+``check_run(run)`` and ``begin_run(run, config)`` in the process of the command, after the checks and just before Ray
+starts, and ``register_trainers()`` in the task runner's.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ MODULE_VARIABLE = "GRAIL_ADVANTAGE_TRAINER_MODULE"
 def register_estimators() -> None:
     """Register an estimator with verl for every method; also for methods that were registered since the last call.
 
-    The trainer multiplies the advantages that verl's own estimator gives, since verl treats several outputs of a session
-    correctly only under that name. So these run in a trainer without token weights alone, and say so.
+    The trainer multiplies the advantages that verl's own estimator gives, since verl treats several outputs of a
+    session correctly only under that name. So these run in a trainer without token weights alone, and say so.
     """
     for name in methods():
         if name not in ADV_ESTIMATOR_REGISTRY:  # checks.check_estimator refuses a name that verl has itself
@@ -67,8 +67,8 @@ def _refusing_estimator(name: str) -> Callable[..., NoReturn]:
 def start_run(config: DictConfig, validate: Callable[[], None]) -> None:
     """Check a run and begin it, around verl's own check of its configuration.
 
-    With ``DRY_RUN=1`` in the environment a run of this project (:func:`prepare_run`) is checked, its resolved configuration is
-    printed as YAML on stdout, and the process exits.
+    With ``DRY_RUN=1`` in the environment a run of this project (:func:`prepare_run`) is checked, its resolved
+    configuration is printed as YAML on stdout, and the process exits.
 
     Args:
         config: of the run.
@@ -98,14 +98,14 @@ def _is_ours(config: DictConfig) -> bool:
 
 
 def _call(module: ModuleType | None, name: str, *arguments: Any) -> None:
-    """Call a function of the module that ``algorithm.token_weights.trainer_module`` names, if it has one of this name."""
+    """Call a function of the module of ``algorithm.token_weights.trainer_module``, if it has one of this name."""
     if hasattr(module, name):
         getattr(module, name)(*arguments)
 
 
 def prepare_run(config: DictConfig) -> RunConfig | None:
-    """Check a run of this project, and write its trainer into the configuration. Of this project are runs with a method or
-    with ``algorithm.token_weights.trainer_module``; of others only the estimator's name is looked at.
+    """Check a run of this project, and write its trainer into the configuration. Of this project are runs with a method
+    or with ``algorithm.token_weights.trainer_module``; of others only the estimator's name is looked at.
 
     Returns:
         The parsed configuration; ``None`` of a run of others.
@@ -134,7 +134,7 @@ def prepare_run(config: DictConfig) -> RunConfig | None:
 
 
 def register_trainers() -> None:
-    """Register the trainers with token weights, and those of the user's module, in the task runner's process. Importing them in
-    every process that imports verl would take seconds each."""
+    """Register the trainers with token weights, and those of the user's module, in the task runner's process. Importing
+    them in every process that imports verl would take seconds each."""
     importlib.import_module("grail_advantage.verl_ext.trainers")
     _call(import_trainer_module(os.environ.get(MODULE_VARIABLE)), "register_trainers")

@@ -1,4 +1,4 @@
-"""Values that verl would take as they are and fail over in a worker: numbers and switches given as text, and unknown loggers.
+"""Values that verl takes as they are and fails over in a worker: numbers and switches given as text, unknown loggers.
 
 verl makes its dataclasses of the configuration without looking at types.
 """
@@ -21,7 +21,7 @@ PLAIN = {"data": {}, "trainer": dict.fromkeys(("total_training_steps", "max_acto
 
 
 def check_types(config: DictConfig) -> None:
-    """Refuse a text where verl's dataclass, or its own file of :data:`PLAIN`, has a number or a switch; and unknown loggers.
+    """Refuse a text where verl's dataclass, or its file of :data:`PLAIN`, has a number or a switch; unknown loggers.
 
     Raises:
         ValueError: naming the option.

@@ -1,8 +1,9 @@
 """Fault tolerance: a killed run resumes, mixes with no other run, and ends where one of its processes died.
 
-verl resumes from the last whole checkpoint in ``trainer.default_local_dir``, of whatever run. So the options that define a
-run are stored beside its checkpoints and its token dump, and compared at each start. :mod:`grail_advantage.verl_ext.entry`
-calls the functions of this package if ``algorithm.token_weights.trainer_module`` names it. See docs/fault_tolerance.md.
+verl resumes from the last whole checkpoint in ``trainer.default_local_dir``, of whatever run. So the options that
+define a run are stored beside its checkpoints and its token dump, and compared at each start.
+:mod:`grail_advantage.verl_ext.entry` calls the functions of this package if ``algorithm.token_weights.trainer_module``
+names it. See docs/fault_tolerance.md.
 """
 
 from __future__ import annotations
@@ -38,21 +39,21 @@ from recipe.rules import check_rules, check_trl
 RUN_DEFINITION = "run_definition.json"
 FOLDER, MODE, RUNTIME = "trainer.default_local_dir", "trainer.resume_mode", "ray_kwargs.ray_init.runtime_env"
 MAY_CHANGE = """
-run.* trainer.total_* trainer.*_freq trainer.*_name trainer.logger trainer.log_* trainer.*_dir trainer.resume_* trainer.val_*
-trainer.max_*_ckpt_to_keep trainer.checkpoint_callback_class trainer.del_local_* trainer.esi_redundant_time
-*.checkpoint.save_contents *.checkpoint.async_save algorithm.token_dump.*
-data.val* *.val_kwargs.* *.calculate_entropy *profiler.* *.trace.* *.prometheus.* *.disable_log_stats
-*nnodes *n_gpus_per_node *_parallel_size *fsdp_size trainer.device trainer.ray_wait_* ray_kwargs.* transfer_queue.*
-*.sandbox_fusion.* *.nccl_timeout *.use_shm
-*micro_batch_size* *max_token_len_per_gpu *use_dynamic_bsz *offload *offload_policy *gradient_checkpointing
-*entropy_checkpointing *.reshard_after_forward *.forward_prefetch *.use_torch_compile *.use_remove_padding
-*.gpu_memory_utilization *.enforce_eager *.cudagraph_capture_sizes *.free_cache_engine *.enable_sleep_mode
-*.multi_stage_wake_up *.max_num_batched_tokens *.max_num_seqs *.enable_chunked_prefill *.enable_prefix_caching
-*.load_format *.layered_summon *.checkpoint_engine.* reward.num_workers *.agent.num_workers
+run.* trainer.total_* trainer.*_freq trainer.*_name trainer.logger trainer.log_* trainer.*_dir trainer.resume_*
+trainer.val_* trainer.max_*_ckpt_to_keep trainer.checkpoint_callback_class trainer.del_local_*
+trainer.esi_redundant_time *.checkpoint.save_contents *.checkpoint.async_save algorithm.token_dump.* data.val*
+*.val_kwargs.* *.calculate_entropy *profiler.* *.trace.* *.prometheus.* *.disable_log_stats *nnodes *n_gpus_per_node
+*_parallel_size *fsdp_size trainer.device trainer.ray_wait_* ray_kwargs.* transfer_queue.* *.sandbox_fusion.*
+*.nccl_timeout *.use_shm *micro_batch_size* *max_token_len_per_gpu *use_dynamic_bsz *offload *offload_policy
+*gradient_checkpointing *entropy_checkpointing *.reshard_after_forward *.forward_prefetch *.use_torch_compile
+*.use_remove_padding *.gpu_memory_utilization *.enforce_eager *.cudagraph_capture_sizes *.free_cache_engine
+*.enable_sleep_mode *.multi_stage_wake_up *.max_num_batched_tokens *.max_num_seqs *.enable_chunked_prefill
+*.enable_prefix_caching *.load_format *.layered_summon *.checkpoint_engine.* reward.num_workers *.agent.num_workers
 data.filter_overlong_prompts_workers *.poll_interval *.share_forward *.skip_zero_advantage *.missing_answers
 """
-"""Options that do not define a run, as shell patterns: what it logs and saves, validation, machines, speed and memory. None
-moves the order of data, nor the gradient, but for ``trainer.total_*`` under a learning rate that is not constant."""
+"""Options that do not define a run, as shell patterns: what it logs and saves, validation, machines, speed and memory.
+None moves the order of data, nor the gradient, but for ``trainer.total_*`` under a learning rate that is not
+constant."""
 _may_change = re.compile("|".join(map(fnmatch.translate, MAY_CHANGE.split()))).match
 _BY = {"grail_advantage": __version__, "verl": version("verl")}
 _ANOTHER = "choose another trainer.experiment_name (EXPERIMENT_NAME or OUTPUT_DIR of the launch scripts)"
@@ -60,7 +61,7 @@ _FRESH = "or move the folder away for a new run (FRESH=1 of the scripts without 
 
 
 class KeepLast(CheckpointCallback):
-    """Keeps the last ``trainer.max_actor_ckpt_to_keep`` checkpoints of all starts of a run; verl counts those of one."""
+    """Keeps the last ``trainer.max_actor_ckpt_to_keep`` checkpoints of all starts; verl counts those of one."""
 
     def __init__(self, config: DictConfig) -> None:
         super().__init__(config)
@@ -150,7 +151,8 @@ def begin_run(run: RunConfig, config: DictConfig) -> None:
     """Lock the run's folder, store the definition and prepare Ray; a run that is finished exits with status 0.
 
     Raises:
-        ValueError: a run that lives has the folder, a file of data is missing, or nothing says which checkpoint is last.
+        ValueError: a run that lives has the folder, a file of data is missing, or nothing says which checkpoint is
+        last.
     """
     for name in ("HOME", "TMPDIR"):
         if not os.access(where := os.environ.get(name, "/tmp"), os.W_OK):
@@ -177,8 +179,8 @@ def begin_run(run: RunConfig, config: DictConfig) -> None:
         workers.start(config, ["recipe.run_life.seeds", "recipe.run_life.trainer"])
     # Each raylet ends the children of a worker that died, such as vLLM's engine, unless they called setsid().
     os.environ.setdefault("RAY_process_group_cleanup_enabled", "1")
-    # After a SIGTERM, Ray's failure handler leaves an alarm that aborts the process after 3 seconds, in the middle of its
-    # orderly end. Runs before Ray's own function, which was registered earlier.
+    # After a SIGTERM, Ray's failure handler leaves an alarm that aborts the process after 3 seconds, in the middle of
+    # its orderly end. Runs before Ray's own function, which was registered earlier.
     atexit.register(signal.alarm, 0)
 
 

@@ -84,8 +84,8 @@ class KeptRun:
 
 @contextmanager
 def lines_stay(step: int) -> Iterator[None]:
-    """Within, verl's logger ``file`` (``verl.utils.tracking``, verl 0.9.1) resumes after a step; 0: it begins anew. It opens
-    its file with ``"wb"``, which throws away the lines of earlier starts. Can go when it resumes."""
+    """Within, verl's logger ``file`` (``verl.utils.tracking``, verl 0.9.1) resumes after a step; 0: it begins anew. It
+    opens its file with ``"wb"``, which throws away the lines of earlier starts. Can go when it resumes."""
 
     def open_kept(path: str, mode: str = "r", **kwargs: Any) -> Any:
         return MetricsFile(path, step or -1) if mode == "wb" else open(path, mode, **kwargs)

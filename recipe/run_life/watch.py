@@ -1,9 +1,9 @@
 """Ends a run of which a process died, and says which.
 
-verl waits without a limit: for responses of an engine that is gone, for ranks of which one was killed. So a thread in the
-trainer's process asks the actors that the trainer holds ``__ray_ready__``, one question at a time, which waits while an actor
-is busy and fails as soon as it is dead, with Ray's own account of the death (Ray 2.60). vLLM's engines are processes that Ray
-does not know, so their servers' ``/health`` is asked too.
+verl waits without a limit: for responses of an engine that is gone, for ranks of which one was killed. So a thread in
+the trainer's process asks the actors that the trainer holds ``__ray_ready__``, one question at a time, which waits
+while an actor is busy and fails as soon as it is dead, with Ray's own account of the death (Ray 2.60). vLLM's engines
+are processes that Ray does not know, so their servers' ``/health`` is asked too.
 """
 
 from __future__ import annotations

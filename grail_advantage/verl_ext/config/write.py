@@ -16,8 +16,8 @@ FILE = Path(__file__).with_name("token_weights.yaml")
 HEAD = """\
 # @package _global_
 #
-# Written by python -m grail_advantage.verl_ext.config.write: every option of the methods (docs/reference_methods.md) and
-# of the trainer (docs/token_dump.md and others), at its default. null: another option or the method says it.
+# Written by python -m grail_advantage.verl_ext.config.write: every option of the methods (docs/reference_methods.md)
+# and of the trainer (docs/token_dump.md and others), at its default. null: another option or the method says it.
 
 """
 
