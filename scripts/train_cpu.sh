@@ -34,8 +34,9 @@ dr_grpo) METHOD=(algorithm.adv_estimator=grpo) ;;
 esac
 train=(
     .venv/bin/python -m verl.trainer.main_ppo --config-path="$PWD/recipe/config" --config-name=cpu_trainer
-    "${METHOD[@]}" data.train_batch_size="$TRAIN_BATCH_SIZE" data.max_response_length="$MAX_RESPONSE_LENGTH" data.seed="$SEED"
-    actor_rollout_ref.actor.optim.lr="$ACTOR_LR" actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu="$micro"
+    "${METHOD[@]}" data.train_batch_size="$TRAIN_BATCH_SIZE" data.max_response_length="$MAX_RESPONSE_LENGTH"
+    data.seed="$SEED" actor_rollout_ref.actor.optim.lr="$ACTOR_LR"
+    actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu="$micro"
     actor_rollout_ref.rollout.n="$ROLLOUT_N" trainer.total_training_steps="$TOTAL_STEPS"
     trainer.save_freq="$SAVE_FREQ" trainer.test_freq="$TEST_FREQ" "${EXTRA[@]}" "$@"
 )
