@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# GRAIL | OctoThinker-8B-Short-Base | FSDP training | NVIDIA GPUs
-#
-# Settings of the model: recipe/config/model/octothinker_8b.yaml. Knobs: the environment names of recipe/launch.py.
-# Arguments are Hydra overrides. More than one node: docs/multi_node.md.
-
-exec bash "$(dirname "${BASH_SOURCE[0]}")/run.sh" octothinker_8b "$@"
+# GRAIL | OctoThinker-8B-Short-Base, a base model without a chat template of its own | FSDP2 | NVIDIA GPUs
+cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit
+MODEL_PATH=${MODEL_PATH:-OctoThinker/OctoThinker-8B-Short-Base}
+SEQUENCES=3
+EXTRA=("actor_rollout_ref.model.custom_chat_template='$(cat recipe/base_math.jinja)'")
+source examples/run.sh

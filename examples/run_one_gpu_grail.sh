@@ -1,7 +1,9 @@
 #!/usr/bin/env bash
-# GRAIL | Qwen3-0.6B, or another Qwen3 that fits (docs/gpu.md) | FSDP training | one NVIDIA GPU, or two
-#
-# Settings of the model: recipe/config/model/qwen3_0_6b.yaml. Knobs: the environment names of recipe/launch.py.
-# Arguments are Hydra overrides. More than one node: docs/multi_node.md.
-
-exec bash "$(dirname "${BASH_SOURCE[0]}")/run.sh" qwen3_0_6b "$@"
+# GRAIL | Qwen3-0.6B, or another Qwen3 that fits (docs/gpu.md) | FSDP2 | one NVIDIA GPU
+cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit
+MODEL_PATH=${MODEL_PATH:-Qwen/Qwen3-0.6B}
+SEQUENCES=2 # computed for 24 GB, as the next
+ROLLOUT_GPU_MEM_UTIL=${ROLLOUT_GPU_MEM_UTIL:-0.55} # the weights of trainer and engine are on one GPU
+NGPUS_PER_NODE=${NGPUS_PER_NODE:-1}
+EXTRA=(+data.apply_chat_template_kwargs.enable_thinking=False)
+source examples/run.sh

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# GRAIL | Qwen3-8B | FSDP training | NVIDIA GPUs
-#
-# Settings of the model: recipe/config/model/qwen3_8b.yaml. Knobs: the environment names of recipe/launch.py.
-# Arguments are Hydra overrides. More than one node: docs/multi_node.md.
-
-exec bash "$(dirname "${BASH_SOURCE[0]}")/run.sh" qwen3_8b "$@"
+# GRAIL | Qwen3-8B | FSDP2 | NVIDIA GPUs
+cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit
+MODEL_PATH=${MODEL_PATH:-Qwen/Qwen3-8B}
+SEQUENCES=3
+EXTRA=(+data.apply_chat_template_kwargs.enable_thinking=False)
+source examples/run.sh

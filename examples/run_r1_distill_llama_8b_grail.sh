@@ -1,7 +1,12 @@
 #!/usr/bin/env bash
-# GRAIL | DeepSeek-R1-Distill-Llama-8B | FSDP training | NVIDIA GPUs
-#
-# Settings of the model: recipe/config/model/r1_distill_llama_8b.yaml. Knobs: the environment names of recipe/launch.py.
-# Arguments are Hydra overrides. More than one node: docs/multi_node.md.
-
-exec bash "$(dirname "${BASH_SOURCE[0]}")/run.sh" r1_distill_llama_8b "$@"
+# GRAIL | DeepSeek-R1-Distill-Llama-8B | FSDP2 | NVIDIA GPUs
+cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit
+MODEL_PATH=${MODEL_PATH:-deepseek-ai/DeepSeek-R1-Distill-Llama-8B}
+SEQUENCES=2
+# The model thinks before it answers, and a truncated response teaches nothing; the loss is divided by this length, too.
+# The published run has 4096 for every model.
+[[ ${LIKE:-} == published ]] || MAX_RESPONSE_LENGTH=${MAX_RESPONSE_LENGTH:-8192}
+# transformers reads this model's tokenizer without spaces and newlines.
+TOKENIZER_PATH=${TOKENIZER_PATH:-$PWD/outputs/tokenizers/${MODEL_PATH##*/}} # gets a repaired one
+EXTRA=("actor_rollout_ref.model.tokenizer_path='$TOKENIZER_PATH'")
+source examples/run.sh

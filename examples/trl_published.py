@@ -4,16 +4,15 @@
     accelerate launch --num_processes 4 --use_deepspeed --zero_stage 2 -m examples.trl_published --method uniform
 
 in the repository, with ``pip install -e '.[trl]' vllm deepspeed flash-attn``. The arguments are those of
-``recipe/published.py``, which docs/published.md shows one by one with what is not reproduced. ``--set`` changes one, and
-another number of processes keeps 256 responses an update. DeepSpeed keeps a copy of the bfloat16 weights in float32, in which
-updates of 1e-6 do not vanish; without it the weights are float32. Not run on a GPU yet.
+``recipe/published.py``, which docs/published.md shows one by one with what is not reproduced. ``--set`` changes one,
+and another number of processes keeps 256 responses an update. DeepSpeed keeps a copy of the bfloat16 weights in
+float32, in which updates of 1e-6 do not vanish; without it the weights are float32. Not run on a GPU yet.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-from dataclasses import fields
 from pathlib import Path
 
 import yaml
@@ -33,57 +32,43 @@ OPTIONS = {"oar_g": {"variant": "grail_port"}}
 
 def main() -> None:
     """Train as published."""
-    options = parse_options()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     of_model = {setting.name: setting.theirs for setting in MODEL}
+    data = "hub name, or a .jsonl file with `prompt` and `solution`"
+    parser.add_argument("--method", default="grail", choices=sorted(methods()), help="uniform: the baseline")
+    parser.add_argument("--model", default=of_model["model_name_or_path"], help="hub name or folder")
+    parser.add_argument("--data", default=next(iter(of_model["dataset_mixer"])), help=data)
+    parser.add_argument("--output", type=Path, help="default: outputs/trl_published_METHOD")
+    parser.add_argument("--set", action="append", default=[], help="NAME=VALUE of GRPOConfig's, in YAML")
+    options = parser.parse_args()
+    output = options.output or Path("outputs", f"trl_published_{options.method}")
     arguments = trl_arguments(int(os.environ.get("WORLD_SIZE", "1")))
     dtype = of_model["dtype"] if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true" else "float32"
     arguments |= {"model_init_kwargs": {"dtype": dtype, "attn_implementation": of_model["attn_implementation"]}}
     arguments |= {name: of_model[name] for name in ("save_steps", "save_total_limit")}
     arguments |= {"logging_steps": 1, "save_only_model": True, "report_to": "none"}
+    arguments |= {name: yaml.safe_load(value) for name, _, value in (each.partition("=") for each in options.set)}
     trainer = TokenWeightGRPOTrainer(
-        options.model or of_model["model_name_or_path"],
+        options.model,
         reward,
-        GRPOConfig(str(options.output), **arguments | options.set),
-        train_dataset=problems(options.data or next(iter(of_model["dataset_mixer"]))),
+        GRPOConfig(str(output), **arguments),
+        train_dataset=problems(options.data),
         token_weights=options.method,
         token_weight_options=OPTIONS.get(options.method),
-        token_dump={"folder": options.output / "tokens", "every": 10},
+        token_dump={"folder": output / "tokens", "every": 10},
     )
     trainer.train()
     trainer.save_model()
 
 
 def problems(source: str) -> Dataset:
-    """Rows with ``prompt``, one message that ends as the published one does (U+0008 and ``oxed{}``), and ``solution``."""
+    """Rows with ``prompt``, a message that ends as the published one does (U+0008 and ``oxed{}``), and ``solution``."""
     local = Path(source).suffix == ".jsonl"
     rows = load_dataset("json", data_files=source, split="train") if local else load_dataset(source, split="train")
     check_ground_truths(rows["solution"], source)
     return rows.map(
         lambda row: {"prompt": [{**row["prompt"][0], "content": row["prompt"][0]["content"] + PUBLISHED_SUFFIX}]}
     )
-
-
-def parse_options() -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--method", default="grail", choices=sorted(methods()), metavar="NAME", help="uniform: the baseline"
-    )
-    parser.add_argument("--model", help="hub name or folder (default: the published one)")
-    parser.add_argument(
-        "--data", help="hub name, or a .jsonl file with `prompt` and `solution` (default: the published one)"
-    )
-    parser.add_argument("--output", type=Path, help="default: outputs/trl_published_METHOD")
-    parser.add_argument(
-        "--set", action="append", default=[], metavar="NAME=VALUE", help="an argument of GRPOConfig's, in YAML"
-    )
-    options = parser.parse_args()
-    known = {field.name for field in fields(GRPOConfig)}
-    if wrong := [each for each in options.set if each.partition("=")[0] not in known or "=" not in each]:
-        parser.error(f"--set {wrong[0]}: write NAME=VALUE with an argument of GRPOConfig's")
-    options.set = {name: yaml.safe_load(value) for name, _, value in (each.partition("=") for each in options.set)}
-    options.output = options.output or Path("outputs", f"trl_published_{options.method}")
-    return options
 
 
 if __name__ == "__main__":

@@ -1,9 +1,8 @@
-"""The published run's settings, one by one, beside this recipe's; docs/published.md and docs/trl.md are made of this table.
+"""The published run's settings, one by one, beside this recipe's; docs/published.md and docs/trl.md are made of them.
 
     DRY_RUN=1 LIKE=published bash examples/run_qwen3_grail.sh | python -m recipe.published
 
 compares a resolved configuration with it, and ends with status 1 where a value differs and the table has no reason.
-``--yaml src/train/training_configs/qwen3_grail.yaml``, from the authors' repository, compares the table with their file too.
 """
 
 from __future__ import annotations
@@ -13,8 +12,9 @@ import itertools
 import math
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 from yaml import YAMLError
@@ -23,33 +23,34 @@ from recipe.data.convert import PUBLISHED_SUFFIX
 from recipe.data.specs import SPECS
 from recipe.marked_text import table
 
-GPUS = 4
-"""Of the published run (``src/train/grpo.sh``)."""
-_ACTOR, _ROLLOUT, _MODEL = (f"actor_rollout_ref.{part}" for part in ("actor", "rollout", "model"))
-_OPTIM, _FSDP, _VAL = f"{_ACTOR}.optim", f"{_ACTOR}.fsdp_config", f"{_ROLLOUT}.val_kwargs"
-_GRAIL, _CORRECTION = "algorithm.grail", "algorithm.rollout_correction"
+GPUS = 4  # of the published run (src/train/grpo.sh)
 
 
-class Setting(NamedTuple):
-    """One published value, and where this recipe has its own."""
+@dataclass(frozen=True)
+class Setting:
+    """One published value, by its key or what the thing is called there, and where this recipe has its own.
+
+    ``place``: Q and a line, ``qwen3_grail.yaml``; E, ``run_eval.py``, or another of its files; TRL, its default then.
+    ``says``: options of verl's that say the same, without ``actor_rollout_ref``; ``ours``: their values in those terms.
+    ``why``: why the value is ``here`` (``None``: any) with ``like=published`` too, or has no option. ``corrected``:
+    what ``like=corrected`` has instead, a colon, and why; ``instead``: the same in the published terms.
+    """
 
     name: str
-    """The key of the published file; in the other groups the name of the same thing there."""
     theirs: Any
     place: str
-    """Q and a line: ``qwen3_grail.yaml``; E: ``run_eval.py``, or another of its authors' files; TRL: its default then."""
-    options: tuple[str, ...] = ()
-    """Options of verl's that say the same; without any, ``why`` tells."""
+    says: str = ""
     ours: Callable[..., Any] = lambda value: value
-    """The options' values in the published terms."""
     why: str = ""
-    """Why the value is :attr:`here` with ``like=published`` too, or has no option."""
     here: Any = None
-    """``None``: any."""
     corrected: str = ""
-    """What ``like=corrected`` has instead, a colon, and why."""
     instead: Any = None
-    """The same in the published terms."""
+
+    @property
+    def options(self) -> tuple[str, ...]:
+        """By their full names."""
+        parts = ("actor.", "rollout.", "model.")
+        return tuple(f"actor_rollout_ref.{name}" if name.startswith(parts) else name for name in self.says.split())
 
 
 def _loss(mode: str, scale: float, longest: int) -> str | None:
@@ -62,193 +63,123 @@ def _cap(level: str | None, bounds: Any) -> float | None:
     return float(high) if level and high and float(low) <= 2e-9 else None
 
 
-def _files(files: Any) -> str:
-    """The stem of the training file, ``deepmath`` or ``deepmath_published``."""
+def _stem(files: Any) -> str:
+    """Of the training file, ``deepmath`` or ``deepmath_published``."""
     return Path(files if isinstance(files, str) else files[0]).stem
 
 
+def _hub(files: Any) -> dict[Any, float]:
+    return {getattr(SPECS.get(_stem(files).removesuffix("_published")), "hub", None): 1.0}
+
+
+def _thinking(given: Any, model: str) -> Any:
+    """The other models' templates have no such switch."""
+    return OmegaConf.to_container(given) if given or "Qwen3" in model else {"enable_thinking": False}
+
+
+# fmt: off
 TRAINER = (
-    Setting(
-        *("max_steps", 200, "Q:33"),
-        (
-            "trainer.total_training_steps",
-            f"{_ACTOR}.ppo_epochs",
-            "data.train_batch_size",
-            f"{_ACTOR}.ppo_mini_batch_size",
-        ),
-        lambda steps, epochs, prompts, together: steps * epochs * prompts / together,
-    ),
+    Setting("max_steps", 200, "Q:33",
+            "trainer.total_training_steps actor.ppo_epochs data.train_batch_size actor.ppo_mini_batch_size",
+            lambda steps, epochs, prompts, together: steps * epochs * prompts / together),
     Setting("per_device_train_batch_size", 8, "Q:34", why="x the next row x 4 GPUs = 256 responses an update"),
-    Setting(
-        *("gradient_accumulation_steps", 8, "Q:35", (f"{_ACTOR}.ppo_mini_batch_size", f"{_ROLLOUT}.n")),
-        lambda prompts, responses: prompts * responses / (8 * GPUS),
-    ),
-    Setting("learning_rate", 1e-6, "Q:36", (f"{_OPTIM}.lr",)),
-    Setting(
-        "optim",
-        "adamw_torch_fused",
-        "Q:37",
-        (f"{_OPTIM}.optimizer",),
-        why="the same formula, computed in one kernel",
-        here="AdamW",
-    ),
-    Setting("weight_decay", 0.0, "TRL", (f"{_OPTIM}.weight_decay",)),
-    Setting("lr_scheduler_type", "constant", "Q:38", (f"{_OPTIM}.lr_scheduler_type",)),
-    Setting(
-        *("warmup_steps", 20, "Q:39", (f"{_OPTIM}.lr_warmup_steps",)),
-        why="transformers ignores it under `constant`: the full rate from the first update",
-        here=0,
-    ),
-    Setting("max_grad_norm", 1.0, "Q:40", (f"{_OPTIM}.clip_grad",)),
-    Setting("seed", 42, "Q:41", ("data.seed",)),
-    Setting("shuffle_dataset", True, "Q:42", ("data.shuffle",)),
-    Setting("bf16", True, "Q:43", (f"{_FSDP}.dtype",), lambda dtype: dtype == "bfloat16"),
-    Setting("gradient_checkpointing", True, "Q:44", (f"{_MODEL}.enable_gradient_checkpointing",)),
-    Setting(
-        *("beta", 0.0, "Q:47", (f"{_ACTOR}.use_kl_loss", "algorithm.use_kl_in_reward")),
-        lambda loss, reward: None if loss or reward else 0.0,
-    ),
-    Setting("num_iterations", 4, "Q:48", (f"{_ACTOR}.ppo_epochs",)),
-    Setting("epsilon", 0.2, "Q:49", (f"{_ACTOR}.clip_ratio_low",)),
-    Setting("epsilon_high", 0.28, "Q:50", (f"{_ACTOR}.clip_ratio_high",)),
-    Setting("scale_rewards", False, "Q:51", ("algorithm.norm_adv_by_std_in_grpo",)),
-    Setting(
-        *("loss_type", "dr_grpo", "Q:52"),
-        (f"{_ACTOR}.loss_agg_mode", f"{_ACTOR}.loss_scale_factor", "data.max_response_length"),
-        _loss,
-    ),
-    Setting("mask_truncated_completions", True, "Q:53", ("algorithm.METHOD.mask_truncated",)),
-    Setting("use_liger_kernel", False, "Q:54", (f"{_MODEL}.use_liger",)),
+    Setting("gradient_accumulation_steps", 8, "Q:35", "actor.ppo_mini_batch_size rollout.n",
+            lambda prompts, responses: prompts * responses / (8 * GPUS)),
+    Setting("learning_rate", 1e-6, "Q:36", "actor.optim.lr"),
+    Setting("optim", "adamw_torch_fused", "Q:37", "actor.optim.optimizer", here="AdamW",
+            why="the same formula, computed in one kernel"),
+    Setting("weight_decay", 0.0, "TRL", "actor.optim.weight_decay"),
+    Setting("lr_scheduler_type", "constant", "Q:38", "actor.optim.lr_scheduler_type"),
+    Setting("warmup_steps", 20, "Q:39", "actor.optim.lr_warmup_steps", here=0,
+            why="transformers ignores it under `constant`: the full rate from the first update"),
+    Setting("max_grad_norm", 1.0, "Q:40", "actor.optim.clip_grad"),
+    Setting("seed", 42, "Q:41", "data.seed"),
+    Setting("shuffle_dataset", True, "Q:42", "data.shuffle"),
+    Setting("bf16", True, "Q:43", "actor.fsdp_config.dtype", lambda dtype: dtype == "bfloat16"),
+    Setting("gradient_checkpointing", True, "Q:44", "model.enable_gradient_checkpointing"),
+    Setting("beta", 0.0, "Q:47", "actor.use_kl_loss algorithm.use_kl_in_reward",
+            lambda loss, reward: None if loss or reward else 0.0),
+    Setting("num_iterations", 4, "Q:48", "actor.ppo_epochs"),
+    Setting("epsilon", 0.2, "Q:49", "actor.clip_ratio_low"),
+    Setting("epsilon_high", 0.28, "Q:50", "actor.clip_ratio_high"),
+    Setting("scale_rewards", False, "Q:51", "algorithm.norm_adv_by_std_in_grpo"),
+    Setting("loss_type", "dr_grpo", "Q:52",
+            "actor.loss_agg_mode actor.loss_scale_factor data.max_response_length", _loss),
+    Setting("mask_truncated_completions", True, "Q:53", "algorithm.METHOD.mask_truncated"),
+    Setting("use_liger_kernel", False, "Q:54", "model.use_liger"),
     Setting("disable_dropout", True, "Q:78", why="these models have none"),
-    Setting(
-        *("max_completion_length", 4096, "Q:79", ("data.max_response_length",)),
-        corrected="R1-Distill 8,192: it thinks before it answers, and truncated responses teach nothing",
-        instead=8192,
-    ),
-    Setting("num_generations", 8, "Q:80", (f"{_ROLLOUT}.n",)),
-    Setting("temperature", 1.0, "Q:81", (f"{_ROLLOUT}.temperature",)),
-    Setting("top_p", 1.0, "Q:82", (f"{_ROLLOUT}.top_p",)),
-    Setting("top_k", 50, "Q:83", (f"{_ROLLOUT}.top_k",)),
-    Setting(
-        *("repetition_penalty", 1.0, "Q:84", (f"{_ROLLOUT}.repetition_penalty",)),
-        lambda value: 1.0 if value is None else value,
-    ),
-    Setting("use_vllm", True, "Q:85", (f"{_ROLLOUT}.name",), lambda name: name == "vllm"),
-    Setting(
-        *("vllm_gpu_memory_utilization", 0.2, "Q:86", (f"{_ROLLOUT}.gpu_memory_utilization",)),
-        why="memory alone: verl's engine sleeps while the trainer works",
-        here=0.6,
-    ),
-    Setting(
-        *(
-            "chat_template_kwargs",
-            {"enable_thinking": False},
-            "Q:88",
-            ("data.apply_chat_template_kwargs", f"{_MODEL}.path"),
-        ),
-        # The other models' templates have no such switch.
-        lambda given, model: OmegaConf.to_container(given) if given or "Qwen3" in model else {"enable_thinking": False},
-    ),
-    Setting(
-        *("vllm_importance_sampling_correction", True, "TRL", (f"{_CORRECTION}.rollout_is",)),
-        lambda level: level is not None,
-        corrected="none: with `top_k` vLLM's probabilities are over 50 tokens, so that the ratio is the product of the "
-        "trainer's masses in them, below 1: long and uncertain responses count less, in GRPO and GRAIL alike",
-        instead=False,
-    ),
-    Setting(
-        *("vllm_importance_sampling_mode", "sequence_mask", "TRL", (f"{_CORRECTION}.rollout_is",)),
-        lambda level: {"sequence": "sequence_mask"}.get(level),
-        corrected="none",
-    ),
-    Setting(
-        *("vllm_importance_sampling_clip_max", 3.0, "TRL, as vllm_importance_sampling_cap"),
-        (f"{_CORRECTION}.rollout_is", f"{_CORRECTION}.rollout_is_threshold"),
-        _cap,
-        corrected="none",
-    ),
+    Setting("max_completion_length", 4096, "Q:79", "data.max_response_length", instead=8192,
+            corrected="R1-Distill 8,192: it thinks before it answers, and truncated responses teach nothing"),
+    Setting("num_generations", 8, "Q:80", "rollout.n"),
+    Setting("temperature", 1.0, "Q:81", "rollout.temperature"),
+    Setting("top_p", 1.0, "Q:82", "rollout.top_p"),
+    Setting("top_k", 50, "Q:83", "rollout.top_k"),
+    Setting("repetition_penalty", 1.0, "Q:84", "rollout.repetition_penalty", lambda v: 1.0 if v is None else v),
+    Setting("use_vllm", True, "Q:85", "rollout.name", lambda name: name == "vllm"),
+    Setting("vllm_gpu_memory_utilization", 0.2, "Q:86", "rollout.gpu_memory_utilization", here=0.6,
+            why="memory alone: verl's engine sleeps while the trainer works"),
+    Setting("chat_template_kwargs", {"enable_thinking": False}, "Q:88",
+            "data.apply_chat_template_kwargs model.path", _thinking),
+    Setting("vllm_importance_sampling_correction", True, "TRL", "algorithm.rollout_correction.rollout_is",
+            lambda level: level is not None, instead=False,
+            corrected="none: with `top_k` vLLM's probabilities are over 50 tokens, so that the ratio is the product of "
+            "the trainer's masses in them, below 1: long and uncertain responses count less, in GRPO and GRAIL alike"),
+    Setting("vllm_importance_sampling_mode", "sequence_mask", "TRL", "algorithm.rollout_correction.rollout_is",
+            lambda level: {"sequence": "sequence_mask"}.get(level), corrected="none"),
+    Setting("vllm_importance_sampling_clip_max", 3.0, "TRL, as vllm_importance_sampling_cap",
+            "algorithm.rollout_correction.rollout_is algorithm.rollout_correction.rollout_is_threshold",
+            _cap, corrected="none"),
 )
 """Arguments of TRL's trainer, by its names."""
 MODEL = (
-    Setting(
-        *("model_name_or_path", "Qwen/Qwen3-4B", "Q:3", (f"{_MODEL}.path",)),
-        why="of the five models, the one whose file is public",
-    ),
-    Setting("dtype", "bfloat16", "Q:5", (f"{_FSDP}.dtype",)),
-    Setting(
-        *("attn_implementation", "flash_attention_2", "Q:7"),
-        why="verl's default too; rows are packed here, padded there",
-    ),
-    Setting(
-        *("dataset_mixer", {"trl-lib/DeepMath-103K": 1.0}, "Q:10", ("data.train_files",)),
-        lambda files: {getattr(SPECS.get(_files(files).removesuffix("_published")), "hub", None): 1.0},
-    ),
-    Setting(
-        *("the prompt's end", PUBLISHED_SUFFIX, "grpo.py, E:108", ("data.train_files",)),
-        lambda files: PUBLISHED_SUFFIX if _files(files).endswith("_published") else None,
-        corrected=r"`\boxed{}`: there a plain string, in which `\b` is U+0008, so that the model reads `oxed{}`",
-    ),
-    Setting(
-        *("save_steps", 50, "Q:28", ("trainer.save_freq", f"{_ACTOR}.ppo_epochs")),
-        lambda batches, epochs: batches * epochs,
-        why="every 40 updates; the last checkpoint is of update 200 in both",
-        here=40,
-    ),
-    Setting("save_total_limit", 2, "Q:30", ("trainer.max_actor_ckpt_to_keep",)),
+    Setting("model_name_or_path", "Qwen/Qwen3-4B", "Q:3", "model.path",
+            why="of the five models, the one whose file is public"),
+    Setting("dtype", "bfloat16", "Q:5", "actor.fsdp_config.dtype"),
+    Setting("attn_implementation", "flash_attention_2", "Q:7",
+            why="verl's default too; rows are packed here, padded there"),
+    Setting("dataset_mixer", {"trl-lib/DeepMath-103K": 1.0}, "Q:10", "data.train_files", _hub),
+    Setting("the prompt's end", PUBLISHED_SUFFIX, "grpo.py, E:108", "data.train_files",
+            lambda files: PUBLISHED_SUFFIX if _stem(files).endswith("_published") else None,
+            corrected=r"`\boxed{}`: there a plain string, in which `\b` is U+0008, so that the model reads `oxed{}`"),
+    Setting("save_steps", 50, "Q:28", "trainer.save_freq actor.ppo_epochs", lambda batches, epochs: batches * epochs,
+            why="every 40 updates; the last checkpoint is of update 200 in both", here=40),
+    Setting("save_total_limit", 2, "Q:30", "trainer.max_actor_ckpt_to_keep"),
 )
 """The model, its data and its checkpoints."""
 WEIGHTS = (
-    Setting(
-        *("use_grail", True, "Q:57", ("algorithm.adv_estimator",)),
-        lambda method: method == "grail",
-        why="the other methods have files or switches of their own there",
-        here=False,
-    ),
-    Setting("grail_std", 0.5, "Q:58", (f"{_GRAIL}.weight_std",)),
-    Setting("grail_mean", 1.0, "Q:59", (f"{_GRAIL}.weight_mean",)),
-    Setting("grail_w_min", 0.5, "Q:60", (f"{_GRAIL}.weight_min",)),
-    Setting("grail_w_max", 5.0, "Q:61", (f"{_GRAIL}.weight_max",)),
-    Setting("grail_leaf_source", "embeddings", "Q:62", (f"{_GRAIL}.leaf",)),
-    Setting("grail_rollout_symmetry", "wrong", "Q:63", (f"{_GRAIL}.gate",)),
+    Setting("use_grail", True, "Q:57", "algorithm.adv_estimator", lambda method: method == "grail", here=False,
+            why="the other methods have files or switches of their own there"),
+    Setting("grail_std", 0.5, "Q:58", "algorithm.grail.weight_std"),
+    Setting("grail_mean", 1.0, "Q:59", "algorithm.grail.weight_mean"),
+    Setting("grail_w_min", 0.5, "Q:60", "algorithm.grail.weight_min"),
+    Setting("grail_w_max", 5.0, "Q:61", "algorithm.grail.weight_max"),
+    Setting("grail_leaf_source", "embeddings", "Q:62", "algorithm.grail.leaf"),
+    Setting("grail_rollout_symmetry", "wrong", "Q:63", "algorithm.grail.gate"),
 )
 """GRAIL's own."""
 EVALUATION = (
-    Setting("samples", 3, "E:123", (f"{_VAL}.n",)),
-    Setting("sampling", True, "run_eval.sh", (f"{_VAL}.do_sample",)),
-    Setting("temperature", 0.6, "run_eval.sh", (f"{_VAL}.temperature",)),
-    Setting("top_p", 0.95, "run_eval.sh", (f"{_VAL}.top_p",)),
-    Setting("top_k", 20, "run_eval.sh", (f"{_VAL}.top_k",)),
+    Setting("samples", 3, "E:123", "rollout.val_kwargs.n"),
+    Setting("sampling", True, "run_eval.sh", "rollout.val_kwargs.do_sample"),
+    Setting("temperature", 0.6, "run_eval.sh", "rollout.val_kwargs.temperature"),
+    Setting("top_p", 0.95, "run_eval.sh", "rollout.val_kwargs.top_p"),
+    Setting("top_k", 20, "run_eval.sh", "rollout.val_kwargs.top_k"),
 )
 """Of the validation, and of ``scripts/evaluate.sh`` by default."""
 GROUPS = {"training": TRAINER, "model, data": MODEL, "token weights": WEIGHTS, "evaluation": EVALUATION}
-# fmt: off
-WITHOUT_EFFECT = frozenset({
-    "model_revision", "trust_remote_code", "dataset_splits", "preprocessing_num_workers", "truncation_side", "padding_side",
-    "wandb_project", "output_dir", "overwrite_output_dir", "run_name", "report_to", "save_strategy", "save_only_model",
-    "gradient_checkpointing_kwargs", "do_eval", "logging_first_step", "log_level", "logging_steps", "logging_strategy",
-    "log_completions", "num_completions_to_print", "log_unique_prompts",
-})
 # fmt: on
-"""Keys of the published file that change no update: names, logs, sides of padding, how a backward is recomputed."""
 
 
 def trl_arguments(processes: int = GPUS) -> dict[str, Any]:
     """Arguments of ``trl.GRPOConfig`` for the published run on some processes, 256 responses an update in all.
 
-    ValueError for a number of processes that does not divide its 32 micro-batches of 8.
+    Raises:
+        ValueError: a number of processes that does not divide its 32 micro-batches of 8.
     """
     values = {setting.name: setting.theirs for setting in TRAINER}
     steps, rest = divmod(values["gradient_accumulation_steps"] * GPUS, processes)
     if rest:
         raise ValueError(f"{processes} processes do not divide the published {8 * GPUS} micro-batches of an update")
     return values | {"gradient_accumulation_steps": steps}
-
-
-def same(theirs: Any, ours: Any) -> bool:
-    """Equal, numbers but for the last bits of their spelling."""
-    if isinstance(theirs, float) and isinstance(ours, int | float):
-        return math.isclose(theirs, ours, rel_tol=1e-12)
-    return theirs == ours
 
 
 def compared(config: DictConfig) -> list[tuple[Setting, Any, str]]:
@@ -259,7 +190,9 @@ def compared(config: DictConfig) -> list[tuple[Setting, Any, str]]:
     for setting in itertools.chain(*GROUPS.values()):
         values = [OmegaConf.select(config, option.replace("METHOD", section)) for option in setting.options]
         ours = setting.ours(*values) if values else None
-        verdict = "=" if same(setting.theirs, ours) else "differs"
+        numbers = isinstance(setting.theirs, float) and isinstance(ours, int | float)
+        same = math.isclose(setting.theirs, ours, rel_tol=1e-12) if numbers else setting.theirs == ours
+        verdict = "=" if same else "differs"
         if verdict == "differs" and setting.why and setting.here in (None, ours):
             verdict = "~"
         elif (
@@ -270,18 +203,6 @@ def compared(config: DictConfig) -> list[tuple[Setting, Any, str]]:
     return rows
 
 
-def differences(yaml: DictConfig) -> list[str]:
-    """Where the published file says something else than the table."""
-    known = {setting.name: setting.theirs for setting in (*TRAINER, *MODEL, *WEIGHTS) if setting.place.startswith("Q")}
-    there = {str(name): value for name, value in (OmegaConf.to_container(yaml) or {}).items()}
-    found = [
-        f"{name}: {there.get(name)!r} there, {value!r} here"
-        for name, value in known.items()
-        if there.get(name) != value
-    ]
-    return found + [f"{name} is not in the table" for name in there if name not in known and name not in WITHOUT_EFFECT]
-
-
 def shown(value: Any) -> str:
     """A value on one line."""
     return repr(value) if isinstance(value, str) and not value.isprintable() else str(value)
@@ -289,23 +210,17 @@ def shown(value: Any) -> str:
 
 def main() -> None:
     """Read a resolved configuration from stdin and print it beside the published values."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--yaml", type=Path, help="the authors' own file, to compare the table with")
-    options = parser.parse_args()
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     try:
-        wrong = differences(OmegaConf.load(options.yaml)) if options.yaml else []
-        config = OmegaConf.create(sys.stdin.read())
-        settings = compared(config)
-    except (OSError, ValueError, TypeError, AttributeError, YAMLError) as error:
-        command = "DRY_RUN=1 bash examples/run_qwen3_grail.sh | python -m recipe.published"
-        sys.exit(f"stdin must be a resolved configuration, and --yaml a YAML file: {command}: {error}")
-    rows = []
+        settings = compared(OmegaConf.create(sys.stdin.read()))
+    except (ValueError, TypeError, AttributeError, YAMLError) as error:
+        sys.exit(f"stdin must be a resolved configuration, as of DRY_RUN=1 bash examples/run_qwen3_grail.sh: {error}")
+    rows, wrong = [], []
     for setting, ours, verdict in settings:
         why = {"differs": "no reason is known", "corrected": setting.corrected, "~": setting.why}.get(verdict, "")
         value = "" if ours is None else shown(ours)
         rows.append([setting.name, shown(setting.theirs), setting.place, verdict, value, why])
-        if verdict == "differs":
-            wrong.append(f"{setting.name}: {shown(setting.theirs)} there, {shown(ours)} here")
+        wrong += [f"{setting.name}: {shown(setting.theirs)} there, {shown(ours)} here"] if verdict == "differs" else []
     print("\n".join(table(["setting", "theirs", "place", "", "ours, in their terms", "why"], rows)))
     if wrong:
         sys.exit("\n".join(wrong))

@@ -13,13 +13,17 @@ from importlib.resources import files
 from pathlib import Path
 
 import hydra
+import verl  # noqa: F401  its plug-in wraps validate_config
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf, flag_override
+from verl.trainer.ppo.utils import need_critic, need_reference_policy
+from verl.utils.config import validate_config
+from verl.utils.device import auto_set_device
 
-import recipe.main_grail  # noqa: F401  stores the methods' sections for hydra
 from grail_advantage.method import methods
 from grail_advantage.verl_ext.checks import trainer_kind
+from grail_advantage.verl_ext.entry import prepare_run
 from grail_advantage.verl_ext.settings import RunConfig, Settings
 
 FOLDER = Path(__file__).parents[1] / "recipe" / "config"
@@ -38,7 +42,7 @@ def compose(name: str, overrides: Sequence[str] = (), folder: Path = FOLDER) -> 
     Raises:
         hydra.errors.HydraException: as for the same command line.
     """
-    files = [override for override in overrides if override.startswith(("model=", "estimator="))]
+    files = [override for override in overrides if override.startswith(("like=", "estimator="))]
     overrides = [override for override in overrides if override not in files]
     # An option has a section in front of it; what has none is another choice of files, or a section as a whole.
     values = all("." in override.split("=")[0] for override in overrides)
@@ -52,6 +56,11 @@ def compose(name: str, overrides: Sequence[str] = (), folder: Path = FOLDER) -> 
     return config
 
 
+def verls_on_cpu(*overrides: str) -> DictConfig:
+    """verl's own settings with the methods' sections, on the CPU."""
+    return compose("verl_cpu", overrides, Path(__file__).with_name("config"))
+
+
 def with_model(folder: Path, *overrides: str) -> DictConfig:
     """A run of the recipe whose model is in this folder."""
     actor, rollout, model = (f"actor_rollout_ref.{part}" for part in ("actor", "rollout", "model"))
@@ -63,3 +72,12 @@ def parsed(config: DictConfig) -> RunConfig:
     """A run's configuration as the start-up parses it."""
     parse = Settings.parse if config.algorithm.adv_estimator in methods() else RunConfig.parse
     return parse(config, trainer_kind(config))
+
+
+def prepare(config: DictConfig) -> RunConfig | None:
+    """All start-up checks of a run, verl's own among them."""
+    auto_set_device(config)
+    run = prepare_run(config)
+    verls = {"use_reference_policy": need_reference_policy(config), "use_critic": need_critic(config)}
+    validate_config.__wrapped__(config=config, **verls)
+    return run

@@ -22,12 +22,7 @@ GROUPS = {
     "forks": (
         *("verl_ext/test_passes.py", "verl_ext/test_pass_details.py", "verl_ext/test_zero_advantage_update.py"),
         *("verl_ext/test_models.py", "verl_ext/test_received.py", "verl_ext/test_command_line.py"),
-        *(
-            "run_life/test_identity.py",
-            "run_life/test_folders.py",
-            "run_life/test_ranks.py",
-            "benchmarks/test_benchmarks.py",
-        ),
+        *("run_life/test_run_life.py", "benchmarks/test_benchmarks.py"),
     ),
     # A process fine-tunes the bench's small model once, and writes the reports for the browser once.
     "bench": ("bench/test_known_answers.py", "bench/test_train.py", "bench/test_run.py"),

@@ -53,7 +53,7 @@ class Command:
     def sources(self) -> list[Path]:
         """Further files that read its options and variables."""
         module = {"prepare_data.sh": "recipe/data/prepare.py", "evaluate.sh": "recipe/evaluate/__main__.py"}
-        scripts = ("examples/run.sh", "recipe/launch.py", "scripts/train_cpu.sh")
+        scripts = ("examples/run.sh", "scripts/train_cpu.sh")
         if self.program is None:
             return []
         if self.program.name == "__main__.py":

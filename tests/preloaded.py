@@ -18,7 +18,7 @@ import verl.workers.engine_workers
 
 import grail_advantage.methods
 import grail_advantage.verl_ext.worker
-import recipe.main_grail
+import recipe.run_life.trainer
 
 torch.set_num_threads(1)
 # No fork looks for garbage in the imports again, which took a quarter of the ranks' time.

@@ -87,7 +87,7 @@ def test_blocks_of_code_parse() -> None:
 
 
 COMMANDS = [(page.name, command) for page in READ for command in commands(page)]
-TRAINS = ("verl.trainer.main_ppo", "recipe.main_grail")
+TRAIN = "verl.trainer.main_ppo"
 
 
 def test_programs_of_commands_know_their_options() -> None:
@@ -95,7 +95,7 @@ def test_programs_of_commands_know_their_options() -> None:
     checked, unknown = 0, []
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     for page, command in COMMANDS:
-        if set(TRAINS) & set(command.words):
+        if TRAIN in command.words:
             continue
         if command.program is None:
             assert _PROGRAMS.match(" ".join(command.words)), (page, command)
@@ -111,23 +111,29 @@ def test_programs_of_commands_know_their_options() -> None:
     assert checked > 20 and not unknown
 
 
-GSM8K = next(command for page, command in COMMANDS if page == "README.md" and TRAINS[0] in command.words)
+USUAL = [
+    *("actor_rollout_ref.actor.use_dynamic_bsz=True", "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=16384"),
+    *("data.train_batch_size=128", "actor_rollout_ref.actor.ppo_mini_batch_size=128", "actor_rollout_ref.rollout.n=8"),
+    *("actor_rollout_ref.rollout.name=vllm", "actor_rollout_ref.rollout.tensor_model_parallel_size=1"),
+    "reward.custom_reward_function.path=pkg://grail_advantage.reward",
+]
+"""What stands for the dots of a command."""
 _OPTIONS = re.findall(
     r"(?:algorithm|\+algorithm)\.[\w.]+=\w+", re.search(r"^\| \*\*verl 0.*$", README, re.MULTILINE).group()
 )
-FIRST_SCREEN = [Command({}, ("python3", "-m", TRAINS[0], "...", *_OPTIONS[:count])) for count in (1, len(_OPTIONS))]
+FIRST_SCREEN = [Command({}, ("python3", "-m", TRAIN, "...", *_OPTIONS[:count])) for count in (1, len(_OPTIONS))]
 """The options that a run of verl adds, for boxes and for answers like ``#### 42``."""
 
 
 @pytest.mark.parametrize(
     ("page", "command"),
     [
-        *((page, command) for page, command in COMMANDS if set(TRAINS) & set(command.words)),
+        *((page, command) for page, command in COMMANDS if TRAIN in command.words),
         *(("README.md", command) for command in FIRST_SCREEN),
     ],
 )
 def test_verl_takes_the_command(page: str, command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Composed by verl's own configuration and checked as at the start of a run; ``...`` is the front page's command."""
+    """Composed by verl's own configuration and checked as at the start of a run; ``...`` are a run's usual ones."""
     monkeypatch.setenv("PWD", str(tmp_path))  # where its token dump goes
     from verl.utils.config import validate_config
 
@@ -138,7 +144,7 @@ def test_verl_takes_the_command(page: str, command: Command, tmp_path: Path, mon
     overrides = command.overrides()
     if "..." in command.words:
         given = {override.lstrip("+").split("=")[0] for override in overrides}
-        overrides += [other for other in GSM8K.overrides() if other.lstrip("+").split("=")[0] not in given]
+        overrides += [other for other in USUAL if other.split("=")[0] not in given]
     config = compose("ppo_trainer", overrides, VERL)
     config.trainer.device = "cpu"
     own = config.algorithm.adv_estimator not in methods() or "trainer_module" in str(overrides)
@@ -149,26 +155,14 @@ def test_verl_takes_the_command(page: str, command: Command, tmp_path: Path, mon
         settings = Settings.parse(config)
         span = ("boxed", "first") if command == FIRST_SCREEN[0] else ("hashes", "last")
         assert (settings.method, settings.answer.name, settings.signal.span) == ("grail", *span)
-    if command == GSM8K:  # the published loss and advantage
-        assert config.algorithm.norm_adv_by_std_in_grpo is False
-        assert config.actor_rollout_ref.actor.loss_agg_mode == "seq-mean-token-sum-norm"
-        assert config.actor_rollout_ref.actor.loss_scale_factor == config.data.max_response_length
 
 
-def test_baselines_of_the_front_page_are_runs_of_their_own() -> None:
-    """Each with its own name, under which it logs and resumes; and no page has a figure that is to be put in."""
-    rows = [
-        line
-        for line in README.splitlines()
-        if "adv_estimator=" in line and "experiment_name=" in line and line[0] == "|"
-    ]
-    names = [re.findall(r"trainer\.experiment_name=(\w+)", row) for row in rows]
-    assert len(rows) == 3 and sorted(map(tuple, names)) == [("dr_grpo",), ("grpo",), ("uniform",)]
+def test_no_page_has_a_figure_that_is_to_be_put_in() -> None:
     assert not [page for page in PAGES if re.search(r"\bTIME\d|\b[A-Z]+_COST\b", page.read_text(encoding="utf-8"))]
 
 
 def test_launch_scripts_take_the_commands() -> None:
-    from recipe.main_grail import prepare
+    from tests.composed import prepare
     from tests.recipe.test_launch_scripts import configuration, overrides
 
     seen = set()

@@ -15,8 +15,7 @@ from grail_advantage.verl_ext.checks import check_config
 from grail_advantage.verl_ext.rules import Skipping, choose_skipping, shares_forward
 from grail_advantage.verl_ext.settings import ACTOR, METHOD, ROLLOUT, SHARE, SKIP
 from recipe import rules as recipe_rules
-from recipe.main_grail import prepare
-from tests.composed import compose, parsed
+from tests.composed import compose, parsed, prepare
 
 EVERYTHING = Skipping(skip_update=True, cut_tails=True, skip_old_log_probs=True)
 REFUSALS = {
@@ -41,7 +40,7 @@ def _cases(tables: dict[str, tuple[Rule, ...]]) -> pytest.MarkDecorator:
 def _compose(table: str, *overrides: str) -> DictConfig:
     required = (f"{ACTOR}.use_dynamic_bsz=True", f"{ROLLOUT}.n=4", f"{ACTOR}.ppo_max_token_len_per_gpu=16384")
     name = "cpu_trainer" if table == "CPU" else "grail_trainer"
-    return compose(name, ["run_life.enabled=False", *required, *overrides])
+    return compose(name, [*required, *overrides])
 
 
 @_cases(REFUSALS)

@@ -51,8 +51,8 @@ ANY_VERL = "GRAIL_ADVANTAGE_ANY_VERL"
 """Environment variable: 1 lets another version of verl through."""
 PATH = f"{MODEL}.path"
 REWARD = "reward.custom_reward_function.path"
-REWARDS = ("pkg://grail_advantage.reward", "pkg://recipe.reward")
-"""Values of it that name this project's reward function."""
+OURS = ("pkg://grail_advantage.reward", "pkg://recipe.reward")
+"""Its value for this project's reward function."""
 DATA = ("data.train_files", "data.val_files")
 
 
@@ -105,7 +105,7 @@ def check_data(run: RunConfig) -> None:
     Raises:
         ValueError: naming the option, the file and the remedy.
     """
-    if run[REWARD] not in REWARDS:
+    if run[REWARD] not in OURS:
         return
     from grail_advantage.reward import check_ground_truths
 

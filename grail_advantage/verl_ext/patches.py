@@ -26,9 +26,9 @@ MADE_HERE = "weighs_tokens"
 """Attribute of this package's estimators in verl's registry, which verl's own do not have."""
 
 
-def wrap_entry(prepare: Callable[[DictConfig], None], register: Callable[[], None]) -> None:
-    """Call ``prepare`` before ``verl.utils.config.validate_config``, and ``register`` before
-    ``verl.utils.logging_utils.configure_verl_logging``. Does nothing the second time.
+def wrap_entry(start: Callable[[DictConfig, Callable[[], None]], None], register: Callable[[], None]) -> None:
+    """Call ``start`` with the configuration and ``verl.utils.config.validate_config``, which it calls in its turn, and
+    ``register`` before ``verl.utils.logging_utils.configure_verl_logging``. Does nothing the second time.
 
     Works around ``verl.trainer.main_ppo``, which accepts any ``algorithm.adv_estimator`` unchecked, and whose
     ``TaskRunnerV1.run`` looks the trainer up by name in a process of its own. Both import these functions by name after verl
@@ -41,8 +41,7 @@ def wrap_entry(prepare: Callable[[DictConfig], None], register: Callable[[], Non
 
     @functools.wraps(validate)
     def validate_config(config: Any, *args: Any, **kwargs: Any) -> None:
-        prepare(config)
-        validate(config, *args, **kwargs)
+        start(config, functools.partial(validate, config, *args, **kwargs))
 
     @functools.wraps(configure)
     def configure_verl_logging() -> None:

@@ -6,15 +6,16 @@ swallows what it raises, so :func:`grail_advantage.verl_ext.checks.check_estimat
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from grail_advantage.verl_ext import patches
 
 
-def _prepare_run(config: Any) -> None:
+def _start_run(config: Any, validate: Callable[[], None]) -> None:
     from grail_advantage.verl_ext import entry
 
-    entry.prepare_run(config)
+    entry.start_run(config, validate)
 
 
 def _register() -> None:
@@ -24,4 +25,4 @@ def _register() -> None:
     entry.register_trainers()
 
 
-patches.wrap_entry(_prepare_run, _register)
+patches.wrap_entry(_start_run, _register)

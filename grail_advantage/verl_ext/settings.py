@@ -26,6 +26,7 @@ import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Self
 
 from omegaconf import DictConfig, OmegaConf
@@ -213,15 +214,15 @@ def _dump_options(section: Mapping[str, Any]) -> DumpOptions | None:
     return None if folder is None else options
 
 
-def import_trainer_module(name: str | None) -> None:
-    """Import the module of ``algorithm.token_weights.trainer_module``, if there is one.
+def import_trainer_module(name: str | None) -> ModuleType | None:
+    """The module of ``algorithm.token_weights.trainer_module``, if there is one.
 
     Raises:
         ValueError: the module cannot be imported.
     """
     if not name:
-        return
+        return None
     try:
-        importlib.import_module(name)
+        return importlib.import_module(name)
     except Exception as error:
         raise ValueError(f"{TRAINER_MODULE}={name} failed to import: {type(error).__name__}: {error}") from error

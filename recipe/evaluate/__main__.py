@@ -20,7 +20,6 @@ import pandas as pd
 from grail_advantage.answers.tokenizers import load_tokenizer
 from grail_advantage.dump.whole_file import write_whole
 from grail_advantage.receipt.foreign import say
-from recipe.chat_templates import read_chat_template
 from recipe.data.convert import PROMPTS
 from recipe.data.specs import BENCHMARKS, benchmark_names
 from recipe.evaluate import report, sampling
@@ -44,7 +43,8 @@ def evaluate(options: argparse.Namespace) -> str:
     model = sampling.resolve_model(options.model)
     tokenizer = load_tokenizer(str(model))
     if options.chat_template is not None:
-        tokenizer.chat_template = read_chat_template(options.chat_template)
+        own = Path(__file__).parents[1] / f"{options.chat_template}.jinja"  # base_math
+        tokenizer.chat_template = (own if own.is_file() else Path(options.chat_template)).read_text(encoding="utf-8")
     if tokenizer.chat_template is None:
         raise ValueError(f"the tokenizer of {model} has no chat template; base models need --chat-template base_math")
     chat = partial(tokenizer.apply_chat_template, add_generation_prompt=True, enable_thinking=False, return_dict=False)

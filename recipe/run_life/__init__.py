@@ -1,1 +1,208 @@
-"""Fault tolerance: a run may be killed, resumes exactly, and says why it ended; see docs/fault_tolerance.md."""
+"""Fault tolerance: a killed run resumes, mixes with no other run, and ends where one of its processes died.
+
+verl resumes from the last whole checkpoint in ``trainer.default_local_dir``, of whatever run. So the options that
+define a run are stored beside its checkpoints and its token dump, and compared at each start.
+:mod:`grail_advantage.verl_ext.entry` calls the functions of this package if ``algorithm.token_weights.trainer_module``
+names it. See docs/fault_tolerance.md.
+"""
+
+from __future__ import annotations
+
+import atexit
+import fnmatch
+import glob
+import json
+import os
+import re
+import shlex
+import shutil
+import signal
+import sys
+import uuid
+from contextlib import suppress
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+from verl.trainer.ppo.checkpoint_callback import CheckpointCallback
+from verl.utils.checkpoint.checkpoint_manager import find_latest_ckpt_path
+
+from grail_advantage import __version__
+from grail_advantage.dump.folder_lock import hold
+from grail_advantage.dump.store import dumped_steps
+from grail_advantage.dump.whole_file import write_whole
+from grail_advantage.verl_ext.patches import entry_is_wrapped
+from grail_advantage.verl_ext.settings import DUMP_FOLDER, RunConfig, Settings
+from recipe.rules import check_rules, check_trl
+
+RUN_DEFINITION = "run_definition.json"
+FOLDER, MODE, RUNTIME = "trainer.default_local_dir", "trainer.resume_mode", "ray_kwargs.ray_init.runtime_env"
+MAY_CHANGE = """
+run.* trainer.total_* trainer.*_freq trainer.*_name trainer.logger trainer.log_* trainer.*_dir trainer.resume_*
+trainer.val_* trainer.max_*_ckpt_to_keep trainer.checkpoint_callback_class trainer.del_local_*
+trainer.esi_redundant_time *.checkpoint.save_contents *.checkpoint.async_save algorithm.token_dump.* data.val*
+*.val_kwargs.* *.calculate_entropy *profiler.* *.trace.* *.prometheus.* *.disable_log_stats *nnodes *n_gpus_per_node
+*_parallel_size *fsdp_size trainer.device trainer.ray_wait_* ray_kwargs.* transfer_queue.* *.sandbox_fusion.*
+*.nccl_timeout *.use_shm *micro_batch_size* *max_token_len_per_gpu *use_dynamic_bsz *offload *offload_policy
+*gradient_checkpointing *entropy_checkpointing *.reshard_after_forward *.forward_prefetch *.use_torch_compile
+*.use_remove_padding *.gpu_memory_utilization *.enforce_eager *.cudagraph_capture_sizes *.free_cache_engine
+*.enable_sleep_mode *.multi_stage_wake_up *.max_num_batched_tokens *.max_num_seqs *.enable_chunked_prefill
+*.enable_prefix_caching *.load_format *.layered_summon *.checkpoint_engine.* reward.num_workers *.agent.num_workers
+data.filter_overlong_prompts_workers *.poll_interval *.share_forward *.skip_zero_advantage *.missing_answers
+"""
+"""Options that do not define a run, as shell patterns: what it logs and saves, validation, machines, speed and memory.
+None moves the order of data, nor the gradient, but for ``trainer.total_*`` under a learning rate that is not
+constant."""
+_may_change = re.compile("|".join(map(fnmatch.translate, MAY_CHANGE.split()))).match
+_BY = {"grail_advantage": __version__, "verl": version("verl")}
+_ANOTHER = "choose another trainer.experiment_name (EXPERIMENT_NAME or OUTPUT_DIR of the launch scripts)"
+_FRESH = "or move the folder away for a new run (FRESH=1 of the scripts without a GPU)"
+
+
+class KeepLast(CheckpointCallback):
+    """Keeps the last ``trainer.max_actor_ckpt_to_keep`` checkpoints of all starts; verl counts those of one."""
+
+    def __init__(self, config: DictConfig) -> None:
+        super().__init__(config)
+        if not entry_is_wrapped():
+            remedy = (
+                "unset VERL_USE_EXTERNAL_PLUGINS, or add grail_advantage to it, and `pip install -e .` this project"
+            )
+            raise ValueError(f"the plug-in of grail_advantage did not load with verl: {remedy}")
+
+    def on_save(self, trainer: Any, global_step: int, checkpoint_dir: str, **_: Any) -> None:
+        """Removes what verl wrote in older ones; files of others stay, and later steps, which are written again."""
+        paths = sorted(Path(checkpoint_dir).parent.glob("global_step_*"), key=_step)
+        count = self.config.trainer.max_actor_ckpt_to_keep or len(paths)
+        for path in [path for path in paths if _step(path) <= global_step][:-count]:
+            for part in ("actor", "critic", "transfer_queue"):
+                shutil.rmtree(path / part, ignore_errors=True)
+            for name in ("data.pt", "neighbours.json"):
+                (path / name).unlink(missing_ok=True)
+            with suppress(OSError):  # it holds something else
+                path.rmdir()
+
+
+def _step(path: Path) -> int:
+    number = path.name.removeprefix("global_step_")
+    return int(number) if number.isdecimal() else sys.maxsize
+
+
+def definition(run: RunConfig) -> dict[str, Any]:
+    """The options that define a run, with dots in their names, as JSON holds them."""
+    defining = {name: _last_part(value) for name, value in _flat(run.config).items() if not _may_change(name)}
+    return json.loads(json.dumps(defining, default=str))
+
+
+def _flat(value: Any, name: str = "") -> dict[str, Any]:
+    if isinstance(value, dict) and value:
+        return {n: v for key, inner in value.items() for n, v in _flat(inner, f"{name}.{key}".lstrip(".")).items()}
+    return {name: value}
+
+
+def _last_part(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_last_part(each) for each in value]
+    return Path(value).name if str(value).startswith("/") else value
+
+
+def check_run(run: RunConfig) -> None:
+    """Refuse settings of verl's own that do not work (:mod:`recipe.rules`), and a folder with the files of another run.
+
+    Raises:
+        ValueError: naming the options, with the values there and here, and the remedy.
+    """
+    check_trl()
+    check_rules(run)
+    for option, folder in _folders(run).items():
+        has_files = dumped_steps(folder) if option == DUMP_FOLDER else any(folder.glob("global_step_*"))
+        if has_files and os.environ.get("FRESH") != "1" and (lines := _differing(run, _stored(folder))):
+            heading = f"{option}={folder} holds the files of another run:"
+            raise ValueError("\n".join([heading, *lines, f"{_ANOTHER}, put the settings back, {_FRESH}"]))
+    if run[MODE] == "resume_path" and not Path(str(run["trainer.resume_from_path"])).is_dir():
+        raise ValueError(f"{run.named('trainer.resume_from_path')} is no folder global_step_N; name one")
+
+
+def _folders(run: RunConfig) -> dict[str, Path]:
+    """Those that a run writes to, by the options that name them."""
+    dump = {DUMP_FOLDER: run.dump.folder} if isinstance(run, Settings) and run.dump is not None else {}
+    return {FOLDER: Path(run[FOLDER])} | dump
+
+
+def _differing(run: RunConfig, stored: dict[str, Any]) -> list[str]:
+    """The options that differ from those stored; of a definition by another version, only what both have."""
+    there, here = stored.get("definition"), definition(run)
+    if not isinstance(there, dict):
+        return [] if run[MODE] == "resume_path" else [f"  no {RUN_DEFINITION} that can be read says which"]
+    names = there.keys() | here.keys() if stored.get("by") == _BY else there.keys() & here.keys()
+    differing = [name for name in sorted(names) if there.get(name) != here.get(name)]
+    return [f"  {name}: {there.get(name)!r} there, {here.get(name)!r} here" for name in differing]
+
+
+def _stored(folder: Path) -> dict[str, Any]:
+    with suppress(OSError, ValueError, RecursionError):
+        content = json.loads((folder / RUN_DEFINITION).read_text(encoding="utf-8"))
+        return content if isinstance(content, dict) else {}
+    return {}
+
+
+def begin_run(run: RunConfig, config: DictConfig) -> None:
+    """Lock the run's folder, store the definition and prepare Ray; a run that is finished exits with status 0.
+
+    Raises:
+        ValueError: a run that lives has the folder, a file of data is missing, or nothing says which checkpoint is
+        last.
+    """
+    for name in ("HOME", "TMPDIR"):
+        if not os.access(where := os.environ.get(name, "/tmp"), os.W_OK):
+            raise ValueError(f"{name}={where} cannot be written to; set it to a folder that you can write to")
+    for option in ("data.train_files", "data.val_files"):
+        for file in [run[option]] if isinstance(run[option], str) else run[option] or ():
+            if file.startswith("/") and not (Path(file).exists() or glob.glob(file)):
+                raise ValueError(f"{option}={file} is missing; run bash scripts/prepare_data.sh, or set DATA_DIR")
+    folder = Path(run[FOLDER])
+    hold(folder, _ANOTHER, FOLDER)
+    _end_if_finished(run, folder)
+    name = _stored(folder).get("run") or uuid.uuid4().hex
+    for each in _folders(run).values():
+        with suppress(OSError):  # the trainer's machine is another one, and says what cannot be written there
+            content = {"run": name, "by": _BY, "definition": definition(run)}
+            write_whole(each / RUN_DEFINITION, json.dumps(content, indent=1))
+    if "WANDB_RUN_ID" not in os.environ:  # one run of wandb's for all starts
+        OmegaConf.update(config, f"{RUNTIME}.env_vars", {"WANDB_RUN_ID": name, "WANDB_RESUME": "allow"}, force_add=True)
+    if (executable := shlex.quote(sys.executable)) != sys.executable:  # Ray hands it to a shell
+        OmegaConf.update(config, f"{RUNTIME}.py_executable", executable, force_add=True)
+    if os.environ.get("VERL_PLATFORM") == "cpu":
+        from verl_cpu import workers
+
+        workers.start(config, ["recipe.run_life.seeds", "recipe.run_life.trainer"])
+    # Each raylet ends the children of a worker that died, such as vLLM's engine, unless they called setsid().
+    os.environ.setdefault("RAY_process_group_cleanup_enabled", "1")
+    # After a SIGTERM, Ray's failure handler leaves an alarm that aborts the process after 3 seconds, in the middle of
+    # its orderly end. Runs before Ray's own function, which was registered earlier.
+    atexit.register(signal.alarm, 0)
+
+
+def _end_if_finished(run: RunConfig, folder: Path) -> None:
+    try:
+        start = find_latest_ckpt_path(str(folder)) if run[MODE] == "auto" else None
+    except ValueError as error:  # a full disk leaves the file empty
+        tracker = f"{folder}/latest_checkpointed_iteration.txt"
+        raise ValueError(f"{tracker} names no step; write that of the last whole checkpoint there, {_FRESH}") from error
+    last = run["trainer.total_training_steps"]
+    if start is not None and last is not None and _step(Path(start)) >= last and not run["trainer.val_only"]:
+        longer = "raise trainer.total_training_steps (TOTAL_STEPS of the launch scripts) to train longer"
+        print(f"already finished: {start} is of the last step; {longer}, {_FRESH}", file=sys.stderr, flush=True)
+        sys.exit()
+
+
+def register_trainers() -> None:
+    """Has every trainer that is registered in this process run within :class:`recipe.run_life.trainer.KeptRun`."""
+    from verl.trainer.ppo.v1.trainer_base import TRAINER_REGISTRY
+
+    from recipe.run_life.trainer import KeptRun
+
+    for name, trainer in list(TRAINER_REGISTRY.items()):
+        if not issubclass(trainer, KeptRun):
+            TRAINER_REGISTRY[name] = type(trainer.__name__, (KeptRun, trainer), {})

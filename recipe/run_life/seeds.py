@@ -1,14 +1,12 @@
 """Sampling that a run can repeat: each request has a seed of its own, by run, step, prompt, sample and turn.
 
-vLLM samples a request without a seed from a generator of the engine, which begins anew with every start of a run and whose
-numbers follow the arrival of requests; verl's ``rollout.full_determinism`` gives all samples of a prompt the same seed, and so
-the same text. With
+vLLM samples a request without a seed from a generator that begins anew with every start and follows the arrival of
+requests; verl's ``rollout.full_determinism`` gives all samples of a prompt the same seed, and so the same text. With
 
     actor_rollout_ref.rollout.agent.agent_loop_manager_class=recipe.run_life.seeds.SeededAgentLoopManager
 
-the samples of a step follow from the weights, the run's ``rollout.seed`` and the step alone, up to the rounding of the engine's
-logits, which depends on what else is in a batch. It is verl's own option for another manager
-(``TaskRunnerV1.init_agent_loop_manager``).
+the samples of a step follow from the weights, ``rollout.seed`` and the step alone, up to the rounding of the engine's
+logits, which depends on what else is in a batch.
 """
 
 from __future__ import annotations
@@ -30,8 +28,7 @@ def request_seed(*of: Any) -> int:
 
 class SeededTurns:
     """verl's client of the rollout servers for one response. Its first turn keeps the response's seed, later ones have
-    their own: verl asks for all turns with the same parameters, and vLLM begins its numbers anew with each request.
-    """
+    their own: verl asks for all turns with the same parameters, and vLLM begins its numbers anew with each request."""
 
     def __init__(self, client: Any) -> None:
         self._client, self._turn = client, 0

@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +15,6 @@ from transformers import PreTrainedTokenizerFast
 
 from grail_advantage.data import Example, Row
 from grail_advantage.methods.rlsd import REQUEST, Rlsd
-from recipe.chat_templates import read_chat_template
 from tests.core.test_rlsd import SHORT, columns
 from tests.real_tokenizers import llama3_tokenizer, qwen_tokenizer
 
@@ -29,7 +29,7 @@ QWEN3 = f"""{CONTENT}
 {{{{- "<|im_start|>assistant\\n" }}}}
 {{%- if enable_thinking is defined and not enable_thinking %}}{{{{- "<think>\\n\\n</think>\\n\\n" }}}}{{% endif %}}
 {{%- endif %}}"""
-BASE_MATH = read_chat_template("base_math")
+BASE_MATH = (Path(__file__).parents[2] / "recipe/base_math.jinja").read_text()
 PREAMBLE = BASE_MATH.split('{{- "The User')[1].split('" }}')[0]
 
 

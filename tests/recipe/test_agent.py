@@ -19,7 +19,7 @@ from verl.tools.tool_registry import load_all_tools
 from verl.utils.dataset.rl_dataset import RLHFDataset
 from verl.workers.rollout.replica import TokenOutput
 
-from tests.composed import compose
+from tests.composed import verls_on_cpu
 from verl_cpu.tiny.agent import MAX_TURNS, call_text, called_step, check, compute_score, demonstrate, turn_rewards
 from verl_cpu.tiny.make_models import AgentSettings, measure
 from verl_cpu.tiny.prepare import prepare
@@ -125,7 +125,7 @@ def run_loop(
         "data.max_prompt_length=32",
         f"data.max_response_length={length}",
     ]
-    config = compose("cpu_trainer", overrides)
+    config = verls_on_cpu(*overrides)
     tools = load_all_tools(str(AGENT_FOLDER.with_name("agent_tools.yaml")), None)
     writer = Writer([[*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id] for text in texts])
 

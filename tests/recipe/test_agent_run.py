@@ -38,7 +38,6 @@ def one_step(folder: Path, *more: str) -> whole_run.WholeRun:
         "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=1024",
         f"{rollout}.n={RESPONSES}",
         f"{rollout}.log_prob_max_token_len_per_gpu=1024",
-        f"+{rollout}.agent.agent_loop_manager_class=recipe.run_life.seeds.SeededAgentLoopManager",
         f"{rollout}.multi_turn.enable=True",
         f"{rollout}.multi_turn.format=hermes",
         f"{rollout}.multi_turn.tool_config_path={AGENT_FOLDER.with_name('agent_tools.yaml')}",

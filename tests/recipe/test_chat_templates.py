@@ -5,9 +5,9 @@ from __future__ import annotations
 from transformers import PreTrainedTokenizerFast
 from verl.utils.tokenizer.continuous_token_wiring import create_continuous_token_builder
 
-from recipe.chat_templates import read_chat_template
 from recipe.data.convert import user_messages
 from tests.real_tokenizers import llama3_tokenizer, qwen_tokenizer
+from tests.recipe.test_launch_scripts import BASE_MATH
 
 BOXED = chr(92) + "boxed{}"
 ASKED = f"What is $1+1$? Please reason step by step, and put your final answer within {BOXED}."
@@ -18,7 +18,7 @@ PREAMBLE = (
 
 def prompt_ids(tokenizer: PreTrainedTokenizerFast, model_type: str) -> tuple[list[int], str]:
     """What verl's agent loop makes of one problem: token ids and their text. The shared tokenizer keeps no template."""
-    before, tokenizer.chat_template = tokenizer.chat_template, read_chat_template("base_math")
+    before, tokenizer.chat_template = tokenizer.chat_template, BASE_MATH
     try:
         builder = create_continuous_token_builder(tokenizer, hf_model_type=model_type, chat_template_kwargs={})
         ids = builder.build_initial_tokens(user_messages("What is $1+1$?"))

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from tests.composed import compose
+from tests.composed import verls_on_cpu
 from verl_cpu.workers import PY_EXECUTABLE, start
 
 ROOT = Path(__file__).parents[2]
@@ -105,6 +105,6 @@ def test_without_a_server_python_runs(server: subprocess.Popen, tmp_path: Path) 
 
 def test_an_interpreter_of_ones_own_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: pytest.fail("a server was started"))
-    config = compose("cpu_trainer", [f"+{PY_EXECUTABLE}=python"])
+    config = verls_on_cpu(f"+{PY_EXECUTABLE}=python")
     start(config)
     assert OmegaConf.select(config, PY_EXECUTABLE) == "python"

@@ -19,8 +19,7 @@ import torch
 
 from grail_advantage import reward
 from recipe.evaluate.sampling import load_benchmarks
-from recipe.main_grail import prepare
-from tests.composed import compose
+from tests.composed import compose, prepare
 from tests.recipe.test_reward import judge
 
 PLAIN: list[tuple[Any, str, str]] = [  # ground truth, a right box, a wrong one
@@ -101,7 +100,6 @@ def test_runs_with_verl_name_files_and_rows_before_they_start(
     none = written(tmp_path / f"none{suffix}", [{"answer": 5}, {"answer": 6}])
     decimals = written(tmp_path / "decimals.parquet", [Decimal("3.50"), Decimal("27")])
     required = (
-        "run_life.enabled=False",
         "actor_rollout_ref.actor.use_dynamic_bsz=True",
         "actor_rollout_ref.rollout.n=4",
     )

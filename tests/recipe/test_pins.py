@@ -18,7 +18,7 @@ from tests.recipe.test_requirements import ROOT
 
 ASKED = os.environ.get("GPU_PINS", "")
 MODULES = (
-    "torch transformers ray vllm tensordict transfer_queue flashinfer peft grail_advantage.verl_ext recipe.main_grail "
+    "torch transformers ray vllm tensordict transfer_queue flashinfer peft grail_advantage.verl_ext recipe.run_life.trainer "
     "verl.trainer.main_ppo vllm.v1.engine.async_llm verl.workers.rollout.vllm_rollout.vllm_async_server"
 )
 

@@ -16,8 +16,6 @@ import pytest
 from omegaconf import OmegaConf
 
 import grail_advantage
-from grail_advantage.verl_ext.checks import VERL_VERSION, check_config
-from grail_advantage.verl_ext.rules import choose_skipping
 from grail_advantage.verl_ext.settings import Settings
 
 ROOT = Path(__file__).parents[2]
@@ -64,21 +62,15 @@ def test_the_commands_of_an_installed_package(site_packages: Path, tmp_path: Pat
     assert "uPlot" in (tmp_path / "run/report.html").read_text(encoding="utf-8")
 
 
-def test_the_folder_in_verls_form(site_packages: Path, tmp_path: Path) -> None:
-    """Copied to where verl's users have such folders, with the installed wheel."""
-    theirs = tmp_path / "verl/recipe/grail"
-    shutil.copytree(ROOT / "examples/verl_recipe/grail", theirs)
-    assert f"verl=={VERL_VERSION}" in (theirs / "REQUIRED_VERL.txt").read_text()
+def test_the_file_of_all_options_is_installed(site_packages: Path, tmp_path: Path) -> None:
+    """And found by verl's own command with a configuration of one's own."""
+    (tmp_path / "mine.yaml").write_text(
+        "hydra: {searchpath: [pkg://verl/trainer/config, pkg://grail_advantage/verl_ext/config]}\n"
+        "defaults: [ppo_trainer, token_weights, _self_]\nalgorithm: {adv_estimator: grail}\n"
+    )
     environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VERL_PLATFORM")}
-    environment |= {"OMP_NUM_THREADS": "1", "PYTHON": str(site_packages.parents[2] / "bin/python")}
-    command = ["bash", theirs / "run_qwen3_4b_fsdp.sh", "trainer.n_gpus_per_node=2", "--cfg", "job", "--resolve"]
+    module = [site_packages.parents[2] / "bin/python", "-m", "verl.trainer.main_ppo"]
+    command = [*module, f"--config-path={tmp_path}", "--config-name=mine", "algorithm.grail.leaf=last", "--cfg", "job"]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
-    config = OmegaConf.create(done.stdout)
-    assert config.trainer.n_gpus_per_node == 2
-    # Where the report looks for curves: beside the folder with the dump.
-    logs = Path(config.ray_kwargs.ray_init.runtime_env.env_vars.VERL_FILE_LOGGER_ROOT, config.trainer.project_name)
-    assert Path(config.algorithm.token_dump.folder) == logs / config.trainer.experiment_name / "tokens"
-    settings = Settings.parse(config)
-    assert settings.signal.name == "grail" and choose_skipping(settings)[0].skip_update and settings.dump.every == 10
-    check_config(config)
+    assert Settings.parse(OmegaConf.create(done.stdout)).signal.leaf == "last"

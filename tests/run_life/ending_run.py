@@ -21,7 +21,7 @@ import ray
 from omegaconf import DictConfig, OmegaConf
 
 from recipe.run_life import watch
-from recipe.run_life.trainer import PHASES, KeptRun
+from recipe.run_life.trainer import KeptRun
 from tests.verl_ext.whole_run import NOT_STARTED, STARTS
 
 
@@ -29,7 +29,6 @@ class Worker:
     """Has children."""
 
     def start(self) -> dict[str, int]:
-        print("the worker's last line", flush=True)
         child = subprocess.Popen(["sleep", "300"])
         # Ray's worker ends its own children when it exits, with a session of their own or not.
         detach = ["sh", "-c", "sleep 300 >/dev/null & echo $!"]
@@ -43,7 +42,7 @@ class Worker:
 class _Waits:
     """Does the work of verl's trainer."""
 
-    global_steps = 3
+    global_steps = 0
 
     def __init__(self, config: DictConfig) -> None:
         self.config = config
@@ -55,7 +54,6 @@ class _Waits:
         return []
 
     def fit(self) -> None:
-        self.watch.enter("gen", self.global_steps)
         ray.wait([ray.remote(lambda: os._exit(7)).options(max_retries=0).remote()])
         worker = ray.remote(Worker).options(name="the_worker").remote()
         processes = ray.get(worker.start.remote()) | {"trainer": os.getpid()}
@@ -65,10 +63,6 @@ class _Waits:
         time.sleep(5 * watch.INTERVAL)  # the death of the user's process is noticed, if anybody asks
         unfinished.rename(unfinished.with_name("processes.json"))
         ray.get(worker.work.remote())
-
-
-for _name in PHASES:
-    setattr(_Waits, _name, _Waits.init)
 
 
 class _Trainer(KeptRun, _Waits):
@@ -86,8 +80,8 @@ class TaskRunner:
         trainer.fit()
 
 
-def run_ppo(config: DictConfig, task_runner_class: type) -> None:
-    """verl's, as far as Ray goes."""
+if __name__ == "__main__":
+    os.environ.update(RAY_process_group_cleanup_enabled="1")  # as recipe.run_life sets it
     for left in reversed(range(STARTS)):
         try:
             ray.init(**({} if "RAY_ADDRESS" in os.environ else {"num_cpus": 4, "include_dashboard": False}))
@@ -95,10 +89,6 @@ def run_ppo(config: DictConfig, task_runner_class: type) -> None:
         except Exception as error:
             if NOT_STARTED not in str(error) or not left:
                 raise
+    settings = {"default_local_dir": sys.argv[1], "val_only": False, "val_before_train": False}
+    config = OmegaConf.create({"trainer": settings, "actor_rollout_ref": {"rollout": {"name": "vllm"}}})
     ray.get(TaskRunner.remote().run.remote(config))
-
-
-if __name__ == "__main__":
-    trainer = {"default_local_dir": sys.argv[1], "resume_mode": "auto", "save_freq": 1, "logger": [], "v1": {}}
-    watch.run_ppo = run_ppo
-    watch.run(OmegaConf.create({"trainer": trainer, "actor_rollout_ref": {"rollout": {"name": "vllm"}}}))

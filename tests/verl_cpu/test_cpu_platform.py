@@ -30,7 +30,7 @@ registered = {
         + distributed.initialize_global_process_group_ray.__code__.co_filename.rsplit("/", 1)[-1],
     "vllm_imported": vllm_imported,
 }
-import recipe.main_grail
+import recipe.run_life.trainer
 
 registered["of this package"] = sorted(name for name in sys.modules if name.split(".")[0] == "verl_cpu")
 print("PROBE" + json.dumps(registered))

@@ -18,15 +18,12 @@ from omegaconf import open_dict
 from verl.trainer.ppo.v1 import register_trainer
 
 from grail_advantage.verl_ext.settings import Settings
-from recipe.run_life.trainer import KeptRun
-from recipe.run_life.worker import KeptActorWorker
+from recipe.run_life import begin_run, check_run, register_trainers  # noqa: F401  fault tolerance for this one, too
 
 
 @register_trainer("grail_every_method")
-class EveryMethodTrainer(KeptRun, MyTrainerWithTokenWeights):
+class EveryMethodTrainer(MyTrainerWithTokenWeights):
     """Options come from the methods' sections as in any run."""
-
-    actor_worker_class = KeptActorWorker
 
     def on_step_begin(self) -> None:
         """Choose the step's method."""

@@ -21,7 +21,7 @@ from grail_advantage.method import Method, methods
 from grail_advantage.verl_ext import dump, step, trainers  # noqa: F401  registers the trainers
 from grail_advantage.verl_ext.exchange import LEAF, SALIENCY_FIELDS, SECONDS, TARGET, build_reply, rows_of
 from grail_advantage.verl_ext.settings import Settings
-from tests.composed import compose
+from tests.composed import verls_on_cpu
 from tests.core.tiny_models import END_ID, char_tokenizer
 
 BACKWARD = 0.25
@@ -109,7 +109,7 @@ def make_trainer(
     overrides: Sequence[str], signal: Method, workers: Any, *, mode: str = "sync", cls: type | None = None
 ) -> Any:
     """A trainer with all that its two stages need; what starts servers and loads data is left out."""
-    config = compose("cpu_trainer", ["data.max_response_length=64", f"trainer.v1.trainer_mode={mode}", *overrides])
+    config = verls_on_cpu("data.max_response_length=64", f"trainer.v1.trainer_mode={mode}", *overrides)
     weighs = config.algorithm.adv_estimator in methods()
     cls = cls or get_trainer_cls(f"grail_{mode}" if weighs else mode)
     trainer = cls.__new__(cls)

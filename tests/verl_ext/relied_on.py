@@ -31,7 +31,10 @@ HOUSES = {"grail_advantage": "grail_advantage.verl_ext", "verl_cpu": "verl_cpu",
 """Packages, each with the part whose classes build on theirs."""
 OTHER_ENVIRONMENT = ROOT / "grail_advantage" / "trl_ext"
 """TRL and verl exclude each other."""
-JOINED = {"CpuWorkerExtension": ("vllm.v1.worker.cpu_worker", "CPUWorker")}
+JOINED = {
+    "CpuWorkerExtension": ("vllm.v1.worker.cpu_worker", "CPUWorker"),
+    "KeptRun": ("verl.trainer.ppo.v1", "PPOTrainerSync"),
+}
 """Classes that are mixed into one of theirs while a run lasts."""
 
 
@@ -108,7 +111,8 @@ def own_classes(house: str) -> list[type]:
             # A Ray actor class hides the class that it was made of.
             cls = getattr(getattr(value, "__ray_metadata__", None), "modified_class", value)
             if inspect.isclass(cls) and cls.__module__.startswith(package) and cls not in classes:
-                classes += [cls] if any(is_foreign(base.__module__) for base in cls.__mro__) else []
+                theirs = cls.__name__ in JOINED or any(is_foreign(base.__module__) for base in cls.__mro__)
+                classes += [cls] if theirs else []
     return classes
 
 

@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 import yaml
 
+from grail_advantage.verl_ext.entry import start_run
 from tests import forked
-from tests.composed import compose
+from tests.composed import VERL, compose
 
 pytestmark = pytest.mark.slow
 
@@ -21,15 +22,21 @@ ACTOR = "actor_rollout_ref.actor"
 
 
 def _main(*overrides: str, **environment: str) -> subprocess.CompletedProcess:
-    return forked.run("recipe.main_grail", *overrides, HYDRA_FULL_ERROR="1", **environment)
+    return forked.run("verl.trainer.main_ppo", *overrides, HYDRA_FULL_ERROR="1", **environment)
 
 
 class TestCommandLine:
-    CPU = ("--config-name", "cpu_trainer", f"{ACTOR}.use_dynamic_bsz=True", "actor_rollout_ref.rollout.n=4")
+    CPU = (
+        f"--config-path={ROOT}/recipe/config",
+        "--config-name=cpu_trainer",
+        f"{ACTOR}.use_dynamic_bsz=True",
+        "actor_rollout_ref.rollout.n=4",
+    )
 
     def test_dry_run_prints_the_configuration_and_nothing_else(self, tmp_path: Path) -> None:
-        overrides = (*self.CPU, f"hydra.run.dir={tmp_path}", "algorithm.grail.leaf=last", "trainer.total_epochs=7")
+        overrides = (*self.CPU, f"run.folder={tmp_path}/run", "algorithm.grail.leaf=last", "trainer.total_epochs=7")
         done = _main(*overrides, DRY_RUN="1")
+        assert not (tmp_path / "run").exists()
         assert done.returncode == 0, done.stderr
         printed = yaml.safe_load(done.stdout)
         assert set(printed) == set(compose("cpu_trainer"))
@@ -45,20 +52,20 @@ class TestCommandLine:
     def test_refused_before_ray_starts(self, tmp_path: Path) -> None:
         """In a dry run too."""
         for override, message, dry_run in (
+            (
+                "trainer.total_training_steps=ten",
+                "trainer.total_training_steps='ten' is a text; it must be a number",
+                "1",
+            ),
+            (f"{ACTOR}.optim.lr=1e-6x", f"{ACTOR}.optim.lr='1e-6x' is a text; it must be a number", "1"),
+            (f"{ACTOR}.fsdp_config.param_offload=yep", f"{ACTOR}.fsdp_config.param_offload='yep' is a text", "1"),
+            ("trainer.logger=[consol]", "trainer.logger=['consol']: consol is unknown", "1"),
             ("algorithm.grail.weight_std=0", "grail.weight_std=0 should be greater than 0", "1"),
             ("actor_rollout_ref.rollout.n=1", "actor_rollout_ref.rollout.n=1 does not work", "0"),
         ):
-            done = _main(*self.CPU, f"hydra.run.dir={tmp_path}", override, DRY_RUN=dry_run)
+            done = _main(*self.CPU, f"run.folder={tmp_path}", override, DRY_RUN=dry_run)
             assert done.returncode != 0 and f"ValueError: {message}" in done.stderr
             assert "ray init kwargs" not in done.stdout + done.stderr
-
-    def test_a_plugin_that_is_switched_off_is_noticed(self, tmp_path: Path) -> None:
-        command = [sys.executable, "-m", "recipe.main_grail", *self.CPU, f"hydra.run.dir={tmp_path}"]
-        variables = {**os.environ, "VERL_USE_EXTERNAL_PLUGINS": "none", "VERL_PLATFORM": "nvidia"}
-        done = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=300)
-        assert done.returncode != 0
-        assert "the plug-in of this package did not load with verl" in done.stderr
-        assert "VERL_USE_EXTERNAL_PLUGINS" in done.stderr
 
 
 IMPORT_VERL = """
@@ -95,11 +102,23 @@ STOCK = (
     [
         ("trainer.v1.trainer_mode=mine", r"trainer\.v1\.trainer_mode=mine does not work .*grail_mine"),
         ("+algorithm.token_weights.trainer_module=nowhere", r"trainer_module=nowhere failed to import: ModuleN"),
+        ("algorithm.adv_estimator=grial", r"adv_estimator='grial' is unknown; is grail meant"),
     ],
 )
 def test_verls_own_command_refuses_before_ray_starts(tmp_path: Path, override: str, message: str) -> None:
-    done = forked.run("verl.trainer.main_ppo", *STOCK, f"hydra.run.dir={tmp_path}", override)
+    done = _main(*STOCK, f"hydra.run.dir={tmp_path}", override)
     assert done.returncode != 0
     assert re.search(f"ValueError: .*{message}", done.stderr), done.stderr[-2000:]
     output = done.stdout + done.stderr
     assert "ray init kwargs" not in output and "Started a local Ray instance" not in output
+
+
+def test_a_dry_run_of_verls_own_command_is_for_methods(tmp_path: Path) -> None:
+    done = _main(*STOCK, f"hydra.run.dir={tmp_path}", DRY_RUN="1")
+    assert done.returncode == 0 and yaml.safe_load(done.stdout)["algorithm"]["adv_estimator"] == "grail", done.stderr
+    config = compose("ppo_trainer", [*STOCK, "algorithm.adv_estimator=grpo"], VERL)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DRY_RUN", "1")
+        validated = []
+        start_run(config, lambda: validated.append(config.trainer.v1.trainer_mode))  # and verl goes on
+    assert validated == ["sync"]

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-import recipe.main_grail  # noqa: F401  its configurations
 from grail_advantage.model.probe import LIMIT, Finding
 from grail_advantage.verl_ext.checks import router_obstacles
 from grail_advantage.verl_ext.exchange import FORWARD, PADDED_FORWARD, UPDATE

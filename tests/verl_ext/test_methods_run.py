@@ -30,7 +30,7 @@ from grail_advantage.dump.schema import COLUMNS
 from grail_advantage.dump.store import read_dump
 from grail_advantage.method import build, methods
 from grail_advantage.methods.turns import TurnMethod
-from recipe.run_life.checkpoints import STATE, TRACKER, checkpoints
+from recipe.run_life.watch import HEADLINE
 from tests.core.common import METHODS
 from tests.documentation import write_files
 from tests.run_life.killed_run import KilledRun
@@ -70,7 +70,6 @@ KILLED_BEHIND = STEPS - 2
 """The step of the checkpoint from which the run resumes."""
 BOUND = 600.0
 """Seconds until the killed run is to have ended: two looks of the watch, and Ray's shutdown take less than a tenth of it."""
-MANAGER = "recipe.run_life.seeds.SeededAgentLoopManager"
 OF_THE_ENGINE = ("training/rollout_", "rollout_corr/")
 """Figures of vLLM's own log-probabilities, whose last bits depend on what else was in a batch."""
 OF_THE_MACHINE = re.compile(r"timing|perf/")
@@ -99,8 +98,6 @@ class Pair:
 
     uninterrupted: Path
     killed: KilledRun
-    engine: int
-    server: int
     resumed: WholeRun
 
 
@@ -126,7 +123,6 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
         "actor_rollout_ref.actor.checkpoint.save_contents=[model,optimizer,extra,hf_model]",
         f"actor_rollout_ref.rollout.n={ROLLOUTS}",
         f"actor_rollout_ref.rollout.temperature={TEMPERATURE}",
-        f"+actor_rollout_ref.rollout.agent.agent_loop_manager_class={MANAGER}",
         "trainer.n_gpus_per_node=2",
         f"trainer.rollout_data_dir={folder / 'rollouts'}",
         "trainer.max_actor_ckpt_to_keep=100",
@@ -143,9 +139,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
     run = KilledRun(folder, overrides, rows=PROMPTS * STEPS, environment=variables)
     try:
         run.await_step(STEPS + 2)  # that of the validation before the training is logged, too
-        engine = run.engine
-        server = psutil.Process(engine).ppid()  # there is one for each of the two ranks
-        psutil.Process(engine).kill()
+        psutil.Process(run.engine).kill()  # there is one for each of the two ranks
         run.end(BOUND)
     finally:
         run.kill_all()
@@ -154,16 +148,14 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
         copy = shutil.copytree if (folder / name).is_dir() else shutil.copy
         copy(folder / name, uninterrupted / name)
 
-    for checkpoint in checkpoints(folder / "checkpoints"):
-        if checkpoint.step > KILLED_BEHIND:
-            (checkpoint.path / STATE).unlink(missing_ok=True)
-            (checkpoint.path / "data.pt").unlink(missing_ok=True)
-    (folder / "checkpoints" / TRACKER).write_text(str(KILLED_BEHIND))
+    for step in range(KILLED_BEHIND + 1, STEPS + 2):
+        (folder / f"checkpoints/global_step_{step}/data.pt").unlink(missing_ok=True)
+    (folder / "checkpoints/latest_checkpointed_iteration.txt").write_text(str(KILLED_BEHIND))
     lines = (folder / "metrics.jsonl").read_text().splitlines(keepends=True)
     (folder / "metrics.jsonl").write_text("".join(lines[: STEPS + 1]) + f'{{"step": {STEPS + 1}, "da')
     options = [*run.options, f"trainer.total_training_steps={STEPS}"]
     resumed = whole_run.run(folder, options, rows=PROMPTS * STEPS, **variables)
-    return Pair(uninterrupted, run, engine, server, resumed)
+    return Pair(uninterrupted, run, resumed)
 
 
 @pytest.fixture(scope="module")
@@ -292,10 +284,7 @@ def test_a_killed_engine_ends_the_run_which_names_it_and_leaves_no_process(pair:
     """As where memory runs short. That no process is left the fixture has waited for."""
     assert pair.killed.result.returncode == 1
     said = pair.killed.result.stderr
-    message = said[said.index("grail_advantage watchdog: this run cannot go on and ends now.") :]
-    assert f"vLLM's engine of CpuVLLMHttpServer, process {pair.server} on " in message
-    assert f"(EngineCore pid={pair.engine})" in message or "engine core exited unexpectedly" in message, message
-    assert "the same command resumes after step " in message and str(pair.resumed.folder / "checkpoints") in message
+    assert f"RunEnded: {HEADLINE}" in said and "vLLM's server on " in said[said.index(HEADLINE) :]
 
 
 def _lines(folder: Path) -> list[dict]:
@@ -318,8 +307,8 @@ def test_the_model_s_answer_about_its_neighbours_is_in_every_checkpoint(pair: Pa
         "micro-batches of the old log-probabilities: log-probabilities"
         not in pair.killed.result.stderr + pair.resumed.output
     )
-    for checkpoint in checkpoints(pair.resumed.folder / "checkpoints"):
-        assert json.loads((checkpoint.path / "neighbours.json").read_text())["old log-probabilities"]["limit"] == 2e-4
+    for checkpoint in (pair.resumed.folder / "checkpoints").glob("global_step_*"):
+        assert json.loads((checkpoint / "neighbours.json").read_text())["old log-probabilities"]["limit"] == 2e-4
 
 
 def test_metrics_from_the_checkpoint_on_are_the_same_bit_for_bit(pair: Pair) -> None:

@@ -12,7 +12,6 @@ import verl  # noqa: F401  its plugin registers the estimators
 from tokenizers import Regex, decoders
 from transformers import CohereConfig, GPT2Config, LlamaConfig
 
-import recipe.main_grail  # noqa: F401  its configurations
 from grail_advantage import Grail
 from grail_advantage.verl_ext.checks import check_config, check_model
 from grail_advantage.verl_ext.settings import Settings

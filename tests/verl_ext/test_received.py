@@ -18,7 +18,7 @@ from grail_advantage.receipt import Receipt
 from grail_advantage.verl_ext.received import OptimiserStep, UpdateReader, Written, loss_of, receipt_of
 from grail_advantage.verl_ext.settings import Settings
 from grail_advantage.verl_ext.zero_advantage import lengths_in_update, trained_lengths
-from tests.composed import compose
+from tests.composed import verls_on_cpu
 from tests.core.tiny_models import tiny_model
 from tests.verl_ext import received_ranks as ranks
 from tests.verl_ext.rank_group import Results, of_all_ranks, start_ranks
@@ -79,7 +79,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> list[Results]:
 @cache
 def _composed() -> DictConfig:
     actor = "actor_rollout_ref.actor"
-    return compose("cpu_trainer", [f"{actor}.ppo_epochs={ranks.EPOCHS}", f"{actor}.loss_scale_factor={ranks.SCALE}"])
+    return verls_on_cpu(f"{actor}.ppo_epochs={ranks.EPOCHS}", f"{actor}.loss_scale_factor={ranks.SCALE}")
 
 
 def _receipt(

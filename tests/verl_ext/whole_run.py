@@ -180,13 +180,14 @@ def start(
         folder: an empty folder, or that of a run that is to carry on.
         overrides: what the run is about.
         rows: prompts in the data set.
-        stock: through verl's own entry point, with verl's own configuration and what a machine without an accelerator needs;
-            otherwise through the recipe's.
+        stock: with verl's own configuration and what a machine without an accelerator needs; otherwise with the recipe's.
         opening: of the model's answers.
         environment: further variables.
     """
     write_assets(folder, rows, opening)
-    entry = STOCK if stock else ["recipe.main_grail", "--config-name=cpu_trainer"]
+    recipe = ["verl.trainer.main_ppo", f"--config-path={ROOT}/recipe/config", "--config-name=cpu_trainer"]
+    recipe += [f"run.folder={folder}", "algorithm.norm_adv_by_std_in_grpo=True"]
+    entry = STOCK if stock else recipe
     command = [
         sys.executable,
         "-m",

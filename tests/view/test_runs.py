@@ -73,7 +73,7 @@ def test_verls_log_where_it_puts_it(here: Path) -> None:
 
 @pytest.mark.parametrize("folder", ["gsm8k/grail/tokens", "checkpoints/gsm8k/grail/tokens"])
 def test_a_dump_beside_verls_log_or_its_checkpoints(here: Path, folder: str) -> None:
-    """As the README's command and ``examples/verl_recipe`` have them."""
+    """As a run's command may name them."""
     verl_logs()
     dump(here / folder)
     (here / "checkpoints/gsm8k/grail/global_step_2/actor").mkdir(parents=True)

@@ -1,0 +1,291 @@
+"""No run resumes from another run's checkpoints or writes among its files, a finished one says so, and one history stays."""
+
+from __future__ import annotations
+
+import fnmatch
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from omegaconf import DictConfig, OmegaConf
+from tensordict import TensorDict
+from transfer_queue import KVBatchMeta
+from verl.trainer.ppo.v1.trainer_base import TRAINER_REGISTRY
+from verl.utils import tensordict_utils as tu
+from verl.utils.tracking import Tracking
+
+from grail_advantage.dump.folder_lock import let_go
+from recipe import run_life
+from recipe.run_life import MAY_CHANGE, RUN_DEFINITION, RUNTIME, KeepLast, begin_run
+from recipe.run_life.trainer import KeptRun, lines_stay
+from tests import forked
+from tests.composed import compose, parsed, prepare
+from tests.run_life.killed_run import lives
+
+ACTOR, ROLLOUT, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
+ANOTHER = r"the files of another run:(\n.*)+data\.seed"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "run"
+
+
+def _compose(folder: Path, *overrides: str) -> DictConfig:
+    """A run of the recipe in a folder, of which the checkpoints and the token dump are parts."""
+    config = compose("grail_trainer", [f"run.folder={folder}", *overrides])
+    (folder.parent / "data.parquet").touch()
+    config.data.train_files = config.data.val_files = str(folder.parent / "data.parquet")
+    return config
+
+
+def _start(folder: Path, *overrides: str) -> DictConfig:
+    """What the command does before Ray; the run's folder is free afterwards."""
+    config = _compose(folder, *overrides)
+    try:
+        begin_run(prepare(config), config)
+    finally:
+        let_go(Path(config.trainer.default_local_dir))
+    return config
+
+
+def _save(folder: Path, step: int, **others: str) -> Path:
+    """A checkpoint as verl leaves it, with files of others."""
+    path = folder / "checkpoints" / f"global_step_{step}"
+    (path / "actor").mkdir(parents=True)
+    for name in ("data.pt", "actor/model.pt", "neighbours.json", *others):
+        (path / name).touch()
+    (path.parent / "latest_checkpointed_iteration.txt").write_text(str(step))
+    return path
+
+
+def _stored(folder: Path) -> dict:
+    return json.loads((folder / "checkpoints" / RUN_DEFINITION).read_text())
+
+
+@pytest.fixture
+def begun(folder: Path) -> Path:
+    """The folder of a run with a checkpoint."""
+    _start(folder)
+    _save(folder, 10)
+    return folder
+
+
+def test_what_may_change(begun: Path, tmp_path: Path) -> None:
+    """Each pattern names options. A clone, its data and its model may move."""
+    names = {
+        name for config in ("grail_trainer", "cpu_trainer") for name in run_life._flat(parsed(compose(config)).config)
+    }
+    for pattern in MAY_CHANGE.split():
+        assert fnmatch.filter(names, pattern), pattern
+    for overrides in (
+        ("trainer.total_training_steps=80", "trainer.save_freq=20", "trainer.test_freq=5"),
+        ("trainer.logger=[console]", "trainer.experiment_name=other", "algorithm.token_dump.folder=/somewhere"),
+        ("trainer.nnodes=2", "trainer.n_gpus_per_node=4", f"{ROLLOUT}.tensor_model_parallel_size=2"),
+        (f"{ROLLOUT}.gpu_memory_utilization=0.4", f"{ACTOR}.ppo_max_token_len_per_gpu=20000"),
+        ("algorithm.token_weights.share_forward=false", f"{ACTOR}.fsdp_config.param_offload=True"),
+        (f"{ROLLOUT}.val_kwargs.n=1",),
+    ):
+        prepare(_compose(begun, *overrides))
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    _start(tmp_path / "a/run", f"{MODEL}.path=/disk/model")
+    _save(tmp_path / "a/run", 10)
+    (tmp_path / "a/run").rename(tmp_path / "b/run")
+    _start(tmp_path / "b/run", f"{MODEL}.path=/other/disk/model")
+
+
+def test_everything_else_defines_a_run(begun: Path) -> None:
+    for override, name, there, here in (
+        ("data.seed=7", "data.seed", 42, 7),
+        ("algorithm.grail.gate=all", "algorithm.grail.gate", "wrong", "all"),
+        ("algorithm.grail.preset=robust", "algorithm.grail.preset", "official", "robust"),
+        ("algorithm.adv_estimator=grpo", "algorithm.adv_estimator", "grail", "grpo"),
+        (f"{ACTOR}.optim.lr=2e-6", f"{ACTOR}.optim.lr", 1e-6, 2e-6),
+        (f"{MODEL}.path=other/model", f"{MODEL}.path", "~/models/deepseek-llm-7b-chat", "other/model"),
+        (f"+{MODEL}.override_config.dropout=0.1", f"{MODEL}.override_config.dropout", None, 0.1),
+        ("trainer.v1.trainer_mode=colocate_async", "trainer.v1.trainer_mode", "sync", "colocate_async"),
+        ("trainer.balance_batch=False", "trainer.balance_batch", True, False),
+    ):
+        with pytest.raises(ValueError, match="choose another trainer") as refused:
+            prepare(_compose(begun, override))
+        assert f"  {name}: {there!r} there, {here!r} here\n" in str(refused.value)
+    with pytest.raises(ValueError) as refused:
+        prepare(_compose(begun, "data.seed=7", "algorithm.grail.gate=all", "trainer.total_training_steps=60"))
+    named = {line.split(":")[0].strip() for line in str(refused.value).splitlines()[1:-1]}
+    seeds = {"data.seed", f"{ACTOR}.data_loader_seed", f"{ACTOR}.fsdp_config.seed", f"{ROLLOUT}.seed"}
+    assert named == {"algorithm.grail.gate", *seeds}
+
+
+def test_of_another_versions_definition_what_both_have_is_compared(begun: Path) -> None:
+    here = _stored(begun)
+    there = {name: value for name, value in here["definition"].items() if name.startswith("data.s")}
+    other = {"run": "a run", "definition": {**there, "data.shelved": 3}, "by": {"verl": "0.8"}}
+    (begun / "checkpoints" / RUN_DEFINITION).write_text(json.dumps(other))
+    with pytest.raises(ValueError, match=ANOTHER):
+        prepare(_compose(begun, "data.seed=7"))
+    _start(begun)
+    assert _stored(begun) == {**here, "run": "a run"}
+
+
+def test_from_the_start_or_a_named_checkpoint(begun: Path) -> None:
+    """Two runs' checkpoints in one folder would be told apart by nothing."""
+    named = ("trainer.resume_mode=resume_path", f"trainer.resume_from_path={begun}/checkpoints/global_step_10")
+    for how in (named, ("trainer.resume_mode=disable",)):
+        _start(begun, *how)
+        with pytest.raises(ValueError, match=ANOTHER):
+            prepare(_compose(begun, *how, "data.seed=7"))
+    _start(begun.with_name("elsewhere"), *named, "data.seed=7")
+    with pytest.raises(ValueError, match="resume_from_path"):
+        prepare(_compose(begun, named[0], "trainer.resume_from_path=/nowhere/global_step_1"))
+    (begun / "checkpoints" / RUN_DEFINITION).unlink()
+    with pytest.raises(ValueError, match=r"no run_definition\.json that can be read"):
+        prepare(_compose(begun))
+    _start(begun, *named)
+    _start(begun)
+
+
+def test_a_dumps_folder_belongs_to_a_run(folder: Path) -> None:
+    """As that of the checkpoints does; an empty one is nobody's."""
+    _start(folder, "data.seed=7")
+    _start(folder)
+    (folder / "tokens/step_000001.parquet").touch()
+    with pytest.raises(ValueError, match=r"token_dump\.folder=.*another run:(\n.*)+data\.seed: 42 there"):
+        prepare(_compose(folder, "data.seed=7"))
+    _start(folder)
+
+
+def test_a_run_is_finished_unless_something_is_left_to_do(begun: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    last = _save(begun, 50)
+    with pytest.raises(SystemExit) as ended:
+        _start(begun)
+    assert not ended.value.code and "already finished" in capsys.readouterr().err
+    for left in ("total_training_steps=60", "total_training_steps=null", "val_only=True"):
+        _start(begun, f"trainer.{left}")
+    last.rename(last.with_name("global_step_45"))  # verl's tracker still names it
+    _start(begun)
+    (last.parent / "latest_checkpointed_iteration.txt").write_text("")  # by a full disk
+    with pytest.raises(ValueError, match=r"latest_checkpointed_iteration\.txt names no step"):
+        _start(begun)
+
+
+def test_one_run_of_wandb_and_an_interpreter_for_a_shell(begun: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WANDB_RUN_ID", raising=False)
+    monkeypatch.setattr(sys, "executable", "/Grail (1)/bin/python")
+    first, second = (OmegaConf.select(_start(begun), RUNTIME) for _ in range(2))
+    assert first.env_vars.WANDB_RUN_ID == second.env_vars.WANDB_RUN_ID == _stored(begun)["run"]
+    assert shlex.split(first.py_executable) == ["/Grail (1)/bin/python"]
+    config = _compose(begun)
+    config.data.train_files = str(begun / "nowhere.parquet")
+    with pytest.raises(ValueError, match=r"data\.train_files=.*prepare_data\.sh"):
+        begin_run(parsed(config), config)
+
+
+def test_the_last_checkpoints_of_all_starts_stay(folder: Path) -> None:
+    """With what others put beside verl's files, and steps that are to be written again."""
+    for step in (2, 4, 6, 8, 100):
+        _save(folder, step, **({"notes.txt": ""} if step == 4 else {}))
+    for count, left in ((None, [2, 4, 6, 8, 100]), (2, [4, 6, 8, 100])):
+        keep = KeepLast(OmegaConf.create({"trainer": {"max_actor_ckpt_to_keep": count}}))
+        keep.on_save(
+            trainer=None, global_step=8, checkpoint_dir=str(folder / "checkpoints/global_step_8"), async_save=False
+        )
+        there = sorted((folder / "checkpoints").glob("global_step_*"), key=run_life._step)
+        assert [run_life._step(path) for path in there] == left
+    assert [path.name for path in there[0].rglob("*")] == ["notes.txt"]
+
+
+def test_a_plugin_that_is_switched_off_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By verl's trainer, as nothing of this project runs before."""
+    monkeypatch.setattr(run_life, "entry_is_wrapped", lambda: False)
+    with pytest.raises(ValueError, match="did not load with verl: unset VERL_USE_EXTERNAL_PLUGINS"):
+        KeepLast(OmegaConf.create({}))
+
+
+def _run_with_children(folder: Path, told: Connection) -> None:
+    config = _compose(folder)
+    begin_run(prepare(config), config)
+    child = subprocess.Popen(["sleep", "300"], close_fds=False).pid
+    told.send(child)
+    time.sleep(300)
+
+
+@pytest.mark.slow
+def test_a_folder_is_that_of_one_run_while_it_lives(folder: Path) -> None:
+    """A process that is killed leaves no lock, whatever becomes of its children; a check takes none."""
+    told, telling = forked.FORKS.Pipe(duplex=False)
+    run = forked.fork(_run_with_children, folder, telling)
+    child = psutil.Process(told.recv())
+    try:
+        prepare(_compose(folder))
+        with pytest.raises(ValueError, match=f"belongs to a run that lives .process {run.pid} on "):
+            _start(folder)
+        os.kill(run.pid, signal.SIGKILL)
+        run.join()
+        assert lives(child)
+        _start(folder)
+    finally:
+        child.kill()
+        run.kill()
+
+
+def test_the_switch_is_the_trainers_module(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("verl.trainer.ppo.v1.trainer_base.TRAINER_REGISTRY", registry := dict(TRAINER_REGISTRY))
+    run_life.register_trainers()
+    assert registry and all(issubclass(trainer, KeptRun) for trainer in registry.values())
+    assert all(issubclass(registry[name], trainer) for name, trainer in TRAINER_REGISTRY.items())
+    _save(folder, 10)
+    config = _compose(folder, "algorithm.token_weights.trainer_module=null")
+    prepare(config)  # as in verl, whatever lies there
+    assert config.trainer.v1.trainer_mode == "grail_sync"
+
+
+def test_metrics_are_one_history(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of verl's own logger: later lines, and a cut one, go when a run resumes before them."""
+    monkeypatch.setenv("VERL_FILE_LOGGER_PATH", str(tmp_path / "metrics.jsonl"))
+    for resumed in (0, 2, 3):
+        with lines_stay(resumed):
+            logger = Tracking("project", "experiment", ["file"])
+            for step in range(resumed + 1 if resumed else 0, 5):
+                logger.log({"started": resumed}, step)
+        with (tmp_path / "metrics.jsonl").open("ab") as file:
+            file.write(b'{"step": 7, "data": {"dr')
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()[:-1]]
+    assert [(line["step"], line["data"]["started"]) for line in lines] == [(0, 0), (1, 0), (2, 0), (3, 2), (4, 3)]
+
+
+class _Batches:
+    """verl's data loader and batches, with its random keys."""
+
+    def _fetch_one_gen_batch(self) -> TensorDict:
+        return tu.get_tensordict({"uid": np.array(["a", "b", "c"], dtype=object), "x": torch.arange(3)})
+
+    def _balance_batch(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
+        return batch
+
+
+class _Ordered(KeptRun, _Batches): ...
+
+
+def test_keys_go_by_step_and_place_and_rows_by_keys() -> None:
+    """However the responses arrived; a session's outputs by their numbers."""
+    trainer = _Ordered()
+    fetched: dict[int, list[str]] = {}
+    for trainer.global_steps in (3, 3, 4):
+        fetched.setdefault(trainer.global_steps, []).extend(tu.get(trainer._fetch_one_gen_batch(), "uid"))
+    assert fetched[3] == [f"000003-{place:05d}" for place in range(6)]
+    assert fetched[4] == [f"000004-{place:05d}" for place in range(3)]
+    keys = ["000001-00002_0_0", "000001-00001_10_0", "000001-00001_2_10", "000001-00001_2_9"]
+    batch = KVBatchMeta(partition_id="train", keys=list(keys), tags=[{"row": i} for i in range(4)])
+    found = trainer._balance_batch(batch, {})
+    assert [tag["row"] for tag in found.tags] == [3, 2, 1, 0] and found.keys == keys[::-1]
