@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch.nn.functional import pad
@@ -20,19 +19,13 @@ from torch.utils.hooks import RemovableHandle
 class Piece:
     """A micro-batch of an optimiser step, on one rank."""
 
-    rows_b: torch.Tensor
-    """(b,) int64: which responses of the rollout batch it holds, by their places there."""
-    log_probs_bT: torch.Tensor
-    """As they went into the loss, detached. T as in :class:`Batch`: narrower ones are padded with :meth:`padded`."""
-    gradient_bT: torch.Tensor
-    """dL / d log pi(token), as the backward gave it (before any mean over ranks). 0 where there was none."""
-    update: int = 0
-    """The optimiser step, from 0 over all epochs of the rollout batch."""
+    rows_b: torch.Tensor  # (b,) int64: which responses of the rollout batch it holds, by their places there
+    log_probs_bT: torch.Tensor  # as they went into the loss, detached; T as in Batch, narrower ones are padded()
+    gradient_bT: torch.Tensor  # dL / d log pi(token), as the backward gave it (before any mean over ranks)
+    update: int = 0  # the optimiser step, from 0 over all epochs of the rollout batch
     rank: int = 0
-    outside_b: torch.Tensor | None = None
-    """(b,) the largest |g| at positions that T does not hold (prompt, padding); ``None`` where it was not looked at."""
-    width: int | None = None
-    """Tokens that the padded micro-batch was wide in the loss; ``None``: T."""
+    outside_b: torch.Tensor | None = None  # (b,) largest |g| at positions that T does not hold (prompt, padding)
+    width: int | None = None  # tokens that the padded micro-batch was wide in the loss; None: T
 
     def padded(self, width: int) -> Piece:
         """The piece with T = ``width``, zeros after its own."""
@@ -42,13 +35,14 @@ class Piece:
 
 
 class Gradient:
-    """The gradient of one tensor of log-probabilities, of any shape, by a hook that is put on it before the loss reads it."""
+    """The gradient of one tensor of log-probabilities, of any shape, by a hook that is put on before the loss reads it.
+
+    ``values`` is ``None`` before the backward, and without one (in evaluation); the sum of what several backwards gave.
+    """
 
     def __init__(self, log_probs: torch.Tensor) -> None:
         self.log_probs = log_probs.detach()
-        """What went into the loss."""
         self.values: torch.Tensor | None = None
-        """``None`` before the backward, and without one (in evaluation); the sum of what several backwards gave."""
         self._hook: RemovableHandle | None = log_probs.register_hook(self._add) if log_probs.requires_grad else None
 
     def close(self) -> None:
@@ -106,19 +100,5 @@ class Watch:
             result.append(Piece(rows_b, each.log_probs, gradient_bT, update, rank))
         return result
 
-    def gather(self) -> list[Piece]:
-        """The pieces of all ranks, on each of them: a collective where ``torch.distributed`` runs."""
-        own = [
-            replace(p, **{n: v.cpu() for n, v in vars(p).items() if isinstance(v, torch.Tensor)}) for p in self.pieces
-        ]
-        distributed = torch.distributed
-        if not (distributed.is_available() and distributed.is_initialized()):
-            return own
-        parts: list[Any] = [None] * distributed.get_world_size()
-        distributed.all_gather_object(parts, own)
-        return [piece for part in parts for piece in part]
 
-
-def watch() -> Watch:
-    """A context that reads the gradients of a loop of one's own; ten lines in docs/receipt.md."""
-    return Watch()
+watch = Watch

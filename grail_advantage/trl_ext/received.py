@@ -207,6 +207,7 @@ class GenerationReceipt:
             clipped_BT=receipt.clipped_BT[chosen],
             received_UBT=receipt.received_UBT[:, chosen],
             expected_UBT=receipt.expected_UBT[:, chosen],
+            clipped_UBT=receipt.clipped_UBT[:, chosen],
         )
         keys, lengths = [f"{self._step}_{place}" for place in chosen], lengths_B[chosen].tolist()
         self._dump.write_received(self._step, self._update, keys, lengths, mask_BT[chosen], written, loss.name)
