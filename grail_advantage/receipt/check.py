@@ -253,7 +253,9 @@ class _Check:
         name, what = "rounded", f"the first ratios are {size:.3g} from 1 in the mean"
         if size > STALE + half * 2**-8 * float(t.log_probs[t.mask].abs().mean()):
             beside = min(distance(t.old.roll(by, 1), slice(1, -1)) for by in (1, -1)) < size / 10
-            name, what = ("shifted", f"{what}, those of old values beside are not") if beside else ("stale", what)
+            own_NT, old_BT = torch.where(t.mask, t.log_probs, torch.nan), old_BT.double()
+            others = distance(old_BT[fitting_rows(own_NT, old_BT, self.rows_N[first_N], 1e-3)]) < size / 10
+            name = "shifted" if beside else "swapped" if others else "stale"
         if size > NOISE:
             at_NT = first_N[:, None] & self.mask_NT & ((self.t.log_probs - self.t.old).abs() > NOISE)
             self.add(name, what, at_NT, size, wanted_NT=self.expect(old=self.t.log_probs)[0])
@@ -322,6 +324,8 @@ class _Check:
         best: tuple[Any, ...] = (math.inf,)
         tried: dict[str, float] = {}
         for bits, name, what, value_NT in self._changes():
+            if name and not self.off(value_NT, self.wanted_NT).any():
+                continue
             log_NT = self.quotient(value_NT)
             finest_N1 = self.middle(log_NT, "response").exp()[:, None]
             if bits + float(self.left(value_NT, finest_N1)[0].sum()) >= best[0]:
@@ -357,6 +361,7 @@ class _Check:
             own_G = self.middle(log_NT, by).exp()
             saved_N = before_N - self.left(value_NT, own_G[group_N][:, None])[0]
             chosen_G = torch.zeros_like(own_G).index_add_(0, group_N, saved_N) > NUMBER + math.log2(len(own_G))
+            chosen_G |= 2 * chosen_G.sum() > len(chosen_G)
             if chosen_G.any():
                 bits = 8 + NUMBER * (one != 1) + (NUMBER + math.log2(len(own_G))) * int(chosen_G.sum())
                 yield bits, torch.where(chosen_G, own_G, one)[group_N][:, None], by
@@ -403,6 +408,9 @@ class _Check:
         if loss.kl:
             for times, name, what in ((-1, "sign", "reversed"), (0, "extra", "left out"), (2, "extra", "twice")):
                 yield 6, name, f"the KL term is {what}", of(replace(loss, kl_coef=times * loss.kl_coef))
+        there = mask & ~self.ignored_NT & (self.received_NT != 0)
+        added = float((self.received_NT - self.wanted_NT)[there].median()) if there.any() else 0.0
+        yield 20, "extra", f"{added:+.4g} is added to each token", self.wanted_NT + torch.where(mask, added, 0.0)
         # Advantages of other responses: those whose values would give what was received.
         rest = of(advantages=0 * own)
         up, down = of(advantages=0 * own + 1) - rest, rest - of(advantages=0 * own - 1)
