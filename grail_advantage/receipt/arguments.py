@@ -11,13 +11,26 @@ import torch
 from .losses import AGGREGATIONS, FORMULAS, KL, OVER, Batch, Loss
 from .measure import Piece
 
+DTYPES = (
+    *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
+    *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
+)
+
 
 def checked(batch: Batch, loss: Loss, pieces: Iterable[Piece]) -> tuple[Batch, list[Piece]]:
     """The batch and the pieces, their tensors detached and in the host's memory; errors as :func:`.check.check`."""
     pieces = list(pieces)
     if not pieces:
         raise ValueError("no piece was read (pieces is empty): call Watch.read() before each micro-batch's loss")
-    B, T = shape = tuple(batch.mask_BT.shape)
+    shape = tuple(getattr(batch.mask_BT, "shape", ()))
+    if len(shape) != 2:
+        raise ValueError(f"mask_BT must be a tensor (B, T), got {shape or type(batch.mask_BT).__name__}")
+    B, T = shape
+    for name in ("updates", "epochs", "ranks"):
+        if type(count := getattr(batch, name)) is not int or count < 1:
+            raise ValueError(f"{name}={count!r} must be a whole number of at least 1")
+    if batch.keys is not None and len(batch.keys) != B:
+        raise ValueError(f"keys must be a list of {B} texts, one a response")
     found = {"mask_BT": _tensor("mask_BT", batch.mask_BT, shape).bool()}
     if batch.left_out_B is not None:
         found["left_out_B"] = _tensor("left_out_B", batch.left_out_B, (B,)).bool()
@@ -52,9 +65,11 @@ def _piece(piece: Piece, B: int, T: int, steps: int, ranks: int) -> Piece:
 
 
 def _tensor(name: str, values: Any, shape: tuple[int, ...]) -> torch.Tensor:
-    if not isinstance(values, torch.Tensor) or values.is_complex() or tuple(values.shape) != shape:
-        got = f"shape {tuple(values.shape)}" if isinstance(values, torch.Tensor) else type(values).__name__
-        raise ValueError(
-            f"{name} must be a tensor of real numbers of shape {shape}, got {got}; narrow pieces: use padded()"
-        )
+    plain = isinstance(values, torch.Tensor) and values.layout == torch.strided and not values.is_meta
+    floats, flags = "log_probs" in name or "gradient" in name, name in ("mask_BT", "left_out_B")
+    if not plain or tuple(values.shape) != shape or values.dtype not in (DTYPES[-4:] if floats else DTYPES):
+        got = f"{values.dtype} of shape {tuple(values.shape)}" if plain else type(values).__name__
+        raise ValueError(f"{name} must be a dense tensor of numbers of shape {shape}, got {got}; see Piece.padded()")
+    if flags and (values != values.bool()).any():
+        raise ValueError(f"{name} must be bool or hold 0 and 1")
     return values.detach().cpu()

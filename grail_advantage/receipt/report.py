@@ -115,7 +115,9 @@ def page(title: object, run: Record) -> Iterator[str]:
         yield f"      {told['where']}"
         for one in told["examples"]:
             yield f"      such as {one['text']}" + (f" (report.html{one['link']})" if "link" in one else "")
-        yield from [f"      also tried, and what each explains alone: {told['also']}"] * (told["also"] not in ("", also))
+        yield from [f"      also tried, and what each explains alone: {told['also']}"] * (
+            told["also"] not in ("", also)
+        )
         also = told["also"]
         yield from [f"      usual causes: {told['causes']}"] * bool(told["causes"])
     yield from ["", unseen(run)]
