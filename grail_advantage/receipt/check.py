@@ -1,8 +1,8 @@
 """Compare what each token received with what the loss says: a table of what differs, by how much and where.
 
 What differs is explained by one change of the loss (a column, the ratio, the clip, the KL term) and one factor for each
-optimiser step, rank, micro-batch or response. All pairs are tried and the shortest is told, in bits: of the change, 12 for
-each free number, 8 for each token that is left over.
+optimiser step, rank, micro-batch or response. All pairs are tried and the shortest is told, in bits: of the change, 12
+for each free number, 8 for each token that is left over.
 
 Shape suffixes: B responses of the rollout batch, N those of all optimiser steps, T response tokens, U steps over all
 epochs.
@@ -200,10 +200,10 @@ class _Check:
         where = [place] * bool(place) + [f"{len(self.rows_N[n].unique())} of {len(self.rows_N.unique())} responses"]
         steps = ", ".join(str(int(step) + 1) for step in self.update_N[n].unique()[:8])
         where += [f"in optimiser steps {steps}"] * bool(self.update_N.any())
-        examples = []
+        examples: list[tuple[str, int, float, float]] = []
         for k in range(0, len(n), max(1, len(n) // 3))[:3]:
-            values = (float(each[n[k], t[k]]) + 0.0 for each in (wanted_NT, self.received_NT))
-            examples.append((self._key(int(self.rows_N[n[k]])), int(t[k]), *values))
+            want, got = (float(each[n[k], t[k]]) + 0.0 for each in (wanted_NT, self.received_NT))
+            examples.append((self._key(int(self.rows_N[n[k]])), int(t[k]), want, got))
         times = given.get("factor_NT", self.received_NT / wanted_NT)[at_NT]
         low, high = (float(each) for each in times.aminmax()) if times.isfinite().all() else (None, None)
         size, share = size or len(n) / max(1, int(self.mask_NT.sum())), len(n) / self.differs if self.differs else None
@@ -214,7 +214,7 @@ class _Check:
         return self.batch.keys[row] if self.batch.keys else str(row)
 
     def _structure(self) -> None:
-        """Responses that an epoch holds never or twice, that were left out with an advantage, or whose prompt trains."""
+        """Responses in an epoch never or twice, left out with an advantage, or whose prompt trains."""
         batch, loss, B = self.batch, self.loss, len(self.batch.mask_BT)
         left_out_B = torch.zeros(B, dtype=torch.bool) if batch.left_out_B is None else batch.left_out_B
         trains_B = ((batch.advantages_BT != 0) & batch.mask_BT).any(dim=1)
@@ -286,7 +286,7 @@ class _Check:
         """
         unit_NT = torch.where(value_NT == 0, self.unit / torch.as_tensor(factor_N1).clamp(min=1), self.unit)
         size_NT = torch.maximum(value_NT.abs(), got_NT.abs()) + torch.where(self.mask_NT, unit_NT, 0.0)
-        return ((got_NT - value_NT).abs() > self.precision * size_NT) & ~self.ignored_NT
+        return ~((got_NT - value_NT).abs() <= self.precision * size_NT) & ~self.ignored_NT
 
     def quotient(self, value_NT: torch.Tensor) -> torch.Tensor:
         """Logarithm of received / value, where that is positive; NaN elsewhere, and where rounding is large."""

@@ -1,6 +1,6 @@
 """Losses by formula: the loss of each token before any mean, which is differentiated, and the divisor of the mean.
 
-Shape suffixes: B responses of the rollout batch, b of a micro-batch, T response tokens, U optimiser steps of all epochs.
+Shape suffixes: B responses of the rollout batch, b of a micro-batch, T response tokens, U steps of all epochs.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ KL = (*_VERLS, *(f"{name}+" for name in _VERLS), "k3 of trl")
 class Loss:
     """A loss as its settings say: made by :func:`verl_loss` or :func:`trl_loss`, or by hand for a loop of one's own.
 
-    ``account`` is a key of ``FORMULAS``; a function from :class:`Tokens` to the loss of each token, (b, T) before any mean;
-    or ``None`` for an unknown loss, of which the structure alone is checked. The mean is ``over`` all responses of an
-    optimiser ``update``; over each ``micro-batch`` or ``rank``, and then over these (TRL's ``grpo``, ``bnpo``); or over the
-    rollout ``batch``, divided by its updates (TRL's ``dapo``).
+    ``account`` is a key of ``FORMULAS``; a function from :class:`Tokens` to the loss of each token, (b, T) before any
+    mean; or ``None`` for an unknown loss, of which the structure alone is checked. The mean is ``over`` an optimiser
+    ``update``'s responses; over each ``micro-batch`` or ``rank``, and then over these (TRL's ``grpo``, ``bnpo``); or
+    over the rollout ``batch``, divided by its updates (TRL's ``dapo``).
     """
 
     name: str
@@ -92,8 +92,9 @@ def trl_loss(loss_type: str, importance_sampling_level: str = "token", **options
     Args:
         loss_type: as in ``GRPOConfig``.
         importance_sampling_level: ``token`` or ``sequence``.
-        **options: ``epsilon``, ``epsilon_high``, ``delta``, ``max_completion_length``, ``beta``, ``use_bias_correction_kl``,
-            ``sapo_...``, ``vespo_...``, ``off_policy_mask_threshold``, ``top_entropy_quantile``, named as in ``GRPOConfig``.
+        **options: named as there: ``epsilon``, ``epsilon_high``, ``delta``, ``max_completion_length``, ``beta``,
+            ``sapo_...``, ``vespo_...``, ``use_bias_correction_kl``, ``off_policy_mask_threshold``,
+            ``top_entropy_quantile``.
     """
     low, delta = options.get("epsilon", 0.2), options.get("delta")
     high = low if options.get("epsilon_high") is None else options["epsilon_high"]
@@ -115,8 +116,8 @@ def trl_loss(loss_type: str, importance_sampling_level: str = "token", **options
 class Batch:
     """A rollout batch as the trainer intends it; all ranks' responses, in one order.
 
-    A host that holds only part of an optimiser step's responses, or leaves some out of several steps, gives ``totals_U2``:
-    the tokens and responses of each whole step, by which the loss divides. Without it the batch is counted.
+    A host that holds only part of an optimiser step's responses, or leaves some out of several steps, gives
+    ``totals_U2``: the tokens and responses of each whole step, by which the loss divides. Else the batch is counted.
     """
 
     advantages_BT: torch.Tensor  # token advantages, after weighting
@@ -261,7 +262,7 @@ def opened(loss: Loss) -> Loss:
 
 
 def expect(loss: Loss, tokens: Tokens) -> tuple[torch.Tensor, torch.Tensor]:
-    """The effective advantage that a known loss gives, KL term included, and where it clips; (b, T), 0 outside the mask."""
+    """The effective advantage that a known loss gives, KL term included, and where it clips; (b, T)."""
 
     def losses(loss: Loss, t: Tokens) -> torch.Tensor:
         return loss.account(t) if callable(loss.account) else FORMULAS[str(loss.account)](t, loss.options)

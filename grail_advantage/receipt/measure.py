@@ -7,8 +7,8 @@ Shape suffixes: b responses of a micro-batch, T response tokens.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch.nn.functional import pad
@@ -68,23 +68,18 @@ class Watch:
         for gradient, *_ in self._read:
             gradient.close()
 
-    def read(
-        self, log_probs_bT: torch.Tensor, rows_b: Sequence[int] | torch.Tensor, *, rank: int = 0, scale: float = 1.0
-    ) -> None:
+    def read(self, log_probs_bT: torch.Tensor, rows_b: Any, *, rank: int = 0, scale: float = 1.0) -> None:
         """Read the gradient of a micro-batch. Call it before the loss, with the tensor that goes into the loss.
 
         Args:
             log_probs_bT: (b, T) of the sampled tokens.
-            rows_b: places of its responses in the rollout batch of all ranks.
+            rows_b: places of its responses in the rollout batch of all ranks; integers, a tensor or a list.
             rank: the data-parallel rank.
-            scale: what the loss is multiplied by before the backward and divided by before the step (AMP's loss scale).
+            scale: AMP's loss scale: of the loss before the backward, divided out before the step.
         """
-        rows_b = torch.as_tensor(rows_b)
-        if log_probs_bT.ndim != 2 or log_probs_bT.shape[0] != len(rows_b):
-            raise ValueError(
-                f"log-probabilities of shape {tuple(log_probs_bT.shape)} for {len(rows_b)} rows: give read() one row of them "
-                "for each response"
-            )
+        rows_b, shape = torch.as_tensor(rows_b), tuple(log_probs_bT.shape)
+        if len(shape) != 2 or shape[0] != len(rows_b):
+            raise ValueError(f"log_probs_bT has shape {shape} for {len(rows_b)} rows: give one row for each response")
         self._read.append((Gradient(log_probs_bT), rows_b, self._update, rank, scale))
 
     def step(self) -> None:

@@ -1,8 +1,7 @@
-"""The receipts of a run put together, in sentences, as a table and as a command, over records.
+"""The receipts of a run put together, as a table and as a command, over records: a receipt as one JSON object.
 
-A record is a receipt as one JSON object: ``step`` and ``update`` (of the training step), ``loss``, ``findings``
-(:meth:`.Finding.to_dict`), ``updates`` (optimiser steps), ``tokens``, and where known ``clipped``, ``seen_from`` and
-``responses`` (those seen, those of the update).
+A record has ``step`` and ``update`` (of the training step), ``loss``, ``findings`` (:meth:`.Finding.to_dict`),
+``updates`` (optimiser steps), ``tokens``, and where known ``clipped``, ``seen_from``, ``responses`` (seen, of all).
 """
 
 from __future__ import annotations
@@ -19,84 +18,72 @@ from .foreign import complain, numbered_lines, read_json, say, why
 NOTHING = 2
 """Exit status where there is nothing to read."""
 Record = Mapping[str, Any]
+Rollout = Callable[[int, int, str], str | None]
+"""Name of a response on the report's page, by step, update and key."""
 
 
-def run_receipt(
-    records: Sequence[Record], rollout: Callable[[int, int, str], str | None] = lambda step, update, key: None
-) -> dict[str, Any]:
-    """The receipts of a run, put together, for JSON; tokens and optimiser steps are counted from 1, as on the page.
-
-    Args:
-        records: of its receipts.
-        rollout: name of a response on the report's page, by step, update and key, for links.
-    """
+def run_receipt(records: Sequence[Record], rollout: Rollout = lambda step, update, key: None) -> dict[str, Any]:
+    """The receipts of a run, put together, for JSON; tokens and optimiser steps are counted from 1, as on the page."""
     known: dict[tuple[bool, str], dict[str, Any]] = {}
     for record in records:
         at = f"step {record['step']}" + (f", update {record['update']}" if record["update"] else "")
         for finding in map(Finding.from_dict, record["findings"]):
-            told = known.setdefault((not finding.mismatch, finding.name), finding.to_dict() | {"tokens": 0, "at": []})
-            told["tokens"] += finding.tokens
-            if not told["at"]:
-                told |= {"step": record["step"], "update": record["update"], "where": f"{at}: {finding.where}"}
-            told["at"] += [at] * (at not in told["at"])
+            key, first = (not finding.mismatch, finding.name), finding.to_dict() | {"tokens": 0, "at": {at: None}}
+            first |= {"step": record["step"], "update": record["update"], "where": f"{at}: {finding.where}"}
+            told = known.setdefault(key, first)
+            told["at"][at], told["tokens"] = None, told["tokens"] + finding.tokens
     for told in known.values():
         told["receipts"] = len(told.pop("at"))
         told["where"] += f", and {told['receipts'] - 1} more receipts" * (told["receipts"] > 1)
         told["examples"] = [_example(told, rollout, *example) for example in told["examples"]]
-    clipped = [
-        (each["clipped"] * each["tokens"], each["tokens"]) for each in records if each.get("clipped") is not None
-    ]
-    seen = [record["responses"] for record in records if record.get("responses")]
+    shares = [(each["clipped"], each["tokens"]) for each in records if each.get("clipped") is not None]
+    seen, total = [each["responses"] for each in records if each.get("responses")], sum(of for _, of in shares)
     return {
         "receipts": len(records),
         "steps": sum(record["updates"] for record in records),
         "tokens": sum(record["tokens"] for record in records),
         "responses": [sum(each) for each in zip(*seen, strict=True)],
-        "clipped": sum(share for share, _ in clipped) / total if (total := sum(of for _, of in clipped)) else None,
+        "clipped": sum(share * of for share, of in shares) / total if total else None,
         "losses": sorted({record["loss"] for record in records if record["loss"]}),
         "seen_from": max((record["seen_from"] for record in records if record.get("seen_from")), default=None),
         "findings": [known[key] for key in sorted(known, key=lambda key: (key[0], -known[key]["tokens"], key[1]))],
     }
 
 
-def _example(
-    told: Record, rollout: Callable[..., str | None], response: Any, token: int, *values: Any
-) -> dict[str, Any]:
+def _example(told: Record, rollout: Rollout, response: Any, token: int, *values: float | None) -> dict[str, Any]:
     intended, received = (None if value is None else value + 0.0 for value in values)  # no -0.0
     shown = ("nothing" if value is None else f"{value:+.4g}" if value else "0" for value in (intended, received))
-    text = "response {}, token {}: intended {}, received {}".format(response, token + 1, *shown)
+    example = {"response": response, "token": token + 1, "intended": intended, "received": received}
+    example["text"] = "response {}, token {}: intended {}, received {}".format(response, token + 1, *shown)
     name = rollout(told["step"], told["update"], response)
-    link = {} if name is None else {"link": f"#overlay=received&rollout={name}&token={token}"}
-    return {"text": text, "response": response, "token": token + 1, "intended": intended, "received": received, **link}
+    return example | ({} if name is None else {"link": f"#overlay=received&rollout={name}&token={token}"})
 
 
 def summary(run: Record) -> str:
     """What arrived, in two sentences."""
-    names = [finding["name"] for finding in run["findings"]]
     count = sum(finding["mismatch"] for finding in run["findings"])
     loss = f" ({', '.join(run['losses'])})" if run["losses"] else ""
-    seen = "{:,} of {:,} responses in ".format(*run["responses"]) if run["responses"] else ""
-    over = f"over {run['tokens']:,} tokens of {seen}" if seen else f"over {run['tokens']:,} tokens in "
-    over += f"{run['steps']:,} optimiser step{'s'[: run['steps'] != 1]}."
-    clipped = "" if run["clipped"] is None else f" {100 * run['clipped']:.3g} % of them were clipped."
-    if count:
-        fits = (
-            f"{count} thing{'s' * (count > 1)} in what arrived {'do' if count > 1 else 'does'} not fit the loss{loss}"
-        )
-    elif "unknown loss" in names:
-        fits = f"No value was compared, as the loss{loss} has no formula here; which tokens and responses trained fits"
-    else:
+    fits = f"{count} thing{'s do' if count > 1 else ' does'} not fit the loss{loss} in what arrived"
+    if not count:
         fits = f"Every token received what the loss says{loss}"
-    return f"{fits}, {over}{clipped}"
+        if any(finding["name"] == "unknown loss" for finding in run["findings"]):
+            fits = (
+                f"The loss{loss} has no formula here and no value was compared; which tokens and responses train fits"
+            )
+    seen = " of {:,} of {:,} responses".format(*run["responses"]) if run["responses"] else ""
+    over = f"over {run['tokens']:,} tokens{seen} in {run['steps']:,} optimiser step{'s'[: run['steps'] != 1]}."
+    return f"{fits}, {over}" + (
+        "" if run["clipped"] is None else f" {100 * run['clipped']:.3g} % of them were clipped."
+    )
 
 
 def unseen(run: Record) -> str:
     """What such a receipt cannot see."""
-    factor = "a factor near 1" if not run["seen_from"] else f"a factor between 1 and {run['seen_from']:.5g}"
+    factor = f"between 1 and {run['seen_from']:.5g}" if run["seen_from"] else "near 1"
     return (
-        "Measured: the gradient of the loss with respect to each sampled token's log-probability. Not seen: responses that "
-        "were not recorded (a token dump has 64 a step by default), an entropy bonus and auxiliary losses that bypass it, "
-        f"gradients of an earlier step (a forgotten zero_grad), {factor}."
+        "Measured: the gradient of the loss with respect to each sampled token's log-probability. Not seen: other "
+        "responses (a token dump has 64 a step by default), an entropy bonus and auxiliary losses that bypass it, "
+        f"gradients of an earlier step (a forgotten zero_grad), a factor {factor}."
     )
 
 
@@ -155,30 +142,24 @@ def main(
     read: Callable[[Path, list[str]], Sequence[Record]] = read,
     called: str = "a file of JSON lines from write()",
     remedy: Callable[[Path], str] = lambda path: "write() adds one",
-    rollout: Callable[[int, int, str], str | None] = lambda step, update, key: None,
+    rollout: Rollout = lambda step, update, key: None,
 ) -> int:
-    """Print one page.
-
-    Args:
-        argv: the command's arguments.
-        read: gives the records of the path, and adds to a list what cannot be read.
-        called: the path, in the help.
-        remedy: where it holds no receipt.
-        rollout: as in :func:`run_receipt`.
+    """Print the page of a path, which is ``called`` so in the help and has a ``remedy`` where it holds no receipt.
 
     Returns:
         1 where a finding is as severe as ``--fail-on`` says, 2 where there is nothing to read, 0 otherwise.
     """
     parser = argparse.ArgumentParser(
         prog=f"python -m {__package__}",
-        description="What each token of a run received, beside what was intended. Ends with 1 where something does not fit "
-        "the loss, with 2 where there is nothing to read.",
+        description="What each token of a run received, beside what was intended. Ends with 1 where something does not "
+        "fit the loss, with 2 where there is nothing to read.",
     )
     parser.add_argument("run", type=Path, help=called)
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of the page")
     severities, what = ("mismatch", "note", "nothing"), "end with 1 on a mismatch (default), on a note too, or never"
     parser.add_argument("--fail-on", choices=severities, default="mismatch", help=what)
-    options, problems = parser.parse_args(argv), []
+    options = parser.parse_args(argv)
+    problems: list[str] = []
     records = read(options.run, problems)
     complain("receipt", *problems)
     if not records:
