@@ -63,7 +63,7 @@ def summary(run: Record) -> str:
     """What arrived, in two sentences."""
     count = sum(finding["mismatch"] for finding in run["findings"])
     loss = f" ({', '.join(run['losses'])})" if run["losses"] else ""
-    fits = f"{count} thing{'s do' if count > 1 else ' does'} not fit the loss{loss} in what arrived"
+    fits = f"{count} thing{'s'[: count > 1]} in what arrived {('does', 'do')[count > 1]} not fit the loss{loss}"
     if not count:
         fits = f"Every token received what the loss says{loss}"
         if any(finding["name"] == "unknown loss" for finding in run["findings"]):
