@@ -336,6 +336,8 @@ class _Check:
                 best = min(best, (total, label, name, what, value_NT, factor_N1, by, kinds), key=lambda each: each[0])
                 share = 1 - float(sum(kind.sum() for kind in kinds.values())) / self.differs
                 tried[label] = max(tried.get(label, 0.0), share)
+            if best[0] <= NUMBER:
+                break
         others = sorted((-share, what) for what, share in tried.items() if what != best[1] and share > 0.01)
         self.also = "; ".join(f"{what} {-share:.0%}" for share, what in others[:3])
         self._tell(*best[2:])

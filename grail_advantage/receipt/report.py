@@ -163,7 +163,8 @@ def main(
     records = read(options.run, problems)
     complain("receipt", *problems)
     if not records:
-        complain("receipt", *[f"{options.run} holds no receipt: {remedy(options.run)}"] * (not problems))
+        if not problems:
+            complain("receipt", f"{options.run} holds no receipt: {remedy(options.run)}")
         return NOTHING
     run = run_receipt(records, rollout)
     if options.json:

@@ -218,7 +218,9 @@ def test_numbers_of_what_was_received(tmp_path: Path, opened: Open) -> None:
         page.locator(".t").nth(2).hover()
         assert readout(page)["Received"] == pytest.approx(wanted, rel=6e-3)
         # Hatched where this epoch clipped, also where a clipped token received something, as under `cispo`.
-        hatched = [place for place in range(3) if "clipped" in str(page.locator(".t").nth(place).get_attribute("class"))]
+        hatched = [
+            place for place in range(3) if "clipped" in str(page.locator(".t").nth(place).get_attribute("class"))
+        ]
         assert hatched == ([1, 2] if epoch == "2" else [])
     page = opened(path, link(other, "&overlay=received&token=1"))
     assert "not in the update" in page.locator("#readout").inner_text()
