@@ -335,7 +335,7 @@ class _Check:
                 total, label = bits + more + float(bits_N.sum()), what or f"scaled{by and f' by {by}'}"
                 best = min(best, (total, label, name, what, value_NT, factor_N1, by, kinds), key=lambda each: each[0])
                 share = 1 - float(sum(kind.sum() for kind in kinds.values())) / self.differs
-                tried[label] = max(tried.get(label, 0.0), share)
+                tried[label] = max(tried.get(label, 0.0), share if not (name and by) else 0.0)
             if best[0] <= NUMBER:
                 break
         others = sorted((-share, what) for what, share in tried.items() if what != best[1] and share > 0.01)

@@ -89,8 +89,9 @@ def unseen(run: Record) -> str:
 
 def page(title: object, run: Record) -> Iterator[str]:
     """The lines of a terminal."""
-    yield from (f"Receipt of {title}", summary(run), "")
+    yield from (f"Receipt of {title}", summary(run))
     if run["findings"]:
+        yield ""
         yield f"{'received / intended':>20} {'tokens':>10} {'of what differs':>16}"
     also = ""
     for told in run["findings"]:
