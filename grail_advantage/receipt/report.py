@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from operator import index
 from pathlib import Path
 from typing import Any
 
@@ -127,6 +128,7 @@ def read(path: Path, problems: list[str]) -> list[Record]:
         for place, line in numbered_lines(path):
             try:
                 record = read_json(line)
+                [index(record[name]) for name in ("step", "update", "updates", "tokens")]  # whole numbers
                 list(page(path, run_receipt([record])))
                 records.append(record)
             except (ValueError, TypeError, LookupError, AttributeError, OverflowError):
