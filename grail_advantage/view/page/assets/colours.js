@@ -62,7 +62,7 @@ function column(data, overlay, method = state.method) {
 // Whether the loss clipped a token in one of the shown optimiser steps.
 function isClipped(data, t) {
   const known = data.columns;
-  const own = state.epoch === "" ? known.clipped : known[`clipped@${state.epoch}`] ?? (data.columns["received@1"] ? undefined : known.clipped);
+  const own = state.epoch !== "" && known["received@1"] ? known[`clipped@${state.epoch}`] : known.clipped;
   return state.overlay === "received" && own?.[t] > 0;
 }
 // Places of a rollout's tokens on the scale of an overlay, NaN where there is no value.
