@@ -62,6 +62,7 @@ def made_up(step: int, rows: int, tokens: int) -> dict[str, pa.Table]:
     }
     received = {"key": columns["key"], "updates": [[0]] * rows, "received": floats()}
     received |= {"clipped": lists(np.zeros(rows * tokens, dtype=np.float32)), "by_update": lists(floats(), 1)}
+    received |= {"clipped_by_update": lists(floats(), 1)}
     tables = {"step": (columns, pa.schema(list(SCHEMA)[2:])), "received": (received, RECEIVED_SCHEMA)}
     return {
         name: pa.table([pa.array(own[field.name]).cast(field.type) for field in schema], schema=schema)

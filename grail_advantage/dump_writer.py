@@ -255,6 +255,7 @@ class StepDump:
             tokens=int(trained_BT.sum()),
             clipped=float(clipped.mean()) if len(clipped) and clipped.isfinite().all() else None,
             seen_from=receipt.seen_from,
+            responses=receipt.responses,
         )
         self.writer.submit(lambda folder: write_received(folder, header, received_table(receipt, keys, lengths)))
         return header
@@ -277,6 +278,7 @@ def received_table(receipt: Receipt, keys: Sequence[str], lengths: Sequence[int]
         columns["received"].append(receipt.received_BT[place, :length].float().numpy())
         columns["clipped"].append(receipt.clipped_BT[place, :length].float().numpy())
         columns["by_update"].append(list(by_update_UT[held_K].numpy()))
+        columns["clipped_by_update"].append(list(receipt.clipped_UBT[held_K, place, :length].float().numpy()))
     return pa.table(columns, schema=RECEIVED_SCHEMA)
 
 

@@ -31,7 +31,7 @@ GROUPS = {
 # A file of more than half a minute that begins last would leave the other cores idle.
 LONGEST = (
     *("trl_ext/test_trl.py", "benchmarks/test_gpu_check.py", "run_life/test_watch.py", "recipe/test_wheel.py"),
-    *("recipe/test_reward_processes.py", "verl_cpu/test_cpu_platform.py", "core/test_receipt_names.py"),
+    *("recipe/test_reward_processes.py", "verl_cpu/test_cpu_platform.py", "core/test_receipt.py"),
 )
 _ORDER = (*GROUPS, *LONGEST)
 _GROUP_OF = {file: group for group, files in GROUPS.items() for file in files}

@@ -50,7 +50,7 @@ ROWS = (
      "int((of & written).sum()) / count", "int(of.sum()) / count"),
     ("receipt/check", "core/test_receipt.py",
      "* self.divisor_N1 / batch.ranks", "* self.divisor_N1"),
-    ("receipt/check", "core/test_receipt_tool.py::test_the_smallest_factor_that_is_seen",
+    ("receipt/check", "core/test_receipt.py::test_the_smallest_factor_that_is_seen",
      "tuple(self.findings), 1 + 2 * self", "tuple(self.findings), 1 + self"),
     ("dump/store", "view/test_token_dump.py::TestFiles::test_a_resumed_run_removes_its_steps_and_nothing_else",
      "if step >= first]", "if step > first]"),

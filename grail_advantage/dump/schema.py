@@ -54,6 +54,7 @@ RECEIVED_SCHEMA = pa.schema(
         pa.field("received", FLOATS, nullable=False),
         pa.field("clipped", FLOATS, nullable=False),
         pa.field("by_update", list_of(FLOATS), nullable=False),
+        pa.field("clipped_by_update", list_of(FLOATS), nullable=False),
     ]
 )
 """The columns of the file of what they received, ``received_000123.parquet``."""
@@ -100,6 +101,10 @@ class FindingRecord(TypedDict):
     causes: str
     mismatch: bool
     tokens: NotRequired[int]
+    low: NotRequired[float | None]
+    high: NotRequired[float | None]
+    explains: NotRequired[float | None]
+    also: NotRequired[str]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,5 +122,7 @@ class ReceivedHeader:
     """Tokens of these responses that trained, each counted once."""
     clipped: float | None = None
     """Mean share of clipping over these tokens and their optimiser steps."""
+    responses: tuple[int, int] | None = None
+    """Responses that were read, and those of the whole update."""
     seen_from: float | None = None
     """The smallest factor above 1 that is found, by the gradients' precision."""

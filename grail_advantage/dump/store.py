@@ -91,7 +91,7 @@ _STEP = _Kind("step", "token dump", 4, b"grail_advantage", TypeAdapter(DumpHeade
 _RECEIVED = _Kind(
     "received",
     "receipt",
-    1,
+    2,
     b"grail_advantage_received",
     TypeAdapter(ReceivedHeader),
     RECEIVED_SCHEMA,
@@ -217,6 +217,8 @@ class ReceivedRow:
     """float32: the share of the K steps in which the loss clipped the token; NaN where that is not known."""
     by_update_KT: np.ndarray
     """float32: the effective advantage of each step."""
+    clipped_by_update_KT: np.ndarray
+    """float32: above 0 where the step clipped the token; NaN where that is not known."""
 
     def __len__(self) -> int:
         return len(self.received_T)
@@ -454,7 +456,17 @@ def _dump_row(
 
 
 def _received_row(
-    key: str, updates: np.ndarray, received: np.ndarray, clipped: np.ndarray, by_update: np.ndarray
+    key: str, updates: np.ndarray, received: np.ndarray, clipped: np.ndarray, **by_update: np.ndarray
 ) -> ReceivedRow:
-    by_update_KT = np.array(by_update.tolist(), dtype=np.float32).reshape(len(updates), len(received))
-    return ReceivedRow(key=key, updates=updates, received_T=received, clipped_T=clipped, by_update_KT=by_update_KT)
+    by_update_KT, clipped_by_update_KT = (
+        np.array(by_update[name].tolist(), dtype=np.float32).reshape(len(updates), len(received))
+        for name in ("by_update", "clipped_by_update")
+    )
+    return ReceivedRow(
+        key=key,
+        updates=updates,
+        received_T=received,
+        clipped_T=clipped,
+        by_update_KT=by_update_KT,
+        clipped_by_update_KT=clipped_by_update_KT,
+    )

@@ -1,23 +1,26 @@
-"""Compare what each token received with what the loss says, and name what does not fit (:mod:`.parts`).
+"""Compare what each token received with what the loss says: a table of what differs, by how much and where.
 
-Shape suffixes: B responses of the rollout batch, N those of all optimiser steps, T response tokens, U steps over all epochs.
+What differs is explained by one change of the loss (a column, the ratio, the clip, the KL term) and one factor for each
+optimiser step, rank, micro-batch or response. All pairs are tried and the shortest is told, in bits: of the change, 12
+for each free number, 8 for each token that is left over.
+
+Shape suffixes: B responses of the rollout batch, N those of all optimiser steps, T response tokens, U steps over all
+epochs.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
+from torch.nn.functional import pad
 
 from .arguments import checked
-from .changes import fitting_rows
-from .judged import ROUNDED, Divided, Trained
-from .losses import Batch, Loss, Tokens, denominators
+from .losses import Batch, Loss, Tokens, denominators, expect, opened
 from .measure import Piece
-from .parts import Explainer
 
 CAUSES = {
     "outside": "the mask in the loss is not that of the batch: tool, prompt or padding tokens count",
@@ -43,30 +46,31 @@ CAUSES = {
 """Names of findings, with their usual causes."""
 PRECISION = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 2**-8, torch.bfloat16: 2**-5}
 """Relative error that a gradient of this type may have."""
-NOISE, STALE = 1e-3, 0.02
-"""Mean distances of the first ratios from 1: above the first by rounding, above the second of another policy."""
+NOISE, STALE, ROUNDED = 1e-3, 0.02, 2**-6
+"""Mean distances of the first ratios from 1, by rounding and of another policy; a difference that may be rounding."""
+READ = ("gradient_bT", "log_probs_bT")
+NUMBER, WHOLE = 12.0, 6.0
+"""Bits of a free number; at most, of a response's tokens of one kind, such as lost ones."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """What does not fit, where, how large."""
+    """A line of the table. Tokens are those of all optimiser steps: one of two steps counts twice."""
 
-    name: str
-    """A key of ``CAUSES``."""
-    where: str
-    """Such as ``120 tokens of 8 of 64 responses, in optimiser step 2 of 4``."""
-    size: float
-    """How large: the factor, the share of tokens or the ratio, as ``what`` says."""
-    what: str
-    """One sentence with the size."""
-    examples: tuple[tuple[str, int, float, float], ...] = ()
-    """Three tokens at most: response (key or number), token from 0, intended effective advantage, received one."""
-    causes: str = ""
-    """The usual causes, one line."""
-    mismatch: bool = True
-    """False for a note: a property that the loss declares, an unknown loss, rounding."""
+    name: str  # a key of CAUSES
+    where: str  # such as: constant in each rank, 8 of 64 responses, in optimiser steps 2, 4
+    size: float  # the factor, the share of tokens or the ratio, as `what` says
+    what: str  # a sentence
+    examples: tuple[
+        tuple[str, int, float, float], ...
+    ] = ()  # at most three: response, token from 0, intended, received
+    causes: str = ""  # the usual ones
+    mismatch: bool = True  # False for a note: a property that the loss declares, an unknown loss, rounding
     tokens: int = 0
-    """Number of tokens with this fault; a token of two optimiser steps counts twice."""
+    low: float | None = None  # the smallest received / intended; None where nothing was intended, and of structure
+    high: float | None = None
+    explains: float | None = None  # share of the tokens that differ from what was intended; None of structure
+    also: str = ""  # other explanations that were tried, each with the share that it explains by itself
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
@@ -78,34 +82,28 @@ class Finding:
         return cls(**values | {"examples": tuple(tuple(example) for example in values["examples"])})
 
     def __str__(self) -> str:
-        """For a terminal: four lines at most."""
-        lines = [f"{self.name if self.mismatch else f'({self.name})'}: {self.what}", f"  {self.where}"]
-        tokens = [f"{key} token {t + 1}: {number(want)} -> {number(got)}" for key, t, want, got in self.examples]
-        lines += [f"  intended -> received: {'; '.join(tokens)}"] if tokens else []
-        return "\n".join([*lines, f"  usual causes: {self.causes}"] if self.mismatch else lines)
-
-
-def number(value: float) -> str:
-    """Four digits, with a sign where it is not 0."""
-    return f"{value:+.4g}" if value else "0"
+        tokens = [f"{key} token {t + 1}: {want:.4g} -> {got:.4g}" for key, t, want, got in self.examples]
+        lines = [
+            f"{self.name if self.mismatch else f'({self.name})'}: {self.what}",
+            f"{self.tokens:,} tokens, {self.where}",
+        ]
+        return "\n  ".join([*lines, *[f"intended -> received: {'; '.join(tokens)}"] * bool(tokens), self.causes])
 
 
 @dataclass(frozen=True)
 class Receipt:
-    """What arrived."""
+    """What arrived. Tensors are float32, with NaN for responses that an update does not hold."""
 
-    received_BT: torch.Tensor
-    """float32: effective advantage e = -g D, the mean over the updates that the response was in; NaN where it was in none."""
-    clipped_BT: torch.Tensor
-    """float32: share of these updates in which the token was clipped; NaN likewise, and for an unknown loss."""
-    received_UBT: torch.Tensor
-    """float32: e by update; NaN for responses that the update does not hold."""
-    expected_UBT: torch.Tensor
-    """float32: what the loss says; NaN likewise, and for an unknown loss."""
-    findings: tuple[Finding, ...]
-    """Mismatches first; those that cover most tokens first."""
-    seen_from: float = 1.0
-    """The smallest factor above 1 that would be found in an advantage of middle size, by the gradients' precision."""
+    received_BT: torch.Tensor  # effective advantage e = -g D, the mean over the updates that the response was in
+    clipped_BT: torch.Tensor  # share of these updates in which the token was clipped; NaN for an unknown loss
+    received_UBT: torch.Tensor  # e by update
+    expected_UBT: torch.Tensor  # what the loss says; NaN for an unknown loss
+    clipped_UBT: torch.Tensor  # 1 where the update clipped the token; NaN for an unknown loss
+    findings: tuple[Finding, ...]  # mismatches first; of these structure first, then those that cover most tokens
+    seen_from: float = 1.0  # smallest factor above 1 that is found in an advantage of middle size, by the precision
+    tokens: int = 0  # that trained, each once
+    clipped: float | None = None  # mean share of clipping over these; None for an unknown loss
+    responses: tuple[int, int] = (0, 0)  # those seen, and those of the whole update
 
     @property
     def ok(self) -> bool:
@@ -128,339 +126,373 @@ def check(batch: Batch, loss: Loss, pieces: Iterable[Piece]) -> Receipt:
 class _Check:
     """One comparison."""
 
-    def __init__(self, batch: Batch, loss: Loss, pieces: Sequence[Piece]) -> None:
+    def __init__(self, batch: Batch, loss: Loss, pieces: list[Piece]) -> None:
         self.batch, self.loss, self.pieces = batch, loss, pieces
-        self.divisor_N1 = torch.cat(denominators(loss, batch, pieces))
-        self.rows_N = torch.cat([piece.rows_b for piece in pieces])
         counts = torch.tensor([len(piece.rows_b) for piece in pieces])
-        self.update_N, self.rank_N, self.piece_N = (
-            torch.tensor(values, dtype=torch.int64).repeat_interleave(counts)
-            for values in zip(*((p.update, p.rank, place) for place, p in enumerate(pieces)), strict=True)
-        )
-        self.steps = max(piece.update for piece in pieces) + 1
-        gradient_NT = torch.cat([piece.gradient_bT.double() for piece in pieces])
+        of_pieces = zip(*((piece.update, piece.rank, place) for place, piece in enumerate(pieces)), strict=True)
+        update_N, rank_N, piece_N = (torch.tensor(values).repeat_interleave(counts) for values in of_pieces)
+        self.rows_N, self.update_N, self.piece_N = torch.cat([piece.rows_b for piece in pieces]), update_N, piece_N
+        self.groups = {"": 0 * update_N, "optimiser step": update_N, "rank": rank_N + batch.ranks * update_N}
+        self.groups |= {"micro-batch": piece_N, "response": torch.arange(len(self.rows_N))}
+        self.divisor_N1 = torch.cat(denominators(loss, batch, pieces))
+        gradient_NT, own_NT = (torch.cat([getattr(p, name).double() for p in pieces]) for name in READ)
         self.received_NT = -gradient_NT * self.divisor_N1 / batch.ranks + 0.0
-        self.precision = max(PRECISION[t] for p in pieces for t in (p.gradient_bT.dtype, p.log_probs_bT.dtype))
-        self.tokens = self._tokens()
-        self.wanted_NT = torch.zeros_like(self.received_NT)
-        self.findings: list[Finding] = []
-
-    def _tokens(self) -> Tokens:
-        """The intended columns."""
-        batch, rows_N = self.batch, self.rows_N
-        log_probs_NT = torch.cat([piece.log_probs_bT.double() for piece in self.pieces])
+        self.precision = max(PRECISION[getattr(piece, name).dtype] for piece in pieces for name in READ)
         columns = (batch.advantages_BT, batch.weights_BT, batch.old_log_probs_BT, batch.ref_log_probs_BT)
-        advantages, weights, old, ref = (None if each is None else each[rows_N].double() for each in columns)
-        assert advantages is not None
-        mask_NT = batch.mask_BT[rows_N].bool()
-        weights = torch.ones_like(log_probs_NT) if weights is None else weights
-        old = log_probs_NT if old is None else old
-        return Tokens(torch.where(mask_NT, advantages, 0.0), weights, mask_NT, log_probs_NT, old, ref)
+        advantages, weights, old, ref = (None if each is None else each[self.rows_N].double() for each in columns)
+        self.mask_NT, weights = batch.mask_BT[self.rows_N], torch.ones_like(own_NT) if weights is None else weights
+        advantages, old = torch.where(self.mask_NT, advantages, 0.0), own_NT if old is None else old
+        self.t = Tokens(advantages, weights, self.mask_NT, own_NT, old, ref)
+        size = float(advantages[advantages != 0].square().mean().sqrt().nan_to_num())
+        self.unit = size + loss.kl_coef + abs(float(loss.options.get("coef") or 0.0))
+        self.wanted_NT, self.ignored_NT = torch.zeros_like(self.received_NT), ~self.received_NT.isfinite()
+        self.findings: list[Finding] = []
+        self.differs, self.also = 0, ""
 
     def receipt(self) -> Receipt:
-        """Compare, and name."""
-        self._counted()
-        self._declared()
-        ignored_NT = self._not_finite()
+        """Compare, and tell."""
+        self._structure()
+        self.add("not finite", "gradients are inf or NaN", self.ignored_NT)
+        self.received_NT[self.ignored_NT] = 0.0
         expected_NT = clipped_NT = torch.full_like(self.received_NT, torch.nan)
-        trained = Trained(
-            *(
-                self.rows_N,
-                self.update_N,
-                self.piece_N,
-                self.rank_N,
-                self.tokens,
-                self.received_NT,
-                ignored_NT,
-                self.precision,
-            )
-        )
-        if self.loss.account is not None:
-            expected_NT, clipped_NT = (each.double() for each in trained.expected(self.loss))
-            self.wanted_NT = expected_NT
-            trained = replace(trained, ignored_NT=ignored_NT | self._borderline(trained))
-            self._first_ratio(trained)
-            self._differences(trained)
+        if self.loss.account is None:
+            self.add("outside", "tokens outside the mask train", ~self.mask_NT & (self.received_NT != 0))
         else:
-            self._outside(~self.tokens.mask & (self.received_NT != 0))
-        received_UBT, expected_UBT, clipped_UBT = (
-            self._by_update(each) for each in (self.received_NT, expected_NT, clipped_NT)
-        )
-        self.findings.sort(key=lambda finding: (not finding.mismatch, -finding.tokens))
-        means = (received_UBT.nanmean(dim=0), clipped_UBT.nanmean(dim=0))
-        return Receipt(*means, received_UBT, expected_UBT, tuple(self.findings), 1 + 2 * self.precision)
+            expected_NT, clipped_NT = self.expect()
+            self.wanted_NT = expected_NT
+            self._first_ratio()
+            self._differences(clipped_NT)
+        structure = ("missing", "repeated", "not finite")
+        self.findings.sort(key=lambda each: (not each.mismatch, each.name not in structure, -each.tokens))
+        (B, T), at = self.batch.mask_BT.shape, (self.update_N, self.rows_N)
+        held_UB1 = torch.zeros(int(self.update_N.max()) + 1 if len(self.rows_N) else 1, B, 1)
+        held_UB1.index_put_(at, torch.ones(len(self.rows_N), 1), accumulate=True)
+        nothing_UBT = torch.where(held_UB1 > 0, 0.0, torch.nan).expand(-1, -1, T)
+        values = (self.received_NT.float(), expected_NT.float(), clipped_NT.float())
+        received, expected, clipped = (nothing_UBT.clone().index_put_(at, each, accumulate=True) for each in values)
+        clipped /= held_UB1  # of a response that came twice it is a share too
+        seen_B, totals = held_UB1.any(dim=0)[:, 0], self.batch.totals_U2
+        responses = (int(seen_B.sum()), B if totals is None else int(totals[:, 1].sum()) // self.batch.epochs)
+        means, trained_BT = (received.nanmean(dim=0), clipped.nanmean(dim=0)), self.batch.mask_BT & seen_B[:, None]
+        tokens, known = int(trained_BT.sum()), self.loss.account is not None and trained_BT.any()
+        share = float(means[1][trained_BT].mean()) if known else None
+        findings, seen_from = tuple(self.findings), 1 + 2 * self.precision
+        return Receipt(*means, received, expected, clipped, findings, seen_from, tokens, share, responses)
 
-    def _by_update(self, values_NT: torch.Tensor) -> torch.Tensor:
-        result_UBT = torch.full((self.steps, *self.batch.mask_BT.shape), torch.nan)
-        result_UBT[self.update_N, self.rows_N] = 0.0
-        return result_UBT.index_put_((self.update_N, self.rows_N), values_NT.float(), accumulate=True)
+    def expect(self, loss: Loss | None = None, **columns: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """What a loss gives and where it clips, also with other columns."""
+        loss, tokens = loss or self.loss, replace(self.t, **columns)
+        if not callable(loss.account) and loss.account != "kl_cov":
+            return expect(loss, tokens)
+        value, clipped = zip(*(expect(loss, tokens.of(self.piece_N == k)) for k in self.piece_N.unique()), strict=True)
+        return torch.cat(value), torch.cat(clipped)
 
-    # --------------------------------------------------------------------------------------------------------------- findings
+    def add(self, name: str, what: str, at_NT: torch.Tensor, size: float = 0.0, place: str = "", **given: Any) -> None:
+        """A line on the tokens ``at_NT`` that received something else than was intended; none without such a token.
 
-    def add(
-        self,
-        name: str,
-        size: float,
-        what: str,
-        at_NT: torch.Tensor,
-        *,
-        note: bool = False,
-        wanted_NT: torch.Tensor | None = None,
-    ) -> None:
-        """A finding at the tokens ``at_NT`` whose gradient is another than was intended; none without such a token."""
-        wanted_NT = self.wanted_NT if wanted_NT is None else wanted_NT
-        least = 0.0 if note else 1e-6
-        at_NT = at_NT & ~((self.received_NT - wanted_NT).abs() <= least * wanted_NT.abs())
-        places = at_NT.nonzero()
-        if not len(places):
+        ``given`` may have ``wanted_NT``, in place of what the loss says, and a factor, in place of received / intended.
+        """
+        wanted_NT = given.get("wanted_NT", self.wanted_NT)
+        at_NT = at_NT & ~((self.received_NT - wanted_NT).abs() <= 1e-6 * (name != "rounded") * wanted_NT.abs())
+        n, t = at_NT.nonzero(as_tuple=True)
+        if not len(n):
             return
-        rows, of_rows = self.rows_N[places[:, 0]].unique(), len(self.rows_N.unique())
-        where = f"{len(places):,} tokens of {len(rows)} of {of_rows} responses"
-        where += self._in_steps(self.update_N[places[:, 0]])
-        keys, examples = self.batch.keys, []
-        for n, t in places[:: max(1, len(places) // 3)][:3].tolist():
-            row = int(self.rows_N[n])
-            values = (float(wanted_NT[n, t]) + 0.0, float(self.received_NT[n, t]) + 0.0)
-            examples.append((keys[row] if keys else str(row), t, *values))
-        self.findings.append(
-            Finding(name, where, float(size), what, tuple(examples), CAUSES[name], not note, len(places))
-        )
+        where = [place] * bool(place) + [f"{len(self.rows_N[n].unique())} of {len(self.rows_N.unique())} responses"]
+        steps = ", ".join(str(int(step) + 1) for step in self.update_N[n].unique()[:8])
+        where += [f"in optimiser steps {steps}"] * bool(self.update_N.any())
+        examples: list[tuple[str, int, float, float]] = []
+        for k in range(0, len(n), max(1, len(n) // 3))[:3]:
+            want, got = (float(each[n[k], t[k]]) + 0.0 for each in (wanted_NT, self.received_NT))
+            examples.append((self._key(int(self.rows_N[n[k]])), int(t[k]), want, got))
+        times = given.get("factor_NT", self.received_NT / wanted_NT)[at_NT]
+        low, high = (float(each) for each in times.aminmax()) if times.isfinite().all() else (None, None)
+        size, share = size or len(n) / max(1, int(self.mask_NT.sum())), len(n) / self.differs if self.differs else None
+        told = (", ".join(where), size, what, tuple(examples), CAUSES[name], name != "rounded", len(n))
+        self.findings.append(Finding(name, *told, low, high, share, self.also))
 
-    def _in_steps(self, update_K: torch.Tensor) -> str:
-        """The optimiser steps, counted from 1, where there are several."""
-        if self.steps == 1:
-            return ""
-        own = (update_K.unique() + 1).tolist()
-        if len(own) == self.steps:
-            return f", in all {self.steps} optimiser steps"
-        shown = ", ".join(map(str, own[:8])) + (", ..." if len(own) > 8 else "")
-        return f", in optimiser step{'s' if len(own) > 1 else ''} {shown} of {self.steps}"
+    def _key(self, row: int) -> str:
+        return self.batch.keys[row] if self.batch.keys else str(row)
 
-    def _counted(self) -> None:
-        """Responses that an epoch holds never or twice, or that were left out with an advantage."""
-        batch = self.batch
-        B, lengths_B = len(batch.mask_BT), batch.mask_BT.sum(dim=1)
-        left_out_B = torch.zeros(B, dtype=torch.bool) if batch.left_out_B is None else batch.left_out_B.bool()
-        trains_B = ((batch.advantages_BT != 0) & batch.mask_BT.bool()).any(dim=1)
-        kinds = {
-            ("lost", "left out with an advantage"): [("", left_out_B & trains_B)],
-            ("missing", "in no micro-batch"): [],
-            ("repeated", "in several micro-batches, or in one repeatedly"): [],
-        }
-        missing, repeated = list(kinds)[1:]
-        self.missing = {}
-        for epoch in (self.update_N // batch.updates).unique().tolist():
-            times_B = self.rows_N[self.update_N // batch.updates == epoch].bincount(minlength=B)
-            self.missing[epoch] = (times_B == 0) & ~left_out_B & (lengths_B > 0)
-            kinds[missing].append((f"epoch {epoch + 1}", self.missing[epoch]))
-            kinds[repeated].append((f"epoch {epoch + 1}", times_B > 1))
-        for (name, what), places in kinds.items():
-            places = [(where, at_B) for where, at_B in places if at_B.any()]
-            if not places:
-                continue
-            where, at_B = max(places, key=lambda place: int(place[1].sum()))
-            rows = at_B.nonzero().squeeze(1).tolist()
-            shown = ", ".join(batch.keys[row] if batch.keys else str(row) for row in rows[:3])
-            sentence = f"{len(rows)} of {B} responses are {what} (such as {shown})"
-            more = f", and {len(places) - 1} more" if len(places) > 1 else ""
-            tokens = sum(int(lengths_B[own_B].sum()) for _, own_B in places)
-            self.findings.append(
-                Finding(
-                    name, (where or "the rollout batch") + more, len(rows) / B, sentence, (), CAUSES[name], True, tokens
-                )
-            )
-
-    def _declared(self) -> None:
-        """Notes: an unknown loss, and weights that the loss itself gives micro-batches or updates."""
-        batch, loss = self.batch, self.loss
+    def _structure(self) -> None:
+        """Responses in an epoch never or twice, left out with an advantage, or whose prompt trains."""
+        batch, loss, B = self.batch, self.loss, len(self.batch.mask_BT)
+        left_out_B = torch.zeros(B, dtype=torch.bool) if batch.left_out_B is None else batch.left_out_B
+        trains_B = ((batch.advantages_BT != 0) & batch.mask_BT).any(dim=1)
+        epoch_N, lengths_B = self.update_N // batch.updates, batch.mask_BT.sum(dim=1)
+        times_EB = torch.stack([self.rows_N[epoch_N == epoch].bincount(minlength=B) for epoch in epoch_N.unique()])
+        beside = [torch.zeros(len(p.rows_b)) if p.outside_b is None else p.outside_b for p in self.pieces]
+        beside_B = torch.isin(torch.arange(B), self.rows_N[torch.cat(beside) != 0])
+        for name, what, at_EB in (
+            ("lost", "left out with an advantage", (left_out_B & trains_B)[None]),
+            ("missing", "in no micro-batch", (times_EB == 0) & ~left_out_B & (lengths_B > 0)),
+            ("repeated", "in several micro-batches, or in one repeatedly", times_EB > 1),
+            ("outside", "there with a gradient on the prompt or padding", beside_B[None]),
+        ):
+            if at_EB.any():
+                rows = at_EB.any(dim=0).nonzero().flatten().tolist()
+                what = f"{len(rows)} of {B} responses are {what} (such as {', '.join(map(self._key, rows[:3]))})"
+                where = f"epochs {', '.join(str(int(e) + 1) for e in at_EB.any(dim=1).nonzero())}"
+                tokens = int((at_EB * lengths_B).sum())
+                self.findings.append(Finding(name, where, len(rows) / B, what, (), CAUSES[name], tokens=tokens))
         if loss.account is None:
             what = f"`{loss.name}` with these settings has no formula here: structure alone was checked"
-            name, size = "unknown loss", 0.0
-        else:
-            plain = replace(loss, over="update", norm=loss.norm or float(batch.mask_BT.shape[1]))
-            factor_N1 = torch.cat(denominators(plain, batch, self.pieces)) / self.divisor_N1
-            low, high = (float(each) for each in factor_N1.aminmax()) if len(factor_N1) else (1.0, 1.0)
-            if high / low < 1.001:
-                return
-            says = f"`{loss.name}`" if loss.over != "update" else f"`{loss.aggregation}` without a constant"
-            what = f"a token's weight is from {low:.3g} to {high:.3g} times that of the mean over an update, as {says} says"
-            name, size = "scaled by micro-batch", high / low
-        self.findings.append(Finding(name, "all optimiser steps", size, what, (), CAUSES[name], False))
+            self.findings.append(Finding("unknown loss", "", 0.0, what, (), CAUSES["unknown loss"], False))
 
-    def _not_finite(self) -> torch.Tensor:
-        """Gradients that are inf or NaN, which are taken as 0 and not judged; and those of prompts. Returns the former."""
-        broken_NT = ~self.received_NT.isfinite()
-        self.add("not finite", int(broken_NT.sum()), f"{int(broken_NT.sum())} gradients are inf or NaN", broken_NT)
-        self.received_NT[broken_NT] = 0.0
-        outside = [
-            torch.zeros(len(p.rows_b)) if p.outside_b is None else p.outside_b.float().cpu() for p in self.pieces
-        ]
-        outside_N = torch.cat(outside)
-        if (count := int((outside_N != 0).sum())) > 0:
-            what = f"the prompt or padding of {count} responses received a gradient"
-            tokens = int(self.tokens.mask[outside_N != 0].sum())
-            where = f"{count} responses" + self._in_steps(self.update_N[outside_N != 0])
-            self.findings.append(
-                Finding("outside", where, float(outside_N.max()), what, (), CAUSES["outside"], True, tokens)
-            )
-        return broken_NT
-
-    def _outside(self, at_NT: torch.Tensor) -> None:
-        if at_NT.any() and self.tokens.mask.any():
-            share = float(at_NT.sum() / (self.received_NT != 0).sum())
-            self.add("outside", share, f"{share:.2%} of the tokens that train are outside the mask", at_NT)
-
-    def _borderline(self, trained: Trained) -> torch.Tensor:
-        """Where a ratio is on a bound of the clip, on which rounding decides, or a tie halves the gradient."""
-        tokens, size_NT = self.tokens, self.tokens.advantages.abs()
-        result_NT = torch.zeros_like(tokens.mask)
-        for advantages_NT in (size_NT, -size_NT):
-            above_NT, below_NT = (
-                trained.expected(
-                    self.loss, replace(tokens, advantages=advantages_NT, old=tokens.old + by * self.precision)
-                )[1]
-                for by in (-1, 1)
-            )
-            result_NT |= above_NT != below_NT
-        if self.loss.account in ("clip_sequence", "geo_mean"):
-            return result_NT.any(dim=1, keepdim=True).expand_as(result_NT)
-        return result_NT
-
-    def _first_ratio(self, trained: Trained) -> None:
+    def _first_ratio(self) -> None:
         """The first update on policy has ratio 1."""
-        first_N = self.update_N == 0
-        tokens = self.tokens.of(first_N)
-        if not self.batch.on_policy or self.batch.old_log_probs_BT is None or not tokens.mask.any():
+        first_N, old_BT = self.update_N == 0, self.batch.old_log_probs_BT
+        t = self.t.of(first_N)
+        if not self.batch.on_policy or old_BT is None or not t.mask.any():
             return
-        size = _distance(tokens, tokens.old)
-        half = any(piece.log_probs_bT.dtype in (torch.bfloat16, torch.float16) for piece in self.pieces)
-        allowed = STALE + (2**-8 * float(tokens.log_probs[tokens.mask].abs().mean()) if half else 0.0)
-        shown_NT = first_N.unsqueeze(1) & self.tokens.mask & ((self.tokens.log_probs - self.tokens.old).abs() > NOISE)
-        wanted_NT = trained.expected(self.loss, replace(self.tokens, old=self.tokens.log_probs))[0]
-        name, what = "stale", f"the first ratios are {size:.3g} from 1 in the mean"
-        if size < allowed:
-            if size > NOISE:
-                self.add("rounded", size, what, shown_NT, note=True, wanted_NT=wanted_NT)
+
+        def distance(old_NT: torch.Tensor, part: slice = slice(None)) -> float:
+            away_NT = ((t.log_probs - old_NT).clamp(-20, 20).exp() - 1).abs()
+            return float(away_NT[:, part][t.mask[:, part]].clamp(max=10).mean().nan_to_num(10.0))
+
+        size, half = distance(t.old), self.precision > PRECISION[torch.float32]
+        name, what = "rounded", f"the first ratios are {size:.3g} from 1 in the mean"
+        if size > STALE + half * 2**-8 * float(t.log_probs[t.mask].abs().mean()):
+            beside = min(distance(t.old.roll(by, 1), slice(1, -1)) for by in (1, -1)) < size / 10
+            own_NT, old_BT = torch.where(t.mask, t.log_probs, torch.nan), old_BT.double()
+            others = distance(old_BT[fitting_rows(own_NT, old_BT, self.rows_N[first_N], 1e-3)]) < size / 10
+            name = "shifted" if beside else "swapped" if others else "stale"
+        if size > NOISE:
+            at_NT = first_N[:, None] & self.mask_NT & ((self.t.log_probs - self.t.old).abs() > NOISE)
+            self.add(name, what, at_NT, size, wanted_NT=self.expect(old=self.t.log_probs)[0])
+
+    def _differences(self, clipped_NT: torch.Tensor) -> None:
+        """What does not fit the loss."""
+        of_response = self.loss.account == "geo_mean" or self.loss.options.get("sequence")
+        for sign in (1, -1):  # where a ratio is on a bound of the clip, rounding decides, or a tie halves the gradient
+            own, nudge = sign * self.t.advantages.abs(), self.precision
+            below, above = (self.expect(advantages=own, old=self.t.old + by * nudge)[1] for by in (1, -1))
+            tie_NT = (below ^ above).any(dim=1, keepdim=True) if of_response else below ^ above
+            self.ignored_NT = self.ignored_NT | tie_NT
+        wanted_NT, received_NT = self.wanted_NT, self.received_NT
+        wrong_NT = self.off(wanted_NT, received_NT)
+        self.differs = int(wrong_NT.sum())
+        if not self.differs:
             return
-        for by in (1, -1):
-            if _distance(tokens, tokens.old.roll(by, 1), slice(1, -1)) < size / 10:
-                name = "shifted"
-                what = f"the old log-probabilities are those of the token {'after' if by > 0 else 'before'}"
-        old_BT, own_NT = self.batch.old_log_probs_BT.double(), torch.where(tokens.mask, tokens.log_probs, torch.nan)
-        if _distance(tokens, old_BT[fitting_rows(own_NT, old_BT, self.rows_N[first_N], 1e-3)]) < size / 10:
-            name, what = "swapped", "old log-probabilities are those of other responses"
-        self.add(name, size, what, shown_NT, wanted_NT=wanted_NT)
+        self.clipped_NT, self.open_NT = clipped_NT, self.expect(opened(self.loss))[0]
+        self.rounding, one = False, self.middle(self.quotient(wanted_NT), "").exp()
+        small_NT = wrong_NT & ((received_NT / one - wanted_NT).abs() <= ROUNDED * wanted_NT.abs())
+        self.rounding = 2 * int(small_NT.sum()) > int((wrong_NT & (received_NT != 0) & (wanted_NT != 0)).sum())
+        self._search()
 
-    def _differences(self, trained: Trained) -> None:
-        """What does not fit the loss, part by part."""
-        batch = self.batch
-        advantages_BT, mask_BT = batch.advantages_BT.double(), batch.mask_BT.bool()
-        columns = {"advantages": [_filled(advantages_BT, mask_BT), torch.where(mask_BT, advantages_BT, 0.0)]}
-        columns |= {
-            name: [values_BT.double()]
-            for name, values_BT in (("old", batch.old_log_probs_BT), ("weights", batch.weights_BT))
-            if values_BT is not None
-        }
-        explainer = Explainer(trained, self.loss, columns, counted=self._counting)
-        if not explainer.wrong_V.any():
-            return
-        explainer.divided = [*self._divided(), *self._of_missing(explainer)]
-        best, alike = explainer.explain()
-        told = explainer.told(best)
-        names = {name for name, *_ in told}
-        other = next((own for own in map(explainer.told, alike) if {name for name, *_ in own} != names), [])
-        instead = names - {name for name, *_ in other}
-        others = [f"{name}: {what}" for name, what, *_ in other if name not in names]
-        for name, what, size, at_NT in told:
-            if others and name in instead:
-                what, others = f"{what} (or, which fits as well, {'; '.join(others)})", []
-            small = name == "scaled by response" and "`" not in what and abs(math.log(abs(size))) < ROUNDED
-            self.add("rounded" if small else name, size, what, at_NT, note=small or name == "rounded")
-        if best.end.small_V.any():
-            share = float(best.end.small_V.sum() / self.tokens.mask.sum())
-            what = f"{share:.2%} of the tokens are off by at most {ROUNDED:.2%}"
-            self.add("rounded", share, what, explainer.spread(best.end.small_V), note=True)
+    def off(self, value_NT: torch.Tensor, got_NT: torch.Tensor, factor_N1: Any = 1.0) -> torch.Tensor:
+        """Where more than rounding lies between them; outside the mask, where anything was received.
 
-    def _divided(self) -> Iterator[Divided]:
-        """Other divisors than the declared one."""
-        loss, batch, pieces = self.loss, self.batch, self.pieces
-        for rows_U in self._rows_of_updates():
-            yield self._over(torch.cat(denominators(loss, batch, pieces, rows_U=rows_U)), "")
-        known: list[torch.Tensor] = []
-        norm = loss.norm or float(batch.mask_BT.shape[1])
-        for over in ("update", "micro-batch", "rank", "batch"):
-            for aggregation in ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum"):
-                other = replace(loss, aggregation=aggregation, over=over, norm=norm)
-                divided = self._over(torch.cat(denominators(other, batch, pieces)), "")
-                variants = [divided.factor_N1]
-                if over == "micro-batch":  # also summed
-                    count_U = torch.zeros(self.steps).index_add_(
-                        0, torch.tensor([p.update for p in pieces]), torch.ones(len(pieces))
-                    )
-                    variants.append(divided.factor_N1 * count_U[self.update_N].unsqueeze(1))
-                for factor_N1 in variants:
-                    relative_N1 = factor_N1 / factor_N1.mean()
-                    if (relative_N1 - 1).abs().max() < 1e-6 or any(
-                        torch.allclose(relative_N1, one, rtol=1e-6) for one in known
-                    ):
-                        continue
-                    known.append(relative_N1)
-                    of = {"update": "an optimiser step", "batch": "the rollout batch"}.get(over, f"each {over}")
-                    yield Divided(f"as `{aggregation}` over {of} gives", factor_N1)
+        What was received is divided by the factor: a large one must not make it small beside a value of 0.
+        """
+        unit_NT = torch.where(value_NT == 0, self.unit / torch.as_tensor(factor_N1).clamp(min=1), self.unit)
+        size_NT = torch.maximum(value_NT.abs(), got_NT.abs()) + torch.where(self.mask_NT, unit_NT, 0.0)
+        return ~((got_NT - value_NT).abs() <= self.precision * size_NT) & ~self.ignored_NT
 
-    def _over(self, divisor_N1: torch.Tensor, what: str) -> Divided:
-        return Divided(what, self.divisor_N1 / divisor_N1)
+    def quotient(self, value_NT: torch.Tensor) -> torch.Tensor:
+        """Logarithm of received / value, where that is positive; NaN elsewhere, and where rounding is large."""
+        strong_NT = (value_NT.abs() > 0.02 * self.unit) & ~self.ignored_NT & (self.received_NT / value_NT > 0)
+        return torch.where(strong_NT, self.received_NT / value_NT, torch.nan).log()
 
-    def _rows_of_updates(self) -> Iterator[list[torch.Tensor]]:
-        """Where responses are missing or repeated: of each optimiser step those that it may have counted."""
-        batch = self.batch
-        there_U = [self.rows_N[self.update_N == update] for update in range(self.steps)]
-        if all(len(rows) == len(rows.unique()) for rows in there_U) and not any(
-            at_B.any() for at_B in self.missing.values()
+    def middle(self, log_NT: torch.Tensor, by: str) -> torch.Tensor:
+        """The median of each group, (G,); 0 of one without values."""
+        n, t = log_NT.isfinite().nonzero(as_tuple=True)
+        group_K, value_K = self.groups[by][n], log_NT[n, t].clamp(-99, 99)
+        value_K = value_K[(256.0 * group_K + value_K).argsort()]
+        count_G = group_K.bincount(minlength=int(self.groups[by].max()) + 1)
+        place_G = (count_G.cumsum(0) - (count_G + 2) // 2).clamp(0)
+        return torch.where(count_G > 0, pad(value_K, (0, 1))[place_G], 0.0)
+
+    def left(self, value_NT: torch.Tensor, factor_N1: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """What an explanation leaves: bits, (N,), and where, by kind."""
+        got_NT, bits_N, kinds = self.received_NT / factor_N1, torch.zeros(len(value_NT), dtype=torch.float64), {}
+        rest_NT, small_NT = self.off(value_NT, got_NT, factor_N1), (got_NT - value_NT).abs() <= ROUNDED * value_NT.abs()
+        for name, bits, most, at_NT in (
+            ("lost", 0.5, WHOLE, got_NT == 0),
+            ("outside", 1.0, WHOLE, ~self.mask_NT & (value_NT == 0)),
+            ("unclipped", 1.0, WHOLE, self.clipped_NT & (value_NT == 0) & ~self.off(self.open_NT, got_NT)),
+            ("sign", 8.0, WHOLE, ~self.off(-value_NT, got_NT)),
+            ("rounded", 1.0, math.inf, self.rounding & small_NT),
+            ("", 8.0, math.inf, rest_NT),
         ):
-            return
-        yield [rows.unique() for rows in there_U]
-        yield there_U
-        planned_U = []
-        for update, rows in enumerate(there_U):
-            missing_B = self.missing.get(update // batch.updates, torch.zeros(0))
-            short = len(rows.unique()) < len(batch.mask_BT) // batch.updates
-            planned_U.append(torch.cat([rows.unique(), missing_B.nonzero().squeeze(1)]) if short else rows.unique())
-        yield planned_U
+            kinds[name] = rest_NT & at_NT
+            bits_N += (bits * kinds[name].sum(dim=1)).clamp(max=most)
+            rest_NT = rest_NT & ~at_NT
+        return bits_N, kinds
 
-    def _of_missing(self, explainer: Explainer) -> Iterator[Divided]:
-        """Where several optimiser steps of an epoch lack responses, each may have counted any of them."""
-        batch, lengths_B = self.batch, self.batch.mask_BT.sum(dim=1).double()
-        factor_U, least_U = explainer.steps(), torch.ones(self.steps, dtype=torch.float64)
-        for update in range(self.steps):
-            missing_B = self.missing.get(update // batch.updates)
-            rows = self.rows_N[self.update_N == update].unique()
-            if missing_B is not None and missing_B.any() and len(rows) < len(lengths_B) // batch.updates:
-                own = lengths_B[rows].sum() if self.loss.aggregation == "token-mean" else torch.tensor(float(len(rows)))
-                more = lengths_B[missing_B].sum() if self.loss.aggregation == "token-mean" else missing_B.sum().double()
-                least_U[update] = own / (own + more)
-        if bool((least_U < 1).any()):
-            common = float(torch.where(least_U == 1, factor_U, torch.nan).nanmedian().nan_to_num(1.0))
-            relative_U = factor_U / common
-            if bool(((relative_U >= least_U * (1 - 1e-3)) & (relative_U <= 1 + 1e-3)).all()):
-                yield Divided("", relative_U[self.update_N].unsqueeze(1))
+    def _search(self) -> None:
+        """Try all explanations, and tell the shortest."""
+        best: tuple[Any, ...] = (math.inf,)
+        tried: dict[str, float] = {}
+        for bits, name, what, value_NT in self._changes():
+            if name and not self.off(value_NT, self.wanted_NT).any():
+                continue
+            log_NT = self.quotient(value_NT)
+            finest_N1 = self.middle(log_NT, "response").exp()[:, None]
+            if bits + float(self.left(value_NT, finest_N1)[0].sum()) >= best[0]:
+                continue
+            for more, factor_N1, by in self._factors(value_NT, log_NT):
+                bits_N, kinds = self.left(value_NT, factor_N1)
+                total, label = bits + more + float(bits_N.sum()), what or f"scaled{by and f' by {by}'}"
+                best = min(best, (total, label, name, what, value_NT, factor_N1, by, kinds), key=lambda each: each[0])
+                share = 1 - float(sum(kind.sum() for kind in kinds.values())) / self.differs
+                tried[label] = max(tried.get(label, 0.0), share if not (name and by) else 0.0)
+            if best[0] <= NUMBER:
+                break
+        others = sorted((-share, what) for what, share in tried.items() if what != best[1] and share > 0.01)
+        self.also = "; ".join(f"{what} {-share:.0%}" for share, what in others[:3])
+        self._tell(*best[2:])
 
-    def _counting(self, counted_NT: torch.Tensor) -> Iterator[Divided]:
-        """The divisor where these tokens of the responses are counted."""
-        counted_BT = self.batch.mask_BT.bool().clone()
-        counted_BT[self.rows_N] = False
-        counted_BT.index_put_((self.rows_N,), counted_NT, accumulate=False)
-        yield self._over(torch.cat(denominators(self.loss, self.batch, self.pieces, counted_BT)), "")
+    def _factors(
+        self, value_NT: torch.Tensor, log_NT: torch.Tensor
+    ) -> Iterator[tuple[float, torch.Tensor, str | None]]:
+        """Bits, factor of each response, its group: ``None`` where it follows from tokens that are lost or outside."""
+        ones_N1, log_one = torch.ones(len(value_NT), 1, dtype=torch.float64), float(self.middle(log_NT, ""))
+        one = math.exp(log_one) if abs(log_one) > 1.5 * self.precision else 1.0
+        yield 0.0, ones_N1, ""
+        if one != 1:
+            yield NUMBER, one * ones_N1, ""
+        moved_NT = torch.where(self.mask_NT, (self.received_NT == 0) & (value_NT != 0), self.received_NT != 0)
+        if moved_NT.any():
+            counted_BT = self.batch.mask_BT.clone()
+            counted_BT[self.rows_N] = self.mask_NT ^ moved_NT
+            factor_N1 = self.divisor_N1 / torch.cat(denominators(self.loss, self.batch, self.pieces, counted_BT))
+            if float(self.middle((log_NT - factor_N1.log()), "").abs()) < 4 * self.precision:
+                yield 3.0, factor_N1, None
+        before_N = self.left(value_NT, one * ones_N1)[0]
+        for by, group_N in list(self.groups.items())[1:]:
+            own_G = self.middle(log_NT, by).exp()
+            saved_N = before_N - self.left(value_NT, own_G[group_N][:, None])[0]
+            chosen_G = torch.zeros_like(own_G).index_add_(0, group_N, saved_N) > NUMBER + math.log2(len(own_G))
+            chosen_G |= 2 * chosen_G.sum() > len(chosen_G)
+            if chosen_G.any():
+                bits = 8 + NUMBER * (one != 1) + (NUMBER + math.log2(len(own_G))) * int(chosen_G.sum())
+                yield bits, torch.where(chosen_G, own_G, one)[group_N][:, None], by
+
+    def _changes(self) -> Iterator[tuple[float, str, str, torch.Tensor]]:
+        """Bits, name, sentence and the value of each token; first of what was intended."""
+        loss, t, batch = self.loss, self.t, self.batch
+        own, mask, ratio = t.advantages, t.mask, t.log_ratio.exp()
+
+        def of(other: Loss | None = None, **columns: torch.Tensor) -> torch.Tensor:
+            return self.expect(other, **columns)[0]
+
+        yield 0, "", "", self.wanted_NT
+        yield 2, "rounded", "advantages of bf16", of(advantages=own.bfloat16().double())
+        yield 5, "sign", "the sign is reversed", of(advantages=-own)
+        yield 6, "sign", "all advantages are positive", of(advantages=own.abs())
+        yield 8, "flattened", "one advantage for each response", of(advantages=torch.where(mask, t.row_mean(own), 0.0))
+        least = torch.where(own != 0, own.abs(), torch.inf).amin(dim=1, keepdim=True)
+        if (own.abs() > 1.001 * least).any():
+            yield 8, "flattened", "token weights are left out", of(advantages=own.sign() * least.nan_to_num(0, 0, 0))
+            yield 8, "weights", "token weights count twice", of(advantages=own * own.abs() / least)
+        for by, side in ((1, "of the token before"), (-1, "of the token after")):
+            yield 8, "shifted", f"advantages and mask {side}", of(advantages=roll(own, by), mask=roll(mask, by))
+            yield 10, "shifted", f"advantages {side}", of(advantages=roll(own, by) * mask)
+            if batch.old_log_probs_BT is not None:
+                yield 9, "shifted", f"old log-probabilities {side}", of(old=roll(t.old, by))
+            if batch.weights_BT is not None:
+                yield 9, "shifted", f"importance weights {side}", of(weights=roll(t.weights - 1, by) + 1)
+        if batch.old_log_probs_BT is not None:
+            yield 7, "stale", "the ratio is 1", of(old=t.log_probs)
+            yield 7, "stale", "the ratio counts twice", of(old=2 * t.old - t.log_probs)
+            yield 8, "stale", "one ratio for each response", of(old=t.log_probs - t.row_mean(t.log_ratio))
+            if t.ref is not None:
+                yield 7, "stale", "old log-probabilities are the reference's", of(old=t.ref)
+        if batch.weights_BT is not None:
+            for power, what in ((0, "are left out"), (2, "count twice"), (-1, "divide")):
+                yield 7, "weights", f"importance weights {what}", of(weights=t.weights**power)
+        if "low" in loss.options and loss.account != "dppo":
+            low, high, whole = 1 - loss.options["low"], 1 + loss.options["high"], of(opened(loss))
+            yield 6, "unclipped", "nothing is clipped", whole
+            yield 8, "lost", "the clip takes both sides", torch.where((ratio < low) | (ratio > high), 0.0, whole)
+            bounded = replace(loss, account="cispo", options={"lowest": low, "highest": high})
+            yield 8, "unclipped", "clipped tokens train with the bound in the ratio's place", of(bounded)
+        if loss.kl:
+            for times, name, what in ((-1, "sign", "reversed"), (0, "extra", "left out"), (2, "extra", "twice")):
+                yield 6, name, f"the KL term is {what}", of(replace(loss, kl_coef=times * loss.kl_coef))
+        there = mask & ~self.ignored_NT & (self.received_NT != 0)
+        added = float((self.received_NT - self.wanted_NT)[there].median()) if there.any() else 0.0
+        yield 20, "extra", f"{added:+.4g} is added to each token", self.wanted_NT + torch.where(mask, added, 0.0)
+        # Advantages of other responses: those whose values would give what was received.
+        rest = of(advantages=0 * own)
+        up, down = of(advantages=0 * own + 1) - rest, rest - of(advantages=0 * own - 1)
+        first = batch.advantages_BT.gather(1, batch.mask_BT.long().argmax(dim=1, keepdim=True)).double()
+        alike = ((batch.advantages_BT == first) | ~batch.mask_BT).all(dim=1, keepdim=True)
+        given = torch.where(alike, first, torch.where(batch.mask_BT, batch.advantages_BT, 0.0))
+        for scale in {1.0, float((self.received_NT[mask] / self.wanted_NT[mask]).abs().nanmedian().nan_to_num(1.0))}:
+            value = self.received_NT / (scale or 1.0) - rest
+            unit = torch.where(value > 0, up, down)
+            implied = torch.where((unit != 0) & mask & ~self.ignored_NT, value / unit, torch.nan)
+            chosen_N = fitting_rows(implied, given, self.rows_N, max(1e-3, 2 * self.precision))
+            moved, all_rows = int((chosen_N != self.rows_N).sum()), len(self.rows_N)
+            before, after = (given.sum(dim=1)[rows_N].sort().values for rows_N in (self.rows_N, chosen_N))
+            bits = WHOLE + NUMBER * moved
+            if moved > 1 and torch.allclose(before, after, rtol=1e-3):  # as many of each value as before
+                bits = 0.8 * math.log2(math.comb(all_rows, moved))
+            if moved:
+                what = f"{moved} of {all_rows} responses have the advantages of another one"
+                yield bits, "swapped", what, of(advantages=torch.where(mask, given[chosen_N], 0.0))
+
+    def _tell(self, name: str, what: str, value_NT: Any, factor_N1: Any, by: str | None, kinds: dict[str, Any]) -> None:
+        """The lines of an explanation."""
+        if name:
+            left_NT = torch.stack(list(kinds.values())).any(dim=0)
+            self.add(name, what, self.off(value_NT, self.wanted_NT) & ~left_NT)
+        at_NT = self.mask_NT & (self.received_NT != 0) & (factor_N1.log().abs() > self.precision)
+        if by is not None and at_NT.any():
+            low, high = (float(each) for each in factor_N1[at_NT.any(dim=1)].aminmax())
+            small = by == "response" and max(-math.log(low), math.log(high)) < ROUNDED
+            called = {"": "", "optimiser step": "", "response": " by response"}.get(by, " by micro-batch")
+            what = f"tokens received {f'{low:.4g} to ' if high / low > 1.0001 else ''}{high:.4g} times what they should"
+            place = f"constant in each {by}" if by else ""
+            given = {"size": high if high > 1 else low, "factor_NT": factor_N1.expand_as(at_NT)}
+            self.add("rounded" if small else f"scaled{called}", what, at_NT, place=place, **given)
+        for kind, what in {
+            "lost": "tokens with an advantage that no clip takes received nothing",
+            "outside": "tokens outside the mask train",
+            "unclipped": "tokens received a gradient that the clip should take",
+            "sign": "tokens have the reversed sign",
+            "rounded": f"tokens are off by at most {ROUNDED:.2%}",
+        }.items():
+            self.add(kind, what, kinds[kind], place=self.place(kinds[kind], value_NT))
+        if (at_NT := kinds[""]).any():
+            value, got = value_NT[at_NT], (self.received_NT / factor_N1)[at_NT]
+            added, times = got - value, (got / value)[value != 0]
+            apart = [float(each.std() / each.mean().abs()) if len(each) > 3 else 0.0 for each in (added, times)]
+            kind = "extra" if (self.t.advantages[at_NT] == 0).any() or apart[0] < apart[1] else "unexplained"
+            what = f"tokens received {added.min():+.3g} to {added.max():+.3g} beside what they should"
+            self.add(kind, what, at_NT, place=self.place(at_NT, value_NT))
+
+    def place(self, at_NT: torch.Tensor, value_NT: torch.Tensor) -> str:
+        """Which tokens they are among those that train, where a description fits all of them and no other."""
+        others_NT = self.mask_NT & (value_NT != 0) & ~at_NT
+        order_NT, position_NT = self.mask_NT.cumsum(dim=1), torch.arange(1, at_NT.shape[1] + 1).expand_as(at_NT)
+        for what, values in {
+            "the first of their response": order_NT == 1,
+            "the last of their response": order_NT == order_NT[:, -1:],
+            "those with a positive advantage": self.t.advantages > 0,
+            "those with a negative advantage": self.t.advantages < 0,
+            "those from token {:.0f} on": position_NT,
+            "those up to token {:.0f}": -position_NT,
+        }.items():
+            if at_NT.any() and others_NT.any() and values[at_NT].min() > values[others_NT].max():
+                return what.format(abs(int(values[at_NT].min())))
+        return ""
 
 
-def _distance(tokens: Tokens, old_NT: torch.Tensor, part: slice = slice(None)) -> float:
-    """Mean distance of the ratio from 1."""
-    ratio_NT = (tokens.log_probs - old_NT).clamp(-20, 20).exp()
-    return float((ratio_NT - 1).abs()[:, part][tokens.mask[:, part]].clamp(max=10).mean().nan_to_num(math.inf))
+def fitting_rows(wanted_NT: torch.Tensor, given_BT: torch.Tensor, own_N: torch.Tensor, near: float) -> torch.Tensor:
+    """For each response the one whose values fit best at 64 of its tokens, its own where that fits as well."""
+    missing_NT = ~wanted_NT.isfinite()
+    rank_NK = torch.arange(64) * (~missing_NT).sum(dim=1, keepdim=True).clamp(min=1) // 64
+    place_NK = missing_NT.to(torch.uint8).argsort(dim=1, stable=True).gather(1, rank_NK)
+    wanted_NK = wanted_NT.gather(1, place_NK)
+    fits_BN = ((given_BT[:, place_NK] - wanted_NK).abs() <= near * wanted_NK.abs() + 1e-12).sum(dim=2)
+    most = fits_BN.max(dim=0)
+    return torch.where(fits_BN[own_N, torch.arange(len(own_N))] < most.values, most.indices, own_N)
 
 
-def _filled(advantages_BT: torch.Tensor, mask_BT: torch.Tensor) -> torch.Tensor:
-    """Advantages; beside its mask those of a response that has one alone, NaN for others."""
-    first_B1 = advantages_BT.gather(1, mask_BT.long().argmax(dim=1, keepdim=True))
-    uniform_B1 = ((advantages_BT == first_B1) | ~mask_BT).all(dim=1, keepdim=True)
-    return torch.where(uniform_B1, first_B1, torch.where(mask_BT, advantages_BT, torch.nan))
+def roll(values_NT: torch.Tensor, by: int) -> torch.Tensor:
+    """Each token has the value of the one ``by`` before it; 0 comes in at the end."""
+    moved_NT = values_NT.roll(by, 1)
+    moved_NT[:, 0 if by > 0 else -1] = 0
+    return moved_NT

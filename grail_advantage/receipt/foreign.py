@@ -1,7 +1,7 @@
 """Files and texts that others wrote: one way to read such a file, and one to print such a text.
 
-A file costs at most itself: what is no plain file, is too large or holds no JSON raises, and nothing waits for a pipe. In a
-text, what would act on a terminal or hide in a page becomes visible. It is here as the receipt is a wheel of its own too.
+What is no plain file, is too large or holds no JSON raises, and nothing waits for a pipe. In a text, what would act on
+a terminal or hide in a page becomes visible. It is here as the receipt is a wheel of its own too.
 """
 
 from __future__ import annotations
@@ -17,20 +17,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, TextIO
 
-LARGEST = 2**31
-"""Bytes of a file of lines at most."""
-LARGEST_JSON = 2**26
-"""Bytes of one JSON value, whose objects take many times as much, at most."""
+LARGEST, LARGEST_JSON = 2**31, 2**26
+"""Bytes of a file of lines, and of one JSON value, whose objects take many times as much, at most."""
 _DECODER = json.JSONDecoder(parse_int=lambda digits: int(digits) if len(digits) < 309 else float(digits))
 _HIDDEN = ("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp")
-"""Unicode categories of controls (terminal escapes, NUL), formats (direction marks, zero width), halves of surrogate pairs, and
-characters that nobody has assigned."""
+"""Unicode categories of controls, formats, halves of surrogate pairs, and characters that nobody has assigned."""
 _SUSPECT = re.compile(r"[^\x20-\x7e\u00a1-\u00ac\u00ae-\u02ff\u0370-\u0377]")
 """Everything outside the plain text that needs no second look."""
 LINE_BREAK = "\u21b5"
-
-
-# -------------------------------------------------------------------------------------------------------------------- files
 
 
 def plain_file(path: Path, most: float = math.inf) -> Path:
@@ -49,12 +43,12 @@ def plain_file(path: Path, most: float = math.inf) -> Path:
 
 
 def open_plain(path: Path, most: float = math.inf) -> BinaryIO:
-    """A :func:`plain_file`, open for reading, which never waits: the log of the kernel, plain to ``stat``, is an empty one."""
+    """A :func:`plain_file`, open for reading, which never waits; the log of the kernel is an empty one."""
     return open(plain_file(path, most), "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))
 
 
 def read_bytes(path: Path, most: int = LARGEST) -> bytes:
-    """The content of a plain file (:func:`open_plain`); of one that grows meanwhile what was there."""
+    """The content of a plain file; of one that grows meanwhile what was there."""
     with open_plain(path, most) as file:
         return file.read(os.fstat(file.fileno()).st_size)
 
@@ -85,15 +79,10 @@ def why(error: Exception) -> str:
     return " ".join(text.split())[:200]
 
 
-# -------------------------------------------------------------------------------------------------------------------- texts
-
-
 def visible(text: str, *, breaks: bool = True) -> str:
-    """The text with its invisible characters spelt out: control pictures (``\u2400`` for NUL), ``<U+202E>`` for the others.
+    """The text with its invisible characters spelt out: control pictures (``\u2400`` for NUL), or ``<U+202E>``.
 
-    Args:
-        text: anything a model may write, half surrogate pairs included.
-        breaks: a line break becomes ``\u21b5`` and a line break; otherwise ``\u21b5`` alone.
+    A line break becomes ``\u21b5``, and a line break behind it where ``breaks`` is set.
     """
 
     def spell(match: re.Match[str]) -> str:

@@ -7,7 +7,6 @@ Shape suffixes: b responses of a micro-batch, T response tokens.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,19 +19,13 @@ from torch.utils.hooks import RemovableHandle
 class Piece:
     """A micro-batch of an optimiser step, on one rank."""
 
-    rows_b: torch.Tensor
-    """(b,) int64: which responses of the rollout batch it holds, by their places there."""
-    log_probs_bT: torch.Tensor
-    """As they went into the loss, detached. T as in :class:`Batch`: narrower ones are padded with :meth:`padded`."""
-    gradient_bT: torch.Tensor
-    """dL / d log pi(token), as the backward gave it (before any mean over ranks). 0 where there was none."""
-    update: int = 0
-    """The optimiser step, from 0 over all epochs of the rollout batch."""
+    rows_b: torch.Tensor  # (b,) int64: which responses of the rollout batch it holds, by their places there
+    log_probs_bT: torch.Tensor  # as they went into the loss, detached; T as in Batch, narrower ones are padded()
+    gradient_bT: torch.Tensor  # dL / d log pi(token), as the backward gave it (before any mean over ranks)
+    update: int = 0  # the optimiser step, from 0 over all epochs of the rollout batch
     rank: int = 0
-    outside_b: torch.Tensor | None = None
-    """(b,) the largest |g| at positions that T does not hold (prompt, padding); ``None`` where it was not looked at."""
-    width: int | None = None
-    """Tokens that the padded micro-batch was wide in the loss; ``None``: T."""
+    outside_b: torch.Tensor | None = None  # (b,) largest |g| at positions that T does not hold (prompt, padding)
+    width: int | None = None  # tokens that the padded micro-batch was wide in the loss; None: T
 
     def padded(self, width: int) -> Piece:
         """The piece with T = ``width``, zeros after its own."""
@@ -42,13 +35,14 @@ class Piece:
 
 
 class Gradient:
-    """The gradient of one tensor of log-probabilities, of any shape, by a hook that is put on it before the loss reads it."""
+    """The gradient of one tensor of log-probabilities, of any shape, by a hook that is put on before the loss reads it.
+
+    ``values`` is ``None`` before the backward, and without one (in evaluation); the sum of what several backwards gave.
+    """
 
     def __init__(self, log_probs: torch.Tensor) -> None:
         self.log_probs = log_probs.detach()
-        """What went into the loss."""
         self.values: torch.Tensor | None = None
-        """``None`` before the backward, and without one (in evaluation); the sum of what several backwards gave."""
         self._hook: RemovableHandle | None = log_probs.register_hook(self._add) if log_probs.requires_grad else None
 
     def close(self) -> None:
@@ -74,23 +68,18 @@ class Watch:
         for gradient, *_ in self._read:
             gradient.close()
 
-    def read(
-        self, log_probs_bT: torch.Tensor, rows_b: Sequence[int] | torch.Tensor, *, rank: int = 0, scale: float = 1.0
-    ) -> None:
+    def read(self, log_probs_bT: torch.Tensor, rows_b: Any, *, rank: int = 0, scale: float = 1.0) -> None:
         """Read the gradient of a micro-batch. Call it before the loss, with the tensor that goes into the loss.
 
         Args:
             log_probs_bT: (b, T) of the sampled tokens.
-            rows_b: places of its responses in the rollout batch of all ranks.
+            rows_b: places of its responses in the rollout batch of all ranks; integers, a tensor or a list.
             rank: the data-parallel rank.
-            scale: what the loss is multiplied by before the backward and divided by before the step (AMP's loss scale).
+            scale: AMP's loss scale: of the loss before the backward, divided out before the step.
         """
-        rows_b = torch.as_tensor(rows_b)
-        if log_probs_bT.ndim != 2 or log_probs_bT.shape[0] != len(rows_b):
-            raise ValueError(
-                f"log-probabilities of shape {tuple(log_probs_bT.shape)} for {len(rows_b)} rows: give read() one row of them "
-                "for each response"
-            )
+        rows_b, shape = torch.as_tensor(rows_b), tuple(log_probs_bT.shape)
+        if len(shape) != 2 or shape[0] != len(rows_b):
+            raise ValueError(f"log_probs_bT has shape {shape} for {len(rows_b)} rows: give one row for each response")
         self._read.append((Gradient(log_probs_bT), rows_b, self._update, rank, scale))
 
     def step(self) -> None:
@@ -106,19 +95,5 @@ class Watch:
             result.append(Piece(rows_b, each.log_probs, gradient_bT, update, rank))
         return result
 
-    def gather(self) -> list[Piece]:
-        """The pieces of all ranks, on each of them: a collective where ``torch.distributed`` runs."""
-        own = [
-            replace(p, **{n: v.cpu() for n, v in vars(p).items() if isinstance(v, torch.Tensor)}) for p in self.pieces
-        ]
-        distributed = torch.distributed
-        if not (distributed.is_available() and distributed.is_initialized()):
-            return own
-        parts: list[Any] = [None] * distributed.get_world_size()
-        distributed.all_gather_object(parts, own)
-        return [piece for part in parts for piece in part]
 
-
-def watch() -> Watch:
-    """A context that reads the gradients of a loop of one's own; ten lines in docs/receipt.md."""
-    return Watch()
+watch = Watch

@@ -1,248 +1,166 @@
-"""The receipts of a run put together, in sentences and as a command; they are read from JSON, a line a receipt, which
-:func:`write` writes.
+"""The receipts of a run put together, as a table and as a command, over records: a receipt as one JSON object.
 
-A record of such a line has ``step`` and ``update`` (of the training step), ``loss``, ``findings`` (:meth:`.Finding.to_dict`),
-``updates`` (optimiser steps), ``tokens``, ``clipped`` and ``seen_from``; the last two may be null.
+A record has ``step`` and ``update`` (of the training step), ``loss``, ``findings`` (:meth:`.Finding.to_dict`),
+``updates`` (optimiser steps), ``tokens``, and where known ``clipped``, ``seen_from``, ``responses`` (seen, of all).
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import pairwise
+from operator import index
 from pathlib import Path
 from typing import Any
 
-from .check import Finding, Receipt, number
+from .check import Finding, Receipt
 from .foreign import complain, numbered_lines, read_json, say, why
 
 NOTHING = 2
 """Exit status where there is nothing to read."""
-_STEPS = 12
-"""Lines of the table at most."""
 Record = Mapping[str, Any]
-Read = Callable[[Path, list[str]], Sequence[Record]]
-"""Records of a path; what cannot be read is added to the list."""
+Rollout = Callable[[int, int, str], str | None]
+"""Name of a response on the report's page, by step, update and key."""
 
 
-# ------------------------------------------------------------------------------------------------------------------ a run
-
-
-@dataclass(frozen=True)
-class RunFinding:
-    """A finding, over a run."""
-
-    first: Finding
-    """The finding of the first receipt that has it."""
-    step: int
-    update: int
-    """Of the first receipt."""
-    count: int
-    """Receipts that have one of its name."""
-    tokens: int
-    """Tokens with this fault in all these receipts."""
-
-
-@dataclass(frozen=True)
-class RunReceipt:
-    """The receipts of a run, put together."""
-
-    receipts: int
-    steps: int
-    """Optimiser steps in them."""
-    tokens: int
-    """Tokens that trained in them."""
-    clipped: float | None
-    """Mean share of clipping."""
-    losses: Sequence[str]
-    findings: Sequence[RunFinding]
-    """Mismatches first, then notes; those that cover most tokens first."""
-    seen_from: float | None
-    """As in the least precise receipt."""
-
-    @property
-    def mismatches(self) -> int:
-        return sum(finding.first.mismatch for finding in self.findings)
-
-
-def run_receipt(records: Sequence[Record]) -> RunReceipt:
-    """The receipts of a run from their records."""
-    known: dict[tuple[bool, str], RunFinding] = {}
+def run_receipt(records: Sequence[Record], rollout: Rollout = lambda step, update, key: None) -> dict[str, Any]:
+    """The receipts of a run, put together, for JSON; tokens and optimiser steps are counted from 1, as on the page."""
+    known: dict[tuple[bool, str], dict[str, Any]] = {}
     for record in records:
-        own: dict[tuple[bool, str], list[Finding]] = {}
+        at = f"step {record['step']}" + (f", update {record['update']}" if record["update"] else "")
         for finding in map(Finding.from_dict, record["findings"]):
-            own.setdefault((finding.mismatch, finding.name), []).append(finding)
-        for name, findings in own.items():
-            first = known.setdefault(name, RunFinding(findings[0], record["step"], record["update"], 0, 0))
-            tokens = first.tokens + sum(finding.tokens for finding in findings)
-            known[name] = replace(first, count=first.count + 1, tokens=tokens)
-    clipped = [(record["clipped"], record["tokens"]) for record in records if record.get("clipped") is not None]
-    weight = sum(tokens for _, tokens in clipped)
-    return RunReceipt(
-        receipts=len(records),
-        steps=sum(record["updates"] for record in records),
-        tokens=sum(record["tokens"] for record in records),
-        clipped=sum(share * tokens for share, tokens in clipped) / weight if weight else None,
-        losses=sorted({record["loss"] for record in records if record["loss"]}),
-        findings=sorted(known.values(), key=lambda one: (not one.first.mismatch, -one.tokens, one.first.name)),
-        seen_from=max((record["seen_from"] for record in records if record.get("seen_from")), default=None),
-    )
-
-
-# --------------------------------------------------------------------------------------------------------------- in sentences
-
-
-def summary(receipt: RunReceipt) -> str:
-    """What arrived, in two sentences."""
-    of = f"{receipt.tokens:,} tokens in {_count(receipt.steps, 'optimiser step')}"
-    loss = f" ({', '.join(receipt.losses)})" if receipt.losses else ""
-    clipped = "" if receipt.clipped is None else f" {100 * receipt.clipped:.3g} % of them were clipped."
-    count = receipt.mismatches
-    if count:
-        verb = "does" if count == 1 else "do"
-        return f"{_count(count, 'thing')} in what arrived {verb} not fit the loss{loss}, over {of}.{clipped}"
-    return f"Every token received what the loss says{loss}, over {of}.{clipped}"
-
-
-def unseen(receipt: RunReceipt) -> str:
-    """What such a receipt cannot see."""
-    factor = "a factor near 1" if receipt.seen_from is None else f"a factor between 1 and {receipt.seen_from:.5g}"
-    return (
-        "Measured: the gradient of the loss with respect to each sampled token's log-probability. Not seen: responses that "
-        "were not recorded (a token dump has 64 a step by default), an entropy bonus and auxiliary losses that bypass it, "
-        f"gradients of an earlier step (a forgotten zero_grad), {factor}."
-    )
-
-
-def finding_texts(finding: RunFinding) -> dict[str, Any]:
-    """A finding's sentences. Tokens, optimiser steps and epochs are counted from 1, as on the page."""
-    first = finding.first
-    at = f"step {finding.step}" + (f", update {finding.update}" if finding.update else "")
-    more = "" if finding.count == 1 else f", and {_count(finding.count - 1, 'more receipt')}"
+            key, first = (not finding.mismatch, finding.name), finding.to_dict() | {"tokens": 0, "at": {at: None}}
+            first |= {"step": record["step"], "update": record["update"], "where": f"{at}: {finding.where}"}
+            told = known.setdefault(key, first)
+            told["at"][at], told["tokens"] = None, told["tokens"] + finding.tokens
+    for told in known.values():
+        told["receipts"] = len(told.pop("at"))
+        told["where"] += f", and {told['receipts'] - 1} more receipts" * (told["receipts"] > 1)
+        told["examples"] = [_example(told, rollout, *example) for example in told["examples"]]
+    shares = [(each["clipped"], each["tokens"]) for each in records if each.get("clipped") is not None]
+    seen, total = [each["responses"] for each in records if each.get("responses")], sum(of for _, of in shares)
     return {
-        "mismatch": first.mismatch,
-        "name": first.name,
-        "what": first.what,
-        "where": f"{at}: {first.where}{more}",
-        "tokens": finding.tokens,
-        "receipts": finding.count,
-        "step": finding.step,
-        "update": finding.update,
-        "examples": [_example(*example) for example in first.examples[:3]],
-        "causes": first.causes,
+        "receipts": len(records),
+        "steps": sum(record["updates"] for record in records),
+        "tokens": sum(record["tokens"] for record in records),
+        "responses": [sum(each) for each in zip(*seen, strict=True)],
+        "clipped": sum(share * of for share, of in shares) / total if total else None,
+        "losses": sorted({record["loss"] for record in records if record["loss"]}),
+        "seen_from": max((record["seen_from"] for record in records if record.get("seen_from")), default=None),
+        "findings": [known[key] for key in sorted(known, key=lambda key: (key[0], -known[key]["tokens"], key[1]))],
     }
 
 
-def _example(response: Any, token: int, intended: float | None, received: float | None) -> dict[str, Any]:
-    values = [value + 0.0 if isinstance(value, int | float) else None for value in (intended, received)]  # no -0.0
-    text = f"response {response}, token {token + 1}: intended {_number(values[0])}, received {_number(values[1])}"
-    return {"text": text, "response": response, "token": token + 1, "intended": values[0], "received": values[1]}
+def _example(told: Record, rollout: Rollout, response: Any, token: int, *values: float | None) -> dict[str, Any]:
+    intended, received = (None if value is None else value + 0.0 for value in values)  # no -0.0
+    shown = ("nothing" if value is None else f"{value:+.4g}" if value else "0" for value in (intended, received))
+    example = {"response": response, "token": token + 1, "intended": intended, "received": received}
+    example["text"] = "response {}, token {}: intended {}, received {}".format(response, token + 1, *shown)
+    name = rollout(told["step"], told["update"], response)
+    return example | ({} if name is None else {"link": f"#overlay=received&rollout={name}&token={token}"})
 
 
-def _number(value: float | None) -> str:
-    return "nothing" if value is None else number(value)
+def summary(run: Record) -> str:
+    """What arrived, in two sentences."""
+    count = sum(finding["mismatch"] for finding in run["findings"])
+    loss = f" ({', '.join(run['losses'])})" if run["losses"] else ""
+    fits = f"{count} thing{'s'[: count > 1]} in what arrived {('does', 'do')[count > 1]} not fit the loss{loss}"
+    if not count:
+        fits = f"Every token received what the loss says{loss}"
+        if any(finding["name"] == "unknown loss" for finding in run["findings"]):
+            fits = (
+                f"The loss{loss} has no formula here and no value was compared; which tokens and responses train fits"
+            )
+    seen = " of {:,} of {:,} responses".format(*run["responses"]) if run["responses"] else ""
+    over = f"over {run['tokens']:,} tokens{seen} in {run['steps']:,} optimiser step{'s'[: run['steps'] != 1]}."
+    return f"{fits}, {over}" + (
+        "" if run["clipped"] is None else f" {100 * run['clipped']:.3g} % of them were clipped."
+    )
 
 
-def _count(many: int, what: str) -> str:
-    return f"{many:,} {what}{'' if many == 1 else 's'}"
+def unseen(run: Record) -> str:
+    """What such a receipt cannot see."""
+    factor = f"between 1 and {run['seen_from']:.5g}" if run["seen_from"] else "near 1"
+    return (
+        "Measured: the gradient of the loss with respect to each sampled token's log-probability. Not seen: other "
+        "responses (a token dump has 64 a step by default), an entropy bonus and auxiliary losses that bypass it, "
+        f"gradients of an earlier step (a forgotten zero_grad), a factor {factor}."
+    )
 
 
-# ---------------------------------------------------------------------------------------------------------------- the command
+def page(title: object, run: Record) -> Iterator[str]:
+    """The lines of a terminal."""
+    yield from (f"Receipt of {title}", summary(run))
+    if run["findings"]:
+        yield ""
+        yield f"{'received / intended':>20} {'tokens':>10} {'of what differs':>16}"
+    also = ""
+    for told in run["findings"]:
+        low, high = (told[name] for name in ("low", "high"))
+        times = "" if low is None else f"{low:.4g}" if f"{low:.3g}" == f"{high:.3g}" else f"{low:.4g} to {high:.4g}"
+        share = "" if told["explains"] is None else f"{told['explains']:.0%}"
+        name = f"{'MISMATCH' if told['mismatch'] else 'note'}: {told['name']}. {told['what']}"
+        yield f"{times:>20} {told['tokens']:>10,} {share:>16}  {name}"
+        yield f"      {told['where']}"
+        for one in told["examples"]:
+            yield f"      such as {one['text']}" + (f" (report.html{one['link']})" if "link" in one else "")
+        yield from [f"      also tried, and what each explains alone: {told['also']}"] * (
+            told["also"] not in ("", also)
+        )
+        also = told["also"]
+        yield from [f"      usual causes: {told['causes']}"] * bool(told["causes"])
+    yield from ["", unseen(run)]
 
 
 def write(path: Path | str, receipt: Receipt, loss: str, step: int, update: int = 0) -> None:
     """Add a receipt to a file of JSON lines, which the command reads."""
-    trained_BT = receipt.received_BT.isfinite() & (receipt.expected_UBT.nansum(dim=0) != 0)
-    clipped = receipt.clipped_BT[trained_BT]
-    record = {
-        "step": step,
-        "update": update,
-        "loss": loss,
-        "findings": [finding.to_dict() for finding in receipt.findings],
-        "updates": len(receipt.received_UBT),
-        "tokens": int(trained_BT.sum()),
-        "clipped": float(clipped.mean()) if len(clipped) and clipped.isfinite().all() else None,
-        "seen_from": receipt.seen_from,
-    }
+    record = {"step": step, "update": update, "loss": loss, "findings": [each.to_dict() for each in receipt.findings]}
+    record |= {"updates": len(receipt.received_UBT), "tokens": receipt.tokens, "clipped": receipt.clipped}
+    record |= {"seen_from": receipt.seen_from, "responses": receipt.responses}
     with Path(path).open("a", encoding="utf-8") as file:
         file.write(json.dumps(record) + "\n")
 
 
 def read(path: Path, problems: list[str]) -> list[Record]:
-    """The records of such a file."""
-    records: list[Record] = []
-    unread = []
+    """The records of such a file; what cannot be read is added to ``problems``."""
+    records, unread = [], []
     try:
         for place, line in numbered_lines(path):
             try:
                 record = read_json(line)
-                _check_record(record)
+                [index(record[name]) for name in ("step", "update", "updates", "tokens")]  # whole numbers
+                list(page(path, run_receipt([record])))
+                records.append(record)
             except (ValueError, TypeError, LookupError, AttributeError, OverflowError):
                 unread.append(place)
-            else:
-                records.append(record)
     except (OSError, ValueError) as error:
         problems.append(f"{path}: cannot be read: {why(error)}")
-    if unread:
-        problems.append(f"{path}:{unread[0]}: is no receipt; {len(unread)} such lines are left out")
+    problems += [f"{path}:{unread[0]}: is no receipt; {len(unread)} such lines are left out"] if unread else []
     return records
-
-
-def _check_record(record: Record) -> None:
-    """Raises an error of values that are none of a receipt."""
-    counts = [record[name] for name in ("step", "update", "updates", "tokens")]
-    sizes = [record.get(name) for name in ("clipped", "seen_from")]
-    if not (
-        all(type(count) is int and abs(count) < 2**63 for count in counts)
-        and all(size is None or (type(size) in (int, float) and math.isfinite(size)) for size in sizes)
-        and isinstance(record["loss"], str)
-    ):
-        raise TypeError
-    for finding in map(Finding.from_dict, record["findings"]):
-        texts = (finding.name, finding.where, finding.what, finding.causes)
-        keys = all(isinstance(example[0], str | int) for example in finding.examples)
-        if not (keys and all(isinstance(text, str) for text in texts) and type(finding.tokens) is int):
-            raise TypeError
-    for of_run in run_receipt([record]).findings:
-        finding_texts(of_run)
 
 
 def main(
     argv: list[str] | None = None,
     *,
-    read: Read = read,
+    read: Callable[[Path, list[str]], Sequence[Record]] = read,
     called: str = "a file of JSON lines from write()",
     remedy: Callable[[Path], str] = lambda path: "write() adds one",
-    rollout: Callable[[int, int, str], str | None] = lambda step, update, key: None,
+    rollout: Rollout = lambda step, update, key: None,
 ) -> int:
-    """Print one page.
-
-    Args:
-        argv: the command's arguments.
-        read: gives the records of the path.
-        called: the path, in the help.
-        remedy: where it holds no receipt.
-        rollout: name of a response on a report page, by step, update and key.
+    """Print the page of a path, which is ``called`` so in the help and has a ``remedy`` where it holds no receipt.
 
     Returns:
         1 where a finding is as severe as ``--fail-on`` says, 2 where there is nothing to read, 0 otherwise.
     """
     parser = argparse.ArgumentParser(
         prog=f"python -m {__package__}",
-        description="What each token of a run received, beside what was intended. Ends with 1 where something does not fit the "
-        "loss, with 2 where there is nothing to read.",
+        description="What each token of a run received, beside what was intended. Ends with 1 where something does not "
+        "fit the loss, with 2 where there is nothing to read.",
     )
     parser.add_argument("run", type=Path, help=called)
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of the page")
-    parser.add_argument(
-        "--fail-on",
-        choices=("mismatch", "note", "nothing"),
-        default="mismatch",
-        help="end with 1 on a mismatch (default), on a note too, or never",
-    )
+    severities, what = ("mismatch", "note", "nothing"), "end with 1 on a mismatch (default), on a note too, or never"
+    parser.add_argument("--fail-on", choices=severities, default="mismatch", help=what)
     options = parser.parse_args(argv)
     problems: list[str] = []
     records = read(options.run, problems)
@@ -251,48 +169,10 @@ def main(
         if not problems:
             complain("receipt", f"{options.run} holds no receipt: {remedy(options.run)}")
         return NOTHING
-    receipt = run_receipt(records)
-    findings = [linked(texts, rollout) for texts in map(finding_texts, receipt.findings)]
+    run = run_receipt(records, rollout)
     if options.json:
-        whole = {"summary": summary(receipt), "unseen": unseen(receipt), "findings": findings}
-        counts = {
-            name: getattr(receipt, name) for name in ("receipts", "steps", "tokens", "clipped", "losses", "seen_from")
-        }
-        print(json.dumps({**whole, **counts}, indent=1))
+        print(json.dumps({"summary": summary(run), "unseen": unseen(run), **run}, indent=1))
     else:
-        say(*_page(options.run, records, receipt, findings))
-    severe = {"mismatch": receipt.mismatches, "note": len(receipt.findings), "nothing": 0}[options.fail_on]
-    return 1 if severe else NOTHING if problems else 0
-
-
-def linked(texts: dict[str, Any], rollout: Callable[[int, int, str], str | None]) -> dict[str, Any]:
-    """A finding's sentences with the address of each example's token on a report page, where it is there."""
-    for example in texts["examples"]:
-        name = rollout(texts["step"], texts["update"], example["response"])
-        if name is not None:
-            example["link"] = f"#overlay=received&rollout={name}&token={example['token'] - 1}"
-    return texts
-
-
-def _page(path: Path, records: Sequence[Record], receipt: RunReceipt, findings: Sequence[Record]) -> Iterator[str]:
-    yield f"Receipt of {path}"
-    yield summary(receipt)
-    for texts in findings:
-        yield ""
-        yield f"{'MISMATCH' if texts['mismatch'] else 'note'}: {texts['name']}. {texts['what']}"
-        yield f"  where: {texts['where']}"
-        for example in texts["examples"]:
-            yield f"  such as {example['text']}" + (f" (report.html{example['link']})" if "link" in example else "")
-        if texts["causes"]:
-            yield f"  usual causes: {texts['causes']}"
-    yield ""
-    yield f"{'step':>8} {'steps':>8} {'tokens':>12} {'clipped':>9}  findings"
-    parts = min(_STEPS, len(records))
-    edges = [round(part * len(records) / parts) for part in range(parts + 1)]
-    for start, end in pairwise(edges):
-        part = run_receipt(records[start:end])
-        clipped = "" if part.clipped is None else f"{part.clipped:.2%}"
-        names = ", ".join(finding.first.name for finding in part.findings) or "none"
-        yield f"{records[start]['step']:>8} {part.steps:>8} {part.tokens:>12,} {clipped:>9}  {names}"
-    yield ""
-    yield unseen(receipt)
+        say(*page(options.run, run))
+    severe = {"mismatch": any(each["mismatch"] for each in run["findings"]), "note": bool(run["findings"])}
+    return 1 if severe.get(options.fail_on) else NOTHING if problems else 0

@@ -312,7 +312,9 @@ class GenerationDump(TrainerCallback):
         receipt = check(Batch(columns.pop("advantages_BT"), mask, **columns, **counts, keys=keys), loss, pieces)
         rows = of.chosen
         by_response = {name: getattr(receipt, name)[rows] for name in ("received_BT", "clipped_BT")}
-        by_response |= {name: getattr(receipt, name)[:, rows] for name in ("received_UBT", "expected_UBT")}
+        by_response |= {
+            name: getattr(receipt, name)[:, rows] for name in ("received_UBT", "expected_UBT", "clipped_UBT")
+        }
         written = [keys[row] for row in rows], [lengths[row] for row in rows], mask[rows]
         self._dump.write_received(of.step, of.update, *written, replace(receipt, **by_response), loss.name)
 

@@ -25,7 +25,7 @@ from verl.utils import tensordict_utils as tu
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
 from grail_advantage.data import OLD_LOG_PROBS
-from grail_advantage.receipt import Batch, Layout, Loss, Piece, Receipt, check, verl_loss
+from grail_advantage.receipt import Batch, Loss, Piece, Receipt, check, verl_loss
 from grail_advantage.receipt.measure import Gradient
 from grail_advantage.verl_ext.exchange import PLACES, WATCHED
 from grail_advantage.verl_ext.settings import ACTOR, Settings
@@ -254,7 +254,7 @@ def receipt_of(
         loss = replace(loss, account=None)  # which tokens it penalises follows from all responses of a micro-batch
     if not pieces:
         nothing_UBT = torch.full((updates, *written.mask_BT.shape), torch.nan)
-        return Receipt(nothing_UBT[0], nothing_UBT[0], nothing_UBT, nothing_UBT, ())
+        return Receipt(nothing_UBT[0], nothing_UBT[0], *[nothing_UBT] * 3, ())
     receipt = check(
         Batch(
             advantages_BT=written.advantages_BT,
@@ -268,9 +268,7 @@ def receipt_of(
             ranks=len(of_ranks),
             on_policy=on_policy,
             keys=written.keys,
-            layout=Layout(
-                totals_U2=torch.tensor([[sum(tokens[p] for p in of_step), len(of_step)] for of_step in places])
-            ),
+            totals_U2=torch.tensor([[sum(tokens[p] for p in of_step), len(of_step)] for of_step in places]),
         ),
         loss,
         pieces,
@@ -280,6 +278,7 @@ def receipt_of(
         received_BT=torch.where(sent_BT, receipt.received_BT, torch.nan),
         clipped_BT=torch.where(sent_BT, receipt.clipped_BT, torch.nan),
         received_UBT=torch.where(sent_BT, receipt.received_UBT, torch.nan),
+        clipped_UBT=torch.where(sent_BT, receipt.clipped_UBT, torch.nan),
     )
 
 

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
-from grail_advantage.receipt import Batch, Piece
+from grail_advantage.receipt import Batch, Loss, Piece, Receipt, check
 
 RESPONSES, TOKENS = 8, 12
+CLIP = {"low": 0.2, "high": 0.2}
+TOKEN_MEAN = Loss("ppo", "clip", "token-mean", options=CLIP)
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """What a loss gets, (b, T)."""
+    """What a loss gets, (b, T); a fault changes it."""
 
     rows: torch.Tensor
     log_probs: torch.Tensor
@@ -27,6 +30,16 @@ class MicroBatch:
     """All responses of the optimiser step."""
     count: int
     """Micro-batches of the step on this rank."""
+    rank: int = 0
+    number: int = 0
+    """Among the step's micro-batches."""
+    update: int = 0
+    divisor: Any = None
+    """Of the sum over tokens; a number or (b, 1)."""
+    times: Any = 1.0
+    term: Any = 0.0
+    """Of each token, which are added to its loss."""
+    bounds: tuple[float, float] = (0.8, 1.2)
 
 
 @dataclass
@@ -73,8 +86,7 @@ def rollout(
     lengths = torch.randint(2, tokens + 1, (responses,), generator=generator)
     lengths[0] = tokens
     mask = torch.arange(tokens) < lengths.unsqueeze(1)
-    tool = (torch.rand(shape, generator=generator) < 0.3) & (torch.arange(tokens) > 0)
-    mask &= ~tool
+    mask &= ~((torch.rand(shape, generator=generator) < 0.3) & (torch.arange(tokens) > 0))
     advantages = torch.randn(responses, 1, generator=generator).expand(shape)
     advantages = advantages.sign() if ties else advantages
     if token_advantages:
@@ -84,49 +96,20 @@ def rollout(
     old = -3 * torch.rand(shape, generator=generator) - 0.01
     policy = (old + drift * torch.randn(updates * epochs, *shape, generator=generator)).clamp(max=-0.01)
     policy[0] = old
-
-    def sizes(count: int) -> list[int]:
-        return [2] * (count // 2) if even else _sizes(count, generator)
-
-    plan = plan_of(responses, generator, sizes, epochs=epochs, updates=updates, ranks=ranks)
-    batch = Batch(
-        advantages,
-        mask,
-        old,
-        weights_BT=torch.rand(shape, generator=generator) + 0.5 if weights else None,
-        ref_log_probs_BT=(old + 0.2 * torch.randn(shape, generator=generator)).clamp(max=0.0),
-        updates=updates,
-        epochs=epochs,
-        ranks=ranks,
-    )
-    return Rollout(batch, policy, plan)
-
-
-def plan_of(
-    responses: int,
-    generator: torch.Generator,
-    sizes_of: Callable[[int], list[int]],
-    *,
-    epochs: int,
-    updates: int,
-    ranks: int,
-) -> list[list[tuple[int, torch.Tensor]]]:
-    """Of each optimiser step the micro-batches, as rank and rows; ``sizes_of`` cuts a rank's number of responses."""
     plan: list[list[tuple[int, torch.Tensor]]] = []
     for _ in range(epochs):
         for rows in torch.randperm(responses, generator=generator).chunk(updates):
             step: list[tuple[int, torch.Tensor]] = []
             for rank, share in enumerate(rows.chunk(ranks)):
-                step += [(rank, piece) for piece in share.split(sizes_of(len(share)))]
+                sizes = [2] * (len(share) // 2) if even else []
+                while sum(sizes) < len(share):
+                    size = int(torch.randint(1, 5, (), generator=generator))
+                    sizes.append(min(size, len(share) - sum(sizes)))
+                step += [(rank, piece) for piece in share.split(sizes)]
             plan.append(step)
-    return plan
-
-
-def _sizes(count: int, generator: torch.Generator) -> list[int]:
-    sizes = []
-    while sum(sizes) < count:
-        sizes.append(min(int(torch.randint(1, 5, (), generator=generator)), count - sum(sizes)))
-    return sizes
+    weights_BT = torch.rand(shape, generator=generator) + 0.5 if weights else None
+    ref = (old + 0.2 * torch.randn(shape, generator=generator)).clamp(max=0.0)
+    return Rollout(Batch(advantages, mask, old, weights_BT, ref, None, updates, epochs, ranks), policy, plan)
 
 
 def train(given: Rollout, loss: Callable[[MicroBatch], torch.Tensor]) -> list[Piece]:
@@ -135,12 +118,12 @@ def train(given: Rollout, loss: Callable[[MicroBatch], torch.Tensor]) -> list[Pi
     weights = torch.ones_like(batch.advantages_BT) if batch.weights_BT is None else batch.weights_BT
     for update, step in enumerate(given.plan):
         rows_of_step = torch.cat([rows for _, rows in step])
-        for rank, rows in step:
+        for number, (rank, rows) in enumerate(step):
             log_probs = given.policy_UBT[update, rows].clone().requires_grad_()
             columns = (batch.old_log_probs_BT, batch.advantages_BT, batch.mask_BT, weights, batch.ref_log_probs_BT)
             own = [column[rows] for column in columns if column is not None]
             count = sum(other == rank for other, _ in step)
-            value = loss(MicroBatch(rows, log_probs, *own, rows_of_step, count))
+            value = loss(MicroBatch(rows, log_probs, *own, rows_of_step, count, rank, number, update))
             if value.requires_grad:
                 value.backward()
             gradient = torch.zeros_like(log_probs) if log_probs.grad is None else log_probs.grad
@@ -148,6 +131,29 @@ def train(given: Rollout, loss: Callable[[MicroBatch], torch.Tensor]) -> list[Pi
     return pieces
 
 
-def names(findings: Sequence[object]) -> list[str]:
+def ppo(micro: MicroBatch, divisor: Any, *, clip: bool = True, **changed: Any) -> torch.Tensor:
+    """PPO's clipped loss of a micro-batch, by its formula: over a divisor, with changed fields."""
+    micro = replace(micro, **changed)
+    ratio = (micro.log_probs - micro.old).exp()
+    objective = ratio * micro.advantages
+    if clip:
+        objective = torch.minimum(objective, ratio.clamp(*micro.bounds) * micro.advantages)
+    divisor = divisor if micro.divisor is None else micro.divisor
+    return ((micro.term - objective * micro.weights * micro.times) * micro.mask / divisor).sum()
+
+
+def tokens_of(given: Rollout, micro: MicroBatch) -> torch.Tensor:
+    """Tokens of the whole optimiser step, for the mean over ranks."""
+    return given.batch.mask_BT[micro.update_rows].sum() / given.batch.ranks
+
+
+def receipt_of(
+    given: Rollout, loss: Callable[[MicroBatch], torch.Tensor], declared: Loss = TOKEN_MEAN, **intended: Any
+) -> Receipt:
+    """Of a loop with this loss, held against declared settings and a batch with other ``intended`` values."""
+    return check(replace(given.batch, **intended), declared, train(given, loss))
+
+
+def names(findings: Sequence[Any]) -> list[str]:
     """Of the mismatches."""
-    return [finding.name for finding in findings if finding.mismatch]  # type: ignore[attr-defined]
+    return [finding.name for finding in findings if finding.mismatch]

@@ -198,8 +198,9 @@ def test_numbers_of_what_was_received(tmp_path: Path, opened: Open) -> None:
         "key": ["a_0_0", "a_1_0"],
         "updates": [[0, 1], []],
         "received": [epochs.mean(axis=0), left_out],
-        "clipped": [np.float32([0, 0.5, 0]), left_out],
+        "clipped": [np.float32([0, 0.5, 0.5]), left_out],
         "by_update": [list(epochs), []],
+        "clipped_by_update": [[[0.0, 0.0, 0.0], [0.0, 1.0, 1.0]], []],
     }
     pair = [dump_row([1.0, 2.0, 5.0], key=key, row=row) for row, key in enumerate(received["key"])]
     write_step(tmp_path / "tokens", DumpHeader(step=1, method="grail"), table_of(pair))
@@ -216,6 +217,11 @@ def test_numbers_of_what_was_received(tmp_path: Path, opened: Open) -> None:
         page.locator(".t").nth(0).hover()
         page.locator(".t").nth(2).hover()
         assert readout(page)["Received"] == pytest.approx(wanted, rel=6e-3)
+        # Hatched where this epoch clipped, also where a clipped token received something, as under `cispo`.
+        hatched = [
+            place for place in range(3) if "clipped" in str(page.locator(".t").nth(place).get_attribute("class"))
+        ]
+        assert hatched == ([1, 2] if epoch == "2" else [])
     page = opened(path, link(other, "&overlay=received&token=1"))
     assert "not in the update" in page.locator("#readout").inner_text()
 

@@ -42,9 +42,9 @@ def receipt(*findings: Finding) -> Receipt:
     received_UBT[0, 0, :3], received_UBT[2, 0, :3] = torch.tensor([0.5, -1.0, 2.0]), torch.tensor([0.25, 0.0, 2.0])
     received_UBT[1, 1] = torch.tensor([1.0, 2.0, 3.0, 4.0])
     received_BT = received_UBT.nanmean(dim=0)
-    clipped_BT = torch.where(received_BT.isfinite(), 0.0, torch.nan)
-    clipped_BT[0, 1] = 0.5
-    return Receipt(received_BT, clipped_BT, received_UBT, received_UBT, findings)
+    clipped_UBT = torch.where(received_UBT.isfinite(), 0.0, torch.nan)
+    clipped_UBT[2, 0, 1] = 1.0
+    return Receipt(received_BT, clipped_UBT.nanmean(dim=0), received_UBT, received_UBT, clipped_UBT, findings)
 
 
 def header(step: int = 3, update: int = 0, *findings: Finding, **values: Any) -> ReceivedHeader:
@@ -71,6 +71,7 @@ def test_is_read_beside_the_responses(tmp_path: Path) -> None:
     assert first.received.received_T.tolist() == [0.375, -0.5, 2.0]
     assert first.received.by_update_KT.tolist() == [[0.5, -1.0, 2.0], [0.25, 0.0, 2.0]]
     assert first.received.clipped_T.tolist() == [0.0, 0.5, 0.0]
+    assert first.received.clipped_by_update_KT.tolist() == [[0.0, 0.0, 0.0], [0.0, 1.0, 0.0]]
     assert second.received is not None and second.received.received_T.tolist() == [1.0, 2.0, 3.0, 4.0]
     assert third.received is not None and third.received.updates.tolist() == [] and len(third.received) == 2
     assert np.isnan(third.received.received_T).all() and third.received.by_update_KT.shape == (0, 2)
@@ -113,9 +114,9 @@ def test_findings_of_a_run_are_put_together() -> None:
     lost = replace(SCALED, name="lost", tokens=5)
     headers = [header(1, clipped=0.0, tokens=30), header(2, 0, NOTE, SCALED, clipped=0.2, tokens=10)]
     run = run_receipt([asdict(each) for each in [*headers, header(2, 1, SCALED, lost)]])
-    assert (run.receipts, run.steps, run.tokens, run.mismatches, list(run.losses)) == (3, 12, 47, 2, ["vanilla"])
-    assert run.clipped == pytest.approx((0.2 * 10 + 0.125 * 7) / 47)
-    findings = [(each.first.name, each.step, each.update, each.count, each.tokens) for each in run.findings]
+    assert (run["receipts"], run["steps"], run["tokens"], run["losses"]) == (3, 12, 47, ["vanilla"])
+    assert run["clipped"] == pytest.approx((0.2 * 10 + 0.125 * 7) / 47)
+    findings = [tuple(each[k] for k in ("name", "step", "update", "receipts", "tokens")) for each in run["findings"]]
     assert findings == [("scaled", 2, 0, 2, 6), ("lost", 2, 1, 1, 5), ("unknown loss", 2, 0, 1, 0)]
 
 
@@ -188,6 +189,6 @@ def test_the_header_is_json_in_the_metadata(tmp_path: Path) -> None:
     path = write_received(tmp_path, header(3, 0, SCALED), received_table(receipt(), KEYS, LENGTHS))
     assert path == tmp_path / "received_000003.parquet"
     record = json.loads(pq.read_schema(path).metadata[b"grail_advantage_received"])
-    assert record["schema_version"] == 1 and record["findings"][0]["name"] == "scaled"
+    assert record["schema_version"] == 2 and record["findings"][0]["name"] == "scaled"
     (read,) = read_headers(tmp_path, [])
     assert Finding.from_dict(dict(read.findings[0])) == SCALED

@@ -19,7 +19,7 @@ import numpy as np
 
 from grail_advantage.dump.schema import DumpHeader
 from grail_advantage.dump.store import DumpFile, DumpRow, MethodColumns
-from grail_advantage.receipt.report import finding_texts, linked, run_receipt, summary, unseen
+from grail_advantage.receipt.report import run_receipt, summary, unseen
 from grail_advantage.view.page import by_position, colours, data, pack, turns
 from grail_advantage.view.receipt import rollout_names
 
@@ -423,10 +423,9 @@ def receipt(runs: Sequence[data.Run]) -> list[dict[str, Any]]:
     for number, run in enumerate(runs):
         headers = run.dump.receipts() if run.dump is not None else []
         if headers:
-            whole = run_receipt([asdict(header) for header in headers])
-            names = rollout_names(run.dump)
-            findings = [linked(finding_texts(finding), names) for finding in whole.findings]
-            note = f"{_LOSS_NAME} {unseen(whole)}" if whole.losses else unseen(whole)
+            whole = run_receipt([asdict(header) for header in headers], rollout_names(run.dump))
+            note = f"{_LOSS_NAME} {unseen(whole)}" if whole["losses"] else unseen(whole)
+            findings = whole["findings"]
             entries.append({"run": number, "summary": summary(whole), "unseen": note, "findings": findings})
     return entries
 

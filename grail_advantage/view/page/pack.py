@@ -45,7 +45,7 @@ def columns_of(row: DumpRow) -> dict[str, np.ndarray]:
 
     A column without a finite value is left out, and so is a token advantage that is the weight times the base advantage: the
     page multiplies. ``received`` and ``clipped`` are means over the optimiser steps that a response was in; of several,
-    ``received@1`` and so on are its values in each.
+    ``received@1``, ``clipped@1`` and so on are its values in each.
     """
     sources: dict[str, DumpRow | MethodColumns] = {f":{name}": method for name, method in row.methods.items()}
     columns = {
@@ -58,6 +58,8 @@ def columns_of(row: DumpRow) -> dict[str, np.ndarray]:
         if len(row.received.updates) > 1:
             by_update = enumerate(row.received.by_update_KT, start=1)
             columns |= {f"received@{number}": values_T for number, values_T in by_update}
+            clipped = enumerate(row.received.clipped_by_update_KT, start=1)
+            columns |= {f"clipped@{number}": values_T for number, values_T in clipped if (values_T > 0).any()}
     for suffix, source in (sources or {"": row}).items():
         columns |= {f"score{suffix}": source.score_T, f"weight{suffix}": source.weight_T}
         if not _is_product(source.advantage_T, source.weight_T, row.base_advantage_T):

@@ -61,8 +61,9 @@ function column(data, overlay, method = state.method) {
 
 // Whether the loss clipped a token in one of the shown optimiser steps.
 function isClipped(data, t) {
-  if (state.overlay !== "received" || !(data.columns.clipped?.[t] > 0)) return false;
-  return state.epoch === "" || column(data, "received")?.[t] === 0;
+  const known = data.columns;
+  const own = state.epoch !== "" && known["received@1"] ? known[`clipped@${state.epoch}`] : known.clipped;
+  return state.overlay === "received" && own?.[t] > 0;
 }
 // Places of a rollout's tokens on the scale of an overlay, NaN where there is no value.
 function places(data, overlay, values = column(data, overlay)) {
