@@ -101,7 +101,7 @@ class Rollouts:
     responses: Sequence[Tensor]  # int64 (T,) each; with what tools and users said in them
     mask: Tensor  # bool (B, T): the tokens that train; T is that of the longest response
     advantages: Tensor  # (B,), before weighting; NaN, as without a reward, or more than LARGEST trains nothing
-    tokenizer: PreTrainedTokenizerBase | None = None
+    tokenizer: PreTrainedTokenizerBase = None
     answer: AnswerFormat = BOXED
     written: Tensor = None  # bool (B, T): the tokens that the model wrote; by default those that train
     truncated: Tensor | None = None  # bool (B,): hit the length limit without an end token
