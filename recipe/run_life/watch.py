@@ -23,7 +23,7 @@ from ray.exceptions import ActorDiedError, RayError
 
 INTERVAL, SECONDS, REFUSALS = 5.0, 2.0, 2
 """Seconds between two looks, and for an answer; refusals in a row after which an engine counts as dead."""
-INTERRUPT_SECONDS, NOTICE_SECONDS = 15.0, 5.0
+INTERRUPT_SECONDS, NOTICE_SECONDS = 30.0, 5.0
 """For the trainer to end once it is interrupted, and for Ray to notice a death that an error tells of."""
 HEADLINE = "a process of the run died, so that it cannot continue; the same command resumes from its last checkpoint."
 
@@ -67,6 +67,7 @@ class Watch:
             signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
             if not over.wait(INTERRUPT_SECONDS):  # the trainer does not hear; Ray shows the driver what is printed here
                 print(HEADLINE, *deaths, sep="\n\n", file=sys.stderr, flush=True)
+                time.sleep(NOTICE_SECONDS)  # Ray looks at what was printed now and then
                 os._exit(1)
 
     def deaths(self) -> list[str]:

@@ -81,9 +81,11 @@ def test_planted_methods_get_their_verdicts(folder: Path) -> None:
         "leaves": "failed: SystemExit: away",
         "model_vandal": "failed: RuntimeError: after the change",
         "quiet_vandal": "failed: RuntimeError: it changed the model",
-        "peeks": "failed: KeyError: 'bench_first_wrong'",
+        "peeks": "failed: ValueError: peeks.scores(): KeyError: 'bench_first_wrong'; put what it uses of bench_first_wrong "
+        "into the class's reads",
         "declares": "needs the field bench_first_wrong",
-        "peeks_rewards": "failed: TypeError: 'NoneType' object is not iterable",
+        "peeks_rewards": "failed: ValueError: peeks_rewards.scores(): TypeError: 'NoneType' object is not iterable; put "
+        "what it uses of groups, examples, rewards into the class's reads",
         "compares": "compares the responses to one prompt",
         "turned": "needs turns",
     }

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
-from grail_advantage.signals.turns import runs
+from grail_advantage.data import runs
 
 from grail_advantage import turn_advantages, turns_to_tokens
 from grail_advantage.dump.store import DumpRow

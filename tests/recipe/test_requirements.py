@@ -52,7 +52,7 @@ def test_versions_are_those_of_verl_and_of_the_package() -> None:
     ours = pins(group("gpu") + flash_attn)
     assert ours["verl"] == VERL_VERSION
     extras = PROJECT["project"]["optional-dependencies"]
-    ranges = [line for name in ("verl", "reward", "shear", "eval") for line in extras[name]]
+    ranges = [line for name in ("verl", "reward", "eval") for line in extras[name]]
     named = set()
     for requirement in map(Requirement, [*requires("verl"), *PROJECT["project"]["dependencies"], *ranges]):
         wanted = ("", "verl-core", "vllm", "fsdp", "flash-attn-cu130torch211", "cupy-cu130")

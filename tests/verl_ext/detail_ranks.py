@@ -101,7 +101,7 @@ class Experiments(pass_ranks.Experiments):
         """
         results: dict[str, Any] = {"errors": [], "steps": []}
         rows, targets = self._prepared(), self._rows(setup, "all")
-        broken = [replace(row, tokens_S=torch.cat([row.tokens[:-1], torch.tensor([10_000])])) for row in rows]
+        broken = [replace(row, tokens=torch.cat([row.tokens[:-1], torch.tensor([10_000])])) for row in rows]
         runs = {
             "nothing": lambda engine: None,
             "leaf": lambda engine: log_probs(training_worker(engine), targets, Sizes(rows=1), leaf="nowhere"),
