@@ -1,8 +1,9 @@
-"""The saliency's parts: leaf capture, evaluation mode, target loss and score, on nets small enough to work out by hand."""
+"""The saliency's parts on nets small enough to work out by hand, and whether a model's code changes its logits."""
 
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from transformers import CohereConfig, Gemma2Config, GPT2Config, GraniteConfig, Qwen3MoeConfig
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from grail_advantage.model import activations
@@ -25,18 +27,8 @@ from grail_advantage.model.activations import (
     saliency,
     sum_log_probs,
 )
+from grail_advantage.model.architecture import architecture_of, has_plain_logits
 from tests.core.tiny_models import tiny_model
-
-
-class Doubling(nn.Module):
-    """Puts out `2 * w * x` as the first of a tuple."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.w = nn.Parameter(torch.tensor(1.0))
-
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, str]:
-        return 2 * self.w * x, "rest"
 
 
 def hooks(model: nn.Module) -> int:
@@ -67,68 +59,57 @@ def test_log_probs_and_entropy_by_hand(together: int, monkeypatch: pytest.Monkey
 
 
 def test_capture_replaces_the_first_of_a_tuple_by_a_leaf() -> None:
-    module, x = Doubling(), torch.tensor([3.0])
+    module = nn.LSTM(1, 1)
     with capture_leaf(module) as leaves:
-        hidden, rest = module(x)
-        module(x + 1)
-    assert rest == "rest" and torch.equal(hidden, leaves[0])
-    assert [leaf.item() for leaf in leaves] == [6.0, 8.0]
+        hidden, rest = module(torch.tensor([[3.0]]))
+        module(torch.tensor([[4.0]]))
+    assert len(rest) == 2 and torch.equal(hidden, leaves[0]) and not torch.equal(*leaves)
     assert all(leaf.is_leaf and leaf.requires_grad for leaf in leaves)
     (hidden * 5).sum().backward()
-    assert module.w.grad is None
     assert leaves[0].grad.item() == 5.0
-    assert hooks(module) == 0
+    assert all(parameter.grad is None for parameter in module.parameters()) and hooks(module) == 0
 
 
 class DropsOutByItself(GradientCheckpointingLayer):
     """A block whose dropout looks at the block's own mode."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.w = nn.Parameter(torch.tensor(3.0))
-        self.calls: list[bool] = []
+    calls = ()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.calls.append(self.training)
-        return torch.sin(self.w * nn.functional.dropout(x, 0.5, self.training))
+        self.calls += (self.training,)
+        return torch.sin(3 * nn.functional.dropout(x, 0.5, self.training))
 
 
 @pytest.mark.parametrize("configured", [False, True])
 def test_blocks_are_checkpointed_in_evaluation_mode_inside(configured: bool) -> None:
     block = DropsOutByItself().train()
     block.gradient_checkpointing = configured
-    model = nn.Sequential(block)
-    leaf = torch.arange(8.0).requires_grad_()
+    leaf, model = torch.arange(8.0).requires_grad_(), nn.Sequential(block)
     with evaluation_mode(model, checkpoint_blocks=not configured):
         (gradient,) = torch.autograd.grad(model(leaf * 1).sum(), leaf)
-    assert block.calls == [False, False]  # once more in the backward
+    assert block.calls == (False, False)  # once more in the backward
     torch.testing.assert_close(gradient, 3 * torch.cos(3 * leaf.detach()))
     assert block.training and block.gradient_checkpointing is configured
     assert "_gradient_checkpointing_func" not in vars(block)
 
 
-@pytest.mark.parametrize("reader", [capture_leaf, capture_hidden_states])
-def test_a_forward_that_goes_past_a_hook_is_said(reader: Any) -> None:
+def test_a_forward_that_goes_past_a_hook_is_said() -> None:
     model, other = tiny_model(layers=1), nn.Linear(16, 97)
-    with pytest.raises(ValueError, match=r"forward did not call its .* \(Linear\)"), reader(other):
-        model(input_ids=torch.zeros((1, 3), dtype=torch.int64))
-    assert hooks(other) == 0
-    with pytest.raises(ValueError, match="output embeddings"), keep_logits(other, torch.tensor([0])):
-        model(input_ids=torch.zeros((1, 3), dtype=torch.int64))
+    for reader in (capture_leaf, capture_hidden_states, partial(keep_logits, columns=torch.tensor([0]))):
+        with pytest.raises(ValueError, match="Linear"), reader(other):
+            model(input_ids=torch.zeros((1, 3), dtype=torch.int64))
+        assert hooks(other) == 0
 
 
 class Largest(TorchDispatchMode):
     """The most elements that a tensor made inside has."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.elements = 0
+    elements = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(made):
-            if isinstance(tensor, torch.Tensor):
-                self.elements = max(self.elements, tensor.numel())
+        sizes = [tensor.numel() for tensor in tree_leaves(made) if isinstance(tensor, torch.Tensor)]
+        self.elements = max(self.elements, *sizes, 0)
         return made
 
 
@@ -150,3 +131,29 @@ def test_a_model_that_changes_the_sum_is_refused() -> None:
     assert read_sum(logits) == -3
     with pytest.raises(ValueError, match="changes its logits"):
         read_sum(0.5 * logits)
+
+
+KNOWN = [
+    (Qwen3MoeConfig(num_hidden_layers=1, num_experts=2), True),
+    (GPT2Config(n_layer=1), True),
+    (GraniteConfig(num_hidden_layers=1), True),
+    (GraniteConfig(num_hidden_layers=1, logits_scaling=8.0), False),
+    (CohereConfig(num_hidden_layers=1), False),  # times logit_scale
+    (Gemma2Config(num_hidden_layers=1), False),  # capped by a tanh
+    (Gemma2Config(num_hidden_layers=1, final_logit_softcapping=None), True),
+]
+
+
+def test_scaled_and_capped_logits_are_found_without_weights_and_without_a_run() -> None:
+    for config, plain in KNOWN:
+        architecture = architecture_of(config)
+        assert architecture.plain_logits is plain, config
+        assert {parameter.device.type for parameter in architecture.copy.parameters()} == {"meta"}
+    model = tiny_model(layers=1)
+    model.register_forward_pre_hook(lambda *_: pytest.fail("the model ran"))
+    # Chosen for a GPU, and not installed on every machine that asks.
+    model.config._attn_implementation = "flash_attention_2"
+    assert has_plain_logits(nn.Sequential(model))
+    assert model.config._attn_implementation == "flash_attention_2"
+    model.config.final_logit_softcapping = 30.0  # another configuration is another question
+    assert has_plain_logits(model)
