@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from typing import Any
 
 import pytest
@@ -62,20 +61,15 @@ def batch_statistics(model: PreTrainedModel) -> None:
     hook("model.norm", lambda x_BSD: model.statistics(x_BSD.transpose(1, 2)).transpose(1, 2))(model)
 
 
-def lora(model: PreTrainedModel, **options: Any) -> nn.Module:
-    return get_peft_model(model, LoraConfig(target_modules=["q_proj"], **options))
-
-
+LORA = {"target_modules": ["q_proj"]}
 ADDED: dict[str, tuple[Change, bool]] = {
     "NEFTune": (hook("model.embed_tokens", lambda x: x + torch.empty_like(x).uniform_(-0.1, 0.1)), False),
     "noise of a forward": (noise_by_forward, False),
     "statistics of a batch": (batch_statistics, False),
-    "LoRA with dropout": (
-        partial(lora, lora_dropout=0.1),
-        False,
-    ),  # changes nothing while the adapter is zero, as it begins
+    # Which changes nothing as long as the adapter is zero, as it begins.
+    "LoRA with dropout": (lambda model: get_peft_model(model, LoraConfig(lora_dropout=0.1, **LORA)), False),
+    "LoRA": (lambda model: get_peft_model(model, LoraConfig(use_dora=True, **LORA)), True),
     "a hook that draws nothing": (hook("model.norm", lambda x: 2 * x), True),
-    "LoRA": (partial(lora, use_dora=True), True),
 }
 
 
@@ -121,18 +115,12 @@ class TF32(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def autocast(name: str, dtype: torch.dtype = torch.bfloat16, *, enabled: bool = True) -> Change:
-    """In the forward of a part of the model."""
-
-    def change(model: PreTrainedModel) -> None:
-        module = model.get_submodule(name)
-        module.forward = torch.autocast("cpu", dtype, enabled=enabled)(module.forward)
-
-    return change
+def autocast(module: nn.Module, dtype: torch.dtype = torch.bfloat16, **options: bool) -> None:
+    module.forward = torch.autocast("cpu", dtype, **options)(module.forward)
 
 
 def compiled(model: PreTrainedModel) -> None:
-    autocast("model")(model)
+    autocast(model.model)
     model.compile(backend="eager", fullgraph=True)
 
 
@@ -148,43 +136,38 @@ def stored_in_half(model: PreTrainedModel) -> None:
             module.forward = lambda x, own=module: nn.functional.linear(x, own.weight.float())
 
 
-AROUND = torch.autocast("cpu", torch.bfloat16)
-PRECISIONS: dict[str, tuple[Change, float, AbstractContextManager[Any]]] = {
-    "float32": (lambda model: None, LIMIT, nullcontext()),
-    "float64": (lambda model: model.double(), LIMIT, nullcontext()),
-    "bfloat16": (lambda model: model.bfloat16(), HALF_LIMIT, nullcontext()),
-    "autocast around it": (lambda model: None, HALF_LIMIT, AROUND),
-    "accelerate's autocast": (Accelerator(cpu=True, mixed_precision="bf16").prepare_model, HALF_LIMIT, nullcontext()),
-    "autocast in one block, float16": (autocast("model.layers.1.mlp", torch.float16), HALF_LIMIT, nullcontext()),
-    "autocast switched off in forward": (autocast("", enabled=False), LIMIT, AROUND),
-    "compiled": (compiled, HALF_LIMIT, nullcontext()),
-    "rounded by a hook": (rounded, HALF_LIMIT, nullcontext()),
-    "half the weights in bfloat16, no product": (stored_in_half, LIMIT, nullcontext()),
-    "TF32": (lambda model: None, HALF_LIMIT, TF32()),
+AROUND, AS_IT_IS = torch.autocast("cpu", torch.bfloat16), lambda model: None
+PRECISIONS: dict[str, tuple[float, Change, AbstractContextManager[Any]]] = {
+    "float32": (LIMIT, AS_IT_IS, nullcontext()),
+    "float64": (LIMIT, lambda model: model.double(), nullcontext()),
+    "bfloat16": (HALF_LIMIT, lambda model: model.bfloat16(), nullcontext()),
+    "autocast around it": (HALF_LIMIT, AS_IT_IS, AROUND),
+    "accelerate's autocast": (HALF_LIMIT, Accelerator(cpu=True, mixed_precision="bf16").prepare_model, nullcontext()),
+    "autocast in a block": (HALF_LIMIT, lambda model: autocast(model.model.layers[1], torch.float16), nullcontext()),
+    "autocast switched off in forward": (LIMIT, lambda model: autocast(model, enabled=False), AROUND),
+    "compiled": (HALF_LIMIT, compiled, nullcontext()),
+    "rounded by a hook": (HALF_LIMIT, rounded, nullcontext()),
+    "half the weights in bfloat16, no product": (LIMIT, stored_in_half, nullcontext()),
+    "TF32": (HALF_LIMIT, AS_IT_IS, TF32()),
 }
 
 
 @pytest.mark.parametrize("name", PRECISIONS)
 def test_the_limit_is_that_of_what_is_computed(name: str) -> None:
-    model, (change, limit, around) = build("qwen3"), PRECISIONS[name]
+    model, (limit, change, around) = build("qwen3"), PRECISIONS[name]
     change(model)
-    ids_1S = torch.arange(1, 9)[None]
     with around, torch.no_grad():
-        assert limit_of(lambda: model(input_ids=ids_1S, use_cache=False)) == limit
+        assert limit_of(lambda: model(input_ids=torch.arange(1, 9)[None], use_cache=False)) == limit
         found = finding(model, "a pass")
     assert found.limit == limit and found.holds, found
 
 
-@pytest.mark.parametrize(
-    ("sizes", "expected"),
-    [
-        ({"longest": 100, "rows": 1}, [12, 100]),
-        ({"longest": 100, "rows": 1000}, [12, 100] + [12, 11] * (MOST_ROWS // 2 - 1)),
-        ({"longest": 6, "rows": 3}, [3, 6, 3]),
-        ({"longest": 100, "budget": 100}, [12, 64, 12, 11]),
-    ],
-)
-def test_a_micro_batch_is_as_full_as_a_run_may_make_it(sizes: dict[str, int], expected: list[int]) -> None:
-    rows = probe_rows(torch.tensor([7, 9, 7]), **sizes)
-    assert [len(row) for row in rows] == expected
-    assert set(torch.cat(rows).tolist()) == {7, 9}
+def test_a_micro_batch_is_as_full_as_a_run_may_make_it() -> None:
+    for longest, sizes, expected in [
+        (100, {"rows": 1}, [12, 100]),
+        (100, {"rows": 1000}, [12, 100] + [12, 11] * (MOST_ROWS // 2 - 1)),
+        (6, {"rows": 3}, [3, 6, 3]),
+        (100, {"budget": 100}, [12, 64, 12, 11]),
+    ]:
+        rows = probe_rows(torch.tensor([7, 9, 7]), longest=longest, **sizes)
+        assert [len(row) for row in rows] == expected and set(torch.cat(rows).tolist()) == {7, 9}

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -25,16 +23,26 @@ from tests.real_tokenizers import llama3_tokenizer, qwen_tokenizer
 SHORT = "Given {privileged}, tell it in your words."
 BRACKETS = """\
 {%- for message in messages %}{{ "[" + message.role + "]" + message.content }}{% endfor %}
-{%- if add_generation_prompt %}{{ "[" + (name or "assistant") + "]" }}{% endif %}"""
-"""Chat template of the tiny model; it knows one option, ``name``."""
+{%- if add_generation_prompt %}[assistant]{% endif %}"""
+
+
+def with_template(tokenizer: PreTrainedTokenizerFast, template: str) -> PreTrainedTokenizerFast:
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+@cache
+def tiny_tokenizer() -> PreTrainedTokenizerFast:
+    return with_template(char_tokenizer(), BRACKETS)
 
 
 def columns(gold: Any) -> dict[str, Any]:
     return {"data_source": "sums", "reward_model": {"style": "rule", "ground_truth": gold}}
 
 
-def example(question: Any, gold: Any = "5", **options: Any) -> Example:
-    return Example([{"role": "user", "content": question}], columns(gold), options)
+def example(question: Any, gold: Any = "5") -> Example:
+    return Example([{"role": "user", "content": question}], columns(gold), {})
 
 
 def weigh(changes: list[list[float]], advantages: list[float], step: int = 0, **options: Any) -> Weighed:
@@ -68,24 +76,9 @@ def test_lam_falls_and_needs_no_pass_once_it_is_0() -> None:
 
 
 @cache
-def tiny_tokenizer() -> PreTrainedTokenizerFast:
-    tokenizer = copy.deepcopy(char_tokenizer())
-    tokenizer.chat_template = BRACKETS
-    return tokenizer
-
-
-@cache
 def subject(family: str = "qwen3") -> Any:
     """A float64 model that no test may change."""
     return tiny_model(family, max_position_embeddings=1024).double()
-
-
-def plain_weights(teacher: list[float], old: list[float], advantage: float, lam: float, epsilon: float) -> list[float]:
-    weights = []
-    for new, before in zip(teacher, old, strict=True):
-        ratio = math.exp(new - before) if advantage > 0 else math.exp(before - new)
-        weights.append(1 - lam + lam * min(max(ratio, 1 - epsilon), 1 + epsilon) if advantage else 1.0)
-    return weights
 
 
 ROWS = [
@@ -127,8 +120,11 @@ def test_plain_computation(
     found = BATCH.of_responses(run(method, EXAMPLES, family, temperature=temperature, **given).weights)
     for (asked, gold, said, advantage), weights in zip(ROWS, found, strict=True):
         old = log_probs(asked) if given_old is None else [given_old] * len(encode(said))
-        teacher = log_probs(f"{asked}\n\n{request_text.replace('{privileged}', gold)}")
-        assert weights == pytest.approx(plain_weights(teacher, old, advantage, lam, epsilon), abs=1e-6)
+        teacher, expected = log_probs(f"{asked}\n\n{request_text.replace('{privileged}', gold)}"), []
+        for new, before in zip(teacher, old, strict=True):
+            ratio = math.exp(new - before) if advantage > 0 else math.exp(before - new)
+            expected.append(1 - lam + lam * min(max(ratio, 1 - epsilon), 1 + epsilon) if advantage else 1.0)
+        assert weights == pytest.approx(expected, abs=1e-6)
     assert len({round(weight, 6) for weights in found for weight in weights}) > 10, "not only the bounds"
 
 
@@ -159,50 +155,28 @@ QWEN3 = """\
 {%- if enable_thinking is defined and not enable_thinking %}{{- "<think>\\n\\n</think>\\n\\n" }}{% endif %}{% endif %}"""
 BASE_MATH = read_chat_template("base_math")
 PREAMBLE = BASE_MATH.split('{{- "The User')[1].split('" }}')[0]
-BEGIN, BRIEF = "<|begin_of_text|>", "Be brief."
-
-
-@dataclass(frozen=True)
-class Chat:
-    """A tokenizer with a chat template, and what is around the user message in the prompt."""
-
-    tokenizer: Callable[[], PreTrainedTokenizerFast]
-    template: str
-    before: str
-    after: str
-    system: str
-    """The same in front of a user message after a system message."""
-
-    @cached_property
-    def with_template(self) -> PreTrainedTokenizerFast:
-        tokenizer = copy.deepcopy(self.tokenizer())
-        tokenizer.chat_template = self.template
-        return tokenizer
-
-
+BEGIN, BRIEF, ASSISTANT = "<|begin_of_text|>", "Be brief.", "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
 CHATS = {
-    "Qwen3, thinking off": Chat(
-        *(qwen_tokenizer, QWEN3, "<|im_start|>user\n", "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"),
-        f"<|im_start|>system\n{BRIEF}<|im_end|>\n<|im_start|>user\n",
-    ),
-    "base model": Chat(
-        *(llama3_tokenizer, BASE_MATH, f"{BEGIN}The User{PREAMBLE}\nUser: ", "\nAssistant:"),
-        f"{BEGIN}{BRIEF}\nUser: ",
-    ),
+    "Qwen3": (qwen_tokenizer, QWEN3, "<|im_start|>user\n", ASSISTANT, f"<|im_start|>system\n{BRIEF}<|im_end|>\n"),
+    "base": (llama3_tokenizer, BASE_MATH, f"{BEGIN}The User{PREAMBLE}\nUser: ", "\nAssistant:", f"{BEGIN}{BRIEF}\n"),
 }
+"""A tokenizer, a chat template, what is around the user message in the prompt, and a system message before it."""
 QUESTION = "What is $17 \\cdot {3}$? Put it within \\boxed{}."
 ASKED = {"role": "user", "content": QUESTION}
-each_chat = pytest.mark.parametrize("chat", CHATS.values(), ids=CHATS)
+each_chat = pytest.mark.parametrize("chat", CHATS)
 
 
-def rebuilt(chat: Chat, gold: Any, messages: Any = (ASKED,), **options: Any) -> tuple[list[int], str]:
+@cache
+def tokenizer_of(chat: str) -> PreTrainedTokenizerFast:
+    return with_template(CHATS[chat][0](), CHATS[chat][1])
+
+
+def rebuilt(chat: str, gold: Any, messages: Any = (ASKED,), **options: Any) -> tuple[list[int], str]:
     """Ids and text of the prompt with the privileged text; the messages and the response stay as they are."""
-    tokenizer, before = chat.with_template, copy.deepcopy(messages)
+    tokenizer, before = tokenizer_of(chat), copy.deepcopy(messages)
     response = tokenizer.encode("It is 51.", add_special_tokens=False)
     asked = Example(messages, columns(gold), {"enable_thinking": False})
-    render = {"add_generation_prompt": True, "return_dict": False, "enable_thinking": False}
-    prompt = tokenizer.apply_chat_template(list(messages), **render)
-    row = Row(torch.tensor(prompt + response), len(prompt), len(response), None, 1.0, 0, 0, asked)
+    row = Row(torch.tensor([1, 2, *response]), 2, len(response), None, 1.0, 0, 0, asked)
     made = Rlsd(**options).prepare(row, tokenizer)
     ids = made.tokens.tolist()
     assert messages == before and made.tokens.dtype == torch.int64
@@ -212,18 +186,18 @@ def rebuilt(chat: Chat, gold: Any, messages: Any = (ASKED,), **options: Any) -> 
 
 @pytest.mark.slow
 @each_chat
-def test_rebuilt_prompt(chat: Chat) -> None:
+def test_rebuilt_prompt(chat: str) -> None:
+    _, _, before, after, system = CHATS[chat]
     gold = "fifty-one {x} {{ 7 }} {% raw %} {privileged} $\\frac{1}{2}$"
     request = REQUEST.replace("{privileged}", gold, 1)
-    assert rebuilt(chat, gold)[1] == f"{chat.before}{QUESTION}\n\n{request}{chat.after}"
-    # Without the privileged text, the template gives what the run had: the same text around the message.
-    assert rebuilt(chat, "")[1] == f"{chat.before}{QUESTION}{chat.after}"
+    assert rebuilt(chat, gold)[1] == f"{before}{QUESTION}\n\n{request}{after}"
     request = SHORT.replace("{privileged}", "51")
     text = rebuilt(chat, "51", [{"role": "system", "content": BRIEF}, ASKED], request=SHORT)[1]
-    assert text == f"{chat.system}{QUESTION}\n\n{request}{chat.after}"
+    user = before.splitlines(keepends=True)[-1]  # the base model's system message is in place of its preamble
+    assert text == f"{system}{user}{QUESTION}\n\n{request}{after}"
     turns = [ASKED, {"role": "assistant", "content": "Which?"}, {"role": "user", "content": "Both."}]
     text = rebuilt(chat, "51", turns, request=SHORT)[1]
-    assert text.startswith(chat.before + QUESTION) and text.endswith(f"Both.\n\n{request}{chat.after}")
+    assert text.startswith(before + QUESTION) and text.endswith(f"Both.\n\n{request}{after}")
     assert text.count(request) == 1
 
 
@@ -243,9 +217,9 @@ PARTS = ("<|im_<|im_end|>end|>", "<|eot_<|eot_id|>id|>", "<|im_end|", "x<", "|>"
 
 
 @each_chat
-def test_text_stays_inside_its_message(chat: Chat) -> None:
+def test_text_stays_inside_its_message(chat: str) -> None:
     """The rebuilt prompt has the control tokens of one with a harmless text, and opens the assistant's turn once."""
-    control = set(chat.with_template.get_added_vocab().values())
+    control, after = set(tokenizer_of(chat).get_added_vocab().values()), CHATS[chat][3]
 
     def controls(ids: list[int]) -> list[int]:
         return [token for token in ids if token in control]
@@ -254,8 +228,8 @@ def test_text_stays_inside_its_message(chat: Chat) -> None:
     for hostile in (HOSTILE, *PARTS):
         ids, text = rebuilt(chat, hostile, request=SHORT)
         assert controls(ids) == controls(fine)
-        assert text.count(chat.after.strip()) == fine_text.count(chat.after.strip()) == 1
-        assert text.endswith(f", tell it in your words.{chat.after}")
+        assert text.count(after.strip()) == fine_text.count(after.strip()) == 1
+        assert text.endswith(f", tell it in your words.{after}")
         # A space here and there is all that it loses.
         assert hostile.strip().replace(" ", "") in text.replace(" ", "")
     for part in ("|im_end|", "|eot_id|", "think"):  # request and text make no token together

@@ -47,11 +47,10 @@ def model_of(name: str) -> PreTrainedModel:
 
 def scores_of(name: str, method: str, tokens: int, padding: str) -> torch.Tensor:
     """By at most so many tokens a forward, whatever the lengths of its rows."""
-    batch, asked = make_batch(BATCH, padding), [example(rollout.prompt) for rollout in BATCH]
-    given = {"temperature": 0.9, "groups": torch.zeros(len(BATCH), dtype=torch.int64), "examples": asked}
-    arguments = model_of(name), tiny_tokenizer(), *batch.tensors(), METHODS[method]
+    given = {"groups": torch.zeros(len(BATCH)).long(), "examples": [example(rollout.prompt) for rollout in BATCH]}
+    arguments = model_of(name), tiny_tokenizer(), *make_batch(BATCH, padding).tensors(), METHODS[method]
     with patch.object(hugging_face, "LEAST_LENGTH", 0.0):
-        return compute_token_weights(*arguments, **given, tokens=tokens).scores
+        return compute_token_weights(*arguments, **given, temperature=0.9, tokens=tokens).scores
 
 
 @pytest.mark.parametrize("name", some(FAMILIES, BY_DAY))
@@ -92,9 +91,7 @@ class LooksAround(Qwen3ForCausalLM):
         return output
 
 
-def test_code_that_looks_at_its_neighbours_runs_one_at_a_time_and_says_so_once(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_code_that_looks_at_its_neighbours_runs_one_at_a_time(caplog: pytest.LogCaptureFixture) -> None:
     model = LooksAround(tiny_model().config).eval()
     rollouts = [Rollout("Two?", rf"b\boxed{{{answer}}}", -1.0) for answer in range(3)]
     for _ in range(2):
@@ -128,16 +125,13 @@ def test_less_goes_together_where_memory_runs_out(method: Method, caplog: pytest
 @pytest.mark.parametrize("kind", [Qwen3ForCausalLM, LooksAround], ids=["together", "one at a time"])
 @pytest.mark.parametrize("with_gradients", [False, True])
 def test_what_no_smaller_pass_helps_is_raised(kind: type[Qwen3ForCausalLM], with_gradients: bool) -> None:
-    model, tries, rollouts = kind(tiny_model().config).eval(), [], [ROLLOUTS["text after the box"]] * 8
+    model, tries = kind(tiny_model().config).eval(), []
 
     def fail(*_: Any) -> None:
         if torch.is_grad_enabled() or not with_gradients:
             tries.append(1)
-            assert len(tries) < 30, "it is tried for ever"
-            raise torch.OutOfMemoryError("out of memory on purpose")
+            raise torch.OutOfMemoryError("out of memory on purpose") if len(tries) < 30 else AssertionError("for ever")
 
-    handle = model.model.embed_tokens.register_forward_hook(fail)
+    model.model.embed_tokens.register_forward_hook(fail)
     with pytest.raises(torch.OutOfMemoryError):
-        weigh(model, rollouts)
-    handle.remove()
-    assert len(weigh(model, rollouts)) == 8
+        weigh(model, [ROLLOUTS["text after the box"]] * 8)
