@@ -117,7 +117,7 @@ def test_no_tensor_grows_with_target_and_vocabulary(monkeypatch: pytest.MonkeyPa
 def test_a_model_that_changes_the_sum_is_refused() -> None:
     logits = torch.tensor([[[-3.0, activations.MARK]]])
     assert activations.read_sum(logits) == -3
-    with pytest.raises(ValueError, match="changes its logits"):
+    with pytest.raises(ValueError, match="logits"):
         activations.read_sum(0.5 * logits)
 
 
