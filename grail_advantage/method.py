@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from importlib import import_module
 from importlib.metadata import entry_points
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeVar
 
 import torch
 from pydantic import BaseModel, Field, ValidationError
@@ -150,6 +150,10 @@ class Method(BaseModel):
 
     def check(self) -> None:
         """Refuse combinations; each option alone is valid here."""
+
+    def replace(self, **changes: Any) -> Self:
+        """A copy with other values for some options."""
+        return type(self)(**{**self.model_dump(), **changes})
 
     def __hash__(self) -> int:
         return hash((type(self), self.model_dump_json()))

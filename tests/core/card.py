@@ -1,12 +1,11 @@
 """A device that plays a graphics card on any machine: it mixes with no tensor of the CPU, and like Apple's MPS has no float64.
 
-A tensor of it has a tensor of the CPU within, which does the arithmetic. A process that imports this has the device for good,
-and PyTorch takes it for its accelerator.
+A tensor of it has one of the CPU within, which does the arithmetic. A process that imports this has the device for good.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
@@ -44,14 +43,8 @@ class OnCard(torch.Tensor):
 
     @staticmethod
     def __new__(cls, inner: torch.Tensor) -> OnCard:
-        made = torch.Tensor._make_wrapper_subclass(
-            cls,
-            inner.shape,
-            strides=inner.stride(),
-            storage_offset=inner.storage_offset(),
-            dtype=inner.dtype,
-            device=DEVICE,
-        )
+        layout = {"strides": inner.stride(), "storage_offset": inner.storage_offset()}
+        made = torch.Tensor._make_wrapper_subclass(cls, inner.shape, **layout, dtype=inner.dtype, device=DEVICE)
         made.of_cpu = inner
         return made
 
@@ -62,26 +55,22 @@ class OnCard(torch.Tensor):
         return self.of_cpu.tolist()
 
     @classmethod
-    def __torch_dispatch__(
-        cls, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        return _run(func, args, kwargs or {})
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return _run(func, args, dict(kwargs or {}))
 
 
 class _Card(TorchDispatchMode):
-    def __torch_dispatch__(
-        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        return _run(func, args, kwargs or {})
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return _run(func, args, dict(kwargs or {}))
 
 
-def _run(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    name, kwargs = str(func), dict(kwargs)
+def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    name = str(func)
     given = [value for value in tree_leaves((args, kwargs)) if isinstance(value, torch.Tensor)]
     of_card = [isinstance(value, OnCard) for value in given]
-    target = kwargs.get("device")
-    there = any(of_card) if target is None else torch.device(target).type == DEVICE.type
-    if target is not None:
+    there = any(of_card)
+    if kwargs.get("device") is not None:
+        there = torch.device(kwargs["device"]).type == DEVICE.type
         kwargs["device"] = torch.device("cpu")
     if name.startswith("aten.copy_"):
         there = of_card[0]
@@ -89,23 +78,17 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         alien = [value for value, mine in zip(given, of_card, strict=True) if not mine and value.ndim]
         if alien and not (name.startswith(INDEXING) and of_card[0]):
             raise RuntimeError(f"{name}: tensors on {DEVICE} and on the CPU")
-    plain_args, plain_kwargs = tree_map(
-        lambda value: value.of_cpu if isinstance(value, OnCard) else value, (args, kwargs)
-    )
+    plain = tree_map(lambda value: value.of_cpu if isinstance(value, OnCard) else value, (args, kwargs))
     with torch._C.DisableTorchFunctionSubclass():
-        result = func(*plain_args, **plain_kwargs)
+        result = func(*plain[0], **plain[1])
     if not there:
         return result
     if any(isinstance(value, torch.Tensor) and value.dtype == torch.float64 for value in tree_leaves(result)):
         raise TypeError(f"{name}: {DEVICE} has no float64")
     same = {id(value.of_cpu): value for value in given if isinstance(value, OnCard)}  # of an operation in place
-
-    def put(value: Any) -> Any:
-        if not isinstance(value, torch.Tensor):
-            return value
-        return same[id(value)] if id(value) in same else OnCard(value)
-
-    return tree_map(put, result)
+    return tree_map(
+        lambda value: same.get(id(value), OnCard(value)) if isinstance(value, torch.Tensor) else value, result
+    )
 
 
 @contextmanager
@@ -124,14 +107,12 @@ def card() -> Iterator[torch.device]:
 
 
 def moved(model: nn.Module) -> nn.Module:
-    """The model with its parameters and buffers on the card."""
-    seen: dict[int, nn.Parameter] = {}  # tied ones stay so
+    """The model with its parameters and buffers on the card; tied ones stay so."""
+    seen: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, values in module._parameters.items():
             if values is not None:
                 new = nn.Parameter(OnCard(values.detach()), values.requires_grad)
                 module._parameters[name] = seen.setdefault(id(values), new)
-        for name, values in module._buffers.items():
-            if values is not None:
-                module._buffers[name] = OnCard(values)
+        module._buffers.update({name: OnCard(values) for name, values in module._buffers.items() if values is not None})
     return model

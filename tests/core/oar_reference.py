@@ -14,25 +14,14 @@ import math
 import torch
 
 from tests.core.plain_maps import MAPS, to_mass
-from tests.core.reference import boxed_spans
+from tests.core.reference import Span, boxed_spans
 
 DEFAULTS = {
-    "variant": "official",
-    "probe": "answer_mean",
-    "noise_std": 1e-3,
-    "noise_seed": 0,
-    "max_perturbations": None,
-    "reshaper": "bilevel",
-    "quantile": 0.4,
-    "boost": 2.0,
-    "weight_mean": 1.0,
-    "weight_std": 0.5,
-    "weight_min": 0.5,
-    "weight_max": 5.0,
-    "normalize_mass": True,
+    **{"variant": "official", "probe": "answer_mean", "noise_std": 1e-3, "noise_seed": 0, "max_perturbations": None},
+    **{"reshaper": "bilevel", "quantile": 0.4, "boost": 2.0, "weight_mean": 1.0, "weight_std": 0.5, "weight_min": 0.5},
+    **{"weight_max": 5.0, "normalize_mass": True},
 }
-
-Span = tuple[int, int, int, int]
+OF_MAP = {"bilevel": ("quantile", "boost"), "log_zscore": ("weight_mean", "weight_std", "weight_min", "weight_max")}
 
 
 class PlainOar:
@@ -62,46 +51,42 @@ class PlainOar:
             return clean - other
         return (clean * (clean.log() - other.log())).sum()
 
-    def gradient_scores(self, ids: list[int], start: int, span: Span, options: dict, step: int = 0) -> list[float]:
+    def gradient_scores(self, ids: list[int], start: int, span: Span, options: dict) -> list[float]:
         """Scores of the response tokens, NaN where there is none."""
         port = options["variant"] == "grail_port"
-        length = len(ids) - start
         noisy = range(start - 1, len(ids) - 1) if port else range(start, start + span[0])
         content = str(ids[: start + span[3]]).strip("[]").replace(" ", "")
-        digest = hashlib.sha256(f"{options['noise_seed']}/{step}/{content}".encode()).digest()
+        digest = hashlib.sha256(f"{options['noise_seed']}/0/{content}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little"))
         clean = self.embed(ids)
-        noise = torch.randn((len(noisy), clean.shape[1]), generator=generator).double()
         shaken = clean.clone()
-        for index, position in enumerate(noisy):
-            shaken[position] += options["noise_std"] * noise[index]
+        noise = torch.randn((len(noisy), clean.shape[1]), generator=generator).double()
+        shaken[list(noisy)] += options["noise_std"] * noise
         shaken.requires_grad_()
         with torch.no_grad():
             before = self.probe(clean, ids, start, span, options["probe"])
         loss = self.apart(before, self.probe(shaken, ids, start, span, options["probe"]), options["probe"])
         (gradient,) = torch.autograd.grad(loss, shaken)
-        scores = [math.nan] * length
-        for t in range(length if port else span[0]):
-            position = start + t - 1 if port else start + t
-            vector = (shaken if port else clean)[position]
-            scores[t] = abs(math.fsum(g * e for g, e in zip(gradient[position].tolist(), vector.tolist(), strict=True)))
+        scores = [math.nan] * (len(ids) - start)
+        for t, position in enumerate(noisy):
+            pairs = zip(gradient[position].tolist(), (shaken if port else clean)[position].tolist(), strict=True)
+            scores[t] = abs(math.fsum(g * e for g, e in pairs))
         return scores
 
     @torch.no_grad()
     def perturbation_scores(self, ids: list[int], start: int, span: Span, options: dict) -> list[float]:
         before = self.probe(self.embed(ids), ids, start, span, options["probe"])
-        scores = [math.nan] * (len(ids) - start)
         reasoning, most = span[0], options["max_perturbations"]
-        if most is None or most >= reasoning:
-            chosen = list(range(reasoning))
-        else:
-            chosen = [round(k * (reasoning - 1) / (most - 1)) if most > 1 else 0 for k in range(most)]
+        chosen = list(range(reasoning))
+        if most is not None and most < reasoning:
+            chosen = [round(k * (reasoning - 1) / max(most - 1, 1)) for k in range(most)]
         exact = {}
         for t in chosen:
             other = [*ids[: start + t], self.pad, *ids[start + t + 1 :]]
             # The replaced row is what the model reads; the answer asked for is that of the row itself.
             after = self.probe(self.embed(other), ids, start, span, options["probe"])
             exact[t] = float(self.apart(before, after, options["probe"]))
+        scores = [math.nan] * (len(ids) - start)
         for t in range(reasoning):
             left = max((c for c in chosen if c <= t), default=chosen[0])
             right = min((c for c in chosen if c >= t), default=chosen[-1])
@@ -119,22 +104,16 @@ class PlainOar:
 
 def row_weights(method: str, scores: list[float], span: Span | None, advantage: float, options: dict) -> list[float]:
     """Weights of one response from its tokens' scores."""
-    whole = method == "gradient" and options["variant"] == "grail_port"
-    weights = [1.0] * len(scores)
+    weights, port = [1.0] * len(scores), options["variant"] == "grail_port"
     if span is None or advantage == 0:
         return weights
-    members = list(range(len(scores))) if whole else list(range(span[0]))
-    if not members:
-        return weights
-    names = {"bilevel": ("quantile", "boost"), "log_zscore": ("weight_mean", "weight_std", "weight_min", "weight_max")}
-    numbers = {name: options[name] for name in names[options["reshaper"]]}
-    if options["reshaper"] == "bilevel":
-        numbers["quantile_rule"] = "sorted" if options["variant"] == "grail_port" else "linear"
-    values = MAPS[options["reshaper"]]([scores[t] for t in members], **numbers)
-    if options["normalize_mass"]:
-        values = to_mass(values, range(len(values)))
-    for t, value in zip(members, values, strict=True):
-        weights[t] = value
+    members = len(scores) if port and method == "gradient" else span[0]
+    if members:
+        numbers = {name: options[name] for name in OF_MAP[options["reshaper"]]}
+        if options["reshaper"] == "bilevel":
+            numbers["quantile_rule"] = "sorted" if port else "linear"
+        values = MAPS[options["reshaper"]](scores[:members], **numbers)
+        weights[:members] = to_mass(values, range(members)) if options["normalize_mass"] else values
     return weights
 
 

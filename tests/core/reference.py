@@ -17,44 +17,28 @@ import torch
 
 from tests.core.plain_maps import MAPS, to_mass
 
-ROBUST_ALIGNMENT = {"embeddings": "token", "first": "predictor", "middle": "predictor", "last": "predictor"}
-_OFFICIAL = {
-    "leaf": "embeddings",
-    "alignment": "predictor",
-    "span": "first",
-    "target": "span",
-    "statistics": "response",
-    "reshaper": "log_zscore",
-    "weight_mean": 1.0,
-    "weight_std": 0.5,
-    "weight_min": 0.5,
-    "weight_max": 5.0,
-    "content_weight": None,
-    "gate": "wrong",
-    "content_outside_gate": True,
-    "normalize_mass": False,
+PRESETS: dict[str, dict] = {
+    "official": {
+        **{"leaf": "embeddings", "alignment": "predictor", "span": "first", "target": "span", "gate": "wrong"},
+        **{"statistics": "response", "reshaper": "log_zscore", "weight_mean": 1.0, "weight_std": 0.5},
+        **{"weight_min": 0.5, "weight_max": 5.0, "content_weight": None, "content_outside_gate": True},
+        "normalize_mass": False,
+    }
 }
-PRESETS = {
-    "official": _OFFICIAL,
-    "robust": {
-        **_OFFICIAL,
-        "alignment": None,
-        "span": "last",
-        "target": "content",
-        "statistics": "reasoning",
-        "content_outside_gate": False,
-        "normalize_mass": True,
-    },
+PRESETS["robust"] = PRESETS["official"] | {
+    **{"alignment": None, "span": "last", "target": "content", "statistics": "reasoning"},
+    **{"content_outside_gate": False, "normalize_mass": True},
 }
+Span = tuple[int, int, int, int]
+"""Of an answer, relative to the response: start, content_start, content_end, end."""
 
 
 def resolve(preset: str, **overrides: object) -> dict:
     """A preset's options with overrides, and the two options that follow from others filled in."""
-    unknown = set(overrides) - set(PRESETS[preset])
-    assert not unknown, unknown
     options = {**PRESETS[preset], **overrides}
+    assert set(options) == set(PRESETS[preset])
     if options["alignment"] is None:
-        options["alignment"] = ROBUST_ALIGNMENT[options["leaf"]]
+        options["alignment"] = "token" if options["leaf"] == "embeddings" else "predictor"
     if options["content_weight"] is None:
         options["content_weight"] = options["weight_max"]
     return options
@@ -62,12 +46,11 @@ def resolve(preset: str, **overrides: object) -> dict:
 
 @dataclass
 class ReferenceResult:
-    """weights: B rows of L floats; scores: B rows of L floats, NaN outside the response and in rows without a span;
-    spans: (start, content_start, content_end, end) or None for a row, relative to the response."""
+    """B rows of L floats, and a span or None for a row; scores are NaN outside the response and in rows without a span."""
 
     weights: list[list[float]]
     scores: list[list[float]]
-    spans: list[tuple[int, int, int, int] | None]
+    spans: list[Span | None]
 
 
 def partner(text: str, at: int, opener: str, closer: str) -> int:
@@ -86,8 +69,8 @@ def partner(text: str, at: int, opener: str, closer: str) -> int:
     return -1
 
 
-def boxed_spans(text: str) -> list[tuple[int, int, int, int]]:
-    """All complete boxes of a string, as (start, content_start, content_end, end) character indices."""
+def boxed_spans(text: str) -> list[Span]:
+    """All complete boxes of a string."""
     opening, spans = "\\boxed{", []
     before = [len(text[:at]) - len(text[:at].rstrip("\\")) for at in range(len(text))]
     # A brace behind an odd number of backslashes is a sign.
@@ -114,50 +97,37 @@ class PlainModel:
     def scores(
         self, ids: list[int], attention: list[int], targets: list[int], leaf: str, temperature: float
     ) -> list[float]:
-        """Position scores of one padded row (L floats); computed once for each set of arguments."""
+        """`||dL/dh_p * h_p||_2` of each position p of one padded row; `targets` are the target tokens' own positions."""
         key = (tuple(ids), tuple(attention), tuple(targets), leaf, temperature)
-        if key not in self.known:
-            self.known[key] = position_scores(self.model, ids, attention, targets, leaf, temperature)
+        if key in self.known:
+            return self.known[key]
+        position_ids = [max(sum(attention[: place + 1]) - 1, 0) for place in range(len(ids))]
+        embeds = self.model.get_input_embeddings()(torch.tensor([ids])).detach().requires_grad_(True)
+        output = self.model(
+            inputs_embeds=embeds,
+            attention_mask=torch.tensor([attention]),
+            position_ids=torch.tensor([position_ids]),
+            output_hidden_states=True,
+            use_cache=False,
+        )
+        blocks = len(self.model.model.layers)
+        assert len(output.hidden_states) == blocks + 1
+        assert output.logits.shape[1] == len(ids)
+        index = {"embeddings": 0, "first": 1, "middle": blocks // 2, "last": blocks - 1}[leaf]
+        hidden = embeds if index == 0 else output.hidden_states[index]
+        loss = torch.zeros((), dtype=torch.float64)
+        for target in targets:
+            scaled = output.logits[0, target - 1] / temperature
+            loss = loss - (scaled[ids[target]] - torch.logsumexp(scaled, dim=-1))
+        (gradient,) = torch.autograd.grad(loss, hidden)
+        self.known[key] = [
+            math.sqrt(math.fsum((g * h) ** 2 for g, h in zip(of_gradient, of_hidden, strict=True)))
+            for of_gradient, of_hidden in zip(gradient[0].tolist(), hidden[0].tolist(), strict=True)
+        ]
         return self.known[key]
 
 
-def position_scores(
-    model: torch.nn.Module, ids: list[int], attention: list[int], targets: list[int], leaf: str, temperature: float
-) -> list[float]:
-    """`||dL/dh_p * h_p||_2` of each position p of one padded row; `targets` are the target tokens' own positions."""
-    position = -1
-    position_ids = []
-    for attended in attention:
-        position += attended
-        position_ids.append(max(position, 0))
-    embeds = model.get_input_embeddings()(torch.tensor([ids])).detach().requires_grad_(True)
-    output = model(
-        inputs_embeds=embeds,
-        attention_mask=torch.tensor([attention]),
-        position_ids=torch.tensor([position_ids]),
-        output_hidden_states=True,
-        use_cache=False,
-    )
-    blocks = len(model.model.layers)
-    assert len(output.hidden_states) == blocks + 1
-    assert output.logits.shape[1] == len(ids)
-    index = {"embeddings": 0, "first": 1, "middle": blocks // 2, "last": blocks - 1}[leaf]
-    hidden = embeds if index == 0 else output.hidden_states[index]
-    loss = torch.zeros((), dtype=torch.float64)
-    for target in targets:
-        scaled = output.logits[0, target - 1] / temperature
-        loss = loss - (scaled[ids[target]] - torch.logsumexp(scaled, dim=-1))
-    (gradient,) = torch.autograd.grad(loss, hidden)
-    scores = []
-    for gradient_row, hidden_row in zip(gradient[0].tolist(), hidden[0].tolist(), strict=True):
-        products = [g * h for g, h in zip(gradient_row, hidden_row, strict=True)]
-        scores.append(math.sqrt(math.fsum(product * product for product in products)))
-    return scores
-
-
-def row_weights(
-    scores: list[float], span: tuple[int, int, int, int] | None, advantage: float, options: dict
-) -> list[float]:
+def row_weights(scores: list[float], span: Span | None, advantage: float, options: dict) -> list[float]:
     """Weights of one response from its T tokens' scores."""
     length = len(scores)
     if span is None or advantage == 0:
@@ -174,11 +144,8 @@ def row_weights(
         for t, weight in zip(counted, mapped, strict=True):
             weights[t] = weight
     if not outside or options["content_outside_gate"]:
-        for t in range(length):
-            if content_start <= t < content_end:
-                weights[t] = options["content_weight"]
-            elif t >= start:
-                weights[t] = options["weight_mean"]
+        for t in range(start, length):
+            weights[t] = options["content_weight" if content_start <= t < content_end else "weight_mean"]
     return to_mass(weights, range(length)) if options["normalize_mass"] and not outside else weights
 
 
@@ -191,16 +158,14 @@ def reference_weights(
     advantages: list[float],
     options: dict,
     temperature: float = 1.0,
-    boxes: Callable[[str], list[tuple[int, int, int, int]]] = boxed_spans,
+    boxes: Callable[[str], list[Span]] = boxed_spans,
 ) -> ReferenceResult:
     """Weights, scores and spans of a padded batch. `characters` maps a token id to its one character, `boxes` finds answers."""
     result = ReferenceResult([], [], [])
     for ids, attention, mask, advantage in zip(input_ids, attention_mask, response_mask, advantages, strict=True):
         positions = [p for p in range(len(ids)) if mask[p] == 1]
-        spans = boxes("".join(characters[ids[p]] for p in positions))
-        span = None
-        if spans:
-            span = spans[0] if options["span"] == "first" else spans[-1]
+        spans = boxes("".join(characters[ids[p]] for p in positions)) or [None]
+        span = spans[0 if options["span"] == "first" else -1]
         token_scores = [math.nan] * len(positions)
         if span is not None:
             first, past = span[0], span[3]
@@ -211,11 +176,9 @@ def reference_weights(
             shift = 1 if options["alignment"] == "predictor" else 0
             token_scores = [at_position[p - shift] for p in positions]
         token_weights = row_weights(token_scores, span, advantage, options)
-        weights = [0.0] * len(ids)
-        scores = [math.nan] * len(ids)
+        weights, scores = [0.0] * len(ids), [math.nan] * len(ids)
         for t, p in enumerate(positions):
-            weights[p] = token_weights[t]
-            scores[p] = token_scores[t]
+            weights[p], scores[p] = token_weights[t], token_scores[t]
         result.weights.append(weights)
         result.scores.append(scores)
         result.spans.append(span)

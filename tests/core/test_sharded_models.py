@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -22,18 +23,18 @@ METHODS: dict[str, Method] = {
     "oar_p": Oar("perturbation"),
     "surprisal": build("surprisal", {"gate": "all"}),
 }
-SHARES: dict[str, tuple[list[str], ...]] = {
-    "three, one and two": (
-        ["text after the box", "several boxes", "one token before the box"],
-        ["box at the end"],
-        ["empty box", "right"],
-    ),
+SHARES = {
+    "three, one, two": (["several boxes", "empty box", "no box"], ["box at the end"], ["text after the box", "right"]),
     "all on one rank": (["several boxes", "text after the box"], ["no box"], ["no box"]),
     "none anywhere": (["no box"], ["no box", "no box"], ["no box"]),
 }
 """Each rank's rows."""
 WAYS = ("FullyShardedDataParallel", "fully_shard")
 RANKS = 3  # do not divide the model's 16 dimensions
+
+
+def batch_of(share: str, rank: int) -> tuple[torch.Tensor, ...]:
+    return make_batch([ROLLOUTS[name] for name in SHARES[share][rank]]).tensors()
 
 
 def sharded(how: str) -> Any:
@@ -43,25 +44,22 @@ def sharded(how: str) -> Any:
         for block in model.model.layers:
             fully_shard(block)
         return fully_shard(model)
-    policy = ModuleWrapPolicy({type(model.model.layers[0])})
-    return FullyShardedDataParallel(model, auto_wrap_policy=policy, device_id=torch.device("cpu"))
+    blocks = ModuleWrapPolicy({type(model.model.layers[0])})
+    return FullyShardedDataParallel(model, auto_wrap_policy=blocks, device_id=torch.device("cpu"))
 
 
 def run_rank(rank: int, folder: str) -> None:
     """One rank; one without a counterpart for its collectives fails when its time is up."""
     torch.set_num_threads(1)
-    torch.distributed.init_process_group(
-        "gloo", f"file://{folder}/store", timedelta(seconds=120), rank=rank, world_size=RANKS
-    )
-    group = torch.distributed.group.WORLD
-    results: dict[tuple[str, str, str], dict[str, torch.Tensor]] = {}
+    store, limit = f"file://{folder}/store", timedelta(seconds=120)
+    torch.distributed.init_process_group("gloo", store, limit, rank=rank, world_size=RANKS)
+    given = {"process_group": torch.distributed.group.WORLD}
+    results = {}
     for how in WAYS:
         model = sharded(how)
-        for share, rows in SHARES.items():
-            batch = make_batch([ROLLOUTS[name] for name in rows[rank]]).tensors()
-            for name, signal in METHODS.items():
-                got = compute_token_weights(model, char_tokenizer(), *batch, signal, process_group=group)
-                results[how, share, name] = {"scores": got.scores, "weights": got.weights}
+        for share, (name, method) in itertools.product(SHARES, METHODS.items()):
+            got = compute_token_weights(model, char_tokenizer(), *batch_of(share, rank), method, **given)
+            results[how, share, name] = got.scores, got.weights
     torch.save(results, f"{folder}/{rank}.pt")
     torch.distributed.destroy_process_group()
 
@@ -70,12 +68,11 @@ def run_rank(rank: int, folder: str) -> None:
 def test_weights_are_those_of_the_whole_model(tmp_path: Path) -> None:
     torch.multiprocessing.spawn(run_rank, (str(tmp_path),), RANKS)
     for rank in range(RANKS):
-        for (how, share, name), got in torch.load(tmp_path / f"{rank}.pt").items():
-            batch = make_batch([ROLLOUTS[row] for row in SHARES[share][rank]])
-            expected = compute_token_weights(tiny_model(), char_tokenizer(), *batch.tensors(), METHODS[name])
+        for (how, share, name), (scores, weights) in torch.load(tmp_path / f"{rank}.pt").items():
+            expected = compute_token_weights(tiny_model(), char_tokenizer(), *batch_of(share, rank), METHODS[name])
             # The gradient of a divergence so small keeps one or two digits of float32's seven; of these no weight can be asked.
             rtol = 5e-2 if name == "oar_g" else 1e-3
             atol, case = rtol * float(expected.scores.nan_to_num(0).abs().max()), f"{how}, {share}: {name}"
-            torch.testing.assert_close(got["scores"], expected.scores, rtol=rtol, atol=atol, equal_nan=True, msg=case)
+            torch.testing.assert_close(scores, expected.scores, rtol=rtol, atol=atol, equal_nan=True, msg=case)
             if name != "oar_g":
-                torch.testing.assert_close(got["weights"], expected.weights, rtol=1e-2, atol=1e-2, msg=case)
+                torch.testing.assert_close(weights, expected.weights, rtol=1e-2, atol=1e-2, msg=case)

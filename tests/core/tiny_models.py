@@ -14,14 +14,7 @@ from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedModel,
-    PreTrainedTokenizerFast,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast, Qwen3Config
 
 CHARACTERS = sorted(set(string.ascii_letters + string.digits + string.punctuation + " "))
 PAD, END = "<pad>", "<end>"
@@ -50,30 +43,19 @@ def encode(text: str) -> list[int]:
     return [CHARACTERS.index(character) for character in body] + [END_ID] * text.endswith(END)
 
 
+SIZES = {
+    **{"vocab_size": len(CHARACTERS) + 2, "hidden_size": 16, "intermediate_size": 32, "head_dim": 8},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256, "initializer_range": 0.3},
+    **{"pad_token_id": PAD_ID, "bos_token_id": None, "eos_token_id": END_ID, "dtype": "float32"},
+}
+
+
 def tiny_model(family: str = "qwen3", *, tied: bool = False, layers: int = 4, seed: int = 0, **options: Any) -> Any:
     """A freshly drawn float32 model in evaluation mode; ``options`` go into its configuration."""
-    config_class, model_class = {"qwen3": (Qwen3Config, Qwen3ForCausalLM), "llama": (LlamaConfig, LlamaForCausalLM)}[
-        family
-    ]
-    settings = {
-        "vocab_size": len(CHARACTERS) + 2,
-        "hidden_size": 16,
-        "intermediate_size": 32,
-        "num_hidden_layers": layers,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-        "max_position_embeddings": 256,
-        "initializer_range": 0.3,
-        "tie_word_embeddings": tied,
-        "pad_token_id": PAD_ID,
-        "bos_token_id": None,
-        "eos_token_id": END_ID,
-        "dtype": "float32",
-    }
+    sizes = {**SIZES, "num_hidden_layers": layers, "tie_word_embeddings": tied, **options}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model: PreTrainedModel = model_class(config_class(**(settings | options)))
+        model = AutoModelForCausalLM.from_config({"qwen3": Qwen3Config, "llama": LlamaConfig}[family](**sizes))
     return model.eval()
 
 
@@ -88,7 +70,7 @@ class Rollout:
 
 @dataclass(frozen=True)
 class Batch:
-    """Padded tensors as :func:`grail_advantage.compute_token_weights` takes them; (B, L) and (B,)."""
+    """Padded tensors as ``compute_token_weights`` takes them; (B, L) and (B,)."""
 
     input_ids: torch.Tensor
     attention_mask: torch.Tensor
@@ -104,26 +86,20 @@ class Batch:
 
 
 def make_batch(rollouts: list[Rollout], padding: str = "left", extra: int = 0) -> Batch:
-    """Pad rows on the ``left``, on the ``right``, or on ``both`` sides: prompts left, responses right.
-
-    ``extra`` makes the batch that much wider than it must be.
-    """
-    prompts = [encode(rollout.prompt) for rollout in rollouts]
-    responses = [encode(rollout.response) for rollout in rollouts]
-    widest_prompt = max(len(prompt) for prompt in prompts)
-    widest_response = max(len(response) for response in responses)
-    widest = max(len(p) + len(r) for p, r in zip(prompts, responses, strict=True))
+    """Pad rows on the ``left``, on the ``right``, or on ``both`` sides, prompts left and responses right; ``extra`` wider."""
+    texts = [(encode(rollout.prompt), encode(rollout.response)) for rollout in rollouts]
+    widest_prompt, widest_response = (max(map(len, ids)) for ids in zip(*texts, strict=True))
+    widest = max(len(prompt) + len(response) for prompt, response in texts)
     width = extra + (widest_prompt + widest_response if padding == "both" else widest)
     rows: tuple[list, list, list] = ([], [], [])
-    for prompt, response in zip(prompts, responses, strict=True):
+    for prompt, response in texts:
         spare = width - len(prompt) - len(response)
         left = {"left": spare, "right": 0, "both": widest_prompt - len(prompt)}[padding]
-        right = spare - left
+        p, r, right = len(prompt), len(response), spare - left
         rows[0].append([PAD_ID] * left + prompt + response + [PAD_ID] * right)
-        rows[1].append([0] * left + [1] * (len(prompt) + len(response)) + [0] * right)
-        rows[2].append([0] * (left + len(prompt)) + [1] * len(response) + [0] * right)
-    advantages = torch.tensor([rollout.advantage for rollout in rollouts])
-    return Batch(*(torch.tensor(values) for values in rows), advantages)
+        rows[1].append([0] * left + [1] * (p + r) + [0] * right)
+        rows[2].append([0] * (left + p) + [1] * r + [0] * right)
+    return Batch(*map(torch.tensor, rows), torch.tensor([rollout.advantage for rollout in rollouts]))
 
 
 ROLLOUTS = {
@@ -143,15 +119,13 @@ ROLLOUTS = {
 }
 
 
-def plain_columns(
-    model: Any, prompt: list[int], response: list[int], temperature: float
-) -> tuple[list[float], list[float]]:
-    """Log-probabilities and entropies of a response: the response alone, all logits, the predictors' distributions in loops."""
+def plain_columns(model: Any, prompt: list[int], response: list[int], temperature: float) -> tuple[list, list]:
+    """Log-probabilities and entropies of a response: alone, by all logits and in loops."""
     with torch.no_grad():
         logits_SV = model(input_ids=torch.tensor([prompt + response])).logits[0] / temperature
     log_probs, entropies = [], []
-    for place, token in enumerate(response):
-        exponentials = [math.exp(value) for value in logits_SV[len(prompt) + place - 1].tolist()]
+    for logits_V, token in zip(logits_SV[len(prompt) - 1 :].tolist(), response, strict=False):
+        exponentials = [math.exp(value) for value in logits_V]
         total = math.fsum(exponentials)
         log_probs.append(math.log(exponentials[token] / total))
         entropies.append(-math.fsum(value / total * math.log(value / total) for value in exponentials))
