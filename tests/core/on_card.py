@@ -17,7 +17,7 @@ from grail_advantage.data import Example
 from grail_advantage.method import build
 from tests.core import card
 from tests.core.common import METHODS
-from tests.core.doors import valid_weights
+from tests.core.test_doors import valid_weights
 from tests.core.tiny_models import tiny_model
 from tests.documentation import files
 
@@ -26,7 +26,7 @@ TURNS = {"tool_rewards": [[0.0], [1.0], [0.5]], "step_rewards": [[0.1], [0.2, 0.
 
 
 def arguments(name: str) -> dict[str, Any]:
-    given = valid_weights("grail") | {"fields": TURNS, "config": build(name), "model": tiny_model()}
+    given = valid_weights() | {"fields": TURNS, "config": build(name), "model": tiny_model()}
     given["examples"] = [Example([{"role": "user", "content": "?"}], {"reward_model": {"ground_truth": "7"}}, {})] * 3
     given["tokenizer"] = copy.copy(given["tokenizer"])
     given["tokenizer"].chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}"
