@@ -1,5 +1,5 @@
-"""The public doors, ``compute_token_weights`` and the receipt's ``check``, refuse a plausible mistake by a ``ValueError`` that
-names the argument, and take an argument of another layout or dtype for what it is."""
+"""``compute_token_weights``, the receipt's ``check`` and ``Rollouts`` refuse a plausible mistake by a ``ValueError`` that names
+the argument, and take an argument of another layout or dtype for what it is."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import nn
 
-from grail_advantage import Grail, compute_token_weights
+from grail_advantage import Grail, Rollouts, compute_token_weights
 from grail_advantage.data import Example
 from grail_advantage.receipt import Batch, Layout, Loss, check
 from tests.core.receipt_loop import rollout, train
@@ -28,13 +28,10 @@ Mistakes = Mapping[str, Sequence[Any]]
 
 def at(value: float, *place: int, dtype: torch.dtype | None = None) -> Callable[[torch.Tensor], torch.Tensor]:
     """A tensor with one other value."""
-
-    def changed(values: torch.Tensor) -> torch.Tensor:
-        values = values.to(dtype or values.dtype, copy=True)
-        values[place] = value
-        return values
-
-    return changed
+    index = tuple(map(torch.tensor, place))
+    return lambda values: values.to(dtype or values.dtype).index_put(
+        index, torch.tensor(value).to(dtype or values.dtype)
+    )
 
 
 NO_TENSOR: list[Any] = [
@@ -200,10 +197,41 @@ def same_receipt(found: Any, expected: Any) -> None:
     torch.testing.assert_close(found.expected_UBT, expected.expected_UBT, equal_nan=True)
 
 
-DOORS: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Any]], Mistakes, Mistakes, Callable[..., None]]] = {
-    "weights": (compute_token_weights, valid_weights, OF_WEIGHTS, SAME_WEIGHTS, same_weights),
-    "receipt": (check, valid_receipt, OF_RECEIPT, SAME_RECEIPT, same_receipt),
+def valid_rollouts() -> dict[str, Any]:
+    known = {
+        "columns": {"entropy": TWO},
+        "fields": {"blame": [1, 2]},
+        "facts": {"reward": [1.0, 0.0]},
+        "keys": ["a", "b"],
+    }
+    responses, advantages = [torch.tensor([1, 2, 3])] * 2, torch.tensor([1.0, -1.0])
+    return known | {"prompts": responses, "responses": responses, "mask": TWO.bool(), "advantages": advantages}
+
+
+TWO = torch.ones(2, 3)
+OF_ROLLOUTS: Mistakes = {
+    "prompts": [[torch.tensor([1])]],
+    "mask": [None, TWO * 2, TWO[:, :2], TWO * NAN, [[True] * 3] * 2],
+    "written": ["text", TWO[:1], TWO * 2],
+    "advantages": [None, TWO, [1.0, 2.0], torch.ones(3), torch.ones(2).bool()],
+    "truncated": [torch.ones(3), torch.tensor([2, 0]), [0, 1]],
+    "masked": [torch.ones(3)],
+    "groups": [torch.ones(2), torch.tensor([0, -2]), torch.zeros(1).long(), [0, 0]],
+    "rewards": [torch.ones(2).bool(), torch.ones(3), torch.ones(2, 1)],
+    "columns.entropy": [TWO.long(), torch.ones(2, 4), [[1.0] * 3] * 2],
+    "fields.blame": [[1], "ab", torch.ones(2, 1), torch.ones(2, 3), None, 5],
+    "facts.reward": [[1.0], "ab"],
+    "examples": [[1]],
+    "sessions": [[1]],
+    "keys": [[1]],
+    "places": [[1, 2, 3]],
 }
+DOORS: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Any]], Mistakes]] = {
+    "weights": (compute_token_weights, valid_weights, OF_WEIGHTS),
+    "receipt": (check, valid_receipt, OF_RECEIPT),
+    "rollouts": (Rollouts, valid_rollouts, OF_ROLLOUTS),
+}
+SAME = [("weights", SAME_WEIGHTS, same_weights), ("receipt", SAME_RECEIPT, same_receipt)]
 
 
 def with_change(value: Any, place: Sequence[str], change: Any) -> Any:
@@ -221,19 +249,29 @@ def with_change(value: Any, place: Sequence[str], change: Any) -> Any:
 
 @pytest.mark.parametrize(("door", "place"), [(door, place) for door in DOORS for place in DOORS[door][2]])
 def test_each_mistake_is_refused_by_the_name_of_its_argument(door: str, place: str) -> None:
-    call, valid, mistakes, _, _ = DOORS[door]
+    call, valid, mistakes = DOORS[door]
     for mistake in mistakes[place]:
         with pytest.raises(ValueError, match=place.split(".")[-1]):
             call(**with_change(valid(), place.split("."), mistake))
 
 
-@pytest.mark.parametrize("door", DOORS)
-def test_other_layouts_and_dtypes_change_nothing(door: str) -> None:
-    call, valid, _, changes, same = DOORS[door]
+@pytest.mark.parametrize(("door", "changes", "same"), SAME)
+def test_other_layouts_and_dtypes_change_nothing(door: str, changes: Mistakes, same: Callable[..., None]) -> None:
+    call, valid, _ = DOORS[door]
     expected = call(**valid())
     for place, of_place in changes.items():
         for change in of_place:
             same(call(**with_change(valid(), place.split("."), change)), expected)
+
+
+def test_a_response_without_a_token_before_it_is_refused() -> None:
+    """A response of no token needs none."""
+    prompts = [torch.tensor([1]), torch.tensor([], dtype=torch.int64)]
+    with pytest.raises(ValueError, match="response 1 has no prompt token"):
+        Rollouts(**valid_rollouts() | {"prompts": prompts})
+    assert (
+        len(Rollouts(**valid_rollouts() | {"prompts": prompts, "responses": [torch.ones(3).long(), prompts[1]]})) == 2
+    )
 
 
 def test_probabilities_in_place_of_what_the_trainer_computed_are_a_finding() -> None:

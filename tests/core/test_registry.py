@@ -1,7 +1,8 @@
-"""The door through which every method comes: registering, building, and what is said when something is wrong."""
+"""The door through which every method comes: registering, plug-ins, and options with their defaults and refusals."""
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
 import textwrap
@@ -12,9 +13,11 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
+import grail_advantage
 from grail_advantage import Grail, Method, Oar, Weights, maps, method, register, register_map
 from grail_advantage.method import NameTakenError, build, failure_message, methods
-from tests.core.common import rollouts_of, weighed
+from tests.core import oar_reference, reference
+from tests.core.common import MAPS, METHODS, rollouts_of, weighed
 from tests.documentation import files, snippets, write_files
 
 SITE = Path(__file__).parents[2]
@@ -35,7 +38,6 @@ def clean_registry() -> Iterator[None]:
 class Plain(Method):
     """Twice the advantage of everything."""
 
-    formula, source = "2", "a test"
     factor: float = 2.0
 
     def scores(self, r: Any, of_pass: torch.Tensor | None) -> torch.Tensor:
@@ -57,33 +59,11 @@ def test_a_registered_class_is_a_method_with_options() -> None:
 def test_two_names_of_one_class_keep_the_name_on_the_instance() -> None:
     assert methods()["oar_g"] is methods()["oar_p"] is Oar and Oar.section == "oar"
     for name in ("oar_g", "oar_p"):
-        assert build(name).name == name
-        with pytest.raises(ValueError, match="oar_g"):
-            build(name, {"method": "gradient"})
-        assert build(name, {"method": None}).name == name
+        assert build(name).name == build(name, {"method": None}).name == name
     cls = register("twice", factor=2.0)(register("thrice", factor=3.0)(type("Both", (Plain,), {"section": "both"})))
     assert (build("twice").name, build("thrice").name, cls.section) == ("twice", "thrice", "both")
     below = register("below")(type("Below", (cls,), {}))
     assert build("below").name == "below" and below.names == {"below": {}} and build("thrice").factor == 3.0
-
-
-def test_a_taken_name_is_refused() -> None:
-    """But not to the class itself, whose module may be loaded again."""
-    with pytest.raises(NameTakenError, match=r"'grail'.*grail_advantage\.methods\.saliency"):
-        register("grail")(type("Another", (Method,), {}))
-    assert register("grail")(Grail) is methods()["grail"] is Grail
-
-    def top(x: torch.Tensor, m: torch.Tensor) -> Weights:
-        return Weights(x)
-
-    with pytest.raises(ValueError, match=r"top.*grail_advantage\.maps"):
-        register_map()(top)
-
-
-@pytest.mark.parametrize("name", ["token_weights", "token_dump", "my.method", "", "1st"])
-def test_a_name_that_cannot_be_a_section_is_refused(name: str) -> None:
-    with pytest.raises(ValueError, match="identifier"):
-        register(name)(type("Named", (Method,), {}))
 
 
 class Reading(Method):
@@ -94,13 +74,17 @@ class Using(Method):
     uses: ClassVar[str] = "hiden_states"
 
 
-@pytest.mark.parametrize(
-    ("cls", "words"), [(Reading, "reads old_log_prob"), (Using, "uses hiden_states"), (int, "int")]
-)
-def test_words_that_say_what_a_method_needs_are_checked(cls: Any, words: str) -> None:
-    with pytest.raises(ValueError) as refused:
-        register("needy")(cls)
-    assert all(word in str(refused.value) for word in words.split())
+def test_what_cannot_be_registered_is_refused() -> None:
+    """A taken name but to the class itself, whose module may be loaded again."""
+    with pytest.raises(NameTakenError, match=r"'grail'.*grail_advantage\.methods\.saliency"):
+        register("grail")(type("Another", (Method,), {}))
+    assert register("grail")(Grail) is methods()["grail"] is Grail
+    for name in ("token_weights", "token_dump", "my.method", "", "1st"):
+        with pytest.raises(ValueError, match="identifier"):
+            register(name)(type("Named", (Method,), {}))
+    for cls, words in ((Reading, "reads .*old_log_prob"), (Using, "uses .*hiden_states"), (int, "int")):
+        with pytest.raises(ValueError, match=words):
+            register("needy")(cls)
     assert register("fields")(type("Fields", (Method,), {"reads": frozenset({"field:blame"})}))
 
 
@@ -116,8 +100,88 @@ def test_maps_have_typed_options() -> None:
     def untyped(x: torch.Tensor, m: torch.Tensor, factor=1.0) -> Weights:  # type: ignore[no-untyped-def]
         return Weights(x)
 
-    with pytest.raises(ValueError, match="untyped"):
-        register_map()(untyped)
+    def top(x: torch.Tensor, m: torch.Tensor) -> Weights:
+        return Weights(x)
+
+    for function, words in ((untyped, "untyped.*factor"), (top, r"top.*grail_advantage\.maps")):
+        with pytest.raises(ValueError, match=words):
+            register_map()(function)
+
+
+@pytest.mark.parametrize("leaf", ["embeddings", "first", "middle", "last"])
+@pytest.mark.parametrize("preset", ["official", "robust"])
+def test_grails_presets_and_what_follows_from_other_options(preset: str, leaf: str) -> None:
+    """As the reference of the other tests has them, value by value."""
+    for options in ({}, {"weight_max": 3.0}, {"weight_max": 3.0, "content_weight": 0.0}, {"alignment": "predictor"}):
+        known = reference.resolve(preset, leaf=leaf, **options)
+        config = Grail(preset, leaf=leaf, **options).model_dump()
+        assert {name: config[name] for name in known} == known
+        assert set(config) - set(known) == {"preset", "mask_truncated", "reshaper_options", "quantile", "boost"}
+    assert Grail() == Grail("official") == Grail(preset=None, gate=None)
+    assert type(Grail(weight_max=4).content_weight) is float
+
+
+@pytest.mark.parametrize("name", ["gradient", "perturbation"])
+@pytest.mark.parametrize("variant", ["official", "grail_port"])
+def test_oars_defaults_and_what_follows_from_the_variant(name: str, variant: str) -> None:
+    known = oar_reference.DEFAULTS | {"variant": variant, "method": name}
+    config, whole = Oar(name, variant=variant), (name, variant) == ("gradient", "grail_port")
+    shared = {"gate": "all", "span": "last", "statistics": "response" if whole else "reasoning"}
+    assert config.model_dump() == known | shared | {"reshaper_options": {}, "mask_truncated": True}
+    assert config.answer_weights() is None
+    assert config.map_options()["quantile_rule"] == ("sorted" if variant == "grail_port" else "linear")
+
+
+REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    ("grail", {"weight_min": 6}, "weight_min=6 weight_max=5"),
+    ("grail", {"reshaper": "softmax"}, "grail.reshaper='softmax' bilevel log_zscore"),
+    ("grail", {"reshaper_options": {"k": 1}}, "reshaper_options.k weight_std"),
+    ("oar_g", {"method": "gradient"}, "oar.method oar_g oar_p"),
+    ("oar_g", {"statistics": "response"}, "oar.statistics='response' variant"),
+    ("surprisal", {"reshaper_options": {"k": 0}}, "surprisal.reshaper_options.k=0"),
+    ("surprisal", {"exponent": 2.0}, "surprisal.exponent power"),
+    ("surprisal", {"rho": 0.5}, "rho surprisal"),
+    ("shear", {"window": 10, "stride": 11}, "shear stride=11 window"),
+    ("rlsd", {"request": "{privileged} {privileged}"}, "rlsd.request= {privileged}"),
+    ("polarity", {"right": 0.0, "wrong": 0.0}, "polarity.right=0 polarity.wrong=0"),
+    ("pattern", {"expression": "("}, "pattern.expression="),
+    ("step_values", {"separator": "x*"}, "step_values.separator="),
+    ("pattern", {"elsewhere": 0.5}, "pattern.elsewhere=0.5"),
+    ("turn_rloo", {"gate": "wrong"}, "turn_rloo gate"),
+    ("high_entropy", {"gate": "wrong"}, "high_entropy.gate='wrong'"),
+    ("surprisal", {"reshaper_options": {"k": 2, "share": 0.5}}, "k=2 share=0.5"),
+    ("nonsense", {}, "'nonsense' grail uniform"),
+]
+"""Each kind of refusal, and what its message names."""
+
+
+@pytest.mark.parametrize(("name", "options", "named"), REFUSED)
+def test_what_is_refused_names_option_and_remedy(name: str, options: dict[str, Any], named: str) -> None:
+    with pytest.raises(ValueError) as refused:
+        build(name, options)
+    assert all(word in str(refused.value) for word in named.split()), str(refused.value)
+
+
+@pytest.mark.parametrize("name", [*METHODS, *MAPS])
+def test_values_of_another_kind_and_outside_the_bounds_are_refused(name: str) -> None:
+    cls = maps.MAPS[name].options if name in maps.MAPS else methods()[name]
+    fixed = {} if name in maps.MAPS else cls.names[name]
+    for option, schema in cls.model_json_schema()["properties"].items():
+        kinds = schema.get("anyOf", [schema])
+        bad: list[Any] = [object(), math.nan, math.inf]
+        bad += ["1.0"] * all(kind.get("type") != "string" for kind in kinds)
+        bad += [True] * all(kind.get("type") != "boolean" and "enum" not in kind for kind in kinds)  # True is 1
+        for kind in kinds:
+            bad += [kind[key] + step for key, step in (("minimum", -1), ("maximum", 1)) if key in kind]
+            bad += [kind[key] for key in ("exclusiveMinimum",) if key in kind]
+        for value in bad:
+            with pytest.raises(ValueError, match=rf"{option}\b"):
+                cls(**{**fixed, option: value})
+
+
+def test_earlier_names_are_the_methods() -> None:
+    assert (grail_advantage.GrailConfig, grail_advantage.OarConfig) == (Grail, Oar)
+    assert grail_advantage.OarConfig("perturbation").name == "oar_p" and Oar().name == "oar_g"
 
 
 def _python(code: str, *paths: Path) -> str:
@@ -158,13 +222,7 @@ def test_plugins_that_fail_are_named_and_stop_no_other(tmp_path: Path) -> None:
         *(tmp_path, SITE),
     )
     assert said.startswith("Grail True False mine\n")
-    for words in (
-        "'grail'",
-        "twice_method",
-        "'theirs'",
-        "broken_method",
-        "ModuleNotFoundError: No module named 'a_pack",
-    ):
+    for words in ("'grail'", "twice_method", "'theirs'", "broken_method", "No module named 'a_pack"):
         assert words in said
     assert failure_message() == ""
 
