@@ -13,7 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tokenizers import Tokenizer
+from tokenizers.models import BPE
 from torch import nn
+from transformers import PreTrainedTokenizerFast
 
 from grail_advantage import Grail, Rollouts, compute_token_weights
 from grail_advantage.data import Example
@@ -28,10 +31,8 @@ Mistakes = Mapping[str, Sequence[Any]]
 
 def at(value: float, *place: int, dtype: torch.dtype | None = None) -> Callable[[torch.Tensor], torch.Tensor]:
     """A tensor with one other value."""
-    index = tuple(map(torch.tensor, place))
-    return lambda values: values.to(dtype or values.dtype).index_put(
-        index, torch.tensor(value).to(dtype or values.dtype)
-    )
+    index, other = tuple(map(torch.tensor, place)), torch.tensor(value)
+    return lambda v: v.to(dtype or v.dtype).index_put(index, other.to(dtype or v.dtype))
 
 
 NO_TENSOR: list[Any] = [
@@ -56,13 +57,7 @@ class Bare(nn.Module):
         return input_ids.float()
 
 
-def other_tokenizer(_: Any) -> Any:
-    """Of three tokens."""
-    from tokenizers import Tokenizer, models
-    from transformers import PreTrainedTokenizerFast
-
-    backend = Tokenizer(models.BPE(vocab={"a": 0, "b": 1, "<pad>": 2}, merges=[]))
-    return PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>")
+OTHER_TOKENIZER = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(BPE(vocab={"a": 0, "b": 1}, merges=[])))
 
 
 @cache
@@ -92,7 +87,7 @@ def valid_weights() -> dict[str, Any]:
 
 OF_WEIGHTS: Mistakes = {
     "model": [None, "Qwen/Qwen3-0.6B", Bare(), nn.Linear(2, 2), type, lambda _: tiny_model(layers=1).to("meta")],
-    "tokenizer": [None, "Qwen/Qwen3-0.6B", 5, type, other_tokenizer],
+    "tokenizer": [None, "Qwen/Qwen3-0.6B", 5, type, OTHER_TOKENIZER],
     "input_ids": [*NO_TENSOR, *SHAPES, *WIDTHS, None, lambda v: v.float(), at(-100, 0, -1), at(97, 2, -1)],
     "attention_mask": [lambda v: v[:, :-1], lambda v: v * 0, lambda v: 1 - v, at(2, 0), at(0.5, 0, dtype=torch.double)],
     "response_mask": [lambda v: v.tolist(), lambda v: v * 0 + 1, lambda v: v * 255, at(NAN, 0, dtype=torch.float32)],
@@ -198,32 +193,20 @@ def same_receipt(found: Any, expected: Any) -> None:
 
 
 def valid_rollouts() -> dict[str, Any]:
-    known = {
-        "columns": {"entropy": TWO},
-        "fields": {"blame": [1, 2]},
-        "facts": {"reward": [1.0, 0.0]},
-        "keys": ["a", "b"],
-    }
+    known = {"columns": {"entropy": TWO}, "facts": {"reward": [1.0, 0.0]}, "keys": ["a", "b"]}
     responses, advantages = [torch.tensor([1, 2, 3])] * 2, torch.tensor([1.0, -1.0])
     return known | {"prompts": responses, "responses": responses, "mask": TWO.bool(), "advantages": advantages}
 
 
 TWO = torch.ones(2, 3)
-OF_ROLLOUTS: Mistakes = {
+OF_ROLLOUTS: Mistakes = {  # what the first door lets nobody give
     "prompts": [[torch.tensor([1])]],
     "mask": [None, TWO * 2, TWO[:, :2], TWO * NAN, [[True] * 3] * 2],
     "written": ["text", TWO[:1], TWO * 2],
-    "advantages": [None, TWO, [1.0, 2.0], torch.ones(3), torch.ones(2).bool()],
     "truncated": [torch.ones(3), torch.tensor([2, 0]), [0, 1]],
-    "masked": [torch.ones(3)],
-    "groups": [torch.ones(2), torch.tensor([0, -2]), torch.zeros(1).long(), [0, 0]],
-    "rewards": [torch.ones(2).bool(), torch.ones(3), torch.ones(2, 1)],
     "columns.entropy": [TWO.long(), torch.ones(2, 4), [[1.0] * 3] * 2],
-    "fields.blame": [[1], "ab", torch.ones(2, 1), torch.ones(2, 3), None, 5],
     "facts.reward": [[1.0], "ab"],
-    "examples": [[1]],
-    "sessions": [[1]],
-    "keys": [[1]],
+    **{name: [[1]] for name in ("examples", "sessions", "keys")},
     "places": [[1, 2, 3]],
 }
 DOORS: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Any]], Mistakes]] = {
