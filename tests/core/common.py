@@ -30,22 +30,19 @@ def rollouts_of(
     **parts: Any,
 ) -> Rollouts:
     """Responses of these token ids after a prompt of one token, with answers where they are given."""
-    width = max(map(len, responses), default=0)
-    mask = torch.zeros(len(responses), width, dtype=torch.bool)
+    mask = torch.zeros(len(responses), max(map(len, responses), default=0), dtype=torch.bool)
     for index, ids in enumerate(responses):
         mask[index, : len(ids)] = torch.tensor(trained[index]) if trained is not None else True
     found = list(spans) if spans is not None else [None] * len(responses)
-    return Rollouts(
-        **{
-            "prompts": [torch.ones(1, dtype=torch.int64)] * len(responses),
-            "responses": [torch.tensor(ids, dtype=torch.int64) for ids in responses],
-            "mask": mask,
-            "advantages": torch.as_tensor(advantages, dtype=torch.float32),
-            "tokenizer": char_tokenizer(),
-            "known_spans": {"first": found, "last": found},
-            **parts,
-        }
-    )
+    known: dict[str, Any] = {
+        "mask": mask,
+        "tokenizer": char_tokenizer(),
+        "known_spans": {"first": found, "last": found},
+    }
+    known["advantages"] = torch.as_tensor(advantages, dtype=torch.float32)
+    known["prompts"] = [torch.ones(1, dtype=torch.int64)] * len(responses)
+    known["responses"] = [torch.tensor(ids, dtype=torch.int64) for ids in responses]
+    return Rollouts(**known | parts)
 
 
 class Given:
@@ -75,9 +72,8 @@ def weighed(method: Method, responses: Rollouts, of_pass: torch.Tensor | None = 
 
 def few(examples: int) -> settings:
     """So many examples of a property, the same ones every time."""
-    phases, health = (Phase.generate, Phase.shrink), list(HealthCheck)
-    common: dict[str, Any] = {"deadline": None, "derandomize": True, "database": None}
-    return settings(max_examples=examples, phases=phases, suppress_health_check=health, **common)
+    common: dict[str, Any] = {"phases": (Phase.generate, Phase.shrink), "suppress_health_check": list(HealthCheck)}
+    return settings(max_examples=examples, deadline=None, derandomize=True, database=None, **common)
 
 
 def some(names: Iterable[Any], by_day: Collection[Any]) -> list[Any]:

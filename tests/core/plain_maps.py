@@ -1,7 +1,5 @@
-"""The maps from scores to weights, the plain way: lists of floats in loops, shares of counts as exact fractions.
-
-Each takes the scores of the tokens of one statistics set. Nothing here is shared with the package.
-"""
+"""The maps from scores to weights, the plain way: lists of floats in loops, shares of counts as exact fractions. Each takes the
+scores of the tokens of one statistics set. Nothing here is shared with the package."""
 
 from __future__ import annotations
 
@@ -17,17 +15,9 @@ def part(share: float, count: int) -> int:
 
 
 def chosen(scores: Sequence[float], places: Sequence[Any], count: int) -> list[Any]:
-    """Places of the highest scores, one at a time, of equal ones the first."""
-    left = list(range(len(places)))
-    chosen = []
-    while left and len(chosen) < count:
-        best = left[0]
-        for index in left:
-            if scores[index] > scores[best]:
-                best = index
-        chosen.append(places[best])
-        left.remove(best)
-    return chosen
+    """Places of the highest scores, of equal ones the first."""
+    order = sorted(range(len(places)), key=lambda index: -scores[index])  # which keeps the order of equal ones
+    return [places[index] for index in order[:count]]
 
 
 def top(scores: Sequence[float], k: int = 1, share: float | None = None) -> list[float]:
@@ -80,10 +70,10 @@ def bilevel(
 
 def log_zscore(
     scores: Sequence[float],
-    weight_mean: float = 1.0,
+    weight_mean: float = 1,
     weight_std: float = 0.5,
     weight_min: float = 0.5,
-    weight_max: float = 5.0,
+    weight_max: float = 5,
 ) -> list[float]:
     """clip(mean + std z, min, max), z the log score less its mean over the root of its population variance."""
     if not scores:
@@ -101,10 +91,4 @@ def to_mass(weights: Sequence[float], places: Sequence[int]) -> list[float]:
     return [weight * scale if index in places else weight for index, weight in enumerate(weights)]
 
 
-MAPS: dict[str, Callable[..., list[float]]] = {
-    "top": top,
-    "power": power,
-    "mean_ratio": mean_ratio,
-    "bilevel": bilevel,
-    "log_zscore": log_zscore,
-}
+MAPS: dict[str, Callable[..., list[float]]] = {of.__name__: of for of in (top, power, mean_ratio, bilevel, log_zscore)}

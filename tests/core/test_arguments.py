@@ -1,28 +1,19 @@
-"""Models that the plain API refuses or reads as they are, and batches of nothing. Its arguments: ``doors.py``."""
+"""Models that the plain API refuses or reads as they are, and batches of nothing. Its arguments: ``test_doors.py``."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
 import pytest
 import torch
-from peft import (
-    CPTConfig,
-    IA3Config,
-    LoraConfig,
-    MultitaskPromptTuningConfig,
-    PeftConfig,
-    PrefixTuningConfig,
-    PromptEncoderConfig,
-    PromptTuningConfig,
-    get_peft_model,
-)
+from peft import IA3Config, LoraConfig, PeftConfig, PrefixTuningConfig, PromptTuningConfig, get_peft_model
 from torch import nn
 
 from grail_advantage import Grail, Oar, compute_token_weights
 from grail_advantage.method import build
-from tests.core.tiny_models import ROLLOUTS, Batch, char_tokenizer, make_batch, plain_columns, tiny_model
+from tests.core.tiny_models import ROLLOUTS, char_tokenizer, make_batch, plain_columns, tiny_model
 
 PASSES = [Grail(gate="all"), Oar("perturbation"), build("surprisal", {"gate": "all", "statistics": "response"})]
 """With gradients, of made-up sequences, of the policy's log-probabilities."""
@@ -30,9 +21,8 @@ MODEL = cache(lambda: tiny_model(layers=1))
 BATCH = make_batch([ROLLOUTS["right"]])
 
 
-def surprisal(model: nn.Module, batch: Batch = BATCH) -> list[float]:
-    found = compute_token_weights(model, char_tokenizer(), *batch.tensors(), PASSES[2])
-    return batch.of_responses(found.scores)[0]
+def surprisal(model: nn.Module) -> list[float]:
+    return BATCH.of_responses(compute_token_weights(model, char_tokenizer(), *BATCH.tensors(), PASSES[2]).scores)[0]
 
 
 def plain_surprisal(model: nn.Module) -> list[float]:
@@ -44,24 +34,23 @@ def plain_surprisal(model: nn.Module) -> list[float]:
 TASK = {"task_type": "CAUSAL_LM"}
 VIRTUAL: list[PeftConfig] = [
     PromptTuningConfig(**TASK, num_virtual_tokens=5),
-    PromptEncoderConfig(**TASK, num_virtual_tokens=1, encoder_hidden_size=16),
     PrefixTuningConfig(**TASK, num_virtual_tokens=3),
-    MultitaskPromptTuningConfig(**TASK, num_virtual_tokens=3, num_tasks=2),
-    CPTConfig(**TASK, cpt_token_ids=[3, 4], cpt_mask=[1, 1], cpt_tokens_type_mask=[1, 2]),
 ]
 ADAPTERS: list[PeftConfig] = [
-    LoraConfig(**TASK, target_modules=["q_proj"], init_lora_weights=False),
     LoraConfig(**TASK, target_modules=["q_proj"], init_lora_weights=False, use_dora=True),
     IA3Config(**TASK, target_modules=["k_proj"], feedforward_modules=[], init_ia3_weights=False),
 ]
 
 
+def refuse(model: nn.Module, words: str) -> None:
+    for method in PASSES:
+        with pytest.raises(ValueError, match=words):
+            compute_token_weights(model, char_tokenizer(), *BATCH.tensors(), method)
+
+
 @pytest.mark.parametrize("config", VIRTUAL, ids=lambda config: type(config).__name__)
 def test_virtual_tokens_are_refused(config: PeftConfig) -> None:
-    model = get_peft_model(tiny_model(layers=1), config)
-    for method in PASSES:
-        with pytest.raises(ValueError, match=rf"virtual tokens \({type(config).__name__}\)"):
-            compute_token_weights(model, char_tokenizer(), *BATCH.tensors(), method)
+    refuse(get_peft_model(tiny_model(layers=1), config), rf"virtual tokens \({type(config).__name__}\)")
 
 
 @pytest.mark.parametrize("config", ADAPTERS, ids=lambda config: type(config).__name__)
@@ -74,12 +63,10 @@ def test_log_probs_of_an_adapter_are_its_own(config: PeftConfig) -> None:
 
 
 def test_batches_without_any_response_or_row() -> None:
-    got = compute_token_weights(
-        MODEL(), char_tokenizer(), *make_batch([ROLLOUTS["no response"]] * 2).tensors(), Grail()
-    )
+    nothing, none = make_batch([ROLLOUTS["no response"]] * 2).tensors(), torch.zeros(0, 5, dtype=torch.long)
+    got = compute_token_weights(MODEL(), char_tokenizer(), *nothing, Grail())
     assert got.weights.tolist() == [[0.0] * 13] * 2 and got.scores.isnan().all()
     assert (got.spans, got.stats) == ([None, None], {})
-    none = torch.zeros(0, 5, dtype=torch.long)
     got = compute_token_weights(MODEL(), char_tokenizer(), none, none, none, torch.zeros(0), Grail())
     assert got.weights.shape == got.scores.shape == (0, 5) and (got.spans, got.stats) == ([], {})
 
@@ -98,38 +85,30 @@ class Wrapped(nn.Module):
         except AttributeError:
             return getattr(super().__getattr__("inner"), name)
 
-    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None, **_: Any) -> Any:
-        if self.kind in ("prepended", "trimmed in front", "trimmed behind"):
+    def forward(self, input_ids: torch.Tensor, **_: Any) -> Any:
+        if "prepended" in self.kind:
             vectors = self.inner.get_input_embeddings()(input_ids)
             output = self.inner(inputs_embeds=torch.cat([self.own.expand(len(vectors), -1, -1), vectors], dim=1))
-            parts = {"trimmed in front": slice(3, None), "trimmed behind": slice(0, -3)}
-            output.logits = output.logits[:, parts.get(self.kind, slice(None))]
-            return output
-        output = self.inner(input_ids=input_ids[:, self.kind.startswith("first token") :])
-        logits = output.logits
-        changed = {
-            "first token padded": lambda: torch.cat([logits[:, :1], logits], dim=1),
-            "scaled": lambda: logits * 0.5,
-            "last": lambda: logits[:, -1:],
-            "without the last": lambda: logits[:, :-1],
-            "later": lambda: logits.roll(1, dims=1),
-            "earlier": lambda: torch.cat([logits[:, 1:], logits[:, :1]], dim=1),
-        }
-        output.logits = changed.get(self.kind, lambda: logits)()
+        else:
+            output = self.inner(input_ids=input_ids[:, self.kind.startswith("first token") :])
+        output.logits = OTHER_POSITIONS.get(self.kind, lambda logits: logits)(output.logits)
         return output
 
 
-OTHER_POSITIONS = [
-    *("prepended", "trimmed in front", "trimmed behind", "first token", "first token padded", "last"),
-    *("without the last", "later", "earlier", "scaled"),
-]
+OTHER_POSITIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "prepended": lambda logits: logits,
+    "prepended, trimmed in front": lambda logits: logits[:, 3:],
+    "prepended, trimmed behind": lambda logits: logits[:, :-3],
+    "first token padded": lambda logits: torch.cat([logits[:, :1], logits], dim=1),
+    "scaled": lambda logits: logits * 0.5,
+    "last": lambda logits: logits[:, -1:],
+    "later": lambda logits: logits.roll(1, dims=1),
+}
 
 
 @pytest.mark.parametrize("kind", OTHER_POSITIONS)
 def test_a_model_with_other_positions_is_refused(kind: str) -> None:
-    for method in PASSES:
-        with pytest.raises(ValueError, match=r"model \(Wrapped\) has other positions than its input"):
-            compute_token_weights(Wrapped(kind), char_tokenizer(), *BATCH.tensors(), method)
+    refuse(Wrapped(kind), r"model \(Wrapped\) has other positions than its input")
 
 
 def test_a_model_without_logits_is_refused_and_one_with_the_same_positions_read_as_it_is() -> None:

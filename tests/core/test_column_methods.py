@@ -17,27 +17,16 @@ from grail_advantage.methods.policy import EntropyBonus, HighEntropy, Probabilit
 from tests.core import plain_weights, reference
 from tests.core.common import few, weighed
 from tests.core.plain_weights import Row, batch_of, close, random_rows, weights_of
-from tests.core.tiny_models import (
-    END,
-    ROLLOUTS,
-    Batch,
-    Rollout,
-    char_tokenizer,
-    encode,
-    make_batch,
-    plain_columns,
-    tiny_model,
-)
+from tests.core.tiny_models import END, ROLLOUTS, Rollout, char_tokenizer, encode, make_batch, plain_columns, tiny_model
 
-NAN = math.nan
-HALF = math.log(0.5)
-LOW = 0.125
-"""An entropy below the threshold of `stare`."""
-
-
-ABOVE_ZERO = Row(-1.0, [0.25, -0.0, 0.0], span=AnswerSpan(3, 3, 3, 3))
+NAN, HALF, LOW = math.nan, math.log(0.5), 0.125
+"""The last is an entropy below the threshold of `stare`."""
 BY_HAND: dict[str, tuple[Method, list[Row], list]] = {
-    "rounded above 0: all equal, so the first": (Surprisal(), [ABOVE_ZERO], [[1, 0, 0]]),
+    "rounded above 0: all equal, so the first": (
+        Surprisal(),
+        [Row(-1.0, [0.25, -0.0, 0.0], span=AnswerSpan(3, 3, 3, 3))],
+        [[1, 0, 0]],
+    ),
     # Ten tokens, of which a fifth is two, and two more that tie.
     "ties are kept and counted": (
         HighEntropy(),
@@ -84,23 +73,25 @@ def test_bounds_of_the_entropy_bonus_are_flagged() -> None:
 
 
 def test_stare_takes_the_mean_entropy_as_the_loss_takes_it() -> None:
+    """By tokens 0.2125, by responses 0.1625."""
+
     def mean_of_row_means(values_BT: torch.Tensor, mask_BT: torch.Tensor) -> float:
         assert mask_BT.sum() == 8 and bool(values_BT.isfinite().all())
         return float(((values_BT * mask_BT).sum(dim=-1) / mask_BT.sum(dim=-1)).mean())
 
-    # By tokens 0.2125, by responses 0.1625.
     rows = [Row(1.0, [-1.0], [LOW]), Row(-1.0, [-1.0] * 7, [0.225] * 7)]
     for threshold, by_tokens, by_rows in ((0.15, 1.0, 1.0), (0.2, 1.0, 1.1), (0.25, 1.1, 1.1)):
-        close(weights_of(Stare(threshold=threshold), rows), [[by_tokens], [1] * 7])
-        weights = weights_of(Stare(threshold=threshold), rows, mean=mean_of_row_means, extra=2)
-        close(weights, [[by_rows], [1] * 7])
+        method = Stare(threshold=threshold)
+        close(weights_of(method, rows), [[by_tokens], [1] * 7])
+        close(weights_of(method, rows, mean=mean_of_row_means, extra=2), [[by_rows], [1] * 7])
 
 
-MAP = st.one_of(
-    st.fixed_dictionaries({"reshaper": st.just("top"), "share": st.sampled_from([0.2, 0.4])}),
-    st.fixed_dictionaries({"reshaper": st.just("top"), "k": st.sampled_from([1, 3])}),
-    st.fixed_dictionaries({"reshaper": st.just("power"), "exponent": st.sampled_from([1.5, 2.0])}),
-    st.fixed_dictionaries({"reshaper": st.just("mean_ratio"), "beta": st.sampled_from([0.1, 2.0])}),
+MAP = st.sampled_from(
+    [
+        *(("top", {"share": 0.2}), ("top", {"share": 0.4}), ("top", {"k": 1}), ("top", {"k": 3})),
+        *(("power", {"exponent": 1.5}), ("power", {"exponent": 2.0})),
+        *(("mean_ratio", {"beta": 0.1}), ("mean_ratio", {"beta": 2.0})),
+    ]
 )
 ROWS_OPTIONS = {"gate": ["wrong", "correct", "all"], "statistics": ["reasoning", "response"]}
 OPTIONS: dict[str, dict[str, list]] = {
@@ -123,8 +114,6 @@ OPTIONS: dict[str, dict[str, list]] = {
     },
     "steer": {"highest": [1.2, 2.0], "lowest": [0.8, 0.0]},
 }
-COMPARES_ROWS = {"high_entropy", "stare", "steer"}
-KEEPS_MASS_AS_IT_IS = {"polarity"}
 
 
 @pytest.mark.parametrize("name", OPTIONS)
@@ -134,25 +123,22 @@ def test_against_loops(name: str, data: st.DataObject, seed: int, extra: int, no
     """Responses of 0 to 14 tokens with and without answers, some with gaps, every other draw full of ties."""
     rows = random_rows(seed)
     options = data.draw(st.fixed_dictionaries({key: st.sampled_from(values) for key, values in OPTIONS[name].items()}))
-    if name not in KEEPS_MASS_AS_IT_IS:
+    if name != "polarity":
         options["normalize_mass"] = normalize_mass
-    of_map = data.draw(MAP) if OPTIONS[name] is ROWS_OPTIONS else {}
-    config = dict(options)
-    if of_map:
-        config |= {"reshaper": of_map["reshaper"]}
-        config["reshaper_options"] = {key: value for key, value in of_map.items() if key != "reshaper"}
+    config, of_map = dict(options), {}
+    if OPTIONS[name] is ROWS_OPTIONS:
+        options["reshaper"], of_map = data.draw(MAP)
+        config = options | {"reshaper_options": of_map}
     method = build(name, config)
     got = weights_of(method, rows, extra=extra)
     close(got, plain_weights.METHODS[name](rows, **options, **of_map))
-    if name not in COMPARES_ROWS:
+    if name not in ("high_entropy", "stare", "steer"):
         assert got == [weights_of(method, [row])[0] for row in rows], "a response weighs the same alone"
 
 
 SETTINGS: list[tuple[str, dict[str, Any]]] = [
     ("entropy_bonus", {}),
-    ("steer", {}),
     ("surprisal", {"reshaper": "power", "gate": "all", "statistics": "response", "normalize_mass": True}),
-    ("entropy", {"reshaper": "top", "gate": "correct", "statistics": "reasoning"}),
     ("stare", {"threshold": 100.0, "variant": "C2"}),
 ]
 ROWS = [*ROLLOUTS.values(), Rollout("And?", r"So \boxed{1}", 0.0), Rollout("One token?", "7", 1.0)]
@@ -163,32 +149,20 @@ def columns_by_hand(temperature: float) -> list[Row]:
     """Through a float64 copy of the model."""
     model, rows = tiny_model("qwen3").double(), []
     for rollout in ROWS:
-        log_probs, entropies = plain_columns(model, encode(rollout.prompt), encode(rollout.response), temperature)
+        columns = plain_columns(model, encode(rollout.prompt), encode(rollout.response), temperature)
         spans = reference.boxed_spans(rollout.response.removesuffix(END))
-        rows.append(Row(rollout.advantage, log_probs, entropies, AnswerSpan(*spans[-1]) if spans else None))
+        rows.append(Row(rollout.advantage, *columns, AnswerSpan(*spans[-1]) if spans else None))
     return rows
-
-
-def full_width(batch: Batch, rows: list[Row], name: str) -> torch.Tensor:
-    """A column (B, L), NaN outside the responses."""
-    column_BL = torch.full(batch.input_ids.shape, math.nan)
-    for index, row in enumerate(rows):
-        column_BL[index, batch.response_mask[index].bool()] = torch.tensor(getattr(row, name), dtype=torch.float32)
-    return column_BL
 
 
 @pytest.mark.parametrize(("name", "options"), SETTINGS)
 def test_columns_come_from_the_model_where_they_are_not_given(name: str, options: dict) -> None:
-    model, temperature = tiny_model("qwen3"), 0.7
-    rows = columns_by_hand(temperature)
-    batch = make_batch(ROWS, "both", extra=2)
-    config = build(name, options)
-    expected = plain_weights.METHODS[name](rows, **options)
-    result = compute_token_weights(model, char_tokenizer(), *batch.tensors(), config, temperature=temperature)
-    close(batch.of_responses(result.weights), expected, 2e-4)
-    assert bool((result.weights[~batch.response_mask.bool()] == 0).all())
-    assert result.spans == [row.span for row in rows]
-    # One of the two given, the other computed.
-    given = {"old_log_probs": full_width(batch, rows, "log_probs")}
-    again = compute_token_weights(model, char_tokenizer(), *batch.tensors(), config, temperature=temperature, **given)
-    close(batch.of_responses(again.weights), expected, 2e-4)
+    rows, batch = columns_by_hand(0.7), make_batch(ROWS, "both", extra=2)
+    log_probs = torch.full(batch.input_ids.shape, NAN)
+    log_probs[batch.response_mask.bool()] = torch.tensor([value for row in rows for value in row.log_probs])
+    for known in ({}, {"old_log_probs": log_probs}):  # neither of the two given, and the other computed
+        arguments = (tiny_model("qwen3"), char_tokenizer(), *batch.tensors(), build(name, options))
+        result = compute_token_weights(*arguments, temperature=0.7, **known)
+        close(batch.of_responses(result.weights), plain_weights.METHODS[name](rows, **options), 2e-4)
+        assert bool((result.weights[~batch.response_mask.bool()] == 0).all())
+        assert result.spans == [row.span for row in rows]

@@ -21,14 +21,11 @@ from grail_advantage.data import ENTROPY, OLD_LOG_PROBS, Example, Weighed, joine
 from grail_advantage.method import build, methods
 from tests.core import plain_weights, reference
 from tests.core.common import METHODS, rollouts_of, weighed
-from tests.core.plain_weights import Row
+from tests.core.plain_weights import Row, close
 from tests.core.tiny_models import CHARACTERS, Rollout, char_tokenizer, encode, make_batch, tiny_model
 
-NAN, INF = math.nan, math.inf
+NAN, INF, PASS, TOKENS, SPAN = math.nan, math.inf, "pass", 9, AnswerSpan(4, 5, 7, 8)
 NOT_FINITE = (NAN, INF, -INF)
-PASS = "pass"
-TOKENS = 9
-SPAN = AnswerSpan(4, 5, 7, 8)
 ADVANTAGES = (-1.0, 0.5, -0.25, 0.5, -1.5, 0.0)
 OPTIONS: dict[str, dict[str, Any]] = {
     "stare": {"variant": "C2"},
@@ -38,18 +35,16 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 """So that the method does something with every response below, whose entropies are low."""
 COMPARES_ROWS = {"high_entropy", "stare"}
-"""Methods that need values of responses whose advantage is 0."""
-COMPARES_TRAINED_ROWS = {"steer"}
-"""Methods that compare the responses with an advantage."""
+"""Methods that need values of responses whose advantage is 0; ``steer`` compares those with an advantage."""
 READS_NO_NUMBERS = {"uniform": 1.0, "polarity": 0.5, "pattern": 0.0}
 """Methods without a score that could break, and what they make of an incorrect response without an equals sign."""
-SAID = "4=12 so 7= 3 or "
 HARD = {"surprisal", "entropy_bonus", "steer", "pattern"}
 """Methods that choose a token among equal ones, or whose scores are multiplied with something else of the response."""
-WEIGH = [name for name in METHODS if methods()[name].gives == "weights"]
 every = pytest.mark.parametrize("name", METHODS)
-weighing = pytest.mark.parametrize("name", WEIGH)
+weighing = pytest.mark.parametrize("name", [name for name in METHODS if methods()[name].gives == "weights"])
 ASKED = Example([{"role": "user", "content": "How many?"}], {"reward_model": {"ground_truth": "4"}}, {})
+Case = tuple[Rollouts, torch.Tensor]
+"""Responses, and the numbers of a pass over them."""
 
 
 @cache
@@ -64,30 +59,22 @@ def method_of(name: str, **options: Any) -> Method:
     return build(name, OPTIONS.get(name, {}) | options)
 
 
-Case = tuple[Rollouts, torch.Tensor]
-"""Responses, and the numbers of a pass over them."""
-
-
 def case(rows: int = len(ADVANTAGES), tokens: int = TOKENS, *, gap: bool = False, seed: int = 0) -> Case:
     """Ordinary numbers, and all that any method reads; with a gap, a tool wrote the fourth token of every second response."""
     draw = torch.Generator().manual_seed(seed)
-
-    def numbers() -> torch.Tensor:
-        return torch.rand((rows, tokens), generator=draw)
-
+    log_probs, entropy, of_pass = (torch.rand((rows, tokens), generator=draw) for _ in range(3))
     trained = [[not (gap and row % 2 and place == 3) for place in range(tokens)] for row in range(rows)]
-    columns = {OLD_LOG_PROBS: -3 * numbers() - 0.01, ENTROPY: 0.3 * numbers()}
-    text = (SAID * (tokens // len(SAID) + 1))[:tokens]
+    text = ("4=12 so 7= 3 or " * (tokens // 16 + 1))[:tokens]
     r = rollouts_of(
         *([encode(text)] * rows, (ADVANTAGES * (rows // len(ADVANTAGES) + 1))[:rows], trained, [SPAN] * rows),
-        columns=columns,
+        columns={OLD_LOG_PROBS: -3 * log_probs - 0.01, ENTROPY: 0.3 * entropy},
         tokenizer=with_template(),
         groups=torch.arange(rows) % 2,
         rewards=torch.arange(rows) % 3 / 2,
         examples=[ASKED] * rows,
         fields={"tool_rewards": [[0.25 * row] * (gap and row % 2) for row in range(rows)]},
     )
-    return r, numbers() + 0.01
+    return r, of_pass + 0.01
 
 
 def run(name: str, of: Case, **options: Any) -> Weighed:
@@ -96,13 +83,8 @@ def run(name: str, of: Case, **options: Any) -> Weighed:
     return w
 
 
-def part(of: Case, rows: list[int], tokens: int = TOKENS) -> Case:
-    """Some responses, and their first tokens."""
-    r = replace(of[0].part(rows), tokenizer=of[0].tokenizer)
-    columns = {name: values[:, :tokens] for name, values in r.columns.items()}
-    ids = [response[:tokens] for response in r.responses]
-    r = replace(r, responses=ids, mask=r.mask[:, :tokens], written=r.written[:, :tokens], columns=columns)
-    return r, of[1][rows, :tokens]
+def part(of: Case, rows: list[int]) -> Case:
+    return replace(of[0].part(rows), tokenizer=of[0].tokenizer), of[1][rows, : of[0].part(rows).mask.shape[1]]
 
 
 def without(of: Case, *rows: int) -> Case:
@@ -126,57 +108,53 @@ def sources(name: str) -> list[str]:
     return [*sorted(method.reads & {OLD_LOG_PROBS, ENTROPY}), *([PASS] if method.uses else [])]
 
 
-def same(found: Weighed, rows: list[int], expected: Weighed, of: list[int] | None = None) -> None:
-    """To the last digits: a mean over responses in another order is rounded otherwise."""
-    width = expected.rollouts.mask.shape[1]
+def same(found: Weighed, expected: Weighed, of: list[int]) -> None:
+    """To the last digits, of the first responses: a mean over responses in another order is rounded otherwise."""
     for name in ("weights", "advantages", "scores"):
-        values, wanted = (getattr(w, name) for w in (found, expected))
-        wanted = wanted if of is None else wanted[of]
-        torch.testing.assert_close(values[rows, :width], wanted, rtol=1e-5, atol=1e-6, equal_nan=True, msg=name)
-    assert not found.weights[rows, width:].any()
+        values, wanted = getattr(found, name)[: len(of)], getattr(expected, name)[of]
+        torch.testing.assert_close(values[:, : wanted.shape[1]], wanted, rtol=1e-5, atol=1e-6, equal_nan=True, msg=name)
+        assert name == "scores" or not values[:, wanted.shape[1] :].any()
 
 
 @every
 def test_says_what_it_is_and_keeps_nothing(name: str) -> None:
     method = build(name)
-    assert method.name == name and type(method).__doc__
-    assert method.formula and method.source and method.cost
+    assert method.name == name and type(method).__doc__ and method.formula and method.source and method.cost
     assert pickle.loads(pickle.dumps(method)) == method, "it travels to another process"
     with pytest.raises(ValueError, match="frozen"):
         method.mask_truncated = False
     assert build(name, {"mask_truncated": False}).mask_truncated is False
     assert build(name, {"mask_truncated": None}) == method
-    with pytest.raises(ValueError, match=rf"{method.section}\.nonsense is not an option; the options are .*mask_tr"):
+    with pytest.raises(ValueError, match=rf"{method.section}\.nonsense .*mask_tr"):
         build(name, {"nonsense": 1})
 
 
 @every
 def test_order_empty_responses_padding_and_shares_change_nothing(name: str) -> None:
-    """And a masked response trains nothing, whatever it brings."""
+    """A masked response trains nothing, and batches without a token have no figures."""
     of, rows = case(12, gap=True), list(range(12))
     whole = run(name, of)
     order = torch.randperm(12, generator=torch.Generator().manual_seed(1)).tolist()
-    same(run(name, part(of, order)), rows, whole, order)
+    same(run(name, part(of, order)), whole, order)
     filler = without(case(2, TOKENS + 5), 0, 1)[0]
     columns = {column: torch.full_like(values, NAN) for column, values in filler.columns.items()}
     added = joined([of[0], replace(filler, advantages=torch.tensor([0.0, NAN]), columns=columns)])
     with_filler = run(name, (added, torch.nn.functional.pad(of[1], (0, 5, 0, 2), value=NAN)))
-    same(with_filler, rows, whole)
+    same(with_filler, whole, rows)
     assert with_filler.metrics == pytest.approx(whole.metrics)
-    if not methods()[name].whole_batch and name not in COMPARES_TRAINED_ROWS:
+    if not methods()[name].whole_batch and name != "steer":
         for group in range(2):
-            share = rows[group::2]
-            same(run(name, part(of, share)), list(range(6)), whole, share)
+            same(run(name, part(of, rows[group::2])), whole, rows[group::2])
     masked = run(name, (replace(of[0], masked=torch.arange(12) == 4), of[1]))
     assert not masked.advantages[4].any() and masked.advantages[:4].any()
+    for nothing in (case(0, 0), case(3, 0), without(case(2), 0, 1)):
+        assert run(name, nothing).metrics == {}
 
 
 @weighing
 def test_the_mass_is_restored(name: str) -> None:
     of = case(12, gap=True)
-    if name == "grail":
-        assert run(name, of, preset="robust", gate="all").selected.any()
-    w = run(name, of, normalize_mass=True)
+    w = run(name, of, normalize_mass=True, **({"gate": "all"} if name == "grail" else {}))
     kept = w.selected & (w.weights.sum(dim=1) > 0)
     torch.testing.assert_close(w.weights[kept].double().sum(dim=1), of[0].mask[kept].double().sum(dim=1))
     assert kept.any() or name == "uniform"
@@ -203,21 +181,15 @@ def test_a_row_with_a_number_that_is_not_finite_weighs_one_and_no_other_notices(
 @weighing
 def test_an_advantage_that_is_not_finite_or_too_large_counts_as_none(name: str) -> None:
     r, of_pass = case()
-    advantages = r.advantages.clone()
-    advantages[0] = 0.0
-    expected = run(name, (replace(r, advantages=advantages.clone()), of_pass))
-    for value in (*NOT_FINITE, 1e19):
-        advantages[0] = value
-        w = run(name, (replace(r, advantages=advantages), of_pass))
+
+    def with_first(value: float) -> Weighed:
+        return run(name, (replace(r, advantages=torch.tensor([value, *ADVANTAGES[1:]])), of_pass))
+
+    expected = with_first(0.0)
+    for w in map(with_first, (*NOT_FINITE, 1e19)):
         assert torch.equal(w.weights, expected.weights) and torch.equal(w.advantages, expected.advantages)
         assert w.metrics == {**expected.metrics, "unjudged_rate": 1 / len(ADVANTAGES)}
         assert name in COMPARES_ROWS or w.weights[0].tolist() == [1.0] * TOKENS
-
-
-@every
-def test_batches_without_a_token(name: str) -> None:
-    for of in (case(0, 0), case(3, 0), without(case(2), 0, 1)):
-        assert run(name, of).metrics == {}
 
 
 EXTREMES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -225,9 +197,7 @@ EXTREMES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "equal": lambda values: torch.full_like(values, 0.125),
     "subnormal": lambda values: values * 1e-44,
     "one that is not 0": lambda values: torch.where(torch.arange(values.shape[1]) == 2, values, 0.0),
-    "rounded to bfloat16": lambda values: values.bfloat16().float(),
     "beyond bfloat16's precision": lambda values: (1 + 1e-3 * values).bfloat16().float(),
-    "huge": lambda values: values * 3e38,
     "huge and tiny": lambda values: torch.where(torch.arange(values.shape[1]) % 2 == 0, 3e38, 1e-45).expand_as(values),
     "of both signs": lambda values: values - 0.5,
 }
@@ -248,35 +218,29 @@ def test_numbers_that_under_and_overflow(name: str) -> None:
 
 
 LONG = 32_768
-LONG_SPAN = AnswerSpan(LONG - 30, LONG - 20, LONG - 5, LONG - 1)
-PLAIN = {name: plain_weights.METHODS[name] for name in ("entropy", "high_entropy", "entropy_bonus", "probability")}
-"""Those of the plain computations that take no time that grows with the square of the length."""
 
 
 @weighing
 def test_rows_of_32768_tokens(name: str) -> None:
-    """Sums over so many tokens stay exact: with a plain computation where there is one, else with the response by itself."""
+    """Sums over so many tokens stay exact: as the plain computation where it takes no square of the time, else as alone."""
     r, of_pass = case(3, LONG, seed=5)  # two responses as long as the longest responses, and a short one
     mask = r.mask & ((torch.arange(3)[:, None] < 2) | (torch.arange(LONG) < TOKENS))
-    spans = {which: [LONG_SPAN, None, SPAN] for which in ("first", "last")}
-    r = replace(r, mask=mask, written=mask, advantages=torch.tensor([-1.0, 0.5, -0.5]), known_spans=spans)
+    spans = [AnswerSpan(LONG - 30, LONG - 20, LONG - 5, LONG - 1), None, SPAN]
+    known = {"known_spans": {"first": spans, "last": spans}, "responses": [*r.responses[:2], r.responses[2][:TOKENS]]}
+    r = replace(r, mask=mask, written=mask, advantages=torch.tensor([-1.0, 0.5, -0.5]), **known)
     w = run(name, (r, of_pass))
+    columns = [[values[row, : int(mask[row].sum())].tolist() for values in r.columns.values()] for row in range(3)]
     expected: list[list[float]] = []
-    if name in PLAIN:
-        log_probs, entropy = r.columns[OLD_LOG_PROBS], r.columns[ENTROPY]
-        rows = zip(r.advantages.tolist(), (LONG, LONG, TOKENS), spans["last"], strict=True)
-        expected = PLAIN[name](
-            [Row(a, log_probs[i, :n].tolist(), entropy[i, :n].tolist(), span) for i, (a, n, span) in enumerate(rows)]
-        )
+    if name in ("entropy", "high_entropy", "entropy_bonus", "probability"):
+        rows = [Row(a, *of, span) for a, of, span in zip(r.advantages.tolist(), columns, spans, strict=True)]
+        expected = plain_weights.METHODS[name](rows)
     elif name == "grail":
-        options = reference.resolve("official")
-        expected = [reference.row_weights(of_pass[0].tolist(), tuple(vars(LONG_SPAN).values()), -1.0, options)]
+        span = tuple(vars(spans[0]).values())
+        expected = [reference.row_weights(of_pass[0].tolist(), span, -1.0, reference.resolve("official"))]
     for row, weights in enumerate(expected):
-        got, wanted = w.weights[row, : len(weights)], torch.tensor(weights)
-        torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-6, msg=f"response {row}")
-    if name not in COMPARES_ROWS | COMPARES_TRAINED_ROWS:
-        alone = run(name, part((r, of_pass), [2]))
-        assert torch.equal(w.weights[2, :TOKENS], alone.weights[0])
+        torch.testing.assert_close(w.weights[row, : len(weights)], torch.tensor(weights), rtol=1e-5, atol=1e-6)
+    if name not in COMPARES_ROWS | {"steer"}:
+        assert torch.equal(w.weights[2, :TOKENS], run(name, part((r, of_pass), [2])).weights[0])
 
 
 WHOLE = [
@@ -294,15 +258,14 @@ def test_nan_logits_in_one_row(name: str) -> None:
     with torch.no_grad():
         model.model.embed_tokens.weight[CHARACTERS.index("~")] = NAN
 
-    def weigh(rollouts: list[Rollout]) -> tuple[list[list[float]], dict[str, float]]:
-        batch, given = make_batch(rollouts), {"groups": torch.arange(5) // 2, "examples": [ASKED] * 5}
+    def weigh(first: Rollout) -> tuple[list[list[float]], dict[str, float]]:
+        batch, given = make_batch([first, *WHOLE]), {"groups": torch.arange(5) // 2, "examples": [ASKED] * 5}
         found = compute_token_weights(model, with_template(), *batch.tensors(), method_of(name), **given)
         assert all(map(math.isfinite, found.stats.values())), found.stats
         return batch.of_responses(found.weights), found.stats
 
     broken = Rollout("Four?", r"~y \boxed{6} is", -0.5)
-    weights, figures = weigh([broken, *WHOLE])
+    weights, figures = weigh(broken)
     assert set(weights[0]) == {READS_NO_NUMBERS.get(name, 1.0)}
-    alone, _ = weigh([replace(broken, response="", advantage=0.0), *WHOLE])  # without its tokens in the batch
-    plain_weights.close(weights[1:], alone[1:])
+    close(weights[1:], weigh(replace(broken, response="", advantage=0.0))[0][1:])  # without its tokens in the batch
     assert figures["non_finite_rate"] == (pytest.approx(1 / 5) if sources(name) else 0.0)

@@ -10,6 +10,7 @@ from tests import forked
 from tests.core.common import METHODS
 from tests.documentation import files
 
+OWN = [name.removesuffix(".py") for name, text in files("write_your_own.md").items() if "@register(" in text]
 CLOSE = {"oar_g": 1e-3, "oar_p": 1e-4, "turning_points": 0.05}
 """Of the largest value, else 1e-5: differences of readings that are nearly the same have fewer digits."""
 
@@ -19,9 +20,6 @@ def differences() -> dict[str, float | str]:
     done = forked.run("tests.core.on_card")
     assert done.returncode == 0, done.stderr[-3000:]
     return dict(map(json.loads, done.stdout.splitlines()))
-
-
-OWN = [name.removesuffix(".py") for name, text in files("write_your_own.md").items() if "@register(" in text]
 
 
 @pytest.mark.parametrize("name", [*METHODS, *OWN, "stare, own columns", "rlsd, own columns"])

@@ -1,35 +1,254 @@
-"""The public doors give the right result or a ``ValueError`` that names the argument, whatever plausible mistake a call has."""
+"""``compute_token_weights``, the receipt's ``check`` and ``Rollouts`` refuse a plausible mistake by a ``ValueError`` that names
+the argument, and take an argument of another layout or dtype for what it is."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import cache
+from types import FunctionType
+from typing import Any
 
+import numpy as np
 import pytest
+import torch
+from tokenizers import Tokenizer
+from tokenizers.models import BPE
+from torch import nn
+from transformers import PreTrainedTokenizerFast
 
-from grail_advantage.receipt import check
-from tests.core import doors
+from grail_advantage import Grail, Rollouts, compute_token_weights
+from grail_advantage.data import Example
+from grail_advantage.receipt import Loss, check
+from tests.core.receipt_loop import rollout, train
+from tests.core.tiny_models import ROLLOUTS, char_tokenizer, make_batch, tiny_model
+
+NAN, INF = math.nan, math.inf
+Mistakes = Mapping[str, Sequence[Any]]
+"""By argument; a function makes its value of the valid one, anything else stands in its place."""
 
 
-@pytest.mark.parametrize(("door", "kind"), [("weights", "grail"), ("receipt", "clip")])
-def test_each_mistake_alone(door: str, kind: str) -> None:
-    table = doors.DOORS[door].changes
-    wrong = {
-        f"{place} {change[1]}": found
-        for place, change in enumerate(table)
-        if (found := doors.outcome(door, kind, [change]))
+def at(value: float, *place: int, dtype: torch.dtype | None = None) -> Callable[[torch.Tensor], torch.Tensor]:
+    """A tensor with one other value."""
+    index, other = tuple(map(torch.tensor, place)), torch.tensor(value)
+    return lambda v: v.to(dtype or v.dtype).index_put(index, other.to(dtype or v.dtype))
+
+
+NO_TENSOR: list[Any] = [
+    *("text", 1.0, lambda v: v.tolist(), lambda v: v.numpy(), lambda v: {"v": v}, lambda v: v.to_sparse()),
+    *(lambda v: v.to("meta"), lambda v: v.to(torch.complex64), lambda v: v.to(torch.float8_e4m3fn)),
+    lambda v: torch.quantize_per_tensor(v.float(), 0.1, 0, torch.qint8),
+]
+SHAPES: list[Any] = [
+    *(lambda v: v[:-1], lambda v: v[None], lambda v: v[..., None], lambda v: torch.cat([v, v])),
+    *(lambda v: v.flatten()[0], lambda v: v[:0]),
+]
+WIDTHS: list[Any] = [lambda v: v[:, :-1], lambda v: v[0], lambda v: v.T, lambda v: v[:, :0]]
+LAYOUTS: list[Any] = [lambda v: torch.stack([v, v], -1)[..., 0], lambda v: v.T.contiguous().T]
+WHOLE = ["1", None, 0.5, NAN, [1], -1]
+"""In place of a whole number."""
+
+
+class Bare(nn.Module):
+    """No language model."""
+
+    def forward(self, input_ids: torch.Tensor, **_: Any) -> torch.Tensor:
+        return input_ids.float()
+
+
+OTHER_TOKENIZER = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(BPE(vocab={"a": 0, "b": 1}, merges=[])))
+
+
+@cache
+def valid_weights() -> dict[str, Any]:
+    """A call that works, with all arguments."""
+    batch = make_batch([ROLLOUTS[name] for name in ("one token before the box", "right", "box at the end")], "left")
+    generator = torch.Generator().manual_seed(0)
+    batch.advantages[:] = torch.tensor([-1.0, 1.0, -2.0])
+    return vars(batch) | {
+        "model": tiny_model(layers=2),
+        "tokenizer": char_tokenizer(),
+        "config": Grail(gate="all"),
+        "temperature": 0.7,
+        "old_log_probs": -3 * torch.rand(batch.input_ids.shape, generator=generator),
+        "entropy": torch.rand(batch.input_ids.shape, generator=generator),
+        "groups": torch.tensor([0, 0, 1]),
+        "examples": [Example([{"role": "user", "content": "?"}], {"solution": "7"}, {})] * 3,
+        "masked": torch.tensor([0, 0, 0]),
+        "fields": {"blame": [0.5, 1.0, 2.0]},
+        "rewards": torch.tensor([0.0, 1.0, 0.0]),
+        "process_group": None,
+        "step": 3,
+        "tokens": 4096,
+        "answer": "boxed",
     }
-    assert wrong == {}
 
 
-@pytest.mark.parametrize("door", ["weights", "receipt"])
-def test_one_or_two_mistakes_at_random(door: str) -> None:
-    wrong, examples = doors.fuzz(door, 150)
-    assert not wrong, examples
+OF_WEIGHTS: Mistakes = {
+    "model": [None, "Qwen/Qwen3-0.6B", Bare(), nn.Linear(2, 2), type, lambda _: tiny_model(layers=1).to("meta")],
+    "tokenizer": [None, "Qwen/Qwen3-0.6B", 5, type, OTHER_TOKENIZER],
+    "input_ids": [*NO_TENSOR, *SHAPES, *WIDTHS, None, lambda v: v.float(), at(-100, 0, -1), at(97, 2, -1)],
+    "attention_mask": [lambda v: v[:, :-1], lambda v: v * 0, lambda v: 1 - v, at(2, 0), at(0.5, 0, dtype=torch.double)],
+    "response_mask": [lambda v: v.tolist(), lambda v: v * 0 + 1, lambda v: v * 255, at(NAN, 0, dtype=torch.float32)],
+    "advantages": [*NO_TENSOR, *SHAPES, None, lambda v: v.bool(), lambda v: v.expand(3, 3)],
+    "config": [None, "grail", {"gate": "all"}, Grail, lambda config: [config]],
+    "temperature": [0, -1.0, NAN, INF, None, "1", [1.0], True, 1 + 0j, torch.tensor([1.0, 2.0])],
+    "old_log_probs": [lambda v: v[:, :-1], lambda v: v.long(), lambda v: v.exp(), at(INF, 0, -1)],
+    "entropy": [lambda v: v.numpy(), lambda v: v.bool(), lambda v: -v],
+    "groups": [lambda v: v[:-1], lambda v: v.float(), lambda v: v - 1, ["a", "a", "b"]],
+    "examples": [[], "abc", 5, [{}] * 3, [None, 1, 2], lambda examples: examples[0]],
+    "masked": [lambda v: v[:-1], at(2, 0), [0, 0, 0]],
+    "fields": [[1, 2, 3], "blame", *({"blame": of} for of in ([1.0], 1.0, None, "abc", np.ones((3, 1))))],
+    "rewards": [lambda v: v[:-1], lambda v: v.bool(), lambda v: v[:, None]],
+    "process_group": ["world", 1, [0, 1]],
+    "step": [*WHOLE, torch.tensor([3, 3])],
+    "tokens": [*WHOLE, 0, True],
+    "aggregate": ["token-mean", None, 1.0],
+    "answer": [None, 5, "box", "(", ["boxed"], b"boxed"],
+}
+SAME_WEIGHTS: Mistakes = {
+    "input_ids": [*LAYOUTS, lambda v: v.int(), lambda v: v.to(torch.uint8), lambda v: v.masked_fill(v == 95, -100)],
+    "response_mask": [lambda v: v.bool(), lambda v: v.float()],
+    "advantages": [lambda v: v.double(), lambda v: v.long(), lambda v: v.clone().requires_grad_()],
+    "temperature": [np.float64(0.7)],
+    "old_log_probs": [*LAYOUTS, lambda v: v.double(), lambda v: v.clone().requires_grad_(), at(NAN, 0, 0)],
+    "groups": [lambda v: v * 5 + 1],
+    "masked": [None],
+    "step": [np.int64(3)],
+}
 
 
-@pytest.mark.parametrize("kind", ["clip", "function"])
-def test_probabilities_in_place_of_what_the_trainer_computed_are_a_finding(kind: str) -> None:
+def same_weights(found: Any, expected: Any) -> None:
+    for name in ("weights", "advantages"):
+        torch.testing.assert_close(getattr(found, name), getattr(expected, name), rtol=2e-3, atol=2e-3)
+
+
+@cache
+def valid_receipt() -> dict[str, Any]:
+    """Likewise, with all columns; the gradients are those of PPO's loss, the first piece is the largest."""
+    given = rollout(3, ranks=2, updates=2, epochs=2, weights=True, drift=0.05)
+
+    def ppo(micro: Any) -> torch.Tensor:
+        ratio = (micro.log_probs - micro.old).exp()
+        objective = torch.minimum(ratio * micro.advantages, ratio.clamp(0.8, 1.2) * micro.advantages)
+        divisor = given.batch.mask_BT[micro.update_rows].sum() / given.batch.ranks
+        return -(objective * micro.weights * micro.mask / divisor).sum()
+
+    tokens = [[int(given.batch.mask_BT[torch.cat([rows for _, rows in step])].sum()), 4] for step in given.plan]
+    parts = {"keys": [f"k{row}" for row in range(8)], "left_out_B": torch.zeros(8, dtype=torch.bool)}
+    batch = replace(given.batch, **parts, totals_U2=torch.tensor(tokens))
+    pieces = sorted(train(given, ppo), key=lambda piece: -len(piece.rows_b))
+    return {"batch": batch, "loss": Loss("ppo", "clip", options={"low": 0.2, "high": 0.2}), "pieces": pieces}
+
+
+OF_RECEIPT: Mistakes = {
+    "pieces": [[]],
+    "batch.advantages_BT": [*NO_TENSOR, *SHAPES, *WIDTHS, None, at(NAN, 0, 0), at(INF, 0, 0)],
+    "batch.mask_BT": [None, lambda v: v[:, :-1], at(2, 0, -1, dtype=torch.int64), at(NAN, 0, -1, dtype=torch.float32)],
+    "batch.old_log_probs_BT": [lambda v: v.tolist(), lambda v: v.long(), lambda v: v.exp(), at(-INF, 0, 0)],
+    "batch.weights_BT": [lambda v: v[:-1], at(-1.0, 0, 0)],
+    "batch.ref_log_probs_BT": [lambda v: v.T, lambda v: v.exp()],
+    "batch.left_out_B": [lambda v: v[:-1], lambda v: v.long() + 2],
+    "batch.updates": [*WHOLE, 0, True],
+    "batch.epochs": [0, "1"],
+    "batch.ranks": [0, None],
+    "batch.keys": [["a"], "abc"],
+    "batch.totals_U2": [torch.ones(1, 2), torch.ones(4, 3)],
+    "loss.account": ["klip", 1, ["clip"]],
+    "loss.aggregation": ["mean", None],
+    "loss.over": ["ranks", None],
+    "loss.kl": ["k9", 1, "low_var_k1"],
+    "pieces.rows_b": [lambda v: v + 8, lambda v: v - 8],
+    "pieces.log_probs_bT": [None, lambda v: v[:, :-1], lambda v: v.long()],
+    "pieces.gradient_bT": [None, lambda v: v[:-1], lambda v: v > 0],
+    "pieces.update": [-1, 4],
+    "pieces.rank": [-1, 2],
+}
+SAME_RECEIPT: Mistakes = {
+    "pieces": [tuple, lambda v: iter(list(v)), lambda v: v[::-1]],
+    "batch.advantages_BT": [*LAYOUTS, lambda v: v.double(), lambda v: v.clone().requires_grad_()],
+    "batch.mask_BT": [*LAYOUTS, lambda v: v.long(), lambda v: v.float()],
+    "batch.left_out_B": [None, lambda v: v.float()],
+    "batch.keys": [None],
+    "pieces.rows_b": [lambda v: v.int(), lambda v: v.to(torch.uint8)],
+    "pieces.log_probs_bT": [*LAYOUTS, lambda v: v.double()],
+}
+
+
+def same_receipt(found: Any, expected: Any) -> None:
+    assert found.ok, found.findings
+    torch.testing.assert_close(found.received_BT, expected.received_BT, equal_nan=True)
+    torch.testing.assert_close(found.expected_UBT, expected.expected_UBT, equal_nan=True)
+
+
+def valid_rollouts() -> dict[str, Any]:
+    known = {"columns": {"entropy": TWO}, "facts": {"reward": [1.0, 0.0]}, "keys": ["a", "b"]}
+    responses, advantages = [torch.tensor([1, 2, 3])] * 2, torch.tensor([1.0, -1.0])
+    return known | {"prompts": responses, "responses": responses, "mask": TWO.bool(), "advantages": advantages}
+
+
+TWO = torch.ones(2, 3)
+OF_ROLLOUTS: Mistakes = {  # what the first door lets nobody give
+    "prompts": [[torch.tensor([1])]],
+    "mask": [None, TWO * 2, TWO[:, :2], TWO * NAN, [[True] * 3] * 2],
+    "written": ["text", TWO[:1], TWO * 2],
+    "truncated": [torch.ones(3), torch.tensor([2, 0]), [0, 1]],
+    "columns.entropy": [TWO.long(), torch.ones(2, 4), [[1.0] * 3] * 2],
+    "facts.reward": [[1.0], "ab"],
+    **{name: [[1]] for name in ("examples", "sessions", "keys")},
+    "places": [[1, 2, 3]],
+}
+DOORS: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Any]], Mistakes]] = {
+    "weights": (compute_token_weights, valid_weights, OF_WEIGHTS),
+    "receipt": (check, valid_receipt, OF_RECEIPT),
+    "rollouts": (Rollouts, valid_rollouts, OF_ROLLOUTS),
+}
+SAME = [("weights", SAME_WEIGHTS, same_weights), ("receipt", SAME_RECEIPT, same_receipt)]
+
+
+def with_change(value: Any, place: Sequence[str], change: Any) -> Any:
+    """The value with a change of what is at this place: a key, an attribute, or an attribute of the first of a list."""
+    if not place:
+        is_change = isinstance(change, FunctionType) or change in (type, tuple)
+        return change(value) if is_change else change
+    name, *below = place
+    if isinstance(value, list):
+        return [with_change(value[0], place, change), *value[1:]]
+    if isinstance(value, dict):
+        return value | {name: with_change(value.get(name), below, change)}
+    return replace(value, **{name: with_change(getattr(value, name), below, change)})
+
+
+@pytest.mark.parametrize(("door", "place"), [(door, place) for door in DOORS for place in DOORS[door][2]])
+def test_each_mistake_is_refused_by_the_name_of_its_argument(door: str, place: str) -> None:
+    call, valid, mistakes = DOORS[door]
+    for mistake in mistakes[place]:
+        with pytest.raises(ValueError, match=place.split(".")[-1]):
+            call(**with_change(valid(), place.split("."), mistake))
+
+
+@pytest.mark.parametrize(("door", "changes", "same"), SAME)
+def test_other_layouts_and_dtypes_change_nothing(door: str, changes: Mistakes, same: Callable[..., None]) -> None:
+    call, valid, _ = DOORS[door]
+    expected = call(**valid())
+    for place, of_place in changes.items():
+        for change in of_place:
+            same(call(**with_change(valid(), place.split("."), change)), expected)
+
+
+def test_a_response_without_a_token_before_it_is_refused() -> None:
+    """A response of no token needs none."""
+    prompts = [torch.tensor([1]), torch.tensor([], dtype=torch.int64)]
+    with pytest.raises(ValueError, match="response 1 has no prompt token"):
+        Rollouts(**valid_rollouts() | {"prompts": prompts})
+    assert (
+        len(Rollouts(**valid_rollouts() | {"prompts": prompts, "responses": [torch.ones(3).long(), prompts[1]]})) == 2
+    )
+
+
+def test_probabilities_in_place_of_what_the_trainer_computed_are_a_finding() -> None:
     """What is measured is reported, whatever it is: a policy that has moved may look like it."""
-    call = doors.valid_receipt(kind)
-    call["pieces"] = [replace(piece, log_probs_bT=piece.log_probs_bT.exp()) for piece in call["pieces"]]
-    assert not check(**call).ok
+    call = valid_receipt()
+    pieces = [replace(piece, log_probs_bT=piece.log_probs_bT.exp()) for piece in call["pieces"]]
+    assert not check(**call | {"pieces": pieces}).ok

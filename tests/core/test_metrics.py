@@ -26,30 +26,34 @@ def weighed_of(r: Rollouts, weights: torch.Tensor, **parts: torch.Tensor) -> Wei
     return Weighed(method=build("uniform"), rollouts=seen, **{**none_of, **none, **numbers, **parts})
 
 
-def plainly(
-    weights: list[list[float]], mask: list[list[int]], advantages: list[float], norms: list[float]
-) -> dict[str, float]:
-    """The figures of weights token by token, in fractions."""
+def plainly(w: Weighed, norms: list[float]) -> dict[str, float]:
+    """The figures token by token, in fractions."""
+    masks, flags = w.rollouts.mask.tolist(), {"low": w.low, "high": w.high}
+    sizes = [abs(Fraction(a)) if math.isfinite(a) else 0 for a in w.rollouts.advantages.tolist()]
     rows = [
-        (
-            [Fraction(w) for w, valid in zip(row, valid_row, strict=True) if valid],
-            abs(Fraction(a)) if math.isfinite(a) else 0,
-        )
-        for row, valid_row, a in zip(weights, mask, advantages, strict=True)
-        if any(valid_row)
+        [Fraction(x) for x, valid in zip(*of, strict=True) if valid]
+        for of in zip(w.weights.tolist(), masks, strict=True)
     ]
-    tokens = [w for row, _ in rows for w in row]
+    counted = [row for row in range(len(rows)) if rows[row]]
+    tokens = [x for row in rows for x in row]
     mean = sum(tokens) / len(tokens)
-    ratios = [sum(row) ** 2 / (len(row) * sum(w * w for w in row)) for row, _ in rows if any(row)]
-    masses = sorted((w * a for row, a in rows if a for w in row), reverse=True)
+    ratios = [sum(row) ** 2 / (len(row) * sum(x * x for x in row)) for row in rows if any(row)]
+    masses = sorted((x * size for row, size in zip(rows, sizes, strict=True) if size for x in row), reverse=True)
     finite = sorted(norm for norm in norms if math.isfinite(norm))
+    rates = {
+        "weight_one_rate": [all(x == 1 for x in row) for row in rows],
+        "answer_found_rate": w.rollouts.answered.tolist(),
+        "selected_rate": w.selected.tolist(),
+        "non_finite_rate": w.failed.tolist(),
+    }
     return {
-        "weight_one_rate": sum(all(w == 1 for w in row) for row, _ in rows) / len(rows),
+        **{name: sum(of[row] for row in counted) / len(counted) for name, of in rates.items()},
+        **{f"clipped_{name}_rate": int(of.sum()) / int(w.by_score.sum()) for name, of in flags.items()},
         "average_weight": float(mean),
-        "weight_deviation": math.sqrt(sum((w - mean) ** 2 for w in tokens) / len(tokens)),
+        "weight_deviation": math.sqrt(sum((x - mean) ** 2 for x in tokens) / len(tokens)),
         "effective_sample_ratio": float(sum(ratios) / len(ratios)),
         "top_share": float(sum(masses[: max(1, round(len(masses) / 10))]) / sum(masses)),
-        "advantage_scale": float(sum(masses) / sum(len(row) * a for row, a in rows)),
+        "advantage_scale": float(sum(masses) / sum(len(row) * size for row, size in zip(rows, sizes, strict=True))),
         "gradient_norm_p10": finite[math.ceil(0.1 * len(finite)) - 1],
         "gradient_norm_p90": finite[math.ceil(0.9 * len(finite)) - 1],
     }
@@ -63,30 +67,20 @@ def test_figures_token_by_token(level: float) -> None:
     def drawn(*shape: int) -> torch.Tensor:
         return torch.rand(shape, generator=generator) > 0.5
 
-    lengths = torch.randint(0, 48, (23, 1), generator=generator)
-    lengths[5], lengths[6], lengths[7] = 0, 1, 47
-    mask = (torch.arange(47) < lengths) & (torch.rand(23, 47, generator=generator) > 0.2)
+    mask = (torch.arange(47) < torch.randint(0, 48, (23, 1), generator=generator)) & drawn(23, 47)
+    mask[5], mask[7] = False, True
     weights = level + 0.01 * torch.randn(23, 47, generator=generator)
     weights[torch.rand(23, generator=generator) > 0.7] = 1.0
     weights[8] = 0.0
-    weights = weights * mask
-    advantages = torch.randn(23, generator=generator)
+    advantages, norms = torch.randn(23, generator=generator), torch.rand(1013, generator=generator)
     advantages[3], advantages[10], advantages[11] = 0.0, math.nan, -math.inf
-    norms = torch.rand(1013, generator=generator)
     norms[17], norms[1000] = math.nan, math.inf
-    before = norms.clone()
-    by_score = mask & drawn(23, 47)
-    answered = drawn(23).tolist()
-    r = rollouts_of([[0] * 47] * 23, advantages, mask.tolist(), [SPAN if found else None for found in answered])
+    before, by_score = norms.clone(), mask & drawn(23, 47)
+    r = rollouts_of([[0] * 47] * 23, advantages, mask.tolist(), [SPAN if found else None for found in drawn(23)])
     flags = {name: by_score & drawn(23, 47) for name in ("low", "high")}
-    w = weighed_of(r, weights, by_score=by_score, selected=drawn(23), failed=drawn(23), **flags)
-    got = figures(w, norms)
-    expected = plainly(weights.tolist(), mask.tolist(), advantages.nan_to_num(0, 0, 0).tolist(), norms.tolist())
+    w = weighed_of(r, weights * mask, by_score=by_score, selected=drawn(23), failed=drawn(23), **flags)
+    got, expected = figures(w, norms), plainly(w, norms.tolist())
     assert 0 < expected["weight_one_rate"] < 1
-    counted = [row for row in range(23) if any(mask[row].tolist())]
-    rates = {"answer_found_rate": answered, "selected_rate": w.selected.tolist(), "non_finite_rate": w.failed.tolist()}
-    expected |= {name: sum(of[row] for row in counted) / len(counted) for name, of in rates.items()}
-    expected |= {f"clipped_{name}_rate": int(of.sum()) / int(by_score.sum()) for name, of in flags.items()}
     assert got == pytest.approx(expected, rel=1e-12)
     assert list(got) == [*metrics.METRICS, *metrics.GRADIENT_METRICS]
     assert torch.equal(norms.nan_to_num(), before.nan_to_num()), "the caller's are left alone"

@@ -1,7 +1,5 @@
-"""The rows of a record, against the plain function, loops over the model's logits and what the responses say.
-
-``tests/hosts.py`` then compares the rows of every host with these.
-"""
+"""The rows of a record, against the plain function, loops over logits and what the responses say. ``tests/hosts.py`` then
+compares the rows of every host with these."""
 
 from __future__ import annotations
 
@@ -13,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from grail_advantage import TokenWeights, compute_token_weights
+from grail_advantage import compute_token_weights
 from grail_advantage.api import PlainHost
 from grail_advantage.weigh import weigh
 from tests import hosts
@@ -29,40 +27,24 @@ def rows() -> list[dict[str, Any]]:
     return hosts.plain_table(signals[NAMES[0]], hosts.plain_rollouts(), others=signals).to_pylist()
 
 
-def _plain(name: str) -> tuple[TokenWeights, torch.Tensor]:
-    """The function's result, and the mask of its response tokens."""
-    advantages = zip(hosts.RESPONSES, hosts.ADVANTAGES, strict=True)
-    batch = make_batch([Rollout(said.prompt, said.text, advantage) for said, advantage in advantages], "right")
-    mask = batch.response_mask.bool()
-    mask[mask.clone()] = torch.tensor([wrote for said in hosts.RESPONSES for wrote in said.written])
-    rollouts = hosts.plain_rollouts()
-    result = compute_token_weights(
-        tiny_model(),
-        char_tokenizer(),
-        batch.input_ids,
-        batch.attention_mask,
-        mask,
-        batch.advantages,
-        hosts.signal_of(name),
-        temperature=hosts.TEMPERATURE,
-        groups=rollouts.groups,
-        masked=rollouts.truncated,
-    )
-    return result, mask
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_numbers_of_a_method_are_those_of_the_function(rows: list[dict[str, Any]], name: str) -> None:
-    result, mask = _plain(name)
+    said = zip(hosts.RESPONSES, hosts.ADVANTAGES, strict=True)
+    batch = make_batch([Rollout(of.prompt, of.text, advantage) for of, advantage in said], "right")
+    mask, rollouts = batch.response_mask.bool(), hosts.plain_rollouts()
+    mask[mask.clone()] = torch.tensor([wrote for of in hosts.RESPONSES for wrote in of.written])
+    known = {"temperature": hosts.TEMPERATURE, "groups": rollouts.groups, "masked": rollouts.truncated}
+    arguments = (batch.input_ids, batch.attention_mask, mask, batch.advantages, hosts.signal_of(name))
+    result = compute_token_weights(tiny_model(), char_tokenizer(), *arguments, **known)
     for number, row in enumerate(rows):
         (columns,) = [of_method for of_method in row["methods"] if of_method["name"] == name]
         of_run = row if name == NAMES[0] else columns
         assert name != "step_values" or columns["advantage"] is not None
         for column, values in (("score", result.scores), ("weight", result.weights), ("advantage", result.advantages)):
             expected = values[number, mask[number]].numpy()
-            for values in (of_run[column], columns[column]):
-                if values is not None:
-                    found = np.float32(values)[np.array(row["mask"])]
+            for found in (of_run[column], columns[column]):
+                if found is not None:
+                    found = np.float32(found)[np.array(row["mask"])]
                     np.testing.assert_allclose(found, expected, rtol=2e-4, atol=1e-5, err_msg=column)
 
 

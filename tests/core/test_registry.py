@@ -1,10 +1,10 @@
-"""The door through which every method comes: registering, building, and what is said when something is wrong."""
+"""The door through which every method comes: registering, plug-ins, and options with their defaults and refusals."""
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
-import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
@@ -12,12 +12,13 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
+import grail_advantage
 from grail_advantage import Grail, Method, Oar, Weights, maps, method, register, register_map
 from grail_advantage.method import NameTakenError, build, failure_message, methods
-from tests.core.common import rollouts_of, weighed
-from tests.documentation import files, snippets, write_files
-
-SITE = Path(__file__).parents[2]
+from tests.core import oar_reference, reference
+from tests.core.common import MAPS, METHODS, rollouts_of, weighed
+from tests.core.tiny_models import ROLLOUTS, char_tokenizer, make_batch, tiny_model
+from tests.documentation import files, snippets
 
 
 @pytest.fixture(autouse=True)
@@ -35,7 +36,6 @@ def clean_registry() -> Iterator[None]:
 class Plain(Method):
     """Twice the advantage of everything."""
 
-    formula, source = "2", "a test"
     factor: float = 2.0
 
     def scores(self, r: Any, of_pass: torch.Tensor | None) -> torch.Tensor:
@@ -55,35 +55,11 @@ def test_a_registered_class_is_a_method_with_options() -> None:
 
 
 def test_two_names_of_one_class_keep_the_name_on_the_instance() -> None:
-    assert methods()["oar_g"] is methods()["oar_p"] is Oar and Oar.section == "oar"
-    for name in ("oar_g", "oar_p"):
-        assert build(name).name == name
-        with pytest.raises(ValueError, match="oar_g"):
-            build(name, {"method": "gradient"})
-        assert build(name, {"method": None}).name == name
+    assert methods()["oar_g"] is methods()["oar_p"] is Oar and (build("oar_p").name, Oar().name) == ("oar_p", "oar_g")
     cls = register("twice", factor=2.0)(register("thrice", factor=3.0)(type("Both", (Plain,), {"section": "both"})))
     assert (build("twice").name, build("thrice").name, cls.section) == ("twice", "thrice", "both")
     below = register("below")(type("Below", (cls,), {}))
     assert build("below").name == "below" and below.names == {"below": {}} and build("thrice").factor == 3.0
-
-
-def test_a_taken_name_is_refused() -> None:
-    """But not to the class itself, whose module may be loaded again."""
-    with pytest.raises(NameTakenError, match=r"'grail'.*grail_advantage\.methods\.saliency"):
-        register("grail")(type("Another", (Method,), {}))
-    assert register("grail")(Grail) is methods()["grail"] is Grail
-
-    def top(x: torch.Tensor, m: torch.Tensor) -> Weights:
-        return Weights(x)
-
-    with pytest.raises(ValueError, match=r"top.*grail_advantage\.maps"):
-        register_map()(top)
-
-
-@pytest.mark.parametrize("name", ["token_weights", "token_dump", "my.method", "", "1st"])
-def test_a_name_that_cannot_be_a_section_is_refused(name: str) -> None:
-    with pytest.raises(ValueError, match="identifier"):
-        register(name)(type("Named", (Method,), {}))
 
 
 class Reading(Method):
@@ -94,13 +70,17 @@ class Using(Method):
     uses: ClassVar[str] = "hiden_states"
 
 
-@pytest.mark.parametrize(
-    ("cls", "words"), [(Reading, "reads old_log_prob"), (Using, "uses hiden_states"), (int, "int")]
-)
-def test_words_that_say_what_a_method_needs_are_checked(cls: Any, words: str) -> None:
-    with pytest.raises(ValueError) as refused:
-        register("needy")(cls)
-    assert all(word in str(refused.value) for word in words.split())
+def test_what_cannot_be_registered_is_refused() -> None:
+    """A taken name but to the class itself, whose module may be loaded again."""
+    with pytest.raises(NameTakenError, match=r"'grail'.*grail_advantage\.methods\.saliency"):
+        register("grail")(type("Another", (Method,), {}))
+    assert register("grail")(Grail) is methods()["grail"] is Grail
+    for name in ("token_weights", "token_dump", "my.method", "", "1st"):
+        with pytest.raises(ValueError, match="identifier"):
+            register(name)(type("Named", (Method,), {}))
+    for cls, words in ((Reading, "reads .*old_log_prob"), (Using, "uses .*hiden_states"), (int, "int")):
+        with pytest.raises(ValueError, match=words):
+            register("needy")(cls)
     assert register("fields")(type("Fields", (Method,), {"reads": frozenset({"field:blame"})}))
 
 
@@ -116,86 +96,123 @@ def test_maps_have_typed_options() -> None:
     def untyped(x: torch.Tensor, m: torch.Tensor, factor=1.0) -> Weights:  # type: ignore[no-untyped-def]
         return Weights(x)
 
-    with pytest.raises(ValueError, match="untyped"):
-        register_map()(untyped)
+    def top(x: torch.Tensor, m: torch.Tensor) -> Weights:
+        return Weights(x)
+
+    for function, words in ((untyped, "untyped.*factor"), (top, r"top.*grail_advantage\.maps")):
+        with pytest.raises(ValueError, match=words):
+            register_map()(function)
 
 
-def _python(code: str, *paths: Path) -> str:
-    environment = {"PYTHONPATH": ":".join(map(str, paths)), "PATH": "/usr/bin:/bin"}
-    command = [sys.executable, "-c", textwrap.dedent(code)]
-    done = subprocess.run(command, env=environment, cwd=SITE, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+@pytest.mark.parametrize("leaf", ["embeddings", "first", "middle", "last"])
+@pytest.mark.parametrize("preset", ["official", "robust"])
+def test_grails_presets_and_what_follows_from_other_options(preset: str, leaf: str) -> None:
+    """As the reference of the other tests has them, value by value."""
+    for options in ({}, {"weight_max": 3.0}, {"weight_max": 3.0, "content_weight": 0.0}, {"alignment": "predictor"}):
+        known = reference.resolve(preset, leaf=leaf, **options)
+        config = Grail(preset, leaf=leaf, **options).model_dump()
+        assert {name: config[name] for name in known} == known
+        assert set(config) - set(known) == {"preset", "mask_truncated", "reshaper_options", "quantile", "boost"}
+    assert (
+        Grail() == Grail("official") == Grail(preset=None, gate=None)
+        and type(Grail(weight_max=4).content_weight) is float
+    )
+    assert (grail_advantage.GrailConfig, grail_advantage.OarConfig) == (Grail, Oar), "earlier names"
 
 
-def _distribution(folder: Path, name: str, text: str) -> None:
-    """A package with an entry point, as an installer leaves it behind."""
-    (folder / f"{name}_method.py").write_text(text, encoding="utf-8")
-    info = folder / f"{name}-1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n", encoding="utf-8")
-    entry = f"[grail_advantage.signals]\n{name} = {name}_method\n"
-    (info / "entry_points.txt").write_text(entry, encoding="utf-8")
+@pytest.mark.parametrize("name", ["gradient", "perturbation"])
+@pytest.mark.parametrize("variant", ["official", "grail_port"])
+def test_oars_defaults_and_what_follows_from_the_variant(name: str, variant: str) -> None:
+    known = oar_reference.DEFAULTS | {"variant": variant, "method": name}
+    config, whole = Oar(name, variant=variant), (name, variant) == ("gradient", "grail_port")
+    shared = {"gate": "all", "span": "last", "statistics": "response" if whole else "reasoning"}
+    assert config.model_dump() == known | shared | {"reshaper_options": {}, "mask_truncated": True}
+    assert config.answer_weights() is None
+    assert config.map_options()["quantile_rule"] == ("sorted" if variant == "grail_port" else "linear")
+
+
+REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    ("grail", {"weight_min": 6}, "weight_min=6 weight_max=5"),
+    ("grail", {"reshaper": "softmax"}, "grail.reshaper='softmax' bilevel log_zscore"),
+    ("grail", {"reshaper_options": {"k": 1}}, "reshaper_options.k weight_std"),
+    ("oar_g", {"method": "gradient"}, "oar.method oar_g oar_p"),
+    ("oar_g", {"statistics": "response"}, "oar.statistics='response' variant"),
+    ("surprisal", {"reshaper_options": {"k": 0}}, "surprisal.reshaper_options.k=0"),
+    ("surprisal", {"exponent": 2.0}, "surprisal.exponent power"),
+    ("shear", {"window": 10, "stride": 11}, "shear stride=11 window"),
+    ("rlsd", {"request": "{privileged} {privileged}"}, "rlsd.request= {privileged}"),
+    ("polarity", {"right": 0.0, "wrong": 0.0}, "polarity.right=0 polarity.wrong=0"),
+    ("step_values", {"separator": "x*"}, "step_values.separator="),
+    ("pattern", {"elsewhere": 0.5}, "pattern.elsewhere=0.5"),
+    ("turn_rloo", {"gate": "wrong"}, "turn_rloo gate"),
+    ("high_entropy", {"gate": "wrong"}, "high_entropy.gate='wrong'"),
+    ("surprisal", {"reshaper_options": {"k": 2, "share": 0.5}}, "k=2 share=0.5"),
+    ("nonsense", {}, "'nonsense' grail uniform"),
+]
+"""Each kind of refusal, and what its message names."""
+
+
+def test_what_is_refused_names_option_and_remedy() -> None:
+    for name, options, named in REFUSED:
+        with pytest.raises(ValueError) as refused:
+            build(name, options)
+        assert all(word in str(refused.value) for word in named.split()), str(refused.value)
+
+
+@pytest.mark.parametrize("name", [*METHODS, *MAPS])
+def test_values_of_another_kind_and_outside_the_bounds_are_refused(name: str) -> None:
+    cls = maps.MAPS[name].options if name in maps.MAPS else methods()[name]
+    fixed = {} if name in maps.MAPS else cls.names[name]
+    for option, schema in cls.model_json_schema()["properties"].items():
+        kinds = schema.get("anyOf", [schema])
+        bad: list[Any] = [object(), math.nan, math.inf]
+        bad += ["1.0"] * all(kind.get("type") != "string" for kind in kinds)
+        bad += [True] * all(kind.get("type") != "boolean" and "enum" not in kind for kind in kinds)  # True is 1
+        for kind in kinds:
+            bad += [kind[key] + step for key, step in (("minimum", -1), ("maximum", 1)) if key in kind]
+            bad += [kind[key] for key in ("exclusiveMinimum",) if key in kind]
+        for value in bad:
+            with pytest.raises(ValueError, match=rf"{option}\b"):
+                cls(**{**fixed, option: value})
 
 
 @pytest.mark.slow
 def test_plugins_that_fail_are_named_and_stop_no_other(tmp_path: Path) -> None:
     """And naming the methods imports no model code."""
-    _distribution(tmp_path, "broken", "import a_package_that_is_not_there\n")
     mine = "from grail_advantage import Method, register\n\n@register('grail')\nclass Mine(Method):\n    pass\n"
-    _distribution(tmp_path, "twice", mine)
-    _distribution(tmp_path, "whole", mine.replace("grail')", "mine')"))
-    said = _python(
-        """
-        import sys
-        from grail_advantage.method import build, methods
-        print(methods()["grail"].__name__, len(methods()) >= 21, "transformers" in sys.modules, build("mine").name)
-        try:
-            build("theirs")
-        except ValueError as error:
-            print(error)
-        """,
-        *(tmp_path, SITE),
-    )
+    whole = mine.replace("grail')", "mine')")
+    for name, text in (("broken", "import a_package_that_is_not_there"), ("twice", mine), ("whole", whole)):
+        info = tmp_path / f"{name}-1.0.dist-info"  # as an installer leaves it behind
+        info.mkdir()
+        (tmp_path / f"{name}_method.py").write_text(text)
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+        (info / "entry_points.txt").write_text(f"[grail_advantage.signals]\n{name} = {name}_method\n")
+    code = """
+import sys
+from grail_advantage.method import build, failure_message, methods
+print(methods()["grail"].__name__, len(methods()) >= 21, "transformers" in sys.modules, build("mine").name)
+print(failure_message())
+"""
+    environment = {"PYTHONPATH": f"{tmp_path}:{Path(__file__).parents[2]}", "PATH": "/usr/bin:/bin"}
+    said = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
+    ).stdout
     assert said.startswith("Grail True False mine\n")
-    for words in (
-        "'grail'",
-        "twice_method",
-        "'theirs'",
-        "broken_method",
-        "ModuleNotFoundError: No module named 'a_pack",
-    ):
+    for words in ("'grail'", "twice_method", "broken_method", "No module named 'a_pack"):
         assert words in said
     assert failure_message() == ""
 
 
-PAGE = "write_your_own.md"
-
-
-@pytest.mark.slow
-def test_the_examples_of_the_documentation(tmp_path: Path) -> None:
-    """All methods of the page and its snippet, as somebody else's package; a whole verl run is in test_methods_run.py."""
-    write_files(PAGE, tmp_path)
-    modules = [name.removesuffix(".py") for name, text in files(PAGE).items() if "@register(" in text]
-    said = _python(
-        f"""
-        import importlib
-        from tests.core.tiny_models import ROLLOUTS, char_tokenizer, make_batch, tiny_model
-        from grail_advantage.method import methods
-        import torch
-        batch = make_batch([ROLLOUTS["text after the box"], ROLLOUTS["right"]], padding="both")
-        model, tokenizer = tiny_model(), char_tokenizer()
-        input_ids, attention_mask, response_mask, advantages = batch.tensors()
-        before = set(methods())
-        for name in {modules!r}:
-            importlib.import_module(name)
-        new = set(methods()) - before
-        assert len(new) >= len({modules!r}), new
-        for snippet in {snippets(PAGE)!r}:
-            exec(snippet)
-            assert result.weights[0].ne(1)[response_mask[0].bool()].any() and result.stats["non_finite_rate"] == 0
-        print(new)
-        """,
-        *(tmp_path, SITE),
-    )
-    assert len(modules) >= 1 and "{" in said
+def test_the_examples_of_the_documentation() -> None:
+    """All methods of the page for authors and its snippet; a whole verl run is in test_methods_run.py."""
+    page, known = "write_your_own.md", set(methods())
+    modules = {name: text for name, text in files(page).items() if "@register(" in text}
+    for name, text in modules.items():
+        exec(compile(text, name, "exec"), {"__name__": name})
+    assert len(set(methods()) - known) >= len(modules) >= 1
+    batch = make_batch([ROLLOUTS["text after the box"], ROLLOUTS["right"]], padding="both")
+    given = vars(batch) | {"model": tiny_model(), "tokenizer": char_tokenizer(), "torch": torch}
+    for snippet in snippets(page):
+        exec(snippet, given)
+        assert given["result"].weights[0].ne(1)[batch.response_mask[0].bool()].any()
+        assert given["result"].stats["non_finite_rate"] == 0

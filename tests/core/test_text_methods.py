@@ -23,7 +23,7 @@ from tests.core.plain_weights import close
 from tests.core.tiny_models import END_ID, Rollout, char_tokenizer, encode, make_batch, tiny_model
 
 
-@dataclass
+@dataclass(eq=False)
 class Said:
     """A response of one character a token."""
 
@@ -49,28 +49,23 @@ def token_advantages(method: Method, r: Rollouts) -> list[list[float]]:
     return of_rows(weighed(method, r).advantages, r)
 
 
-# --- pattern ---------------------------------------------------------------------------------------------------------
-
 SUMS = [Said(1.0, "3+4=7, 7*2= $1,400.50."), Said(-1.0, "3+4=8 then 8="), Said(0.5, "none here"), Said(0.0, "1=1")]
-RIGHT = "....#.......#########.."
-WRONG = "....#........."
-NONE = "." * 10
-UNTRAINED = "1" * 4
+RIGHT, WRONG, NONE, UNTRAINED = "....#.......#########..", "....#.........", "." * 10, "1" * 4
 PICTURES: list[tuple[dict[str, Any], list[str]]] = [
     ({}, [RIGHT, WRONG.replace("#", "."), NONE, UNTRAINED]),
     ({"gate": "wrong", "elsewhere": 1}, ["1" * 23, WRONG, "1" * 10, UNTRAINED]),
     ({"gate": "all", "inside": 3, "outside": 0.5}, [RIGHT, WRONG, NONE, UNTRAINED]),
     ({"expression": r"=7(?P<content>, 7)"}, [".....###...............", NONE + "....", NONE, UNTRAINED]),
-    ({"expression": r"\+4", "gate": "all"}, [".##....................", ".##...........", NONE, UNTRAINED]),
 ]
 """Inside is #, outside a dot, and 1 a weight of 1; the last character is the end token."""
 
 
-@pytest.mark.parametrize(("options", "pictures"), PICTURES)
-def test_what_matches_is_inside(options: dict[str, Any], pictures: list[str]) -> None:
-    r, values = batch_of(SUMS), {"#": options.get("inside", 1.0), ".": options.get("outside", 0.0), "1": 1.0}
-    weights = of_rows(weighed(Pattern(**options), r).weights, r)
-    close(weights, [[values[sign] for sign in picture] for picture in pictures])
+def test_what_matches_is_inside() -> None:
+    r = batch_of(SUMS)
+    for options, pictures in PICTURES:
+        values = {"#": options.get("inside", 1.0), ".": options.get("outside", 0.0), "1": 1.0}
+        weights = of_rows(weighed(Pattern(**options), r).weights, r)
+        close(weights, [[values[sign] for sign in picture] for picture in pictures])
 
 
 def test_the_control_takes_as_many_tokens_at_random_places_of_the_row() -> None:
@@ -102,47 +97,40 @@ def test_a_token_with_the_first_bytes_of_a_character_that_matches_is_inside() ->
     assert steps.tolist() == [0, 0, 1, 1, 1, 1, 1] and states == [(0, "a;"), (1, "€bc")]
 
 
-# --- step values -----------------------------------------------------------------------------------------------------
-
 STEPS = StepValues(separator=";+")  # the tokenizer has no line feed
 
 
 def plain_step_values(rows: Sequence[Said], shrink: float) -> list[list[float]]:
     """Over characters, with sums over all pairs of responses."""
-    lines = [re.findall(r"[^;]*;+|[^;]+$", row.text) or [""] for row in rows]
-    out_of_it = [row.masked or not math.isfinite(row.advantage) for row in rows]
+    steps_of = {id(row): re.findall(r"[^;]*;+|[^;]+$", row.text) or [""] for row in rows}
+    used = [row for row in rows if not row.masked and math.isfinite(row.advantage)]
 
     def state(line: str) -> Any:
         numbers = re.findall(r"-?[0-9]+", line)
         return int(numbers[-1]) if numbers else " ".join(line.split())
 
+    def value(row: Said, place: int) -> float:
+        if place == len(steps_of[id(row)]) - 1:
+            return row.advantage
+        others = [(of, steps_of[id(of)]) for of in used if of.group == row.group]
+        wanted = state(steps_of[id(row)][place])
+        alike = [of.advantage for of, steps in others if place < len(steps) - 1 and state(steps[place]) == wanted]
+        return math.fsum(alike) / (len(alike) + shrink)
+
     advantages = []
-    for row, steps, nothing in zip(rows, lines, out_of_it, strict=True):
-        if nothing:
-            advantages.append([0.0] * (len(row.text) + 1))
-            continue
+    for row in rows:
         out, before = [], 0.0
-        for place, step in enumerate(steps):
-            after = row.advantage
-            if place < len(steps) - 1:
-                alike = [
-                    other.advantage
-                    for other, theirs, ignored in zip(rows, lines, out_of_it, strict=True)
-                    if (other.group == row.group and not ignored and place < len(theirs) - 1)
-                    and state(theirs[place]) == state(step)
-                ]
-                after = math.fsum(alike) / (len(alike) + shrink)
-            out += [after - before] * len(step)
-            before = after
-        advantages.append([*out, out[-1] if out else row.advantage])
+        for place, step in enumerate(steps_of[id(row)] if row in used else ()):
+            out += [value(row, place) - before] * len(step)
+            before = value(row, place)
+        advantages.append([*out, out[-1] if out else row.advantage] if row in used else [0.0] * (len(row.text) + 1))
     return advantages
 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_step_values_against_loops(seed: int) -> None:
     """Masked responses, and those whose advantage is not finite, count in no state and train nothing; those with 0 do both."""
-    draw = random.Random(seed)
-    rows = []
+    draw, rows = random.Random(seed), []
     for group in [*range(3)] * 8:
         steps = [draw.choice(["1=-2", "so 3", "say", "say it", "4"]) for _ in range(draw.randint(1, 4))]
         text = "".join(step + draw.choice([";", ";;"]) for step in steps).rstrip(";" * draw.randint(0, 1))
@@ -184,9 +172,6 @@ def test_results() -> None:
     assert {step: result(step) for step in RESULTS} == RESULTS
 
 
-# --- through the plain host ------------------------------------------------------------------------------------------
-
-
 def weigh(rows: Sequence[Said], method: Method, **given: Any) -> Any:
     batch = make_batch([Rollout("Two?", f"{row.text}<end>", row.advantage) for row in rows], "both", extra=2)
     return compute_token_weights(tiny_model(layers=1), char_tokenizer(), *batch.tensors(), method, **given), batch
@@ -194,17 +179,11 @@ def weigh(rows: Sequence[Said], method: Method, **given: Any) -> Any:
 
 def test_token_ids_come_from_the_batch_and_groups_are_asked_for() -> None:
     rows = [Said(0.5, "2+3=5;5*2=10;10"), Said(0.5, "2+3=5;10"), Said(-0.5, "2+3=6;12;12"), Said(-0.5, "2+3=5;no")]
-    groups = torch.zeros(4, dtype=torch.int64)
-    found, batch = weigh(rows, STEPS, groups=groups)
+    found, batch = weigh(rows, STEPS, groups=torch.zeros(4, dtype=torch.int64))
     close(batch.of_responses(found.advantages), plain_step_values(rows, 1.0))
     inside = batch.response_mask.bool()
     assert all(map(math.isfinite, found.stats.values())) and not set(OF_WEIGHTS) & set(found.stats)
     assert bool((found.advantages[~inside] == 0).all()) and torch.equal(found.weights, inside.float())
-    again, _ = weigh(rows, STEPS, groups=groups, masked=torch.tensor([False, True, False, False]))
-    assert not bool(again.advantages[1].any()) and not torch.equal(again.advantages[0], found.advantages[0])
-    weighted, _ = weigh(rows, Pattern())
-    base = torch.tensor([row.advantage for row in rows]).unsqueeze(1)
-    torch.testing.assert_close(weighted.advantages, weighted.weights * base)
     with pytest.raises(ValueError, match="step_values reads groups"):
         weigh(rows, STEPS)
 
@@ -223,13 +202,9 @@ class Judged(Method):
 
 
 def test_a_field_of_the_batch() -> None:
-    """As a list or a tensor; one with a second axis is refused where the record is made."""
     rows = [Said(1.0, ""), Said(-1.0, "")]
     for blame in ([0.25, 3.0], torch.tensor([0.25, 3.0]), np.float32([0.25, 3.0])):
         found, _ = weigh(rows, Judged(), fields={"blame": blame})
         assert found.weights.sum(dim=1).tolist() == [0.25, 3.0]
     with pytest.raises(ValueError, match=r"judged reads .*blame"):
         weigh(rows, Judged())
-    for blame in ([1.0], torch.ones(2, 1), np.ones((2, 2))):
-        with pytest.raises(ValueError, match=r"fields\['blame'\]"):
-            weigh(rows, Judged(), fields={"blame": blame})

@@ -1,26 +1,33 @@
-"""Credit by turn: turns in the mask, rewards by turn, and each method against loops over plain lists."""
+"""Credit by turn: turns in the mask, rewards by turn, each method against loops over plain lists, and what docs/turns.md has:
+examples, and lines for SkyRL and verifiers on objects with the fields of theirs."""
 
 from __future__ import annotations
 
+import doctest
 import math
 import random
+import re
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+import grail_advantage
 from grail_advantage import Method, Rollouts, compute_token_weights, turn_advantages, turns_to_tokens
 from grail_advantage.data import runs
 from grail_advantage.method import build
+from grail_advantage.methods import turns
 from grail_advantage.methods.turns import TurnMethod
 from tests.core.common import rollouts_of, weighed
 from tests.core.plain_weights import close
 from tests.core.tiny_models import Rollout, char_tokenizer, encode, make_batch, tiny_model
+from tests.documentation import DOCS, files
 
 NAN = math.nan
 
@@ -64,18 +71,13 @@ def token_advantages(method: Method, r: Rollouts) -> list[list[float]]:
 
 
 def talks_of(seed: int, *, masked: bool = False) -> list[Talk]:
-    draw = random.Random(seed)
-    talks = []
+    draw, talks = random.Random(seed), []
     for group in [*range(3)] * 5:
-        count = draw.randint(1, 4)
-        said = [draw.choice(["yes", "no"]) for _ in range(count - 1)]
-        rewards = [draw.choice([0.0, 0.5, 1.0, -0.25]) for _ in range(count - 1)]
-        turns = ["a" * draw.randint(1, 3) for _ in range(count)]
-        talks.append(Talk(turns, said, rewards, draw.choice([0.0, 1.0, 0.3]), group, masked=draw.random() < 0.1))
-    return [talk for talk in talks if masked or not talk.masked]
-
-
-# --- plain computations ----------------------------------------------------------------------------------------------
+        turns = ["a" * draw.randint(1, 3) for _ in range(draw.randint(1, 4))]
+        said = [draw.choice(["yes", "no"]) for _ in turns[1:]]
+        rewards = [draw.choice([0.0, 0.5, 1.0, -0.25]) for _ in said]
+        talks.append(Talk(turns, said, rewards, draw.choice([0.0, 1.0, 0.3]), group, masked and draw.random() < 0.1))
+    return talks
 
 
 def _return(talk: Talk, turn: int, gamma: float) -> float:
@@ -91,8 +93,7 @@ def _compared(value: float, others: list[float], deviation: bool, epsilon: float
 
 
 def plain_turn_rloo(talk: Talk, group: list[Talk], gamma: float = 1.0, stopped: str = "left_out") -> list[float]:
-    siblings = [other for other in group if other is not talk]
-    values = []
+    siblings, values = [other for other in group if other is not talk], []
     for turn in range(len(talk.turns)):
         with_turn = [_return(other, turn, gamma) for other in siblings if len(other.turns) > turn]
         if stopped == "zero":
@@ -125,8 +126,7 @@ def plain_gtpo(talk: Talk, group: list[Talk], gamma: float = 0.9, deviation: boo
 def plain_gigpo(
     talk: Talk, group: list[Talk], gamma: float = 0.95, omega: float = 1.0, deviation: bool = True
 ) -> list[float]:
-    whole = _compared(_return(talk, 0, 1.0), [_return(other, 0, 1.0) for other in group], deviation)
-    values = []
+    whole, values = plain_gtpo(talk, group, 1.0, deviation)[0], []
     for turn, heard in enumerate(["", *talk.said]):
         places = [(other, place) for other in group for place, said in enumerate(["", *other.said]) if said == heard]
         alike = [_return(other, place, gamma) for other, place in places]
@@ -156,12 +156,18 @@ def plain(name: str, talks: list[Talk], **options: Any) -> list[list[float]]:
 
 @each
 def test_methods_and_plain_lists_against_loops(name: str) -> None:
-    """Masked responses train nothing and count for the others, as in GRPO."""
+    """Masked responses train nothing and count for the others, as in GRPO. A response that fills up a batch has no turn,
+    whatever is in its fields; a token that a correction drops keeps its turn, untrained."""
     for seed in range(4):
         talks = talks_of(seed, masked=True)
         known = [talk for talk in talks if not talk.masked]
+        r = batch_of([*talks, Talk([], ["filler"], [1.0, 2.0], 0.0, group=7)])
+        r = replace(r, mask=r.mask.clone())
+        r.mask[0, 0] = False
         for options in PLAIN[name][1]:
-            close(token_advantages(build(name, options), batch_of(talks)), plain(name, talks, **options), 1e-5)
+            expected = plain(name, talks, **options)
+            expected[0][0] = 0.0
+            close(token_advantages(build(name, options), r), [*expected, []], 1e-5)
             found = turn_advantages(
                 [[*talk.rewards, None] for talk in known],
                 [talk.outcome for talk in known],
@@ -170,11 +176,10 @@ def test_methods_and_plain_lists_against_loops(name: str) -> None:
                 before=[["", *talk.said] for talk in known],
                 **options,
             )
-            of_tokens = [turns_to_tokens(of, talk.written) for of, talk in zip(found, known, strict=True)]
-            pairs = [list(zip(of, talk.written, strict=True)) for of, talk in zip(of_tokens, known, strict=True)]
-            written = [[value for value, wrote in of if wrote] for of in pairs]
-            close(written, plain(name, known, **options), 1e-10)
-            assert not any(value for of in pairs for value, wrote in of if not wrote)
+            for of, talk, wanted in zip(found, known, plain(name, known, **options), strict=True):
+                of_tokens = list(zip(turns_to_tokens(of, talk.written), talk.written, strict=True))
+                assert [value for value, wrote in of_tokens if wrote] == pytest.approx(wanted, rel=1e-10, abs=1e-10)
+                assert not any(value for value, wrote in of_tokens if not wrote)
 
 
 @each
@@ -184,12 +189,8 @@ def test_through_the_plain_host(name: str) -> None:
     batch = make_batch([Rollout("Two?", talk.text, talk.advantage) for talk in talks], "both", extra=2)
     mask = torch.zeros_like(batch.response_mask)
     mask[batch.response_mask.bool()] = torch.tensor([wrote for talk in talks for wrote in talk.written]).long()
-    inputs = (batch.input_ids, batch.attention_mask, mask, batch.advantages)
-    known = {
-        "groups": torch.tensor([talk.group for talk in talks]),
-        "fields": {"tool_rewards": [talk.rewards for talk in talks]},
-        "rewards": torch.tensor([talk.outcome for talk in talks]),
-    }
+    inputs, r = (batch.input_ids, batch.attention_mask, mask, batch.advantages), batch_of(talks)
+    known = {"groups": r.groups, "fields": dict(r.fields), "rewards": r.rewards}
 
     def run(**given: Any) -> Any:
         return compute_token_weights(tiny_model(layers=1), char_tokenizer(), *inputs, build(name), **known | given)
@@ -217,13 +218,11 @@ ALIGNED: dict[str, tuple[Any, dict[str, Any], list[float]]] = {
     "a discount": ([1.0, 2.0], {"gamma": 0.5}, [4, 6, 8]),
     "one a turn": ([1.0, 2.0, 4.0], {"align": "turns"}, [15, 14, 12]),
     "no reward for a call": ([1.0, None], {}, [9, 8, 8]),
-    "no reward for a turn": ([None, 2.0, None], {"align": "turns"}, [10, 10, 8]),
     "several calls": ([[1.0, 0.5], [2.0]], {}, [11.5, 10, 8]),
-    "several calls, one of them without a reward": ([[1.0, None], [None]], {}, [9, 8, 8]),
+    "several calls, some without a reward": ([[1.0, None], [None]], {}, [9, 8, 8]),
     "several calls, the last without an answer": ([[1.0], [2.0, 2.0], [4.0]], {}, [17, 16, 12]),
     "several calls in one turn": ([1.0, [2.0, 3.0], None], {"align": "turns"}, [14, 13, 8]),
     "arrays": (np.array([[1.0, 0.5], [2.0, 1.0]]), {}, [12.5, 11, 8]),
-    "scores of states": ([0.25, 0.75], {"differences": True}, [8.75, 8.5, 8]),
     "scores of states, one unknown": ([0.25, None, 1.0], {"differences": True, "align": "turns"}, [9, 8.75, 8.75]),
     "scores of states after several calls": ([[0.5, 0.25], [1.0]], {"differences": True}, [9, 8.75, 8]),
 }
@@ -235,16 +234,13 @@ def test_how_rewards_by_turn_are_aligned(case: str) -> None:
     given = {"tool_rewards": [rewards, [0.0] if options.get("align") == "turns" else []]}
     r = batch_of([THREE, Talk(["a"], [], [], 0.0)], fields=given)
     assert token_advantages(build("turn_rloo", options), r)[0] == expected
-
-
-def test_all_calls_of_the_only_turn_are_its() -> None:
     talks = [THREE, Talk(["a"], [], [0.5, 0.25, 0.25], 0.0)]
-    assert token_advantages(build("turn_rloo"), batch_of(talks)) == [[10, 9, 7], [-10]]
+    assert token_advantages(build("turn_rloo"), batch_of(talks)) == [[10, 9, 7], [-10]], "all calls of the only turn"
 
 
 UNCERTAIN: list[Any] = [
     *([1.0, 2.0, 0.5], [1.0, 2.0, None], [1.0] * 5),  # as many as turns, the last not scored, more
-    *([NAN, 2.0], [math.inf, 2.0], [1e30, 2.0], [[1.0, -math.inf], [0.0]]),
+    *([NAN, 2.0], [1e30, 2.0], [[1.0, -math.inf], [0.0]], None),  # None: an outcome that is not finite
 ]
 
 
@@ -254,14 +250,11 @@ def test_what_is_uncertain_trains_nothing_and_is_named(name: str, caplog: pytest
     method, talks = build(name), talks_of(3)
     many = next(row for row, talk in enumerate(talks) if len(talk.turns) == 3)
     expected = plain(name, [talk for row, talk in enumerate(talks) if row != many])
-    keys = [f"key_{row}" for row in range(len(talks))]
-    for given in (*UNCERTAIN, None):
+    for given in UNCERTAIN:
         caplog.clear()
-        r = batch_of(talks, keys=keys)
+        r = batch_of(talks, keys=[f"key_{row}" for row in range(len(talks))])
         if given is None:
-            rewards = r.rewards.clone()
-            rewards[many] = NAN  # the host masks such a response
-            r = replace(r, rewards=rewards, masked=torch.arange(len(talks)) == many)
+            r.rewards[many], r.masked[many] = NAN, True  # the host masks such a response
         else:
             r.fields["tool_rewards"][many] = given
             assert weighed(method, r).metrics["non_finite_rate"] == pytest.approx(1 / len(talks))
@@ -274,38 +267,27 @@ def test_what_is_uncertain_trains_nothing_and_is_named(name: str, caplog: pytest
 
 REFUSED: list[tuple[Any, dict[str, Any]]] = [
     *(([1.0], {}), ([[1.0]] * 4, {}), ([1.0] * 2, {"align": "turns"})),  # too few, too many, one a turn
-    *((given, {}) for given in (None, 1.5, "ab", ["good", "bad"], [["good"], [1.0]], {"a": 1})),
+    *((given, {}) for given in (None, "ab", ["good", "bad"], [["good"], [1.0]], {"a": 1})),
 ]
 
 
-@pytest.mark.parametrize(("rewards", "options"), REFUSED)
-def test_rewards_that_do_not_fit_name_the_response(rewards: Any, options: dict) -> None:
-    talks = [Talk(["a"], [], [0.0] * ("align" in options), 0.0), Talk(["a", "b", "c"], ["x", "y"], rewards, 1.0)]
-    with pytest.raises(ValueError, match=r"turn_rloo\.rewards=tool_rewards: response the_key has "):
-        token_advantages(build("turn_rloo", options), batch_of(talks, keys=["other", "the_key"]))
-
-
-# --- several responses a session -------------------------------------------------------------------------------------
+def test_rewards_that_do_not_fit_name_the_response() -> None:
+    for rewards, options in REFUSED:
+        talks = [Talk(["a"], [], [0.0] * ("align" in options), 0.0), Talk(["a", "b", "c"], ["x", "y"], rewards, 1.0)]
+        with pytest.raises(ValueError, match=r"turn_rloo\.rewards=tool_rewards: response the_key has "):
+            token_advantages(build("turn_rloo", options), batch_of(talks, keys=["other", "the_key"]))
 
 
 def parts_of(talk: Talk, draw: random.Random) -> list[Talk]:
     """A conversation cut into rows, each with the turns from one compression of its context to the next."""
     cuts = sorted(draw.sample(range(1, len(talk.turns)), draw.randint(0, len(talk.turns) - 1)))
-    rewards = [*talk.rewards, None]
-    rows = []
+    rewards, rows = [[reward] for reward in (*talk.rewards, None)], []  # lists, so that nothing is ambiguous
     for start, stop in pairwise([0, *cuts, len(talk.turns)]):
-        row = Talk(talk.turns[start:stop], talk.said[start : stop - 1], [], NAN, talk.group)
-        row.rewards = [[reward] for reward in rewards[start:stop]]  # a list for each turn, so that nothing is ambiguous
-        rows.append(row)
+        rows.append(Talk(talk.turns[start:stop], talk.said[start : stop - 1], rewards[start:stop], NAN, talk.group))
     rows[-1].outcome = talk.outcome
+    for cut in cuts:
+        talk.said[cut - 1] = f"{id(talk)} {cut}"  # no other turn begins like the first of a further row
     return rows
-
-
-def _heard(parts: list[Talk], talk: Talk) -> Iterator[tuple[int, bool, str]]:
-    """For each turn but the first: which row it is in, whether it begins it, and what was said before it."""
-    begins = [(row, turn == 0) for row, part in enumerate(parts) for turn in range(len(part.turns))]
-    for (row, begin), said in zip(begins[1:], talk.said, strict=True):
-        yield row, begin, said
 
 
 @each
@@ -317,7 +299,6 @@ def test_a_session_of_several_responses_is_one_conversation(name: str, given: st
         talks, rows, sessions = talks_of(seed), [], []
         for number, talk in enumerate(talks):
             parts = parts_of(talk, draw)
-            talk.said = [f"{number} {row}" if part else said for row, part, said in _heard(parts, talk)]
             whole = [reward for part in parts for reward in part.rewards]
             for place, part in enumerate(parts):
                 if given == "with the last row":
@@ -331,9 +312,6 @@ def test_a_session_of_several_responses_is_one_conversation(name: str, given: st
         for place, (number, _) in enumerate(sessions):
             joined[number] += by_place[place]
         close(joined, plain(name, talks), 1e-5)
-
-
-# --- plain lists -----------------------------------------------------------------------------------------------------
 
 
 def test_plain_lists_with_sessions_and_without_certainty(caplog: pytest.LogCaptureFixture) -> None:
@@ -351,29 +329,22 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"outcomes": [1.0]}, "outcomes"),
     ({"keys": ["a"]}, "keys"),
     ({"sessions": "a"}, "sessions"),
-    ({"method": "grail"}, "method='grail'"),
-    ({"method": 5}, "method=5"),
-    ({"method": "nonsense"}, "nonsense"),
+    *(({"method": name}, f"method={name!r}|nonsense") for name in ("grail", 5, "nonsense")),
     ({"method": "gigpo"}, "before="),
     ({"method": "gigpo", "before": [[""], []]}, "before: row 1"),
     ({"gama": 0.5}, "gama"),
-    ({"rewards": [["good"], [0.0]]}, "rewards: row 0"),
-    ({"rewards": [1.0, [0.0]]}, "rewards: row 0"),
-    ({"rewards": [{"a": 1.0}, [0.0]]}, "rewards: row 0"),
+    *(({"rewards": [given, [0.0]]}, "rewards: row 0") for given in (["good"], 1.0, [{"a": 1.0}])),
 ]
 
 
-@pytest.mark.parametrize(("arguments", "named"), WRONG)
-def test_plain_lists_that_do_not_fit(arguments: dict[str, Any], named: str) -> None:
+def test_plain_lists_that_do_not_fit() -> None:
     known: dict[str, Any] = {"rewards": [[1.0], [0.0]], "outcomes": [0.0, 0.0], "groups": ["p", "p"]}
-    with pytest.raises(ValueError, match=named):
-        turn_advantages(**known | arguments)
+    for arguments, named in WRONG:
+        with pytest.raises(ValueError, match=named):
+            turn_advantages(**known | arguments)
     for advantages in ([1.0], [], [1.0] * 3):
         with pytest.raises(ValueError, match="mask has 2"):
             turns_to_tokens(advantages, [1, 0, 1])
-
-
-# --- what a method sees ----------------------------------------------------------------------------------------------
 
 
 def test_what_a_method_sees_of_a_turn() -> None:
@@ -385,29 +356,13 @@ def test_what_a_method_sees_of_a_turn() -> None:
             return [session.rewards for session in sessions]
 
     seen: list[Any] = []
-    talks = [THREE, Talk(["aa"], [], [], 0.0)]
-    log_probs = -torch.rand(2, 5)
-    fields = {"tool_rewards": [talk.rewards for talk in talks], "score": [{"x": 1}, None]}
-    r = batch_of(talks, columns={"old_log_probs": log_probs}, keys=["a", "b"], fields=fields)
-    assert weighed(Seeing(), r).selected.all()
+    log_probs, fields = -torch.rand(2, 5), {"tool_rewards": [THREE.rewards, []], "score": [{"x": 1}, None]}
+    known = {"columns": {"old_log_probs": log_probs}, "keys": ["a", "b"], "fields": fields}
+    assert weighed(Seeing(), batch_of([THREE, Talk(["aa"], [], [], 0.0)], **known)).selected.all()
     first, second = seen[-2:]
     assert first.key == "a" and first.turns == [(0, 0, 1), (0, 2, 3), (0, 4, 5)] and second.turns == [(1, 0, 2)]
     assert [of.tolist() for of in second.log_probs] == [log_probs[1, :2].tolist()]
     assert first.fields == {"score": [{"x": 1}], "tool_rewards": [[1.0, 2.0]]}
-
-
-@each
-def test_responses_that_fill_up_a_batch_or_lose_tokens(name: str) -> None:
-    """A filler has no turn, whatever is in its fields; a token that a correction drops keeps its turn, untrained."""
-    talks = talks_of(5)
-    expected = plain(name, talks)
-    r = batch_of([*talks, Talk([], ["filler"], [1.0, 2.0], 0.0, group=7)])
-    mask = r.mask.clone()
-    mask[0, 0] = False
-    advantages = token_advantages(build(name), replace(r, mask=mask))
-    expected[0][0] = 0.0
-    close(advantages[:-1], expected, 1e-5)
-    assert advantages[-1] == []
 
 
 def test_a_response_with_advantage_0_may_have_turns_that_train() -> None:
@@ -426,3 +381,48 @@ def test_mt_grpo_by_hand() -> None:
     high, low = 2 / 3 / (3**-0.5 + 1e-4), -1 / 3 / (3**-0.5 + 1e-4)
     combined = -2 / 3 / (3**-0.5 + 1e-4)  # of 1, 1, 0, whose mean is 2/3
     close(ours, [[low + 0.5 * high, low], [high + 0.5 * low, high, high], [combined]], 1e-5)
+
+
+def _function(name: str) -> Any:
+    found: dict[str, Any] = {}
+    exec(files("turns.md")[f"for_{name}.py"], found)
+    return next(value for key, value in found.items() if key in ("skyrl_advantages", "credit"))
+
+
+def test_examples_of_the_documentation() -> None:
+    runner, parser = doctest.DocTestRunner(), doctest.DocTestParser()
+    blocks = re.findall(r"```pycon\n(>>> .*?)```", (DOCS / "turns.md").read_text(), re.DOTALL)
+    assert len(blocks) == 1
+    runner.run(parser.get_doctest(blocks[0], {}, "turns.md", None, None))
+    public = {name: getattr(grail_advantage, name) for name in grail_advantage.__all__}
+    for test in doctest.DocTestFinder().find(turns, globs=public):
+        runner.run(test)
+    assert runner.summarize() == (0, 5)
+
+
+def test_lines_for_skyrl() -> None:
+    """One row a conversation, and one row a turn: the same advantages."""
+    first, second = (SimpleNamespace(instance_id="p", repetition_id=number) for number in range(2))
+
+    def credit(rewards: list[list[float]], loss_masks: list[list[int]], ids: list[Any]) -> Any:
+        return _function("skyrl")({"rewards": rewards, "loss_masks": loss_masks, "trajectory_ids": ids})
+
+    whole = credit([[0.0, 0.5, 0.0, 0.0, 1.0], [0.0, 0.25]], [[1, 1, 0, 1, 1], [1, 1]], [first, second])
+    assert whole == [[1.25, 1.25, 0.0, 0.75, 0.75], [-1.25, -1.25]]
+    by_step = credit([[0.0, 0.5], [0.0, 1.0], [0.0, 0.25]], [[1, 1]] * 3, [first, first, second])
+    assert by_step == [[1.25, 1.25], [0.75, 0.75], [-1.25, -1.25]]
+
+
+def test_lines_for_verifiers() -> None:
+    def trace(rewards: list[Any], outcome: float, masks: list[list[bool]]) -> SimpleNamespace:
+        nodes = [SimpleNamespace(sampled=False, mask=[False], advantages=None)]
+        for mask in masks:
+            nodes += [SimpleNamespace(sampled=True, mask=mask, advantages=None)]
+            nodes += [SimpleNamespace(sampled=False, mask=[False] * 3, advantages=None)]
+        return SimpleNamespace(info={"turn_rewards": rewards}, reward=outcome, nodes=nodes)
+
+    traces = [trace([0.5, None], 1.0, [[False, True, True], [False, True]]), trace([[0.0, 0.25]], 0.0, [[True]])]
+    _function("verifiers")(traces, ["p", "p"])
+    first, second = turn_advantages([[0.5, None], [0.25]], [1.0, 0.0], ["p", "p"])
+    assert [node.advantages for node in traces[0].nodes] == [None, [first[0]] * 2, None, [first[1]], None]
+    assert [node.advantages for node in traces[1].nodes] == [None, second, None]

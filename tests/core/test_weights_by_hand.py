@@ -1,20 +1,26 @@
-"""The parts of weighting, a saliency's scores, and mistakes of a method's author, on values worked out by hand."""
+"""From scores to weights on values worked out by hand, GRAIL's weights of random batches against the plain computation, a
+saliency's scores, and mistakes of a method's author."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
+import random
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from grail_advantage import AnswerSpan, Grail, Method, Rollouts, Weights
 from grail_advantage.data import Row, RowScores, Weighed, outcome_of
 from grail_advantage.methods.saliency import Saliency
 from grail_advantage.model.hugging_face import HuggingFaceModel
 from grail_advantage.weigh import weigh
-from tests.core.common import Given, rollouts_of, weighed
+from tests.core import reference
+from tests.core.common import Given, few, rollouts_of, weighed
 from tests.core.tiny_models import char_tokenizer, tiny_model
 
 NAN, INF = math.nan, math.inf
@@ -36,10 +42,6 @@ class WithMass(Doubled):
     normalize_mass: bool = True
 
 
-class OfTheWholeResponse(WithMass):
-    statistics: Any = "response"
-
-
 class Advantages(Method):
     """Scores that are advantages."""
 
@@ -51,12 +53,10 @@ def rollouts(lengths: Sequence[int], spans: Sequence[Any], advantages: Sequence[
     return rollouts_of([[0] * length for length in lengths], advantages, spans=spans, **parts)
 
 
-def run(
-    scores: torch.Tensor, r: Rollouts, chosen: Sequence[bool], base: type[Method] = Doubled, /, **body: Any
-) -> Weighed:
+def run(scores: Any, r: Rollouts, chosen: Sequence[bool], base: type[Method] = Doubled, /, **body: Any) -> Weighed:
     """By a class with other parts, which chooses these responses."""
     known = {"select": lambda self, r: torch.tensor(chosen), "names": {"doubled": {}}, "uses": "logits"}
-    return weighed(type("Chosen", (base,), known | body)(), r, scores)
+    return weighed(type("Chosen", (base,), known | body)(), r, torch.as_tensor(scores))
 
 
 def maps_to(values: torch.Tensor, **bounds: float) -> dict[str, Any]:
@@ -64,7 +64,9 @@ def maps_to(values: torch.Tensor, **bounds: float) -> dict[str, Any]:
 
 
 SPANS = [AnswerSpan(2, 3, 4, 4), AnswerSpan(0, 1, 2, 2), AnswerSpan(2, 2, 3, 3), AnswerSpan(2, 3, 3, 4)]
-FOUR = rollouts([4, 4, 3, 4], SPANS, [-1.0, -1.0, -1.0, 2.0])
+FOUR = rollouts([4, 4, 3, 4], SPANS, [-1.0, -1.0, -1.0, 2.0], columns={"entropy": torch.ones(4, 4)})
+ONES = [[1.0] * 4, [1.0, 1.0, 1.0, 0.0], [1.0] * 4]
+"""Of all but the first."""
 CHOSEN = (True, True, True, False)
 SCORES = torch.tensor([[1.0, 3.0, NAN, NAN], [NAN] * 4, [2.0, INF, 5.0, 5.0], [7.0, 7.0, 7.0, 7.0]])
 
@@ -72,36 +74,28 @@ SCORES = torch.tensor([[1.0, 3.0, NAN, NAN], [NAN] * 4, [2.0, INF, 5.0, 5.0], [7
 def test_weights_before_the_answer_and_elsewhere() -> None:
     """Response 1 has no token before its answer, response 2 a score that is not finite, response 3 needs no scores."""
     w = run(SCORES, FOUR, CHOSEN)
-    assert w.weights.tolist() == [[2.0, 6.0, 0.5, 0.5], [1.0] * 4, [1.0, 1.0, 1.0, 0.0], [1.0] * 4]
+    assert w.weights.tolist() == [[2.0, 6.0, 0.5, 0.5], *ONES]
     assert w.failed.tolist() == [False, False, True, False]
     nothing = [[False] * 4] * 3
     assert w.by_score.tolist() == [[True, True, False, False], *nothing]
     assert w.low.tolist() == [[True, False, False, False], *nothing]
     assert w.high.tolist() == [[False, True, False, False], *nothing]
     assert torch.equal(w.advantages, w.weights * FOUR.advantages[:, None])
+    w = run(torch.full((1, 3), 5.0), rollouts([3], [None], [-1.0]), [True])
+    assert w.weights.tolist() == [[1.0] * 3] and not w.by_score.any() and not w.failed.any(), "without an answer"
+    for elsewhere in (0.0, 1.0, 2.0):
+        w = run(torch.ones(4, 4), FOUR, CHOSEN, **maps_to(torch.full((4, 4), 3.0), elsewhere=elsewhere))
+        assert w.weights[0].tolist() == [3.0, 3.0, elsewhere, elsewhere]
 
 
 def test_a_rows_weights_sum_to_the_number_of_its_tokens() -> None:
     w = run(SCORES, FOUR, CHOSEN, WithMass)
     torch.testing.assert_close(w.weights[0], torch.tensor([2.0, 6.0, 0.5, 0.5]) * 4 / 9)
-    assert w.weights[1:].tolist() == [[1.0] * 4, [1.0, 1.0, 1.0, 0.0], [1.0] * 4]
-    scores = torch.tensor([[0.1, 0.1, NAN, NAN], [0.0] * 4, [1.0, 2.0, 3.0, NAN]])
-    w = run(scores, rollouts([2, 4, 3], [None] * 3, [1.0] * 3), [True] * 3, OfTheWholeResponse)
+    assert w.weights[1:].tolist() == ONES
+    r, scores = rollouts([2, 4, 3], [None] * 3, [1.0] * 3), [[0.1, 0.1, NAN, NAN], [0.0] * 4, [1.0, 2.0, 3.0, NAN]]
+    w = weighed(WithMass(statistics="response"), r, torch.tensor(scores))
     torch.testing.assert_close(w.weights, torch.tensor([[1.0, 1.0, 0.0, 0.0], [0.0] * 4, [0.5, 1.0, 1.5, 0.0]]))
-
-
-def test_responses_without_an_answer_or_a_score_weigh_one() -> None:
-    w = run(torch.full((1, 3), 5.0), rollouts([3], [None], [-1.0]), [True])
-    assert w.weights.tolist() == [[1.0] * 3] and not w.by_score.any() and not w.failed.any()
-    w = run(SCORES, FOUR, [False] * 4, WithMass)
-    assert torch.equal(w.weights, FOUR.mask.float()) and not w.failed.any()
-
-
-def test_tokens_elsewhere_have_the_weight_of_the_map() -> None:
-    for elsewhere in (0.0, 1.0, 2.0):
-        of_map = maps_to(torch.full((4, 4), 3.0), elsewhere=elsewhere)
-        w = run(torch.ones(4, 4), FOUR, [True, False, False, False], **of_map)
-        assert w.weights[0].tolist() == [3.0, 3.0, elsewhere, elsewhere]
+    assert torch.equal(run(SCORES, FOUR, [False] * 4, WithMass).weights, FOUR.mask.float())
 
 
 def test_answers_of_two_rows() -> None:
@@ -117,13 +111,13 @@ def test_what_a_map_may_give() -> None:
     assert torch.equal(w.weights, FOUR.mask.float())
     assert w.failed.tolist() == [True, False, False, False], "response 1 reads none of them"
     w = run(torch.ones(4, 4), FOUR, CHOSEN, **maps_to(torch.tensor([[0, 2.0, -1, -1], [-1] * 4, [1] * 4, [-1] * 4])))
-    assert w.weights.tolist() == [[0.0, 2.0, 1.0, 1.0], [1.0] * 4, [1.0, 1.0, 1.0, 0.0], [1.0] * 4]
+    assert w.weights.tolist() == [[0.0, 2.0, 1.0, 1.0], *ONES]
 
 
 def test_given_advantages() -> None:
     """Response 1 has a score that is not finite, response 2 is not selected, response 3 does not train."""
     r = rollouts([3, 3, 2, 3], [None] * 4, [1.0, 2.0, 3.0, 4.0], masked=torch.tensor([0, 0, 0, 1]))
-    scores = torch.tensor([[-5.0, 0.0, 6.0], [1.0, NAN, 1.0], [9.0] * 3, [8.0] * 3])
+    scores = [[-5.0, 0.0, 6.0], [1.0, NAN, 1.0], [9.0] * 3, [8.0] * 3]
     w = run(scores, r, [True, True, False, True], Advantages)
     assert w.advantages.tolist() == [[-5.0, 0.0, 6.0], [2.0] * 3, [3.0, 3.0, 0.0], [0.0] * 3]
     assert torch.equal(w.weights, r.mask.float()) and w.failed.tolist() == [False, True, False, True]
@@ -134,14 +128,6 @@ def test_given_advantages() -> None:
     assert w.advantages.tolist() == [[1.0] * 3, [2.0] * 3, [3.0, 3.0, 0.0], [0.0] * 3] and not w.by_score.any()
 
 
-def test_scores_are_nan_outside_the_selected_rows_tokens() -> None:
-    of_pass = torch.arange(16.0).reshape(4, 4)
-    changed = {"scores": lambda self, r, of_pass: of_pass.double() * len(r.responses)}
-    w = run(of_pass, FOUR, [False, True, True, False], **changed)
-    expected = torch.tensor([[NAN] * 4, [16.0, 20.0, 24.0, 28.0], [32.0, 36.0, 40.0, NAN], [NAN] * 4])
-    torch.testing.assert_close(w.scores, expected, equal_nan=True, rtol=0, atol=0)
-
-
 class OfRows(Given):
     """Gives what it is told for every row."""
 
@@ -149,35 +135,81 @@ class OfRows(Given):
         return [RowScores(self.of_pass) for _ in rows]
 
 
-def test_a_rows_scores_go_to_its_place() -> None:
+def test_scores_go_to_their_rows_and_are_nan_elsewhere() -> None:
+    body = {"scores": lambda self, r, of_pass: of_pass.double() * len(r.responses)}
+    w = run(torch.arange(16.0).reshape(4, 4), FOUR, [False, True, True, False], **body)
+    expected = torch.tensor([[NAN] * 4, [16.0, 20.0, 24.0, 28.0], [32.0, 36.0, 40.0, NAN], [NAN] * 4])
+    torch.testing.assert_close(w.scores, expected, equal_nan=True, rtol=0, atol=0)
     w = weigh(OfRows(FOUR, torch.tensor([4.0, 2.0])), Doubled(statistics="response"), None)
     torch.testing.assert_close(w.scores, torch.tensor([[4.0, 2.0, NAN, NAN]]).expand(4, 4), equal_nan=True)
     with pytest.raises(ValueError, match=r"^doubled: .* 4 scores for a response of 3 tokens"):
         weigh(OfRows(FOUR, torch.zeros(4)), Doubled(), None)
 
 
+OPTIONS: dict[str, Any] = {
+    "statistics": st.sampled_from(["response", "reasoning"]),
+    "reshaper": st.sampled_from(["log_zscore", "bilevel", "power", "mean_ratio"]),
+    "weight_mean": st.sampled_from([0.75, 2.0]),
+    "weight_std": st.sampled_from([0.1, 2.0]),
+    "weight_min": st.sampled_from([0.0, 0.9]),
+    "weight_max": st.sampled_from([1.2, 3.0]),
+    "content_weight": st.sampled_from([0.0, 1.0, 4.0]),
+    "gate": st.sampled_from(["wrong", "correct", "all"]),
+    "content_outside_gate": st.booleans(),
+    "normalize_mass": st.booleans(),
+}
+
+
+@few(50)
+@given(st.integers(0, 10_000), st.sampled_from(["official", "robust"]), st.fixed_dictionaries({}, optional=OPTIONS))
+def test_grail_of_random_batches_against_the_plain_computation(seed: int, preset: str, options: dict) -> None:
+    """Any span and length, tokens between that do not train; each response weighs the same to the bit alone, in any width."""
+    draw = random.Random(seed)
+    rows = []
+    for _ in range(6):
+        length = draw.randint(1, 40)
+        bounds = sorted(draw.randint(0, length) for _ in range(4))
+        span = AnswerSpan(*bounds) if bounds[0] < bounds[3] and draw.random() < 0.8 else None
+        # Over many orders of magnitude, with zeros among them.
+        scores = [0.0 if draw.random() < 0.1 else math.exp(draw.gauss(-3, 3)) for _ in range(length)]
+        trained = [draw.random() > 0.2 * (seed % 2) for _ in range(length)]
+        rows.append((torch.tensor(scores).tolist(), span, draw.choice([-1.5, -0.25, 0.5, 0.0]), trained))
+    config, width = Grail(preset, **options), 40 + draw.choice([0, 200])
+
+    def weigh(chosen: list[Any], width: int) -> Weighed:
+        ids, trained = [[0] * width] * len(chosen), [row[3] + [False] * (width - len(row[3])) for row in chosen]
+        of_pass = torch.tensor([row[0] + [NAN] * (width - len(row[0])) for row in chosen])
+        return weighed(config, rollouts_of(ids, [r[2] for r in chosen], trained, [r[1] for r in chosen]), of_pass)
+
+    got = weigh(rows, width)
+    assert not got.failed.any()
+    for index, (scores, span, advantage, trained) in enumerate(rows):
+        plain_span = None if span is None else tuple(sum(trained[:bound]) for bound in dataclasses.astuple(span))
+        kept = [score for score, trains in zip(scores, trained, strict=True) if trains]
+        expected = reference.row_weights(kept, plain_span, advantage, reference.resolve(preset, **options))
+        of_row = got.weights[index, : len(scores)]
+        assert of_row[torch.tensor(trained)].tolist() == pytest.approx(expected, rel=2e-5, abs=2e-5), index
+        assert torch.equal(weigh([rows[index]], len(scores)).weights[0], of_row)
+    if not config.normalize_mass and config.reshaper == "log_zscore":
+        for flagged, bound in ((got.low, config.weight_min), (got.high, config.weight_max)):
+            assert torch.equal(flagged, got.by_score & (got.weights == torch.tensor(bound)))
+
+
 MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
-    "a tensor for a record": (
-        {"weights": lambda self, scores, *_: scores},
-        r"doubled: weights\(\) must return Weights",
-    ),
-    "another shape": (maps_to(torch.ones(4, 3)), r"doubled: weights\(\) must return .* shape \(4, 4\)"),
-    "below 0": (maps_to(torch.tensor([[1, -0.1, 1, 1]]).expand(4, 4)), "doubled: a weight below 0 .*clip"),
-    "scores of another shape": ({"scores": lambda self, r, _: torch.ones(4, 2)}, r"doubled: scores\(\) .* got .*4, 2"),
-    "scores of a list": ({"scores": lambda self, r, _: [1.0]}, r"doubled: scores\(\) .*list"),
-    "a column that it does not read": (
-        {"uses": "", "scores": lambda self, r, _: r.columns["entropy"]},
-        r"doubled.*entropy.*reads",
-    ),
+    "a tensor for a record": ({"weights": lambda self, scores, *_: scores}, r"weights\(\) must return Weights"),
+    "another shape": (maps_to(torch.ones(4, 3)), r"weights\(\) must return .* shape \(4, 4\)"),
+    "below 0": (maps_to(torch.tensor([[1, -0.1, 1, 1]]).expand(4, 4)), "a weight below 0 .*clip"),
+    "scores of another shape": ({"scores": lambda self, r, _: torch.ones(4, 2)}, r"scores\(\) .* got .*4, 2"),
+    "scores of a list": ({"scores": lambda self, r, _: [1.0]}, r"scores\(\) .*list"),
+    "a column not read": ({"uses": "", "scores": lambda self, r, _: r.columns["entropy"]}, "entropy.*reads"),
 }
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_mistakes_of_a_method_have_a_sentence(mistake: str) -> None:
     body, message = MISTAKES[mistake]
-    r = rollouts([4, 4, 3, 4], SPANS, [-1.0, -1.0, -1.0, 2.0], columns={"entropy": torch.ones(4, 4)})
-    with pytest.raises(ValueError, match=f"^{message}"):
-        run(torch.ones(4, 4), r, CHOSEN, **body)
+    with pytest.raises(ValueError, match=f"^doubled.*{message}"):
+        run(torch.ones(4, 4), FOUR, CHOSEN, **body)
 
 
 def test_a_method_that_says_too_little_is_told_what() -> None:
