@@ -17,7 +17,7 @@ from grail_advantage.data import Example
 from grail_advantage.method import build
 from tests.core import card
 from tests.core.common import METHODS
-from tests.core.doors import valid_weights
+from tests.core.test_doors import valid_weights
 from tests.core.tiny_models import tiny_model
 from tests.documentation import files
 
@@ -27,7 +27,7 @@ ASKED = Example([{"role": "user", "content": "?"}], {"reward_model": {"ground_tr
 
 def compare(name: str, **columns: Any) -> float:
     """The largest difference, as a part of the largest value."""
-    given = valid_weights("grail") | {"fields": TURNS, "config": build(name), "model": tiny_model(), **columns}
+    given = valid_weights() | {"fields": TURNS, "config": build(name), "model": tiny_model(), **columns}
     given |= {"examples": [ASKED] * 3, "tokenizer": copy.copy(given["tokenizer"])}
     given["tokenizer"].chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}"
     expected = compute_token_weights(**given)

@@ -145,7 +145,7 @@ def valid_receipt() -> dict[str, Any]:
 OF_RECEIPT: Mistakes = {
     "pieces": [[]],
     "batch.advantages_BT": [*NO_TENSOR, *SHAPES, *WIDTHS, None, at(NAN, 0, 0), at(INF, 0, 0)],
-    "batch.mask_BT": [None, lambda v: v[:, :-1], at(2, 0, -1, dtype=torch.int64), at(NAN, 0, -1, dtype=torch.float32)],
+    "batch.mask_BT": [None, at(2, 0, -1, dtype=torch.int64), at(NAN, 0, -1, dtype=torch.float32)],
     "batch.old_log_probs_BT": [lambda v: v.tolist(), lambda v: v.long(), lambda v: v.exp(), at(-INF, 0, 0)],
     "batch.weights_BT": [lambda v: v[:-1], at(-1.0, 0, 0)],
     "batch.ref_log_probs_BT": [lambda v: v.T, lambda v: v.exp()],
