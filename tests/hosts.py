@@ -95,8 +95,12 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "grail_robust": {"preset": "robust", "gate": "all"},
 }
 """So that the method does something with responses as short as these."""
-METHODS = [name for name, cls in methods().items() if "examples" not in cls.reads]
-"""The registered methods but those that ask their prompts differently."""
+METHODS = [
+    name
+    for name, cls in methods().items()
+    if cls.__module__.startswith("grail_advantage.") and "examples" not in cls.reads
+]
+"""The methods of this package but those that ask their prompts differently."""
 
 
 def signal_of(name: str, **options: Any) -> Method:
