@@ -75,7 +75,7 @@ ROWS = (
     ("verl_ext/zero_advantage", "verl_ext/test_zero_advantage.py::TestOldLogProbs",
      "(not needed_B[row], lengths[row])", "(not needed_B[row], -lengths[row])"),
     ("trl_ext/trainer", "trl_ext/core_checks.py::test_the_mean_of_the_runs_loss",
-     "(len(kept_BT) * most_tokens)", "kept_BT.numel()"),
+     "(len(kept) * most_tokens)", "kept.numel()"),
     ("recipe/run_life/__init__", "run_life/test_run_life.py::test_the_last_checkpoints_of_all_starts_stay",
      "if _step(path) <= global_step]", "]"),
     ("recipe/run_life/__init__", "run_life/test_run_life.py::test_everything_else_defines_a_run",
