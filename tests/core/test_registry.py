@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any, ClassVar
 
 import pytest
@@ -203,12 +204,14 @@ print(failure_message())
     assert failure_message() == ""
 
 
-def test_the_examples_of_the_documentation() -> None:
+def test_the_examples_of_the_documentation(monkeypatch: pytest.MonkeyPatch) -> None:
     """All methods of the page for authors and its snippet; a whole verl run is in test_methods_run.py."""
     page, known = "write_your_own.md", set(methods())
     modules = {name: text for name, text in files(page).items() if "@register(" in text}
     for name, text in modules.items():
-        exec(compile(text, name, "exec"), {"__name__": name})
+        module = ModuleType(name.removesuffix(".py"))
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+        exec(compile(text, name, "exec", dont_inherit=True), vars(module))
     assert len(set(methods()) - known) >= len(modules) >= 1
     batch = make_batch([ROLLOUTS["text after the box"], ROLLOUTS["right"]], padding="both")
     given = vars(batch) | {"model": tiny_model(), "tokenizer": char_tokenizer(), "torch": torch}
