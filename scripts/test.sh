@@ -9,8 +9,7 @@
 #   TRL,
 #                                    # the wheel, and all model families
 #
-# Without an argument 2,579 tests took 13.5 minutes on two idle cores (2026-11-27), and 1,130 s of processor time, Ray's
-# processes not counted. --quick is 310 s of processor time for the tests and 40 s for two imports of torch and verl.
+# Without an argument 2,191 tests took 12 to 15 minutes on two cores with little beside them (2026-11-27). --quick was 310 s of processor time for the tests and 40 s for two imports of torch and verl.
 
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
