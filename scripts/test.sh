@@ -9,7 +9,8 @@
 #   TRL,
 #                                    # the wheel, and all model families
 #
-# Without an argument 2,191 tests took 12 to 15 minutes on two cores with little beside them (2026-11-27). --quick was 310 s of processor time for the tests and 40 s for two imports of torch and verl.
+# Without an argument 2,191 tests took 12 to 15 minutes on two cores with little beside them (2026-11-27). --quick was
+# 310 s of processor time for the tests and 40 s for two imports of torch and verl.
 
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
