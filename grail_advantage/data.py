@@ -79,9 +79,7 @@ class Example:
     """A response's prompt and data, for methods that ask differently."""
 
     messages: Sequence[Mapping[str, Any]]  # before the chat template
-    columns: Mapping[
-        str, Any
-    ]  # the others of the data set; in verl's layout reward_model.ground_truth is the ground truth
+    columns: Mapping[str, Any]  # the data set's others; verl keeps the truth in reward_model.ground_truth
     template_options: Mapping[str, Any]  # of the chat template, such as enable_thinking
 
 
@@ -114,20 +112,16 @@ class Rollouts:
     columns: Mapping[str, Tensor] = field(default_factory=dict)  # those of DUMPED that the host has already
     keys: Sequence[str] = ()
     places: Sequence[int] = ()  # by default 0, 1, 2, ... both
-    facts: Mapping[str, Sequence[Any]] = field(
-        default_factory=dict
-    )  # for the dump: id, ground_truth, outcome, prompt, reward, labels
+    # For the dump: id, ground_truth, outcome, prompt, reward, labels
+    facts: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     mean: Callable[[Tensor, Tensor], float] = token_mean  # of values (B, T) under a mask, as the run's loss takes it
     step: int = 0
     span: str = "last"  # which complete answer of a response counts; set by for_method()
     known_spans: dict[str, list[AnswerSpan | None]] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
-        count, width, put = (
-            len(self.responses),
-            max(map(len, self.responses), default=0),
-            partial(object.__setattr__, self),
-        )
+        count, width = len(self.responses), max(map(len, self.responses), default=0)
+        put = partial(object.__setattr__, self)
         for name in ("prompts", "responses"):
             put(name, [of.detach().cpu() for of in getattr(self, name)])
         put("places", self.places if len(self.places) else range(count))

@@ -61,9 +61,8 @@ class Finding:
     where: str  # such as: constant in each rank, 8 of 64 responses, in optimiser steps 2, 4
     size: float  # the factor, the share of tokens or the ratio, as `what` says
     what: str  # a sentence
-    examples: tuple[
-        tuple[str, int, float, float], ...
-    ] = ()  # at most three: response, token from 0, intended, received
+    # At most three: response, token from 0, intended, received
+    examples: tuple[tuple[str, int, float, float], ...] = ()
     causes: str = ""  # the usual ones
     mismatch: bool = True  # False for a note: a property that the loss declares, an unknown loss, rounding
     tokens: int = 0
