@@ -27,9 +27,10 @@ if TYPE_CHECKING:
 
     from grail_advantage.method import Method
 
-OLD_LOG_PROBS, ENTROPY = "old_log_probs", "entropy"
+OLD_LOG_PROBS, ENTROPY, ROLLOUT_LOG_PROBS = "old_log_probs", "entropy", "rollout_log_probs"
 """Columns, float (B, T): each response token's log-probability under the policy before the update, at the sampling
-temperature, and that policy's entropy in nats at the token's predictor position."""
+temperature, that policy's entropy in nats at the token's predictor position, and the log-probability that the engine
+gave which sampled the token (for the dump alone)."""
 DUMPED = {OLD_LOG_PROBS: "old_log_prob", ENTROPY: "entropy"}  # by their names in the dump
 LARGEST = 1e18  # a larger reward or advantage trains nothing, like one that is not finite: its square leaves float32
 _Numbers = TypeVar("_Numbers", Tensor, np.ndarray)
@@ -109,7 +110,7 @@ class Rollouts:
     sessions: Sequence[tuple[Any, int]] | None = None  # each response's conversation, and its number in it
     examples: Sequence[Example | None] | None = None
     fields: Mapping[str, Sequence[Any]] = field(default_factory=dict)  # one value a response, for ``field:NAME``
-    columns: Mapping[str, Tensor] = field(default_factory=dict)  # those of DUMPED that the host has already
+    columns: Mapping[str, Tensor] = field(default_factory=dict)  # those above that the host has already
     keys: Sequence[str] = ()
     places: Sequence[int] = ()  # by default 0, 1, 2, ... both
     # For the dump: id, ground_truth, outcome, prompt, reward, labels
@@ -312,11 +313,11 @@ class Weighed:
 
     def table(self, texts: TokenTexts, others: Mapping[str, Weighed] | None = None) -> pa.Table:
         """The responses as rows of the token dump, by the texts of the run's tokenizer: all columns of
-        :data:`grail_advantage.dump.schema.SCHEMA` but ``step`` and ``update``. ``others``: of several methods over the
+        :data:`grail_advantage.dump.SCHEMA` but ``step`` and ``update``. ``others``: of several methods over the
         same responses, by name. This is the only place that makes such rows."""
         import pyarrow as pa
 
-        from grail_advantage.dump.schema import SCHEMA, as_utf8
+        from grail_advantage.dump import SCHEMA, as_utf8
 
         r, facts, nothing = self.rollouts, self.rollouts.facts, [None] * len(self.rollouts)
         ids, spans = [response.numpy() for response in r.responses], r.spans(self.method.span)
@@ -356,7 +357,7 @@ class Weighed:
             "span": [list(vars(span).values()) if span else None for span in spans],
             "prompt_ids": [prompt.numpy() for prompt in r.prompts],
             "token_ids": ids,
-            "tokens": list(map(text, tokens)),
+            "tokens": tokens,
             "mask": a_token(r.mask),
             "score": a_token(self.scores),
             "weight": a_token(self.weights),
@@ -366,7 +367,7 @@ class Weighed:
             "labels": [json.dumps(label) if label else None for label in labels],
         }
         for name in r.columns:  # some hosts have values for a tool's tokens as well
-            columns[DUMPED[name]] = a_token(torch.where(r.written, r.columns[name].float(), torch.nan))
+            columns[DUMPED.get(name, name)] = a_token(torch.where(r.written, r.columns[name].float(), torch.nan))
         schema = pa.schema([column for column in SCHEMA if column.name not in ("step", "update")])
         arrays = [pa.array(columns.get(column.name, nothing), column.type) for column in schema]
         return pa.Table.from_arrays(arrays, schema=schema)

@@ -112,13 +112,17 @@ def page(title: object, run: Record) -> Iterator[str]:
     yield from ["", unseen(run)]
 
 
-def write(path: Path | str, receipt: Receipt, loss: str, step: int, update: int = 0) -> None:
-    """Add a receipt to a file of JSON lines, which the command reads."""
+def record_of(receipt: Receipt, loss: str, step: int, update: int = 0) -> dict[str, Any]:
+    """A receipt as a record, with the loss's name."""
     record = {"step": step, "update": update, "loss": loss, "findings": [each.to_dict() for each in receipt.findings]}
     record |= {"updates": len(receipt.received_UBT), "tokens": receipt.tokens, "clipped": receipt.clipped}
-    record |= {"seen_from": receipt.seen_from, "responses": receipt.responses}
+    return record | {"seen_from": receipt.seen_from, "responses": receipt.responses}
+
+
+def write(path: Path | str, receipt: Receipt, loss: str, step: int, update: int = 0) -> None:
+    """Add a receipt to a file of JSON lines, which the command reads."""
     with Path(path).open("a", encoding="utf-8") as file:
-        file.write(json.dumps(record) + "\n")
+        file.write(json.dumps(record_of(receipt, loss, step, update)) + "\n")
 
 
 def read(path: Path, problems: list[str]) -> list[Record]:

@@ -1,1 +1,0 @@
-"""The token dump: one response a row, as Parquet."""
