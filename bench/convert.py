@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from grail_advantage.dump.whole_file import write_whole
+from grail_advantage.dump import write_whole
 from grail_advantage.view.analysis.responses import json_lines
 
 BOX = " Please reason step by step, and put your final answer within \\boxed{}."

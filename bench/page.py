@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 from bench.methods import REFERENCES, method_of
 from bench.results import FINDS, PLACE, RULE, SPARES, Figures, Result, deciding, figures_of, verdicts, write_json
 from bench.statistics import Estimate
-from grail_advantage.dump.whole_file import write_whole
+from grail_advantage.dump import write_whole
 from recipe.marked_text import table, write_marked
 
 STYLE = """body{font:16px/1.5 system-ui,sans-serif;max-width:88rem;margin:1rem auto;padding:0 1rem;color:#1a1a1a;

@@ -36,7 +36,7 @@ from bench.policy import numbers
 from bench.statistics import holm, mean_of
 from bench.task import MAX_RESPONSE_TOKENS, TASKS, BenchProblem, task_problems, task_tokenizer
 from bench.work import PACKAGES, now
-from grail_advantage.dump.whole_file import write_whole
+from grail_advantage.dump import write_whole
 from recipe.hashing import digest
 from verl_cpu.tiny.loss import add_gradient
 from verl_cpu.tiny.sampling import prompt_ids, sample

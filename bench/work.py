@@ -32,7 +32,7 @@ from bench.policy import SampledBatch, initial_model, roll_out
 from bench.results import FORMAT, PLACE, VERSION, Result, write_json
 from bench.statistics import Estimate
 from bench.task import TASKS, task_problems, task_tokenizer
-from grail_advantage.dump.whole_file import write_whole
+from grail_advantage.dump import write_whole
 from recipe.hashing import digest
 
 PACKAGES = ("torch", "transformers", "numpy", "scipy")

@@ -21,8 +21,15 @@ import torch
 
 from benchmarks.made_up import GROUP_ROWS
 from benchmarks.timer import in_turn, ratios, seconds
-from grail_advantage.dump.schema import COLUMNS, RECEIVED_SCHEMA, SCHEMA, DumpHeader, ReceivedHeader
-from grail_advantage.dump.store import write_received, write_step
+from grail_advantage.dump import (
+    COLUMNS,
+    RECEIVED_SCHEMA,
+    SCHEMA,
+    DumpHeader,
+    ReceivedHeader,
+    write_received,
+    write_step,
+)
 from grail_advantage.receipt import Batch, Loss, Piece, check
 from grail_advantage.view.page.page import write_report
 

@@ -18,7 +18,7 @@ def marked(text: str, name: str) -> str:
 
 def write_marked(path: Path, name: str, passage: str) -> None:
     """Put a passage between the markers of a file, in place of the old one; ValueError as for :func:`marked`."""
-    from grail_advantage.dump.whole_file import write_whole  # only here: a table needs no package
+    from grail_advantage.dump import write_whole  # only here: a table needs no package
 
     text = path.read_text(encoding="utf-8")
     start, end = _bounds(text, name)

@@ -10,8 +10,7 @@ import numpy as np
 import pyarrow as pa
 
 from grail_advantage import AnswerSpan
-from grail_advantage.dump.schema import SCHEMA, as_utf8
-from grail_advantage.dump.store import DumpRow
+from grail_advantage.dump import _PER_TOKEN, ALL, SCHEMA, DumpRow, as_utf8
 
 HOSTILE = (
     "</script><script>alert(1)</script>",
@@ -27,6 +26,22 @@ HOSTILE = (
     "long " * 20_000,
 )
 """Texts that a model may write."""
+
+
+def received_header(step: int, **values: Any) -> dict[str, Any]:
+    """A header as :func:`grail_advantage.receipt.report.record_of` gives it."""
+    plain = {"update": 0, "loss": "", "findings": [], "updates": 0, "tokens": 0, "clipped": None}
+    return {"step": step, **plain, "seen_from": None, "responses": None, **values}
+
+
+def method_columns(**values: Any) -> DumpRow:
+    """An entry of a row's ``methods``."""
+    return DumpRow(**{**dict.fromkeys(("score_T", "weight_T", "advantage_T", "no_scores")), **values})
+
+
+def changed(row: DumpRow, **values: Any) -> DumpRow:
+    """The row with other values."""
+    return DumpRow(**{**vars(row), **values})
 
 
 def table_of(rows: Sequence[DumpRow]) -> pa.Table:
@@ -75,8 +90,9 @@ def dump_row(weights: Sequence[float], **values: Any) -> DumpRow:
     values = {
         name: np.array(value) if name.endswith("_T") and value is not None else value for name, value in values.items()
     }
+    nothing = dict.fromkeys(f"{name}_T" if name in _PER_TOKEN else name for name in ALL)
     return DumpRow(
-        **{**defaults, **values},
+        **{**nothing, "update": 0, "truncated": False, "methods": {}, "labels": {}, **defaults, **values},
         tokens=tokens,
         weight_T=np.array(weights, dtype=np.float32),
         span=AnswerSpan(*span) if isinstance(span, tuple) else span,

@@ -23,7 +23,7 @@ import torch
 from grail_advantage import Method
 from grail_advantage.answers.text import TokenTexts
 from grail_advantage.api import PlainHost
-from grail_advantage.data import ENTROPY, OLD_LOG_PROBS, Rollouts, outcome_of
+from grail_advantage.data import ENTROPY, OLD_LOG_PROBS, Rollouts, Weighed, outcome_of
 from grail_advantage.method import build, methods
 from grail_advantage.weigh import weigh
 from tests.core.tiny_models import END, char_tokenizer, encode, tiny_model
@@ -166,6 +166,11 @@ def plain_table(
     records = {name: weigh(known, other, None) for name, other in (others or {}).items()}
     texts = TokenTexts(rollouts.tokenizer)
     return weigh(known, signal, None).table(texts, records)
+
+
+def weighed(signal: Method, rollouts: Rollouts) -> Weighed:
+    """What a method without a pass makes of the responses."""
+    return weigh(PlainHost(tiny_model(), rollouts, temperature=TEMPERATURE, tokens=1), signal, None)
 
 
 def dumped_table(folder: Path) -> pa.Table:

@@ -17,7 +17,7 @@ import torch
 from examples.grail_in_one_file import BOXED, HASHES, find_answer
 from grail_advantage.answers.format import answer_format
 from grail_advantage.answers.span import find_answer_span
-from grail_advantage.dump.store import DumpRow, read_dump
+from grail_advantage.dump import DumpRow, read_dump
 from grail_advantage.view.analysis.analysis import Analysis
 from grail_advantage.view.analysis.responses import Response
 from grail_advantage.view.analysis.specs import parse_methods

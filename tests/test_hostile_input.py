@@ -21,12 +21,11 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from grail_advantage.dump.schema import COLUMNS, DumpHeader
-from grail_advantage.dump.store import DumpRow, MethodColumns, write_step
+from grail_advantage.dump import COLUMNS, DumpHeader, DumpRow, write_step
 from grail_advantage.receipt.foreign import visible
 from grail_advantage.view import terminal
 from grail_advantage.view.page import data, index, page
-from tests.dumps import table_of
+from tests.dumps import method_columns, table_of
 
 few = settings(max_examples=60, deadline=None, derandomize=True)
 
@@ -52,7 +51,7 @@ def _row(text: str) -> DumpRow:
     words = dict.fromkeys(("key", "id", "prompt", "response", "ground_truth", "outcome", "answer", "no_scores"), text)
     columns = {f"{name}_T": one_T for name in COLUMNS}
     ids = np.array([3, 4])
-    methods = {text: MethodColumns(score_T=None, weight_T=one_T, no_scores=text)}
+    methods = {text: method_columns(score_T=None, weight_T=one_T, no_scores=text)}
     return DumpRow(
         step=7, row=0, group=0, prompt_ids=ids, token_ids_T=ids, tokens=[text, ""], mask_T=ids > 3, methods=methods,
         labels={"wrong_step": [0, 1]}, **words, **columns,

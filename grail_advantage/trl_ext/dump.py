@@ -1,4 +1,4 @@
-"""The token dump of a TRL run (:mod:`grail_advantage.dump.store`), and what each of its tokens received in the updates
+"""The token dump of a TRL run (:mod:`grail_advantage.dump`), and what each of its tokens received in the updates
 (:mod:`grail_advantage.receipt`), beside the training.
 
 TRL's figures go into ``metrics.jsonl`` of the run's ``output_dir``. Step S is TRL's ``global_step`` after the update
@@ -22,10 +22,8 @@ from transformers import TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 from grail_advantage.api import PlainHost
-from grail_advantage.data import DUMPED, Rollouts, Weighed, outcome_of
-from grail_advantage.dump.metrics_file import MetricsFile
-from grail_advantage.dump.options import METRICS_FILE, DumpOptions
-from grail_advantage.dump_writer import StepDump, say_size, tolerant
+from grail_advantage.data import DUMPED, ROLLOUT_LOG_PROBS, Rollouts, Weighed, outcome_of
+from grail_advantage.dump import METRICS_FILE, DumpOptions, MetricsFile, StepDump, tolerant
 from grail_advantage.methods.turns import TurnMethod, rewards_label
 from grail_advantage.receipt import Batch, Loss, Piece, check, trl_loss
 from grail_advantage.receipt.measure import Gradient
@@ -34,8 +32,6 @@ WHERE = "token_dump's "
 """In front of an option's name in messages."""
 GROUND_TRUTH_COLUMNS = ("solution", "ground_truth", "answer", "gold")
 """Columns of a data set that usually hold the correct answer; the first that a row has is shown."""
-SAVE_SECONDS = 60.0
-"""Seconds that a checkpoint waits for the dump of its steps."""
 ROWS = "receipt_rows"
 """Name of a micro-batch's responses in a generation batch, which TRL shuffles and splits along with it."""
 COLUMNS = {
@@ -55,13 +51,11 @@ def dump_options(given: str | os.PathLike[str] | Mapping[str, Any]) -> DumpOptio
         ValueError: an option that does not exist, or a value that is not allowed.
     """
     section = dict(given) if isinstance(given, Mapping) else {"folder": given}
-    if section.keys() - DumpOptions.__dataclass_fields__.keys() or not section.get("folder"):
+    if not section.get("folder"):
         raise ValueError(
             f"token_dump={given!r} must be a folder, or a mapping of folder, every, responses and received"
         )
-    options = DumpOptions(**section | {"folder": Path(section["folder"]).expanduser().absolute()})
-    options.check(WHERE)
-    return options
+    return DumpOptions(**section | {"folder": Path(section["folder"]).expanduser().absolute()})
 
 
 def loss_mask(inputs: Mapping[str, Any]) -> torch.Tensor:
@@ -118,11 +112,11 @@ class GenerationDump(TrainerCallback):
         host: gives the model with some of its responses.
 
     Raises:
-        ValueError: the folder cannot be made.
+        OSError: the folder cannot be made.
     """
 
     def __init__(self, trainer: GRPOTrainer, options: DumpOptions, host: Callable[[Rollouts], PlainHost]) -> None:
-        options.make_folder(WHERE)
+        options.folder.mkdir(parents=True, exist_ok=True)
         self._trainer, self._options, self._host = trainer, options, host
         args, self.folder = trainer.args, options.folder
         self._metrics = MetricsFile(os.devnull, -1)
@@ -142,10 +136,8 @@ class GenerationDump(TrainerCallback):
         self._generation: Generation | None = None
         self._micro_batch: tuple[torch.Tensor, torch.Tensor] | None = None
         self._dump = StepDump(
-            self.folder,
+            self._options,
             trainer.processing_class,
-            every=self._options.every,
-            rows=self._options.responses,
             updates=math.ceil(args.gradient_accumulation_steps / (args.steps_per_generation * args.num_iterations)),
             model=trainer.accelerator.unwrap_model(trainer.model).config.name_or_path,
             temperature=trainer.temperature,
@@ -156,25 +148,17 @@ class GenerationDump(TrainerCallback):
         self._begin()
         if state.is_world_process_zero:
             self._metrics = MetricsFile(self._metrics_path, state.global_step or -1)
-            responses = min(args.generation_batch_size, self._options.responses or args.generation_batch_size)
-            files = state.max_steps // self._options.every
-            say_size(responses, self._trainer.max_completion_length, files, self.folder)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Mapping[str, Any], **_: Any) -> None:
         """Add a line of figures, under TRL's names."""
         if state.is_world_process_zero:
             self._metrics.add(state.global_step, logs)
 
-    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Let a checkpoint wait for the responses of its steps."""
-        self._dump.writer.wait(SAVE_SECONDS)
-
     def finish(self, *, failed: bool) -> None:
         """Write what remains. After an exception on one of several processes the others may not come to a
         collective."""
         if not failed or self._trainer.accelerator.num_processes == 1:
             self.finish_receipt()
-        self._dump.writer.close()
 
     # ------------------------------------------------------------------------------------------------------------------
     # rows
@@ -215,14 +199,14 @@ class GenerationDump(TrainerCallback):
         groups = [place // trainer.num_generations for place in range(count * accelerator.num_processes)]
         box: list[Any] = [[]]
         if accelerator.is_main_process:
-            with self._dump.writer.attempt():
+            with self._dump.attempt():
                 box = [self._dump.choose(step, self._update, groups, [True] * len(groups))]
         (chosen,) = broadcast_object_list(box)
         if not chosen:
             return
         if self._reads:
             self._generation = Generation(step, self._update, chosen, [len(ids) for ids in w.rollouts.responses])
-            with self._dump.writer.attempt():
+            with self._dump.attempt():
                 given = {**output, "advantages": advantages, "loss_mask": loss_mask(output)}
                 self._generation.columns = {
                     name: given[key].detach().expand(advantages.shape).to("cpu", copy=True)
@@ -231,20 +215,23 @@ class GenerationDump(TrainerCallback):
                 }
                 output[ROWS] = torch.arange(count, device=advantages.device)
         own: list[Weighed] = []
-        with self._dump.writer.attempt():
+        with self._dump.attempt():
             rows = [row for row, place in enumerate(w.rollouts.places) if place in set(chosen)]
-            own = [self._complete(w.part(rows), step)] if rows else []
+            own = [self._complete(w.part(rows), step, rows, output)] if rows else []
         parts = gather_object(own)
         if accelerator.is_main_process:
-            with self._dump.writer.attempt():
-                self._dump.write(step, self._update, lambda: parts, rows_in_step=len(groups))
-            trainer._metrics["train"]["token_dump/failed_files"].append(float(self._dump.writer.failed))
+            with self._dump.attempt():
+                self._dump.write(step, self._update, parts, rows_in_step=len(groups))
+            trainer._metrics["train"]["token_dump/failed_files"].append(float(self._dump.failed))
 
-    def _complete(self, w: Weighed, step: int) -> Weighed:
-        """With old log-probabilities and entropies, and with the keys of the dump."""
+    def _complete(self, w: Weighed, step: int, rows: Sequence[int], output: Mapping[str, Any]) -> Weighed:
+        """With all columns that there are, and with the keys of the dump; ``rows``: those of TRL's batch."""
         host = self._host(replace(w.rollouts, tokenizer=self._trainer.processing_class))
+        columns = dict(host.columns(list(DUMPED)))
+        if (sampled := output.get("sampling_per_token_logps")) is not None:  # of vLLM
+            columns[ROLLOUT_LOG_PROBS] = sampled[rows, : w.rollouts.mask.shape[1]].float()
         keys = [f"{step}_{place}" for place in w.rollouts.places]
-        return replace(w, rollouts=replace(w.rollouts, columns=host.columns(list(DUMPED)), keys=keys))
+        return replace(w, rollouts=replace(w.rollouts, columns=columns, keys=keys))
 
     # ---------------------------------------------------------------------------------------------------------------
     # receipt
@@ -264,7 +251,7 @@ class GenerationDump(TrainerCallback):
         generation, scaler = self._generation, self._trainer.accelerator.scaler
         if generation is None or self._micro_batch is None or not log_probs.requires_grad:
             return
-        with self._dump.writer.attempt():
+        with self._dump.attempt():
             scale = 1.0 if scaler is None else scaler.get_scale()
             update = self._trainer.state.global_step + 1 - generation.step
             generation.read.append((Gradient(log_probs), *self._micro_batch, update, scale))
@@ -279,11 +266,11 @@ class GenerationDump(TrainerCallback):
             return
         own: list[Any] = [None]
         if generation.columns:
-            with self._dump.writer.attempt():
+            with self._dump.attempt():
                 own = [(generation.columns, generation.lengths, generation.pieces(accelerator.process_index))]
         parts = gather_object(own)
         if accelerator.is_main_process and own[0] is not None:
-            with self._dump.writer.attempt():
+            with self._dump.attempt():
                 if len(parts) != accelerator.num_processes or None in parts:
                     raise RuntimeError("another process has not read what its tokens received")
                 self._write_receipt(generation, parts)
@@ -315,8 +302,8 @@ class GenerationDump(TrainerCallback):
         by_response |= {
             name: getattr(receipt, name)[:, rows] for name in ("received_UBT", "expected_UBT", "clipped_UBT")
         }
-        written = [keys[row] for row in rows], [lengths[row] for row in rows], mask[rows]
-        self._dump.write_received(of.step, of.update, *written, replace(receipt, **by_response), loss.name)
+        written = [keys[row] for row in rows], [lengths[row] for row in rows]
+        self._dump.write_received(of.step, of.update, replace(receipt, **by_response), loss.name, *written)
 
 
 def _ground_truth(row: Mapping[str, Any]) -> str | None:

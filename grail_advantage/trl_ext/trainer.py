@@ -31,10 +31,10 @@ from grail_advantage.answers.format import BOXED, AnswerFormat, answer_format
 from grail_advantage.answers.missing import CHOICES, AnswerCheck
 from grail_advantage.api import PlainHost
 from grail_advantage.data import DUMPED, OLD_LOG_PROBS, Example, Rollouts, joined, runs, token_mean, within_range
-from grail_advantage.dump.folder_lock import hold, let_go
 from grail_advantage.method import Method, build
 from grail_advantage.methods.turns import TurnMethod
 from grail_advantage.metrics import GRADIENT_METRICS, METRICS
+from grail_advantage.rules import hold, let_go
 from grail_advantage.trl_ext.dump import WHERE, GenerationDump, dump_options, loss_mask
 from grail_advantage.trl_ext.rules import check_arguments, check_neighbours, check_trainer
 from grail_advantage.weigh import weigh

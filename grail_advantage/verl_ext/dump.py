@@ -1,4 +1,4 @@
-"""The responses of an update of the actor for the token dump (:mod:`grail_advantage.dump.store`).
+"""The responses of an update of the actor for the token dump (:mod:`grail_advantage.dump`).
 
 verl's own rollout dump (``trainer.rollout_data_dir``, ``PPOTrainer._log_rollout_data``) names the same responses by the same
 keys, in its column ``uid``.
@@ -20,8 +20,8 @@ from torch.nn.utils.rnn import pad_sequence
 from transfer_queue import KVBatchMeta
 from transformers import PreTrainedTokenizerBase
 
-from grail_advantage.data import DUMPED, ENTROPY, OLD_LOG_PROBS, Weighed, outcome_of, runs
-from grail_advantage.dump_writer import StepDump, say_size, tolerant
+from grail_advantage.data import DUMPED, ENTROPY, OLD_LOG_PROBS, ROLLOUT_LOG_PROBS, Weighed, outcome_of, runs
+from grail_advantage.dump import StepDump, tolerant
 from grail_advantage.method import Method
 from grail_advantage.methods.turns import list_a_turn, rewards_label
 from grail_advantage.verl_ext.received import (
@@ -33,15 +33,22 @@ from grail_advantage.verl_ext.received import (
     without_watch,
 )
 from grail_advantage.verl_ext.rules import STRATEGY
-from grail_advantage.verl_ext.settings import ACTOR, CALL_REWARDS, DUMP, ENGINES, MODEL, ROLLOUT, TOOL_REWARDS, Settings
+from grail_advantage.verl_ext.settings import ACTOR, CALL_REWARDS, ENGINES, MODEL, ROLLOUT, TOOL_REWARDS, Settings
 from grail_advantage.verl_ext.step import UpdateBatch, objects
 
-FIELDS = ("rm_scores", "reward_model", "extra_fields", "data_source", "extra_info", OLD_LOG_PROBS, ENTROPY)
+FIELDS = (
+    "rm_scores",
+    "reward_model",
+    "extra_fields",
+    "data_source",
+    "extra_info",
+    OLD_LOG_PROBS,
+    ENTROPY,
+    ROLLOUT_LOG_PROBS,
+)
 """Fields of TransferQueue for the written responses; it leaves out those that a run does not have."""
 TURN_REWARDS = ("turn_rewards", CALL_REWARDS, "turn_scores", TOOL_REWARDS)
 """Fields with rewards by turn, of the reward function and of verl's agent loop."""
-CHECKPOINT_SECONDS = 60.0
-"""Seconds that a checkpoint waits for the dump of its steps."""
 
 
 class UpdateDump:
@@ -50,31 +57,25 @@ class UpdateDump:
     Args:
         settings: the run's, with a folder for the dump.
         updates: updates of the actor in a step.
-        steps: steps of the run.
 
     Raises:
-        ValueError: the folder cannot be made.
+        OSError: the folder cannot be made.
     """
 
-    def __init__(self, settings: Settings, tokenizer: PreTrainedTokenizerBase, *, updates: int, steps: int) -> None:
+    def __init__(self, settings: Settings, tokenizer: PreTrainedTokenizerBase, *, updates: int) -> None:
         options = settings.dump
         self._reads_received = options.received and settings[STRATEGY] in ENGINES
         self._watched: Written | None = None
         self._one_reward_a_turn = bool(settings.one_reward_a_turn)
-        options.make_folder(DUMP)
+        options.folder.mkdir(parents=True, exist_ok=True)
         self.steps = StepDump(
-            options.folder,
+            options,
             tokenizer,
-            every=options.every,
-            rows=options.responses,
             updates=updates,
             model=str(settings[f"{MODEL}.path"]),
             temperature=float(settings[f"{ROLLOUT}.temperature"]),
         )
         """Chooses the responses, and writes their files."""
-        responses = settings["data.train_batch_size"] * settings[f"{ROLLOUT}.n"]
-        responses = responses if options.responses is None else min(responses, options.responses)
-        say_size(responses, settings["data.max_response_length"], steps // options.every, options.folder)
 
     def write(self, weighed: Weighed, batch: KVBatchMeta, *, update: int) -> None:
         """Hand the update's responses to the writer.
@@ -85,7 +86,7 @@ class UpdateDump:
             update: number of the update in the step.
         """
         self._watched = None
-        with self.steps.writer.attempt():
+        with self.steps.attempt():
             rollouts = weighed.rollouts
             of_run = [not tag.get("is_padding", False) for tag in batch.tags]
             chosen = self.steps.choose(rollouts.step, update, rollouts.groups.tolist(), of_run)
@@ -94,9 +95,8 @@ class UpdateDump:
             part = weighed.part(chosen)
             keys = list(part.rollouts.keys)
             fetched = tq.kv_batch_get(keys=keys, partition_id=batch.partition_id, select_fields=list(FIELDS))
-            self.steps.write(
-                rollouts.step, update, lambda: [_with_facts(part, fetched, self._one_reward_a_turn)], sum(of_run)
-            )
+            parts = [_with_facts(part, fetched, self._one_reward_a_turn)]
+            self.steps.write(rollouts.step, update, parts, sum(of_run))
             if self._reads_received:
                 self._watched = Written(update, chosen, keys, part.advantages, part.rollouts.mask)
 
@@ -108,7 +108,7 @@ class UpdateDump:
         """
         if self._watched is None:
             return False
-        with self.steps.writer.attempt():
+        with self.steps.attempt():
             watch_request(batch, step.keys, self._watched.places, self._watched.number(step))
             return True
         return False
@@ -129,7 +129,7 @@ class UpdateDump:
         """
         written, self._watched = self._watched, None
         without_watch(batch)
-        with self.steps.writer.attempt():
+        with self.steps.attempt():
             replies = workers.take_received(written.number(step))
             for reply in replies:
                 if isinstance(reply, Exception):
@@ -147,10 +147,8 @@ class UpdateDump:
                 on_policy=on_policy,
             )
             lengths = [len(step.rollouts.responses[place]) for place in written.places]
-            header = self.steps.write_received(
-                step.rollouts.step, written.update, written.keys, lengths, written.mask_BT, receipt, loss.name
-            )
-            clipped = {} if header.clipped is None else {"receipt/clipped": header.clipped}
+            self.steps.write_received(step.rollouts.step, written.update, receipt, loss.name, written.keys, lengths)
+            clipped = {} if receipt.clipped is None else {"receipt/clipped": receipt.clipped}
             return {"receipt/findings": sum(finding.mismatch for finding in receipt.findings), **clipped}
         return {}
 
@@ -190,7 +188,7 @@ def _with_facts(weighed: Weighed, fetched: TensorDict, one_reward_a_turn: bool) 
     }
     columns = {
         name: pad_sequence([values.detach().float().cpu() for values in fetched[name].unbind()], batch_first=True)
-        for name in DUMPED
+        for name in (*DUMPED, ROLLOUT_LOG_PROBS)
         if name in fetched.keys()  # noqa: SIM118  # a TensorDict has no `in`
     }
     return replace(weighed, rollouts=replace(r, facts=facts, columns=columns))

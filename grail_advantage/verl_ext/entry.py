@@ -23,8 +23,8 @@ from typing import Any, NoReturn
 from omegaconf import DictConfig, OmegaConf
 from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY, register_adv_est
 
-from grail_advantage.dump.folder_lock import hold
 from grail_advantage.method import methods
+from grail_advantage.rules import hold
 from grail_advantage.verl_ext import patches
 from grail_advantage.verl_ext.settings import (
     DUMP_FOLDER,

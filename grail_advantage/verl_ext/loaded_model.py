@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 
-from grail_advantage.dump.whole_file import write_whole
+from grail_advantage.dump import write_whole
 from grail_advantage.model.probe import Finding
 from grail_advantage.rules import Obstacle, refuse_forced
 from grail_advantage.verl_ext.exchange import FORWARD, PADDED_FORWARD

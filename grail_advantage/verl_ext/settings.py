@@ -33,7 +33,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from grail_advantage.answers.format import BOXED, AnswerFormat, answer_format
 from grail_advantage.answers.missing import CHOICES, check_choice
-from grail_advantage.dump.options import DumpOptions
+from grail_advantage.dump import DumpOptions
 from grail_advantage.method import RESERVED, Method, build, methods
 from grail_advantage.methods.turns import TurnMethod
 
@@ -210,7 +210,6 @@ def _signal(algorithm: Mapping[str, Any]) -> Method:
 def _dump_options(section: Mapping[str, Any]) -> DumpOptions | None:
     folder = section["folder"]
     options = DumpOptions(**{**section, "folder": Path(str(folder))})
-    options.check(DUMP)
     return None if folder is None else options
 
 

@@ -25,7 +25,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import ray
 import torch
@@ -42,7 +41,7 @@ from grail_advantage.data import Rollouts, Row, RowScores
 from grail_advantage.method import Method
 from grail_advantage.model.probe import Finding
 from grail_advantage.verl_ext.checks import check_model, check_text, check_tokenizer, router_obstacles
-from grail_advantage.verl_ext.dump import CHECKPOINT_SECONDS, UpdateDump
+from grail_advantage.verl_ext.dump import UpdateDump
 from grail_advantage.verl_ext.exchange import FORWARD, UPDATE, build_request, deal
 from grail_advantage.verl_ext.loaded_model import LoadedModel, read_findings, write_findings
 from grail_advantage.verl_ext.patches import base_mode, data_parallel_size, estimator_named, set_trainer_mode
@@ -146,14 +145,6 @@ class TokenWeightTrainer:
 
     # --------------------------------------------------------------------------------------------------------- verl's stages
 
-    def fit(self, *args: Any, **kwargs: Any) -> Any:
-        """verl's; the token dump is written to its end, also after an error."""
-        try:
-            return super().fit(*args, **kwargs)
-        finally:
-            if self._dump is not None:
-                self._dump.steps.writer.close()
-
     def _load_checkpoint(self) -> None:
         """verl's; then the loaded model is asked which shortcuts it allows, unless the checkpoint knows."""
         super()._load_checkpoint()
@@ -175,8 +166,6 @@ class TokenWeightTrainer:
         self._findings = model.findings
 
     def _save_checkpoint(self) -> None:
-        if self._dump is not None:
-            self._dump.steps.writer.wait(CHECKPOINT_SECONDS)
         write_findings(self._checkpoint_folder(), self._findings)
         super()._save_checkpoint()
 
@@ -269,7 +258,7 @@ class TokenWeightTrainer:
         if self._dump is not None:
             with marked_timer("token_dump", self.timing_raw, color="purple"):
                 self._dump.write(weighed, batch, update=self.local_trigger_step)
-            metrics["token_dump/failed_files"] = self._dump.steps.writer.failed
+            metrics["token_dump/failed_files"] = self._dump.steps.failed
         with self._timed("weighting"):
             written = put_advantages(step, batch, weighed.advantages)
         self.timing_raw[TIMING] = sum(

@@ -26,9 +26,7 @@ from matplotlib.font_manager import FontProperties, findfont, get_font
 from matplotlib.text import Text
 from matplotlib.textpath import TextPath
 
-from grail_advantage.dump.schema import DumpHeader
-from grail_advantage.dump.store import DumpRow
-from grail_advantage.dump.whole_file import write_whole
+from grail_advantage.dump import DumpHeader, DumpRow, write_whole
 from grail_advantage.receipt.foreign import visible
 from grail_advantage.view.lines import kept, wrap
 from grail_advantage.view.page import by_position, colours, data, index, turns
@@ -144,7 +142,7 @@ def values(row: DumpRow, method: str, name: str) -> np.ndarray:
 
 def received(row: DumpRow, name: str) -> np.ndarray:
     """The advantages that arrived, (T,), or for ``weight`` these over the base advantage; NaN where that is 0 or unknown."""
-    arrived_T = np.full(len(row), np.nan) if row.received is None else row.received.received_T
+    arrived_T = np.full(len(row), np.nan) if row.received_T is None else row.received_T
     if name == "weight":
         base_T = np.zeros(len(row)) if row.base_advantage_T is None else row.base_advantage_T
         arrived_T = np.divide(arrived_T, base_T, out=np.full(len(row), np.nan), where=base_T != 0)
@@ -162,9 +160,9 @@ def _tokens(
 ) -> Figure:
     """A response's text on one method's colours (``alone``); or beneath each line a strip for each method, and what arrived."""
     clipped_T: np.ndarray = np.zeros(len(row), dtype=bool)
-    if not alone and row.received is not None:
+    if not alone and row.received_T is not None:
         strips |= {f"received ({next(iter(strips))})": received(row, scale.name)}
-        clipped_T = row.received.clipped_T > 0
+        clipped_T = row.clipped_T > 0
     wide, left = 72 * width, _MARGIN if alone else 2 * _MARGIN + max(map(_width, strips))
     columns = int((wide - left - _MARGIN) / _CELL) - 1
     if columns < 20:
@@ -303,12 +301,12 @@ def _positions(shown: Mapping[str, Any], words: Mapping[str, str], width: float)
 
 def _received(run: data.Run, width: float, step: int | None, row: int | None) -> Figure:
     """Tokens by what was intended and what arrived, over the run's receipt in words."""
-    receipts, rows = index.receipt([run]), [one for one in run.dump or () if one.received is not None]
+    receipts, rows = index.receipt([run]), [one for one in run.dump or () if one.received_T is not None]
     last = max((one.step for one in rows), default=None) if step is None else step
     parts = [
-        (one.advantage_T, one.received.received_T, one.received.clipped_T > 0)
+        (one.advantage_T, one.received_T, one.clipped_T > 0)
         for one in rows
-        if one.step == last and row in (None, one.row) and one.received and one.advantage_T is not None
+        if one.step == last and row in (None, one.row) and one.advantage_T is not None
     ]
     if not parts or not receipts:
         asked = "".join(f" --{name} {value}" for name, value in (("step", step), ("row", row)) if value is not None)

@@ -13,7 +13,7 @@ from typing import Literal
 
 import numpy as np
 
-from grail_advantage.dump.store import DumpRow
+from grail_advantage.dump import DumpRow
 from grail_advantage.receipt.foreign import visible
 from grail_advantage.view.page import colours
 from grail_advantage.view.page.index import shown_values

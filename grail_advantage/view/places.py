@@ -14,10 +14,9 @@ from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
-from grail_advantage.dump.folder_lock import LOCK
-from grail_advantage.dump.options import METRICS_FILE, TOKENS
-from grail_advantage.dump.store import is_dump
+from grail_advantage.dump import METRICS_FILE, TOKENS, read_dump
 from grail_advantage.receipt.foreign import open_plain, read_json
+from grail_advantage.rules import LOCK
 from grail_advantage.view.texts import TextFile, text_files
 
 STATE = "trainer_state.json"
@@ -115,7 +114,7 @@ def _of_folder(folder: Path) -> Places:
     if whole.parent.parent.name == CHECKPOINTS:  # beside the log, where the front page's command has it
         dumps.append(logs[-1].with_suffix("") / TOKENS)
     filled = (path for path in dumps if path.is_dir() and [entry.name for entry in _entries(path)] != [LOCK])
-    tokens = next(filled, folder if is_dump(folder) else None)
+    tokens = next(filled, folder if read_dump(folder).files else None)
     texts = [] if tokens else [path for path in (folder, *_entries(folder)) if _is_texts(path)]
     # Of the figures that this project writes beside TRL's, TRL's state has no others.
     curves = known[:1] + [path for path in known[1:] if path.name != STATE]

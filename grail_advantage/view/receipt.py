@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from functools import cache
 from pathlib import Path
 
-from grail_advantage.dump.store import TokenDump, read_dump, read_headers
+from grail_advantage.dump import TokenDump, read_dump
 from grail_advantage.receipt import report
 from grail_advantage.view.places import STATE, find, is_log
 
@@ -36,7 +35,10 @@ def main(argv: list[str] | None = None) -> int:
         if places.curves == path and path.name != STATE and not is_log(path):
             return report.read(path, problems)
         folders.extend([places.tokens] if places.tokens else [])
-        return [asdict(header) for folder in folders for header in read_headers(folder, problems)]
+        dumps = [read_dump(folder) for folder in folders]
+        records = [record for dump in dumps for record in dump.receipts()]
+        problems += [problem for dump in dumps if dump.files for problem in dump.problems]
+        return records
 
     @cache
     def names() -> Callable[[int, int, str], str | None]:

@@ -15,8 +15,7 @@ from rich.style import Style
 from rich.table import Table
 from rich.text import Text
 
-from grail_advantage.dump.schema import DumpHeader
-from grail_advantage.dump.store import DumpRow, TokenDump
+from grail_advantage.dump import DumpHeader, DumpRow, TokenDump
 from grail_advantage.receipt.foreign import visible
 from grail_advantage.view.page import colours, data, index, turns
 

@@ -7,7 +7,7 @@ They become responses of a dump in which words stand for tokens; no weight is kn
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,9 +16,8 @@ import numpy as np
 import pyarrow.parquet as pq
 
 from grail_advantage.data import LARGEST, outcome_of
-from grail_advantage.dump.schema import as_utf8
-from grail_advantage.dump.store import DumpFile, DumpRow, TokenDump, check_size, named
-from grail_advantage.receipt.foreign import numbered_lines, open_plain, read_json
+from grail_advantage.dump import ALL, DumpFile, DumpRow, TokenDump, as_utf8
+from grail_advantage.receipt.foreign import numbered_lines, open_plain, read_json, why
 
 NO_SCORES = "a text, without weights"
 _NAMES = re.compile(r"(?:completions_)?(\d{1,15})\.(?:jsonl|parquet)", re.ASCII)
@@ -33,13 +32,16 @@ class TextFile(DumpFile):
     def header(self) -> None:
         """It has none."""
 
-    def rows(self, without: Collection[str] = ()) -> Iterator[DumpRow]:
+    def rows(self, columns: Iterable[str] = ALL) -> Iterator[DumpRow]:
         """The responses, one at a time; of a damaged file those before the damage. Nothing is left out."""
         groups: dict[str, int] = {}
-        with named(self.path, "file of responses", self.problems):
+        try:
             records = _of_parquet(self.path) if self.path.suffix == ".parquet" else _of_lines(self.path)
             for place, record in enumerate(records):
                 yield _row(record, self.step, place, groups)
+        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+            problem = f"{self.path}: is damaged or no file of responses ({why(error)})"
+            self.problems += [problem] if problem not in self.problems else []
 
 
 def text_files(folder: Path) -> list[tuple[int, Path]]:
@@ -52,7 +54,7 @@ def text_files(folder: Path) -> list[tuple[int, Path]]:
 
 
 def read_texts(folder: Path) -> TokenDump:
-    """A folder's responses as those of a dump; as :func:`grail_advantage.dump.store.read_dump`, nothing is raised."""
+    """A folder's responses as those of a dump; as :func:`grail_advantage.dump.read_dump`, nothing is raised."""
     problems: list[str] = []
     files: list[DumpFile] = [TextFile(path, step, 0, problems) for step, path in text_files(folder)]
     return TokenDump(folder, files, problems)
@@ -68,7 +70,6 @@ def _of_lines(path: Path) -> Iterator[Mapping[str, Any]]:
 def _of_parquet(path: Path) -> Iterator[Mapping[str, Any]]:
     with open_plain(path) as content, pq.ParquetFile(content) as file:
         for number in range(file.num_row_groups):
-            check_size(file.metadata.row_group(number), rows=2**16)
             for record in file.read_row_group(number).to_pylist():
                 # Of several reward functions the weights are not there.
                 rewards = [record[name] for name in record if name not in _OF_TRL and isinstance(record[name], float)]
@@ -85,6 +86,11 @@ def _row(record: Mapping[str, Any], step: int, place: int, groups: dict[str, int
     one_T: np.ndarray = np.ones(len(words), dtype=np.float32)
     advantage_T = one_T * np.float32(advantage) if isinstance(advantage, int | float) else None
     return DumpRow(
+        **dict.fromkeys(("id", "answer", "span", "updates", "received_T", "old_log_prob_T", "entropy_T", "score_T")),
+        update=0,
+        truncated=False,
+        methods={},
+        labels={},
         step=step,
         row=place,
         key=str(record.get("key") or f"{step}_{place}"),

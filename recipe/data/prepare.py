@@ -7,6 +7,7 @@ dropped, and whose ground truth is doubtful) in the output folder. A file that i
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import random
 import sys
@@ -17,7 +18,7 @@ from typing import Any
 
 import datasets
 
-from grail_advantage.dump.whole_file import whole_file, write_whole
+from grail_advantage.dump import write_whole
 from recipe.data.convert import PROMPTS, convert, published_id
 from recipe.data.golds import check_golds
 from recipe.data.specs import BENCHMARKS, PUBLISHED_SUBSETS, SPECS, TRAINING_SETS, DatasetSpec, benchmark_names
@@ -99,8 +100,9 @@ def prepare_dataset(spec: DatasetSpec, source: str, rows: Rows, options: argpars
     note |= {"checked_ground_truths": len(checked), "doubtful_ground_truths": doubtful}
     datasets.disable_progress_bars()
     path = options.output_dir / f"{file_stem(spec.name, options.prompt)}.parquet"
-    with whole_file(path) as file:
-        datasets.Dataset.from_list(chosen).to_parquet(file)
+    content = io.BytesIO()
+    datasets.Dataset.from_list(chosen).to_parquet(content)
+    write_whole(path, content.getvalue())
     write_whole(path.with_suffix(".json"), json.dumps(note, indent=2, ensure_ascii=False) + "\n")
     figures = (f"{name} {len(of) if isinstance(of, list | dict) else of}" for name, of in note.items())
     return f"{path}: {', '.join(figures)}, of {len(golds)} different"

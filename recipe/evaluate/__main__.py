@@ -18,7 +18,7 @@ from typing import Any
 import pandas as pd
 
 from grail_advantage.answers.tokenizers import load_tokenizer
-from grail_advantage.dump.whole_file import write_whole
+from grail_advantage.dump import write_whole
 from grail_advantage.receipt.foreign import say
 from recipe.data.convert import PROMPTS
 from recipe.data.specs import BENCHMARKS, benchmark_names

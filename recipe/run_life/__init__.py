@@ -29,9 +29,8 @@ from verl.trainer.ppo.checkpoint_callback import CheckpointCallback
 from verl.utils.checkpoint.checkpoint_manager import find_latest_ckpt_path
 
 from grail_advantage import __version__
-from grail_advantage.dump.folder_lock import hold
-from grail_advantage.dump.store import dumped_steps
-from grail_advantage.dump.whole_file import write_whole
+from grail_advantage.dump import read_dump, write_whole
+from grail_advantage.rules import hold
 from grail_advantage.verl_ext.patches import entry_is_wrapped
 from grail_advantage.verl_ext.settings import DUMP_FOLDER, RunConfig, Settings
 from recipe.rules import check_rules, check_trl
@@ -116,7 +115,7 @@ def check_run(run: RunConfig) -> None:
     check_trl()
     check_rules(run)
     for option, folder in _folders(run).items():
-        has_files = dumped_steps(folder) if option == DUMP_FOLDER else any(folder.glob("global_step_*"))
+        has_files = read_dump(folder).files if option == DUMP_FOLDER else any(folder.glob("global_step_*"))
         if has_files and os.environ.get("FRESH") != "1" and (lines := _differing(run, _stored(folder))):
             heading = f"{option}={folder} holds the files of another run:"
             raise ValueError("\n".join([heading, *lines, f"{_ANOTHER}, put the settings back, {_FRESH}"]))

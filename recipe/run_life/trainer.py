@@ -19,7 +19,7 @@ from transfer_queue import KVBatchMeta
 from verl.utils import tensordict_utils as tu
 from verl.utils import tracking
 
-from grail_advantage.dump.metrics_file import MetricsFile
+from grail_advantage.dump import MetricsFile
 from recipe.run_life.watch import Watch
 
 

@@ -24,7 +24,7 @@ from verl.trainer.ppo.v1.trainer_base import TRAINER_REGISTRY
 from verl.utils import tensordict_utils as tu
 from verl.utils.tracking import Tracking
 
-from grail_advantage.dump.folder_lock import let_go
+from grail_advantage.rules import let_go
 from recipe import run_life
 from recipe.run_life import MAY_CHANGE, RUN_DEFINITION, RUNTIME, KeepLast, begin_run
 from recipe.run_life.trainer import KeptRun, lines_stay

@@ -21,7 +21,7 @@ from trl import GRPOTrainer
 
 from grail_advantage import Grail, Method, Oar, Rollouts, TokenWeights, Weights, compute_token_weights, register
 from grail_advantage.data import LARGEST, Example
-from grail_advantage.dump.store import read_dump
+from grail_advantage.dump import read_dump
 from grail_advantage.method import build as method_of
 from grail_advantage.trl_ext import rules
 from grail_advantage.trl_ext import trainer as trainer_module

@@ -20,9 +20,9 @@ from datasets import Dataset
 from trl import GRPOTrainer
 
 from grail_advantage import Method
-from grail_advantage.dump.folder_lock import LOCK
-from grail_advantage.dump.store import read_dump
+from grail_advantage.dump import read_dump
 from grail_advantage.methods.turns import TurnMethod
+from grail_advantage.rules import LOCK
 from grail_advantage.trl_ext import TokenWeightGRPOTrainer
 from grail_advantage.trl_ext.dump import dump_options
 from tests import hosts
@@ -121,8 +121,8 @@ def test_a_response_that_trl_masks_keeps_its_tokens(tmp_path: Path, name: str) -
     table = dumped(tmp_path, signal, mask_truncated_completions=True)
     hosts.assert_same(table, expected(signal, masked=hosts.TRUNCATED))
     row = list(read_dump(tmp_path / "tokens"))[hosts.TRUNCATED]
-    assert len(row) == len(row.received.received_T) == hosts.LIMIT
-    assert not row.received.received_T[row.received.received_T == row.received.received_T].any()
+    assert len(row) == len(row.received_T) == hosts.LIMIT
+    assert not row.received_T[row.received_T == row.received_T].any()
 
 
 def test_steps_rows_and_resuming(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

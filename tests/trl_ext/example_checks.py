@@ -20,7 +20,7 @@ from trl import GRPOConfig
 
 from examples import trl_grail
 from examples.trl_published import problems
-from grail_advantage.dump.store import DumpRow
+from grail_advantage.dump import DumpRow
 from grail_advantage.view.page.data import open_run
 from grail_advantage.view.page.page import write_report
 from recipe.data.convert import PUBLISHED_SUFFIX

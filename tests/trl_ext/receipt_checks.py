@@ -14,7 +14,7 @@ import torch
 from accelerate.utils import DistributedType
 from trl import GRPOConfig, GRPOTrainer
 
-from grail_advantage.dump.store import read_dump, read_headers
+from grail_advantage.dump import read_dump
 from grail_advantage.receipt import Finding, check
 from grail_advantage.trl_ext import dump as dump_module
 from grail_advantage.trl_ext.dump import loss_of
@@ -158,13 +158,13 @@ def trained(
 
 def findings_of(folder: Path) -> list[Finding]:
     """Of all files of a run."""
-    headers = read_headers(folder / "tokens", [])
-    return [Finding.from_dict(dict(each)) for header in headers for each in header.findings]
+    headers = read_dump(folder / "tokens").receipts()
+    return [Finding.from_dict(dict(each)) for header in headers for each in header["findings"]]
 
 
 def places(folder: Path) -> list[tuple[int, int]]:
     """Step and update of each receipt in a dump."""
-    return [(header.step, header.update) for header in read_headers(folder, [])]
+    return [(header["step"], header["update"]) for header in read_dump(folder).receipts()]
 
 
 @pytest.mark.parametrize(("loss_type", "skip"), [("dapo", False), ("bnpo", True), ("sapo", False)])
@@ -180,14 +180,12 @@ def test_a_run_received_what_it_intended(tmp_path: Path, loss_type: str, skip: b
     rows = list(read_dump(tmp_path / "on" / "tokens"))
     assert len(rows) == 16
     for row in rows:
-        assert row.received is not None and len(row.received.updates) == 2  # of four, by two iterations
-        first_T = row.received.by_update_KT[0]
-        if row.received.updates[0] == 0 and loss_type != "sapo":
+        assert row.received_T is not None and len(row.updates) == 2  # of four, by two iterations
+        first_T = row.by_update_KT[0]
+        if row.updates[0] == 0 and loss_type != "sapo":
             np.testing.assert_allclose(first_T, row.advantage_T, rtol=1e-3, atol=1e-6)
-        np.testing.assert_allclose(
-            row.received.received_T, row.received.by_update_KT.mean(axis=0), rtol=1e-5, atol=1e-7
-        )
-    later = np.concatenate([row.received.by_update_KT[1] - row.advantage_T for row in rows])
+        np.testing.assert_allclose(row.received_T, row.by_update_KT.mean(axis=0), rtol=1e-5, atol=1e-7)
+    later = np.concatenate([row.by_update_KT[1] - row.advantage_T for row in rows])
     assert np.abs(later).max() > 1e-3  # ratios move
     assert main([str(tmp_path / "on" / "tokens")]) == 0
 
@@ -218,7 +216,7 @@ class Cutting(scripted.ScriptedTokenWeights):
 @pytest.mark.parametrize(("trainer_class", "name"), [(Truncating, "scaled"), (Shuffling, "swapped"), (Cutting, "lost")])
 def test_a_fault_in_the_trainer_is_named(tmp_path: Path, trainer_class: type, name: str) -> None:
     trained(tmp_path, {}, trainer_class, loss_type="dapo")
-    first = [header.findings[0]["name"] for header in read_headers(tmp_path / "tokens", [])]
+    first = [header["findings"][0]["name"] for header in read_dump(tmp_path / "tokens").receipts()]
     assert len(first) == 2 and set(first) <= {name, "stale"}, first  # a masked token also leaves the attention
     assert names(findings_of(tmp_path)).count(name) == 2
     assert main([str(tmp_path / "tokens")]) == 1
@@ -240,7 +238,7 @@ def test_nothing_is_written_where_a_process_failed(tmp_path: Path, monkeypatch: 
         )
         trainer = trained(tmp_path / name, {})
         assert len(places(tmp_path / name / "tokens")) == (0 if others else 2)
-        assert trainer._dump._dump.writer.failed == (2 if others else 0)
+        assert trainer._dump._dump.failed == (2 if others else 0)
     assert len(list(read_dump(tmp_path / "failed" / "tokens"))) == 16
 
 
@@ -263,7 +261,7 @@ def test_an_error_in_the_receipt_stops_nothing(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(dump_module, used, fails_once)
     trainer = trained(tmp_path, {})
     assert gathered == [True, False]
-    assert trainer._dump._dump.writer.failed == 1
+    assert trainer._dump._dump.failed == 1
     assert places(tmp_path / "tokens") == [(5, 0)]
     assert names(findings_of(tmp_path)) == []
     assert len(list(read_dump(tmp_path / "tokens"))) == 16

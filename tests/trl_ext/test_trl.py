@@ -22,7 +22,7 @@ import numpy as np
 import pytest
 import torch
 
-from grail_advantage.dump.store import DumpRow, read_dump, read_headers
+from grail_advantage.dump import DumpRow, read_dump
 
 pytestmark = pytest.mark.slow
 
@@ -178,8 +178,8 @@ def test_the_dump_has_the_rows_of_all_ranks(
         for column in ("score_T", "weight_T", "base_advantage_T", "advantage_T", "old_log_prob_T", "entropy_T"):
             values, others = getattr(row, column), getattr(expected, column)
             np.testing.assert_allclose(values, others, rtol=2e-3, atol=2e-3, err_msg=column)
-        assert row.received is not None and expected.received is not None
-        np.testing.assert_allclose(row.received.received_T, expected.received.received_T, rtol=5e-3, atol=5e-3)
+        assert row.received_T is not None and expected.received_T is not None
+        np.testing.assert_allclose(row.received_T, expected.received_T, rtol=5e-3, atol=5e-3)
 
 
 @pytest.mark.parametrize("name", RANK_METHODS)
@@ -188,8 +188,8 @@ def test_the_receipt_of_two_ranks_has_no_mismatch(
 ) -> None:
     results_of(ranks, name)
     for world_size in (1, 2):
-        files = read_headers(folder / f"{name} of {world_size}", [])
-        findings = [each for header in files for each in header.findings]
+        files = read_dump(folder / f"{name} of {world_size}").receipts()
+        findings = [each for header in files for each in header["findings"]]
         assert len(files) == 3 and not any(each["mismatch"] for each in findings), findings
 
 

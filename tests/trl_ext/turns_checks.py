@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from grail_advantage import report
-from grail_advantage.dump.store import read_dump, read_headers
+from grail_advantage.dump import read_dump
 from grail_advantage.trl_ext import TokenWeightGRPOTrainer
 from grail_advantage.view.receipt import main as receipt
 from tests import documentation
@@ -222,8 +222,8 @@ def test_dump_receipt_and_report_of_a_run(tmp_path: Path, loss_type: str) -> Non
     """Of two iterations in micro-batches; a tool's tokens receive nothing."""
     weights = {**ENVIRONMENT, "token_dump": {"folder": tmp_path / "tokens", "responses": None}}
     build(tmp_path, weights=weights, loss_type=loss_type, num_iterations=2, max_steps=2, **SIZES).train()
-    (header,) = read_headers(tmp_path / "tokens", [])
-    assert not [finding for finding in header.findings if finding["mismatch"]]
+    (header,) = read_dump(tmp_path / "tokens").receipts()
+    assert not [finding for finding in header["findings"] if finding["mismatch"]]
     wanted = expected("turn_rloo")
     for row, script in zip(read_dump(tmp_path / "tokens"), RESPONSES, strict=True):
         turns = turns_of(*map(torch.tensor, (row.token_ids_T, row.mask_T, row.advantage_T)))
@@ -232,9 +232,8 @@ def test_dump_receipt_and_report_of_a_run(tmp_path: Path, loss_type: str) -> Non
         assert by_turn == [reward or None for reward in script.rewards]
         assert row.reward == script.outcome
         assert len(row.labels.get("tool", [])) == len(script.turns) - 1
-        received = row.received
-        assert not received.received_T[~row.mask_T.astype(bool)].any() and list(received.updates) == [0, 1]
-        np.testing.assert_allclose(received.by_update_KT[0], row.advantage_T, rtol=1e-3, atol=1e-5)
+        assert not row.received_T[~row.mask_T.astype(bool)].any() and list(row.updates) == [0, 1]
+        np.testing.assert_allclose(row.by_update_KT[0], row.advantage_T, rtol=1e-3, atol=1e-5)
     assert report.main([str(tmp_path)]) == 0 and receipt([str(tmp_path)]) == 0
 
 

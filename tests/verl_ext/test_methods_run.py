@@ -26,8 +26,7 @@ import pytest
 import torch
 
 from grail_advantage import Example, Method
-from grail_advantage.dump.schema import COLUMNS
-from grail_advantage.dump.store import read_dump
+from grail_advantage.dump import COLUMNS, read_dump
 from grail_advantage.method import build, methods
 from grail_advantage.methods.turns import TurnMethod
 from recipe.run_life.watch import HEADLINE

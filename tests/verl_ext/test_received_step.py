@@ -15,7 +15,7 @@ from verl.utils import tensordict_utils as tu
 from verl.workers.utils.losses import ppo_loss
 
 from grail_advantage import Method, Rollouts
-from grail_advantage.dump.store import DumpRow, read_dump
+from grail_advantage.dump import DumpRow, read_dump
 from grail_advantage.method import build
 from grail_advantage.verl_ext import received
 from grail_advantage.verl_ext.exchange import PLACES, WATCHED
@@ -132,14 +132,14 @@ def test_what_arrives_is_what_was_intended(
     assert len(rows) == len(ROWS)
     left_out = 0
     for row in rows:
-        assert row.received is not None and row.advantage_T is not None
+        assert row.received_T is not None and row.advantage_T is not None
         trains = bool((row.advantage_T[row.mask_T] != 0).any())
         if skips and not trains:
             left_out += 1
-            assert row.received.updates.tolist() == []
+            assert row.updates.tolist() == []
         else:
-            assert row.received.updates.tolist() == [0]
-            assert row.received.received_T == pytest.approx(row.advantage_T, rel=1e-4, abs=1e-6)
+            assert row.updates.tolist() == [0]
+            assert row.received_T == pytest.approx(row.advantage_T, rel=1e-4, abs=1e-6)
     assert left_out == (1 if skips else 0)
     assert [header.loss for header in read_dump(tmp_path).receipts()] == ["vanilla"]
 
@@ -150,11 +150,11 @@ def test_ratios_and_epochs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     step, rows = update(monkeypatch, tmp_path, *overrides, moved=float(torch.tensor(1.5).log()))
     assert step.metrics["receipt/findings"] == 0 and 0 < step.metrics["receipt/clipped"] < 1
     for row in rows:
-        assert row.received is not None and row.advantage_T is not None and row.received.updates.tolist() == [0, 1]
+        assert row.received_T is not None and row.advantage_T is not None and row.updates.tolist() == [0, 1]
         for t, advantage in enumerate(row.advantage_T.tolist()):
             wanted = 0.0 if advantage > 0 else 1.5 * advantage
-            assert row.received.by_update_KT[:, t].tolist() == pytest.approx([wanted] * 2, rel=1e-4)
-            assert row.received.clipped_T[t] == (advantage > 0)
+            assert row.by_update_KT[:, t].tolist() == pytest.approx([wanted] * 2, rel=1e-4)
+            assert row.clipped_T[t] == (advantage > 0)
 
 
 @pytest.mark.parametrize(("workers", "name"), [({"fault": 0.25}, "scaled"), ({"moved": 0.1}, "stale")])
@@ -177,7 +177,7 @@ def test_switched_off_nothing_is_asked_of_the_workers(tmp_path: Path, monkeypatc
         and WATCHED not in settings
         and all(PLACES not in row for row in step.store.rows.values())
     )
-    assert [row.received for row in rows] == [None] * len(ROWS) and not list(tmp_path.glob("received_*"))
+    assert [row.received_T for row in rows] == [None] * len(ROWS) and not list(tmp_path.glob("received_*"))
     assert not any(name.startswith("receipt/") for name in step.metrics)
 
 
@@ -186,13 +186,13 @@ def test_an_error_costs_the_file_alone(tmp_path: Path, monkeypatch: pytest.Monke
         return [ZeroDivisionError("in a worker")]
 
     step, rows = update(monkeypatch, tmp_path, take_received=fail)
-    assert step.trainer._dump.steps.writer.failed == 1 and not any(name.startswith("receipt/") for name in step.metrics)
-    assert [row.received for row in rows] == [None] * len(ROWS)
+    assert step.trainer._dump.steps.failed == 1 and not any(name.startswith("receipt/") for name in step.metrics)
+    assert [row.received_T for row in rows] == [None] * len(ROWS)
 
 
 def test_part_of_the_responses_are_written_and_all_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     step, rows = update(monkeypatch, tmp_path, "algorithm.token_dump.responses=3")
     assert len(rows) == 3 and step.metrics["receipt/findings"] == 0
     for row in rows:
-        assert row.received is not None
-        assert row.received.received_T == pytest.approx(row.advantage_T, rel=1e-4, abs=1e-6)
+        assert row.received_T is not None
+        assert row.received_T == pytest.approx(row.advantage_T, rel=1e-4, abs=1e-6)

@@ -16,7 +16,7 @@ from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.v1 import PPOTrainerSync, trainer_base
 from verl.utils.tensordict_utils import get_tensordict
 
-from grail_advantage.dump_writer import StepDump
+from grail_advantage.dump import StepDump
 from grail_advantage.methods.policy import HighEntropy, Surprisal
 from grail_advantage.rules import Obstacle
 from grail_advantage.verl_ext.rules import Skipping, choose_skipping

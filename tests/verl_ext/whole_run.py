@@ -17,7 +17,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from grail_advantage import Method, compute_token_weights
-from grail_advantage.dump.store import DumpRow, read_dump
+from grail_advantage.dump import DumpRow, read_dump
 
 ROOT = Path(__file__).parents[2]
 STOCK = ["tests.verl_ext.stock_run", "hydra.searchpath=[pkg://verl_cpu]", "+config=cpu"]

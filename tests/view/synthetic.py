@@ -11,9 +11,8 @@ from typing import Any
 import numpy as np
 
 from grail_advantage.answers.span import AnswerSpan
-from grail_advantage.dump.schema import DumpHeader
-from grail_advantage.dump.store import DumpRow, MethodColumns, write_step
-from tests.dumps import dump_row, table_of
+from grail_advantage.dump import DumpHeader, DumpRow, write_step
+from tests.dumps import dump_row, method_columns, table_of
 
 RESPONSES = 8
 _FILLER = "Let me think about this carefully.\n"
@@ -144,7 +143,7 @@ def _response(rng: np.random.Generator, numbers: Sequence[int], correct: bool, f
     }
 
 
-def _methods(rng: np.random.Generator, values: dict[str, Any], names: Sequence[str]) -> dict[str, MethodColumns]:
+def _methods(rng: np.random.Generator, values: dict[str, Any], names: Sequence[str]) -> dict[str, DumpRow]:
     """Columns of several methods: the first has the response's own, the others are made up."""
     columns = {}
     for name in names:
@@ -152,7 +151,7 @@ def _methods(rng: np.random.Generator, values: dict[str, Any], names: Sequence[s
         if columns:
             score_T = rng.lognormal(-3, 1, count).astype("f4")
             weight_T = np.clip(1 + 0.6 * rng.standard_normal(count), 0.4, 3).astype("f4")
-        columns[name] = MethodColumns(score_T=score_T, weight_T=weight_T, no_scores=values["no_scores"])
+        columns[name] = method_columns(score_T=score_T, weight_T=weight_T, no_scores=values["no_scores"])
     return columns
 
 

@@ -21,7 +21,7 @@ from grail_advantage import compute_token_weights
 from grail_advantage.analyze import bare_prompts, main, with_rewards
 from grail_advantage.answers.text import TokenTexts
 from grail_advantage.data import Example
-from grail_advantage.dump.store import read_dump
+from grail_advantage.dump import read_dump
 from grail_advantage.view.analysis.responses import Response, read_responses, tokenize
 from grail_advantage.view.analysis.specs import parse_method, parse_methods
 from grail_advantage.view.analysis.weigh import Analysis, label_ranges, run_analysis, token_ranges

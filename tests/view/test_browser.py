@@ -14,10 +14,16 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from grail_advantage.dump.schema import RECEIVED_SCHEMA, DumpHeader, ReceivedHeader
-from grail_advantage.dump.store import DumpRow, read_dump, write_received, write_step
+from grail_advantage.dump import (
+    RECEIVED_SCHEMA,
+    DumpHeader,
+    DumpRow,
+    read_dump,
+    write_received,
+    write_step,
+)
 from grail_advantage.view.page.page import write_report
-from tests.dumps import dump_row, table_of
+from tests.dumps import dump_row, received_header, table_of
 
 pytestmark = pytest.mark.slow
 
@@ -52,7 +58,7 @@ def numbers_of(row: DumpRow, t: int) -> dict[str, float]:
         "Advantage": row.advantage_T,
         "Surprisal": None if row.old_log_prob_T is None else -row.old_log_prob_T,
         "Entropy": row.entropy_T,
-        "Received": None if row.received is None else row.received.received_T,
+        "Received": None if row.received_T is None else row.received_T,
     }
     return {name: float(of_T[t]) for name, of_T in values.items() if of_T is not None and np.isfinite(of_T).any()}
 
@@ -204,7 +210,7 @@ def test_numbers_of_what_was_received(tmp_path: Path, opened: Open) -> None:
     }
     pair = [dump_row([1.0, 2.0, 5.0], key=key, row=row) for row, key in enumerate(received["key"])]
     write_step(tmp_path / "tokens", DumpHeader(step=1, method="grail"), table_of(pair))
-    header = ReceivedHeader(step=1, loss="vanilla", updates=2, tokens=3)
+    header = received_header(1, loss="vanilla", updates=2, tokens=3)
     write_received(tmp_path / "tokens", header, pa.table(received, schema=RECEIVED_SCHEMA))
     row, other = read_dump(tmp_path / "tokens")
     path = write_report(tmp_path)

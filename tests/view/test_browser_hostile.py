@@ -12,11 +12,10 @@ import pyarrow as pa
 import pytest
 
 from grail_advantage.answers.span import AnswerSpan
-from grail_advantage.dump.schema import RECEIVED_SCHEMA, DumpHeader, ReceivedHeader
-from grail_advantage.dump.store import write_received, write_step
+from grail_advantage.dump import RECEIVED_SCHEMA, DumpHeader, write_received, write_step
 from grail_advantage.receipt import Finding
 from grail_advantage.view.page.page import write_report
-from tests.dumps import table_of
+from tests.dumps import received_header, table_of
 from tests.view.synthetic import text_row
 
 pytestmark = pytest.mark.slow
@@ -107,7 +106,7 @@ def test_hostile_findings_are_text(tmp_path: Path, opened: Open) -> None:
     write_step(tmp_path / "tokens", DumpHeader(step=1, method="grail"), table_of([text_row(["ok"])]))
     values = {"key": ["a_0_0"], "updates": [[0]], "received": [[0.5]], "clipped": [[0.0]], "by_update": [[[0.5]]]}
     values["clipped_by_update"] = [[[0.0]]]
-    header = ReceivedHeader(step=1, loss="vanilla", findings=findings, updates=1, tokens=1)
+    header = received_header(1, loss="vanilla", findings=findings, updates=1, tokens=1)
     write_received(tmp_path / "tokens", header, pa.table(values, schema=RECEIVED_SCHEMA))
     page = opened(write_report(tmp_path))
     assert page.evaluate("typeof pwned") == "undefined"

@@ -10,10 +10,9 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from grail_advantage.dump.schema import DumpHeader
-from grail_advantage.dump.store import MethodColumns, write_step
+from grail_advantage.dump import DumpHeader, write_step
 from grail_advantage.view.page import by_position, data
-from tests.dumps import dump_row, table_of
+from tests.dumps import dump_row, method_columns, table_of
 
 NAN = math.nan
 
@@ -90,8 +89,8 @@ def test_table_by_hand() -> None:
     rows = [dump_row([1.0], group=0), dump_row([1.0], group=0, update=1), dump_row([1.0], group=0, step=2)]
     assert by_position.row_tables(rows)[""].group.tolist() == [0, 1, 2]
     rows = [
-        dump_row([1.0], methods={"a": MethodColumns(score_T=None, weight_T=np.array([3.0]), no_scores="no answer")}),
-        dump_row([2.0], methods={"b": MethodColumns(score_T=None, weight_T=np.array([5.0]))}),
+        dump_row([1.0], methods={"a": method_columns(score_T=None, weight_T=np.array([3.0]), no_scores="no answer")}),
+        dump_row([2.0], methods={"b": method_columns(score_T=None, weight_T=np.array([5.0]))}),
     ]
     tables = by_position.row_tables(rows, bins=1)
     assert tables["a"].profile.tolist() == [[3.0]] and tables["a"].scored.tolist() == [False]

@@ -11,14 +11,19 @@ import pytest
 from matplotlib.figure import Figure
 from matplotlib.font_manager import findfont, get_font
 
-from grail_advantage.dump.schema import DumpHeader
-from grail_advantage.dump.store import DumpRow, MethodColumns, read_dump, write_received, write_step
-from grail_advantage.dump_writer import received_table
+from grail_advantage.dump import (
+    DumpHeader,
+    DumpRow,
+    read_dump,
+    received_table,
+    write_received,
+    write_step,
+)
 from grail_advantage.report import main
 from grail_advantage.view.figures import draw, write_figure
 from grail_advantage.view.lines import kept, wrap
 from grail_advantage.view.page import by_position, colours, data
-from tests.dumps import HOSTILE, dump_row, table_of
+from tests.dumps import HOSTILE, dump_row, method_columns, table_of
 from tests.view.synthetic import write_dump
 from tests.view.test_received import KEYS, LENGTHS, SCALED, header, receipt
 
@@ -93,8 +98,8 @@ def test_colours_and_legend_are_the_pages(tmp_path: Path) -> None:
 
 def test_a_method_that_gives_advantages_makes_all_of_them_advantages(tmp_path: Path) -> None:
     methods = {
-        "turn_rloo": MethodColumns(score_T=None, weight_T=np.ones(3), advantage_T=np.array([0.5, -2.0, 3.0])),
-        "grail": MethodColumns(score_T=None, weight_T=np.array([2.0, 1.0, 5.0])),
+        "turn_rloo": method_columns(score_T=None, weight_T=np.ones(3), advantage_T=np.array([0.5, -2.0, 3.0])),
+        "grail": method_columns(score_T=None, weight_T=np.array([2.0, 1.0, 5.0])),
     }
     figure = draw(one(tmp_path, dump_row([1.0] * 3, methods=methods)), "methods", width=6)
     assert {name: values.tolist() for name, values in drawn(figure).items()} == {

@@ -7,7 +7,6 @@ import gzip
 import hashlib
 import json
 import re
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +14,11 @@ import numpy as np
 import pytest
 
 from grail_advantage.answers.span import AnswerSpan
-from grail_advantage.dump.schema import DumpHeader
-from grail_advantage.dump.store import read_dump, write_step
+from grail_advantage.dump import DumpHeader, read_dump, write_step
 from grail_advantage.view.page import by_position, data
 from grail_advantage.view.page import index as index_page
 from grail_advantage.view.page.page import render, write_report
-from tests.dumps import table_of
+from tests.dumps import changed, table_of
 from tests.view.synthetic import text_row, write_dump, write_metrics
 
 
@@ -90,11 +88,11 @@ def test_missing_and_flat_lines_are_explained(tmp_path: Path) -> None:
             [("right", "outside the gate"), ("right", "truncated"), ("wrong", None)] * 2
         )
     ]
-    rows[0] = replace(rows[0], no_scores="truncated")
+    rows[0] = changed(rows[0], no_scores="truncated")
     write_step(tmp_path, DumpHeader(step=1, method="grail"), table_of(rows))
     missing, flat = index_of(tmp_path)["explained"]["grail"]
     assert "correct" in missing and "4" in missing and "truncated" in missing and flat.startswith("Flat at 1")
-    write_step(tmp_path, DumpHeader(step=1, method="grail"), table_of([replace(row, no_scores=None) for row in rows]))
+    write_step(tmp_path, DumpHeader(step=1, method="grail"), table_of([changed(row, no_scores=None) for row in rows]))
     assert index_of(tmp_path)["explained"]["grail"] == [flat]
 
 

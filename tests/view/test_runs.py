@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from grail_advantage import report
-from grail_advantage.dump.schema import DumpHeader
-from grail_advantage.dump.store import write_step
+from grail_advantage.dump import DumpHeader, write_step
 from grail_advantage.view import receipt
 from grail_advantage.view.page.data import open_run
 from grail_advantage.view.places import find

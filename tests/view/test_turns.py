@@ -11,11 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from grail_advantage.dump.schema import DumpHeader
-from grail_advantage.dump.store import DumpRow, MethodColumns, write_step
+from grail_advantage.dump import DumpHeader, DumpRow, write_step
 from grail_advantage.view.page import data, index, turns
 from grail_advantage.view.page.page import render
-from tests.dumps import dump_row, table_of
+from tests.dumps import dump_row, method_columns, table_of
 from tests.view.synthetic import text_row, write_conversations, write_dump
 from tests.view.test_page import index_of
 
@@ -240,8 +239,8 @@ def test_weights_are_shown_where_a_method_weighs(tmp_path: Path) -> None:
 
     ones, weights_T = np.ones(3, dtype=np.float32), np.float32([1, 2, 3])
     methods = {
-        "grail": MethodColumns(score_T=weights_T, weight_T=weights_T, no_scores=None),
-        "step_values": MethodColumns(score_T=weights_T, weight_T=ones, no_scores=None, advantage_T=weights_T),
+        "grail": method_columns(score_T=weights_T, weight_T=weights_T, no_scores=None),
+        "step_values": method_columns(score_T=weights_T, weight_T=ones, no_scores=None, advantage_T=weights_T),
     }
     write_step(
         tmp_path / "two", DumpHeader(step=0, method="grail"), table_of([text_row(["a", "b", "c"], methods=methods)])

@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from grail_advantage.dump.schema import DumpHeader
-from grail_advantage.dump.store import DumpRow, read_dump, write_step
+from grail_advantage.dump import DumpHeader, DumpRow, read_dump, write_step
 from grail_advantage.receipt.foreign import visible
 from grail_advantage.view.notebook import row_html, token_html
 from grail_advantage.view.terminal import find_row, rollout_view

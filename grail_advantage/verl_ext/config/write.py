@@ -9,7 +9,7 @@ from pathlib import Path
 
 import yaml
 
-from grail_advantage.dump.whole_file import write_whole
+from grail_advantage.dump import write_whole
 from grail_advantage.verl_ext.settings import algorithm_sections
 
 FILE = Path(__file__).with_name("token_weights.yaml")

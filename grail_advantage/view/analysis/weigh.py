@@ -22,8 +22,7 @@ from grail_advantage.answers.missing import advice, is_low
 from grail_advantage.answers.text import TokenTexts
 from grail_advantage.api import PlainHost
 from grail_advantage.data import ENTROPY, OLD_LOG_PROBS, Rollouts, outcome_of
-from grail_advantage.dump.store import write_step
-from grail_advantage.dump_writer import step_header
+from grail_advantage.dump import header_of, write_step
 from grail_advantage.view.analysis.analysis import Analysis
 from grail_advantage.view.analysis.responses import example_of, tokenize
 from grail_advantage.weigh import weigh
@@ -70,7 +69,7 @@ def run_analysis(
     host = PlainHost(model, replace(rollouts, columns=columns), **settings)
     records = {label: weigh(host, method, None) for label, method in analysis.methods.items()}
     first = next(iter(records.values()))
-    header = step_header(
+    header = header_of(
         first, texts, step=0, model=analysis.model, temperature=analysis.temperature, rows_in_step=len(rollouts)
     )
     read = any(method.reads_answer for method in analysis.methods.values())

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from grail_advantage.dump.store import DumpRow, MethodColumns
+from grail_advantage.dump import DumpRow
 
 BINS = 20
 FEWEST = 5
@@ -59,7 +59,7 @@ def row_tables(rows: Iterable[DumpRow], bins: int = BINS) -> dict[str, RowTable]
     for row in rows:
         group = groups.setdefault((row.step, row.update, row.group), len(groups))
         inside_T = reasoning(row)
-        sources: dict[str, DumpRow | MethodColumns] = {"": row, **row.methods}
+        sources: dict[str, DumpRow] = {"": row, **row.methods}
         for name, source in sources.items():
             profile = binned(source.weight_T[inside_T], bins)
             entry = row.step, group, row.outcome or "", source.no_scores is None, profile

@@ -10,9 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from grail_advantage.data import outcome_of
-from grail_advantage.dump.options import METRICS_FILE, TOKENS
-from grail_advantage.dump.schema import DumpHeader
-from grail_advantage.dump.store import DumpFile, DumpRow, TokenDump, read_dump
+from grail_advantage.dump import METRICS_FILE, TOKENS, DumpFile, DumpHeader, DumpRow, TokenDump, read_dump
 from grail_advantage.receipt.foreign import LARGEST_JSON, numbered_lines, read_bytes, read_json, why
 from grail_advantage.view.page.turns import has_turns
 from grail_advantage.view.places import STATE, Places, find

@@ -10,15 +10,14 @@ import re
 from array import array
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from grail_advantage.dump.schema import DumpHeader
-from grail_advantage.dump.store import DumpFile, DumpRow, MethodColumns
+from grail_advantage.dump import SCHEMA, DumpFile, DumpHeader, DumpRow
 from grail_advantage.receipt.report import run_receipt, summary, unseen
 from grail_advantage.view.page import by_position, colours, data, pack, turns
 from grail_advantage.view.receipt import rollout_names
@@ -28,10 +27,9 @@ _GROUP = 8
 _WEIGHT_LIMITS = (1.25, 2.0, colours.WEIGHT_LIMIT)
 _SAMPLE = 8
 """Groups that tell how large the others are."""
-_DRAWN = frozenset(
-    {"prompt", "response", "prompt_ids", "token_ids", "tokens", "score", "old_log_prob", "entropy", "received"}
-)
+_DRAWN = {"prompt", "response", "prompt_ids", "token_ids", "tokens", "score", "old_log_prob", "entropy"}
 """Columns that only the rollouts of the page need."""
+_COUNTED = [name for name in SCHEMA.names if name not in _DRAWN]
 _LOSS_NAME = (
     "In brackets: the name of the loss in the trainer's settings (verl's policy_loss.loss_mode, where vanilla is PPO's clipped "
     "loss; TRL's loss_type)."
@@ -132,7 +130,7 @@ class Selection:
         self.verdicts.add(row)
         if not run:
             self.outcomes[row.outcome or ""] += 1
-            sources: dict[str, DumpRow | MethodColumns] = {"": row, **row.methods}
+            sources: dict[str, DumpRow] = {"": row, **row.methods}
             for name, source in sources.items():
                 if source.no_scores:
                     self.no_scores[name, row.outcome or ""][source.no_scores] += 1
@@ -309,9 +307,9 @@ def _rollout(row: DumpRow, header: DumpHeader | None) -> Rollout:
 
 def _counted_rows(file: DumpFile) -> list[DumpRow]:
     """The responses of a file, as all are counted: with tokens where others wrote some, which tell failed calls."""
-    rows = list(file.rows(_DRAWN))
+    rows = list(file.rows(_COUNTED))
     spoken = any("tool" in row.labels for row in rows)
-    return list(file.rows(_DRAWN - {"token_ids", "tokens"})) if spoken else rows
+    return list(file.rows([*_COUNTED, "token_ids", "tokens"])) if spoken else rows
 
 
 def _facts(row: DumpRow, header: DumpHeader | None) -> dict[str, Any]:
@@ -341,7 +339,7 @@ def _facts(row: DumpRow, header: DumpHeader | None) -> dict[str, Any]:
         "length": len(row),
         "spread": float(trained.std()) if len(trained) else math.nan,
         "advantage": float(base[0]) if base is not None and len(base) else None,
-        "updates": None if row.received is None else len(row.received.updates),
+        "updates": None if row.updates is None else len(row.updates),
     }
 
 
@@ -423,7 +421,7 @@ def receipt(runs: Sequence[data.Run]) -> list[dict[str, Any]]:
     for number, run in enumerate(runs):
         headers = run.dump.receipts() if run.dump is not None else []
         if headers:
-            whole = run_receipt([asdict(header) for header in headers], rollout_names(run.dump))
+            whole = run_receipt(headers, rollout_names(run.dump))
             note = f"{_LOSS_NAME} {unseen(whole)}" if whole["losses"] else unseen(whole)
             findings = whole["findings"]
             entries.append({"run": number, "summary": summary(whole), "unseen": note, "findings": findings})

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from grail_advantage.dump.store import DumpRow, MethodColumns
+from grail_advantage.dump import DumpRow
 
 _LARGEST = 15
 """Binary exponent of a column's largest value after its scaling; float16 ends at 65504, just below 2^16."""
@@ -47,18 +47,18 @@ def columns_of(row: DumpRow) -> dict[str, np.ndarray]:
     page multiplies. ``received`` and ``clipped`` are means over the optimiser steps that a response was in; of several,
     ``received@1``, ``clipped@1`` and so on are its values in each.
     """
-    sources: dict[str, DumpRow | MethodColumns] = {f":{name}": method for name, method in row.methods.items()}
+    sources: dict[str, DumpRow] = {f":{name}": method for name, method in row.methods.items()}
     columns = {
         "base_advantage": row.base_advantage_T,
         "surprisal": None if row.old_log_prob_T is None else -row.old_log_prob_T,
         "entropy": row.entropy_T,
     }
-    if row.received is not None:
-        columns |= {"received": row.received.received_T, "clipped": row.received.clipped_T}
-        if len(row.received.updates) > 1:
-            by_update = enumerate(row.received.by_update_KT, start=1)
+    if row.received_T is not None:
+        columns |= {"received": row.received_T, "clipped": row.clipped_T}
+        if len(row.updates) > 1:
+            by_update = enumerate(row.by_update_KT, start=1)
             columns |= {f"received@{number}": values_T for number, values_T in by_update}
-            clipped = enumerate(row.received.clipped_by_update_KT, start=1)
+            clipped = enumerate(row.clipped_by_update_KT, start=1)
             columns |= {f"clipped@{number}": values_T for number, values_T in clipped if (values_T > 0).any()}
     for suffix, source in (sources or {"": row}).items():
         columns |= {f"score{suffix}": source.score_T, f"weight{suffix}": source.weight_T}

@@ -18,9 +18,7 @@ from typing import Any
 
 from grail_advantage import __version__
 from grail_advantage.answers.missing import is_low
-from grail_advantage.dump.options import TOKENS
-from grail_advantage.dump.schema import DumpHeader
-from grail_advantage.dump.whole_file import write_whole
+from grail_advantage.dump import TOKENS, DumpHeader, write_whole
 from grail_advantage.view.page import by_position, colours, data, index, pack, turns
 
 REPORT = "report.html"

@@ -14,8 +14,7 @@ from typing import Any
 import numpy as np
 
 from grail_advantage.data import LARGEST
-from grail_advantage.dump.schema import DumpHeader
-from grail_advantage.dump.store import DumpRow
+from grail_advantage.dump import DumpHeader, DumpRow
 
 FAILED_CALL = re.compile(
     r"""(?:^|[>\]\n"'])\s*(?:\w+:\s*)?"""  # where a chat template lets a tool's text begin

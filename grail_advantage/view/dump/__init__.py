@@ -1,1 +1,0 @@
-"""The earlier place of the token dump; stays for a release."""
