@@ -1,18 +1,15 @@
-"""The token dump: every token's score, weight and advantage of chosen responses, and what it received, as Parquet files.
+"""The token dump: every token's score, weight and advantage of chosen responses, and what it received, as Parquet.
 
 ``step_000123.parquet`` has a row a response of an update, with a list for each value that tokens have;
 ``received_000123.parquet``, which may be missing, has what is known after the update, by the same keys. Both have a
 header as JSON in their metadata. docs/token_dump.md has every column. Written and read::
 
     write_step(folder, DumpHeader(step=12, method="grail"), weighed.table(texts))
-
     dump = read_dump(folder)                                        # raises nothing: see dump.problems
     table = dump.table(["key", "weight", "received"], steps=[12])   # arrow; all columns and steps by default
     for row in dump.rows([12]):                                     # one response at a time
         print(row.key, row.outcome, row.weight_T.mean(), row.received_T)
     print(dump.files[0].header.method, dump.receipts())             # a file of dump.files has table() and rows(), too
-
-Shapes: T response tokens, K optimiser steps of the update that a response was in.
 """
 
 from __future__ import annotations
@@ -24,7 +21,7 @@ import math
 import os
 import re
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from numbers import Real
@@ -41,24 +38,23 @@ from pydantic import BaseModel, ConfigDict, Field
 from grail_advantage import __version__
 from grail_advantage.answers.span import AnswerSpan
 from grail_advantage.answers.text import TokenTexts
+from grail_advantage.receipt import Receipt
 from grail_advantage.receipt.report import record_of
 
 if TYPE_CHECKING:
     from grail_advantage.data import Weighed
-    from grail_advantage.receipt import Receipt
 
 logger = logging.getLogger(__name__)
 VERSION = 5  # ``schema_version`` of both kinds of files; older ones are read, with null in the columns they lack
 TOKENS, METRICS_FILE = "tokens", "metrics.jsonl"  # where a run has its dump and its figures, by convention
 SECONDS = 60.0  # that a training waits for a file at most
-_BROKEN = (pa.ArrowException, OSError, ValueError, LookupError, TypeError, AttributeError)  # of a damaged file
 _Read = TypeVar("_Read")
 
 INTS, FLOATS, TEXTS = (pa.list_(kind) for kind in (pa.int64(), pa.float32(), pa.string()))
+# The columns of floats, one a token; null where a run does not have them.
 COLUMNS = ("score", "weight", "base_advantage", "advantage", "old_log_prob", "entropy", "rollout_log_probs")
-"""The columns of floats, one a token; null where a run does not have them."""
 OF_METHOD = {"name": pa.string(), "score": FLOATS, "advantage": FLOATS, "weight": FLOATS, "no_scores": pa.string()}
-SCHEMA = pa.schema(
+SCHEMA = pa.schema(  # the columns of ``step_000123.parquet``
     {
         **dict.fromkeys(("step", "update", "row", "group"), pa.int64()),
         **dict.fromkeys(("key", "prompt", "response"), pa.string()),
@@ -68,18 +64,16 @@ SCHEMA = pa.schema(
         **{"methods": pa.list_(pa.struct(OF_METHOD)), "labels": pa.string()},
     }
 )
-"""The columns of ``step_000123.parquet``."""
-RECEIVED_SCHEMA = pa.schema(
+RECEIVED_SCHEMA = pa.schema(  # the columns of ``received_000123.parquet``; in a table they follow the others
     {
         **{"key": pa.string(), "updates": INTS, "received": FLOATS, "clipped": FLOATS},
         **dict.fromkeys(("by_update", "clipped_by_update"), pa.list_(FLOATS)),
         "effect": FLOATS,  # the change of each token's log-probability by the update
     }
 )
-"""The columns of ``received_000123.parquet``. In a table that was read they follow those of :data:`SCHEMA`."""
 ALL = (*SCHEMA.names, *RECEIVED_SCHEMA.names[1:])
-_LATER = ("rollout_log_probs", "clipped_by_update", "effect")  # columns that an older file may lack
 _PER_TOKEN = ("token_ids", "mask", *COLUMNS, "received", "clipped", "effect")
+_FIELDS = {field.name: field for schema in (RECEIVED_SCHEMA, SCHEMA) for field in schema}
 _SUFFIXES = dict.fromkeys(_PER_TOKEN, "_T") | dict.fromkeys(("by_update", "clipped_by_update"), "_KT")
 
 
@@ -121,17 +115,9 @@ def write_whole(path: Path, content: bytes | str) -> None:
 
 
 def write_step(folder: Path, header: DumpHeader, table: pa.Table) -> Path:
-    """Write the responses of an update, in place of a file of the same step and update; returns the file.
-
-    Args:
-        folder: is made where it is missing.
-        header: of the file.
-        table: a row a response, with all columns of :data:`SCHEMA` but ``step`` and ``update``.
-
-    Raises:
-        ValueError: a column is missing or has another type, or a response has more or fewer values than tokens.
-        OSError: the disk's.
-    """
+    """Write the responses of an update, a row each with all columns of :data:`SCHEMA` but ``step`` and ``update``, in
+    place of a file of the same step and update; returns the file. KeyError for a column that is missing, ValueError for
+    one of another type or with more or fewer values than tokens, OSError of the disk."""
     for name in ("update", "step"):
         table = table.add_column(0, name, pa.repeat(pa.scalar(getattr(header, name), pa.int64()), len(table)))
     return _write(folder, "step", asdict(header), table.select(SCHEMA.names).cast(SCHEMA), "tokens")
@@ -144,16 +130,13 @@ def write_received(folder: Path, header: Mapping[str, Any], table: pa.Table) -> 
 
 
 def _write(folder: Path, kind: str, header: Mapping[str, Any], table: pa.Table, tokens: str) -> Path:
-    expected = pc.list_value_length(table[tokens])
+    counts = pc.list_value_length(table[tokens])
     for name in [name for name in _PER_TOKEN if name in table.column_names]:
-        counts = pc.list_value_length(table[name])
-        other = pc.index(pc.not_equal(counts, expected), value=True).as_py()
-        if other >= 0:
-            raise ValueError(f"{name} has {counts[other]} values for {expected[other]} tokens")
+        if not pc.all(pc.equal(pc.list_value_length(table[name]), counts)).as_py():
+            raise ValueError(f"a response has more or fewer values of {name} than tokens")
     record = {_KEYS[kind]: json.dumps({"schema_version": VERSION, **header})}
     path = _path(folder, kind, header["step"], header.get("update", 0))
-    content = io.BytesIO()
-    pq.write_table(table.replace_schema_metadata(record), content, compression="zstd")
+    pq.write_table(table.replace_schema_metadata(record), content := io.BytesIO(), compression="zstd")
     write_whole(path, content.getvalue())
     return path
 
@@ -173,8 +156,7 @@ def _files(folder: Path, kind: str) -> list[tuple[int, int, Path]]:
 
 
 def remove_steps(folder: Path, first: int) -> list[Path]:
-    """Remove the files of step ``first`` and later ones, which a run that resumes there writes anew, and unfinished
-    ones; returns the former."""
+    """Remove the files of step ``first`` and later ones, and unfinished ones; returns the former."""
     removed = [path for kind in _KEYS for step, _, path in _files(folder, kind) if step >= first]
     for path in [*removed, *Path(folder).glob(".*.writing")]:
         path.unlink()
@@ -184,9 +166,8 @@ def remove_steps(folder: Path, first: int) -> list[Path]:
 
 
 class DumpRow(SimpleNamespace):
-    """One response: its columns by their names, those that are lists of numbers as arrays with their shape as a
-    suffix (``weight_T``, ``by_update_KT``), ``span`` as an ``AnswerSpan``, ``labels`` as a mapping, and ``methods`` as
-    one of such rows by name. ``None`` for what is null or was not read."""
+    """One response: its columns by name, those with a number a token as arrays (``weight_T``, ``by_update_KT``, K
+    optimiser steps), ``span`` as an ``AnswerSpan``, ``methods`` as such rows by name; ``None`` where null or not read."""
 
     def __len__(self) -> int:
         return len(self.mask_T)
@@ -204,8 +185,9 @@ class DumpFile:
     @property
     def header(self) -> DumpHeader | None:
         """``None`` where it cannot be read."""
-        record = _read(self.path, "step", None, self.problems)
-        return None if record is None else DumpHeader(**record)
+        record = _read(self.path, "step", None, self.problems) or {}
+        tokens = {int(token): name for token, name in record.pop("special_tokens", {}).items()}
+        return DumpHeader(**record, special_tokens=tokens) if record else None
 
     def table(self, columns: Iterable[str] = ALL) -> pa.Table:
         """The responses; none where the file is damaged, which ``problems`` names then."""
@@ -214,13 +196,13 @@ class DumpFile:
         own = [name for name in SCHEMA.names if name in wanted or (name == "key" and arriving)]
         table = _read(self.path, "step", own, self.problems)
         if table is None:
-            return pa.schema([_FIELDS[name] for name in wanted]).empty_table()
-        if arriving:
-            known = _read(beside, "received", ["key", *arriving], self.problems) if beside.exists() else None
-            known = RECEIVED_SCHEMA.empty_table() if known is None else known
+            return _schema(wanted).empty_table()
+        there = bool(arriving) and beside.exists()
+        known = _read(beside, "received", ["key", *arriving], self.problems) if there else None
+        known = RECEIVED_SCHEMA.empty_table() if known is None else known
+        for name in arriving:
             places = pc.index_in(table["key"], known["key"].combine_chunks())
-            for name in arriving:
-                table = table.append_column(_FIELDS[name], known[name].take(places))
+            table = table.append_column(_FIELDS[name], known[name].take(places))
         return table.select(wanted)
 
     def rows(self, columns: Iterable[str] = ALL) -> Iterator[DumpRow]:
@@ -243,19 +225,16 @@ class TokenDump:
     def steps(self) -> list[int]:
         return sorted({file.step for file in self.files})
 
-    def table(self, columns: Iterable[str] = ALL, steps: Iterable[int] | None = None) -> pa.Table:
+    def table(self, columns: Iterable[str] = ALL, steps: Collection[int] | None = None) -> pa.Table:
         """The responses of some steps, of all by default."""
-        wanted, names = set(self.steps if steps is None else steps), list(columns)
-        empty = pa.schema([_FIELDS[name] for name in names]).empty_table()
-        return pa.concat_tables([empty, *(file.table(names) for file in self.files if file.step in wanted)])
+        files, names = [file for file in self.files if steps is None or file.step in steps], list(columns)
+        return pa.concat_tables([_schema(names).empty_table(), *(file.table(names) for file in files)])
 
-    def rows(self, steps: Iterable[int] | None = None) -> Iterator[DumpRow]:
+    def rows(self, steps: Collection[int] | None = None) -> Iterator[DumpRow]:
         """The responses of some steps, of all by default, one at a time."""
-        wanted = set(self.steps if steps is None else steps)
-        return (row for file in self.files if file.step in wanted for row in file.rows())
+        return (row for file in self.files if steps is None or file.step in steps for row in file.rows())
 
-    def __iter__(self) -> Iterator[DumpRow]:
-        return self.rows()
+    __iter__ = rows
 
     def receipts(self) -> list[dict[str, Any]]:
         """The headers of the files of what arrived, in order."""
@@ -272,7 +251,8 @@ def read_dump(folder: Path | str) -> TokenDump:
     return TokenDump(folder, files, problems)
 
 
-_FIELDS = {field.name: field for schema in (RECEIVED_SCHEMA, SCHEMA) for field in schema}
+def _schema(columns: Iterable[str]) -> pa.Schema:
+    return pa.schema([_FIELDS[name] for name in columns])
 
 
 def _read(path: Path, kind: str, columns: Sequence[str] | None, problems: list[str]) -> Any:
@@ -284,21 +264,16 @@ def _read(path: Path, kind: str, columns: Sequence[str] | None, problems: list[s
             if (version := header.pop("schema_version")) > VERSION:
                 raise ValueError(f"schema_version is {version}; this version reads {VERSION}")
             if columns is None:
-                if "special_tokens" in header:
-                    header["special_tokens"] = {int(token): name for token, name in header["special_tokens"].items()}
                 return header
-            lacks = set(columns) - set(file.schema_arrow.names)
-            if not lacks <= set(_LATER):
-                raise ValueError(f"it lacks {', '.join(sorted(lacks))}")
-            table = file.read([name for name in columns if name not in lacks])
-            for name in lacks:
+            table = file.read(there := [name for name in columns if name in file.schema_arrow.names])
+            for name in set(columns) - set(there):
                 table = table.append_column(name, pa.nulls(len(table), _FIELDS[name].type))
-            return table.select(columns).cast(pa.schema([_FIELDS[name] for name in columns]))
-    except _BROKEN as error:
+            return table.select(columns).cast(_schema(columns))
+    except (pa.ArrowException, OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         problem = f"{path}: is damaged or no {kind} file of a token dump ({' '.join(str(error).split())[:200]})"
         if problem not in problems:
             problems.append(problem)
-            logger.warning("%s", problem)
+            logger.warning(problem)
     return None
 
 
@@ -320,7 +295,7 @@ def _named(values: Mapping[str, Any]) -> DumpRow:
 
 
 class DumpOptions(BaseModel):
-    """``algorithm.token_dump`` in verl, ``token_dump`` in TRL; see docs/token_dump.md. ValueError for other values."""
+    """``algorithm.token_dump`` in verl, ``token_dump`` in TRL; ValueError for other values."""
 
     model_config = ConfigDict(title="token_dump", frozen=True, strict=True, extra="forbid")
     folder: Path
@@ -330,9 +305,8 @@ class DumpOptions(BaseModel):
 
 
 def choose_rows(groups: Sequence[int], valid: Sequence[bool], limit: int | None, seed: Sequence[int]) -> list[int]:
-    """Which responses of a batch are written, ordered by group: whole groups in an order that the seed gives, as many
-    as fit within the limit; of a first group that is larger, the first responses. Those that are not ``valid`` fill up
-    the batch and are left out."""
+    """Which responses of a batch are written, by group: whole groups, in an order that the seed gives, as many as fit
+    (of a first one that is larger, its first responses), without those that are not ``valid`` and only fill it up."""
     members: dict[int, list[int]] = {}
     for row in np.flatnonzero(valid).tolist():
         members.setdefault(groups[row], []).append(row)
@@ -345,18 +319,15 @@ def choose_rows(groups: Sequence[int], valid: Sequence[bool], limit: int | None,
     return [row for group in sorted(chosen) for row in chosen[group]]
 
 
-def tolerant(column: str, read: Callable[[Any], _Read], value: Any) -> _Read | None:
-    """``read(value)`` of what a user's data or reward function gave; ``None``, logged, where that cannot be read."""
-    try:
+def tolerant(read: Callable[[Any], _Read], value: Any) -> _Read | None:
+    """``read(value)`` of what a user's data or reward function gave; ``None`` where that cannot be read."""
+    with suppress(Exception):
         return read(value)
-    except Exception as error:
-        why = f"{type(value).__name__}: {type(error).__name__}: {error}"
-        logger.warning("token dump: %s of a response is left out (%.200s)", column, why)
-        return None
+    return None
 
 
 class Unstopped:
-    """Writes to a path beside the training, which nothing of it stops: what goes wrong is counted, and logged once."""
+    """Writes to a path beside the training: an error within ``attempt`` is counted, logged once, and stops nothing."""
 
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path).absolute()
@@ -364,21 +335,17 @@ class Unstopped:
 
     @contextmanager
     def attempt(self) -> Iterator[None]:
-        """Within, an error loses what was to be written."""
         try:
             yield
         except Exception as error:
             if not self.failed:
-                why = f"{type(error).__name__}: {error}"
-                logger.warning("%s: not everything could be written (%s); training continues", self.path, why)
+                logger.warning("%s: not everything could be written (%r); training continues", self.path, error)
             self.failed += 1
 
 
 class StepDump(Unstopped):
-    """Chooses responses of updates, which share the step's, and writes them.
-
-    The training waits for the file: a million tokens take 2 s (docs/token_dump.md). For a disk that hangs it waits
-    ``SECONDS`` once; until that answers, files are left out."""
+    """Chooses responses of updates, which share the step's, and writes them. The training waits: 2 s for a million
+    tokens, and ``SECONDS`` once for a disk that hangs, after which files are left out until it answers."""
 
     def __init__(self, options: DumpOptions, tokenizer: Any, *, updates: int, model: str, temperature: float) -> None:
         super().__init__(options.folder)
@@ -393,20 +360,14 @@ class StepDump(Unstopped):
         return step % self._every == 0
 
     def choose(self, step: int, update: int, groups: Sequence[int], valid: Sequence[bool]) -> list[int]:
-        """The responses to write of this update; none in most steps. The first call removes the files of an earlier
-        run, of its step and later ones."""
+        """The responses to write of an update. The first call removes an earlier run's files of its step and later."""
         if not self._begun:
             self._begun = True
             self._in_time(lambda: remove_steps(self.path, step))
         return choose_rows(groups, valid, self._limit, (step, update)) if self.writes(step) else []
 
     def write(self, step: int, update: int, parts: Sequence[Weighed], rows_in_step: int) -> None:
-        """Write responses of an update.
-
-        Args:
-            parts: the chosen responses alone.
-            rows_in_step: responses of the update's batch, without those that only fill it up.
-        """
+        """Write the chosen responses, of a batch of ``rows_in_step`` without those that only fill it up."""
         with self.attempt():
             table = pa.concat_tables([part.table(self._texts) for part in parts])
             facts = {"step": step, "update": update, "rows_in_step": rows_in_step, **self._facts}
@@ -416,8 +377,7 @@ class StepDump(Unstopped):
     def write_received(
         self, step: int, update: int, receipt: Receipt, loss: str, keys: Sequence[str], lengths: Sequence[int]
     ) -> None:
-        """Write what responses received that are written: their receipt, keys and numbers of tokens. ``loss``: its
-        name."""
+        """Write the receipt of responses that are written, with the loss's name, their keys and numbers of tokens."""
         with self.attempt():
             header, table = record_of(receipt, loss, step, update), received_table(receipt, keys, lengths)
             self._in_time(lambda: write_received(self.path, header, table))
@@ -434,32 +394,26 @@ class StepDump(Unstopped):
 
 def header_of(weighed: Weighed, texts: TokenTexts, **facts: Any) -> DumpHeader:
     """The header of a file with these responses; ``facts`` are those of its values that the record does not say."""
-    method = weighed.method
-    return DumpHeader(
-        method=method.name,
-        options=method.model_dump(),
-        reshaper=getattr(method, "reshaper", None),
-        special_tokens=texts.special_tokens,
-        written_by=f"grail_advantage {__version__}",
-        answer=weighed.rollouts.answer.name if method.reads_answer else None,
-        **facts,
-    )
+    method, answer = weighed.method, weighed.rollouts.answer
+    facts |= {"method": method.name, "options": method.model_dump(), "reshaper": getattr(method, "reshaper", None)}
+    facts |= {"special_tokens": texts.special_tokens, "answer": answer.name if method.reads_answer else None}
+    return DumpHeader(written_by=f"grail_advantage {__version__}", **facts)
 
 
 def received_table(receipt: Receipt, keys: Sequence[str], lengths: Sequence[int]) -> pa.Table:
     """A receipt's responses, with their keys and numbers of tokens, as :func:`write_received` takes them."""
-    columns: dict[str, list[Any]] = {name: [] for name in RECEIVED_SCHEMA.names}
+    rows = []
     for place, (key, length) in enumerate(zip(keys, lengths, strict=True)):
         by_update, clipped = (of[:, place, :length].float() for of in (receipt.received_UBT, receipt.clipped_UBT))
         there = by_update.isfinite().any(dim=1)
-        columns["key"].append(as_utf8(key))
-        columns["updates"].append(there.nonzero().flatten().numpy())
-        columns["received"].append(receipt.received_BT[place, :length].float().numpy())
-        columns["clipped"].append(receipt.clipped_BT[place, :length].float().numpy())
-        columns["by_update"].append(list(by_update[there].numpy()))
-        columns["clipped_by_update"].append(list(clipped[there].numpy()))
-        columns["effect"].append(None)
-    return pa.table(columns, schema=RECEIVED_SCHEMA)
+        row = {"key": as_utf8(key), "updates": there.nonzero().flatten().numpy()}
+        row |= {
+            name: getattr(receipt, f"{name}_BT")[place, :length].float().numpy() for name in ("received", "clipped")
+        }
+        rows.append(
+            {**row, "by_update": list(by_update[there].numpy()), "clipped_by_update": list(clipped[there].numpy())}
+        )
+    return pa.Table.from_pylist(rows, schema=RECEIVED_SCHEMA)
 
 
 class MetricsFile(Unstopped):
@@ -482,7 +436,7 @@ class MetricsFile(Unstopped):
         """Add a line that ends as one."""
         with self.attempt():
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            with self.path.open("ab") as file:
+            with self.path.open("ab", buffering=0) as file:
                 file.write(line)
 
     def close(self) -> None:

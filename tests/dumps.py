@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 
 from grail_advantage import AnswerSpan
-from grail_advantage.dump import _PER_TOKEN, ALL, SCHEMA, DumpRow, as_utf8
+from grail_advantage.dump import _SUFFIXES, ALL, SCHEMA, DumpRow, as_utf8
 
 HOSTILE = (
     "</script><script>alert(1)</script>",
@@ -90,10 +90,9 @@ def dump_row(weights: Sequence[float], **values: Any) -> DumpRow:
     values = {
         name: np.array(value) if name.endswith("_T") and value is not None else value for name, value in values.items()
     }
-    nothing = dict.fromkeys(f"{name}_T" if name in _PER_TOKEN else name for name in ALL)
+    nothing = dict.fromkeys(f"{name}{_SUFFIXES.get(name, '')}" for name in ALL)
+    own = {"tokens": tokens, "weight_T": np.array(weights, dtype=np.float32)}
+    own["span"] = AnswerSpan(*span) if isinstance(span, tuple) else span
     return DumpRow(
-        **{**nothing, "update": 0, "truncated": False, "methods": {}, "labels": {}, **defaults, **values},
-        tokens=tokens,
-        weight_T=np.array(weights, dtype=np.float32),
-        span=AnswerSpan(*span) if isinstance(span, tuple) else span,
+        **{**nothing, "update": 0, "truncated": False, "methods": {}, "labels": {}, **defaults, **values, **own}
     )

@@ -175,7 +175,7 @@ class GenerationDump(TrainerCallback):
             "ground_truth": [_ground_truth(row) for row in inputs],
             "reward": rewards,
             "outcome": [outcome_of(reward) for reward in rewards],
-            "labels": [tolerant("turn_rewards", self._turn_rewards_label, row) or {} for row in inputs],
+            "labels": [tolerant(self._turn_rewards_label, row) or {} for row in inputs],
         }
 
     def _turn_rewards_label(self, row: Mapping[str, Any]) -> dict[str, list[Any]]:
@@ -312,4 +312,4 @@ def _ground_truth(row: Mapping[str, Any]) -> str | None:
     if isinstance(row.get("reward_model"), Mapping):
         values.append(row["reward_model"].get("ground_truth"))
     truth = next((value for value in values if value is not None), None)
-    return None if truth is None else tolerant("ground_truth", str, truth)
+    return None if truth is None else tolerant(str, truth)

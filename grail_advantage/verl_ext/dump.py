@@ -170,19 +170,18 @@ def _with_facts(weighed: Weighed, fetched: TensorDict, one_reward_a_turn: bool) 
     numbers = [_entry(entry, "index") for entry in infos]
     turns = [len(runs(written)) if one_reward_a_turn else 0 for written in r.written.numpy()]
     facts = {
-        "ground_truth": [None if truth is None else tolerant("ground_truth", str, truth) for truth in truths],
+        "ground_truth": [None if truth is None else tolerant(str, truth) for truth in truths],
         "reward": rewards,
         "outcome": [
-            outcome_of(reward if verdict is None else tolerant("acc", float, verdict))
+            outcome_of(reward if verdict is None else tolerant(float, verdict))
             for reward, verdict in zip(rewards, verdicts, strict=True)
         ],
         "id": [
-            None if any(part is None for part in of_row) else tolerant("id", "{0[0]}/{0[1]}".format, of_row)
+            None if any(part is None for part in of_row) else tolerant("{0[0]}/{0[1]}".format, of_row)
             for of_row in zip(sources, numbers, strict=True)
         ],
         "labels": [
-            tolerant("turn_rewards", partial(turn_rewards_label, method=method, before=before, turns=of_row), entry)
-            or {}
+            tolerant(partial(turn_rewards_label, method=method, before=before, turns=of_row), entry) or {}
             for entry, before, of_row in zip(extra, r.turns_before, turns, strict=True)
         ],
     }

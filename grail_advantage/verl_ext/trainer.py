@@ -139,9 +139,7 @@ class TokenWeightTrainer:
                     f"{settings['data.train_files']} lacks; its columns are {', '.join(sorted(known))}"
                 )
         if settings.dump is not None:
-            self._dump = UpdateDump(
-                settings, self.tokenizer, updates=self.parameter_sync_step, steps=self.total_training_steps
-            )
+            self._dump = UpdateDump(settings, self.tokenizer, updates=self.parameter_sync_step)
 
     # --------------------------------------------------------------------------------------------------------- verl's stages
 

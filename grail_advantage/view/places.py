@@ -114,7 +114,7 @@ def _of_folder(folder: Path) -> Places:
     if whole.parent.parent.name == CHECKPOINTS:  # beside the log, where the front page's command has it
         dumps.append(logs[-1].with_suffix("") / TOKENS)
     filled = (path for path in dumps if path.is_dir() and [entry.name for entry in _entries(path)] != [LOCK])
-    tokens = next(filled, folder if read_dump(folder).files else None)
+    tokens = next(filled, folder if _is_dump(folder) else None)
     texts = [] if tokens else [path for path in (folder, *_entries(folder)) if _is_texts(path)]
     # Of the figures that this project writes beside TRL's, TRL's state has no others.
     curves = known[:1] + [path for path in known[1:] if path.name != STATE]
@@ -124,6 +124,11 @@ def _of_folder(folder: Path) -> Places:
         if len(of_kind) > 1
     ]
     return Places(folder, next(iter(known), None), tokens, next(iter(texts), None), tuple(taken))
+
+
+def _is_dump(folder: Path) -> bool:
+    dump = read_dump(folder)
+    return bool(dump.files or dump.receipts())
 
 
 def _is_texts(folder: Path) -> bool:

@@ -16,7 +16,7 @@ from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.v1 import PPOTrainerSync, trainer_base
 from verl.utils.tensordict_utils import get_tensordict
 
-from grail_advantage.dump import StepDump
+from grail_advantage.dump import DumpOptions, StepDump
 from grail_advantage.methods.policy import HighEntropy, Surprisal
 from grail_advantage.rules import Obstacle
 from grail_advantage.verl_ext.rules import Skipping, choose_skipping
@@ -120,7 +120,9 @@ class TestOldLogProbs:
     ) -> None:
         step = _zero_advantage_step(monkeypatch, AUTO)
         step.trainer.global_steps = 1
-        dump = StepDump(tmp_path, step.trainer.tokenizer, every=every, rows=None, updates=1, model="", temperature=1.0)
+        dump = StepDump(
+            DumpOptions(folder=tmp_path, every=every), step.trainer.tokenizer, updates=1, model="", temperature=1.0
+        )
         step.trainer._dump = SimpleNamespace(steps=dump, write=lambda *_, **__: None)
         step.run()
         assert [len(keys) for keys in step.forwards] == [count]
