@@ -26,7 +26,6 @@ from grail_advantage.dump import (
     RECEIVED_SCHEMA,
     SCHEMA,
     DumpHeader,
-    ReceivedHeader,
     write_received,
     write_step,
 )
@@ -69,7 +68,7 @@ def made_up(step: int, rows: int, tokens: int) -> dict[str, pa.Table]:
     }
     received = {"key": columns["key"], "updates": [[0]] * rows, "received": floats()}
     received |= {"clipped": lists(np.zeros(rows * tokens, dtype=np.float32)), "by_update": lists(floats(), 1)}
-    received |= {"clipped_by_update": lists(floats(), 1)}
+    received |= {"clipped_by_update": lists(floats(), 1), "effect": floats()}
     tables = {"step": (columns, pa.schema(list(SCHEMA)[2:])), "received": (received, RECEIVED_SCHEMA)}
     return {
         name: pa.table([pa.array(own[field.name]).cast(field.type) for field in schema], schema=schema)
@@ -79,7 +78,8 @@ def made_up(step: int, rows: int, tokens: int) -> dict[str, pa.Table]:
 
 def written(folder: Path, step: int, tables: Mapping[str, pa.Table]) -> None:
     write_step(folder, DumpHeader(step=step, method="grail"), tables["step"])
-    write_received(folder, ReceivedHeader(step=step), tables["received"])
+    header = {"step": step, "update": 0, "loss": "", "findings": [], "updates": 1, "tokens": 0}
+    write_received(folder, header, tables["received"])
 
 
 def plainly(folder: Path, tables: Mapping[str, pa.Table]) -> None:

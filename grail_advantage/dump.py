@@ -132,7 +132,7 @@ def write_received(folder: Path, header: Mapping[str, Any], table: pa.Table) -> 
 def _write(folder: Path, kind: str, header: Mapping[str, Any], table: pa.Table, tokens: str) -> Path:
     counts = pc.list_value_length(table[tokens])
     for name in [name for name in _PER_TOKEN if name in table.column_names]:
-        if not pc.all(pc.equal(pc.list_value_length(table[name]), counts)).as_py():
+        if pc.all(pc.equal(pc.list_value_length(table[name]), counts)).as_py() is False:  # null: there are none
             raise ValueError(f"a response has more or fewer values of {name} than tokens")
     record = {_KEYS[kind]: json.dumps({"schema_version": VERSION, **header})}
     path = _path(folder, kind, header["step"], header.get("update", 0))
@@ -167,7 +167,7 @@ def remove_steps(folder: Path, first: int) -> list[Path]:
 
 class DumpRow(SimpleNamespace):
     """One response: its columns by name, those with a number a token as arrays (``weight_T``, ``by_update_KT``, K
-    optimiser steps), ``span`` as an ``AnswerSpan``, ``methods`` as such rows by name; ``None`` where null or not read."""
+    optimiser steps), ``span`` as an ``AnswerSpan``, ``methods`` as such rows by name; ``None``: null, or not read."""
 
     def __len__(self) -> int:
         return len(self.mask_T)

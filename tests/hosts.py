@@ -162,7 +162,8 @@ def plain_table(
     def host(responses: Rollouts) -> PlainHost:
         return PlainHost(tiny_model(), responses, temperature=TEMPERATURE, tokens=tokens)
 
-    known = host(replace(rollouts, columns=host(rollouts).columns([OLD_LOG_PROBS, ENTROPY]), step=step))
+    columns = {**rollouts.columns, **host(rollouts).columns([OLD_LOG_PROBS, ENTROPY])}
+    known = host(replace(rollouts, columns=columns, step=step))
     records = {name: weigh(known, other, None) for name, other in (others or {}).items()}
     texts = TokenTexts(rollouts.tokenizer)
     return weigh(known, signal, None).table(texts, records)

@@ -78,7 +78,7 @@ def row_html(row: DumpRow) -> TokenHtml:
     """A dump's response by its weights, or by its advantages where the method gives these. What does not train has no colour.
 
     Args:
-        row: from :func:`grail_advantage.dump.store.read_dump`.
+        row: from :func:`grail_advantage.dump.read_dump`.
     """
     name, value_T = shown_values(row)
     scale: Literal["weight", "signed"] = "weight" if name == "weight" else "signed"

@@ -15,7 +15,7 @@ from verl.trainer.ppo.v1 import trainer_base
 from verl.utils.tensordict_utils import get_non_tensor_data
 
 from grail_advantage import Method
-from grail_advantage.data import ENTROPY, OLD_LOG_PROBS, Row
+from grail_advantage.data import ENTROPY, OLD_LOG_PROBS, ROLLOUT_LOG_PROBS, Row
 from grail_advantage.model.hugging_face import HuggingFaceModel
 from grail_advantage.model.interface import saliency_step
 from grail_advantage.verl_ext.dump import UpdateDump
@@ -25,6 +25,7 @@ from tests.core.tiny_models import char_tokenizer, encode, tiny_model
 from tests.verl_ext.one_step import Store, make_trainer
 
 KEYS = [f"{row // hosts.GROUP_SIZE}_{row % hosts.GROUP_SIZE}_0" for row in range(hosts.COUNT)]
+SAMPLED = -0.25  # log-probability of every token by the engine that sampled it
 ALONE = "algorithm.token_weights.share_forward=false"
 
 
@@ -91,7 +92,7 @@ def dumped(
             "responses": torch.tensor(said.ids),
             "response_mask": written * (row != rejected),
             "loss_mask": written,
-            "rollout_log_probs": torch.zeros(count),
+            "rollout_log_probs": torch.full((count,), SAMPLED),
             "rm_scores": torch.zeros(count).index_fill(0, torch.tensor([count - 1]), said.reward),
             "extra_fields": {"tool_rewards": list(said.tool_rewards)},
         }
@@ -112,7 +113,8 @@ def expected(signal: Method, rejected: int | None = None) -> pa.Table:
     mask = rollouts.mask.clone()
     if rejected is not None:
         mask[rejected] = False
-    rollouts = replace(rollouts, mask=mask, facts={**rollouts.facts, "labels": labels})
+    columns = {ROLLOUT_LOG_PROBS: torch.full(mask.shape, SAMPLED)}
+    rollouts = replace(rollouts, mask=mask, columns=columns, facts={**rollouts.facts, "labels": labels})
     return hosts.plain_table(signal, rollouts, step=1)
 
 

@@ -171,7 +171,7 @@ class TestRun:
         assert facts[1:] == [(None, outcome, None) for outcome in ("wrong", "wrong", "right")]
         header = read_dump(tmp_path).files[0].header
         assert (header.step, header.method, header.temperature) == (1, "grail", 1.0)
-        assert (header.rows_in_step, header.special_tokens) == (6, {END_ID: "<end>"})
+        assert (header.rows_in_step, header.special_tokens[END_ID]) == (6, "<end>")
         assert header.options["preset"] == "official"
         json.dumps(header.options, allow_nan=False)
 
