@@ -134,9 +134,9 @@ def _write(folder: Path, kind: str, header: Mapping[str, Any], table: pa.Table, 
     for name in [name for name in _PER_TOKEN if name in table.column_names]:
         if pc.all(pc.equal(pc.list_value_length(table[name]), counts)).as_py() is False:  # null: there are none
             raise ValueError(f"a response has more or fewer values of {name} than tokens")
-    record = {_KEYS[kind]: json.dumps({"schema_version": VERSION, **header})}
+    table = table.replace_schema_metadata({_KEYS[kind]: json.dumps({"schema_version": VERSION, **header})})
     path = _path(folder, kind, header["step"], header.get("update", 0))
-    pq.write_table(table.replace_schema_metadata(record), content := io.BytesIO(), compression="zstd")
+    pq.write_table(table, content := io.BytesIO(), compression="zstd", use_dictionary=False)
     write_whole(path, content.getvalue())
     return path
 
