@@ -126,7 +126,7 @@ def test_what_arrives_is_what_was_intended(
         if skips:
             patch.setattr(TokenWeightTrainer, "_skipping", Skipping(skip_update=True))
         step, rows = update(patch, tmp_path, signal=chosen)
-    assert not [finding for header in read_dump(tmp_path).receipts() for finding in header.findings]
+    assert not [finding for header in read_dump(tmp_path).receipts() for finding in header["findings"]]
     assert step.metrics["receipt/findings"] == 0 and step.metrics["receipt/clipped"] == 0
     assert step.metrics["token_dump/failed_files"] == 0
     assert len(rows) == len(ROWS)
@@ -141,7 +141,7 @@ def test_what_arrives_is_what_was_intended(
             assert row.updates.tolist() == [0]
             assert row.received_T == pytest.approx(row.advantage_T, rel=1e-4, abs=1e-6)
     assert left_out == (1 if skips else 0)
-    assert [header.loss for header in read_dump(tmp_path).receipts()] == ["vanilla"]
+    assert [header["loss"] for header in read_dump(tmp_path).receipts()] == ["vanilla"]
 
 
 def test_ratios_and_epochs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,7 +164,7 @@ def test_a_fault_is_found(
     """A loss that is a quarter of what it should be, and first ratios that are not 1."""
     step, _ = update(monkeypatch, tmp_path, **workers)
     (header,) = read_dump(tmp_path).receipts()
-    (finding,) = header.findings
+    (finding,) = header["findings"]
     assert finding["name"] == name and step.metrics["receipt/findings"] == 1
     assert finding["examples"][0][0] in {key for key, *_ in ROWS}
 

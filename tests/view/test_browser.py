@@ -207,6 +207,7 @@ def test_numbers_of_what_was_received(tmp_path: Path, opened: Open) -> None:
         "clipped": [np.float32([0, 0.5, 0.5]), left_out],
         "by_update": [list(epochs), []],
         "clipped_by_update": [[[0.0, 0.0, 0.0], [0.0, 1.0, 1.0]], []],
+        "effect": [None, None],
     }
     pair = [dump_row([1.0, 2.0, 5.0], key=key, row=row) for row, key in enumerate(received["key"])]
     write_step(tmp_path / "tokens", DumpHeader(step=1, method="grail"), table_of(pair))

@@ -105,7 +105,7 @@ def test_hostile_findings_are_text(tmp_path: Path, opened: Open) -> None:
     ]
     write_step(tmp_path / "tokens", DumpHeader(step=1, method="grail"), table_of([text_row(["ok"])]))
     values = {"key": ["a_0_0"], "updates": [[0]], "received": [[0.5]], "clipped": [[0.0]], "by_update": [[[0.5]]]}
-    values["clipped_by_update"] = [[[0.0]]]
+    values |= {"clipped_by_update": [[[0.0]]], "effect": [None]}
     header = received_header(1, loss="vanilla", findings=findings, updates=1, tokens=1)
     write_received(tmp_path / "tokens", header, pa.table(values, schema=RECEIVED_SCHEMA))
     page = opened(write_report(tmp_path))

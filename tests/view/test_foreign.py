@@ -57,7 +57,7 @@ def run_of(folder: Path) -> Path:
         write_step(folder / "tokens", DumpHeader(step=step, method="grail"), table_of([dump_row([1.0], step=step)]))
         one = [[0.5]]
         columns = {"key": ["a_0_0"], "updates": [[0]], "received": one, "clipped": one, "by_update": [one]}
-        columns["clipped_by_update"] = [one]
+        columns |= {"clipped_by_update": [one], "effect": [None]}
         received = pa.table(columns, schema=RECEIVED_SCHEMA)
         write_received(folder / "tokens", received_header(step, updates=1, tokens=1, loss="vanilla"), received)
     lines = [{"step": step, "data": {"critic/score/mean": 0.5}} for step in (1, 2)]
@@ -304,7 +304,7 @@ def test_a_text_wherever_one_is_printed(tmp_path: Path, text: str) -> None:
     }
     one = [[0.5, 0.5]]
     columns = {"key": [kept], "updates": [[0]], "received": one, "clipped": one, "by_update": [one]}
-    columns["clipped_by_update"] = [one]
+    columns |= {"clipped_by_update": [one], "effect": [None]}
     received = received_header(1, loss=kept, findings=[finding | {"mismatch": True}], updates=1, tokens=2)
     write_received(run / "tokens", received, pa.table(columns, schema=RECEIVED_SCHEMA))
     names = {kept: 1.0, f"val-core/{kept}/acc/mean@1": 0.5, f"{kept}/average_weight": 1.0}
