@@ -11,7 +11,6 @@ import tempfile
 import unicodedata
 from collections.abc import Callable, Iterator
 from contextlib import redirect_stderr, redirect_stdout
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,7 @@ from grail_advantage.receipt.foreign import read_json, say, visible
 from grail_advantage.view import receipt
 from recipe.evaluate.__main__ import main as evaluate
 from tests.core.common import some
-from tests.dumps import dump_row, received_header, table_of
+from tests.dumps import changed, dump_row, received_header, table_of
 from tests.recipe.test_evaluate import HAND_CASE, make_run
 
 SECONDS = 30
@@ -286,7 +285,7 @@ def test_a_text_wherever_one_is_printed(tmp_path: Path, text: str) -> None:
     kept = text.encode("utf-8", "replace").decode()
     run = tmp_path / f"run {text}"
     row = dump_row([1.0, 2.0], tokens=[kept, "b"], step=1)
-    row = replace(
+    row = changed(
         row,
         **dict.fromkeys(("key", "id", "prompt", "response", "ground_truth", "outcome", "answer", "no_scores"), kept),
     )
