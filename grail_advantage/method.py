@@ -125,18 +125,20 @@ class Method(BaseModel):
     span: Literal["first", "last"] = option("last", "which complete answer of a response counts")
     normalize_mass: bool = option(False, "whether a response's weighed tokens have weights that sum to their number")
     mask_truncated: bool = option(True, "whether a response that hit the length limit gets advantage 0")
+    control: Literal["none", "shuffled"] = option(
+        "none",
+        "shuffled: the same weights, on other scored tokens of the same response; a gain that stays is no credit",
+    )
 
     def __init__(self, /, **options: Any) -> None:
         try:
             super().__init__(**self.completed({name: value for name, value in options.items() if value is not None}))
         except ValidationError as error:
             raise ValueError(message_of(error, self.section, type(self))) from None
-        if self.gives == "advantages" and (self.gate, self.statistics, self.normalize_mass) != (
-            "all",
-            "response",
-            False,
-        ):
-            raise ValueError(f"{self.section}: gate, statistics and normalize_mass are for weights; leave them out")
+        of_weights = (self.gate, self.statistics, self.normalize_mass, self.control)
+        if self.gives == "advantages" and of_weights != ("all", "response", False, "none"):
+            names = "gate, statistics, normalize_mass and control"
+            raise ValueError(f"{self.section}: {names} are for weights; leave them out")
         if self.whole_batch and self.gate != "all":
             raise ValueError(
                 f"{self.section}.gate={self.gate!r}: the tokens of the whole batch are compared; leave it out"

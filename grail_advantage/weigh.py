@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -123,6 +124,8 @@ def _weights(method: Method, r: Rollouts, selected: Tensor, scores: Tensor) -> W
             raise ValueError(f"{method.name}: a weight below 0 would flip the advantage; clip the weights in weights()")
         scored = scored & _finite(mapped.values, by_score)[:, None]
     by_score, sharing = scored & by_score, read  # sharing: the tokens that share the sum of their response's weights
+    if method.control == "shuffled":
+        mapped = mapped._replace(values=_shuffled(mapped.values, by_score, r))
     w = torch.where(by_score, mapped.values, none)
     if answer is not None:
         outside = r.answered & ~method.inside_gate(r) & (r.advantages != 0)
@@ -141,6 +144,18 @@ def _weights(method: Method, r: Rollouts, selected: Tensor, scores: Tensor) -> W
     a = torch.where(r.mask, w * r.advantages.float()[:, None], 0.0)
     low, high = by_score & (mapped.values <= mapped.lowest), by_score & (mapped.values >= mapped.highest)
     return Weighed(method, r, selected, selected & ~scored[:, 0], scores, w, a, by_score, low, high)
+
+
+def _shuffled(values: Tensor, among: Tensor, r: Rollouts) -> Tensor:
+    """Values (B, T) with those of each response's tokens among bool (B, T) in another order: by a hash of the step and
+    the response's key, so that neither the batch nor the process that holds the response changes it."""
+    moved = values.clone()
+    for index, key in enumerate(r.keys):
+        seed = hashlib.sha256(f"{r.step} {key}".encode(errors="surrogatepass")).digest()[:7]
+        tokens = among[index].nonzero().flatten()
+        order = torch.randperm(len(tokens), generator=torch.Generator().manual_seed(int.from_bytes(seed)))
+        moved[index, tokens] = values[index, tokens[order]]
+    return moved
 
 
 def _advantages(method: Method, r: Rollouts, selected: Tensor, scores: Tensor) -> Weighed:

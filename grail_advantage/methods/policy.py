@@ -35,6 +35,10 @@ class Uniform(Method):
 
     formula, source = "1", "the baseline"
 
+    def check(self) -> None:
+        if self.control != "none":
+            raise ValueError(f"uniform.control={self.control}: equal weights have no control; leave it out")
+
     def select(self, r: Rollouts) -> Tensor:
         return torch.zeros_like(r.valid)
 

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import Literal
@@ -29,7 +28,7 @@ class Pattern(Method):
 
     The expression is matched in the decoded response. A token is inside where it has a byte of what matches; its score
     is then 1, else 0. A response on which the expression takes more than a second has weight 1. Put it beside
-    ``control=true``."""
+    ``control=shuffled``."""
 
     formula = (
         "inside (1) on the tokens that match, outside (0) on the others; elsewhere (0) in responses outside the gate"
@@ -45,10 +44,6 @@ class Pattern(Method):
     outside: float = option(0.0, "weight of the others", ge=0)
     gate: Gate = option("correct", "responses that get weights")
     elsewhere: Literal[0, 1] = option(0, "weight of the responses outside the gate")
-    control: bool = option(
-        False,
-        "whether as many tokens at random places count in place of those that match; drawn by the content",
-    )
 
     def check(self) -> None:
         self._compiled()
@@ -68,10 +63,7 @@ class Pattern(Method):
             if inside is None:
                 scores[index] = torch.nan
                 continue
-            inside &= mask
-            if self.control:
-                inside = at_random(int(inside.sum()), mask, tokens)
-            scores[index] = torch.from_numpy(inside).float()
+            scores[index] = torch.from_numpy(inside & mask).float()
         return scores
 
     def weights(self, scores: Tensor, among: Tensor, r: Rollouts) -> Weights:
@@ -94,14 +86,6 @@ def matched(texts: Sequence[str], have_bytes: np.ndarray, expression: regex.Patt
     lengths, starts = np.array([len(piece) for piece in texts], dtype=np.int64), starts_of(texts)
     before = np.concatenate([[0], np.cumsum(inside)])
     return have_bytes & (before[starts + np.maximum(lengths, 1)] > before[starts])
-
-
-def at_random(count: int, mask: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-    """bool (T,): that many tokens of the mask, the same for the same tokens."""
-    seed = int.from_bytes(hashlib.sha256(tokens[mask].astype("<i8").tobytes()).digest()[:8])
-    chosen: np.ndarray = np.zeros(len(mask), dtype=bool)
-    chosen[np.random.default_rng(seed).choice(np.flatnonzero(mask), count, replace=False)] = True
-    return chosen
 
 
 State = tuple[int, str]

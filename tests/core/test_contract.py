@@ -151,6 +151,29 @@ def test_order_empty_responses_padding_and_shares_change_nothing(name: str) -> N
         assert run(name, nothing).metrics == {}
 
 
+@every
+def test_the_shuffled_control_has_the_same_weights_on_other_tokens(name: str) -> None:
+    """Of each response; by the step and its key alone. Where every weight is 1, or none is by a score, it is refused."""
+    if name == "uniform" or methods()[name].gives == "advantages":
+        with pytest.raises(ValueError, match="control"):
+            method_of(name, control="shuffled")
+        return
+    of, options = case(12, tokens=16, gap=True), {"gate": "all"} if name == "grail" else {}
+    own, control = run(name, of, **options), run(name, of, **options, control="shuffled")
+    moved = torch.where(own.by_score, own.weights, -1.0).sort(dim=1).values
+    torch.testing.assert_close(torch.where(own.by_score, control.weights, -1.0).sort(dim=1).values, moved)
+    assert torch.equal(control.by_score, own.by_score)
+    torch.testing.assert_close(control.weights[~own.by_score], own.weights[~own.by_score])
+    torch.testing.assert_close(control.scores, own.scores, equal_nan=True)
+    if name in ("polarity", "rlsd"):  # one weight on all tokens of each of these responses
+        return
+    assert not torch.equal(control.weights, own.weights)
+    later = run(name, (replace(of[0], step=of[0].step + 1), of[1]), **options, control="shuffled")
+    assert not torch.equal(control.weights, later.weights)
+    order = torch.randperm(12, generator=torch.Generator().manual_seed(1)).tolist()
+    same(run(name, part(of, order), **options, control="shuffled"), control, order)
+
+
 @weighing
 def test_the_mass_is_restored(name: str) -> None:
     of = case(12, gap=True)

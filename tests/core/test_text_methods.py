@@ -68,18 +68,6 @@ def test_what_matches_is_inside() -> None:
         close(weights, [[values[sign] for sign in picture] for picture in pictures])
 
 
-def test_the_control_takes_as_many_tokens_at_random_places_of_the_row() -> None:
-    rows = [Said(1.0, f"{a}+{b}={a + b}, so it is {a + b} and no more.") for a in range(10) for b in range(10, 13)]
-    kept = [[index % 7 != 3 for index in range(len(row.text))] for row in rows]
-    r = batch_of(rows, trained=kept)
-    real, control = weighed(Pattern(), r).weights, weighed(Pattern(control=True), r).weights
-    assert torch.equal(real.sum(dim=1), control.sum(dim=1)) and set(control.unique().tolist()) == {0.0, 1.0}
-    assert len(set(control.nonzero()[:, 1].tolist())) > 15, "anywhere in the response"
-    # The same tokens are drawn alike wherever they are in a batch.
-    alone = weighed(Pattern(control=True), batch_of(rows[4:5], trained=kept[4:5])).weights
-    assert torch.equal(alone[0], control[4, : alone.shape[1]])
-
-
 def test_an_expression_that_takes_too_long_leaves_the_row_as_it_is() -> None:
     w = weighed(Pattern(expression="(a|aa)+$"), batch_of([Said(1.0, "a" * 60 + "b"), Said(1.0, "baa")]))
     assert w.failed.tolist() == [True, False]
