@@ -33,7 +33,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from grail_advantage import __version__
 from grail_advantage.answers.span import AnswerSpan
@@ -42,6 +42,8 @@ from grail_advantage.receipt import Receipt
 from grail_advantage.receipt.report import record_of
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from grail_advantage.data import Weighed
 
 logger = logging.getLogger(__name__)
@@ -302,6 +304,13 @@ class DumpOptions(BaseModel):
     every: int = Field(1, ge=1)  # steps from one dump to the next
     responses: int | None = Field(64, ge=1)  # most responses of a step; ``None`` for all
     received: bool = True  # whether what their tokens receive in the updates is written as well
+    effect_every: int = Field(0, ge=0)  # steps between measurements of the update's effect, a forward each; 0: none
+
+    @model_validator(mode="after")
+    def _effect_needs_received(self) -> DumpOptions:
+        if self.effect_every and not self.received:
+            raise ValueError("effect_every is written with what tokens receive; leave received=true")
+        return self
 
 
 def choose_rows(groups: Sequence[int], valid: Sequence[bool], limit: int | None, seed: Sequence[int]) -> list[int]:
@@ -349,7 +358,7 @@ class StepDump(Unstopped):
 
     def __init__(self, options: DumpOptions, tokenizer: Any, *, updates: int, model: str, temperature: float) -> None:
         super().__init__(options.folder)
-        self._every = options.every
+        self._every, self._effect_every = options.every, options.effect_every
         self._limit = None if options.responses is None else max(1, options.responses // updates)
         self._facts = {"model": as_utf8(model), "temperature": temperature}
         self._texts = TokenTexts(tokenizer)
@@ -358,6 +367,10 @@ class StepDump(Unstopped):
     def writes(self, step: int) -> bool:
         """Whether responses of this training step are written."""
         return step % self._every == 0
+
+    def measures(self, step: int) -> bool:
+        """Whether the effect of this step's update on the responses that are written is measured."""
+        return bool(self._effect_every) and step % self._effect_every == 0 and self.writes(step)
 
     def choose(self, step: int, update: int, groups: Sequence[int], valid: Sequence[bool]) -> list[int]:
         """The responses to write of an update. The first call removes an earlier run's files of its step and later."""
@@ -375,11 +388,19 @@ class StepDump(Unstopped):
             self._in_time(lambda: write_step(self.path, header, table))
 
     def write_received(
-        self, step: int, update: int, receipt: Receipt, loss: str, keys: Sequence[str], lengths: Sequence[int]
+        self,
+        step: int,
+        update: int,
+        receipt: Receipt,
+        loss: str,
+        keys: Sequence[str],
+        lengths: Sequence[int],
+        effect: Tensor | None = None,
     ) -> None:
-        """Write the receipt of responses that are written, with the loss's name, their keys and numbers of tokens."""
+        """Write the receipt of responses that are written, with the loss's name, their keys and numbers of tokens, and
+        the effect of the update, float (B, T), where it was measured."""
         with self.attempt():
-            header, table = record_of(receipt, loss, step, update), received_table(receipt, keys, lengths)
+            header, table = record_of(receipt, loss, step, update), received_table(receipt, keys, lengths, effect)
             self._in_time(lambda: write_received(self.path, header, table))
 
     def _in_time(self, write: Callable[[], Any]) -> None:
@@ -400,16 +421,17 @@ def header_of(weighed: Weighed, texts: TokenTexts, **facts: Any) -> DumpHeader:
     return DumpHeader(written_by=f"grail_advantage {__version__}", **facts)
 
 
-def received_table(receipt: Receipt, keys: Sequence[str], lengths: Sequence[int]) -> pa.Table:
+def received_table(
+    receipt: Receipt, keys: Sequence[str], lengths: Sequence[int], effect: Tensor | None = None
+) -> pa.Table:
     """A receipt's responses, with their keys and numbers of tokens, as :func:`write_received` takes them."""
     rows = []
     for place, (key, length) in enumerate(zip(keys, lengths, strict=True)):
         by_update, clipped = (of[:, place, :length].float() for of in (receipt.received_UBT, receipt.clipped_UBT))
         there = by_update.isfinite().any(dim=1)
         row = {"key": as_utf8(key), "updates": there.nonzero().flatten().numpy()}
-        row |= {
-            name: getattr(receipt, f"{name}_BT")[place, :length].float().numpy() for name in ("received", "clipped")
-        }
+        values = {"received": receipt.received_BT, "clipped": receipt.clipped_BT, "effect": effect}
+        row |= {name: of[place, :length].float().numpy() for name, of in values.items() if of is not None}
         rows.append(
             {**row, "by_update": list(by_update[there].numpy()), "clipped_by_update": list(clipped[there].numpy())}
         )

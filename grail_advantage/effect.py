@@ -1,0 +1,60 @@
+"""Does credit reach the policy? The *effect* of an update on a token is the change of its log-probability, in nats at the
+sampling temperature: that of the policy after the update less that before it, both by the same forward. A token weight
+is meant for its token, but tokens share parameters, so that an update may move a token against its advantage.
+
+Known cases: a single token with advantage A, a step of plain gradient descent of size eta on ``-A log p`` and a small
+eta: the effect is ``eta A |grad log p|^2``. The same token in the same place with advantages A and -A: 0. A token whose
+logits share no parameter with those of the update: 0."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from grail_advantage.data import Weighed
+
+EFFECT_METRICS = {
+    "moved_with_advantage_rate": "share of the tokens with `A_t != 0` whose log-probability moved in its direction",
+    "credit_change_correlation": "Spearman's, of `A_t` and change, each less its response's mean; where `A_t` varies",
+}
+"""Figures of a step whose effect is measured, over the responses that the token dump writes."""
+
+
+def effect_figures(w: Weighed, effect: Tensor) -> dict[str, float]:
+    """The figures of :data:`EFFECT_METRICS`, without those that no token has.
+
+    Args:
+        w: responses that were trained on.
+        effect: float (B, T), read on the tokens that train.
+    """
+    known = w.rollouts.mask & effect.isfinite()
+    credited = known & (w.advantages != 0)
+    figures = {}
+    if credited.any():
+        with_it = (effect.sign() == w.advantages.sign()) & credited
+        figures["moved_with_advantage_rate"] = int(with_it.sum()) / int(credited.sum())
+    credit, change = (_less_mean(values.double(), known) for values in (w.advantages, effect))
+    varies = known & (torch.where(known, credit.abs(), 0.0).amax(dim=1, keepdim=True) > 1e-6)
+    correlation = rank_correlation(credit[varies].numpy(), change[varies].numpy())
+    return figures | ({} if math.isnan(correlation) else {"credit_change_correlation": correlation})
+
+
+def _less_mean(values: Tensor, mask: Tensor) -> Tensor:
+    kept = torch.where(mask, values, 0.0)
+    return kept - kept.sum(dim=1, keepdim=True) / mask.sum(dim=1, keepdim=True).clamp(min=1)
+
+
+def rank_correlation(x: np.ndarray, y: np.ndarray) -> float:
+    """Spearman's of values (N,), equal ones sharing their mean rank; NaN where one of the two does not vary."""
+    ranks = []
+    for values in (x, y):
+        _, place, count = np.unique(values, return_inverse=True, return_counts=True)
+        ranks.append((np.cumsum(count) - (count - 1) / 2)[place])
+    if any(np.ptp(of) == 0 if len(of) else True for of in ranks):
+        return math.nan
+    return float(np.corrcoef(*ranks)[0, 1])
