@@ -6,10 +6,9 @@ import json
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from datasets import Dataset
@@ -21,20 +20,17 @@ from grail_advantage.trl_ext import TokenWeightGRPOTrainer
 from tests.core.tiny_models import CHARACTERS, tiny_model
 from tests.trl_ext import scripted
 
-LETTERS = ["\n", *CHARACTERS]
-SPECIAL = ["<pad>", "<|im_start|>", "<|im_end|>"]
-END = SPECIAL[-1]
+PAD, START, END = "<pad>", "<|im_start|>", "<|im_end|>"
+PIECES = [*({" ": "Ġ", "\n": "Ċ"}.get(letter, letter) for letter in ["\n", *CHARACTERS]), PAD, START, END]
 
 
 @cache
 def chat_tokenizer() -> PreTrainedTokenizerFast:
     """One token a character but for three special ones, with the chat template of Qwen3."""
-    spelling = [{" ": "Ġ", "\n": "Ċ"}.get(letter, letter) for letter in LETTERS]
-    vocabulary = {piece: index for index, piece in enumerate([*spelling, *SPECIAL])}
-    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    backend = Tokenizer(models.BPE(vocab={piece: index for index, piece in enumerate(PIECES)}, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
-    known = {"pad_token": SPECIAL[0], "eos_token": END, "additional_special_tokens": [SPECIAL[1]]}
+    known = {"pad_token": PAD, "eos_token": END, "additional_special_tokens": [START]}
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, **known)
     tokenizer.chat_template = qwen3_chat_template
     return tokenizer
@@ -46,14 +42,12 @@ def calls(*arguments: Any, name: str = "press", argument: str = "key") -> str:
     return "\n".join(f"<tool_call>\n{block}\n</tool_call>" for block in blocks)
 
 
-@dataclass(frozen=True)
-class Script:
-    """A response: its turns, and what TRL's reward functions and the calls of each turn are to be worth."""
+class Script(NamedTuple):
+    """A response: its turns, what TRL's reward functions give, and the reward of each turn's calls."""
 
     turns: list[str]
     outcome: float
     rewards: list[float]
-    """One a turn."""
 
     @property
     def tokens(self) -> list[list[int]]:
@@ -80,17 +74,13 @@ SCRIPTS = {
 }
 """By prompt."""
 RESPONSES = [script for scripts in SCRIPTS.values() for script in scripts]
-TEMPERATURE = scripted.TEMPERATURE
 
 
 def speaking_model(scripts: Mapping[str, Sequence[Script]] = SCRIPTS) -> Any:
     """A model that says what is written down for the conversation so far."""
     tokenizer = chat_tokenizer()
-    size, ends = (
-        len(LETTERS) + len(SPECIAL),
-        {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id},
-    )
-    model = tiny_model(vocab_size=size, max_position_embeddings=4096, layers=1, **ends)
+    ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    model = tiny_model(vocab_size=len(PIECES), max_position_embeddings=4096, layers=1, **ends)
 
     def generate(input_ids: torch.Tensor, attention_mask: torch.Tensor, **_: Any) -> torch.Tensor:
         seen: Counter = Counter()
@@ -104,25 +94,12 @@ def speaking_model(scripts: Mapping[str, Sequence[Script]] = SCRIPTS) -> Any:
             else:
                 script = scripts[prompt][seen[prompt] % scripted.GENERATIONS]
                 seen[prompt] += 1
-            said.append(torch.tensor(tokenizer.encode(script.turns[len(before)] + END)))
+            said.append(torch.tensor(script.tokens[len(before)]))
         padded = torch.nn.utils.rnn.pad_sequence(said, batch_first=True, padding_value=tokenizer.pad_token_id)
         return torch.cat([input_ids, padded], dim=1)
 
     model.generate = generate
     return model
-
-
-def press(key: str) -> str:
-    """
-    Press a key.
-
-    Args:
-        key: the key's letter.
-
-    Returns:
-        What happens.
-    """
-    return f"{key} is worth {KEYS[key]}"
 
 
 class Keypad:
@@ -186,13 +163,12 @@ def build(
     **options: Any,
 ) -> TokenWeightGRPOTrainer:
     """A trainer of the speaking model."""
-    trainer = trainer_class(
+    settings = {"max_completion_length": 600, "max_steps": 1, "loss_type": "dr_grpo", "max_grad_norm": 0.0, **options}
+    return trainer_class(
         model if model is not None else speaking_model(),
         reward,
-        scripted.config(folder, **{"max_completion_length": 600, "max_steps": 1, "loss_type": "dr_grpo"} | options),
+        scripted.config(folder, **settings),
         train_dataset=data if data is not None else prompts(),
         processing_class=chat_tokenizer(),
         **weights,
     )
-    trainer.args.max_grad_norm = 0.0
-    return trainer

@@ -3,94 +3,93 @@
 from __future__ import annotations
 
 import inspect
+from copy import copy
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import trl
-from datasets import Dataset
 from trl import GRPOConfig, GRPOTrainer
 
-from grail_advantage import Grail
-from grail_advantage.rules import Rule
-from grail_advantage.trl_ext.rules import (
-    AGAINST_SKIPPING,
-    OVERRIDDEN,
-    REFUSALS,
-    TESTED,
-    WARNINGS,
-    Arguments,
-    check_arguments,
-)
+from grail_advantage.rules import Rule, refuse
+from grail_advantage.trl_ext import rules
+from grail_advantage.trl_ext.rules import AGAINST_SKIPPING, OVERRIDDEN, REFUSALS, Settings
 from grail_advantage.view.analysis.specs import parse_method
 from recipe.marked_text import marked
 from scripts import docs_pages
-from tests.core.tiny_models import tiny_model
+from tests import documentation
 from tests.trl_ext import scripted
 from tests.trl_ext.scripted import build
 
 OPTIONS = {*inspect.signature(GRPOConfig).parameters, *inspect.signature(GRPOTrainer).parameters}
-OF_TRAINER = ("tools", "rollout_func", "environment_factory", "processing_class", "train_dataset")
 
 
-def _arguments(folder: Path, example: dict[str, Any]) -> Arguments:
-    """On the settings alone: this machine cannot start all of them."""
-    changes = {"token_weights": "grail", "processes": 1, "train_dataset": scripted.prompts(), **example}
-    signal, processes = parse_method(changes.pop("token_weights")), changes.pop("processes")
-    given = {name: changes.pop(name) for name in OF_TRAINER if name in changes}
-    if isinstance(given["train_dataset"], dict):
-        given["train_dataset"] = Dataset.from_dict(given["train_dataset"])
-    config = scripted.config(folder)
-    for name, value in changes.items():
-        setattr(config, name, value)
-    return Arguments(signal, {"args": config, **given}, processes)
+def settings(folder: Path, example: dict[str, Any]) -> Settings:
+    """Of a trainer with these settings in place of its own: this machine cannot start all of them."""
+    trainer = build(folder)
+    args, method = copy(trainer.args), parse_method(example.get("token_weights", "grail"))
+    stand_in = SimpleNamespace(**{**vars(trainer), "args": args, "is_fsdp_enabled": "fsdp" in example})
+    processes = 2 if method.whole_groups else 1
+    stand_in.accelerator = SimpleNamespace(
+        num_processes=processes, state=trainer.accelerator.state, parallelism_config=None
+    )
+    for name, value in example.items():
+        if name == "train_dataset":
+            stand_in.train_dataset = SimpleNamespace(column_names=list(value))
+        else:
+            setattr(args if hasattr(args, name) else stand_in, name, value)
+    return Settings(stand_in, method)
 
 
-@pytest.mark.parametrize("rule", REFUSALS, ids=lambda rule: rule.id)
-def test_refused(tmp_path: Path, rule: Rule) -> None:
-    """By its option's name."""
-    arguments = _arguments(tmp_path, rule.example)
-    option = rule.option if isinstance(rule.option, str) else rule.option(arguments)
-    assert next(each for each in REFUSALS if each.when(arguments)) is rule and option in OPTIONS
-    if arguments.processes == 1:
-        with pytest.raises(ValueError, match=f"^{option}="):
-            check_arguments(arguments.given, arguments.signal, TESTED)
+@pytest.mark.parametrize("rule", [*REFUSALS, *AGAINST_SKIPPING], ids=lambda rule: rule.id)
+def test_a_setting_breaks_its_rule_alone(tmp_path: Path, rule: Rule) -> None:
+    """And is named by TRL's own option."""
+    for example, broken in ((rule.example, [rule]), ({}, [])):
+        given = settings(tmp_path, example)
+        assert [each for each in (*REFUSALS, *AGAINST_SKIPPING) if each.when(given)] == broken
+    given = settings(tmp_path, rule.example)
+    option = rule.option if isinstance(rule.option, str) else rule.option(given)
+    assert option in OPTIONS
+    with pytest.raises(ValueError, match=f"^{option}="):
+        refuse([rule], given)
 
 
-@pytest.mark.parametrize("rule", WARNINGS, ids=lambda rule: rule.id)
-def test_warned_of(tmp_path: Path, rule: Rule, caplog: pytest.LogCaptureFixture) -> None:
-    arguments, options = _arguments(tmp_path, rule.example), dict(rule.example)
-    build(tmp_path, weights={"token_weights": parse_method(options.pop("token_weights"))}, **options)
-    assert rule.warning(arguments) in caplog.messages
-
-
-@pytest.mark.parametrize("rule", AGAINST_SKIPPING, ids=lambda rule: rule.id)
-def test_leaving_out_is_refused_where_a_response_without_an_advantage_matters(tmp_path: Path, rule: Rule) -> None:
-    model = tiny_model()
-    model.save_pretrained(tmp_path / "model")  # where TRL looks for a reference model
-    model.config._name_or_path = str(tmp_path / "model")
-    build(tmp_path, model=model, **rule.example)
-    with pytest.raises(ValueError, match=f"^skip_zero_advantage=True .* {rule.option}="):
-        build(tmp_path, model=model, weights={"skip_zero_advantage": True}, **rule.example)
-
-
-def test_a_plain_run_breaks_no_rule(tmp_path: Path) -> None:
-    arguments = _arguments(tmp_path, {})
-    assert not [rule.id for rule in (*REFUSALS, *WARNINGS, *AGAINST_SKIPPING) if rule.when(arguments)]
+def test_rules_are_asked_of_a_trainer(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     build(tmp_path, weights={"skip_zero_advantage": True})
-    with pytest.raises(ValueError, match=r"^loss_type='luspo'"):
-        build(tmp_path, loss_type="luspo")
+    for options, weights in (
+        ({"loss_type": "luspo"}, {}),
+        ({"importance_sampling_level": "sequence"}, {}),
+        ({"entropy_coef": 0.01}, {"skip_zero_advantage": True}),
+    ):
+        with pytest.raises(ValueError, match=next(iter(options))):
+            build(tmp_path, weights=weights, **options)
+    assert not [record for record in caplog.records if "biases" in record.message]
+    fields = scripted.prompts(tool_rewards=[[], []])
+    build(tmp_path, data=fields, weights={"token_weights": "turn_rloo"}, loss_type="dapo")
+    build(tmp_path, data=fields, weights={"token_weights": "gtpo"}, loss_type="dr_grpo")
+    assert len([record for record in caplog.records if "biases" in record.message]) == 2
 
 
 def test_the_table_of_the_page_is_current() -> None:
     assert marked((docs_pages.ROOT / "docs/works_with.md").read_text(encoding="utf-8"), "trl") == docs_pages.trl()
 
 
+def test_published_settings_of_the_page_are_accepted(tmp_path: Path) -> None:
+    (text,) = documentation.snippets("trl.md")
+    names: dict[str, Any] = {"GRPOConfig": lambda _, **settings: scripted.config(tmp_path, **settings)}
+    exec(text, names)
+    config = names["config"]
+    given = settings(tmp_path, {name: getattr(config, name) for name in ("loss_type", "bf16", "top_entropy_quantile")})
+    refuse(REFUSALS, given)
+    assert config.generation_batch_size == 256 and config.num_iterations == 4
+
+
 RELIED_ON = {
     "_prepare_inputs": ["self._generate_and_score_completions("],
     "_generate_and_score_completions": [
         *('"prompt_ids": ', '"prompt_mask": ', '"completion_ids": ', '"completion_mask": ', '"advantages": '),
-        *('output["old_per_token_logps"]', "self._calculate_rewards("),
+        *('output["old_per_token_logps"]', 'output["sampling_per_token_logps"]', "self._calculate_rewards("),
     ],
     "_generate": ["return prompt_ids, completion_ids, tool_mask, completions"],
     "_tool_call_loop": ["= self._generate_single_turn(", "for idx in range(len(idxs_with_tool)):"],
@@ -113,16 +112,15 @@ def test_what_is_relied_on_is_there(name: str) -> None:
 
 
 def test_a_trl_without_an_overridden_method_is_refused_and_a_newer_one_is_warned_of(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    given = _arguments(tmp_path, {}).given
-    check_arguments(given, Grail(), trl.__version__)
+    rules.check_version(trl.__version__)
     assert not caplog.messages
-    check_arguments(given, Grail(), "99.0")
+    rules.check_version("99.0")
     assert "99.0" in caplog.text
     monkeypatch.delattr(GRPOTrainer, OVERRIDDEN[0])
     with pytest.raises(ValueError, match=OVERRIDDEN[0]):
-        check_arguments(given, Grail(), "99.0")
+        rules.check_version("99.0")
 
 
 def test_advantages_that_trl_makes_after_the_weights_are_refused(tmp_path: Path) -> None:

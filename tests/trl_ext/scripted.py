@@ -90,30 +90,27 @@ class ScriptedTokenWeights(Scripted, TokenWeightGRPOTrainer):
     pass
 
 
+class Stock(Scripted, GRPOTrainer):
+    """TRL's own trainer."""
+
+
+MICRO = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "steps_per_generation": 4}
+"""A generation batch of 8 responses in four micro-batches, for two updates."""
+
+
+def parameters(model: Any) -> torch.Tensor:
+    """All of a model's, flat."""
+    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+
+
 def config(folder: Path, **options: Any) -> GRPOConfig:
     """Settings of a small run on the CPU."""
-    settings = {
-        "output_dir": str(folder),
-        "num_generations": GENERATIONS,
-        "per_device_train_batch_size": 8,
-        "per_device_eval_batch_size": 8,
-        "gradient_accumulation_steps": 1,
-        "max_completion_length": 64,
-        "temperature": TEMPERATURE,
-        "scale_rewards": "none",
-        "beta": 0.0,
-        "learning_rate": 1e-2,
-        "lr_scheduler_type": "constant",
-        "optim": "sgd",
-        "use_cpu": True,
-        "bf16": False,
-        "gradient_checkpointing": False,
-        "shuffle_dataset": False,
-        "report_to": "none",
-        "save_strategy": "no",
-        "logging_steps": 1,
-        "disable_tqdm": True,
-    }
+    settings = {"output_dir": str(folder), "num_generations": GENERATIONS, "max_completion_length": 64}
+    settings |= {"per_device_train_batch_size": 8, "per_device_eval_batch_size": 8, "gradient_accumulation_steps": 1}
+    settings |= {"temperature": TEMPERATURE, "scale_rewards": "none", "beta": 0.0, "optim": "sgd"}
+    settings |= {"learning_rate": 1e-2, "lr_scheduler_type": "constant", "shuffle_dataset": False}
+    settings |= {"use_cpu": True, "bf16": False, "gradient_checkpointing": False}
+    settings |= {"report_to": "none", "save_strategy": "no", "logging_steps": 1, "disable_tqdm": True}
     return GRPOConfig(**(settings | options))
 
 
