@@ -18,26 +18,22 @@ from typing import Any
 
 import torch
 from accelerate.utils import broadcast_object_list, gather_object
-from filelock import FileLock, Timeout
 from torch import Tensor
 from torch.nn.functional import pad
 from transformers import TrainerCallback
 from trl import GRPOTrainer
 
 from grail_advantage.api import PlainHost
-from grail_advantage.data import DUMPED, Rollouts, Weighed, outcome_of
-from grail_advantage.dump.metrics_file import MetricsFile
-from grail_advantage.dump.options import METRICS_FILE, DumpOptions
-from grail_advantage.dump_writer import StepDump, tolerant
+from grail_advantage.data import DUMPED, ROLLOUT_LOG_PROBS, Rollouts, Weighed, outcome_of
+from grail_advantage.dump import METRICS_FILE, DumpOptions, MetricsFile, StepDump, tolerant
 from grail_advantage.methods.turns import TurnMethod, rewards_label
 from grail_advantage.receipt import Batch, Piece, check, trl_loss
 from grail_advantage.receipt.measure import Gradient
+from grail_advantage.rules import hold, let_go
 
 logger = logging.getLogger(__name__)
 
-WHERE = "token_dump's "  # in front of an option's name in messages
 GROUND_TRUTHS = ("solution", "ground_truth", "answer", "gold")  # columns with the correct answer; the first is shown
-SAVE_SECONDS = 60.0  # that a checkpoint waits for the dump of its steps
 ROWS = "receipt_rows"  # numbers of a generation batch's responses, which TRL shuffles and splits along with it
 COLUMNS = {"advantages_BT": "advantages", "mask_BT": "loss_mask", "old_log_probs_BT": "old_per_token_logps"}
 COLUMNS |= {"weights_BT": "importance_sampling_ratio", "ref_log_probs_BT": "ref_per_token_logps"}  # by TRL's names
@@ -46,11 +42,9 @@ COLUMNS |= {"weights_BT": "importance_sampling_ratio", "ref_log_probs_BT": "ref_
 def dump_options(given: str | os.PathLike[str] | Mapping[str, Any]) -> DumpOptions:
     """The options of a dump, from a folder alone or from a mapping. ValueError: an unknown one, or a wrong value."""
     section = dict(given) if isinstance(given, Mapping) else {"folder": given}
-    if section.keys() - DumpOptions.__dataclass_fields__.keys() or not section.get("folder"):
+    if not section.get("folder"):
         raise ValueError(f"token_dump={given!r} must be a folder, or have folder, every, responses and received")
-    options = DumpOptions(**section | {"folder": Path(section["folder"]).expanduser().absolute()})
-    options.check(WHERE)
-    return options
+    return DumpOptions(**section | {"folder": Path(section["folder"]).expanduser().absolute()})
 
 
 def set_aside(folder: Path, metrics: Path) -> None:
@@ -97,19 +91,11 @@ class Generation:
 
 
 class GenerationDump(TrainerCallback):
-    """Writes responses of generation batches, and their receipts, from the main process.
-
-    Args:
-        trainer: whose batches are written; ready.
-        options: of the dump.
-        host: gives the model with some of its responses.
-
-    Raises:
-        OSError: the folder cannot be made.
-    """
+    """Writes responses of a trainer's generation batches, and their receipts, from the main process; ``host`` gives the
+    model with some of its responses. OSError: the folder cannot be made."""
 
     def __init__(self, trainer: GRPOTrainer, options: DumpOptions, host: Callable[[Rollouts], PlainHost]) -> None:
-        options.make_folder(WHERE)
+        options.folder.mkdir(parents=True, exist_ok=True)
         args = trainer.args
         self._trainer, self._options, self._host, self.folder = trainer, options, host, options.folder
         self._reads = options.received and args.steps_per_generation % args.gradient_accumulation_steps == 0
@@ -120,13 +106,12 @@ class GenerationDump(TrainerCallback):
             )
         self._metrics_path = Path(args.output_dir, METRICS_FILE).absolute()
         self._metrics = MetricsFile(os.devnull, -1)
-        self._lock = FileLock(self.folder / ".run.lock", fallback_to_soft=False)
-        self._begin()
-
-    def _begin(self) -> None:
-        trainer, args = self._trainer, self._trainer.args
-        self._step, self._update = -1, 0
         self._generation: Generation | None = None
+        trainer.add_callback(self)
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Start anew; keep of the figures those that a resumed run does not take again."""
+        trainer, self._generation, self._step, self._update = self._trainer, None, -1, 0
         self._dump = StepDump(
             self._options,
             trainer.processing_class,
@@ -134,42 +119,22 @@ class GenerationDump(TrainerCallback):
             model=trainer.accelerator.unwrap_model(trainer.model).config.name_or_path,
             temperature=trainer.temperature,
         )
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Start anew; keep of the figures those that a resumed run does not take again."""
-        self._begin()
         if state.is_world_process_zero:
-            self._hold_folder()
+            hold(self.folder, "choose another", "token_dump's folder")
             if not state.global_step:
                 set_aside(self.folder, self._metrics_path)
             self._metrics = MetricsFile(self._metrics_path, state.global_step or -1)
-
-    def _hold_folder(self) -> None:
-        """Lock the folder until :meth:`finish`. ValueError: another training that lives writes to it."""
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            self._lock.acquire(blocking=False)
-        except Timeout as error:
-            message = f"{WHERE}folder={self.folder} belongs to a run that lives; wait for it, or choose another"
-            raise ValueError(message) from error
-        except (OSError, NotImplementedError) as error:  # some network file systems lock nothing
-            logger.warning("token dump: %s; a second training would not be kept from %s", error, self.folder)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Mapping[str, Any], **_: Any) -> None:
         """Add a line of figures, under TRL's names."""
         if state.is_world_process_zero:
             self._metrics.add(state.global_step, logs)
 
-    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Let a checkpoint wait for the responses of its steps."""
-        self._dump.writer.wait(SAVE_SECONDS)
-
     def finish(self, error: type[BaseException] | None, *_: object) -> None:
         """Write what remains. After an exception on one of several processes the others may come to no collective."""
         if error is None or self._trainer.accelerator.num_processes == 1:
             self.finish_receipt()
-        self._dump.writer.close()
-        self._lock.release()
+        let_go(self.folder)
 
     def facts(self, inputs: list[dict[str, Any]], sums: Tensor) -> dict[str, list[Any]]:
         """The dump's facts of this process's responses, from their rows of the data set and the sums of their rewards
@@ -184,11 +149,11 @@ class GenerationDump(TrainerCallback):
         return {"ground_truth": list(map(_truth, inputs)), "reward": rewards, "outcome": outcomes, "labels": named}
 
     def write(self, w: Weighed, output: dict[str, Any], advantages: Tensor) -> None:
-        """Hand responses of a generation batch to the writer, and begin to read its updates. A collective.
+        """Write responses of a generation batch, and begin to read its updates. A collective.
 
         Args:
             w: of the responses of this process.
-            output: TRL's batch of these; gets the responses' numbers.
+            output: TRL's batch of these, which gets their numbers.
             advantages: (B, T) after weighting.
         """
         trainer, r, step = self._trainer, w.rollouts, self._trainer.state.global_step + 1
@@ -210,24 +175,26 @@ class GenerationDump(TrainerCallback):
             self._generation = Generation(step, self._update, chosen, list(map(len, r.responses)), columns)
             output[ROWS] = torch.arange(len(r), device=advantages.device)
         own: list[Weighed] = []
-        with self._dump.writer.attempt():
+        with self._dump.attempt():
             if rows := [row for row, place in enumerate(r.places) if place in set(chosen)]:
                 part = w.part(rows)
                 columns = self._host(part.rollouts).columns(list(DUMPED))
+                if (sampled := output.get("sampling_per_token_logps")) is not None:  # of vLLM, or of rollout_func
+                    columns[ROLLOUT_LOG_PROBS] = sampled[rows, : part.advantages.shape[1]].float()
                 keys = [f"{step}_{place}" for place in part.rollouts.places]
                 own = [replace(part, rollouts=replace(part.rollouts, columns=columns, keys=keys))]
         parts = gather_object(own)
         if main:
-            self._dump.write(step, self._update, lambda: parts, rows_in_step=len(groups))
-            trainer._metrics["train"]["token_dump/failed_files"].append(float(self._dump.writer.failed))
+            self._dump.write(step, self._update, parts, rows_in_step=len(groups))
+            trainer._metrics["train"]["token_dump/failed_files"].append(float(self._dump.failed))
 
     def see(self, log_probs: Tensor, inputs: Mapping[str, Any], kept: Mapping[str, Any]) -> None:
         """Read the gradient of the log-probabilities (b, T) that go into the loss of a micro-batch, of which ``kept``
         went through the model."""
         if self._generation is not None and ROWS in inputs and log_probs.requires_grad:
-            scaler, update = (
-                self._trainer.accelerator.scaler,
+            update, scaler = (
                 self._trainer.state.global_step + 1 - self._generation.step,
+                self._trainer.accelerator.scaler,
             )
             scale = 1.0 if scaler is None else scaler.get_scale()
             self._generation.read.append((Gradient(log_probs), inputs[ROWS], kept[ROWS], update, scale))
@@ -239,7 +206,7 @@ class GenerationDump(TrainerCallback):
             own = generation.columns, generation.lengths, generation.pieces(accelerator.process_index)
             parts = gather_object([own])
             if accelerator.is_main_process:
-                with self._dump.writer.attempt():
+                with self._dump.attempt():
                     self._write_receipt(generation, parts)
 
     def _write_receipt(self, of: Generation, parts: list[tuple[dict[str, Tensor], list[int], list[Piece]]]) -> None:
@@ -266,15 +233,10 @@ class GenerationDump(TrainerCallback):
         rows = of.chosen
         chosen = {name: getattr(receipt, name)[rows] for name in ("received_BT", "clipped_BT")}
         chosen |= {name: getattr(receipt, name)[:, rows] for name in ("received_UBT", "expected_UBT", "clipped_UBT")}
-        written = [keys[row] for row in rows], [lengths[row] for row in rows], mask[rows]
-        self._dump.write_received(of.step, of.update, *written, replace(receipt, **chosen), loss.name)
+        written = [keys[row] for row in rows], [lengths[row] for row in rows]
+        self._dump.write_received(of.step, of.update, replace(receipt, **chosen), loss.name, *written)
 
 
 def _truth(row: Mapping[str, Any]) -> str | None:
-    """The correct answer, where the data set has it under a usual name, verl's among them."""
-    reward_model = row.get("reward_model")
-    values = [
-        *map(row.get, GROUND_TRUTHS),
-        reward_model.get("ground_truth") if isinstance(reward_model, Mapping) else None,
-    ]
-    return next((tolerant("ground_truth", str, value) for value in values if value is not None), None)
+    """The correct answer, where the data set has it under a usual name."""
+    return next((tolerant("ground_truth", str, row[name]) for name in GROUND_TRUTHS if row.get(name) is not None), None)

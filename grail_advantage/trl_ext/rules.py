@@ -14,7 +14,6 @@ from trl import GRPOTrainer
 from grail_advantage.answers.tokenizers import check_round_trip
 from grail_advantage.method import Method
 from grail_advantage.methods.turns import BIAS_OF_DISCOUNT, BIAS_OF_MASKING, TurnMethod
-from grail_advantage.model.hugging_face import check_no_virtual_tokens
 from grail_advantage.rules import Obstacle, Rule, broken, refuse, refuse_forced
 
 logger = logging.getLogger(__name__)
@@ -25,10 +24,7 @@ OVERRIDDEN = (
     *("_compute_loss", "_get_per_token_logps_and_entropies"),
 )
 LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo")  # that multiply each token's own ratio by its advantage
-BIAS_OF_LOSS = (
-    "the loss divides by numbers of tokens that the policy chooses with its turns, which biases the gradient "
-    "(docs/turns.md); loss_type='dr_grpo' does not"
-)
+BIAS_OF_LOSS = "loss_type divides by tokens whose number the policy chooses, which biases the gradient; use 'dr_grpo'"
 SKIP_NOTHING = "or set skip_zero_advantage=False"
 
 
@@ -64,11 +60,11 @@ class Settings:
 
     @property
     def sharding(self) -> str:
-        """The option that puts parts of the model, or of a response, on several processes."""
+        """The option that spreads the model, or a response, over processes."""
         accelerator = self.trainer.accelerator
         zero = getattr(getattr(accelerator.state, "deepspeed_plugin", None), "zero_stage", 0)
-        sizes = [getattr(accelerator.parallelism_config, f"{kind}_size", 1) or 1 for kind in ("tp", "cp", "sp")]
-        found = {"fsdp": self.trainer.is_fsdp_enabled, "deepspeed": zero == 3, "parallelism_config": max(sizes) > 1}
+        found = {"fsdp": self.trainer.is_fsdp_enabled, "deepspeed": zero == 3}
+        found["parallelism_config"] = accelerator.parallelism_config is not None
         return next((name for name, there in found.items() if there), "")
 
     @property
@@ -163,7 +159,6 @@ def check_trainer(trainer: GRPOTrainer, method: Method, skips: bool) -> None:
     naming the argument, the reason and the remedy."""
     settings = Settings(trainer, method)
     refuse(REFUSALS, settings, f"token_weights={method.name!r}")
-    check_no_virtual_tokens(trainer.model)
     remedy = "give one that grail_advantage.answers.tokenizers.load_tokenizer loads"
     check_round_trip(trainer.processing_class, "processing_class", remedy)
     if isinstance(method, TurnMethod):

@@ -1,9 +1,8 @@
 """TRL's GRPO trainer with token weights: ``A_t = w_t A`` with A the advantage that TRL computed for the response.
 
-TRL calls ``_generate_and_score_completions`` once a generation batch; then it shuffles the batch, splits it over
-``steps_per_generation`` and uses it ``num_iterations`` times. So the weights are those of the policy that wrote the
-responses. TRL's loss takes advantages (B, T) from subclasses (grpo_trainer.py:3055), and its maintainers want them made
-there (huggingface/trl#4525). Nothing of TRL is replaced; lines are those of TRL 1.16.0.
+TRL calls ``_generate_and_score_completions`` once a generation batch, which it then shuffles, splits and uses
+``num_iterations`` times: the weights are those of the policy that wrote the responses. Its loss takes advantages (B, T)
+from subclasses (grpo_trainer.py:3055, huggingface/trl#4525). Nothing is replaced; lines are those of TRL 1.16.0.
 """
 
 from __future__ import annotations
@@ -23,6 +22,7 @@ import torch
 import trl
 from accelerate.utils import gather_object
 from torch import Tensor, nn
+from torch.nn.functional import pad
 from trl import GRPOTrainer
 
 from grail_advantage.answers.format import BOXED, AnswerFormat, answer_format
@@ -47,8 +47,7 @@ class TokenWeightGRPOTrainer(GRPOTrainer):
         token_weights: a registered method by its name, or a method with its options such as ``Grail("robust")``.
         token_weight_options: options of a method that is given by its name.
         answer: the format of answers, as for :func:`grail_advantage.compute_token_weights`.
-        missing_answers: ``stop``, ``warn`` or ``ignore`` where responses have no answer, see
-            :mod:`grail_advantage.answers.missing`.
+        missing_answers: ``stop``, ``warn`` or ``ignore`` where responses lack one (:mod:`grail_advantage.answers.missing`).
         token_dump: a folder for every token's score, weight and advantage, or a mapping of ``folder``, ``every`` (steps
             from one dump to the next, 1), ``responses`` (of a step at most, 64; None: all) and ``received`` (True: also
             what each token received in the updates, docs/receipt.md). See docs/token_dump.md.
@@ -58,8 +57,7 @@ class TokenWeightGRPOTrainer(GRPOTrainer):
         *arguments, **named: as for ``GRPOTrainer``.
 
     Raises:
-        ValueError: an unknown method or option, or an argument that token weights do not work with; the message has the
-            fix.
+        ValueError: an unknown method or option, or one that token weights do not work with; with the remedy.
     """
 
     def __init__(
@@ -80,7 +78,6 @@ class TokenWeightGRPOTrainer(GRPOTrainer):
         self._skips = skip_zero_advantage
         self._answers = AnswerCheck(self.method, self.answer, missing_answers, total=self._total)
         dumping = None if token_dump is None else dump_options(token_dump)
-        self._dump: GenerationDump | None = None
         self._tool_mask: list[list[int]] | None = None
         self._call_rewards = self.method.rewards if isinstance(self.method, TurnMethod) else ""
         self._calls: list[list[int]] = []  # before each turn, how many rewards each environment has
@@ -88,9 +85,7 @@ class TokenWeightGRPOTrainer(GRPOTrainer):
         check_version(trl.__version__)
         super().__init__(*arguments, **named)
         check_trainer(self, self.method, skip_zero_advantage)
-        if dumping is not None:
-            self._dump = GenerationDump(self, dumping, self._host)
-            self.add_callback(self._dump)
+        self._dump = None if dumping is None else GenerationDump(self, dumping, self._host)
 
     def train(self, *arguments: Any, **named: Any) -> Any:
         """TRL's; whatever happens in it, the dump and the receipt of what was made are written."""
@@ -116,12 +111,9 @@ class TokenWeightGRPOTrainer(GRPOTrainer):
         return super()._generate_single_turn(*arguments, **named)
 
     def _calculate_rewards(self, inputs: list[dict[str, Any]], *arguments: Any, **named: Any) -> Tensor:
-        """TRL's rewards of all processes (line 1579); fields of the responses go into ``inputs``.
-
-        In training a reward that is not finite or too large becomes NaN with every reward function: so TRL compares no
-        other response with it and gives its own the advantage 0, where it would make numbers near float32's end of the
-        infinities.
-        """
+        """TRL's rewards of all processes (line 1579); fields of the responses go into ``inputs``. In training a reward
+        that is not finite or too large becomes NaN with every reward function: TRL compares no other response with it
+        then, and gives its own the advantage 0."""
         self._scored = self._rewards = rewards = super()._calculate_rewards(inputs, *arguments, **named)
         if not self.model.training:
             return rewards
@@ -131,10 +123,9 @@ class TokenWeightGRPOTrainer(GRPOTrainer):
         usable = (within_range(rewards) | rewards.isnan()).all(dim=1)
         unjudged = ~(usable & within_range(reward_sums(rewards, self.reward_weights)))
         if unjudged.any():
+            counts = int(unjudged.sum()), len(rewards), int(unjudged.int().argmax())
             logger.warning(
-                "step %d: %d of %d responses, such as response %d, train nothing: they have no finite reward, or one that "
-                "is too large, from a reward function",
-                *(self.state.global_step, int(unjudged.sum()), len(rewards), int(unjudged.int().argmax())),
+                "%d of %d responses, such as %d, train nothing: a reward is not finite or too large", *counts
             )
         self._rewards = torch.where(unjudged[:, None], torch.nan, rewards)
         return self._rewards
@@ -142,26 +133,21 @@ class TokenWeightGRPOTrainer(GRPOTrainer):
     def _field(self, name: str, rows: list[dict[str, Any]]) -> Sequence[Any]:
         """A field that the method reads, one value a response: what a reward function logs with ``log_extra``, which is
         in ``_pending_extra_logs`` until it comes into the table of completions (line 1563), else the environment's
-        attribute, else the column of the data or of what ``rollout_func`` returns (line 2741).
-
-        Raises:
-            ValueError: a field that is nowhere, or not one value a response.
-        """
+        attribute, else the column of the data or of what ``rollout_func`` returns (line 2741). ValueError: it is
+        nowhere, or not one value a response."""
         environments = self.environments or ()
         if name in self._pending_extra_logs:
             values: Sequence[Any] = self._pending_extra_logs[name]
             if len(values) != len(rows):
-                raise ValueError(
-                    f"log_extra({name!r}, ...) got {len(values)} values; log one a response, {len(rows)}, once"
-                )
+                raise ValueError(f"log_extra({name!r}, ...) got {len(values)} values; log one a response, {len(rows)}")
             return values
         if any(hasattr(environment, name) for environment in environments):
             values = [getattr(environment, name, None) for environment in environments]
             return list(map(self._by_turn, range(len(rows)), values)) if name == self._call_rewards else values
         if not any(name in row for row in rows):
             raise ValueError(
-                f"token_weights={self.method.name!r} reads the field {name!r}, which is nowhere; have a reward function "
-                f"call log_extra({name!r}, values), or give the environment the attribute, or the data the column {name}"
+                f"token_weights={self.method.name!r} reads the field {name!r}, which is nowhere: call log_extra({name!r}, "
+                f"values) in a reward function, or give the environment the attribute, or the data the column {name}"
             )
         return [row.get(name) for row in rows]
 
@@ -187,8 +173,7 @@ class TokenWeightGRPOTrainer(GRPOTrainer):
 
     def _weighted_advantages(self, inputs: list[dict[str, Any]], output: dict[str, Any]) -> Tensor:
         """Token advantages (B, T), 0 outside the response. A collective where there are several processes."""
-        started, method, given = time.perf_counter(), self.method, output["advantages"]
-        r = self._rollouts(inputs, output)
+        started, method, r = time.perf_counter(), self.method, self._rollouts(inputs, output)
         first, count = r.places[0], len(r)
         if not method.uses and self.accelerator.num_processes > 1:
             # Without a pass it costs nothing to look at the batch of all processes, which some methods compare.
@@ -199,9 +184,8 @@ class TokenWeightGRPOTrainer(GRPOTrainer):
         if len(r) > count:
             w = w.part(range(first, first + count))
         self._log({**w.metrics, "seconds": time.perf_counter() - started})
-        advantages = torch.zeros(output["completion_mask"].shape, dtype=given.dtype)
-        advantages[:, : w.advantages.shape[1]] = w.advantages
-        advantages = advantages.to(given.device)
+        right = output["completion_mask"].shape[1] - w.advantages.shape[1]
+        advantages = pad(w.advantages, (0, right)).to(output["advantages"])
         if self._dump is not None:
             self._dump.write(w, output, advantages)
         return advantages
@@ -220,8 +204,8 @@ class TokenWeightGRPOTrainer(GRPOTrainer):
         places = self.accelerator.process_index * count + torch.arange(count)
         sums, scored = (reward_sums(of.cpu(), self.reward_weights.cpu()) for of in (self._rewards, self._scored))
         old = output.get("old_per_token_logps")
+        asked = [row.get("prompt", []) for row in inputs]
         others = [{name: row[name] for name in row if name != "prompt"} for row in inputs]
-        asked = [of.get("prompt", []) for of in inputs]
         if "examples" in self.method.reads and any(isinstance(prompt, str) for prompt in asked):
             raise ValueError(f"token_weights={self.method.name!r} needs train_dataset's prompts as lists of messages")
         examples = [Example(*of, self.chat_template_kwargs) for of in zip(asked, others, strict=True)]
@@ -246,8 +230,7 @@ class TokenWeightGRPOTrainer(GRPOTrainer):
         )
 
     def _host(self, rollouts: Rollouts) -> PlainHost:
-        """Responses with the model, and not DDP's module, which would wait for gradients of parameters in a
-        backward."""
+        """Responses with the model, and not DDP's module, whose backward would wait for gradients of parameters."""
         return PlainHost(
             self.accelerator.unwrap_model(self.model),
             replace(rollouts, tokenizer=self.processing_class),
@@ -263,14 +246,12 @@ class TokenWeightGRPOTrainer(GRPOTrainer):
         return [sum(of) for of in zip(*every, strict=True)]
 
     def _log(self, figures: Mapping[str, float]) -> None:
-        """Put figures into TRL's logs, as means over the processes that have them. They go into ``_metrics`` (line
-        1080), as ``Trainer.log`` would make an entry of its own, and ``log_metric`` keeps a value until the next
-        generation."""
+        """Put figures into TRL's logs, as means over the processes that have them: into ``_metrics`` (line 1080), as
+        ``Trainer.log`` would make an entry of its own."""
         every = gather_object([figures])
-        for name in {name: None for of in every for name in of}:
-            values = [of[name] for of in every if of.get(name, np.nan) == of.get(name)]
-            if values:
-                self._metrics["train"][f"{self.method.name}/{name}"].append(sum(values) / len(values))
+        for name in dict.fromkeys(name for of in every for name in of):
+            mean = float(np.mean([of[name] for of in every if name in of]))
+            self._metrics["train"][f"{self.method.name}/{name}"].append(mean)
 
     def _compute_loss(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
         """TRL's loss (line 3020); in training without the zero-advantage responses, where that is asked for."""
@@ -282,10 +263,9 @@ class TokenWeightGRPOTrainer(GRPOTrainer):
         if self._skips:
             kept, share = rows_that_train(inputs, self.loss_type)
         self._micro_batch = inputs, kept
-        try:
-            return super()._compute_loss(model, kept) * share
-        finally:
-            self._micro_batch = None
+        loss = super()._compute_loss(model, kept) * share
+        self._micro_batch = None
+        return loss
 
     def _get_per_token_logps_and_entropies(self, *arguments: Any, **named: Any) -> Any:
         """TRL's (line 1419); within the loss the receipt sees the log-probabilities."""

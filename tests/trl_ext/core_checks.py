@@ -209,7 +209,7 @@ def test_the_update_is_the_same_without_zero_advantage_responses(tmp_path: Path,
 
     for skip in (False, True):
         weights = {"token_weights": "uniform", "skip_zero_advantage": skip}
-        options = {"scale_rewards": scale, "learning_rate": 1.0, "num_iterations": 2, "max_steps": 8}
+        options = {"scale_rewards": scale, "learning_rate": 0.3, "num_iterations": 2, "max_steps": 4}
         trainer = build(tmp_path, Recording, weights=weights, **sizes, **options)
         trainer.args.max_grad_norm = 0.0
         with watch_inputs(trainer.model.model.layers[0]) as shapes:
@@ -217,7 +217,7 @@ def test_the_update_is_the_same_without_zero_advantage_responses(tmp_path: Path,
         seen.append(shapes)
         moved.append(parameters(trainer.model) - parameters(tiny_model()))
     largest = float(moved[0].abs().max())
-    torch.testing.assert_close(moved[1], moved[0], rtol=1e-3, atol=1e-5 * largest)
+    torch.testing.assert_close(moved[1], moved[0], rtol=1e-3, atol=1e-4 * largest)
     assert largest > 1e-3 and len(zeros) > 1
     rows = [[of[0] for of in shapes] for shapes in seen]
     assert 0 < sum(rows[1]) < sum(rows[0]) and min(rows[1]) == 2

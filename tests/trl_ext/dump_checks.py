@@ -18,7 +18,6 @@ from trl import GRPOTrainer
 from grail_advantage import Method
 from grail_advantage.dump import read_dump
 from grail_advantage.methods.turns import TurnMethod
-from grail_advantage.rules import LOCK
 from grail_advantage.trl_ext import TokenWeightGRPOTrainer
 from tests import hosts
 from tests.core.tiny_models import encode
@@ -138,7 +137,7 @@ def test_steps_rows_resuming_and_a_second_training(tmp_path: Path) -> None:
 def test_the_folder_of_a_training_that_lives_is_refused(tmp_path: Path) -> None:
     """Before anything is written; a training that has ended lets go of its own."""
     trainer = build(tmp_path / "run", max_steps=1, weights={"token_dump": tmp_path / "tokens"})
-    with FileLock(tmp_path / "tokens/.run.lock"), pytest.raises(ValueError, match="^token_dump's folder="):
+    with FileLock(tmp_path / "tokens/.run.lock"), pytest.raises(ValueError, match=r"^token_dump's folder="):
         trainer.train()
     assert not list(tmp_path.rglob("*.parquet")) and not list(tmp_path.rglob("metrics.jsonl"))
     trainer.train()
@@ -169,5 +168,5 @@ def test_a_training_that_breaks_off_has_written_what_it_had(tmp_path: Path) -> N
 
 def test_options_that_are_refused(tmp_path: Path) -> None:
     for given in ({"every": 2}, {"folder": tmp_path, "rows": 4}, {"folder": tmp_path, "every": 0}):
-        with pytest.raises(ValueError, match="every|rows"):
+        with pytest.raises(ValueError, match=r"every|rows"):
             build(tmp_path, weights={"token_dump": given})

@@ -18,7 +18,6 @@ from tests.trl_ext import conversations, scripted
 
 WEIGHTS: dict[str, dict[str, Any]] = {
     "grail": {"token_weights": "grail"},
-    "grail, correct responses": {"token_weights": "grail", "token_weight_options": {"gate": "correct"}},
     "stare": {"token_weights": "stare", "token_weight_options": {"threshold": 100.0}},
     "shear": {"token_weights": "shear", "token_weight_options": {"window": 6, "stride": 3}},
     "turn_rloo": {"token_weights": "turn_rloo", "environment_factory": conversations.Keypad},
@@ -26,11 +25,6 @@ WEIGHTS: dict[str, dict[str, Any]] = {
 STEPS = 3
 TIMEOUT = 1500
 """Seconds; ranks that hang end with this process."""
-
-
-def dump_folder(folder: Path, name: str, world_size: int) -> Path:
-    """Of a method's run, for all of its ranks."""
-    return folder / f"{name} of {world_size}"
 
 
 def run(name: str, folder: Path, world_size: int) -> dict[str, Any]:
@@ -52,14 +46,13 @@ def run(name: str, folder: Path, world_size: int) -> dict[str, Any]:
     trainer = (conversations if turns else scripted).build(
         folder,
         Recording,
-        weights={**WEIGHTS[name], "token_dump": dump_folder(folder.parent, name, world_size)},
+        weights={**WEIGHTS[name], "token_dump": folder.parent / f"{name} of {world_size}"},
         per_device_train_batch_size=8 // world_size,
         max_steps=STEPS,
         loss_type="dr_grpo",
         learning_rate=0.05,
         **options,
     )
-    first_parameters = [p.detach().clone() for p in trainer.model.parameters()]
     trainer.train()
     section = WEIGHTS[name]["token_weights"]
     figures = {
@@ -70,7 +63,6 @@ def run(name: str, folder: Path, world_size: int) -> dict[str, Any]:
     return {
         "batches": seen,
         "figures": figures,
-        "first parameters": first_parameters,
         "parameters": [p.detach().clone() for p in trainer.model.parameters()],
         "distributed": type(trainer.model_wrapped).__name__,
     }

@@ -18,6 +18,7 @@ from tests.core.tiny_models import tiny_model
 from tests.trl_ext import scripted
 from tests.trl_ext.scripted import MICRO, Stock, build, parameters
 
+
 class WatchedStock(Stock):
     """TRL's own trainer, whose updates a watch reads."""
 
@@ -42,7 +43,8 @@ class WatchedStock(Stock):
 @pytest.mark.parametrize("loss_type", (*LOSSES, "luspo", "vespo"))
 def test_the_formulas_are_those_of_trls_losses(tmp_path: Path, loss_type: str, level: str) -> None:
     """Also of those with which token weights are refused; a batch that is used three times, until tokens are clipped."""
-    options = {"loss_type": loss_type, "importance_sampling_level": level, "epsilon_high": 1.2, "delta": 1.5}
+    options = {"loss_type": loss_type, "importance_sampling_level": level, "delta": 1.5}
+    options["epsilon_high"] = 1.2 if loss_type == "cispo" else 0.3
     trainer = build(tmp_path, WatchedStock, num_iterations=3, max_steps=3, learning_rate=1.0, **options)
     trainer.train()
     given = trainer.given

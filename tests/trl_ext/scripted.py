@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.state import AcceleratorState
 from datasets import Dataset
 from trl import GRPOConfig, GRPOTrainer
 from trl.trainer import utils as trl_utils
@@ -129,7 +130,8 @@ def build(
     weights: dict[str, Any] | None = None,
     **options: Any,
 ) -> GRPOTrainer:
-    """A trainer in training mode, between two steps."""
+    """A trainer in training mode, between two steps. The process forgets the precision of the one before."""
+    AcceleratorState._reset_state()
     trainer = trainer_class(
         model if model is not None else tiny_model(),
         reward,

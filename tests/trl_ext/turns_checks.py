@@ -69,11 +69,10 @@ def assert_turns(ids: Any, mask: Any, values: Any, wanted: dict[str, list[float]
 
 
 def assert_batches(batches: Sequence[dict[str, Any]], wanted: dict[str, list[float]], **of: Any) -> None:
-    found = [
-        assert_turns(*row, wanted, **of)
-        for batch in batches
-        for row in zip(batch["completion_ids"], batch["completion_mask"] * batch["tool_mask"], batch["advantages"])
-    ]
+    found = []
+    for batch in batches:
+        rows = batch["completion_ids"], batch["completion_mask"] * batch["tool_mask"], batch["advantages"]
+        found += [assert_turns(*row, wanted, **of) for row in zip(*rows, strict=True)]
     assert len({script.turns[0] for script in found}) == len(found) == len(wanted)
 
 
@@ -158,7 +157,10 @@ def test_conversations_that_end_at_the_limit(tmp_path: Path, limit: int, masked:
     """Within a turn, or at a tool's answer, which TRL drops: the reward of its call is with the last turn there is.
     ``mask_truncated_completions`` takes a response out of the loss, and not from its siblings."""
     dumps = []
-    for name, options in (("whole", {}), ("cut", {"max_completion_length": limit, "mask_truncated_completions": masked})):
+    for name, options in (
+        ("whole", {}),
+        ("cut", {"max_completion_length": limit, "mask_truncated_completions": masked}),
+    ):
         weights = {**ENVIRONMENT, "token_dump": {"folder": tmp_path / name, "responses": None}}
         build(tmp_path, weights=weights, **options).train()
         dumps.append(list(read_dump(tmp_path / name)))
@@ -168,8 +170,8 @@ def test_conversations_that_end_at_the_limit(tmp_path: Path, limit: int, masked:
         turns = runs(written)
         ended = turns[-1][1] == len(row) and row.token_ids_T[-1] == script.tokens[len(turns) - 1][-1]
         assert list(row.token_ids_T) == list(whole.token_ids_T[: len(row)]) and len(row) <= limit
-        assert row.truncated == (not ended or len(turns) < len(script.turns))
-        rewards = script.rewards[: len(turns) - 1] + [script.rewards[len(turns) - 1] if ended else 0.0]
+        assert row.truncated == (not ended)
+        rewards = [*script.rewards[: len(turns) - 1], script.rewards[len(turns) - 1] if ended else 0.0]
         scripts.append(Script(script.turns[: len(turns)], script.outcome, rewards))
         kept.append((written, turns, not (masked and row.truncated)))
     assert any(row.truncated for row in dumps[1]) and not all(row.truncated for row in dumps[1])
@@ -218,24 +220,13 @@ def test_fields_that_are_refused(tmp_path: Path) -> None:
         conversations.judged(**named)
         return conversations.judged(**named)
 
+    keypad = Keypad()
+    keypad.reset()
     named = {"token_weight_options": {"align": "turns", "rewards": "judged"}}
     for options, reward, message in (
-        (TURNS, conversations.outcomes, "'tool_rewards'.*nowhere"),
-        (named, twice, "'judged'.* 16 .* 8"),
+        (TURNS, conversations.outcomes, r"'tool_rewards'.*nowhere"),
+        (named, twice, r"'judged'.* 16 .* 8"),
     ):
         with pytest.raises(ValueError, match=message):
-            build(tmp_path, reward=reward, weights={**ENVIRONMENT, **options, "environment_factory": None,
-                                                    "tools": [names_no_reward]}).train()
-
-
-def names_no_reward(key: str) -> str:
-    """
-    Press a key.
-
-    Args:
-        key: the key's letter.
-
-    Returns:
-        What happens.
-    """
-    return f"{key} is worth {conversations.KEYS[key]}"
+            weights = {"token_weights": "turn_rloo", "tools": [keypad.press], **options}
+            build(tmp_path, reward=reward, weights=weights).train()
