@@ -75,8 +75,8 @@ RESPONSES = [
 """Two prompts with five responses each. Of the first: incorrect, correct, several boxes, no box, a reward that is NaN. Of
 the second: cut off, a short incorrect one, a correct one with two boxes, an infinite reward, a tool's tokens.
 
-No prompt has equal rewards whose float32 mean is off by rounding, as three of 0.9 are: verl trains on that rounding, as
-its GRPO does, while TRL's trainer and an analysis give the advantage 0."""
+No prompt has equal rewards whose float32 mean is off by rounding, as three of 0.9 are: verl and TRL train on that
+rounding, as their GRPO does, while an analysis gives the advantage 0."""
 COUNT, GROUP_SIZE = len(RESPONSES), len(RESPONSES) // 2
 TRUNCATED = 5
 LIMIT = len(RESPONSES[TRUNCATED].ids)

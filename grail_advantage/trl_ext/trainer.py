@@ -173,16 +173,16 @@ class TokenWeightGRPOTrainer(GRPOTrainer):
 
     def _weighted_advantages(self, inputs: list[dict[str, Any]], output: dict[str, Any]) -> Tensor:
         """Token advantages (B, T), 0 outside the response. A collective where there are several processes."""
-        started, method, r = time.perf_counter(), self.method, self._rollouts(inputs, output)
-        first, count = r.places[0], len(r)
+        started, method = time.perf_counter(), self.method
+        own = r = self._rollouts(inputs, output)
         if not method.uses and self.accelerator.num_processes > 1:
             # Without a pass it costs nothing to look at the batch of all processes, which some methods compare.
             columns = self._host(r).columns([name for name in DUMPED if name in method.reads])
-            r = replace(r, columns={**r.columns, **columns}).part(range(count))
+            r = replace(r, columns={**r.columns, **columns}).part(range(len(own)))
             r = replace(joined(gather_object([r])), tokenizer=self.processing_class)
         w = weigh(self._host(r), method, self._answers)
-        if len(r) > count:
-            w = w.part(range(first, first + count))
+        if len(r) > len(own):
+            w = w.part(own.places)  # process by process
         self._log({**w.metrics, "seconds": time.perf_counter() - started})
         right = output["completion_mask"].shape[1] - w.advantages.shape[1]
         advantages = pad(w.advantages, (0, right)).to(output["advantages"])

@@ -20,7 +20,6 @@ from trl import GRPOConfig
 
 from examples import trl_grail
 from examples.trl_published import problems
-from grail_advantage.dump import DumpRow
 from grail_advantage.view.page.data import open_run
 from grail_advantage.view.page.page import write_report
 from recipe.data.convert import PUBLISHED_SUFFIX
@@ -52,26 +51,21 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def train(folder: Path, *options: str) -> tuple[str, list[DumpRow], dict[int, Any]]:
-    """Output, dump and figures of a run that is started in another folder, with the package on the path."""
-    installed = folder / "installed"
-    installed.mkdir(exist_ok=True)
-    if not (installed / "grail_advantage").exists():
-        (installed / "grail_advantage").symlink_to(ROOT / "grail_advantage")
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(installed), os.environ["PYTHONPATH"]])}
-    command = [sys.executable, str(EXAMPLE), "--model", "model", "--output", "out", *SMALL, *options]
-    done = subprocess.run(
-        command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=900
-    )
-    assert done.returncode == 0, done.stdout[-5000:]
-    run = open_run(folder / "out")
-    return done.stdout, list(run.dump), dict(run.metrics)
+def run(folder: Path, command: list[Any]) -> str:
+    """The output of a program that is started in another folder."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ["PYTHONPATH"]])}
+    command = [sys.executable, *map(str, command)]
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return done.stdout
 
 
 def test_a_run_with_lora_its_dump_and_its_report(folder: Path) -> None:
     options = "--data train.parquet --held-out train.jsonl --dump-every 1 --lora-rank 4 --bf16 --steps 2"
-    output, rows, metrics = train(folder, *options.split(), "--learning-rate", "1e-3")
-    assert output.rstrip().endswith("python -m grail_advantage.report out")
+    command = [EXAMPLE, "--model", "model", "--output", "out", *SMALL, *options.split(), "--learning-rate", "1e-3"]
+    assert run(folder, command).rstrip().endswith("python -m grail_advantage.report out")
+    found = open_run(folder / "out")
+    rows, metrics = list(found.dump), dict(found.metrics)
     assert [row.step for row in rows] == [1] * 64 + [2] * 64
     solutions = {chain.text: str(chain.answer) for chain in CHAINS}
     for row in rows:
@@ -92,14 +86,9 @@ def test_the_tiny_run_needs_no_model_and_no_data(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     sizes = "--steps 2 --save-steps 1 --prompts 2 --rollouts 4 --micro-batch 8 --eval-every 1"
-    command = [sys.executable, str(EXAMPLE), "--tiny", "--method", "uniform", *sizes.split()]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ["PYTHONPATH"]])}
+    command = [EXAMPLE, "--tiny", "--method", "uniform", *sizes.split()]
     for more, last in (([], 2), (["--resume", "--steps", "3"], 3)):
-        done = subprocess.run(
-            [*command, *more], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=900
-        )
-        assert done.returncode == 0, done.stderr[-3000:]
-        assert "Share of held-out problems answered correctly: 0." in done.stdout
+        assert "Share of held-out problems answered correctly: 0." in run(tmp_path, [*command, *more])
         state = tmp_path / "outputs" / "trl_tiny_uniform" / f"checkpoint-{last}" / "trainer_state.json"
         history = json.loads(state.read_text())["log_history"]
         assert [entry["step"] for entry in history if "loss" in entry] == list(range(1, last + 1))
@@ -111,7 +100,7 @@ def test_the_tiny_run_needs_no_model_and_no_data(
     }
     monkeypatch.chdir(tmp_path)
     for why, more in refused.items():  # in this process, which has imported TRL
-        monkeypatch.setattr(sys, "argv", [*command[1:], *more])
+        monkeypatch.setattr(sys, "argv", [*map(str, command), *more])
         with pytest.raises(SystemExit) as refusal:
             trl_grail.main()
         said = f"{refusal.value} {capsys.readouterr().err}"
@@ -121,24 +110,14 @@ def test_the_tiny_run_needs_no_model_and_no_data(
 
 def test_a_run_with_the_published_arguments(folder: Path) -> None:
     """What TRL trains with is the table, but for what a CPU lacks; the prompts end as published, with U+0008."""
-    (folder / "solutions.jsonl").write_text(
-        "".join(
-            json.dumps({"prompt": row["prompt"], "solution": row["reward_model"]["ground_truth"]}) + "\n"
-            for row in ROWS
-        )
-    )
+    solved = [{"prompt": row["prompt"], "solution": row["reward_model"]["ground_truth"]} for row in ROWS]
+    (folder / "solutions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in solved))
     here = {"use_vllm": False, "bf16": False, "use_cpu": True, "gradient_checkpointing": False, "optim": "adamw_torch"}
-    here |= {
-        "max_steps": 2,
-        "max_completion_length": 8,
-        "per_device_train_batch_size": 64,
-        "gradient_accumulation_steps": 1,
-    }
+    here |= {"max_steps": 2, "max_completion_length": 8}
+    here |= {"per_device_train_batch_size": 64, "gradient_accumulation_steps": 1}
     changes = [f"--set={name}={json.dumps(value)}" for name, value in (here | {"model_init_kwargs": {}}).items()]
-    command = [sys.executable, "-m", "examples.trl_published", "--model", folder / "model"]
-    command += ["--output", folder / "published", "--data", folder / "solutions.jsonl", *changes]
-    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=900)
-    assert done.returncode == 0, done.stdout[-5000:]
+    given = ["--model", folder / "model", "--output", folder / "published", "--data", folder / "solutions.jsonl"]
+    run(folder, ["-m", "examples.trl_published", *given, *changes])
     settings = torch.load(folder / "published" / "training_args.bin", weights_only=False)
     for name, value in trl_arguments().items():
         wanted = {"scale_rewards": "none"}.get(name, here.get(name, value))
