@@ -143,7 +143,7 @@ class GenerationDump(TrainerCallback):
         rewards = [value if math.isfinite(value) else None for value in sums.float().tolist()]
         named: list[Any] = [{}] * len(inputs)
         if isinstance(method, TurnMethod):
-            of_turns = [tolerant("turn_rewards", rewards_label, row.get(method.rewards)) for row in inputs]
+            of_turns = [tolerant(rewards_label, row.get(method.rewards)) for row in inputs]
             named = [{"turn_rewards": of} if of else {} for of in of_turns]
         outcomes = [outcome_of(reward) for reward in rewards]
         return {"ground_truth": list(map(_truth, inputs)), "reward": rewards, "outcome": outcomes, "labels": named}
@@ -239,4 +239,4 @@ class GenerationDump(TrainerCallback):
 
 def _truth(row: Mapping[str, Any]) -> str | None:
     """The correct answer, where the data set has it under a usual name."""
-    return next((tolerant("ground_truth", str, row[name]) for name in GROUND_TRUTHS if row.get(name) is not None), None)
+    return next((tolerant(str, row[name]) for name in GROUND_TRUTHS if row.get(name) is not None), None)
