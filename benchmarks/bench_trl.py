@@ -162,6 +162,7 @@ class Steps:
         output = GRPOTrainer._generate_and_score_completions(trainer, self.rows)
         size = trainer.args.per_device_train_batch_size
         part = {name: values[:size] if getattr(values, "ndim", 0) else values for name, values in output.items()}
+        part["advantages"] = part["advantages"][:, None]  # one a token, as the loss takes them
         ways = {"update": lambda: trainer.compute_loss(trainer.model, part).backward()}
         if isinstance(trainer, TokenWeightGRPOTrainer):
             ways["pass"] = lambda: trainer._weighted_advantages(self.rows, output)
