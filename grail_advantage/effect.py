@@ -9,14 +9,10 @@ logits share no parameter with those of the update: 0."""
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
-
-if TYPE_CHECKING:
-    from grail_advantage.data import Weighed
 
 EFFECT_METRICS = {
     "moved_with_advantage_rate": "share of the tokens with `A_t != 0` whose log-probability moved in its direction",
@@ -25,20 +21,21 @@ EFFECT_METRICS = {
 """Figures of a step whose effect is measured, over the responses that the token dump writes."""
 
 
-def effect_figures(w: Weighed, effect: Tensor) -> dict[str, float]:
-    """The figures of :data:`EFFECT_METRICS`, without those that no token has.
+def effect_figures(advantages: Tensor, effect: Tensor, mask: Tensor) -> dict[str, float]:
+    """The figures of :data:`EFFECT_METRICS` over responses that were trained on, without those that no token has.
 
     Args:
-        w: responses that were trained on.
-        effect: float (B, T), read on the tokens that train.
+        advantages: float (B, T): A_t, after weighting.
+        effect: float (B, T); NaN where it was not measured.
+        mask: bool (B, T): the tokens that train.
     """
-    known = w.rollouts.mask & effect.isfinite()
-    credited = known & (w.advantages != 0)
+    known = mask & effect.isfinite()
+    credited = known & (advantages != 0)
     figures = {}
     if credited.any():
-        with_it = (effect.sign() == w.advantages.sign()) & credited
+        with_it = (effect.sign() == advantages.sign()) & credited
         figures["moved_with_advantage_rate"] = int(with_it.sum()) / int(credited.sum())
-    credit, change = (_less_mean(values.double(), known) for values in (w.advantages, effect))
+    credit, change = (_less_mean(values.double(), known) for values in (advantages, effect))
     varies = known & (torch.where(known, credit.abs(), 0.0).amax(dim=1, keepdim=True) > 1e-6)
     correlation = rank_correlation(credit[varies].numpy(), change[varies].numpy())
     return figures | ({} if math.isnan(correlation) else {"credit_change_correlation": correlation})

@@ -24,8 +24,9 @@ from transformers import TrainerCallback
 from trl import GRPOTrainer
 
 from grail_advantage.api import PlainHost
-from grail_advantage.data import DUMPED, ROLLOUT_LOG_PROBS, Rollouts, Weighed, outcome_of
+from grail_advantage.data import DUMPED, OLD_LOG_PROBS, ROLLOUT_LOG_PROBS, Rollouts, Weighed, outcome_of
 from grail_advantage.dump import METRICS_FILE, DumpOptions, MetricsFile, StepDump, tolerant
+from grail_advantage.effect import effect_figures
 from grail_advantage.methods.turns import TurnMethod, rewards_label
 from grail_advantage.receipt import Batch, Piece, check, trl_loss
 from grail_advantage.receipt.measure import Gradient
@@ -74,6 +75,7 @@ class Generation:
     columns: dict[str, Tensor]  # (B, T) each
     # Of each micro-batch its gradient, its rows, those of them that went through the model, its update, and the scale
     read: list[tuple[Gradient, Tensor, Tensor, int, float]] = field(default_factory=list)
+    measured: Rollouts | None = None  # of this process, with log-probabilities before the update, for its effect
 
     def pieces(self, rank: int) -> list[Piece]:
         """Micro-batches with a backward, on the CPU; a response that was left out has gradient 0 and ratio 1."""
@@ -183,6 +185,8 @@ class GenerationDump(TrainerCallback):
                     columns[ROLLOUT_LOG_PROBS] = sampled[rows, : part.advantages.shape[1]].float()
                 keys = [f"{step}_{place}" for place in part.rollouts.places]
                 own = [replace(part, rollouts=replace(part.rollouts, columns=columns, keys=keys))]
+                if self._generation is not None and self._dump.measures(step):
+                    self._generation.measured = own[0].rollouts
         parts = gather_object(own)
         if main:
             self._dump.write(step, self._update, parts, rows_in_step=len(groups))
@@ -204,12 +208,25 @@ class GenerationDump(TrainerCallback):
         generation, self._generation, accelerator = self._generation, None, self._trainer.accelerator
         if generation is not None:
             own = generation.columns, generation.lengths, generation.pieces(accelerator.process_index)
-            parts = gather_object([own])
+            parts, effects = gather_object([own]), gather_object([self._effects(generation.measured)])
             if accelerator.is_main_process:
                 with self._dump.attempt():
-                    self._write_receipt(generation, parts)
+                    self._write_receipt(generation, parts, {place: of for own in effects for place, of in own.items()})
 
-    def _write_receipt(self, of: Generation, parts: list[tuple[dict[str, Tensor], list[int], list[Piece]]]) -> None:
+    def _effects(self, measured: Rollouts | None) -> dict[int, Tensor]:
+        """The change of each token's log-probability since these responses were scored, by place, (T,) each."""
+        if measured is None:
+            return {}
+        before, now = measured.columns[OLD_LOG_PROBS], replace(measured, columns={})
+        effect = self._host(now).columns([OLD_LOG_PROBS])[OLD_LOG_PROBS] - before
+        return {place: of for place, of in zip(measured.places, effect, strict=True)}
+
+    def _write_receipt(
+        self,
+        of: Generation,
+        parts: list[tuple[dict[str, Tensor], list[int], list[Piece]]],
+        effects: Mapping[int, Tensor],
+    ) -> None:
         args, width = self._trainer.args, max(columns["mask_BT"].shape[1] for columns, _, _ in parts)
         columns = {
             name: torch.cat([pad(own[name], (0, width - own[name].shape[1])) for own, _, _ in parts])
@@ -226,15 +243,22 @@ class GenerationDump(TrainerCallback):
         if not pieces:
             return
         mask, keys = columns.pop("mask_BT").bool(), [f"{of.step}_{place}" for place in range(len(lengths))]
+        advantages, effect = columns.pop("advantages_BT"), torch.full(mask.shape, torch.nan) if effects else None
+        for place, values in effects.items():
+            effect[place, : len(values)] = values
         counts = {"updates": updates, "epochs": args.num_iterations, "ranks": self._trainer.accelerator.num_processes}
         options = dict(vars(args))
         loss = trl_loss(options.pop("loss_type"), options.pop("importance_sampling_level"), **options)
-        receipt = check(Batch(columns.pop("advantages_BT"), mask, **columns, **counts, keys=keys), loss, pieces)
+        receipt = check(Batch(advantages, mask, **columns, **counts, keys=keys), loss, pieces)
         rows = of.chosen
         chosen = {name: getattr(receipt, name)[rows] for name in ("received_BT", "clipped_BT")}
         chosen |= {name: getattr(receipt, name)[:, rows] for name in ("received_UBT", "expected_UBT", "clipped_UBT")}
         written = [keys[row] for row in rows], [lengths[row] for row in rows]
-        self._dump.write_received(of.step, of.update, replace(receipt, **chosen), loss.name, *written)
+        chosen_effect = None if effect is None else effect[rows]
+        self._dump.write_received(of.step, of.update, replace(receipt, **chosen), loss.name, *written, chosen_effect)
+        if effect is not None:
+            for name, value in effect_figures(advantages, effect, mask).items():
+                self._trainer._metrics["train"][f"{self._trainer.method.name}/{name}"].append(value)
 
 
 def _truth(row: Mapping[str, Any]) -> str | None:

@@ -59,6 +59,10 @@ def trained(tokens: Sequence[Sequence[int]], advantages: Tensor) -> tuple[Weighe
     return w, log_probs(model, r) - before
 
 
+def figures_of(w: Weighed, effect: Tensor) -> dict[str, float]:
+    return effect_figures(w.advantages, effect, w.rollouts.mask)
+
+
 def test_a_single_token_moves_by_the_square_of_its_gradient() -> None:
     for advantage in (0.5, -2.0):
         _, effect = trained([[5]], torch.tensor([[advantage]]))
@@ -76,14 +80,14 @@ def test_what_an_unrelated_update_did_is_seen() -> None:
     where gradients are alike; an update of other responses moves none."""
     advantages = torch.tensor([[0.0, 1.0, 2.0, -1.0], [0.0, -2.0, 0.5, 3.0]])
     w, effect = trained([[2, 11, 12, 13], [3, 21, 22, 23]], advantages)
-    figures = effect_figures(w, effect)
+    figures = figures_of(w, effect)
     assert figures["moved_with_advantage_rate"] == 1 and figures["credit_change_correlation"] > 0.7
     model = without_layers()
     before = log_probs(model, w.rollouts)
     step(model, rollouts_of([[30, 31], [40, 41]], [1.0, 1.0]), torch.tensor([[0.0, 1.0], [0.0, 1.0]]))
     nothing = log_probs(model, w.rollouts) - before
     assert not nothing.any()
-    assert effect_figures(w, nothing) == {"moved_with_advantage_rate": 0.0}
+    assert figures_of(w, nothing) == {"moved_with_advantage_rate": 0.0}
 
 
 def test_the_figures_by_hand() -> None:
@@ -91,11 +95,11 @@ def test_the_figures_by_hand() -> None:
     w = weighed(Advantages.model_construct(), r, torch.tensor([[2.0, 0.0, 1.0], [-1.0, -1.0, 0.0]]))
     effect = torch.tensor([[0.3, -0.5, -0.1], [-0.2, 0.1, math.nan]])
     # Of the tokens with an advantage 2 of 4 move with it; A_t varies in the first response alone.
-    assert effect_figures(w, effect) == {
+    assert figures_of(w, effect) == {
         "moved_with_advantage_rate": 0.5,
         "credit_change_correlation": pytest.approx(1.0),
     }
-    assert effect_figures(w, torch.full_like(effect, math.nan)) == {}
+    assert figures_of(w, torch.full_like(effect, math.nan)) == {}
 
 
 def test_rank_correlation() -> None:

@@ -13,13 +13,16 @@ import pytest
 import torch
 from datasets import Dataset
 from filelock import FileLock
+from transformers import AutoModelForCausalLM
 from trl import GRPOTrainer
 
 from grail_advantage import Method
+from grail_advantage.api import PlainHost
 from grail_advantage.dump import read_dump
 from grail_advantage.methods.turns import TurnMethod
 from grail_advantage.trl_ext import TokenWeightGRPOTrainer
 from tests import hosts
+from tests.core.common import rollouts_of
 from tests.core.tiny_models import encode
 from tests.trl_ext import scripted
 from tests.trl_ext.scripted import build
@@ -132,6 +135,27 @@ def test_steps_rows_resuming_and_a_second_training(tmp_path: Path) -> None:
     assert read_dump(run / "tokens").steps == [2] and logged(run) == [1, 2]
     earlier = run / "tokens" / "earlier_1"
     assert read_dump(earlier).steps == [2, 4] and logged(earlier) == [1, 2, 3, 4]
+
+
+def test_the_effect_is_the_change_by_the_update(tmp_path: Path) -> None:
+    """Of the written responses, in every second step, against the models before and after it. A small step of plain
+    gradient descent moves most tokens with their advantage."""
+    dump = {"folder": tmp_path / "tokens", "effect_every": 2, "responses": 4}
+    saving = {"save_strategy": "steps", "save_steps": 1, "learning_rate": 1e-3, "logging_steps": 1}
+    build(tmp_path, max_steps=3, weights={"token_dump": dump}, **saving).train()
+    rows = list(read_dump(tmp_path / "tokens"))
+    assert [row.effect_T is not None for row in rows] == [False] * 4 + [True] * 4 + [False] * 4
+    measured = rows[4:8]
+    r = rollouts_of([row.token_ids_T.tolist() for row in measured], [0.0] * 4)
+    r = replace(r, prompts=[torch.tensor(row.prompt_ids) for row in measured])
+    models = [AutoModelForCausalLM.from_pretrained(tmp_path / f"checkpoint-{step}") for step in (1, 2)]
+    columns = [PlainHost(of, r, temperature=scripted.TEMPERATURE).columns(["old_log_probs"]) for of in models]
+    change = columns[1]["old_log_probs"] - columns[0]["old_log_probs"]
+    for row, of in zip(measured, change, strict=True):
+        torch.testing.assert_close(torch.from_numpy(row.effect_T), of[: len(row)], rtol=1e-3, atol=1e-6)
+    figures = [line["data"] for line in map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())]
+    (moved,) = [of["grail/moved_with_advantage_rate"] for of in figures if "grail/moved_with_advantage_rate" in of]
+    assert 0.5 < moved <= 1
 
 
 def test_the_folder_of_a_training_that_lives_is_refused(tmp_path: Path) -> None:
