@@ -28,7 +28,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast, get_scheduler
 
 from benchmarks.timer import RESULTS, record, show, write
 from grail_advantage import Grail, compute_token_weights
-from recipe.data.convert import PROMPT_SUFFIX
+from recipe.data.specs import PROMPT_SUFFIX
 from recipe.marked_text import table, write_marked
 from verl_cpu.tiny.loss import Padded, add_gradient, group_advantages, padded, token_log_probs
 from verl_cpu.tiny.sampling import MAX_RESPONSE_TOKENS, judge, prompt_ids, sample

@@ -23,7 +23,7 @@ from examples.trl_grail import reward
 from grail_advantage.method import methods
 from grail_advantage.reward import check_ground_truths
 from grail_advantage.trl_ext import TokenWeightGRPOTrainer
-from recipe.data.convert import PUBLISHED_SUFFIX
+from recipe.data.specs import PUBLISHED_SUFFIX
 from recipe.published import MODEL, trl_arguments
 
 OPTIONS = {"oar_g": {"variant": "grail_port"}}

@@ -19,8 +19,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from yaml import YAMLError
 
-from recipe.data.convert import PUBLISHED_SUFFIX
-from recipe.data.specs import SPECS
+from recipe.data.specs import PUBLISHED_SUFFIX, SPECS
 from recipe.marked_text import table
 
 GPUS = 4  # of the published run (src/train/grpo.sh)

@@ -40,23 +40,11 @@ from scripts import sizing  # noqa: E402
 
 # ---------- methods and maps
 
-USES = {
-    "": "nothing",
-    "saliency": "backward to an activation",
-    "logits": "logits",
-    "sequences": "logits of made-up sequences",
-    "log_probs": "log-probabilities",
-    "hidden_states": "hidden states",
-}
-READS = {
-    "old_log_probs": "old log-probabilities",
-    "entropy": "entropy",
-    "groups": "groups",
-    "examples": "prompts as messages",
-    "tokens": "token ids",
-    "rewards": "rewards",
-    "messages": "what tools and users said",
-}
+USES = {"": "nothing", "saliency": "backward to an activation", "logits": "logits", "hidden_states": "hidden states"}
+USES |= {"sequences": "logits of made-up sequences", "log_probs": "log-probabilities"}
+READS = {"old_log_probs": "old log-probabilities", "entropy": "entropy", "groups": "groups"}
+READS |= {"examples": "prompts as messages", "tokens": "token ids", "rewards": "rewards"}
+READS |= {"messages": "what tools and users said"}
 KINDS = {"boolean": "`true`, `false`", "integer": "whole number", "string": "text", "object": "mapping"}
 """Types of a JSON schema, as the page names them, where their own names do not serve."""
 REFERENCE = "reference_methods.md"
@@ -81,28 +69,34 @@ def known_options(owner: type[BaseModel], of_class: Sequence[Method] = ()) -> li
     fixed = {option for method in of_class for option in methods()[method.name].names[method.name]}
     properties = owner.model_json_schema().get("properties", {})
     schemas = {name: {**of, **of.get("anyOf", [{}])[0]} for name, of in properties.items() if name not in fixed}
+    own = [name for name in inspect.get_annotations(owner) if name in schemas]
 
     def value_of(option: str, **changed: Any) -> Any:
         return getattr(build(of_class[0].name, changed) if of_class else owner(**changed), option)
 
-    rows = []
-    own = [name for name in inspect.get_annotations(owner) if name in schemas]
-    for name in dict.fromkeys([*own, *schemas]):
-        schema, value = schemas[name], value_of(name)
-        default = _value(value)
-        if schema.get("default") is None and value is not None:  # by another option
-            choices = [(other, one) for other in schemas if other != name for one in schemas[other].get("enum", ())]
-            for other, choice in choices:
-                if (instead := value_of(name, **{other: choice})) != value:
-                    default += f"; {_value(instead)} with `{other}={choice}`"
-        choices = known_maps() if name == "reshaper" else schema.get("enum")
-        signs = {">": "exclusiveMinimum", ">=": "minimum", "<=": "maximum"}
+    def default(name: str) -> str:
+        value, others = value_of(name), [other for other in schemas if other != name]
+        if schemas[name].get("default") is not None or value is None:
+            return _value(value)
+        choices = [{other: choice} for other in others for choice in schemas[other].get("enum", ())]
+        changed = {
+            f"{_value(other)} with `{next(iter(one))}={next(iter(one.values()))}`": other != value
+            for one in choices
+            for other in [value_of(name, **one)]
+        }
+        return "; ".join([_value(value), *(text for text, differs in changed.items() if differs)])
+
+    def allowed(name: str) -> str:
+        schema, signs = schemas[name], {">": "exclusiveMinimum", ">=": "minimum", "<=": "maximum"}
         limits = " and ".join(f"{sign} {schema[key]:g}" for sign, key in signs.items() if key in schema)
         kind = f"{KINDS.get(schema.get('type'), schema.get('type'))} {limits}".strip()
-        allowed = ", ".join(f"`{choice}`" for choice in choices) if choices else kind
-        meaning = schema.get("description", "")
-        rows.append([f"`{name}`", default, f"{allowed} or `null`" if value is None else allowed, meaning])
-    return rows
+        choices = ", ".join(
+            f"`{choice}`" for choice in (known_maps() if name == "reshaper" else schema.get("enum", ()))
+        )
+        return (choices or kind) + " or `null`" * (value_of(name) is None)
+
+    names = dict.fromkeys([*own, *schemas])
+    return [[f"`{name}`", default(name), allowed(name), schemas[name].get("description", "")] for name in names]
 
 
 def overview() -> str:
@@ -177,14 +171,8 @@ def _modes(known: Sequence[Method]) -> list[str]:
         reads = ", ".join(words for read, words in READS.items() if read in method.reads) or "nothing"
         modes = ["yes" if works else "no" for works in (whole, whole, "entropy" not in method.reads)]
         rows.append([f"`{method.name}`", reads, USES[method.uses], *modes, "; ".join(inputs) or "nothing more"])
-    head = [
-        "`algorithm.adv_estimator`",
-        "reads of the batch",
-        "uses of the model",
-        "sequence parallel",
-        "fused kernels",
-    ]
-    return table([*head, "bypass mode", "`compute_token_weights` needs"], rows)
+    head = "`algorithm.adv_estimator`, reads of the batch, uses of the model, sequence parallel, fused kernels, bypass mode"
+    return table([*head.split(", "), "`compute_token_weights` needs"], rows)
 
 
 def _heading(of_class: Sequence[Method]) -> str:
@@ -228,31 +216,24 @@ def _link(name: str, heading: str, page: str = "") -> str:
 # ---------- rules
 
 
-def known_rules() -> dict[str, list[tuple[str, Rule]]]:
-    """The rules of verl's host and of the recipe by passage, each with the form in which the page shows its setting."""
-    refused = [("{}", rule) for rule in (*verl_rules.EVERY_RUN, *verl_rules.REFUSALS)]
-    refused += [("*{}*", rule) for rule in recipe_rules.REFUSALS]
-    refused += [("*CPU: {}*", rule) for rule in recipe_rules.ON_CPU]
+def refused() -> str:
+    """What a run with verl is refused with; in italics by the recipe alone."""
+    rules = [("{}", rule) for rule in (*verl_rules.EVERY_RUN, *verl_rules.REFUSALS)]
+    rules += [("*{}*", rule) for rule in recipe_rules.REFUSALS] + [("*CPU: {}*", rule) for rule in recipe_rules.ON_CPU]
+    return "\n".join(table(["refused, such as", "why"], _rows(rules, _override)))
+
+
+def shortcuts() -> str:
+    """What zero-advantage responses keep, and with which settings."""
     kept = {
         "every response": verl_rules.AGAINST_SKIPPING,
         "tails of responses": verl_rules.AGAINST_TAILS,
         "the forward of the old log-probabilities": verl_rules.AGAINST_FORWARD,
     }
-    return {"refused": refused} | {what: [("{}", rule) for rule in rules] for what, rules in kept.items()}
-
-
-def refused() -> str:
-    """What a run with verl is refused with; in italics by the recipe alone."""
-    return "\n".join(table(["refused, such as", "why"], _rows(known_rules()["refused"], _override)))
-
-
-def shortcuts() -> str:
-    """What zero-advantage responses keep, and with which settings."""
     rows = []
-    for what, rules in known_rules().items():
-        if what != "refused":
-            of_what = _rows(rules, _override)
-            rows += [[what if number == 0 else "", *row] for number, row in enumerate(of_what)]
+    for what, rules in kept.items():
+        of_what = _rows([("{}", rule) for rule in rules], _override)
+        rows += [[what if number == 0 else "", *row] for number, row in enumerate(of_what)]
     return "\n".join(table(["what stays", "with", "why"], rows))
 
 
@@ -266,7 +247,7 @@ def trl() -> str:
 
 
 def _rows(rules: Iterable[tuple[str, Rule]], setting: Callable[[Rule], str]) -> list[list[str]]:
-    """Settings and the reason; the settings of one form and one reason together."""
+    """Settings, each in its form, and the reason; the settings of one form and one reason together."""
     by_reason: dict[tuple[str, str], list[str]] = {}
     for form, rule in rules:
         by_reason.setdefault((form, rule.because), []).append(setting(rule))

@@ -7,12 +7,10 @@ of a micro-batch, D width, L layers, V vocabulary:
 
 - states: parameters, gradients and Adam's moments, 16 P / N bytes, and 4 P / N more in Adam's step;
 - update: what FSDP2 gathers (8 V D and ten blocks), checkpointed inputs 2 T D L, the inside of a block, logits and
-their
-  gradient 4 T V. GRAIL's pass makes no gradient of parameters, and stays below that;
+  their gradient 4 T V. GRAIL's pass makes no gradient of parameters, and stays below that;
 - vLLM: its share while it generates; 2 P, 6 V D and 2 GiB while weights are sent; asleep 3 GB;
 - host: 15 GB and 8 GB a GPU for processes, and the larger of loading (4 P, in every process where embeddings are tied)
-and
-  12 P for what OFFLOAD moves there.
+  and 12 P for what OFFLOAD moves there.
 """
 
 from __future__ import annotations
@@ -29,8 +27,8 @@ sys.path.insert(0, str(ROOT))
 
 from recipe.marked_text import table  # noqa: E402
 
-PROMPT, RESPONSES, UTILIZATION = 1024, 256, 0.6
-"""Tokens of a prompt, responses a step, and vLLM's share of a GPU, of recipe/config/grail_trainer.yaml."""
+PROMPT, UTILIZATION = 1024, 0.6
+"""Tokens of a prompt, and vLLM's share of a GPU, of recipe/config/grail_trainer.yaml."""
 SLEEPING, BUCKET, AT_ONCE = 3.0, 2.15, 8
 """GB of a sleeping engine's CUDA context and graphs (assumed), GB of verl's buffer for weights on their way, and the
 full-length responses that an engine should hold at least."""
@@ -115,17 +113,6 @@ def phases(model: Model, setup: Setup) -> dict[str, float]:
     return {phase: size / 1e9 for phase, size in sizes.items()}
 
 
-def pass_memory(model: Model, name: str, tokens: int) -> float:
-    """Bytes of a pass over one response, with everything in bfloat16 and counted as if it were there at once:
-    ``forward``, ``training``, ``grail`` or ``oar_g``, each also with ``, checkpointed``. The GPU check measures
-    them."""
-    name, _, checkpointed = name.partition(", ")
-    blocks = 1 if checkpointed or name == "forward" else model.layers
-    inputs = 2 * model.hidden * model.layers if checkpointed and name != "forward" else 0
-    logits = {"forward": 2, "training": 4}.get(name, 0) * model.vocabulary
-    return (4 if name == "training" else 2) * model.parameters + tokens * (inputs + blocks * model.inside + logits)
-
-
 def cached_tokens(model: Model, setup: Setup) -> float:
     """Tokens whose keys and values an engine can hold, beside its weights and 2 GB and 256 sequences' logits."""
     used = 2 * model.parameters / setup.tensor_parallel + 2e9 + 12 * 256 * model.vocabulary
@@ -158,20 +145,19 @@ def choose(model: Model, gpus: int, memory: float, nodes: int = 1) -> Setup | No
 def command(model: Model, setup: Setup) -> str:
     """For the launch script, with nothing that it does by itself."""
     one, length = model.script == SMALL, PROMPT + model.response
+    tokens, share = setup.sequences * length, setup.utilization
     knobs = {
-        "NNODES": (setup.nodes, 1),
-        "NGPUS_PER_NODE": (setup.gpus, 1 if one else 8),
-        "MODEL_PATH": (model.path, MODELS["qwen3-0.6b"].path if one else model.path),
-        "LORA_RANK": (setup.lora_rank, 0),
-        "OFFLOAD": (setup.offload, False),
-        "PPO_MAX_TOKEN_LEN_PER_GPU": (setup.sequences * length, model.sequences * length),
-        "ROLLOUT_TP": (setup.tensor_parallel, 1),
+        f"NNODES={setup.nodes}": setup.nodes != 1,
+        f"NGPUS_PER_NODE={setup.gpus}": setup.gpus != (1 if one else 8),
+        f"MODEL_PATH={model.path}": one and model is not MODELS["qwen3-0.6b"],
+        f"LORA_RANK={setup.lora_rank}": setup.lora_rank,
+        "OFFLOAD=True": setup.offload,
+        f"PPO_MAX_TOKEN_LEN_PER_GPU={tokens}": setup.sequences != model.sequences,
+        f"ROLLOUT_TP={setup.tensor_parallel}": setup.tensor_parallel != 1,
+        f"bash examples/{model.script}": True,
+        f"actor_rollout_ref.rollout.gpu_memory_utilization={share:g}": share != model.utilization,
     }
-    words = [f"{name}={value}" for name, (value, default) in knobs.items() if value != default]
-    share = f"actor_rollout_ref.rollout.gpu_memory_utilization={setup.utilization:g}"
-    return " ".join(
-        [*words, f"bash examples/{model.script}", *([share] if setup.utilization != model.utilization else [])]
-    )
+    return " ".join(word for word, wanted in knobs.items() if wanted)
 
 
 def page() -> str:
@@ -186,9 +172,8 @@ def page() -> str:
 
 
 def measured(folder: Path = ROOT / "benchmarks/results") -> str:
-    """Part a of the GPU check (``gpu_check_a-CARD_DATE.json``, copies of its ``a.json``): time of each pass, its memory
-    beside
-    :func:`pass_memory`, and the precision."""
+    """Part a of the GPU check (``gpu_check_a-CARD_DATE.json``, copies of its ``a.json``): time and memory of each pass,
+    and the precision."""
     from benchmarks.gpu_check import plain
     from benchmarks.gpu_check.outcome import origin
     from benchmarks.report import spread
@@ -202,14 +187,13 @@ def measured(folder: Path = ROOT / "benchmarks/results") -> str:
                 if kind == "Passes":
                     fits, peak = "seconds" in of, of["peak, GiB"]
                     times = [spread(of["seconds"], 3), f"{of['x the forward']:.2f}"] if fits else ["", ""]
-                    counted = pass_memory(MODELS[shape.lower()], row, plain.FULL.tokens) / 2**30
-                    passes.append([shape, row, *times, f"{peak:.1f}" if fits else peak, f"{counted:.1f}"])
+                    passes.append([shape, row, *times, f"{peak:.1f}" if fits else peak])
                 else:
                     share = of["mean"] / of["the weights' own deviation"]
                     limit = f"at most {plain.MOST:.0%}" if row in plain.JUDGED else "none"
                     rank = f"{of['rank correlation of the scores']:.4f}"
                     precision.append([shape, row, f"{share:.1%}", limit, rank])
-        head = ["model", "pass", "seconds", "x the forward", "peak, GiB", "computed, GiB"]
+        head = ["model", "pass", "seconds", "x the forward", "peak, GiB"]
         lines += [origin(result), "", *table(head, passes, right=2), ""]
         head = ["model", "method", "bfloat16 moves weights, of their deviation", "limit", "rank correlation of scores"]
         lines += [*table(head, precision, right=2), ""]
@@ -225,8 +209,6 @@ def main() -> int:
     parser.add_argument("--nodes", type=int, default=1)
     options = parser.parse_args()
     model = MODELS[options.model]
-    if min(options.gpus, options.nodes, options.memory) <= 0 or RESPONSES % (options.gpus * options.nodes):
-        parser.error(f"--gpus x --nodes must divide the {RESPONSES} responses of a step, and --memory be above 0")
     if (setup := choose(model, options.gpus, options.memory, options.nodes)) is None:
         print("This does not fit: take more or larger GPUs, a smaller model, or a smaller MAX_RESPONSE_LENGTH.")
         return 1

@@ -19,21 +19,19 @@ import pandas as pd
 
 from grail_advantage.answers.tokenizers import load_tokenizer
 from grail_advantage.dump import write_whole
-from grail_advantage.receipt.foreign import say
-from recipe.data.convert import PROMPTS
-from recipe.data.specs import BENCHMARKS, benchmark_names
+from recipe.data.specs import BENCHMARKS, PROMPTS, benchmark_names
 from recipe.evaluate import report, sampling
 from recipe.evaluate.grading import BOTH, GRADERS, grade
 from recipe.evaluate.sampling import KEY, read_samples
 from recipe.hashing import digest
 
 SAMPLING: dict[str, tuple[Any, str]] = {
-    "--samples": (3, "samples a problem"),
-    "--temperature": (0.6, "0: greedy"),
-    "--top-p": (0.95, "share of the probability that is sampled from"),
-    "--top-k": (20, "0: all tokens"),
-    "--max-tokens": (8192, "of a response; models that always think may need more"),
-    "--seed": (0, "seed of all samples"),
+    "samples": (3, "samples a problem"),
+    "temperature": (0.6, "0: greedy"),
+    "top_p": (0.95, "share of the probability that is sampled from"),
+    "top_k": (20, "0: all tokens"),
+    "max_tokens": (8192, "of a response; models that always think may need more"),
+    "seed": (0, "seed of all samples"),
 }
 
 
@@ -51,16 +49,15 @@ def evaluate(options: argparse.Namespace) -> str:
     problems["prompt_ids"] = problems["messages"].map(chat)
     problems["prompt"] = problems["prompt_ids"].map(digest)
     wanted = problems.merge(pd.DataFrame({"sample": range(options.samples)}), how="cross")
-    drawing = {name: getattr(options, name) for name in (each[2:].replace("-", "_") for each in SAMPLING)}
+    drawing = {name: getattr(options, name) for name in SAMPLING}
     engine = f"vllm {version('vllm')}" + ", batch-invariant" * (os.environ.get("VLLM_BATCH_INVARIANT") == "1")
-    settings = {"model": sampling.fingerprint(model), **drawing, "engine": engine}
-    path = options.output_dir / "generations.jsonl"
-    with sampling.open_samples(path, settings) as file:
+    settings, path = {"model": sampling.fingerprint(model), **drawing}, options.output_dir / "generations.jsonl"
+    with sampling.open_samples(path, settings | {"engine": engine}) as file:
         missing = wanted[~wanted.set_index(KEY).index.isin(read_samples(path).set_index(KEY).index)]
         if len(missing):
             # Of all problems, so that a resumed evaluation runs in the same engine.
             longest = max(map(len, problems["prompt_ids"])) + options.max_tokens
-            start = partial(sampling.start_engine, model, longest, options.workers, options.tensor_parallel_size)
+            start = partial(sampling.start_engine, model, longest, options.tensor_parallel_size)
             asyncio.run(sampling.draw(start, missing, drawing, tokenizer, file))
     template = {"chat_template": digest(tokenizer.chat_template), "enable_thinking": False}
     template["prompt"] = chat(problems["messages"][0], tokenize=False)
@@ -73,24 +70,15 @@ def regrade(folder: Path, grader: str) -> str:
     """Grade the samples of a finished evaluation again, against the ground truths in it, and return the page."""
     old = results(folder)
     hashes = {name: row["problems_hash"] for name, row in old["benchmarks"].items()}
-    graded = read_samples(folder / "scores.jsonl")
-    if hashes.keys() != {*graded["benchmark"]}:
-        raise ValueError(f"{folder} has results and scores of different evaluations")
-    return grade_folder(folder, old["run"], grader, hashes, graded)
-
-
-def compare(folders: list[Path], output: Path | None) -> str:
-    """Compare two finished evaluations; write the result where a folder is named, and return the page."""
-    result = report.compare(*map(results, folders))
-    page = report.comparison_page(result)
-    return page if output is None else write(output, "comparison", result, page)
+    return grade_folder(folder, old["run"], grader, hashes, read_samples(folder / "scores.jsonl"))
 
 
 def grade_folder(folder: Path, run: dict[str, Any], grader: str, hashes: dict[str, str], wanted: pd.DataFrame) -> str:
-    """Grade the ``wanted`` samples (:data:`KEY`, ``gold``) of a folder, and write scores and report."""
+    """Grade the ``wanted`` samples (:data:`KEY`, ``gold``) of a folder, write scores and report, and return the
+    page."""
     samples = wanted[[*KEY, "gold"]].merge(read_samples(folder / "generations.jsonl"))
-    if len(samples) < len(wanted):
-        raise ValueError(f"{folder}/generations.jsonl lacks samples; run the evaluation again, which draws them")
+    if len(samples) < len(wanted) or hashes.keys() != {*wanted["benchmark"]}:
+        raise ValueError(f"{folder} lacks samples; run the evaluation again, which draws them")
     scores = grade(samples, grader)
     summary = report.summarise(run | {"grader": grader}, hashes, scores)
     write_whole(folder / "scores.jsonl", scores.to_json(orient="records", lines=True, force_ascii=False))
@@ -98,18 +86,16 @@ def grade_folder(folder: Path, run: dict[str, Any], grader: str, hashes: dict[st
 
 
 def results(folder: Path) -> dict[str, Any]:
-    """The results of a finished evaluation; ValueError where there are none."""
-    try:
-        return json.loads((folder / "results.json").read_text(encoding="utf-8")) | {"folder": str(folder)}
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{folder} has no results of a finished evaluation ({error})") from error
+    """The results of a finished evaluation."""
+    return json.loads((folder / "results.json").read_text(encoding="utf-8")) | {"folder": str(folder)}
 
 
-def write(folder: Path, name: str, content: dict[str, Any], page: str) -> str:
-    """Write a result and its page; returns the page and where it is."""
-    write_whole(folder / f"{name}.md", page)
-    write_whole(folder / f"{name}.json", json.dumps(content, indent=2, ensure_ascii=False) + "\n")
-    return f"{page}\nwritten to {folder}"
+def write(folder: Path | None, name: str, content: dict[str, Any], page: str) -> str:
+    """Write a result and its page, where a folder is named; returns the page."""
+    if folder is not None:
+        write_whole(folder / f"{name}.md", page)
+        write_whole(folder / f"{name}.json", json.dumps(content, indent=2, ensure_ascii=False) + "\n")
+    return page
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -117,32 +103,35 @@ def main(arguments: list[str] | None = None) -> None:
     form = argparse.ArgumentDefaultsHelpFormatter
     parser = argparse.ArgumentParser("python -m recipe.evaluate", description=__doc__, formatter_class=form)
     add, action = parser.add_argument, parser.add_mutually_exclusive_group(required=True).add_argument
-    action("--model", help="Hugging Face folder, verl checkpoint .../global_step_N, or ORG/NAME[@REVISION] of the hub")
+    action("--model", help="Hugging Face folder, verl checkpoint .../global_step_N, or a name on the hub")
     action("--regrade", type=Path, metavar="DIR", help="grade the samples of a finished --output-dir again")
     action("--compare", nargs=2, type=Path, metavar=("A", "B"), help="compare two finished output folders, B minus A")
     add("--output-dir", type=Path, help="folder for generations, scores and results, or for the comparison")
     add("--benchmarks", default="all", help=f"all (the published six), or, with commas: {', '.join(BENCHMARKS)}")
     add("--data-dir", type=Path, default=Path("data"), help="folder that recipe.data.prepare filled")
     add("--prompt", choices=PROMPTS, default="corrected", help="published: as prepare_data --prompt published wrote it")
-    for option, (default, text) in SAMPLING.items():
-        add(option, type=type(default), default=default, help=text)
+    for name, (default, text) in SAMPLING.items():
+        add(f"--{name.replace('_', '-')}", type=type(default), default=default, help=text)
     add("--chat-template", help="base_math (for base models) or a .jinja file, in place of the tokenizer's")
     grader = "as in training, as in GRAIL's published code, or both side by side"
     add("--grader", choices=[*GRADERS, BOTH], default="reward", help=grader)
-    add("--workers", type=int, help="vLLM engines, each with the whole model; by default as many as the GPUs allow")
-    add("--tensor-parallel-size", type=int, default=1, help="GPUs of each engine")
+    add(
+        "--tensor-parallel-size",
+        type=int,
+        default=1,
+        help="GPUs of each vLLM engine, of which there are as many as fit",
+    )
     options = parser.parse_args(arguments)
     if options.model and options.output_dir is None:
         parser.error("--model needs --output-dir")
     try:
         if options.compare:
-            text = compare(options.compare, options.output_dir)
+            result = report.compare(*map(results, options.compare))
+            print(write(options.output_dir, "comparison", result, report.comparison_page(result)))
         else:
-            text = regrade(options.regrade, options.grader) if options.regrade else evaluate(options)
-        say(*text.split("\n"))
+            print(regrade(options.regrade, options.grader) if options.regrade else evaluate(options))
     except (ValueError, RuntimeError, OSError, CalledProcessError) as error:
-        say(f"{parser.prog}: error: {error}", file=sys.stderr)
-        sys.exit(1)
+        sys.exit(f"{parser.prog}: error: {error}")
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -48,16 +49,12 @@ def published_gold(benchmark: str, gold: str) -> str:
 
 def published_box(text: str) -> str | None:
     """The last box as the published code finds it: every brace counts, and one that does not close ends the search."""
-    found, at = None, text.find(BOX)
-    while at >= 0:
-        start = end = at + len(BOX)
-        depth = 1
-        while depth and end < len(text):
-            depth += {"{": 1, "}": -1}.get(text[end], 0)
-            end += 1
-        if depth:
+    found, rest = None, text.partition(BOX)[2]
+    while rest:
+        depths = accumulate(({"{": 1, "}": -1}.get(char, 0) for char in rest), initial=1)
+        if (length := next((place for place, depth in enumerate(depths) if depth == 0), None)) is None:
             break
-        found, at = text[start : end - 1], text.find(BOX, end)
+        found, rest = rest[: length - 1], rest[length:].partition(BOX)[2]
     return found
 
 

@@ -122,15 +122,15 @@ def results_page(result: dict[str, Any]) -> str:
 
 def comparison_page(result: dict[str, Any]) -> str:
     """The comparison of two runs as a Markdown page, after the reports of both."""
-    measure = {"published": "by this grader", BOTH: "by the grader of the columns `published`"}.get(
-        result["first"]["run"]["grader"], "**another measure than this table's**: by `--grader published`, or `both`"
-    )
-    return f"""{results_page(result["first"])}
-{results_page(result["second"])}
-# B (`{result["second"]["folder"]}`) compared with A (`{result["first"]["folder"]}`)
+    first, second = result["first"], result["second"]
+    measures = {"published": "by this grader", BOTH: "by the grader of the columns `published`"}
+    other = "**another measure than this table's**: by `--grader published`, or `both`"
+    return f"""{results_page(first)}
+{results_page(second)}
+# B (`{second["folder"]}`) compared with A (`{first["folder"]}`)
 
 {_table(result, "+z")}
 - B - A; in brackets: 95% intervals, paired bootstrap over problems; then the share of resamples in which B is above A.
 - Published for GRAIL - GRPO (arXiv 2606.04889), mean of five models and six benchmarks: acc@3 +3.60, pass@3 +3.05;
-  {measure}.
+  {measures.get(first["run"]["grader"], other)}.
 """

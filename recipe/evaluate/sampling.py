@@ -7,15 +7,13 @@ bfloat16 gave other tokens alone than in a batch, float32 the same. So a CPU com
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import os
-import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -25,7 +23,7 @@ import pandas as pd
 from tqdm.asyncio import tqdm
 
 from grail_advantage.reward import check_ground_truths
-from recipe.data.prepare import file_stem
+from recipe.data.specs import file_stem
 
 KEY = ["benchmark", "index", "sample", "prompt"]
 """A sample's name, with a hash of its prompt's token ids. A sample also has ``seed``, ``tokens`` (with the end token),
@@ -38,12 +36,12 @@ def load_benchmarks(names: list[str], data_dir: Path, prompt: str = "corrected")
     """Read what :mod:`recipe.data.prepare` wrote: a row a problem with ``benchmark``, ``index`` in its file,
     ``messages`` (the chat that asks for it) and ``gold`` (the ground truth). ValueError for a benchmark that is not
     there, or is unusable."""
-    files = {name: data_dir / f"{file_stem(name, prompt)}.parquet" for name in names}
-    if missing := ",".join(name for name, file in files.items() if not file.is_file()):
-        make = f"bash scripts/prepare_data.sh --train none --benchmarks {missing} --prompt {prompt}"
-        raise ValueError(f"{data_dir} lacks {missing}; make it with: {make} --output-dir {data_dir}")
     tables = {}
-    for name, file in files.items():
+    for name in names:
+        file = data_dir / f"{file_stem(name, prompt)}.parquet"
+        if not file.is_file():
+            make = f"bash scripts/prepare_data.sh --train none --benchmarks {','.join(names)} --prompt {prompt}"
+            raise ValueError(f"{data_dir} lacks {name}; make it with: {make} --output-dir {data_dir}")
         table = pd.read_parquet(file)
         gold = table["reward_model"].str["ground_truth"]
         check_ground_truths(gold, str(file))
@@ -56,72 +54,55 @@ def read_samples(path: Path) -> pd.DataFrame:
     samples = []
     for line in path.read_bytes().splitlines():
         with suppress(ValueError):
-            sample = json.loads(line)
-            samples += [] if "settings" in sample else [sample]
-    return pd.DataFrame(samples, columns=None if samples else KEY)
+            samples += [] if "settings" in (sample := json.loads(line)) else [sample]
+    return pd.DataFrame(samples, columns=None if samples else KEY).drop_duplicates(KEY, ignore_index=True)
 
 
-@contextmanager
-def open_samples(path: Path, settings: dict[str, Any]) -> Iterator[TextIO]:
-    """Open a file of samples to append to it, for this process alone. Its first line holds the settings of all samples.
-
-    Raises:
-        ValueError: another process has it, or the settings are others.
-    """
+def open_samples(path: Path, settings: dict[str, Any]) -> TextIO:
+    """Open a file of samples to append to it. Its first line holds the settings of all samples; ValueError if they are
+    others."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a", encoding="utf-8") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ValueError(f"{path} is another evaluation's that lives; name another --output-dir") from None
-        text, first = path.read_text(encoding="utf-8", errors="replace"), json.dumps({"settings": settings}) + "\n"
-        if text.count("\n") < 2:  # no sample is there
-            file.truncate(0)
-            file.write(first)
-        elif not text.startswith(first):
-            there, remedy = text.partition("\n")[0], "use the former or another --output-dir"
-            raise ValueError(f"{path} was begun with other settings: {there}, not {first.strip()}; {remedy}")
-        elif not text.endswith("\n"):
-            file.write("\n")
-        yield file
+    first, file = json.dumps({"settings": settings}) + "\n", path.open("a", encoding="utf-8")
+    text = path.read_text(encoding="utf-8", errors="replace")
+    if text.count("\n") < 2:  # no sample is there
+        file.truncate(0)
+        file.write(first)
+    elif not text.startswith(first):
+        there, remedy = text.partition("\n")[0], "use the former or another --output-dir"
+        raise ValueError(f"{path} was begun with other settings: {there}, not {first.strip()}; {remedy}")
+    elif not text.endswith("\n"):
+        file.write("\n")
+    return file
 
 
 def resolve_model(model: str) -> Path:
     """Return the folder of ``--model``: that of a Hugging Face model, ``.../global_step_N``, which verl's merger joins
-    into ``actor_merged`` once, or ``ORG/NAME[@REVISION]`` of the hub, which is fetched into its cache."""
+    into ``actor_merged`` once, or that of a name on the hub, which is fetched into its cache."""
     path = Path(model)
     if not path.is_dir():
         from huggingface_hub import snapshot_download
 
-        name, _, revision = model.partition("@")
-        path = Path(snapshot_download(name, revision=revision or None, allow_patterns=FILES))
+        path = Path(snapshot_download(model, allow_patterns=FILES))
     if any((path / "actor").glob("model_world_size_*_rank_*.pt")):
-        path = merged(path / "actor")
+        path = path / "actor_merged" if (path / "actor_merged").is_dir() else merge(path / "actor")
     if not [*path.glob("*.safetensors"), *path.glob("pytorch_model*.bin")]:
         raise ValueError(f"--model {model} is neither a model folder with weights nor a run's folder global_step_N")
     return path
 
 
-def merged(checkpoint: Path) -> Path:
-    """The folder of a verl checkpoint's merged weights, beside it."""
-    target = checkpoint.with_name(f"{checkpoint.name}_merged")
-    if target.is_dir() and target.stat().st_ctime > max(path.stat().st_ctime for path in checkpoint.rglob("*")):
-        return target
-    with TemporaryDirectory(dir=target.parent) as folder:
-        made = Path(folder, target.name)
+def merge(checkpoint: Path) -> Path:
+    """Join the weights of a verl checkpoint in a folder beside it, which is there when it is whole."""
+    with TemporaryDirectory(dir=checkpoint.parent) as folder:
+        made = Path(folder, "merged")
         command = [sys.executable, "-m", "verl.model_merger", "merge", "--backend", "fsdp"]
         subprocess.run([*command, "--local_dir", checkpoint, "--target_dir", made], stdout=2, check=True)
         if (adapter := made / "lora_adapter").is_dir():  # beside base weights that verl 0.9.1 leaves as they were
             from peft import PeftModel
             from transformers import AutoModelForCausalLM
 
-            if not json.loads((adapter / "adapter_config.json").read_text()).get("lora_alpha"):
-                raise ValueError(f"{checkpoint} has LoRA weights but no lora_train_meta.json with lora_alpha")
             model = AutoModelForCausalLM.from_pretrained(made, dtype="auto")
             PeftModel.from_pretrained(model, str(adapter)).merge_and_unload().save_pretrained(made)
-            shutil.rmtree(adapter)
-        shutil.rmtree(target, ignore_errors=True)
-        return made.rename(target)
+        return made.rename(checkpoint.with_name("actor_merged"))
 
 
 def fingerprint(folder: Path) -> str:
@@ -131,12 +112,11 @@ def fingerprint(folder: Path) -> str:
     return hashlib.sha256("\n".join(hashes).encode()).hexdigest()[:16]
 
 
-def start_engine(model: Path, longest: int, workers: int | None, tensor_parallel_size: int) -> Any:
+def start_engine(model: Path, longest: int, tensor_parallel_size: int) -> Any:
     """Load the model into vLLM's ``AsyncLLM``, for ``longest`` tokens with the prompt: on a GPU in the precision that
-    its weights are stored in, on a CPU in float32. ``workers`` are engines, by default as many as GPUs allow."""
-    # Its warnings are about the choices made here. FlashInfer's sampler is compiled at run time, often without an nvcc.
-    for name, value in {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_USE_FLASHINFER_SAMPLER": "0"}.items():
-        os.environ.setdefault(name, value)
+    its weights are stored in, on a CPU in float32; as many engines as the GPUs allow."""
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # its warnings are about the choices made here
+    os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")  # compiled at run time, often without an nvcc
     import torch
     from transformers import AutoConfig
 
@@ -145,7 +125,7 @@ def start_engine(model: Path, longest: int, workers: int | None, tensor_parallel
     # A prompt is short beside its response, and without the cache no sample's numbers come from another's batch.
     options: dict[str, Any] = {"enable_prefix_caching": False, "disable_log_stats": True, "max_model_len": longest}
     options |= {"tensor_parallel_size": tensor_parallel_size, "dtype": dtype}
-    options["data_parallel_size"] = workers or max(1, torch.cuda.device_count() // tensor_parallel_size)
+    options["data_parallel_size"] = max(1, torch.cuda.device_count() // tensor_parallel_size)
     if "cpu" in version("vllm"):
         from verl_cpu import environment
 
@@ -153,8 +133,8 @@ def start_engine(model: Path, longest: int, workers: int | None, tensor_parallel
         # Compiling takes longer than it saves. A prompt read in pieces draws random numbers that vLLM gives back, which
         # a CPU cannot ("CPU Generator does not use offset", GPUModelRunner._bookkeeping_sync in vLLM 0.28).
         options |= {"dtype": "float32", "enforce_eager": True, "enable_chunked_prefill": False}
-        backend = "uni" if tensor_parallel_size == 1 else "mp"  # an engine's one worker needs no process of its own
-        options |= {"max_num_batched_tokens": max(longest, 4096), "distributed_executor_backend": backend}
+        # An engine's one worker needs no process of its own.
+        options |= {"max_num_batched_tokens": max(longest, 4096), "distributed_executor_backend": "uni"}
     from vllm import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 

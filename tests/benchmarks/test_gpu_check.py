@@ -251,7 +251,7 @@ def test_the_page_of_gpus_shows_the_recorded_results(tmp_path: Path) -> None:
     recorded = json.loads((RESULTS / "gpu_check_a-h100_2026_11_27.json").read_text())
     recorded["figures"]["Passes, Qwen3-4B"]["rows"]["grail"] = {"peak, GiB": plain.OUT_OF_MEMORY}
     (tmp_path / "gpu_check_a-other.json").write_text(json.dumps(recorded))
-    assert "| Qwen3-4B | grail |  |  | out of memory | 36.7 |" in sizing.measured(tmp_path)
+    assert "| Qwen3-4B | grail |  |  | out of memory |" in sizing.measured(tmp_path)
 
 
 @pytest.mark.slow

@@ -5,7 +5,7 @@ from __future__ import annotations
 from transformers import PreTrainedTokenizerFast
 from verl.utils.tokenizer.continuous_token_wiring import create_continuous_token_builder
 
-from recipe.data.convert import user_messages
+from recipe.data.specs import user_messages
 from tests.real_tokenizers import llama3_tokenizer, qwen_tokenizer
 from tests.recipe.test_launch_scripts import BASE_MATH
 

@@ -1,8 +1,7 @@
-"""Data preparation: golden rows for every format, the subsets, odd rows, the hub, and how verl reads the files."""
+"""Data preparation: golden rows for every format, the published problems, odd rows, the hub, and how verl reads the files."""
 
 from __future__ import annotations
 
-import hashlib
 import json
 import random
 from pathlib import Path
@@ -14,10 +13,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from grail_advantage.reward import compute_score
-from recipe.data.convert import PROMPT_SUFFIX, published_id, read_gold, user_messages
-from recipe.data.golds import check_golds, near_misses, spellings
 from recipe.data.prepare import main, read_local
-from recipe.data.specs import PUBLISHED_BENCHMARKS, PUBLISHED_SUBSETS, SPECS
+from recipe.data.specs import PROMPT_SUFFIX, PUBLISHED_SUBSETS, SPECS, convert, published_id, read_gold, user_messages
+from tests.recipe.golds import faults
 from tests.recipe.test_reward import DATA
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -39,29 +37,37 @@ def run(folder: Path, name: str, lines: list[dict[str, Any] | str], *options: st
     folder.mkdir(parents=True, exist_ok=True)
     texts = [line if isinstance(line, str) else json.dumps(line) for line in lines]
     (folder / f"{name}.jsonl").write_text("\n".join(texts) + "\n", encoding="utf-8")
-    which = ["--train", name, "--benchmarks", "none"] if SPECS[name].split == "train" else ["--benchmarks", name]
-    which += [] if SPECS[name].split == "train" else ["--train", "none"]
-    return main([*which, "--local-dir", str(folder), "--output-dir", str(folder / "out"), "--subset", "hash", *options])
+    train = SPECS[name].split == "train"
+    which = ["--train", name if train else "none", "--benchmarks", "none" if train else name]
+    return main([*which, "--local-dir", str(folder), "--output-dir", str(folder / "out"), *options])
 
 
-def aime_rows(count: int) -> list[dict[str, Any] | str]:
-    return [{"id": i, "problem": f"What is ${i} + 1$?", "answer": str(i + 1)} for i in range(count)]
+WHOLE = ["math500", "aime24", "amc23", "minerva_math", "gsm8k"]
+"""Benchmarks without a published subset."""
 
 
 def test_golden_rows_of_one_schema_that_the_judge_accepts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """verl concatenates its validation files, which fails where a column's type differs."""
-    sets = ["--train", "deepmath", "--benchmarks", ",".join(["gsm8k", *PUBLISHED_BENCHMARKS]), "--subset", "hash"]
+    sets = ["--train", "deepmath", "--benchmarks", ",".join(WHOLE)]
     assert main(["--local-dir", str(GOLDEN), "--output-dir", str(tmp_path), *sets]) == 0
-    assert "olympiadbench.jsonl, rows 3, " in (said := capsys.readouterr().out) and "other_task 1" in said
     tables = {path.stem: pq.read_table(path) for path in tmp_path.glob("*.parquet")}
-    assert tables.keys() == SPECS.keys() - {"gsm8k_train"}
-    for name, table in tables.items():
-        assert table.to_pylist() == golden(name), name
-        for row in table.to_pylist():
+    assert tables.keys() == {"deepmath", *WHOLE}
+    assert pa.concat_tables(tables.values()).num_rows == sum(len(golden(name)) for name in tables)
+    rows = {name: table.to_pylist() for name, table in tables.items()}
+    for name in ("college_math", "olympiadbench"):
+        lines = map(json.loads, (GOLDEN / f"{name}.jsonl").read_text(encoding="utf-8").splitlines())
+        rows[name] = [convert(SPECS[name], line) for line in lines if line.get("subject") != "Physics"]
+        for of in (rows[name], wanted := golden(name)):
+            of.sort(key=lambda row: row["extra_info"]["problem"])
+            for row in of:
+                row["extra_info"]["index"] = 0
+        assert rows[name] == wanted
+    for name, found in rows.items():
+        assert name not in tables or found == golden(name), name
+        for row in found:
             gold = row["reward_model"]["ground_truth"]
             answer = chr(92) + "boxed{" + gold + "}"
             assert compute_score(name, answer, gold, row["extra_info"])["score"] == 1.0, gold
-    assert pa.concat_tables(tables.values()).num_rows == sum(len(golden(name)) for name in tables)
 
 
 def test_gold_and_prompt() -> None:
@@ -72,17 +78,6 @@ def test_gold_and_prompt() -> None:
         assert user_messages(problem) == [{"role": "user", "content": "Add $1$ and $2$." + SUFFIX}]
 
 
-def test_subset_is_the_same_for_every_row_order(tmp_path: Path) -> None:
-    rows = [{"question": f"Simplify ${i} x + x$.", "answer": f"${i + 1} x$"} for i in range(250)]
-    rows.append({"question": "Simplify $7 x + x$.", "answer": "$9 x$"})  # asked twice
-    assert run(tmp_path / "a", "college_math", rows) == 0
-    assert run(tmp_path / "b", "college_math", random.Random(0).sample(rows, len(rows))) == 0
-    path = tmp_path / "a/out/college_math.parquet"
-    assert path.read_bytes() == (tmp_path / "b/out/college_math.parquet").read_bytes()
-    by_hash = sorted(rows, key=lambda row: hashlib.sha256(b"42\n" + row["question"].encode()).digest())
-    assert [row["extra_info"]["problem"] for row in read_rows(path)] == [row["question"] for row in by_hash[:200]]
-
-
 def test_the_published_problems_are_found_by_their_ids(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name, columns in (("college_math", ("question", "answer")), ("olympiadbench", ("question", "final_answer"))):
         ids, rows = list(PUBLISHED_SUBSETS[name]), []
@@ -90,11 +85,13 @@ def test_the_published_problems_are_found_by_their_ids(tmp_path: Path, capsys: p
             book, _, number = id.rpartition("/")
             named = {"data_source": book, "question_number": number} if name == "college_math" else {"id": id}
             rows.append(named | dict(zip(columns, (f"Problem {place}?", "2"), strict=True)))
-        mixed = random.Random(0).sample(rows, len(rows))
-        assert len(set(ids)) == 200 and run(tmp_path, name, mixed, "--subset", "published") == 0
+        physics = [named | {"subject": "Physics"}] * (name == "olympiadbench")
+        mixed = random.Random(0).sample([*rows, *physics], len(rows) + len(physics))
+        assert len(set(ids)) == 200 and run(tmp_path, name, mixed) == 0
+        assert f"200 rows, of {SPECS[name].rows} published, 0 dropped, {len(physics)} of" in capsys.readouterr().out
         assert [row["extra_info"]["id"] for row in read_rows(tmp_path / f"out/{name}.parquet")] == ids
-        assert run(tmp_path, name, rows[:7] + rows[8:], "--subset", "published") == 1
-        assert ids[7] in (said := capsys.readouterr().err) and "--subset hash" in said
+        assert run(tmp_path, name, rows[:7] + rows[8:]) == 1
+        assert f"such as {ids[7]}; take the full set ({SPECS[name].hub})" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("name", "published"), [("college_math", 2), ("olympiadbench", 1)])
@@ -111,8 +108,9 @@ def test_the_published_prompt_is_a_file_of_its_own(tmp_path: Path) -> None:
     """Its text is what Python makes of the published one, a plain string."""
     as_read = " Please reason step by step, and put your final answer within \boxed{}."
     assert "\x08oxed" in as_read
+    asked: list[Any] = [{"problem": f"What is ${i} + 1$?", "answer": str(i + 1)} for i in range(2)]
     for prompt in ("corrected", "published"):
-        assert run(tmp_path, "aime24", aime_rows(2), "--prompt", prompt) == 0
+        assert run(tmp_path, "aime24", asked, "--prompt", prompt) == 0
     ours, theirs = (read_rows(tmp_path / f"out/aime24{name}.parquet") for name in ("", "_published"))
     assert [row["prompt"][0]["content"] for row in theirs] == [f"What is ${i} + 1$?{as_read}" for i in range(2)]
     for row in (*ours, *theirs):
@@ -142,8 +140,6 @@ def test_a_bad_row_is_named_and_dropped(
     good = (GOLDEN / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()[0]
     assert run(tmp_path, name, [good, "", row, *[good] * 20]) == 0
     assert f"dropped: {tmp_path / name}.jsonl, line 3: " in capsys.readouterr().err
-    [dropped] = json.loads((tmp_path / f"out/{name}.json").read_text(encoding="utf-8"))["dropped_rows"]
-    assert "line 3" in dropped
     assert [row["extra_info"]["index"] for row in read_rows(tmp_path / f"out/{name}.parquet")] == list(range(21))
     assert run(tmp_path / "many", name, [good, row]) == 1 and not (tmp_path / "many/out").exists()
 
@@ -171,26 +167,18 @@ def test_hub_dataset_through_load_dataset(
     place."""
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     hub = tmp_path / "hub"
-    for name, split in (("deepmath", "train"), ("olympiadbench", "test"), ("aime24", "test")):
+    for name, split in (("deepmath", "train"), ("aime24", "test")):
         (hub / name).mkdir(parents=True)
         rows = (GOLDEN / f"{name}.jsonl").read_text()
         (hub / name / f"{split}.jsonl").write_text(rows * 20 if name == "aime24" else rows)
     with (hub / "aime24" / "test.jsonl").open("a") as file:
         file.write('{"id": 8, "problem": "p", "answer": ""}\n')
-    arguments = [
-        "--output-dir",
-        str(tmp_path / "out"),
-        "--benchmarks",
-        "olympiadbench,aime24,amc23",
-        "--subset",
-        "hash",
-    ]
-    arguments += ["--hub-id", f"deepmath={hub / 'deepmath'}", "--hub-id", f"olympiadbench={hub / 'olympiadbench'}"]
     # The hub's AIME copy has its rows in "train": another split has to be asked for.
-    arguments += ["--hub-id", f"aime24={hub / 'aime24'}::test", "--local-dir", str(GOLDEN)]
-    assert main(arguments) == 0
+    places = ["--hub-id", f"deepmath={hub / 'deepmath'}", "--hub-id", f"aime24={hub / 'aime24'}::test"]
+    places += ["--local-dir", str(GOLDEN), "--output-dir", str(tmp_path / "out")]
+    assert main(["--benchmarks", "aime24,amc23", *places]) == 0
     assert f"dropped: {hub / 'aime24'}::test, row 21: " in capsys.readouterr().err
-    for name in ("deepmath", "olympiadbench", "amc23"):
+    for name in ("deepmath", "amc23"):
         assert read_rows(tmp_path / "out" / f"{name}.parquet") == golden(name)
 
 
@@ -201,9 +189,9 @@ def test_verl_loads_the_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     from tests.real_tokenizers import char_tokenizer
 
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    sets = ["--train", "deepmath", "--benchmarks", "math500,college_math", "--subset", "hash"]
+    sets = ["--train", "deepmath", "--benchmarks", "math500,amc23"]
     assert main(["--local-dir", str(GOLDEN), "--output-dir", str(tmp_path), *sets]) == 0
-    names = ["math500", "college_math", "deepmath"]
+    names = ["math500", "amc23", "deepmath"]
     tokenizer = char_tokenizer()
     tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
     options = {"prompt_key": "prompt", "max_prompt_length": 1024, "filter_overlong_prompts": True}
@@ -212,51 +200,14 @@ def test_verl_loads_the_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     dataset = RLHFDataset(paths, tokenizer, OmegaConf.create(options))
     expected = [row for name in names for row in golden(name)]
     batch = collate_fn([dataset[i] for i in range(len(dataset))])
-    assert len(dataset) == len(expected) == 7
+    assert len(dataset) == len(expected) == 8
     assert list(batch["raw_prompt"]) == [row["prompt"] for row in expected]
     assert list(batch["index"]) == [row["extra_info"]["index"] for row in expected]
     for column in ("reward_model", "data_source"):
         assert list(batch[column]) == [row[column] for row in expected]
 
 
-SPELLINGS = {
-    r"\frac{3}{4}": ["0.75"],
-    "-7/8": ["-0.875"],
-    "10,080": ["10080", "10{,}080", "10\\,080"],
-    r"\frac{1}{3}": [],
-}
-NEAR_MISSES = {
-    "12": ["13", "-(12)"],
-    "-12": ["-13", "12"],
-    "(1,29)": ["(1,20)", "(1)"],
-    r"\{1, 2, 3\}": [r"\{1, 2, 4\}", r"\{1, 2\}"],
-    "10,080": ["10,081"],
-    r"\text{Evelyn}": [],
-    "0": ["1"],
-}
-
-
-def test_spellings_and_near_misses_of_a_ground_truth() -> None:
-    assert {gold: [text for text in spellings(gold) if gold not in text] for gold in SPELLINGS} == SPELLINGS
-    assert {gold: list(near_misses(gold)) for gold in NEAR_MISSES} == NEAR_MISSES
-
-
-def test_doubtful_ground_truths_are_named_and_of_many_a_sample_is_checked(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The rows all stay, and the same ones are checked each time."""
-    floor = r"\lfloor 2.5\rfloor"
-    fault = {floor: [r"accepts '\\lfloor 2.6\\rfloor'"]}
-    assert check_golds([r"\frac{3}{4}", floor]) == fault
-    monkeypatch.setattr("recipe.data.prepare.CHECKED_GOLDS", 3)
-    rows = [*aime_rows(4), *aime_rows(4), {"id": 7, "problem": "?", "answer": floor}]
-
-    def note(*options: str) -> dict[str, Any]:
-        assert run(tmp_path, "aime24", rows, *options) == 0 and len(read_rows(tmp_path / "out/aime24.parquet")) == 9
-        return json.loads((tmp_path / "out/aime24.json").read_text(encoding="utf-8"))
-
-    first = note()
-    assert first["checked_ground_truths"] == 3 and note() == first
-    every = note("--check-all-golds")
-    assert every["checked_ground_truths"] == 5 and every["doubtful_ground_truths"] == fault
-    assert floor in capsys.readouterr().err
+def test_a_ground_truth_is_doubtful_where_its_spelling_is_refused_or_a_near_miss_accepted() -> None:
+    fine = [r"\frac{3}{4}", "-7/8", "10,080", "-12", "(1,29)", r"\{1, 2, 3\}", r"\text{Evelyn}", "0", r"\frac{1}{3}"]
+    assert {gold: found for gold in fine if (found := faults(gold))} == {}
+    assert faults(r"\lfloor 2.5\rfloor") == [r"accepts '\\lfloor 2.6\\rfloor'"]

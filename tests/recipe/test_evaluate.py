@@ -9,7 +9,6 @@ The hand case, three samples a problem (correct or not; tokens):
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import shutil
@@ -24,7 +23,7 @@ import pytest
 import torch
 from datasets import Dataset
 
-from recipe.data.convert import user_messages
+from recipe.data.specs import user_messages
 from recipe.evaluate import grading, report
 from recipe.evaluate.__main__ import main, regrade
 from recipe.evaluate.grading import METRICS, grade, published_box, published_gold
@@ -115,9 +114,8 @@ def test_paired_comparison(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert result["mean"]["acc@3"]["value"] == pytest.approx(1 / 6)
     assert "+33.33 [+33.33, +33.33], 100.0%" in capsys.readouterr().out
     make_run(tmp_path / "b", {"amc23": HAND_CASE["amc23"]}, temperature=1.0)
-    with pytest.raises(SystemExit):
+    with pytest.raises(SystemExit, match=r"aime24 \(.*temperature 0.6 and 1.0"):
         main(["--compare", str(tmp_path / "a"), str(tmp_path / "b")])
-    assert "aime24 (" in (said := capsys.readouterr().err) and "temperature 0.6 and 1.0" in said
 
 
 @pytest.mark.slow
@@ -213,13 +211,6 @@ def test_the_published_grader_reads_a_list_as_python_prints_it() -> None:
     assert [published_gold("amc23", gold) for gold in ("27", "-1", "0.5")] == ["27.0", "-1.0", "0.5"]
 
 
-def test_no_verdict() -> None:
-    texts = [r"\boxed{27}", r"\boxed{27}\boxed{28}", r"\boxed{" + "1+" * 600 + "1}", "no box"]
-    samples = samples_of({"amc23": [("1111", [1] * 4, [], [])]}).assign(text=texts, gold="27")
-    verdicts = grade(samples, "reward")[["right", "answered", "no_verdict"]]
-    assert verdicts.values.tolist() == [[1, 1, 0], [0, 1, 0], [0, 1, 1], [0, 0, 0]]
-
-
 def test_samples_survive_a_kill(tmp_path: Path) -> None:
     """A line that was cut off costs that line only; other settings are refused."""
     path, settings = tmp_path / "generations.jsonl", {"model": "m", "samples": 3}
@@ -235,16 +226,6 @@ def test_samples_survive_a_kill(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="other settings"), open_samples(path, settings | {"samples": 4}):
         pass
     assert len(read_samples(path)) == len(samples)
-
-
-def test_a_file_of_samples_is_one_evaluations_while_it_lives(tmp_path: Path) -> None:
-    path = tmp_path / "generations.jsonl"
-    with path.open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        with pytest.raises(ValueError, match="--output-dir"), open_samples(path, {}):
-            pass
-    with open_samples(path, {}):
-        pass
 
 
 # --- models ---
@@ -298,7 +279,7 @@ def test_benchmarks_and_models_that_are_missing(tmp_path: Path) -> None:
     assert len(load_benchmarks(["amc23"], tmp_path, "published")) == 3
     with pytest.raises(ValueError, match=r"lacks aime24; .* --prompt published"):
         load_benchmarks(["aime24"], tmp_path, "published")
-    with pytest.raises(ValueError, match="aime24,gsm8k; make it with: bash"):
+    with pytest.raises(ValueError, match="lacks aime24; make it with: bash"):
         load_benchmarks(["aime24", "amc23", "gsm8k"], tmp_path)
     with pytest.raises(ValueError, match="missing"):
         resolve_model(str(tmp_path / "missing"))
@@ -328,12 +309,11 @@ def test_lora_is_merged_into_the_weights(tmp_path: Path) -> None:
             expected = expected + 4.0 * up @ down
             assert (expected - base[name]).abs().max() > 0.1
         torch.testing.assert_close(weight.float(), expected, rtol=0.02, atol=0.02)
-    assert not (merged / "lora_adapter").exists()
 
 
 @pytest.mark.nightly
-def test_the_command_resumes_and_regrades(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Through the script: merging a verl checkpoint, one engine; then two engines from what a kill would leave."""
+def test_the_command_resumes_and_regrades(tmp_path: Path) -> None:
+    """Through the script: merging a verl checkpoint, an engine; then another from what a kill would leave."""
     write_benchmark(tmp_path / "data/amc23.parquet", 12)
     model = save_tiny_model(tmp_path / "model")
     checkpoint = save_checkpoint(tmp_path / "run", model, load_weights(model))
@@ -357,7 +337,7 @@ def test_the_command_resumes_and_regrades(tmp_path: Path, capsys: pytest.Capture
     path.parent.mkdir()
     kept = whole.read_bytes()[: whole.stat().st_size // 2]  # within a line
     path.write_bytes(kept)
-    subprocess.run([*script, path.parent, "--workers", "2"], env=environment, check=True)
+    subprocess.run([*script, path.parent], env=environment, check=True)
     assert path.read_bytes().startswith(kept)
     samples, again = (read_samples(file).sort_values(["index", "sample"], ignore_index=True) for file in (whole, path))
     pd.testing.assert_frame_equal(samples, again)
@@ -368,6 +348,6 @@ def test_the_command_resumes_and_regrades(tmp_path: Path, capsys: pytest.Capture
     assert files == {name: (whole.parent / name).read_bytes() for name in files}
     main(["--regrade", str(path.parent)])
     assert files == {name: (path.parent / name).read_bytes() for name in files}
-    with pytest.raises(SystemExit):
+    with pytest.raises(SystemExit, match="other settings"):
         main([*arguments, "--output-dir", str(path.parent), "--temperature", "0.7"])
-    assert "other settings" in capsys.readouterr().err and path.read_bytes().startswith(kept)
+    assert path.read_bytes().startswith(kept)

@@ -38,17 +38,6 @@ def test_memory_by_hand() -> None:
     assert sizing.host_memory(TOY, setup) == pytest.approx(15 + 16 + 2 * 4 * 42_568e-9)
 
 
-def test_memory_of_one_pass_by_hand() -> None:
-    """Ten tokens: parameters 2 x 42568; a block's inside 15232 a token, inputs of blocks 2 x 8 x 2, logits 2 x 100
-    bytes."""
-    assert sizing.pass_memory(TOY, "forward", 10) == 85_136 + 10 * (15_232 + 200)
-    assert sizing.pass_memory(TOY, "forward, checkpointed", 10) == sizing.pass_memory(TOY, "forward", 10)
-    assert sizing.pass_memory(TOY, "training", 10) == 2 * 85_136 + 10 * (2 * 15_232 + 400)
-    assert sizing.pass_memory(TOY, "training, checkpointed", 10) == 2 * 85_136 + 10 * (32 + 15_232 + 400)
-    assert sizing.pass_memory(TOY, "grail", 10) == 85_136 + 10 * 2 * 15_232
-    assert sizing.pass_memory(TOY, "grail, checkpointed", 10) == 85_136 + 10 * (32 + 15_232)
-
-
 def test_command_line(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """As docs/gpu.md calls it, and for a GPU that is too small."""
     for model, gpus, memory, expected in (

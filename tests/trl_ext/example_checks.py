@@ -22,7 +22,7 @@ from examples import trl_grail
 from examples.trl_published import problems
 from grail_advantage.view.page.data import open_run
 from grail_advantage.view.page.page import write_report
-from recipe.data.convert import PUBLISHED_SUFFIX
+from recipe.data.specs import PUBLISHED_SUFFIX
 from recipe.published import TRAINER, trl_arguments
 from verl_cpu.tiny.shipped import load_shipped
 from verl_cpu.tiny.task import Problem

@@ -4,9 +4,12 @@ r"""Checks of ground truths: does the reward function take each for itself, in p
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
+
+import pyarrow.parquet as pq
 
 from grail_advantage.reward import compute_score
 
@@ -51,7 +54,10 @@ def faults(gold: str) -> list[str]:
     ]
 
 
-def check_golds(golds: Sequence[str]) -> dict[str, list[str]]:
-    """The :func:`faults` of those ground truths that have some."""
+if __name__ == "__main__":  # FILE of scripts/prepare_data.sh; in LaTeX each takes 0.1 s
+    found = [row["reward_model"]["ground_truth"] for row in pq.read_table(sys.argv[1]).to_pylist()]
+    golds = list(dict.fromkeys(found))
     with ThreadPoolExecutor(8) as executor:  # the verifier's own processes do the work
-        return {gold: found for gold, found in zip(golds, executor.map(faults, golds), strict=True) if found}
+        for gold, reasons in zip(golds, executor.map(faults, golds), strict=True):
+            if reasons:
+                print(f"{gold}: {', '.join(reasons)}")
