@@ -48,23 +48,12 @@ class AgentSettings:
     seed: int = 0
 
 
-def ship(
-    model: PreTrainedModel,
-    folder: Path,
-    settings: Any,
-    measured: Callable[..., dict[str, float]],
-    **trained: Any,
-) -> None:
+def ship(model: PreTrainedModel, folder: Path, settings: Any, measured: Callable, **trained: Any) -> None:
     """Write a model's weights, rounded to bfloat16, with the record of how they were made and what is measured of
     them."""
     model.to(torch.bfloat16).save_pretrained(folder)
-    record = {
-        "settings": asdict(settings),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        **trained,
-    }
-    rounded = model.float().eval()
+    versions = {"torch": torch.__version__, "transformers": transformers.__version__}
+    record, rounded = {"settings": asdict(settings), **versions, **trained}, model.float().eval()
     record |= {"greedy": measured(rounded, temperature=0.0), "sampled": measured(rounded, seed=settings.seed)}
     record["sha256"] = weights_digest(folder)
     (folder / shipped.RECORD).write_text(json.dumps(record, indent=2) + "\n")
@@ -74,20 +63,12 @@ def ship(
 def make_tiny(folder: Path = shipped.FOLDER) -> None:
     """Warm a freshly initialised model up, and write its weights."""
     settings, tokenizer = WarmUpSettings(), build_tokenizer()
-    model, held_out = (
-        build_model(tokenizer, settings.seed),
-        problems("validation", shipped.HELD_OUT, seed=settings.seed),
-    )
-    result = warm_up(model, tokenizer, problems("train", shipped.TRAIN, seed=settings.seed), held_out, settings)
-
-    ship(
-        model,
-        folder,
-        settings,
-        partial(judge, tokenizer=tokenizer, problems=held_out),
-        train_size=shipped.TRAIN,
-        warm_up=result,
-    )
+    model = build_model(tokenizer, settings.seed)
+    train = problems("train", shipped.TRAIN, seed=settings.seed)
+    held_out = problems("validation", shipped.HELD_OUT, seed=settings.seed)
+    result = warm_up(model, tokenizer, train, held_out, settings)
+    measured = partial(judge, tokenizer=tokenizer, problems=held_out)
+    ship(model, folder, settings, measured, train_size=shipped.TRAIN, warm_up=result)
 
 
 def make_agent(folder: Path = shipped.AGENT_FOLDER) -> None:

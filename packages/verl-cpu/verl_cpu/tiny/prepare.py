@@ -16,14 +16,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from verl_cpu.tiny.shipped import TRAIN, load_agent, load_shipped
-from verl_cpu.tiny.smollm2 import load_smollm2
 from verl_cpu.tiny.task import problems
-from verl_cpu.tiny.warm_up import WarmUpSettings, warm_up
 
 STAMP = "warm_up.json"
-BASES = {"tiny": (load_shipped, 256), "agent": (load_agent, 128), "smollm2": (load_smollm2, 48)}
-"""A model of 0.65 M parameters, the same with a tool (:mod:`verl_cpu.tiny.agent`), and SmolLM2-135M-Instruct; the
-number of held-out problems."""
+BASES = {"tiny": (load_shipped, 256), "agent": (load_agent, 128)}
+"""A model of 0.65 M parameters, and the same with a tool (:mod:`verl_cpu.tiny.agent`); the number of held-out
+problems."""
 
 
 def prepare(output_dir: Path, base_model: str = "tiny", seed: int = 0) -> bool:
@@ -50,11 +48,6 @@ def prepare(output_dir: Path, base_model: str = "tiny", seed: int = 0) -> bool:
         ]
         pq.write_table(pa.Table.from_pylist(rows), output_dir / f"{split}.parquet")
     model, tokenizer = load()
-    if (
-        base_model == "smollm2"
-    ):  # it can write and add already, so it needs the form of the solutions more than the sums
-        form = WarmUpSettings(batch_size=8, learning_rate=3e-4, steps=64, evaluate_every=16, seed=seed)
-        warm_up(model, tokenizer, train, validation, form)
     model.save_pretrained(output_dir / "model")
     tokenizer.save_pretrained(output_dir / "model")
     stamp.write_text(wanted)

@@ -39,8 +39,7 @@ def fine_tune(
         batches: one a step; they may be made while it trains.
         learning_rate: of a step, by its number.
         micro_batches: a batch goes through the model in so many parts of like length. More than one pad less; the
-        gradient is
-            the same up to rounding.
+            gradient is the same up to rounding.
     """
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.98), weight_decay=0.01)
     for step, rows in enumerate(batches, start=1):
