@@ -48,9 +48,7 @@ def main() -> None:
 
         from grail_advantage.trl_ext import TokenWeightGRPOTrainer
     except ModuleNotFoundError as error:
-        raise SystemExit(
-            f"trl_grail: {error}; see the first lines of this file, or set PYTHONPATH=.venv/trl"
-        ) from error
+        raise SystemExit(f"trl_grail: {error}; see this file's first lines, or set PYTHONPATH=.venv/trl") from error
     output, rank, responses = options.output, options.lora_rank, options.prompts * options.rollouts
     checkpoint = get_last_checkpoint(output) if options.resume and output.is_dir() else None
     if options.resume and checkpoint is None:
@@ -173,9 +171,7 @@ def parse_options() -> argparse.Namespace:
     responses = options.prompts * options.rollouts
     options.micro_batch = max(1, min(options.micro_batch, responses))
     if responses % options.micro_batch:
-        parser.error(
-            f"--prompts times --rollouts, {responses}, must be a multiple of --micro-batch {options.micro_batch}"
-        )
+        parser.error(f"--prompts x --rollouts, {responses}, is no multiple of --micro-batch {options.micro_batch}")
     options.output = options.output or Path("outputs", f"trl_{'tiny_' if tiny else ''}{options.method}")
     return options
 

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
-import random
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import pyarrow.parquet as pq
 import pytest
 import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
@@ -20,7 +18,7 @@ from verl.utils.dataset.rl_dataset import RLHFDataset
 from verl.workers.rollout.replica import TokenOutput
 
 from tests.composed import verls_on_cpu
-from verl_cpu.tiny.agent import MAX_TURNS, call_text, called_step, check, compute_score, demonstrate, turn_rewards
+from verl_cpu.tiny.agent import MAX_TURNS, call_text, called_step, check, compute_score, turn_rewards
 from verl_cpu.tiny.make_models import AgentSettings, measure
 from verl_cpu.tiny.prepare import prepare
 from verl_cpu.tiny.sampling import prompt_ids
@@ -48,9 +46,8 @@ CHECKED_BY_HAND = [
 ]
 
 
-@pytest.mark.parametrize(("taken", "step", "expected"), CHECKED_BY_HAND)
-def test_the_tool_by_hand(taken: int, step: str, expected: tuple[str, float]) -> None:
-    assert check(CHAIN, taken, step) == expected
+def test_the_tool_by_hand() -> None:
+    assert [check(CHAIN, taken, step) for taken, step, _ in CHECKED_BY_HAND] == [given for *_, given in CHECKED_BY_HAND]
 
 
 def test_rewards_by_hand() -> None:
@@ -76,25 +73,6 @@ def test_called_step() -> None:
     assert called_step("<tool_call>{not json}</tool_call>") is None
     assert called_step('<tool_call>{"name": "check"}</tool_call>') is None
     assert called_step("<tool_call>7</tool_call>") is None
-
-
-@pytest.mark.parametrize("problem", problems("train", 3, seed=5))
-def test_demonstrations(problem: Problem) -> None:
-    def show(error: float, stop: float, extra: float) -> tuple[list[float], list[tuple[str, str | None]]]:
-        turns = demonstrate(problem, random.Random(1), error_rate=error, stop_rate=stop, extra_rate=extra)
-        pairs = [check(problem, taken, called_step(text) or "") for taken, (text, _) in enumerate(turns[:-1])]
-        assert [reply for _, reply in turns[:-1]] == [reply for reply, _ in pairs]
-        return [reward for _, reward in pairs], turns
-
-    steps = len(problem.steps)
-    rewards, turns = show(0, 0, 0)
-    assert rewards == [1.0] * steps and turns[-1] == (f"\\boxed{{{problem.answer}}}", None)
-    rewards, turns = show(1, 0, 1)
-    assert rewards == [-1.0] * (steps + 1) and turns[-1][0] == f"\\boxed{{{problem.answer}}}"
-    assert show(0, 1, 0)[1] == [(f"\\boxed{{{problem.first}}}", None)]
-
-
-# ------------------------------------------------------------------------------------------------------------- verl's own loop
 
 
 class Writer:
@@ -191,20 +169,14 @@ def test_the_longest_conversation_fits(tokenizer: PreTrainedTokenizerFast) -> No
     assert tokens <= 184 and tokenizer.model_max_length >= 184 + 32
 
 
-# ---------------------------------------------------------------------------------------------------- the SFT-initialised model
-
-
-def test_the_prepared_folder_holds_model_template_and_problems(tmp_path: Path) -> None:
+def test_the_prepared_folder_holds_model_and_template(tmp_path: Path) -> None:
     assert prepare(tmp_path, "agent", 3) and not prepare(tmp_path, "agent", 3)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
     assert tokenizer.encode(FIRST) == build_agent_tokenizer().encode(FIRST)
-    assert tokenizer.decode(tokenizer.encode(FIRST), skip_special_tokens=True) == FIRST
     messages = [{"role": "user", "content": "7+5-3"}, {"role": "tool", "content": "12"}]
     assert tokenizer.apply_chat_template(messages, tokenize=False).endswith(
         "<|im_start|>user\n<tool_response>12</tool_response><|im_end|>\n"
     )
-    rows = pq.read_table(tmp_path / "train.parquet").to_pylist()
-    assert [row["extra_info"]["problem"] for row in rows[:8]] == [one.text for one in problems("train", 8, seed=3)]
 
 
 def test_the_record_is_that_of_todays_settings_and_of_these_weights() -> None:
