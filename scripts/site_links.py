@@ -1,8 +1,6 @@
 """A hook of mkdocs. The site begins with the first parts of the front page; links that leave the site go to the
-repository.
-
-The repository's address is the entry ``Repository`` of ``project.urls`` in ``pyproject.toml``, which is set at
-publication. Without it these links are plain text.
+repository: the entry ``Repository`` of ``project.urls`` in ``pyproject.toml``, which is set at publication. Without it
+these links are plain text.
 """
 
 from __future__ import annotations
@@ -24,19 +22,14 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
         screen = "\n## ".join((ROOT / "README.md").read_text(encoding="utf-8").split("\n## ")[:2])
         front = LINK.sub(lambda link: f"{link[1]}{_from_docs(link[3])}{link[4] or ''})", screen)
         markdown = f"{front}\n{markdown.replace('# Pages', '## Pages', 1)}"
-    repository = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["urls"].get(
-        "Repository"
-    )
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 
     def outside(link: re.Match[str]) -> str:
         path = (docs / page.file.src_uri).parent.joinpath(link[3]).resolve()
-        if (
-            docs in path.parents
-            and docs / "dev" not in (path, *path.parents)
-            and path.suffix in (".md", ".png", ".svg")
-        ):
+        of_the_site = docs in path.parents and docs / "dev" not in (path, *path.parents)
+        if of_the_site and path.suffix in (".md", ".png", ".svg"):
             return link[0]
-        kind = "tree" if path.is_dir() else "blob"
+        repository, kind = project["urls"].get("Repository"), "tree" if path.is_dir() else "blob"
         there = f"{repository}/{kind}/main/{path.relative_to(ROOT)}{link[4] or ''}"
         return f"{link[1]}{there})" if repository else link[2]
 
