@@ -26,12 +26,12 @@ from recipe.evaluate.sampling import KEY, read_samples
 from recipe.hashing import digest
 
 SAMPLING: dict[str, tuple[Any, str]] = {
-    "samples": (3, "samples a problem"),
-    "temperature": (0.6, "0: greedy"),
-    "top_p": (0.95, "share of the probability that is sampled from"),
-    "top_k": (20, "0: all tokens"),
-    "max_tokens": (8192, "of a response; models that always think may need more"),
-    "seed": (0, "seed of all samples"),
+    "--samples": (3, "samples a problem"),
+    "--temperature": (0.6, "0: greedy"),
+    "--top-p": (0.95, "share of the probability that is sampled from"),
+    "--top-k": (20, "0: all tokens"),
+    "--max-tokens": (8192, "of a response; models that always think may need more"),
+    "--seed": (0, "seed of all samples"),
 }
 
 
@@ -49,7 +49,7 @@ def evaluate(options: argparse.Namespace) -> str:
     problems["prompt_ids"] = problems["messages"].map(chat)
     problems["prompt"] = problems["prompt_ids"].map(digest)
     wanted = problems.merge(pd.DataFrame({"sample": range(options.samples)}), how="cross")
-    drawing = {name: getattr(options, name) for name in SAMPLING}
+    drawing = {name: getattr(options, name) for name in (each[2:].replace("-", "_") for each in SAMPLING)}
     engine = f"vllm {version('vllm')}" + ", batch-invariant" * (os.environ.get("VLLM_BATCH_INVARIANT") == "1")
     settings, path = {"model": sampling.fingerprint(model), **drawing}, options.output_dir / "generations.jsonl"
     with sampling.open_samples(path, settings | {"engine": engine}) as file:
@@ -110,8 +110,8 @@ def main(arguments: list[str] | None = None) -> None:
     add("--benchmarks", default="all", help=f"all (the published six), or, with commas: {', '.join(BENCHMARKS)}")
     add("--data-dir", type=Path, default=Path("data"), help="folder that recipe.data.prepare filled")
     add("--prompt", choices=PROMPTS, default="corrected", help="published: as prepare_data --prompt published wrote it")
-    for name, (default, text) in SAMPLING.items():
-        add(f"--{name.replace('_', '-')}", type=type(default), default=default, help=text)
+    for option, (default, text) in SAMPLING.items():
+        add(option, type=type(default), default=default, help=text)
     add("--chat-template", help="base_math (for base models) or a .jinja file, in place of the tokenizer's")
     grader = "as in training, as in GRAIL's published code, or both side by side"
     add("--grader", choices=[*GRADERS, BOTH], default="reward", help=grader)
