@@ -24,15 +24,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from grail_advantage.method import methods
+from grail_advantage.method import build, methods
 from grail_advantage.reward import check_ground_truths, compute_score, gold_text
 
 if TYPE_CHECKING:
     from datasets import Dataset
 
 NUMBERS = {"prompts": 8, "rollouts": 8, "micro_batch": 4, "max_response": 1024, "lora_rank": 32, "steps": 200}
-NUMBERS |= {"eval_every": 20, "dump_every": 10, "save_steps": 50, "learning_rate": 1e-5, "seed": 0}
-"""For 24 GB. An update has prompts x rollouts responses, micro_batch at a time; save_steps 0: no checkpoint."""
+NUMBERS |= {"eval_every": 20, "dump_every": 10, "save_steps": 50, "learning_rate": 1e-5, "seed": 0, "effect_every": 0}
+"""For 24 GB. An update has prompts x rollouts responses, micro_batch at a time; save_steps 0: no checkpoint;
+effect_every: steps between measurements of what the update changed, in steps that are dumped; 0: none."""
 TINY = {"prompts": 16, "micro_batch": 128, "max_response": 64, "lora_rank": 0, "learning_rate": 3e-4, "steps": 16}
 TINY |= {"eval_every": 4, "dump_every": 4, "save_steps": 8}
 ASK = "Reason step by step, and put your final answer within \\boxed{}."
@@ -81,8 +82,8 @@ def main() -> None:
         train_dataset=problems(options.data),
         eval_dataset=problems(options.held_out) if options.held_out else None,
         peft_config=LoraConfig(**adapter) if rank else None,
-        token_weights=options.method,
-        token_dump={"folder": output / "tokens", "every": options.dump_every},
+        token_weights=build(options.method, {"control": options.control}),
+        token_dump={"folder": output / "tokens", "every": options.dump_every, "effect_every": options.effect_every},
     )
     trainer.train(resume_from_checkpoint=checkpoint)
     trainer.save_model()
@@ -157,6 +158,7 @@ def parse_options() -> argparse.Namespace:
     add("--data", default=None if tiny else "openai/gsm8k:main", help=f"file, or hub name[:part[:split]] {default}")
     add("--held-out", help="problems for evaluation, likewise, such as openai/gsm8k:main:test (default: none)")
     add("--method", default="grail", choices=sorted(methods()), help="uniform: every weight is 1")
+    add("--control", default="none", choices=["none", "shuffled"], help=f"shuffled: weights on other tokens {default}")
     add("--output", type=Path, help="default: outputs/trl_METHOD")
     add("--vllm", action="store_true", help="generate with vLLM on the same GPU")
     bf16 = {"action": argparse.BooleanOptionalAction, "default": torch.cuda.is_available()}
