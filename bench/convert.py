@@ -1,6 +1,7 @@
-"""Labelled solutions of others as lines of :mod:`bench.labelled`.
+"""Labelled solutions of others as lines of :mod:`grail_advantage.view.analysis`.
 
-``python -m bench convert processbench gsm8k.jsonl out.jsonl``; formats:
+``python -m bench convert processbench gsm8k.jsonl out.jsonl`` keeps errors and controls (:mod:`bench.table`) that have an
+answer in the format, and counts the others. Their order is drawn at random once, so that any beginning is a sample. Formats:
 
 - ``processbench``: Qwen/ProcessBench of the hub (arXiv 2412.06559), a record a line.
 - ``bigbench_mistake``: a task of WHGTyen/BIG-Bench-Mistake (arXiv 2311.08516).
@@ -13,15 +14,23 @@ from __future__ import annotations
 
 import argparse
 import json
+import random
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from grail_advantage.dump import write_whole
-from grail_advantage.view.analysis.responses import json_lines
+from grail_advantage.answers.format import answer_format
+from grail_advantage.dump.whole_file import write_whole
+from grail_advantage.view.analysis import SEPARATOR, json_lines
 
 BOX = " Please reason step by step, and put your final answer within \\boxed{}."
 Line = dict[str, Any]
+
+
+def asked(text: str) -> list[dict[str, str]]:
+    """A question as messages."""
+    return [{"role": "user", "content": text}]
 
 
 def processbench(path: Path) -> Iterator[Line]:
@@ -29,11 +38,10 @@ def processbench(path: Path) -> Iterator[Line]:
     for _, record in json_lines(path):
         yield {
             "id": record["id"],
-            "prompt": record["problem"] + BOX,
+            "prompt": asked(record["problem"] + BOX),
             "steps": record["steps"],
             "error": None if record["label"] < 0 else record["label"],
-            "correct": record["final_answer_correct"],
-            "source": record["generator"],
+            "reward": float(record["final_answer_correct"]),
         }
 
 
@@ -42,13 +50,11 @@ def bigbench_mistake(path: Path) -> Iterator[Line]:
     for number, record in json_lines(path):
         yield {
             "id": str(number),
-            "prompt": record["input"],
+            "prompt": asked(record["input"]),
             "steps": record["steps"],
             "error": record["mistake_index"],
-            "correct": record["answer"].strip("() ") == record["target"].strip("() "),
-            "source": "PaLM 2",
+            "reward": float(record["answer"].strip("() ") == record["target"].strip("() ")),
             "ground_truth": record["target"],
-            "answer": r"[Tt]he answer is:? *(?P<content>[^\n]+)",
         }
 
 
@@ -64,13 +70,11 @@ def champ(path: Path) -> Iterator[Line]:
                 prompt.append({"role": role, "content": message["text"]})
             yield {
                 "id": f"{name} {key}",
-                "problem": name,
-                "prompt": prompt or problem["_text"],
-                "text": entry["text"],
+                "group": name,
+                "prompt": prompt or asked(problem["_text"]),
+                "response": entry["text"],
                 "error": None if entry["start_idx"] is None else [entry["start_idx"], entry["end_idx"]],
-                "correct": entry["start_idx"] is None,
-                "source": entry["author"],
-                "answer": "",
+                "reward": float(entry["start_idx"] is None),
             }
 
 
@@ -89,33 +93,50 @@ def prm800k(path: Path) -> Iterator[Line]:
             continue
         yield {
             "id": str(number),
-            "prompt": question["problem"],
+            "prompt": asked(question["problem"]),
             "steps": steps,
             "error": error,
-            "correct": question["pre_generated_answer"] == question["ground_truth_answer"],
-            "source": "PRM800K's generator",
+            "reward": float(question["pre_generated_answer"] == question["ground_truth_answer"]),
             "ground_truth": question["ground_truth_answer"],
-            "answer": r"# Answer\s+(?P<content>[^\n]+)",
         }
 
 
-FORMATS: dict[str, Callable[[Path], Iterator[Line]]] = {
-    one.__name__: one for one in (processbench, bigbench_mistake, champ, prm800k)
+FORMATS: dict[str, tuple[Callable[[Path], Iterator[Line]], str]] = {
+    "processbench": (processbench, "boxed"),
+    "bigbench_mistake": (bigbench_mistake, r"[Tt]he answer is:? *(?P<content>[^\n]+)"),
+    "champ": (champ, ""),
+    "prm800k": (prm800k, r"# Answer\s+(?P<content>[^\n]+)"),
 }
+"""With the format of the answers; empty for none."""
+
+
+def sort_of(line: Line, answer: str) -> str:
+    """What a line is for the bench."""
+    text = line.get("response") or SEPARATOR.join(line["steps"])
+    if answer and next(answer_format(answer).find(text.encode()), None) is None:
+        return "without an answer"
+    if (line["error"] is None) != (line["reward"] > 0):
+        return "incorrect, no first error known" if line["error"] is None else "correct in spite of an error"
+    return "controls" if line["error"] is None else "errors"
 
 
 def main(arguments: Sequence[str]) -> None:
     """``python -m bench convert FORMAT IN OUT``; ValueError for a file that is not of the format."""
-    parser = argparse.ArgumentParser(
-        prog="python -m bench convert", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    layout = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(prog="python -m bench convert", description=__doc__, formatter_class=layout)
     parser.add_argument("format", choices=FORMATS)
     parser.add_argument("file", type=Path)
     parser.add_argument("out", type=Path)
     options = parser.parse_args(arguments)
+    convert, answer = FORMATS[options.format]
     try:
-        lines = [json.dumps(line, ensure_ascii=False) for line in FORMATS[options.format](options.file)]
+        lines = [(sort_of(line, answer), line) for line in convert(options.file)]
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{options.file}: is not of the format {options.format} ({error!r})") from error
-    write_whole(options.out, "\n".join([*lines, ""]))
-    print(f"{options.out}: {len(lines)} solutions")
+    kept = [json.dumps(line, ensure_ascii=False) for sort, line in lines if sort in ("errors", "controls")]
+    random.Random(0).shuffle(kept)
+    write_whole(options.out, "\n".join([*kept, ""]))
+    print(
+        f"{options.out}: {', '.join(f'{count} {sort}' for sort, count in Counter(sort for sort, _ in lines).items())}"
+    )
+    print(f"analyze it with --answer '{answer}'" * bool(answer))

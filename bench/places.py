@@ -1,19 +1,18 @@
-"""Places: is the first wrong step blamed, and the first wrong tokens? Within each incorrect response with a known first error.
+"""Is the first wrong step blamed? Within each incorrect response with a known first error.
 
 A token's blame is ``-A_t``: a method that gives the first error a large *positive* advantage finds nothing. Tokens of the
-answer and after it are left out, as many methods give these a weight of their own. The figures of a step, ties counting half:
+answer and after it are left out, as many methods give these a weight of their own. The figures of a step, ties counting
+half:
 
 - ``step``: AUROC of its mean blame against that of the response's other steps.
 - ``hit``: whether no step is blamed more.
-- ``token``: AUROC of its tokens against the response's other tokens; ``alike``: the same over pairs of tokens of one kind, so
-  that a method that prefers digits gains nothing.
+- ``alike``: AUROC of its tokens against the response's other tokens, over pairs of one kind, so that a method that
+  prefers digits gains nothing.
 - ``after``: AUROC of the steps after it against the steps before it.
 
-``first`` and ``first_hit`` are the AUROC, among tokens of their kinds, of the first wrong tokens alone, and whether the most
-blamed token is one of them.
-
-Beside a figure stand its controls: the response's own blame shuffled among the tokens that the method scored; for ``step``, the
-mean blame of each token's kind in place of its own; and the same step of correct solutions, at the same relative place.
+Beside a figure are its controls: the response's own blame shuffled among the tokens that the method scored; for ``step``,
+the mean blame of each token's kind in place of its own; and the same step of correct solutions, at the same relative
+place (:mod:`bench.table`).
 
 Shape suffixes: T response tokens, N compared tokens, M steps, K kinds.
 """
@@ -26,36 +25,26 @@ from typing import Any
 import numpy as np
 from scipy.stats import rankdata
 
-from bench.statistics import auroc
-
 SHUFFLES = 20
-BY_STEP = ("step", "hit", "token", "alike", "after")
-FIGURES = (*BY_STEP, "first", "first_hit")
+FIGURES = ("step", "hit", "alike", "after")
 
 
 @dataclass(frozen=True)
 class Label:
     """A response by steps, and its first error."""
 
-    id: str
-    problem: str
-    step_T: np.ndarray
-    """int; the step of each token, -1 for those that are not compared: the answer and what follows it."""
-    kind_T: np.ndarray
-    """int; tokens of one kind have the same number."""
-    step: int | None = None
-    """The first wrong step; ``None``: the response is a correct one."""
-    first_T: np.ndarray | None = None
-    """bool; the first wrong tokens, where they are known more finely than by the step."""
+    step_T: (
+        np.ndarray
+    )  # int; the step of each token, -1 for those that are not compared: the answer and what follows it
+    kind_T: np.ndarray  # int; tokens of one kind have the same number
+    step: int | None = None  # the first wrong step; None: the response is a correct one
 
 
-def labelled(label: Label, compared_T: np.ndarray, fewest: int = 1) -> Label | None:
-    """A label with the steps numbered anew among the compared tokens; ``None`` where too few are left, or not the first wrong
-    one."""
+def among(label: Label, compared_T: np.ndarray) -> Label | None:
+    """A label with the steps numbered anew among the compared tokens; ``None`` where fewer than two are left, or not the
+    first wrong one."""
     steps = np.unique(label.step_T[compared_T])
-    if len(steps) < fewest or (label.step is not None and label.step not in steps):
-        return None
-    if label.first_T is not None and not (label.first_T & compared_T).any():
+    if len(steps) < 2 or (label.step is not None and label.step not in steps):
         return None
     step_T = np.where(compared_T, np.searchsorted(steps, label.step_T), -1)
     return replace(label, step_T=step_T, step=None if label.step is None else int(np.searchsorted(steps, label.step)))
@@ -94,26 +83,18 @@ def by_step(values_T: np.ndarray, label: Label) -> dict[str, np.ndarray]:
         return {
             "step": (above_MM.sum(axis=1) - 0.5) / (len(means_M) - 1),
             "hit": most_M / most_M.sum(),
-            "token": _by_tokens(values_N, step_N, np.zeros_like(step_N)),
             "alike": _by_tokens(values_N, step_N, label.kind_T[compared_T]),
             "after": np.einsum("am,mb,ab->m", before_MM, before_MM, above_MM) / pairs_M,
         }
 
 
 def of_error(values_T: np.ndarray, label: Label) -> dict[str, float]:
-    """The figures of the first error of an incorrect response's blame (T,)."""
-    figures = {name: float(values_M[label.step]) for name, values_M in by_step(values_T, label).items()}
-    if label.first_T is not None:
-        compared_T = label.step_T >= 0
-        alike_T = compared_T & np.isin(label.kind_T, label.kind_T[label.first_T & compared_T])
-        most_T = compared_T & (values_T == values_T[compared_T].max())
-        figures["first"] = auroc(values_T[alike_T], label.first_T[alike_T])
-        figures["first_hit"] = float(label.first_T[most_T].mean())  # ties are broken evenly
-    return figures
+    """The figures of the first wrong step of an incorrect response's blame (T,)."""
+    return {name: float(values_M[label.step]) for name, values_M in by_step(values_T, label).items()}
 
 
 def record(values_T: np.ndarray, moved_T: np.ndarray, label: Label, generator: np.random.Generator) -> dict[str, Any]:
-    """What is kept of a response's blame: mean blame by step and figures; of an incorrect one also those of its controls.
+    """A response's figures: of a correct one those of every step, of an incorrect one also those of its controls.
 
     Args:
         values_T: the blame.
@@ -122,12 +103,9 @@ def record(values_T: np.ndarray, moved_T: np.ndarray, label: Label, generator: n
         generator: of the shuffles, the same for every method.
     """
     compared_T = label.step_T >= 0
-    step_N, values_N = label.step_T[compared_T], values_T[compared_T]
-    kept: dict[str, Any] = {
-        "id": label.id, "problem": label.problem, "first": label.step, "steps": step_means(values_N, step_N).tolist()
-    }  # fmt: skip
+    kept: dict[str, Any] = {"first": label.step, "steps": int(label.step_T.max()) + 1}
     if label.step is None:
-        return kept | {"figures": {name: values_M.tolist() for name, values_M in by_step(values_T, label).items()}}
+        return kept | {"figures": by_step(values_T, label)}
     shuffles = []
     for _ in range(SHUFFLES):
         order = np.argsort(generator.random(len(values_T)))
@@ -137,10 +115,7 @@ def record(values_T: np.ndarray, moved_T: np.ndarray, label: Label, generator: n
         shuffles.append(of_error(shuffled_T, label))
     kind_N = np.unique(label.kind_T[compared_T], return_inverse=True)[1]
     kind_means_T = values_T.copy()
-    kind_means_T[compared_T] = step_means(values_N, kind_N)[kind_N]
+    kind_means_T[compared_T] = step_means(values_T[compared_T], kind_N)[kind_N]
     figures = of_error(values_T, label)
-    return kept | {
-        "figures": figures,
-        "shuffled": {name: float(np.mean([one[name] for one in shuffles])) for name in figures},
-        "kinds": float(by_step(kind_means_T, label)["step"][label.step]),
-    }
+    shuffled = {name: float(np.mean([one[name] for one in shuffles])) for name in figures}
+    return kept | {"figures": figures, "shuffled": shuffled, "kinds": of_error(kind_means_T, label)["step"]}

@@ -1,4 +1,4 @@
-"""Means with intervals, ranks, and paired comparisons."""
+"""Means with intervals, and paired comparisons."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ class Estimate(NamedTuple):
     """A figure with its standard error."""
 
     value: float
-    error: float = math.nan
-    """nan where it is not known."""
-    count: float = 1
-    """Independent parts: problems, groups or models; of a difference of two samples, its degrees of freedom and 1."""
+    error: float = math.nan  # nan where it is not known
+    count: float = (
+        1  # independent parts, such as problems; of a difference of two samples, its degrees of freedom and 1
+    )
 
     @property
     def half(self) -> float:
@@ -42,12 +42,6 @@ def mean_of(values: Sequence[float], clusters: Sequence[Hashable] | None = None)
     return Estimate(float(means.mean()), float(means.sem()), len(means))
 
 
-def pooled(estimates: Sequence[Estimate]) -> Estimate:
-    """The mean over several models' figures; the models are the independent parts, so that the error holds what differs between
-    them and what differs between the problems of each. One model's figure is itself."""
-    return estimates[0] if len(estimates) == 1 else mean_of([one.value for one in estimates])
-
-
 def above_controls(
     own_W: np.ndarray, controls_WC: np.ndarray, clusters_W: Sequence[Hashable], clusters_C: Sequence[Hashable]
 ) -> tuple[Estimate, Estimate]:
@@ -55,8 +49,8 @@ def above_controls(
 
     Args:
         own_W: values of W responses, all finite.
-        controls_WC: for each of them the value of each of C control responses at its place; nan where it is no control of it.
-            Every response has one.
+        controls_WC: for each of them the value of each of C control responses at its place; nan where it is no control
+            of it. Every response has one.
         clusters_W: problems of the responses, ``clusters_C`` of the controls.
     """
     counts_W1 = np.isfinite(controls_WC).sum(axis=1, keepdims=True)
@@ -71,19 +65,6 @@ def above_controls(
     freedom = float(variances.sum() ** 2 / (variances**2 / freedoms).sum()) if variances.any() else min(freedoms)
     of_controls = Estimate(float(means_W1.mean()), math.sqrt(variances[1]), int(freedoms[1]) + 1)
     return of_controls, Estimate(float(gain_W.mean()), math.sqrt(variances.sum()), freedom + 1)
-
-
-def auroc(values_N: np.ndarray, true_N: np.ndarray) -> float:
-    """Probability that a true token has a higher value than another one, ties counting half; nan where either is missing."""
-    true = int(true_N.sum())
-    pairs = true * (len(true_N) - true)
-    return float(stats.rankdata(values_N)[true_N].sum() - true * (true + 1) / 2) / pairs if pairs else math.nan
-
-
-def cosine(first_N: np.ndarray, second_N: np.ndarray) -> float:
-    """Cosine of two directions; 0 where one is zero."""
-    norm = float(np.linalg.norm(first_N) * np.linalg.norm(second_N))
-    return float(first_N @ second_N) / norm if norm else 0.0
 
 
 def holm(p_values: Sequence[float]) -> list[float]:

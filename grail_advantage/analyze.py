@@ -1,186 +1,303 @@
-"""``python -m grail_advantage.analyze``: token weights of existing responses."""
+"""``python -m grail_advantage.analyze``: token weights of existing responses by several methods, as a token dump.
+
+About 32 responses are one batch for each method, and one file. The same command resumes after the last file. A method
+that raises costs its own columns.
+"""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import hashlib
+import importlib
+import json
+import math
+import random
+import runpy
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from grail_advantage.answers.format import BOXED, answer_format
+import numpy as np
+import torch
+
+from grail_advantage.answers.format import BOXED, AnswerFormat, answer_format
+from grail_advantage.answers.missing import advice, is_low
+from grail_advantage.answers.text import TokenTexts
 from grail_advantage.answers.tokenizers import load_tokenizer
+from grail_advantage.api import PlainHost
+from grail_advantage.data import ENTROPY, OLD_LOG_PROBS, Rollouts, outcome_of
+from grail_advantage.dump.store import read_dump, write_step
+from grail_advantage.dump.whole_file import write_whole
+from grail_advantage.dump_writer import step_header
+from grail_advantage.method import Method, methods
 from grail_advantage.model.activations import FORWARD_TOKENS
-from grail_advantage.receipt.foreign import complain, say, visible
-from grail_advantage.view.analysis.analysis import ADVANTAGES, Analysis
-from grail_advantage.view.analysis.responses import Response, read_responses
-from grail_advantage.view.analysis.specs import parse_methods, parse_options
-from grail_advantage.view.analysis.weigh import run_analysis
+from grail_advantage.receipt.foreign import complain, say, visible, why
+from grail_advantage.view import analysis
+from grail_advantage.view.analysis import Response
+from grail_advantage.weigh import weigh
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-DTYPES = ("auto", "float32", "bfloat16", "float16")
+PER_FILE = 32
+RECORD = "analysis.json"  # which analysis a folder is of, and the methods that failed
+PACKAGED = {"smollm2": "verl_cpu.tiny.smollm2:load_smollm2", "tiny": "verl_cpu.tiny.shipped:load_shipped"}
+ROUNDED = 2**-22  # relative distance of rewards that are equal in float32 but for the rounding of a sum
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command line.
-
-    Raises:
-        SystemExit: with a message for everything that the user can fix.
-    """
-    options = _parser().parse_args(arguments)
+    """Run the command line; SystemExit with a message for everything that the user can fix."""
+    parser = argparse.ArgumentParser(prog="python -m grail_advantage.analyze", description=__doc__)
+    add = parser.add_argument
+    add("responses", type=Path, metavar="FILE.jsonl", help="lines with prompt, response or steps, ...: docs/analyze.md")
+    add("--model", required=True, help=f"folder or name of a causal language model; packaged: {', '.join(PACKAGED)}")
+    add("--method", action="append", required=True, help="NAME[:option=value,...], again for more; all: that fit")
+    add("--out", type=Path, default=Path("analysis"), help="folder for the results (default: %(default)s)")
+    add("--import", dest="files", action="append", default=[], type=Path, help="a Python file that registers a method")
+    auto = "auto: from reward or ground_truth; wrong without these, and where lines are labelled (error)"
+    add("--advantages", choices=("auto", "rewards", "wrong", "right"), default="auto", help=auto)
+    add("--answer", default=BOXED.name, help="boxed, hashes, tag, or an expression with (?P<content>...); empty: none")
+    add("--temperature", type=float, default=1.0, help="of the sampling (default: %(default)s)")
+    add("--template-option", action="append", default=[], metavar="NAME=VALUE", help="of the chat template")
+    add("--tokens", type=int, default=FORWARD_TOKENS, help="most of a forward pass, padding counted")
+    add("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="torch's name (default: %(default)s)")
+    add("--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto", help="of the model")
+    options = parser.parse_args(arguments)
     try:
-        with _loading(options.model):
-            tokenizer = load_tokenizer(options.model)
-        _weigh(options, with_rewards(read_responses(options.responses), tokenizer), tokenizer)
+        for file in options.files:
+            runpy.run_path(str(file), run_name=file.stem)
+        responses, answer = analysis.read_responses(options.responses), answer_format(options.answer or BOXED)
+        template_options = analysis.parse_options(options.template_option, "--template-option")
+        chosen = methods_for(options.method, responses, options.advantages)
+        tokenizer, load = model_of(options.model, options.device, options.dtype)
+        settings = {"temperature": options.temperature, "tokens": options.tokens, "advantages": options.advantages}
+        settings |= {"model": options.model, "template_options": template_options, "answer": answer}
+        say(*analyze(with_rewards(responses, tokenizer), chosen, options.out, tokenizer, load, **settings))
     except (ValueError, OSError) as error:
         raise SystemExit(visible(f"analyze: {error}", breaks=False)) from error
-    say(f"see it: python -m grail_advantage.report {options.out}")
+    labelled = f"; python -m bench {options.out}" if any(row.labelled for row in responses) else ""
+    say(f"see it: python -m grail_advantage.report {options.out}{labelled}")
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m grail_advantage.analyze",
-        description="Token weights of existing responses by one or several methods, without training. The folder that it "
-        "writes opens in grail_advantage.report.",
-    )
-    parser.add_argument(
-        "--responses",
-        type=Path,
-        metavar="FILE.jsonl",
-        required=True,
-        help="lines with prompt (text or messages) and response (text or token ids); optional ground_truth, reward, "
-        "group, id",
-    )
-    parser.add_argument(
-        "--advantages",
-        choices=ADVANTAGES,
-        default="auto",
-        help="auto: from reward or ground_truth, else every response counts as incorrect; wrong: every response counts "
-        "as incorrect; right: as correct",
-    )
-    parser.add_argument("--model", required=True, help="folder or name of a Hugging Face causal language model")
-    parser.add_argument(
-        "--method",
-        action="append",
-        required=True,
-        metavar="NAME[:option=value,...]",
-        help="a method, as in grail or grail:preset=robust,gate=all; repeat it to compare several",
-    )
-    parser.add_argument(
-        "--out", type=Path, default=Path("analysis"), help="folder for the results (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--answer",
-        default=BOXED.name,
-        help="format of the responses' answers: boxed, hashes, tag, or a regular expression with a group (?P<content>...) "
-        "(default: %(default)s)",
-    )
-    parser.add_argument("--temperature", type=float, default=1.0, help="of the sampling (default: %(default)s)")
-    parser.add_argument(
-        "--template-option",
-        action="append",
-        default=[],
-        metavar="NAME=VALUE",
-        help="what the chat template is called with besides, as in enable_thinking=false",
-    )
-    parser.add_argument(
-        "--tokens",
-        type=int,
-        default=FORWARD_TOKENS,
-        help="most tokens of a forward pass, padding counted (default: %(default)s); halved where memory runs out",
-    )
-    parser.add_argument("--device", help="torch's name; a GPU where there is one by default")
-    parser.add_argument("--dtype", choices=DTYPES, default="auto", help="of the model (default: that of its files)")
-    return parser
+def analyze(
+    responses: Sequence[Response],
+    chosen: Mapping[str, Method],
+    folder: Path,
+    tokenizer: PreTrainedTokenizerBase,
+    load: Callable[[], PreTrainedModel],
+    *,
+    model: str,
+    temperature: float = 1.0,
+    tokens: int = FORWARD_TOKENS,
+    advantages: str = "auto",
+    template_options: Mapping[str, Any] | None = None,
+    answer: AnswerFormat = BOXED,
+) -> list[str]:
+    """Write the files ``step_000000.parquet``, ... that a folder lacks; returns lines that say what there is.
+
+    Args:
+        responses: as :func:`grail_advantage.view.analysis.read_responses` gives them.
+        chosen: methods by the names of their columns.
+        folder: a new or empty one, or that of the same analysis.
+        load: gives the model on its device; not called where no file is missing.
+        advantages: see :func:`advantages_of`.
+
+    Raises:
+        ValueError: the folder holds something else, a response cannot be read, or all methods failed.
+    """
+    values, source = advantages_of(responses, advantages)
+    complain("analyze", f"{len(responses)} responses; advantage: {source}")
+    about = {"model": model, "methods": {name: repr(of) for name, of in chosen.items()}, "answer": answer.name}
+    of_all = json.dumps([about, temperature, values, template_options or {}, list(map(repr, responses))])
+    known = {"analysis": hashlib.sha256(of_all.encode()).hexdigest(), **about, "failed": {}}
+    if folder.exists() and any(folder.iterdir()):
+        there = json.loads((folder / RECORD).read_text()) if (folder / RECORD).exists() else {}
+        if there.get("analysis") != known["analysis"]:
+            raise ValueError(f"{folder} does not hold this analysis; name another folder (--out), or remove this one")
+        known = there
+    texts, done, loaded = TokenTexts(tokenizer), set(read_dump(folder).steps), None
+    whole = _rollouts(responses, values, chosen, tokenizer, texts, template_options or {}, answer)
+    write_whole(folder / RECORD, json.dumps(known))
+    answered = len(whole) - whole.spans("last").count(None)
+    if any(method.reads_answer for method in chosen.values()) and is_low(answered, len(whole)):
+        few = f"{answered} of {len(whole)} responses have an answer in the format {answer.name}."
+        complain("analyze", f"{few} {advice(answer, whole.responses, tokenizer, '--answer')}")
+    for number, part in enumerate(parts_of(responses)):
+        if number in done:
+            continue
+        loaded = load() if loaded is None else loaded
+        settings: dict[str, Any] = {"temperature": temperature, "tokens": tokens, "device": loaded.device}
+        r, made = replace(whole.part(part), tokenizer=tokenizer), {}
+        r = replace(r, columns=PlainHost(loaded, r, **settings).columns((OLD_LOG_PROBS, ENTROPY)))
+        for name, method in chosen.items():
+            random.seed(number), np.random.seed(number), torch.manual_seed(number)
+            own = replace(r.part(range(len(r))), tokenizer=tokenizer, facts={})  # a copy, and nothing of the labels
+            try:
+                made[name] = replace(weigh(PlainHost(loaded, own, **settings), method, None), rollouts=r)
+            except (Exception, SystemExit) as error:  # the others' results are not lost
+                known["failed"][name] = f"{type(error).__name__}: {why(Exception(str(error)))}"
+                write_whole(folder / RECORD, json.dumps(known))
+                complain("analyze", f"{name} failed, {known['failed'][name]}")
+        if not made:
+            raise ValueError("every method failed")
+        first = next(iter(made.values()))
+        header = step_header(first, texts, step=number, model=model, temperature=temperature, rows_in_step=len(r))
+        path = write_step(folder, replace(header, answer=answer.name), first.table(texts, made))
+        complain("analyze", f"written: {path}")
+    counts: dict[str, Counter[str | None]] = {name: Counter() for name in chosen}
+    for row in read_dump(folder):
+        for name, of in row.methods.items():
+            counts[name][of.no_scores] += 1
+    return [
+        f"{name}: {of[None]} of {len(whole)} responses have scores"
+        + "".join(f"; {count} without ({reason})" for reason, count in of.items() if reason)
+        + (f"; failed, {known['failed'][name]}" if name in known["failed"] else "")
+        for name, of in counts.items()
+    ]
 
 
-def _weigh(options: argparse.Namespace, responses: Sequence[Response], tokenizer: PreTrainedTokenizerBase) -> None:
-    """Compute the weights of the responses and print a line for each method."""
-    analysis = Analysis(
-        responses=responses,
-        methods=parse_methods(options.method),
-        model=options.model,
-        temperature=options.temperature,
-        tokens=options.tokens,
-        advantages=options.advantages,
-        template_options=parse_options(options.template_option, "--template-option"),
-        answer=answer_format(options.answer),
-    )
-    complain("analyze", f"{len(responses)} responses; advantage: {analysis.row_advantages()[1]}")
-    if tokenizer.chat_template and (bare := bare_prompts(responses, tokenizer)):
-        text = f"{bare} of the prompts are texts without a control token, read as they are; for the chat template give"
-        complain("analyze", f'{text} messages: "prompt": [{{"role": "user", "content": "..."}}]')
-    outcome = run_analysis(
-        analysis, options.out, tokenizer, lambda: load_model(options.model, options.device, options.dtype)
-    )
-    if outcome.few_answers:
-        say(outcome.few_answers)
-    for label, reasons in outcome.no_scores.items():
-        without = "".join(f"; {count} without scores ({reason})" for reason, count in reasons.items())
-        scored = len(responses) - sum(reasons.values())
-        say(f"{label}: {scored} of {len(responses)} responses have scores{without}")
-    for label in outcome.unchanged:
-        say(f"{label}: every weight is 1; rewards or --advantages may decide that, see docs/methods.md")
-    say(f"written: {outcome.path}")
+def advantages_of(responses: Sequence[Response], how: str) -> tuple[list[float], str]:
+    """One advantage a response, and where they come from, in words. ``wrong`` and ``right`` are -1 and 1. ``rewards``: the
+    reward less its group's mean, exactly 0 in a group of equal rewards; without groups 1 for a reward above 0, else -1.
+    ``auto`` is that, or ``wrong`` if lines are labelled or have no reward."""
+    rewards, groups = [row.reward for row in responses], dict[str | None, list[float]]()
+    if how in ("wrong", "right") or (how == "auto" and (None in rewards or any(row.labelled for row in responses))):
+        because = ", as lines are labelled or have no reward" * (how == "auto")
+        value = 1.0 if how == "right" else -1.0
+        return [value] * len(rewards), f"{value:+.0f} for every response{because}"
+    if None in rewards:
+        raise ValueError("--advantages rewards needs a reward or a ground_truth in every line")
+    known = [float(reward) for reward in rewards if reward is not None]
+    if any(row.group is None for row in responses):
+        return [
+            1.0 if reward > 0 else -1.0 for reward in known
+        ], "1 for a reward above 0, else -1, as no line has a group"
+    for row, reward in zip(responses, known, strict=True):
+        groups.setdefault(row.group, []).append(reward)
+    # The mean of equal rewards is off by rounding, whose sign would count as a verdict.
+    alike = {group: math.isclose(min(of), max(of), rel_tol=ROUNDED) for group, of in groups.items()}
+    pairs = zip((row.group for row in responses), known, strict=True)
+    less = [0.0 if alike[of] else reward - float(np.mean(groups[of])) for of, reward in pairs]
+    return less, "the reward less its group's mean"
 
 
-def bare_prompts(responses: Sequence[Response], tokenizer: PreTrainedTokenizerBase) -> int:
-    """How many prompts are texts in which no token of the chat template can stand."""
-    known = {str(token) for token in tokenizer.added_tokens_decoder.values()}
-    texts = [row.prompt for row in responses if isinstance(row.prompt, str)]
-    return sum(not any(token in text for token in known) for text in texts)
+def methods_for(specs: Sequence[str], responses: Sequence[Response], advantages: str = "auto") -> dict[str, Method]:
+    """The methods by how they are called; ``all``: the registered ones that fit, but for those with a pass for every
+    token. ValueError: a method that is unknown, named twice, or needs what the lines do not have."""
+    every, found = list(specs) == ["all"], dict[str, Method]()
+    for spec in sorted(methods()) if every else specs:
+        method = analysis.parse_method(spec)
+        lack = _lack(method, responses, advantages)
+        lack = "takes a pass for every token" if every and "for every" in method.cost else lack
+        if spec in found or (lack and not every):
+            raise ValueError(f"--method {spec} {lack or 'is given twice; give variants of a method other options'}")
+        if lack:
+            complain("analyze", f"left out: {spec} {lack}")
+        else:
+            found[spec] = method
+    return found
+
+
+def _lack(method: Method, responses: Sequence[Response], advantages: str) -> str:
+    """What the lines lack for a method, after its name; empty where it fits."""
+    compared = all(row.group is not None and (row.reward, row.ground_truth) != (None, None) for row in responses)
+    compared &= advantages == "rewards" or (advantages == "auto" and not any(row.labelled for row in responses))
+    if missing := [name for name in method.field_names if all(name not in row.columns for row in responses)]:
+        return f"reads the field {missing[0]}, which no line has; give the lines one"
+    if "groups" in method.reads and not compared:
+        return "compares the responses of one prompt; give each a group and a reward, and --advantages rewards"
+    if "examples" in method.reads and any(isinstance(row.prompt, str) for row in responses):
+        return "asks the prompt again with more in it; give the prompts as messages"
+    if "examples" in method.reads and all(row.ground_truth is None and not row.columns for row in responses):
+        return "tells the model the answer; give the lines a ground_truth, or the column that its options name"
+    return ""
+
+
+def parts_of(responses: Sequence[Response]) -> list[list[int]]:
+    """Which responses are in each file: ``PER_FILE`` in their order, fewer or more where groups stay whole."""
+    groups, parts = dict[Any, list[int]](), list[list[int]]([[]])
+    for place, row in enumerate(responses):
+        groups.setdefault(place if row.group is None else row.group, []).append(place)
+    for group in groups.values():
+        if parts[-1] and len(parts[-1]) + len(group) > PER_FILE:
+            parts.append([])
+        parts[-1] += group
+    return parts
+
+
+def _rollouts(
+    given: Sequence[Response],
+    advantages: Sequence[float],
+    chosen: Mapping[str, Method],
+    tokenizer: PreTrainedTokenizerBase,
+    texts: TokenTexts,
+    template_options: Mapping[str, Any],
+    answer: AnswerFormat,
+) -> Rollouts:
+    prompts, prompt_ids, ids = zip(*(analysis.tokenize(row, tokenizer, template_options) for row in given), strict=True)
+    lengths_B1, groups = torch.tensor([[len(of)] for of in ids]), dict[Any, int]()
+    rewards, names = [row.reward for row in given], [row.id for row in given]
+    truths = [None if row.ground_truth is None else str(row.ground_truth) for row in given]
+    labels = [analysis.labels_of(*pair, tokenizer, texts) for pair in zip(given, ids, strict=True)]
+    facts = {"id": names, "prompt": prompts, "ground_truth": truths, "reward": rewards, "labels": labels}
+    of_prompt = [f"prompt {row.prompt!r}" if row.group is None else row.group for row in given]  # shown together
+    r = Rollouts(
+        prompts=[torch.tensor(of, dtype=torch.int64) for of in prompt_ids],
+        responses=[torch.tensor(of, dtype=torch.int64) for of in ids],
+        mask=torch.arange(int(lengths_B1.max())) < lengths_B1,
+        advantages=torch.tensor(advantages),
+        tokenizer=tokenizer,
+        answer=answer,
+        groups=torch.tensor([groups.setdefault(name, len(groups)) for name in of_prompt]),
+        rewards=torch.tensor([torch.nan if reward is None else reward for reward in rewards], dtype=torch.float64),
+        examples=[analysis.example_of(row, template_options) for row in given],
+        fields={name: [row.columns.get(name) for row in given] for of in chosen.values() for name in of.field_names},
+        keys=names,
+        facts={**facts, "outcome": [outcome_of(reward) for reward in rewards]},
+    )
+    for of, span in zip(labels, r.spans("first"), strict=True):
+        of |= {"answer": [span.start, span.end]} if of and span else {}
+    return r
 
 
 def with_rewards(responses: Sequence[Response], tokenizer: PreTrainedTokenizerBase) -> list[Response]:
     """The responses, those with a ground truth and no reward scored by :mod:`grail_advantage.reward`."""
-    if not any(row.reward is None and row.ground_truth is not None for row in responses):
-        return list(responses)
-    try:
-        from grail_advantage.reward import compute_score
-    except ImportError as error:
-        raise ValueError(
-            f"a ground_truth without a reward needs the reward function, and {error}; or give each line a reward"
-        ) from error
     scored = []
     for row in responses:
         if row.reward is None and row.ground_truth is not None:
-            text = row.response
-            if not isinstance(text, str):
-                text = tokenizer.decode(list(text), skip_special_tokens=True)
+            try:
+                from grail_advantage.reward import compute_score
+            except ImportError as error:
+                raise ValueError(f"ground_truth: {error}; install it, or give each line a reward") from error
+            ids = row.response
+            text = ids if isinstance(ids, str) else tokenizer.decode(list(ids), skip_special_tokens=True)
             row = replace(row, reward=compute_score("", text, row.ground_truth)["score"])
         scored.append(row)
     return scored
 
 
-@contextmanager
-def _loading(model: str) -> Iterator[None]:
+def model_of(
+    name: str, device: str = "cpu", dtype: str = "auto"
+) -> tuple[PreTrainedTokenizerBase, Callable[[], PreTrainedModel]]:
+    """A model's tokenizer, and a function that loads the model on its device. ValueError: one cannot be loaded."""
     try:
-        yield
-    except OSError as error:
-        raise ValueError(f"--model {model}: {str(error).strip().splitlines()[0]}") from error
+        if name in PACKAGED:
+            module, _, function = PACKAGED[name].partition(":")
+            model, tokenizer = getattr(importlib.import_module(module), function)()
+            model = model if dtype == "auto" else model.to(getattr(torch, dtype))
+            return tokenizer, lambda: model.to(device).eval()
+        tokenizer = load_tokenizer(name)
+    except (OSError, ImportError) as error:
+        raise ValueError(f"--model {name}: {str(error).strip().splitlines()[0]}") from error
 
+    def load() -> PreTrainedModel:
+        from transformers import AutoModelForCausalLM
 
-def load_model(model: str, device: str | None, dtype: str) -> PreTrainedModel:
-    """A causal language model on its device.
+        return AutoModelForCausalLM.from_pretrained(name, dtype=dtype).to(device).eval()
 
-    Args:
-        model: folder or name on the hub.
-        device: torch's name; the GPU where there is one by default.
-        dtype: ``auto``: as its files have it.
-
-    Raises:
-        ValueError: it cannot be loaded.
-    """
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    with _loading(model):
-        loaded = AutoModelForCausalLM.from_pretrained(model, dtype=dtype)
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    return loaded.to(device).eval()
+    return tokenizer, load
 
 
 if __name__ == "__main__":

@@ -254,10 +254,10 @@ def _marked(row: DumpRow, mark: tuple[int, int] | None) -> range:
     if mark is None:
         label: Any = row.labels.get("wrong_step")
         return range(*label) if turns.is_range(label) else range(0)
-    from grail_advantage.view.analysis.weigh import token_ranges
+    from grail_advantage.view.analysis import token_ranges
 
     (start, end), characters = mark, len(row.response)
-    marked = range(*token_ranges({"mark": mark}, row.tokens)["mark"])
+    marked = range(*token_ranges([mark], row.tokens)[0])
     if not 0 <= start < end <= characters or not marked:
         raise ValueError(
             f"--mark {start}:{end} has no token's first character; the response has {characters} characters"

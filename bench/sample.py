@@ -1,6 +1,6 @@
 """A model's own errors without a labeller: it solves GSM8K, and the first error is the first written equation that is false.
 
-``python -m bench sample QUESTIONS OUT --model NAME`` writes lines of :mod:`bench.labelled`; QUESTIONS has ``question`` and
+``python -m bench sample QUESTIONS OUT --model NAME`` writes labelled lines for ``analyze``; QUESTIONS has ``question`` and
 ``answer`` a line, as GSM8K. The error is the right side of the false equation. An incorrect solution without a false
 equation, and a correct one with one, are left out and counted when the file is read, as is one without an answer.
 
@@ -23,9 +23,9 @@ from pathlib import Path
 
 import numpy as np
 
-from bench.convert import BOX
-from bench.labelled import add_model, load, model_of
-from grail_advantage.view.analysis.responses import Response, json_lines, tokenize
+from bench.convert import BOX, asked
+from grail_advantage.analyze import model_of
+from grail_advantage.view.analysis import Response, json_lines, tokenize
 from verl_cpu.tiny.sampling import sample
 from verl_cpu.tiny.task import boxed_answer
 
@@ -99,43 +99,37 @@ def _same(left: Fraction, equation: str, right: Fraction, side: str) -> bool:
 
 def main(arguments: Sequence[str]) -> None:
     """``python -m bench sample QUESTIONS OUT --model NAME``; questions that OUT has are not sampled again."""
-    parser = argparse.ArgumentParser(
-        prog="python -m bench sample", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    layout = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(prog="python -m bench sample", description=__doc__, formatter_class=layout)
     parser.add_argument("questions", type=Path)
     parser.add_argument("out", type=Path)
+    parser.add_argument("--model", required=True, help="as of grail_advantage.analyze")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--dtype", default="auto")
     parser.add_argument("--problems", type=int, default=200, help="questions, drawn at random")
     parser.add_argument("--samples", type=int, default=4, help="solutions of each")
     parser.add_argument("--length", type=int, default=320, help="most tokens of a solution")
     parser.add_argument("--temperature", type=float, default=1.0)
-    parser.add_argument("--answer", default="boxed", help='format of answers that a solution must have; "" for none')
-    add_model(parser)
     options = parser.parse_args(arguments)
-    reader = model_of(options, "sample")
-    asked = [(number, line["question"], line["answer"]) for number, line in json_lines(options.questions)]
-    asked = random.Random(0).sample(asked, min(len(asked), options.problems))
-    done = {line["problem"] for _, line in json_lines(options.out)} if options.out.exists() else set()
-    model, tokenizer = load(reader)
-    waiting = [one for one in asked if str(one[0]) not in done]
+    questions = [(number, line["question"], line["answer"]) for number, line in json_lines(options.questions)]
+    questions = random.Random(0).sample(questions, min(len(questions), options.problems))
+    done = {line["group"] for _, line in json_lines(options.out)} if options.out.exists() else set()
+    tokenizer, load = model_of(options.model, options.device, options.dtype)
+    model, waiting = load(), [one for one in questions if str(one[0]) not in done]
     for first in range(0, len(waiting), TOGETHER):
         some = [one for one in waiting[first : first + TOGETHER] for _ in range(options.samples)]
-        prompts = []
-        for _, question, _ in some:
-            text = question + BOX
-            message = [{"role": "user", "content": text}] if tokenizer.chat_template else text
-            prompts.append(tokenize(Response(id="", prompt=message, response=""), tokenizer, {}).prompt_P)
+        prompts = [asked(question + BOX) if tokenizer.chat_template else question + BOX for _, question, _ in some]
+        ids = [tokenize(Response(id="", prompt=prompt, response=""), tokenizer, {})[1] for prompt in prompts]
         shape = options.samples, options.length
         drawn = [np.random.default_rng(number).random(shape) for number, *_ in some[:: options.samples]]
-        responses = sample(model, tokenizer, prompts, np.concatenate(drawn), options.temperature)
+        responses = sample(model, tokenizer, ids, np.concatenate(drawn), options.temperature)
         lines = []
-        for place, ((number, question, answer), response) in enumerate(zip(some, responses, strict=True)):
+        for place, ((number, _, answer), response) in enumerate(zip(some, responses, strict=True)):
             text, truth = tokenizer.decode(response, skip_special_tokens=True), answer.rpartition("####")[2].strip()
-            value = evaluate(boxed_answer(text) or "")
-            line = {"id": f"{number}/{place % options.samples}", "problem": str(number), "prompt": question + BOX}
-            correct = value is not None and value == evaluate(truth)
-            line |= {"text": text, "error": first_false(text), "correct": correct}
-            line |= {"source": options.model, "ground_truth": truth, "answer": options.answer}
-            lines.append(json.dumps(line, ensure_ascii=False))
+            value, error = evaluate(boxed_answer(text) or ""), first_false(text)
+            line = {"id": f"{number}/{place % options.samples}", "group": str(number), "prompt": prompts[place]}
+            line |= {"response": text, "error": error, "reward": float(value is not None and value == evaluate(truth))}
+            lines.append(json.dumps(line | {"ground_truth": truth}, ensure_ascii=False))
         with options.out.open("a", encoding="utf-8") as file:
             file.write("\n".join([*lines, ""]))
         print(f"{min(first + TOGETHER, len(waiting))} of {len(waiting)} questions", flush=True)
