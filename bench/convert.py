@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from grail_advantage.answers.format import answer_format
-from grail_advantage.dump.whole_file import write_whole
+from grail_advantage.dump import write_whole
 from grail_advantage.view.analysis import SEPARATOR, json_lines
 
 BOX = " Please reason step by step, and put your final answer within \\boxed{}."

@@ -22,7 +22,7 @@ from bench.places import FIGURES, Label, among, record
 from bench.statistics import Estimate, above_controls, holm, mean_of
 from grail_advantage.analyze import RECORD
 from grail_advantage.answers.missing import is_low
-from grail_advantage.dump.store import DumpRow, read_dump
+from grail_advantage.dump import DumpRow, read_dump
 from recipe.marked_text import table
 
 FEWEST = 10

@@ -28,9 +28,7 @@ from grail_advantage.answers.text import TokenTexts
 from grail_advantage.answers.tokenizers import load_tokenizer
 from grail_advantage.api import PlainHost
 from grail_advantage.data import ENTROPY, OLD_LOG_PROBS, Rollouts, outcome_of
-from grail_advantage.dump.store import read_dump, write_step
-from grail_advantage.dump.whole_file import write_whole
-from grail_advantage.dump_writer import step_header
+from grail_advantage.dump import header_of, read_dump, write_step, write_whole
 from grail_advantage.method import Method, methods
 from grail_advantage.model.activations import FORWARD_TOKENS
 from grail_advantage.receipt.foreign import complain, say, visible, why
@@ -143,7 +141,7 @@ def analyze(
         if not made:
             raise ValueError("every method failed")
         first = next(iter(made.values()))
-        header = step_header(first, texts, step=number, model=model, temperature=temperature, rows_in_step=len(r))
+        header = header_of(first, texts, step=number, model=model, temperature=temperature, rows_in_step=len(r))
         path = write_step(folder, replace(header, answer=answer.name), first.table(texts, made))
         complain("analyze", f"written: {path}")
     counts: dict[str, Counter[str | None]] = {name: Counter() for name in chosen}

@@ -15,9 +15,8 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from grail_advantage.view.analysis.responses import Response
-from grail_advantage.view.analysis.specs import parse_methods
-from grail_advantage.view.analysis.weigh import Analysis, run_analysis
+from grail_advantage.analyze import analyze, methods_for
+from grail_advantage.view.analysis import Response
 from grail_advantage.view.page.page import write_report
 from verl_cpu.tiny.sampling import MAX_RESPONSE_TOKENS, prompt_ids, sample, uniform
 from verl_cpu.tiny.shipped import load_shipped
@@ -44,7 +43,8 @@ def responses(count: int = PROBLEMS) -> list[Response]:
             ground_truth=str(problem.answer),
             reward=float(boxed_answer(texts[place]) == str(problem.answer)),
             group=problem.text,
-            labels={"wrong_step": (found[0].start, found[0].end)} if (found := errors[place]) else {},
+            labelled=True,
+            error=(found[0].start, found[0].end) if (found := errors[place]) else None,
         )
         for place, problem in enumerate(asked)
     ]
@@ -60,9 +60,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with tempfile.TemporaryDirectory() as folder:
         # The page's title.
         run = options.run or Path(folder) / "grail_advantage" / "the model of the CPU example" / "worked arithmetic"
-        methods = parse_methods(METHODS)
-        analysis = Analysis(responses=responses(options.problems), methods=methods, model="verl_cpu/tiny/warmed_up")
-        run_analysis(analysis, run, tokenizer, lambda: model)
+        lines = responses(options.problems)
+        given = methods_for(METHODS, lines), run, tokenizer, lambda: model
+        analyze(lines, *given, model="verl_cpu/tiny/warmed_up", advantages="rewards")
         print(write_report(run, options.output))
 
 

@@ -25,7 +25,6 @@ GROUPS = {
         *("run_life/test_run_life.py", "benchmarks/test_benchmarks.py"),
     ),
     # A process fine-tunes the bench's small model once, and writes the reports for the browser once.
-    "bench": ("bench/test_known_answers.py", "bench/test_train.py", "bench/test_run.py"),
     "pages": ("view/test_browser.py", "view/test_browser_hostile.py"),
 }
 # A file of more than half a minute that begins last would leave the other cores idle.

@@ -82,7 +82,7 @@ ROWS = (
      "there.keys() | here.keys() if", "there.keys() & here.keys() if"),
     ("recipe/run_life/watch", "run_life/test_watch.py::test_an_engine_is_dead_if_its_server_says_so_twice",
      "if refuses(address) else 0", "if refuses(address) else 1"),
-    ("bench/statistics", "bench/test_labelled.py::test_figures_follow_from_the_raw_values",
+    ("bench/statistics", "bench/test_table.py::test_intervals_above_controls_hold_the_truth",
      "* len(one) for one in sums", "for one in sums"),
 )  # fmt: skip
 MUTATIONS = [Mutation(*row) for row in ROWS]

@@ -13,15 +13,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from grail_advantage.dump.store import DumpRow, read_dump
 
 from examples.grail_in_one_file import BOXED, HASHES, find_answer
+from grail_advantage.analyze import analyze, methods_for
 from grail_advantage.answers.format import answer_format
 from grail_advantage.answers.span import find_answer_span
-from grail_advantage.dump import DumpRow, read_dump
-from grail_advantage.view.analysis.analysis import Analysis
-from grail_advantage.view.analysis.responses import Response
-from grail_advantage.view.analysis.specs import parse_methods
-from grail_advantage.view.analysis.weigh import run_analysis
+from grail_advantage.view.analysis import Response
 from tests import real_tokenizers
 from tests.core.test_answer_format import BY_HAND
 from tests.core.tiny_models import char_tokenizer
@@ -154,14 +152,14 @@ def test_weights_are_those_of_a_dump(
             Response(**{**vars(row), "response": re.sub(r"\\boxed\{([^}]*)\}", r"#### \1", row.response)})
             for row in responses
         ]
-    analysis = Analysis(
-        responses=responses,
-        methods=parse_methods([f"grail:span={span}"]),
-        model="shipped",
-        temperature=temperature,
-        answer=answer_format(answer),
-    )
-    run_analysis(analysis, tmp_path / "dump", tokenizer, lambda: model)
+    settings = {
+        "model": "shipped",
+        "temperature": temperature,
+        "answer": answer_format(answer),
+        "advantages": "rewards",
+    }
+    chosen = methods_for([f"grail:span={span}"], responses)
+    analyze(responses, chosen, tmp_path / "dump", tokenizer, lambda: model, **settings)
     rows = list(read_dump(tmp_path / "dump"))
     scored = [row for row in rows if row.no_scores is None]
     differences = one_file(rows, model, tokenizer, answer, 0 if span == "first" else -1, temperature)

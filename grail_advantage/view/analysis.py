@@ -1,7 +1,8 @@
 """Responses to analyse: JSON lines, the tokens that a model reads, and labels as ranges of tokens.
 
 A line has ``prompt`` (a text as the model saw it, or a list of messages for the chat template) and ``response`` (a text,
-or the generated token ids) or ``steps`` (texts, which blank lines join), and may have ``reward``, ``ground_truth``,
+or the generated token ids) or ``steps`` (texts, which blank lines join; beside
+a ``response`` its parts), and may have ``reward``, ``ground_truth``,
 ``group`` and ``id``. With ``error`` it is labelled: the first incorrect step from 0 (without ``steps``, lines with text
 are the steps), the half-open range ``[start, end]`` of its characters in the response, or null for none. Other keys are
 columns that a method may ask for. Shape suffixes: P tokens of a prompt, T response tokens.
@@ -59,7 +60,7 @@ def json_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
                 raise ValueError("no object")
             yield number, record
     except (OSError, ValueError) as error:
-        raise ValueError(f"{path}:{number}: is no line of JSON ({why(error)})") from error
+        raise ValueError(f"{path}{f':{number}' * bool(number)}: cannot be read as JSON ({why(error)})") from error
 
 
 def read_responses(path: Path) -> list[Response]:
@@ -86,9 +87,12 @@ def read_responses(path: Path) -> list[Response]:
 
 def _response(record: Mapping[str, Any], number: int) -> Response:
     prompt, response, steps, ranges = record.get("prompt"), record.get("response"), record.get("steps"), None
-    if response is None and isinstance(steps, list) and steps and all(isinstance(step, str) for step in steps):
-        response, starts = SEPARATOR.join(steps), [0, *accumulate(len(step) + len(SEPARATOR) for step in steps)]
-        ranges = list(pairwise(starts))
+    if isinstance(steps, list) and steps and all(isinstance(step, str) for step in steps):
+        between = SEPARATOR if response is None else ""
+        ranges = list(pairwise([0, *accumulate(len(step) + len(between) for step in steps)]))
+        if response not in (None, text := between.join(steps)):
+            raise ValueError("steps must be the response in parts")
+        response = text
     chat = isinstance(prompt, list) and prompt and all(isinstance(entry, dict) and "role" in entry for entry in prompt)
     if not chat and not (isinstance(prompt, str) and prompt):
         raise ValueError(f"needs a prompt, a text or messages with role and content; its keys are {list(record)}")

@@ -9,18 +9,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bench import convert, labelled, on_policy
-from bench.on_policy import evaluate, first_false
-from tests.bench.never_wrong import TOKENIZER
-from tests.bench.test_labelled import tiny
+from bench import convert, sample
+from bench.sample import evaluate, first_false
+from grail_advantage.view.analysis import label_ranges, read_responses
 from tests.recipe.test_reward import DATA
+from verl_cpu.tiny.model import build_model, build_tokenizer
 
 
 @pytest.mark.parametrize(
     ("text", "right_side"),
     [
         ("She makes 9 * 2 = $19 every day.", "$19"),
-        ("So 3*3=9 and then 9*60=541 meters", "541"),
         ("\\(1/3 \\times 18 = 7\\) flamingos", "7"),
         ("First 16 - 3 - 4 = 9, then 9 - 10 = 1.", "1"),
         ("He pays 1,000 + 200 = 1,300 dollars", "1,300"),
@@ -28,8 +27,6 @@ from tests.recipe.test_reward import DATA
         ("20% * 50 = 11", "11"),
         ("10 / 4 = 2.4", "2.4"),
         ("10 * (2 + 3) = 50 = 25 * 3", "25 * 3"),
-        ("It costs 3 x 4 = 13 dollars", "13"),
-        ("2 * 3 = 7 apples", "7"),
     ],
 )
 def test_false_equations(text: str, right_side: str) -> None:
@@ -89,6 +86,9 @@ def test_gsm8ks_solutions_have_no_false_equation_and_changed_ones_do() -> None:
     assert found > 0.6 * changed and wrong == ["$1.50+$3.00", "$300"]
 
 
+TOKENIZER = build_tokenizer()
+
+
 def lines_of(name: str, tmp_path: Path, *records: object) -> list[dict]:
     path = tmp_path / "in.jsonl"
     path.write_text("\n".join(map(json.dumps, records)))
@@ -96,20 +96,17 @@ def lines_of(name: str, tmp_path: Path, *records: object) -> list[dict]:
     return [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
 
 
-def test_processbench_and_bigbench_mistake(tmp_path: Path) -> None:
-    record = {
-        "id": "g-0",
-        "generator": "m",
-        "problem": "q",
-        "steps": ["a", "b \\boxed{1}"],
-        "final_answer_correct": False,
-    }
-    lines = lines_of("processbench", tmp_path, record | {"label": 1}, record | {"label": -1})
-    assert [(line["error"], line["correct"], line["source"], line["id"]) for line in lines] == [
-        (1, False, "m", "g-0"),
-        (None, False, "m", "g-0"),
-    ]
-    assert lines[0]["prompt"].startswith("q ") and "boxed" in lines[0]["prompt"]
+def test_processbench_and_bigbench_mistake(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Lines that no table can use are counted and left out."""
+    common = {"id": "g-0", "generator": "m", "problem": "q", "steps": ["a", "b \\boxed{1}"]}
+    wrong, right = common | {"final_answer_correct": False}, common | {"final_answer_correct": True}
+    records = wrong | {"label": 1}, wrong | {"label": -1}, right | {"label": -1}, right | {"label": 0}
+    lines = lines_of("processbench", tmp_path, *records, wrong | {"label": 0, "steps": ["a", "b"]})
+    assert sorted((line["reward"], line["error"]) for line in lines if line["error"]) == [(0.0, 1)]
+    assert sorted(line["reward"] for line in lines) == [0.0, 1.0] and "boxed" in lines[0]["prompt"][0]["content"]
+    printed = capsys.readouterr().out
+    for said in ("1 errors", "1 controls", "1 without an answer", "1 correct in spite", "1 incorrect, no first error"):
+        assert said in printed
     record = {
         "input": "q",
         "steps": ["a", "So the answer is (A)."],
@@ -118,9 +115,7 @@ def test_processbench_and_bigbench_mistake(tmp_path: Path) -> None:
         "mistake_index": None,
     }
     (line,) = lines_of("bigbench_mistake", tmp_path, record)
-    assert (
-        line["correct"] and line["error"] is None and re.search(line["answer"], record["steps"][1])["content"] == "(A)."
-    )
+    assert line["reward"] == 1 and line["error"] is None
 
 
 def test_champ(tmp_path: Path) -> None:
@@ -129,12 +124,12 @@ def test_champ(tmp_path: Path) -> None:
     entries["M|other"] = {"text": "All right.", "start_idx": None, "end_idx": None, "author": "M"}
     asked = [{"role": "System", "text": "s"}, {"role": "User", "text": "u"}, {"role": "Model.M", "text": text}]
     problem = {"_text": "q", "fws_annotations": entries, "conversations": {"M|way": {"messages": asked}}}
-    lines = lines_of("champ", tmp_path, {"problems": {"P": problem}})
-    assert lines[0]["prompt"] == [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
-    assert [line["error"] for line in lines] == [[5, 18], None] and lines[1]["prompt"] == "q"
-    solutions = labelled.read(tmp_path / "out.jsonl")
-    wrong = next(one for one in solutions.kept if one.error)
-    assert wrong.step == 1 and text[slice(*wrong.steps[1])] == "Two is wrong.\n" and solutions.answer == ""
+    lines_of("champ", tmp_path, {"problems": {"P": problem}})
+    rows = {row.id: row for row in read_responses(tmp_path / "out.jsonl")}
+    wrong, right = rows["P M|way"], rows["P M|other"]
+    assert wrong.prompt == [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
+    (span,) = label_ranges(wrong, text)[1]
+    assert text[slice(*span)] == "Two is wrong." and (wrong.reward, right.reward, right.error) == (0, 1, None)
 
 
 def test_prm800k(tmp_path: Path) -> None:
@@ -158,8 +153,7 @@ def test_prm800k(tmp_path: Path) -> None:
         common | {"label": {"steps": wrong, "finish_reason": "found_error"}, "is_quality_control_question": True},
     ]
     lines = lines_of("prm800k", tmp_path, *records)
-    assert [(line["error"], line["correct"]) for line in lines] == [(1, False), (None, True)]
-    assert labelled.read(tmp_path / "out.jsonl").counts == {"lines": 2, "errors": 1, "controls": 1}
+    assert sorted((line["reward"], line["error"] is None) for line in lines) == [(0.0, False), (1.0, True)]
 
 
 def test_a_file_of_another_format_is_refused(tmp_path: Path) -> None:
@@ -173,29 +167,19 @@ def test_sampling_labels_the_models_own_errors_and_resumes(
     written = ["2+3=5\n5*2=10\n\\boxed{10}", "2+3=6\n6*2=12\n\\boxed{12}", "I do not know"]
     asked: list[int] = []
 
-    def sample(model, tokenizer, prompts, uniform_BT, temperature) -> list[list[int]]:
+    def written_ones(model, tokenizer, prompts, uniform_BT, temperature) -> list[list[int]]:
         asked.append(len(prompts))
         assert uniform_BT.shape == (len(prompts), 320) and np.unique(uniform_BT).size == uniform_BT.size
         return [TOKENIZER.encode(written[place % 3]) for place in range(len(prompts))]
 
-    monkeypatch.setattr(on_policy, "load", tiny)
-    monkeypatch.setattr(on_policy, "sample", sample)
+    monkeypatch.setattr(sample, "model_of", lambda *given: (TOKENIZER, lambda: build_model(TOKENIZER, 0)))
+    monkeypatch.setattr(sample, "sample", written_ones)
     questions = tmp_path / "questions.jsonl"
     questions.write_text("\n".join(json.dumps({"question": f"q{n}", "answer": "so\n#### 10"}) for n in range(20)))
     out = tmp_path / "out.jsonl"
     arguments = [str(questions), str(out), "--model", "tiny", "--samples", "3", "--problems"]
-    on_policy.main([*arguments, "16"])
-    on_policy.main([*arguments, "20"])
+    sample.main([*arguments, "16"])
+    sample.main([*arguments, "20"])
     assert asked == [12] * 5
-    lines = [json.loads(line) for line in out.read_text().splitlines()]
-    assert len(lines) == 60 and len({line["id"] for line in lines}) == 60
-    assert [(line["error"], line["correct"]) for line in lines[:3]] == [(None, True), ([4, 5], False), (None, False)]
-    assert labelled.read(out).counts == {
-        "lines": 60,
-        "controls": 20,
-        "errors": 20,
-        "without an answer in the format": 20,
-    }
-    on_policy.main([str(questions), str(tmp_path / "any.jsonl"), *arguments[2:], "4", "--answer", ""])
-    left_out = {"incorrect, no first error known": 4}
-    assert labelled.read(tmp_path / "any.jsonl").counts == {"lines": 12, "controls": 4, "errors": 4} | left_out
+    rows = read_responses(out)
+    assert len(rows) == 60 and [(row.error, row.reward) for row in rows[:3]] == [(None, 1), ((4, 5), 0), (None, 0)]

@@ -15,7 +15,7 @@ from trl import GRPOConfig, GRPOTrainer
 from grail_advantage.rules import Rule, refuse
 from grail_advantage.trl_ext import rules
 from grail_advantage.trl_ext.rules import AGAINST_SKIPPING, OVERRIDDEN, REFUSALS, Settings
-from grail_advantage.view.analysis.specs import parse_method
+from grail_advantage.view.analysis import parse_method
 from recipe.marked_text import marked
 from scripts import docs_pages
 from tests import documentation

@@ -14,21 +14,21 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from grail_advantage import compute_token_weights
-from grail_advantage.analyze import bare_prompts, main, with_rewards
+import grail_advantage.analyze as analysis_module
+from grail_advantage import Method, Weights, compute_token_weights
+from grail_advantage.analyze import advantages_of, analyze, main, methods_for, parts_of, with_rewards
 from grail_advantage.answers.text import TokenTexts
 from grail_advantage.data import Example
 from grail_advantage.dump import read_dump
-from grail_advantage.view.analysis.responses import Response, read_responses, tokenize
-from grail_advantage.view.analysis.specs import parse_method, parse_methods
-from grail_advantage.view.analysis.weigh import Analysis, label_ranges, run_analysis, token_ranges
+from grail_advantage.method import METHODS, register
+from grail_advantage.view.analysis import Response, labels_of, parse_method, read_responses, token_ranges, tokenize
 from tests import hosts
 from tests import real_tokenizers as real
 from tests.core.tiny_models import ROLLOUTS, Rollout, char_tokenizer, encode, make_batch, tiny_model
-from verl_cpu.tiny.model import build_tokenizer
 
 TEMPLATE = "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '; ' }}{% endfor %}{{ 'reply: ' }}"
 CHOSEN = ["text after the box", "several boxes", "box at the end", "no box", "right"]
@@ -54,9 +54,7 @@ def test_the_dump_is_that_of_a_plain_model(tmp_path: Path, first: str, tokens: i
         for text in [said.ids if said.text.endswith("<end>") else said.text]
     ]
     settings: dict[str, Any] = {"model": "tiny", "temperature": hosts.TEMPERATURE, "tokens": tokens}
-    run_analysis(
-        Analysis(responses=responses, methods=methods, **settings), tmp_path / "a", char_tokenizer(), tiny_model
-    )
+    analyze(responses, methods, tmp_path / "a", char_tokenizer(), tiny_model, **settings)
     part = hosts.plain_rollouts(**hosts.without_tools(), truncated=None).part(chosen)
     names = [response.id for response in responses]
     changes: dict[str, Any] = {"keys": names, "places": range(len(names)), "facts": {**part.facts, "id": names}}
@@ -65,12 +63,18 @@ def test_the_dump_is_that_of_a_plain_model(tmp_path: Path, first: str, tokens: i
     hosts.assert_same(hosts.dumped_table(tmp_path / "a"), expected)
 
 
+def run(responses: list[Response], specs: list[str], folder: Path, tokenizer: Any = None, **options: Any) -> list[str]:
+    """An analysis by a tiny model."""
+    chosen, tokenizer = methods_for(specs, responses), tokenizer or char_tokenizer()
+    load = partial(tiny_model, vocab_size=len(tokenizer), max_position_embeddings=512)
+    return analyze(responses, chosen, folder, tokenizer, load, model="m", **options)
+
+
 def test_responses_of_one_prompt_are_shown_together_without_a_group(tmp_path: Path):
     responses = [replace(RESPONSES[row], id=str(i)) for i, row in enumerate((0, 1, 0))]
     responses = [replace(row, prompt=f"{row.prompt} {i % 2}", reward=1.0) for i, row in enumerate(responses)]
-    analysis = Analysis(responses=responses, methods=parse_methods(["surprisal"]), model="m")
-    path = run_analysis(analysis, tmp_path / "a", char_tokenizer(), tiny_model).path
-    first, second, third = read_dump(path.parent)
+    run(responses, ["surprisal"], tmp_path / "a")
+    first, second, third = read_dump(tmp_path / "a")
     assert first.group == third.group != second.group and first.base_advantage_T[0] == 1
 
 
@@ -90,9 +94,9 @@ def test_advantages():
         ([1, 0, 0], ["a", "a", "b"], "wrong", [-1, -1, -1]),
         ([1, 0, 0], ["a", "a", "b"], "right", [1, 1, 1]),
     ):
-        responses, methods = graded(rewards, groups), parse_methods(["grail"])
-        analysis = Analysis(responses=responses, methods=methods, model="m", advantages=how)
-        assert analysis.row_advantages()[0] == expected
+        assert advantages_of(graded(rewards, groups), how)[0] == expected
+    labelled = [replace(row, labelled=True) for row in graded([1, 0], ["a", "a"])]
+    assert advantages_of(labelled, "auto")[0] == [-1, -1] and advantages_of(labelled, "rewards")[0] == [0.5, -0.5]
 
 
 def test_ground_truths_give_rewards():
@@ -107,18 +111,18 @@ def test_methods_that_ask_again(tmp_path: Path):
     chat = [{"role": "user", "content": "Two and three?"}]
     answer = r"It is \boxed{6}"
     row = Response(id="1", prompt=chat, response=answer, ground_truth="5")
+    assert not {"rlsd", "shear", "oar_p"} & methods_for(["all"], [replace(row, prompt="Two?")]).keys()
     for broken, message in (
-        (replace(row, prompt="Two?"), "its prompt is a text, and the method asks it again"),
+        (replace(row, prompt="Two?"), "asks the prompt again"),
         (replace(row, ground_truth=None), "rlsd tells the model the answer; give the lines a ground_truth"),
     ):
         with pytest.raises(ValueError, match=message):
-            Analysis(responses=[broken], methods=parse_methods(["rlsd"]), model="m")
+            methods_for(["rlsd"], [broken])
     with pytest.raises(ValueError, match="the tokenizer has no chat template"):
         tokenize(row, tokenizer, {})
     with_template = char_tokenizer.__wrapped__()
     with_template.chat_template = TEMPLATE
-    analysis = Analysis(responses=[row], methods=parse_methods(["rlsd"]), model="m")
-    run_analysis(analysis, tmp_path / "a", with_template, tiny_model)
+    run([row], ["rlsd"], tmp_path / "a", with_template)
     (dumped,) = read_dump(tmp_path / "a")
     assert dumped.prompt == "user: Two and three?; reply: "
     batch = make_batch([Rollout(dumped.prompt, answer, -1.0)])
@@ -136,9 +140,13 @@ def test_wrong_lines_are_named(tmp_path: Path):
     path = tmp_path / "r.jsonl"
     good = '{"prompt": "a", "response": "b"}'
     for line, message in (
-        ("{", ":2: is no JSON"),
-        ('{"prompt": "a"}', ":2: has no response"),
-        ('{"prompt": "a", "response": [1, -2]}', ":2: response must be"),
+        ("{", ":2: cannot be read"),
+        ('{"prompt": "a", "reponse": "b"}', ":2: needs a response.*reponse"),
+        ('{"prompt": "a", "response": [1, -2]}', ":2: needs a response"),
+        ('{"prompt": "a", "response": "b", "id": 1}', ":2: another line has the id '1'"),
+        ('{"prompt": "a", "response": "b", "error": 1}', ":2: error=1 is no step"),
+        ('{"prompt": "a", "response": "b", "error": [0, 2]}', ":2: error=.* no range"),
+        ('{"prompt": "a", "response": "b", "error": true}', ":2: error=True is no step"),
         ('{"prompt": "a", "response": "b", "group": 1}', ": 1 of 2 lines have a group"),
     ):
         path.write_text(f"{good}\n{line}\n")
@@ -163,7 +171,7 @@ def test_a_plain_prompt_has_what_the_tokenizer_puts_in_front_and_no_end(template
     expected = [*([] if prompt.startswith("<s>") else [ids[name] for name in front]), *plain]
     row = Response(id="1", prompt=prompt, response="5")
     if expected:
-        assert tokenize(row, tokenizer, {}).prompt_P == expected
+        assert tokenize(row, tokenizer, {})[1] == expected
     else:
         with pytest.raises(ValueError, match="no token"):
             tokenize(row, tokenizer, {})
@@ -173,15 +181,14 @@ def test_methods_on_the_command_line():
     method = parse_method("surprisal:gate=all,reshaper=power,reshaper_options.exponent=1.5,normalize_mass=true")
     assert (method.gate, method.reshaper_options, method.normalize_mass) == ("all", {"exponent": 1.5}, True)
     with pytest.raises(ValueError, match="given twice"):
-        parse_methods(["grail", "grail"])
+        methods_for(["grail", "grail"], RESPONSES)
 
 
 def test_characters_become_tokens():
     texts = ["ab", "", "c d", "", "é", "f"]  # silent tokens belong to what is before them
-    ranges = token_ranges({"steps": [(0, 2), (2, 6), (6, 7)], "wrong_step": (2, 6), "none": []}, texts)
-    assert ranges == {"steps": [[0, 2], [2, 5], [5, 6]], "wrong_step": [2, 5], "none": []}
+    assert token_ranges([(0, 2), (2, 6), (6, 7)], texts) == [(0, 2), (2, 5), (5, 6)]
     # "c d" begins in front of character 3, so that it belongs to what begins there.
-    assert token_ranges({"part": (3, 6)}, texts) == {"part": [3, 5]}
+    assert token_ranges([(3, 6)], texts) == [(3, 5)]
 
 
 def of_bytes() -> PreTrainedTokenizerFast:
@@ -215,10 +222,12 @@ def test_a_labelled_character_has_the_token_that_holds_it(make: Callable[[], Any
     texts, ids = TokenTexts(tokenizer), tokenizer.encode(text, add_special_tokens=False)
     places = [place for place, character in enumerate(text) if not character.isspace()]
     cuts = [0, *(place for place in places[1:] if text[place - 1].isspace()), len(text)]
-    labels = {"each": [(place, place + 1) for place in places], "steps": list(pairwise(cuts))}
+    wanted = list(pairwise(cuts))
 
     def found(response: str | list[int], written: list[int]) -> dict[str, Any]:
-        return label_ranges(labels, response, written, tokenizer, texts)
+        row = Response(id="a", prompt="p", response=response, steps=wanted, labelled=True)
+        each = [labels_of(replace(row, error=(at, at + 1)), written, tokenizer, texts) for at in places]
+        return {"each": [of["wrong_step"] for of in each], "steps": each[0]["steps"]}
 
     ranges = found(text, ids)
     for place, (start, end) in zip(places, ranges["each"], strict=True):
@@ -241,8 +250,10 @@ def test_labels_beside_special_tokens_and_in_a_tidied_text() -> None:
     texts, eight = TokenTexts(tokenizer), tokenizer.convert_tokens_to_ids("<0x38>")
 
     def marked(text: str, response: str | list[int], ids: list[int]) -> list[int]:
-        ranges = label_ranges({"wrong": (text.index("8"), text.index("8") + 1)}, response, ids, tokenizer, texts)
-        return ids[slice(*ranges["wrong"])]
+        row = Response(
+            id="a", prompt="p", response=response, labelled=True, error=(text.index("8"), text.index("8") + 1)
+        )
+        return ids[slice(*labels_of(row, ids, tokenizer, texts)["wrong_step"])]
 
     for text in ("8", "=8", "a </s> 8.", "</s>8<s>", "\n\n8"):
         assert marked(text, text, tokenizer.encode(text, add_special_tokens=False)) == [eight]
@@ -252,29 +263,95 @@ def test_labels_beside_special_tokens_and_in_a_tidied_text() -> None:
         assert marked(tokenizer.decode(ids), ids, ids) == [eight]
     finally:
         tokenizer.clean_up_tokenization_spaces = False
-    outside = label_ranges({"beyond": (90, 95), "empty": (1, 1)}, ids, ids, tokenizer, texts)
-    assert all(start == end for start, end in outside.values())
 
 
-def test_labels_of_lines_in_a_dump(tmp_path: Path) -> None:
-    tokenizer = real.sentencepiece_tokenizer("bpe")
-    text = "2+3=5\n\n5+4=8"
-    label = {"wrong_step": (len(text) - 1, len(text))}
-    model = tiny_model(vocab_size=len(tokenizer))
-    responses = [Response(id="a", prompt="Sum?", response=text, labels=label)]
-    analysis = Analysis(responses=responses, methods=parse_methods(["surprisal"]), model="m")
-    run_analysis(analysis, tmp_path / "a", tokenizer, lambda: model)
-    (row,) = read_dump(tmp_path / "a")
-    start, end = row.labels["wrong_step"]
-    assert row.tokens[start:end] == ["8"]
+@pytest.mark.parametrize("kind", ["bpe", "unigram"])
+def test_labels_of_lines_in_a_dump(tmp_path: Path, kind: Any) -> None:
+    """By step or by characters; a space that the tokenizer puts in front moves none, and a text gets its end token."""
+    tokenizer, text = real.sentencepiece_tokenizer(kind), "2+3=5\n\n5+4=8\n\n8+1=9. \\boxed{9}"
+    common = {"prompt": "Sum?", "labelled": True}
+    responses = [
+        Response(id="a", response=text, error=1, **common),
+        Response(id="b", response=text, error=(11, 12), **common),
+        Response(id="c", response=tokenizer.encode(text, add_special_tokens=False), error=1, **common),
+        Response(id="d", response=text, **common),
+        Response(id="e", prompt="Sum?", response=text),
+    ]
+    run(responses, ["surprisal"], tmp_path / "a", tokenizer)
+    rows = list(read_dump(tmp_path / "a"))
+    marked = ["".join(row.tokens[slice(*row.labels["wrong_step"])]).strip() for row in rows[:3]]
+    assert marked == ["5+4=8", "8", "5+4=8"] and set(rows[3].labels) == {"steps", "answer"} and not rows[4].labels
+    for row in rows[:4]:
+        assert (
+            "".join(row.tokens[slice(*row.labels["answer"])]).strip() == "\\boxed{9}" and len(row.labels["steps"]) == 3
+        )
+    ends = [row.token_ids_T[-1] == tokenizer.eos_token_id for row in rows]
+    assert ends == [True, True, False, True, False] and not any(row.truncated for row in rows)
+    tokenizer.eos_token = None
+    run(responses, ["surprisal"], tmp_path / "b", tokenizer)
+    assert all(row.no_scores is None and not row.truncated for row in read_dump(tmp_path / "b"))
 
 
-def test_texts_without_a_control_token_are_told_from_templates():
-    tokenizer = build_tokenizer()
-    prompts = {"2+3?": True, "<|im_start|>user\n2+3?<|im_end|>\n": False}
-    for prompt, bare in prompts.items():
-        assert bare_prompts([Response(id="0", prompt=prompt, response="")], tokenizer) == bare
-    assert not bare_prompts([Response(id="0", prompt=[{"role": "user", "content": "2+3?"}], response="")], tokenizer)
+class Fails(Method):
+    """In the second file; the weights are of the file's own random numbers."""
+
+    broken: bool = True
+
+    def scores(self, r: Any, of_pass: Any) -> torch.Tensor:
+        if self.broken and "40" in r.keys:
+            raise SystemExit("no")
+        return torch.rand(r.mask.shape)
+
+    def weights(self, scores: torch.Tensor, among: torch.Tensor, r: Any) -> Weights:
+        return Weights(scores)
+
+
+def test_an_analysis_resumes_and_a_method_that_fails_costs_its_columns(tmp_path: Path, monkeypatch: Any) -> None:
+    before = dict(METHODS)
+    register("fails")(Fails)
+    responses = [replace(RESPONSES[place % 3], id=str(place)) for place in range(70)]
+    chosen = {"fails": Fails(), "steady": Fails(broken=False), "surprisal": parse_method("surprisal")}
+    loads: list[int] = []
+
+    def load() -> Any:
+        loads.append(1)
+        return tiny_model()
+
+    given = chosen, tmp_path / "whole", char_tokenizer(), load
+    said = analyze(responses, *given, model="m")
+    assert said[0] == "fails: 38 of 70 responses have scores; failed, SystemExit: no"
+    files = sorted(path.name for path in (tmp_path / "whole").iterdir())
+    assert files == ["analysis.json", *(f"step_{number:06d}.parquet" for number in range(3))]
+    with_it = [sum("fails" in row.methods for row in read_dump(tmp_path / "whole").rows([step])) for step in range(3)]
+    assert with_it == [32, 0, 6] and all(len(row.methods) > 1 for row in read_dump(tmp_path / "whole"))
+
+    def killed(*given: Any) -> Path:
+        if given[1].step == 1:
+            raise KeyboardInterrupt
+        return write(*given)
+
+    write = analysis_module.write_step
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(analysis_module, "write_step", killed)
+        analyze(responses, chosen, tmp_path / "part", *given[2:], model="m")
+    assert analyze(responses, chosen, tmp_path / "part", *given[2:], model="m") == said
+    for name in files:
+        assert (tmp_path / "part" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes(), name
+    assert analyze(responses, *given, model="m") == said and len(loads) == 3, "nothing is missing"
+    for other in ([replace(responses[0], response="x"), *responses[1:]], responses[:-1]):
+        with pytest.raises(ValueError, match="does not hold this analysis"):
+            analyze(other, *given, model="m")
+    METHODS.clear()
+    METHODS.update(before)
+
+
+def test_groups_stay_in_one_file() -> None:
+    grouped = [replace(RESPONSES[0], id=str(place), group=str(place % 7)) for place in range(70)]
+    parts = parts_of(grouped)
+    assert [len(part) for part in parts] == [30, 30, 10] and sorted(at for part in parts for at in part) == list(
+        range(70)
+    )
+    assert all(len({number for number, part in enumerate(parts) for at in part if at % 7 == g}) == 1 for g in range(7))
 
 
 @pytest.fixture
@@ -282,7 +359,7 @@ def call(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., None]
     monkeypatch.chdir(tmp_path)
     tiny_model(max_position_embeddings=512).save_pretrained("model")
     char_tokenizer().save_pretrained("model")
-    return lambda *arguments: main(["--model", "model", "--device", "cpu", *arguments])
+    return lambda *arguments: main([*arguments, "--model", "model", "--device", "cpu"])
 
 
 def test_command(call: Callable[..., None], capsys: pytest.CaptureFixture[str]):
@@ -291,23 +368,54 @@ def test_command(call: Callable[..., None], capsys: pytest.CaptureFixture[str]):
         {"prompt": "Two and three?", "response": r"So \boxed{5}", "ground_truth": "5", "group": 1},
     ]
     Path("r.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    call("--responses", "r.jsonl", "--method", "grail", "--method", "stare", "--out", "found")
+    call("r.jsonl", "--method", "grail", "--method", "stare", "--out", "found")
     printed = capsys.readouterr()
-    assert "grail: 1 of 2 responses have scores; 1 without scores (outside the gate)" in printed.out
+    assert "grail: 1 of 2 responses have scores; 1 without (outside the gate)" in printed.out
     rows = list(read_dump("found"))
     assert [(row.reward, row.outcome, row.answer) for row in rows] == [(0.0, "wrong", "6"), (1.0, "right", "5")]
     Path("h.jsonl").write_text(
         "".join(json.dumps({"prompt": "Two?", "response": "So #### 42"}) + "\n" for _ in range(3))
     )
-    call("--responses", "h.jsonl", "--method", "grail", "--out", "boxed")
-    assert "--answer=hashes" in capsys.readouterr().out
-    call("--responses", "h.jsonl", "--method", "grail", "--answer", "hashes", "--out", "hashes")
-    assert "format" not in capsys.readouterr().out
+    call("h.jsonl", "--method", "grail", "--out", "boxed")
+    assert "--answer=hashes" in capsys.readouterr().err
+    call("h.jsonl", "--method", "grail", "--answer", "hashes", "--out", "hashes")
+    assert "format" not in capsys.readouterr().err
     assert [row.answer for row in read_dump("hashes")] == ["42"] * 3
     assert read_dump("hashes").files[0].header.answer == "hashes"
     for arguments, message in (
-        (["--responses", "r.jsonl", "--method", "oar_g", "--out", "found"], "found is not empty"),
-        (["--responses", "missing.jsonl", "--method", "grail"], "missing.jsonl: cannot be read"),
+        (["r.jsonl", "--method", "oar_g", "--out", "found"], "found does not hold this analysis"),
+        (["missing.jsonl", "--method", "grail"], "missing.jsonl: cannot be read"),
     ):
         with pytest.raises(SystemExit, match=message):
             call(*arguments)
+    Path("mine.py").write_text(OWN)
+    call("r.jsonl", "--import", "mine.py", "--method", "mine:by=3.5", "--out", "mine")
+    assert {float(row.weight_T[0]) for row in read_dump("mine")} == {3.5}
+
+
+def test_the_file_is_read_before_the_model(tmp_path: Path) -> None:
+    (tmp_path / "r.jsonl").write_text('{"prompt": "a", "reponse": "b"}')
+    for arguments, message in ((["--method", "grail"], "reponse"), (["--method", "grial"], "reponse|grial")):
+        with pytest.raises(SystemExit, match=message):
+            main([str(tmp_path / "r.jsonl"), "--model", "no/such-model", *arguments])
+
+
+OWN = """
+from __future__ import annotations
+from typing import Literal
+import torch
+from grail_advantage import Method, Rollouts, Weights, option, register
+
+Kind = Literal["all", "none"]
+
+@register("mine")
+class Mine(Method):
+    by: float = option(2.0, "weight of every token")
+    kind: Kind = option("all", "which")
+
+    def scores(self, r: Rollouts, of_pass: torch.Tensor | None) -> torch.Tensor:
+        return torch.zeros(r.mask.shape)
+
+    def weights(self, scores: torch.Tensor, among: torch.Tensor, r: Rollouts) -> Weights:
+        return Weights(torch.full(r.mask.shape, self.by))
+"""

@@ -239,7 +239,7 @@ def test_responses_to_analyse(tmp_path: Path, case: str, monkeypatch: pytest.Mon
         path.write_text(json.dumps(odd[case]))
     else:
         plant(path, case)
-    arguments = ["--responses", path, "--model", "m", "--method", "surprisal", "--out", tmp_path / "out"]
+    arguments = [path, "--model", "m", "--method", "surprisal", "--out", tmp_path / "out"]
     status, out, err = called(analyze.main, *arguments)
     assert status not in (0, None) and out == "" and err.count("\n") <= 2, err
 
@@ -354,7 +354,7 @@ def test_a_text_in_an_evaluation_or_a_response(tmp_path: Path, text: str, monkey
         {"id": text, "prompt": "", "response": text, "reward": text},
     ):
         path.write_text(json.dumps(line))
-        arguments = ["--responses", path, "--model", "m", "--method", "surprisal", "--out", tmp_path / "out"]
+        arguments = [path, "--model", "m", "--method", "surprisal", "--out", tmp_path / "out"]
         status, _, err = called(analyze.main, *arguments)
         assert status not in (0, None) and err
 
