@@ -6,15 +6,13 @@ half:
 
 - ``step``: AUROC of its mean blame against that of the response's other steps.
 - ``hit``: whether no step is blamed more.
-- ``alike``: AUROC of its tokens against the response's other tokens, over pairs of one kind, so that a method that
-  prefers digits gains nothing.
 - ``after``: AUROC of the steps after it against the steps before it.
 
 Beside a figure are its controls: the response's own blame shuffled among the tokens that the method scored; for ``step``,
 the mean blame of each token's kind in place of its own; and the same step of correct solutions, at the same relative
 place (:mod:`bench.table`).
 
-Shape suffixes: T response tokens, N compared tokens, M steps, K kinds.
+Shape suffixes: T response tokens, N compared tokens, M steps.
 """
 
 from __future__ import annotations
@@ -23,10 +21,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-from scipy.stats import rankdata
 
 SHUFFLES = 20
-FIGURES = ("step", "hit", "alike", "after")
+FIGURES = ("step", "hit", "after")
 
 
 @dataclass(frozen=True)
@@ -55,19 +52,6 @@ def step_means(values_N: np.ndarray, step_N: np.ndarray) -> np.ndarray:
     return np.bincount(step_N, values_N) / np.bincount(step_N)
 
 
-def _by_tokens(values_N: np.ndarray, step_N: np.ndarray, kind_N: np.ndarray) -> np.ndarray:
-    """AUROC of each step's tokens against all others, over pairs of one kind, (M,); nan where there is no pair."""
-    kind_of_N, value_N = (np.unique(of, return_inverse=True)[1] for of in (kind_N, values_N))
-    shape = step_N.max() + 1, kind_of_N.max() + 1
-    cells_N = step_N * shape[1] + kind_of_N
-    ranks_N = rankdata(kind_of_N * len(values_N) + value_N)  # one kind after the other
-    own_MK = np.bincount(cells_N, minlength=shape[0] * shape[1]).reshape(shape)
-    sums_MK = np.bincount(cells_N, ranks_N, shape[0] * shape[1]).reshape(shape)
-    all_K = own_MK.sum(axis=0)
-    wins_MK = sums_MK - own_MK * ((own_MK + 1) / 2 + all_K.cumsum() - all_K)
-    return wins_MK.sum(axis=1) / (own_MK * (all_K - own_MK)).sum(axis=1)
-
-
 def by_step(values_T: np.ndarray, label: Label) -> dict[str, np.ndarray]:
     """The figures of every step of a response, (M,) each, as if it were the first wrong one; nan where there is nothing to
     compare."""
@@ -83,7 +67,6 @@ def by_step(values_T: np.ndarray, label: Label) -> dict[str, np.ndarray]:
         return {
             "step": (above_MM.sum(axis=1) - 0.5) / (len(means_M) - 1),
             "hit": most_M / most_M.sum(),
-            "alike": _by_tokens(values_N, step_N, label.kind_T[compared_T]),
             "after": np.einsum("am,mb,ab->m", before_MM, before_MM, above_MM) / pairs_M,
         }
 

@@ -213,8 +213,7 @@ def report(results: Results) -> str:
         )
     head = ["method", "verdict", "errors", "scored, %", "AUROC, first wrong step"]
     head += [f"above {name}" for name in CONTROLS.values()]
-    head += ["most blamed step is the first wrong one, %", "AUROC of its tokens among their kind"]
-    head += ["steps after it against before"]
+    head += ["most blamed step is the first wrong one, %", "steps after it against before"]
     counts = "; ".join(f"{count} {name}" for name, count in results.counts.items())
     lost = [name for name in results.about.get("methods", {}) if name not in figures]
     notes = [f"Not measured: {name} ({results.about['failed'].get(name, 'not in every file')})." for name in lost]

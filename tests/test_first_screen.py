@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from grail_advantage.dump.store import DumpRow, read_dump
 
 from examples.grail_in_one_file import BOXED, HASHES, find_answer
 from grail_advantage.analyze import analyze, methods_for
 from grail_advantage.answers.format import answer_format
 from grail_advantage.answers.span import find_answer_span
+from grail_advantage.dump import DumpRow, read_dump
 from grail_advantage.view.analysis import Response
 from tests import real_tokenizers
 from tests.core.test_answer_format import BY_HAND

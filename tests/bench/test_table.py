@@ -200,7 +200,6 @@ def test_figures_by_hand() -> None:
     assert label.step == 1 and label.step_T.tolist() == [0, 0, 1, 1, 2, 2, -1]
     found = by_step(values_T, label)
     assert found["step"].tolist() == [0.5, 1, 0] and found["hit"].tolist() == [0, 1, 0]
-    assert found["alike"][1] == (1.5 + 2) / 4
     assert found["after"][1] == 0 and np.isnan(found["after"][[0, 2]]).all()
     # Steps without a compared token are none; an error among them is no label.
     assert among(Label(step_T, kind_T, 3), np.arange(7) < 6) is None
@@ -213,21 +212,13 @@ def test_step_figures_are_those_of_plain_loops() -> None:
     for _ in range(30):
         length, steps = int(rng.integers(8, 30)), int(rng.integers(2, 6))
         step_T = np.sort(np.concatenate([np.arange(steps), rng.integers(0, steps, length - steps)]))
-        values_T, kind_T = rng.integers(0, 4, length).astype(float), rng.integers(0, 3, length)
-        found = by_step(values_T, Label(step_T, kind_T))
+        values_T = rng.integers(0, 4, length).astype(float)
+        found = by_step(values_T, Label(step_T, step_T))
         means = [values_T[step_T == step].mean() for step in range(steps)]
         for step in range(steps):
             others = np.delete(means, step)
             assert found["step"][step] == pytest.approx(
                 np.mean([(o < means[step]) + (o == means[step]) / 2 for o in others])
-            )
-            own = [(v, k) for v, k, s in zip(values_T, kind_T, step_T, strict=True) if s == step]
-            rest = [(v, k) for v, k, s in zip(values_T, kind_T, step_T, strict=True) if s != step]
-            pairs = [(a > b) + (a == b) / 2 for a, kind in own for b, other in rest if kind == other]
-            assert (
-                found["alike"][step] == pytest.approx(np.mean(pairs), nan_ok=True)
-                if pairs
-                else np.isnan(found["alike"][step])
             )
 
 
