@@ -101,13 +101,13 @@ def prm800k(path: Path) -> Iterator[Line]:
         }
 
 
+# With the format of the answers; empty for none.
 FORMATS: dict[str, tuple[Callable[[Path], Iterator[Line]], str]] = {
     "processbench": (processbench, "boxed"),
     "bigbench_mistake": (bigbench_mistake, r"[Tt]he answer is:? *(?P<content>[^\n]+)"),
     "champ": (champ, ""),
     "prm800k": (prm800k, r"# Answer\s+(?P<content>[^\n]+)"),
 }
-"""With the format of the answers; empty for none."""
 
 
 def sort_of(line: Line, answer: str) -> str:
@@ -125,8 +125,8 @@ def main(arguments: Sequence[str]) -> None:
     layout = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(prog="python -m bench convert", description=__doc__, formatter_class=layout)
     parser.add_argument("format", choices=FORMATS)
-    parser.add_argument("file", type=Path)
-    parser.add_argument("out", type=Path)
+    for name in ("file", "out"):
+        parser.add_argument(name, type=Path)
     options = parser.parse_args(arguments)
     convert, answer = FORMATS[options.format]
     try:

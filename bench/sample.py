@@ -29,16 +29,15 @@ from grail_advantage.view.analysis import Response, json_lines, tokenize
 from verl_cpu.tiny.sampling import sample
 from verl_cpu.tiny.task import boxed_answer
 
-TOGETHER = 4
-"""Questions that are sampled together."""
+TOGETHER = 4  # questions that are sampled together
 _NUMBER = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+"
 _SIDE = rf"[-+(\s$£€]*(?:{_NUMBER})[\s%)]*(?:[-+*/][-+(\s$£€]*(?:{_NUMBER})[\s%)]*)*"
 _EQUATIONS = re.compile(rf"{_SIDE}(?:=(?:{_SIDE}))+")
 _SIGNS = {"*": (r"\times", r"\cdot", "\u00d7"), "/": (r"\div", "\u00f7"), "-": ("\u2212", "\u2013")}
 _SIGNS |= {"$": (r"\$",), "%": (r"\%",), "": (r"\left", r"\right", "**", r"\(", r"\)", r"\[", r"\]")}
 _WORDS = "of|from|by|times|plus|minus|than|over|to|per|and|divided|subtract|add|multiply|half|twice|mod"
+# Where it is before an expression, this makes it part of a longer one, or of other words; likewise after it.
 _BEFORE = re.compile(rf"[-+*/^=<>\\\\()}}]\s*$|[\w\]'.]$|\d +$|x +$|\b(?:{_WORDS})\s*$", re.IGNORECASE)
-"""What makes an expression part of a longer one, or of other words, where it stands before it; likewise behind it."""
 _AFTER = re.compile(
     r"[\w\\{]|\.\d| +\d|\s*(?:[-+*/^=(]|with\b|and\b|r\b|mod|\\(?!text|quad|[,;!]))|[^.\n]{0,30}(?:remainder|quotient)",
     re.IGNORECASE,
@@ -105,7 +104,6 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--model", required=True, help="as of grail_advantage.analyze")
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--dtype", default="auto")
     parser.add_argument("--problems", type=int, default=200, help="questions, drawn at random")
     parser.add_argument("--samples", type=int, default=4, help="solutions of each")
     parser.add_argument("--length", type=int, default=320, help="most tokens of a solution")
@@ -114,7 +112,7 @@ def main(arguments: Sequence[str]) -> None:
     questions = [(number, line["question"], line["answer"]) for number, line in json_lines(options.questions)]
     questions = random.Random(0).sample(questions, min(len(questions), options.problems))
     done = {line["group"] for _, line in json_lines(options.out)} if options.out.exists() else set()
-    tokenizer, load = model_of(options.model, options.device, options.dtype)
+    tokenizer, load = model_of(options.model, options.device)
     model, waiting = load(), [one for one in questions if str(one[0]) not in done]
     for first in range(0, len(waiting), TOGETHER):
         some = [one for one in waiting[first : first + TOGETHER] for _ in range(options.samples)]

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,15 +25,12 @@ from grail_advantage.answers.missing import is_low
 from grail_advantage.dump import DumpRow, read_dump
 from recipe.marked_text import table
 
-FEWEST = 10
-"""Problems below which nothing is said of a method, and controls of a response."""
-LEAST_SCORED = 0.5
-SIGNIFICANT = 0.05
+FEWEST = 10  # problems below which nothing is said of a method, and controls of a response
+LEAST_SCORED, SIGNIFICANT = 0.5, 0.05
 FINDS, SPARES, PLACED, NOTHING = "finds errors", "blames errors least", "not told from place or kind", "not shown"
 ALIKE, FEW, UNSCORED = "treats a response's tokens alike", f"fewer than {FEWEST} problems", "scores less than half"
 CONTROLS = {"gain": "shuffled", "earlier": "earlier first", "later": "later first", "kinds": "its kinds"}
-CONTROLS |= {"above": "equal place"}
-"""Differences of ``step`` that must all be above 0."""
+CONTROLS |= {"above": "equal place"}  # differences of ``step`` that must all be above 0
 RULE = (
     f"'{FINDS}': above every control, each difference with p < {SIGNIFICANT} after Holm's correction over all methods. "
     f"'{SPARES}': below every control likewise. '{PLACED}': above its own shuffled blame, not above all others. "
@@ -46,24 +43,19 @@ REFERENCES: dict[str, Callable[[Label, np.ndarray], np.ndarray]] = {
     "kind alone": lambda label, wrong_T: (label.kind_T == NUMBER).astype(float),
     "first error": lambda label, wrong_T: wrong_T.astype(float) if label.step is not None else np.ones(len(wrong_T)),
 }
-"""Blame that the bench knows by itself."""
 NUMBER, WORD, SIGN, BLANK = range(4)
 
 
 class Results(NamedTuple):
     """What is in a folder."""
 
-    records: dict[str, dict[str, dict[str, Any]]]
-    """By method and id: ``problem``, ``scored``, and see :func:`bench.places.record`."""
-    texts: dict[str, tuple[str, Any]]
-    """By id the response and its labels."""
+    records: dict[str, dict[str, dict[str, Any]]]  # by method and id: problem, no_scores, and places.record()
+    texts: dict[str, tuple[str, Any]]  # by id the response and its labels
     counts: Counter[str]
-    about: Mapping[str, Any]
-    """The record of the analysis."""
+    about: Mapping[str, Any]  # the record of the analysis
 
 
-def kind_of(piece: str) -> int:
-    """The kind of a token."""
+def _kind(piece: str) -> int:
     if any(character.isdigit() for character in piece):
         return NUMBER
     return WORD if any(character.isalpha() for character in piece) else SIGN if piece.strip() else BLANK
@@ -76,7 +68,7 @@ def label_of(row: DumpRow) -> tuple[Label | None, np.ndarray]:
     step_T = np.searchsorted(starts[1:], places_T, side="right")
     start, stop = row.labels.get("wrong_step", (0, 0))
     step = int(np.searchsorted(starts[1:], start, side="right")) if "wrong_step" in row.labels else None
-    label = among(Label(step_T, np.array([kind_of(piece) for piece in row.tokens]), step), places_T < end)
+    label = among(Label(step_T, np.array([_kind(piece) for piece in row.tokens]), step), places_T < end)
     return (None if step is not None and start == stop else label), (places_T >= start) & (places_T < stop)
 
 
@@ -121,10 +113,6 @@ def read(folder: Path) -> Results:
     return Results(complete, texts, counts, about)
 
 
-def _numbers(values: Iterable[Any]) -> np.ndarray:
-    return np.array(list(values), dtype=float)
-
-
 def figures_of(
     responses: Sequence[Mapping[str, Any]], of_place: Mapping[str, Mapping[str, Any]]
 ) -> dict[str, Estimate]:
@@ -143,13 +131,13 @@ def figures_of(
     if controls:
         apart_WC = apart_WC > np.sort(apart_WC, axis=1)[:, [min(FEWEST, len(controls)) - 1]]
     for name in FIGURES:
-        own_W = _numbers(one["figures"][name] for one in errors)
-        others = {"gain": _numbers(one["shuffled"][name] for one in errors)}
+        own_W = np.fromiter((one["figures"][name] for one in errors), float)
+        others = {"gain": np.fromiter((one["shuffled"][name] for one in errors), float)}
         figures[name] = mean_of(own_W, problems)
         if name == "step":
-            others["earlier"] = _numbers(of_place[one["id"]]["figures"][name] for one in errors)
+            others["earlier"] = np.fromiter((of_place[one["id"]]["figures"][name] for one in errors), float)
             others["later"] = 1 - others["earlier"]
-            others["kinds"] = _numbers(one["kinds"] for one in errors)
+            others["kinds"] = np.fromiter((one["kinds"] for one in errors), float)
         for other, others_W in others.items():
             figures[f"{name}_{other}"] = mean_of(np.round(own_W - others_W, 9), problems)  # rounding is no difference
         if controls:
@@ -256,8 +244,8 @@ def compare(first: Path, second: Path) -> str:
             [(*kept[0][key], kept[1][key][1]) for key in kept[0]], columns=["problem", "first", "second"]
         )
         gains.append(mean_of(values["second"] - values["first"], values["problem"]))
-        means = [f"{values[name].mean():.3f}" for name in ("first", "second")]
-        rows.append([" - ".join(dict.fromkeys(pair[::-1])), str(len(values)), *means])
+        means = values[["first", "second"]].mean()
+        rows.append([" - ".join(dict.fromkeys(pair[::-1])), str(len(values)), *(f"{mean:.3f}" for mean in means)])
     for row, gain, p in zip(rows, gains, holm([gain.p for gain in gains]), strict=True):
         row += [f"{gain.value:+.3f} ± {gain.half:.3f}", f"{p:.3f}"]
     return "\n".join(table(["method", "errors", "first", "second", "second - first", "p, Holm"], rows, right=1))
