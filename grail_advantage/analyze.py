@@ -109,7 +109,7 @@ def analyze(
     complain("analyze", f"{len(responses)} responses; advantage: {source}")
     about = {"model": model, "methods": {name: repr(of) for name, of in chosen.items()}, "answer": answer.name}
     of_all = json.dumps([about, temperature, values, template_options or {}, list(map(repr, responses))])
-    known = {"analysis": hashlib.sha256(of_all.encode()).hexdigest(), **about, "failed": {}}
+    known: dict[str, Any] = {"analysis": hashlib.sha256(of_all.encode()).hexdigest(), **about, "failed": {}}
     if folder.exists() and any(folder.iterdir()):
         there = json.loads((folder / RECORD).read_text()) if (folder / RECORD).exists() else {}
         if there.get("analysis") != known["analysis"]:

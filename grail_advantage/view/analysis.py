@@ -86,7 +86,9 @@ def read_responses(path: Path) -> list[Response]:
 
 
 def _response(record: Mapping[str, Any], number: int) -> Response:
-    prompt, response, steps, ranges = record.get("prompt"), record.get("response"), record.get("steps"), None
+    prompt: Any = record.get("prompt")
+    response: Any = record.get("response")
+    steps, ranges = record.get("steps"), None
     if isinstance(steps, list) and steps and all(isinstance(step, str) for step in steps):
         between = SEPARATOR if response is None else ""
         ranges = list(pairwise([0, *accumulate(len(step) + len(between) for step in steps)]))
