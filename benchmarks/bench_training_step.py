@@ -4,9 +4,8 @@
     python -m benchmarks.bench_training_step zero_advantage   # GRPO, uniform and GRAIL, leaving such responses out or not
 
 A step is: old log-probabilities, the method's pass and weights, epochs of the actor update, all with verl's own worker
-(:mod:`benchmarks.verl_host`) and default options. A saliency is taken on the forward of the old log-probabilities, as a run
-does by default; any other pass is one of its own. GRPO runs every response and has no weights. Responses are left out as
-``skip_zero_advantage=auto`` leaves them out: of the update and of the old log-probabilities.
+(:mod:`benchmarks.verl_host`) and default options. GRPO runs every response and has no weights. Responses are left out as
+``skip_zero_advantage=auto`` leaves them out: of the update.
 
 ``--setup cuda`` is one GPU, a model of Qwen3-4B's shape and 8 x 4096 tokens in bf16. Writes ``results/WHAT-DEVICE.json``;
 ``python -m benchmarks.report`` makes tables.
@@ -45,8 +44,7 @@ EPOCHS = (1, 4)
 def run_step(host: VerlHost, signal: Method | None, epochs: int = 1, skipping: bool = False) -> list[float]:
     """Seconds of one step by stage, each epoch of the update one; without a signal it is GRPO's."""
     timed = partial(timer.seconds, host.device)
-    trained = int((host.rollouts().advantages != 0).sum())
-    forward = timed(partial(host.forward, signal, max(1, trained) if skipping else None))
+    forward = timed(host.forward)
     made, host.pass_seconds = [], 0.0
     weights = timed(lambda: made.append(weigh(host, signal, None).advantages if signal else host.base_advantages()))
     updates = [timed(partial(host.update, *made, skipping=skipping)) for _ in range(epochs)]
@@ -80,15 +78,13 @@ def compared(timings: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, An
         old log-probabilities and for the update, which are the same work in every step; and ``ratios`` of whole steps of the
         same repeat.
     """
-    stages = [(of["uses"], seconds) for of in timings.values() for seconds in of["repeats"]]
-    forward = median(seconds["old_log_probs"] for uses, seconds in stages if uses != "saliency")
-    update = median(seconds["update"] for _, seconds in stages)
+    stages = [seconds for of in timings.values() for seconds in of["repeats"]]
+    forward, update = (median(seconds[name] for seconds in stages) for name in ("old_log_probs", "update"))
     added, totals = {}, {}
     for name, of in timings.items():
         scale = of["rows"] / of["timed_rows"] if of["timed_rows"] else 1.0
         middle = {stage: median(seconds[stage] for seconds in of["repeats"]) for stage in STAGES}
-        shared = middle["old_log_probs"] - forward if of["uses"] == "saliency" else 0.0
-        added[name] = shared + scale * middle["pass"] + middle["weights"]
+        added[name] = scale * middle["pass"] + middle["weights"]
         totals[name] = [sum(seconds.values()) + (scale - 1) * seconds["pass"] for seconds in of["repeats"]]
     return {
         name: {
@@ -120,9 +116,6 @@ def of_methods(setup: Setup, repeats: int) -> dict[str, Any]:
     from benchmarks.verl_host import timed_rows
 
     host, _, scored = next(hosts(setup, False, (0.0,)))
-    agrees, found = host.agreement()
-    if not agrees:
-        raise SystemExit(f"the saliencies of the shared forward and of a pass of its own differ: {found}")
     timings: dict[str, dict[str, Any]] = {}
     variants = {}
     for name in methods():

@@ -1,9 +1,8 @@
 """verl's own worker and engine in one process, as a host of the pipeline whose stages can be timed.
 
 The stages of a step: the forward that recomputes the old log-probabilities (verl's ``TrainingWorker.infer_batch``), a method's
-pass (its own, or of a saliency the backward on that forward), the weights, and the actor update (``train_mini_batch`` with
-verl's PPO loss). Every stage runs as the trainer runs it. Not part of it: generation, the reward, the way of the data between
-processes, and finding the answers.
+pass, the weights, and the actor update (``train_mini_batch`` with verl's PPO loss). Every stage runs as the trainer runs it.
+Not part of it: generation, the reward, the way of the data between processes, and finding the answers.
 
 Imports verl, so :func:`benchmarks.setup.prepare_process` goes first.
 """
@@ -34,12 +33,11 @@ from verl.workers.utils.padding import response_from_nested
 from benchmarks import timer
 from benchmarks.made_up import random_model, release
 from benchmarks.setup import Setup
-from grail_advantage import Grail, Method
+from grail_advantage import Method
 from grail_advantage.data import ENTROPY, OLD_LOG_PROBS, Rollouts, Row, RowScores
-from grail_advantage.verl_ext.exchange import LEAF, SALIENCY_FIELDS, TARGET, build_request, nested
+from grail_advantage.verl_ext.exchange import build_request, nested
 from grail_advantage.verl_ext.worker import TokenWeightActorWorker, token_scores
-from grail_advantage.verl_ext.zero_advantage import CUT_TAILS
-from grail_advantage.weigh import weigh
+from grail_advantage.verl_ext.zero_advantage import LEAVE_OUT
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 SAMPLE_ROWS = 2
@@ -124,15 +122,14 @@ class VerlHost:
         return {name: column.to_padded_tensor(0.0).float() for name, column in columns.items()}
 
     def scores(self, signal: Method, rows: Sequence[Row]) -> list[RowScores]:
-        """Of a saliency those of the shared forward, else those of the method's own pass. Only the first responses of a method
-        that makes up sequences are scored, the others get NaN.
+        """Those of the method's pass. Only the first responses of a method that makes up sequences are scored, the others get
+        NaN.
 
         Raises:
             ValueError: a score is not finite.
         """
         start = timer.now(self.device)
-        shared = "saliency" in self._output
-        scores = self._shared_scores(signal, rows) if shared else self.own_pass(signal, timed_rows(signal, rows))
+        scores = self.own_pass(signal, timed_rows(signal, rows))
         self.pass_seconds = timer.now(self.device) - start
         if not all(of_row.scores.isfinite().all() for of_row in scores):
             raise ValueError(f"{signal.name}: the pass gives scores that are not finite")
@@ -140,24 +137,12 @@ class VerlHost:
 
     # ------------------------------------------------------------------------------------------------------------- stages
 
-    def forward(self, signal: Method | None = None, rows: int | None = None) -> None:
-        """The forward that every method runs: log-probabilities and entropies of all responses, or of the first ones; with the
-        backward of a method that uses a saliency."""
-        data = self._model_batch(rows)
+    def forward(self) -> None:
+        """The forward that every method runs: log-probabilities and entropies of all responses."""
+        data = self._model_batch()
         tu.assign_non_tensor(data, calculate_entropy=True, compute_loss=False)
-        if signal is not None and signal.uses == "saliency":
-            targets_B2 = torch.full((len(data), 2), -1)
-            for row in self.selected(signal):
-                targets_B2[row.index] = torch.tensor(signal.target_positions(row))
-            data[TARGET] = targets_B2
-            tu.assign_non_tensor(data, **{LEAF: signal.leaf})
         output = self.worker.infer_batch(data)
-        self._output = {name: output[name] for name in ("log_probs", "entropy", *SALIENCY_FIELDS) if name in output}
-
-    def _shared_scores(self, signal: Method, rows: Sequence[Row]) -> list[RowScores]:
-        of_rows = [self._output[name].unbind() for name in SALIENCY_FIELDS]
-        parts = [(row, slice(row.start - 1, signal.target_positions(row)[1])) for row in rows]
-        return [signal.of_row(row, *(values[row.index][part] for values in of_rows)) for row, part in parts]
+        self._output = {name: output[name] for name in ("log_probs", "entropy")}
 
     def own_pass(self, signal: Method, rows: Sequence[Row]) -> list[RowScores]:
         """A pass for the method alone."""
@@ -170,14 +155,13 @@ class VerlHost:
 
     def update(self, advantages_BT: torch.Tensor, *, skipping: bool = False) -> None:
         """One epoch of the actor update: the whole batch as one mini-batch, one optimiser step; ``skipping``: without the
-        responses that have no advantage, whose log-probabilities may be missing."""
-        rollouts, log_probs = self._rollouts, self._output["log_probs"].unbind()
+        responses that have no advantage."""
+        rollouts = self._rollouts
         data, mask = self._model_batch(), nested(list(rollouts.mask))
-        missing = [log_probs[0].new_zeros(rollouts.padded_length)] * (len(rollouts) - len(log_probs))
         data["prompts"] = nested(list(rollouts.prompts))
         data["responses"] = nested(list(rollouts.responses))
         data["response_mask"] = mask
-        data["old_log_probs"] = response_from_nested(nested([*log_probs, *missing]), mask)
+        data["old_log_probs"] = response_from_nested(self._output["log_probs"], mask)
         data["advantages"] = nested(list(advantages_BT))
         tu.assign_non_tensor(
             data,
@@ -191,7 +175,7 @@ class VerlHost:
             dataloader_kwargs={"shuffle": False},
         )
         if skipping:
-            tu.assign_non_tensor(data, **{CUT_TAILS: True})
+            tu.assign_non_tensor(data, **{LEAVE_OUT: True})
         self.worker.train_mini_batch(data)
 
     # ---------------------------------------------------------------------------------------------------------------------
@@ -201,37 +185,19 @@ class VerlHost:
         r = self._rollouts.for_method(signal)
         return [r.row(index) for index in signal.select(r).nonzero().flatten().tolist()]
 
-    def agreement(self) -> tuple[bool, str]:
-        """Whether GRAIL's saliencies of the shared forward and of a pass of its own agree up to the precision, with the largest
-        difference of a response."""
-        allowed = 1e-3 if self.engine._autocast_dtype == torch.float32 else 0.1
-        signal, found = Grail("official"), []
-        self.forward(signal)
-        for shared in (True, False):
-            if not shared:
-                self.forward()
-            found.append(weigh(self, signal, None).scores.nan_to_num())
-        difference_B, size_B = (
-            torch.linalg.vector_norm(found[0] - found[1], dim=1),
-            torch.linalg.vector_norm(found[1], dim=1),
-        )
-        largest = float((difference_B / size_B)[size_B > 0].max())
-        return largest <= allowed, f"{largest:.2g} of the saliency, allowed {allowed}"
-
     @contextmanager
     def stock(self) -> Iterator[None]:
         """Within, worker and engine are verl's own: nothing of this project runs."""
-        ours, infer_batch = type(self.worker), vars(self.engine).pop("infer_batch")
-        self.worker.__class__ = TrainingWorker
+        ours, self.worker.__class__ = type(self.worker), TrainingWorker
         try:
             yield
         finally:
-            self.worker.__class__, self.engine.infer_batch = ours, infer_batch
+            self.worker.__class__ = ours
 
-    def _model_batch(self, rows: int | None = None) -> TensorDict:
+    def _model_batch(self) -> TensorDict:
         rollouts = self._rollouts
         prompt, length = len(rollouts.prompts[0]), rollouts.padded_length
-        tokens = [torch.cat(of_row) for of_row in zip(rollouts.prompts[:rows], rollouts.responses[:rows], strict=True)]
+        tokens = [torch.cat(of_row) for of_row in zip(rollouts.prompts, rollouts.responses, strict=True)]
         return tu.get_tensordict(
             {
                 "input_ids": nested(tokens),

@@ -95,5 +95,7 @@ TRAINER=(
 if [[ -n ${TOKENIZER_PATH:-} && ${DRY_RUN:-0} != 1 && ! -e $TOKENIZER_PATH ]]; then
     "$PYTHON" -m grail_advantage.answers.tokenizers "$MODEL_PATH" "$TOKENIZER_PATH"
 fi
+# fault tolerance (docs/fault_tolerance.md)
+export VERL_USE_EXTERNAL_MODULES=recipe.verl_start${VERL_USE_EXTERNAL_MODULES:+,$VERL_USE_EXTERNAL_MODULES}
 exec "$PYTHON" -m verl.trainer.main_ppo --config-path="$PWD/recipe/config" --config-name=grail_trainer like="$LIKE" \
     "${METHOD[@]}" "${DATA[@]}" "${MODEL[@]}" "${ACTOR[@]}" "${ROLLOUT[@]}" "${TRAINER[@]}" "${EXTRA[@]}" "$@"

@@ -2,7 +2,7 @@
 weights.
 
 verl would start with them and train something else than the settings say, or fail in its workers without a word that
-names the cause. Runs without the recipe's ``algorithm.token_weights.trainer_module`` are left to verl.
+names the cause. Runs without ``recipe.verl_start`` are left to verl.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from grail_advantage.rules import Rule, refuse
-from grail_advantage.verl_ext.rules import FUSED
-from grail_advantage.verl_ext.settings import ACTOR, BYPASS, CORRECTION, MODEL, ROLLOUT, TRAINER_MODE, RunConfig
+from grail_advantage.verl_ext.settings import ACTOR, BYPASS, CORRECTION, FUSED, MODEL, ROLLOUT, TRAINER_MODE, Settings
 
 RESUME_MODES = ("auto", "disable", "resume_path")
 OFFLOAD, SYNC_STEP = f"{ACTOR}.fsdp_config.param_offload", "trainer.v1.separate_async.parameter_sync_step"
@@ -26,7 +25,7 @@ BATCH, PARALLEL, GPUS = "data.train_batch_size", f"{ROLLOUT}.tensor_model_parall
 _SEPARATE = (f"{TRAINER_MODE}=separate_async", f"{ROLLOUT}.nnodes=1", f"{ROLLOUT}.n_gpus_per_node=1")
 
 
-def _correction(s: RunConfig) -> str | None:
+def _correction(s: Settings) -> str | None:
     """The option that has the rollout's log-probabilities compared with the trainer's.
 
     vLLM gives them after all sampling options (``processed_logprobs``), and so over the tokens that ``top_k`` and
@@ -37,11 +36,11 @@ def _correction(s: RunConfig) -> str | None:
     return next((option for option in options if s[option]), None)
 
 
-def _raw(s: RunConfig) -> bool:
+def _raw(s: Settings) -> bool:
     return s[f"{ROLLOUT}.name"] == "vllm" and str(s[f"{ROLLOUT}.logprobs_mode"]).startswith("raw")
 
 
-def _corrects(option: str, when: Callable[[RunConfig], bool], because: str, remedy: str, *example: str) -> Rule:
+def _corrects(option: str, when: Callable[[Settings], bool], because: str, remedy: str, *example: str) -> Rule:
     return Rule(
         f"correction-{option}",
         f"{ROLLOUT}.{option}",
@@ -52,7 +51,7 @@ def _corrects(option: str, when: Callable[[RunConfig], bool], because: str, reme
     )
 
 
-def _odd_share(s: RunConfig) -> bool:
+def _odd_share(s: Settings) -> bool:
     """verl divides whole batches among its data-parallel ranks, and checks that with fixed micro-batches alone."""
     responses = s[BATCH] * s[f"{ROLLOUT}.n"] * s.sequence_parallel_size
     return s[f"{ACTOR}.strategy"] != "megatron" and responses % (s["trainer.nnodes"] * s[GPUS]) != 0
@@ -100,7 +99,7 @@ _POLLING = "PollingReplayBuffer"
 _VERLS_BUFFER = f"set {SAMPLER}.path and .name to null and accept verl's polling interval of 2 s"
 
 
-def _polls(s: RunConfig) -> bool:
+def _polls(s: Settings) -> bool:
     return s[f"{SAMPLER}.name"] == _POLLING
 
 
@@ -132,7 +131,7 @@ ON_CPU = (
 """Settings that do not work on the CPU platform (``packages/verl-cpu``)."""
 
 
-def check_rules(run: RunConfig) -> None:
+def check_rules(run: Settings) -> None:
     """Raises ValueError for settings that break a rule of the recipe, or of the platform."""
     if os.environ.get("VERL_PLATFORM") == "cpu":
         refuse(ON_CPU, run, "VERL_PLATFORM=cpu")

@@ -218,23 +218,12 @@ def _link(name: str, heading: str, page: str = "") -> str:
 
 def refused() -> str:
     """What a run with verl is refused with; in italics by the recipe alone."""
-    rules = [("{}", rule) for rule in (*verl_rules.EVERY_RUN, *verl_rules.REFUSALS)]
-    rules += [("*{}*", rule) for rule in recipe_rules.REFUSALS] + [("*CPU: {}*", rule) for rule in recipe_rules.ON_CPU]
-    return "\n".join(table(["refused, such as", "why"], _rows(rules, _override)))
-
-
-def shortcuts() -> str:
-    """What zero-advantage responses keep, and with which settings."""
-    kept = {
-        "every response": verl_rules.AGAINST_SKIPPING,
-        "tails of responses": verl_rules.AGAINST_TAILS,
-        "the forward of the old log-probabilities": verl_rules.AGAINST_FORWARD,
-    }
-    rows = []
-    for what, rules in kept.items():
-        of_what = _rows([("{}", rule) for rule in rules], _override)
-        rows += [[what if number == 0 else "", *row] for number, row in enumerate(of_what)]
-    return "\n".join(table(["what stays", "with", "why"], rows))
+    shown: dict[str, list[str]] = {}
+    for rule in (*verl_rules.EVERY_RUN, *verl_rules.REFUSED):
+        shown.setdefault(rule.because, []).append(f"`{_short(rule.option)}`")
+    rows = [[", ".join(dict.fromkeys(options)), why] for why, options in shown.items()]
+    recipes = [("*{}*", rule) for rule in recipe_rules.REFUSALS] + [("*CPU: {}*", rule) for rule in recipe_rules.ON_CPU]
+    return "\n".join(table(["refused, such as", "why"], rows + _rows(recipes, _override)))
 
 
 def trl() -> str:
@@ -256,8 +245,12 @@ def _rows(rules: Iterable[tuple[str, Rule]], setting: Callable[[Rule], str]) -> 
 
 def _override(rule: Rule) -> str:
     """The first two of Hydra's overrides, without sections that many share, and of a method its name alone."""
-    short = [re.sub(r"^\+*(actor_rollout_ref\.|algorithm\.(adv_estimator=)?)?", "", each) for each in rule.example]
+    short = list(map(_short, rule.example))
     return " with ".join(f"`{each}`" for each in short[:2] if each != UNIFORM)
+
+
+def _short(override: str) -> str:
+    return re.sub(r"^\+*(actor_rollout_ref\.|algorithm\.(adv_estimator=)?)?", "", override)
 
 
 def _argument(rule: Rule) -> str:
@@ -327,7 +320,6 @@ PASSAGES: list[tuple[str, str, Callable[[], str]]] = [
     ("methods.md", "methods", overview),
     (REFERENCE, "methods", reference),
     ("works_with.md", "refused", refused),
-    ("works_with.md", "shortcuts", shortcuts),
     ("works_with.md", "trl", trl),
     ("verdict.md", "normal", normal_form),
     ("what_installing_changes.md", "patches", patches),

@@ -24,6 +24,8 @@ TEST_FREQ=${TEST_FREQ:-4}
 
 OUTPUT_DIR=$(realpath -ms "$OUTPUT_DIR")
 export OUTPUT_DIR VERL_PLATFORM=cpu
+# fault tolerance (docs/fault_tolerance.md)
+export VERL_USE_EXTERNAL_MODULES=recipe.verl_start${VERL_USE_EXTERNAL_MODULES:+,$VERL_USE_EXTERNAL_MODULES}
 # Threads that spin while they wait cost a multiple of the time as soon as anything else runs on the cores.
 export OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-PASSIVE}
 for ((micro = 128; TRAIN_BATCH_SIZE * ROLLOUT_N % micro; micro--)); do :; done # the most that divide a step's

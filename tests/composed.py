@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
+from unittest.mock import patch
 
 import hydra
 import verl  # noqa: F401  its plug-in wraps validate_config
@@ -21,10 +22,10 @@ from verl.trainer.ppo.utils import need_critic, need_reference_policy
 from verl.utils.config import validate_config
 from verl.utils.device import auto_set_device
 
-from grail_advantage.method import methods
+from grail_advantage.verl_ext import patches
 from grail_advantage.verl_ext.checks import trainer_kind
 from grail_advantage.verl_ext.entry import prepare_run
-from grail_advantage.verl_ext.settings import RunConfig, Settings
+from grail_advantage.verl_ext.settings import Settings
 
 FOLDER = Path(__file__).parents[1] / "recipe" / "config"
 VERL = Path(str(files("verl.trainer"))) / "config"
@@ -68,16 +69,16 @@ def with_model(folder: Path, *overrides: str) -> DictConfig:
     return compose("grail_trainer", [*required, *overrides])
 
 
-def parsed(config: DictConfig) -> RunConfig:
+def parsed(config: DictConfig) -> Settings:
     """A run's configuration as the start-up parses it."""
-    parse = Settings.parse if config.algorithm.adv_estimator in methods() else RunConfig.parse
-    return parse(config, trainer_kind(config))
+    return Settings.parse(config, trainer_kind(config))
 
 
-def prepare(config: DictConfig) -> RunConfig | None:
-    """All start-up checks of a run, verl's own among them."""
+def prepare(config: DictConfig) -> Settings | None:
+    """All start-up checks of a run, verl's own among them; the recipe's where the configuration is the recipe's."""
     auto_set_device(config)
-    run = prepare_run(config)
+    with patch.object(patches, "STARTS", ["recipe.run_life"] if "run" in config else []):
+        settings = prepare_run(config)
     verls = {"use_reference_policy": need_reference_policy(config), "use_critic": need_critic(config)}
     validate_config.__wrapped__(config=config, **verls)
-    return run
+    return settings

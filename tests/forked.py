@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import multiprocessing
 import os
 import runpy
@@ -27,6 +28,8 @@ def _become(module: str, arguments: tuple[str, ...], files: tuple[Path, Path], e
             os.dup2(stream.fileno(), number)
     os.chdir(ROOT)
     os.environ.update(environment)  # those that the imports have set stay
+    for name in filter(None, os.environ.get("VERL_USE_EXTERNAL_MODULES", "").split(",")):  # verl is imported already
+        importlib.import_module(name)
     sys.argv = [module, *arguments]
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 

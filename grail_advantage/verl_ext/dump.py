@@ -1,9 +1,7 @@
 """The responses of an update of the actor for the token dump (:mod:`grail_advantage.dump`).
 
-verl's own rollout dump (``trainer.rollout_data_dir``, ``PPOTrainer._log_rollout_data``) names the same responses by the same
-keys, in its column ``uid``.
-
-Shape suffixes: B responses, T response tokens.
+verl's own rollout dump (``trainer.rollout_data_dir``, ``PPOTrainer._log_rollout_data``) names the same responses by the
+same keys, in its column ``uid``.
 """
 
 from __future__ import annotations
@@ -14,39 +12,28 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import transfer_queue as tq
+import torch
 from tensordict import TensorDict
-from torch.nn.utils.rnn import pad_sequence
 from transfer_queue import KVBatchMeta
 from transformers import PreTrainedTokenizerBase
 
-from grail_advantage.data import DUMPED, ENTROPY, OLD_LOG_PROBS, ROLLOUT_LOG_PROBS, Weighed, outcome_of, runs
+from grail_advantage.data import Rollouts, Weighed, outcome_of, runs
 from grail_advantage.dump import StepDump, tolerant
 from grail_advantage.method import Method
 from grail_advantage.methods.turns import list_a_turn, rewards_label
-from grail_advantage.verl_ext.received import (
-    Written,
-    fetch_loss_columns,
-    loss_of,
-    receipt_of,
-    watch_request,
-    without_watch,
+from grail_advantage.verl_ext.received import LOSS_COLUMNS, Written, loss_of, receipt_of, watch_request, without_watch
+from grail_advantage.verl_ext.settings import (
+    ACTOR,
+    CALL_REWARDS,
+    ENGINES,
+    MODEL,
+    ROLLOUT,
+    STRATEGY,
+    TOOL_REWARDS,
+    Settings,
 )
-from grail_advantage.verl_ext.rules import STRATEGY
-from grail_advantage.verl_ext.settings import ACTOR, CALL_REWARDS, ENGINES, MODEL, ROLLOUT, TOOL_REWARDS, Settings
-from grail_advantage.verl_ext.step import UpdateBatch, objects
+from grail_advantage.verl_ext.step import REWARDS, columns_of, objects
 
-FIELDS = (
-    "rm_scores",
-    "reward_model",
-    "extra_fields",
-    "data_source",
-    "extra_info",
-    OLD_LOG_PROBS,
-    ENTROPY,
-    ROLLOUT_LOG_PROBS,
-)
-"""Fields of TransferQueue for the written responses; it leaves out those that a run does not have."""
 TURN_REWARDS = ("turn_rewards", CALL_REWARDS, "turn_scores", TOOL_REWARDS)
 """Fields with rewards by turn, of the reward function and of verl's agent loop."""
 
@@ -64,9 +51,8 @@ class UpdateDump:
 
     def __init__(self, settings: Settings, tokenizer: PreTrainedTokenizerBase, *, updates: int) -> None:
         options = settings.dump
-        self._reads_received = options.received and settings[STRATEGY] in ENGINES
+        self._settings = settings
         self._watched: Written | None = None
-        self._one_reward_a_turn = bool(settings.one_reward_a_turn)
         options.folder.mkdir(parents=True, exist_ok=True)
         self.steps = StepDump(
             options,
@@ -77,11 +63,12 @@ class UpdateDump:
         )
         """Chooses the responses, and writes their files."""
 
-    def write(self, weighed: Weighed, batch: KVBatchMeta, *, update: int) -> None:
+    def write(self, weighed: Weighed, data: TensorDict, batch: KVBatchMeta, *, update: int) -> None:
         """Hand the update's responses to the writer.
 
         Args:
             weighed: of the update.
+            data: what was fetched of them.
             batch: keys and tags of its responses.
             update: number of the update in the step.
         """
@@ -92,15 +79,15 @@ class UpdateDump:
             chosen = self.steps.choose(rollouts.step, update, rollouts.groups.tolist(), of_run)
             if not chosen:
                 return
-            part = weighed.part(chosen)
-            keys = list(part.rollouts.keys)
-            fetched = tq.kv_batch_get(keys=keys, partition_id=batch.partition_id, select_fields=list(FIELDS))
-            parts = [_with_facts(part, fetched, self._one_reward_a_turn)]
-            self.steps.write(rollouts.step, update, parts, sum(of_run))
-            if self._reads_received:
-                self._watched = Written(update, chosen, keys, part.advantages, part.rollouts.mask)
+            one_a_turn = bool(self._settings.one_reward_a_turn)
+            part = replace(weighed, rollouts=_with_facts(weighed, data, chosen, one_a_turn)).part(chosen)
+            self.steps.write(rollouts.step, update, [part], sum(of_run))
+            if self._settings.dump.received and self._settings[STRATEGY] in ENGINES:
+                columns, width = columns_of(data, LOSS_COLUMNS), part.advantages.shape[1]
+                columns = {name: values_BT[chosen, :width] for name, values_BT in columns.items()}
+                self._watched = Written(f"{rollouts.step}.{update}", update, chosen, part, columns)
 
-    def watch(self, step: UpdateBatch, batch: KVBatchMeta) -> bool:
+    def watch(self, rollouts: Rollouts, batch: KVBatchMeta) -> bool:
         """Have the workers read what the responses receive that were written last; whether they will.
 
         Args:
@@ -109,19 +96,20 @@ class UpdateDump:
         if self._watched is None:
             return False
         with self.steps.attempt():
-            watch_request(batch, step.keys, self._watched.places, self._watched.number(step))
+            watch_request(batch, rollouts.keys, self._watched)
             return True
         return False
 
     def receive(
-        self, step: UpdateBatch, batch: KVBatchMeta, workers: Any, sent: Sequence[int], *, on_policy: bool
+        self, rollouts: Rollouts, batch: KVBatchMeta, workers: Any, sent: Sequence[bool], *, on_policy: bool
     ) -> dict[str, float]:
         """Hand what the responses received in the update to the writer.
 
         Args:
+            rollouts: all responses of the update.
             batch: of the update, whose field and setting are dropped.
             workers: the actor's worker group.
-            sent: tokens of each response that went into the update.
+            sent: which responses went into the update.
             on_policy: whether the old log-probabilities are those of the policy before the update.
 
         Returns:
@@ -130,67 +118,59 @@ class UpdateDump:
         written, self._watched = self._watched, None
         without_watch(batch)
         with self.steps.attempt():
-            replies = workers.take_received(written.number(step))
-            for reply in replies:
-                if isinstance(reply, Exception):
-                    raise reply
-            of_ranks = [reply for reply in replies if reply is not None]
-            loss = loss_of(step.settings)
+            replies = workers.take_received(written.number)
+            if errors := [reply for reply in replies if isinstance(reply, Exception)]:
+                raise errors[0]
+            loss = loss_of(self._settings)
             receipt = receipt_of(
                 written,
-                fetch_loss_columns(written.keys, step.partition_id, written.mask_BT.shape[1]),
-                of_ranks,
+                [reply for reply in replies if reply is not None],
                 sent=sent,
-                tokens=step.rollouts.mask.sum(dim=1).tolist(),
+                tokens=rollouts.mask.sum(dim=1).tolist(),
                 loss=loss,
-                epochs=step.settings[f"{ACTOR}.ppo_epochs"],
+                epochs=self._settings[f"{ACTOR}.ppo_epochs"],
                 on_policy=on_policy,
             )
-            lengths = [len(step.rollouts.responses[place]) for place in written.places]
-            self.steps.write_received(step.rollouts.step, written.update, receipt, loss.name, written.keys, lengths)
+            r = written.part.rollouts
+            lengths = [len(response) for response in r.responses]
+            self.steps.write_received(r.step, written.update, receipt, loss.name, r.keys, lengths)
             clipped = {} if receipt.clipped is None else {"receipt/clipped": receipt.clipped}
             return {"receipt/findings": sum(finding.mismatch for finding in receipt.findings), **clipped}
         return {}
 
 
-def _with_facts(weighed: Weighed, fetched: TensorDict, one_reward_a_turn: bool) -> Weighed:
-    """The record with its responses' values in TransferQueue, as far as the run has them.
+def _with_facts(weighed: Weighed, data: TensorDict, chosen: Sequence[int], one_reward_a_turn: bool) -> Rollouts:
+    """The responses with the facts of those chosen, as far as the run has them; ``None`` of the others.
 
     Args:
         one_reward_a_turn: whether that is certain of as many rewards as turns.
     """
-    r, method, count = weighed.rollouts, weighed.method, len(weighed.rollouts)
+    r = weighed.rollouts
+    written, before = r.written.numpy(), r.turns_before
     names = ("reward_model", "extra_fields", "data_source", "extra_info")
-    judged, extra, sources, infos = (objects(fetched, name) or [None] * count for name in names)
-    sums = [float(values.sum()) for values in fetched["rm_scores"].unbind()] if "rm_scores" in fetched.keys() else []  # noqa: SIM118
-    rewards = [reward if math.isfinite(reward) else None for reward in sums] or [None] * count
-    # The reward function's own verdict goes first.
-    verdicts = [_entry(_entry(entry, "reward_extra_info"), "acc") for entry in extra]
-    truths = [_entry(entry, "ground_truth") for entry in judged]
-    numbers = [_entry(entry, "index") for entry in infos]
-    turns = [len(runs(written)) if one_reward_a_turn else 0 for written in r.written.numpy()]
-    facts = {
-        "ground_truth": [None if truth is None else tolerant(str, truth) for truth in truths],
-        "reward": rewards,
-        "outcome": [
-            outcome_of(reward if verdict is None else tolerant(float, verdict))
-            for reward, verdict in zip(rewards, verdicts, strict=True)
-        ],
-        "id": [
-            None if any(part is None for part in of_row) else tolerant("{0[0]}/{0[1]}".format, of_row)
-            for of_row in zip(sources, numbers, strict=True)
-        ],
-        "labels": [
-            tolerant(partial(turn_rewards_label, method=method, before=before, turns=of_row), entry) or {}
-            for entry, before, of_row in zip(extra, r.turns_before, turns, strict=True)
-        ],
+    judged, extra, sources, infos = (objects(data, name) or [None] * len(r) for name in names)
+    sums_B = columns_of(data, [REWARDS]).get(REWARDS, torch.full((len(r), 1), torch.nan)).sum(dim=1)
+    rewards = [reward if math.isfinite(reward) else None for reward in sums_B.tolist()]
+    facts: dict[str, list[Any]] = {
+        name: [None] * len(r) for name in ("ground_truth", "reward", "outcome", "id", "labels")
     }
-    columns = {
-        name: pad_sequence([values.detach().float().cpu() for values in fetched[name].unbind()], batch_first=True)
-        for name in (*DUMPED, ROLLOUT_LOG_PROBS)
-        if name in fetched.keys()  # noqa: SIM118  # a TensorDict has no `in`
-    }
-    return replace(weighed, rollouts=replace(r, facts=facts, columns=columns))
+    for place in chosen:
+        # The reward function's own verdict goes first.
+        verdict = _entry(_entry(extra[place], "reward_extra_info"), "acc")
+        truth, number = _entry(judged[place], "ground_truth"), _entry(infos[place], "index")
+        named = sources[place] is not None and number is not None
+        turns = len(runs(written[place])) if one_reward_a_turn else 0
+        label = partial(turn_rewards_label, method=weighed.method, before=before[place], turns=turns)
+        of = {
+            "ground_truth": None if truth is None else tolerant(str, truth),
+            "reward": rewards[place],
+            "outcome": outcome_of(rewards[place] if verdict is None else tolerant(float, verdict)),
+            "id": tolerant("{0[0]}/{0[1]}".format, (sources[place], number)) if named else None,
+            "labels": tolerant(label, extra[place]) or {},
+        }
+        for name, value in of.items():
+            facts[name][place] = value
+    return replace(r, facts=facts)
 
 
 def turn_rewards_label(extra: Any, method: Method, before: int = 0, turns: int = 0) -> dict[str, list[Any]]:

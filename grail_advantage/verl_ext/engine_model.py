@@ -48,7 +48,6 @@ from grail_advantage.model.interface import Forward, MicroBatch, Model, Range, R
 from grail_advantage.model.probe import Finding, probe, probe_rows, whole_row
 from grail_advantage.verl_ext.exchange import PADDED_FORWARD, UPDATE, nested
 from grail_advantage.verl_ext.patches import autocast, gather_packed, without_activation_offload
-from grail_advantage.verl_ext.settings import SHARE
 
 PROGRESS_SECONDS = 10
 """A pass that shows its progress does so when it takes longer than this, and again after each such time."""
@@ -376,7 +375,4 @@ def _check_untouched(logits: torch.Tensor, head_output: torch.Tensor) -> None:
     """verl's log-probabilities come from the output embeddings' own output, which must be the model's logits; NaN or not."""
     same = (logits == head_output) | (logits.isnan() & head_output.isnan())
     if not same.all():
-        raise ValueError(
-            f"{SHARE} does not work with this model, which changes its logits after the output embeddings; set "
-            f"{SHARE}=false"
-        )
+        raise ValueError("this model changes its logits after the output embeddings")

@@ -4,10 +4,6 @@
 
 :func:`start_run` and :func:`register_trainers` run inside verl's start-up
 (:func:`grail_advantage.verl_ext.patches.wrap_entry`). Runs with verl's own estimators stay as they are.
-
-The module that ``algorithm.token_weights.trainer_module`` names may have functions of its own beside its trainers:
-``check_run(run)`` and ``begin_run(run, config)`` in the process of the command, after the checks and just before Ray
-starts, and ``register_trainers()`` in the task runner's.
 """
 
 from __future__ import annotations
@@ -17,7 +13,6 @@ import importlib
 import os
 import sys
 from collections.abc import Callable
-from types import ModuleType
 from typing import Any, NoReturn
 
 from omegaconf import DictConfig, OmegaConf
@@ -26,17 +21,11 @@ from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY, register_adv_est
 from grail_advantage.method import methods
 from grail_advantage.rules import hold
 from grail_advantage.verl_ext import patches
-from grail_advantage.verl_ext.settings import (
-    DUMP_FOLDER,
-    TRAINER_MODULE,
-    TRAINER_PREFIX,
-    RunConfig,
-    Settings,
-    import_trainer_module,
-)
+from grail_advantage.verl_ext.settings import DUMP_FOLDER, TRAINER_MODES, TRAINER_PREFIX, Settings
 
-MODULE_VARIABLE = "GRAIL_ADVANTAGE_TRAINER_MODULE"
-"""Environment variable of the task runner's process with ``algorithm.token_weights.trainer_module``."""
+EXTERNAL = "VERL_USE_EXTERNAL_MODULES"
+"""verl's environment variable with modules that it imports in every process, such as those with trainers of one's
+own."""
 
 
 def register_estimators() -> None:
@@ -55,8 +44,8 @@ def _refusing_estimator(name: str) -> Callable[..., NoReturn]:
 
     def estimator(*_: Any, **__: Any) -> NoReturn:
         raise ValueError(
-            f"algorithm.adv_estimator={name} needs token weights, which this trainer does not compute; start the run with "
-            f"`python3 -m verl.trainer.main_ppo trainer.use_v1=true algorithm.adv_estimator={name} ...`, or see "
+            f"algorithm.adv_estimator={name} needs token weights, which this trainer does not compute; start the run "
+            f"with `python3 -m verl.trainer.main_ppo trainer.use_v1=true algorithm.adv_estimator={name} ...`, or see "
             "docs/own_trainer.md for a trainer of your own"
         )
 
@@ -82,30 +71,26 @@ def start_run(config: DictConfig, validate: Callable[[], None]) -> None:
         OmegaConf.resolve(config)  # verl hands ray_kwargs on as they are
     given = OmegaConf.to_yaml(config) if ours and os.environ.get("DRY_RUN") == "1" else ""
     with contextlib.redirect_stdout(sys.stderr) if given else contextlib.nullcontext():
-        run = prepare_run(config)
+        settings = prepare_run(config)
         validate()
     if given:
         print(given)
         sys.exit()
-    if run is not None:
-        _call(import_trainer_module(run[TRAINER_MODULE]), "begin_run", run, config)
-    if isinstance(run, Settings) and run.dump is not None:
-        hold(run.dump.folder, "choose another", DUMP_FOLDER)
+    if settings is not None:
+        for module in patches.STARTS:
+            importlib.import_module(module).begin_run(settings, config)
+        if settings.dump is not None:
+            hold(settings.dump.folder, "choose another", DUMP_FOLDER)
 
 
 def _is_ours(config: DictConfig) -> bool:
-    return OmegaConf.select(config, TRAINER_MODULE) is not None or config.algorithm.adv_estimator in methods()
+    return bool(patches.STARTS) or config.algorithm.adv_estimator in methods()
 
 
-def _call(module: ModuleType | None, name: str, *arguments: Any) -> None:
-    """Call a function of the module of ``algorithm.token_weights.trainer_module``, if it has one of this name."""
-    if hasattr(module, name):
-        getattr(module, name)(*arguments)
-
-
-def prepare_run(config: DictConfig) -> RunConfig | None:
-    """Check a run of this project, and write its trainer into the configuration. Of this project are runs with a method
-    or with ``algorithm.token_weights.trainer_module``; of others only the estimator's name is looked at.
+def prepare_run(config: DictConfig) -> Settings | None:
+    """Check a run of this project, and write its trainer, the whole path of its dump and :data:`EXTERNAL` for Ray's
+    processes into the configuration. Of this project are runs with a method, and all in a process with
+    :data:`patches.STARTS`; of others only the estimator's name is looked at.
 
     Returns:
         The parsed configuration; ``None`` of a run of others.
@@ -114,27 +99,28 @@ def prepare_run(config: DictConfig) -> RunConfig | None:
         ValueError: a setting that does not work; the message names the option and the remedy.
     """
     from grail_advantage.verl_ext.checks import check_config, check_spelling
-    from grail_advantage.verl_ext.option_types import check_types
 
-    name, mode = OmegaConf.select(config, TRAINER_MODULE), config.trainer.v1.trainer_mode
-    module = import_trainer_module(name)
-    if name:
-        option = f"ray_kwargs.ray_init.runtime_env.env_vars.{MODULE_VARIABLE}"
-        OmegaConf.update(config, option, name, force_add=True)
     register_estimators()
     check_spelling(config.algorithm.adv_estimator)
     if not _is_ours(config):
         return None
-    check_types(config)
-    run = check_config(config)
-    _call(module, "check_run", run)
-    if config.algorithm.adv_estimator in methods():
+    settings = check_config(config)
+    for module in patches.STARTS:
+        importlib.import_module(module).check_run(settings)
+    changes = {}
+    if modules := os.environ.get(EXTERNAL):
+        changes[f"ray_kwargs.ray_init.runtime_env.env_vars.{EXTERNAL}"] = modules
+    if settings.dump is not None:  # the trainer runs in another process, with another working folder
+        changes[DUMP_FOLDER] = str(settings.dump.folder)
+    for option, value in changes.items():
+        OmegaConf.update(config, option, value, force_add=True)
+    if settings.method is not None and settings.kind == (mode := config.trainer.v1.trainer_mode) in TRAINER_MODES:
         patches.set_trainer_mode(config, f"{TRAINER_PREFIX}{mode}")
-    return run
+    return settings
 
 
 def register_trainers() -> None:
-    """Register the trainers with token weights, and those of the user's module, in the task runner's process. Importing
-    them in every process that imports verl would take seconds each."""
-    importlib.import_module("grail_advantage.verl_ext.trainers")
-    _call(import_trainer_module(os.environ.get(MODULE_VARIABLE)), "register_trainers")
+    """Register the trainers with token weights, and those of :data:`patches.STARTS`, in the task runner's process.
+    Importing them in every process that imports verl would take seconds each."""
+    for module in ("grail_advantage.verl_ext.trainers", *patches.STARTS):
+        getattr(importlib.import_module(module), "register_trainers", lambda: None)()

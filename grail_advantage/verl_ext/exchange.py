@@ -18,13 +18,6 @@ from grail_advantage.data import Row, RowScores
 from grail_advantage.method import Method
 
 NO_SPAN = (-1, -1, -1, -1)
-TARGET = "saliency_target"
-"""Field of a batch: (R, 2) int64, each response's half-open range of target tokens in prompt + response; empty for none."""
-LEAF = "saliency_leaf"
-"""Setting of a batch: see :func:`grail_advantage.model.activations.leaf_module`."""
-SALIENCY_FIELDS = ("saliency", "gradient_norm")
-SECONDS = "saliency_seconds"
-"""Field of the output: one float32 a response, the seconds that its rank's backwards took; NaN without a target."""
 PLACES = "receipt_places"
 """Field of a batch: (R, 2) int64. Column 0 is a response's place in the update's batch, column 1 its slot among those that the
 token dump writes, -1 for none."""

@@ -1,7 +1,7 @@
 """All code of this host that replaces verl's, or that reads a private name of verl's; each with its reason.
 
-``tests/verl_ext/test_relied_on.py`` fails where the functions that they answer have changed, and then their reasons may be
-gone.
+``tests/verl_ext/test_relied_on.py`` fails where the functions that they answer have changed, and then their reasons may
+be gone.
 """
 
 from __future__ import annotations
@@ -24,6 +24,10 @@ WRAPPED = "prepares_token_weights"
 """Attribute of a function of verl's that has been wrapped here."""
 MADE_HERE = "weighs_tokens"
 """Attribute of this package's estimators in verl's registry, which verl's own do not have."""
+STARTS: list[str] = []
+"""Modules with ``check_run(settings)`` after the checks and ``begin_run(settings, config)`` just before Ray starts,
+both in the process of the command, and ``register_trainers()`` in the task runner's. A module of
+``VERL_USE_EXTERNAL_MODULES`` adds them."""
 
 
 def wrap_entry(start: Callable[[DictConfig, Callable[[], None]], None], register: Callable[[], None]) -> None:
@@ -31,9 +35,9 @@ def wrap_entry(start: Callable[[DictConfig, Callable[[], None]], None], register
     ``register`` before ``verl.utils.logging_utils.configure_verl_logging``. Does nothing the second time.
 
     Works around ``verl.trainer.main_ppo``, which accepts any ``algorithm.adv_estimator`` unchecked, and whose
-    ``TaskRunnerV1.run`` looks the trainer up by name in a process of its own. Both import these functions by name after verl
-    has loaded its plug-ins: ``main`` calls the first before Ray starts, ``run`` the second in its first line. Can go when
-    verl lets a registered estimator check the configuration and name its trainer.
+    ``TaskRunnerV1.run`` looks the trainer up by name in a process of its own. Both import these functions by name after
+    verl has loaded its plug-ins: ``main`` calls the first before Ray starts, ``run`` the second in its first line. Can
+    go when verl lets a registered estimator check the configuration and name its trainer.
     """
     validate, configure = verl.utils.config.validate_config, verl.utils.logging_utils.configure_verl_logging
     if entry_is_wrapped():
@@ -61,8 +65,9 @@ def entry_is_wrapped() -> bool:
 def set_trainer_mode(config: DictConfig, mode: str) -> None:
     """Write verl's own name of a kind of trainer into the configuration.
 
-    Works around ``PPOTrainer._build_replay_buffer`` and five more places of verl, which compare ``trainer_mode`` with verl's
-    own names: under another name the trainer silently gets the asynchronous replay buffer. Can go when verl asks the class.
+    Works around ``PPOTrainer._build_replay_buffer`` and five more places of verl, which compare ``trainer_mode`` with
+    verl's own names: under another name the trainer silently gets the asynchronous replay buffer. Can go when verl asks
+    the class.
     """
     with open_dict(config):
         config.trainer.v1.trainer_mode = mode
@@ -82,8 +87,8 @@ def estimator_named(algorithm: DictConfig, name: str) -> Iterator[None]:
     """While open, ``algorithm.adv_estimator`` is ``name``.
 
     Works around ``verl.trainer.ppo.v1.utils.compute_advantage_for_multi_trajectories``, which counts each output of a
-    multi-output session as a session of its own unless the estimator is called ``grpo``. Can go when a registered estimator
-    can say that it works by sessions.
+    multi-output session as a session of its own unless the estimator is called ``grpo``. Can go when a registered
+    estimator can say that it works by sessions.
     """
     configured = algorithm.adv_estimator
     with open_dict(algorithm):
@@ -93,38 +98,6 @@ def estimator_named(algorithm: DictConfig, name: str) -> Iterator[None]:
     finally:
         with open_dict(algorithm):
             algorithm.adv_estimator = configured
-
-
-@contextmanager
-def without_rollout_correction(algorithm: DictConfig) -> Iterator[None]:
-    """While open, ``algorithm.rollout_correction`` is ``None``.
-
-    Works around ``PPOTrainer._compute_advantage``: while the correction is off it still takes the correction's metrics over all
-    responses, also those without old log-probabilities. Can go when verl takes them over responses of the caller's choice.
-    """
-    configured = algorithm.rollout_correction
-    with open_dict(algorithm):
-        algorithm.rollout_correction = None
-    try:
-        yield
-    finally:
-        with open_dict(algorithm):
-            algorithm.rollout_correction = configured
-
-
-def replace_infer_batch(engine: FSDPEngineWithLMHead, serve: Callable[..., dict[str, Any] | None]) -> None:
-    """Ask ``serve(engine, batch, infer_batch)`` before ``engine.infer_batch``. If it returns ``None``, verl's own runs.
-
-    Works around ``verl.workers.engine_workers.TrainingWorker.infer_batch``, which has no place for other code between its
-    bookkeeping and the engine. Can go when verl's engine lets a caller keep the graph of some responses of an inference batch.
-    """
-    infer_batch = engine.infer_batch
-
-    def with_saliency(data: Any, loss_function: Callable | None = None) -> dict[str, Any]:
-        served = serve(engine, data, infer_batch)
-        return infer_batch(data, loss_function=loss_function) if served is None else served
-
-    engine.infer_batch = with_saliency
 
 
 def autocast(engine: FSDPEngineWithLMHead) -> AbstractContextManager:
@@ -138,9 +111,10 @@ def autocast(engine: FSDPEngineWithLMHead) -> AbstractContextManager:
 def without_activation_offload(module: torch.nn.Module) -> Iterator[None]:
     """While open, the model's blocks run their own forwards, in training mode too.
 
-    With ``enable_activation_offload`` verl replaces a block's forward by one that, in training mode, counts blocks until a
-    backward counts them back (``verl.utils.activation_offload``, ``ActivationHandler.wrap_module_forward_method``), so that a
-    forward without a backward would put it out of step. Can go when that looks at ``torch.is_grad_enabled()``.
+    With ``enable_activation_offload`` verl replaces a block's forward by one that, in training mode, counts blocks
+    until a backward counts them back (``verl.utils.activation_offload``,
+    ``ActivationHandler.wrap_module_forward_method``), so that a forward without a backward would put it out of step.
+    Can go when that looks at ``torch.is_grad_enabled()``.
     """
     from verl.utils import activation_offload
 
@@ -166,8 +140,8 @@ def gather_packed(engine: FSDPEngineWithLMHead, values_N: torch.Tensor, pad_size
 
 
 def data_parallel_size(workers: Any) -> int:
-    """Number of workers that get responses of their own; the ranks of a sequence-parallel group get the same. Can go when
-    ``RayWorkerGroup._dispatch_info`` has a public name."""
+    """Number of workers that get responses of their own; the ranks of a sequence-parallel group get the same. Can go
+    when ``RayWorkerGroup._dispatch_info`` has a public name."""
     return max(workers._dispatch_info["actor"]) + 1
 
 

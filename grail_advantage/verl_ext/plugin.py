@@ -1,7 +1,8 @@
 """Entry point of the group ``verl.plugins``: verl imports this module at the end of ``import verl``, in every process.
 
-It imports the rest of this package only in the two processes that need it, the one of the command and the task runner's. verl
-swallows what it raises, so :func:`grail_advantage.verl_ext.checks.check_estimator` looks whether it did its work.
+It imports the rest of this package only in the two processes that need it, the one of the command and the task
+runner's. verl swallows what it raises, so :func:`grail_advantage.verl_ext.checks.check_estimator` looks whether it did
+its work.
 """
 
 from __future__ import annotations

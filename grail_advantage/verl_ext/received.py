@@ -1,11 +1,13 @@
-"""What each token of an update receives (:mod:`grail_advantage.receipt`), read in verl's workers, put together in the trainer.
+"""What each token of an update receives (:mod:`grail_advantage.receipt`), read in verl's workers, put together in the
+trainer.
 
-:class:`UpdateReader` runs in a worker, around the loss function that verl gives it: it reads the gradient of the tensor of
-log-probabilities that goes into the loss, and changes nothing. :func:`watch_request` and :func:`receipt_of` run in the trainer.
-Gradients are kept for the responses that the token dump writes. The loss's denominators, tokens and responses, are counted over
-the whole optimiser step, or the check would divide wrongly.
+:class:`UpdateReader` runs in a worker, around the loss function that verl gives it: it reads the gradient of the tensor
+of log-probabilities that goes into the loss, and changes nothing. :func:`watch_request` and :func:`receipt_of` run in
+the trainer. Gradients are kept for the responses that the token dump writes. The loss's denominators, tokens and
+responses, are counted over the whole optimiser step, or the check would divide wrongly.
 
-Shape suffixes: R responses of a rank, B responses that are written, T response tokens, N packed tokens, U optimiser steps.
+Shape suffixes: R responses of a rank, B responses that are written, T response tokens, N packed tokens, U optimiser
+steps.
 """
 
 from __future__ import annotations
@@ -18,20 +20,22 @@ from typing import Any
 import torch
 import transfer_queue as tq
 from tensordict import TensorDict
-from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 from transfer_queue import KVBatchMeta
 from verl.utils import tensordict_utils as tu
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
-from grail_advantage.data import OLD_LOG_PROBS
+from grail_advantage.data import OLD_LOG_PROBS, Weighed
 from grail_advantage.receipt import Batch, Loss, Piece, Receipt, check, verl_loss
 from grail_advantage.receipt.measure import Gradient
 from grail_advantage.verl_ext.exchange import PLACES, WATCHED
 from grail_advantage.verl_ext.settings import ACTOR, Settings
-from grail_advantage.verl_ext.step import UpdateBatch
 
-# ----------------------------------------------------------------------------------------------------------- in the workers
+LOSS_COLUMNS = (OLD_LOG_PROBS, "rollout_is_weights", "ref_log_prob")
+"""What the loss reads of a response beside its advantages."""
+
+# ----------------------------------------------------------------------------------------------------------- in the
+# workers
 
 
 @dataclass
@@ -55,7 +59,8 @@ class _Reading:
 
 
 class UpdateReader:
-    """Reads, on one rank, what the responses of an update receive. An error in it stops no training: :meth:`take` raises it."""
+    """Reads, on one rank, what the responses of an update receive. An error in it stops no training: :meth:`take`
+    raises it."""
 
     def __init__(self) -> None:
         self._number: Any = None
@@ -149,25 +154,40 @@ def _piece(reading: _Reading, scale: float) -> Piece:
     )
 
 
-# ----------------------------------------------------------------------------------------------------------- in the trainer
+# ----------------------------------------------------------------------------------------------------------- in the
+# trainer
 
 
-def watch_request(batch: KVBatchMeta, keys: Sequence[str], written: Sequence[int], number: Any) -> None:
+@dataclass(frozen=True)
+class Written:
+    """The written responses of an update."""
+
+    number: str
+    """Tells the update apart."""
+    update: int
+    """Its number in the step."""
+    places: list[int]
+    """Of the responses in the update's batch."""
+    part: Weighed
+    """These responses alone."""
+    columns: Mapping[str, torch.Tensor]
+    """Those of :data:`LOSS_COLUMNS` that the run has, (B, T)."""
+
+
+def watch_request(batch: KVBatchMeta, keys: Sequence[str], written: Written) -> None:
     """Have the workers watch the update of a batch.
 
     Args:
         batch: of the update; gets a field and a setting.
         keys: of all responses, in the order of their places.
-        written: places of the written responses.
-        number: tells updates apart.
     """
-    slots = {place: slot for slot, place in enumerate(written)}
+    slots = {place: slot for slot, place in enumerate(written.places)}
     places_B2 = torch.tensor([[place, slots.get(place, -1)] for place in range(len(keys))])
     fields = TensorDict({PLACES: places_B2}, batch_size=len(keys))
     tq.kv_batch_put(keys=list(keys), partition_id=batch.partition_id, fields=fields)
     if batch.fields is not None:
         batch.fields = [*batch.fields, PLACES]
-    batch.extra_info[WATCHED] = number
+    batch.extra_info[WATCHED] = written.number
 
 
 def without_watch(batch: KVBatchMeta) -> None:
@@ -197,38 +217,11 @@ def loss_of(settings: Settings) -> Loss:
     )
 
 
-@dataclass(frozen=True)
-class Written:
-    """The written responses of an update."""
-
-    update: int
-    """Number of the update in the step."""
-    places: list[int]
-    """Of the responses in the update's batch."""
-    keys: list[str]
-    advantages_BT: torch.Tensor
-    """After weighting."""
-    mask_BT: torch.Tensor
-
-    def number(self, step: UpdateBatch) -> str:
-        """Tells the update apart."""
-        return f"{step.rollouts.step}.{self.update}"
-
-
-def fetch_loss_columns(keys: Sequence[str], partition_id: str, width: int) -> dict[str, torch.Tensor]:
-    """What the loss reads of some responses beside their advantages, as far as the run has it; each (B, ``width``)."""
-    names = [OLD_LOG_PROBS, "rollout_is_weights", "ref_log_prob"]
-    data = tq.kv_batch_get(keys=list(keys), partition_id=partition_id, select_fields=names)
-    known = {name: data[name].to_padded_tensor(0).float() for name in names if name in data.keys()}  # noqa: SIM118
-    return {name: pad(values_BT, (0, width - values_BT.shape[1])) for name, values_BT in known.items()}
-
-
 def receipt_of(
     written: Written,
-    columns_BT: Mapping[str, torch.Tensor],
     of_ranks: Sequence[list[OptimiserStep]],
     *,
-    sent: Sequence[int],
+    sent: Sequence[bool],
     tokens: Sequence[int],
     loss: Loss,
     epochs: int,
@@ -237,53 +230,43 @@ def receipt_of(
     """The receipt of an update, over the written responses.
 
     Args:
-        written: these.
-        columns_BT: from :func:`fetch_loss_columns`.
         of_ranks: the optimiser steps of each data-parallel rank.
-        sent: tokens of each response of the whole batch that went into the update; 0 for one that was left out.
+        sent: which responses of the whole batch went into the update.
         tokens: of each response of the whole batch, those that train.
         on_policy: whether the old log-probabilities are those of the policy before the update.
     """
-    longest, updates = written.mask_BT.shape[1], len(of_ranks[0])
+    mask_BT, updates = written.part.rollouts.mask, len(of_ranks[0])
     places = [[place for steps in of_ranks for place in steps[update].places] for update in range(updates)]
-    sent_B = torch.tensor(sent)[written.places]
-    # A tail that is cut has advantages of 0; it takes part in nothing but the number of tokens.
-    sent_BT = torch.arange(longest) < sent_B.unsqueeze(1)
-    pieces = list(_pieces(of_ranks, longest))
-    if loss.account == "kl_cov" and len(written.keys) < len(tokens):
+    sent_B = torch.tensor([sent[place] for place in written.places])
+    pieces = list(_pieces(of_ranks, mask_BT.shape[1]))
+    if loss.account == "kl_cov" and len(sent_B) < len(tokens):
         loss = replace(loss, account=None)  # which tokens it penalises follows from all responses of a micro-batch
     if not pieces:
-        nothing_UBT = torch.full((updates, *written.mask_BT.shape), torch.nan)
+        nothing_UBT = torch.full((updates, *mask_BT.shape), torch.nan)
         return Receipt(nothing_UBT[0], nothing_UBT[0], *[nothing_UBT] * 3, ())
-    receipt = check(
-        Batch(
-            advantages_BT=written.advantages_BT,
-            mask_BT=written.mask_BT & (sent_BT | (sent_B == 0).unsqueeze(1)),
-            old_log_probs_BT=columns_BT.get(OLD_LOG_PROBS),
-            weights_BT=columns_BT.get("rollout_is_weights"),
-            ref_log_probs_BT=columns_BT.get("ref_log_prob"),
-            left_out_B=sent_B == 0,
-            updates=updates // epochs,
-            epochs=epochs,
-            ranks=len(of_ranks),
-            on_policy=on_policy,
-            keys=written.keys,
-            totals_U2=torch.tensor([[sum(tokens[p] for p in of_step), len(of_step)] for of_step in places]),
-        ),
-        loss,
-        pieces,
+    of_loss = dict(zip(("old_log_probs_BT", "weights_BT", "ref_log_probs_BT"), LOSS_COLUMNS, strict=True))
+    batch = Batch(
+        advantages_BT=written.part.advantages,
+        mask_BT=mask_BT,
+        **{name: written.columns.get(column) for name, column in of_loss.items()},
+        left_out_B=~sent_B,
+        updates=updates // epochs,
+        epochs=epochs,
+        ranks=len(of_ranks),
+        on_policy=on_policy,
+        keys=written.part.rollouts.keys,
+        totals_U2=torch.tensor([[sum(tokens[p] for p in of_step), len(of_step)] for of_step in places]),
     )
-    return replace(
-        receipt,
-        received_BT=torch.where(sent_BT, receipt.received_BT, torch.nan),
-        clipped_BT=torch.where(sent_BT, receipt.clipped_BT, torch.nan),
-        received_UBT=torch.where(sent_BT, receipt.received_UBT, torch.nan),
-        clipped_UBT=torch.where(sent_BT, receipt.clipped_UBT, torch.nan),
-    )
+    receipt = check(batch, loss, pieces)
+    # Responses that were left out received nothing that was read.
+    names = ("received_BT", "clipped_BT", "received_UBT", "clipped_UBT")
+    seen = {name: torch.where(sent_B[:, None], getattr(receipt, name), torch.nan) for name in names}
+    return replace(receipt, **seen)
 
 
 def _pieces(of_ranks: Sequence[list[OptimiserStep]], width: int) -> Iterator[Piece]:
-    """The micro-batches of the optimiser steps that have a written response; also the others of these steps, which count."""
+    """The micro-batches of the optimiser steps that have a written response; also the others of these steps, which
+    count."""
     for update, of_step in enumerate(zip(*of_ranks, strict=True)):
         if any(len(piece.rows_b) for step in of_step for piece in step.pieces):
             for rank, step in enumerate(of_step):

@@ -1,9 +1,9 @@
 """verl's tool agent loop with the rewards of each turn's calls in a list of their own.
 
-verl 0.9.1 puts the rewards of all calls of a conversation into one flat list, ``tool_rewards``, and leaves out those of a tool
-that returns ``None``. Two calls in one turn, a call without an answer and a tool without a reward then cannot be told apart.
-This loop adds ``call_rewards``, in which ``[[1.0, 0.5], [None]]`` says that the first turn made two calls, and the second one
-that has no reward. A file for ``actor_rollout_ref.rollout.agent.agent_loop_config_path`` names it:
+verl 0.9.1 puts the rewards of all calls of a conversation into one flat list, ``tool_rewards``, and leaves out those of
+a tool that returns ``None``. Two calls in one turn, a call without an answer and a tool without a reward then cannot be
+told apart. This loop adds ``call_rewards``, in which ``[[1.0, 0.5], [None]]`` says that the first turn made two calls,
+and the second one that has no reward. A file for ``actor_rollout_ref.rollout.agent.agent_loop_config_path`` names it:
 
     - {name: turn_tool_agent, _target_: grail_advantage.verl_ext.tool_agent.TurnToolAgent}
 """

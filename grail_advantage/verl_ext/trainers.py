@@ -1,15 +1,15 @@
 """verl's three trainers with token weights, see :mod:`grail_advantage.verl_ext.trainer`.
 
-The weights come from the policy that gives the old log-probabilities. With ``colocate_async`` that is the actor as it is. With
-``separate_async`` and ``parameter_sync_step > 1`` the actor moves between the updates of a step while the old
+The weights come from the policy that gives the old log-probabilities. With ``colocate_async`` that is the actor as it
+is. With ``separate_async`` and ``parameter_sync_step > 1`` the actor moves between the updates of a step while the old
 log-probabilities stay those of the step's first policy, so a pass goes back to it as verl does
-(``PPOTrainerSeparateAsync._compute_old_log_prob``). In bypass mode the old log-probabilities are the rollout engine's, whose
-policy the trainer does not hold; the weights then come from the actor as it is.
+(``PPOTrainerSeparateAsync._compute_old_log_prob``). In bypass mode the old log-probabilities are the rollout engine's,
+whose policy the trainer does not hold; the weights then come from the actor as it is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from verl.experimental.separation.engine_workers import DetachActorWorker
@@ -52,7 +52,7 @@ class TokenWeightTrainerSeparateAsync(TokenWeightTrainer, PPOTrainerSeparateAsyn
 
     actor_worker_class = TokenWeightDetachActorWorker
 
-    def _run_pass(self, rows: list[Row]) -> list[RowScores]:
+    def _run_pass(self, rows: Sequence[Row]) -> list[RowScores]:
         with self._step_policy():
             return super()._run_pass(rows)
 

@@ -2,8 +2,8 @@
 
 verl resumes from the last whole checkpoint in ``trainer.default_local_dir``, of whatever run. So the options that
 define a run are stored beside its checkpoints and its token dump, and compared at each start.
-:mod:`grail_advantage.verl_ext.entry` calls the functions of this package if ``algorithm.token_weights.trainer_module``
-names it. See docs/fault_tolerance.md.
+:mod:`grail_advantage.verl_ext.entry` calls the functions of this package if ``VERL_USE_EXTERNAL_MODULES`` names
+``recipe.verl_start``. See docs/fault_tolerance.md.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from verl.utils.checkpoint.checkpoint_manager import find_latest_ckpt_path
 from grail_advantage import __version__
 from grail_advantage.dump import read_dump, write_whole
 from grail_advantage.rules import hold
-from grail_advantage.verl_ext.patches import entry_is_wrapped
-from grail_advantage.verl_ext.settings import DUMP_FOLDER, RunConfig, Settings
+from grail_advantage.verl_ext.patches import STARTS, entry_is_wrapped
+from grail_advantage.verl_ext.settings import DUMP_FOLDER, Settings
 from recipe.rules import check_rules, check_trl
 
 RUN_DEFINITION = "run_definition.json"
@@ -48,7 +48,7 @@ trainer.esi_redundant_time *.checkpoint.save_contents *.checkpoint.async_save al
 *.use_remove_padding *.gpu_memory_utilization *.enforce_eager *.cudagraph_capture_sizes *.free_cache_engine
 *.enable_sleep_mode *.multi_stage_wake_up *.max_num_batched_tokens *.max_num_seqs *.enable_chunked_prefill
 *.enable_prefix_caching *.load_format *.layered_summon *.checkpoint_engine.* reward.num_workers *.agent.num_workers
-data.filter_overlong_prompts_workers *.poll_interval *.share_forward *.skip_zero_advantage *.missing_answers
+data.filter_overlong_prompts_workers *.poll_interval  *.skip_zero_advantage *.missing_answers
 """
 """Options that do not define a run, as shell patterns: what it logs and saves, validation, machines, speed and memory.
 None moves the order of data, nor the gradient, but for ``trainer.total_*`` under a learning rate that is not
@@ -64,11 +64,12 @@ class KeepLast(CheckpointCallback):
 
     def __init__(self, config: DictConfig) -> None:
         super().__init__(config)
-        if not entry_is_wrapped():
+        if not (entry_is_wrapped() and __name__ in STARTS):
             remedy = (
-                "unset VERL_USE_EXTERNAL_PLUGINS, or add grail_advantage to it, and `pip install -e .` this project"
+                "export VERL_USE_EXTERNAL_MODULES=recipe.verl_start, unset VERL_USE_EXTERNAL_PLUGINS, or add grail_advantage "
+                "to it, and `pip install -e .` this project"
             )
-            raise ValueError(f"the plug-in of grail_advantage did not load with verl: {remedy}")
+            raise ValueError(f"fault tolerance did not load with verl: {remedy}")
 
     def on_save(self, trainer: Any, global_step: int, checkpoint_dir: str, **_: Any) -> None:
         """Removes what verl wrote in older ones; files of others stay, and later steps, which are written again."""
@@ -77,7 +78,7 @@ class KeepLast(CheckpointCallback):
         for path in [path for path in paths if _step(path) <= global_step][:-count]:
             for part in ("actor", "critic", "transfer_queue"):
                 shutil.rmtree(path / part, ignore_errors=True)
-            for name in ("data.pt", "neighbours.json"):
+            for name in ("data.pt",):
                 (path / name).unlink(missing_ok=True)
             with suppress(OSError):  # it holds something else
                 path.rmdir()
@@ -88,7 +89,7 @@ def _step(path: Path) -> int:
     return int(number) if number.isdecimal() else sys.maxsize
 
 
-def definition(run: RunConfig) -> dict[str, Any]:
+def definition(run: Settings) -> dict[str, Any]:
     """The options that define a run, with dots in their names, as JSON holds them."""
     defining = {name: _last_part(value) for name, value in _flat(run.config).items() if not _may_change(name)}
     return json.loads(json.dumps(defining, default=str))
@@ -106,7 +107,7 @@ def _last_part(value: Any) -> Any:
     return Path(value).name if str(value).startswith("/") else value
 
 
-def check_run(run: RunConfig) -> None:
+def check_run(run: Settings) -> None:
     """Refuse settings of verl's own that do not work (:mod:`recipe.rules`), and a folder with the files of another run.
 
     Raises:
@@ -123,13 +124,13 @@ def check_run(run: RunConfig) -> None:
         raise ValueError(f"{run.named('trainer.resume_from_path')} is no folder global_step_N; name one")
 
 
-def _folders(run: RunConfig) -> dict[str, Path]:
+def _folders(run: Settings) -> dict[str, Path]:
     """Those that a run writes to, by the options that name them."""
-    dump = {DUMP_FOLDER: run.dump.folder} if isinstance(run, Settings) and run.dump is not None else {}
+    dump = {DUMP_FOLDER: run.dump.folder} if run.dump is not None else {}
     return {FOLDER: Path(run[FOLDER])} | dump
 
 
-def _differing(run: RunConfig, stored: dict[str, Any]) -> list[str]:
+def _differing(run: Settings, stored: dict[str, Any]) -> list[str]:
     """The options that differ from those stored; of a definition by another version, only what both have."""
     there, here = stored.get("definition"), definition(run)
     if not isinstance(there, dict):
@@ -146,7 +147,7 @@ def _stored(folder: Path) -> dict[str, Any]:
     return {}
 
 
-def begin_run(run: RunConfig, config: DictConfig) -> None:
+def begin_run(run: Settings, config: DictConfig) -> None:
     """Lock the run's folder, store the definition and prepare Ray; a run that is finished exits with status 0.
 
     Raises:
@@ -183,7 +184,7 @@ def begin_run(run: RunConfig, config: DictConfig) -> None:
     atexit.register(signal.alarm, 0)
 
 
-def _end_if_finished(run: RunConfig, folder: Path) -> None:
+def _end_if_finished(run: Settings, folder: Path) -> None:
     try:
         start = find_latest_ckpt_path(str(folder)) if run[MODE] == "auto" else None
     except ValueError as error:  # a full disk leaves the file empty

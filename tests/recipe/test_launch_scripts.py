@@ -112,7 +112,7 @@ def test_knobs(tmp_path: Path) -> None:
         "trainer.project_name": "project", "trainer.experiment_name": "experiment", "trainer.logger": ["console", "wandb"],
         "trainer.default_local_dir": str(output_dir / "checkpoints"), f"{RAY}.TENSORBOARD_DIR": str(output_dir / "tensorboard"),
         f"{RAY}.VERL_FILE_LOGGER_PATH": str(output_dir / "metrics.jsonl"), f"{RAY}.VLLM_USE_FLASHINFER_SAMPLER": "0",
-        f"{RAY}.GRAIL_ADVANTAGE_TRAINER_MODULE": "recipe.run_life", f"{MODEL}.lora_rank": 32, f"{MODEL}.lora_alpha": 64,
+        f"{MODEL}.lora_rank": 32, f"{MODEL}.lora_alpha": 64,
         f"{MODEL}.target_modules": "all-linear", f"{ROLLOUT}.load_format": "safetensors", "data.seed": 7,
         f"{ACTOR}.data_loader_seed": 7, f"{ACTOR}.fsdp_config.seed": 7, f"{ROLLOUT}.seed": 7, f"{ROLLOUT}.max_num_seqs": 4,
         "data.note": "two words",

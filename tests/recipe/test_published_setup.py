@@ -45,7 +45,7 @@ def test_published_setup(script: str, estimator: str, nnodes: int) -> None:
     assert config.algorithm.adv_estimator == ("grpo" if estimator == "dr_grpo" else estimator)
     assert config.trainer.v1.trainer_mode == ("sync" if estimator == "dr_grpo" else "grail_sync")
     if estimator != "dr_grpo":
-        assert Settings.parse(config).signal.mask_truncated
+        assert Settings.parse(config).method.mask_truncated
 
     model_, actor, rollout = (config.actor_rollout_ref[name] for name in ("model", "actor", "rollout"))
     assert config.algorithm.oar.variant == ("grail_port" if estimator == "oar_g" else "official")

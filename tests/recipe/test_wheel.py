@@ -73,4 +73,4 @@ def test_the_file_of_all_options_is_installed(site_packages: Path, tmp_path: Pat
     command = [*module, f"--config-path={tmp_path}", "--config-name=mine", "algorithm.grail.leaf=last", "--cfg", "job"]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert Settings.parse(OmegaConf.create(done.stdout)).signal.leaf == "last"
+    assert Settings.parse(OmegaConf.create(done.stdout)).method.leaf == "last"

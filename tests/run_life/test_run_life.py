@@ -25,6 +25,8 @@ from verl.utils import tensordict_utils as tu
 from verl.utils.tracking import Tracking
 
 from grail_advantage.rules import let_go
+from grail_advantage.verl_ext import patches
+from grail_advantage.verl_ext.entry import prepare_run
 from recipe import run_life
 from recipe.run_life import MAY_CHANGE, RUN_DEFINITION, RUNTIME, KeepLast, begin_run
 from recipe.run_life.trainer import KeptRun, lines_stay
@@ -93,7 +95,7 @@ def test_what_may_change(begun: Path, tmp_path: Path) -> None:
         ("trainer.logger=[console]", "trainer.experiment_name=other", "algorithm.token_dump.folder=/somewhere"),
         ("trainer.nnodes=2", "trainer.n_gpus_per_node=4", f"{ROLLOUT}.tensor_model_parallel_size=2"),
         (f"{ROLLOUT}.gpu_memory_utilization=0.4", f"{ACTOR}.ppo_max_token_len_per_gpu=20000"),
-        ("algorithm.token_weights.share_forward=false", f"{ACTOR}.fsdp_config.param_offload=True"),
+        (f"{ACTOR}.fsdp_config.param_offload=True",),
         (f"{ROLLOUT}.val_kwargs.n=1",),
     ):
         prepare(_compose(begun, *overrides))
@@ -208,7 +210,7 @@ def test_the_last_checkpoints_of_all_starts_stay(folder: Path) -> None:
 def test_a_plugin_that_is_switched_off_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """By verl's trainer, as nothing of this project runs before."""
     monkeypatch.setattr(run_life, "entry_is_wrapped", lambda: False)
-    with pytest.raises(ValueError, match="did not load with verl: unset VERL_USE_EXTERNAL_PLUGINS"):
+    with pytest.raises(ValueError, match="did not load with verl: export VERL_USE_EXTERNAL_MODULES"):
         KeepLast(OmegaConf.create({}))
 
 
@@ -239,14 +241,15 @@ def test_a_folder_is_that_of_one_run_while_it_lives(folder: Path) -> None:
         run.kill()
 
 
-def test_the_switch_is_the_trainers_module(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_switch_is_the_module_of_verls_start(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("verl.trainer.ppo.v1.trainer_base.TRAINER_REGISTRY", registry := dict(TRAINER_REGISTRY))
     run_life.register_trainers()
     assert registry and all(issubclass(trainer, KeptRun) for trainer in registry.values())
     assert all(issubclass(registry[name], trainer) for name, trainer in TRAINER_REGISTRY.items())
     _save(folder, 10)
-    config = _compose(folder, "algorithm.token_weights.trainer_module=null")
-    prepare(config)  # as in verl, whatever lies there
+    config = _compose(folder)
+    assert patches.STARTS == []
+    prepare_run(config)  # as in verl, whatever lies there
     assert config.trainer.v1.trainer_mode == "grail_sync"
 
 

@@ -18,10 +18,9 @@ from omegaconf import open_dict
 from verl.trainer.ppo.v1 import register_trainer
 
 from grail_advantage.verl_ext.settings import Settings
-from recipe.run_life import begin_run, check_run, register_trainers  # noqa: F401  fault tolerance for this one, too
 
 
-@register_trainer("grail_every_method")
+@register_trainer("every_method")
 class EveryMethodTrainer(MyTrainerWithTokenWeights):
     """Options come from the methods' sections as in any run."""
 

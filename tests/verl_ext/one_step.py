@@ -1,4 +1,4 @@
-"""verl's trainers with a store in memory in place of TransferQueue, and workers that make saliencies up."""
+"""verl's trainers with a store in memory in place of TransferQueue, and workers that make scores up."""
 
 from __future__ import annotations
 
@@ -18,13 +18,11 @@ from verl.utils.tensordict_utils import get_non_tensor_data, list_of_dict_to_ten
 from grail_advantage.answers.missing import AnswerCheck
 from grail_advantage.data import RowScores
 from grail_advantage.method import Method, methods
-from grail_advantage.verl_ext import dump, step, trainers  # noqa: F401  registers the trainers
-from grail_advantage.verl_ext.exchange import LEAF, SALIENCY_FIELDS, SECONDS, TARGET, build_reply, rows_of
-from grail_advantage.verl_ext.settings import Settings
+from grail_advantage.verl_ext import received, step, trainers  # noqa: F401  registers the trainers
+from grail_advantage.verl_ext.exchange import build_reply, rows_of
+from grail_advantage.verl_ext.settings import MISSING, SECTION, Settings
 from tests.composed import verls_on_cpu
 from tests.core.tiny_models import END_ID, char_tokenizer
-
-BACKWARD = 0.25
 
 
 def made_up_saliency(tokens_S: torch.Tensor) -> torch.Tensor:
@@ -39,10 +37,12 @@ class Store:
         self.rows: dict[str, dict[str, Any]] = {}
         self.tags: dict[str, dict[str, Any]] = {}
         self.fetched: Counter[str] = Counter()
+        self.calls = 0
 
     def kv_batch_get(
         self, keys: list[str], partition_id: str, select_fields: Sequence[str] | None = None
     ) -> TensorDict:
+        self.calls += 1
         names = self.rows[keys[0]] if select_fields is None else select_fields
         present = [name for name in names if all(name in self.rows[key] for key in keys)]
         self.fetched.update(present)
@@ -68,7 +68,7 @@ class Store:
 
     def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Let it take TransferQueue's place."""
-        for module in (step, dump, trainer_base, padding_utils, replay_buffer):
+        for module in (step, received, trainer_base, padding_utils, replay_buffer):
             monkeypatch.setattr(module, "tq", self)
 
 
@@ -78,7 +78,6 @@ class Workers:
     def __init__(self, store: Store) -> None:
         self._dispatch_info = {"actor": [0]}
         self.store = store
-        self.shared: list[str] = []
         self.own: list[torch.Tensor] = []
 
     def compute_log_prob(self, batch: KVBatchMeta) -> KVBatchMeta:
@@ -86,13 +85,6 @@ class Workers:
             row = self.store.rows[key]
             tokens = torch.cat([row["prompts"], row["responses"]])
             row["log_probs"] = row["entropy"] = -0.1 * torch.ones(len(tokens))
-            if LEAF in batch.extra_info:
-                start, end = row[TARGET].tolist()
-                asked = end > start
-                self.shared += [key] if asked else []
-                value = made_up_saliency(tokens) if asked else torch.full((len(tokens),), float("nan"))
-                row.update(dict.fromkeys(SALIENCY_FIELDS, value))
-                row[SECONDS] = torch.tensor([BACKWARD if asked else float("nan")])
         return batch
 
     def compute_token_scores(self, request: TensorDict) -> TensorDict:
@@ -116,12 +108,11 @@ def make_trainer(
     trainer.config = config
     trainer.trainer_mode = mode
     if weighs:
-        settings = trainer.settings = replace(Settings.parse(config), signal=signal)
-        trainer._answers = AnswerCheck(signal, settings.answer, settings.missing_answers, "algorithm.token_weights.")
+        settings = trainer.settings = replace(Settings.parse(config), method=signal)
+        trainer._answers = AnswerCheck(signal, settings.answer, settings[MISSING], SECTION)
     trainer.tokenizer = char_tokenizer()
     trainer._end_tokens = {END_ID}
     trainer._context_length = 1000
-    trainer._model_shares_forward = True
     trainer.timing_raw = {}
     trainer.global_steps, trainer.local_trigger_step = 1, 0
     trainer.kl_ctrl_in_reward = core_algos.get_kl_controller(config.algorithm.kl_ctrl)

@@ -31,11 +31,11 @@ SLICED = {
 }
 
 
-def combinations(packed: bool) -> list[tuple[str, str, bool | None]]:
-    """Loss, aggregation, and how zero-advantage responses are left out: not at all, whole, or with the tails of the others."""
+def combinations(packed: bool) -> list[tuple[str, str, bool]]:
+    """Loss, aggregation, and whether zero-advantage responses are left out."""
     losses = LOSSES if packed else LOSSES[:1]
     kinds = [(loss, AGGREGATIONS[0]) for loss in losses] + [("vanilla", mode) for mode in AGGREGATIONS[1:]]
-    return [(*kind, None) for kind in kinds] + [("vanilla", AGGREGATIONS[0], tails) for tails in (False, True)]
+    return [*((*kind, False) for kind in kinds), ("vanilla", AGGREGATIONS[0], True)]
 
 
 class Experiments:
@@ -62,7 +62,7 @@ class Experiments:
                 row["mask"][0] = 0
         return self._updates(setup, combinations(True)[:1])
 
-    def _updates(self, setup: tuple[Setup, Sizes], chosen: list[tuple[str, str, bool | None]]) -> dict[Any, Any]:
+    def _updates(self, setup: tuple[Setup, Sizes], chosen: list[tuple[str, str, bool]]) -> dict[Any, Any]:
         from verl.utils.profiler import DistProfiler
 
         together = setup[0].sequence_parallel
@@ -92,13 +92,13 @@ class Experiments:
         parameters = (p for p in engine.module.parameters() if p.requires_grad)
         return [p.to_local() if hasattr(p, "to_local") else p.data for p in parameters]
 
-    def _update(self, worker: Any, loss: str, aggregation: str, skips: bool | None, watched: bool) -> dict[str, Any]:
+    def _update(self, worker: Any, loss: str, aggregation: str, skips: bool, watched: bool) -> dict[str, Any]:
         from verl.utils import tensordict_utils as tu
         from verl.workers.config import FSDPActorConfig, PolicyLossConfig
         from verl.workers.utils.losses import ppo_loss
 
         from grail_advantage.verl_ext.exchange import PLACES, WATCHED, nested
-        from grail_advantage.verl_ext.zero_advantage import CUT_TAILS
+        from grail_advantage.verl_ext.zero_advantage import LEAVE_OUT
 
         actor = FSDPActorConfig(
             strategy="fsdp2",
@@ -133,8 +133,8 @@ class Experiments:
             seed=0,
             dataloader_kwargs={"shuffle": False},
         )
-        if skips is not None:
-            tu.assign_non_tensor(data, **{CUT_TAILS: skips})
+        if skips:
+            tu.assign_non_tensor(data, **{LEAVE_OUT: True})
         if watched:
             tu.assign_non_tensor(data, **{WATCHED: "1.0"})
         output = worker.train_mini_batch(data)

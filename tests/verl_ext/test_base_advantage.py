@@ -10,8 +10,7 @@ import pytest
 import torch
 from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY, register_adv_est
 
-from grail_advantage.method import build, methods
-from grail_advantage.verl_ext.rules import OTHER_BASES
+from grail_advantage.method import build
 from grail_advantage.verl_ext.settings import BASES
 from tests.verl_ext.one_step import make_trainer
 from tests.verl_ext.test_one_step import ROWS, Step
@@ -86,29 +85,12 @@ def test_weights_multiply_it(base: str, monkeypatch: pytest.MonkeyPatch) -> None
     step = _step(monkeypatch, f"{BASE}={base}", name="grail")
     found = step.run()
     wrong = {key for (key, _, text, _), of in zip(ROWS, expected, strict=True) if of < 0 and "boxed" in text}
-    assert set(step.workers.shared) == wrong and not step.workers.own and wrong
+    assert len(step.workers.own) == len(wrong) > 0
     for (key, _, text, _), of_row in zip(ROWS, expected, strict=True):
         weights_T = found[key] / of_row
         at = text.find("boxed{") + 6
         assert float(weights_T[-1]) == pytest.approx(1, abs=1e-3)
         assert float(weights_T[at]) == pytest.approx(5 if at > 5 else 1, rel=1e-3)
-
-
-@pytest.mark.parametrize("base", ["opo", "reinforce_plus_plus_baseline"])
-def test_a_row_without_a_finite_reward_reaches_no_other(
-    base: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    bad, rest = ROWS[2][0], [row for row in ROWS if row != ROWS[2]]
-    with monkeypatch.context() as patch:
-        step = _step(patch, f"{BASE}={base}")
-        step.store.rows[bad]["rm_scores"][-1] = math.nan
-        found = step.run()
-    assert not found.pop(bad).any() and "1 of 6 responses, such as a_2_0, have no finite reward" in caplog.text
-    with monkeypatch.context() as patch:
-        patch.setattr("tests.verl_ext.test_one_step.ROWS", rest)
-        expected = _step(patch, f"{BASE}={base}").run()
-    for key, values_T in expected.items():
-        torch.testing.assert_close(found[key], values_T, rtol=1e-5, atol=1e-6)
 
 
 @pytest.fixture
@@ -137,11 +119,5 @@ def test_an_estimator_of_ones_own(registered: Callable, monkeypatch: pytest.Monk
     with monkeypatch.context() as patch:
         found = _step(patch, f"{BASE}=doubled").run()
     assert [values_T.unique().tolist() for values_T in found.values()] == [[2 * reward] for reward in REWARDS]
-    with pytest.raises(ValueError, match="base=by_token gives the tokens of a response different advantages"):
+    with pytest.raises(ValueError, match="base=by_token, or the trainer, gives the tokens of a response different"):
         _step(monkeypatch, f"{BASE}=by_token").run()
-
-
-def test_every_estimator_of_verls_is_judged() -> None:
-    """The vectorised ones and grpo_passk and gpg are one a response, and not tested."""
-    untested = {"grpo_vectorized", "rloo_vectorized", "grpo_passk", "gpg"}
-    assert {*BASES, *OTHER_BASES, *untested} == set(ADV_ESTIMATOR_REGISTRY) - set(methods())

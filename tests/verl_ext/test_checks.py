@@ -4,19 +4,26 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
+import torch
 import verl
 from omegaconf import DictConfig, OmegaConf
+from verl import DataProto
+from verl.trainer.ppo.ray_trainer import compute_advantage
 
-from grail_advantage import Grail, Oar
+from grail_advantage import Grail, Method, Oar
 from grail_advantage.answers.tokenizers import save_repaired
+from grail_advantage.method import build, methods
 from grail_advantage.verl_ext import checks
 from grail_advantage.verl_ext.checks import check_verl_version
-from grail_advantage.verl_ext.settings import Settings
+from grail_advantage.verl_ext.settings import Settings, algorithm_sections
 from recipe.rules import check_trl
 from tests.broken_tokenizer import save_under_class
 from tests.composed import compose, prepare
+from tests.core.common import METHODS
 from verl_cpu.tiny.model import build_tokenizer
 
 ACTOR, MODEL, ROLLOUT = (f"actor_rollout_ref.{part}" for part in ("actor", "model", "rollout"))
@@ -30,8 +37,6 @@ SEPARATE = (
 """With the defaults of 32 prompts a batch and 4 updates a step."""
 FUSED = (f"{MODEL}.use_fused_kernels=True", f"{STRATEGY}=fsdp")
 SLICES = f"{ACTOR}.ulysses_sequence_parallel_size=2"
-CUT = f"{CORRECTION}.bypass_mode=True"
-NOTHING_BEGINS = "algorithm.token_weights.trainer_module=null"
 
 
 def _compose(*overrides: str) -> DictConfig:
@@ -54,11 +59,10 @@ OF_METHODS = {
     "+algorithm.grail.noise_std=1": "noise_std oar",
     "+algorithm.grial.preset=robust": "algorithm.grial algorithm.grail",
     'algorithm.token_weights.answer="Answer: (.+)"': "group boxed hashes tag",
-    'algorithm.token_weights.answer="Answer: (?P<content>"': "compile boxed hashes tag",
     "algorithm.token_weights.missing_answers=raise": "'raise' stop warn ignore",
-    "+algorithm.token_weights.share_forwrd=false": "share_forwrd share_forward",
+    "algorithm.token_weights.skip_zero_advantage=maybe": "skip_zero_advantage='maybe' auto true false",
+    "+algorithm.token_weights.skip=false": "token_weights.skip skip_zero_advantage",
     "+algorithm.token_dump.rows=4": "token_dump.rows folder every responses received",
-    "algorithm.token_weights.share_forward=maybe": "share_forward='maybe' auto true false",
     f"{MODE}=grail_sync": "trainer_mode=grail_sync sync",
 }
 
@@ -72,7 +76,7 @@ def test_names_and_values_that_mean_nothing_are_refused(override: str) -> None:
 
 def _start(name: str) -> str:
     """The trainer's mode of a run by verl's own command with this estimator, of which this process knows nothing more."""
-    config = _compose(f"{METHOD}={name}", f"{MODE}=sync", f"{ROLLOUT}.log_prob_use_dynamic_bsz=True", NOTHING_BEGINS)
+    config = _compose(f"{METHOD}={name}", f"{MODE}=sync", f"{ROLLOUT}.log_prob_use_dynamic_bsz=True")
     config.algorithm.token_dump.folder = None
     config.actor_rollout_ref.ref.log_prob_use_dynamic_bsz = True
     verl.utils.config.validate_config(config, use_reference_policy=False, use_critic=False)
@@ -116,42 +120,13 @@ def test_verls_own_estimators_meet_none_of_the_refusals_of_methods() -> None:
     assert config.trainer.v1.trainer_mode == "sync"
 
 
-def test_correction_with_log_probs_of_one_distribution_is_accepted() -> None:
-    """The published top_k=50 is harmless as long as nobody reads the rollout's log-probabilities."""
-    for estimator in ("grail", "grpo"):
-        engine = (f"{METHOD}={estimator}", f"{ROLLOUT}.name=sglang", f"{ROLLOUT}.logprobs_mode=raw_logprobs")
-        prepare(_compose(*engine))
-        _refused((*engine, f"{CORRECTION}.rollout_rs=token_k1"), "top_k=50", "use -1", "rollout_rs=token_k1")
-    for rollout in ("top_k=-1", "top_k=-1 temperature=0.7", "logprobs_mode=raw_logprobs"):
-        for use in ("bypass_mode=True", "rollout_is=token", "rollout_rs=token_k1"):
-            prepare(_compose(f"{CORRECTION}.{use}", *(f"{ROLLOUT}.{option}" for option in rollout.split())))
-
-
-def test_accepted_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("VERL_PLATFORM", "cpu")
-    lora = (f"{MODEL}.lora_rank=8", f"{MODEL}.lora.merge=True", f"{ACTOR}.use_kl_loss=True")
-    sampler = (f"trainer.v1.sampler.custom_sampler.{name}=null" for name in ("path", "name"))
-    for overrides in ((*lora, "algorithm.use_kl_in_reward=True"), ("algorithm.filter_groups.enable=True", *sampler)):
-        checks.check_config(compose("cpu_trainer", [f"{ROLLOUT}.n=4", *overrides]))
-
-
 ACCEPTED: dict[str, tuple[str, ...]] = {
     "separate asynchronous trainer": SEPARATE,
-    "its policy is not put back": (*SEPARATE, f"{ACTOR}.fsdp_config.param_offload=True", CUT, f"{ROLLOUT}.top_k=-1"),
-    "one update a step": (
-        *SEPARATE,
-        *(f"{ACTOR}.fsdp_config.param_offload=True", f"{SYNC_STEP}=1", f"{ACTOR}.ppo_mini_batch_size=32"),
-    ),
     "fused kernels in triton and LoRA": (*FUSED, f"{BACKEND}=triton", f"{MODEL}.lora_rank=8"),
     "sequence parallelism, smallest group": (SLICES, f"{ROLLOUT}.n=2", f"{MODE}=colocate_async"),
     "padded, LoRA, KL, robust": (
         *(f"{MODEL}.use_remove_padding=False", f"{MODEL}.lora_rank=8", f"{MODEL}.lora.merge=True"),
         *(f"algorithm.{each}" for each in ("use_kl_in_reward=True", "grail.preset=robust", "grail.leaf=middle")),
-    ),
-    "exactly the longest response": (f"{METHOD}=oar_p", f"{BUDGET}=5120", "algorithm.oar.max_perturbations=64"),
-    "a fixed number of responses": (
-        *(f"{METHOD}=oar_p", f"{ACTOR}.use_dynamic_bsz=False", f"{ACTOR}.ppo_micro_batch_size_per_gpu=1"),
-        *(f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu=1", f"{BUDGET}=100"),
     ),
     "GRAIL's reshaper": (f"{METHOD}=oar_g", "algorithm.oar.reshaper=log_zscore", "algorithm.oar.weight_max=3"),
     "what belongs to GRAIL is not looked at": (f"{METHOD}=oar_p", "algorithm.grail.leaf=nowhere"),
@@ -176,7 +151,7 @@ def test_yaml_names_every_option_with_its_default() -> None:
         config = compose(name, [f"{METHOD}=oar_{method[0]}"])
         assert {*config.algorithm.oar} == Oar.model_fields.keys() - {"method"}
         variant = "grail_port" if method == "gradient" else "official"  # as GRAIL's authors ran OAR-G
-        assert Settings.parse(config).signal == Oar(method, variant=variant)
+        assert Settings.parse(config).method == Oar(method, variant=variant)
     options = OmegaConf.to_container(_compose("algorithm.grail.preset=robust").algorithm.grail)
     assert Grail(**options) == Grail("robust")
     assert set(options) == set(Grail.model_fields)
@@ -191,6 +166,41 @@ def test_a_tokenizer_that_loses_text_is_refused_for_every_estimator(estimator: s
     for option in ("path", "tokenizer_path"):
         _refused((*given, f"++{MODEL}.{option}={broken}"), f"{MODEL}.{option}=", "answers.tokenizers")
     prepare(_compose(*given, f"++{MODEL}.tokenizer_path={repaired}"))
+
+
+def test_options_come_from_the_methods_section() -> None:
+    def parsed(**algorithm: Any) -> Method | None:
+        return Settings.parse(OmegaConf.create({"algorithm": {"adv_estimator": "grail", **algorithm}})).method
+
+    sections = {"grail": {"preset": "robust", "gate": None}, "oar": {"variant": "grail_port"}}
+    assert parsed(**sections) == Grail("robust")
+    assert parsed(**sections, adv_estimator="oar_p") == Oar("perturbation", variant="grail_port")
+    known = algorithm_sections()
+    for name in METHODS:
+        for given in ({}, {methods()[name].section: None}, known):
+            assert parsed(**{**given, "adv_estimator": name}) == build(name)
+    assert parsed(adv_estimator="grpo") is None
+
+
+@pytest.mark.parametrize("name", methods())
+def test_a_trainer_without_token_weights_says_what_to_start(name: str) -> None:
+    data = DataProto.from_dict(
+        tensors={"token_level_rewards": torch.ones(2, 3), "response_mask": torch.ones(2, 3)},
+        non_tensors={"uid": np.array(["a", "a"], dtype=object)},
+    )
+    with pytest.raises(ValueError, match=rf"adv_estimator={name} needs token weights, .*docs/own_trainer\.md"):
+        compute_advantage(data, name, config=None)
+
+
+def test_what_the_start_writes_for_the_trainers_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The whole path of the dump, and the modules that verl imports."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("VERL_USE_EXTERNAL_MODULES", "recipe.verl_start")
+    config = _compose("algorithm.token_dump.folder=tokens")
+    prepare(config)
+    assert config.algorithm.token_dump.folder == str(tmp_path / "tokens")
+    name = "ray_kwargs.ray_init.runtime_env.env_vars.VERL_USE_EXTERNAL_MODULES"
+    assert OmegaConf.select(config, name) == "recipe.verl_start"
 
 
 def test_a_trl_that_verls_workers_fail_over_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,5 @@
-"""One step through the trainer's two stages, with a store in memory and workers that make saliencies up: what is fetched, what
-is computed once, and what the seconds say."""
+"""One step through the trainer's two stages, with a store in memory and workers that make scores up: what is fetched, what is
+computed once, what the update gets, and what the seconds say."""
 
 from __future__ import annotations
 
@@ -15,15 +15,16 @@ from tensordict import TensorDict
 from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.v1 import PPOTrainerSync, trainer_base
 from verl.trainer.ppo.v1.utils import MetricsAggregator
+from verl.utils.tensordict_utils import get_tensordict
 
 from grail_advantage import Grail, Method, Rollouts, data
 from grail_advantage.verl_ext import trainers  # noqa: F401  registers them
-from grail_advantage.verl_ext.exchange import SALIENCY_FIELDS
 from grail_advantage.verl_ext.settings import ACTOR
 from grail_advantage.verl_ext.step import mean_of_loss
 from grail_advantage.verl_ext.trainer import TIMING, TokenWeightTrainer
+from grail_advantage.verl_ext.zero_advantage import LEAVE_OUT
 from tests.core.tiny_models import encode
-from tests.verl_ext.one_step import BACKWARD, Store, Workers, make_trainer
+from tests.verl_ext.one_step import Store, Workers, make_trainer
 
 CORRECTION = "algorithm.rollout_correction"
 ROWS = [
@@ -54,7 +55,6 @@ class Step:
         self._count(monkeypatch, data, "find_generated_spans")
         self._count(monkeypatch, trainer_base, "compute_advantage_for_multi_trajectories")
         monkeypatch.setattr(trainer_base, "calculate_debug_metrics", lambda data: {})
-        self._count(monkeypatch, Grail, "select")
         self.workers = Workers(self.store)
         self.trainer = make_trainer(["actor_rollout_ref.rollout.n=3", *overrides], Grail(), self.workers, cls=cls)
         for key, prompt, response, reward in ROWS:
@@ -81,10 +81,10 @@ class Step:
 
     def set_signal(self, signal: Method) -> None:
         """Another method."""
-        self.trainer.settings = replace(self.trainer.settings, signal=signal)
+        self.trainer.settings = replace(self.trainer.settings, method=signal)
 
     def run(self) -> dict[str, torch.Tensor]:
-        """Both stages; the advantages by key."""
+        """The first stage; the advantages by key."""
         keys = list(self.store.rows)
         batch = KVBatchMeta(partition_id="train", keys=keys, tags=[{} for _ in keys])
         batch = self.trainer._compute_old_log_prob(batch, {})
@@ -93,8 +93,22 @@ class Step:
         assert batch.keys == keys
         return {key: self.store.rows[key]["advantages"] for key in keys}
 
+    def update(self, *padding: str) -> tuple[KVBatchMeta, dict[str, float]]:
+        """The second stage: the batch that the workers get, and the metrics."""
+        asked: list[KVBatchMeta] = []
 
-ALONE = "algorithm.token_weights.share_forward=false"
+        def update_actor(batch: KVBatchMeta) -> TensorDict:
+            asked.append(batch)
+            return get_tensordict({}, non_tensor_dict={"metrics": {"actor/mfu": [0.0], "loss": [0.5]}})
+
+        self.workers.update_actor = update_actor
+        self.trainer.distillation_config = None
+        keys, metrics = list(self.store.rows), {}
+        tags = [{"is_padding": key in padding} for key in keys]
+        batch = KVBatchMeta(partition_id="train", keys=keys, tags=tags)
+        assert self.trainer._update_actor(batch, metrics).keys == keys
+        assert self.trainer._weighed is None
+        return asked[0], metrics
 
 
 def _same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> bool:
@@ -102,30 +116,19 @@ def _same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> 
 
 
 def test_fetches_and_computes_everything_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    apart = Step(monkeypatch, [ALONE])
-    expected = apart.run()
-    monkeypatch.undo()
-    scales_logits = Step(monkeypatch, [])
-    scales_logits.trainer._model_shares_forward = False
-    assert _same(scales_logits.run(), expected) and scales_logits.workers.shared == []
-    monkeypatch.undo()
     step = Step(monkeypatch, [])
-    assert _same(step.run(), expected)
-    assert any(len(values.unique()) > 2 for values in expected.values())
-    assert set(step.workers.shared) == WRONG
-    assert step.workers.own == []
-    assert len(apart.workers.own) == len(WRONG)
-    for name in ("prompts", "loss_mask", "advantages", *SALIENCY_FIELDS):
-        assert step.store.fetched[name] == 1, name
-    # The others are read by verl too, in one or in both of its stages.
-    verls = {"responses": 1, "rm_scores": 1, "response_mask": 2}
-    assert {name: step.store.fetched[name] - times for name, times in verls.items()} == dict.fromkeys(verls, 1)
-    counts = {"find_generated_spans": 1, "compute_advantage_for_multi_trajectories": 1}
-    assert apart.calls == counts | {"select": 1}
-    assert step.calls == counts | {"select": 2}, "before the forward that is shared, and by the final advantages"
+    found = step.run()
+    for key, values in found.items():
+        assert (len(values.unique()) > 2) == (key in WRONG)
+    assert len(step.workers.own) == len(WRONG)
+    assert step.calls == {"find_generated_spans": 1, "compute_advantage_for_multi_trajectories": 1}
+    # verl's two stages fetch twice, this package once.
+    assert step.store.calls == 3 and step.store.fetched["advantages"] == 1
+    assert step.store.fetched["prompts"] == step.store.fetched["loss_mask"] == 1
+    assert not {"raw_prompt", "extra_fields", "ref_log_prob"} & step.store.fetched.keys()
 
 
-def test_a_correction_that_drops_tokens_chooses_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_correction_that_drops_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rejected: the whole of one incorrect response."""
     step = Step(monkeypatch, [f"{CORRECTION}.rollout_rs=seq_mean_k1", f"{CORRECTION}.rollout_rs_threshold='0.5_2.0'"])
     for key, row in step.store.rows.items():
@@ -133,28 +136,24 @@ def test_a_correction_that_drops_tokens_chooses_again(monkeypatch: pytest.Monkey
     found = step.run()
     assert (found["a_1_0"] == 0).all()
     assert (found["a_2_0"] != 0).all()
-    assert step.calls == {"find_generated_spans": 1, "compute_advantage_for_multi_trajectories": 1, "select": 2}
-    assert step.metrics["grail/shared_forward_rate"] == 1
-    assert step.workers.own == []
+    assert len(step.workers.own) == 2
 
 
 def _in_hashes(text: str) -> str:
     return text.replace("\\boxed{", "#### ").replace("}", " ")
 
 
-@pytest.mark.parametrize("extra", [[], [ALONE]], ids=["shared forward", "own pass"])
-def test_answers_in_another_format(monkeypatch: pytest.MonkeyPatch, extra: list[str]) -> None:
-    step = Step(monkeypatch, ["algorithm.token_weights.answer=hashes", *extra], written=_in_hashes)
-    found = step.run()
-    assert (set(step.workers.shared), len(step.workers.own)) == ((WRONG, 0) if not extra else (set(), len(WRONG)))
+def test_answers_in_another_format(monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        step = Step(patch, ["algorithm.token_weights.answer=hashes"], written=_in_hashes)
+        found = step.run()
     for key, _, text, _ in ROWS[:5]:
         at = _in_hashes(text).index("#### ") + 5  # official takes the first
         weights_T = found[key] / found[key][-1]
         assert weights_T[at] == 5 and (weights_T[at + 1 :] == 1).all() and (weights_T[at - 5 : at] == 1).all()
         assert (len(weights_T[: at - 5].unique()) > 1) == (key in WRONG)
     assert step.metrics["grail/answer_found_rate"] == 5 / 6
-    monkeypatch.undo()
-    step = Step(monkeypatch, extra, written=_in_hashes)
+    step = Step(monkeypatch, [], written=_in_hashes)
     assert all(len(values.unique()) == 1 for values in step.run().values()), "in the default format there are none"
 
 
@@ -166,10 +165,9 @@ def test_a_first_batch_without_answers_stops(monkeypatch: pytest.MonkeyPatch, ca
         assert ("0 of 6 responses have an answer in the format boxed" in caplog.text) == (choice == "warn")
         caplog.clear()
     step = Step(monkeypatch, [], written=_in_hashes)
-    message = r"algorithm\.token_weights\.answer=hashes .* in 5 of 6\. algorithm\.token_weights\.missing_answers=warn"
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=r"algorithm\.token_weights\.answer=hashes .* in 5 of 6"):
         step.run()
-    assert not step.workers.shared + step.workers.own
+    assert not step.workers.own
 
 
 class OtherAdvantages(PPOTrainerSync):
@@ -183,14 +181,13 @@ class OtherAdvantages(PPOTrainerSync):
 
 
 class OtherAdvantagesWithTokenWeights(TokenWeightTrainer, OtherAdvantages):
-    own_advantages = True
+    pass
 
 
 def test_a_trainers_own_advantages_have_the_last_word(monkeypatch: pytest.MonkeyPatch) -> None:
     step = Step(monkeypatch, [], OtherAdvantagesWithTokenWeights)
     found = step.run()
-    assert set(step.workers.shared) == WRONG
-    # The correct responses are those with a negative advantage now, and their scores come from a pass of their own.
+    # The correct responses are those with a negative advantage now.
     right = [
         torch.tensor(encode(prompt + response.partition("}")[0] + "}"))
         for _, prompt, response, reward in ROWS
@@ -200,81 +197,34 @@ def test_a_trainers_own_advantages_have_the_last_word(monkeypatch: pytest.Monkey
     assert all(any(torch.equal(tokens, row) for row in right) for tokens in step.workers.own)
     assert (found["a_0_0"] < 0).all()
     assert len(found["a_0_0"].unique()) > 2
-    assert step.calls == {"find_generated_spans": 1, "compute_advantage_for_multi_trajectories": 1, "select": 2}
 
 
 def test_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     step = Step(monkeypatch, [])
     step.run()
     timing = step.trainer.timing_raw
-    parts = {name: value for name, value in timing.items() if name.startswith(f"{TIMING}_")}
-    assert set(parts) == {f"{TIMING}_{part}" for part in ("rows", "backward", "weighting")}
-    assert parts[f"{TIMING}_backward"] == BACKWARD
-    assert timing[TIMING] == pytest.approx(sum(parts.values()))
+    assert timing.keys() == {TIMING, f"{TIMING}_pass"} and timing[TIMING] > timing[f"{TIMING}_pass"] > 0
     first = dict(timing)
     step.run()  # the next update of the same step
-    assert timing[f"{TIMING}_backward"] == 2 * BACKWARD
-    assert all(timing[name] > first[name] for name in (*parts, TIMING))
-    assert timing[TIMING] == pytest.approx(sum(timing[name] for name in parts))
+    assert all(timing[name] > first[name] for name in timing)
     aggregator = MetricsAggregator()
     assert {aggregator._get_aggregation_type(f"timing_s/{name}") for name in timing} == {"time_sum"}
 
 
-class TestRewardsThatAreNotFinite:
-    """Of one response. verl alone gives its whole prompt NaN, and skips the update over it."""
-
-    BAD = "a_2_0"
-
-    def _run(
-        self, monkeypatch: pytest.MonkeyPatch, value: float, *overrides: str, cls: type | None = None
-    ) -> tuple[Step, dict[str, torch.Tensor]]:
-        step = Step(monkeypatch, overrides, cls)
-        self._set(step, value)
-        return step, step.run()
-
-    def _set(self, step: Step, value: float) -> None:
-        step.store.rows[self.BAD]["rm_scores"][-1] = value
-
-    def _without(self, monkeypatch: pytest.MonkeyPatch, *overrides: str) -> dict[str, torch.Tensor]:
-        """The same step over the other responses alone."""
-        kept = [row for row in ROWS if row[0] != self.BAD]
-        with monkeypatch.context() as patch:
-            patch.setattr("tests.verl_ext.test_one_step.ROWS", kept)
-            return Step(patch, overrides).run()
-
-    @pytest.mark.parametrize(
-        ("value", "how", "normalised"),
-        [
-            (math.nan, "shared", "true"),
-            (math.inf, "alone", "true"),
-            (-math.inf, "shared", "false"),
-            (math.nan, "alone", "false"),
-        ],
-    )
-    def test_trains_nothing_and_reaches_no_other(
-        self, value: float, how: str, normalised: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-    ) -> None:
-        overrides = [f"algorithm.norm_adv_by_std_in_grpo={normalised}", *([ALONE] if how == "alone" else [])]
-        expected = self._without(monkeypatch, *overrides)
-        with monkeypatch.context() as patch:
-            step, found = self._run(patch, value, *overrides)
-        assert (found.pop(self.BAD) == 0).all()
-        assert found.keys() == expected.keys()
-        assert _same(found, expected)
-        assert any(len(values.unique()) > 2 for values in found.values())
-        assert step.metrics["grail/unjudged_rate"] == pytest.approx(1 / len(ROWS))
-        assert all(math.isfinite(value) for value in step.metrics.values())
-        assert [record.levelname for record in caplog.records] == ["WARNING"]
-        assert "1 of 6 responses, such as a_2_0, have no finite reward" in caplog.text
-        assert step.workers.own == [] or how == "alone"
-
-    def test_with_advantages_of_a_trainers_own(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """There only the responses that have none lose theirs."""
-        with monkeypatch.context() as patch:
-            expected = Step(patch, [], OtherAdvantagesWithTokenWeights).run()
-        _, found = self._run(monkeypatch, float("nan"), cls=OtherAdvantagesWithTokenWeights)
-        assert all((found[key] == 0).all() for key in found if key.startswith("a_"))
-        assert all(torch.equal(found[key], expected[key]) for key in found if key.startswith("b_"))
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_a_reward_that_is_not_finite(
+    value: float, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The responses to its prompt train nothing in that step; the others are as without it."""
+    with monkeypatch.context() as patch:
+        expected = Step(patch, []).run()
+    step = Step(monkeypatch, [])
+    step.store.rows["a_2_0"]["rm_scores"][-1] = value
+    found = step.run()
+    for key, values in found.items():
+        assert torch.equal(values, 0 * expected[key] if key[0] == "a" else expected[key])
+    assert step.metrics["grail/unjudged_rate"] == 3 / 6 and all(map(math.isfinite, step.metrics.values()))
+    assert "3 of 6 responses, such as a_0_0" in caplog.text
 
 
 class Judging(Method):
@@ -315,4 +265,38 @@ def test_the_mean_of_the_runs_loss(aggregation: str, factor: int | None) -> None
     settings = make_trainer(options, Grail(), None).settings
     values_BT = torch.tensor([[1.0, 2.0, 9.0], [4.0, 9.0, 9.0]])
     mask_BT = torch.tensor([[True, True, False], [True, False, False]])
-    assert mean_of_loss(settings)(values_BT, mask_BT) == pytest.approx(MEANS[aggregation, factor], rel=1e-6)
+    assert mean_of_loss(settings, values_BT, mask_BT) == pytest.approx(MEANS[aggregation, factor], rel=1e-6)
+
+
+class TestLeavingOut:
+    """The update's batch where the second prompt's answers are all incorrect."""
+
+    MINI_BATCH = f"{ACTOR}.ppo_mini_batch_size=2"
+    A = ("a_0_0", "a_1_0", "a_2_0")
+
+    @pytest.fixture
+    def step(self, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Step]:
+        def run(*overrides: str, skips: bool = True) -> Step:
+            step = Step(monkeypatch, [self.MINI_BATCH, *overrides])
+            step.store.rows["b_0_0"]["rm_scores"][:] = 0
+            step.run()
+            step.workers._dispatch_info, step.trainer._skips = {"actor": [0, 1]}, skips
+            return step
+
+        return run
+
+    def test_every_rank_gets_its_share_of_the_rows_that_train(self, step: Callable[..., Step]) -> None:
+        asked, metrics = step().update()
+        assert sorted(sum(key in self.A for key in asked.keys[start : start + 3]) for start in (0, 3)) == [1, 2]
+        assert asked.extra_info[LEAVE_OUT] is True
+        assert asked.extra_info["mini_batch_size"] == asked.extra_info["global_batch_size"] == 6
+        left = [len(encode(prompt)) + len(encode(response)) for key, prompt, response, _ in ROWS if key not in self.A]
+        assert metrics["token_weights/skipped_responses"] == 3
+        assert metrics["token_weights/skipped_tokens"] == sum(left)
+        assert step().update("b_1_0")[1]["token_weights/skipped_responses"] == 2, "padding is not counted"
+
+    def test_the_order_stays_where_verl_shuffles_and_without_the_option(self, step: Callable[..., Step]) -> None:
+        for skips in (True, False):
+            asked, metrics = step(*([f"{ACTOR}.shuffle=True"] if skips else []), skips=skips).update()
+            assert asked.keys == [key for key, *_ in ROWS]
+            assert (LEAVE_OUT in asked.extra_info) == any("skipped" in name for name in metrics) == skips

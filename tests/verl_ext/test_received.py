@@ -17,7 +17,7 @@ from omegaconf import DictConfig
 from grail_advantage.receipt import Receipt
 from grail_advantage.verl_ext.received import OptimiserStep, UpdateReader, Written, loss_of, receipt_of
 from grail_advantage.verl_ext.settings import Settings
-from grail_advantage.verl_ext.zero_advantage import lengths_in_update, trained_lengths
+from grail_advantage.verl_ext.zero_advantage import trains
 from tests.composed import verls_on_cpu
 from tests.core.tiny_models import tiny_model
 from tests.verl_ext import received_ranks as ranks
@@ -86,7 +86,7 @@ def _receipt(
     of_ranks: list[list[OptimiserStep]],
     loss: str,
     aggregation: str,
-    skips: bool | None,
+    skips: bool,
     rejected: bool = False,
 ) -> tuple[Receipt, list[dict[str, Any]]]:
     """The trainer's receipt of these steps."""
@@ -101,15 +101,16 @@ def _receipt(
     mask_BT, advantages_BT = padded("mask").bool(), padded("advantages")
     if rejected:
         mask_BT[:, 0] = False
-    sent = [len(row["response"]) for row in rows]
-    if skips is not None:
-        trained = trained_lengths([row["advantages"] for row in rows], [row["mask"] for row in rows])
-        sent = lengths_in_update(trained, sent, cut_tails=skips)
+    trained = trains([row["advantages"] for row in rows], [row["mask"] for row in rows])
+    sent = trained if skips else [True] * len(rows)
     chosen = [place for place, row in enumerate(rows) if row["written"] >= 0]
-    written = Written(0, chosen, [f"r{place}" for place in chosen], advantages_BT[chosen], mask_BT[chosen])
+    keys = [f"r{place}" for place in chosen]
+    part: Any = SimpleNamespace(
+        rollouts=SimpleNamespace(mask=mask_BT[chosen], keys=keys), advantages=advantages_BT[chosen]
+    )
+    columns = {"old_log_probs": padded("old_log_probs")[chosen], "rollout_is_weights": padded("weights")[chosen]}
     receipt = receipt_of(
-        written,
-        {name: padded(column)[chosen] for name, column in (("old_log_probs",) * 2, ("rollout_is_weights", "weights"))},
+        Written("1.0", 0, chosen, part, columns),
         of_ranks,
         sent=sent,
         tokens=mask_BT.sum(dim=1).tolist(),
@@ -190,7 +191,7 @@ def test_no_false_alarm_and_every_token_as_the_definition_says(
                         "seq-mean-token-mean": rows_of_step * int(row["mask"].sum()),
                         "seq-mean-token-sum-norm": rows_of_step * ranks.SCALE,
                     }[aggregation]
-                    for t in range(row["sent"]):
+                    for t in range(len(row["response"])):
                         wanted = _slope(loss, row, t, log_probs_T) if row["mask"][t] else 0.0
                         assert -float(gradient_T[t]) / len(of_ranks) * divisor == pytest.approx(
                             wanted, rel=1e-4, abs=1e-6
@@ -198,7 +199,7 @@ def test_no_false_alarm_and_every_token_as_the_definition_says(
                         assert float(receipt.received_UBT[update, b, t]) == pytest.approx(wanted, rel=1e-4, abs=1e-6), (
                             case
                         )
-                assert receipt.received_BT[b, row["sent"] :].isnan().all()
+                assert row["sent"] or receipt.received_BT[b].isnan().all()
     assert clipped > 20
 
 
@@ -224,7 +225,7 @@ def test_the_log_probabilities_are_the_models(results: list[Results]) -> None:
     for name, of_all in _setups("updates", results):
         seen = 0
         for result in of_all:
-            for piece in result["vanilla", "token-mean", None, True]["steps"][0].pieces:
+            for piece in result["vanilla", "token-mean", False, True]["steps"][0].pieces:
                 for place, log_probs_T in zip(piece.rows_b.tolist(), piece.log_probs_bT, strict=True):
                     (row,) = [row for row in rows if row["written"] == place]
                     wanted_T = _log_probs(model, row)
@@ -239,8 +240,8 @@ def test_verl_divides_by_rejected_tokens_too(results: list[Results]) -> None:
     """verl 0.9.1's ``token-mean`` divides by the sum of ``loss_mask`` (``FSDPEngine.forward_backward_batch``), while a rollout
     correction that rejects tokens changes ``response_mask`` alone: every token receives less than a mean over the kept ones."""
     of_all = of_all_ranks(results, "rejected", next(iter(ranks.SETUPS)))
-    of_ranks = [result["vanilla", "token-mean", None, True]["steps"] for result in of_all]
-    receipt, _ = _receipt(of_ranks, "vanilla", "token-mean", None, rejected=True)
+    of_ranks = [result["vanilla", "token-mean", False, True]["steps"] for result in of_all]
+    receipt, _ = _receipt(of_ranks, "vanilla", "token-mean", False, rejected=True)
     generated = [sum(int(row["mask"].sum()) for row in mini_batch) for mini_batch in _plan()]
     kept = [count - len(LENGTHS[0]) for count in generated]
     # The factor differs between optimiser steps, whose numbers of tokens do.
@@ -253,12 +254,12 @@ def test_verl_divides_by_rejected_tokens_too(results: list[Results]) -> None:
 def test_a_gradient_on_the_prompt_is_named(results: list[Results]) -> None:
     """Of one micro-batch's data. Other faults of an engine are in ``core/test_receipt.py``."""
     of_all = of_all_ranks(results, "updates", next(iter(ranks.SETUPS)))
-    of_ranks = [result["vanilla", "token-mean", None, True]["steps"] for result in of_all]
+    of_ranks = [result["vanilla", "token-mean", False, True]["steps"] for result in of_all]
     for steps in of_ranks:
         steps[2].pieces[:] = [
             replace(piece, outside_b=torch.full_like(piece.outside_b, 0.1)) for piece in steps[2].pieces
         ]
-    receipt, _ = _receipt(of_ranks, "vanilla", "token-mean", None)
+    receipt, _ = _receipt(of_ranks, "vanilla", "token-mean", False)
     assert [finding.name for finding in receipt.findings] == ["outside"]
 
 

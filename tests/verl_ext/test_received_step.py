@@ -20,9 +20,8 @@ from grail_advantage.method import build
 from grail_advantage.verl_ext import received
 from grail_advantage.verl_ext.exchange import PLACES, WATCHED
 from grail_advantage.verl_ext.received import UpdateReader
-from grail_advantage.verl_ext.rules import Skipping
 from grail_advantage.verl_ext.trainer import TokenWeightTrainer
-from grail_advantage.verl_ext.zero_advantage import trained_lengths
+from grail_advantage.verl_ext.zero_advantage import LEAVE_OUT, trains
 from tests.verl_ext.one_step import Workers
 from tests.verl_ext.test_one_step import ROWS
 from tests.verl_ext.test_step_dump import Dumping
@@ -70,9 +69,9 @@ class Updating(Workers):
         names = ["prompts", "responses", "response_mask", "old_log_probs", "advantages", PLACES]
         data = self.store.kv_batch_get(batch.keys, "train", names)
         tokens = int(sum(self.store.rows[key]["loss_mask"].sum() for key in batch.keys))
-        trained = trained_lengths(data["advantages"].unbind(), data["response_mask"].unbind())
-        if "cut_tails" in batch.extra_info:
-            data = tu.index_select_tensor_dict(data, [row for row, length in enumerate(trained) if length])
+        if LEAVE_OUT in batch.extra_info:
+            trained = trains(data["advantages"].unbind(), data["response_mask"].unbind())
+            data = tu.index_select_tensor_dict(data, [row for row, is_trained in enumerate(trained) if is_trained])
         tu.assign_non_tensor(data, **batch.extra_info, dp_size=1, batch_num_tokens=tokens)
         return data
 
@@ -123,8 +122,7 @@ def test_what_arrives_is_what_was_intended(
     """On policy, after one update: with every kind of method, also one whose token advantages have both signs."""
     chosen = Alternating() if name == "both signs" else build(name)
     with monkeypatch.context() as patch:
-        if skips:
-            patch.setattr(TokenWeightTrainer, "_skipping", Skipping(skip_update=True))
+        patch.setattr(TokenWeightTrainer, "_skips", skips)
         step, rows = update(patch, tmp_path, signal=chosen)
     assert not [finding for header in read_dump(tmp_path).receipts() for finding in header["findings"]]
     assert step.metrics["receipt/findings"] == 0 and step.metrics["receipt/clipped"] == 0

@@ -11,7 +11,7 @@ import torch
 from tests.core import reference
 from tests.core.tiny_models import encode
 from tests.verl_ext.one_step import made_up_saliency
-from tests.verl_ext.test_one_step import ALONE, ROWS, Step
+from tests.verl_ext.test_one_step import ROWS, Step
 
 KEY = "a_1_0"
 """An incorrect response."""
@@ -25,9 +25,9 @@ TURNS = [
 INTERRUPTED = [(r"I say \boxed{3", True), ("tool", False), ("} or so<end>", True)]
 
 
-def _step(monkeypatch: pytest.MonkeyPatch, turns: list[tuple[str, bool]], *overrides: str) -> tuple[Step, torch.Tensor]:
+def _step(monkeypatch: pytest.MonkeyPatch, turns: list[tuple[str, bool]]) -> tuple[Step, torch.Tensor]:
     """A step whose response ``KEY`` has these turns, and the mask of the tokens that the model wrote."""
-    step = Step(monkeypatch, overrides)
+    step = Step(monkeypatch, [])
     ids = [encode(text) for text, _ in turns]
     mask_T = torch.tensor([wrote for (_, wrote), of_turn in zip(turns, ids, strict=True) for _ in of_turn])
     response_T = torch.tensor(list(itertools.chain(*ids)))
@@ -41,12 +41,9 @@ def _step(monkeypatch: pytest.MonkeyPatch, turns: list[tuple[str, bool]], *overr
     return step, mask_T
 
 
-@pytest.mark.parametrize("overrides", [(), (ALONE,)], ids=["shared forward", "own pass"])
-def test_weights_are_those_of_the_models_own_tokens(
-    monkeypatch: pytest.MonkeyPatch, overrides: tuple[str, ...]
-) -> None:
+def test_weights_are_those_of_the_models_own_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     """The plain computation has never seen the tool's tokens, but for the scores' positions."""
-    step, mask_T = _step(monkeypatch, TURNS, *overrides)
+    step, mask_T = _step(monkeypatch, TURNS)
     found_T = step.run()[KEY]
     prompt = encode(next(prompt for key, prompt, *_ in ROWS if key == KEY))
     saliency_S = made_up_saliency(torch.tensor(prompt + step.store.rows[KEY]["responses"].tolist()))
@@ -67,5 +64,5 @@ def test_weights_are_those_of_the_models_own_tokens(
 def test_an_answer_that_a_tool_interrupts_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     step, mask_T = _step(monkeypatch, INTERRUPTED)
     found_T = step.run()[KEY]
-    assert KEY not in step.workers.shared and len(found_T[mask_T].unique()) == 1 and (found_T[mask_T] < 0).all()
+    assert len(step.workers.own) == 2 and len(found_T[mask_T].unique()) == 1 and (found_T[mask_T] < 0).all()
     assert step.metrics["grail/answer_found_rate"] == 4 / 6

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -13,30 +12,21 @@ from omegaconf import OmegaConf
 from tensordict import TensorDict
 from transformers import AutoTokenizer, GenerationConfig, LlamaConfig
 
-from grail_advantage.data import Rollouts, Row, RowScores
+from grail_advantage.data import Row, RowScores
 from grail_advantage.methods.shear import Shear
-from grail_advantage.verl_ext import step as steps
-from grail_advantage.verl_ext.exchange import SALIENCY_FIELDS, SECONDS, build_reply, rows_of
+from grail_advantage.verl_ext.exchange import build_reply, rows_of
 from grail_advantage.verl_ext.settings import Settings
-from grail_advantage.verl_ext.step import (
-    UpdateBatch,
-    fetch_saliency,
-    group_numbers,
-    reward_advantages,
-    truncated,
-)
+from grail_advantage.verl_ext.step import truncated
 from grail_advantage.verl_ext.trainer import TokenWeightTrainer
 from grail_advantage.verl_ext.trainers import TokenWeightTrainerSync
 from tests.broken_tokenizer import save_under_class
-from tests.composed import compose
 from tests.core.tiny_models import END_ID, char_tokenizer, encode
-from tests.verl_ext.one_step import Store
 from verl_cpu.tiny.model import build_tokenizer
 
 LIMIT = 6
 
 
-def _trainer(**config: Any) -> TokenWeightTrainerSync:
+def _trainer() -> TokenWeightTrainerSync:
     """A trainer that has its configuration and nothing else of what starting it would build."""
     trainer = TokenWeightTrainerSync.__new__(TokenWeightTrainerSync)
     trainer.config = OmegaConf.create(
@@ -50,7 +40,7 @@ def _trainer(**config: Any) -> TokenWeightTrainerSync:
                     "temperature": 1.0,
                 }
             },
-            "algorithm": {"adv_estimator": "grail", **config},
+            "algorithm": {"adv_estimator": "grail"},
         }
     )
     trainer.settings = Settings.parse(trainer.config)
@@ -59,23 +49,6 @@ def _trainer(**config: Any) -> TokenWeightTrainerSync:
     trainer.tokenizer = char_tokenizer()
     trainer.global_steps = 1
     return trainer
-
-
-def _step(trainer: TokenWeightTrainerSync, responses: list[str], prompt: int = 1, **changes: Any) -> UpdateBatch:
-    """With prompts of so many tokens."""
-    ids = [torch.tensor(encode(response)) for response in responses]
-    prompts = [torch.arange(prompt) for _ in ids]
-    known: dict[str, Any] = {
-        "keys": [f"row{row}" for row in range(len(ids))],
-        "tokenizer": trainer.tokenizer,
-        "prompts": prompts,
-        "responses": ids,
-        "mask": torch.nn.utils.rnn.pad_sequence([torch.ones(len(row)) for row in ids], batch_first=True) == 1,
-        "advantages": torch.zeros(len(ids)),
-        "groups": torch.arange(len(ids)),
-        "truncated": truncated(prompts, ids, trainer.settings, trainer._context_length, trainer._end_tokens),
-    }
-    return UpdateBatch(trainer.settings, "train", Rollouts(**{**known, **changes}))
 
 
 def test_a_tokenizer_that_loses_text_ends_the_run_at_its_start(tmp_path: Path) -> None:
@@ -123,11 +96,11 @@ TRUNCATED: dict[str, list[tuple[str, int, int, str, bool]]] = {
 def test_what_is_truncated(cases: list[tuple[str, int, int, str, bool]]) -> None:
     for engine, context, prompt, response, expected in cases:
         trainer = _trainer()
-        trainer._context_length, trainer._end_tokens = context, {END_ID, encode("f")[0]}
         trainer.config.actor_rollout_ref.rollout.name = engine
-        trainer.settings = Settings.parse(trainer.config)
-        step = _step(trainer, [response], prompt)
-        assert step.rollouts.truncated.tolist() == [expected], (engine, context, response)
+        settings, end_tokens = Settings.parse(trainer.config), {END_ID, encode("f")[0]}
+        prompts, responses = [torch.arange(prompt)], [torch.tensor(encode(response))]
+        found = truncated(prompts, responses, settings, context, end_tokens)
+        assert found.tolist() == [expected], (engine, context, response)
 
 
 @pytest.mark.parametrize(("max_model_len", "context"), [(None, 48), (32, 32)])
@@ -152,15 +125,6 @@ def test_length_of_the_context(tmp_path: Path, max_model_len: int | None, contex
     assert trainer.tokenizer.chat_template == "{{ messages }}"
 
 
-def test_the_backward_took_as_long_as_that_of_the_slowest_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    store = Store()
-    monkeypatch.setattr(steps, "tq", store)
-    for length, seconds in ((3, 0.25), (4, 1.5), (5, 0.5)):
-        values = {name: torch.ones(length) for name in SALIENCY_FIELDS}
-        store.rows[f"a_{length}_0"] = {**values, SECONDS: torch.tensor([seconds])}
-    assert fetch_saliency(list(store.rows), "train")[1] == 1.5
-
-
 def test_copies_that_fill_up_a_rank_belong_to_no_group() -> None:
     asked: list[Row] = []
 
@@ -170,7 +134,7 @@ def test_copies_that_fill_up_a_rank_belong_to_no_group() -> None:
 
     trainer = SimpleNamespace(
         actor_rollout_wg=SimpleNamespace(_dispatch_info={"actor": [0, 1]}, compute_token_scores=compute_token_scores),
-        settings=replace(_trainer().settings, signal=Shear()),
+        settings=replace(_trainer().settings, method=Shear()),
         global_steps=1,
         tokenizer=char_tokenizer(),
     )
@@ -178,16 +142,3 @@ def test_copies_that_fill_up_a_rank_belong_to_no_group() -> None:
     scores = TokenWeightTrainer._run_pass(trainer, rows)
     assert [of_row.scores.tolist() for of_row in scores] == [[float(i)] * (2 + i) for i in range(3)]
     assert sorted(row.group for row in asked) == [-1, 0, 0, 1]
-
-
-def test_every_output_of_a_session_is_unjudged_where_the_last_one_is() -> None:
-    keys = ["a_0_0", "a_0_1", "a_1_0", "a_1_1", "a_2_0"]
-    rewards_BT = torch.tensor([[0.0, 1.0], [0.0, torch.nan], [0.0, torch.inf], [0.0, 1.0], [0.0, 0.0]])
-    mask_BT = torch.ones(5, 2).bool()
-    config = compose("grail_trainer", overrides=["actor_rollout_ref.rollout.n=3"])
-    trainer = _trainer()
-    trainer.settings = Settings.parse(config)
-    step = _step(trainer, ["ab"] * 5, keys=keys, groups=torch.tensor(group_numbers(keys)))
-    advantages_B = reward_advantages(step, rewards_BT, mask_BT, config.algorithm)
-    assert advantages_B.isnan().tolist() == [True, True, False, False, False]
-    assert (advantages_B[2:4] > 0).all() and advantages_B[4] < 0

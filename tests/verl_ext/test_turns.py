@@ -8,14 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from omegaconf import OmegaConf
 from verl.trainer.ppo import core_algos
 
 from grail_advantage.method import build
 from grail_advantage.methods.turns import TurnMethod
-from grail_advantage.verl_ext import rules
-from grail_advantage.verl_ext.rules import AGGREGATION, Skipping, broken
-from grail_advantage.verl_ext.settings import AGENT_LOOPS, PARALLEL_CALLS, ROLLOUT, SKIP, Settings
+from grail_advantage.verl_ext.settings import AGENT_LOOPS, PARALLEL_CALLS
+from grail_advantage.verl_ext.zero_advantage import trains
 from tests.core.test_turns import Talk
 from tests.core.tiny_models import encode
 from tests.verl_ext.test_one_step import ROWS, Step
@@ -167,48 +165,19 @@ def test_one_turn_gives_verls_own_advantage(monkeypatch: pytest.MonkeyPatch, bas
                 torch.testing.assert_close(advantages_T, wanted.expand_as(advantages_T), rtol=rounding, atol=1e-6)
 
 
-@pytest.mark.parametrize("choice", ["false", "auto"])
-def test_zero_advantage_responses_are_those_without_a_turn_that_trains(
-    monkeypatch: pytest.MonkeyPatch, choice: str
-) -> None:
+def test_zero_advantage_responses_are_those_without_a_turn_that_trains(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not those in whose group GRPO finds one outcome."""
-    step = _step(monkeypatch, "turn_rloo", f"{SKIP}={choice}", f"{ROLLOUT}.log_prob_use_dynamic_bsz=true")
-    if choice == "auto":
-        step.trainer._skipping = Skipping(skip_update=True, cut_tails=True, skip_old_log_probs=True)
     of_b = [key for key in TALKS if key.startswith("b")]
+    with monkeypatch.context() as patch:
+        found = _step(patch, "turn_rloo").run()
+        assert bool(found["b_1_0"].any())
+    step = _step(monkeypatch, "turn_rloo")
     for key in of_b[1:]:
         step.store.rows[key]["extra_fields"]["tool_rewards"] = [0.0]
-    step.store.rows["b_2_0"]["rm_scores"][-1] = 1.0
-    found = step.run()
-    assert not any(bool(found[key].any()) for key in of_b) and all(
-        bool(found[key].any()) for key in TALKS if key[0] == "a"
-    )
-    trained = dict(zip(step.trainer._step.keys, step.trainer._step.trained, strict=True))
-    assert all((trained[key] > 0) == (key[0] == "a") for key in TALKS)
-    assert set(step.trainer._step.no_forward) <= set(of_b)
-
-
-def test_a_response_with_grpo_advantage_0_keeps_its_forward(monkeypatch: pytest.MonkeyPatch) -> None:
-    step = _step(monkeypatch, "turn_rloo", f"{SKIP}=auto", f"{ROLLOUT}.log_prob_use_dynamic_bsz=true")
-    step.trainer._skipping = Skipping(skip_update=True, cut_tails=True, skip_old_log_probs=True)
-    found = step.run()
-    assert not step.trainer._step.no_forward
-    assert bool((step.trainer._step.rollouts.advantages[3:] == 0).all()) and bool(found["b_1_0"].any())
-
-
-def test_denominators_that_the_policy_chooses_are_warned_of() -> None:
-    def said(mode: str | None, name: str = "turn_rloo", **actor: Any) -> list[str]:
-        settings = Settings.parse(
-            OmegaConf.create({"algorithm": {"adv_estimator": name}, AGGREGATION.split(".")[0]: {}})
-        )
-        settings.config["actor_rollout_ref"]["actor"] = {"loss_agg_mode": mode, "strategy": "fsdp", **actor}  # type: ignore[index]
-        return [reason for setting, reason in broken(rules.WARNINGS, settings) if setting.startswith(AGGREGATION)]
-
-    assert all("biases the gradient: by 0" in said(mode)[0] for mode in ("token-mean", "seq-mean-token-mean"))
-    assert said("seq-mean-token-sum-norm"), "it divides by the longest response of the micro-batch"
-    assert said("seq-mean-token-sum", policy_loss={"loss_mode": "sapo"}), "it averages over each response's tokens"
-    assert not said("seq-mean-token-sum") and not said("seq-mean-token-sum-norm", loss_scale_factor=512)
-    assert not said("token-mean", "grail")
+    step.run()
+    weighed = step.trainer._weighed
+    trained = dict(zip(weighed.rollouts.keys, trains(weighed.advantages, weighed.rollouts.mask), strict=True))
+    assert trained == {key: key not in of_b for key in TALKS}
 
 
 @pytest.mark.parametrize(
@@ -237,13 +206,3 @@ def test_as_many_rewards_as_turns(
     listed, _ = run([[0.5], [-0.25], [given[2]]])
     assert all(torch.equal(of, listed[key]) for key, of in found.items()) == certain == bool(found["a_1_0"].any())
     assert (metrics["turn_rloo/non_finite_rate"] == 0) == certain
-
-
-def test_verls_flat_list_is_refused_with_parallel_calls() -> None:
-    def refused(calls: int, **options: Any) -> bool:
-        config = {"algorithm": {"adv_estimator": "turn_rloo", "turn_rloo": options}}
-        config |= {"actor_rollout_ref": {"rollout": {"multi_turn": {"max_parallel_calls": calls}}}}
-        settings = Settings.parse(OmegaConf.create(config))
-        return any(rule.when(settings) for rule in rules.REFUSALS if rule.option == rules.PARALLEL_CALLS)
-
-    assert refused(2) and not refused(1) and not refused(2, rewards="call_rewards") and not refused(2, rewards="")

@@ -7,14 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from omegaconf import OmegaConf
 from verl.utils import tensordict_utils as tu
 
 from grail_advantage.verl_ext.exchange import nested
-from grail_advantage.verl_ext.rules import OTHER_BASES, REFUSALS
-from grail_advantage.verl_ext.settings import BASE, Settings
-from grail_advantage.verl_ext.step import check_one_advantage_a_response
-from grail_advantage.verl_ext.zero_advantage import CUT_TAILS, spread_in_mini_batches, without_zero_advantage
+from grail_advantage.verl_ext.zero_advantage import spread_in_mini_batches, trains, without_zero_advantage
 
 PROMPTS, RESPONSES = (3, 2, 4, 1), (4, 3, 5, 2)
 GROUP = object()
@@ -71,28 +67,20 @@ def setting(kept: Any, name: str) -> Any:
 ADVANTAGES = [[0.0, -1.0, 0.0, 0.0], [0.0] * 3, [0.0, 0.0, 0.0, 0.0, 2.0], [0.0, 5.0]]
 
 
-def test_rows_tails_and_fillers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_and_fillers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Responses 0 and 2 train. The other rank has five: micro-batches of at most four become two of three, so four fillers."""
-    kept, told = leave_out(monkeypatch, mini_batch(ADVANTAGES, **{CUT_TAILS: True}), [10, 11, 12, 13, 14])
-    assert told == [3 + 2, 4 + 5]
-    assert setting(kept, "global_token_num") == [5, 9, 2, 2, 2, 2, 10, 11, 12, 13, 14, 2]
+    kept, told = leave_out(monkeypatch, mini_batch(ADVANTAGES), [10, 11, 12, 13, 14])
+    assert told == [3 + 4, 4 + 5]
+    assert setting(kept, "global_token_num") == [7, 9, 2, 2, 2, 2, 10, 11, 12, 13, 14, 2]
     assert setting(kept, "micro_batch_size_per_gpu") == 3
     assert lists(kept, "prompts") == [[100, 101, 102], [300, 301, 302, 303], *[[100]] * 4]
-    assert lists(kept, "responses") == [[200, 201], [600, 601, 602, 603, 604], *[[0]] * 4]
-    assert lists(kept, "input_ids") == [list(range(1000, 1005)), list(range(3000, 3009)), *[[1000, 1001]] * 4]
-    assert lists(kept, "position_ids") == [list(range(5)), list(range(9)), *[[0, 1]] * 4]
-    assert lists(kept, "response_mask") == [[1, 1], [1] * 5, *[[0]] * 4]
-    assert lists(kept, "old_log_probs") == [[-1.0] * 2, [-1.0] * 5, *[[0.0]] * 4]
-    assert lists(kept, "advantages") == [[0.0, -1.0], [0.0, 0.0, 0.0, 0.0, 2.0], *[[0.0]] * 4]
+    assert lists(kept, "responses") == [[200, 201, 202, 203], [600, 601, 602, 603, 604], *[[0]] * 4]
+    assert lists(kept, "input_ids") == [list(range(1000, 1007)), list(range(3000, 3009)), *[[1000, 1001]] * 4]
+    assert lists(kept, "position_ids") == [list(range(7)), list(range(9)), *[[0, 1]] * 4]
+    assert lists(kept, "response_mask") == [[1] * 4, [1] * 5, *[[0]] * 4]
+    assert lists(kept, "old_log_probs") == [[-1.0] * 4, [-1.0] * 5, *[[0.0]] * 4]
+    assert lists(kept, "advantages") == [ADVANTAGES[0], ADVANTAGES[2], *[[0.0]] * 4]
     assert kept["loss_mask"].tolist() == [13, 0, 0, 0, 0, 0], "the sum over the whole mini-batch"
-
-
-def test_tails_stay_without_the_setting(monkeypatch: pytest.MonkeyPatch) -> None:
-    kept, told = leave_out(monkeypatch, mini_batch(ADVANTAGES), [], rows=1)
-    assert told == [3 + 4, 4 + 5] and setting(kept, "micro_batch_size_per_gpu") == 1
-    assert setting(kept, "global_token_num") == [7, 9, 2, 2]
-    assert lists(kept, "responses") == [[200, 201, 202, 203], [600, 601, 602, 603, 604]]
-    assert kept["loss_mask"].tolist() == [13, 0]
 
 
 def test_a_token_budget_needs_no_even_micro_batches(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,23 +120,7 @@ def test_every_rank_gets_its_share_of_a_mini_batchs_rows() -> None:
     assert [{*order[:3]} & {0, 1, 2}, {*order[3:]} & {0, 1, 2}] in ([{0, 1}, {2}], [{2}, {0, 1}])
 
 
-def test_the_base_advantage_is_one_of_verls_a_response() -> None:
-    def refused(base: str | None) -> list[str]:
-        config = {"algorithm": {"adv_estimator": "uniform", "token_weights": {"base": base}}}
-        settings = Settings.parse(OmegaConf.create(config))
-        return [rule.id for rule in REFUSALS if rule.option == BASE and rule.when(settings)]
-
-    assert not any(map(refused, (None, "grpo", "rloo", "opo", "reinforce_plus_plus_baseline", "grpo_passk")))
-    assert all(map(refused, OTHER_BASES))
-
-
-def test_an_own_base_may_not_differ_within_a_response() -> None:
-    mask_BT = torch.tensor([[1, 1, 0], [1, 1, 1]]).bool()
-    same_BT = torch.tensor([[-2.0, -2.0, 7.0], [0.5, 0.5, 0.5]])
-    check_one_advantage_a_response(same_BT, mask_BT, "mine")
-    for change in (-0.1, 0.1):
-        other_BT = same_BT.clone()
-        other_BT[1, 2] += change
-        with pytest.raises(ValueError, match="base=mine gives the tokens of a response different advantages"):
-            check_one_advantage_a_response(other_BT, mask_BT, "mine")
-    check_one_advantage_a_response(mask_BT.float().cumsum(1), mask_BT, "rloo")
+def test_which_responses_train() -> None:
+    advantages = [torch.tensor(row) for row in ([0.0, -0.0, 0.0], [1.0, 0.0, -1e-30, 0.0], [0.0, 2.0])]
+    masks = [torch.tensor(row) for row in ([1, 1, 1], [1, 1, 1, 1], [1, 0])]
+    assert trains(advantages, masks) == [False, True, False]

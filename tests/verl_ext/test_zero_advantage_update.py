@@ -10,8 +10,7 @@ import torch
 from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY, get_policy_loss_fn
 from verl.workers.config import FSDPActorConfig, PolicyLossConfig
 
-from grail_advantage.verl_ext.rules import OTHER_LOSSES, RESPONSE_LOSSES, TOKEN_LOSSES
-from grail_advantage.verl_ext.zero_advantage import trained_lengths
+from grail_advantage.verl_ext.rules import SKIPPABLE
 from tests.core.tiny_models import tiny_model
 from tests.verl_ext import zero_advantage_ranks as ranks
 from tests.verl_ext.rank_group import Results, of_all_ranks, start_ranks
@@ -81,7 +80,7 @@ def _check(of_ranks: list[dict], loss: str, aggregation: str, rtol: float) -> No
         _assert_close(*last, rtol)
         assert all((values == 0).all() for of_one in without_any for values in of_one)
         _assert_close(skipped["moved"], verl["moved"], rtol)
-        assert skipped["positions"] < 0.7 * verl["positions"]
+        assert skipped["positions"] < 0.75 * verl["positions"]
         found, expected = skipped["metrics"], verl["metrics"]
         assert found.keys() == expected.keys()
         if not found:  # verl collects them from one rank of those with the same responses
@@ -97,7 +96,7 @@ def _check(of_ranks: list[dict], loss: str, aggregation: str, rtol: float) -> No
 @pytest.mark.parametrize("setup", ranks.SETUPS)
 def test_is_the_same_update_with_every_loss_and_aggregation(setup: str, results: list[Results]) -> None:
     of_ranks = of_all_ranks(results, "updates", setup)
-    for loss, aggregation, _ends in ranks.combinations():
+    for loss, aggregation in ranks.combinations():
         _check(of_ranks, loss, aggregation, 1e-4)
 
 
@@ -195,25 +194,11 @@ class TestLosses:
         assert (expected[0] != 0).any()
         return torch.allclose(self._gradient(loss, aggregation, lengths), expected, rtol=1e-5, atol=1e-8)
 
-    def test_every_loss_of_verls_is_judged(self) -> None:
-        assert {*TOKEN_LOSSES, *RESPONSE_LOSSES, *OTHER_LOSSES} == set(POLICY_LOSS_REGISTRY)
-        assert set(ranks.LOSSES) == {*TOKEN_LOSSES, *RESPONSE_LOSSES}
-
     @pytest.mark.parametrize("aggregation", ranks.AGGREGATIONS)
-    @pytest.mark.parametrize("loss", ranks.LOSSES)
-    def test_do_without_rows_that_have_no_advantage(self, loss: str, aggregation: str) -> None:
+    @pytest.mark.parametrize("loss", POLICY_LOSS_REGISTRY)
+    def test_those_that_do_without_rows_that_have_no_advantage_are_let_through(
+        self, loss: str, aggregation: str
+    ) -> None:
         without = tuple(length if trained else 0 for length, trained in zip(self.LENGTHS, self.TRAINED, strict=True))
-        assert self._same(loss, aggregation, without)
-        by_length = loss in RESPONSE_LOSSES or aggregation == "seq-mean-token-mean"
-        assert self._same(loss, aggregation, self.TRAINED) == (not by_length)
-
-    @pytest.mark.parametrize("loss", OTHER_LOSSES)
-    def test_that_need_them_are_refused(self, loss: str) -> None:
-        without = tuple(length if trained else 0 for length, trained in zip(self.LENGTHS, self.TRAINED, strict=True))
-        assert not self._same(loss, ranks.TOKEN_MEAN, without)
-
-
-def test_the_last_token_that_trains() -> None:
-    advantages = [torch.tensor(row) for row in ([0.0, -0.0, 0.0], [1.0, 0.0, -1e-30, 0.0], [0.0, 2.0])]
-    masks = [torch.tensor(row) for row in ([1, 1, 1], [1, 1, 1, 1], [1, 0])]
-    assert trained_lengths(advantages, masks) == [0, 3, 0]
+        if loss in SKIPPABLE or aggregation == ranks.TOKEN_MEAN:
+            assert self._same(loss, aggregation, without) == (loss in SKIPPABLE)

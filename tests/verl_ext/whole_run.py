@@ -219,6 +219,7 @@ def start(
         "VERL_FILE_LOGGER_PATH": str(folder / "metrics.jsonl"),
         "PYTHON": sys.executable,
         "OMP_NUM_THREADS": "1",
+        **({} if stock else {"VERL_USE_EXTERNAL_MODULES": "recipe.verl_start"}),
         **environment,
     }
     said = [folder / name for name in SAID]

@@ -37,11 +37,9 @@ FEW_SETUPS = {
 EXPERIMENTS = {"updates": SETUPS, "few_updates": FEW_SETUPS}
 
 
-def combinations() -> list[tuple[str, str, bool]]:
-    """Loss, aggregation, and whether responses lose their ends."""
-    chosen = [(loss, TOKEN_MEAN) for loss in LOSSES] + [("vanilla", mode) for mode in AGGREGATIONS[1:]]
-    whole = ("gspo", "sapo", "seq-mean-token-mean")
-    return [(loss, mode, not {loss, mode} & set(whole)) for loss, mode in chosen]
+def combinations() -> list[tuple[str, str]]:
+    """Loss and aggregation."""
+    return [(loss, TOKEN_MEAN) for loss in LOSSES] + [("vanilla", mode) for mode in AGGREGATIONS[1:]]
 
 
 class Experiments:
@@ -61,7 +59,7 @@ class Experiments:
         """Of the usual loss alone."""
         return self._updates(setup, combinations()[:1])
 
-    def _updates(self, setup: tuple[Setup, Sizes], chosen: list[tuple[str, str, bool]]) -> dict[Any, Any]:
+    def _updates(self, setup: tuple[Setup, Sizes], chosen: list[tuple[str, str]]) -> dict[Any, Any]:
         from verl.utils.profiler import DistProfiler
 
         together = setup[0].sequence_parallel
@@ -77,13 +75,13 @@ class Experiments:
         self.old_log_probs = self._old_log_probs(worker)
         first = [parameter.detach().clone() for parameter in self._parameters(engine)]
         results = {}
-        for loss, aggregation, ends in chosen:
-            for name, setting in (("verl", None), ("skipped", ends)):
+        for loss, aggregation in chosen:
+            for name in ("verl", "skipped"):
                 with torch.no_grad():
                     for parameter, value in zip(self._parameters(engine), first, strict=True):
                         parameter.copy_(value)
                 engine.optimizer.state.clear()
-                results[loss, aggregation, name] = self._update(worker, loss, aggregation, setting, first)
+                results[loss, aggregation, name] = self._update(worker, loss, aggregation, name == "skipped", first)
         return results
 
     def _parameters(self, engine: Any) -> list[torch.Tensor]:
@@ -124,14 +122,13 @@ class Experiments:
         return nested([values + row["noise"] for values, row in zip(own, self.rows, strict=True)])
 
     def _update(
-        self, worker: Any, loss: str, aggregation: str, ends: bool | None, first: list[torch.Tensor]
+        self, worker: Any, loss: str, aggregation: str, skips: bool, first: list[torch.Tensor]
     ) -> dict[str, Any]:
         from verl.utils import tensordict_utils as tu
         from verl.workers.config import FSDPActorConfig, PolicyLossConfig
         from verl.workers.utils.losses import ppo_loss
 
-        from grail_advantage.verl_ext.exchange import nested
-        from grail_advantage.verl_ext.zero_advantage import CUT_TAILS
+        from grail_advantage.verl_ext.zero_advantage import LEAVE_OUT
 
         actor = FSDPActorConfig(
             strategy="fsdp2",
@@ -152,14 +149,8 @@ class Experiments:
             seed=0,
             dataloader_kwargs={"shuffle": False},
         )
-        if ends is not None:
-            # As of responses without a forward of the old log-probabilities.
-            values = zip(self.old_log_probs.unbind(), self.rows, strict=True)
-            known = [
-                of_row if (row["advantages"] * row["mask"]).any() else of_row * torch.nan for of_row, row in values
-            ]
-            data["old_log_probs"] = nested(known)
-            tu.assign_non_tensor(data, **{CUT_TAILS: ends})
+        if skips:
+            tu.assign_non_tensor(data, **{LEAVE_OUT: True})
         positions = []
         embeddings = worker.engine.module.get_input_embeddings()
         handle = embeddings.register_forward_hook(lambda _module, args, _output: positions.append(args[0].numel()))

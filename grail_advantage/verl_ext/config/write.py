@@ -24,7 +24,7 @@ HEAD = """\
 
 def text() -> str:
     """The file's content."""
-    return HEAD + yaml.safe_dump({"algorithm": algorithm_sections()}, default_flow_style=None, width=95)
+    return HEAD + yaml.safe_dump({"algorithm": algorithm_sections()}, default_flow_style=None, width=118)
 
 
 if __name__ == "__main__":
