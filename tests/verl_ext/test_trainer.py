@@ -24,6 +24,12 @@ from tests.core.tiny_models import END_ID, char_tokenizer, encode
 from verl_cpu.tiny.model import build_tokenizer
 
 LIMIT = 6
+REMOTE = """
+from transformers import PretrainedConfig
+
+class MineConfig(PretrainedConfig):
+    model_type = "mine"
+"""
 
 
 def _trainer() -> TokenWeightTrainerSync:
@@ -123,6 +129,27 @@ def test_length_of_the_context(tmp_path: Path, max_model_len: int | None, contex
     assert trainer._context_length == context
     assert trainer._end_tokens == {3, 4, trainer.tokenizer.eos_token_id}
     assert trainer.tokenizer.chat_template == "{{ messages }}"
+
+
+def test_end_tokens_of_a_model_with_code_of_its_own(tmp_path: Path) -> None:
+    """It has no generation config, so that verl makes one from its configuration."""
+    build_tokenizer().save_pretrained(tmp_path)
+    (tmp_path / "configuration_mine.py").write_text(REMOTE)
+    (tmp_path / "config.json").write_text(
+        '{"model_type": "mine", "auto_map": {"AutoConfig": "configuration_mine.MineConfig"}, "eos_token_id": [3, 5],'
+        ' "architectures": ["LlamaForCausalLM"]}'
+    )
+    trainer = _trainer()
+    trainer.config.actor_rollout_ref.model = {
+        "_target_": "verl.workers.config.HFModelConfig",
+        "path": str(tmp_path),
+        "trust_remote_code": True,
+        "override_config": {"attn_implementation": "sdpa"},
+    }
+    trainer.config.actor_rollout_ref.rollout.max_model_len = 64
+    trainer.settings = Settings.parse(trainer.config)
+    trainer._init_tokenizer()
+    assert {3, 5} <= trainer._end_tokens
 
 
 def test_copies_that_fill_up_a_rank_belong_to_no_group() -> None:
