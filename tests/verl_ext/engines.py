@@ -348,9 +348,8 @@ def training_worker(engine: Any) -> Any:
     """verl's training worker around an engine, without the process set-up of its constructor."""
     from verl.utils.device import get_device_name
 
-    from grail_advantage.verl_ext.patches import replace_infer_batch
     from grail_advantage.verl_ext.received import UpdateReader
-    from grail_advantage.verl_ext.worker import TokenWeightTrainingWorker, infer_batch_with_saliency
+    from grail_advantage.verl_ext.worker import TokenWeightTrainingWorker
 
     worker = TokenWeightTrainingWorker.__new__(TokenWeightTrainingWorker)
     worker.engine = engine
@@ -360,5 +359,4 @@ def training_worker(engine: Any) -> Any:
     worker.flops_counter = None
     worker.loss_fn = None
     worker.update_reader = UpdateReader()
-    replace_infer_batch(engine, infer_batch_with_saliency)
     return worker
