@@ -298,16 +298,6 @@ def test_every_step_is_logged_once(pair: Pair) -> None:
     assert lines[STEPS]["data"]["training/global_step"] == STEPS
 
 
-def test_the_model_s_answer_about_its_neighbours_is_in_every_checkpoint(pair: Pair) -> None:
-    """And in no log, as it is a good one."""
-    assert (
-        "micro-batches of the old log-probabilities: log-probabilities"
-        not in pair.killed.result.stderr + pair.resumed.output
-    )
-    for checkpoint in (pair.resumed.folder / "checkpoints").glob("global_step_*"):
-        assert json.loads((checkpoint / "neighbours.json").read_text())["old log-probabilities"]["limit"] == 2e-4
-
-
 def test_metrics_from_the_checkpoint_on_are_the_same_bit_for_bit(pair: Pair) -> None:
     resumed, uninterrupted = (_lines(folder) for folder in (pair.resumed.folder, pair.uninterrupted))
     for there, here in zip(uninterrupted[KILLED_BEHIND + 1 :], resumed[KILLED_BEHIND + 1 :], strict=True):

@@ -34,11 +34,11 @@ def test_a_source_tree_is_compared_without_an_import(tmp_path: Path) -> None:
     changed = tmp_path / "verl/trainer/ppo/v1/trainer_base.py"
     changed.parent.mkdir(parents=True)
     text = (installed / changed.relative_to(tmp_path)).read_text()
-    text = text.replace("def _save_checkpoint(self", "def _write_checkpoint(self").replace(
-        "def fit(self, agent_loop_manager: AgentLoopManager):", "def fit(self, agent_loop_manager):"
+    text = text.replace("def _load_checkpoint(self", "def _read_checkpoint(self").replace(
+        "def _update_actor(self, batch: KVBatchMeta, metrics: dict)", "def _update_actor(self, batch, metrics: dict)"
     )
     changed.write_text(text)
     of_trainer = {name: entry for name, entry in KNOWN.items() if name.startswith(TRAINER)}
     gone, other = relied_on.differences_in_source(tmp_path, of_trainer)
-    assert gone == f"{TRAINER}._save_checkpoint: gone from {TRAINER}._save_checkpoint"
-    assert other == f"{TRAINER}.fit: its source differs"
+    assert gone == f"{TRAINER}._load_checkpoint: gone from {TRAINER}._load_checkpoint"
+    assert other == f"{TRAINER}._update_actor: its source differs"
