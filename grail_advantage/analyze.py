@@ -30,7 +30,7 @@ from grail_advantage.api import PlainHost
 from grail_advantage.data import ENTROPY, OLD_LOG_PROBS, Rollouts, outcome_of
 from grail_advantage.dump import header_of, read_dump, write_step, write_whole
 from grail_advantage.method import Method, methods
-from grail_advantage.model.activations import FORWARD_TOKENS
+from grail_advantage.model.hooks import FORWARD_TOKENS
 from grail_advantage.receipt.foreign import complain, say, visible, why
 from grail_advantage.view import analysis
 from grail_advantage.view.analysis import Response

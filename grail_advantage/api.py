@@ -19,7 +19,7 @@ from grail_advantage.answers.format import BOXED, AnswerFormat, answer_format
 from grail_advantage.answers.span import AnswerSpan
 from grail_advantage.data import ENTROPY, OLD_LOG_PROBS, Example, Rollouts, Row, RowScores, checked, token_mean
 from grail_advantage.method import Method
-from grail_advantage.model.activations import FORWARD_TOKENS
+from grail_advantage.model.hooks import FORWARD_TOKENS
 from grail_advantage.weigh import weigh
 
 if TYPE_CHECKING:
@@ -186,12 +186,10 @@ class PlainHost:
             tokens = torch.cat([prompt, response]).to(self._device)
             rows += [Row(tokens, len(prompt), len(response), None, 0.0, index, index)] * bool(len(response))
         with torch.inference_mode(False):  # as in scores()
-            statistics = self._model.micro_batches(
-                rows, lambda micro: micro.statistics(entropy=ENTROPY in missing), gradients=False
-            )
+            columns = self._model.micro_batches(rows, lambda micro: micro.columns(missing), gradients=False)
         for name in missing:
             values = torch.zeros(r.mask.shape)
-            for row, of in zip(rows, statistics, strict=True):
+            for row, of in zip(rows, columns, strict=True):
                 values[row.index, : row.length] = of[name]
             found[name] = torch.where(r.written, values, 0.0)
         return found
@@ -211,7 +209,7 @@ class PlainHost:
         arguments = (r.tokenizer, self._temperature, self._device, self._group, r.step, self._tokens)
         model = HuggingFaceModel(self._hugging_face, *arguments)
         with torch.inference_mode(False):  # as in scores()
-            model.check_positions([torch.cat(of) for of in zip(r.prompts, r.responses, strict=True) if len(of[1])])
+            model.check_logits([torch.cat(of) for of in zip(r.prompts, r.responses, strict=True) if len(of[1])])
         return model
 
 

@@ -17,15 +17,15 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
+from tqdm import tqdm
 
 from grail_advantage.data import Row, RowScores
 from grail_advantage.method import Among, Mapped, option, register
 from grail_advantage.methods.saliency import align_scores
-from grail_advantage.model.activations import capture_leaf, gradient_at
+from grail_advantage.model.hooks import capture_leaf, gradient_at
 from grail_advantage.model.interface import Forward, MicroBatch, Model, Range
 
 if TYPE_CHECKING:
-    from tqdm import tqdm
     from transformers import Cache, PreTrainedTokenizerBase
 
 
@@ -134,7 +134,7 @@ class Oar(Mapped):
         if self.method == "gradient":
             return model.micro_batches(rows, lambda micro: self._gradient(micro, model.step), gradients=True)
         total = sum(len(self.replaced(row)) for row in rows)
-        with model.sequences() as forward, model.progress(total, "OAR-P") as bar:
+        with model.sequences() as forward, tqdm(total=total, desc="OAR-P", disable=None, delay=5) as bar:
             return [RowScores(self._perturbation(row, model, forward, bar)) for row in rows]
 
     def _gradient(self, micro: MicroBatch, step: int) -> list[RowScores]:
@@ -194,7 +194,7 @@ class Oar(Mapped):
         kept = torch.arange(start, length, device=row.tokens.device)
         logits, cache = forward(row.tokens[None, :length], kept, None)
         clean = read_probe(logits[0], tokens, [len(kept)], self.probe)
-        cache = cache if _can_be_shared(cache) else None
+        cache = cache if _can_be_shared(cache, length) else None
         scores: list[Tensor] = []
         for some in replaced.split(model.sequences_together(length)):
             # The probe's positions come after every replaced token or are the last one's own, so none is cut off here.
@@ -247,12 +247,14 @@ def interpolate(scores: Tensor, replaced: Tensor, length: int) -> Tensor:
     return torch.lerp(scores[left], scores[right], share.to(scores.dtype))
 
 
-def _can_be_shared(cache: Cache | None) -> bool:
-    """Only plain attention keeps the keys and values of every position; a sliding window or a state does not, and a
-    cache of a model's own may hold a state beside its layers."""
-    from transformers.cache_utils import DynamicCache, DynamicLayer  # see grail_advantage.model.activations.inner_model
+def _can_be_shared(cache: Cache | None, length: int) -> bool:
+    """Only plain attention keeps the keys and values of every position; a sliding window or a state does not, a cache
+    of a model's own may hold a state beside its layers, and that of prefix tuning begins with virtual tokens."""
+    from transformers.cache_utils import DynamicCache, DynamicLayer  # see grail_advantage.model.hooks.inner_model
 
-    return type(cache) is DynamicCache and all(type(of) is DynamicLayer for of in getattr(cache, "layers", ()))
+    if cache is None or type(cache) is not DynamicCache or cache.get_seq_length() != length:
+        return False
+    return all(type(of) is DynamicLayer for of in getattr(cache, "layers", ()))
 
 
 def shared_prefix(cache: Cache, length: int, rows: int) -> Cache:

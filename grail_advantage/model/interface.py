@@ -1,26 +1,24 @@
-"""The interface between signals and a model: everything that a signal may ask of any host.
+"""The interface between methods and a model: everything that a method may ask of any host.
 
-A host (:mod:`grail_advantage.model.hugging_face` with any Hugging Face model, :mod:`grail_advantage.verl_ext.engine_model` with
-verl's FSDP engine) implements :class:`Model` and :class:`MicroBatch`. Signals are written against these two alone, so that each
-is written once. Micro-batches, packing, sharding, sequence parallelism and precision are the host's affair.
+A host (:mod:`grail_advantage.model.hugging_face`, :mod:`grail_advantage.verl_ext.engine_model`) implements what its methods
+use. ``uses="saliency"``, as GRAIL: ``micro_batches``, ``leaf``, ``log_likelihood``, ``per_row``; ``"logits"``: also
+``logits`` and ``at``; ``"sequences"``: ``sequences`` and ``sequences_together``; else ``micro_batches`` and the one method
+of that name. Micro-batches, packing, sharding, sequence parallelism and precision are the host's affair.
 
-Shape suffixes: B rows of an activation, S its positions, D hidden, V vocabulary, K chosen positions of all rows, one row after
-the other, T response tokens, N sequences.
-"""
+Shape suffixes: B rows of an activation, S its positions, D hidden, V vocabulary, K chosen positions of all rows, one
+row after the other, T response tokens, N sequences."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, TypeAlias, TypeVar
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar
 
 import torch
 from torch import nn
 from torch.distributed import ProcessGroup
-from tqdm import tqdm
 
-from grail_advantage.model.activations import capture_leaf, saliency
+from grail_advantage.model.hooks import at_head, capture_leaf, gradient_at, keeps_keys_and_values
 
 if TYPE_CHECKING:
     from transformers import Cache
@@ -28,95 +26,72 @@ if TYPE_CHECKING:
     from grail_advantage.data import Row
 
 T = TypeVar("T")
-Range = tuple[int, int]
-"""Half-open range of positions of one row's prompt + response."""
+Range = tuple[int, int]  # half-open, of positions of one row's prompt + response
 Forward: TypeAlias = "Callable[[torch.Tensor, torch.Tensor, Cache | None], tuple[torch.Tensor, Cache | None]]"
-"""``forward(tokens_NS, kept_K, cache) -> (logits_NKV, cache)``: the model without gradients on rows of equal length that follow
-the cache's tokens; logits at the columns ``kept_K`` of ``tokens_NS``; the cache with the new tokens."""
+"""``forward(tokens_NS, kept_K, cache) -> (logits_NKV, cache)``: the model without gradients on rows of equal length
+that follow the cache's tokens; logits at the columns ``kept_K`` of ``tokens_NS``; the cache with the new tokens."""
 
 
-class MicroBatch(ABC):
+class MicroBatch(Protocol):
     """Rows that go through the model together. Each method that says so is one forward."""
 
-    rows: Sequence[Row]
-    """At least one."""
+    rows: Sequence[Row]  # at least one
 
-    @abstractmethod
     def leaf(self, name: str) -> nn.Module:
-        """The module whose output is an activation, see :func:`grail_advantage.model.activations.leaf_module`."""
+        """The module whose output is an activation, see :func:`grail_advantage.model.hooks.leaf_module`."""
 
-    @abstractmethod
-    def logits(self, positions: Sequence[Range]) -> torch.Tensor:
-        """One forward. Logits (K, V) at a range of positions of each row, part of the graph where gradients are on."""
-
-    @abstractmethod
     def log_likelihood(self, tokens: Sequence[Range]) -> torch.Tensor:
-        """One forward. Sum of the log-probabilities of a range of tokens of each row, given everything before them, at the
-        sampling temperature; a float32 scalar. Empty ranges are allowed. Under sequence parallelism it is this rank's part."""
+        """One forward. Sum of the log-probabilities of a range of tokens of each row, given everything before them, at
+        the sampling temperature; a float32 scalar. Ranges may be empty. Under sequence parallelism this rank's part."""
 
-    @abstractmethod
-    def response_log_probs(self) -> list[torch.Tensor]:
-        """One forward. For each row the log-probability (T,) of its response tokens at the sampling temperature."""
-
-    @abstractmethod
-    def hidden_states(self) -> list[torch.Tensor]:
-        """One forward. For each row the input of the output embeddings at its response tokens, after the final norm, (T, D),
-        in the model's dtype."""
-
-    @abstractmethod
-    def at(self, row: int, position: int) -> tuple[int, int]:
-        """Where a position of a row is in activations: their row, and their column."""
-
-    @abstractmethod
     def per_row(self, values_BS: torch.Tensor) -> list[torch.Tensor]:
         """Values at every position of activations, (S,) for each row, gathered from all slices of it. May end before
         positions that the forward did not need."""
 
+    def logits(self, positions: Sequence[Range]) -> torch.Tensor:
+        """One forward. Logits (K, V) at a range of positions of each row, part of the graph where gradients are on."""
 
-class Model(ABC):
+    def at(self, row: int, position: int) -> tuple[int, int]:
+        """Where a position of a row is in activations: row and column."""
+
+    def response_log_probs(self) -> list[torch.Tensor]:
+        """One forward. For each row the log-probability (T,) of its response tokens at the sampling temperature."""
+
+    def hidden_states(self) -> list[torch.Tensor]:
+        """One forward. For each row the input of the output embeddings at its response tokens, after the final norm,
+        (T, D), in the model's dtype."""
+
+
+class Model(Protocol):
     """A model in evaluation mode, with its rows."""
 
-    pad_token: int | None
-    """The tokenizer's."""
-    step: int
-    """Training step."""
+    pad_token: int | None  # the tokenizer's
+    step: int  # of training
 
-    @abstractmethod
     def micro_batches(
         self, rows: Sequence[Row], work: Callable[[MicroBatch], Sequence[T]], *, gradients: bool
     ) -> list[T]:
-        """Run ``work`` on micro-batches that cover ``rows``; its results, one a row, in the order of the rows.
+        """Run ``work`` on micro-batches that cover ``rows``; its results, one a row, in the order of the rows. Every
+        rank runs as many micro-batches. Activations are on the model's device."""
 
-        Every rank runs as many micro-batches. Activations are on the model's device.
-        """
-
-    @abstractmethod
     def sequences(self) -> AbstractContextManager[Forward]:
-        """A forward for sequences that the signal makes up. Ranks may call it a different number of times."""
+        """A forward for sequences that the method makes up. Ranks may call it a different number of times."""
 
-    @abstractmethod
     def sequences_together(self, length: int) -> int:
         """How many sequences of this length fit into one forward, at least 1."""
 
-    @abstractmethod
-    def progress(self, total: int, what: str) -> AbstractContextManager[tqdm]:
-        """A progress bar for a long pass."""
-
 
 class RankRounds:
-    """Keeps ranks in step whose parameters are sharded together: each announces its passes, and runs a dummy pass while another
-    rank still has one."""
+    """Keeps ranks in step whose parameters are sharded together: each announces its passes by :meth:`take`, and after its
+    last runs a dummy pass for each round of :meth:`wait`, while another rank still has one."""
 
     def __init__(self, group: ProcessGroup | None, device: torch.device) -> None:
-        self.group = group
-        self.device = device
+        self.group, self.device = group, device
 
     def take(self) -> None:
-        """Before a pass of one's own."""
         self._others(1)
 
     def wait(self) -> Iterator[None]:
-        """After one's last pass; one round for each pass that another rank still has."""
         while self._others(0):
             yield
 
@@ -128,21 +103,41 @@ class RankRounds:
         return int(passes)
 
 
-def saliency_step(
-    micro: MicroBatch, targets: Sequence[Range], leaf: str, backward: AbstractContextManager | None = None
-) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """``|| dL/dh * h ||_2`` and ``|| dL/dh ||_2`` of each row's positions, float32, by one forward and one backward to h.
+@contextmanager
+def sequence_forward(
+    model: nn.Module, rounds: RankRounds, around: Callable[[], AbstractContextManager] = nullcontext
+) -> Iterator[Forward]:
+    """:meth:`Model.sequences` of a Hugging Face model in evaluation mode, bare or wrapped. Sharded parameters are gathered
+    in every forward, so a rank that is through runs forwards of one token until all are. ``around``: each forward."""
 
-    Also a micro-batch without any target goes through both, since other ranks need its part in gathering parameters.
+    def run(tokens_NS: torch.Tensor, kept_K: torch.Tensor, cache: Cache | None) -> tuple[torch.Tensor, Cache | None]:
+        kept_K, cached = kept_K.to(rounds.device), cache.get_seq_length() if cache is not None else 0
+        named: dict[str, Any] = {"past_key_values": cache} if cache is not None else {}
+        named["attention_mask"] = tokens_NS.new_ones(len(tokens_NS), cached + tokens_NS.shape[1])
+        with at_head(model, lambda hidden_BSD: hidden_BSD[:, kept_K]), around():
+            output = model(input_ids=tokens_NS, use_cache=keeps_keys_and_values(model), **named)
+        return output.logits, output.get("past_key_values")
 
-    Args:
-        micro: the rows.
-        targets: for each row the tokens whose negative log-likelihood is L, as a range of prompt + response.
-        leaf: the activation h.
-        backward: entered around the backward, to time it.
-    """
-    with capture_leaf(micro.leaf(leaf)) as leaves:
+    def forward(
+        tokens_NS: torch.Tensor, kept_K: torch.Tensor, cache: Cache | None
+    ) -> tuple[torch.Tensor, Cache | None]:
+        rounds.take()
+        return run(tokens_NS.to(rounds.device), kept_K, cache)
+
+    with torch.no_grad():
+        yield forward
+        nothing_11 = torch.zeros((1, 1), dtype=torch.int64, device=rounds.device)
+        for _ in rounds.wait():
+            run(nothing_11, nothing_11[0], None)
+
+
+def saliency_step(micro: MicroBatch, targets: Sequence[Range], leaf: str) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """``|| dL/dh * h ||_2`` and ``|| dL/dh ||_2`` of each row's positions, float32, by one forward and one backward to h,
+    the activation ``leaf``. L is the negative log-likelihood of each row's ``targets``, a range of prompt + response.
+    A micro-batch without any goes through both, too: other ranks need its part in gathering parameters."""
+    with capture_leaf(micro.leaf(leaf)) as leaves_BSD:
         loss = -micro.log_likelihood(targets)
-    with backward or nullcontext():
-        saliency_BS, norm_BS = saliency(loss, leaves[0])
+    gradient_BSD = gradient_at(loss, leaves_BSD[0])
+    saliency_BS = torch.linalg.vector_norm(gradient_BSD * leaves_BSD[0].detach().float(), dim=-1)
+    norm_BS = torch.linalg.vector_norm(gradient_BSD, dim=-1)
     return list(zip(micro.per_row(saliency_BS), micro.per_row(norm_BS), strict=True))

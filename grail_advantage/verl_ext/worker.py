@@ -1,5 +1,5 @@
-"""verl's actor worker with the passes of signals, and with updates that leave out zero-advantage responses and read what the
-others receive."""
+"""verl's actor worker with the passes of methods, and with updates that leave out zero-advantage responses and read what
+the others receive."""
 
 from __future__ import annotations
 
@@ -24,25 +24,16 @@ from grail_advantage.verl_ext.zero_advantage import LEAVE_OUT, without_zero_adva
 
 
 def token_scores(engine: FSDPEngineWithLMHead, request: TensorDict) -> TensorDict:
-    """Run the request's signal on this rank's responses.
-
-    A collective: every rank of the data-parallel group calls it with the same number of responses, and every rank of a
-    sequence-parallel group with the same responses.
-
-    Args:
-        engine: verl's FSDP engine, initialised.
-        request: from :func:`grail_advantage.verl_ext.exchange.build_request`.
-
-    Returns:
-        The responses in their order, see :func:`grail_advantage.verl_ext.exchange.build_reply`.
-    """
-    settings = {
-        name: tu.get_non_tensor_data(request, name, default=None) for name in ("temperature", "step", "pad_token")
-    }
-    signal: Method = tu.get_non_tensor_data(request, "signal", default=None)
+    """Run the request's method on this rank's responses; the reply has them in their order. A collective: every rank of
+    the data-parallel group calls it with the same number of responses, and every rank of a sequence-parallel group with
+    the same responses."""
+    names = ("temperature", "step", "pad_token")
+    model = EngineModel(engine, **{name: tu.get_non_tensor_data(request, name, default=None) for name in names})
+    method: Method = tu.get_non_tensor_data(request, "signal", default=None)
     rows = [replace(row, tokens=row.tokens.to(get_device_id())) for row in rows_of(request)]
     with engine.eval_mode():
-        return build_reply(signal.run(rows, EngineModel(engine, **settings)))
+        model.check_packing()
+        return build_reply(method.run(rows, model))
 
 
 def _dense(data: TensorDict, name: str) -> TensorDict:
@@ -54,8 +45,8 @@ def _dense(data: TensorDict, name: str) -> TensorDict:
 
 
 class TokenWeightTrainingWorker(TrainingWorker):
-    """``TrainingWorker`` whose ``train_batch`` leaves out zero-advantage responses, and reads what the others receive, where a
-    batch asks for it."""
+    """``TrainingWorker`` whose ``train_batch`` leaves out zero-advantage responses, and reads what the others receive,
+    where a batch asks for it."""
 
     def __init__(self, config: TrainingWorkerConfig) -> None:
         super().__init__(config)
@@ -96,7 +87,7 @@ class TokenWeightActorWorker(ActorRolloutRefWorker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def take_received(self, number: Any) -> list[OptimiserStep] | Exception | None:
         """What the responses of this rank received in an update (:meth:`UpdateReader.take`), or the error in reading it;
-        nothing from the ranks of a sequence-parallel group but the first, which all have the same responses."""
+        nothing from the other ranks of a sequence-parallel group, which have the same responses."""
         try:
             steps = self.actor.update_reader.take(number)
         except Exception as error:

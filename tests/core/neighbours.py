@@ -125,25 +125,24 @@ def finding(model: PreTrainedModel, layout: str) -> Finding:
     def run(rows: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         return [log_probs(*pair) for pair in zip(lay(model, rows), rows, strict=True)]
 
-    return probe(model, run, probe_rows(torch.arange(PAD - 1), longest=LONGEST, rows=4), cuts=layout != "TRL")
+    return probe(model, run, probe_rows(torch.arange(PAD - 1), longest=LONGEST, rows=4))
 
 
 def truth(model: PreTrainedModel, layout: str) -> float:
     """Largest difference of a response's gradient, as a part of its largest value: beside another and alone, of a short one
-    and of a long one; and where tails are cut, with the rest of the response behind it and without."""
+    and of a long one."""
     lay, training = LAYOUTS[layout]
     model.train(training)
-    short_S, long_S, half = torch.arange(3, 13), torch.arange(5, 5 + LONGEST) % 60, LONGEST // 2
+    short_S, long_S = torch.arange(3, 13), torch.arange(5, 5 + LONGEST) % 60
 
-    def gradient(rows: list[torch.Tensor], row: int, length: int) -> torch.Tensor:
+    def gradient(rows: list[torch.Tensor], row: int) -> torch.Tensor:
         torch.manual_seed(17 * len(rows))  # as many micro-batches more or fewer came before
         model.zero_grad()
-        log_probs(lay(model, rows)[row][:length], rows[row][:length]).sum().backward()
+        log_probs(lay(model, rows)[row], rows[row]).sum().backward()
         return torch.cat([values.grad.flatten() for values in model.parameters() if values.grad is not None])
 
-    cases = [([short_S], [long_S, short_S], 1, len(short_S)), ([long_S], [long_S, short_S], 0, LONGEST)]
     differences = []
-    for alone, whole, row, length in [*cases, ([long_S[:half]], [long_S], 0, half)][: 2 if layout == "TRL" else 3]:
-        expected, found = gradient(alone, 0, length), gradient(whole, row, length)
+    for place, row in ((1, short_S), (0, long_S)):
+        expected, found = gradient([row], 0), gradient([long_S, short_S], place)
         differences.append(float((found - expected).abs().max() / expected.abs().max()))
     return max(differences)

@@ -13,6 +13,7 @@ from torch import nn
 
 from grail_advantage import Grail, Oar, compute_token_weights
 from grail_advantage.method import build
+from grail_advantage.model import interface
 from tests.core.tiny_models import ROLLOUTS, char_tokenizer, make_batch, plain_columns, tiny_model
 
 PASSES = [Grail(gate="all"), Oar("perturbation"), build("surprisal", {"gate": "all", "statistics": "response"})]
@@ -32,13 +33,10 @@ def plain_surprisal(model: nn.Module) -> list[float]:
 
 
 TASK = {"task_type": "CAUSAL_LM"}
-VIRTUAL: list[PeftConfig] = [
-    PromptTuningConfig(**TASK, num_virtual_tokens=5),
-    PrefixTuningConfig(**TASK, num_virtual_tokens=3),
-]
 ADAPTERS: list[PeftConfig] = [
     LoraConfig(**TASK, target_modules=["q_proj"], init_lora_weights=False, use_dora=True),
     IA3Config(**TASK, target_modules=["k_proj"], feedforward_modules=[], init_ia3_weights=False),
+    PrefixTuningConfig(**TASK, num_virtual_tokens=3),
 ]
 
 
@@ -48,9 +46,19 @@ def refuse(model: nn.Module, words: str) -> None:
             compute_token_weights(model, char_tokenizer(), *BATCH.tensors(), method)
 
 
-@pytest.mark.parametrize("config", VIRTUAL, ids=lambda config: type(config).__name__)
-def test_virtual_tokens_are_refused(config: PeftConfig) -> None:
-    refuse(get_peft_model(tiny_model(layers=1), config), rf"virtual tokens \({type(config).__name__}\)")
+def test_virtual_tokens_in_front_are_refused() -> None:
+    config = PromptTuningConfig(**TASK, num_virtual_tokens=5)
+    refuse(get_peft_model(tiny_model(layers=1), config), "other positions than its input.*LoRA")
+
+
+def test_counterfactuals_of_prefix_tuning_are_those_without_a_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    model = get_peft_model(tiny_model(layers=1), PrefixTuningConfig(**TASK, num_virtual_tokens=3))
+    found = []
+    for keeps in (True, False):
+        monkeypatch.setattr(interface, "keeps_keys_and_values", lambda _, keeps=keeps: keeps)
+        found.append(compute_token_weights(model, char_tokenizer(), *BATCH.tensors(), PASSES[1]).scores)
+    torch.testing.assert_close(*found, equal_nan=True)
 
 
 @pytest.mark.parametrize("config", ADAPTERS, ids=lambda config: type(config).__name__)
@@ -92,6 +100,7 @@ class Wrapped(nn.Module):
         else:
             output = self.inner(input_ids=input_ids[:, self.kind.startswith("first token") :])
         output.logits = OTHER_POSITIONS.get(self.kind, lambda logits: logits)(output.logits)
+        output.logits *= 0.5 if self.kind == "scaled" else 1
         return output
 
 
@@ -100,7 +109,6 @@ OTHER_POSITIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "prepended, trimmed in front": lambda logits: logits[:, 3:],
     "prepended, trimmed behind": lambda logits: logits[:, :-3],
     "first token padded": lambda logits: torch.cat([logits[:, :1], logits], dim=1),
-    "scaled": lambda logits: logits * 0.5,
     "last": lambda logits: logits[:, -1:],
     "later": lambda logits: logits.roll(1, dims=1),
 }
@@ -115,3 +123,6 @@ def test_a_model_without_logits_is_refused_and_one_with_the_same_positions_read_
     with pytest.raises(ValueError, match=r"model \(Qwen3Model\) gives no logits"):
         surprisal(MODEL().model)
     assert surprisal(Wrapped("plain")) == pytest.approx(plain_surprisal(MODEL()), rel=1e-4, abs=1e-4)
+    # Behind its head, as Gemma's and Granite's.
+    halved = Wrapped("scaled")
+    assert surprisal(halved) == pytest.approx(plain_surprisal(halved), rel=1e-4, abs=1e-4)

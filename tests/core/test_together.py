@@ -103,8 +103,7 @@ def test_code_that_looks_at_its_neighbours_runs_one_at_a_time(caplog: pytest.Log
 
 @pytest.mark.parametrize("method", [Grail("official"), Oar("perturbation")], ids=["rows", "counterfactuals"])
 def test_less_goes_together_where_memory_runs_out(method: Method, caplog: pytest.LogCaptureFixture) -> None:
-    """The budget is halved until the pass fits, stays so for the model, and the warning comes once."""
-    hugging_face._warn_of_memory.cache_clear()
+    """The budget is halved until the pass fits, stays so for the model, and each time it is said."""
     model, rollouts = tiny_model(), [ROLLOUTS["text after the box"]] * 8
     expected = weigh(model, rollouts, method)
     sizes: list[int] = []
@@ -119,7 +118,7 @@ def test_less_goes_together_where_memory_runs_out(method: Method, caplog: pytest
         torch.testing.assert_close(weigh(model, rollouts, method), expected, rtol=1e-4, atol=1e-4)
     failed = [place for place, size in enumerate(sizes) if size > 100]
     assert 0 < len(failed) <= 6 and failed[-1] < len(sizes) / 2  # none in the second call
-    assert caplog.text.count("memory ran out in a pass") == 1
+    assert caplog.text.count("memory ran out in a pass") == len(failed)
 
 
 @pytest.mark.parametrize("kind", [Qwen3ForCausalLM, LooksAround], ids=["together", "one at a time"])

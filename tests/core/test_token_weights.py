@@ -19,11 +19,11 @@ from transformers import Qwen3ForCausalLM
 
 from grail_advantage import Grail, Method, Oar, TokenWeights, compute_token_weights
 from grail_advantage.method import build
-from grail_advantage.model import activations, hugging_face
 from tests.core.common import few, watch_inputs
 from tests.core.plain_answers import EXPRESSION, PLAIN
 from tests.core.reference import PlainModel, reference_weights, resolve
 from tests.core.tiny_models import ROLLOUTS, Batch, Rollout, char_tokenizer, id_to_character, make_batch, tiny_model
+from tests.documentation import files
 
 LEAVES = ("embeddings", "first", "middle", "last")
 MODELS = [(family, tied) for family in ("qwen3", "llama") for tied in (False, True)]
@@ -162,24 +162,6 @@ def test_models_that_give_all_logits_weigh_the_same() -> None:
     assert_matches(other, plain, make_batch(list(ROLLOUTS.values())), "robust")
 
 
-def test_long_answers_in_chunks_weigh_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    chunks: list[int] = []
-    whole = activations.negative_log_likelihood
-
-    def counted(logits_KV: torch.Tensor, *others: Any) -> torch.Tensor:
-        chunks.append(len(logits_KV))
-        return whole(logits_KV, *others)
-
-    monkeypatch.setattr(activations, "CHUNK_POSITIONS", 4)
-    monkeypatch.setattr(hugging_face, "CHUNK_POSITIONS", 4)
-    monkeypatch.setattr(activations, "negative_log_likelihood", counted)
-    batch = make_batch([Rollout("Recite.", rf"So \boxed{{{'one, two; ' * 3}}} it is.", -1.0), *FEW_ROLLOUTS])
-    for leaf in LEAVES:
-        chunks.clear()
-        assert_matches(*subject("llama", tied=True, double=True), batch, "official", 0.7, leaf=leaf)
-        assert len(chunks) > 7 and max(chunks) <= 4  # the long answer's chunks alone
-
-
 CPU = torch.device("cpu")
 OFFLOADS: dict[str, Callable[[Any], Any]] = {
     "all": lambda model: cpu_offload(model, CPU),
@@ -207,3 +189,20 @@ def test_layers_that_pass_no_gradient_are_named() -> None:
         with pytest.raises(ValueError, match="model has layers that pass no gradient"):
             compute(model, batch, method)
     assert compute(model, batch, build("surprisal")).weights.isfinite().all()
+
+
+def test_the_host_of_the_documentation_weighs_the_same() -> None:
+    """docs/own_trainer.md, with a pass and with a column."""
+    own: dict[str, Any] = {}
+    exec(files("own_trainer.md")["my_host.py"], own)
+    batch = make_batch([ROLLOUTS["box at the end"], ROLLOUTS["right"], ROLLOUTS["text after the box"]])
+    model, inside, valid = tiny_model(), batch.response_mask.bool(), batch.attention_mask.bool()
+    prompts, responses = ([*map(torch.Tensor.__getitem__, batch.input_ids, of)] for of in (valid & ~inside, inside))
+    column = torch.linspace(-3, 0, inside.numel()).reshape(inside.shape)
+    columns = {"old_log_probs": torch.nn.utils.rnn.pad_sequence([*map(torch.Tensor.__getitem__, column, inside)], True)}
+    host = own["MyHost"](model, char_tokenizer(), prompts, responses, batch.advantages, columns, step=0)
+    for name in ("grail", "surprisal"):
+        expected = compute(model, batch, build(name, {"gate": "all"}), old_log_probs=column).advantages[inside]
+        found = own["token_advantages"](host, name, gate="all")[host.known.mask]
+        torch.testing.assert_close(found, expected)
+        assert len(set(found.tolist())) > 2

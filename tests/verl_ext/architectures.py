@@ -20,23 +20,14 @@ import transformers
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from grail_advantage import Grail, Method, Oar, compute_token_weights
-from grail_advantage.answers.span import find_answer_span
 from grail_advantage.data import Row
 from grail_advantage.verl_ext.engine_model import EngineModel
 from grail_advantage.verl_ext.exchange import FORWARD, PADDED_FORWARD, UPDATE
 from recipe.marked_text import table, write_marked
 from tests.core import oar_reference, reference
-from tests.core.tiny_models import (
-    END_ID,
-    PAD_ID,
-    ROLLOUTS,
-    char_tokenizer,
-    encode,
-    id_to_character,
-    make_batch,
-)
-from tests.verl_ext.engines import Setup, Sizes, build_engine, log_probs, own_pass, training_worker
-from tests.verl_ext.pass_plan import shared_row
+from tests.core.tiny_models import PAD_ID, ROLLOUTS, SIZES, char_tokenizer, encode, id_to_character, make_batch
+from tests.verl_ext.engines import Setup, Sizes, build_engine, own_pass
+from tests.verl_ext.pass_plan import row_of
 from tests.verl_ext.rank_group import of_all_ranks, run_rank, start_ranks
 
 PAGE, MARKER = Path(__file__).parents[2] / "docs" / "works_with.md", "models"
@@ -58,21 +49,11 @@ class Family:
 
     def build(self) -> PretrainedConfig:
         """The tiny configuration."""
-        sizes = {
-            "vocab_size": PAD_ID + 2,
+        sizes = SIZES | {
             "hidden_size": 32,
             "intermediate_size": 64,
             "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "head_dim": 8,
-            "max_position_embeddings": 256,
-            "initializer_range": 0.3,
             "tie_word_embeddings": False,
-            "pad_token_id": PAD_ID,
-            "bos_token_id": None,
-            "eos_token_id": END_ID,
-            "dtype": "float32",
         }
         return getattr(transformers, self.config)(**sizes | self.options)
 
@@ -168,13 +149,8 @@ def by_function(name: str, signal: str, padding: str) -> list[tuple[torch.Tensor
 
 def pass_rows(signal: Method) -> list[Row]:
     """The batch for a pass in the engine."""
-    rows = []
-    for place, rollout in enumerate(BATCH):
-        prompt, response = encode(rollout.prompt), encode(rollout.response)
-        span = find_answer_span(response, char_tokenizer(), signal.span)
-        row = Row(torch.tensor(prompt + response), len(prompt), len(response), span, rollout.advantage, place, place)
-        rows.append(signal.prepare(row, char_tokenizer()))
-    return rows
+    rows = [row_of(rollout, place, signal.span, place) for place, rollout in enumerate(BATCH)]
+    return [signal.prepare(row, char_tokenizer()) for row in rows]
 
 
 class Engine:
@@ -184,24 +160,21 @@ class Engine:
         self.folder = folder
 
     def passes(self, case: tuple[str, bool]) -> dict[str, Any]:
-        """Scores of the passes of their own, and the saliency and log-probabilities of the shared forward."""
+        """Scores of the passes, or by which words they are refused, and what the probe finds."""
         name, packed = case
         setup = Setup(folder_of(name), ranks=1, packed=packed, attention=FAMILIES[name].attention)
         engine = build_engine(setup, self.folder)
         sizes = Sizes(rows=len(BATCH))
-        results: dict[str, Any] = {
-            known: own_pass(engine, pass_rows(signal), signal, sizes, pad_token=PAD_ID)["scores"]
-            for known, signal in SIGNALS.items()
-        }
+        results: dict[str, Any] = {}
+        try:
+            for known, signal in SIGNALS.items():
+                results[known] = own_pass(engine, pass_rows(signal), signal, sizes, pad_token=PAD_ID)["scores"]
+        except ValueError as error:
+            results["refused"] = str(error)
         tokens_S = torch.arange(PAD_ID)
         with engine.eval_mode():
             model = EngineModel(engine, temperature=1.0)
             results["findings"] = {layout: model.probe(layout, tokens_S, LONGEST) for layout in PROBED}
-        try:
-            worker = training_worker(engine)
-            results["shared"] = log_probs(worker, [shared_row(row) for row in BATCH], sizes, leaf="embeddings")
-        except ValueError as error:
-            results["shared"] = str(error)
         return results
 
 
@@ -230,15 +203,9 @@ def error(found: Sequence[torch.Tensor], expected: Sequence[Sequence[float]]) ->
     return max(errors)
 
 
-def shared_saliency(results: dict[str, Any]) -> list[torch.Tensor]:
-    """Scores of the response tokens, GRAIL's, from a shared forward."""
-    rows = zip(map(shared_row, BATCH), results["shared"]["saliency"], strict=True)
-    return [saliency_S[start - 1 : len(tokens_S) - 1] for (tokens_S, start, _), saliency_S in rows]
-
-
 def agrees(name: str, results: dict[str, Any]) -> bool:
     """Whether the passes of a case give the plain scores."""
-    return all(
+    return "refused" not in results and all(
         error(results[signal], [scores for scores, _ in plainly(name, signal)]) < CLOSE[signal] for signal in SIGNALS
     )
 
@@ -249,7 +216,6 @@ def page(results: dict[str, dict[str, Any]]) -> str:
     for name, family in FAMILIES.items():
         padded, packed = (agrees(name, results[f"{name}, {way}"]) for way in ("padded", "packed"))
         refused = "refused" if family.attention == "sdpa" else f"refused with `{family.attention}`"
-        shared = results[f"{name}, padded"]["shared"]
         rows.append(
             [
                 name,
@@ -257,11 +223,10 @@ def page(results: dict[str, dict[str, Any]]) -> str:
                 family.layers,
                 "agrees" if padded else "**differs**",
                 "agrees" if packed else refused,
-                "a pass of its own" if isinstance(shared, str) else "shared",
             ]
         )
     versions = f"transformers {transformers.__version__}, torch {torch.__version__}, verl {version('verl')}"
-    head = ["model", "class of transformers", "layers", "padded", "packed", "forward of the old log-probs"]
+    head = ["model", "class of transformers", "layers", "padded", "packed"]
     return "\n".join([*table(head, rows), "", f"With {versions}."])
 
 

@@ -179,61 +179,15 @@ def own_pass(engine: Any, rows: list[Any], signal: Any, sizes: Sizes, **request:
     return {name: [row.clone() for row in values.unbind()] for name, values in output.items()}
 
 
-NO_TARGET = (-1, -1)
-SharedRow = tuple[torch.Tensor, int, tuple[int, int]]
-"""Tokens of prompt + response, index of the first response token, and the target's range or ``NO_TARGET``."""
-
-
-def log_probs(
-    worker: Any,
-    rows: list[SharedRow],
-    sizes: Sizes,
-    *,
-    leaf: str | None = None,
-    temperature: float = 1.0,
-) -> dict[str, list[torch.Tensor]]:
-    """What ``compute_log_prob`` gives for this rank's responses, with ``leaf`` also their saliency; one list entry a response,
-    nothing where verl collects nothing."""
-    from verl.utils import tensordict_utils as tu
-
-    from grail_advantage.verl_ext.exchange import LEAF, TARGET, nested
-
-    sizes.set(worker.engine)
-    data = tu.get_tensordict(
-        {
-            "input_ids": nested([tokens for tokens, _, _ in rows]),
-            "position_ids": nested([torch.arange(len(tokens)) for tokens, _, _ in rows]),
-            "loss_mask": nested([torch.arange(len(tokens)) >= start for tokens, start, _ in rows]),
-            TARGET: torch.tensor([target for _, _, target in rows]),
-        },
-        non_tensor_dict={"temperature": temperature, "calculate_entropy": True, "compute_loss": False},
-    )
-    if leaf is not None:
-        tu.assign_non_tensor(data, **{LEAF: leaf})
-    output = worker.infer_batch(data)
-    if output is None:
-        return {}
-    names = ("log_probs", "entropy", "saliency", "gradient_norm", "saliency_seconds")
-    return {name: [row.clone() for row in output[name].unbind()] for name in names if name in output}
-
-
 @contextmanager
-def exploding(engine: Any, where: str) -> Iterator[None]:
-    """A block that fails on all ranks, or a model that changes its logits after its head."""
+def exploding(engine: Any) -> Iterator[None]:
+    """A block fails on all ranks."""
 
     def explode(*_: Any) -> None:
         raise ZeroDivisionError
 
-    def double(_module: Any, _args: Any, output: Any) -> Any:
-        output.logits = output.logits * 2
-        return output
-
-    if where == "block":
-        module = next(m for name, m in engine.module.named_modules() if "layers.2" in name and name.endswith(".mlp"))
-        handle = module.register_forward_pre_hook(explode)
-    else:
-        module = next(m for m in engine.module.modules() if type(m).__name__.endswith("Qwen3ForCausalLM"))
-        handle = module.register_forward_hook(double, prepend=True)
+    module = next(m for name, m in engine.module.named_modules() if "layers.2" in name and name.endswith(".mlp"))
+    handle = module.register_forward_pre_hook(explode)
     try:
         yield
     finally:
@@ -329,16 +283,27 @@ def shards(engine: Any) -> list[torch.Tensor]:
 
 
 @contextmanager
-def counted_forwards(module: torch.nn.Module) -> Iterator[Counter]:
-    """Count the forwards of every decoder block, by its attention, which runs again when the block is recomputed."""
-    counts: Counter = Counter()
+def counted(engine: Any) -> Iterator[tuple[Counter, list[int]]]:
+    """The forwards of every decoder block, by its attention, which runs again when the block is recomputed; and how many
+    blocks are held as a whole each time that a backward comes to one, in that order."""
+    forwards, held = Counter(), []
+
+    def count(_gradient: torch.Tensor) -> None:
+        held.append(len({part for name in sharding(engine)["held"] for part in name.split(".") if part.isdigit()}))
+
+    def after(_module: torch.nn.Module, _args: tuple, output: torch.Tensor) -> None:
+        if output.requires_grad:
+            output.register_hook(count)
+
     handles = []
-    for name, inner in module.named_modules():
+    for name, inner in engine.module.named_modules():
         if name.endswith("self_attn"):
             block = next(int(part) for part in name.split(".") if part.isdigit())
-            handles.append(inner.register_forward_pre_hook(lambda *_, block=block: counts.update([block])))
+            handles.append(inner.register_forward_pre_hook(lambda *_, block=block: forwards.update([block])))
+        if name.endswith(".mlp"):
+            handles.append(inner.register_forward_hook(after))
     try:
-        yield counts
+        yield forwards, held
     finally:
         for handle in handles:
             handle.remove()

@@ -1,4 +1,4 @@
-"""What the ranks of ``test_passes.py`` and ``test_pass_details.py`` run: responses, passes, and how engines are built."""
+"""What the ranks of ``test_passes.py`` run: responses, passes, and how engines are built."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from grail_advantage import Grail, Method, Oar, find_answer_span
 from grail_advantage.data import Row
 from grail_advantage.method import build
 from tests.core.tiny_models import ROLLOUTS, Rollout, char_tokenizer, encode, tiny_model
-from tests.verl_ext.engines import HALF, NO_TARGET, REFERENCE, Setup, SharedRow, Sizes
+from tests.verl_ext.engines import HALF, REFERENCE, Setup, Sizes
 
 LONG = "One and one is two, and two is three, " * 4
 NAMES = (
@@ -35,17 +35,6 @@ GROUPS = (
     [*(ROLLOUTS[name] for name in ("several boxes", "right, several boxes")), *(ROLLOUTS["empty box"],) * 2],
 )
 """Whole groups of odd and of even ranks; the last response of the second fills it up, and has no group."""
-TARGETS = {
-    "uneven": {0, 2, 4, 6, 8, 3, 9},
-    "none on one rank": {0, 4, 8},
-    "all on one rank": {1, 3, 5, 7, 9, 11},
-    "all": set(range(len(BATCH))),
-    "none": set(),
-}
-"""Responses of the batch with a target in a shared forward."""
-CHUNK = 8
-"""Far fewer positions than a micro-batch has targets."""
-
 SALIENCY: dict[str, tuple[Method, float, Sizes]] = {
     "saliency": (Grail("official"), 1.0, Sizes(rows=1)),
     "saliency, robust": (Grail("robust", gate="all"), 0.7, Sizes(rows=3)),
@@ -73,16 +62,10 @@ INFERENCE: dict[str, tuple[Method, float, Sizes]] = {
 """A budget of fewer tokens than the longest response has."""
 KINDS = (SALIENCY, GRADIENT, PERTURBATION, INFERENCE)
 OWN = {name: how for kind in KINDS for name, how in kind.items()}
-SHARED: dict[str, tuple[str, float, Sizes]] = {
-    "one response each": ("embeddings", 1.0, Sizes(rows=1)),
-    "rows": ("embeddings", 0.7, Sizes(rows=2, inference_rows=3)),
-    "budget, middle": ("middle", 1.3, Sizes(budget=260, inference_budget=400)),
-}
-
 _OFFLOADED = {"param_offload": True, "optimizer_offload": True}
 _MULTIPLE = {"pad_to_length": True, "pad_to_length_bucket": 64}
 _ORIGINAL = {"use_orig_params": True}
-_SHARED = {"packed": True, "attention": REFERENCE}
+_SLICED = {"packed": True, "attention": REFERENCE}
 SETUPS = {
     "fsdp, tied, no checkpointing": Setup("llama-tied", "fsdp", checkpointing=False, turn=1),
     "fsdp2, packed": Setup("qwen3", packed=True),
@@ -96,10 +79,10 @@ SETUPS = {
     "fsdp, lora beside whole embeddings and head": Setup(
         "qwen3", "fsdp", adapter="adapter-saved", options=_ORIGINAL, turn=11
     ),
-    "fsdp2, tied, 2 a sequence": Setup("llama-tied", sequence_parallel=2, **_SHARED, turn=12),
+    "fsdp2, tied, 2 a sequence": Setup("llama-tied", sequence_parallel=2, **_SLICED, turn=12),
     "fsdp2, parameters offloaded by FSDP2": Setup("qwen3", options={"offload_policy": True}, turn=13),
     "fsdp, 4 ranks, 4 a sequence, packed to a multiple of 64": Setup(
-        "qwen3", "fsdp", ranks=4, sequence_parallel=4, options=_MULTIPLE, turn=16, **_SHARED
+        "qwen3", "fsdp", ranks=4, sequence_parallel=4, options=_MULTIPLE, turn=16, **_SLICED
     ),
 }
 ALL_PASSES = ("fsdp2, packed",)
@@ -119,70 +102,39 @@ def passes_of(setup: str) -> list[str]:
     return [list(kind)[(0 if how.kernels and kind is INFERENCE else turn) % len(kind)] for kind in kinds]
 
 
-def shared_of(setup: str) -> list[tuple[str, str]]:
-    """The shared forwards that a set-up runs: micro-batches, and responses with a target."""
-    if setup in ALL_PASSES:
-        spread = ("rows", "budget, middle")
-        return [*((how, "uneven") for how in SHARED), *((how, share) for share in list(TARGETS)[1:] for how in spread)]
-    return [(list(SHARED)[SETUPS[setup].turn % len(SHARED)], "uneven")]
+def row_of(rollout: Rollout, place: int = 0, span: str = "first", group: int = 0) -> Row:
+    """A response for a pass."""
+    prompt, response = encode(rollout.prompt), encode(rollout.response)
+    found, tokens = find_answer_span(response, char_tokenizer(), span), torch.tensor(prompt + response)
+    return Row(tokens, len(prompt), len(response), found, rollout.advantage, group, place)
 
 
 def pass_rows(name: str, rank: int, size: int) -> tuple[list[Rollout], list[Row]]:
-    """The share of a data-parallel rank for a pass of its own: rollouts, and prepared responses."""
-    signal, _, _ = OWN[name]
-    inference = name in INFERENCE
+    """The share of a data-parallel rank for a pass: rollouts, and prepared responses."""
+    signal, inference = OWN[name][0], name in INFERENCE
     rollouts = list(GROUPS[rank % 2]) if inference else (BATCH if name in SALIENCY else SHORT)[rank::size]
     if not inference and name not in SALIENCY and len(rollouts) < -(-len(SHORT) // size):
         rollouts.append(SHORT[4])  # fills up, as the trainer does
     rows = []
     for place, rollout in enumerate(rollouts):
-        prompt, response = encode(rollout.prompt), encode(rollout.response)
-        span = find_answer_span(response, char_tokenizer(), signal.span)
         group = -1 if inference and (rank % 2, place) == (1, 3) else rank
-        row = Row(torch.tensor(prompt + response), len(prompt), len(response), span, rollout.advantage, group, place)
+        row = row_of(rollout, place, signal.span, group)
         rows.append(row if inference else signal.prepare(row, char_tokenizer()))
     return rollouts, rows
 
 
-def shared_row(rollout: Rollout) -> SharedRow:
-    """A response with the first box as its target."""
-    prompt, response = encode(rollout.prompt), encode(rollout.response)
-    span = find_answer_span(response, char_tokenizer(), "first")
-    return torch.tensor(prompt + response), len(prompt), (len(prompt) + span.start, len(prompt) + span.end)
-
-
-def shared_rows(share: str, rank: int, size: int) -> list[SharedRow]:
-    """The share of a data-parallel rank for a shared forward."""
-    rows = []
-    for row in range(len(BATCH))[rank::size]:
-        tokens, start, target = shared_row(BATCH[row])
-        rows.append((tokens, start, target if row in TARGETS[share] else NO_TARGET))
-    return rows
-
-
 def uneven_rows(rank: int) -> list[Row]:
     """Long responses on the first rank, short ones on the other."""
-    texts = [LONG[:90] + r"\boxed{3}", r"=\boxed{6}"]
-    rows = []
-    for place in range(2):
-        prompt, response = encode("How" + "?" * place), encode(texts[rank])
-        span = find_answer_span(response, char_tokenizer(), "first")
-        rows.append(Row(torch.tensor(prompt + response), len(prompt), len(response), span, -1.0, 0, place))
-    return rows
+    text = [LONG[:90] + r"\boxed{3}", r"=\boxed{6}"][rank]
+    return [row_of(Rollout("How" + "?" * place, text, -1.0), place) for place in range(2)]
 
 
 NAN_TOKEN = "@"
-NAN_TO = {encode(NAN_TOKEN)[0]: encode("!")[0]}
 WITH_NAN = (
     [r"It is @ \boxed{2}", r"It is ! \boxed{3}", r"So \boxed{4}"],
     [r"I take \boxed{4}", r"I take \boxed{5} or", r"\boxed{6} @"],
 )
-MEMORY = {
-    "fsdp": Setup("qwen3", "fsdp"),
-    "fsdp2, no checkpointing": Setup("qwen3", checkpointing=False),
-}
-HALVED = {"fsdp": Setup("qwen3", "fsdp", options=HALF)}
-COUNTED = {"fsdp2": Setup("qwen3")}
+HALVED = Setup("qwen3", "fsdp", options=HALF)
 PLAIN = {"fsdp": Setup("qwen3", "fsdp"), "fsdp2": Setup("qwen3")}
 
 _DROPOUT = {"attention_dropout": 0.5}

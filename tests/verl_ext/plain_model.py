@@ -29,7 +29,6 @@ class Plain:
     def __init__(self, models: dict[str, PreTrainedModel]) -> None:
         self.models = models
         self.scores = cache(self._scores)
-        self.shared = cache(self._shared)
         self.inference = cache(self._inference)
 
     def _scores(self, model: str, name: str, step: int = 0) -> dict[Rollout, torch.Tensor]:
@@ -67,32 +66,14 @@ class Plain:
             expected[index] = scores_T
         return expected
 
-    def _shared(self, model: str, row: int, leaf: str, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
-        """``|| g * h ||`` by autograd's own gradient of a hidden state, and the log-probability of every next token."""
-        tokens, _, (start, end) = plan.shared_row(BATCH[row])
-        # An adapted model is frozen, which would leave its hidden states without gradients.
-        output = self.models[model].requires_grad_(True)(tokens.unsqueeze(0), output_hidden_states=True)
-        log_probs_S = torch.log_softmax(output.logits[0] / temperature, dim=-1)[:-1].gather(1, tokens[1:, None])[:, 0]
-        hidden = output.hidden_states[{"embeddings": 0, "middle": 2}[leaf]]
-        (gradient,) = torch.autograd.grad(-log_probs_S[start - 1 : end - 1].sum(), hidden)
-        return (gradient * hidden)[0].norm(dim=-1).detach(), log_probs_S.detach()
 
-
-def log_errors(plain: Plain, found: list[dict[str, Any]], setup: Any) -> torch.Tensor:
-    """|log(found / expected)| of the saliencies in front of the target, of both ways."""
+def log_errors(plain: Plain, found: list[dict[str, Any]]) -> torch.Tensor:
+    """|log(found / expected)| of the saliencies in front of the target."""
     errors = []
     for rank, result in enumerate(found):
-        place = rank // setup.sequence_parallel
-        rollouts, _ = plan.pass_rows("saliency", place, setup.data_parallel)
-        expected = plain.scores(setup.model, "saliency")
+        rollouts, _ = plan.pass_rows("saliency", rank, len(found))
         for at, rollout in enumerate(rollouts):
-            scores_T, expected_T = result["own"]["saliency"]["scores"][at], expected[rollout]
-            seen = expected_T[: len(scores_T)] > 0
-            errors.append((scores_T[seen] / expected_T[: len(scores_T)][seen]).log().abs())
-        rows = list(range(12))[place :: setup.data_parallel] if result["shared"]["fused"] else []
-        for at, row in enumerate(rows):
-            _, start, (_, end) = plan.shared_row(plan.BATCH[row])
-            expected_S, _ = plain.shared(setup.model, row, "embeddings", 1.0)
-            saliency_S = result["shared"]["fused"]["saliency"][at]
-            errors.append((saliency_S[start - 1 : end - 1] / expected_S[start - 1 : end - 1]).log().abs())
+            scores_T = result["saliency"]["scores"][at]
+            expected_T = plain.scores(plan.HALVED.model, "saliency")[rollout][: len(scores_T)]
+            errors.append((scores_T[expected_T > 0] / expected_T[expected_T > 0]).log().abs())
     return torch.cat(errors)

@@ -1,0 +1,159 @@
+"""Activations of a model, read without a lasting change to it. An activation is cut out of the graph and made a leaf,
+so that a backward stops there and touches no parameter. No hook stays, whatever happens inside.
+
+Shape suffixes: B rows, S positions, K target tokens, D hidden, V vocabulary."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+FORWARD_TOKENS = 4096  # most of a forward, padding counted, where nobody says
+TOGETHER = 1024  # positions whose distribution over the vocabulary is held in float32 at a time
+REMEDY = "pass a causal language model, such as AutoModelForCausalLM loads"
+
+
+def leaf_module(model: nn.Module, leaf: str) -> nn.Module:
+    """The module whose output is the activation: ``embeddings``, ``first``, ``middle`` or ``last``, with ``n`` decoder
+    blocks the hidden states 0, 1, n // 2 and n - 1, where 0 is the embeddings and k the output of block k. The model is
+    bare or wrapped (FSDP, PEFT). ValueError: it does not expose its blocks as ``get_decoder().layers``."""
+    if leaf == "embeddings":
+        return model.get_input_embeddings()
+    blocks = getattr(model.get_decoder(), "layers", None)
+    if blocks is None:
+        name = type(model).__name__
+        raise ValueError(f"leaf={leaf!r} needs get_decoder().layers, which {name} lacks; use embeddings")
+    n = len(blocks)
+    k = {"first": 1, "middle": n // 2, "last": n - 1}[leaf]
+    return model.get_input_embeddings() if k == 0 else blocks[k - 1]
+
+
+def keeps_keys_and_values(model: nn.Module) -> bool:
+    """Whether a model's cache holds keys and values, which a forward may go on from, and no state."""
+    from transformers import PreTrainedModel  # not above: naming the methods would import transformers' model code
+
+    inner = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), model)
+    return not getattr(inner, "_is_stateful", False)
+
+
+@contextmanager
+def capture_leaf(module: nn.Module) -> Iterator[list[torch.Tensor]]:
+    """While open, each forward of ``module`` puts out a detached leaf (B, S, D) that requires grad, and appends it to
+    the list. ValueError: the forward does not call the module."""
+    leaves_BSD: list[torch.Tensor] = []
+
+    def replace_output(_module: nn.Module, _args: tuple, output: torch.Tensor | tuple) -> torch.Tensor | tuple:
+        hidden_BSD = output[0] if isinstance(output, tuple) else output
+        leaf_BSD = hidden_BSD.detach().requires_grad_()
+        leaves_BSD.append(leaf_BSD)
+        # FSDP1 cannot hook a leaf that is the input of a block without trainable parameters (LoRA), so it gets a view.
+        passed_on_BSD = leaf_BSD.view_as(leaf_BSD)
+        return (passed_on_BSD, *output[1:]) if isinstance(output, tuple) else passed_on_BSD
+
+    with _hooked(module.register_forward_hook(replace_output), leaves_BSD, module, "leaf module"):
+        yield leaves_BSD
+
+
+@contextmanager
+def at_head(model: nn.Module, before: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
+    """While open, each forward of the model's output embeddings computes the logits of ``before(hidden)``, of the hidden
+    states (B, S, D) those that are needed. ValueError: there are no output embeddings, or the forward calls none."""
+    head = model.get_output_embeddings()
+    calls: list[None] = []
+    if head is None:
+        raise ValueError(f"model ({type(model).__name__}) gives no logits, {REMEDY}")
+
+    def replace_input(_module: nn.Module, args: tuple) -> tuple:
+        calls.append(None)
+        return (before(args[0]), *args[1:])
+
+    # First among the hooks: those that gather parameters for the backward must see the tensors that take part in it.
+    with _hooked(head.register_forward_pre_hook(replace_input, prepend=True), calls, head, "output embeddings"):
+        yield
+
+
+@contextmanager
+def _hooked(handle: RemovableHandle, calls: Sequence[object], module: nn.Module, name: str) -> Iterator[None]:
+    """A forward that went past a hook would give wrong values, or none."""
+    try:
+        yield
+        if not calls:
+            raise ValueError(
+                f"the model's forward did not call its {name} ({type(module).__name__}), so this method cannot read it; "
+                "switch off what replaces it (fused kernels, a patched class), or use a method without a pass"
+            )
+    finally:
+        handle.remove()
+
+
+@contextmanager
+def capture_hidden_states(model: nn.Module) -> Iterator[list[torch.Tensor]]:
+    """:func:`at_head` that appends the hidden states (B, S, D), detached, to the list, and needs one column's logits."""
+    captured_BSD: list[torch.Tensor] = []
+
+    def first_column(hidden_BSD: torch.Tensor) -> torch.Tensor:
+        captured_BSD.append(hidden_BSD.detach())
+        return hidden_BSD[:, :1]
+
+    with at_head(model, first_column):
+        yield captured_BSD
+
+
+@contextmanager
+def evaluation_mode(model: nn.Module, *, checkpoint_blocks: bool = False) -> Iterator[None]:
+    """Dropout off, gradient checkpointing as configured, gradients on; every module's mode is put back afterwards.
+
+    Checkpointed blocks and FSDP1 units work as :mod:`grail_advantage.model.patches` says. ``checkpoint_blocks`` is for
+    training that saves memory in another way: they are checkpointed whatever is configured."""
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    from grail_advantage.model.patches import checkpointing_in_evaluation, resharding
+
+    modes = [(module, module.training) for module in model.modules()]
+    blocks = [
+        module
+        for module, _ in modes
+        if isinstance(module, GradientCheckpointingLayer) and (checkpoint_blocks or module.gradient_checkpointing)
+    ]
+    try:
+        model.eval()
+        reshard = resharding(model)
+        with checkpointing_in_evaluation(blocks), reshard, torch.inference_mode(False), torch.enable_grad():
+            yield
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
+def log_probs(logits_KV: torch.Tensor, tokens_K: torch.Tensor, temperature: float) -> torch.Tensor:
+    """Log-probability of each token at the sampling temperature, above 0, from the logits of its predictor position, of any
+    floating dtype; (K,), computed in float32."""
+    pairs = zip(logits_KV.split(TOGETHER), tokens_K[:, None].split(TOGETHER), strict=True)
+    found = [torch.log_softmax(of.float() / temperature, dim=-1).gather(-1, tokens)[:, 0] for of, tokens in pairs]
+    return torch.cat([logits_KV.new_zeros(0, dtype=torch.float32), *found])
+
+
+def entropies(logits_KV: torch.Tensor, temperature: float) -> torch.Tensor:
+    """Entropy, in nats, of the distribution that each token is drawn from, as :func:`log_probs`."""
+    found = [logits_KV.new_zeros(0, dtype=torch.float32)]
+    for some_KV in logits_KV.split(TOGETHER):
+        log_KV = torch.log_softmax(some_KV.float() / temperature, dim=-1)
+        # A word that is ruled out (probability 0, logit -inf) adds nothing; NaN stays.
+        found.append(-torch.where(log_KV == -torch.inf, 0, log_KV.exp() * log_KV).sum(-1))
+    return torch.cat(found)
+
+
+def gradient_at(loss: torch.Tensor, leaf_BSD: torch.Tensor) -> torch.Tensor:
+    """Gradient of ``loss`` at the leaf alone, float32 (B, S, D). ValueError: a layer between them, such as a quantised
+    one, passes no gradient."""
+    found = torch.autograd.grad(loss, leaf_BSD, allow_unused=True)[0] if loss.requires_grad else None
+    if found is None:
+        raise ValueError(
+            "model has layers that pass no gradient, as torch's int8 linears; load it without quantisation, or take a "
+            "method without a backward, such as surprisal or entropy"
+        )
+    return found.float()
