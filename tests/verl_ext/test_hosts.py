@@ -47,7 +47,7 @@ class ModelWorkers:
             fields = self._store.rows[key]
             prompt_P, response_T = fields["prompts"], fields["responses"]
             row = Row(torch.cat([prompt_P, response_T]), len(prompt_P), len(response_T), None, 0.0, 0, 0)
-            (columns,) = self._model.micro_batches([row], lambda micro: micro.statistics(entropy=True), gradients=False)
+            (columns,) = self._model.micro_batches([row], lambda micro: micro.columns([OLD_LOG_PROBS, ENTROPY]), gradients=False)
             for name, of_verl in ((OLD_LOG_PROBS, "log_probs"), (ENTROPY, "entropy")):
                 fields[of_verl] = torch.zeros(len(row.tokens))
                 fields[of_verl][row.start - 1 : -1] = columns[name]
