@@ -250,7 +250,7 @@ def interpolate(scores: Tensor, replaced: Tensor, length: int) -> Tensor:
 def _can_be_shared(cache: Cache | None, length: int) -> bool:
     """Only plain attention keeps the keys and values of every position; a sliding window or a state does not, a cache
     of a model's own may hold a state beside its layers, and that of prefix tuning begins with virtual tokens."""
-    from transformers.cache_utils import DynamicCache, DynamicLayer  # see grail_advantage.model.hooks.inner_model
+    from transformers.cache_utils import DynamicCache, DynamicLayer  # not above: it would import its model code
 
     if cache is None or type(cache) is not DynamicCache or cache.get_seq_length() != length:
         return False

@@ -59,11 +59,6 @@ class Saliency(Mapped):
         "predictor", "whose saliency a token takes: the predictor position's before it, or its own"
     )
 
-    @property
-    def on_any_forward(self) -> bool:
-        """Whether the saliency can be taken on a forward that somebody else runs over the whole row."""
-        return type(self).run is Saliency.run and type(self).prepare is Saliency.prepare
-
     def targets(self, row: Row) -> Range:
         """The response tokens, as a half-open range, whose log-likelihood is differentiated."""
         raise NotImplementedError(f"{type(self).__name__} has no targets()")
@@ -100,7 +95,7 @@ class Grail(Saliency):
 
     formula = "clip(1 + 0.5 z, 0.5, 5), z the response's standardised log || dL/dh * h ||; answer content 5"
     source = "arXiv 2606.04889 (declare-lab/grail, `src/train/grail_trainer.py`, `compute_grail_weights`)"
-    cost = "1 on the selected responses; 2 where their forward cannot be shared"
+    cost = "2 on the selected responses"
 
     preset: Literal["official", "robust"] = option("official", "as published, or otherwise in the places named above")
     gate: Gate = option("wrong", "responses that get weights")

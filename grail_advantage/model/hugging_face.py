@@ -214,8 +214,7 @@ class PaddedRows:
     def at(self, row: int, position: int) -> tuple[int, int]:
         return row, position
 
-    def per_row(self, values_BS: torch.Tensor) -> list[torch.Tensor]:
-        """Also with further dimensions after S."""
+    def per_row(self, values_BS: torch.Tensor) -> list[torch.Tensor]:  # also with further dimensions after S
         return [of_row[:length] for of_row, length in zip(values_BS, self._lengths, strict=True)]
 
     def columns(self, names: Sequence[str]) -> list[dict[str, torch.Tensor]]:

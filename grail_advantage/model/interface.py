@@ -33,33 +33,32 @@ that follow the cache's tokens; logits at the columns ``kept_K`` of ``tokens_NS`
 
 
 class MicroBatch(Protocol):
-    """Rows that go through the model together. Each method that says so is one forward."""
+    """Rows, at least one, that go through the model together. All but ``leaf``, ``per_row`` and ``at`` are one forward."""
 
-    rows: Sequence[Row]  # at least one
+    rows: Sequence[Row]
 
     def leaf(self, name: str) -> nn.Module:
         """The module whose output is an activation, see :func:`grail_advantage.model.hooks.leaf_module`."""
 
     def log_likelihood(self, tokens: Sequence[Range]) -> torch.Tensor:
-        """One forward. Sum of the log-probabilities of a range of tokens of each row, given everything before them, at
-        the sampling temperature; a float32 scalar. Ranges may be empty. Under sequence parallelism this rank's part."""
+        """Sum of the log-probabilities of a range of tokens of each row, given everything before them, at the sampling
+        temperature; a float32 scalar. Ranges may be empty. Under sequence parallelism this rank's part."""
 
     def per_row(self, values_BS: torch.Tensor) -> list[torch.Tensor]:
         """Values at every position of activations, (S,) for each row, gathered from all slices of it. May end before
         positions that the forward did not need."""
 
     def logits(self, positions: Sequence[Range]) -> torch.Tensor:
-        """One forward. Logits (K, V) at a range of positions of each row, part of the graph where gradients are on."""
+        """Logits (K, V) at a range of positions of each row, part of the graph where gradients are on."""
 
     def at(self, row: int, position: int) -> tuple[int, int]:
         """Where a position of a row is in activations: row and column."""
 
     def response_log_probs(self) -> list[torch.Tensor]:
-        """One forward. For each row the log-probability (T,) of its response tokens at the sampling temperature."""
+        """For each row the log-probability (T,) of its response tokens at the sampling temperature."""
 
     def hidden_states(self) -> list[torch.Tensor]:
-        """One forward. For each row the input of the output embeddings at its response tokens, after the final norm,
-        (T, D), in the model's dtype."""
+        """For each row the input of the output embeddings at its response tokens, (T, D), in the model's dtype."""
 
 
 class Model(Protocol):
@@ -107,8 +106,8 @@ class RankRounds:
 def sequence_forward(
     model: nn.Module, rounds: RankRounds, around: Callable[[], AbstractContextManager] = nullcontext
 ) -> Iterator[Forward]:
-    """:meth:`Model.sequences` of a Hugging Face model in evaluation mode, bare or wrapped. Sharded parameters are gathered
-    in every forward, so a rank that is through runs forwards of one token until all are. ``around``: each forward."""
+    """:meth:`Model.sequences` of a Hugging Face model in evaluation mode. Sharded parameters are gathered in every forward,
+    ``around`` each of them, so a rank that is through runs forwards of one token until all are."""
 
     def run(tokens_NS: torch.Tensor, kept_K: torch.Tensor, cache: Cache | None) -> tuple[torch.Tensor, Cache | None]:
         kept_K, cached = kept_K.to(rounds.device), cache.get_seq_length() if cache is not None else 0

@@ -22,8 +22,7 @@ def checkpointing_in_evaluation(blocks: Sequence[GradientCheckpointingLayer]) ->
 
     Transformers checkpoints a block only in training mode, which also switches its dropout on
     (``GradientCheckpointingLayer.__call__``, modeling_layers.py:60), so the blocks only seem to train to the code around
-    them. The checkpoint is never reentrant, whatever is configured (``_gradient_checkpointing_func``, line 92): a
-    reentrant one cannot be differentiated with respect to activations.
+    them. A reentrant checkpoint (``_gradient_checkpointing_func``, line 92) has no gradient of activations: none is.
 
     Can go when ``test_blocks_are_checkpointed_in_evaluation_mode_inside`` passes without it.
     """

@@ -114,10 +114,8 @@ class EngineModel:
 
     def sequences_together(self, length: int) -> int:
         """By the token budget of the actor update's micro-batches, or their number of responses."""
-        settings = self.engine.engine_config
-        if settings.use_dynamic_bsz:
-            return max(1, settings.max_token_len_per_gpu // length)
-        return settings.micro_batch_size_per_gpu
+        budget, count = _micro_batch_size(self.engine, gradients=True)
+        return max(1, budget // length) if self.engine.engine_config.use_dynamic_bsz else count
 
 
 def _micro_batch_size(engine: FSDPEngineWithLMHead, *, gradients: bool) -> tuple[int, int]:
@@ -192,16 +190,14 @@ class EngineMicroBatch:
         with hooks.at_head(self.engine.module, lambda hidden_BSD: hidden_BSD[batch_row_K, column_K][None]):
             return self._forward().logits[0]
 
-    def response_log_probs(self) -> list[torch.Tensor]:
-        """By verl's own code."""
+    def response_log_probs(self) -> list[torch.Tensor]:  # by verl's own code
         with autocast(self.engine):
             given = (self._forward(), self._output_args, self.batch)
             outputs = self.engine.prepare_model_outputs(*given, logits_processor_func=None)
         rows = zip(self.rows, outputs["log_probs"].unbind(), strict=True)
         return [of_row[row.start - 1 : len(row.tokens) - 1].float() for row, of_row in rows]
 
-    def hidden_states(self) -> list[torch.Tensor]:
-        """Not with fused kernels."""
+    def hidden_states(self) -> list[torch.Tensor]:  # not with fused kernels
         with hooks.capture_hidden_states(self.engine.module) as captured, autocast(self.engine):
             self._forward()
         return [of_row[row.start :] for row, of_row in zip(self.rows, self.per_row(captured[0]), strict=True)]
@@ -209,8 +205,7 @@ class EngineMicroBatch:
     def at(self, row: int, position: int) -> tuple[int, int]:
         return (0, int(self.offsets_R[row]) + position) if self.packed else (row, position)
 
-    def per_row(self, values_BS: torch.Tensor) -> list[torch.Tensor]:
-        """Also with further dimensions after S."""
+    def per_row(self, values_BS: torch.Tensor) -> list[torch.Tensor]:  # also with further dimensions after S
         lengths = self.offsets_R.diff().tolist()
         if self.packed:
             whole = gather_packed(self.engine, values_BS[0], self._output_args["pad_size"])

@@ -1,5 +1,5 @@
-"""Responses on their way between the trainer and the workers: their order over the ranks, the request of a pass, and its
-reply. Shape suffixes: R responses."""
+"""Responses on their way between trainer and workers: their order over the ranks, the request of a pass, its reply.
+Shape suffixes: R responses."""
 
 from __future__ import annotations
 

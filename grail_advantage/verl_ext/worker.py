@@ -36,14 +36,6 @@ def token_scores(engine: FSDPEngineWithLMHead, request: TensorDict) -> TensorDic
         return build_reply(method.run(rows, model))
 
 
-def _dense(data: TensorDict, name: str) -> TensorDict:
-    """The batch with a field of as many values of every response as one tensor; TransferQueue may give it nested."""
-    if data[name].is_nested:
-        data = data.copy()
-        data[name] = torch.stack(data[name].unbind())
-    return data
-
-
 class TokenWeightTrainingWorker(TrainingWorker):
     """``TrainingWorker`` whose ``train_batch`` leaves out zero-advantage responses, and reads what the others receive,
     where a batch asks for it."""
@@ -57,8 +49,9 @@ class TokenWeightTrainingWorker(TrainingWorker):
         """verl's, over the responses that train (:mod:`grail_advantage.verl_ext.zero_advantage`)."""
         watched = WATCHED in data
         if watched:
-            data = _dense(data, PLACES)
-            places = data[PLACES][:, 0].tolist()
+            places_R2 = torch.stack(data[PLACES].unbind())  # TransferQueue may give it nested
+            data = data.copy()
+            data[PLACES], places = places_R2, places_R2[:, 0].tolist()
         if LEAVE_OUT in data:
             data = without_zero_advantage(self.engine, data)
         if not watched:

@@ -1,17 +1,12 @@
-"""Tiny models of the architectures that people train, drawn at random, and what verl's engine computes with them.
-
-``python -m tests.verl_ext.architectures`` writes the table of ``docs/works_with.md`` from what is measured; ``test_models.py``
-measures the same and compares. Started by ``rank_group.py`` with arguments, it is the one rank of verl's engine.
-"""
+"""Tiny models of the architectures that people train, drawn at random, and what verl's engine computes with them, for
+``test_models.py``. Started by ``rank_group.py``, it is the one rank of verl's engine."""
 
 from __future__ import annotations
 
 import sys
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +18,12 @@ from grail_advantage import Grail, Method, Oar, compute_token_weights
 from grail_advantage.data import Row
 from grail_advantage.verl_ext.engine_model import EngineModel
 from grail_advantage.verl_ext.exchange import FORWARD, PADDED_FORWARD, UPDATE
-from recipe.marked_text import table, write_marked
 from tests.core import oar_reference, reference
 from tests.core.tiny_models import PAD_ID, ROLLOUTS, SIZES, char_tokenizer, encode, id_to_character, make_batch
 from tests.verl_ext.engines import Setup, Sizes, build_engine, own_pass
 from tests.verl_ext.pass_plan import row_of
 from tests.verl_ext.rank_group import of_all_ranks, run_rank, start_ranks
 
-PAGE, MARKER = Path(__file__).parents[2] / "docs" / "works_with.md", "models"
 WINDOW = 20
 """Tokens that a sliding attention sees: fewer than a sequence has."""
 MIXED = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": WINDOW}
@@ -43,7 +36,6 @@ class Family:
 
     config: str
     options: dict[str, Any] = field(default_factory=dict)
-    layers: str = "full attention"
     attention: str = "sdpa"
     """On a CPU; what the model falls back on without flash attention."""
 
@@ -59,33 +51,22 @@ class Family:
 
 
 _DELTA = {f"linear_{name}_head_dim": 8 for name in ("key", "value")} | {
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
+    **{"linear_num_key_heads": 2, "linear_num_value_heads": 4},
+    "layer_types": ["linear_attention", "full_attention"],
 }
-_SLIDING = "sliding and full attention"
 FAMILIES = {
     "Qwen2.5": Family("Qwen2Config", {"tie_word_embeddings": True}),
     "Qwen3": Family("Qwen3Config"),
-    "Qwen3-MoE": Family(
-        "Qwen3MoeConfig", {"num_experts": 4, "moe_intermediate_size": 32, **_MOE}, "full attention, experts"
-    ),
-    "Qwen3.5, text": Family(
-        "Qwen3_5TextConfig",
-        {"layer_types": ["linear_attention", "full_attention"], **_DELTA},
-        "linear and full attention",
-    ),
+    "Qwen3-MoE": Family("Qwen3MoeConfig", {"num_experts": 4, "moe_intermediate_size": 32, **_MOE}),
+    "Qwen3.5, text": Family("Qwen3_5TextConfig", _DELTA),
     "Llama 3": Family("LlamaConfig"),
-    "Mistral": Family("MistralConfig", {"sliding_window": WINDOW}, "sliding attention"),
-    "Gemma 2": Family("Gemma2Config", {**MIXED, "tie_word_embeddings": True}, f"{_SLIDING}, capped logits"),
-    "Gemma 3, text": Family(
-        "Gemma3TextConfig", {**MIXED, "tie_word_embeddings": True}, f"{_SLIDING}, scaled embeddings"
-    ),
+    "Mistral": Family("MistralConfig", {"sliding_window": WINDOW}),
+    "Gemma 2": Family("Gemma2Config", {**MIXED, "tie_word_embeddings": True}),
+    "Gemma 3, text": Family("Gemma3TextConfig", {**MIXED, "tie_word_embeddings": True}),
     "Phi-4": Family("Phi3Config"),
-    "GPT-OSS": Family(
-        "GptOssConfig", {**MIXED, "num_local_experts": 4, **_MOE}, f"{_SLIDING} with sinks, experts", attention="eager"
-    ),
+    "GPT-OSS": Family("GptOssConfig", {**MIXED, "num_local_experts": 4, **_MOE}, attention="eager"),
     "OLMo 2": Family("Olmo2Config"),
-    "OLMo 3": Family("Olmo3Config", MIXED, _SLIDING),
+    "OLMo 3": Family("Olmo3Config", MIXED),
 }
 BATCH = [ROLLOUTS[name] for name in ("text after the box", "box at the end", "several boxes", "right")]
 NOISE = 0.05
@@ -203,41 +184,5 @@ def error(found: Sequence[torch.Tensor], expected: Sequence[Sequence[float]]) ->
     return max(errors)
 
 
-def agrees(name: str, results: dict[str, Any]) -> bool:
-    """Whether the passes of a case give the plain scores."""
-    return "refused" not in results and all(
-        error(results[signal], [scores for scores, _ in plainly(name, signal)]) < CLOSE[signal] for signal in SIGNALS
-    )
-
-
-def page(results: dict[str, dict[str, Any]]) -> str:
-    """The table of the page."""
-    rows = []
-    for name, family in FAMILIES.items():
-        padded, packed = (agrees(name, results[f"{name}, {way}"]) for way in ("padded", "packed"))
-        refused = "refused" if family.attention == "sdpa" else f"refused with `{family.attention}`"
-        rows.append(
-            [
-                name,
-                f"`{type(model_of(name)).__name__}`",
-                family.layers,
-                "agrees" if padded else "**differs**",
-                "agrees" if packed else refused,
-            ]
-        )
-    versions = f"transformers {transformers.__version__}, torch {torch.__version__}, verl {version('verl')}"
-    head = ["model", "class of transformers", "layers", "padded", "packed"]
-    return "\n".join([*table(head, rows), "", f"With {versions}."])
-
-
-def main() -> None:
-    """Write the page."""
-    with tempfile.TemporaryDirectory() as folder:
-        write_marked(PAGE, MARKER, page(measure(Path(folder))))
-
-
 if __name__ == "__main__":
-    if len(sys.argv) > 1:
-        run_rank(Engine, {"passes": CASES}, sys.argv[1:])
-    else:
-        main()
+    run_rank(Engine, {"passes": CASES}, sys.argv[1:])

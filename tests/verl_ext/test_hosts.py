@@ -29,6 +29,7 @@ JUDGED = [row for row, said in enumerate(hosts.RESPONSES) if math.isfinite(said.
 """verl trains nothing of a group in which a reward is not finite, so here all are."""
 RESPONSES = [hosts.RESPONSES[row] for row in JUDGED]
 KEYS = [f"{row // hosts.GROUP_SIZE}_{row % hosts.GROUP_SIZE}_0" for row in JUDGED]
+BOTH = (OLD_LOG_PROBS, ENTROPY)
 
 
 class ModelWorkers:
@@ -47,7 +48,7 @@ class ModelWorkers:
             fields = self._store.rows[key]
             prompt_P, response_T = fields["prompts"], fields["responses"]
             row = Row(torch.cat([prompt_P, response_T]), len(prompt_P), len(response_T), None, 0.0, 0, 0)
-            (columns,) = self._model.micro_batches([row], lambda micro: micro.columns([OLD_LOG_PROBS, ENTROPY]), gradients=False)
+            (columns,) = self._model.micro_batches([row], lambda micro: micro.columns(BOTH), gradients=False)
             for name, of_verl in ((OLD_LOG_PROBS, "log_probs"), (ENTROPY, "entropy")):
                 fields[of_verl] = torch.zeros(len(row.tokens))
                 fields[of_verl][row.start - 1 : -1] = columns[name]
