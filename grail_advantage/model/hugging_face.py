@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, NoReturn, TypeVar
 from weakref import WeakKeyDictionary, WeakSet
@@ -119,29 +119,24 @@ class HuggingFaceModel:
         if self.model in _checked:
             return
         tokens_S = next(iter(rows), torch.zeros(2, dtype=torch.int64))[:CHECKED_TOKENS].to(self.device)
-        first = len(tokens_S) // 2  # not all are read, so that a shift by the model shows
+        ids_1S = tokens_S[None, :-1]
 
-        def own(_some: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-            ids_1S = tokens_S[None, :-1]
-            output = self.model(input_ids=ids_1S, attention_mask=torch.ones_like(ids_1S), use_cache=False)
+        def read(backwards: bool) -> list[torch.Tensor]:
+            """Of a model that only scales or caps each position's logits the order of positions changes none."""
+            around = hooks.at_head(self.model, lambda hidden_BSD: hidden_BSD.flip(1)) if backwards else nullcontext()
+            with around:
+                output = self.model(input_ids=ids_1S, attention_mask=torch.ones_like(ids_1S), use_cache=False)
             logits = getattr(output, "logits", None)
             if not isinstance(logits, torch.Tensor) or logits.ndim != 3:
                 raise ValueError(f"model ({type(self.model).__name__}) gives no logits (B, S, V); {hooks.REMEDY}")
-            if logits.shape[1] != len(tokens_S) - 1:
+            if logits.shape[1] != ids_1S.shape[1]:
                 refuse(self.model)
-            return [hooks.log_probs(logits[0], tokens_S[1:], self.temperature)[first - 1 :]]
-
-        def read(_some: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-            row = replace(whole_row(tokens_S), start=first, length=len(tokens_S) - first)
-            return PaddedRows(self, [row]).response_log_probs()
+            logits_SV = logits[0].flip(0) if backwards else logits[0]
+            return [hooks.log_probs(logits_SV, tokens_S[1:], self.temperature)]
 
         with hooks.evaluation_mode(self.model):
-            try:
-                same = reads_its_logits(self.model, own, read, tokens_S)
-            except IndexError:  # the output embeddings do not get every position
-                same = False
-        if not same:
-            refuse(self.model)
+            if not reads_its_logits(self.model, lambda _: read(False), lambda _: read(True), tokens_S):
+                refuse(self.model)
         _checked.add(self.model)
 
     def _log_probs(self, some: Sequence[torch.Tensor]) -> list[torch.Tensor]:
