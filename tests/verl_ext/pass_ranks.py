@@ -62,6 +62,8 @@ class Experiments:
             before = hooks(engine.module)
             for own in plan.passes_of(name) if after_passes else ():
                 results["own"][own] = self._own(engine, own, setup) | {"leftovers": leftovers(engine, before)}
+            if after_passes:
+                self._own(engine, "saliency, robust", setup)  # the last one before a step is one with gradients
             if setup.adapter:
                 weights, _ = engine.get_per_tensor_param()
                 results["merged"].append({weight: value.clone() for weight, value in weights})
