@@ -30,7 +30,7 @@ from grail_advantage.dump import (
     write_step,
 )
 from grail_advantage.receipt import Batch, Loss, Piece, check
-from grail_advantage.view.page.page import write_report
+from grail_advantage.view.page import write_report
 
 WORDS = 30_000
 LOSS = Loss("vanilla", "clip", "token-mean", options={"low": 0.2, "high": 0.2})

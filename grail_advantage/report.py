@@ -1,77 +1,56 @@
 """``python -m grail_advantage.report RUN``: a run's report, one HTML file that needs no network. docs/report.md reads it.
 
-``--summary`` prints the run's metrics here instead, and ``--terminal`` one rollout. ``--figure`` draws one for a paper.
+``--summary`` prints the run's metrics here instead, ``--terminal`` one rollout, and ``--figure methods`` draws one for a paper.
 """
 
 from __future__ import annotations
 
 import argparse
+import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from statistics import fmean, median
 
-from grail_advantage.receipt.foreign import complain, say
-from grail_advantage.view.page import data
-from grail_advantage.view.page.page import MEGABYTES, REPORT, ROLLOUTS, write_page
-from grail_advantage.view.summary import follow, summary
+from grail_advantage.receipt.foreign import complain, say, visible
+from grail_advantage.view.page import CURVES, MEGABYTES, ROLLOUTS, write_page
+from grail_advantage.view.run import Run, find_response, open_run
+
+LATEST = 10
+"""Steps of the last mean of ``--summary``."""
 
 
 def main(argv: list[str] | None = None) -> int:
     """Write the report and print its path; 1 with a message where there is nothing to show."""
     parser = argparse.ArgumentParser(prog="python -m grail_advantage.report", description=__doc__)
-    parser.add_argument(
-        "run", type=Path, help="a run's folder or its file of metrics, of verl or TRL; or a token dump's folder"
-    )
-    parser.add_argument(
-        "--output",
-        type=Path,
-        help=f"the file; default: RUN/{REPORT}, RUN/report_against_RUN2.html, RUN/KIND.pdf",
-    )
-    parser.add_argument("--against", type=Path, metavar="RUN2", help="a second run, drawn beside the first")
-    parser.add_argument(
-        "--rollouts", type=int, default=ROLLOUTS, help="rollouts in the file at most; default: %(default)s"
-    )
-    parser.add_argument(
-        "--megabytes",
-        type=float,
-        default=MEGABYTES,
-        help="size of the file at most; larger ones get fewer rollouts; default: %(default)g",
-    )
-    parser.add_argument("--terminal", action="store_true", help="show one rollout here, and write nothing")
-    parser.add_argument(
-        "--figure",
-        choices=("response", "methods", "positions", "received"),
-        help="draw a response's weights, those of every method, means by place, or what was received, as SVG, PDF or PNG",
-    )
-    parser.add_argument("--step", type=int, help="of --terminal and --figure; default: the last")
-    parser.add_argument(
-        "--row", type=int, help="of --terminal and --figure, its place in the batch; default: the first with scores"
-    )
-    parser.add_argument(
-        "--mark",
-        type=_range,
-        metavar="START:END",
-        help="of --figure: characters of the response that are its incorrect step; default: those that the dump labels",
-    )
-    parser.add_argument("--width", type=float, default=6.75, help="of --figure, in inches; default: %(default)g")
-    parser.add_argument("--summary", action="store_true", help="print the run's metrics here, and write nothing")
-    parser.add_argument(
-        "--follow", type=int, metavar="PID", help="of --summary: first each step until this process ends"
-    )
+    add = parser.add_argument
+    add("run", type=Path, help="a run's folder or its file of metrics, of verl or TRL; or a token dump's folder")
+    add("--output", type=Path, help="default: RUN/report.html, RUN/report_against_RUN2.html, RUN/methods.pdf")
+    add("--against", type=Path, nargs="+", default=[], metavar="RUN2", help="other runs, drawn beside the first")
+    add("--rollouts", type=int, default=ROLLOUTS, help="rollouts in the file at most; default: %(default)s")
+    add("--megabytes", type=float, default=MEGABYTES, help="size of the file at most; default: %(default)g")
+    add("--terminal", action="store_true", help="show one rollout here, and write nothing")
+    add("--figure", choices=["methods"], help="draw one rollout under each method, as .pdf, .svg or .png")
+    add("--step", type=int, help="of --terminal and --figure; default: the last of the dump")
+    add("--row", type=int, help="of --terminal and --figure, in the step's batch; default: the first with scores")
+    add("--width", type=float, default=6.75, help="of --figure, in inches; default: %(default)g")
+    add("--summary", action="store_true", help="print the run's metrics here, and write nothing")
     args = parser.parse_args(argv)
     try:
+        runs = [open_run(run) for run in (args.run, *args.against)]
         if args.summary:
-            for line in follow(args.run, args.follow) if args.follow else ():
-                say(line)
-            say(*summary(args.run))
-            return 0
-        if args.terminal:
-            _show(args)
-            return 0
-        runs = [data.open_run(run) for run in (args.run, args.against) if run is not None]
-        if args.figure:
-            path = _draw(runs[0], args)
+            say(*summary(runs[0]))
+        elif args.terminal:
+            from grail_advantage.view.terminal import print_rollout
+
+            print_rollout(*find_response(runs[0], args.step, args.row))
+        elif args.figure:
+            from grail_advantage.view.figure import write_figure
+
+            path = args.output or runs[0].folder / "methods.pdf"
+            write_figure(*find_response(runs[0], args.step, args.row), path, args.width)
         else:
-            path = write_page(runs, args.output, rollouts=args.rollouts, megabytes=args.megabytes)
+            path = write_page(runs, args.output, args.rollouts, args.megabytes)
     except ModuleNotFoundError as error:
         extra = "figures" if str(error.name).startswith("matplotlib") else "report"
         complain("report", f"{error}; run `pip install 'grail-advantage[{extra}]'`")
@@ -80,39 +59,34 @@ def main(argv: list[str] | None = None) -> int:
         complain("report", str(error))
         return 1
     for run in runs:
-        complain("report", *run.problems, *run.lacks)
-    say(str(path.resolve()))
+        complain("report", *dict.fromkeys([*run.problems, *run.dump.problems]))
+    if not (args.summary or args.terminal):
+        say(str(path.resolve()))
     return 0
 
 
-def _show(args: argparse.Namespace) -> None:
-    """Show a rollout, and print the unreadable parts of the run."""
-    from grail_advantage.view.terminal import print_rollout
+def summary(run: Run) -> Iterator[str]:
+    """Lines with the first and last value of each metric that the page draws, and the mean of the last :data:`LATEST`.
 
-    run = data.open_run(args.run)
-    if run.dump is None:
-        raise ValueError(*run.lacks)
-    print_rollout(run.dump, args.step, args.row)
-    complain("report", *run.problems)
-
-
-def _draw(run: data.Run, args: argparse.Namespace) -> Path:
-    """Write a figure, and print what is missing in it."""
-    from grail_advantage.view.figures import write_figure
-
-    path = args.output or run.folder / f"{args.figure}.pdf"
-    missing = write_figure(run, args.figure, path, width=args.width, step=args.step, row=args.row, mark=args.mark)
-    if missing and path.suffix != ".svg":
-        complain("report", f"no font has {missing}, drawn as boxes; a .svg leaves them to its viewer's fonts")
-    return path
-
-
-def _range(text: str) -> tuple[int, int]:
-    try:
-        start, end = map(int, text.split(":"))
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} must be START:END, as in 120:164") from None
-    return start, end
+    Raises:
+        ValueError: the run has logged no step.
+    """
+    if not run.metrics:
+        raise ValueError(f"{run.folder} has no metrics yet")
+    seconds = [value for name in ("timing_s/step", "step_time") for value in run.metrics.get(name, {}).values()]
+    yield f"{run.folder}: {len(seconds)} training steps" + (
+        f", {median(seconds):.1f} s each (median)" if seconds else ""
+    )
+    patterns = "|".join(f"({pattern})" for own in CURVES.values() for pattern in own)
+    names = [name for name in run.metrics if re.fullmatch(patterns, name)]
+    width = max([0, *map(len, names)])
+    yield "  " + " " * width + "".join(f"{head:>12}" for head in ("steps", "first", "last", f"mean of {LATEST}"))
+    for name in names:
+        points = run.metrics[name]
+        values = list(points.values())
+        figures = (values[0], values[-1], fmean(values[-LATEST:]))
+        cells = [f"{min(points)} to {max(points)}", *(f"{value:.3f}" for value in figures)]
+        yield f"  {visible(name, breaks=False):<{width}}" + "".join(f"{cell:>12}" for cell in cells)
 
 
 if __name__ == "__main__":

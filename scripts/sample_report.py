@@ -17,7 +17,7 @@ from pathlib import Path
 
 from grail_advantage.analyze import analyze, methods_for
 from grail_advantage.view.analysis import Response
-from grail_advantage.view.page.page import write_report
+from grail_advantage.view.page import write_report
 from verl_cpu.tiny.sampling import MAX_RESPONSE_TOKENS, prompt_ids, sample, uniform
 from verl_cpu.tiny.shipped import load_shipped
 from verl_cpu.tiny.task import boxed_answer, find_errors, problems

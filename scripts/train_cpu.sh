@@ -69,9 +69,12 @@ echo "3/3 reinforcement learning; full output: $run_dir.log ($SECONDS s)" >&2
 "${train[@]}" >&8 2>&1 &
 run_pid=$!
 trap 'kill "$run_pid" 2>/dev/null || true' EXIT
-.venv/bin/python -m grail_advantage.report "$run_dir" --summary --follow "$run_pid" || true
+# A line for each step, from {"step":3,"data":{..., "critic/score/mean":0.5, ...}}.
+tail -n 0 -F --pid="$run_pid" "$run_dir/metrics.jsonl" 2>/dev/null |
+    sed -unE 's/.*"step": ?([0-9]+).*"critic\/score\/mean": ?([0-9.]+).*/  step \1  reward \2/p' || true
 status=0
 wait "$run_pid" || status=$?
+.venv/bin/python -m grail_advantage.report "$run_dir" --summary || true
 if ((status)); then
     echo "the run ended with status $status; the end of $run_dir.log:" >&2
     tail -n 40 "$run_dir.log" >&2

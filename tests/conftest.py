@@ -24,8 +24,6 @@ GROUPS = {
         *("verl_ext/test_models.py", "verl_ext/test_received.py", "verl_ext/test_command_line.py"),
         *("run_life/test_run_life.py", "benchmarks/test_benchmarks.py"),
     ),
-    # A process fine-tunes the bench's small model once, and writes the reports for the browser once.
-    "pages": ("view/test_browser.py", "view/test_browser_hostile.py"),
 }
 # A file of more than half a minute that begins last would leave the other cores idle.
 LONGEST = (

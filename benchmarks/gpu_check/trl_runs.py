@@ -25,7 +25,8 @@ import torch
 from benchmarks.gpu_check.outcome import Outcome
 from benchmarks.gpu_check.plain import JUDGED, precision
 from grail_advantage.data import Rollouts
-from grail_advantage.view.page.data import read_metrics
+from grail_advantage.dump import METRICS_FILE
+from grail_advantage.view.run import read_metrics
 from verl_cpu.tiny.sampling import judge, prompt_ids
 from verl_cpu.tiny.shipped import load_shipped
 from verl_cpu.tiny.task import Problem, random_problems, solve
@@ -75,7 +76,7 @@ def run_tiny(outcome: Outcome, device: str = "cuda") -> None:
 
 def run_smollm2(outcome: Outcome, device: str = "cuda") -> None:
     """Part d; on the CPU with few steps, after which no response need be correct."""
-    from grail_advantage.view.page.page import write_report
+    from grail_advantage.view.page import write_report
     from verl_cpu.tiny.smollm2 import load_smollm2
     from verl_cpu.tiny.warm_up import WarmUpSettings, warm_up
 
@@ -170,10 +171,12 @@ def run_example(
         while running:
             time.sleep(1)
             running = process.poll() is None
-            logged, _ = read_metrics(run_dir)
+            logged = read_metrics(run_dir / METRICS_FILE, [])
+            shown = {label: logged[name] for name, label in names.items() if name in logged}
+            steps = sorted({step for points in shown.values() for step in points})
             curve = {
-                str(step): {label: round(data[name], 4) for name, label in names.items() if name in data}
-                for step, data in logged.items()
+                str(step): {label: round(points[step], 4) for label, points in shown.items() if step in points}
+                for step in steps
             }
             outcome.figures(f"Run of {method}, by step", curve)
     outcome.check(f"{method}: the run ends well", process.returncode == 0, f"exit status {process.returncode}")

@@ -5,49 +5,64 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
+from typing import Any
 
-from grail_advantage.dump import TokenDump, read_dump
+from grail_advantage.dump import METRICS_FILE, TOKENS, TokenDump, read_dump
 from grail_advantage.receipt import report
-from grail_advantage.view.places import STATE, find, is_log
+
+LOSS_NAME = (
+    "In brackets: the name of the loss in the trainer's settings (verl's policy_loss.loss_mode, where vanilla is PPO's clipped "
+    "loss; TRL's loss_type)."
+)
 
 
-def rollout_names(dump: TokenDump | None) -> Callable[[int, int, str], str | None]:
-    """Gives the name that the page has for a response, from its step, update and key; each step's file is read once."""
+def rollout_names(dump: TokenDump) -> Callable[[int, int, str], str | None]:
+    """Gives the name that the page has for a response, from its step, update and key; the dump is read for the first one."""
 
     @cache
-    def of_step(step: int) -> dict[tuple[int, str], str]:
-        rows = () if dump is None else dump.rows([step])
-        return {(row.update, row.key): f"{row.step}{f'u{row.update}' if row.update else ''}.{row.row}" for row in rows}
+    def names() -> dict[tuple[int, int, str], str]:
+        rows = dump.table(["step", "update", "key", "row"]).to_pylist()
+        ends = {update: f"u{update}" if update else "" for update in {row["update"] for row in rows}}
+        return {
+            (row["step"], row["update"], row["key"]): f"{row['step']}{ends[row['update']]}.{row['row']}" for row in rows
+        }
 
-    return lambda step, update, key: of_step(step).get((update, key))
+    return lambda step, update, key: names().get((step, update, key))
+
+
+def run_receipts(dump: TokenDump) -> dict[str, Any] | None:
+    """What arrived in a run, in words and with links to the tokens of examples; ``None`` where it kept no receipt."""
+    records = dump.receipts()
+    if not records:
+        return None
+    whole = report.run_receipt(records, rollout_names(dump))
+    unseen = f"{LOSS_NAME} {report.unseen(whole)}" if whole["losses"] else report.unseen(whole)
+    return {"summary": report.summary(whole), "unseen": unseen, "findings": whole["findings"]}
 
 
 def main(argv: list[str] | None = None) -> int:
     """Print one page; :func:`grail_advantage.receipt.report.main`."""
-    folders: list[Path] = []
+    dumps: list[TokenDump] = []
 
     def read(path: Path, problems: list[str]) -> Sequence[report.Record]:
-        try:
-            places = find(path)
-        except (ValueError, OSError) as error:
-            problems.append(str(error))
-            return []
-        if places.curves == path and path.name != STATE and not is_log(path):
+        if path.is_file() and path.name != METRICS_FILE:
             return report.read(path, problems)
-        folders.extend([places.tokens] if places.tokens else [])
-        dumps = [read_dump(folder) for folder in folders]
-        records = [record for dump in dumps for record in dump.receipts()]
-        problems += [problem for dump in dumps if dump.files for problem in dump.problems]
-        return records
+        folder = path.parent if path.is_file() else path
+        for dump in map(read_dump, (folder / TOKENS, folder)):
+            records = dump.receipts()
+            if records or dump.files:
+                dumps.append(dump)
+                problems += dump.problems if dump.files else []
+                return records
+        return []
 
-    @cache
-    def names() -> Callable[[int, int, str], str | None]:
-        return rollout_names(read_dump(folders[0]) if folders else None)
-
+    names = cache(lambda: rollout_names(dumps[0]))
     return report.main(
         argv,
         read=read,
         called="a run's folder (with tokens/), a token dump's, or a file of JSON lines",
-        remedy=lambda path: f"{find(path).remedy}; received=false must not be among the dump's options",
-        rollout=lambda step, update, key: names()(step, update, key),
+        remedy=lambda path: (
+            "train with a token dump, and without received=false among its options (docs/token_dump.md)"
+        ),
+        rollout=lambda step, update, key: names()(step, update, key) if dumps else None,
     )

@@ -10,7 +10,7 @@ import pytest
 from grail_advantage import turn_advantages, turns_to_tokens
 from grail_advantage.data import runs
 from grail_advantage.dump import DumpRow
-from grail_advantage.view.page.page import write_report
+from grail_advantage.view.page import write_report
 from tests.verl_ext import whole_run
 from verl_cpu.tiny.agent import called_step, check
 from verl_cpu.tiny.prepare import prepare

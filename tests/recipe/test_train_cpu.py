@@ -27,7 +27,6 @@ verl.trainer.main_ppo)
     echo "already finished: a checkpoint" && exit "$(<status.txt)" ;;
 grail_advantage.report)
     [[ $4 == --summary ]] || {{ echo report.html && exit; }}
-    while kill -0 "$6" 2>/dev/null; do sleep 0.1; done
     echo "the summary" ;;
 verl_cpu.tiny.prepare) ;;
 *) exec {shlex.quote(sys.executable)} "$@" ;;

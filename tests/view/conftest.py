@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from grail_advantage.view.page.page import write_report
+from grail_advantage.view.page import write_report
 from tests.view.browser import executable, launched
 from tests.view.synthetic import write_conversations, write_dump, write_metrics
 
@@ -75,5 +75,5 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_report(folder / "talks")
     write_report(folder / "grail")
     write_report(folder / "analyze")
-    write_report(folder / "grail", folder / "both.html", against=folder / "uniform")
+    write_report(folder / "grail", folder / "both.html", against=[folder / "uniform"])
     return folder

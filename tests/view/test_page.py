@@ -1,155 +1,392 @@
-"""The report's file: its index, its choice of rollouts, its notes on broken runs, and the scripts that may run in it."""
+"""The page's data, decoded, against the dump's and values worked out by hand; runs on the disk, terminal and figure."""
 
 from __future__ import annotations
 
 import base64
 import gzip
-import hashlib
 import json
+import math
 import re
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
+from rich.console import Console
+from scipy import stats
 
-from grail_advantage.answers.span import AnswerSpan
-from grail_advantage.dump import DumpHeader, read_dump, write_step
-from grail_advantage.view.page import by_position, data
-from grail_advantage.view.page import index as index_page
-from grail_advantage.view.page.page import render, write_report
-from tests.dumps import changed, table_of
-from tests.view.synthetic import text_row, write_dump, write_metrics
+from grail_advantage import report
+from grail_advantage.dump import RECEIVED_SCHEMA, DumpHeader, DumpRow, read_dump, write_received, write_step
+from grail_advantage.receipt import Finding
+from grail_advantage.view import profile, receipt
+from grail_advantage.view.page import json_arrays, render, write_report
+from grail_advantage.view.run import find_response, open_run
+from grail_advantage.view.terminal import print_rollout
+from grail_advantage.view.turns import turns
+from tests.dumps import HOSTILE, dump_row, method_columns, received_header, table_of
+from tests.view.synthetic import conversation_row, write_dump, write_metrics
+
+NAN = math.nan
 
 
-def index_of(*folders: Path, **options: Any) -> dict[str, Any]:
-    """The index of the page of a run, or of two."""
-    page = render([data.open_run(folder) for folder in folders], **options)
-    block = re.search(r'<script type="text/plain" id="index">(.*?)</script>', page)
-    assert block is not None
-    return json.loads(gzip.decompress(base64.b64decode(block[1]))) | {"size": len(page)}
-
-
-@pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("runs") / "tiny" / "grail"
-    write_metrics(folder, 10)
-    write_dump(folder / "tokens", (1, 5, 10))
+def write(folder: Path, rows: list[DumpRow], **header: Any) -> Path:
+    """A run with a dump of these rows, a file a step."""
+    for step in {row.step for row in rows}:
+        own = [row for row in rows if row.step == step]
+        write_step(folder / "tokens", DumpHeader(step=step, **{"method": "grail", **header}), table_of(own))
     return folder
 
 
-def test_only_its_own_scripts_and_styles_may_run(run: Path) -> None:
-    """The policy comes before them, and nothing of the page is elsewhere."""
-    page = render([data.open_run(run)])
-    policy = re.search(r'http-equiv="Content-Security-Policy" content="([^"]*)"', page)
-    assert policy is not None and page.index("Content-Security-Policy") < page.index("<style>") < page.index("<script")
-    rules = {part.split()[0]: part.split()[1:] for part in policy[1].split("; ")}
-
-    def hashes(pattern: str) -> list[str]:
-        texts = re.findall(pattern, page, flags=re.DOTALL)
-        return [f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'" for text in texts]
-
-    assert rules["default-src"] == rules["connect-src"] == rules["base-uri"] == rules["form-action"] == ["'none'"]
-    assert rules["script-src"] == hashes(r"<script(?: type=\"module\")?>(.*?)</script>") != []
-    assert rules["style-src"] == hashes(r"<style>(.*?)</style>") != []
-    shell = re.sub(r"<(script|style).*?</\1>", "", page, flags=re.DOTALL)
-    assert not re.search(r"\s(?:src|srcset|data|action|poster|on\w+|style)=", shell)
-    assert re.findall(r'href="([^"]*)"', shell) == ["#rollouts"]
+def unpack(text: str) -> dict[str, Any]:
+    return json.loads(gzip.decompress(base64.b64decode(text)))
 
 
-def test_the_file_is_written_whole_and_names_no_place(run: Path, tmp_path: Path) -> None:
-    path = write_report(run, tmp_path / "new" / "page.html")
-    text = path.read_text(encoding="utf-8")
-    assert [entry.name for entry in path.parent.iterdir()] == ["page.html"] and text.endswith("</html>\n")
-    assert text == render([data.open_run(run)]), "the same run makes the same file"
-    assert str(run.parents[2]) not in json.dumps(index_of(run)) + text
+def content_of(page: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """The index of a page, and its rollouts."""
+    index = re.search(r'id="index">([^<]*)<', page)
+    assert index is not None
+    return unpack(index[1]), [unpack(block) for block in re.findall(r'id="r\d+">([^<]*)<', page)]
 
 
-def test_curves_and_means_of_a_run(run: Path) -> None:
-    """Numbers of single responses are read in test_browser.py."""
-    index, rows = index_of(run), list(read_dump(run / "tokens"))
-    assert index["rows"]["length"] == [len(row) for row in rows]
-    metrics, _ = data.read_metrics(run)
-    reward = next(curve for curve in index["curves"] if curve["title"] == "Training reward")["lines"][0]
-    assert reward["values"] == pytest.approx([metrics[step]["critic/score/mean"] for step in reward["steps"]])
-    position, table = index["position"]["grail"], by_position.row_tables(rows)[""]
-    assert position["all"][0]["mean"] == pytest.approx(by_position.profiles(table)["right"].mean.tolist(), rel=1e-5)
-    wrong = by_position.by_step(table, "wrong")[1]
-    assert np.allclose(np.array(position["of_step"]["wrong"], dtype=float), wrong, rtol=1e-5, equal_nan=True)
+def page_of(*runs: Path, **options: Any) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    return content_of(render([open_run(run) for run in runs], **options))
 
 
-def test_missing_and_flat_lines_are_explained(tmp_path: Path) -> None:
-    span = AnswerSpan(2, 2, 3, 3)
+# ---------------------------------------------------------------------------------------------------------------------- values
+
+
+def test_every_value_of_the_page_is_the_dumps(tmp_path: Path) -> None:
+    write_dump(tmp_path / "tokens", (1, 5), filler=1)
+    index, blocks = page_of(tmp_path)
+    rows = list(read_dump(tmp_path / "tokens"))
+    assert len(rows) == len(blocks) == len(index["rows"]) == 48
+    for row, facts, block in zip(rows, index["rows"], blocks, strict=True):
+        assert (facts["step"], facts["row"], facts["answer"]) == (row.step, row.row, row.answer)
+        problem = index["problems"][facts["problem"]]
+        assert (problem["prompt"], problem["ground_truth"]) == (row.prompt, row.ground_truth)
+        columns = {name: np.array(values, dtype=float) for name, values in block["columns"].items() if values}
+        for name, values_T in {
+            "weight": row.weight_T, "score": row.score_T, "advantage": row.advantage_T, "mask": row.mask_T,
+            "base_advantage": row.base_advantage_T, "surprisal": -row.old_log_prob_T, "entropy": row.entropy_T,
+        }.items():  # fmt: skip
+            if np.isfinite(values_T).any():
+                np.testing.assert_allclose(columns[name], values_T, rtol=5.1e-4)
+        assert facts["spread"] == pytest.approx(row.weight_T[row.mask_T].std(), rel=1e-3)
+
+
+def test_numbers_keep_four_digits_and_nothing_else_is_one() -> None:
+    values = np.float32([1.23456, -98765.4, 3.00049e-7, 0, 1, NAN, np.inf, -0.375])
+    texts = json_arrays(values, np.array([0, 3, 3, 8], dtype=np.int32))
+    assert [text and json.loads(text) for text in texts] == [[1.235, -98770, 3e-7], None, [0, 1, None, None, -0.375]]
+
+
+def test_received_by_epoch_effect_and_mismatch(tmp_path: Path) -> None:
+    """Two optimiser steps of one response; the other was left out. Half of the three tokens with an advantage moved with it."""
+    sampler = np.float32([-1.5, -0.5, -2.0])
     rows = [
-        text_row(
-            ["a", " b", "2"], row=i, answer=None, outcome=outcome, span=span, weight_T=np.ones(3), no_scores=reason
-        )
-        for i, (outcome, reason) in enumerate(
-            [("right", "outside the gate"), ("right", "truncated"), ("wrong", None)] * 2
-        )
+        dump_row([1.0, 2.0, 0.0], key=f"a_{row}_0", row=row, old_log_prob_T=sampler - np.float32(1e-3))
+        for row in (0, 1)
     ]
-    rows[0] = changed(rows[0], no_scores="truncated")
-    write_step(tmp_path, DumpHeader(step=1, method="grail"), table_of(rows))
-    missing, flat = index_of(tmp_path)["explained"]["grail"]
-    assert "correct" in missing and "4" in missing and "truncated" in missing and flat.startswith("Flat at 1")
-    write_step(tmp_path, DumpHeader(step=1, method="grail"), table_of([changed(row, no_scores=None) for row in rows]))
-    assert index_of(tmp_path)["explained"]["grail"] == [flat]
+    for row in rows:
+        row.rollout_log_probs_T = sampler
+    write(tmp_path, rows)
+    nothing = np.full(3, NAN, dtype="f4")
+    received = {
+        "key": ["a_1_0", "a_0_0"],
+        "updates": [[], [0, 1]],
+        "received": [nothing, np.float32([0.5, 0.25, 0])],
+        "clipped": [nothing, np.float32([0, 0.5, 0])],
+        "by_update": [[], [np.float32([0.5, 0.5, 0]), np.float32([0.5, 0, 0])]],
+        "clipped_by_update": [[], [np.float32([0, 0, 0]), np.float32([0, 1, 0])]],
+        "effect": [nothing, np.float32([0.01, -0.02, 0.3])],
+    }
+    write_received(tmp_path / "tokens", received_header(1, loss="vanilla"), pa.table(received, schema=RECEIVED_SCHEMA))
+    index, (block, other) = page_of(tmp_path)
+    columns = block["columns"]
+    assert columns["received"] == [0.5, 0.25, 0] and columns["by_update"] == [[0.5, 0.5, 0], [0.5, 0, 0]]
+    assert columns["clipped_by_update"] == [[0, 0, 0], [0, 1, 0]] and columns["effect"] == [0.01, -0.02, 0.3]
+    assert columns["mismatch"] == pytest.approx([1e-3] * 3, rel=1e-3), "the difference before it is rounded"
+    assert [row["updates"] for row in index["rows"]] == [2, 0] and other["columns"]["received"] == [None] * 3
+    assert index["runs"][0]["effect"].startswith("50 % of 2 tokens")
+    assert {"effect", "mismatch", "received"} <= set(index["overlays"])
 
 
-def test_prompts_in_one_line_without_their_template() -> None:
-    asked = ["How much is 1 + 2?", "How much is\n1 + 3, where 2 < 3?", "A"]
-    chats = [
-        f"<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n{text}\nUse a box.<|im_end|>\n" for text in asked
+def test_several_methods_and_one_that_gives_advantages(tmp_path: Path) -> None:
+    methods = {
+        "grail": method_columns(score_T=np.float32([1, 2]), weight_T=np.float32([0.5, 1.5])),
+        "turns": method_columns(weight_T=np.ones(2, "f4"), advantage_T=np.float32([1, -1]), no_scores="none"),
+    }
+    index, (block,) = page_of(write(tmp_path, [dump_row([0.5, 1.5], methods=methods, base_advantage_T=[0.5, 0.5])]))
+    assert index["methods"] == ["grail", "turns"] and index["runs"][0]["given"] == ["turns"]
+    assert list(index["runs"][0]["profiles"]) == ["grail"] and index["overlays"][0] == "weight"
+    columns = block["columns"]
+    assert columns["weight:grail"] == [0.5, 1.5] and columns["advantage:grail"] == [0.25, 0.75]
+    assert columns["advantage:turns"] == [1, -1] and index["rows"][0]["no_scores_of"] == {
+        "grail": None,
+        "turns": "none",
+    }
+    given = dump_row([1.0, 1.0], advantage_T=[1.0, -2.0], base_advantage_T=[0.5, 0.5])
+    index, _ = page_of(write(tmp_path / "given", [given], method="step_values"))
+    assert index["runs"][0]["given"] == ["step_values"] and index["overlays"][0] == "advantage"
+    assert index["rows"][0]["spread"] == 1.5
+
+
+@pytest.mark.parametrize(
+    ("given", "align", "wanted"),
+    [
+        ([1.0, -1, 0.5], "turns", [1, -1, 0.5]),
+        ([1.0, -1], "calls", [1, -1, None]),
+        ([[1.0, -1.0, 0.5], None, [None, 2.0]], "turns", [0.5, None, 2]),
+        ([1.0, -1.0, 0.5], "calls", [None] * 3),  # two calls in a turn, or one in the last
+        ([1.0, -1.0, 0.5, None, 2.0], "turns", [None] * 3),
+        *((broken, "turns", [None] * 3) for broken in ([1.0, NAN, 0.5], ["1", 2, 3], [True, 2, 3], {"0": 1.0}, "much")),
+    ],
+)
+def test_rewards_belong_to_turns(given: Any, align: str, wanted: list[Any]) -> None:
+    found = turns({"tool": [[2, 4], [5, 6]], "turn_rewards": given}, 8, align)
+    assert found == [
+        [start, end, reward] for (start, end), reward in zip([(0, 2), (4, 5), (6, 8)], wanted, strict=True)
     ]
-    assert index_page.one_line([*chats, chats[0]]) == [" ".join(text.split()) for text in [*asked, asked[0]]]
-    assert index_page.one_line([chats[0]] * 2) == [" ".join(chats[0].split())] * 2
-    assert index_page.one_line(["x\n", "x\nx\n", ""]) == ["x", "x x", ""] and index_page.one_line([]) == []
 
 
-def test_a_prompt_in_both_runs_is_one_problem(run: Path, tmp_path: Path) -> None:
-    write_dump(tmp_path / "other" / "tokens", (1, 7), seed=9, problems=4)
-    index = index_of(run, tmp_path / "other")
-    one, other = ({g["problem"] for g in index["groups"] if g["run"] == number} for number in (0, 1))
-    assert len(one & other) == 6
-    assert len(index["problems"]) == len({problem["prompt"] for problem in index["problems"]})
-    assert [entry["name"] for entry in index["runs"]] == ["grail", "other"]
+def test_turns_are_what_no_other_wrote() -> None:
+    for tool in ([], "x", None, [[2]], [[4, 2]], [[5, 6], [2, 4]], [[2, 9]], [["2", "4"]]):
+        assert turns({"tool": tool}, 8, None) == [[0, 8, None]]
+    assert turns({"tool": [[0, 3]]}, 8, None) == [[3, 8, None]] and turns({"tool": [[0, 8]]}, 8, None) == []
 
 
-def test_whole_problems_of_every_step_are_chosen(run: Path) -> None:
-    index = index_of(run, rollouts=30)
-    assert len(index["rows"]["step"]) == 24 and [group["step"] for group in index["groups"]] == [1, 5, 10]
-    assert all(index["rows"]["group"].count(number) == 8 for number in range(3))
-    assert "24 of the 72 rollouts" in index["notes"][0] and "--rollouts" in index["notes"][0]
-    assert index["position"] == index_of(run)["position"], "responses that are not on the page count in the means"
-    assert [group["step"] for group in index_of(run, rollouts=16)["groups"]] == [1, 10]
+# -------------------------------------------------------------------------------------------------------------------- profiles
 
 
-def test_rollouts_are_left_out_to_fit(tmp_path: Path) -> None:
-    write_dump(tmp_path, range(1, 11), problems=13, filler=20)
-    whole, index = index_of(tmp_path, megabytes=9), index_of(tmp_path, megabytes=1)
-    assert len(whole["rows"]["step"]) == 1040 and 1e6 < whole["size"] < 9e6
-    assert 0.8e6 < index["size"] < 1e6 and 80 <= len(index["rows"]["step"]) < 1040
-    assert {group["step"] for group in index["groups"]} == set(range(1, 11))
-    assert "--megabytes" in index["notes"][0] and max(index["rows"]["group"]) == len(index["groups"]) - 1
-    assert index["position"] == whole["position"], "means are over all rollouts"
+def test_profiles_against_a_loop_over_tokens(tmp_path: Path) -> None:
+    write_dump(tmp_path / "tokens", (1,), problems=4)
+    dump = read_dump(tmp_path / "tokens")
+    found = profile.profiles(dump.table())
+    for row, own in zip(dump, found, strict=True):
+        end = row.span.start if row.span else len(row)
+        inside = [weight for weight, trains in zip(row.weight_T[:end], row.mask_T[:end], strict=True) if trains]
+        bins: list[list[float]] = [[] for _ in range(profile.BINS)]
+        for i, weight in enumerate(inside):
+            bins[int((i + 0.5) / len(inside) * profile.BINS)].append(float(weight))
+        assert own == pytest.approx([np.mean(each) if each else NAN for each in bins], nan_ok=True, rel=1e-5)
 
 
-def test_broken_and_missing_parts(tmp_path: Path) -> None:
-    write_dump(tmp_path / "cut" / "tokens", (1, 5))
-    last = tmp_path / "cut/tokens/step_000005.parquet"
-    last.write_bytes(last.read_bytes()[:2500])
-    index = index_of(tmp_path / "cut")
-    assert set(index["rows"]["step"]) == {1} and len(index["rows"]["step"]) == 24 and not index["curves"]
-    assert ["step_000005.parquet" in note for note in index["notes"]] == [True]
+def test_profiles_of_masked_and_short_responses() -> None:
+    rows = [
+        dump_row([2.0, 9.0, 4.0, 100.0], span=(3, 3, 4, 4), mask_T=[True, False, True, True]),
+        dump_row([3.0], key="b"),
+        dump_row([7.0], key="c", span=(0, 0, 1, 1)),
+    ]
+    table = table_of(rows)
+    found = profile.profiles(table)
+    filled = [{k: value for k, value in enumerate(own) if np.isfinite(value)} for own in found.tolist()]
+    assert filled == [{5: 2.0, 15: 4.0}, {10: 3.0}, {}]
 
-    run = tmp_path / "metrics"
-    write_metrics(run, 2)
-    with (run / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 3, "data": {"critic/score/mean": NaN, "actor/entropy": Infinity}}\n{"step": 4, "da')
-    index = index_of(run)
-    reward = next(curve for curve in index["curves"] if curve["title"] == "Training reward")["lines"][0]
-    assert reward["steps"] == [1, 2, 3] and reward["values"][2] is None
-    assert any("metrics.jsonl:" in note for note in index["notes"]) and not index["rows"]["step"]
-    short = [text_row([], row=0), text_row(["x"], row=1, base_advantage_T=None, advantage_T=None, score_T=None)]
-    write_step(run / "tokens", DumpHeader(step=1, method="grail"), table_of(short))
-    assert index_of(run / "tokens")["rows"]["length"] == [0, 1]
+
+def test_intervals_by_hand_and_against_scipy() -> None:
+    """Five prompts of two responses: mean 4, residuals by prompt -8, -4, 0, 4 and 8, variance 5/4 * 160 / 100 = 2."""
+    values, groups = np.repeat([[0.0], [2.0], [4.0], [6.0], [8.0]], 2, axis=0), np.repeat([7, 9, 8, 1, 0], 2)
+    mean, half = profile.clustered_means(values, groups)
+    assert mean.tolist() == [4.0] and half == pytest.approx([stats.t.ppf(0.975, 4) * math.sqrt(2)], rel=4e-3)
+    mean, half = profile.clustered_means(values[:8], groups[:8])
+    assert mean.tolist() == [3.0] and np.isnan(half).all(), "of four prompts there is none"
+    values = np.array([[1.0, NAN], [3.0, NAN], [NAN, NAN], [5.0, 2.0], [7.0, NAN], [9.0, NAN]])
+    mean, half = profile.clustered_means(values, np.arange(6))
+    assert mean.tolist() == [5.0, 2.0] and np.isfinite(half[0]) and np.isnan(half[1])
+    degrees = np.array([4, 5, 10, 100, 1023])
+    assert profile.student_95(degrees) == pytest.approx(stats.t.ppf(0.975, degrees), rel=4e-3)
+
+
+def test_lines_by_outcome_are_over_all_responses_with_scores(tmp_path: Path) -> None:
+    rows = []
+    for step in range(1, 7):
+        known = {"step": step, "group": 0}
+        rows += [dump_row([step, 1.0], row=0, **known), dump_row([2.0 * step, 0.0], row=1, outcome="wrong", **known)]
+        rows += [dump_row([9.0], row=2, group=1, step=step, no_scores="no answer", outcome=None)]
+    index, blocks = page_of(write(tmp_path, rows), rollouts=4)
+    right, wrong = index["runs"][0]["profiles"]["grail"]
+    assert (right["rows"], wrong["rows"]) == (6, 6) and len(blocks) < 18, "also those that the page does not hold"
+    assert right["mean"][5] == 3.5 and wrong["mean"][5] == 7 and wrong["mean"][15] == 0
+    half = stats.t.ppf(0.975, 5) * np.std(2 * np.arange(1, 7), ddof=1) / math.sqrt(6)
+    assert wrong["half"][5] == pytest.approx(half, rel=4e-3)
+
+
+# ------------------------------------------------------------------------------------------------------------ limits and runs
+
+
+def test_the_page_holds_whole_groups_evenly_over_the_steps(tmp_path: Path) -> None:
+    write_dump(tmp_path / "tokens", range(1, 9), problems=4)
+    for rollouts, steps in ((64, list(range(1, 9))), (16, [1, 8]), (24, [1, 5, 8]), (1, [1])):
+        index, blocks = page_of(tmp_path, rollouts=rollouts)
+        groups = [row["group"] for row in index["rows"]]
+        assert all(groups.count(group) == 8 for group in groups), "whole groups"
+        assert len(blocks) == max(8, rollouts) and sorted({row["step"] for row in index["rows"]}) == steps
+        assert f"{len(blocks)} of the 256 rollouts" in index["notes"][0]
+    assert page_of(tmp_path)[0]["notes"] == []
+
+
+def test_the_page_keeps_to_its_bytes(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    rows = []
+    for step in (1, 2, 3, 4):
+        for row in range(32):
+            weights = rng.lognormal(size=6000)
+            rows.append(dump_row(weights, step=step, row=row, group=row // 4, score_T=rng.normal(size=6000)))
+    whole = len(render([open_run(write(tmp_path, rows))]))
+    assert whole > 3e6
+    for megabytes in (1, 2):
+        text = render([open_run(tmp_path)], megabytes=megabytes)
+        held = [row["step"] for row in content_of(text)[0]["rows"]]
+        assert 0.6e6 * megabytes < len(text) < 1e6 * megabytes
+        assert len(held) < 128 and max(map(held.count, held)) - min(map(held.count, (1, 2, 3, 4))) <= 8
+    with pytest.raises(ValueError, match="--megabytes 0"):
+        write_report(tmp_path, megabytes=0)
+
+
+def test_runs_beside_each_other_with_stock_ones(tmp_path: Path) -> None:
+    """Curves of a stock run of verl, by its log, and of TRL, by its state; one name a run; the same problem is one."""
+    write_metrics(tmp_path / "own", 4)
+    write_dump(tmp_path / "own" / "tokens", (1, 2))
+    write_dump(tmp_path / "second" / "tokens", (2,), seed=1)
+    (tmp_path / "project").mkdir()
+    (tmp_path / "project" / "stock.jsonl").write_text('{"step": 3, "data": {"critic/score/mean": 0.25, "x": null}}\n')
+    for step in (2, 10):
+        history = [{"step": 1, "reward": 0.5}, {"step": step, "reward": 0.75, "loss": 1}]
+        state = tmp_path / "trl" / f"checkpoint-{step}" / "trainer_state.json"
+        state.parent.mkdir(parents=True)
+        state.write_text(json.dumps({"log_history": history}))
+    index, blocks = page_of(tmp_path / "own", tmp_path / "second", tmp_path / "project" / "stock", tmp_path / "trl")
+    assert [run["name"] for run in index["runs"]] == ["own", "second", "stock", "trl"]
+    assert len(blocks) == 72 and {row["run"] for row in index["rows"]} == {0, 1}
+    assert index["metrics"][2] == {"critic/score/mean": [[3, 0.25]], "x": [[3, None]]}
+    assert index["metrics"][3] == {"reward": [[1, 0.5], [10, 0.75]], "loss": [[10, 1]]}
+    (reward,) = [curve for curve in index["curves"] if curve["title"] == "Training reward"]
+    assert [line["run"] for line in reward["lines"]] == [0, 2, 3]
+    shared = [{row["problem"] for row in index["rows"] if row["run"] == run} for run in (0, 1)]
+    assert shared[0] & shared[1]
+    assert write_report(tmp_path / "own", against=[tmp_path / "trl"]).name == "report_against_trl.html"
+
+
+def test_where_a_run_may_be(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="neither metrics"):
+        open_run(tmp_path / "nowhere")
+    run = write(tmp_path / "run", [dump_row([1.0])])
+    line = '{"step": 1, "data": {"a": 1.5}}\n'
+    (run / "metrics.jsonl").write_text(line + '{"step": 2, "da\n' + '{"step": 3, "data": [1]}\n')
+    for path in (run, run / "metrics.jsonl"):
+        opened = open_run(path)
+        assert (dict(opened.metrics), opened.dump.steps) == ({"a": {1: 1.5}}, [1])
+        assert [problem.split(": ", 1)[0] for problem in opened.problems] == [f"{run / 'metrics.jsonl'}:2"]
+    assert open_run(run / "tokens").dump.steps == [1]
+    (run / "tokens" / "step_000002.parquet").write_bytes(b"damaged")
+    index, blocks = page_of(run)
+    assert len(blocks) == 1 and any("step_000002" in note for note in index["notes"])
+
+
+# ---------------------------------------------------------------------------------------------------------- commands and texts
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    steps: dict[int, dict[str, Any]] = {
+        0: {"val-core/sums/acc/mean@1": 0.25},
+        1: {"critic/score/mean": 0.2, "timing_s/step": 3.0},
+        2: {"critic/score/mean": 0.4, "timing_s/step": 5.0, "val-core/sums/acc/mean@1": 0.5, "actor/entropy": None},
+    }
+    assert report.main([str(tmp_path), "--summary"]) == 1
+    assert "neither metrics" in capsys.readouterr().err
+    lines = [json.dumps({"step": step, "data": values}) for step, values in steps.items()]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
+    assert report.main([str(tmp_path), "--summary"]) == 0
+    title, _, *rows = capsys.readouterr().out.splitlines()
+    assert title == f"{tmp_path}: 2 training steps, 4.0 s each (median)"
+    assert [row.split() for row in rows] == [
+        ["val-core/sums/acc/mean@1", "0", "to", "2", "0.250", "0.500", "0.375"],
+        ["critic/score/mean", "1", "to", "2", "0.200", "0.400", "0.300"],
+        ["actor/entropy", "2", "to", "2", "nan", "nan", "nan"],
+    ]
+    assert report.main([str(tmp_path), "--terminal", "--step", "3"]) == 1
+    write_dump(tmp_path / "tokens", (1, 3), methods=("grail", "surprisal"))
+    assert report.main([str(tmp_path), "--terminal", "--step", "3", "--row", "2"]) == 0
+    assert "step 3, response 2" in capsys.readouterr().out
+    assert report.main([str(tmp_path)]) == 0
+    assert capsys.readouterr().out.strip() == str(tmp_path / "report.html")
+    files = [tmp_path / f"{name}.svg" for name in ("one", "two")]
+    for file in files:
+        assert report.main([str(tmp_path), "--figure", "methods", "--row", "1", "--output", str(file)]) == 0
+    assert files[0].read_bytes() == files[1].read_bytes()
+    shown = "".join(re.findall(r"<text[^>]*>(.*?)</text>", files[0].read_text()))
+    assert all(part in shown for part in ("grail", "surprisal", "answer", "boxed"))
+    assert report.main([str(tmp_path), "--figure", "methods", "--output", "figure.gif"]) == 1
+    assert report.main([str(tmp_path), "--figure", "methods", "--width", "1"]) == 1
+    assert "--width 1" in capsys.readouterr().err
+
+
+def test_a_response_in_the_terminal(tmp_path: Path) -> None:
+    rows = [
+        dump_row([1.0], no_scores="no answer"),
+        dump_row([0.5, 4.0, 1.0], row=3, span=(2, 2, 3, 3), tokens=["ab", "cd", "7"]),
+    ]
+    run = open_run(write(tmp_path, rows))
+    console = Console(width=80, force_terminal=True, color_system="truecolor", record=True, highlight=False)
+    with console.capture() as printed:
+        print_rollout(*find_response(run, None, None), console=console)
+    text = printed.get()
+    assert "response 3" in text and re.search(r"48;2;168;82;28m.{0,4}cd", text), "the strongest orange"
+    with pytest.raises(ValueError, match=r"--row 9.*\[0, 3\]"):
+        find_response(run, 1, 9)
+
+
+@pytest.mark.parametrize("text", [*HOSTILE[:-1], "%SCRIPT%%INDEX%", "\x9b31m", "\x1b]0;title\x07"], ids=ascii)
+def test_a_foreign_text_is_text_wherever_it_is_shown(
+    tmp_path: Path, text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kept = text.encode("utf-8", "replace").decode().replace("\x00", "").replace("/", "|")
+    run = tmp_path / f"run {kept[:60]}"
+    row = dump_row([1.0, 2.0], tokens=[text, "b"], prompt=text, answer=text, ground_truth=text, id=text, no_scores=text)
+    finding = Finding(kept, kept, 0.5, kept, (("a_0_0", 1, 0.5, 0.25),), kept).to_dict()
+    write(run, [row], method=kept, options={kept: kept}, special_tokens={0: kept})
+    received = {
+        "key": ["a_0_0"],
+        "updates": [[0]],
+        "received": [[0.5, 1]],
+        "clipped": [[0, 0]],
+        "by_update": [[[0.5, 1]]],
+    }
+    received |= {"clipped_by_update": [[[0, 0]]], "effect": [None]}
+    header = received_header(1, findings=[finding], tokens=2, updates=1)
+    write_received(run / "tokens", header, pa.table(received, schema=RECEIVED_SCHEMA))
+    (run / "metrics.jsonl").write_text(json.dumps({"step": 1, "data": {kept: 1.0, "reward": 1.0}}))
+    page = render([open_run(run)])
+    index, _ = content_of(page)
+    assert index["runs"][0]["receipt"]["findings"][0]["name"] == kept
+    scripts = re.findall(r"<script\b([^>]*)>(.*?)</script>", page, flags=re.DOTALL)
+    assert [head for head, _ in scripts] == [
+        ' type="text/plain" id="index"',
+        ' type="text/plain" id="r0"',
+        ' type="module"',
+    ]
+    assert not any(set(body) & set("<>&\"'") for _, body in scripts[:2])
+    for arguments in (["--terminal"], ["--summary"]):
+        assert report.main([str(run), *arguments]) == 0
+    assert receipt.main([str(run)]) == 1
+    printed = capsys.readouterr().out
+    assert "report.html#overlay=received&rollout=1.0&token=1" in printed, "the receipt leads to the page's token"
+    hidden = [
+        c for c in printed if c not in "\n\u200d" and (ord(c) < 32 or 127 <= ord(c) < 160 or c in "\u202e\u2066\u2028")
+    ]
+    assert not hidden
+
+
+def test_a_conversation_is_shown_by_its_advantages(tmp_path: Path) -> None:
+    row = conversation_row(np.random.default_rng(0), 3, step=1, row=0, group=0, key="a")
+    run = open_run(write(tmp_path, [row], method="turn_rloo", options={"align": "turns"}))
+    index, (block,) = content_of(render([run]))
+    found = index["rows"][0]["turns"]
+    assert len(found) == 3 and [turn[2] for turn in found] == row.labels["turn_rewards"]
+    for start, end, _ in found:
+        assert len(set(block["columns"]["advantage"][start:end])) == 1
+    console = Console(width=80, record=True)
+    with console.capture() as printed:
+        print_rollout(*find_response(run, None, None), console=console)
+    assert "highest and lowest advantage" in printed.get()

@@ -1,0 +1,415 @@
+"""A run, or several, as one HTML file that needs no network: curves, where the weight falls, and rollouts token by token.
+
+Means are over all responses of the dump. The page holds whole groups of them, each response as a block of gzipped JSON that the
+script of page.html unpacks when it is looked at. Texts of a model reach the page as text nodes only, and a
+Content-Security-Policy lets nothing run but the page's own script, by its hash.
+"""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import hashlib
+import html
+import json
+import re
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from importlib import resources
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from grail_advantage import __version__
+from grail_advantage.dump import DumpHeader, write_whole
+from grail_advantage.view.profile import by_method, clustered_means, flat, gives_advantages, profiles
+from grail_advantage.view.receipt import run_receipts
+from grail_advantage.view.run import Run, open_run
+from grail_advantage.view.turns import range_of, turns
+
+ROLLOUTS, MEGABYTES = 2000, 35.0
+_BYTES = 15
+"""A rollout's in a page, for each token, in about."""
+_VALUES = ("base_advantage", "entropy", "received", "clipped", "effect")
+_FACTS = ("step", "update", "row", "outcome", "reward", "answer", "truncated", "no_scores", "span")
+_READ = (*_FACTS, "prompt", "ground_truth", "id", "labels", "token_ids", "tokens", "updates")
+_COLUMNS = (
+    *(*_READ, *_VALUES, "group", "mask", "weight", "score", "advantage", "methods"),
+    *("old_log_prob", "rollout_log_probs", "by_update", "clipped_by_update"),
+)
+OVERLAYS = ("weight", "score", "advantage", "received", "effect", "surprisal", "entropy", "mismatch")
+CURVES: Mapping[str, Mapping[str, str]] = {
+    "Held-out accuracy": {r"val-core/.+/acc/mean@\d+": ""},
+    "Training reward": {"critic/score/mean|reward": "reward", "eval_reward": "held out"},
+    "Token weights": {"[^/]+/average_weight": "mean", "[^/]+/weight_deviation": "standard deviation"},
+    "Share of responses": {
+        "[^/]+/selected_rate": "with scores",
+        "[^/]+/answer_found_rate": "with an answer",
+        "[^/]+/truncated_rate": "truncated",
+        r"verify_failed|val-aux/.+/verify_failed/mean@\d+": "without a verdict",
+    },
+    "Response length": {"response_length/mean|completions/mean_length": "tokens"},
+    "Policy entropy": {"actor/entropy|entropy": "nats"},
+}
+"""By title of each plot, for each of its lines a pattern of the metric's name and a label; the name where that is empty."""
+
+
+def write_report(
+    folder: Path | str,
+    output: Path | str | None = None,
+    *,
+    against: Sequence[Path | str] = (),
+    rollouts: int = ROLLOUTS,
+    megabytes: float = MEGABYTES,
+) -> Path:
+    """Write the report of a run.
+
+    Args:
+        folder: a run, as :func:`grail_advantage.view.run.open_run` takes it.
+        output: the file; by default ``report.html`` in the run's folder, ``report_against_RUN2.html`` of several.
+        against: other runs, drawn beside the first.
+        rollouts: how many rollouts the page holds at most; whole groups, evenly over the steps.
+        megabytes: how large the file may be, in 10^6 bytes; where that needs it, fewer rollouts are taken.
+
+    Returns:
+        The file.
+
+    Raises:
+        ValueError: a folder holds nothing that can be shown, or a limit is below 1.
+    """
+    return write_page([open_run(run) for run in (folder, *against)], output, rollouts, megabytes)
+
+
+def write_page(
+    runs: Sequence[Run], output: Path | str | None, rollouts: int = ROLLOUTS, megabytes: float = MEGABYTES
+) -> Path:
+    """Write the report of open runs; see :func:`write_report`."""
+    if rollouts < 1 or not megabytes >= 1:
+        raise ValueError(f"--rollouts {rollouts} and --megabytes {megabytes:g} must be at least 1")
+    others = "_".join(run.folder.resolve().name for run in runs[1:])
+    path = Path(output or runs[0].folder / (f"report_against_{others}.html" if others else "report.html"))
+    write_whole(path, render(runs, rollouts, megabytes))
+    return path
+
+
+def render(runs: Sequence[Run], rollouts: int = ROLLOUTS, megabytes: float = MEGABYTES) -> str:
+    """The page of one run or several; see :func:`write_report`."""
+    names = _names([run.folder for run in runs])
+    metrics = [
+        {name: [[step, _rounded(value, 6)] for step, value in points.items()] for name, points in run.metrics.items()}
+        for run in runs
+    ]
+    room = 1e6 * megabytes - 100_000 - len(packed(_json(metrics)))
+    held, whole = Held(), [Whole(run) for run in runs]
+    for number, of_run in enumerate(whole):
+        left = len(runs) - number
+        of_run.read(number, held, (rollouts - len(held.rows)) / left, (room - held.size) / left)
+    compared = list(dict.fromkeys(name for row in held.rows for name in row["no_scores_of"] or ()))
+    methods = compared or list(whole[0].profiles)[:1] or ["weights"]
+    overlays = [name for name in OVERLAYS if name in held.samples] or ["weight"]
+    if whole[0].given >= set(methods) and "advantage" in overlays:
+        overlays.sort(key=lambda name: name != "advantage")  # what the method says of a token
+    index = {
+        "runs": [{"name": name, **of_run.index()} for name, of_run in zip(names, whole, strict=True)],
+        "methods": methods,
+        "metrics": metrics,
+        "curves": _curves(runs),
+        "overlays": overlays,
+        "limits": {name: _limit(name, np.concatenate(values)) for name, values in held.samples.items()},
+        "rows": held.rows,
+        "problems": list(held.problems.values()),
+        "notes": [note for of_run in whole for note in of_run.notes()],
+        "version": __version__,
+    }
+    text = (resources.files("grail_advantage.view") / "page.html").read_text(encoding="utf-8")
+    style, script = (re.search(rf"<{tag}>(.*?)</", text, re.DOTALL) for tag in ("style", 'script type="module"'))
+    hashes = [base64.b64encode(hashlib.sha256(part[1].encode()).digest()).decode() for part in (script, style) if part]
+    parts = {
+        "POLICY": "default-src 'none'; script-src 'sha256-{}'; style-src 'sha256-{}'; base-uri 'none'; "
+        "form-action 'none'".format(*hashes),
+        "TITLE": html.escape(" against ".join(names).encode("utf-8", "replace").decode("utf-8")),
+        "INDEX": packed(_json(index)),
+        "BLOCKS": "\n".join(
+            f'<script type="text/plain" id="r{i}">{block}</script>' for i, block in enumerate(held.blocks)
+        ),
+    }
+    return re.sub(r"%([A-Z]+)%", lambda match: parts[match[1]], text)
+
+
+@dataclass
+class Held:
+    """The rollouts of a page."""
+
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    """Their entries in the index."""
+    blocks: list[str] = field(default_factory=list)
+    """Their values a token."""
+    size: int = 0
+    """Bytes of both."""
+    problems: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """By name, or prompt."""
+    groups: int = 0
+    samples: dict[str, list[np.ndarray]] = field(default_factory=lambda: defaultdict(list))
+    """Values by overlay, from which the ends of its scale come."""
+
+    def add(self, header: DumpHeader, table: pa.Table, run: int, given: set[str], most: float) -> bool:
+        """Take the responses of a group, unless the page would become larger than ``most`` bytes by it; whether it did.
+
+        Args:
+            header: of its file.
+            table: the group's rows.
+            run: the run's number.
+            given: methods that give advantages.
+            most: bytes.
+        """
+        methods = by_method(header, table)
+        several = len(methods) > 1 or next(iter(methods.values())) is not table
+        columns = self._columns(table, methods if several else {"": table})
+        first = next(iter(methods))
+        shown, edges = flat(methods[first]["advantage" if first in given else "weight"])
+        mask, (base, of_base) = flat(table["mask"])[0], flat(table["base_advantage"])
+        rows, blocks = [], []
+        for place, row in enumerate(table.select(_READ).to_pylist()):
+            start, end = edges[place : place + 2].tolist()
+            trained = shown[start:end][mask[start:end]].astype(np.float64)
+            labels = json.loads(row["labels"] or "{}")
+            problem = {name: row[name] for name in ("prompt", "ground_truth", "id")} | {"number": len(self.problems)}
+            problem = self.problems.setdefault(row["id"] or row["prompt"], problem)
+            rows.append(
+                {name: row[name] for name in _FACTS}
+                | {
+                    "run": run,
+                    "group": self.groups,
+                    "problem": problem["number"],
+                    "no_scores_of": {name: of["no_scores"][place].as_py() for name, of in methods.items()}
+                    if several
+                    else None,
+                    "wrong_step": range_of(labels.get("wrong_step"), end - start),
+                    "turns": turns(labels, end - start, header.options.get("align")),
+                    "length": end - start,
+                    "spread": _rounded(trained.std(), 4) if len(trained) else None,
+                    "advantage": _rounded(base[of_base[place]], 4) if of_base[place] < of_base[place + 1] else None,
+                    "updates": None if row["updates"] is None else len(row["updates"]),
+                }
+            )
+            texts = [
+                text or header.special_tokens.get(token, "")
+                for text, token in zip(row["tokens"], row["token_ids"], strict=True)
+            ]
+            special = [t for t, text in enumerate(row["tokens"]) if not text and texts[t]]
+            values = ",".join(f"{_json(name)}:{of[place]}" for name, of in columns.items() if of[place])
+            blocks.append(packed(f'{{"texts":{_json(texts)},"special":{special},"columns":{{{values}}}}}'))
+        size = sum(map(len, blocks)) + len(_json([rows, problem]))
+        if self.rows and self.size + size > most:
+            return False
+        self.rows += rows
+        self.blocks += blocks
+        self.size += size
+        self.groups += 1
+        return True
+
+    def _columns(self, table: pa.Table, methods: Mapping[str, pa.Table]) -> dict[str, list[str | None]]:
+        """By column, each response's values as the text of a JSON array; ``None`` where it has none."""
+        sources = {name: flat(table[name]) for name in _VALUES}
+        (old, edges), (sampler, of_sampler) = flat(table["old_log_prob"]), flat(table["rollout_log_probs"])
+        sources["surprisal"] = -old, edges
+        if len(sampler) == len(old):
+            sources["mismatch"] = sampler - old, of_sampler
+        for method, of_method in methods.items():
+            for name in ("weight", "score", "advantage"):
+                sources[f"{name}:{method}" if method else name] = flat(of_method[name])
+        columns = {}
+        for name, (values, offsets) in sources.items():
+            if np.isfinite(values).any():
+                columns[name] = json_arrays(values, offsets)
+                self.samples[name.split(":")[0]].append(values[:: max(1, len(values) // 5000)])
+        columns["mask"] = json_arrays(*flat(table["mask"]))
+        for name in ("by_update", "clipped_by_update"):
+            inner = json_arrays(*flat(pa.chunked_array([table[name].combine_chunks().flatten()])))
+            offsets = flat(table[name])[1]
+            columns[name] = [f"[{','.join(map(str, inner[start:end]))}]" for start, end in pairwise(offsets)]
+        return columns
+
+
+_POWERS = 10.0 ** np.concatenate([np.arange(60), np.arange(-60, 0)])
+"""Of ten, by the exponent, negative ones from the end."""
+
+
+def json_arrays(values: np.ndarray, offsets: np.ndarray) -> list[str | None]:
+    """Values of many responses as JSON arrays of numbers with 4 significant digits, and ``null`` for what is not finite.
+
+    Args:
+        values: of all responses end to end.
+        offsets: where each response begins, and the end.
+
+    Returns:
+        A text a response; ``None`` where it has no values.
+    """
+    known = np.where(np.isfinite(values) & (values != 0), values, 1).astype(np.float64)
+    scale = _POWERS[3 - np.floor(np.log10(np.abs(known))).astype(np.int64)]
+    rounded = np.where(np.isfinite(values), np.round(values * scale) / scale, np.nan).astype(np.float32)
+    words = pc.fill_null(pa.array(rounded, from_pandas=True).cast(pa.string()), "null")
+    joined = pc.binary_join(pa.ListArray.from_arrays(pa.array(offsets), words), ",").to_pylist()
+    return [f"[{text}]" if text else None for text in joined]
+
+
+def packed(text: str) -> str:
+    """Gzip in base 64, as a ``<script>`` may hold it; digits take four times as long at level 6, and 10 % less room."""
+    return base64.b64encode(gzip.compress(text.encode(), 4, mtime=0)).decode()
+
+
+def _json(value: Any) -> str:
+    """JSON, in which what is not finite is null."""
+    text = json.dumps(value, separators=(",", ":"))
+    if "NaN" in text or "Infinity" in text:
+        text = json.dumps(json.loads(text, parse_constant=lambda _: None), separators=(",", ":"))
+    return text
+
+
+def _rounded(value: float, digits: int) -> float:
+    return float(f"{value:.{digits}g}")
+
+
+@dataclass
+class Whole:
+    """What a page says of all responses of a run."""
+
+    run: Run
+    header: DumpHeader | None = None
+    """Of the first file."""
+    profiles: dict[str, list[tuple[np.ndarray, ...]]] = field(default_factory=lambda: defaultdict(list))
+    """By method, for each file: profiles (N, K), outcomes and groups, of responses with scores."""
+    given: set[str] = field(default_factory=set)
+    """Methods that give advantages in place of weights."""
+    responses: int = 0
+    held: int = 0
+    moved: np.ndarray = field(default_factory=lambda: np.zeros(2, dtype=np.int64))
+    """Tokens whose log-probability moved with their advantage, and those of which it is known."""
+
+    def read(self, number: int, held: Held, rollouts: float, room: float) -> None:
+        """Read every file once, and let the page hold whole groups, evenly over the files.
+
+        Args:
+            number: of the run.
+            held: takes the groups; at least one of the first run.
+            rollouts: at most.
+            room: bytes at most.
+        """
+        files, start, before = self.run.dump.files, len(held.rows), held.size
+        chosen: list[int] = []
+        for place, file in enumerate(files):
+            header, table = file.header, file.table(_COLUMNS)
+            if header is None or not len(table):
+                continue
+            self._count(header, table)
+            _, first, group_N = np.unique(table["group"].to_numpy(), return_index=True, return_inverse=True)
+            if not chosen:
+                size = _BYTES * len(flat(table["mask"])[0]) / len(first)
+                most = min(len(files), rollouts * len(first) // len(table), room // size)
+                chosen = np.linspace(0, len(files) - 1, max(1, int(most))).round().astype(int).tolist()
+            share = (chosen.index(place) + 1) / len(chosen) if place in chosen else 0.0
+            for group in np.argsort(first) if share else ():
+                rows = np.flatnonzero(group_N == group)
+                full = held.rows and len(held.rows) - start + len(rows) > rollouts * share
+                if full or not held.add(header, _part(table, rows), number, self.given, before + room * share):
+                    break
+            del table  # before the next one is read
+        self.held = len(held.rows) - start
+
+    def _count(self, header: DumpHeader, table: pa.Table) -> None:
+        """Take a file in what is said of all responses."""
+        self.header = self.header or header
+        outcomes = pc.fill_null(table["outcome"], "").to_numpy()
+        groups = table["group"].to_numpy() + 2**32 * self.responses  # no group of another file
+        for name, of_method in by_method(header, table).items():
+            if gives_advantages(of_method):
+                self.given.add(name)
+            of_file, scored = profiles(of_method), of_method["no_scores"].is_null().to_numpy()
+            scored &= np.isfinite(of_file).any(axis=1)
+            self.profiles[name].append((of_file[scored], outcomes[scored], groups[scored]))
+        self.responses += len(table)
+        effect, advantage, mask = (flat(table[name])[0] for name in ("effect", "advantage", "mask"))
+        if len(effect) == len(advantage):
+            known = mask & np.isfinite(effect) & (advantage != 0)
+            self.moved += [(np.sign(effect) == np.sign(advantage))[known].sum(), known.sum()]
+
+    def index(self) -> dict[str, Any]:
+        """The run's entry in the page's index."""
+        share = 100 * self.moved[0] / max(1, self.moved[1])
+        effect = f"{share:.3g} % of {self.moved[1]:,} tokens moved with their advantage in the update."
+        return {
+            "header": self.header and asdict(self.header),
+            "given": sorted(self.given),
+            "profiles": {name: self._lines(name) for name in self.profiles if name not in self.given},
+            "receipt": run_receipts(self.run.dump),
+            "effect": effect if self.moved[1] else None,
+        }
+
+    def _lines(self, method: str) -> list[dict[str, Any]]:
+        """Means by outcome over the responses with scores; of unknown outcome only where no response has one."""
+        profile, outcomes, groups = (np.concatenate(column) for column in zip(*self.profiles[method], strict=True))
+        lines = []
+        for outcome in [name for name in ("right", "wrong") if (outcomes == name).any()] or [""]:
+            chosen = outcomes == outcome
+            mean, half = (
+                [_rounded(value, 6) for value in of] for of in clustered_means(profile[chosen], groups[chosen])
+            )
+            lines += (
+                [{"outcome": outcome, "rows": int(chosen.sum()), "mean": mean, "half": half}] if chosen.any() else []
+            )
+        return lines
+
+    def notes(self) -> list[str]:
+        """What could not be read, and how many rollouts were left out."""
+        left_out = (
+            f"{self.run.folder}: the page holds {self.held:,} of the {self.responses:,} rollouts in the dump, whole groups "
+            "evenly over the steps (--rollouts and --megabytes for more). Means by place are over all of them."
+        )
+        problems = dict.fromkeys([*self.run.problems, *self.run.dump.problems])
+        return [left_out] * (self.held < self.responses) + list(problems)
+
+
+def _part(table: pa.Table, rows: np.ndarray) -> pa.Table:
+    """These rows of a table; without a copy where they follow each other, as those of a group do."""
+    together = rows[-1] - rows[0] == len(rows) - 1
+    return table.slice(rows[0], len(rows)) if together else table.take(rows)
+
+
+def _limit(name: str, values: np.ndarray) -> float:
+    """Where the scale of an overlay ends."""
+    sizes = np.abs(values[np.isfinite(values)])
+    if name == "weight":  # the least limit within which 98 % of the weights differ in colour
+        within = (limit for limit in (1.25, 2.0) if ((sizes >= 1 / limit) & (sizes <= limit)).mean() >= 0.98)
+        return next(within, 4.0) if (sizes != 1).any() else 4.0
+    if name in ("surprisal", "entropy"):
+        return float(f"{max(0.5, np.quantile(sizes, 0.99)):.2g}")
+    return float(f"{max(1e-6, np.quantile(sizes[sizes > 0], 0.98) if sizes.any() else 0):.2g}")
+
+
+def _curves(runs: Sequence[Run]) -> list[dict[str, Any]]:
+    """The plots that the runs have values for, each with its lines."""
+    plots = []
+    for title, patterns in CURVES.items():
+        lines = [
+            {"run": number, "name": name, "label": label or re.sub("^val-(?:core|aux)/|/acc", "", name)}
+            for pattern, label in patterns.items()
+            for number, run in enumerate(runs)
+            for name in sorted(filter(re.compile(pattern).fullmatch, run.metrics))
+        ]
+        plots += [{"title": title, "lines": lines}] if lines else []
+    return plots
+
+
+def _names(folders: Sequence[Path]) -> list[str]:
+    """Ends of the paths: three parts of one run's, of several as long as these need to differ."""
+    parts = [folder.resolve().parts[1:] for folder in folders]
+    for length in range(1 if len(parts) > 1 else 3, max(map(len, parts)) + 1):
+        names = ["/".join(part[-length:]) for part in parts]
+        if len(set(names)) == len(names):
+            return names
+    return [f"{folder} ({number})" for number, folder in enumerate(folders, start=1)]

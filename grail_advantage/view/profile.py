@@ -1,0 +1,112 @@
+"""Columns of a token dump's table as arrays, and mean weights by place in the reasoning.
+
+Shape suffixes: N responses, T their tokens end to end, R those of them in the reasoning, K bins of positions.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from grail_advantage.dump import DumpHeader
+
+BINS = 20
+FEWEST = 5
+"""Prompts below which a mean has no interval: of two it would be 6.5 times as wide as of many."""
+
+
+def flat(column: pa.ChunkedArray) -> tuple[np.ndarray, np.ndarray]:
+    """A list column's values end to end, and where each list begins and the last ends, int32; a null is an empty list."""
+    array = column.combine_chunks()
+    lengths = pc.fill_null(pc.list_value_length(array), 0).to_numpy()
+    return array.flatten().to_numpy(zero_copy_only=False), np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+
+
+def by_method(header: DumpHeader, table: pa.Table) -> dict[str, pa.Table]:
+    """The table once for each method, with that method's ``score``, ``weight``, ``advantage`` and ``no_scores``.
+
+    A row of an analysis has several methods, in its column ``methods``; a training has the one of its header. A method without
+    token advantages of its own has its weights times the base advantage.
+    """
+    methods = table["methods"].combine_chunks()
+    entries = methods.flatten()
+    row_of = pa.array(np.repeat(np.arange(len(table)), pc.list_value_length(methods).to_numpy()))
+    if not len(entries):
+        return {header.method or "weights": table}
+    tables = {}
+    for name in pc.unique(entries.field("name")).to_pylist():
+        chosen = pc.indices_nonzero(pc.equal(entries.field("name"), name))
+        own = table.take(row_of.take(chosen))
+        columns = {field: entries.field(field).take(chosen) for field in ("score", "weight", "no_scores", "advantage")}
+        if columns["advantage"].null_count and not own["base_advantage"].null_count:
+            (weight, offsets), (base, _) = flat(pa.chunked_array([columns["weight"]])), flat(own["base_advantage"])
+            columns["advantage"] = pa.ListArray.from_arrays(offsets, pa.array(weight * base))
+        for field, values in columns.items():
+            own = own.set_column(own.schema.get_field_index(field), field, values)
+        tables[name] = own
+    return tables
+
+
+def gives_advantages(table: pa.Table) -> bool:
+    """Whether the method gave token advantages itself: all its weights are 1, and they are not the base advantage."""
+    mask, weight, advantage, base = (flat(table[name])[0] for name in ("mask", "weight", "advantage", "base_advantage"))
+    if not len(mask) == len(advantage) == len(base):
+        return False
+    own = mask & (advantage != 0)  # a response that is masked has 0 throughout
+    return bool((weight[mask] == 1).all() and not np.allclose(advantage[own], base[own], rtol=1e-5, atol=1e-7))
+
+
+def profiles(table: pa.Table) -> np.ndarray:
+    """Each response's mean weight by place in its reasoning, float64 (N, K); NaN in bins without a token.
+
+    The reasoning is the tokens that train and come before the answer, or all that train where there is no answer. Token
+    ``i`` of ``n`` is at ``(i + 1/2) / n`` of the way.
+    """
+    mask_T, offsets = flat(table["mask"])
+    rows, lengths_N = len(table), np.diff(offsets)
+    span, of_span = flat(table["span"])
+    ends_N, answered_N = offsets[1:].copy(), np.diff(of_span) > 0
+    ends_N[answered_N] = offsets[:-1][answered_N] + span[of_span[:-1][answered_N]]
+    inside_T = mask_T & (np.arange(len(mask_T), dtype=np.int32) < np.repeat(ends_N, lengths_N))
+    row_R = np.repeat(np.arange(rows, dtype=np.int32), lengths_N)[inside_T]
+    tokens_N = np.bincount(row_R, minlength=rows)
+    rank_R = np.arange(len(row_R)) - np.repeat(np.cumsum(tokens_N) - tokens_N, tokens_N)
+    cell_R = row_R * BINS + (2 * rank_R + 1) * BINS // (2 * tokens_N[row_R])
+    sums = np.bincount(cell_R, flat(table["weight"])[0][inside_T], minlength=rows * BINS)
+    count = np.bincount(cell_R, minlength=rows * BINS)
+    return np.divide(sums, count, out=np.full(rows * BINS, np.nan), where=count > 0).reshape(rows, BINS)
+
+
+def clustered_means(profile_NK: np.ndarray, group_N: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Means over responses by place, of which those to one prompt are not independent of each other.
+
+    The 95 % interval is Student's with G - 1 degrees of freedom and the cluster-robust variance of a mean, ``G / (G - 1) *
+    sum_g (sum_(i in g) (x_i - mean))^2 / n^2`` (Cameron and Miller 2015, "A practitioner's guide to cluster-robust inference",
+    sections II and VI.D), over the n responses and G prompts that have a value. Fewer than :data:`FEWEST` prompts have none.
+
+    Args:
+        profile_NK: from :func:`profiles`.
+        group_N: equal for responses to one prompt.
+
+    Returns:
+        The means and half the width of their intervals, each float64 (K,); NaN where there is nothing, or too little.
+    """
+    known = np.isfinite(profile_NK)
+    count = np.where(known.any(axis=0), known.sum(axis=0), np.nan)
+    mean = np.where(known, profile_NK, 0).sum(axis=0) / count
+    _, place_N = np.unique(group_N, return_inverse=True)
+    residuals, present = np.zeros(profile_NK.shape), np.zeros(profile_NK.shape)
+    np.add.at(residuals, place_N, np.where(known, profile_NK - mean, 0))
+    np.maximum.at(present, place_N, known)
+    clusters = np.where(present.sum(axis=0) >= FEWEST, present.sum(axis=0), np.nan)
+    variance = clusters / (clusters - 1) * np.square(residuals).sum(axis=0) / count**2
+    return mean, student_95(clusters - 1) * np.sqrt(variance)
+
+
+def student_95(degrees: np.ndarray) -> np.ndarray:
+    """Where 95 % of Student's t distribution is on both sides of 0, within 0.3 % from 4 degrees of freedom on: the expansion at
+    the normal quantile (Abramowitz and Stegun, "Handbook of mathematical functions", 26.7.5)."""
+    z, d = 1.959963984540054, degrees
+    second, third = (5 * z**5 + 16 * z**3 + 3 * z) / 96, (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384
+    return z + (z**3 + z) / (4 * d) + second / d**2 + third / d**3
