@@ -243,7 +243,7 @@ class GenerationDump(TrainerCallback):
         if not pieces:
             return
         mask, keys = columns.pop("mask_BT").bool(), [f"{of.step}_{place}" for place in range(len(lengths))]
-        advantages, effect = columns.pop("advantages_BT"), torch.full(mask.shape, torch.nan) if effects else None
+        advantages, effect = columns.pop("advantages_BT"), torch.full(mask.shape, torch.nan)
         for place, values in effects.items():
             effect[place, : len(values)] = values
         counts = {"updates": updates, "epochs": args.num_iterations, "ranks": self._trainer.accelerator.num_processes}
@@ -254,9 +254,9 @@ class GenerationDump(TrainerCallback):
         chosen = {name: getattr(receipt, name)[rows] for name in ("received_BT", "clipped_BT")}
         chosen |= {name: getattr(receipt, name)[:, rows] for name in ("received_UBT", "expected_UBT", "clipped_UBT")}
         written = [keys[row] for row in rows], [lengths[row] for row in rows]
-        chosen_effect = None if effect is None else effect[rows]
+        chosen_effect = effect[rows] if effects else None
         self._dump.write_received(of.step, of.update, replace(receipt, **chosen), loss.name, *written, chosen_effect)
-        if effect is not None:
+        if effects:
             for name, value in effect_figures(advantages, effect, mask).items():
                 self._trainer._metrics["train"][f"{self._trainer.method.name}/{name}"].append(value)
 
