@@ -17,8 +17,9 @@ from tensordict import TensorDict
 from transfer_queue import KVBatchMeta
 from transformers import PreTrainedTokenizerBase
 
-from grail_advantage.data import Rollouts, Weighed, outcome_of, runs
+from grail_advantage.data import OLD_LOG_PROBS, Rollouts, Weighed, outcome_of, runs
 from grail_advantage.dump import StepDump, tolerant
+from grail_advantage.effect import effect_figures
 from grail_advantage.method import Method
 from grail_advantage.methods.turns import list_a_turn, rewards_label
 from grail_advantage.verl_ext.received import LOSS_COLUMNS, Written, loss_of, receipt_of, watch_request, without_watch
@@ -32,7 +33,7 @@ from grail_advantage.verl_ext.settings import (
     TOOL_REWARDS,
     Settings,
 )
-from grail_advantage.verl_ext.step import REWARDS, columns_of, objects
+from grail_advantage.verl_ext.step import REWARDS, columns_of, log_probs_now, objects
 
 TURN_REWARDS = ("turn_rewards", CALL_REWARDS, "turn_scores", TOOL_REWARDS)
 """Fields with rewards by turn, of the reward function and of verl's agent loop."""
@@ -101,13 +102,21 @@ class UpdateDump:
         return False
 
     def receive(
-        self, rollouts: Rollouts, batch: KVBatchMeta, workers: Any, sent: Sequence[bool], *, on_policy: bool
+        self,
+        rollouts: Rollouts,
+        batch: KVBatchMeta,
+        request: KVBatchMeta,
+        workers: Any,
+        sent: Sequence[bool],
+        *,
+        on_policy: bool,
     ) -> dict[str, float]:
-        """Hand what the responses received in the update to the writer.
+        """Hand what the responses received in the update, and in some steps its effect, to the writer.
 
         Args:
             rollouts: all responses of the update.
-            batch: of the update, whose field and setting are dropped.
+            batch: with all of them, in verl's order.
+            request: of the update, whose field and setting are dropped.
             workers: the actor's worker group.
             sent: which responses went into the update.
             on_policy: whether the old log-probabilities are those of the policy before the update.
@@ -116,7 +125,7 @@ class UpdateDump:
             Metrics.
         """
         written, self._watched = self._watched, None
-        without_watch(batch)
+        without_watch(request)
         with self.steps.attempt():
             replies = workers.take_received(written.number)
             if errors := [reply for reply in replies if isinstance(reply, Exception)]:
@@ -133,9 +142,16 @@ class UpdateDump:
             )
             r = written.part.rollouts
             lengths = [len(response) for response in r.responses]
-            self.steps.write_received(r.step, written.update, receipt, loss.name, r.keys, lengths)
-            clipped = {} if receipt.clipped is None else {"receipt/clipped": receipt.clipped}
-            return {"receipt/findings": sum(finding.mismatch for finding in receipt.findings), **clipped}
+            metrics = {"receipt/findings": sum(finding.mismatch for finding in receipt.findings)}
+            metrics |= {} if receipt.clipped is None else {"receipt/clipped": receipt.clipped}
+            effect = None
+            if self.steps.measures(r.step):
+                now = log_probs_now(batch, r.keys, workers, self._settings[f"{ROLLOUT}.temperature"])
+                effect = now[:, : r.mask.shape[1]] - written.columns[OLD_LOG_PROBS]
+                figures = effect_figures(written.part.advantages, effect, r.mask)
+                metrics |= {f"{written.part.method.name}/{name}": value for name, value in figures.items()}
+            self.steps.write_received(r.step, written.update, receipt, loss.name, r.keys, lengths, effect)
+            return metrics
         return {}
 
 

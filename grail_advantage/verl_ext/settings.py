@@ -8,9 +8,9 @@ the update
   default, runs every response; ``answer`` and ``missing_answers``, see :mod:`grail_advantage.answers.format` and
   ``.missing``; ``base``, the estimator of verl's registry that gives the advantage of a response, which token weights
   multiply.
-- ``token_dump``: ``folder`` for every token's score, weight and advantage, of so many ``responses`` a step, ``every``
-so many
-  steps, and with ``received`` what each token received in the update; see docs/token_dump.md.
+- ``token_dump``: ``folder`` for every token's score, weight and advantage, of so many ``responses`` a step, ``every`` so
+  many steps, and with ``received`` what each token received in the update, every ``effect_every`` steps also how the
+  update changed its log-probability; see docs/token_dump.md.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ def algorithm_sections() -> dict[str, Any]:
     """Returns the sections below ``algorithm`` that verl does not have: those of all registered methods, every option
     at its default (``None`` where that depends on others), and those of the trainer."""
     ours = {"skip_zero_advantage": False, "answer": BOXED.name, "missing_answers": CHOICES[0], "base": BASES[0]}
-    dump = {"folder": None, "every": 1, "responses": 64, "received": True}
+    dump = {"folder": None, "every": 1, "responses": 64, "received": True, "effect_every": 0}
     sections: dict[str, Any] = {"token_weights": ours, "token_dump": dump}
     for method, cls in methods().items():
         sections[cls.section] = {

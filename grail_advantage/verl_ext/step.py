@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -19,7 +20,7 @@ from transfer_queue import KVBatchMeta
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 from verl.trainer.ppo.core_algos import agg_loss
 from verl.utils import tensordict_utils as tu
-from verl.workers.utils.padding import response_to_nested
+from verl.workers.utils.padding import response_from_nested, response_to_nested
 
 from grail_advantage.data import DUMPED, ROLLOUT_LOG_PROBS, Example, Rollouts, runs, within_range
 from grail_advantage.method import Method
@@ -255,3 +256,12 @@ def put(batch: KVBatchMeta, rollouts: Rollouts, advantages_BT: torch.Tensor) -> 
     values = response_to_nested(advantages_BT, nested(rollouts.responses))
     fields = TensorDict({"advantages": values, "returns": values.clone()}, batch_size=len(batch))
     return tq.kv_batch_put(keys=batch.keys, partition_id=batch.partition_id, fields=fields)
+
+
+def log_probs_now(batch: KVBatchMeta, keys: Sequence[str], workers: Any, temperature: float) -> torch.Tensor:
+    """Log-probabilities of some of a batch's responses by the actor as it is now, (B, T), from the forward over the
+    batch that gave the old ones (``PPOTrainer._compute_old_log_prob``, trainer_base.py:1651)."""
+    asked = {"calculate_entropy": False, "compute_loss": False, "temperature": temperature}
+    workers.compute_log_prob(replace(batch, fields=None, extra_info=asked))
+    data = tq.kv_batch_get(list(keys), batch.partition_id, select_fields=["log_probs", "response_mask"])
+    return response_from_nested(data["log_probs"], data["response_mask"]).to_padded_tensor(0).float()

@@ -184,8 +184,8 @@ class TokenWeightTrainer:
         written = super()._update_actor(request, metrics)
         if watched:
             with marked_timer("receipt", self.timing_raw, color="purple"):
-                received = self._dump.receive(rollouts, request, workers, sent, on_policy=self._on_policy())
-                metrics.update(received)
+                arrived = self._dump.receive(rollouts, batch, request, workers, sent, on_policy=self._on_policy())
+                metrics.update(arrived)
         return written if request is batch else written.select_keys(batch.keys)
 
     def _on_policy(self) -> bool:

@@ -92,7 +92,12 @@ class Updating(Workers):
 
 
 def update(
-    monkeypatch: pytest.MonkeyPatch, folder: Path, *overrides: str, signal: Method | None = None, **workers: Any
+    monkeypatch: pytest.MonkeyPatch,
+    folder: Path,
+    *overrides: str,
+    signal: Method | None = None,
+    updating: type[Updating] = Updating,
+    **workers: Any,
 ) -> tuple[Dumping, list[DumpRow]]:
     """A step with its update; the responses as they read back."""
     step = Dumping(monkeypatch, folder, *ON, *overrides)
@@ -101,7 +106,7 @@ def update(
         step.set_signal(signal)
     trainer = step.trainer
     trainer.config.actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu = 2
-    trainer.actor_rollout_wg = step.workers = Updating(step.store, trainer.config)
+    trainer.actor_rollout_wg = step.workers = updating(step.store, trainer.config)
     for name, value in workers.items():
         setattr(step.workers, name, value)
     trainer.distillation_config = None
@@ -140,6 +145,34 @@ def test_what_arrives_is_what_was_intended(
             assert row.received_T == pytest.approx(row.advantage_T, rel=1e-4, abs=1e-6)
     assert left_out == (1 if skips else 0)
     assert [header["loss"] for header in read_dump(tmp_path).receipts()] == ["vanilla"]
+
+
+def test_the_effect_is_the_change_since_the_old_log_probabilities(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By one more forward over the batch after the update, in the steps that ask for it; the figures are of it."""
+
+    class Moving(Updating):
+        forwards = 0
+
+        def compute_log_prob(self, batch: KVBatchMeta) -> KVBatchMeta:
+            self.forwards += 1
+            super().compute_log_prob(batch)
+            for place, key in enumerate(batch.keys):
+                self.store.rows[key]["log_probs"] = (-0.1 + 0.01 * place * (self.forwards - 1)) * torch.ones(
+                    len(self.store.rows[key]["log_probs"])
+                )
+            return batch
+
+    for every, forwards in ((0, 1), (1, 2)):
+        folder = tmp_path / str(every)
+        step, rows = update(monkeypatch, folder, f"algorithm.token_dump.effect_every={every}", updating=Moving)
+        assert step.workers.forwards == forwards
+        for place, row in enumerate(rows):
+            if every:
+                assert row.effect_T[row.mask_T] == pytest.approx(0.01 * place, abs=1e-6)
+        assert every or all(row.effect_T is None for row in rows)
+        assert ("grail/moved_with_advantage_rate" in step.metrics) == bool(every)
 
 
 def test_ratios_and_epochs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
