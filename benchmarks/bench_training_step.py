@@ -3,27 +3,25 @@
     python -m benchmarks.bench_training_step methods          # what each registered method adds
     python -m benchmarks.bench_training_step zero_advantage   # GRPO, uniform and GRAIL, leaving such responses out or not
 
-A step is: old log-probabilities, the method's pass and weights, epochs of the actor update, all with verl's own worker
-(:mod:`benchmarks.verl_host`) and default options. GRPO runs every response and has no weights. Responses are left out as
-``skip_zero_advantage=auto`` leaves them out: of the update.
-
-``--setup cuda`` is one GPU, a model of Qwen3-4B's shape and 8 x 4096 tokens in bf16. Writes ``results/WHAT-DEVICE.json``;
-``python -m benchmarks.report`` makes tables.
+A step is: old log-probabilities, the method's pass and weights, an epoch of the actor update, with verl's own worker and
+default options. GRPO runs every response and has no weights. Responses are left out of the update, as
+``skip_zero_advantage=auto`` does. Prints a Markdown table.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Mapping
+import json
+import sys
+from collections.abc import Mapping
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from benchmarks import timer
-from benchmarks.made_up import made_up_rollouts, release
 from benchmarks.setup import SETUPS, Setup, prepare_process
-from grail_advantage import Method
 from grail_advantage.method import build, methods
 from grail_advantage.weigh import weigh
 
@@ -31,142 +29,90 @@ if TYPE_CHECKING:
     from benchmarks.verl_host import VerlHost
 
 BASELINE, GRPO, SKIPPING = "uniform", "GRPO", ", skipping"
-VARIANTS = (GRPO, "uniform", f"uniform{SKIPPING}", "GRAIL", f"GRAIL{SKIPPING}")
-"""``uniform`` gives every token weight 1: GRPO with what every method shares."""
-STAGES = ("old_log_probs", "pass", "weights", "update")
-SELECTED = 0.35
-"""Share of the responses with an advantage that needs scores."""
-ZERO_ADVANTAGE = (0.0, 0.25, 0.5, 0.75)
-"""Shares of responses without an advantage."""
-EPOCHS = (1, 4)
+VARIANTS = {GRPO: (None, False), "uniform": ("uniform", False), f"uniform{SKIPPING}": ("uniform", True)}
+VARIANTS |= {"GRAIL": ("grail", False), f"GRAIL{SKIPPING}": ("grail", True)}
+"""Method, and whether responses are left out. ``uniform`` gives every token weight 1: GRPO with what all methods share."""
+ONE_EPOCH = "1 epoch, x GRPO"
+SELECTED, ZERO_ADVANTAGE = 0.35, (0.0, 0.25, 0.5, 0.75)
+"""Share of the responses with an advantage that needs scores, and shares of responses without an advantage."""
 
 
-def run_step(host: VerlHost, signal: Method | None, epochs: int = 1, skipping: bool = False) -> list[float]:
-    """Seconds of one step by stage, each epoch of the update one; without a signal it is GRPO's."""
+def run_step(host: VerlHost, name: str | None, skipping: bool = False) -> list[float]:
+    """Seconds of a step with one epoch: of the old log-probabilities, the method's pass, the weights and the update;
+    without a method it is GRPO's."""
     timed = partial(timer.seconds, host.device)
     forward = timed(host.forward)
-    made, host.pass_seconds = [], 0.0
-    weights = timed(lambda: made.append(weigh(host, signal, None).advantages if signal else host.base_advantages()))
-    updates = [timed(partial(host.update, *made, skipping=skipping)) for _ in range(epochs)]
-    return [forward, host.pass_seconds, weights - host.pass_seconds, *updates]
+    method, made, host.pass_seconds = build(name) if name else None, [], 0.0
+    weights = timed(lambda: made.append(weigh(host, method, None).advantages if method else host.base_advantages()))
+    update = timed(partial(host.update, *made, skipping=skipping))
+    return [forward, host.pass_seconds, weights - host.pass_seconds, update]
 
 
-def run_variant(host: VerlHost, variant: str, epochs: int) -> list[float]:
-    """Seconds of a step of one of :data:`VARIANTS`: of everything before the update, and of each epoch."""
-    if variant == GRPO:
-        with host.stock():
-            seconds = run_step(host, None, epochs)
-    else:
-        signal = build(variant.removesuffix(SKIPPING).lower())
-        seconds = run_step(host, signal, epochs, skipping=variant.endswith(SKIPPING))
-    return [sum(seconds[:3]), *seconds[3:]]
+def run_variants(host: VerlHost, repeats: int, epochs: int) -> dict[str, dict[str, list[float]]]:
+    """Steps of all variants in turn: their seconds, and multiples of GRPO's of the same repeat; further epochs are as
+    long as the first."""
+    variants = {variant: partial(run_step, host, *of) for variant, of in VARIANTS.items()}
+    steps, found = timer.in_turn(variants, repeats), {}
+    for variant in VARIANTS:
+        found[variant] = {"1 epoch, seconds": [sum(of[variant]) for of in steps]}
+        for count, name in ((1, ONE_EPOCH), (epochs, f"{epochs} epochs, x GRPO")):
+            whole = [{key: sum(of) + (count - 1) * of[-1] for key, of in repeat.items()} for repeat in steps]
+            found[variant][name] = [of[variant] / of[GRPO] for of in whole]
+    return found
 
 
-def ratios(repeats: list[dict[str, list[float]]], variant: str, baseline: str, epochs: int) -> list[float]:
-    """A variant's steps of so many epochs as multiples of the baseline's."""
-    return timer.ratios(repeats, variant, baseline, lambda seconds: sum(seconds[: epochs + 1]))
-
-
-def compared(timings: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Cost of each method in forwards over the batch, and its step against the baseline's.
-
-    Args:
-        timings: for each method ``uses``, ``rows``, ``timed_rows`` and ``repeats``, which are seconds by stage.
-
-    Returns:
-        For each method ``forwards``; ``ratio`` of steps that are put together from the stages' medians, with one figure for the
-        old log-probabilities and for the update, which are the same work in every step; and ``ratios`` of whole steps of the
-        same repeat.
-    """
-    stages = [seconds for of in timings.values() for seconds in of["repeats"]]
-    forward, update = (median(seconds[name] for seconds in stages) for name in ("old_log_probs", "update"))
-    added, totals = {}, {}
-    for name, of in timings.items():
-        scale = of["rows"] / of["timed_rows"] if of["timed_rows"] else 1.0
-        middle = {stage: median(seconds[stage] for seconds in of["repeats"]) for stage in STAGES}
-        added[name] = scale * middle["pass"] + middle["weights"]
-        totals[name] = [sum(seconds.values()) + (scale - 1) * seconds["pass"] for seconds in of["repeats"]]
+def compared(repeats: Mapping[str, list[list[float]]]) -> dict[str, dict[str, Any]]:
+    """For each method, of which ``repeats`` has the seconds of :func:`run_step`, the ``forwards`` over the batch that it
+    adds, in each repeat, and the ``ratio`` of its step to the baseline's, put together from medians: the old
+    log-probabilities and the update are the same work in every step."""
+    forward, _, _, update = (median(of) for of in zip(*chain.from_iterable(repeats.values()), strict=True))
+    added = {name: [of_pass + weights for _, of_pass, weights, _ in steps] for name, steps in repeats.items()}
+    whole = {name: forward + median(of) + update for name, of in added.items()}
     return {
-        name: {
-            "forwards": added[name] / forward,
-            "ratio": (forward + added[name] + update) / (forward + added[BASELINE] + update),
-            "ratios": [own / base for own, base in zip(totals[name], totals[BASELINE], strict=True)],
-        }
-        for name in timings
+        name: {"forwards": [one / forward for one in of], "ratio": whole[name] / whole[BASELINE]}
+        for name, of in added.items()
     }
 
 
-def hosts(setup: Setup, checkpointing: bool, zero_advantage: tuple[float, ...]) -> Iterator[tuple[VerlHost, int, int]]:
-    """One worker with a batch for each of these shares of responses without an advantage; how many these are, and how many
-    responses are scored."""
-    from benchmarks.verl_host import VerlHost, make_worker
+def of_methods(worker: Any, setup: Setup, repeats: int) -> dict[str, dict[str, Any]]:
+    """The figures of ``methods``; ``rows`` is how many responses are scored."""
+    from benchmarks.verl_host import VerlHost
 
-    worker = make_worker(setup, checkpointing)
-    for share in zero_advantage:
-        without = round(share * setup.rows)
+    host = VerlHost(worker, setup.rollouts(round(SELECTED * setup.rows)))
+    steps = timer.in_turn({name: partial(run_step, host, name) for name in methods()}, repeats)
+    figures = compared({name: [repeat[name] for repeat in steps] for name in methods()})
+    return {name: {"rows": len(host.selected(build(name))), **of} for name, of in figures.items()}
+
+
+def of_zero_advantage(worker: Any, setup: Setup, repeats: int) -> dict[str, dict[str, Any]]:
+    """The figures of ``zero_advantage``."""
+    from benchmarks.verl_host import VerlHost
+
+    found = {}
+    for without in (round(share * setup.rows) for share in ZERO_ADVANTAGE):
         scored = max(1, round(SELECTED * (setup.rows - without)))
-        sizes = setup.rows, setup.tokens, setup.prompt, setup.shape["vocab_size"]
-        yield VerlHost(worker, made_up_rollouts(*sizes, scored, without)), without, scored
-    del worker
-    release()
-
-
-def of_methods(setup: Setup, repeats: int) -> dict[str, Any]:
-    """The record of ``methods``."""
-    from benchmarks.verl_host import timed_rows
-
-    host, _, scored = next(hosts(setup, False, (0.0,)))
-    timings: dict[str, dict[str, Any]] = {}
-    variants = {}
-    for name in methods():
-        signal = build(name)
-        rows = host.selected(signal)
-        timed = len(timed_rows(signal, rows)) if signal.uses else 0
-        timings[name] = {"uses": signal.uses, "rows": len(rows), "timed_rows": timed, "repeats": []}
-        variants[name] = partial(run_step, host, signal)
-    for repeat in timer.in_turn(variants, repeats):
-        for name, seconds in repeat.items():
-            timings[name]["repeats"].append(dict(zip(STAGES, seconds, strict=True)))
-    comparison, prompts = compared(timings), len(host.rollouts().groups.unique())
-    return {
-        "setup": {**setup.described(), "wrong_rows": scored, "prompts": prompts},
-        "checkpointing": "off",
-        "baseline": BASELINE,
-        "methods": {name: {**of_method, **comparison[name]} for name, of_method in timings.items()},
-    }
-
-
-def of_zero_advantage(setup: Setup, repeats: int) -> dict[str, Any]:
-    """The record of ``zero_advantage``."""
-    runs = []
-    for checkpointing in ("off", "on"):
-        for host, without, scored in hosts(setup, checkpointing == "on", ZERO_ADVANTAGE):
-            variants = {variant: partial(run_variant, host, variant, max(EPOCHS)) for variant in VARIANTS}
-            run = {"checkpointing": checkpointing, "zero_advantage_rows": without, "selected_rows": scored}
-            run["repeats"] = list(timer.in_turn(variants, repeats))
-            runs.append(run)
-            for variant in VARIANTS[1:]:
-                found = median(ratios(run["repeats"], variant, GRPO, 1))
-                timer.show(
-                    f"checkpointing {checkpointing}, {without} zero-advantage responses: {variant} {found:.3f} x GRPO"
-                )
-    return {"setup": setup.described(), "epochs": sorted(EPOCHS), "runs": runs}
+        variants = run_variants(VerlHost(worker, setup.rollouts(scored, without)), repeats, epochs=4)
+        found |= {f"{without} without advantage, {scored} scored: {name}": of for name, of in variants.items()}
+    return found
 
 
 def main() -> None:
-    """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     kinds = {"methods": of_methods, "zero_advantage": of_zero_advantage}
     parser.add_argument("what", choices=kinds)
     parser.add_argument("--setup", choices=SETUPS, default="cpu")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--results", type=Path, default=timer.RESULTS, help="folder to write to")
+    parser.add_argument("--json", type=Path, help="file for the figures; docs/methods.md has results/methods-cpu.json")
     args = parser.parse_args()
     setup = SETUPS[args.setup]
     prepare_process(setup.device)
-    option = "" if args.setup == "cpu" else f" --setup {args.setup}"
-    result = timer.record(args.what, setup.device, f"python -m benchmarks.bench_training_step {args.what}{option}")
-    timer.write(result | kinds[args.what](setup, args.repeats), args.results)
+    from benchmarks.verl_host import default_actor, make_worker
+
+    origin = timer.origin(setup.device, f"python -m benchmarks.bench_training_step {' '.join(sys.argv[1:])}")
+    figures = kinds[args.what](make_worker(setup, False, default_actor(setup)), setup, args.repeats)
+    print(origin, f"{setup}", "", *timer.table(figures), sep="\n")
+    if args.json:
+        args.json.write_text(json.dumps({"origin": origin, args.what: figures}, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,79 +1,112 @@
-"""What the benchmarks of the training side run: model, batch, precision; and what verl needs in a process before its import."""
+"""What the benchmarks run: models of published shapes with random weights, which take the time and memory of trained ones,
+and responses of random words; and what verl needs in a process before its import. Needs torch, transformers, pydantic."""
 
 from __future__ import annotations
 
+import gc
 import os
 import socket
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Any
 
 import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
 
-from benchmarks.made_up import SHAPES
+from grail_advantage import Example
+from grail_advantage.data import Rollouts
+from verl_cpu.tiny.model import build_tokenizer
+
+ANSWER, AFTER_ANSWER = r"\boxed{42}", 16  # the end of a response, and the words after it
+SIZES = {
+    "Qwen3-0.6B": (151936, 1024, 3072, 28, 16, 8, 128),
+    "Qwen3-4B": (151936, 2560, 9728, 36, 32, 8, 128),
+    "small": (8192, 256, 768, 6, 4, 2, 64),
+    "toy": (512, 32, 64, 2, 2, 1, 32),
+}
+NAMES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+NAMES += ("num_key_value_heads", "head_dim")
+SHAPES = {name: dict(zip(NAMES, sizes, strict=True)) for name, sizes in SIZES.items()}
+"""Options of ``Qwen3Config`` by the shape's name."""
 
 
 @dataclass(frozen=True)
 class Setup:
-    """One process on one device."""
+    """One process on one device. All responses have the same number of tokens, so that neither packed nor padded
+    micro-batches compute padding."""
 
-    device: str = "cpu"
-    shape: Mapping[str, int] = field(default_factory=lambda: SHAPES["small"])
-    rows: int = 20
-    """Responses in the batch."""
-    tokens: int = 256
-    """Of a prompt and its response together."""
-    prompt: int = 32
-    micro_batch_rows: int = 5
-    """Full responses that a micro-batch's token budget holds."""
-    parameter_dtype: str = "fp32"
-    """Of parameters and optimiser state."""
-    compute_dtype: str = "fp32"
-    packed: bool = field(default_factory=lambda: find_spec("flash_attn") is not None)
-    """Whether micro-batches are packed, with flash-attn, or padded, with torch's attention. All responses have the same number
-    of tokens, so that neither computes padding."""
+    device: str
+    shape: str  # of SHAPES
+    rows: int  # responses in the batch
+    tokens: int  # of a prompt and its response together
+    prompt: int
+    micro_batch_rows: int  # full responses that a micro-batch's token budget holds
+    dtype: torch.dtype = torch.float32
+    packed: bool = find_spec("flash_attn") is not None  # else padded
 
     @property
     def attention(self) -> str:
         return "flash_attention_2" if self.packed else "sdpa"
 
-    def described(self) -> dict[str, Any]:
-        """For the record."""
-        shape = {name.removesuffix("_size").removeprefix("num_"): value for name, value in self.shape.items()}
-        shape |= {
-            "layers": shape.pop("hidden_layers"),
-            "vocabulary": shape.pop("vocab"),
-            "heads": shape.pop("attention_heads"),
-        }
-        own = {name: value for name, value in asdict(self).items() if name not in ("shape", "packed")}
-        return {**shape, **own, "layout": "packed" if self.packed else "padded", "attention": self.attention}
+    def rollouts(self, selected: int, zero_advantage: int = 0) -> Rollouts:
+        """Responses of random words that end in an answer and a few words after it: the first ``selected`` are incorrect
+        and so need scores, the last ``zero_advantage`` are of groups all of a kind, and have no advantage."""
+        rows, vocabulary, tokenizer = self.rows, SHAPES[self.shape]["vocab_size"], build_tokenizer([])
+        first = len(tokenizer)  # after the bytes and the special tokens come words without a meaning
+        tokenizer.add_tokens([f"w{index}" for index in range(first, vocabulary)])
+        answer = torch.tensor(tokenizer.encode(ANSWER, add_special_tokens=False))
+        size, generator = (rows, self.tokens), torch.Generator().manual_seed(0)
+        ids_BL = torch.randint(first, vocabulary, size, generator=generator)
+        ids_BL[:, -AFTER_ANSWER - len(answer) : -AFTER_ANSWER] = answer
+        right = rows - selected - zero_advantage
+        advantages_B = torch.tensor([-0.5] * selected + [0.5] * right + [0.0] * zero_advantage)
+        # The question has as many letters as the prompt has tokens.
+        question = [{"role": "user", "content": "x" * self.prompt}]
+        rollouts = Rollouts(
+            prompts=list(ids_BL[:, : self.prompt]),
+            responses=list(ids_BL[:, self.prompt :]),
+            mask=torch.ones(rows, self.tokens - self.prompt, dtype=torch.bool),
+            advantages=advantages_B,
+            tokenizer=tokenizer,
+            # About 8 to a prompt; incorrect and correct ones are dealt out to all prompts alike.
+            groups=torch.arange(rows) % max(1, round(rows / 8)),
+            rewards=(advantages_B > 0).double(),
+            examples=[Example(question, {"reward_model": {"ground_truth": "42"}}, {})] * rows,
+            fields={"tool_rewards": [[]] * rows},
+        )
+        for which in ("first", "last"):  # finding answers is no part of what is timed
+            rollouts.spans(which)
+        return rollouts
 
 
 SETUPS = {
-    "cpu": Setup(packed=False),
-    "toy": Setup("cpu", SHAPES["toy"], 4, 120, 4, 2, packed=False),
-    "cuda": Setup("cuda", SHAPES["Qwen3-4B"], 8, 4096, 256, 1, "bf16", "bf16"),
+    "cpu": Setup("cpu", "small", 20, 256, 32, 5, packed=False),
+    "toy": Setup("cpu", "toy", 4, 120, 4, 2, packed=False),
 }
 """By the name of ``--setup``."""
 
 
 def prepare_process(device: str) -> None:
-    """Threads, and what verl's worker reads from the environment.
-
-    Raises:
-        SystemExit: a GPU is asked for and there is none.
-    """
-    if device == "cuda" and not torch.cuda.is_available():
-        raise SystemExit("this set-up needs a GPU that torch can use, and here is none; use --setup cpu")
+    """Threads, and what verl's worker reads from the environment."""
     torch.set_num_threads(1)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     one = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     os.environ.update(one, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TOKENIZERS_PARALLELISM="false")
-    # One process: whatever the machine's network is, it talks to itself.
-    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-        os.environ.setdefault(name, "lo")
+    os.environ.update({"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"} | os.environ)  # it talks to itself
     if device == "cpu":
         os.environ["VERL_PLATFORM"] = "cpu"
+
+
+def random_model(shape: str, device: str, dtype: torch.dtype) -> PreTrainedModel:
+    """A Qwen3 model with freshly drawn weights, in evaluation mode."""
+    config = Qwen3Config(**SHAPES[shape], tie_word_embeddings=True, max_position_embeddings=32768)
+    torch.manual_seed(0)
+    with torch.device(device):
+        return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa").eval()
+
+
+def release() -> None:
+    """Give back what dropped tensors held."""
+    gc.collect()
+    torch.cuda.empty_cache()

@@ -105,20 +105,14 @@ def overview() -> str:
     rows = []
     headings = {method: _heading(of_class) for of_class in known_methods().values() for method in of_class}
     for method in sorted(headings, key=lambda method: method.name):
-        measured, ratio = figures["methods"].get(method.name), "not measured"
-        if measured is not None:
-            timed, of_all = measured["timed_rows"], measured["rows"]
-            sampled = f" (extrapolated from {timed} of {of_all} responses)" if 0 < timed < of_all else ""
-            ratio = f"{measured['ratio']:.2f}{sampled}"
+        measured = figures["methods"].get(method.name)
+        ratio = "not measured" if measured is None else f"{measured['ratio']:.2f}"
         link = _link(method.name, headings[method], REFERENCE)
         rows.append([link, method.formula, method.cost, ratio, _papers(method.source)])
-    baseline, setup = figures["baseline"], figures["setup"]
-    head = ["`algorithm.adv_estimator`", "weight", "cost, forward passes", f"measured, x `{baseline}`", "source"]
+    head = ["`algorithm.adv_estimator`", "weight", "cost, forward passes", "measured, x `uniform`", "source"]
     how = (
-        f"Measured: a step's training side with 1 epoch, summed from its stages, against that of `{baseline}`, "
-        f"default options, {figures['device']}, {figures['date']}; {setup['layers']} layers of width "
-        f"{setup['hidden']}, {setup['rows']} responses x {setup['tokens']} tokens, {setup['wrong_rows']} of them "
-        "incorrect. How, and the scatter: [benchmarks](../benchmarks/README.md)."
+        "Measured: a step's training side with 1 epoch, put together from its stages, against that of `uniform`, default "
+        f"options: {figures['origin']}. How: [benchmarks](../benchmarks/README.md)."
     )
     return "\n".join(["## All methods", "", *table(head, rows), "", how])
 
@@ -326,7 +320,6 @@ PASSAGES: list[tuple[str, str, Callable[[], str]]] = [
     ("published.md", "published", published),
     ("trl.md", "trl_published", trl_published),
     ("gpu.md", "sizing", sizing.page),
-    ("gpu.md", "measured", sizing.measured),
 ]
 """A page, the name of its markers, and what stands between them."""
 

@@ -3,11 +3,11 @@
 # Knobs: PYTHON (python3; part a needs torch, transformers and pydantic alone, the others what docs/gpu.md says)
 #
 #   bash scripts/gpu_check.sh                        # all parts
-#   bash scripts/gpu_check.sh a b --results DIR      # these, into DIR (outputs/gpu_check)
+#   bash scripts/gpu_check.sh a c --results DIR      # these, into DIR (outputs/gpu_check)
 #   bash scripts/gpu_check.sh --dry                  # on the CPU at toy size
 #
-# a: token weights in bf16 against fp32, time and memory of the passes. b: training with TRL. c: the training side of
-# the recipe with verl's engine. d: a real model with TRL. Results: PART.json, PART.md and PART.log, as each part goes.
+# a: token weights in bf16 against fp32, time and memory of the passes. c: the training side of the recipe with verl's
+# engine. d: a real model with TRL. Results: PART.md and PART.log, as each part goes.
 # Exit status 0 only where everything that was asked for ran and passed.
 
 set -euo pipefail
@@ -23,7 +23,7 @@ while (($#)); do
     esac
     shift
 done
-((${#parts[@]})) || parts=(a b c d)
+((${#parts[@]})) || parts=(a c d)
 
 # The project's packages from this folder, whatever is installed. verl finds them by their entry points, which a clone
 # that is not installed lacks: they are written into a folder beside the results.

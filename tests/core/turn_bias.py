@@ -1,7 +1,5 @@
 """Is a method's expected gradient the true one? Enumerated, in a small environment whose policy decides when to stop.
 
-    python -m benchmarks.turn_bias
-
 In a turn the policy calls tool A or B, which gives a reward and says something, or stops; a third turn chooses between two
 endings. Every group of responses is enumerated with its probability, the registered methods give its token advantages, and
 autograd the gradients of log-probabilities. So the figures have no sampling error. The fixed variant has no stop: three turns.
@@ -27,15 +25,11 @@ from torch.nn.utils.rnn import pad_sequence
 from grail_advantage.data import Rollouts
 from grail_advantage.method import build
 from grail_advantage.methods.turns import list_a_turn
-from recipe.marked_text import table
 
-LENGTH = 5
-"""Tokens of a response: one a turn, and one message between two."""
-STOP = "stop"
+TURNS, STOP = 3, "stop"
 SAID = {"": 0, "x": 1, "y": 2, "p": 3, "q": 4}
-"""What tools say, which is all that the policy sees, as token ids."""
+"""What tools say, which is all that the policy sees, as token ids; between two turns, each of the one token TURN."""
 TURN = len(SAID)
-"""The token of a turn."""
 LOGITS = {
     "": {"A": 0.3, "B": 0.1, STOP: 0.2},
     "x": {"A": -0.2, "B": 0.4, STOP: 0.5},
@@ -53,15 +47,8 @@ SAYS = {
 }
 """What the tools say to a call, with probabilities."""
 TOOL_REWARDS = {("", "A"): 0.9, ("", "B"): 0.5, ("x", "A"): 0.7, ("x", "B"): 0.3, ("y", "A"): 0.2, ("y", "B"): 0.8}
-OUTCOMES = {
-    ("", STOP): 1.0,
-    ("x", STOP): 0.8,
-    ("y", STOP): 0.3,
-    ("p", "u"): 0.9,
-    ("p", "v"): 0.1,
-    ("q", "u"): 0.2,
-    ("q", "v"): 0.7,
-}
+OUTCOMES = {("", STOP): 1.0, ("x", STOP): 0.8, ("y", STOP): 0.3}
+OUTCOMES |= {("p", "u"): 0.9, ("p", "v"): 0.1, ("q", "u"): 0.2, ("q", "v"): 0.7}
 Step = tuple[str, str]
 """What the policy saw, and what it did."""
 
@@ -70,22 +57,16 @@ Step = tuple[str, str]
 class Environment:
     """The possible responses of a policy."""
 
-    parameters_P: torch.Tensor
-    """float64; its logits, which have a gradient."""
-    steps: list[list[Step]]
-    """R responses."""
-    log_probs: list[torch.Tensor]
-    """Of each response's turns, (K,), as functions of the parameters."""
-    chances_R: torch.Tensor
-    """float64; the probability of what the tools said, given the turns."""
+    parameters_P: torch.Tensor  # float64; its logits, which have a gradient
+    steps: list[list[Step]]  # R responses
+    log_probs: list[torch.Tensor]  # of each response's turns, (K,), as functions of the parameters
+    chances_R: torch.Tensor  # float64; the probability of what the tools said, given the turns
 
     @classmethod
     def build(cls, *, stops: bool, cut: float = 0.0) -> Environment:
         """With a policy that may stop, or with three turns; with this probability that a call's answer is cut off."""
         logits = {saw: {did: x for did, x in known.items() if stops or did != STOP} for saw, known in LOGITS.items()}
-        places = {
-            (saw, did): place for place, (saw, did) in enumerate((s, d) for s, known in logits.items() for d in known)
-        }
+        places = {step: place for place, step in enumerate((s, d) for s, known in logits.items() for d in known)}
         parameters_P = torch.tensor([x for known in logits.values() for x in known.values()], dtype=torch.float64)
         parameters_P.requires_grad_()
         steps: list[list[Step]] = []
@@ -132,13 +113,7 @@ class Environment:
         return (self.probabilities_R * torch.tensor([value(of) for of in self.steps], dtype=torch.float64)).sum()
 
     def moments(
-        self,
-        name: str,
-        options: Mapping[str, Any],
-        *,
-        size: int = 3,
-        denominator: str = "constant",
-        parts: bool = False,
+        self, name: str, options: Mapping[str, Any], size: int = 3, denominator: str = "constant", parts: bool = False
     ) -> tuple[torch.Tensor, float]:
         """What a step's gradient is on average, (P,), and its variance, summed over the parameters; before any clipping.
 
@@ -211,30 +186,11 @@ def turn_advantages(
         sessions=[(number, row) for row, (number, _) in enumerate(rows)],
     )
     scores_BT = method.scores(rollouts, None).nan_to_num(0.0)  # as the hosts: what has none trains nothing
-    of_turns_BK = torch.zeros(len(responses), (LENGTH + 1) // 2, dtype=torch.float64)
+    of_turns_BK = torch.zeros(len(responses), TURNS, dtype=torch.float64)
     for row, (number, turns) in enumerate(rows):
         cut = responses[number][-1] in SAYS  # the last call has no answer
         of_turns_BK[number, turns] = scores_BT[row, ::2][: len(turns)] * (not (cut and method.mask_truncated))
     return of_turns_BK
-
-
-ROWS: tuple[tuple[str, str, dict[str, Any], str], ...] = (
-    ("`turn_rloo`", "turn_rloo", {}, "constant"),
-    ("`turn_rloo`, `stopped=zero`", "turn_rloo", {"stopped": "zero"}, "constant"),
-    ("`turn_rloo`, `gamma=0.9`", "turn_rloo", {"gamma": 0.9}, "constant"),
-    ("`turn_rloo`, `gamma=0.5`", "turn_rloo", {"gamma": 0.5}, "constant"),
-    ("RLOO up to scale (`gigpo`, `omega=0`, mean only)", "gigpo", {"omega": 0.0, "deviation": False}, "constant"),
-    ("GRPO (`gigpo`, `omega=0`)", "gigpo", {"omega": 0.0}, "constant"),
-    ("`mt_grpo`", "mt_grpo", {}, "constant"),
-    ("`mt_grpo`, mean only", "mt_grpo", {"deviation": False}, "constant"),
-    ("`gtpo`", "gtpo", {}, "constant"),
-    ("`gtpo`, mean only", "gtpo", {"gamma": 1.0, "deviation": False}, "constant"),
-    ("`gigpo`", "gigpo", {}, "constant"),
-    ("`gigpo`, mean only", "gigpo", {"gamma": 1.0, "deviation": False}, "constant"),
-    ("`turn_rloo`, `token-mean`", "turn_rloo", {}, "tokens"),
-    ("`turn_rloo`, `seq-mean-token-mean`", "turn_rloo", {}, "response"),
-)
-"""Label, method, options, denominator of the loss. ``mean only`` is without discount, too."""
 
 
 def compared(found_P: torch.Tensor, exact_P: torch.Tensor) -> tuple[float, float]:
@@ -242,48 +198,3 @@ def compared(found_P: torch.Tensor, exact_P: torch.Tensor) -> tuple[float, float
     in lengths of the true one."""
     scale = float(found_P @ exact_P / (exact_P @ exact_P))
     return scale, float((found_P - scale * exact_P).norm() / exact_P.norm())
-
-
-CUT = 0.2
-"""Calls whose answer the length limit cuts off in the truncated variant."""
-
-
-def report() -> str:
-    """The tables of docs/turns.md."""
-    rows = []
-    for label, name, options, denominator in ROWS:
-        cells = [label]
-        for stops in (True, False):
-            known = environment(stops=stops)
-            exact_P = known.gradient(known.expectation(reward))
-            found_P, variance = known.moments(name, options, denominator=denominator)
-            scale, rest = compared(found_P, exact_P)
-            error = "0" if rest < 1e-10 else f"{rest:.2f}"
-            spread = variance / float(exact_P @ exact_P) / scale**2
-            cells += [f"{scale:.2f}", error, f"{float(found_P[2]):+.3f}", f"{spread:.1f}"] if stops else [error]
-        rows.append(cells)
-    known = environment(stops=True)
-    truth = float(known.gradient(known.expectation(reward))[2])
-    head = ["method", "scale", "error", f"stop ({truth:+.3f})", "variance", "error, fixed"]
-    return "\n".join([*table(head, rows, right=1), "", *_of_truncation()])
-
-
-def _of_truncation() -> list[str]:
-    known = environment(stops=True, cut=CUT)
-    exact_P, rows = known.gradient(known.expectation(reward)), []
-    for masked in (False, True):
-        found_P, _ = known.moments("turn_rloo", {"mask_truncated": masked})
-        scale, rest = compared(found_P, exact_P)
-        error = "0" if rest < 1e-10 else f"{rest:.2f}"
-        rows.append([f"`mask_truncated={str(masked).lower()}`", f"{scale:.2f}", error, f"{float(found_P[2]):+.3f}"])
-    head = [f"`turn_rloo`, answers to {CUT:.0%} of calls cut off", "scale", "error", f"stop ({float(exact_P[2]):+.3f})"]
-    return table(head, rows, right=1)
-
-
-def main() -> None:
-    """Command line."""
-    print(report())
-
-
-if __name__ == "__main__":
-    main()

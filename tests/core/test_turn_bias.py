@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 
-from benchmarks.turn_bias import OUTCOMES, TOOL_REWARDS, Environment, Step, compared, environment, reward
+from tests.core.turn_bias import OUTCOMES, TOOL_REWARDS, Environment, Step, compared, environment, reward
 
 pytestmark = pytest.mark.slow
 
