@@ -102,7 +102,7 @@ def trl_loss(loss_type: str, importance_sampling_level: str = "token", **options
         "cispo": ("cispo", {"lowest": -math.inf, "highest": high, "bound": 20}),
         "sapo": ("sapo", {k: options.get(f"sapo_temperature_{k[4:]}", value) for k, value in SAPO.items()}),
         "vespo": ("vespo", {k: options.get(f"vespo_{k}", value) for k, value in VESPO.items()}),
-    }.get(loss_type, ("clip", {"low": low, "high": high if delta is None else min(high, delta - 1), "cap": delta}))
+    }.get(loss_type, ("clip", {"low": low, "high": high, "most": math.inf if delta is None else delta}))
     aggregation, over = _TRL.get(loss_type, ("token-mean", "update"))
     unusual = options.get("off_policy_mask_threshold") is not None or options.get("top_entropy_quantile", 1.0) < 1
     beta, corrected = options.get("beta", 0.0), options.get("use_bias_correction_kl", False)
@@ -172,8 +172,9 @@ def _ratio(t: Tokens, o: Mapping[str, Any]) -> torch.Tensor:
 
 
 def _clip(t: Tokens, o: Mapping[str, Any], ratio: torch.Tensor) -> torch.Tensor:
-    """PPO's, with the dual clip of arXiv:1912.09729 where there is a ``cap``."""
-    objective = torch.minimum(ratio * t.advantages, ratio.clamp(1 - o["low"], 1 + o["high"]) * t.advantages)
+    """PPO's, with the dual clip of arXiv:1912.09729 where there is a ``cap``, or TRL's bound of the ratio, ``most``."""
+    unclipped = ratio.clamp(max=o.get("most", math.inf)) * t.advantages
+    objective = torch.minimum(unclipped, ratio.clamp(1 - o["low"], 1 + o["high"]) * t.advantages)
     if o.get("cap") is not None:
         objective = torch.where(t.advantages < 0, torch.maximum(objective, o["cap"] * t.advantages), objective)
     return -objective * t.weights
@@ -254,7 +255,14 @@ def _kl_term(loss: Loss, t: Tokens) -> torch.Tensor:
 
 def opened(loss: Loss) -> Loss:
     """Without a clip or clamp of the ratio."""
-    bounds = {"low": math.inf, "high": math.inf, "cap": None, "lowest": -math.inf, "highest": math.inf}
+    bounds = {
+        "low": math.inf,
+        "high": math.inf,
+        "cap": None,
+        "most": math.inf,
+        "lowest": -math.inf,
+        "highest": math.inf,
+    }
     kept = loss.account == "dppo"
     return replace(
         loss, options={name: value if kept else bounds.get(name, value) for name, value in loss.options.items()}

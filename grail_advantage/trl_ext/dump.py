@@ -1,16 +1,13 @@
-"""The token dump of a TRL run and the receipt of its updates (:mod:`grail_advantage.receipt`), beside the training, which
-nothing in here stops once it has begun.
-
-TRL's figures go into ``metrics.jsonl`` of ``output_dir``. Step S is TRL's ``global_step`` after the update that the
-responses were made for, as in its logs.
-"""
+"""The token dump of a TRL run and the receipt of its updates (:mod:`grail_advantage.receipt`), beside the training, that
+nothing in here stops once it has begun. Step S is TRL's ``global_step`` after the update that the responses were made
+for, as in its logs, which go into ``metrics.jsonl`` of ``output_dir``."""
 
 from __future__ import annotations
 
 import logging
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
@@ -35,6 +32,7 @@ from grail_advantage.rules import hold, let_go
 logger = logging.getLogger(__name__)
 
 GROUND_TRUTHS = ("solution", "ground_truth", "answer", "gold")  # columns with the correct answer; the first is shown
+Part = tuple[dict[str, Tensor], list[int], list[Piece]]  # of a process: columns, lengths, micro-batches
 ROWS = "receipt_rows"  # numbers of a generation batch's responses, which TRL shuffles and splits along with it
 COLUMNS = {"advantages_BT": "advantages", "mask_BT": "loss_mask", "old_log_probs_BT": "old_per_token_logps"}
 COLUMNS |= {"weights_BT": "importance_sampling_ratio", "ref_log_probs_BT": "ref_per_token_logps"}  # by TRL's names
@@ -72,14 +70,13 @@ class Generation:
     update: int
     chosen: list[int]  # places of the responses that the dump has, over all processes
     lengths: list[int]
-    columns: dict[str, Tensor]  # (B, T) each
+    columns: dict[str, Tensor] = field(default_factory=dict)  # (B, T) each
     # Of each micro-batch its gradient, its rows, those of them that went through the model, its update, and the scale
     read: list[tuple[Gradient, Tensor, Tensor, int, float]] = field(default_factory=list)
     measured: Rollouts | None = None  # of this process, with log-probabilities before the update, for its effect
 
-    def pieces(self, rank: int) -> list[Piece]:
+    def pieces(self, rank: int) -> Iterator[Piece]:
         """Micro-batches with a backward, on the CPU; a response that was left out has gradient 0 and ratio 1."""
-        found = []
         for gradient, rows, kept, update, scale in self.read:
             if gradient.values is not None:
                 rows, log_probs = rows.cpu(), gradient.log_probs.cpu()
@@ -88,8 +85,7 @@ class Generation:
                 if "old_log_probs_BT" in self.columns:
                     full.copy_(self.columns["old_log_probs_BT"][rows])
                 full[there], received[there] = log_probs, gradient.values.cpu() / scale
-                found.append(Piece(rows, full, received, update, rank))
-        return found
+                yield Piece(rows, full, received, update, rank)
 
 
 class GenerationDump(TrainerCallback):
@@ -102,10 +98,8 @@ class GenerationDump(TrainerCallback):
         self._trainer, self._options, self._host, self.folder = trainer, options, host, options.folder
         self._reads = options.received and args.steps_per_generation % args.gradient_accumulation_steps == 0
         if options.received and not self._reads:
-            logger.warning(
-                "token dump: what tokens receive is not read, as an optimiser step does not have responses of one "
-                "generation alone; make steps_per_generation a multiple of gradient_accumulation_steps"
-            )
+            remedy = "make steps_per_generation a multiple of gradient_accumulation_steps"
+            logger.warning("token dump: what tokens receive is not read, as updates mix generations; %s", remedy)
         self._metrics_path = Path(args.output_dir, METRICS_FILE).absolute()
         self._metrics = MetricsFile(os.devnull, -1)
         self._generation: Generation | None = None
@@ -143,41 +137,35 @@ class GenerationDump(TrainerCallback):
         (B,), NaN for a response that no reward function scored."""
         method = self._trainer.method
         rewards = [value if math.isfinite(value) else None for value in sums.float().tolist()]
-        named: list[Any] = [{}] * len(inputs)
-        if isinstance(method, TurnMethod):
-            of_turns = [tolerant(rewards_label, row.get(method.rewards)) for row in inputs]
-            named = [{"turn_rewards": of} if of else {} for of in of_turns]
+        column = method.rewards if isinstance(method, TurnMethod) else ""
+        of_turns = [tolerant(rewards_label, row.get(column)) if column else None for row in inputs]
+        named = [{"turn_rewards": of} if of else {} for of in of_turns]
         outcomes = [outcome_of(reward) for reward in rewards]
-        return {"ground_truth": list(map(_truth, inputs)), "reward": rewards, "outcome": outcomes, "labels": named}
+        there = [[row[name] for name in GROUND_TRUTHS if row.get(name) is not None] for row in inputs]
+        truths = [tolerant(str, of[0]) if of else None for of in there]
+        return {"ground_truth": truths, "reward": rewards, "outcome": outcomes, "labels": named}
 
     def write(self, w: Weighed, output: dict[str, Any], advantages: Tensor) -> None:
-        """Write responses of a generation batch, and begin to read its updates. A collective.
-
-        Args:
-            w: of the responses of this process.
-            output: TRL's batch of these, which gets their numbers.
-            advantages: (B, T) after weighting.
-        """
+        """Write this process's responses of a generation batch, and begin to read its updates. ``output``: TRL's batch,
+        which gets their numbers; ``advantages``: (B, T) after weighting. A collective."""
         trainer, r, step = self._trainer, w.rollouts, self._trainer.state.global_step + 1
         self._step, self._update = step, self._update + 1 if step == self._step else 0
         groups = [place // trainer.num_generations for place in range(len(r) * trainer.accelerator.num_processes)]
         main = trainer.accelerator.is_main_process
-        (chosen,) = broadcast_object_list(
-            [self._dump.choose(step, self._update, groups, [True] * len(groups)) if main else None]
-        )
+        mine = self._dump.choose(step, self._update, groups, [True] * len(groups)) if main else None
+        (chosen,) = broadcast_object_list([mine])
         if not chosen:
             return
         if self._reads:
-            given = {**output, "advantages": advantages, "loss_mask": loss_mask(output)}
-            columns = {
-                name: given[key].detach().expand(advantages.shape).to("cpu", copy=True)
-                for name, key in COLUMNS.items()
-                if given.get(key) is not None
-            }
-            self._generation = Generation(step, self._update, chosen, list(map(len, r.responses)), columns)
-            output[ROWS] = torch.arange(len(r), device=advantages.device)
+            self._generation = Generation(step, self._update, chosen, list(map(len, r.responses)))
         own: list[Weighed] = []
         with self._dump.attempt():
+            if self._generation is not None:
+                given = {**output, "advantages": advantages, "loss_mask": loss_mask(output)}
+                for name in [name for name, key in COLUMNS.items() if given.get(key) is not None]:
+                    values = given[COLUMNS[name]].detach().expand(advantages.shape)
+                    self._generation.columns[name] = values.to("cpu", copy=True)
+                output[ROWS] = torch.arange(len(r), device=advantages.device)
             if rows := [row for row, place in enumerate(r.places) if place in set(chosen)]:
                 part = w.part(rows)
                 columns = self._host(part.rollouts).columns(list(DUMPED))
@@ -196,22 +184,25 @@ class GenerationDump(TrainerCallback):
         """Read the gradient of the log-probabilities (b, T) that go into the loss of a micro-batch, of which ``kept``
         went through the model."""
         if self._generation is not None and ROWS in inputs and log_probs.requires_grad:
-            update, scaler = (
-                self._trainer.state.global_step + 1 - self._generation.step,
-                self._trainer.accelerator.scaler,
-            )
-            scale = 1.0 if scaler is None else scaler.get_scale()
-            self._generation.read.append((Gradient(log_probs), inputs[ROWS], kept[ROWS], update, scale))
+            with self._dump.attempt():
+                update = self._trainer.state.global_step + 1 - self._generation.step
+                scaler = self._trainer.accelerator.scaler
+                scale = 1.0 if scaler is None else scaler.get_scale()
+                self._generation.read.append((Gradient(log_probs), inputs[ROWS], kept[ROWS], update, scale))
 
     def finish_receipt(self) -> None:
         """Check what was read of the latest generation batch, and have it written. A collective."""
         generation, self._generation, accelerator = self._generation, None, self._trainer.accelerator
-        if generation is not None:
-            own = generation.columns, generation.lengths, generation.pieces(accelerator.process_index)
-            parts, effects = gather_object([own]), gather_object([self._effects(generation.measured)])
-            if accelerator.is_main_process:
-                with self._dump.attempt():
-                    self._write_receipt(generation, parts, {place: of for own in effects for place, of in own.items()})
+        if generation is None:
+            return
+        own, effects = None, dict[int, Tensor]()
+        with self._dump.attempt():
+            own = generation.columns, generation.lengths, list(generation.pieces(accelerator.process_index))
+            effects = self._effects(generation.measured)
+        parts, found = gather_object([own]), gather_object([effects])
+        if accelerator.is_main_process and None not in parts:
+            with self._dump.attempt():
+                self._write_receipt(generation, parts, {place: of for own in found for place, of in own.items()})
 
     def _effects(self, measured: Rollouts | None) -> dict[int, Tensor]:
         """The change of each token's log-probability since these responses were scored, by place, (T,) each."""
@@ -221,19 +212,11 @@ class GenerationDump(TrainerCallback):
         effect = self._host(now).columns([OLD_LOG_PROBS])[OLD_LOG_PROBS] - before
         return {place: of for place, of in zip(measured.places, effect, strict=True)}
 
-    def _write_receipt(
-        self,
-        of: Generation,
-        parts: list[tuple[dict[str, Tensor], list[int], list[Piece]]],
-        effects: Mapping[int, Tensor],
-    ) -> None:
+    def _write_receipt(self, of: Generation, parts: Sequence[Part], effects: Mapping[int, Tensor]) -> None:
         args, width = self._trainer.args, max(columns["mask_BT"].shape[1] for columns, _, _ in parts)
-        columns = {
-            name: torch.cat([pad(own[name], (0, width - own[name].shape[1])) for own, _, _ in parts])
-            for name in parts[0][0]
-        }
-        lengths: list[int] = []
-        pieces: list[Piece] = []
+        padded = [{name: pad(own[name], (0, width - own[name].shape[1])) for name in own} for own, _, _ in parts]
+        columns = {name: torch.cat([own[name] for own in padded]) for name in padded[0]}
+        lengths, pieces = list[int](), list[Piece]()
         for _, own_lengths, own_pieces in parts:
             pieces += [replace(piece, rows_b=piece.rows_b + len(lengths)).padded(width) for piece in own_pieces]
             lengths += own_lengths
@@ -247,20 +230,14 @@ class GenerationDump(TrainerCallback):
         for place, values in effects.items():
             effect[place, : len(values)] = values
         counts = {"updates": updates, "epochs": args.num_iterations, "ranks": self._trainer.accelerator.num_processes}
-        options = dict(vars(args))
-        loss = trl_loss(options.pop("loss_type"), options.pop("importance_sampling_level"), **options)
+        loss = trl_loss(**vars(args))
         receipt = check(Batch(advantages, mask, **columns, **counts, keys=keys), loss, pieces)
         rows = of.chosen
-        chosen = {name: getattr(receipt, name)[rows] for name in ("received_BT", "clipped_BT")}
-        chosen |= {name: getattr(receipt, name)[:, rows] for name in ("received_UBT", "expected_UBT", "clipped_UBT")}
+        names = ("received_BT", "clipped_BT", "received_UBT", "expected_UBT", "clipped_UBT")
+        chosen = {name: getattr(receipt, name)[..., rows, :] for name in names}
         written = [keys[row] for row in rows], [lengths[row] for row in rows]
-        chosen_effect = effect[rows] if effects else None
-        self._dump.write_received(of.step, of.update, replace(receipt, **chosen), loss.name, *written, chosen_effect)
+        written_effect = effect[rows] if effects else None
+        self._dump.write_received(of.step, of.update, replace(receipt, **chosen), loss.name, *written, written_effect)
         if effects:
             for name, value in effect_figures(advantages, effect, mask).items():
                 self._trainer._metrics["train"][f"{self._trainer.method.name}/{name}"].append(value)
-
-
-def _truth(row: Mapping[str, Any]) -> str | None:
-    """The correct answer, where the data set has it under a usual name."""
-    return next((tolerant(str, row[name]) for name in GROUND_TRUTHS if row.get(name) is not None), None)

@@ -4,16 +4,20 @@ thinks. A setting that ends a run by itself is in no table."""
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from packaging.version import Version
+from torch import Tensor, nn
 from transformers import ProcessorMixin
 from trl import GRPOTrainer
 
 from grail_advantage.answers.tokenizers import check_round_trip
 from grail_advantage.method import Method
 from grail_advantage.methods.turns import BIAS_OF_DISCOUNT, BIAS_OF_MASKING, TurnMethod
+from grail_advantage.model.probe import probe, probe_rows
 from grail_advantage.rules import Obstacle, Rule, broken, refuse, refuse_forced
 
 logger = logging.getLogger(__name__)
@@ -174,3 +178,29 @@ def check_trainer(trainer: GRPOTrainer, method: Method, skips: bool) -> None:
         if trainer.aux_loss_enabled:
             obstacles.append(Obstacle("the router's loss", "it trains every response; set router_aux_loss_coef=0"))
         refuse_forced("skip_zero_advantage=True", obstacles, SKIP_NOTHING)
+
+
+def check_neighbours(trainer: GRPOTrainer, model: nn.Module, inputs: Mapping[str, Any]) -> None:
+    """Refuse a model in whose micro-batches a response depends on those beside it (:mod:`grail_advantage.model.probe`):
+    the model as it trains, by TRL's forward in TRL's layout. ``inputs``: TRL's first micro-batch. A collective of the
+    processes. ValueError, with what was found and the remedy.
+    """
+    (count, width), device = inputs["prompt_ids"].shape, trainer.accelerator.device
+    limit, padding = trainer.max_completion_length, trainer.processing_class.pad_token_id
+    if count < 2:
+        return  # one response always stays
+
+    def run(rows: Sequence[Tensor]) -> list[Tensor]:
+        lengths, place = torch.tensor([[len(row)] for row in rows]), torch.arange(width + limit)
+        ends = (lengths - limit).clamp(min=1)  # of their prompts
+        mask = (width - ends <= place) & (place < width - ends + lengths)
+        ids = torch.full(mask.shape, padding).masked_scatter(mask, torch.cat(list(rows))).to(device)
+        log_probs = trainer._get_per_token_logps_and_entropies(model, ids, mask.long().to(device), limit)[0]
+        return list(log_probs.float().cpu()[mask[:, width:]].split((lengths - ends).flatten().tolist()))
+
+    known = [inputs[f"{part}_ids"][inputs[f"{part}_mask"].bool()] for part in ("prompt", "completion")]
+    finding = probe(model, run, probe_rows(torch.cat(known), longest=width + limit, rows=count))
+    most = trainer.accelerator.gather(torch.tensor([finding.difference], device=device)).max()
+    finding = replace(finding, difference=float(most))
+    if not finding.holds:
+        refuse_forced("skip_zero_advantage=True", [Obstacle(type(trainer.model).__name__, str(finding))], SKIP_NOTHING)

@@ -1,9 +1,7 @@
 """TRL's GRPO trainer with token weights: ``A_t = w_t A`` with A the advantage that TRL computed for the response.
-
 TRL calls ``_generate_and_score_completions`` once a generation batch, which it then shuffles, splits and uses
 ``num_iterations`` times: the weights are those of the policy that wrote the responses. Its loss takes advantages (B, T)
-from subclasses (grpo_trainer.py:3055, huggingface/trl#4525). Nothing is replaced; lines are those of TRL 1.16.0.
-"""
+from subclasses (grpo_trainer.py:3055, huggingface/trl#4525). Nothing is replaced; lines are those of TRL 1.16.0."""
 
 from __future__ import annotations
 
@@ -32,7 +30,7 @@ from grail_advantage.data import DUMPED, OLD_LOG_PROBS, Example, Rollouts, joine
 from grail_advantage.method import Method, build
 from grail_advantage.methods.turns import TurnMethod
 from grail_advantage.trl_ext.dump import GenerationDump, dump_options, loss_mask
-from grail_advantage.trl_ext.rules import check_trainer, check_version
+from grail_advantage.trl_ext.rules import check_neighbours, check_trainer, check_version
 from grail_advantage.weigh import weigh
 
 logger = logging.getLogger(__name__)
@@ -52,8 +50,8 @@ class TokenWeightGRPOTrainer(GRPOTrainer):
             from one dump to the next, 1), ``responses`` (of a step at most, 64; None: all) and ``received`` (True: also
             what each token received in the updates, docs/receipt.md). See docs/token_dump.md.
         skip_zero_advantage: leave responses whose token advantages are all 0 out of the loss's forward and backward.
-            The update is the same but for rounding, and for what a model with dropout draws. TRL's figures of entropy
-            and clipping are then those of the others.
+            The update is the same but for rounding: a model in which a response depends on others, or that draws at
+            random, is refused before the first. TRL's figures of entropy and clipping are then those of the others.
         *arguments, **named: as for ``GRPOTrainer``.
 
     Raises:
@@ -75,7 +73,7 @@ class TokenWeightGRPOTrainer(GRPOTrainer):
             raise ValueError("token_weight_options are for a method given by its name; put them into token_weights")
         self.method = build(token_weights, token_weight_options) if isinstance(token_weights, str) else token_weights
         self.answer = answer_format(answer)
-        self._skips = skip_zero_advantage
+        self._skips, self._asked = skip_zero_advantage, False
         self._answers = AnswerCheck(self.method, self.answer, missing_answers, total=self._total)
         dumping = None if token_dump is None else dump_options(token_dump)
         self._tool_mask: list[list[int]] | None = None
@@ -123,10 +121,7 @@ class TokenWeightGRPOTrainer(GRPOTrainer):
         usable = (within_range(rewards) | rewards.isnan()).all(dim=1)
         unjudged = ~(usable & within_range(reward_sums(rewards, self.reward_weights)))
         if unjudged.any():
-            counts = int(unjudged.sum()), len(rewards), int(unjudged.int().argmax())
-            logger.warning(
-                "%d of %d responses, such as %d, train nothing: a reward is not finite or too large", *counts
-            )
+            logger.warning("%d responses train nothing: a reward is not finite or too large", int(unjudged.sum()))
         self._rewards = torch.where(unjudged[:, None], torch.nan, rewards)
         return self._rewards
 
@@ -204,11 +199,11 @@ class TokenWeightGRPOTrainer(GRPOTrainer):
         places = self.accelerator.process_index * count + torch.arange(count)
         sums, scored = (reward_sums(of.cpu(), self.reward_weights.cpu()) for of in (self._rewards, self._scored))
         old = output.get("old_per_token_logps")
-        asked = [row.get("prompt", []) for row in inputs]
-        others = [{name: row[name] for name in row if name != "prompt"} for row in inputs]
-        if "examples" in self.method.reads and any(isinstance(prompt, str) for prompt in asked):
+        if "examples" in self.method.reads and any(isinstance(row.get("prompt"), str) for row in inputs):
             raise ValueError(f"token_weights={self.method.name!r} needs train_dataset's prompts as lists of messages")
-        examples = [Example(*of, self.chat_template_kwargs) for of in zip(asked, others, strict=True)]
+        others = [{name: row[name] for name in row if name != "prompt"} for row in inputs]
+        pairs = zip(inputs, others, strict=True)
+        examples = [Example(row.get("prompt", []), of, self.chat_template_kwargs) for row, of in pairs]
         return Rollouts(
             prompts=[of[use] for of, use in zip(output["prompt_ids"], output["prompt_mask"].bool(), strict=True)],
             responses=[of[:length] for of, length in zip(ids, lengths, strict=True)],
@@ -242,8 +237,7 @@ class TokenWeightGRPOTrainer(GRPOTrainer):
 
     def _total(self, counts: Sequence[int]) -> Sequence[int]:
         """Counts of all processes; without a pass each counts the responses of all already."""
-        every = gather_object([counts]) if self.method.uses else [counts]
-        return [sum(of) for of in zip(*every, strict=True)]
+        return [sum(of) for of in zip(*(gather_object([counts]) if self.method.uses else [counts]), strict=True)]
 
     def _log(self, figures: Mapping[str, float]) -> None:
         """Put figures into TRL's logs, as means over the processes that have them: into ``_metrics`` (line 1080), as
@@ -259,9 +253,10 @@ class TokenWeightGRPOTrainer(GRPOTrainer):
             return super()._compute_loss(model, inputs)
         if inputs["advantages"].ndim == 1:
             raise RuntimeError(f"trl {trl.__version__} gave its loss other advantages than the weighted ones")
-        kept, share = inputs, 1.0
-        if self._skips:
-            kept, share = rows_that_train(inputs, self.loss_type)
+        if self._skips and not self._asked:
+            check_neighbours(self, model, inputs)
+            self._asked = True
+        kept, share = rows_that_train(inputs, self.loss_type) if self._skips else (inputs, 1.0)
         self._micro_batch = inputs, kept
         loss = super()._compute_loss(model, kept) * share
         self._micro_batch = None
@@ -287,15 +282,14 @@ def rows_that_train(inputs: Mapping[str, Any], loss_type: str) -> tuple[dict[str
 
     Such a response adds 0 to the sum of ``_compute_loss`` and counts in what this is divided by (lines 3151 to 3171):
     the number of responses, or with ``bnpo`` their tokens. ``cispo`` and ``dapo`` divide by ``num_items_in_batch``,
-    that of the whole generation batch. Two responses always stay: processes wait for each other's backward, and models
-    with a state mask no padding of a response alone (transformers before 5.23).
+    that of the whole generation batch. One response always stays, as processes wait for each other's backward.
 
     Can go when TRL leaves them out itself (huggingface/trl#3130): when
     ``test_the_update_is_the_same_without_zero_advantage_responses`` passes without it.
     """
     mask = loss_mask(inputs)
     trains = (inputs["advantages"] * mask != 0).any(dim=1)
-    trains[trains.int().argsort(descending=True, stable=True)[:2]] = True
+    trains[trains.int().argmax()] = True
     kept = {name: values[trains] if getattr(values, "ndim", 0) else values for name, values in inputs.items()}
     if loss_type in ("cispo", "dapo"):
         return kept, 1.0

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 import torch
 from datasets import Dataset
-from peft import LoraConfig
+from peft import LoraConfig, PromptTuningConfig, get_peft_model
+from transformers.integrations.neftune import activate_neftune
 from trl import GRPOTrainer
 
 from grail_advantage import Grail, Method, Oar, Rollouts, TokenWeights, Weights, compute_token_weights, register
@@ -55,11 +56,15 @@ def test_uniform_trains_as_the_stock_trainer(tmp_path: Path, options: dict[str, 
     assert not torch.allclose(found[0], parameters(tiny_model()), atol=1e-3)
 
 
-def plain_weights(method: Method, *, mask_truncated: bool = True, **known: Any) -> tuple[Batch, TokenWeights]:
-    """The script's responses by :func:`compute_token_weights`, on other padding than TRL's."""
-    batch = make_batch(scripted.rollouts(mask_truncated=mask_truncated), "right")
-    settings = {"temperature": scripted.TEMPERATURE, **known}
-    return batch, compute_token_weights(tiny_model(), char_tokenizer(), *batch.tensors(), method, **settings)
+def plain_weights(
+    method: Method, *, model: Any = None, mask_truncated: bool = True, prompt: str = "{}", **known: Any
+) -> tuple[Batch, TokenWeights, torch.Tensor]:
+    """The script's responses by :func:`compute_token_weights`, on other padding than TRL's; their token advantages."""
+    rows = scripted.rollouts(mask_truncated=mask_truncated)
+    batch = make_batch([replace(row, prompt=prompt.format(row.prompt)) for row in rows], "right")
+    given = (model or tiny_model(), char_tokenizer(), *batch.tensors(), method)
+    found = compute_token_weights(*given, temperature=scripted.TEMPERATURE, **known)
+    return batch, found, torch.cat(response_values(found.advantages, batch.response_mask))
 
 
 def of_responses(batch: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -98,12 +103,10 @@ def test_token_advantages_are_those_of_compute_token_weights(tmp_path: Path, nam
     weights = {"token_weights": method, **options}
     trainer = build(tmp_path, data=scripted.prompts(blame=BLAME), weights=weights, remove_unused_columns=False)
     batch = generation_batch(trainer)
-
     groups = torch.arange(8) // scripted.GENERATIONS
     known = {"groups": groups, "fields": {"blame": [BLAME[group] for group in groups]}, **options}
     known["masked"] = (torch.arange(8) == scripted.TRUNCATED) & method.mask_truncated
-    plain, expected = plain_weights(method, mask_truncated=method.mask_truncated, **known)
-    wanted = torch.cat(response_values(expected.advantages, plain.response_mask))
+    wanted = plain_weights(method, mask_truncated=method.mask_truncated, **known)[2]
     assert batch["advantages"].shape == batch["completion_ids"].shape
     assert len(wanted.abs().unique()) > 3 or name == "a field"
     torch.testing.assert_close(of_responses(batch), wanted, rtol=2e-4, atol=2e-4)
@@ -183,9 +186,9 @@ def test_the_mean_of_the_runs_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("loss_type", LOSSES)
 def test_the_update_is_the_same_without_zero_advantage_responses(tmp_path: Path, loss_type: str) -> None:
-    """Of micro-batches that hold some, none and only such responses, of which fewer go through the model, and none
-    alone: a model with a state may mask no padding then."""
-    moved, seen, zeros = [], [], set()
+    """Of micro-batches that hold some, none and only such responses, of which one always stays. The probe draws nothing
+    that the run misses, and is made once."""
+    moved, seen, states, zeros = [], [], [], set()
     scale = "group" if loss_type == "cispo" else "none"
     sizes = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "loss_type": loss_type}
 
@@ -197,7 +200,9 @@ def test_the_update_is_the_same_without_zero_advantage_responses(tmp_path: Path,
 
         def _compute_loss(self, model: Any, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
             zeros.add(int((inputs["advantages"] == 0).all(dim=1).sum()))
-            return super()._compute_loss(model, inputs)
+            loss = super()._compute_loss(model, inputs)
+            states.append(torch.get_rng_state())
+            return loss
 
     for skip in (False, True):
         weights = {"token_weights": "uniform", "skip_zero_advantage": skip}
@@ -206,22 +211,73 @@ def test_the_update_is_the_same_without_zero_advantage_responses(tmp_path: Path,
         trainer.args.max_grad_norm = 0.0
         with watch_inputs(trainer.model.model.layers[0]) as shapes:
             trainer.train()
-        seen.append(shapes)
+        seen.append([of[0] for of in shapes])
         moved.append(parameters(trainer.model) - parameters(tiny_model()))
     largest = float(moved[0].abs().max())
     torch.testing.assert_close(moved[1], moved[0], rtol=1e-3, atol=1e-4 * largest)
     assert largest > 1e-3 and len(zeros) > 1
-    rows = [[of[0] for of in shapes] for shapes in seen]
-    assert 0 < sum(rows[1]) < sum(rows[0]) and min(rows[1]) == 2
+    assert len(seen[1]) == len(seen[0]) + 6 and sum(seen[1]) - (3 * 1 + 4 + 2 * 1) < sum(seen[0])
+    assert all(map(torch.equal, states[: len(states) // 2], states[len(states) // 2 :]))
+
+
+def noisy(model: Any) -> Any:
+    activate_neftune(model, 5)
+    return model
+
+
+def mixing(model: Any) -> Any:
+    """Each response also gets some of the others."""
+    model.model.layers[1].register_forward_hook(lambda *of: of[-1] + 0.1 * of[-1].mean(dim=0, keepdim=True))
+    return model
+
+
+DEPENDING = {
+    "dropout": lambda: tiny_model(attention_dropout=0.1),
+    "NEFTune": lambda: noisy(tiny_model()),
+    "LoRA's dropout": lambda: get_peft_model(tiny_model(), LoraConfig(target_modules=["q_proj"], lora_dropout=0.1)),
+    "rows that see each other": lambda: mixing(tiny_model()),
+}
+
+
+@pytest.mark.parametrize("name", DEPENDING)
+def test_a_model_whose_responses_depend_on_others_or_chance_skips_nothing(tmp_path: Path, name: str) -> None:
+    """It is refused before the first update; TRL's own training, and a micro-batch of one response, go on."""
+    for skip, size in ((True, 4), (True, 1), (False, 4)):
+        sizes = {"per_device_train_batch_size": size, "gradient_accumulation_steps": 8 // size, "max_steps": 1}
+        weights = {"token_weights": "uniform", "skip_zero_advantage": skip}
+        trainer = build(tmp_path, model=DEPENDING[name](), weights=weights, **sizes)
+        before = parameters(trainer.model).clone()
+        if skip and size > 1:
+            with pytest.raises(ValueError, match="skip_zero_advantage"):
+                trainer.train()
+        else:
+            trainer.train()
+        assert torch.equal(before, parameters(trainer.model)) == (skip and size > 1)
+
+
+def test_virtual_tokens_are_refused_where_they_would_shift_scores(tmp_path: Path) -> None:
+    """And train as in TRL's own trainer where a method has no pass."""
+    found, adapter = [], PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    with pytest.raises(ValueError, match="virtual tokens"):
+        generation_batch(build(tmp_path, weights={"token_weights": Grail(gate="all"), "peft_config": adapter}))
+    for trainer_class, weights in ((Stock, {}), (scripted.ScriptedTokenWeights, WHOLE)):
+        torch.manual_seed(0)
+        trainer = build(tmp_path, trainer_class, weights={**weights, "peft_config": adapter}, max_steps=1)
+        trainer.train()
+        found.append(parameters(trainer.model))
+    assert torch.equal(*found)
 
 
 def test_weights_are_computed_once_a_generation_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And go with their responses, which TRL shuffles and splits."""
+    """And go with their responses, which TRL shuffles and splits. A pass takes no more tokens together than the
+    update's micro-batch, and more responses than one."""
     calls, seen = [], []
 
     def counted(host: Any, *rest: Any) -> Any:
-        calls.append(host.rollouts().step)
-        return weigh(host, *rest)
+        with watch_inputs(trainer.model.model.embed_tokens) as shapes:
+            found = weigh(host, *rest)
+        calls.append((host.rollouts(), shapes))
+        return found
 
     class Recording(scripted.ScriptedTokenWeights):
         def _compute_loss(self, model: Any, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -229,10 +285,15 @@ def test_weights_are_computed_once_a_generation_batch(tmp_path: Path, monkeypatc
             return super()._compute_loss(model, inputs)
 
     monkeypatch.setattr(trainer_module, "weigh", counted)
-    build(tmp_path, Recording, num_iterations=2, max_steps=8, **MICRO).train()
-    assert calls == [0, 4] and len(seen) == 16
+    weights = {"token_weights": Grail(gate="all", span="last")}
+    trainer = build(tmp_path, Recording, weights=weights, num_iterations=2, max_steps=8, learning_rate=0.0, **MICRO)
+    trainer.train()
+    assert [of.step for of, _ in calls] == [0, 4] and len(seen) == 16
+    rollouts, shapes = calls[1]  # in the first the model is asked how it computes
+    assert sum(rows for rows, _ in shapes) == 4 and max(rows for rows, _ in shapes) > 1
+    assert max(rows * length for rows, length in shapes) <= 2 * rollouts.padded_length
 
-    plain, weighted = plain_weights(Grail())
+    plain, weighted, _ = plain_weights(weights["token_weights"])
     parts = (response_values(of, plain.response_mask) for of in (plain.input_ids, weighted.advantages))
     expected = {tuple(ids.tolist()): values_T for ids, values_T in zip(*parts, strict=True)}
     counts: Counter = Counter()
@@ -242,19 +303,6 @@ def test_weights_are_computed_once_a_generation_batch(tmp_path: Path, monkeypatc
             torch.testing.assert_close(found_T, expected[tuple(ids.tolist())], rtol=1e-4, atol=1e-4)
             counts[tuple(ids.tolist())] += 1
     assert set(counts.values()) == {2} and len(counts) == 8
-
-
-def test_a_pass_takes_no_more_tokens_together_than_the_updates_micro_batch(tmp_path: Path) -> None:
-    """And more responses than one."""
-    for micro_batch in (2, 8):
-        sizes = {"per_device_train_batch_size": micro_batch, "gradient_accumulation_steps": 8 // micro_batch}
-        trainer = build(tmp_path, weights={"token_weights": Grail(gate="all", span="last")}, **sizes)
-        generation_batch(trainer)  # the model is asked once how it computes
-        with watch_inputs(trainer.model.model.embed_tokens) as shapes:
-            batch = generation_batch(trainer)
-        width = batch["prompt_ids"].shape[1] + batch["completion_ids"].shape[1]
-        assert sum(rows for rows, _ in shapes) == 4 and max(rows for rows, _ in shapes) > 1
-        assert max(rows * length for rows, length in shapes) <= micro_batch * width
 
 
 def test_figures_stand_in_the_logs_and_the_table_keeps_its_advantages(tmp_path: Path) -> None:
@@ -283,16 +331,9 @@ def test_an_adapter_is_part_of_the_policy(tmp_path: Path) -> None:
     assert all(same[name] for name, (trains, _) in before.items() if not trains) and not all(same.values())
     for name, parameter in trainer.model.named_parameters():
         parameter.data.copy_(before[name][1])
-    merged, plain = trainer.model.merge_and_unload().eval(), make_batch(scripted.rollouts(), "right")
-    by_hand, without = (
-        compute_token_weights(
-            model, char_tokenizer(), *plain.tensors(), weights["token_weights"], temperature=scripted.TEMPERATURE
-        )
-        for model in (merged, tiny_model())
-    )
-    wanted = torch.cat(response_values(by_hand.advantages, plain.response_mask))
+    wanted = plain_weights(weights["token_weights"], model=trainer.model.merge_and_unload().eval())[2]
     torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-3)
-    assert not torch.allclose(by_hand.weights, without.weights, atol=0.05)
+    assert not torch.allclose(found, plain_weights(weights["token_weights"])[2], atol=0.02)
 
 
 def test_rlsd_reads_the_other_columns(tmp_path: Path) -> None:
@@ -301,12 +342,7 @@ def test_rlsd_reads_the_other_columns(tmp_path: Path) -> None:
     chats, answers = [[{"role": "user", "content": prompt}] for prompt in scripted.GROUPS], ["five, as 2 + 3", "nine"]
     data = Dataset.from_dict({"prompt": chats, "solution": answers})
     batch = generation_batch(build(tmp_path, data=data, tokenizer=tokenizer, weights={"token_weights": method}))
-    # The prompt that the chat template makes.
-    rows = [replace(row, prompt=f"user: {row.prompt} assistant: ") for row in scripted.rollouts()]
-    plain = make_batch(rows, "right")
     examples = [Example(chats[i // 4], {"solution": answers[i // 4]}, {}) for i in range(8)]
-    known = {"temperature": scripted.TEMPERATURE, "examples": examples}
-    expected = compute_token_weights(tiny_model(), tokenizer, *plain.tensors(), method, **known)
+    _, expected, wanted = plain_weights(method, prompt="user: {} assistant: ", examples=examples)
     assert expected.stats["weight_deviation"] > 0.01
-    wanted = torch.cat(response_values(expected.advantages, plain.response_mask))
     torch.testing.assert_close(of_responses(batch), wanted, rtol=1e-3, atol=1e-3)

@@ -1,5 +1,4 @@
-"""A trainer of a tiny model whose responses are written down instead of sampled; everything after the sampler is
-real."""
+"""A trainer of a tiny model whose responses are written down instead of sampled; all after the sampler is real."""
 
 from __future__ import annotations
 
@@ -16,8 +15,7 @@ from trl.trainer import utils as trl_utils
 from grail_advantage.trl_ext import TokenWeightGRPOTrainer
 from tests.core.tiny_models import END, Rollout, char_tokenizer, encode, tiny_model
 
-GENERATIONS = 4
-TEMPERATURE = 0.9
+GENERATIONS, TEMPERATURE = 4, 0.9
 GROUPS = {
     "Two plus three, what is that?": [
         (r"Two and three make \boxed{6}, so six it is.<end>", 0.0),
@@ -32,11 +30,12 @@ GROUPS = {
         ("So it is 10, I say<end>", 0.0),
     ],
 }
-"""Responses and rewards by prompt. Incorrect ones with a box: two, one. Correct ones with a box and an end: one,
-none."""
+"""Responses and rewards by prompt."""
 REWARDS = {(prompt, text.removesuffix(END)): reward for prompt, answers in GROUPS.items() for text, reward in answers}
 TRUNCATED = 4
 """Response without an end token."""
+MICRO = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "steps_per_generation": 4}
+"""A generation batch of 8 responses in four micro-batches, for two updates."""
 
 
 class PlainLogProbs:
@@ -56,11 +55,8 @@ if trl_utils._ChunkedLogProbFunction is None:
 
 def reward(prompts: list[Any], completions: list[Any], **_: Any) -> list[float]:
     """That of the script."""
-    return [REWARDS[_text(prompt), _text(completion)] for prompt, completion in zip(prompts, completions, strict=True)]
-
-
-def _text(prompt: Any) -> str:
-    return prompt if isinstance(prompt, str) else prompt[-1]["content"]
+    texts = ([of if isinstance(of, str) else of[-1]["content"] for of in each] for each in (prompts, completions))
+    return [REWARDS[pair] for pair in zip(*texts, strict=True)]
 
 
 def rollouts(*, mask_truncated: bool = True) -> list[Rollout]:
@@ -68,9 +64,8 @@ def rollouts(*, mask_truncated: bool = True) -> list[Rollout]:
     rows = []
     for prompt, answers in GROUPS.items():
         mean = sum(reward for _, reward in answers) / len(answers)
-        for text, reward_of_row in answers:
-            masked = mask_truncated and not text.endswith(END)
-            rows.append(Rollout(prompt, text, 0.0 if masked else reward_of_row - mean))
+        for text, of in answers:
+            rows.append(Rollout(prompt, text, 0.0 if mask_truncated and not text.endswith(END) else of - mean))
     return rows
 
 
@@ -95,10 +90,6 @@ class Stock(Scripted, GRPOTrainer):
     """TRL's own trainer."""
 
 
-MICRO = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "steps_per_generation": 4}
-"""A generation batch of 8 responses in four micro-batches, for two updates."""
-
-
 def parameters(model: Any) -> torch.Tensor:
     """All of a model's, flat."""
     return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
@@ -116,30 +107,17 @@ def config(folder: Path, **options: Any) -> GRPOConfig:
 
 
 def prompts(**columns: list[Any]) -> Dataset:
-    """One response a group."""
     return Dataset.from_dict({"prompt": list(GROUPS), **columns})
 
 
-def build(
-    folder: Path,
-    trainer_class: type[GRPOTrainer] = ScriptedTokenWeights,
-    *,
-    model: Any = None,
-    data: Dataset | None = None,
-    tokenizer: Any = None,
-    weights: dict[str, Any] | None = None,
-    **options: Any,
-) -> GRPOTrainer:
-    """A trainer in training mode, between two steps. The process forgets the precision of the one before."""
+def build(folder: Path, trainer_class: Any = ScriptedTokenWeights, /, **given: Any) -> Any:
+    """A trainer in training mode, between two steps, with ``weights`` for its own arguments; others are TRL's
+    settings. The process forgets the precision of the one before."""
     AcceleratorState._reset_state()
-    trainer = trainer_class(
-        model if model is not None else tiny_model(),
-        reward,
-        config(folder, **options),
-        train_dataset=data if data is not None else prompts(),
-        processing_class=tokenizer if tokenizer is not None else char_tokenizer(),
-        **(weights or {}),
-    )
+    parts = {"model": tiny_model, "data": prompts, "tokenizer": char_tokenizer, "weights": dict}
+    model, data, tokenizer, weights = (given.pop(name) if name in given else make() for name, make in parts.items())
+    options = {"train_dataset": data, "processing_class": tokenizer, **weights}
+    trainer = trainer_class(model, reward, config(folder, **given), **options)
     trainer.model.train()
     trainer.current_gradient_accumulation_steps = 1
     return trainer
@@ -147,8 +125,7 @@ def build(
 
 def generation_batch(trainer: GRPOTrainer) -> dict[str, torch.Tensor]:
     """The trainer's batch of all responses."""
-    rows = [row for row in trainer.train_dataset for _ in range(GENERATIONS)]
-    return trainer._generate_and_score_completions(rows)
+    return trainer._generate_and_score_completions([row for row in trainer.train_dataset for _ in range(GENERATIONS)])
 
 
 def response_values(values_BL: torch.Tensor, mask_BL: torch.Tensor) -> list[torch.Tensor]:
