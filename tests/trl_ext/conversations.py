@@ -28,12 +28,9 @@ PIECES = [*({" ": "Ġ", "\n": "Ċ"}.get(letter, letter) for letter in ["\n", *CH
 def chat_tokenizer() -> PreTrainedTokenizerFast:
     """One token a character but for three special ones, with the chat template of Qwen3."""
     backend = Tokenizer(models.BPE(vocab={piece: index for index, piece in enumerate(PIECES)}, merges=[]))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
+    backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     known = {"pad_token": PAD, "eos_token": END, "additional_special_tokens": [START]}
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, **known)
-    tokenizer.chat_template = qwen3_chat_template
-    return tokenizer
+    return PreTrainedTokenizerFast(tokenizer_object=backend, chat_template=qwen3_chat_template, **known)
 
 
 def calls(*arguments: Any, name: str = "press", argument: str = "key") -> str:
@@ -89,12 +86,9 @@ def speaking_model(scripts: Mapping[str, Sequence[Script]] = SCRIPTS) -> Any:
             text = tokenizer.decode(ids_P[mask_P])
             prompt = next(prompt for prompt in scripts if prompt in text)
             before = re.findall(r"<\|im_start\|>assistant\n(.*?)<\|im_end\|>", text, re.DOTALL)
-            if before:
-                (script,) = [each for each in scripts[prompt] if each.turns[: len(before)] == before]
-            else:
-                script = scripts[prompt][seen[prompt] % scripted.GENERATIONS]
-                seen[prompt] += 1
-            said.append(torch.tensor(script.tokens[len(before)]))
+            fitting = [each for each in scripts[prompt] if each.turns[: len(before)] == before]
+            said.append(torch.tensor(fitting[seen[prompt] % len(fitting)].tokens[len(before)]))
+            seen[prompt] += not before
         padded = torch.nn.utils.rnn.pad_sequence(said, batch_first=True, padding_value=tokenizer.pad_token_id)
         return torch.cat([input_ids, padded], dim=1)
 
@@ -122,10 +116,15 @@ class Keypad:
         return f"{key} is worth {self.tool_rewards[-1]}"
 
 
-def script_of(completion_T: list[int]) -> Script:
+def keypad() -> Keypad:
+    made = Keypad()
+    made.reset()
+    return made
+
+
+def script_of(completion_T: list[int], scripts: Sequence[Script] = RESPONSES) -> Script:
     """By the first turn, which is no other script's."""
-    (script,) = [script for script in RESPONSES if completion_T[: len(script.tokens[0])] == script.tokens[0]]
-    return script
+    return next(script for script in scripts if completion_T[: len(script.tokens[0])] == script.tokens[0])
 
 
 def outcomes(completion_ids: list[list[int]], **_: Any) -> list[float]:
@@ -135,15 +134,13 @@ def outcomes(completion_ids: list[list[int]], **_: Any) -> list[float]:
 
 def judged(completions: list[Any], completion_ids: list[list[int]], log_extra: Any, **_: Any) -> list[float]:
     """A reward function that judges each turn by the tool's messages after it."""
-    of_responses = []
-    for completion in completions:
-        rewards: list[float] = []
+    of_responses: list[list[float]] = [[] for _ in completions]
+    for rewards, completion in zip(of_responses, completions, strict=True):
         for message in completion:
             if message["role"] == "assistant":
                 rewards.append(0.0)
             elif "is worth" in message["content"]:
                 rewards[-1] += float(message["content"].split()[-1])
-        of_responses.append(rewards)
     log_extra("judged", of_responses)
     return outcomes(completion_ids)
 
@@ -152,23 +149,10 @@ def prompts(*texts: str) -> Dataset:
     return Dataset.from_dict({"prompt": [[{"role": "user", "content": text}] for text in texts or SCRIPTS]})
 
 
-def build(
-    folder: Path,
-    trainer_class: type[TokenWeightGRPOTrainer] = TokenWeightGRPOTrainer,
-    *,
-    model: Any = None,
-    reward: Any = outcomes,
-    data: Dataset | None = None,
-    weights: dict[str, Any],
-    **options: Any,
-) -> TokenWeightGRPOTrainer:
-    """A trainer of the speaking model."""
-    settings = {"max_completion_length": 600, "max_steps": 1, "loss_type": "dr_grpo", "max_grad_norm": 0.0, **options}
-    return trainer_class(
-        model if model is not None else speaking_model(),
-        reward,
-        scripted.config(folder, **settings),
-        train_dataset=data if data is not None else prompts(),
-        processing_class=chat_tokenizer(),
-        **weights,
-    )
+def build(folder: Path, trainer_class: Any = TokenWeightGRPOTrainer, /, **given: Any) -> Any:
+    """A trainer of the speaking model, with ``weights`` for its own arguments; others are TRL's settings."""
+    parts = {"model": speaking_model, "reward": lambda: outcomes, "data": prompts, "weights": dict}
+    model, reward, data, weights = (given.pop(name) if name in given else make() for name, make in parts.items())
+    settings = {"max_completion_length": 600, "max_steps": 1, "loss_type": "dr_grpo", "max_grad_norm": 0.0, **given}
+    options = {"train_dataset": data, "processing_class": chat_tokenizer(), **weights}
+    return trainer_class(model, reward, scripted.config(folder, **settings), **options)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import multiprocessing
 import os
 import sys
-import time
 import traceback
 from pathlib import Path
 from typing import Any
@@ -13,18 +12,14 @@ from typing import Any
 import torch
 
 from grail_advantage.trl_ext import TokenWeightGRPOTrainer
-from tests.core.tiny_models import tiny_model
 from tests.trl_ext import conversations, scripted
 
 WEIGHTS: dict[str, dict[str, Any]] = {
-    "grail": {"token_weights": "grail"},
+    "grail": {"token_weights": "grail", "skip_zero_advantage": True},
     "stare": {"token_weights": "stare", "token_weight_options": {"threshold": 100.0}},
     "shear": {"token_weights": "shear", "token_weight_options": {"window": 6, "stride": 3}},
     "turn_rloo": {"token_weights": "turn_rloo", "environment_factory": conversations.Keypad},
 }
-STEPS = 3
-TIMEOUT = 1500
-"""Seconds; ranks that hang end with this process."""
 
 
 def run(name: str, folder: Path, world_size: int) -> dict[str, Any]:
@@ -39,33 +34,16 @@ def run(name: str, folder: Path, world_size: int) -> dict[str, Any]:
             seen.append({part: output[part].clone() for part in ("completion_ids", "completion_mask", "advantages")})
             return output
 
-    # With turns, the responses of one prompt are on all ranks.
-    options = (
-        {"data": conversations.prompts(conversations.SAFE), "num_generations": 8} if turns else {"model": tiny_model()}
-    )
-    trainer = (conversations if turns else scripted).build(
-        folder,
-        Recording,
-        weights={**WEIGHTS[name], "token_dump": folder.parent / f"{name} of {world_size}"},
-        per_device_train_batch_size=8 // world_size,
-        max_steps=STEPS,
-        loss_type="dr_grpo",
-        learning_rate=0.05,
-        **options,
-    )
+    options: dict[str, Any] = {"max_steps": 3, "loss_type": "dr_grpo", "learning_rate": 0.05}
+    options |= {"weights": {**WEIGHTS[name], "token_dump": folder.parent / f"{name} of {world_size}"}}
+    if turns:  # the responses of one prompt are on all ranks
+        options |= {"data": conversations.prompts(conversations.SAFE), "num_generations": 8}
+    build = (conversations if turns else scripted).build
+    trainer = build(folder, Recording, per_device_train_batch_size=8 // world_size, **options)
     trainer.train()
-    section = WEIGHTS[name]["token_weights"]
-    figures = {
-        key.removeprefix(f"{section}/"): value
-        for key, value in trainer.state.log_history[0].items()
-        if key.startswith(f"{section}/") and not key.endswith("seconds")
-    }
-    return {
-        "batches": seen,
-        "figures": figures,
-        "parameters": [p.detach().clone() for p in trainer.model.parameters()],
-        "distributed": type(trainer.model_wrapped).__name__,
-    }
+    figures = {key.split("/")[-1]: value for key, value in trainer.state.log_history[0].items() if f"{name}/" in key}
+    result = {"batches": seen, "figures": figures, "distributed": type(trainer.model_wrapped).__name__}
+    return {**result, "parameters": scripted.parameters(trainer.model).clone()}
 
 
 def start(rank: int, world_size: int, port: int, folder: Path) -> None:
@@ -87,20 +65,11 @@ def start(rank: int, world_size: int, port: int, folder: Path) -> None:
     torch.save(results, folder / f"result{rank}of{world_size}.pt")
 
 
-def main(port: int, folder: Path) -> None:
-    """Two ranks and one that is alone, all at once; they are forks, so that TRL is imported once."""
-    context = multiprocessing.get_context("fork")
-    ranks = [
-        context.Process(target=start, args=(rank, world_size, port, folder), daemon=True)
-        for world_size in (2, 1)
-        for rank in range(world_size)
-    ]
+if __name__ == "__main__":  # all at once; they are forks, so that TRL is imported once
+    context, given = multiprocessing.get_context("fork"), (int(sys.argv[1]), Path(sys.argv[2]))
+    pairs = [(rank, world_size) for world_size in (2, 1) for rank in range(world_size)]
+    ranks = [context.Process(target=start, args=(*pair, *given), daemon=True) for pair in pairs]
     for rank in ranks:
         rank.start()
-    deadline = time.monotonic() + TIMEOUT
     for rank in ranks:
-        rank.join(max(0, deadline - time.monotonic()))
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), Path(sys.argv[2]))
+        rank.join(1500)

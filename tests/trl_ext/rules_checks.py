@@ -27,13 +27,11 @@ OPTIONS = {*inspect.signature(GRPOConfig).parameters, *inspect.signature(GRPOTra
 
 def settings(folder: Path, example: dict[str, Any]) -> Settings:
     """Of a trainer with these settings in place of its own: this machine cannot start all of them."""
-    trainer = build(folder)
-    args, method = copy(trainer.args), parse_method(example.get("token_weights", "grail"))
+    trainer, method = build(folder), parse_method(example.get("token_weights", "grail"))
+    args, state = copy(trainer.args), trainer.accelerator.state
     stand_in = SimpleNamespace(**{**vars(trainer), "args": args, "is_fsdp_enabled": "fsdp" in example})
     processes = 2 if method.whole_groups else 1
-    stand_in.accelerator = SimpleNamespace(
-        num_processes=processes, state=trainer.accelerator.state, parallelism_config=None
-    )
+    stand_in.accelerator = SimpleNamespace(num_processes=processes, state=state, parallelism_config=None)
     for name, value in example.items():
         if name == "train_dataset":
             stand_in.train_dataset = SimpleNamespace(column_names=list(value))
@@ -55,27 +53,21 @@ def test_a_setting_breaks_its_rule_alone(tmp_path: Path, rule: Rule) -> None:
         refuse([rule], given)
 
 
-def test_rules_are_asked_of_a_trainer(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    build(tmp_path, weights={"skip_zero_advantage": True})
-    for options, weights in (
-        ({"loss_type": "luspo"}, {}),
-        ({"importance_sampling_level": "sequence"}, {}),
-        ({"entropy_coef": 0.01}, {"skip_zero_advantage": True}),
-    ):
-        with pytest.raises(ValueError, match=next(iter(options))):
-            build(tmp_path, weights=weights, **options)
-    assert not [record for record in caplog.records if "biases" in record.message]
-    fields = scripted.prompts(tool_rewards=[[], []])
-    build(tmp_path, data=fields, weights={"token_weights": "turn_rloo"}, loss_type="dapo")
-    build(tmp_path, data=fields, weights={"token_weights": "gtpo"}, loss_type="dr_grpo")
-    assert len([record for record in caplog.records if "biases" in record.message]) == 2
+REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "loss_type": ({"loss_type": "luspo"}, {}),
+    "entropy_coef": ({"entropy_coef": 0.01}, {"skip_zero_advantage": True}),
+    "every": ({}, {"token_dump": {"every": 2}}),
+    "rows": ({}, {"token_dump": {"folder": "tokens", "rows": 4}}),
+}
 
 
-def test_the_table_of_the_page_is_current() -> None:
-    assert marked((docs_pages.ROOT / "docs/works_with.md").read_text(encoding="utf-8"), "trl") == docs_pages.trl()
+@pytest.mark.parametrize("option", REFUSED)
+def test_options_are_refused_as_a_trainer_is_made(tmp_path: Path, option: str) -> None:
+    with pytest.raises(ValueError, match=option):
+        build(tmp_path, weights=REFUSED[option][1], **REFUSED[option][0])
 
 
-def test_published_settings_of_the_page_are_accepted(tmp_path: Path) -> None:
+def test_published_settings_of_the_page_are_accepted_and_its_table_is_current(tmp_path: Path) -> None:
     (text,) = documentation.snippets("trl.md")
     names: dict[str, Any] = {"GRPOConfig": lambda _, **settings: scripted.config(tmp_path, **settings)}
     exec(text, names)
@@ -83,6 +75,7 @@ def test_published_settings_of_the_page_are_accepted(tmp_path: Path) -> None:
     given = settings(tmp_path, {name: getattr(config, name) for name in ("loss_type", "bf16", "top_entropy_quantile")})
     refuse(REFUSALS, given)
     assert config.generation_batch_size == 256 and config.num_iterations == 4
+    assert marked((docs_pages.ROOT / "docs/works_with.md").read_text(encoding="utf-8"), "trl") == docs_pages.trl()
 
 
 RELIED_ON = {
@@ -105,28 +98,21 @@ RELIED_ON = {
 """Texts of ``GRPOTrainer``'s methods on which token weights rely."""
 
 
-@pytest.mark.parametrize("name", RELIED_ON)
-def test_what_is_relied_on_is_there(name: str) -> None:
-    source = inspect.getsource(getattr(GRPOTrainer, name))
-    assert not [text for text in RELIED_ON[name] if text not in source]
-
-
-def test_a_trl_without_an_overridden_method_is_refused_and_a_newer_one_is_warned_of(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_another_trl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """A newer one is warned of; refused is one without an overridden method, or with other advantages in its loss."""
+    sources = {name: inspect.getsource(getattr(GRPOTrainer, name)) for name in RELIED_ON}
+    assert not [text for name, texts in RELIED_ON.items() for text in texts if text not in sources[name]]
     rules.check_version(trl.__version__)
     assert not caplog.messages
     rules.check_version("99.0")
     assert "99.0" in caplog.text
-    monkeypatch.delattr(GRPOTrainer, OVERRIDDEN[0])
-    with pytest.raises(ValueError, match=OVERRIDDEN[0]):
-        rules.check_version("99.0")
 
-
-def test_advantages_that_trl_makes_after_the_weights_are_refused(tmp_path: Path) -> None:
     class Later(scripted.ScriptedTokenWeights):
         def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
             return GRPOTrainer._generate_and_score_completions(self, inputs)
 
     with pytest.raises(RuntimeError, match="advantages"):
         build(tmp_path, Later, max_steps=1).train()
+    monkeypatch.delattr(GRPOTrainer, OVERRIDDEN[0])
+    with pytest.raises(ValueError, match=OVERRIDDEN[0]):
+        rules.check_version("99.0")

@@ -44,39 +44,19 @@ def trl_folder(packages: list[str]) -> Path:
         return default
     folder = Path(sys.prefix) / f"trl-{'-'.join(package.split('==')[1] for package in packages)}"
     if not all((folder / name).exists() for name in names):
-        pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--upgrade"]
-        done = subprocess.run([*pip, "--target", folder, *packages], capture_output=True, text=True, timeout=TIMEOUT)
-        if done.returncode:
-            pytest.fail(f"{' '.join(packages)} cannot be installed into {folder}:\n{done.stderr}")
+        pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--upgrade", "--target", str(folder)]
+        done = subprocess.run([*pip, *packages], capture_output=True, text=True, timeout=TIMEOUT)
+        assert not done.returncode, done.stderr
     return folder
 
 
-def environment(packages: list[str]) -> dict[str, str]:
-    """With these packages on the path, nothing sent anywhere, nothing fetched."""
-    return {
-        **os.environ,
-        "PYTHONPATH": str(trl_folder(packages)),
-        "OMP_NUM_THREADS": "1",
-        "OMP_WAIT_POLICY": "PASSIVE",
-        "GLOO_SOCKET_IFNAME": "lo",
-        "HF_HUB_OFFLINE": "1",
-        "HF_HUB_DISABLE_TELEMETRY": "1",
-        "WANDB_MODE": "disabled",
-        "DO_NOT_TRACK": "1",
-    }
-
-
 def run(command: list[str], packages: list[str]) -> str:
-    """Its output; fails with it."""
-    done = subprocess.run(
-        [sys.executable, *command],
-        cwd=ROOT,
-        env=environment(packages),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=TIMEOUT,
-    )
+    """Its output, with these packages on the path, nothing sent anywhere, nothing fetched; fails with it."""
+    quiet = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "GLOO_SOCKET_IFNAME": "lo", "DO_NOT_TRACK": "1"}
+    quiet |= {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "WANDB_MODE": "disabled"}
+    options: dict[str, Any] = {"env": {**os.environ, **quiet, "PYTHONPATH": str(trl_folder(packages))}, "cwd": ROOT}
+    options |= {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "timeout": TIMEOUT}
+    done = subprocess.run([sys.executable, *command], **options)
     if done.returncode:
         pytest.fail(done.stdout[-20_000:])
     return done.stdout
@@ -93,47 +73,36 @@ def run(command: list[str], packages: list[str]) -> str:
 def test_checks(packages: list[str], files: list[str], marked: str) -> None:
     output = run(["-m", "pytest", "-p", "no:cacheprovider", "-m", marked, *files], packages)
     assert "skipped" not in output
-    for file in files:
-        assert re.search(rf"^{file} \.", output, re.MULTILINE), output
+    assert all(re.search(rf"^{file} \.", output, re.MULTILINE) for file in files), output
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("trl_ranks")
-
-
-@pytest.fixture(scope="module")
-def ranks(folder: Path) -> dict[int, list[dict[str, Any]]]:
-    """Results of the run with two ranks, and of the same run with one, by number of ranks."""
+    """Results and dumps of the run with two ranks, and of the same run with one."""
+    folder = tmp_path_factory.mktemp("trl_ranks")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
     run(["-m", "tests.trl_ext.ranks", port, str(folder)], NEWEST)
-    files = {
-        world_size: [folder / f"result{rank}of{world_size}.pt" for rank in range(world_size)] for world_size in (1, 2)
-    }
-    if not all(file.exists() for of_size in files.values() for file in of_size):
-        pytest.fail("\n".join(log.read_text()[-3000:] for log in sorted(folder.glob("log*.txt"))))
-    return {world_size: [torch.load(file) for file in of_size] for world_size, of_size in files.items()}
+    return folder
 
 
 @pytest.mark.parametrize("name", ["grail", "stare", "shear", "turn_rloo"])
-def test_two_ranks_train_like_one(ranks: dict[int, list[dict[str, Any]]], folder: Path, name: str) -> None:
+def test_two_ranks_train_like_one(folder: Path, name: str) -> None:
     """Advantages, parameters, figures, the dump, and a receipt without a finding."""
-    for result in (result.get(name, "did not come this far") for of_size in ranks.values() for result in of_size):
-        assert isinstance(result, dict), result
-    alone, together = ranks[1][0][name], [result[name] for result in ranks[2]]
+    files = [folder / f"result{rank}of{size}.pt" for rank, size in ((0, 1), (0, 2), (1, 2))]
+    assert all(file.exists() for file in files), [log.read_text()[-3000:] for log in folder.glob("log*.txt")]
+    alone, *together = (torch.load(file).get(name, "did not come this far") for file in files)
+    assert all(isinstance(of, dict) for of in (alone, *together)), (alone, together)
     assert [result["distributed"] for result in together] == ["DistributedDataParallel"] * 2
     for step in range(3):
-        whole, halves = alone["batches"][step], [result["batches"][step] for result in together]
-        rows = [row for half in halves for row in _rows(half)]
+        rows = [row for result in together for row in _rows(result["batches"][step])]
         assert len(rows) == 8
-        for (found_ids, found_T), (ids, expected_T) in zip(rows, _rows(whole), strict=True):
+        for (found_ids, found_T), (ids, expected_T) in zip(rows, _rows(alone["batches"][step]), strict=True):
             assert found_ids == ids
             torch.testing.assert_close(found_T, expected_T, rtol=2e-3, atol=2e-3)
-    for first, second, expected in zip(*(result["parameters"] for result in (*together, alone)), strict=True):
-        assert torch.equal(first, second)
-        torch.testing.assert_close(first, expected, rtol=1e-3, atol=1e-4)
+    assert torch.equal(*(result["parameters"] for result in together))
+    torch.testing.assert_close(together[0]["parameters"], alone["parameters"], rtol=1e-3, atol=1e-4)
     figures = together[0]["figures"]  # those that the main process logs
     assert figures["truncated_rate"] == alone["figures"]["truncated_rate"] == (0 if name == "turn_rloo" else 1 / 8)
     for figure in ("answer_found_rate", "selected_rate", "weight_one_rate"):
@@ -150,11 +119,8 @@ def test_two_ranks_train_like_one(ranks: dict[int, list[dict[str, Any]]], folder
 
 
 def _rows(batch: dict[str, torch.Tensor]) -> list[tuple[list[int], torch.Tensor]]:
-    masks = batch["completion_mask"].bool()
-    return [
-        (ids[mask].tolist(), values[mask])
-        for ids, values, mask in zip(batch["completion_ids"], batch["advantages"], masks, strict=True)
-    ]
+    parts = zip(batch["completion_ids"], batch["advantages"], batch["completion_mask"].bool(), strict=True)
+    return [(ids[mask].tolist(), values[mask]) for ids, values, mask in parts]
 
 
 def test_weights_on_another_device_are_those_of_the_cpu(tmp_path: Path) -> None:

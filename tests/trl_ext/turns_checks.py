@@ -18,12 +18,11 @@ from grail_advantage.trl_ext import TokenWeightGRPOTrainer
 from grail_advantage.view.receipt import main as receipt
 from tests import documentation
 from tests.trl_ext import conversations
-from tests.trl_ext.conversations import RESPONSES, SCRIPTS, Keypad, Script, build, script_of, speaking_model
+from tests.trl_ext.conversations import RESPONSES, Keypad, Script, build, keypad, script_of, speaking_model
 from tests.trl_ext.scripted import parameters
 
 guess = functools.partial(conversations.calls, name="guess", argument="value")
-GROUP_SIZE = len(RESPONSES) // len(SCRIPTS)
-TURNS = {"token_weight_options": {"align": "turns"}}
+GROUP_SIZE = 4
 ENVIRONMENT = {"token_weights": "turn_rloo", "environment_factory": Keypad}
 SIZES = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}
 
@@ -51,17 +50,14 @@ def turn_rloo(place: int, group: Sequence[Script]) -> list[float]:
 
 def expected(scripts: Sequence[Script] = RESPONSES) -> dict[str, list[float]]:
     """The advantages of a response's turns, by its first turn."""
-    return {
-        script.turns[0]: turn_rloo(place % GROUP_SIZE, scripts[place - place % GROUP_SIZE :][:GROUP_SIZE])
-        for place, script in enumerate(scripts)
-    }
+    groups = [scripts[start : start + GROUP_SIZE] for start in range(0, len(scripts), GROUP_SIZE)]
+    return {script.turns[0]: turn_rloo(at, group) for group in groups for at, script in enumerate(group)}
 
 
-def assert_turns(ids: Any, mask: Any, values: Any, wanted: dict[str, list[float]], of: Any = script_of) -> Script:
+def assert_turns(ids: Any, mask: Any, values: Any, wanted: dict[str, list[float]], of: Any = RESPONSES) -> Script:
     """That the turns of a response are the script's, and each has its advantage on all of its tokens, 0 between."""
     ids, mask, values = (np.array(part) for part in (ids, mask, values))
-    script = of(ids[: len(mask)].tolist())
-    turns = runs(mask)
+    script, turns = script_of(ids[: len(mask)].tolist(), of), runs(mask)
     assert [ids[start:end].tolist() for start, end in turns] == script.tokens and not values[mask == 0].any()
     for (start, end), advantage in zip(turns, wanted[script.turns[0]], strict=True):
         np.testing.assert_allclose(values[start:end], advantage, rtol=1e-5, atol=1e-6)
@@ -76,21 +72,32 @@ def assert_batches(batches: Sequence[dict[str, Any]], wanted: dict[str, list[flo
     assert len({script.turns[0] for script in found}) == len(found) == len(wanted)
 
 
-@pytest.mark.parametrize("way", ["environment", "log_extra", "log_extra beside an environment"])
-def test_rewards_by_turn(tmp_path: Path, way: str) -> None:
-    """What an environment earns by calls, also in parallel, and by calls that fail before it or in it; what a reward
-    function logs, in front of that."""
-    weights, reward = dict(ENVIRONMENT), conversations.outcomes
-    if way != "environment":
-        weights |= {"token_weight_options": {"align": "turns", "rewards": "judged"}}
-        weights["environment_factory"] = type("Other", (Keypad,), {"judged": (1.0, 2.0)})
-        reward = conversations.judged
-    if way == "log_extra":
-        keypad = Keypad()
-        keypad.reset()
-        del weights["environment_factory"]
-        weights["tools"] = [keypad.press]
-    trainer = build(tmp_path, Watched, reward=reward, weights=weights, log_completions=True, **SIZES)
+def test_rewards_by_turn_and_their_way_into_dump_receipt_and_report(tmp_path: Path) -> None:
+    """What an environment earns by calls, also in parallel, and by calls that fail before it or in it. Two iterations
+    in micro-batches; a tool's tokens receive nothing."""
+    weights = {**ENVIRONMENT, "token_dump": {"folder": tmp_path / "tokens", "responses": None}}
+    options = {"loss_type": "bnpo", "num_iterations": 2, "max_steps": 2, **SIZES}
+    trainer = build(tmp_path, Watched, weights=weights, **options)
+    trainer.train()
+    assert_batches(trainer.seen[:4], expected())
+    dump, wanted = read_dump(tmp_path / "tokens"), expected()
+    assert [[of for of in each["findings"] if of["mismatch"]] for each in dump.receipts()] == [[]]
+    for row, script in zip(dump, RESPONSES, strict=True):
+        assert assert_turns(row.token_ids_T, row.mask_T, row.advantage_T, wanted) is script
+        by_turn = [sum(calls) or None for calls in row.labels["turn_rewards"]]
+        assert by_turn == [reward or None for reward in script.rewards] and row.reward == script.outcome
+        assert len(row.labels.get("tool", [])) == len(script.turns) - 1
+        assert not row.received_T[~row.mask_T.astype(bool)].any() and list(row.updates) == [0, 1]
+        np.testing.assert_allclose(row.by_update_KT[0], row.advantage_T, rtol=1e-3, atol=1e-5)
+    assert report.main([str(tmp_path)]) == 0 and receipt([str(tmp_path)]) == 0
+
+
+@pytest.mark.parametrize("beside", [False, True], ids=["tools", "an environment"])
+def test_what_a_reward_function_logs_comes_first(tmp_path: Path, beside: bool) -> None:
+    weights = {"token_weights": "turn_rloo", "token_weight_options": {"align": "turns", "rewards": "judged"}}
+    other = type("Other", (Keypad,), {"judged": (1.0, 2.0)})
+    weights |= {"environment_factory": other} if beside else {"tools": [keypad().press]}
+    trainer = build(tmp_path, Watched, reward=conversations.judged, weights=weights, log_completions=True)
     trainer.train()
     assert_batches(trainer.seen, expected())
 
@@ -119,23 +126,6 @@ def test_the_outcome_is_trls_weighted_sum(tmp_path: Path) -> None:
         assert_batches([batch], wanted)
 
 
-@pytest.mark.parametrize("loss_type", ["dapo", "bnpo"])
-def test_dump_receipt_and_report_of_a_run(tmp_path: Path, loss_type: str) -> None:
-    """Of two iterations in micro-batches; a tool's tokens receive nothing."""
-    weights = {**ENVIRONMENT, "token_dump": {"folder": tmp_path / "tokens", "responses": None}}
-    build(tmp_path, weights=weights, loss_type=loss_type, num_iterations=2, max_steps=2, **SIZES).train()
-    dump, wanted = read_dump(tmp_path / "tokens"), expected()
-    assert [[of for of in each["findings"] if of["mismatch"]] for each in dump.receipts()] == [[]]
-    for row, script in zip(dump, RESPONSES, strict=True):
-        assert assert_turns(row.token_ids_T, row.mask_T, row.advantage_T, wanted) is script
-        by_turn = [sum(calls) or None for calls in row.labels["turn_rewards"]]
-        assert by_turn == [reward or None for reward in script.rewards] and row.reward == script.outcome
-        assert len(row.labels.get("tool", [])) == len(script.turns) - 1
-        assert not row.received_T[~row.mask_T.astype(bool)].any() and list(row.updates) == [0, 1]
-        np.testing.assert_allclose(row.by_update_KT[0], row.advantage_T, rtol=1e-3, atol=1e-5)
-    assert report.main([str(tmp_path)]) == 0 and receipt([str(tmp_path)]) == 0
-
-
 def test_the_update_is_the_same_without_zero_advantage_conversations(tmp_path: Path) -> None:
     """Where a loss is divided by a micro-batch's tokens, a tool's do not count."""
     models = []
@@ -151,16 +141,13 @@ def test_the_update_is_the_same_without_zero_advantage_conversations(tmp_path: P
     assert scale > 1e-2
 
 
-@pytest.mark.parametrize("masked", [False, True], ids=["", "masked"])
-@pytest.mark.parametrize("limit", [150, 200, 283])
+@pytest.mark.parametrize(("limit", "masked"), [(150, False), (200, True), (283, False), (283, True)])
 def test_conversations_that_end_at_the_limit(tmp_path: Path, limit: int, masked: bool) -> None:
     """Within a turn, or at a tool's answer, which TRL drops: the reward of its call is with the last turn there is.
     ``mask_truncated_completions`` takes a response out of the loss, and not from its siblings."""
     dumps = []
-    for name, options in (
-        ("whole", {}),
-        ("cut", {"max_completion_length": limit, "mask_truncated_completions": masked}),
-    ):
+    cut = {"max_completion_length": limit, "mask_truncated_completions": masked}
+    for name, options in (("whole", {}), ("cut", cut)):
         weights = {**ENVIRONMENT, "token_dump": {"folder": tmp_path / name, "responses": None}}
         build(tmp_path, weights=weights, **options).train()
         dumps.append(list(read_dump(tmp_path / name)))
@@ -174,7 +161,7 @@ def test_conversations_that_end_at_the_limit(tmp_path: Path, limit: int, masked:
         rewards = [*script.rewards[: len(turns) - 1], script.rewards[len(turns) - 1] if ended else 0.0]
         scripts.append(Script(script.turns[: len(turns)], script.outcome, rewards))
         kept.append((written, turns, not (masked and row.truncated)))
-    assert any(row.truncated for row in dumps[1]) and not all(row.truncated for row in dumps[1])
+    assert len({row.truncated for row in dumps[1]}) == 2
     wanted = expected(scripts)
     for row, script, (written, turns, trains) in zip(dumps[1], scripts, kept, strict=True):
         assert row.mask_T.astype(bool).tolist() == (written & trains).tolist()
@@ -200,33 +187,25 @@ def test_the_examples_of_the_page(tmp_path: Path, file: str) -> None:
     if file == "judge.py":
         game = names["Guess"]()
         game.reset(40)
-        weights, reward = {"token_weights": "turn_rloo", "tools": [game.guess], **TURNS}, names["judge"]
+        weights = {"token_weights": "turn_rloo", "tools": [game.guess], "token_weight_options": {"align": "turns"}}
         failed = [[-0.6 if '"low"' in turn else -0.1 for turn in script.turns] for script in GUESSES]
         scripts = [each._replace(rewards=rewards) for each, rewards in zip(GUESSES, failed, strict=True)]
+        reward = names["judge"]
     data = conversations.prompts("Find the number.").add_column("number", [40])
-    model = speaking_model({"Find the number.": GUESSES})
-    options = {"data": data, "weights": weights, "per_device_train_batch_size": GROUP_SIZE}
-    trainer = build(tmp_path, Watched, model=model, reward=reward, **options)
+    options = {"model": speaking_model({"Find the number.": GUESSES}), "data": data, "reward": reward}
+    trainer = build(tmp_path, Watched, weights=weights, per_device_train_batch_size=GROUP_SIZE, **options)
     trainer.train()
-
-    def said(ids: list[int]) -> Script:
-        return next(each for each in scripts if ids[: len(each.tokens[0])] == each.tokens[0])
-
-    assert_batches(trainer.seen, expected(scripts), of=said)
+    assert_batches(trainer.seen, expected(scripts), of=scripts)
 
 
 def test_fields_that_are_refused(tmp_path: Path) -> None:
-    def twice(**named: Any) -> list[float]:
-        conversations.judged(**named)
-        return conversations.judged(**named)
+    """Nowhere, and not one value a response."""
 
-    keypad = Keypad()
-    keypad.reset()
-    named = {"token_weight_options": {"align": "turns", "rewards": "judged"}}
-    for options, reward, message in (
-        (TURNS, conversations.outcomes, r"'tool_rewards'.*nowhere"),
-        (named, twice, r"'judged'.* 16 .* 8"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            weights = {"token_weights": "turn_rloo", "tools": [keypad.press], **options}
+    def twice(**named: Any) -> list[float]:
+        return conversations.judged(**named) and conversations.judged(**named)
+
+    for name, reward in (("tool_rewards", conversations.outcomes), ("judged", twice)):
+        weights = {"token_weights": "turn_rloo", "tools": [keypad().press]}
+        weights["token_weight_options"] = {"align": "turns", "rewards": name}
+        with pytest.raises(ValueError, match=name):
             build(tmp_path, reward=reward, weights=weights).train()
