@@ -101,7 +101,7 @@ def test_the_snippets_of_the_page_run(tmp_path: Path, monkeypatch: pytest.Monkey
 # ---------------------------------------------------------------------------------------------------------- against a hand
 
 
-@pytest.mark.parametrize("kind", ["reinforce", "sapo", "clip", "dual"])
+@pytest.mark.parametrize("kind", ["reinforce", "sapo", "clip", "dual", "delta 1.1", "delta 1.6"])
 def test_what_a_token_should_receive_is_the_slope_of_its_loss(kind: str) -> None:
     """By differences of a loss written down by hand."""
 
@@ -110,12 +110,17 @@ def test_what_a_token_should_receive_is_the_slope_of_its_loss(kind: str) -> None
         bounded = max(-advantage * ratio, -advantage * min(max(ratio, 0.8), 1.3))
         dual = min(bounded, -advantage * 1.6) if advantage < 0 else bounded
         gate = -4 / tau / (1 + math.exp(-tau * (ratio - 1))) * advantage
-        return {"reinforce": -advantage * math.log(ratio), "sapo": gate, "clip": bounded, "dual": dual}[kind]
+        known = {"reinforce": -advantage * math.log(ratio), "sapo": gate, "clip": bounded, "dual": dual}
+        for delta in (1.1, 1.6):  # of TRL, below and above what it clips
+            known[f"delta {delta}"] = max(-advantage * min(ratio, delta), -advantage * min(max(ratio, 0.8), 1.3))
+        return known[kind]
 
     loss = {
         "reinforce": verl_loss("gpg", "token-sum"),
         "sapo": trl_loss("sapo"),
         "clip": trl_loss("grpo", epsilon=0.2, epsilon_high=0.3),
+        "delta 1.1": trl_loss("grpo", epsilon=0.2, epsilon_high=0.3, delta=1.1),
+        "delta 1.6": trl_loss("grpo", epsilon=0.2, epsilon_high=0.3, delta=1.6),
         "dual": verl_loss("vanilla", "token-sum", clip_ratio_low=0.2, clip_ratio_high=0.3, clip_ratio_c=1.6),
     }[kind]
     mask = torch.ones(1, 1, dtype=torch.bool)
