@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from transformers.integrations.neftune import activate_neftune
 from trl import GRPOTrainer
 
-from grail_advantage import Grail, Method, Oar, Rollouts, TokenWeights, Weights, compute_token_weights, register
+from grail_advantage import Grail, Method, TokenWeights, compute_token_weights
 from grail_advantage.data import LARGEST, Example
 from grail_advantage.dump import read_dump
 from grail_advantage.method import build as method_of
@@ -23,7 +22,7 @@ from grail_advantage.trl_ext import trainer as trainer_module
 from grail_advantage.trl_ext.rules import LOSSES
 from grail_advantage.weigh import weigh
 from tests.core.common import watch_inputs
-from tests.core.tiny_models import END, Batch, char_tokenizer, make_batch, tiny_model
+from tests.core.tiny_models import char_tokenizer, make_batch, tiny_model
 from tests.trl_ext import scripted
 from tests.trl_ext.scripted import MICRO, Stock, build, generation_batch, parameters, response_values
 
@@ -57,61 +56,19 @@ def test_uniform_trains_as_the_stock_trainer(tmp_path: Path, options: dict[str, 
 
 
 def plain_weights(
-    method: Method, *, model: Any = None, mask_truncated: bool = True, prompt: str = "{}", **known: Any
-) -> tuple[Batch, TokenWeights, torch.Tensor]:
+    method: Method, *, model: Any = None, prompt: str = "{}", **known: Any
+) -> tuple[TokenWeights, torch.Tensor]:
     """The script's responses by :func:`compute_token_weights`, on other padding than TRL's; their token advantages."""
-    rows = scripted.rollouts(mask_truncated=mask_truncated)
+    rows = scripted.rollouts()
     batch = make_batch([replace(row, prompt=prompt.format(row.prompt)) for row in rows], "right")
     given = (model or tiny_model(), char_tokenizer(), *batch.tensors(), method)
     found = compute_token_weights(*given, temperature=scripted.TEMPERATURE, **known)
-    return batch, found, torch.cat(response_values(found.advantages, batch.response_mask))
+    return found, torch.cat(response_values(found.advantages, batch.response_mask))
 
 
 def of_responses(batch: dict[str, torch.Tensor]) -> torch.Tensor:
     """All token advantages of a batch of TRL's, one response after the other."""
     return torch.cat(response_values(batch["advantages"], batch["completion_mask"]))
-
-
-@register("blamed")
-class Blamed(Method):
-    """Weights from a column of the data set."""
-
-    reads = frozenset({"field:blame"})
-
-    def scores(self, r: Rollouts, of_pass: torch.Tensor | None) -> torch.Tensor:
-        return torch.tensor(r.fields["blame"]).unsqueeze(1).expand(r.mask.shape)
-
-    def weights(self, scores: torch.Tensor, among: torch.Tensor, r: Rollouts) -> Weights:
-        return Weights(scores)
-
-
-METHODS: dict[str, tuple[Method, dict[str, Any]]] = {
-    "grail, robust": (Grail("robust", gate="all"), {}),
-    "hidden states": (Grail(leaf="middle", mask_truncated=False), {}),
-    "another format": (Grail(gate="all"), {"answer": r" (?P<content>six|say|or)"}),
-    "sequences": (Oar("perturbation"), {}),
-    "a column": (method_of("surprisal", {"gate": "all", "reshaper": "power"}), {}),
-    "whole groups": (method_of("shear", {"window": 6, "stride": 3}), {}),
-    "a field": (Blamed(), {}),
-}
-BLAME = [0.5, 2.0]  # of each prompt
-
-
-@pytest.mark.parametrize("name", METHODS)
-def test_token_advantages_are_those_of_compute_token_weights(tmp_path: Path, name: str) -> None:
-    method, options = METHODS[name]
-    weights = {"token_weights": method, **options}
-    trainer = build(tmp_path, data=scripted.prompts(blame=BLAME), weights=weights, remove_unused_columns=False)
-    batch = generation_batch(trainer)
-    groups = torch.arange(8) // scripted.GENERATIONS
-    known = {"groups": groups, "fields": {"blame": [BLAME[group] for group in groups]}, **options}
-    known["masked"] = (torch.arange(8) == scripted.TRUNCATED) & method.mask_truncated
-    wanted = plain_weights(method, mask_truncated=method.mask_truncated, **known)[2]
-    assert batch["advantages"].shape == batch["completion_ids"].shape
-    assert len(wanted.abs().unique()) > 3 or name == "a field"
-    torch.testing.assert_close(of_responses(batch), wanted, rtol=2e-4, atol=2e-4)
-    assert not batch["advantages"][~batch["completion_mask"].bool()].any()
-    assert bool(batch["advantages"][scripted.TRUNCATED].any()) == (not method.mask_truncated)
 
 
 def test_bf16_is_accelerates_autocast(tmp_path: Path) -> None:
@@ -138,19 +95,12 @@ def test_a_reward_that_cannot_be_used_trains_nothing(
 ) -> None:
     """The update is that without these responses: no reward function scores them, TRL's ``None``."""
     values, options = UNUSABLE[case]
-    places = {text.removesuffix(END): place for place, (text, _) in enumerate(scripted.GROUPS["Nine?"])}
+    of_script = [reward for answers in scripted.GROUPS.values() for _, reward in answers]
     unusable = [abs(value) >= 1e17 for value in values]
 
     def trained(others: list[float | None], known: list[bool], folder: Path) -> GRPOTrainer:
-        def of_script(prompts: list[Any], completions: list[Any], **_: Any) -> list[float | None]:
-            pairs = zip(prompts, completions, strict=True)
-            return [scripted.REWARDS[pair] if pair[0] != "Nine?" or known[places[pair[1]]] else None for pair in pairs]
-
-        def of_case(prompts: list[Any], completions: list[Any], **_: Any) -> list[float | None]:
-            pairs = zip(prompts, completions, strict=True)
-            return [others[places[text]] if prompt == "Nine?" else 0.0 for prompt, text in pairs]
-
-        monkeypatch.setattr(scripted, "reward", [of_script, of_case])
+        first = [reward if of else None for reward, of in zip(of_script, [True] * 4 + known, strict=True)]
+        monkeypatch.setattr(scripted, "reward", [lambda **_: first, lambda **_: [0.0] * 4 + others])
         trainer = build(tmp_path, weights={"token_weights": "grail", "token_dump": folder}, max_steps=1, **options)
         trainer.train()
         return trainer
@@ -269,9 +219,9 @@ def test_virtual_tokens_are_refused_where_they_would_shift_scores(tmp_path: Path
 
 
 def test_weights_are_computed_once_a_generation_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And go with their responses, which TRL shuffles and splits. A pass takes no more tokens together than the
-    update's micro-batch, and more responses than one."""
-    calls, seen = [], []
+    """And used in both iterations. A pass takes no more tokens together than the update's micro-batch, and more
+    responses than one."""
+    calls = []
 
     def counted(host: Any, *rest: Any) -> Any:
         with watch_inputs(trainer.model.model.embed_tokens) as shapes:
@@ -279,36 +229,20 @@ def test_weights_are_computed_once_a_generation_batch(tmp_path: Path, monkeypatc
         calls.append((host.rollouts(), shapes))
         return found
 
-    class Recording(scripted.ScriptedTokenWeights):
-        def _compute_loss(self, model: Any, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
-            seen.append(inputs)
-            return super()._compute_loss(model, inputs)
-
     monkeypatch.setattr(trainer_module, "weigh", counted)
     weights = {"token_weights": Grail(gate="all", span="last")}
-    trainer = build(tmp_path, Recording, weights=weights, num_iterations=2, max_steps=8, learning_rate=0.0, **MICRO)
+    trainer = build(tmp_path, weights=weights, num_iterations=2, max_steps=8, learning_rate=0.0, **MICRO)
     trainer.train()
-    assert [of.step for of, _ in calls] == [0, 4] and len(seen) == 16
+    assert [of.step for of, _ in calls] == [0, 4]
     rollouts, shapes = calls[1]  # in the first the model is asked how it computes
     assert sum(rows for rows, _ in shapes) == 4 and max(rows for rows, _ in shapes) > 1
     assert max(rows * length for rows, length in shapes) <= 2 * rollouts.padded_length
-
-    plain, weighted, _ = plain_weights(weights["token_weights"])
-    parts = (response_values(of, plain.response_mask) for of in (plain.input_ids, weighted.advantages))
-    expected = {tuple(ids.tolist()): values_T for ids, values_T in zip(*parts, strict=True)}
-    counts: Counter = Counter()
-    for batch in seen[:8]:  # both iterations over the first generation batch
-        parts = (response_values(batch[name], batch["completion_mask"]) for name in ("completion_ids", "advantages"))
-        for ids, found_T in zip(*parts, strict=True):
-            torch.testing.assert_close(found_T, expected[tuple(ids.tolist())], rtol=1e-4, atol=1e-4)
-            counts[tuple(ids.tolist())] += 1
-    assert set(counts.values()) == {2} and len(counts) == 8
 
 
 def test_figures_stand_in_the_logs_and_the_table_keeps_its_advantages(tmp_path: Path) -> None:
     trainer = build(tmp_path, max_steps=1, log_completions=True)
     trainer.train()
-    for name, value in plain_weights(Grail())[1].stats.items():
+    for name, value in plain_weights(Grail())[0].stats.items():
         assert logged(trainer)[f"grail/{name}"] == pytest.approx(value, rel=1e-4, abs=1e-6)
     assert logged(trainer)["grail/truncated_rate"] == 1 / 8 and logged(trainer)["grail/seconds"] > 0
     advantages = [row.advantage for row in scripted.rollouts(mask_truncated=False)]
@@ -318,10 +252,11 @@ def test_figures_stand_in_the_logs_and_the_table_keeps_its_advantages(tmp_path: 
 
 
 def test_an_adapter_is_part_of_the_policy(tmp_path: Path) -> None:
-    """Token advantages are those of the model that it is merged into; it alone is trained."""
+    """Token advantages are those of the model that it is merged into, and of the answer's format; it alone is trained."""
     torch.manual_seed(0)
     adapter = LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
-    weights = {"token_weights": Grail("robust", gate="all"), "peft_config": adapter}
+    method, answer = Grail("robust", gate="all", leaf="middle"), {"answer": r" (?P<content>six|say|or)"}
+    weights = {"token_weights": method, "peft_config": adapter, **answer}
     trainer = build(tmp_path, weights=weights, gradient_checkpointing=True, max_steps=2, learning_rate=0.5)
     found = of_responses(generation_batch(trainer))
     assert all(p.grad is None for p in trainer.model.parameters())
@@ -331,9 +266,9 @@ def test_an_adapter_is_part_of_the_policy(tmp_path: Path) -> None:
     assert all(same[name] for name, (trains, _) in before.items() if not trains) and not all(same.values())
     for name, parameter in trainer.model.named_parameters():
         parameter.data.copy_(before[name][1])
-    wanted = plain_weights(weights["token_weights"], model=trainer.model.merge_and_unload().eval())[2]
+    wanted = plain_weights(method, model=trainer.model.merge_and_unload().eval(), **answer)[1]
     torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-3)
-    assert not torch.allclose(found, plain_weights(weights["token_weights"])[2], atol=0.02)
+    assert not torch.allclose(found, plain_weights(method, **answer)[1], atol=0.02)
 
 
 def test_rlsd_reads_the_other_columns(tmp_path: Path) -> None:
@@ -343,6 +278,6 @@ def test_rlsd_reads_the_other_columns(tmp_path: Path) -> None:
     data = Dataset.from_dict({"prompt": chats, "solution": answers})
     batch = generation_batch(build(tmp_path, data=data, tokenizer=tokenizer, weights={"token_weights": method}))
     examples = [Example(chats[i // 4], {"solution": answers[i // 4]}, {}) for i in range(8)]
-    _, expected, wanted = plain_weights(method, prompt="user: {} assistant: ", examples=examples)
+    expected, wanted = plain_weights(method, prompt="user: {} assistant: ", examples=examples)
     assert expected.stats["weight_deviation"] > 0.01
     torch.testing.assert_close(of_responses(batch), wanted, rtol=1e-3, atol=1e-3)

@@ -24,7 +24,7 @@ from tests.core.tiny_models import encode
 from tests.trl_ext import scripted
 from tests.trl_ext.scripted import build
 
-METHODS = ["uniform", "grail", "grail_robust", "oar_g", "step_values", "high_entropy", "stare", "turn_rloo"]
+METHODS = ["uniform", "grail", "grail_robust", "oar_g", "step_values", "high_entropy", "stare", "shear", "turn_rloo"]
 """A pass, sequences, text, columns, the whole batch, turns; the others' numbers are the core's."""
 GOLD = {hosts.SUM: "5", hosts.NINE: "9"}
 

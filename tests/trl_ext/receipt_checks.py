@@ -89,13 +89,6 @@ def test_a_run_received_what_it_intended(tmp_path: Path, loss_type: str, skip: b
     assert main([str(tmp_path / "on" / "tokens")]) == 0
 
 
-class Shuffling(scripted.ScriptedTokenWeights):
-    """verl-project/verl#7956: the advantages are other responses'."""
-
-    def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
-        return super()._compute_loss(model, {**inputs, "advantages": inputs["advantages"].flip(0)})
-
-
 class Cutting(scripted.ScriptedTokenWeights):
     """The last token of each response is masked in the loss."""
 
@@ -105,10 +98,9 @@ class Cutting(scripted.ScriptedTokenWeights):
         return super()._compute_loss(model, {**inputs, "completion_mask": mask_BT.scatter(1, last_B1, 0)})
 
 
-@pytest.mark.parametrize(("trainer_class", "name"), [(Shuffling, "swapped"), (Cutting, "lost")])
-def test_a_fault_in_the_trainer_is_named(tmp_path: Path, trainer_class: type, name: str) -> None:
-    trained(tmp_path, trainer_class, loss_type="dapo")
-    assert [name in of for of in findings(tmp_path)] == [True, True]
+def test_a_fault_in_the_trainer_is_named(tmp_path: Path) -> None:
+    trained(tmp_path, Cutting, loss_type="dapo")
+    assert ["lost" in of for of in findings(tmp_path)] == [True, True]
     assert main([str(tmp_path / "tokens")]) == 1
 
 
