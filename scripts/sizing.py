@@ -143,20 +143,18 @@ def choose(model: Model, gpus: int, memory: float, nodes: int = 1) -> Setup | No
 
 def command(model: Model, setup: Setup) -> str:
     """For the launch script, with nothing that it does by itself."""
-    one, length = model.script == SMALL, PROMPT + model.response
-    tokens, share = setup.sequences * length, setup.utilization
+    one = model.script == SMALL
     knobs = {
         f"NNODES={setup.nodes}": setup.nodes != 1,
         f"NGPUS_PER_NODE={setup.gpus}": setup.gpus != (1 if one else 8),
         f"MODEL_PATH={model.path}": one and model is not MODELS["qwen3-0.6b"],
         f"LORA_RANK={setup.lora_rank}": setup.lora_rank,
         "OFFLOAD=True": setup.offload,
-        f"PPO_MAX_TOKEN_LEN_PER_GPU={tokens}": setup.sequences != model.sequences,
+        f"PPO_MAX_TOKEN_LEN_PER_GPU={setup.sequences * (PROMPT + model.response)}": setup.sequences != model.sequences,
         f"ROLLOUT_TP={setup.tensor_parallel}": setup.tensor_parallel != 1,
-        f"bash examples/{model.script}": True,
-        f"actor_rollout_ref.rollout.gpu_memory_utilization={share:g}": share != model.utilization,
+        f"ROLLOUT_GPU_MEM_UTIL={setup.utilization:g}": setup.utilization != model.utilization,
     }
-    return " ".join(word for word, wanted in knobs.items() if wanted)
+    return " ".join([*(word for word, wanted in knobs.items() if wanted), f"bash examples/{model.script}"])
 
 
 def page() -> str:

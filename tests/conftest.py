@@ -18,7 +18,7 @@ TESTS = Path(__file__).parent
 # share the server of ``tests/forked.py``, whose imports take as long as many of their tests.
 GROUPS = {
     "two engines": ("verl_ext/test_methods_run.py", "recipe/test_evaluate.py"),
-    "one engine": ("verl_ext/test_only_weights.py", "recipe/test_agent_run.py"),
+    "one engine": ("verl_ext/test_only_weights.py",),
     "forks": (
         *("verl_ext/test_passes.py", "verl_ext/test_zero_advantage_update.py"),
         *("verl_ext/test_models.py", "verl_ext/test_received.py", "verl_ext/test_command_line.py"),

@@ -32,6 +32,7 @@ _GAP = r"(?:(?:\\!)*,(?:\\!)+|(?:\\!)+,|(?:\\[,;: !]|\\thinspace|\{,\}|[ ~'])+)"
 _THOUSANDS = r"[0-9]{1,3}(?:,[0-9]{3})+"
 _ALONE = r"(?<![A-Za-z0-9_^}).,/])"  # in front of a number: nothing that multiplies it, or of which it is a part
 _POWER = r"(?: ?\^ ?(?:-?[0-9]|\{ ?-?[0-9]+ ?\}))?"
+_ORDINAL = r"(?i:(?<=(?<!1)1[^0-9]*)st|(?<=(?<!1)2[^0-9]*)nd|(?<=(?<!1)3[^0-9]*)rd|(?<=(?:1[1-3]|[04-9])[^0-9]*)th)"
 # A text with one of these words changes an answer, so that it is no unit.
 _NO_UNIT = (
     r"(?![^{}]*\b(?:or|and|not|no|if|for|when|where|with|more|less|least|most|than|to|from|mod|base|only|maybe|about"
@@ -169,6 +170,12 @@ _TABLE: tuple[tuple[str, str, str | Callable[[Match], str]], ...] = (
      r" ?(?:'|\^?\{?\\prime\}?)(?: ?(?P<seconds>[0-9]+) ?(?:''|\"))?", _minutes),
     (r"\sin 30^\circ", r".*(?<!arc)\\?(?:sin|cos|tan|cot|sec|csc)(?!\pL).*", _radians),
     (r"30^\circ F", rf"(?<=[0-9}})a-zA-Z] ?){_DEGREE}(?: ?(?:\\(?:text|mathrm)\{{ ?[CFK] ?\}}|[CFK](?!\pL)))?", ""),
+    (r"7^{\text{th}}",
+     rf"(?<=[0-9]) ?\^? ?(?P<brace>\{{ ?)?\\(?:{_UPRIGHT}) ?\{{ ?-?{_ORDINAL} ?\}}(?(brace) ?\}})"
+     rf"|(?<=[0-9]) ?\^ ?\{{ ?{_ORDINAL} ?\}}|(?<=^[0-9,]*){_ORDINAL}(?= ?(?:$|\.$|\\text))", ""),
+    (r"50\% \text{ of the students}",
+     rf"(?<=[0-9}}] ?)(?:\\?%|percent) ?(?:\\text\{{{_NO_UNIT} ?[A-Za-z]{{2}}[A-Za-z ,.'-]*\}}"
+     rf"|{_NO_UNIT} ?[A-Za-z]{{2}}[A-Za-z ,.'-]*)$", r"\\%"),
     (r"3\,\mathrm{kg}\cdot\mathrm{m}/\mathrm{s}^2", _UNITS, ""),
     (r"2\mathrm{e}+\mathbf{13}", _FONT.pattern, _without_font),
     # Functions

@@ -5,12 +5,11 @@ from __future__ import annotations
 import asyncio
 import json
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 from verl.experimental.agent_loop.agent_loop import DictConfigWrap, ToolListWrap
 from verl.experimental.agent_loop.tool_agent_loop import ToolAgentLoop
 from verl.tools.tool_registry import load_all_tools
@@ -18,9 +17,8 @@ from verl.utils.dataset.rl_dataset import RLHFDataset
 from verl.workers.rollout.replica import TokenOutput
 
 from tests.composed import verls_on_cpu
-from verl_cpu.tiny.agent import MAX_TURNS, call_text, called_step, check, compute_score, turn_rewards
+from verl_cpu.tiny.agent import MAX_TURNS, call_text, check, compute_score
 from verl_cpu.tiny.make_models import AgentSettings, measure
-from verl_cpu.tiny.prepare import prepare
 from verl_cpu.tiny.sampling import prompt_ids
 from verl_cpu.tiny.shipped import AGENT_FOLDER, RECORD, build_agent_tokenizer, load_agent, reply_ids, weights_digest
 from verl_cpu.tiny.task import Problem, problems
@@ -48,31 +46,6 @@ CHECKED_BY_HAND = [
 
 def test_the_tool_by_hand() -> None:
     assert [check(CHAIN, taken, step) for taken, step, _ in CHECKED_BY_HAND] == [given for *_, given in CHECKED_BY_HAND]
-
-
-def test_rewards_by_hand() -> None:
-    assert turn_rewards([1.0, -1.0], 3, True) == [1.0, -1.0, 1.0]
-    assert turn_rewards([1.0, -1.0], 3, False) == [1.0, -1.0, 0.0]
-    assert turn_rewards([], 1, True) == [1.0]
-    assert turn_rewards([1.0, 1.0], 2, False) == [1.0, 1.0]  # the call that reached the longest length
-
-    def score(text: str, calls: list[float]) -> tuple[float, float, list[float]]:
-        extra = {"problem": CHAIN.text, "tool_rewards": calls, "num_turns": 2 * (len(calls) + 1)}
-        result = compute_score("", text, "9", extra)
-        return result["score"], result["acc"], result["turn_rewards"]
-
-    assert score(FIRST + SECOND + BOX, [1.0, 1.0]) == (3.0, 1.0, [1.0, 1.0, 1.0])
-    assert score(FIRST + SECOND + BOX, [1.0, -1.0]) == (1.0, 0.0, [1.0, -1.0, 1.0])
-    assert score(FIRST + SECOND + "\\boxed{8}", [1.0, 1.0]) == (2.0, 0.0, [1.0, 1.0, 0.0])
-    assert score(BOX, []) == (1.0, 0.0, [1.0])  # guessed
-    assert score(FIRST + SECOND + SECOND + BOX, [1.0, 1.0, -1.0]) == (2.0, 0.0, [1.0, 1.0, -1.0, 1.0])
-
-
-def test_called_step() -> None:
-    assert called_step(FIRST) == "7+5=12" and called_step(BOX) is None
-    assert called_step("<tool_call>{not json}</tool_call>") is None
-    assert called_step('<tool_call>{"name": "check"}</tool_call>') is None
-    assert called_step("<tool_call>7</tool_call>") is None
 
 
 class Writer:
@@ -159,24 +132,6 @@ def test_a_reply_that_does_not_fit_ends_the_conversation(tokenizer: PreTrainedTo
     assert all(output.response_mask) and output.extra_fields["tool_rewards"] == [1.0]
     extra = {"problem": CHAIN.text, "num_turns": output.num_turns, **output.extra_fields}
     assert compute_score("", FIRST, "9", extra)["turn_rewards"] == [1.0]
-
-
-def test_the_longest_conversation_fits(tokenizer: PreTrainedTokenizerFast) -> None:
-    """Six steps, a call too many and the answer, with two digits everywhere; the model's positions hold it with its prompt."""
-    texts = [call_text("10+9=19")] * (MAX_TURNS - 1) + ["\\boxed{19}"]
-    tokens = sum(len(tokenizer.encode(text, add_special_tokens=False)) + 1 for text in texts)
-    tokens += sum(len(reply_ids(tokenizer, reply)) for reply in ["19"] * 6 + ["end"])
-    assert tokens <= 184 and tokenizer.model_max_length >= 184 + 32
-
-
-def test_the_prepared_folder_holds_model_and_template(tmp_path: Path) -> None:
-    assert prepare(tmp_path, "agent", 3) and not prepare(tmp_path, "agent", 3)
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
-    assert tokenizer.encode(FIRST) == build_agent_tokenizer().encode(FIRST)
-    messages = [{"role": "user", "content": "7+5-3"}, {"role": "tool", "content": "12"}]
-    assert tokenizer.apply_chat_template(messages, tokenize=False).endswith(
-        "<|im_start|>user\n<tool_response>12</tool_response><|im_end|>\n"
-    )
 
 
 def test_the_record_is_that_of_todays_settings_and_of_these_weights() -> None:

@@ -11,10 +11,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from omegaconf import OmegaConf
-
-from tests.composed import verls_on_cpu
-from verl_cpu.workers import PY_EXECUTABLE, start
 
 ROOT = Path(__file__).parents[2]
 SERVER = """
@@ -101,10 +97,3 @@ def test_without_a_server_python_runs(server: subprocess.Popen, tmp_path: Path) 
     assert server.wait(60) == 0
     assert not Path(server.args[-2]).parent.exists()
     assert worker(server, tmp_path, "said\n", **NUMBERS)["preloaded"] == [False, False]
-
-
-def test_an_interpreter_of_ones_own_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: pytest.fail("a server was started"))
-    config = verls_on_cpu(f"+{PY_EXECUTABLE}=python")
-    start(config)
-    assert OmegaConf.select(config, PY_EXECUTABLE) == "python"

@@ -14,9 +14,7 @@ import pytest
 
 from grail_advantage.reward import compute_score
 from recipe.data.prepare import main, read_local
-from recipe.data.specs import PROMPT_SUFFIX, PUBLISHED_SUBSETS, SPECS, convert, published_id, read_gold, user_messages
-from tests.recipe.golds import faults
-from tests.recipe.test_reward import DATA
+from recipe.data.specs import PROMPT_SUFFIX, PUBLISHED_SUBSETS, SPECS, convert, read_gold, user_messages
 
 GOLDEN = Path(__file__).parent / "golden"
 # Spelled without any backslash, so that no escape rule can touch it.
@@ -94,16 +92,6 @@ def test_the_published_problems_are_found_by_their_ids(tmp_path: Path, capsys: p
         assert f"such as {ids[7]}; take the full set ({SPECS[name].hub})" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("name", "published"), [("college_math", 2), ("olympiadbench", 1)])
-def test_problems_of_real_samples_that_are_published(name: str, published: int) -> None:
-    """By text alone, as in a copy without ids."""
-    path = DATA / f"{name}_sample5.jsonl"
-    if not path.is_file():
-        pytest.skip(f"{path} is missing; set GRAIL_DATA_DIR to the folder that holds it")
-    found = [published_id(SPECS[name], json.loads(line), "") for line in path.open()]
-    assert len(found) == 5 and sum(id is not None for id in found) == published
-
-
 def test_the_published_prompt_is_a_file_of_its_own(tmp_path: Path) -> None:
     """Its text is what Python makes of the published one, a plain string."""
     as_read = " Please reason step by step, and put your final answer within \boxed{}."
@@ -154,12 +142,6 @@ def test_the_training_split_is_no_benchmark(tmp_path: Path) -> None:
         assert read_local(SPECS[name], tmp_path)[0] == str(tmp_path / file)
 
 
-@pytest.mark.parametrize("options", [["--benchmarks", "none"], ["--hub-id", "gsm8k=a/b"], ["--benchmarks", "amc"]])
-def test_bad_options(options: list[str]) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        main(["--train", "none", *options])
-
-
 def test_hub_dataset_through_load_dataset(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -180,34 +162,3 @@ def test_hub_dataset_through_load_dataset(
     assert f"dropped: {hub / 'aime24'}::test, row 21: " in capsys.readouterr().err
     for name in ("deepmath", "amc23"):
         assert read_rows(tmp_path / "out" / f"{name}.parquet") == golden(name)
-
-
-def test_verl_loads_the_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from omegaconf import OmegaConf
-    from verl.utils.dataset.rl_dataset import RLHFDataset, collate_fn
-
-    from tests.real_tokenizers import char_tokenizer
-
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    sets = ["--train", "deepmath", "--benchmarks", "math500,amc23"]
-    assert main(["--local-dir", str(GOLDEN), "--output-dir", str(tmp_path), *sets]) == 0
-    names = ["math500", "amc23", "deepmath"]
-    tokenizer = char_tokenizer()
-    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
-    options = {"prompt_key": "prompt", "max_prompt_length": 1024, "filter_overlong_prompts": True}
-    options |= {"filter_overlong_prompts_workers": 1}
-    paths = [str(tmp_path / f"{name}.parquet") for name in names]
-    dataset = RLHFDataset(paths, tokenizer, OmegaConf.create(options))
-    expected = [row for name in names for row in golden(name)]
-    batch = collate_fn([dataset[i] for i in range(len(dataset))])
-    assert len(dataset) == len(expected) == 8
-    assert list(batch["raw_prompt"]) == [row["prompt"] for row in expected]
-    assert list(batch["index"]) == [row["extra_info"]["index"] for row in expected]
-    for column in ("reward_model", "data_source"):
-        assert list(batch[column]) == [row[column] for row in expected]
-
-
-def test_a_ground_truth_is_doubtful_where_its_spelling_is_refused_or_a_near_miss_accepted() -> None:
-    fine = [r"\frac{3}{4}", "-7/8", "10,080", "-12", "(1,29)", r"\{1, 2, 3\}", r"\text{Evelyn}", "0", r"\frac{1}{3}"]
-    assert {gold: found for gold in fine if (found := faults(gold))} == {}
-    assert faults(r"\lfloor 2.5\rfloor") == [r"accepts '\\lfloor 2.6\\rfloor'"]

@@ -18,7 +18,6 @@ import pytest
 import torch
 
 from grail_advantage import reward
-from recipe.evaluate.sampling import load_benchmarks
 from tests.composed import compose, prepare
 from tests.recipe.test_reward import judge
 
@@ -121,15 +120,3 @@ def test_runs_with_verl_name_files_and_rows_before_they_start(
         with pytest.raises(ValueError, match=r"none\S*: 2 of 2 ground truths cannot be used.*row 0 \(.*'answer': 5"):
             start(none, reader)
     assert start(none, "reward.custom_reward_function.path=mine.py") == []  # which may read anything
-
-
-def test_evaluation_names_rows_and_refuses_a_benchmark_without_others(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    written(tmp_path / "amc23.parquet", ["5", "nan", "6"])
-    assert list(load_benchmarks(["amc23"], tmp_path)["gold"]) == ["5", "nan", "6"]
-    (record,) = caplog.records
-    assert "amc23.parquet: 1 of 3" in record.getMessage() and "row 1 ('nan')" in record.getMessage()
-    written(tmp_path / "amc23.parquet", ["", "nan"])
-    with pytest.raises(ValueError, match=r"amc23\.parquet: 2 of 2"):
-        load_benchmarks(["amc23"], tmp_path)

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 
 from grail_advantage.verl_ext.config import write
@@ -187,55 +186,6 @@ def test_a_run_is_named_by_its_configuration() -> None:
             assert of(override) == config, override
     variants = [of(ADV_ESTIMATOR=name)["algorithm"]["oar"]["variant"] for name in ("oar_g", "oar_p", "grail")]
     assert variants == ["grail_port", "official", "official"]
-
-
-ODD_NAMES = [
-    "jürgen", "Grail (1)", "a=b", "a,b", "a, b", "a[1]", "a{1}", "it's", "it\\'s", 'say "x"', "a#b", "~", "~a", "a&b", "a$b",
-    "100%", "a*?", "ends \\", "a\\\\", "a\\b", " a ", "a;b|c<d>", "!a", "a@b:c", "`a`", "日本", "null", "1e3", "true", "-a",
-]  # fmt: skip
-
-
-def test_any_folder_and_any_name_arrive_as_they_are() -> None:
-    """Those of the data, the model, the project and the experiment. A list of files stays one."""
-    parser = OverridesParser.create()
-    for name in ODD_NAMES:
-        knobs = dict.fromkeys(("MODEL_PATH", "TRAIN_FILE", "TEST_FILE", "PROJECT_NAME", "EXPERIMENT_NAME"), name)
-        given = parser.parse_overrides(overrides(GPUS, **knobs)[2:])
-        arrived = {each.key_or_group: each.value() for each in given}
-        options = [
-            f"{MODEL}.path",
-            "data.train_files",
-            "data.val_files",
-            "trainer.project_name",
-            "trainer.experiment_name",
-        ]
-        assert [arrived[option] for option in options] == [name] * 5
-    assert "data.train_files=[/a,/b]" in overrides(GPUS, TRAIN_FILE="[/a,/b]")
-
-
-def test_gsm8k_is_three_epochs() -> None:
-    config = configuration(overrides("run_gsm8k_grail.sh"))
-    prepare(config)
-    assert 7473 // config.data.train_batch_size * config.trainer.total_epochs == 174
-    assert (config.trainer.total_training_steps, config.actor_rollout_ref.actor.ppo_epochs) == (None, 1)
-    assert config.data.train_files == str(ROOT / "data/gsm8k_train.parquet")
-
-
-def test_without_verl_nothing_is_installed(tmp_path: Path) -> None:
-    shutil.copytree(ROOT / "examples", tmp_path / "examples")
-    (tmp_path / "bin").mkdir()
-    (tmp_path / "bin/python3").write_text("#!/bin/sh\nexit 1\n")
-    (tmp_path / "bin/python3").chmod(0o755)
-    variables = {"PATH": f"{tmp_path}/bin:/usr/bin:/bin", "DRY_RUN": "1"}
-    for script, named in (
-        (GPUS, "has no verl: run bash scripts/setup_gpu.sh"),
-        (TINY, "run bash scripts/setup_cpu.sh"),
-    ):
-        (tmp_path / "scripts").mkdir(exist_ok=True)
-        shutil.copy(ROOT / "scripts/train_cpu.sh", tmp_path / "scripts")
-        done = subprocess.run(["bash", tmp_path / "examples" / script], env=variables, capture_output=True, text=True)
-        assert done.returncode == 1 and named in done.stderr and not done.stdout
-    assert not (tmp_path / ".venv").exists()
 
 
 def test_the_file_of_all_options_is_current() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -18,12 +17,10 @@ from verl.workers.engine.fsdp.transformer_impl import FSDPEngine
 
 from grail_advantage.verl_ext.settings import Settings
 from recipe import published
-from recipe.published import GROUPS, Setting, compared, trl_arguments
+from recipe.published import compared, trl_arguments
 from tests.composed import prepare
 from tests.recipe.test_launch_scripts import MODELS, configuration, container, overrides
 
-R1 = (8192, 8192 + 1024, 2 * (8192 + 1024))
-"""Values that follow from R1-Distill's limit on tokens."""
 CORRECTED = {f"vllm_importance_sampling_{part}" for part in ("correction", "mode", "clip_max")}
 PUBLISHED_BATCH, PUBLISHED_EPOCHS, PUBLISHED_STEPS, PUBLISHED_WARM_UP = 256, 4, 200, 20
 
@@ -142,40 +139,6 @@ def test_learning_rate() -> None:
     assert rates == published
 
 
-def flat(config: Any, above: str = "") -> dict[str, Any]:
-    """Options by their full names."""
-    found: dict[str, Any] = {}
-    for name, value in (container(config) if above == "" else config).items():
-        found |= flat(value, f"{above}{name}.") if isinstance(value, dict) and value else {f"{above}{name}": value}
-    return found
-
-
-LIKE = {
-    "algorithm.rollout_correction.rollout_is": "sequence",
-    "algorithm.rollout_correction.rollout_is_threshold": "1e-9_3.0",
-    "published_ratio": True,
-    "run.suffix": "-published",  # and the name and paths that have it
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("script", MODELS)
-def test_like_published_differs_by_what_the_page_names(script: str) -> None:
-    """The ratio and the prompts; for R1-Distill the limit on tokens and what follows from it."""
-    plain, published = (flat(configuration(overrides(script, LIKE=like))) for like in ("corrected", "published"))
-    assert plain == flat(configuration(overrides(script)))
-    differing = {name for name in plain | published if plain.get(name) != published.get(name)}
-    of_paths = {name for name in differing if "-published-seed42" in str(published[name])}
-    of_data = {name for name in differing if "_published.parquet" in str(published[name])}
-    expected = {name for name, value in LIKE.items() if published[name] == value}
-    if "r1_distill" in script:
-        assert (plain["data.max_response_length"], published["data.max_response_length"]) == (8192, 4096)
-        expected |= {name for name in differing if plain.get(name) in R1}
-    assert of_data == {"data.train_files", "data.val_files"}
-    assert differing == expected | of_paths | of_data, differing
-    prepare(configuration(overrides(script, LIKE="published")))  # all start-up checks
-
-
 def test_the_published_ratio_is_trls() -> None:
     """``sequence_mask`` with the cap 3.0, in a plain loop: the product of a response's ratios, 0 above the cap."""
     rng = np.random.default_rng(0)
@@ -198,67 +161,9 @@ def test_the_published_ratio_is_trls() -> None:
     assert above > 3
 
 
-SETTINGS = [setting for settings in GROUPS.values() for setting in settings if setting.options]
-
-
-OTHER = {"chat_template_kwargs": {"enable_thinking": True}, **dict.fromkeys(CORRECTED)}
-DIFFER_HERE = {"optim", "warmup_steps", "vllm_gpu_memory_utilization", "save_steps"}
-"""With a reason."""
-
-
 @pytest.fixture(scope="module")
 def like_published() -> DictConfig:
     return configuration(overrides("run_qwen3_grail.sh", LIKE="published"))
-
-
-def verdict(config: DictConfig, name: str, options: tuple[str, ...] = ()) -> str:
-    found = [
-        verdict for row, _, verdict in compared(config) if row.name == name and (not options or row.options == options)
-    ]
-    return found[0]
-
-
-@pytest.mark.parametrize("setting", SETTINGS, ids=[setting.name for setting in SETTINGS])
-def test_every_row_of_the_table_is_the_resolved_value(like_published: DictConfig, setting: Setting) -> None:
-    """With another value of its first option the row says so."""
-    config, name = OmegaConf.create(like_published), setting.name
-    assert verdict(config, name, setting.options) == ("~" if name in DIFFER_HERE else "=")
-    option = setting.options[0].replace("METHOD", "grail")
-    value = OmegaConf.select(config, option)
-    other = {bool: lambda: not value, int: lambda: value + 1, float: lambda: value * 2 + 0.5}.get(type(value))
-    changed = OTHER[name] if name in OTHER else other() if other else "another_7.0"
-    OmegaConf.update(config, option, changed, force_add=True, merge=False)
-    excused = name in ("model_name_or_path", "use_grail")
-    assert verdict(config, name, setting.options) == ("~" if excused else "differs")
-
-
-@pytest.mark.parametrize(
-    ("name", "changes"),
-    [
-        ("vllm_importance_sampling_clip_max", {"algorithm.rollout_correction.rollout_is_threshold": "1e-9_5.0"}),
-        ("vllm_importance_sampling_clip_max", {"algorithm.rollout_correction.rollout_is_threshold": 3.0}),
-        ("vllm_importance_sampling_clip_max", {"algorithm.rollout_correction.rollout_is_threshold": "0.5_3.0"}),
-        ("vllm_importance_sampling_mode", {"algorithm.rollout_correction.rollout_is": "token"}),
-        ("max_completion_length", {"data.max_response_length": 8192}),
-        ("the prompt's end", {"data.train_files": "data/deepmath.parquet"}),
-        ("max_steps", {"actor_rollout_ref.actor.ppo_mini_batch_size": 16}),
-        ("save_steps", {"actor_rollout_ref.actor.ppo_epochs": 2}),
-        ("loss_type", {"actor_rollout_ref.actor.loss_scale_factor": 1}),
-        ("beta", {"algorithm.use_kl_in_reward": True}),
-        (
-            "mask_truncated_completions",
-            {"algorithm.adv_estimator": "uniform", "algorithm.uniform.mask_truncated": False},
-        ),
-        ("chat_template_kwargs", {"data.apply_chat_template_kwargs": {}}),
-    ],
-)
-def test_what_corrected_has_instead_is_no_excuse(
-    like_published: DictConfig, name: str, changes: dict[str, Any]
-) -> None:
-    config = OmegaConf.create(like_published)
-    for option, value in changes.items():
-        OmegaConf.update(config, option, value, force_add=True, merge=False)
-    assert verdict(config, name) == "differs"
 
 
 def test_the_command_ends_with_1_where_a_value_differs(

@@ -80,18 +80,6 @@ def test_hostile_answers_score_zero_and_leave_a_working_pool(
 
 
 @pytest.mark.slow
-def test_no_verdict_is_not_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    gold, answer = r"\frac{\sqrt{5}-1}{4}", r"\sin(\frac{\pi}{10})"
-    end_server()
-    monkeypatch.setenv("GRAIL_REWARD_TIMEOUT", "0.01")
-    starved = judge(gold, answer)
-    monkeypatch.delenv("GRAIL_REWARD_TIMEOUT")
-    end_server()
-    assert (starved["score"], starved["verify_failed"]) == (0.0, 1.0)
-    assert accepts(gold, answer)
-
-
-@pytest.mark.slow
 def test_resources_of_a_worker_are_bounded() -> None:
     """2^(10^10) has 1.25 GB; a worker that may take 200 MB must get through it without ever holding more."""
     script = """
@@ -287,21 +275,3 @@ threading.Event().wait()
     process.kill()
     process.wait()
     assert len(pids) == 3 and _gone(pids, 2.0)  # sooner than the limit of the hanging answer
-
-
-ANOTHER_SYSTEM = """
-import ctypes, sys, types
-sys.platform = sys.argv[1] or sys.platform
-ctypes.CDLL = lambda name: types.SimpleNamespace()
-try:
-    import grail_advantage.reward
-except ImportError as error:
-    print("Linux" in str(error))
-"""
-
-
-@pytest.mark.parametrize("platform", ["darwin", ""], ids=["macOS", "without prctl"])
-def test_another_system_is_said_at_import(platform: str) -> None:
-    """Where each comparison would be a reward of 0."""
-    done = subprocess.run([sys.executable, "-c", ANOTHER_SYSTEM, platform], capture_output=True, text=True)
-    assert done.stdout == "True\n", done.stderr

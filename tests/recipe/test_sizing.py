@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-
 import pytest
 
 from scripts import sizing
@@ -36,13 +34,3 @@ def test_memory_by_hand() -> None:
     )
     assert sizing.cached_tokens(TOY, setup) == (40e9 - 42_568 - 2e9 - 12 * 256 * 100) * 2 / (4 * 2 * 8 * 128)
     assert sizing.host_memory(TOY, setup) == pytest.approx(15 + 16 + 2 * 4 * 42_568e-9)
-
-
-def test_command_line(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """As docs/gpu.md calls it, and for a GPU that is too small."""
-    for model, gpus, memory, expected in (
-        ("qwen3-4b", 2, 80, "NGPUS_PER_NODE=2 bash examples/run_qwen3_grail.sh"),
-        ("qwen3-8b", 1, 24, "does not fit"),
-    ):
-        monkeypatch.setattr(sys, "argv", f"sizing.py --model {model} --gpus {gpus} --memory {memory}".split())
-        assert sizing.main() == (memory == 24) and expected in capsys.readouterr().out

@@ -5,10 +5,8 @@ from __future__ import annotations
 import fnmatch
 import json
 import os
-import shlex
 import signal
 import subprocess
-import sys
 import time
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -28,7 +26,7 @@ from grail_advantage.rules import let_go
 from grail_advantage.verl_ext import patches
 from grail_advantage.verl_ext.entry import prepare_run
 from recipe import run_life
-from recipe.run_life import MAY_CHANGE, RUN_DEFINITION, RUNTIME, KeepLast, begin_run
+from recipe.run_life import MAY_CHANGE, RUN_DEFINITION, KeepLast, begin_run
 from recipe.run_life.trainer import KeptRun, lines_stay
 from tests import forked
 from tests.composed import compose, parsed, prepare
@@ -129,17 +127,6 @@ def test_everything_else_defines_a_run(begun: Path) -> None:
     assert named == {"algorithm.grail.gate", *seeds}
 
 
-def test_of_another_versions_definition_what_both_have_is_compared(begun: Path) -> None:
-    here = _stored(begun)
-    there = {name: value for name, value in here["definition"].items() if name.startswith("data.s")}
-    other = {"run": "a run", "definition": {**there, "data.shelved": 3}, "by": {"verl": "0.8"}}
-    (begun / "checkpoints" / RUN_DEFINITION).write_text(json.dumps(other))
-    with pytest.raises(ValueError, match=ANOTHER):
-        prepare(_compose(begun, "data.seed=7"))
-    _start(begun)
-    assert _stored(begun) == {**here, "run": "a run"}
-
-
 def test_from_the_start_or_a_named_checkpoint(begun: Path) -> None:
     """Two runs' checkpoints in one folder would be told apart by nothing."""
     named = ("trainer.resume_mode=resume_path", f"trainer.resume_from_path={begun}/checkpoints/global_step_10")
@@ -181,18 +168,6 @@ def test_a_run_is_finished_unless_something_is_left_to_do(begun: Path, capsys: p
         _start(begun)
 
 
-def test_one_run_of_wandb_and_an_interpreter_for_a_shell(begun: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("WANDB_RUN_ID", raising=False)
-    monkeypatch.setattr(sys, "executable", "/Grail (1)/bin/python")
-    first, second = (OmegaConf.select(_start(begun), RUNTIME) for _ in range(2))
-    assert first.env_vars.WANDB_RUN_ID == second.env_vars.WANDB_RUN_ID == _stored(begun)["run"]
-    assert shlex.split(first.py_executable) == ["/Grail (1)/bin/python"]
-    config = _compose(begun)
-    config.data.train_files = str(begun / "nowhere.parquet")
-    with pytest.raises(ValueError, match=r"data\.train_files=.*prepare_data\.sh"):
-        begin_run(parsed(config), config)
-
-
 def test_the_last_checkpoints_of_all_starts_stay(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With what others put beside verl's files, and steps that are to be written again."""
     monkeypatch.setattr(run_life, "STARTS", ["recipe.run_life"])
@@ -206,13 +181,6 @@ def test_the_last_checkpoints_of_all_starts_stay(folder: Path, monkeypatch: pyte
         there = sorted((folder / "checkpoints").glob("global_step_*"), key=run_life._step)
         assert [run_life._step(path) for path in there] == left
     assert [path.name for path in there[0].rglob("*")] == ["notes.txt"]
-
-
-def test_a_plugin_that_is_switched_off_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By verl's trainer, as nothing of this project runs before."""
-    monkeypatch.setattr(run_life, "entry_is_wrapped", lambda: False)
-    with pytest.raises(ValueError, match="did not load with verl: export VERL_USE_EXTERNAL_MODULES"):
-        KeepLast(OmegaConf.create({}))
 
 
 def _run_with_children(folder: Path, told: Connection) -> None:

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from verl.utils import torch_functional
-from verl.workers.rollout import base
 
 from verl_cpu import patches
 
@@ -39,16 +36,3 @@ def test_log_probabilities_are_those_of_verls_loop(
     assert torch.equal(values, patched_values)
     assert torch.equal(gradients, patched_gradients)
     assert values.min() < -50 and gradients.abs().max() > 0.1
-
-
-def test_two_clusters_send_weights_through_two_sockets(monkeypatch: pytest.MonkeyPatch) -> None:
-    """verl's class is replaced, and its socket's name tells clusters apart whose first job has the same id."""
-    monkeypatch.setitem(base._ROLLOUT_REGISTRY, ("vllm", "async"), "verl's")
-    patches.one_socket_a_cluster()
-    assert base._ROLLOUT_REGISTRY["vllm", "async"] == "verl_cpu.vllm.CpuServerAdapter"
-    names = []
-    for port in (6379, 6380):
-        context = SimpleNamespace(get_job_id=lambda: "01000000", gcs_address=f"127.0.0.1:{port}")
-        monkeypatch.setattr(patches.ray, "get_runtime_context", lambda context=context: context)
-        names.append(patches.cluster_job_id())
-    assert names == ["01000000-6379", "01000000-6380"]
