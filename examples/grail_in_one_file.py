@@ -1,17 +1,17 @@
 """GRAIL in one file: the token weights of one response, to copy into any trainer. `grail_weights` needs torch alone.
 
-    python examples/grail_in_one_file.py           three answers in colours, read by the small model of packages/verl-cpu
+    python examples/grail_in_one_file.py           three answers in colours, by the small model of packages/verl-cpu
     python examples/grail_in_one_file.py MODEL     by any causal language model: a folder, or a name on the hub
 
-Source: arXiv 2606.04889 as its authors' code behaves (this package's preset `official`). The numbers in `grail_weights` are the
-steps of docs/how_it_works.md; the model is in evaluation mode. The package gives the same weights, for batches and shards.
+Source: arXiv 2606.04889 as its authors' code behaves (this package's preset `official`). The numbers in `grail_weights`
+are the steps of docs/how_it_works.md; the model is in evaluation mode. The package gives the same weights, for batches
+and shards.
 
 Shapes: P prompt tokens, T response tokens, D embedding, V vocabulary.
 """
 
 from __future__ import annotations
 
-import argparse
 import re
 import sys
 from itertools import accumulate, pairwise
@@ -47,8 +47,8 @@ HASHES = r"#### (?P<content>-?[0-9.,]+)"
 
 
 def find_answer(tokens, pattern=BOXED, which=0):
-    """`answer` and `content` of `grail_weights`, (T,) bool, for a response's tokens as `convert_ids_to_tokens` gives them; None
-    without an answer. `which` is 0 for the first answer, as published, and -1 for the last, which most rewards read."""
+    """`answer` and `content` of `grail_weights`, (T,) bool, for tokens as `convert_ids_to_tokens` gives them; None without
+    an answer. `which` is 0 for the first answer, as published, and -1 for the last, which most rewards read."""
     spaces = str.maketrans("\u0120\u2581", "  ")  # of byte-level BPE and SentencePiece
     texts = [token.translate(spaces) for token in tokens]
     found = list(re.finditer(pattern, "".join(texts)))
@@ -91,17 +91,11 @@ def load(name):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", nargs="?", help="a folder, or a name on the hub")
-    name = parser.parse_args().model
+    name = (sys.argv[1:] or [None])[0]
     try:
         model, tokenizer = load(name)
     except (ImportError, OSError, ValueError) as error:
-        why = str(error).strip().splitlines()[0]
-        other = (
-            "without a name, the clone's own small model is read" if name else "name a folder, or a model on the hub"
-        )
-        raise SystemExit(f"grail_in_one_file: {why}; {other}") from error
+        raise SystemExit(f"{str(error).strip().splitlines()[0]}; name a folder, or a model on the hub") from error
     model.eval()
     prompt = tokenizer(f"{PROBLEM}\n")["input_ids"]
     if tokenizer.chat_template:
@@ -117,9 +111,6 @@ def main():
         weights = grail_weights(model, *ids, answer, content, advantage).tolist()
         texts = [tokenizer.decode([token]) for token in response]
         print(f"\n{about} (advantage {advantage})\n" + "".join(map(painted, texts, weights)))
-        before = sorted(range(answer.int().argmax()), key=weights.__getitem__, reverse=True)
-        highest = ", ".join(f"{texts[t]!r} at {t}: {weights[t]:.2f}" for t in before[:3])
-        print("before the answer: " + ("1 everywhere" if advantage > 0 else f"highest {highest}"))
     print("\nweight " + " ".join(painted(f" {weight:g} ", weight) for weight in (0.5, 0.8, 1, 1.3, 2, 3, 5)))
 
 

@@ -59,12 +59,10 @@ def main() -> None:
     output.mkdir(parents=True, exist_ok=True)
     if options.tiny:
         make_tiny(options)
-    # FlashInfer's sampler is compiled at run time, for which many machines have no nvcc.
-    os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
+    os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")  # it is compiled at run time, often without an nvcc
     batch = {"num_generations": options.rollouts, "max_completion_length": options.max_response}
     batch |= {"per_device_train_batch_size": options.micro_batch, "per_device_eval_batch_size": responses}
     batch |= {"gradient_accumulation_steps": responses // options.micro_batch, "max_steps": options.steps}
-    # The loss of the published runs, with a rate for LoRA.
     learning = {"loss_type": "dr_grpo", "scale_rewards": "none", "beta": 0.0, "epsilon_high": 0.28}
     learning |= {"learning_rate": options.learning_rate, "lr_scheduler_type": "constant", "seed": options.seed}
     memory = {"bf16": options.bf16, "gradient_checkpointing": options.bf16, "use_cpu": not torch.cuda.is_available()}

@@ -26,12 +26,10 @@ from grail_advantage.trl_ext import TokenWeightGRPOTrainer
 from recipe.data.specs import PUBLISHED_SUFFIX
 from recipe.published import MODEL, trl_arguments
 
-OPTIONS = {"oar_g": {"variant": "grail_port"}}
-"""The published comparison's; GRAIL's are the preset ``official``, its default."""
+OPTIONS = {"oar_g": {"variant": "grail_port"}}  # the published comparison's
 
 
 def main() -> None:
-    """Train as published."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     of_model = {setting.name: setting.theirs for setting in MODEL}
     data = "hub name, or a .jsonl file with `prompt` and `solution`"

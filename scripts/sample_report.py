@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import argparse
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from grail_advantage.analyze import analyze, methods_for
 from grail_advantage.view.analysis import Response
@@ -24,15 +24,13 @@ from verl_cpu.tiny.task import boxed_answer, find_errors, problems
 
 OUTPUT = Path(__file__).parents[1] / "outputs" / "sample_report.html"
 METHODS = ("grail", "oar_g", "entropy", "uniform")
-PROBLEMS, ROLLOUTS, SEED = 16, 8, 0
 
 
-def responses(count: int = PROBLEMS) -> list[Response]:
-    """``ROLLOUTS`` responses to each of so many problems, at temperature 1."""
-    model, tokenizer = load_shipped()
-    asked = [problem for problem in problems("validation", count, seed=SEED) for _ in range(ROLLOUTS)]
+def responses(model: Any, tokenizer: Any) -> list[Response]:
+    """8 responses to each of 16 problems, at temperature 1."""
+    asked = [problem for problem in problems("validation", 16, seed=0) for _ in range(8)]
     prompts = [prompt_ids(tokenizer, problem) for problem in asked]
-    sampled = sample(model, tokenizer, prompts, uniform(SEED, len(prompts), MAX_RESPONSE_TOKENS))
+    sampled = sample(model, tokenizer, prompts, uniform(0, len(prompts), MAX_RESPONSE_TOKENS))
     texts = tokenizer.batch_decode(sampled, skip_special_tokens=True)
     errors = [find_errors(problem, text) for problem, text in zip(asked, texts, strict=True)]
     return [
@@ -50,21 +48,14 @@ def responses(count: int = PROBLEMS) -> list[Response]:
     ]
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, default=OUTPUT)
-    parser.add_argument("--problems", type=int, default=PROBLEMS)
     parser.add_argument("--run", type=Path, help="a new folder for the run; a temporary one by default")
-    options = parser.parse_args(arguments)
-    model, tokenizer = load_shipped()
+    own, (model, tokenizer) = parser.parse_args().run, load_shipped()
+    lines = responses(model, tokenizer)
     with tempfile.TemporaryDirectory() as folder:
         # The page's title.
-        run = options.run or Path(folder) / "grail_advantage" / "the model of the CPU example" / "worked arithmetic"
-        lines = responses(options.problems)
+        run = own or Path(folder) / "grail_advantage" / "the model of the CPU example" / "worked arithmetic"
         given = methods_for(METHODS, lines), run, tokenizer, lambda: model
         analyze(lines, *given, model="verl_cpu/tiny/warmed_up", advantages="rewards")
-        print(write_report(run, options.output))
-
-
-if __name__ == "__main__":
-    main()
+        print(write_report(run, OUTPUT))

@@ -3,11 +3,9 @@
 # Knobs: PYTHON (the interpreter to build it with, 3.11 or 3.12; otherwise one that uv finds, or else downloads),
 #        TORCH_CPU_INDEX (where torch's CPU build comes from when pip's index and find-links have none: PyTorch's own)
 #
-# uv installs requirements-cpu.txt and, into a folder of its own, requirements-trl.txt, both with hashes; the
-# distribution "vllm" of scripts/vllm_cpu_metadata; and this project in editable form: about 4 GB and one to three
-# minutes. torch's CPU build is the exception without a hash, because every index has a build of its own. When all of it
-# is there and nothing that it depends on has changed, this returns at once. It may be interrupted and called again; two
-# calls take turns.
+# uv installs requirements-cpu.txt and, into a folder of its own, requirements-trl.txt, both with hashes; torch's CPU
+# build, of which every index has its own; "vllm" of scripts/vllm_cpu_metadata; and this project in editable form: 4 GB,
+# one to three minutes. When all is there and unchanged, this returns at once; two calls take turns.
 
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."

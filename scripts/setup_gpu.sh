@@ -8,8 +8,7 @@
 #   bash scripts/setup_gpu.sh                        # requirements.txt, flash-attn and this project in editable form
 #   bash scripts/setup_gpu.sh --requirements-only    # requirements.txt and flash-attn
 #
-# uv installs requirements.txt with its hashes. flash-attn is the exception: its wheel has to fit the torch that is
-# there, PyPI has none, and verl's indexes give no hashes to pin. It may be called again; two calls take turns.
+# uv installs requirements.txt with its hashes; flash-attn's wheel has to fit the torch that is there, and has none.
 
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -18,7 +17,6 @@ source scripts/uv.sh
 
 python=${PYTHON:-python3}
 flash_attn=flash-attn==2.8.3
-# The first is of verl after 0.9.1, which keeps one index for each torch; the second is the one that 0.9.1 names.
 verl_wheels=https://verl-project.github.io/verl-wheelhouse
 flash_attn_index=${FLASH_ATTN_INDEX:-$verl_wheels/cu130/torch2.11/simple/ $verl_wheels/simple/}
 
@@ -46,18 +44,12 @@ install() { # ARGUMENTS of uv pip install
         --build-constraints requirements.txt "$@"
 }
 
-has_flash_attn() { # this version, and it loads
-    "$python" -c "
-import importlib.metadata, flash_attn
-assert importlib.metadata.version('flash-attn').partition('+')[0] == '${flash_attn#*==}'" 2>/dev/null
-}
-
 install_flash_attn() {
     local index
-    [[ ${FLASH_ATTN:-auto} == auto ]] && ! has_flash_attn || return 0
+    [[ ${FLASH_ATTN:-auto} == auto ]] || return 0
     for index in $flash_attn_index; do
-        install --only-binary :all: --reinstall-package flash-attn --default-index "$index" "$flash_attn" 2>/dev/null &&
-            has_flash_attn && return
+        install --only-binary :all: --default-index "$index" "$flash_attn" 2>/dev/null &&
+            "$python" -c 'import flash_attn' 2>/dev/null && return
     done
     stop "no index of FLASH_ATTN_INDEX has a wheel of $flash_attn for this torch; name one that has, compile it" \
         "yourself (pip install --no-build-isolation $flash_attn), or set FLASH_ATTN=none (docs/gpu.md)"

@@ -2,15 +2,9 @@
 # GRAIL | environment, style, types and tests | any machine
 # Knobs: TEST_PROCESSES (files tested at the same time: 2; fewer take less memory)
 # Arguments go to pytest.
-#
 #   bash scripts/test.sh             # before a merge: a whole verl run that is killed and resumes, ranks, training
 #   bash scripts/test.sh --quick     # everyday work: all tests that start no Ray, no ranks and no long computation
-#   bash scripts/test.sh --nightly   # everything: also whole runs of verl's own command and of the agent, the oldest
-#   TRL,
-#                                    # the wheel, and all model families
-#
-# Without an argument 2,191 tests took 12 to 15 minutes on two cores with little beside them (2026-11-27). --quick was
-# 310 s of processor time for the tests and 40 s for two imports of torch and verl.
+#   bash scripts/test.sh --nightly   # everything: also whole runs of verl's own command, the oldest TRL and the wheel
 
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."

@@ -24,8 +24,6 @@ logger = logging.getLogger(__name__)
 CHOICES = ("stop", "warn", "ignore")
 ENOUGH = 32  # responses, all without an answer, that tell a wrong format from bad luck
 LOW = 0.2  # a share of responses with an answer that is worth a warning
-THINKING = "<think>", "</think>"
-PROMPT_END = 16  # tokens of a prompt that hold the `<think>` of a template which opens it for the model
 SHOWN = 160  # characters of a response in a message
 
 
@@ -82,11 +80,10 @@ class AnswerCheck:
         check_choice(choice, f"{prefix}missing_answers")
         self._method, self._answer, self._choice, self._prefix, self._total = method, answer, choice, prefix, total
         self._seen = self._answered = 0
-        self._warned = self._looked_at_thinking = False
+        self._warned = False
 
     def look(self, r: Rollouts) -> None:
         """Count a batch; a collective where several processes count together. ValueError: none has an answer."""
-        self._look_at_thinking(r)
         if self._choice == "ignore" or not self._method.reads_answer:
             return
         spans = r.spans(self._method.span)
@@ -103,24 +100,3 @@ class AnswerCheck:
         if stops:
             raise ValueError(f"{message}. {self._prefix}missing_answers=warn trains all the same")
         logger.warning("%s", message)
-
-    def _look_at_thinking(self, r: Rollouts) -> None:
-        """Warn, with any method, where most responses of a batch are cut off inside ``<think>``. The first batch that
-        is mostly cut off decides."""
-        truncated = [] if r.truncated is None else r.truncated.tolist()
-        if self._looked_at_thinking or 2 * sum(truncated) <= len(truncated):
-            return
-        self._looked_at_thinking = True
-        cut = [
-            r.tokenizer.decode([*prompt[-PROMPT_END:].tolist(), *response.tolist()])
-            for prompt, response, was_cut in zip(r.prompts, r.responses, truncated, strict=True)
-            if was_cut
-        ]
-        thinking = sum(text.rfind(THINKING[0]) > text.rfind(THINKING[1]) for text in cut)
-        if 2 * thinking > len(truncated):
-            logger.warning(
-                "%s of %s responses were cut off inside %s, before an answer, and train nothing: raise the limit of "
-                "responses, or switch thinking off (verl: +data.apply_chat_template_kwargs.enable_thinking=False; TRL: "
-                "chat_template_kwargs={'enable_thinking': False})",
-                *(thinking, len(truncated), THINKING[0]),
-            )

@@ -31,9 +31,8 @@ PROBES = (
 """Parts of a solution: spaces, newlines, digits, LaTeX, an answer."""
 _SPELLINGS = {" ": (" ", "Ġ", "▁"), "\n": ("\n", "Ċ", "<0x0A>")}  # plain, byte-level, SentencePiece
 LOAD_FAITHFULLY = (
-    "Load it with grail_advantage.answers.tokenizers.load_tokenizer; where that refuses it too, the folder's "
-    "tokenizer.json is broken itself: take tokenizer.json and tokenizer_config.json of the original model (in a run: "
-    "actor_rollout_ref.model.tokenizer_path)"
+    "Load it with grail_advantage.answers.tokenizers.load_tokenizer, or take tokenizer.json and tokenizer_config.json "
+    "of the original model (in a run: actor_rollout_ref.model.tokenizer_path)"
 )
 
 
@@ -59,11 +58,8 @@ def load_tokenizer(path: str | os.PathLike[str], **options: Any) -> PreTrainedTo
 
 
 def check_round_trip(tokenizer: PreTrainedTokenizerBase, name: str, remedy: str = LOAD_FAITHFULLY) -> None:
-    """Refuse a tokenizer that text with spaces, newlines, digits and LaTeX does not survive.
-
-    Raises:
-        ValueError: with its ``name`` (folder, or an option and its value), the text that is lost, and the ``remedy``.
-    """
+    """ValueError, with the tokenizer's ``name`` (folder, or an option and its value) and the ``remedy``, where text with
+    spaces, newlines, digits and LaTeX does not survive it."""
     if (lost := lost_text(tokenizer)) is not None:
         raise ValueError(
             f"the tokenizer of {name} ({type(tokenizer).__name__}) turns {lost[0]!r} into {lost[1]!r}: the model would "

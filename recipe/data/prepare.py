@@ -19,8 +19,6 @@ from grail_advantage.dump import write_whole
 from recipe.data import specs
 from recipe.data.specs import SPECS, DatasetSpec
 
-MAX_DROPPED = 0.05
-"""The largest share of rows that cannot be used."""
 Rows = Iterable[tuple[str, Any]]
 """Rows of a source, each with its place (``line 3``, ``row 3``); of a file as bytes of JSON."""
 
@@ -44,11 +42,8 @@ def read_hub(spec: DatasetSpec, place: str) -> tuple[str, Rows]:
 
 
 def prepare_dataset(spec: DatasetSpec, source: str, rows: Rows, options: argparse.Namespace) -> str:
-    """Write a dataset's file and return a summary. A row that cannot be used is dropped and named.
-
-    Raises:
-        ValueError: the source has no usable row, too many unusable ones, or not all published problems.
-    """
+    """Write a dataset's file and return a summary. A row that cannot be used is dropped and named; ValueError for no
+    usable row, over 5 % unusable ones, or a published problem that is not there."""
     good, dropped, others = [], 0, 0
     for place, row in rows:
         try:
@@ -61,7 +56,7 @@ def prepare_dataset(spec: DatasetSpec, source: str, rows: Rows, options: argpars
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             dropped += 1
             print(f"dropped: {source}, {place}: {type(error).__name__}: {error}", file=sys.stderr)
-    if not good or dropped > MAX_DROPPED * (len(good) + dropped):
+    if not good or dropped > 0.05 * (len(good) + dropped):
         raise ValueError(
             f"{len(good)} rows can be used, {dropped} cannot, {others} are of another task than {spec.required}; "
             f"the problem is looked for in {spec.problem!r}, the answer in {spec.gold!r}"
@@ -84,13 +79,12 @@ def prepare_dataset(spec: DatasetSpec, source: str, rows: Rows, options: argpars
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Prepare the datasets that the command line names, print a summary of each, and return 0 if every one is there."""
+    """Prepare the named datasets, print a summary of each, and return 0 if every one is there."""
     parser = argparse.ArgumentParser("python -m recipe.data.prepare", description="Write parquet files for verl.")
     add, hub_form = parser.add_argument, "NAME=ORG/DATASET[:CONFIG[:SPLIT]]"
+    known = f"all (the first six), none, or, with commas: {', '.join(specs.BENCHMARKS)}"
     add("--output-dir", type=Path, default=Path("data"), help="folder for the files (data)")
-    add(
-        "--benchmarks", default="all", help=f"all (the first six), none, or, with commas: {', '.join(specs.BENCHMARKS)}"
-    )
+    add("--benchmarks", default="all", help=known)
     add("--train", choices=(*specs.TRAINING_SETS, "none"), default="deepmath", help="the training set (deepmath)")
     add("--local-dir", type=Path, help="folder with NAME.jsonl for every dataset, in place of the Hugging Face hub")
     add("--hub-id", action="append", default=[], metavar=hub_form, help="another place on the hub; may be repeated")

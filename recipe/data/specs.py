@@ -82,24 +82,17 @@ def file_stem(name: str, prompt: str) -> str:
 
 def user_messages(problem: str, suffix: str = PROMPT_SUFFIX) -> list[dict[str, str]]:
     """Return the chat that asks for ``problem``: one user turn that ends in exactly one suffix."""
-    return [{"role": "user", "content": _without_suffix(problem) + suffix}]
-
-
-def _without_suffix(text: str) -> str:
-    return text.strip().removesuffix(PROMPT_SUFFIX.strip()).strip()
+    return [{"role": "user", "content": problem.strip().removesuffix(PROMPT_SUFFIX.strip()).strip() + suffix}]
 
 
 def convert(spec: DatasetSpec, row: Mapping[str, Any], suffix: str = PROMPT_SUFFIX) -> dict[str, Any]:
     """Turn a row of the source into one of the written file: the columns that verl's ``RLHFDataset`` and reward
-    functions read. ``index`` is still 0; ``id`` names the row in its source (empty if it has no name).
-
-    Raises:
-        KeyError, ValueError, TypeError, AttributeError: a field is missing, or cannot be used.
-    """
+    functions read. ``index`` is still 0; ``id`` names the row in its source (empty if it has no name). KeyError,
+    ValueError, TypeError, AttributeError: a field is missing, or cannot be used."""
     problem, gold = row[spec.problem], read_gold(row[spec.gold], spec.reader)
     if isinstance(problem, list):
         problem = problem[0]["content"] if [message["role"] for message in problem] == ["user"] else ""
-    if not (problem := _without_suffix(problem)):
+    if not (problem := user_messages(problem, "")[0]["content"]):
         raise ValueError("no problem, or no single user message")
     if context := row.get("context"):  # a few of OlympiadBench
         problem = f"{str(context).strip()}\n{problem}"

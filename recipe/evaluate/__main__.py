@@ -115,12 +115,7 @@ def main(arguments: list[str] | None = None) -> None:
     add("--chat-template", help="base_math (for base models) or a .jinja file, in place of the tokenizer's")
     grader = "as in training, as in GRAIL's published code, or both side by side"
     add("--grader", choices=[*GRADERS, BOTH], default="reward", help=grader)
-    add(
-        "--tensor-parallel-size",
-        type=int,
-        default=1,
-        help="GPUs of each vLLM engine, of which there are as many as fit",
-    )
+    add("--tensor-parallel-size", type=int, default=1, help="GPUs of each vLLM engine; as many engines as fit")
     options = parser.parse_args(arguments)
     if options.model and options.output_dir is None:
         parser.error("--model needs --output-dir")

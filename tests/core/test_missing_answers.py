@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
 
 from grail_advantage import Grail, Method, Rollouts
 from grail_advantage.answers.format import answer_format
@@ -92,26 +91,3 @@ def test_weigh_looks_before_anything_else() -> None:
 def test_a_long_response_is_shown_by_its_end_without_the_output_of_tools() -> None:
     message = advice(answer_format("boxed"), [[*encode("a" * 500), -1, *encode("the end")]], char_tokenizer())
     assert message.startswith("One of them ends with '" + "a" * 153 + "the end'")
-
-
-OPEN, THOUGHT, DONE = "<think>first", "<think></think>then", "so 42"
-
-
-def test_responses_that_are_cut_off_while_they_think_are_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
-    """More than half of a batch; with a method that reads no answer too."""
-    for prompt, responses, cut_off, warns in (
-        ("ask", [OPEN] * 5 + [DONE] * 3, 5, True),
-        ("ask<think>", ["on and on"] * 5 + [DONE] * 3, 5, True),
-        ("ask<think></think>", ["on and on"] * 8, 8, False),
-        ("ask", [THOUGHT] * 8, 8, False),
-        ("ask", [OPEN] * 4 + [DONE] * 4, 4, False),
-        ("ask", [OPEN] * 8, 0, False),
-        ("ask", [], 0, False),
-    ):
-        caplog.clear()
-        own, prompts = watch(method=build("uniform")), [torch.tensor(encode(prompt))] * len(responses)
-        truncated = torch.arange(len(responses)) < cut_off
-        for _ in range(2):
-            own.look(said(responses, prompts=prompts, truncated=truncated))
-        assert len(caplog.records) == warns, (prompt, responses)
-        assert all("enable_thinking" in record.getMessage() for record in caplog.records)

@@ -57,21 +57,15 @@ class HostCheckpointEngine(CheckpointEngine):
         gathered = {name: tensor.detach().clone() if self.is_master else None for name, tensor in weights}
         if self.is_master:
             unfinished = self.path.with_suffix(".unfinished")
-            try:
-                torch.save(gathered, unfinished)
-                unfinished.replace(self.path)
-            finally:
-                unfinished.unlink(missing_ok=True)  # after a failure: the file is in memory
+            torch.save(gathered, unfinished)
+            unfinished.replace(self.path)
         return {}
 
     async def receive_weights(self, global_steps: int | None = None) -> AsyncGenerator[tuple[str, torch.Tensor], None]:
         """Wait for the file and yield name and tensor of every weight; TimeoutError if it does not come."""
-        for _ in range(round(TIMEOUT / INTERVAL)):
-            if self.path.exists():
-                break
-            await asyncio.sleep(INTERVAL)
-        else:
-            raise TimeoutError(f"{self.path}: the trainer did not write its weights within {TIMEOUT:.0f} s")
+        async with asyncio.timeout(TIMEOUT):
+            while not self.path.exists():
+                await asyncio.sleep(INTERVAL)
         for name, tensor in torch.load(self.path, weights_only=True).items():
             yield name, tensor
 
