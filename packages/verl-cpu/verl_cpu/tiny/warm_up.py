@@ -30,38 +30,25 @@ def fine_tune(
     tokenizer: PreTrainedTokenizerFast,
     batches: Iterable[list[Row]],
     learning_rate: Callable[[int], float],
-    *,
-    micro_batches: int = 1,
 ) -> Iterator[tuple[int, float]]:
-    """Train ``model`` in place by AdamW, and yield each step's number, from 1 on, and its loss.
-
-    Args:
-        batches: one a step; they may be made while it trains.
-        learning_rate: of a step, by its number.
-        micro_batches: a batch goes through the model in so many parts of like length. More than one pad less; the
-            gradient is the same up to rounding.
-    """
+    """Train ``model`` in place by AdamW, a batch a step, and yield each step's number, from 1 on, and its loss. The
+    batches may be made while it trains; ``learning_rate`` is of a step, by its number."""
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.98), weight_decay=0.01)
     for step, rows in enumerate(batches, start=1):
         model.train()
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step)
-        if micro_batches > 1:
-            rows = sorted(rows, key=lambda row: len(row[0]) + len(row[1]))
-        labels, size = sum(len(response) for _, response in rows), math.ceil(len(rows) / micro_batches)
-        total = torch.zeros((), device=model.device)
-        for first in range(0, len(rows), size):
-            loss = _summed_loss(model, tokenizer.pad_token_id, rows[first : first + size]) / labels
-            loss.backward()
-            total += loss.detach()
+        loss = _loss(model, tokenizer.pad_token_id, rows)
+        loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         model.eval()
-        yield step, total.item()
+        yield step, loss.item()
 
 
-def _summed_loss(model: PreTrainedModel, padding: int, rows: Sequence[Row]) -> torch.Tensor:
+def _loss(model: PreTrainedModel, padding: int, rows: Sequence[Row]) -> torch.Tensor:
+    """The mean over the responses' tokens."""
     longest = max(len(prompt) + len(response) for prompt, response in rows)
 
     def padded(filler: int, rows: Iterable[list[int]]) -> torch.Tensor:
@@ -71,7 +58,7 @@ def _summed_loss(model: PreTrainedModel, padding: int, rows: Sequence[Row]) -> t
     labels_BL = padded(IGNORED, ([IGNORED] * len(prompt) + response for prompt, response in rows))
     # Right padding needs no attention mask: a causal model's real tokens never look at it.
     logits_BLV = model(input_ids=ids_BL).logits[:, :-1].flatten(0, 1).float()
-    return F.cross_entropy(logits_BLV, labels_BL[:, 1:].flatten(), ignore_index=IGNORED, reduction="sum")
+    return F.cross_entropy(logits_BLV, labels_BL[:, 1:].flatten(), ignore_index=IGNORED)
 
 
 @dataclass(frozen=True)
@@ -102,14 +89,10 @@ def warm_up(
     validation: list[Problem],
     settings: WarmUpSettings,
     report: Callable[[str], None] = print,
-    *,
-    solve: Callable[[Problem, float, random.Random], str] = solve,
     max_new_tokens: int = MAX_RESPONSE_TOKENS,
-    micro_batches: int = 1,
 ) -> dict[str, float]:
     """Train ``model`` in place; returns the last step, loss, greedy and sampled accuracy, and the seconds taken.
-    ``solve`` writes the training solutions, ``max_new_tokens`` limits the sampled ones; ``micro_batches``:
-    :func:`fine_tune`."""
+    ``max_new_tokens`` limits sampled solutions."""
     rng, started = random.Random(settings.seed), time.monotonic()
 
     def written(problem: Problem) -> Row:
@@ -118,7 +101,7 @@ def warm_up(
 
     chosen = (rng.choices(train, k=settings.batch_size) for _ in range(settings.steps))
     batches = ([written(problem) for problem in problems] for problems in chosen)
-    for step, loss in fine_tune(model, tokenizer, batches, settings.learning_rate_of, micro_batches=micro_batches):
+    for step, loss in fine_tune(model, tokenizer, batches, settings.learning_rate_of):
         if step != settings.steps and step % settings.evaluate_every:
             continue
         greedy = judge(model, tokenizer, validation, temperature=0.0, max_new_tokens=max_new_tokens)["right"]
