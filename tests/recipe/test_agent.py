@@ -127,13 +127,6 @@ def test_verls_loop_plays_the_task(tokenizer: PreTrainedTokenizerFast, name: str
     assert score == {"score": sum(rewards), "acc": perfect, "turn_rewards": rewards}
 
 
-def test_a_reply_that_does_not_fit_ends_the_conversation(tokenizer: PreTrainedTokenizerFast) -> None:
-    output, _ = run_loop(tokenizer, [FIRST], length=len(tokenizer.encode(FIRST)) + 3)
-    assert all(output.response_mask) and output.extra_fields["tool_rewards"] == [1.0]
-    extra = {"problem": CHAIN.text, "num_turns": output.num_turns, **output.extra_fields}
-    assert compute_score("", FIRST, "9", extra)["turn_rewards"] == [1.0]
-
-
 def test_the_record_is_that_of_todays_settings_and_of_these_weights() -> None:
     record = json.loads((AGENT_FOLDER / RECORD).read_text())
     assert record["settings"] == asdict(AgentSettings())

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import io
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from omegaconf import DictConfig, OmegaConf
 from transformers import get_scheduler
 from verl.trainer.ppo.core_algos import compute_policy_loss_vanilla
 from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_weights
@@ -16,7 +14,6 @@ from verl.utils.config import omega_conf_to_dataclass
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngine
 
 from grail_advantage.verl_ext.settings import Settings
-from recipe import published
 from recipe.published import compared, trl_arguments
 from tests.composed import prepare
 from tests.recipe.test_launch_scripts import MODELS, configuration, container, overrides
@@ -159,28 +156,6 @@ def test_the_published_ratio_is_trls() -> None:
         expected = [0.0 if ratio > 3 else ratio] * int(mask[row].sum()) + [0.0] * int((~mask[row]).sum())
         np.testing.assert_allclose(found[row], expected, rtol=1e-6)
     assert above > 3
-
-
-@pytest.fixture(scope="module")
-def like_published() -> DictConfig:
-    return configuration(overrides("run_qwen3_grail.sh", LIKE="published"))
-
-
-def test_the_command_ends_with_1_where_a_value_differs(
-    like_published: DictConfig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("sys.argv", ["published"])
-    monkeypatch.setattr("sys.stdin", io.StringIO(OmegaConf.to_yaml(like_published)))
-    published.main()
-    assert "| epsilon | 0.2 | Q:49 | = |" in capsys.readouterr().out
-    other = OmegaConf.merge(like_published, {"actor_rollout_ref": {"actor": {"clip_ratio_low": 0.3}}})
-    for text, message in (
-        (OmegaConf.to_yaml(other), "epsilon: 0.2 there, 0.3 here"),
-        ("a: [", "resolved configuration"),
-    ):
-        monkeypatch.setattr("sys.stdin", io.StringIO(text))
-        with pytest.raises(SystemExit, match=message):
-            published.main()
 
 
 @pytest.mark.parametrize("processes", [1, 2, 4, 8])
