@@ -25,8 +25,8 @@ while (($#)); do
 done
 ((${#parts[@]})) || parts=(a c d)
 
-# The project's packages from this folder, whatever is installed. verl finds them by their entry points, which a clone
-# that is not installed lacks: they are written into a folder beside the results.
+# The project's packages from this folder; the entry points by which verl finds them, which a clone that is not
+# installed lacks, are written into a folder beside the results.
 cd "$root"
 mkdir -p "$results"
 export PYTHONPATH=$root:$root/packages/verl-cpu:$results/entry_points${PYTHONPATH:+:$PYTHONPATH}
@@ -45,7 +45,6 @@ for file in ("pyproject.toml", "packages/verl-cpu/pyproject.toml"):
             (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: 0\n")
             lines = [f"[{group}]", *(f"{name} = {module}" for name, module in points.items())]
             (info / "entry_points.txt").write_text("\n".join(lines) + "\n")
-            print(f"{project['name']} is not installed: verl finds its plug-in by {info}")
 PYTHON
 failed=0
 for part in "${parts[@]}"; do

@@ -9,9 +9,8 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-# Not in the CPU environment: torch comes from another index (scripts/setup_cpu.sh), and PyPI's torchvision, torchaudio
-# and torchcodec are CUDA builds; triton is 1 GB for GPUs; pycosat has no wheel. dashscope and llama_models, which are
-# there for their tokenizer files, would want the others.
+# Not in the CPU environment: torch comes from another index (scripts/setup_cpu.sh), PyPI's builds of the next three are
+# CUDA's, triton is 1 GB for GPUs, pycosat has no wheel; the others are of packages with tokenizer files alone.
 left_out=(torch torchvision torchaudio torchcodec triton pycosat httpx-sse tenacity termcolor websocket-client)
 
 lock() { # GROUP FILE ARGUMENTS

@@ -26,11 +26,10 @@ sys.path.insert(0, str(ROOT))
 
 from recipe.marked_text import table  # noqa: E402
 
-PROMPT, UTILIZATION = 1024, 0.6
-"""Tokens of a prompt, and vLLM's share of a GPU, of recipe/config/grail_trainer.yaml."""
-SLEEPING, BUCKET, AT_ONCE = 3.0, 2.15, 8
-"""GB of a sleeping engine's CUDA context and graphs (assumed), GB of verl's buffer for weights on their way, and the
-full-length responses that an engine should hold at least."""
+PROMPT, UTILIZATION = 1024, 0.6  # tokens of a prompt, and vLLM's share of a GPU, of recipe/config/grail_trainer.yaml
+SLEEPING = 3.0  # GB of a sleeping engine's CUDA context and graphs (assumed)
+BUCKET = 2.15  # GB of verl's buffer for weights on their way
+AT_ONCE = 8  # full-length responses that an engine should hold at least
 
 
 class Model(NamedTuple):
@@ -172,9 +171,8 @@ def main() -> int:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=MODELS, default="qwen3-4b")
-    parser.add_argument("--gpus", type=int, default=8, help="on each node")
-    parser.add_argument("--memory", type=float, default=80, help="GB of each GPU")
-    parser.add_argument("--nodes", type=int, default=1)
+    for name, value, text in (("gpus", 8, "on each node"), ("memory", 80.0, "GB of each GPU"), ("nodes", 1, "nodes")):
+        parser.add_argument(f"--{name}", type=type(value), default=value, help=text)
     options = parser.parse_args()
     model = MODELS[options.model]
     if (setup := choose(model, options.gpus, options.memory, options.nodes)) is None:
