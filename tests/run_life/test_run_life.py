@@ -199,7 +199,7 @@ def test_a_folder_is_that_of_one_run_while_it_lives(folder: Path) -> None:
     child = psutil.Process(told.recv())
     try:
         prepare(_compose(folder))
-        with pytest.raises(ValueError, match=f"belongs to a run that lives .process {run.pid} on "):
+        with pytest.raises(ValueError, match="belongs to a run that lives"):
             _start(folder)
         os.kill(run.pid, signal.SIGKILL)
         run.join()
