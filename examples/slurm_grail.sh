@@ -21,7 +21,7 @@ shift
 cd "${SLURM_SUBMIT_DIR:?submit this with sbatch}" # Slurm runs a copy, so not the folder of this file
 # shellcheck disable=SC1091
 [[ -z ${VENV:-} ]] || source "$VENV/bin/activate"
-wait_seconds=600 # for the nodes to come together
+wait_seconds=${WAIT_SECONDS:-600} # for the nodes to come together
 gpus=${SLURM_GPUS_ON_NODE:-8}
 cpus=${SLURM_CPUS_PER_TASK:-$(nproc)}
 export SRUN_CPUS_PER_TASK=$cpus # srun does not take it over from sbatch, and a step would have one core
@@ -65,7 +65,7 @@ wanted=$((${#names[@]} * gpus)) end=$((SECONDS + wait_seconds))
 count='import ray; ray.init(log_to_driver=False); print(int(ray.cluster_resources().get("GPU", 0)))'
 until joined=$(timeout --kill-after=10 60 "${run[@]}" python3 -c "$count" | tail -n 1) && ((${joined:-0} == wanted)); do
     if ((SECONDS > end)); then
-        echo "${joined:-none} of $wanted GPUs came together within $wait_seconds s; see docs/multi_node.md" >&2
+        echo "${joined:-none} of $wanted GPUs came together within WAIT_SECONDS=$wait_seconds; see docs/multi_node.md" >&2
         exit 1
     fi
     sleep 2

@@ -15,6 +15,7 @@ import pytest
 from grail_advantage.reward import compute_score
 from recipe.data.prepare import main, read_local
 from recipe.data.specs import PROMPT_SUFFIX, PUBLISHED_SUBSETS, SPECS, convert, read_gold, user_messages
+from tests.recipe.golds import faults
 
 GOLDEN = Path(__file__).parent / "golden"
 # Spelled without any backslash, so that no escape rule can touch it.
@@ -162,3 +163,9 @@ def test_hub_dataset_through_load_dataset(
     assert f"dropped: {hub / 'aime24'}::test, row 21: " in capsys.readouterr().err
     for name in ("deepmath", "amc23"):
         assert read_rows(tmp_path / "out" / f"{name}.parquet") == golden(name)
+
+
+def test_a_ground_truth_is_doubtful_where_its_spelling_is_refused_or_a_near_miss_accepted() -> None:
+    fine = [r"\frac{3}{4}", "-7/8", "10,080", "-12", "(1,29)", r"\{1, 2, 3\}", r"\text{Evelyn}", "0", r"\frac{1}{3}"]
+    assert {gold: found for gold in fine if (found := faults(gold))} == {}
+    assert faults(r"\lfloor 2.5\rfloor") == [r"accepts '\\lfloor 2.6\\rfloor'"]
