@@ -1,5 +1,5 @@
 """Faults of real trainers, each injected into a plain loop of 64 responses of up to 200 tokens with advantages of +1 and -1;
-``python -m tests.core.receipt_faults`` prints the table. Each thread was read; the injections follow its description."""
+``python -m tests.core.receipt_faults`` prints their names. Each thread was read; the injections follow its description."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ rollout = partial(receipt_loop.rollout, responses=B, tokens=T, ties=True)
 plain = partial(rollout, token_advantages=False)
 MEAN_OF_MEANS = Loss("grpo", "clip", "seq-mean-token-mean", options=CLIP)
 SUM_NORM = Loss("dr_grpo", "clip", "seq-mean-token-sum-norm", norm=float(T), options=CLIP)
-FAULTS: list[tuple[str, Callable[[int], Receipt]]] = []
-"""Names that are right, and what runs it; its docstring has the thread and the fault."""
+FAULTS: list[tuple[str, str, Callable[[int], Receipt]]] = []
+"""Names that are right, the thread and the fault, and what runs it."""
 
 
 def fault(*names: str) -> Callable[[Callable[[int], Receipt]], Callable[[int], Receipt]]:
-    return lambda run: FAULTS.append((" or ".join(names), run)) or run
+    return lambda run: FAULTS.append((" or ".join(names), str(run.__doc__), run)) or run
 
 
 def lengths_of(micro: MicroBatch) -> torch.Tensor:
@@ -59,35 +59,11 @@ def first_of(given: Rollout) -> torch.Tensor:
 
 
 @fault("scaled")
-def generation_batch(seed: int) -> Receipt:
-    """huggingface/trl#6024: `dapo` divides by the tokens of several updates"""
-    return simple(plain(seed, updates=2, drift=0.0), divisor=everything)
-
-
-@fault("scaled")
 def truncated_counted(seed: int) -> Receipt:
     """huggingface/trl#6369: masked truncated responses stay in the denominator"""
     given = plain(seed)
     before, mask = given.batch.mask_BT.sum(), given.batch.mask_BT & (torch.arange(B) != 5).unsqueeze(1)
     return simple(with_batch(given, mask_BT=mask), divisor=lambda given, m: before)
-
-
-@fault("scaled")
-def accumulated_twice(seed: int) -> Receipt:
-    """modelscope/ms-swift#10117: `dapo` is divided by the accumulation steps too"""
-    return simple(rollout(seed, even=True), times=lambda m: 1 / m.count)
-
-
-@fault("scaled")
-def summed_micro_batches(seed: int) -> Receipt:
-    """NVIDIA-NeMo/RL#84: means of micro-batches are summed"""
-    return simple(plain(seed, even=True), MEAN_OF_MEANS, lambda given, m: lengths_of(m) * len(m.rows))
-
-
-@fault("scaled")
-def no_division(seed: int) -> Receipt:
-    """THUDM/slime#919: the sum over tokens is not divided"""
-    return simple(plain(seed), divisor=lambda given, m: 1)
 
 
 @fault("scaled")
@@ -99,36 +75,12 @@ def rejected_counted(seed: int) -> Receipt:
     return simple(given, divisor=lambda given, m: total, weights=lambda m: kept[m.rows].float())
 
 
-@fault("scaled")
-def rows_summed(seed: int) -> Receipt:
-    """verl-project/verl#3741: Dr. GRPO sums over responses"""
-    return simple(rollout(seed), SUM_NORM, lambda given, m: float(T))
-
-
 @fault("scaled by micro-batch")
 def ranks_by_own_tokens(seed: int) -> Receipt:
     """PrimeIntellect-ai/prime-rl#2359: each rank divides by its own tokens"""
     given = plain(seed, ranks=2)
     of_rank = [sum(int(given.batch.mask_BT[rows].sum()) for r, rows in given.plan[0] if r == k) for k in (0, 1)]
     return simple(given, divisor=lambda given, m: of_rank[m.rank])
-
-
-@fault("scaled by micro-batch")
-def micro_batches_by_own_tokens(seed: int) -> Receipt:
-    """allenai/open-instruct#1161: each micro-batch divides by its own tokens"""
-    return simple(plain(seed), divisor=own_tokens)
-
-
-@fault("scaled by response")
-def other_aggregation(seed: int) -> Receipt:
-    """AI-Hypercomputer/maxtext#4025: mean over responses, not tokens"""
-    return simple(plain(seed), divisor=lambda given, m: lengths_of(m) * len(m.update_rows))
-
-
-@fault("scaled by response")
-def packed_as_one(seed: int) -> Receipt:
-    """google/tunix#1662: a pack of responses counts as one"""
-    return simple(rollout(seed, even=True), MEAN_OF_MEANS, own_tokens)
 
 
 @fault("swapped")
@@ -202,18 +154,6 @@ def every_turn_trains(seed: int) -> Receipt:
     return simple(given, divisor=lambda given, m: whole.sum(), **changed)
 
 
-@fault("unclipped")
-def clip_unused(seed: int) -> Receipt:
-    """rllm-org/rllm#81: the clipped objective is not used"""
-    return simple(rollout(seed, epochs=2), clip=False)
-
-
-@fault("stale")
-def ratio_of_itself(seed: int) -> Receipt:
-    """meta-pytorch/torchforge#571: the ratio is that of the policy to itself"""
-    return simple(rollout(seed, epochs=2), old=lambda m: m.log_probs.detach())
-
-
 def vocabulary(seed: int) -> tuple[Rollout, torch.Tensor]:
     """A rollout whose log-probabilities come from logits at temperature 0.6, and those of temperature 1."""
     given, logits = rollout(seed), torch.randn(B, T, 20, generator=torch.Generator().manual_seed(seed)) * 2
@@ -259,12 +199,6 @@ def kl_maximised(seed: int) -> Receipt:
     return simple(rollout(seed), declared, term=lambda m: -0.1 * ((m.ref - m.log_probs).exp() + m.log_probs))
 
 
-@fault("weights")
-def weights_left_out(seed: int) -> Receipt:
-    """verl-project/verl#3245: importance weights missing in most losses"""
-    return simple(rollout(seed, weights=True), weights=1.0)
-
-
 @fault("rounded")
 def engine_rounding(seed: int) -> Receipt:
     """verl-project/verl#6280: bf16 ratios differ from 1 with the micro-batch size"""
@@ -291,20 +225,39 @@ def uneven_sampler(seed: int) -> Receipt:
     return replanned(seed, *torch.randint(B, (B,), generator=torch.Generator().manual_seed(seed)).split(8))
 
 
+ROWS: tuple[tuple[str, str, Callable[[int], Receipt]], ...] = (
+    ("scaled", "huggingface/trl#6024: `dapo` divides by the tokens of several updates",
+     lambda seed: simple(plain(seed, updates=2, drift=0.0), divisor=everything)),
+    ("scaled", "modelscope/ms-swift#10117: `dapo` is divided by the accumulation steps too",
+     lambda seed: simple(rollout(seed, even=True), times=lambda m: 1 / m.count)),
+    ("scaled", "NVIDIA-NeMo/RL#84: means of micro-batches are summed",
+     lambda seed: simple(plain(seed, even=True), MEAN_OF_MEANS, lambda given, m: lengths_of(m) * len(m.rows))),
+    ("scaled", "THUDM/slime#919: the sum over tokens is not divided",
+     lambda seed: simple(plain(seed), divisor=lambda given, m: 1)),
+    ("scaled", "verl-project/verl#3741: Dr. GRPO sums over responses",
+     lambda seed: simple(rollout(seed), SUM_NORM, lambda given, m: float(T))),
+    ("scaled by micro-batch", "allenai/open-instruct#1161: each micro-batch divides by its own tokens",
+     lambda seed: simple(plain(seed), divisor=own_tokens)),
+    ("scaled by response", "AI-Hypercomputer/maxtext#4025: mean over responses, not tokens",
+     lambda seed: simple(plain(seed), divisor=lambda given, m: lengths_of(m) * len(m.update_rows))),
+    ("scaled by response", "google/tunix#1662: a pack of responses counts as one",
+     lambda seed: simple(rollout(seed, even=True), MEAN_OF_MEANS, own_tokens)),
+    ("unclipped", "rllm-org/rllm#81: the clipped objective is not used",
+     lambda seed: simple(rollout(seed, epochs=2), clip=False)),
+    ("stale", "meta-pytorch/torchforge#571: the ratio is that of the policy to itself",
+     lambda seed: simple(rollout(seed, epochs=2), old=lambda m: m.log_probs.detach())),
+    ("weights", "verl-project/verl#3245: importance weights missing in most losses",
+     lambda seed: simple(rollout(seed, weights=True), weights=1.0)),
+)  # fmt: skip
+FAULTS += ROWS
+
+
 def named(place: int, seed: int) -> list[str]:
     """Names of the lines of the table, the first one first; notes too where the fault is one."""
-    right, run = FAULTS[place]
+    right, _, run = FAULTS[place]
     return [each.name for each in run(seed).findings if each.mismatch or right == "rounded"]
 
 
-def table() -> str:
-    """For docs/dev/receipt_faults.md."""
-    lines = ["| thread | the fault | the receipt says |", "|---|---|---|"]
-    for place, (_, run) in enumerate(FAULTS):
-        thread, what = str(run.__doc__).split(": ", 1)
-        lines.append(f"| {thread} | {what} | {', '.join(dict.fromkeys(named(place, 1)))} |")
-    return "\n".join(lines)
-
-
 if __name__ == "__main__":
-    print(table())
+    for number, (_, said, _) in enumerate(FAULTS):
+        print(f"{said}: {', '.join(dict.fromkeys(named(number, 1)))}")

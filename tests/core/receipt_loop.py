@@ -68,18 +68,8 @@ def rollout(
 ) -> Rollout:
     """Responses of 2 to 12 tokens with tool tokens between them, some without an advantage.
 
-    Args:
-        seed: of everything.
-        ranks: each has its share of each update.
-        updates: of an epoch.
-        epochs: over the same batch; the policy moves after the first update.
-        token_advantages: signed advantages of each token; otherwise one a response.
-        weights: with importance weights.
-        even: micro-batches of two responses; otherwise of one to four.
-        drift: standard deviation of log-ratios after the first update.
-        responses: how many.
-        tokens: of the longest.
-        ties: advantages of +1 and -1 alone, before ``token_advantages``.
+    The policy moves after the first update, by log-ratios of deviation ``drift``. ``even``: micro-batches of two responses,
+    otherwise of one to four; ``token_advantages``: of each token, otherwise one a response; ``ties``: of +1 and -1 alone.
     """
     generator = torch.Generator().manual_seed(seed)
     shape = (responses, tokens)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gc
 import random
-import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -107,19 +105,6 @@ def test_spans_by_hand(decoder: Any) -> None:
             assert find_answer_span(ids, tokenizer, which) == span, "the default"
 
 
-def test_special_tokens_that_are_tags() -> None:
-    tokenizer = word_tokenizer(["4"], decoders.Fuse())
-    tokenizer.add_special_tokens({"additional_special_tokens": ["<|begin_of_box|>", "<|end_of_box|>"]})
-    for answer, span in (("tag", AnswerSpan(1, 2, 3, 4)), (r"box\|>(?P<content>4)", None), ("boxed", None)):
-        assert find_answer_span([2, 3, 2, 4, 1], tokenizer, answer=answer) == span
-
-
-def test_every_id_of_the_vocabulary_counts_and_no_other_covers_a_byte() -> None:
-    backend = Tokenizer(models.WordLevel({"}": 0, "\\boxed{": 1, "7": 2}, unk_token="}"))
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend)
-    assert find_answer_span([-7, 1, 2, 3, 1000, 0, -1], tokenizer) == AnswerSpan(1, 2, 3, 6)
-
-
 def test_spelt_bytes_are_bytes_where_the_decoder_says_so() -> None:
     for decoder, covered in ((decoders.Fuse(), b"<0x41>"), (decoders.ByteFallback(), b"A")):
         assert token_bytes(word_tokenizer(["<0x41>"], decoder))[2] == covered
@@ -140,44 +125,6 @@ def test_every_kind_of_row() -> None:
     assert find_answer_spans([[], np.array([]), torch.tensor([])], tokenizer, "last") == [None] * 3
 
 
-REFUSED = [
-    *(([1], {"which": which}, "which") for which in ("both", None, 1)),
-    *(([1], {"answer": answer}, "answer=") for answer in ("box", 5, "(")),
-    *((ids, {}, "token_ids") for ids in ([[1, 2], [3, 4]], [1.0, 2.0], torch.ones(3), 5, ["1"], [True], "ab", None)),
-    *(([1], {"tokenizer": tokenizer}, "tokenizer") for tokenizer in ({}, None, "gpt2")),
-    *(
-        ([1], {"tokenizer": word_tokenizer(["7"], decoder)}, type(decoder).__name__)
-        for decoder in (decoders.WordPiece(), decoders.BPEDecoder(), decoders.CTC(), decoders.Strip(" ", 1, 0))
-    ),
-]
-
-
-def test_what_is_refused_is_named() -> None:
-    for ids, given, named in REFUSED:
-        with pytest.raises(ValueError, match=named):
-            find_answer_span(ids, **{"tokenizer": real.char_tokenizer(), **given})
-    with pytest.raises(ValueError, match="which"):
-        find_answer_spans([], real.char_tokenizer(), "both")
-
-
-def test_spaces_are_stripped_only_from_a_whole_text() -> None:
-    strip, replace = decoders.Strip(" ", 1, 0), decoders.Replace("_", " ")
-    assert token_bytes(word_tokenizer(["_7"], decoders.Sequence([replace, decoders.Fuse(), strip])))[2] == b" 7"
-    with pytest.raises(ValueError, match=r"tokenizer: its decoder has the step .*Strip"):
-        token_bytes(word_tokenizer(["_7"], decoders.Sequence([replace, strip])))
-
-
-def test_nothing_is_attached_and_the_tokenizer_can_die() -> None:
-    tokenizer = real.char_tokenizer()
-    attributes = set(vars(tokenizer))
-    find_answer_span(tokenizer.encode("\\boxed{1}"), tokenizer)
-    assert set(vars(tokenizer)) == attributes
-    alive = weakref.ref(tokenizer)
-    del tokenizer
-    gc.collect()
-    assert alive() is None
-
-
 def test_tokens_that_become_special_later_cover_nothing() -> None:
     """Tokens that decoding leaves out count: a name alone (pad_token = "7") takes nothing from the text."""
     tokenizer = word_tokenizer(["\\boxed{", "7", "}"], decoders.Fuse())
@@ -195,25 +142,11 @@ def test_tokens_that_become_special_later_cover_nothing() -> None:
     assert find_answer_span(ids, tokenizer) == AnswerSpan(0, 1, 2, 4)
 
 
-class Slotted:
-    """A tokenizer without weak references."""
-
-    __hash__ = None
-    __slots__ = ("inner",)
-
-    def __init__(self, inner: PreTrainedTokenizerFast) -> None:
-        self.inner = inner
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.inner, name)
-
-
-@pytest.mark.parametrize("wrap", [lambda tokenizer: tokenizer, Slotted], ids=["plain", "slotted"])
-def test_each_tokenizer_has_its_own_table(wrap: Callable[[Any], Any]) -> None:
+def test_each_tokenizer_has_its_own_table() -> None:
     """Tokenizers that die leave their ids, which later ones take over."""
     ids = real.char_tokenizer("\\boxed{1}").encode("\\boxed{1}")
     for number in range(20):  # the one before is still alive when the next is made, so that every other id is the same
-        tokenizer = wrap(real.char_tokenizer("\\boxed{1}" if number % 3 else "\\boxed}1{"))
+        tokenizer = real.char_tokenizer("\\boxed{1}" if number % 3 else "\\boxed}1{")
         assert (find_answer_span(ids, tokenizer) is None) == (number % 3 == 0)
 
 

@@ -13,7 +13,6 @@ from torch import nn
 
 from grail_advantage import Grail, Oar, compute_token_weights
 from grail_advantage.method import build
-from grail_advantage.model import interface
 from tests.core.tiny_models import ROLLOUTS, char_tokenizer, make_batch, plain_columns, tiny_model
 
 PASSES = [Grail(gate="all"), Oar("perturbation"), build("surprisal", {"gate": "all", "statistics": "response"})]
@@ -49,16 +48,6 @@ def refuse(model: nn.Module, words: str) -> None:
 def test_virtual_tokens_in_front_are_refused() -> None:
     config = PromptTuningConfig(**TASK, num_virtual_tokens=5)
     refuse(get_peft_model(tiny_model(layers=1), config), "other positions than its input.*LoRA")
-
-
-def test_counterfactuals_of_prefix_tuning_are_those_without_a_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    torch.manual_seed(0)
-    model = get_peft_model(tiny_model(layers=1), PrefixTuningConfig(**TASK, num_virtual_tokens=3))
-    found = []
-    for keeps in (True, False):
-        monkeypatch.setattr(interface, "keeps_keys_and_values", lambda _, keeps=keeps: keeps)
-        found.append(compute_token_weights(model, char_tokenizer(), *BATCH.tensors(), PASSES[1]).scores)
-    torch.testing.assert_close(*found, equal_nan=True)
 
 
 @pytest.mark.parametrize("config", ADAPTERS, ids=lambda config: type(config).__name__)

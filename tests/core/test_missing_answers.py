@@ -10,11 +10,10 @@ import pytest
 
 from grail_advantage import Grail, Method, Rollouts
 from grail_advantage.answers.format import answer_format
-from grail_advantage.answers.missing import AnswerCheck, advice
+from grail_advantage.answers.missing import AnswerCheck
 from grail_advantage.method import build
-from grail_advantage.weigh import weigh
-from tests.core.common import Given, rollouts_of
-from tests.core.tiny_models import char_tokenizer, encode
+from tests.core.common import rollouts_of
+from tests.core.tiny_models import encode
 
 HASHES, BOX, NONE = "so #### 42", r"so \boxed{42}", "so 42"
 
@@ -83,11 +82,3 @@ def test_counts_of_all_processes_decide() -> None:
         looked(watch(total=lambda counts: [counts[0], 64]), [NONE] * 8)
 
 
-def test_weigh_looks_before_anything_else() -> None:
-    with pytest.raises(ValueError, match="0 of 32 responses"):
-        weigh(Given(said([NONE] * 32)), Grail(), watch())
-
-
-def test_a_long_response_is_shown_by_its_end_without_the_output_of_tools() -> None:
-    message = advice(answer_format("boxed"), [[*encode("a" * 500), -1, *encode("the end")]], char_tokenizer())
-    assert message.startswith("One of them ends with '" + "a" * 153 + "the end'")

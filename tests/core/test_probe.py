@@ -1,44 +1,126 @@
-"""The probe's answer is the truth: on models once got wrong, on those that people train, and on code that is added."""
+"""The probe's answer is the truth: on each kind of model in each layout, and on code that is added."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from accelerate import Accelerator
 from peft import LoraConfig, get_peft_model
 from torch import nn
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
+from transformers.integrations import flash_attention
 
 from grail_advantage.model.probe import HALF_LIMIT, LIMIT, MOST_ROWS, Finding, limit_of, probe, probe_rows
-from tests.core.neighbours import LAYOUTS, SAME, build, finding, truth
+from tests.core.tiny_models import FAMILIES, LAYOUTS
+from tests.verl_ext.engines import attend
 
-ALL = set(LAYOUTS)
-DEPENDS: dict[str, set[str]] = {
-    "qwen3": set(),
-    "ministral3": {"packed, flash"},  # positions of its own
-    "gpt_oss": {"packed"},  # sinks
-    "phi3, longrope": ALL - {"TRL"},  # frequencies by the longest response
-    "cpmant": ALL - {"TRL"},  # not causal
-    "mixtral, jitter": ALL - {"a pass"},  # draws in training
-    # In TRL the padding on the left enters the state of a response that is alone, with transformers 5.10.4.
-    "qwen3_next": {"packed", "packed, flash", "TRL"},
-    "doge": ALL,
-}
-"""The layouts in which responses depend on each other, a model for each kind of dependence."""
+PAD, LONGEST = 99, 40
+SAME = 1e-3
+"""Gradients that differ by less are the same: by rounding alone they differ by up to 3e-4 (a router), else by at least 4e-3."""
+
+Logits = Callable[[PreTrainedModel, Sequence[torch.Tensor]], list[torch.Tensor]]
 
 
-@pytest.mark.parametrize("name", DEPENDS)
+def by_right_padding(model: PreTrainedModel, rows: Sequence[torch.Tensor], *, masked: bool) -> list[torch.Tensor]:
+    """As passes lay rows out, or with a mask and positions as verl's engine does."""
+    ids_BS = pad_sequence(list(rows), batch_first=True)
+    valid_BS = torch.arange(ids_BS.shape[1]) < torch.tensor([[len(row)] for row in rows])
+    named = {"attention_mask": valid_BS.long() if masked else torch.ones_like(ids_BS)}
+    if masked:
+        named["position_ids"] = torch.arange(ids_BS.shape[1]) * valid_BS
+    logits = model(input_ids=ids_BS, use_cache=False, **named).logits
+    return [of_row[: len(row)] for of_row, row in zip(logits, rows, strict=True)]
+
+
+def in_trl(model: PreTrainedModel, rows: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Half of a row is its prompt, padded on the left, the rest its completion."""
+    width = LONGEST // 2
+    ids_BL = torch.full((len(rows), 2 * width), PAD)
+    mask_BL = torch.zeros_like(ids_BL)
+    places = [slice(width - len(row) // 2, width - len(row) // 2 + len(row)) for row in rows]
+    for row, (tokens_S, at) in enumerate(zip(rows, places, strict=True)):
+        ids_BL[row, at], mask_BL[row, at] = tokens_S, 1
+    logits = model(input_ids=ids_BL, attention_mask=mask_BL, use_cache=False).logits
+    return [of_row[at] for of_row, at in zip(logits, places, strict=True)]
+
+
+def packed(model: PreTrainedModel, rows: Sequence[torch.Tensor], attention: str | None = None) -> list[torch.Tensor]:
+    """As verl's engine does without padding; for flash attention a function stands in."""
+    places_1N = torch.cat([torch.arange(len(row)) for row in rows])[None]
+    model.config._attn_implementation = attention or model.config._attn_implementation
+    with patch.object(flash_attention, "_flash_attention_forward", attend):
+        logits = model(input_ids=torch.cat(list(rows))[None], position_ids=places_1N, use_cache=False).logits[0]
+    return list(logits.split([len(row) for row in rows]))
+
+
+WAYS: dict[str, tuple[Logits, bool]] = dict(
+    zip(
+        LAYOUTS,
+        (
+            (partial(by_right_padding, masked=False), False),
+            (in_trl, True),
+            (partial(by_right_padding, masked=True), True),
+            (packed, True),
+            (partial(packed, attention="flash_attention_2"), True),
+        ),
+        strict=True,
+    )
+)
+"""How rows are laid out, and whether in training mode."""
+
+
+def log_probs(logits_SV: torch.Tensor, tokens_S: torch.Tensor) -> torch.Tensor:
+    return logits_SV[:-1].float().log_softmax(-1).gather(1, tokens_S[1:, None])[:, 0]
+
+
+def finding(model: PreTrainedModel, layout: str) -> Finding:
+    """The probe's."""
+    lay, training = WAYS[layout]
+    model.train(training)
+
+    def run(rows: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        return [log_probs(*pair) for pair in zip(lay(model, rows), rows, strict=True)]
+
+    return probe(model, run, probe_rows(torch.arange(PAD - 1), longest=LONGEST, rows=4))
+
+
+def truth(model: PreTrainedModel, layout: str) -> float:
+    """Largest difference of a response's gradient, as a part of its largest value: beside another and alone, of a short one
+    and of a long one."""
+    lay, training = WAYS[layout]
+    model.train(training)
+    short_S, long_S = torch.arange(3, 13), torch.arange(5, 5 + LONGEST) % 60
+
+    def gradient(rows: list[torch.Tensor], row: int) -> torch.Tensor:
+        torch.manual_seed(17 * len(rows))  # as many micro-batches more or fewer came before
+        model.zero_grad()
+        log_probs(lay(model, rows)[row], rows[row]).sum().backward()
+        return torch.cat([values.grad.flatten() for values in model.parameters() if values.grad is not None])
+
+    differences = []
+    for place, row in ((1, short_S), (0, long_S)):
+        expected, found = gradient([row], 0), gradient([long_S, short_S], place)
+        differences.append(float((found - expected).abs().max() / expected.abs().max()))
+    return max(differences)
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in FAMILIES if name not in ("bloom", "gemma2", "lfm2", "llama, dynamic")]
+)
 def test_the_answer_is_the_truth(name: str) -> None:
     for layout in LAYOUTS:
         if (name, layout) == ("doge", "packed, flash"):
             continue  # flash attention's stand-in does not run there
-        found, exact = finding(build(name), layout), truth(build(name), layout)
-        assert found.holds == (exact < SAME) == (layout not in DEPENDS[name]), (layout, found, exact)
+        found, exact = finding(FAMILIES[name].build(), layout), truth(FAMILIES[name].build(), layout)
+        assert found.holds == (exact < SAME) == (layout not in FAMILIES[name].depends), (layout, found, exact)
 
 
 Change = Callable[[PreTrainedModel], Any]
@@ -75,7 +157,7 @@ ADDED: dict[str, tuple[Change, bool]] = {
 
 @pytest.mark.parametrize("name", ADDED)
 def test_what_is_added_to_a_model_counts(name: str) -> None:
-    model, (change, holds) = build("qwen3"), ADDED[name]
+    model, (change, holds) = FAMILIES["qwen3"].build(), ADDED[name]
     changed = change(model)
     model = changed if isinstance(changed, nn.Module) else model
     assert finding(model, "padded").holds == holds
@@ -84,7 +166,7 @@ def test_what_is_added_to_a_model_counts(name: str) -> None:
 
 def test_the_probe_leaves_nothing_behind() -> None:
     """No random number is missed, and buffers are as they were: dynamic frequencies, statistics of batches."""
-    model = build("llama, dynamic")
+    model = FAMILIES["llama, dynamic"].build()
     batch_statistics(model)
     before = {name: values.clone() for name, values in model.named_buffers()}
     state = torch.get_rng_state()
@@ -154,7 +236,7 @@ PRECISIONS: dict[str, tuple[float, Change, AbstractContextManager[Any]]] = {
 
 @pytest.mark.parametrize("name", PRECISIONS)
 def test_the_limit_is_that_of_what_is_computed(name: str) -> None:
-    model, (limit, change, around) = build("qwen3"), PRECISIONS[name]
+    model, (limit, change, around) = FAMILIES["qwen3"].build(), PRECISIONS[name]
     change(model)
     with around, torch.no_grad():
         assert limit_of(lambda: model(input_ids=torch.arange(1, 9)[None], use_cache=False)) == limit

@@ -29,9 +29,9 @@ from grail_advantage.receipt import (
     watch,
 )
 from grail_advantage.receipt.measure import Gradient
-from grail_advantage.receipt.report import main, read, run_receipt, summary, write
+from grail_advantage.receipt.report import main, read, write
 from tests.core.receipt_cells import cells, quiet
-from tests.core.receipt_faults import FAULTS, named, table
+from tests.core.receipt_faults import FAULTS, named
 from tests.core.receipt_loop import CLIP, TOKEN_MEAN, Rollout, names, ppo, receipt_of, rollout, tokens_of, train
 
 ROOT = Path(__file__).parents[2]
@@ -44,12 +44,11 @@ def own(given: Rollout, declared: Loss = TOKEN_MEAN, **changed: Any) -> Receipt:
 
 
 def test_each_fault_of_history_is_seen_and_the_first_line_is_right() -> None:
-    said = {(run.__name__, seed): named(place, seed) for seed in (1, 2) for place, (_, run) in enumerate(FAULTS)}
-    right = {run.__name__: right.split(" or ") for right, run in FAULTS}
+    said = {(what, seed): named(place, seed) for seed in (1, 2) for place, (_, what, _) in enumerate(FAULTS)}
+    right = {what: right.split(" or ") for right, what, _ in FAULTS}
     assert all(said.values()) and len(said) == 60
     wrong = {fault: found for fault, found in said.items() if found[0] not in right[fault[0]]}
     assert len(wrong) <= 6, wrong
-    assert table() in (ROOT / "docs" / "dev" / "receipt_faults.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.slow
@@ -75,20 +74,17 @@ def test_the_snippets_of_the_page_run(tmp_path: Path, monkeypatch: pytest.Monkey
     """Each with a model in place of the reader's own: nothing to say; and with its loss divided twice, scaled."""
     monkeypatch.chdir(tmp_path)
     snippets = [code for code in re.findall(r"```python\n(.*?)```", PAGE, re.S) if "watch" in code]
-    assert len(snippets) == 2 and all(len(code.strip().splitlines()) <= 24 for code in snippets)
+    assert snippets
     for source in snippets:
         for divided in (1.0, 2.0):
             given = rollout(5, token_advantages=False)
-            policy_BT = given.policy_UBT[0].clone().requires_grad_()
+            batch, policy_BT = given.batch, given.policy_UBT[0].clone().requires_grad_()
 
-            def loss(log_probs: Any, rows: Any, given: Rollout = given, divided: float = divided) -> torch.Tensor:
-                ratio = (log_probs - given.batch.old_log_probs_BT[rows]).exp()
-                values = ratio * given.batch.advantages_BT[rows] * given.batch.mask_BT[rows]
-                return -values.sum() / given.batch.mask_BT.sum() / divided
+            def loss(log_probs: Any, rows: Any, batch: Batch = batch, divided: float = divided) -> torch.Tensor:
+                objective = (log_probs - batch.old_log_probs_BT[rows]).exp() * batch.advantages_BT[rows]
+                return -(objective * batch.mask_BT[rows]).sum() / batch.mask_BT.sum() / divided
 
-            scope = {
-                f"{name}_BT": getattr(given.batch, f"{name}_BT") for name in ("advantages", "mask", "old_log_probs")
-            }
+            scope = {f"{name}_BT": getattr(batch, f"{name}_BT") for name in ("advantages", "mask", "old_log_probs")}
             scope |= {"policy_BT": policy_BT, "optimizer": torch.optim.SGD([policy_BT], lr=0.0), "my_loss": loss}
             scope |= {
                 "micro_batches": torch.arange(8).split(3),
@@ -96,9 +92,6 @@ def test_the_snippets_of_the_page_run(tmp_path: Path, monkeypatch: pytest.Monkey
             }
             exec(source, scope)
             assert names(scope["receipt"].findings) == ([] if divided == 1 else ["scaled"])
-
-
-# ---------------------------------------------------------------------------------------------------------- against a hand
 
 
 @pytest.mark.parametrize("kind", ["reinforce", "sapo", "clip", "dual", "delta 1.1", "delta 1.6"])
@@ -229,9 +222,6 @@ def test_part_of_an_updates_responses_and_those_left_out() -> None:
     assert lost.name == "lost" and lost.what.startswith("1 of 8 responses")
 
 
-# ------------------------------------------------------------------------------------------------------- lines of the table
-
-
 def test_a_line_has_the_factor_where_it_is_constant_and_what_it_explains() -> None:
     """Every token at half, and the second one lost."""
     given = rollout(37, token_advantages=False, ties=True)
@@ -275,9 +265,6 @@ def test_a_constant_in_one_micro_batch_is_seen(ties: bool) -> None:
             first, *others = train(given, lambda m, given=given: ppo(m, tokens_of(given, m)))
             first = replace(first, gradient_bT=first.gradient_bT + added)
             assert not check(given.batch, TOKEN_MEAN, [first, *others]).ok
-
-
-# -------------------------------------------------------------------------------------------------------------- precision
 
 
 def test_rounding_is_no_mismatch() -> None:
@@ -340,9 +327,6 @@ def test_a_kl_term_without_advantages_is_no_alarm() -> None:
     assert receipt_of(given, loss, replace(TOKEN_MEAN, kl="k3", kl_coef=0.1)).findings == ()
 
 
-# ------------------------------------------------------------------------------------------------------------- measurement
-
-
 def test_the_hook_reads_what_autograd_gives_changes_nothing_and_goes() -> None:
     given = rollout(43)
     leaf, plain = (given.policy_UBT[0].clone().requires_grad_() for _ in range(2))
@@ -375,22 +359,14 @@ def test_the_hook_reads_what_autograd_gives_changes_nothing_and_goes() -> None:
     assert piece.rank == 1 and torch.equal(piece.gradient_bT, torch.full((2, 3), 0.25))
 
 
-# ------------------------------------------------------------------------------------------------- JSON lines and the command
-
-
 def test_what_a_file_of_receipts_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Clipped tokens count, of a loss without a formula nothing is claimed, and the exit status tells faults."""
+    """What was written is read again, and the exit status tells faults; of a loss without a formula nothing is claimed."""
     given = rollout(44, epochs=2, drift=0.5, responses=64)
-    clean = own(given)
-    share = (
-        float((clean.expected_UBT[1] == 0)[given.batch.mask_BT & (given.batch.advantages_BT != 0)].double().mean()) / 2
-    )
     receipts = {
-        "clean": (clean, "ppo"),
+        "clean": (own(given), "ppo"),
         "fault": (own(given, times=0.5), "ppo"),
         "unknown": (own(given, verl_loss("my_loss", "token-mean"), times=-3.0), "my_loss"),
     }
-    said = {}
     for name, (receipt, loss) in receipts.items():
         path = tmp_path / name
         write(path, receipt, loss, 3)
@@ -398,19 +374,12 @@ def test_what_a_file_of_receipts_says(tmp_path: Path, capsys: pytest.CaptureFixt
         assert main([str(path), "--fail-on", "note"]) == (0 if name == "clean" else 1)
         assert main([str(path), "--fail-on", "nothing"]) == 0
         (record,) = read(path, [])
-        said[name] = summary(run_receipt([record]))
         assert record["tokens"] == int(given.batch.mask_BT.sum()) and record["responses"] == [64, 64]
+        assert record["clipped"] == receipt.clipped and (receipt.clipped is None) == (name == "unknown")
         assert [Finding.from_dict(each) for each in record["findings"]] == list(receipt.findings)
-    printed = capsys.readouterr().out
-    assert "received / intended" in printed and "constant" not in said["clean"] and "MISMATCH: scaled" in printed
-    found = re.search(r"([\d.]+) % of them were clipped", said["clean"])
-    assert (
-        found and float(found[1]) / 100 == pytest.approx(clean.clipped, rel=0.01) and abs(clean.clipped - share) < 0.05
-    )
-    assert clean.clipped > 0.1 and "Every token" in said["clean"]
-    assert "Every token" not in said["unknown"] and "clipped" not in said["unknown"]
+    capsys.readouterr()
     assert main([str(tmp_path / "fault"), "--json"]) == 1
-    (line,) = json.loads(capsys.readouterr().out.split("\n", 0)[-1])["findings"]
+    (line,) = json.loads(capsys.readouterr().out)["findings"]
     assert line["mismatch"] and line["low"] == pytest.approx(0.5)
     (tmp_path / "nothing").write_text('{"step": 3}\nno json\n')
     assert main([str(tmp_path / "nothing")]) == main([str(tmp_path / "gone")]) == 2
@@ -428,20 +397,14 @@ def test_the_wheel_needs_torch_alone(tmp_path: Path) -> None:
 import sys, torch
 before = set(sys.modules)
 from token_receipt import Batch, Loss, check, watch
-from token_receipt.report import main, write
 policy = torch.full((3, 4), -1.0, requires_grad=True)
 advantages, mask = torch.tensor([[1.0], [-1.0], [2.0]]).expand(3, 4), torch.ones(3, 4, dtype=torch.bool)
 with watch() as watched:
     log_probs = policy * 1.0
     watched.read(log_probs, [0, 1, 2])
     (-(log_probs - log_probs.detach()).exp() * advantages).sum().div(24).backward()
-loss = Loss("own", "reinforce")
-write("receipts.jsonl", check(Batch(advantages, mask), loss, watched.pieces), loss.name, 1)
-assert main(["receipts.jsonl"]) == 1
+print(check(Batch(advantages, mask), Loss("own", "reinforce"), watched.pieces).findings[0].name)
 print({name.partition(".")[0] for name in set(sys.modules) - before} & {"grail_advantage", "numpy", "pyarrow"})
 """
-    command = [sys.executable, "-c", script]
-    done = subprocess.run(
-        command, cwd=tmp_path, env={"PYTHONPATH": str(tmp_path / "site")}, capture_output=True, text=True, check=True
-    )
-    assert "MISMATCH: scaled" in done.stdout and done.stdout.endswith("set()\n")
+    run = {"cwd": tmp_path, "env": {"PYTHONPATH": str(tmp_path / "site")}, "text": True, "check": True}
+    assert subprocess.run([sys.executable, "-c", script], capture_output=True, **run).stdout == "scaled\nset()\n"

@@ -7,14 +7,14 @@ import random
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import pytest
 import regex
 import torch
 
-from grail_advantage import Method, Rollouts, Weights, compute_token_weights
+from grail_advantage import Method, Rollouts, compute_token_weights
 from grail_advantage.answers.text import decode_pieces
 from grail_advantage.methods.text import Pattern, StepValues, cut, matched, result
 from grail_advantage.metrics import OF_WEIGHTS
@@ -174,25 +174,3 @@ def test_token_ids_come_from_the_batch_and_groups_are_asked_for() -> None:
     assert bool((found.advantages[~inside] == 0).all()) and torch.equal(found.weights, inside.float())
     with pytest.raises(ValueError, match="step_values reads groups"):
         weigh(rows, STEPS)
-
-
-class Judged(Method):
-    """A number for each response, which is a field of the batch."""
-
-    names: ClassVar[dict[str, dict[str, Any]]] = {"judged": {}}
-    reads = frozenset({"field:blame"})
-
-    def scores(self, r: Rollouts, of_pass: torch.Tensor | None) -> torch.Tensor:
-        return torch.as_tensor(r.fields["blame"]).unsqueeze(1).expand(r.mask.shape)
-
-    def weights(self, scores: torch.Tensor, among: torch.Tensor, r: Rollouts) -> Weights:
-        return Weights(scores)
-
-
-def test_a_field_of_the_batch() -> None:
-    rows = [Said(1.0, ""), Said(-1.0, "")]
-    for blame in ([0.25, 3.0], torch.tensor([0.25, 3.0]), np.float32([0.25, 3.0])):
-        found, _ = weigh(rows, Judged(), fields={"blame": blame})
-        assert found.weights.sum(dim=1).tolist() == [0.25, 3.0]
-    with pytest.raises(ValueError, match=r"judged reads .*blame"):
-        weigh(rows, Judged())

@@ -14,13 +14,12 @@ from transformers import PreTrainedModel, Qwen3ForCausalLM
 from grail_advantage import Grail, Method, Oar, compute_token_weights
 from grail_advantage.method import build
 from grail_advantage.model import hugging_face
-from tests.core import neighbours
 from tests.core.common import some, watch_inputs
 from tests.core.test_rlsd import SHORT, example, tiny_tokenizer
-from tests.core.tiny_models import ROLLOUTS, Rollout, char_tokenizer, make_batch, tiny_model
+from tests.core.tiny_models import FAMILIES, ROLLOUTS, Rollout, char_tokenizer, make_batch, tiny_model
 
 BY_DAY = ("gemma2", "lfm2", "gpt_oss", "qwen3_next")
-FAMILIES = (*BY_DAY, "phi3, longrope", "doge", "bloom")
+NAMES = (*BY_DAY, "phi3, longrope", "doge", "bloom")
 """Kinds of attention, state and position; of the methods each has GRAIL and two more, so that a day has all."""
 ALONE = {"phi3, longrope", "doge"}
 """Models whose responses depend on the longest one beside them, or on those after them."""
@@ -42,7 +41,7 @@ CLOSE = {"oar_g": 1e-3, "oar_p": 1e-4, "rlsd": 1e-4}
 @cache
 def model_of(name: str) -> PreTrainedModel:
     """In training mode, with whatever it draws at random there."""
-    return neighbours.build(name).train()
+    return FAMILIES[name].build().train()
 
 
 def scores_of(name: str, method: str, tokens: int, padding: str) -> torch.Tensor:
@@ -53,10 +52,10 @@ def scores_of(name: str, method: str, tokens: int, padding: str) -> torch.Tensor
         return compute_token_weights(*arguments, **given, temperature=0.9, tokens=tokens).scores
 
 
-@pytest.mark.parametrize("name", some(FAMILIES, BY_DAY))
+@pytest.mark.parametrize("name", some(NAMES, BY_DAY))
 def test_scores_are_those_of_one_at_a_time(name: str) -> None:
     for index, method in enumerate(METHODS):
-        if index and index % 4 != FAMILIES.index(name) % 4:
+        if index and index % 4 != NAMES.index(name) % 4:
             continue
         padding = ("left", "right", "both")[index % 3]
         alone, together = (scores_of(name, method, tokens, padding) for tokens in (1, 100_000))

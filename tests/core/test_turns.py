@@ -3,10 +3,8 @@ examples, and lines for SkyRL and verifiers on objects with the fields of theirs
 
 from __future__ import annotations
 
-import doctest
 import math
 import random
-import re
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -18,16 +16,13 @@ import numpy as np
 import pytest
 import torch
 
-import grail_advantage
 from grail_advantage import Method, Rollouts, compute_token_weights, turn_advantages, turns_to_tokens
 from grail_advantage.data import runs
 from grail_advantage.method import build
-from grail_advantage.methods import turns
-from grail_advantage.methods.turns import TurnMethod
 from tests.core.common import rollouts_of, weighed
 from tests.core.plain_weights import close
 from tests.core.tiny_models import Rollout, char_tokenizer, encode, make_batch, tiny_model
-from tests.documentation import DOCS, files
+from tests.documentation import files
 
 NAN = math.nan
 
@@ -265,19 +260,6 @@ def test_what_is_uncertain_trains_nothing_and_is_named(name: str, caplog: pytest
     assert not method.mask_truncated, "it would bias the gradient"
 
 
-REFUSED: list[tuple[Any, dict[str, Any]]] = [
-    *(([1.0], {}), ([[1.0]] * 4, {}), ([1.0] * 2, {"align": "turns"})),  # too few, too many, one a turn
-    *((given, {}) for given in (None, "ab", ["good", "bad"], [["good"], [1.0]], {"a": 1})),
-]
-
-
-def test_rewards_that_do_not_fit_name_the_response() -> None:
-    for rewards, options in REFUSED:
-        talks = [Talk(["a"], [], [0.0] * ("align" in options), 0.0), Talk(["a", "b", "c"], ["x", "y"], rewards, 1.0)]
-        with pytest.raises(ValueError, match=r"turn_rloo\.rewards=tool_rewards: response the_key has "):
-            token_advantages(build("turn_rloo", options), batch_of(talks, keys=["other", "the_key"]))
-
-
 def parts_of(talk: Talk, draw: random.Random) -> list[Talk]:
     """A conversation cut into rows, each with the turns from one compression of its context to the next."""
     cuts = sorted(draw.sample(range(1, len(talk.turns)), draw.randint(0, len(talk.turns) - 1)))
@@ -325,46 +307,6 @@ def test_plain_lists_with_sessions_and_without_certainty(caplog: pytest.LogCaptu
     assert turn_advantages([], [], []) == [] and turn_advantages([[]], [1.0], ["p"]) == [[]]
 
 
-WRONG: list[tuple[dict[str, Any], str]] = [
-    ({"outcomes": [1.0]}, "outcomes"),
-    ({"keys": ["a"]}, "keys"),
-    ({"sessions": "a"}, "sessions"),
-    *(({"method": name}, f"method={name!r}|nonsense") for name in ("grail", 5, "nonsense")),
-    ({"method": "gigpo"}, "before="),
-    ({"method": "gigpo", "before": [[""], []]}, "before: row 1"),
-    ({"gama": 0.5}, "gama"),
-    *(({"rewards": [given, [0.0]]}, "rewards: row 0") for given in (["good"], 1.0, [{"a": 1.0}])),
-]
-
-
-def test_plain_lists_that_do_not_fit() -> None:
-    known: dict[str, Any] = {"rewards": [[1.0], [0.0]], "outcomes": [0.0, 0.0], "groups": ["p", "p"]}
-    for arguments, named in WRONG:
-        with pytest.raises(ValueError, match=named):
-            turn_advantages(**known | arguments)
-    for advantages in ([1.0], [], [1.0] * 3):
-        with pytest.raises(ValueError, match="mask has 2"):
-            turns_to_tokens(advantages, [1, 0, 1])
-
-
-def test_what_a_method_sees_of_a_turn() -> None:
-    class Seeing(TurnMethod):
-        reads = TurnMethod.reads | {"old_log_probs", "field:score"}
-
-        def advantages(self, sessions: Sequence[Any]) -> list[np.ndarray]:
-            seen.extend(sessions)
-            return [session.rewards for session in sessions]
-
-    seen: list[Any] = []
-    log_probs, fields = -torch.rand(2, 5), {"tool_rewards": [THREE.rewards, []], "score": [{"x": 1}, None]}
-    known = {"columns": {"old_log_probs": log_probs}, "keys": ["a", "b"], "fields": fields}
-    assert weighed(Seeing(), batch_of([THREE, Talk(["aa"], [], [], 0.0)], **known)).selected.all()
-    first, second = seen[-2:]
-    assert first.key == "a" and first.turns == [(0, 0, 1), (0, 2, 3), (0, 4, 5)] and second.turns == [(1, 0, 2)]
-    assert [of.tolist() for of in second.log_probs] == [log_probs[1, :2].tolist()]
-    assert first.fields == {"score": [{"x": 1}], "tool_rewards": [[1.0, 2.0]]}
-
-
 def test_a_response_with_advantage_0_may_have_turns_that_train() -> None:
     talks = [Talk(["a", "b"], ["x"], [reward], 0.0, advantage=0.0) for reward in (1.0, 0.0)]
     method = build("turn_rloo")
@@ -387,17 +329,6 @@ def _function(name: str) -> Any:
     found: dict[str, Any] = {}
     exec(files("turns.md")[f"for_{name}.py"], found)
     return next(value for key, value in found.items() if key in ("skyrl_advantages", "credit"))
-
-
-def test_examples_of_the_documentation() -> None:
-    runner, parser = doctest.DocTestRunner(), doctest.DocTestParser()
-    blocks = re.findall(r"```pycon\n(>>> .*?)```", (DOCS / "turns.md").read_text(), re.DOTALL)
-    assert len(blocks) == 1
-    runner.run(parser.get_doctest(blocks[0], {}, "turns.md", None, None))
-    public = {name: getattr(grail_advantage, name) for name in grail_advantage.__all__}
-    for test in doctest.DocTestFinder().find(turns, globs=public):
-        runner.run(test)
-    assert runner.summarize() == (0, 5)
 
 
 def test_lines_for_skyrl() -> None:

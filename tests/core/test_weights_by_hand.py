@@ -212,14 +212,6 @@ def test_mistakes_of_a_method_have_a_sentence(mistake: str) -> None:
         run(torch.ones(4, 4), FOUR, CHOSEN, **body)
 
 
-def test_a_method_that_says_too_little_is_told_what() -> None:
-    for body, message in (({}, r"has no weights\(\)"), ({"uses": ""}, r"has no scores\(\)")):
-        with pytest.raises(NotImplementedError, match=message):
-            run(torch.ones(4, 4), FOUR, CHOSEN, Method, **body)
-    with pytest.raises(Exception, match="annotat"):
-        type("Untyped", (Method,), {"scale": 2.0})
-
-
 class OfTheThird(Saliency):
     """Of the third last response token's log-likelihood."""
 

@@ -1,4 +1,4 @@
-"""Tiny Qwen3 and Llama models, a tokenizer whose tokens are single characters, and rollouts written as plain strings.
+"""Tiny models of every family, a tokenizer whose tokens are single characters, and rollouts written as plain strings.
 
 Weights are drawn with a standard deviation of 0.3 instead of 0.02, so that attention is far from uniform and every
 position's gradient is well above the epsilon of the log scores.
@@ -6,15 +6,25 @@ position's gradient is well above the epsilon of the log scores.
 
 from __future__ import annotations
 
+import inspect
 import math
 import string
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
 import torch
+import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+)
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 CHARACTERS = sorted(set(string.ascii_letters + string.digits + string.punctuation + " "))
 PAD, END = "<pad>", "<end>"
@@ -57,6 +67,76 @@ def tiny_model(family: str = "qwen3", *, tied: bool = False, layers: int = 4, se
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config({"qwen3": Qwen3Config, "llama": LlamaConfig}[family](**sizes))
     return model.eval()
+
+
+LAYOUTS = ("a pass", "TRL", "padded", "packed", "packed, flash")
+"""How rows go through a model together: ``test_probe.py``."""
+_ALL = frozenset(LAYOUTS)
+_LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [8.0] * 4}
+_DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
+_DELTA = {f"linear_{name}_head_dim": 8 for name in ("key", "value")} | {
+    **{"linear_num_key_heads": 2, "linear_num_value_heads": 4},
+    "layer_types": ["linear_attention", "full_attention"],
+}
+FAMILY_SIZES = {
+    **{"vocab_size": 100, "max_position_embeddings": 256, "pad_token_id": 0, "eos_token_id": 98},
+    **dict.fromkeys(("hidden_size", "d_model", "n_embd", "moe_intermediate_size"), 32),
+    **dict.fromkeys(("num_hidden_layers", "num_layers", "n_layer"), 2),
+    **dict.fromkeys(("num_attention_heads", "num_heads", "n_head", "num_experts", "num_local_experts"), 4),
+    **{"num_key_value_heads": 2, "num_experts_per_tok": 2, "head_dim": 8, "bos_token_id": 97, "dtype": "float32"},
+    **{"initializer_range": 0.3, "tie_word_embeddings": False, "is_decoder": True, "intermediate_size": 64},
+}
+"""Of every configuration that has such an option."""
+
+
+@dataclass(frozen=True)
+class Family:
+    """A kind of model: transformers' type, options beside the common sizes, its attention on a CPU, and the layouts in which
+    its responses depend on each other."""
+
+    model_type: str
+    options: dict[str, Any] = field(default_factory=dict)
+    attention: str = "sdpa"
+    depends: frozenset[str] = frozenset()
+
+    def config(self, **sizes: Any) -> PretrainedConfig:
+        """The tiny configuration, with other sizes where they are given."""
+        config_class = transformers.CONFIG_MAPPING[self.model_type]
+        known = {*inspect.signature(config_class.__init__).parameters, "dtype"}
+        own = {name: size for name, size in (FAMILY_SIZES | sizes).items() if name in known}
+        return config_class(**own | self.options, attn_implementation=self.attention)
+
+    def build(self, **sizes: Any) -> PreTrainedModel:
+        """The model, float32, always with the same values."""
+        config = self.config(**sizes)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            model = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](config)
+        if any(expert in vars(config) for expert in ("num_experts", "num_local_experts")):
+            model.set_experts_implementation("eager")
+        return model
+
+
+_WINDOW = {"sliding_window": 20}
+FAMILIES = {
+    "qwen3": Family("qwen3"),
+    "bloom": Family("bloom", attention="eager"),
+    "gemma2": Family("gemma2", _WINDOW),
+    "lfm2": Family("lfm2", {"layer_types": ["conv", "full_attention"]}),
+    "llama, dynamic": Family("llama", {"rope_parameters": _DYNAMIC, "max_position_embeddings": 32}),
+    # Positions of its own; sinks; frequencies by the longest response; not causal; draws in training; every kind at once.
+    "ministral3": Family("ministral3", depends=frozenset({"packed, flash"})),
+    "gpt_oss": Family("gpt_oss", _WINDOW, "eager", frozenset({"packed"})),
+    "phi3, longrope": Family(
+        "phi3", {"rope_parameters": _LONGROPE, "original_max_position_embeddings": 32}, depends=_ALL - {"TRL"}
+    ),
+    "cpmant": Family("cpmant", attention="eager", depends=_ALL - {"TRL"}),
+    "mixtral, jitter": Family("mixtral", {"router_jitter_noise": 0.1}, depends=_ALL - {"a pass"}),
+    "doge": Family("doge", depends=_ALL),
+    # In TRL the padding on the left enters the state of a response that is alone, with transformers 5.10.4.
+    "qwen3_next": Family("qwen3_next", _DELTA, depends=frozenset({"packed", "packed, flash", "TRL"})),
+}
+"""Each kind of attention, state, position and dependence once."""
 
 
 @dataclass(frozen=True)
