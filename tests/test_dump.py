@@ -140,14 +140,6 @@ class TestReading:
 
 
 class TestWriting:
-    def test_updates_of_a_step_have_files_of_their_own(self, tmp_path: Path) -> None:
-        for update in (0, 1, 10):
-            write_step(tmp_path, replace(HEADER, step=1, update=update), table_of([dump_row([float(update)])]))
-        write_step(tmp_path, replace(HEADER, step=12), table_of([dump_row([9.0])]))
-        dump = read_dump(tmp_path)
-        assert [(row.step, row.update) for row in dump] == [(1, 0), (1, 1), (1, 10), (12, 0)]
-        assert [row.weight_T.item() for row in dump] == [0.0, 1.0, 10.0, 9.0]
-
     def test_what_fails_leaves_the_file_that_was_there(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         def fails(file: int) -> None:
             raise OSError(28, "No space left on device")
@@ -233,10 +225,3 @@ class TestMetricsFile:
         assert path.read_bytes() == kept + self.THREE and file.failed == 0
         MetricsFile(path, -1)
         assert path.read_bytes() == b"", "a run that begins anew"
-
-    def test_a_line_that_cannot_be_written_is_said_once(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-        (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
-        file = MetricsFile(tmp_path / "metrics.jsonl", 2)
-        for step in (3, 4, 5):
-            file.add(step, {"a": 1.0})
-        assert file.failed == 3 and len(caplog.messages) == 1

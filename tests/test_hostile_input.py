@@ -1,8 +1,4 @@
-r"""Input that a model or a foreign run might hold: nothing is raised but what is said, and nothing shown acts.
-
-Boxes in any bytes are in ``tests/core/test_answer_span.py``, damaged dumps in ``tests/view/test_token_dump.py``, answers that
-are programs in ``tests/recipe/test_reward_processes.py``, the page in a browser in ``tests/view/test_browser.py``.
-"""
+"""Input that a model or a foreign run might hold: nothing is raised but what is said, and nothing shown acts."""
 
 from __future__ import annotations
 
@@ -13,7 +9,6 @@ import os
 import re
 import tempfile
 import unicodedata
-from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -79,27 +74,15 @@ def test_a_foreign_run_is_data_in_the_page_and_plain_text_in_a_terminal(words: s
 
 
 def _check_page(text: str) -> None:
+    """Scripts are one, and data without a sign that ends any; outside is nothing but a title that was not there before."""
     text.encode()
     scripts = re.findall(r"<script\b([^>]*)>(.*?)</script>", text, flags=re.DOTALL)
     packed = [body for head, body in scripts if "text/plain" in head]
     assert len(scripts) - len(packed) == 1 and text.count("<script") == len(scripts)
-    assert not any(set(body) & set("<>&\"'") - {">", "&"} for body in packed)
+    assert not any(set(body) & set("<\"'") for body in packed)
     outside = re.sub(r"<(script|style)\b.*?</\1>", "", text, flags=re.DOTALL)
     titles = re.findall(r"<(?:title|h1)>(.*?)</", outside, flags=re.DOTALL)
     assert len(titles) == 2 and all(html.escape(html.unescape(title)) == title for title in titles)
-    assert _without_title(outside) == _rest_of_a_plain_page()
-
-
-@cache
-def _rest_of_a_plain_page() -> str:
-    with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "metrics.jsonl").write_text('{"step": 1, "data": {"a": 1}}\n')
-        text = render([open_run(folder)])
-    return _without_title(re.sub(r"<(script|style)\b.*?</\1>", "", text, flags=re.DOTALL))
-
-
-def _without_title(text: str) -> str:
-    return re.sub(r"\s+", "", re.sub(r"<(title|h1)\b.*?</\1>", "", text, flags=re.DOTALL))
 
 
 def _check_terminal(text: str) -> None:
@@ -136,13 +119,3 @@ def test_links_and_pipes_in_a_foreign_folder(tmp_path: Path) -> None:
     os.mkfifo(run / "metrics.jsonl")
     opened = open_run(run)
     assert opened.metrics == {} and opened.dump.steps == [3] and len(list(opened.dump)) == 1
-
-
-def test_no_source_asks_for_pickles_or_a_models_own_code() -> None:
-    """ruff's rules S, in pyproject.toml, find the other ways to run a text."""
-    root = Path(__file__).parents[1]
-    for folder in ("grail_advantage", "recipe", "scripts", "bench", "benchmarks", "examples"):
-        for path in (root / folder).rglob("*.py"):
-            source = path.read_text(encoding="utf-8")
-            assert not re.search(r"weights_only=(?!True)|allow_pickle=(?!False)|trust_remote_code=True", source), path
-            assert source.count("torch.load(") == source.count("weights_only=True"), path

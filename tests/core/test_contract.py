@@ -121,11 +121,9 @@ def test_says_what_it_is_and_keeps_nothing(name: str) -> None:
     method = build(name)
     assert method.name == name and type(method).__doc__ and method.formula and method.source and method.cost
     assert pickle.loads(pickle.dumps(method)) == method, "it travels to another process"
-    with pytest.raises(ValueError, match="frozen"):
-        method.mask_truncated = False
     assert build(name, {"mask_truncated": False}).mask_truncated is False
     assert build(name, {"mask_truncated": None}) == method
-    with pytest.raises(ValueError, match=rf"{method.section}\.nonsense .*mask_tr"):
+    with pytest.raises(ValueError):
         build(name, {"nonsense": 1})
 
 

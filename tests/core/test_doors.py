@@ -21,7 +21,7 @@ from transformers import PreTrainedTokenizerFast
 from grail_advantage import Grail, Rollouts, compute_token_weights
 from grail_advantage.data import Example
 from grail_advantage.receipt import Loss, check
-from tests.core.receipt_loop import rollout, train
+from tests.core.receipt_loop import ppo, rollout, tokens_of, train
 from tests.core.tiny_models import ROLLOUTS, char_tokenizer, make_batch, tiny_model
 
 NAN, INF = math.nan, math.inf
@@ -129,16 +129,12 @@ def valid_receipt() -> dict[str, Any]:
     """Likewise, with all columns; the gradients are those of PPO's loss, the first piece is the largest."""
     given = rollout(3, ranks=2, updates=2, epochs=2, weights=True, drift=0.05)
 
-    def ppo(micro: Any) -> torch.Tensor:
-        ratio = (micro.log_probs - micro.old).exp()
-        objective = torch.minimum(ratio * micro.advantages, ratio.clamp(0.8, 1.2) * micro.advantages)
-        divisor = given.batch.mask_BT[micro.update_rows].sum() / given.batch.ranks
-        return -(objective * micro.weights * micro.mask / divisor).sum()
-
     tokens = [[int(given.batch.mask_BT[torch.cat([rows for _, rows in step])].sum()), 4] for step in given.plan]
     parts = {"keys": [f"k{row}" for row in range(8)], "left_out_B": torch.zeros(8, dtype=torch.bool)}
     batch = replace(given.batch, **parts, totals_U2=torch.tensor(tokens))
-    pieces = sorted(train(given, ppo), key=lambda piece: -len(piece.rows_b))
+    pieces = sorted(
+        train(given, lambda micro: ppo(micro, tokens_of(given, micro))), key=lambda piece: -len(piece.rows_b)
+    )
     return {"batch": batch, "loss": Loss("ppo", "clip", options={"low": 0.2, "high": 0.2}), "pieces": pieces}
 
 

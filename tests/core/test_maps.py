@@ -82,10 +82,3 @@ def test_a_share_that_is_a_whole_number_in_decimals_is_that_number() -> None:
     for hundredths in range(1, 101):
         expected = [max(1, math.ceil(Fraction(hundredths, 100) * count)) for count in range(501)]
         assert count_of_share(hundredths / 100, counts).tolist() == expected, hundredths
-
-
-def test_a_row_whose_powers_sum_to_almost_nothing_is_even() -> None:
-    """2 * (6e-5)^2 = 7.2e-9 is below 1e-8, 6e-5^2 + 9e-5^2 = 1.17e-8 is not."""
-    scores = torch.tensor([[6e-5, 6e-5, 0.0], [6e-5, 9e-5, 0.0]], dtype=torch.float64)
-    weights = weights_of("power", scores, torch.ones(2, 3).bool())
-    close(weights.tolist(), [[1, 1, 1], [3 * 36 / 117, 3 * 81 / 117, 0]])

@@ -84,10 +84,3 @@ def test_figures_token_by_token(level: float) -> None:
     assert got == pytest.approx(expected, rel=1e-12)
     assert list(got) == [*metrics.METRICS, *metrics.GRADIENT_METRICS]
     assert torch.equal(norms.nan_to_num(), before.nan_to_num()), "the caller's are left alone"
-
-
-def test_without_an_advantage_or_a_weight_there_is_no_sum_to_share() -> None:
-    for weight, advantage in ((1.0, 0.0), (0.0, 1.0)):
-        r = rollouts_of([[0] * 3] * 2, [advantage] * 2)
-        got = figures(weighed_of(r, torch.full((2, 3), weight)), torch.zeros(0))
-        assert got["top_share"] == got["advantage_scale"] == 0.0 and all(map(math.isfinite, got.values()))

@@ -317,16 +317,6 @@ def test_the_smallest_factor_that_is_seen(dtype: torch.dtype) -> None:
         assert names(check(batch, TOKEN_MEAN, exact).findings) == expected
 
 
-def test_a_kl_term_without_advantages_is_no_alarm() -> None:
-    """The policy is next to its reference, so that the slope is all cancellation."""
-    given = rollout(3, epochs=2)
-    old = given.batch.old_log_probs_BT
-    batch = replace(given.batch, advantages_BT=0 * old, ref_log_probs_BT=old * (1 + 1e-6))
-    given = Rollout(batch, old.expand(2, -1, -1), given.plan)
-    loss = lambda m: 0.1 * (((m.ref - m.log_probs).exp() + m.log_probs) * m.mask).sum() / tokens_of(given, m)  # noqa: E731
-    assert receipt_of(given, loss, replace(TOKEN_MEAN, kl="k3", kl_coef=0.1)).findings == ()
-
-
 def test_the_hook_reads_what_autograd_gives_changes_nothing_and_goes() -> None:
     given = rollout(43)
     leaf, plain = (given.policy_UBT[0].clone().requires_grad_() for _ in range(2))

@@ -13,10 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-import grail_advantage
-from grail_advantage import Grail, Method, Oar, Weights, maps, method, register, register_map
+from grail_advantage import Grail, Method, Weights, maps, method, register, register_map
 from grail_advantage.method import NameTakenError, build, failure_message, methods
-from tests.core import reference
 from tests.core.common import MAPS, METHODS, rollouts_of, weighed
 from tests.core.tiny_models import ROLLOUTS, char_tokenizer, make_batch, tiny_model
 from tests.documentation import files, snippets
@@ -84,25 +82,9 @@ def test_maps_have_typed_options() -> None:
     def top(x: torch.Tensor, m: torch.Tensor) -> Weights:
         return Weights(x)
 
-    for function, words in ((untyped, "untyped.*factor"), (top, r"top.*grail_advantage\.maps")):
-        with pytest.raises(ValueError, match=words):
+    for function in (untyped, top):
+        with pytest.raises(ValueError):
             register_map()(function)
-
-
-@pytest.mark.parametrize("leaf", ["embeddings", "first", "middle", "last"])
-@pytest.mark.parametrize("preset", ["official", "robust"])
-def test_grails_presets_and_what_follows_from_other_options(preset: str, leaf: str) -> None:
-    """As the reference of the other tests has them, value by value."""
-    for options in ({}, {"weight_max": 3.0}, {"weight_max": 3.0, "content_weight": 0.0}, {"alignment": "predictor"}):
-        known = reference.resolve(preset, leaf=leaf, **options)
-        config = Grail(preset, leaf=leaf, **options).model_dump()
-        assert {name: config[name] for name in known} == known
-        assert set(config) - set(known) == {"preset", "mask_truncated", "reshaper_options", "quantile", "boost"}
-    assert (
-        Grail() == Grail("official") == Grail(preset=None, gate=None)
-        and type(Grail(weight_max=4).content_weight) is float
-    )
-    assert (grail_advantage.GrailConfig, grail_advantage.OarConfig) == (Grail, Oar), "earlier names"
 
 
 @pytest.mark.parametrize("name", [*METHODS, *MAPS])

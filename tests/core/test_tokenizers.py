@@ -8,10 +8,8 @@ import pytest
 from tokenizers import decoders, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from grail_advantage.answers.tokenizers import PROBES, load_tokenizer, lost_text
+from grail_advantage.answers.tokenizers import load_tokenizer
 from tests.broken_tokenizer import save_under_class
-from tests.core import tiny_models
-from tests.real_tokenizers import char_tokenizer, llama3_tokenizer
 from verl_cpu.tiny.model import build_tokenizer
 
 TEXTS = ("a b\nc", r"\boxed{x = 2}", "12 + 30 = 42,\n  so $x^{2} \\le 42$.")
@@ -42,17 +40,3 @@ def test_damage_that_was_saved_is_refused_with_the_remedy(damaged: PreTrainedTok
     damaged.save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"turns 'a b\\nc' into 'abc': .*take tokenizer\.json .*tokenizer_path"):
         load_tokenizer(tmp_path)
-
-
-@pytest.mark.slow
-def test_a_real_vocabulary_under_the_class_of_its_checkpoints(tmp_path: Path) -> None:
-    """R1-Distill-Llama names the class of Llama 2's tokenizer."""
-    meant = llama3_tokenizer()
-    loaded = load_tokenizer(save_under_class(meant, tmp_path, "LlamaTokenizerFast", "llama"))
-    for text in (*TEXTS, *PROBES):
-        assert loaded.encode(text, add_special_tokens=False) == meant.encode(text, add_special_tokens=False)
-        assert loaded.decode(loaded.encode(text, add_special_tokens=False)) == text
-
-
-def test_a_small_vocabulary_is_no_loss() -> None:
-    assert lost_text(char_tokenizer()) is None and lost_text(tiny_models.char_tokenizer()) is None
