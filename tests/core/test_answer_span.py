@@ -15,7 +15,6 @@ from transformers import PreTrainedTokenizerFast
 from grail_advantage.answers.span import AnswerSpan, find_answer_span, find_answer_spans, token_bytes
 from tests import real_tokenizers as real
 from tests.core.plain_answers import EXPRESSION, PLAIN, plain_boxes
-from tests.core.test_answer_format import hostile_texts
 
 
 def is_plain_span(tokenizer: Any, ids: list[int], which: str, bytes_of: Callable, answer: str = "boxed") -> bool:
@@ -204,13 +203,6 @@ def test_real_vocabulary_text_encoded_and_split_anywhere(real_vocabulary: tuple,
     assert 100 < spans < 360
     expected = [find_answer_span(row, tokenizer, "first", answer) for row in rows]
     assert find_answer_spans(rows, tokenizer, "first", answer) == expected
-
-
-def test_tokens_of_hostile_text() -> None:
-    tokenizer = real.char_tokenizer()
-    for name, (text, box) in hostile_texts().items():
-        ids = tokenizer.convert_tokens_to_ids(list(text.decode()))
-        assert find_answer_span(ids, tokenizer) == (box and AnswerSpan(*box)), name
 
 
 @pytest.mark.parametrize("kind", ["bpe", "unigram"])

@@ -241,10 +241,3 @@ def test_a_response_without_a_token_before_it_is_refused() -> None:
     assert (
         len(Rollouts(**valid_rollouts() | {"prompts": prompts, "responses": [torch.ones(3).long(), prompts[1]]})) == 2
     )
-
-
-def test_probabilities_in_place_of_what_the_trainer_computed_are_a_finding() -> None:
-    """What is measured is reported, whatever it is: a policy that has moved may look like it."""
-    call = valid_receipt()
-    pieces = [replace(piece, log_probs_bT=piece.log_probs_bT.exp()) for piece in call["pieces"]]
-    assert not check(**call | {"pieces": pieces}).ok

@@ -32,15 +32,19 @@ from grail_advantage.receipt.measure import Gradient
 from grail_advantage.receipt.report import main, read, write
 from tests.core.receipt_cells import cells, quiet
 from tests.core.receipt_faults import FAULTS, named
-from tests.core.receipt_loop import CLIP, TOKEN_MEAN, Rollout, names, ppo, receipt_of, rollout, tokens_of, train
+from tests.core.receipt_loop import TOKEN_MEAN, Rollout, names, ppo, receipt_of, rollout, tokens_of, train
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "receipt.md").read_text(encoding="utf-8")
 
 
 def own(given: Rollout, declared: Loss = TOKEN_MEAN, **changed: Any) -> Receipt:
-    """Of PPO's loss with changed fields."""
-    return receipt_of(given, lambda m: ppo(m, tokens_of(given, m), **changed), declared)
+    """Of PPO's loss with changed fields, each a value or a function of the micro-batch."""
+
+    def loss(m: Any) -> torch.Tensor:
+        return ppo(m, tokens_of(given, m), **{k: of(m) if callable(of) else of for k, of in changed.items()})
+
+    return receipt_of(given, loss, declared)
 
 
 def test_each_fault_of_history_is_seen_and_the_first_line_is_right() -> None:
@@ -128,25 +132,6 @@ def test_what_a_token_should_receive_is_the_slope_of_its_loss(kind: str) -> None
             assert receipt.received_BT.item() == pytest.approx(-slope)
             assert receipt.expected_UBT.item() == pytest.approx(-slope, rel=1e-3, abs=1e-6), (ratio, advantage)
             assert bool(receipt.clipped_BT) == (slope == 0)
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_denominators_by_hand(ranks: int) -> None:
-    """Of one update over ranks and uneven micro-batches, on policy: what is received is the advantage."""
-    given = rollout(31, ranks=ranks)
-    lengths = given.batch.mask_BT.sum(1, keepdim=True).float()
-    for aggregation, divisors in {
-        "token-mean": 0 * lengths + lengths.sum(),
-        "token-sum": 0 * lengths + 1,
-        "seq-mean-token-sum": 0 * lengths + 8,
-        "seq-mean-token-mean": 8 * lengths,
-        "seq-mean-token-sum-norm": 0 * lengths + 8 * 20,
-    }.items():
-        loss = Loss("ppo", "clip", aggregation, norm=20.0, options=CLIP)
-        receipt = receipt_of(given, lambda m, d=divisors: ppo(m, d[m.rows]) * ranks, loss)
-        assert receipt.findings == () and receipt.clipped == 0
-        wanted_BT = torch.where(given.batch.mask_BT, given.batch.advantages_BT, 0.0)
-        torch.testing.assert_close(receipt.received_BT, wanted_BT)
 
 
 LOSSES = {
@@ -268,36 +253,25 @@ def test_a_constant_in_one_micro_batch_is_seen(ties: bool) -> None:
 
 
 def test_rounding_is_no_mismatch() -> None:
-    """bf16 in gradients, log-probabilities, the whole loss or advantages; and a ratio on the bound of the clip."""
+    """bf16 in gradients or advantages, and a ratio on the bound of the clip; bf16 policies are in the clean loops."""
     seen = set()
     for seed in range(3):
         given = rollout(seed, epochs=3, token_advantages=bool(seed % 2))
-        pieces = train(given, lambda m, g=given: ppo(m, tokens_of(g, m)))
-        policy, coarse = given.policy_UBT.bfloat16(), given.batch.advantages_BT.bfloat16()
-        half = Rollout(replace(given.batch, old_log_probs_BT=policy[0].float()), policy, given.plan)
-        whole = Rollout(replace(given.batch, old_log_probs_BT=policy[0]), policy, given.plan)
-        seen |= {
-            *check(
-                given.batch, TOKEN_MEAN, [replace(p, gradient_bT=p.gradient_bT.bfloat16()) for p in pieces]
-            ).findings,
-            *own(half).findings,
-            *receipt_of(whole, lambda m, g=given: ppo(m, tokens_of(g, m), advantages=m.advantages.bfloat16())).findings,
-            *receipt_of(
-                given, lambda m, g=given, c=coarse: ppo(m, tokens_of(g, m), advantages=c[m.rows].float())
-            ).findings,
-        }
+        coarse, pieces = given.batch.advantages_BT.bfloat16(), train(given, lambda m, g=given: ppo(m, tokens_of(g, m)))
+        narrow = [replace(p, gradient_bT=p.gradient_bT.bfloat16()) for p in pieces]
+        rounded = own(given, advantages=lambda m, c=coarse: c[m.rows].float())
+        seen |= {*check(given.batch, TOKEN_MEAN, narrow).findings, *rounded.findings}
     assert {(finding.name, finding.mismatch) for finding in seen} == {("rounded", False)}, [str(each) for each in seen]
     given = rollout(45, epochs=2)
-    given = Rollout(
-        replace(given.batch, old_log_probs_BT=given.policy_UBT[0] - 0.3), given.policy_UBT - 0.3, given.plan
-    )
-    at_the_bound = given.batch.old_log_probs_BT + math.log(1.2)
-    given.policy_UBT[1] = torch.where(torch.arange(12) % 2 == 0, at_the_bound, given.policy_UBT[1])
+    at_the_bound = given.batch.old_log_probs_BT - 0.3 + math.log(1.2)
+    policy = given.policy_UBT - 0.3
+    policy[1] = torch.where(torch.arange(12) % 2 == 0, at_the_bound, policy[1])
+    batch = replace(given.batch, old_log_probs_BT=given.batch.old_log_probs_BT - 0.3)
     for nudge in (-3e-6, 3e-6):
-        moved = Rollout(given.batch, given.policy_UBT + nudge, given.plan)
+        moved = Rollout(batch, policy + nudge, given.plan)
         pieces = train(moved, lambda m, moved=moved: ppo(m, tokens_of(moved, m)))
         shifted = [replace(piece, log_probs_bT=piece.log_probs_bT - 2 * nudge) for piece in pieces]
-        assert check(given.batch, TOKEN_MEAN, shifted).findings == ()
+        assert check(batch, TOKEN_MEAN, shifted).findings == ()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -87,16 +87,6 @@ def test_distances_go_towards_exact_transport() -> None:
     assert distance.tolist() == pytest.approx(best, rel=1e-3)
 
 
-@pytest.mark.parametrize("iterations", [1, 23])
-def test_each_iteration_is_the_textbooks(iterations: int) -> None:
-    generator, sizes = torch.Generator().manual_seed(3), [(6, 5), (4, 5), (2, 3)]
-    cost = torch.rand(3, 6, 5, generator=generator, dtype=torch.float64)
-    distance, error = sinkhorn_distance(cost, *torch.tensor(sizes).T, epsilon=0.1, iterations=iterations, tolerance=0.0)
-    want = [plain_sinkhorn(cost[p, :n, :m], 0.1, iterations) for p, (n, m) in enumerate(sizes)]
-    assert distance.tolist() == pytest.approx([distance for distance, _ in want], rel=1e-10)
-    assert error.tolist() == pytest.approx([error for _, error in want], rel=1e-6, abs=1e-12)
-
-
 @pytest.mark.parametrize(("window", "stride"), [(5, 2), (4, 4), (100, 25)])
 def test_against_the_plain_loop(window: int, stride: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where pairs are worked on a few at a time."""

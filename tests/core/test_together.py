@@ -9,7 +9,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from torch import nn
-from transformers import PreTrainedModel, Qwen3ForCausalLM
+from transformers import PreTrainedModel
 
 from grail_advantage import Grail, Method, Oar, compute_token_weights
 from grail_advantage.method import build
@@ -79,25 +79,6 @@ def test_forwards_keep_to_the_budget_and_hold_rows_of_like_length() -> None:
     with watch_inputs(model.get_input_embeddings()) as shapes:
         weigh(model, rollouts, tokens=100)
     assert shapes == [(1, 100), (1, 50), (2, 49), (1, 21), (2, 15)]
-
-
-class LooksAround(Qwen3ForCausalLM):
-    """Its logits are the larger the more rows there are."""
-
-    def forward(self, input_ids: torch.Tensor, **named: Any) -> Any:
-        output = super().forward(input_ids, **named)
-        output.logits = output.logits * (1 + len(input_ids) / 2)
-        return output
-
-
-def test_code_that_looks_at_its_neighbours_runs_one_at_a_time(caplog: pytest.LogCaptureFixture) -> None:
-    model = LooksAround(tiny_model().config).eval()
-    rollouts = [Rollout("Two?", rf"b\boxed{{{answer}}}", -1.0) for answer in range(3)]
-    for _ in range(2):
-        with watch_inputs(model.get_input_embeddings()) as shapes:
-            weigh(model, rollouts)
-        assert shapes[-3:] == [(1, 13)] * 3
-    assert caplog.text.count("responses go through the model one at a time") == 1
 
 
 @pytest.mark.parametrize("method", [Grail("official"), Oar("perturbation")], ids=["rows", "counterfactuals"])
