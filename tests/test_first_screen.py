@@ -17,12 +17,8 @@ import torch
 from examples.grail_in_one_file import BOXED, HASHES, find_answer
 from grail_advantage.analyze import analyze, methods_for
 from grail_advantage.answers.format import answer_format
-from grail_advantage.answers.span import find_answer_span
 from grail_advantage.dump import DumpRow, read_dump
 from grail_advantage.view.analysis import Response
-from tests import real_tokenizers
-from tests.core.test_answer_format import BY_HAND
-from tests.core.tiny_models import char_tokenizer
 from tests.documentation import ROOT
 from verl_cpu.tiny.sampling import MAX_RESPONSE_TOKENS, prompt_ids, sample, uniform
 from verl_cpu.tiny.shipped import load_shipped
@@ -125,26 +121,3 @@ def test_weights_are_those_of_a_dump(
     assert max(differences) < 5e-6
     before = np.concatenate([row.weight_T[: row.span.start] for row in scored])
     assert before.min() == 0.5 and before.max() == 5 and len(np.unique(before)) > 100
-
-
-@pytest.mark.parametrize("tokenizer", [char_tokenizer, real_tokenizers.qwen_tokenizer])
-def test_answers_are_found_where_the_package_finds_them(tokenizer: Any) -> None:
-    compared = 0
-    for answer, text, _ in BY_HAND:
-        try:
-            ids = tokenizer()(text.decode(), add_special_tokens=False)["input_ids"]
-        except UnicodeDecodeError:
-            continue
-        if answer not in PATTERNS or any(token is None for token in ids):
-            continue
-        for which, place in (("first", 0), ("last", -1)):
-            span = find_answer_span(ids, tokenizer(), which, answer)
-            found = find_answer(tokenizer().convert_ids_to_tokens(ids), PATTERNS[answer], place)
-            assert (found is None) == (span is None), text
-            if span is not None:
-                numbers = np.arange(len(ids))
-                assert found[0].tolist() == ((span.start <= numbers) & (numbers < span.end)).tolist(), text
-                inside = (span.content_start <= numbers) & (numbers < span.content_end)
-                assert found[1].tolist() == inside.tolist(), text
-                compared += 1
-    assert compared > 15
