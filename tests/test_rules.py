@@ -23,6 +23,7 @@ REFUSED = (  # in the order of the table
     *("trainer.use_v1=False", "++algorithm.token_weights.share_forward=auto"),
     *("++algorithm.token_weights.trainer_module=mine", "trainer.v1.trainer_mode=mine", f"{BASE}=gae"),
     f"{BYPASS}=True {METHOD}=entropy {ROLLOUT}.top_k=-1",
+    f"{BYPASS}=True algorithm.token_dump.effect_every=1 {ROLLOUT}.top_k=-1",
     f"{CHUNKING}=False {METHOD}=high_entropy",
     f"{MODEL}.use_fused_kernels=True {METHOD}=oar_g {ACTOR}.strategy=fsdp",
     *(f"{TWO_SLICES} {METHOD}=oar_g", f"{TWO_SLICES} {MODEL}.use_remove_padding=False"),
@@ -57,7 +58,8 @@ def test_refused_before_the_trainer_is_chosen(place: int) -> None:
     assert rule.broken(parsed(config))
     with pytest.raises(ValueError) as refused:
         prepare(config)
-    assert rule.option in str(refused.value) and config.trainer.v1.trainer_mode == mode
+    assert rule.option in str(refused.value) and rule.because in str(refused.value)
+    assert config.trainer.v1.trainer_mode == mode
 
 
 @pytest.mark.parametrize("place", range(len(WARNED)))
