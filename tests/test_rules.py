@@ -20,8 +20,8 @@ from tests.composed import compose, parsed, prepare
 
 TWO_SLICES = f"{SLICES[0]}=2"
 REFUSED = (  # in the order of the table
-    *("trainer.use_v1=False", "++algorithm.token_weights.share_forward=auto"),
-    *("++algorithm.token_weights.trainer_module=mine", "trainer.v1.trainer_mode=mine", f"{BASE}=gae"),
+    *("++algorithm.token_weights.share_forward=auto", "++algorithm.token_weights.trainer_module=mine"),
+    *("trainer.v1.trainer_mode=mine", f"{BASE}=gae"),
     f"{BYPASS}=True {METHOD}=entropy {ROLLOUT}.top_k=-1",
     f"{BYPASS}=True algorithm.token_dump.effect_every=1 {ROLLOUT}.top_k=-1",
     f"{CHUNKING}=False {METHOD}=high_entropy",
@@ -33,6 +33,7 @@ REFUSED = (  # in the order of the table
 )
 WARNED = (f"{METHOD}=oar_g", f"{ACTOR}.loss_agg_mode=token-mean {METHOD}=turn_rloo")
 EVERY_RESPONSE = (
+    "trainer.use_v1=False",
     *(f"{LOSS}={loss}" for loss in ("clip_cov", "kl_cov", "dro", "bypass_mode", "mine")),
     *(f"{ACTOR}.strategy=megatron {METHOD}=uniform", f"{ACTOR}.use_kl_loss=True", f"{ACTOR}.entropy_coeff=0.001"),
     *(f"{ACTOR}.calculate_entropy=True", "distillation.enabled=True", f"{MODEL}.mtp.enable_train=True"),

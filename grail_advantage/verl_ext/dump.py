@@ -7,14 +7,13 @@ same keys, in its column ``uid``.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 from tensordict import TensorDict
-from transfer_queue import KVBatchMeta
 from transformers import PreTrainedTokenizerBase
 
 from grail_advantage.data import OLD_LOG_PROBS, Rollouts, Weighed, outcome_of, runs
@@ -22,7 +21,7 @@ from grail_advantage.dump import StepDump, tolerant
 from grail_advantage.effect import effect_figures
 from grail_advantage.method import Method
 from grail_advantage.methods.turns import list_a_turn, rewards_label
-from grail_advantage.verl_ext.received import LOSS_COLUMNS, Written, loss_of, receipt_of, watch_request, without_watch
+from grail_advantage.verl_ext.received import LOSS_COLUMNS, Written, loss_of, receipt_of
 from grail_advantage.verl_ext.settings import (
     ACTOR,
     CALL_REWARDS,
@@ -33,7 +32,7 @@ from grail_advantage.verl_ext.settings import (
     TOOL_REWARDS,
     Settings,
 )
-from grail_advantage.verl_ext.step import REWARDS, columns_of, log_probs_now, objects
+from grail_advantage.verl_ext.step import REWARDS, columns_of, objects
 
 TURN_REWARDS = ("turn_rewards", CALL_REWARDS, "turn_scores", TOOL_REWARDS)
 """Fields with rewards by turn, of the reward function and of verl's agent loop."""
@@ -53,7 +52,8 @@ class UpdateDump:
     def __init__(self, settings: Settings, tokenizer: PreTrainedTokenizerBase, *, updates: int) -> None:
         options = settings.dump
         self._settings = settings
-        self._watched: Written | None = None
+        self.watched: Written | None = None
+        """The responses that were written last, whose update the workers are to watch."""
         options.folder.mkdir(parents=True, exist_ok=True)
         self.steps = StepDump(
             options,
@@ -64,19 +64,18 @@ class UpdateDump:
         )
         """Chooses the responses, and writes their files."""
 
-    def write(self, weighed: Weighed, data: TensorDict, batch: KVBatchMeta, *, update: int) -> None:
+    def write(self, weighed: Weighed, data: TensorDict, of_run: Sequence[bool], *, update: int) -> None:
         """Hand the update's responses to the writer.
 
         Args:
             weighed: of the update.
             data: what was fetched of them.
-            batch: keys and tags of its responses.
+            of_run: which of its responses do not only fill up the batch.
             update: number of the update in the step.
         """
-        self._watched = None
+        self.watched = None
         with self.steps.attempt():
             rollouts = weighed.rollouts
-            of_run = [not tag.get("is_padding", False) for tag in batch.tags]
             chosen = self.steps.choose(rollouts.step, update, rollouts.groups.tolist(), of_run)
             if not chosen:
                 return
@@ -86,28 +85,14 @@ class UpdateDump:
             if self._settings.dump.received and self._settings[STRATEGY] in ENGINES:
                 columns, width = columns_of(data, LOSS_COLUMNS), part.advantages.shape[1]
                 columns = {name: values_BT[chosen, :width] for name, values_BT in columns.items()}
-                self._watched = Written(f"{rollouts.step}.{update}", update, chosen, part, columns)
-
-    def watch(self, rollouts: Rollouts, batch: KVBatchMeta) -> bool:
-        """Have the workers read what the responses receive that were written last; whether they will.
-
-        Args:
-            batch: of the update; gets a field and a setting.
-        """
-        if self._watched is None:
-            return False
-        with self.steps.attempt():
-            watch_request(batch, rollouts.keys, self._watched)
-            return True
-        return False
+                self.watched = Written(f"{rollouts.step}.{update}", update, chosen, part, columns)
 
     def receive(
         self,
         rollouts: Rollouts,
-        batch: KVBatchMeta,
-        request: KVBatchMeta,
         workers: Any,
         sent: Sequence[bool],
+        log_probs_now: Callable[[Sequence[int]], torch.Tensor],
         *,
         on_policy: bool,
     ) -> dict[str, float]:
@@ -115,17 +100,15 @@ class UpdateDump:
 
         Args:
             rollouts: all responses of the update.
-            batch: with all of them, in verl's order.
-            request: of the update, whose field and setting are dropped.
             workers: the actor's worker group.
             sent: which responses went into the update.
+            log_probs_now: log-probabilities (B, T) of the responses at some places, by the actor as it is.
             on_policy: whether the old log-probabilities are those of the policy before the update.
 
         Returns:
             Metrics.
         """
-        written, self._watched = self._watched, None
-        without_watch(request)
+        written, self.watched = self.watched, None
         with self.steps.attempt():
             replies = workers.take_received(written.number)
             if errors := [reply for reply in replies if isinstance(reply, Exception)]:
@@ -146,8 +129,8 @@ class UpdateDump:
             metrics |= {} if receipt.clipped is None else {"receipt/clipped": receipt.clipped}
             effect = None
             if self.steps.measures(r.step):
-                now = log_probs_now(batch, r.keys, workers, self._settings[f"{ROLLOUT}.temperature"])
-                effect = now[:, : r.mask.shape[1]] - written.columns[OLD_LOG_PROBS]
+                now = log_probs_now(written.places)[:, : r.mask.shape[1]]
+                effect = now - written.columns[OLD_LOG_PROBS]
                 figures = effect_figures(written.part.advantages, effect, r.mask)
                 metrics |= {f"{written.part.method.name}/{name}": value for name, value in figures.items()}
             self.steps.write_received(r.step, written.update, receipt, loss.name, r.keys, lengths, effect)

@@ -45,7 +45,7 @@ def _refusing_estimator(name: str) -> Callable[..., NoReturn]:
     def estimator(*_: Any, **__: Any) -> NoReturn:
         raise ValueError(
             f"algorithm.adv_estimator={name} needs token weights, which this trainer does not compute; start the run "
-            f"with `python3 -m verl.trainer.main_ppo trainer.use_v1=true algorithm.adv_estimator={name} ...`, or see "
+            f"with `python3 -m verl.trainer.main_ppo algorithm.adv_estimator={name} ...`, or see "
             "docs/own_trainer.md for a trainer of your own"
         )
 
@@ -66,6 +66,9 @@ def start_run(config: DictConfig, validate: Callable[[], None]) -> None:
     Raises:
         ValueError: a setting that does not work; the message names the option and the remedy.
     """
+    if patches.in_actor():  # the task runner of trainer.use_v1=false asks again
+        validate()
+        return
     ours = _is_ours(config)
     if ours:
         OmegaConf.resolve(config)  # verl hands ray_kwargs on as they are
@@ -114,7 +117,9 @@ def prepare_run(config: DictConfig) -> Settings | None:
         changes[DUMP_FOLDER] = str(settings.dump.folder)
     for option, value in changes.items():
         OmegaConf.update(config, option, value, force_add=True)
-    if settings.method is not None and settings.kind == (mode := config.trainer.v1.trainer_mode) in TRAINER_MODES:
+    if settings.method is not None and not settings["trainer.use_v1"]:
+        patches.use_ray_trainer(importlib.import_module("grail_advantage.verl_ext.ray_trainer").TokenWeightRayTrainer)
+    elif settings.method is not None and settings.kind == (mode := config.trainer.v1.trainer_mode) in TRAINER_MODES:
         patches.set_trainer_mode(config, f"{TRAINER_PREFIX}{mode}")
     return settings
 

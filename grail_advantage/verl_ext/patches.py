@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
+import ray
 import torch
 import verl.utils.config
 import verl.utils.logging_utils
@@ -39,7 +40,7 @@ def wrap_entry(start: Callable[[DictConfig, Callable[[], None]], None], register
     verl has loaded its plug-ins: ``main`` calls the first before Ray starts, ``run`` the second in its first line. Can
     go when verl lets a registered estimator check the configuration and name its trainer.
     """
-    validate, configure = verl.utils.config.validate_config, verl.utils.logging_utils.configure_verl_logging
+    validate = verl.utils.config.validate_config
     if entry_is_wrapped():
         return
 
@@ -47,13 +48,17 @@ def wrap_entry(start: Callable[[DictConfig, Callable[[], None]], None], register
     def validate_config(config: Any, *args: Any, **kwargs: Any) -> None:
         start(config, functools.partial(validate, config, *args, **kwargs))
 
+    setattr(validate_config, WRAPPED, True)
+    verl.utils.config.validate_config = validate_config
+    configure = getattr(verl.utils.logging_utils, "configure_verl_logging", None)
+    if configure is None:
+        return  # a verl without the v1 trainers, whose older one needs no registration
+
     @functools.wraps(configure)
     def configure_verl_logging() -> None:
         register()
         configure()
 
-    setattr(validate_config, WRAPPED, True)
-    verl.utils.config.validate_config = validate_config
     verl.utils.logging_utils.configure_verl_logging = configure_verl_logging
 
 
@@ -98,6 +103,42 @@ def estimator_named(algorithm: DictConfig, name: str) -> Iterator[None]:
     finally:
         with open_dict(algorithm):
             algorithm.adv_estimator = configured
+
+
+def use_ray_trainer(trainer_class: type) -> None:
+    """Have verl's older task runner make a trainer of this class.
+
+    Works around ``verl.trainer.main_ppo_v0.TaskRunner.run``, which names ``RayPPOTrainer``. For the process of the
+    command: Ray takes the task runner's class from there by value, with the names that its module has then. Can go when
+    verl takes the class from its options.
+    """
+    from verl.trainer import main_ppo_v0
+
+    main_ppo_v0.RayPPOTrainer = trainer_class
+
+
+@contextmanager
+def advantages_by(compute: Callable[..., Any]) -> Iterator[None]:
+    """While open, ``RayPPOTrainer.fit`` calls ``compute(compute_advantage, data, **options)`` in place of verl's
+    function.
+
+    Works around ``verl.trainer.ppo.ray_trainer.RayPPOTrainer.fit``, which calls the module's ``compute_advantage`` and
+    hands a registered estimator neither the responses nor the model. Can go when it is a method of the trainer.
+    """
+    from verl.trainer.ppo import ray_trainer
+
+    verls = ray_trainer.compute_advantage
+    ray_trainer.compute_advantage = functools.partial(compute, verls)
+    try:
+        yield
+    finally:
+        ray_trainer.compute_advantage = verls
+
+
+def in_actor() -> bool:
+    """Whether this process is one of Ray's actors; of those that check a configuration, the task runner of
+    ``trainer.use_v1=false``."""
+    return ray.is_initialized() and ray.get_runtime_context().get_actor_id() is not None
 
 
 def autocast(engine: FSDPEngineWithLMHead) -> AbstractContextManager:

@@ -2,8 +2,8 @@
 trainer.
 
 :class:`UpdateReader` runs in a worker, around the loss function that verl gives it: it reads the gradient of the tensor
-of log-probabilities that goes into the loss, and changes nothing. :func:`watch_request` and :func:`receipt_of` run in
-the trainer. Gradients are kept for the responses that the token dump writes. The loss's denominators, tokens and
+of log-probabilities that goes into the loss, and changes nothing. :class:`Written` and :func:`receipt_of` are for the
+trainer. Gradients are kept for the responses that the token dump writes. The loss's denominators, tokens and
 responses, are counted over the whole optimiser step, or the check would divide wrongly.
 
 Shape suffixes: R responses of a rank, B responses that are written, T response tokens, N packed tokens, U optimiser
@@ -18,10 +18,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import transfer_queue as tq
 from tensordict import TensorDict
 from torch.nn.utils.rnn import pad_sequence
-from transfer_queue import KVBatchMeta
 from verl.utils import tensordict_utils as tu
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
@@ -54,8 +52,10 @@ class _Reading:
 
     gradient: Gradient
     places_R2: torch.Tensor
-    prompts_R: torch.Tensor
-    responses_R: torch.Tensor
+    lengths_R2: torch.Tensor
+    """Of each prompt and response."""
+    width: int
+    """Of the tensors of the loss."""
 
 
 class UpdateReader:
@@ -95,8 +95,8 @@ class UpdateReader:
     def _reading(self, loss_fn: Callable[..., Any]) -> Callable[..., Any]:
         def read(model_output: Any, data: TensorDict, dp_group: Any = None) -> Any:
             with self._attempt():
-                of_rows = (data[name].offsets().diff() for name in ("prompts", "responses"))
-                self._readings.append(_Reading(Gradient(model_output["log_probs"]), data[PLACES], *of_rows))
+                gradient = Gradient(model_output["log_probs"])
+                self._readings.append(_Reading(gradient, data[PLACES], *_lengths(data)))
             return loss_fn(model_output=model_output, data=data, dp_group=dp_group)
 
         return read
@@ -129,14 +129,25 @@ def _loss_scale(engine: FSDPEngineWithLMHead) -> float:
     return 1.0 if scaler is None else scaler.get_scale()
 
 
+def _lengths(data: TensorDict) -> tuple[torch.Tensor, int]:
+    """The lengths of prompts and responses, (R, 2), and the width of the loss's tensors: that of the older trainer's padded
+    ones, else that of the longest response."""
+    prompts, responses = data["prompts"], data["responses"]
+    if prompts.is_nested:
+        lengths_R2 = torch.stack([of.offsets().diff() for of in (prompts, responses)], dim=1)
+        return lengths_R2, int(lengths_R2[:, 1].max())
+    widths = [prompts.shape[1], responses.shape[1]]
+    of_parts = data["attention_mask"].split(widths, dim=1)
+    return torch.stack([of.sum(dim=1) for of in of_parts], dim=1), widths[1]
+
+
 def _piece(reading: _Reading, scale: float) -> Piece:
     # verl's log-probabilities are packed: those of prompt + response, each at the position before its token.
     log_probs_N = reading.gradient.log_probs.values().cpu()  # in its own type, which says how exact the gradient is
     gradient = reading.gradient.values
     gradient_N = torch.zeros_like(log_probs_N) if gradient is None else gradient.values().cpu() / scale
     slots, log_probs, gradients, outside, start = [], [log_probs_N[:0]], [gradient_N[:0]], [], 0
-    lengths = zip(reading.prompts_R.tolist(), reading.responses_R.tolist(), strict=True)
-    for (_, slot), (prompt, response) in zip(reading.places_R2.tolist(), lengths, strict=True):
+    for (_, slot), (prompt, response) in zip(reading.places_R2.tolist(), reading.lengths_R2.tolist(), strict=True):
         own = slice(start + prompt - 1, start + prompt + response - 1)
         end = start + prompt + response
         if slot >= 0:
@@ -148,10 +159,8 @@ def _piece(reading: _Reading, scale: float) -> Piece:
     log_probs_bT, gradient_bT = (
         pad_sequence(values, batch_first=True)[1:].clone() for values in (log_probs, gradients)
     )
-    width = int(reading.responses_R.max())
-    return Piece(
-        torch.tensor(slots, dtype=torch.int64), log_probs_bT, gradient_bT, outside_b=torch.tensor(outside), width=width
-    )
+    slots_b = torch.tensor(slots, dtype=torch.int64)
+    return Piece(slots_b, log_probs_bT, gradient_bT, outside_b=torch.tensor(outside), width=reading.width)
 
 
 # ----------------------------------------------------------------------------------------------------------- in the
@@ -173,28 +182,10 @@ class Written:
     columns: Mapping[str, torch.Tensor]
     """Those of :data:`LOSS_COLUMNS` that the run has, (B, T)."""
 
-
-def watch_request(batch: KVBatchMeta, keys: Sequence[str], written: Written) -> None:
-    """Have the workers watch the update of a batch.
-
-    Args:
-        batch: of the update; gets a field and a setting.
-        keys: of all responses, in the order of their places.
-    """
-    slots = {place: slot for slot, place in enumerate(written.places)}
-    places_B2 = torch.tensor([[place, slots.get(place, -1)] for place in range(len(keys))])
-    fields = TensorDict({PLACES: places_B2}, batch_size=len(keys))
-    tq.kv_batch_put(keys=list(keys), partition_id=batch.partition_id, fields=fields)
-    if batch.fields is not None:
-        batch.fields = [*batch.fields, PLACES]
-    batch.extra_info[WATCHED] = written.number
-
-
-def without_watch(batch: KVBatchMeta) -> None:
-    """Drop the field and the setting from a batch."""
-    batch.extra_info.pop(WATCHED, None)
-    if batch.fields is not None:
-        batch.fields = [name for name in batch.fields if name != PLACES]
+    def places_B2(self, count: int) -> torch.Tensor:
+        """The field ``PLACES`` of all ``count`` responses of the update."""
+        slots = {place: slot for slot, place in enumerate(self.places)}
+        return torch.tensor([[place, slots.get(place, -1)] for place in range(count)])
 
 
 def loss_of(settings: Settings) -> Loss:

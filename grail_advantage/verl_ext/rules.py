@@ -100,12 +100,10 @@ def _constant_denominator(s: Settings) -> bool:
 
 
 # fmt: off
-EVERY_RUN = (
-    Rule("trainer.use_v1", lambda s: not s["trainer.use_v1"],
-         "token weights need verl's v1 trainer", "use true (docs/own_trainer.md)"),
-    *(Rule(f"{SECTION}{name}", lambda s, name=name: name in (s[SECTION[:-1]] or {}), "there is no such option any more",
+EVERY_RUN = tuple(
+    Rule(f"{SECTION}{name}", lambda s, name=name: name in (s[SECTION[:-1]] or {}), "there is no such option any more",
            "take it out; modules with trainers of your own go into VERL_USE_EXTERNAL_MODULES (docs/own_trainer.md)")
-      for name in GONE),
+    for name in GONE
 )
 """Whatever a run's estimator."""
 REFUSED = (
@@ -184,6 +182,8 @@ def why_not_skip(s: Settings, model: PretrainedConfig | None = None, probe: Call
         model: as it is loaded; nothing is asked of it where it is not known yet.
         probe: asks the loaded model whether responses depend on those beside them, where nothing else is against it.
     """
+    if s["trainer.use_v1"] is False:
+        return "trainer.use_v1=False: the older trainer pads responses to one length, with which none is left out"
     if s[STRATEGY] not in ENGINES:
         return f"{s.named(STRATEGY)}: only {' and '.join(ENGINES)} leave responses out"
     if (s[LOSS] or SKIPPABLE[0]) not in SKIPPABLE:

@@ -1,6 +1,5 @@
-"""The responses of one update, from TransferQueue and back: fetched once as :class:`grail_advantage.data.Rollouts`,
-written back once. TransferQueue holds one value a response and field, under the response's key,
-``{prompt}_{session}_{output}``.
+"""The responses of one update as :class:`grail_advantage.data.Rollouts`, from verl's fields of them: one value a response
+and field, as TransferQueue holds them. A response's key is ``{prompt}_{session}_{output}``.
 
 Shape suffixes: B responses, T response tokens.
 """
@@ -9,23 +8,18 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
-import transfer_queue as tq
 from tensordict import TensorDict
-from transfer_queue import KVBatchMeta
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 from verl.trainer.ppo.core_algos import agg_loss
 from verl.utils import tensordict_utils as tu
-from verl.workers.utils.padding import response_from_nested, response_to_nested
 
 from grail_advantage.data import DUMPED, ROLLOUT_LOG_PROBS, Example, Rollouts, runs, within_range
 from grail_advantage.method import Method
 from grail_advantage.methods.turns import list_a_turn
-from grail_advantage.verl_ext.exchange import nested
 from grail_advantage.verl_ext.received import LOSS_COLUMNS
 from grail_advantage.verl_ext.settings import ACTOR, BASE, KL_IN_REWARD, METHOD, ROLLOUT, Settings
 
@@ -42,52 +36,59 @@ FACTS = (
     ROLLOUT_LOG_PROBS,
     *LOSS_COLUMNS,
 )
-"""Fields of TransferQueue for the token dump and the receipt; a run need not have them."""
+"""Fields for the token dump and the receipt; a run need not have them."""
 
 
-def fetch(
-    batch: KVBatchMeta,
+def field_names(settings: Settings, *, dumped: bool) -> list[str]:
+    """The fields of the responses that a step reads.
+
+    Args:
+        dumped: whether the token dump writes this step, which takes those of :data:`FACTS`.
+    """
+    method = settings.method
+    # Rejection sampling rewrites response_mask; loss_mask still holds the generated tokens.
+    names = ["prompts", "responses", "loss_mask", "response_mask", "advantages", *(DUMPED.keys() & method.reads)]
+    names += [_reward_field(settings)] if "rewards" in method.reads else []
+    names += ["raw_prompt", *method.data_columns] if "examples" in method.reads else []
+    names += ["extra_fields", *method.field_names] if method.field_names else []
+    return list(dict.fromkeys([*names, *(FACTS if dumped else [])]))
+
+
+def _reward_field(settings: Settings) -> str:
+    return "token_level_rewards" if settings[KL_IN_REWARD] else REWARDS
+
+
+def rollouts_of(
+    data: TensorDict,
+    keys: Sequence[str],
     settings: Settings,
     tokenizer: PreTrainedTokenizerBase,
     *,
     step: int,
     context_length: int,
     end_tokens: set[int],
-    dumped: bool,
-) -> tuple[Rollouts, TensorDict]:
-    """Fetch the responses after verl's advantages, and what the method reads of them.
+) -> Rollouts:
+    """The responses after verl's advantages.
 
     A response whose advantage is not finite, or too large, has the advantage NaN, which trains nothing. verl gives it
     to all responses that were compared with one whose reward is not finite; verl alone then skips the update of every
     mini-batch with such a response, whose gradient is NaN (``FSDPEngine.optimizer_step``).
 
     Args:
+        data: the fields of :func:`field_names`, as far as the run has them; those with a value a token are nested.
         step: its number.
         context_length: positions of the model.
         end_tokens: from :func:`end_token_ids`.
-        dumped: whether the token dump writes this step, which takes the fields of :data:`FACTS`.
-
-    Returns:
-        The responses, and all that was fetched.
 
     Raises:
         ValueError: the base advantages differ within a response, or something that the method reads is not there.
     """
     method = settings.method
-    rewards = "token_level_rewards" if settings[KL_IN_REWARD] else REWARDS
-    # Rejection sampling rewrites response_mask; loss_mask still holds the generated tokens.
-    names = ["prompts", "responses", "loss_mask", "response_mask", "advantages", *(DUMPED.keys() & method.reads)]
-    names += [rewards] if "rewards" in method.reads else []
-    names += ["raw_prompt", *method.data_columns] if "examples" in method.reads else []
-    names += ["extra_fields", *method.field_names] if method.field_names else []
-    names += FACTS if dumped else []
-    data = tq.kv_batch_get(batch.keys, batch.partition_id, select_fields=list(dict.fromkeys(names)))
-
     prompts, responses = list(data["prompts"].unbind()), list(data["responses"].unbind())
     written_BT, mask_BT, advantages_BT = (
         data[name].to_padded_tensor(0) for name in ("loss_mask", "response_mask", "advantages")
     )
-    fields = _fields(batch.keys, data, method)
+    fields = _fields(keys, data, method)
     if name := settings.one_reward_a_turn:
         turns = [len(runs(written)) for written in written_BT.bool().numpy()]
         fields[name] = list(map(list_a_turn, fields[name], turns))
@@ -97,16 +98,16 @@ def fetch(
         mask=mask_BT.bool(),
         written=written_BT.bool(),
         advantages=_of_responses(advantages_BT, mask_BT.bool(), settings),
-        rewards=_sums(batch.keys, data[rewards], method) if "rewards" in method.reads else None,
+        rewards=_sums(keys, data[_reward_field(settings)], method) if "rewards" in method.reads else None,
         tokenizer=tokenizer,
         answer=settings.answer,
         truncated=truncated(prompts, responses, settings, context_length, end_tokens),
-        groups=torch.tensor(group_numbers(batch.keys)),
+        groups=torch.tensor(group_numbers(keys)),
         examples=_examples(data, settings) if "examples" in method.reads else None,
         fields=fields,
         columns=columns_of(data, (*DUMPED, ROLLOUT_LOG_PROBS)),
-        sessions=[(session, int(number)) for session, number in (key.rsplit("_", 1) for key in batch.keys)],
-        keys=list(batch.keys),
+        sessions=[(session, int(number)) for session, number in (key.rsplit("_", 1) for key in keys)],
+        keys=list(keys),
         mean=partial(mean_of_loss, settings),
         step=step,
     )
@@ -114,9 +115,9 @@ def fetch(
         logger.warning(
             "step %d: %d of %d responses, such as %s, were compared with one that has no finite reward. They train "
             "nothing in this step; verl alone would skip the whole update. Fix the reward function",
-            *(step, int(lost_B.sum()), len(batch), batch.keys[int(lost_B.int().argmax())]),
+            *(step, int(lost_B.sum()), len(keys), keys[int(lost_B.int().argmax())]),
         )
-    return rollouts, data
+    return rollouts
 
 
 def _of_responses(advantages_BT: torch.Tensor, mask_BT: torch.Tensor, settings: Settings) -> torch.Tensor:
@@ -249,19 +250,3 @@ def columns_of(data: TensorDict, names: Iterable[str]) -> dict[str, torch.Tensor
 def objects(data: TensorDict, name: str) -> list[Any] | None:
     """A column of any objects that were fetched; ``None`` where there is no such column."""
     return list(tu.get(data, name)) if name in data.keys() else None  # noqa: SIM118  # a TensorDict has no `in`
-
-
-def put(batch: KVBatchMeta, rollouts: Rollouts, advantages_BT: torch.Tensor) -> KVBatchMeta:
-    """Store token advantages in place of verl's."""
-    values = response_to_nested(advantages_BT, nested(rollouts.responses))
-    fields = TensorDict({"advantages": values, "returns": values.clone()}, batch_size=len(batch))
-    return tq.kv_batch_put(keys=batch.keys, partition_id=batch.partition_id, fields=fields)
-
-
-def log_probs_now(batch: KVBatchMeta, keys: Sequence[str], workers: Any, temperature: float) -> torch.Tensor:
-    """Log-probabilities of some of a batch's responses by the actor as it is now, (B, T), from the forward over the
-    batch that gave the old ones (``PPOTrainer._compute_old_log_prob``, trainer_base.py:1651)."""
-    asked = {"calculate_entropy": False, "compute_loss": False, "temperature": temperature}
-    workers.compute_log_prob(replace(batch, fields=None, extra_info=asked))
-    data = tq.kv_batch_get(list(keys), batch.partition_id, select_fields=["log_probs", "response_mask"])
-    return response_from_nested(data["log_probs"], data["response_mask"]).to_padded_tensor(0).float()

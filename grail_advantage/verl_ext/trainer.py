@@ -4,8 +4,7 @@
 ``norm_adv_by_std_in_grpo=false``, Dr.GRPO), which also applies a KL penalty in the reward, rollout correction and
 multi-output sessions. The responses are then fetched, the method gives scores to those that it selects, by a pass in
 the actor where it uses the model, and the advantages in TransferQueue are multiplied by the token weights.
-``_update_actor``: responses that train nothing are left out where a run asks for it. What the first hands to the second
-is gone after the step.
+``_update_actor``: responses that train nothing are left out where a run asks for it.
 
 :class:`TokenWeightTrainer` goes before any trainer of verl's, or of one's own, in the bases of a class:
 
@@ -15,222 +14,89 @@ is gone after the step.
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 
-import ray
 import torch
+import transfer_queue as tq
 from omegaconf import DictConfig
-from torch import Tensor
+from tensordict import TensorDict
 from transfer_queue import KVBatchMeta
-from verl.trainer.ppo.utils import Role
-from verl.utils import omega_conf_to_dataclass
 from verl.utils.debug import marked_timer
-from verl.workers.config import HFModelConfig
-from verl.workers.rollout.utils import get_max_position_embeddings
+from verl.workers.utils.padding import response_from_nested, response_to_nested
 
-from grail_advantage.answers.missing import AnswerCheck
-from grail_advantage.data import Rollouts, Row, RowScores, Weighed
-from grail_advantage.method import Method
-from grail_advantage.model.probe import Finding
-from grail_advantage.verl_ext.checks import check_tokenizer
-from grail_advantage.verl_ext.dump import UpdateDump
-from grail_advantage.verl_ext.exchange import UPDATE, build_request, deal
+from grail_advantage.verl_ext.exchange import PLACES, WATCHED, nested
+from grail_advantage.verl_ext.host import TIMING, WeighingTrainer
 from grail_advantage.verl_ext.patches import base_mode, data_parallel_size, estimator_named, set_trainer_mode
-from grail_advantage.verl_ext.rules import why_not_skip
-from grail_advantage.verl_ext.settings import (
-    BASE,
-    BYPASS,
-    ENGINES,
-    METHOD,
-    MISSING,
-    MODEL,
-    ROLLOUT,
-    SECTION,
-    SKIP,
-    STRATEGY,
-    Settings,
-)
-from grail_advantage.verl_ext.step import end_token_ids, fetch, put
-from grail_advantage.verl_ext.worker import TokenWeightActorWorker
-from grail_advantage.verl_ext.zero_advantage import trains, update_request
-from grail_advantage.weigh import weigh
-
-logger = logging.getLogger(__name__)
-
-PROBED_TOKENS = 1000
-"""A probe draws its rows from about this many tokens of the vocabulary."""
-TIMING = "token_weights"
-"""``timing_s/token_weights``: seconds that the weights take in a step, with fetching and writing;
-``token_weights_pass``, a part of it, those of the pass through the model."""
+from grail_advantage.verl_ext.settings import BASE, ROLLOUT
+from grail_advantage.verl_ext.zero_advantage import LEAVE_OUT, trains, update_order
 
 
-class TokenWeightTrainer:
+class TokenWeightTrainer(WeighingTrainer):
     """Mixin for verl's v1 trainers; goes before one of them in the bases."""
 
-    actor_worker_class: type[TokenWeightActorWorker] = TokenWeightActorWorker
-    settings: Settings
-    config: DictConfig
-    _skips: bool = False
-    """Whether responses that train nothing are left out of the update."""
-    _dump: UpdateDump | None = None
-    _weighed: Weighed | None = None
-    """Of the update that comes next."""
-
     def __init__(self, config: DictConfig) -> None:
-        settings = self.settings = Settings.parse(config)
-        if settings.method is None:
-            raise ValueError(f"{settings.named(METHOD)} is no method of token weights, which this trainer computes")
-        self._answers = AnswerCheck(settings.method, settings.answer, settings[MISSING], SECTION)
+        self._read_settings(config)
         set_trainer_mode(config, base_mode(type(self)))
         super().__init__(config)
 
-    # ------------------------------------------------------------------------------------------------------------
-    # start-up
-
     def _init_resource_pool_mgr(self) -> None:
         super()._init_resource_pool_mgr()
-        if self.settings[STRATEGY] not in ENGINES:
-            return  # verl's own workers: only methods without a pass come this far
-        for role in (Role.Actor, Role.ActorRollout, Role.ActorRolloutRef):
-            if role in self.role_worker_mapping:
-                self.role_worker_mapping[role] = ray.remote(self.actor_worker_class)
+        self._replace_workers()
 
     def _init_tokenizer(self) -> None:
         super()._init_tokenizer()
-        settings = self.settings
-        if self.processor is not None:
-            raise ValueError(
-                f"{settings.named(f'{MODEL}.path')} is multi-modal; {settings.named(METHOD)} works with text models only"
-            )
-        check_tokenizer(self.tokenizer, self.config.actor_rollout_ref.model, settings.method)
-        # As verl's rollout servers read it.
-        model: HFModelConfig = omega_conf_to_dataclass(self.config.actor_rollout_ref.model)
-        self._model_config = model.hf_config
-        self._end_tokens = end_token_ids(self.tokenizer, model.generation_config)
-        self._context_length = settings[f"{ROLLOUT}.max_model_len"] or get_max_position_embeddings(model.hf_config)
+        self._look_at_model()
 
     def _init_dataloader(self) -> None:
         super()._init_dataloader()
-        settings, known = self.settings, self.train_dataset[0]
-        for column in settings.method.data_columns:
-            if column not in known:
-                raise ValueError(
-                    f"{settings.named(METHOD)} reads the column {column}, which {settings.named('data.train_files')} "
-                    f"lacks; its columns are {', '.join(sorted(known))}"
-                )
-        if settings.dump is not None:
-            self._dump = UpdateDump(settings, self.tokenizer, updates=self.parameter_sync_step)
-
-    def _load_checkpoint(self) -> None:
-        """verl's; then the loaded model is asked whether responses can be left out."""
-        super()._load_checkpoint()
-        if (choice := self.settings[SKIP]) is False:
-            return
-        why = why_not_skip(self.settings, self._model_config, self._probe)
-        self._skips = not why
-        if why and choice is True:
-            raise ValueError(f"{SKIP}=True does not work: {why}; use auto")
-        if why:
-            logger.warning("%s: every response stays in the update: %s", SKIP, why)
-
-    def _probe(self) -> Finding:
-        """Of the rank with the largest difference."""
-        of_model = getattr(self._model_config.get_text_config(), "vocab_size", self.tokenizer.vocab_size)
-        special = set(self.tokenizer.all_special_ids)
-        tokens = [token for token in range(min(self.tokenizer.vocab_size, of_model)) if token not in special]
-        some_S = torch.tensor(tokens[:: max(1, len(tokens) // PROBED_TOKENS)])
-        s = self.settings
-        found = self.actor_rollout_wg.probe_neighbours(UPDATE, some_S, s.longest, s[f"{ROLLOUT}.temperature"])
-        finding = max(found, key=lambda finding: (not finding.holds, finding.difference))
-        logger.info("micro-batches of the %s: %s", UPDATE, finding)
-        return finding
-
-    # ------------------------------------------------------------------------------------------------- verl's stages
+        self._look_at_data(updates=self.parameter_sync_step)
 
     def _compute_advantage(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
-        settings, dump = self.settings, self._dump
-        with estimator_named(self.config.algorithm, settings[BASE]):
+        with estimator_named(self.config.algorithm, self.settings[BASE]):
             batch = super()._compute_advantage(batch, metrics)
         with marked_timer(TIMING, self.timing_raw, color="purple"):
-            rollouts, data = fetch(
-                batch,
-                settings,
-                self.tokenizer,
-                step=self.global_steps,
-                context_length=self._context_length,
-                end_tokens=self._end_tokens,
-                dumped=dump is not None and dump.steps.writes(self.global_steps),
-            )
-            self._weighed = weighed = weigh(_Host(self, rollouts), settings.method, self._answers)
-            written = put(batch, rollouts, weighed.advantages)
-        metrics.update({f"{settings.method.name}/{name}": value for name, value in weighed.metrics.items()})
-        if dump is not None:
-            with marked_timer("token_dump", self.timing_raw, color="purple"):
-                dump.write(weighed, data, batch, update=self.local_trigger_step)
-            metrics["token_dump/failed_files"] = dump.steps.failed
+            data = tq.kv_batch_get(batch.keys, batch.partition_id, select_fields=self._field_names())
+            weighed = self._weigh(batch.keys, data)
+            values = response_to_nested(weighed.advantages, nested(weighed.rollouts.responses))
+            fields = TensorDict({"advantages": values, "returns": values.clone()}, batch_size=len(batch))
+            written = tq.kv_batch_put(keys=batch.keys, partition_id=batch.partition_id, fields=fields)
+        of_run = [not tag.get("is_padding", False) for tag in batch.tags]
+        metrics.update(self._report(data, of_run, update=self.local_trigger_step))
         return written
 
     def _update_actor(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
         weighed, self._weighed = self._weighed, None
-        rollouts, workers, request = weighed.rollouts, self.actor_rollout_wg, batch
-        sent = [True] * len(rollouts)
+        rollouts, request, sent = weighed.rollouts, batch, [True] * len(weighed.rollouts)
         if self._skips:
             sent = trains(weighed.advantages, rollouts.mask)
-            request, figures = update_request(rollouts, sent, batch, self.settings, data_parallel_size(workers))
+            places = {key: place for place, key in enumerate(rollouts.keys)}
+            of_run = [not tag.get("is_padding", False) for tag in batch.tags]
+            order = [places[key] for key in batch.keys]
+            given = self.settings, data_parallel_size(self.actor_rollout_wg)
+            rows, figures = update_order(rollouts, sent, order, of_run, *given)
+            request = batch if rows is None else batch.select_keys([batch.keys[row] for row in rows])
+            request.extra_info[LEAVE_OUT] = True
             metrics.update(figures)
-        watched = self._dump is not None and self._dump.watch(rollouts, request)
+        fields, watched = request.fields, None if self._dump is None else self._dump.watched
+        if watched is not None:
+            field = TensorDict({PLACES: watched.places_B2(len(rollouts))}, batch_size=len(rollouts))
+            tq.kv_batch_put(keys=list(rollouts.keys), partition_id=batch.partition_id, fields=field)
+            request.fields = None if fields is None else [*fields, PLACES]
+            request.extra_info[WATCHED] = watched.number
         written = super()._update_actor(request, metrics)
-        if watched:
-            with marked_timer("receipt", self.timing_raw, color="purple"):
-                arrived = self._dump.receive(rollouts, batch, request, workers, sent, on_policy=self._on_policy())
-                metrics.update(arrived)
+        if watched is not None:
+            request.extra_info.pop(WATCHED)
+            request.fields = fields
+            metrics.update(self._receive(batch, rollouts, sent))
         return written if request is batch else written.select_keys(batch.keys)
 
-    def _on_policy(self) -> bool:
-        """Whether the old log-probabilities are those of the actor before the update."""
-        return not self.settings[BYPASS]
-
-    def _run_pass(self, rows: Sequence[Row]) -> list[RowScores]:
-        """Scores of these rows by a pass in the actor's workers."""
-        method = self.settings.method
-        order = deal(
-            [method.row_cost(row) for row in rows],
-            data_parallel_size(self.actor_rollout_wg),
-            [row.group for row in rows] if method.whole_groups else None,
-        )
-        request = build_request(
-            # Padding copies, which give all ranks equally many responses, belong to no group.
-            [rows[place.row] if place.original else replace(rows[place.row], group=-1) for place in order],
-            method,
-            temperature=self.settings[f"{ROLLOUT}.temperature"],
-            step=self.global_steps,
-            pad_token=self.tokenizer.pad_token_id,
-        )
-        output = self.actor_rollout_wg.compute_token_scores(request)
-        columns = [output[name].unbind() for name in ("scores", "gradient_norm") if name in output]
-        scores = {
-            place.row: RowScores(*values) for place, *values in zip(order, *columns, strict=True) if place.original
-        }
-        return [scores[row] for row in range(len(rows))]
-
-
-@dataclass(frozen=True)
-class _Host:
-    """A trainer with the responses of an update, as :class:`grail_advantage.weigh.Host`."""
-
-    trainer: TokenWeightTrainer
-    responses: Rollouts
-
-    def rollouts(self) -> Rollouts:
-        return self.responses
-
-    def columns(self, names: Sequence[str], selected: Sequence[int]) -> Mapping[str, Tensor]:
-        return {name: self.responses.columns[name] for name in names}
-
-    def scores(self, method: Method, rows: Sequence[Row]) -> list[RowScores]:
-        if not rows:
-            return []
-        with marked_timer(f"{TIMING}_pass", self.trainer.timing_raw, color="purple"):
-            return self.trainer._run_pass(rows)
+    def _log_probs_now(self, batch: KVBatchMeta, places: Sequence[int]) -> torch.Tensor:
+        """Log-probabilities of some of a batch's responses by the actor as it is, (B, T), from the forward over the batch
+        that gave the old ones (``PPOTrainer._compute_old_log_prob``, trainer_base.py:1651)."""
+        temperature = self.settings[f"{ROLLOUT}.temperature"]
+        asked = {"calculate_entropy": False, "compute_loss": False, "temperature": temperature}
+        self.actor_rollout_wg.compute_log_prob(replace(batch, fields=None, extra_info=asked))
+        keys = [batch.keys[place] for place in places]
+        data = tq.kv_batch_get(keys, batch.partition_id, select_fields=["log_probs", "response_mask"])
+        return response_from_nested(data["log_probs"], data["response_mask"]).to_padded_tensor(0).float()

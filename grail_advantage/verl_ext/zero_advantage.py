@@ -15,7 +15,6 @@ from collections.abc import Sequence
 
 import torch
 from tensordict import NonTensorData, TensorDict
-from transfer_queue import KVBatchMeta
 from verl.utils import tensordict_utils as tu
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
@@ -38,31 +37,32 @@ def trains(advantages: Sequence[torch.Tensor], masks: Sequence[torch.Tensor]) ->
     return [bool(((of != 0) & mask.bool()).any()) for of, mask in zip(advantages, masks, strict=True)]
 
 
-def update_request(
-    rollouts: Rollouts, trained: Sequence[bool], batch: KVBatchMeta, settings: Settings, ranks: int
-) -> tuple[KVBatchMeta, dict[str, int]]:
-    """The batch for the workers' update, and the figures of what is left out. In the trainer.
+def update_order(
+    rollouts: Rollouts,
+    trained: Sequence[bool],
+    order: Sequence[int],
+    of_run: Sequence[bool],
+    settings: Settings,
+    ranks: int,
+) -> tuple[list[int] | None, dict[str, int]]:
+    """The rows of a batch in the order for the workers' update, ``None`` where theirs stays, and the figures of what is
+    left out. In the trainer.
 
     Args:
-        rollouts: the responses of the batch, by their keys.
+        rollouts: the responses.
         trained: which of them train.
-        batch: their keys, in verl's order.
+        order: the place of each row's response.
+        of_run: which rows do not only fill up the batch.
         ranks: that get responses of their own.
     """
-    places = {key: place for place, key in enumerate(rollouts.keys)}
-    order = [places[key] for key in batch.keys]
     lengths = [len(rollouts.prompts[place]) + len(rollouts.responses[place]) for place in order]
-    kept = [row for row, place in enumerate(order) if trained[place]]
-    request = batch
+    kept, rows = [row for row, place in enumerate(order) if trained[place]], None
     if not settings[f"{ACTOR}.shuffle"]:  # else verl draws mini-batches by places, which then have to stay
         mini_batch = settings[f"{ACTOR}.ppo_mini_batch_size"] * settings[f"{ROLLOUT}.n"]
         cost = [length * trained[place] for length, place in zip(lengths, order, strict=True)]
         rows = spread_in_mini_batches(cost, kept, ranks, mini_batch)
-        request = batch.select_keys([batch.keys[row] for row in rows])
-    request.extra_info[LEAVE_OUT] = True
-    of_run = {row for row, tag in enumerate(batch.tags) if not tag.get("is_padding", False)}
-    left_out = of_run - set(kept)
-    return request, {
+    left_out = {row for row, counts in enumerate(of_run) if counts} - set(kept)
+    return rows, {
         "token_weights/skipped_responses": len(left_out),
         "token_weights/skipped_tokens": sum(lengths[row] for row in left_out),
     }

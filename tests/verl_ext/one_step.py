@@ -18,7 +18,7 @@ from verl.utils.tensordict_utils import get_non_tensor_data, list_of_dict_to_ten
 from grail_advantage.answers.missing import AnswerCheck
 from grail_advantage.data import RowScores
 from grail_advantage.method import Method, methods
-from grail_advantage.verl_ext import received, step, trainers  # noqa: F401  registers the trainers
+from grail_advantage.verl_ext import trainer, trainers  # noqa: F401  registers the trainers
 from grail_advantage.verl_ext.exchange import build_reply, rows_of
 from grail_advantage.verl_ext.settings import MISSING, SECTION, Settings
 from tests.composed import verls_on_cpu
@@ -68,7 +68,7 @@ class Store:
 
     def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Let it take TransferQueue's place."""
-        for module in (step, received, trainer_base, padding_utils, replay_buffer):
+        for module in (trainer, trainer_base, padding_utils, replay_buffer):
             monkeypatch.setattr(module, "tq", self)
 
 

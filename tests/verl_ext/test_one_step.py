@@ -19,9 +19,10 @@ from verl.utils.tensordict_utils import get_tensordict
 
 from grail_advantage import Grail, Method, Rollouts, data
 from grail_advantage.verl_ext import trainers  # noqa: F401  registers them
+from grail_advantage.verl_ext.host import TIMING
 from grail_advantage.verl_ext.settings import ACTOR
 from grail_advantage.verl_ext.step import mean_of_loss
-from grail_advantage.verl_ext.trainer import TIMING, TokenWeightTrainer
+from grail_advantage.verl_ext.trainer import TokenWeightTrainer
 from grail_advantage.verl_ext.zero_advantage import LEAVE_OUT
 from tests.core.tiny_models import encode
 from tests.verl_ext.one_step import Store, Workers, make_trainer

@@ -17,7 +17,6 @@ from verl.workers.utils.losses import ppo_loss
 from grail_advantage import Method, Rollouts
 from grail_advantage.dump import DumpRow, read_dump
 from grail_advantage.method import build
-from grail_advantage.verl_ext import received
 from grail_advantage.verl_ext.exchange import PLACES, WATCHED
 from grail_advantage.verl_ext.received import UpdateReader
 from grail_advantage.verl_ext.trainer import TokenWeightTrainer
@@ -101,7 +100,6 @@ def update(
 ) -> tuple[Dumping, list[DumpRow]]:
     """A step with its update; the responses as they read back."""
     step = Dumping(monkeypatch, folder, *ON, *overrides)
-    monkeypatch.setattr(received, "tq", step.store)
     if signal is not None:
         step.set_signal(signal)
     trainer = step.trainer

@@ -1,0 +1,124 @@
+"""verl's older trainer, ``RayPPOTrainer`` (``trainer.use_v1=false``), with token weights.
+
+It holds the responses of a step in one ``DataProto`` and has no TransferQueue. Its only seam is the function
+``verl.trainer.ppo.ray_trainer.compute_advantage``, which ``fit`` calls after the old log-probabilities and the rollout
+correction, and before the update; :func:`grail_advantage.verl_ext.patches.advantages_by` puts another in its place
+while ``fit`` runs. All else is that of the v1 trainers (:mod:`grail_advantage.verl_ext.host`).
+
+Shape suffixes: L prompt and response tokens, T response tokens, padded as verl has them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from omegaconf import DictConfig
+from tensordict import TensorDict
+from torch.nn.functional import pad
+from verl.protocol import DataProto
+from verl.trainer.ppo.ray_trainer import RayPPOTrainer
+from verl.utils import tensordict_utils as tu
+from verl.utils.debug import marked_timer
+
+from grail_advantage.data import ENTROPY
+from grail_advantage.verl_ext import patches
+from grail_advantage.verl_ext.exchange import PLACES, WATCHED, nested
+from grail_advantage.verl_ext.host import TIMING, WeighingTrainer
+from grail_advantage.verl_ext.settings import BASE
+
+WRITTEN = "loss_mask"
+"""Name of the mask of what the model wrote, before rejection sampling; the v1 trainers' name."""
+
+
+class TokenWeightRayTrainer(WeighingTrainer, RayPPOTrainer):
+    """``RayPPOTrainer`` whose advantages are multiplied by token weights."""
+
+    def __init__(self, *, config: DictConfig, **given: Any) -> None:
+        self._read_settings(config)
+        super().__init__(config=config, **given)
+        self._look_at_model()
+        self._look_at_data(updates=1)
+        self._columns: dict[str, dict[str, Any]] = {}
+        """Of each prompt, by its uid: the data set's columns."""
+        self._figures: dict[str, float] = {}
+
+    def init_workers(self) -> None:
+        """verl's, with the actor's worker in place."""
+        self._replace_workers()
+        super().init_workers()
+        self._get_dp_size(self.actor_rollout_wg, "actor")  # so that the worker group knows its ranks
+
+    def fit(self) -> None:
+        with patches.advantages_by(self._weighted_advantages):
+            super().fit()
+
+    def _get_gen_batch(self, batch: DataProto) -> DataProto:
+        # verl takes the data set's columns out of the batch here, and not all come back.
+        columns = batch.non_tensor_batch
+        self._columns = {uid: {name: of[row] for name, of in columns.items()} for row, uid in enumerate(columns["uid"])}
+        return super()._get_gen_batch(batch)
+
+    def _compute_old_log_prob(self, batch: DataProto) -> tuple[DataProto, float]:
+        # fit() adds these to the batch; it drops the entropies, and rejection sampling may take tokens out of the mask.
+        output, mfu = super()._compute_old_log_prob(batch)
+        output.batch[WRITTEN] = batch.batch["response_mask"].clone()
+        output.batch[ENTROPY] = output.batch["entropys"]
+        return output, mfu
+
+    def _weighted_advantages(self, compute: Callable[..., DataProto], data: DataProto, **how: Any) -> DataProto:
+        """verl's ``compute_advantage``, then the token weights."""
+        self.timing_raw: dict[str, float] = {}
+        data = compute(data, **{**how, "adv_estimator": self.settings[BASE]})
+        with marked_timer(TIMING, self.timing_raw, color="purple"):
+            keys, fields = self._fields(data)
+            base_BT, weighted = data.batch["advantages"], self._weigh(keys, fields).advantages
+            advantages_BT = pad(weighted, (0, base_BT.shape[1] - weighted.shape[1])).to(base_BT)
+            data.batch["advantages"], data.batch["returns"] = advantages_BT, advantages_BT.clone()
+        self._figures = self._report(fields, [True] * len(data))
+        return data
+
+    def _update_actor(self, batch: DataProto) -> DataProto:
+        weighed, self._weighed, figures = self._weighed, None, self._figures
+        watched = None if self._dump is None else self._dump.watched
+        if watched is not None:
+            batch.batch[PLACES] = watched.places_B2(len(batch))
+            batch.meta_info[WATCHED] = watched.number
+        output = super()._update_actor(batch)
+        if watched is not None:
+            del batch.batch[PLACES], batch.meta_info[WATCHED]
+            figures |= self._receive(batch, weighed.rollouts, [True] * len(batch))
+        figures |= {f"timing_s/{name}": seconds for name, seconds in self.timing_raw.items()}
+        output.meta_info["metrics"].update(figures)  # the only ones that fit() logs from here
+        return output
+
+    def _log_probs_now(self, batch: DataProto, places: Sequence[int]) -> torch.Tensor:
+        """Log-probabilities (B, T) of some of a batch's responses by the actor as it is."""
+        return super()._compute_old_log_prob(batch)[0].batch["old_log_probs"][list(places)]
+
+    def _fields(self, data: DataProto) -> tuple[list[str], TensorDict]:
+        """The keys of the responses, and their fields as the v1 trainers have them in TransferQueue."""
+        tensors, others = data.batch, data.non_tensor_batch
+        values = {**tensors, WRITTEN: tensors.pop(WRITTEN, tensors["response_mask"])}  # without it in bypass mode
+        tensors.pop(ENTROPY, None)
+        widths = [tensors[name].shape[1] for name in ("prompts", "responses")]
+        asked_BL, answered_BT = tensors["attention_mask"].bool().split(widths, dim=1)
+        fields: dict[str, Any] = {
+            name: nested([ids[is_token] for ids, is_token in zip(tensors[name], mask, strict=True)])
+            for name, mask in (("prompts", asked_BL), ("responses", answered_BT))
+        }
+        lengths = answered_BT.sum(dim=1).tolist()
+        rows = [{name: of[row] for name, of in others.items()} for row in range(len(data))]
+        known = [{**self._columns.get(row["uid"], {}), **row, "extra_fields": row} for row in rows]
+        for name in self._field_names():
+            if name in values and name not in fields:
+                fields[name] = nested([of_T[:length] for of_T, length in zip(values[name], lengths, strict=True)])
+            elif name in known[0]:
+                fields[name] = [row[name] for row in known]
+        seen, keys = Counter[str](), []
+        for row in rows:
+            keys.append(f"{row['uid']}_{seen[row['uid']]}_0")
+            seen[row["uid"]] += 1
+        return keys, tu.get_tensordict(fields)
