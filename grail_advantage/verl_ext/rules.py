@@ -136,7 +136,7 @@ REFUSED = (
     Rule(PARALLEL_CALLS,
          lambda s: getattr(s.method, "rewards", "") == TOOL_REWARDS and s[PARALLEL_CALLS] not in (0, 1),
          f"verl puts the rewards of all calls into one flat list, {TOOL_REWARDS}, whatever their turns",
-         f"take grail_advantage.verl_ext.tool_agent.TurnToolAgent and the method's rewards={CALL_REWARDS}, or set 1"),
+         f"take grail_advantage.verl_ext.tool_agent.TurnToolAgent and the method's rewards={CALL_REWARDS}, or set 1")
 )
 """With a method."""
 WARNED = (
@@ -145,7 +145,7 @@ WARNED = (
          f"{PARAM_DTYPE}=fp32 keeps it, at the price of a float32 run"),
     Rule(AGGREGATION, lambda s: isinstance(s.method, TurnMethod) and not _constant_denominator(s),
          "it divides by numbers of tokens that the policy chooses with its turns: a bias (docs/turns.md)",
-         "seq-mean-token-sum, and seq-mean-token-sum-norm with loss_scale_factor, do not"),
+         "seq-mean-token-sum, and seq-mean-token-sum-norm with loss_scale_factor, do not")
 )
 # fmt: on
 

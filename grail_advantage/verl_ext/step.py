@@ -26,17 +26,8 @@ from grail_advantage.verl_ext.settings import ACTOR, BASE, KL_IN_REWARD, METHOD,
 logger = logging.getLogger(__name__)
 
 REWARDS = "rm_scores"
-FACTS = (
-    REWARDS,
-    "reward_model",
-    "extra_fields",
-    "data_source",
-    "extra_info",
-    *DUMPED,
-    ROLLOUT_LOG_PROBS,
-    *LOSS_COLUMNS,
-)
-"""Fields for the token dump and the receipt; a run need not have them."""
+FACTS = (REWARDS, "reward_model", "extra_fields", "data_source", "extra_info", *DUMPED, ROLLOUT_LOG_PROBS)
+"""Fields for the token dump, beside those of the loss; a run need not have them."""
 
 
 def field_names(settings: Settings, *, dumped: bool) -> list[str]:
@@ -51,7 +42,7 @@ def field_names(settings: Settings, *, dumped: bool) -> list[str]:
     names += [_reward_field(settings)] if "rewards" in method.reads else []
     names += ["raw_prompt", *method.data_columns] if "examples" in method.reads else []
     names += ["extra_fields", *method.field_names] if method.field_names else []
-    return list(dict.fromkeys([*names, *(FACTS if dumped else [])]))
+    return list(dict.fromkeys([*names, *((*FACTS, *LOSS_COLUMNS) if dumped else ())]))
 
 
 def _reward_field(settings: Settings) -> str:

@@ -9,8 +9,7 @@ whose policy the trainer does not hold; the weights then come from the actor as 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 from verl.experimental.separation.engine_workers import DetachActorWorker
 from verl.single_controller.base.decorator import Dispatch, register
@@ -53,24 +52,18 @@ class TokenWeightTrainerSeparateAsync(TokenWeightTrainer, PPOTrainerSeparateAsyn
     actor_worker_class = TokenWeightDetachActorWorker
 
     def _run_pass(self, rows: Sequence[Row]) -> list[RowScores]:
-        with self._step_policy():
+        """By the policy of the step's first update."""
+        workers, update = self.actor_rollout_wg, self.local_trigger_step
+        if update == 0 or self.settings[BYPASS]:
             return super()._run_pass(rows)
+        workers.save_model_to_cpu(update)
+        workers.restore_model_from_cpu(STEP_POLICY)
+        try:
+            return super()._run_pass(rows)
+        finally:
+            workers.restore_model_from_cpu(update)
+            workers.clear_cpu_model(update)
 
     def _on_policy(self) -> bool:
         # The old log-probabilities of later updates are those of the step's first policy.
         return super()._on_policy() and self.local_trigger_step == 0
-
-    @contextmanager
-    def _step_policy(self) -> Iterator[None]:
-        """Within, the actor is the policy of the step's first update."""
-        if self.local_trigger_step == 0 or self.settings[BYPASS]:
-            yield
-            return
-        workers = self.actor_rollout_wg
-        workers.save_model_to_cpu(self.local_trigger_step)
-        workers.restore_model_from_cpu(STEP_POLICY)
-        try:
-            yield
-        finally:
-            workers.restore_model_from_cpu(self.local_trigger_step)
-            workers.clear_cpu_model(self.local_trigger_step)
