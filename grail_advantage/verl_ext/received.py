@@ -46,18 +46,6 @@ class OptimiserStep:
     """The step's micro-batches, cut to the responses that the dump writes, by their slots; on the CPU."""
 
 
-@dataclass
-class _Reading:
-    """A micro-batch before its backward."""
-
-    gradient: Gradient
-    places_R2: torch.Tensor
-    lengths_R2: torch.Tensor
-    """Of each prompt and response."""
-    width: int
-    """Of the tensors of the loss."""
-
-
 class UpdateReader:
     """Reads, on one rank, what the responses of an update receive. An error in it stops no training: :meth:`take`
     raises it."""
@@ -65,7 +53,7 @@ class UpdateReader:
     def __init__(self) -> None:
         self._number: Any = None
         self._steps: list[OptimiserStep] = []
-        self._readings: list[_Reading] = []
+        self._readings: list[tuple[Any, ...]] = []
         self._error: Exception | None = None
 
     @contextmanager
@@ -90,13 +78,12 @@ class UpdateReader:
             worker.loss_fn = loss_fn
             readings, self._readings = self._readings, []
         with self._attempt():
-            self._steps.append(OptimiserStep(list(places), [_piece(reading, scale) for reading in readings]))
+            self._steps.append(OptimiserStep(list(places), [_piece(*reading, scale) for reading in readings]))
 
     def _reading(self, loss_fn: Callable[..., Any]) -> Callable[..., Any]:
         def read(model_output: Any, data: TensorDict, dp_group: Any = None) -> Any:
             with self._attempt():
-                gradient = Gradient(model_output["log_probs"])
-                self._readings.append(_Reading(gradient, data[PLACES], *_lengths(data)))
+                self._readings.append((Gradient(model_output["log_probs"]), data[PLACES], *_lengths(data)))
             return loss_fn(model_output=model_output, data=data, dp_group=dp_group)
 
         return read
@@ -141,13 +128,13 @@ def _lengths(data: TensorDict) -> tuple[torch.Tensor, int]:
     return torch.stack([of.sum(dim=1) for of in of_parts], dim=1), widths[1]
 
 
-def _piece(reading: _Reading, scale: float) -> Piece:
+def _piece(read: Gradient, places_R2: torch.Tensor, lengths_R2: torch.Tensor, width: int, scale: float) -> Piece:
+    """A micro-batch after its backward."""
     # verl's log-probabilities are packed: those of prompt + response, each at the position before its token.
-    log_probs_N = reading.gradient.log_probs.values().cpu()  # in its own type, which says how exact the gradient is
-    gradient = reading.gradient.values
-    gradient_N = torch.zeros_like(log_probs_N) if gradient is None else gradient.values().cpu() / scale
+    log_probs_N = read.log_probs.values().cpu()  # in its own type, which says how exact the gradient is
+    gradient_N = torch.zeros_like(log_probs_N) if read.values is None else read.values.values().cpu() / scale
     slots, log_probs, gradients, outside, start = [], [log_probs_N[:0]], [gradient_N[:0]], [], 0
-    for (_, slot), (prompt, response) in zip(reading.places_R2.tolist(), reading.lengths_R2.tolist(), strict=True):
+    for (_, slot), (prompt, response) in zip(places_R2.tolist(), lengths_R2.tolist(), strict=True):
         own = slice(start + prompt - 1, start + prompt + response - 1)
         end = start + prompt + response
         if slot >= 0:
@@ -160,7 +147,7 @@ def _piece(reading: _Reading, scale: float) -> Piece:
         pad_sequence(values, batch_first=True)[1:].clone() for values in (log_probs, gradients)
     )
     slots_b = torch.tensor(slots, dtype=torch.int64)
-    return Piece(slots_b, log_probs_bT, gradient_bT, outside_b=torch.tensor(outside), width=reading.width)
+    return Piece(slots_b, log_probs_bT, gradient_bT, outside_b=torch.tensor(outside), width=width)
 
 
 # ----------------------------------------------------------------------------------------------------------- in the

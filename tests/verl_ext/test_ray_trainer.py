@@ -18,6 +18,7 @@ from verl.utils import omega_conf_to_dataclass
 from verl.utils import tensordict_utils as tu
 from verl.workers.utils.losses import ppo_loss
 
+from grail_advantage import Grail
 from grail_advantage.answers.missing import AnswerCheck
 from grail_advantage.data import ENTROPY
 from grail_advantage.dump import read_dump
@@ -27,6 +28,7 @@ from grail_advantage.verl_ext.exchange import PLACES, WATCHED
 from grail_advantage.verl_ext.patches import advantages_by
 from grail_advantage.verl_ext.ray_trainer import WRITTEN, TokenWeightRayTrainer
 from grail_advantage.verl_ext.received import UpdateReader
+from tests.verl_ext import whole_run
 from tests.verl_ext.one_step import Store, Workers, make_trainer
 from tests.verl_ext.test_step_dump import Dumping
 
@@ -197,3 +199,30 @@ def test_in_bypass_mode_the_mask_is_what_the_model_wrote(monkeypatch: pytest.Mon
             del older.data.batch[each]
         advantages.append(torch.stack(list(older.run().values())))
     assert torch.equal(*advantages)
+
+
+@pytest.mark.nightly
+def test_a_whole_run(tmp_path: Path) -> None:
+    """By verl's own command: the weights are those of the plain computation, the base GRPO's by hand, and they arrive."""
+    overrides = [
+        "trainer.use_v1=False",
+        "algorithm.adv_estimator=grail",
+        "data.train_batch_size=4",
+        "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=128",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=4",
+        "actor_rollout_ref.rollout.n=8",
+        "trainer.total_epochs=100",
+        "trainer.total_training_steps=2",
+        "trainer.save_freq=1",
+        "actor_rollout_ref.actor.checkpoint.save_contents=[model,optimizer,extra,hf_model]",
+    ]
+    run = whole_run.run(tmp_path, overrides, rows=8, stock=True)
+    for step in (1, 2):
+        rows, metrics = run.dump(step), run.metrics(step)
+        assert len(rows) == 32 and metrics["receipt/findings"] == metrics["token_dump/failed_files"] == 0
+        assert any(len(set(row.weight_T.tolist())) > 2 for row in rows)
+        for row, weights_T in zip(rows, whole_run.plain_weights(run, rows, Grail()), strict=True):
+            assert row.weight_T == pytest.approx(weights_T.numpy(), rel=1e-4)
+            assert row.received_T == pytest.approx(row.advantage_T, rel=1e-4, abs=1e-6)
+        for row, base in zip(rows, whole_run.advantages_of_grpo(rows), strict=True):
+            assert max(row.base_advantage_T, key=abs) == pytest.approx(float(base), rel=1e-4)
