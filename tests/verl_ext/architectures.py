@@ -1,9 +1,8 @@
 """Tiny models of the architectures that people train, drawn at random, and what verl's engine computes with them, for
-``test_models.py``. Started by ``rank_group.py``, it is the one rank of verl's engine."""
+``test_models.py``."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -22,7 +21,7 @@ from tests.core import oar_reference, reference
 from tests.core.tiny_models import PAD_ID, ROLLOUTS, SIZES, char_tokenizer, encode, id_to_character, make_batch
 from tests.verl_ext.engines import Setup, Sizes, build_engine, own_pass
 from tests.verl_ext.pass_plan import row_of
-from tests.verl_ext.rank_group import of_all_ranks, run_rank, start_ranks
+from tests.verl_ext.ranks import of_all_ranks, start_ranks
 
 WINDOW = 20
 """Tokens that a sliding attention sees: fewer than a sequence has."""
@@ -167,7 +166,7 @@ def measure(folder: Path) -> dict[str, dict[str, Any]]:
     for name in FAMILIES:
         model_of(name).save_pretrained(folder / folder_of(name))
         char_tokenizer().save_pretrained(folder / folder_of(name))
-    results = start_ranks("tests.verl_ext.architectures", folder, 1)
+    results = start_ranks("models", folder, 1)
     return {case: of_all_ranks(results, "passes", case)[0] for case in CASES}
 
 
@@ -182,7 +181,3 @@ def error(found: Sequence[torch.Tensor], expected: Sequence[Sequence[float]]) ->
         known_T = ~expected_T.isnan()
         errors.append(float((of_row - expected_T)[known_T].abs().max() / expected_T[known_T].abs().max()))
     return max(errors)
-
-
-if __name__ == "__main__":
-    run_rank(Engine, {"passes": CASES}, sys.argv[1:])

@@ -1,8 +1,13 @@
-"""Start-up: what is refused and what is accepted, with configurations composed as the entry point composes them."""
+"""Start-up: what is refused and what is accepted, with configurations composed as the entry point composes them.
+
+That every rule of the tables refuses its example is in ``tests/test_rules.py``.
+"""
 
 from __future__ import annotations
 
-import re
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +15,8 @@ import numpy as np
 import pytest
 import torch
 import verl
-from omegaconf import DictConfig, OmegaConf
+import yaml
+from omegaconf import DictConfig, OmegaConf, open_dict
 from tokenizers import Regex, decoders
 from verl import DataProto
 from verl.trainer.ppo.ray_trainer import compute_advantage
@@ -19,34 +25,29 @@ from grail_advantage import Grail, Method, Oar
 from grail_advantage.answers.tokenizers import save_repaired
 from grail_advantage.method import build, methods
 from grail_advantage.verl_ext import checks
-from grail_advantage.verl_ext.checks import check_verl_version
+from grail_advantage.verl_ext.entry import prepare_run, start_run
 from grail_advantage.verl_ext.settings import Settings, algorithm_sections
 from recipe.rules import check_trl
+from tests import forked
 from tests.broken_tokenizer import save_under_class
-from tests.composed import compose, prepare, with_model
+from tests.composed import VERL, compose, prepare
 from tests.core.common import METHODS
 from verl_cpu.tiny.model import build_tokenizer
 
+ROOT = Path(__file__).parents[2]
 ACTOR, MODEL, ROLLOUT = (f"actor_rollout_ref.{part}" for part in ("actor", "model", "rollout"))
-MODE, METHOD, CORRECTION = "trainer.v1.trainer_mode", "algorithm.adv_estimator", "algorithm.rollout_correction"
-BUDGET, BACKEND = f"{ACTOR}.ppo_max_token_len_per_gpu", f"{MODEL}.fused_kernel_options.impl_backend"
-SYNC_STEP, STRATEGY = "trainer.v1.separate_async.parameter_sync_step", f"{ACTOR}.strategy"
-SEPARATE = (
-    *(f"{MODE}=separate_async", f"{ACTOR}.ppo_mini_batch_size=8", f"{ROLLOUT}.nnodes=1"),
-    *(f"{ROLLOUT}.n_gpus_per_node=1", f"{ROLLOUT}.checkpoint_engine.backend=nccl"),
-)
-"""With the defaults of 32 prompts a batch and 4 updates a step."""
-FUSED = (f"{MODEL}.use_fused_kernels=True", f"{STRATEGY}=fsdp")
+MODE, METHOD, CHUNKING = "trainer.v1.trainer_mode", "algorithm.adv_estimator", "entropy_from_logits_with_chunking"
+REQUIRED = (f"{ACTOR}.use_dynamic_bsz=True", f"{ROLLOUT}.n=4")
+FUSED = (f"{MODEL}.use_fused_kernels=True", f"{ACTOR}.strategy=fsdp")
 SLICES = f"{ACTOR}.ulysses_sequence_parallel_size=2"
 
 
 def _compose(*overrides: str) -> DictConfig:
-    required = [f"{ACTOR}.use_dynamic_bsz=True", f"{ROLLOUT}.n=4", f"{BUDGET}=16384"]
-    return compose("grail_trainer", [*required, *overrides])
+    return compose("grail_trainer", [*REQUIRED, f"{ACTOR}.ppo_max_token_len_per_gpu=16384", *overrides])
 
 
 def _refused(overrides: tuple[str, ...], *named: str) -> DictConfig:
-    """With a message that names these; the configuration as it is then."""
+    """With a message that names these options and choices; the configuration as it is then."""
     config = _compose(*overrides)
     with pytest.raises(ValueError) as refused:
         prepare(config)
@@ -54,25 +55,23 @@ def _refused(overrides: tuple[str, ...], *named: str) -> DictConfig:
     return config
 
 
-OF_METHODS = {
+NAMES = {
     "+algorithm.grail.foo=1": "grail.foo leaf",
     f"{METHOD}=grial": "adv_estimator='grial' grail grpo",
-    "+algorithm.grail.noise_std=1": "noise_std oar",
     "+algorithm.grial.preset=robust": "algorithm.grial algorithm.grail",
     'algorithm.token_weights.answer="Answer: (.+)"': "group boxed hashes tag",
     "algorithm.token_weights.missing_answers=raise": "'raise' stop warn ignore",
     "algorithm.token_weights.skip_zero_advantage=maybe": "skip_zero_advantage='maybe' auto true false",
     "+algorithm.token_weights.skip=false": "token_weights.skip skip_zero_advantage",
     "+algorithm.token_dump.rows=4": "token_dump rows",
-    f"{MODE}=grail_sync": "trainer_mode=grail_sync sync",
 }
 
 
-@pytest.mark.parametrize("override", OF_METHODS)
+@pytest.mark.parametrize("override", NAMES)
 def test_names_and_values_that_mean_nothing_are_refused(override: str) -> None:
-    """Before the trainer is chosen. Other refusals are in ``tests/test_rules.py``."""
-    refused = _refused((override,), *OF_METHODS[override].split())
-    assert refused.trainer.v1.trainer_mode == _compose(override).trainer.v1.trainer_mode
+    """Before the trainer is chosen."""
+    refused = _refused((override,), *NAMES[override].split())
+    assert refused.trainer.v1.trainer_mode == "sync"
 
 
 def _start(name: str) -> str:
@@ -92,26 +91,21 @@ MISSPELT = {
     "surprisal": "suprisal surprsial",
     "mt_grpo": "mt-grpo mtgrpo mt_grop",
 }
-FOREIGN = (
-    "mine my_estimator grpo_custom my_grail grail_v2 grail2 gpo gspo gmpo gipo ggpo m_grpo t_grpo GRPO turn_grpo turn_ppo rlpd "
-    "low_entropy entropy_of_mine vtrace"
-)
+FOREIGN = "mine grpo_custom my_grail grail_v2 gpo gspo gmpo ggpo m_grpo GRPO turn_grpo turn_ppo rlpd low_entropy vtrace"
+"""Also names that are nearer to one of verl's estimators than to a method, or as near."""
 
 
 def test_an_estimator_that_the_task_runner_alone_knows_starts_as_in_stock_verl() -> None:
-    """Its module may be imported there only; a name that is nearer to one of verl's, or as near, is no slip either."""
+    """Its module may be imported there only."""
+    assert _start("mine") == "sync"
     for name in FOREIGN.split():
-        assert _start(name) == "sync", name
         checks.check_estimator(name)
-
-
-@pytest.mark.parametrize("name", MISSPELT)
-def test_a_misspelt_method_is_refused_before_the_run_starts(name: str) -> None:
-    for given in MISSPELT[name].split():
-        for check in (_start, checks.check_estimator):
-            with pytest.raises(ValueError) as refused:
-                check(given)
-            assert re.search(rf"{METHOD}='{given}'.*\b{name}\b.*VERL_USE_EXTERNAL_MODULES", str(refused.value))
+    for meant, slips in MISSPELT.items():
+        for name in slips.split():
+            with pytest.raises(ValueError, match=rf"'{name}'.*\b{meant}\b"):
+                checks.check_estimator(name)
+    with pytest.raises(ValueError, match="grail"):
+        _start("grial")
 
 
 def test_verls_own_estimators_meet_none_of_the_refusals_of_methods() -> None:
@@ -122,8 +116,13 @@ def test_verls_own_estimators_meet_none_of_the_refusals_of_methods() -> None:
 
 
 ACCEPTED: dict[str, tuple[str, ...]] = {
-    "separate asynchronous trainer": SEPARATE,
-    "fused kernels in triton and LoRA": (*FUSED, f"{BACKEND}=triton", f"{MODEL}.lora_rank=8"),
+    "separate asynchronous trainer": (
+        *(f"{MODE}=separate_async", f"{ACTOR}.ppo_mini_batch_size=8", f"{ROLLOUT}.nnodes=1"),
+        *(f"{ROLLOUT}.n_gpus_per_node=1", f"{ROLLOUT}.checkpoint_engine.backend=nccl"),
+    ),
+    "fused kernels in triton and LoRA": (
+        *(*FUSED, f"{MODEL}.fused_kernel_options.impl_backend=triton", f"{MODEL}.lora_rank=8"),
+    ),
     "sequence parallelism, smallest group": (SLICES, f"{ROLLOUT}.n=2", f"{MODE}=colocate_async"),
     "padded, LoRA, KL, robust": (
         *(f"{MODEL}.use_remove_padding=False", f"{MODEL}.lora_rank=8", f"{MODEL}.lora.merge=True"),
@@ -144,29 +143,40 @@ def test_accepted(overrides: tuple[str, ...]) -> None:
     assert config.trainer.v1.trainer_mode == f"grail_{mode}"
 
 
+COMPOSED = {
+    "megatron": ["model_engine=megatron", f"{ACTOR}.{CHUNKING}=True"],
+    "veomni": ["model_engine=veomni", f"{ACTOR}.veomni.{CHUNKING}=True"],
+    "torchtitan": ["model_engine=torchtitan", f"{ACTOR}.torchtitan.{CHUNKING}=True"],
+    # verl 0.9.1 has these engines, and no configuration of an actor for them.
+    "automodel": [f"{ACTOR}.strategy=automodel", f"{ACTOR}.{CHUNKING}=True"],
+    "fsdp_turbo": [f"{ACTOR}.strategy=fsdp_turbo", f"{ACTOR}.{CHUNKING}=True"],
+}
+
+
+@pytest.mark.parametrize("engine", COMPOSED)
+def test_other_engines_than_fsdp_run_methods_without_a_pass_alone(engine: str) -> None:
+    """With verl's own configurations; the engines themselves are not installed here."""
+    config = compose("ppo_trainer", [*COMPOSED[engine], *REQUIRED, f"{MODEL}.path=nowhere"], VERL)
+    with open_dict(config):
+        config.algorithm.adv_estimator = "uniform"
+    for name in METHODS:
+        config.algorithm.adv_estimator, config.trainer.v1.trainer_mode = name, "sync"
+        if build(name).uses:
+            with pytest.raises(ValueError, match=f"strategy={engine} .*fsdp"):
+                prepare_run(config)
+        else:
+            prepare_run(config)
+            assert config.trainer.v1.trainer_mode == "grail_sync"
+
+
 def test_yaml_names_every_option_with_its_default() -> None:
-    for name, method in (
-        ("grail_trainer", "gradient"),
-        ("cpu_trainer", "perturbation"),
-    ):
+    for name, method in (("grail_trainer", "gradient"), ("cpu_trainer", "perturbation")):
         config = compose(name, [f"{METHOD}=oar_{method[0]}"])
         assert {*config.algorithm.oar} == Oar.model_fields.keys() - {"method"}
         variant = "grail_port" if method == "gradient" else "official"  # as GRAIL's authors ran OAR-G
         assert Settings.parse(config).method == Oar(method, variant=variant)
     options = OmegaConf.to_container(_compose("algorithm.grail.preset=robust").algorithm.grail)
-    assert Grail(**options) == Grail("robust")
-    assert set(options) == set(Grail.model_fields)
-
-
-@pytest.mark.parametrize("estimator", ["grail", "grpo"])
-def test_a_tokenizer_that_loses_text_is_refused_for_every_estimator(estimator: str, tmp_path: Path) -> None:
-    broken = save_under_class(build_tokenizer(), tmp_path / "model", "LlamaTokenizerFast", "llama")
-    repaired = tmp_path / "repaired"
-    save_repaired(str(broken), str(repaired))
-    given = (f"{MODEL}.path={broken}", f"{METHOD}={estimator}")
-    for option in ("path", "tokenizer_path"):
-        _refused((*given, f"++{MODEL}.{option}={broken}"), f"{MODEL}.{option}=", "answers.tokenizers")
-    prepare(_compose(*given, f"++{MODEL}.tokenizer_path={repaired}"))
+    assert Grail(**options) == Grail("robust") and set(options) == set(Grail.model_fields)
 
 
 def test_options_come_from_the_methods_section() -> None:
@@ -183,14 +193,33 @@ def test_options_come_from_the_methods_section() -> None:
     assert parsed(adv_estimator="grpo") is None
 
 
-@pytest.mark.parametrize("name", methods())
-def test_a_trainer_without_token_weights_says_what_to_start(name: str) -> None:
+@pytest.mark.parametrize("estimator", ["grail", "grpo"])
+def test_a_tokenizer_that_loses_text_is_refused_for_every_estimator(estimator: str, tmp_path: Path) -> None:
+    broken = save_under_class(build_tokenizer(), tmp_path / "model", "LlamaTokenizerFast", "llama")
+    repaired = tmp_path / "repaired"
+    save_repaired(str(broken), str(repaired))
+    given = (f"{MODEL}.path={broken}", f"{METHOD}={estimator}")
+    for option in ("path", "tokenizer_path"):
+        _refused((*given, f"++{MODEL}.{option}={broken}"), f"{MODEL}.{option}=", "answers.tokenizers")
+    prepare(_compose(*given, f"++{MODEL}.tokenizer_path={repaired}"))
+
+
+def test_a_tokenizer_without_bytes_is_refused(tmp_path: Path) -> None:
+    tokenizer = build_tokenizer()
+    steps = [decoders.Replace(Regex("~~~~"), "~"), tokenizer.backend_tokenizer.decoder]
+    tokenizer.backend_tokenizer.decoder = decoders.Sequence(steps)
+    tokenizer.save_pretrained(tmp_path)
+    _refused((f"{MODEL}.path={tmp_path}", f"{METHOD}=uniform"), "~~~~", "byte-level")
+
+
+def test_a_method_in_a_trainer_without_token_weights_is_refused() -> None:
     data = DataProto.from_dict(
         tensors={"token_level_rewards": torch.ones(2, 3), "response_mask": torch.ones(2, 3)},
         non_tensors={"uid": np.array(["a", "a"], dtype=object)},
     )
-    with pytest.raises(ValueError, match=rf"adv_estimator={name} needs token weights, .*docs/own_trainer\.md"):
-        compute_advantage(data, name, config=None)
+    for name in methods():
+        with pytest.raises(ValueError, match=f"adv_estimator={name}"):
+            compute_advantage(data, name, config=None)
 
 
 def test_what_the_start_writes_for_the_trainers_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -204,22 +233,12 @@ def test_what_the_start_writes_for_the_trainers_process(tmp_path: Path, monkeypa
     assert OmegaConf.select(config, name) == "recipe.verl_start"
 
 
-@pytest.mark.parametrize("estimator", ["grail", "uniform"])
-def test_a_tokenizer_without_bytes_is_refused(estimator: str, tmp_path: Path) -> None:
-    tokenizer = build_tokenizer()
-    steps = [decoders.Replace(Regex("~~~~"), "~"), tokenizer.backend_tokenizer.decoder]
-    tokenizer.backend_tokenizer.decoder = decoders.Sequence(steps)
-    tokenizer.save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=r"~~~~.*; use a byte-level"):
-        checks.check_config(with_model(tmp_path, f"algorithm.adv_estimator={estimator}"))
-
-
 def test_a_trl_that_verls_workers_fail_over_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     package = tmp_path / "trl"
     (package / "experimental" / "ppo").mkdir(parents=True)
     (package / "__init__.py").touch()
     monkeypatch.syspath_prepend(tmp_path)
-    _refused((), "AutoModelForCausalLMWithValueHead", "take TRL out")
+    _refused((), "AutoModelForCausalLMWithValueHead")
     for place in ("__init__.py", "experimental/ppo/__init__.py"):
         (package / place).write_text("from .modeling import AutoModelForCausalLMWithValueHead\n")
         check_trl()
@@ -227,12 +246,77 @@ def test_a_trl_that_verls_workers_fail_over_is_refused(tmp_path: Path, monkeypat
 
 
 def test_another_verl_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("GRAIL_ADVANTAGE_ANY_VERL", raising=False)
+    monkeypatch.delenv(checks.ANY_VERL, raising=False)
     for taken in ("0.9.1", "0.9.1+cpu"):
-        check_verl_version(taken)
-    for found in ("0.9.0", "0.9.2", "0.9.10", "0.9.1.dev0", "0.10.0", "1.0"):
-        with pytest.raises(ValueError, match=rf"verl {found} .*verl==0\.9\.1.*GRAIL_ADVANTAGE_ANY_VERL=1"):
-            check_verl_version(found)
-    monkeypatch.setenv("GRAIL_ADVANTAGE_ANY_VERL", "1")
-    with pytest.warns(UserWarning, match=r"verl 0\.10\.0 "):
-        check_verl_version("0.10.0")
+        checks.check_verl_version(taken)
+    for found in ("0.9.0", "0.9.10", "0.9.1.dev0", "1.0"):
+        with pytest.raises(ValueError, match=checks.ANY_VERL):
+            checks.check_verl_version(found)
+    monkeypatch.setenv(checks.ANY_VERL, "1")
+    with pytest.warns(UserWarning):
+        checks.check_verl_version("0.10.0")
+
+
+IMPORT_VERL = """
+import importlib
+import sys
+import verl
+from verl.utils import config
+print("grail_advantage.verl_ext.plugin" in sys.modules, "grail_advantage.methods" in sys.modules)
+from grail_advantage.verl_ext import plugin
+patched = config.validate_config
+importlib.reload(plugin)
+print(config.validate_config is patched, hasattr(patched.__wrapped__, "__wrapped__"))
+"""
+STOCK = (
+    *("data.train_files=nowhere.parquet", "data.val_files=nowhere.parquet", f"{MODEL}.path=nowhere", *REQUIRED),
+    *("trainer.device=cpu", "trainer.n_gpus_per_node=1", f"{METHOD}=grail", f"{MODE}=sync"),
+)
+RECIPE = (f"--config-path={ROOT}/recipe/config", "--config-name=cpu_trainer", *REQUIRED)
+
+
+@pytest.mark.slow
+class TestCommands:
+    """As a user gives them, in processes of their own; none starts Ray."""
+
+    def test_import_of_verl_wraps_its_entry_once_and_imports_no_method(self) -> None:
+        """Though the plug-in is named in verl's other hook too."""
+        hook = {"VERL_PLATFORM": "cpu", "VERL_USE_EXTERNAL_MODULES": "grail_advantage.verl_ext.plugin"}
+        command, variables = [sys.executable, "-c", IMPORT_VERL], {**os.environ, **hook}
+        done = subprocess.run(command, env=variables, capture_output=True, text=True)
+        assert done.stdout.split() == ["True", "False", "True", "False"], done.stderr
+
+    def _main(self, *overrides: str, **environment: str) -> subprocess.CompletedProcess:
+        done = forked.run("verl.trainer.main_ppo", *overrides, HYDRA_FULL_ERROR="1", **environment)
+        said = done.stdout + done.stderr
+        assert "ray init kwargs" not in said and "local Ray instance" not in said
+        return done
+
+    def test_a_dry_run_prints_the_configuration_and_nothing_else(self, tmp_path: Path) -> None:
+        """Resolved, with the trainer's mode as it is written in an override."""
+        done = self._main(*RECIPE, f"run.folder={tmp_path}/run", "algorithm.grail.leaf=last", DRY_RUN="1")
+        assert done.returncode == 0 and not (tmp_path / "run").exists(), done.stderr
+        printed = yaml.safe_load(done.stdout)
+        assert set(printed) == set(compose("cpu_trainer")) and "${" not in done.stdout
+        assert (printed["algorithm"]["grail"]["leaf"], printed["trainer"]["v1"]["trainer_mode"]) == ("last", "sync")
+
+    def test_refused_before_ray_starts(self, tmp_path: Path) -> None:
+        """In a dry run too, and by verl's own configuration."""
+        stock, recipe = (*STOCK, f"hydra.run.dir={tmp_path}"), (*RECIPE, f"run.folder={tmp_path}")
+        for given, override, dry_run in (
+            (recipe, "algorithm.grail.weight_std=0", "1"),
+            (recipe, f"{ACTOR}.policy_loss.loss_mode=geo_mean", "0"),
+            (stock, f"{MODE}=mine", "0"),
+        ):
+            done = self._main(*given, override, DRY_RUN=dry_run)
+            assert done.returncode != 0 and f"ValueError: {override.removeprefix('algorithm.')}" in done.stderr
+
+    def test_a_dry_run_of_verls_own_command_is_for_methods(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        done = self._main(*STOCK, f"hydra.run.dir={tmp_path}", DRY_RUN="1")
+        assert done.returncode == 0 and yaml.safe_load(done.stdout)["algorithm"]["adv_estimator"] == "grail"
+        config, validated = compose("ppo_trainer", [*STOCK, f"{METHOD}=grpo"], VERL), []
+        monkeypatch.setenv("DRY_RUN", "1")
+        start_run(config, lambda: validated.append(config.trainer.v1.trainer_mode))  # and verl goes on
+        assert validated == ["sync"]

@@ -12,17 +12,15 @@ import pytest
 import torch
 from tensordict import TensorDict
 from transfer_queue import KVBatchMeta
-from verl.trainer.ppo.v1 import trainer_base
 from verl.utils.tensordict_utils import get_non_tensor_data
 
 from grail_advantage import Method
 from grail_advantage.data import ENTROPY, OLD_LOG_PROBS, ROLLOUT_LOG_PROBS, Row
 from grail_advantage.model.hugging_face import HuggingFaceModel
-from grail_advantage.verl_ext.dump import UpdateDump
 from grail_advantage.verl_ext.exchange import build_reply, rows_of
 from tests import hosts
-from tests.core.tiny_models import char_tokenizer, encode, tiny_model
-from tests.verl_ext.one_step import Store, make_trainer
+from tests.core.tiny_models import char_tokenizer, tiny_model
+from tests.verl_ext.one_step import Step, Store, row_of
 
 SAMPLED = -0.25  # log-probability of every token by the engine that sampled it
 JUDGED = [row for row, said in enumerate(hosts.RESPONSES) if math.isfinite(said.reward)]
@@ -36,10 +34,9 @@ class ModelWorkers:
     """The actor's worker group with a model, each response in a forward of its own."""
 
     def __init__(self, store: Store) -> None:
-        self._dispatch_info = {"actor": [0]}
-        self._store, self._cpu = store, torch.device("cpu")
+        self._dispatch_info, self._store, cpu = {"actor": [0]}, store, torch.device("cpu")
         self._model = HuggingFaceModel(
-            tiny_model(), char_tokenizer(), hosts.TEMPERATURE, self._cpu, group=None, step=1, tokens=1
+            tiny_model(), char_tokenizer(), hosts.TEMPERATURE, cpu, group=None, step=1, tokens=1
         )
 
     def compute_log_prob(self, batch: KVBatchMeta) -> KVBatchMeta:
@@ -64,9 +61,12 @@ def dumped(
 ) -> pa.Table:
     """The dump of the trainer's two stages, in which rejection sampling may have dropped a response. Its advantages are
     those of the update."""
-    store = Store()
-    store.install(monkeypatch)
-    monkeypatch.setattr(trainer_base, "calculate_debug_metrics", lambda data: {})
+    rows = {}
+    for row, (key, said) in enumerate(zip(KEYS, RESPONSES, strict=True)):
+        made = rows[key] = row_of(said.prompt, said.parts, said.reward)
+        made |= {"rollout_log_probs": torch.full((len(said.ids),), SAMPLED)}
+        made |= {"extra_fields": {"tool_rewards": list(said.tool_rewards)}}
+        made["response_mask"] = made["loss_mask"] * (row != rejected)
     options = [
         f"actor_rollout_ref.rollout.n={hosts.GROUP_SIZE}",
         f"actor_rollout_ref.rollout.temperature={hosts.TEMPERATURE}",
@@ -75,26 +75,11 @@ def dumped(
         f"algorithm.token_dump.folder={folder}",
         "algorithm.token_dump.responses=null",
     ]
-    trainer = make_trainer([*options, *overrides], signal, ModelWorkers(store))
-    for row, (key, said) in enumerate(zip(KEYS, RESPONSES, strict=True)):
-        count, written = len(said.ids), torch.tensor(said.written, dtype=torch.int64)
-        store.rows[key] = {
-            "uid": key.split("_")[0],
-            "prompts": torch.tensor(encode(said.prompt)),
-            "responses": torch.tensor(said.ids),
-            "response_mask": written * (row != rejected),
-            "loss_mask": written,
-            "rollout_log_probs": torch.full((count,), SAMPLED),
-            "rm_scores": torch.zeros(count).index_fill(0, torch.tensor([count - 1]), said.reward),
-            "extra_fields": {"tool_rewards": list(said.tool_rewards)},
-        }
-    trainer._dump = UpdateDump(trainer.settings, trainer.tokenizer, updates=1)
-    batch = KVBatchMeta(partition_id="train", keys=KEYS, tags=[{} for _ in KEYS])
-    metrics: dict[str, float] = {}
-    trainer._compute_advantage(trainer._compute_old_log_prob(batch, {}), metrics)
-    assert metrics["token_dump/failed_files"] == trainer._dump.steps.failed == 0
+    step = Step(monkeypatch, *options, *overrides, method=signal, rows=rows, workers=ModelWorkers)
+    found = step.run()
+    assert step.metrics["token_dump/failed_files"] == 0
     table = hosts.dumped_table(folder)
-    assert [store.rows[key]["advantages"].tolist() for key in KEYS] == table["advantage"].to_pylist()
+    assert [found[key].tolist() for key in KEYS] == table["advantage"].to_pylist()
     return table
 
 

@@ -14,7 +14,7 @@ from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 
 from grail_advantage import Grail, find_answer_span
 from tests.core.tiny_models import END_ID, char_tokenizer, encode
-from tests.verl_ext.one_step import Store, Workers, made_up_saliency, make_trainer
+from tests.verl_ext.one_step import Store, Workers, made_up_saliency, make_trainer, row_of
 
 Rows = dict[str, dict[str, torch.Tensor]]
 FIELDS = ("advantages", "returns", "response_mask", "loss_mask", "rollout_is_weights", "token_level_rewards")
@@ -74,16 +74,8 @@ SEVERAL_OUTPUTS = [
     Output("a", 1, 2, "Two plus three? Sure? Yes?", r"Then it is \boxed{4}.<end>", 0.0),
 ]
 CORRECTION = "algorithm.rollout_correction"
-TOKENS = [
-    f"{CORRECTION}.rollout_is=token",
-    f"{CORRECTION}.rollout_rs=token_k1",
-    f"{CORRECTION}.rollout_rs_threshold='0.7_1.4'",
-]
-SEQUENCES = [
-    f"{CORRECTION}.rollout_is=sequence",
-    f"{CORRECTION}.rollout_rs=seq_mean_k1",
-    f"{CORRECTION}.rollout_rs_threshold='0.95_1.05'",
-]
+TOKENS = [f"{CORRECTION}.rollout_{of}" for of in ("is=token", "rs=token_k1", "rs_threshold='0.7_1.4'")]
+SEQUENCES = [f"{CORRECTION}.rollout_{of}" for of in ("is=sequence", "rs=seq_mean_k1", "rs_threshold='0.95_1.05'")]
 KL = ["algorithm.use_kl_in_reward=True", "algorithm.kl_ctrl.kl_coef=0.1"]
 
 
@@ -111,30 +103,16 @@ def put_rollouts(store: Store, outputs: list[Output], multiple: int = 5) -> Any:
     generator = torch.Generator().manual_seed(3)
     rows, tags, log_probs = [], [], []
     for output in outputs:
-        prompt, response = torch.tensor(encode(output.prompt)), torch.tensor(encode(output.response))
-        length = len(response)
+        row = row_of(output.prompt, output.response, output.reward)
+        prompt, length = len(row["prompts"]), len(row["responses"])
         old = -2 * torch.rand(length, generator=generator)
         spread = 0.3 * torch.randn((2, length), generator=generator)
         log_probs.append({"old_log_probs": old, "ref_log_prob": old + spread[1]})
-        tags.append(
-            {"status": "success", "prompt_len": len(prompt), "response_len": length, "seq_len": len(prompt) + length}
-        )
-        rows.append(
-            {
-                "uid": output.uid,
-                "session_id": output.session,
-                "num_turns": 2,
-                "prompts": prompt,
-                "responses": response,
-                "input_ids": torch.cat([prompt, response]),
-                "attention_mask": torch.ones(len(prompt) + length, dtype=torch.int64),
-                "position_ids": torch.arange(len(prompt) + length),
-                "response_mask": torch.ones(length, dtype=torch.int64),
-                "loss_mask": torch.ones(length, dtype=torch.int64),
-                "rm_scores": torch.zeros(length).index_fill(0, torch.tensor([length - 1]), output.reward),
-                "rollout_log_probs": old + spread[0],
-            }
-        )
+        lengths = {"prompt_len": prompt, "response_len": length, "seq_len": prompt + length}
+        tags.append({"status": "success", **lengths})
+        whole = {"input_ids": torch.cat([row["prompts"], row["responses"]]), "rollout_log_probs": old + spread[0]}
+        whole |= {"attention_mask": torch.ones(prompt + length).long(), "position_ids": torch.arange(prompt + length)}
+        rows.append({**row, **whole, "uid": output.uid, "session_id": output.session, "num_turns": 2})
     keys = [output.key for output in outputs]
     batch = store.kv_batch_put(keys, "train", list_of_dict_to_tensordict(rows), tags)
     batch = upsample_batch_to_divisible_size(batch, multiple, END_ID)
@@ -206,50 +184,39 @@ def _assert_weighted(outputs: list[Output], base: Rows, weighted: Rows) -> int:
     return moved
 
 
+def _same(verls: Rows, ours: Rows) -> bool:
+    """Whether nothing but the advantages differs."""
+    columns = {name for row in verls.values() for name in row} - {"advantages", "returns"}
+    equal = (torch.equal(row[name], ours[key][name]) for key, row in verls.items() for name in columns & row.keys())
+    return all(set(row) == set(ours[key]) for key, row in verls.items()) and all(equal)
+
+
 @pytest.mark.parametrize("name", SCENARIOS)
-class TestEveryScenario:
-    def test_advantages_are_weight_times_verls_and_nothing_else_differs(self, name: str) -> None:
-        result, outputs = results_of(name), SCENARIOS[name].outputs
-        verl, weighted = result["verl"], result["weighted"]
-        assert _assert_weighted(outputs, verl["rows"], weighted["rows"]) >= 3
-        for key in (output.key for output in outputs):
-            verls, ours = verl["rows"][key], weighted["rows"][key]
-            assert set(verls) == set(ours)
-            for column in verls.keys() - {"advantages", "returns"}:
-                assert torch.equal(verls[column], ours[column]), (key, column)
-        assert {metric: weighted["metrics"][metric] for metric in verl["metrics"]} == verl["metrics"]
-        # Responses that fill up get no advantage.
-        assert len(weighted["padding"]) == -len(outputs) % 5 > 0
-        assert all(weighted["rows"][key]["advantages"].tolist() == [0.0] for key in weighted["padding"])
-        assert all(np.isfinite(value) for value in weighted["metrics"].values())
+def test_advantages_are_weight_times_verls_and_nothing_else_differs(name: str) -> None:
+    result, outputs = results_of(name), SCENARIOS[name].outputs
+    verl, weighted = result["verl"], result["weighted"]
+    assert _assert_weighted(outputs, verl["rows"], weighted["rows"]) >= 3
+    assert _same({output.key: verl["rows"][output.key] for output in outputs}, weighted["rows"])
+    assert {metric: weighted["metrics"][metric] for metric in verl["metrics"]} == verl["metrics"]
+    # Responses that fill up get no advantage.
+    assert len(weighted["padding"]) == -len(outputs) % 5 > 0
+    assert all(weighted["rows"][key]["advantages"].tolist() == [0.0] for key in weighted["padding"])
+    assert all(np.isfinite(value) for value in weighted["metrics"].values())
 
 
-class TestOptionsTakeEffect:
-    """What the tests above rest on: each option changed something."""
+def test_corrections_reject_tokens_sequences_and_with_bypass_nothing() -> None:
+    """What the test above rests on."""
 
-    def _rows(self, name: str, kind: str = "verl") -> Rows:
-        rows = results_of(name)[kind]["rows"]
-        return {output.key: rows[output.key] for output in SCENARIOS[name].outputs}
-
-    def _rejected(self, name: str) -> list[torch.Tensor]:
-        rows = self._rows(name, "weighted").values()
+    def rejected(name: str, corrected: bool) -> list[torch.Tensor]:
+        rows = [results_of(name)["weighted"]["rows"][output.key] for output in SCENARIOS[name].outputs]
+        assert all(("rollout_is_weights" in row) == corrected for row in rows)
         return [row["loss_mask"].bool() & ~row["response_mask"].bool() for row in rows]
 
-    def test_corrections_reject_tokens_sequences_and_with_bypass_nothing(self) -> None:
-        rejected = self._rejected("everything")
-        assert sum(bool(row.any()) and not row.all() for row in rejected) >= 4
-        assert all("rollout_is_weights" in row for row in self._rows("everything").values())
-        rejected = self._rejected("decoupled, sequences")
-        assert all(row.all() or not row.any() for row in rejected)
-        assert 0 < sum(bool(row.all()) for row in rejected) <= len(rejected) - 3
-        assert not any(row.any() for row in self._rejected("bypass"))
-        assert all("rollout_is_weights" not in row for row in self._rows("bypass").values())
-
-
-def _grpo(uid: str) -> torch.Tensor:
-    """The group's advantages by hand."""
-    rewards = torch.tensor([output.reward for output in GROUPS[uid]])
-    return (rewards - rewards.mean()) / (rewards.std() + 1e-6)
+    assert sum(bool(row.any()) and not row.all() for row in rejected("everything", True)) >= 4
+    sequences = rejected("decoupled, sequences", True)
+    assert all(row.all() or not row.any() for row in sequences)
+    assert 0 < sum(bool(row.all()) for row in sequences) <= len(sequences) - 3
+    assert not any(row.any() for row in rejected("bypass", False))
 
 
 def test_a_group_without_a_difference_is_replaced_and_the_others_are_weighted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -283,7 +250,8 @@ def test_a_group_without_a_difference_is_replaced_and_the_others_are_weighted(mo
     outputs = [output for group in GROUPS.values() for output in group if output.key in rows]
     base: Rows = {}
     for uid in uids:
-        for output, advantage in zip(GROUPS[uid], _grpo(uid), strict=True):
+        rewards = torch.tensor([output.reward for output in GROUPS[uid]])
+        for output, advantage in zip(GROUPS[uid], (rewards - rewards.mean()) / (rewards.std() + 1e-6), strict=True):
             mask = rows[output.key]["response_mask"]
             base[output.key] = {"advantages": advantage * mask, "response_mask": mask}
     assert _assert_weighted(outputs, base, rows) >= 8

@@ -19,7 +19,7 @@ from grail_advantage.methods.saliency import Saliency
 from tests.verl_ext import pass_plan as plan
 from tests.verl_ext.pass_plan import OWN, SETUPS
 from tests.verl_ext.plain_model import RTOL, Plain, close, log_errors
-from tests.verl_ext.rank_group import Results, of_all_ranks, start_ranks
+from tests.verl_ext.ranks import Results, of_all_ranks, start_ranks
 
 pytestmark = pytest.mark.slow
 
@@ -48,7 +48,7 @@ class Measured:
             place.mkdir()
             for model in self.folder.iterdir():
                 (place / model.name).symlink_to(model)
-            self._known[size] = start_ranks("tests.verl_ext.pass_ranks", place, size)
+            self._known[size] = start_ranks("passes", place, size)
         return of_all_ranks(self._known[size], kind, name)
 
 

@@ -3,6 +3,7 @@ advantages for responses of one turn. Rewards of verl's agent loop are in ``test
 
 from __future__ import annotations
 
+from itertools import chain, zip_longest
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,9 @@ from grail_advantage.verl_ext.settings import AGENT_LOOPS, PARALLEL_CALLS
 from grail_advantage.verl_ext.zero_advantage import trains
 from tests.core.test_turns import Talk
 from tests.core.tiny_models import encode
-from tests.verl_ext.test_one_step import ROWS, Step
+from tests.verl_ext.one_step import ROWS, Step, row_of, same
+
+Advantages = dict[str, torch.Tensor]
 
 TALKS = {
     "a_0_0": Talk(["ask", "so 2<end>"], ["two"], [0.5], 1.0),
@@ -29,60 +32,53 @@ TALKS = {
 """The second prompt's responses have one outcome: GRPO gives them nothing."""
 
 
-def _set_talks(step: Step) -> None:
-    for key, talk in TALKS.items():
-        pieces = [encode(text) for pair in zip(talk.turns, [*talk.said, ""], strict=True) for text in pair]
-        mask_T = torch.tensor([wrote for wrote, piece in zip([1, 0] * 9, pieces, strict=False) for _ in piece])
-        response_T = torch.tensor([token for piece in pieces for token in piece])
-        step.store.rows[key] |= {
-            "responses": response_T,
-            "response_mask": mask_T,
-            "loss_mask": mask_T,
-            "rollout_log_probs": torch.full((len(response_T),), -0.1),
-            "rm_scores": torch.zeros(len(response_T)).index_fill(0, torch.tensor([len(response_T) - 1]), talk.outcome),
-            "extra_fields": {"turn_scores": [], "tool_rewards": list(talk.rewards)},
-        }
-
-
 def _step(monkeypatch: pytest.MonkeyPatch, name: str, *overrides: str, **options: Any) -> Step:
-    step = Step(monkeypatch, [f"algorithm.adv_estimator={name}", *overrides])
-    step.set_signal(build(name, options))
-    _set_talks(step)
-    return step
+    rows = {}
+    for key, talk in TALKS.items():
+        parts = [part for part in chain(*zip_longest(talk.turns, talk.said)) if part is not None]
+        extra = {"turn_scores": [], "tool_rewards": list(talk.rewards)}
+        rows[key] = row_of("Two?", parts, talk.outcome, extra_fields=extra)
+    return Step(monkeypatch, *overrides, method=build(name, options), rows=rows)
 
 
-def test_rewards_of_the_reward_function_and_of_ones_own_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def expected() -> Advantages:
+    """turn_rloo's, with the rewards of verl's agent loop."""
+    with pytest.MonkeyPatch.context() as patch:
+        return _step(patch, "turn_rloo").run()
+
+
+def test_rewards_of_the_reward_function_and_of_ones_own_loop(
+    monkeypatch: pytest.MonkeyPatch, expected: Advantages
+) -> None:
     """A list that compute_score returns goes before the agent loop's; a field of any name, one reward a turn."""
-    with monkeypatch.context() as patch:
-        expected = _step(patch, "turn_rloo").run()
     with monkeypatch.context() as patch:
         step = _step(patch, "turn_rloo")
         for row in step.store.rows.values():
             judged = row["extra_fields"]["tool_rewards"]
             row["extra_fields"] |= {"tool_rewards": [9.0], "reward_extra_info": {"tool_rewards": judged, "acc": 1.0}}
-        assert all(torch.equal(of, expected[key]) for key, of in step.run().items())
+        assert same(step.run(), expected)
     step = _step(monkeypatch, "turn_rloo", rewards="turn_scores", align="turns", outcome=False)
     for key, row in step.store.rows.items():
         row["extra_fields"]["turn_scores"] = [*TALKS[key].rewards, TALKS[key].outcome]
-    assert all(torch.equal(of, expected[key]) for key, of in step.run().items())
+    assert same(step.run(), expected)
+    with pytest.raises(ValueError, match="field:mine"):
+        _step(monkeypatch, "turn_rloo", rewards="mine").run()
 
 
 @pytest.mark.parametrize("given", ["by the reward function", "by the loop", "by the data"])
 def test_a_batch_without_a_call_trains(monkeypatch: pytest.MonkeyPatch, given: str) -> None:
-    """``None`` is a response's value, also where no other response has more. The responses are those of the other tests of a
-    step, which are of one turn."""
-    found: list[dict[str, torch.Tensor]] = []
+    """``None`` is a response's value, also where no other response has more."""
+    found: list[Advantages] = []
     for nothing in ([], None):
         with monkeypatch.context() as patch:
-            step = Step(patch, ["algorithm.adv_estimator=turn_rloo"])
-            step.set_signal(build("turn_rloo", {"rewards": "mine"}))
+            step = Step(patch, method=build("turn_rloo", {"rewards": "mine"}))
             for row in step.store.rows.values():
                 column = {"mine": nothing}
                 extra = column if given == "by the loop" else {"reward_extra_info": column}
                 row |= column if given == "by the data" else {"extra_fields": extra}
             found.append(step.run())
-    assert all(torch.equal(of, found[1][key]) for key, of in found[0].items())
-    assert all(bool(of.any()) for key, of in found[1].items() if key.startswith("a"))
+    assert same(*found) and all(bool(of.any()) for key, of in found[1].items() if key.startswith("a"))
 
 
 def _session_of_two(step: Step) -> None:
@@ -100,12 +96,11 @@ def _session_of_two(step: Step) -> None:
 
 
 @pytest.mark.parametrize("given", ["by the loop", "by the reward function"])
-def test_several_outputs_of_a_session_are_one_conversation(monkeypatch: pytest.MonkeyPatch, given: str) -> None:
+def test_several_outputs_of_a_session_are_one_conversation(
+    monkeypatch: pytest.MonkeyPatch, given: str, expected: Advantages
+) -> None:
     """The loop gives each output its own turns' rewards; verl copies what the reward function returned to all outputs."""
-    options = {"rewards": "call_rewards"}
-    with monkeypatch.context() as patch:
-        whole = _step(patch, "turn_rloo").run()
-    step = _step(monkeypatch, "turn_rloo", **options)
+    step = _step(monkeypatch, "turn_rloo", rewards="call_rewards")
     for key, talk in TALKS.items():
         step.store.rows[key]["extra_fields"] = {"call_rewards": [[reward] for reward in talk.rewards]}
     _session_of_two(step)
@@ -115,12 +110,9 @@ def test_several_outputs_of_a_session_are_one_conversation(monkeypatch: pytest.M
     else:
         judged = {"reward_extra_info": {"call_rewards": [[0.5], [-0.25]]}}
         first["extra_fields"], last["extra_fields"] = judged, judged
-    found = step.run()
-    talk = TALKS["a_1_0"]
+    talk, whole_T = TALKS["a_1_0"], expected["a_1_0"]
     cut, again = len(encode(talk.turns[0])), len(encode(talk.turns[0] + talk.said[0]))
-    expected = {**whole, "a_1_0": whole["a_1_0"][:cut], "a_1_1": whole["a_1_0"][again:]}
-    assert found.keys() == expected.keys() and bool(expected["a_1_1"].any())
-    assert all(torch.equal(found[key], expected[key]) for key in expected)
+    assert same(step.run(), {**expected, "a_1_0": whole_T[:cut], "a_1_1": whole_T[again:]}) and whole_T[again:].any()
 
 
 def test_verl_gives_all_outputs_of_a_session_the_last_ones_advantage(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,9 +131,7 @@ def test_a_method_that_reads_rewards_and_knows_no_sessions_is_refused(monkeypatc
     step = _step(monkeypatch, "turn_rloo", rewards="")
     monkeypatch.setattr(TurnMethod, "reads", TurnMethod.reads - {"sessions"})
     _session_of_two(step)
-    with pytest.raises(
-        ValueError, match="turn_rloo reads one reward a response, and a_1_0 and a_1_1 are outputs of one"
-    ):
+    with pytest.raises(ValueError, match="a_1_0 and a_1_1"):
         step.run()
 
 
@@ -155,8 +145,7 @@ def test_one_turn_gives_verls_own_advantage(monkeypatch: pytest.MonkeyPatch, bas
     verls_BT, _ = estimator[base](rewards_BT, torch.ones(len(ROWS), 2), index)
     for name, scale in {"grpo": {"mt_grpo": 1, "gtpo": 1, "gigpo": 2}, "rloo": {"turn_rloo": 1}}[base].items():
         with monkeypatch.context() as patch:
-            step = Step(patch, [f"algorithm.adv_estimator={name}"])
-            step.set_signal(build(name))
+            step = Step(patch, method=build(name))
             for row in step.store.rows.values():
                 row["extra_fields"] = {"turn_scores": [], "tool_rewards": []}
             for number, advantages_T in enumerate(step.run().values()):
@@ -165,12 +154,12 @@ def test_one_turn_gives_verls_own_advantage(monkeypatch: pytest.MonkeyPatch, bas
                 torch.testing.assert_close(advantages_T, wanted.expand_as(advantages_T), rtol=rounding, atol=1e-6)
 
 
-def test_zero_advantage_responses_are_those_without_a_turn_that_trains(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_zero_advantage_responses_are_those_without_a_turn_that_trains(
+    monkeypatch: pytest.MonkeyPatch, expected: Advantages
+) -> None:
     """Not those in whose group GRPO finds one outcome."""
     of_b = [key for key in TALKS if key.startswith("b")]
-    with monkeypatch.context() as patch:
-        found = _step(patch, "turn_rloo").run()
-        assert bool(found["b_1_0"].any())
+    assert bool(expected["b_1_0"].any())
     step = _step(monkeypatch, "turn_rloo")
     for key in of_b[1:]:
         step.store.rows[key]["extra_fields"]["tool_rewards"] = [0.0]
@@ -196,13 +185,13 @@ def test_as_many_rewards_as_turns(
 ) -> None:
     """One each with verl's own loop and one call a turn, the last without an answer; another loop may make two calls."""
 
-    def run(rewards: Any, *overrides: str) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
-        with monkeypatch.context() as patch:
-            step = _step(patch, "turn_rloo", *overrides)
-            step.store.rows["a_1_0"]["extra_fields"]["tool_rewards"] = rewards
-            return step.run(), step.metrics
+    def run(rewards: Any, *overrides: str) -> Step:
+        step = _step(monkeypatch, "turn_rloo", *overrides)
+        step.store.rows["a_1_0"]["extra_fields"]["tool_rewards"] = rewards
+        step.found = step.run()
+        return step
 
-    found, metrics = run(given, *([override] if override else []))
-    listed, _ = run([[0.5], [-0.25], [given[2]]])
-    assert all(torch.equal(of, listed[key]) for key, of in found.items()) == certain == bool(found["a_1_0"].any())
-    assert (metrics["turn_rloo/non_finite_rate"] == 0) == certain
+    made = run(given, *([override] if override else []))
+    listed = run([[0.5], [-0.25], [given[2]]])
+    assert same(made.found, listed.found) == certain == bool(made.found["a_1_0"].any())
+    assert (made.metrics["turn_rloo/non_finite_rate"] == 0) == certain
