@@ -4,20 +4,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from grail_advantage import Grail, Method, Oar, compute_token_weights
+from grail_advantage import Grail, Method, compute_token_weights
 from grail_advantage.data import Row
 from grail_advantage.verl_ext.engine_model import EngineModel
 from grail_advantage.verl_ext.exchange import FORWARD, PADDED_FORWARD, UPDATE
-from tests.core import oar_reference, reference
+from tests.core import reference
 from tests.core.tiny_models import PAD_ID, ROLLOUTS, SIZES, char_tokenizer, encode, id_to_character, make_batch
 from tests.verl_ext.engines import Setup, Sizes, build_engine, own_pass
 from tests.verl_ext.pass_plan import row_of
@@ -29,55 +28,39 @@ MIXED = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window
 _MOE = {"num_experts_per_tok": 2, "output_router_logits": True}
 
 
-@dataclass(frozen=True)
-class Family:
-    """An architecture: its configuration's class, and what the tiny one has besides the common sizes."""
-
-    config: str
-    options: dict[str, Any] = field(default_factory=dict)
-    attention: str = "sdpa"
-    """On a CPU; what the model falls back on without flash attention."""
-
-    def build(self) -> PretrainedConfig:
-        """The tiny configuration."""
-        sizes = SIZES | {
-            "hidden_size": 32,
-            "intermediate_size": 64,
-            "num_hidden_layers": 2,
-            "tie_word_embeddings": False,
-        }
-        return getattr(transformers, self.config)(**sizes | self.options)
-
-
 _DELTA = {f"linear_{name}_head_dim": 8 for name in ("key", "value")} | {
     **{"linear_num_key_heads": 2, "linear_num_value_heads": 4},
     "layer_types": ["linear_attention", "full_attention"],
 }
-FAMILIES = {
-    "Qwen2.5": Family("Qwen2Config", {"tie_word_embeddings": True}),
-    "Qwen3": Family("Qwen3Config"),
-    "Qwen3-MoE": Family("Qwen3MoeConfig", {"num_experts": 4, "moe_intermediate_size": 32, **_MOE}),
-    "Qwen3.5, text": Family("Qwen3_5TextConfig", _DELTA),
-    "Llama 3": Family("LlamaConfig"),
-    "Mistral": Family("MistralConfig", {"sliding_window": WINDOW}),
-    "Gemma 2": Family("Gemma2Config", {**MIXED, "tie_word_embeddings": True}),
-    "Gemma 3, text": Family("Gemma3TextConfig", {**MIXED, "tie_word_embeddings": True}),
-    "Phi-4": Family("Phi3Config"),
-    "GPT-OSS": Family("GptOssConfig", {**MIXED, "num_local_experts": 4, **_MOE}, attention="eager"),
-    "OLMo 2": Family("Olmo2Config"),
-    "OLMo 3": Family("Olmo3Config", MIXED),
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "Qwen2.5": ("Qwen2Config", {"tie_word_embeddings": True}),
+    "Qwen3": ("Qwen3Config", {}),
+    "Qwen3-MoE": ("Qwen3MoeConfig", {"num_experts": 4, "moe_intermediate_size": 32, **_MOE}),
+    "Qwen3.5, text": ("Qwen3_5TextConfig", _DELTA),
+    "Llama 3": ("LlamaConfig", {}),
+    "Mistral": ("MistralConfig", {"sliding_window": WINDOW}),
+    "Gemma 2": ("Gemma2Config", {**MIXED, "tie_word_embeddings": True}),
+    "Gemma 3, text": ("Gemma3TextConfig", {**MIXED, "tie_word_embeddings": True}),
+    "Phi-4": ("Phi3Config", {}),
+    "GPT-OSS": ("GptOssConfig", {**MIXED, "num_local_experts": 4, **_MOE}),
+    "OLMo 2": ("Olmo2Config", {}),
+    "OLMo 3": ("Olmo3Config", MIXED),
 }
+"""The configuration's class, and what the tiny one has besides the common sizes."""
+EAGER = ("GPT-OSS",)
+"""Without sdpa; what the model falls back on without flash attention."""
+_COMMON = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "tie_word_embeddings": False}
 BATCH = [ROLLOUTS[name] for name in ("text after the box", "box at the end", "several boxes", "right")]
-NOISE = 0.05
-"""OAR-G's, far above its default, so that the divergence has digits in float32."""
-SIGNALS: dict[str, Method] = {
-    "grail": Grail(gate="all"),
-    "grail, middle": Grail(preset="robust", gate="all", leaf="middle"),
-    "oar_g": Oar("gradient", noise_std=NOISE),
+PRESETS: dict[str, dict[str, Any]] = {
+    "grail": {"preset": "official", "gate": "all"},
+    "grail, middle": {"preset": "robust", "gate": "all", "leaf": "middle"},
 }
+SIGNALS: dict[str, Method] = {name: Grail(**options) for name, options in PRESETS.items()}
 PROBED, LONGEST = (UPDATE, FORWARD, PADDED_FORWARD), 40
-CLOSE = {"grail": 1e-4, "grail, middle": 1e-4, "oar_g": 5e-3}
-"""Of the largest score of a response, and of a weight: the gradient of a divergence as small as OAR-G's has fewer digits."""
+
+
+def attention_of(name: str) -> str:
+    return "eager" if name in EAGER else "sdpa"
 
 
 @cache
@@ -85,7 +68,9 @@ def model_of(name: str) -> PreTrainedModel:
     """The tiny model, float32 and in evaluation mode."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(FAMILIES[name].build(), attn_implementation=FAMILIES[name].attention)
+        config_class, options = FAMILIES[name]
+        config = getattr(transformers, config_class)(**SIZES | _COMMON | options)
+        model = AutoModelForCausalLM.from_config(config, attn_implementation=attention_of(name))
     model.set_experts_implementation("eager")  # the other computes in no float64
     return model.eval()
 
@@ -102,20 +87,10 @@ def plainly(name: str, signal: str) -> list[tuple[list[float], list[float]]]:
     for rollout in BATCH:
         prompt, response = encode(rollout.prompt), encode(rollout.response)
         ids, start = prompt + response, len(prompt)
-        if signal == "oar_g":
-            model = oar_reference.PlainOar(model_of(name), PAD_ID)
-            options = {"noise_std": NOISE}
-            row = [(prompt, response, rollout.advantage)]
-            ((weights, scores),) = oar_reference.oar_weights(model, "gradient", row, id_to_character(), options)
-        else:
-            options = reference.resolve("official", gate="all")
-            if signal == "grail, middle":
-                options = reference.resolve("robust", gate="all", leaf="middle")
-            mask = [int(place >= start) for place in range(len(ids))]
-            row = ([ids], [[1] * len(ids)], [mask], [rollout.advantage], options)
-            found = reference.reference_weights(reference.PlainModel(model_of(name)), id_to_character(), *row)
-            weights, scores = found.weights[0][start:], found.scores[0][start:]
-        rows.append((scores, weights))
+        mask = [int(place >= start) for place in range(len(ids))]
+        row = ([ids], [[1] * len(ids)], [mask], [rollout.advantage], reference.resolve(**PRESETS[signal]))
+        found = reference.reference_weights(reference.PlainModel(model_of(name)), id_to_character(), *row)
+        rows.append((found.scores[0][start:], found.weights[0][start:]))
     return rows
 
 
@@ -142,7 +117,7 @@ class Engine:
     def passes(self, case: tuple[str, bool]) -> dict[str, Any]:
         """Scores of the passes, or by which words they are refused, and what the probe finds."""
         name, packed = case
-        setup = Setup(folder_of(name), ranks=1, packed=packed, attention=FAMILIES[name].attention)
+        setup = Setup(folder_of(name), ranks=1, packed=packed, attention=attention_of(name))
         engine = build_engine(setup, self.folder)
         sizes = Sizes(rows=len(BATCH))
         results: dict[str, Any] = {}

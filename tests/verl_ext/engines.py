@@ -15,7 +15,6 @@ import torch
 import torch.nn.functional as F
 
 REFERENCE = "packed_attention_reference"
-HALF = {"mixed_precision": {"param_dtype": "bf16", "reduce_dtype": "fp32", "buffer_dtype": "fp32"}}
 
 
 @dataclass(frozen=True)
@@ -44,20 +43,17 @@ class Setup:
 
 @dataclass(frozen=True)
 class Sizes:
-    """Responses of a micro-batch, or its most tokens; of inference where those are others."""
+    """Responses of a micro-batch, or its most tokens."""
 
     rows: int | None = None
     budget: int | None = None
-    inference_rows: int | None = None
-    inference_budget: int | None = None
 
     def set(self, engine: Any) -> None:
         """Let an engine work with them."""
         config = engine.engine_config
         config.use_dynamic_bsz = self.budget is not None
-        config.max_token_len_per_gpu, config.micro_batch_size_per_gpu = self.budget, self.rows
-        config.infer_max_token_len_per_gpu = self.inference_budget or self.budget
-        config.infer_micro_batch_size_per_gpu = self.inference_rows or self.rows
+        config.max_token_len_per_gpu = config.infer_max_token_len_per_gpu = self.budget
+        config.micro_batch_size_per_gpu = config.infer_micro_batch_size_per_gpu = self.rows
 
 
 @cache

@@ -12,7 +12,7 @@ import torch
 from tensordict import TensorDict
 from transfer_queue import KVBatchMeta
 from verl.trainer.ppo import core_algos, padding_utils
-from verl.trainer.ppo.v1 import get_trainer_cls, replay_buffer, trainer_base
+from verl.trainer.ppo.v1 import get_trainer_cls, trainer_base
 from verl.utils.tensordict_utils import get_non_tensor_data, get_tensordict, list_of_dict_to_tensordict
 
 from grail_advantage import Grail, Method
@@ -90,16 +90,9 @@ class Store:
                 self.rows.setdefault(key, {})[name] = value.clone() if isinstance(value, torch.Tensor) else value
         return KVBatchMeta(partition_id=partition_id, keys=keys, tags=[dict(self.tags[key]) for key in keys])
 
-    def kv_list(self, partition_id: str | None = None) -> dict[str, dict[str, dict[str, Any]]]:
-        return {"train": {key: dict(tag) for key, tag in self.tags.items()}}
-
-    def kv_clear(self, keys: list[str], partition_id: str) -> None:
-        for key in keys:
-            self.tags.pop(key, None)
-
     def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Let it take TransferQueue's place."""
-        for module in (trainer, trainer_base, padding_utils, replay_buffer):
+        for module in (trainer, trainer_base, padding_utils):
             monkeypatch.setattr(module, "tq", self)
 
 

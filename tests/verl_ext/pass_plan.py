@@ -13,7 +13,7 @@ from grail_advantage import Grail, Method, Oar, find_answer_span
 from grail_advantage.data import Row
 from grail_advantage.method import build
 from tests.core.tiny_models import ROLLOUTS, Rollout, char_tokenizer, encode, tiny_model
-from tests.verl_ext.engines import HALF, REFERENCE, Setup, Sizes
+from tests.verl_ext.engines import REFERENCE, Setup, Sizes
 
 LONG = "One and one is two, and two is three, " * 4
 NAMES = (
@@ -129,12 +129,6 @@ def uneven_rows(rank: int) -> list[Row]:
     return [row_of(Rollout("How" + "?" * place, text, -1.0), place) for place in range(2)]
 
 
-NAN_TOKEN = "@"
-WITH_NAN = (
-    [r"It is @ \boxed{2}", r"It is ! \boxed{3}", r"So \boxed{4}"],
-    [r"I take \boxed{4}", r"I take \boxed{5} or", r"\boxed{6} @"],
-)
-HALVED = Setup("qwen3", "fsdp", options=HALF)
 PLAIN = {"fsdp": Setup("qwen3", "fsdp"), "fsdp2": Setup("qwen3")}
 
 _DROPOUT = {"attention_dropout": 0.5}
@@ -162,10 +156,6 @@ def write_models(folder: Path) -> dict[str, PreTrainedModel]:
     for seed, (name, options) in enumerate(MODELS.items()):
         models[name] = tiny_model(seed=seed, **options)
         models[name].save_pretrained(folder / name)
-    broken = tiny_model(seed=0)
-    with torch.no_grad():
-        broken.model.embed_tokens.weight[encode(NAN_TOKEN)] = torch.nan
-    broken.save_pretrained(folder / "qwen3-nan")
     for name, (base, options) in ADAPTERS.items():
         seed = list(MODELS).index(base)
         torch.manual_seed(0)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -65,15 +64,3 @@ class Plain:
         for index, scores_T in zip(members, scores, strict=True):
             expected[index] = scores_T
         return expected
-
-
-def log_errors(plain: Plain, found: list[dict[str, Any]]) -> torch.Tensor:
-    """|log(found / expected)| of the saliencies in front of the target."""
-    errors = []
-    for rank, result in enumerate(found):
-        rollouts, _ = plan.pass_rows("saliency", rank, len(found))
-        for at, rollout in enumerate(rollouts):
-            scores_T = result["saliency"]["scores"][at]
-            expected_T = plain.scores(plan.HALVED.model, "saliency")[rollout][: len(scores_T)]
-            errors.append((scores_T[expected_T > 0] / expected_T[expected_T > 0]).log().abs())
-    return torch.cat(errors)

@@ -26,7 +26,7 @@ import torch
 from grail_advantage import Grail
 from grail_advantage.data import Row
 from tests import forked
-from tests.core.tiny_models import PAD_ID, Rollout, char_tokenizer
+from tests.core.tiny_models import PAD_ID, char_tokenizer
 from tests.verl_ext import pass_plan as plan
 from tests.verl_ext.engines import (
     REFERENCE,
@@ -128,7 +128,7 @@ class Passes:
                 work()
             found[name] = [forwards[block] for block in range(4)], held, sharding(engine)["held"]
 
-        for leaf in ("embeddings", "first", "middle", "last"):
+        for leaf in ("embeddings", "middle"):
             run(leaf, lambda leaf=leaf: own_pass(engine, self._prepared(), Grail(leaf=leaf), Sizes(rows=6)))
         for name in ("saliency", "oar_p"):
             method = plan.OWN[name][0]
@@ -159,21 +159,6 @@ class Passes:
                 results["left"].append(leftovers(engine, before))
             results["steps"].append((self._step(engine, setup), shards(engine)))
         return results
-
-    def halved(self, setup: Setup) -> dict[str, Any]:
-        """Passes under the autocast that verl trains with by default."""
-        engine = build_engine(setup, self.folder)
-        names = ("saliency", "oar_g", "oar_p", "rlsd", "shear")
-        return {"autocast": str(engine._autocast_dtype)} | {name: self._own(engine, name, setup) for name in names}
-
-    def nan(self, setup: Setup) -> dict[str, list[torch.Tensor]]:
-        """Responses of which some have a token whose embedding is NaN; in two responses a micro-batch."""
-        engine, found = build_engine(setup, self.folder), {}
-        for name, token in (("nan", plan.NAN_TOKEN), ("clean", "!")):
-            texts = [text.replace(plan.NAN_TOKEN, token) for text in plan.WITH_NAN[self.rank]]
-            rows = [Grail().prepare(plan.row_of(Rollout("Is", text, -1.0)), char_tokenizer()) for text in texts]
-            found[name] = own_pass(engine, rows, Grail(), Sizes(rows=2))["scores"]
-        return found
 
     def later_update(self, setup: Setup) -> dict[str, Any]:
         """The separate trainer at a later update of a step, whose policy has moved on from the step's first."""
@@ -233,8 +218,6 @@ class AllRows:
 _DETAILS = {
     "cost": {"fsdp": plan.PLAIN["fsdp"], "fsdp2": plan.PLAIN["fsdp2"]},
     "raising": {"fsdp2": plan.PLAIN["fsdp2"]},
-    "halved": {"fsdp": plan.HALVED},
-    "nan": {"fsdp2": Setup("qwen3-nan")},
     "later_update": plan.PLAIN,
 }
 

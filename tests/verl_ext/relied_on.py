@@ -2,7 +2,6 @@
 
     python -m tests.verl_ext.relied_on            what differs from relied_on.json
     python -m tests.verl_ext.relied_on --write    relied_on.json anew, once everything that differed has been read
-    python -m tests.verl_ext.relied_on --source FOLDER   what differs in a checkout of verl, which is not imported
 
 Found are: every name that is imported from these packages, every attribute of an imported module of theirs that is used, and
 every method of theirs that a class of this project overrides. A function's entry is its place and a digest of its source, since
@@ -19,7 +18,6 @@ import json
 import pkgutil
 import sys
 import textwrap
-from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -155,56 +153,9 @@ def differences(now: dict[str, str], known: dict[str, str]) -> list[str]:
     ]
 
 
-@cache
-def _parsed(file: Path) -> tuple[str, Any]:
-    text = file.read_text(encoding="utf-8")
-    return text, ast.parse(text)
-
-
-def source_in(folder: Path, place: str) -> str | None:
-    """The source of a function in a source tree, as ``inspect`` gives it; ``""`` for anything else that is there."""
-    parts = [part for part in place.split(".") if part != "<locals>"]
-    for cut in range(len(parts), 0, -1):
-        path = folder.joinpath(*parts[:cut])
-        file = next((file for file in (path.with_suffix(".py"), path / "__init__.py") if file.is_file()), None)
-        if file is not None:
-            break
-    else:
-        return None
-    text, node = _parsed(file)
-    for part in parts[cut:]:
-        node = next((entry for entry in reversed(node.body) if getattr(entry, "name", None) == part), None)
-        if node is None:
-            return None
-    if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-        return ""
-    first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
-    return textwrap.dedent("".join(text.splitlines(keepends=True)[first - 1 : node.end_lineno]))
-
-
-def differences_in_source(folder: Path, known: dict[str, str]) -> list[str]:
-    """One line for each function or class of verl's that is gone from a source tree, or has another source there."""
-    lines = []
-    for name, entry in known.items():
-        place, _, before = entry.partition(" ")
-        place = name if "<locals>" in place else place  # a class that Ray made
-        if not place.startswith("verl.") or not before or before == digest(""):
-            continue
-        source = source_in(folder, place)
-        if source is None:
-            lines.append(f"{name}: gone from {place}")
-        elif source and before != digest(source):
-            lines.append(f"{name}: its source differs")
-    return lines
-
-
 def main() -> None:
-    known = json.loads(GOLDEN.read_text())
-    if "--source" in sys.argv:
-        print("\n".join(differences_in_source(Path(sys.argv[sys.argv.index("--source") + 1]), known)))
-        return
     now = collect()
-    lines = differences(now, known)
+    lines = differences(now, json.loads(GOLDEN.read_text()))
     print("\n".join(lines) or f"nothing differs of {len(now)} names")
     if "--write" in sys.argv:
         GOLDEN.write_text(json.dumps(now, indent=1) + "\n")

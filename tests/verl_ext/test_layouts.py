@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from verl.trainer.ppo.padding_utils import upsample_batch_to_divisible_size
+from verl.trainer.ppo.v1 import get_trainer_cls
 from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 
 from grail_advantage import Grail, find_answer_span
@@ -57,13 +58,6 @@ GROUPS = {
         (r"=\boxed{3}<end>", 0.0),
         (r"First \boxed{3}, no, \boxed{0.5}<end>", 1.0),
     ),
-    "c": _group("c", "Three?", *[(rf"Sure, \boxed{{{digit}}}<end>", 0.0) for digit in range(4)]),
-    **{
-        uid: _group(
-            uid, "Four?", (r"Well, \boxed{4}<end>", 1.0), *[(rf"Hm, \boxed{{{digit}}}<end>", 0.0) for digit in range(3)]
-        )
-        for uid in "de"
-    },
 }
 TWO_GROUPS = [*GROUPS["a"], *GROUPS["b"]]
 # Earlier outputs of a session carry the reward of its last one, as verl's agent loop writes them.
@@ -219,39 +213,11 @@ def test_corrections_reject_tokens_sequences_and_with_bypass_nothing() -> None:
     assert not any(row.any() for row in rejected("bypass", False))
 
 
-def test_a_group_without_a_difference_is_replaced_and_the_others_are_weighted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A batch from verl's replay buffer with group filtering."""
-    store = Store()
-    store.install(monkeypatch)
-
-    def finish(uids: str) -> None:
-        for uid in uids:
-            put_rollouts(store, GROUPS[uid], multiple=1)
-            store.kv_batch_put([uid], "train", tags=[{"is_prompt": True, "status": "finished", "global_steps": 1}])
-
-    sampler = "trainer.v1.sampler.custom_sampler"
-    options = ["algorithm.filter_groups.enable=True", f"{sampler}.path=null", f"{sampler}.name=null"]
-    trainer, refills = trainer_of(Scenario(options), store), []
-
-    def refill(count: int) -> int:
-        refills.append(count)
-        finish("de"[:count])
-        return count
-
-    trainer._add_prompts_to_generate = refill
-    buffer = trainer._build_replay_buffer()
-    finish("abc")
-    batch, metrics = buffer.sample(global_steps=1, partition_id="train", batch_size=3)
-    rows = _get(store, trainer._compute_advantage(batch, metrics).keys)
-    uids = {key.split("_")[0] for key in rows}
-    assert len(uids) == 3 and uids <= set("abde") and uids & set("de")
-    assert metrics["training/filter_groups/evicted_samples"] == 1
-    assert refills == [2]
-    outputs = [output for group in GROUPS.values() for output in group if output.key in rows]
-    base: Rows = {}
-    for uid in uids:
-        rewards = torch.tensor([output.reward for output in GROUPS[uid]])
-        for output, advantage in zip(GROUPS[uid], (rewards - rewards.mean()) / (rewards.std() + 1e-6), strict=True):
-            mask = rows[output.key]["response_mask"]
-            base[output.key] = {"advantages": advantage * mask, "response_mask": mask}
-    assert _assert_weighted(outputs, base, rows) >= 8
+@pytest.mark.parametrize("mode", ["sync", "colocate_async", "separate_async"])
+def test_a_trainer_has_the_replay_buffer_of_verls_own(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which verl chooses by its own names of the modes."""
+    monkeypatch.setattr(get_trainer_cls(mode), "__init__", lambda self, config: None)
+    config = make_trainer([], Grail(), None).config
+    config.trainer.v1.trainer_mode = f"grail_{mode}"
+    get_trainer_cls(f"grail_{mode}")(config)
+    assert config.trainer.v1.trainer_mode == mode

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,8 +15,9 @@ from verl.workers.config import ActorConfig
 from verl.workers.config.actor import PolicyLossConfig
 from verl.workers.utils.losses import ppo_loss
 
-from grail_advantage.receipt import Batch, Piece, Receipt, check, verl_loss
+from grail_advantage.receipt import Piece, Receipt, check, verl_loss
 from grail_advantage.receipt.measure import Gradient
+from grail_advantage.verl_ext.exchange import nested as nested_of
 from grail_advantage.verl_ext.received import loss_of
 from grail_advantage.verl_ext.settings import ACTOR, Settings
 from tests.composed import VERL, compose
@@ -52,34 +54,28 @@ def actor_config(mode: str, aggregation: str, kl: str | None, factor: int | None
 
 def data_of(given: Rollout, rows: torch.Tensor, nested: bool) -> tuple[TensorDict, torch.Tensor, torch.Tensor]:
     """A micro-batch as verl's worker has it, the lengths of its prompts and of its responses."""
-    batch = given.batch
-    prompts = 1 + rows % 3
+    batch, prompts = given.batch, 1 + rows % 3
     lengths = torch.where(batch.mask_BT, torch.arange(TOKENS) + 1, 0).amax(dim=1)[rows].clamp(min=1)
     columns = {
         "response_mask": batch.mask_BT,
         "old_log_probs": batch.old_log_probs_BT,
         "advantages": batch.advantages_BT,
+        "rollout_is_weights": batch.weights_BT,
+        "ref_log_prob": batch.ref_log_probs_BT,
+        "responses": torch.zeros(batch.mask_BT.shape, dtype=torch.long),
     }
-    columns |= {"rollout_is_weights": batch.weights_BT, "ref_log_prob": batch.ref_log_probs_BT}
-    columns["responses"] = torch.zeros(batch.mask_BT.shape, dtype=torch.long)
-    kept = {name: values[rows] for name, values in columns.items() if values is not None}
+    fields = {name: values[rows] for name, values in columns.items() if values is not None}
     if nested:
-        fields = {
-            name: torch.nested.as_nested_tensor(
-                [row[:length] for row, length in zip(values, lengths, strict=True)], layout=torch.jagged
-            )
-            for name, values in kept.items()
+        fields |= {
+            name: nested_of([row[:length] for row, length in zip(values, lengths, strict=True)])
+            for name, values in fields.items()
         }
-        ones = [torch.zeros(int(length), dtype=torch.long) for length in prompts]
-        fields["prompts"] = torch.nested.as_nested_tensor(ones, layout=torch.jagged)
+        fields["prompts"] = nested_of([torch.zeros(int(length), dtype=torch.long) for length in prompts])
     else:
         width = int(prompts.max())
         left = torch.arange(width) >= (width - prompts).unsqueeze(1)
         right = torch.arange(TOKENS) < lengths.unsqueeze(1)
-        fields = kept | {
-            "prompts": torch.zeros_like(left, dtype=torch.long),
-            "attention_mask": torch.cat([left, right], 1),
-        }
+        fields |= {"prompts": torch.zeros_like(left, dtype=torch.long), "attention_mask": torch.cat([left, right], 1)}
     return TensorDict(fields, batch_size=[len(rows)]), prompts, lengths
 
 
@@ -152,16 +148,13 @@ def case(mode: str, seed: int) -> tuple[Receipt, dict[str, object]]:
         weights=bool(one_of(True, False)) and mode != "dro",
     )
     batch = given.batch
-    if kl is None:
-        batch = Batch(**{**vars(batch), "ref_log_probs_BT": None})
     trains = ((batch.advantages_BT != 0) & batch.mask_BT).any(dim=1)
-    skipped = (
-        ~trains if choice["skipping"] and kl is None and mode not in ("dro", "kl_cov") else torch.zeros_like(trains)
-    )
+    skipped = ~trains & bool(choice["skipping"] and kl is None and mode not in ("dro", "kl_cov"))
     steps = [torch.cat([rows for _, rows in step]) for step in given.plan]
     totals = torch.tensor([[int(batch.mask_BT[rows].sum()), len(rows)] for rows in steps])
-    batch = Batch(**{**vars(batch), "left_out_B": skipped, "totals_U2": totals})
-    given = Rollout(batch, given.policy_UBT, given.plan)
+    reference = {} if kl else {"ref_log_probs_BT": None}
+    batch = replace(batch, left_out_B=skipped, totals_U2=totals, **reference)
+    given = replace(given, batch=batch)
     config = actor_config(mode, aggregation, kl, factor)
     pieces = measured(given, config, bool(choice["nested"]), skipped)
     loss = verl_loss(mode, aggregation, loss_scale_factor=factor, kl=kl, kl_coef=0.3, **CLIP, **OPTIONS)
@@ -200,35 +193,7 @@ def test_no_false_alarm_with_the_settings_of_a_run(mode: str, changed: dict[str,
     actor = omega_conf_to_dataclass(config.actor_rollout_ref.actor)
     for seed in range(3):
         given = rollout(seed, epochs=4, token_advantages=True)
-        given = Rollout(Batch(**{**vars(given.batch), "ref_log_probs_BT": None}), given.policy_UBT, given.plan)
+        given = replace(given, batch=replace(given.batch, ref_log_probs_BT=None))
         none = torch.zeros(len(given.batch.mask_BT), dtype=torch.bool)
         receipt = check(given.batch, loss, measured(given, actor, True, none))
         assert receipt.ok and loss.account is not None, (seed, *map(str, receipt.findings))
-
-
-def of_one_update(mode: str, aggregation: str, seed: int, *, even: bool = False, nested: bool = True) -> Receipt:
-    """On one rank, one epoch; with micro-batches of any size, or four of two responses."""
-    given = rollout(seed, token_advantages=False, even=even)
-    given = Rollout(Batch(**{**vars(given.batch), "ref_log_probs_BT": None}), given.policy_UBT, given.plan)
-    none = torch.zeros(len(given.batch.mask_BT), dtype=torch.bool)
-    pieces = measured(given, actor_config(mode, aggregation, None, None), nested, none)
-    return check(given.batch, verl_loss(mode, aggregation, **CLIP), pieces)
-
-
-def test_geo_mean_sums_means_of_micro_batches() -> None:
-    """verl-project/verl#7913, in verl 0.9.1: the loss is a mean over the responses of a micro-batch, and these are summed."""
-    for seed in range(3):
-        receipt = of_one_update("geo_mean", "seq-mean-token-mean", seed)
-        (finding,) = (each for each in receipt.findings if each.mismatch)
-        assert finding.name.startswith("scaled") and finding.size >= 2  # at most 4 of 8 responses are in a micro-batch
-    receipt = of_one_update("geo_mean", "seq-mean-token-mean", 4, even=True)
-    (finding,) = (each for each in receipt.findings if each.mismatch)
-    assert finding.name == "scaled" and finding.size == pytest.approx(4)
-    assert of_one_update("gspo", "seq-mean-token-mean", 4, even=True).ok
-
-
-def test_a_sum_norm_without_its_factor_depends_on_the_micro_batch() -> None:
-    """Of nested tensors each micro-batch is as wide as its own longest response, by which it divides."""
-    receipt = of_one_update("vanilla", "seq-mean-token-sum-norm", 4)
-    assert receipt.findings == ()
-    assert of_one_update("vanilla", "seq-mean-token-sum-norm", 4, nested=False).findings == ()

@@ -16,7 +16,7 @@ from grail_advantage.method import build
 from grail_advantage.methods.turns import UncertainError, rewards_by_turn
 from grail_advantage.verl_ext.tool_agent import TurnToolAgent
 from tests.recipe.test_agent import BOX, FIRST, SECOND, run_loop
-from tests.verl_ext.test_one_step import Step
+from tests.verl_ext.one_step import Step, row_of
 from verl_cpu.tiny.shipped import build_agent_tokenizer
 
 UNKNOWN = '<tool_call>{"name": "look", "arguments": {}}</tool_call>'
@@ -65,19 +65,12 @@ def test_a_call_whose_answer_does_not_fit_keeps_its_turn(
     assert len(output.response_mask) < length and output.response_mask == whole.response_mask[: length - 1]
     assert output.extra_fields.get("call_rewards", [[1.0], [1.0]]) == [[1.0], [1.0]]
     name = "tool_rewards" if loop_class is ToolAgentLoop else "call_rewards"
-    step = Step(monkeypatch, ["algorithm.adv_estimator=turn_rloo"])
-    step.set_signal(build("turn_rloo", {"rewards": name}))
+    step = Step(monkeypatch, method=build("turn_rloo", {"rewards": name}))
     for row in step.store.rows.values():
         row["extra_fields"] = {name: []}
     mask_T = torch.tensor(output.response_mask)
-    step.store.rows["a_1_0"] |= {
-        "responses": torch.ones_like(mask_T),
-        "response_mask": mask_T,
-        "loss_mask": mask_T,
-        "rollout_log_probs": torch.full(mask_T.shape, -0.1),
-        "rm_scores": torch.zeros(mask_T.shape),
-        "extra_fields": output.extra_fields,
-    }
+    row = row_of("Two?", "?" * len(mask_T), 0.0, extra_fields=output.extra_fields)
+    step.store.rows["a_1_0"] |= row | {"response_mask": mask_T, "loss_mask": mask_T}
     rewards = {key: float(row["rm_scores"].sum()) for key, row in step.store.rows.items() if key.startswith("a")}
     others = (sum(rewards.values()) - rewards["a_1_0"]) / (len(rewards) - 1)
     advantages_T, metrics = step.run()["a_1_0"], step.metrics
