@@ -358,9 +358,9 @@ def part_of(name: str, world_size: int) -> tuple[Callable[[int, int, Path], Any]
     if name == "updates":
         return Updates, {"updates": {name: name for name in UPDATES}}
     if name == "models":
-        from tests.verl_ext import architectures
+        from tests.verl_ext import test_models
 
-        return architectures.Engine, {"passes": architectures.CASES}
+        return test_models.Engine, {"passes": test_models.CASES}
     of_size = {name: name for name, setup in plan.SETUPS.items() if setup.ranks == world_size}
     return Passes, {"passes": of_size} | (_DETAILS if world_size == 2 else {})
 

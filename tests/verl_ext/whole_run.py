@@ -59,19 +59,10 @@ def write_assets(folder: Path, rows: int, opening: str) -> None:
     """Model, tokenizer, and data of that many prompts, of which four validate."""
     own = tokenizer(opening)
     config = Qwen3Config(
-        vocab_size=len(own),
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=32,
-        max_position_embeddings=128,
+        **{"vocab_size": len(own), "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 32},
+        **{"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 128, "bos_token_id": None},
+        **{"eos_token_id": own.eos_token_id, "pad_token_id": own.pad_token_id, "dtype": "float32"},
         tie_word_embeddings=False,
-        eos_token_id=own.eos_token_id,
-        bos_token_id=None,
-        pad_token_id=own.pad_token_id,
-        dtype="float32",
     )
     torch.manual_seed(0)
     model = Qwen3ForCausalLM(config)
@@ -80,18 +71,11 @@ def write_assets(folder: Path, rows: int, opening: str) -> None:
     )
     model.save_pretrained(folder / "model")
     own.save_pretrained(folder / "model")
-    rows = [
-        {
-            "data_source": "parity",
-            "prompt": [{"role": "user", "content": f"{i}+{i}"}],
-            "ability": "math",
-            "reward_model": {"style": "rule", "ground_truth": "0"},
-            "extra_info": {"index": i},
-        }
-        for i in range(rows)
-    ]
-    pandas.DataFrame(rows).to_parquet(folder / "train.parquet")
-    pandas.DataFrame(rows[:4]).to_parquet(folder / "val.parquet")
+    gold = {"data_source": "parity", "ability": "math", "reward_model": {"style": "rule", "ground_truth": "0"}}
+    prompts = [[{"role": "user", "content": f"{i}+{i}"}] for i in range(rows)]
+    data = [{**gold, "prompt": prompt, "extra_info": {"index": i}} for i, prompt in enumerate(prompts)]
+    pandas.DataFrame(data).to_parquet(folder / "train.parquet")
+    pandas.DataFrame(data[:4]).to_parquet(folder / "val.parquet")
 
 
 @dataclass(frozen=True)
