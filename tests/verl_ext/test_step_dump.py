@@ -249,14 +249,29 @@ class Updating(Workers):
         return [self.reader.take(number), None]
 
 
+class Moving(Updating):
+    """Every forward finds each response's log-probabilities moved, by more from one to the next response."""
+
+    forwards = 0
+
+    def compute_log_prob(self, batch: Any) -> Any:
+        for place, key in enumerate(super().compute_log_prob(batch).keys):
+            row = self.store.rows[key]
+            row["log_probs"] = row["log_probs"] + 0.01 * place * self.forwards
+        self.forwards += 1
+        return batch
+
+
 class TestReceived:
     """From the trainer's step to the file of what tokens received."""
 
     @pytest.fixture
     def update(self, tmp_path: Path, monkeypatch: Patch) -> Any:
-        def run(*overrides: str, method: Method | None = None, **workers: Any) -> tuple[Dumping, list[Any]]:
+        def run(
+            *overrides: str, method: Method | None = None, updating: type = Updating, **workers: Any
+        ) -> tuple[Dumping, list[Any]]:
             options = (f"{DUMP}.responses=null", "data.train_batch_size=2", f"{ACTOR}.ppo_mini_batch_size=2")
-            step = Dumping(monkeypatch, tmp_path, *options, *overrides, method=method, workers=Updating)
+            step = Dumping(monkeypatch, tmp_path, *options, *overrides, method=method, workers=updating)
             actor = step.trainer.config.actor_rollout_ref.actor
             actor.ppo_micro_batch_size_per_gpu = 2
             vars(step.workers).update(config=omega_conf_to_dataclass(actor), **workers)
@@ -289,6 +304,15 @@ class TestReceived:
         left_out = [row.key for row in rows if row.updates.tolist() != [0]]
         assert left_out == [row.key for row in rows if skips and not row.advantage_T[row.mask_T].any()]
         assert len(left_out) == skips
+
+    @pytest.mark.parametrize("every", [0, 1])
+    def test_the_effect_is_the_change_since_the_old_log_probabilities(self, every: int, update: Any) -> None:
+        """By one more forward over the batch after the update, in the steps that ask for it; the figures are of it."""
+        step, rows = update(f"{DUMP}.effect_every={every}", updating=Moving)
+        assert step.workers.forwards == 1 + every
+        assert ("grail/moved_with_advantage_rate" in step.metrics) == bool(every)
+        for place, row in enumerate(rows):
+            assert row.effect_T is None if not every else row.effect_T == pytest.approx(0.01 * place, abs=1e-6)
 
     def test_ratios_and_epochs(self, update: Any) -> None:
         """The policy has moved by a ratio of 1.5 in both epochs: where the advantage is positive the loss clips."""
