@@ -280,8 +280,9 @@ def test_verl_divides_by_rejected_tokens_too(results: list[Results]) -> None:
     receipt = _receipt(_steps(results, PACKED, *PLAIN_UPDATE, mode), *PLAIN_UPDATE, mode)
     generated = [sum(int(row["mask"].sum()) for row in mini_batch) for mini_batch in plan()]
     factors = [pytest.approx(1 - len(MINI_BATCHES[0]) / count, rel=1e-4) for count in generated]
-    assert receipt.findings and all(finding.name == "scaled" and finding.mismatch for finding in receipt.findings)
-    assert all(finding.size in factors for finding in receipt.findings)
+    # Where the factors of two optimiser steps are nearly equal, the second one is told as rounding.
+    mismatches = [finding for finding in receipt.findings if finding.mismatch]
+    assert mismatches and all(each.name == "scaled" and each.size in factors for each in mismatches)
 
 
 @pytest.mark.slow
