@@ -189,7 +189,7 @@ def loss_of(settings: Settings) -> Loss:
         settings[f"{ACTOR}.policy_loss.loss_mode"] or "vanilla",
         settings[f"{ACTOR}.loss_agg_mode"],
         **actor("clip_ratio", "clip_ratio_low", "clip_ratio_high", "clip_ratio_c", "loss_scale_factor"),
-        **actor("tau_pos", "tau_neg", "policy_loss.tau_pos", "policy_loss.tau_neg", "policy_loss.dro_beta"),
+        **actor("tau_pos", "tau_neg", "policy_loss.dro_beta"),
         **actor("policy_loss.kl_cov_ratio", "policy_loss.ppo_kl_coef"),
         **kl,
     )
