@@ -15,8 +15,9 @@ from transformers import PreTrainedModel
 from grail_advantage import Grail, compute_token_weights
 from grail_advantage.verl_ext.engine_model import EngineModel
 from grail_advantage.verl_ext.exchange import FORWARD, PADDED_FORWARD, UPDATE
-from tests.core import neighbours, reference
-from tests.core.tiny_models import PAD_ID, ROLLOUTS, char_tokenizer, encode, id_to_character, make_batch
+from tests.core import reference
+from tests.core.tiny_models import FAMILIES as TABLE
+from tests.core.tiny_models import PAD_ID, ROLLOUTS, Family, char_tokenizer, encode, id_to_character, make_batch
 from tests.verl_ext.engines import Setup, Sizes, build_engine, own_pass
 from tests.verl_ext.pass_plan import row_of
 from tests.verl_ext.ranks import of_all_ranks, start_ranks
@@ -39,7 +40,7 @@ Values = list[list[float]]
 
 @cache
 def model_of(name: str) -> PreTrainedModel:
-    return neighbours.build(name).eval()
+    return TABLE.get(name, Family(name)).build().eval()
 
 
 @cache

@@ -158,8 +158,7 @@ def test_is_the_v1_trainer_on_the_same_responses(
     """Also where rejection sampling has taken a response out of the mask."""
     overrides = (f"algorithm.token_weights.base={base}", "algorithm.token_weights.missing_answers=warn")
     with monkeypatch.context() as patch:
-        step = Dumping(patch, tmp_path / "v1", *ALL, *overrides)
-        step.set_signal(build(name))
+        step = Dumping(patch, tmp_path / "v1", *ALL, *overrides, method=build(name))
         if rejected:
             step.store.rows[rejected]["response_mask"] = 0 * step.store.rows[rejected]["response_mask"]
         expected = step.run()
