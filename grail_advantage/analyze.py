@@ -93,18 +93,10 @@ def analyze(
     template_options: Mapping[str, Any] | None = None,
     answer: AnswerFormat = BOXED,
 ) -> list[str]:
-    """Write the files ``step_000000.parquet``, ... that a folder lacks; returns lines that say what there is.
-
-    Args:
-        responses: as :func:`grail_advantage.view.analysis.read_responses` gives them.
-        chosen: methods by the names of their columns.
-        folder: a new or empty one, or that of the same analysis.
-        load: gives the model on its device; not called where no file is missing.
-        advantages: see :func:`advantages_of`.
-
-    Raises:
-        ValueError: the folder holds something else, a response cannot be read, or all methods failed.
-    """
+    """Write the files ``step_000000.parquet``, ... that a folder lacks, new or of the same analysis; returns lines that say
+    what there is. ``chosen``: methods by the names of their columns. ``load`` gives the model on its device, and is not
+    called where no file is missing. ``advantages``: see :func:`advantages_of`. ValueError: the folder holds something else, a
+    response cannot be read, or all methods failed."""
     values, source = advantages_of(responses, advantages)
     complain("analyze", f"{len(responses)} responses; advantage: {source}")
     about = {"model": model, "methods": {name: repr(of) for name, of in chosen.items()}, "answer": answer.name}
@@ -169,9 +161,8 @@ def advantages_of(responses: Sequence[Response], how: str) -> tuple[list[float],
         raise ValueError("--advantages rewards needs a reward or a ground_truth in every line")
     known = [float(reward) for reward in rewards if reward is not None]
     if any(row.group is None for row in responses):
-        return [
-            1.0 if reward > 0 else -1.0 for reward in known
-        ], "1 for a reward above 0, else -1, as no line has a group"
+        signs = [1.0 if reward > 0 else -1.0 for reward in known]
+        return signs, "1 for a reward above 0, else -1, as no line has a group"
     for row, reward in zip(responses, known, strict=True):
         groups.setdefault(row.group, []).append(reward)
     # The mean of equal rewards is off by rounding, whose sign would count as a verdict.

@@ -1,6 +1,6 @@
 """``python -m grail_advantage.report RUN``: a run's report, one HTML file that needs no network. docs/report.md reads it.
 
-``--summary`` prints the run's metrics here instead, ``--terminal`` one rollout, and ``--figure methods`` draws one for a paper.
+``--summary`` prints the run's metrics here instead, and ``--figure methods`` draws a rollout for a paper.
 """
 
 from __future__ import annotations
@@ -13,11 +13,10 @@ from pathlib import Path
 from statistics import fmean, median
 
 from grail_advantage.receipt.foreign import complain, say, visible
-from grail_advantage.view.page import CURVES, MEGABYTES, ROLLOUTS, write_page
+from grail_advantage.view.page import CURVES, MEGABYTES, ROLLOUTS, write_report
 from grail_advantage.view.run import Run, find_response, open_run
 
-LATEST = 10
-"""Steps of the last mean of ``--summary``."""
+LATEST = 10  # steps of the last mean of ``--summary``
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -29,28 +28,25 @@ def main(argv: list[str] | None = None) -> int:
     add("--against", type=Path, nargs="+", default=[], metavar="RUN2", help="other runs, drawn beside the first")
     add("--rollouts", type=int, default=ROLLOUTS, help="rollouts in the file at most; default: %(default)s")
     add("--megabytes", type=float, default=MEGABYTES, help="size of the file at most; default: %(default)g")
-    add("--terminal", action="store_true", help="show one rollout here, and write nothing")
     add("--figure", choices=["methods"], help="draw one rollout under each method, as .pdf, .svg or .png")
-    add("--step", type=int, help="of --terminal and --figure; default: the last of the dump")
-    add("--row", type=int, help="of --terminal and --figure, in the step's batch; default: the first with scores")
+    add("--step", type=int, help="of --figure; default: the last of the dump")
+    add("--row", type=int, help="of --figure, in the step's batch; default: the first with scores")
     add("--width", type=float, default=6.75, help="of --figure, in inches; default: %(default)g")
     add("--summary", action="store_true", help="print the run's metrics here, and write nothing")
     args = parser.parse_args(argv)
     try:
-        runs = [open_run(run) for run in (args.run, *args.against)]
         if args.summary:
-            say(*summary(runs[0]))
-        elif args.terminal:
-            from grail_advantage.view.terminal import print_rollout
-
-            print_rollout(*find_response(runs[0], args.step, args.row))
+            say(*summary(open_run(args.run)))
         elif args.figure:
             from grail_advantage.view.figure import write_figure
 
-            path = args.output or runs[0].folder / "methods.pdf"
-            write_figure(*find_response(runs[0], args.step, args.row), path, args.width)
+            run = open_run(args.run)
+            path = args.output or run.folder / "methods.pdf"
+            write_figure(*find_response(run, args.step, args.row), path, args.width)
+            say(str(path.resolve()))
         else:
-            path = write_page(runs, args.output, args.rollouts, args.megabytes)
+            limits = {"rollouts": args.rollouts, "megabytes": args.megabytes}
+            say(str(write_report(args.run, args.output, against=args.against, **limits).resolve()))
     except ModuleNotFoundError as error:
         extra = "figures" if str(error.name).startswith("matplotlib") else "report"
         complain("report", f"{error}; run `pip install 'grail-advantage[{extra}]'`")
@@ -58,25 +54,17 @@ def main(argv: list[str] | None = None) -> int:
     except (ValueError, OSError) as error:
         complain("report", str(error))
         return 1
-    for run in runs:
-        complain("report", *dict.fromkeys([*run.problems, *run.dump.problems]))
-    if not (args.summary or args.terminal):
-        say(str(path.resolve()))
     return 0
 
 
 def summary(run: Run) -> Iterator[str]:
     """Lines with the first and last value of each metric that the page draws, and the mean of the last :data:`LATEST`.
-
-    Raises:
-        ValueError: the run has logged no step.
-    """
+    ValueError: the run has logged no step."""
     if not run.metrics:
         raise ValueError(f"{run.folder} has no metrics yet")
     seconds = [value for name in ("timing_s/step", "step_time") for value in run.metrics.get(name, {}).values()]
-    yield f"{run.folder}: {len(seconds)} training steps" + (
-        f", {median(seconds):.1f} s each (median)" if seconds else ""
-    )
+    each = f", {median(seconds):.1f} s each (median)" if seconds else ""
+    yield f"{run.folder}: {len(seconds)} training steps{each}"
     patterns = "|".join(f"({pattern})" for own in CURVES.values() for pattern in own)
     names = [name for name in run.metrics if re.fullmatch(patterns, name)]
     width = max([0, *map(len, names)])

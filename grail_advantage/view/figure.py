@@ -1,4 +1,4 @@
-"""A response as a figure for a paper: its text, and beneath each line a strip of colours for each method and for what arrived.
+"""A response as a figure for a paper: its text, and beneath each line a strip of colours for each method.
 
 python -m grail_advantage.report RUN --figure methods --output methods.pdf
 """
@@ -25,31 +25,19 @@ _STYLE = {
     "font.family": ["DejaVu Sans"],
     "font.size": 7,
     "text.parse_math": False,  # a model's text has dollars
-    "hatch.linewidth": 0.5,
     "savefig.dpi": 300,
     "svg.fonttype": "none",  # text stays text, and equal figures are equal files
     "svg.hashsalt": "grail_advantage",
     "pdf.fonttype": 42,
 }
 _FONTS = ["DejaVu Sans Mono", "DejaVu Sans"]
-_CELL, _LINE, _STRIP, _MARGIN = 4.82, 11, 9, 5
-"""Points: width of a character, height of a line of text and of a strip, margin."""
-_LINES = 24
-"""Of a longer response, the lines from the beginning and around the incorrect step, or the end."""
+_CELL, _LINE, _STRIP, _MARGIN = 4.82, 11, 9, 5  # points: a character's width, heights of a line and a strip, margin
+_LINES = 24  # most lines: of a longer response the first half, and the rest around the incorrect step or at the end
 
 
 def write_figure(header: DumpHeader, row: DumpRow, path: Path, width: float = 6.75) -> None:
-    """Write the figure of a response as SVG, PDF or PNG, by the file's suffix.
-
-    Args:
-        header: of its file.
-        row: of a dump.
-        path: of the figure.
-        width: inches.
-
-    Raises:
-        ValueError: another suffix, or a width that leaves no room for the text.
-    """
+    """Write the figure of a response of a dump as SVG, PDF or PNG, by the file's suffix, so many inches wide. ValueError:
+    another suffix, or a width that leaves no room for the text."""
     if path.suffix not in (".svg", ".pdf", ".png"):
         raise ValueError(f"--output {path}: the name of a figure's file ends in .svg, .pdf or .png")
     metadata = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}.get(path.suffix)
@@ -61,11 +49,8 @@ def write_figure(header: DumpHeader, row: DumpRow, path: Path, width: float = 6.
 
 def draw(header: DumpHeader, row: DumpRow, width: float) -> Figure:
     """The figure; see :func:`write_figure`. Lengths are points, 1/72 inch."""
-    name, _ = shown_values(row)
-    strips = {method: shown_values(row, method)[1] for method in row.methods} or {header.method: shown_values(row)[1]}
-    if row.received_T is not None:
-        base_T = row.base_advantage_T if name == "weight" else np.ones(len(row))
-        strips[f"received ({next(iter(strips))})"] = row.received_T / np.where(base_T == 0, np.nan, base_T)
+    name, own_T = shown_values(row)
+    strips = {method: shown_values(row, method)[1] for method in row.methods} or {header.method: own_T}
     left = 2 * _MARGIN + 4 * max(map(len, strips))
     columns = int((72 * width - left - _MARGIN) / _CELL)
     if columns < 20:
@@ -73,13 +58,10 @@ def draw(header: DumpHeader, row: DumpRow, width: float) -> Figure:
     named = zip(row.token_ids_T.tolist(), row.tokens, strict=True)
     texts = [visible(text or header.special_tokens.get(token, "\N{DOTTED CIRCLE}")) for token, text in named]
     wrong = range(*(range_of(row.labels.get("wrong_step"), len(row)) or (0, 0)))
-    lines = list(wrap(texts, columns))
+    lines, half = list(wrap(texts, columns)), _LINES // 2
     if len(lines) > _LINES:
-        half = _LINES // 2
-        marked = next(
-            (number for number, line in enumerate(lines) if any(piece[0] in wrong for piece in line)), len(lines)
-        )
-        after = min(max(half, marked - 1), len(lines) - half)
+        holds = (number for number, line in enumerate(lines) if any(piece[0] in wrong for piece in line))
+        after = min(max(half, next(holds, len(lines)) - 1), len(lines) - half)
         lines = [*lines[:half], *lines[after : after + half]]
     block = _LINE + _STRIP * len(strips) + 5
     wide, high = 72 * width, block * len(lines) + 30
@@ -108,23 +90,19 @@ def draw(header: DumpHeader, row: DumpRow, width: float) -> Figure:
         colours = COLOURS(norm(np.ma.masked_invalid(shown)))
         colours[~np.isfinite(shown)] = 0
         axes.add_collection(PolyCollection(boxes, facecolors=colours, edgecolors="#c3c6cd", linewidths=0.3))
-    clips = np.zeros(len(row)) if row.clipped_T is None else row.clipped_T
-    clipped = [box for box, token in zip(boxes, tokens, strict=True) if clips[token] > 0]
-    answered = range(row.span.start, row.span.end) if row.span else range(0)
-    answer, error = (
-        [_box(x, end, top + 9.5, 1.2) for token, x, end, top in pieces if token in marked]
-        for marked in (answered, wrong)
-    )
-    x = _legend(axes, name, limit, high - 12)
-    for label, own, look in (
-        ("answer", answer, {"facecolors": "#0a666e"}),
-        ("incorrect step", error, {"facecolors": "#b3400a"}),
-        ("clipped", clipped, {"facecolors": "none", "edgecolors": "#646974", "hatch": "//////", "linewidths": 0}),
-    ):
-        if own:
-            sample = _box(x, x + 12, high - 16, 5)
-            axes.add_collection(PolyCollection([*own, sample], **look))
-            axes.text(x + 15, high - 11, label)
+
+    axes.text(_MARGIN, high - 11, name)
+    x = 2 * _MARGIN + 4 * len(name)
+    cells = [_box(x + 5 * k, x + 5 * k + 5, high - 16, 5) for k in range(17)]
+    axes.add_collection(PolyCollection(cells, facecolors=COLOURS(np.linspace(0, 1, 17))))
+    for share in (0, 0.5, 1):
+        value = limit ** (2 * share - 1) if name == "weight" else limit * (2 * share - 1)
+        axes.text(x + 85 * share, high - 2, f"{value:.2g}", ha="center", size=6)
+    answer = range(row.span.start, row.span.end) if row.span else range(0)
+    for label, marked, colour in (("answer", answer, "#0a666e"), ("incorrect step", wrong, "#b3400a")):
+        if own := [_box(start, end, top + 9.5, 1.2) for token, start, end, top in pieces if token in marked]:
+            axes.add_collection(PolyCollection([*own, _box(x + 100, x + 112, high - 16, 5)], facecolors=colour))
+            axes.text(x + 115, high - 11, label)
             x += 24 + 4 * len(label)
     return figure
 
@@ -146,18 +124,6 @@ def wrap(texts: Sequence[str], columns: int) -> Iterator[list[tuple[int, int, st
                 line = []
     if line:
         yield line
-
-
-def _legend(axes: matplotlib.axes.Axes, name: str, limit: float, top: float) -> float:
-    """The scale of colours; where the next entry begins."""
-    axes.text(_MARGIN, top + 1, name)
-    left = 2 * _MARGIN + 4 * len(name)
-    cells = [_box(left + 5 * k, left + 5 * k + 5, top - 4, 5) for k in range(17)]
-    axes.add_collection(PolyCollection(cells, facecolors=COLOURS(np.linspace(0, 1, 17))))
-    for share in (0, 0.5, 1):
-        value = limit ** (2 * share - 1) if name == "weight" else limit * (2 * share - 1)
-        axes.text(left + 85 * share, top + 10, f"{value:.2g}", ha="center", size=6)
-    return left + 100
 
 
 def _box(left: float, right: float, top: float, height: float) -> list[tuple[float, float]]:

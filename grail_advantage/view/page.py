@@ -33,15 +33,24 @@ from grail_advantage.view.run import Run, open_run
 from grail_advantage.view.turns import range_of, turns
 
 ROLLOUTS, MEGABYTES = 2000, 35.0
-_BYTES = 15
-"""A rollout's in a page, for each token, in about."""
+_BYTES = 15  # a rollout's in a page, for each token, in about
 _VALUES = ("base_advantage", "entropy", "received", "clipped", "effect")
 _FACTS = ("step", "update", "row", "outcome", "reward", "answer", "truncated", "no_scores", "span")
 _READ = (*_FACTS, "prompt", "ground_truth", "id", "labels", "token_ids", "tokens", "updates")
-_COLUMNS = (
-    *(*_READ, *_VALUES, "group", "mask", "weight", "score", "advantage", "methods"),
-    *("old_log_prob", "rollout_log_probs", "by_update", "clipped_by_update"),
+_OF_ALL = (
+    "group",
+    "outcome",
+    "span",
+    "no_scores",
+    "mask",
+    "weight",
+    "base_advantage",
+    "advantage",
+    "methods",
+    "effect",
 )
+_COLUMNS = dict.fromkeys((*_READ, *_VALUES, *_OF_ALL, "score", "old_log_prob", "rollout_log_probs", "by_update"))
+_COLUMNS["clipped_by_update"] = None
 OVERLAYS = ("weight", "score", "advantage", "received", "effect", "surprisal", "entropy", "mismatch")
 CURVES: Mapping[str, Mapping[str, str]] = {
     "Held-out accuracy": {r"val-core/.+/acc/mean@\d+": ""},
@@ -67,7 +76,7 @@ def write_report(
     rollouts: int = ROLLOUTS,
     megabytes: float = MEGABYTES,
 ) -> Path:
-    """Write the report of a run.
+    """Write the report of a run, and return its file.
 
     Args:
         folder: a run, as :func:`grail_advantage.view.run.open_run` takes it.
@@ -76,21 +85,12 @@ def write_report(
         rollouts: how many rollouts the page holds at most; whole groups, evenly over the steps.
         megabytes: how large the file may be, in 10^6 bytes; where that needs it, fewer rollouts are taken.
 
-    Returns:
-        The file.
-
     Raises:
         ValueError: a folder holds nothing that can be shown, or a limit is below 1.
     """
-    return write_page([open_run(run) for run in (folder, *against)], output, rollouts, megabytes)
-
-
-def write_page(
-    runs: Sequence[Run], output: Path | str | None, rollouts: int = ROLLOUTS, megabytes: float = MEGABYTES
-) -> Path:
-    """Write the report of open runs; see :func:`write_report`."""
     if rollouts < 1 or not megabytes >= 1:
         raise ValueError(f"--rollouts {rollouts} and --megabytes {megabytes:g} must be at least 1")
+    runs = [open_run(run) for run in (folder, *against)]
     others = "_".join(run.folder.resolve().name for run in runs[1:])
     path = Path(output or runs[0].folder / (f"report_against_{others}.html" if others else "report.html"))
     write_whole(path, render(runs, rollouts, megabytes))
@@ -99,12 +99,8 @@ def write_page(
 
 def render(runs: Sequence[Run], rollouts: int = ROLLOUTS, megabytes: float = MEGABYTES) -> str:
     """The page of one run or several; see :func:`write_report`."""
-    names = _names([run.folder for run in runs])
-    metrics = [
-        {name: [[step, _rounded(value, 6)] for step, value in points.items()] for name, points in run.metrics.items()}
-        for run in runs
-    ]
-    room = 1e6 * megabytes - 100_000 - len(packed(_json(metrics)))
+    names, curves = _names([run.folder for run in runs]), _curves(runs)
+    room = 1e6 * megabytes - 100_000 - len(packed(_json(curves)))
     held, whole = Held(), [Whole(run) for run in runs]
     for number, of_run in enumerate(whole):
         left = len(runs) - number
@@ -117,8 +113,7 @@ def render(runs: Sequence[Run], rollouts: int = ROLLOUTS, megabytes: float = MEG
     index = {
         "runs": [{"name": name, **of_run.index()} for name, of_run in zip(names, whole, strict=True)],
         "methods": methods,
-        "metrics": metrics,
-        "curves": _curves(runs),
+        "curves": curves,
         "overlays": overlays,
         "limits": {name: _limit(name, np.concatenate(values)) for name, values in held.samples.items()},
         "rows": held.rows,
@@ -127,16 +122,15 @@ def render(runs: Sequence[Run], rollouts: int = ROLLOUTS, megabytes: float = MEG
         "version": __version__,
     }
     text = (resources.files("grail_advantage.view") / "page.html").read_text(encoding="utf-8")
-    style, script = (re.search(rf"<{tag}>(.*?)</", text, re.DOTALL) for tag in ("style", 'script type="module"'))
-    hashes = [base64.b64encode(hashlib.sha256(part[1].encode()).digest()).decode() for part in (script, style) if part]
+    style, script = (re.findall(rf"<{tag}>(.*?)</", text, re.DOTALL)[0] for tag in ("style", 'script type="module"'))
+    hashes = [base64.b64encode(hashlib.sha256(part.encode()).digest()).decode() for part in (script, style)]
+    blocks = [f'<script type="text/plain" id="r{i}">{block}</script>' for i, block in enumerate(held.blocks)]
     parts = {
         "POLICY": "default-src 'none'; script-src 'sha256-{}'; style-src 'sha256-{}'; base-uri 'none'; "
         "form-action 'none'".format(*hashes),
         "TITLE": html.escape(" against ".join(names).encode("utf-8", "replace").decode("utf-8")),
         "INDEX": packed(_json(index)),
-        "BLOCKS": "\n".join(
-            f'<script type="text/plain" id="r{i}">{block}</script>' for i, block in enumerate(held.blocks)
-        ),
+        "BLOCKS": "\n".join(blocks),
     }
     return re.sub(r"%([A-Z]+)%", lambda match: parts[match[1]], text)
 
@@ -145,28 +139,16 @@ def render(runs: Sequence[Run], rollouts: int = ROLLOUTS, megabytes: float = MEG
 class Held:
     """The rollouts of a page."""
 
-    rows: list[dict[str, Any]] = field(default_factory=list)
-    """Their entries in the index."""
-    blocks: list[str] = field(default_factory=list)
-    """Their values a token."""
-    size: int = 0
-    """Bytes of both."""
-    problems: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """By name, or prompt."""
+    rows: list[dict[str, Any]] = field(default_factory=list)  # their entries in the index
+    blocks: list[str] = field(default_factory=list)  # their values a token
+    size: int = 0  # bytes of both
+    problems: dict[str, dict[str, Any]] = field(default_factory=dict)  # by id, or prompt
     groups: int = 0
-    samples: dict[str, list[np.ndarray]] = field(default_factory=lambda: defaultdict(list))
-    """Values by overlay, from which the ends of its scale come."""
+    samples: dict[str, list[np.ndarray]] = field(default_factory=lambda: defaultdict(list))  # values by overlay
 
     def add(self, header: DumpHeader, table: pa.Table, run: int, given: set[str], most: float) -> bool:
-        """Take the responses of a group, unless the page would become larger than ``most`` bytes by it; whether it did.
-
-        Args:
-            header: of its file.
-            table: the group's rows.
-            run: the run's number.
-            given: methods that give advantages.
-            most: bytes.
-        """
+        """Take a group's rows, of run number ``run``, unless the page would become larger than ``most`` bytes by it;
+        whether it did. ``given``: the methods that give advantages."""
         methods = by_method(header, table)
         several = len(methods) > 1 or next(iter(methods.values())) is not table
         columns = self._columns(table, methods if several else {"": table})
@@ -180,27 +162,18 @@ class Held:
             labels = json.loads(row["labels"] or "{}")
             problem = {name: row[name] for name in ("prompt", "ground_truth", "id")} | {"number": len(self.problems)}
             problem = self.problems.setdefault(row["id"] or row["prompt"], problem)
-            rows.append(
-                {name: row[name] for name in _FACTS}
-                | {
-                    "run": run,
-                    "group": self.groups,
-                    "problem": problem["number"],
-                    "no_scores_of": {name: of["no_scores"][place].as_py() for name, of in methods.items()}
-                    if several
-                    else None,
-                    "wrong_step": range_of(labels.get("wrong_step"), end - start),
-                    "turns": turns(labels, end - start, header.options.get("align")),
-                    "length": end - start,
-                    "spread": _rounded(trained.std(), 4) if len(trained) else None,
-                    "advantage": _rounded(base[of_base[place]], 4) if of_base[place] < of_base[place + 1] else None,
-                    "updates": None if row["updates"] is None else len(row["updates"]),
-                }
-            )
-            texts = [
-                text or header.special_tokens.get(token, "")
-                for text, token in zip(row["tokens"], row["token_ids"], strict=True)
-            ]
+            reasons = {name: of["no_scores"][place].as_py() for name, of in methods.items()}
+            entry = {name: row[name] for name in _FACTS}
+            entry |= {"run": run, "group": self.groups, "problem": problem["number"], "length": end - start}
+            entry |= {"no_scores_of": reasons if several else None}
+            entry |= {"wrong_step": range_of(labels.get("wrong_step"), end - start)}
+            entry |= {"turns": turns(labels, end - start, header.options.get("align"))}
+            entry |= {"spread": _rounded(trained.std(), 4) if len(trained) else None}
+            entry |= {"advantage": _rounded(base[of_base[place]], 4) if of_base[place] < of_base[place + 1] else None}
+            entry |= {"updates": None if row["updates"] is None else len(row["updates"])}
+            rows.append(entry)
+            named = zip(row["tokens"], row["token_ids"], strict=True)
+            texts = [text or header.special_tokens.get(token, "") for text, token in named]
             special = [t for t, text in enumerate(row["tokens"]) if not text and texts[t]]
             values = ",".join(f"{_json(name)}:{of[place]}" for name, of in columns.items() if of[place])
             blocks.append(packed(f'{{"texts":{_json(texts)},"special":{special},"columns":{{{values}}}}}'))
@@ -236,20 +209,12 @@ class Held:
         return columns
 
 
-_POWERS = 10.0 ** np.concatenate([np.arange(60), np.arange(-60, 0)])
-"""Of ten, by the exponent, negative ones from the end."""
+_POWERS = 10.0 ** np.concatenate([np.arange(60), np.arange(-60, 0)])  # by exponent, negative ones from the end
 
 
 def json_arrays(values: np.ndarray, offsets: np.ndarray) -> list[str | None]:
-    """Values of many responses as JSON arrays of numbers with 4 significant digits, and ``null`` for what is not finite.
-
-    Args:
-        values: of all responses end to end.
-        offsets: where each response begins, and the end.
-
-    Returns:
-        A text a response; ``None`` where it has no values.
-    """
+    """Values of many responses, end to end, as JSON arrays of numbers with 4 significant digits, and ``null`` for what is
+    not finite: a text a response, ``None`` where it has no values. ``offsets``: where each begins, and the end."""
     known = np.where(np.isfinite(values) & (values != 0), values, 1).astype(np.float64)
     scale = _POWERS[3 - np.floor(np.log10(np.abs(known))).astype(np.int64)]
     rounded = np.where(np.isfinite(values), np.round(values * scale) / scale, np.nan).astype(np.float32)
@@ -280,30 +245,22 @@ class Whole:
     """What a page says of all responses of a run."""
 
     run: Run
-    header: DumpHeader | None = None
-    """Of the first file."""
+    header: DumpHeader | None = None  # of the first file
     profiles: dict[str, list[tuple[np.ndarray, ...]]] = field(default_factory=lambda: defaultdict(list))
     """By method, for each file: profiles (N, K), outcomes and groups, of responses with scores."""
-    given: set[str] = field(default_factory=set)
-    """Methods that give advantages in place of weights."""
+    given: set[str] = field(default_factory=set)  # methods that give advantages in place of weights
     responses: int = 0
     held: int = 0
     moved: np.ndarray = field(default_factory=lambda: np.zeros(2, dtype=np.int64))
     """Tokens whose log-probability moved with their advantage, and those of which it is known."""
 
     def read(self, number: int, held: Held, rollouts: float, room: float) -> None:
-        """Read every file once, and let the page hold whole groups, evenly over the files.
-
-        Args:
-            number: of the run.
-            held: takes the groups; at least one of the first run.
-            rollouts: at most.
-            room: bytes at most.
-        """
+        """Read what is said of all responses from every file, and let the page hold whole groups, evenly over the files:
+        at most so many rollouts and bytes, and at least one group of the first run, of which this is number 0."""
         files, start, before = self.run.dump.files, len(held.rows), held.size
         chosen: list[int] = []
         for place, file in enumerate(files):
-            header, table = file.header, file.table(_COLUMNS)
+            header, table = file.header, file.table(_OF_ALL)
             if header is None or not len(table):
                 continue
             self._count(header, table)
@@ -312,13 +269,15 @@ class Whole:
                 size = _BYTES * len(flat(table["mask"])[0]) / len(first)
                 most = min(len(files), rollouts * len(first) // len(table), room // size)
                 chosen = np.linspace(0, len(files) - 1, max(1, int(most))).round().astype(int).tolist()
-            share = (chosen.index(place) + 1) / len(chosen) if place in chosen else 0.0
-            for group in np.argsort(first) if share else ():
+            if place not in chosen:
+                continue
+            share = (chosen.index(place) + 1) / len(chosen)
+            table = file.table(_COLUMNS)
+            for group in np.argsort(first):
                 rows = np.flatnonzero(group_N == group)
                 full = held.rows and len(held.rows) - start + len(rows) > rollouts * share
                 if full or not held.add(header, _part(table, rows), number, self.given, before + room * share):
                     break
-            del table  # before the next one is read
         self.held = len(held.rows) - start
 
     def _count(self, header: DumpHeader, table: pa.Table) -> None:
@@ -356,13 +315,10 @@ class Whole:
         lines = []
         for outcome in [name for name in ("right", "wrong") if (outcomes == name).any()] or [""]:
             chosen = outcomes == outcome
-            mean, half = (
-                [_rounded(value, 6) for value in of] for of in clustered_means(profile[chosen], groups[chosen])
-            )
-            lines += (
-                [{"outcome": outcome, "rows": int(chosen.sum()), "mean": mean, "half": half}] if chosen.any() else []
-            )
-        return lines
+            figures = clustered_means(profile[chosen], groups[chosen])
+            mean, half = ([_rounded(value, 6) for value in of] for of in figures)
+            lines.append({"outcome": outcome, "rows": int(chosen.sum()), "mean": mean, "half": half})
+        return [line for line in lines if line["rows"]]
 
     def notes(self) -> list[str]:
         """What could not be read, and how many rollouts were left out."""
@@ -383,9 +339,9 @@ def _part(table: pa.Table, rows: np.ndarray) -> pa.Table:
 def _limit(name: str, values: np.ndarray) -> float:
     """Where the scale of an overlay ends."""
     sizes = np.abs(values[np.isfinite(values)])
-    if name == "weight":  # the least limit within which 98 % of the weights differ in colour
-        within = (limit for limit in (1.25, 2.0) if ((sizes >= 1 / limit) & (sizes <= limit)).mean() >= 0.98)
-        return next(within, 4.0) if (sizes != 1).any() else 4.0
+    if name == "weight":  # the ratio to 1, either way
+        far = np.abs(np.log(sizes[sizes > 0]))
+        return float(f"{np.exp(np.clip(np.quantile(far, 0.98), np.log(1.1), np.log(4))):.2g}") if far.any() else 4.0
     if name in ("surprisal", "entropy"):
         return float(f"{max(0.5, np.quantile(sizes, 0.99)):.2g}")
     return float(f"{max(1e-6, np.quantile(sizes[sizes > 0], 0.98) if sizes.any() else 0):.2g}")
@@ -395,12 +351,14 @@ def _curves(runs: Sequence[Run]) -> list[dict[str, Any]]:
     """The plots that the runs have values for, each with its lines."""
     plots = []
     for title, patterns in CURVES.items():
-        lines = [
-            {"run": number, "name": name, "label": label or re.sub("^val-(?:core|aux)/|/acc", "", name)}
-            for pattern, label in patterns.items()
-            for number, run in enumerate(runs)
-            for name in sorted(filter(re.compile(pattern).fullmatch, run.metrics))
-        ]
+        lines = []
+        for pattern, label in patterns.items():
+            for number, run in enumerate(runs):
+                for name in sorted(filter(re.compile(pattern).fullmatch, run.metrics)):
+                    values = run.metrics[name].items()
+                    points = [[step, _rounded(value, 6)] for step, value in values if np.isfinite(value)]
+                    called = label or re.sub("^val-(?:core|aux)/|/acc", "", name)
+                    lines += [{"run": number, "label": called, "points": points}] if points else []
         plots += [{"title": title, "lines": lines}] if lines else []
     return plots
 

@@ -12,8 +12,7 @@ import pyarrow.compute as pc
 from grail_advantage.dump import DumpHeader
 
 BINS = 20
-FEWEST = 5
-"""Prompts below which a mean has no interval: of two it would be 6.5 times as wide as of many."""
+FEWEST = 5  # prompts below which a mean has no interval: of two it would be 6.5 times as wide as of many
 
 
 def flat(column: pa.ChunkedArray) -> tuple[np.ndarray, np.ndarray]:
@@ -42,8 +41,8 @@ def by_method(header: DumpHeader, table: pa.Table) -> dict[str, pa.Table]:
         if columns["advantage"].null_count and not own["base_advantage"].null_count:
             (weight, offsets), (base, _) = flat(pa.chunked_array([columns["weight"]])), flat(own["base_advantage"])
             columns["advantage"] = pa.ListArray.from_arrays(offsets, pa.array(weight * base))
-        for field, values in columns.items():
-            own = own.set_column(own.schema.get_field_index(field), field, values)
+        for field in columns.keys() & own.column_names:
+            own = own.set_column(own.schema.get_field_index(field), field, columns[field])
         tables[name] = own
     return tables
 
@@ -85,12 +84,8 @@ def clustered_means(profile_NK: np.ndarray, group_N: np.ndarray) -> tuple[np.nda
     sum_g (sum_(i in g) (x_i - mean))^2 / n^2`` (Cameron and Miller 2015, "A practitioner's guide to cluster-robust inference",
     sections II and VI.D), over the n responses and G prompts that have a value. Fewer than :data:`FEWEST` prompts have none.
 
-    Args:
-        profile_NK: from :func:`profiles`.
-        group_N: equal for responses to one prompt.
-
-    Returns:
-        The means and half the width of their intervals, each float64 (K,); NaN where there is nothing, or too little.
+    Of profiles (N, K) and numbers (N,) equal for responses to one prompt: the means and half the width of their intervals,
+    each float64 (K,); NaN where there is nothing, or too little.
     """
     known = np.isfinite(profile_NK)
     count = np.where(known.any(axis=0), known.sum(axis=0), np.nan)

@@ -22,10 +22,9 @@ def rollout_names(dump: TokenDump) -> Callable[[int, int, str], str | None]:
     @cache
     def names() -> dict[tuple[int, int, str], str]:
         rows = dump.table(["step", "update", "key", "row"]).to_pylist()
-        ends = {update: f"u{update}" if update else "" for update in {row["update"] for row in rows}}
-        return {
-            (row["step"], row["update"], row["key"]): f"{row['step']}{ends[row['update']]}.{row['row']}" for row in rows
-        }
+        ends = {row["update"]: f"u{row['update']}" if row["update"] else "" for row in rows}
+        keys = [(row["step"], row["update"], row["key"]) for row in rows]
+        return {key: f"{row['step']}{ends[row['update']]}.{row['row']}" for key, row in zip(keys, rows, strict=True)}
 
     return lambda step, update, key: names().get((step, update, key))
 
@@ -57,12 +56,11 @@ def main(argv: list[str] | None = None) -> int:
         return []
 
     names = cache(lambda: rollout_names(dumps[0]))
+    remedy = "train with a token dump, and without received=false among its options (docs/token_dump.md)"
     return report.main(
         argv,
         read=read,
         called="a run's folder (with tokens/), a token dump's, or a file of JSON lines",
-        remedy=lambda path: (
-            "train with a token dump, and without received=false among its options (docs/token_dump.md)"
-        ),
+        remedy=lambda path: remedy,
         rollout=lambda step, update, key: names()(step, update, key) if dumps else None,
     )

@@ -7,6 +7,7 @@ the folder itself.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,35 +17,25 @@ from typing import Any
 import numpy as np
 
 from grail_advantage.dump import METRICS_FILE, TOKENS, DumpHeader, DumpRow, TokenDump, read_dump
-from grail_advantage.receipt.foreign import numbered_lines, read_bytes, read_json, why
+from grail_advantage.receipt.foreign import numbered_lines, read_bytes, read_json, visible, why
 
-STATE = "trainer_state.json"
-"""TRL's, with the figures of all steps in ``log_history``."""
+logger = logging.getLogger(__name__)
+STATE = "trainer_state.json"  # TRL's, with the figures of all steps in ``log_history``
 
 
 @dataclass(frozen=True)
 class Run:
     """A run's folder, read."""
 
-    folder: Path
-    """Where its report goes."""
-    metrics: Mapping[str, Mapping[int, float]]
-    """By name, then by step."""
-    dump: TokenDump
-    """Without files where the run wrote none."""
-    problems: list[str]
-    """What could not be read so far."""
+    folder: Path  # where its report goes
+    metrics: Mapping[str, Mapping[int, float]]  # by name, then by step
+    dump: TokenDump  # without files where the run wrote none
+    problems: list[str]  # of its metrics, which are logged
 
 
 def open_run(path: Path | str) -> Run:
-    """Look into a run.
-
-    Args:
-        path: the run's folder, that of its token dump, or its file of metrics.
-
-    Raises:
-        ValueError: there are neither metrics nor a token dump; the message says what was looked for.
-    """
+    """Look into a run: its folder, that of its token dump, or its file of metrics. ValueError: there are neither metrics nor
+    a token dump; the message says what was looked for."""
     path = Path(path)
     folder = path if path.is_dir() else path.parent if path.name in (METRICS_FILE, STATE) else path.with_suffix("")
     checkpoints = sorted(folder.glob(f"checkpoint-*/{STATE}"), key=lambda file: int(file.parent.name[11:] or 0))
@@ -56,35 +47,33 @@ def open_run(path: Path | str) -> Run:
     dump = next((one for one in map(read_dump, (folder / TOKENS, folder)) if one.files), read_dump(folder / TOKENS))
     if not metrics and not dump.files:
         looked = ", ".join(str(each) for each in files[1:])
-        raise ValueError(
-            "; ".join(
-                [f"{path} holds neither metrics ({looked}) nor a token dump ({TOKENS}/step_NUMBER.parquet)", *problems]
-            )
-            + ". In verl trainer.logger=[console,file] writes metrics, algorithm.token_dump.folder=FOLDER a dump; in TRL "
+        lacks = f"{path} holds neither metrics ({looked}) nor a token dump ({TOKENS}/step_NUMBER.parquet)"
+        remedy = (
+            "In verl trainer.logger=[console,file] writes metrics, algorithm.token_dump.folder=FOLDER a dump; in TRL "
             "TokenWeightGRPOTrainer(..., token_dump=FOLDER) writes both"
         )
+        raise ValueError(f"{'; '.join([lacks, *problems])}. {remedy}")
     if not dump.files:
         dump.problems.clear()
     return Run(folder, metrics, dump, problems)
 
 
 def read_metrics(file: Path, problems: list[str]) -> dict[str, dict[int, float]]:
-    """A run's figures by name and step, as far as they are written; NaN for one that is null.
-
-    Args:
-        file: of JSON lines ``{"step": S, "data": {...}}``, or TRL's :data:`STATE`.
-        problems: gets what could not be read.
-    """
+    """A run's figures by name and step, as far as they are written; NaN for one that is null. The file has JSON lines
+    ``{"step": S, "data": {...}}``, or is TRL's :data:`STATE`. ``problems`` gets what could not be read, which is logged."""
     metrics: dict[str, dict[int, float]] = {}
     unread = []
     try:
-        lines: list[tuple[int, Any]] = list(numbered_lines(file)) if file.name != STATE else []
         if file.name == STATE:
             history = read_json(read_bytes(file))["log_history"]
-            lines = [(place, {"step": each["step"], "data": each}) for place, each in enumerate(history)]
+            lines: list[tuple[int, Any]] = [
+                (place, {"step": of["step"], "data": of}) for place, of in enumerate(history)
+            ]
+        else:
+            lines = list(numbered_lines(file))
     except (OSError, ValueError, LookupError, TypeError) as error:
+        lines = []
         problems.append(f"{file}: cannot be read: {why(error)}")
-        return {}
     for place, line in lines:
         try:
             record = read_json(line) if isinstance(line, bytes) else line
@@ -95,38 +84,29 @@ def read_metrics(file: Path, problems: list[str]) -> dict[str, dict[int, float]]
             unread.append(place)
     if unread:
         problems.append(f"{file}:{unread[0]}: is no line of a log; {len(unread)} such are left out")
+    if problems:
+        logger.warning(visible("; ".join(problems), breaks=False))
     return {name: dict(sorted(points.items())) for name, points in metrics.items()}
 
 
 def find_response(run: Run, step: int | None, row: int | None) -> tuple[DumpHeader, DumpRow]:
-    """A response of the dump, and the header of its file.
-
-    Args:
-        run: of which.
-        step: by default the last.
-        row: its place in the step's batch; by default the first with scores, else the first.
-
-    Raises:
-        ValueError: there is none; the message says which there are.
-    """
+    """A response of the dump, and the header of its file: of the last step by default, and of the first response with
+    scores, else the first. ``row``: its place in the step's batch. ValueError: there is none; the message says which are."""
     files = [file for file in run.dump.files if step in (None, file.step)][-1:]
     rows = [one for file in files for one in file.rows()]
     chosen = [one for one in rows if row in (None, one.row)]
     header = files[0].header if files else None
     if not chosen or header is None:
+        there = f", and of that step responses {[one.row for one in rows]}" if rows else ""
         raise ValueError(
-            f"{run.folder} has no response of --step {step} --row {row}; it has steps {run.dump.steps}"
-            + (f", and of that step responses {[one.row for one in rows]}" if rows else "")
+            f"{run.folder} has no response of --step {step} --row {row}; it has steps {run.dump.steps}{there}"
         )
     return header, min(chosen, key=lambda one: one.no_scores is not None)
 
 
 def shown_values(row: DumpRow, method: str | None = None) -> tuple[str, np.ndarray]:
-    """A response's values under a method, by default its first: ``weight``, or ``advantage`` where the method gives these.
-
-    Returns:
-        The name, and the values, float64 (T,), NaN where a token does not train.
-    """
+    """A response's values under a method, by default its first: ``weight``, or ``advantage`` where the method gives these;
+    the name, and the values, float64 (T,), NaN where a token does not train."""
     own = row.methods[method or next(iter(row.methods))] if row.methods else row
     base_T = np.zeros(len(row)) if row.base_advantage_T is None else row.base_advantage_T
     name, value_T = "weight", own.weight_T

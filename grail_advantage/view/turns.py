@@ -9,14 +9,9 @@ from grail_advantage.data import LARGEST
 
 
 def turns(labels: Mapping[str, Any], length: int, align: str | None) -> list[list[Any]]:
-    """``[start, end, reward]`` of each turn; the reward is ``None`` where a turn has none, or it is not certain whose it is.
-
-    Args:
-        labels: ``tool`` has the ranges that others wrote, ``turn_rewards`` a reward a turn, or a list of its calls' rewards.
-            Those of another kind are as none.
-        length: of the response, in tokens.
-        align: the method's option of that name.
-    """
+    """``[start, end, reward]`` of each turn of a response of ``length`` tokens; the reward is ``None`` where a turn has none,
+    or it is not certain whose it is. Labels: ``tool`` has the ranges that others wrote, ``turn_rewards`` a reward a turn, or
+    a list of its calls' rewards; those of another kind are as none. ``align``: the method's option of that name."""
     tool = [range_of(bounds, length) or (1, 0) for bounds in _list(labels.get("tool"))]
     edges = [0, *(edge for bounds in tool for edge in bounds), length]
     if edges != sorted(edges):

@@ -178,8 +178,6 @@ def test_turns_of_a_conversation(runs: Path, tmp_path: Path, opened: Open) -> No
     texts = page.locator(".item .under").all_text_contents()
     rewards = [plain(re.search(r"reward (\S+)", text)[1]) for text in texts]  # type: ignore[index]
     assert rewards == sorted(row.reward for row in talks)
-    page.select_option('select[name="turns"]', "4")
-    assert listed(page) == sum(len(row.labels["turn_rewards"]) == 4 for row in talks)
 
 
 # ------------------------------------------------------------------------------------------------------ choices, the address
@@ -191,10 +189,8 @@ def test_filters_count_the_responses_of_the_parquet(runs: Path, rows: list[DumpR
     assert f"rollout={widest.step}.{widest.row}" in page.url
     for name, value, wanted in (
         ("outcome", "wrong", [row for row in rows if row.outcome == "wrong"]),
-        ("answer", "none", [row for row in rows if row.outcome == "wrong" and row.span is None]),
-        ("answer", "found", [row for row in rows if row.outcome == "wrong" and row.span is not None]),
-        ("outcome", "", [row for row in rows if row.span is not None]),
-        ("step", "20", [row for row in rows if row.span is not None and row.step == 20]),
+        ("step", "20", [row for row in rows if row.outcome == "wrong" and row.step == 20]),
+        ("outcome", "", [row for row in rows if row.step == 20]),
     ):
         page.select_option(f'select[name="{name}"]', value)
         assert listed(page) == len(wanted)
@@ -234,11 +230,11 @@ def test_a_finding_leads_to_its_token(tmp_path: Path, opened: Open) -> None:
 
 
 def test_two_runs(runs: Path, opened: Open) -> None:
-    """Curves of both, responses to the same problem together, and side by side."""
-    page = opened(runs / "both.html", "#view=side")
+    """Curves of both, and responses to the same problem together."""
+    page = opened(runs / "both.html")
     heads = page.locator("#problem h3").all_inner_texts()
     assert [head.split(",")[0] for head in heads] == ["grail", "uniform"]
-    assert page.locator("#pages .page").count() == page.locator("#problem .strip").count() == 16
+    assert page.locator("#problem .strip").count() == 16
     curve = page.locator("#curves figure", has_text="Training reward")
     assert curve.locator("polyline").count() == 2
     page.locator("#problem .strip").last.click()
@@ -254,8 +250,6 @@ def test_a_step_of_a_curve_leads_to_its_rollouts(runs: Path, rows: list[DumpRow]
     plot.click(position={"x": box["width"] * 0.52, "y": 20})
     assert page.locator("select[name=step]").input_value() == "10"
     assert listed(page) == sum(row.step == 10 for row in rows)
-    page.locator("#more").select_option("actor/grad_norm")
-    assert page.locator("#curves figure", has_text="actor/grad_norm").count() == 1
 
 
 def test_keyboard_from_the_list_to_the_tokens_and_back(runs: Path, rows: list[DumpRow], opened: Open) -> None:
@@ -280,7 +274,7 @@ def test_keyboard_from_the_list_to_the_tokens_and_back(runs: Path, rows: list[Du
 @pytest.mark.parametrize(
     ("name", "hash_", "phone", "dark"),
     [
-        ("both.html", "#view=side", True, False),
+        ("both.html", "", True, False),
         ("analyze/report.html", "#overlay=score", False, True),
         ("talks/report.html", "#sort=reward", True, True),
     ],
@@ -289,7 +283,7 @@ def test_axe_finds_nothing_serious(runs: Path, opened: Open, name: str, hash_: s
     from axe_playwright_python.sync_playwright import Axe
 
     page = opened(runs / name, hash_, phone=phone, dark=dark)
-    page.locator("#pages").scroll_into_view_if_needed()
+    page.locator("#page").scroll_into_view_if_needed()
     page.wait_for_selector(".t")
     serious = [
         (violation["id"], violation["nodes"][0]["html"], violation["nodes"][0]["failureSummary"])
@@ -361,7 +355,6 @@ def test_hostile_text_is_shown_and_nothing_runs(hostile: Path, opened: Open) -> 
     assert [signs for _, signs in shown] == list(HOSTILE.values())
     wanted = [re.sub("[\ud800-\udfff]", "\ufffd", text) for text, signs in HOSTILE.items() if not signs]
     assert [text for text, signs in shown if not signs] == wanted
-    page.select_option("#more", index=1)
     page.locator("#notes summary").click()
     assert "metrics.jsonl:2" in page.locator("#notes").inner_text()
     assert TEXTS[0] in page.locator("#receipt").inner_text() and "U+202E" in page.locator("#receipt").inner_text()
@@ -370,8 +363,6 @@ def test_hostile_text_is_shown_and_nothing_runs(hostile: Path, opened: Open) -> 
         assert f"{t + 1} of {len(TEXTS)}" in page.locator("#readout").inner_text()
     for overlay in ("score", "advantage", "surprisal", "entropy", "weight"):
         page.select_option('select[name="overlay"]', overlay)
-    page.select_option('select[name="view"]', "side")
-    page.wait_for_selector(".pages.side .page:nth-child(2) .t")
     assert page.evaluate("typeof pwned") == "undefined"
     assert page.locator("img, iframe, object, embed, form[action], b > *:not(.sign)").count() == 0
 

@@ -1,4 +1,4 @@
-"""The page's data, decoded, against the dump's and values worked out by hand; runs on the disk, terminal and figure."""
+"""The page's data, decoded, against the dump's and values worked out by hand; runs on the disk, and the figure."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
-from rich.console import Console
 from scipy import stats
 
 from grail_advantage import report
@@ -22,7 +21,6 @@ from grail_advantage.receipt import Finding
 from grail_advantage.view import profile, receipt
 from grail_advantage.view.page import json_arrays, render, write_report
 from grail_advantage.view.run import find_response, open_run
-from grail_advantage.view.terminal import print_rollout
 from grail_advantage.view.turns import turns
 from tests.dumps import HOSTILE, dump_row, method_columns, received_header, table_of
 from tests.view.synthetic import conversation_row, write_dump, write_metrics
@@ -259,10 +257,9 @@ def test_runs_beside_each_other_with_stock_ones(tmp_path: Path) -> None:
     index, blocks = page_of(tmp_path / "own", tmp_path / "second", tmp_path / "project" / "stock", tmp_path / "trl")
     assert [run["name"] for run in index["runs"]] == ["own", "second", "stock", "trl"]
     assert len(blocks) == 72 and {row["run"] for row in index["rows"]} == {0, 1}
-    assert index["metrics"][2] == {"critic/score/mean": [[3, 0.25]], "x": [[3, None]]}
-    assert index["metrics"][3] == {"reward": [[1, 0.5], [10, 0.75]], "loss": [[10, 1]]}
     (reward,) = [curve for curve in index["curves"] if curve["title"] == "Training reward"]
     assert [line["run"] for line in reward["lines"]] == [0, 2, 3]
+    assert [line["points"] for line in reward["lines"][1:]] == [[[3, 0.25]], [[1, 0.5], [10, 0.75]]]
     shared = [{row["problem"] for row in index["rows"] if row["run"] == run} for run in (0, 1)]
     assert shared[0] & shared[1]
     assert write_report(tmp_path / "own", against=[tmp_path / "trl"]).name == "report_against_trl.html"
@@ -305,10 +302,8 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         ["critic/score/mean", "1", "to", "2", "0.200", "0.400", "0.300"],
         ["actor/entropy", "2", "to", "2", "nan", "nan", "nan"],
     ]
-    assert report.main([str(tmp_path), "--terminal", "--step", "3"]) == 1
+    assert report.main([str(tmp_path), "--figure", "methods", "--step", "3"]) == 1
     write_dump(tmp_path / "tokens", (1, 3), methods=("grail", "surprisal"))
-    assert report.main([str(tmp_path), "--terminal", "--step", "3", "--row", "2"]) == 0
-    assert "step 3, response 2" in capsys.readouterr().out
     assert report.main([str(tmp_path)]) == 0
     assert capsys.readouterr().out.strip() == str(tmp_path / "report.html")
     files = [tmp_path / f"{name}.svg" for name in ("one", "two")]
@@ -322,17 +317,9 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert "--width 1" in capsys.readouterr().err
 
 
-def test_a_response_in_the_terminal(tmp_path: Path) -> None:
-    rows = [
-        dump_row([1.0], no_scores="no answer"),
-        dump_row([0.5, 4.0, 1.0], row=3, span=(2, 2, 3, 3), tokens=["ab", "cd", "7"]),
-    ]
-    run = open_run(write(tmp_path, rows))
-    console = Console(width=80, force_terminal=True, color_system="truecolor", record=True, highlight=False)
-    with console.capture() as printed:
-        print_rollout(*find_response(run, None, None), console=console)
-    text = printed.get()
-    assert "response 3" in text and re.search(r"48;2;168;82;28m.{0,4}cd", text), "the strongest orange"
+def test_the_response_of_a_step_and_row(tmp_path: Path) -> None:
+    run = open_run(write(tmp_path, [dump_row([1.0], no_scores="no answer"), dump_row([0.5, 4.0], row=3)]))
+    assert find_response(run, None, None)[1].row == 3 and find_response(run, 1, 0)[1].row == 0
     with pytest.raises(ValueError, match=r"--row 9.*\[0, 3\]"):
         find_response(run, 1, 9)
 
@@ -367,8 +354,7 @@ def test_a_foreign_text_is_text_wherever_it_is_shown(
         ' type="module"',
     ]
     assert not any(set(body) & set("<>&\"'") for _, body in scripts[:2])
-    for arguments in (["--terminal"], ["--summary"]):
-        assert report.main([str(run), *arguments]) == 0
+    assert report.main([str(run), "--summary"]) == 0
     assert receipt.main([str(run)]) == 1
     printed = capsys.readouterr().out
     assert "report.html#overlay=received&rollout=1.0&token=1" in printed, "the receipt leads to the page's token"
@@ -386,7 +372,3 @@ def test_a_conversation_is_shown_by_its_advantages(tmp_path: Path) -> None:
     assert len(found) == 3 and [turn[2] for turn in found] == row.labels["turn_rewards"]
     for start, end, _ in found:
         assert len(set(block["columns"]["advantage"][start:end])) == 1
-    console = Console(width=80, record=True)
-    with console.capture() as printed:
-        print_rollout(*find_response(run, None, None), console=console)
-    assert "highest and lowest advantage" in printed.get()
