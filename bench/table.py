@@ -144,9 +144,10 @@ def figures_of(
             at_WC = np.stack([_at(places_W, one["figures"][name]) for one in controls], axis=1)
             at_WC[apart_WC] = math.nan
             known_W = np.isfinite(own_W) & np.isfinite(at_WC).any(axis=1)
-            figures[f"{name}_control"], figures[f"{name}_above"] = above_controls(
-                own_W[known_W], at_WC[known_W], np.array(problems)[known_W], [one["problem"] for one in controls]
-            )
+            if known_W.any():
+                of_controls = [one["problem"] for one in controls]
+                compared = own_W[known_W], at_WC[known_W], np.array(problems)[known_W], of_controls
+                figures[f"{name}_control"], figures[f"{name}_above"] = above_controls(*compared)
     return figures
 
 

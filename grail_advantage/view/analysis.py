@@ -65,23 +65,23 @@ def json_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 def read_responses(path: Path) -> list[Response]:
     """The responses of a file. ValueError, naming file and line, and what the line must have."""
-    responses: dict[str, Response] = {}
+    rows, ids = list[Response](), set[str]()
     for number, record in json_lines(path):
         try:
             row = _response(record, number)
+            if row.id in ids:
+                raise ValueError(f"another line has the id {row.id!r}; give each its own")
         except ValueError as error:
             raise ValueError(f"{path}:{number}: {error}") from error
-        if row.id in responses:
-            raise ValueError(f"{path}:{number}: another line has the id {row.id!r}; give each its own")
-        responses[row.id] = row
-    rows, count = list(responses.values()), len(responses)
-    if not count:
+        ids.add(row.id)
+        rows.append(row)
+    if not rows:
         raise ValueError(f"{path}: holds no response")
     given = {name: sum(getattr(row, name) is not None for row in rows) for name in ("group", "reward")}
     given["ground_truth or a reward"] = sum(row.reward is not None or row.ground_truth is not None for row in rows)
     for name, lines in given.items():
-        if 0 < lines < count:
-            raise ValueError(f"{path}: {lines} of {count} lines have a {name}; give all of them one, or none")
+        if 0 < lines < len(rows):
+            raise ValueError(f"{path}: {lines} of {len(rows)} lines have a {name}; give all of them one, or none")
     return rows
 
 

@@ -50,7 +50,6 @@ _OF_ALL = (
     "effect",
 )
 _COLUMNS = dict.fromkeys((*_READ, *_VALUES, *_OF_ALL, "score", "old_log_prob", "rollout_log_probs", "by_update"))
-_COLUMNS["clipped_by_update"] = None
 OVERLAYS = ("weight", "score", "advantage", "received", "effect", "surprisal", "entropy", "mismatch")
 CURVES: Mapping[str, Mapping[str, str]] = {
     "Held-out accuracy": {r"val-core/.+/acc/mean@\d+": ""},
@@ -202,10 +201,9 @@ class Held:
                 columns[name] = json_arrays(values, offsets)
                 self.samples[name.split(":")[0]].append(values[:: max(1, len(values) // 5000)])
         columns["mask"] = json_arrays(*flat(table["mask"]))
-        for name in ("by_update", "clipped_by_update"):
-            inner = json_arrays(*flat(pa.chunked_array([table[name].combine_chunks().flatten()])))
-            offsets = flat(table[name])[1]
-            columns[name] = [f"[{','.join(map(str, inner[start:end]))}]" for start, end in pairwise(offsets)]
+        inner = json_arrays(*flat(pa.chunked_array([table["by_update"].combine_chunks().flatten()])))
+        of_rows = pairwise(flat(table["by_update"])[1])
+        columns["by_update"] = [f"[{','.join(map(str, inner[start:end]))}]" for start, end in of_rows]
         return columns
 
 
@@ -272,11 +270,12 @@ class Whole:
             if place not in chosen:
                 continue
             share = (chosen.index(place) + 1) / len(chosen)
+            del table  # before the whole one is read
             table = file.table(_COLUMNS)
             for group in np.argsort(first):
                 rows = np.flatnonzero(group_N == group)
                 full = held.rows and len(held.rows) - start + len(rows) > rollouts * share
-                if full or not held.add(header, _part(table, rows), number, self.given, before + room * share):
+                if full or not held.add(header, table.take(rows), number, self.given, before + room * share):
                     break
         self.held = len(held.rows) - start
 
@@ -328,12 +327,6 @@ class Whole:
         )
         problems = dict.fromkeys([*self.run.problems, *self.run.dump.problems])
         return [left_out] * (self.held < self.responses) + list(problems)
-
-
-def _part(table: pa.Table, rows: np.ndarray) -> pa.Table:
-    """These rows of a table; without a copy where they follow each other, as those of a group do."""
-    together = rows[-1] - rows[0] == len(rows) - 1
-    return table.slice(rows[0], len(rows)) if together else table.take(rows)
 
 
 def _limit(name: str, values: np.ndarray) -> float:

@@ -1,9 +1,4 @@
-"""A run on the disk, of this project, of plain verl or of TRL: its metrics and its token dump.
-
-Metrics are ``metrics.jsonl`` in the run's folder, TRL's ``trainer_state.json`` there or in its latest ``checkpoint-N``, or
-verl's ``PROJECT/EXPERIMENT.jsonl`` beside the folder ``PROJECT/EXPERIMENT``. The dump is ``tokens/`` in the run's folder, or
-the folder itself.
-"""
+"""A run on the disk, of this project, of plain verl or of TRL: its metrics and its token dump (docs/report.md says where)."""
 
 from __future__ import annotations
 

@@ -116,7 +116,7 @@ def test_numbers_and_marks_of_several_methods(runs: Path, opened: Open) -> None:
 
 
 def test_numbers_of_what_arrived(tmp_path: Path, opened: Open) -> None:
-    """Of a response in two epochs, in each of them and on average, with the effect and the mismatch; and of one left out."""
+    """Of a response in two epochs, their mean and in words each, with the effect and the mismatch; and of one left out."""
     epochs = np.float32([[0.5, 1.0, 2.5], [0.6, 0.0, 2.0]])
     left_out = np.full(3, NAN, dtype=np.float32)
     received = {
@@ -142,14 +142,9 @@ def test_numbers_of_what_arrived(tmp_path: Path, opened: Open) -> None:
     text = page.locator("#readout").inner_text()
     assert "received by epoch 1, 0" in text and "clipped in 50 % of" in text
     assert "33.3 % of 3 tokens moved with their advantage" in page.locator("#receipt").inner_text()
-    for epoch, wanted in (("2", 2.0), ("1", 2.5)):
-        page.select_option('select[name="epoch"]', epoch)
-        page.locator(".t").nth(0).hover()
-        page.locator(".t").nth(2).hover()
-        assert readout(page)["Received"] == pytest.approx(wanted, rel=6e-3)
-        # Hatched where this epoch clipped, also where a clipped token received something, as under `cispo`.
-        hatched = page.locator(".t").evaluate_all("spans => spans.map((span) => span.matches('.clipped'))")
-        assert hatched == [False, epoch == "2", epoch == "2"]
+    # Hatched where a loss clipped, also where a clipped token received something, as under `cispo`.
+    hatched = page.locator(".t").evaluate_all("spans => spans.map((span) => span.matches('.clipped'))")
+    assert hatched == [False, True, True]
     for overlay, colours in (("effect", ("warm", "cool")), ("mismatch", ("cool", ""))):
         page.select_option('select[name="overlay"]', overlay)
         grounds = page.locator(".t").evaluate_all("spans => spans.map((span) => span.style.backgroundColor)")
@@ -241,15 +236,6 @@ def test_two_runs(runs: Path, opened: Open) -> None:
     page.wait_for_url(lambda url: "rollout=b." in url)
     page.select_option('select[name="run"]', "1")
     assert listed(page) == 72
-
-
-def test_a_step_of_a_curve_leads_to_its_rollouts(runs: Path, rows: list[DumpRow], opened: Open) -> None:
-    page = opened(runs / "grail" / "report.html")
-    plot = page.locator("#curves .plot").first
-    box = plot.bounding_box()
-    plot.click(position={"x": box["width"] * 0.52, "y": 20})
-    assert page.locator("select[name=step]").input_value() == "10"
-    assert listed(page) == sum(row.step == 10 for row in rows)
 
 
 def test_keyboard_from_the_list_to_the_tokens_and_back(runs: Path, rows: list[DumpRow], opened: Open) -> None:

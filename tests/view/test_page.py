@@ -103,7 +103,7 @@ def test_received_by_epoch_effect_and_mismatch(tmp_path: Path) -> None:
     index, (block, other) = page_of(tmp_path)
     columns = block["columns"]
     assert columns["received"] == [0.5, 0.25, 0] and columns["by_update"] == [[0.5, 0.5, 0], [0.5, 0, 0]]
-    assert columns["clipped_by_update"] == [[0, 0, 0], [0, 1, 0]] and columns["effect"] == [0.01, -0.02, 0.3]
+    assert columns["clipped"] == [0, 0.5, 0] and columns["effect"] == [0.01, -0.02, 0.3]
     assert columns["mismatch"] == pytest.approx([1e-3] * 3, rel=1e-3), "the difference before it is rounded"
     assert [row["updates"] for row in index["rows"]] == [2, 0] and other["columns"]["received"] == [None] * 3
     assert index["runs"][0]["effect"].startswith("50 % of 2 tokens")
