@@ -191,15 +191,6 @@ def test_filters_count_the_responses_of_the_parquet(runs: Path, rows: list[DumpR
         assert listed(page) == len(wanted)
 
 
-def test_a_search_reads_prompts_and_answers(runs: Path, rows: list[DumpRow], opened: Open) -> None:
-    page = opened(runs / "grail" / "report.html")
-    assert page.locator(".item .text").all_text_contents() == [row.prompt for row in rows]
-    prompt = rows[0].prompt.split("?")[0].upper()
-    for words in (prompt, str(rows[0].answer), "no such words", ""):
-        page.fill('input[name="find"]', words)
-        assert listed(page) == sum(words.lower() in f"{row.prompt} {row.answer}".lower() for row in rows)
-
-
 def test_a_link_keeps_the_view(runs: Path, rows: list[DumpRow], opened: Open) -> None:
     chosen = [row for row in rows if row.step == 10 and row.outcome == "right"]
     hash_ = link(chosen[0], "&token=7&step=10&outcome=right&sort=length&overlay=surprisal")

@@ -17,12 +17,11 @@ from scipy import stats
 
 from grail_advantage import report
 from grail_advantage.dump import RECEIVED_SCHEMA, DumpHeader, DumpRow, read_dump, write_received, write_step
-from grail_advantage.receipt import Finding
-from grail_advantage.view import profile, receipt
+from grail_advantage.view import profile
 from grail_advantage.view.page import json_arrays, render, write_report
 from grail_advantage.view.run import find_response, open_run
 from grail_advantage.view.turns import turns
-from tests.dumps import HOSTILE, dump_row, method_columns, received_header, table_of
+from tests.dumps import dump_row, method_columns, received_header, table_of
 from tests.view.synthetic import conversation_row, write_dump, write_metrics
 
 NAN = math.nan
@@ -322,46 +321,6 @@ def test_the_response_of_a_step_and_row(tmp_path: Path) -> None:
     assert find_response(run, None, None)[1].row == 3 and find_response(run, 1, 0)[1].row == 0
     with pytest.raises(ValueError, match=r"--row 9.*\[0, 3\]"):
         find_response(run, 1, 9)
-
-
-@pytest.mark.parametrize("text", [*HOSTILE[:-1], "%SCRIPT%%INDEX%", "\x9b31m", "\x1b]0;title\x07"], ids=ascii)
-def test_a_foreign_text_is_text_wherever_it_is_shown(
-    tmp_path: Path, text: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    kept = text.encode("utf-8", "replace").decode().replace("\x00", "").replace("/", "|")
-    run = tmp_path / f"run {kept[:60]}"
-    row = dump_row([1.0, 2.0], tokens=[text, "b"], prompt=text, answer=text, ground_truth=text, id=text, no_scores=text)
-    finding = Finding(kept, kept, 0.5, kept, (("a_0_0", 1, 0.5, 0.25),), kept).to_dict()
-    write(run, [row], method=kept, options={kept: kept}, special_tokens={0: kept})
-    received = {
-        "key": ["a_0_0"],
-        "updates": [[0]],
-        "received": [[0.5, 1]],
-        "clipped": [[0, 0]],
-        "by_update": [[[0.5, 1]]],
-    }
-    received |= {"clipped_by_update": [[[0, 0]]], "effect": [None]}
-    header = received_header(1, findings=[finding], tokens=2, updates=1)
-    write_received(run / "tokens", header, pa.table(received, schema=RECEIVED_SCHEMA))
-    (run / "metrics.jsonl").write_text(json.dumps({"step": 1, "data": {kept: 1.0, "reward": 1.0}}))
-    page = render([open_run(run)])
-    index, _ = content_of(page)
-    assert index["runs"][0]["receipt"]["findings"][0]["name"] == kept
-    scripts = re.findall(r"<script\b([^>]*)>(.*?)</script>", page, flags=re.DOTALL)
-    assert [head for head, _ in scripts] == [
-        ' type="text/plain" id="index"',
-        ' type="text/plain" id="r0"',
-        ' type="module"',
-    ]
-    assert not any(set(body) & set("<>&\"'") for _, body in scripts[:2])
-    assert report.main([str(run), "--summary"]) == 0
-    assert receipt.main([str(run)]) == 1
-    printed = capsys.readouterr().out
-    assert "report.html#overlay=received&rollout=1.0&token=1" in printed, "the receipt leads to the page's token"
-    hidden = [
-        c for c in printed if c not in "\n\u200d" and (ord(c) < 32 or 127 <= ord(c) < 160 or c in "\u202e\u2066\u2028")
-    ]
-    assert not hidden
 
 
 def test_a_conversation_is_shown_by_its_advantages(tmp_path: Path) -> None:

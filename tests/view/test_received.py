@@ -164,12 +164,6 @@ class TestCommand:
         assert main([str(tmp_path)]) == NOTHING
         assert "received_000003.parquet" in capsys.readouterr().err
 
-    def test_a_long_run_has_one_page(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        for step in range(1, 60):
-            write_received(tmp_path, header(step), received_table(receipt(), KEYS, LENGTHS))
-        assert main([str(tmp_path)]) == 0
-        assert len(capsys.readouterr().out.splitlines()) < 20
-
     def test_texts_of_a_file_cannot_act_on_the_terminal(
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
@@ -179,12 +173,3 @@ class TestCommand:
         assert main([str(tmp_path)]) == 1
         printed = capsys.readouterr().out
         assert "red" in printed and not set("\x1b\x07\u202e") & set(printed)
-
-
-def test_the_header_is_json_in_the_metadata(tmp_path: Path) -> None:
-    path = write_received(tmp_path, header(3, 0, SCALED), received_table(receipt(), KEYS, LENGTHS))
-    assert path == tmp_path / "received_000003.parquet"
-    record = json.loads(pq.read_schema(path).metadata[b"grail_advantage_received"])
-    assert record["schema_version"] == 5 and record["findings"][0]["name"] == "scaled"
-    (read,) = read_dump(tmp_path).receipts()
-    assert Finding.from_dict(dict(read["findings"][0])) == SCALED
