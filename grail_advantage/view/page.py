@@ -49,7 +49,8 @@ _OF_ALL = (
     "methods",
     "effect",
 )
-_COLUMNS = dict.fromkeys((*_READ, *_VALUES, *_OF_ALL, "score", "old_log_prob", "rollout_log_probs", "by_update"))
+_MORE = ("score", "old_log_prob", "rollout_log_probs", "by_update")
+_OF_ROLLOUTS = tuple(dict.fromkeys(name for name in (*_READ, *_VALUES, *_MORE) if name not in _OF_ALL))
 OVERLAYS = ("weight", "score", "advantage", "received", "effect", "surprisal", "entropy", "mismatch")
 CURVES: Mapping[str, Mapping[str, str]] = {
     "Held-out accuracy": {r"val-core/.+/acc/mean@\d+": ""},
@@ -270,8 +271,10 @@ class Whole:
             if place not in chosen:
                 continue
             share = (chosen.index(place) + 1) / len(chosen)
-            del table  # before the whole one is read
-            table = file.table(_COLUMNS)
+            rest = file.table(_OF_ROLLOUTS)
+            for name in rest.column_names:
+                table = table.append_column(name, rest[name])
+            del rest
             for group in np.argsort(first):
                 rows = np.flatnonzero(group_N == group)
                 full = held.rows and len(held.rows) - start + len(rows) > rollouts * share
