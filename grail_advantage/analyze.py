@@ -49,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line; SystemExit with a message for everything that the user can fix."""
     parser = argparse.ArgumentParser(prog="python -m grail_advantage.analyze", description=__doc__)
     add = parser.add_argument
-    add("responses", type=Path, metavar="FILE.jsonl", help="lines with prompt, response or steps, ...: docs/analyze.md")
+    add("responses", type=Path, metavar="FILE.jsonl", help="lines with prompt, response or steps, ...: docs/report.md")
     add("--model", required=True, help=f"folder or name of a causal language model; packaged: {', '.join(PACKAGED)}")
     add("--method", action="append", required=True, help="NAME[:option=value,...], again for more; all: that fit")
     add("--out", type=Path, default=Path("analysis"), help="folder for the results (default: %(default)s)")

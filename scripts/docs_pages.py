@@ -15,7 +15,7 @@ import json
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,16 +26,16 @@ sys.path.insert(0, str(ROOT))
 
 from pydantic import BaseModel  # noqa: E402
 
+from grail_advantage.effect import EFFECT_METRICS  # noqa: E402
 from grail_advantage.maps import MAPS  # noqa: E402
 from grail_advantage.method import Mapped, Method, build, methods  # noqa: E402
-from grail_advantage.reward._normal import RULES, normal  # noqa: E402
+from grail_advantage.metrics import GRADIENT_METRICS, METRICS  # noqa: E402
 from grail_advantage.rules import Rule  # noqa: E402
 from grail_advantage.verl_ext import rules as verl_rules  # noqa: E402
-from grail_advantage.verl_ext.rules import NEEDED_WHOLE, UNIFORM  # noqa: E402
-from recipe import rules as recipe_rules  # noqa: E402
+from grail_advantage.verl_ext.rules import NEEDED_WHOLE  # noqa: E402
 from recipe.marked_text import table, write_marked  # noqa: E402
 from recipe.published import GROUPS as PUBLISHED  # noqa: E402
-from recipe.published import shown, trl_arguments  # noqa: E402
+from recipe.published import shown  # noqa: E402
 from scripts import sizing  # noqa: E402
 
 # ---------- methods and maps
@@ -123,11 +123,18 @@ def reference() -> str:
     known = sorted((method for of_class in by_class.values() for method in of_class), key=lambda method: method.name)
     rows = {owner: known_options(owner, of_class) for owner, of_class in by_class.items()}
     times = Counter((row[0], *row[2:]) for of_class in rows.values() for row in of_class if row[0] not in of_every)
-    shared = [(name, *row[2:]) for name, row in of_every.items()] + [row for row, count in times.items() if count > 1]
-    common = ", ".join(f"{name} ({row[1]})" for name, row in of_every.items())
-    lines = ["## Inputs and modes", "", *_modes(known), "", "## Shared options", ""]
-    lines += [f"Every method has {common}. Several have the others. Each section lists what it has or sets.", ""]
-    lines += [*table(["option", "allowed", "meaning"], shared), "", "## Each method"]
+    usual, shared = {name: row[1] for name, row in of_every.items()}, []
+    for name, *about in [(name, *row[2:]) for name, row in of_every.items()] + [
+        row for row, of in times.items() if of > 1
+    ]:
+        have = {owner: row[1] for owner, of in rows.items() for row in of if row[0] == name and row[2:] == about}
+        usual.setdefault(name, Counter(have.values()).most_common(1)[0][0])
+        who = "every method" if name in of_every else ", ".join(_heading(by_class[owner]) for owner in have)
+        shared.append([f"{name} ({usual[name]})", who, *about])
+    plain = "`compute_token_weights` computes log-probabilities and entropies itself if they are not given."
+    lines = ["## Inputs and modes", "", plain, "", *_modes(known), "", "## Shared options", ""]
+    lines += ["A section lists those that a method sets otherwise.", ""]
+    lines += [*table(["option (default)", "of", "allowed", "meaning"], shared), "", "## Each method"]
     head = ["option", "default", "allowed", "meaning"]
     for owner, of_class in by_class.items():
         file = f"{owner.__module__.replace('.', '/')}.py"
@@ -137,12 +144,12 @@ def reference() -> str:
             if method.ranks_entropy:
                 needs.append("in bf16 `actor_rollout_ref.actor.entropy_from_logits_with_chunking=true`")
             lines += [f"`{method.name}` needs {' and '.join(needs)}.", ""] if needs else []
-        lines += [f"`{owner.__name__}` in [`{file}`](../{file}). Options, in `algorithm.{owner.section}`:", ""]
-        others = [row for row in rows[owner] if row[0] in of_every or (row[0], *row[2:]) in shared]
+        others = [row for row in rows[owner] if row[0] in of_every or times[(row[0], *row[2:])] > 1]
         own = [row for row in rows[owner] if row not in others]
-        lines += [*table(head, own), ""] if own else []
-        other = [f"{row[0]} ({row[1]})" for row in others if row[1] != of_every.get(row[0], ("", ""))[1]]
-        lines.append(f"[Shared options](#shared-options): {', '.join(other) or 'as for every method'}.")
+        lines += [f"Section `algorithm.{owner.section}`, class [`{owner.__name__}`](../{file})."]
+        lines += ["", *table(head, own)] if own else []
+        other = [f"{row[0]} ({row[1]})" for row in others if row[1] != usual[row[0]]]
+        lines += ["", f"[Shared options](#shared-options) set otherwise: {', '.join(other)}."] if other else []
     lines += ["", "## Maps"]
     for name in known_maps():
         users = ", ".join(f"`{of.name}`" for of in known if isinstance(of, Mapped) and of.reshaper == name)
@@ -157,16 +164,11 @@ def _modes(known: Sequence[Method]) -> list[str]:
     rows = []
     for method in known:
         whole = method.uses not in NEEDED_WHOLE
-        needed = [f"`{read}`" for read in ("groups", "examples", "rewards") if read in method.reads]
-        needed += ["`fields`"] if method.field_names else []
-        computed = [f"`{read}`" for read in ("old_log_probs", "entropy") if read in method.reads]
-        inputs = [" and ".join(needed)] if needed else []
-        inputs += [f"{' and '.join(computed)}, or computes {'them' if computed[1:] else 'it'}"] if computed else []
         reads = ", ".join(words for read, words in READS.items() if read in method.reads) or "nothing"
         modes = ["yes" if works else "no" for works in (whole, whole, "entropy" not in method.reads)]
-        rows.append([f"`{method.name}`", reads, USES[method.uses], *modes, "; ".join(inputs) or "nothing more"])
+        rows.append([f"`{method.name}`", reads, USES[method.uses], *modes])
     head = "`algorithm.adv_estimator`, reads of the batch, uses of the model, sequence parallel, fused kernels, bypass mode"
-    return table([*head.split(", "), "`compute_token_weights` needs"], rows)
+    return table(head.split(", "), rows)
 
 
 def _heading(of_class: Sequence[Method]) -> str:
@@ -176,6 +178,7 @@ def _heading(of_class: Sequence[Method]) -> str:
 def _value(value: Any) -> str:
     """As YAML has it."""
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    text = text if len(text) < 90 else f"{text[:70]} ..."
     return f"`{text}`".replace("\n", "\\n")
 
 
@@ -195,6 +198,7 @@ def _paragraphs(text: str | None) -> list[str]:
 def _names(text: str) -> str:
     """A docstring with its roles as the names that they show."""
     text = re.sub(r":\w+:`~(?:[\w.]+\.)?(\w+)`", r"`\1`", text)
+    text = re.sub(r"(?:``)?docs/(\w+)\.md(?:``)?", r"[\1](\1.md)", text)
     return re.sub(r":\w+:`\.?([\w.]+)`", r"`\1`", text).replace("``", "`")
 
 
@@ -210,37 +214,30 @@ def _link(name: str, heading: str, page: str = "") -> str:
 # ---------- rules
 
 
+def figures() -> str:
+    """Figures of a batch and of an update's effect."""
+    known = METRICS | GRADIENT_METRICS | EFFECT_METRICS
+    return "\n".join(table(["figure", "meaning"], [[f"`{name}`", meaning] for name, meaning in known.items()]))
+
+
 def refused() -> str:
-    """What a run with verl is refused with; in italics by the recipe alone."""
+    """What a run with verl is refused with."""
     shown: dict[str, list[str]] = {}
     for rule in (*verl_rules.EVERY_RUN, *verl_rules.REFUSED):
         shown.setdefault(rule.because, []).append(f"`{_short(rule.option)}`")
     rows = [[", ".join(dict.fromkeys(options)), why] for why, options in shown.items()]
-    recipes = [("*{}*", rule) for rule in recipe_rules.REFUSALS] + [("*CPU: {}*", rule) for rule in recipe_rules.ON_CPU]
-    return "\n".join(table(["refused, such as", "why"], rows + _rows(recipes, _override)))
+    return "\n".join(table(["refused, such as", "why"], rows))
 
 
 def trl() -> str:
     """What TRL's trainer refuses."""
     from grail_advantage.trl_ext.rules import AGAINST_SKIPPING, REFUSALS
 
-    rules = [("{}", rule) for rule in REFUSALS]
-    rules += [("`skip_zero_advantage=True`, {}", rule) for rule in AGAINST_SKIPPING]
-    return "\n".join(table(["refused, such as", "why"], _rows(rules, _argument)))
-
-
-def _rows(rules: Iterable[tuple[str, Rule]], setting: Callable[[Rule], str]) -> list[list[str]]:
-    """Settings, each in its form, and the reason; the settings of one form and one reason together."""
-    by_reason: dict[tuple[str, str], list[str]] = {}
-    for form, rule in rules:
-        by_reason.setdefault((form, rule.because), []).append(setting(rule))
-    return [[form.format(", ".join(settings)), why] for (form, why), settings in by_reason.items()]
-
-
-def _override(rule: Rule) -> str:
-    """The first two of Hydra's overrides, without sections that many share, and of a method its name alone."""
-    short = list(map(_short, rule.example))
-    return " with ".join(f"`{each}`" for each in short[:2] if each != UNIFORM)
+    by_reason: dict[str, list[str]] = {}
+    for rules, form in ((REFUSALS, "{}"), (AGAINST_SKIPPING, "{} with `skip_zero_advantage=True`")):
+        for rule in rules:
+            by_reason.setdefault(rule.because, []).append(form.format(_argument(rule)))
+    return "\n".join(table(["refused, such as", "why"], [[", ".join(of), why] for why, of in by_reason.items()]))
 
 
 def _short(override: str) -> str:
@@ -259,17 +256,11 @@ def _argument(rule: Rule) -> str:
     return " with ".join(f"`{each}`" for each in parts)
 
 
-def normal_form() -> str:
-    """How the reward function unifies spellings."""
-    return "\n".join(table(["example", "becomes"], [[f"`{example}`", f"`{normal(example)}`"] for example, *_ in RULES]))
-
-
 # ---------- patches, published settings
 
 CAN_GO = "Can go "
 PATCHES = {
     "grail_advantage/verl_ext/patches.py": "verl",
-    "packages/verl-cpu/verl_cpu/patches.py": "verl and torch, by `packages/verl-cpu` with `VERL_PLATFORM=cpu` alone",
     "grail_advantage/model/patches.py": "torch and transformers, within a pass of a method alone",
     "grail_advantage/trl_ext/trainer.py": "TRL, of which nothing is replaced",
 }
@@ -284,18 +275,20 @@ def patches() -> str:
         for node in ast.parse((ROOT / name).read_text(encoding="utf-8")).body:
             docstring = ast.get_docstring(node) or "" if isinstance(node, ast.FunctionDef | ast.ClassDef) else ""
             why, can, going = " ".join(_names(docstring).split("\nArgs:")[0].split()).partition(CAN_GO)
-            rows += [[f"`{node.name}`", why.strip(), going.strip().rstrip(".")]] if can else []
+            rows += [[f"`{node.name}`", why.strip().partition(". ")[0], going.strip().rstrip(".")]] if can else []
         lines += [f"### {heading}", "", f"[`{name}`](../{name})", ""]
         lines += [*table(["function", "what and why", "can go"], rows), ""]
     return "\n".join(lines).rstrip()
 
 
 def published() -> str:
-    """Each published value, the options that say the same here, and what ``like=corrected`` has instead."""
+    """The published values that are not simply the same here, and what ``like=corrected`` has instead."""
     rows = []
     for group, settings in PUBLISHED.items():
         rows.append([f"*{group}*", "", "", "", ""])
         for one in settings:
+            if one.here is None and not one.corrected and not one.why:
+                continue
             options = ", ".join(f"`{option.removeprefix('actor_rollout_ref.')}`" for option in one.options)
             ours = options if one.here is None or not one.options else f"{options}: {shown(one.here)}"
             corrected, _, why = one.corrected.partition(": ")
@@ -303,22 +296,14 @@ def published() -> str:
     return "\n".join(table(["setting", "theirs", "`published`", "`corrected`", "why it differs"], rows))
 
 
-def trl_published() -> str:
-    """The published arguments for one process, as Python."""
-    values = trl_arguments(processes=1)
-    arguments = "".join(f"    {name}={value!r},\n" for name, value in values.items())
-    return f'<!-- run -->\n```python\nconfig = GRPOConfig(\n    "out",\n{arguments})\n```'.replace("'", '"')
-
-
 PASSAGES: list[tuple[str, str, Callable[[], str]]] = [
     ("methods.md", "methods", overview),
     (REFERENCE, "methods", reference),
+    ("metrics.md", "metrics", figures),
     ("works_with.md", "refused", refused),
     ("works_with.md", "trl", trl),
-    ("verdict.md", "normal", normal_form),
     ("what_installing_changes.md", "patches", patches),
     ("published.md", "published", published),
-    ("trl.md", "trl_published", trl_published),
     ("gpu.md", "sizing", sizing.page),
 ]
 """A page, the name of its markers, and what stands between them."""

@@ -15,13 +15,16 @@ LINK = re.compile(r"(!?\[([^\]]*)\]\()([^)\s:#]+)(#[^)\s]*)?\)")
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
-    """Put the front page's beginning before the list of pages, and point links that leave the site to the
-    repository."""
+    """Put the front page's beginning before the list of pages, docstrings below the names of the API, and point links
+    that leave the site to the repository."""
     docs = Path(config["docs_dir"])
     if page.file.src_uri == "README.md":
         screen = "\n## ".join((ROOT / "README.md").read_text(encoding="utf-8").split("\n## ")[:2])
         front = LINK.sub(lambda link: f"{link[1]}{_from_docs(link[3])}{link[4] or ''})", screen)
         markdown = f"{front}\n{markdown.replace('# Pages', '## Pages', 1)}"
+    if page.file.src_uri == "api.md":
+        names = re.findall(r"`(grail_advantage\.[\w.]+)`(?=[^|\n]*\|)", markdown)
+        markdown += "\n## Signatures\n\n" + "\n\n".join(f"::: {name}" for name in names)
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 
     def outside(link: re.Match[str]) -> str:

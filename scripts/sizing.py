@@ -160,7 +160,7 @@ def page() -> str:
     """The table: the fullest phase of a GPU, and what the command changes."""
     rows = []
     for key, model in itertools.islice(MODELS.items(), 5):  # the other two take what Qwen3-8B takes, to 2 GB
-        for gpus, memory in ((1, 24), (1, 80)) if model.script == SMALL else ((1, 80), (1, 141), (2, 80), (8, 80)):
+        for gpus, memory in ((1, 24), (1, 80)) if model.script == SMALL else ((1, 80), (2, 80), (8, 80)):
             if setup := choose(model, gpus, memory):
                 sizes = f"{max(phases(model, setup).values()):.0f}", f"{host_memory(model, setup):.0f}"
                 rows.append([key, f"{gpus} x {memory} GB", *sizes, f"`{command(model, setup)}`"])

@@ -10,15 +10,25 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
+FOLDERS = {
+    "own_trainer.md": ROOT / "examples/trainer",
+    "trl.md": ROOT / "examples/trl",
+    "write_your_own.md": ROOT / "examples/methods",
+}
 _FILE = re.compile(r"<!-- file: (?P<name>\S+) -->\n```\w+\n(?P<text>.*?)```", re.DOTALL)
 _RUN = re.compile(r"<!-- run -->\n```python\n(?P<text>.*?)```", re.DOTALL)
 _BASH = re.compile(r"^```bash\n(?P<text>.*?)^```$", re.DOTALL | re.MULTILINE)
 
 
 def files(page: str) -> dict[str, str]:
-    """The blocks of a page that are marked as files, by name."""
+    """The blocks of a page that are marked as files, by name, and the files of its folder of examples."""
     text = (DOCS / page).read_text(encoding="utf-8")
-    return {found["name"]: found["text"] for found in _FILE.finditer(text)}
+    shown = {found["name"]: found["text"] for found in _FILE.finditer(text)}
+    if page in FOLDERS:
+        whole = {file.name: file.read_text(encoding="utf-8") for file in FOLDERS[page].iterdir() if file.is_file()}
+        assert shown.items() <= whole.items(), f"{page} shows what the files of its folder are not"
+        return whole
+    return shown
 
 
 def write_files(page: str, folder: Path) -> None:

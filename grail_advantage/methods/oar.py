@@ -4,7 +4,9 @@ Source: OAR (arXiv 2601.07408). ``oar_g`` shakes the embeddings: with Gaussian n
 answer from what it is without noise, a position's score is ``| sum over dims of (dJ/de) * e |``. ``oar_p`` replaces one
 reasoning token after the other by padding, which is still attended to: its score is J itself.
 
-Logits are taken as they are, without a temperature. Shapes: S positions, D hidden, R rows, K positions that a probe
+Logits are taken as they are, without a temperature.
+
+Shapes: S positions, D hidden, R rows, K positions that a probe
 reads (of all rows, one row after the other), V vocabulary, M replaced tokens, N counterfactuals of a batch."""
 
 from __future__ import annotations
@@ -32,8 +34,7 @@ if TYPE_CHECKING:
 @register("oar_g", method="gradient")
 @register("oar_p", method="perturbation")
 class Oar(Mapped):
-    """OAR-G and OAR-P. The answer is the last complete one, every response with one gets weights, and tokens outside
-    the statistics set have weight 1."""
+    """Every response with an answer, the last complete one, gets weights; tokens outside the statistics set have 1."""
 
     section = "oar"
     source = (

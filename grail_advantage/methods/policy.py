@@ -116,9 +116,8 @@ class Probability(Method):
 class HighEntropy(Method):
     """Only the tokens of highest entropy in the batch train; those of responses with advantage 0 are compared, too.
 
-    The paper's equation divides the loss by the number of all tokens, its code by that of the kept ones. The code cuts
-    in each micro-batch of the update with the current policy, and of equal entropies keeps as many as fit; here the
-    whole batch has one cut, by the policy before the update, and all that tie at it are kept, as in the equation."""
+    The paper's equation divides the loss by all tokens, its code by the kept ones, cut in each micro-batch of the update;
+    here the whole batch has one cut, by the policy before the update, and keeps all that tie at it."""
 
     formula = "N / k on the k of the batch's N tokens with the highest H, else 0; rho = k / N = 0.2"
     source = (

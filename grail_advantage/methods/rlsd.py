@@ -4,10 +4,7 @@ The prompt is asked again with privileged text in its last user message, the gro
 the response that was sampled without it follows, token for token. The current policy is its own teacher. With D_t the
 log-probability of token t there minus the one it was sampled with, and A the response's advantage,
 
-    u_t = clip(exp(sign(A) D_t), 1 - epsilon, 1 + epsilon),    w_t = (1 - lam) + lam u_t.
-
-The text comes from a data set and may hold anything. In the prompt it stays inside its message, see
-:func:`harmless`."""
+    u_t = clip(exp(sign(A) D_t), 1 - epsilon, 1 + epsilon),    w_t = (1 - lam) + lam u_t."""
 
 from __future__ import annotations
 
@@ -41,8 +38,8 @@ _MISSING = object()
 
 @register("rlsd")
 class Rlsd(Method):
-    """The current policy is the teacher. Every token of a response without privileged text, or with a log-probability
-    that is not finite, has weight 1; the others' lie in ``[1 - lam epsilon, 1 + lam epsilon]``."""
+    """Every token of a response without privileged text, or with a log-probability that is not finite, has weight 1; the
+    others' lie in ``[1 - lam epsilon, 1 + lam epsilon]``."""
 
     formula = (
         "1 - lam + lam clip(exp(sign(A) (log p' - log p)), 1 - epsilon, 1 + epsilon), p' with the answer in the prompt"

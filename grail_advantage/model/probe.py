@@ -24,7 +24,7 @@ from grail_advantage.data import Row
 
 Run = Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]
 """Runs rows of tokens, int64 (S,), as one micro-batch: for each the log-probabilities (S - 1,) of those after the first."""
-LIMIT, HALF_LIMIT = 2e-4, 0.1  # most that rounding makes, in single and half precision: docs/dev/models_measured.md
+LIMIT, HALF_LIMIT = 2e-4, 0.1  # most that rounding makes, in single and half precision: docs/evidence.md
 SHORT, MOST_ROWS = 12, 4  # tokens of a short row, and the most rows of a probe
 
 

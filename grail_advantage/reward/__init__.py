@@ -5,7 +5,7 @@ r"""The one reward function: 1 when the last ``\boxed{...}`` of a response state
 compared with the ground truth by math-verify. ``_normal`` brings both texts to one normal form, ``_exact`` makes the
 comparisons that need no math-verify, ``_verify_pool`` lets math-verify read and compare both as a whole, in child
 processes with limits, since the answer is untrusted text. What cannot be read as a whole has no verdict, which is 0 and
-counted by ``verify_failed``. docs/verdict.md has the rules. A list of several ground-truth answers: the box must hold
+counted by ``verify_failed``. docs/evaluation.md has the rules. A list of several ground-truth answers: the box must hold
 all of them, in any order, as in ``\boxed{2, 3}``.
 """
 

@@ -1,7 +1,7 @@
 r"""One normal form for the spellings of an answer: the only place where an answer's text is changed.
 
 :data:`RULES` are applied from top to bottom, once, to ground truth and answer alike. Each rule has the example that it
-is there for; docs/verdict.md has the table, and a test checks every line of it. math-verify judges the result.
+is there for; a test checks every line of the table. math-verify judges the result.
 """
 
 from __future__ import annotations

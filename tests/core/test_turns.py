@@ -21,7 +21,7 @@ from grail_advantage.method import build
 from tests.core.common import rollouts_of, weighed
 from tests.core.plain_weights import close
 from tests.core.tiny_models import Rollout, char_tokenizer, encode, make_batch, tiny_model
-from tests.documentation import files
+from tests.documentation import ROOT
 
 NAN = math.nan
 
@@ -311,7 +311,7 @@ def test_a_response_with_advantage_0_may_have_turns_that_train() -> None:
 
 def _function(name: str) -> Any:
     found: dict[str, Any] = {}
-    exec(files("turns.md")[f"for_{name}.py"], found)
+    exec((ROOT / f"examples/turns/for_{name}.py").read_text(encoding="utf-8"), found)
     return next(value for key, value in found.items() if key in ("skyrl_advantages", "credit"))
 
 

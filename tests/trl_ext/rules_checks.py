@@ -17,8 +17,8 @@ from grail_advantage.trl_ext import rules
 from grail_advantage.trl_ext.rules import AGAINST_SKIPPING, OVERRIDDEN, REFUSALS, Settings
 from grail_advantage.view.analysis import parse_method
 from recipe.marked_text import marked
+from recipe.published import trl_arguments
 from scripts import docs_pages
-from tests import documentation
 from tests.trl_ext import scripted
 from tests.trl_ext.scripted import build
 
@@ -67,11 +67,8 @@ def test_options_are_refused_as_a_trainer_is_made(tmp_path: Path, option: str) -
         build(tmp_path, weights=REFUSED[option][1], **REFUSED[option][0])
 
 
-def test_published_settings_of_the_page_are_accepted_and_its_table_is_current(tmp_path: Path) -> None:
-    (text,) = documentation.snippets("trl.md")
-    names: dict[str, Any] = {"GRPOConfig": lambda _, **settings: scripted.config(tmp_path, **settings)}
-    exec(text, names)
-    config = names["config"]
+def test_published_settings_are_accepted(tmp_path: Path) -> None:
+    config = scripted.config(tmp_path, **trl_arguments(processes=1))
     given = settings(tmp_path, {name: getattr(config, name) for name in ("loss_type", "bf16", "top_entropy_quantile")})
     refuse(REFUSALS, given)
     assert config.generation_batch_size == 256 and config.num_iterations == 4

@@ -1,6 +1,6 @@
 """The names, signatures and sources that this project relies on are those it was written against.
 
-Fails first where a new verl, transformers, TransferQueue or vLLM does not fit, and says which name. docs/dev/following_verl.md
+Fails first where a new verl, transformers, TransferQueue or vLLM does not fit, and says which name. CONTRIBUTING.md
 tells what to do then.
 """
 

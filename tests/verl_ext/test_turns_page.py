@@ -1,10 +1,9 @@
-"""The agent loop, the reward function and the command of docs/turns.md, as a reader copies them."""
+"""The agent loop and the reward function of examples/turns, and their command."""
 
 from __future__ import annotations
 
 import asyncio
 import importlib.util
-import re
 import shlex
 from pathlib import Path
 from types import ModuleType
@@ -21,17 +20,17 @@ from grail_advantage import Rollouts
 from grail_advantage.data import runs
 from grail_advantage.verl_ext.checks import check_config
 from tests.composed import VERL, compose
-from tests.documentation import DOCS, write_files
+from tests.documentation import ROOT
 from verl_cpu.tiny.model import build_tokenizer
 
+FOLDER = ROOT / "examples/turns"
 SAID = [
-    (["1+1="], [0.0], 400),
-    (["####3", "####2", "####2"], [0.0, 1.0, 0.0], 400),
-    (["####2", "####3"], [1.0, -1.0], 400),
-    (["####2"], [1.0], 400),
-    (["####3", "####2"], [0.0], 40),
+    (["1+1="], [0.0]),
+    (["####3", "####2", "####2"], [0.0, 1.0, 0.0]),
+    (["####2", "####3"], [1.0, -1.0]),
+    (["####2"], [1.0]),
 ]
-"""What the model says at most, what its turns are worth where 2 is correct, and the most tokens."""
+"""What the model says at most, and what its turns are worth where 2 is correct."""
 
 
 def _module(path: Path) -> ModuleType:
@@ -54,15 +53,15 @@ class Server:
         return TokenOutput(token_ids=ids, log_probs=[-0.5] * len(ids), extra_fields={"max_global_steps": 1})
 
 
-def _run(folder: Path, turns: list[str], limit: int = 400) -> tuple[AgentLoopOutput, dict[str, Any]]:
+def _run(turns: list[str], limit: int = 400) -> tuple[AgentLoopOutput, dict[str, Any]]:
     """The response to a prompt, and what the reward function says of it."""
     tokenizer = build_tokenizer()
     config = OmegaConf.create({"actor_rollout_ref": {"rollout": {"response_length": limit, "prompt_length": 50}}})
-    (entry,) = yaml.safe_load((folder / "my_loop.yaml").read_text())
+    (entry,) = yaml.safe_load((FOLDER / "my_loop.yaml").read_text())
 
     async def respond() -> AgentLoopOutput:
         assert entry.pop("_target_") == "my_loop.CheckAgain" and entry.pop("name") == "check_again" and not entry
-        loop = _module(folder / "my_loop.py").CheckAgain(
+        loop = _module(FOLDER / "my_loop.py").CheckAgain(
             trainer_config=DictConfigWrap(config),
             server_manager=Server(tokenizer, turns),
             tokenizer=tokenizer,
@@ -73,23 +72,20 @@ def _run(folder: Path, turns: list[str], limit: int = 400) -> tuple[AgentLoopOut
         return await loop.run({}, raw_prompt=[{"role": "user", "content": "1+1"}])
 
     output = asyncio.run(respond())
-    judged = _module(folder / "my_reward.py").compute_score("", "", "2", dict(output.extra_fields), num_turns=2)
+    judged = _module(FOLDER / "my_reward.py").compute_score("", "", "2", dict(output.extra_fields), num_turns=2)
     return output, judged
 
 
-@pytest.mark.parametrize(("turns", "worth", "limit"), SAID)
-def test_the_loop_and_its_rewards_have_the_same_turns(
-    tmp_path: Path, turns: list[str], worth: list[float], limit: int
-) -> None:
-    write_files("turns.md", tmp_path)
-    output, judged = _run(tmp_path, turns, limit)
-    assert len(output.response_ids) == len(output.response_mask) == len(output.response_logprobs or ()) <= limit
-    known = judged["turn_rewards"]
-    assert len(runs(output.response_mask)) == len(known) == -(-output.num_turns // 2)
-    assert known[: len(worth)] == worth and not any(known[len(worth) :]) and sum(known) == judged["score"]
-    found = re.search(r"<!-- command -->\n```bash\n(.*?)```", (DOCS / "turns.md").read_text(), re.DOTALL)
-    words = shlex.split(found[1].replace("\\\n", " "))
+@pytest.mark.parametrize(("turns", "worth"), SAID)
+def test_the_loop_and_its_rewards_have_the_same_turns(turns: list[str], worth: list[float]) -> None:
+    output, judged = _run(turns)
     mask_BT = torch.tensor([output.response_mask]).bool()
+    assert len(output.response_ids) == len(output.response_mask) == len(output.response_logprobs or ())
+    assert len(runs(output.response_mask)) == len(judged["turn_rewards"]) == output.num_turns / 2
+    assert sum(judged["turn_rewards"]) == judged["score"] and output.extra_fields["max_global_steps"] == 1
+    known = judged["turn_rewards"]
+    assert known[: len(worth)] == worth and not any(known[len(worth) :])
+    config = _check_command()
     rollouts = Rollouts(
         prompts=[torch.tensor(output.prompt_ids)],
         responses=[torch.tensor(output.response_ids)],
@@ -99,6 +95,17 @@ def test_the_loop_and_its_rewards_have_the_same_turns(
         rewards=torch.tensor([judged["score"]]),
         fields={"turn_rewards": [known]},
     )
-    method = check_config(compose("ppo_trainer", words[words.index("verl.trainer.main_ppo") + 1 :], VERL)).method
-    of_turns = method.scores(rollouts, None)[mask_BT].unique_consecutive()
+    of_turns = config.method.scores(rollouts, None)[mask_BT].unique_consecutive()
     assert set(of_turns.tolist()) == {sum(known[turn:]) for turn in range(len(known))}
+
+
+def test_the_loop_ends_where_the_response_is_full() -> None:
+    output, judged = _run(["####3", "####2"], limit=40)
+    assert len(output.response_ids) == 40
+    assert len(runs(output.response_mask)) == len(judged["turn_rewards"]) == 1
+
+
+def _check_command() -> Any:
+    words = shlex.split((FOLDER / "run.sh").read_text().partition("pipefail\n")[2].replace("\\\n", " "))
+    assert words[:4] == ["PYTHONPATH=.", "python3", "-m", "verl.trainer.main_ppo"]
+    return check_config(compose("ppo_trainer", words[4:-1], VERL))

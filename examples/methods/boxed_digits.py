@@ -1,0 +1,17 @@
+"""A saliency method names its target alone, here the last token in the box."""
+
+from typing import Literal
+
+from grail_advantage import register
+from grail_advantage.methods.saliency import Saliency
+
+
+@register("boxed_digits")
+class BoxedDigits(Saliency):
+    statistics: Literal["response", "reasoning"] = "reasoning"
+    alignment: Literal["predictor", "token"] = "token"
+
+    def targets(self, row):
+        of = row.answer
+        end = of.content_end if of.content_end > of.content_start else of.end
+        return end - 1, end

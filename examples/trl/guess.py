@@ -1,0 +1,23 @@
+"""A game for TRL's ``environment_factory``: guess the number that a row of the data has; a reward for each guess."""
+
+
+class Guess:
+    def reset(self, number: int, **row) -> None:
+        self.number, self.distance, self.tool_rewards = number, 50, []
+
+    def guess(self, value: int) -> str:
+        """
+        Guess the number, from 1 to 99.
+
+        Args:
+            value: the guess.
+
+        Returns:
+            Whether the number is higher or lower.
+        """
+        before, self.distance = self.distance, abs(self.number - value)
+        self.tool_rewards.append((before - self.distance) / 50)
+        return "found" if self.distance == 0 else "higher" if value < self.number else "lower"
+
+    def get_reward(self) -> float:
+        return float(self.distance == 0)
