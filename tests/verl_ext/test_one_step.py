@@ -24,7 +24,7 @@ from grail_advantage import Grail
 from grail_advantage.data import Row, RowScores
 from grail_advantage.method import build
 from grail_advantage.methods.shear import Shear
-from grail_advantage.verl_ext import patches, trainer
+from grail_advantage.verl_ext import host, patches, trainer
 from grail_advantage.verl_ext.exchange import build_reply, rows_of
 from grail_advantage.verl_ext.host import TIMING
 from grail_advantage.verl_ext.settings import ACTOR, BASE, BASES, Settings
@@ -289,7 +289,7 @@ class TestStart:
             self.role_worker_mapping = {Role.ActorRollout: ActorRolloutRefWorker}
 
         monkeypatch.setattr(PPOTrainerSync, "_init_resource_pool_mgr", init_resource_pool_mgr)
-        monkeypatch.setattr(trainer, "ray", SimpleNamespace(remote=lambda worker: worker))
+        monkeypatch.setattr(host, "ray", SimpleNamespace(remote=lambda worker: worker))
         made = make_trainer([f"{ACTOR}.strategy={strategy}"], Grail(), None)
         made._init_resource_pool_mgr()
         expected = trainer.TokenWeightActorWorker if replaced else ActorRolloutRefWorker
