@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -256,11 +256,15 @@ class TokenWeightGRPOTrainer(GRPOTrainer):
         if self._skips and not self._asked:
             check_neighbours(self, model, inputs)
             self._asked = True
-        kept, share = rows_that_train(inputs, self.loss_type) if self._skips else (inputs, 1.0)
+        kept, share = rows_that_train(inputs, self.loss_type, self._most) if self._skips else (inputs, 1.0)
         self._micro_batch = inputs, kept
         loss = super()._compute_loss(model, kept) * share
         self._micro_batch = None
         return loss
+
+    def _most(self, count: Tensor) -> int:
+        """The largest of the processes' counts. A collective."""
+        return int(self.accelerator.gather(count.to(self.accelerator.device)).max())
 
     def _get_per_token_logps_and_entropies(self, *arguments: Any, **named: Any) -> Any:
         """TRL's (line 1419); within the loss the receipt sees the log-probabilities."""
@@ -277,19 +281,22 @@ def written_lengths(ids: Tensor, mask: Tensor, padding: int) -> Tensor:
     return torch.where(there, torch.arange(1, mask.shape[1] + 1), 0).amax(dim=1)
 
 
-def rows_that_train(inputs: Mapping[str, Any], loss_type: str) -> tuple[dict[str, Any], float]:
+def rows_that_train(
+    inputs: Mapping[str, Any], loss_type: str, most: Callable[[Tensor], int]
+) -> tuple[dict[str, Any], float]:
     """A micro-batch without the responses whose token advantages are all 0, and what its loss is to be multiplied by.
 
     Such a response adds 0 to the sum of ``_compute_loss`` and counts in what this is divided by (lines 3151 to 3171):
     the number of responses, or with ``bnpo`` their tokens. ``cispo`` and ``dapo`` divide by ``num_items_in_batch``,
-    that of the whole generation batch. One response always stays, as processes wait for each other's backward.
+    that of the whole generation batch. One response always stays, as processes wait for each other's backward; and as
+    many as on the others, whose clipping figures TRL gathers one a response (line 3280): ``most`` of the counts.
 
     Can go when TRL leaves them out itself (huggingface/trl#3130): when
     ``test_the_update_is_the_same_without_zero_advantage_responses`` passes without it.
     """
     mask = loss_mask(inputs)
     trains = (inputs["advantages"] * mask != 0).any(dim=1)
-    trains[trains.int().argmax()] = True
+    trains[trains.int().argsort(descending=True, stable=True)[: max(1, most(trains.sum()))]] = True
     kept = {name: values[trains] if getattr(values, "ndim", 0) else values for name, values in inputs.items()}
     if loss_type in ("cispo", "dapo"):
         return kept, 1.0
