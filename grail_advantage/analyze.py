@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pyarrow as pa
 import torch
 
 from grail_advantage.answers.format import BOXED, AnswerFormat, answer_format
@@ -28,7 +29,7 @@ from grail_advantage.answers.text import TokenTexts
 from grail_advantage.answers.tokenizers import load_tokenizer
 from grail_advantage.api import PlainHost
 from grail_advantage.data import ENTROPY, OLD_LOG_PROBS, Rollouts, outcome_of
-from grail_advantage.dump import header_of, read_dump, write_step, write_whole
+from grail_advantage.dump import RECEIVED_SCHEMA, header_of, read_dump, write_received, write_step, write_whole
 from grail_advantage.method import Method, methods
 from grail_advantage.model.hooks import FORWARD_TOKENS
 from grail_advantage.receipt.foreign import complain, say, visible, why
@@ -51,6 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add = parser.add_argument
     add("responses", type=Path, metavar="FILE.jsonl", help="lines with prompt, response or steps, ...: docs/report.md")
     add("--model", required=True, help=f"folder or name of a causal language model; packaged: {', '.join(PACKAGED)}")
+    add("--after", help="a later checkpoint of --model: how it changed each token's log-probability, as effect")
     add("--method", action="append", required=True, help="NAME[:option=value,...], again for more; all: that fit")
     add("--out", type=Path, default=Path("analysis"), help="folder for the results (default: %(default)s)")
     add("--import", dest="files", action="append", default=[], type=Path, help="a Python file that registers a method")
@@ -72,6 +74,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         tokenizer, load = model_of(options.model, options.device, options.dtype)
         settings = {"temperature": options.temperature, "tokens": options.tokens, "advantages": options.advantages}
         settings |= {"model": options.model, "template_options": template_options, "answer": answer}
+        if options.after:
+            settings["after"] = options.after, model_of(options.after, options.device, options.dtype)[1]
         say(*analyze(with_rewards(responses, tokenizer), chosen, options.out, tokenizer, load, **settings))
     except (ValueError, OSError) as error:
         raise SystemExit(visible(f"analyze: {error}", breaks=False)) from error
@@ -92,14 +96,17 @@ def analyze(
     advantages: str = "auto",
     template_options: Mapping[str, Any] | None = None,
     answer: AnswerFormat = BOXED,
+    after: tuple[str, Callable[[], PreTrainedModel]] | None = None,
 ) -> list[str]:
     """Write the files ``step_000000.parquet``, ... that a folder lacks, new or of the same analysis; returns lines that say
     what there is. ``chosen``: methods by the names of their columns. ``load`` gives the model on its device, and is not
-    called where no file is missing. ``advantages``: see :func:`advantages_of`. ValueError: the folder holds something else, a
-    response cannot be read, or all methods failed."""
+    called where no file is missing. ``advantages``: see :func:`advantages_of`. ``after``: name and loader of a later
+    checkpoint, for the column ``effect``. ValueError: the folder holds something else, a response cannot be read, or all
+    methods failed."""
     values, source = advantages_of(responses, advantages)
     complain("analyze", f"{len(responses)} responses; advantage: {source}")
     about = {"model": model, "methods": {name: repr(of) for name, of in chosen.items()}, "answer": answer.name}
+    about |= {"after": after[0]} if after else {}
     of_all = json.dumps([about, temperature, values, template_options or {}, list(map(repr, responses))])
     known: dict[str, Any] = {"analysis": hashlib.sha256(of_all.encode()).hexdigest(), **about, "failed": {}}
     if folder.exists() and any(folder.iterdir()):
@@ -107,7 +114,7 @@ def analyze(
         if there.get("analysis") != known["analysis"]:
             raise ValueError(f"{folder} does not hold this analysis; name another folder (--out), or remove this one")
         known = there
-    texts, done, loaded = TokenTexts(tokenizer), set(read_dump(folder).steps), None
+    texts, done, loaded, later = TokenTexts(tokenizer), set(read_dump(folder).steps), None, None
     whole = _rollouts(responses, values, chosen, tokenizer, texts, template_options or {}, answer)
     write_whole(folder / RECORD, json.dumps(known))
     answered = len(whole) - whole.spans("last").count(None)
@@ -120,7 +127,14 @@ def analyze(
         loaded = load() if loaded is None else loaded
         settings: dict[str, Any] = {"temperature": temperature, "tokens": tokens, "device": loaded.device}
         r, made = replace(whole.part(part), tokenizer=tokenizer), {}
-        r = replace(r, columns=PlainHost(loaded, r, **settings).columns((OLD_LOG_PROBS, ENTROPY)))
+        columns = PlainHost(loaded, r, **settings).columns((OLD_LOG_PROBS, ENTROPY))
+        if after:
+            later = after[1]() if later is None else later
+            effect = PlainHost(later, r, **settings).columns((OLD_LOG_PROBS,))[OLD_LOG_PROBS] - columns[OLD_LOG_PROBS]
+            pairs = [(key, of[: len(ids)].numpy()) for key, of, ids in zip(r.keys, effect, r.responses, strict=True)]
+            table = pa.Table.from_pylist([{"key": key, "effect": of} for key, of in pairs], schema=RECEIVED_SCHEMA)
+            write_received(folder, {"step": number, "models": [model, after[0]]}, table)
+        r = replace(r, columns=columns)
         for name, method in chosen.items():
             random.seed(number), np.random.seed(number), torch.manual_seed(number)
             own = replace(r.part(range(len(r))), tokenizer=tokenizer, facts={})  # a copy, and nothing of the labels

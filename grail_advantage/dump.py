@@ -239,9 +239,10 @@ class TokenDump:
     __iter__ = rows
 
     def receipts(self) -> list[dict[str, Any]]:
-        """The headers of the files of what arrived, in order."""
+        """The headers of the files of what arrived, in order; an analysis has measured effects alone."""
         paths = [path for _, _, path in _files(self.folder, "received")]
-        return [header for path in paths if (header := _read(path, "received", None, self.problems)) is not None]
+        headers = [_read(path, "received", None, self.problems) for path in paths]
+        return [header for header in headers if header and "findings" in header]
 
 
 def read_dump(folder: Path | str) -> TokenDump:

@@ -78,6 +78,21 @@ def test_responses_of_one_prompt_are_shown_together_without_a_group(tmp_path: Pa
     assert first.group == third.group != second.group and first.base_advantage_T[0] == 1
 
 
+def test_the_effect_between_two_checkpoints(tmp_path: Path):
+    """Against each model's own log-probabilities, with no receipt of an update; without a later one there is none."""
+    later = partial(tiny_model, vocab_size=len(char_tokenizer()), max_position_embeddings=512, seed=1)
+    run(list(RESPONSES), ["surprisal"], tmp_path / "a", after=("later", later))
+    run(list(RESPONSES), ["surprisal"], tmp_path / "b")
+    dump, models = read_dump(tmp_path / "a"), (tiny_model(vocab_size=len(char_tokenizer())), later())
+    assert not dump.receipts() and not dump.problems and all(row.effect_T is None for row in read_dump(tmp_path / "b"))
+    for row in dump:
+        start = len(row.prompt_ids)
+        ids = torch.tensor([[*row.prompt_ids, *row.token_ids_T]])
+        before, after = (of(ids).logits[0, start - 1 : -1].log_softmax(-1) for of in models)
+        change = (after - before)[torch.arange(len(row)), ids[0, start:]]
+        torch.testing.assert_close(torch.tensor(row.effect_T), change.detach(), rtol=1e-4, atol=1e-5)
+
+
 def graded(rewards: list[float | None], groups: list[str | None]) -> list[Response]:
     return [replace(row, reward=r, group=g) for row, r, g in zip(RESPONSES, rewards, groups, strict=False)]
 
