@@ -33,7 +33,7 @@ from tests.core.common import METHODS
 from tests.documentation import write_files
 from tests.run_life.killed_run import KilledRun
 from tests.verl_ext import whole_run
-from tests.verl_ext.whole_run import LIMIT, ROOT, WholeRun
+from tests.verl_ext.whole_run import ROOT, WholeRun
 
 pytestmark = pytest.mark.slow
 
@@ -234,7 +234,6 @@ def test_dump_joins_verls_own_rollout_dump(run: WholeRun) -> None:
         assert row.outcome == ("right" if row.reward else "wrong")
         assert row.prompt == tokenizer.decode(row.prompt_ids) and row.id.startswith("parity/")
         assert "".join(row.tokens) == row.response and len(row.tokens) == len(row.token_ids_T)
-    assert f"token dump: {PROMPTS * ROLLOUTS} responses a step with up to {LIMIT} tokens, at most about" in run.output
     assert run.metrics(2)["token_dump/failed_files"] == 0
 
 

@@ -24,7 +24,7 @@ from grail_advantage import Grail
 from grail_advantage.data import Row, RowScores
 from grail_advantage.method import build
 from grail_advantage.methods.shear import Shear
-from grail_advantage.verl_ext import host, patches, trainer
+from grail_advantage.verl_ext import host, patches
 from grail_advantage.verl_ext.exchange import build_reply, rows_of
 from grail_advantage.verl_ext.host import TIMING
 from grail_advantage.verl_ext.settings import ACTOR, BASE, BASES, Settings
@@ -292,7 +292,7 @@ class TestStart:
         monkeypatch.setattr(host, "ray", SimpleNamespace(remote=lambda worker: worker))
         made = make_trainer([f"{ACTOR}.strategy={strategy}"], Grail(), None)
         made._init_resource_pool_mgr()
-        expected = trainer.TokenWeightActorWorker if replaced else ActorRolloutRefWorker
+        expected = host.TokenWeightActorWorker if replaced else ActorRolloutRefWorker
         assert made.role_worker_mapping == {Role.ActorRollout: expected}
 
 
