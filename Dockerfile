@@ -13,5 +13,6 @@ FROM verlai/verl:vllm024.latest
 WORKDIR /workspace/grail
 COPY . .
 # The versions of verl, TransferQueue and math-verify that this project is tested with; the rest is the image's.
-RUN pip install --no-cache-dir --no-deps $(grep -oE '^(verl|transferqueue|math-verify|latex2sympy2-extended|pebble|pot)==[^ ]+' requirements.txt) \
+RUN pip install --no-cache-dir --no-deps \
+        $(grep -oE '^(verl|transferqueue|math-verify|latex2sympy2-extended|pebble)==[^ ]+' requirements.txt) \
     && pip install --no-cache-dir --no-deps -e .
