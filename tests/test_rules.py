@@ -11,16 +11,15 @@ from omegaconf import DictConfig
 
 from grail_advantage.model.probe import Finding
 from grail_advantage.rules import Rule
-from grail_advantage.verl_ext import rules
-from grail_advantage.verl_ext.checks import check_config
-from grail_advantage.verl_ext.rules import CHUNKING, LOSS, MODEL_DTYPE, SCALE, why_not_skip
-from grail_advantage.verl_ext.settings import ACTOR, BASE, BYPASS, METHOD, MODEL, ROLLOUT, SKIP, SLICES
+from grail_advantage.verl_ext import settings as rules
+from grail_advantage.verl_ext.entry import check_config
+from grail_advantage.verl_ext.settings import ACTOR, BASE, BYPASS, CHUNKING, LOSS, METHOD, MODEL, MODEL_DTYPE, ROLLOUT
+from grail_advantage.verl_ext.settings import SCALE, SKIP, SLICES, why_not_skip
 from recipe import rules as recipe_rules
 from tests.composed import compose, parsed, prepare
 
 TWO_SLICES = f"{SLICES[0]}=2"
 REFUSED = (  # in the order of the table
-    *("++algorithm.token_weights.share_forward=auto", "++algorithm.token_weights.trainer_module=mine"),
     *("trainer.v1.trainer_mode=mine", f"{BASE}=gae"),
     f"{BYPASS}=True {METHOD}=entropy {ROLLOUT}.top_k=-1",
     f"{BYPASS}=True algorithm.token_dump.effect_every=1 {ROLLOUT}.top_k=-1",
@@ -49,12 +48,12 @@ def composed(overrides: str, name: str = "grail_trainer") -> DictConfig:
 
 
 def test_the_tables_are_whole() -> None:
-    assert len(REFUSED) == len(rules.EVERY_RUN) + len(rules.REFUSED) and len(WARNED) == len(rules.WARNED)
+    assert len(REFUSED) == len(rules.REFUSED) and len(WARNED) == len(rules.WARNED)
 
 
 @pytest.mark.parametrize("place", range(len(REFUSED)))
 def test_refused_before_the_trainer_is_chosen(place: int) -> None:
-    config, rule = composed(REFUSED[place]), [*rules.EVERY_RUN, *rules.REFUSED][place]
+    config, rule = composed(REFUSED[place]), rules.REFUSED[place]
     mode = config.trainer.v1.trainer_mode
     assert rule.broken(parsed(config))
     with pytest.raises(ValueError) as refused:

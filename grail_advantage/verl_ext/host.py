@@ -8,16 +8,16 @@ update. What the first hands to the second is gone after the step.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import ray
 import torch
 from omegaconf import DictConfig
 from tensordict import TensorDict
-from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 from verl.trainer.ppo.utils import Role
 from verl.utils import omega_conf_to_dataclass
@@ -27,13 +27,11 @@ from verl.workers.rollout.utils import get_max_position_embeddings
 
 from grail_advantage.answers.missing import AnswerCheck
 from grail_advantage.data import Rollouts, Row, RowScores, Weighed
-from grail_advantage.method import Method
 from grail_advantage.model.probe import Finding
-from grail_advantage.verl_ext.checks import check_tokenizer
 from grail_advantage.verl_ext.dump import UpdateDump
-from grail_advantage.verl_ext.exchange import UPDATE, build_request, deal
+from grail_advantage.verl_ext.entry import check_tokenizer
+from grail_advantage.verl_ext.exchange import UPDATE, build_request, deal, rows_of
 from grail_advantage.verl_ext.patches import data_parallel_size
-from grail_advantage.verl_ext.rules import why_not_skip
 from grail_advantage.verl_ext.settings import (
     BYPASS,
     ENGINES,
@@ -45,6 +43,7 @@ from grail_advantage.verl_ext.settings import (
     SKIP,
     STRATEGY,
     Settings,
+    why_not_skip,
 )
 from grail_advantage.verl_ext.step import end_token_ids, field_names, rollouts_of
 from grail_advantage.verl_ext.worker import TokenWeightActorWorker
@@ -145,23 +144,32 @@ class WeighingTrainer:
         return field_names(self.settings, dumped=dump is not None and dump.steps.writes(self.global_steps))
 
     def _weigh(self, keys: Sequence[str], data: TensorDict) -> Weighed:
+        """Token weights of the responses with these keys, whose fields were fetched."""
         limits = {"context_length": self._context_length, "end_tokens": self._end_tokens}
-        rollouts = rollouts_of(data, keys, self.settings, self.tokenizer, step=self.global_steps, **limits)
-        self._weighed = weigh(_Host(self, rollouts), self.settings.method, self._answers)
+        r = rollouts_of(data, keys, self.settings, self.tokenizer, step=self.global_steps, **limits)
+        host: Any = SimpleNamespace(  # as grail_advantage.weigh.Host
+            rollouts=lambda: r,
+            columns=lambda names, selected: {name: r.columns[name] for name in names},
+            scores=lambda method, rows: self._timed_pass(rows) if rows else [],
+        )
+        self._weighed = weigh(host, self.settings.method, self._answers)
         return self._weighed
 
-    def _report(self, data: TensorDict, of_run: Sequence[bool], *, update: int = 0) -> dict[str, float]:
+    def _timed_pass(self, rows: Sequence[Row]) -> list[RowScores]:
+        with marked_timer(f"{TIMING}_pass", self.timing_raw, color="purple"):
+            return self._run_pass(rows)
+
+    def _report(self, of_run: Sequence[bool], *, update: int = 0) -> dict[str, float]:
         """Write the dump of what was weighed; the metrics.
 
         Args:
-            data: the fields of the responses.
-            of_run: which of them do not only fill up the batch.
+            of_run: which responses do not only fill up the batch.
             update: number of the update in the step.
         """
         figures = {f"{self.settings.method.name}/{name}": value for name, value in self._weighed.metrics.items()}
         if self._dump is not None:
             with marked_timer("token_dump", self.timing_raw, color="purple"):
-                self._dump.write(self._weighed, data, of_run, update=update)
+                self._dump.write(self._weighed, of_run, update=update)
             figures["token_dump/failed_files"] = self._dump.steps.failed
         return figures
 
@@ -176,44 +184,19 @@ class WeighingTrainer:
         return not self.settings[BYPASS]
 
     def _run_pass(self, rows: Sequence[Row]) -> list[RowScores]:
-        """Scores of these rows by a pass in the actor's workers."""
-        method = self.settings.method
-        order = deal(
-            [method.row_cost(row) for row in rows],
-            data_parallel_size(self.actor_rollout_wg),
-            [row.group for row in rows] if method.whole_groups else None,
-        )
+        """Scores of at least one row by a pass in the actor's workers."""
+        method, costs = self.settings.method, [self.settings.method.row_cost(row) for row in rows]
+        groups = [row.group for row in rows] if method.whole_groups else None
+        shares = deal(costs, data_parallel_size(self.actor_rollout_wg), groups)
+        # Copies of the cheapest, which belong to no group, give all ranks equally many.
+        copy, most = replace(rows[costs.index(min(costs))], group=-1), max(map(len, shares))
+        order = [place for share in shares for place in (*share, *[None] * (most - len(share)))]
         request = build_request(
-            # Padding copies, which give all ranks equally many responses, belong to no group.
-            [rows[place.row] if place.original else replace(rows[place.row], group=-1) for place in order],
+            [copy if place is None else rows[place] for place in order],
             method,
             temperature=self.settings[f"{ROLLOUT}.temperature"],
             step=self.global_steps,
             pad_token=self.tokenizer.pad_token_id,
         )
-        output = self.actor_rollout_wg.compute_token_scores(request)
-        columns = [output[name].unbind() for name in ("scores", "gradient_norm") if name in output]
-        scores = {
-            place.row: RowScores(*values) for place, *values in zip(order, *columns, strict=True) if place.original
-        }
-        return [scores[row] for row in range(len(rows))]
-
-
-@dataclass(frozen=True)
-class _Host:
-    """A trainer with the responses of an update, as :class:`grail_advantage.weigh.Host`."""
-
-    trainer: WeighingTrainer
-    responses: Rollouts
-
-    def rollouts(self) -> Rollouts:
-        return self.responses
-
-    def columns(self, names: Sequence[str], selected: Sequence[int]) -> Mapping[str, Tensor]:
-        return {name: self.responses.columns[name] for name in names}
-
-    def scores(self, method: Method, rows: Sequence[Row]) -> list[RowScores]:
-        if not rows:
-            return []
-        with marked_timer(f"{TIMING}_pass", self.trainer.timing_raw, color="purple"):
-            return self.trainer._run_pass(rows)
+        scores = dict(zip(order, rows_of(self.actor_rollout_wg.compute_token_scores(request)), strict=True))
+        return [scores[place] for place in range(len(rows))]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -23,17 +24,16 @@ if TYPE_CHECKING:
 
 WRAPPED = "prepares_token_weights"
 """Attribute of a function of verl's that has been wrapped here."""
-MADE_HERE = "weighs_tokens"
-"""Attribute of this package's estimators in verl's registry, which verl's own do not have."""
 STARTS: list[str] = []
 """Modules with ``check_run(settings)`` after the checks and ``begin_run(settings, config)`` just before Ray starts,
 both in the process of the command, and ``register_trainers()`` in the task runner's. A module of
 ``VERL_USE_EXTERNAL_MODULES`` adds them."""
 
 
-def wrap_entry(start: Callable[[DictConfig, Callable[[], None]], None], register: Callable[[], None]) -> None:
-    """Call ``start`` with the configuration and ``verl.utils.config.validate_config``, which it calls in its turn, and
-    ``register`` before ``verl.utils.logging_utils.configure_verl_logging``. Does nothing the second time.
+def wrap_entry(module: str) -> None:
+    """Call two functions of a module, which is imported then: ``start_run`` with the configuration and
+    ``verl.utils.config.validate_config``, which it calls in its turn, and ``register_trainers`` before
+    ``verl.utils.logging_utils.configure_verl_logging``. Does nothing the second time.
 
     Works around ``verl.trainer.main_ppo``, which accepts any ``algorithm.adv_estimator`` unchecked, and whose
     ``TaskRunnerV1.run`` looks the trainer up by name in a process of its own. Both import these functions by name after
@@ -41,25 +41,22 @@ def wrap_entry(start: Callable[[DictConfig, Callable[[], None]], None], register
     go when verl lets a registered estimator check the configuration and name its trainer.
     """
     validate = verl.utils.config.validate_config
+    configure = getattr(verl.utils.logging_utils, "configure_verl_logging", None)
     if entry_is_wrapped():
         return
 
     @functools.wraps(validate)
     def validate_config(config: Any, *args: Any, **kwargs: Any) -> None:
-        start(config, functools.partial(validate, config, *args, **kwargs))
+        import_module(module).start_run(config, functools.partial(validate, config, *args, **kwargs))
+
+    def configure_verl_logging() -> None:
+        import_module(module).register_trainers()
+        configure()
 
     setattr(validate_config, WRAPPED, True)
     verl.utils.config.validate_config = validate_config
-    configure = getattr(verl.utils.logging_utils, "configure_verl_logging", None)
-    if configure is None:
-        return  # a verl without the v1 trainers, whose older one needs no registration
-
-    @functools.wraps(configure)
-    def configure_verl_logging() -> None:
-        register()
-        configure()
-
-    verl.utils.logging_utils.configure_verl_logging = configure_verl_logging
+    if configure is not None:  # else a verl without the v1 trainers, whose older one needs no registration
+        verl.utils.logging_utils.configure_verl_logging = functools.wraps(configure)(configure_verl_logging)
 
 
 def entry_is_wrapped() -> bool:

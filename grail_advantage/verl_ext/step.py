@@ -7,7 +7,9 @@ Shape suffixes: B responses, T response tokens.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -17,24 +19,49 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 from verl.trainer.ppo.core_algos import agg_loss
 from verl.utils import tensordict_utils as tu
 
-from grail_advantage.data import DUMPED, ROLLOUT_LOG_PROBS, Example, Rollouts, runs, within_range
+from grail_advantage.data import (
+    DUMPED,
+    OLD_LOG_PROBS,
+    ROLLOUT_LOG_PROBS,
+    Example,
+    Rollouts,
+    outcome_of,
+    runs,
+    within_range,
+)
+from grail_advantage.dump import tolerant
 from grail_advantage.method import Method
-from grail_advantage.methods.turns import list_a_turn
-from grail_advantage.verl_ext.received import LOSS_COLUMNS
-from grail_advantage.verl_ext.settings import ACTOR, BASE, KL_IN_REWARD, METHOD, ROLLOUT, Settings
+from grail_advantage.methods.turns import TurnMethod, list_a_turn, rewards_label
+from grail_advantage.verl_ext.settings import (
+    ACTOR,
+    AGENT_LOOPS,
+    BASE,
+    CALL_REWARDS,
+    KL_IN_REWARD,
+    METHOD,
+    PARALLEL_CALLS,
+    ROLLOUT,
+    TOOL_REWARDS,
+    Settings,
+)
 
 logger = logging.getLogger(__name__)
 
 REWARDS = "rm_scores"
-FACTS = (REWARDS, "reward_model", "extra_fields", "data_source", "extra_info", *DUMPED, ROLLOUT_LOG_PROBS)
-"""Fields for the token dump, beside those of the loss; a run need not have them."""
+LOSS_COLUMNS = (OLD_LOG_PROBS, "rollout_is_weights", "ref_log_prob")
+"""What the loss reads of a response beside its advantages."""
+COLUMNS = dict.fromkeys((*DUMPED, ROLLOUT_LOG_PROBS, *LOSS_COLUMNS))
+OBJECTS = ("reward_model", "extra_fields", "data_source", "extra_info")
+"""With :data:`COLUMNS` and :data:`REWARDS` the fields for the token dump; a run need not have them."""
+TURN_REWARDS = ("turn_rewards", CALL_REWARDS, "turn_scores", TOOL_REWARDS)
+"""Fields with rewards by turn, of the reward function and of verl's agent loop."""
 
 
 def field_names(settings: Settings, *, dumped: bool) -> list[str]:
     """The fields of the responses that a step reads.
 
     Args:
-        dumped: whether the token dump writes this step, which takes those of :data:`FACTS`.
+        dumped: whether the token dump writes this step, which takes more of them.
     """
     method = settings.method
     # Rejection sampling rewrites response_mask; loss_mask still holds the generated tokens.
@@ -42,7 +69,7 @@ def field_names(settings: Settings, *, dumped: bool) -> list[str]:
     names += [_reward_field(settings)] if "rewards" in method.reads else []
     names += ["raw_prompt", *method.data_columns] if "examples" in method.reads else []
     names += ["extra_fields", *method.field_names] if method.field_names else []
-    return list(dict.fromkeys([*names, *((*FACTS, *LOSS_COLUMNS) if dumped else ())]))
+    return list(dict.fromkeys([*names, *((REWARDS, *OBJECTS, *COLUMNS) if dumped else ())]))
 
 
 def _reward_field(settings: Settings) -> str:
@@ -79,10 +106,11 @@ def rollouts_of(
     written_BT, mask_BT, advantages_BT = (
         data[name].to_padded_tensor(0) for name in ("loss_mask", "response_mask", "advantages")
     )
-    fields = _fields(keys, data, method)
-    if name := settings.one_reward_a_turn:
+    turns, fields = [0] * len(keys), _fields(keys, data, method)
+    one_call = settings[PARALLEL_CALLS] == 1 and not settings[AGENT_LOOPS]  # a turn at most, in verl's own agent loops
+    if one_call and isinstance(method, TurnMethod) and method.align == "calls" and method.rewards:
         turns = [len(runs(written)) for written in written_BT.bool().numpy()]
-        fields[name] = list(map(list_a_turn, fields[name], turns))
+        fields[method.rewards] = list(map(list_a_turn, fields[method.rewards], turns))
     rollouts = Rollouts(
         prompts=prompts,
         responses=responses,
@@ -96,7 +124,7 @@ def rollouts_of(
         groups=torch.tensor(group_numbers(keys)),
         examples=_examples(data, settings) if "examples" in method.reads else None,
         fields=fields,
-        columns=columns_of(data, (*DUMPED, ROLLOUT_LOG_PROBS)),
+        columns=columns_of(data, COLUMNS),
         sessions=[(session, int(number)) for session, number in (key.rsplit("_", 1) for key in keys)],
         keys=list(keys),
         mean=partial(mean_of_loss, settings),
@@ -108,7 +136,7 @@ def rollouts_of(
             "nothing in this step; verl alone would skip the whole update. Fix the reward function",
             *(step, int(lost_B.sum()), len(keys), keys[int(lost_B.int().argmax())]),
         )
-    return rollouts
+    return rollouts if settings.dump is None else replace(rollouts, facts=_facts(data, rollouts, method, turns))
 
 
 def _of_responses(advantages_BT: torch.Tensor, mask_BT: torch.Tensor, settings: Settings) -> torch.Tensor:
@@ -233,6 +261,27 @@ def end_token_ids(tokenizer: PreTrainedTokenizerBase, generation_config: Generat
     return {token for token in [tokenizer.eos_token_id, *from_model] if token is not None}
 
 
+def _facts(data: TensorDict, r: Rollouts, method: Method, turns: Sequence[int]) -> dict[str, list[Any]]:
+    """What the token dump says of the responses beside their tokens, as far as the run has it; ``turns`` as in
+    :func:`turn_rewards_label`."""
+    judged, extra, sources, infos = (objects(data, name) or [None] * len(r) for name in OBJECTS)
+    sums_B = columns_of(data, [REWARDS]).get(REWARDS, torch.full((len(r), 1), torch.nan)).sum(dim=1)
+    facts: dict[str, list[Any]] = {name: [] for name in ("ground_truth", "reward", "outcome", "id", "labels")}
+    for of, judge, source, info, total, *of_turns in zip(
+        extra, judged, sources, infos, sums_B.tolist(), r.turns_before, turns, strict=True
+    ):
+        reward = total if math.isfinite(total) else None
+        verdict = _entry(_entry(of, "reward_extra_info"), "acc")  # the reward function's own goes first
+        truth, number = _entry(judge, "ground_truth"), _entry(info, "index")
+        named = source is not None and number is not None
+        facts["ground_truth"].append(None if truth is None else tolerant(str, truth))
+        facts["reward"].append(reward)
+        facts["outcome"].append(outcome_of(reward if verdict is None else tolerant(float, verdict)))
+        facts["id"].append(tolerant("{0[0]}/{0[1]}".format, (source, number)) if named else None)
+        facts["labels"].append(tolerant(lambda known: turn_rewards_label(*known), (of, method, *of_turns)) or {})
+    return facts
+
+
 def columns_of(data: TensorDict, names: Iterable[str]) -> dict[str, torch.Tensor]:
     """Those of the columns of numbers that were fetched, (B, T) float32 with 0 after the response."""
     return {name: data[name].to_padded_tensor(0).float() for name in names if name in data.keys()}  # noqa: SIM118
@@ -241,3 +290,27 @@ def columns_of(data: TensorDict, names: Iterable[str]) -> dict[str, torch.Tensor
 def objects(data: TensorDict, name: str) -> list[Any] | None:
     """A column of any objects that were fetched; ``None`` where there is no such column."""
     return list(tu.get(data, name)) if name in data.keys() else None  # noqa: SIM118  # a TensorDict has no `in`
+
+
+def turn_rewards_label(extra: Any, method: Method, before: int = 0, turns: int = 0) -> dict[str, list[Any]]:
+    """The rewards by turn as a label: those that the method reads, else the first of the usual names that has any.
+
+    Args:
+        extra: what verl has of the response.
+        method: of the run.
+        before: turns of its session before the response; a list of the reward function is the whole session's.
+        turns: of the response where as many rewards are certain to be one each, else 0.
+    """
+    own = getattr(method, "rewards", None)
+    for name in (own or None, *TURN_REWARDS):
+        for begin, of in ((before, _entry(extra, "reward_extra_info")), (0, extra)):
+            known = _entry(of, name) if name else None
+            if label := rewards_label(list_a_turn(known, turns))[begin:]:
+                return {"turn_rewards": label}
+            if known is not None and name == own:
+                return {}
+    return {}
+
+
+def _entry(value: Any, name: str) -> Any:
+    return value.get(name) if isinstance(value, Mapping) else None

@@ -15,11 +15,12 @@ from collections.abc import Sequence
 
 import torch
 from tensordict import NonTensorData, TensorDict
+from transfer_queue import KVBatchMeta
 from verl.utils import tensordict_utils as tu
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
 from grail_advantage.data import Rollouts
-from grail_advantage.verl_ext.exchange import PLACES, nested, spread_in_mini_batches
+from grail_advantage.verl_ext.exchange import PLACES, deal, nested
 from grail_advantage.verl_ext.settings import ACTOR, ROLLOUT, Settings
 
 LEAVE_OUT = "leave_out_zero_advantage"
@@ -38,34 +39,41 @@ def trains(advantages: Sequence[torch.Tensor], masks: Sequence[torch.Tensor]) ->
 
 
 def update_order(
-    rollouts: Rollouts,
-    trained: Sequence[bool],
-    order: Sequence[int],
-    of_run: Sequence[bool],
-    settings: Settings,
-    ranks: int,
-) -> tuple[list[int] | None, dict[str, int]]:
-    """The rows of a batch in the order for the workers' update, ``None`` where theirs stays, and the figures of what is
-    left out. In the trainer.
+    rollouts: Rollouts, trained: Sequence[bool], batch: KVBatchMeta, settings: Settings, ranks: int
+) -> tuple[KVBatchMeta, dict[str, int]]:
+    """A batch in the order for the workers' update, and the figures of what is left out. In the trainer.
 
     Args:
         rollouts: the responses.
         trained: which of them train.
-        order: the place of each row's response.
-        of_run: which rows do not only fill up the batch.
+        batch: of these responses, in any order, some of which only fill it up.
         ranks: that get responses of their own.
     """
+    places = {key: place for place, key in enumerate(rollouts.keys)}
+    order = [places[key] for key in batch.keys]
     lengths = [len(rollouts.prompts[place]) + len(rollouts.responses[place]) for place in order]
-    kept, rows = [row for row, place in enumerate(order) if trained[place]], None
+    cost = [length * trained[place] for length, place in zip(lengths, order, strict=True)]
+    of_run = [not tag.get("is_padding", False) for tag in batch.tags]
+    left_out = [length for length, kept, counts in zip(lengths, cost, of_run, strict=True) if counts and not kept]
     if not settings[f"{ACTOR}.shuffle"]:  # else verl draws mini-batches by places, which then have to stay
         mini_batch = settings[f"{ACTOR}.ppo_mini_batch_size"] * settings[f"{ROLLOUT}.n"]
-        cost = [length * trained[place] for length, place in zip(lengths, order, strict=True)]
-        rows = spread_in_mini_batches(cost, kept, ranks, mini_batch)
-    left_out = {row for row, counts in enumerate(of_run) if counts} - set(kept)
-    return rows, {
-        "token_weights/skipped_responses": len(left_out),
-        "token_weights/skipped_tokens": sum(lengths[row] for row in left_out),
-    }
+        batch = batch.select_keys([batch.keys[row] for row in deal_mini_batches(cost, ranks, mini_batch)])
+    return batch, {"token_weights/skipped_responses": len(left_out), "token_weights/skipped_tokens": sum(left_out)}
+
+
+def deal_mini_batches(costs: Sequence[int], ranks: int, mini_batch_rows: int) -> list[int]:
+    """Order of a batch in which every rank gets its share of those of each mini-batch's responses that cost something.
+
+    verl gives every rank an equal part of the batch, of which each mini-batch, of ``mini_batch_rows`` responses on all
+    ranks together, takes the next ones, and keeps them.
+    """
+    of_rank, share = len(costs) // ranks, mini_batch_rows // ranks
+    shares: list[list[int]] = [[] for _ in range(ranks)]
+    for start in range(0, of_rank, share):
+        rows = [rank * of_rank + start + place for rank in range(ranks) for place in range(share)]
+        for rank, dealt in enumerate(deal([costs[row] for row in rows], ranks)):
+            shares[rank] += [rows[place] for place in dealt]
+    return [row for of_one in shares for row in of_one]
 
 
 def without_zero_advantage(engine: FSDPEngineWithLMHead, data: TensorDict) -> TensorDict:

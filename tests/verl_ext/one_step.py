@@ -20,7 +20,7 @@ from grail_advantage.answers.missing import AnswerCheck
 from grail_advantage.data import RowScores
 from grail_advantage.dump import DumpRow, read_dump
 from grail_advantage.method import methods
-from grail_advantage.verl_ext import trainer, trainers  # noqa: F401  registers the trainers
+from grail_advantage.verl_ext import trainer
 from grail_advantage.verl_ext.dump import UpdateDump
 from grail_advantage.verl_ext.exchange import build_reply, rows_of
 from grail_advantage.verl_ext.settings import MISSING, SECTION, Settings

@@ -198,7 +198,7 @@ class AllRows:
     """A worker group whose every rank has all responses."""
 
     def __init__(self, engine: Any, strategy: str) -> None:
-        from grail_advantage.verl_ext.trainers import TokenWeightDetachActorWorker
+        from grail_advantage.verl_ext.trainer import TokenWeightDetachActorWorker
 
         self._dispatch_info = {"actor": [0]}
         self._worker = TokenWeightDetachActorWorker.__new__(TokenWeightDetachActorWorker)

@@ -24,7 +24,7 @@ from verl.trainer.ppo.ray_trainer import compute_advantage
 from grail_advantage import Grail, Method, Oar
 from grail_advantage.answers.tokenizers import save_repaired
 from grail_advantage.method import build, methods
-from grail_advantage.verl_ext import checks
+from grail_advantage.verl_ext import entry as checks
 from grail_advantage.verl_ext.entry import prepare_run, start_run
 from grail_advantage.verl_ext.settings import Settings, algorithm_sections
 from recipe.rules import check_trl

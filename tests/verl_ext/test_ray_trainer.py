@@ -27,7 +27,7 @@ from grail_advantage.verl_ext.dump import UpdateDump
 from grail_advantage.verl_ext.exchange import PLACES, WATCHED
 from grail_advantage.verl_ext.patches import advantages_by
 from grail_advantage.verl_ext.ray_trainer import WRITTEN, TokenWeightRayTrainer
-from grail_advantage.verl_ext.received import UpdateReader
+from grail_advantage.verl_ext.worker import UpdateReader
 from tests.verl_ext import whole_run
 from tests.verl_ext.one_step import Store, Workers, make_trainer
 from tests.verl_ext.test_step_dump import Dumping

@@ -7,78 +7,52 @@ from types import SimpleNamespace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grail_advantage.verl_ext.exchange import DealtRow, deal, spread
+from grail_advantage.verl_ext.exchange import deal
 from grail_advantage.verl_ext.patches import data_parallel_size
+from grail_advantage.verl_ext.zero_advantage import deal_mini_batches
+
+RANKS = st.integers(1, 5)
 
 
-class TestSpread:
-    """The order in which the trainer hands a batch to the ranks."""
-
-    @settings(max_examples=100, deadline=None)
-    @given(st.data())
-    def test_every_rank_gets_its_share_of_the_rows_and_of_the_selected_ones(self, data: st.DataObject) -> None:
-        data_parallel = data.draw(st.sampled_from([1, 2, 4]))
-        each = data.draw(st.integers(1, 6))
-        count = each * data_parallel
-        lengths = data.draw(st.lists(st.integers(1, 4000), min_size=count, max_size=count))
-        selected = sorted(data.draw(st.sets(st.integers(0, count - 1), min_size=1)))
-        order = spread(lengths, selected, data_parallel)
-        assert sorted(order) == list(range(count))
-        of_rank = [
-            sum(row in set(selected) for row in order[rank * each : (rank + 1) * each]) for rank in range(data_parallel)
-        ]
-        assert max(of_rank) == -(-len(selected) // data_parallel)
-        fill = {row for rank in range(data_parallel) for row in order[rank * each :][: max(of_rank)]} - set(selected)
-        left = set(range(count)) - set(selected) - fill
-        assert max((lengths[row] for row in fill), default=0) <= min((lengths[row] for row in left), default=4000)
-
-    def test_balances_tokens(self) -> None:
-        lengths = [1000, 990, 30, 20, 500, 490, 300, 310]
-        order = spread(lengths, [0, 1, 2, 3], 2)
-        first, second = (sum(lengths[row] for row in order[half : half + 4]) for half in (0, 4))
-        assert abs(first - second) <= 40
-        graph = [sum(lengths[row] for row in order[half : half + 2]) for half in (0, 4)]
-        assert abs(graph[0] - graph[1]) <= 40
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.integers(1, 4000), min_size=1, max_size=40), RANKS)
+def test_every_rank_gets_as_many_and_about_as_much_work(costs: list[int], ranks: int) -> None:
+    shares = deal(costs, ranks)
+    counts, work = [len(share) for share in shares], [sum(costs[row] for row in share) for share in shares]
+    assert sorted(row for share in shares for row in share) == list(range(len(costs)))
+    assert max(counts) - min(counts) <= 1
+    assert max(work) - min(work) <= max(costs)
 
 
-def _of_rank(order: list[DealtRow], ranks: int) -> list[list[DealtRow]]:
-    assert len(order) % ranks == 0
-    each = len(order) // ranks
-    return [order[rank * each : (rank + 1) * each] for rank in range(ranks)]
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.tuples(st.integers(1, 4000), st.integers(0, 5)), min_size=1, max_size=20), RANKS)
+def test_the_rows_of_a_group_meet_on_one_rank(rows: list[tuple[int, int]], ranks: int) -> None:
+    costs, groups = [list(column) for column in zip(*rows, strict=True)]
+    shares = deal(costs, ranks, groups)
+    assert sorted(row for share in shares for row in share) == list(range(len(costs)))
+    for group in set(groups):
+        assert sum(any(groups[row] == group for row in share) for share in shares) == 1
 
 
-class TestDeal:
-    """The order in which responses that go through a pass of their own reach the ranks."""
+def test_groups_are_balanced_by_their_work() -> None:
+    costs = [10, 10, 1, 1, 1, 1, 9, 9]
+    assert sorted(sum(costs[row] for row in share) for share in deal(costs, 2, [0, 0, 1, 1, 2, 2, 3, 3])) == [20, 22]
 
-    @settings(max_examples=100, deadline=None)
-    @given(st.lists(st.integers(1, 4000), min_size=1, max_size=20), st.integers(1, 5))
-    def test_every_row_goes_once_and_the_cheapest_fills_up(self, costs: list[int], ranks: int) -> None:
-        order = deal(costs, ranks)
-        assert len(order) == -(-len(costs) // ranks) * ranks
-        assert sorted(place.row for place in order if place.original) == list(range(len(costs)))
-        assert {costs[place.row] for place in order if not place.original} <= {min(costs)}
 
-    @settings(max_examples=100, deadline=None)
-    @given(
-        st.lists(st.tuples(st.integers(1, 4000), st.integers(0, 5)), min_size=1, max_size=20),
-        st.integers(1, 5),
-    )
-    def test_the_rows_of_a_group_meet_on_one_rank(self, rows: list[tuple[int, int]], ranks: int) -> None:
-        costs, groups = [list(column) for column in zip(*rows, strict=True)]
-        order = deal(costs, ranks, groups)
-        shares = _of_rank(order, ranks)
-        assert sorted(place.row for place in order if place.original) == list(range(len(costs)))
-        for group in set(groups):
-            here = [share for share in shares if any(place.original and groups[place.row] == group for place in share)]
-            assert len(here) == 1
-        # No rank gets copies only so that another gets fewer responses: the longest share has none.
-        assert any(all(place.original for place in share) for share in shares)
-
-    def test_groups_are_balanced_by_their_work(self) -> None:
-        costs = [10, 10, 1, 1, 1, 1, 9, 9]
-        shares = _of_rank(deal(costs, 2, [0, 0, 1, 1, 2, 2, 3, 3]), 2)
-        work = [sum(costs[place.row] for place in share if place.original) for share in shares]
-        assert sorted(work) == [20, 22]
+@settings(max_examples=100, deadline=None)
+@given(st.data())
+def test_every_rank_keeps_its_share_of_each_mini_batchs_rows_that_train(data: st.DataObject) -> None:
+    ranks, share, batches = data.draw(st.sampled_from([1, 2, 4])), data.draw(st.integers(1, 4)), 2
+    count = ranks * share * batches
+    costs = data.draw(st.lists(st.sampled_from([0, 0, 5, 300, 4000]), min_size=count, max_size=count))
+    order = deal_mini_batches(costs, ranks, ranks * share)
+    assert sorted(order) == list(range(count))
+    for start in range(0, share * batches, share):
+        places = [rank * share * batches + start + place for rank in range(ranks) for place in range(share)]
+        dealt = [order[place] for place in places]
+        assert sorted(dealt) == places
+        trains = [sum(costs[row] > 0 for row in dealt[at : at + share]) for at in range(0, len(dealt), share)]
+        assert max(trains) - min(trains) <= 1
 
 
 def test_a_sequence_parallel_group_counts_once() -> None:

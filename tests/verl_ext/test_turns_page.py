@@ -18,7 +18,7 @@ from verl.workers.rollout.replica import TokenOutput
 
 from grail_advantage import Rollouts
 from grail_advantage.data import runs
-from grail_advantage.verl_ext.checks import check_config
+from grail_advantage.verl_ext.entry import check_config
 from tests.composed import VERL, compose
 from tests.documentation import ROOT
 from verl_cpu.tiny.model import build_tokenizer

@@ -20,9 +20,9 @@ from verl.utils import tensordict_utils as tu
 from verl.workers.config import FSDPActorConfig, PolicyLossConfig
 
 from grail_advantage.receipt import Receipt
-from grail_advantage.verl_ext.received import OptimiserStep, UpdateReader, Written, loss_of, receipt_of
-from grail_advantage.verl_ext.rules import SKIPPABLE
-from grail_advantage.verl_ext.settings import ACTOR, Settings
+from grail_advantage.verl_ext.dump import loss_of, receipt_of
+from grail_advantage.verl_ext.settings import ACTOR, SKIPPABLE, Settings
+from grail_advantage.verl_ext.worker import OptimiserStep, UpdateReader
 from grail_advantage.verl_ext.zero_advantage import trains
 from tests.composed import verls_on_cpu
 from tests.core.tiny_models import tiny_model
@@ -195,11 +195,13 @@ def _receipt(of_ranks: list[list[OptimiserStep]], loss: str, aggregation: str, m
     if "rejected" in mode:
         mask_BT[:, 0] = False
     chosen = [row["place"] for row in rows() if row["written"] >= 0]
-    responses = SimpleNamespace(mask=mask_BT[chosen], keys=[f"r{place}" for place in chosen])
-    part: Any = SimpleNamespace(rollouts=responses, advantages=(padded("advantages") * mask_BT)[chosen])
     columns = {"old_log_probs": padded("old_log_probs")[chosen], "rollout_is_weights": padded("weights")[chosen]}
+    responses = {"mask": mask_BT[chosen], "keys": [f"r{place}" for place in chosen], "places": chosen, "columns": columns}
+    part: Any = SimpleNamespace(
+        rollouts=SimpleNamespace(**responses), advantages=(padded("advantages") * mask_BT)[chosen]
+    )
     return receipt_of(
-        Written("1.0", 0, chosen, part, columns),
+        part,
         of_ranks,
         sent=[is_sent or "skipped" not in mode for is_sent in _trained()],
         tokens=mask_BT.sum(dim=1).tolist(),

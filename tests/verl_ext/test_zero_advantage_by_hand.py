@@ -10,7 +10,7 @@ import torch
 from verl.utils import tensordict_utils as tu
 
 from grail_advantage.verl_ext.exchange import nested
-from grail_advantage.verl_ext.zero_advantage import spread_in_mini_batches, trains, without_zero_advantage
+from grail_advantage.verl_ext.zero_advantage import deal_mini_batches, trains, without_zero_advantage
 
 PROMPTS, RESPONSES = (3, 2, 4, 1), (4, 3, 5, 2)
 GROUP = object()
@@ -112,11 +112,11 @@ def test_a_mini_batch_whose_every_token_trains_stays(monkeypatch: pytest.MonkeyP
 
 def test_every_rank_gets_its_share_of_a_mini_batchs_rows() -> None:
     # Mini-batches of four responses on two ranks: responses 0, 1 and 4, 5; then 2, 3 and 6, 7. In the first, 0 and 1 train.
-    order = spread_in_mini_batches([10, 20, 30, 40, 0, 0, 0, 0], [0, 1, 3], 2, 4)
+    order = deal_mini_batches([10, 20, 0, 40, 0, 0, 0, 0], 2, 4)
     assert {*order[:2]} & {0, 1} and {*order[4:6]} & {0, 1} and {*order[:2], *order[4:6]} == {0, 1, 4, 5}
     assert {*order[2:4], *order[6:]} == {2, 3, 6, 7}
     # Responses 0, 1 and 2 train: 30 tokens a rank, where the shortest other response fills up.
-    order = spread_in_mini_batches([10, 20, 30, 0, 0, 0], [0, 1, 2], 2, 6)
+    order = deal_mini_batches([10, 20, 30, 0, 0, 0], 2, 6)
     assert [{*order[:3]} & {0, 1, 2}, {*order[3:]} & {0, 1, 2}] in ([{0, 1}, {2}], [{2}, {0, 1}])
 
 
