@@ -30,7 +30,7 @@ from grail_advantage.model import hooks
 from grail_advantage.model.interface import Forward, MicroBatch, Range, RankRounds, sequence_forward
 from grail_advantage.model.probe import Finding, probe, probe_rows, whole_row
 from grail_advantage.verl_ext.exchange import FORWARD, PADDED_FORWARD, UPDATE, nested
-from grail_advantage.verl_ext.patches import autocast, gather_packed, without_activation_offload
+from grail_advantage.verl_ext.patches import autocast, gather_packed
 
 PROBED_TOKENS = 40  # of a response by which packing is checked
 _packs: WeakSet[nn.Module] = WeakSet()  # models whose packed responses do not see each other
@@ -61,10 +61,10 @@ class EngineModel:
                     results[index] = result
         return results
 
-    def probe(self, layout: str, tokens_S: torch.Tensor, longest: int) -> Finding:
-        """Whether responses are the same beside others (:mod:`grail_advantage.model.probe`), in micro-batches of a
-        layout of :mod:`grail_advantage.verl_ext.exchange`, of at most ``longest`` tokens a response, which are drawn from
-        ``tokens_S``, the same on every rank."""
+    def probe(self, layout: str, longest: int) -> Finding:
+        """Whether responses of at most ``longest`` tokens, which are drawn from all of the vocabulary, are the same beside
+        others (:mod:`grail_advantage.model.probe`), in micro-batches of a layout of
+        :mod:`grail_advantage.verl_ext.exchange`."""
         engine, training = self.engine, layout == UPDATE
         budget, count = _micro_batch_size(engine, gradients=training)
         packed = engine.engine_config.use_remove_padding and layout != PADDED_FORWARD
@@ -77,17 +77,17 @@ class EngineModel:
                 found |= zip(indices, micro.response_log_probs(), strict=True)
             return [found[index] for index in range(len(some))]
 
-        with without_activation_offload(engine.module):
-            engine.module.train(training)
-            return probe(engine.module, run, probe_rows(tokens_S, longest=longest, **size))
+        vocabulary = engine.model_config.hf_config.get_text_config().vocab_size
+        tokens_S = torch.arange(0, vocabulary, max(1, vocabulary // 1000))
+        engine.module.train(training)
+        return probe(engine.module, run, probe_rows(tokens_S, longest=longest, **size))
 
     def check_packing(self) -> None:
         """ValueError, with the remedy, for a model whose packed responses see each other; it is asked once."""
         if not self.engine.engine_config.use_remove_padding or self.engine.module in _packs:
             return
-        tokens_S = torch.arange(min(1000, self.engine.model_config.hf_config.get_text_config().vocab_size))
-        finding = self.probe(FORWARD, tokens_S, PROBED_TOKENS)
-        if not finding.holds and self.probe(PADDED_FORWARD, tokens_S, PROBED_TOKENS).holds:
+        finding = self.probe(FORWARD, PROBED_TOKENS)
+        if not finding.holds and self.probe(PADDED_FORWARD, PROBED_TOKENS).holds:
             raise ValueError(
                 "actor_rollout_ref.model.use_remove_padding=True does not work with this model: packed responses see each "
                 f"other ({finding}); set it to false, or use a method without a pass"

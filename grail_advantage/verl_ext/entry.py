@@ -52,74 +52,58 @@ VERL_VERSION = "0.9.1"
 ANY_VERL = "GRAIL_ADVANTAGE_ANY_VERL"
 """Environment variable: 1 lets another version of verl through."""
 EXTERNAL = "VERL_USE_EXTERNAL_MODULES"
-"""verl's environment variable with modules that it imports in every process, such as those with trainers of one's
-own."""
+"""verl's environment variable with modules that it imports in every process."""
 JUDGED = "reward_model"
 OURS = ("pkg://grail_advantage.reward", "pkg://recipe.reward")
 """``reward.custom_reward_function.path`` for this project's reward function."""
 
 
 def start_run(config: DictConfig, validate: Callable[[], None]) -> None:
-    """Check a run and begin it, around verl's own check of its configuration.
+    """Check a run and begin it, around ``validate``, verl's own check of its configuration.
 
     With ``DRY_RUN=1`` in the environment a run of this project (:func:`prepare_run`) is checked, its resolved
     configuration is printed as YAML on stdout, and the process exits.
 
-    Args:
-        config: of the run.
-        validate: verl's own check.
-
     Raises:
-        ValueError: a setting that does not work; the message names the option and the remedy.
+        ValueError: a setting that does not work.
     """
-    if patches.in_actor():  # the task runner of trainer.use_v1=false asks again
-        validate()
-        return
-    ours = _is_ours(config)
-    if ours:
-        OmegaConf.resolve(config)  # verl hands ray_kwargs on as they are
-    given = OmegaConf.to_yaml(config) if ours and os.environ.get("DRY_RUN") == "1" else ""
+    if patches.in_actor() or not _is_ours(config):  # the task runner of trainer.use_v1=false asks again
+        check_spelling(config.algorithm.adv_estimator)
+        return validate()
+    OmegaConf.resolve(config)  # verl hands ray_kwargs on as they are
+    given = OmegaConf.to_yaml(config) if os.environ.get("DRY_RUN") == "1" else ""
     with contextlib.redirect_stdout(sys.stderr) if given else contextlib.nullcontext():
         settings = prepare_run(config)
         validate()
     if given:
         print(given)
         sys.exit()
-    if settings is not None:
-        for module in patches.STARTS:
-            import_module(module).begin_run(settings, config)
-        if settings.dump is not None:
-            hold(settings.dump.folder, "choose another", DUMP_FOLDER)
+    for module in patches.STARTS:
+        import_module(module).begin_run(settings, config)
+    if settings.dump is not None:
+        hold(settings.dump.folder, "choose another", DUMP_FOLDER)
 
 
 def _is_ours(config: DictConfig) -> bool:
     return bool(patches.STARTS) or config.algorithm.adv_estimator in methods()
 
 
-def prepare_run(config: DictConfig) -> Settings | None:
-    """Check a run of this project, and write its trainer, the whole path of its dump and :data:`EXTERNAL` for Ray's
-    processes into the configuration. Of this project are runs with a method, and all in a process with
-    :data:`patches.STARTS`; of others only the estimator's name is looked at.
-
-    Returns:
-        The parsed configuration; ``None`` of a run of others.
+def prepare_run(config: DictConfig) -> Settings:
+    """Check and parse a run of this project, and write its trainer, the whole path of its dump and :data:`EXTERNAL` for
+    Ray's processes into the configuration. Of this project are runs with a method, and all in a process with
+    :data:`patches.STARTS`.
 
     Raises:
-        ValueError: a setting that does not work; the message names the option and the remedy.
+        ValueError: a setting that does not work.
     """
-    check_spelling(config.algorithm.adv_estimator)
-    if not _is_ours(config):
-        return None
     settings = check_config(config)
     for module in patches.STARTS:
         import_module(module).check_run(settings)
-    changes = {}
     if modules := os.environ.get(EXTERNAL):
-        changes[f"ray_kwargs.ray_init.runtime_env.env_vars.{EXTERNAL}"] = modules
+        name = f"ray_kwargs.ray_init.runtime_env.env_vars.{EXTERNAL}"
+        OmegaConf.update(config, name, modules, force_add=True)
     if settings.dump is not None:  # the trainer runs in another process, with another working folder
-        changes[DUMP_FOLDER] = str(settings.dump.folder)
-    for option, value in changes.items():
-        OmegaConf.update(config, option, value, force_add=True)
+        OmegaConf.update(config, DUMP_FOLDER, str(settings.dump.folder))
     if settings.method is not None and not settings["trainer.use_v1"]:
         patches.use_ray_trainer(import_module("grail_advantage.verl_ext.ray_trainer").TokenWeightRayTrainer)
     elif settings.method is not None and settings.kind == (mode := config.trainer.v1.trainer_mode) in TRAINER_MODES:
@@ -135,13 +119,10 @@ def register_trainers() -> None:
 
 
 def check_config(config: DictConfig) -> Settings:
-    """Check the resolved configuration of a run, and parse it: the driver's only time.
-
-    Raises:
-        ValueError: naming the option and the remedy.
-    """
+    """Check the configuration of a run, and parse it: the driver's only time. ValueError: naming option and remedy."""
     check_verl_version(version("verl"))
     check_plugins()
+    check_spelling(config.algorithm.adv_estimator)
     check_names(config)
     settings = Settings.parse(config, trainer_kind(config))
     if settings.method is not None:
@@ -182,26 +163,20 @@ def check_plugins() -> None:
 
 
 def check_spelling(name: str) -> None:
-    """Refuse a name with the letters of a method's, such as ``GRAIL``, ``oar-g`` or ``grial``, that nobody registered in
-    this process; ValueError. Any other is somebody's own: a module that only the task runner's process imports may
-    register it there."""
+    """Refuse a name with the letters of a method's, such as ``GRAIL``, ``oar-g`` or ``grial``, that verl does not have;
+    ValueError. Any other is somebody's own: a module that the task runner's process alone imports may register it."""
     if name in ADV_ESTIMATOR_REGISTRY or name in methods():
         return
-    known = {"".join(sorted(filter(str.isalnum, each.lower()))): each for each in methods()}
-    if meant := known.get("".join(sorted(filter(str.isalnum, name.lower())))):
-        raise ValueError(
-            f"{METHOD}={name!r} is unknown; is {meant} meant? Methods are {', '.join(methods())}{failure_message()}"
-        )
+    for known in methods():
+        if sorted(filter(str.isalnum, known)) == sorted(filter(str.isalnum, name.lower())):
+            raise ValueError(f"{METHOD}={name!r} is unknown; is {known} meant?{failure_message()}")
     if FAILURES:
         logger.warning("%s=%s is unknown in the process of the command%s", METHOD, name, failure_message())
 
 
 def check_names(config: DictConfig) -> None:
-    """Refuse names close to an option of this project that nothing reads: a ``+`` accepts any name.
-
-    Raises:
-        ValueError: naming the one that exists.
-    """
+    """Refuse names close to an option of this project that nothing reads: a ``+`` accepts any name. ValueError: naming
+    the one that exists."""
     verls = OmegaConf.load(str(files("verl") / "trainer/config/ppo_trainer.yaml")).algorithm
     sections = algorithm_sections()
     for name in config.algorithm:
@@ -260,16 +235,9 @@ def _local_tokenizer(model: Mapping[str, Any]) -> PreTrainedTokenizerBase | None
 
 
 def check_tokenizer(tokenizer: PreTrainedTokenizerBase, model: Mapping[str, Any], method: Method | None) -> None:
-    """Refuse a tokenizer that text does not survive (:mod:`grail_advantage.answers.tokenizers`), that the method cannot
-    work with, or whose tokens hide the answer.
-
-    Args:
-        tokenizer: as verl loads it.
-        model: ``actor_rollout_ref.model``.
-
-    Raises:
-        ValueError: naming the remedy.
-    """
+    """Refuse a tokenizer, as verl loads it for ``actor_rollout_ref.model``, that text does not survive
+    (:mod:`grail_advantage.answers.tokenizers`), that the method cannot work with, or whose tokens hide the answer.
+    ValueError: naming the remedy."""
     option = "tokenizer_path" if model.get("tokenizer_path", None) else "path"
     check_round_trip(
         tokenizer,

@@ -51,8 +51,6 @@ from grail_advantage.weigh import weigh
 
 logger = logging.getLogger(__name__)
 
-PROBED_TOKENS = 1000
-"""A probe draws its rows from about this many tokens of the vocabulary."""
 TIMING = "token_weights"
 """``timing_s/token_weights``: seconds that the weights take in a step, with fetching and writing;
 ``token_weights_pass``, a part of it, those of the pass through the model."""
@@ -126,12 +124,8 @@ class WeighingTrainer:
 
     def _probe(self) -> Finding:
         """Of the rank with the largest difference."""
-        of_model = getattr(self._model_config.get_text_config(), "vocab_size", self.tokenizer.vocab_size)
-        special = set(self.tokenizer.all_special_ids)
-        tokens = [token for token in range(min(self.tokenizer.vocab_size, of_model)) if token not in special]
-        some_S = torch.tensor(tokens[:: max(1, len(tokens) // PROBED_TOKENS)])
-        s = self.settings
-        found = self.actor_rollout_wg.probe_neighbours(UPDATE, some_S, s.longest, s[f"{ROLLOUT}.temperature"])
+        longest, temperature = self.settings.longest, self.settings[f"{ROLLOUT}.temperature"]
+        found = self.actor_rollout_wg.probe_neighbours(UPDATE, longest, temperature)
         finding = max(found, key=lambda finding: (not finding.holds, finding.difference))
         logger.info("micro-batches of the %s: %s", UPDATE, finding)
         return finding

@@ -145,32 +145,6 @@ def autocast(engine: FSDPEngineWithLMHead) -> AbstractContextManager:
     return torch.autocast(device_type=get_device_name(), dtype=engine._autocast_dtype)
 
 
-@contextmanager
-def without_activation_offload(module: torch.nn.Module) -> Iterator[None]:
-    """While open, the model's blocks run their own forwards, in training mode too.
-
-    With ``enable_activation_offload`` verl replaces a block's forward by one that, in training mode, counts blocks
-    until a backward counts them back (``verl.utils.activation_offload``,
-    ``ActivationHandler.wrap_module_forward_method``), so that a forward without a backward would put it out of step.
-    Can go when that looks at ``torch.is_grad_enabled()``.
-    """
-    from verl.utils import activation_offload
-
-    replaced = {}
-    for block in module.modules():
-        forward = vars(block).get("forward")
-        code = getattr(forward, "__code__", None)
-        if code is not None and code.co_filename == activation_offload.__file__:
-            replaced[block] = forward
-    try:
-        for block, forward in replaced.items():
-            block.forward = forward.__wrapped__
-        yield
-    finally:
-        for block, forward in replaced.items():
-            block.forward = forward
-
-
 def gather_packed(engine: FSDPEngineWithLMHead, values_N: torch.Tensor, pad_size: int) -> torch.Tensor:
     """Packed values of all ranks of a sequence-parallel group, without the padding. Can go when
     ``FSDPEngineWithLMHead._gather_and_unpad_packed`` has a public name."""

@@ -11,7 +11,7 @@ Nothing else reads the configuration. Needs no verl. ``algorithm`` has what verl
   so many steps, and with ``received`` what each token received in the update, every ``effect_every`` steps also how
   the update changed its log-probability; see docs/token_dump.md.
 
-:data:`REFUSED` has those with which a method's numbers would be silently wrong, and :func:`why_not_skip` those with
+:data:`RULES` has those with which a method's numbers would be silently wrong, and :func:`why_not_skip` those with
 which leaving responses out would change the update. What fails by itself may fail; what has not been tried is in
 docs/works_with.md.
 """
@@ -71,6 +71,8 @@ LOSS, AGGREGATION, SCALE = (
 PARAM_DTYPE, MODEL_DTYPE = (f"{ACTOR}.fsdp_config.{name}" for name in ("mixed_precision.param_dtype", "model_dtype"))
 CHUNKING = f"{ACTOR}.entropy_from_logits_with_chunking"
 OPTIONS_FILE = Path(__file__).with_name("config") / "token_weights.yaml"
+CONSTANT = ("seq-mean-token-sum", "seq-mean-token-sum-norm")
+"""Aggregations that divide by no number of tokens, the second where it has a factor."""
 NEEDED_WHOLE = ("logits", "sequences", "hidden_states")
 """Outputs of a model that neither fused kernels nor a rank of a sequence-parallel group has whole."""
 
@@ -178,11 +180,8 @@ class Rule(NamedTuple):
     broken: Callable[[Settings], Any]
     because: str
     remedy: str
-
-    def message(self, s: Settings, how: str) -> str:
-        """``option=value``, ``how`` it is with the method, why, and the remedy."""
-        beside = f" with {s.named(METHOD)}" if self.option != METHOD else ""
-        return f"{s.named(self.option)} {how}{beside}: {self.because}; {self.remedy}"
+    warned: bool = False
+    """It is warned of; without, it is refused."""
 
 
 def _half(s: Settings) -> bool:
@@ -201,14 +200,8 @@ def _coarse_entropy(s: Settings) -> bool:
     return s.method.ranks_entropy and _half(s) and not chunking
 
 
-def _constant_denominator(s: Settings) -> bool:
-    """Whether the loss divides by no number of tokens."""
-    norm = s[AGGREGATION] == "seq-mean-token-sum-norm" and s[SCALE] is not None
-    return s[LOSS] != "sapo" and (norm or s[AGGREGATION] == "seq-mean-token-sum")
-
-
 # fmt: off
-REFUSED = (
+RULES = (
     Rule(TRAINER_MODE, lambda s: s.kind is None, "no trainer with token weights has this name",
          f"use {' or '.join(TRAINER_MODES)}, or register one with the base TokenWeightTrainer in a module of "
          "VERL_USE_EXTERNAL_MODULES (docs/own_trainer.md)"),
@@ -238,29 +231,29 @@ REFUSED = (
     Rule(PARALLEL_CALLS,
          lambda s: getattr(s.method, "rewards", "") == TOOL_REWARDS and s[PARALLEL_CALLS] not in (0, 1),
          f"verl puts the rewards of all calls into one flat list, {TOOL_REWARDS}, whatever their turns",
-         f"take grail_advantage.verl_ext.tool_agent.TurnToolAgent and the method's rewards={CALL_REWARDS}, or set 1")
-)
-"""With a method."""
-WARNED = (
+         f"take grail_advantage.verl_ext.tool_agent.TurnToolAgent and the method's rewards={CALL_REWARDS}, or set 1"),
     Rule(METHOD, lambda s: isinstance(s.method, Oar) and s.method.uses == "logits" and _half(s),
          "it compares two forwards that differ by noise of noise_std, most of which bf16 rounds away (docs/methods.md)",
-         f"{PARAM_DTYPE}=fp32 keeps it, at the price of a float32 run"),
-    Rule(AGGREGATION, lambda s: isinstance(s.method, TurnMethod) and not _constant_denominator(s),
+         f"{PARAM_DTYPE}=fp32 keeps it, at the price of a float32 run", warned=True),
+    Rule(AGGREGATION, lambda s: isinstance(s.method, TurnMethod) and (s[LOSS] == "sapo" or s[AGGREGATION] not in CONSTANT
+         or s[AGGREGATION] == CONSTANT[1] and s[SCALE] is None),
          "it divides by numbers of tokens that the policy chooses with its turns: a bias (docs/turns.md)",
-         "seq-mean-token-sum, and seq-mean-token-sum-norm with loss_scale_factor, do not")
+         f"{' and '.join(CONSTANT)}, with loss_scale_factor, do not", warned=True)
 )
+"""With a method."""
 # fmt: on
 
 
 def check_rules(s: Settings) -> None:
     """Raises ValueError, naming option, reason and remedy, for the first rule that a method's run breaks; warns of
     others."""
-    for rule in REFUSED:
+    for rule in RULES:
         if rule.broken(s):
-            raise ValueError(rule.message(s, "does not work"))
-    for rule in WARNED:
-        if rule.broken(s):
-            logger.warning("%s", rule.message(s, "is used"))
+            beside = f" with {s.named(METHOD)}" if rule.option != METHOD else ""
+            why = f"{beside}: {rule.because}; {rule.remedy}"
+            if not rule.warned:
+                raise ValueError(f"{s.named(rule.option)} does not work{why}")
+            logger.warning("%s is used%s", s.named(rule.option), why)
     if s[SKIP] is True and (why := why_not_skip(s)):
         raise ValueError(f"{SKIP}=True does not work: {why}; use auto")
 
@@ -273,6 +266,7 @@ EVERY_RESPONSE = {
     f"{ACTOR}.calculate_entropy": "the entropy that is logged",
     "distillation.enabled": "distillation",
     f"{MODEL}.mtp.enable_train": "the heads for further tokens",
+    f"{MODEL}.enable_activation_offload": "the count of forwards that waits for their backwards",
     f"{MODEL}.override_config.output_router_logits": "the loss of the routers",
 }
 """Options with which a part of the update reads every response."""
@@ -294,7 +288,7 @@ def why_not_skip(s: Settings, model: PretrainedConfig | None = None, probe: Call
     for option, part in EVERY_RESPONSE.items():
         if s[option]:
             return f"{s.named(option)}: {part} reads every response"
-    if s[AGGREGATION] == "seq-mean-token-sum-norm" and s[SCALE] is None:
+    if s[AGGREGATION] == CONSTANT[1] and s[SCALE] is None:
         return f"{s.named(SCALE)}: the loss divides by the longest response of each micro-batch"
     for qat in (f"{ACTOR}.qat", f"{ACTOR}.fsdp_config.qat"):
         if s[f"{qat}.enable"] and s[f"{qat}.mode"] != "w4a16":  # which leaves activations as they are

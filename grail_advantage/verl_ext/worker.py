@@ -186,10 +186,10 @@ class TokenWeightActorWorker(ActorRolloutRefWorker):
         return output if self.actor.engine.is_mp_src_rank_with_outputs() else None
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def probe_neighbours(self, layout: str, tokens_S: torch.Tensor, longest: int, temperature: float) -> Finding:
+    def probe_neighbours(self, layout: str, longest: int, temperature: float) -> Finding:
         """Whether responses are the same beside others, in a layout: :meth:`EngineModel.probe`."""
         with self.actor.engine.eval_mode():
-            return EngineModel(self.actor.engine, temperature=temperature).probe(layout, tokens_S, longest)
+            return EngineModel(self.actor.engine, temperature=temperature).probe(layout, longest)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def take_received(self, number: Any) -> list[OptimiserStep] | Exception | None:

@@ -79,7 +79,7 @@ class Engine:
         with engine.eval_mode():
             model = EngineModel(engine, temperature=1.0)
             layouts = (UPDATE, FORWARD, PADDED_FORWARD)
-            results["findings"] = {layout: model.probe(layout, torch.arange(PAD_ID), 40) for layout in layouts}
+            results["findings"] = {layout: model.probe(layout, 40) for layout in layouts}
         return results
 
 

@@ -17,8 +17,8 @@ from verl.workers.utils.losses import ppo_loss
 
 from grail_advantage.receipt import Loss, Piece, Receipt, check
 from grail_advantage.receipt.measure import Gradient
-from grail_advantage.verl_ext.exchange import nested as nested_of
 from grail_advantage.verl_ext.dump import loss_of
+from grail_advantage.verl_ext.exchange import nested as nested_of
 from grail_advantage.verl_ext.settings import ACTOR, Settings
 from tests.composed import VERL, compose
 from tests.core.receipt_loop import TOKENS, Rollout, names, rollout

@@ -196,7 +196,12 @@ def _receipt(of_ranks: list[list[OptimiserStep]], loss: str, aggregation: str, m
         mask_BT[:, 0] = False
     chosen = [row["place"] for row in rows() if row["written"] >= 0]
     columns = {"old_log_probs": padded("old_log_probs")[chosen], "rollout_is_weights": padded("weights")[chosen]}
-    responses = {"mask": mask_BT[chosen], "keys": [f"r{place}" for place in chosen], "places": chosen, "columns": columns}
+    responses = {
+        "mask": mask_BT[chosen],
+        "keys": [f"r{place}" for place in chosen],
+        "places": chosen,
+        "columns": columns,
+    }
     part: Any = SimpleNamespace(
         rollouts=SimpleNamespace(**responses), advantages=(padded("advantages") * mask_BT)[chosen]
     )
