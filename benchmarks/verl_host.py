@@ -26,9 +26,8 @@ from benchmarks import timer
 from benchmarks.setup import Setup, random_model, release
 from grail_advantage import Method
 from grail_advantage.data import ENTROPY, OLD_LOG_PROBS, Rollouts, Row, RowScores
-from grail_advantage.verl_ext.exchange import build_request, nested
+from grail_advantage.verl_ext.exchange import LEAVE_OUT, build_request, nested
 from grail_advantage.verl_ext.worker import TokenWeightActorWorker, token_scores
-from grail_advantage.verl_ext.zero_advantage import LEAVE_OUT
 
 
 def default_actor(setup: Setup) -> verl_config.FSDPActorConfig:

@@ -20,8 +20,10 @@ from grail_advantage.dump import StepDump
 from grail_advantage.effect import effect_figures
 from grail_advantage.receipt import Batch, Loss, Piece, Receipt, check, verl_loss
 from grail_advantage.verl_ext.settings import ACTOR, ENGINES, MODEL, ROLLOUT, STRATEGY, Settings
-from grail_advantage.verl_ext.step import LOSS_COLUMNS
 from grail_advantage.verl_ext.worker import OptimiserStep
+
+LOSS_COLUMNS = (OLD_LOG_PROBS, "rollout_is_weights", "ref_log_prob")
+"""What the loss reads of a response beside its advantages."""
 
 
 class UpdateDump:

@@ -1,4 +1,14 @@
-"""Responses on their way between trainer and workers: their order over the ranks, the request of a pass, its reply."""
+"""Responses on their way between trainer and workers: their order over the ranks, the request of a pass, its reply, and
+which of them an update of the actor leaves out.
+
+The gradient of a zero-advantage response is 0 where :func:`grail_advantage.verl_ext.settings.why_not_skip` says nothing.
+An update without it is the same to float rounding as long as the rest keeps what it is divided by. verl divides by the
+tokens and responses of the whole mini-batch: ``global_batch_size`` is a setting of the batch and stays,
+``batch_num_tokens`` is the sum of ``loss_mask`` over all ranks (``FSDPEngine.forward_backward_batch``) and is handed on
+as that sum. The number of mini-batches and of optimiser steps stays as well: a rank with fewer responses than the
+others, or with none, gets fillers of two tokens that no loss reads. Where no response of a mini-batch is left,
+gradients are then 0 and not missing, and the optimiser's momentum and weight decay move the weights as they do in verl.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +17,14 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from tensordict import TensorDict
+from tensordict import NonTensorData, TensorDict
+from transfer_queue import KVBatchMeta
 from verl.utils import tensordict_utils as tu
+from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
-from grail_advantage.data import Row, RowScores
+from grail_advantage.data import Rollouts, Row, RowScores
 from grail_advantage.method import Method
+from grail_advantage.verl_ext.settings import ACTOR, ROLLOUT, Settings
 
 PLACES = "receipt_places"
 """Field of a batch of R responses: (R, 2) int64. Column 0 is a response's place in the update's batch, column 1 its slot
@@ -19,6 +32,14 @@ among those that the token dump writes, -1 for none."""
 WATCHED = "receipt_update"  # setting of a batch whose update is watched: a number that tells updates apart
 UPDATE, FORWARD, PADDED_FORWARD = "actor update", "old log-probabilities", "old log-probabilities, padded"
 """Layouts: whose micro-batches they are; the first in training mode, the last padded where the run packs."""
+LEAVE_OUT = "leave_out_zero_advantage"
+"""Setting of a batch whose zero-advantage responses are left out."""
+FILLER_TOKENS = 2
+CUT = {"prompts": FILLER_TOKENS - 1, "input_ids": FILLER_TOKENS, "position_ids": FILLER_TOKENS}
+"""The fields with a value for each token, and how many of them a filler keeps; and those of the loss, which are 0 in a
+filler. verl's loss reads nothing else of a response."""
+OF_LOSS = ("responses", "response_mask", "old_log_probs", "advantages", "rollout_is_weights")
+CUT |= dict.fromkeys(OF_LOSS, 1)
 
 
 def deal(costs: Sequence[int], ranks: int, groups: Sequence[int] | None = None) -> list[list[int]]:
@@ -60,3 +81,104 @@ def rows_of(data: TensorDict) -> list[Any]:
 def nested(values: Sequence[torch.Tensor]) -> torch.Tensor:
     """Tensors of different lengths as one, as verl's TensorDicts hold them."""
     return torch.nested.as_nested_tensor(list(values), layout=torch.jagged)
+
+
+def trains(advantages: Sequence[torch.Tensor], masks: Sequence[torch.Tensor]) -> list[bool]:
+    """Of each response whether a token of its mask has an advantage other than 0."""
+    return [bool(((of != 0) & mask.bool()).any()) for of, mask in zip(advantages, masks, strict=True)]
+
+
+def update_order(
+    rollouts: Rollouts, trained: Sequence[bool], batch: KVBatchMeta, settings: Settings, ranks: int
+) -> tuple[KVBatchMeta, dict[str, int]]:
+    """A batch in the order for the workers' update, and the figures of what is left out. In the trainer.
+
+    Args:
+        rollouts: the responses.
+        trained: which of them train.
+        batch: of these responses, in any order, some of which only fill it up.
+        ranks: that get responses of their own.
+    """
+    places = {key: place for place, key in enumerate(rollouts.keys)}
+    order = [places[key] for key in batch.keys]
+    lengths = [len(rollouts.prompts[place]) + len(rollouts.responses[place]) for place in order]
+    cost = [length * trained[place] for length, place in zip(lengths, order, strict=True)]
+    of_run = [not tag.get("is_padding", False) for tag in batch.tags]
+    left_out = [length for length, kept, counts in zip(lengths, cost, of_run, strict=True) if counts and not kept]
+    if not settings[f"{ACTOR}.shuffle"]:  # else verl draws mini-batches by places, which then have to stay
+        mini_batch = settings[f"{ACTOR}.ppo_mini_batch_size"] * settings[f"{ROLLOUT}.n"]
+        batch = batch.select_keys([batch.keys[row] for row in deal_mini_batches(cost, ranks, mini_batch)])
+    return batch, {"token_weights/skipped_responses": len(left_out), "token_weights/skipped_tokens": sum(left_out)}
+
+
+def deal_mini_batches(costs: Sequence[int], ranks: int, mini_batch_rows: int) -> list[int]:
+    """Order of a batch in which every rank gets its share of those of each mini-batch's responses that cost something.
+
+    verl gives every rank an equal part of the batch, of which each mini-batch, of ``mini_batch_rows`` responses on all
+    ranks together, takes the next ones, and keeps them.
+    """
+    of_rank, share = len(costs) // ranks, mini_batch_rows // ranks
+    shares: list[list[int]] = [[] for _ in range(ranks)]
+    for start in range(0, of_rank, share):
+        rows = [rank * of_rank + start + place for rank in range(ranks) for place in range(share)]
+        for rank, dealt in enumerate(deal([costs[row] for row in rows], ranks)):
+            shares[rank] += [rows[place] for place in dealt]
+    return [row for of_one in shares for row in of_one]
+
+
+def without_zero_advantage(engine: FSDPEngineWithLMHead, data: TensorDict) -> TensorDict:
+    """The responses of a mini-batch that train, for ``TrainingWorker.train_batch``. In the workers; a collective of the
+    engine's data-parallel group.
+
+    Args:
+        engine: verl's FSDP engine.
+        data: this rank's responses of a mini-batch.
+
+    Returns:
+        As many responses on every rank, at least one.
+    """
+    trained = trains(data["advantages"].unbind(), data["response_mask"].unbind())
+    rows = [row for row, is_trained in enumerate(trained) if is_trained]
+    whole = sum(data[name].offsets().diff() for name in ("prompts", "responses")).tolist()
+    group = engine.get_data_parallel_group()
+    lengths: list[list[int]] = [[] for _ in range(torch.distributed.get_world_size(group))]
+    torch.distributed.all_gather_object(lengths, [whole[row] for row in rows], group)
+    count, micro_batch_rows = _count(engine, data, max(1, *map(len, lengths)))
+
+    fillers = count - len(rows)
+    everywhere = [length for of_rank in lengths for length in (*of_rank, *[FILLER_TOKENS] * (count - len(of_rank)))]
+    settings = {"global_token_num": NonTensorData(everywhere)}
+    if micro_batch_rows is not None:
+        settings["micro_batch_size_per_gpu"] = micro_batch_rows
+    if len(rows) == len(data) and not fillers:
+        tu.assign_non_tensor(data, **settings)
+        return data
+
+    # A filler is a copy of row 0, cut to a prompt token and a response token. Its fields of the loss, the mask
+    # included, are 0.
+    kept = tu.index_select_tensor_dict(data, rows + [0] * fillers)
+    for name in CUT.keys() & kept.keys():
+        values = list(kept[name].unbind())
+        for row in range(len(rows), count):
+            values[row] = values[row][..., : CUT[name]]
+            values[row] = torch.zeros_like(values[row]) if name in OF_LOSS else values[row]
+        kept[name] = nested(values)
+    if PLACES in kept.keys():  # noqa: SIM118  # a TensorDict has no `in`
+        kept[PLACES][len(rows) :] = -1
+    # verl reads only the sum of this mask.
+    tokens = data["loss_mask"].sum()
+    kept["loss_mask"] = torch.cat([tokens.reshape(1), tokens.new_zeros(count - 1)])
+    tu.assign_non_tensor(kept, **settings)
+    return kept
+
+
+def _count(engine: FSDPEngineWithLMHead, data: TensorDict, rows: int) -> tuple[int, int | None]:
+    """Responses that every rank gets so that micro-batches come out even, and those of a micro-batch of fixed size, at
+    most as many as before."""
+    settings = engine.engine_config
+    if tu.get_non_tensor_data(data, "use_dynamic_bsz", default=settings.use_dynamic_bsz):
+        return rows, None
+    most = tu.get_non_tensor_data(data, "micro_batch_size_per_gpu", default=settings.micro_batch_size_per_gpu)
+    micro_batches = -(-rows // most)
+    size = -(-rows // micro_batches)
+    return micro_batches * size, size

@@ -1,14 +1,17 @@
-"""What verl's trainers with token weights share, however they hold the responses of a step: the checks of a start, the
-weights of an update and the pass that they need, the token dump, and what the tokens received.
+"""A trainer of verl's as a host of token weights, however it holds the responses of a step: the checks of a start, the
+responses of an update as :class:`grail_advantage.data.Rollouts`, from verl's fields of them, their weights and the pass
+that they need, the token dump, and what the tokens received.
 
 A trainer calls :meth:`WeighingTrainer._weigh` after verl's advantages and :meth:`WeighingTrainer._receive` after the
-update. What the first hands to the second is gone after the step.
+update. What the first hands to the second is gone after the step. A response's key is ``{prompt}_{session}_{output}``.
+Shapes: B responses, T response tokens.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -18,34 +21,56 @@ import ray
 import torch
 from omegaconf import DictConfig
 from tensordict import TensorDict
-from transformers import PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedTokenizerBase
+from verl.trainer.ppo.core_algos import agg_loss
 from verl.trainer.ppo.utils import Role
 from verl.utils import omega_conf_to_dataclass
+from verl.utils import tensordict_utils as tu
 from verl.utils.debug import marked_timer
 from verl.workers.config import HFModelConfig
 from verl.workers.rollout.utils import get_max_position_embeddings
 
 from grail_advantage.answers.missing import AnswerCheck
-from grail_advantage.data import Rollouts, Row, RowScores, Weighed
+from grail_advantage.data import (
+    DUMPED,
+    ROLLOUT_LOG_PROBS,
+    Example,
+    Rollouts,
+    Row,
+    RowScores,
+    Weighed,
+    outcome_of,
+    runs,
+    within_range,
+)
+from grail_advantage.dump import tolerant
+from grail_advantage.method import Method
+from grail_advantage.methods.turns import TurnMethod, list_a_turn, rewards_label
 from grail_advantage.model.probe import Finding
-from grail_advantage.verl_ext.dump import UpdateDump
+from grail_advantage.verl_ext.dump import LOSS_COLUMNS, UpdateDump
 from grail_advantage.verl_ext.entry import check_tokenizer
 from grail_advantage.verl_ext.exchange import UPDATE, build_request, deal, rows_of
 from grail_advantage.verl_ext.patches import data_parallel_size
 from grail_advantage.verl_ext.settings import (
+    ACTOR,
+    AGENT_LOOPS,
+    BASE,
     BYPASS,
+    CALL_REWARDS,
     ENGINES,
+    KL_IN_REWARD,
     METHOD,
     MISSING,
     MODEL,
+    PARALLEL_CALLS,
     ROLLOUT,
     SECTION,
     SKIP,
     STRATEGY,
+    TOOL_REWARDS,
     Settings,
     why_not_skip,
 )
-from grail_advantage.verl_ext.step import end_token_ids, field_names, rollouts_of
 from grail_advantage.verl_ext.worker import TokenWeightActorWorker
 from grail_advantage.weigh import weigh
 
@@ -54,6 +79,12 @@ logger = logging.getLogger(__name__)
 TIMING = "token_weights"
 """``timing_s/token_weights``: seconds that the weights take in a step, with fetching and writing;
 ``token_weights_pass``, a part of it, those of the pass through the model."""
+REWARDS = "rm_scores"
+COLUMNS = dict.fromkeys((*DUMPED, ROLLOUT_LOG_PROBS, *LOSS_COLUMNS))
+OBJECTS = ("reward_model", "extra_fields", "data_source", "extra_info")
+"""With :data:`COLUMNS` and :data:`REWARDS` the fields for the token dump; a run need not have them."""
+TURN_REWARDS = ("turn_rewards", CALL_REWARDS, "turn_scores", TOOL_REWARDS)
+"""Fields with rewards by turn, of the reward function and of verl's agent loop."""
 
 
 class WeighingTrainer:
@@ -194,3 +225,262 @@ class WeighingTrainer:
         )
         scores = dict(zip(order, rows_of(self.actor_rollout_wg.compute_token_scores(request)), strict=True))
         return [scores[place] for place in range(len(rows))]
+
+
+def field_names(settings: Settings, *, dumped: bool) -> list[str]:
+    """The fields of the responses that a step reads.
+
+    Args:
+        dumped: whether the token dump writes this step, which takes more of them.
+    """
+    method = settings.method
+    # Rejection sampling rewrites response_mask; loss_mask still holds the generated tokens.
+    names = ["prompts", "responses", "loss_mask", "response_mask", "advantages", *(DUMPED.keys() & method.reads)]
+    names += [_reward_field(settings)] if "rewards" in method.reads else []
+    names += ["raw_prompt", *method.data_columns] if "examples" in method.reads else []
+    names += ["extra_fields", *method.field_names] if method.field_names else []
+    return list(dict.fromkeys([*names, *((REWARDS, *OBJECTS, *COLUMNS) if dumped else ())]))
+
+
+def _reward_field(settings: Settings) -> str:
+    return "token_level_rewards" if settings[KL_IN_REWARD] else REWARDS
+
+
+def rollouts_of(
+    data: TensorDict,
+    keys: Sequence[str],
+    settings: Settings,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    step: int,
+    context_length: int,
+    end_tokens: set[int],
+) -> Rollouts:
+    """The responses after verl's advantages.
+
+    A response whose advantage is not finite, or too large, has the advantage NaN, which trains nothing. verl gives it
+    to all responses that were compared with one whose reward is not finite; verl alone then skips the update of every
+    mini-batch with such a response, whose gradient is NaN (``FSDPEngine.optimizer_step``).
+
+    Args:
+        data: the fields of :func:`field_names`, as far as the run has them; those with a value a token are nested.
+        step: its number.
+        context_length: positions of the model.
+        end_tokens: from :func:`end_token_ids`.
+
+    Raises:
+        ValueError: the base advantages differ within a response, or something that the method reads is not there.
+    """
+    method = settings.method
+    prompts, responses = list(data["prompts"].unbind()), list(data["responses"].unbind())
+    written_BT, mask_BT, advantages_BT = (
+        data[name].to_padded_tensor(0) for name in ("loss_mask", "response_mask", "advantages")
+    )
+    turns, fields = [0] * len(keys), _fields(keys, data, method)
+    one_call = settings[PARALLEL_CALLS] == 1 and not settings[AGENT_LOOPS]  # a turn at most, in verl's own agent loops
+    if one_call and isinstance(method, TurnMethod) and method.align == "calls" and method.rewards:
+        turns = [len(runs(written)) for written in written_BT.bool().numpy()]
+        fields[method.rewards] = list(map(list_a_turn, fields[method.rewards], turns))
+    rollouts = Rollouts(
+        prompts=prompts,
+        responses=responses,
+        mask=mask_BT.bool(),
+        written=written_BT.bool(),
+        advantages=_of_responses(advantages_BT, mask_BT.bool(), settings),
+        rewards=_sums(keys, data[_reward_field(settings)], method) if "rewards" in method.reads else None,
+        tokenizer=tokenizer,
+        answer=settings.answer,
+        truncated=truncated(prompts, responses, settings, context_length, end_tokens),
+        groups=torch.tensor(group_numbers(keys)),
+        examples=_examples(data, settings) if "examples" in method.reads else None,
+        fields=fields,
+        columns=columns_of(data, COLUMNS),
+        sessions=[(session, int(number)) for session, number in (key.rsplit("_", 1) for key in keys)],
+        keys=list(keys),
+        mean=partial(mean_of_loss, settings),
+        step=step,
+    )
+    if (lost_B := rollouts.advantages.isnan()).any():
+        logger.warning(
+            "step %d: %d of %d responses, such as %s, were compared with one that has no finite reward. They train "
+            "nothing in this step; verl alone would skip the whole update. Fix the reward function",
+            *(step, int(lost_B.sum()), len(keys), keys[int(lost_B.int().argmax())]),
+        )
+    return rollouts if settings.dump is None else replace(rollouts, facts=_facts(data, rollouts, method, turns))
+
+
+def _of_responses(advantages_BT: torch.Tensor, mask_BT: torch.Tensor, settings: Settings) -> torch.Tensor:
+    """The advantage of each response, (B,): verl gives it to every token that trains, and 0 to the others. NaN where it
+    cannot train."""
+    advantages_BT = torch.where(mask_BT, advantages_BT, 0.0)
+    usable_B = within_range(advantages_BT).all(dim=1)
+    lowest_B = torch.where(mask_BT, advantages_BT, torch.inf).amin(dim=1)
+    highest_B = torch.where(mask_BT, advantages_BT, -torch.inf).amax(dim=1)
+    if ((lowest_B < highest_B) & usable_B).any():
+        raise ValueError(
+            f"{settings.named(BASE)}, or the trainer, gives the tokens of a response different advantages, and token "
+            "weights multiply one"
+        )
+    of_B = advantages_BT.gather(1, advantages_BT.abs().argmax(dim=1, keepdim=True)).squeeze(1)
+    return torch.where(usable_B, of_B, torch.nan)
+
+
+def mean_of_loss(settings: Settings, values_BT: torch.Tensor, mask_BT: torch.Tensor) -> float:
+    """The mean over a batch as the run's loss takes it."""
+    how = {name: settings[f"{ACTOR}.{name}"] for name in ("loss_agg_mode", "loss_scale_factor")}
+    return float(agg_loss(loss_mat=values_BT, loss_mask=mask_BT.to(values_BT.dtype), **how))
+
+
+def _examples(data: TensorDict, settings: Settings) -> list[Example]:
+    options = settings["data.apply_chat_template_kwargs"] or {}
+    names = settings.method.data_columns
+    columns = [tu.get(data, name) for name in names]
+    return [
+        Example(messages, dict(zip(names, values, strict=True)), options)
+        for messages, *values in zip(tu.get(data, "raw_prompt"), *columns, strict=True)
+    ]
+
+
+def _fields(keys: Sequence[str], data: TensorDict, method: Method) -> dict[str, list[Any]]:
+    """The fields that a method reads: what the reward function returned, what the agent loop added, or a column of the
+    batch, whichever has the name first. The reward function sees a whole session: what it returned is the last
+    output's, of which verl gives the earlier ones a copy."""
+    if not method.field_names:
+        return {}
+    extra = [dict(entry) if isinstance(entry, Mapping) else {} for entry in objects(data, "extra_fields") or ()]
+    of_reward = [(entry.get("reward_extra_info") or {}) for entry in extra]
+    last = _last_outputs(keys)
+    copies = [dict.fromkeys(of) if last[row] != row else of for row, of in enumerate(of_reward)]
+    added = [{**entry, **of} for entry, of in zip(extra, copies, strict=True)]
+    fields = {}
+    for name in method.field_names:
+        # None is a value: a batch in which no response called a tool has nothing else.
+        in_column = not any(name in entry for entry in added)
+        values = objects(data, name) if in_column else [entry.get(name) for entry in added]
+        if values is None:
+            known = ", ".join(sorted(set().union(*added) - {"reward_extra_info"})) or "nothing"
+            raise ValueError(
+                f"{method.name} reads field:{name}, which no response has: compute_score must return it, the agent loop "
+                f"add it, or data.train_files have a column of that name; the first two give {known}"
+            )
+        fields[name] = values
+    return fields
+
+
+def _sums(keys: Sequence[str], rewards: torch.Tensor, method: Method) -> torch.Tensor:
+    """The rewards of the responses, (B,), NaN where they are not finite.
+
+    Raises:
+        ValueError: an agent loop that returns several outputs a session, and a method that does not know sessions.
+    """
+    for key, last in zip(keys, _last_outputs(keys), strict=True):
+        if "sessions" not in method.reads and keys[last] != key:
+            raise ValueError(
+                f"{METHOD}={method.name} reads one reward a response, and {key} and {keys[last]} are outputs of one "
+                "session, which share theirs; have the agent loop return one output"
+            )
+    sums_B = rewards.to_padded_tensor(0).double().sum(dim=1)
+    return torch.where(sums_B.isfinite(), sums_B, torch.nan)
+
+
+def group_numbers(keys: Sequence[str]) -> list[int]:
+    """Number the prompts that responses answer."""
+    numbers: dict[str, int] = {}
+    return [numbers.setdefault(key.rsplit("_", 2)[0], len(numbers)) for key in keys]
+
+
+def _last_outputs(keys: Sequence[str]) -> list[int]:
+    """For each response the place of the last output of its session, whose reward is the session's."""
+    last: dict[str, tuple[int, int]] = {}
+    for row, key in enumerate(keys):
+        session, output = key.rsplit("_", 1)
+        last[session] = max(last.get(session, (-1, row)), (int(output), row))
+    return [last[key.rsplit("_", 1)[0]][1] for key in keys]
+
+
+def truncated(
+    prompts: Sequence[torch.Tensor],
+    responses: Sequence[torch.Tensor],
+    settings: Settings,
+    context_length: int,
+    end_tokens: set[int],
+) -> torch.Tensor:
+    """Which responses reached the length limit without an end token; bool (B,).
+
+    The limit is that of verl's rollout servers (``generate`` of ``vLLMHttpServer``, ``TRTLLMHttpServer`` and, with one
+    position kept free, ``SGLangHttpServer``). Each turn of a conversation has the room that the turns before it left,
+    so a whole response has the same limit.
+    """
+    most = settings[f"{ROLLOUT}.response_length"]
+    whole = min(settings[f"{ROLLOUT}.prompt_length"] + most, context_length - (settings[f"{ROLLOUT}.name"] == "sglang"))
+    return torch.tensor(
+        [
+            len(response) >= min(most, whole - len(prompt))
+            and not (len(response) > 0 and int(response[-1]) in end_tokens)
+            for prompt, response in zip(prompts, responses, strict=True)
+        ],
+        dtype=torch.bool,
+    )
+
+
+def end_token_ids(tokenizer: PreTrainedTokenizerBase, generation_config: GenerationConfig | None) -> set[int]:
+    """Token ids that end a response: the tokenizer's, and those that the rollout engine takes from the generation
+    config."""
+    from_model = getattr(generation_config, "eos_token_id", None)
+    from_model = from_model if isinstance(from_model, list) else [from_model]
+    return {token for token in [tokenizer.eos_token_id, *from_model] if token is not None}
+
+
+def _facts(data: TensorDict, r: Rollouts, method: Method, turns: Sequence[int]) -> dict[str, list[Any]]:
+    """What the token dump says of the responses beside their tokens, as far as the run has it; ``turns`` as in
+    :func:`turn_rewards_label`."""
+    judged, extra, sources, infos = (objects(data, name) or [None] * len(r) for name in OBJECTS)
+    sums_B = columns_of(data, [REWARDS]).get(REWARDS, torch.full((len(r), 1), torch.nan)).sum(dim=1)
+    facts: dict[str, list[Any]] = {name: [] for name in ("ground_truth", "reward", "outcome", "id", "labels")}
+    for of, judge, source, info, total, *of_turns in zip(
+        extra, judged, sources, infos, sums_B.tolist(), r.turns_before, turns, strict=True
+    ):
+        reward = total if math.isfinite(total) else None
+        verdict = _entry(_entry(of, "reward_extra_info"), "acc")  # the reward function's own goes first
+        truth, number = _entry(judge, "ground_truth"), _entry(info, "index")
+        named = source is not None and number is not None
+        facts["ground_truth"].append(None if truth is None else tolerant(str, truth))
+        facts["reward"].append(reward)
+        facts["outcome"].append(outcome_of(reward if verdict is None else tolerant(float, verdict)))
+        facts["id"].append(tolerant("{0[0]}/{0[1]}".format, (source, number)) if named else None)
+        facts["labels"].append(tolerant(lambda known: turn_rewards_label(*known), (of, method, *of_turns)) or {})
+    return facts
+
+
+def columns_of(data: TensorDict, names: Iterable[str]) -> dict[str, torch.Tensor]:
+    """Those of the columns of numbers that were fetched, (B, T) float32 with 0 after the response."""
+    return {name: data[name].to_padded_tensor(0).float() for name in names if name in data.keys()}  # noqa: SIM118
+
+
+def objects(data: TensorDict, name: str) -> list[Any] | None:
+    """A column of any objects that were fetched; ``None`` where there is no such column."""
+    return list(tu.get(data, name)) if name in data.keys() else None  # noqa: SIM118  # a TensorDict has no `in`
+
+
+def turn_rewards_label(extra: Any, method: Method, before: int = 0, turns: int = 0) -> dict[str, list[Any]]:
+    """The rewards by turn as a label: those that the method reads, else the first of the usual names that has any.
+
+    Args:
+        extra: what verl has of the response.
+        method: of the run.
+        before: turns of its session before the response; a list of the reward function is the whole session's.
+        turns: of the response where as many rewards are certain to be one each, else 0.
+    """
+    own = getattr(method, "rewards", None)
+    for name in (own or None, *TURN_REWARDS):
+        for begin, of in ((before, _entry(extra, "reward_extra_info")), (0, extra)):
+            known = _entry(of, name) if name else None
+            if label := rewards_label(list_a_turn(known, turns))[begin:]:
+                return {"turn_rewards": label}
+            if known is not None and name == own:
+                return {}
+    return {}
+
+
+def _entry(value: Any, name: str) -> Any:
+    return value.get(name) if isinstance(value, Mapping) else None

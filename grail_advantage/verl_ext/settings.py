@@ -236,7 +236,7 @@ RULES = (
          "it compares two forwards that differ by noise of noise_std, most of which bf16 rounds away (docs/methods.md)",
          f"{PARAM_DTYPE}=fp32 keeps it, at the price of a float32 run", warned=True),
     Rule(AGGREGATION, lambda s: isinstance(s.method, TurnMethod) and (s[LOSS] == "sapo" or s[AGGREGATION] not in CONSTANT
-         or s[AGGREGATION] == CONSTANT[1] and s[SCALE] is None),
+         or (s[AGGREGATION] == CONSTANT[1] and s[SCALE] is None)),
          "it divides by numbers of tokens that the policy chooses with its turns: a bias (docs/turns.md)",
          f"{' and '.join(CONSTANT)}, with loss_scale_factor, do not", warned=True)
 )

@@ -35,7 +35,7 @@ from verl.utils.debug import marked_timer
 from verl.workers.utils.padding import response_from_nested, response_to_nested
 
 from grail_advantage.data import Row, RowScores
-from grail_advantage.verl_ext.exchange import PLACES, WATCHED, nested
+from grail_advantage.verl_ext.exchange import LEAVE_OUT, PLACES, WATCHED, nested, trains, update_order
 from grail_advantage.verl_ext.host import TIMING, WeighingTrainer
 from grail_advantage.verl_ext.patches import (
     base_mode,
@@ -46,7 +46,6 @@ from grail_advantage.verl_ext.patches import (
 )
 from grail_advantage.verl_ext.settings import BASE, BYPASS, ROLLOUT, TRAINER_PREFIX
 from grail_advantage.verl_ext.worker import TokenWeightActorWorker
-from grail_advantage.verl_ext.zero_advantage import LEAVE_OUT, trains, update_order
 
 STEP_POLICY = 0
 """Name under which verl's separate trainer keeps the policy of a step's first update in the workers."""

@@ -28,8 +28,7 @@ from grail_advantage.model.probe import Finding
 from grail_advantage.receipt import Piece
 from grail_advantage.receipt.measure import Gradient
 from grail_advantage.verl_ext.engine_model import EngineModel
-from grail_advantage.verl_ext.exchange import PLACES, WATCHED, build_reply, rows_of
-from grail_advantage.verl_ext.zero_advantage import LEAVE_OUT, without_zero_advantage
+from grail_advantage.verl_ext.exchange import LEAVE_OUT, PLACES, WATCHED, build_reply, rows_of, without_zero_advantage
 
 
 def token_scores(engine: FSDPEngineWithLMHead, request: TensorDict) -> TensorDict:
@@ -160,7 +159,7 @@ class TokenWeightTrainingWorker(TrainingWorker):
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="train"), blocking=False)
     def train_batch(self, data: TensorDict) -> TensorDict:
-        """verl's, over the responses that train (:mod:`grail_advantage.verl_ext.zero_advantage`)."""
+        """verl's, over the responses that train (:mod:`grail_advantage.verl_ext.exchange`)."""
         watched = WATCHED in data
         if watched:
             places_R2 = torch.stack(data[PLACES].unbind())  # TransferQueue may give it nested

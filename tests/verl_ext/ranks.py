@@ -292,8 +292,7 @@ class Updates:
     def _data(self, mode: str) -> Any:
         from verl.utils import tensordict_utils as tu
 
-        from grail_advantage.verl_ext.exchange import PLACES, WATCHED, nested
-        from grail_advantage.verl_ext.zero_advantage import LEAVE_OUT
+        from grail_advantage.verl_ext.exchange import LEAVE_OUT, PLACES, WATCHED, nested
 
         tokens = [torch.cat([row["prompt"], row["response"]]) for row in self.rows]
         masks = [row["mask"].clone() for row in self.rows]

@@ -7,9 +7,8 @@ from types import SimpleNamespace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grail_advantage.verl_ext.exchange import deal
+from grail_advantage.verl_ext.exchange import deal, deal_mini_batches
 from grail_advantage.verl_ext.patches import data_parallel_size
-from grail_advantage.verl_ext.zero_advantage import deal_mini_batches
 
 RANKS = st.integers(1, 5)
 

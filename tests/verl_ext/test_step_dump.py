@@ -21,12 +21,11 @@ from grail_advantage.dump import DumpHeader, DumpOptions, choose_rows, read_dump
 from grail_advantage.method import build
 from grail_advantage.methods.turns import TurnRloo
 from grail_advantage.verl_ext.dump import UpdateDump
-from grail_advantage.verl_ext.exchange import PLACES, WATCHED
+from grail_advantage.verl_ext.exchange import LEAVE_OUT, PLACES, WATCHED, trains
+from grail_advantage.verl_ext.host import turn_rewards_label
 from grail_advantage.verl_ext.settings import Settings
-from grail_advantage.verl_ext.step import turn_rewards_label
 from grail_advantage.verl_ext.trainer import TokenWeightTrainer
 from grail_advantage.verl_ext.worker import UpdateReader
-from grail_advantage.verl_ext.zero_advantage import LEAVE_OUT, trains
 from tests.core.tiny_models import END_ID
 from tests.dumps import table_of
 from tests.verl_ext.one_step import ROWS, Step, Workers, row_of

@@ -13,8 +13,8 @@ from verl.trainer.ppo import core_algos
 
 from grail_advantage.method import build
 from grail_advantage.methods.turns import TurnMethod
+from grail_advantage.verl_ext.exchange import trains
 from grail_advantage.verl_ext.settings import AGENT_LOOPS, PARALLEL_CALLS
-from grail_advantage.verl_ext.zero_advantage import trains
 from tests.core.test_turns import Talk
 from tests.core.tiny_models import encode
 from tests.verl_ext.one_step import ROWS, Step, row_of, same

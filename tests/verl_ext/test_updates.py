@@ -21,9 +21,9 @@ from verl.workers.config import FSDPActorConfig, PolicyLossConfig
 
 from grail_advantage.receipt import Receipt
 from grail_advantage.verl_ext.dump import loss_of, receipt_of
+from grail_advantage.verl_ext.exchange import trains
 from grail_advantage.verl_ext.settings import ACTOR, SKIPPABLE, Settings
 from grail_advantage.verl_ext.worker import OptimiserStep, UpdateReader
-from grail_advantage.verl_ext.zero_advantage import trains
 from tests.composed import verls_on_cpu
 from tests.core.tiny_models import tiny_model
 from tests.verl_ext import ranks

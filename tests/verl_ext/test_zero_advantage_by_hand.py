@@ -9,8 +9,7 @@ import pytest
 import torch
 from verl.utils import tensordict_utils as tu
 
-from grail_advantage.verl_ext.exchange import nested
-from grail_advantage.verl_ext.zero_advantage import deal_mini_batches, trains, without_zero_advantage
+from grail_advantage.verl_ext.exchange import deal_mini_batches, nested, trains, without_zero_advantage
 
 PROMPTS, RESPONSES = (3, 2, 4, 1), (4, 3, 5, 2)
 GROUP = object()
