@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from grail_advantage.data import OLD_LOG_PROBS, Rollouts, Weighed
+from grail_advantage.data import DUMPED, OLD_LOG_PROBS, ROLLOUT_LOG_PROBS, Rollouts, Weighed
 from grail_advantage.dump import StepDump
 from grail_advantage.effect import effect_figures
 from grail_advantage.receipt import Batch, Loss, Piece, Receipt, check, verl_loss
@@ -24,6 +24,8 @@ from grail_advantage.verl_ext.worker import OptimiserStep
 
 LOSS_COLUMNS = (OLD_LOG_PROBS, "rollout_is_weights", "ref_log_prob")
 """What the loss reads of a response beside its advantages."""
+COLUMNS = dict.fromkeys((*DUMPED, ROLLOUT_LOG_PROBS, *LOSS_COLUMNS))
+"""All columns of numbers that the dump takes."""
 
 
 class UpdateDump:

@@ -37,10 +37,8 @@ from grail_advantage.rules import hold
 from grail_advantage.verl_ext import patches
 from grail_advantage.verl_ext.settings import (
     DUMP_FOLDER,
-    METHOD,
     MODEL,
     TRAINER_MODES,
-    TRAINER_PREFIX,
     Settings,
     algorithm_sections,
     check_rules,
@@ -107,7 +105,7 @@ def prepare_run(config: DictConfig) -> Settings:
     if settings.method is not None and not settings["trainer.use_v1"]:
         patches.use_ray_trainer(import_module("grail_advantage.verl_ext.ray_trainer").TokenWeightRayTrainer)
     elif settings.method is not None and settings.kind == (mode := config.trainer.v1.trainer_mode) in TRAINER_MODES:
-        patches.set_trainer_mode(config, f"{TRAINER_PREFIX}{mode}")
+        patches.set_trainer_mode(config, f"grail_{mode}")
     return settings
 
 
@@ -169,9 +167,9 @@ def check_spelling(name: str) -> None:
         return
     for known in methods():
         if sorted(filter(str.isalnum, known)) == sorted(filter(str.isalnum, name.lower())):
-            raise ValueError(f"{METHOD}={name!r} is unknown; is {known} meant?{failure_message()}")
+            raise ValueError(f"algorithm.adv_estimator={name!r} is unknown; is {known} meant?{failure_message()}")
     if FAILURES:
-        logger.warning("%s=%s is unknown in the process of the command%s", METHOD, name, failure_message())
+        logger.warning("the estimator %s is unknown in the process of the command%s", name, failure_message())
 
 
 def check_names(config: DictConfig) -> None:

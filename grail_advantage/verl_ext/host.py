@@ -31,46 +31,17 @@ from verl.workers.config import HFModelConfig
 from verl.workers.rollout.utils import get_max_position_embeddings
 
 from grail_advantage.answers.missing import AnswerCheck
-from grail_advantage.data import (
-    DUMPED,
-    ROLLOUT_LOG_PROBS,
-    Example,
-    Rollouts,
-    Row,
-    RowScores,
-    Weighed,
-    outcome_of,
-    runs,
-    within_range,
-)
+from grail_advantage.data import DUMPED, Example, Rollouts, Row, RowScores, Weighed, outcome_of, runs, within_range
 from grail_advantage.dump import tolerant
 from grail_advantage.method import Method
 from grail_advantage.methods.turns import TurnMethod, list_a_turn, rewards_label
 from grail_advantage.model.probe import Finding
-from grail_advantage.verl_ext.dump import LOSS_COLUMNS, UpdateDump
+from grail_advantage.verl_ext import settings as options
+from grail_advantage.verl_ext.dump import COLUMNS, UpdateDump
 from grail_advantage.verl_ext.entry import check_tokenizer
 from grail_advantage.verl_ext.exchange import UPDATE, build_request, deal, rows_of
 from grail_advantage.verl_ext.patches import data_parallel_size
-from grail_advantage.verl_ext.settings import (
-    ACTOR,
-    AGENT_LOOPS,
-    BASE,
-    BYPASS,
-    CALL_REWARDS,
-    ENGINES,
-    KL_IN_REWARD,
-    METHOD,
-    MISSING,
-    MODEL,
-    PARALLEL_CALLS,
-    ROLLOUT,
-    SECTION,
-    SKIP,
-    STRATEGY,
-    TOOL_REWARDS,
-    Settings,
-    why_not_skip,
-)
+from grail_advantage.verl_ext.settings import Settings, why_not_skip
 from grail_advantage.verl_ext.worker import TokenWeightActorWorker
 from grail_advantage.weigh import weigh
 
@@ -80,10 +51,9 @@ TIMING = "token_weights"
 """``timing_s/token_weights``: seconds that the weights take in a step, with fetching and writing;
 ``token_weights_pass``, a part of it, those of the pass through the model."""
 REWARDS = "rm_scores"
-COLUMNS = dict.fromkeys((*DUMPED, ROLLOUT_LOG_PROBS, *LOSS_COLUMNS))
 OBJECTS = ("reward_model", "extra_fields", "data_source", "extra_info")
 """With :data:`COLUMNS` and :data:`REWARDS` the fields for the token dump; a run need not have them."""
-TURN_REWARDS = ("turn_rewards", CALL_REWARDS, "turn_scores", TOOL_REWARDS)
+TURN_REWARDS = ("turn_rewards", options.CALL_REWARDS, "turn_scores", options.TOOL_REWARDS)
 """Fields with rewards by turn, of the reward function and of verl's agent loop."""
 
 
@@ -101,17 +71,16 @@ class WeighingTrainer:
     _weighed: Weighed | None = None
     """Of the update that comes next."""
 
-    # ------------------------------------------------------------------------------------------------------------
-    # start-up
-
     def _read_settings(self, config: DictConfig) -> None:
         settings = self.settings = Settings.parse(config)
         if settings.method is None:
-            raise ValueError(f"{settings.named(METHOD)} is no method of token weights, which this trainer computes")
-        self._answers = AnswerCheck(settings.method, settings.answer, settings[MISSING], SECTION)
+            raise ValueError(
+                f"{settings.named(options.METHOD)} is no method of token weights, which this trainer computes"
+            )
+        self._answers = AnswerCheck(settings.method, settings.answer, settings[options.MISSING], options.SECTION)
 
     def _replace_workers(self) -> None:
-        if self.settings[STRATEGY] not in ENGINES:
+        if self.settings[options.STRATEGY] not in options.ENGINES:
             return  # verl's own workers: only methods without a pass come this far
         for role in (Role.Actor, Role.ActorRollout, Role.ActorRolloutRef):
             if role in self.role_worker_mapping:
@@ -121,21 +90,23 @@ class WeighingTrainer:
         settings = self.settings
         if self.processor is not None:
             raise ValueError(
-                f"{settings.named(f'{MODEL}.path')} is multi-modal; {settings.named(METHOD)} works with text models only"
+                f"{settings.named(f'{options.MODEL}.path')} is multi-modal; {settings.named(options.METHOD)} works with text models only"
             )
         check_tokenizer(self.tokenizer, self.config.actor_rollout_ref.model, settings.method)
         # As verl's rollout servers read it.
         model: HFModelConfig = omega_conf_to_dataclass(self.config.actor_rollout_ref.model)
         self._model_config = model.hf_config
         self._end_tokens = end_token_ids(self.tokenizer, model.generation_config)
-        self._context_length = settings[f"{ROLLOUT}.max_model_len"] or get_max_position_embeddings(model.hf_config)
+        self._context_length = settings[f"{options.ROLLOUT}.max_model_len"] or get_max_position_embeddings(
+            model.hf_config
+        )
 
     def _look_at_data(self, *, updates: int) -> None:
         settings, known = self.settings, self.train_dataset[0]
         for column in settings.method.data_columns:
             if column not in known:
                 raise ValueError(
-                    f"{settings.named(METHOD)} reads the column {column}, which {settings.named('data.train_files')} "
+                    f"{settings.named(options.METHOD)} reads the column {column}, which {settings.named('data.train_files')} "
                     f"lacks; its columns are {', '.join(sorted(known))}"
                 )
         if settings.dump is not None:
@@ -144,53 +115,99 @@ class WeighingTrainer:
     def _load_checkpoint(self) -> None:
         """verl's; then the loaded model is asked whether responses can be left out."""
         super()._load_checkpoint()
-        if (choice := self.settings[SKIP]) is False:
+        if (choice := self.settings[options.SKIP]) is False:
             return
         why = why_not_skip(self.settings, self._model_config, self._probe)
         self._skips = not why
         if why and choice is True:
-            raise ValueError(f"{SKIP}=True does not work: {why}; use auto")
+            raise ValueError(f"{options.SKIP}=True does not work: {why}; use auto")
         if why:
-            logger.warning("%s: every response stays in the update: %s", SKIP, why)
+            logger.warning("%s: every response stays in the update: %s", options.SKIP, why)
 
     def _probe(self) -> Finding:
         """Of the rank with the largest difference."""
-        longest, temperature = self.settings.longest, self.settings[f"{ROLLOUT}.temperature"]
+        longest, temperature = self.settings.longest, self.settings[f"{options.ROLLOUT}.temperature"]
         found = self.actor_rollout_wg.probe_neighbours(UPDATE, longest, temperature)
         finding = max(found, key=lambda finding: (not finding.holds, finding.difference))
         logger.info("micro-batches of the %s: %s", UPDATE, finding)
         return finding
 
-    # ------------------------------------------------------------------------------------------------- of an update
-
     def _field_names(self) -> list[str]:
-        """Of the responses of this step."""
-        dump = self._dump
-        return field_names(self.settings, dumped=dump is not None and dump.steps.writes(self.global_steps))
+        """The fields of the responses that this step reads; a run need not have those for the dump alone."""
+        s, method = self.settings, self.settings.method
+        # Rejection sampling rewrites response_mask; loss_mask still holds the generated tokens.
+        names = ["prompts", "responses", "loss_mask", "response_mask", "advantages", *(DUMPED.keys() & method.reads)]
+        names += [_reward_field(s)] if "rewards" in method.reads else []
+        names += ["raw_prompt", *method.data_columns] if "examples" in method.reads else []
+        names += ["extra_fields", *method.field_names] if method.field_names else []
+        if self._dump is not None and self._dump.steps.writes(self.global_steps):
+            names += [REWARDS, *OBJECTS, *COLUMNS]
+        return list(dict.fromkeys(names))
 
     def _weigh(self, keys: Sequence[str], data: TensorDict) -> Weighed:
-        """Token weights of the responses with these keys, whose fields were fetched."""
-        limits = {"context_length": self._context_length, "end_tokens": self._end_tokens}
-        r = rollouts_of(data, keys, self.settings, self.tokenizer, step=self.global_steps, **limits)
+        """Token weights of the responses with these keys, by their fields as far as the run has them, of which those with
+        a value a token are nested."""
+        r = self._rollouts(keys, data)
         host: Any = SimpleNamespace(  # as grail_advantage.weigh.Host
             rollouts=lambda: r,
             columns=lambda names, selected: {name: r.columns[name] for name in names},
-            scores=lambda method, rows: self._timed_pass(rows) if rows else [],
+            scores=lambda method, rows: self._run_pass(rows) if rows else [],
         )
         self._weighed = weigh(host, self.settings.method, self._answers)
         return self._weighed
 
-    def _timed_pass(self, rows: Sequence[Row]) -> list[RowScores]:
-        with marked_timer(f"{TIMING}_pass", self.timing_raw, color="purple"):
-            return self._run_pass(rows)
+    def _rollouts(self, keys: Sequence[str], data: TensorDict) -> Rollouts:
+        """The responses after verl's advantages.
+
+        A response whose advantage is not finite, or too large, has the advantage NaN, which trains nothing. verl gives
+        it to all responses that were compared with one whose reward is not finite; verl alone then skips the update of
+        every mini-batch with such a response, whose gradient is NaN (``FSDPEngine.optimizer_step``).
+
+        Raises:
+            ValueError: the base advantages differ within a response, or something that the method reads is not there.
+        """
+        settings, method, reads = self.settings, self.settings.method, self.settings.method.reads
+        prompts, responses = list(data["prompts"].unbind()), list(data["responses"].unbind())
+        written_BT, mask_BT, advantages_BT = (
+            data[name].to_padded_tensor(0) for name in ("loss_mask", "response_mask", "advantages")
+        )
+        turns, fields = [0] * len(keys), _fields(keys, data, method)
+        one_call = (
+            settings[options.PARALLEL_CALLS] == 1 and not settings[options.AGENT_LOOPS]
+        )  # a turn, in verl's own agent loops
+        if one_call and isinstance(method, TurnMethod) and method.align == "calls" and method.rewards:
+            turns = [len(runs(written)) for written in written_BT.bool().numpy()]
+            fields[method.rewards] = list(map(list_a_turn, fields[method.rewards], turns))
+        rollouts = Rollouts(
+            prompts=prompts,
+            responses=responses,
+            mask=mask_BT.bool(),
+            written=written_BT.bool(),
+            advantages=_of_responses(advantages_BT, mask_BT.bool(), settings),
+            rewards=_sums(keys, data[_reward_field(settings)], method) if "rewards" in reads else None,
+            tokenizer=self.tokenizer,
+            answer=settings.answer,
+            truncated=truncated(prompts, responses, settings, self._context_length, self._end_tokens),
+            groups=torch.tensor(group_numbers(keys)),
+            examples=_examples(data, settings) if "examples" in reads else None,
+            fields=fields,
+            columns=columns_of(data, COLUMNS),
+            sessions=[(session, int(number)) for session, number in (key.rsplit("_", 1) for key in keys)],
+            keys=list(keys),
+            mean=partial(mean_of_loss, settings),
+            step=self.global_steps,
+        )
+        if (lost_B := rollouts.advantages.isnan()).any():
+            logger.warning(
+                "step %d: %d of %d responses, such as %s, were compared with one that has no finite reward. They train "
+                "nothing in this step; verl alone would skip the whole update. Fix the reward function",
+                *(self.global_steps, int(lost_B.sum()), len(keys), keys[int(lost_B.int().argmax())]),
+            )
+        return rollouts if settings.dump is None else replace(rollouts, facts=_facts(data, rollouts, method, turns))
 
     def _report(self, of_run: Sequence[bool], *, update: int = 0) -> dict[str, float]:
-        """Write the dump of what was weighed; the metrics.
-
-        Args:
-            of_run: which responses do not only fill up the batch.
-            update: number of the update in the step.
-        """
+        """Write the dump of what was weighed; the metrics. ``of_run``: which responses do not only fill up the batch;
+        ``update``: number of the update in the step."""
         figures = {f"{self.settings.method.name}/{name}": value for name, value in self._weighed.metrics.items()}
         if self._dump is not None:
             with marked_timer("token_dump", self.timing_raw, color="purple"):
@@ -206,7 +223,7 @@ class WeighingTrainer:
 
     def _on_policy(self) -> bool:
         """Whether the old log-probabilities are those of the actor before the update."""
-        return not self.settings[BYPASS]
+        return not self.settings[options.BYPASS]
 
     def _run_pass(self, rows: Sequence[Row]) -> list[RowScores]:
         """Scores of at least one row by a pass in the actor's workers."""
@@ -219,94 +236,18 @@ class WeighingTrainer:
         request = build_request(
             [copy if place is None else rows[place] for place in order],
             method,
-            temperature=self.settings[f"{ROLLOUT}.temperature"],
+            temperature=self.settings[f"{options.ROLLOUT}.temperature"],
             step=self.global_steps,
             pad_token=self.tokenizer.pad_token_id,
         )
-        scores = dict(zip(order, rows_of(self.actor_rollout_wg.compute_token_scores(request)), strict=True))
+        with marked_timer(f"{TIMING}_pass", self.timing_raw, color="purple"):
+            reply = self.actor_rollout_wg.compute_token_scores(request)
+        scores = dict(zip(order, rows_of(reply), strict=True))
         return [scores[place] for place in range(len(rows))]
 
 
-def field_names(settings: Settings, *, dumped: bool) -> list[str]:
-    """The fields of the responses that a step reads.
-
-    Args:
-        dumped: whether the token dump writes this step, which takes more of them.
-    """
-    method = settings.method
-    # Rejection sampling rewrites response_mask; loss_mask still holds the generated tokens.
-    names = ["prompts", "responses", "loss_mask", "response_mask", "advantages", *(DUMPED.keys() & method.reads)]
-    names += [_reward_field(settings)] if "rewards" in method.reads else []
-    names += ["raw_prompt", *method.data_columns] if "examples" in method.reads else []
-    names += ["extra_fields", *method.field_names] if method.field_names else []
-    return list(dict.fromkeys([*names, *((REWARDS, *OBJECTS, *COLUMNS) if dumped else ())]))
-
-
 def _reward_field(settings: Settings) -> str:
-    return "token_level_rewards" if settings[KL_IN_REWARD] else REWARDS
-
-
-def rollouts_of(
-    data: TensorDict,
-    keys: Sequence[str],
-    settings: Settings,
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    step: int,
-    context_length: int,
-    end_tokens: set[int],
-) -> Rollouts:
-    """The responses after verl's advantages.
-
-    A response whose advantage is not finite, or too large, has the advantage NaN, which trains nothing. verl gives it
-    to all responses that were compared with one whose reward is not finite; verl alone then skips the update of every
-    mini-batch with such a response, whose gradient is NaN (``FSDPEngine.optimizer_step``).
-
-    Args:
-        data: the fields of :func:`field_names`, as far as the run has them; those with a value a token are nested.
-        step: its number.
-        context_length: positions of the model.
-        end_tokens: from :func:`end_token_ids`.
-
-    Raises:
-        ValueError: the base advantages differ within a response, or something that the method reads is not there.
-    """
-    method = settings.method
-    prompts, responses = list(data["prompts"].unbind()), list(data["responses"].unbind())
-    written_BT, mask_BT, advantages_BT = (
-        data[name].to_padded_tensor(0) for name in ("loss_mask", "response_mask", "advantages")
-    )
-    turns, fields = [0] * len(keys), _fields(keys, data, method)
-    one_call = settings[PARALLEL_CALLS] == 1 and not settings[AGENT_LOOPS]  # a turn at most, in verl's own agent loops
-    if one_call and isinstance(method, TurnMethod) and method.align == "calls" and method.rewards:
-        turns = [len(runs(written)) for written in written_BT.bool().numpy()]
-        fields[method.rewards] = list(map(list_a_turn, fields[method.rewards], turns))
-    rollouts = Rollouts(
-        prompts=prompts,
-        responses=responses,
-        mask=mask_BT.bool(),
-        written=written_BT.bool(),
-        advantages=_of_responses(advantages_BT, mask_BT.bool(), settings),
-        rewards=_sums(keys, data[_reward_field(settings)], method) if "rewards" in method.reads else None,
-        tokenizer=tokenizer,
-        answer=settings.answer,
-        truncated=truncated(prompts, responses, settings, context_length, end_tokens),
-        groups=torch.tensor(group_numbers(keys)),
-        examples=_examples(data, settings) if "examples" in method.reads else None,
-        fields=fields,
-        columns=columns_of(data, COLUMNS),
-        sessions=[(session, int(number)) for session, number in (key.rsplit("_", 1) for key in keys)],
-        keys=list(keys),
-        mean=partial(mean_of_loss, settings),
-        step=step,
-    )
-    if (lost_B := rollouts.advantages.isnan()).any():
-        logger.warning(
-            "step %d: %d of %d responses, such as %s, were compared with one that has no finite reward. They train "
-            "nothing in this step; verl alone would skip the whole update. Fix the reward function",
-            *(step, int(lost_B.sum()), len(keys), keys[int(lost_B.int().argmax())]),
-        )
-    return rollouts if settings.dump is None else replace(rollouts, facts=_facts(data, rollouts, method, turns))
+    return "token_level_rewards" if settings[options.KL_IN_REWARD] else REWARDS
 
 
 def _of_responses(advantages_BT: torch.Tensor, mask_BT: torch.Tensor, settings: Settings) -> torch.Tensor:
@@ -318,7 +259,7 @@ def _of_responses(advantages_BT: torch.Tensor, mask_BT: torch.Tensor, settings: 
     highest_B = torch.where(mask_BT, advantages_BT, -torch.inf).amax(dim=1)
     if ((lowest_B < highest_B) & usable_B).any():
         raise ValueError(
-            f"{settings.named(BASE)}, or the trainer, gives the tokens of a response different advantages, and token "
+            f"{settings.named(options.BASE)}, or the trainer, gives the tokens of a response different advantages, and token "
             "weights multiply one"
         )
     of_B = advantages_BT.gather(1, advantages_BT.abs().argmax(dim=1, keepdim=True)).squeeze(1)
@@ -327,7 +268,7 @@ def _of_responses(advantages_BT: torch.Tensor, mask_BT: torch.Tensor, settings: 
 
 def mean_of_loss(settings: Settings, values_BT: torch.Tensor, mask_BT: torch.Tensor) -> float:
     """The mean over a batch as the run's loss takes it."""
-    how = {name: settings[f"{ACTOR}.{name}"] for name in ("loss_agg_mode", "loss_scale_factor")}
+    how = {name: settings[f"{options.ACTOR}.{name}"] for name in ("loss_agg_mode", "loss_scale_factor")}
     return float(agg_loss(loss_mat=values_BT, loss_mask=mask_BT.to(values_BT.dtype), **how))
 
 
@@ -358,10 +299,9 @@ def _fields(keys: Sequence[str], data: TensorDict, method: Method) -> dict[str, 
         in_column = not any(name in entry for entry in added)
         values = objects(data, name) if in_column else [entry.get(name) for entry in added]
         if values is None:
-            known = ", ".join(sorted(set().union(*added) - {"reward_extra_info"})) or "nothing"
             raise ValueError(
-                f"{method.name} reads field:{name}, which no response has: compute_score must return it, the agent loop "
-                f"add it, or data.train_files have a column of that name; the first two give {known}"
+                f"{method.name} reads field:{name}, which no response has: compute_score must return it, the agent "
+                "loop add it, or data.train_files have a column of that name"
             )
         fields[name] = values
     return fields
@@ -376,7 +316,7 @@ def _sums(keys: Sequence[str], rewards: torch.Tensor, method: Method) -> torch.T
     for key, last in zip(keys, _last_outputs(keys), strict=True):
         if "sessions" not in method.reads and keys[last] != key:
             raise ValueError(
-                f"{METHOD}={method.name} reads one reward a response, and {key} and {keys[last]} are outputs of one "
+                f"{options.METHOD}={method.name} reads one reward a response, and {key} and {keys[last]} are outputs of one "
                 "session, which share theirs; have the agent loop return one output"
             )
     sums_B = rewards.to_padded_tensor(0).double().sum(dim=1)
@@ -411,8 +351,11 @@ def truncated(
     position kept free, ``SGLangHttpServer``). Each turn of a conversation has the room that the turns before it left,
     so a whole response has the same limit.
     """
-    most = settings[f"{ROLLOUT}.response_length"]
-    whole = min(settings[f"{ROLLOUT}.prompt_length"] + most, context_length - (settings[f"{ROLLOUT}.name"] == "sglang"))
+    most = settings[f"{options.ROLLOUT}.response_length"]
+    whole = min(
+        settings[f"{options.ROLLOUT}.prompt_length"] + most,
+        context_length - (settings[f"{options.ROLLOUT}.name"] == "sglang"),
+    )
     return torch.tensor(
         [
             len(response) >= min(most, whole - len(prompt))
@@ -464,13 +407,8 @@ def objects(data: TensorDict, name: str) -> list[Any] | None:
 
 def turn_rewards_label(extra: Any, method: Method, before: int = 0, turns: int = 0) -> dict[str, list[Any]]:
     """The rewards by turn as a label: those that the method reads, else the first of the usual names that has any.
-
-    Args:
-        extra: what verl has of the response.
-        method: of the run.
-        before: turns of its session before the response; a list of the reward function is the whole session's.
-        turns: of the response where as many rewards are certain to be one each, else 0.
-    """
+    ``extra`` is what verl has of the response, ``before`` the turns of its session before it, since a list of the reward
+    function is the whole session's, and ``turns`` its own where as many rewards are certain to be one each, else 0."""
     own = getattr(method, "rewards", None)
     for name in (own or None, *TURN_REWARDS):
         for begin, of in ((before, _entry(extra, "reward_extra_info")), (0, extra)):

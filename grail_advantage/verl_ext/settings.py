@@ -49,7 +49,6 @@ TOKEN_BASES = ("gae", "reinforce_plus_plus", "remax", "optimal_token_baseline", 
 TRAINER_MODE = "trainer.v1.trainer_mode"
 TRAINER_MODES = ("sync", "colocate_async", "separate_async")
 """verl's own values of it; with a method, ``grail_<mode>`` is that trainer with token weights."""
-TRAINER_PREFIX = "grail_"
 ENGINES = ("fsdp", "fsdp2")
 """Values of :data:`STRATEGY`: the engines of verl's in which this project runs code of its own."""
 TOOL_REWARDS, CALL_REWARDS = "tool_rewards", "call_rewards"

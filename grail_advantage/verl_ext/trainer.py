@@ -35,16 +35,10 @@ from verl.utils.debug import marked_timer
 from verl.workers.utils.padding import response_from_nested, response_to_nested
 
 from grail_advantage.data import Row, RowScores
+from grail_advantage.verl_ext import patches
 from grail_advantage.verl_ext.exchange import LEAVE_OUT, PLACES, WATCHED, nested, trains, update_order
 from grail_advantage.verl_ext.host import TIMING, WeighingTrainer
-from grail_advantage.verl_ext.patches import (
-    base_mode,
-    copy_saved_shards,
-    data_parallel_size,
-    estimator_named,
-    set_trainer_mode,
-)
-from grail_advantage.verl_ext.settings import BASE, BYPASS, ROLLOUT, TRAINER_PREFIX
+from grail_advantage.verl_ext.settings import BASE, BYPASS, ROLLOUT
 from grail_advantage.verl_ext.worker import TokenWeightActorWorker
 
 STEP_POLICY = 0
@@ -56,7 +50,7 @@ class TokenWeightTrainer(WeighingTrainer):
 
     def __init__(self, config: DictConfig) -> None:
         self._read_settings(config)
-        set_trainer_mode(config, base_mode(type(self)))
+        patches.set_trainer_mode(config, patches.base_mode(type(self)))
         super().__init__(config)
 
     def _init_resource_pool_mgr(self) -> None:
@@ -72,7 +66,7 @@ class TokenWeightTrainer(WeighingTrainer):
         self._look_at_data(updates=self.parameter_sync_step)
 
     def _compute_advantage(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
-        with estimator_named(self.config.algorithm, self.settings[BASE]):
+        with patches.estimator_named(self.config.algorithm, self.settings[BASE]):
             batch = super()._compute_advantage(batch, metrics)
         with marked_timer(TIMING, self.timing_raw, color="purple"):
             data = tq.kv_batch_get(batch.keys, batch.partition_id, select_fields=self._field_names())
@@ -88,7 +82,7 @@ class TokenWeightTrainer(WeighingTrainer):
         weighed, self._weighed = self._weighed, None
         rollouts, request, sent = weighed.rollouts, batch, [True] * len(weighed.rollouts)
         if self._skips:
-            sent, ranks = trains(weighed.advantages, rollouts.mask), data_parallel_size(self.actor_rollout_wg)
+            sent, ranks = trains(weighed.advantages, rollouts.mask), patches.data_parallel_size(self.actor_rollout_wg)
             request, figures = update_order(rollouts, sent, batch, self.settings, ranks)
             request.extra_info[LEAVE_OUT] = True
             metrics.update(figures)
@@ -116,12 +110,12 @@ class TokenWeightTrainer(WeighingTrainer):
         return response_from_nested(data["log_probs"], data["response_mask"]).to_padded_tensor(0).float()
 
 
-@register_trainer(f"{TRAINER_PREFIX}sync")
+@register_trainer("grail_sync")
 class TokenWeightTrainerSync(TokenWeightTrainer, PPOTrainerSync):
     """verl's synchronous trainer with token weights."""
 
 
-@register_trainer(f"{TRAINER_PREFIX}colocate_async")
+@register_trainer("grail_colocate_async")
 class TokenWeightTrainerColocateAsync(TokenWeightTrainer, PPOTrainerColocateAsync):
     """verl's asynchronous trainer that shares its devices with the rollout, with token weights."""
 
@@ -133,10 +127,10 @@ class TokenWeightDetachActorWorker(TokenWeightActorWorker, DetachActorWorker):
     def save_model_to_cpu(self, n: int) -> None:
         """Keep the current policy under the name ``n``, see ``DetachActorWorker``."""
         super().save_model_to_cpu(n)
-        copy_saved_shards(self.cpu_saved_models, n)
+        patches.copy_saved_shards(self.cpu_saved_models, n)
 
 
-@register_trainer(f"{TRAINER_PREFIX}separate_async")
+@register_trainer("grail_separate_async")
 class TokenWeightTrainerSeparateAsync(TokenWeightTrainer, PPOTrainerSeparateAsync):
     """verl's asynchronous trainer with rollout devices of their own, with token weights."""
 
