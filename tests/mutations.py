@@ -85,7 +85,7 @@ ROWS = (
     ("verl_ext/host", "verl_ext/test_turns.py::test_several_outputs_of_a_session_are_one_conversation",
      "if last[row] != row else of for", "if False else of for"),
     ("verl_ext/host", "verl_ext/test_one_step.py::test_what_is_truncated",
-     'context_length - (settings[f"{ROLLOUT}.name"] == "sglang")', "context_length"),
+     'context_length - (engine == "sglang")', "context_length"),
     ("verl_ext/host", "verl_ext/test_one_step.py::test_what_is_truncated",
      "min(most, whole - len(prompt))", "most"),
     ("verl_ext/exchange", "verl_ext/test_zero_advantage_by_hand.py",

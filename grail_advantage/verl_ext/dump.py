@@ -1,5 +1,5 @@
-"""The responses of an update of the actor for the token dump (:mod:`grail_advantage.dump`), in the trainer, and what each
-of their tokens received in it (:mod:`grail_advantage.receipt`), as the workers read it
+"""The responses of an update of the actor for the token dump (:mod:`grail_advantage.dump`), in the trainer, and what
+each of their tokens received in it (:mod:`grail_advantage.receipt`), as the workers read it
 (:class:`grail_advantage.verl_ext.worker.UpdateReader`).
 
 verl's own rollout dump (``trainer.rollout_data_dir``, ``PPOTrainer._log_rollout_data``) names the same responses by the

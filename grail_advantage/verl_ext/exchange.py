@@ -1,9 +1,9 @@
 """Responses on their way between trainer and workers: their order over the ranks, the request of a pass, its reply, and
 which of them an update of the actor leaves out.
 
-The gradient of a zero-advantage response is 0 where :func:`grail_advantage.verl_ext.settings.why_not_skip` says nothing.
-An update without it is the same to float rounding as long as the rest keeps what it is divided by. verl divides by the
-tokens and responses of the whole mini-batch: ``global_batch_size`` is a setting of the batch and stays,
+The gradient of a zero-advantage response is 0 where :func:`grail_advantage.verl_ext.settings.why_not_skip` says
+nothing. An update without it is the same to float rounding as long as the rest keeps what it is divided by. verl
+divides by the tokens and responses of the whole mini-batch: ``global_batch_size`` is a setting of the batch and stays,
 ``batch_num_tokens`` is the sum of ``loss_mask`` over all ranks (``FSDPEngine.forward_backward_batch``) and is handed on
 as that sum. The number of mini-batches and of optimiser steps stays as well: a rank with fewer responses than the
 others, or with none, gets fillers of two tokens that no loss reads. Where no response of a mini-batch is left,
@@ -27,8 +27,8 @@ from grail_advantage.method import Method
 from grail_advantage.verl_ext.settings import ACTOR, ROLLOUT, Settings
 
 PLACES = "receipt_places"
-"""Field of a batch of R responses: (R, 2) int64. Column 0 is a response's place in the update's batch, column 1 its slot
-among those that the token dump writes, -1 for none."""
+"""Field of a batch of R responses: (R, 2) int64. Column 0 is a response's place in the update's batch, column 1 its
+slot among those that the token dump writes, -1 for none."""
 WATCHED = "receipt_update"  # setting of a batch whose update is watched: a number that tells updates apart
 UPDATE, FORWARD, PADDED_FORWARD = "actor update", "old log-probabilities", "old log-probabilities, padded"
 """Layouts: whose micro-batches they are; the first in training mode, the last padded where the run packs."""
@@ -66,7 +66,7 @@ def build_request(
 
 
 def build_reply(rows: Sequence[RowScores]) -> TensorDict:
-    """The scores of the responses of a request, float32 on the CPU, with the gradient norms of a pass with gradients."""
+    """The scores of a request's responses, float32 on the CPU, with the gradient norms of a pass with gradients."""
     norms = [None if row.norms is None else row.norms.cpu() for row in rows]
     return tu.get_tensordict(
         {"rows": [RowScores(row.scores.float().cpu(), of) for row, of in zip(rows, norms, strict=True)]}

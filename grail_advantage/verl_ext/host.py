@@ -89,9 +89,7 @@ class WeighingTrainer:
     def _look_at_model(self) -> None:
         settings = self.settings
         if self.processor is not None:
-            raise ValueError(
-                f"{settings.named(f'{options.MODEL}.path')} is multi-modal; {settings.named(options.METHOD)} works with text models only"
-            )
+            raise ValueError(f"{settings.named(f'{options.MODEL}.path')} is multi-modal; methods need a text model")
         check_tokenizer(self.tokenizer, self.config.actor_rollout_ref.model, settings.method)
         # As verl's rollout servers read it.
         model: HFModelConfig = omega_conf_to_dataclass(self.config.actor_rollout_ref.model)
@@ -105,10 +103,8 @@ class WeighingTrainer:
         settings, known = self.settings, self.train_dataset[0]
         for column in settings.method.data_columns:
             if column not in known:
-                raise ValueError(
-                    f"{settings.named(options.METHOD)} reads the column {column}, which {settings.named('data.train_files')} "
-                    f"lacks; its columns are {', '.join(sorted(known))}"
-                )
+                files = settings.named("data.train_files")
+                raise ValueError(f"{settings.method.name} reads the column {column} of {files}, which has {[*known]}")
         if settings.dump is not None:
             self._dump = UpdateDump(settings, self.tokenizer, updates=updates)
 
@@ -145,8 +141,8 @@ class WeighingTrainer:
         return list(dict.fromkeys(names))
 
     def _weigh(self, keys: Sequence[str], data: TensorDict) -> Weighed:
-        """Token weights of the responses with these keys, by their fields as far as the run has them, of which those with
-        a value a token are nested."""
+        """Token weights of the responses with these keys, by their fields as far as the run has them, nested where they
+        have a value a token."""
         r = self._rollouts(keys, data)
         host: Any = SimpleNamespace(  # as grail_advantage.weigh.Host
             rollouts=lambda: r,
@@ -172,9 +168,8 @@ class WeighingTrainer:
             data[name].to_padded_tensor(0) for name in ("loss_mask", "response_mask", "advantages")
         )
         turns, fields = [0] * len(keys), _fields(keys, data, method)
-        one_call = (
-            settings[options.PARALLEL_CALLS] == 1 and not settings[options.AGENT_LOOPS]
-        )  # a turn, in verl's own agent loops
+        # verl's own agent loops make one call a turn at most.
+        one_call = settings[options.PARALLEL_CALLS] == 1 and not settings[options.AGENT_LOOPS]
         if one_call and isinstance(method, TurnMethod) and method.align == "calls" and method.rewards:
             turns = [len(runs(written)) for written in written_BT.bool().numpy()]
             fields[method.rewards] = list(map(list_a_turn, fields[method.rewards], turns))
@@ -258,10 +253,8 @@ def _of_responses(advantages_BT: torch.Tensor, mask_BT: torch.Tensor, settings: 
     lowest_B = torch.where(mask_BT, advantages_BT, torch.inf).amin(dim=1)
     highest_B = torch.where(mask_BT, advantages_BT, -torch.inf).amax(dim=1)
     if ((lowest_B < highest_B) & usable_B).any():
-        raise ValueError(
-            f"{settings.named(options.BASE)}, or the trainer, gives the tokens of a response different advantages, and token "
-            "weights multiply one"
-        )
+        base = settings.named(options.BASE)
+        raise ValueError(f"{base} gives the tokens of a response different advantages; token weights multiply one")
     of_B = advantages_BT.gather(1, advantages_BT.abs().argmax(dim=1, keepdim=True)).squeeze(1)
     return torch.where(usable_B, of_B, torch.nan)
 
@@ -316,8 +309,8 @@ def _sums(keys: Sequence[str], rewards: torch.Tensor, method: Method) -> torch.T
     for key, last in zip(keys, _last_outputs(keys), strict=True):
         if "sessions" not in method.reads and keys[last] != key:
             raise ValueError(
-                f"{options.METHOD}={method.name} reads one reward a response, and {key} and {keys[last]} are outputs of one "
-                "session, which share theirs; have the agent loop return one output"
+                f"{method.name} reads one reward a response, and {key} and {keys[last]} are outputs of one session, "
+                "which share theirs; have the agent loop return one output"
             )
     sums_B = rewards.to_padded_tensor(0).double().sum(dim=1)
     return torch.where(sums_B.isfinite(), sums_B, torch.nan)
@@ -351,11 +344,10 @@ def truncated(
     position kept free, ``SGLangHttpServer``). Each turn of a conversation has the room that the turns before it left,
     so a whole response has the same limit.
     """
-    most = settings[f"{options.ROLLOUT}.response_length"]
-    whole = min(
-        settings[f"{options.ROLLOUT}.prompt_length"] + most,
-        context_length - (settings[f"{options.ROLLOUT}.name"] == "sglang"),
+    asked, most, engine = (
+        settings[f"{options.ROLLOUT}.{name}"] for name in ("prompt_length", "response_length", "name")
     )
+    whole = min(asked + most, context_length - (engine == "sglang"))
     return torch.tensor(
         [
             len(response) >= min(most, whole - len(prompt))
@@ -407,8 +399,9 @@ def objects(data: TensorDict, name: str) -> list[Any] | None:
 
 def turn_rewards_label(extra: Any, method: Method, before: int = 0, turns: int = 0) -> dict[str, list[Any]]:
     """The rewards by turn as a label: those that the method reads, else the first of the usual names that has any.
-    ``extra`` is what verl has of the response, ``before`` the turns of its session before it, since a list of the reward
-    function is the whole session's, and ``turns`` its own where as many rewards are certain to be one each, else 0."""
+    ``extra`` is what verl has of the response, ``before`` the turns of its session before it, since a list of the
+    reward function is the whole session's, and ``turns`` its own where as many rewards are certain to be one each, else
+    0."""
     own = getattr(method, "rewards", None)
     for name in (own or None, *TURN_REWARDS):
         for begin, of in ((before, _entry(extra, "reward_extra_info")), (0, extra)):

@@ -16,7 +16,7 @@ import ray
 import torch
 import verl.utils.config
 import verl.utils.logging_utils
-from omegaconf import DictConfig, open_dict
+from omegaconf import DictConfig
 from verl.utils.device import get_device_name
 
 if TYPE_CHECKING:
@@ -71,8 +71,7 @@ def set_trainer_mode(config: DictConfig, mode: str) -> None:
     verl's own names: under another name the trainer silently gets the asynchronous replay buffer. Can go when verl asks
     the class.
     """
-    with open_dict(config):
-        config.trainer.v1.trainer_mode = mode
+    config.trainer.v1.trainer_mode = mode
 
 
 def base_mode(trainer_class: type) -> str:
@@ -92,14 +91,11 @@ def estimator_named(algorithm: DictConfig, name: str) -> Iterator[None]:
     multi-output session as a session of its own unless the estimator is called ``grpo``. Can go when a registered
     estimator can say that it works by sessions.
     """
-    configured = algorithm.adv_estimator
-    with open_dict(algorithm):
-        algorithm.adv_estimator = name
+    configured, algorithm.adv_estimator = algorithm.adv_estimator, name
     try:
         yield
     finally:
-        with open_dict(algorithm):
-            algorithm.adv_estimator = configured
+        algorithm.adv_estimator = configured
 
 
 def use_ray_trainer(trainer_class: type) -> None:

@@ -70,8 +70,6 @@ LOSS, AGGREGATION, SCALE = (
 PARAM_DTYPE, MODEL_DTYPE = (f"{ACTOR}.fsdp_config.{name}" for name in ("mixed_precision.param_dtype", "model_dtype"))
 CHUNKING = f"{ACTOR}.entropy_from_logits_with_chunking"
 OPTIONS_FILE = Path(__file__).with_name("config") / "token_weights.yaml"
-CONSTANT = ("seq-mean-token-sum", "seq-mean-token-sum-norm")
-"""Aggregations that divide by no number of tokens, the second where it has a factor."""
 NEEDED_WHOLE = ("logits", "sequences", "hidden_states")
 """Outputs of a model that neither fused kernels nor a rank of a sequence-parallel group has whole."""
 
@@ -199,6 +197,12 @@ def _coarse_entropy(s: Settings) -> bool:
     return s.method.ranks_entropy and _half(s) and not chunking
 
 
+def _constant_denominator(s: Settings) -> bool:
+    """Whether the loss divides by no number of tokens."""
+    norm = s[AGGREGATION] == "seq-mean-token-sum-norm" and s[SCALE] is not None
+    return s[LOSS] != "sapo" and (norm or s[AGGREGATION] == "seq-mean-token-sum")
+
+
 # fmt: off
 RULES = (
     Rule(TRAINER_MODE, lambda s: s.kind is None, "no trainer with token weights has this name",
@@ -234,10 +238,9 @@ RULES = (
     Rule(METHOD, lambda s: isinstance(s.method, Oar) and s.method.uses == "logits" and _half(s),
          "it compares two forwards that differ by noise of noise_std, most of which bf16 rounds away (docs/methods.md)",
          f"{PARAM_DTYPE}=fp32 keeps it, at the price of a float32 run", warned=True),
-    Rule(AGGREGATION, lambda s: isinstance(s.method, TurnMethod) and (s[LOSS] == "sapo" or s[AGGREGATION] not in CONSTANT
-         or (s[AGGREGATION] == CONSTANT[1] and s[SCALE] is None)),
+    Rule(AGGREGATION, lambda s: isinstance(s.method, TurnMethod) and not _constant_denominator(s),
          "it divides by numbers of tokens that the policy chooses with its turns: a bias (docs/turns.md)",
-         f"{' and '.join(CONSTANT)}, with loss_scale_factor, do not", warned=True)
+         "seq-mean-token-sum, and seq-mean-token-sum-norm with loss_scale_factor, do not", warned=True)
 )
 """With a method."""
 # fmt: on
@@ -287,7 +290,7 @@ def why_not_skip(s: Settings, model: PretrainedConfig | None = None, probe: Call
     for option, part in EVERY_RESPONSE.items():
         if s[option]:
             return f"{s.named(option)}: {part} reads every response"
-    if s[AGGREGATION] == CONSTANT[1] and s[SCALE] is None:
+    if s[AGGREGATION] == "seq-mean-token-sum-norm" and s[SCALE] is None:
         return f"{s.named(SCALE)}: the loss divides by the longest response of each micro-batch"
     for qat in (f"{ACTOR}.qat", f"{ACTOR}.fsdp_config.qat"):
         if s[f"{qat}.enable"] and s[f"{qat}.mode"] != "w4a16":  # which leaves activations as they are

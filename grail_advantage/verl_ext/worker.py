@@ -1,5 +1,5 @@
-"""verl's actor worker with the passes of methods, and with updates that leave out zero-advantage responses and read what
-each token of the others receives (:mod:`grail_advantage.receipt`).
+"""verl's actor worker with the passes of methods, and with updates that leave out zero-advantage responses and read
+what each token of the others receives (:mod:`grail_advantage.receipt`).
 
 :class:`UpdateReader` works around the loss function that verl gives the worker: it reads the gradient of the tensor of
 log-probabilities that goes into the loss, and changes nothing. Gradients are kept for the responses that the token dump
