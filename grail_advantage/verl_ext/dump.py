@@ -29,15 +29,8 @@ COLUMNS = dict.fromkeys((*DUMPED, ROLLOUT_LOG_PROBS, *LOSS_COLUMNS))
 
 
 class UpdateDump:
-    """Writes the responses of updates, from the trainer's process. An error in it does not stop the training.
-
-    Args:
-        settings: the run's, with a folder for the dump.
-        updates: updates of the actor in a step.
-
-    Raises:
-        OSError: the folder cannot be made.
-    """
+    """Writes the responses of updates, so many a step, from the trainer's process. An error in it does not stop the
+    training, but for the OSError of a folder that cannot be made."""
 
     def __init__(self, settings: Settings, tokenizer: PreTrainedTokenizerBase, *, updates: int) -> None:
         options = settings.dump
@@ -50,13 +43,8 @@ class UpdateDump:
         """Chooses the responses, and writes their files."""
 
     def write(self, weighed: Weighed, of_run: Sequence[bool], *, update: int) -> None:
-        """Hand the update's responses to the writer.
-
-        Args:
-            weighed: of the update.
-            of_run: which of its responses do not only fill up the batch.
-            update: number of the update in the step.
-        """
+        """Hand the update's responses to the writer. ``of_run``: which of them do not only fill up the batch;
+        ``update``: its number in the step."""
         self.marks, r = None, weighed.rollouts
         with self.steps.attempt():
             if not (chosen := self.steps.choose(r.step, update, r.groups.tolist(), of_run)):
@@ -77,7 +65,7 @@ class UpdateDump:
         *,
         on_policy: bool,
     ) -> dict[str, float]:
-        """Hand what the responses received in the update, and in some steps its effect, to the writer.
+        """Hand what the responses received in the update, and in some steps its effect, to the writer; metrics.
 
         Args:
             rollouts: all responses of the update.
@@ -85,9 +73,6 @@ class UpdateDump:
             sent: which responses went into the update.
             log_probs_now: log-probabilities (B, T) of the responses at some places, by the actor as it is.
             on_policy: whether the old log-probabilities are those of the policy before the update.
-
-        Returns:
-            Metrics.
         """
         (number, _), self.marks, (part, update) = self.marks, None, self._written
         with self.steps.attempt():

@@ -27,7 +27,6 @@ import pyarrow.json as pa_json
 import pyarrow.parquet as pq
 from omegaconf import DictConfig, OmegaConf
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
-from transformers.utils import cached_file
 from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY
 
 from grail_advantage.answers.span import find_answer_spans
@@ -151,11 +150,6 @@ def check_plugins() -> None:
         if isinstance(error, NameTakenError):
             raise ValueError(f"the plug-in {plugin} takes a name that is taken: {error}")
         logger.warning("the plug-in %s failed to import: %s: %s", plugin, type(error).__name__, error)
-    if not patches.entry_is_wrapped():
-        raise ValueError(
-            "the plug-in of this package did not load with verl, so that no worker would know its methods; unset "
-            "VERL_USE_EXTERNAL_PLUGINS or add grail_advantage to it, and install this project with `pip install -e .`"
-        )
     for known in methods().keys() & ADV_ESTIMATOR_REGISTRY.keys():
         raise ValueError(f"the method {known} has the name of an estimator of verl's; register it under another name")
 
@@ -222,11 +216,8 @@ def check_data(settings: Settings) -> None:
 
 
 def _local_tokenizer(model: Mapping[str, Any]) -> PreTrainedTokenizerBase | None:
-    path = model.get("tokenizer_path") or model["path"]
+    path, trusted = model.get("tokenizer_path") or model["path"], model.get("trust_remote_code", False)
     try:
-        if cached_file(path, "tokenizer_config.json", local_files_only=True) is None:
-            return None
-        trusted = model.get("trust_remote_code", False)
         return AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=trusted)
     except (OSError, ValueError):  # not in the cache, a broken download, or a file system that verl copies from
         return None

@@ -91,14 +91,8 @@ def trains(advantages: Sequence[torch.Tensor], masks: Sequence[torch.Tensor]) ->
 def update_order(
     rollouts: Rollouts, trained: Sequence[bool], batch: KVBatchMeta, settings: Settings, ranks: int
 ) -> tuple[KVBatchMeta, dict[str, int]]:
-    """A batch in the order for the workers' update, and the figures of what is left out. In the trainer.
-
-    Args:
-        rollouts: the responses.
-        trained: which of them train.
-        batch: of these responses, in any order, some of which only fill it up.
-        ranks: that get responses of their own.
-    """
+    """A batch of responses, some of which train, in the order for the workers' update on so many data-parallel ranks,
+    and the figures of what is left out. In the trainer."""
     places = {key: place for place, key in enumerate(rollouts.keys)}
     order = [places[key] for key in batch.keys]
     lengths = [len(rollouts.prompts[place]) + len(rollouts.responses[place]) for place in order]
@@ -127,16 +121,8 @@ def deal_mini_batches(costs: Sequence[int], ranks: int, mini_batch_rows: int) ->
 
 
 def without_zero_advantage(engine: FSDPEngineWithLMHead, data: TensorDict) -> TensorDict:
-    """The responses of a mini-batch that train, for ``TrainingWorker.train_batch``. In the workers; a collective of the
-    engine's data-parallel group.
-
-    Args:
-        engine: verl's FSDP engine.
-        data: this rank's responses of a mini-batch.
-
-    Returns:
-        As many responses on every rank, at least one.
-    """
+    """The responses of this rank's part of a mini-batch that train, for ``TrainingWorker.train_batch``: as many on
+    every rank, at least one. In the workers; a collective of the engine's data-parallel group."""
     trained = trains(data["advantages"].unbind(), data["response_mask"].unbind())
     rows = [row for row, is_trained in enumerate(trained) if is_trained]
     whole = sum(data[name].offsets().diff() for name in ("prompts", "responses")).tolist()

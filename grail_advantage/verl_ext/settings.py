@@ -90,11 +90,8 @@ class Settings:
 
     @classmethod
     def parse(cls, config: DictConfig, kind: str | None = None) -> Self:
-        """Take over a run's configuration.
-
-        Raises:
-            ValueError: an option or value of a method's run that is not allowed; naming the option and the remedy.
-        """
+        """Take over a run's configuration. ValueError, naming the option and the remedy, for an option or value of a
+        method's run that is not allowed."""
         plain: Any = OmegaConf.to_container(config, resolve=True)
         algorithm, known = plain["algorithm"], methods()
         if algorithm["adv_estimator"] not in known:
@@ -275,12 +272,9 @@ EVERY_RESPONSE = {
 
 
 def why_not_skip(s: Settings, model: PretrainedConfig | None = None, probe: Callable[[], Finding] | None = None) -> str:
-    """Why an update without zero-advantage responses might not be the same; empty where it is.
-
-    Args:
-        model: as it is loaded; nothing is asked of it where it is not known yet.
-        probe: asks the loaded model whether responses depend on those beside them, where nothing else is against it.
-    """
+    """Why an update without zero-advantage responses might not be the same; empty where it is. ``model``: as it is
+    loaded, where it is known; ``probe`` asks it whether responses depend on those beside them, where nothing else is
+    against it."""
     if s["trainer.use_v1"] is False:
         return "trainer.use_v1=False: the older trainer pads responses to one length, with which none is left out"
     if s[STRATEGY] not in ENGINES:

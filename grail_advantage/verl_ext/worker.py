@@ -65,13 +65,8 @@ class UpdateReader:
 
     @contextmanager
     def optimiser_step(self, worker: Any, data: TensorDict, places: Sequence[int]) -> Iterator[None]:
-        """Within, the worker's loss function reads the log-probabilities of ``data`` too.
-
-        Args:
-            worker: verl's ``TrainingWorker``.
-            data: its responses, with the field ``PLACES`` and the setting ``WATCHED``.
-            places: of all responses of the optimiser step.
-        """
+        """Within, the loss function of verl's ``TrainingWorker`` reads the log-probabilities of ``data`` too, which has
+        the field ``PLACES`` and the setting ``WATCHED``. ``places``: of all responses of the optimiser step."""
         scale, loss_fn, readings = 1.0, worker.loss_fn, []
 
         def read(model_output: Any, data: TensorDict, dp_group: Any = None) -> Any:
@@ -101,11 +96,8 @@ class UpdateReader:
             self._error = self._error or error
 
     def take(self, number: Any) -> list[OptimiserStep]:
-        """The optimiser steps of the update with this number, which are forgotten here.
-
-        Raises:
-            Exception: one that came up while they were read.
-        """
+        """The optimiser steps of the update with this number, which are forgotten here; raises the error that came up
+        while they were read."""
         known, steps, error = self._number, self._steps, self._error
         self._number, self._steps, self._error = None, [], None
         if error is not None:
