@@ -68,9 +68,8 @@ class UpdateDump:
         """Hand what the responses received in the update, and in some steps its effect, to the writer; metrics.
 
         Args:
-            rollouts: all responses of the update.
+            rollouts: all responses of the update, of which those that were ``sent`` went into it.
             workers: the actor's worker group.
-            sent: which responses went into the update.
             log_probs_now: log-probabilities (B, T) of the responses at some places, by the actor as it is.
             on_policy: whether the old log-probabilities are those of the policy before the update.
         """
@@ -138,8 +137,7 @@ def receipt_of(
     Args:
         part: the written responses.
         of_ranks: the optimiser steps of each data-parallel rank.
-        sent: which responses of the whole batch went into the update.
-        tokens: of each response of the whole batch, those that train.
+        sent, tokens: of each response of the whole batch, whether it went into the update, and its tokens that train.
         on_policy: whether the old log-probabilities are those of the policy before the update.
     """
     r, mask_BT, updates = part.rollouts, part.rollouts.mask, len(of_ranks[0])

@@ -1,5 +1,5 @@
-"""Start-up of a run by verl's own command: its checks before Ray starts, as far as this machine knows the run by then,
-and its trainer. Messages name the option and the remedy.
+"""Start-up of a run by verl's own command: its checks, before Ray starts, and its trainer. Messages name the option and
+the remedy.
 
     python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grail ...
 
@@ -46,13 +46,10 @@ from grail_advantage.verl_ext.settings import (
 logger = logging.getLogger(__name__)
 
 VERL_VERSION = "0.9.1"
-ANY_VERL = "GRAIL_ADVANTAGE_ANY_VERL"
-"""Environment variable: 1 lets another version of verl through."""
-EXTERNAL = "VERL_USE_EXTERNAL_MODULES"
-"""verl's environment variable with modules that it imports in every process."""
-JUDGED = "reward_model"
-OURS = ("pkg://grail_advantage.reward", "pkg://recipe.reward")
-"""``reward.custom_reward_function.path`` for this project's reward function."""
+ANY_VERL = "GRAIL_ADVANTAGE_ANY_VERL"  # environment variable: 1 lets another version of verl through
+EXTERNAL = "VERL_USE_EXTERNAL_MODULES"  # verl's, with modules that it imports in every process
+JUDGED, REWARD = "reward_model", "reward.custom_reward_function.path"
+OURS = ("pkg://grail_advantage.reward", "pkg://recipe.reward")  # as REWARD, this project's reward function
 
 
 def start_run(config: DictConfig, validate: Callable[[], None]) -> None:
@@ -199,7 +196,7 @@ def trainer_kind(config: DictConfig) -> str | None:
 def check_data(settings: Settings) -> None:
     """Warn of rows whose ground truth this project's reward function cannot use, and refuse a file without another
     (ValueError). verl itself looks for files that are not on this machine, or that hold something else."""
-    if settings["reward.custom_reward_function.path"] not in OURS:
+    if settings[REWARD] not in OURS:
         return
     from grail_advantage.reward import check_ground_truths
 

@@ -32,8 +32,7 @@ slot among those that the token dump writes, -1 for none."""
 WATCHED = "receipt_update"  # setting of a batch whose update is watched: a number that tells updates apart
 UPDATE, FORWARD, PADDED_FORWARD = "actor update", "old log-probabilities", "old log-probabilities, padded"
 """Layouts: whose micro-batches they are; the first in training mode, the last padded where the run packs."""
-LEAVE_OUT = "leave_out_zero_advantage"
-"""Setting of a batch whose zero-advantage responses are left out."""
+LEAVE_OUT = "leave_out_zero_advantage"  # setting of a batch whose zero-advantage responses are left out
 FILLER_TOKENS = 2
 CUT = {"prompts": FILLER_TOKENS - 1, "input_ids": FILLER_TOKENS, "position_ids": FILLER_TOKENS}
 """The fields with a value for each token, and how many of them a filler keeps; and those of the loss, which are 0 in a
@@ -68,9 +67,8 @@ def build_request(
 def build_reply(rows: Sequence[RowScores]) -> TensorDict:
     """The scores of a request's responses, float32 on the CPU, with the gradient norms of a pass with gradients."""
     norms = [None if row.norms is None else row.norms.cpu() for row in rows]
-    return tu.get_tensordict(
-        {"rows": [RowScores(row.scores.float().cpu(), of) for row, of in zip(rows, norms, strict=True)]}
-    )
+    scores = [RowScores(row.scores.float().cpu(), of) for row, of in zip(rows, norms, strict=True)]
+    return tu.get_tensordict({"rows": scores})
 
 
 def rows_of(data: TensorDict) -> list[Any]:

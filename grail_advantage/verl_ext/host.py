@@ -1,10 +1,7 @@
-"""A trainer of verl's as a host of token weights, however it holds the responses of a step: the checks of a start, the
-responses of an update as :class:`grail_advantage.data.Rollouts`, from verl's fields of them, their weights and the pass
-that they need, the token dump, and what the tokens received.
-
-A trainer calls :meth:`WeighingTrainer._weigh` after verl's advantages and :meth:`WeighingTrainer._receive` after the
-update. What the first hands to the second is gone after the step. A response's key is ``{prompt}_{session}_{output}``.
-Shapes: B responses, T response tokens.
+"""A trainer of verl's as a host of token weights, however it holds the responses of a step. It calls
+:meth:`WeighingTrainer._weigh` after verl's advantages and :meth:`WeighingTrainer._receive` after the update; what the
+first hands to the second is gone after the step. A response's key is ``{prompt}_{session}_{output}``. Shapes: B
+responses, T response tokens.
 """
 
 from __future__ import annotations
@@ -348,14 +345,9 @@ def truncated(
         settings[f"{options.ROLLOUT}.{name}"] for name in ("prompt_length", "response_length", "name")
     )
     whole = min(asked + most, context_length - (engine == "sglang"))
-    return torch.tensor(
-        [
-            len(response) >= min(most, whole - len(prompt))
-            and not (len(response) > 0 and int(response[-1]) in end_tokens)
-            for prompt, response in zip(prompts, responses, strict=True)
-        ],
-        dtype=torch.bool,
-    )
+    long = [len(of) >= min(most, whole - len(prompt)) for prompt, of in zip(prompts, responses, strict=True)]
+    ended = [len(of) > 0 and int(of[-1]) in end_tokens for of in responses]
+    return torch.tensor(long, dtype=torch.bool) & ~torch.tensor(ended, dtype=torch.bool)
 
 
 def end_token_ids(tokenizer: PreTrainedTokenizerBase, generation_config: GenerationConfig | None) -> set[int]:

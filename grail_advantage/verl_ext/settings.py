@@ -7,9 +7,7 @@ Nothing else reads the configuration. Needs no verl. ``algorithm`` has what verl
   the default, runs every response; ``answer`` and ``missing_answers``, see :mod:`grail_advantage.answers.format` and
   ``.missing``; ``base``, the estimator of verl's registry that gives the advantage of a response, which token weights
   multiply.
-- ``token_dump``: ``folder`` for every token's score, weight and advantage, of so many ``responses`` a step, ``every``
-  so many steps, and with ``received`` what each token received in the update, every ``effect_every`` steps also how
-  the update changed its log-probability; see docs/token_dump.md.
+- ``token_dump``: see :class:`grail_advantage.dump.DumpOptions` and docs/token_dump.md.
 
 :data:`RULES` has those with which a method's numbers would be silently wrong, and :func:`why_not_skip` those with
 which leaving responses out would change the update. What fails by itself may fail; what has not been tried is in
@@ -64,9 +62,8 @@ BYPASS = f"{CORRECTION}.bypass_mode"
 SLICES = tuple(f"{ACTOR}.{section}ulysses_sequence_parallel_size" for section in ("", "fsdp_config."))
 """The two places where verl has this option."""
 ATTENTION = f"{MODEL}.override_config.attn_implementation"
-LOSS, AGGREGATION, SCALE = (
-    f"{ACTOR}.{name}" for name in ("policy_loss.loss_mode", "loss_agg_mode", "loss_scale_factor")
-)
+LOSS, AGGREGATION = f"{ACTOR}.policy_loss.loss_mode", f"{ACTOR}.loss_agg_mode"
+SCALE = f"{ACTOR}.loss_scale_factor"
 PARAM_DTYPE, MODEL_DTYPE = (f"{ACTOR}.fsdp_config.{name}" for name in ("mixed_precision.param_dtype", "model_dtype"))
 CHUNKING = f"{ACTOR}.entropy_from_logits_with_chunking"
 OPTIONS_FILE = Path(__file__).with_name("config") / "token_weights.yaml"

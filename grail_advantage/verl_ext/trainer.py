@@ -11,11 +11,10 @@ the actor where it uses the model, and the advantages in TransferQueue are multi
     @register_trainer("mine_weighted")
     class MyTrainerWithTokenWeights(TokenWeightTrainer, MyTrainer): ...
 
-The weights come from the policy that gives the old log-probabilities. With ``colocate_async`` that is the actor as it
-is. With ``separate_async`` and ``parameter_sync_step > 1`` the actor moves between the updates of a step while the old
-log-probabilities stay those of the step's first policy, so a pass goes back to it as verl does
-(``PPOTrainerSeparateAsync._compute_old_log_prob``). In bypass mode the old log-probabilities are the rollout engine's,
-whose policy the trainer does not hold; the weights then come from the actor as it is.
+The weights come from the policy that gives the old log-probabilities: the actor as it is. With ``separate_async`` and
+``parameter_sync_step > 1`` the actor moves between the updates of a step while the old log-probabilities stay those of
+the step's first policy, so a pass goes back to it as verl does (``PPOTrainerSeparateAsync._compute_old_log_prob``). In
+bypass mode they are the rollout engine's, whose policy the trainer does not hold; the weights then come from the actor.
 """
 
 from __future__ import annotations
@@ -41,8 +40,7 @@ from grail_advantage.verl_ext.host import TIMING, WeighingTrainer
 from grail_advantage.verl_ext.settings import BASE, BYPASS, ROLLOUT
 from grail_advantage.verl_ext.worker import TokenWeightActorWorker
 
-STEP_POLICY = 0
-"""Name under which verl's separate trainer keeps the policy of a step's first update in the workers."""
+STEP_POLICY = 0  # under which verl's separate trainer keeps the policy of a step's first update in the workers
 
 
 class TokenWeightTrainer(WeighingTrainer):

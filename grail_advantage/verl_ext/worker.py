@@ -9,7 +9,7 @@ writes. Shape suffixes: R responses of a rank, T response tokens, N packed token
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -152,16 +152,13 @@ class TokenWeightTrainingWorker(TrainingWorker):
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="train"), blocking=False)
     def train_batch(self, data: TensorDict) -> TensorDict:
         """verl's, over the responses that train (:mod:`grail_advantage.verl_ext.exchange`)."""
-        watched = WATCHED in data
+        watched, data = WATCHED in data, data.copy()
         if watched:
-            places_R2 = torch.stack(data[PLACES].unbind())  # TransferQueue may give it nested
-            data = data.copy()
-            data[PLACES], places = places_R2, places_R2[:, 0].tolist()
+            data[PLACES] = places_R2 = torch.stack(data[PLACES].unbind())  # TransferQueue may give it nested
         if LEAVE_OUT in data:
             data = without_zero_advantage(self.engine, data)
-        if not watched:
-            return super().train_batch(data)
-        with self.update_reader.optimiser_step(self, data, places):
+        reading = self.update_reader.optimiser_step(self, data, places_R2[:, 0].tolist()) if watched else nullcontext()
+        with reading:
             return super().train_batch(data)
 
 
