@@ -262,7 +262,6 @@ EVERY_RESPONSE = {
     f"{ACTOR}.calculate_entropy": "the entropy that is logged",
     "distillation.enabled": "distillation",
     f"{MODEL}.mtp.enable_train": "the heads for further tokens",
-    f"{MODEL}.enable_activation_offload": "the count of forwards that waits for their backwards",
     f"{MODEL}.override_config.output_router_logits": "the loss of the routers",
 }
 """Options with which a part of the update reads every response."""
@@ -281,6 +280,8 @@ def why_not_skip(s: Settings, model: PretrainedConfig | None = None, probe: Call
     for option, part in EVERY_RESPONSE.items():
         if s[option]:
             return f"{s.named(option)}: {part} reads every response"
+    if s[option := f"{MODEL}.enable_activation_offload"]:  # verl counts a block's forwards until their backwards
+        return f"{s.named(option)}: the loaded model cannot be asked whether responses depend on those beside them"
     if s[AGGREGATION] == "seq-mean-token-sum-norm" and s[SCALE] is None:
         return f"{s.named(SCALE)}: the loss divides by the longest response of each micro-batch"
     for qat in (f"{ACTOR}.qat", f"{ACTOR}.fsdp_config.qat"):

@@ -152,8 +152,8 @@ class TokenWeightTrainingWorker(TrainingWorker):
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="train"), blocking=False)
     def train_batch(self, data: TensorDict) -> TensorDict:
         """verl's, over the responses that train (:mod:`grail_advantage.verl_ext.exchange`)."""
-        watched, data = WATCHED in data, data.copy()
-        if watched:
+        if watched := WATCHED in data:
+            data = data.copy()
             data[PLACES] = places_R2 = torch.stack(data[PLACES].unbind())  # TransferQueue may give it nested
         if LEAVE_OUT in data:
             data = without_zero_advantage(self.engine, data)
