@@ -103,16 +103,8 @@ class UpdateDump:
 
 def loss_of(settings: Settings) -> Loss:
     """The loss of a run's update, by its settings."""
-    names = (
-        "clip_ratio",
-        "clip_ratio_low",
-        "clip_ratio_high",
-        "clip_ratio_c",
-        "loss_scale_factor",
-        "tau_pos",
-        "tau_neg",
-    )
-    names += ("policy_loss.dro_beta", "policy_loss.kl_cov_ratio", "policy_loss.ppo_kl_coef")
+    names = ("clip_ratio", "clip_ratio_low", "clip_ratio_high", "clip_ratio_c", "loss_scale_factor")
+    names += ("tau_pos", "tau_neg", "policy_loss.dro_beta", "policy_loss.kl_cov_ratio", "policy_loss.ppo_kl_coef")
     options = {name.rsplit(".", 1)[-1]: settings[f"{ACTOR}.{name}"] for name in names}
     if settings[f"{ACTOR}.use_kl_loss"]:
         options |= {"kl": settings[f"{ACTOR}.kl_loss_type"], "kl_coef": settings[f"{ACTOR}.kl_loss_coef"]}
