@@ -42,15 +42,15 @@ CUT |= dict.fromkeys(OF_LOSS, 1)
 
 
 def deal(costs: Sequence[int], ranks: int, groups: Sequence[int] | None = None) -> list[list[int]]:
-    """The responses of each rank, by relative costs: about as many, and about as much work. Their numbers differ by one
-    at most, but for ``groups``, of which those with the same number meet on one rank."""
+    """The responses of each rank, by relative costs: about as much work, and numbers that differ by one at most. With
+    ``groups``, responses with the same number meet on one rank, whatever their numbers."""
     members: dict[int, list[int]] = {}
     for row, group in enumerate(range(len(costs)) if groups is None else groups):
         members.setdefault(group, []).append(row)
     shares: list[list[int]] = [[] for _ in range(ranks)]
     work = [0] * ranks
     for cost, rows in sorted(((sum(costs[row] for row in of), of) for of in members.values()), reverse=True):
-        rank = min(range(ranks), key=lambda rank: (len(shares[rank]), work[rank]))
+        rank = min(range(ranks), key=lambda rank: (len(shares[rank]) if groups is None else 0, work[rank]))
         shares[rank] += rows
         work[rank] += cost
     return [sorted(share) for share in shares]
