@@ -238,40 +238,6 @@ def leftovers(engine: Any, hooks_before: Counter) -> dict[str, Any]:
     }
 
 
-def train_step(engine: Any, rows: list[tuple]) -> float | None:
-    """One optimiser step of verl's engine on this rank's responses, in two micro-batches.
-
-    Returns the gradient norm where verl gives it out: on the first rank of a sequence-parallel group.
-    """
-    from verl.utils import tensordict_utils as tu
-
-    tokens = [row[0] for row in rows]
-
-    def nested(values: list[torch.Tensor]) -> torch.Tensor:
-        return torch.nested.as_nested_tensor(values, layout=torch.jagged)
-
-    data = tu.get_tensordict(
-        {
-            "input_ids": nested(tokens),
-            "position_ids": nested([torch.arange(len(row)) for row in tokens]),
-            "loss_mask": nested([torch.arange(len(row[0])) >= row[1] for row in rows]),
-        },
-        non_tensor_dict={
-            "temperature": 1.0,
-            "use_remove_padding": engine.engine_config.use_remove_padding,
-            "use_dynamic_bsz": False,
-            "micro_batch_size_per_gpu": len(rows) // 2,
-            "use_fused_kernels": engine.engine_config.use_fused_kernels,
-        },
-    )
-
-    def loss(model_output: dict, data: Any, dp_group: Any) -> tuple[torch.Tensor, dict]:
-        return -model_output["log_probs"].values().sum() / 100, {}
-
-    with engine.train_mode():
-        return engine.train_batch(data, loss)["metrics"].get("grad_norm")
-
-
 def shards(engine: Any) -> list[torch.Tensor]:
     """This rank's share of every parameter."""
     parameters = (p.to_local() if hasattr(p, "to_local") else p for p in engine.module.parameters())
@@ -308,6 +274,7 @@ def counted(engine: Any) -> Iterator[tuple[Counter, list[int]]]:
 def training_worker(engine: Any) -> Any:
     """verl's training worker around an engine, without the process set-up of its constructor."""
     from verl.utils.device import get_device_name
+    from verl.utils.profiler import DistProfiler
 
     from grail_advantage.verl_ext.received import UpdateReader
     from grail_advantage.verl_ext.worker import TokenWeightTrainingWorker
@@ -319,5 +286,6 @@ def training_worker(engine: Any) -> Any:
     worker.device_name = get_device_name()
     worker.flops_counter = None
     worker.loss_fn = None
+    worker.profiler = DistProfiler(rank=0)
     worker.update_reader = UpdateReader()
     return worker

@@ -20,7 +20,6 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
-import pytest
 import torch
 
 from grail_advantage import Grail
@@ -40,11 +39,9 @@ from tests.verl_ext.engines import (
     own_pass,
     sharding,
     shards,
-    train_step,
     training_worker,
 )
-from tests.verl_ext.one_step import Store
-from tests.verl_ext.test_layouts import TWO_GROUPS, Scenario, put_rollouts, trainer_of
+from tests.verl_ext.one_step import Step, plain_rows
 
 TIMEOUT = timedelta(seconds=300)
 LONGEST = 1800.0
@@ -80,6 +77,62 @@ def of_all_ranks(results: list[Results], kind: str, name: str) -> list[Any]:
     return found
 
 
+def update(worker: Any, rows: list[dict[str, Any]], mini_batch: int, mode: str = "", **loss: Any) -> dict[str, Any]:
+    """verl's update over this rank's responses, in mini-batches of so many on all ranks, and what it did; its mode names what
+    else is asked for. A response has ``prompt``, ``response``, ``mask``, and a value a token for the loss."""
+    from verl.utils import tensordict_utils as tu
+    from verl.workers.config import FSDPActorConfig, PolicyLossConfig
+    from verl.workers.utils.losses import ppo_loss
+
+    from grail_advantage.verl_ext.exchange import PLACES, WATCHED, nested
+    from grail_advantage.verl_ext.zero_advantage import LEAVE_OUT
+
+    tokens = [torch.cat([row["prompt"], row["response"]]) for row in rows]
+    names = {"prompts": "prompt", "responses": "response", "rollout_is_weights": "weights", "loss_mask": "mask"}
+    names |= {name: name for name in ("advantages", "old_log_probs")}
+    columns = {name: [row[of] for row in rows] for name, of in names.items() if of in rows[0]}
+    columns |= {"input_ids": tokens, "position_ids": [torch.arange(len(row)) for row in tokens]}
+    # A rollout correction takes a token out of response_mask.
+    columns["response_mask"] = [
+        of.clone().index_fill(0, torch.arange("rejected" in mode), 0) for of in columns["loss_mask"]
+    ]
+    written = torch.tensor([[row.get("place", 0), row.get("written", -1)] for row in rows])
+    settings = {"temperature": TEMPERATURE, "calculate_entropy": False, "compute_loss": False, "seed": 0}
+    settings |= {"global_batch_size": mini_batch, "mini_batch_size": mini_batch, "epochs": loss.pop("epochs", 1)}
+    settings |= {LEAVE_OUT: True} if "skipped" in mode else {}
+    settings |= {WATCHED: "1.0"} if "watched" in mode else {}
+    settings["dataloader_kwargs"] = {"shuffle": False}
+    fields = {name: nested(values) for name, values in columns.items()} | {PLACES: written}
+    options = {"loss_scale_factor": SCALE, "rollout_n": 2, "use_dynamic_bsz": True, **loss}
+    actor = FSDPActorConfig(
+        strategy="fsdp2", **options | {"policy_loss": PolicyLossConfig(loss_mode=loss["policy_loss"])}
+    )
+    worker.loss_fn = loss_fn = partial(ppo_loss, actor)
+    positions, gradients, engine = [], [], worker.engine
+    embeddings = engine.module.get_input_embeddings()
+    handle = embeddings.register_forward_hook(lambda _module, args, _output: positions.append(args[0].numel()))
+
+    def step() -> Any:
+        of_step = [p.grad for p in engine.module.parameters() if p.requires_grad]
+        # None: of a parameter that is on another rank as a whole
+        known = [torch.zeros(0) if g is None else g.to_local() if hasattr(g, "to_local") else g for g in of_step]
+        gradients.append([g.clone() for g in known])
+        return type(engine).optimizer_step(engine)
+
+    with patch.object(engine, "optimizer_step", step):
+        output = worker.train_mini_batch(tu.get_tensordict(fields, non_tensor_dict=settings))
+    handle.remove()
+    assert worker.loss_fn is loss_fn
+    steps = worker.update_reader.take("1.0") if "watched" in mode else None
+    metrics = {} if output is None else tu.get(output, "metrics")
+    return {
+        "gradients": gradients,
+        "positions": sum(positions),
+        "steps": steps if engine.is_mp_src_rank_with_outputs() else None,
+        "metrics": {name: list(map(float, values)) for name, values in metrics.items()},
+    }
+
+
 class Passes:
     """Passes of methods inside verl's engine."""
 
@@ -91,10 +144,20 @@ class Passes:
         _, rows = plan.pass_rows(name, self.rank // setup.sequence_parallel, setup.data_parallel)
         return own_pass(engine, rows, signal, sizes, temperature=temperature, pad_token=PAD_ID)
 
-    def _step(self, engine: Any, setup: Setup) -> float | None:
-        engine.engine_config.use_dynamic_bsz = False
-        rows = plan.BATCH[self.rank // setup.sequence_parallel :: setup.data_parallel]
-        return train_step(engine, [(row.tokens, row.start) for row in map(plan.row_of, rows)])
+    def _step(self, engine: Any, setup: Setup) -> list[float] | None:
+        """An optimiser step in two micro-batches. Its gradient norm, where verl gives it out."""
+        rows = [
+            {
+                "prompt": row.tokens[: row.start],
+                "response": row.tokens[row.start :],
+                "mask": torch.ones(row.length).long(),
+            }
+            | dict.fromkeys(("advantages", "old_log_probs"), torch.ones(row.length))
+            for row in map(plan.row_of, plan.BATCH[self.rank // setup.sequence_parallel :: setup.data_parallel])
+        ]
+        Sizes(rows=len(rows) // 2).set(engine)
+        done = update(training_worker(engine), rows, len(plan.BATCH), policy_loss="gpg")
+        return done["metrics"].get("grad_norm")
 
     def passes(self, name: str) -> dict[str, Any]:
         """All passes on one engine, with an optimiser step after them and one between two; the same steps of a fresh one."""
@@ -165,31 +228,29 @@ class Passes:
         engine = build_engine(setup, self.folder)
         workers = AllRows(engine, setup.strategy)
         results: dict[str, Any] = {"back": []}
-        with pytest.MonkeyPatch.context() as monkeypatch:
-            store = Store()
-            store.install(monkeypatch)
+        rows = {key: {**row, "old_log_probs": row["rollout_log_probs"]} for key, row in plain_rows().items()}
 
-            def advantages(*overrides: str, update: int) -> torch.Tensor:
-                Sizes(rows=3).set(engine)
-                trainer = trainer_of(Scenario(list(overrides), mode="separate_async"), store, workers=workers)
-                trainer.local_trigger_step = update
-                workers.calls.clear()
-                trainer._compute_advantage(put_rollouts(store, TWO_GROUPS), {})
-                results["back"].append(update == 0 or all(map(torch.equal, results["moved"], shards(engine))))
-                return torch.cat([store.rows[output.key]["advantages"] for output in TWO_GROUPS])
+        def advantages(*overrides: str, update: int) -> torch.Tensor:
+            Sizes(rows=3).set(engine)
+            step = Step(*overrides, rows=rows, mode="separate_async", workers=lambda *_: workers)
+            step.trainer.local_trigger_step = update
+            workers.calls.clear()
+            found = step.run()
+            results["back"].append(update == 0 or all(map(torch.equal, results["moved"], shards(engine))))
+            return torch.cat(list(found.values()))
 
-            results["first"] = advantages(update=0)
-            workers.save_model_to_cpu(0)  # as verl's trainer at the first update
-            for _ in range(2):
-                self._step(engine, setup)
-            results["moved"] = shards(engine)
-            results["decoupled"] = advantages(update=1)
-            results["bypass"] = advantages("algorithm.rollout_correction.bypass_mode=True", update=1)
-            results["calls with bypass"] = list(workers.calls)
-            monkeypatch.setattr(workers, "compute_token_scores", lambda *_: 1 / 0, raising=False)
-            with contextlib.suppress(ZeroDivisionError):
-                advantages(update=1)
-            results["back"].append(all(map(torch.equal, results["moved"], shards(engine))))
+        results["first"] = advantages(update=0)
+        workers.save_model_to_cpu(0)  # as verl's trainer at the first update
+        for _ in range(2):
+            self._step(engine, setup)
+        results["moved"] = shards(engine)
+        results["decoupled"] = advantages(update=1)
+        results["bypass"] = advantages("algorithm.rollout_correction.bypass_mode=True", update=1)
+        results["calls with bypass"] = list(workers.calls)
+        workers.compute_token_scores = lambda *_: 1 / 0
+        with contextlib.suppress(ZeroDivisionError):
+            advantages(update=1)
+        results["back"].append(all(map(torch.equal, results["moved"], shards(engine))))
         results["kept policies"] = sorted(workers._worker.cpu_saved_models)
         return results
 
@@ -260,96 +321,27 @@ class Updates:
 
     def updates(self, name: str) -> dict[Any, Any]:
         """By loss, aggregation and mode."""
-        from verl.utils.profiler import DistProfiler
-
         setup, sizes, updates = UPDATES[name]
         together, size = setup.sequence_parallel, len(self.plan[0])
         share, place = size * together // self.world_size, self.rank // together
-        self.places = [number * size + place * share + row for number in range(len(self.plan)) for row in range(share)]
-        rows = [row for mini_batch in self.plan for row in mini_batch]
-        self.rows = [rows[place] for place in self.places]
+        rows = [row for mini_batch in self.plan for row in mini_batch[place * share : (place + 1) * share]]
         engine = build_engine(setup, self.folder)
         sizes.set(engine)
-        for parameters in engine.optimizer.param_groups:
-            parameters["eps"] = 1e-3  # Adam makes a step of any rounding else
-            parameters["weight_decay"] = 0.1
-        worker = training_worker(engine)
-        worker.profiler = DistProfiler(rank=0)
-        first, results = [parameter.detach().clone() for parameter in self._parameters(engine)], {}
-        for loss, aggregation in updates:
-            for mode in modes_of(name, (loss, aggregation)):
+        for group in engine.optimizer.param_groups:
+            group |= {"eps": 1e-3, "weight_decay": 0.1}  # with a smaller one Adam makes a step of any rounding
+        parameters = [p for p in engine.module.parameters() if p.requires_grad]
+        parameters = [p.to_local() if hasattr(p, "to_local") else p.data for p in parameters]
+        first, results = [parameter.detach().clone() for parameter in parameters], {}
+        for of_loss in updates:
+            options = dict(zip(("policy_loss", "loss_agg_mode"), of_loss, strict=True), epochs=EPOCHS)
+            for mode in modes_of(name, of_loss):
                 with torch.no_grad():
-                    for parameter, value in zip(self._parameters(engine), first, strict=True):
+                    for parameter, value in zip(parameters, first, strict=True):
                         parameter.copy_(value)
                 engine.optimizer.state.clear()
-                results[loss, aggregation, mode] = self._update(worker, loss, aggregation, mode)
+                result = results[(*of_loss, mode)] = update(training_worker(engine), rows, size, mode, **options)
+                result["parameters"] = [parameter.detach().clone() for parameter in parameters]
         return results
-
-    def _parameters(self, engine: Any) -> list[torch.Tensor]:
-        parameters = (p for p in engine.module.parameters() if p.requires_grad)
-        return [p.to_local() if hasattr(p, "to_local") else p.data for p in parameters]
-
-    def _data(self, mode: str) -> Any:
-        from verl.utils import tensordict_utils as tu
-
-        from grail_advantage.verl_ext.exchange import PLACES, WATCHED, nested
-        from grail_advantage.verl_ext.zero_advantage import LEAVE_OUT
-
-        tokens = [torch.cat([row["prompt"], row["response"]]) for row in self.rows]
-        masks = [row["mask"].clone() for row in self.rows]
-        if "rejected" in mode:  # a rollout correction takes a token out of response_mask
-            for mask_T in masks:
-                mask_T[0] = 0
-        names = {"prompts": "prompt", "responses": "response", "rollout_is_weights": "weights", "loss_mask": "mask"}
-        columns = {name: [row[of] for row in self.rows] for name, of in names.items()}
-        columns |= {name: [row[name] for row in self.rows] for name in ("advantages", "old_log_probs")}
-        columns |= {"input_ids": tokens, "position_ids": [torch.arange(len(row)) for row in tokens]}
-        columns |= {"response_mask": masks}
-        written = torch.tensor([[place, row["written"]] for place, row in zip(self.places, self.rows, strict=True)])
-        data = tu.get_tensordict(
-            {name: nested(values) for name, values in columns.items()} | {PLACES: written},
-            non_tensor_dict={"temperature": TEMPERATURE, "calculate_entropy": False, "compute_loss": False},
-        )
-        sizes = dict.fromkeys(("global_batch_size", "mini_batch_size"), len(self.plan[0]))
-        tu.assign_non_tensor(data, **sizes, epochs=EPOCHS, seed=0, dataloader_kwargs={"shuffle": False})
-        if "skipped" in mode:
-            tu.assign_non_tensor(data, **{LEAVE_OUT: True})
-        if "watched" in mode:
-            tu.assign_non_tensor(data, **{WATCHED: "1.0"})
-        return data
-
-    def _update(self, worker: Any, loss: str, aggregation: str, mode: str) -> dict[str, Any]:
-        from verl.utils import tensordict_utils as tu
-        from verl.workers.config import FSDPActorConfig, PolicyLossConfig
-        from verl.workers.utils.losses import ppo_loss
-
-        settings = {"loss_agg_mode": aggregation, "loss_scale_factor": SCALE, "rollout_n": 2, "use_dynamic_bsz": True}
-        actor = FSDPActorConfig(strategy="fsdp2", policy_loss=PolicyLossConfig(loss_mode=loss), **settings)
-        worker.loss_fn = loss_fn = partial(ppo_loss, actor)
-        positions, gradients, engine = [], [], worker.engine
-        embeddings = engine.module.get_input_embeddings()
-        handle = embeddings.register_forward_hook(lambda _module, args, _output: positions.append(args[0].numel()))
-
-        def step() -> Any:
-            of_step = [p.grad for p in engine.module.parameters() if p.requires_grad]
-            # None: of a parameter that is on another rank as a whole
-            known = [torch.zeros(0) if g is None else g.to_local() if hasattr(g, "to_local") else g for g in of_step]
-            gradients.append([g.clone() for g in known])
-            return type(engine).optimizer_step(engine)
-
-        with patch.object(engine, "optimizer_step", step):
-            output = worker.train_mini_batch(self._data(mode))
-        handle.remove()
-        assert worker.loss_fn is loss_fn
-        steps = worker.update_reader.take("1.0") if "watched" in mode else None
-        metrics = {} if output is None else tu.get(output, "metrics")
-        return {
-            "parameters": [parameter.detach().clone() for parameter in self._parameters(engine)],
-            "gradients": gradients,
-            "positions": sum(positions),
-            "steps": steps if engine.is_mp_src_rank_with_outputs() else None,
-            "metrics": {name: list(map(float, values)) for name, values in metrics.items()},
-        }
 
 
 def part_of(name: str, world_size: int) -> tuple[Callable[[int, int, Path], Any], dict[str, dict[str, Any]]]:

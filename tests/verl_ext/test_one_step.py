@@ -27,52 +27,50 @@ from grail_advantage.methods.shear import Shear
 from grail_advantage.verl_ext import host, patches
 from grail_advantage.verl_ext.exchange import build_reply, rows_of
 from grail_advantage.verl_ext.host import TIMING
-from grail_advantage.verl_ext.settings import ACTOR, BASE, BASES, Settings
+from grail_advantage.verl_ext.settings import ACTOR, BASE, Settings
 from grail_advantage.verl_ext.step import mean_of_loss, truncated
 from grail_advantage.verl_ext.trainer import TokenWeightTrainer
 from grail_advantage.verl_ext.zero_advantage import LEAVE_OUT
 from tests.broken_tokenizer import save_under_class
-from tests.core import reference
 from tests.core.tiny_models import END_ID, encode
-from tests.verl_ext.one_step import ROWS, WRONG, Step, Workers, made_up_saliency, make_trainer, row_of, same
+from tests.verl_ext.one_step import ROWS, WRONG, Step, Workers, make_trainer, row_of, same
 from verl_cpu.tiny.model import build_tokenizer
 
-Patch = pytest.MonkeyPatch
+Advantages = dict[str, torch.Tensor]
 CORRECTION = "algorithm.rollout_correction"
-REWARDS = [reward for *_, reward in ROWS]
 
 
-def test_fetches_and_computes_everything_once(monkeypatch: Patch) -> None:
-    step = Step(monkeypatch)
-    found = step.run()
-    assert {key for key, values in found.items() if len(values.unique()) > 2} == WRONG
-    assert len(step.workers.own) == len(WRONG)
+def uneven(found: Advantages) -> set[str]:
+    """Responses whose tokens have several advantages."""
+    return {key for key, values in found.items() if len(values.unique()) > 2}
+
+
+def test_fetches_and_computes_everything_once() -> None:
+    step = Step()
+    assert uneven(step.run()) == WRONG and len(step.workers.own) == len(WRONG)
     # verl's two stages fetch twice, this package once.
     assert step.store.calls == 3 and step.store.fetched["advantages"] == 1
     assert step.store.fetched["prompts"] == step.store.fetched["loss_mask"] == 1
     assert not {"raw_prompt", "extra_fields", "ref_log_prob"} & step.store.fetched.keys()
 
 
-def test_a_correction_that_drops_a_response(monkeypatch: Patch) -> None:
-    step = Step(monkeypatch, f"{CORRECTION}.rollout_rs=seq_mean_k1", f"{CORRECTION}.rollout_rs_threshold='0.5_2.0'")
+def test_a_correction_that_drops_a_response() -> None:
+    step = Step(f"{CORRECTION}.rollout_rs=seq_mean_k1", f"{CORRECTION}.rollout_rs_threshold='0.5_2.0'")
     step.store.rows["a_1_0"]["rollout_log_probs"] *= 30
     found = step.run()
     assert (found["a_1_0"] == 0).all() and (found["a_2_0"] != 0).all() and len(step.workers.own) == 2
 
 
-def test_answers_in_another_format(monkeypatch: Patch) -> None:
+def test_answers_in_another_format(monkeypatch: pytest.MonkeyPatch) -> None:
     def in_hashes(text: str) -> str:
         return text.replace("\\boxed{", "#### ").replace("}", " ")
 
     rows = {key: row_of(prompt, in_hashes(text), reward) for key, prompt, text, reward in ROWS}
-    with monkeypatch.context() as patch:
-        step = Step(patch, "algorithm.token_weights.answer=hashes", rows=rows)
-        found = step.run()
-    assert step.metrics["grail/answer_found_rate"] == 5 / 6
-    assert {key for key, values in found.items() if len(values.unique()) > 2} == WRONG
+    step = Step("algorithm.token_weights.answer=hashes", rows=rows)
+    assert uneven(step.run()) == WRONG and step.metrics["grail/answer_found_rate"] == 5 / 6
     monkeypatch.setattr("grail_advantage.answers.missing.ENOUGH", len(ROWS))
-    with pytest.raises(ValueError, match="answer=hashes"):  # the default format finds none
-        Step(monkeypatch, rows=rows).run()
+    with pytest.raises(ValueError, match="answer"):  # the default format finds none
+        Step(rows=rows).run()
 
 
 class OtherAdvantages(PPOTrainerSync):
@@ -89,17 +87,16 @@ class OtherAdvantagesWithTokenWeights(TokenWeightTrainer, OtherAdvantages):
     pass
 
 
-def test_a_trainers_own_advantages_have_the_last_word(monkeypatch: Patch) -> None:
+def test_a_trainers_own_advantages_have_the_last_word() -> None:
     """The correct responses are those with a negative advantage now."""
-    step = Step(monkeypatch, cls=OtherAdvantagesWithTokenWeights)
+    step, right = Step(cls=OtherAdvantagesWithTokenWeights), {key for key, *_, reward in ROWS if reward}
     found = step.run()
-    right = {key for key, *_, reward in ROWS if reward}
-    assert {key for key, values in found.items() if len(values.unique()) > 2} == right
-    assert all((found[key] < 0).all() for key in right) and len(step.workers.own) == len(right)
+    assert uneven(found) == right and all((found[key] < 0).all() for key in right)
+    assert len(step.workers.own) == len(right)
 
 
-def test_seconds_of_a_steps_updates_add_up(monkeypatch: Patch) -> None:
-    step = Step(monkeypatch)
+def test_seconds_of_a_steps_updates_add_up() -> None:
+    step = Step()
     step.run()
     first = dict(step.trainer.timing_raw)
     assert first.keys() == {TIMING, f"{TIMING}_pass"} and first[TIMING] > first[f"{TIMING}_pass"] > 0
@@ -110,13 +107,11 @@ def test_seconds_of_a_steps_updates_add_up(monkeypatch: Patch) -> None:
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_a_reward_that_is_not_finite(value: float, monkeypatch: Patch) -> None:
+def test_a_reward_that_is_not_finite(value: float) -> None:
     """The responses to its prompt train nothing in that step; the others are as without it."""
-    with monkeypatch.context() as patch:
-        expected = Step(patch).run()
-    step = Step(monkeypatch)
+    step = Step()
     step.store.rows["a_2_0"]["rm_scores"][-1] = value
-    assert same(step.run(), {key: of * (key[0] != "a") for key, of in expected.items()})
+    assert same(step.run(), {key: of * (key[0] != "a") for key, of in Step().run().items()})
     assert step.metrics["grail/unjudged_rate"] == 3 / 6 and all(map(math.isfinite, step.metrics.values()))
 
 
@@ -133,7 +128,7 @@ MEANS = {
 def test_the_mean_of_the_runs_loss(aggregation: str, factor: int | None) -> None:
     """Which a method's threshold is compared with; without a factor the last one divides by the batch's width."""
     options = [f"{ACTOR}.loss_agg_mode={aggregation}", f"{ACTOR}.loss_scale_factor={factor or 'null'}"]
-    settings = make_trainer(options, Grail(), None).settings
+    settings = make_trainer(options, Grail()).settings
     values_BT = torch.tensor([[1.0, 2.0, 9.0], [4.0, 9.0, 9.0]])
     mask_BT = torch.tensor([[True, True, False], [True, False, False]])
     assert mean_of_loss(settings, values_BT, mask_BT) == pytest.approx(MEANS[aggregation, factor], rel=1e-6)
@@ -142,12 +137,10 @@ def test_the_mean_of_the_runs_loss(aggregation: str, factor: int | None) -> None
 class TestLeavingOut:
     """The update's batch where the second prompt's answers are all incorrect."""
 
-    A = ("a_0_0", "a_1_0", "a_2_0")
-
     @pytest.fixture
-    def step(self, monkeypatch: Patch) -> Callable[..., Step]:
+    def step(self) -> Callable[..., Step]:
         def run(*overrides: str, skips: bool = True, padding: str = "") -> Step:
-            step = Step(monkeypatch, f"{ACTOR}.ppo_mini_batch_size=2", *overrides)
+            step = Step(*overrides)
             step.store.rows["b_0_0"]["rm_scores"][:] = 0
             step.run()
             step.workers._dispatch_info, step.trainer._skips = {"actor": [0, 1]}, skips
@@ -159,10 +152,10 @@ class TestLeavingOut:
     def test_every_rank_gets_its_share_of_the_rows_that_train(self, step: Callable[..., Step]) -> None:
         made = step()
         (asked,) = made.workers.updates
-        assert sorted(sum(key in self.A for key in asked.keys[start : start + 3]) for start in (0, 3)) == [1, 2]
+        assert sorted(sum(key[0] == "a" for key in asked.keys[start : start + 3]) for start in (0, 3)) == [1, 2]
         assert asked.extra_info[LEAVE_OUT] is True
         assert asked.extra_info["mini_batch_size"] == asked.extra_info["global_batch_size"] == 6
-        left = [len(encode(prompt)) + len(encode(response)) for key, prompt, response, _ in ROWS if key not in self.A]
+        left = [len(encode(prompt)) + len(encode(response)) for key, prompt, response, _ in ROWS if key[0] == "b"]
         assert made.metrics["token_weights/skipped_responses"] == 3
         assert made.metrics["token_weights/skipped_tokens"] == sum(left)
         assert step(padding="b_1_0").metrics["token_weights/skipped_responses"] == 2, "padding is not counted"
@@ -175,84 +168,31 @@ class TestLeavingOut:
             assert (LEAVE_OUT in asked.extra_info) == any("skipped" in name for name in made.metrics) == skips
 
 
-class TestBase:
-    """Weights on other advantages than GRPO's."""
+def test_an_estimator_of_ones_own_as_the_base() -> None:
+    def doubled(token_level_rewards: torch.Tensor, response_mask: torch.Tensor, **_: Any) -> Any:
+        return (2 * token_level_rewards.sum(dim=1, keepdim=True) * response_mask,) * 2
 
-    LENGTHS = torch.tensor([len(text.removesuffix("<end>")) + 1.0 for _, _, text, _ in ROWS])
+    def by_token(token_level_rewards: torch.Tensor, **_: Any) -> Any:
+        return token_level_rewards, token_level_rewards
 
-    def by_hand(self, base: str) -> torch.Tensor:
-        """The responses' advantages."""
-        rewards, lengths = torch.tensor(REWARDS).view(2, 3), self.LENGTHS.view(2, 3)
-        centred = rewards - rewards.mean(1, keepdim=True)
-        if base == "grpo":
-            return (centred / (rewards.std(1, keepdim=True) + 1e-6)).flatten()
-        if base == "rloo":
-            return (rewards - (rewards.sum(1, keepdim=True) - rewards) / 2).flatten()
-        if base == "opo":
-            return (rewards - (rewards * lengths).sum(1, keepdim=True) / lengths.sum(1, keepdim=True)).flatten()
-        assert base == "reinforce_plus_plus_baseline"  # whitened over the batch's tokens
-        tokens = centred.flatten().repeat_interleave(self.LENGTHS.long())
-        return (centred.flatten() - tokens.mean()) / (tokens.var() + 1e-8).sqrt()
-
-    @pytest.mark.parametrize("base", BASES)
-    def test_weight_one_is_the_estimator_by_hand_and_weights_multiply_it(self, base: str, monkeypatch: Patch) -> None:
-        expected = self.by_hand(base)
-        with monkeypatch.context() as patch:
-            plain = Step(patch, f"{BASE}={base}", method=build("uniform", {"mask_truncated": False})).run()
-        for values_T, advantage in zip(plain.values(), expected, strict=True):
-            torch.testing.assert_close(values_T, advantage.expand_as(values_T), rtol=1e-4, atol=1e-5)
-        found = Step(monkeypatch, f"{BASE}={base}").run()
-        for (key, _, text, _), advantage in zip(ROWS, expected, strict=True):
-            weights_T, at = found[key] / advantage, text.find("boxed{") + 6
-            assert float(weights_T[-1]) == pytest.approx(1, abs=1e-3)
-            assert float(weights_T[at]) == pytest.approx(5 if at > 5 else 1, rel=1e-3)
-
-    def test_an_estimator_of_ones_own(self, monkeypatch: Patch) -> None:
-        def doubled(token_level_rewards: torch.Tensor, response_mask: torch.Tensor, **_: Any) -> Any:
-            return (2 * token_level_rewards.sum(dim=1, keepdim=True) * response_mask,) * 2
-
-        def by_token(token_level_rewards: torch.Tensor, **_: Any) -> Any:
-            return token_level_rewards, token_level_rewards
-
-        for name, estimator in (("doubled", doubled), ("by_token", by_token)):
-            register_adv_est(name)(estimator)
-        try:
-            with monkeypatch.context() as patch:
-                found = Step(patch, f"{BASE}=doubled", method=build("uniform", {"mask_truncated": False})).run()
-            assert [values_T.unique().tolist() for values_T in found.values()] == [[2 * reward] for reward in REWARDS]
-            with pytest.raises(ValueError, match="by_token"):
-                Step(monkeypatch, f"{BASE}=by_token").run()
-        finally:
-            for name in ("doubled", "by_token"):
-                del ADV_ESTIMATOR_REGISTRY[name]
+    for name, estimator in (("doubled", doubled), ("by_token", by_token)):
+        register_adv_est(name)(estimator)
+    try:
+        found = Step(f"{BASE}=doubled", method=build("uniform")).run()
+        assert [values_T.unique().tolist() for values_T in found.values()] == [[2 * reward] for *_, reward in ROWS]
+        with pytest.raises(ValueError, match="by_token"):
+            Step(f"{BASE}=by_token").run()
+    finally:
+        for name in ("doubled", "by_token"):
+            del ADV_ESTIMATOR_REGISTRY[name]
 
 
-class TestTools:
-    """A response in which a tool wrote between the model's turns."""
-
-    TURNS = ("I ask for it;", r"=\boxed{9}!", "so it", "?", r" is \boxed{3}, ok<end>")
-
-    def test_weights_are_those_of_the_models_own_tokens(self, monkeypatch: Patch) -> None:
-        """The plain computation has never seen the tool's tokens, but for the scores' positions."""
-        step = Step(monkeypatch)
-        step.store.rows["a_1_0"] |= (row := row_of("Two?", self.TURNS, 0.0))
-        found_T, mask_T, start = step.run()["a_1_0"], row["response_mask"].bool(), len("Two?")
-        scores_T = made_up_saliency(torch.cat([row["prompts"], row["responses"]]))[start - 1 : -1]
-        text = "".join(self.TURNS[::2]).replace("<end>", "$")
-        (span,) = reference.boxed_spans(text)
-        # Positions after the answer have no gradient.
-        scores_T = torch.where(torch.arange(len(scores_T)) < "".join(self.TURNS).rindex("}") + 2, scores_T, 0.0)
-        weights = reference.row_weights(scores_T[mask_T].tolist(), span, -1.0, reference.resolve("official"))
-        base = float(found_T[mask_T][-1])
-        assert len(set(weights)) > 5 and base < 0 and (found_T[~mask_T] == 0).all()
-        torch.testing.assert_close(found_T[mask_T], base * torch.tensor(weights), rtol=1e-4, atol=1e-5)
-
-    def test_an_answer_that_a_tool_interrupts_is_none(self, monkeypatch: Patch) -> None:
-        step = Step(monkeypatch)
-        step.store.rows["a_1_0"] |= row_of("Two?", (r"I say \boxed{3", "tool", "} or so<end>"), 0.0)
-        found_T = step.run()["a_1_0"][step.store.rows["a_1_0"]["response_mask"].bool()]
-        assert len(step.workers.own) == 2 and len(found_T.unique()) == 1 and found_T[0] < 0
-        assert step.metrics["grail/answer_found_rate"] == 4 / 6
+def test_an_answer_that_a_tool_interrupts_is_none() -> None:
+    step = Step()
+    step.store.rows["a_1_0"] |= row_of("Two?", (r"I say \boxed{3", "tool", "} or so<end>"), 0.0)
+    found_T = step.run()["a_1_0"][step.store.rows["a_1_0"]["response_mask"].bool()]
+    assert len(step.workers.own) == 2 and len(found_T.unique()) == 1 and found_T[0] < 0
+    assert step.metrics["grail/answer_found_rate"] == 4 / 6
 
 
 class TestStart:
@@ -263,7 +203,6 @@ class TestStart:
         """verl's server takes the model's positions where rollout.max_model_len is unset; options of the model count."""
         build_tokenizer().save_pretrained(tmp_path)
         GenerationConfig(eos_token_id=[3, 4]).save_pretrained(tmp_path)
-        LlamaConfig(architectures=["LlamaForCausalLM"], max_position_embeddings=64).save_pretrained(tmp_path)
         made = self._trainer(tmp_path, max_model_len, max_position_embeddings=48)
         made._init_tokenizer()
         assert made._context_length == context and made._end_tokens == {3, 4, made.tokenizer.eos_token_id}
@@ -271,12 +210,12 @@ class TestStart:
     def test_a_tokenizer_that_loses_text_ends_the_run(self, tmp_path: Path) -> None:
         """One that the driver could not look at, as it was not there yet."""
         folder = save_under_class(build_tokenizer(), tmp_path / "model", "LlamaTokenizerFast", "llama")
-        LlamaConfig(architectures=["LlamaForCausalLM"]).save_pretrained(folder)
         with pytest.raises(ValueError, match="tokenizer"):
             self._trainer(folder, None)._init_tokenizer()
 
     def _trainer(self, folder: Path, max_model_len: int | None, **config: Any) -> Any:
-        made = make_trainer([], Grail(), None)
+        LlamaConfig(architectures=["LlamaForCausalLM"], max_position_embeddings=64).save_pretrained(folder)
+        made = make_trainer([], Grail())
         made.config.actor_rollout_ref.rollout.max_model_len = max_model_len
         model = {"_target_": "verl.workers.config.HFModelConfig", "path": str(folder)}
         made.config.actor_rollout_ref.model = {**model, "override_config": {"attn_implementation": "sdpa", **config}}
@@ -284,25 +223,24 @@ class TestStart:
         return made
 
     @pytest.mark.parametrize(("strategy", "replaced"), [("megatron", False), ("fsdp2", True)])
-    def test_workers_of_other_engines_are_verls_own(self, monkeypatch: Patch, strategy: str, replaced: bool) -> None:
+    def test_workers_of_other_engines_are_verls_own(
+        self, strategy: str, replaced: bool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         def init_resource_pool_mgr(self: Any) -> None:
             self.role_worker_mapping = {Role.ActorRollout: ActorRolloutRefWorker}
 
         monkeypatch.setattr(PPOTrainerSync, "_init_resource_pool_mgr", init_resource_pool_mgr)
         monkeypatch.setattr(host, "ray", SimpleNamespace(remote=lambda worker: worker))
-        made = make_trainer([f"{ACTOR}.strategy={strategy}"], Grail(), None)
+        made = make_trainer([f"{ACTOR}.strategy={strategy}"], Grail())
         made._init_resource_pool_mgr()
         expected = host.TokenWeightActorWorker if replaced else ActorRolloutRefWorker
         assert made.role_worker_mapping == {Role.ActorRollout: expected}
 
 
-def test_a_step_without_a_pass_asks_nothing_of_the_engine(monkeypatch: Patch) -> None:
-    found = []
-    for strategy in ("fsdp2", "megatron"):
-        with monkeypatch.context() as patch:
-            step = Step(patch, f"{ACTOR}.strategy={strategy}", method=build("probability"))
-            patch.delattr(Workers, "compute_token_scores")
-            found.append(step.run())
+def test_a_step_without_a_pass_asks_nothing_of_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(Workers, "compute_token_scores")
+    method = build("probability")
+    found = [Step(f"{ACTOR}.strategy={strategy}", method=method).run() for strategy in ("fsdp2", "megatron")]
     assert same(*found) and any(bool(advantages_T.any()) for advantages_T in found[0].values())
 
 
@@ -341,7 +279,7 @@ def test_what_is_truncated(cases: list[tuple[str, int, int, str, bool]]) -> None
         assert found.tolist() == [expected], (engine, context, response)
 
 
-def test_copies_that_fill_up_a_rank_belong_to_no_group(monkeypatch: Patch) -> None:
+def test_copies_that_fill_up_a_rank_belong_to_no_group() -> None:
     asked: list[Row] = []
 
     class Counting(Workers):
@@ -349,7 +287,7 @@ def test_copies_that_fill_up_a_rank_belong_to_no_group(monkeypatch: Patch) -> No
             asked.extend(rows_of(request))
             return build_reply([RowScores(torch.full((row.length,), float(row.index))) for row in asked])
 
-    step = Step(monkeypatch, method=Shear(), workers=Counting)
+    step = Step(method=Shear(), workers=Counting)
     step.workers._dispatch_info = {"actor": [0, 1]}
     rows = [Row(torch.arange(4 + i), 2, 2 + i, None, 1.0, group, i) for i, group in enumerate((0, 0, 1))]
     scores = step.trainer._run_pass(rows)

@@ -54,7 +54,7 @@ def test_the_calls_of_each_turn(
 
 @pytest.mark.parametrize("loop_class", [ToolAgentLoop, TurnToolAgent])
 def test_a_call_whose_answer_does_not_fit_keeps_its_turn(
-    tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch, loop_class: type[ToolAgentLoop]
+    tokenizer: PreTrainedTokenizerFast, loop_class: type[ToolAgentLoop]
 ) -> None:
     """In verl's own loop, which lists the call's reward before it finds no room for the answer: two turns, two rewards. The
     other responses have one turn, so the second one has no sibling there."""
@@ -65,7 +65,7 @@ def test_a_call_whose_answer_does_not_fit_keeps_its_turn(
     assert len(output.response_mask) < length and output.response_mask == whole.response_mask[: length - 1]
     assert output.extra_fields.get("call_rewards", [[1.0], [1.0]]) == [[1.0], [1.0]]
     name = "tool_rewards" if loop_class is ToolAgentLoop else "call_rewards"
-    step = Step(monkeypatch, method=build("turn_rloo", {"rewards": name}))
+    step = Step(method=build("turn_rloo", {"rewards": name}))
     for row in step.store.rows.values():
         row["extra_fields"] = {name: []}
     mask_T = torch.tensor(output.response_mask)
