@@ -175,21 +175,6 @@ def own_pass(engine: Any, rows: list[Any], signal: Any, sizes: Sizes, **request:
     return {name: [row.clone() for row in values.unbind()] for name, values in output.items()}
 
 
-@contextmanager
-def exploding(engine: Any) -> Iterator[None]:
-    """A block fails on all ranks."""
-
-    def explode(*_: Any) -> None:
-        raise ZeroDivisionError
-
-    module = next(m for name, m in engine.module.named_modules() if "layers.2" in name and name.endswith(".mlp"))
-    handle = module.register_forward_pre_hook(explode)
-    try:
-        yield
-    finally:
-        handle.remove()
-
-
 def hooks(module: torch.nn.Module) -> Counter:
     """How many hooks each module has, and of which kind."""
     tables = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -245,10 +230,9 @@ def shards(engine: Any) -> list[torch.Tensor]:
 
 
 @contextmanager
-def counted(engine: Any) -> Iterator[tuple[Counter, list[int]]]:
-    """The forwards of every decoder block, by its attention, which runs again when the block is recomputed; and how many
-    blocks are held as a whole each time that a backward comes to one, in that order."""
-    forwards, held = Counter(), []
+def whole_blocks(engine: Any) -> Iterator[list[int]]:
+    """How many blocks are held as a whole each time that a backward comes to one, in that order."""
+    held: list[int] = []
 
     def count(_gradient: torch.Tensor) -> None:
         held.append(len({part for name in sharding(engine)["held"] for part in name.split(".") if part.isdigit()}))
@@ -257,15 +241,10 @@ def counted(engine: Any) -> Iterator[tuple[Counter, list[int]]]:
         if output.requires_grad:
             output.register_hook(count)
 
-    handles = []
-    for name, inner in engine.module.named_modules():
-        if name.endswith("self_attn"):
-            block = next(int(part) for part in name.split(".") if part.isdigit())
-            handles.append(inner.register_forward_pre_hook(lambda *_, block=block: forwards.update([block])))
-        if name.endswith(".mlp"):
-            handles.append(inner.register_forward_hook(after))
+    blocks = [inner for name, inner in engine.module.named_modules() if name.endswith(".mlp")]
+    handles = [block.register_forward_hook(after) for block in blocks]
     try:
-        yield forwards, held
+        yield held
     finally:
         for handle in handles:
             handle.remove()

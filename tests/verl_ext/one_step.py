@@ -27,10 +27,11 @@ from grail_advantage.answers.missing import AnswerCheck
 from grail_advantage.data import RowScores
 from grail_advantage.dump import DumpRow, read_dump
 from grail_advantage.method import methods
+from grail_advantage.receipt import Receipt
 from grail_advantage.verl_ext import trainers  # noqa: F401  registers them
 from grail_advantage.verl_ext.dump import UpdateDump
 from grail_advantage.verl_ext.exchange import PLACES, WATCHED, build_reply, nested, rows_of
-from grail_advantage.verl_ext.received import UpdateReader
+from grail_advantage.verl_ext.received import OptimiserStep, UpdateReader, Written, receipt_of
 from grail_advantage.verl_ext.settings import ACTOR, MISSING, SECTION, Settings
 from grail_advantage.verl_ext.zero_advantage import LEAVE_OUT
 from tests.composed import verls_on_cpu
@@ -289,6 +290,22 @@ class Step:
         rows = list(dump)
         assert dump.problems == []
         return rows
+
+
+def receipt_by(
+    of_ranks: Sequence[list[OptimiserStep]],
+    mask_BT: torch.Tensor,
+    advantages_BT: torch.Tensor,
+    columns: dict[str, torch.Tensor],
+    chosen: Sequence[int],
+    **given: Any,
+) -> Receipt:
+    """The trainer's receipt of each rank's optimiser steps, over the chosen responses of an update."""
+    responses: Any = SimpleNamespace(mask=mask_BT[chosen], keys=[f"r{place}" for place in chosen])
+    part: Any = SimpleNamespace(rollouts=responses, advantages=(advantages_BT * mask_BT)[chosen])
+    of_chosen = {name: values_BT[chosen] for name, values_BT in columns.items()}
+    tokens = mask_BT.sum(dim=1).tolist()
+    return receipt_of(Written("1.0", 0, list(chosen), part, of_chosen), of_ranks, tokens=tokens, **given)
 
 
 def same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> bool:

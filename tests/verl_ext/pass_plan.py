@@ -123,12 +123,6 @@ def pass_rows(name: str, rank: int, size: int) -> tuple[list[Rollout], list[Row]
     return rollouts, rows
 
 
-def uneven_rows(rank: int) -> list[Row]:
-    """Long responses on the first rank, short ones on the other."""
-    text = [LONG[:90] + r"\boxed{3}", r"=\boxed{6}"][rank]
-    return [row_of(Rollout("How" + "?" * place, text, -1.0), place) for place in range(2)]
-
-
 PLAIN = {"fsdp": Setup("qwen3", "fsdp"), "fsdp2": Setup("qwen3")}
 
 _DROPOUT = {"attention_dropout": 0.5}

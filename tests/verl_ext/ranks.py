@@ -25,21 +25,20 @@ import torch
 from grail_advantage import Grail
 from grail_advantage.data import Row
 from tests import forked
-from tests.core.tiny_models import PAD_ID, char_tokenizer
+from tests.core.tiny_models import PAD_ID
 from tests.verl_ext import pass_plan as plan
 from tests.verl_ext.engines import (
     REFERENCE,
     Setup,
     Sizes,
     build_engine,
-    counted,
-    exploding,
     hooks,
     leftovers,
     own_pass,
     sharding,
     shards,
     training_worker,
+    whole_blocks,
 )
 from tests.verl_ext.one_step import Step, plain_rows
 
@@ -144,7 +143,7 @@ class Passes:
         _, rows = plan.pass_rows(name, self.rank // setup.sequence_parallel, setup.data_parallel)
         return own_pass(engine, rows, signal, sizes, temperature=temperature, pad_token=PAD_ID)
 
-    def _step(self, engine: Any, setup: Setup) -> list[float] | None:
+    def _step(self, engine: Any, setup: Setup) -> float | None:
         """An optimiser step in two micro-batches. Its gradient norm, where verl gives it out."""
         rows = [
             {
@@ -157,7 +156,7 @@ class Passes:
         ]
         Sizes(rows=len(rows) // 2).set(engine)
         done = update(training_worker(engine), rows, len(plan.BATCH), policy_loss="gpg")
-        return done["metrics"].get("grad_norm")
+        return done["metrics"].get("grad_norm", [None])[0]
 
     def passes(self, name: str) -> dict[str, Any]:
         """All passes on one engine, with an optimiser step after them and one between two; the same steps of a fresh one."""
@@ -182,44 +181,36 @@ class Passes:
         results["alone"], results["after passes"] = steps
         return results
 
-    def cost(self, setup: Setup) -> dict[str, Any]:
-        """Forwards of the blocks in a pass by activation, and where ranks differ; whole blocks during the backward."""
+    def held(self, setup: Setup) -> dict[str, Any]:
+        """Whole blocks during each backward of passes by activation, and of training, and what is left of them."""
         engine, found = build_engine(setup, self.folder), {}
-
-        def run(name: Any, work: Callable[[], Any]) -> None:
-            with counted(engine) as (forwards, held):
-                work()
-            found[name] = [forwards[block] for block in range(4)], held, sharding(engine)["held"]
-
-        for leaf in ("embeddings", "middle"):
-            run(leaf, lambda leaf=leaf: own_pass(engine, self._prepared(), Grail(leaf=leaf), Sizes(rows=6)))
-        for name in ("saliency", "oar_p"):
-            method = plan.OWN[name][0]
-            rows = [method.prepare(row, char_tokenizer()) for row in plan.uneven_rows(self.rank)]
-            uneven = partial(own_pass, engine, rows, method, Sizes(budget=190), pad_token=PAD_ID)
-            run(("uneven", name), uneven)
-        run("training", lambda: self._step(engine, setup))
+        passes = {leaf: Grail(leaf=leaf) for leaf in ("embeddings", "middle")}
+        for name, method in {**passes, "training": None}.items():
+            with whole_blocks(engine) as held:
+                if method is None:
+                    self._step(engine, setup)
+                else:
+                    own_pass(engine, self._prepared(), method, Sizes(rows=6))
+            found[name] = held, sharding(engine)["held"]
         return found
 
     def _prepared(self) -> list[Row]:
         return plan.pass_rows("saliency", self.rank, self.world_size)[1]
 
     def raising(self, setup: Setup) -> dict[str, Any]:
-        """What passes that raise leave, and an optimiser step after each of them, with FSDP2. FSDP1 itself cannot continue
-        after an exception in a forward, whoever runs it."""
-        results: dict[str, Any] = {"errors": [], "steps": [], "left": []}
-        rows = self._prepared()
-        broken = [replace(row, tokens=torch.cat([row.tokens[:-1], torch.tensor([10_000])])) for row in rows]
-        for some, around in ((None, None), (broken, contextlib.nullcontext), (rows, exploding)):
+        """What a pass leaves in which a block fails on all ranks, and an optimiser step with and without it, with FSDP2. FSDP1
+        itself cannot continue after an exception in a forward, whoever runs it."""
+        results: dict[str, Any] = {"steps": []}
+        for fails in (False, True):
             engine = build_engine(setup, self.folder)
             before = hooks(engine.module)
-            if some is not None:
-                try:
-                    with around(engine):
-                        own_pass(engine, some, Grail(), Sizes(rows=2))
-                except Exception as error:
-                    results["errors"].append(type(error).__name__)
-                results["left"].append(leftovers(engine, before))
+            if fails:
+                broken = engine.module.get_submodule("model.layers.2.mlp")
+                handle = broken.register_forward_pre_hook(lambda *_: 1 / 0)
+                with contextlib.suppress(ZeroDivisionError):
+                    results["passed"] = own_pass(engine, self._prepared(), Grail(), Sizes(rows=2))
+                handle.remove()
+                results["left"] = leftovers(engine, before)
             results["steps"].append((self._step(engine, setup), shards(engine)))
         return results
 
@@ -276,13 +267,7 @@ class AllRows:
         return call
 
 
-_DETAILS = {
-    "cost": {"fsdp": plan.PLAIN["fsdp"], "fsdp2": plan.PLAIN["fsdp2"]},
-    "raising": {"fsdp2": plan.PLAIN["fsdp2"]},
-    "later_update": plan.PLAIN,
-}
-
-
+_DETAILS = {"held": plan.PLAIN, "raising": {"fsdp2": plan.PLAIN["fsdp2"]}, "later_update": plan.PLAIN}
 LOSSES = ("vanilla", "gspo", "cispo", "gpg", "sapo", "dppo_tv", "dppo_kl")
 TOKEN_MEAN = "token-mean"
 AGGREGATIONS = (TOKEN_MEAN, "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")

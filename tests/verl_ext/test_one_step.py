@@ -37,7 +37,6 @@ from tests.verl_ext.one_step import ROWS, WRONG, Step, Workers, make_trainer, ro
 from verl_cpu.tiny.model import build_tokenizer
 
 Advantages = dict[str, torch.Tensor]
-CORRECTION = "algorithm.rollout_correction"
 
 
 def uneven(found: Advantages) -> set[str]:
@@ -52,13 +51,6 @@ def test_fetches_and_computes_everything_once() -> None:
     assert step.store.calls == 3 and step.store.fetched["advantages"] == 1
     assert step.store.fetched["prompts"] == step.store.fetched["loss_mask"] == 1
     assert not {"raw_prompt", "extra_fields", "ref_log_prob"} & step.store.fetched.keys()
-
-
-def test_a_correction_that_drops_a_response() -> None:
-    step = Step(f"{CORRECTION}.rollout_rs=seq_mean_k1", f"{CORRECTION}.rollout_rs_threshold='0.5_2.0'")
-    step.store.rows["a_1_0"]["rollout_log_probs"] *= 30
-    found = step.run()
-    assert (found["a_1_0"] == 0).all() and (found["a_2_0"] != 0).all() and len(step.workers.own) == 2
 
 
 def test_answers_in_another_format(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -244,39 +236,27 @@ def test_a_step_without_a_pass_asks_nothing_of_the_engine(monkeypatch: pytest.Mo
     assert same(*found) and any(bool(advantages_T.any()) for advantages_T in found[0].values())
 
 
-TRUNCATED: dict[str, list[tuple[str, int, int, str, bool]]] = {
-    "at the limit of 6 without an end token": [
-        *(("vllm", 100, 1, text, False) for text in ("abc<end>", "abcde<end>", "abcde", "abc", "")),
-        ("vllm", 100, 1, "abcdeg", True),
-        ("vllm", 100, 1, "abcdef", False),  # any of the end tokens ends a response
-    ],
-    "prompt_length + response_length = 9, less the prompt of 5": [
-        *(("vllm", 100, 5, "abcd", True), ("sglang", 100, 5, "abc", False)),
-    ],
-    "the context, less the prompt": [
-        *(("vllm", 8, 5, "abc", True), ("trtllm", 8, 5, "ab", False), ("vllm", 8, 5, "ab<end>", False)),
-    ],
-    "with SGLang one position less": [
-        *(("sglang", 8, 5, "ab", True), ("sglang", 8, 5, "a", False), ("sglang", 9, 5, "abc", True)),
-    ],
-    "no room at all": [("sglang", 6, 5, "", True), ("vllm", 5, 5, "a", True)],
-    "a tool wrote cd, and the last turn had what was left": [
-        *(("vllm", 100, 1, text, text == "abfcde") for text in ("abfcde", "abfcd<end>", "abfcf")),
-        *(("vllm", 6, 1, text, text == "abfcd") for text in ("abfcd", "abfc", "abfcf")),
-    ],
+TRUNCATED = {  # the last four of the first: a tool wrote cd, and the last turn had what was left
+    "vllm 100 1": "abc<end> abcde<end> abcde abc abcdeg! abcdef abfcde! abfcd<end> abfcf",
+    **{"vllm 100 5": "abcd!", "sglang 100 5": "abc"},  # prompt_length + response_length = 9
+    **{"vllm 8 5": "abc! ab<end>", "trtllm 8 5": "ab", "vllm 6 1": "abfcd! abfc abfcf"},  # the context
+    **{"sglang 8 5": "ab! a", "sglang 9 5": "abc!"},  # has one position less
+    **{"sglang 6 5": "!", "vllm 5 5": "a!"},  # no room at all
 }
-"""Engine, length of the context and of the prompt, and the response; ``f`` ends a turn as ``<end>`` does."""
+"""Engine, length of the context and of the prompt: responses of at most 6 tokens, with ``!`` those that are truncated; ``f``
+ends a turn as ``<end>`` does."""
 
 
-@pytest.mark.parametrize("cases", TRUNCATED.values(), ids=TRUNCATED)
-def test_what_is_truncated(cases: list[tuple[str, int, int, str, bool]]) -> None:
-    for engine, context, prompt, response, expected in cases:
-        rollout = {"name": engine, "prompt_length": 3, "response_length": 6}
-        plain = {"actor_rollout_ref": {"rollout": rollout}, "algorithm": {"adv_estimator": "grail"}}
-        settings, end_tokens = Settings.parse(OmegaConf.create(plain)), {END_ID, encode("f")[0]}
-        responses = [torch.tensor(encode(response))]
-        found = truncated([torch.arange(prompt)], responses, settings, context, end_tokens)
-        assert found.tolist() == [expected], (engine, context, response)
+@pytest.mark.parametrize("given", TRUNCATED)
+def test_what_is_truncated(given: str) -> None:
+    engine, context, prompt = given.split()
+    rollout = {"name": engine, "prompt_length": 3, "response_length": 6}
+    plain = {"actor_rollout_ref": {"rollout": rollout}, "algorithm": {"adv_estimator": "grail"}}
+    settings, end_tokens = Settings.parse(OmegaConf.create(plain)), {END_ID, encode("f")[0]}
+    cases = TRUNCATED[given].split()
+    responses = [torch.tensor(encode(case.removesuffix("!"))) for case in cases]
+    found = truncated([torch.arange(int(prompt))] * len(cases), responses, settings, int(context), end_tokens)
+    assert found.tolist() == [case.endswith("!") for case in cases]
 
 
 def test_copies_that_fill_up_a_rank_belong_to_no_group() -> None:

@@ -65,19 +65,18 @@ def test_a_call_whose_answer_does_not_fit_keeps_its_turn(
     assert len(output.response_mask) < length and output.response_mask == whole.response_mask[: length - 1]
     assert output.extra_fields.get("call_rewards", [[1.0], [1.0]]) == [[1.0], [1.0]]
     name = "tool_rewards" if loop_class is ToolAgentLoop else "call_rewards"
+    mask_T = torch.tensor(output.response_mask)
     step = Step(method=build("turn_rloo", {"rewards": name}))
     for row in step.store.rows.values():
         row["extra_fields"] = {name: []}
-    mask_T = torch.tensor(output.response_mask)
     row = row_of("Two?", "?" * len(mask_T), 0.0, extra_fields=output.extra_fields)
     step.store.rows["a_1_0"] |= row | {"response_mask": mask_T, "loss_mask": mask_T}
-    rewards = {key: float(row["rm_scores"].sum()) for key, row in step.store.rows.items() if key.startswith("a")}
-    others = (sum(rewards.values()) - rewards["a_1_0"]) / (len(rewards) - 1)
-    advantages_T, metrics = step.run()["a_1_0"], step.metrics
+    advantages_T, others = step.run()["a_1_0"], 1 / 2  # the mean of the other responses' rewards
     (_, first), (second, _) = runs(output.response_mask)
-    torch.testing.assert_close(advantages_T[:first], torch.full((first,), 2.0 - others))
-    assert not advantages_T[first:second].any() and metrics["turn_rloo/non_finite_rate"] == 0
-    torch.testing.assert_close(advantages_T[second:], torch.full((len(mask_T) - second,), 1.0 - others))
+    expected_T = torch.zeros(len(mask_T))
+    expected_T[:first], expected_T[second:] = 2.0 - others, 1.0 - others
+    torch.testing.assert_close(advantages_T, expected_T)
+    assert step.metrics["turn_rloo/non_finite_rate"] == 0
 
 
 def test_calls_that_end_in_another_order_and_tools_without_a_reward(

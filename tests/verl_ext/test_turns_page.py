@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import shlex
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -33,11 +31,10 @@ SAID = [
 """What the model says at most, and what its turns are worth where 2 is correct."""
 
 
-def _module(path: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+def _module(name: str) -> ModuleType:
+    """Of the example's folder, which is on no path."""
+    module = ModuleType(name)
+    exec(compile((FOLDER / f"{name}.py").read_text(), name, "exec"), vars(module))
     return module
 
 
@@ -61,7 +58,7 @@ def _run(turns: list[str], limit: int = 400) -> tuple[AgentLoopOutput, dict[str,
 
     async def respond() -> AgentLoopOutput:
         assert entry.pop("_target_") == "my_loop.CheckAgain" and entry.pop("name") == "check_again" and not entry
-        loop = _module(FOLDER / "my_loop.py").CheckAgain(
+        loop = _module("my_loop").CheckAgain(
             trainer_config=DictConfigWrap(config),
             server_manager=Server(tokenizer, turns),
             tokenizer=tokenizer,
@@ -72,7 +69,7 @@ def _run(turns: list[str], limit: int = 400) -> tuple[AgentLoopOutput, dict[str,
         return await loop.run({}, raw_prompt=[{"role": "user", "content": "1+1"}])
 
     output = asyncio.run(respond())
-    judged = _module(FOLDER / "my_reward.py").compute_score("", "", "2", dict(output.extra_fields), num_turns=2)
+    judged = _module("my_reward").compute_score("", "", "2", dict(output.extra_fields), num_turns=2)
     return output, judged
 
 
@@ -85,17 +82,13 @@ def test_the_loop_and_its_rewards_have_the_same_turns(turns: list[str], worth: l
     assert sum(judged["turn_rewards"]) == judged["score"] and output.extra_fields["max_global_steps"] == 1
     known = judged["turn_rewards"]
     assert known[: len(worth)] == worth and not any(known[len(worth) :])
-    config = _check_command()
-    rollouts = Rollouts(
-        prompts=[torch.tensor(output.prompt_ids)],
-        responses=[torch.tensor(output.response_ids)],
-        mask=mask_BT,
-        advantages=torch.ones(1),
-        groups=torch.zeros(1, dtype=torch.int64),
-        rewards=torch.tensor([judged["score"]]),
-        fields={"turn_rewards": [known]},
-    )
-    of_turns = config.method.scores(rollouts, None)[mask_BT].unique_consecutive()
+    words = shlex.split((FOLDER / "run.sh").read_text().partition("pipefail\n")[2].replace("\\\n", " "))
+    assert words[:4] == ["PYTHONPATH=.", "python3", "-m", "verl.trainer.main_ppo"]
+    method = check_config(compose("ppo_trainer", words[4:-1], VERL)).method
+    parts = {"prompts": [torch.tensor(output.prompt_ids)], "responses": [torch.tensor(output.response_ids)]}
+    parts |= {"advantages": torch.ones(1), "groups": torch.zeros(1, dtype=torch.int64), "mask": mask_BT}
+    rollouts = Rollouts(**parts, rewards=torch.tensor([judged["score"]]), fields={"turn_rewards": [known]})
+    of_turns = method.scores(rollouts, None)[mask_BT].unique_consecutive()
     assert set(of_turns.tolist()) == {sum(known[turn:]) for turn in range(len(known))}
 
 
@@ -103,9 +96,3 @@ def test_the_loop_ends_where_the_response_is_full() -> None:
     output, judged = _run(["####3", "####2"], limit=40)
     assert len(output.response_ids) == 40
     assert len(runs(output.response_mask)) == len(judged["turn_rewards"]) == 1
-
-
-def _check_command() -> Any:
-    words = shlex.split((FOLDER / "run.sh").read_text().partition("pipefail\n")[2].replace("\\\n", " "))
-    assert words[:4] == ["PYTHONPATH=.", "python3", "-m", "verl.trainer.main_ppo"]
-    return check_config(compose("ppo_trainer", words[4:-1], VERL))
