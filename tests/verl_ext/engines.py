@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -175,54 +174,6 @@ def own_pass(engine: Any, rows: list[Any], signal: Any, sizes: Sizes, **request:
     return {name: [row.clone() for row in values.unbind()] for name, values in output.items()}
 
 
-def hooks(module: torch.nn.Module) -> Counter:
-    """How many hooks each module has, and of which kind."""
-    tables = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    return Counter(
-        {(name, table): len(getattr(inner, table)) for name, inner in module.named_modules() for table in tables}
-    )
-
-
-def sharding(engine: Any) -> dict[str, list[str]]:
-    """Parameters that this rank uses as a whole, and those of which it holds more than its shard in memory."""
-    from torch.distributed.fsdp import FSDPModule
-    from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
-
-    whole, held = [], []
-    if isinstance(engine.module, FSDP):
-        for unit in FSDP.fsdp_modules(engine.module):
-            parameter = unit._flat_param
-            name = next(name for name, module in engine.module.named_modules() if module is unit)
-            if not unit._handle.is_sharded(parameter):
-                whole.append(name)
-            full = getattr(parameter, "_full_param_padded", None)  # None before the first forward
-            if full is not None and full.untyped_storage().size() > 0:
-                held.append(name)
-        return {"whole": whole, "held": held}
-    for module in engine.module.modules():
-        if isinstance(module, FSDPModule):
-            for group in module._get_fsdp_state()._fsdp_param_groups:
-                for parameter in group.fsdp_params:
-                    if parameter.sharded_state.name != "SHARDED":
-                        whole.append(parameter._param_fqn)
-                    full = getattr(parameter, "_unsharded_param", None)
-                    if full is not None and full.untyped_storage().size() > 0:
-                        held.append(parameter._param_fqn)
-    return {"whole": whole, "held": held}
-
-
-def leftovers(engine: Any, hooks_before: Counter) -> dict[str, Any]:
-    """What a pass must not leave over."""
-    return {
-        **sharding(engine),
-        "gradients": [name for name, p in engine.module.named_parameters() if p.grad is not None],
-        "hooks": list((hooks(engine.module) - hooks_before).elements()),
-        "training": [name for name, module in engine.module.named_modules() if module.training],
-        "mode": engine.mode,
-        "grad_enabled": torch.is_grad_enabled(),
-    }
-
-
 def shards(engine: Any) -> list[torch.Tensor]:
     """This rank's share of every parameter."""
     parameters = (p.to_local() if hasattr(p, "to_local") else p for p in engine.module.parameters())
@@ -231,23 +182,26 @@ def shards(engine: Any) -> list[torch.Tensor]:
 
 @contextmanager
 def whole_blocks(engine: Any) -> Iterator[list[int]]:
-    """How many blocks are held as a whole each time that a backward comes to one, in that order."""
+    """How many of FSDP2's blocks are in memory as a whole each time that a backward comes to one, and at the end."""
+    blocks = [block for block in engine.module.modules() if hasattr(block, "self_attn")]
+    groups = [group for block in blocks for group in block._get_fsdp_state()._fsdp_param_groups]
     held: list[int] = []
 
-    def count(_gradient: torch.Tensor) -> None:
-        held.append(len({part for name in sharding(engine)["held"] for part in name.split(".") if part.isdigit()}))
+    def count(_gradient: torch.Tensor | None = None) -> None:
+        full = [getattr(group.fsdp_params[0], "_unsharded_param", None) for group in groups]
+        held.append(sum(of is not None and of.untyped_storage().size() > 0 for of in full))
 
     def after(_module: torch.nn.Module, _args: tuple, output: torch.Tensor) -> None:
         if output.requires_grad:
             output.register_hook(count)
 
-    blocks = [inner for name, inner in engine.module.named_modules() if name.endswith(".mlp")]
-    handles = [block.register_forward_hook(after) for block in blocks]
+    handles = [block.mlp.register_forward_hook(after) for block in blocks]
     try:
         yield held
     finally:
         for handle in handles:
             handle.remove()
+    count()
 
 
 def training_worker(engine: Any) -> Any:

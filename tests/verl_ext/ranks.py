@@ -1,4 +1,5 @@
-"""Programs of ranks, each a process joined to the others by gloo on the CPU; how a test starts them, and what they measure.
+"""Programs of ranks, each a process joined to the others by gloo on the CPU; how a test starts them, what they run, and what
+they measure.
 
 Nothing is checked here. Every experiment's result is saved, or its traceback.
 """
@@ -21,21 +22,21 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from transformers import PreTrainedModel
 
-from grail_advantage import Grail
+from grail_advantage import Grail, Method, Oar, find_answer_span
 from grail_advantage.data import Row
+from grail_advantage.method import build
 from tests import forked
-from tests.core.tiny_models import PAD_ID
-from tests.verl_ext import pass_plan as plan
+from tests.core.tiny_models import FAMILIES as KINDS_OF_MODEL
+from tests.core.tiny_models import PAD_ID, ROLLOUTS, Family, Rollout, char_tokenizer, encode, tiny_model
 from tests.verl_ext.engines import (
     REFERENCE,
     Setup,
     Sizes,
     build_engine,
-    hooks,
-    leftovers,
     own_pass,
-    sharding,
     shards,
     training_worker,
     whole_blocks,
@@ -74,6 +75,173 @@ def of_all_ranks(results: list[Results], kind: str, name: str) -> list[Any]:
         if isinstance(result, str):
             raise AssertionError(result)
     return found
+
+
+LONG = "One and one is two, and two is three, " * 4
+NAMES = (
+    *("text after the box", "several boxes", "empty box", "box at the start", "one token before the box"),
+    *("box at the end", "truncated second box", "right"),
+)
+BATCH = [
+    *(replace(ROLLOUTS[name], advantage=-0.5) for name in NAMES),
+    Rollout("How long can it be?", LONG + r"so \boxed{3}, I would say.<end>", -0.5),
+    Rollout("And this one?", LONG[:90] + r"so \boxed{12}.<end>", -0.5),
+    Rollout("Recite.", rf"So \boxed{{{'one, two, ' * 4}}} it is.", -0.5),
+    Rollout("?", r"\boxed{1}", -0.5),
+]
+"""Twelve responses, which one to four ranks share; the longest is many times the shortest."""
+SHORT = [rollout for rollout in BATCH[:8] if not rollout.response.startswith("\\boxed{7}")]
+"""Responses with reasoning, whose tokens are so few that each can have a counterfactual."""
+GROUPS = (
+    [*(ROLLOUTS[name] for name in ("right", "text after the box", "no box")), Rollout("How long?", LONG, 1.0)],
+    [*(ROLLOUTS[name] for name in ("several boxes", "right, several boxes")), *(ROLLOUTS["empty box"],) * 2],
+)
+"""Whole groups of odd and of even ranks; the last response of the second fills it up, and has no group."""
+SALIENCY: dict[str, tuple[Method, float, Sizes]] = {
+    "saliency": (Grail("official"), 1.0, Sizes(rows=1)),
+    "saliency, robust": (Grail("robust", gate="all"), 0.7, Sizes(rows=3)),
+    "saliency, first": (Grail("robust", gate="all", leaf="first"), 1.0, Sizes(budget=260)),
+    "saliency, middle": (Grail("official", leaf="middle"), 1.3, Sizes(rows=3)),
+    "saliency, last": (Grail("official", leaf="last"), 1.0, Sizes(budget=260)),
+}
+GRADIENT: dict[str, tuple[Method, float, Sizes]] = {
+    "oar_g": (Oar(), 1.0, Sizes(rows=1)),
+    "oar_g, joint": (Oar(probe="answer_joint", noise_seed=3), 1.0, Sizes(rows=3)),
+    "oar_g, port, last": (Oar(variant="grail_port", probe="last"), 1.0, Sizes(budget=260)),
+    "oar_g, port, mean": (Oar(variant="grail_port"), 1.0, Sizes(rows=3)),
+}
+PERTURBATION: dict[str, tuple[Method, float, Sizes]] = {
+    "oar_p": (Oar("perturbation"), 1.0, Sizes(rows=5)),
+    "oar_p, port, last": (Oar("perturbation", probe="last", variant="grail_port"), 1.0, Sizes(budget=400)),
+    "oar_p, few, joint": (Oar("perturbation", probe="answer_joint", max_perturbations=7), 1.0, Sizes(budget=260)),
+}
+INFERENCE: dict[str, tuple[Method, float, Sizes]] = {
+    "rlsd": (build("rlsd"), 0.7, Sizes(rows=1)),
+    "shear": (build("shear", {"window": 12, "stride": 5}), 0.7, Sizes(rows=3)),
+    "rlsd, budget": (build("rlsd"), 0.7, Sizes(budget=100)),
+    "shear, budget": (build("shear", {"window": 12, "stride": 5}), 0.7, Sizes(budget=100)),
+}
+"""A budget of fewer tokens than the longest response has."""
+KINDS = (SALIENCY, GRADIENT, PERTURBATION, INFERENCE)
+OWN = {name: how for kind in KINDS for name, how in kind.items()}
+_OFFLOADED = {"param_offload": True, "optimizer_offload": True}
+_MULTIPLE = {"pad_to_length": True, "pad_to_length_bucket": 64}
+_ORIGINAL = {"use_orig_params": True}
+_SLICED = {"packed": True, "attention": REFERENCE}
+SETUPS = {
+    "fsdp, tied, no checkpointing": Setup("llama-tied", "fsdp", checkpointing=False, turn=1),
+    "fsdp2, packed": Setup("qwen3", packed=True),
+    "fsdp, parameters offloaded": Setup("qwen3", "fsdp", options=_OFFLOADED, turn=3),
+    "fsdp2, activations offloaded": Setup("qwen3", activation_offload=True, turn=5),
+    "fsdp, fused kernels": Setup("qwen3", "fsdp", kernels="torch", turn=6),
+    "fsdp2, lora": Setup("qwen3-tied", adapter="adapter", turn=7),
+    "fsdp, lora on the head": Setup("qwen3", "fsdp", adapter="adapter-head", turn=8),
+    "fsdp2, lora on the tied head": Setup("qwen3-tied", adapter="adapter-tied-head", turn=9),
+    "fsdp, lora on the embeddings": Setup("qwen3", "fsdp", adapter="adapter-embeddings", options=_ORIGINAL, turn=10),
+    "fsdp, lora beside whole embeddings and head": Setup(
+        "qwen3", "fsdp", adapter="adapter-saved", options=_ORIGINAL, turn=11
+    ),
+    "fsdp2, tied, 2 a sequence": Setup("llama-tied", sequence_parallel=2, **_SLICED, turn=12),
+    "fsdp2, parameters offloaded by FSDP2": Setup("qwen3", options={"offload_policy": True}, turn=13),
+    "fsdp, 4 ranks, 4 a sequence, packed to a multiple of 64": Setup(
+        "qwen3", "fsdp", ranks=4, sequence_parallel=4, options=_MULTIPLE, turn=16, **_SLICED
+    ),
+}
+ALL_PASSES = ("fsdp2, packed",)
+"""Set-ups that run every pass; the others run one of each kind, in turn."""
+
+
+def passes_of(setup: str) -> list[str]:
+    """The passes of their own that a set-up runs."""
+    how = SETUPS[setup]
+    turn = how.turn
+    kinds = [SALIENCY]
+    if how.sequence_parallel == 1:
+        kinds += [INFERENCE] if how.kernels else [GRADIENT, PERTURBATION, INFERENCE]
+    if setup in ALL_PASSES:
+        return [name for kind in kinds for name in kind]
+    # Fused kernels give log-probabilities, which of the two only RLSD asks for.
+    return [list(kind)[(0 if how.kernels and kind is INFERENCE else turn) % len(kind)] for kind in kinds]
+
+
+def row_of(rollout: Rollout, place: int = 0, span: str = "first", group: int = 0) -> Row:
+    """A response for a pass."""
+    prompt, response = encode(rollout.prompt), encode(rollout.response)
+    found, tokens = find_answer_span(response, char_tokenizer(), span), torch.tensor(prompt + response)
+    return Row(tokens, len(prompt), len(response), found, rollout.advantage, group, place)
+
+
+def pass_rows(name: str, rank: int, size: int) -> tuple[list[Rollout], list[Row]]:
+    """The share of a data-parallel rank for a pass: rollouts, and prepared responses."""
+    signal, inference = OWN[name][0], name in INFERENCE
+    rollouts = list(GROUPS[rank % 2]) if inference else (BATCH if name in SALIENCY else SHORT)[rank::size]
+    if not inference and name not in SALIENCY and len(rollouts) < -(-len(SHORT) // size):
+        rollouts.append(SHORT[4])  # fills up, as the trainer does
+    rows = []
+    for place, rollout in enumerate(rollouts):
+        group = -1 if inference and (rank % 2, place) == (1, 3) else rank
+        row = row_of(rollout, place, signal.span, group)
+        rows.append(row if inference else signal.prepare(row, char_tokenizer()))
+    return rollouts, rows
+
+
+PLAIN = {"fsdp": Setup("qwen3", "fsdp"), "fsdp2": Setup("qwen3")}
+ARCHITECTURES = {
+    name: KINDS_OF_MODEL.get(name, Family(name))
+    for name in (
+        *("qwen2", "qwen3", "qwen3_moe", "qwen3_5_text", "llama", "mistral", "gemma2", "gemma3_text", "phi3"),
+        *("gpt_oss", "olmo2", "olmo3"),
+    )
+}
+"""That people train."""
+FAMILIES = {
+    f"{name}, {'packed' if packed else 'padded'}": Setup(
+        f"of {name}", ranks=1, packed=packed, attention=family.attention
+    )
+    for name, family in ARCHITECTURES.items()
+    for packed in (True, False)
+}
+
+_DROPOUT = {"attention_dropout": 0.5}
+MODELS = {
+    "qwen3": {"family": "qwen3", **_DROPOUT},
+    "qwen3-tied": {"family": "qwen3", "tied": True, **_DROPOUT},
+    "llama": {"family": "llama", **_DROPOUT},
+    "llama-tied": {"family": "llama", "tied": True, **_DROPOUT},
+    "wide": {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32, "initializer_range": 0.1},
+}
+"""With dropout in training, so that a pass that forgets to switch it off, or draws random numbers, is seen."""
+ADAPTERS = {
+    "adapter": ("qwen3-tied", {"target_modules": "all-linear"}),
+    "adapter-head": ("qwen3", {"target_modules": ["q_proj", "down_proj", "lm_head"]}),
+    "adapter-tied-head": ("qwen3-tied", {"target_modules": ["q_proj", "down_proj", "lm_head"]}),
+    "adapter-embeddings": ("qwen3", {"target_modules": ["q_proj", "embed_tokens"]}),
+    "adapter-saved": ("qwen3", {"target_modules": ["q_proj"], "modules_to_save": ["lm_head", "embed_tokens"]}),
+}
+"""LoRA adapters by name: the model that they belong to and what they adapt."""
+
+
+def write_models(folder: Path) -> dict[str, PreTrainedModel]:
+    """Write the models that the ranks load, and return them."""
+    models = {}
+    for seed, (name, options) in enumerate(MODELS.items()):
+        models[name] = tiny_model(seed=seed, **options)
+        models[name].save_pretrained(folder / name)
+    for name, family in ARCHITECTURES.items():
+        models[f"of {name}"] = family.build().eval()
+        models[f"of {name}"].save_pretrained(folder / f"of {name}")
+    for name, (base, options) in ADAPTERS.items():
+        seed = list(MODELS).index(base)
+        torch.manual_seed(0)
+        adapted = get_peft_model(
+            tiny_model(seed=seed, **MODELS[base]), LoraConfig(task_type="CAUSAL_LM", r=4, **options)
+        )
+        for path, parameter in adapted.named_parameters():
+            if "lora_B" in path or "lora_embedding_A" in path:  # zeros when new, which would leave the model as it was
+                torch.nn.init.normal_(parameter, std=0.3)
+        adapted.save_pretrained(folder / name)
+        models[name] = PeftModel.from_pretrained(tiny_model(seed=seed, **MODELS[base]), folder / name).eval()
+    return models
 
 
 def update(worker: Any, rows: list[dict[str, Any]], mini_batch: int, mode: str = "", **loss: Any) -> dict[str, Any]:
@@ -139,8 +307,8 @@ class Passes:
         self.rank, self.world_size, self.folder = rank, world_size, folder
 
     def _own(self, engine: Any, name: str, setup: Setup) -> dict[str, list[torch.Tensor]]:
-        signal, temperature, sizes = plan.OWN[name]
-        _, rows = plan.pass_rows(name, self.rank // setup.sequence_parallel, setup.data_parallel)
+        signal, temperature, sizes = OWN[name]
+        _, rows = pass_rows(name, self.rank // setup.sequence_parallel, setup.data_parallel)
         return own_pass(engine, rows, signal, sizes, temperature=temperature, pad_token=PAD_ID)
 
     def _step(self, engine: Any, setup: Setup) -> float | None:
@@ -152,67 +320,73 @@ class Passes:
                 "mask": torch.ones(row.length).long(),
             }
             | dict.fromkeys(("advantages", "old_log_probs"), torch.ones(row.length))
-            for row in map(plan.row_of, plan.BATCH[self.rank // setup.sequence_parallel :: setup.data_parallel])
+            for row in map(row_of, BATCH[self.rank // setup.sequence_parallel :: setup.data_parallel])
         ]
         Sizes(rows=len(rows) // 2).set(engine)
-        done = update(training_worker(engine), rows, len(plan.BATCH), policy_loss="gpg")
+        done = update(training_worker(engine), rows, len(BATCH), policy_loss="gpg")
         return done["metrics"].get("grad_norm", [None])[0]
 
     def passes(self, name: str) -> dict[str, Any]:
         """All passes on one engine, with an optimiser step after them and one between two; the same steps of a fresh one."""
-        setup = plan.SETUPS[name]
+        setup = SETUPS[name]
         results: dict[str, Any] = {"own": {}, "merged": []}
         steps = []
         for after_passes in (False, True):
             engine = build_engine(setup, self.folder)
-            before = hooks(engine.module)
-            for own in plan.passes_of(name) if after_passes else ():
-                results["own"][own] = self._own(engine, own, setup) | {"leftovers": leftovers(engine, before)}
             if after_passes:
+                results["own"] = {own: self._own(engine, own, setup) for own in passes_of(name)}
+                results["grad_enabled"] = torch.is_grad_enabled()
                 self._own(engine, "saliency, robust", setup)  # the last one before a step is one with gradients
             if setup.adapter:
                 weights, _ = engine.get_per_tensor_param()
                 results["merged"].append({weight: value.clone() for weight, value in weights})
             norms = [self._step(engine, setup)]
             if after_passes:
-                self._own(engine, plan.passes_of(name)[0], setup)
+                self._own(engine, passes_of(name)[0], setup)
             norms.append(self._step(engine, setup))
             steps.append({"norms": norms, "final": shards(engine)})
         results["alone"], results["after passes"] = steps
         return results
 
-    def held(self, setup: Setup) -> dict[str, Any]:
-        """Whole blocks during each backward of passes by activation, and of training, and what is left of them."""
+    def family(self, name: str) -> tuple[bool, dict[str, Any]]:
+        """Whether a kind of model's responses are alone in an update, and its passes, none where they are refused."""
+        from grail_advantage.verl_ext.engine_model import EngineModel
+        from grail_advantage.verl_ext.exchange import UPDATE
+
+        engine = build_engine(FAMILIES[name], self.folder)
+        passes: dict[str, Any] = {}
+        with contextlib.suppress(ValueError):
+            for own in ("saliency, robust", "saliency, middle"):
+                passes[own] = self._own(engine, own, FAMILIES[name])
+        with engine.eval_mode():
+            return EngineModel(engine, temperature=1.0).probe(UPDATE, torch.arange(PAD_ID), 40).holds, passes
+
+    def held(self, setup: Setup) -> dict[str, list[int]]:
+        """Blocks in memory during each backward of passes by activation, and of training, and at their end."""
         engine, found = build_engine(setup, self.folder), {}
-        passes = {leaf: Grail(leaf=leaf) for leaf in ("embeddings", "middle")}
-        for name, method in {**passes, "training": None}.items():
-            with whole_blocks(engine) as held:
-                if method is None:
-                    self._step(engine, setup)
-                else:
-                    own_pass(engine, self._prepared(), method, Sizes(rows=6))
-            found[name] = held, sharding(engine)["held"]
+        _, rows = pass_rows("saliency", self.rank, self.world_size)
+        for leaf in ("embeddings", "middle"):
+            with whole_blocks(engine) as found[leaf]:
+                own_pass(engine, rows, Grail(leaf=leaf), Sizes(rows=6))
+        with whole_blocks(engine) as found["training"]:
+            self._step(engine, setup)
         return found
 
-    def _prepared(self) -> list[Row]:
-        return plan.pass_rows("saliency", self.rank, self.world_size)[1]
-
-    def raising(self, setup: Setup) -> dict[str, Any]:
-        """What a pass leaves in which a block fails on all ranks, and an optimiser step with and without it, with FSDP2. FSDP1
-        itself cannot continue after an exception in a forward, whoever runs it."""
-        results: dict[str, Any] = {"steps": []}
+    def raising(self, setup: Setup) -> list[tuple[float | None, list[torch.Tensor]]]:
+        """An optimiser step without and with a pass before it in which a block fails on all ranks, with FSDP2. FSDP1 itself
+        cannot continue after an exception in a forward, whoever runs it."""
+        steps = []
+        _, rows = pass_rows("saliency", self.rank, self.world_size)
         for fails in (False, True):
             engine = build_engine(setup, self.folder)
-            before = hooks(engine.module)
             if fails:
                 broken = engine.module.get_submodule("model.layers.2.mlp")
                 handle = broken.register_forward_pre_hook(lambda *_: 1 / 0)
                 with contextlib.suppress(ZeroDivisionError):
-                    results["passed"] = own_pass(engine, self._prepared(), Grail(), Sizes(rows=2))
+                    raise AssertionError(own_pass(engine, rows, Grail(), Sizes(rows=2)))
                 handle.remove()
-                results["left"] = leftovers(engine, before)
-            results["steps"].append((self._step(engine, setup), shards(engine)))
-        return results
+            steps.append((self._step(engine, setup), shards(engine)))
+        return steps
 
     def later_update(self, setup: Setup) -> dict[str, Any]:
         """The separate trainer at a later update of a step, whose policy has moved on from the step's first."""
@@ -267,7 +441,6 @@ class AllRows:
         return call
 
 
-_DETAILS = {"held": plan.PLAIN, "raising": {"fsdp2": plan.PLAIN["fsdp2"]}, "later_update": plan.PLAIN}
 LOSSES = ("vanilla", "gspo", "cispo", "gpg", "sapo", "dppo_tv", "dppo_kl")
 TOKEN_MEAN = "token-mean"
 AGGREGATIONS = (TOKEN_MEAN, "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
@@ -334,12 +507,11 @@ def part_of(name: str, world_size: int) -> tuple[Callable[[int, int, Path], Any]
     name, each with the method's argument."""
     if name == "updates":
         return Updates, {"updates": {name: name for name in UPDATES}}
-    if name == "models":
-        from tests.verl_ext import test_models
-
-        return test_models.Engine, {"passes": test_models.CASES}
-    of_size = {name: name for name, setup in plan.SETUPS.items() if setup.ranks == world_size}
-    return Passes, {"passes": of_size} | (_DETAILS if world_size == 2 else {})
+    if world_size == 1:
+        return Passes, {"family": {name: name for name in FAMILIES}}
+    fsdp2 = {"fsdp2": PLAIN["fsdp2"]}
+    details = {"held": fsdp2, "raising": fsdp2, "later_update": PLAIN} if world_size == 2 else {}
+    return Passes, {"passes": {name: name for name, setup in SETUPS.items() if setup.ranks == world_size}} | details
 
 
 def main(name: str, rank: int, world_size: int, folder: Path) -> None:

@@ -78,7 +78,7 @@ def _imported(house: str) -> dict[str, str]:
         tree, modules = ast.parse(path.read_text()), {}
         for node in ast.walk(tree):
             if isinstance(node, ast.Import):
-                modules |= {of.asname or of.name: of.name for of in node.names if is_foreign(of.name)}
+                modules |= {of.asname: of.name for of in node.names if is_foreign(of.name) and of.asname}
             elif isinstance(node, ast.ImportFrom) and is_foreign(node.module) and not node.level:
                 for alias in node.names:
                     found = _named(node.module, alias.name)
@@ -87,8 +87,12 @@ def _imported(house: str) -> dict[str, str]:
                     else:
                         entries[f"{node.module}.{alias.name}"] = describe(found)
         for node in ast.walk(tree):
-            if isinstance(node, ast.Attribute) and (module := modules.get(ast.unparse(node.value))):
-                entries[f"{module}.{node.attr}"] = describe(getattr(importlib.import_module(module), node.attr))
+            if not isinstance(node, ast.Attribute):
+                continue
+            module = ast.unparse(node.value)  # a name, or verl.utils.config
+            module = modules.get(module, module if isinstance(node.value, ast.Attribute) else "")
+            if is_foreign(module) and module in sys.modules:
+                entries[f"{module}.{node.attr}"] = describe(getattr(sys.modules[module], node.attr))
     return entries
 
 

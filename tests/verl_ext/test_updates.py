@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import copy
 import math
-from dataclasses import replace
 from functools import cache
 from types import SimpleNamespace
 from typing import Any
@@ -232,15 +231,6 @@ def test_verl_divides_by_rejected_tokens_too(results: list[Results]) -> None:
     # Where the factors of two optimiser steps are nearly equal, the second one is told as rounding.
     mismatches = [finding for finding in receipt.findings if finding.mismatch]
     assert mismatches and all(each.name == "scaled" and each.size in factors for each in mismatches)
-
-
-@pytest.mark.slow
-def test_a_gradient_on_the_prompt_is_named(results: list[Results]) -> None:
-    """Of one micro-batch's data. Other faults of an engine are in ``core/test_receipt.py``."""
-    of_ranks = copy.deepcopy(_steps(results, PACKED, *PLAIN_UPDATE, "watched"))
-    for steps in of_ranks:
-        steps[2].pieces[:] = [replace(each, outside_b=torch.full_like(each.outside_b, 0.1)) for each in steps[2].pieces]
-    assert [finding.name for finding in _receipt(of_ranks, *PLAIN_UPDATE, "watched").findings] == ["outside"]
 
 
 def test_an_error_in_the_watch_stops_no_training_and_is_told_afterwards() -> None:
