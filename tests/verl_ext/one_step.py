@@ -156,6 +156,8 @@ class Workers:
 
     moved, fault, drift = 0.0, 1.0, 0.0
     """How far the policy is from the old one, a factor of the loss, and how much further each forward finds each response."""
+    reads = True
+    """Whether what the reader of an update needs comes with the responses."""
 
     def __init__(self, store: Store, config: Any) -> None:
         self._dispatch_info = {"actor": [0]}
@@ -182,7 +184,7 @@ class Workers:
 
     def update_actor(self, batch: KVBatchMeta) -> Any:
         self.updates.append(batch)
-        names = ["prompts", "responses", "response_mask", "old_log_probs", "advantages", PLACES]
+        names = ["prompts", "responses", "response_mask", "old_log_probs", "advantages", *[PLACES] * self.reads]
         data = self.store.kv_batch_get(batch.keys, "train", names)
         if LEAVE_OUT in batch.extra_info:
             of_rows = zip(data["advantages"].unbind(), data["response_mask"].unbind(), strict=True)
@@ -211,7 +213,10 @@ class Workers:
             step()
 
     def take_received(self, number: str) -> list[Any]:
-        return [self.reader.take(number), None]
+        try:
+            return [self.reader.take(number), None]
+        except Exception as error:
+            return [error]
 
 
 def make_trainer(

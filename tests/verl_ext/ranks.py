@@ -12,7 +12,6 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -128,9 +127,10 @@ _OFFLOADED = {"param_offload": True, "optimizer_offload": True}
 _MULTIPLE = {"pad_to_length": True, "pad_to_length_bucket": 64}
 _ORIGINAL = {"use_orig_params": True}
 _SLICED = {"packed": True, "attention": REFERENCE}
+PACKED = Setup("qwen3", packed=True)
 SETUPS = {
     "fsdp, tied, no checkpointing": Setup("llama-tied", "fsdp", checkpointing=False, turn=1),
-    "fsdp2, packed": Setup("qwen3", packed=True),
+    "fsdp2, packed": PACKED,
     "fsdp, parameters offloaded": Setup("qwen3", "fsdp", options=_OFFLOADED, turn=3),
     "fsdp2, activations offloaded": Setup("qwen3", activation_offload=True, turn=5),
     "fsdp, fused kernels": Setup("qwen3", "fsdp", kernels="torch", turn=6),
@@ -202,13 +202,10 @@ FAMILIES = {
     for packed in (True, False)
 }
 
-_DROPOUT = {"attention_dropout": 0.5}
 MODELS = {
-    "qwen3": {"family": "qwen3", **_DROPOUT},
-    "qwen3-tied": {"family": "qwen3", "tied": True, **_DROPOUT},
-    "llama": {"family": "llama", **_DROPOUT},
-    "llama-tied": {"family": "llama", "tied": True, **_DROPOUT},
-    "wide": {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32, "initializer_range": 0.1},
+    "qwen3": {"attention_dropout": 0.5},
+    "qwen3-tied": {"tied": True, "attention_dropout": 0.5},
+    "llama-tied": {"family": "llama", "tied": True, "attention_dropout": 0.5},
 }
 """With dropout in training, so that a pass that forgets to switch it off, or draws random numbers, is seen."""
 ADAPTERS = {
@@ -244,6 +241,28 @@ def write_models(folder: Path) -> dict[str, PreTrainedModel]:
     return models
 
 
+LOSSES = ("vanilla", "gspo", "cispo", "gpg", "sapo", "dppo_tv", "dppo_kl")
+TOKEN_MEAN = "token-mean"
+AGGREGATIONS = (TOKEN_MEAN, "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
+EPOCHS, SCALE, TEMPERATURE = 2, 24, 0.8
+PLAIN_UPDATE = ("vanilla", TOKEN_MEAN)
+OF_LOSS = [("vanilla", mode) for mode in AGGREGATIONS]
+_SEQUENCES = replace(PACKED, attention=REFERENCE, sequence_parallel=2)
+UPDATES: dict[str, tuple[Setup, Sizes, list[tuple[str, str]]]] = {
+    "packed, a token budget": (PACKED, Sizes(budget=60), [*OF_LOSS, *((loss, TOKEN_MEAN) for loss in LOSSES[1:])]),
+    "padded, fixed micro-batches": (PLAIN["fsdp"], Sizes(rows=2), OF_LOSS),
+    "lora": (Setup("qwen3", adapter="adapter"), Sizes(rows=4), [PLAIN_UPDATE]),
+    "parameters offloaded": (Setup("qwen3", options=_OFFLOADED), Sizes(budget=60), [PLAIN_UPDATE]),
+    "two ranks a sequence": (_SEQUENCES, Sizes(budget=60), [PLAIN_UPDATE]),
+}
+"""Each with its losses and aggregations."""
+
+
+def modes_of(update: tuple[str, str]) -> list[str]:
+    """How an update runs: as verl's, with its tokens' gradients watched, and without zero-advantage responses."""
+    return ["verl", "watched", "skipped"] + ["skipped, watched"] * (update == PLAIN_UPDATE)
+
+
 def update(worker: Any, rows: list[dict[str, Any]], mini_batch: int, mode: str = "", **loss: Any) -> dict[str, Any]:
     """verl's update over this rank's responses, in mini-batches of so many on all ranks, and what it did; its mode names what
     else is asked for. A response has ``prompt``, ``response``, ``mask``, and a value a token for the loss."""
@@ -259,10 +278,7 @@ def update(worker: Any, rows: list[dict[str, Any]], mini_batch: int, mode: str =
     names |= {name: name for name in ("advantages", "old_log_probs")}
     columns = {name: [row[of] for row in rows] for name, of in names.items() if of in rows[0]}
     columns |= {"input_ids": tokens, "position_ids": [torch.arange(len(row)) for row in tokens]}
-    # A rollout correction takes a token out of response_mask.
-    columns["response_mask"] = [
-        of.clone().index_fill(0, torch.arange("rejected" in mode), 0) for of in columns["loss_mask"]
-    ]
+    columns["response_mask"] = columns["loss_mask"]
     written = torch.tensor([[row.get("place", 0), row.get("written", -1)] for row in rows])
     settings = {"temperature": TEMPERATURE, "calculate_entropy": False, "compute_loss": False, "seed": 0}
     settings |= {"global_batch_size": mini_batch, "mini_batch_size": mini_batch, "epochs": loss.pop("epochs", 1)}
@@ -300,8 +316,8 @@ def update(worker: Any, rows: list[dict[str, Any]], mini_batch: int, mode: str =
     }
 
 
-class Passes:
-    """Passes of methods inside verl's engine."""
+class Rank:
+    """Experiments with verl's engine on one rank."""
 
     def __init__(self, rank: int, world_size: int, folder: Path) -> None:
         self.rank, self.world_size, self.folder = rank, world_size, folder
@@ -348,16 +364,16 @@ class Passes:
         results["alone"], results["after passes"] = steps
         return results
 
-    def family(self, name: str) -> tuple[bool, dict[str, Any]]:
+    def family(self, setup: Setup) -> tuple[bool, dict[str, Any]]:
         """Whether a kind of model's responses are alone in an update, and its passes, none where they are refused."""
         from grail_advantage.verl_ext.engine_model import EngineModel
         from grail_advantage.verl_ext.exchange import UPDATE
 
-        engine = build_engine(FAMILIES[name], self.folder)
+        engine = build_engine(setup, self.folder)
         passes: dict[str, Any] = {}
         with contextlib.suppress(ValueError):
             for own in ("saliency, robust", "saliency, middle"):
-                passes[own] = self._own(engine, own, FAMILIES[name])
+                passes[own] = self._own(engine, own, setup)
         with engine.eval_mode():
             return EngineModel(engine, temperature=1.0).probe(UPDATE, torch.arange(PAD_ID), 40).holds, passes
 
@@ -419,6 +435,31 @@ class Passes:
         results["kept policies"] = sorted(workers._worker.cpu_saved_models)
         return results
 
+    def updates(self, name: str) -> dict[Any, Any]:
+        """The same update of ``plan.pt`` from the same weights, by loss, aggregation and mode."""
+        setup, sizes, updates = UPDATES[name]
+        mini_batches = torch.load(self.folder / "plan.pt", weights_only=False)
+        together, size = setup.sequence_parallel, len(mini_batches[0])
+        share, place = size * together // self.world_size, self.rank // together
+        rows = [row for mini_batch in mini_batches for row in mini_batch[place * share : (place + 1) * share]]
+        engine = build_engine(setup, self.folder)
+        sizes.set(engine)
+        for group in engine.optimizer.param_groups:
+            group |= {"eps": 1e-3, "weight_decay": 0.1}  # with a smaller one Adam makes a step of any rounding
+        parameters = [p for p in engine.module.parameters() if p.requires_grad]
+        parameters = [p.to_local() if hasattr(p, "to_local") else p.data for p in parameters]
+        first, results = [parameter.detach().clone() for parameter in parameters], {}
+        for of_loss in updates:
+            options = dict(zip(("policy_loss", "loss_agg_mode"), of_loss, strict=True), epochs=EPOCHS)
+            for mode in modes_of(of_loss):
+                with torch.no_grad():
+                    for parameter, value in zip(parameters, first, strict=True):
+                        parameter.copy_(value)
+                engine.optimizer.state.clear()
+                result = results[(*of_loss, mode)] = update(training_worker(engine), rows, size, mode, **options)
+                result["parameters"] = [parameter.detach().clone() for parameter in parameters]
+        return results
+
 
 class AllRows:
     """A worker group whose every rank has all responses."""
@@ -441,77 +482,17 @@ class AllRows:
         return call
 
 
-LOSSES = ("vanilla", "gspo", "cispo", "gpg", "sapo", "dppo_tv", "dppo_kl")
-TOKEN_MEAN = "token-mean"
-AGGREGATIONS = (TOKEN_MEAN, "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
-EPOCHS, SCALE, TEMPERATURE = 2, 24, 0.8
-PLAIN_UPDATE = ("vanilla", TOKEN_MEAN)
-OF_LOSS = [("vanilla", mode) for mode in AGGREGATIONS]
-_PACKED = Setup("qwen3", "fsdp2", packed=True)
-UPDATES: dict[str, tuple[Setup, Sizes, list[tuple[str, str]]]] = {
-    "packed, a token budget": (_PACKED, Sizes(budget=60), [*OF_LOSS, *((loss, TOKEN_MEAN) for loss in LOSSES[1:])]),
-    "padded, fixed micro-batches": (Setup("qwen3", "fsdp"), Sizes(rows=2), OF_LOSS),
-    "lora": (Setup("qwen3", "fsdp2", adapter="adapter"), Sizes(rows=4), [PLAIN_UPDATE]),
-    "parameters offloaded": (
-        Setup("qwen3", "fsdp2", options={"param_offload": True, "optimizer_offload": True}),
-        *(Sizes(budget=60), [PLAIN_UPDATE]),
-    ),
-    "two ranks a sequence": (
-        replace(_PACKED, attention=REFERENCE, sequence_parallel=2),
-        *(Sizes(budget=60), [PLAIN_UPDATE]),
-    ),
+PARTS: dict[str, dict[str, dict[str, Any]]] = {
+    "updates": {"updates": {name: name for name in UPDATES}},
+    "1": {"family": FAMILIES},
+    "2": {
+        "passes": {name: name for name, setup in SETUPS.items() if setup.ranks == 2},
+        **{kind: {"fsdp2": PLAIN["fsdp2"]} for kind in ("held", "raising")},
+        "later_update": PLAIN,
+    },
+    "4": {"passes": {name: name for name, setup in SETUPS.items() if setup.ranks == 4}},
 }
-"""Each with its losses and aggregations."""
-
-
-def modes_of(setup: str, update: tuple[str, str]) -> list[str]:
-    """How an update runs: as verl's, with its tokens' gradients watched, and without zero-advantage responses."""
-    more = ["skipped, watched"] if update == PLAIN_UPDATE else []
-    return ["verl", "watched", "skipped", *more] + ["rejected, watched"] * bool(more and setup in list(UPDATES)[:1])
-
-
-class Updates:
-    """The same update of ``plan.pt`` in several modes, from the same weights."""
-
-    def __init__(self, rank: int, world_size: int, folder: Path) -> None:
-        self.rank, self.world_size, self.folder = rank, world_size, folder
-        self.plan = torch.load(folder / "plan.pt", weights_only=False)
-
-    def updates(self, name: str) -> dict[Any, Any]:
-        """By loss, aggregation and mode."""
-        setup, sizes, updates = UPDATES[name]
-        together, size = setup.sequence_parallel, len(self.plan[0])
-        share, place = size * together // self.world_size, self.rank // together
-        rows = [row for mini_batch in self.plan for row in mini_batch[place * share : (place + 1) * share]]
-        engine = build_engine(setup, self.folder)
-        sizes.set(engine)
-        for group in engine.optimizer.param_groups:
-            group |= {"eps": 1e-3, "weight_decay": 0.1}  # with a smaller one Adam makes a step of any rounding
-        parameters = [p for p in engine.module.parameters() if p.requires_grad]
-        parameters = [p.to_local() if hasattr(p, "to_local") else p.data for p in parameters]
-        first, results = [parameter.detach().clone() for parameter in parameters], {}
-        for of_loss in updates:
-            options = dict(zip(("policy_loss", "loss_agg_mode"), of_loss, strict=True), epochs=EPOCHS)
-            for mode in modes_of(name, of_loss):
-                with torch.no_grad():
-                    for parameter, value in zip(parameters, first, strict=True):
-                        parameter.copy_(value)
-                engine.optimizer.state.clear()
-                result = results[(*of_loss, mode)] = update(training_worker(engine), rows, size, mode, **options)
-                result["parameters"] = [parameter.detach().clone() for parameter in parameters]
-        return results
-
-
-def part_of(name: str, world_size: int) -> tuple[Callable[[int, int, Path], Any], dict[str, dict[str, Any]]]:
-    """What makes a part, called with rank, world size and folder, and its experiments by kind, one of its methods, and
-    name, each with the method's argument."""
-    if name == "updates":
-        return Updates, {"updates": {name: name for name in UPDATES}}
-    if world_size == 1:
-        return Passes, {"family": {name: name for name in FAMILIES}}
-    fsdp2 = {"fsdp2": PLAIN["fsdp2"]}
-    details = {"held": fsdp2, "raising": fsdp2, "later_update": PLAIN} if world_size == 2 else {}
-    return Passes, {"passes": {name: name for name, setup in SETUPS.items() if setup.ranks == world_size}} | details
+"""Experiments by kind, a method of :class:`Rank`, and name, each with the method's argument."""
 
 
 def main(name: str, rank: int, world_size: int, folder: Path) -> None:
@@ -522,9 +503,8 @@ def main(name: str, rank: int, world_size: int, folder: Path) -> None:
     torch.distributed.init_process_group(
         "cpu:gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size, timeout=TIMEOUT
     )
-    make, experiments = part_of(name, world_size)
-    made, results = make(rank, world_size, folder), {}
-    for kind, setups in experiments.items():
+    made, results = Rank(rank, world_size, folder), {}
+    for kind, setups in PARTS[name].items():
         results[kind] = {}
         for case, setup in setups.items():
             print(f"{kind}: {case}, after {time.process_time():.1f} CPU seconds", flush=True)

@@ -10,13 +10,14 @@ from typing import Any
 
 import pytest
 import torch
+import transfer_queue
 from omegaconf import OmegaConf
 from tensordict import TensorDict
 from transfer_queue import KVBatchMeta
 from transformers import GenerationConfig, LlamaConfig
 from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY, register_adv_est
 from verl.trainer.ppo.utils import Role
-from verl.trainer.ppo.v1 import PPOTrainerSync, trainer_base
+from verl.trainer.ppo.v1 import PPOTrainerSync
 from verl.trainer.ppo.v1.utils import MetricsAggregator
 from verl.workers.engine_workers import ActorRolloutRefWorker
 
@@ -24,7 +25,7 @@ from grail_advantage import Grail
 from grail_advantage.data import Row, RowScores
 from grail_advantage.method import build
 from grail_advantage.methods.shear import Shear
-from grail_advantage.verl_ext import host, patches
+from grail_advantage.verl_ext import host
 from grail_advantage.verl_ext.exchange import build_reply, rows_of
 from grail_advantage.verl_ext.host import TIMING
 from grail_advantage.verl_ext.settings import ACTOR, BASE, Settings
@@ -70,19 +71,15 @@ class OtherAdvantages(PPOTrainerSync):
 
     def _compute_advantage(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
         batch = super()._compute_advantage(batch, metrics)
-        data = trainer_base.tq.kv_batch_get(batch.keys, batch.partition_id, ["advantages"])
+        data = transfer_queue.kv_batch_get(batch.keys, batch.partition_id, ["advantages"])
         fields = TensorDict({"advantages": -data["advantages"]}, batch_size=len(batch))
-        return trainer_base.tq.kv_batch_put(batch.keys, batch.partition_id, fields)
-
-
-class OtherAdvantagesWithTokenWeights(TokenWeightTrainer, OtherAdvantages):
-    pass
+        return transfer_queue.kv_batch_put(batch.keys, batch.partition_id, fields)
 
 
 def test_a_trainers_own_advantages_have_the_last_word() -> None:
     """The correct responses are those with a negative advantage now."""
-    step, right = Step(cls=OtherAdvantagesWithTokenWeights), {key for key, *_, reward in ROWS if reward}
-    found = step.run()
+    step = Step(cls=type("OtherAdvantagesWithTokenWeights", (TokenWeightTrainer, OtherAdvantages), {}))
+    found, right = step.run(), {key for key, *_, reward in ROWS if reward}
     assert uneven(found) == right and all((found[key] < 0).all() for key in right)
     assert len(step.workers.own) == len(right)
 
@@ -273,14 +270,3 @@ def test_copies_that_fill_up_a_rank_belong_to_no_group() -> None:
     scores = step.trainer._run_pass(rows)
     assert [of_row.scores.tolist() for of_row in scores] == [[float(i)] * (2 + i) for i in range(3)]
     assert sorted(row.group for row in asked) == [-1, 0, 0, 1]
-
-
-def test_saved_shards_no_longer_share_memory_with_the_policy() -> None:
-    """A patch whose reason is a fault of verl's: it may go when this fails."""
-    weight = torch.zeros(2)
-    saved = {0: ({"weight": (weight.cpu(), "spec")}, "global")}
-    weight += 1
-    assert saved[0][0]["weight"][0].tolist() == [1, 1], "a copy by .cpu() is none in host memory"
-    patches.copy_saved_shards(saved, 0)
-    weight += 1
-    assert saved[0][0]["weight"][0].tolist() == [1, 1]

@@ -88,20 +88,22 @@ class Silent:
 
 
 NAN = float("nan")
-ACC = [
-    *((value, "right") for value in (True, "1.0", np.float32(1), np.array(1), torch.ones(1))),
-    *((value, "wrong") for value in (0, "0", np.array(0.0), Decimal(0), -1.0)),
-    *((value, None) for value in ("yes", [1], {}, np.ones(2), torch.ones(2), NAN, Silent(), b"\xff")),
-]
-"""Verdicts of a reward function, and the outcome that each gives."""
-TRUTHS = [
-    *((value, str(value)) for value in (Decimal("0.10"), b"7", {"a": 1}, [1, "b"], 1.5, True, np.int64(3))),
-    *((None, None), (Silent(), None), ("\ud83dx", "\ufffdx")),
-]
-REWARDS = [
-    *((value, [1.0]) for value in ([1], (1.0,), np.ones(1))),
-    *((value, None) for value in ("ab", {"a": 1}, {1}, torch.ones(2), [NAN], [Silent()], [["a"]], 5, [torch.ones(1)])),
-]
+ODD = {
+    "acc": [
+        *((value, "right") for value in (True, "1.0", np.float32(1), torch.ones(1))),
+        *((value, "wrong") for value in (0, "0", np.array(0.0), Decimal(0), -1.0)),
+        *((value, None) for value in ("yes", [1], {}, np.ones(2), torch.ones(2), NAN, Silent(), b"\xff")),
+    ],
+    "truth": [
+        *((value, str(value)) for value in (Decimal("0.10"), b"7", {"a": 1}, [1, "b"], 1.5, True, np.int64(3))),
+        *((None, None), (Silent(), None), ("\ud83dx", "\ufffdx")),
+    ],
+    "rewards": [
+        *((value, [1.0]) for value in ([1], (1.0,), np.ones(1))),
+        *((value, None) for value in ("ab", {"a": 1}, {1}, torch.ones(2), [NAN], [Silent()], [["a"]], 5)),
+    ],
+}
+"""Verdicts of a reward function, ground truths and rewards by turn, and what the dump has of each."""
 
 
 class TestFacts:
@@ -126,7 +128,7 @@ class TestFacts:
 
     def test_a_value_of_an_odd_type_loses_its_label_alone(self, tmp_path: Path) -> None:
         """One type beside another in one batch."""
-        cases = [[of[place % len(of)] for of in (ACC, TRUTHS, REWARDS)] for place in range(len(ACC))]
+        cases = [[of[place % len(of)] for of in ODD.values()] for place in range(len(ODD["acc"]))]
         rows = {}
         for place, ((acc, _), (truth, _), (rewards, _)) in enumerate(cases):
             row = rows[f"a_{place}_0"] = row_of("Two?", "so " * place + r"\boxed{1}<end>", place % 2)
@@ -239,8 +241,8 @@ class TestReceived:
         assert [row.received_T for row in rows] == [None] * len(ROWS) and not list(tmp_path.glob("received_*"))
         assert not any(name.startswith("receipt/") for name in step.metrics)
 
-    def test_an_error_costs_the_file_alone(self, update: Any) -> None:
-        step, rows = update(take_received=lambda number: [ZeroDivisionError("in a worker")])
+    def test_an_error_in_the_watch_costs_the_file_alone(self, update: Any) -> None:
+        step, rows = update(reads=False)
         assert step.trainer._dump.steps.failed == 1 and not any(name.startswith("receipt/") for name in step.metrics)
         assert [row.received_T for row in rows] == [None] * len(ROWS)
 

@@ -105,18 +105,6 @@ def test_several_outputs_of_a_session_are_one_conversation(given: str, expected:
     assert same(step.run(), {**expected, "a_1_0": whole_T[:cut], "a_1_1": whole_T[again:]}) and whole_T[again:].any()
 
 
-def test_verl_gives_all_outputs_of_a_session_the_last_ones_advantage() -> None:
-    """By its GRPO, which is this project's base and the baseline: every row has the whole session's."""
-    step = _step("uniform")
-    _session_of_two(step)
-    found = step.run()
-    rewards = [TALKS[key].outcome for key in ("a_0_0", "a_1_0", "a_2_0")]
-    expected = (0.0 - np.mean(rewards)) / (np.std(rewards, ddof=1) + 1e-6)
-    written = step.store.rows["a_1_1"]["response_mask"].bool()
-    for values in (found["a_1_0"], found["a_1_1"][written]):
-        torch.testing.assert_close(values, torch.full_like(values, expected), rtol=1e-5, atol=1e-6)
-
-
 def test_a_method_that_reads_rewards_and_knows_no_sessions_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     step = _step("turn_rloo", rewards="")
     monkeypatch.setattr(TurnMethod, "reads", TurnMethod.reads - {"sessions"})

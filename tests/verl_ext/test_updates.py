@@ -6,7 +6,6 @@ from __future__ import annotations
 import copy
 import math
 from functools import cache
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,10 +13,10 @@ import torch
 from omegaconf import DictConfig
 from peft import LoraConfig, get_peft_model
 from torch.nn.utils.rnn import pad_sequence
-from verl.utils import tensordict_utils as tu
 
 from grail_advantage.receipt import Receipt
-from grail_advantage.verl_ext.received import OptimiserStep, UpdateReader, loss_of
+from grail_advantage.verl_ext.received import OptimiserStep, loss_of
+from grail_advantage.verl_ext.rules import SKIPPABLE
 from grail_advantage.verl_ext.settings import ACTOR, Settings
 from grail_advantage.verl_ext.zero_advantage import trains
 from tests.composed import verls_on_cpu
@@ -25,6 +24,8 @@ from tests.core.tiny_models import tiny_model
 from tests.verl_ext import ranks
 from tests.verl_ext.one_step import receipt_by
 from tests.verl_ext.ranks import PLAIN_UPDATE, TEMPERATURE, TOKEN_MEAN, UPDATES, Results, of_all_ranks, start_ranks
+
+pytestmark = pytest.mark.slow
 
 MINI_BATCHES = (
     # On two ranks: only the first has responses that train. Of them one keeps a token of ten, one nothing but a masked token.
@@ -96,10 +97,11 @@ def _assert_close(found: list[torch.Tensor], expected: list[torch.Tensor], rtol:
         torch.testing.assert_close(of_one, of_other, rtol=0, atol=rtol * max(largest, 1e-5))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("setup", UPDATES)
 def test_without_zero_advantage_responses_it_is_the_same_update(setup: str, results: list[Results]) -> None:
+    """With each of verl's losses that leave responses out."""
     trained = [True, False, True] * ranks.EPOCHS
+    assert ranks.LOSSES == SKIPPABLE
     for result in of_all_ranks(results, "updates", setup):
         for of_loss in UPDATES[setup][2]:
             verl, skipped = result[(*of_loss, "verl")], result[(*of_loss, "skipped")]
@@ -117,7 +119,6 @@ def test_without_zero_advantage_responses_it_is_the_same_update(setup: str, resu
                 assert found.get("actor/ppo_kl", [0, 0])[1] == 0  # of no response
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("loss", ["vanilla", "gspo", "cispo", "gpg"])
 def test_a_token_trains_with_its_own_advantage(loss: str, results: list[Results]) -> None:
     """By the loss's definition, token by token: also in losses whose ratio is the response's, or takes no part in the
@@ -149,7 +150,6 @@ def _slope(loss: str, row: Row, t: int, log_probs_T: torch.Tensor) -> float:
     return advantage * weight * (min(max(ratio, 0.8), 1.2) if loss == "cispo" else 1.0)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("setup", UPDATES)
 def test_watching_changes_nothing_bit_for_bit(setup: str, results: list[Results]) -> None:
     for result in of_all_ranks(results, "updates", setup):
@@ -187,8 +187,6 @@ def _receipt(of_ranks: list[list[OptimiserStep]], loss: str, aggregation: str, m
     config.actor_rollout_ref.actor.policy_loss.loss_mode = loss
     config.actor_rollout_ref.actor.loss_agg_mode = aggregation
     mask_BT = padded("mask").bool()
-    if "rejected" in mode:
-        mask_BT[:, 0] = False
     chosen = [row["place"] for row in rows() if row["written"] >= 0]
     columns = {"old_log_probs": padded("old_log_probs"), "rollout_is_weights": padded("weights")}
     sent = [is_sent or "skipped" not in mode for is_sent in _trained()]
@@ -200,7 +198,6 @@ def _trained() -> list[bool]:
     return trains([row["advantages"] for row in rows()], [row["mask"] for row in rows()])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("setup", UPDATES)
 def test_no_false_alarm_and_every_token_receives_what_was_intended(setup: str, results: list[Results]) -> None:
     written, trained, clipped = [row for row in rows() if row["written"] >= 0], _trained(), 0
@@ -218,29 +215,3 @@ def test_no_false_alarm_and_every_token_receives_what_was_intended(setup: str, r
             torch.testing.assert_close(received, expected, rtol=1e-3, atol=1e-5)
             assert len(receipt.received_UBT) == ranks.EPOCHS * len(plan()) and received.abs().max() > 0.1
     assert clipped > 4
-
-
-@pytest.mark.slow
-def test_verl_divides_by_rejected_tokens_too(results: list[Results]) -> None:
-    """verl 0.9.1's ``token-mean`` divides by the sum of ``loss_mask`` (``FSDPEngine.forward_backward_batch``), while a rollout
-    correction that rejects tokens changes ``response_mask`` alone: every token receives less than a mean over the kept ones."""
-    mode = "rejected, watched"
-    receipt = _receipt(_steps(results, PACKED, *PLAIN_UPDATE, mode), *PLAIN_UPDATE, mode)
-    generated = [sum(int(row["mask"].sum()) for row in mini_batch) for mini_batch in plan()]
-    factors = [pytest.approx(1 - len(MINI_BATCHES[0]) / count, rel=1e-4) for count in generated]
-    # Where the factors of two optimiser steps are nearly equal, the second one is told as rounding.
-    mismatches = [finding for finding in receipt.findings if finding.mismatch]
-    assert mismatches and all(each.name == "scaled" and each.size in factors for each in mismatches)
-
-
-def test_an_error_in_the_watch_stops_no_training_and_is_told_afterwards() -> None:
-    watch, calls = UpdateReader(), []
-    worker: Any = SimpleNamespace(loss_fn=lambda **kwargs: calls.append(kwargs), engine=SimpleNamespace())
-    own = worker.loss_fn
-    data = tu.get_tensordict({"x": torch.zeros(1, 1)}, non_tensor_dict={"receipt_update": "3.0"})
-    with watch.optimiser_step(worker, data, [0]):
-        worker.loss_fn(model_output={}, data=data, dp_group=None)
-    assert len(calls) == 1 and worker.loss_fn is own
-    for error in (KeyError, RuntimeError):  # the second time it is not known any more
-        with pytest.raises(error):
-            watch.take("3.0")

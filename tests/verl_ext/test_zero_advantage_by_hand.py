@@ -7,14 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY, get_policy_loss_fn
 from verl.utils import tensordict_utils as tu
-from verl.workers.config import FSDPActorConfig, PolicyLossConfig
 
 from grail_advantage.verl_ext.exchange import nested
-from grail_advantage.verl_ext.rules import SKIPPABLE
 from grail_advantage.verl_ext.zero_advantage import spread_in_mini_batches, trains, without_zero_advantage
-from tests.verl_ext.ranks import AGGREGATIONS
 
 PROMPTS, RESPONSES = (3, 2, 4, 1), (4, 3, 5, 2)
 GROUP = object()
@@ -128,44 +124,3 @@ def test_which_responses_train() -> None:
     advantages = [torch.tensor(row) for row in ([0.0, -0.0, 0.0], [1.0, 0.0, -1e-30, 0.0], [0.0, 2.0])]
     masks = [torch.tensor(row) for row in ([1, 1, 1], [1, 1, 1, 1], [1, 0])]
     assert trains(advantages, masks) == [False, True, False]
-
-
-LENGTHS, TRAINED = torch.tensor([9, 12, 8, 10, 14]), torch.tensor([9, 0, 4, 0, 7])
-"""Tokens of responses, and how many of them have an advantage."""
-
-
-def gradient(loss: str, aggregation: str, rows: list[int]) -> torch.Tensor:
-    """Of one of verl's losses, at each log-probability of these responses; it is divided by the whole batch."""
-    generator, place = torch.Generator().manual_seed(0), torch.arange(int(LENGTHS.max()))
-    log_prob, noise, advantages, weights = torch.randn(4, len(LENGTHS), len(place), generator=generator)[:, rows]
-    log_prob = (-log_prob.abs()).requires_grad_()
-    options = {"clip_cov_ratio": 0.2, "clip_cov_lb": 0.01, "kl_cov_ratio": 0.2, "dro_beta": 0.1}
-    settings = PolicyLossConfig(loss_mode=loss, **options)
-    if loss == "bypass_mode":
-        correction = {"loss_type": "reinforce", "rollout_is": "token", "rollout_is_batch_normalize": True}
-        object.__setattr__(settings, "rollout_correction", correction)
-    options = {"strategy": "fsdp2", "rollout_n": 2, "use_dynamic_bsz": True}
-    actor = FSDPActorConfig(loss_agg_mode=aggregation, policy_loss=settings, **options)
-    sizes = {"dp_size": 1, "batch_num_tokens": int(LENGTHS.sum()), "global_batch_size": len(LENGTHS)}
-    actor.global_batch_info.update(loss_scale_factor=20, **sizes)
-    torch.manual_seed(0)
-    value, _ = get_policy_loss_fn(loss)(
-        old_log_prob=log_prob.detach() + 0.3 * noise,
-        log_prob=log_prob,
-        advantages=torch.where(place < TRAINED[rows, None], advantages, 0.0),
-        response_mask=place < LENGTHS[rows, None],
-        loss_agg_mode=aggregation,
-        config=actor,
-        rollout_is_weights=weights.abs(),
-    )
-    value.backward()
-    return torch.zeros(len(LENGTHS), len(place)).index_copy(0, torch.tensor(rows), log_prob.grad)
-
-
-@pytest.mark.parametrize("loss", POLICY_LOSS_REGISTRY)
-def test_losses_that_do_without_responses_that_have_no_advantage_are_let_through(loss: str) -> None:
-    for aggregation in AGGREGATIONS if loss in SKIPPABLE else AGGREGATIONS[:1]:
-        expected = gradient(loss, aggregation, list(range(len(LENGTHS))))
-        found = gradient(loss, aggregation, TRAINED.nonzero().flatten().tolist())
-        assert (expected[0] != 0).any()
-        assert torch.allclose(found, expected, rtol=1e-5, atol=1e-8) == (loss in SKIPPABLE), aggregation
