@@ -16,6 +16,7 @@ import shutil
 import subprocess
 import sys
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -24,7 +25,7 @@ import psutil
 import pytest
 import torch
 
-from grail_advantage import Example, Method
+from grail_advantage import Example
 from grail_advantage.dump import COLUMNS, read_dump
 from grail_advantage.method import build, methods
 from grail_advantage.methods.turns import TurnMethod
@@ -43,13 +44,11 @@ GOLD = {"reward_model": {"style": "rule", "ground_truth": "0"}}
 THEIRS = {"boxed_digits", "judged_steps"}
 """Methods of the documentation, with a pass, and of what the reward function returns."""
 OPTIONS = {
-    # So that something happens in a batch of 32 short responses.
     "shear": {"window": 12, "stride": 4},
     "oar_p": {"max_perturbations": 5},
     "step_values": {"separator": "[+=]"},
 }
-QUOTED = {"[+=]": "'[+=]'"}
-"""Options in which Hydra would see a list."""
+"""So that something happens in a batch of 32 short responses."""
 
 
 def _way(name: str) -> tuple:
@@ -75,19 +74,6 @@ NOISY = {"rtol": 5e-3, "atol": 2e-3}
 """OAR-G: the gradient of a divergence so small keeps three to four digits of float32's seven."""
 
 
-def _signal(name: str) -> Method:
-    return build(name, OPTIONS.get(name, {}))
-
-
-def install_their_package(folder: Path) -> None:
-    """Install the package of ``docs/write_your_own.md`` below ``folder/site``."""
-    source = folder / "source"
-    source.mkdir()
-    write_files("write_your_own.md", source)
-    command = [sys.executable, "-m", "pip", "install", "-qq", "--no-deps", "--no-build-isolation"]
-    subprocess.run([*command, "--target", str(folder / "site"), str(source)], check=True, timeout=600)
-
-
 @dataclass(frozen=True)
 class Pair:
     """A run, and what it was before it was taken back and resumed."""
@@ -99,17 +85,19 @@ class Pair:
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
-    """A method a step, by the trainer of docs/own_trainer.md, until the engine is killed after the last one; then everything
+    """A method a step, two of a package that is installed, by the trainer of docs/own_trainer.md, until the engine is killed after the last one; then everything
     after a checkpoint is as a kill in the last step leaves it, and the run resumes."""
     folder = tmp_path_factory.mktemp("methods")
-    install_their_package(folder)
+    (source := folder / "source").mkdir()
+    write_files("write_your_own.md", source)
+    install = [sys.executable, "-m", "pip", "install", "-qq", "--no-deps", "--no-build-isolation"]
+    subprocess.run([*install, "--target", str(folder / "site"), str(source)], check=True, timeout=600)
     write_files("own_trainer.md", folder / "site")
-    sections = {name: methods()[name].section for name in OURS}
-    options = [(sections.get(name, name), key, value) for name, of in OPTIONS.items() for key, value in of.items()]
+    options = [(methods()[name].section, key, value) for name, of in OPTIONS.items() for key, value in of.items()]
     overrides = [
         "trainer.v1.trainer_mode=every_method",
         "algorithm.adv_estimator=boxed_digits",
-        *(f"algorithm.{section}.{key}={QUOTED.get(value, value)}" for section, key, value in options),
+        *(f"algorithm.{section}.{key}={value!r}" for section, key, value in options),
         f"reward.custom_reward_function.path={Path(__file__).with_name('judging_reward.py')}",
         f"data.train_batch_size={PROMPTS}",
         f"actor_rollout_ref.actor.ppo_mini_batch_size={PROMPTS // 2}",
@@ -158,14 +146,11 @@ def run(pair: Pair) -> WholeRun:
     return pair.resumed
 
 
-def _step(name: str) -> int:
-    return NAMES.index(name) + 1
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_advantages_are_weight_times_grpos(run: WholeRun, name: str) -> None:
     """The base is recomputed from the rewards, and the product is what verl's actor was given."""
-    rows = run.dump(_step(name))
+    step = NAMES.index(name) + 1
+    rows, metrics = run.dump(step), run.metrics(step)
     assert len(rows) == PROMPTS * ROLLOUTS
     for row, advantage in zip(rows, whole_run.advantages_of_grpo(rows), strict=True):
         base = torch.tensor(row.base_advantage_T)
@@ -176,7 +161,6 @@ def test_advantages_are_weight_times_grpos(run: WholeRun, name: str) -> None:
             weighted = torch.tensor(row.score_T)
         torch.testing.assert_close(torch.tensor(row.advantage_T), weighted, rtol=1e-6, atol=0)
     given = np.concatenate([row.advantage_T for row in rows])
-    metrics = run.metrics(_step(name))
     assert metrics["critic/advantages/mean"] == pytest.approx(float(given.mean()), abs=1e-5)
     assert metrics["critic/advantages/max"] == pytest.approx(float(given.max()), rel=1e-5)
     assert metrics[f"{name}/non_finite_rate"] == 0 and metrics["training/rollout_probs_diff_max"] < 1e-3
@@ -185,24 +169,19 @@ def test_advantages_are_weight_times_grpos(run: WholeRun, name: str) -> None:
 @pytest.mark.parametrize("name", OURS)
 def test_weights_are_those_of_the_plain_function(run: WholeRun, name: str) -> None:
     """Two FSDP ranks, micro-batches and TransferQueue against one response at a time in one process."""
-    tokenizer, rows = whole_run.tokenizer(), run.dump(_step(name))
+    rows, signal = run.dump(NAMES.index(name) + 1), build(name, OPTIONS.get(name, {}))
     messages = [list(of) for of in pandas.read_parquet(run.folder / "train.parquet")["prompt"]]
-    asked = {
-        tuple(tokenizer.apply_chat_template(of, add_generation_prompt=True, return_dict=False)): of for of in messages
-    }
+    template = partial(whole_run.tokenizer().apply_chat_template, add_generation_prompt=True, return_dict=False)
+    asked = {tuple(template(of)): of for of in messages}
     uids = [row.key.rsplit("_", 2)[0] for row in rows]
-    expected = whole_run.plain_weights(
-        run,
-        rows,
-        _signal(name),
-        temperature=TEMPERATURE,
-        groups=torch.tensor([sorted(set(uids)).index(uid) for uid in uids]),
-        examples=[Example(asked[tuple(row.prompt_ids)], GOLD, {}) for row in rows],
-        step=_step(name),
-        rewards=torch.tensor([row.reward for row in rows], dtype=torch.float64),
-        fields={"tool_rewards": [[]] * len(rows)},
-    )
-    moved, gives_weights = 0, _signal(name).gives == "weights"
+    known = {
+        "groups": torch.tensor([sorted(set(uids)).index(uid) for uid in uids]),
+        "examples": [Example(asked[tuple(row.prompt_ids)], GOLD, {}) for row in rows],
+        "rewards": torch.tensor([row.reward for row in rows], dtype=torch.float64),
+        "fields": {"tool_rewards": [[]] * len(rows)},
+    }
+    expected = whole_run.plain_weights(run, rows, signal, temperature=TEMPERATURE, step=rows[0].step, **known)
+    moved, gives_weights = 0, signal.gives == "weights"
     for row, wanted in zip(rows, expected, strict=True):
         found = torch.tensor(row.weight_T if gives_weights else row.advantage_T)
         torch.testing.assert_close(found, wanted, **(NOISY if name == "oar_g" else EXACT), msg=row.key)

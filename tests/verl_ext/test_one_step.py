@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -104,42 +103,35 @@ def test_a_reward_that_is_not_finite(value: float) -> None:
     assert step.metrics["grail/unjudged_rate"] == 3 / 6 and all(map(math.isfinite, step.metrics.values()))
 
 
-MEANS = {
-    ("token-mean", None): 7 / 3,
-    ("seq-mean-token-sum", None): 7 / 2,
-    ("seq-mean-token-mean", None): 11 / 4,
-    ("seq-mean-token-sum-norm", None): 7 / 2 / 3,
-    ("seq-mean-token-sum-norm", 8): 7 / 2 / 8,
-}
+MEANS = [
+    *(("token-mean", None, 7 / 3), ("seq-mean-token-sum", None, 7 / 2), ("seq-mean-token-mean", None, 11 / 4)),
+    *(("seq-mean-token-sum-norm", None, 7 / 2 / 3), ("seq-mean-token-sum-norm", 8, 7 / 2 / 8)),
+]
 
 
-@pytest.mark.parametrize(("aggregation", "factor"), MEANS)
-def test_the_mean_of_the_runs_loss(aggregation: str, factor: int | None) -> None:
+@pytest.mark.parametrize(("aggregation", "factor", "mean"), MEANS)
+def test_the_mean_of_the_runs_loss(aggregation: str, factor: int | None, mean: float) -> None:
     """Which a method's threshold is compared with; without a factor the last one divides by the batch's width."""
     options = [f"{ACTOR}.loss_agg_mode={aggregation}", f"{ACTOR}.loss_scale_factor={factor or 'null'}"]
     settings = make_trainer(options, Grail()).settings
     values_BT = torch.tensor([[1.0, 2.0, 9.0], [4.0, 9.0, 9.0]])
     mask_BT = torch.tensor([[True, True, False], [True, False, False]])
-    assert mean_of_loss(settings, values_BT, mask_BT) == pytest.approx(MEANS[aggregation, factor], rel=1e-6)
+    assert mean_of_loss(settings, values_BT, mask_BT) == pytest.approx(mean, rel=1e-6)
 
 
 class TestLeavingOut:
     """The update's batch where the second prompt's answers are all incorrect."""
 
-    @pytest.fixture
-    def step(self) -> Callable[..., Step]:
-        def run(*overrides: str, skips: bool = True, padding: str = "") -> Step:
-            step = Step(*overrides)
-            step.store.rows["b_0_0"]["rm_scores"][:] = 0
-            step.run()
-            step.workers._dispatch_info, step.trainer._skips = {"actor": [0, 1]}, skips
-            step.update(padding)
-            return step
+    def step(self, *overrides: str, skips: bool = True, padding: str = "") -> Step:
+        step = Step(*overrides)
+        step.store.rows["b_0_0"]["rm_scores"][:] = 0
+        step.run()
+        step.workers._dispatch_info, step.trainer._skips = {"actor": [0, 1]}, skips
+        step.update(padding)
+        return step
 
-        return run
-
-    def test_every_rank_gets_its_share_of_the_rows_that_train(self, step: Callable[..., Step]) -> None:
-        made = step()
+    def test_every_rank_gets_its_share_of_the_rows_that_train(self) -> None:
+        made = self.step()
         (asked,) = made.workers.updates
         assert sorted(sum(key[0] == "a" for key in asked.keys[start : start + 3]) for start in (0, 3)) == [1, 2]
         assert asked.extra_info[LEAVE_OUT] is True
@@ -147,14 +139,15 @@ class TestLeavingOut:
         left = [len(encode(prompt)) + len(encode(response)) for key, prompt, response, _ in ROWS if key[0] == "b"]
         assert made.metrics["token_weights/skipped_responses"] == 3
         assert made.metrics["token_weights/skipped_tokens"] == sum(left)
-        assert step(padding="b_1_0").metrics["token_weights/skipped_responses"] == 2, "padding is not counted"
+        padded = self.step(padding="b_1_0")
+        assert padded.metrics["token_weights/skipped_responses"] == 2, "padding is not counted"
 
-    def test_the_order_stays_where_verl_shuffles_and_without_the_option(self, step: Callable[..., Step]) -> None:
-        for skips in (True, False):
-            made = step(*([f"{ACTOR}.shuffle=True"] if skips else []), skips=skips)
-            (asked,) = made.workers.updates
-            assert asked.keys == [key for key, *_ in ROWS]
-            assert (LEAVE_OUT in asked.extra_info) == any("skipped" in name for name in made.metrics) == skips
+    @pytest.mark.parametrize("skips", [True, False])
+    def test_the_order_stays_where_verl_shuffles_and_without_the_option(self, skips: bool) -> None:
+        made = self.step(*[f"{ACTOR}.shuffle=True"] * skips, skips=skips)
+        (asked,) = made.workers.updates
+        assert asked.keys == [key for key, *_ in ROWS]
+        assert (LEAVE_OUT in asked.extra_info) == any("skipped" in name for name in made.metrics) == skips
 
 
 def test_an_estimator_of_ones_own_as_the_base() -> None:

@@ -12,33 +12,19 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from omegaconf import OmegaConf
 
 from grail_advantage import Grail, Method, Rollouts
-from grail_advantage.dump import DumpHeader, DumpOptions, DumpRow, choose_rows, read_dump, write_step
+from grail_advantage.dump import DumpHeader, DumpRow, choose_rows, read_dump, write_step
 from grail_advantage.method import build
 from grail_advantage.methods.turns import TurnRloo
 from grail_advantage.verl_ext.dump import UpdateDump, turn_rewards_label
 from grail_advantage.verl_ext.exchange import PLACES
-from grail_advantage.verl_ext.settings import ACTOR, Settings
+from grail_advantage.verl_ext.settings import ACTOR
 from tests.core.tiny_models import END_ID
 from tests.dumps import table_of
 from tests.verl_ext.one_step import DUMP, ROWS, Step, row_of
 
 KEYS = [key for key, *_ in ROWS]
-
-
-def test_options_are_off_by_default_and_else_as_given() -> None:
-    def options(**section: Any) -> DumpOptions | None:
-        config = OmegaConf.create({"algorithm": {"adv_estimator": "uniform", "token_dump": section or None}})
-        return Settings.parse(config).dump
-
-    assert options() is None and options(every=5) is None
-    given = {"every": 10, "responses": None, "received": False}
-    assert options(folder="/a/b", **given) == DumpOptions(folder=Path("/a/b"), **given)
-    for name, value in (("every", 0), ("every", True), ("responses", 1.5), ("received", "no")):
-        with pytest.raises(ValueError, match=name):
-            options(folder="/a", **{name: value})
 
 
 @given(st.lists(st.tuples(st.integers(0, 4), st.booleans()), max_size=12), st.integers(1, 14), st.integers(0, 99))
@@ -152,16 +138,6 @@ class TestFacts:
         found = [(row.step, row.update) for row in step.written()]
         assert read_dump(tmp_path).steps == [2, 4, 6]
         assert found == [(s, u) for s in (4, 6) for u in (0, 1) for _ in range(3)]
-
-    def test_a_disk_that_fails_is_a_metric(self, tmp_path: Path) -> None:
-        folder = tmp_path / "folder"
-        step = Step(folder=folder)
-        folder.rmdir()
-        folder.write_text("no folder")
-        step.run()
-        assert step.metrics["token_dump/failed_files"] >= 1
-        with pytest.raises(OSError, match="folder/below"):
-            Step(folder=folder / "below")
 
 
 class Alternating(Method):

@@ -94,5 +94,4 @@ def test_the_loop_and_its_rewards_have_the_same_turns(turns: list[str], worth: l
 
 def test_the_loop_ends_where_the_response_is_full() -> None:
     output, judged = _run(["####3", "####2"], limit=40)
-    assert len(output.response_ids) == 40
-    assert len(runs(output.response_mask)) == len(judged["turn_rewards"]) == 1
+    assert len(output.response_ids) == 40 and len(runs(output.response_mask)) == len(judged["turn_rewards"]) == 1
