@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
@@ -55,13 +55,6 @@ class Sizes:
         config.micro_batch_size_per_gpu = config.infer_micro_batch_size_per_gpu = self.rows
 
 
-@cache
-def _own_forwards() -> dict[type, Callable]:
-    from transformers import LlamaForCausalLM, Qwen3ForCausalLM
-
-    return {model_class: model_class.forward for model_class in (LlamaForCausalLM, Qwen3ForCausalLM)}
-
-
 def build_engine(setup: Setup, folder: Path) -> Any:
     """verl's engine, built as its ``TrainingWorker`` does."""
     from verl.trainer.config import CheckpointConfig
@@ -70,8 +63,6 @@ def build_engine(setup: Setup, folder: Path) -> Any:
 
     if setup.attention == REFERENCE:
         install_reference()
-    for model_class, forward in _own_forwards().items():
-        model_class.forward = forward  # verl's fused kernels replace it, for every model of the class
     torch.manual_seed(0)
     lora = {}
     if setup.adapter:

@@ -1,17 +1,16 @@
 """Programs of ranks, each a process joined to the others by gloo on the CPU; how a test starts them, what they run, and what
 they measure.
 
-Nothing is checked here. Every experiment's result is saved, or its traceback.
+Nothing is checked here. Every experiment's result is saved.
 """
 
 from __future__ import annotations
 
 import contextlib
 import gc
-import os
+import json
 import sys
 import time
-import traceback
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -24,14 +23,13 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import PreTrainedModel
 
-from grail_advantage import Grail, Method, Oar, find_answer_span
+from grail_advantage import Grail, Method, find_answer_span
 from grail_advantage.data import Row
 from grail_advantage.method import build
 from tests import forked
 from tests.core.tiny_models import FAMILIES as KINDS_OF_MODEL
 from tests.core.tiny_models import PAD_ID, ROLLOUTS, Family, Rollout, char_tokenizer, encode, tiny_model
 from tests.verl_ext.engines import (
-    REFERENCE,
     Setup,
     Sizes,
     build_engine,
@@ -63,17 +61,8 @@ def start_ranks(part: str, folder: Path, world_size: int) -> list[Results]:
     files = [folder / f"result{rank}.pt" for rank in range(world_size)]
     if hang or not all(file.exists() for file in files):
         logs = "\n".join(f"{path.name}: ...{path.read_text()[-3000:]}" for path in sorted(folder.glob("log*.txt")))
-        raise AssertionError(f"the ranks {'hang' if hang else 'did not start'}\n{logs}")
+        raise AssertionError(f"the ranks {'hang' if hang else 'failed'}\n{logs}")
     return [torch.load(file, map_location="cpu", weights_only=False) for file in files]
-
-
-def of_all_ranks(results: list[Results], kind: str, name: str) -> list[Any]:
-    """One experiment's results of all ranks; fails with the traceback of a rank that raised."""
-    found = [result.get(kind, {}).get(name, "the rank did not come this far") for result in results]
-    for result in found:
-        if isinstance(result, str):
-            raise AssertionError(result)
-    return found
 
 
 LONG = "One and one is two, and two is three, " * 4
@@ -96,57 +85,18 @@ GROUPS = (
     [*(ROLLOUTS[name] for name in ("several boxes", "right, several boxes")), *(ROLLOUTS["empty box"],) * 2],
 )
 """Whole groups of odd and of even ranks; the last response of the second fills it up, and has no group."""
-SALIENCY: dict[str, tuple[Method, float, Sizes]] = {
-    "saliency": (Grail("official"), 1.0, Sizes(rows=1)),
-    "saliency, robust": (Grail("robust", gate="all"), 0.7, Sizes(rows=3)),
-    "saliency, first": (Grail("robust", gate="all", leaf="first"), 1.0, Sizes(budget=260)),
-    "saliency, middle": (Grail("official", leaf="middle"), 1.3, Sizes(rows=3)),
-    "saliency, last": (Grail("official", leaf="last"), 1.0, Sizes(budget=260)),
+CASES: dict[str, Any] = json.loads(Path(__file__).with_name("ranks.json").read_text())
+"""Passes by kind: method, options, temperature, micro-batches; how engines are built for them and for updates; models, with
+dropout in training, so that a pass that forgets to switch it off, or draws random numbers, is seen; LoRA adapters, each with
+its model and what it adapts."""
+SALIENCY, GRADIENT, PERTURBATION, INFERENCE = CASES["passes"].values()
+OWN: dict[str, tuple[Method, float, Sizes]] = {
+    name: (build(method, options), temperature, Sizes(**sizes))
+    for kind in CASES["passes"].values()
+    for name, (method, options, temperature, sizes) in kind.items()
 }
-GRADIENT: dict[str, tuple[Method, float, Sizes]] = {
-    "oar_g": (Oar(), 1.0, Sizes(rows=1)),
-    "oar_g, joint": (Oar(probe="answer_joint", noise_seed=3), 1.0, Sizes(rows=3)),
-    "oar_g, port, last": (Oar(variant="grail_port", probe="last"), 1.0, Sizes(budget=260)),
-    "oar_g, port, mean": (Oar(variant="grail_port"), 1.0, Sizes(rows=3)),
-}
-PERTURBATION: dict[str, tuple[Method, float, Sizes]] = {
-    "oar_p": (Oar("perturbation"), 1.0, Sizes(rows=5)),
-    "oar_p, port, last": (Oar("perturbation", probe="last", variant="grail_port"), 1.0, Sizes(budget=400)),
-    "oar_p, few, joint": (Oar("perturbation", probe="answer_joint", max_perturbations=7), 1.0, Sizes(budget=260)),
-}
-INFERENCE: dict[str, tuple[Method, float, Sizes]] = {
-    "rlsd": (build("rlsd"), 0.7, Sizes(rows=1)),
-    "shear": (build("shear", {"window": 12, "stride": 5}), 0.7, Sizes(rows=3)),
-    "rlsd, budget": (build("rlsd"), 0.7, Sizes(budget=100)),
-    "shear, budget": (build("shear", {"window": 12, "stride": 5}), 0.7, Sizes(budget=100)),
-}
-"""A budget of fewer tokens than the longest response has."""
-KINDS = (SALIENCY, GRADIENT, PERTURBATION, INFERENCE)
-OWN = {name: how for kind in KINDS for name, how in kind.items()}
-_OFFLOADED = {"param_offload": True, "optimizer_offload": True}
-_MULTIPLE = {"pad_to_length": True, "pad_to_length_bucket": 64}
-_ORIGINAL = {"use_orig_params": True}
-_SLICED = {"packed": True, "attention": REFERENCE}
-PACKED = Setup("qwen3", packed=True)
-SETUPS = {
-    "fsdp, tied, no checkpointing": Setup("llama-tied", "fsdp", checkpointing=False, turn=1),
-    "fsdp2, packed": PACKED,
-    "fsdp, parameters offloaded": Setup("qwen3", "fsdp", options=_OFFLOADED, turn=3),
-    "fsdp2, activations offloaded": Setup("qwen3", activation_offload=True, turn=5),
-    "fsdp, fused kernels": Setup("qwen3", "fsdp", kernels="torch", turn=6),
-    "fsdp2, lora": Setup("qwen3-tied", adapter="adapter", turn=7),
-    "fsdp, lora on the head": Setup("qwen3", "fsdp", adapter="adapter-head", turn=8),
-    "fsdp2, lora on the tied head": Setup("qwen3-tied", adapter="adapter-tied-head", turn=9),
-    "fsdp, lora on the embeddings": Setup("qwen3", "fsdp", adapter="adapter-embeddings", options=_ORIGINAL, turn=10),
-    "fsdp, lora beside whole embeddings and head": Setup(
-        "qwen3", "fsdp", adapter="adapter-saved", options=_ORIGINAL, turn=11
-    ),
-    "fsdp2, tied, 2 a sequence": Setup("llama-tied", sequence_parallel=2, **_SLICED, turn=12),
-    "fsdp2, parameters offloaded by FSDP2": Setup("qwen3", options={"offload_policy": True}, turn=13),
-    "fsdp, 4 ranks, 4 a sequence, packed to a multiple of 64": Setup(
-        "qwen3", "fsdp", ranks=4, sequence_parallel=4, options=_MULTIPLE, turn=16, **_SLICED
-    ),
-}
+SETUPS = {name: Setup(**how) for name, how in CASES["setups"].items()}
+PLAIN = {"fsdp": Setup("qwen3", "fsdp"), "fsdp2": Setup("qwen3")}
 ALL_PASSES = ("fsdp2, packed",)
 """Set-ups that run every pass; the others run one of each kind, in turn."""
 
@@ -185,59 +135,30 @@ def pass_rows(name: str, rank: int, size: int) -> tuple[list[Rollout], list[Row]
     return rollouts, rows
 
 
-PLAIN = {"fsdp": Setup("qwen3", "fsdp"), "fsdp2": Setup("qwen3")}
-ARCHITECTURES = {
-    name: KINDS_OF_MODEL.get(name, Family(name))
-    for name in (
-        *("qwen2", "qwen3", "qwen3_moe", "qwen3_5_text", "llama", "mistral", "gemma2", "gemma3_text", "phi3"),
-        *("gpt_oss", "olmo2", "olmo3"),
-    )
-}
-"""That people train."""
+_PEOPLE_TRAIN = "qwen2 qwen3 qwen3_moe qwen3_5_text llama mistral gemma2 gemma3_text phi3 gpt_oss olmo2 olmo3"
+ARCHITECTURES = {name: KINDS_OF_MODEL.get(name, Family(name)) for name in _PEOPLE_TRAIN.split()}
 FAMILIES = {
-    f"{name}, {'packed' if packed else 'padded'}": Setup(
-        f"of {name}", ranks=1, packed=packed, attention=family.attention
-    )
+    f"{name}, {layout}": Setup(f"of {name}", ranks=1, packed=layout == "packed", attention=family.attention)
     for name, family in ARCHITECTURES.items()
-    for packed in (True, False)
+    for layout in ("packed", "padded")
 }
-
-MODELS = {
-    "qwen3": {"attention_dropout": 0.5},
-    "qwen3-tied": {"tied": True, "attention_dropout": 0.5},
-    "llama-tied": {"family": "llama", "tied": True, "attention_dropout": 0.5},
-}
-"""With dropout in training, so that a pass that forgets to switch it off, or draws random numbers, is seen."""
-ADAPTERS = {
-    "adapter": ("qwen3-tied", {"target_modules": "all-linear"}),
-    "adapter-head": ("qwen3", {"target_modules": ["q_proj", "down_proj", "lm_head"]}),
-    "adapter-tied-head": ("qwen3-tied", {"target_modules": ["q_proj", "down_proj", "lm_head"]}),
-    "adapter-embeddings": ("qwen3", {"target_modules": ["q_proj", "embed_tokens"]}),
-    "adapter-saved": ("qwen3", {"target_modules": ["q_proj"], "modules_to_save": ["lm_head", "embed_tokens"]}),
-}
-"""LoRA adapters by name: the model that they belong to and what they adapt."""
 
 
 def write_models(folder: Path) -> dict[str, PreTrainedModel]:
     """Write the models that the ranks load, and return them."""
-    models = {}
-    for seed, (name, options) in enumerate(MODELS.items()):
-        models[name] = tiny_model(seed=seed, **options)
-        models[name].save_pretrained(folder / name)
-    for name, family in ARCHITECTURES.items():
-        models[f"of {name}"] = family.build().eval()
-        models[f"of {name}"].save_pretrained(folder / f"of {name}")
-    for name, (base, options) in ADAPTERS.items():
-        seed = list(MODELS).index(base)
+    models = {name: tiny_model(**options) for name, options in CASES["models"].items()}
+    models |= {f"of {name}": family.build().eval() for name, family in ARCHITECTURES.items()}
+    for name, model in models.items():
+        model.save_pretrained(folder / name)
+    for name, (base, options) in CASES["adapters"].items():
         torch.manual_seed(0)
-        adapted = get_peft_model(
-            tiny_model(seed=seed, **MODELS[base]), LoraConfig(task_type="CAUSAL_LM", r=4, **options)
-        )
+        config = LoraConfig(task_type="CAUSAL_LM", r=4, **options)
+        adapted = get_peft_model(tiny_model(**CASES["models"][base]), config)
         for path, parameter in adapted.named_parameters():
             if "lora_B" in path or "lora_embedding_A" in path:  # zeros when new, which would leave the model as it was
                 torch.nn.init.normal_(parameter, std=0.3)
         adapted.save_pretrained(folder / name)
-        models[name] = PeftModel.from_pretrained(tiny_model(seed=seed, **MODELS[base]), folder / name).eval()
+        models[name] = PeftModel.from_pretrained(tiny_model(**CASES["models"][base]), folder / name).eval()
     return models
 
 
@@ -246,15 +167,9 @@ TOKEN_MEAN = "token-mean"
 AGGREGATIONS = (TOKEN_MEAN, "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 EPOCHS, SCALE, TEMPERATURE = 2, 24, 0.8
 PLAIN_UPDATE = ("vanilla", TOKEN_MEAN)
-OF_LOSS = [("vanilla", mode) for mode in AGGREGATIONS]
-_SEQUENCES = replace(PACKED, attention=REFERENCE, sequence_parallel=2)
-UPDATES: dict[str, tuple[Setup, Sizes, list[tuple[str, str]]]] = {
-    "packed, a token budget": (PACKED, Sizes(budget=60), [*OF_LOSS, *((loss, TOKEN_MEAN) for loss in LOSSES[1:])]),
-    "padded, fixed micro-batches": (PLAIN["fsdp"], Sizes(rows=2), OF_LOSS),
-    "lora": (Setup("qwen3", adapter="adapter"), Sizes(rows=4), [PLAIN_UPDATE]),
-    "parameters offloaded": (Setup("qwen3", options=_OFFLOADED), Sizes(budget=60), [PLAIN_UPDATE]),
-    "two ranks a sequence": (_SEQUENCES, Sizes(budget=60), [PLAIN_UPDATE]),
-}
+OF_LOSS = {"": [PLAIN_UPDATE], "every aggregation": [("vanilla", mode) for mode in AGGREGATIONS]}
+OF_LOSS["every loss"] = [*OF_LOSS["every aggregation"], *((loss, TOKEN_MEAN) for loss in LOSSES[1:])]
+UPDATES = {name: (Setup(**how), Sizes(**of), OF_LOSS[losses]) for name, (how, of, losses) in CASES["updates"].items()}
 """Each with its losses and aggregations."""
 
 
@@ -388,22 +303,6 @@ class Rank:
             self._step(engine, setup)
         return found
 
-    def raising(self, setup: Setup) -> list[tuple[float | None, list[torch.Tensor]]]:
-        """An optimiser step without and with a pass before it in which a block fails on all ranks, with FSDP2. FSDP1 itself
-        cannot continue after an exception in a forward, whoever runs it."""
-        steps = []
-        _, rows = pass_rows("saliency", self.rank, self.world_size)
-        for fails in (False, True):
-            engine = build_engine(setup, self.folder)
-            if fails:
-                broken = engine.module.get_submodule("model.layers.2.mlp")
-                handle = broken.register_forward_pre_hook(lambda *_: 1 / 0)
-                with contextlib.suppress(ZeroDivisionError):
-                    raise AssertionError(own_pass(engine, rows, Grail(), Sizes(rows=2)))
-                handle.remove()
-            steps.append((self._step(engine, setup), shards(engine)))
-        return steps
-
     def later_update(self, setup: Setup) -> dict[str, Any]:
         """The separate trainer at a later update of a step, whose policy has moved on from the step's first."""
         engine = build_engine(setup, self.folder)
@@ -486,9 +385,10 @@ PARTS: dict[str, dict[str, dict[str, Any]]] = {
     "updates": {"updates": {name: name for name in UPDATES}},
     "1": {"family": FAMILIES},
     "2": {
-        "passes": {name: name for name, setup in SETUPS.items() if setup.ranks == 2},
-        **{kind: {"fsdp2": PLAIN["fsdp2"]} for kind in ("held", "raising")},
+        "held": {"fsdp2": PLAIN["fsdp2"]},
         "later_update": PLAIN,
+        # The last has verl's fused kernels, which replace the forward of a model's class.
+        "passes": {name: name for name, setup in SETUPS.items() if setup.ranks == 2},
     },
     "4": {"passes": {name: name for name, setup in SETUPS.items() if setup.ranks == 4}},
 }
@@ -508,14 +408,7 @@ def main(name: str, rank: int, world_size: int, folder: Path) -> None:
         results[kind] = {}
         for case, setup in setups.items():
             print(f"{kind}: {case}, after {time.process_time():.1f} CPU seconds", flush=True)
-            try:
-                results[kind][case] = getattr(made, kind)(setup)
-            except Exception:
-                results[kind][case] = traceback.format_exc()
-                print(results[kind][case], flush=True)
-                if world_size > 1:  # the others wait for a counterpart, and fail when this one is gone
-                    torch.save(results, folder / f"result{rank}.pt")
-                    os._exit(1)
+            results[kind][case] = getattr(made, kind)(setup)
             gc.collect()
     torch.save(results, folder / f"result{rank}.pt")
     torch.distributed.barrier()

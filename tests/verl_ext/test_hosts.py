@@ -98,16 +98,15 @@ def expected(signal: Method, rejected: int | None = None) -> pa.Table:
     return hosts.plain_table(signal, rollouts, step=1)
 
 
-@pytest.mark.parametrize("name", [*hosts.METHODS, "grail_robust"])
-def test_the_dump_is_that_of_a_plain_model(tmp_path: Path, name: str) -> None:
+REJECTED = {name: 2 for name in ("grail", "step_values", "high_entropy", "turn_rloo")}
+
+
+@pytest.mark.parametrize(
+    ("name", "rejected"), [*((name, None) for name in (*hosts.METHODS, "grail_robust")), *REJECTED.items()]
+)
+def test_the_dump_is_that_of_a_plain_model(tmp_path: Path, name: str, rejected: int | None) -> None:
     """Bit for bit, as every number comes from the same computation on the same response alone."""
     signal = hosts.signal_of(name)
-    table = expected(signal)
+    table = expected(signal, rejected)
     assert hosts.says_something(table) or name == "uniform"
-    hosts.assert_same(dumped(tmp_path, signal), table)
-
-
-@pytest.mark.parametrize("name", ["grail", "step_values", "high_entropy", "turn_rloo"])
-def test_so_it_is_with_a_rejected_response(tmp_path: Path, name: str) -> None:
-    signal = hosts.signal_of(name)
-    hosts.assert_same(dumped(tmp_path, signal, rejected=2), expected(signal, rejected=2))
+    hosts.assert_same(dumped(tmp_path, signal, rejected), table)

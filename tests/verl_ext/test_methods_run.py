@@ -85,8 +85,8 @@ class Pair:
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
-    """A method a step, two of a package that is installed, by the trainer of docs/own_trainer.md, until the engine is killed after the last one; then everything
-    after a checkpoint is as a kill in the last step leaves it, and the run resumes."""
+    """A method a step, two of a package that is installed, by the trainer of docs/own_trainer.md, until the engine is killed
+    after the last one; then everything after a checkpoint is as a kill in the last step leaves it, and the run resumes."""
     folder = tmp_path_factory.mktemp("methods")
     (source := folder / "source").mkdir()
     write_files("write_your_own.md", source)
@@ -98,7 +98,6 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
         "trainer.v1.trainer_mode=every_method",
         "algorithm.adv_estimator=boxed_digits",
         *(f"algorithm.{section}.{key}={value!r}" for section, key, value in options),
-        f"reward.custom_reward_function.path={Path(__file__).with_name('judging_reward.py')}",
         f"data.train_batch_size={PROMPTS}",
         f"actor_rollout_ref.actor.ppo_mini_batch_size={PROMPTS // 2}",
         "actor_rollout_ref.actor.optim.lr=1e-4",

@@ -17,7 +17,6 @@ from transformers import GenerationConfig, LlamaConfig
 from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY, register_adv_est
 from verl.trainer.ppo.utils import Role
 from verl.trainer.ppo.v1 import PPOTrainerSync
-from verl.trainer.ppo.v1.utils import MetricsAggregator
 from verl.workers.engine_workers import ActorRolloutRefWorker
 
 from grail_advantage import Grail
@@ -26,14 +25,13 @@ from grail_advantage.method import build
 from grail_advantage.methods.shear import Shear
 from grail_advantage.verl_ext import host
 from grail_advantage.verl_ext.exchange import build_reply, rows_of
-from grail_advantage.verl_ext.host import TIMING
 from grail_advantage.verl_ext.settings import ACTOR, BASE, Settings
 from grail_advantage.verl_ext.step import mean_of_loss, truncated
 from grail_advantage.verl_ext.trainer import TokenWeightTrainer
 from grail_advantage.verl_ext.zero_advantage import LEAVE_OUT
 from tests.broken_tokenizer import save_under_class
 from tests.core.tiny_models import END_ID, encode
-from tests.verl_ext.one_step import ROWS, WRONG, Step, Workers, make_trainer, row_of, same
+from tests.verl_ext.one_step import CASES, ROWS, WRONG, Step, Workers, make_trainer, row_of, same
 from verl_cpu.tiny.model import build_tokenizer
 
 Advantages = dict[str, torch.Tensor]
@@ -81,17 +79,6 @@ def test_a_trainers_own_advantages_have_the_last_word() -> None:
     found, right = step.run(), {key for key, *_, reward in ROWS if reward}
     assert uneven(found) == right and all((found[key] < 0).all() for key in right)
     assert len(step.workers.own) == len(right)
-
-
-def test_seconds_of_a_steps_updates_add_up() -> None:
-    step = Step()
-    step.run()
-    first = dict(step.trainer.timing_raw)
-    assert first.keys() == {TIMING, f"{TIMING}_pass"} and first[TIMING] > first[f"{TIMING}_pass"] > 0
-    step.run()
-    assert all(step.trainer.timing_raw[name] > seconds for name, seconds in first.items())
-    aggregator = MetricsAggregator()
-    assert {aggregator._get_aggregation_type(f"timing_s/{name}") for name in first} == {"time_sum"}
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
@@ -226,27 +213,17 @@ def test_a_step_without_a_pass_asks_nothing_of_the_engine(monkeypatch: pytest.Mo
     assert same(*found) and any(bool(advantages_T.any()) for advantages_T in found[0].values())
 
 
-TRUNCATED = {  # the last four of the first: a tool wrote cd, and the last turn had what was left
-    "vllm 100 1": "abc<end> abcde<end> abcde abc abcdeg! abcdef abfcde! abfcd<end> abfcf",
-    **{"vllm 100 5": "abcd!", "sglang 100 5": "abc"},  # prompt_length + response_length = 9
-    **{"vllm 8 5": "abc! ab<end>", "trtllm 8 5": "ab", "vllm 6 1": "abfcd! abfc abfcf"},  # the context
-    **{"sglang 8 5": "ab! a", "sglang 9 5": "abc!"},  # has one position less
-    **{"sglang 6 5": "!", "vllm 5 5": "a!"},  # no room at all
-}
-"""Engine, length of the context and of the prompt: responses of at most 6 tokens, with ``!`` those that are truncated; ``f``
-ends a turn as ``<end>`` does."""
-
-
-@pytest.mark.parametrize("given", TRUNCATED)
-def test_what_is_truncated(given: str) -> None:
+@pytest.mark.parametrize(("given", "cases"), CASES["truncated"].items())
+def test_what_is_truncated(given: str, cases: str) -> None:
+    """Those with ``!``, of responses of at most 6 tokens, by the engine, the length of the context and of the prompt, of at most
+    3; ``f`` ends a turn as ``<end>`` does, and a tool wrote cd after it. SGLang has one position less."""
     engine, context, prompt = given.split()
     rollout = {"name": engine, "prompt_length": 3, "response_length": 6}
     plain = {"actor_rollout_ref": {"rollout": rollout}, "algorithm": {"adv_estimator": "grail"}}
     settings, end_tokens = Settings.parse(OmegaConf.create(plain)), {END_ID, encode("f")[0]}
-    cases = TRUNCATED[given].split()
-    responses = [torch.tensor(encode(case.removesuffix("!"))) for case in cases]
-    found = truncated([torch.arange(int(prompt))] * len(cases), responses, settings, int(context), end_tokens)
-    assert found.tolist() == [case.endswith("!") for case in cases]
+    responses = [torch.tensor(encode(case.removesuffix("!"))) for case in cases.split()]
+    found = truncated([torch.arange(int(prompt))] * len(responses), responses, settings, int(context), end_tokens)
+    assert found.tolist() == [case.endswith("!") for case in cases.split()]
 
 
 def test_copies_that_fill_up_a_rank_belong_to_no_group() -> None:

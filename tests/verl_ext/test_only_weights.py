@@ -70,9 +70,8 @@ def test_a_stock_runs_checkpoint_resumes_and_its_own_are_those_of_stock_verl(tmp
             "trainer.total_epochs=100",
             f"trainer.total_training_steps={steps}",
             "trainer.save_freq=1",
-            "+algorithm.token_weights.answer=hashes",
         ]
-        runs = whole_run.run(tmp_path, overrides, rows=4, stock=True, opening="#### ")
+        runs = whole_run.run(tmp_path, overrides, rows=4, stock=True)
     assert any(row.span is not None for row in runs.dump(2))
     assert "Resuming from" in runs.output
     steps = [json.loads(line) for line in (runs.folder / "metrics.jsonl").read_text().splitlines()]

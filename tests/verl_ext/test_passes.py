@@ -1,5 +1,5 @@
-"""Every pass inside verl's FSDP engine, on two and four ranks, against one process and a plain model; what passes cost, hold
-and leave; errors.
+"""Every pass inside verl's FSDP engine, on two and four ranks, against one process and a plain model; what passes hold
+and leave.
 
 The layouts are named in ``ranks.SETUPS``. Sequence parallelism has a reference attention under verl's own wrapper and its
 all-to-all, as flash attention has no CPU build; that kernel itself is tested where GPUs are.
@@ -19,7 +19,7 @@ from grail_advantage.data import RowScores
 from grail_advantage.model.hugging_face import HuggingFaceModel
 from tests.core.tiny_models import char_tokenizer
 from tests.verl_ext import ranks
-from tests.verl_ext.ranks import FAMILIES, OWN, SETUPS, Results, Setup, of_all_ranks, start_ranks
+from tests.verl_ext.ranks import FAMILIES, OWN, SETUPS, Results, Setup, start_ranks
 
 pytestmark = pytest.mark.slow
 
@@ -32,14 +32,14 @@ class Measured:
         self._known: dict[int, list[Results]] = {}
 
     def of(self, kind: str, name: str, size: int = 2) -> list[Any]:
-        """The results of all ranks; fails with the traceback of a rank that raised."""
+        """The results of all ranks."""
         if size not in self._known:
             place = self.folder / f"of {size}"
             place.mkdir()
             for model in self.models:
                 (place / model).symlink_to(self.folder / model)
             self._known[size] = start_ranks(str(size), place, size)
-        return of_all_ranks(self._known[size], kind, name)
+        return [result[kind][name] for result in self._known[size]]
 
     def check(self, how: Setup, name: str, rank: int, found: dict[str, list[torch.Tensor]]) -> None:
         """That a pass on a rank gave what the plain model gives, in one process and one response at a time."""
@@ -105,11 +105,6 @@ def test_whole_blocks_are_as_few_as_in_training(measured: Measured) -> None:
         most = max(result["training"])
         assert most < 4  # training does not hold the whole model
         assert all(0 < max(held) <= most and held[-1] == 0 for held in result.values())
-
-
-def test_an_error_changes_nothing_in_the_next_optimiser_step(measured: Measured) -> None:
-    for (norm, final), (after, shards) in measured.of("raising", "fsdp2"):
-        assert after == norm > 0 and all(map(torch.equal, shards, final))
 
 
 @pytest.mark.parametrize("strategy", ranks.PLAIN)

@@ -141,13 +141,6 @@ def test_is_the_v1_trainer_on_the_same_responses(name: str, base: str, rejected:
     assert older.metrics["receipt/findings"] == older.metrics["token_dump/failed_files"] == 0
 
 
-def test_an_update_of_another_size_is_found(tmp_path: Path) -> None:
-    older = Older(tmp_path, plain_rows(), "grail")
-    older.workers.fault = 0.25
-    older.run()
-    assert older.metrics["receipt/findings"] == 1
-
-
 def test_in_bypass_mode_the_mask_is_what_the_model_wrote(tmp_path: Path) -> None:
     """Without the forward of the old log-probabilities, and so without rejection sampling."""
     older = Older(tmp_path, plain_rows(), "grail", "algorithm.rollout_correction.bypass_mode=true")

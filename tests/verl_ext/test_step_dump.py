@@ -16,13 +16,12 @@ from hypothesis import strategies as st
 from grail_advantage import Grail, Method, Rollouts
 from grail_advantage.dump import DumpHeader, DumpRow, choose_rows, read_dump, write_step
 from grail_advantage.method import build
-from grail_advantage.methods.turns import TurnRloo
 from grail_advantage.verl_ext.dump import UpdateDump, turn_rewards_label
 from grail_advantage.verl_ext.exchange import PLACES
 from grail_advantage.verl_ext.settings import ACTOR
 from tests.core.tiny_models import END_ID
 from tests.dumps import table_of
-from tests.verl_ext.one_step import DUMP, ROWS, Step, row_of
+from tests.verl_ext.one_step import CASES, DUMP, ROWS, Step, row_of
 
 KEYS = [key for key, *_ in ROWS]
 
@@ -46,24 +45,11 @@ def test_no_group_is_left_out_for_ever() -> None:
     assert len({tuple(choose_rows((0, 0, 1, 1, 2, 2), (True,) * 6, 4, (s, u))) for s in range(9) for u in (0, 1)}) == 3
 
 
-def test_rewards_by_turn_are_those_that_the_method_reads_or_else_the_usual_ones() -> None:
-    extra = {"turn_scores": [], "tool_rewards": [0.5], "mine": [2], "reward_extra_info": {"turn_rewards": [1, -1.0]}}
-    calls = {"call_rewards": [[1.0, 0.5], [None], [-1.0]], "tool_rewards": [1.0, 0.5, -1.0]}
-    cut = {"tool_rewards": [1.0, 0.5]}
-    cases: list[tuple[Any, Method, dict[str, int], list | None]] = [
-        (extra, Grail(), {}, [1.0, -1.0]),
-        (extra, TurnRloo(rewards="mine"), {}, [2.0]),
-        (extra, Grail(), {"before": 1}, [-1.0]),  # the second response of a session
-        (calls, Grail(), {"before": 1}, [[1.0, 0.5], [], [-1.0]]),
-        (cut, TurnRloo(), {}, [1.0, 0.5]),
-        (cut, TurnRloo(), {"turns": 2}, [[1.0], [0.5]]),  # the last call has no answer
-        (cut, TurnRloo(), {"turns": 3}, [1.0, 0.5]),
-        (calls | {"call_rewards": []}, TurnRloo(rewards="call_rewards"), {}, None),
-        ({"tool_rewards": [0.5]}, TurnRloo(rewards=""), {}, [0.5]),
-        *((nothing, Grail(), {}, None) for nothing in ({}, None)),
-    ]
-    for extra, method, known, expected in cases:
-        assert turn_rewards_label(extra, method, **known) == ({} if expected is None else {"turn_rewards": expected})
+@pytest.mark.parametrize("case", CASES["rewards by turn"])
+def test_rewards_by_turn_are_those_that_the_method_reads_or_else_the_usual_ones(case: str) -> None:
+    extra, (name, options), known, expected = CASES["rewards by turn"][case]
+    label = turn_rewards_label(extra, build(name, options), **known)
+    assert label == ({} if expected is None else {"turn_rewards": expected})
 
 
 class Silent:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import PreTrainedTokenizerFast
+from verl.experimental.agent_loop.agent_loop import AgentLoopOutput
 from verl.experimental.agent_loop.tool_agent_loop import ToolAgentLoop
 
 from grail_advantage.data import runs
@@ -21,7 +21,7 @@ from verl_cpu.tiny.shipped import build_agent_tokenizer
 
 UNKNOWN = '<tool_call>{"name": "look", "arguments": {}}</tool_call>'
 # The tool checks all calls of a turn against the same step of the chain.
-CASES: dict[str, tuple[list[str], list[list[float | None]], list[float]]] = {
+CASES: dict[str, tuple[list[str], list[list[float]], list[float]]] = {
     "one call a turn": ([FIRST, SECOND, BOX], [[1.0], [1.0]], [1, 1, 0]),
     "two calls in the first turn": ([FIRST + SECOND, BOX], [[1.0, -1.0]], [0, 0]),
     "two calls in the second turn": ([FIRST, SECOND + SECOND, BOX], [[1.0], [1.0, 1.0]], [1, 2, 0]),
@@ -30,17 +30,14 @@ CASES: dict[str, tuple[list[str], list[list[float | None]], list[float]]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def tokenizer() -> PreTrainedTokenizerFast:
-    return build_agent_tokenizer()
+def output_of(texts: list[str], **how: Any) -> AgentLoopOutput:
+    """What verl's loop, or another one, makes of a model that writes these turns."""
+    return run_loop(build_agent_tokenizer(), texts, **how)[0]
 
 
 @pytest.mark.parametrize(("texts", "expected", "by_turn"), CASES.values(), ids=CASES)
-def test_the_calls_of_each_turn(
-    tokenizer: PreTrainedTokenizerFast, texts: list[str], expected: list[list[float | None]], by_turn: list[float]
-) -> None:
-    output, _ = run_loop(tokenizer, texts, loop_class=TurnToolAgent, calls=2)
-    stock, _ = run_loop(tokenizer, texts, calls=2)
+def test_the_calls_of_each_turn(texts: list[str], expected: list[list[float]], by_turn: list[float]) -> None:
+    output, stock = output_of(texts, loop_class=TurnToolAgent, calls=2), output_of(texts, calls=2)
     given = output.extra_fields.pop("call_rewards")
     assert given == expected
     assert (output.response_ids, output.response_mask) == (stock.response_ids, stock.response_mask)
@@ -53,14 +50,12 @@ def test_the_calls_of_each_turn(
 
 
 @pytest.mark.parametrize("loop_class", [ToolAgentLoop, TurnToolAgent])
-def test_a_call_whose_answer_does_not_fit_keeps_its_turn(
-    tokenizer: PreTrainedTokenizerFast, loop_class: type[ToolAgentLoop]
-) -> None:
+def test_a_call_whose_answer_does_not_fit_keeps_its_turn(loop_class: type[ToolAgentLoop]) -> None:
     """In verl's own loop, which lists the call's reward before it finds no room for the answer: two turns, two rewards. The
     other responses have one turn, so the second one has no sibling there."""
-    whole, _ = run_loop(tokenizer, [FIRST, SECOND, BOX])
+    whole = output_of([FIRST, SECOND, BOX])
     length = runs(whole.response_mask)[1][1] + 1
-    output, _ = run_loop(tokenizer, [FIRST, SECOND], length=length, loop_class=loop_class)
+    output = output_of([FIRST, SECOND], length=length, loop_class=loop_class)
     assert output.extra_fields["tool_rewards"] == [1.0, 1.0] and len(runs(output.response_mask)) == 2
     assert len(output.response_mask) < length and output.response_mask == whole.response_mask[: length - 1]
     assert output.extra_fields.get("call_rewards", [[1.0], [1.0]]) == [[1.0], [1.0]]
@@ -79,9 +74,7 @@ def test_a_call_whose_answer_does_not_fit_keeps_its_turn(
     assert step.metrics["turn_rloo/non_finite_rate"] == 0
 
 
-def test_calls_that_end_in_another_order_and_tools_without_a_reward(
-    tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_calls_that_end_in_another_order_and_tools_without_a_reward(monkeypatch: pytest.MonkeyPatch) -> None:
     """verl leaves a reward of ``None`` out of its list, which shifts the others."""
     rewards: list[Any] = [0.25, None, -1.0]
     inner = ToolAgentLoop._call_tool
@@ -93,6 +86,6 @@ def test_calls_that_end_in_another_order_and_tools_without_a_reward(
         return response, reward, rest
 
     monkeypatch.setattr(ToolAgentLoop, "_call_tool", late)
-    output, _ = run_loop(tokenizer, [FIRST + SECOND, SECOND, BOX], loop_class=TurnToolAgent, calls=2)
+    output = output_of([FIRST + SECOND, SECOND, BOX], loop_class=TurnToolAgent, calls=2)
     assert output.extra_fields["call_rewards"] == [[0.25, None], [-1.0]]
     assert output.extra_fields["tool_rewards"] == [0.25, -1.0]

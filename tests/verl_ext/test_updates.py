@@ -3,14 +3,12 @@ what a plain computation says, over losses, aggregations, layouts, ranks and epo
 
 from __future__ import annotations
 
-import copy
 import math
 from functools import cache
 from typing import Any
 
 import pytest
 import torch
-from omegaconf import DictConfig
 from peft import LoraConfig, get_peft_model
 from torch.nn.utils.rnn import pad_sequence
 
@@ -23,7 +21,7 @@ from tests.composed import verls_on_cpu
 from tests.core.tiny_models import tiny_model
 from tests.verl_ext import ranks
 from tests.verl_ext.one_step import receipt_by
-from tests.verl_ext.ranks import PLAIN_UPDATE, TEMPERATURE, TOKEN_MEAN, UPDATES, Results, of_all_ranks, start_ranks
+from tests.verl_ext.ranks import PLAIN_UPDATE, TEMPERATURE, TOKEN_MEAN, UPDATES, Results, start_ranks
 
 pytestmark = pytest.mark.slow
 
@@ -56,10 +54,8 @@ def plan() -> list[list[Row]]:
         return torch.randn(length, generator=generator)
 
     def row_of(prompt: int, response: int, trained: int) -> Row:
-        row: Row = {
-            name: torch.randint(0, 90, (length,), generator=generator)
-            for name, length in (("prompt", prompt), ("response", response))
-        }
+        ids = torch.randint(0, 90, (prompt + response,), generator=generator)
+        row: Row = {"prompt": ids[:prompt], "response": ids[prompt:]}
         row["advantages"] = torch.where(torch.arange(response) < trained, draw(response), 0.0)
         row["mask"] = torch.ones(response, dtype=torch.int64)
         if response > 8:
@@ -101,8 +97,8 @@ def _assert_close(found: list[torch.Tensor], expected: list[torch.Tensor], rtol:
 def test_without_zero_advantage_responses_it_is_the_same_update(setup: str, results: list[Results]) -> None:
     """With each of verl's losses that leave responses out."""
     trained = [True, False, True] * ranks.EPOCHS
-    assert ranks.LOSSES == SKIPPABLE
-    for result in of_all_ranks(results, "updates", setup):
+    assert set(ranks.LOSSES) == set(SKIPPABLE)
+    for result in [result["updates"][setup] for result in results]:
         for of_loss in UPDATES[setup][2]:
             verl, skipped = result[(*of_loss, "verl")], result[(*of_loss, "skipped")]
             for number, (found, expected) in enumerate(zip(skipped["gradients"], verl["gradients"], strict=True)):
@@ -132,7 +128,7 @@ def test_a_token_trains_with_its_own_advantage(loss: str, results: list[Results]
     total.backward()
     expected = [p.grad for p in model.parameters()]
     for mode in ("verl", "skipped"):
-        of_ranks = of_all_ranks(results, "updates", PACKED)
+        of_ranks = [result["updates"][PACKED] for result in results]
         shards = zip(*(result[loss, TOKEN_MEAN, mode]["gradients"][0] for result in of_ranks), strict=True)
         _assert_close([torch.cat(parts) for parts in shards], expected, 1e-3)
 
@@ -152,7 +148,7 @@ def _slope(loss: str, row: Row, t: int, log_probs_T: torch.Tensor) -> float:
 
 @pytest.mark.parametrize("setup", UPDATES)
 def test_watching_changes_nothing_bit_for_bit(setup: str, results: list[Results]) -> None:
-    for result in of_all_ranks(results, "updates", setup):
+    for result in [result["updates"][setup] for result in results]:
         for *of_loss, mode in result:
             if mode not in ("watched", "skipped, watched"):
                 continue
@@ -166,14 +162,9 @@ def test_watching_changes_nothing_bit_for_bit(setup: str, results: list[Results]
             assert losses[0] == losses[1]
 
 
-@cache
-def _composed() -> DictConfig:
-    return verls_on_cpu(f"{ACTOR}.ppo_epochs={ranks.EPOCHS}", f"{ACTOR}.loss_scale_factor={ranks.SCALE}")
-
-
 def _steps(results: list[Results], setup: str, *update: str) -> list[list[OptimiserStep]]:
     """Of the data-parallel ranks."""
-    of_ranks = [result[update]["steps"] for result in of_all_ranks(results, "updates", setup)]
+    of_ranks = [result[update]["steps"] for result in [result["updates"][setup] for result in results]]
     return [steps for steps in of_ranks if steps is not None]
 
 
@@ -183,9 +174,9 @@ def _receipt(of_ranks: list[list[OptimiserStep]], loss: str, aggregation: str, m
     def padded(name: str) -> torch.Tensor:
         return pad_sequence([row[name] for row in rows()], batch_first=True)
 
-    config = copy.deepcopy(_composed())
-    config.actor_rollout_ref.actor.policy_loss.loss_mode = loss
-    config.actor_rollout_ref.actor.loss_agg_mode = aggregation
+    options = {"ppo_epochs": ranks.EPOCHS, "loss_scale_factor": ranks.SCALE, "loss_agg_mode": aggregation}
+    options["policy_loss.loss_mode"] = loss
+    config = verls_on_cpu(*(f"{ACTOR}.{name}={value}" for name, value in options.items()))
     mask_BT = padded("mask").bool()
     chosen = [row["place"] for row in rows() if row["written"] >= 0]
     columns = {"old_log_probs": padded("old_log_probs"), "rollout_is_weights": padded("weights")}

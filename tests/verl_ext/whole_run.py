@@ -36,9 +36,9 @@ LONGEST_RUN = 2400.0
 """Seconds: dozens of times what a run takes on an idle machine."""
 
 
-def tokenizer(opening: str = "\\boxed{") -> PreTrainedTokenizerFast:
+def tokenizer() -> PreTrainedTokenizerFast:
     """So few tokens, among them the answer's opening and a whole answer, that a random model answers in most responses."""
-    words = (opening, ANSWER, "user", "assistant")
+    words = ("\\boxed{", ANSWER, "user", "assistant")
     tokens = [*"01234567+=}", *words, "\n", "<|im_start|>", "<|im_end|>", "<|endoftext|>"]
     backend = Tokenizer(models.WordLevel({token: i for i, token in enumerate(tokens)}, unk_token="<|endoftext|>"))
     backend.pre_tokenizer = pre_tokenizers.Split(
@@ -56,9 +56,9 @@ def tokenizer(opening: str = "\\boxed{") -> PreTrainedTokenizerFast:
     )
 
 
-def write_assets(folder: Path, rows: int, opening: str) -> None:
+def write_assets(folder: Path, rows: int) -> None:
     """Model, tokenizer, and data of that many prompts, of which four validate."""
-    own = tokenizer(opening)
+    own = tokenizer()
     config = Qwen3Config(
         **{"vocab_size": len(own), "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 32},
         **{"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 128, "bos_token_id": None},
@@ -149,12 +149,11 @@ def start(
     *,
     rows: int,
     stock: bool = False,
-    opening: str = "\\boxed{",
     **environment: str,
 ) -> subprocess.CompletedProcess[str]:
-    """Train in a folder, empty or of a run that is to carry on, and say how it ended: with so many prompts, verl's own
-    configuration where it is ``stock``, else the recipe's, and the opening of the model's answers."""
-    write_assets(folder, rows, opening)
+    """Train in a folder, empty or of a run that is to carry on, and say how it ended: with so many prompts, and verl's own
+    configuration where it is ``stock``, else the recipe's."""
+    write_assets(folder, rows)
     recipe = ["verl.trainer.main_ppo", f"--config-path={ROOT}/recipe/config", "--config-name=cpu_trainer"]
     recipe += [f"run.folder={folder}", "algorithm.norm_adv_by_std_in_grpo=True"]
     entry, new = (STOCK, "+") if stock else (recipe, "")
