@@ -1,11 +1,10 @@
-"""verl's FSDP engines on the ranks of tests: how they are built, what runs on them, and what must not be left over."""
+"""verl's FSDP engines on the ranks of tests: how they are built, and what runs on them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cache
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -57,9 +56,12 @@ class Sizes:
 
 def build_engine(setup: Setup, folder: Path) -> Any:
     """verl's engine, built as its ``TrainingWorker`` does."""
+    from torch.distributed.fsdp import CPUOffloadPolicy
     from verl.trainer.config import CheckpointConfig
+    from verl.utils.activation_offload import SynchronizedGroupOffloadHandler as Handler
     from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
     from verl.workers.engine import EngineRegistry
+    from verl.workers.engine.fsdp import transformer_impl
 
     if setup.attention == REFERENCE:
         install_reference()
@@ -81,8 +83,10 @@ def build_engine(setup: Setup, folder: Path) -> Any:
     precision = {"param_dtype": "fp32", "reduce_dtype": "fp32", "buffer_dtype": "fp32"}
     options = {"mixed_precision": precision, "dtype": "float32", **setup.options}
     options |= {"ulysses_sequence_parallel_size": setup.sequence_parallel}
-    if setup.activation_offload:
-        pageable_activations()
+    # Without an accelerator there is no pinned memory, which verl offloads activations and, with FSDP2, parameters to.
+    pinning = Handler.offload
+    Handler.offload = staticmethod(lambda tensor, pin_memory=True: pinning(tensor, pin_memory=False))
+    pageable = patch.object(transformer_impl, "CPUOffloadPolicy", lambda pin_memory: CPUOffloadPolicy(pin_memory=False))
     engine = EngineRegistry.new(
         model_type="language_model",
         backend=setup.strategy,
@@ -97,28 +101,9 @@ def build_engine(setup: Setup, folder: Path) -> Any:
         optimizer_config=FSDPOptimizerConfig(lr=1e-2, total_training_steps=10),
         checkpoint_config=CheckpointConfig(),
     )
-    with pageable_parameters():
+    with pageable:
         engine.initialize()
     return engine
-
-
-@contextmanager
-def pageable_parameters() -> Iterator[None]:
-    """Without an accelerator there is no pinned memory, which verl asks FSDP2's CPU offload for."""
-    from torch.distributed.fsdp import CPUOffloadPolicy
-    from verl.workers.engine.fsdp import transformer_impl
-
-    with patch.object(transformer_impl, "CPUOffloadPolicy", lambda pin_memory: CPUOffloadPolicy(pin_memory=False)):
-        yield
-
-
-@cache
-def pageable_activations() -> None:
-    """Without an accelerator there is no pinned memory, which verl offloads activations to."""
-    from verl.utils.activation_offload import SynchronizedGroupOffloadHandler as Handler
-
-    pinning = Handler.offload
-    Handler.offload = staticmethod(lambda tensor, pin_memory=True: pinning(tensor, pin_memory=False))
 
 
 def attend(

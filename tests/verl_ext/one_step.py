@@ -221,31 +221,9 @@ class Workers:
             return [error]
 
 
-def make_trainer(
-    overrides: Sequence[str], method: Method, workers: Any = None, *, mode: str = "sync", cls: type | None = None
-) -> Any:
-    """A trainer with all that its two stages need; what starts servers and loads data is left out."""
-    config = verls_on_cpu("data.max_response_length=64", f"trainer.v1.trainer_mode={mode}", *overrides)
-    weighs = config.algorithm.adv_estimator in methods()
-    cls = cls or get_trainer_cls(f"grail_{mode}" if weighs else mode)
-    trainer = cls.__new__(cls)
-    trainer.config, trainer.trainer_mode = config, mode
-    trainer.tokenizer, trainer._end_tokens, trainer._context_length = char_tokenizer(), {END_ID}, 1000
-    trainer.timing_raw, trainer.distillation_config = {}, None
-    trainer.global_steps, trainer.local_trigger_step = 1, 0
-    trainer.kl_ctrl_in_reward = core_algos.get_kl_controller(config.algorithm.kl_ctrl)
-    trainer.actor_rollout_wg = workers
-    if weighs:
-        settings = trainer.settings = replace(Settings.parse(config), method=method)
-        trainer._answers = AnswerCheck(method, settings.answer, settings[MISSING], SECTION)
-        if settings.dump is not None:
-            trainer._dump = UpdateDump(settings, trainer.tokenizer, updates=1)
-    return trainer
-
-
 class Step:
-    """A trainer with responses by key. With a folder it writes the token dump of all, and the context is as long as the last
-    one, which has no end token among :data:`ROWS`."""
+    """A trainer with all that its stages need, but for what starts servers and loads data; and responses by key. With a folder
+    it writes the token dump of all, and the context is as long as the last one, which has no end token among :data:`ROWS`."""
 
     def __init__(
         self,
@@ -254,18 +232,32 @@ class Step:
         rows: dict[str, dict[str, Any]] | None = None,
         workers: Any = Workers,
         folder: Path | None = None,
-        **trainer: Any,
+        mode: str = "sync",
+        cls: type | None = None,
     ) -> None:
         dumped = (f"{DUMP}.folder={folder}", f"{DUMP}.responses=null", "algorithm.norm_adv_by_std_in_grpo=false")
-        options = [*ONE_MINI_BATCH, *(dumped if folder else ()), *overrides]
+        options = ["data.max_response_length=64", f"trainer.v1.trainer_mode={mode}", *ONE_MINI_BATCH]
+        config = verls_on_cpu(*options, *(dumped if folder else ()), *overrides)
+        weighs, method = config.algorithm.adv_estimator in methods(), method or Grail()
+        cls = cls or get_trainer_cls(f"grail_{mode}" if weighs else mode)
+        self.trainer = trainer = cls.__new__(cls)
+        trainer.config, trainer.trainer_mode = config, mode
+        trainer.tokenizer, trainer._end_tokens, trainer._context_length = char_tokenizer(), {END_ID}, 1000
+        trainer.timing_raw, trainer.distillation_config = {}, None
+        trainer.global_steps, trainer.local_trigger_step = 1, 0
+        trainer.kl_ctrl_in_reward = core_algos.get_kl_controller(config.algorithm.kl_ctrl)
+        if weighs:
+            settings = trainer.settings = replace(Settings.parse(config), method=method)
+            trainer._answers = AnswerCheck(method, settings.answer, settings[MISSING], SECTION)
+            if settings.dump is not None:
+                trainer._dump = UpdateDump(settings, trainer.tokenizer, updates=1)
         self.store, self.metrics = Store(), {}
-        self.trainer = make_trainer(options, method or Grail(), **trainer)
-        self.workers = self.trainer.actor_rollout_wg = workers(self.store, self.trainer.config)
+        self.workers = trainer.actor_rollout_wg = workers(self.store, config)
         rows = plain_rows() if rows is None else rows
         self.store.rows = {key: {"uid": key.split("_")[0], **row} for key, row in rows.items()}
         if folder is not None:
             last = list(rows.values())[-1]
-            self.trainer._context_length = len(last["prompts"]) + len(last["responses"])
+            trainer._context_length = len(last["prompts"]) + len(last["responses"])
 
     def _batch(self, *padding: str) -> KVBatchMeta:
         keys = list(self.store.rows)

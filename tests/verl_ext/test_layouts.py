@@ -16,7 +16,7 @@ from grail_advantage import Grail
 from grail_advantage.verl_ext.settings import BASE, BASES
 from tests.core import reference
 from tests.core.tiny_models import id_to_character
-from tests.verl_ext.one_step import ROWS, Step, made_up_saliency, make_trainer, row_of
+from tests.verl_ext.one_step import ROWS, Step, made_up_saliency, row_of
 
 CORRECTION = "algorithm.rollout_correction"
 TOKENS = tuple(f"{CORRECTION}.rollout_{of}" for of in ("is=token", "rs=token_k1", "rs_threshold='0.7_1.4'"))
@@ -130,7 +130,7 @@ def test_corrections_reject_tokens_sequences_and_with_bypass_nothing(name: str, 
 def test_a_trainer_has_the_replay_buffer_of_verls_own(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Which verl chooses by its own names of the modes."""
     monkeypatch.setattr(get_trainer_cls(mode), "__init__", lambda self, config: None)
-    config = make_trainer([], Grail()).config
+    config = Step().trainer.config
     config.trainer.v1.trainer_mode = f"grail_{mode}"
     get_trainer_cls(f"grail_{mode}")(config)
     assert config.trainer.v1.trainer_mode == mode

@@ -15,9 +15,9 @@ import re
 import shutil
 import subprocess
 import sys
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pandas
@@ -74,8 +74,7 @@ NOISY = {"rtol": 5e-3, "atol": 2e-3}
 """OAR-G: the gradient of a divergence so small keeps three to four digits of float32's seven."""
 
 
-@dataclass(frozen=True)
-class Pair:
+class Pair(NamedTuple):
     """A run, and what it was before it was taken back and resumed."""
 
     uninterrupted: Path
@@ -140,16 +139,11 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
     return Pair(uninterrupted, run, resumed)
 
 
-@pytest.fixture(scope="module")
-def run(pair: Pair) -> WholeRun:
-    return pair.resumed
-
-
 @pytest.mark.parametrize("name", NAMES)
-def test_advantages_are_weight_times_grpos(run: WholeRun, name: str) -> None:
+def test_advantages_are_weight_times_grpos(pair: Pair, name: str) -> None:
     """The base is recomputed from the rewards, and the product is what verl's actor was given."""
     step = NAMES.index(name) + 1
-    rows, metrics = run.dump(step), run.metrics(step)
+    rows, metrics = pair.resumed.dump(step), pair.resumed.metrics(step)
     assert len(rows) == PROMPTS * ROLLOUTS
     for row, advantage in zip(rows, whole_run.advantages_of_grpo(rows), strict=True):
         base = torch.tensor(row.base_advantage_T)
@@ -166,10 +160,10 @@ def test_advantages_are_weight_times_grpos(run: WholeRun, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", OURS)
-def test_weights_are_those_of_the_plain_function(run: WholeRun, name: str) -> None:
+def test_weights_are_those_of_the_plain_function(pair: Pair, name: str) -> None:
     """Two FSDP ranks, micro-batches and TransferQueue against one response at a time in one process."""
-    rows, signal = run.dump(NAMES.index(name) + 1), build(name, OPTIONS.get(name, {}))
-    messages = [list(of) for of in pandas.read_parquet(run.folder / "train.parquet")["prompt"]]
+    rows, signal = pair.resumed.dump(NAMES.index(name) + 1), build(name, OPTIONS.get(name, {}))
+    messages = [list(of) for of in pandas.read_parquet(pair.resumed.folder / "train.parquet")["prompt"]]
     template = partial(whole_run.tokenizer().apply_chat_template, add_generation_prompt=True, return_dict=False)
     asked = {tuple(template(of)): of for of in messages}
     uids = [row.key.rsplit("_", 2)[0] for row in rows]
@@ -179,7 +173,7 @@ def test_weights_are_those_of_the_plain_function(run: WholeRun, name: str) -> No
         "rewards": torch.tensor([row.reward for row in rows], dtype=torch.float64),
         "fields": {"tool_rewards": [[]] * len(rows)},
     }
-    expected = whole_run.plain_weights(run, rows, signal, temperature=TEMPERATURE, step=rows[0].step, **known)
+    expected = whole_run.plain_weights(pair.resumed, rows, signal, temperature=TEMPERATURE, step=rows[0].step, **known)
     moved, gives_weights = 0, signal.gives == "weights"
     for row, wanted in zip(rows, expected, strict=True):
         found = torch.tensor(row.weight_T if gives_weights else row.advantage_T)
@@ -189,19 +183,18 @@ def test_weights_are_those_of_the_plain_function(run: WholeRun, name: str) -> No
     assert name not in OF_TURNS or any(map(np.any, (row.advantage_T for row in rows))), "nothing to compare"
 
 
-def test_dump_joins_verls_own_rollout_dump(run: WholeRun) -> None:
+def test_dump_joins_verls_own_rollout_dump(pair: Pair) -> None:
     """verl's ``uid`` is the dump's ``key``, and what both know of a response is the same."""
-    lines = (run.folder / "rollouts" / "2.jsonl").read_text().splitlines()
-    verls, rows = {line["uid"]: line for line in map(json.loads, lines)}, run.dump(2)
+    lines = (pair.resumed.folder / "rollouts" / "2.jsonl").read_text().splitlines()
+    verls, rows = {line["uid"]: line for line in map(json.loads, lines)}, pair.resumed.dump(2)
     assert {row.key for row in rows} == verls.keys() and len(lines) == len(rows) == PROMPTS * ROLLOUTS
+    text = partial(whole_run.tokenizer().decode, skip_special_tokens=True)
     for row in rows:
-        texts = [
-            whole_run.tokenizer().decode(ids, skip_special_tokens=True) for ids in (row.prompt_ids, row.token_ids_T)
-        ]
+        texts = [text(row.prompt_ids), text(row.token_ids_T)]
         known = [*texts, row.ground_truth, row.reward, row.step]
         assert known == [verls[row.key][name] for name in ("input", "output", "gts", "score", "step")]
         assert row.outcome == ("right" if row.reward else "wrong") and row.id.startswith("parity/")
-    assert run.metrics(2)["token_dump/failed_files"] == 0
+    assert pair.resumed.metrics(2)["token_dump/failed_files"] == 0
 
 
 def test_a_killed_engine_ends_the_run_which_names_it_and_leaves_no_process(pair: Pair) -> None:

@@ -19,7 +19,6 @@ from verl.trainer.ppo.utils import Role
 from verl.trainer.ppo.v1 import PPOTrainerSync
 from verl.workers.engine_workers import ActorRolloutRefWorker
 
-from grail_advantage import Grail
 from grail_advantage.data import Row, RowScores
 from grail_advantage.method import build
 from grail_advantage.methods.shear import Shear
@@ -31,7 +30,7 @@ from grail_advantage.verl_ext.trainer import TokenWeightTrainer
 from grail_advantage.verl_ext.zero_advantage import LEAVE_OUT
 from tests.broken_tokenizer import save_under_class
 from tests.core.tiny_models import END_ID, encode
-from tests.verl_ext.one_step import CASES, ROWS, WRONG, Step, Workers, make_trainer, row_of, same
+from tests.verl_ext.one_step import CASES, ROWS, WRONG, Step, Workers, row_of, same
 from verl_cpu.tiny.model import build_tokenizer
 
 Advantages = dict[str, torch.Tensor]
@@ -100,7 +99,7 @@ MEANS = [
 def test_the_mean_of_the_runs_loss(aggregation: str, factor: int | None, mean: float) -> None:
     """Which a method's threshold is compared with; without a factor the last one divides by the batch's width."""
     options = [f"{ACTOR}.loss_agg_mode={aggregation}", f"{ACTOR}.loss_scale_factor={factor or 'null'}"]
-    settings = make_trainer(options, Grail()).settings
+    settings = Step(*options).trainer.settings
     values_BT = torch.tensor([[1.0, 2.0, 9.0], [4.0, 9.0, 9.0]])
     mask_BT = torch.tensor([[True, True, False], [True, False, False]])
     assert mean_of_loss(settings, values_BT, mask_BT) == pytest.approx(mean, rel=1e-6)
@@ -184,7 +183,7 @@ class TestStart:
 
     def _trainer(self, folder: Path, max_model_len: int | None, **config: Any) -> Any:
         LlamaConfig(architectures=["LlamaForCausalLM"], max_position_embeddings=64).save_pretrained(folder)
-        made = make_trainer([], Grail())
+        made = Step().trainer
         made.config.actor_rollout_ref.rollout.max_model_len = max_model_len
         model = {"_target_": "verl.workers.config.HFModelConfig", "path": str(folder)}
         made.config.actor_rollout_ref.model = {**model, "override_config": {"attn_implementation": "sdpa", **config}}
@@ -200,7 +199,7 @@ class TestStart:
 
         monkeypatch.setattr(PPOTrainerSync, "_init_resource_pool_mgr", init_resource_pool_mgr)
         monkeypatch.setattr(host, "ray", SimpleNamespace(remote=lambda worker: worker))
-        made = make_trainer([f"{ACTOR}.strategy={strategy}"], Grail())
+        made = Step(f"{ACTOR}.strategy={strategy}").trainer
         made._init_resource_pool_mgr()
         expected = host.TokenWeightActorWorker if replaced else ActorRolloutRefWorker
         assert made.role_worker_mapping == {Role.ActorRollout: expected}
@@ -215,8 +214,8 @@ def test_a_step_without_a_pass_asks_nothing_of_the_engine(monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize(("given", "cases"), CASES["truncated"].items())
 def test_what_is_truncated(given: str, cases: str) -> None:
-    """Those with ``!``, of responses of at most 6 tokens, by the engine, the length of the context and of the prompt, of at most
-    3; ``f`` ends a turn as ``<end>`` does, and a tool wrote cd after it. SGLang has one position less."""
+    """Those with ``!``, of responses of at most 6 tokens, by the engine, and the length of the context and of the prompt, which
+    has at most 3; ``f`` ends a turn as ``<end>`` does, and a tool wrote cd after it. SGLang has one position less."""
     engine, context, prompt = given.split()
     rollout = {"name": engine, "prompt_length": 3, "response_length": 6}
     plain = {"actor_rollout_ref": {"rollout": rollout}, "algorithm": {"adv_estimator": "grail"}}

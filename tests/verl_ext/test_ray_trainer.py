@@ -169,8 +169,7 @@ def test_a_stopped_run_resumes_from_verls_checkpoint(tmp_path: Path) -> None:
 
 @pytest.mark.nightly
 def test_a_whole_run(tmp_path: Path) -> None:
-    """By verl's own command, stopped after a step and resumed: the weights are those of the plain computation, the base
-    GRPO's by hand, and they arrive."""
+    """By verl's own command, stopped after a step and resumed: the weights are those of the plain computation, and arrive."""
     overrides = [
         "trainer.use_v1=False",
         "algorithm.adv_estimator=grail",
@@ -190,5 +189,3 @@ def test_a_whole_run(tmp_path: Path) -> None:
         for row, weights_T in zip(rows, whole_run.plain_weights(run, rows, Grail()), strict=True):
             assert row.weight_T == pytest.approx(weights_T.numpy(), rel=1e-4)
             assert row.received_T == pytest.approx(row.advantage_T, rel=1e-4, abs=1e-6)
-        for row, base in zip(rows, whole_run.advantages_of_grpo(rows), strict=True):
-            assert max(row.base_advantage_T, key=abs) == pytest.approx(float(base), rel=1e-4)
