@@ -57,7 +57,7 @@ class Writer:
 
     async def generate(self, request_id: str, *, prompt_ids: list[int], **_: Any) -> TokenOutput:
         self.asked.append(list(prompt_ids))
-        return TokenOutput(token_ids=next(self.turns))
+        return TokenOutput(token_ids=(ids := next(self.turns)), log_probs=[-0.5] * len(ids))
 
 
 def run_loop(

@@ -1,12 +1,10 @@
-"""verl's FSDP engines on the ranks of tests: how they are built, what runs on them, and what must not be left over."""
+"""verl's FSDP engines on the ranks of tests: how they are built, and what runs on them."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cache
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -56,23 +54,17 @@ class Sizes:
         config.micro_batch_size_per_gpu = config.infer_micro_batch_size_per_gpu = self.rows
 
 
-@cache
-def _own_forwards() -> dict[type, Callable]:
-    from transformers import LlamaForCausalLM, Qwen3ForCausalLM
-
-    return {model_class: model_class.forward for model_class in (LlamaForCausalLM, Qwen3ForCausalLM)}
-
-
 def build_engine(setup: Setup, folder: Path) -> Any:
     """verl's engine, built as its ``TrainingWorker`` does."""
+    from torch.distributed.fsdp import CPUOffloadPolicy
     from verl.trainer.config import CheckpointConfig
+    from verl.utils.activation_offload import SynchronizedGroupOffloadHandler as Handler
     from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
     from verl.workers.engine import EngineRegistry
+    from verl.workers.engine.fsdp import transformer_impl
 
     if setup.attention == REFERENCE:
         install_reference()
-    for model_class, forward in _own_forwards().items():
-        model_class.forward = forward  # verl's fused kernels replace it, for every model of the class
     torch.manual_seed(0)
     lora = {}
     if setup.adapter:
@@ -91,8 +83,10 @@ def build_engine(setup: Setup, folder: Path) -> Any:
     precision = {"param_dtype": "fp32", "reduce_dtype": "fp32", "buffer_dtype": "fp32"}
     options = {"mixed_precision": precision, "dtype": "float32", **setup.options}
     options |= {"ulysses_sequence_parallel_size": setup.sequence_parallel}
-    if setup.activation_offload:
-        pageable_activations()
+    # Without an accelerator there is no pinned memory, which verl offloads activations and, with FSDP2, parameters to.
+    pinning = Handler.offload
+    Handler.offload = staticmethod(lambda tensor, pin_memory=True: pinning(tensor, pin_memory=False))
+    pageable = patch.object(transformer_impl, "CPUOffloadPolicy", lambda pin_memory: CPUOffloadPolicy(pin_memory=False))
     engine = EngineRegistry.new(
         model_type="language_model",
         backend=setup.strategy,
@@ -107,28 +101,9 @@ def build_engine(setup: Setup, folder: Path) -> Any:
         optimizer_config=FSDPOptimizerConfig(lr=1e-2, total_training_steps=10),
         checkpoint_config=CheckpointConfig(),
     )
-    with pageable_parameters():
+    with pageable:
         engine.initialize()
     return engine
-
-
-@contextmanager
-def pageable_parameters() -> Iterator[None]:
-    """Without an accelerator there is no pinned memory, which verl asks FSDP2's CPU offload for."""
-    from torch.distributed.fsdp import CPUOffloadPolicy
-    from verl.workers.engine.fsdp import transformer_impl
-
-    with patch.object(transformer_impl, "CPUOffloadPolicy", lambda pin_memory: CPUOffloadPolicy(pin_memory=False)):
-        yield
-
-
-@cache
-def pageable_activations() -> None:
-    """Without an accelerator there is no pinned memory, which verl offloads activations to."""
-    from verl.utils.activation_offload import SynchronizedGroupOffloadHandler as Handler
-
-    pinning = Handler.offload
-    Handler.offload = staticmethod(lambda tensor, pin_memory=True: pinning(tensor, pin_memory=False))
 
 
 def attend(
@@ -176,103 +151,6 @@ def own_pass(engine: Any, rows: list[Any], signal: Any, sizes: Sizes, **request:
     return {"scores": [of.scores.clone() for of in found], **norms}
 
 
-@contextmanager
-def exploding(engine: Any) -> Iterator[None]:
-    """A block fails on all ranks."""
-
-    def explode(*_: Any) -> None:
-        raise ZeroDivisionError
-
-    module = next(m for name, m in engine.module.named_modules() if "layers.2" in name and name.endswith(".mlp"))
-    handle = module.register_forward_pre_hook(explode)
-    try:
-        yield
-    finally:
-        handle.remove()
-
-
-def hooks(module: torch.nn.Module) -> Counter:
-    """How many hooks each module has, and of which kind."""
-    tables = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    return Counter(
-        {(name, table): len(getattr(inner, table)) for name, inner in module.named_modules() for table in tables}
-    )
-
-
-def sharding(engine: Any) -> dict[str, list[str]]:
-    """Parameters that this rank uses as a whole, and those of which it holds more than its shard in memory."""
-    from torch.distributed.fsdp import FSDPModule
-    from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
-
-    whole, held = [], []
-    if isinstance(engine.module, FSDP):
-        for unit in FSDP.fsdp_modules(engine.module):
-            parameter = unit._flat_param
-            name = next(name for name, module in engine.module.named_modules() if module is unit)
-            if not unit._handle.is_sharded(parameter):
-                whole.append(name)
-            full = getattr(parameter, "_full_param_padded", None)  # None before the first forward
-            if full is not None and full.untyped_storage().size() > 0:
-                held.append(name)
-        return {"whole": whole, "held": held}
-    for module in engine.module.modules():
-        if isinstance(module, FSDPModule):
-            for group in module._get_fsdp_state()._fsdp_param_groups:
-                for parameter in group.fsdp_params:
-                    if parameter.sharded_state.name != "SHARDED":
-                        whole.append(parameter._param_fqn)
-                    full = getattr(parameter, "_unsharded_param", None)
-                    if full is not None and full.untyped_storage().size() > 0:
-                        held.append(parameter._param_fqn)
-    return {"whole": whole, "held": held}
-
-
-def leftovers(engine: Any, hooks_before: Counter) -> dict[str, Any]:
-    """What a pass must not leave over."""
-    return {
-        **sharding(engine),
-        "gradients": [name for name, p in engine.module.named_parameters() if p.grad is not None],
-        "hooks": list((hooks(engine.module) - hooks_before).elements()),
-        "training": [name for name, module in engine.module.named_modules() if module.training],
-        "mode": engine.mode,
-        "grad_enabled": torch.is_grad_enabled(),
-    }
-
-
-def train_step(engine: Any, rows: list[tuple]) -> float | None:
-    """One optimiser step of verl's engine on this rank's responses, in two micro-batches.
-
-    Returns the gradient norm where verl gives it out: on the first rank of a sequence-parallel group.
-    """
-    from verl.utils import tensordict_utils as tu
-
-    tokens = [row[0] for row in rows]
-
-    def nested(values: list[torch.Tensor]) -> torch.Tensor:
-        return torch.nested.as_nested_tensor(values, layout=torch.jagged)
-
-    data = tu.get_tensordict(
-        {
-            "input_ids": nested(tokens),
-            "position_ids": nested([torch.arange(len(row)) for row in tokens]),
-            "loss_mask": nested([torch.arange(len(row[0])) >= row[1] for row in rows]),
-        },
-        non_tensor_dict={
-            "temperature": 1.0,
-            "use_remove_padding": engine.engine_config.use_remove_padding,
-            "use_dynamic_bsz": False,
-            "micro_batch_size_per_gpu": len(rows) // 2,
-            "use_fused_kernels": engine.engine_config.use_fused_kernels,
-        },
-    )
-
-    def loss(model_output: dict, data: Any, dp_group: Any) -> tuple[torch.Tensor, dict]:
-        return -model_output["log_probs"].values().sum() / 100, {}
-
-    with engine.train_mode():
-        return engine.train_batch(data, loss)["metrics"].get("grad_norm")
-
-
 def shards(engine: Any) -> list[torch.Tensor]:
     """This rank's share of every parameter."""
     parameters = (p.to_local() if hasattr(p, "to_local") else p for p in engine.module.parameters())
@@ -280,35 +158,33 @@ def shards(engine: Any) -> list[torch.Tensor]:
 
 
 @contextmanager
-def counted(engine: Any) -> Iterator[tuple[Counter, list[int]]]:
-    """The forwards of every decoder block, by its attention, which runs again when the block is recomputed; and how many
-    blocks are held as a whole each time that a backward comes to one, in that order."""
-    forwards, held = Counter(), []
+def whole_blocks(engine: Any) -> Iterator[list[int]]:
+    """How many of FSDP2's blocks are in memory as a whole each time that a backward comes to one, and at the end."""
+    blocks = [block for block in engine.module.modules() if hasattr(block, "self_attn")]
+    groups = [group for block in blocks for group in block._get_fsdp_state()._fsdp_param_groups]
+    held: list[int] = []
 
-    def count(_gradient: torch.Tensor) -> None:
-        held.append(len({part for name in sharding(engine)["held"] for part in name.split(".") if part.isdigit()}))
+    def count(_gradient: torch.Tensor | None = None) -> None:
+        full = [getattr(group.fsdp_params[0], "_unsharded_param", None) for group in groups]
+        held.append(sum(of is not None and of.untyped_storage().size() > 0 for of in full))
 
     def after(_module: torch.nn.Module, _args: tuple, output: torch.Tensor) -> None:
         if output.requires_grad:
             output.register_hook(count)
 
-    handles = []
-    for name, inner in engine.module.named_modules():
-        if name.endswith("self_attn"):
-            block = next(int(part) for part in name.split(".") if part.isdigit())
-            handles.append(inner.register_forward_pre_hook(lambda *_, block=block: forwards.update([block])))
-        if name.endswith(".mlp"):
-            handles.append(inner.register_forward_hook(after))
+    handles = [block.mlp.register_forward_hook(after) for block in blocks]
     try:
-        yield forwards, held
+        yield held
     finally:
         for handle in handles:
             handle.remove()
+    count()
 
 
 def training_worker(engine: Any) -> Any:
     """verl's training worker around an engine, without the process set-up of its constructor."""
     from verl.utils.device import get_device_name
+    from verl.utils.profiler import DistProfiler
 
     from grail_advantage.verl_ext.worker import TokenWeightTrainingWorker, UpdateReader
 
@@ -319,5 +195,6 @@ def training_worker(engine: Any) -> Any:
     worker.device_name = get_device_name()
     worker.flops_counter = None
     worker.loss_fn = None
+    worker.profiler = DistProfiler(rank=0)
     worker.update_reader = UpdateReader()
     return worker

@@ -1,17 +1,16 @@
-"""Programs of ranks, each a process joined to the others by gloo on the CPU; how a test starts them, and what they measure.
+"""Programs of ranks, each a process joined to the others by gloo on the CPU; how a test starts them, what they run, and what
+they measure.
 
-Nothing is checked here. Every experiment's result is saved, or its traceback.
+Nothing is checked here. Every experiment's result is saved.
 """
 
 from __future__ import annotations
 
 import contextlib
 import gc
-import os
+import json
 import sys
 import time
-import traceback
-from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -20,31 +19,26 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
-import pytest
 import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from transformers import PreTrainedModel
 
-from grail_advantage import Grail
+from grail_advantage import Grail, Method, find_answer_span
 from grail_advantage.data import Row
+from grail_advantage.method import build
 from tests import forked
-from tests.core.tiny_models import PAD_ID, char_tokenizer
-from tests.verl_ext import pass_plan as plan
+from tests.core.tiny_models import FAMILIES as KINDS_OF_MODEL
+from tests.core.tiny_models import PAD_ID, ROLLOUTS, Family, Rollout, char_tokenizer, encode, tiny_model
 from tests.verl_ext.engines import (
-    REFERENCE,
     Setup,
     Sizes,
     build_engine,
-    counted,
-    exploding,
-    hooks,
-    leftovers,
     own_pass,
-    sharding,
     shards,
-    train_step,
     training_worker,
+    whole_blocks,
 )
-from tests.verl_ext.one_step import Store
-from tests.verl_ext.test_layouts import TWO_GROUPS, Scenario, put_rollouts, trainer_of
+from tests.verl_ext.one_step import Step, plain_rows
 
 TIMEOUT = timedelta(seconds=300)
 LONGEST = 1800.0
@@ -67,130 +61,301 @@ def start_ranks(part: str, folder: Path, world_size: int) -> list[Results]:
     files = [folder / f"result{rank}.pt" for rank in range(world_size)]
     if hang or not all(file.exists() for file in files):
         logs = "\n".join(f"{path.name}: ...{path.read_text()[-3000:]}" for path in sorted(folder.glob("log*.txt")))
-        raise AssertionError(f"the ranks {'hang' if hang else 'did not start'}\n{logs}")
+        raise AssertionError(f"the ranks {'hang' if hang else 'failed'}\n{logs}")
     return [torch.load(file, map_location="cpu", weights_only=False) for file in files]
 
 
-def of_all_ranks(results: list[Results], kind: str, name: str) -> list[Any]:
-    """One experiment's results of all ranks; fails with the traceback of a rank that raised."""
-    found = [result.get(kind, {}).get(name, "the rank did not come this far") for result in results]
-    for result in found:
-        if isinstance(result, str):
-            raise AssertionError(result)
-    return found
+LONG = "One and one is two, and two is three, " * 4
+NAMES = (
+    *("text after the box", "several boxes", "empty box", "box at the start", "one token before the box"),
+    *("box at the end", "truncated second box", "right"),
+)
+BATCH = [
+    *(replace(ROLLOUTS[name], advantage=-0.5) for name in NAMES),
+    Rollout("How long can it be?", LONG + r"so \boxed{3}, I would say.<end>", -0.5),
+    Rollout("And this one?", LONG[:90] + r"so \boxed{12}.<end>", -0.5),
+    Rollout("Recite.", rf"So \boxed{{{'one, two, ' * 4}}} it is.", -0.5),
+    Rollout("?", r"\boxed{1}", -0.5),
+]
+"""Twelve responses, which one to four ranks share; the longest is many times the shortest."""
+SHORT = [rollout for rollout in BATCH[:8] if not rollout.response.startswith("\\boxed{7}")]
+"""Responses with reasoning, whose tokens are so few that each can have a counterfactual."""
+GROUPS = (
+    [*(ROLLOUTS[name] for name in ("right", "text after the box", "no box")), Rollout("How long?", LONG, 1.0)],
+    [*(ROLLOUTS[name] for name in ("several boxes", "right, several boxes")), *(ROLLOUTS["empty box"],) * 2],
+)
+"""Whole groups of odd and of even ranks; the last response of the second fills it up, and has no group."""
+CASES: dict[str, Any] = json.loads(Path(__file__).with_name("ranks.json").read_text())
+"""Passes by kind: method, options, temperature, micro-batches; how engines are built for them and for updates; models, with
+dropout in training, so that a pass that forgets to switch it off, or draws random numbers, is seen; LoRA adapters, each with
+its model and what it adapts."""
+SALIENCY, GRADIENT, PERTURBATION, INFERENCE = CASES["passes"].values()
+OWN: dict[str, tuple[Method, float, Sizes]] = {
+    name: (build(method, options), temperature, Sizes(**sizes))
+    for kind in CASES["passes"].values()
+    for name, (method, options, temperature, sizes) in kind.items()
+}
+SETUPS = {name: Setup(**how) for name, how in CASES["setups"].items()}
+PLAIN = {"fsdp": Setup("qwen3", "fsdp"), "fsdp2": Setup("qwen3")}
+ALL_PASSES = ("fsdp2, packed",)
+"""Set-ups that run every pass; the others run one of each kind, in turn."""
 
 
-class Passes:
-    """Passes of methods inside verl's engine."""
+def passes_of(setup: str) -> list[str]:
+    """The passes of their own that a set-up runs."""
+    how = SETUPS[setup]
+    turn = how.turn
+    kinds = [SALIENCY]
+    if how.sequence_parallel == 1:
+        kinds += [INFERENCE] if how.kernels else [GRADIENT, PERTURBATION, INFERENCE]
+    if setup in ALL_PASSES:
+        return [name for kind in kinds for name in kind]
+    # Fused kernels give log-probabilities, which of the two only RLSD asks for.
+    return [list(kind)[(0 if how.kernels and kind is INFERENCE else turn) % len(kind)] for kind in kinds]
+
+
+def row_of(rollout: Rollout, place: int = 0, span: str = "first", group: int = 0) -> Row:
+    """A response for a pass."""
+    prompt, response = encode(rollout.prompt), encode(rollout.response)
+    found, tokens = find_answer_span(response, char_tokenizer(), span), torch.tensor(prompt + response)
+    return Row(tokens, len(prompt), len(response), found, rollout.advantage, group, place)
+
+
+def pass_rows(name: str, rank: int, size: int) -> tuple[list[Rollout], list[Row]]:
+    """The share of a data-parallel rank for a pass: rollouts, and prepared responses."""
+    signal, inference = OWN[name][0], name in INFERENCE
+    rollouts = list(GROUPS[rank % 2]) if inference else (BATCH if name in SALIENCY else SHORT)[rank::size]
+    if not inference and name not in SALIENCY and len(rollouts) < -(-len(SHORT) // size):
+        rollouts.append(SHORT[4])  # fills up, as the trainer does
+    rows = []
+    for place, rollout in enumerate(rollouts):
+        group = -1 if inference and (rank % 2, place) == (1, 3) else rank
+        row = row_of(rollout, place, signal.span, group)
+        rows.append(row if inference else signal.prepare(row, char_tokenizer()))
+    return rollouts, rows
+
+
+_PEOPLE_TRAIN = "qwen2 qwen3 qwen3_moe qwen3_5_text llama mistral gemma2 gemma3_text phi3 gpt_oss olmo2 olmo3"
+ARCHITECTURES = {name: KINDS_OF_MODEL.get(name, Family(name)) for name in _PEOPLE_TRAIN.split()}
+FAMILIES = {
+    f"{name}, {layout}": Setup(f"of {name}", ranks=1, packed=layout == "packed", attention=family.attention)
+    for name, family in ARCHITECTURES.items()
+    for layout in ("packed", "padded")
+}
+
+
+def write_models(folder: Path) -> dict[str, PreTrainedModel]:
+    """Write the models that the ranks load, and return them."""
+    models = {name: tiny_model(**options) for name, options in CASES["models"].items()}
+    models |= {f"of {name}": family.build().eval() for name, family in ARCHITECTURES.items()}
+    for name, model in models.items():
+        model.save_pretrained(folder / name)
+    for name, (base, options) in CASES["adapters"].items():
+        torch.manual_seed(0)
+        config = LoraConfig(task_type="CAUSAL_LM", r=4, **options)
+        adapted = get_peft_model(tiny_model(**CASES["models"][base]), config)
+        for path, parameter in adapted.named_parameters():
+            if "lora_B" in path or "lora_embedding_A" in path:  # zeros when new, which would leave the model as it was
+                torch.nn.init.normal_(parameter, std=0.3)
+        adapted.save_pretrained(folder / name)
+        models[name] = PeftModel.from_pretrained(tiny_model(**CASES["models"][base]), folder / name).eval()
+    return models
+
+
+LOSSES = ("vanilla", "gspo", "cispo", "gpg", "sapo", "dppo_tv", "dppo_kl")
+TOKEN_MEAN = "token-mean"
+AGGREGATIONS = (TOKEN_MEAN, "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
+EPOCHS, SCALE, TEMPERATURE = 2, 24, 0.8
+PLAIN_UPDATE = ("vanilla", TOKEN_MEAN)
+OF_LOSS = {"": [PLAIN_UPDATE], "every aggregation": [("vanilla", mode) for mode in AGGREGATIONS]}
+OF_LOSS["every loss"] = [*OF_LOSS["every aggregation"], *((loss, TOKEN_MEAN) for loss in LOSSES[1:])]
+UPDATES = {name: (Setup(**how), Sizes(**of), OF_LOSS[losses]) for name, (how, of, losses) in CASES["updates"].items()}
+"""Each with its losses and aggregations."""
+
+
+def modes_of(update: tuple[str, str]) -> list[str]:
+    """How an update runs: as verl's, with its tokens' gradients watched, and without zero-advantage responses."""
+    return ["verl", "watched", "skipped"] + ["skipped, watched"] * (update == PLAIN_UPDATE)
+
+
+def update(worker: Any, rows: list[dict[str, Any]], mini_batch: int, mode: str = "", **loss: Any) -> dict[str, Any]:
+    """verl's update over this rank's responses, in mini-batches of so many on all ranks, and what it did; its mode names what
+    else is asked for. A response has ``prompt``, ``response``, ``mask``, and a value a token for the loss."""
+    from verl.utils import tensordict_utils as tu
+    from verl.workers.config import FSDPActorConfig, PolicyLossConfig
+    from verl.workers.utils.losses import ppo_loss
+
+    from grail_advantage.verl_ext.exchange import LEAVE_OUT, PLACES, WATCHED, nested
+
+    tokens = [torch.cat([row["prompt"], row["response"]]) for row in rows]
+    names = {"prompts": "prompt", "responses": "response", "rollout_is_weights": "weights", "loss_mask": "mask"}
+    names |= {name: name for name in ("advantages", "old_log_probs")}
+    columns = {name: [row[of] for row in rows] for name, of in names.items() if of in rows[0]}
+    columns |= {"input_ids": tokens, "position_ids": [torch.arange(len(row)) for row in tokens]}
+    columns["response_mask"] = columns["loss_mask"]
+    written = torch.tensor([[row.get("place", 0), row.get("written", -1)] for row in rows])
+    settings = {"temperature": TEMPERATURE, "calculate_entropy": False, "compute_loss": False, "seed": 0}
+    settings |= {"global_batch_size": mini_batch, "mini_batch_size": mini_batch, "epochs": loss.pop("epochs", 1)}
+    settings |= {LEAVE_OUT: True} if "skipped" in mode else {}
+    settings |= {WATCHED: "1.0"} if "watched" in mode else {}
+    settings["dataloader_kwargs"] = {"shuffle": False}
+    fields = {name: nested(values) for name, values in columns.items()} | {PLACES: written}
+    options = {"loss_scale_factor": SCALE, "rollout_n": 2, "use_dynamic_bsz": True, **loss}
+    actor = FSDPActorConfig(
+        strategy="fsdp2", **options | {"policy_loss": PolicyLossConfig(loss_mode=loss["policy_loss"])}
+    )
+    worker.loss_fn = loss_fn = partial(ppo_loss, actor)
+    positions, gradients, engine = [], [], worker.engine
+    embeddings = engine.module.get_input_embeddings()
+    handle = embeddings.register_forward_hook(lambda _module, args, _output: positions.append(args[0].numel()))
+
+    def step() -> Any:
+        of_step = [p.grad for p in engine.module.parameters() if p.requires_grad]
+        # None: of a parameter that is on another rank as a whole
+        known = [torch.zeros(0) if g is None else g.to_local() if hasattr(g, "to_local") else g for g in of_step]
+        gradients.append([g.clone() for g in known])
+        return type(engine).optimizer_step(engine)
+
+    with patch.object(engine, "optimizer_step", step):
+        output = worker.train_mini_batch(tu.get_tensordict(fields, non_tensor_dict=settings))
+    handle.remove()
+    assert worker.loss_fn is loss_fn
+    steps = worker.update_reader.take("1.0") if "watched" in mode else None
+    metrics = {} if output is None else tu.get(output, "metrics")
+    return {
+        "gradients": gradients,
+        "positions": sum(positions),
+        "steps": steps if engine.is_mp_src_rank_with_outputs() else None,
+        "metrics": {name: list(map(float, values)) for name, values in metrics.items()},
+    }
+
+
+class Rank:
+    """Experiments with verl's engine on one rank."""
 
     def __init__(self, rank: int, world_size: int, folder: Path) -> None:
         self.rank, self.world_size, self.folder = rank, world_size, folder
 
     def _own(self, engine: Any, name: str, setup: Setup) -> dict[str, list[torch.Tensor]]:
-        signal, temperature, sizes = plan.OWN[name]
-        _, rows = plan.pass_rows(name, self.rank // setup.sequence_parallel, setup.data_parallel)
+        signal, temperature, sizes = OWN[name]
+        _, rows = pass_rows(name, self.rank // setup.sequence_parallel, setup.data_parallel)
         return own_pass(engine, rows, signal, sizes, temperature=temperature, pad_token=PAD_ID)
 
     def _step(self, engine: Any, setup: Setup) -> float | None:
-        engine.engine_config.use_dynamic_bsz = False
-        rows = plan.BATCH[self.rank // setup.sequence_parallel :: setup.data_parallel]
-        return train_step(engine, [(row.tokens, row.start) for row in map(plan.row_of, rows)])
+        """An optimiser step in two micro-batches. Its gradient norm, where verl gives it out."""
+        rows = [
+            {
+                "prompt": row.tokens[: row.start],
+                "response": row.tokens[row.start :],
+                "mask": torch.ones(row.length).long(),
+            }
+            | dict.fromkeys(("advantages", "old_log_probs"), torch.ones(row.length))
+            for row in map(row_of, BATCH[self.rank // setup.sequence_parallel :: setup.data_parallel])
+        ]
+        Sizes(rows=len(rows) // 2).set(engine)
+        done = update(training_worker(engine), rows, len(BATCH), policy_loss="gpg")
+        return done["metrics"].get("grad_norm", [None])[0]
 
     def passes(self, name: str) -> dict[str, Any]:
         """All passes on one engine, with an optimiser step after them and one between two; the same steps of a fresh one."""
-        setup = plan.SETUPS[name]
+        setup = SETUPS[name]
         results: dict[str, Any] = {"own": {}, "merged": []}
         steps = []
         for after_passes in (False, True):
             engine = build_engine(setup, self.folder)
-            before = hooks(engine.module)
-            for own in plan.passes_of(name) if after_passes else ():
-                results["own"][own] = self._own(engine, own, setup) | {"leftovers": leftovers(engine, before)}
             if after_passes:
+                results["own"] = {own: self._own(engine, own, setup) for own in passes_of(name)}
+                results["grad_enabled"] = torch.is_grad_enabled()
                 self._own(engine, "saliency, robust", setup)  # the last one before a step is one with gradients
             if setup.adapter:
                 weights, _ = engine.get_per_tensor_param()
                 results["merged"].append({weight: value.clone() for weight, value in weights})
             norms = [self._step(engine, setup)]
             if after_passes:
-                self._own(engine, plan.passes_of(name)[0], setup)
+                self._own(engine, passes_of(name)[0], setup)
             norms.append(self._step(engine, setup))
             steps.append({"norms": norms, "final": shards(engine)})
         results["alone"], results["after passes"] = steps
         return results
 
-    def cost(self, setup: Setup) -> dict[str, Any]:
-        """Forwards of the blocks in a pass by activation, and where ranks differ; whole blocks during the backward."""
+    def family(self, setup: Setup) -> tuple[bool, dict[str, Any]]:
+        """Whether a kind of model's responses are alone in an update, and its passes, none where they are refused."""
+        from grail_advantage.verl_ext.engine_model import EngineModel
+        from grail_advantage.verl_ext.exchange import UPDATE
+
+        engine = build_engine(setup, self.folder)
+        passes: dict[str, Any] = {}
+        with contextlib.suppress(ValueError):
+            for own in ("saliency, robust", "saliency, middle"):
+                passes[own] = self._own(engine, own, setup)
+        with engine.eval_mode():
+            return EngineModel(engine, temperature=1.0).probe(UPDATE, 40).holds, passes
+
+    def held(self, setup: Setup) -> dict[str, list[int]]:
+        """Blocks in memory during each backward of passes by activation, and of training, and at their end."""
         engine, found = build_engine(setup, self.folder), {}
-
-        def run(name: Any, work: Callable[[], Any]) -> None:
-            with counted(engine) as (forwards, held):
-                work()
-            found[name] = [forwards[block] for block in range(4)], held, sharding(engine)["held"]
-
+        _, rows = pass_rows("saliency", self.rank, self.world_size)
         for leaf in ("embeddings", "middle"):
-            run(leaf, lambda leaf=leaf: own_pass(engine, self._prepared(), Grail(leaf=leaf), Sizes(rows=6)))
-        for name in ("saliency", "oar_p"):
-            method = plan.OWN[name][0]
-            rows = [method.prepare(row, char_tokenizer()) for row in plan.uneven_rows(self.rank)]
-            uneven = partial(own_pass, engine, rows, method, Sizes(budget=190), pad_token=PAD_ID)
-            run(("uneven", name), uneven)
-        run("training", lambda: self._step(engine, setup))
+            with whole_blocks(engine) as found[leaf]:
+                own_pass(engine, rows, Grail(leaf=leaf), Sizes(rows=6))
+        with whole_blocks(engine) as found["training"]:
+            self._step(engine, setup)
         return found
-
-    def _prepared(self) -> list[Row]:
-        return plan.pass_rows("saliency", self.rank, self.world_size)[1]
-
-    def raising(self, setup: Setup) -> dict[str, Any]:
-        """What passes that raise leave, and an optimiser step after each of them, with FSDP2. FSDP1 itself cannot continue
-        after an exception in a forward, whoever runs it."""
-        results: dict[str, Any] = {"errors": [], "steps": [], "left": []}
-        rows = self._prepared()
-        broken = [replace(row, tokens=torch.cat([row.tokens[:-1], torch.tensor([10_000])])) for row in rows]
-        for some, around in ((None, None), (broken, contextlib.nullcontext), (rows, exploding)):
-            engine = build_engine(setup, self.folder)
-            before = hooks(engine.module)
-            if some is not None:
-                try:
-                    with around(engine):
-                        own_pass(engine, some, Grail(), Sizes(rows=2))
-                except Exception as error:
-                    results["errors"].append(type(error).__name__)
-                results["left"].append(leftovers(engine, before))
-            results["steps"].append((self._step(engine, setup), shards(engine)))
-        return results
 
     def later_update(self, setup: Setup) -> dict[str, Any]:
         """The separate trainer at a later update of a step, whose policy has moved on from the step's first."""
         engine = build_engine(setup, self.folder)
         workers = AllRows(engine, setup.strategy)
         results: dict[str, Any] = {"back": []}
-        with pytest.MonkeyPatch.context() as monkeypatch:
-            store = Store()
-            store.install(monkeypatch)
+        rows = {key: {**row, "old_log_probs": row["rollout_log_probs"]} for key, row in plain_rows().items()}
 
-            def advantages(*overrides: str, update: int) -> torch.Tensor:
-                Sizes(rows=3).set(engine)
-                trainer = trainer_of(Scenario(list(overrides), mode="separate_async"), store, workers=workers)
-                trainer.local_trigger_step = update
-                workers.calls.clear()
-                trainer._compute_advantage(put_rollouts(store, TWO_GROUPS), {})
-                results["back"].append(update == 0 or all(map(torch.equal, results["moved"], shards(engine))))
-                return torch.cat([store.rows[output.key]["advantages"] for output in TWO_GROUPS])
+        def advantages(*overrides: str, update: int) -> torch.Tensor:
+            Sizes(rows=3).set(engine)
+            step = Step(*overrides, rows=rows, mode="separate_async", workers=lambda *_: workers)
+            step.trainer.local_trigger_step = update
+            workers.calls.clear()
+            found = step.run()
+            results["back"].append(update == 0 or all(map(torch.equal, results["moved"], shards(engine))))
+            return torch.cat(list(found.values()))
 
-            results["first"] = advantages(update=0)
-            workers.save_model_to_cpu(0)  # as verl's trainer at the first update
-            for _ in range(2):
-                self._step(engine, setup)
-            results["moved"] = shards(engine)
-            results["decoupled"] = advantages(update=1)
-            results["bypass"] = advantages("algorithm.rollout_correction.bypass_mode=True", update=1)
-            results["calls with bypass"] = list(workers.calls)
-            monkeypatch.setattr(workers, "compute_token_scores", lambda *_: 1 / 0, raising=False)
-            with contextlib.suppress(ZeroDivisionError):
-                advantages(update=1)
-            results["back"].append(all(map(torch.equal, results["moved"], shards(engine))))
+        results["first"] = advantages(update=0)
+        workers.save_model_to_cpu(0)  # as verl's trainer at the first update
+        for _ in range(2):
+            self._step(engine, setup)
+        results["moved"] = shards(engine)
+        results["decoupled"] = advantages(update=1)
+        results["bypass"] = advantages("algorithm.rollout_correction.bypass_mode=True", update=1)
+        results["calls with bypass"] = list(workers.calls)
+        workers.compute_token_scores = lambda *_: 1 / 0
+        with contextlib.suppress(ZeroDivisionError):
+            advantages(update=1)
+        results["back"].append(all(map(torch.equal, results["moved"], shards(engine))))
         results["kept policies"] = sorted(workers._worker.cpu_saved_models)
+        return results
+
+    def updates(self, name: str) -> dict[Any, Any]:
+        """The same update of ``plan.pt`` from the same weights, by loss, aggregation and mode."""
+        setup, sizes, updates = UPDATES[name]
+        mini_batches = torch.load(self.folder / "plan.pt", weights_only=False)
+        together, size = setup.sequence_parallel, len(mini_batches[0])
+        share, place = size * together // self.world_size, self.rank // together
+        rows = [row for mini_batch in mini_batches for row in mini_batch[place * share : (place + 1) * share]]
+        engine = build_engine(setup, self.folder)
+        sizes.set(engine)
+        for group in engine.optimizer.param_groups:
+            group |= {"eps": 1e-3, "weight_decay": 0.1}  # with a smaller one Adam makes a step of any rounding
+        parameters = [p for p in engine.module.parameters() if p.requires_grad]
+        parameters = [p.to_local() if hasattr(p, "to_local") else p.data for p in parameters]
+        first, results = [parameter.detach().clone() for parameter in parameters], {}
+        for of_loss in updates:
+            options = dict(zip(("policy_loss", "loss_agg_mode"), of_loss, strict=True), epochs=EPOCHS)
+            for mode in modes_of(of_loss):
+                with torch.no_grad():
+                    for parameter, value in zip(parameters, first, strict=True):
+                        parameter.copy_(value)
+                engine.optimizer.state.clear()
+                result = results[(*of_loss, mode)] = update(training_worker(engine), rows, size, mode, **options)
+                result["parameters"] = [parameter.detach().clone() for parameter in parameters]
         return results
 
 
@@ -215,153 +380,18 @@ class AllRows:
         return call
 
 
-_DETAILS = {
-    "cost": {"fsdp": plan.PLAIN["fsdp"], "fsdp2": plan.PLAIN["fsdp2"]},
-    "raising": {"fsdp2": plan.PLAIN["fsdp2"]},
-    "later_update": plan.PLAIN,
+PARTS: dict[str, dict[str, dict[str, Any]]] = {
+    "updates": {"updates": {name: name for name in UPDATES}},
+    "1": {"family": FAMILIES},
+    "2": {
+        "held": {"fsdp2": PLAIN["fsdp2"]},
+        "later_update": PLAIN,
+        # The last has verl's fused kernels, which replace the forward of a model's class.
+        "passes": {name: name for name, setup in SETUPS.items() if setup.ranks == 2},
+    },
+    "4": {"passes": {name: name for name, setup in SETUPS.items() if setup.ranks == 4}},
 }
-
-
-LOSSES = ("vanilla", "gspo", "cispo", "gpg", "sapo", "dppo_tv", "dppo_kl")
-TOKEN_MEAN = "token-mean"
-AGGREGATIONS = (TOKEN_MEAN, "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
-EPOCHS, SCALE, TEMPERATURE = 2, 24, 0.8
-PLAIN_UPDATE = ("vanilla", TOKEN_MEAN)
-OF_LOSS = [("vanilla", mode) for mode in AGGREGATIONS]
-_PACKED = Setup("qwen3", "fsdp2", packed=True)
-UPDATES: dict[str, tuple[Setup, Sizes, list[tuple[str, str]]]] = {
-    "packed, a token budget": (_PACKED, Sizes(budget=60), [*OF_LOSS, *((loss, TOKEN_MEAN) for loss in LOSSES[1:])]),
-    "padded, fixed micro-batches": (Setup("qwen3", "fsdp"), Sizes(rows=2), OF_LOSS),
-    "lora": (Setup("qwen3", "fsdp2", adapter="adapter"), Sizes(rows=4), [PLAIN_UPDATE]),
-    "parameters offloaded": (
-        Setup("qwen3", "fsdp2", options={"param_offload": True, "optimizer_offload": True}),
-        *(Sizes(budget=60), [PLAIN_UPDATE]),
-    ),
-    "two ranks a sequence": (
-        replace(_PACKED, attention=REFERENCE, sequence_parallel=2),
-        *(Sizes(budget=60), [PLAIN_UPDATE]),
-    ),
-}
-"""Each with its losses and aggregations."""
-
-
-def modes_of(setup: str, update: tuple[str, str]) -> list[str]:
-    """How an update runs: as verl's, with its tokens' gradients watched, and without zero-advantage responses."""
-    more = ["skipped, watched"] if update == PLAIN_UPDATE else []
-    return ["verl", "watched", "skipped", *more] + ["rejected, watched"] * bool(more and setup in list(UPDATES)[:1])
-
-
-class Updates:
-    """The same update of ``plan.pt`` in several modes, from the same weights."""
-
-    def __init__(self, rank: int, world_size: int, folder: Path) -> None:
-        self.rank, self.world_size, self.folder = rank, world_size, folder
-        self.plan = torch.load(folder / "plan.pt", weights_only=False)
-
-    def updates(self, name: str) -> dict[Any, Any]:
-        """By loss, aggregation and mode."""
-        from verl.utils.profiler import DistProfiler
-
-        setup, sizes, updates = UPDATES[name]
-        together, size = setup.sequence_parallel, len(self.plan[0])
-        share, place = size * together // self.world_size, self.rank // together
-        self.places = [number * size + place * share + row for number in range(len(self.plan)) for row in range(share)]
-        rows = [row for mini_batch in self.plan for row in mini_batch]
-        self.rows = [rows[place] for place in self.places]
-        engine = build_engine(setup, self.folder)
-        sizes.set(engine)
-        for parameters in engine.optimizer.param_groups:
-            parameters["eps"] = 1e-3  # Adam makes a step of any rounding else
-            parameters["weight_decay"] = 0.1
-        worker = training_worker(engine)
-        worker.profiler = DistProfiler(rank=0)
-        first, results = [parameter.detach().clone() for parameter in self._parameters(engine)], {}
-        for loss, aggregation in updates:
-            for mode in modes_of(name, (loss, aggregation)):
-                with torch.no_grad():
-                    for parameter, value in zip(self._parameters(engine), first, strict=True):
-                        parameter.copy_(value)
-                engine.optimizer.state.clear()
-                results[loss, aggregation, mode] = self._update(worker, loss, aggregation, mode)
-        return results
-
-    def _parameters(self, engine: Any) -> list[torch.Tensor]:
-        parameters = (p for p in engine.module.parameters() if p.requires_grad)
-        return [p.to_local() if hasattr(p, "to_local") else p.data for p in parameters]
-
-    def _data(self, mode: str) -> Any:
-        from verl.utils import tensordict_utils as tu
-
-        from grail_advantage.verl_ext.exchange import LEAVE_OUT, PLACES, WATCHED, nested
-
-        tokens = [torch.cat([row["prompt"], row["response"]]) for row in self.rows]
-        masks = [row["mask"].clone() for row in self.rows]
-        if "rejected" in mode:  # a rollout correction takes a token out of response_mask
-            for mask_T in masks:
-                mask_T[0] = 0
-        names = {"prompts": "prompt", "responses": "response", "rollout_is_weights": "weights", "loss_mask": "mask"}
-        columns = {name: [row[of] for row in self.rows] for name, of in names.items()}
-        columns |= {name: [row[name] for row in self.rows] for name in ("advantages", "old_log_probs")}
-        columns |= {"input_ids": tokens, "position_ids": [torch.arange(len(row)) for row in tokens]}
-        columns |= {"response_mask": masks}
-        written = torch.tensor([[place, row["written"]] for place, row in zip(self.places, self.rows, strict=True)])
-        data = tu.get_tensordict(
-            {name: nested(values) for name, values in columns.items()} | {PLACES: written},
-            non_tensor_dict={"temperature": TEMPERATURE, "calculate_entropy": False, "compute_loss": False},
-        )
-        sizes = dict.fromkeys(("global_batch_size", "mini_batch_size"), len(self.plan[0]))
-        tu.assign_non_tensor(data, **sizes, epochs=EPOCHS, seed=0, dataloader_kwargs={"shuffle": False})
-        if "skipped" in mode:
-            tu.assign_non_tensor(data, **{LEAVE_OUT: True})
-        if "watched" in mode:
-            tu.assign_non_tensor(data, **{WATCHED: "1.0"})
-        return data
-
-    def _update(self, worker: Any, loss: str, aggregation: str, mode: str) -> dict[str, Any]:
-        from verl.utils import tensordict_utils as tu
-        from verl.workers.config import FSDPActorConfig, PolicyLossConfig
-        from verl.workers.utils.losses import ppo_loss
-
-        settings = {"loss_agg_mode": aggregation, "loss_scale_factor": SCALE, "rollout_n": 2, "use_dynamic_bsz": True}
-        actor = FSDPActorConfig(strategy="fsdp2", policy_loss=PolicyLossConfig(loss_mode=loss), **settings)
-        worker.loss_fn = loss_fn = partial(ppo_loss, actor)
-        positions, gradients, engine = [], [], worker.engine
-        embeddings = engine.module.get_input_embeddings()
-        handle = embeddings.register_forward_hook(lambda _module, args, _output: positions.append(args[0].numel()))
-
-        def step() -> Any:
-            of_step = [p.grad for p in engine.module.parameters() if p.requires_grad]
-            # None: of a parameter that is on another rank as a whole
-            known = [torch.zeros(0) if g is None else g.to_local() if hasattr(g, "to_local") else g for g in of_step]
-            gradients.append([g.clone() for g in known])
-            return type(engine).optimizer_step(engine)
-
-        with patch.object(engine, "optimizer_step", step):
-            output = worker.train_mini_batch(self._data(mode))
-        handle.remove()
-        assert worker.loss_fn is loss_fn
-        steps = worker.update_reader.take("1.0") if "watched" in mode else None
-        metrics = {} if output is None else tu.get(output, "metrics")
-        return {
-            "parameters": [parameter.detach().clone() for parameter in self._parameters(engine)],
-            "gradients": gradients,
-            "positions": sum(positions),
-            "steps": steps if engine.is_mp_src_rank_with_outputs() else None,
-            "metrics": {name: list(map(float, values)) for name, values in metrics.items()},
-        }
-
-
-def part_of(name: str, world_size: int) -> tuple[Callable[[int, int, Path], Any], dict[str, dict[str, Any]]]:
-    """What makes a part, called with rank, world size and folder, and its experiments by kind, one of its methods, and
-    name, each with the method's argument."""
-    if name == "updates":
-        return Updates, {"updates": {name: name for name in UPDATES}}
-    if name == "models":
-        from tests.verl_ext import test_models
-
-        return test_models.Engine, {"passes": test_models.CASES}
-    of_size = {name: name for name, setup in plan.SETUPS.items() if setup.ranks == world_size}
-    return Passes, {"passes": of_size} | (_DETAILS if world_size == 2 else {})
+"""Experiments by kind, a method of :class:`Rank`, and name, each with the method's argument."""
 
 
 def main(name: str, rank: int, world_size: int, folder: Path) -> None:
@@ -372,20 +402,12 @@ def main(name: str, rank: int, world_size: int, folder: Path) -> None:
     torch.distributed.init_process_group(
         "cpu:gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size, timeout=TIMEOUT
     )
-    make, experiments = part_of(name, world_size)
-    made, results = make(rank, world_size, folder), {}
-    for kind, setups in experiments.items():
+    made, results = Rank(rank, world_size, folder), {}
+    for kind, setups in PARTS[name].items():
         results[kind] = {}
         for case, setup in setups.items():
             print(f"{kind}: {case}, after {time.process_time():.1f} CPU seconds", flush=True)
-            try:
-                results[kind][case] = getattr(made, kind)(setup)
-            except Exception:
-                results[kind][case] = traceback.format_exc()
-                print(results[kind][case], flush=True)
-                if world_size > 1:  # the others wait for a counterpart, and fail when this one is gone
-                    torch.save(results, folder / f"result{rank}.pt")
-                    os._exit(1)
+            results[kind][case] = getattr(made, kind)(setup)
             gc.collect()
     torch.save(results, folder / f"result{rank}.pt")
     torch.distributed.barrier()

@@ -1,13 +1,12 @@
 """Start-up: what is refused and what is accepted, with configurations composed as the entry point composes them.
 
-That every rule of the tables refuses its example is in ``tests/test_rules.py``.
+That every rule of the tables refuses its example is in ``tests/test_rules.py``. Overrides and names are in ``checks.json``.
 """
 
 from __future__ import annotations
 
-import os
+import json
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -36,133 +35,69 @@ from verl_cpu.tiny.model import build_tokenizer
 
 ROOT = Path(__file__).parents[2]
 ACTOR, MODEL, ROLLOUT = (f"actor_rollout_ref.{part}" for part in ("actor", "model", "rollout"))
-MODE, METHOD, CHUNKING = "trainer.v1.trainer_mode", "algorithm.adv_estimator", "entropy_from_logits_with_chunking"
+MODE, METHOD = "trainer.v1.trainer_mode", "algorithm.adv_estimator"
 REQUIRED = (f"{ACTOR}.use_dynamic_bsz=True", f"{ROLLOUT}.n=4")
-FUSED = (f"{MODEL}.use_fused_kernels=True", f"{ACTOR}.strategy=fsdp")
-SLICES = f"{ACTOR}.ulysses_sequence_parallel_size=2"
+CASES: dict[str, Any] = json.loads(Path(__file__).with_name("checks.json").read_text())
 
 
 def _compose(*overrides: str) -> DictConfig:
     return compose("grail_trainer", [*REQUIRED, f"{ACTOR}.ppo_max_token_len_per_gpu=16384", *overrides])
 
 
-def _refused(overrides: tuple[str, ...], *named: str) -> DictConfig:
-    """With a message that names these options and choices; the configuration as it is then."""
+def _refused(overrides: tuple[str, ...], *named: str) -> None:
+    """With a message that names these options and choices, before the trainer is chosen."""
     config = _compose(*overrides)
+    mode = config.trainer.v1.trainer_mode
     with pytest.raises(ValueError) as refused:
         prepare(config)
     assert all(word in str(refused.value) for word in named), str(refused.value)
-    return config
+    assert config.trainer.v1.trainer_mode == mode
 
 
-NAMES = {
-    "+algorithm.grail.foo=1": "grail.foo leaf",
-    f"{METHOD}=grial": "adv_estimator='grial' grail",
-    "+algorithm.grial.preset=robust": "algorithm.grial algorithm.grail",
-    'algorithm.token_weights.answer="Answer: (.+)"': "group boxed hashes tag",
-    "algorithm.token_weights.missing_answers=raise": "'raise' stop warn ignore",
-    "algorithm.token_weights.skip_zero_advantage=maybe": "skip_zero_advantage='maybe' auto true false",
-    "+algorithm.token_weights.share_forward=auto": "token_weights.share_forward",
-    "+algorithm.token_weights.trainer_module=mine": "token_weights.trainer_module",
-    "+algorithm.token_weights.skip=false": "token_weights.skip skip_zero_advantage",
-    "+algorithm.token_dump.rows=4": "token_dump rows",
-}
-
-
-@pytest.mark.parametrize("override", NAMES)
+@pytest.mark.parametrize("override", CASES["names"])
 def test_names_and_values_that_mean_nothing_are_refused(override: str) -> None:
-    """Before the trainer is chosen."""
-    refused = _refused((override,), *NAMES[override].split())
-    assert refused.trainer.v1.trainer_mode == "sync"
-
-
-def _start(name: str) -> str:
-    """The trainer's mode of a run by verl's own command with this estimator, of which this process knows nothing more."""
-    config = _compose(f"{METHOD}={name}", f"{MODE}=sync", f"{ROLLOUT}.log_prob_use_dynamic_bsz=True")
-    config.algorithm.token_dump.folder = None
-    config.actor_rollout_ref.ref.log_prob_use_dynamic_bsz = True
-    verl.utils.config.validate_config(config, use_reference_policy=False, use_critic=False)
-    return config.trainer.v1.trainer_mode
-
-
-MISSPELT = {"grail": "GRAIL grial", "oar_g": "oar-g oarg OAR_G", "turn_rloo": "turnrloo turn-rloo trun_rloo"}
-MISSPELT |= {"gtpo": "GTPO gtop", "surprisal": "surprsial", "mt_grpo": "mt-grpo mtgrpo mt_grop"}
-FOREIGN = "mine grpo_custom my_grail grail_v2 gpo gspo gmpo ggpo m_grpo GRPO turn_grpo turn_ppo rlpd low_entropy vtrace"
-"""Also names that are nearer to one of verl's estimators than to a method, or as near."""
+    _refused((override,), *CASES["names"][override])
 
 
 def test_an_estimator_that_the_task_runner_alone_knows_starts_as_in_stock_verl() -> None:
-    """Its module may be imported there only."""
-    assert _start("mine") == "sync"
-    for name in FOREIGN.split():
+    """Its module may be imported there only, and its name be near one of verl's. A method's name that is misspelt is told."""
+    config = _compose(f"{METHOD}=mine", f"{ROLLOUT}.log_prob_use_dynamic_bsz=True")
+    config.algorithm.token_dump.folder = None
+    config.actor_rollout_ref.ref.log_prob_use_dynamic_bsz = True
+    verl.utils.config.validate_config(config, use_reference_policy=False, use_critic=False)
+    assert config.trainer.v1.trainer_mode == "sync"
+    for name in CASES["foreign"]:
         checks.check_spelling(name)
-    for meant, slips in MISSPELT.items():
-        for name in slips.split():
-            with pytest.raises(ValueError, match=rf"'{name}'.*\b{meant}\b"):
-                checks.check_spelling(name)
-    with pytest.raises(ValueError, match="grail"):
-        _start("grial")
+    for name, meant in CASES["misspelt"].items():
+        with pytest.raises(ValueError, match=rf"'{name}'.*\b{meant}\b"):
+            checks.check_spelling(name)
 
 
 def test_verls_own_estimators_meet_none_of_the_refusals_of_methods() -> None:
-    layout = (SLICES, f"+{MODEL}.override_config.attn_implementation=sdpa", f"{ACTOR}.policy_loss.loss_mode=geo_mean")
-    config = _compose(f"{METHOD}=grpo", "+algorithm.grail.foo=1", *layout)
+    config = _compose(*CASES["verl's own"])
     prepare(config)
     assert config.trainer.v1.trainer_mode == "sync"
 
 
-ACCEPTED: dict[str, tuple[str, ...]] = {
-    "separate asynchronous trainer": (
-        *(f"{MODE}=separate_async", f"{ACTOR}.ppo_mini_batch_size=8", f"{ROLLOUT}.nnodes=1"),
-        *(f"{ROLLOUT}.n_gpus_per_node=1", f"{ROLLOUT}.checkpoint_engine.backend=nccl"),
-    ),
-    "fused kernels in triton and LoRA": (
-        *(*FUSED, f"{MODEL}.fused_kernel_options.impl_backend=triton", f"{MODEL}.lora_rank=8"),
-    ),
-    "sequence parallelism, smallest group": (SLICES, f"{ROLLOUT}.n=2", f"{MODE}=colocate_async"),
-    "padded, LoRA, KL, robust": (
-        *(f"{MODEL}.use_remove_padding=False", f"{MODEL}.lora_rank=8", f"{MODEL}.lora.merge=True"),
-        *(f"algorithm.{each}" for each in ("use_kl_in_reward=True", "grail.preset=robust", "grail.leaf=middle")),
-    ),
-    "GRAIL's reshaper": (f"{METHOD}=oar_g", "algorithm.oar.reshaper=log_zscore", "algorithm.oar.weight_max=3"),
-    "what belongs to GRAIL is not looked at": (f"{METHOD}=oar_p", "algorithm.grail.leaf=nowhere"),
-    "losses": (f"{ACTOR}.policy_loss.loss_mode=geo_mean", f"{METHOD}=uniform"),
-    "answers by an expression": (r'algorithm.token_weights.answer="Answer: (?P<content>\d+)"',),
-}
-
-
-@pytest.mark.parametrize("overrides", ACCEPTED.values(), ids=ACCEPTED.keys())
-def test_accepted(overrides: tuple[str, ...]) -> None:
+@pytest.mark.parametrize("overrides", CASES["accepted"].values(), ids=CASES["accepted"])
+def test_accepted(overrides: list[str]) -> None:
     config = _compose(*overrides)
     mode = config.trainer.v1.trainer_mode
     prepare(config)
     assert config.trainer.v1.trainer_mode == f"grail_{mode}"
 
 
-COMPOSED = {
-    "megatron": ["model_engine=megatron", f"{ACTOR}.{CHUNKING}=True"],
-    "veomni": ["model_engine=veomni", f"{ACTOR}.veomni.{CHUNKING}=True"],
-    "torchtitan": ["model_engine=torchtitan", f"{ACTOR}.torchtitan.{CHUNKING}=True"],
-    # verl 0.9.1 has these engines, and no configuration of an actor for them.
-    "automodel": [f"{ACTOR}.strategy=automodel", f"{ACTOR}.{CHUNKING}=True"],
-    "fsdp_turbo": [f"{ACTOR}.strategy=fsdp_turbo", f"{ACTOR}.{CHUNKING}=True"],
-}
-
-
-@pytest.mark.parametrize("engine", COMPOSED)
+@pytest.mark.parametrize("engine", CASES["engines"])
 def test_other_engines_than_fsdp_run_methods_without_a_pass_alone(engine: str) -> None:
-    """With verl's own configurations; the engines themselves are not installed here."""
-    config = compose("ppo_trainer", [*COMPOSED[engine], *REQUIRED, f"{MODEL}.path=nowhere"], VERL)
+    """With verl's own configurations, of which two engines have none of an actor; the engines are not installed here."""
+    config = compose("ppo_trainer", [*CASES["engines"][engine], *REQUIRED, f"{MODEL}.path=nowhere"], VERL)
     with open_dict(config):
-        config.algorithm.adv_estimator = "uniform"
-    for name in METHODS:
-        config.algorithm.adv_estimator, config.trainer.v1.trainer_mode = name, "sync"
-        if build(name).uses:
-            with pytest.raises(ValueError, match=f"strategy={engine} .*fsdp"):
-                prepare_run(config)
-        else:
-            prepare_run(config)
-            assert config.trainer.v1.trainer_mode == "grail_sync"
+        config.algorithm.adv_estimator = "grail"
+    with pytest.raises(ValueError, match=f"strategy={engine} .*fsdp"):
+        prepare_run(config)
+    config.algorithm.adv_estimator = "uniform"
+    prepare_run(config)
+    assert config.trainer.v1.trainer_mode == "grail_sync"
 
 
 def test_yaml_names_every_option_with_its_default() -> None:
@@ -209,12 +144,10 @@ def test_a_tokenizer_without_bytes_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_method_in_a_trainer_without_token_weights_is_refused() -> None:
-    data = DataProto.from_dict(
-        tensors={"token_level_rewards": torch.ones(2, 3), "response_mask": torch.ones(2, 3)},
-        non_tensors={"uid": np.array(["a", "a"], dtype=object)},
-    )
+    tensors = dict.fromkeys(("token_level_rewards", "response_mask"), torch.ones(2, 3))
+    data = DataProto.from_dict(tensors, non_tensors={"uid": np.array(["a", "a"], dtype=object)})
     for name in methods():
-        with pytest.raises(ValueError, match=name):
+        with pytest.raises(ValueError, match=f"{name}"):
             compute_advantage(data, name, config=None)
 
 
@@ -253,34 +186,13 @@ def test_another_verl_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         checks.check_verl_version("0.10.0")
 
 
-IMPORT_VERL = """
-import importlib
-import sys
-import verl
-from verl.utils import config
-print("grail_advantage.verl_ext.plugin" in sys.modules, "grail_advantage.methods" in sys.modules)
-from grail_advantage.verl_ext import plugin
-patched = config.validate_config
-importlib.reload(plugin)
-print(config.validate_config is patched, hasattr(patched.__wrapped__, "__wrapped__"))
-"""
-STOCK = (
-    *("data.train_files=nowhere.parquet", "data.val_files=nowhere.parquet", f"{MODEL}.path=nowhere", *REQUIRED),
-    *("trainer.device=cpu", "trainer.n_gpus_per_node=1", f"{METHOD}=grail", f"{MODE}=sync"),
-)
+STOCK = (*CASES["stock command"], *REQUIRED, f"{METHOD}=grail", f"{MODE}=sync")
 RECIPE = (f"--config-path={ROOT}/recipe/config", "--config-name=cpu_trainer", *REQUIRED)
 
 
 @pytest.mark.slow
 class TestCommands:
     """As a user gives them, in processes of their own; none starts Ray."""
-
-    def test_import_of_verl_wraps_its_entry_once_and_imports_no_method(self) -> None:
-        """Though the plug-in is named in verl's other hook too."""
-        hook = {"VERL_PLATFORM": "cpu", "VERL_USE_EXTERNAL_MODULES": "grail_advantage.verl_ext.plugin"}
-        command, variables = [sys.executable, "-c", IMPORT_VERL], {**os.environ, **hook}
-        done = subprocess.run(command, env=variables, capture_output=True, text=True)
-        assert done.stdout.split() == ["True", "False", "True", "False"], done.stderr
 
     def _main(self, *overrides: str, **environment: str) -> subprocess.CompletedProcess:
         done = forked.run("verl.trainer.main_ppo", *overrides, HYDRA_FULL_ERROR="1", **environment)

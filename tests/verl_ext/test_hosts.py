@@ -33,7 +33,7 @@ BOTH = (OLD_LOG_PROBS, ENTROPY)
 class ModelWorkers:
     """The actor's worker group with a model, each response in a forward of its own."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Store, config: Any) -> None:
         self._dispatch_info, self._store, cpu = {"actor": [0]}, store, torch.device("cpu")
         self._model = HuggingFaceModel(
             tiny_model(), char_tokenizer(), hosts.TEMPERATURE, cpu, group=None, step=1, tokens=1
@@ -56,9 +56,7 @@ class ModelWorkers:
         return build_reply(signal.run(rows_of(request), self._model))
 
 
-def dumped(
-    monkeypatch: pytest.MonkeyPatch, folder: Path, signal: Method, *overrides: str, rejected: int | None = None
-) -> pa.Table:
+def dumped(folder: Path, signal: Method, rejected: int | None = None) -> pa.Table:
     """The dump of the trainer's two stages, in which rejection sampling may have dropped a response. Its advantages are
     those of the update."""
     rows = {}
@@ -71,11 +69,9 @@ def dumped(
         f"actor_rollout_ref.rollout.n={hosts.GROUP_SIZE}",
         f"actor_rollout_ref.rollout.temperature={hosts.TEMPERATURE}",
         f"data.max_response_length={hosts.LIMIT}",
-        "algorithm.norm_adv_by_std_in_grpo=false",
-        f"algorithm.token_dump.folder={folder}",
-        "algorithm.token_dump.responses=null",
     ]
-    step = Step(monkeypatch, *options, *overrides, method=signal, rows=rows, workers=ModelWorkers)
+    step = Step(*options, method=signal, rows=rows, workers=ModelWorkers, folder=folder)
+    step.trainer._context_length = 1000
     found = step.run()
     assert step.metrics["token_dump/failed_files"] == 0
     table = hosts.dumped_table(folder)
@@ -102,16 +98,15 @@ def expected(signal: Method, rejected: int | None = None) -> pa.Table:
     return hosts.plain_table(signal, rollouts, step=1)
 
 
-@pytest.mark.parametrize("name", [*hosts.METHODS, "grail_robust"])
-def test_the_dump_is_that_of_a_plain_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+REJECTED = [(name, 2) for name in ("grail", "step_values", "high_entropy", "turn_rloo")]
+
+
+@pytest.mark.parametrize(
+    ("name", "rejected"), [*((name, None) for name in (*hosts.METHODS, "grail_robust")), *REJECTED]
+)
+def test_the_dump_is_that_of_a_plain_model(tmp_path: Path, name: str, rejected: int | None) -> None:
     """Bit for bit, as every number comes from the same computation on the same response alone."""
     signal = hosts.signal_of(name)
-    table = expected(signal)
+    table = expected(signal, rejected)
     assert hosts.says_something(table) or name == "uniform"
-    hosts.assert_same(dumped(monkeypatch, tmp_path, signal), table)
-
-
-@pytest.mark.parametrize("name", ["grail", "step_values", "high_entropy", "turn_rloo"])
-def test_so_it_is_with_a_rejected_response(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    signal = hosts.signal_of(name)
-    hosts.assert_same(dumped(monkeypatch, tmp_path, signal, rejected=2), expected(signal, rejected=2))
+    hosts.assert_same(dumped(tmp_path, signal, rejected), table)

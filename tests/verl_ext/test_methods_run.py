@@ -15,8 +15,9 @@ import re
 import shutil
 import subprocess
 import sys
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pandas
@@ -24,7 +25,7 @@ import psutil
 import pytest
 import torch
 
-from grail_advantage import Example, Method
+from grail_advantage import Example
 from grail_advantage.dump import COLUMNS, read_dump
 from grail_advantage.method import build, methods
 from grail_advantage.methods.turns import TurnMethod
@@ -43,13 +44,11 @@ GOLD = {"reward_model": {"style": "rule", "ground_truth": "0"}}
 THEIRS = {"boxed_digits", "judged_steps"}
 """Methods of the documentation, with a pass, and of what the reward function returns."""
 OPTIONS = {
-    # So that something happens in a batch of 32 short responses.
     "shear": {"window": 12, "stride": 4},
     "oar_p": {"max_perturbations": 5},
     "step_values": {"separator": "[+=]"},
 }
-QUOTED = {"[+=]": "'[+=]'"}
-"""Options in which Hydra would see a list."""
+"""So that something happens in a batch of 32 short responses."""
 
 
 def _way(name: str) -> tuple:
@@ -68,30 +67,14 @@ KILLED_BEHIND = STEPS - 2
 """The step of the checkpoint from which the run resumes."""
 BOUND = 600.0
 """Seconds until the killed run is to have ended: two looks of the watch, and Ray's shutdown take less than a tenth of it."""
-OF_THE_ENGINE = ("training/rollout_", "rollout_corr/")
-"""Figures of vLLM's own log-probabilities, whose last bits depend on what else was in a batch."""
-OF_THE_MACHINE = re.compile(r"timing|perf/")
-"""Seconds and memory."""
+NOT_THE_SAME = re.compile(r"^(training/rollout_|rollout_corr/)|timing|perf/")
+"""Figures of vLLM's own log-probabilities, whose last bits depend on what else was in a batch; seconds and memory."""
 EXACT = {"rtol": 2e-4, "atol": 2e-5}
 NOISY = {"rtol": 5e-3, "atol": 2e-3}
 """OAR-G: the gradient of a divergence so small keeps three to four digits of float32's seven."""
 
 
-def _signal(name: str) -> Method:
-    return build(name, OPTIONS.get(name, {}))
-
-
-def install_their_package(folder: Path) -> None:
-    """Install the package of ``docs/write_your_own.md`` below ``folder/site``."""
-    source = folder / "source"
-    source.mkdir()
-    write_files("write_your_own.md", source)
-    command = [sys.executable, "-m", "pip", "install", "-qq", "--no-deps", "--no-build-isolation"]
-    subprocess.run([*command, "--target", str(folder / "site"), str(source)], check=True, timeout=600)
-
-
-@dataclass(frozen=True)
-class Pair:
+class Pair(NamedTuple):
     """A run, and what it was before it was taken back and resumed."""
 
     uninterrupted: Path
@@ -101,18 +84,19 @@ class Pair:
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
-    """A method a step, by the trainer of docs/own_trainer.md, until the engine is killed after the last one; then everything
-    after a checkpoint is as a kill in the last step leaves it, and the run resumes."""
+    """A method a step, two of a package that is installed, by the trainer of docs/own_trainer.md, until the engine is killed
+    after the last one; then everything after a checkpoint is as a kill in the last step leaves it, and the run resumes."""
     folder = tmp_path_factory.mktemp("methods")
-    install_their_package(folder)
+    (source := folder / "source").mkdir()
+    write_files("write_your_own.md", source)
+    install = [sys.executable, "-m", "pip", "install", "-qq", "--no-deps", "--no-build-isolation"]
+    subprocess.run([*install, "--target", str(folder / "site"), str(source)], check=True, timeout=600)
     write_files("own_trainer.md", folder / "site")
-    sections = {name: methods()[name].section for name in OURS}
-    options = [(sections.get(name, name), key, value) for name, of in OPTIONS.items() for key, value in of.items()]
+    options = [(methods()[name].section, key, value) for name, of in OPTIONS.items() for key, value in of.items()]
     overrides = [
         "trainer.v1.trainer_mode=every_method",
         "algorithm.adv_estimator=boxed_digits",
-        *(f"algorithm.{section}.{key}={QUOTED.get(value, value)}" for section, key, value in options),
-        f"reward.custom_reward_function.path={Path(__file__).with_name('judging_reward.py')}",
+        *(f"algorithm.{section}.{key}={value!r}" for section, key, value in options),
         f"data.train_batch_size={PROMPTS}",
         f"actor_rollout_ref.actor.ppo_mini_batch_size={PROMPTS // 2}",
         "actor_rollout_ref.actor.optim.lr=1e-4",
@@ -155,21 +139,11 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
     return Pair(uninterrupted, run, resumed)
 
 
-@pytest.fixture(scope="module")
-def run(pair: Pair) -> WholeRun:
-    """All of it, with what both starts said."""
-    said = pair.killed.result
-    return WholeRun(pair.resumed.folder, said.stdout + said.stderr + pair.resumed.output)
-
-
-def _step(name: str) -> int:
-    return NAMES.index(name) + 1
-
-
 @pytest.mark.parametrize("name", NAMES)
-def test_advantages_are_weight_times_grpos(run: WholeRun, name: str) -> None:
+def test_advantages_are_weight_times_grpos(pair: Pair, name: str) -> None:
     """The base is recomputed from the rewards, and the product is what verl's actor was given."""
-    rows = run.dump(_step(name))
+    step = NAMES.index(name) + 1
+    rows, metrics = pair.resumed.dump(step), pair.resumed.metrics(step)
     assert len(rows) == PROMPTS * ROLLOUTS
     for row, advantage in zip(rows, whole_run.advantages_of_grpo(rows), strict=True):
         base = torch.tensor(row.base_advantage_T)
@@ -180,33 +154,27 @@ def test_advantages_are_weight_times_grpos(run: WholeRun, name: str) -> None:
             weighted = torch.tensor(row.score_T)
         torch.testing.assert_close(torch.tensor(row.advantage_T), weighted, rtol=1e-6, atol=0)
     given = np.concatenate([row.advantage_T for row in rows])
-    metrics = run.metrics(_step(name))
     assert metrics["critic/advantages/mean"] == pytest.approx(float(given.mean()), abs=1e-5)
     assert metrics["critic/advantages/max"] == pytest.approx(float(given.max()), rel=1e-5)
     assert metrics[f"{name}/non_finite_rate"] == 0 and metrics["training/rollout_probs_diff_max"] < 1e-3
 
 
 @pytest.mark.parametrize("name", OURS)
-def test_weights_are_those_of_the_plain_function(run: WholeRun, name: str) -> None:
+def test_weights_are_those_of_the_plain_function(pair: Pair, name: str) -> None:
     """Two FSDP ranks, micro-batches and TransferQueue against one response at a time in one process."""
-    tokenizer, rows = whole_run.tokenizer(), run.dump(_step(name))
-    messages = [list(of) for of in pandas.read_parquet(run.folder / "train.parquet")["prompt"]]
-    asked = {
-        tuple(tokenizer.apply_chat_template(of, add_generation_prompt=True, return_dict=False)): of for of in messages
-    }
+    rows, signal = pair.resumed.dump(NAMES.index(name) + 1), build(name, OPTIONS.get(name, {}))
+    messages = [list(of) for of in pandas.read_parquet(pair.resumed.folder / "train.parquet")["prompt"]]
+    template = partial(whole_run.tokenizer().apply_chat_template, add_generation_prompt=True, return_dict=False)
+    asked = {tuple(template(of)): of for of in messages}
     uids = [row.key.rsplit("_", 2)[0] for row in rows]
-    expected = whole_run.plain_weights(
-        run,
-        rows,
-        _signal(name),
-        temperature=TEMPERATURE,
-        groups=torch.tensor([sorted(set(uids)).index(uid) for uid in uids]),
-        examples=[Example(asked[tuple(row.prompt_ids)], GOLD, {}) for row in rows],
-        step=_step(name),
-        rewards=torch.tensor([row.reward for row in rows], dtype=torch.float64),
-        fields={"tool_rewards": [[]] * len(rows)},
-    )
-    moved, gives_weights = 0, _signal(name).gives == "weights"
+    known = {
+        "groups": torch.tensor([sorted(set(uids)).index(uid) for uid in uids]),
+        "examples": [Example(asked[tuple(row.prompt_ids)], GOLD, {}) for row in rows],
+        "rewards": torch.tensor([row.reward for row in rows], dtype=torch.float64),
+        "fields": {"tool_rewards": [[]] * len(rows)},
+    }
+    expected = whole_run.plain_weights(pair.resumed, rows, signal, temperature=TEMPERATURE, step=rows[0].step, **known)
+    moved, gives_weights = 0, signal.gives == "weights"
     for row, wanted in zip(rows, expected, strict=True):
         found = torch.tensor(row.weight_T if gives_weights else row.advantage_T)
         torch.testing.assert_close(found, wanted, **(NOISY if name == "oar_g" else EXACT), msg=row.key)
@@ -215,39 +183,18 @@ def test_weights_are_those_of_the_plain_function(run: WholeRun, name: str) -> No
     assert name not in OF_TURNS or any(map(np.any, (row.advantage_T for row in rows))), "nothing to compare"
 
 
-def test_the_trainer_of_the_documentation_ran(run: WholeRun) -> None:
-    assert all(f"step {step} is done" in run.output for step in range(1, len(NAMES) + 1))
-    assert not THEIRS & set(methods()), "their methods are known without their package"
-
-
-def test_dump_joins_verls_own_rollout_dump(run: WholeRun) -> None:
+def test_dump_joins_verls_own_rollout_dump(pair: Pair) -> None:
     """verl's ``uid`` is the dump's ``key``, and what both know of a response is the same."""
-    lines = (run.folder / "rollouts" / "2.jsonl").read_text().splitlines()
-    verls = {line["uid"]: line for line in map(json.loads, lines)}
-    rows = {row.key: row for row in run.dump(2)}
-    assert rows.keys() == verls.keys() and len(lines) == len(rows) == PROMPTS * ROLLOUTS
-    tokenizer = whole_run.tokenizer()
-    for key, row in rows.items():
-        assert tokenizer.decode(row.token_ids_T, skip_special_tokens=True) == verls[key]["output"]
-        assert tokenizer.decode(row.prompt_ids, skip_special_tokens=True) == verls[key]["input"]
-        assert (row.ground_truth, row.reward, row.step) == (verls[key]["gts"], verls[key]["score"], 2)
-        assert row.outcome == ("right" if row.reward else "wrong")
-        assert row.prompt == tokenizer.decode(row.prompt_ids) and row.id.startswith("parity/")
-        assert "".join(row.tokens) == row.response and len(row.tokens) == len(row.token_ids_T)
-    assert run.metrics(2)["token_dump/failed_files"] == 0
-
-
-def test_dump_has_the_policys_own_figures(run: WholeRun) -> None:
-    """Log-probability and entropy are at their token, at the rollouts' temperature, as the policy gives them."""
-    model = run.policy(1)
-    for row in run.dump(1):
-        ids = torch.tensor([[*row.prompt_ids.tolist(), *row.token_ids_T.tolist()]])
-        with torch.no_grad():
-            log_probs = (model(ids).logits[0, len(row.prompt_ids) - 1 : -1] / TEMPERATURE).log_softmax(dim=-1)
-        of_tokens = log_probs.gather(1, torch.tensor(row.token_ids_T).unsqueeze(1)).squeeze(1)
-        np.testing.assert_allclose(row.old_log_prob_T, of_tokens.numpy(), rtol=1e-4, atol=1e-4)
-        entropies = -(log_probs.exp() * log_probs).sum(dim=-1)
-        np.testing.assert_allclose(row.entropy_T, entropies.numpy(), rtol=1e-3, atol=1e-3)
+    lines = (pair.resumed.folder / "rollouts" / "2.jsonl").read_text().splitlines()
+    verls, rows = {line["uid"]: line for line in map(json.loads, lines)}, pair.resumed.dump(2)
+    assert {row.key for row in rows} == verls.keys() and len(lines) == len(rows) == PROMPTS * ROLLOUTS
+    text = partial(whole_run.tokenizer().decode, skip_special_tokens=True)
+    for row in rows:
+        texts = [text(row.prompt_ids), text(row.token_ids_T)]
+        known = [*texts, row.ground_truth, row.reward, row.step]
+        assert known == [verls[row.key][name] for name in ("input", "output", "gts", "score", "step")]
+        assert row.outcome == ("right" if row.reward else "wrong") and row.id.startswith("parity/")
+    assert pair.resumed.metrics(2)["token_dump/failed_files"] == 0
 
 
 def test_a_killed_engine_ends_the_run_which_names_it_and_leaves_no_process(pair: Pair) -> None:
@@ -255,6 +202,9 @@ def test_a_killed_engine_ends_the_run_which_names_it_and_leaves_no_process(pair:
     assert pair.killed.result.returncode == 1
     said = pair.killed.result.stderr
     assert HEADLINE in said and "vLLM's server on " in said[said.index(HEADLINE) :]
+    # The trainer of the documentation ran, with methods that nobody knows without their package.
+    assert all(f"step {step} is done" in pair.killed.result.stdout + said for step in range(1, STEPS + 1))
+    assert not THEIRS & set(methods())
 
 
 def _lines(folder: Path) -> list[dict]:
@@ -265,19 +215,16 @@ def _lines(folder: Path) -> list[dict]:
 def test_every_step_is_logged_once(pair: Pair) -> None:
     """The first validation too; what was logged up to the checkpoint is what the first life logged."""
     lines = _lines(pair.resumed.folder)
-    assert (pair.resumed.folder / "metrics.jsonl").read_text().count("\n") == STEPS + 1
     assert [line["step"] for line in lines] == list(range(STEPS + 1))
+    assert (pair.resumed.folder / "metrics.jsonl").read_text().count("\n") == STEPS + 1
     assert lines[: KILLED_BEHIND + 1] == _lines(pair.uninterrupted)[: KILLED_BEHIND + 1]
-    assert lines[STEPS]["data"]["training/global_step"] == STEPS
 
 
 def test_metrics_from_the_checkpoint_on_are_the_same_bit_for_bit(pair: Pair) -> None:
     resumed, uninterrupted = (_lines(folder) for folder in (pair.resumed.folder, pair.uninterrupted))
     for there, here in zip(uninterrupted[KILLED_BEHIND + 1 :], resumed[KILLED_BEHIND + 1 :], strict=True):
         assert there["data"].keys() == here["data"].keys()
-        names = [
-            name for name in there["data"] if not name.startswith(OF_THE_ENGINE) and not OF_THE_MACHINE.search(name)
-        ]
+        names = [name for name in there["data"] if not NOT_THE_SAME.search(name)]
         assert len(names) > 50
         assert {"actor/pg_loss", "actor/grad_norm", "actor/lr", "critic/score/mean"} <= {*names}
         assert any(name.endswith("/advantage_scale") for name in names)

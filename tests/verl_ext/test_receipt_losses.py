@@ -13,17 +13,18 @@ from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY
 from verl.utils import tensordict_utils as tu
 from verl.utils.config import omega_conf_to_dataclass
 from verl.workers.config import ActorConfig
-from verl.workers.utils.losses import ppo_loss
 
-from grail_advantage.receipt import Loss, Piece, Receipt, check
-from grail_advantage.receipt.measure import Gradient
-from grail_advantage.verl_ext.dump import loss_of
+from grail_advantage.receipt import Loss, Receipt
+from grail_advantage.verl_ext.dump import LOSS_COLUMNS, loss_of
+from grail_advantage.verl_ext.exchange import PLACES, WATCHED
 from grail_advantage.verl_ext.exchange import nested as nested_of
 from grail_advantage.verl_ext.settings import ACTOR, Settings
+from grail_advantage.verl_ext.worker import OptimiserStep, UpdateReader
 from tests.composed import VERL, compose
 from tests.core.receipt_loop import TOKENS, Rollout, names, rollout
+from tests.verl_ext.one_step import loss_worker, receipt_by, run_loss
+from tests.verl_ext.ranks import AGGREGATIONS
 
-AGGREGATIONS = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 KNOWN = sorted(POLICY_LOSS_REGISTRY.keys() - {"bypass_mode", "clip_cov", "geo_mean"})
 """verl's losses that have a formula and keep the mean over an update."""
 SEEDS = 20
@@ -45,8 +46,8 @@ def settings_of(mode: str, choice: dict[str, Any]) -> tuple[Loss, ActorConfig]:
     return loss, omega_conf_to_dataclass(config.actor_rollout_ref.actor)
 
 
-def data_of(given: Rollout, rows: torch.Tensor, nested: bool) -> tuple[TensorDict, torch.Tensor, torch.Tensor]:
-    """A micro-batch as verl's worker has it, the lengths of its prompts and of its responses."""
+def data_of(given: Rollout, rows: torch.Tensor, nested: bool) -> TensorDict:
+    """A micro-batch as verl's worker has it."""
     batch, prompts = given.batch, 1 + rows % 3
     lengths = torch.where(batch.mask_BT, torch.arange(TOKENS) + 1, 0).amax(dim=1)[rows].clamp(min=1)
     columns = {
@@ -59,63 +60,35 @@ def data_of(given: Rollout, rows: torch.Tensor, nested: bool) -> tuple[TensorDic
     }
     fields = {name: values[rows] for name, values in columns.items() if values is not None}
     if nested:
-        fields |= {
-            name: nested_of([row[:length] for row, length in zip(values, lengths, strict=True)])
-            for name, values in fields.items()
-        }
+        of_rows = {name: zip(values, lengths, strict=True) for name, values in fields.items()}
+        fields = {name: nested_of([row[:length] for row, length in pairs]) for name, pairs in of_rows.items()}
         fields["prompts"] = nested_of([torch.zeros(int(length), dtype=torch.long) for length in prompts])
     else:
         width = int(prompts.max())
         left = torch.arange(width) >= (width - prompts).unsqueeze(1)
         right = torch.arange(TOKENS) < lengths.unsqueeze(1)
         fields |= {"prompts": torch.zeros_like(left, dtype=torch.long), "attention_mask": torch.cat([left, right], 1)}
-    return TensorDict(fields, batch_size=[len(rows)]), prompts, lengths
+    fields[PLACES] = torch.stack([rows, rows], dim=1)
+    return TensorDict(fields, batch_size=[len(rows)])
 
 
-def measured(given: Rollout, config: ActorConfig, nested: bool, skipped: torch.Tensor) -> list[Piece]:
-    """The pieces by the hook on the packed log-probabilities, as verl's engine has them."""
-    pieces: list[Piece] = []
+def measured(given: Rollout, config: ActorConfig, nested: bool, skipped: torch.Tensor) -> list[list[OptimiserStep]]:
+    """What each rank's reader reads of verl's loss."""
+    readers, asked = [UpdateReader() for _ in range(given.batch.ranks)], {WATCHED: "1.0"}
     for update, step in enumerate(given.plan):
         everything = torch.cat([rows for _, rows in step])
-        for rank, rows in step:
-            rows = rows[~skipped[rows]]
-            if not len(rows):
-                continue
-            data, prompts, lengths = data_of(given, rows, nested)
-            tu.assign_non_tensor(
-                data,
-                dp_size=given.batch.ranks,
-                batch_num_tokens=int(given.batch.mask_BT[everything].sum()),
-                global_batch_size=len(everything),
-            )
-            flat = []
-            for place, (prompt, length) in enumerate(zip(prompts.tolist(), lengths.tolist(), strict=True)):
-                own = given.policy_UBT[update, rows[place], :length]
-                flat.append(torch.cat([torch.full((prompt - 1,), -1.0), own, torch.full((1,), -1.0)]))
-            packed = torch.cat(flat).requires_grad_()
-            offsets = torch.cat([torch.zeros(1, dtype=torch.long), (prompts + lengths).cumsum(0)])
-            log_probs = packed * 1.0
-            gradient = Gradient(log_probs)
-            nested_output = torch.nested.nested_tensor_from_jagged(log_probs, offsets)
-            value, _ = ppo_loss(config, {"log_probs": nested_output}, data)
-            value.backward()
-            assert gradient.values is not None
-            cut = [(int(end - length - 1), int(length)) for end, length in zip(offsets[1:], lengths, strict=True)]
-            outside = gradient.values.clone()
-            for start, length in cut:
-                outside[start : start + length] = 0
-            pieces.append(
-                Piece(
-                    rows,
-                    torch.nn.utils.rnn.pad_sequence([gradient.log_probs[s : s + n] for s, n in cut], True),
-                    torch.nn.utils.rnn.pad_sequence([gradient.values[s : s + n] for s, n in cut], True),
-                    update,
-                    rank,
-                    torch.stack([each.abs().max() for each in outside.split((prompts + lengths).tolist())]),
-                    int(lengths.max()) if nested else TOKENS,
-                ).padded(TOKENS)
-            )
-    return pieces
+        sizes = {"dp_size": given.batch.ranks, "global_batch_size": len(everything)}
+        sizes["batch_num_tokens"] = int(given.batch.mask_BT[everything].sum())
+        for rank, reader in enumerate(readers):
+            worker, own = loss_worker(config), [rows for of, rows in step if of == rank]
+            places = [place for rows in own for place in rows.tolist()]
+            with reader.optimiser_step(worker, tu.get_tensordict({}, non_tensor_dict=asked), places):
+                for rows in [rows[~skipped[rows]] for rows in own]:
+                    if len(rows):
+                        data = data_of(given, rows, nested)
+                        tu.assign_non_tensor(data, **sizes)
+                        run_loss(worker, data, given.policy_UBT[update, rows])
+    return [reader.take("1.0") for reader in readers]
 
 
 def case(mode: str, seed: int) -> tuple[Receipt, dict[str, object]]:
@@ -131,26 +104,20 @@ def case(mode: str, seed: int) -> tuple[Receipt, dict[str, object]]:
     choice["kl"] = kl = one_of(None, *KL)
     if mode == "sapo" and choice["aggregation"] != "seq-mean-token-mean":
         choice["kl"] = kl = None
-    given = rollout(
-        seed,
-        ranks=choice["ranks"],
-        updates=choice["updates"],
-        epochs=choice["epochs"],
-        token_advantages=bool(one_of(True, False)),
-        weights=bool(one_of(True, False)) and mode != "dro",
-    )
+    sizes = {name: choice[name] for name in ("ranks", "updates", "epochs")}
+    weights = bool(one_of(True, False)) and mode != "dro"
+    given = rollout(seed, **sizes, token_advantages=bool(one_of(True, False)), weights=weights)
     batch = given.batch
     trains = ((batch.advantages_BT != 0) & batch.mask_BT).any(dim=1)
     skipped = ~trains & bool(choice["skipping"] and kl is None and mode not in ("dro", "kl_cov"))
-    steps = [torch.cat([rows for _, rows in step]) for step in given.plan]
-    totals = torch.tensor([[int(batch.mask_BT[rows].sum()), len(rows)] for rows in steps])
-    reference = {} if kl else {"ref_log_probs_BT": None}
-    batch = replace(batch, left_out_B=skipped, totals_U2=totals, **reference)
-    given = replace(given, batch=batch)
+    given = replace(given, batch=replace(batch, **({} if kl else {"ref_log_probs_BT": None})))
     loss, config = settings_of(mode, choice)
-    pieces = measured(given, config, bool(choice["nested"]), skipped)
+    of_ranks = measured(given, config, bool(choice["nested"]), skipped)
+    values = (batch.old_log_probs_BT, batch.weights_BT, given.batch.ref_log_probs_BT)
+    columns = {name: of for name, of in zip(LOSS_COLUMNS, values, strict=True) if of is not None}
+    how = {"sent": (~skipped).tolist(), "loss": loss, "epochs": batch.epochs, "on_policy": True}
     assert loss.account is not None
-    return check(batch, loss, pieces), choice
+    return receipt_by(of_ranks, batch.mask_BT, batch.advantages_BT, columns, range(len(trains)), **how), choice
 
 
 @pytest.mark.parametrize("mode", KNOWN)

@@ -1,21 +1,156 @@
-"""The names, signatures and sources that this project relies on are those it was written against.
+"""What this project relies on in verl, transformers, TransferQueue, vLLM and Ray is as it was written against: fails first
+where a new one does not fit, and says which name. CONTRIBUTING.md tells what to do then.
 
-Fails first where a new verl, transformers, TransferQueue or vLLM does not fit, and says which name. CONTRIBUTING.md
-tells what to do then.
+    python -m tests.verl_ext.test_relied_on            what differs from relied_on.json
+    python -m tests.verl_ext.test_relied_on --write    relied_on.json anew, once everything that differed has been read
+
+Found are: every name that is imported from these packages, every attribute of an imported module of theirs that is used, and
+every method of theirs that a class of this project overrides. A function's entry is its place and a digest of its source, since
+what is overridden or patched can break without any change of signature. The tests see attributes that are read.
 """
 
 from __future__ import annotations
 
+import ast
+import hashlib
+import importlib
+import inspect
 import json
+import pkgutil
+import sys
+import textwrap
+from contextlib import suppress
+from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import pytest
 
-from tests.verl_ext import relied_on
+ROOT = Path(__file__).parents[2]
+GOLDEN = Path(__file__).with_name("relied_on.json")
+PACKAGES = ("verl", "transfer_queue", "transformers", "vllm", "ray")
+HOUSES = {"grail_advantage": "grail_advantage.verl_ext", "verl_cpu": "verl_cpu", "recipe": "recipe.run_life"}
+"""Packages, each with the part whose classes build on theirs."""
+OTHER_ENVIRONMENT = ROOT / "grail_advantage" / "trl_ext"
+"""TRL and verl exclude each other."""
+JOINED = {
+    "CpuWorkerExtension": ("vllm.v1.worker.cpu_worker", "CPUWorker"),
+    "KeptRun": ("verl.trainer.ppo.v1", "PPOTrainerSync"),
+}
+"""Classes that are mixed into one of theirs while a run lasts."""
+
+
+def is_foreign(module: str | None) -> bool:
+    return (module or "").split(".")[0] in PACKAGES
+
+
+def _unwrapped(found: Any) -> Any:
+    """What a Ray actor class was made of."""
+    return getattr(getattr(found, "__ray_metadata__", None), "modified_class", found)
+
+
+def _place(found: Any) -> str:
+    """Where it is defined, for a name that another module re-exports."""
+    found = _unwrapped(found)
+    return f"{found.__module__}.{getattr(found, '__qualname__', type(found).__qualname__)}"
+
+
+def describe(found: Any) -> str:
+    """What an entry says of an object."""
+    if inspect.isclass(found):
+        return f"{_place(found)} of {', '.join(map(_place, found.__bases__))}"
+    if not callable(found):
+        return found.__name__ if isinstance(found, ModuleType) else type(found).__name__
+    plain, source = inspect.unwrap(found), ""
+    with suppress(TypeError):  # a Ray actor class
+        source = textwrap.dedent(inspect.getsource(plain))
+    return f"{_place(plain)} {hashlib.sha256(source.encode()).hexdigest()[:12]}"
+
+
+def _named(module: str, name: str) -> Any:
+    found = getattr(importlib.import_module(module), name, None)
+    return importlib.import_module(f"{module}.{name}") if found is None else found
+
+
+def _imported(house: str) -> dict[str, str]:
+    """Names from imports, and attributes of imported modules."""
+    entries: dict[str, str] = {}
+    for path in sorted(Path(importlib.import_module(house).__file__).parent.rglob("*.py")):
+        if OTHER_ENVIRONMENT in path.parents:
+            continue
+        tree, modules = ast.parse(path.read_text()), {}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Import):
+                modules |= {of.asname: of.name for of in node.names if is_foreign(of.name) and of.asname}
+            elif isinstance(node, ast.ImportFrom) and is_foreign(node.module) and not node.level:
+                for alias in node.names:
+                    found = _named(node.module, alias.name)
+                    if isinstance(found, ModuleType):
+                        modules[alias.asname or alias.name] = found.__name__
+                    else:
+                        entries[f"{node.module}.{alias.name}"] = describe(found)
+        for node in ast.walk(tree):
+            if not isinstance(node, ast.Attribute):
+                continue
+            module = ast.unparse(node.value)  # a name, or verl.utils.config
+            module = modules.get(module, module if isinstance(node.value, ast.Attribute) else "")
+            if is_foreign(module) and module in sys.modules:
+                entries[f"{module}.{node.attr}"] = describe(getattr(sys.modules[module], node.attr))
+    return entries
+
+
+def _overridden(house: str) -> dict[str, str]:
+    """Methods of theirs that the classes of a package, or classes of ours that these build on, have too."""
+    entries: dict[str, str] = {}
+    package = HOUSES[house]
+    for info in pkgutil.walk_packages(importlib.import_module(package).__path__, f"{package}."):
+        for cls in map(_unwrapped, vars(importlib.import_module(info.name)).values()):
+            if not inspect.isclass(cls) or not cls.__module__.startswith(package):
+                continue
+            theirs = [base for base in cls.__mro__ if is_foreign(base.__module__)]
+            if cls.__name__ in JOINED:
+                theirs += [base for base in _named(*JOINED[cls.__name__]).__mro__ if base is not object]
+            ours = [base for base in cls.__mro__ if base.__module__.startswith(house)]
+            for name, value in (pair for base in ours for pair in vars(base).items()):
+                holder = next((base for base in theirs if name in vars(base)), None)
+                if holder and (name == "__init__" or not name.startswith("__")) and callable(value):
+                    entries[f"{holder.__module__}.{holder.__qualname__}.{name}"] = describe(vars(holder)[name])
+    return entries
+
+
+def collect() -> dict[str, str]:
+    """All entries by dotted name, sorted.
+
+    Raises:
+        ImportError, AttributeError: something relied on is not there, by its name.
+    """
+    found = [of(house) for house in HOUSES for of in (_imported, _overridden)]
+    return dict(sorted(pair for entries in found for pair in entries.items()))
+
+
+def differences(now: dict[str, str]) -> list[str]:
+    """One line for each entry that is new, gone or different."""
+    known = json.loads(GOLDEN.read_text())
+    return [
+        f"{name}: was {known.get(name, 'not in the list')} and is {now.get(name, 'not relied on any more')}"
+        for name in sorted(now.keys() | known.keys())
+        if now.get(name) != known.get(name)
+    ]
 
 
 @pytest.mark.slow
 def test_everything_relied_on_is_there_and_as_it_was() -> None:
-    known = json.loads(relied_on.GOLDEN.read_text())
-    lines = relied_on.differences(relied_on.collect(), known)
-    assert "verl.trainer.ppo.v1.trainer_base.PPOTrainer._compute_advantage" in known
-    assert not lines, "read what changed, then python -m tests.verl_ext.relied_on --write:\n" + "\n".join(lines)
+    now = collect()
+    lines = differences(now)
+    assert "verl.trainer.ppo.v1.trainer_base.PPOTrainer._compute_advantage" in now
+    assert not lines, "read what changed, then run this module with --write:\n" + "\n".join(lines)
+
+
+if __name__ == "__main__":
+    entries = collect()
+    lines = differences(entries)
+    print("\n".join(lines) or f"nothing differs of {len(entries)} names")
+    if "--write" in sys.argv:
+        GOLDEN.write_text(json.dumps(entries, indent=1) + "\n")
+    else:
+        sys.exit(bool(lines))

@@ -9,15 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from verl.trainer.ppo import core_algos
 
 from grail_advantage.method import build
 from grail_advantage.methods.turns import TurnMethod
-from grail_advantage.verl_ext.exchange import trains
 from grail_advantage.verl_ext.settings import AGENT_LOOPS, PARALLEL_CALLS
 from tests.core.test_turns import Talk
 from tests.core.tiny_models import encode
-from tests.verl_ext.one_step import ROWS, Step, row_of, same
+from tests.verl_ext.one_step import Step, row_of, same
 
 Advantages = dict[str, torch.Tensor]
 
@@ -32,52 +30,46 @@ TALKS = {
 """The second prompt's responses have one outcome: GRPO gives them nothing."""
 
 
-def _step(monkeypatch: pytest.MonkeyPatch, name: str, *overrides: str, **options: Any) -> Step:
+def _step(name: str, *overrides: str, **options: Any) -> Step:
     rows = {}
     for key, talk in TALKS.items():
         parts = [part for part in chain(*zip_longest(talk.turns, talk.said)) if part is not None]
         extra = {"turn_scores": [], "tool_rewards": list(talk.rewards)}
-        rows[key] = row_of("Two?", parts, talk.outcome, extra_fields=extra)
-    return Step(monkeypatch, *overrides, method=build(name, options), rows=rows)
+        rows[key] = row_of("Two?" * (1 + talk.group), parts, talk.outcome, extra_fields=extra)
+    return Step(*overrides, method=build(name, options), rows=rows)
 
 
 @pytest.fixture
 def expected() -> Advantages:
     """turn_rloo's, with the rewards of verl's agent loop."""
-    with pytest.MonkeyPatch.context() as patch:
-        return _step(patch, "turn_rloo").run()
+    return _step("turn_rloo").run()
 
 
-def test_rewards_of_the_reward_function_and_of_ones_own_loop(
-    monkeypatch: pytest.MonkeyPatch, expected: Advantages
-) -> None:
+def test_rewards_of_the_reward_function_and_of_ones_own_loop(expected: Advantages) -> None:
     """A list that compute_score returns goes before the agent loop's; a field of any name, one reward a turn."""
-    with monkeypatch.context() as patch:
-        step = _step(patch, "turn_rloo")
-        for row in step.store.rows.values():
-            judged = row["extra_fields"]["tool_rewards"]
-            row["extra_fields"] |= {"tool_rewards": [9.0], "reward_extra_info": {"tool_rewards": judged, "acc": 1.0}}
-        assert same(step.run(), expected)
-    step = _step(monkeypatch, "turn_rloo", rewards="turn_scores", align="turns", outcome=False)
+    step = _step("turn_rloo")
+    for row in step.store.rows.values():
+        judged = row["extra_fields"]["tool_rewards"]
+        row["extra_fields"] |= {"tool_rewards": [9.0], "reward_extra_info": {"tool_rewards": judged, "acc": 1.0}}
+    assert same(step.run(), expected)
+    step = _step("turn_rloo", rewards="turn_scores", align="turns", outcome=False)
     for key, row in step.store.rows.items():
         row["extra_fields"]["turn_scores"] = [*TALKS[key].rewards, TALKS[key].outcome]
     assert same(step.run(), expected)
     with pytest.raises(ValueError, match="field:mine"):
-        _step(monkeypatch, "turn_rloo", rewards="mine").run()
+        _step("turn_rloo", rewards="mine").run()
 
 
 @pytest.mark.parametrize("given", ["by the reward function", "by the loop", "by the data"])
-def test_a_batch_without_a_call_trains(monkeypatch: pytest.MonkeyPatch, given: str) -> None:
+def test_a_batch_without_a_call_trains(given: str) -> None:
     """``None`` is a response's value, also where no other response has more."""
     found: list[Advantages] = []
-    for nothing in ([], None):
-        with monkeypatch.context() as patch:
-            step = Step(patch, method=build("turn_rloo", {"rewards": "mine"}))
-            for row in step.store.rows.values():
-                column = {"mine": nothing}
-                extra = column if given == "by the loop" else {"reward_extra_info": column}
-                row |= column if given == "by the data" else {"extra_fields": extra}
-            found.append(step.run())
+    for column in ({"mine": []}, {"mine": None}):
+        step = Step(method=build("turn_rloo", {"rewards": "mine"}))
+        for row in step.store.rows.values():
+            extra = column if given == "by the loop" else {"reward_extra_info": column}
+            row |= column if given == "by the data" else {"extra_fields": extra}
+        found.append(step.run())
     assert same(*found) and all(bool(of.any()) for key, of in found[1].items() if key.startswith("a"))
 
 
@@ -96,11 +88,9 @@ def _session_of_two(step: Step) -> None:
 
 
 @pytest.mark.parametrize("given", ["by the loop", "by the reward function"])
-def test_several_outputs_of_a_session_are_one_conversation(
-    monkeypatch: pytest.MonkeyPatch, given: str, expected: Advantages
-) -> None:
+def test_several_outputs_of_a_session_are_one_conversation(given: str, expected: Advantages) -> None:
     """The loop gives each output its own turns' rewards; verl copies what the reward function returned to all outputs."""
-    step = _step(monkeypatch, "turn_rloo", rewards="call_rewards")
+    step = _step("turn_rloo", rewards="call_rewards")
     for key, talk in TALKS.items():
         step.store.rows[key]["extra_fields"] = {"call_rewards": [[reward] for reward in talk.rewards]}
     _session_of_two(step)
@@ -115,58 +105,41 @@ def test_several_outputs_of_a_session_are_one_conversation(
     assert same(step.run(), {**expected, "a_1_0": whole_T[:cut], "a_1_1": whole_T[again:]}) and whole_T[again:].any()
 
 
-def test_verl_gives_all_outputs_of_a_session_the_last_ones_advantage(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By its GRPO, which is this project's base and the baseline: every row has the whole session's."""
-    step = _step(monkeypatch, "uniform")
-    _session_of_two(step)
-    found = step.run()
-    rewards = [TALKS[key].outcome for key in ("a_0_0", "a_1_0", "a_2_0")]
-    expected = (0.0 - np.mean(rewards)) / (np.std(rewards, ddof=1) + 1e-6)
-    written = step.store.rows["a_1_1"]["response_mask"].bool()
-    for values in (found["a_1_0"], found["a_1_1"][written]):
-        torch.testing.assert_close(values, torch.full_like(values, expected), rtol=1e-5, atol=1e-6)
-
-
 def test_a_method_that_reads_rewards_and_knows_no_sessions_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    step = _step(monkeypatch, "turn_rloo", rewards="")
+    step = _step("turn_rloo", rewards="")
     monkeypatch.setattr(TurnMethod, "reads", TurnMethod.reads - {"sessions"})
     _session_of_two(step)
     with pytest.raises(ValueError, match="a_1_0 and a_1_1"):
         step.run()
 
 
-@pytest.mark.parametrize("base", ["grpo", "rloo"])
-def test_one_turn_gives_verls_own_advantage(monkeypatch: pytest.MonkeyPatch, base: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "base", "scale"),
+    [("mt_grpo", "grpo", 1), ("gtpo", "grpo", 1), ("gigpo", "grpo", 2), ("turn_rloo", "rloo", 1)],
+)
+def test_one_turn_gives_verls_own_advantage(name: str, base: str, scale: int) -> None:
     """With the responses of the other tests of a step, which are of one turn."""
-    rewards_BT = torch.zeros(len(ROWS), 2)
-    rewards_BT[:, 1] = torch.tensor([reward for *_, reward in ROWS])
-    estimator = {"grpo": core_algos.compute_grpo_outcome_advantage, "rloo": core_algos.compute_rloo_outcome_advantage}
-    index = np.array([key.split("_")[0] for key, *_ in ROWS], dtype=object)
-    verls_BT, _ = estimator[base](rewards_BT, torch.ones(len(ROWS), 2), index)
-    for name, scale in {"grpo": {"mt_grpo": 1, "gtpo": 1, "gigpo": 2}, "rloo": {"turn_rloo": 1}}[base].items():
-        with monkeypatch.context() as patch:
-            step = Step(patch, method=build(name))
-            for row in step.store.rows.values():
-                row["extra_fields"] = {"turn_scores": [], "tool_rewards": []}
-            for number, advantages_T in enumerate(step.run().values()):
-                wanted = scale * verls_BT[number, 0]
-                rounding = 1e-3 if name == "mt_grpo" else 1e-6  # it adds 1e-4 to a deviation, verl 1e-6
-                torch.testing.assert_close(advantages_T, wanted.expand_as(advantages_T), rtol=rounding, atol=1e-6)
+    verls = Step(f"algorithm.adv_estimator={base}").run()
+    step = Step(method=build(name))
+    for row in step.store.rows.values():
+        row["extra_fields"] = {"turn_scores": [], "tool_rewards": []}
+    rounding = 1e-3 if name == "mt_grpo" else 1e-6  # it adds 1e-4 to a deviation, verl 1e-6
+    for key, advantages_T in step.run().items():
+        torch.testing.assert_close(advantages_T, scale * verls[key], rtol=rounding, atol=1e-6)
 
 
-def test_zero_advantage_responses_are_those_without_a_turn_that_trains(
-    monkeypatch: pytest.MonkeyPatch, expected: Advantages
-) -> None:
+def test_zero_advantage_responses_are_those_without_a_turn_that_trains(expected: Advantages) -> None:
     """Not those in whose group GRPO finds one outcome."""
     of_b = [key for key in TALKS if key.startswith("b")]
     assert bool(expected["b_1_0"].any())
-    step = _step(monkeypatch, "turn_rloo")
+    step = _step("turn_rloo")
     for key in of_b[1:]:
         step.store.rows[key]["extra_fields"]["tool_rewards"] = [0.0]
     step.run()
-    weighed = step.trainer._weighed
-    trained = dict(zip(weighed.rollouts.keys, trains(weighed.advantages, weighed.rollouts.mask), strict=True))
-    assert trained == {key: key not in of_b for key in TALKS}
+    step.trainer._skips = True
+    step.update()
+    assert step.metrics["token_weights/skipped_responses"] == len(of_b)
+    assert {key for key, row in step.store.rows.items() if not row["advantages"].any()} == {*of_b}
 
 
 @pytest.mark.parametrize(
@@ -180,18 +153,11 @@ def test_zero_advantage_responses_are_those_without_a_turn_that_trains(
         ([0.5, -0.25, 2.0], f"{PARALLEL_CALLS}=2", False),
     ],
 )
-def test_as_many_rewards_as_turns(
-    monkeypatch: pytest.MonkeyPatch, given: Any, override: str | None, certain: bool
-) -> None:
+def test_as_many_rewards_as_turns(given: Any, override: str | None, certain: bool) -> None:
     """One each with verl's own loop and one call a turn, the last without an answer; another loop may make two calls."""
-
-    def run(rewards: Any, *overrides: str) -> Step:
-        step = _step(monkeypatch, "turn_rloo", *overrides)
+    made, listed = _step("turn_rloo", *([override] if override else [])), _step("turn_rloo")
+    for step, rewards in ((made, given), (listed, [[0.5], [-0.25], [given[2]]])):
         step.store.rows["a_1_0"]["extra_fields"]["tool_rewards"] = rewards
-        step.found = step.run()
-        return step
-
-    made = run(given, *([override] if override else []))
-    listed = run([[0.5], [-0.25], [given[2]]])
-    assert same(made.found, listed.found) == certain == bool(made.found["a_1_0"].any())
+    found = made.run()
+    assert same(found, listed.run()) == certain == bool(found["a_1_0"].any())
     assert (made.metrics["turn_rloo/non_finite_rate"] == 0) == certain

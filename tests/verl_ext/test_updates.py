@@ -3,31 +3,27 @@ what a plain computation says, over losses, aggregations, layouts, ranks and epo
 
 from __future__ import annotations
 
-import copy
 import math
-from dataclasses import replace
 from functools import cache
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from omegaconf import DictConfig
 from peft import LoraConfig, get_peft_model
 from torch.nn.utils.rnn import pad_sequence
-from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY, get_policy_loss_fn
-from verl.utils import tensordict_utils as tu
-from verl.workers.config import FSDPActorConfig, PolicyLossConfig
 
 from grail_advantage.receipt import Receipt
-from grail_advantage.verl_ext.dump import loss_of, receipt_of
+from grail_advantage.verl_ext.dump import loss_of
 from grail_advantage.verl_ext.exchange import trains
 from grail_advantage.verl_ext.settings import ACTOR, SKIPPABLE, Settings
-from grail_advantage.verl_ext.worker import OptimiserStep, UpdateReader
+from grail_advantage.verl_ext.worker import OptimiserStep
 from tests.composed import verls_on_cpu
 from tests.core.tiny_models import tiny_model
 from tests.verl_ext import ranks
-from tests.verl_ext.ranks import PLAIN_UPDATE, TEMPERATURE, TOKEN_MEAN, UPDATES, Results, of_all_ranks, start_ranks
+from tests.verl_ext.one_step import receipt_by
+from tests.verl_ext.ranks import PLAIN_UPDATE, TEMPERATURE, TOKEN_MEAN, UPDATES, Results, start_ranks
+
+pytestmark = pytest.mark.slow
 
 MINI_BATCHES = (
     # On two ranks: only the first has responses that train. Of them one keeps a token of ten, one nothing but a masked token.
@@ -42,7 +38,6 @@ PACKED = next(iter(UPDATES))
 Row = dict[str, Any]
 
 
-@torch.no_grad()
 def _log_probs(model: torch.nn.Module, row: Row) -> torch.Tensor:
     tokens, start = torch.cat([row["prompt"], row["response"]]), len(row["prompt"])
     log_probs_PV = (model(tokens[None]).logits[0] / TEMPERATURE).log_softmax(-1)
@@ -59,17 +54,15 @@ def plan() -> list[list[Row]]:
         return torch.randn(length, generator=generator)
 
     def row_of(prompt: int, response: int, trained: int) -> Row:
-        row: Row = {
-            name: torch.randint(0, 90, (length,), generator=generator)
-            for name, length in (("prompt", prompt), ("response", response))
-        }
+        ids = torch.randint(0, 90, (prompt + response,), generator=generator)
+        row: Row = {"prompt": ids[:prompt], "response": ids[prompt:]}
         row["advantages"] = torch.where(torch.arange(response) < trained, draw(response), 0.0)
         row["mask"] = torch.ones(response, dtype=torch.int64)
         if response > 8:
             row["mask"][4] = 0  # of a tool
             row["advantages"][4] = 0 if trained > 4 else 1.0
         row["weights"], row["noise"] = 0.5 + draw(response).abs(), 0.3 * draw(response)
-        row["old_log_probs"] = _log_probs(model, row) + row["noise"]
+        row["old_log_probs"] = _log_probs(model, row).detach() + row["noise"]
         return row
 
     mini_batches = [[row_of(*row) for row in mini_batch] for mini_batch in MINI_BATCHES]
@@ -100,11 +93,12 @@ def _assert_close(found: list[torch.Tensor], expected: list[torch.Tensor], rtol:
         torch.testing.assert_close(of_one, of_other, rtol=0, atol=rtol * max(largest, 1e-5))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("setup", UPDATES)
 def test_without_zero_advantage_responses_it_is_the_same_update(setup: str, results: list[Results]) -> None:
+    """With each of verl's losses that leave responses out."""
     trained = [True, False, True] * ranks.EPOCHS
-    for result in of_all_ranks(results, "updates", setup):
+    assert set(ranks.LOSSES) == set(SKIPPABLE)
+    for result in [result["updates"][setup] for result in results]:
         for of_loss in UPDATES[setup][2]:
             verl, skipped = result[(*of_loss, "verl")], result[(*of_loss, "skipped")]
             for number, (found, expected) in enumerate(zip(skipped["gradients"], verl["gradients"], strict=True)):
@@ -121,28 +115,26 @@ def test_without_zero_advantage_responses_it_is_the_same_update(setup: str, resu
                 assert found.get("actor/ppo_kl", [0, 0])[1] == 0  # of no response
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("loss", ["gspo", "cispo"])
+@pytest.mark.parametrize("loss", ["vanilla", "gspo", "cispo", "gpg"])
 def test_a_token_trains_with_its_own_advantage(loss: str, results: list[Results]) -> None:
-    """In losses whose ratio is the response's, or takes no part in the gradient, a token's weight multiplies its gradient."""
+    """By the loss's definition, token by token: also in losses whose ratio is the response's, or takes no part in the
+    gradient, a token's weight multiplies its gradient."""
     model, count = tiny_model(layers=2), sum(int(row["mask"].sum()) for row in plan()[0])
     total = torch.zeros(())
     for row in plan()[0]:
-        tokens, start = torch.cat([row["prompt"], row["response"]]), len(row["prompt"])
-        log_probs_PV = (model(tokens[None]).logits[0] / TEMPERATURE).log_softmax(-1)
-        own_T = log_probs_PV[start - 1 : -1].gather(1, row["response"][:, None])[:, 0]
+        own_T = _log_probs(model, row)
         for t in row["mask"].nonzero().flatten().tolist():
             total = total - _slope(loss, row, t, own_T.detach()) * own_T[t] / count
     total.backward()
     expected = [p.grad for p in model.parameters()]
     for mode in ("verl", "skipped"):
-        of_ranks = of_all_ranks(results, "updates", PACKED)
+        of_ranks = [result["updates"][PACKED] for result in results]
         shards = zip(*(result[loss, TOKEN_MEAN, mode]["gradients"][0] for result in of_ranks), strict=True)
         _assert_close([torch.cat(parts) for parts in shards], expected, 1e-3)
 
 
 def _slope(loss: str, row: Row, t: int, log_probs_T: torch.Tensor) -> float:
-    """The effective advantage by the loss's definition, token by token."""
+    """The effective advantage."""
     kept = row["mask"].nonzero().flatten().tolist()
     advantage, weight, moved = float(row["advantages"][t]), float(row["weights"][t]), log_probs_T - row["old_log_probs"]
     ratio = math.exp(float(moved[t]))
@@ -154,32 +146,20 @@ def _slope(loss: str, row: Row, t: int, log_probs_T: torch.Tensor) -> float:
     return advantage * weight * (min(max(ratio, 0.8), 1.2) if loss == "cispo" else 1.0)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("setup", UPDATES)
 def test_watching_changes_nothing_bit_for_bit(setup: str, results: list[Results]) -> None:
-    for result in of_all_ranks(results, "updates", setup):
-        for *of_loss, mode in result:
-            if mode not in ("watched", "skipped, watched"):
-                continue
-            watched = result[(*of_loss, mode)]
-            plain = result[(*of_loss, "verl" if mode == "watched" else "skipped")]
-            assert all(map(torch.equal, watched["parameters"], plain["parameters"]))
-            losses = [
-                {name: of for name, of in each["metrics"].items() if "perf" not in name and name != "mfu"}
-                for each in (watched, plain)
-            ]
-            assert losses[0] == losses[1]
-
-
-@cache
-def _composed() -> DictConfig:
-    return verls_on_cpu(f"{ACTOR}.ppo_epochs={ranks.EPOCHS}", f"{ACTOR}.loss_scale_factor={ranks.SCALE}")
+    for result in [result["updates"][setup] for result in results]:
+        for (*of_loss, mode), watched in result.items():
+            if "watched" in mode:
+                plain = result[(*of_loss, "skipped" if "skipped" in mode else "verl")]
+                assert all(map(torch.equal, watched["parameters"], plain["parameters"]))
+                names = [name for name in plain["metrics"] if "perf" not in name and name != "mfu"]
+                assert all(watched["metrics"][name] == plain["metrics"][name] for name in names)
 
 
 def _steps(results: list[Results], setup: str, *update: str) -> list[list[OptimiserStep]]:
     """Of the data-parallel ranks."""
-    of_ranks = [result[update]["steps"] for result in of_all_ranks(results, "updates", setup)]
-    return [steps for steps in of_ranks if steps is not None]
+    return [steps for result in results if (steps := result["updates"][setup][update]["steps"]) is not None]
 
 
 def _receipt(of_ranks: list[list[OptimiserStep]], loss: str, aggregation: str, mode: str) -> Receipt:
@@ -188,175 +168,35 @@ def _receipt(of_ranks: list[list[OptimiserStep]], loss: str, aggregation: str, m
     def padded(name: str) -> torch.Tensor:
         return pad_sequence([row[name] for row in rows()], batch_first=True)
 
-    config = copy.deepcopy(_composed())
-    config.actor_rollout_ref.actor.policy_loss.loss_mode = loss
-    config.actor_rollout_ref.actor.loss_agg_mode = aggregation
+    options = {"ppo_epochs": ranks.EPOCHS, "loss_scale_factor": ranks.SCALE, "loss_agg_mode": aggregation}
+    options["policy_loss.loss_mode"] = loss
+    config = verls_on_cpu(*(f"{ACTOR}.{name}={value}" for name, value in options.items()))
     mask_BT = padded("mask").bool()
-    if "rejected" in mode:
-        mask_BT[:, 0] = False
     chosen = [row["place"] for row in rows() if row["written"] >= 0]
-    columns = {"old_log_probs": padded("old_log_probs")[chosen], "rollout_is_weights": padded("weights")[chosen]}
-    responses = {
-        "mask": mask_BT[chosen],
-        "keys": [f"r{place}" for place in chosen],
-        "places": chosen,
-        "columns": columns,
-    }
-    part: Any = SimpleNamespace(
-        rollouts=SimpleNamespace(**responses), advantages=(padded("advantages") * mask_BT)[chosen]
-    )
-    return receipt_of(
-        part,
-        of_ranks,
-        sent=[is_sent or "skipped" not in mode for is_sent in _trained()],
-        tokens=mask_BT.sum(dim=1).tolist(),
-        loss=loss_of(Settings.parse(config)),
-        epochs=ranks.EPOCHS,
-        on_policy=False,
-    )
+    columns = {"old_log_probs": padded("old_log_probs"), "rollout_is_weights": padded("weights")}
+    sent = [is_sent or "skipped" not in mode for is_sent in _trained()]
+    how = {"sent": sent, "loss": loss_of(Settings.parse(config)), "epochs": ranks.EPOCHS, "on_policy": False}
+    return receipt_by(of_ranks, mask_BT, padded("advantages"), columns, chosen, **how)
 
 
 def _trained() -> list[bool]:
     return trains([row["advantages"] for row in rows()], [row["mask"] for row in rows()])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("setup", UPDATES)
-def test_no_false_alarm_and_every_token_as_the_definition_says(setup: str, results: list[Results]) -> None:
-    size, clipped = len(MINI_BATCHES[0]), 0
-    tokens_of_step = [sum(int(row["mask"].sum()) for row in mini_batch) for mini_batch in plan()]
-    written, trained = [row for row in rows() if row["written"] >= 0], _trained()
-    for loss, aggregation in UPDATES[setup][2]:
-        for mode in ["watched"] + ["skipped, watched"] * ((loss, aggregation) == PLAIN_UPDATE):
-            of_ranks = _steps(results, setup, loss, aggregation, mode)
-            receipt, case = _receipt(of_ranks, loss, aggregation, mode), (setup, loss, aggregation, mode)
+def test_no_false_alarm_and_every_token_receives_what_was_intended(setup: str, results: list[Results]) -> None:
+    written, trained, clipped = [row for row in rows() if row["written"] >= 0], _trained(), 0
+    for of_loss in UPDATES[setup][2]:
+        for mode in ["watched"] + ["skipped, watched"] * (of_loss == PLAIN_UPDATE):
+            receipt, case = _receipt(_steps(results, setup, *of_loss, mode), *of_loss, mode), (setup, *of_loss, mode)
             assert not receipt.findings, (case, *map(str, receipt.findings))
-            assert len(receipt.received_UBT) == ranks.EPOCHS * len(plan())
-            if loss in ("sapo", "dppo_tv", "dppo_kl"):
-                continue
             clipped += int((receipt.clipped_BT > 0).sum())
+            held_UBT = receipt.received_UBT.isfinite()
             for b, row in enumerate(written):
-                held = receipt.received_UBT[:, b].isfinite().any(dim=1).nonzero().flatten().tolist()
-                own, sent = row["place"] // size, mode == "watched" or trained[row["place"]]
-                assert held == ([own, own + len(plan())] if sent else []), case
-                divisor = {
-                    TOKEN_MEAN: tokens_of_step[own],
-                    "token-sum": 1,
-                    "seq-mean-token-sum": size,
-                    "seq-mean-token-mean": size * int(row["mask"].sum()),
-                    "seq-mean-token-sum-norm": size * ranks.SCALE,
-                }[aggregation]
-                for update in held:
-                    log_probs_T, gradient_T = _pieces(of_ranks, update, b, len(row["response"]))
-                    slopes = [_slope(loss, row, t, log_probs_T) * int(of) for t, of in enumerate(row["mask"])]
-                    wanted_T, received_T = torch.tensor(slopes), receipt.received_UBT[update, b, : len(slopes)]
-                    torch.testing.assert_close(-gradient_T / len(of_ranks) * divisor, wanted_T, rtol=1e-4, atol=1e-6)
-                    torch.testing.assert_close(received_T, wanted_T, rtol=1e-4, atol=1e-6)
+                own, sent = row["place"] // len(MINI_BATCHES[0]), mode == "watched" or trained[row["place"]]
+                updates = held_UBT[:, b].any(dim=1).nonzero().flatten().tolist()
+                assert updates == ([own, own + len(plan())] if sent else []), case
+            received, expected = receipt.received_UBT[held_UBT], receipt.expected_UBT[held_UBT]
+            torch.testing.assert_close(received, expected, rtol=1e-3, atol=1e-5)
+            assert len(receipt.received_UBT) == ranks.EPOCHS * len(plan()) and received.abs().max() > 0.1
     assert clipped > 4
-
-
-def _pieces(of_ranks: list[list[OptimiserStep]], update: int, row: int, length: int) -> tuple[torch.Tensor, ...]:
-    """Log-probabilities and gradient of a response in an optimiser step."""
-    (found,) = (
-        (piece.log_probs_bT[place], piece.gradient_bT[place])
-        for steps in of_ranks
-        for piece in steps[update].pieces
-        for place, other in enumerate(piece.rows_b.tolist())
-        if other == row
-    )
-    return tuple(torch.nn.functional.pad(values, (0, length))[:length] for values in found)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("setup", list(UPDATES)[:2])
-def test_the_log_probabilities_are_the_models(setup: str, results: list[Results]) -> None:
-    """Of the first optimiser step, and so of the tokens that they are said to be of."""
-    of_ranks, model = _steps(results, setup, *PLAIN_UPDATE, "watched"), tiny_model(layers=2)
-    for row in plan()[0]:
-        if row["written"] >= 0:
-            log_probs_T, _ = _pieces(of_ranks, 0, row["written"], len(row["response"]))
-            torch.testing.assert_close(log_probs_T, _log_probs(model, row), rtol=1e-4, atol=1e-4)
-    assert not any(piece.outside_b.any() for steps in of_ranks for piece in steps[0].pieces)
-
-
-@pytest.mark.slow
-def test_verl_divides_by_rejected_tokens_too(results: list[Results]) -> None:
-    """verl 0.9.1's ``token-mean`` divides by the sum of ``loss_mask`` (``FSDPEngine.forward_backward_batch``), while a rollout
-    correction that rejects tokens changes ``response_mask`` alone: every token receives less than a mean over the kept ones."""
-    mode = "rejected, watched"
-    receipt = _receipt(_steps(results, PACKED, *PLAIN_UPDATE, mode), *PLAIN_UPDATE, mode)
-    generated = [sum(int(row["mask"].sum()) for row in mini_batch) for mini_batch in plan()]
-    factors = [pytest.approx(1 - len(MINI_BATCHES[0]) / count, rel=1e-4) for count in generated]
-    # Where the factors of two optimiser steps are nearly equal, the second one is told as rounding.
-    mismatches = [finding for finding in receipt.findings if finding.mismatch]
-    assert mismatches and all(each.name == "scaled" and each.size in factors for each in mismatches)
-
-
-@pytest.mark.slow
-def test_a_gradient_on_the_prompt_is_named(results: list[Results]) -> None:
-    """Of one micro-batch's data. Other faults of an engine are in ``core/test_receipt.py``."""
-    of_ranks = copy.deepcopy(_steps(results, PACKED, *PLAIN_UPDATE, "watched"))
-    for steps in of_ranks:
-        steps[2].pieces[:] = [replace(each, outside_b=torch.full_like(each.outside_b, 0.1)) for each in steps[2].pieces]
-    assert [finding.name for finding in _receipt(of_ranks, *PLAIN_UPDATE, "watched").findings] == ["outside"]
-
-
-def test_an_error_in_the_watch_stops_no_training_and_is_told_afterwards() -> None:
-    watch, calls = UpdateReader(), []
-    worker: Any = SimpleNamespace(loss_fn=lambda **kwargs: calls.append(kwargs), engine=SimpleNamespace())
-    own = worker.loss_fn
-    data = tu.get_tensordict({"x": torch.zeros(1, 1)}, non_tensor_dict={"receipt_update": "3.0"})
-    with watch.optimiser_step(worker, data, [0]):
-        worker.loss_fn(model_output={}, data=data, dp_group=None)
-    assert len(calls) == 1 and worker.loss_fn is own
-    for error in (KeyError, RuntimeError):  # the second time it is not known any more
-        with pytest.raises(error):
-            watch.take("3.0")
-
-
-class TestLosses:
-    """verl's losses without an engine: the gradient at each token's log-probability, of a batch and of parts of it."""
-
-    LENGTHS = (9, 12, 8, 10, 14)
-    TRAINED = (9, 0, 4, 0, 7)
-    """Tokens with an advantage; responses 1 and 3 have none."""
-
-    def _gradient(self, loss: str, aggregation: str, rows: list[int]) -> torch.Tensor:
-        """With these responses; it is divided by the whole batch."""
-        generator, longest = torch.Generator().manual_seed(0), max(self.LENGTHS)
-        columns = torch.randn(4, len(self.LENGTHS), longest, generator=generator)
-        log_prob, noise, advantages, weights = columns[:, rows]
-        place, trained, lengths = torch.arange(longest), torch.tensor(self.TRAINED), torch.tensor(self.LENGTHS)
-        log_prob = (-log_prob.abs()).requires_grad_()
-        settings = PolicyLossConfig(
-            loss_mode=loss, clip_cov_ratio=0.2, clip_cov_lb=0.01, kl_cov_ratio=0.2, dro_beta=0.1
-        )
-        if loss == "bypass_mode":
-            correction = {"loss_type": "reinforce", "rollout_is": "token", "rollout_is_batch_normalize": True}
-            object.__setattr__(settings, "rollout_correction", correction)
-        actor = FSDPActorConfig(
-            strategy="fsdp2", rollout_n=2, use_dynamic_bsz=True, loss_agg_mode=aggregation, policy_loss=settings
-        )
-        actor.global_batch_info.update(
-            dp_size=1, batch_num_tokens=sum(self.LENGTHS), global_batch_size=len(self.LENGTHS), loss_scale_factor=20
-        )
-        torch.manual_seed(0)
-        value, _ = get_policy_loss_fn(loss)(
-            old_log_prob=log_prob.detach() + 0.3 * noise,
-            log_prob=log_prob,
-            advantages=torch.where(place < trained[rows, None], advantages, 0.0),
-            response_mask=place < lengths[rows, None],
-            loss_agg_mode=aggregation,
-            config=actor,
-            rollout_is_weights=weights.abs(),
-        )
-        value.backward()
-        return torch.zeros(len(self.LENGTHS), longest).index_copy(0, torch.tensor(rows), log_prob.grad)
-
-    @pytest.mark.parametrize("loss", POLICY_LOSS_REGISTRY)
-    def test_those_that_do_without_rows_that_have_no_advantage_are_let_through(self, loss: str) -> None:
-        for aggregation in ranks.AGGREGATIONS if loss in SKIPPABLE else (TOKEN_MEAN,):
-            expected = self._gradient(loss, aggregation, list(range(len(self.LENGTHS))))
-            found = self._gradient(loss, aggregation, [row for row, trained in enumerate(self.TRAINED) if trained])
-            assert (expected[0] != 0).any()
-            assert torch.allclose(found, expected, rtol=1e-5, atol=1e-8) == (loss in SKIPPABLE), aggregation

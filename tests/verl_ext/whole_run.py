@@ -18,6 +18,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config,
 
 from grail_advantage import Method, compute_token_weights
 from grail_advantage.dump import DumpRow, read_dump
+from tests.verl_ext.parity_reward import compute_score
 
 ROOT = Path(__file__).parents[2]
 STOCK = ["tests.verl_ext.stock_run", "hydra.searchpath=[pkg://verl_cpu]", "+config=cpu"]
@@ -35,9 +36,9 @@ LONGEST_RUN = 2400.0
 """Seconds: dozens of times what a run takes on an idle machine."""
 
 
-def tokenizer(opening: str = "\\boxed{") -> PreTrainedTokenizerFast:
+def tokenizer() -> PreTrainedTokenizerFast:
     """So few tokens, among them the answer's opening and a whole answer, that a random model answers in most responses."""
-    words = (opening, ANSWER, "user", "assistant")
+    words = ("\\boxed{", ANSWER, "user", "assistant")
     tokens = [*"01234567+=}", *words, "\n", "<|im_start|>", "<|im_end|>", "<|endoftext|>"]
     backend = Tokenizer(models.WordLevel({token: i for i, token in enumerate(tokens)}, unk_token="<|endoftext|>"))
     backend.pre_tokenizer = pre_tokenizers.Split(
@@ -55,9 +56,9 @@ def tokenizer(opening: str = "\\boxed{") -> PreTrainedTokenizerFast:
     )
 
 
-def write_assets(folder: Path, rows: int, opening: str) -> None:
+def write_assets(folder: Path, rows: int) -> None:
     """Model, tokenizer, and data of that many prompts, of which four validate."""
-    own = tokenizer(opening)
+    own = tokenizer()
     config = Qwen3Config(
         **{"vocab_size": len(own), "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 32},
         **{"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 128, "bos_token_id": None},
@@ -105,39 +106,32 @@ class WholeRun:
 
 def advantages_of_grpo(rows: list[DumpRow]) -> list[torch.Tensor]:
     """GRPO's advantages of a step's responses by hand, from the rewards of ``parity_reward.py``."""
-    groups: dict[str, list[DumpRow]] = {}
+    rewards: dict[str, list[float]] = {}
     for row in rows:
-        groups.setdefault(row.key.rsplit("_", 2)[0], []).append(row)
-    advantages = {}
-    for group in groups.values():
-        texts = [tokenizer().decode(row.token_ids_T, skip_special_tokens=True) for row in group]
-        rewards = torch.tensor([float(len(text) % 2 == 0) for text in texts])
-        expected = (rewards - rewards.mean()) / (rewards.std() + 1e-6)
-        advantages |= dict(zip((row.key for row in group), expected, strict=True))
-    return [advantages[row.key] for row in rows]
+        text = tokenizer().decode(row.token_ids_T, skip_special_tokens=True)
+        rewards.setdefault(row.key.rsplit("_", 2)[0], []).append(compute_score("", text, "")["score"])
+    of_groups = {uid: torch.tensor(of) for uid, of in rewards.items()}
+    advantages = {uid: iter((of - of.mean()) / (of.std() + 1e-6)) for uid, of in of_groups.items()}
+    return [next(advantages[row.key.rsplit("_", 2)[0]]) for row in rows]
 
 
 def plain_weights(run: WholeRun, rows: list[DumpRow], signal: Method, **known: Any) -> list[torch.Tensor]:
     """Weights of these responses of one step, or the advantages of a signal that gives these, by the policy before the step in
     one process, each response on its own padding; ``known`` goes to :func:`grail_advantage.compute_token_weights`."""
-    own = tokenizer()
+    own, places = tokenizer(), []
     width = max(len(row.prompt_ids) + len(row.token_ids_T) for row in rows)
     ids_BL = torch.full((len(rows), width), own.pad_token_id)
     valid_BL, response_BL = torch.zeros_like(ids_BL), torch.zeros_like(ids_BL)
-    places = []
     for number, row in enumerate(rows):
-        start, end = len(row.prompt_ids), len(row.prompt_ids) + len(row.token_ids_T)
-        places.append(slice(start, end))
-        ids_BL[number, :end] = torch.tensor([*row.prompt_ids, *row.token_ids_T])
-        valid_BL[number, :end] = 1
-        response_BL[number, start:end] = torch.tensor(row.mask_T)
-    masked = [row.truncated and signal.mask_truncated for row in rows]
-    known["masked"] = torch.tensor(masked)
-    advantages = [max(row.base_advantage_T, key=abs) for row in rows]
-    advantages_B = torch.tensor([0.0 if out else of for out, of in zip(masked, advantages, strict=True)])
-    result = compute_token_weights(
-        run.policy(rows[0].step), own, ids_BL, valid_BL, response_BL, advantages_B, signal, **known
-    )
+        place = slice(len(row.prompt_ids), len(row.prompt_ids) + len(row.token_ids_T))
+        places.append(place)
+        ids_BL[number, : place.stop] = torch.tensor([*row.prompt_ids, *row.token_ids_T])
+        valid_BL[number, : place.stop] = 1
+        response_BL[number, place] = torch.tensor(row.mask_T).long()
+    masked_B = torch.tensor([row.truncated and signal.mask_truncated for row in rows])
+    advantages_B = torch.tensor([float(max(row.base_advantage_T, key=abs)) for row in rows]).masked_fill(masked_B, 0.0)
+    given = (ids_BL, valid_BL, response_BL, advantages_B, signal)
+    result = compute_token_weights(run.policy(rows[0].step), own, *given, masked=masked_B, **known)
     found = result.advantages if signal.gives == "advantages" else result.weights
     return [found[number, place] for number, place in enumerate(places)]
 
@@ -155,30 +149,19 @@ def start(
     *,
     rows: int,
     stock: bool = False,
-    opening: str = "\\boxed{",
     **environment: str,
 ) -> subprocess.CompletedProcess[str]:
-    """Train in ``folder``, and say how it ended.
-
-    Args:
-        folder: an empty folder, or that of a run that is to carry on.
-        overrides: what the run is about.
-        rows: prompts in the data set.
-        stock: with verl's own configuration and what a machine without an accelerator needs; otherwise with the recipe's.
-        opening: of the model's answers.
-        environment: further variables.
-    """
-    write_assets(folder, rows, opening)
+    """Train in a folder, empty or of a run that is to carry on, and say how it ended: with so many prompts, and verl's own
+    configuration where it is ``stock``, else the recipe's."""
+    write_assets(folder, rows)
     recipe = ["verl.trainer.main_ppo", f"--config-path={ROOT}/recipe/config", "--config-name=cpu_trainer"]
     recipe += [f"run.folder={folder}", "algorithm.norm_adv_by_std_in_grpo=True"]
-    entry = STOCK if stock else recipe
+    entry, new = (STOCK, "+") if stock else (recipe, "")
     command = [
-        sys.executable,
-        "-m",
-        *entry,
+        *(sys.executable, "-m", *entry),
         f"hydra.run.dir={folder / 'hydra'}",
-        f"{'+' if stock else ''}algorithm.token_dump.folder={folder / 'dump'}",
-        f"{'+' if stock else ''}algorithm.token_dump.responses=null",
+        f"{new}algorithm.token_dump.folder={folder / 'dump'}",
+        f"{new}algorithm.token_dump.responses=null",
         f"data.train_files={folder / 'train.parquet'}",
         f"data.val_files={folder / 'val.parquet'}",
         "data.max_prompt_length=16",
@@ -190,28 +173,18 @@ def start(
         "actor_rollout_ref.rollout.log_prob_use_dynamic_bsz=True",
         "actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu=256",
         f"reward.custom_reward_function.path={Path(__file__).with_name('parity_reward.py')}",
-        "trainer.val_before_train=False",
-        "trainer.test_freq=-1",
-        "trainer.save_freq=-1",
-        "trainer.logger=[file]",
+        *("trainer.val_before_train=False", "trainer.test_freq=-1", "trainer.save_freq=-1", "trainer.logger=[file]"),
         f"trainer.default_local_dir={folder / 'checkpoints'}",
         *overrides,
     ]
-    variables = {
-        **os.environ,
-        "VERL_PLATFORM": "cpu",
-        "VERL_FILE_LOGGER_PATH": str(folder / "metrics.jsonl"),
-        "PYTHON": sys.executable,
-        "OMP_NUM_THREADS": "1",
-        **({} if stock else {"VERL_USE_EXTERNAL_MODULES": "recipe.verl_start"}),
-        **environment,
-    }
+    own = {"VERL_FILE_LOGGER_PATH": str(folder / "metrics.jsonl"), "PYTHON": sys.executable}
+    own |= {} if stock else {"VERL_USE_EXTERNAL_MODULES": "recipe.verl_start"}
+    variables = {**os.environ, "VERL_PLATFORM": "cpu", "OMP_NUM_THREADS": "1", **own, **environment}
     said = [folder / name for name in SAID]
     for _ in range(STARTS):
         with said[0].open("w") as out, said[1].open("w") as err:
-            code = subprocess.run(
-                command, env=variables, cwd=ROOT, stdout=out, stderr=err, timeout=LONGEST_RUN
-            ).returncode
+            how = {"stdout": out, "stderr": err, "timeout": LONGEST_RUN}
+            code = subprocess.run(command, env=variables, cwd=ROOT, **how).returncode
         done = subprocess.CompletedProcess(command, code, *(path.read_text() for path in said))
         if code == 0 or NOT_STARTED not in done.stdout + done.stderr:
             break

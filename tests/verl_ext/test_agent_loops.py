@@ -1,0 +1,140 @@
+"""Agent loops with rewards by turn: verl's tool agent, with parallel calls, calls that fail and tools without a reward; and
+that of examples/turns, with its reward function and its command."""
+
+from __future__ import annotations
+
+import asyncio
+import shlex
+from itertools import chain
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from verl.experimental.agent_loop.agent_loop import AgentLoopOutput
+from verl.experimental.agent_loop.tool_agent_loop import ToolAgentLoop
+
+from grail_advantage import Rollouts
+from grail_advantage.data import runs
+from grail_advantage.method import build
+from grail_advantage.methods.turns import UncertainError, rewards_by_turn
+from grail_advantage.verl_ext.entry import check_config
+from grail_advantage.verl_ext.tool_agent import TurnToolAgent
+from tests.composed import VERL, compose
+from tests.documentation import ROOT
+from tests.recipe.test_agent import BOX, FIRST, SECOND, run_loop
+from tests.verl_ext.one_step import Step, row_of
+from verl_cpu.tiny.model import build_tokenizer
+from verl_cpu.tiny.shipped import build_agent_tokenizer
+
+UNKNOWN = '<tool_call>{"name": "look", "arguments": {}}</tool_call>'
+# The tool checks all calls of a turn against the same step of the chain.
+CASES: dict[str, tuple[list[str], list[list[float]], list[float]]] = {
+    "one call a turn": ([FIRST, SECOND, BOX], [[1.0], [1.0]], [1, 1, 0]),
+    "two calls in the first turn": ([FIRST + SECOND, BOX], [[1.0, -1.0]], [0, 0]),
+    "two calls in the second turn": ([FIRST, SECOND + SECOND, BOX], [[1.0], [1.0, 1.0]], [1, 2, 0]),
+    "an unknown tool": ([FIRST, UNKNOWN, BOX], [[1.0], [0.0]], [1, 0, 0]),
+    "no call": ([BOX], [], [0]),
+}
+
+
+def output_of(texts: list[str], **how: Any) -> AgentLoopOutput:
+    """What verl's loop, or another one, makes of a model that writes these turns."""
+    return run_loop(build_agent_tokenizer(), texts, **how)[0]
+
+
+@pytest.mark.parametrize(("texts", "expected", "by_turn"), CASES.values(), ids=CASES)
+def test_the_calls_of_each_turn(texts: list[str], expected: list[list[float]], by_turn: list[float]) -> None:
+    output, stock = output_of(texts, loop_class=TurnToolAgent, calls=2), output_of(texts, calls=2)
+    given = output.extra_fields.pop("call_rewards")
+    assert given == expected
+    assert (output.response_ids, output.response_mask) == (stock.response_ids, stock.response_mask)
+    assert output.extra_fields == stock.extra_fields and stock.extra_fields["tool_rewards"] == list(chain(*expected))
+    turns = len(runs(output.response_mask))
+    assert turns == len(texts) and rewards_by_turn([given], [turns], "calls").tolist() == by_turn
+    if any(len(of_turn) > 1 for of_turn in expected):
+        with pytest.raises(UncertainError, match="which turn each belongs to"):
+            rewards_by_turn([stock.extra_fields["tool_rewards"]], [turns], "calls")
+
+
+@pytest.mark.parametrize("loop_class", [ToolAgentLoop, TurnToolAgent])
+def test_a_call_whose_answer_does_not_fit_keeps_its_turn(loop_class: type[ToolAgentLoop]) -> None:
+    """In verl's own loop, which lists the call's reward before it finds no room for the answer: two turns, two rewards. The
+    other responses have one turn, so the second one has no sibling there."""
+    whole = output_of([FIRST, SECOND, BOX])
+    length = runs(whole.response_mask)[1][1] + 1
+    output = output_of([FIRST, SECOND], length=length, loop_class=loop_class)
+    assert output.extra_fields["tool_rewards"] == [1.0, 1.0] and len(runs(output.response_mask)) == 2
+    assert len(output.response_mask) < length and output.response_mask == whole.response_mask[: length - 1]
+    assert output.extra_fields.get("call_rewards", [[1.0], [1.0]]) == [[1.0], [1.0]]
+    name = "tool_rewards" if loop_class is ToolAgentLoop else "call_rewards"
+    mask_T = torch.tensor(output.response_mask)
+    step = Step(method=build("turn_rloo", {"rewards": name}))
+    for row in step.store.rows.values():
+        row["extra_fields"] = {name: []}
+    row = row_of("Two?", "?" * len(mask_T), 0.0, extra_fields=output.extra_fields)
+    step.store.rows["a_1_0"] |= row | {"response_mask": mask_T, "loss_mask": mask_T}
+    advantages_T, others = step.run()["a_1_0"], 1 / 2  # the mean of the other responses' rewards
+    (_, first), (second, _) = runs(output.response_mask)
+    expected_T = torch.zeros(len(mask_T))
+    expected_T[:first], expected_T[second:] = 2.0 - others, 1.0 - others
+    torch.testing.assert_close(advantages_T, expected_T)
+    assert step.metrics["turn_rloo/non_finite_rate"] == 0
+
+
+def test_calls_that_end_in_another_order_and_tools_without_a_reward(monkeypatch: pytest.MonkeyPatch) -> None:
+    """verl leaves a reward of ``None`` out of its list, which shifts the others."""
+    rewards: list[Any] = [0.25, None, -1.0]
+    inner = ToolAgentLoop._call_tool
+
+    async def late(self: ToolAgentLoop, *args: Any) -> Any:
+        reward = rewards.pop(0)
+        response, _, rest = await inner(self, *args)
+        await asyncio.sleep(0.05 * len(rewards))
+        return response, reward, rest
+
+    monkeypatch.setattr(ToolAgentLoop, "_call_tool", late)
+    output = output_of([FIRST + SECOND, SECOND, BOX], loop_class=TurnToolAgent, calls=2)
+    assert output.extra_fields["call_rewards"] == [[0.25, None], [-1.0]]
+    assert output.extra_fields["tool_rewards"] == [0.25, -1.0]
+
+
+FOLDER = ROOT / "examples/turns"
+SAID = [
+    (["1+1="], [0.0], 400),
+    (["####3", "####2", "####2"], [0.0, 1.0, 0.0], 400),
+    (["####2", "####3"], [1.0, -1.0], 400),
+    (["####2"], [1.0], 400),
+    (["####3", "####2"], [0.0], 40),
+]
+"""What the model says before it says yes, what its turns are worth where 2 is correct, and the most tokens of a response."""
+
+
+def _module(name: str) -> ModuleType:
+    """Of the example's folder, which is on no path."""
+    module = ModuleType(name)
+    exec(compile((FOLDER / f"{name}.py").read_text(), name, "exec"), vars(module))
+    return module
+
+
+@pytest.mark.parametrize(("turns", "worth", "limit"), SAID)
+def test_the_loop_and_its_rewards_have_the_same_turns(turns: list[str], worth: list[float], limit: int) -> None:
+    """The score is their sum, a response ends where it is full, and the command's method sees what follows each turn."""
+    (entry,) = yaml.safe_load((FOLDER / "my_loop.yaml").read_text())
+    assert entry == {"_target_": "my_loop.CheckAgain", "name": "check_again"}
+    loop, judge = _module("my_loop").CheckAgain, _module("my_reward").compute_score
+    output, _ = run_loop(build_tokenizer(), [*turns, "yes"], length=limit, loop_class=loop)
+    judged = judge("", "", "2", dict(output.extra_fields), num_turns=2)
+    known, mask_BT = judged["turn_rewards"], torch.tensor([output.response_mask]).bool()
+    assert len(output.response_ids) == len(output.response_mask) <= limit
+    assert len(runs(output.response_mask)) == len(known) == output.num_turns / 2
+    assert known[: len(worth)] == worth and not any(known[len(worth) :]) and sum(known) == judged["score"]
+    words = shlex.split((FOLDER / "run.sh").read_text().partition("pipefail\n")[2].replace("\\\n", " "))
+    assert words[:4] == ["PYTHONPATH=.", "python3", "-m", "verl.trainer.main_ppo"]
+    method = check_config(compose("ppo_trainer", words[4:-1], VERL)).method
+    parts = {"prompts": [torch.tensor(output.prompt_ids)], "responses": [torch.tensor(output.response_ids)]}
+    parts |= {"advantages": torch.ones(1), "groups": torch.zeros(1, dtype=torch.int64), "mask": mask_BT}
+    rollouts = Rollouts(**parts, rewards=torch.tensor([judged["score"]]), fields={"turn_rewards": [known]})
+    of_turns = method.scores(rollouts, None)[mask_BT].unique_consecutive()
+    assert set(of_turns.tolist()) == {sum(known[turn:]) for turn in range(len(known))}
