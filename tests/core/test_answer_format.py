@@ -1,13 +1,20 @@
-"""Answers in a text against hand-worked cases and against a search that follows the definition byte by byte."""
+"""Answers in a text against hand-worked cases and against a search that follows the definition byte by byte; a user's
+expression has one second of its own, and no text or expression ends a run."""
 
 from __future__ import annotations
 
 import itertools
+import time
+from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
+import regex
 
+from grail_advantage.answers import expressions
+from grail_advantage.answers.expressions import find_matches
 from grail_advantage.answers.format import FORMATS, answer_format
-from tests.core.plain_answers import EXPRESSION, PLAIN, Box, plain_boxes
+from tests.core.plain_answers import EXPRESSION, PLAIN, plain_boxes
 
 BY_HAND = (
     ("boxed", rb"no box \boxed {1} \fbox{1} boxed{1} \boxed{4", []),
@@ -72,26 +79,60 @@ def test_hashes_hold_the_number_that_verls_reward_judges() -> None:
             assert content == extract_solution(text), text
 
 
-def hostile_texts() -> dict[str, tuple[bytes, Box | None]]:
-    """200 kB that a search which starts over at each opener takes hours for, and the last box in each."""
+def test_the_search_is_linear() -> None:
+    """In 200 kB, for which a search that starts over at each opener takes hours."""
     n = 28_571
     opened = b"\\boxed{" * n
-    return {
-        "opened": (opened, None),
-        "one closed": (opened + b"}", (7 * n - 7, 7 * n, 7 * n, 7 * n + 1)),
-        "one left open": (opened + b"}" * (n - 1), (7, 14, 8 * n - 2, 8 * n - 1)),
-        "all closed": (opened + b"}" * n, (0, 7, 8 * n - 1, 8 * n)),
-        "closed first": (b"}" * n + opened, None),
-        "braces open": (b"\\boxed{1}" + b"\\boxed{{" * n + b"}", (0, 7, 8, 9)),
-    }
-
-
-def test_the_search_is_linear() -> None:
-    for name, (text, expected) in hostile_texts().items():
-        assert next(reversed(list(FORMATS["boxed"].find(text))), None) == expected, name
-    n = 25_000
+    for text, expected in (
+        (opened, None),
+        (opened + b"}", (7 * n - 7, 7 * n, 7 * n, 7 * n + 1)),
+        (opened + b"}" * (n - 1), (7, 14, 8 * n - 2, 8 * n - 1)),
+        (opened + b"}" * n, (0, 7, 8 * n - 1, 8 * n)),
+        (b"}" * n + opened, None),
+        (b"\\boxed{1}" + b"\\boxed{{" * n + b"}", (0, 7, 8, 9)),
+    ):
+        assert next(reversed(list(FORMATS["boxed"].find(text))), None) == expected
     opened = b"<answer>" * n
     assert next(FORMATS["tag"].find(opened + b"</answer>" * n)) == (0, 8, 17 * n - 9, 17 * n)
     assert list(FORMATS["tag"].find(opened)) == []
     assert len(list(FORMATS["hashes"].find(b"#### 1" * n))) == n
     assert len(list(answer_format(EXPRESSION).find("½Answer: 1.".encode() * n))) == n
+
+
+ENDLESS = (
+    (r"(?P<content>(a|aa|aaa)+)[bc]$", "a" * 60 + "d b"),
+    (r"(?P<content>\((?:[^()]|(?R))*\))", "(" * 200_000),
+    (r"(?P<content>(?R)a|a)", "a" * 1000),
+    (r"(?P<content>.)", "x" * 100_000_000),
+)
+
+
+@pytest.mark.parametrize(("expression", "text"), ENDLESS)
+def test_what_takes_long_has_no_matches(expression: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(expressions, "SECONDS", 0.1)
+    assert find_matches(regex.compile(expression), text) is None
+    assert list(answer_format(expression).find(text.encode())) == []
+
+
+def test_the_second_is_of_the_clock_and_not_of_other_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An expression needs so much of regex's clock, of which one second passes in so many by the wall clock."""
+    clock = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    cases = (
+        (0.9, 1.0, True),
+        (1.1, 1.0, False),
+        (3.0, 0.1, True),
+        (8.0, 0.1, True),
+        (9.0, 0.1, False),
+        (3.0, 0.9, False),
+    )
+    for needs, seconds, found in cases:
+        clock[0] = 0.0
+
+        def finditer(text: str, timeout: float, needs: float = needs, seconds: float = seconds) -> Iterator[str]:
+            clock[0] += min(needs, timeout) * seconds
+            if timeout < needs:
+                raise TimeoutError
+            return iter([text])
+
+        assert find_matches(SimpleNamespace(finditer=finditer), "text") == (["text"] if found else None)

@@ -4,7 +4,6 @@ tokens after different tokens share no parameter."""
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -33,12 +32,6 @@ def log_probs(model: LlamaForCausalLM, r: Rollouts) -> Tensor:
     return PlainHost(model, r).columns([OLD_LOG_PROBS])[OLD_LOG_PROBS]
 
 
-def squared_gradient(model: LlamaForCausalLM, prompt: int, token: int) -> float:
-    vectors = model.get_input_embeddings().weight
-    of = model(torch.tensor([[prompt]])).logits[0, 0].log_softmax(0)[token]
-    return float(torch.autograd.grad(of, vectors)[0].square().sum())
-
-
 def step(model: LlamaForCausalLM, r: Rollouts, advantages: Tensor) -> None:
     """Of plain gradient descent on ``-sum A log p``, each token after the one before it."""
     vectors = model.get_input_embeddings().weight
@@ -50,44 +43,25 @@ def step(model: LlamaForCausalLM, r: Rollouts, advantages: Tensor) -> None:
         vectors -= RATE * vectors.grad
 
 
-def trained(tokens: Sequence[Sequence[int]], advantages: Tensor) -> tuple[Weighed, Tensor]:
-    """Responses after the token 1 that get these token advantages, and the effect of a step on them."""
-    r = rollouts_of(tokens, advantages.abs().amax(dim=1) + 1)
-    w, model = weighed(Advantages.model_construct(), r, advantages), without_layers()
-    before = log_probs(model, r)
-    step(model, r, w.advantages)
-    return w, log_probs(model, r) - before
-
-
 def figures_of(w: Weighed, effect: Tensor) -> dict[str, float]:
     return effect_figures(w.advantages, effect, w.rollouts.mask)
-
-
-def test_a_single_token_moves_by_the_square_of_its_gradient() -> None:
-    for advantage in (0.5, -2.0):
-        _, effect = trained([[5]], torch.tensor([[advantage]]))
-        expected = RATE * advantage * squared_gradient(without_layers(), 1, 5)
-        assert float(effect) == pytest.approx(expected, rel=0.05) and expected != 0
-
-
-def test_equal_tokens_with_opposite_advantages_cancel() -> None:
-    _, effect = trained([[5], [5]], torch.tensor([[1.5], [-1.5]]))
-    assert not effect.any()
 
 
 def test_what_an_unrelated_update_did_is_seen() -> None:
     """Each token comes after a token of its own. The right update moves all with their advantage, and in its order
     where gradients are alike; an update of other responses moves none."""
     advantages = torch.tensor([[0.0, 1.0, 2.0, -1.0], [0.0, -2.0, 0.5, 3.0]])
-    w, effect = trained([[2, 11, 12, 13], [3, 21, 22, 23]], advantages)
-    figures = figures_of(w, effect)
-    assert figures["moved_with_advantage_rate"] == 1 and figures["credit_change_correlation"] > 0.7
-    model = without_layers()
-    before = log_probs(model, w.rollouts)
-    step(model, rollouts_of([[30, 31], [40, 41]], [1.0, 1.0]), torch.tensor([[0.0, 1.0], [0.0, 1.0]]))
-    nothing = log_probs(model, w.rollouts) - before
-    assert not nothing.any()
-    assert figures_of(w, nothing) == {"moved_with_advantage_rate": 0.0}
+    r = rollouts_of([[2, 11, 12, 13], [3, 21, 22, 23]], [1.0, 1.0])
+    w = weighed(Advantages.model_construct(), r, advantages)
+    other = rollouts_of([[30, 31], [40, 41]], [1.0, 1.0]), torch.tensor([[0.0, 1.0], [0.0, 1.0]])
+    figures = []
+    for update in ((r, w.advantages), other):
+        model = without_layers()
+        before = log_probs(model, r)
+        step(model, *update)
+        figures.append(figures_of(w, log_probs(model, r) - before))
+    assert figures[0]["moved_with_advantage_rate"] == 1 and figures[0]["credit_change_correlation"] > 0.7
+    assert figures[1] == {"moved_with_advantage_rate": 0.0}
 
 
 def test_the_figures_by_hand() -> None:

@@ -54,17 +54,28 @@ def test_a_registered_class_is_a_method_with_options() -> None:
 
 
 def test_what_cannot_be_registered_is_refused() -> None:
-    """A taken name but to the class itself, whose module may be loaded again."""
+    """A taken name but to the class itself, whose module may be loaded again; and maps without typed options."""
+
+    def untyped(x: torch.Tensor, m: torch.Tensor, factor=1.0) -> Weights:  # type: ignore[no-untyped-def]
+        return Weights(x)
+
+    def top(x: torch.Tensor, m: torch.Tensor) -> Weights:
+        return Weights(x)
+
     with pytest.raises(NameTakenError, match=r"'grail'.*grail_advantage\.methods\.saliency"):
         register("grail")(type("Another", (Method,), {}))
     assert register("grail")(Grail) is methods()["grail"] is Grail
-    for name in ("token_weights", "token_dump", "my.method", "", "1st"):
-        with pytest.raises(ValueError, match="identifier"):
-            register(name)(type("Named", (Method,), {}))
-    for body in ({"reads": frozenset({"old_log_prob"})}, {"uses": "hiden_states"}):
+    bodies: list[tuple[str, dict[str, Any]]] = [
+        *((name, {}) for name in ("token_weights", "token_dump", "my.method", "", "1st")),
+        *(("needy", body) for body in ({"reads": frozenset({"old_log_prob"})}, {"uses": "hiden_states"})),
+    ]
+    for name, body in bodies:
         with pytest.raises(ValueError):
-            register("needy")(type("Needy", (Method,), body))
+            register(name)(type("Named", (Method,), body))
     assert register("fields")(type("Fields", (Method,), {"reads": frozenset({"field:blame"})}))
+    for function in (untyped, top):
+        with pytest.raises(ValueError):
+            register_map()(function)
 
 
 def test_maps_have_typed_options() -> None:
@@ -75,16 +86,6 @@ def test_maps_have_typed_options() -> None:
     given = {"reshaper": "scaled", "reshaper_options": {"factor": 3.0}, "gate": "all"}
     r = rollouts_of([[1, 2]], [1.0], columns={"entropy": torch.ones(1, 2)})
     assert weighed(build("entropy", given), r).weights.tolist() == [[3.0, 3.0]]
-
-    def untyped(x: torch.Tensor, m: torch.Tensor, factor=1.0) -> Weights:  # type: ignore[no-untyped-def]
-        return Weights(x)
-
-    def top(x: torch.Tensor, m: torch.Tensor) -> Weights:
-        return Weights(x)
-
-    for function in (untyped, top):
-        with pytest.raises(ValueError):
-            register_map()(function)
 
 
 @pytest.mark.parametrize("name", [*METHODS, *MAPS])
@@ -122,9 +123,8 @@ print(methods()["grail"].__name__, len(methods()) >= 21, "transformers" in sys.m
 print(failure_message())
 """
     environment = {"PYTHONPATH": f"{tmp_path}:{Path(__file__).parents[2]}", "PATH": "/usr/bin:/bin"}
-    said = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
-    ).stdout
+    run = {"env": environment, "capture_output": True, "text": True, "check": True}
+    said = subprocess.run([sys.executable, "-c", code], **run).stdout
     assert said.startswith("Grail True False mine\n")
     for words in ("'grail'", "twice_method", "broken_method", "No module named 'a_pack"):
         assert words in said

@@ -24,17 +24,15 @@ def group(seed: int = 0) -> list[torch.Tensor]:
     return [torch.randn(length, 3, generator=generator) for length in LENGTHS]
 
 
-def plain_sinkhorn(cost: torch.Tensor, epsilon: float, iterations: int) -> tuple[float, float]:
-    """The textbook's matrix scaling of one pair, in float64: transport cost, and share of the mass off the rows."""
-    cost = cost.double()
+def plain_sinkhorn(cost: torch.Tensor, epsilon: float, iterations: int) -> float:
+    """The textbook's matrix scaling of one pair, in float64: transport cost."""
     rows, columns = cost.shape
     kernel = torch.exp(-cost / (epsilon * cost.mean()))
     v = torch.ones(columns, dtype=torch.float64)
     for _ in range(iterations):
         u = 1 / rows / (kernel @ v)
         v = 1 / columns / (kernel.T @ u)
-    plan = u[:, None] * kernel * v
-    return (plan * cost).sum().item(), (plan.sum(dim=1) - 1 / rows).abs().sum().item() / 2
+    return (u[:, None] * kernel * v * cost).sum().item()
 
 
 def exact(cost: torch.Tensor) -> float:
@@ -55,7 +53,7 @@ def plain_scores(
         for start in range(0, len(own), stride):
             x = own[start : start + window].double()
             nearest = min(
-                plain_sinkhorn(torch.cdist(x, other[begin : begin + window].double()), epsilon, iterations)[0]
+                plain_sinkhorn(torch.cdist(x, other[begin : begin + window].double()), epsilon, iterations)
                 for other, other_outcome in zip(hidden, positive, strict=True)
                 if other_outcome != outcome
                 for begin in range(0, len(other), stride)
@@ -100,16 +98,16 @@ def test_against_the_plain_loop(window: int, stride: int, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
-@pytest.mark.parametrize("row", [0, 3])
-def test_states_that_are_not_finite(row: int, bad: float) -> None:
+def test_states_that_are_not_finite(bad: float) -> None:
     """As if their response were not there, also where it is the only opponent."""
-    rest, hidden = [i for i in range(5) if i != row], group()
-    want = shear_scores([hidden[i] for i in rest], [POSITIVE[i] for i in rest], window=5, stride=2)
-    hidden[row][-1, 1] = bad
-    got = shear_scores(hidden, POSITIVE, window=5, stride=2)
-    assert got[row].isnan().all() and got[row].shape == (LENGTHS[row],)
-    for i, wanted in zip(rest, want, strict=True):
-        torch.testing.assert_close(got[i], wanted, rtol=1e-5, atol=0)
+    for row in (0, 3):
+        rest, hidden = [i for i in range(5) if i != row], group()
+        want = shear_scores([hidden[i] for i in rest], [POSITIVE[i] for i in rest], window=5, stride=2)
+        hidden[row][-1, 1] = bad
+        got = shear_scores(hidden, POSITIVE, window=5, stride=2)
+        assert got[row].isnan().all() and got[row].shape == (LENGTHS[row],)
+        for i, wanted in zip(rest, want, strict=True):
+            torch.testing.assert_close(got[i], wanted, rtol=1e-5, atol=0)
     got = shear_scores([torch.ones(3, 2), torch.full((2, 2), bad)], [True, False], window=5, stride=2)
     assert got[0].tolist() == [1.0] * 3 and got[1].isnan().all()
 
