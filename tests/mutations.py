@@ -56,7 +56,7 @@ ROWS = (
     ("dump", "test_dump.py::TestReading::test_a_table_has_what_was_received_by_key",
      'pc.index_in(table["key"], known["key"].combine_chunks())',
      "pa.array([n if n < len(known) else None for n in range(len(table))])"),
-    ("effect", "core/test_effect.py::test_the_figures_by_hand",
+    ("effect", "core/test_metrics.py::test_an_updates_effect_by_hand",
      "credited = known & (advantages != 0)", "credited = known"),
     ("weigh", "core/test_contract.py::test_the_shuffled_control_has_the_same_weights_on_other_tokens",
      'f"{r.step} {key}"', 'f"{key}"'),

@@ -4,8 +4,10 @@ expression has one second of its own, and no text or expression ends a run."""
 from __future__ import annotations
 
 import itertools
+import json
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -16,38 +18,8 @@ from grail_advantage.answers.expressions import find_matches
 from grail_advantage.answers.format import FORMATS, answer_format
 from tests.core.plain_answers import EXPRESSION, PLAIN, plain_boxes
 
-BY_HAND = (
-    ("boxed", rb"no box \boxed {1} \fbox{1} boxed{1} \boxed{4", []),
-    ("boxed", rb"a \boxed{\frac{1}{2}}.", [(2, 9, 20, 21)]),
-    ("boxed", rb"\boxed{1} or \boxed{}", [(0, 7, 8, 9), (13, 20, 20, 21)]),
-    ("boxed", rb"\boxed{ \boxed{1}", [(8, 15, 16, 17)]),
-    ("boxed", rb"\boxed{\boxed{1}}\boxed{2}", [(0, 7, 16, 17), (17, 24, 25, 26)]),
-    ("boxed", rb"}} \boxed{\{1,2\}}", [(3, 10, 17, 18)]),
-    ("boxed", rb"\\boxed{1}", [(1, 8, 9, 10)]),
-    ("boxed", rb"\boxed{\left\{ x \right.} }", [(0, 7, 24, 25)]),
-    ("boxed", rb"\boxed{1\\{2}} \boxed{3\}", [(0, 7, 13, 14)]),
-    ("boxed", b"\xff\\boxed{\xf0}", [(1, 8, 9, 10)]),
-    ("hashes", b"#### Step 1\n####42 ### 4 #### x #### \n7 #### -", []),
-    ("hashes", b"#### -1,000.5 apples\n##### 42", [(0, 5, 13, 13), (22, 27, 29, 29)]),
-    ("hashes", b"\xff#### 4\xe6", [(1, 6, 7, 7)]),
-    ("tag", b"<answer>4 <answer >5</answer > </answer", []),
-    ("tag", b"<answer></answer> <answer>4</answer>", [(0, 8, 8, 17), (18, 26, 27, 36)]),
-    ("tag", b"<answer>4 <answer>5</answer>", [(10, 18, 19, 28)]),
-    ("tag", b"<answer><answer>5</answer></answer>", [(0, 8, 26, 35)]),
-    ("tag", b"<|begin_of_box|>4<|end_of_box|>", [(0, 16, 17, 31)]),
-    ("tag", b"<answer><|begin_of_box|>4<|end_of_box|></answer>", [(0, 8, 39, 48)]),
-    ("tag", b"<answer>4<|end_of_box|>", []),
-    (EXPRESSION, "é Answer: ½.\nAnswer: ".encode(), [(3, 11, 13, 13), (15, 23, 23, 23)]),
-    (EXPRESSION, b"\xffAnswer: \xf0\x9f", [(1, 9, 11, 11)]),
-    (r"(?P<content>\d+) is it|never", b"4 is it, 5, never", [(0, 0, 1, 7)]),
-    (r"(?<=Answer: )(?P<content>\d+)", "½ Answer: 42".encode(), [(11, 11, 13, 13)]),
-    (r"Answer: (?=(?P<content>\d+))", "½ Answer: 42".encode(), [(3, 11, 13, 13)]),
-    (r"(?P<content>\d+) is it|never", b"never 4 is it", [(6, 6, 7, 13)]),
-    (r"(?<=(?P<content>\d\d): )x", "½ 42: x".encode(), [(3, 3, 5, 8)]),
-    (r"(?<=(?P<content>..))!", "é½!!".encode(), [(0, 0, 4, 5), (2, 2, 5, 6)]),
-    (r"(?P<content>)", b"empty matches are none", []),
-    (r"(?s)<a>(?P<content>.*?)</a>", b"<a>1\n2</a>", [(0, 3, 6, 10)]),
-)
+BY_HAND = list(map(json.loads, Path(__file__).with_name("boxes.jsonl").read_text().splitlines()))
+"""A format, a text with a character a byte, and start, content and end of each answer in it."""
 UNITS = {
     "boxed": [b"\\boxed{", b"boxed", b"{", b"}", b"\\"],
     "hashes": [b"####", b"#", b" ", b"-", b"4", b",", b"x"],
@@ -57,8 +29,10 @@ UNITS = {
 
 
 def test_by_hand() -> None:
-    for answer, text, boxes in BY_HAND:
-        assert list(answer_format(answer).find(text)) == boxes, (answer, text)
+    assert len(BY_HAND) == 30
+    for case in BY_HAND:
+        found = answer_format(case["answer"]).find(case["text"].encode("latin-1"))
+        assert list(map(list, found)) == case["boxes"], case
 
 
 @pytest.mark.parametrize("answer", PLAIN)

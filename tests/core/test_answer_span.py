@@ -3,6 +3,7 @@ joined are the response; and tokenizers, loaded as their checkpoints mean them."
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -49,58 +50,20 @@ def word_tokenizer(words: Iterable[str], decoder: Any = None) -> PreTrainedToken
     return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>", eos_token="<eos>")
 
 
-BOXED = [
-    # One piece at a time, the closing brace fused with what follows; a leading space and a split inside "boxed".
-    (["so ", "\\", "boxed", "{", "4", "2", "}$", "!"], "last", (1, 4, 6, 7)),
-    ([" \\", "box", "ed{", "42", "}"], "last", (0, 3, 4, 5)),
-    # Tokens with boundary and content bytes are content.
-    (["a", "\\boxed{4", "2}."], "last", (1, 1, 3, 3)),
-    (["\\boxed", "{\\", "frac", "{", "1", "}{", "2", "}}", "$"], "last", (0, 1, 8, 8)),
-    # Empty: the content comes before the token with the closing brace.
-    (["\\boxed", "{", "}", "."], "last", (0, 2, 2, 3)),
-    # Which one; unbalanced ones are skipped, whichever end one starts from; a box in a complete one is its content.
-    (["\\boxed{", "1", "}\\boxed{", "2", "}"], "first", (0, 1, 2, 3)),
-    (["\\boxed{", "1", "}\\boxed{", "2", "}"], "last", (2, 3, 4, 5)),
-    (["\\boxed{", "1", "\\boxed{", "2", "}"], "first", (2, 3, 4, 5)),
-    (["\\boxed{", "1", "}", "\\boxed{", "2"], "last", (0, 1, 2, 3)),
-    (["\\boxed{", "\\boxed{", "1", "}", "}"], "last", (0, 1, 4, 5)),
-    (["\\boxed{", "\\{", "1", "\\}", "}"], "last", (0, 1, 4, 5)),
-    # Special tokens cover nothing: no text of theirs, no break either, and a place by position.
-    (["\\", "<eos>", "boxed", "{", "<eos>", "4", "<eos>", "2", "<eos>", "}", "<eos>"], "last", (0, 5, 8, 10)),
-    (["<eos>", "\\boxed{", "<eos>", "}", "<eos>"], "last", (1, 3, 3, 4)),
-    # A run of tokens that do not matter to the format, at both ends of the content.
-    (["a", "b", "\\boxed{", "4", "2", ".", "7", "5", "}", "c"], "last", (2, 3, 8, 9)),
-    # Near misses.
-    (["\\", " ", "boxed", "{", "1", "}"], "last", None),
-    (["\\\\", "boxed", "{", "1", "}"], "last", (0, 3, 4, 5)),
-]
-OTHERS = [
-    ("hashes", ["so", "\n##", "##", " ", "-4", "2", "\n"], "last", (1, 4, 6, 6)),
-    # A token in between is no space; one that covers nothing is none either.
-    ("hashes", ["####", "so", "42"], "last", None),
-    ("hashes", ["####", "<eos>", " 4", "<eos>", "2\n"], "last", (0, 2, 5, 5)),
-    ("hashes", ["#### 1", " #### ", "2"], "first", (0, 0, 1, 1)),
-    ("hashes", ["#### 1", " #### ", "2"], "last", (1, 2, 3, 3)),
-    ("hashes", ["#### 1", "\n#### Step", " 2"], "last", (0, 0, 1, 1)),
-    ("tag", ["a<", "answer", ">", "4", "2", "</", "answer>", "."], "last", (0, 3, 5, 7)),
-    ("tag", ["<answer", ">4</", "answer>"], "last", (0, 1, 2, 3)),
-    ("tag", ["<answer>", "</answer>"], "last", (0, 1, 1, 2)),
-    ("tag", ["<answer>", "4", "</answer>", "<answer>", "5"], "last", (0, 1, 2, 3)),
-    (EXPRESSION, ["So", " Answer", ": ", "4", ".", "2"], "last", (1, 3, 4, 4)),
-    (EXPRESSION, ["So ", "Answer", ": "], "last", (1, 3, 3, 3)),  # no content, at the very end
-]
-BY_HAND = [("boxed", *case) for case in BOXED] + OTHERS
+BY_HAND = list(map(json.loads, Path(__file__).with_name("spans.jsonl").read_text(encoding="utf-8").splitlines()))
+"""A format, the texts of tokens, which answer, and its span in them."""
 
 
 @pytest.mark.parametrize("decoder", [None, decoders.Fuse()], ids=["no decoder", "fuse"])
 def test_spans_by_hand(decoder: Any) -> None:
-    for answer, tokens, which, expected in BY_HAND:
-        tokenizer = word_tokenizer(tokens, decoder)
-        ids = [tokenizer.get_vocab()[token] for token in tokens]
-        span = expected and AnswerSpan(*expected)
-        assert find_answer_span(ids, tokenizer, which, answer) == span, (answer, tokens)
-        if answer == "boxed":
-            assert find_answer_span(ids, tokenizer, which) == span, "the default"
+    assert len(BY_HAND) == 28
+    for case in BY_HAND:
+        tokenizer = word_tokenizer(case["tokens"], decoder)
+        ids = [tokenizer.get_vocab()[token] for token in case["tokens"]]
+        span = case["span"] and AnswerSpan(*case["span"])
+        assert find_answer_span(ids, tokenizer, case["which"], case["answer"]) == span, case
+        if case["answer"] == "boxed":
+            assert find_answer_span(ids, tokenizer, case["which"]) == span, "the default"
 
 
 def test_spelt_bytes_are_bytes_where_the_decoder_says_so() -> None:

@@ -1,8 +1,10 @@
-"""The methods that read old log-probabilities and entropies: by hand, against loops over random responses, and from a model."""
+"""The methods that read old log-probabilities and entropies, and the maps from scores to weights: by hand, against loops over
+random responses, and from a model."""
 
 from __future__ import annotations
 
 import math
+from fractions import Fraction
 from functools import cache
 from typing import Any
 
@@ -12,9 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from grail_advantage import AnswerSpan, Method, compute_token_weights
+from grail_advantage.maps import MAPS, count_of_share
 from grail_advantage.method import build
 from grail_advantage.methods.policy import EntropyBonus, HighEntropy, Probability, Stare, Steer, Surprisal
 from tests.core import plain_weights, reference
+from tests.core.common import MAPS as OURS
 from tests.core.common import few, weighed
 from tests.core.plain_weights import Row, batch_of, close, random_rows, weights_of
 from tests.core.tiny_models import END, ROLLOUTS, Rollout, char_tokenizer, encode, make_batch, plain_columns, tiny_model
@@ -86,13 +90,22 @@ def test_stare_takes_the_mean_entropy_as_the_loss_takes_it() -> None:
         close(weights_of(method, rows, mean=mean_of_row_means, extra=2), [[by_rows], [1] * 7])
 
 
-MAP = st.sampled_from(
-    [
-        *(("top", {"share": 0.2}), ("top", {"share": 0.4}), ("top", {"k": 1}), ("top", {"k": 3})),
-        *(("power", {"exponent": 1.5}), ("power", {"exponent": 2.0})),
-        *(("mean_ratio", {"beta": 0.1}), ("mean_ratio", {"beta": 2.0})),
-    ]
-)
+MAP_OPTIONS: dict[str, dict[str, list]] = {
+    "top": {"k": [1, 3], "share": [None, 0.2, 0.25, 0.4, 0.7, 1.0]},
+    "power": {"exponent": [0.5, 1.0, 1.5, 2.0, 3.5]},
+    "mean_ratio": {"beta": [0.1, 0.5, 1.0, 3.0]},
+    "bilevel": {
+        "quantile": [0.0, 0.25, 0.4, 0.63, 1.0],
+        "boost": [0.0, 1.0, 2.0],
+        "quantile_rule": ["linear", "sorted"],
+    },
+    "log_zscore": {
+        "weight_mean": [1.0, 2.0],
+        "weight_std": [0.5, 2.0],
+        "weight_min": [0.5, 0.9],
+        "weight_max": [2.5, 5.0],
+    },
+}
 ROWS_OPTIONS = {"gate": ["wrong", "correct", "all"], "statistics": ["reasoning", "response"]}
 OPTIONS: dict[str, dict[str, list]] = {
     "surprisal": ROWS_OPTIONS,
@@ -117,7 +130,7 @@ OPTIONS: dict[str, dict[str, list]] = {
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-@few(40)
+@few(60)
 @given(data=st.data(), seed=st.integers(0, 10_000), extra=st.integers(0, 2), normalize_mass=st.booleans())
 def test_against_loops(name: str, data: st.DataObject, seed: int, extra: int, normalize_mass: bool) -> None:
     """Responses of 0 to 14 tokens with and without answers, some with gaps, every other draw full of ties."""
@@ -127,13 +140,35 @@ def test_against_loops(name: str, data: st.DataObject, seed: int, extra: int, no
         options["normalize_mass"] = normalize_mass
     config, of_map = dict(options), {}
     if OPTIONS[name] is ROWS_OPTIONS:
-        options["reshaper"], of_map = data.draw(MAP)
+        options["reshaper"] = data.draw(st.sampled_from(OURS))
+        of_map = {key: data.draw(st.sampled_from(values)) for key, values in MAP_OPTIONS[options["reshaper"]].items()}
+        of_map |= {"k": 1} if of_map.get("share") else {}
         config = options | {"reshaper_options": of_map}
     method = build(name, config)
     got = weights_of(method, rows, extra=extra)
-    close(got, plain_weights.METHODS[name](rows, **options, **of_map))
+    close(got, plain_weights.METHODS[name](rows, **options, **of_map), 1e-5)
     if name not in ("high_entropy", "stare", "steer"):
         assert got == [weights_of(method, [row])[0] for row in rows], "a response weighs the same alone"
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_equal_scores_weigh_one_and_batches_of_nothing_have_their_shape(name: str) -> None:
+    """A rounding error of 1e-6 in a mean log would show: divided by sqrt(1e-8) it moves the weight by 0.005."""
+    for length in (1, 10, 4096):
+        for score in (0.0, 1e-6, 0.3):
+            scores = torch.full((1, length), score, dtype=torch.float64)
+            weights = MAPS[name].function(scores, torch.ones_like(scores).bool()).values
+            assert name == "top" or weights[0].tolist() == pytest.approx([1.0] * length, abs=1e-6)
+    for shape in ((0, 4), (3, 0), (0, 0)):
+        assert MAPS[name].function(torch.zeros(shape), torch.zeros(shape, dtype=torch.bool)).values.shape == shape
+
+
+def test_a_share_that_is_a_whole_number_in_decimals_is_that_number() -> None:
+    assert math.ceil(0.07 * 100) == 8  # what a product of floats makes of 7
+    counts = torch.arange(0, 501)
+    for hundredths in range(1, 101):
+        expected = [max(1, math.ceil(Fraction(hundredths, 100) * count)) for count in range(501)]
+        assert count_of_share(hundredths / 100, counts).tolist() == expected, hundredths
 
 
 SETTINGS: list[tuple[str, dict[str, Any]]] = [

@@ -19,6 +19,7 @@ import torch
 from grail_advantage import AnswerSpan, Method, Rollouts, compute_token_weights
 from grail_advantage.data import ENTROPY, OLD_LOG_PROBS, Example, Weighed, joined
 from grail_advantage.method import build, methods
+from grail_advantage.metrics import OF_WEIGHTS
 from tests.core import plain_weights, reference
 from tests.core.common import METHODS, rollouts_of, weighed
 from tests.core.plain_weights import Row, close
@@ -80,6 +81,7 @@ def case(rows: int = len(ADVANTAGES), tokens: int = TOKENS, *, gap: bool = False
 def run(name: str, of: Case, **options: Any) -> Weighed:
     w = weighed(method_of(name, **options), *of)
     assert all(math.isfinite(value) for value in w.metrics.values()), w.metrics
+    assert methods()[name].gives == "weights" or not set(OF_WEIGHTS) & set(w.metrics)
     return w
 
 

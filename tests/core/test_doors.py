@@ -242,6 +242,16 @@ def test_a_response_without_a_token_before_it_is_refused() -> None:
     assert len(Rollouts(**given | {"responses": [torch.ones(3).long(), nothing]})) == 2
 
 
+@pytest.mark.parametrize("name", ["turn_rloo", "gigpo", "step_values", "shear", "rlsd"])
+def test_what_a_method_reads_is_asked_for(name: str) -> None:
+    config = build(name)
+    given = valid_weights() | {"config": config, "fields": {"tool_rewards": [[]] * 3}}
+    of_turns = {"fields"} if "rewards" in config.reads else set()
+    for missing in config.reads & {"groups", "rewards", "examples"} | of_turns:
+        with pytest.raises(ValueError, match=name):
+            compute_token_weights(**given | {missing: None})
+
+
 PASSES = [Grail(gate="all"), Oar("perturbation"), build("surprisal", {"gate": "all", "statistics": "response"})]
 """With gradients, of made-up sequences, of the policy's log-probabilities."""
 RIGHT = make_batch([ROLLOUTS["right"]])

@@ -74,59 +74,41 @@ def test_the_snippets_of_the_page_run(tmp_path: Path, monkeypatch: pytest.Monkey
             assert names(scope["receipt"].findings) == ([] if divided == 1 else ["scaled"])
 
 
-@pytest.mark.parametrize("kind", ["reinforce", "sapo", "clip", "dual", "delta 1.1", "delta 1.6"])
-def test_what_a_token_should_receive_is_the_slope_of_its_loss(kind: str) -> None:
-    """By differences of a loss written down by hand."""
-
-    def by_hand(ratio: float, advantage: float) -> float:
-        tau = 1.0 if advantage > 0 else 1.05
-        bounded = max(-advantage * ratio, -advantage * min(max(ratio, 0.8), 1.3))
-        dual = min(bounded, -advantage * 1.6) if advantage < 0 else bounded
-        gate = -4 / tau / (1 + math.exp(-tau * (ratio - 1))) * advantage
-        known = {"reinforce": -advantage * math.log(ratio), "sapo": gate, "clip": bounded, "dual": dual}
-        for delta in (1.1, 1.6):  # of TRL, below and above what it clips
-            known[f"delta {delta}"] = max(-advantage * min(ratio, delta), -advantage * min(max(ratio, 0.8), 1.3))
-        return known[kind]
-
-    trl, ratios = {"epsilon": 0.2, "epsilon_high": 0.3}, {"clip_ratio_low": 0.2, "clip_ratio_high": 0.3}
-    loss = {
-        "reinforce": verl_loss("gpg", "token-sum"),
-        "sapo": trl_loss("sapo"),
-        "clip": trl_loss("grpo", **trl),
-        "delta 1.1": trl_loss("grpo", **trl, delta=1.1),
-        "delta 1.6": trl_loss("grpo", **trl, delta=1.6),
-        "dual": verl_loss("vanilla", "token-sum", **ratios, clip_ratio_c=1.6),
-    }[kind]
-    mask = torch.ones(1, 1, dtype=torch.bool)
-    for ratio in (0.5, 0.79, 0.81, 1.0, 1.29, 1.31, 1.59, 1.61, 2.5):
-        for advantage in (1.7, -0.6):
-            step = 1e-4
-            slope = (by_hand(ratio * (1 + step), advantage) - by_hand(ratio * (1 - step), advantage)) / (2 * step)
-            batch = Batch(torch.full((1, 1), advantage), mask, torch.full((1, 1), -2.0), on_policy=False)
-            one = torch.tensor([[ratio]], dtype=torch.float64).log() - 2.0
-            piece = Piece(torch.tensor([0]), one, torch.full((1, 1), slope, dtype=torch.float64))
-            receipt = check(batch, replace(loss, aggregation="token-sum", over="update"), [piece])
-            assert receipt.received_BT.item() == pytest.approx(-slope)
-            assert receipt.expected_UBT.item() == pytest.approx(-slope, rel=1e-3, abs=1e-6), (ratio, advantage)
-            assert bool(receipt.clipped_BT) == (slope == 0)
+RATIOS, EPSILONS = {"clip_ratio_low": 0.2, "clip_ratio_high": 0.3}, {"epsilon": 0.2, "epsilon_high": 0.3}
+LOSSES = {
+    "reinforce": verl_loss("gpg", "token-mean"),
+    "sapo": trl_loss("sapo"),
+    "clip": trl_loss("grpo", **EPSILONS),
+    "dual": verl_loss("vanilla", "token-mean", **RATIOS, clip_ratio_c=1.6),
+    "delta 1.1": trl_loss("grpo", **EPSILONS, delta=1.1),
+    "delta 1.6": trl_loss("grpo", **EPSILONS, delta=1.6),
+    "cispo": verl_loss("cispo", "token-mean", **RATIOS, kl="k3", kl_coef=0.1),
+}
 
 
-@pytest.mark.parametrize("name", ["vanilla", "cispo"])
-def test_a_loss_as_a_function_is_the_second_opinion_of_the_formula(name: str) -> None:
-    options = {"clip_ratio_c": 1.6} if name == "vanilla" else {"kl": "k3", "kl_coef": 0.1}
-    loss = verl_loss(name, "token-mean", clip_ratio_low=0.2, clip_ratio_high=0.3, **options)
+@pytest.mark.parametrize("name", LOSSES)
+def test_what_a_token_should_receive_is_the_slope_of_its_loss(name: str) -> None:
+    """By autograd, of a loss written down by hand: in the loop, and as a function in place of a formula."""
 
     def function(t: Tokens) -> torch.Tensor:
-        ratio = (t.log_probs - t.old).exp()
-        if name == "cispo":
-            gap = t.ref - t.log_probs
-            policy = ratio.clamp(0.8, 1.3).detach() * t.advantages * t.log_probs * t.weights
-            return 0.1 * (gap.exp() - gap - 1) - policy
-        objective = torch.minimum(ratio * t.advantages, ratio.clamp(0.8, 1.3) * t.advantages)
-        return -torch.where(t.advantages < 0, torch.maximum(objective, 1.6 * t.advantages), objective) * t.weights
+        ratio, advantages, gap = (t.log_probs - t.old).exp(), t.advantages, t.ref - t.log_probs
+        tau = torch.where(advantages > 0, 1.0, 1.05)
+        clipped = torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.3) * advantages)
+        known = {
+            "reinforce": advantages * t.log_probs,
+            "sapo": 4 / tau * torch.sigmoid(tau * (ratio - 1)) * advantages,
+            "clip": clipped,
+            "dual": torch.where(advantages < 0, torch.maximum(clipped, 1.6 * advantages), clipped),
+            "cispo": ratio.clamp(0.8, 1.3).detach() * advantages * t.log_probs,
+        }
+        for delta in (1.1, 1.6):  # below and above what it clips
+            of_delta = ratio.clamp(max=delta) * advantages
+            known[f"delta {delta}"] = torch.minimum(of_delta, ratio.clamp(0.8, 1.3) * advantages)
+        return (0.1 * (gap.exp() - gap - 1) if name == "cispo" else 0.0) - known[name] * t.weights
 
+    loss = replace(LOSSES[name], aggregation="token-mean", over="update")
     for seed in range(3):
-        given = rollout(seed, epochs=3, weights=True, token_advantages=bool(seed % 2))
+        given = rollout(seed, epochs=3, drift=0.5, weights=True, token_advantages=bool(seed % 2))
 
         def value(m: Any) -> torch.Tensor:
             tokens = Tokens(m.advantages, m.weights, m.mask, m.log_probs, m.old, m.ref)
@@ -134,7 +116,9 @@ def test_a_loss_as_a_function_is_the_second_opinion_of_the_formula(name: str) ->
 
         pieces = train(given, value)
         by_formula, by_function = (check(given.batch, of, pieces) for of in (loss, Loss(name, function)))
-        assert by_formula.findings == by_function.findings == () and by_formula.clipped > 0
+        assert by_formula.findings == by_function.findings == () and (
+            by_formula.clipped or name in ("reinforce", "sapo")
+        )
         torch.testing.assert_close(by_formula.expected_UBT, by_function.expected_UBT, equal_nan=True)
         halved = [replace(piece, gradient_bT=piece.gradient_bT / 2) for piece in pieces]
         assert names(check(given.batch, Loss(name, function), halved).findings) == ["scaled"]

@@ -6,7 +6,6 @@ import math
 import random
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -14,42 +13,21 @@ import pytest
 import regex
 import torch
 
-from grail_advantage import Method, Rollouts, compute_token_weights
+from grail_advantage import Method, Rollouts
 from grail_advantage.answers.text import decode_pieces
 from grail_advantage.methods.text import Pattern, StepValues, cut, matched, result
-from grail_advantage.metrics import OF_WEIGHTS
-from tests.core.common import rollouts_of, weighed
+from tests.core.common import weighed
 from tests.core.plain_weights import close
-from tests.core.tiny_models import END_ID, Rollout, char_tokenizer, encode, make_batch, tiny_model
+from tests.core.test_turns import Talk, batch_of, of_rows, token_advantages
+from tests.core.tiny_models import END, END_ID
 
 
-@dataclass(eq=False)
-class Said:
-    """A response of one character a token."""
-
-    advantage: float
-    text: str
-    group: int = 0
-    masked: bool = False
+def said(advantage: float, text: str, group: int = 0, masked: bool = False) -> Talk:
+    """A response of one turn, which ends."""
+    return Talk([text + END], [], [], advantage, group, masked, advantage)
 
 
-def batch_of(rows: Sequence[Said], trained: Sequence[Sequence[bool]] = ()) -> Rollouts:
-    ids = [[*encode(row.text), END_ID] for row in rows]
-    mask = [[*(of or [True] * len(row.text)), True] for of, row in zip(trained or [()] * len(rows), rows, strict=True)]
-    parts = {"groups": torch.tensor([row.group for row in rows]), "masked": torch.tensor([row.masked for row in rows])}
-    r = rollouts_of(ids, [row.advantage for row in rows], mask, **parts)
-    return replace(r, written=torch.tensor([[place < len(of) for place in range(r.mask.shape[1])] for of in ids]))
-
-
-def of_rows(values: torch.Tensor, r: Rollouts) -> list[list[float]]:
-    return [row[wrote].tolist() for row, wrote in zip(values, r.written, strict=True)]
-
-
-def token_advantages(method: Method, r: Rollouts) -> list[list[float]]:
-    return of_rows(weighed(method, r).advantages, r)
-
-
-SUMS = [Said(1.0, "3+4=7, 7*2= $1,400.50."), Said(-1.0, "3+4=8 then 8="), Said(0.5, "none here"), Said(0.0, "1=1")]
+SUMS = [said(1.0, "3+4=7, 7*2= $1,400.50."), said(-1.0, "3+4=8 then 8="), said(0.5, "none here"), said(0.0, "1=1")]
 RIGHT, WRONG, NONE, UNTRAINED = "....#.......#########..", "....#.........", "." * 10, "1" * 4
 PICTURES: list[tuple[dict[str, Any], list[str]]] = [
     ({}, [RIGHT, WRONG.replace("#", "."), NONE, UNTRAINED]),
@@ -69,7 +47,7 @@ def test_what_matches_is_inside() -> None:
 
 
 def test_an_expression_that_takes_too_long_leaves_the_row_as_it_is() -> None:
-    w = weighed(Pattern(expression="(a|aa)+$"), batch_of([Said(1.0, "a" * 60 + "b"), Said(1.0, "baa")]))
+    w = weighed(Pattern(expression="(a|aa)+$"), batch_of([said(1.0, "a" * 60 + "b"), said(1.0, "baa")]))
     assert w.failed.tolist() == [True, False]
     assert w.weights[0].tolist() == [1.0] * 62 and w.weights[1, :4].tolist() == [0.0, 1.0, 1.0, 0.0]
 
@@ -88,16 +66,16 @@ def test_a_token_with_the_first_bytes_of_a_character_that_matches_is_inside() ->
 STEPS = StepValues(separator=";+")  # the tokenizer has no line feed
 
 
-def plain_step_values(rows: Sequence[Said], shrink: float) -> list[list[float]]:
+def plain_step_values(rows: Sequence[Talk], shrink: float) -> list[list[float]]:
     """Over characters, with sums over all pairs of responses."""
-    steps_of = {id(row): re.findall(r"[^;]*;+|[^;]+$", row.text) or [""] for row in rows}
+    steps_of = {id(row): re.findall(r"[^;]*;+|[^;]+$", row.text.removesuffix(END)) or [""] for row in rows}
     used = [row for row in rows if not row.masked and math.isfinite(row.advantage)]
 
     def state(line: str) -> Any:
         numbers = re.findall(r"-?[0-9]+", line)
         return int(numbers[-1]) if numbers else " ".join(line.split())
 
-    def value(row: Said, place: int) -> float:
+    def value(row: Talk, place: int) -> float:
         if place == len(steps_of[id(row)]) - 1:
             return row.advantage
         others = [(of, steps_of[id(of)]) for of in used if of.group == row.group]
@@ -111,7 +89,7 @@ def plain_step_values(rows: Sequence[Said], shrink: float) -> list[list[float]]:
         for place, step in enumerate(steps_of[id(row)] if row in used else ()):
             out += [value(row, place) - before] * len(step)
             before = value(row, place)
-        advantages.append([*out, out[-1] if out else row.advantage] if row in used else [0.0] * (len(row.text) + 1))
+        advantages.append([*out, out[-1] if out else row.advantage] if row in used else [0.0] * len(row.written))
     return advantages
 
 
@@ -123,14 +101,14 @@ def test_step_values_against_loops(seed: int) -> None:
         steps = [draw.choice(["1=-2", "so 3", "say", "say it", "4"]) for _ in range(draw.randint(1, 4))]
         text = "".join(step + draw.choice([";", ";;"]) for step in steps).rstrip(";" * draw.randint(0, 1))
         advantage = draw.choice([0.0, 0.5, 1.25, -0.75, *([math.nan, -math.inf] if seed % 2 else [])])
-        rows.append(Said(advantage, text, group, masked=draw.random() < 0.15))
+        rows.append(said(advantage, text, group, masked=draw.random() < 0.15))
     for shrink in (1.0, 0.0, 2.5):
         advantages = token_advantages(StepValues(separator=";+", shrink=shrink), batch_of(rows))
         close(advantages, plain_step_values(rows, shrink), 1e-5)
 
 
 def test_a_token_without_text_belongs_to_the_step_before_it() -> None:
-    r = batch_of([Said(0.5, "1;aa"), Said(-0.5, "2;bb")])
+    r = batch_of([said(0.5, "1;aa"), said(-0.5, "2;bb")])
     r.responses[0][2] = END_ID  # where the second step begins
     first, second = 0.5 / 2, 0.5 - 0.5 / 2
     assert token_advantages(STEPS, r)[0] == pytest.approx([first, first, first, second, second])
@@ -146,7 +124,7 @@ def test_no_method_trains_a_masked_row() -> None:
         def scores(self, r: Rollouts, of_pass: torch.Tensor | None) -> torch.Tensor:
             return torch.ones(r.mask.shape)
 
-    advantages = token_advantages(Careless(), batch_of([Said(0.5, "a"), Said(-0.5, "b", masked=True)]))
+    advantages = token_advantages(Careless(), batch_of([said(0.5, "a"), said(-0.5, "b", masked=True)]))
     assert advantages == [[1.0, 1.0], [0.0, 0.0]]
 
 
@@ -158,19 +136,3 @@ RESULTS = {
 
 def test_results() -> None:
     assert {step: result(step) for step in RESULTS} == RESULTS
-
-
-def weigh(rows: Sequence[Said], method: Method, **given: Any) -> Any:
-    batch = make_batch([Rollout("Two?", f"{row.text}<end>", row.advantage) for row in rows], "both", extra=2)
-    return compute_token_weights(tiny_model(layers=1), char_tokenizer(), *batch.tensors(), method, **given), batch
-
-
-def test_token_ids_come_from_the_batch_and_groups_are_asked_for() -> None:
-    rows = [Said(0.5, "2+3=5;5*2=10;10"), Said(0.5, "2+3=5;10"), Said(-0.5, "2+3=6;12;12"), Said(-0.5, "2+3=5;no")]
-    found, batch = weigh(rows, STEPS, groups=torch.zeros(4, dtype=torch.int64))
-    close(batch.of_responses(found.advantages), plain_step_values(rows, 1.0))
-    inside = batch.response_mask.bool()
-    assert all(map(math.isfinite, found.stats.values())) and not set(OF_WEIGHTS) & set(found.stats)
-    assert bool((found.advantages[~inside] == 0).all()) and torch.equal(found.weights, inside.float())
-    with pytest.raises(ValueError, match="step_values reads groups"):
-        weigh(rows, STEPS)

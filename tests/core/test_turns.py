@@ -1,5 +1,5 @@
-"""Credit by turn: turns in the mask, rewards by turn, each method against loops over plain lists, and what docs/turns.md has:
-examples, and lines for SkyRL and verifiers on objects with the fields of theirs."""
+"""Credit by turn: turns in the mask, rewards by turn, each method against loops over plain lists, and the lines for SkyRL and
+verifiers of docs/turns.md on objects with the fields of theirs."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ import numpy as np
 import pytest
 import torch
 
-from grail_advantage import Method, Rollouts, compute_token_weights, turn_advantages, turns_to_tokens
+from grail_advantage import Method, Rollouts, turn_advantages, turns_to_tokens
 from grail_advantage.method import build
 from tests.core.common import rollouts_of, weighed
 from tests.core.plain_weights import close
-from tests.core.tiny_models import Rollout, char_tokenizer, encode, make_batch, tiny_model
+from tests.core.tiny_models import encode
 from tests.documentation import ROOT
 
 NAN = math.nan
 
 
-@dataclass
+@dataclass(eq=False)
 class Talk:
     """A response: its turns, with what was said between two of them."""
 
@@ -45,7 +45,7 @@ class Talk:
         for place, said in reversed(list(enumerate(self.said))):
             pieces.insert(place + 1, (said, False))
         self.text = "".join(text for text, _ in pieces)
-        self.written = [wrote for text, wrote in pieces for _ in text]
+        self.written = [wrote for text, wrote in pieces for _ in encode(text)]
 
 
 def batch_of(talks: Sequence[Talk], **parts: Any) -> Rollouts:
@@ -59,9 +59,13 @@ def batch_of(talks: Sequence[Talk], **parts: Any) -> Rollouts:
     return rollouts_of(ids, advantages, [talk.written for talk in talks], **known | parts)
 
 
-def token_advantages(method: Method, r: Rollouts) -> list[list[float]]:
+def of_rows(values: torch.Tensor, r: Rollouts) -> list[list[float]]:
     """Of the tokens that the model wrote."""
-    return [row[wrote].tolist() for row, wrote in zip(weighed(method, r).advantages, r.written, strict=True)]
+    return [row[wrote].tolist() for row, wrote in zip(values, r.written, strict=True)]
+
+
+def token_advantages(method: Method, r: Rollouts) -> list[list[float]]:
+    return of_rows(weighed(method, r).advantages, r)
 
 
 def talks_of(seed: int, *, masked: bool = False) -> list[Talk]:
@@ -176,28 +180,6 @@ def test_methods_and_plain_lists_against_loops(name: str) -> None:
                 assert not any(value for value, wrote in of_tokens if not wrote)
 
 
-@each
-def test_through_the_plain_host(name: str) -> None:
-    """The mask has gaps where a tool spoke."""
-    talks = talks_of(9)
-    batch = make_batch([Rollout("Two?", talk.text, talk.advantage) for talk in talks], "both", extra=2)
-    mask = torch.zeros_like(batch.response_mask)
-    mask[batch.response_mask.bool()] = torch.tensor([wrote for talk in talks for wrote in talk.written]).long()
-    inputs, r = (batch.input_ids, batch.attention_mask, mask, batch.advantages), batch_of(talks)
-    known = {"groups": r.groups, "fields": dict(r.fields), "rewards": r.rewards}
-
-    def run(**given: Any) -> Any:
-        return compute_token_weights(tiny_model(layers=1), char_tokenizer(), *inputs, build(name), **known | given)
-
-    result = run()
-    found = [row[of == 1].tolist() for row, of in zip(result.advantages, mask, strict=True)]
-    close(found, plain(name, talks), 1e-5)
-    assert not result.advantages[mask == 0].any() and all(map(math.isfinite, result.stats.values()))
-    for missing in ("rewards", "fields", "groups"):
-        with pytest.raises(ValueError, match=name):
-            run(**{missing: None})
-
-
 THREE = Talk(["a", "b", "c"], ["x", "y"], [1.0, 2.0], 8.0)
 ALIGNED: dict[str, tuple[Any, dict[str, Any], list[float]]] = {
     "one for each answered call": ([1.0, 2.0], {}, [11, 10, 8]),
@@ -266,20 +248,19 @@ def parts_of(talk: Talk, draw: random.Random) -> list[Talk]:
 
 
 @each
-@pytest.mark.parametrize("given", ["by row", "with the last row"])
-def test_a_session_of_several_responses_is_one_conversation(name: str, given: str) -> None:
-    """In any order in the batch; only the last one's reward counts. A first turn of a further row has no observation."""
+def test_a_session_of_several_responses_is_one_conversation(name: str) -> None:
+    """In any order in the batch; only the last one's reward counts. A first turn of a further row has no observation. Each row
+    has its turns' rewards, or the last one all of them."""
     draw = random.Random(name)
-    for seed in range(3):
+    for seed in range(4):
         talks, rows, sessions = talks_of(seed), [], []
         for number, talk in enumerate(talks):
             parts = parts_of(talk, draw)
             whole = [reward for part in parts for reward in part.rewards]
-            for place, part in enumerate(parts):
-                if given == "with the last row":
-                    part.rewards = whole if part is parts[-1] else None
-                rows.append(part)
-                sessions.append((number, place))
+            for part in parts if seed % 2 else ():
+                part.rewards = whole if part is parts[-1] else None
+            rows += parts
+            sessions += [(number, place) for place in range(len(parts))]
         order = draw.sample(range(len(rows)), len(rows))
         r = batch_of([rows[place] for place in order], sessions=[sessions[place] for place in order])
         by_place = dict(zip(order, token_advantages(build(name), r), strict=True))
@@ -309,22 +290,21 @@ def test_a_response_with_advantage_0_may_have_turns_that_train() -> None:
     assert weighed(method, batch_of(talks)).selected.tolist() == [False, False]
 
 
-def _function(name: str) -> Any:
+def _function(file: str, name: str) -> Any:
     found: dict[str, Any] = {}
-    exec((ROOT / f"examples/turns/for_{name}.py").read_text(encoding="utf-8"), found)
-    return next(value for key, value in found.items() if key in ("skyrl_advantages", "credit"))
+    exec((ROOT / f"examples/turns/for_{file}.py").read_text(encoding="utf-8"), found)
+    return found[name]
 
 
 def test_lines_for_skyrl() -> None:
     """One row a conversation, and one row a turn: the same advantages."""
     first, second = (SimpleNamespace(instance_id="p", repetition_id=number) for number in range(2))
-
-    def credit(rewards: list[list[float]], loss_masks: list[list[int]], ids: list[Any]) -> Any:
-        return _function("skyrl")({"rewards": rewards, "loss_masks": loss_masks, "trajectory_ids": ids})
-
-    whole = credit([[0.0, 0.5, 0.0, 0.0, 1.0], [0.0, 0.25]], [[1, 1, 0, 1, 1], [1, 1]], [first, second])
+    credit, names = _function("skyrl", "skyrl_advantages"), ("rewards", "loss_masks", "trajectory_ids")
+    rewards, masks = [[0.0, 0.5, 0.0, 0.0, 1.0], [0.0, 0.25]], [[1, 1, 0, 1, 1], [1, 1]]
+    whole = credit(dict(zip(names, (rewards, masks, [first, second]), strict=True)))
     assert whole == [[1.25, 1.25, 0.0, 0.75, 0.75], [-1.25, -1.25]]
-    by_step = credit([[0.0, 0.5], [0.0, 1.0], [0.0, 0.25]], [[1, 1]] * 3, [first, first, second])
+    rewards = [[0.0, 0.5], [0.0, 1.0], [0.0, 0.25]]
+    by_step = credit(dict(zip(names, (rewards, [[1, 1]] * 3, [first, first, second]), strict=True)))
     assert by_step == [[1.25, 1.25], [0.75, 0.75], [-1.25, -1.25]]
 
 
@@ -337,7 +317,7 @@ def test_lines_for_verifiers() -> None:
         return SimpleNamespace(info={"turn_rewards": rewards}, reward=outcome, nodes=nodes)
 
     traces = [trace([0.5, None], 1.0, [[False, True, True], [False, True]]), trace([[0.0, 0.25]], 0.0, [[True]])]
-    _function("verifiers")(traces, ["p", "p"])
+    _function("verifiers", "credit")(traces, ["p", "p"])
     first, second = turn_advantages([[0.5, None], [0.25]], [1.0, 0.0], ["p", "p"])
     assert [node.advantages for node in traces[0].nodes] == [None, [first[0]] * 2, None, [first[1]], None]
     assert [node.advantages for node in traces[1].nodes] == [None, second, None]
