@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
-from tests.core.plain_maps import MAPS, to_mass
+from tests.core.plain_weights import MAPS, to_mass
 
 PRESETS: dict[str, dict] = {
     "official": {

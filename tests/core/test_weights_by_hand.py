@@ -38,10 +38,6 @@ class Doubled(Method):
         return Weights(2 * scores, lowest=2.0, highest=6.0, elsewhere=0.5)
 
 
-class WithMass(Doubled):
-    normalize_mass: bool = True
-
-
 class Advantages(Method):
     """Scores that are advantages."""
 
@@ -86,23 +82,6 @@ def test_weights_before_the_answer_and_elsewhere() -> None:
     for elsewhere in (0.0, 1.0, 2.0):
         w = run(torch.ones(4, 4), FOUR, CHOSEN, **maps_to(torch.full((4, 4), 3.0), elsewhere=elsewhere))
         assert w.weights[0].tolist() == [3.0, 3.0, elsewhere, elsewhere]
-
-
-def test_a_rows_weights_sum_to_the_number_of_its_tokens() -> None:
-    w = run(SCORES, FOUR, CHOSEN, WithMass)
-    torch.testing.assert_close(w.weights[0], torch.tensor([2.0, 6.0, 0.5, 0.5]) * 4 / 9)
-    assert w.weights[1:].tolist() == ONES
-    r, scores = rollouts([2, 4, 3], [None] * 3, [1.0] * 3), [[0.1, 0.1, NAN, NAN], [0.0] * 4, [1.0, 2.0, 3.0, NAN]]
-    w = weighed(WithMass(statistics="response"), r, torch.tensor(scores))
-    torch.testing.assert_close(w.weights, torch.tensor([[1.0, 1.0, 0.0, 0.0], [0.0] * 4, [0.5, 1.0, 1.5, 0.0]]))
-    assert torch.equal(run(SCORES, FOUR, [False] * 4, WithMass).weights, FOUR.mask.float())
-
-
-def test_answers_of_two_rows() -> None:
-    """Of the first the boundary has weight 1 and the content 5, the second is outside the gate."""
-    r = rollouts([4, 4], [AnswerSpan(1, 2, 3, 4)] * 2, [-1.0, 1.0])
-    w = weighed(Grail("official", content_outside_gate=False), r, torch.full((2, 4), 2.0))
-    assert w.weights.tolist() == [[1.0, 1.0, 5.0, 1.0], [1.0] * 4]
 
 
 def test_what_a_map_may_give() -> None:
