@@ -1,27 +1,24 @@
 """The methods that read old log-probabilities and entropies, and the maps from scores to weights: by hand, against loops over
-random responses, and from a model."""
+random responses. That a model's columns are its own: ``test_doors.py``."""
 
 from __future__ import annotations
 
 import math
 from fractions import Fraction
-from functools import cache
-from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grail_advantage import AnswerSpan, Method, compute_token_weights
+from grail_advantage import AnswerSpan, Method
 from grail_advantage.maps import MAPS, count_of_share
 from grail_advantage.method import build
 from grail_advantage.methods.policy import EntropyBonus, HighEntropy, Probability, Stare, Steer, Surprisal
-from tests.core import plain_weights, reference
+from tests.core import plain_weights
 from tests.core.common import MAPS as OURS
 from tests.core.common import few, weighed
 from tests.core.plain_weights import Row, batch_of, close, random_rows, weights_of
-from tests.core.tiny_models import END, ROLLOUTS, Rollout, char_tokenizer, encode, make_batch, plain_columns, tiny_model
 
 NAN, HALF, LOW = math.nan, math.log(0.5), 0.125
 """The last is an entropy below the threshold of `stare`."""
@@ -169,35 +166,3 @@ def test_a_share_that_is_a_whole_number_in_decimals_is_that_number() -> None:
     for hundredths in range(1, 101):
         expected = [max(1, math.ceil(Fraction(hundredths, 100) * count)) for count in range(501)]
         assert count_of_share(hundredths / 100, counts).tolist() == expected, hundredths
-
-
-SETTINGS: list[tuple[str, dict[str, Any]]] = [
-    ("entropy_bonus", {}),
-    ("surprisal", {"reshaper": "power", "gate": "all", "statistics": "response", "normalize_mass": True}),
-    ("stare", {"threshold": 100.0, "variant": "C2"}),
-]
-ROWS = [*ROLLOUTS.values(), Rollout("And?", r"So \boxed{1}", 0.0), Rollout("One token?", "7", 1.0)]
-
-
-@cache
-def columns_by_hand(temperature: float) -> list[Row]:
-    """Through a float64 copy of the model."""
-    model, rows = tiny_model("qwen3").double(), []
-    for rollout in ROWS:
-        columns = plain_columns(model, encode(rollout.prompt), encode(rollout.response), temperature)
-        spans = reference.boxed_spans(rollout.response.removesuffix(END))
-        rows.append(Row(rollout.advantage, *columns, AnswerSpan(*spans[-1]) if spans else None))
-    return rows
-
-
-@pytest.mark.parametrize(("name", "options"), SETTINGS)
-def test_columns_come_from_the_model_where_they_are_not_given(name: str, options: dict) -> None:
-    rows, batch = columns_by_hand(0.7), make_batch(ROWS, "both", extra=2)
-    log_probs = torch.full(batch.input_ids.shape, NAN)
-    log_probs[batch.response_mask.bool()] = torch.tensor([value for row in rows for value in row.log_probs])
-    for known in ({}, {"old_log_probs": log_probs}):  # neither of the two given, and the other computed
-        arguments = (tiny_model("qwen3"), char_tokenizer(), *batch.tensors(), build(name, options))
-        result = compute_token_weights(*arguments, temperature=0.7, **known)
-        close(batch.of_responses(result.weights), plain_weights.METHODS[name](rows, **options), 2e-4)
-        assert bool((result.weights[~batch.response_mask.bool()] == 0).all())
-        assert result.spans == [row.span for row in rows]

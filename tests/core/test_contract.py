@@ -240,6 +240,7 @@ def test_numbers_that_under_and_overflow(name: str) -> None:
                 assert row[scored].unique().numel() <= 1, extreme
 
 
+OTHERS = [Rollout("Half?", rf"It is \boxed{{{number}}}", 0.5 - number % 2) for number in range(4, 8)]
 LONG = 32_768
 EXACT = ("entropy", "high_entropy", "entropy_bonus", "probability", "grail")
 """Methods whose plain computation takes no square of the time."""
@@ -265,14 +266,6 @@ def test_rows_of_32768_tokens(name: str) -> None:
         torch.testing.assert_close(w.weights[row, : len(weights)], torch.tensor(weights), rtol=1e-5, atol=1e-6)
 
 
-WHOLE = [
-    Rollout("Four?", r"Say it \boxed{4} then", -1.0),
-    Rollout("Four?", r"It is \boxed{5}", 0.5),
-    Rollout("Half?", r"\boxed{4} no, so \boxed{0.5} or", -0.5),
-    Rollout("Half?", r"So \boxed{7}.<end>", 0.5),
-]
-
-
 @weighing
 def test_nan_logits_in_one_row(name: str) -> None:
     """Of a prompt with two more responses, so that a method that compares the responses of a prompt has others to compare."""
@@ -281,7 +274,7 @@ def test_nan_logits_in_one_row(name: str) -> None:
         model.model.embed_tokens.weight[CHARACTERS.index("~")] = NAN
 
     def weigh(first: Rollout) -> tuple[list[list[float]], dict[str, float]]:
-        batch, given = make_batch([first, *WHOLE]), {"groups": torch.arange(5) // 2, "examples": [ASKED] * 5}
+        batch, given = make_batch([first, *OTHERS]), {"groups": torch.arange(5) // 2, "examples": [ASKED] * 5}
         found = compute_token_weights(model, with_template(), *batch.tensors(), method_of(name), **given)
         assert all(map(math.isfinite, found.stats.values())), found.stats
         return batch.of_responses(found.weights), found.stats

@@ -299,18 +299,23 @@ def test_a_model_with_other_positions_is_refused(kind: str) -> None:
             compute_token_weights(model, char_tokenizer(), *RIGHT.tensors(), method)
 
 
-def surprisal(model: nn.Module) -> list[float]:
+def surprisal(model: nn.Module, temperature: float = 1.0) -> list[float]:
+    """From the model, as the entropies: both are compared with those of all logits."""
     inside = RIGHT.response_mask[0].bool()
     prompt, response = (RIGHT.input_ids[0][of].tolist() for of in (~inside, inside))
-    expected = [-value for value in plain_columns(model, prompt, response, 1.0)[0]]
-    found = compute_token_weights(model, char_tokenizer(), *RIGHT.tensors(), PASSES[2]).scores
-    assert RIGHT.of_responses(found)[0] == pytest.approx(expected, rel=1e-4, abs=1e-4)
+    log_probs, entropies = plain_columns(model, prompt, response, temperature)
+    expected = [-value for value in log_probs]
+    for method, values in ((PASSES[2], expected), (build("entropy"), entropies)):
+        arguments = model, char_tokenizer(), *RIGHT.tensors(), method
+        found = RIGHT.of_responses(compute_token_weights(*arguments, temperature=temperature).scores)[0]
+        assert found == pytest.approx(values, rel=1e-4, abs=1e-4)
     return expected
 
 
 def test_log_probs_of_a_changed_model_are_its_own() -> None:
     """Of adapters, and of one that changes its logits behind its head, as Gemma's and Granite's."""
     plain = surprisal(tiny_model(layers=1))
+    assert surprisal(tiny_model(layers=1), 0.7) != pytest.approx(plain, rel=1e-3, abs=1e-3)
     for config in ADAPTERS:
         torch.manual_seed(0)
         assert surprisal(get_peft_model(tiny_model(layers=1), config)) != pytest.approx(plain, rel=1e-3, abs=1e-3)

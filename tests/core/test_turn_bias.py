@@ -84,7 +84,7 @@ class Environment:
         return (self.probabilities_R * torch.tensor([value(of) for of in self.steps], dtype=torch.float64)).sum()
 
     def moments(
-        self, name: str, options: Mapping[str, Any], size: int = 3, denominator: str = "constant", parts: bool = False
+        self, name: str, options: Mapping[str, Any], size: int = 3, denominator: str = "constant"
     ) -> tuple[torch.Tensor, float]:
         """What a step's gradient is on average, (P,), and its variance, summed over the parameters; before any clipping.
 
@@ -94,11 +94,10 @@ class Environment:
             size: responses to a prompt.
             denominator: what the loss divides by: ``constant``, with which the gradient of a group is the mean over its
                 responses of the sums over their tokens; ``tokens`` of the group; or ``response``, the tokens of each response.
-            parts: whether each response is a session of one row a turn, whose calls' rewards come in two halves.
         """
         groups = list(combinations_with_replacement(range(len(self.steps)), size))
         responses = [self.steps[place] for group in groups for place in group]
-        of_turns_BK = turn_advantages(name, options, responses, size, parts=parts)
+        of_turns_BK = turn_advantages(name, options, responses, size)
         probabilities = self.probabilities_R.detach()
         mean_P, square = torch.zeros_like(self.parameters_P), 0.0
         for number, group in enumerate(groups):
@@ -151,38 +150,28 @@ def reward(steps: Sequence[Step]) -> float:
 
 
 def turn_advantages(
-    name: str, options: Mapping[str, Any], responses: Sequence[Sequence[Step]], size: int, *, parts: bool = False
+    name: str, options: Mapping[str, Any], responses: Sequence[Sequence[Step]], size: int
 ) -> torch.Tensor:
     """A method's advantages of turns (B, K) float64, 0 after the last: its scores, as the hosts ask for them, of groups of
-    ``size`` neighbours; ``parts`` as for :meth:`Environment.moments`."""
-    method = build(name, options)
-    rows = [(number, [turn]) for number, steps in enumerate(responses) for turn in range(len(steps))] if parts else [
-        (number, list(range(len(steps)))) for number, steps in enumerate(responses)
-    ]  # fmt: skip
-    tokens: list[torch.Tensor] = []
-    rewards: list[list[Any]] = []
-    for number, turns in rows:
-        steps = responses[number]
-        said = [[SAID[steps[turn][0]], TURN] for turn in turns[1:]]
-        tokens.append(torch.tensor([TURN, *chain.from_iterable(said)]))
-        paid = [TOOL_REWARDS[steps[turn]] for turn in turns if steps[turn] in TOOL_REWARDS]
-        rewards.append([[one / 2, one / 2] for one in paid] if parts else list_a_turn(paid, len(turns)))
-    outcomes = [OUTCOMES.get(responses[number][-1], 0.0) for number, _ in rows]
+    ``size`` neighbours."""
+    method, count = build(name, options), len(responses)
+    said = [[[SAID[saw], TURN] for saw, _ in steps[1:]] for steps in responses]
+    tokens = [torch.tensor([TURN, *chain.from_iterable(of)]) for of in said]
+    paid = [[TOOL_REWARDS[step] for step in steps if step in TOOL_REWARDS] for steps in responses]
     rollouts = Rollouts(
-        prompts=[torch.tensor([0])] * len(rows),
+        prompts=[torch.tensor([0])] * count,
         responses=tokens,
         mask=pad_sequence(tokens, batch_first=True) == TURN,
-        advantages=torch.ones(len(rows)),
-        groups=torch.tensor([number // size for number, _ in rows]),
-        rewards=torch.tensor(outcomes, dtype=torch.float64),
-        fields={"tool_rewards": rewards},
-        sessions=[(number, row) for row, (number, _) in enumerate(rows)],
+        advantages=torch.ones(count),
+        groups=torch.arange(count) // size,
+        rewards=torch.tensor([OUTCOMES.get(steps[-1], 0.0) for steps in responses], dtype=torch.float64),
+        fields={"tool_rewards": [list_a_turn(*of) for of in zip(paid, map(len, responses), strict=True)]},
     )
     scores_BT = method.scores(rollouts, None).nan_to_num(0.0)  # as the hosts: what has none trains nothing
-    of_turns_BK = torch.zeros(len(responses), TURNS, dtype=torch.float64)
-    for row, (number, turns) in enumerate(rows):
-        cut = responses[number][-1] in SAYS  # the last call has no answer
-        of_turns_BK[number, turns] = scores_BT[row, ::2][: len(turns)] * (not (cut and method.mask_truncated))
+    of_turns_BK = torch.zeros(count, TURNS, dtype=torch.float64)
+    for row, steps in enumerate(responses):
+        cut = steps[-1] in SAYS  # the last call has no answer
+        of_turns_BK[row, : len(steps)] = scores_BT[row, ::2][: len(steps)] * (not (cut and method.mask_truncated))
     return of_turns_BK
 
 
@@ -208,30 +197,19 @@ def _truth(known: Environment) -> torch.Tensor:
     return known.gradient(known.expectation(reward))
 
 
-def _of_turns(
-    known: Environment,
-    value: Callable[[Sequence[Step], int], float],
-    key: Callable[[Sequence[Step], int], object] = lambda steps, turn: turn,
-) -> dict[object, torch.Tensor]:
-    """E[grad log pi(turn) * value], summed over turns with the same key."""
-    sums: dict[object, torch.Tensor] = {}
+def _of_turns(known: Environment, value: Callable[[Sequence[Step], int], float]) -> torch.Tensor:
+    """E[grad log pi(turn) * value], summed over turns."""
+    total_P = torch.zeros_like(known.parameters_P)
     probabilities_R = known.probabilities_R.detach()
     for probability, steps, gradients_KP in zip(probabilities_R, known.steps, known.turn_gradients, strict=True):
-        for turn, gradient_P in enumerate(gradients_KP):
-            of = key(steps, turn)
-            sums[of] = sums.get(of, 0) + probability * value(steps, turn) * gradient_P
-    return sums
+        total_P = total_P + sum(probability * value(steps, turn) * of_P for turn, of_P in enumerate(gradients_KP))
+    return total_P.detach()
 
 
 def _returns(steps: Sequence[Step], turn: int, gamma: float = 1.0) -> float:
     """Discounted rewards from a turn on."""
     rewards = [*(TOOL_REWARDS[step] for step in steps[:-1]), OUTCOMES[steps[-1]]]
     return sum(gamma ** (later - turn) * rewards[later] for later in range(turn, len(rewards)))
-
-
-def _own_share(chance: float, size: int) -> float:
-    """The mean share of a response in a mean over those that come so far, of which each does with this probability."""
-    return (1 - (1 - chance) ** size) / (size * chance)
 
 
 @pytest.mark.parametrize("stops", [True, False])
@@ -241,11 +219,10 @@ def test_turn_rloo_is_the_true_gradient(stops: bool) -> None:
     assert float(known.probabilities_R.sum()) == pytest.approx(1)
     assert {len(steps) for steps in known.steps} == ({1, 2, 3} if stops else {3})
     for value in (lambda steps, turn: reward(steps), _returns):
-        _close(sum(_of_turns(known, value).values()), _truth(known))
+        _close(_of_turns(known, value), _truth(known))
     for size in SIZES:
         for options in ({}, {"stopped": "zero"}):
-            for parts in (False, True):
-                _close(known.expected_gradient("turn_rloo", options, size=size, parts=parts), _truth(known))
+            _close(known.expected_gradient("turn_rloo", options, size=size), _truth(known))
 
 
 def test_truncated_responses_train_without_bias_and_masked_ones_with() -> None:
@@ -263,7 +240,7 @@ def test_truncated_responses_train_without_bias_and_masked_ones_with() -> None:
 def test_a_discount_and_the_variance_of_a_group_of_one() -> None:
     """A discount's is the gradient of nothing; the baseline takes nothing from it. Without siblings advantages are returns."""
     known = environment(stops=True)
-    discounted_P = sum(_of_turns(known, lambda steps, turn: _returns(steps, turn, 0.6)).values())
+    discounted_P = _of_turns(known, lambda steps, turn: _returns(steps, turn, 0.6))
     _close(known.expected_gradient("turn_rloo", {"gamma": 0.6}), discounted_P)
     square = 0.0
     for probability, steps, of_KP in zip(
@@ -276,38 +253,15 @@ def test_a_discount_and_the_variance_of_a_group_of_one() -> None:
     assert variance == pytest.approx(square - float((_truth(known) ** 2).sum()), abs=EXACT)
 
 
-@pytest.mark.parametrize("size", SIZES)
-def test_the_bias_of_the_others(size: int) -> None:
-    """MT-GRPO credits what later turns earn to the first turn, whose part is right. GTPO shrinks a turn's part the more, the
-    fewer responses have it, GiGPO that of an observation, beside the whole gradient of GRPO without a deviation."""
-    known, omega, grpo = environment(stops=True), 0.7, 1 - 1 / size
-
-    def chance(of: Callable[[Sequence[Step]], bool]) -> float:
-        return float(known.expectation(lambda steps: float(of(steps))))
-
-    def shrunk(share: float) -> float:
-        return 1 - _own_share(share, size)
-
-    outcome_P = known.gradient(known.expectation(lambda steps: OUTCOMES[steps[-1]]))
-    of_first = _of_turns(known, lambda steps, turn: sum(TOOL_REWARDS[step] for step in steps[:-1]) * (turn == 0))
-    by_turn = _of_turns(known, _returns)
-    by_sight = _of_turns(known, _returns, lambda steps, turn: steps[turn][0])
-    gtpo_P = sum(shrunk(chance(lambda steps, k=k: len(steps) > k)) * part_P for k, part_P in by_turn.items())
-    gigpo_P = sum(
-        shrunk(chance(lambda steps, saw=saw: any(step[0] == saw for step in steps))) * part_P
-        for saw, part_P in by_sight.items()
-    )
-    expected = {
-        "mt_grpo": ({}, grpo * (outcome_P + sum(of_first.values()))),
-        "gtpo": ({"gamma": 1.0}, gtpo_P),
-        "gigpo": ({"gamma": 1.0, "omega": omega}, grpo * _truth(known) + omega * gigpo_P),
-    }
-    for name, (options, expected_P) in expected.items():
-        found_P = known.expected_gradient(name, options | PLAIN, size=size)
-        _close(found_P, expected_P)
-        assert compared(found_P, _truth(known))[1] > 0.02
-        if name == "mt_grpo":  # the first turn's logits
-            torch.testing.assert_close(found_P[:3], grpo * _truth(known)[:3], rtol=0, atol=EXACT)
+def test_the_others_are_biased() -> None:
+    """The first turn's part of `mt_grpo` is right up to scale: it credits what later turns earn to the first turn alone."""
+    known = environment(stops=True)
+    for size in SIZES:
+        for name, options in {"mt_grpo": {}, "gtpo": {"gamma": 1.0}, "gigpo": {"gamma": 1.0}}.items():
+            found_P = known.expected_gradient(name, options | PLAIN, size=size)
+            assert compared(found_P, _truth(known))[1] > 0.02
+            if name == "mt_grpo":  # the first turn's logits
+                torch.testing.assert_close(found_P[:3], (1 - 1 / size) * _truth(known)[:3], rtol=0, atol=EXACT)
 
 
 def test_with_a_fixed_number_of_turns_means_agree_up_to_scale_and_deviations_do_not() -> None:

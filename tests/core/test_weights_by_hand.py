@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import random
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
@@ -21,6 +20,7 @@ from grail_advantage.model.hugging_face import HuggingFaceModel
 from grail_advantage.weigh import weigh
 from tests.core import reference
 from tests.core.common import Given, few, rollouts_of, weighed
+from tests.core.plain_weights import batch_of, random_rows
 from tests.core.tiny_models import char_tokenizer, tiny_model
 
 NAN, INF = math.nan, math.inf
@@ -139,36 +139,22 @@ OPTIONS: dict[str, Any] = {
 }
 
 
-@few(50)
+@few(80)
 @given(st.integers(0, 10_000), st.sampled_from(["official", "robust"]), st.fixed_dictionaries({}, optional=OPTIONS))
 def test_grail_of_random_batches_against_the_plain_computation(seed: int, preset: str, options: dict) -> None:
-    """Any span and length, tokens between that do not train; each response weighs the same to the bit alone, in any width."""
-    draw = random.Random(seed)
-    rows = []
-    for _ in range(6):
-        length = draw.randint(1, 40)
-        bounds = sorted(draw.randint(0, length) for _ in range(4))
-        span = AnswerSpan(*bounds) if bounds[0] < bounds[3] and draw.random() < 0.8 else None
-        # Over many orders of magnitude, with zeros among them.
-        scores = [0.0 if draw.random() < 0.1 else math.exp(draw.gauss(-3, 3)) for _ in range(length)]
-        trained = [draw.random() > 0.2 * (seed % 2) for _ in range(length)]
-        rows.append((torch.tensor(scores).tolist(), span, draw.choice([-1.5, -0.25, 0.5, 0.0]), trained))
-    config, width = Grail(preset, **options), 40 + draw.choice([0, 200])
-
-    def weigh(chosen: list[Any], width: int) -> Weighed:
-        ids, trained = [[0] * width] * len(chosen), [row[3] + [False] * (width - len(row[3])) for row in chosen]
-        of_pass = torch.tensor([row[0] + [NAN] * (width - len(row[0])) for row in chosen])
-        return weighed(config, rollouts_of(ids, [r[2] for r in chosen], trained, [r[1] for r in chosen]), of_pass)
-
-    got = weigh(rows, width)
+    """Any span and length, tokens between that do not train, scores over many orders of magnitude with zeros among them."""
+    config, rows, draw = Grail(preset, **options), random_rows(seed), torch.Generator().manual_seed(seed)
+    r = batch_of(rows)
+    zero, sizes = torch.rand(r.mask.shape, generator=draw) < 0.1, torch.randn(r.mask.shape, generator=draw)
+    of_pass = torch.where(zero, 0.0, (3 * sizes - 3).exp())
+    got = weighed(config, r, of_pass)
     assert not got.failed.any()
-    for index, (scores, span, advantage, trained) in enumerate(rows):
-        plain_span = None if span is None else tuple(sum(trained[:bound]) for bound in dataclasses.astuple(span))
-        kept = [score for score, trains in zip(scores, trained, strict=True) if trains]
-        expected = reference.row_weights(kept, plain_span, advantage, reference.resolve(preset, **options))
-        of_row = got.weights[index, : len(scores)]
-        assert of_row[torch.tensor(trained)].tolist() == pytest.approx(expected, rel=2e-5, abs=2e-5), index
-        assert torch.equal(weigh([rows[index]], len(scores)).weights[0], of_row)
+    for row, scores, weights, known in zip(rows, of_pass, got.weights, r.known_spans["first"], strict=True):
+        span = None if known is None else tuple(sum(row.trained[:bound]) for bound in dataclasses.astuple(known))
+        expected = reference.row_weights(
+            scores[row.tokens].tolist(), span, row.advantage, reference.resolve(preset, **options)
+        )
+        assert weights[row.tokens].tolist() == pytest.approx(expected, rel=2e-5, abs=2e-5)
     if not config.normalize_mass and config.reshaper == "log_zscore":
         for flagged, bound in ((got.low, config.weight_min), (got.high, config.weight_max)):
             assert torch.equal(flagged, got.by_score & (got.weights == torch.tensor(bound)))

@@ -69,9 +69,6 @@ def tiny_model(family: str = "qwen3", *, tied: bool = False, layers: int = 4, se
     return model.eval()
 
 
-LAYOUTS = ("a pass", "TRL", "padded", "packed", "packed, flash")
-"""How rows go through a model together: ``test_probe.py``."""
-_ALL = frozenset(LAYOUTS)
 _LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [8.0] * 4}
 _DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
 _DELTA = {f"linear_{name}_head_dim": 8 for name in ("key", "value")} | {
@@ -91,13 +88,11 @@ FAMILY_SIZES = {
 
 @dataclass(frozen=True)
 class Family:
-    """A kind of model: transformers' type, options beside the common sizes, its attention on a CPU, and the layouts in which
-    its responses depend on each other."""
+    """A kind of model: transformers' type, options beside the common sizes, and its attention on a CPU."""
 
     model_type: str
     options: dict[str, Any] = field(default_factory=dict)
     attention: str = "sdpa"
-    depends: frozenset[str] = frozenset()
 
     def config(self, **sizes: Any) -> PretrainedConfig:
         """The tiny configuration, with other sizes where they are given."""
@@ -117,26 +112,23 @@ class Family:
         return model
 
 
-_WINDOW = {"sliding_window": 20}
+_LONG = {"rope_parameters": _LONGROPE, "original_max_position_embeddings": 32}
 FAMILIES = {
     "qwen3": Family("qwen3"),
     "bloom": Family("bloom", attention="eager"),
-    "gemma2": Family("gemma2", _WINDOW),
+    "gemma2": Family("gemma2", {"sliding_window": 20}),
     "lfm2": Family("lfm2", {"layer_types": ["conv", "full_attention"]}),
     "llama, dynamic": Family("llama", {"rope_parameters": _DYNAMIC, "max_position_embeddings": 32}),
     # Positions of its own; sinks; frequencies by the longest response; not causal; draws in training; every kind at once.
-    "ministral3": Family("ministral3", depends=frozenset({"packed, flash"})),
-    "gpt_oss": Family("gpt_oss", _WINDOW, "eager", frozenset({"packed"})),
-    "phi3, longrope": Family(
-        "phi3", {"rope_parameters": _LONGROPE, "original_max_position_embeddings": 32}, depends=_ALL - {"TRL"}
-    ),
-    "cpmant": Family("cpmant", attention="eager", depends=_ALL - {"TRL"}),
-    "mixtral, jitter": Family("mixtral", {"router_jitter_noise": 0.1}, depends=_ALL - {"a pass"}),
-    "doge": Family("doge", depends=_ALL),
-    # In TRL the padding on the left enters the state of a response that is alone, with transformers 5.10.4.
-    "qwen3_next": Family("qwen3_next", _DELTA, depends=frozenset({"packed", "packed, flash", "TRL"})),
+    "ministral3": Family("ministral3"),
+    "gpt_oss": Family("gpt_oss", {"sliding_window": 20}, "eager"),
+    "phi3, longrope": Family("phi3", _LONG),
+    "cpmant": Family("cpmant", attention="eager"),
+    "mixtral, jitter": Family("mixtral", {"router_jitter_noise": 0.1}),
+    "doge": Family("doge"),
+    "qwen3_next": Family("qwen3_next", _DELTA),
 }
-"""Each kind of attention, state, position and dependence once."""
+"""Each kind of attention, state, position and dependence of a response on those beside it once."""
 
 
 @dataclass(frozen=True)
