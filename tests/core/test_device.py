@@ -4,9 +4,12 @@ or the largest difference from the CPU."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
+import sys
 import traceback
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -18,8 +21,8 @@ from grail_advantage.method import build
 from tests import forked
 from tests.core.common import METHODS
 from tests.core.test_doors import valid_weights
-from tests.core.tiny_models import tiny_model
-from tests.documentation import files
+from tests.core.tiny_models import char_tokenizer, tiny_model
+from tests.documentation import files, snippets
 
 TURNS = {"tool_rewards": [[0.0], [1.0], [0.5]], "step_rewards": [[0.1], [0.2, 0.3], []]}
 ASKED = Example([{"role": "user", "content": "?"}], {"reward_model": {"ground_truth": "7"}}, {})
@@ -68,7 +71,13 @@ def test_weights_are_those_of_the_cpu(name: str, differences: dict[str, float | 
 if __name__ == "__main__":
     torch.set_num_threads(1)
     for file, text in OWN.items():
-        exec(compile(text, file, "exec", dont_inherit=True), {"__name__": file})
+        sys.modules[file] = ModuleType(file)
+        exec(compile(text, file, "exec", dont_inherit=True), vars(sys.modules[file]))
+    for snippet in snippets("write_your_own.md"):
+        given = valid_weights() | {"tokenizer": char_tokenizer()}
+        with contextlib.redirect_stdout(None):
+            exec(snippet, given)
+        assert given["result"].weights.unique().numel() > 2
     nothing = {"old_log_probs": None, "entropy": None}  # they are computed
     for name in [*METHODS, *OWN, *COMPUTED]:
         try:

@@ -7,7 +7,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -16,8 +15,6 @@ import torch
 from grail_advantage import Grail, Method, Weights, maps, method, register, register_map
 from grail_advantage.method import NameTakenError, build, failure_message, methods
 from tests.core.common import MAPS, METHODS, rollouts_of, weighed
-from tests.core.tiny_models import ROLLOUTS, char_tokenizer, make_batch, tiny_model
-from tests.documentation import files, snippets
 
 
 @pytest.fixture(autouse=True)
@@ -129,19 +126,3 @@ print(failure_message())
     for words in ("'grail'", "twice_method", "broken_method", "No module named 'a_pack"):
         assert words in said
     assert failure_message() == ""
-
-
-def test_the_examples_of_the_documentation(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The snippet of the page for authors, by the methods of the page, of which ``test_device.py`` runs all."""
-    page = "write_your_own.md"
-    for name, text in files(page).items():
-        if "@register(" in text:
-            module = ModuleType(name.removesuffix(".py"))
-            monkeypatch.setitem(sys.modules, module.__name__, module)
-            exec(compile(text, name, "exec", dont_inherit=True), vars(module))
-    batch = make_batch([ROLLOUTS["text after the box"], ROLLOUTS["right"]], padding="both")
-    given = vars(batch) | {"model": tiny_model(), "tokenizer": char_tokenizer(), "torch": torch}
-    for snippet in snippets(page):
-        exec(snippet, given)
-        assert given["result"].weights[0].ne(1)[batch.response_mask[0].bool()].any()
-        assert given["result"].stats["non_finite_rate"] == 0

@@ -24,6 +24,15 @@ def group(seed: int = 0) -> list[torch.Tensor]:
     return [torch.randn(length, 3, generator=generator) for length in LENGTHS]
 
 
+def plain_sinkhorn(cost: torch.Tensor, epsilon: float, iterations: int) -> float:
+    """The textbook's matrix scaling of one pair, in float64: transport cost."""
+    kernel, v = torch.exp(-cost / (epsilon * cost.mean())), torch.ones(cost.shape[1]).double()
+    for _ in range(iterations):
+        u = 1 / len(cost) / (kernel @ v)
+        v = 1 / len(v) / (kernel.T @ u)
+    return float((u[:, None] * kernel * v * cost).sum())
+
+
 def exact(cost: torch.Tensor) -> float:
     """Of optimal transport, by the linear programme."""
     n, m = cost.shape
@@ -35,12 +44,6 @@ def plain_scores(
     hidden: list[torch.Tensor], positive: Sequence[bool], window: int, stride: int, epsilon: float, iterations: int
 ) -> list[torch.Tensor]:
     """Every definition spelled out, one pair of windows at a time."""
-
-    def distance(x: torch.Tensor, y: torch.Tensor) -> float:
-        sizes = (torch.tensor([len(of)]) for of in (x, y))
-        options = {"epsilon": epsilon, "iterations": iterations, "tolerance": 0.0}
-        return float(sinkhorn_distance(torch.cdist(x, y)[None], *sizes, **options)[0])
-
     norm = torch.cat([h.norm(dim=1) for h in hidden]).mean().item()
     scores = []
     for own, outcome in zip(hidden, positive, strict=True):
@@ -48,7 +51,7 @@ def plain_scores(
         for start in range(0, len(own), stride):
             x = own[start : start + window].double()
             nearest = min(
-                distance(x, other[begin : begin + window].double())
+                plain_sinkhorn(torch.cdist(x, other[begin : begin + window].double()), epsilon, iterations)
                 for other, other_outcome in zip(hidden, positive, strict=True)
                 if other_outcome != outcome
                 for begin in range(0, len(other), stride)

@@ -3,12 +3,14 @@ verifiers of docs/turns.md on objects with the fields of theirs."""
 
 from __future__ import annotations
 
+import json
 import math
 import random
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -181,29 +183,16 @@ def test_methods_and_plain_lists_against_loops(name: str) -> None:
 
 
 THREE = Talk(["a", "b", "c"], ["x", "y"], [1.0, 2.0], 8.0)
-ALIGNED: dict[str, tuple[Any, dict[str, Any], list[float]]] = {
-    "one for each answered call": ([1.0, 2.0], {}, [11, 10, 8]),
-    "without the outcome": ([1.0, 2.0], {"outcome": False}, [3, 2, 0]),
-    "the outcome alone": ([1.0, 2.0], {"rewards": ""}, [8, 8, 8]),
-    "a discount": ([1.0, 2.0], {"gamma": 0.5}, [4, 6, 8]),
-    "one a turn": ([1.0, 2.0, 4.0], {"align": "turns"}, [15, 14, 12]),
-    "no reward for a call": ([1.0, None], {}, [9, 8, 8]),
-    "several calls": ([[1.0, 0.5], [2.0]], {}, [11.5, 10, 8]),
-    "several calls, some without a reward": ([[1.0, None], [None]], {}, [9, 8, 8]),
-    "several calls, the last without an answer": ([[1.0], [2.0, 2.0], [4.0]], {}, [17, 16, 12]),
-    "several calls in one turn": ([1.0, [2.0, 3.0], None], {"align": "turns"}, [14, 13, 8]),
-    "arrays": (np.array([[1.0, 0.5], [2.0, 1.0]]), {}, [12.5, 11, 8]),
-    "scores of states, one unknown": ([0.25, None, 1.0], {"differences": True, "align": "turns"}, [9, 8.75, 8.75]),
-    "scores of states after several calls": ([[0.5, 0.25], [1.0]], {"differences": True}, [9, 8.75, 8]),
-}
+ALIGNED = list(map(json.loads, Path(__file__).with_name("aligned.jsonl").read_text(encoding="utf-8").splitlines()))
+"""Of a response of three turns: a list of rewards, options, and each turn's advantage."""
 
 
-@pytest.mark.parametrize("case", ALIGNED)
-def test_how_rewards_by_turn_are_aligned(case: str) -> None:
-    rewards, options, expected = ALIGNED[case]
-    given = {"tool_rewards": [rewards, [0.0] if options.get("align") == "turns" else []]}
-    r = batch_of([THREE, Talk(["a"], [], [], 0.0)], fields=given)
-    assert token_advantages(build("turn_rloo", options), r)[0] == expected
+def test_how_rewards_by_turn_are_aligned() -> None:
+    arrays = {"rewards": np.array([[1.0, 0.5], [2.0, 1.0]]), "options": {}, "advantages": [12.5, 11, 8]}
+    for case in [*ALIGNED, arrays]:
+        other = [0.0] if case["options"].get("align") == "turns" else []
+        r = batch_of([THREE, Talk(["a"], [], [], 0.0)], fields={"tool_rewards": [case["rewards"], other]})
+        assert token_advantages(build("turn_rloo", case["options"]), r)[0] == case["advantages"], case
     talks = [THREE, Talk(["a"], [], [0.5, 0.25, 0.25], 0.0)]
     assert token_advantages(build("turn_rloo"), batch_of(talks)) == [[10, 9, 7], [-10]], "all calls of the only turn"
 

@@ -7,10 +7,12 @@ position's gradient is well above the epsilon of the log scores.
 from __future__ import annotations
 
 import inspect
+import json
 import math
 import string
 from dataclasses import dataclass, field
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -174,21 +176,9 @@ def make_batch(rollouts: list[Rollout], padding: str = "left", extra: int = 0) -
     return Batch(*map(torch.tensor, rows), torch.tensor([rollout.advantage for rollout in rollouts]))
 
 
-ROLLOUTS = {
-    "text after the box": Rollout("Two plus three?", r"Two and three make \boxed{5}, so five it is.<end>", -1.0),
-    "several boxes": Rollout("Half?", r"\boxed{4} no, it is \boxed{\frac{1}{2}} not \boxed{0.25} or", -0.5),
-    "empty box": Rollout("Nothing?", r"So the answer is \boxed{} then", -1.0),
-    "box at the start": Rollout("Seven?", r"\boxed{7} is it", -2.0),
-    "one token before the box": Rollout("Six?", r"=\boxed{6}", -1.5),
-    "box at the end": Rollout("Nine or ten, which of the two?", r"I take \boxed{9}", -1.0),
-    "no box": Rollout("Who knows?", "I do not know, boxed{3} or {4}.<end>", -1.0),
-    "truncated box": Rollout("Twelve?", r"It must be \boxed{12", -1.0),
-    "truncated second box": Rollout("One?", r"It is \boxed{1} or rather \boxed{2", -0.25),
-    "truncated first box": Rollout("One?", r"It is \boxed{1 or rather \boxed{2} yes", -0.25),
-    "right": Rollout("Two plus two?", r"Clearly \boxed{4}.<end>", 1.0),
-    "right, several boxes": Rollout("Two plus two?", r"First \boxed{3}, no, \boxed{4}", 0.5),
-    "no response": Rollout("Only a prompt", "", -1.0),
-}
+_LINES = Path(__file__).with_name("rollouts.jsonl").read_text(encoding="utf-8").splitlines()
+ROLLOUTS = {of.pop("name"): Rollout(**of) for of in map(json.loads, _LINES)}
+"""By what is special about their answer."""
 
 
 def plain_columns(model: Any, prompt: list[int], response: list[int], temperature: float) -> tuple[list, list]:
