@@ -66,11 +66,6 @@ def test_spans_by_hand(decoder: Any) -> None:
             assert find_answer_span(ids, tokenizer, case["which"]) == span, "the default"
 
 
-def test_spelt_bytes_are_bytes_where_the_decoder_says_so() -> None:
-    for decoder, covered in ((decoders.Fuse(), b"<0x41>"), (decoders.ByteFallback(), b"A")):
-        assert token_bytes(word_tokenizer(["<0x41>"], decoder))[2] == covered
-
-
 def test_every_kind_of_row() -> None:
     tokenizer = real.char_tokenizer()
     two = tokenizer.encode("\\boxed{1}\\boxed{2}")
@@ -198,12 +193,15 @@ def test_scheme_without_a_decoder() -> None:
         assert [bytes_of[tokenizer.convert_tokens_to_ids(word)] for word in ("Ċ", "▁")] == [newline, space]
 
 
-def test_added_tokens_are_taken_as_they_are() -> None:
-    """A byte-level alphabet spells byte 0xE9 as é, but an added token é is the two bytes of the letter."""
+def test_added_and_spelt_tokens() -> None:
+    """A byte-level alphabet spells byte 0xE9 as é, but an added token é is the two bytes of the letter. Spelt bytes are bytes
+    where the decoder says so."""
     tokenizer = word_tokenizer(["é"], decoders.ByteLevel())
     tokenizer.add_tokens(["Ġé"])
     tokenizer.add_special_tokens({"additional_special_tokens": ["<stop>"]})
     assert token_bytes(tokenizer) == {0: b"", 1: b"", 2: b"\xe9", 3: "Ġé".encode(), 4: b""}
+    for decoder, covered in ((decoders.Fuse(), b"<0x41>"), (decoders.ByteFallback(), b"A")):
+        assert token_bytes(word_tokenizer(["<0x41>"], decoder))[2] == covered
 
 
 def test_a_shared_character_is_the_text_of_its_last_token() -> None:

@@ -3,64 +3,35 @@ random responses. That a model's columns are its own: ``test_doors.py``."""
 
 from __future__ import annotations
 
+import json
 import math
 from fractions import Fraction
+from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grail_advantage import AnswerSpan, Method
+from grail_advantage import AnswerSpan
 from grail_advantage.maps import MAPS, count_of_share
 from grail_advantage.method import build
-from grail_advantage.methods.policy import EntropyBonus, HighEntropy, Probability, Stare, Steer, Surprisal
+from grail_advantage.methods.policy import EntropyBonus, Stare
 from tests.core import plain_weights
 from tests.core.common import MAPS as OURS
 from tests.core.common import few, weighed
 from tests.core.plain_weights import Row, batch_of, close, random_rows, weights_of
 
-NAN, HALF, LOW = math.nan, math.log(0.5), 0.125
-"""The last is an entropy below the threshold of `stare`."""
-BY_HAND: dict[str, tuple[Method, list[Row], list]] = {
-    "rounded above 0: all equal, so the first": (
-        Surprisal(),
-        [Row(-1.0, [0.25, -0.0, 0.0], span=AnswerSpan(3, 3, 3, 3))],
-        [[1, 0, 0]],
-    ),
-    # Ten tokens, of which a fifth is two, and two more that tie.
-    "ties are kept and counted": (
-        HighEntropy(),
-        [Row(1.0, (), [2, 1, 1]), Row(-1.0, (), [1, 0, 0, 0, 0, 0, 0])],
-        [[2.5] * 3, [2.5, 0, 0, 0, 0, 0, 0]],
-    ),
-    "a broken response counts nowhere": (
-        HighEntropy(),
-        [Row(1.0, (), [NAN, 50, 60, 70, 80]), Row(-1.0, (), [4, 1, 2, 3, 0])],
-        [[1] * 5, [5, 0, 0, 0, 0]],
-    ),
-    "an entropy that was rounded below 0": (EntropyBonus(), [Row(1.0, (), [-0.25, 0.5])], [[1, 1.2]]),
-    "a log-probability that was rounded above 0": (Probability(), [Row(1.0, [0.25, HALF])], [[1, 0.9]]),
-    "at the threshold": (Stare(threshold=0.5), [Row(1.0, [-1.0], [0.5])], [[1.0]]),
-    "stare, a broken response": (
-        Stare(),
-        [Row(1.0, [-9.0] * 20, [5.0] * 19 + [math.inf]), Row(1.0, [-1.0, -2.0], [LOW, LOW])],
-        [[1] * 20, [1, 1.1]],
-    ),
-    # |A (1 - p) (log p + H)|: 2 * 0.5 * |H - log 2|, so 0, 2 and 1; a certain token changes nothing.
-    "steer": (
-        Steer(),
-        [Row(-2.0, [HALF, HALF, 0.0], [-HALF, 2 - HALF, 9]), Row(2.0, [HALF], [1 - HALF]), Row(0.0, [HALF], [99])],
-        [[1.2, 0.8, 1.2], [1.0], [1]],
-    ),
-}
-"""What the random responses below have not."""
+LOW = 0.125
+"""An entropy below the threshold of `stare`."""
+BY_HAND = list(map(json.loads, Path(__file__).with_name("columns.jsonl").read_text(encoding="utf-8").splitlines()))
+"""What the random responses below have not: advantage, log-probabilities, entropies and span of each response, and weights."""
 
 
-@pytest.mark.parametrize("case", BY_HAND)
-def test_by_hand(case: str) -> None:
-    method, rows, expected = BY_HAND[case]
-    close(weights_of(method, rows), expected)
+def test_by_hand() -> None:
+    for case in BY_HAND:
+        rows = [Row(*columns, span and AnswerSpan(*span)) for *columns, span in case["rows"]]
+        close(weights_of(build(case["method"], case["options"]), rows), case["weights"])
 
 
 def test_bounds_of_the_entropy_bonus_are_flagged() -> None:
@@ -151,7 +122,7 @@ def test_against_loops(name: str, data: st.DataObject, seed: int, extra: int, no
 @pytest.mark.parametrize("name", OURS)
 def test_equal_scores_weigh_one_and_batches_of_nothing_have_their_shape(name: str) -> None:
     """A rounding error of 1e-6 in a mean log would show: divided by sqrt(1e-8) it moves the weight by 0.005."""
-    for length in (1, 10, 4096):
+    for length in (1, 10, 32_768):
         for score in (0.0, 1e-6, 0.3):
             scores = torch.full((1, length), score, dtype=torch.float64)
             weights = MAPS[name].function(scores, torch.ones_like(scores).bool()).values

@@ -16,14 +16,13 @@ from typing import Any
 import pytest
 import torch
 
-from grail_advantage import AnswerSpan, Method, Rollouts, compute_token_weights
+from grail_advantage import AnswerSpan, Method, Rollouts
 from grail_advantage.data import ENTROPY, OLD_LOG_PROBS, Example, Weighed, joined
 from grail_advantage.method import build, methods
 from grail_advantage.metrics import OF_WEIGHTS
-from tests.core import plain_weights, reference
 from tests.core.common import METHODS, rollouts_of, weighed
-from tests.core.plain_weights import Row, close
-from tests.core.tiny_models import CHARACTERS, Rollout, char_tokenizer, encode, make_batch, tiny_model
+from tests.core.plain_weights import close
+from tests.core.tiny_models import CHARACTERS, Rollout, char_tokenizer, compute, encode, make_batch, tiny_model
 
 NAN, INF, PASS, TOKENS, SPAN = math.nan, math.inf, "pass", 9, AnswerSpan(4, 5, 7, 8)
 NOT_FINITE = (NAN, INF, -INF)
@@ -241,29 +240,6 @@ def test_numbers_that_under_and_overflow(name: str) -> None:
 
 
 OTHERS = [Rollout("Half?", rf"It is \boxed{{{number}}}", 0.5 - number % 2) for number in range(4, 8)]
-LONG = 32_768
-EXACT = ("entropy", "high_entropy", "entropy_bonus", "probability", "grail")
-"""Methods whose plain computation takes no square of the time."""
-
-
-@pytest.mark.parametrize("name", EXACT)
-def test_rows_of_32768_tokens(name: str) -> None:
-    """Sums over so many tokens stay exact, beside a response of nine."""
-    r, of_pass = case(3, LONG, seed=5)
-    mask = r.mask & ((torch.arange(3)[:, None] < 2) | (torch.arange(LONG) < TOKENS))
-    spans = [AnswerSpan(LONG - 30, LONG - 20, LONG - 5, LONG - 1), None, SPAN]
-    known = {"known_spans": {"first": spans, "last": spans}, "responses": [*r.responses[:2], r.responses[2][:TOKENS]]}
-    r = replace(r, mask=mask, written=mask, advantages=torch.tensor([-1.0, 0.5, -0.5]), **known)
-    w = run(name, (r, of_pass))
-    if name == "grail":
-        span = tuple(vars(spans[0]).values())
-        expected = [reference.row_weights(of_pass[0].tolist(), span, -1.0, reference.resolve("official"))]
-    else:
-        columns = [[values[row][mask[row]].tolist() for values in r.columns.values()] for row in range(3)]
-        rows = zip(r.advantages.tolist(), columns, spans, strict=True)
-        expected = plain_weights.METHODS[name]([Row(a, *of, span) for a, of, span in rows])
-    for row, weights in enumerate(expected):
-        torch.testing.assert_close(w.weights[row, : len(weights)], torch.tensor(weights), rtol=1e-5, atol=1e-6)
 
 
 @weighing
@@ -275,7 +251,7 @@ def test_nan_logits_in_one_row(name: str) -> None:
 
     def weigh(first: Rollout) -> tuple[list[list[float]], dict[str, float]]:
         batch, given = make_batch([first, *OTHERS]), {"groups": torch.arange(5) // 2, "examples": [ASKED] * 5}
-        found = compute_token_weights(model, with_template(), *batch.tensors(), method_of(name), **given)
+        found = compute(model, batch, method_of(name), with_template(), **given)
         assert all(map(math.isfinite, found.stats.values())), found.stats
         return batch.of_responses(found.weights), found.stats
 

@@ -24,7 +24,7 @@ from grail_advantage.data import Example
 from grail_advantage.method import build
 from grail_advantage.receipt import Loss, check
 from tests.core.receipt_loop import rollout, train
-from tests.core.tiny_models import ROLLOUTS, char_tokenizer, make_batch, plain_columns, tiny_model
+from tests.core.tiny_models import ROLLOUTS, char_tokenizer, compute, make_batch, plain_columns, tiny_model
 
 NAN, INF = math.nan, math.inf
 Mistakes = Mapping[str, Sequence[Any]]
@@ -235,11 +235,11 @@ def test_other_layouts_and_dtypes_change_nothing(door: str, changes: Mistakes, s
 
 def test_a_response_without_a_token_before_it_is_refused() -> None:
     """A response of no token needs none."""
-    nothing = torch.tensor([], dtype=torch.int64)
-    given = valid_rollouts() | {"prompts": [torch.tensor([1]), nothing]}
+    tokens, nothing = torch.ones(3).long(), torch.tensor([], dtype=torch.int64)
+    given = valid_rollouts() | {"prompts": [tokens, nothing]}
     with pytest.raises(ValueError, match="response 1 has no prompt token"):
         Rollouts(**given)
-    assert len(Rollouts(**given | {"responses": [torch.ones(3).long(), nothing]})) == 2
+    assert len(Rollouts(**given | {"responses": [tokens, nothing]})) == 2
 
 
 @pytest.mark.parametrize("name", ["turn_rloo", "gigpo", "step_values", "shear", "rlsd"])
@@ -296,7 +296,7 @@ def test_a_model_with_other_positions_is_refused(kind: str) -> None:
         model = with_logits(kind, LOGITS[kind]) if kind in LOGITS else tiny_model(layers=1).model
     for method in PASSES:
         with pytest.raises(ValueError):
-            compute_token_weights(model, char_tokenizer(), *RIGHT.tensors(), method)
+            compute(model, RIGHT, method)
 
 
 def surprisal(model: nn.Module, temperature: float = 1.0) -> list[float]:
@@ -306,8 +306,7 @@ def surprisal(model: nn.Module, temperature: float = 1.0) -> list[float]:
     log_probs, entropies = plain_columns(model, prompt, response, temperature)
     expected = [-value for value in log_probs]
     for method, values in ((PASSES[2], expected), (build("entropy"), entropies)):
-        arguments = model, char_tokenizer(), *RIGHT.tensors(), method
-        found = RIGHT.of_responses(compute_token_weights(*arguments, temperature=temperature).scores)[0]
+        found = RIGHT.of_responses(compute(model, RIGHT, method, temperature=temperature).scores)[0]
         assert found == pytest.approx(values, rel=1e-4, abs=1e-4)
     return expected
 

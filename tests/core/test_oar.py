@@ -20,11 +20,11 @@ from hypothesis import strategies as st
 from torch import nn
 from transformers import PreTrainedTokenizerFast
 
-from grail_advantage import Oar, TokenWeights, compute_token_weights
+from grail_advantage import Oar, TokenWeights
 from tests.core.common import few, watch_inputs
 from tests.core.plain_weights import MAPS, to_mass
 from tests.core.reference import Span, boxed_spans
-from tests.core.tiny_models import PAD_ID, ROLLOUTS, Rollout, char_tokenizer, encode, make_batch, tiny_model
+from tests.core.tiny_models import PAD_ID, ROLLOUTS, Rollout, char_tokenizer, compute, encode, make_batch, tiny_model
 
 DEFAULTS = {
     **{"variant": "official", "probe": "answer_mean", "noise_std": 1e-3, "noise_seed": 0, "max_perturbations": None},
@@ -139,7 +139,7 @@ def assert_matches(
     """
     tolerance = {"gradient": 1e-3, "perturbation": 1e-5}[method]
     config, batch = Oar(method, **options), make_batch(rollouts, padding)
-    got = compute_token_weights(model, char_tokenizer(), *batch.tensors(), config)
+    got = compute(model, batch, config)
     options = {**DEFAULTS, **options}
     assert set(options) == set(DEFAULTS)
     values = batch.of_responses(got.weights), batch.of_responses(got.scores), got.spans
@@ -205,7 +205,7 @@ def test_rows_with_advantage_zero_or_without_reasoning_need_no_forward(method: s
     zeros = [dataclasses.replace(rollout, advantage=0.0) for rollout in ROLLOUTS.values()]
     batch = make_batch([*zeros, ROLLOUTS["box at the start"], ROLLOUTS["no box"], ROLLOUTS["truncated box"]])
     with watch_inputs(model.get_input_embeddings()) as shapes:
-        got = compute_token_weights(model, char_tokenizer(), *batch.tensors(), Oar(method))
+        got = compute(model, batch, Oar(method))
     assert shapes == [] and torch.equal(got.weights, batch.response_mask.float())
     assert got.stats["selected_rate"] == 0.0
 
@@ -214,11 +214,11 @@ def test_counterfactuals_go_in_batches_behind_what_they_share() -> None:
     """A clean pass, then batches within the budget, each from its own first replaced token on."""
     model, plain = subject()
     rollout = ROLLOUTS["text after the box"]  # 15 prompt tokens, 19 reasoning tokens, 9 of the box
-    expected, batch = assert_matches(model, plain, [rollout], "perturbation"), make_batch([rollout], "both").tensors()
+    expected, batch = assert_matches(model, plain, [rollout], "perturbation"), make_batch([rollout], "both")
     with watch_inputs(model.get_input_embeddings()) as shapes:
-        got = compute_token_weights(model, char_tokenizer(), *batch, Oar("perturbation"), tokens=8 * 42 + 41)
+        got = compute(model, batch, Oar("perturbation"), tokens=8 * 42 + 41)
     assert shapes == [(1, 42), (8, 42 - 15), (8, 42 - 23), (3, 42 - 31)]
     torch.testing.assert_close(got.scores, expected.scores, rtol=1e-5, atol=0, equal_nan=True)
     without_padding = PreTrainedTokenizerFast(tokenizer_object=char_tokenizer().backend_tokenizer)
     with pytest.raises(ValueError, match="pad"):
-        compute_token_weights(model, without_padding, *batch, Oar("perturbation"))
+        compute(model, batch, Oar("perturbation"), without_padding)

@@ -13,11 +13,11 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from grail_advantage import TokenWeights, compute_token_weights
+from grail_advantage import TokenWeights
 from grail_advantage.data import Example, Row, Weighed
 from grail_advantage.methods.rlsd import REQUEST, Rlsd
 from tests.core.common import rollouts_of, watch_inputs, weighed
-from tests.core.tiny_models import Rollout, char_tokenizer, encode, make_batch, plain_columns, tiny_model
+from tests.core.tiny_models import Rollout, char_tokenizer, compute, encode, make_batch, plain_columns, tiny_model
 from tests.real_tokenizers import llama3_tokenizer, qwen_tokenizer
 
 SHORT = "Given {privileged}, tell it in your words."
@@ -95,8 +95,7 @@ BATCH = make_batch([Rollout(f"[user]{asked}[assistant]", said, number) for asked
 
 def run(method: Rlsd, examples: list[Example | None], family: str = "qwen3", **given: Any) -> TokenWeights:
     """Every response of ``ROWS`` through the plain host."""
-    arguments = subject(family), tiny_tokenizer(), *BATCH.tensors(), method
-    return compute_token_weights(*arguments, examples=examples, **given)
+    return compute(subject(family), BATCH, method, tiny_tokenizer(), examples=examples, **given)
 
 
 @pytest.mark.parametrize(

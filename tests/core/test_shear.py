@@ -10,10 +10,9 @@ import pytest
 import torch
 from scipy.optimize import linprog
 
-from grail_advantage import compute_token_weights
 from grail_advantage.methods import shear
 from grail_advantage.methods.shear import Shear, shear_scores, sinkhorn_distance
-from tests.core.tiny_models import Rollout, char_tokenizer, make_batch, tiny_model
+from tests.core.tiny_models import Rollout, compute, make_batch, tiny_model
 
 LENGTHS = (11, 4, 7, 1, 13)
 POSITIVE = (True, False, True, False, False)
@@ -125,7 +124,7 @@ def test_scores_are_those_of_the_groups_hidden_states() -> None:
     """By transformers' own hidden states, the last of which comes after the final norm."""
     model, batch = tiny_model(), make_batch(ROLLOUTS, padding="both")
     options, inside = {"window": 8, "stride": 4}, batch.response_mask.bool()
-    got = compute_token_weights(model, char_tokenizer(), *batch.tensors(), Shear(**options), groups=GROUPS)
+    got = compute(model, batch, Shear(**options), groups=GROUPS)
     hidden = []
     for tokens, valid, said in zip(batch.input_ids, batch.attention_mask.bool(), inside, strict=True):
         with torch.no_grad():

@@ -17,12 +17,12 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from transformers import PreTrainedModel
 
-from grail_advantage import Grail, Method, Oar, compute_token_weights
+from grail_advantage import Grail, Method, Oar
 from grail_advantage.method import build
 from grail_advantage.model import hugging_face
 from tests.core.common import some, watch_inputs
 from tests.core.test_rlsd import SHORT, example, tiny_tokenizer
-from tests.core.tiny_models import FAMILIES, ROLLOUTS, Rollout, char_tokenizer, make_batch, tiny_model
+from tests.core.tiny_models import FAMILIES, ROLLOUTS, Rollout, compute, make_batch, tiny_model
 
 BY_DAY = ("gemma2", "lfm2", "gpt_oss", "qwen3_next")
 NAMES = (*BY_DAY, "phi3, longrope", "doge", "bloom")
@@ -53,9 +53,9 @@ def model_of(name: str) -> PreTrainedModel:
 def scores_of(name: str, method: str, tokens: int, padding: str) -> torch.Tensor:
     """By at most so many tokens a forward, whatever the lengths of its rows."""
     given = {"groups": torch.zeros(len(BATCH)).long(), "examples": [example(rollout.prompt) for rollout in BATCH]}
-    arguments = model_of(name), tiny_tokenizer(), *make_batch(BATCH, padding).tensors(), METHODS[method]
+    arguments = model_of(name), make_batch(BATCH, padding), METHODS[method], tiny_tokenizer()
     with patch.object(hugging_face, "LEAST_LENGTH", 0.0):
-        return compute_token_weights(*arguments, **given, temperature=0.9, tokens=tokens).scores
+        return compute(*arguments, **given, temperature=0.9, tokens=tokens).scores
 
 
 @pytest.mark.parametrize("name", some(NAMES, BY_DAY))
@@ -72,9 +72,8 @@ def test_scores_are_those_of_one_at_a_time(name: str) -> None:
     assert hugging_face._findings[model_of(name)][1].holds == (name not in ALONE)
 
 
-def weigh(model: nn.Module, rollouts: list[Rollout], method: Method | None = None, **options: Any) -> Any:
-    given = make_batch(rollouts).tensors()
-    return compute_token_weights(model, char_tokenizer(), *given, method or Grail("official"), **options)
+def weigh(model: nn.Module, rollouts: list[Rollout], method: Method = METHODS["grail"], **options: Any) -> Any:
+    return compute(model, make_batch(rollouts), method, **options)
 
 
 def test_forwards_keep_to_the_budget_and_hold_rows_of_like_length() -> None:

@@ -15,12 +15,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from grail_advantage import Grail, Method, Oar, TokenWeights, compute_token_weights
+from grail_advantage import Grail, Oar, TokenWeights
 from grail_advantage.method import build
 from tests.core.common import few, watch_inputs
 from tests.core.plain_answers import PLAIN
 from tests.core.reference import PlainModel, reference_weights, resolve
-from tests.core.tiny_models import ROLLOUTS, Batch, Rollout, char_tokenizer, id_to_character, make_batch, tiny_model
+from tests.core.tiny_models import (
+    ROLLOUTS,
+    Batch,
+    Rollout,
+    char_tokenizer,
+    compute,
+    id_to_character,
+    make_batch,
+    tiny_model,
+)
 from tests.documentation import files
 
 LEAVES = ("embeddings", "first", "middle", "last")
@@ -35,10 +44,6 @@ def subject(family: str, tied: bool = False, layers: int = 4, double: bool = Fal
     model = tiny_model(family, tied=tied, layers=layers)
     assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied
     return (model.double() if double else model), PlainModel(model)
-
-
-def compute(model: nn.Module, batch: Batch, config: Method, **given: Any) -> TokenWeights:
-    return compute_token_weights(model, char_tokenizer(), *batch.tensors(), config, **given)
 
 
 def assert_matches(

@@ -12,12 +12,14 @@ Shape suffixes: B responses, T response tokens, P parameters of the policy, R po
 
 from __future__ import annotations
 
+import json
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from itertools import chain, combinations_with_replacement
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -33,25 +35,13 @@ TURNS, STOP = 3, "stop"
 SAID = {"": 0, "x": 1, "y": 2, "p": 3, "q": 4}
 """What tools say, which is all that the policy sees, as token ids; between two turns, each of the one token TURN."""
 TURN = len(SAID)
-LOGITS = {
-    "": {"A": 0.3, "B": 0.1, STOP: 0.2},
-    "x": {"A": -0.2, "B": 0.4, STOP: 0.5},
-    "y": {"A": 0.6, "B": -0.3, STOP: 0.0},
-    "p": {"u": 0.2, "v": -0.4},
-    "q": {"u": -0.1, "v": 0.3},
-}
-SAYS = {
-    ("", "A"): {"x": 0.7, "y": 0.3},
-    ("", "B"): {"x": 0.4, "y": 0.6},
-    ("x", "A"): {"p": 1.0},
-    ("x", "B"): {"q": 1.0},
-    ("y", "A"): {"q": 1.0},
-    ("y", "B"): {"p": 1.0},
-}
-"""What the tools say to a call, with probabilities."""
-TOOL_REWARDS = {("", "A"): 0.9, ("", "B"): 0.5, ("x", "A"): 0.7, ("x", "B"): 0.3, ("y", "A"): 0.2, ("y", "B"): 0.8}
-OUTCOMES = {("", STOP): 1.0, ("x", STOP): 0.8, ("y", STOP): 0.3}
-OUTCOMES |= {("p", "u"): 0.9, ("p", "v"): 0.1, ("q", "u"): 0.2, ("q", "v"): 0.7}
+STATES = json.loads(Path(__file__).with_name("environment.json").read_text(encoding="utf-8"))
+"""By what the policy saw and what it does: a logit, the reward, and what a tool then says, with probabilities."""
+LOGITS = {saw: {did: of["logit"] for did, of in known.items()} for saw, known in STATES.items()}
+SAYS = {(saw, did): of["says"] for saw, known in STATES.items() for did, of in known.items() if of["says"]}
+REWARDS = {(saw, did): of["reward"] for saw, known in STATES.items() for did, of in known.items()}
+TOOL_REWARDS = {step: reward for step, reward in REWARDS.items() if step in SAYS}
+OUTCOMES = {step: reward for step, reward in REWARDS.items() if step not in SAYS}
 Step = tuple[str, str]
 """What the policy saw, and what it did."""
 
@@ -86,15 +76,9 @@ class Environment:
     def moments(
         self, name: str, options: Mapping[str, Any], size: int = 3, denominator: str = "constant"
     ) -> tuple[torch.Tensor, float]:
-        """What a step's gradient is on average, (P,), and its variance, summed over the parameters; before any clipping.
-
-        Args:
-            name: the method.
-            options: its options.
-            size: responses to a prompt.
-            denominator: what the loss divides by: ``constant``, with which the gradient of a group is the mean over its
-                responses of the sums over their tokens; ``tokens`` of the group; or ``response``, the tokens of each response.
-        """
+        """What a step's gradient is on average, (P,), and its variance, summed over the parameters; before any clipping. The
+        loss of a group of ``size`` is the sum over its tokens, divided by ``size``, or by the ``tokens`` of the group, or by
+        ``size`` times those of each ``response``."""
         groups = list(combinations_with_replacement(range(len(self.steps)), size))
         responses = [self.steps[place] for group in groups for place in group]
         of_turns_BK = turn_advantages(name, options, responses, size)
@@ -146,7 +130,7 @@ def environment(*, stops: bool, cut: float = 0.0) -> Environment:
 
 def reward(steps: Sequence[Step]) -> float:
     """All rewards of a response."""
-    return sum(TOOL_REWARDS.get(step, 0.0) + OUTCOMES.get(step, 0.0) for step in steps)
+    return sum(map(REWARDS.__getitem__, steps))
 
 
 def turn_advantages(

@@ -176,17 +176,12 @@ def test_mistakes_of_a_method_are_refused_with_its_name(place: int) -> None:
         run(torch.ones(4, 4), FOUR, CHOSEN, **MISTAKES[place])
 
 
-class OfTheThird(Saliency):
-    """Of the third last response token's log-likelihood."""
-
-    def targets(self, row: Row) -> tuple[int, int]:
-        return row.length - 3, row.length - 2
-
-
 @pytest.mark.parametrize("alignment", ["predictor", "token"])
 def test_a_token_has_the_saliency_of_its_position(alignment: str) -> None:
     """Positions of prompt + response are differentiated one forward at a time; the response begins at position 3."""
-    model, tokenizer, method = tiny_model(layers=1), char_tokenizer(), OfTheThird(alignment=alignment)
+    of_third_last = {"targets": lambda self, row: (row.length - 3, row.length - 2)}
+    model, tokenizer = tiny_model(layers=1), char_tokenizer()
+    method = type("OfTheThird", (Saliency,), of_third_last)(alignment=alignment)
     tokens = torch.tensor([5, 9, 2, 7, 1, 8, 3, 4])
     prepared = method.prepare(Row(tokens, 3, 5, None, -1.0, 0, 0), tokenizer)
     assert prepared.tokens.tolist() == tokens[:6].tolist(), "nothing after the target matters"

@@ -28,6 +28,8 @@ from transformers import (
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
+from grail_advantage import Method, TokenWeights, compute_token_weights
+
 CHARACTERS = sorted(set(string.ascii_letters + string.digits + string.punctuation + " "))
 PAD, END = "<pad>", "<end>"
 PAD_ID, END_ID = len(CHARACTERS), len(CHARACTERS) + 1
@@ -179,6 +181,11 @@ def make_batch(rollouts: list[Rollout], padding: str = "left", extra: int = 0) -
 _LINES = Path(__file__).with_name("rollouts.jsonl").read_text(encoding="utf-8").splitlines()
 ROLLOUTS = {of.pop("name"): Rollout(**of) for of in map(json.loads, _LINES)}
 """By what is special about their answer."""
+
+
+def compute(model: Any, batch: Batch, method: Method, tokenizer: Any = None, **given: Any) -> TokenWeights:
+    """By the plain function, with the tokenizer of single characters."""
+    return compute_token_weights(model, tokenizer or char_tokenizer(), *batch.tensors(), method, **given)
 
 
 def plain_columns(model: Any, prompt: list[int], response: list[int], temperature: float) -> tuple[list, list]:
