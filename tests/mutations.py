@@ -33,9 +33,9 @@ class Mutation(NamedTuple):
 
 
 ROWS = (
-    ("weigh", "core/test_column_methods.py::test_against_loops",
+    ("weigh", "core/test_weights_by_hand.py::test_against_loops",
      "w.double(), 0.0).sum(", "w, 0.0).sum("),
-    ("weigh", "core/test_text_methods.py::test_no_method_trains_a_masked_row",
+    ("weigh", "core/test_turns.py::test_no_method_trains_a_masked_row",
      "selected & r.trains & _finite", "selected & _finite"),
     ("answers/span", "core/test_answer_span.py::test_spans_by_hand",
      'boxes[0 if which == "first" else -1]', "boxes[0]"),

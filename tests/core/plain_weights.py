@@ -56,15 +56,12 @@ def random_rows(seed: int, count: int = 12) -> list[Row]:
         length = draw.choice([0, 1, 2, 3, 5, 8, 14])
         start, content, end = sorted(draw.randint(0, length) for _ in range(3))
         size = draw.choice([1, 1, 1, 2.0**-14, 2.0**-40])
-        rows.append(
-            Row(
-                advantage=draw.choice([-2.0, -0.75, -0.0625, 0.0, 0.0625, 0.5, 1.25]),
-                log_probs=[-draw.randint(0, 6 * step) / step for _ in range(length)],
-                entropies=[size * draw.randint(0, 2 * step) / step for _ in range(length)],
-                span=AnswerSpan(start, content, end, length) if length and draw.random() < 0.7 else None,
-                trained=[draw.random() < 0.8 for _ in range(length)] if draw.random() < 0.3 else (),
-            )
-        )
+        advantage = draw.choice([-2.0, -0.75, -0.0625, 0.0, 0.0625, 0.5, 1.25])
+        log_probs = [-draw.randint(0, 6 * step) / step for _ in range(length)]
+        entropies = [size * draw.randint(0, 2 * step) / step for _ in range(length)]
+        span = AnswerSpan(start, content, end, length) if length and draw.random() < 0.7 else None
+        trained = [draw.random() < 0.8 for _ in range(length)] if draw.random() < 0.3 else ()
+        rows.append(Row(advantage, log_probs, entropies, span, trained))
     return rows
 
 

@@ -5,7 +5,6 @@ or the largest difference from the CPU."""
 from __future__ import annotations
 
 import contextlib
-import copy
 import json
 import sys
 import traceback
@@ -16,16 +15,15 @@ import pytest
 import torch
 
 from grail_advantage import compute_token_weights
-from grail_advantage.data import Example
 from grail_advantage.method import build
 from tests import forked
 from tests.core.common import METHODS
 from tests.core.test_doors import valid_weights
+from tests.core.test_rlsd import example, tiny_tokenizer
 from tests.core.tiny_models import char_tokenizer, tiny_model
 from tests.documentation import files, snippets
 
 TURNS = {"tool_rewards": [[0.0], [1.0], [0.5]], "step_rewards": [[0.1], [0.2, 0.3], []]}
-ASKED = Example([{"role": "user", "content": "?"}], {"reward_model": {"ground_truth": "7"}}, {})
 OWN = {name.removesuffix(".py"): text for name, text in files("write_your_own.md").items() if "@register(" in text}
 COMPUTED = [f"{name}, own columns" for name in ("stare", "rlsd")]
 CLOSE = {"oar_g": 1e-3, "oar_p": 1e-4, "turning_points": 0.05}
@@ -37,8 +35,7 @@ def compare(name: str, **columns: Any) -> float:
     from tests.core import card
 
     given = valid_weights() | {"fields": TURNS, "config": build(name), "model": tiny_model(), **columns}
-    given |= {"examples": [ASKED] * 3, "tokenizer": copy.copy(given["tokenizer"])}
-    given["tokenizer"].chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}"
+    given |= {"examples": [example("?", "7")] * 3, "tokenizer": tiny_tokenizer()}
     expected = compute_token_weights(**given)
     with card.card():
         there = {key: of.to(card.DEVICE) if isinstance(of, torch.Tensor) else of for key, of in given.items()}

@@ -92,12 +92,8 @@ def test_a_forward_that_goes_past_a_hook_is_said() -> None:
         assert not hooks_of(other)
 
 
-METHODS: dict[str, Method] = {
-    "embeddings": Grail("official"),
-    "last block": Grail("robust", leaf="last"),
-    "noise": Oar("gradient"),
-    "replacements": Oar("perturbation"),
-}
+METHODS: dict[str, Method] = {"embeddings": Grail("official"), "last block": Grail("robust", leaf="last")}
+METHODS |= {"noise": Oar("gradient"), "replacements": Oar("perturbation")}
 BATCH = make_batch([ROLLOUTS[name] for name in ("several boxes", "no box", "right, several boxes", "empty box")])
 
 

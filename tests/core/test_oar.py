@@ -163,12 +163,8 @@ def assert_matches(
 
 
 OPTIONS = {
-    "variant": VARIANTS,
-    "probe": ("answer_mean", "last", "answer_joint"),
-    "normalize_mass": (True, False),
-    "noise_std": (1e-3, 0.02),
-    "noise_seed": (0, 7),
-    "max_perturbations": (None, 1, 2, 5, 100),
+    **{"variant": VARIANTS, "probe": ("answer_mean", "last", "answer_joint"), "normalize_mass": (True, False)},
+    **{"noise_std": (1e-3, 0.02), "noise_seed": (0, 7), "max_perturbations": (None, 1, 2, 5, 100)},
 }
 OF_MAPS = [
     {},

@@ -34,7 +34,7 @@ def test_each_fault_of_history_is_seen_and_the_first_line_is_right() -> None:
 @pytest.mark.slow
 def test_nothing_is_missed_and_each_example_differs() -> None:
     known = cells(MADE_UP, every=2)
-    assert len(known) > 60 and all(said for _, said, _ in known) and len(wrong(known)) < 0.1 * len(known), wrong(known)
+    assert len(known) > 45 and all(said for _, said, _ in known) and len(wrong(known)) < 0.1 * len(known), wrong(known)
     for _, _, receipt in known:
         structure = ("missing", "repeated", "not finite")
         order = [(not f.mismatch, f.name not in structure, -f.tokens) for f in receipt.findings]
@@ -65,24 +65,20 @@ def test_the_snippets_of_the_page_run(tmp_path: Path, monkeypatch: pytest.Monkey
 
             scope: dict[str, Any] = {"optimizer": torch.optim.SGD([policy_BT], lr=0.0), "my_loss": loss}
             scope |= {f"{name}_BT": getattr(batch, f"{name}_BT") for name in ("advantages", "mask", "old_log_probs")}
-            scope |= {
-                "micro_batches": torch.arange(8).split(3),
-                "log_probs_of": lambda rows, p=policy_BT: p[rows] * 1.0,
-            }
+            scope["micro_batches"], scope["log_probs_of"] = torch.arange(8).split(3), policy_BT.__getitem__
             exec(source, scope)
             assert names(scope["receipt"].findings) == ([] if divided == 1 else ["scaled"])
 
 
-RATIOS, EPSILONS = {"clip_ratio_low": 0.2, "clip_ratio_high": 0.3}, {"epsilon": 0.2, "epsilon_high": 0.3}
+BOUNDS, EPSILONS = {"clip_ratio_low": 0.2, "clip_ratio_high": 0.3}, {"epsilon": 0.2, "epsilon_high": 0.3}
 LOSSES = {
-    "reinforce": verl_loss("gpg", "token-mean"),
     "sapo": trl_loss("sapo"),
     "clip": trl_loss("grpo", **EPSILONS),
-    "dual": verl_loss("vanilla", "token-mean", **RATIOS, clip_ratio_c=1.6),
     "delta 1.1": trl_loss("grpo", **EPSILONS, delta=1.1),
     "delta 1.6": trl_loss("grpo", **EPSILONS, delta=1.6),
-    "cispo": verl_loss("cispo", "token-mean", **RATIOS, kl="k3", kl_coef=0.1),
+    "cispo": verl_loss("cispo", "token-mean", **BOUNDS, kl="k3", kl_coef=0.1),
 }
+"""TRL's, and one of verl's, all of which ``verl_ext/test_receipt_losses.py`` has."""
 
 
 @pytest.mark.parametrize("name", LOSSES)
@@ -94,10 +90,8 @@ def test_what_a_token_should_receive_is_the_slope_of_its_loss(name: str) -> None
         tau = torch.where(advantages > 0, 1.0, 1.05)
         clipped = torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.3) * advantages)
         known = {
-            "reinforce": advantages * t.log_probs,
             "sapo": 4 / tau * torch.sigmoid(tau * (ratio - 1)) * advantages,
             "clip": clipped,
-            "dual": torch.where(advantages < 0, torch.maximum(clipped, 1.6 * advantages), clipped),
             "cispo": ratio.clamp(0.8, 1.3).detach() * advantages * t.log_probs,
         }
         for delta in (1.1, 1.6):  # below and above what it clips
@@ -115,9 +109,7 @@ def test_what_a_token_should_receive_is_the_slope_of_its_loss(name: str) -> None
 
         pieces = train(given, value)
         by_formula, by_function = (check(given.batch, of, pieces) for of in (loss, Loss(name, function)))
-        assert by_formula.findings == by_function.findings == () and (
-            by_formula.clipped or name in ("reinforce", "sapo")
-        )
+        assert by_formula.findings == by_function.findings == () and (by_formula.clipped or name == "sapo")
         torch.testing.assert_close(by_formula.expected_UBT, by_function.expected_UBT, equal_nan=True)
         halved = [replace(piece, gradient_bT=piece.gradient_bT / 2) for piece in pieces]
         assert names(check(given.batch, Loss(name, function), halved).findings) == ["scaled"]

@@ -21,12 +21,9 @@ from tests.core.tiny_models import Rollout, char_tokenizer, compute, encode, mak
 from tests.real_tokenizers import llama3_tokenizer, qwen_tokenizer
 
 SHORT = "Given {privileged}, tell it in your words."
-EACH = "{%- for message in messages %}"
-BRACKETS = (
-    EACH
-    + """{{ "[" + message.role + "]" + message.content }}{% endfor %}
+BRACKETS = """\
+{%- for message in messages %}{{ "[" + message.role + "]" + message.content }}{% endfor %}
 {%- if add_generation_prompt %}[assistant]{% endif %}"""
-)
 
 
 def with_template(tokenizer: PreTrainedTokenizerFast, template: str) -> PreTrainedTokenizerFast:
@@ -98,18 +95,18 @@ def run(method: Rlsd, examples: list[Example | None], family: str = "qwen3", **g
     return compute(subject(family), BATCH, method, tiny_tokenizer(), examples=examples, **given)
 
 
-@pytest.mark.parametrize(
-    ("family", "temperature", "asking", "given_old", "lam", "epsilon"),
-    [
-        ("qwen3", 1, SHORT, None, 0.6, 0.9),
-        ("llama", 0.7, REQUEST, None, 1, 0.5),
-        ("qwen3", 0.7, SHORT, -2.0, 0.25, 0.95),
-    ],
+KINDS = (
+    ("qwen3", 1, SHORT, None, 0.6, 0.9),
+    ("llama", 0.7, REQUEST, None, 1, 0.5),
+    ("qwen3", 0.7, SHORT, -2.0, 0.25, 0.95),
 )
-def test_plain_computation(
-    family: str, temperature: float, asking: str, given_old: float | None, lam: float, epsilon: float
-) -> None:
+"""A family, the temperature, the request, given log-probabilities, lambda and epsilon."""
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_plain_computation(kind: tuple[str, float, str, float | None, float, float]) -> None:
     """Given log-probabilities are what D starts from, also where they are not the model's own."""
+    family, temperature, asking, given_old, lam, epsilon = kind
 
     def log_probs(prompt: str) -> list[float]:  # the tiny vocabulary has no line break
         prompt = f"[user]{prompt}[assistant]".replace("\n", "")
@@ -149,12 +146,10 @@ def test_rows_without_privileged_text() -> None:
 
 # ---- the prompts for real tokenizers: the text goes into the last user message, and stays in it ----------------------
 
-QWEN3 = (
-    EACH
-    + """{{- "<|im_start|>" + message.role + "\\n" + message.content + "<|im_end|>\\n" }}{% endfor %}
+QWEN3 = """\
+{%- for message in messages %}{{- "<|im_start|>" + message.role + "\\n" + message.content + "<|im_end|>\\n" }}{% endfor %}
 {%- if add_generation_prompt %}{{- "<|im_start|>assistant\\n" }}
 {%- if enable_thinking is defined and not enable_thinking %}{{- "<think>\\n\\n</think>\\n\\n" }}{% endif %}{% endif %}"""
-)
 BASE_MATH = (Path(__file__).parents[2] / "recipe/base_math.jinja").read_text()
 PREAMBLE = BASE_MATH.split('{{- "The User')[1].split('" }}')[0]
 BEGIN, BRIEF, ASSISTANT = "<|begin_of_text|>", "Be brief.", "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"

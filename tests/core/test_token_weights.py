@@ -17,19 +17,11 @@ from torch import nn
 
 from grail_advantage import Grail, Oar, TokenWeights
 from grail_advantage.method import build
+from tests.core import tiny_models
 from tests.core.common import few, watch_inputs
 from tests.core.plain_answers import PLAIN
 from tests.core.reference import PlainModel, reference_weights, resolve
-from tests.core.tiny_models import (
-    ROLLOUTS,
-    Batch,
-    Rollout,
-    char_tokenizer,
-    compute,
-    id_to_character,
-    make_batch,
-    tiny_model,
-)
+from tests.core.tiny_models import ROLLOUTS, Batch, Rollout, compute, id_to_character, make_batch, tiny_model
 from tests.documentation import files
 
 LEAVES = ("embeddings", "first", "middle", "last")
@@ -80,14 +72,9 @@ def assert_matches(
 
 
 OPTIONS: dict[str, list] = {
-    "leaf": list(LEAVES),
-    "alignment": ["predictor", "token"],
-    "gate": ["wrong", "correct", "all"],
-    "target": ["span", "content"],
-    "statistics": ["response", "reasoning"],
-    "span": ["first", "last"],
-    "content_outside_gate": [True, False],
-    "normalize_mass": [True, False],
+    **{"leaf": list(LEAVES), "alignment": ["predictor", "token"], "gate": ["wrong", "correct", "all"]},
+    **{"target": ["span", "content"], "statistics": ["response", "reasoning"], "span": ["first", "last"]},
+    **{"content_outside_gate": [True, False], "normalize_mass": [True, False]},
 }
 NUMBERS = {"weight_mean": 1.25, "weight_std": 0.75, "weight_min": 0.1, "weight_max": 2.0, "content_weight": 0.3}
 
@@ -113,17 +100,15 @@ def test_any_options_on_any_model(
 @pytest.mark.parametrize(("family", "tied", "preset"), [("qwen3", False, "official"), ("llama", True, "robust")])
 def test_presets_on_every_kind_of_rollout_in_float32(family: str, tied: bool, preset: str) -> None:
     for leaf in LEAVES:
-        got = assert_matches(
-            *subject(family, tied), make_batch(list(ROLLOUTS.values()), "both"), preset, 0.6, leaf=leaf
-        )
+        batch = make_batch(list(ROLLOUTS.values()), "both")
+        got = assert_matches(*subject(family, tied), batch, preset, 0.6, leaf=leaf)
     # These responses got scores; in those with a box, the tokens after it had none to get.
     assert (got.stats["selected_rate"], got.stats["answer_found_rate"]) == (8 / 12, 10 / 12)
 
 
 def test_answers_in_another_format() -> None:
-    batch = make_batch(
-        [Rollout("Two?", text, -1.0) for text in ("So #### 4 or #### -5.", "#### Step 2", "It is #### 1,0")]
-    )
+    texts = ("So #### 4 or #### -5.", "#### Step 2", "It is #### 1,0")
+    batch = make_batch([Rollout("Two?", text, -1.0) for text in texts])
     for preset in ("official", "robust"):
         got = assert_matches(*subject("qwen3", layers=1, double=True), batch, preset, answer="hashes")
         assert [span is None for span in got.spans] == [False, True, False]
@@ -171,7 +156,7 @@ def test_the_host_of_the_documentation_weighs_the_same() -> None:
     prompts, responses = ([*map(torch.Tensor.__getitem__, batch.input_ids, of)] for of in (valid & ~inside, inside))
     column = torch.linspace(-3, 0, inside.numel()).reshape(inside.shape)
     columns = {"old_log_probs": torch.nn.utils.rnn.pad_sequence([*map(torch.Tensor.__getitem__, column, inside)], True)}
-    host = own["MyHost"](model, char_tokenizer(), prompts, responses, batch.advantages, columns, step=0)
+    host = own["MyHost"](model, tiny_models.char_tokenizer(), prompts, responses, batch.advantages, columns, step=0)
     for name in ("grail", "surprisal"):
         expected = compute(model, batch, build(name, {"gate": "all"}), old_log_probs=column).advantages[inside]
         found = own["token_advantages"](host, name, gate="all")[host.known.mask]

@@ -75,10 +75,8 @@ def tiny_model(family: str = "qwen3", *, tied: bool = False, layers: int = 4, se
 
 _LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [8.0] * 4}
 _DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
-_DELTA = {f"linear_{name}_head_dim": 8 for name in ("key", "value")} | {
-    **{"linear_num_key_heads": 2, "linear_num_value_heads": 4},
-    "layer_types": ["linear_attention", "full_attention"],
-}
+_DELTA = {f"linear_{name}_head_dim": 8 for name in ("key", "value")} | {"linear_num_key_heads": 2}
+_DELTA |= {"linear_num_value_heads": 4, "layer_types": ["linear_attention", "full_attention"]}
 FAMILY_SIZES = {
     **{"vocab_size": 100, "max_position_embeddings": 256, "pad_token_id": 0, "eos_token_id": 98},
     **dict.fromkeys(("hidden_size", "d_model", "n_embd", "moe_intermediate_size"), 32),
