@@ -33,9 +33,9 @@ class Mutation(NamedTuple):
 
 
 ROWS = (
-    ("weigh", "core/test_column_methods.py::test_against_loops",
+    ("weigh", "core/test_weights_by_hand.py::test_against_loops",
      "w.double(), 0.0).sum(", "w, 0.0).sum("),
-    ("weigh", "core/test_text_methods.py::test_no_method_trains_a_masked_row",
+    ("weigh", "core/test_turns.py::test_no_method_trains_a_masked_row",
      "selected & r.trains & _finite", "selected & _finite"),
     ("answers/span", "core/test_answer_span.py::test_spans_by_hand",
      'boxes[0 if which == "first" else -1]', "boxes[0]"),
@@ -56,7 +56,7 @@ ROWS = (
     ("dump", "test_dump.py::TestReading::test_a_table_has_what_was_received_by_key",
      'pc.index_in(table["key"], known["key"].combine_chunks())',
      "pa.array([n if n < len(known) else None for n in range(len(table))])"),
-    ("effect", "core/test_effect.py::test_the_figures_by_hand",
+    ("effect", "core/test_metrics.py::test_an_updates_effect_by_hand",
      "credited = known & (advantages != 0)", "credited = known"),
     ("weigh", "core/test_contract.py::test_the_shuffled_control_has_the_same_weights_on_other_tokens",
      'f"{r.step} {key}"', 'f"{key}"'),

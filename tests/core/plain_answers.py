@@ -2,24 +2,13 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
+
 from tests.core.reference import boxed_spans, partner
 
 Box = tuple[int, int, int, int]
 EXPRESSION = r"Answer: (?P<content>[^.\n]*)"
-
-
-def _hashes(text: str) -> list[Box]:
-    boxes, at = [], text.find("#### ")
-    while at >= 0:
-        first = end = at + 5
-        digits = first + 1 if text[first : first + 1] == "-" else first
-        end = digits
-        while end < len(text) and text[end] in "0123456789.,":
-            end += 1
-        if end > digits:
-            boxes.append((at, first, end, end))
-        at = text.find("#### ", max(end, at + 1) if end > digits else at + 1)
-    return boxes
 
 
 def _tags(text: str) -> list[Box]:
@@ -36,18 +25,17 @@ def _tags(text: str) -> list[Box]:
     return boxes
 
 
-def _expressed(text: str) -> list[Box]:
-    boxes, at = [], text.find("Answer: ")
-    while at >= 0:
-        first = end = at + 8
-        while end < len(text) and text[end] not in ".\n":
-            end += 1
-        boxes.append((at, first, end, end))
-        at = text.find("Answer: ", end)
-    return boxes
+def _matches(expression: str) -> Callable[[str], list[Box]]:
+    """Of Python's own expressions."""
+    return lambda text: [(m.start(), *m.span("content"), m.end()) for m in re.finditer(expression, text)]
 
 
-PLAIN = {"boxed": boxed_spans, "hashes": _hashes, "tag": _tags, EXPRESSION: _expressed}
+PLAIN = {
+    "boxed": boxed_spans,
+    "hashes": _matches(r"#### (?P<content>-?[0-9.,]+)"),
+    "tag": _tags,
+    EXPRESSION: _matches(EXPRESSION),
+}
 """By format."""
 
 

@@ -1,6 +1,7 @@
-"""Token weights of the methods that read old log-probabilities and entropies, the plain way, to compare the package with.
+"""Maps from scores to weights, and weights of the methods that read old log-probabilities and entropies, the plain way.
 
-Nothing of it but the span's four numbers is the package's: a response is lists of floats, everything is a loop.
+Nothing of it but the span's four numbers is the package's: a response is lists of floats, everything is a loop, shares of
+counts are exact fractions. A map takes the scores of the tokens of one statistics set.
 """
 
 from __future__ import annotations
@@ -9,13 +10,13 @@ import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from fractions import Fraction
 from typing import Any
 
 import torch
 
 from grail_advantage import AnswerSpan, Method, Rollouts
 from tests.core.common import rollouts_of, weighed
-from tests.core.plain_maps import MAPS, chosen, part, to_mass
 
 NAN = math.nan
 Weights = list[list[float]]
@@ -38,16 +39,8 @@ class Row:
         self.log_probs = list(self.log_probs) or [-1.0] * length
         self.entropies = list(self.entropies) or [1.0] * length
         self.trained = list(self.trained) or [True] * length
-
-    @property
-    def tokens(self) -> list[int]:
-        """Indices of the tokens that train."""
-        return [index for index, trained in enumerate(self.trained) if trained]
-
-    @property
-    def sound(self) -> bool:
-        """Whether every token that trains has finite values."""
-        return all(math.isfinite(of[index]) for of in (self.log_probs, self.entropies) for index in self.tokens)
+        self.tokens = [index for index, trained in enumerate(self.trained) if trained]
+        self.sound = all(math.isfinite(of[index]) for of in (self.log_probs, self.entropies) for index in self.tokens)
 
     def ones(self) -> list[float]:
         """Weight 1 on every token that trains."""
@@ -55,22 +48,20 @@ class Row:
 
 
 def random_rows(seed: int, count: int = 12) -> list[Row]:
-    """Responses of 0 to 14 tokens. Every second draw has few different values, so that ties abound."""
+    """Responses of 0 to 14 tokens, some of them with next to no entropy. Every second draw has many ties."""
     draw = random.Random(seed)
     step = 64 if seed % 2 else 2
     rows = []
     for _ in range(count):
         length = draw.choice([0, 1, 2, 3, 5, 8, 14])
         start, content, end = sorted(draw.randint(0, length) for _ in range(3))
-        rows.append(
-            Row(
-                advantage=draw.choice([-2.0, -0.75, -0.0625, 0.0, 0.0625, 0.5, 1.25]),
-                log_probs=[-draw.randint(0, 6 * step) / step for _ in range(length)],
-                entropies=[draw.randint(0, 2 * step) / step for _ in range(length)],
-                span=AnswerSpan(start, content, end, length) if length and draw.random() < 0.7 else None,
-                trained=[draw.random() < 0.8 for _ in range(length)] if draw.random() < 0.3 else (),
-            )
-        )
+        size = draw.choice([1, 1, 1, 2.0**-14, 2.0**-40])
+        advantage = draw.choice([-2.0, -0.75, -0.0625, 0.0, 0.0625, 0.5, 1.25])
+        log_probs = [-draw.randint(0, 6 * step) / step for _ in range(length)]
+        entropies = [size * draw.randint(0, 2 * step) / step for _ in range(length)]
+        span = AnswerSpan(start, content, end, length) if length and draw.random() < 0.7 else None
+        trained = [draw.random() < 0.8 for _ in range(length)] if draw.random() < 0.3 else ()
+        rows.append(Row(advantage, log_probs, entropies, span, trained))
     return rows
 
 
@@ -103,24 +94,94 @@ def close(got: Sequence[Sequence[float]], expected: Sequence[Sequence[float]], t
         torch.testing.assert_close(*both, rtol=tolerance, atol=tolerance, msg=text)
 
 
-def surprisal(
-    rows: Sequence[Row], reshaper: str = "top", gate: str = "wrong", statistics: str = "reasoning", **options: Any
-) -> Weights:
-    """Surprisal through a map."""
-    values = [[-value for value in row.log_probs] for row in rows]
-    return through_map(rows, values, reshaper, gate, statistics, **options)
+def part(share: float, count: int) -> int:
+    """A share, as it is written in decimals, of a count; rounded up, at least 1."""
+    return max(1, math.ceil(Fraction(str(share)) * count))
 
 
-def entropy(
-    rows: Sequence[Row], reshaper: str = "mean_ratio", gate: str = "all", statistics: str = "response", **options: Any
-) -> Weights:
-    """Entropy through a map."""
-    return through_map(rows, [row.entropies for row in rows], reshaper, gate, statistics, **options)
+def chosen(scores: Sequence[float], places: Sequence[Any], count: int) -> list[Any]:
+    """Places of the highest scores, of equal ones the first."""
+    order = sorted(range(len(places)), key=lambda index: -scores[index])  # which keeps the order of equal ones
+    return [places[index] for index in order[:count]]
+
+
+def top(scores: Sequence[float], k: int = 1, share: float | None = None) -> list[float]:
+    """1 on the k highest scores, the earlier ones of equal ones, else 0."""
+    count = k if share is None else part(share, len(scores))
+    kept = chosen(scores, range(len(scores)), count)
+    return [1.0 if index in kept else 0.0 for index in range(len(scores))]
+
+
+def power(scores: Sequence[float], exponent: float = 2.0) -> list[float]:
+    """n s^g / sum s^g, all 1 where the sum is below 1e-8."""
+    powers = [max(0.0, score) ** exponent for score in scores]
+    total = math.fsum(powers)
+    return [1.0] * len(scores) if total < 1e-8 else [len(scores) * value / total for value in powers]
+
+
+def mean_ratio(scores: Sequence[float], beta: float = 0.1) -> list[float]:
+    """max(0, 1 + beta (x / mean - 1)), all 1 where the mean is not above 0."""
+    mean = math.fsum(scores) / len(scores) if scores else 0.0
+    if not mean > 0:
+        return [1.0] * len(scores)
+    return [max(0.0, 1 + beta * (score / mean - 1)) for score in scores]
+
+
+def bilevel(
+    scores: Sequence[float], quantile: float = 0.4, boost: float = 2.0, quantile_rule: str = "linear"
+) -> list[float]:
+    """max(h / tau, 0.1) below the quantile tau, else 1 + boost (h - tau) / (1 - tau)."""
+    levels = [math.log1p(max(score, -1 + 1e-8)) for score in scores]
+    if not levels or min(levels) == max(levels):
+        return [1.0] * len(levels)
+    low, high = min(levels), max(levels)
+    scaled = [(level - low) / (high - low) for level in levels]
+    ranked = sorted(scaled)
+    if quantile_rule == "sorted":
+        tau = ranked[min(math.floor(quantile * len(ranked)), len(ranked) - 1)]
+    else:
+        place = quantile * (len(ranked) - 1)
+        below = ranked[math.floor(place)]
+        above = ranked[min(math.floor(place) + 1, len(ranked) - 1)]
+        tau = below + (place - math.floor(place)) * (above - below)
+    weights = []
+    for h in scaled:
+        if h < tau:
+            weights.append(max(h / tau, 0.1))
+        else:
+            weights.append(1 + boost * (h - tau) / (1 - tau) if tau < 1 else 1.0)
+    return weights
+
+
+def log_zscore(
+    scores: Sequence[float],
+    weight_mean: float = 1,
+    weight_std: float = 0.5,
+    weight_min: float = 0.5,
+    weight_max: float = 5,
+) -> list[float]:
+    """clip(mean + std z, min, max), z the log score less its mean over the root of its population variance."""
+    if not scores:
+        return []
+    logs = [math.log(max(score, 0.0) + 1e-8) for score in scores]
+    mean = math.fsum(logs) / len(logs)
+    deviation = math.sqrt(math.fsum((value - mean) ** 2 for value in logs) / len(logs) + 1e-8)
+    return [min(max(weight_mean + weight_std * (value - mean) / deviation, weight_min), weight_max) for value in logs]
+
+
+def to_mass(weights: Sequence[float], places: Sequence[int]) -> list[float]:
+    """Scale the weights at these places so that they sum to their number, where their sum is above 0."""
+    total = math.fsum(weights[index] for index in places)
+    scale = len(places) / total if total > 0 else 1.0
+    return [weight * scale if index in places else weight for index, weight in enumerate(weights)]
+
+
+MAPS: dict[str, Callable[..., list[float]]] = {of.__name__: of for of in (top, power, mean_ratio, bilevel, log_zscore)}
 
 
 def through_map(
     rows: Sequence[Row],
-    values: Sequence[Sequence[float]],
+    score: Callable[[Row], list[float]],
     reshaper: str,
     gate: str,
     statistics: str,
@@ -129,7 +190,8 @@ def through_map(
 ) -> Weights:
     """A score for each token, a map, a gate and a statistics set."""
     all_weights = []
-    for row, of_row in zip(rows, values, strict=True):
+    for row in rows:
+        of_row = score(row)
         weights, places = row.ones(), row.tokens
         if statistics == "reasoning":
             places = [index for index in places if row.span is not None and index < row.span.start]
@@ -144,6 +206,18 @@ def through_map(
                 weights = to_mass(weights, row.tokens if reshaper == "top" else places)
         all_weights.append(weights)
     return all_weights
+
+
+def surprisal(rows: Sequence[Row], **options: Any) -> Weights:
+    """Through a map."""
+    default = {"reshaper": "top", "gate": "wrong", "statistics": "reasoning"}
+    return through_map(rows, lambda row: [-value for value in row.log_probs], **default | options)
+
+
+def entropy(rows: Sequence[Row], **options: Any) -> Weights:
+    """Through a map."""
+    default = {"reshaper": "mean_ratio", "gate": "all", "statistics": "response"}
+    return through_map(rows, lambda row: list(row.entropies), **default | options)
 
 
 def each_token(

@@ -34,11 +34,11 @@ class MicroBatch:
     number: int = 0
     """Among the step's micro-batches."""
     update: int = 0
-    divisor: Any = None
-    """Of the sum over tokens; a number or (b, 1)."""
+    divisor: Any = 1.0
+    """Of the sum over tokens; a number or (b, 1). As given, the step's tokens for the mean over ranks."""
     times: Any = 1.0
     term: Any = 0.0
-    """Of each token, which are added to its loss."""
+    """Added to the loss of each token."""
     bounds: tuple[float, float] = (0.8, 1.2)
 
 
@@ -86,10 +86,10 @@ def rollout(
     old = -3 * torch.rand(shape, generator=generator) - 0.01
     policy = (old + drift * torch.randn(updates * epochs, *shape, generator=generator)).clamp(max=-0.01)
     policy[0] = old
-    plan: list[list[tuple[int, torch.Tensor]]] = []
+    plan = []
     for _ in range(epochs):
         for rows in torch.randperm(responses, generator=generator).chunk(updates):
-            step: list[tuple[int, torch.Tensor]] = []
+            step = []
             for rank, share in enumerate(rows.chunk(ranks)):
                 sizes = [2] * (len(share) // 2) if even else []
                 while sum(sizes) < len(share):
@@ -102,18 +102,27 @@ def rollout(
     return Rollout(Batch(advantages, mask, old, weights_BT, ref, None, updates, epochs, ranks), policy, plan)
 
 
-def train(given: Rollout, loss: Callable[[MicroBatch], torch.Tensor]) -> list[Piece]:
+def ppo(micro: MicroBatch, **changed: Any) -> torch.Tensor:
+    """PPO's clipped loss of a micro-batch, by its formula, with changed fields: values, or functions of the micro-batch."""
+    m = replace(micro, **{name: of(micro) if callable(of) else of for name, of in changed.items()})
+    ratio = (m.log_probs - m.old).exp()
+    objective = torch.minimum(ratio * m.advantages, ratio.clamp(*m.bounds) * m.advantages)
+    return ((m.term - objective * m.weights * m.times) * m.mask / m.divisor).sum()
+
+
+def train(given: Rollout, loss: Callable[[MicroBatch], torch.Tensor] = ppo) -> list[Piece]:
     """The pieces of an independent measurement: log-probabilities are leaves, whose ``grad`` is read."""
     batch, pieces = given.batch, []
     weights = torch.ones_like(batch.advantages_BT) if batch.weights_BT is None else batch.weights_BT
+    columns = (batch.old_log_probs_BT, batch.advantages_BT, batch.mask_BT, weights, batch.ref_log_probs_BT)
     for update, step in enumerate(given.plan):
-        rows_of_step = torch.cat([rows for _, rows in step])
+        of_step = torch.cat([rows for _, rows in step])
+        divisor = batch.mask_BT[of_step].sum() / batch.ranks
         for number, (rank, rows) in enumerate(step):
             log_probs = given.policy_UBT[update, rows].clone().requires_grad_()
-            columns = (batch.old_log_probs_BT, batch.advantages_BT, batch.mask_BT, weights, batch.ref_log_probs_BT)
             own = [column[rows] for column in columns if column is not None]
             count = sum(other == rank for other, _ in step)
-            value = loss(MicroBatch(rows, log_probs, *own, rows_of_step, count, rank, number, update))
+            value = loss(MicroBatch(rows, log_probs, *own, of_step, count, rank, number, update, divisor))
             if value.requires_grad:
                 value.backward()
             gradient = torch.zeros_like(log_probs) if log_probs.grad is None else log_probs.grad
@@ -121,27 +130,9 @@ def train(given: Rollout, loss: Callable[[MicroBatch], torch.Tensor]) -> list[Pi
     return pieces
 
 
-def ppo(micro: MicroBatch, divisor: Any, *, clip: bool = True, **changed: Any) -> torch.Tensor:
-    """PPO's clipped loss of a micro-batch, by its formula: over a divisor, with changed fields."""
-    micro = replace(micro, **changed)
-    ratio = (micro.log_probs - micro.old).exp()
-    objective = ratio * micro.advantages
-    if clip:
-        objective = torch.minimum(objective, ratio.clamp(*micro.bounds) * micro.advantages)
-    divisor = divisor if micro.divisor is None else micro.divisor
-    return ((micro.term - objective * micro.weights * micro.times) * micro.mask / divisor).sum()
-
-
-def tokens_of(given: Rollout, micro: MicroBatch) -> torch.Tensor:
-    """Tokens of the whole optimiser step, for the mean over ranks."""
-    return given.batch.mask_BT[micro.update_rows].sum() / given.batch.ranks
-
-
-def receipt_of(
-    given: Rollout, loss: Callable[[MicroBatch], torch.Tensor], declared: Loss = TOKEN_MEAN, **intended: Any
-) -> Receipt:
-    """Of a loop with this loss, held against declared settings and a batch with other ``intended`` values."""
-    return check(replace(given.batch, **intended), declared, train(given, loss))
+def receipt_of(given: Rollout, declared: Loss = TOKEN_MEAN, **changed: Any) -> Receipt:
+    """Of a loop with PPO's loss and changed fields, held against declared settings."""
+    return check(given.batch, declared, train(given, lambda micro: ppo(micro, **changed)))
 
 
 def names(findings: Sequence[Any]) -> list[str]:

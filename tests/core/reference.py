@@ -11,21 +11,19 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
-from tests.core.plain_maps import MAPS, to_mass
+from tests.core.plain_weights import MAPS, to_mass
 
-PRESETS: dict[str, dict] = {
-    "official": {
-        **{"leaf": "embeddings", "alignment": "predictor", "span": "first", "target": "span", "gate": "wrong"},
-        **{"statistics": "response", "reshaper": "log_zscore", "weight_mean": 1.0, "weight_std": 0.5},
-        **{"weight_min": 0.5, "weight_max": 5.0, "content_weight": None, "content_outside_gate": True},
-        "normalize_mass": False,
-    }
+OFFICIAL = {
+    **{"leaf": "embeddings", "alignment": "predictor", "span": "first", "target": "span", "gate": "wrong"},
+    **{"statistics": "response", "reshaper": "log_zscore", "weight_mean": 1.0, "weight_std": 0.5},
+    **{"weight_min": 0.5, "weight_max": 5.0, "content_weight": None, "content_outside_gate": True},
+    "normalize_mass": False,
 }
-PRESETS["robust"] = PRESETS["official"] | {
+ROBUST = {
     **{"alignment": None, "span": "last", "target": "content", "statistics": "reasoning"},
     **{"content_outside_gate": False, "normalize_mass": True},
 }
@@ -35,8 +33,8 @@ Span = tuple[int, int, int, int]
 
 def resolve(preset: str, **overrides: object) -> dict:
     """A preset's options with overrides, and the two options that follow from others filled in."""
-    options = {**PRESETS[preset], **overrides}
-    assert set(options) == set(PRESETS[preset])
+    options = OFFICIAL | (ROBUST if preset == "robust" else {}) | overrides
+    assert set(options) == set(OFFICIAL)
     if options["alignment"] is None:
         options["alignment"] = "token" if options["leaf"] == "embeddings" else "predictor"
     if options["content_weight"] is None:
@@ -44,8 +42,7 @@ def resolve(preset: str, **overrides: object) -> dict:
     return options
 
 
-@dataclass
-class ReferenceResult:
+class ReferenceResult(NamedTuple):
     """B rows of L floats, and a span or None for a row; scores are NaN outside the response and in rows without a span."""
 
     weights: list[list[float]]
@@ -101,15 +98,10 @@ class PlainModel:
         key = (tuple(ids), tuple(attention), tuple(targets), leaf, temperature)
         if key in self.known:
             return self.known[key]
-        position_ids = [max(sum(attention[: place + 1]) - 1, 0) for place in range(len(ids))]
+        places = torch.tensor([[max(sum(attention[: place + 1]) - 1, 0) for place in range(len(ids))]])
         embeds = self.model.get_input_embeddings()(torch.tensor([ids])).detach().requires_grad_(True)
-        output = self.model(
-            inputs_embeds=embeds,
-            attention_mask=torch.tensor([attention]),
-            position_ids=torch.tensor([position_ids]),
-            output_hidden_states=True,
-            use_cache=False,
-        )
+        known = {"attention_mask": torch.tensor([attention]), "position_ids": places, "use_cache": False}
+        output = self.model(inputs_embeds=embeds, output_hidden_states=True, **known)
         blocks = len(self.model.model.layers)
         assert len(output.hidden_states) == blocks + 1
         assert output.logits.shape[1] == len(ids)
@@ -134,13 +126,11 @@ def row_weights(scores: list[float], span: Span | None, advantage: float, option
         return [1.0] * length
     start, content_start, content_end, _ = span
     outside = (options["gate"] == "wrong" and advantage > 0) or (options["gate"] == "correct" and advantage <= 0)
-    if outside:
-        weights = [1.0] * length
-    else:
+    weights = [1.0 if outside else options["weight_mean"]] * length
+    if not outside:
         counted = range(length) if options["statistics"] == "response" else range(start)
         names = ("weight_mean", "weight_std", "weight_min", "weight_max") if options["reshaper"] == "log_zscore" else ()
         mapped = MAPS[options["reshaper"]]([scores[t] for t in counted], **{name: options[name] for name in names})
-        weights = [options["weight_mean"]] * length
         for t, weight in zip(counted, mapped, strict=True):
             weights[t] = weight
     if not outside or options["content_outside_gate"]:
@@ -176,10 +166,11 @@ def reference_weights(
             shift = 1 if options["alignment"] == "predictor" else 0
             token_scores = [at_position[p - shift] for p in positions]
         token_weights = row_weights(token_scores, span, advantage, options)
-        weights, scores = [0.0] * len(ids), [math.nan] * len(ids)
-        for t, p in enumerate(positions):
-            weights[p], scores[p] = token_weights[t], token_scores[t]
-        result.weights.append(weights)
-        result.scores.append(scores)
+        for values, of_tokens, elsewhere in (
+            (result.weights, token_weights, 0.0),
+            (result.scores, token_scores, math.nan),
+        ):
+            at = dict(zip(positions, of_tokens, strict=True))
+            values.append([at.get(p, elsewhere) for p in range(len(ids))])
         result.spans.append(span)
     return result

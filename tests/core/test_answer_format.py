@@ -1,46 +1,33 @@
-"""Answers in a text against hand-worked cases and against a search that follows the definition byte by byte."""
+"""Answers in a text against hand-worked cases and against a search that follows the definition byte by byte; a user's
+expression has one second of its own; runs whose responses have no answers stop, or there is a warning, with the remedy."""
 
 from __future__ import annotations
 
 import itertools
+import json
+import logging
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import regex
 
+from grail_advantage import Grail, Method
+from grail_advantage.answers import expressions
+from grail_advantage.answers.expressions import find_matches
 from grail_advantage.answers.format import FORMATS, answer_format
-from tests.core.plain_answers import EXPRESSION, PLAIN, Box, plain_boxes
+from grail_advantage.answers.missing import AnswerCheck
+from grail_advantage.method import build
+from tests.core.common import rollouts_of
+from tests.core.plain_answers import EXPRESSION, PLAIN, plain_boxes
+from tests.core.tiny_models import encode
 
-BY_HAND = (
-    ("boxed", rb"no box \boxed {1} \fbox{1} boxed{1} \boxed{4", []),
-    ("boxed", rb"a \boxed{\frac{1}{2}}.", [(2, 9, 20, 21)]),
-    ("boxed", rb"\boxed{1} or \boxed{}", [(0, 7, 8, 9), (13, 20, 20, 21)]),
-    ("boxed", rb"\boxed{ \boxed{1}", [(8, 15, 16, 17)]),
-    ("boxed", rb"\boxed{\boxed{1}}\boxed{2}", [(0, 7, 16, 17), (17, 24, 25, 26)]),
-    ("boxed", rb"}} \boxed{\{1,2\}}", [(3, 10, 17, 18)]),
-    ("boxed", rb"\\boxed{1}", [(1, 8, 9, 10)]),
-    ("boxed", rb"\boxed{\left\{ x \right.} }", [(0, 7, 24, 25)]),
-    ("boxed", rb"\boxed{1\\{2}} \boxed{3\}", [(0, 7, 13, 14)]),
-    ("boxed", b"\xff\\boxed{\xf0}", [(1, 8, 9, 10)]),
-    ("hashes", b"#### Step 1\n####42 ### 4 #### x #### \n7 #### -", []),
-    ("hashes", b"#### -1,000.5 apples\n##### 42", [(0, 5, 13, 13), (22, 27, 29, 29)]),
-    ("hashes", b"\xff#### 4\xe6", [(1, 6, 7, 7)]),
-    ("tag", b"<answer>4 <answer >5</answer > </answer", []),
-    ("tag", b"<answer></answer> <answer>4</answer>", [(0, 8, 8, 17), (18, 26, 27, 36)]),
-    ("tag", b"<answer>4 <answer>5</answer>", [(10, 18, 19, 28)]),
-    ("tag", b"<answer><answer>5</answer></answer>", [(0, 8, 26, 35)]),
-    ("tag", b"<|begin_of_box|>4<|end_of_box|>", [(0, 16, 17, 31)]),
-    ("tag", b"<answer><|begin_of_box|>4<|end_of_box|></answer>", [(0, 8, 39, 48)]),
-    ("tag", b"<answer>4<|end_of_box|>", []),
-    (EXPRESSION, "é Answer: ½.\nAnswer: ".encode(), [(3, 11, 13, 13), (15, 23, 23, 23)]),
-    (EXPRESSION, b"\xffAnswer: \xf0\x9f", [(1, 9, 11, 11)]),
-    (r"(?P<content>\d+) is it|never", b"4 is it, 5, never", [(0, 0, 1, 7)]),
-    (r"(?<=Answer: )(?P<content>\d+)", "½ Answer: 42".encode(), [(11, 11, 13, 13)]),
-    (r"Answer: (?=(?P<content>\d+))", "½ Answer: 42".encode(), [(3, 11, 13, 13)]),
-    (r"(?P<content>\d+) is it|never", b"never 4 is it", [(6, 6, 7, 13)]),
-    (r"(?<=(?P<content>\d\d): )x", "½ 42: x".encode(), [(3, 3, 5, 8)]),
-    (r"(?<=(?P<content>..))!", "é½!!".encode(), [(0, 0, 4, 5), (2, 2, 5, 6)]),
-    (r"(?P<content>)", b"empty matches are none", []),
-    (r"(?s)<a>(?P<content>.*?)</a>", b"<a>1\n2</a>", [(0, 3, 6, 10)]),
-)
+BY_HAND = list(map(json.loads, Path(__file__).with_name("boxes.jsonl").read_text().splitlines()))
+"""A format, a text with a character a byte, and start, content and end of each answer in it."""
 UNITS = {
     "boxed": [b"\\boxed{", b"boxed", b"{", b"}", b"\\"],
     "hashes": [b"####", b"#", b" ", b"-", b"4", b",", b"x"],
@@ -50,8 +37,10 @@ UNITS = {
 
 
 def test_by_hand() -> None:
-    for answer, text, boxes in BY_HAND:
-        assert list(answer_format(answer).find(text)) == boxes, (answer, text)
+    assert len(BY_HAND) == 30
+    for case in BY_HAND:
+        found = answer_format(case["answer"]).find(case["text"].encode("latin-1"))
+        assert list(map(list, found)) == case["boxes"], case
 
 
 @pytest.mark.parametrize("answer", PLAIN)
@@ -72,26 +61,106 @@ def test_hashes_hold_the_number_that_verls_reward_judges() -> None:
             assert content == extract_solution(text), text
 
 
-def hostile_texts() -> dict[str, tuple[bytes, Box | None]]:
-    """200 kB that a search which starts over at each opener takes hours for, and the last box in each."""
+def test_the_search_is_linear() -> None:
+    """In 200 kB, for which a search that starts over at each opener takes hours."""
     n = 28_571
     opened = b"\\boxed{" * n
-    return {
-        "opened": (opened, None),
-        "one closed": (opened + b"}", (7 * n - 7, 7 * n, 7 * n, 7 * n + 1)),
-        "one left open": (opened + b"}" * (n - 1), (7, 14, 8 * n - 2, 8 * n - 1)),
-        "all closed": (opened + b"}" * n, (0, 7, 8 * n - 1, 8 * n)),
-        "closed first": (b"}" * n + opened, None),
-        "braces open": (b"\\boxed{1}" + b"\\boxed{{" * n + b"}", (0, 7, 8, 9)),
-    }
-
-
-def test_the_search_is_linear() -> None:
-    for name, (text, expected) in hostile_texts().items():
-        assert next(reversed(list(FORMATS["boxed"].find(text))), None) == expected, name
-    n = 25_000
+    for text, expected in (
+        (opened, None),
+        (opened + b"}", (7 * n - 7, 7 * n, 7 * n, 7 * n + 1)),
+        (opened + b"}" * (n - 1), (7, 14, 8 * n - 2, 8 * n - 1)),
+        (opened + b"}" * n, (0, 7, 8 * n - 1, 8 * n)),
+        (b"}" * n + opened, None),
+        (b"\\boxed{1}" + b"\\boxed{{" * n + b"}", (0, 7, 8, 9)),
+    ):
+        assert next(reversed(list(FORMATS["boxed"].find(text))), None) == expected
     opened = b"<answer>" * n
     assert next(FORMATS["tag"].find(opened + b"</answer>" * n)) == (0, 8, 17 * n - 9, 17 * n)
     assert list(FORMATS["tag"].find(opened)) == []
     assert len(list(FORMATS["hashes"].find(b"#### 1" * n))) == n
     assert len(list(answer_format(EXPRESSION).find("½Answer: 1.".encode() * n))) == n
+
+
+ENDLESS = (
+    (r"(?P<content>(a|aa|aaa)+)[bc]$", "a" * 60 + "d b"),
+    (r"(?P<content>\((?:[^()]|(?R))*\))", "(" * 200_000),
+    (r"(?P<content>(?R)a|a)", "a" * 1000),
+    (r"(?P<content>.)", "x" * 100_000_000),
+)
+
+
+@pytest.mark.parametrize(("expression", "text"), ENDLESS)
+def test_what_takes_long_has_no_matches(expression: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(expressions, "SECONDS", 0.1)
+    assert find_matches(regex.compile(expression), text) is None
+    assert list(answer_format(expression).find(text.encode())) == []
+
+
+def test_the_second_is_of_the_clock_and_not_of_other_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An expression needs so much of regex's clock, of which one second passes in so many by the wall clock."""
+    clock = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    found, lost = ((0.9, 1.0), (3.0, 0.1), (8.0, 0.1)), ((1.1, 1.0), (9.0, 0.1), (3.0, 0.9))
+    for needs, seconds in (*found, *lost):
+        clock[0] = 0.0
+
+        def finditer(text: str, timeout: float, needs: float = needs, seconds: float = seconds) -> Iterator[str]:
+            clock[0] += min(needs, timeout) * seconds
+            if timeout < needs:
+                raise TimeoutError
+            return iter([text])
+
+        assert find_matches(SimpleNamespace(finditer=finditer), "text") == (
+            ["text"] if (needs, seconds) in found else None
+        )
+
+
+HASHES, BOX, NONE = "so #### 42", r"so \boxed{42}", "so 42"
+
+
+def looked(watch: AnswerCheck, texts: list[str], answer: str = "boxed") -> None:
+    r = rollouts_of(list(map(encode, texts)), [0.0] * len(texts))
+    watch.look(replace(r, known_spans={}, answer=answer_format(answer)))
+
+
+def watch(choice: str = "stop", method: Method | None = None, answer: str = "boxed", **given: Any) -> AnswerCheck:
+    return AnswerCheck(method or Grail(), answer_format(answer), choice, "here.", **given)
+
+
+def test_a_first_batch_without_answers_stops() -> None:
+    """It names the format that has them; a small batch without answers is bad luck, and all processes count together."""
+    for texts, answer, named in (
+        ([HASHES] * 31 + [NONE], "boxed", "here.answer=hashes"),
+        ([NONE] * 32, "boxed", "here.missing_answers=warn"),
+        ([BOX] * 32, "tag", "here.answer=boxed"),
+    ):
+        with pytest.raises(ValueError, match=named):
+            looked(watch(answer=answer), texts, answer)
+    for first, stops in (([HASHES] * 24, True), ([HASHES] * 24 + [BOX], False)):
+        own = watch()
+        looked(own, first)
+        if stops:
+            with pytest.raises(ValueError):
+                looked(own, [HASHES] * 8)
+        else:
+            looked(own, [HASHES] * 64)
+    looked(watch(total=lambda counts: [counts[0] + 1, 64]), [NONE] * 8)
+    with pytest.raises(ValueError):
+        looked(watch(total=lambda counts: [counts[0], 64]), [NONE] * 8)
+
+
+def test_a_low_share_is_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    """A fifth is not low, and a method that reads no answer needs none."""
+    for own, first, warnings in (
+        (watch("stop"), [BOX] + [NONE] * 9, 1),
+        (watch("warn"), [NONE] * 40, 1),
+        (watch("stop"), [BOX] + [NONE] * 4, 0),
+        (watch("ignore"), [NONE] * 40, 0),
+        (watch(method=build("uniform")), [NONE] * 40, 0),
+        (watch(method=build("surprisal", {"statistics": "response"})), [NONE] * 40, 0),
+    ):
+        caplog.clear()
+        looked(own, first)
+        for _ in range(3):
+            looked(own, first if not warnings else [NONE] * 9 + [BOX])
+        assert [record.levelno for record in caplog.records] == [logging.WARNING] * warnings

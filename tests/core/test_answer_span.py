@@ -1,9 +1,12 @@
-"""Answer spans against hand-worked cases and against a search that follows the definition byte by byte."""
+"""Answer spans against hand-worked cases and against a search that follows the definition byte by byte; texts of tokens, which
+joined are the response; and tokenizers, loaded as their checkpoints mean them."""
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,12 +16,16 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from grail_advantage.answers.span import AnswerSpan, find_answer_span, find_answer_spans, token_bytes
+from grail_advantage.answers.text import TokenTexts, answer_text, decode_pieces
+from grail_advantage.answers.tokenizers import load_tokenizer
 from tests import real_tokenizers as real
+from tests.broken_tokenizer import save_under_class
 from tests.core.plain_answers import EXPRESSION, PLAIN, plain_boxes
+from verl_cpu.tiny.model import build_tokenizer
 
 
 def is_plain_span(tokenizer: Any, ids: list[int], which: str, bytes_of: Callable, answer: str = "boxed") -> bool:
-    """Compare a span with the token sets of the definition; say whether there was one."""
+    """Compare a span with the definition's tokens, from the first to the last that covers a byte; say whether there was one."""
     span = find_answer_span(ids, tokenizer, which, answer)
     token_texts = [bytes_of(token) for token in ids]
     owner = [token for token, covered in enumerate(token_texts) for _ in covered]
@@ -27,16 +34,9 @@ def is_plain_span(tokenizer: Any, ids: list[int], which: str, bytes_of: Callable
         assert span is None
         return False
     start, content_start, content_end, end = boxes[0 if which == "first" else -1]
-    content, inside = set(owner[content_start:content_end]), set(owner[start:end])
-    assert span is not None
-    covering = {token for token, covered in enumerate(token_texts) if covered}
-    assert covering & set(range(span.start, span.end)) == inside
-    assert (span.start, span.end - 1) == (owner[start], owner[end - 1])
-    if content:
-        assert covering & set(range(span.content_start, span.content_end)) == content
-        assert (span.content_start, span.content_end - 1) == (min(content), max(content))
-    else:
-        assert span.content_start == span.content_end == (owner[content_end] if content_end < end else span.end)
+    empty = owner[content_end] if content_end < end else owner[end - 1] + 1
+    content = (owner[content_start], owner[content_end - 1] + 1) if content_start < content_end else (empty, empty)
+    assert span == AnswerSpan(owner[start], *content, owner[end - 1] + 1)
     return True
 
 
@@ -50,63 +50,20 @@ def word_tokenizer(words: Iterable[str], decoder: Any = None) -> PreTrainedToken
     return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>", eos_token="<eos>")
 
 
-BOXED = [
-    # One piece at a time, the closing brace fused with what follows; a leading space and a split inside "boxed".
-    (["so ", "\\", "boxed", "{", "4", "2", "}$", "!"], "last", (1, 4, 6, 7)),
-    ([" \\", "box", "ed{", "42", "}"], "last", (0, 3, 4, 5)),
-    # Tokens with boundary and content bytes are content.
-    (["a", "\\boxed{4", "2}."], "last", (1, 1, 3, 3)),
-    (["\\boxed", "{\\", "frac", "{", "1", "}{", "2", "}}", "$"], "last", (0, 1, 8, 8)),
-    # Empty: the content comes before the token with the closing brace.
-    (["\\boxed", "{", "}", "."], "last", (0, 2, 2, 3)),
-    # Which one; unbalanced ones are skipped, whichever end one starts from; a box in a complete one is its content.
-    (["\\boxed{", "1", "}\\boxed{", "2", "}"], "first", (0, 1, 2, 3)),
-    (["\\boxed{", "1", "}\\boxed{", "2", "}"], "last", (2, 3, 4, 5)),
-    (["\\boxed{", "1", "\\boxed{", "2", "}"], "first", (2, 3, 4, 5)),
-    (["\\boxed{", "1", "}", "\\boxed{", "2"], "last", (0, 1, 2, 3)),
-    (["\\boxed{", "\\boxed{", "1", "}", "}"], "last", (0, 1, 4, 5)),
-    (["\\boxed{", "\\{", "1", "\\}", "}"], "last", (0, 1, 4, 5)),
-    # Special tokens cover nothing: no text of theirs, no break either, and a place by position.
-    (["\\", "<eos>", "boxed", "{", "<eos>", "4", "<eos>", "2", "<eos>", "}", "<eos>"], "last", (0, 5, 8, 10)),
-    (["<eos>", "\\boxed{", "<eos>", "}", "<eos>"], "last", (1, 3, 3, 4)),
-    # A run of tokens that do not matter to the format, at both ends of the content.
-    (["a", "b", "\\boxed{", "4", "2", ".", "7", "5", "}", "c"], "last", (2, 3, 8, 9)),
-    # Near misses.
-    (["\\", " ", "boxed", "{", "1", "}"], "last", None),
-    (["\\\\", "boxed", "{", "1", "}"], "last", (0, 3, 4, 5)),
-]
-OTHERS = [
-    ("hashes", ["so", "\n##", "##", " ", "-4", "2", "\n"], "last", (1, 4, 6, 6)),
-    # A token in between is no space; one that covers nothing is none either.
-    ("hashes", ["####", "so", "42"], "last", None),
-    ("hashes", ["####", "<eos>", " 4", "<eos>", "2\n"], "last", (0, 2, 5, 5)),
-    ("hashes", ["#### 1", " #### ", "2"], "first", (0, 0, 1, 1)),
-    ("hashes", ["#### 1", " #### ", "2"], "last", (1, 2, 3, 3)),
-    ("hashes", ["#### 1", "\n#### Step", " 2"], "last", (0, 0, 1, 1)),
-    ("tag", ["a<", "answer", ">", "4", "2", "</", "answer>", "."], "last", (0, 3, 5, 7)),
-    ("tag", ["<answer", ">4</", "answer>"], "last", (0, 1, 2, 3)),
-    ("tag", ["<answer>", "</answer>"], "last", (0, 1, 1, 2)),
-    ("tag", ["<answer>", "4", "</answer>", "<answer>", "5"], "last", (0, 1, 2, 3)),
-    (EXPRESSION, ["So", " Answer", ": ", "4", ".", "2"], "last", (1, 3, 4, 4)),
-    (EXPRESSION, ["So ", "Answer", ": "], "last", (1, 3, 3, 3)),  # no content, at the very end
-]
-BY_HAND = [("boxed", *case) for case in BOXED] + OTHERS
+BY_HAND = list(map(json.loads, Path(__file__).with_name("spans.jsonl").read_text(encoding="utf-8").splitlines()))
+"""A format, the texts of tokens, which answer, and its span in them."""
 
 
 @pytest.mark.parametrize("decoder", [None, decoders.Fuse()], ids=["no decoder", "fuse"])
 def test_spans_by_hand(decoder: Any) -> None:
-    for answer, tokens, which, expected in BY_HAND:
-        tokenizer = word_tokenizer(tokens, decoder)
-        ids = [tokenizer.get_vocab()[token] for token in tokens]
-        span = expected and AnswerSpan(*expected)
-        assert find_answer_span(ids, tokenizer, which, answer) == span, (answer, tokens)
-        if answer == "boxed":
-            assert find_answer_span(ids, tokenizer, which) == span, "the default"
-
-
-def test_spelt_bytes_are_bytes_where_the_decoder_says_so() -> None:
-    for decoder, covered in ((decoders.Fuse(), b"<0x41>"), (decoders.ByteFallback(), b"A")):
-        assert token_bytes(word_tokenizer(["<0x41>"], decoder))[2] == covered
+    assert len(BY_HAND) == 28
+    for case in BY_HAND:
+        tokenizer = word_tokenizer(case["tokens"], decoder)
+        ids = [tokenizer.get_vocab()[token] for token in case["tokens"]]
+        span = case["span"] and AnswerSpan(*case["span"])
+        assert find_answer_span(ids, tokenizer, case["which"], case["answer"]) == span, case
+        if case["answer"] == "boxed":
+            assert find_answer_span(ids, tokenizer, case["which"]) == span, "the default"
 
 
 def test_every_kind_of_row() -> None:
@@ -236,9 +193,54 @@ def test_scheme_without_a_decoder() -> None:
         assert [bytes_of[tokenizer.convert_tokens_to_ids(word)] for word in ("Ċ", "▁")] == [newline, space]
 
 
-def test_added_tokens_are_taken_as_they_are() -> None:
-    """A byte-level alphabet spells byte 0xE9 as é, but an added token é is the two bytes of the letter."""
+def test_added_and_spelt_tokens() -> None:
+    """A byte-level alphabet spells byte 0xE9 as é, but an added token é is the two bytes of the letter. Spelt bytes are bytes
+    where the decoder says so."""
     tokenizer = word_tokenizer(["é"], decoders.ByteLevel())
     tokenizer.add_tokens(["Ġé"])
     tokenizer.add_special_tokens({"additional_special_tokens": ["<stop>"]})
     assert token_bytes(tokenizer) == {0: b"", 1: b"", 2: b"\xe9", 3: "Ġé".encode(), 4: b""}
+    for decoder, covered in ((decoders.Fuse(), b"<0x41>"), (decoders.ByteFallback(), b"A")):
+        assert token_bytes(word_tokenizer(["<0x41>"], decoder))[2] == covered
+
+
+def test_a_shared_character_is_the_text_of_its_last_token() -> None:
+    """Bytes that are no text become replacement characters."""
+    euro, family = "€".encode(), "👨".encode()
+    pieces = [b"a", euro[:1], euro[1:2], euro[2:] + b"b", b"", family[:2], family[2:]]
+    assert decode_pieces(pieces) == ["a", "", "", "€b", "", "", "👨"]
+    assert decode_pieces([b"\xe2", b"a", b"\xff"]) == ["", "\ufffda", "\ufffd"]
+    assert decode_pieces([b"a", b"\xe2\x82", b""]) == ["a", "\ufffd", ""]
+    assert decode_pieces([]) == []
+
+
+@pytest.mark.slow
+def test_texts_of_tokens_joined_are_what_the_tokenizer_decodes(real_vocabulary: tuple) -> None:
+    tokenizer, vocabulary = real_vocabulary
+    texts, text = TokenTexts(tokenizer), "So 7€ = 👨‍👩‍👧 and \\boxed{\\text{naïve}}\n\n  zero\u200bwidth"
+    # Byte by byte, as a model may write it, and with an end token and an unknown id after it.
+    alphabet = {covered: token for token, covered in vocabulary.items() if len(covered) == 1}
+    by_byte = [alphabet[bytes([byte])] for byte in text.encode()]
+    for written in (tokenizer.encode(text, add_special_tokens=False), by_byte, np.array(by_byte)):
+        joined = texts([*written, tokenizer.eos_token_id, 10**9])
+        assert "".join(joined) == text == tokenizer.decode(written, skip_special_tokens=True)
+        assert len(joined) == len(written) + 2 and joined[-2:] == ["", ""]
+    assert texts.special_tokens[tokenizer.eos_token_id] == tokenizer.eos_token
+    assert answer_text(texts(by_byte), find_answer_span(by_byte, tokenizer)) == "\\text{naïve}"
+
+
+def test_a_tokenizer_is_read_as_it_is_meant_and_damage_that_was_saved_is_refused(tmp_path: Path) -> None:
+    meant = build_tokenizer()
+    tokenizer = load_tokenizer(save_under_class(meant, tmp_path, "LlamaTokenizerFast", "llama"))
+    for text in ("a b\nc", r"\boxed{x = 2}", "12 + 30 = 42,\n  so $x^{2} \\le 42$."):
+        assert tokenizer.encode(text) == meant.encode(text)
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert len(tokenizer) == len(meant)  # transformers adds a token <unk>
+    assert (tokenizer.eos_token, tokenizer.pad_token) == (meant.eos_token, meant.pad_token)
+    # SentencePiece's rules over a byte-level vocabulary.
+    meant.backend_tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never", split=False)
+    rules = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    meant.backend_tokenizer.decoder = decoders.Sequence(rules)
+    meant.save_pretrained(tmp_path)
+    with pytest.raises(ValueError):
+        load_tokenizer(tmp_path)

@@ -1,28 +1,32 @@
-"""The contract of every registered method of this package, whatever its formula; a new one is tested once it is registered.
+"""The contract of every registered method of this package, whatever its formula; a new one is tested once it is registered. And
+the door through which every method comes: registering, plug-ins, and options with their defaults and refusals.
 
 A response that cannot be scored has weight 1 and no other response notices, the order of responses, empty ones and padding
 change nothing, the batch's figures are finite, and no number makes a weight that is not finite or below 0."""
 
 from __future__ import annotations
 
-import copy
 import math
 import pickle
-from collections.abc import Callable
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from grail_advantage import AnswerSpan, Method, Rollouts, compute_token_weights
-from grail_advantage.data import ENTROPY, OLD_LOG_PROBS, Example, Weighed, joined
-from grail_advantage.method import build, methods
-from tests.core import plain_weights, reference
-from tests.core.common import METHODS, rollouts_of, weighed
-from tests.core.plain_weights import Row, close
-from tests.core.tiny_models import CHARACTERS, Rollout, char_tokenizer, encode, make_batch, tiny_model
+from grail_advantage import AnswerSpan, Grail, Method, Rollouts, Weights, maps, register, register_map
+from grail_advantage import method as registry
+from grail_advantage.data import ENTROPY, OLD_LOG_PROBS, Weighed, joined
+from grail_advantage.method import NameTakenError, build, failure_message, methods
+from grail_advantage.metrics import OF_WEIGHTS
+from tests.core.common import MAPS, METHODS, rollouts_of, weighed
+from tests.core.plain_weights import close
+from tests.core.test_rlsd import example, tiny_tokenizer
+from tests.core.tiny_models import CHARACTERS, Rollout, compute, encode, make_batch, tiny_model
 
 NAN, INF, PASS, TOKENS, SPAN = math.nan, math.inf, "pass", 9, AnswerSpan(4, 5, 7, 8)
 NOT_FINITE = (NAN, INF, -INF)
@@ -42,17 +46,9 @@ HARD = {"surprisal", "entropy_bonus", "steer", "pattern"}
 """Methods that choose a token among equal ones, or whose scores are multiplied with something else of the response."""
 every = pytest.mark.parametrize("name", METHODS)
 weighing = pytest.mark.parametrize("name", [name for name in METHODS if methods()[name].gives == "weights"])
-ASKED = Example([{"role": "user", "content": "How many?"}], {"reward_model": {"ground_truth": "4"}}, {})
+ASKED = example("How many?", "4")
 Case = tuple[Rollouts, torch.Tensor]
 """Responses, and the numbers of a pass over them."""
-
-
-@cache
-def with_template() -> Any:
-    """The tokenizer of single characters for chats."""
-    tokenizer = copy.deepcopy(char_tokenizer())
-    tokenizer.chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}"
-    return tokenizer
 
 
 def method_of(name: str, **options: Any) -> Method:
@@ -68,7 +64,7 @@ def case(rows: int = len(ADVANTAGES), tokens: int = TOKENS, *, gap: bool = False
     r = rollouts_of(
         *([encode(text)] * rows, (ADVANTAGES * (rows // len(ADVANTAGES) + 1))[:rows], trained, [SPAN] * rows),
         columns={OLD_LOG_PROBS: -3 * log_probs - 0.01, ENTROPY: 0.3 * entropy},
-        tokenizer=with_template(),
+        tokenizer=tiny_tokenizer(),
         groups=torch.arange(rows) % 2,
         rewards=torch.arange(rows) % 3 / 2,
         examples=[ASKED] * rows,
@@ -80,6 +76,7 @@ def case(rows: int = len(ADVANTAGES), tokens: int = TOKENS, *, gap: bool = False
 def run(name: str, of: Case, **options: Any) -> Weighed:
     w = weighed(method_of(name, **options), *of)
     assert all(math.isfinite(value) for value in w.metrics.values()), w.metrics
+    assert methods()[name].gives == "weights" or not set(OF_WEIGHTS) & set(w.metrics)
     return w
 
 
@@ -202,12 +199,12 @@ def test_a_row_with_a_number_that_is_not_finite_weighs_one_and_no_other_notices(
 @weighing
 def test_an_advantage_that_is_not_finite_or_too_large_counts_as_none(name: str) -> None:
     r, of_pass = case()
-
-    def with_first(value: float) -> Weighed:
-        return run(name, (replace(r, advantages=torch.tensor([value, *ADVANTAGES[1:]])), of_pass))
-
-    expected = with_first(0.0)
-    for w in map(with_first, (*NOT_FINITE, 1e19)):
+    found = [
+        run(name, (replace(r, advantages=torch.tensor([value, *ADVANTAGES[1:]])), of_pass))
+        for value in (0.0, *NOT_FINITE, 1e19)
+    ]
+    expected = found[0]
+    for w in found[1:]:
         assert torch.equal(w.weights, expected.weights) and torch.equal(w.advantages, expected.advantages)
         assert w.metrics == {**expected.metrics, "unjudged_rate": 1 / len(ADVANTAGES)}
         assert name in COMPARES_ROWS or w.weights[0].tolist() == [1.0] * TOKENS
@@ -238,38 +235,7 @@ def test_numbers_that_under_and_overflow(name: str) -> None:
                 assert row[scored].unique().numel() <= 1, extreme
 
 
-LONG = 32_768
-
-
-@weighing
-def test_rows_of_32768_tokens(name: str) -> None:
-    """Sums over so many tokens stay exact: as the plain computation where it takes no square of the time, else as alone."""
-    r, of_pass = case(3, LONG, seed=5)  # two responses as long as the longest responses, and a short one
-    mask = r.mask & ((torch.arange(3)[:, None] < 2) | (torch.arange(LONG) < TOKENS))
-    spans = [AnswerSpan(LONG - 30, LONG - 20, LONG - 5, LONG - 1), None, SPAN]
-    known = {"known_spans": {"first": spans, "last": spans}, "responses": [*r.responses[:2], r.responses[2][:TOKENS]]}
-    r = replace(r, mask=mask, written=mask, advantages=torch.tensor([-1.0, 0.5, -0.5]), **known)
-    w = run(name, (r, of_pass))
-    columns = [[values[row, : int(mask[row].sum())].tolist() for values in r.columns.values()] for row in range(3)]
-    expected: list[list[float]] = []
-    if name in ("entropy", "high_entropy", "entropy_bonus", "probability"):
-        rows = [Row(a, *of, span) for a, of, span in zip(r.advantages.tolist(), columns, spans, strict=True)]
-        expected = plain_weights.METHODS[name](rows)
-    elif name == "grail":
-        span = tuple(vars(spans[0]).values())
-        expected = [reference.row_weights(of_pass[0].tolist(), span, -1.0, reference.resolve("official"))]
-    for row, weights in enumerate(expected):
-        torch.testing.assert_close(w.weights[row, : len(weights)], torch.tensor(weights), rtol=1e-5, atol=1e-6)
-    if name not in COMPARES_ROWS | {"steer"}:
-        assert torch.equal(w.weights[2, :TOKENS], run(name, part((r, of_pass), [2])).weights[0])
-
-
-WHOLE = [
-    Rollout("Four?", r"Say it \boxed{4} then", -1.0),
-    Rollout("Four?", r"It is \boxed{5}", 0.5),
-    Rollout("Half?", r"\boxed{4} no, so \boxed{0.5} or", -0.5),
-    Rollout("Half?", r"So \boxed{7}.<end>", 0.5),
-]
+OTHERS = [Rollout("Half?", rf"It is \boxed{{{number}}}", 0.5 - number % 2) for number in range(4, 8)]
 
 
 @weighing
@@ -280,8 +246,8 @@ def test_nan_logits_in_one_row(name: str) -> None:
         model.model.embed_tokens.weight[CHARACTERS.index("~")] = NAN
 
     def weigh(first: Rollout) -> tuple[list[list[float]], dict[str, float]]:
-        batch, given = make_batch([first, *WHOLE]), {"groups": torch.arange(5) // 2, "examples": [ASKED] * 5}
-        found = compute_token_weights(model, with_template(), *batch.tensors(), method_of(name), **given)
+        batch, given = make_batch([first, *OTHERS]), {"groups": torch.arange(5) // 2, "examples": [ASKED] * 5}
+        found = compute(model, batch, method_of(name), tiny_tokenizer(), **given)
         assert all(map(math.isfinite, found.stats.values())), found.stats
         return batch.of_responses(found.weights), found.stats
 
@@ -290,3 +256,114 @@ def test_nan_logits_in_one_row(name: str) -> None:
     assert set(weights[0]) == {READS_NO_NUMBERS.get(name, 1.0)}
     close(weights[1:], weigh(replace(broken, response="", advantage=0.0))[0][1:])  # without its tokens in the batch
     assert figures["non_finite_rate"] == (pytest.approx(1 / 5) if sources(name) else 0.0)
+
+
+@pytest.fixture(autouse=True)
+def clean_registry() -> Iterator[None]:
+    """What a test registers is gone afterwards."""
+    methods()
+    known = (registry.METHODS, maps.MAPS, registry.FAILURES)
+    before = [dict(of) for of in known]
+    yield
+    for of, old in zip(known, before, strict=True):
+        of.clear()
+        of.update(old)
+
+
+class Plain(Method):
+    """Twice the advantage of everything."""
+
+    factor: float = 2.0
+
+    def scores(self, r: Any, of_pass: torch.Tensor | None) -> torch.Tensor:
+        return torch.ones(r.mask.shape)
+
+    def weights(self, scores: torch.Tensor, among: torch.Tensor, r: Any) -> Weights:
+        return Weights(self.factor * scores)
+
+
+def test_a_registered_class_is_a_method_with_options() -> None:
+    cls = register("plain")(type("Named", (Plain,), {}))
+    assert methods()["plain"] is cls and build("plain", {"factor": 3.0}).factor == 3.0
+    assert build("plain").name == "plain" == cls.section
+    assert weighed(build("plain"), rollouts_of([[1, 2]], [-1.0])).advantages.tolist() == [[-2.0, -2.0]]
+    with pytest.raises(ValueError, match="Plain is no registered method"):
+        _ = Plain().name
+
+
+def test_what_cannot_be_registered_is_refused() -> None:
+    """A taken name but to the class itself, whose module may be loaded again; and maps without typed options."""
+
+    def untyped(x: torch.Tensor, m: torch.Tensor, factor=1.0) -> Weights:  # type: ignore[no-untyped-def]
+        return Weights(x)
+
+    def top(x: torch.Tensor, m: torch.Tensor) -> Weights:
+        return Weights(x)
+
+    with pytest.raises(NameTakenError, match=r"'grail'.*grail_advantage\.methods\.saliency"):
+        register("grail")(type("Another", (Method,), {}))
+    assert register("grail")(Grail) is methods()["grail"] is Grail
+    bodies: list[tuple[str, dict[str, Any]]] = [
+        *((name, {}) for name in ("token_weights", "token_dump", "my.method", "", "1st")),
+        *(("needy", body) for body in ({"reads": frozenset({"old_log_prob"})}, {"uses": "hiden_states"})),
+    ]
+    for name, body in bodies:
+        with pytest.raises(ValueError):
+            register(name)(type("Named", (Method,), body))
+    assert register("fields")(type("Fields", (Method,), {"reads": frozenset({"field:blame"})}))
+    for function in (untyped, top):
+        with pytest.raises(ValueError):
+            register_map()(function)
+
+
+def test_maps_have_typed_options() -> None:
+    @register_map()
+    def scaled(x: torch.Tensor, m: torch.Tensor, factor: float = 1.0) -> Weights:
+        return Weights(factor * x.clamp(min=0).float())
+
+    given = {"reshaper": "scaled", "reshaper_options": {"factor": 3.0}, "gate": "all"}
+    r = rollouts_of([[1, 2]], [1.0], columns={"entropy": torch.ones(1, 2)})
+    assert weighed(build("entropy", given), r).weights.tolist() == [[3.0, 3.0]]
+
+
+@pytest.mark.parametrize("name", [*METHODS, *MAPS])
+def test_values_of_another_kind_and_outside_the_bounds_are_refused(name: str) -> None:
+    cls = maps.MAPS[name].options if name in maps.MAPS else methods()[name]
+    fixed = {} if name in maps.MAPS else cls.names[name]
+    for option, schema in cls.model_json_schema()["properties"].items():
+        kinds = schema.get("anyOf", [schema])
+        bad: list[Any] = [object(), math.nan, math.inf]
+        bad += ["1.0"] * all(kind.get("type") != "string" for kind in kinds)
+        bad += [True] * all(kind.get("type") != "boolean" and "enum" not in kind for kind in kinds)  # True is 1
+        for kind in kinds:
+            bad += [kind[key] + step for key, step in (("minimum", -1), ("maximum", 1)) if key in kind]
+            bad += [kind[key] for key in ("exclusiveMinimum",) if key in kind]
+        for value in bad:
+            with pytest.raises(ValueError, match=rf"{option}\b"):
+                cls(**{**fixed, option: value})
+
+
+@pytest.mark.slow
+def test_plugins_that_fail_are_named_and_stop_no_other(tmp_path: Path) -> None:
+    """And naming the methods imports no model code."""
+    mine = "from grail_advantage import Method, register\n\n@register('grail')\nclass Mine(Method):\n    pass\n"
+    whole = mine.replace("grail')", "mine')")
+    for name, text in (("broken", "import a_package_that_is_not_there"), ("twice", mine), ("whole", whole)):
+        info = tmp_path / f"{name}-1.0.dist-info"  # as an installer leaves it behind
+        info.mkdir()
+        (tmp_path / f"{name}_method.py").write_text(text)
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+        (info / "entry_points.txt").write_text(f"[grail_advantage.signals]\n{name} = {name}_method\n")
+    code = """
+import sys
+from grail_advantage.method import build, failure_message, methods
+print(methods()["grail"].__name__, len(methods()) >= 21, "transformers" in sys.modules, build("mine").name)
+print(failure_message())
+"""
+    environment = {"PYTHONPATH": f"{tmp_path}:{Path(__file__).parents[2]}", "PATH": "/usr/bin:/bin"}
+    run = {"env": environment, "capture_output": True, "text": True, "check": True}
+    said = subprocess.run([sys.executable, "-c", code], **run).stdout
+    assert said.startswith("Grail True False mine\n")
+    for words in ("'grail'", "twice_method", "broken_method", "No module named 'a_pack"):
+        assert words in said
+    assert failure_message() == ""

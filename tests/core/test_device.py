@@ -1,29 +1,84 @@
-"""The model on a device that mixes with no tensor of the CPU and has no float64: every method weighs as on the CPU."""
+"""The model on a device that mixes with no tensor of the CPU and has no float64: every method, and those of the page for
+authors, weighs as on the CPU. As a program, which has the device for good, it prints a line of JSON a method: what went wrong,
+or the largest difference from the CPU."""
 
 from __future__ import annotations
 
+import contextlib
 import json
+import sys
+import traceback
+from types import ModuleType
+from typing import Any
 
 import pytest
+import torch
 
+from grail_advantage import compute_token_weights
+from grail_advantage.method import build
 from tests import forked
 from tests.core.common import METHODS
-from tests.documentation import files
+from tests.core.test_doors import valid_weights
+from tests.core.test_rlsd import example, tiny_tokenizer
+from tests.core.tiny_models import char_tokenizer, tiny_model
+from tests.documentation import files, snippets
 
-OWN = [name.removesuffix(".py") for name, text in files("write_your_own.md").items() if "@register(" in text]
+TURNS = {"tool_rewards": [[0.0], [1.0], [0.5]], "step_rewards": [[0.1], [0.2, 0.3], []]}
+OWN = {name.removesuffix(".py"): text for name, text in files("write_your_own.md").items() if "@register(" in text}
+COMPUTED = [f"{name}, own columns" for name in ("stare", "rlsd")]
 CLOSE = {"oar_g": 1e-3, "oar_p": 1e-4, "turning_points": 0.05}
 """Of the largest value, else 1e-5: differences of readings that are nearly the same have fewer digits."""
 
 
+def compare(name: str, **columns: Any) -> float:
+    """The largest difference, as a part of the largest value."""
+    from tests.core import card
+
+    given = valid_weights() | {"fields": TURNS, "config": build(name), "model": tiny_model(), **columns}
+    given |= {"examples": [example("?", "7")] * 3, "tokenizer": tiny_tokenizer()}
+    expected = compute_token_weights(**given)
+    with card.card():
+        there = {key: of.to(card.DEVICE) if isinstance(of, torch.Tensor) else of for key, of in given.items()}
+        rewards = [torch.tensor(of_row).to(card.DEVICE) for of_row in TURNS["step_rewards"]]
+        there |= {"fields": TURNS | {"step_rewards": rewards}, "model": card.moved(given["model"])}
+        found, differences = compute_token_weights(**there), []
+        assert found.failed.device == found.selected.device == card.DEVICE
+        for part in ("weights", "scores", "advantages"):
+            value, other = getattr(found, part), getattr(expected, part)
+            assert value.device == card.DEVICE and torch.equal(value.cpu().isnan(), other.isnan()), part
+            difference, largest = (value.cpu() - other).nan_to_num().abs().max(), other.nan_to_num().abs().max()
+            differences.append(float(difference) / max(1e-30, float(largest)))
+        return max(differences)
+
+
 @pytest.fixture(scope="module")
 def differences() -> dict[str, float | str]:
-    done = forked.run("tests.core.on_card")
+    done = forked.run("tests.core.test_device")
     assert done.returncode == 0, done.stderr[-3000:]
     return dict(map(json.loads, done.stdout.splitlines()))
 
 
-@pytest.mark.parametrize("name", [*METHODS, *OWN, "stare, own columns", "rlsd, own columns"])
+@pytest.mark.parametrize("name", [*METHODS, *OWN, *COMPUTED])
 def test_weights_are_those_of_the_cpu(name: str, differences: dict[str, float | str]) -> None:
     found = differences[name]
     assert isinstance(found, float), found
     assert found <= CLOSE.get(name, 1e-5)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    for file, text in OWN.items():
+        sys.modules[file] = ModuleType(file)
+        exec(compile(text, file, "exec", dont_inherit=True), vars(sys.modules[file]))
+    for snippet in snippets("write_your_own.md"):
+        given = valid_weights() | {"tokenizer": char_tokenizer()}
+        with contextlib.redirect_stdout(None):
+            exec(snippet, given)
+        assert given["result"].weights.unique().numel() > 2
+    nothing = {"old_log_probs": None, "entropy": None}  # they are computed
+    for name in [*METHODS, *OWN, *COMPUTED]:
+        try:
+            result: float | str = compare(name.split(",")[0], **nothing if name in COMPUTED else {})
+        except Exception:
+            result = traceback.format_exc()[-2000:]
+        print(json.dumps([name, result]))

@@ -1,5 +1,5 @@
 """``compute_token_weights``, the receipt's ``check`` and ``Rollouts`` refuse a plausible mistake by a ``ValueError`` that names
-the argument, and take an argument of another layout or dtype for what it is."""
+the argument, and take an argument of another layout or dtype for what it is. Models are refused or read as they are."""
 
 from __future__ import annotations
 
@@ -13,16 +13,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from peft import LoraConfig, PeftConfig, PrefixTuningConfig, PromptTuningConfig, get_peft_model
 from tokenizers import Tokenizer
 from tokenizers.models import BPE
 from torch import nn
 from transformers import PreTrainedTokenizerFast
 
-from grail_advantage import Grail, Rollouts, compute_token_weights
+from grail_advantage import Grail, Oar, Rollouts, compute_token_weights
 from grail_advantage.data import Example
+from grail_advantage.method import build
 from grail_advantage.receipt import Loss, check
-from tests.core.receipt_loop import ppo, rollout, tokens_of, train
-from tests.core.tiny_models import ROLLOUTS, char_tokenizer, make_batch, tiny_model
+from tests.core.receipt_loop import rollout, train
+from tests.core.tiny_models import ROLLOUTS, char_tokenizer, compute, make_batch, plain_columns, tiny_model
 
 NAN, INF = math.nan, math.inf
 Mistakes = Mapping[str, Sequence[Any]]
@@ -132,9 +134,7 @@ def valid_receipt() -> dict[str, Any]:
     tokens = [[int(given.batch.mask_BT[torch.cat([rows for _, rows in step])].sum()), 4] for step in given.plan]
     parts = {"keys": [f"k{row}" for row in range(8)], "left_out_B": torch.zeros(8, dtype=torch.bool)}
     batch = replace(given.batch, **parts, totals_U2=torch.tensor(tokens))
-    pieces = sorted(
-        train(given, lambda micro: ppo(micro, tokens_of(given, micro))), key=lambda piece: -len(piece.rows_b)
-    )
+    pieces = sorted(train(given), key=lambda piece: -len(piece.rows_b))
     return {"batch": batch, "loss": Loss("ppo", "clip", options={"low": 0.2, "high": 0.2}), "pieces": pieces}
 
 
@@ -235,9 +235,88 @@ def test_other_layouts_and_dtypes_change_nothing(door: str, changes: Mistakes, s
 
 def test_a_response_without_a_token_before_it_is_refused() -> None:
     """A response of no token needs none."""
-    prompts = [torch.tensor([1]), torch.tensor([], dtype=torch.int64)]
+    tokens, nothing = torch.ones(3).long(), torch.tensor([], dtype=torch.int64)
+    given = valid_rollouts() | {"prompts": [tokens, nothing]}
     with pytest.raises(ValueError, match="response 1 has no prompt token"):
-        Rollouts(**valid_rollouts() | {"prompts": prompts})
-    assert (
-        len(Rollouts(**valid_rollouts() | {"prompts": prompts, "responses": [torch.ones(3).long(), prompts[1]]})) == 2
-    )
+        Rollouts(**given)
+    assert len(Rollouts(**given | {"responses": [tokens, nothing]})) == 2
+
+
+@pytest.mark.parametrize("name", ["turn_rloo", "gigpo", "step_values", "shear", "rlsd"])
+def test_what_a_method_reads_is_asked_for(name: str) -> None:
+    config = build(name)
+    given = valid_weights() | {"config": config, "fields": {"tool_rewards": [[]] * 3}}
+    of_turns = {"fields"} if "rewards" in config.reads else set()
+    for missing in config.reads & {"groups", "rewards", "examples"} | of_turns:
+        with pytest.raises(ValueError, match=name):
+            compute_token_weights(**given | {missing: None})
+
+
+PASSES = [Grail(gate="all"), Oar("perturbation"), build("surprisal", {"gate": "all", "statistics": "response"})]
+"""With gradients, of made-up sequences, of the policy's log-probabilities."""
+RIGHT = make_batch([ROLLOUTS["right"]])
+TASK = {"task_type": "CAUSAL_LM"}
+ADAPTERS: list[PeftConfig] = [
+    LoraConfig(**TASK, target_modules=["q_proj"], init_lora_weights=False, use_dora=True),
+    PrefixTuningConfig(**TASK, num_virtual_tokens=3),
+]
+LOGITS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "prepended": lambda logits: logits,
+    "prepended, trimmed in front": lambda logits: logits[:, 3:],
+    "prepended, trimmed behind": lambda logits: logits[:, :-3],
+    "first token padded": lambda logits: torch.cat([logits[:, :1], logits], dim=1),
+    "last": lambda logits: logits[:, -1:],
+    "later": lambda logits: logits.roll(1, dims=1),
+}
+
+
+def with_logits(kind: str, change: Callable[[torch.Tensor], torch.Tensor]) -> nn.Module:
+    """A language model with positions of its own, as wrappers for soft prompts, distillation or labels have them."""
+    model = tiny_model(layers=1)
+    own, inner = torch.randn(1, 3, 16, generator=torch.Generator().manual_seed(0)), model.forward
+
+    def forward(input_ids: torch.Tensor, **_: Any) -> Any:
+        if "prepended" in kind:
+            vectors = model.get_input_embeddings()(input_ids)
+            output = inner(inputs_embeds=torch.cat([own.expand(len(vectors), -1, -1), vectors], dim=1))
+        else:
+            output = inner(input_ids=input_ids[:, kind.startswith("first token") :])
+        output.logits = change(output.logits)
+        return output
+
+    model.forward = forward
+    return model
+
+
+@pytest.mark.parametrize("kind", [*LOGITS, "virtual tokens", "no logits"])
+def test_a_model_with_other_positions_is_refused(kind: str) -> None:
+    if kind == "virtual tokens":
+        model = get_peft_model(tiny_model(layers=1), PromptTuningConfig(**TASK, num_virtual_tokens=5))
+    else:
+        model = with_logits(kind, LOGITS[kind]) if kind in LOGITS else tiny_model(layers=1).model
+    for method in PASSES:
+        with pytest.raises(ValueError):
+            compute(model, RIGHT, method)
+
+
+def surprisal(model: nn.Module, temperature: float = 1.0) -> list[float]:
+    """From the model, as the entropies: both are compared with those of all logits."""
+    inside = RIGHT.response_mask[0].bool()
+    prompt, response = (RIGHT.input_ids[0][of].tolist() for of in (~inside, inside))
+    log_probs, entropies = plain_columns(model, prompt, response, temperature)
+    expected = [-value for value in log_probs]
+    for method, values in ((PASSES[2], expected), (build("entropy"), entropies)):
+        found = RIGHT.of_responses(compute(model, RIGHT, method, temperature=temperature).scores)[0]
+        assert found == pytest.approx(values, rel=1e-4, abs=1e-4)
+    return expected
+
+
+def test_log_probs_of_a_changed_model_are_its_own() -> None:
+    """Of adapters, and of one that changes its logits behind its head, as Gemma's and Granite's."""
+    plain = surprisal(tiny_model(layers=1))
+    assert surprisal(tiny_model(layers=1), 0.7) != pytest.approx(plain, rel=1e-3, abs=1e-3)
+    for config in ADAPTERS:
+        torch.manual_seed(0)
+        assert surprisal(get_peft_model(tiny_model(layers=1), config)) != pytest.approx(plain, rel=1e-3, abs=1e-3)
+    assert surprisal(with_logits("plain", lambda logits: logits)) == pytest.approx(plain)
+    assert surprisal(with_logits("halved", lambda logits: logits / 2)) != pytest.approx(plain, rel=1e-3, abs=1e-3)

@@ -1,22 +1,31 @@
-"""What is read of a model, on nets small enough to work out by hand."""
+"""What is read of a model, on nets small enough to work out by hand; and that a pass leaves no hook, gradient, mode or value in
+the model, also when it breaks or runs inside ``no_grad``."""
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import math
+from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from grail_advantage import Grail, Method, Oar
 from grail_advantage.model import hooks
-from tests.core.tiny_models import tiny_model
+from tests.core.tiny_models import ROLLOUTS, compute, make_batch, tiny_model
 
 
-def count_hooks(model: nn.Module) -> int:
-    names = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    return sum(len(getattr(module, name)) for module in model.modules() for name in names)
+def hooks_of(model: nn.Module) -> dict[tuple[str, str], list[Any]]:
+    """Those that there are, by module and kind."""
+    tables = [name for name in vars(model) if name.endswith(("_hooks", "_hooks_with_kwargs"))]
+    assert len(tables) >= 8
+    found = {(name, of): list(vars(part).get(of, ())) for name, part in model.named_modules() for of in tables}
+    return {place: there for place, there in found.items() if there}
 
 
 def test_logits_of_half_precision_are_divided_in_float32() -> None:
@@ -47,7 +56,7 @@ def test_capture_replaces_the_first_of_a_tuple_by_a_leaf() -> None:
         module(torch.tensor([[4.0]]))
     assert len(rest) == len(leaves) == 2 and torch.equal(hidden, leaves[0]) and not torch.equal(*leaves)
     (hidden * 5).sum().backward()
-    assert leaves[0].grad.item() == 5.0 and count_hooks(module) == 0
+    assert leaves[0].grad.item() == 5.0 and not hooks_of(module)
     assert all(parameter.grad is None for parameter in module.parameters())
 
 
@@ -80,4 +89,86 @@ def test_a_forward_that_goes_past_a_hook_is_said() -> None:
     for reader in (hooks.capture_leaf(other), hooks.capture_hidden_states(head)):
         with pytest.raises(ValueError, match="Linear"), reader:
             model(input_ids=ids)
-        assert count_hooks(other) == 0
+        assert not hooks_of(other)
+
+
+METHODS: dict[str, Method] = {"embeddings": Grail("official"), "last block": Grail("robust", leaf="last")}
+METHODS |= {"noise": Oar("gradient"), "replacements": Oar("perturbation")}
+BATCH = make_batch([ROLLOUTS[name] for name in ("several boxes", "no box", "right, several boxes", "empty box")])
+
+
+def state_of(model: nn.Module) -> dict[str, Any]:
+    """Everything about a model that a computation could leave changed; tensors as lists."""
+    parameters = list(model.parameters())
+    return {
+        "training": {name: module.training for name, module in model.named_modules()},
+        "hooks": hooks_of(model),
+        "parameters": [(p._backward_hooks, p.requires_grad, id(p.grad), p.tolist()) for p in parameters],
+        "gradients": [None if p.grad is None else p.grad.tolist() for p in parameters],
+        "config": model.config.to_dict(),
+        "modes": (torch.is_grad_enabled(), torch.is_inference_mode_enabled()),
+    }
+
+
+def fail(*_: Any) -> None:
+    raise RuntimeError("broken on purpose")
+
+
+def fail_at(module: nn.Module, call: int) -> None:
+    calls = itertools.count(1)
+    module.register_forward_pre_hook(lambda *_: fail() if next(calls) == call else None)
+
+
+def fail_in_backward(module: nn.Module) -> None:
+    def attach(_module: nn.Module, _args: tuple, output: torch.Tensor) -> None:
+        if output.requires_grad:
+            output.register_hook(fail)
+
+    module.register_forward_hook(attach)
+
+
+BREAKS: dict[str, Callable[[Any], Any]] = {
+    "nothing": lambda model: None,
+    "the embedding": lambda model: fail_at(model.model.embed_tokens, 1),
+    "a block": lambda model: fail_at(model.model.layers[2].mlp, 1),
+    "a block, in the second forward": lambda model: fail_at(model.model.layers[2].mlp, 2),
+    "the head": lambda model: fail_at(model.lm_head, 1),
+    "the backward": lambda model: fail_in_backward(model.model.norm),
+}
+STARTS = ("eval", "train", "mixed", "checkpointing")
+CONTEXTS = (contextlib.nullcontext, torch.no_grad, torch.inference_mode)
+CASES = [(what, STARTS[i % 4], CONTEXTS[i % 3]) for i, what in enumerate([*BREAKS, "nothing", "nothing"])]
+CASES.append(("nothing", "train", torch.no_grad))
+
+
+def model_that_was(start: str) -> Any:
+    """In a mode of training, some of its parameters frozen (of one in evaluation mode all), some with gradients."""
+    model = tiny_model(attention_dropout=0.5).train(start != "eval")
+    if start == "mixed":
+        for module in list(model.modules())[::3]:
+            module.training = False
+    if start == "checkpointing":
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    for index, parameter in enumerate(model.parameters()):
+        parameter.requires_grad_(index % 5 != 4 and start != "eval")
+        if index % 5 < 2:
+            parameter.grad = torch.full_like(parameter, 0.5)
+    return model
+
+
+@pytest.mark.parametrize(("what", "start", "context"), CASES)
+def test_nothing_is_left(what: str, start: str, context: Callable[[], Any]) -> None:
+    """And what nothing breaks gives the weights of a model in evaluation mode: no dropout either."""
+    for name in METHODS:
+        model, expected = model_that_was(start), compute(tiny_model(), BATCH, METHODS[name]).weights
+        BREAKS[what](model)
+        with context():
+            before = state_of(model)
+            if what == "nothing" or (what == "the backward" and name == "replacements"):
+                found = compute(model, BATCH, METHODS[name]).weights
+                torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
+            else:
+                with pytest.raises(RuntimeError, match="broken on purpose"):
+                    compute(model, BATCH, METHODS[name], tokens=1 if "second" in what else 4096)
+            after = state_of(model)
+        assert [part for part in before if after[part] != before[part]] == [], name

@@ -1,15 +1,17 @@
-"""Every figure of a batch against a computation token by token."""
+"""Every figure of a batch against a computation token by token, and those of an update's effect by hand."""
 
 from __future__ import annotations
 
 import math
 from fractions import Fraction
 
+import numpy as np
 import pytest
 import torch
 
 from grail_advantage import AnswerSpan, Rollouts, metrics
 from grail_advantage.data import Weighed
+from grail_advantage.effect import effect_figures, rank_correlation
 from grail_advantage.method import build
 from grail_advantage.metrics import figures
 from tests.core.common import rollouts_of
@@ -84,3 +86,21 @@ def test_figures_token_by_token(level: float) -> None:
     assert got == pytest.approx(expected, rel=1e-12)
     assert list(got) == [*metrics.METRICS, *metrics.GRADIENT_METRICS]
     assert torch.equal(norms.nan_to_num(), before.nan_to_num()), "the caller's are left alone"
+
+
+def test_an_updates_effect_by_hand() -> None:
+    """Of the tokens with an advantage 2 of 4 move with it; A_t varies in the first response alone."""
+    advantages, mask = torch.tensor([[2.0, 0.0, 1.0], [-1.0, -1.0, 0.0]]), torch.tensor([[1, 1, 1], [1, 1, 0]]).bool()
+    effect = torch.tensor([[0.3, -0.5, -0.1], [-0.2, 0.1, math.nan]])
+    found = effect_figures(advantages, effect, mask)
+    assert found == {"moved_with_advantage_rate": 0.5, "credit_change_correlation": pytest.approx(1.0)}
+    # Of an update of other responses alone, and of one that was not measured.
+    assert effect_figures(advantages, torch.zeros(2, 3), mask) == {"moved_with_advantage_rate": 0.0}
+    assert effect_figures(advantages, torch.full((2, 3), math.nan), mask) == {}
+
+
+def test_rank_correlation() -> None:
+    """By hand with ties: ranks 1.5, 1.5, 3 and 1, 2, 3."""
+    assert rank_correlation(np.array([4.0, 4.0, 9.0]), np.array([-1.0, 0.0, 7.0])) == pytest.approx(0.75**0.5)
+    assert math.isnan(rank_correlation(np.array([1.0, 1.0]), np.array([1.0, 2.0])))
+    assert math.isnan(rank_correlation(np.array([]), np.array([])))

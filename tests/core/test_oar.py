@@ -1,8 +1,14 @@
-"""OAR-G and OAR-P against the plain computation of `oar_reference.py`, and what they promise besides the numbers."""
+"""OAR-G and OAR-P (arXiv 2601.07408) against a plain computation, and what they promise besides the numbers.
+
+The plain computation shares nothing with the package. Every row goes alone and whole through a float64 model; OAR-G adds its
+noise to `inputs_embeds`, OAR-P runs one full forward for each replaced token; all after the logits is Python floats in loops.
+"""
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import hashlib
 import math
 from functools import cache
 from typing import Any
@@ -14,19 +20,102 @@ from hypothesis import strategies as st
 from torch import nn
 from transformers import PreTrainedTokenizerFast
 
-from grail_advantage import Oar, TokenWeights, compute_token_weights
+from grail_advantage import Oar, TokenWeights
 from tests.core.common import few, watch_inputs
-from tests.core.oar_reference import PlainOar, oar_weights
-from tests.core.tiny_models import (
-    PAD_ID,
-    ROLLOUTS,
-    Rollout,
-    char_tokenizer,
-    encode,
-    id_to_character,
-    make_batch,
-    tiny_model,
-)
+from tests.core.plain_weights import MAPS, to_mass
+from tests.core.reference import Span, boxed_spans
+from tests.core.tiny_models import PAD_ID, ROLLOUTS, Rollout, char_tokenizer, compute, encode, make_batch, tiny_model
+
+DEFAULTS = {
+    **{"variant": "official", "probe": "answer_mean", "noise_std": 1e-3, "noise_seed": 0, "max_perturbations": None},
+    **{"reshaper": "bilevel", "quantile": 0.4, "boost": 2.0, "weight_mean": 1.0, "weight_std": 0.5, "weight_min": 0.5},
+    **{"weight_max": 5.0, "normalize_mass": True},
+}
+OF_MAP = {"bilevel": ("quantile", "boost"), "log_zscore": ("weight_mean", "weight_std", "weight_min", "weight_max")}
+
+
+class PlainOar:
+    """A float64 copy of a model in evaluation mode."""
+
+    def __init__(self, model: torch.nn.Module, pad: int) -> None:
+        self.model = copy.deepcopy(model).double().eval()
+        self.pad = pad
+
+    def embed(self, ids: list[int]) -> torch.Tensor:
+        return self.model.get_input_embeddings()(torch.tensor(ids)).detach()
+
+    def probe(self, embeds: torch.Tensor, ids: list[int], start: int, span: Span, probe: str) -> torch.Tensor:
+        """(V,) probabilities, or the scalar log-likelihood a token; with a gradient to `embeds` (S, D)."""
+        logits = self.model(inputs_embeds=embeds.unsqueeze(0), use_cache=False).logits[0]
+        answer = [start + t for t in range(span[0], span[3])]
+        if probe == "answer_joint":
+            return sum(logits[p - 1].log_softmax(-1)[ids[p]] for p in answer) / len(answer)
+        if probe == "last":
+            return logits[-1].softmax(-1)
+        return (sum(logits[p - 1] for p in answer) / len(answer)).softmax(-1)
+
+    @staticmethod
+    def apart(clean: torch.Tensor, other: torch.Tensor, probe: str) -> torch.Tensor:
+        if probe == "answer_joint":
+            return clean - other
+        return (clean * (clean.log() - other.log())).sum()
+
+    def gradient_scores(self, ids: list[int], start: int, span: Span, options: dict) -> list[float]:
+        """Scores of the response tokens, NaN where there is none."""
+        port = options["variant"] == "grail_port"
+        noisy = range(start - 1, len(ids) - 1) if port else range(start, start + span[0])
+        content = str(ids[: start + span[3]]).strip("[]").replace(" ", "")
+        digest = hashlib.sha256(f"{options['noise_seed']}/0/{content}".encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little"))
+        clean = self.embed(ids)
+        shaken = clean.clone()
+        noise = torch.randn((len(noisy), clean.shape[1]), generator=generator).double()
+        shaken[list(noisy)] += options["noise_std"] * noise
+        shaken.requires_grad_()
+        with torch.no_grad():
+            before = self.probe(clean, ids, start, span, options["probe"])
+        loss = self.apart(before, self.probe(shaken, ids, start, span, options["probe"]), options["probe"])
+        (gradient,) = torch.autograd.grad(loss, shaken)
+        scores = [math.nan] * (len(ids) - start)
+        for t, position in enumerate(noisy):
+            pairs = zip(gradient[position].tolist(), (shaken if port else clean)[position].tolist(), strict=True)
+            scores[t] = abs(math.fsum(g * e for g, e in pairs))
+        return scores
+
+    @torch.no_grad()
+    def perturbation_scores(self, ids: list[int], start: int, span: Span, options: dict) -> list[float]:
+        before = self.probe(self.embed(ids), ids, start, span, options["probe"])
+        reasoning, most = span[0], options["max_perturbations"]
+        chosen = list(range(reasoning))
+        if most is not None and most < reasoning:
+            chosen = [round(k * (reasoning - 1) / max(most - 1, 1)) for k in range(most)]
+        exact = {}
+        for t in chosen:
+            other = [*ids[: start + t], self.pad, *ids[start + t + 1 :]]
+            # The replaced row is what the model reads; the answer asked for is that of the row itself.
+            after = self.probe(self.embed(other), ids, start, span, options["probe"])
+            exact[t] = float(self.apart(before, after, options["probe"]))
+        scores = [math.nan] * (len(ids) - start)
+        for t in range(reasoning):
+            left = max((c for c in chosen if c <= t), default=chosen[0])
+            right = min((c for c in chosen if c >= t), default=chosen[-1])
+            share = (t - left) / (right - left) if right > left else 0.0
+            scores[t] = exact[left] + share * (exact[right] - exact[left])
+        return scores
+
+
+def row_weights(method: str, scores: list[float], span: Span | None, advantage: float, options: dict) -> list[float]:
+    """Weights of one response from its tokens' scores."""
+    weights, port = [1.0] * len(scores), options["variant"] == "grail_port"
+    members = 0 if span is None or advantage == 0 else len(scores) if port and method == "gradient" else span[0]
+    if members:
+        numbers = {name: options[name] for name in OF_MAP[options["reshaper"]]}
+        if options["reshaper"] == "bilevel":
+            numbers["quantile_rule"] = "sorted" if port else "linear"
+        values = MAPS[options["reshaper"]](scores[:members], **numbers)
+        weights[:members] = to_mass(values, range(members)) if options["normalize_mass"] else values
+    return weights
+
 
 METHODS = ("gradient", "perturbation")
 VARIANTS = ("official", "grail_port")
@@ -50,35 +139,39 @@ def assert_matches(
     """
     tolerance = {"gradient": 1e-3, "perturbation": 1e-5}[method]
     config, batch = Oar(method, **options), make_batch(rollouts, padding)
-    got = compute_token_weights(model, char_tokenizer(), *batch.tensors(), config)
-    rows = [(encode(rollout.prompt), encode(rollout.response), rollout.advantage) for rollout in rollouts]
-    expected = oar_weights(plain, method, rows, id_to_character(), options)
-    values = batch.of_responses(got.weights), batch.of_responses(got.scores), got.spans, batch.advantages.tolist()
-    for weights, scores, span, advantage, (plain_weights, plain_scores) in zip(*values, expected, strict=True):
-        assert weights == pytest.approx(plain_weights, rel=20 * tolerance, abs=20 * tolerance)
-        if span is None or advantage == 0 or (config.statistics == "reasoning" and span.start == 0):
+    got = compute(model, batch, config)
+    options = {**DEFAULTS, **options}
+    assert set(options) == set(DEFAULTS)
+    values = batch.of_responses(got.weights), batch.of_responses(got.scores), got.spans
+    for rollout, weights, scores, found in zip(rollouts, *values, strict=True):
+        prompt, response, advantage = encode(rollout.prompt), encode(rollout.response), rollout.advantage
+        span = next(reversed(boxed_spans(rollout.response)), None)
+        assert (found and dataclasses.astuple(found)) == span
+        wanted = [math.nan] * len(response)
+        if span is not None:
+            read = plain.gradient_scores if method == "gradient" else plain.perturbation_scores
+            wanted = read(prompt + response, len(prompt), span, options)
+        expected = row_weights(method, wanted, span, advantage, options)
+        assert weights == pytest.approx(expected, rel=20 * tolerance, abs=20 * tolerance)
+        if span is None or advantage == 0 or (config.statistics == "reasoning" and span[0] == 0):
             assert all(map(math.isnan, scores))
         else:
-            largest = max(abs(score) for score in plain_scores if not math.isnan(score))
-            assert scores == pytest.approx(plain_scores, rel=tolerance, abs=tolerance * largest, nan_ok=True)
+            largest = max(abs(score) for score in wanted if not math.isnan(score))
+            assert scores == pytest.approx(wanted, rel=tolerance, abs=tolerance * largest, nan_ok=True)
     assert (got.weights[batch.response_mask == 0] == 0).all()
     return got
 
 
 OPTIONS = {
-    "variant": VARIANTS,
-    "probe": ("answer_mean", "last", "answer_joint"),
-    "normalize_mass": (True, False),
-    "noise_std": (1e-3, 0.02),
-    "noise_seed": (0, 7),
-    "max_perturbations": (None, 1, 2, 5, 100),
+    **{"variant": VARIANTS, "probe": ("answer_mean", "last", "answer_joint"), "normalize_mass": (True, False)},
+    **{"noise_std": (1e-3, 0.02), "noise_seed": (0, 7), "max_perturbations": (None, 1, 2, 5, 100)},
 }
-MAPS = [
+OF_MAPS = [
     {},
     {"quantile": 0.25, "boost": 1.0},
     {"reshaper": "log_zscore", "weight_mean": 1.25, "weight_std": 0.75, "weight_min": 0.25, "weight_max": 2.0},
 ]
-SAMPLED = st.sampled_from(["qwen3", "llama"]), st.sampled_from(["both", "left", "right"]), st.sampled_from(MAPS)
+SAMPLED = st.sampled_from(["qwen3", "llama"]), st.sampled_from(["both", "left", "right"]), st.sampled_from(OF_MAPS)
 FEW_ROLLOUTS = [ROLLOUTS[name] for name in ("right, several boxes", "box at the start", "no box", "empty box")]
 
 
@@ -108,7 +201,7 @@ def test_rows_with_advantage_zero_or_without_reasoning_need_no_forward(method: s
     zeros = [dataclasses.replace(rollout, advantage=0.0) for rollout in ROLLOUTS.values()]
     batch = make_batch([*zeros, ROLLOUTS["box at the start"], ROLLOUTS["no box"], ROLLOUTS["truncated box"]])
     with watch_inputs(model.get_input_embeddings()) as shapes:
-        got = compute_token_weights(model, char_tokenizer(), *batch.tensors(), Oar(method))
+        got = compute(model, batch, Oar(method))
     assert shapes == [] and torch.equal(got.weights, batch.response_mask.float())
     assert got.stats["selected_rate"] == 0.0
 
@@ -117,11 +210,11 @@ def test_counterfactuals_go_in_batches_behind_what_they_share() -> None:
     """A clean pass, then batches within the budget, each from its own first replaced token on."""
     model, plain = subject()
     rollout = ROLLOUTS["text after the box"]  # 15 prompt tokens, 19 reasoning tokens, 9 of the box
-    expected, batch = assert_matches(model, plain, [rollout], "perturbation"), make_batch([rollout], "both").tensors()
+    expected, batch = assert_matches(model, plain, [rollout], "perturbation"), make_batch([rollout], "both")
     with watch_inputs(model.get_input_embeddings()) as shapes:
-        got = compute_token_weights(model, char_tokenizer(), *batch, Oar("perturbation"), tokens=8 * 42 + 41)
+        got = compute(model, batch, Oar("perturbation"), tokens=8 * 42 + 41)
     assert shapes == [(1, 42), (8, 42 - 15), (8, 42 - 23), (3, 42 - 31)]
     torch.testing.assert_close(got.scores, expected.scores, rtol=1e-5, atol=0, equal_nan=True)
     without_padding = PreTrainedTokenizerFast(tokenizer_object=char_tokenizer().backend_tokenizer)
     with pytest.raises(ValueError, match="pad"):
-        compute_token_weights(model, without_padding, *batch, Oar("perturbation"))
+        compute(model, batch, Oar("perturbation"), without_padding)

@@ -17,7 +17,7 @@ from grail_advantage.weigh import weigh
 from tests import hosts
 from tests.core.tiny_models import Rollout, char_tokenizer, encode, make_batch, plain_columns, tiny_model
 
-NAMES = ("grail", "step_values", "surprisal")
+NAMES = ("grail", "step_values", "surprisal", "turn_rloo")
 
 
 @pytest.fixture(scope="module")
@@ -33,13 +33,15 @@ def test_numbers_of_a_method_are_those_of_the_function(rows: list[dict[str, Any]
     batch = make_batch([Rollout(of.prompt, of.text, advantage) for of, advantage in said], "right")
     mask, rollouts = batch.response_mask.bool(), hosts.plain_rollouts()
     mask[mask.clone()] = torch.tensor([wrote for of in hosts.RESPONSES for wrote in of.written])
-    known = {"temperature": hosts.TEMPERATURE, "groups": rollouts.groups, "masked": rollouts.truncated}
-    arguments = (batch.input_ids, batch.attention_mask, mask, batch.advantages, hosts.signal_of(name))
+    method = hosts.signal_of(name)
+    known = {"temperature": hosts.TEMPERATURE, "groups": rollouts.groups, "rewards": rollouts.rewards}
+    known |= {"fields": dict(rollouts.fields), "masked": rollouts.truncated if method.mask_truncated else None}
+    arguments = (batch.input_ids, batch.attention_mask, mask, batch.advantages, method)
     result = compute_token_weights(tiny_model(), char_tokenizer(), *arguments, **known)
     for number, row in enumerate(rows):
         (columns,) = [of_method for of_method in row["methods"] if of_method["name"] == name]
         of_run = row if name == NAMES[0] else columns
-        assert name != "step_values" or columns["advantage"] is not None
+        assert name not in ("step_values", "turn_rloo") or columns["advantage"] is not None
         for column, values in (("score", result.scores), ("weight", result.weights), ("advantage", result.advantages)):
             expected = values[number, mask[number]].numpy()
             for found in (of_run[column], columns[column]):

@@ -13,11 +13,11 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from grail_advantage import TokenWeights, compute_token_weights
+from grail_advantage import TokenWeights
 from grail_advantage.data import Example, Row, Weighed
 from grail_advantage.methods.rlsd import REQUEST, Rlsd
 from tests.core.common import rollouts_of, watch_inputs, weighed
-from tests.core.tiny_models import Rollout, char_tokenizer, encode, make_batch, plain_columns, tiny_model
+from tests.core.tiny_models import Rollout, char_tokenizer, compute, encode, make_batch, plain_columns, tiny_model
 from tests.real_tokenizers import llama3_tokenizer, qwen_tokenizer
 
 SHORT = "Given {privileged}, tell it in your words."
@@ -37,12 +37,10 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
     return with_template(char_tokenizer(), BRACKETS)
 
 
-def columns(gold: Any) -> dict[str, Any]:
-    return {"data_source": "sums", "reward_model": {"style": "rule", "ground_truth": gold}}
-
-
-def example(question: Any, gold: Any = "5") -> Example:
-    return Example([{"role": "user", "content": question}], columns(gold), {})
+def example(question: Any, gold: Any = "5", messages: Any = None, **options: Any) -> Example:
+    """A row of a data set; by default with one message."""
+    columns = {"data_source": "sums", "reward_model": {"style": "rule", "ground_truth": gold}}
+    return Example(messages or [{"role": "user", "content": question}], columns, options)
 
 
 def weigh(changes: list[list[float]], advantages: list[float], step: int = 0, **options: Any) -> Weighed:
@@ -94,33 +92,32 @@ BATCH = make_batch([Rollout(f"[user]{asked}[assistant]", said, number) for asked
 
 def run(method: Rlsd, examples: list[Example | None], family: str = "qwen3", **given: Any) -> TokenWeights:
     """Every response of ``ROWS`` through the plain host."""
-    arguments = subject(family), tiny_tokenizer(), *BATCH.tensors(), method
-    return compute_token_weights(*arguments, examples=examples, **given)
+    return compute(subject(family), BATCH, method, tiny_tokenizer(), examples=examples, **given)
 
 
-@pytest.mark.parametrize(
-    ("family", "temperature", "request_text", "given_old", "lam", "epsilon"),
-    [
-        ("qwen3", 1.0, SHORT, None, 0.6, 0.9),
-        ("llama", 0.7, REQUEST, None, 1.0, 0.5),
-        ("qwen3", 0.7, SHORT, -2.0, 0.25, 0.95),
-    ],
+KINDS = (
+    ("qwen3", 1, SHORT, None, 0.6, 0.9),
+    ("llama", 0.7, REQUEST, None, 1, 0.5),
+    ("qwen3", 0.7, SHORT, -2.0, 0.25, 0.95),
 )
-def test_plain_computation(
-    family: str, temperature: float, request_text: str, given_old: float | None, lam: float, epsilon: float
-) -> None:
+"""A family, the temperature, the request, given log-probabilities, lambda and epsilon."""
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_plain_computation(kind: tuple[str, float, str, float | None, float, float]) -> None:
     """Given log-probabilities are what D starts from, also where they are not the model's own."""
+    family, temperature, asking, given_old, lam, epsilon = kind
 
     def log_probs(prompt: str) -> list[float]:  # the tiny vocabulary has no line break
         prompt = f"[user]{prompt}[assistant]".replace("\n", "")
         return plain_columns(subject(family), encode(prompt), encode(said), temperature)[0]
 
-    method = Rlsd(lam=lam, epsilon=epsilon, request=request_text)
+    method = Rlsd(lam=lam, epsilon=epsilon, request=asking)
     given = {} if given_old is None else {"old_log_probs": torch.where(BATCH.response_mask == 1, given_old, 123.0)}
     found = BATCH.of_responses(run(method, EXAMPLES, family, temperature=temperature, **given).weights)
     for (asked, gold, said, advantage), weights in zip(ROWS, found, strict=True):
         old = log_probs(asked) if given_old is None else [given_old] * len(encode(said))
-        teacher, expected = log_probs(f"{asked}\n\n{request_text.replace('{privileged}', gold)}"), []
+        teacher, expected = log_probs(f"{asked}\n\n{asking.replace('{privileged}', gold)}"), []
         for new, before in zip(teacher, old, strict=True):
             ratio = math.exp(new - before) if advantage > 0 else math.exp(before - new)
             expected.append(1 - lam + lam * min(max(ratio, 1 - epsilon), 1 + epsilon) if advantage else 1.0)
@@ -139,8 +136,8 @@ def test_rows_without_privileged_text() -> None:
         every = BATCH.of_responses(run(method, EXAMPLES, **given).weights)
     assert len(forwards) == 3 and all(weights != [1.0] * len(weights) for weights in every[:3])
     asked, system = EXAMPLES[0].messages, [{"role": "system", "content": "Be brief."}]
-    without = [Example(asked, columns(nothing), {}) for nothing in NOTHING]
-    for broken in [*without, None, Example(asked, {}, {}), Example(system, columns("5"), {})]:
+    without = [example("?", nothing, asked) for nothing in NOTHING]
+    for broken in [*without, None, Example(asked, {}, {}), example("?", "5", system)]:
         with watch_inputs(embeddings) as forwards:
             found = run(method, [broken, *EXAMPLES[1:]], **given)
         assert BATCH.of_responses(found.weights) == [[1.0] * len(every[0]), *every[1:]] and len(forwards) == 2
@@ -175,7 +172,7 @@ def rebuilt(chat: str, gold: Any, messages: Any = (ASKED,), **options: Any) -> t
     """Ids and text of the prompt with the privileged text; the messages and the response stay as they are."""
     tokenizer, before = tokenizer_of(chat), copy.deepcopy(messages)
     response = tokenizer.encode("It is 51.", add_special_tokens=False)
-    asked = Example(messages, columns(gold), {"enable_thinking": False})
+    asked = example("?", gold, messages, enable_thinking=False)
     row = Row(torch.tensor([1, 2, *response]), 2, len(response), None, 1.0, 0, 0, asked)
     made = Rlsd(**options).prepare(row, tokenizer)
     ids = made.tokens.tolist()

@@ -15,12 +15,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from grail_advantage import Grail, Method, Oar, TokenWeights, compute_token_weights
+from grail_advantage import Grail, Oar, TokenWeights
 from grail_advantage.method import build
+from tests.core import tiny_models
 from tests.core.common import few, watch_inputs
-from tests.core.plain_answers import EXPRESSION, PLAIN
+from tests.core.plain_answers import PLAIN
 from tests.core.reference import PlainModel, reference_weights, resolve
-from tests.core.tiny_models import ROLLOUTS, Batch, Rollout, char_tokenizer, id_to_character, make_batch, tiny_model
+from tests.core.tiny_models import ROLLOUTS, Batch, Rollout, compute, id_to_character, make_batch, tiny_model
 from tests.documentation import files
 
 LEAVES = ("embeddings", "first", "middle", "last")
@@ -35,10 +36,6 @@ def subject(family: str, tied: bool = False, layers: int = 4, double: bool = Fal
     model = tiny_model(family, tied=tied, layers=layers)
     assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied
     return (model.double() if double else model), PlainModel(model)
-
-
-def compute(model: nn.Module, batch: Batch, config: Method, **given: Any) -> TokenWeights:
-    return compute_token_weights(model, char_tokenizer(), *batch.tensors(), config, **given)
 
 
 def assert_matches(
@@ -75,14 +72,9 @@ def assert_matches(
 
 
 OPTIONS: dict[str, list] = {
-    "leaf": list(LEAVES),
-    "alignment": ["predictor", "token"],
-    "gate": ["wrong", "correct", "all"],
-    "target": ["span", "content"],
-    "statistics": ["response", "reasoning"],
-    "span": ["first", "last"],
-    "content_outside_gate": [True, False],
-    "normalize_mass": [True, False],
+    **{"leaf": list(LEAVES), "alignment": ["predictor", "token"], "gate": ["wrong", "correct", "all"]},
+    **{"target": ["span", "content"], "statistics": ["response", "reasoning"], "span": ["first", "last"]},
+    **{"content_outside_gate": [True, False], "normalize_mass": [True, False]},
 }
 NUMBERS = {"weight_mean": 1.25, "weight_std": 0.75, "weight_min": 0.1, "weight_max": 2.0, "content_weight": 0.3}
 
@@ -108,25 +100,17 @@ def test_any_options_on_any_model(
 @pytest.mark.parametrize(("family", "tied", "preset"), [("qwen3", False, "official"), ("llama", True, "robust")])
 def test_presets_on_every_kind_of_rollout_in_float32(family: str, tied: bool, preset: str) -> None:
     for leaf in LEAVES:
-        got = assert_matches(
-            *subject(family, tied), make_batch(list(ROLLOUTS.values()), "both"), preset, 0.6, leaf=leaf
-        )
+        batch = make_batch(list(ROLLOUTS.values()), "both")
+        got = assert_matches(*subject(family, tied), batch, preset, 0.6, leaf=leaf)
     # These responses got scores; in those with a box, the tokens after it had none to get.
     assert (got.stats["selected_rate"], got.stats["answer_found_rate"]) == (8 / 12, 10 / 12)
 
 
-TEXTS = {
-    "hashes": ["So #### 4 or #### -5.", "#### Step 2", "It is #### 1,000"],
-    "tag": ["So <answer>4</answer> or <answer>-5</answer>.", "No <answer>4", "<answer></answer> then"],
-    EXPRESSION: ["So Answer: 4. Or Answer: -5.", "No answer: 4", "Answer: "],
-}
-
-
-@pytest.mark.parametrize("answer", TEXTS)
-def test_answers_in_every_format(answer: str) -> None:
-    rollouts = [Rollout("Two?", text, of) for text, of in zip(TEXTS[answer], (-1.0, -0.5, -0.5), strict=True)]
+def test_answers_in_another_format() -> None:
+    texts = ("So #### 4 or #### -5.", "#### Step 2", "It is #### 1,0")
+    batch = make_batch([Rollout("Two?", text, -1.0) for text in texts])
     for preset in ("official", "robust"):
-        got = assert_matches(*subject("qwen3", layers=1, double=True), make_batch(rollouts), preset, answer=answer)
+        got = assert_matches(*subject("qwen3", layers=1, double=True), batch, preset, answer="hashes")
         assert [span is None for span in got.spans] == [False, True, False]
 
 
@@ -172,7 +156,7 @@ def test_the_host_of_the_documentation_weighs_the_same() -> None:
     prompts, responses = ([*map(torch.Tensor.__getitem__, batch.input_ids, of)] for of in (valid & ~inside, inside))
     column = torch.linspace(-3, 0, inside.numel()).reshape(inside.shape)
     columns = {"old_log_probs": torch.nn.utils.rnn.pad_sequence([*map(torch.Tensor.__getitem__, column, inside)], True)}
-    host = own["MyHost"](model, char_tokenizer(), prompts, responses, batch.advantages, columns, step=0)
+    host = own["MyHost"](model, tiny_models.char_tokenizer(), prompts, responses, batch.advantages, columns, step=0)
     for name in ("grail", "surprisal"):
         expected = compute(model, batch, build(name, {"gate": "all"}), old_log_probs=column).advantages[inside]
         found = own["token_advantages"](host, name, gate="all")[host.known.mask]

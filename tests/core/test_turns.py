@@ -1,32 +1,38 @@
-"""Credit by turn: turns in the mask, rewards by turn, each method against loops over plain lists, and what docs/turns.md has:
-examples, and lines for SkyRL and verifiers on objects with the fields of theirs."""
+"""Credit by turn: turns in the mask, rewards by turn, each method against loops over plain lists, and the lines for SkyRL and
+verifiers of docs/turns.md on objects with the fields of theirs. Then the methods that read the text of tokens."""
 
 from __future__ import annotations
 
+import json
 import math
 import random
+import re
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import regex
 import torch
 
-from grail_advantage import Method, Rollouts, compute_token_weights, turn_advantages, turns_to_tokens
+from grail_advantage import Method, Rollouts, turn_advantages, turns_to_tokens
+from grail_advantage.answers.text import decode_pieces
 from grail_advantage.method import build
+from grail_advantage.methods.text import Pattern, StepValues, cut, matched, result
 from tests.core.common import rollouts_of, weighed
 from tests.core.plain_weights import close
-from tests.core.tiny_models import Rollout, char_tokenizer, encode, make_batch, tiny_model
+from tests.core.tiny_models import END, END_ID, encode
 from tests.documentation import ROOT
 
 NAN = math.nan
 
 
-@dataclass
+@dataclass(eq=False)
 class Talk:
     """A response: its turns, with what was said between two of them."""
 
@@ -45,7 +51,7 @@ class Talk:
         for place, said in reversed(list(enumerate(self.said))):
             pieces.insert(place + 1, (said, False))
         self.text = "".join(text for text, _ in pieces)
-        self.written = [wrote for text, wrote in pieces for _ in text]
+        self.written = [wrote for text, wrote in pieces for _ in encode(text)]
 
 
 def batch_of(talks: Sequence[Talk], **parts: Any) -> Rollouts:
@@ -59,9 +65,13 @@ def batch_of(talks: Sequence[Talk], **parts: Any) -> Rollouts:
     return rollouts_of(ids, advantages, [talk.written for talk in talks], **known | parts)
 
 
-def token_advantages(method: Method, r: Rollouts) -> list[list[float]]:
+def of_rows(values: torch.Tensor, r: Rollouts) -> list[list[float]]:
     """Of the tokens that the model wrote."""
-    return [row[wrote].tolist() for row, wrote in zip(weighed(method, r).advantages, r.written, strict=True)]
+    return [row[wrote].tolist() for row, wrote in zip(values, r.written, strict=True)]
+
+
+def token_advantages(method: Method, r: Rollouts) -> list[list[float]]:
+    return of_rows(weighed(method, r).advantages, r)
 
 
 def talks_of(seed: int, *, masked: bool = False) -> list[Talk]:
@@ -176,52 +186,17 @@ def test_methods_and_plain_lists_against_loops(name: str) -> None:
                 assert not any(value for value, wrote in of_tokens if not wrote)
 
 
-@each
-def test_through_the_plain_host(name: str) -> None:
-    """The mask has gaps where a tool spoke."""
-    talks = talks_of(9)
-    batch = make_batch([Rollout("Two?", talk.text, talk.advantage) for talk in talks], "both", extra=2)
-    mask = torch.zeros_like(batch.response_mask)
-    mask[batch.response_mask.bool()] = torch.tensor([wrote for talk in talks for wrote in talk.written]).long()
-    inputs, r = (batch.input_ids, batch.attention_mask, mask, batch.advantages), batch_of(talks)
-    known = {"groups": r.groups, "fields": dict(r.fields), "rewards": r.rewards}
-
-    def run(**given: Any) -> Any:
-        return compute_token_weights(tiny_model(layers=1), char_tokenizer(), *inputs, build(name), **known | given)
-
-    result = run()
-    found = [row[of == 1].tolist() for row, of in zip(result.advantages, mask, strict=True)]
-    close(found, plain(name, talks), 1e-5)
-    assert not result.advantages[mask == 0].any() and all(map(math.isfinite, result.stats.values()))
-    for missing in ("rewards", "fields", "groups"):
-        with pytest.raises(ValueError, match=name):
-            run(**{missing: None})
-
-
 THREE = Talk(["a", "b", "c"], ["x", "y"], [1.0, 2.0], 8.0)
-ALIGNED: dict[str, tuple[Any, dict[str, Any], list[float]]] = {
-    "one for each answered call": ([1.0, 2.0], {}, [11, 10, 8]),
-    "without the outcome": ([1.0, 2.0], {"outcome": False}, [3, 2, 0]),
-    "the outcome alone": ([1.0, 2.0], {"rewards": ""}, [8, 8, 8]),
-    "a discount": ([1.0, 2.0], {"gamma": 0.5}, [4, 6, 8]),
-    "one a turn": ([1.0, 2.0, 4.0], {"align": "turns"}, [15, 14, 12]),
-    "no reward for a call": ([1.0, None], {}, [9, 8, 8]),
-    "several calls": ([[1.0, 0.5], [2.0]], {}, [11.5, 10, 8]),
-    "several calls, some without a reward": ([[1.0, None], [None]], {}, [9, 8, 8]),
-    "several calls, the last without an answer": ([[1.0], [2.0, 2.0], [4.0]], {}, [17, 16, 12]),
-    "several calls in one turn": ([1.0, [2.0, 3.0], None], {"align": "turns"}, [14, 13, 8]),
-    "arrays": (np.array([[1.0, 0.5], [2.0, 1.0]]), {}, [12.5, 11, 8]),
-    "scores of states, one unknown": ([0.25, None, 1.0], {"differences": True, "align": "turns"}, [9, 8.75, 8.75]),
-    "scores of states after several calls": ([[0.5, 0.25], [1.0]], {"differences": True}, [9, 8.75, 8]),
-}
+ALIGNED = list(map(json.loads, Path(__file__).with_name("aligned.jsonl").read_text(encoding="utf-8").splitlines()))
+"""Of a response of three turns: a list of rewards, options, and each turn's advantage."""
 
 
-@pytest.mark.parametrize("case", ALIGNED)
-def test_how_rewards_by_turn_are_aligned(case: str) -> None:
-    rewards, options, expected = ALIGNED[case]
-    given = {"tool_rewards": [rewards, [0.0] if options.get("align") == "turns" else []]}
-    r = batch_of([THREE, Talk(["a"], [], [], 0.0)], fields=given)
-    assert token_advantages(build("turn_rloo", options), r)[0] == expected
+def test_how_rewards_by_turn_are_aligned() -> None:
+    arrays = {"rewards": np.array([[1.0, 0.5], [2.0, 1.0]]), "options": {}, "advantages": [12.5, 11, 8]}
+    for case in [*ALIGNED, arrays]:
+        other = [0.0] if case["options"].get("align") == "turns" else []
+        r = batch_of([THREE, Talk(["a"], [], [], 0.0)], fields={"tool_rewards": [case["rewards"], other]})
+        assert token_advantages(build("turn_rloo", case["options"]), r)[0] == case["advantages"], case
     talks = [THREE, Talk(["a"], [], [0.5, 0.25, 0.25], 0.0)]
     assert token_advantages(build("turn_rloo"), batch_of(talks)) == [[10, 9, 7], [-10]], "all calls of the only turn"
 
@@ -260,26 +235,25 @@ def parts_of(talk: Talk, draw: random.Random) -> list[Talk]:
     for start, stop in pairwise([0, *cuts, len(talk.turns)]):
         rows.append(Talk(talk.turns[start:stop], talk.said[start : stop - 1], rewards[start:stop], NAN, talk.group))
     rows[-1].outcome = talk.outcome
-    for cut in cuts:
-        talk.said[cut - 1] = f"{id(talk)} {cut}"  # no other turn begins like the first of a further row
+    for at in cuts:
+        talk.said[at - 1] = f"{id(talk)} {at}"  # no other turn begins like the first of a further row
     return rows
 
 
 @each
-@pytest.mark.parametrize("given", ["by row", "with the last row"])
-def test_a_session_of_several_responses_is_one_conversation(name: str, given: str) -> None:
-    """In any order in the batch; only the last one's reward counts. A first turn of a further row has no observation."""
+def test_a_session_of_several_responses_is_one_conversation(name: str) -> None:
+    """In any order in the batch; only the last one's reward counts. A first turn of a further row has no observation. Each row
+    has its turns' rewards, or the last one all of them."""
     draw = random.Random(name)
-    for seed in range(3):
+    for seed in range(4):
         talks, rows, sessions = talks_of(seed), [], []
         for number, talk in enumerate(talks):
             parts = parts_of(talk, draw)
             whole = [reward for part in parts for reward in part.rewards]
-            for place, part in enumerate(parts):
-                if given == "with the last row":
-                    part.rewards = whole if part is parts[-1] else None
-                rows.append(part)
-                sessions.append((number, place))
+            for part in parts if seed % 2 else ():
+                part.rewards = whole if part is parts[-1] else None
+            rows += parts
+            sessions += [(number, place) for place in range(len(parts))]
         order = draw.sample(range(len(rows)), len(rows))
         r = batch_of([rows[place] for place in order], sessions=[sessions[place] for place in order])
         by_place = dict(zip(order, token_advantages(build(name), r), strict=True))
@@ -309,22 +283,21 @@ def test_a_response_with_advantage_0_may_have_turns_that_train() -> None:
     assert weighed(method, batch_of(talks)).selected.tolist() == [False, False]
 
 
-def _function(name: str) -> Any:
+def _function(file: str, name: str) -> Any:
     found: dict[str, Any] = {}
-    exec((ROOT / f"examples/turns/for_{name}.py").read_text(encoding="utf-8"), found)
-    return next(value for key, value in found.items() if key in ("skyrl_advantages", "credit"))
+    exec((ROOT / f"examples/turns/for_{file}.py").read_text(encoding="utf-8"), found)
+    return found[name]
 
 
 def test_lines_for_skyrl() -> None:
     """One row a conversation, and one row a turn: the same advantages."""
     first, second = (SimpleNamespace(instance_id="p", repetition_id=number) for number in range(2))
-
-    def credit(rewards: list[list[float]], loss_masks: list[list[int]], ids: list[Any]) -> Any:
-        return _function("skyrl")({"rewards": rewards, "loss_masks": loss_masks, "trajectory_ids": ids})
-
-    whole = credit([[0.0, 0.5, 0.0, 0.0, 1.0], [0.0, 0.25]], [[1, 1, 0, 1, 1], [1, 1]], [first, second])
+    credit, names = _function("skyrl", "skyrl_advantages"), ("rewards", "loss_masks", "trajectory_ids")
+    rewards, masks = [[0.0, 0.5, 0.0, 0.0, 1.0], [0.0, 0.25]], [[1, 1, 0, 1, 1], [1, 1]]
+    whole = credit(dict(zip(names, (rewards, masks, [first, second]), strict=True)))
     assert whole == [[1.25, 1.25, 0.0, 0.75, 0.75], [-1.25, -1.25]]
-    by_step = credit([[0.0, 0.5], [0.0, 1.0], [0.0, 0.25]], [[1, 1]] * 3, [first, first, second])
+    rewards = [[0.0, 0.5], [0.0, 1.0], [0.0, 0.25]]
+    by_step = credit(dict(zip(names, (rewards, [[1, 1]] * 3, [first, first, second]), strict=True)))
     assert by_step == [[1.25, 1.25], [0.75, 0.75], [-1.25, -1.25]]
 
 
@@ -337,7 +310,123 @@ def test_lines_for_verifiers() -> None:
         return SimpleNamespace(info={"turn_rewards": rewards}, reward=outcome, nodes=nodes)
 
     traces = [trace([0.5, None], 1.0, [[False, True, True], [False, True]]), trace([[0.0, 0.25]], 0.0, [[True]])]
-    _function("verifiers")(traces, ["p", "p"])
+    _function("verifiers", "credit")(traces, ["p", "p"])
     first, second = turn_advantages([[0.5, None], [0.25]], [1.0, 0.0], ["p", "p"])
     assert [node.advantages for node in traces[0].nodes] == [None, [first[0]] * 2, None, [first[1]], None]
     assert [node.advantages for node in traces[1].nodes] == [None, second, None]
+
+
+def said(advantage: float, text: str, group: int = 0, masked: bool = False) -> Talk:
+    """A response of one turn, which ends."""
+    return Talk([text + END], [], [], advantage, group, masked, advantage)
+
+
+SUMS = [said(1.0, "3+4=7, 7*2= $1,400.50."), said(-1.0, "3+4=8 then 8="), said(0.5, "none here"), said(0.0, "1=1")]
+RIGHT, WRONG, NONE, UNTRAINED = "....#.......#########..", "....#.........", "." * 10, "1" * 4
+PICTURES: list[tuple[dict[str, Any], list[str]]] = [
+    ({}, [RIGHT, WRONG.replace("#", "."), NONE, UNTRAINED]),
+    ({"gate": "wrong", "elsewhere": 1}, ["1" * 23, WRONG, "1" * 10, UNTRAINED]),
+    ({"gate": "all", "inside": 3, "outside": 0.5}, [RIGHT, WRONG, NONE, UNTRAINED]),
+    ({"expression": r"=7(?P<content>, 7)"}, [".....###...............", NONE + "....", NONE, UNTRAINED]),
+]
+"""Inside is #, outside a dot, and 1 a weight of 1; the last character is the end token."""
+
+
+def test_what_matches_is_inside() -> None:
+    r = batch_of(SUMS)
+    for options, pictures in PICTURES:
+        values = {"#": options.get("inside", 1.0), ".": options.get("outside", 0.0), "1": 1.0}
+        weights = of_rows(weighed(Pattern(**options), r).weights, r)
+        close(weights, [[values[sign] for sign in picture] for picture in pictures])
+
+
+def test_an_expression_that_takes_too_long_leaves_the_row_as_it_is() -> None:
+    w = weighed(Pattern(expression="(a|aa)+$"), batch_of([said(1.0, "a" * 60 + "b"), said(1.0, "baa")]))
+    assert w.failed.tolist() == [True, False]
+    assert w.weights[0].tolist() == [1.0] * 62 and w.weights[1, :4].tolist() == [0.0, 1.0, 1.0, 0.0]
+
+
+def test_a_token_with_the_first_bytes_of_a_character_that_matches_is_inside() -> None:
+    """And one with the first bytes of a character is of the step that the character is in."""
+    euro = "€".encode()
+    texts = decode_pieces([b"a", b";", euro[:1], euro[1:2], euro[2:] + b"b", b"", b"c"])
+    have_bytes = np.array([True] * 5 + [False, True])
+    inside = matched(texts, have_bytes, regex.compile("€"))
+    assert inside.tolist() == [False, False, True, True, True, False, False]
+    steps, states = cut(texts, have_bytes, regex.compile(";"))
+    assert steps.tolist() == [0, 0, 1, 1, 1, 1, 1] and states == [(0, "a;"), (1, "€bc")]
+
+
+STEPS = StepValues(separator=";+")  # the tokenizer has no line feed
+
+
+def plain_step_values(rows: Sequence[Talk], shrink: float) -> list[list[float]]:
+    """Over characters, with sums over all pairs of responses."""
+    steps_of = {id(row): re.findall(r"[^;]*;+|[^;]+$", row.text.removesuffix(END)) or [""] for row in rows}
+    used = [row for row in rows if not row.masked and math.isfinite(row.advantage)]
+
+    def state(line: str) -> Any:
+        numbers = re.findall(r"-?[0-9]+", line)
+        return int(numbers[-1]) if numbers else " ".join(line.split())
+
+    def value(row: Talk, place: int) -> float:
+        if place == len(steps_of[id(row)]) - 1:
+            return row.advantage
+        others = [(of, steps_of[id(of)]) for of in used if of.group == row.group]
+        wanted = state(steps_of[id(row)][place])
+        alike = [of.advantage for of, steps in others if place < len(steps) - 1 and state(steps[place]) == wanted]
+        return math.fsum(alike) / (len(alike) + shrink)
+
+    advantages = []
+    for row in rows:
+        out, before = [], 0.0
+        for place, step in enumerate(steps_of[id(row)] if row in used else ()):
+            out += [value(row, place) - before] * len(step)
+            before = value(row, place)
+        advantages.append([*out, out[-1] if out else row.advantage] if row in used else [0.0] * len(row.written))
+    return advantages
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_step_values_against_loops(seed: int) -> None:
+    """Masked responses, and those whose advantage is not finite, count in no state and train nothing; those with 0 do both."""
+    draw, rows = random.Random(seed), []
+    for group in [*range(3)] * 8:
+        steps = [draw.choice(["1=-2", "so 3", "say", "say it", "4"]) for _ in range(draw.randint(1, 4))]
+        text = "".join(step + draw.choice([";", ";;"]) for step in steps).rstrip(";" * draw.randint(0, 1))
+        advantage = draw.choice([0.0, 0.5, 1.25, -0.75, *([math.nan, -math.inf] if seed % 2 else [])])
+        rows.append(said(advantage, text, group, masked=draw.random() < 0.15))
+    for shrink in (1.0, 0.0, 2.5):
+        advantages = token_advantages(StepValues(separator=";+", shrink=shrink), batch_of(rows))
+        close(advantages, plain_step_values(rows, shrink), 1e-5)
+
+
+def test_a_token_without_text_belongs_to_the_step_before_it() -> None:
+    r = batch_of([said(0.5, "1;aa"), said(-0.5, "2;bb")])
+    r.responses[0][2] = END_ID  # where the second step begins
+    first, second = 0.5 / 2, 0.5 - 0.5 / 2
+    assert token_advantages(STEPS, r)[0] == pytest.approx([first, first, first, second, second])
+
+
+def test_no_method_trains_a_masked_row() -> None:
+    class Careless(Method):
+        gives = "advantages"
+
+        def select(self, r: Rollouts) -> torch.Tensor:
+            return torch.ones(len(r), dtype=torch.bool)
+
+        def scores(self, r: Rollouts, of_pass: torch.Tensor | None) -> torch.Tensor:
+            return torch.ones(r.mask.shape)
+
+    advantages = token_advantages(Careless(), batch_of([said(0.5, "a"), said(-0.5, "b", masked=True)]))
+    assert advantages == [[1.0, 1.0], [0.0, 0.0]]
+
+
+RESULTS = {
+    **{"so 1,200.50 it is": "1200.5", "-0.0": "0", "= -007": "-7", "+3.": "3", "10-3": "3", "x-3, y=-4": "-4"},
+    **{"(1)-3": "3", "(3,4)": "4", "1,2345": "2345", "12,345,678": "12345678", " a  b\n": "a b", "12, then": "12"},
+}
+
+
+def test_results() -> None:
+    assert {step: result(step) for step in RESULTS} == RESULTS

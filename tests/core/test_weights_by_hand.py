@@ -1,12 +1,15 @@
 """From scores to weights on values worked out by hand, GRAIL's weights of random batches against the plain computation, a
-saliency's scores, and mistakes of a method's author."""
+saliency's scores, and mistakes of a method's author. Then the methods that read old log-probabilities and entropies, and the
+maps, by hand and against loops; that a model's columns are its own: ``test_doors.py``."""
 
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
-import random
 from collections.abc import Sequence
+from fractions import Fraction
+from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
@@ -16,11 +19,17 @@ from hypothesis import strategies as st
 
 from grail_advantage import AnswerSpan, Grail, Method, Rollouts, Weights
 from grail_advantage.data import Row, RowScores, Weighed, outcome_of
+from grail_advantage.maps import MAPS, count_of_share
+from grail_advantage.method import build
+from grail_advantage.methods.policy import EntropyBonus, Stare
 from grail_advantage.methods.saliency import Saliency
 from grail_advantage.model.hugging_face import HuggingFaceModel
 from grail_advantage.weigh import weigh
-from tests.core import reference
+from tests.core import plain_weights, reference
+from tests.core.common import MAPS as OURS
 from tests.core.common import Given, few, rollouts_of, weighed
+from tests.core.plain_weights import Row as Columns
+from tests.core.plain_weights import batch_of, close, random_rows, weights_of
 from tests.core.tiny_models import char_tokenizer, tiny_model
 
 NAN, INF = math.nan, math.inf
@@ -36,10 +45,6 @@ class Doubled(Method):
     def weights(self, scores: torch.Tensor, among: torch.Tensor, r: Rollouts) -> Weights:
         assert among.dtype == torch.bool and scores.isfinite().all() and (scores[~among] == 1).all()
         return Weights(2 * scores, lowest=2.0, highest=6.0, elsewhere=0.5)
-
-
-class WithMass(Doubled):
-    normalize_mass: bool = True
 
 
 class Advantages(Method):
@@ -88,23 +93,6 @@ def test_weights_before_the_answer_and_elsewhere() -> None:
         assert w.weights[0].tolist() == [3.0, 3.0, elsewhere, elsewhere]
 
 
-def test_a_rows_weights_sum_to_the_number_of_its_tokens() -> None:
-    w = run(SCORES, FOUR, CHOSEN, WithMass)
-    torch.testing.assert_close(w.weights[0], torch.tensor([2.0, 6.0, 0.5, 0.5]) * 4 / 9)
-    assert w.weights[1:].tolist() == ONES
-    r, scores = rollouts([2, 4, 3], [None] * 3, [1.0] * 3), [[0.1, 0.1, NAN, NAN], [0.0] * 4, [1.0, 2.0, 3.0, NAN]]
-    w = weighed(WithMass(statistics="response"), r, torch.tensor(scores))
-    torch.testing.assert_close(w.weights, torch.tensor([[1.0, 1.0, 0.0, 0.0], [0.0] * 4, [0.5, 1.0, 1.5, 0.0]]))
-    assert torch.equal(run(SCORES, FOUR, [False] * 4, WithMass).weights, FOUR.mask.float())
-
-
-def test_answers_of_two_rows() -> None:
-    """Of the first the boundary has weight 1 and the content 5, the second is outside the gate."""
-    r = rollouts([4, 4], [AnswerSpan(1, 2, 3, 4)] * 2, [-1.0, 1.0])
-    w = weighed(Grail("official", content_outside_gate=False), r, torch.full((2, 4), 2.0))
-    assert w.weights.tolist() == [[1.0, 1.0, 5.0, 1.0], [1.0] * 4]
-
-
 def test_what_a_map_may_give() -> None:
     """Weights that are not finite fall back to 1; 0 is one; what is not read may be anything."""
     w = run(torch.ones(4, 4), FOUR, CHOSEN, **maps_to(torch.tensor([[2.0, NAN, 1, 1], [NAN] * 4, [1] * 4, [NAN] * 4])))
@@ -146,50 +134,34 @@ def test_scores_go_to_their_rows_and_are_nan_elsewhere() -> None:
         weigh(OfRows(FOUR, torch.zeros(4)), Doubled(), None)
 
 
-OPTIONS: dict[str, Any] = {
-    "statistics": st.sampled_from(["response", "reasoning"]),
-    "reshaper": st.sampled_from(["log_zscore", "bilevel", "power", "mean_ratio"]),
-    "weight_mean": st.sampled_from([0.75, 2.0]),
-    "weight_std": st.sampled_from([0.1, 2.0]),
-    "weight_min": st.sampled_from([0.0, 0.9]),
-    "weight_max": st.sampled_from([1.2, 3.0]),
-    "content_weight": st.sampled_from([0.0, 1.0, 4.0]),
-    "gate": st.sampled_from(["wrong", "correct", "all"]),
-    "content_outside_gate": st.booleans(),
-    "normalize_mass": st.booleans(),
+OPTIONS: dict[str, list] = {
+    **{"statistics": ["response", "reasoning"], "gate": ["wrong", "correct", "all"]},
+    **{"weight_mean": [0.75, 2.0], "weight_std": [0.1, 2.0], "weight_min": [0.0, 0.9], "weight_max": [1.2, 3.0]},
+    **{"content_weight": [0.0, 1.0, 4.0], "content_outside_gate": [False, True], "normalize_mass": [False, True]},
+    "reshaper": ["log_zscore", "bilevel", "power", "mean_ratio"],
 }
 
 
-@few(50)
-@given(st.integers(0, 10_000), st.sampled_from(["official", "robust"]), st.fixed_dictionaries({}, optional=OPTIONS))
+def some_of(options: dict[str, list]) -> Any:
+    """Any of the options with any of their values."""
+    return st.fixed_dictionaries({}, optional={name: st.sampled_from(values) for name, values in options.items()})
+
+
+@few(80)
+@given(st.integers(0, 10_000), st.sampled_from(["official", "robust"]), some_of(OPTIONS))
 def test_grail_of_random_batches_against_the_plain_computation(seed: int, preset: str, options: dict) -> None:
-    """Any span and length, tokens between that do not train; each response weighs the same to the bit alone, in any width."""
-    draw = random.Random(seed)
-    rows = []
-    for _ in range(6):
-        length = draw.randint(1, 40)
-        bounds = sorted(draw.randint(0, length) for _ in range(4))
-        span = AnswerSpan(*bounds) if bounds[0] < bounds[3] and draw.random() < 0.8 else None
-        # Over many orders of magnitude, with zeros among them.
-        scores = [0.0 if draw.random() < 0.1 else math.exp(draw.gauss(-3, 3)) for _ in range(length)]
-        trained = [draw.random() > 0.2 * (seed % 2) for _ in range(length)]
-        rows.append((torch.tensor(scores).tolist(), span, draw.choice([-1.5, -0.25, 0.5, 0.0]), trained))
-    config, width = Grail(preset, **options), 40 + draw.choice([0, 200])
-
-    def weigh(chosen: list[Any], width: int) -> Weighed:
-        ids, trained = [[0] * width] * len(chosen), [row[3] + [False] * (width - len(row[3])) for row in chosen]
-        of_pass = torch.tensor([row[0] + [NAN] * (width - len(row[0])) for row in chosen])
-        return weighed(config, rollouts_of(ids, [r[2] for r in chosen], trained, [r[1] for r in chosen]), of_pass)
-
-    got = weigh(rows, width)
+    """Any span and length, tokens between that do not train, scores over many orders of magnitude with zeros among them."""
+    config, rows, draw = Grail(preset, **options), random_rows(seed), torch.Generator().manual_seed(seed)
+    r = batch_of(rows)
+    zero, sizes = torch.rand(r.mask.shape, generator=draw) < 0.1, torch.randn(r.mask.shape, generator=draw)
+    of_pass = torch.where(zero, 0.0, (3 * sizes - 3).exp())
+    got = weighed(config, r, of_pass)
     assert not got.failed.any()
-    for index, (scores, span, advantage, trained) in enumerate(rows):
-        plain_span = None if span is None else tuple(sum(trained[:bound]) for bound in dataclasses.astuple(span))
-        kept = [score for score, trains in zip(scores, trained, strict=True) if trains]
-        expected = reference.row_weights(kept, plain_span, advantage, reference.resolve(preset, **options))
-        of_row = got.weights[index, : len(scores)]
-        assert of_row[torch.tensor(trained)].tolist() == pytest.approx(expected, rel=2e-5, abs=2e-5), index
-        assert torch.equal(weigh([rows[index]], len(scores)).weights[0], of_row)
+    for row, scores, weights, known in zip(rows, of_pass, got.weights, r.known_spans["first"], strict=True):
+        span = None if known is None else tuple(sum(row.trained[:bound]) for bound in dataclasses.astuple(known))
+        scored, resolved = scores[row.tokens].tolist(), reference.resolve(preset, **options)
+        expected = reference.row_weights(scored, span, row.advantage, resolved)
+        assert weights[row.tokens].tolist() == pytest.approx(expected, rel=2e-5, abs=2e-5)
     if not config.normalize_mass and config.reshaper == "log_zscore":
         for flagged, bound in ((got.low, config.weight_min), (got.high, config.weight_max)):
             assert torch.equal(flagged, got.by_score & (got.weights == torch.tensor(bound)))
@@ -211,17 +183,12 @@ def test_mistakes_of_a_method_are_refused_with_its_name(place: int) -> None:
         run(torch.ones(4, 4), FOUR, CHOSEN, **MISTAKES[place])
 
 
-class OfTheThird(Saliency):
-    """Of the third last response token's log-likelihood."""
-
-    def targets(self, row: Row) -> tuple[int, int]:
-        return row.length - 3, row.length - 2
-
-
 @pytest.mark.parametrize("alignment", ["predictor", "token"])
 def test_a_token_has_the_saliency_of_its_position(alignment: str) -> None:
     """Positions of prompt + response are differentiated one forward at a time; the response begins at position 3."""
-    model, tokenizer, method = tiny_model(layers=1), char_tokenizer(), OfTheThird(alignment=alignment)
+    of_third_last = {"targets": lambda self, row: (row.length - 3, row.length - 2)}
+    model, tokenizer = tiny_model(layers=1), char_tokenizer()
+    method = type("OfTheThird", (Saliency,), of_third_last)(alignment=alignment)
     tokens = torch.tensor([5, 9, 2, 7, 1, 8, 3, 4])
     prepared = method.prepare(Row(tokens, 3, 5, None, -1.0, 0, 0), tokenizer)
     assert prepared.tokens.tolist() == tokens[:6].tolist(), "nothing after the target matters"
@@ -240,3 +207,111 @@ def test_a_token_has_the_saliency_of_its_position(alignment: str) -> None:
 def test_a_reward_is_right_above_0() -> None:
     rewards = (1.0, 0.25, 0.0, -1.0, None, NAN, INF)
     assert [outcome_of(reward) for reward in rewards] == ["right", "right", "wrong", "wrong", None, None, None]
+
+
+LOW = 0.125
+"""An entropy below the threshold of `stare`."""
+BY_HAND = list(map(json.loads, Path(__file__).with_name("columns.jsonl").read_text(encoding="utf-8").splitlines()))
+"""What the random responses below have not: advantage, log-probabilities, entropies and span of each response, and weights."""
+
+
+def test_columns_by_hand() -> None:
+    for case in BY_HAND:
+        rows = [Columns(*columns, span and AnswerSpan(*span)) for *columns, span in case["rows"]]
+        close(weights_of(build(case["method"], case["options"]), rows), case["weights"])
+
+
+def test_bounds_of_the_entropy_bonus_are_flagged() -> None:
+    entropies = (0.0, 0.5, 1.0, 2.0)
+    rows = [Columns(advantage, (), entropies) for advantage in (1.0, -1.0, 0.0)]
+    for kappa in (2.0, 3.0, 7.0):  # 1 / 3 and 1 / 7 are exact in no float
+        w = weighed(EntropyBonus(kappa=kappa, alpha=0.4), batch_of(rows))
+        bound = [0.4 * entropy >= 1 / kappa for entropy in entropies]
+        assert w.high.tolist() == [bound, [False] * 4, [False] * 4]
+        assert w.low.tolist() == [[False] * 4, bound, [False] * 4]
+
+
+def test_stare_takes_the_mean_entropy_as_the_loss_takes_it() -> None:
+    """By tokens 0.2125, by responses 0.1625."""
+
+    def mean_of_row_means(values_BT: torch.Tensor, mask_BT: torch.Tensor) -> float:
+        assert mask_BT.sum() == 8 and bool(values_BT.isfinite().all())
+        return float(((values_BT * mask_BT).sum(dim=-1) / mask_BT.sum(dim=-1)).mean())
+
+    rows = [Columns(1.0, [-1.0], [LOW]), Columns(-1.0, [-1.0] * 7, [0.225] * 7)]
+    for threshold, by_tokens, by_rows in ((0.15, 1.0, 1.0), (0.2, 1.0, 1.1), (0.25, 1.1, 1.1)):
+        method = Stare(threshold=threshold)
+        close(weights_of(method, rows), [[by_tokens], [1] * 7])
+        close(weights_of(method, rows, mean=mean_of_row_means, extra=2), [[by_rows], [1] * 7])
+
+
+MAP_OPTIONS: dict[str, dict[str, list]] = {
+    "top": {"k": [1, 3], "share": [None, 0.2, 0.25, 0.4, 0.7, 1.0]},
+    "power": {"exponent": [0.5, 1.0, 1.5, 2.0, 3.5]},
+    "mean_ratio": {"beta": [0.1, 0.5, 1.0, 3.0]},
+    "bilevel": {"quantile": [0.0, 0.25, 0.63, 1.0], "boost": [0.0, 1.0, 2.0], "quantile_rule": ["linear", "sorted"]},
+    "log_zscore": {"weight_mean": [1, 2], "weight_std": [0.5, 2], "weight_min": [0.5, 0.9], "weight_max": [2.5, 5]},
+}
+OF_ROWS = {"gate": ["wrong", "correct", "all"], "statistics": ["reasoning", "response"]}
+OF_METHOD: dict[str, dict[str, list]] = {
+    "surprisal": OF_ROWS,
+    "entropy": OF_ROWS,
+    "high_entropy": {"rho": [0.2, 0.05, 0.5, 1.0], "denominator": ["selected", "all"]},
+    "entropy_bonus": {"alpha": [0.4, 0.1, 3.0], "kappa": [2.0, 1.25, 10.0]},
+    "probability": {"alpha": [0.2, 0.3, 1.0]},
+    "stare": {"variant": ["O1", "C2"], "threshold": [0.3, 1, 10], "share": [0.1, 0.35, 1], "strength": [0.1, 1]},
+    "polarity": {
+        "right": [1, 0.1],
+        "wrong": [1, 0],
+        "spread": [False, True],
+        "spread_over": ["both", "right", "wrong"],
+    },
+    "steer": {"highest": [1.2, 2.0], "lowest": [0.8, 0.0]},
+}
+
+
+CASES = [(name, of) for name, options in OF_METHOD.items() for of in (OURS if options is OF_ROWS else [""])]
+
+
+@pytest.mark.parametrize(("name", "reshaper"), CASES)
+@few(40)
+@given(data=st.data(), seed=st.integers(0, 10_000), extra=st.integers(0, 2), normalize_mass=st.booleans())
+def test_against_loops(
+    name: str, reshaper: str, data: st.DataObject, seed: int, extra: int, normalize_mass: bool
+) -> None:
+    """Responses of 0 to 14 tokens with and without answers, some with gaps, every other draw full of ties."""
+    rows = random_rows(seed)
+    options = {key: data.draw(st.sampled_from(values)) for key, values in OF_METHOD[name].items()}
+    if name != "polarity":
+        options["normalize_mass"] = normalize_mass
+    config, of_map = dict(options), {}
+    if reshaper:
+        of_map = {key: data.draw(st.sampled_from(values)) for key, values in MAP_OPTIONS[reshaper].items()}
+        of_map |= {"k": 1} if of_map.get("share") else {}
+        options["reshaper"] = reshaper
+        config = options | {"reshaper_options": of_map}
+    method = build(name, config)
+    got = weights_of(method, rows, extra=extra)
+    close(got, plain_weights.METHODS[name](rows, **options, **of_map), 1e-5)
+    if name not in ("high_entropy", "stare", "steer"):
+        assert got == [weights_of(method, [row])[0] for row in rows], "a response weighs the same alone"
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_equal_scores_weigh_one_and_batches_of_nothing_have_their_shape(name: str) -> None:
+    """A rounding error of 1e-6 in a mean log would show: divided by sqrt(1e-8) it moves the weight by 0.005."""
+    for length in (1, 10, 32_768):
+        for score in (0.0, 1e-6, 0.3):
+            scores = torch.full((1, length), score, dtype=torch.float64)
+            weights = MAPS[name].function(scores, torch.ones_like(scores).bool()).values
+            assert name == "top" or weights[0].tolist() == pytest.approx([1.0] * length, abs=1e-6)
+    for shape in ((0, 4), (3, 0), (0, 0)):
+        assert MAPS[name].function(torch.zeros(shape), torch.zeros(shape, dtype=torch.bool)).values.shape == shape
+
+
+def test_a_share_that_is_a_whole_number_in_decimals_is_that_number() -> None:
+    assert math.ceil(0.07 * 100) == 8  # what a product of floats makes of 7
+    counts = torch.arange(0, 501)
+    for hundredths in range(1, 101):
+        expected = [max(1, math.ceil(Fraction(hundredths, 100) * count)) for count in range(501)]
+        assert count_of_share(hundredths / 100, counts).tolist() == expected, hundredths

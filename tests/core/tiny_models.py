@@ -7,10 +7,12 @@ position's gradient is well above the epsilon of the log scores.
 from __future__ import annotations
 
 import inspect
+import json
 import math
 import string
 from dataclasses import dataclass, field
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,6 +27,8 @@ from transformers import (
     Qwen3Config,
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+from grail_advantage import Method, TokenWeights, compute_token_weights
 
 CHARACTERS = sorted(set(string.ascii_letters + string.digits + string.punctuation + " "))
 PAD, END = "<pad>", "<end>"
@@ -69,15 +73,10 @@ def tiny_model(family: str = "qwen3", *, tied: bool = False, layers: int = 4, se
     return model.eval()
 
 
-LAYOUTS = ("a pass", "TRL", "padded", "packed", "packed, flash")
-"""How rows go through a model together: ``test_probe.py``."""
-_ALL = frozenset(LAYOUTS)
 _LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [8.0] * 4}
 _DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
-_DELTA = {f"linear_{name}_head_dim": 8 for name in ("key", "value")} | {
-    **{"linear_num_key_heads": 2, "linear_num_value_heads": 4},
-    "layer_types": ["linear_attention", "full_attention"],
-}
+_DELTA = {f"linear_{name}_head_dim": 8 for name in ("key", "value")} | {"linear_num_key_heads": 2}
+_DELTA |= {"linear_num_value_heads": 4, "layer_types": ["linear_attention", "full_attention"]}
 FAMILY_SIZES = {
     **{"vocab_size": 100, "max_position_embeddings": 256, "pad_token_id": 0, "eos_token_id": 98},
     **dict.fromkeys(("hidden_size", "d_model", "n_embd", "moe_intermediate_size"), 32),
@@ -91,13 +90,11 @@ FAMILY_SIZES = {
 
 @dataclass(frozen=True)
 class Family:
-    """A kind of model: transformers' type, options beside the common sizes, its attention on a CPU, and the layouts in which
-    its responses depend on each other."""
+    """A kind of model: transformers' type, options beside the common sizes, and its attention on a CPU."""
 
     model_type: str
     options: dict[str, Any] = field(default_factory=dict)
     attention: str = "sdpa"
-    depends: frozenset[str] = frozenset()
 
     def config(self, **sizes: Any) -> PretrainedConfig:
         """The tiny configuration, with other sizes where they are given."""
@@ -117,26 +114,23 @@ class Family:
         return model
 
 
-_WINDOW = {"sliding_window": 20}
+_LONG = {"rope_parameters": _LONGROPE, "original_max_position_embeddings": 32}
 FAMILIES = {
     "qwen3": Family("qwen3"),
     "bloom": Family("bloom", attention="eager"),
-    "gemma2": Family("gemma2", _WINDOW),
+    "gemma2": Family("gemma2", {"sliding_window": 20}),
     "lfm2": Family("lfm2", {"layer_types": ["conv", "full_attention"]}),
     "llama, dynamic": Family("llama", {"rope_parameters": _DYNAMIC, "max_position_embeddings": 32}),
     # Positions of its own; sinks; frequencies by the longest response; not causal; draws in training; every kind at once.
-    "ministral3": Family("ministral3", depends=frozenset({"packed, flash"})),
-    "gpt_oss": Family("gpt_oss", _WINDOW, "eager", frozenset({"packed"})),
-    "phi3, longrope": Family(
-        "phi3", {"rope_parameters": _LONGROPE, "original_max_position_embeddings": 32}, depends=_ALL - {"TRL"}
-    ),
-    "cpmant": Family("cpmant", attention="eager", depends=_ALL - {"TRL"}),
-    "mixtral, jitter": Family("mixtral", {"router_jitter_noise": 0.1}, depends=_ALL - {"a pass"}),
-    "doge": Family("doge", depends=_ALL),
-    # In TRL the padding on the left enters the state of a response that is alone, with transformers 5.10.4.
-    "qwen3_next": Family("qwen3_next", _DELTA, depends=frozenset({"packed", "packed, flash", "TRL"})),
+    "ministral3": Family("ministral3"),
+    "gpt_oss": Family("gpt_oss", {"sliding_window": 20}, "eager"),
+    "phi3, longrope": Family("phi3", _LONG),
+    "cpmant": Family("cpmant", attention="eager"),
+    "mixtral, jitter": Family("mixtral", {"router_jitter_noise": 0.1}),
+    "doge": Family("doge"),
+    "qwen3_next": Family("qwen3_next", _DELTA),
 }
-"""Each kind of attention, state, position and dependence once."""
+"""Each kind of attention, state, position and dependence of a response on those beside it once."""
 
 
 @dataclass(frozen=True)
@@ -182,21 +176,14 @@ def make_batch(rollouts: list[Rollout], padding: str = "left", extra: int = 0) -
     return Batch(*map(torch.tensor, rows), torch.tensor([rollout.advantage for rollout in rollouts]))
 
 
-ROLLOUTS = {
-    "text after the box": Rollout("Two plus three?", r"Two and three make \boxed{5}, so five it is.<end>", -1.0),
-    "several boxes": Rollout("Half?", r"\boxed{4} no, it is \boxed{\frac{1}{2}} not \boxed{0.25} or", -0.5),
-    "empty box": Rollout("Nothing?", r"So the answer is \boxed{} then", -1.0),
-    "box at the start": Rollout("Seven?", r"\boxed{7} is it", -2.0),
-    "one token before the box": Rollout("Six?", r"=\boxed{6}", -1.5),
-    "box at the end": Rollout("Nine or ten, which of the two?", r"I take \boxed{9}", -1.0),
-    "no box": Rollout("Who knows?", "I do not know, boxed{3} or {4}.<end>", -1.0),
-    "truncated box": Rollout("Twelve?", r"It must be \boxed{12", -1.0),
-    "truncated second box": Rollout("One?", r"It is \boxed{1} or rather \boxed{2", -0.25),
-    "truncated first box": Rollout("One?", r"It is \boxed{1 or rather \boxed{2} yes", -0.25),
-    "right": Rollout("Two plus two?", r"Clearly \boxed{4}.<end>", 1.0),
-    "right, several boxes": Rollout("Two plus two?", r"First \boxed{3}, no, \boxed{4}", 0.5),
-    "no response": Rollout("Only a prompt", "", -1.0),
-}
+_LINES = Path(__file__).with_name("rollouts.jsonl").read_text(encoding="utf-8").splitlines()
+ROLLOUTS = {of.pop("name"): Rollout(**of) for of in map(json.loads, _LINES)}
+"""By what is special about their answer."""
+
+
+def compute(model: Any, batch: Batch, method: Method, tokenizer: Any = None, **given: Any) -> TokenWeights:
+    """By the plain function, with the tokenizer of single characters."""
+    return compute_token_weights(model, tokenizer or char_tokenizer(), *batch.tensors(), method, **given)
 
 
 def plain_columns(model: Any, prompt: list[int], response: list[int], temperature: float) -> tuple[list, list]:
