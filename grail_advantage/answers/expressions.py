@@ -6,10 +6,8 @@ import time
 
 import regex
 
-CONTENT = "content"
-"""The group of an expression that holds what counts."""
-SECONDS = 1.0
-"""An expression that takes longer on one response has no matches in it."""
+CONTENT = "content"  # the group of an expression that holds what counts
+SECONDS = 1.0  # an expression that takes longer on one response has no matches in it
 
 
 def compile_expression(expression: str, option: str, *, may_be_empty: bool = False) -> regex.Pattern[str]:

@@ -1,12 +1,11 @@
 r"""The one reward function: 1 when the last ``\boxed{...}`` of a response states the ground truth, else 0.
 
 ``compute_score`` is verl's custom reward function (``reward.custom_reward_function.path=pkg://grail_advantage.reward``,
-``name=compute_score``); evaluation calls it too. The reward is the one of GRAIL (arXiv 2606.04889): the last box
-compared with the ground truth by math-verify. ``_normal`` brings both texts to one normal form, ``_exact`` makes the
-comparisons that need no math-verify, ``_verify_pool`` lets math-verify read and compare both as a whole, in child
-processes with limits, since the answer is untrusted text. What cannot be read as a whole has no verdict, which is 0 and
-counted by ``verify_failed``. docs/evaluation.md has the rules. A list of several ground-truth answers: the box must hold
-all of them, in any order, as in ``\boxed{2, 3}``.
+``name=compute_score``). The reward is the one of GRAIL (arXiv 2606.04889): the last box compared with the ground truth
+by math-verify. ``_normal`` brings both texts to one normal form, ``_exact`` makes the comparisons that need no
+math-verify, ``_verify_pool`` lets math-verify read and compare both as a whole, in child processes with limits, since
+the answer is untrusted text. What cannot be read as a whole has no verdict: 0, and counted by ``verify_failed``. Of
+several ground-truth answers the box must hold all, in any order, as in ``\boxed{2, 3}``; docs/evaluation.md.
 """
 
 from __future__ import annotations
@@ -37,10 +36,7 @@ _verify_pool.cpu_seconds()  # a bad environment variable is reported now, not by
 
 logger = logging.getLogger(__name__)
 
-MAX_PRED_CHARS = (
-    128  # longer predictions are cut in the returned dictionary, which verl keeps and dumps for each response
-)
-
+MAX_PRED_CHARS = 128  # longer predictions are cut in the returned dictionary, which verl keeps for each response
 _PERCENT = re.compile(r" ?(?:\\?%|\\text\{ ?(?:percent|percentage|\\?%)\.? ?\}|\bpercent\b)")
 _E_NOTATION = re.compile(rf"(?<![A-Za-z0-9_.,])({_exact.UNSIGNED})[eE]([+-]?[0-9]{{1,3}})(?![0-9.])")
 # Left out they may be, but not said otherwise.

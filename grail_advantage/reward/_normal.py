@@ -199,7 +199,8 @@ _TABLE: tuple[tuple[str, str, str | Callable[[Match], str]], ...] = (
 RULES = [(example, regex.compile(pattern), replacement) for example, pattern, replacement in _TABLE]
 """An answer that the rule is there for, the pattern, and what takes the place of its matches."""
 
-_CHARACTERS = "−×·⋅∙÷∕⁄°º˚℃℉∘∞√∛≤≥⩽⩾≠±∪∩∈∅⟨⟩〈〉′″’、ℝℤℚℕℂ∠△∣≡"  # noqa: RUF001
+_CHARACTERS = "−×·⋅∙÷∕⁄°º˚℃℉∘∞√∛≤≥⩽⩾≠±"  # noqa: RUF001
+_CHARACTERS += "∪∩∈∅⟨⟩〈〉′″’、ℝℤℚℕℂ∠△∣≡"  # noqa: RUF001
 _COMMANDS = (
     r"- \times \cdot \cdot \cdot \div / / ^\circ ^\circ ^\circ ^{\circ}C ^{\circ}F \circ"
     r" \infty \sqrt \sqrt[3] \le \ge \le \ge \neq \pm \cup \cap \in \emptyset \langle \rangle"

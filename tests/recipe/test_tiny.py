@@ -15,11 +15,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from verl_cpu.tiny import prepare as prepare_module
 from verl_cpu.tiny import shipped
+from verl_cpu.tiny.make_models import WarmUpSettings
 from verl_cpu.tiny.model import build_model, build_tokenizer
 from verl_cpu.tiny.prepare import prepare
 from verl_cpu.tiny.sampling import prompt_ids
 from verl_cpu.tiny.task import MAX_VALUE, Problem, StepError, boxed_answer, compute_score, find_errors, problems, solve
-from verl_cpu.tiny.warm_up import WarmUpSettings
 
 
 @pytest.fixture(scope="module")
