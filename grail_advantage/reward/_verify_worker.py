@@ -2,7 +2,6 @@
 
 It loads math-verify once, forks a worker for each connection, and replaces one that takes too long or dies. A request
 is the JSON list ``[gold, answer]`` (LaTeX without the box); a reply is true, false, or why there is no verdict.
-Arguments: seconds of processor time for one comparison, and the descriptors of the connections.
 """
 
 from __future__ import annotations
@@ -244,7 +243,8 @@ def confine() -> None:
 
 
 def main(cpu_seconds: float, connections: list[Connection]) -> None:
-    """Fork a worker for each connection, and replace each that ends; a request that it leaves gets the reason."""
+    """Fork a worker for each connection, and replace each that ends; a request that it leaves gets the reason.
+    ``cpu_seconds``: of processor time, for one comparison."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole process group; the parent decides
     logging.getLogger("math_verify").setLevel(logging.ERROR)
     # The first use of math-verify loads half of sympy, which must not count against the first answer.

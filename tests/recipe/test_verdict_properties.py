@@ -30,10 +30,6 @@ def grown(rng: random.Random, depth: int, letters: str) -> Tree:
     return [kind, *parts, rng.choice((2, 3) if kind == "^" else (2, 3, 4, 5, 7, 8, 16))]
 
 
-def value(tree: Tree) -> list[int]:
-    return [_at(tree, point) for point in POINTS]
-
-
 def _at(tree: Tree, point: dict[str, int]) -> int:
     kind, *parts, number = tree
     if kind in "nxyi":
@@ -97,10 +93,10 @@ def test_expressions_in_ten_spellings_and_changed_in_one_place(letters: str) -> 
     wrong, changes = [], 0
     for _ in range(60):
         tree = grown(rng, rng.choice((1, 2)), letters)
-        before, gold, number = value(tree), spelt(tree, rng.randrange(10)), rng.randrange(10)
+        before, gold, number = [_at(tree, point) for point in POINTS], spelt(tree, rng.randrange(10)), rng.randrange(10)
         pairs = [(gold, spelt(tree, number), 1.0)]
         change(tree, rng)
-        if value(tree) != before:
+        if [_at(tree, point) for point in POINTS] != before:
             changes += 1
             pairs.append((gold, spelt(tree, number), 0.0))
         wrong += [pair for pair in pairs if score(*pair[:2]) != pair[2]]
