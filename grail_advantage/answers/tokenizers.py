@@ -54,8 +54,8 @@ def load_tokenizer(path: str | os.PathLike[str], **options: Any) -> PreTrainedTo
 
 
 def check_round_trip(tokenizer: PreTrainedTokenizerBase, name: str, remedy: str = LOAD_FAITHFULLY) -> None:
-    """ValueError, with the tokenizer's ``name`` (folder, or an option and its value) and the ``remedy``, where text with
-    spaces, newlines, digits and LaTeX does not survive it."""
+    """ValueError, with the tokenizer's ``name`` (folder, or an option and its value) and the ``remedy``, where text
+    with spaces, newlines, digits and LaTeX does not survive it."""
     if (lost := lost_text(tokenizer)) is not None:
         raise ValueError(
             f"the tokenizer of {name} ({type(tokenizer).__name__}) turns {lost[0]!r} into {lost[1]!r}: the model would "
@@ -64,8 +64,8 @@ def check_round_trip(tokenizer: PreTrainedTokenizerBase, name: str, remedy: str 
 
 
 def lost_text(tokenizer: PreTrainedTokenizerBase) -> tuple[str, str] | None:
-    """:data:`PROBE` and the text that came back of it, where it does not survive encoding and decoding. No loss: a blank
-    in front, as of SentencePiece, and a character that the vocabulary has in no spelling."""
+    """:data:`PROBE` and the text that came back of it, where it does not survive encoding and decoding. No loss: a
+    blank in front, as of SentencePiece, and a character that the vocabulary has in no spelling."""
     vocabulary = tokenizer.get_vocab()
 
     def knows(character: str) -> bool:

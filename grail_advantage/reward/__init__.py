@@ -28,9 +28,9 @@ __all__ = ["check_ground_truths", "compute_score", "gold_text", "last_boxed"]
 if importlib.util.find_spec("math_verify") is None:
     raise ImportError("grail_advantage.reward needs math_verify: pip install math-verify==0.9.0")
 if sys.platform != "linux" or not hasattr(ctypes.CDLL(None), "prctl"):
+    remedy = "run it in a Linux container, or pass a reward function of your own"
     raise ImportError(
-        "grail_advantage.reward needs Linux, whose prctl and /proc bound the process that reads untrusted answers; run "
-        "it in a Linux container, or pass a reward function of your own"
+        f"grail_advantage.reward bounds the process that reads untrusted answers by Linux's prctl; {remedy}"
     )
 _verify_pool.cpu_seconds()  # a bad environment variable is reported now, not by a reward of 0
 
@@ -39,8 +39,7 @@ logger = logging.getLogger(__name__)
 MAX_PRED_CHARS = 128  # longer predictions are cut in the returned dictionary, which verl keeps for each response
 _PERCENT = re.compile(r" ?(?:\\?%|\\text\{ ?(?:percent|percentage|\\?%)\.? ?\}|\bpercent\b)")
 _E_NOTATION = re.compile(rf"(?<![A-Za-z0-9_.,])({_exact.UNSIGNED})[eE]([+-]?[0-9]{{1,3}})(?![0-9.])")
-# Left out they may be, but not said otherwise.
-_HALF_DAY = re.compile(r"(?i)[0-9] ?(?:\\text\{ ?)?([ap])\.? ?m\b")
+_HALF_DAY = re.compile(r"(?i)[0-9] ?(?:\\text\{ ?)?([ap])\.? ?m\b")  # may be left out, but not said otherwise
 _CHANGE = re.compile(r"(?i)(?:%|percent) ?(?:\\text\{ ?)?(increase|decrease|profit|loss|gain|discount)\b")
 # A name in front of an answer that math-verify cannot read.
 _NAME = re.compile(

@@ -1,7 +1,6 @@
 r"""One normal form for the spellings of an answer: the only place where an answer's text is changed.
 
-:data:`RULES` are applied from top to bottom, once, to ground truth and answer alike. Each rule has the example that it
-is there for; a test checks every line of the table. math-verify judges the result.
+:data:`RULES` are applied from top to bottom, once, to ground truth and answer alike. math-verify judges the result.
 """
 
 from __future__ import annotations
@@ -101,7 +100,6 @@ _NAMES |= {"dbinom": r"\binom", "tbinom": r"\binom", "bmod": r"\mod", "lg": r"\l
 _NAMES |= {"tg": r"\tan", "ctg": r"\cot", "arctg": r"\arctan", "arcctg": r"\arccot"}
 _NAMES |= {"varnothing": r"\emptyset", "O": r"\emptyset", "pounds": "", "euro": ""}
 _TABLE: tuple[tuple[str, str, str | Callable[[Match], str]], ...] = (
-    # What has no meaning, and other names
     (r"\tg x", rf"\\(?P<name>{'|'.join(_NAMES)})(?!\pL)", lambda match: _NAMES[match["name"]]),
     (r"\$18", r"\\?\$|[£€¥₹¢₩]", ""),
     ("**73**", r"^(?P<mark>\*\*|`+)(?P<inside>[^*`]+)(?P=mark)$", r"\g<inside>"),
@@ -116,7 +114,6 @@ _TABLE: tuple[tuple[str, str, str | Callable[[Match], str]], ...] = (
     (r"10, \! 080", r"(?:(?<!\\) )?(?<!\\)\\(?:!|negthinspace(?!\pL)) ?", r"\\!"),
     (r"1\,234{,}567", rf"(?<![0-9.,])[0-9]{{1,3}}(?:{_GAP}[0-9]{{3}})+(?![0-9])|(?<=[^\\]\{{){_THOUSANDS}(?=\}})",
      _digits),
-    # Spaces, sizes and fonts
     (r"1\!2", r"(?:\\!)+(?!\pL)", ""),
     (r"x\quad y", r"(?:(?<!\\)\\(?:[,;:! ]|(?:thinspace|quad|qquad|enspace)(?!\pL))|~)+", " "),
     (r"{\bf 13}", r"\{ ?\\(?:bf|it|rm|tt|sf|em)(?!\pL) ?", r"\\text{"),
@@ -143,13 +140,11 @@ _TABLE: tuple[tuple[str, str, str | Callable[[Match], str]], ...] = (
      lambda match: f" \\cdot 10^{{{_ZEROS[match['word']]}}}\\text{{{match['rest'] or ''}}}".removesuffix("\\text{}")),
     ("3 x 10^8", r"(?<=[0-9]) ?[xX*] ?(?=10 ?\^)", r" \\times "),
     (r"\text{negative }5", r"^(?:\\text\{ ?(?:negative|minus) ?\} ?(?!\\inf)|(?:negative|minus) )", "-"),
-    # Text around an answer
     ("13;", r"(?:[,;]|\\\\) ?$", ""),
     (r"\text{The answer is } 5",
      r"^(?:(?:\\text\{ ?[A-Za-z]{2}[A-Za-z ]*: ?\}|\\(?:approx|simeq|sim|therefore|implies|Rightarrow|to)(?!\pL)"
      r"|[=#≈∴⇒→]|\\text\{ ?(?:Rs\.?|USD|US|EUR|INR) ?\}|Rs\.?(?= ?[0-9])"
      r"|(?i:\\text\{ ?(?:(?:so|thus|hence),? )?(?:(?:the|final|my) )*(?:answer|result) ?(?:is)? ?:? ?\})) ?:?)+", ""),
-    # Angles and units
     (r"20^\circ 30'", rf"(?<![0-9])(?P<degrees>[0-9]++){_DEGREE} ?(?P<minutes>[0-9]+)"
      r" ?(?:'|\^?\{?\\prime\}?)(?: ?(?P<seconds>[0-9]+) ?(?:''|\"))?", _minutes),
     (r"\sin 30^\circ", r"(?P<size>[0-9]+(?:\.[0-9]+)?|(?<![A-Za-z\\])[A-Za-z]|\\[A-Za-z]+|\\frac\{[^{}]*\}\{[^{}]*\})"
@@ -213,11 +208,8 @@ LONGEST = 2000  # characters of a text in LaTeX: the time of some rules grows wi
 
 @lru_cache(maxsize=8192)
 def normal(text: str) -> str:
-    """The text in its normal form: the same for the spellings of one answer, as far as text alone can tell.
-
-    Raises:
-        ValueError: the text has more than :data:`LONGEST` characters in LaTeX.
-    """
+    """The text in its normal form: the same for the spellings of one answer, as far as text alone can tell. ValueError:
+    it has more than :data:`LONGEST` characters in LaTeX."""
     if not text.isascii():
         text = _ROOT.sub(r"\\sqrt{\g<under>}", text)
         text = _RAISED.sub(lambda run: f"{'^' if run['up'] else '_'}{{{unicodedata.normalize('NFKC', run[0])}}}", text)
