@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -50,16 +51,9 @@ def worker(server: subprocess.Popen, folder: Path, said: str = "", **environment
     """What a worker sees of itself; it must say on stderr what it was given on stdin."""
     script = folder / "script.py"
     script.write_text(SCRIPT)
-    client = [sys.executable, "-I", "-S", str(CLIENT), server.args[-2], str(script), "-x"]
-    done = subprocess.run(
-        ["nice", "-n", "3", *client],
-        env=environment,
-        cwd=folder,
-        input=said,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    client = ["nice", "-n", "3", sys.executable, "-I", "-S", str(CLIENT), server.args[-2], str(script), "-x"]
+    given: dict[str, Any] = {"env": environment, "cwd": folder, "input": said}
+    done = subprocess.run(client, **given, capture_output=True, text=True, check=True)
     own = json.loads(done.stdout)
     assert (done.stderr, own["arguments"], own["name"]) == (said, [str(script), "-x"], "__main__")
     assert (own["folder"], own["nice"]) == (str(folder), min(os.nice(0) + 3, 19))

@@ -54,24 +54,14 @@ def rows_of(file: Path) -> list[dict[str, Any]]:
 
 def test_the_last_complete_box_counts() -> None:
     for text, answer in {
-        "no box": None,
-        "": None,
-        r"\boxed{5": None,
-        r"\boxed{}": "",
-        r"first \boxed{4}, then \boxed{5}. Done": "5",
-        r"\boxed{5} and \boxed{6": "5",
-        r"\boxed{\boxed{5}}": r"\boxed{5}",
-        "é\\boxed{π\ud800}": "π\ud800",
-    }.items():
+        "": None, r"\boxed{5": None, r"\boxed{}": "", r"first \boxed{4}, then \boxed{5}. Done": "5",
+        r"\boxed{5} and \boxed{6": "5", r"\boxed{\boxed{5}}": r"\boxed{5}", "é\\boxed{π\ud800}": "π\ud800",
+    }.items():  # fmt: skip
         assert reward.last_boxed(text) == answer
-    for text, score, answer_found, pred in (
-        ("5", 0.0, 0.0, ""),
-        (r"\boxed{}", 0.0, 1.0, ""),
-        (r"\boxed{ $6.$ }", 0.0, 1.0, "6"),
-        (r"\boxed{5}", 1.0, 1.0, "5"),
-    ):
+    expected = {"5": (0.0, 0.0, ""), r"\boxed{}": (0.0, 1.0, ""), r"\boxed{ $6.$ }": (0.0, 1.0, "6")}
+    for text, (score, answer_found, pred) in (expected | {r"\boxed{5}": (1.0, 1.0, "5")}).items():
         result = reward.compute_score("gsm8k", text, "5")
-        assert list(result.values()) == [score, score, answer_found, 0.0, pred] and result.keys() == KEYS.keys()
+        assert result == dict(zip(KEYS, (score, score, answer_found, 0.0, pred), strict=True))
     assert reward.compute_score("", None, "5")["score"] == 0.0  # type: ignore[arg-type]
     result = judge("5", "a\ud800\x00\n" + "b" * 5000)
     assert len(result["pred"]) <= 128 and result["pred"].startswith("a\ufffd\ufffd b")

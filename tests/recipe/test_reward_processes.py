@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import signal
 import subprocess
 import sys
@@ -20,7 +19,7 @@ import pytest
 from grail_advantage import reward
 from grail_advantage.reward import _verify_pool
 from grail_advantage.reward._normal import normal
-from tests.recipe.test_reward import rows_of, accepts, judge
+from tests.recipe.test_reward import accepts, judge, rows_of
 
 GOLD = r"\frac{\sqrt{3}}{2}"  # no plain number, so that every answer has to be parsed
 
@@ -139,9 +138,9 @@ def hook(event, arguments):
     text = arguments[0].decode() if event == "compile" and isinstance(arguments[0], bytes) else arguments[0]
     harmless = event in READING and (event != "open" or not arguments[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT))
     if event == "compile":
-        harmless = HARMLESS.fullmatch(text) is not None if isinstance(text, str) else not isinstance(text, bytes)
+        harmless = not isinstance(text, str) or HARMLESS.fullmatch(text)
     if not harmless and not loading(sys._getframe()):
-        os.write(1, json.dumps([answer, event, repr(text)[:200]]).encode() + b"\n")
+        os.write(1, json.dumps([answer, event]).encode() + b"\n")
     watching = True
 
 
@@ -161,24 +160,17 @@ for answer in answers:
         worker.compare(gold, answer, 0.5)
     os._exit(0)
 """
-_PIECES = [
-    "__import__('os').system('true')", "eval", "exec", "open('/tmp/x','w')", "lambda: 0", "().__class__", "os.fork()",
-    r"\operatorname{", r"\text{", r"\mathrm{", r"\variable{", r"\frac{", "}{", "}", "{", "_{", "^{", "(", ")", "[", "]",
-    "=", ",", " ", "'", '"', "\\", "\n", "$", "%", ";", "#", "@", "1", "2.5", "0x1f", "1_000", "1e5", "1j", "x", "\u0663",
-    r"\sqrt", r"\int_0^1 ", r"\sum_{k=1}^{3}", r"\begin{pmatrix}", r"\end{pmatrix}", "&", " and ", "final answer is ",
-]  # fmt: skip
 
 
 @pytest.mark.slow
 def test_no_answer_is_run(tmp_path: Path) -> None:
     """Of an answer, math-verify and sympy evaluate numbers alone; they write, start and connect nothing."""
-    rng = random.Random(0)
     answers = [reward.last_boxed(response) or "" for response in hostile_responses(tmp_path / "marker").values()]
-    answers += ["".join(rng.choices(_PIECES, k=rng.randint(2, 9))) for _ in range(80)]
+    answers += json.loads(Path(__file__).with_name("hostile_pieces.json").read_text())  # code, LaTeX, braces: at random
     answers = ["control", *(normal(answer) for answer in answers if len(answer) <= reward.MAX_ANSWER_CHARS)]
     folder, given = Path(reward.__file__).parent, json.dumps([GOLD, answers])
     done = subprocess.run([sys.executable, "-c", AUDITED], input=given, stdout=-1, text=True, check=True, cwd=folder)
-    events = [json.loads(line)[:2] for line in done.stdout.splitlines()]
+    events = [json.loads(line) for line in done.stdout.splitlines()]
     assert events == [["control", event] for event in ("compile", "open", "os.system")]
 
 
