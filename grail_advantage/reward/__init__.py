@@ -30,7 +30,7 @@ if importlib.util.find_spec("math_verify") is None:
 if sys.platform != "linux" or not hasattr(ctypes.CDLL(None), "prctl"):
     remedy = "run it in a Linux container, or pass a reward function of your own"
     raise ImportError(
-        f"grail_advantage.reward bounds the process that reads untrusted answers by Linux's prctl; {remedy}"
+        f"grail_advantage.reward needs Linux, whose prctl bounds the process that reads untrusted answers; {remedy}"
     )
 _verify_pool.cpu_seconds()  # a bad environment variable is reported now, not by a reward of 0
 
