@@ -34,7 +34,7 @@ def accepts(gold: Any, answer: str) -> bool:
     return result["score"] == 1.0
 
 
-def _wrong(cases: list[tuple[Any, str, float | None]]) -> list[tuple[Any, str, float | None]]:
+def misjudged(cases: list[tuple[Any, str, float | None]]) -> list[tuple[Any, str, float | None]]:
     """Those that are not judged as they say; None: 0, without a verdict."""
     with ThreadPoolExecutor(8) as executor:
         results = zip(cases, executor.map(lambda case: judge(*case[:2]), cases), strict=True)
@@ -72,7 +72,7 @@ def test_the_table_of_verdicts() -> None:
     boxes that math-verify alone would read in part."""
     rows, verdict_of = rows_of(VERDICTS), {"right": 1.0, "wrong": 0.0, "unread": None}
     cases = [(row["gold"], box, verdict_of[key]) for row in rows for key in verdict_of for box in row.get(key, ())]
-    assert _wrong(cases) == []
+    assert misjudged(cases) == []
     counts = Counter(row["kind"] for row in rows for key in verdict_of for _ in row.get(key, ()))
     assert min(counts.values()) >= 20
 
@@ -81,7 +81,7 @@ def test_the_table_of_verdicts() -> None:
 def test_answers_of_public_bug_reports() -> None:
     cases = [(case["input"], case["right"]) for case in rows_of(DATA / "answer_cases.jsonl")]
     pairs = [(given["gold"], given["box"], float(right)) for given, right in cases if given.keys() == {"gold", "box"}]
-    assert _wrong(pairs) == []
+    assert misjudged(pairs) == []
 
 
 @pytest.mark.slow
