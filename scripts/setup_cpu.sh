@@ -4,7 +4,7 @@
 #        TORCH_CPU_INDEX (where torch's CPU build comes from when pip's index and find-links have none: PyTorch's own)
 #
 # uv installs requirements-cpu.txt and, into a folder of its own, requirements-trl.txt, both with hashes; torch's CPU
-# build, of which every index has its own; "vllm" of scripts/vllm_cpu_metadata; and this project in editable form: 4 GB,
+# build, of which every index has its own; "vllm" of packages/verl-cpu; and this project in editable form: 4 GB,
 # one to three minutes. When all is there and unchanged, this returns at once; two calls take turns.
 
 set -euo pipefail
@@ -15,7 +15,7 @@ source scripts/uv.sh
 venv=$PWD/.venv
 stamp=$venv/.setup_cpu.stamp # once the environment is whole: the digest of what it was made from, and its packages
 inputs=(pyproject.toml packages/verl-cpu/pyproject.toml requirements-cpu.txt requirements-trl.txt scripts/setup_cpu.sh
-    scripts/vllm_cpu_metadata/pyproject.toml)
+    packages/verl-cpu/vllm-metadata/pyproject.toml)
 digest=$({ echo "$PWD" && cat "${inputs[@]}"; } | sha256sum) # the editable install names the project's path
 wanted='3.1[12]'
 if [[ -n ${PYTHON:-} ]]; then
@@ -57,7 +57,7 @@ install --require-hashes -r requirements-cpu.txt
 say "3 of 4 (after $SECONDS s): TRL, in a folder of its own"
 install --require-hashes -r requirements-trl.txt --target "$venv/trl"
 say "4 of 4 (after $SECONDS s): this project"
-install scripts/vllm_cpu_metadata
+install packages/verl-cpu/vllm-metadata
 install --editable packages/verl-cpu --editable .
 # recipe/, bench/ and benchmarks/ are no part of the package; in this environment they can be imported from any folder.
 echo "$PWD" >"$(echo "$venv"/lib/python3*/site-packages)/clone_of_grail_advantage.pth"

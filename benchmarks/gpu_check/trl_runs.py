@@ -25,10 +25,10 @@ from benchmarks.gpu_check.plain import precision
 from grail_advantage.data import Rollouts
 from grail_advantage.dump import METRICS_FILE
 from grail_advantage.view.run import read_metrics
+from verl_cpu.tiny.make_models import WarmUpSettings, warm_up
 from verl_cpu.tiny.sampling import judge, prompt_ids
 from verl_cpu.tiny.smollm2 import load_smollm2
 from verl_cpu.tiny.task import Problem, random_problems, solve
-from verl_cpu.tiny.warm_up import WarmUpSettings, warm_up
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "outputs" / "gpu_check_runs"

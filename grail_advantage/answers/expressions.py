@@ -6,18 +6,13 @@ import time
 
 import regex
 
-CONTENT = "content"
-"""The group of an expression that holds what counts."""
-SECONDS = 1.0
-"""An expression that takes longer on one response has no matches in it."""
+CONTENT = "content"  # the group of an expression that holds what counts
+SECONDS = 1.0  # an expression that takes longer on one response has no matches in it
 
 
 def compile_expression(expression: str, option: str, *, may_be_empty: bool = False) -> regex.Pattern[str]:
-    """Compile an option's expression.
-
-    Raises:
-        ValueError: it does not compile, or it matches the empty text and may not; the message names the option.
-    """
+    """Compile an option's expression. ValueError, which names the option: it does not compile, or it matches the empty
+    text and may not."""
     try:
         compiled = regex.compile(expression)
         matches_nothing = compiled.match("")

@@ -130,13 +130,7 @@ def _matters_to_box(covered: bytes) -> bool:
     return covered in b"boxed" or any(byte in covered for byte in b"\\{}")
 
 
-FORMATS = {
-    each.name: each
-    for each in (
-        AnswerFormat("boxed", r"\boxed{42}", iter_boxed, _matters_to_box),
-        AnswerFormat("hashes", "#### 42", _hashed),
-        AnswerFormat("tag", "<answer>42</answer>", _tagged, markers=_MARKERS),
-    )
-}
-"""By name."""
-BOXED = FORMATS["boxed"]
+BOXED = AnswerFormat("boxed", r"\boxed{42}", iter_boxed, _matters_to_box)
+_HASHES_FORMAT = AnswerFormat("hashes", "#### 42", _hashed)
+_TAG_FORMAT = AnswerFormat("tag", "<answer>42</answer>", _tagged, markers=_MARKERS)
+FORMATS = {form.name: form for form in (BOXED, _HASHES_FORMAT, _TAG_FORMAT)}

@@ -28,7 +28,7 @@ SHOWN = 160  # characters of a response in a message
 
 
 def check_choice(choice: object, name: str = "missing_answers") -> None:
-    """Raises ValueError, which names the option and the choices, for an unknown choice."""
+    """Raises ValueError for an unknown choice."""
     if choice not in CHOICES:
         raise ValueError(f"{name}={choice!r} is unknown; choose one of {', '.join(CHOICES)}")
 

@@ -141,10 +141,8 @@ _tables: dict[int, tuple[Any, dict[AnswerFormat, _TokenTable], Any]] = {}
 def _token_table(tokenizer: PreTrainedTokenizerBase, answer: AnswerFormat) -> _TokenTable:
     # Changes with every token added. len(tokenizer) does too, but lists the whole vocabulary (70 ms for Qwen's).
     size = _backend(tokenizer).get_vocab_size(with_added_tokens=False)
-    key, state = (
-        id(tokenizer),
-        (size, {token: entry.special for token, entry in tokenizer.added_tokens_decoder.items()}),
-    )
+    added = {token: entry.special for token, entry in tokenizer.added_tokens_decoder.items()}
+    key, state = id(tokenizer), (size, added)
     if key not in _tables or _tables[key][0] != state:
         kept_alive = None
         try:

@@ -19,12 +19,11 @@ class TokenTexts:
     """Texts of the tokens of a tokenizer, as for :func:`grail_advantage.find_answer_span`."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        self.decode = tokenizer.decode
-        """The text of tokens as the tokenizer gives it, special ones included."""
+        self.decode = tokenizer.decode  # the text of tokens as the tokenizer gives it, special ones included
         self._bytes = token_bytes(tokenizer)
         added = tokenizer.added_tokens_decoder
+        # Names of the tokens that have no text, by id.
         self.special_tokens = {token: entry.content for token, entry in added.items() if entry.special}
-        """Names of the tokens that have no text, by id."""
 
     def __call__(self, token_ids: Sequence[int] | np.ndarray) -> list[str]:
         """Texts of these tokens; ``""`` for special tokens and unknown ids. Bytes that are no UTF-8 become U+FFFD."""
@@ -38,8 +37,8 @@ class TokenTexts:
     def spans_in(self, text: str, token_ids: Sequence[int]) -> list[tuple[int, int]] | None:
         """Half-open ranges of each token's characters in a text that is theirs but for blanks; ``None`` for another.
 
-        In ``"2+ 3."`` the tokens ``" 2"``, ``"+ "``, ``" 3"``, ``" ."`` have (0, 1), (1, 3), (3, 4), (4, 5). A character
-        that several tokens share is in the ranges of all of them.
+        In ``"2+ 3."`` the tokens ``" 2"``, ``"+ "``, ``" 3"``, ``" ."`` have (0, 1), (1, 3), (3, 4), (4, 5). A
+        character that several tokens share is in the ranges of all of them.
         """
         tokens = self(token_ids)
         joined = "".join(tokens)

@@ -21,14 +21,11 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 
 logger = logging.getLogger(__name__)
 
-PROBES = (
-    "a b\nc",
-    "two  blanks,\n\n    and an indented line",
-    "0123456789 and -17 x 23 = -391, or 3.14",
-    r"$\frac{a_1}{2} + \sqrt{x^2 - 1} \le 10\%$",
-    r"so the answer is \boxed{x = 2}",
-)
-"""Parts of a solution: spaces, newlines, digits, LaTeX, an answer."""
+PROBE = r"""a b
+c and  two blanks,
+
+    an indented line: 0123456789 and -17 x 23 = -391, or 3.14
+$\frac{a_1}{2} + \sqrt{x^2 - 1} \le 10\%$, so the answer is \boxed{x = 2}"""
 _SPELLINGS = {" ": (" ", "Ġ", "▁"), "\n": ("\n", "Ċ", "<0x0A>")}  # plain, byte-level, SentencePiece
 LOAD_FAITHFULLY = (
     "Load it with grail_advantage.answers.tokenizers.load_tokenizer, or take tokenizer.json and tokenizer_config.json "
@@ -44,8 +41,7 @@ def load_tokenizer(path: str | os.PathLike[str], **options: Any) -> PreTrainedTo
         ValueError: there is no tokenizer, or text does not survive it; the message has the fix.
     """
     tokenizer = AutoTokenizer.from_pretrained(path, **options)
-    if not any(tokenizer.encode(probe, add_special_tokens=False) for probe in PROBES):
-        # As transformers makes one of the model's configuration alone.
+    if not tokenizer.encode(PROBE, add_special_tokens=False):  # as transformers makes one of a configuration alone
         raise ValueError(f"{path} has no tokenizer (tokenizer.json); put the files of the model's own into its folder")
     if lost_text(tokenizer) is not None and "gguf_file" not in options:
         with suppress(OSError, ValueError):  # no tokenizer.json, so nothing to go back to
@@ -58,8 +54,8 @@ def load_tokenizer(path: str | os.PathLike[str], **options: Any) -> PreTrainedTo
 
 
 def check_round_trip(tokenizer: PreTrainedTokenizerBase, name: str, remedy: str = LOAD_FAITHFULLY) -> None:
-    """ValueError, with the tokenizer's ``name`` (folder, or an option and its value) and the ``remedy``, where text with
-    spaces, newlines, digits and LaTeX does not survive it."""
+    """ValueError, with the tokenizer's ``name`` (folder, or an option and its value) and the ``remedy``, where text
+    with spaces, newlines, digits and LaTeX does not survive it."""
     if (lost := lost_text(tokenizer)) is not None:
         raise ValueError(
             f"the tokenizer of {name} ({type(tokenizer).__name__}) turns {lost[0]!r} into {lost[1]!r}: the model would "
@@ -68,7 +64,7 @@ def check_round_trip(tokenizer: PreTrainedTokenizerBase, name: str, remedy: str 
 
 
 def lost_text(tokenizer: PreTrainedTokenizerBase) -> tuple[str, str] | None:
-    """The first of :data:`PROBES` that does not survive encoding and decoding, and the text that came back. No loss: a
+    """:data:`PROBE` and the text that came back of it, where it does not survive encoding and decoding. No loss: a
     blank in front, as of SentencePiece, and a character that the vocabulary has in no spelling."""
     vocabulary = tokenizer.get_vocab()
 
@@ -77,17 +73,14 @@ def lost_text(tokenizer: PreTrainedTokenizerBase) -> tuple[str, str] | None:
         found = bool(ids) and tokenizer.unk_token_id not in ids
         return found or any(spelling in vocabulary for spelling in _SPELLINGS.get(character, ()))
 
-    for probe in PROBES:
-        text = "".join(filter(knows, probe))
-        returned = tokenizer.decode(tokenizer.encode(text, add_special_tokens=False), skip_special_tokens=True)
-        if returned.removeprefix(" ") != text:
-            return text, returned
-    return None
+    text = "".join(filter(knows, PROBE))
+    returned = tokenizer.decode(tokenizer.encode(text, add_special_tokens=False), skip_special_tokens=True)
+    return None if returned.removeprefix(" ") == text else (text, returned)
 
 
 def save_repaired(path: str, folder: str) -> None:
-    """Write the tokenizer of a model (folder or name on the hub) to a folder such that ``AutoTokenizer`` loads it as
-    the checkpoint means it. Raises ValueError where text does not survive it, or not its copy."""
+    """Write the tokenizer of a model (folder or name on the hub) such that ``AutoTokenizer`` loads it as the checkpoint
+    means it. Raises ValueError where text does not survive it, or not its copy."""
     load_tokenizer(path).save_pretrained(folder)
     check_round_trip(AutoTokenizer.from_pretrained(folder), folder)
 

@@ -1,12 +1,11 @@
 r"""The one reward function: 1 when the last ``\boxed{...}`` of a response states the ground truth, else 0.
 
 ``compute_score`` is verl's custom reward function (``reward.custom_reward_function.path=pkg://grail_advantage.reward``,
-``name=compute_score``); evaluation calls it too. The reward is the one of GRAIL (arXiv 2606.04889): the last box
-compared with the ground truth by math-verify. ``_normal`` brings both texts to one normal form, ``_exact`` makes the
-comparisons that need no math-verify, ``_verify_pool`` lets math-verify read and compare both as a whole, in child
-processes with limits, since the answer is untrusted text. What cannot be read as a whole has no verdict, which is 0 and
-counted by ``verify_failed``. docs/evaluation.md has the rules. A list of several ground-truth answers: the box must hold
-all of them, in any order, as in ``\boxed{2, 3}``.
+``name=compute_score``). The reward is the one of GRAIL (arXiv 2606.04889): the last box compared with the ground truth
+by math-verify. ``_normal`` brings both texts to one normal form, ``_exact`` makes the comparisons that need no
+math-verify, ``_verify_pool`` lets math-verify read and compare both as a whole, in child processes with limits, since
+the answer is untrusted text. What cannot be read as a whole has no verdict: 0, and counted by ``verify_failed``. Of
+several ground-truth answers the box must hold all, in any order, as in ``\boxed{2, 3}``; docs/evaluation.md.
 """
 
 from __future__ import annotations
@@ -29,22 +28,18 @@ __all__ = ["check_ground_truths", "compute_score", "gold_text", "last_boxed"]
 if importlib.util.find_spec("math_verify") is None:
     raise ImportError("grail_advantage.reward needs math_verify: pip install math-verify==0.9.0")
 if sys.platform != "linux" or not hasattr(ctypes.CDLL(None), "prctl"):
+    remedy = "run it in a Linux container, or pass a reward function of your own"
     raise ImportError(
-        "grail_advantage.reward needs Linux, whose prctl and /proc bound the process that reads untrusted answers; run "
-        "it in a Linux container, or pass a reward function of your own"
+        f"grail_advantage.reward needs Linux, whose prctl bounds the process that reads untrusted answers; {remedy}"
     )
 _verify_pool.cpu_seconds()  # a bad environment variable is reported now, not by a reward of 0
 
 logger = logging.getLogger(__name__)
 
-MAX_PRED_CHARS = (
-    128  # longer predictions are cut in the returned dictionary, which verl keeps and dumps for each response
-)
-
+MAX_PRED_CHARS = 128  # longer predictions are cut in the returned dictionary, which verl keeps for each response
 _PERCENT = re.compile(r" ?(?:\\?%|\\text\{ ?(?:percent|percentage|\\?%)\.? ?\}|\bpercent\b)")
 _E_NOTATION = re.compile(rf"(?<![A-Za-z0-9_.,])({_exact.UNSIGNED})[eE]([+-]?[0-9]{{1,3}})(?![0-9.])")
-# Left out they may be, but not said otherwise.
-_HALF_DAY = re.compile(r"(?i)[0-9] ?(?:\\text\{ ?)?([ap])\.? ?m\b")
+_HALF_DAY = re.compile(r"(?i)[0-9] ?(?:\\text\{ ?)?([ap])\.? ?m\b")  # may be left out, but not said otherwise
 _CHANGE = re.compile(r"(?i)(?:%|percent) ?(?:\\text\{ ?)?(increase|decrease|profit|loss|gain|discount)\b")
 # A name in front of an answer that math-verify cannot read.
 _NAME = re.compile(

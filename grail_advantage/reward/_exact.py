@@ -9,8 +9,8 @@ _WRAPPED = re.compile(r"\\text\{([^{}]*)\}")
 _CHOICE = re.compile(r"(?:\(([A-J])\)|([A-J])(?:\)|[.:](?= )| -(?= .*[A-Za-z]{3}))) ?(.+)|\(?([A-J])\)?[.:)]?")
 _CHOICES = re.compile(r"(?:\([A-J]\)|[A-J])(?:(?:, ?(?:and )?|; ?| and )(?:\([A-J]\)|[A-J]))+")
 _NUMERAL = re.compile(r"(?:[A-Za-z]=)?([0-9A-F]+)_?(?:_|base)([0-9]+|[a-z]+)")
-_BASES = {"two": "2", "three": "3", "four": "4", "five": "5", "six": "6", "seven": "7", "eight": "8", "nine": "9"}
-_BASES |= {"ten": "10", "eleven": "11", "twelve": "12", "sixteen": "16"}
+_WORDS = "two three four five six seven eight nine ten eleven twelve"
+_BASES = {"sixteen": "16"} | {word: str(base) for base, word in enumerate(_WORDS.split(), start=2)}
 _SET, _TUPLE = re.compile(r"\\\{[^{}]*,[^{}]*\\\}"), re.compile(r"\([^()]*,[^()]*\)")
 _JOINED = re.compile(r"(?<![A-Za-z])(?:and|or)(?![A-Za-z])")
 _INEQUALITY = re.compile(r"[<>]|\\(?:[lg]eq?(?:slant)?|[lg]t|neq?)(?![A-Za-z])")
@@ -26,13 +26,10 @@ _NO_NUMBER = re.compile(r"[0-9]/[0-9]+/|\.[0-9]+\.|(?<![0-9.:])0[0-9]")
 _LABEL = re.compile(rf"^[^/]*-[^/]*$|{_NO_NUMBER.pattern}")
 _VALUES = re.compile(r"(?:[A-Za-z] ?= ?)?[-+]? ?(?:\\frac|[0-9./{}% \\]|[,;] ?[-+]?)+")
 
-DIGITS = r"(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)"
-UNSIGNED = rf"(?:{DIGITS}(?:\.[0-9]*)?|\.[0-9]+)"
+UNSIGNED = r"(?:(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]*)?|\.[0-9]+)"
 NUMBER = re.compile(rf"[+-]? ?{UNSIGNED}")
-PLAIN = re.compile(
-    r"[+-]? ?(?:NUMBER|\\frac ?\{ ?-? ?NUMBER ?\} ?\{ ?NUMBER ?\}|NUMBER ?/ ?NUMBER)".replace("NUMBER", UNSIGNED)
-)
-"""A number or a fraction of two."""
+_FRACTION = rf"\\frac ?\{{ ?-? ?{UNSIGNED} ?\}} ?\{{ ?{UNSIGNED} ?\}}"
+PLAIN = re.compile(rf"[+-]? ?(?:{UNSIGNED}|{_FRACTION}|{UNSIGNED} ?/ ?{UNSIGNED})")  # a number or a fraction of two
 
 
 def same_text(gold: str, answer: str) -> bool | None:
@@ -42,10 +39,8 @@ def same_text(gold: str, answer: str) -> bool | None:
 
 def same_label(gold: str, answer: str) -> bool | None:
     """Dates, ranges, scores, numbers of telephones and versions are texts, and no values: ``5-3`` is not ``3-1``.
-
     Beside them a number is wrong: ``2`` for ``5-3``. The other way round ``5-3`` may be a difference that nobody
-    computed, but ``2024-01-05`` and ``1.2.3`` are none.
-    """
+    computed, but ``2024-01-05`` and ``1.2.3`` are none."""
     (golds, gold_entries), (answers, answer_entries) = _labels(gold), _labels(answer)
     if all(golds) and _VALUES.fullmatch(answer) and not any(answers):
         return False
@@ -56,8 +51,7 @@ def same_label(gold: str, answer: str) -> bool | None:
 
 
 def _labels(text: str) -> tuple[list[str], list[str]]:
-    """The entries of a list that are joined numbers, "" for others; and all entries. Blanks, percent signs, the length
-    of a dash and a zero in front of one digit do not count."""
+    """A list's joined numbers, "" for others; and all entries: without blanks, %, lengths of dashes, leading zeros."""
     labels, entries = [], []
     for entry in _ENTRIES.split(outer[1] if (outer := _OUTER.fullmatch(text)) else text):
         match = _JOINED_NUMBERS.fullmatch(entry.strip())
@@ -136,5 +130,4 @@ def same_number(gold: str, answer: str) -> bool | None:
     return numbers[0] == numbers[1] if numbers[0] == numbers[1] or "." not in gold or "." not in answer else None
 
 
-COMPARISONS = (same_text, same_label, same_words, same_numeral, same_structure)
-"""In order, behind :func:`same_choice`; :func:`same_number` compares values."""
+COMPARISONS = (same_text, same_label, same_words, same_numeral, same_structure)  # in order, after same_choice

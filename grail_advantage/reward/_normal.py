@@ -1,7 +1,6 @@
 r"""One normal form for the spellings of an answer: the only place where an answer's text is changed.
 
-:data:`RULES` are applied from top to bottom, once, to ground truth and answer alike. Each rule has the example that it
-is there for; a test checks every line of the table. math-verify judges the result.
+:data:`RULES` are applied from top to bottom, once, to ground truth and answer alike. math-verify judges the result.
 """
 
 from __future__ import annotations
@@ -33,6 +32,7 @@ _THOUSANDS = r"[0-9]{1,3}(?:,[0-9]{3})+"
 _ALONE = r"(?<![A-Za-z0-9_^}).,/])"  # in front of a number: nothing that multiplies it, or of which it is a part
 _POWER = r"(?: ?\^ ?(?:-?[0-9]|\{ ?-?[0-9]+ ?\}))?"
 _ORDINAL = r"(?i:(?<=(?<!1)1[^0-9]*)st|(?<=(?<!1)2[^0-9]*)nd|(?<=(?<!1)3[^0-9]*)rd|(?<=(?:1[1-3]|[04-9])[^0-9]*)th)"
+_ANGLED = r"(?<!arc)\\?(?:sin|cos|tan|cot|sec|csc)(?!\pL)"
 # A text with one of these words changes an answer, so that it is no unit.
 _NO_UNIT = (
     r"(?![^{}]*\b(?:or|and|not|no|if|for|when|where|with|more|less|least|most|than|to|from|mod|base|only|maybe|about"
@@ -59,10 +59,6 @@ _UNITS = (
 )
 
 
-def _fraction(value: Fraction) -> str:
-    return f"\\frac{{{value.numerator}}}{{{value.denominator}}}"
-
-
 def _mixed(match: Match) -> str:
     whole, top, bottom = (int(match[name]) for name in ("whole", "top", "bottom"))
     return f"\\frac{{{whole * bottom + top}}}{{{bottom}}}" if top < bottom else match[0]
@@ -71,27 +67,24 @@ def _mixed(match: Match) -> str:
 def _repeating(match: Match) -> str:
     if match["dots"] and len(match["block"]) < 3:
         return match[0]
-    once, block = match["once"] or "", match["unit"] if match["dots"] else _digits(match["block"])
+    once, block = match["once"] or "", match["unit"] if match["dots"] else regex.sub("[^0-9]", "", match["block"])
     start = int((match["whole"] or "0") + once)
-    return _fraction(Fraction(int(f"{start}{block}") - start, 10 ** len(once) * (10 ** len(block) - 1)))
+    value = Fraction(int(f"{start}{block}") - start, 10 ** len(once) * (10 ** len(block) - 1))
+    return f"\\frac{{{value.numerator}}}{{{value.denominator}}}"
 
 
 def _minutes(match: Match) -> str:
     degrees, minutes, seconds = (int(match[name] or 0) for name in ("degrees", "minutes", "seconds"))
-    return _fraction(Fraction(degrees * 3600 + minutes * 60 + seconds, 3600))
+    value = Fraction(degrees * 3600 + minutes * 60 + seconds, 3600)
+    return f"\\frac{{{value.numerator}}}{{{value.denominator}}}"
 
 
-def _radians(match: Match) -> str:
-    size = r"(?P<size>[0-9]+(?:\.[0-9]+)?|(?<![A-Za-z\\])[A-Za-z]|\\[A-Za-z]+|\\frac\{[^{}]*\}\{[^{}]*\})"
-    return regex.sub(size + _DEGREE, r"(\\frac{\g<size>\\pi}{180})", match[0])
-
-
-def _digits(text: str) -> str:
-    return regex.sub("[^0-9]", "", text)
+def _digits(match: Match) -> str:
+    return regex.sub("[^0-9]", "", match[0])
 
 
 def _with_commas(match: Match) -> str:
-    merged = regex.sub(rf"(?<![0-9.,]){_THOUSANDS}(?![0-9])", lambda number: _digits(number[0]), match[0])
+    merged = regex.sub(rf"(?<![0-9.,]){_THOUSANDS}(?![0-9])", _digits, match[0])
     return match[0] if regex.search(",(?! )", merged) else merged
 
 
@@ -101,27 +94,17 @@ def _without_font(match: Match) -> str:
     return f"\\text{{{inside}}}" if is_words else inside
 
 
-def _modulus(match: Match) -> str:
-    pattern = (
-        r" ?\(? ?(?:\\p?mod|\\text\{ ?\(? ?mod ?\}) ?(?:\{ ?(?P<m>[^{}]*?) ?\}|(?P<m>[0-9A-Za-z]+)) ?\)?"
-        r"| ?\\text\{ ?\(? ?mod (?P<m>[0-9A-Za-z]+) ?\)? ?\}| ?\( ?mod (?P<m>[0-9A-Za-z]+) ?\)"
-    )
-    return regex.sub(pattern, r" \\pmod{\g<m>}", match[0])
-
-
 _ZEROS = {"thousand": 3, "million": 6, "billion": 9, "trillion": 12}
 _NAMES = dict.fromkeys(("dfrac", "tfrac", "cfrac", "nicefrac", "sfrac", "xfrac"), r"\frac")
 _NAMES |= {"dbinom": r"\binom", "tbinom": r"\binom", "bmod": r"\mod", "lg": r"\log", "lbrace": r"\{", "rbrace": r"\}"}
 _NAMES |= {"tg": r"\tan", "ctg": r"\cot", "arctg": r"\arctan", "arcctg": r"\arccot"}
 _NAMES |= {"varnothing": r"\emptyset", "O": r"\emptyset", "pounds": "", "euro": ""}
 _TABLE: tuple[tuple[str, str, str | Callable[[Match], str]], ...] = (
-    # What has no meaning, and other names
     (r"\tg x", rf"\\(?P<name>{'|'.join(_NAMES)})(?!\pL)", lambda match: _NAMES[match["name"]]),
     (r"\$18", r"\\?\$|[£€¥₹¢₩]", ""),
     ("**73**", r"^(?P<mark>\*\*|`+)(?P<inside>[^*`]+)(?P=mark)$", r"\g<inside>"),
     (r"\fbox{13}", rf"^\\(?:boxed|fbox|framebox) ?{_BRACED}$", r"\g<inside>"),
     (r"\phantom{0}13", rf"\\(?:[hv]?phantom|label) ?{_BRACED}|\\(?:text|mbox) ?\{{ *\}}", " "),
-    # Numbers
     ("2 1/2", rf"{_ALONE}(?P<whole>[0-9]+)(?:[ ~]|\\[ ,;:!])*\\frac ?(?:\{{ ?(?P<top>[0-9]+) ?\}}|(?P<top>[0-9])) ?"
      r"(?:\{ ?(?P<bottom>[0-9]+) ?\}|(?P<bottom>[0-9]))"
      rf"|{_ALONE}(?P<whole>[0-9]+)(?:[ ~]|\\[ ,;:])+(?P<top>[0-9]{{1,2}}|[0-9]{{4,}}) ?/ ?(?P<bottom>[0-9]+)(?![0-9.])",
@@ -130,8 +113,7 @@ _TABLE: tuple[tuple[str, str, str | Callable[[Match], str]], ...] = (
      r"\g<space>"),
     (r"10, \! 080", r"(?:(?<!\\) )?(?<!\\)\\(?:!|negthinspace(?!\pL)) ?", r"\\!"),
     (r"1\,234{,}567", rf"(?<![0-9.,])[0-9]{{1,3}}(?:{_GAP}[0-9]{{3}})+(?![0-9])|(?<=[^\\]\{{){_THOUSANDS}(?=\}})",
-     lambda match: _digits(match[0])),
-    # Spaces, sizes and fonts
+     _digits),
     (r"1\!2", r"(?:\\!)+(?!\pL)", ""),
     (r"x\quad y", r"(?:(?<!\\)\\(?:[,;:! ]|(?:thinspace|quad|qquad|enspace)(?!\pL))|~)+", " "),
     (r"{\bf 13}", r"\{ ?\\(?:bf|it|rm|tt|sf|em)(?!\pL) ?", r"\\text{"),
@@ -147,7 +129,6 @@ _TABLE: tuple[tuple[str, str, str | Callable[[Match], str]], ...] = (
     (r"\frac12",
      r"\\(?P<name>frac|binom) ?(?:\{(?P<top>[^{}]*)\}|(?P<top>[0-9])) ?(?:\{(?P<bottom>[^{}]*)\}|(?P<bottom>[0-9]))",
      r"\\\g<name>{\g<top>}{\g<bottom>}"),
-    # Rows
     (r"1\\[4pt]2", r"\\\\\*? ?(?:\[ ?-?[0-9.]+ ?(?:pt|ex|em|mm|cm|in) ?\])?|\\cr(?!\pL)", r"\\\\ "),
     (r"0.1\overline{6}",
      r"(?<![0-9])(?P<whole>[0-9]*)\.(?:(?P<once>[0-9]*)(?P<block>\\dot ?\{?[0-9]\}?[0-9]*\\dot ?\{?[0-9]\}?"
@@ -159,16 +140,15 @@ _TABLE: tuple[tuple[str, str, str | Callable[[Match], str]], ...] = (
      lambda match: f" \\cdot 10^{{{_ZEROS[match['word']]}}}\\text{{{match['rest'] or ''}}}".removesuffix("\\text{}")),
     ("3 x 10^8", r"(?<=[0-9]) ?[xX*] ?(?=10 ?\^)", r" \\times "),
     (r"\text{negative }5", r"^(?:\\text\{ ?(?:negative|minus) ?\} ?(?!\\inf)|(?:negative|minus) )", "-"),
-    # Text around an answer
     ("13;", r"(?:[,;]|\\\\) ?$", ""),
     (r"\text{The answer is } 5",
      r"^(?:(?:\\text\{ ?[A-Za-z]{2}[A-Za-z ]*: ?\}|\\(?:approx|simeq|sim|therefore|implies|Rightarrow|to)(?!\pL)"
      r"|[=#≈∴⇒→]|\\text\{ ?(?:Rs\.?|USD|US|EUR|INR) ?\}|Rs\.?(?= ?[0-9])"
      r"|(?i:\\text\{ ?(?:(?:so|thus|hence),? )?(?:(?:the|final|my) )*(?:answer|result) ?(?:is)? ?:? ?\})) ?:?)+", ""),
-    # Angles and units
     (r"20^\circ 30'", rf"(?<![0-9])(?P<degrees>[0-9]++){_DEGREE} ?(?P<minutes>[0-9]+)"
      r" ?(?:'|\^?\{?\\prime\}?)(?: ?(?P<seconds>[0-9]+) ?(?:''|\"))?", _minutes),
-    (r"\sin 30^\circ", r".*(?<!arc)\\?(?:sin|cos|tan|cot|sec|csc)(?!\pL).*", _radians),
+    (r"\sin 30^\circ", r"(?P<size>[0-9]+(?:\.[0-9]+)?|(?<![A-Za-z\\])[A-Za-z]|\\[A-Za-z]+|\\frac\{[^{}]*\}\{[^{}]*\})"
+     rf"{_DEGREE}(?:(?<={_ANGLED}.*)|(?=.*{_ANGLED}))", r"(\\frac{\g<size>\\pi}{180})"),
     (r"30^\circ F", rf"(?<=[0-9}})a-zA-Z] ?){_DEGREE}(?: ?(?:\\(?:text|mathrm)\{{ ?[CFK] ?\}}|[CFK](?!\pL)))?", ""),
     (r"7^{\text{th}}",
      rf"(?<=[0-9]) ?\^? ?(?P<brace>\{{ ?)?\\(?:{_UPRIGHT}) ?\{{ ?-?{_ORDINAL} ?\}}(?(brace) ?\}})"
@@ -178,7 +158,6 @@ _TABLE: tuple[tuple[str, str, str | Callable[[Match], str]], ...] = (
      rf"|{_NO_UNIT} ?[A-Za-z]{{2}}[A-Za-z ,.'-]*)$", r"\\%"),
     (r"3\,\mathrm{kg}\cdot\mathrm{m}/\mathrm{s}^2", _UNITS, ""),
     (r"2\mathrm{e}+\mathbf{13}", _FONT.pattern, _without_font),
-    # Functions
     (r"\operatorname{lcm}(4,6)", rf"(?<!_ ?\{{? ?)\\(?:text|operatorname)\*? ?\{{ ?(?P<name>{_FUNCTIONS}) ?\}}"
      rf"|(?<![A-Za-z\\])(?P<name>{_FUNCTIONS}|sqrt|pi)(?![A-Za-z}}])", r"\\\g<name> "),
     (r"\log_e 2", r"\\log ?_ ?(?:e|\{ ?e ?\})(?!\pL)", r"\\ln "),
@@ -189,7 +168,10 @@ _TABLE: tuple[tuple[str, str, str | Callable[[Match], str]], ...] = (
      lambda match: f"({match['number'].replace('i', '(-i)')})"),
     ("f'(x)", r"(?<=[A-Za-z])'+", lambda match: f"_{{{'p' * len(match[0])}}}"),
     (r"d \cdot 2", r"(?<![A-Za-z\\])d(?= ?\\(?:cdot|times|div|pm|[lg][et]q?|neq?|in)(?!\pL))", "{d}"),
-    (r"x\equiv 3\bmod 5", r".*\\equiv.*", _modulus),
+    (r"x\equiv 3\bmod 5",
+     r"(?: ?\(? ?(?:\\p?mod|\\text\{ ?\(? ?mod ?\}) ?(?:\{ ?(?P<m>[^{}]*?) ?\}|(?P<m>[0-9A-Za-z]+)) ?\)?"
+     r"| ?\\text\{ ?\(? ?mod (?P<m>[0-9A-Za-z]+) ?\)? ?\}| ?\( ?mod (?P<m>[0-9A-Za-z]+) ?\))"
+     r"(?:(?<=\\equiv.*)|(?=.*\\equiv))", r" \\pmod{\g<m>}"),
     (r"\langle 1,2\rangle",
      r"\\langle(?!\pL) ?(?P<of>(?:(?!\\[lr]angle|[|,]).)*+,(?:(?!\\[lr]angle|\|).)*)\\rangle(?!\pL)"
      r"|^<(?P<of>[^<>,]+,[^<>]+)>$", r"(\g<of>)"),
@@ -199,7 +181,8 @@ _TABLE: tuple[tuple[str, str, str | Callable[[Match], str]], ...] = (
 RULES = [(example, regex.compile(pattern), replacement) for example, pattern, replacement in _TABLE]
 """An answer that the rule is there for, the pattern, and what takes the place of its matches."""
 
-_CHARACTERS = "−×·⋅∙÷∕⁄°º˚℃℉∘∞√∛≤≥⩽⩾≠±∪∩∈∅⟨⟩〈〉′″’、ℝℤℚℕℂ∠△∣≡"  # noqa: RUF001
+_CHARACTERS = "−×·⋅∙÷∕⁄°º˚℃℉∘∞√∛≤≥⩽⩾≠±"  # noqa: RUF001
+_CHARACTERS += "∪∩∈∅⟨⟩〈〉′″’、ℝℤℚℕℂ∠△∣≡"  # noqa: RUF001
 _COMMANDS = (
     r"- \times \cdot \cdot \cdot \div / / ^\circ ^\circ ^\circ ^{\circ}C ^{\circ}F \circ"
     r" \infty \sqrt \sqrt[3] \le \ge \le \ge \neq \pm \cup \cap \in \emptyset \langle \rangle"
@@ -225,11 +208,8 @@ LONGEST = 2000  # characters of a text in LaTeX: the time of some rules grows wi
 
 @lru_cache(maxsize=8192)
 def normal(text: str) -> str:
-    """The text in its normal form: the same for the spellings of one answer, as far as text alone can tell.
-
-    Raises:
-        ValueError: the text has more than :data:`LONGEST` characters in LaTeX.
-    """
+    """The text in its normal form: the same for the spellings of one answer, as far as text alone can tell. ValueError:
+    it has more than :data:`LONGEST` characters in LaTeX."""
     if not text.isascii():
         text = _ROOT.sub(r"\\sqrt{\g<under>}", text)
         text = _RAISED.sub(lambda run: f"{'^' if run['up'] else '_'}{{{unicodedata.normalize('NFKC', run[0])}}}", text)

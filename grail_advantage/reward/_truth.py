@@ -39,18 +39,12 @@ def last_boxed(text: str) -> str | None:
 def gold_text(ground_truth: Any) -> str:
     r"""The ground truth as text: text, UTF-8 bytes, a number (Python's, numpy's, of a tensor; ``Decimal``,
     ``Fraction``), or several of these in a list, a tuple, a set, an array or JSON text such as ``["2", "3"]``, which
-    become one list with commas.
-
-    Raises:
-        ValueError: there is none, such as ``None``, nan, a mapping or no text; the message shows it.
+    become one list with commas. ValueError, which shows it: there is none, such as ``None``, nan, a mapping or no text.
     """
-    try:
-        text = _text(ground_truth)
-    except (ValueError, TypeError, OverflowError, RuntimeError):  # of whatever reads it
-        text = None
-    if text is None:
-        raise ValueError(f"ground_truth is {shown(ground_truth)}: {_REMEDY}")
-    return text
+    with suppress(ValueError, TypeError, OverflowError, RuntimeError):  # of whatever reads it
+        if (text := _text(ground_truth)) is not None:
+            return text
+    raise ValueError(f"ground_truth is {shown(ground_truth)}: {_REMEDY}")
 
 
 def _text(value: Any) -> str | None:
@@ -105,28 +99,19 @@ def shown(value: Any) -> str:
 
 def check_ground_truths(truths: Iterable[Any], source: str) -> list[int]:
     """Name the ground truths of a data set (one for each row of ``source``) that cannot be used, in one warning.
-
-    Returns:
-        The rows, counted from 0, whose ground truth cannot be used: no response to them would be right.
-
-    Raises:
-        ValueError: none can be used.
-    """
-    faults, rows = {}, 0
-    for rows, truth in enumerate(truths, 1):
+    Returns their rows, counted from 0: no response to them would be right. ValueError: none can be used."""
+    faults, row = {}, -1
+    for row, truth in enumerate(truths):
         try:
             if (length := len(gold_text(truth))) > MAX_ANSWER_CHARS:
-                faults[rows - 1] = f"{length} characters, more than {MAX_ANSWER_CHARS}"
+                faults[row] = f"{length} characters, more than {MAX_ANSWER_CHARS}"
         except ValueError:
-            faults[rows - 1] = shown(truth)
-    if not faults:
-        return []
-    some = ", ".join(f"row {row} ({fault})" for row, fault in [*faults.items()][:5])
-    message = (
-        f"{source}: {len(faults)} of {rows} ground truths cannot be used, counted from row 0: {some}"
-        f"{', ...' * (len(faults) > 5)}; {_REMEDY}. No response to these rows is right"
-    )
-    if len(faults) == rows:
-        raise ValueError(message)
-    logger.warning("%s", message)
+            faults[row] = shown(truth)
+    if faults:
+        some = ", ".join([f"row {row} ({fault})" for row, fault in faults.items()][:5] + ["..."] * (len(faults) > 5))
+        message = f"{source}: {len(faults)} of {row + 1} ground truths cannot be used, counted from row 0: {some}; "
+        message += f"{_REMEDY}. No response to these rows is right"
+        if len(faults) > row:
+            raise ValueError(message)
+        logger.warning("%s", message)
     return list(faults)

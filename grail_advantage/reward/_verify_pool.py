@@ -1,9 +1,8 @@
 """The process that compares answers with math-verify (``_verify_worker``) and the connections to it.
 
 math-verify's time-outs need the main thread, while reward functions run in executor threads; and sympy can hang inside
-one call into C, where no thread can stop it. So comparisons run in processes that the kernel ends. A fresh interpreter
-forks them: starting it neither forks this process, which may hold torch, Ray and their threads, nor runs its main
-module again.
+one call into C. So comparisons run in processes that the kernel ends. A fresh interpreter forks them: starting it
+neither forks this process, which may hold torch, Ray and their threads, nor runs its main module again.
 """
 
 from __future__ import annotations
@@ -80,9 +79,7 @@ def cpu_seconds() -> float:
     with suppress(ValueError):
         value = float(text)
     if not 0 < value < 1000:
-        raise ValueError(
-            f"environment variable {_SECONDS_VARIABLE}={text!r}: set it to a positive number, or unset it (3.0)"
-        )
+        raise ValueError(f"{_SECONDS_VARIABLE}={text!r}: set the variable to a positive number, or unset it (3.0)")
     return value
 
 
@@ -98,8 +95,7 @@ def server() -> _Server:
 def verify(gold: str, answer: str) -> bool:
     """Whether math-verify finds the two equal (both LaTeX, without a box). Raises VerifyFailed for no verdict, and
     RuntimeError where the other process does not start."""
-    verdict = server().ask(gold, answer)
-    if verdict is None:
+    if (verdict := server().ask(gold, answer)) is None:
         verdict = server().ask(gold, answer)
     if not isinstance(verdict, bool):
         raise VerifyFailed(verdict or "the process that compares the answers was killed twice")

@@ -2,7 +2,6 @@
 
 It loads math-verify once, forks a worker for each connection, and replaces one that takes too long or dies. A request
 is the JSON list ``[gold, answer]`` (LaTeX without the box); a reply is true, false, or why there is no verdict.
-Arguments: seconds of processor time for one comparison, and the descriptors of the connections.
 """
 
 from __future__ import annotations
@@ -47,18 +46,15 @@ _IN_PART = re.compile(
     r"\\(?:boxed|fbox|angle|triangle|overline|[lcdv]?dots)(?![A-Za-z])|\.\.\.|[#@?]|[0-9]\)? ?_|[0-9]'"
     r"|(?<![_^0-9.])[0-9.]+ [0-9]|! ?!|(?<!matrix\})\^ ?(?:T|\{ ?T ?\}|\{? ?\\top(?![A-Za-z]))"
 )
-_COMMAND = re.compile(r"\\[A-Za-z]+")
 _LETTER_I = re.compile(r"\\(?:text|operatorname|begin|end) ?\{[^{}]*\}|\\[A-Za-z]+|[iI]")
 _INDEX_I = re.compile(r"_ ?(?:i|\{[^{}]*i)|(?<![A-Za-z\\])i ?(?:[=<>]|\\(?:[lg]eq?|in)(?![A-Za-z]))")
 
 
 @lru_cache(maxsize=256)
 def _read(text: str, with_unit: bool, is_real: bool) -> Any:
-    """math-verify's reading of a whole text, None if there is none.
-
-    ``math_verify.parse`` would go on to a part that it can read, so that ``1 \\mid 5`` states 5.
-    """
-    if _IN_PART.search(text) or not all(map(_is_whole, _COMMAND.findall(text))):
+    """math-verify's reading of a whole text, None if there is none. ``math_verify.parse`` would go on to a part that it
+    can read, so that ``1 \\mid 5`` states 5."""
+    if _IN_PART.search(text) or not all(map(_is_whole, re.findall(r"\\[A-Za-z]+", text))):
         return None
     if with_unit:  # ``i`` as math-verify spells the imaginary unit, ``I``, and a letter ``I`` as another one
         # In braces, as the grammar drops the exponent of a bare ``I``: ``i^2`` would be ``i``.
@@ -120,10 +116,8 @@ def _exact(number: Any) -> Any:
 
 
 def _numeric_eq(a: Any, b: Any, float_rounding: int, numeric_precision: int) -> bool:
-    """math-verify's comparison of numbers, exact but where one is a decimal or a percentage.
-
-    Its own compares 15 digits after the point, so that 1-2^-60 and 1-2^-61 are equal, and x/2^60 and x/2^61.
-    """
+    """math-verify's comparison of numbers, exact but where one is a decimal or a percentage. Its own compares 15 digits
+    after the point, so that 1-2^-60 and 1-2^-61 are equal, and x/2^60 and x/2^61."""
     if any(grader.is_atomic_or_pct_atomic(side, Float) for side in (a, b)):
         try:  # not ==, by which 1 and 1.0 are different for sympy
             return bool((a.doit().round(float_rounding) - b.doit().round(float_rounding)).is_zero)

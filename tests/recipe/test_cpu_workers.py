@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -26,6 +27,7 @@ own |= {"arguments": sys.argv, "name": __name__, "environment": dict(os.environ)
 print(json.dumps(own | {"preloaded": [name in sys.modules for name in ("json.tool", "colorsys")]}))
 sys.stderr.write(sys.stdin.read())
 """
+CLIENT = ROOT / "packages/verl-cpu/verl_cpu/workers/client.py"
 NUMBERS = {"RAY_JOB_ID": "01000000", "RAY_RAYLET_PID": "7"}
 
 
@@ -49,44 +51,23 @@ def worker(server: subprocess.Popen, folder: Path, said: str = "", **environment
     """What a worker sees of itself; it must say on stderr what it was given on stdin."""
     script = folder / "script.py"
     script.write_text(SCRIPT)
-    client = [
-        sys.executable,
-        "-I",
-        "-S",
-        str(ROOT / "packages/verl-cpu/verl_cpu/workers/client.py"),
-        server.args[-2],
-        str(script),
-        "-x",
-    ]
-    done = subprocess.run(
-        ["nice", "-n", "3", *client],
-        env=environment,
-        cwd=folder,
-        input=said,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert done.stderr == said
+    client = ["nice", "-n", "3", sys.executable, "-I", "-S", str(CLIENT), server.args[-2], str(script), "-x"]
+    given: dict[str, Any] = {"env": environment, "cwd": folder, "input": said}
+    done = subprocess.run(client, **given, capture_output=True, text=True, check=True)
     own = json.loads(done.stdout)
-    assert (own["arguments"], own["name"]) == ([str(script), "-x"], "__main__")
+    assert (done.stderr, own["arguments"], own["name"]) == (said, [str(script), "-x"], "__main__")
     assert (own["folder"], own["nice"]) == (str(folder), min(os.nice(0) + 3, 19))
     assert {name: own["environment"].get(name) for name in environment} == environment
     return own
 
 
 def test_a_worker_is_a_fork_with_the_environment_that_ray_gave_it(server: subprocess.Popen, tmp_path: Path) -> None:
+    """Ray reads the job's number while it is imported: a fork for another job would take itself for the first one's."""
     workers = [worker(server, tmp_path, f"line {i}\n", NUMBER=str(i), **NUMBERS) for i in range(2)]
     for own in workers:
         assert own["parent"] == server.pid and own["group"] == own["pid"]
-        assert own["preloaded"] == [True, True]
-        assert "HOME" not in own["environment"], "the server's own"
+        assert own["preloaded"] == [True, True] and "HOME" not in own["environment"]
     assert workers[0]["pid"] != workers[1]["pid"]
-
-
-def test_another_job_gets_pythons_own_process(server: subprocess.Popen, tmp_path: Path) -> None:
-    """Ray reads the job's number while it is imported, so that a fork would take itself for the first job's."""
-    worker(server, tmp_path, **NUMBERS)
     other = worker(server, tmp_path, **NUMBERS | {"RAY_JOB_ID": "02000000"})
     assert other["parent"] != server.pid and other["preloaded"] == [False, False]
 
@@ -94,6 +75,5 @@ def test_another_job_gets_pythons_own_process(server: subprocess.Popen, tmp_path
 def test_without_a_server_python_runs(server: subprocess.Popen, tmp_path: Path) -> None:
     """The server ends with the run's own process, and removes its folder."""
     server.stdin.close()
-    assert server.wait(60) == 0
-    assert not Path(server.args[-2]).parent.exists()
+    assert server.wait(60) == 0 and not Path(server.args[-2]).parent.exists()
     assert worker(server, tmp_path, "said\n", **NUMBERS)["preloaded"] == [False, False]

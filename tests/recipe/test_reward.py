@@ -5,14 +5,13 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import random
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from grail_advantage import reward
 from grail_advantage.reward import _verify_pool
@@ -35,14 +34,18 @@ def accepts(gold: Any, answer: str) -> bool:
     return result["score"] == 1.0
 
 
-def _wrong(cases: list[tuple[Any, str, bool]]) -> list[tuple[Any, str, bool]]:
-    """Those that are not judged as they say."""
+def misjudged(cases: list[tuple[Any, str, float | None]]) -> list[tuple[Any, str, float | None]]:
+    """Those that are not judged as they say; None: 0, without a verdict."""
     with ThreadPoolExecutor(8) as executor:
-        scores = list(executor.map(lambda case: judge(*case[:2])["score"], cases))
-    return [case for case, score in zip(cases, scores, strict=True) if score != case[2]]
+        results = zip(cases, executor.map(lambda case: judge(*case[:2]), cases), strict=True)
+    return [
+        case
+        for case, given in results
+        if given["score"] != (case[2] or 0) or given["verify_failed"] < (case[2] is None)
+    ]
 
 
-def _rows(file: Path) -> list[dict[str, Any]]:
+def rows_of(file: Path) -> list[dict[str, Any]]:
     if not file.is_file():
         pytest.skip(f"{file} is missing; set GRAIL_DATA_DIR to the folder that holds it")
     return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
@@ -50,24 +53,14 @@ def _rows(file: Path) -> list[dict[str, Any]]:
 
 def test_the_last_complete_box_counts() -> None:
     for text, answer in {
-        "no box": None,
-        "": None,
-        r"\boxed{5": None,
-        r"\boxed{}": "",
-        r"first \boxed{4}, then \boxed{5}. Done": "5",
-        r"\boxed{5} and \boxed{6": "5",
-        r"\boxed{\boxed{5}}": r"\boxed{5}",
-        "é\\boxed{π\ud800}": "π\ud800",
-    }.items():
+        "": None, r"\boxed{5": None, r"\boxed{}": "", r"first \boxed{4}, then \boxed{5}. Done": "5",
+        r"\boxed{5} and \boxed{6": "5", r"\boxed{\boxed{5}}": r"\boxed{5}", "é\\boxed{π\ud800}": "π\ud800",
+    }.items():  # fmt: skip
         assert reward.last_boxed(text) == answer
-    for text, score, answer_found, pred in (
-        ("5", 0.0, 0.0, ""),
-        (r"\boxed{}", 0.0, 1.0, ""),
-        (r"\boxed{ $6.$ }", 0.0, 1.0, "6"),
-        (r"\boxed{5}", 1.0, 1.0, "5"),
-    ):
+    expected = {"5": (0.0, 0.0, ""), r"\boxed{}": (0.0, 1.0, ""), r"\boxed{ $6.$ }": (0.0, 1.0, "6")}
+    for text, (score, answer_found, pred) in (expected | {r"\boxed{5}": (1.0, 1.0, "5")}).items():
         result = reward.compute_score("gsm8k", text, "5")
-        assert list(result.values()) == [score, score, answer_found, 0.0, pred] and result.keys() == KEYS.keys()
+        assert result == dict(zip(KEYS, (score, score, answer_found, 0.0, pred), strict=True))
     assert reward.compute_score("", None, "5")["score"] == 0.0  # type: ignore[arg-type]
     result = judge("5", "a\ud800\x00\n" + "b" * 5000)
     assert len(result["pred"]) <= 128 and result["pred"].startswith("a\ufffd\ufffd b")
@@ -75,61 +68,31 @@ def test_the_last_complete_box_counts() -> None:
 
 
 def test_the_table_of_verdicts() -> None:
-    """Twenty or more of each kind that was once judged wrongly somewhere; the JSON lines have the ground truths."""
-    rows = _rows(VERDICTS)
-    assert (
-        _wrong([(row["gold"], box, key == "right") for row in rows for key in ("right", "wrong") for box in row[key]])
-        == []
-    )
-    counts = Counter(row["kind"] for row in rows for _ in row["right"] + row["wrong"])
+    """Twenty or more of each kind that was once judged wrongly somewhere; the JSON lines have the ground truths, and
+    boxes that math-verify alone would read in part."""
+    rows, verdict_of = rows_of(VERDICTS), {"right": 1.0, "wrong": 0.0, "unread": None}
+    cases = [(row["gold"], box, verdict_of[key]) for row in rows for key in verdict_of for box in row.get(key, ())]
+    assert misjudged(cases) == []
+    counts = Counter(row["kind"] for row in rows for key in verdict_of for _ in row.get(key, ()))
     assert min(counts.values()) >= 20
 
 
 @pytest.mark.slow
 def test_answers_of_public_bug_reports() -> None:
-    cases = [(case["input"], bool(case["right"])) for case in _rows(DATA / "answer_cases.jsonl")]
-    assert (
-        _wrong([(given["gold"], given["box"], right) for given, right in cases if {"gold", "box"} == set(given)]) == []
-    )
-
-
-CASES = r"\begin{cases}%s & x>0\\2 & x\le 0\end{cases}"
-UNREADABLE: list[tuple[str, list[str]]] = [
-    ("5", [r"1 \mid 5", r"1 \\ 5", r"x=1 \\ y=5", "x=1 & y=5", r"1 \cup 5", "1 # 5"]),
-    ("5", ["x=1=5", r"1 \equiv 5", r"\boxed{1} 5"]),
-    (r"\frac{1}{5}", [r"\frac{1}{2} \mid \frac{1}{5}"]),
-    ("2", [CASES % 1, r"x=1 \text{ or } \begin{aligned}y&=2\end{aligned}"]),
-    (CASES % 1, [CASES % 7, "2"]),
-    (r"\begin{aligned}x&=1\\y&=2\end{aligned}", [r"\begin{aligned}x&=7\\y&=2\end{aligned}"]),
-    (r"n\equiv 1\pmod{4}", [r"n\equiv 3\pmod{4}", "n\\equiv 1\\pmod{8}", "4"]),
-    (r"n\equiv 1\pmod 4", [r"3\pmod 4"]),
-    (r"\langle u | v\rangle = 2", ["2"]),
-    ("5", ["1+" * 500 + "5"]),
-]
-
-
-def test_an_answer_that_is_read_in_part_has_no_verdict_unless_it_is_the_same_text() -> None:
-    """math-verify alone goes on to the last equation, formula or number of a text that it cannot read."""
-    results = {(gold, answer): judge(gold, answer) for gold, answers in UNREADABLE for answer in answers}
-    assert [pair for pair, result in results.items() if (result["score"], result["verify_failed"]) != (0.0, 1.0)] == []
-    assert accepts(CASES % 1, r"\begin{cases} 1 & x > 0 \\ 2 & x \le 0 \end{cases}")
-    assert accepts(r"n\equiv 1\pmod{4}", r"n \equiv 1 \pmod{4}")
-    assert not accepts("5", "1+" * 499 + "5")
-
-
-_NUMERALS = st.one_of(
-    st.integers(-(10**9), 10**9).map(str),
-    st.builds("{}.{:03d}".format, st.integers(-999, 999), st.integers(0, 999)),
-)
+    cases = [(case["input"], case["right"]) for case in rows_of(DATA / "answer_cases.jsonl")]
+    pairs = [(given["gold"], given["box"], float(right)) for given, right in cases if given.keys() == {"gold", "box"}]
+    assert misjudged(pairs) == []
 
 
 @pytest.mark.slow
-@settings(max_examples=40, deadline=None, derandomize=True)
-@given(gold=_NUMERALS, other=_NUMERALS, digits=st.sampled_from([None, 3, 5, 6, 9]))
-def test_number_path_agrees_with_math_verify(gold: str, other: str, digits: int | None) -> None:
+def test_number_path_agrees_with_math_verify() -> None:
     """Numbers are compared without math-verify; it has to say the same, also of a rounded copy of the ground truth."""
-    answer = other if digits is None else f"{float(gold):.{digits}f}"
-    assert reward._same_value(gold, answer) == _verify_pool.verify(gold, answer)
+    rng = random.Random(0)
+    for digits in [None, 3, 5, 6, 9] * 8:
+        whole, decimal = str(rng.randint(-(10**9), 10**9)), f"{rng.randint(-999, 999)}.{rng.randint(0, 999):03d}"
+        for gold, other in itertools.permutations((whole, decimal)):
+            answer = other if digits is None else f"{float(gold):.{digits}f}"
+            assert reward._same_value(gold, answer) == _verify_pool.verify(gold, answer), (gold, answer)
 
 
 GOLDS = {
@@ -144,7 +107,7 @@ GOLDS = {
 
 @pytest.mark.parametrize("name", GOLDS)
 def test_gold_answers_accept_themselves_and_no_other(name: str) -> None:
-    golds = [GOLDS[name](row) for row in _rows(DATA / f"{name}.jsonl")]
+    golds = [GOLDS[name](row) for row in rows_of(DATA / f"{name}.jsonl")]
     texts = [gold[0] if isinstance(gold, list) else str(gold) for gold in golds]
     assert len(golds) >= 5 and [gold for gold, text in zip(golds, texts, strict=True) if not accepts(gold, text)] == []
     if name in ("aime24", "amc23"):

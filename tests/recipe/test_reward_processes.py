@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import signal
 import subprocess
 import sys
@@ -20,8 +19,17 @@ import pytest
 from grail_advantage import reward
 from grail_advantage.reward import _verify_pool
 from grail_advantage.reward._normal import normal
-from tests.recipe.hostile_answers import GOLD, hostile_responses
-from tests.recipe.test_reward import accepts, judge
+from tests.recipe.test_reward import accepts, judge, rows_of
+
+GOLD = r"\frac{\sqrt{3}}{2}"  # no plain number, so that every answer has to be parsed
+
+
+def hostile_responses(marker: Path) -> dict[str, str]:
+    """Responses made to hang, crash, blow up or trick a verifier, by name; none states :data:`GOLD`. Those with code in
+    them try to create the file ``marker``. A line has the pieces of one, and how often each is repeated."""
+    rows = rows_of(Path(__file__).with_name("hostile_answers.jsonl"))
+    texts = {row["name"]: "".join(piece * times for piece, times in row["parts"]) for row in rows}
+    return {name: text.replace("MARKER", str(marker)) for name, text in texts.items()}
 
 
 def end_server() -> None:
@@ -48,10 +56,9 @@ def workers() -> list[int]:
     return [child.pid for child in children]
 
 
-def _run(program: str, *arguments: str) -> Any:
-    done = subprocess.run([sys.executable, "-c", program, *arguments], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert "Traceback" not in done.stderr and "Warning" not in done.stderr, done.stderr
+def _run(program: str) -> Any:
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and "Traceback" not in done.stderr and "Warning" not in done.stderr, done.stderr
     return json.loads(done.stdout)
 
 
@@ -60,23 +67,19 @@ def test_hostile_answers_score_zero_and_leave_a_working_pool(
     short_limit: None, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("DEBUG", "grail_advantage.reward")
-    marker = tmp_path / "marker"
-    responses = hostile_responses(str(marker))
+    responses = hostile_responses(tmp_path / "marker")
     with ThreadPoolExecutor(8) as executor:
         scores = executor.map(lambda response: reward.compute_score("", response, GOLD), responses.values())
         results = dict(zip(responses, scores, strict=True))
     assert {name: result["score"] for name, result in results.items() if result["score"] != 0.0} == {}
-    assert not marker.exists()
+    assert not (tmp_path / "marker").exists() and results["empty"]["verify_failed"] == 0.0
     # Answer, ground truth and reason of each that has no verdict. Were the limit not enforced, the test would not get here.
     reasons = {record.args[0]: str(record.args[2]) for record in caplog.records if isinstance(record.args, tuple)}
-    for name in ("power tower", "huge factorial", "long sum", "polynomial to a high power", "nested parentheses"):
-        assert results[name]["verify_failed"] == 1.0, name
-        assert "cannot read" not in reasons[reward.last_boxed(responses[name])], name
-    for name in ("python call", "tex input", "nul bytes"):
-        assert "cannot read the answer" in reasons[reward.last_boxed(responses[name])], name
-    assert results["empty"]["verify_failed"] == 0.0
-    assert accepts(GOLD, r"\frac12\sqrt{3}")
-    assert len(workers()) == 2
+    hanging = ("power tower", "huge factorial", "long sum", "polynomial to a high power", "nested parentheses")
+    for name in (*hanging, "python call", "tex input", "nul bytes"):
+        reason = reasons[reward.last_boxed(responses[name])]
+        assert results[name]["verify_failed"] == 1.0 and ("cannot read" in reason) != (name in hanging), name
+    assert accepts(GOLD, r"\frac12\sqrt{3}") and len(workers()) == 2
 
 
 @pytest.mark.slow
@@ -99,8 +102,7 @@ verdict = worker.compare("x+1", "2^{10^{10}}", 60.0)
 print(json.dumps([verdict, status("VmPeak") - mapped, limits]))
 """
     verdict, growth, limits = _run(script)
-    assert verdict is False
-    assert 100 << 20 < growth <= 201 << 20
+    assert verdict is False and 100 << 20 < growth <= 201 << 20
     assert limits == [[0, 0], [0, 0], [0, 0], [64, 64]]
 
 
@@ -136,9 +138,9 @@ def hook(event, arguments):
     text = arguments[0].decode() if event == "compile" and isinstance(arguments[0], bytes) else arguments[0]
     harmless = event in READING and (event != "open" or not arguments[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT))
     if event == "compile":
-        harmless = HARMLESS.fullmatch(text) is not None if isinstance(text, str) else not isinstance(text, bytes)
+        harmless = not isinstance(text, str) or HARMLESS.fullmatch(text)
     if not harmless and not loading(sys._getframe()):
-        os.write(1, json.dumps([answer, event, repr(text)[:200]]).encode() + b"\n")
+        os.write(1, json.dumps([answer, event]).encode() + b"\n")
     watching = True
 
 
@@ -158,41 +160,28 @@ for answer in answers:
         worker.compare(gold, answer, 0.5)
     os._exit(0)
 """
-_PIECES = [
-    "__import__('os').system('true')", "eval", "exec", "open('/tmp/x','w')", "lambda: 0", "().__class__", "os.fork()",
-    r"\operatorname{", r"\text{", r"\mathrm{", r"\variable{", r"\frac{", "}{", "}", "{", "_{", "^{", "(", ")", "[", "]",
-    "=", ",", " ", "'", '"', "\\", "\n", "$", "%", ";", "#", "@", "1", "2.5", "0x1f", "1_000", "1e5", "1j", "x", "\u0663",
-    r"\sqrt", r"\int_0^1 ", r"\sum_{k=1}^{3}", r"\begin{pmatrix}", r"\end{pmatrix}", "&", " and ", "final answer is ",
-]  # fmt: skip
 
 
 @pytest.mark.slow
 def test_no_answer_is_run(tmp_path: Path) -> None:
     """Of an answer, math-verify and sympy evaluate numbers alone; they write, start and connect nothing."""
-    rng = random.Random(0)
-    answers = [reward.last_boxed(response) or "" for response in hostile_responses(str(tmp_path / "marker")).values()]
-    answers += ["".join(rng.choices(_PIECES, k=rng.randint(2, 9))) for _ in range(80)]
+    answers = [reward.last_boxed(response) or "" for response in hostile_responses(tmp_path / "marker").values()]
+    answers += json.loads(Path(__file__).with_name("hostile_pieces.json").read_text())  # code, LaTeX, braces: at random
     answers = ["control", *(normal(answer) for answer in answers if len(answer) <= reward.MAX_ANSWER_CHARS)]
-    run = subprocess.run(
-        [sys.executable, "-c", AUDITED], input=json.dumps([GOLD, answers]), capture_output=True, text=True, check=True,
-        cwd=Path(reward.__file__).parent,
-    )  # fmt: skip
-    events = [json.loads(line) for line in run.stdout.splitlines()]
-    control = [event for answer, event, _ in events if answer == "control"]
-    assert control == ["compile", "open", "os.system"]
-    assert events[len(control) :] == []
+    folder, given = Path(reward.__file__).parent, json.dumps([GOLD, answers])
+    done = subprocess.run([sys.executable, "-c", AUDITED], input=given, stdout=-1, text=True, check=True, cwd=folder)
+    events = [json.loads(line) for line in done.stdout.splitlines()]
+    assert events == [["control", event] for event in ("compile", "open", "os.system")]
 
 
 def _gone(pids: list[int], seconds: float = 60.0) -> bool:
     """Waits until no process of ``pids`` runs any more."""
     deadline = time.monotonic() + seconds
-    while running := any(
-        psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE for pid in pids
-    ):
+    while any(psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE for pid in pids):
         if time.monotonic() > deadline:
-            break
+            return False
         time.sleep(0.05)
-    return not running
+    return True
 
 
 def test_killed_processes_are_replaced(short_limit: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -221,14 +210,13 @@ def test_workers_that_never_reply_are_replaced(short_limit: None, monkeypatch: p
     for pid in stopped:
         os.kill(pid, signal.SIGSTOP)
     monkeypatch.setattr(_verify_pool, "_PATIENCE_SECONDS", 0.0)
-    assert not accepts("x+54", "53+x")
-    assert _gone(stopped)
+    assert not accepts("x+54", "53+x") and _gone(stopped)
 
 
 PIDS = """
 import json, os, threading
 import psutil
-from grail_advantage.reward import _verify_pool, compute_score
+from grail_advantage.reward import _verify_pool
 from grail_advantage.reward._verify_pool import verify
 
 def pids():
@@ -254,8 +242,7 @@ print(json.dumps([*json.loads(os.read(read, 65536)), parent, own + pids()]))
 """
     child, child_pids, parent, parent_pids = _run(PIDS + program)
     assert child == parent == [True, False]
-    assert len(child_pids) == 3 and not set(child_pids) & set(parent_pids)
-    assert _gone(child_pids + parent_pids)
+    assert len(child_pids) == 3 and not set(child_pids) & set(parent_pids) and _gone(child_pids + parent_pids)
 
 
 @pytest.mark.slow
@@ -267,11 +254,8 @@ threading.Thread(target=verify, args=("x+1", "9^{9^{9^9}}"), daemon=True).start(
 print(json.dumps(pids()), flush=True)
 threading.Event().wait()
 """
-    process = subprocess.Popen([sys.executable, "-c", PIDS + program], stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    with process.stdout:
+    with subprocess.Popen([sys.executable, "-c", PIDS + program], stdout=subprocess.PIPE, text=True) as process:
         pids = json.loads(process.stdout.readline())
-    time.sleep(0.5)  # so that the hanging answer has reached its worker
-    process.kill()
-    process.wait()
+        time.sleep(0.5)  # so that the hanging answer has reached its worker
+        process.kill()
     assert len(pids) == 3 and _gone(pids, 2.0)  # sooner than the limit of the hanging answer

@@ -1,57 +1,103 @@
-"""The CPU platform: ``import verl`` registers nothing of it without VERL_PLATFORM=cpu, and a weight reload into vLLM."""
+"""The CPU platform: nothing of it without VERL_PLATFORM=cpu, verl's own values, and weights through the host's memory."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
+import torch
+from verl.utils import torch_functional
+
+from verl_cpu import checkpoint_engine, patches
+from verl_cpu.checkpoint_engine import HostCheckpointEngine
 
 ROOT = Path(__file__).parents[2]
 PROBE = """
 import json, sys
 import verl
 vllm_imported = "vllm" in sys.modules
-
 from verl.plugin.platform import PlatformRegistry
 from verl.utils import distributed
 from verl.workers.rollout.replica import RolloutReplicaRegistry
-
-registered = {
-    "platforms": sorted(PlatformRegistry.registered_names()),
-    "rollout": RolloutReplicaRegistry._registry["vllm"].__module__,
-    "process_group": distributed.initialize_global_process_group_ray.__module__ + ":"
-        + distributed.initialize_global_process_group_ray.__code__.co_filename.rsplit("/", 1)[-1],
-    "vllm_imported": vllm_imported,
-}
 import recipe.run_life.trainer
-
-registered["of this package"] = sorted(name for name in sys.modules if name.split(".")[0] == "verl_cpu")
-print("PROBE" + json.dumps(registered))
+functions = RolloutReplicaRegistry._registry["vllm"], distributed.initialize_global_process_group_ray
+own = sorted(name for name in sys.modules if name.split(".")[0] == "verl_cpu")
+files = [function.__code__.co_filename.rsplit("/", 1)[-1] for function in functions]
+print("PROBE" + json.dumps([sorted(PlatformRegistry.registered_names()), *files, vllm_imported, own]))
 """
-
-
-def run_python(*arguments: str, **environment: str) -> dict[str, Any]:
-    """Run a new interpreter with ``arguments`` and return what it printed behind the word PROBE."""
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith(("VERL_", "VLLM_"))}
-    variables = {**inherited, "PYTHONPATH": str(ROOT), **environment}
-    command = [sys.executable, *arguments]
-    done = subprocess.run(command, env=variables, cwd=ROOT, capture_output=True, text=True, timeout=1800)
-    assert done.returncode == 0, done.stderr
-    return json.loads(next(line for line in done.stdout.splitlines() if line.startswith("PROBE"))[5:])
 
 
 @pytest.mark.slow
 def test_nothing_of_it_is_used_on_other_platforms() -> None:
     """By verl, and by the recipe. What it registers on the CPU, every whole run of the tests needs."""
-    assert run_python("-c", PROBE) == {
-        "platforms": ["amd", "huawei", "nvidia"],
-        "rollout": "verl.workers.rollout.replica",
-        "process_group": "verl.utils.distributed:distributed.py",
-        "vllm_imported": False,
-        "of this package": ["verl_cpu", "verl_cpu.plugin"],
-    }
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(("VERL_", "VLLM_"))}
+    environment, command = {**inherited, "PYTHONPATH": str(ROOT)}, [sys.executable, "-c", PROBE]
+    done = subprocess.run(command, env=environment, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
+    own = ["verl_cpu", "verl_cpu.plugin"]
+    assert json.loads(done.stdout.split("PROBE")[1]) == [
+        ["amd", "huawei", "nvidia"], "replica.py", "distributed.py", False, own
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(300, 37), (5, 60, 37)])
+def test_log_probabilities_are_those_of_verls_loop(
+    shape: tuple[int, ...], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Values and gradients, bit for bit, of chunks that do not divide the rows and of labels at both ends of the vocabulary."""
+    in_a_loop = torch_functional.logprobs_from_logits_v2
+    monkeypatch.setattr(torch_functional, "logprobs_from_logits_v2", in_a_loop)  # taken back afterwards
+    monkeypatch.setattr(patches, "CHUNK", 7 * 37 + 1)
+    patches.log_probabilities_in_few_calls()
+    generator = torch.Generator().manual_seed(0)
+    logits = (40 * torch.randn(shape, generator=generator)).to(dtype)
+    labels = torch.randint(37, shape[:-1], generator=generator)
+    labels[0], labels[-1] = 0, 36
+    upstream = torch.randn(shape[:-1], generator=generator).to(dtype)
+    seen = []
+    for function in (in_a_loop, torch_functional.logprobs_from_logits_v2):
+        leaf = logits.clone().requires_grad_()
+        values = function(leaf, labels)
+        values.backward(upstream)
+        seen.append((values.detach(), leaf.grad))
+    assert in_a_loop is not torch_functional.logprobs_from_logits_v2
+    assert all(map(torch.equal, *seen)) and seen[0][0].min() < -50 and seen[0][1].abs().max() > 0.1
+
+
+def test_weights_arrive_twice_and_leave_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From two trainer ranks to two rollout workers. The second synchronisation brings the second weights; a rollout
+    worker may ask before the trainer has written."""
+    monkeypatch.setattr(checkpoint_engine, "FOLDER", tmp_path)
+    trainers = [HostCheckpointEngine(bucket_size=1, is_master=rank == 0) for rank in range(2)]
+    rollouts = [HostCheckpointEngine(bucket_size=1) for _ in range(2)]
+
+    async def received(engine: HostCheckpointEngine) -> dict[str, torch.Tensor]:
+        return {name: tensor async for name, tensor in engine.receive_weights()}
+
+    async def synchronise(weights: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
+        metadata = [engine.prepare() for engine in (*trainers, *rollouts)]
+        topologies = HostCheckpointEngine.build_topology(2, 2, metadata)
+        for engines, topology in zip((trainers, rollouts), topologies, strict=True):
+            for rank, engine in enumerate(engines):
+                engine.init_process_group(**{name: values[rank] for name, values in topology.items()})
+        waiting = [asyncio.create_task(received(engine)) for engine in rollouts]
+        await asyncio.sleep(0.1)
+        assert not any(task.done() for task in waiting)
+        for engine in reversed(trainers):
+            await engine.send_weights(iter(weights.items()))
+        results = await asyncio.gather(*waiting)
+        for engine in (*trainers, *rollouts):
+            engine.finalize()
+        return results
+
+    for seed in (1, 2):
+        generator = torch.Generator().manual_seed(seed)
+        weights = {name: torch.randn(3, 5, generator=generator) for name in ("embed", "head")}
+        for result in asyncio.run(synchronise(weights)):
+            assert result.keys() == weights.keys() and all(torch.equal(result[name], weights[name]) for name in weights)
+        assert list(tmp_path.iterdir()) == []

@@ -12,6 +12,8 @@ tasks that train in minutes).
 
 from __future__ import annotations
 
+from importlib import import_module
+
 
 def install() -> None:
     """Register the CPU platform, its rollout replica and its patches with verl.
@@ -20,14 +22,9 @@ def install() -> None:
     """
     from verl.workers.rollout.replica import RolloutReplicaRegistry
 
-    from verl_cpu import environment, patches, platform
-
-    def load_replica() -> type:
-        from verl_cpu.vllm import CpuVLLMReplica
-
-        return CpuVLLMReplica
+    from verl_cpu import environment, patches
 
     environment.apply_defaults()
-    platform.register()
+    import_module("verl_cpu.platform")  # registers itself
     patches.patch()
-    RolloutReplicaRegistry.register("vllm", load_replica)
+    RolloutReplicaRegistry.register("vllm", lambda: import_module("verl_cpu.vllm").CpuVLLMReplica)

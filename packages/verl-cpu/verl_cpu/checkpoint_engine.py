@@ -22,8 +22,7 @@ import torch
 from verl.checkpoint_engine import CheckpointEngine, CheckpointEngineRegistry
 
 FOLDER = Path("/dev/shm")
-INTERVAL, TIMEOUT = 0.05, 600.0
-"""Seconds between two looks for the file, and that a rollout worker waits for it."""
+INTERVAL, TIMEOUT = 0.05, 600.0  # seconds between two looks for the file, and that a rollout worker waits for it
 
 
 @CheckpointEngineRegistry.register("host")
@@ -36,8 +35,7 @@ class HostCheckpointEngine(CheckpointEngine):
 
     def prepare(self) -> str | None:
         """The path of the next file, from the master; None elsewhere."""
-        folder = FOLDER if FOLDER.is_dir() else None
-        return f"{tempfile.mkdtemp(prefix='verl-cpu-weights-', dir=folder)}/weights.pt" if self.is_master else None
+        return f"{tempfile.mkdtemp(prefix='verl-cpu-weights-', dir=FOLDER)}/weights.pt" if self.is_master else None
 
     @classmethod
     def build_topology(

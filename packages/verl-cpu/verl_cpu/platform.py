@@ -62,6 +62,7 @@ DEVICE = SimpleNamespace(
 """Stands in for ``torch.cuda``, by whose names verl calls what ``get_torch_device()`` gives."""
 
 
+@PlatformRegistry.register(platform="cpu")
 class CpuPlatform(PlatformBase):
     """The host as verl's only device, with gloo for collectives and shared memory for weight transfer.
 
@@ -84,8 +85,3 @@ class CpuPlatform(PlatformBase):
     ray_noset_envvars = _always(["RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"])
 
     manual_seed = manual_seed_all = staticmethod(torch.manual_seed)
-
-
-def register() -> None:
-    """Make ``VERL_PLATFORM=cpu`` select :class:`CpuPlatform`."""
-    PlatformRegistry.register(platform="cpu")(CpuPlatform)

@@ -19,12 +19,11 @@ with ``end``. The right answer is worth ``ANSWER``. So the model decides in each
 from __future__ import annotations
 
 import json
-import random
 import re
 from collections.abc import Sequence
 from typing import Any
 
-from verl_cpu.tiny.task import MAX_VALUE, Problem, boxed_answer
+from verl_cpu.tiny.task import Problem, boxed_answer
 
 RIGHT, WRONG, ANSWER = 1.0, -1.0, 1.0
 MAX_TURNS = 8
@@ -77,30 +76,3 @@ def compute_score(
     steps = len(Problem.parse(extra_info["problem"]).steps)
     perfect = rewards == [RIGHT] * steps + [ANSWER]
     return {"score": sum(rewards), "acc": float(perfect), "turn_rewards": rewards}
-
-
-def demonstrate(
-    problem: Problem, rng: random.Random, *, error_rate: float, stop_rate: float, extra_rate: float
-) -> list[tuple[str, str | None]]:
-    """A conversation that shows the task with mistakes: each turn of the model, with the tool's reply to all but the
-    last.
-
-    Args:
-        error_rate: probability that a step's result is wrong; it is then any other one, all equally likely.
-        stop_rate: probability, before each step, that the model stops there and boxes the value so far.
-        extra_rate: probability of a call after the last step.
-    """
-    value, turns = problem.first, []
-    for taken, (operator, term) in enumerate(problem.steps):
-        if rng.random() < stop_rate:
-            break
-        result = right = problem.values[taken]
-        if rng.random() < error_rate:
-            result = rng.choice([other for other in range(MAX_VALUE + 1) if other != right])
-        turns.append((call_text(f"{value}{operator}{term}={result}"), str(right)))
-        value = right
-    else:
-        if rng.random() < extra_rate:
-            operator, term = rng.choice(problem.steps)
-            turns.append((call_text(f"{value}{operator}{term}={rng.randint(0, MAX_VALUE)}"), NOTHING_LEFT))
-    return [*turns, (f"\\boxed{{{value}}}", None)]

@@ -1,5 +1,4 @@
-"""The tool ``check`` of :mod:`verl_cpu.tiny.agent` as verl's tool agent loop calls it; ``agent_tools.yaml`` names
-it."""
+"""The tool ``check`` of :mod:`verl_cpu.tiny.agent` as verl's tool agent loop calls it; in ``agent_tools.yaml``."""
 
 from __future__ import annotations
 

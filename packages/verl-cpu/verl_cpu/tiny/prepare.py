@@ -20,8 +20,7 @@ from verl_cpu.tiny.task import problems
 
 STAMP = "warm_up.json"
 BASES = {"tiny": (load_shipped, 256), "agent": (load_agent, 128)}
-"""A model of 0.65 M parameters, and the same with a tool (:mod:`verl_cpu.tiny.agent`); the number of held-out
-problems."""
+"""A model of 0.65 M parameters, and the same with a tool; the number of held-out problems."""
 
 
 def prepare(output_dir: Path, base_model: str = "tiny", seed: int = 0) -> bool:

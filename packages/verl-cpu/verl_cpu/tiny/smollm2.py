@@ -23,11 +23,9 @@ def load_smollm2() -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
         )
     folder = Path(package.submodule_search_locations[0])
     model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=GGUF_FILE, dtype="float32")
-    # The weights are plain float32 now; transformers 5.17 would still take them for quantized ones, and refuse to save
-    # them.
+    # They are plain float32 now; transformers 5.17 would still take them for quantized weights, and refuse to save them.
     model.hf_quantizer = None
-    if hasattr(model.config, "quantization_config"):
-        del model.config.quantization_config
+    vars(model.config).pop("quantization_config", None)
     tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=GGUF_FILE)
     tokenizer.chat_template = CHAT_TEMPLATE  # ChatML as in the release, without its default system prompt
     tokenizer.eos_token = TURN_END
