@@ -14,7 +14,7 @@ set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 python=$(realpath -s "$(command -v "${PYTHON:-python3}")") ||
     { echo "PYTHON=${PYTHON:-python3} is not a command; name an interpreter that has torch" >&2 && exit 1; }
-parts=() options=() results=$root/outputs/gpu_check seconds=480
+parts=() options=() results=$root/outputs/gpu_check seconds=480 failed=0
 while (($#)); do
     case $1 in
     --dry) options+=(--dry) seconds=1920 ;;
@@ -28,30 +28,19 @@ done
 # The project's packages from this folder; the entry points by which verl finds them, which a clone that is not
 # installed lacks, are written into a folder beside the results.
 cd "$root"
-mkdir -p "$results"
+for point in grail_advantage.verl_ext.plugin verl_cpu.plugin; do
+    name=${point%%.*} info=$results/entry_points/${point%%.*}-0.dist-info
+    "$python" -c "from importlib.metadata import version; version('$name')" 2>/dev/null && continue
+    mkdir -p "$info"
+    printf 'Metadata-Version: 2.1\nName: %s\nVersion: 0\n' "$name" >"$info/METADATA"
+    printf '[verl.plugins]\n%s = %s\n' "$name" "$point" >"$info/entry_points.txt"
+done
 export PYTHONPATH=$root:$root/packages/verl-cpu:$results/entry_points${PYTHONPATH:+:$PYTHONPATH}
-"$python" - "$results/entry_points" <<'PYTHON'
-import sys
-import tomllib
-from importlib.metadata import entry_points
-from pathlib import Path
-
-for file in ("pyproject.toml", "packages/verl-cpu/pyproject.toml"):
-    project = tomllib.loads(Path(file).read_text())["project"]
-    for group, points in project["entry-points"].items():
-        if not {point.name for point in entry_points(group=group)} >= points.keys():
-            info = Path(sys.argv[1], f"{project['name'].replace('-', '_')}-0.dist-info")
-            info.mkdir(parents=True, exist_ok=True)
-            (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: 0\n")
-            lines = [f"[{group}]", *(f"{name} = {module}" for name, module in points.items())]
-            (info / "entry_points.txt").write_text("\n".join(lines) + "\n")
-PYTHON
-failed=0
+mkdir -p "$results"
 for part in "${parts[@]}"; do
     status=0
-    options_of_part=("$part" --results "$results" "${options[@]}")
-    timeout --kill-after=10 "$seconds" "$python" -m benchmarks.gpu_check "${options_of_part[@]}" 2>&1 |
-        tee "$results/$part.log" || status=$?
+    timeout --kill-after=10 "$seconds" "$python" -m benchmarks.gpu_check "$part" --results "$results" \
+        "${options[@]}" 2>&1 | tee "$results/$part.log" || status=$?
     ((status != 124)) || echo "$part: stopped after $seconds s; what it had is in $results"
     ((status == 0)) || failed=1
 done

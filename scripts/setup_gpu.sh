@@ -25,20 +25,6 @@ refuse() { # what the machine lacks, and the remedy
     say "continuing with ANY_MACHINE=1: $*"
 }
 
-check_machine() {
-    local driver
-    driver=$(nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev/null | grep -m 1 -E '^[0-9.]+' || true)
-    if [[ -z $driver ]]; then
-        refuse "nvidia-smi shows no GPU; take a machine with GPUs, or scripts/setup_cpu.sh without GPUs"
-    elif ((${driver%%.*} < 580)); then
-        refuse "the NVIDIA driver is $driver, and CUDA 13.0 needs 580 or newer (or cuda-compat-13-0)"
-    fi
-    # Triton, which torch.compile and vLLM use, compiles its launchers on the first step.
-    [[ -f $("$python" -c 'import sysconfig; print(sysconfig.get_path("include"))')/Python.h ]] &&
-        command -v "${CC:-gcc}" >/dev/null ||
-        refuse "Triton needs Python.h and a C compiler; install python3-dev and build-essential (Debian and Ubuntu)"
-}
-
 install() { # ARGUMENTS of uv pip install
     "$uv" pip install --quiet --python "$python" --no-deps ${UV_NO_INDEX:+--no-index} \
         --build-constraints requirements.txt "$@"
@@ -46,7 +32,6 @@ install() { # ARGUMENTS of uv pip install
 
 install_flash_attn() {
     local index
-    [[ ${FLASH_ATTN:-auto} == auto ]] || return 0
     for index in $flash_attn_index; do
         install --only-binary :all: --default-index "$index" "$flash_attn" 2>/dev/null &&
             "$python" -c 'import flash_attn' 2>/dev/null && return
@@ -57,16 +42,23 @@ install_flash_attn() {
 
 [[ $# -le 1 && ${1:---requirements-only} == --requirements-only && ${FLASH_ATTN:-auto} =~ ^(auto|none)$ ]] ||
     stop "usage: [FLASH_ATTN=auto|none] bash scripts/setup_gpu.sh [--requirements-only]; got $*"
-version=$(python_version "$python")
-[[ $version == 3.1[12] ]] ||
-    stop "requirements.txt needs Python 3.11 or 3.12; PYTHON=$python is ${version:-no interpreter that runs}"
+python_version "$python" requirements.txt >/dev/null
 find_uv "$python" requirements.txt
-check_machine
+driver=$(nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev/null | grep -m 1 -E '^[0-9.]+' || true)
+if [[ -z $driver ]]; then
+    refuse "nvidia-smi shows no GPU; take a machine with GPUs, or scripts/setup_cpu.sh without GPUs"
+elif ((${driver%%.*} < 580)); then
+    refuse "the NVIDIA driver is $driver, and CUDA 13.0 needs 580 or newer (or cuda-compat-13-0)"
+fi
+# Triton, which torch.compile and vLLM use, compiles its launchers on the first step.
+[[ -f $("$python" -c 'import sysconfig; print(sysconfig.get_path("include"))')/Python.h ]] &&
+    command -v "${CC:-gcc}" >/dev/null ||
+    refuse "Triton needs Python.h and a C compiler; install python3-dev and build-essential (Debian and Ubuntu)"
 say "downloads about 5 GB (less what a cache has), takes about 13 GB"
 install --require-hashes -r requirements.txt
-install_flash_attn
+[[ ${FLASH_ATTN:-auto} == none ]] || install_flash_attn
 "$uv" pip check --quiet --python "$python" || stop "the environment had other packages; use a new one"
-if [[ ${1:-} != --requirements-only ]]; then
+if [[ $# == 0 ]]; then
     install --editable .
     "$python" -c '
 from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY
