@@ -248,6 +248,18 @@ def published() -> str:
     return "\n".join(table(["setting", "theirs", "`published`", "`corrected`", "why it differs"], rows))
 
 
+def memory() -> str:
+    """The fullest phase of a GPU by model, and what the command changes."""
+    rows = []
+    for key, model in list(sizing.MODELS.items())[:5]:  # the other two take what Qwen3-8B takes, to 2 GB
+        for gpus, size in ((1, 24), (1, 80)) if model.script == sizing.SMALL else ((1, 80), (2, 80), (8, 80)):
+            if setup := sizing.choose(model, gpus, size):
+                sizes = max(sizing.phases(model, setup).values()), sizing.host_memory(model, setup)
+                words = [f"{size:.0f}" for size in sizes]
+                rows.append([key, f"{gpus} x {size} GB", *words, f"`{sizing.command(model, setup)}`"])
+    return "\n".join(table(["model", "GPUs", "GB of a GPU", "GB of the host", "command"], rows))
+
+
 PASSAGES: list[tuple[str, str, Callable[[], str]]] = [
     ("methods.md", "methods", overview),
     (REFERENCE, "methods", reference),
@@ -256,7 +268,7 @@ PASSAGES: list[tuple[str, str, Callable[[], str]]] = [
     ("works_with.md", "trl", trl),
     ("what_installing_changes.md", "patches", patches),
     ("published.md", "published", published),
-    ("gpu.md", "sizing", sizing.page),
+    ("gpu.md", "sizing", memory),
 ]
 """A page, the name of its markers, and what stands between them."""
 

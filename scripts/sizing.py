@@ -17,14 +17,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import sys
-from pathlib import Path
 from typing import NamedTuple
-
-ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT))
-
-from recipe.marked_text import table  # noqa: E402
 
 PROMPT, UTILIZATION = 1024, 0.6  # tokens of a prompt, and vLLM's share of a GPU, of recipe/config/grail_trainer.yaml
 SLEEPING = 3.0  # GB of a sleeping engine's CUDA context and graphs (assumed)
@@ -52,11 +45,6 @@ class Model(NamedTuple):
         """Parameters of a decoder block; 8 heads of 128 for keys and values, Qwen3 normalises queries and keys."""
         norms = 2 * self.hidden + 256 * self.path.startswith("Qwen/")
         return 256 * self.hidden * (self.heads + 8) + 3 * self.hidden * self.intermediate + norms
-
-    @property
-    def inside(self) -> int:
-        """Bytes a token that a block's forward and backward hold, in bfloat16."""
-        return 32 * self.hidden + 10 * 128 * self.heads + 12 * 128 * 8 + 8 * self.intermediate
 
     @property
     def parameters(self) -> int:
@@ -98,7 +86,9 @@ def phases(model: Model, setup: Setup) -> dict[str, float]:
     weights = 4 * (whole + trained * (setup.lora_rank > 0)) / gpus
     moments, gradients = 8 * trained / gpus, 4 * trained / gpus
     tokens, with_gradients = setup.sequences * (PROMPT + model.response), 0 if setup.lora_rank else 6
-    activations = tokens * (2 * model.hidden * model.layers + model.inside + 4 * model.vocabulary)
+    # Bytes a token that a block's forward and backward hold, in bfloat16.
+    inside = 32 * model.hidden + 10 * 128 * model.heads + 12 * 128 * 8 + 8 * model.intermediate
+    activations = tokens * (2 * model.hidden * model.layers + inside + 4 * model.vocabulary)
     gathered = (2 + with_gradients) * table_size + (4 + with_gradients) * model.block
     kept = 0 if setup.offload else moments
     sent = 0 if setup.lora_rank else 6 * table_size + BUCKET * 1e9
@@ -142,33 +132,22 @@ def choose(model: Model, gpus: int, memory: float, nodes: int = 1) -> Setup | No
 
 def command(model: Model, setup: Setup) -> str:
     """For the launch script, with nothing that it does by itself."""
-    one = model.script == SMALL
+    small, length = model.script == SMALL, PROMPT + model.response
     knobs = {
-        f"NNODES={setup.nodes}": setup.nodes != 1,
-        f"NGPUS_PER_NODE={setup.gpus}": setup.gpus != (1 if one else 8),
-        f"MODEL_PATH={model.path}": one and model is not MODELS["qwen3-0.6b"],
-        f"LORA_RANK={setup.lora_rank}": setup.lora_rank,
-        "OFFLOAD=True": setup.offload,
-        f"PPO_MAX_TOKEN_LEN_PER_GPU={setup.sequences * (PROMPT + model.response)}": setup.sequences != model.sequences,
-        f"ROLLOUT_TP={setup.tensor_parallel}": setup.tensor_parallel != 1,
-        f"ROLLOUT_GPU_MEM_UTIL={setup.utilization:g}": setup.utilization != model.utilization,
+        "NNODES": (setup.nodes, 1),
+        "NGPUS_PER_NODE": (setup.gpus, 1 if small else 8),
+        "MODEL_PATH": (model.path, MODELS["qwen3-0.6b"].path if small else model.path),
+        "LORA_RANK": (setup.lora_rank, 0),
+        "OFFLOAD": (setup.offload, False),
+        "PPO_MAX_TOKEN_LEN_PER_GPU": (setup.sequences * length, model.sequences * length),
+        "ROLLOUT_TP": (setup.tensor_parallel, 1),
+        "ROLLOUT_GPU_MEM_UTIL": (setup.utilization, model.utilization),
     }
-    return " ".join([*(word for word, wanted in knobs.items() if wanted), f"bash examples/{model.script}"])
+    words = [f"{name}={value}" for name, (value, usual) in knobs.items() if value != usual]
+    return " ".join([*words, f"bash examples/{model.script}"])
 
 
-def page() -> str:
-    """The table: the fullest phase of a GPU, and what the command changes."""
-    rows = []
-    for key, model in itertools.islice(MODELS.items(), 5):  # the other two take what Qwen3-8B takes, to 2 GB
-        for gpus, memory in ((1, 24), (1, 80)) if model.script == SMALL else ((1, 80), (2, 80), (8, 80)):
-            if setup := choose(model, gpus, memory):
-                sizes = f"{max(phases(model, setup).values()):.0f}", f"{host_memory(model, setup):.0f}"
-                rows.append([key, f"{gpus} x {memory} GB", *sizes, f"`{command(model, setup)}`"])
-    return "\n".join(table(["model", "GPUs", "GB of a GPU", "GB of the host", "command"], rows))
-
-
-def main() -> int:
-    """Command line."""
+if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=MODELS, default="qwen3-4b")
     for name, value, text in (("gpus", 8, "on each node"), ("memory", 80.0, "GB of each GPU"), ("nodes", 1, "nodes")):
@@ -176,13 +155,9 @@ def main() -> int:
     options = parser.parse_args()
     model = MODELS[options.model]
     if (setup := choose(model, options.gpus, options.memory, options.nodes)) is None:
-        print("This does not fit: take more or larger GPUs, a smaller model, or a smaller MAX_RESPONSE_LENGTH.")
-        return 1
+        parser.exit(
+            1, "This does not fit: take more or larger GPUs, a smaller model, or a smaller MAX_RESPONSE_LENGTH.\n"
+        )
     for phase, size in {**phases(model, setup), "of a node's own memory": host_memory(model, setup)}.items():
         print(f"{size:6.1f} GB  {phase}")
     print(f"\n{command(model, setup)}")
-    return 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())
