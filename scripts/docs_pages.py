@@ -2,8 +2,7 @@
 
     PYTHONPATH=.venv/trl python scripts/docs_pages.py    # --check: writes nothing; status 1 where one is not current
 
-:data:`PASSAGES` lists them. They come from the registered methods, the rules of the hosts, the docstrings of both and
-of the patches, ``recipe/published.py`` and ``benchmarks/results``.
+:data:`PASSAGES` come from the registered methods, rules, docstrings, ``recipe/published.py``, ``benchmarks/results``.
 """
 
 from __future__ import annotations
@@ -42,12 +41,9 @@ READS |= {"messages": "what tools and users said"}
 KINDS = {"boolean": "`true`, `false`", "integer": "whole number", "string": "text", "object": "mapping"}
 """Types of a JSON schema, as the page names them, where their own names do not serve."""
 REFERENCE = "reference_methods.md"
-BY_CLASS: dict[type[Method], list[Method]] = {}
+KNOWN = [build(name) for name, of in sorted(methods().items()) if of.__module__.startswith("grail_advantage.")]
+BY_CLASS = {owner: [method for method in KNOWN if type(method) is owner] for owner in map(type, KNOWN)}
 """The methods of this package with their defaults, by class, in the order of their names."""
-for _name, _owner in sorted(methods().items()):
-    if _owner.__module__.startswith("grail_advantage."):
-        BY_CLASS.setdefault(_owner, []).append(build(_name))
-KNOWN = sorted((method for of_class in BY_CLASS.values() for method in of_class), key=lambda method: method.name)
 KNOWN_MAPS = sorted(name for name, of in MAPS.items() if of.function.__module__.startswith("grail_advantage."))
 
 
@@ -62,13 +58,11 @@ def known_options(owner: type[BaseModel], of_class: Sequence[Method] = ()) -> li
 
     def default(name: str) -> str:
         value = value_of(name)
-        texts = {_value(value): None}
+        texts = [_value(value)]
         if schemas[name].get("default") is None and value is not None:  # other options may decide
-            for other, choice in (
-                (n, choice) for n, of in schemas.items() if n != name for choice in of.get("enum", ())
-            ):
-                if (changed := value_of(name, **{other: choice})) != value:
-                    texts[f"{_value(changed)} with `{other}={choice}`"] = None
+            choices = [(n, choice) for n, of in schemas.items() if n != name for choice in of.get("enum", ())]
+            changed = {f"`{n}={choice}`": value_of(name, **{n: choice}) for n, choice in choices}
+            texts += [f"{_value(other)} with {choice}" for choice, other in changed.items() if other != value]
         return "; ".join(texts)
 
     def allowed(name: str) -> str:
@@ -91,13 +85,12 @@ def overview() -> str:
         measured = figures["methods"].get(method.name)
         ratio = "not measured" if measured is None else f"{measured['ratio']:.2f}"
         anchor = re.sub(r"[^a-z0-9_ -]", "", headings[method.name].lower()).replace(" ", "-")
-        link = f"[`{method.name}`]({REFERENCE}#{anchor})"
-        rows.append([link, method.formula, method.cost, ratio, _names(method.source)])
+        rows.append(
+            [f"[`{method.name}`]({REFERENCE}#{anchor})", method.formula, method.cost, ratio, _names(method.source)]
+        )
     head = ["`algorithm.adv_estimator`", "weight", "cost, forward passes", "measured, x `uniform`", "source"]
-    how = (
-        "Measured: a step's training side with 1 epoch, put together from its stages, against that of `uniform`, default "
-        f"options: {figures['origin']}. How: [benchmarks](../benchmarks/README.md)."
-    )
+    how = "Measured: a step's training side with 1 epoch, put together from its stages, against that of `uniform`, default"
+    how = f"{how} options: {figures['origin']}. How: [benchmarks](../benchmarks/README.md)."
     return "\n".join(["## All methods", "", *table(head, rows), "", how])
 
 
@@ -113,8 +106,7 @@ def reference() -> str:
         usual.setdefault(name, Counter(have.values()).most_common(1)[0][0])
         who = "every method" if name in of_every else ", ".join(_heading(BY_CLASS[owner]) for owner in have)
         shared.append([f"{name} ({usual[name]})", who, *about])
-    plain = "`compute_token_weights` computes log-probabilities and entropies itself if they are not given."
-    modes = []
+    modes, plain = [], "`compute_token_weights` computes log-probabilities and entropies itself if they are not given."
     for method in KNOWN:
         whole = method.uses not in verl_rules.NEEDED_WHOLE
         reads = ", ".join(words for read, words in READS.items() if read in method.reads) or "nothing"
@@ -126,7 +118,6 @@ def reference() -> str:
     lines += [*table(["option (default)", "of", "allowed", "meaning"], shared), "", "## Each method"]
     head = ["option", "default", "allowed", "meaning"]
     for owner, of_class in BY_CLASS.items():
-        file = f"{owner.__module__.replace('.', '/')}.py"
         alone = {other for other in methods().values() if other.__module__ == owner.__module__} == {owner}
         docstrings = [inspect.getdoc(inspect.getmodule(owner)) if alone else None, inspect.getdoc(owner)]
         lines += ["", f"### {_heading(of_class)}", "", *_paragraphs("\n\n".join(filter(None, docstrings))), ""]
@@ -136,7 +127,9 @@ def reference() -> str:
             lines += [f"`{method.name}` needs {' and '.join(needs)}.", ""] if needs else []
         others = [row for row in rows[owner] if row[0] in of_every or times[(row[0], *row[2:])] > 1]
         own = [row for row in rows[owner] if row not in others]
-        lines += [f"Section `algorithm.{owner.section}`, class [`{owner.__name__}`](../{file})."]
+        lines += [
+            f"Section `algorithm.{owner.section}`, class [`{owner.__name__}`](../{owner.__module__.replace('.', '/')}.py)."
+        ]
         lines += ["", *table(head, own)] if own else []
         other = [f"{row[0]} ({row[1]})" for row in others if row[1] != usual[row[0]]]
         lines += ["", f"[Shared options](#shared-options) set otherwise: {', '.join(other)}."] if other else []
@@ -175,8 +168,8 @@ def _names(text: str) -> str:
 
 def figures() -> str:
     """Figures of a batch and of an update's effect."""
-    known = METRICS | GRADIENT_METRICS | EFFECT_METRICS
-    return "\n".join(table(["figure", "meaning"], [[f"`{name}`", meaning] for name, meaning in known.items()]))
+    rows = [[f"`{name}`", meaning] for name, meaning in (METRICS | GRADIENT_METRICS | EFFECT_METRICS).items()]
+    return "\n".join(table(["figure", "meaning"], rows))
 
 
 def refused() -> str:
@@ -213,18 +206,12 @@ def _argument(rule: Rule) -> str:
     return " with ".join(f"`{each}`" for each in parts)
 
 
-PATCHES = {
-    "grail_advantage/verl_ext/patches.py": "verl",
-    "grail_advantage/model/patches.py": "torch and transformers, within a pass of a method alone",
-    "grail_advantage/trl_ext/trainer.py": "TRL, of which nothing is replaced",
-}
-"""A function or class of these files is listed if its docstring says when it can go."""
-
-
 def patches() -> str:
-    """A table for each file of patches."""
+    """For each file a table of its functions and classes whose docstring says when they can go."""
+    files = {"verl_ext/patches": "verl", "model/patches": "torch and transformers, within a pass of a method alone"}
     lines: list[str] = []
-    for name, heading in PATCHES.items():
+    for file, heading in (files | {"trl_ext/trainer": "TRL, of which nothing is replaced"}).items():
+        name = f"grail_advantage/{file}.py"
         rows = []
         for node in ast.parse((ROOT / name).read_text(encoding="utf-8")).body:
             docstring = ast.get_docstring(node) or "" if isinstance(node, ast.FunctionDef | ast.ClassDef) else ""
@@ -254,13 +241,13 @@ def memory() -> str:
     for key, model in list(sizing.MODELS.items())[:5]:  # the other two take what Qwen3-8B takes, to 2 GB
         for gpus, size in ((1, 24), (1, 80)) if model.script == sizing.SMALL else ((1, 80), (2, 80), (8, 80)):
             if setup := sizing.choose(model, gpus, size):
-                sizes = max(sizing.phases(model, setup).values()), sizing.host_memory(model, setup)
-                words = [f"{size:.0f}" for size in sizes]
-                rows.append([key, f"{gpus} x {size} GB", *words, f"`{sizing.command(model, setup)}`"])
+                full = f"{max(sizing.phases(model, setup).values()):.0f}"
+                host, command = f"{sizing.host_memory(model, setup):.0f}", sizing.command(model, setup)
+                rows.append([key, f"{gpus} x {size} GB", full, host, f"`{command}`"])
     return "\n".join(table(["model", "GPUs", "GB of a GPU", "GB of the host", "command"], rows))
 
 
-PASSAGES: list[tuple[str, str, Callable[[], str]]] = [
+PASSAGES: list[tuple[str, str, Callable[[], str]]] = [  # page, name of its markers, what is between them
     ("methods.md", "methods", overview),
     (REFERENCE, "methods", reference),
     ("metrics.md", "metrics", figures),
@@ -270,7 +257,6 @@ PASSAGES: list[tuple[str, str, Callable[[], str]]] = [
     ("published.md", "published", published),
     ("gpu.md", "sizing", memory),
 ]
-"""A page, the name of its markers, and what stands between them."""
 
 if __name__ == "__main__":
     status = 0

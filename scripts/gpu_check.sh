@@ -25,18 +25,11 @@ while (($#)); do
 done
 ((${#parts[@]})) || parts=(a c d)
 
-# The project's packages from this folder; the entry points by which verl finds them, which a clone that is not
-# installed lacks, are written into a folder beside the results.
 cd "$root"
-for point in grail_advantage.verl_ext.plugin verl_cpu.plugin; do
-    name=${point%%.*} info=$results/entry_points/${point%%.*}-0.dist-info
-    "$python" -c "from importlib.metadata import version; version('$name')" 2>/dev/null && continue
-    mkdir -p "$info"
-    printf 'Metadata-Version: 2.1\nName: %s\nVersion: 0\n' "$name" >"$info/METADATA"
-    printf '[verl.plugins]\n%s = %s\n' "$name" "$point" >"$info/entry_points.txt"
-done
-export PYTHONPATH=$root:$root/packages/verl-cpu:$results/entry_points${PYTHONPATH:+:$PYTHONPATH}
 mkdir -p "$results"
+# The project's packages from this folder, and their plug-ins of verl, for a clone that is not installed.
+export PYTHONPATH=$root:$root/packages/verl-cpu${PYTHONPATH:+:$PYTHONPATH}
+export VERL_USE_EXTERNAL_MODULES=grail_advantage.verl_ext.plugin,verl_cpu.plugin
 for part in "${parts[@]}"; do
     status=0
     timeout --kill-after=10 "$seconds" "$python" -m benchmarks.gpu_check "$part" --results "$results" \

@@ -2,7 +2,6 @@
 # GRAIL | training set and benchmarks as parquet files for verl | any machine
 # Knobs: PYTHON (an interpreter that has verl: python3 if it has, else .venv, which is set up)
 # Arguments go to `python -m recipe.data.prepare` (--help lists them); the output is data/ in the project by default.
-#
 #   bash scripts/prepare_data.sh                                            # DeepMath and the six benchmarks, hub
 #   bash scripts/prepare_data.sh --train gsm8k_train --benchmarks gsm8k     # GSM8K: its training set and its test set
 #   bash scripts/prepare_data.sh --local-dir DIR --train none               # the benchmarks from DIR/NAME.jsonl

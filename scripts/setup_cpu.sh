@@ -2,7 +2,6 @@
 # GRAIL | environment for everything that runs without a GPU, in .venv at the project's root | Linux x86_64
 # Knobs: PYTHON (the interpreter to build it with, 3.11 or 3.12; otherwise one that uv finds, or else downloads),
 #        TORCH_CPU_INDEX (where torch's CPU build comes from when pip's index and find-links have none: PyTorch's own)
-#
 # uv installs requirements-cpu.txt and, into a folder of its own, requirements-trl.txt, both with hashes; torch's CPU
 # build, of which every index has its own; "vllm" of scripts/vllm_cpu_metadata; and this project in editable form: 4 GB,
 # one to three minutes. When all is there and unchanged, this returns at once; two calls take turns.

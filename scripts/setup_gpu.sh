@@ -1,6 +1,5 @@
 #!/usr/bin/env bash
 # GRAIL | everything that training needs, into the environment of PYTHON | Linux x86_64 with NVIDIA GPUs
-#
 # Knobs: PYTHON (python3: an interpreter of a virtual environment), FLASH_ATTN (auto: verl's wheel; none: left out,
 #        docs/gpu.md), FLASH_ATTN_INDEX (where verl publishes its wheels), ANY_MACHINE (1: go on although the machine
 #        lacks something, as for an image)
@@ -9,16 +8,14 @@
 #   bash scripts/setup_gpu.sh --requirements-only    # requirements.txt and flash-attn
 #
 # uv installs requirements.txt with its hashes; flash-attn's wheel has to fit the torch that is there, and has none.
-
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 # shellcheck source=scripts/uv.sh
 source scripts/uv.sh
 
-python=${PYTHON:-python3}
-flash_attn=flash-attn==2.8.3
-verl_wheels=https://verl-project.github.io/verl-wheelhouse
-flash_attn_index=${FLASH_ATTN_INDEX:-$verl_wheels/cu130/torch2.11/simple/ $verl_wheels/simple/}
+python=${PYTHON:-python3} flash_attn=flash-attn==2.8.3
+wheels=https://verl-project.github.io/verl-wheelhouse
+flash_attn_index=${FLASH_ATTN_INDEX:-$wheels/cu130/torch2.11/simple/ $wheels/simple/}
 
 refuse() { # what the machine lacks, and the remedy
     [[ ${ANY_MACHINE:-0} == 1 ]] || stop "$*, or set ANY_MACHINE=1 to install all the same"
@@ -60,9 +57,8 @@ install --require-hashes -r requirements.txt
 "$uv" pip check --quiet --python "$python" || stop "the environment had other packages; use a new one"
 if [[ $# == 0 ]]; then
     install --editable .
-    "$python" -c '
-from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY
-assert "grail" in ADV_ESTIMATOR_REGISTRY, "the verl plugin of this project did not load"'
+    "$python" -c 'from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY as known; assert "grail" in known' ||
+        stop "the verl plugin of this project did not load"
 fi
 [[ $("$python" -c 'import torch; print(torch.cuda.is_available())') == True ]] ||
     refuse "torch sees no GPU; look at CUDA_VISIBLE_DEVICES=${CUDA_VISIBLE_DEVICES-} and at the driver"

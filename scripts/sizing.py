@@ -2,15 +2,12 @@
 
     python scripts/sizing.py --model qwen3-4b --gpus 2 --memory 80      # GB of each phase, and the command
 
-For FSDP2 with float32 parameters, bfloat16 arithmetic and gradient checkpointing, with P parameters, N GPUs, T tokens
-of a micro-batch, D width, L layers, V vocabulary:
-
-- states: parameters, gradients and Adam's moments, 16 P / N bytes, and 4 P / N more in Adam's step;
-- update: what FSDP2 gathers (8 V D and ten blocks), checkpointed inputs 2 T D L, the inside of a block, logits and
-  their gradient 4 T V. GRAIL's pass makes no gradient of parameters, and stays below that;
-- vLLM: its share while it generates; 2 P, 6 V D and 2 GiB while weights are sent; asleep 3 GB;
-- host: 15 GB and 8 GB a GPU for processes, and the larger of loading (4 P, in every process where embeddings are tied)
-  and 12 P for what OFFLOAD moves there.
+FSDP2 with float32 parameters, bfloat16 arithmetic, gradient checkpointing; P parameters, N GPUs, T tokens of a
+micro-batch, D width, L layers, V vocabulary. States: 16 P / N bytes (parameters, gradients, Adam's moments), and
+4 P / N more in Adam's step. Update: what FSDP2 gathers (8 V D and ten blocks), checkpointed inputs 2 T D L, the inside
+of a block, logits and their gradient 4 T V; GRAIL's pass makes no gradient of parameters, and stays below that. vLLM:
+its share while it generates; 2 P, 6 V D and 2 GiB while weights are sent; asleep 3 GB. Host: 15 GB and 8 GB a GPU for
+processes, and the larger of loading (4 P, in every process where embeddings are tied) and 12 P that OFFLOAD moves.
 """
 
 from __future__ import annotations
@@ -52,16 +49,16 @@ class Model(NamedTuple):
 
 
 QWEN, LLAMA, SMALL = 151936, 128256, "run_one_gpu_grail.sh"
-THINKER, DISTILLED = "OctoThinker/OctoThinker-{}-Short-Base", "deepseek-ai/DeepSeek-R1-Distill-Llama-8B"
-_LLAMA_8B = (32, 4096, 32, 14336, LLAMA, False)
+LLAMA_8B, THINKER = (32, 4096, 32, 14336, LLAMA, False), "OctoThinker/OctoThinker-{}-Short-Base"
+DISTILLED = "deepseek-ai/DeepSeek-R1-Distill-Llama-8B"
 MODELS = {
     "qwen3-0.6b": Model("Qwen/Qwen3-0.6B", SMALL, 28, 1024, 16, 3072, QWEN, True, 4096, 2, 0.55),
     "qwen3-1.7b": Model("Qwen/Qwen3-1.7B", SMALL, 28, 2048, 16, 6144, QWEN, True, 4096, 2, 0.55),
     "octothinker-3b": Model(THINKER.format("3B"), "run_octothinker_3b_grail.sh", 28, 3072, 24, 8192, LLAMA, True),
     "qwen3-4b": Model("Qwen/Qwen3-4B", "run_qwen3_grail.sh", 36, 2560, 32, 9728, QWEN, True),
     "qwen3-8b": Model("Qwen/Qwen3-8B", "run_qwen3_8b_grail.sh", 36, 4096, 32, 12288, QWEN, False, 4096, 3),
-    "octothinker-8b": Model(THINKER.format("8B"), "run_octothinker_8b_grail.sh", *_LLAMA_8B, 4096, 3),
-    "r1-distill-llama-8b": Model(DISTILLED, "run_r1_distill_llama_8b_grail.sh", *_LLAMA_8B, 8192, 2),
+    "octothinker-8b": Model(THINKER.format("8B"), "run_octothinker_8b_grail.sh", *LLAMA_8B, 4096, 3),
+    "r1-distill-llama-8b": Model(DISTILLED, "run_r1_distill_llama_8b_grail.sh", *LLAMA_8B, 8192, 2),
 }
 
 
@@ -117,8 +114,7 @@ def host_memory(model: Model, setup: Setup) -> float:
 
 
 def choose(model: Model, gpus: int, memory: float, nodes: int = 1) -> Setup | None:
-    """The first that fits, the smallest change to the published set-up first; 5 % and 1.5 GB of each GPU are left
-    free."""
+    """The smallest change to the published set-up that fits and leaves 5 % and 1.5 GB of each GPU free."""
     ways, sequences = ((0, False), (0, True), (32, False), (32, True)), range(model.sequences, 0, -1)
     parallel = [size for size in (1, 2, 4, 8) if gpus % size == 0]
     shares = [percent / 100 for percent in range(round(100 * model.utilization), 25, -5)]
@@ -133,16 +129,11 @@ def choose(model: Model, gpus: int, memory: float, nodes: int = 1) -> Setup | No
 def command(model: Model, setup: Setup) -> str:
     """For the launch script, with nothing that it does by itself."""
     small, length = model.script == SMALL, PROMPT + model.response
-    knobs = {
-        "NNODES": (setup.nodes, 1),
-        "NGPUS_PER_NODE": (setup.gpus, 1 if small else 8),
-        "MODEL_PATH": (model.path, MODELS["qwen3-0.6b"].path if small else model.path),
-        "LORA_RANK": (setup.lora_rank, 0),
-        "OFFLOAD": (setup.offload, False),
-        "PPO_MAX_TOKEN_LEN_PER_GPU": (setup.sequences * length, model.sequences * length),
-        "ROLLOUT_TP": (setup.tensor_parallel, 1),
-        "ROLLOUT_GPU_MEM_UTIL": (setup.utilization, model.utilization),
-    }
+    knobs = {"NNODES": (setup.nodes, 1), "NGPUS_PER_NODE": (setup.gpus, 1 if small else 8)}
+    knobs |= {"MODEL_PATH": (model.path, MODELS["qwen3-0.6b"].path if small else model.path)}
+    knobs |= {"LORA_RANK": (setup.lora_rank, 0), "OFFLOAD": (setup.offload, False)}
+    knobs |= {"PPO_MAX_TOKEN_LEN_PER_GPU": (setup.sequences * length, model.sequences * length)}
+    knobs |= {"ROLLOUT_TP": (setup.tensor_parallel, 1), "ROLLOUT_GPU_MEM_UTIL": (setup.utilization, model.utilization)}
     words = [f"{name}={value}" for name, (value, usual) in knobs.items() if value != usual]
     return " ".join([*words, f"bash examples/{model.script}"])
 

@@ -18,10 +18,9 @@ echo "test: on 2 idle cores about $say (and where .venv is not up to date yet, 1
 
 bash scripts/setup_cpu.sh
 # shellcheck disable=SC2086
-if [[ ${selection[*]} != *slow* ]] && ! command -v ${CHROMIUM:-chromium chromium-browser google-chrome} >/dev/null; then
+[[ ${selection[*]} == *slow* ]] || command -v ${CHROMIUM:-chromium chromium-browser google-chrome} >/dev/null ||
     { apt-get update -qq && apt-get install -qq -y --no-install-recommends chromium; } &>/dev/null ||
-        echo "test: no Chromium, and apt-get installs none; the tests in a browser are skipped" >&2
-fi
+    echo "test: no Chromium, and apt-get installs none; the tests in a browser are skipped" >&2
 # shellcheck disable=SC1091
 source .venv/bin/activate
 # Threads that spin while they wait cost a multiple of the time as soon as anything else runs on the cores.

@@ -1,6 +1,5 @@
 # shellcheck shell=bash disable=SC2034
-# Shared by scripts/setup_cpu.sh and scripts/setup_gpu.sh: two calls take turns; uv, with the index of pip's
-# configuration.
+# Shared by scripts/setup_cpu.sh and scripts/setup_gpu.sh: two calls take turns; uv, with pip's index.
 
 say() {
     echo "$(basename "$0" .sh): $*" >&2
