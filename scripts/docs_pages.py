@@ -23,7 +23,7 @@ from pydantic import BaseModel
 
 from grail_advantage.effect import EFFECT_METRICS
 from grail_advantage.maps import MAPS
-from grail_advantage.method import Mapped, Method, build, methods
+from grail_advantage.method import READS, Mapped, Method, build, methods
 from grail_advantage.metrics import GRADIENT_METRICS, METRICS
 from grail_advantage.rules import Rule
 from grail_advantage.trl_ext import rules as trl_rules
@@ -33,14 +33,11 @@ from recipe.published import GROUPS as PUBLISHED
 from recipe.published import shown
 
 ROOT = Path(__file__).parents[1]
-USES = {"": "nothing", "saliency": "backward to an activation", "logits": "logits", "hidden_states": "hidden states"}
-USES |= {"sequences": "logits of made-up sequences", "log_probs": "log-probabilities"}
-READS = {"old_log_probs": "old log-probabilities", "entropy": "entropy", "groups": "groups"}
-READS |= {"examples": "prompts as messages", "tokens": "token ids", "rewards": "rewards"}
-READS |= {"messages": "what tools and users said"}
+WORDS = {"": "nothing", "saliency": "backward to an activation", "sequences": "logits of made-up sequences"}
+WORDS |= {"log_probs": "log-probabilities", "old_log_probs": "old log-probabilities", "hidden_states": "hidden states"}
+WORDS |= {"examples": "prompts as messages", "tokens": "token ids", "messages": "what tools and users said"}
 KINDS = {"boolean": "`true`, `false`", "integer": "whole number", "string": "text", "object": "mapping"}
 """Types of a JSON schema, as the page names them, where their own names do not serve."""
-REFERENCE = "reference_methods.md"
 KNOWN = [build(name) for name, of in sorted(methods().items()) if of.__module__.startswith("grail_advantage.")]
 BY_CLASS = {owner: [method for method in KNOWN if type(method) is owner] for owner in map(type, KNOWN)}
 """The methods of this package with their defaults, by class, in the order of their names."""
@@ -85,12 +82,11 @@ def overview() -> str:
         measured = figures["methods"].get(method.name)
         ratio = "not measured" if measured is None else f"{measured['ratio']:.2f}"
         anchor = re.sub(r"[^a-z0-9_ -]", "", headings[method.name].lower()).replace(" ", "-")
-        rows.append(
-            [f"[`{method.name}`]({REFERENCE}#{anchor})", method.formula, method.cost, ratio, _names(method.source)]
-        )
+        link = f"[`{method.name}`](reference_methods.md#{anchor})"
+        rows.append([link, method.formula, method.cost, ratio, _names(method.source)])
     head = ["`algorithm.adv_estimator`", "weight", "cost, forward passes", "measured, x `uniform`", "source"]
-    how = "Measured: a step's training side with 1 epoch, put together from its stages, against that of `uniform`, default"
-    how = f"{how} options: {figures['origin']}. How: [benchmarks](../benchmarks/README.md)."
+    how = "Measured: a step's training side with 1 epoch, put together from its stages, against that of `uniform`,"
+    how = f"{how} default options: {figures['origin']}. How: [benchmarks](../benchmarks/README.md)."
     return "\n".join(["## All methods", "", *table(head, rows), "", how])
 
 
@@ -109,11 +105,12 @@ def reference() -> str:
     modes, plain = [], "`compute_token_weights` computes log-probabilities and entropies itself if they are not given."
     for method in KNOWN:
         whole = method.uses not in verl_rules.NEEDED_WHOLE
-        reads = ", ".join(words for read, words in READS.items() if read in method.reads) or "nothing"
+        reads = ", ".join(WORDS.get(read, read) for read in READS if read in method.reads) or "nothing"
         works = ["yes" if of else "no" for of in (whole, whole, "entropy" not in method.reads)]
-        modes.append([f"`{method.name}`", reads, USES[method.uses], *works])
-    head = "`algorithm.adv_estimator`, reads of the batch, uses of the model, sequence parallel, fused kernels, bypass mode"
-    lines = ["## Inputs and modes", "", plain, "", *table(head.split(", "), modes), "", "## Shared options", ""]
+        modes.append([f"`{method.name}`", reads, WORDS.get(method.uses, method.uses), *works])
+    head = ["`algorithm.adv_estimator`", "reads of the batch", "uses of the model"]
+    head += ["sequence parallel", "fused kernels", "bypass mode"]
+    lines = ["## Inputs and modes", "", plain, "", *table(head, modes), "", "## Shared options", ""]
     lines += ["A section lists those that a method sets otherwise.", ""]
     lines += [*table(["option (default)", "of", "allowed", "meaning"], shared), "", "## Each method"]
     head = ["option", "default", "allowed", "meaning"]
@@ -127,18 +124,17 @@ def reference() -> str:
             lines += [f"`{method.name}` needs {' and '.join(needs)}.", ""] if needs else []
         others = [row for row in rows[owner] if row[0] in of_every or times[(row[0], *row[2:])] > 1]
         own = [row for row in rows[owner] if row not in others]
-        lines += [
-            f"Section `algorithm.{owner.section}`, class [`{owner.__name__}`](../{owner.__module__.replace('.', '/')}.py)."
-        ]
+        file = f"{owner.__module__.replace('.', '/')}.py"
+        lines += [f"Section `algorithm.{owner.section}`, class [`{owner.__name__}`](../{file})."]
         lines += ["", *table(head, own)] if own else []
         other = [f"{row[0]} ({row[1]})" for row in others if row[1] != usual[row[0]]]
         lines += ["", f"[Shared options](#shared-options) set otherwise: {', '.join(other)}."] if other else []
     lines += ["", "## Maps"]
     for name in KNOWN_MAPS:
-        users = ", ".join(f"`{of.name}`" for of in KNOWN if isinstance(of, Mapped) and of.reshaper == name)
-        of_map = [row[:3] for row in known_options(MAPS[name].options)]
         lines += ["", f"### `{name}`", "", *_paragraphs(inspect.getdoc(MAPS[name].function) or ""), ""]
-        lines += [*([f"Default of {users}.", ""] if users else []), *table(head[:3], of_map)]
+        users = ", ".join(f"`{of.name}`" for of in KNOWN if isinstance(of, Mapped) and of.reshaper == name)
+        lines += [f"Default of {users}.", ""] if users else []
+        lines += table(head[:3], [row[:3] for row in known_options(MAPS[name].options)])
     return "\n".join(lines)
 
 
@@ -249,7 +245,7 @@ def memory() -> str:
 
 PASSAGES: list[tuple[str, str, Callable[[], str]]] = [  # page, name of its markers, what is between them
     ("methods.md", "methods", overview),
-    (REFERENCE, "methods", reference),
+    ("reference_methods.md", "methods", reference),
     ("metrics.md", "metrics", figures),
     ("works_with.md", "refused", refused),
     ("works_with.md", "trl", trl),

@@ -9,8 +9,7 @@
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 python=${PYTHON:-python3}
-has_verl='import sys, importlib.util; sys.exit(not importlib.util.find_spec("verl"))'
-if [[ -z ${PYTHON:-} ]] && ! python3 -c "$has_verl" 2>/dev/null; then
+if [[ -z ${PYTHON:-} ]] && ! python3 -c 'import importlib.util as u; assert u.find_spec("verl")' 2>/dev/null; then
     if [[ -n ${grail_module:-} ]] && nvidia-smi -L &>/dev/null; then
         echo "evaluate: python3 has no verl for this machine's GPUs; set PYTHON (docs/gpu.md)" >&2
         exit 1

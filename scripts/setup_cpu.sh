@@ -11,8 +11,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 # shellcheck source=scripts/uv.sh
 source scripts/uv.sh
 
-venv=$PWD/.venv
-stamp=$venv/.setup_cpu.stamp # once the environment is whole: the digest of what it was made from
+venv=$PWD/.venv stamp=$PWD/.venv/.setup_cpu.stamp # once all is there: the digest of what it was made from
 inputs=(pyproject.toml packages/verl-cpu/pyproject.toml requirements-cpu.txt requirements-trl.txt scripts/setup_cpu.sh
     scripts/vllm_cpu_metadata/pyproject.toml)
 digest=$({ echo "$PWD" && cat "${inputs[@]}"; } | sha256sum) # the editable install names the project's path

@@ -87,8 +87,7 @@ def phases(model: Model, setup: Setup) -> dict[str, float]:
     inside = 32 * model.hidden + 10 * 128 * model.heads + 12 * 128 * 8 + 8 * model.intermediate
     activations = tokens * (2 * model.hidden * model.layers + inside + 4 * model.vocabulary)
     gathered = (2 + with_gradients) * table_size + (4 + with_gradients) * model.block
-    kept = 0 if setup.offload else moments
-    sent = 0 if setup.lora_rank else 6 * table_size + BUCKET * 1e9
+    kept, sent = 0 if setup.offload else moments, 0 if setup.lora_rank else 6 * table_size + BUCKET * 1e9
     sizes = {
         "rollout": kept + (0 if setup.offload else weights) + setup.utilization * setup.memory * 1e9,
         "weights to vLLM": weights + kept + 2 * whole / setup.tensor_parallel + sent,

@@ -72,8 +72,7 @@ tail -n 0 -F --pid=$! "$run_dir/metrics.jsonl" 2>/dev/null |
 wait $! && status=0 || status=$?
 .venv/bin/python -m grail_advantage.report "$run_dir" --summary || true
 if ((status)); then
-    echo "the run ended with status $status; the end of $run_dir.log:" >&2
-    tail -n 40 "$run_dir.log" >&2
+    { echo "the run ended with status $status; the end of $run_dir.log:" && tail -n 40 "$run_dir.log"; } >&2
     exit 1
 fi
 trap - EXIT
