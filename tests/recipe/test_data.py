@@ -14,12 +14,10 @@ import pytest
 
 from grail_advantage.reward import compute_score
 from recipe.data.prepare import main, read_local
-from recipe.data.specs import PROMPT_SUFFIX, PUBLISHED_SUBSETS, SPECS, convert, read_gold, user_messages
+from recipe.data.specs import PUBLISHED_SUBSETS, SPECS, convert, read_gold, user_messages
+from tests.recipe.golds import faults
 
 GOLDEN = Path(__file__).parent / "golden"
-# Spelled without any backslash, so that no escape rule can touch it.
-SUFFIX = " Please reason step by step, and put your final answer within " + chr(92) + "boxed{}."
-SYSTEM = [{"role": "system", "content": "s"}, {"role": "user", "content": "p"}]
 
 
 def golden(name: str) -> list[dict[str, Any]]:
@@ -57,20 +55,17 @@ def test_golden_rows_of_one_schema_that_the_judge_accepts(tmp_path: Path) -> Non
 def test_gold_and_prompt() -> None:
     for value, gold in (("$2$ ", "$2$"), (-3.0, "-3"), (0.125, "0.125"), (["2", 3.0], "2, 3"), (r"\boxed{204}", "204")):
         assert read_gold(value, "plain") == gold
-    assert PROMPT_SUFFIX == SUFFIX
-    for problem in ("  Add $1$ and $2$.\n", "Add $1$ and $2$." + SUFFIX + "\n"):
-        assert user_messages(problem) == [{"role": "user", "content": "Add $1$ and $2$." + SUFFIX}]
+    asked = f"Add $1$. Please reason step by step, and put your final answer within {chr(92)}boxed{{}}."
+    for problem in ("  Add $1$.\n", f"{asked}\n"):
+        assert user_messages(problem) == [{"role": "user", "content": asked}]
 
 
-@pytest.mark.parametrize(("name", "gold"), [("college_math", "answer"), ("olympiadbench", "final_answer")])
-def test_the_published_problems_are_found_by_their_ids(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, gold: str
-) -> None:
+@pytest.mark.parametrize("name", ["college_math", "olympiadbench"])
+def test_the_published_problems_are_found(tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
     ids, rows = list(PUBLISHED_SUBSETS[name]), []
     for place, id in enumerate([*ids, "another", "one more"]):
-        book, _, number = id.rpartition("/")
-        named = {"data_source": book, "question_number": number} if name == "college_math" else {"id": id}
-        rows.append(named | {"question": f"Problem {place}?", gold: "2"})
+        named = dict(zip(("data_source", "_", "question_number"), id.rpartition("/"), strict=True)) | {"id": id}
+        rows.append(named | {"question": f"Problem {place}?", SPECS[name].gold: "2"})
     physics = [rows[3] | {"subject": "Physics"}] * (name == "olympiadbench")
     assert len(set(ids)) == 200 and run(tmp_path, name, random.Random(0).sample(rows, len(rows)) + physics) == 0
     assert f"200 rows, of {SPECS[name].rows} published, 0 dropped, {len(physics)} of" in capsys.readouterr().out
@@ -90,20 +85,16 @@ def test_the_published_prompt_is_a_file_of_its_own(tmp_path: Path) -> None:
     assert [{name: of for name, of in row.items() if name != "prompt"} for row in ours] == theirs
 
 
+BAD = ['{"problem": "p", "answer"', "[1]", '{"problem": "p", "answer": NaN}', '{"problem": "\\ud800", "answer": "1"}']
+SYSTEM = [{"role": "system", "content": "s"}, {"role": "user", "content": "p"}]
+OTHERS = [("gsm8k", {"question": "p", "answer": "It is 4."}), ("deepmath", {"prompt": SYSTEM, "solution": "1"})]
+OTHERS += [("minerva_math", {"problem": "p", "solution": r"It is \boxed{1."}), ("aime24", {"problem": "p", "id": 4})]
+
+
 @pytest.mark.parametrize(
-    ("name", "row"),
-    [
-        *(("aime24", text) for text in ('{"problem": "p", "answer"', "[1]", '{"problem": "p", "answer": NaN}')),
-        ("aime24", '{"problem": "lone \\ud800", "answer": "1"}'),
-        *(("aime24", row) for row in ({"problem": "p", "id": 4}, {"problem": " \n", "answer": "1"})),
-        ("minerva_math", {"problem": "p", "solution": r"It is \boxed{1."}),
-        ("gsm8k", {"question": "p", "answer": "It is 4."}),
-        ("deepmath", {"prompt": SYSTEM, "solution": "1"}),
-    ],
+    ("name", "row"), [*(("aime24", row) for row in [*BAD, {"problem": " ", "answer": "1"}]), *OTHERS]
 )
-def test_a_bad_row_is_named_and_dropped(
-    tmp_path: Path, name: str, row: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_bad_row_is_dropped(tmp_path: Path, name: str, row: Any, capsys: pytest.CaptureFixture[str]) -> None:
     """Line 2 is blank, which is no error but keeps its number. Of too many bad rows nothing is written."""
     good = (GOLDEN / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()[0]
     assert run(tmp_path, name, [good, "", row, *[good] * 20]) == 0
@@ -133,3 +124,8 @@ def test_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest
     assert f"dropped: {tmp_path}::test, row 21: " in capsys.readouterr().err
     assert pq.read_table(tmp_path / "out/amc23.parquet").to_pylist() == golden("amc23")
     assert pq.read_table(tmp_path / "out/aime24.parquet").num_rows == 20
+
+
+def test_a_ground_truth_is_doubtful_where_its_spelling_is_refused_or_a_near_miss_accepted() -> None:
+    assert not any(map(faults, (r"\frac{3}{4}", "10,080", "-12", "(1,29)", r"\{1, 2, 3\}", r"\text{Evelyn}")))
+    assert faults(r"\lfloor 2.5\rfloor") == [r"accepts '\\lfloor 2.6\\rfloor'"]
