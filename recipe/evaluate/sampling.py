@@ -60,11 +60,11 @@ def read_samples(path: Path) -> pd.DataFrame:
 def open_samples(path: Path, settings: dict[str, Any]) -> TextIO:
     """Open a file of samples to append to it. Its first line holds the settings of all; ValueError if they differ."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    file, first = path.open("a+", encoding="utf-8"), json.dumps({"settings": settings}) + "\n"
+    file, first = path.open("a+", encoding="utf-8", errors="surrogateescape"), json.dumps({"settings": settings}) + "\n"
     file.seek(0)
     if (there := file.readline()) not in ("", first):
         raise ValueError(f"{path} was begun with other settings: {there}not {first}use those or another --output-dir")
-    file.write("\n" if there else first)  # a kill may have cut off the last line
+    file.write("\n" if there else first)  # a kill may have cut off the last line, even within a character
     return file
 
 

@@ -120,14 +120,16 @@ def test_the_published_box() -> None:
 
 
 def test_samples_survive_a_kill(tmp_path: Path) -> None:
-    """A line that was cut off costs that line only."""
+    """A line that was cut off, even within a character, costs that line only."""
     path, samples = tmp_path / "generations.jsonl", samples_of(HAND_CASE)
     lines = samples.to_json(orient="records", lines=True).splitlines(keepends=True)
     with open_samples(path, SAMPLING) as file:
         file.writelines([*lines[:5], lines[5][:40]])
-    with open_samples(path, SAMPLING) as file:
-        assert len(read_samples(path)) == 5
-        file.writelines(lines[5:])
+    path.write_bytes(path.read_bytes() + "é".encode()[:1])
+    for kept, more in ((5, lines[5:]), (len(lines), [])):
+        with open_samples(path, SAMPLING) as file:
+            assert len(read_samples(path)) == kept
+            file.writelines(more)
     pd.testing.assert_frame_equal(read_samples(path), samples)
 
 
