@@ -1,6 +1,6 @@
-"""Grades as the code published with GRAIL (``src/eval/eval_results_base.py``), math-verify without cleaning: a JSON list
-of ``[benchmark, text, gold]`` comes in, one of verdicts as ``compute_score`` gives them goes out. A response is untrusted
-text, so that workers with limits read it. They are forked from this process without torch, which maps 3 GB with CUDA."""
+"""Grades as the code published with GRAIL (``src/eval/eval_results_base.py``), math-verify without cleaning: a list of
+``[benchmark, text, gold]`` comes in as JSON, one of verdicts as ``compute_score`` gives them goes out. A response is
+untrusted text, read by workers with limits, which are forked from a process without torch (3 GB mapped with CUDA)."""
 
 import json
 import resource

@@ -27,7 +27,7 @@ INTERVAL = {"level": 0.95, "method": "percentile bootstrap over problems", "resa
 
 def grade(samples: pd.DataFrame, grader: str) -> pd.DataFrame:
     """Grade samples (with ``gold``, the ground truth) as in training (``reward``), as GRAIL's ``published`` code, or by
-    ``both``. ``answered``: there is a complete box, with the text ``answer``. ``no_verdict``: it counts as incorrect."""
+    ``both``. ``answered``: there is a complete box, of text ``answer``. ``no_verdict``: it counts as incorrect."""
     if grader == "both":
         published = grade(samples, "published")[["right", "no_verdict"]]
         return grade(samples, "reward").join(published.add_suffix("_published"))
@@ -57,7 +57,7 @@ def by_problem(scores: pd.DataFrame) -> pd.DataFrame:
 
 
 def figures(problems: pd.DataFrame, samples: int) -> dict[str, Any]:
-    """``value``, ``low``, ``high`` of every metric and the share of resamples ``above_zero``: of ``benchmarks`` by name,
+    """``value``, ``low``, ``high`` of every metric and the share of resamples ``above_zero``: of ``benchmarks``,
     of their ``mean`` and their ``weighted_mean``. ``problems``: as of :func:`by_problem`, or a difference of two."""
     names = [re.sub("^(acc|pass)", rf"\1@{samples}", str(name)) for name in problems.columns]
 

@@ -17,8 +17,8 @@ PROMPT = (
 
 @pytest.mark.parametrize(("family", "begin"), [("llama", "<|begin_of_text|>"), ("qwen3", "")])
 def test_base_model(family: str, begin: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once the beginning-of-text token, where there is one. No space after the colon: the answer's first token brings its
-    own, as in the model's training text."""
+    """Once the beginning-of-text token, where there is one. No space after the colon: the answer's first token brings
+    its own, as in the model's training text."""
     tokenizer = llama3_tokenizer() if family == "llama" else qwen_tokenizer()
     monkeypatch.setattr(tokenizer, "chat_template", BASE_MATH)
     builder = create_continuous_token_builder(tokenizer, hf_model_type=family, chat_template_kwargs={})

@@ -1,4 +1,4 @@
-"""Data preparation: golden rows for every format, the published problems, odd rows, the hub, and how verl reads the files."""
+"""Data preparation: golden rows for every format, the published problems, odd rows, the hub."""
 
 from __future__ import annotations
 

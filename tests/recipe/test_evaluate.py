@@ -79,7 +79,7 @@ def test_intervals() -> None:
 
 
 def test_paired_comparison(tmp_path: Path) -> None:
-    """Of aime24, A has 1/6 and B 1/2 of the samples correct: problem by problem 1/3 more. Of amc23 they are the same."""
+    """Of aime24, A has 1/6 and B 1/2 of the samples correct: by problem 1/3 more. Of amc23 both are the same."""
     make_run(tmp_path / "a", HAND_CASE)
     make_run(tmp_path / "b", {"aime24": [("110", [1, 1, 1]), ("010", [1, 1, 1])], "amc23": AMC}, seed=1)
     main(compare := ["--compare", str(tmp_path / "a"), str(tmp_path / "b"), "--output-dir", str(tmp_path)])
@@ -134,7 +134,7 @@ def test_samples_survive_a_kill(tmp_path: Path) -> None:
 
 
 def save(folder: Path, weights: dict[str, torch.Tensor] | None = None) -> Path:
-    """A tiny model whose next token is far from uniform and sometimes the end, and a checkpoint of verl's of one rank."""
+    """A tiny model whose next token is far from uniform and sometimes the end, and its checkpoint as verl's."""
     tokenizer = build_tokenizer()
     model = build_model(tokenizer, seed=0)
     model.config.max_position_embeddings = tokenizer.model_max_length = 2048
