@@ -95,6 +95,10 @@ TRAINER=(
 if [[ -n ${TOKENIZER_PATH:-} && ${DRY_RUN:-0} != 1 && ! -e $TOKENIZER_PATH ]]; then
     "$PYTHON" -m grail_advantage.answers.tokenizers "$MODEL_PATH" "$TOKENIZER_PATH"
 fi
+IFS=, read -ra files <<<"${TRAIN_FILE//[\[\]]/},${TEST_FILE//[\[\]]/}"
+for file in "${files[@]}"; do # a run refuses it
+    [[ ${DRY_RUN:-0} != 1 || $file != /* || -e $file ]] || echo "$file is missing; run bash scripts/prepare_data.sh" >&2
+done
 # fault tolerance (docs/fault_tolerance.md)
 export VERL_USE_EXTERNAL_MODULES=recipe.verl_start${VERL_USE_EXTERNAL_MODULES:+,$VERL_USE_EXTERNAL_MODULES}
 exec "$PYTHON" -m verl.trainer.main_ppo --config-path="$PWD/recipe/config" --config-name=grail_trainer like="$LIKE" \

@@ -14,7 +14,7 @@ set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 python=$(realpath -s "$(command -v "${PYTHON:-python3}")") ||
     { echo "PYTHON=${PYTHON:-python3} is not a command; name an interpreter that has torch" >&2 && exit 1; }
-parts=() options=() results=$root/outputs/gpu_check seconds=480
+parts=() options=() results=$root/outputs/gpu_check seconds=480 failed=0
 while (($#)); do
     case $1 in
     --dry) options+=(--dry) seconds=1920 ;;
@@ -25,33 +25,15 @@ while (($#)); do
 done
 ((${#parts[@]})) || parts=(a c d)
 
-# The project's packages from this folder; the entry points by which verl finds them, which a clone that is not
-# installed lacks, are written into a folder beside the results.
 cd "$root"
 mkdir -p "$results"
-export PYTHONPATH=$root:$root/packages/verl-cpu:$results/entry_points${PYTHONPATH:+:$PYTHONPATH}
-"$python" - "$results/entry_points" <<'PYTHON'
-import sys
-import tomllib
-from importlib.metadata import entry_points
-from pathlib import Path
-
-for file in ("pyproject.toml", "packages/verl-cpu/pyproject.toml"):
-    project = tomllib.loads(Path(file).read_text())["project"]
-    for group, points in project["entry-points"].items():
-        if not {point.name for point in entry_points(group=group)} >= points.keys():
-            info = Path(sys.argv[1], f"{project['name'].replace('-', '_')}-0.dist-info")
-            info.mkdir(parents=True, exist_ok=True)
-            (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: 0\n")
-            lines = [f"[{group}]", *(f"{name} = {module}" for name, module in points.items())]
-            (info / "entry_points.txt").write_text("\n".join(lines) + "\n")
-PYTHON
-failed=0
+# The project's packages from this folder, and their plug-ins of verl, for a clone that is not installed.
+export PYTHONPATH=$root:$root/packages/verl-cpu${PYTHONPATH:+:$PYTHONPATH}
+export VERL_USE_EXTERNAL_MODULES=grail_advantage.verl_ext.plugin,verl_cpu.plugin
 for part in "${parts[@]}"; do
     status=0
-    options_of_part=("$part" --results "$results" "${options[@]}")
-    timeout --kill-after=10 "$seconds" "$python" -m benchmarks.gpu_check "${options_of_part[@]}" 2>&1 |
-        tee "$results/$part.log" || status=$?
+    timeout --kill-after=10 "$seconds" "$python" -m benchmarks.gpu_check "$part" --results "$results" \
+        "${options[@]}" 2>&1 | tee "$results/$part.log" || status=$?
     ((status != 124)) || echo "$part: stopped after $seconds s; what it had is in $results"
     ((status == 0)) || failed=1
 done

@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # GRAIL | resolves the groups of pyproject.toml into files of requirements with hashes | any machine with .venv
 #
-#   bash scripts/lock.sh                            # versions stay where they still fit
+#   bash scripts/lock.sh                            # versions stay where they still fit, with their hashes
 #   bash scripts/lock.sh --upgrade-package wandb    # arguments go to uv pip compile
 #
-# uv asks PyPI, or the index that UV_DEFAULT_INDEX names, for metadata. A version that stays keeps its hashes.
+# uv asks PyPI, or the index that UV_DEFAULT_INDEX names, for metadata.
 
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -18,7 +18,6 @@ lock() { # GROUP FILE ARGUMENTS
         --python-version 3.11 --python-platform x86_64-manylinux_2_35 \
         --custom-compile-command "bash scripts/lock.sh" "${@:3}" >/dev/null
 }
-
 lock gpu requirements.txt "$@"
 lock cpu requirements-cpu.txt --excludes <(printf '%s\n' "${left_out[@]}") "$@"
 lock trl requirements-trl.txt --no-deps "$@"

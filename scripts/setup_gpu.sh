@@ -1,6 +1,5 @@
 #!/usr/bin/env bash
 # GRAIL | everything that training needs, into the environment of PYTHON | Linux x86_64 with NVIDIA GPUs
-#
 # Knobs: PYTHON (python3: an interpreter of a virtual environment), FLASH_ATTN (auto: verl's wheel; none: left out,
 #        docs/gpu.md), FLASH_ATTN_INDEX (where verl publishes its wheels), ANY_MACHINE (1: go on although the machine
 #        lacks something, as for an image)
@@ -9,34 +8,18 @@
 #   bash scripts/setup_gpu.sh --requirements-only    # requirements.txt and flash-attn
 #
 # uv installs requirements.txt with its hashes; flash-attn's wheel has to fit the torch that is there, and has none.
-
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 # shellcheck source=scripts/uv.sh
 source scripts/uv.sh
 
-python=${PYTHON:-python3}
-flash_attn=flash-attn==2.8.3
-verl_wheels=https://verl-project.github.io/verl-wheelhouse
-flash_attn_index=${FLASH_ATTN_INDEX:-$verl_wheels/cu130/torch2.11/simple/ $verl_wheels/simple/}
+python=${PYTHON:-python3} flash_attn=flash-attn==2.8.3
+wheels=https://verl-project.github.io/verl-wheelhouse
+flash_attn_index=${FLASH_ATTN_INDEX:-$wheels/cu130/torch2.11/simple/ $wheels/simple/}
 
 refuse() { # what the machine lacks, and the remedy
     [[ ${ANY_MACHINE:-0} == 1 ]] || stop "$*, or set ANY_MACHINE=1 to install all the same"
     say "continuing with ANY_MACHINE=1: $*"
-}
-
-check_machine() {
-    local driver
-    driver=$(nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev/null | grep -m 1 -E '^[0-9.]+' || true)
-    if [[ -z $driver ]]; then
-        refuse "nvidia-smi shows no GPU; take a machine with GPUs, or scripts/setup_cpu.sh without GPUs"
-    elif ((${driver%%.*} < 580)); then
-        refuse "the NVIDIA driver is $driver, and CUDA 13.0 needs 580 or newer (or cuda-compat-13-0)"
-    fi
-    # Triton, which torch.compile and vLLM use, compiles its launchers on the first step.
-    [[ -f $("$python" -c 'import sysconfig; print(sysconfig.get_path("include"))')/Python.h ]] &&
-        command -v "${CC:-gcc}" >/dev/null ||
-        refuse "Triton needs Python.h and a C compiler; install python3-dev and build-essential (Debian and Ubuntu)"
 }
 
 install() { # ARGUMENTS of uv pip install
@@ -46,7 +29,6 @@ install() { # ARGUMENTS of uv pip install
 
 install_flash_attn() {
     local index
-    [[ ${FLASH_ATTN:-auto} == auto ]] || return 0
     for index in $flash_attn_index; do
         install --only-binary :all: --default-index "$index" "$flash_attn" 2>/dev/null &&
             "$python" -c 'import flash_attn' 2>/dev/null && return
@@ -57,20 +39,26 @@ install_flash_attn() {
 
 [[ $# -le 1 && ${1:---requirements-only} == --requirements-only && ${FLASH_ATTN:-auto} =~ ^(auto|none)$ ]] ||
     stop "usage: [FLASH_ATTN=auto|none] bash scripts/setup_gpu.sh [--requirements-only]; got $*"
-version=$(python_version "$python")
-[[ $version == 3.1[12] ]] ||
-    stop "requirements.txt needs Python 3.11 or 3.12; PYTHON=$python is ${version:-no interpreter that runs}"
+python_version "$python" requirements.txt >/dev/null
 find_uv "$python" requirements.txt
-check_machine
+driver=$(nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev/null | grep -m 1 -E '^[0-9.]+' || true)
+if [[ -z $driver ]]; then
+    refuse "nvidia-smi shows no GPU; take a machine with GPUs, or scripts/setup_cpu.sh without GPUs"
+elif ((${driver%%.*} < 580)); then
+    refuse "the NVIDIA driver is $driver, and CUDA 13.0 needs 580 or newer (or cuda-compat-13-0)"
+fi
+# Triton, which torch.compile and vLLM use, compiles its launchers on the first step.
+[[ -f $("$python" -c 'import sysconfig; print(sysconfig.get_path("include"))')/Python.h ]] &&
+    command -v "${CC:-gcc}" >/dev/null ||
+    refuse "Triton needs Python.h and a C compiler; install python3-dev and build-essential (Debian and Ubuntu)"
 say "downloads about 5 GB (less what a cache has), takes about 13 GB"
 install --require-hashes -r requirements.txt
-install_flash_attn
+[[ ${FLASH_ATTN:-auto} == none ]] || install_flash_attn
 "$uv" pip check --quiet --python "$python" || stop "the environment had other packages; use a new one"
-if [[ ${1:-} != --requirements-only ]]; then
+if [[ $# == 0 ]]; then
     install --editable .
-    "$python" -c '
-from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY
-assert "grail" in ADV_ESTIMATOR_REGISTRY, "the verl plugin of this project did not load"'
+    "$python" -c 'from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY as known; assert "grail" in known' ||
+        stop "the verl plugin of this project did not load"
 fi
 [[ $("$python" -c 'import torch; print(torch.cuda.is_available())') == True ]] ||
     refuse "torch sees no GPU; look at CUDA_VISIBLE_DEVICES=${CUDA_VISIBLE_DEVICES-} and at the driver"

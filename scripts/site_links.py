@@ -1,10 +1,9 @@
 """A hook of mkdocs. The site begins with the first parts of the front page; links that leave the site go to the
-repository: the entry ``Repository`` of ``project.urls`` in ``pyproject.toml``, which is set at publication. Without it
-these links are plain text.
-"""
+repository (``project.urls.Repository`` of ``pyproject.toml``, set at publication), or are plain text."""
 
 from __future__ import annotations
 
+import os
 import re
 import tomllib
 from pathlib import Path
@@ -20,24 +19,19 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     docs = Path(config["docs_dir"])
     if page.file.src_uri == "README.md":
         screen = "\n## ".join((ROOT / "README.md").read_text(encoding="utf-8").split("\n## ")[:2])
-        front = LINK.sub(lambda link: f"{link[1]}{_from_docs(link[3])}{link[4] or ''})", screen)
+        front = LINK.sub(lambda link: f"{link[1]}{os.path.relpath(link[3], 'docs')}{link[4] or ''})", screen)
         markdown = f"{front}\n{markdown.replace('# Pages', '## Pages', 1)}"
     if page.file.src_uri == "api.md":
         names = re.findall(r"`(grail_advantage\.[\w.]+)`(?=[^|\n]*\|)", markdown)
         markdown += "\n## Signatures\n\n" + "\n\n".join(f"::: {name}" for name in names)
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    repository = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"].get("Repository")
 
     def outside(link: re.Match[str]) -> str:
         path = (docs / page.file.src_uri).parent.joinpath(link[3]).resolve()
         of_the_site = docs in path.parents and docs / "dev" not in (path, *path.parents)
         if of_the_site and path.suffix in (".md", ".png", ".svg"):
             return link[0]
-        repository, kind = project["urls"].get("Repository"), "tree" if path.is_dir() else "blob"
-        there = f"{repository}/{kind}/main/{path.relative_to(ROOT)}{link[4] or ''}"
+        there = f"{repository}/{'tree' if path.is_dir() else 'blob'}/main/{path.relative_to(ROOT)}{link[4] or ''}"
         return f"{link[1]}{there})" if repository else link[2]
 
     return LINK.sub(outside, markdown)
-
-
-def _from_docs(target: str) -> str:
-    return target.removeprefix("docs/") if target.startswith("docs/") else f"../{target}"

@@ -2,29 +2,19 @@
 
     python scripts/sizing.py --model qwen3-4b --gpus 2 --memory 80      # GB of each phase, and the command
 
-For FSDP2 with float32 parameters, bfloat16 arithmetic and gradient checkpointing, with P parameters, N GPUs, T tokens
-of a micro-batch, D width, L layers, V vocabulary:
-
-- states: parameters, gradients and Adam's moments, 16 P / N bytes, and 4 P / N more in Adam's step;
-- update: what FSDP2 gathers (8 V D and ten blocks), checkpointed inputs 2 T D L, the inside of a block, logits and
-  their gradient 4 T V. GRAIL's pass makes no gradient of parameters, and stays below that;
-- vLLM: its share while it generates; 2 P, 6 V D and 2 GiB while weights are sent; asleep 3 GB;
-- host: 15 GB and 8 GB a GPU for processes, and the larger of loading (4 P, in every process where embeddings are tied)
-  and 12 P for what OFFLOAD moves there.
+FSDP2 with float32 parameters, bfloat16 arithmetic, gradient checkpointing; P parameters, N GPUs, T tokens of a
+micro-batch, D width, L layers, V vocabulary. States: 16 P / N bytes (parameters, gradients, Adam's moments), and
+4 P / N more in Adam's step. Update: what FSDP2 gathers (8 V D and ten blocks), checkpointed inputs 2 T D L, the inside
+of a block, logits and their gradient 4 T V; GRAIL's pass makes no gradient of parameters, and stays below that. vLLM:
+its share while it generates; 2 P, 6 V D and 2 GiB while weights are sent; asleep 3 GB. Host: 15 GB and 8 GB a GPU for
+processes, and the larger of loading (4 P, in every process where embeddings are tied) and 12 P that OFFLOAD moves.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
-import sys
-from pathlib import Path
 from typing import NamedTuple
-
-ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT))
-
-from recipe.marked_text import table  # noqa: E402
 
 PROMPT, UTILIZATION = 1024, 0.6  # tokens of a prompt, and vLLM's share of a GPU, of recipe/config/grail_trainer.yaml
 SLEEPING = 3.0  # GB of a sleeping engine's CUDA context and graphs (assumed)
@@ -54,26 +44,21 @@ class Model(NamedTuple):
         return 256 * self.hidden * (self.heads + 8) + 3 * self.hidden * self.intermediate + norms
 
     @property
-    def inside(self) -> int:
-        """Bytes a token that a block's forward and backward hold, in bfloat16."""
-        return 32 * self.hidden + 10 * 128 * self.heads + 12 * 128 * 8 + 8 * self.intermediate
-
-    @property
     def parameters(self) -> int:
         return self.layers * self.block + self.vocabulary * self.hidden * (1 if self.tied else 2) + self.hidden
 
 
 QWEN, LLAMA, SMALL = 151936, 128256, "run_one_gpu_grail.sh"
-THINKER, DISTILLED = "OctoThinker/OctoThinker-{}-Short-Base", "deepseek-ai/DeepSeek-R1-Distill-Llama-8B"
-_LLAMA_8B = (32, 4096, 32, 14336, LLAMA, False)
+LLAMA_8B, THINKER = (32, 4096, 32, 14336, LLAMA, False), "OctoThinker/OctoThinker-{}-Short-Base"
+DISTILLED = "deepseek-ai/DeepSeek-R1-Distill-Llama-8B"
 MODELS = {
     "qwen3-0.6b": Model("Qwen/Qwen3-0.6B", SMALL, 28, 1024, 16, 3072, QWEN, True, 4096, 2, 0.55),
     "qwen3-1.7b": Model("Qwen/Qwen3-1.7B", SMALL, 28, 2048, 16, 6144, QWEN, True, 4096, 2, 0.55),
     "octothinker-3b": Model(THINKER.format("3B"), "run_octothinker_3b_grail.sh", 28, 3072, 24, 8192, LLAMA, True),
     "qwen3-4b": Model("Qwen/Qwen3-4B", "run_qwen3_grail.sh", 36, 2560, 32, 9728, QWEN, True),
     "qwen3-8b": Model("Qwen/Qwen3-8B", "run_qwen3_8b_grail.sh", 36, 4096, 32, 12288, QWEN, False, 4096, 3),
-    "octothinker-8b": Model(THINKER.format("8B"), "run_octothinker_8b_grail.sh", *_LLAMA_8B, 4096, 3),
-    "r1-distill-llama-8b": Model(DISTILLED, "run_r1_distill_llama_8b_grail.sh", *_LLAMA_8B, 8192, 2),
+    "octothinker-8b": Model(THINKER.format("8B"), "run_octothinker_8b_grail.sh", *LLAMA_8B, 4096, 3),
+    "r1-distill-llama-8b": Model(DISTILLED, "run_r1_distill_llama_8b_grail.sh", *LLAMA_8B, 8192, 2),
 }
 
 
@@ -98,10 +83,11 @@ def phases(model: Model, setup: Setup) -> dict[str, float]:
     weights = 4 * (whole + trained * (setup.lora_rank > 0)) / gpus
     moments, gradients = 8 * trained / gpus, 4 * trained / gpus
     tokens, with_gradients = setup.sequences * (PROMPT + model.response), 0 if setup.lora_rank else 6
-    activations = tokens * (2 * model.hidden * model.layers + model.inside + 4 * model.vocabulary)
+    # Bytes a token that a block's forward and backward hold, in bfloat16.
+    inside = 32 * model.hidden + 10 * 128 * model.heads + 12 * 128 * 8 + 8 * model.intermediate
+    activations = tokens * (2 * model.hidden * model.layers + inside + 4 * model.vocabulary)
     gathered = (2 + with_gradients) * table_size + (4 + with_gradients) * model.block
-    kept = 0 if setup.offload else moments
-    sent = 0 if setup.lora_rank else 6 * table_size + BUCKET * 1e9
+    kept, sent = 0 if setup.offload else moments, 0 if setup.lora_rank else 6 * table_size + BUCKET * 1e9
     sizes = {
         "rollout": kept + (0 if setup.offload else weights) + setup.utilization * setup.memory * 1e9,
         "weights to vLLM": weights + kept + 2 * whole / setup.tensor_parallel + sent,
@@ -127,8 +113,7 @@ def host_memory(model: Model, setup: Setup) -> float:
 
 
 def choose(model: Model, gpus: int, memory: float, nodes: int = 1) -> Setup | None:
-    """The first that fits, the smallest change to the published set-up first; 5 % and 1.5 GB of each GPU are left
-    free."""
+    """The smallest change to the published set-up that fits and leaves 5 % and 1.5 GB of each GPU free."""
     ways, sequences = ((0, False), (0, True), (32, False), (32, True)), range(model.sequences, 0, -1)
     parallel = [size for size in (1, 2, 4, 8) if gpus % size == 0]
     shares = [percent / 100 for percent in range(round(100 * model.utilization), 25, -5)]
@@ -142,33 +127,17 @@ def choose(model: Model, gpus: int, memory: float, nodes: int = 1) -> Setup | No
 
 def command(model: Model, setup: Setup) -> str:
     """For the launch script, with nothing that it does by itself."""
-    one = model.script == SMALL
-    knobs = {
-        f"NNODES={setup.nodes}": setup.nodes != 1,
-        f"NGPUS_PER_NODE={setup.gpus}": setup.gpus != (1 if one else 8),
-        f"MODEL_PATH={model.path}": one and model is not MODELS["qwen3-0.6b"],
-        f"LORA_RANK={setup.lora_rank}": setup.lora_rank,
-        "OFFLOAD=True": setup.offload,
-        f"PPO_MAX_TOKEN_LEN_PER_GPU={setup.sequences * (PROMPT + model.response)}": setup.sequences != model.sequences,
-        f"ROLLOUT_TP={setup.tensor_parallel}": setup.tensor_parallel != 1,
-        f"ROLLOUT_GPU_MEM_UTIL={setup.utilization:g}": setup.utilization != model.utilization,
-    }
-    return " ".join([*(word for word, wanted in knobs.items() if wanted), f"bash examples/{model.script}"])
+    small, length = model.script == SMALL, PROMPT + model.response
+    knobs = {"NNODES": (setup.nodes, 1), "NGPUS_PER_NODE": (setup.gpus, 1 if small else 8)}
+    knobs |= {"MODEL_PATH": (model.path, MODELS["qwen3-0.6b"].path if small else model.path)}
+    knobs |= {"LORA_RANK": (setup.lora_rank, 0), "OFFLOAD": (setup.offload, False)}
+    knobs |= {"PPO_MAX_TOKEN_LEN_PER_GPU": (setup.sequences * length, model.sequences * length)}
+    knobs |= {"ROLLOUT_TP": (setup.tensor_parallel, 1), "ROLLOUT_GPU_MEM_UTIL": (setup.utilization, model.utilization)}
+    words = [f"{name}={value}" for name, (value, usual) in knobs.items() if value != usual]
+    return " ".join([*words, f"bash examples/{model.script}"])
 
 
-def page() -> str:
-    """The table: the fullest phase of a GPU, and what the command changes."""
-    rows = []
-    for key, model in itertools.islice(MODELS.items(), 5):  # the other two take what Qwen3-8B takes, to 2 GB
-        for gpus, memory in ((1, 24), (1, 80)) if model.script == SMALL else ((1, 80), (2, 80), (8, 80)):
-            if setup := choose(model, gpus, memory):
-                sizes = f"{max(phases(model, setup).values()):.0f}", f"{host_memory(model, setup):.0f}"
-                rows.append([key, f"{gpus} x {memory} GB", *sizes, f"`{command(model, setup)}`"])
-    return "\n".join(table(["model", "GPUs", "GB of a GPU", "GB of the host", "command"], rows))
-
-
-def main() -> int:
-    """Command line."""
+if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=MODELS, default="qwen3-4b")
     for name, value, text in (("gpus", 8, "on each node"), ("memory", 80.0, "GB of each GPU"), ("nodes", 1, "nodes")):
@@ -176,13 +145,9 @@ def main() -> int:
     options = parser.parse_args()
     model = MODELS[options.model]
     if (setup := choose(model, options.gpus, options.memory, options.nodes)) is None:
-        print("This does not fit: take more or larger GPUs, a smaller model, or a smaller MAX_RESPONSE_LENGTH.")
-        return 1
+        parser.exit(
+            1, "This does not fit: take more or larger GPUs, a smaller model, or a smaller MAX_RESPONSE_LENGTH.\n"
+        )
     for phase, size in {**phases(model, setup), "of a node's own memory": host_memory(model, setup)}.items():
         print(f"{size:6.1f} GB  {phase}")
     print(f"\n{command(model, setup)}")
-    return 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

@@ -1,11 +1,9 @@
 # shellcheck shell=bash
-#
 # Prepares, trains and reports on a machine without a GPU. Sourced by examples/run_*_cpu_*.sh, which name the model;
 # arguments are Hydra overrides. A second start with the same settings resumes (docs/fault_tolerance.md).
 #
 # $OUTPUT_DIR/seed$SEED gets the SFT-initialised model and its data; below it a folder for each method gets
-# metrics.jsonl, tensorboard/, tokens/ (every token's weight, docs/token_dump.md), report.html and checkpoints/. Beside
-# that folder, METHOD.log has everything that verl, Ray and vLLM print.
+# metrics.jsonl, tensorboard/, tokens/ (docs/token_dump.md), report.html and checkpoints/; METHOD.log has all output.
 
 set -euo pipefail
 
@@ -23,6 +21,7 @@ TEST_FREQ=${TEST_FREQ:-4}
 # ---- end user-adjustable ----
 
 OUTPUT_DIR=$(realpath -ms "$OUTPUT_DIR")
+folder=$OUTPUT_DIR/seed$SEED
 export OUTPUT_DIR VERL_PLATFORM=cpu
 # fault tolerance (docs/fault_tolerance.md)
 export VERL_USE_EXTERNAL_MODULES=recipe.verl_start${VERL_USE_EXTERNAL_MODULES:+,$VERL_USE_EXTERNAL_MODULES}
@@ -50,12 +49,11 @@ fi
 echo "1/3 environment" >&2
 bash scripts/setup_cpu.sh >&2
 echo "2/3 problems and model ($SECONDS s)" >&2
-mkdir -p "$OUTPUT_DIR/seed$SEED"
-flock "$OUTPUT_DIR/seed$SEED" .venv/bin/python -m verl_cpu.tiny.prepare --base-model "$MODEL" \
-    --output-dir "$OUTPUT_DIR/seed$SEED" --seed "$SEED" >&2 &
+mkdir -p "$folder"
+flock "$folder" .venv/bin/python -m verl_cpu.tiny.prepare --base-model "$MODEL" --output-dir "$folder" \
+    --seed "$SEED" >&2 &
 # Method, options and overrides are checked, which say the folder of the run.
-config=$(DRY_RUN=1 "${train[@]}" 2>"$OUTPUT_DIR/seed$SEED/check.log") ||
-    { tail -n 5 "$OUTPUT_DIR/seed$SEED/check.log" >&2 && exit 1; }
+config=$(DRY_RUN=1 "${train[@]}" 2>"$folder/check.log") || { tail -n 5 "$folder/check.log" >&2 && exit 1; }
 wait $!
 run_dir=$(.venv/bin/python -c 'import sys, yaml; print(yaml.safe_load(sys.stdin)["run"]["folder"])' <<<"$config")
 exec 8>>"$run_dir.log" # the run inherits the lock, and holds it as long as it lives
@@ -67,17 +65,14 @@ if [[ ${FRESH:-0} == 1 && -e $run_dir ]]; then # a new run; the earlier one is m
 fi
 echo "3/3 reinforcement learning; full output: $run_dir.log ($SECONDS s)" >&2
 "${train[@]}" >&8 2>&1 &
-run_pid=$!
-trap 'kill "$run_pid" 2>/dev/null || true' EXIT
+trap 'kill $! 2>/dev/null || true' EXIT
 # A line for each step, from {"step":3,"data":{..., "critic/score/mean":0.5, ...}}.
-tail -n 0 -F --pid="$run_pid" "$run_dir/metrics.jsonl" 2>/dev/null |
+tail -n 0 -F --pid=$! "$run_dir/metrics.jsonl" 2>/dev/null |
     sed -unE 's/.*"step": ?([0-9]+).*"critic\/score\/mean": ?([0-9.]+).*/  step \1  reward \2/p' || true
-status=0
-wait "$run_pid" || status=$?
+wait $! && status=0 || status=$?
 .venv/bin/python -m grail_advantage.report "$run_dir" --summary || true
 if ((status)); then
-    echo "the run ended with status $status; the end of $run_dir.log:" >&2
-    tail -n 40 "$run_dir.log" >&2
+    { echo "the run ended with status $status; the end of $run_dir.log:" && tail -n 40 "$run_dir.log"; } >&2
     exit 1
 fi
 trap - EXIT

@@ -1,7 +1,5 @@
-"""Prepare the training set and the benchmarks: ``python -m recipe.data.prepare --help``.
-
-Each dataset becomes ``NAME.parquet`` in the output folder, in verl's RLHF schema. A file that is there is complete.
-"""
+"""Prepare the training set and the benchmarks (``python -m recipe.data.prepare --help``), each as ``NAME.parquet`` in
+verl's RLHF schema. A file that is there is complete."""
 
 from __future__ import annotations
 
@@ -17,16 +15,15 @@ import datasets
 
 from grail_advantage.dump import write_whole
 from recipe.data import specs
-from recipe.data.specs import SPECS, DatasetSpec
+from recipe.data.specs import BENCHMARKS, SPECS, DatasetSpec, benchmark_names
 
-Rows = Iterable[tuple[str, Any]]
-"""Rows of a source, each with its place (``line 3``, ``row 3``); of a file as bytes of JSON."""
+Rows = Iterable[tuple[str, Any]]  # each with its place, such as ``line 3``; of a file as bytes of JSON
 
 
 def read_local(spec: DatasetSpec, folder: Path) -> tuple[str, Rows]:
     """The path and the lines of ``NAME.jsonl`` or ``NAME_SPLIT.jsonl``: ``gsm8k_train.jsonl`` is no file of ``gsm8k``.
     ``load_dataset("json")`` refuses a file for one broken line, and makes dates of answers that look like them."""
-    names = [f"{spec.name}.jsonl", f"{spec.name}_{spec.own_split}.jsonl"]
+    names = [f"{spec.name}.jsonl", f"{spec.name}_{spec.hub_split}.jsonl"]
     if not (found := [folder / name for name in names if (folder / name).is_file()]):
         raise ValueError(f"--local-dir {folder} has neither {' nor '.join(names)}")
     return str(found[0]), ((f"line {n}", line) for n, line in enumerate(found[0].open("rb"), 1) if line.strip())
@@ -35,13 +32,13 @@ def read_local(spec: DatasetSpec, folder: Path) -> tuple[str, Rows]:
 def read_hub(spec: DatasetSpec, place: str) -> tuple[str, Rows]:
     """The place and the rows of a dataset on the hub (``ORG/DATASET[:CONFIG[:SPLIT]]``), downloaded or cached."""
     name, config, split = [*place.split(":"), "", ""][:3]
-    rows = datasets.load_dataset(name, config or None, split=split or spec.own_split)
+    rows = datasets.load_dataset(name, config or None, split=split or spec.hub_split)
     used = {spec.problem, spec.gold, "context", *spec.ids, *spec.required}  # without the pictures of some copies
     rows = rows.select_columns([column for column in rows.column_names if column in used])
     return place, ((f"row {number}", row) for number, row in enumerate(rows, 1))
 
 
-def prepare_dataset(spec: DatasetSpec, source: str, rows: Rows, options: argparse.Namespace) -> str:
+def prepare_dataset(spec: DatasetSpec, source: str, rows: Rows, prompt: str, folder: Path) -> str:
     """Write a dataset's file and return a summary. A row that cannot be used is dropped and named; ValueError for no
     usable row, over 5 % unusable ones, or a published problem that is not there."""
     good, dropped, others = [], 0, 0
@@ -50,64 +47,54 @@ def prepare_dataset(spec: DatasetSpec, source: str, rows: Rows, options: argpars
             row = json.loads(row) if isinstance(row, bytes) else row
             if any(row.get(column) not in (None, value) for column, value in spec.required.items()):
                 others += 1
-            else:
-                converted = specs.convert(spec, row, specs.PROMPTS[options.prompt])
-                good.append((specs.published_id(spec, row, converted["extra_info"]["id"]), converted))
+                continue
+            converted = specs.convert(spec, row, specs.PROMPTS[prompt])
+            good.append((specs.published_id(spec, row, converted["extra_info"]["id"]), converted))
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             dropped += 1
             print(f"dropped: {source}, {place}: {type(error).__name__}: {error}", file=sys.stderr)
+    counts = f"{dropped} dropped, {others} of another task"
     if not good or dropped > 0.05 * (len(good) + dropped):
         raise ValueError(
-            f"{len(good)} rows can be used, {dropped} cannot, {others} are of another task than {spec.required}; "
-            f"the problem is looked for in {spec.problem!r}, the answer in {spec.gold!r}"
+            f"{len(good)} rows can be used, {counts}; columns: {spec.problem}, {spec.gold}, {spec.required}"
         )
-    chosen = [row for _, row in good]
-    if ids := specs.PUBLISHED_SUBSETS.get(spec.name):
-        if missing := [id for id in ids if id not in dict(good)]:
-            text = f"lacks {len(missing)} of the {len(ids)} problems of the published evaluation, such as {missing[0]}"
-            raise ValueError(f"{text}; take the full set ({spec.hub})")
-        chosen = [dict(good)[id] for id in ids]
+    by_id, ids = dict(good), specs.PUBLISHED_SUBSETS.get(spec.name, {})
+    if missing := [id for id in ids if id not in by_id]:
+        text = f"lacks {len(missing)} of the {len(ids)} problems of the published evaluation, such as {missing[0]}"
+        raise ValueError(f"{text}; take the full set ({spec.hub})")
+    chosen = [by_id[id] for id in ids] or [row for _, row in good]
     for index, row in enumerate(chosen):
         row["extra_info"]["index"] = index
     datasets.disable_progress_bars()
-    path = options.output_dir / f"{specs.file_stem(spec.name, options.prompt)}.parquet"
-    content = io.BytesIO()
+    path, content = folder / f"{spec.name}{specs.ENDINGS[prompt]}", io.BytesIO()
     datasets.Dataset.from_list(chosen).to_parquet(content)
     write_whole(path, content.getvalue())
-    of_which = f"of {spec.rows} published, {dropped} dropped, {others} of another task"
-    return f"{path}: {len(chosen)} rows, {of_which}, from {source}"
+    return f"{path}: {len(chosen)} rows, of {spec.rows} published, {counts}, from {source}"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Prepare the named datasets, print a summary of each, and return 0 if every one is there."""
     parser = argparse.ArgumentParser("python -m recipe.data.prepare", description="Write parquet files for verl.")
     add, hub_form = parser.add_argument, "NAME=ORG/DATASET[:CONFIG[:SPLIT]]"
-    known = f"all (the first six), none, or, with commas: {', '.join(specs.BENCHMARKS)}"
     add("--output-dir", type=Path, default=Path("data"), help="folder for the files (data)")
-    add("--benchmarks", default="all", help=known)
-    add("--train", choices=(*specs.TRAINING_SETS, "none"), default="deepmath", help="the training set (deepmath)")
+    add("--benchmarks", type=benchmark_names, default="all", help=f"all (six), none, or of {', '.join(BENCHMARKS)}")
+    add("--train", choices=("deepmath", "gsm8k_train", "none"), default="deepmath", help="the training set (deepmath)")
     add("--local-dir", type=Path, help="folder with NAME.jsonl for every dataset, in place of the Hugging Face hub")
     add("--hub-id", action="append", default=[], metavar=hub_form, help="another place on the hub; may be repeated")
-    prompt = "published: NAME_published, with the U+0008 that the published run has in place of \\b"
-    add("--prompt", choices=specs.PROMPTS, default="corrected", help=prompt)
+    add("--prompt", choices=specs.PROMPTS, default="corrected", help="published: with its U+0008, as NAME_published")
     options = parser.parse_args(arguments)
     hub_ids = dict(text.partition("=")[::2] for text in options.hub_id)
-    names = [] if options.train == "none" else [options.train]
-    try:
-        names += specs.benchmark_names(options.benchmarks)
-    except ValueError as error:
-        parser.error(str(error))
+    names = [name for name in (options.train, *options.benchmarks) if name != "none"]
     if not names or not hub_ids.keys() <= {*names}:
         parser.error(f"--train and --benchmarks want {names or 'nothing'}; --hub-id names {[*hub_ids]}")
     failed = 0
     for name in names:
-        spec, place = SPECS[name], hub_ids.get(name, SPECS[name].hub)
-        local = options.local_dir is not None and name not in hub_ids
+        spec, local = SPECS[name], options.local_dir is not None and name not in hub_ids
         try:
-            source, rows = read_local(spec, options.local_dir) if local else read_hub(spec, place)
-            print(prepare_dataset(spec, source, rows, options), flush=True)
+            source, rows = read_local(spec, options.local_dir) if local else read_hub(spec, hub_ids.get(name, spec.hub))
+            print(prepare_dataset(spec, source, rows, options.prompt, options.output_dir), flush=True)
         except (ValueError, OSError, RuntimeError, datasets.exceptions.DatasetsError) as error:
-            remedy = "" if local else f" ({place}; name another with --hub-id {name}=, or a --local-dir)"
+            remedy = "" if local else f"; name another place with --hub-id {name}=, or a --local-dir"
             print(f"FAILED {name}: {type(error).__name__}: {error}{remedy}", file=sys.stderr)
             failed = 1
     return failed

@@ -1,35 +1,55 @@
-"""The process that compares answers as the code published with GRAIL does: reads the JSON list of ``[gold, answer]``
-and writes the list of verdicts, null where there is none. A response is untrusted text, so that workers with limits
-read it. They are forked from this process, which has no torch, whose CUDA build alone maps 3 GB."""
+"""Grades as the code published with GRAIL (``src/eval/eval_results_base.py``), math-verify without cleaning: a list of
+``[benchmark, text, gold]`` comes in as JSON, one of verdicts as ``compute_score`` gives them goes out. A response is
+untrusted text, read by workers with limits, which are forked from a process without torch (3 GB mapped with CUDA)."""
 
 import json
 import resource
 import sys
 from contextlib import suppress
+from itertools import accumulate
 from multiprocessing import get_context
 from pathlib import Path
 
 from math_verify import parse, verify
 from pebble import ProcessPool
 
-MEMORY, SECONDS = 1 << 30, 30
-"""Bytes that a worker may map beyond those that it starts with, as for the reward; and the time of a comparison."""
+MEMORY, SECONDS = 1 << 30, 30  # that a worker may map beyond what this process has; that a comparison may take
+
+
+def published_gold(benchmark: str, gold: str) -> str:
+    """``str`` of what the file of the published code holds: a list for OlympiadBench, a float for AMC23."""
+    if benchmark == "olympiadbench":
+        return str([gold])
+    return str(float(gold)) if benchmark == "amc23" and gold.removeprefix("-").isdigit() else gold
+
+
+def published_box(text: str) -> str | None:
+    """The last box as the published code finds it: every brace counts, and one that does not close ends the search."""
+    box = None
+    while rest := text.partition("\\boxed{")[2]:
+        depths = [*accumulate(((char == "{") - (char == "}") for char in rest), initial=1)]
+        if 0 not in depths:
+            break
+        box, text = rest[: depths.index(0) - 1], rest[depths.index(0) :]
+    return box
 
 
 def judge(gold: str, answer: str | None) -> bool:
-    """Whether math-verify finds the two equal, read between dollar signs without cleaning."""
+    """Whether math-verify finds the two equal, read between dollar signs."""
     return answer is not None and bool(verify(parse(f"${gold}$"), parse(f"${answer}$")))
-
-
-def confine() -> None:
-    """Bound this worker's memory."""
-    most = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize() + MEMORY
-    with suppress(ValueError):  # lower already
-        resource.setrlimit(resource.RLIMIT_AS, (most, most))
 
 
 if __name__ == "__main__":
     judge("\\frac{1}{2}", "0.5")  # loads half of sympy, once
-    with ProcessPool(initializer=confine, context=get_context("fork")) as pool:
-        futures = [pool.schedule(judge, pair, timeout=SECONDS) for pair in json.load(sys.stdin)]
-        print(json.dumps([None if future.exception() else future.result() for future in futures]))
+    most = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize() + MEMORY
+    with suppress(ValueError):  # lower already
+        resource.setrlimit(resource.RLIMIT_AS, (most, most))  # the workers inherit it
+    pairs = [(published_gold(benchmark, gold), published_box(text)) for benchmark, text, gold in json.load(sys.stdin)]
+    with ProcessPool(context=get_context("fork")) as pool:
+        futures = [pool.schedule(judge, pair, timeout=SECONDS) for pair in pairs]
+        verdicts = [None if future.exception() else future.result() for future in futures]
+    graded = [
+        {"score": verdict, "answer_found": box is not None, "verify_failed": verdict is None, "pred": (box or "")[:128]}
+        for verdict, (_, box) in zip(verdicts, pairs, strict=True)
+    ]
+    print(json.dumps(graded))

@@ -1,95 +1,115 @@
-"""Figures over problems with their 95 % intervals, the comparison of two runs, and their pages.
+"""Samples graded, figures over problems with their 95 % intervals, and the comparison of two runs.
 
-Intervals are a percentile bootstrap over problems, whose samples stay together. Each benchmark has a random generator
-of its own, so that its interval does not depend on which others are evaluated. Two runs are compared on the same
-resamples, so that a problem's difficulty drops out of the difference.
+Intervals are a percentile bootstrap over problems, whose samples stay together. Each benchmark has its own generator,
+whichever others are evaluated. Two runs have the same resamples: a problem's difficulty drops out of their difference.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 import re
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
-from recipe.evaluate.grading import BOTH, by_problem
-from recipe.hashing import digest
+from grail_advantage.reward import compute_score
+from recipe.evaluate.sampling import KEY
 from recipe.marked_text import table
 
 INTERVAL = {"level": 0.95, "method": "percentile bootstrap over problems", "resamples": 10_000, "seed": 0}
 
 
-def resampled(name: str, problems: pd.DataFrame) -> np.ndarray:
-    """Means of a benchmark's problems, a row a resample; the first row is the means themselves."""
-    key, count = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big"), len(problems)
-    random = np.random.default_rng([INTERVAL["seed"], key])
-    counts = random.multinomial(count, np.full(count, 1 / count), size=INTERVAL["resamples"])
-    return np.vstack([problems.mean(), counts @ problems.to_numpy() / count])
+def grade(samples: pd.DataFrame, grader: str) -> pd.DataFrame:
+    """Grade samples (with ``gold``, the ground truth) as in training (``reward``), as GRAIL's ``published`` code, or by
+    ``both``. ``answered``: there is a complete box, of text ``answer``. ``no_verdict``: it counts as incorrect."""
+    if grader == "both":
+        published = grade(samples, "published")[["right", "no_verdict"]]
+        return grade(samples, "reward").join(published.add_suffix("_published"))
+    given = samples[["benchmark", "text", "gold"]]
+    if grader == "published":
+        command = [sys.executable, "-P", Path(__file__).with_name("published_worker.py")]
+        lists = json.dumps(given.to_numpy().tolist())
+        done = subprocess.run(command, input=lists, stdout=subprocess.PIPE, text=True, check=True)
+        verdicts = json.loads(done.stdout.splitlines()[-1])
+    else:
+        with ThreadPoolExecutor(8) as executor:  # the verifier's own processes do the work
+            verdicts = [*executor.map(compute_score, *given.to_numpy().T)]
+    graded = pd.DataFrame(verdicts, index=samples.index)
+    names = {"score": "right", "answer_found": "answered", "verify_failed": "no_verdict"}
+    scores = samples[[*KEY, "tokens", "gold"]].join(graded[[*names]].astype(bool).rename(columns=names))
+    return scores.assign(truncated=samples["finish_reason"] == "length", answer=graded["pred"])
+
+
+def by_problem(scores: pd.DataFrame) -> pd.DataFrame:
+    """The metrics of each problem's samples, by ``benchmark`` and ``index``: shares, but for ``tokens``, a mean."""
+    metrics = {"acc": ("right", "mean"), "pass": ("right", "max")}
+    metrics |= {name: (name, "mean") for name in ("tokens", "unanswered", "truncated")}
+    if "right_published" in scores:
+        metrics |= {f"{name}, published": ("right_published", way) for name, (_, way) in list(metrics.items())[:2]}
+    problems = scores.assign(unanswered=~scores["answered"]).groupby(["benchmark", "index"], sort=False)
+    return problems.agg(**metrics).astype(float)
 
 
 def figures(problems: pd.DataFrame, samples: int) -> dict[str, Any]:
-    """``value``, ``low``, ``high`` of every metric and the share of resamples ``above_zero``: of ``benchmarks`` by
-    name, of their ``mean`` and of their ``weighted_mean``. ``problems`` is as :func:`by_problem` gives it, or a
-    difference of two."""
+    """``value``, ``low``, ``high`` of every metric and the share of resamples ``above_zero``: of ``benchmarks``,
+    of their ``mean`` and their ``weighted_mean``. ``problems``: as of :func:`by_problem`, or a difference of two."""
     names = [re.sub("^(acc|pass)", rf"\1@{samples}", str(name)) for name in problems.columns]
 
-    def of_means(means: np.ndarray) -> dict[str, Any]:
+    def of_means(means: np.ndarray) -> dict[str, Any]:  # the first row is of the problems themselves
         low, high = np.quantile(means[1:], [0.025, 0.975], axis=0)
         # Differences of means are sums of fractions, so that equal runs may differ by rounding.
         rows = {"value": means[0], "low": low, "high": high, "above_zero": (means[1:] > 1e-9).mean(axis=0)}
         return pd.DataFrame(rows, index=names).T.to_dict()
 
-    tables = dict(list(problems.groupby(level="benchmark", sort=False)))
-    sizes = [len(of_name) for of_name in tables.values()]
-    means = np.stack([resampled(name, of_name) for name, of_name in tables.items()])
-    return {
-        "benchmarks": {n: {"problems": size, **of_means(m)} for n, size, m in zip(tables, sizes, means, strict=True)},
-        "mean": of_means(means.mean(axis=0)),
-        "weighted_mean": of_means(np.average(means, axis=0, weights=sizes)),
-    }
+    benchmarks, means = {}, []
+    for name, of_name in problems.groupby(level="benchmark", sort=False):
+        key, count = int(hashlib.sha256(name.encode()).hexdigest()[:16], 16), len(of_name)
+        random = np.random.default_rng([INTERVAL["seed"], key])
+        counts = random.multinomial(count, np.full(count, 1 / count), size=INTERVAL["resamples"])
+        means.append(np.vstack([of_name.mean(), counts @ of_name.to_numpy() / count]))
+        benchmarks[name] = {"problems": count, **of_means(means[-1])}
+    weighted = np.average(means, axis=0, weights=[row["problems"] for row in benchmarks.values()])
+    return {"benchmarks": benchmarks, "mean": of_means(np.mean(means, axis=0)), "weighted_mean": of_means(weighted)}
 
 
-def summarise(run: dict[str, Any], hashes: dict[str, str], scores: pd.DataFrame) -> dict[str, Any]:
-    """The content of ``results.json``: ``run``, the figures (shares from 0 to 1), and for every benchmark the hash of
-    its problems and figures by problem. ``tokens_of_answered``: as the published code, over responses with a box."""
-    tables = by_problem(scores)
-    result = figures(tables, run["sampling"]["samples"])
-    boxed = scores[scores["answered"]].groupby("benchmark")["tokens"].mean().reindex(result["benchmarks"])
-    sizes = [row["problems"] for row in result["benchmarks"].values()]
-    result["mean"]["tokens_of_answered"] = float(boxed.mean(skipna=False))
-    result["weighted_mean"]["tokens_of_answered"] = float(np.average(boxed, weights=sizes))
+def summarise(run: dict[str, Any], scores: pd.DataFrame) -> dict[str, Any]:
+    """The content of ``results.json``: ``run`` and the figures, shares from 0 to 1. ``tokens_of_answered``: as the
+    published code, over responses with a box."""
+    result = figures(by_problem(scores), run["sampling"]["samples"])
     for name, row in result["benchmarks"].items():
         of_name = scores[scores["benchmark"] == name]
-        row |= {"tokens_of_answered": float(boxed[name]), "responses": len(of_name)}
-        for column in scores.columns.intersection(["no_verdict", "no_verdict_published"]):
-            row[column.replace("_published", ", published")] = int(of_name[column].sum())
-        row |= {"problems_hash": hashes[name], "by_problem": tables.loc[name].to_dict("list")}
-        row["gold_hash"] = digest(of_name.drop_duplicates("index")["gold"].tolist())
+        counts = of_name.filter(like="no_verdict").sum().items()
+        row |= {column.replace("_published", ", published"): int(count) for column, count in counts}
+        row |= {"responses": len(of_name), "tokens_of_answered": of_name[of_name["answered"]]["tokens"].mean()}
+    tokens, sizes = pd.DataFrame(result["benchmarks"]).loc[["tokens_of_answered", "problems"]].to_numpy(float)
+    result["mean"]["tokens_of_answered"] = tokens.mean()
+    result["weighted_mean"]["tokens_of_answered"] = np.average(tokens, weights=sizes)
     return {"run": run, "interval": INTERVAL, **result}
 
 
-def compare(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
-    """The figures of ``second - first`` (contents of ``results.json``), beside both; ValueError names all differences
-    of problems, ground truths, grader, prompt template and sampling but for its seed."""
-    conditions, tables = [], []
-    for result in (first, second):
-        run, rows = result["run"], result["benchmarks"]
-        hashes = {name: (row["problems_hash"], row["gold_hash"]) for name, row in rows.items()}
-        conditions.append(hashes | run["sampling"] | run["template"] | {"grader": run["grader"], "seed": None})
-        tables.append(pd.concat({n: pd.DataFrame(row["by_problem"]) for n, row in rows.items()}, names=["benchmark"]))
-    a, b = conditions
-    if differences := [
-        f"{name} {a.get(name)!r} and {b.get(name)!r}" for name in {**a, **b} if a.get(name) != b.get(name)
-    ]:
-        remedy = "evaluate both with the same data, chat template and options; --regrade changes the grader"
-        raise ValueError(f"these evaluations cannot be compared: {'; '.join(differences)}; {remedy}")
-    return figures(tables[1] - tables[0], a["samples"]) | {"interval": INTERVAL, "first": first, "second": second}
+def compare(results: tuple[dict[str, Any], ...], scores: tuple[pd.DataFrame, ...]) -> dict[str, Any]:
+    """The figures of the second of two runs minus those of the first, beside the results of both; ValueError names all
+    differences of benchmarks, prompts, ground truths, grader and sampling but for its seed."""
+    a, b = (result["run"]["sampling"] | {"grader": result["run"]["grader"], "seed": None} for result in results)
+    unequal = [f"{name} {a[name]!r} and {b[name]!r}" for name in a if a[name] != b[name]]
+    first, second = ({n: rows.to_dict("list") for n, rows in of[[*KEY, "gold"]].groupby("benchmark")} for of in scores)
+    unequal += [f"prompts or ground truths of {n}" for n in first | second if first.get(n) != second.get(n)]
+    if unequal:
+        remedy = "evaluate both with the same data, template and options, or --regrade one"
+        raise ValueError(f"these evaluations cannot be compared: {'; '.join(unequal)}; {remedy}")
+    difference = by_problem(scores[1]) - by_problem(scores[0])
+    return figures(difference, a["samples"]) | {"interval": INTERVAL, "first": results[0], "second": results[1]}
 
 
-def _table(result: dict[str, Any], sign: str = "") -> str:
-    rows = []  # shares in percent; with a sign those of a difference
+def page(result: dict[str, Any]) -> str:
+    """A run's report as a Markdown page (docs/evaluation.md), or a comparison after the reports of both runs."""
+    sign, rows = "" if "run" in result else "+z", []
     means = {"mean over benchmarks": result["mean"], "mean weighted by problems": result["weighted_mean"]}
     names = [name for name, row in result["mean"].items() if isinstance(row, dict)]
     for label, row in (result["benchmarks"] | means).items():
@@ -98,39 +118,13 @@ def _table(result: dict[str, Any], sign: str = "") -> str:
             scale, digits = (1, 0) if name == "tokens" else (100, 2 if sign else 1)
             value, low, high = (f"{scale * row[name][key]:{sign}.{digits}f}" for key in ("value", "low", "high"))
             rows[-1].append(f"{value} [{low}, {high}]" + (f", {row[name]['above_zero']:.1%}" if sign else ""))
-        rows[-1] += [] if sign else [f"{row['tokens_of_answered']:.0f}"]
     head = ["benchmark", "problems", *(name if name == "tokens" else f"{name}, %" for name in names)]
-    return "\n".join(table(head + ([] if sign else ["tokens, with a box"]), rows, right=1)) + "\n"
-
-
-def results_page(result: dict[str, Any]) -> str:
-    """The report of a run as a Markdown page."""
-    run = result["run"] | result["run"]["sampling"] | result["run"]["template"]
-    settings = [f"{name} {value}" for name, value in run.items() if name not in ("sampling", "template", "prompt")]
-    counts = pd.DataFrame(result["benchmarks"].values()).filter(like="no_verdict").sum()
-    unreadable = ", ".join(f"{count:.0f}{name.removeprefix('no_verdict')}" for name, count in counts.items())
-    return f"""# Evaluation of `{run["model"]}`
-
-{_table(result)}
-- acc: mean over samples; pass: any sample correct; tokens: mean over all responses, with the end token, and over those
-  with a box alone, as GRAIL's published code counts (its box with `--grader published`); unanswered: no complete
-  `\\boxed{{}}`; truncated: at the limit on tokens. Incorrect as unreadable: {unreadable}.
-- In brackets: 95% intervals, bootstrap over problems. Problems that all fare alike give an interval without width.
-- {", ".join(settings)}.
-"""
-
-
-def comparison_page(result: dict[str, Any]) -> str:
-    """The comparison of two runs as a Markdown page, after the reports of both."""
-    first, second = result["first"], result["second"]
-    measures = {"published": "by this grader", BOTH: "by the grader of the columns `published`"}
-    other = "**another measure than this table's**: by `--grader published`, or `both`"
-    return f"""{results_page(first)}
-{results_page(second)}
-# B (`{second["folder"]}`) compared with A (`{first["folder"]}`)
-
-{_table(result, "+z")}
-- B - A; in brackets: 95% intervals, paired bootstrap over problems; then the share of resamples in which B is above A.
-- Published for GRAIL - GRPO (arXiv 2606.04889), mean of five models and six benchmarks: acc@3 +3.60, pass@3 +3.05;
-  {measures.get(first["run"]["grader"], other)}.
-"""
+    lines = "\n".join(table(head, rows, right=1))
+    if sign:
+        a, b = result["first"], result["second"]
+        return f"{page(a)}\n{page(b)}\n# B (`{b['folder']}`) minus A (`{a['folder']}`)\n\n{lines}\n"
+    settings = result["run"] | result["run"]["sampling"]
+    settings["mean tokens of responses with a box"] = f"{result['mean']['tokens_of_answered']:.0f}"
+    settings |= pd.DataFrame(result["benchmarks"].values()).filter(like="no_verdict").sum().astype(int).to_dict()
+    listed = [f"{name} {value}" for name, value in settings.items() if not isinstance(value, dict)]
+    return f"# Evaluation of `{settings['model']}`\n\n{lines}\n\n{', '.join(listed)}.\n"

@@ -1,8 +1,8 @@
 """The benchmarks' problems, their samples drawn with vLLM, and the file that keeps each as soon as it is drawn.
 
-A sample's seed follows from the evaluation's seed, the benchmark, the problem and the sample's number: neither order
-nor engine nor resuming matters. But logits may depend on the batch in their last bits: with vLLM 0.28 on a CPU,
-bfloat16 gave other tokens alone than in a batch, float32 the same. So a CPU computes in float32.
+A sample's seed follows from the evaluation's seed, benchmark, problem and number, whatever the order and the engine.
+But logits may depend on the batch in their last bits: with vLLM 0.28 on a CPU, bfloat16 gave other tokens alone than in
+a batch, float32 the same. So a CPU computes in float32.
 """
 
 from __future__ import annotations
@@ -20,26 +20,25 @@ from tempfile import TemporaryDirectory
 from typing import Any, TextIO
 
 import pandas as pd
+import torch
+from huggingface_hub import snapshot_download
 from tqdm.asyncio import tqdm
 
 from grail_advantage.reward import check_ground_truths
-from recipe.data.specs import file_stem
+from recipe.data.specs import ENDINGS
 
 KEY = ["benchmark", "index", "sample", "prompt"]
 """A sample's name, with a hash of its prompt's token ids. A sample also has ``seed``, ``tokens`` (with the end token),
 ``finish_reason`` (``stop`` or ``length``) and ``text``."""
-FILES = ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model"]
-"""Of a model's folder: what is fetched and what counts."""
+FILES = ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model"]  # that are fetched of a model on the hub
 
 
 def load_benchmarks(names: list[str], data_dir: Path, prompt: str = "corrected") -> pd.DataFrame:
     """Read what :mod:`recipe.data.prepare` wrote: a row a problem with ``benchmark``, ``index`` in its file,
-    ``messages`` (the chat that asks for it) and ``gold`` (the ground truth). ValueError for a benchmark that is not
-    there, or is unusable."""
+    ``messages`` (the chat that asks for it) and ``gold``. ValueError for a benchmark that is not there or unusable."""
     tables = {}
     for name in names:
-        file = data_dir / f"{file_stem(name, prompt)}.parquet"
-        if not file.is_file():
+        if not (file := data_dir / f"{name}{ENDINGS[prompt]}").is_file():
             make = f"bash scripts/prepare_data.sh --train none --benchmarks {','.join(names)} --prompt {prompt}"
             raise ValueError(f"{data_dir} lacks {name}; make it with: {make} --output-dir {data_dir}")
         table = pd.read_parquet(file)
@@ -59,92 +58,72 @@ def read_samples(path: Path) -> pd.DataFrame:
 
 
 def open_samples(path: Path, settings: dict[str, Any]) -> TextIO:
-    """Open a file of samples to append to it. Its first line holds the settings of all samples; ValueError if they are
-    others."""
+    """Open a file of samples to append to it. Its first line holds the settings of all; ValueError if they differ."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    first, file = json.dumps({"settings": settings}) + "\n", path.open("a", encoding="utf-8")
-    text = path.read_text(encoding="utf-8", errors="replace")
-    if text.count("\n") < 2:  # no sample is there
-        file.truncate(0)
-        file.write(first)
-    elif not text.startswith(first):
-        there, remedy = text.partition("\n")[0], "use the former or another --output-dir"
-        raise ValueError(f"{path} was begun with other settings: {there}, not {first.strip()}; {remedy}")
-    elif not text.endswith("\n"):
-        file.write("\n")
+    file, first = path.open("a+", encoding="utf-8", errors="surrogateescape"), json.dumps({"settings": settings}) + "\n"
+    file.seek(0)
+    if (there := file.readline()) not in ("", first):
+        raise ValueError(f"{path} was begun with other settings: {there}not {first}use those or another --output-dir")
+    file.write("\n" if there else first)  # a kill may have cut off the last line, even within a character
     return file
 
 
-def resolve_model(model: str) -> Path:
-    """Return the folder of ``--model``: that of a Hugging Face model, ``.../global_step_N``, which verl's merger joins
-    into ``actor_merged`` once, or that of a name on the hub, which is fetched into its cache."""
-    path = Path(model)
-    if not path.is_dir():
-        from huggingface_hub import snapshot_download
-
-        path = Path(snapshot_download(model, allow_patterns=FILES))
+def resolve_model(model: str) -> tuple[Path, str]:
+    """The folder of ``--model`` and a hash of its weights: a Hugging Face model's, ``.../global_step_N``, which is
+    merged once, or that of a name on the hub, which is fetched into its cache."""
+    path = Path(model) if Path(model).is_dir() else Path(snapshot_download(model, allow_patterns=FILES))
     if any((path / "actor").glob("model_world_size_*_rank_*.pt")):
-        path = path / "actor_merged" if (path / "actor_merged").is_dir() else merge(path / "actor")
-    if not [*path.glob("*.safetensors"), *path.glob("pytorch_model*.bin")]:
+        path = merge(path / "actor", path / "actor_merged")
+    if not (weights := sorted([*path.glob("*.safetensors"), *path.glob("pytorch_model*.bin")])):
         raise ValueError(f"--model {model} is neither a model folder with weights nor a run's folder global_step_N")
-    return path
+    return path, digest([hashlib.file_digest(file.open("rb"), "sha256").hexdigest() for file in weights])
 
 
-def merge(checkpoint: Path) -> Path:
+def merge(checkpoint: Path, merged: Path) -> Path:
     """Join the weights of a verl checkpoint in a folder beside it, which is there when it is whole."""
-    with TemporaryDirectory(dir=checkpoint.parent) as folder:
-        made = Path(folder, "merged")
-        command = [sys.executable, "-m", "verl.model_merger", "merge", "--backend", "fsdp"]
-        subprocess.run([*command, "--local_dir", checkpoint, "--target_dir", made], stdout=2, check=True)
+    if merged.is_dir():
+        return merged
+    with TemporaryDirectory(dir=merged.parent) as folder:
+        command = [sys.executable, "-m", "verl.model_merger", "merge", "--backend", "fsdp", "--local_dir", checkpoint]
+        subprocess.run([*command, "--target_dir", made := Path(folder, "merged")], stdout=2, check=True)
         if (adapter := made / "lora_adapter").is_dir():  # beside base weights that verl 0.9.1 leaves as they were
             from peft import PeftModel
             from transformers import AutoModelForCausalLM
 
             model = AutoModelForCausalLM.from_pretrained(made, dtype="auto")
             PeftModel.from_pretrained(model, str(adapter)).merge_and_unload().save_pretrained(made)
-        return made.rename(checkpoint.with_name("actor_merged"))
+        return made.rename(merged)
 
 
-def fingerprint(folder: Path) -> str:
-    """First 16 hexadecimal digits of a SHA-256 over a model folder's weights, configuration, tokenizer and template."""
-    files = {path for pattern in [*FILES, "pytorch_model*.bin"] for path in folder.glob(pattern)}
-    hashes = [f"{path.name} {hashlib.file_digest(path.open('rb'), 'sha256').hexdigest()}" for path in sorted(files)]
-    return hashlib.sha256("\n".join(hashes).encode()).hexdigest()[:16]
+def digest(value: Any) -> str:
+    """First 16 hexadecimal digits of the SHA-256 of a value's JSON."""
+    return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:16]
 
 
 def start_engine(model: Path, longest: int, tensor_parallel_size: int) -> Any:
-    """Load the model into vLLM's ``AsyncLLM``, for ``longest`` tokens with the prompt: on a GPU in the precision that
-    its weights are stored in, on a CPU in float32; as many engines as the GPUs allow."""
+    """Load the model into vLLM's engine, or into as many as the GPUs allow, for ``longest`` tokens with the prompt."""
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # its warnings are about the choices made here
     os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")  # compiled at run time, often without an nvcc
-    import torch
-    from transformers import AutoConfig
-
-    # Left to itself, vLLM would convert float32 weights to 16 bits.
-    dtype = str(AutoConfig.from_pretrained(model).get_text_config().dtype or "auto").removeprefix("torch.")
+    engines = max(1, torch.cuda.device_count() // tensor_parallel_size)
+    options: dict[str, Any] = {"tensor_parallel_size": tensor_parallel_size, "data_parallel_size": engines}
     # A prompt is short beside its response, and without the cache no sample's numbers come from another's batch.
-    options: dict[str, Any] = {"enable_prefix_caching": False, "disable_log_stats": True, "max_model_len": longest}
-    options |= {"tensor_parallel_size": tensor_parallel_size, "dtype": dtype}
-    options["data_parallel_size"] = max(1, torch.cuda.device_count() // tensor_parallel_size)
+    options |= {"max_model_len": longest, "enable_prefix_caching": False, "disable_log_stats": True}
     if "cpu" in version("vllm"):
         from verl_cpu import environment
 
         environment.apply_defaults()
-        # Compiling takes longer than it saves. A prompt read in pieces draws random numbers that vLLM gives back, which
-        # a CPU cannot ("CPU Generator does not use offset", GPUModelRunner._bookkeeping_sync in vLLM 0.28).
-        options |= {"dtype": "float32", "enforce_eager": True, "enable_chunked_prefill": False}
-        # An engine's one worker needs no process of its own.
-        options |= {"max_num_batched_tokens": max(longest, 4096), "distributed_executor_backend": "uni"}
-    from vllm import AsyncEngineArgs
-    from vllm.v1.engine.async_llm import AsyncLLM
+        # A prompt read in pieces draws random numbers that vLLM gives back, which a CPU cannot ("CPU Generator does not
+        # use offset", GPUModelRunner._bookkeeping_sync in vLLM 0.28). Compiling takes longer than it saves.
+        options |= {"enable_chunked_prefill": False, "max_num_batched_tokens": max(longest, 4096)}
+        options |= {"dtype": "float32", "enforce_eager": True, "distributed_executor_backend": "uni"}
+    from vllm import AsyncEngineArgs, AsyncLLMEngine
 
-    return AsyncLLM.from_engine_args(AsyncEngineArgs(model=str(model), **options))
+    return AsyncLLMEngine.from_engine_args(AsyncEngineArgs(model=str(model), **options))
 
 
 async def draw(start: Callable, wanted: pd.DataFrame, sampling: dict[str, Any], tokenizer: Any, file: TextIO) -> None:
     """Start the engine and draw the ``wanted`` samples (:data:`KEY` and ``prompt_ids``), each into ``file`` at once."""
-    from vllm import SamplingParams
-    from vllm.sampling_params import RequestOutputKind
+    from vllm.sampling_params import RequestOutputKind, SamplingParams
 
     options = {name: value for name, value in sampling.items() if name not in ("samples", "seed")}
     options |= {"output_kind": RequestOutputKind.FINAL_ONLY, "detokenize": False}  # vLLM would load its own tokenizer
@@ -153,7 +132,7 @@ async def draw(start: Callable, wanted: pd.DataFrame, sampling: dict[str, Any], 
 
     async def one(sample: dict[str, Any]) -> None:
         name = "/".join(str(sample[part]) for part in KEY[:3])
-        seed = int.from_bytes(hashlib.sha256(f"{sampling['seed']}/{name}".encode()).digest()[:8], "big") >> 1
+        seed = int(hashlib.sha256(f"{sampling['seed']}/{name}".encode()).hexdigest()[:16], 16) >> 1
         parameters, prompt = SamplingParams(**options, seed=seed), {"prompt_token_ids": sample["prompt_ids"]}
         async for output in engine.generate(prompt, parameters, name):
             final = output.outputs[0]

@@ -1,4 +1,4 @@
-"""Data preparation: golden rows for every format, the published problems, odd rows, the hub, and how verl reads the files."""
+"""Data preparation: golden rows for every format, the published problems, odd rows, the hub."""
 
 from __future__ import annotations
 
@@ -14,25 +14,18 @@ import pytest
 
 from grail_advantage.reward import compute_score
 from recipe.data.prepare import main, read_local
-from recipe.data.specs import PROMPT_SUFFIX, PUBLISHED_SUBSETS, SPECS, convert, read_gold, user_messages
+from recipe.data.specs import PUBLISHED_SUBSETS, SPECS, convert, read_gold, user_messages
 from tests.recipe.golds import faults
 
 GOLDEN = Path(__file__).parent / "golden"
-# Spelled without any backslash, so that no escape rule can touch it.
-SUFFIX = " Please reason step by step, and put your final answer within " + chr(92) + "boxed{}."
 
 
 def golden(name: str) -> list[dict[str, Any]]:
     return json.loads((GOLDEN / f"{name}.json").read_text(encoding="utf-8"))
 
 
-def read_rows(path: Path) -> list[dict[str, Any]]:
-    return pq.read_table(path).to_pylist()
-
-
-def run(folder: Path, name: str, lines: list[dict[str, Any] | str], *options: str) -> int:
-    """The command's status for one set, whose lines are rows or, to make broken ones, texts; it writes
-    ``folder/out``."""
+def run(folder: Path, name: str, lines: list[Any], *options: str) -> int:
+    """The command's status for one set, whose lines are rows or, to make broken ones, texts; into ``folder/out``."""
     folder.mkdir(parents=True, exist_ok=True)
     texts = [line if isinstance(line, str) else json.dumps(line) for line in lines]
     (folder / f"{name}.jsonl").write_text("\n".join(texts) + "\n", encoding="utf-8")
@@ -41,95 +34,72 @@ def run(folder: Path, name: str, lines: list[dict[str, Any] | str], *options: st
     return main([*which, "--local-dir", str(folder), "--output-dir", str(folder / "out"), *options])
 
 
-WHOLE = ["math500", "aime24", "amc23", "minerva_math", "gsm8k"]
-"""Benchmarks without a published subset."""
-
-
-def test_golden_rows_of_one_schema_that_the_judge_accepts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_golden_rows_of_one_schema_that_the_judge_accepts(tmp_path: Path) -> None:
     """verl concatenates its validation files, which fails where a column's type differs."""
-    sets = ["--train", "deepmath", "--benchmarks", ",".join(WHOLE)]
+    sets = ["--train", "deepmath", "--benchmarks", "math500,aime24,amc23,minerva_math,gsm8k"]
     assert main(["--local-dir", str(GOLDEN), "--output-dir", str(tmp_path), *sets]) == 0
     tables = {path.stem: pq.read_table(path) for path in tmp_path.glob("*.parquet")}
-    assert tables.keys() == {"deepmath", *WHOLE}
-    assert pa.concat_tables(tables.values()).num_rows == sum(len(golden(name)) for name in tables)
+    assert len(tables) == 6 and pa.concat_tables(tables.values()).num_rows == sum(len(golden(name)) for name in tables)
     rows = {name: table.to_pylist() for name, table in tables.items()}
-    for name in ("college_math", "olympiadbench"):
+    assert all(found == golden(name) for name, found in rows.items())
+    for name in ("college_math", "olympiadbench"):  # of which a file has the published problems alone
         lines = map(json.loads, (GOLDEN / f"{name}.jsonl").read_text(encoding="utf-8").splitlines())
         rows[name] = [convert(SPECS[name], line) for line in lines if line.get("subject") != "Physics"]
-        for of in (rows[name], wanted := golden(name)):
-            of.sort(key=lambda row: row["extra_info"]["problem"])
-            for row in of:
-                row["extra_info"]["index"] = 0
-        assert rows[name] == wanted
-    for name, found in rows.items():
-        assert name not in tables or found == golden(name), name
-        for row in found:
-            gold = row["reward_model"]["ground_truth"]
-            answer = chr(92) + "boxed{" + gold + "}"
-            assert compute_score(name, answer, gold, row["extra_info"])["score"] == 1.0, gold
+        wanted = [row | {"extra_info": row["extra_info"] | {"index": 0}} for row in golden(name)]
+        assert sorted(map(repr, rows[name])) == sorted(map(repr, wanted))
+    for name, row in ((name, row) for name, found in rows.items() for row in found):
+        gold = row["reward_model"]["ground_truth"]
+        assert compute_score(name, f"{chr(92)}boxed{{{gold}}}", gold, row["extra_info"])["score"] == 1.0, gold
 
 
 def test_gold_and_prompt() -> None:
     for value, gold in (("$2$ ", "$2$"), (-3.0, "-3"), (0.125, "0.125"), (["2", 3.0], "2, 3"), (r"\boxed{204}", "204")):
         assert read_gold(value, "plain") == gold
-    assert PROMPT_SUFFIX == SUFFIX
-    for problem in ("  Add $1$ and $2$.\n", "Add $1$ and $2$." + SUFFIX + "\n"):
-        assert user_messages(problem) == [{"role": "user", "content": "Add $1$ and $2$." + SUFFIX}]
+    asked = f"Add $1$. Please reason step by step, and put your final answer within {chr(92)}boxed{{}}."
+    for problem in ("  Add $1$.\n", f"{asked}\n"):
+        assert user_messages(problem) == [{"role": "user", "content": asked}]
 
 
-def test_the_published_problems_are_found_by_their_ids(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for name, columns in (("college_math", ("question", "answer")), ("olympiadbench", ("question", "final_answer"))):
-        ids, rows = list(PUBLISHED_SUBSETS[name]), []
-        for place, id in enumerate([*ids, "another", "one more"]):
-            book, _, number = id.rpartition("/")
-            named = {"data_source": book, "question_number": number} if name == "college_math" else {"id": id}
-            rows.append(named | dict(zip(columns, (f"Problem {place}?", "2"), strict=True)))
-        physics = [named | {"subject": "Physics"}] * (name == "olympiadbench")
-        mixed = random.Random(0).sample([*rows, *physics], len(rows) + len(physics))
-        assert len(set(ids)) == 200 and run(tmp_path, name, mixed) == 0
-        assert f"200 rows, of {SPECS[name].rows} published, 0 dropped, {len(physics)} of" in capsys.readouterr().out
-        assert [row["extra_info"]["id"] for row in read_rows(tmp_path / f"out/{name}.parquet")] == ids
-        assert run(tmp_path, name, rows[:7] + rows[8:]) == 1
-        assert f"such as {ids[7]}; take the full set ({SPECS[name].hub})" in capsys.readouterr().err
+@pytest.mark.parametrize("name", ["college_math", "olympiadbench"])
+def test_the_published_problems_are_found(tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
+    ids, rows = list(PUBLISHED_SUBSETS[name]), []
+    for place, id in enumerate([*ids, "another", "one more"]):
+        named = dict(zip(("data_source", "_", "question_number"), id.rpartition("/"), strict=True)) | {"id": id}
+        rows.append(named | {"question": f"Problem {place}?", SPECS[name].gold: "2"})
+    physics = [rows[3] | {"subject": "Physics"}] * (name == "olympiadbench")
+    assert len(set(ids)) == 200 and run(tmp_path, name, random.Random(0).sample(rows, len(rows)) + physics) == 0
+    assert f"200 rows, of {SPECS[name].rows} published, 0 dropped, {len(physics)} of" in capsys.readouterr().out
+    assert [row["extra_info"]["id"] for row in pq.read_table(tmp_path / f"out/{name}.parquet").to_pylist()] == ids
+    assert run(tmp_path, name, rows[:7] + rows[8:]) == 1
+    assert f"such as {ids[7]}; take the full set ({SPECS[name].hub})" in capsys.readouterr().err
 
 
 def test_the_published_prompt_is_a_file_of_its_own(tmp_path: Path) -> None:
     """Its text is what Python makes of the published one, a plain string."""
     as_read = " Please reason step by step, and put your final answer within \boxed{}."
-    assert "\x08oxed" in as_read
-    asked: list[Any] = [{"problem": f"What is ${i} + 1$?", "answer": str(i + 1)} for i in range(2)]
+    asked = [{"problem": f"What is ${i} + 1$?", "answer": str(i + 1)} for i in range(2)]
     for prompt in ("corrected", "published"):
         assert run(tmp_path, "aime24", asked, "--prompt", prompt) == 0
-    ours, theirs = (read_rows(tmp_path / f"out/aime24{name}.parquet") for name in ("", "_published"))
-    assert [row["prompt"][0]["content"] for row in theirs] == [f"What is ${i} + 1$?{as_read}" for i in range(2)]
-    for row in (*ours, *theirs):
-        row.pop("prompt")
-    assert ours == theirs
+    ours, theirs = (pq.read_table(tmp_path / f"out/aime24{name}.parquet").to_pylist() for name in ("", "_published"))
+    assert [row.pop("prompt")[0]["content"] for row in theirs] == [f"What is ${i} + 1$?{as_read}" for i in range(2)]
+    assert [{name: of for name, of in row.items() if name != "prompt"} for row in ours] == theirs
 
 
+BAD = ['{"problem": "p", "answer"', "[1]", '{"problem": "p", "answer": NaN}', '{"problem": "\\ud800", "answer": "1"}']
 SYSTEM = [{"role": "system", "content": "s"}, {"role": "user", "content": "p"}]
-BAD_ROWS: list[tuple[str, Any]] = [
-    ("aime24", '{"problem": "p", "answer"'),
-    ("aime24", "[1]"),
-    ("aime24", {"problem": "p", "id": 4}),
-    ("aime24", {"problem": " \n", "answer": "1"}),
-    ("aime24", '{"problem": "p", "answer": NaN}'),
-    ("aime24", '{"problem": "lone \\ud800", "answer": "1"}'),
-    ("minerva_math", {"problem": "p", "solution": r"It is \boxed{1."}),
-    ("gsm8k", {"question": "p", "answer": "It is 4."}),
-    ("deepmath", {"prompt": SYSTEM, "solution": "1"}),
-]
+OTHERS = [("gsm8k", {"question": "p", "answer": "It is 4."}), ("deepmath", {"prompt": SYSTEM, "solution": "1"})]
+OTHERS += [("minerva_math", {"problem": "p", "solution": r"It is \boxed{1."}), ("aime24", {"problem": "p", "id": 4})]
 
 
-@pytest.mark.parametrize(("name", "row"), BAD_ROWS)
-def test_a_bad_row_is_named_and_dropped(
-    tmp_path: Path, name: str, row: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.mark.parametrize(
+    ("name", "row"), [*(("aime24", row) for row in [*BAD, {"problem": " ", "answer": "1"}]), *OTHERS]
+)
+def test_a_bad_row_is_dropped(tmp_path: Path, name: str, row: Any, capsys: pytest.CaptureFixture[str]) -> None:
     """Line 2 is blank, which is no error but keeps its number. Of too many bad rows nothing is written."""
     good = (GOLDEN / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()[0]
     assert run(tmp_path, name, [good, "", row, *[good] * 20]) == 0
     assert f"dropped: {tmp_path / name}.jsonl, line 3: " in capsys.readouterr().err
-    assert [row["extra_info"]["index"] for row in read_rows(tmp_path / f"out/{name}.parquet")] == list(range(21))
+    assert pq.read_table(tmp_path / f"out/{name}.parquet").num_rows == 21
     assert run(tmp_path / "many", name, [good, row]) == 1 and not (tmp_path / "many/out").exists()
 
 
@@ -143,29 +113,19 @@ def test_the_training_split_is_no_benchmark(tmp_path: Path) -> None:
         assert read_local(SPECS[name], tmp_path)[0] == str(tmp_path / file)
 
 
-def test_hub_dataset_through_load_dataset(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """``load_dataset`` takes a folder for a hub id, so all but the download runs; a row's number takes a line's
-    place."""
+def test_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """``load_dataset`` takes a folder for a hub id, so all but the download runs."""
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    hub = tmp_path / "hub"
-    for name, split in (("deepmath", "train"), ("aime24", "test")):
-        (hub / name).mkdir(parents=True)
-        rows = (GOLDEN / f"{name}.jsonl").read_text()
-        (hub / name / f"{split}.jsonl").write_text(rows * 20 if name == "aime24" else rows)
-    with (hub / "aime24" / "test.jsonl").open("a") as file:
-        file.write('{"id": 8, "problem": "p", "answer": ""}\n')
+    bad = '{"id": 8, "problem": "p", "answer": ""}\n'
+    (tmp_path / "test.jsonl").write_text((GOLDEN / "aime24.jsonl").read_text() * 20 + bad)
     # The hub's AIME copy has its rows in "train": another split has to be asked for.
-    places = ["--hub-id", f"deepmath={hub / 'deepmath'}", "--hub-id", f"aime24={hub / 'aime24'}::test"]
-    places += ["--local-dir", str(GOLDEN), "--output-dir", str(tmp_path / "out")]
-    assert main(["--benchmarks", "aime24,amc23", *places]) == 0
-    assert f"dropped: {hub / 'aime24'}::test, row 21: " in capsys.readouterr().err
-    for name in ("deepmath", "amc23"):
-        assert read_rows(tmp_path / "out" / f"{name}.parquet") == golden(name)
+    places = ["--hub-id", f"aime24={tmp_path}::test", "--local-dir", str(GOLDEN), "--output-dir", str(tmp_path / "out")]
+    assert main(["--benchmarks", "aime24,amc23", "--train", "none", *places]) == 0
+    assert f"dropped: {tmp_path}::test, row 21: " in capsys.readouterr().err
+    assert pq.read_table(tmp_path / "out/amc23.parquet").to_pylist() == golden("amc23")
+    assert pq.read_table(tmp_path / "out/aime24.parquet").num_rows == 20
 
 
 def test_a_ground_truth_is_doubtful_where_its_spelling_is_refused_or_a_near_miss_accepted() -> None:
-    fine = [r"\frac{3}{4}", "-7/8", "10,080", "-12", "(1,29)", r"\{1, 2, 3\}", r"\text{Evelyn}", "0", r"\frac{1}{3}"]
-    assert {gold: found for gold in fine if (found := faults(gold))} == {}
+    assert not any(map(faults, (r"\frac{3}{4}", "10,080", "-12", "(1,29)", r"\{1, 2, 3\}", r"\text{Evelyn}")))
     assert faults(r"\lfloor 2.5\rfloor") == [r"accepts '\\lfloor 2.6\\rfloor'"]

@@ -39,7 +39,7 @@ def launched() -> Iterator[Browser]:
     path = executable()
     if path is None:
         raise RuntimeError(
-            "no Chromium found: scripts/setup_chromium.sh installs it, CHROMIUM=/path/to/chromium names one"
+            "no Chromium found: scripts/test.sh installs Debian's as root, CHROMIUM=/path/to/chromium names one"
         )
     from playwright.sync_api import sync_playwright
 

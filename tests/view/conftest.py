@@ -20,9 +20,7 @@ from tests.view.synthetic import write_conversations, write_dump, write_metrics
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
     if executable() is None:
-        pytest.skip(
-            "no Chromium: scripts/setup_chromium.sh installs it where it can, CHROMIUM=/path/to/chromium names one"
-        )
+        pytest.skip("no Chromium: scripts/test.sh installs Debian's as root, CHROMIUM=/path/to/chromium names one")
     with launched() as chromium:
         yield chromium
 
