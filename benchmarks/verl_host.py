@@ -26,9 +26,8 @@ from benchmarks import timer
 from benchmarks.setup import Setup, random_model, release
 from grail_advantage import Method
 from grail_advantage.data import ENTROPY, OLD_LOG_PROBS, Rollouts, Row, RowScores
-from grail_advantage.verl_ext.exchange import build_request, nested
+from grail_advantage.verl_ext.exchange import LEAVE_OUT, build_request, nested, rows_of
 from grail_advantage.verl_ext.worker import TokenWeightActorWorker, token_scores
-from grail_advantage.verl_ext.zero_advantage import LEAVE_OUT
 
 
 def default_actor(setup: Setup) -> verl_config.FSDPActorConfig:
@@ -87,11 +86,11 @@ class VerlHost:
     def scores(self, method: Method, rows: Sequence[Row]) -> list[RowScores]:
         start, pad_token = timer.now(self.device), self._rollouts.tokenizer.pad_token_id
         request = build_request(rows, method, temperature=1.0, pad_token=pad_token)
-        scores = token_scores(self.engine, request)["scores"].unbind()
+        found = rows_of(token_scores(self.engine, request))
         self.pass_seconds = timer.now(self.device) - start
-        if not all(of_row.isfinite().all() for of_row in scores):
+        if not all(of.scores.isfinite().all() for of in found):
             raise ValueError(f"{method.name}: the pass gives scores that are not finite")
-        return [RowScores(of_row) for of_row in scores]
+        return found
 
     def forward(self) -> None:
         """The forward that every method runs: log-probabilities and entropies of all responses."""

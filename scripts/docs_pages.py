@@ -31,8 +31,7 @@ from grail_advantage.maps import MAPS  # noqa: E402
 from grail_advantage.method import Mapped, Method, build, methods  # noqa: E402
 from grail_advantage.metrics import GRADIENT_METRICS, METRICS  # noqa: E402
 from grail_advantage.rules import Rule  # noqa: E402
-from grail_advantage.verl_ext import rules as verl_rules  # noqa: E402
-from grail_advantage.verl_ext.rules import NEEDED_WHOLE  # noqa: E402
+from grail_advantage.verl_ext.settings import NEEDED_WHOLE, RULES  # noqa: E402
 from recipe.marked_text import table, write_marked  # noqa: E402
 from recipe.published import GROUPS as PUBLISHED  # noqa: E402
 from recipe.published import shown  # noqa: E402
@@ -223,7 +222,7 @@ def figures() -> str:
 def refused() -> str:
     """What a run with verl is refused with."""
     shown: dict[str, list[str]] = {}
-    for rule in (*verl_rules.EVERY_RUN, *verl_rules.REFUSED):
+    for rule in (rule for rule in RULES if not rule.warned):
         shown.setdefault(rule.because, []).append(f"`{_short(rule.option)}`")
     rows = [[", ".join(dict.fromkeys(options)), why] for why, options in shown.items()]
     return "\n".join(table(["refused, such as", "why"], rows))

@@ -20,8 +20,7 @@ from verl.utils.config import validate_config
 from verl.utils.device import auto_set_device
 
 from grail_advantage.verl_ext import patches
-from grail_advantage.verl_ext.checks import trainer_kind
-from grail_advantage.verl_ext.entry import prepare_run
+from grail_advantage.verl_ext.entry import prepare_run, trainer_kind
 from grail_advantage.verl_ext.settings import Settings
 
 FOLDER = Path(__file__).parents[1] / "recipe" / "config"

@@ -11,16 +11,28 @@ from omegaconf import DictConfig
 
 from grail_advantage.model.probe import Finding
 from grail_advantage.rules import Rule
-from grail_advantage.verl_ext import rules
-from grail_advantage.verl_ext.checks import check_config
-from grail_advantage.verl_ext.rules import CHUNKING, LOSS, MODEL_DTYPE, SCALE, why_not_skip
-from grail_advantage.verl_ext.settings import ACTOR, BASE, BYPASS, METHOD, MODEL, ROLLOUT, SKIP, SLICES
+from grail_advantage.verl_ext import settings as rules
+from grail_advantage.verl_ext.entry import check_config
+from grail_advantage.verl_ext.settings import (
+    ACTOR,
+    BASE,
+    BYPASS,
+    CHUNKING,
+    LOSS,
+    METHOD,
+    MODEL,
+    MODEL_DTYPE,
+    ROLLOUT,
+    SCALE,
+    SKIP,
+    SLICES,
+    why_not_skip,
+)
 from recipe import rules as recipe_rules
 from tests.composed import compose, parsed, prepare
 
 TWO_SLICES = f"{SLICES[0]}=2"
 REFUSED = (  # in the order of the table
-    *("++algorithm.token_weights.share_forward=auto", "++algorithm.token_weights.trainer_module=mine"),
     *("trainer.v1.trainer_mode=mine", f"{BASE}=gae"),
     f"{BYPASS}=True {METHOD}=entropy {ROLLOUT}.top_k=-1",
     f"{BYPASS}=True algorithm.token_dump.effect_every=1 {ROLLOUT}.top_k=-1",
@@ -36,6 +48,7 @@ EVERY_RESPONSE = (
     "trainer.use_v1=False",
     *(f"{LOSS}={loss}" for loss in ("clip_cov", "kl_cov", "dro", "bypass_mode", "mine")),
     *(f"{ACTOR}.strategy=megatron {METHOD}=uniform", f"{ACTOR}.use_kl_loss=True", f"{ACTOR}.entropy_coeff=0.001"),
+    f"{MODEL}.enable_activation_offload=True",
     *(f"{ACTOR}.calculate_entropy=True", "distillation.enabled=True", f"{MODEL}.mtp.enable_train=True"),
     *(f"+{MODEL}.override_config.output_router_logits=True", f"{SCALE}=null"),
     f"++{ACTOR}.qat.mode=w4a4 ++{ACTOR}.qat.enable=True",
@@ -49,12 +62,12 @@ def composed(overrides: str, name: str = "grail_trainer") -> DictConfig:
 
 
 def test_the_tables_are_whole() -> None:
-    assert len(REFUSED) == len(rules.EVERY_RUN) + len(rules.REFUSED) and len(WARNED) == len(rules.WARNED)
+    assert [rule.warned for rule in rules.RULES] == [False] * len(REFUSED) + [True] * len(WARNED)
 
 
 @pytest.mark.parametrize("place", range(len(REFUSED)))
 def test_refused_before_the_trainer_is_chosen(place: int) -> None:
-    config, rule = composed(REFUSED[place]), [*rules.EVERY_RUN, *rules.REFUSED][place]
+    config, rule = composed(REFUSED[place]), rules.RULES[place]
     mode = config.trainer.v1.trainer_mode
     assert rule.broken(parsed(config))
     with pytest.raises(ValueError) as refused:
@@ -66,7 +79,7 @@ def test_refused_before_the_trainer_is_chosen(place: int) -> None:
 @pytest.mark.parametrize("place", range(len(WARNED)))
 def test_warned_of(place: int, caplog: pytest.LogCaptureFixture) -> None:
     check_config(composed(WARNED[place]))
-    assert rules.WARNED[place].option in caplog.text
+    assert rules.RULES[len(REFUSED) + place].option in caplog.text
 
 
 @pytest.mark.parametrize("overrides", EVERY_RESPONSE)
@@ -85,7 +98,7 @@ def test_the_defaults_break_no_rule(monkeypatch: pytest.MonkeyPatch, caplog: pyt
     prepare(composed(""))
     monkeypatch.setenv("VERL_PLATFORM", "cpu")
     prepare(composed("", "cpu_trainer"))
-    options = [rule.option for rule in (*rules.EVERY_RUN, *rules.REFUSED, *rules.WARNED)]
+    options = [rule.option for rule in rules.RULES]
     assert not [option for option in options if f"{option}=" in caplog.text]
 
 

@@ -19,7 +19,7 @@ import yaml
 from benchmarks import timer
 from benchmarks.bench_training_step import ONE_EPOCH, run_variants
 from benchmarks.gpu_check.__main__ import Outcome
-from benchmarks.setup import SHAPES, Setup, prepare_process, release
+from benchmarks.setup import Setup, prepare_process, release
 from grail_advantage import Grail
 
 RECIPE = Path(__file__).parents[2] / "examples/run_qwen3_grail.sh"
@@ -108,6 +108,5 @@ def training_side(outcome: Outcome, config: dict[str, Any], device: str, shape: 
     outcome.check(f"{name}: GRAIL's pass needs no more memory than the largest of verl's own stages", fits, detail)
     for layout in (exchange.UPDATE, exchange.FORWARD):
         with host.engine.eval_mode():
-            model, words = EngineModel(host.engine, temperature=1.0), torch.arange(SHAPES[shape]["vocab_size"])
-            finding = model.probe(layout, words, setup.tokens)
+            finding = EngineModel(host.engine, temperature=1.0).probe(layout, setup.tokens)
         outcome.check(f"{name}: a response is the same beside others, {layout}", finding.holds, str(finding))

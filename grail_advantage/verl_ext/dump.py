@@ -1,91 +1,60 @@
-"""The responses of an update of the actor for the token dump (:mod:`grail_advantage.dump`).
+"""The responses of an update of the actor for the token dump (:mod:`grail_advantage.dump`), in the trainer, and what
+each of their tokens received in it (:mod:`grail_advantage.receipt`), as the workers read it
+(:class:`grail_advantage.verl_ext.worker.UpdateReader`).
 
 verl's own rollout dump (``trainer.rollout_data_dir``, ``PPOTrainer._log_rollout_data``) names the same responses by the
-same keys, in its column ``uid``.
+same keys, in its column ``uid``. Shape suffixes: B responses that are written, T response tokens, U optimiser steps.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
-from tensordict import TensorDict
 from transformers import PreTrainedTokenizerBase
 
-from grail_advantage.data import OLD_LOG_PROBS, Rollouts, Weighed, outcome_of, runs
-from grail_advantage.dump import StepDump, tolerant
+from grail_advantage.data import DUMPED, OLD_LOG_PROBS, ROLLOUT_LOG_PROBS, Rollouts, Weighed
+from grail_advantage.dump import StepDump
 from grail_advantage.effect import effect_figures
-from grail_advantage.method import Method
-from grail_advantage.methods.turns import list_a_turn, rewards_label
-from grail_advantage.verl_ext.received import LOSS_COLUMNS, Written, loss_of, receipt_of
-from grail_advantage.verl_ext.settings import (
-    ACTOR,
-    CALL_REWARDS,
-    ENGINES,
-    MODEL,
-    ROLLOUT,
-    STRATEGY,
-    TOOL_REWARDS,
-    Settings,
-)
-from grail_advantage.verl_ext.step import REWARDS, columns_of, objects
+from grail_advantage.receipt import Batch, Loss, Piece, Receipt, check, verl_loss
+from grail_advantage.verl_ext.settings import ACTOR, ENGINES, MODEL, ROLLOUT, STRATEGY, Settings
+from grail_advantage.verl_ext.worker import OptimiserStep
 
-TURN_REWARDS = ("turn_rewards", CALL_REWARDS, "turn_scores", TOOL_REWARDS)
-"""Fields with rewards by turn, of the reward function and of verl's agent loop."""
+LOSS_COLUMNS = (OLD_LOG_PROBS, "rollout_is_weights", "ref_log_prob")
+"""What the loss reads of a response beside its advantages."""
+COLUMNS = dict.fromkeys((*DUMPED, ROLLOUT_LOG_PROBS, *LOSS_COLUMNS))
+"""All columns of numbers that the dump takes."""
 
 
 class UpdateDump:
-    """Writes the responses of updates, from the trainer's process. An error in it does not stop the training.
-
-    Args:
-        settings: the run's, with a folder for the dump.
-        updates: updates of the actor in a step.
-
-    Raises:
-        OSError: the folder cannot be made.
-    """
+    """Writes the responses of updates, so many a step, from the trainer's process. An error in it does not stop the
+    training, but for the OSError of a folder that cannot be made."""
 
     def __init__(self, settings: Settings, tokenizer: PreTrainedTokenizerBase, *, updates: int) -> None:
         options = settings.dump
         self._settings = settings
-        self.watched: Written | None = None
-        """The responses that were written last, whose update the workers are to watch."""
+        self.marks: tuple[str, torch.Tensor] | None = None
+        """The setting ``WATCHED`` and the field ``PLACES`` of the update's batch, where workers are to watch it."""
         options.folder.mkdir(parents=True, exist_ok=True)
-        self.steps = StepDump(
-            options,
-            tokenizer,
-            updates=updates,
-            model=str(settings[f"{MODEL}.path"]),
-            temperature=float(settings[f"{ROLLOUT}.temperature"]),
-        )
+        facts = {"model": str(settings[f"{MODEL}.path"]), "temperature": float(settings[f"{ROLLOUT}.temperature"])}
+        self.steps = StepDump(options, tokenizer, updates=updates, **facts)
         """Chooses the responses, and writes their files."""
 
-    def write(self, weighed: Weighed, data: TensorDict, of_run: Sequence[bool], *, update: int) -> None:
-        """Hand the update's responses to the writer.
-
-        Args:
-            weighed: of the update.
-            data: what was fetched of them.
-            of_run: which of its responses do not only fill up the batch.
-            update: number of the update in the step.
-        """
-        self.watched = None
+    def write(self, weighed: Weighed, of_run: Sequence[bool], *, update: int) -> None:
+        """Hand the update's responses to the writer. ``of_run``: which of them do not only fill up the batch;
+        ``update``: its number in the step."""
+        self.marks, r = None, weighed.rollouts
         with self.steps.attempt():
-            rollouts = weighed.rollouts
-            chosen = self.steps.choose(rollouts.step, update, rollouts.groups.tolist(), of_run)
-            if not chosen:
+            if not (chosen := self.steps.choose(r.step, update, r.groups.tolist(), of_run)):
                 return
-            one_a_turn = bool(self._settings.one_reward_a_turn)
-            part = replace(weighed, rollouts=_with_facts(weighed, data, chosen, one_a_turn)).part(chosen)
-            self.steps.write(rollouts.step, update, [part], sum(of_run))
+            part = weighed.part(chosen)
+            self.steps.write(r.step, update, [part], sum(of_run))
             if self._settings.dump.received and self._settings[STRATEGY] in ENGINES:
-                columns, width = columns_of(data, LOSS_COLUMNS), part.advantages.shape[1]
-                columns = {name: values_BT[chosen, :width] for name, values_BT in columns.items()}
-                self.watched = Written(f"{rollouts.step}.{update}", update, chosen, part, columns)
+                slots = {place: slot for slot, place in enumerate(chosen)}
+                places_B2 = torch.tensor([[place, slots.get(place, -1)] for place in range(len(r))])
+                self.marks, self._written = (f"{r.step}.{update}", places_B2), (part, update)
 
     def receive(
         self,
@@ -96,26 +65,22 @@ class UpdateDump:
         *,
         on_policy: bool,
     ) -> dict[str, float]:
-        """Hand what the responses received in the update, and in some steps its effect, to the writer.
+        """Hand what the responses received in the update, and in some steps its effect, to the writer; metrics.
 
         Args:
-            rollouts: all responses of the update.
+            rollouts: all responses of the update, of which those that were ``sent`` went into it.
             workers: the actor's worker group.
-            sent: which responses went into the update.
             log_probs_now: log-probabilities (B, T) of the responses at some places, by the actor as it is.
             on_policy: whether the old log-probabilities are those of the policy before the update.
-
-        Returns:
-            Metrics.
         """
-        written, self.watched = self.watched, None
+        (number, _), self.marks, (part, update) = self.marks, None, self._written
         with self.steps.attempt():
-            replies = workers.take_received(written.number)
+            replies = workers.take_received(number)
             if errors := [reply for reply in replies if isinstance(reply, Exception)]:
                 raise errors[0]
-            loss = loss_of(self._settings)
+            r, loss = part.rollouts, loss_of(self._settings)
             receipt = receipt_of(
-                written,
+                part,
                 [reply for reply in replies if reply is not None],
                 sent=sent,
                 tokens=rollouts.mask.sum(dim=1).tolist(),
@@ -123,74 +88,83 @@ class UpdateDump:
                 epochs=self._settings[f"{ACTOR}.ppo_epochs"],
                 on_policy=on_policy,
             )
-            r = written.part.rollouts
-            lengths = [len(response) for response in r.responses]
             metrics = {"receipt/findings": sum(finding.mismatch for finding in receipt.findings)}
             metrics |= {} if receipt.clipped is None else {"receipt/clipped": receipt.clipped}
             effect = None
             if self.steps.measures(r.step):
-                now = log_probs_now(written.places)[:, : r.mask.shape[1]]
-                effect = now - written.columns[OLD_LOG_PROBS]
-                figures = effect_figures(written.part.advantages, effect, r.mask)
-                metrics |= {f"{written.part.method.name}/{name}": value for name, value in figures.items()}
-            self.steps.write_received(r.step, written.update, receipt, loss.name, r.keys, lengths, effect)
+                effect = log_probs_now(r.places)[:, : r.mask.shape[1]] - r.columns[OLD_LOG_PROBS]
+                figures = effect_figures(part.advantages, effect, r.mask)
+                metrics |= {f"{part.method.name}/{name}": value for name, value in figures.items()}
+            lengths = [len(response) for response in r.responses]
+            self.steps.write_received(r.step, update, receipt, loss.name, r.keys, lengths, effect)
             return metrics
         return {}
 
 
-def _with_facts(weighed: Weighed, data: TensorDict, chosen: Sequence[int], one_reward_a_turn: bool) -> Rollouts:
-    """The responses with the facts of those chosen, as far as the run has them; ``None`` of the others.
+def loss_of(settings: Settings) -> Loss:
+    """The loss of a run's update, by its settings."""
+    names = ("clip_ratio", "clip_ratio_low", "clip_ratio_high", "clip_ratio_c", "loss_scale_factor")
+    names += ("tau_pos", "tau_neg", "policy_loss.dro_beta", "policy_loss.kl_cov_ratio", "policy_loss.ppo_kl_coef")
+    options = {name.rsplit(".", 1)[-1]: settings[f"{ACTOR}.{name}"] for name in names}
+    if settings[f"{ACTOR}.use_kl_loss"]:
+        options |= {"kl": settings[f"{ACTOR}.kl_loss_type"], "kl_coef": settings[f"{ACTOR}.kl_loss_coef"]}
+    return verl_loss(
+        settings[f"{ACTOR}.policy_loss.loss_mode"] or "vanilla", settings[f"{ACTOR}.loss_agg_mode"], **options
+    )
+
+
+def receipt_of(
+    part: Weighed,
+    of_ranks: Sequence[list[OptimiserStep]],
+    *,
+    sent: Sequence[bool],
+    tokens: Sequence[int],
+    loss: Loss,
+    epochs: int,
+    on_policy: bool,
+) -> Receipt:
+    """The receipt of an update, over the written responses. The loss's denominators, tokens and responses, are counted
+    over the whole optimiser step, or the check would divide wrongly.
 
     Args:
-        one_reward_a_turn: whether that is certain of as many rewards as turns.
+        part: the written responses.
+        of_ranks: the optimiser steps of each data-parallel rank.
+        sent, tokens: of each response of the whole batch, whether it went into the update, and its tokens that train.
+        on_policy: whether the old log-probabilities are those of the policy before the update.
     """
-    r = weighed.rollouts
-    written, before = r.written.numpy(), r.turns_before
-    names = ("reward_model", "extra_fields", "data_source", "extra_info")
-    judged, extra, sources, infos = (objects(data, name) or [None] * len(r) for name in names)
-    sums_B = columns_of(data, [REWARDS]).get(REWARDS, torch.full((len(r), 1), torch.nan)).sum(dim=1)
-    rewards = [reward if math.isfinite(reward) else None for reward in sums_B.tolist()]
-    facts: dict[str, list[Any]] = {
-        name: [None] * len(r) for name in ("ground_truth", "reward", "outcome", "id", "labels")
-    }
-    for place in chosen:
-        # The reward function's own verdict goes first.
-        verdict = _entry(_entry(extra[place], "reward_extra_info"), "acc")
-        truth, number = _entry(judged[place], "ground_truth"), _entry(infos[place], "index")
-        named = sources[place] is not None and number is not None
-        turns = len(runs(written[place])) if one_reward_a_turn else 0
-        label = partial(turn_rewards_label, method=weighed.method, before=before[place], turns=turns)
-        of = {
-            "ground_truth": None if truth is None else tolerant(str, truth),
-            "reward": rewards[place],
-            "outcome": outcome_of(rewards[place] if verdict is None else tolerant(float, verdict)),
-            "id": tolerant("{0[0]}/{0[1]}".format, (sources[place], number)) if named else None,
-            "labels": tolerant(label, extra[place]) or {},
-        }
-        for name, value in of.items():
-            facts[name][place] = value
-    return replace(r, facts=facts)
+    r, mask_BT, updates = part.rollouts, part.rollouts.mask, len(of_ranks[0])
+    of_steps = [[place for steps in of_ranks for place in steps[update].places] for update in range(updates)]
+    sent_B = torch.tensor([sent[place] for place in r.places])
+    pieces = list(_pieces(of_ranks, mask_BT.shape[1]))
+    if loss.account == "kl_cov" and len(sent_B) < len(tokens):
+        loss = replace(loss, account=None)  # which tokens it penalises follows from all responses of a micro-batch
+    if not pieces:
+        nothing_UBT = torch.full((updates, *mask_BT.shape), torch.nan)
+        return Receipt(nothing_UBT[0], nothing_UBT[0], *[nothing_UBT] * 3, ())
+    of_loss = dict(zip(("old_log_probs_BT", "weights_BT", "ref_log_probs_BT"), LOSS_COLUMNS, strict=True))
+    batch = Batch(
+        advantages_BT=part.advantages,
+        mask_BT=mask_BT,
+        **{name: r.columns.get(column) for name, column in of_loss.items()},
+        left_out_B=~sent_B,
+        updates=updates // epochs,
+        epochs=epochs,
+        ranks=len(of_ranks),
+        on_policy=on_policy,
+        keys=r.keys,
+        totals_U2=torch.tensor([[sum(tokens[p] for p in of_step), len(of_step)] for of_step in of_steps]),
+    )
+    receipt = check(batch, loss, pieces)
+    # Responses that were left out received nothing that was read.
+    names = ("received_BT", "clipped_BT", "received_UBT", "clipped_UBT")
+    seen = {name: torch.where(sent_B[:, None], getattr(receipt, name), torch.nan) for name in names}
+    return replace(receipt, **seen)
 
 
-def turn_rewards_label(extra: Any, method: Method, before: int = 0, turns: int = 0) -> dict[str, list[Any]]:
-    """The rewards by turn as a label: those that the method reads, else the first of the usual names that has any.
-
-    Args:
-        extra: what verl has of the response.
-        method: of the run.
-        before: turns of its session before the response; a list of the reward function is the whole session's.
-        turns: of the response where as many rewards are certain to be one each, else 0.
-    """
-    own = getattr(method, "rewards", None)
-    for name in (own or None, *TURN_REWARDS):
-        for begin, of in ((before, _entry(extra, "reward_extra_info")), (0, extra)):
-            known = _entry(of, name) if name else None
-            if label := rewards_label(list_a_turn(known, turns))[begin:]:
-                return {"turn_rewards": label}
-            if known is not None and name == own:
-                return {}
-    return {}
-
-
-def _entry(value: Any, name: str) -> Any:
-    return value.get(name) if isinstance(value, Mapping) else None
+def _pieces(of_ranks: Sequence[list[OptimiserStep]], width: int) -> Iterator[Piece]:
+    """The micro-batches of the optimiser steps that have a written response; also the others of these steps, which
+    count."""
+    for update, of_step in enumerate(zip(*of_ranks, strict=True)):
+        if any(len(piece.rows_b) for step in of_step for piece in step.pieces):
+            for rank, step in enumerate(of_step):
+                yield from (replace(piece, update=update, rank=rank).padded(width) for piece in step.pieces)

@@ -1,6 +1,6 @@
-"""verl's FSDP engine as a host of methods. Inputs, micro-batches, packing, sequence parallelism, autocast and offload are
-those of verl's ``FSDPEngineWithLMHead.forward_step``, so that a method sees the model as the training step does. Backwards
-go to a leaf activation and stop there: no parameter gets a gradient.
+"""verl's FSDP engine as a host of methods. Inputs, micro-batches, packing, sequence parallelism, autocast and offload
+are those of verl's ``FSDPEngineWithLMHead.forward_step``, so that a method sees the model as the training step does.
+Backwards go to a leaf activation and stop there: no parameter gets a gradient.
 
 Under Ulysses sequence parallelism each rank of the group holds a slice of the packed responses. It differentiates the
 targets in its own slice; the attention's all-to-all carries every rank's share to every slice, and the values are
@@ -30,7 +30,7 @@ from grail_advantage.model import hooks
 from grail_advantage.model.interface import Forward, MicroBatch, Range, RankRounds, sequence_forward
 from grail_advantage.model.probe import Finding, probe, probe_rows, whole_row
 from grail_advantage.verl_ext.exchange import FORWARD, PADDED_FORWARD, UPDATE, nested
-from grail_advantage.verl_ext.patches import autocast, gather_packed, without_activation_offload
+from grail_advantage.verl_ext.patches import autocast, gather_packed
 
 PROBED_TOKENS = 40  # of a response by which packing is checked
 _packs: WeakSet[nn.Module] = WeakSet()  # models whose packed responses do not see each other
@@ -38,9 +38,9 @@ _T = TypeVar("_T")
 
 
 class EngineModel:
-    """The policy in verl's engine, which is in evaluation mode, as :class:`grail_advantage.model.interface.Model`. Every
-    method is a collective of the data-parallel group, and every rank of a sequence-parallel group calls it with the same
-    responses."""
+    """The policy in verl's engine, which is in evaluation mode, as :class:`grail_advantage.model.interface.Model`.
+    Every method is a collective of the data-parallel group, and every rank of a sequence-parallel group calls it with
+    the same responses."""
 
     def __init__(
         self, engine: FSDPEngineWithLMHead, *, temperature: float, step: int = 0, pad_token: int | None = None
@@ -51,8 +51,8 @@ class EngineModel:
         self, rows: Sequence[Row], work: Callable[[MicroBatch], Sequence[_T]], *, gradients: bool
     ) -> list[_T]:
         """Split as the actor update's, or without gradients as those of the old log-probabilities. With
-        ``enable_activation_offload`` verl switches the blocks' own checkpointing off, and offloads, or checkpoints in its
-        own way, in training mode alone (``verl.utils.activation_offload``); blocks are checkpointed here then."""
+        ``enable_activation_offload`` verl switches the blocks' own checkpointing off, and offloads, or checkpoints in
+        its own way, in training mode alone (``verl.utils.activation_offload``); blocks are checkpointed here then."""
         results: list[Any] = [None] * len(rows)
         offloads = self.engine.model_config.enable_activation_offload
         with hooks.evaluation_mode(self.engine.module, checkpoint_blocks=offloads) if gradients else torch.no_grad():
@@ -61,10 +61,10 @@ class EngineModel:
                     results[index] = result
         return results
 
-    def probe(self, layout: str, tokens_S: torch.Tensor, longest: int) -> Finding:
-        """Whether responses are the same beside others (:mod:`grail_advantage.model.probe`), in micro-batches of a
-        layout of :mod:`grail_advantage.verl_ext.exchange`, of at most ``longest`` tokens a response, which are drawn from
-        ``tokens_S``, the same on every rank."""
+    def probe(self, layout: str, longest: int) -> Finding:
+        """Whether responses of at most ``longest`` tokens, drawn from all of the vocabulary, are the same beside others
+        (:mod:`grail_advantage.model.probe`), in micro-batches of a layout of :mod:`grail_advantage.verl_ext.exchange`.
+        """
         engine, training = self.engine, layout == UPDATE
         budget, count = _micro_batch_size(engine, gradients=training)
         packed = engine.engine_config.use_remove_padding and layout != PADDED_FORWARD
@@ -77,20 +77,20 @@ class EngineModel:
                 found |= zip(indices, micro.response_log_probs(), strict=True)
             return [found[index] for index in range(len(some))]
 
-        with without_activation_offload(engine.module):
-            engine.module.train(training)
-            return probe(engine.module, run, probe_rows(tokens_S, longest=longest, **size))
+        vocabulary = engine.model_config.hf_config.get_text_config().vocab_size
+        tokens_S = torch.arange(0, vocabulary, max(1, vocabulary // 1000))
+        engine.module.train(training)
+        return probe(engine.module, run, probe_rows(tokens_S, longest=longest, **size))
 
     def check_packing(self) -> None:
         """ValueError, with the remedy, for a model whose packed responses see each other; it is asked once."""
         if not self.engine.engine_config.use_remove_padding or self.engine.module in _packs:
             return
-        tokens_S = torch.arange(min(1000, self.engine.model_config.hf_config.get_text_config().vocab_size))
-        finding = self.probe(FORWARD, tokens_S, PROBED_TOKENS)
-        if not finding.holds and self.probe(PADDED_FORWARD, tokens_S, PROBED_TOKENS).holds:
+        finding = self.probe(FORWARD, PROBED_TOKENS)
+        if not finding.holds and self.probe(PADDED_FORWARD, PROBED_TOKENS).holds:
             raise ValueError(
-                "actor_rollout_ref.model.use_remove_padding=True does not work with this model: packed responses see each "
-                f"other ({finding}); set it to false, or use a method without a pass"
+                "actor_rollout_ref.model.use_remove_padding=True does not work with this model: packed responses see "
+                f"each other ({finding}); set it to false, or use a method without a pass"
             )
         _packs.add(self.engine.module)
 
@@ -129,9 +129,9 @@ def _micro_batch_size(engine: FSDPEngineWithLMHead, *, gradients: bool) -> tuple
 def training_micro_batches(
     engine: FSDPEngineWithLMHead, rows: TensorDict, *, gradients: bool = True, packed: bool | None = None
 ) -> list[tuple[TensorDict, list[int]]]:
-    """This rank's rows, as many on every rank, split by the token budget or the number of responses of the actor update's
-    micro-batches, or without gradients of those of the old log-probabilities; as many on every rank, each with the
-    indices of its responses. ``packed``: as the engine does, unless it is said."""
+    """This rank's rows, as many on every rank, split by the token budget or the number of responses of the actor
+    update's micro-batches, or without gradients of those of the old log-probabilities; as many on every rank, each with
+    the indices of its responses. ``packed``: as the engine does, unless it is said."""
     settings = engine.engine_config
     budget, count = _micro_batch_size(engine, gradients=gradients)
     if settings.use_dynamic_bsz:
@@ -222,7 +222,7 @@ class EngineMicroBatch:
         return torch.cat(rows).to(self.offsets_R.device), torch.cat(places).to(self.offsets_R.device)
 
     def _columns(self, row_K: torch.Tensor, position_K: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Rows and columns of positions: a packed micro-batch is one long row, a padded one keeps its responses apart."""
+        """Rows and columns of positions: a packed micro-batch is one long row, a padded one keeps responses apart."""
         return (torch.zeros_like(row_K), position_K + self.offsets_R[row_K]) if self.packed else (row_K, position_K)
 
     def _find_targets(self, tokens: Sequence[Range]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -1,4 +1,5 @@
-"""Start-up of a run by verl's own command: its estimators by name, its checks, and its trainer.
+"""Start-up of a run by verl's own command: its checks, before Ray starts, and its trainer. Messages name the option and
+the remedy.
 
     python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grail ...
 
@@ -9,123 +10,227 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
+import difflib
+import logging
 import os
 import sys
-from collections.abc import Callable
-from typing import Any, NoReturn
+import warnings
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from importlib.metadata import version
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
 
+import pyarrow as pa
+import pyarrow.json as pa_json
+import pyarrow.parquet as pq
 from omegaconf import DictConfig, OmegaConf
-from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY, register_adv_est
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY
 
-from grail_advantage.method import methods
+from grail_advantage.answers.span import find_answer_spans
+from grail_advantage.answers.tokenizers import check_round_trip
+from grail_advantage.method import FAILURES, RESERVED, Method, NameTakenError, failure_message, methods
 from grail_advantage.rules import hold
 from grail_advantage.verl_ext import patches
-from grail_advantage.verl_ext.settings import DUMP_FOLDER, TRAINER_MODES, TRAINER_PREFIX, Settings
+from grail_advantage.verl_ext.settings import (
+    DUMP_FOLDER,
+    MODEL,
+    TRAINER_MODES,
+    Settings,
+    algorithm_sections,
+    check_rules,
+)
 
-EXTERNAL = "VERL_USE_EXTERNAL_MODULES"
-"""verl's environment variable with modules that it imports in every process, such as those with trainers of one's
-own."""
+logger = logging.getLogger(__name__)
 
-
-def register_estimators() -> None:
-    """Register an estimator with verl for every method; also for methods that were registered since the last call.
-
-    The trainer multiplies the advantages that verl's own estimator gives, since verl treats several outputs of a
-    session correctly only under that name. So these run in a trainer without token weights alone, and say so.
-    """
-    for name in methods():
-        if name not in ADV_ESTIMATOR_REGISTRY:  # checks.check_estimator refuses a name that verl has itself
-            register_adv_est(name)(_refusing_estimator(name))
-
-
-def _refusing_estimator(name: str) -> Callable[..., NoReturn]:
-    """An estimator for verl's ``register_adv_est`` that raises a ``ValueError`` with the command to start instead."""
-
-    def estimator(*_: Any, **__: Any) -> NoReturn:
-        raise ValueError(
-            f"algorithm.adv_estimator={name} needs token weights, which this trainer does not compute; start the run "
-            f"with `python3 -m verl.trainer.main_ppo algorithm.adv_estimator={name} ...`, or see "
-            "docs/own_trainer.md for a trainer of your own"
-        )
-
-    setattr(estimator, patches.MADE_HERE, True)
-    return estimator
+VERL_VERSION = "0.9.1"
+ANY_VERL = "GRAIL_ADVANTAGE_ANY_VERL"  # environment variable: 1 lets another version of verl through
+EXTERNAL = "VERL_USE_EXTERNAL_MODULES"  # verl's, with modules that it imports in every process
+JUDGED, REWARD = "reward_model", "reward.custom_reward_function.path"
+OURS = ("pkg://grail_advantage.reward", "pkg://recipe.reward")  # as REWARD, this project's reward function
 
 
 def start_run(config: DictConfig, validate: Callable[[], None]) -> None:
-    """Check a run and begin it, around verl's own check of its configuration.
+    """Check a run and begin it, around ``validate``, verl's own check of its configuration.
 
     With ``DRY_RUN=1`` in the environment a run of this project (:func:`prepare_run`) is checked, its resolved
     configuration is printed as YAML on stdout, and the process exits.
 
-    Args:
-        config: of the run.
-        validate: verl's own check.
-
     Raises:
-        ValueError: a setting that does not work; the message names the option and the remedy.
+        ValueError: a setting that does not work.
     """
-    if patches.in_actor():  # the task runner of trainer.use_v1=false asks again
-        validate()
-        return
-    ours = _is_ours(config)
-    if ours:
-        OmegaConf.resolve(config)  # verl hands ray_kwargs on as they are
-    given = OmegaConf.to_yaml(config) if ours and os.environ.get("DRY_RUN") == "1" else ""
+    if patches.in_actor() or not _is_ours(config):  # the task runner of trainer.use_v1=false asks again
+        check_spelling(config.algorithm.adv_estimator)
+        return validate()
+    OmegaConf.resolve(config)  # verl hands ray_kwargs on as they are
+    given = OmegaConf.to_yaml(config) if os.environ.get("DRY_RUN") == "1" else ""
     with contextlib.redirect_stdout(sys.stderr) if given else contextlib.nullcontext():
         settings = prepare_run(config)
         validate()
     if given:
         print(given)
         sys.exit()
-    if settings is not None:
-        for module in patches.STARTS:
-            importlib.import_module(module).begin_run(settings, config)
-        if settings.dump is not None:
-            hold(settings.dump.folder, "choose another", DUMP_FOLDER)
+    for module in patches.STARTS:
+        import_module(module).begin_run(settings, config)
+    if settings.dump is not None:
+        hold(settings.dump.folder, "choose another", DUMP_FOLDER)
 
 
 def _is_ours(config: DictConfig) -> bool:
     return bool(patches.STARTS) or config.algorithm.adv_estimator in methods()
 
 
-def prepare_run(config: DictConfig) -> Settings | None:
-    """Check a run of this project, and write its trainer, the whole path of its dump and :data:`EXTERNAL` for Ray's
-    processes into the configuration. Of this project are runs with a method, and all in a process with
-    :data:`patches.STARTS`; of others only the estimator's name is looked at.
-
-    Returns:
-        The parsed configuration; ``None`` of a run of others.
+def prepare_run(config: DictConfig) -> Settings:
+    """Check and parse a run of this project, and write its trainer, the whole path of its dump and :data:`EXTERNAL` for
+    Ray's processes into the configuration. Of this project are runs with a method, and all in a process with
+    :data:`patches.STARTS`.
 
     Raises:
-        ValueError: a setting that does not work; the message names the option and the remedy.
+        ValueError: a setting that does not work.
     """
-    from grail_advantage.verl_ext.checks import check_config, check_spelling
-
-    register_estimators()
-    check_spelling(config.algorithm.adv_estimator)
-    if not _is_ours(config):
-        return None
     settings = check_config(config)
     for module in patches.STARTS:
-        importlib.import_module(module).check_run(settings)
-    changes = {}
+        import_module(module).check_run(settings)
     if modules := os.environ.get(EXTERNAL):
-        changes[f"ray_kwargs.ray_init.runtime_env.env_vars.{EXTERNAL}"] = modules
+        name = f"ray_kwargs.ray_init.runtime_env.env_vars.{EXTERNAL}"
+        OmegaConf.update(config, name, modules, force_add=True)
     if settings.dump is not None:  # the trainer runs in another process, with another working folder
-        changes[DUMP_FOLDER] = str(settings.dump.folder)
-    for option, value in changes.items():
-        OmegaConf.update(config, option, value, force_add=True)
+        OmegaConf.update(config, DUMP_FOLDER, str(settings.dump.folder))
     if settings.method is not None and not settings["trainer.use_v1"]:
-        patches.use_ray_trainer(importlib.import_module("grail_advantage.verl_ext.ray_trainer").TokenWeightRayTrainer)
+        patches.use_ray_trainer(import_module("grail_advantage.verl_ext.ray_trainer").TokenWeightRayTrainer)
     elif settings.method is not None and settings.kind == (mode := config.trainer.v1.trainer_mode) in TRAINER_MODES:
-        patches.set_trainer_mode(config, f"{TRAINER_PREFIX}{mode}")
+        patches.set_trainer_mode(config, f"grail_{mode}")
     return settings
 
 
 def register_trainers() -> None:
     """Register the trainers with token weights, and those of :data:`patches.STARTS`, in the task runner's process.
     Importing them in every process that imports verl would take seconds each."""
-    for module in ("grail_advantage.verl_ext.trainers", *patches.STARTS):
-        getattr(importlib.import_module(module), "register_trainers", lambda: None)()
+    for module in ("grail_advantage.verl_ext.trainer", *patches.STARTS):
+        getattr(import_module(module), "register_trainers", lambda: None)()
+
+
+def check_config(config: DictConfig) -> Settings:
+    """Check the configuration of a run, and parse it: the driver's only time. ValueError: naming option and remedy."""
+    check_verl_version(version("verl"))
+    check_plugins()
+    check_spelling(config.algorithm.adv_estimator)
+    check_names(config)
+    settings = Settings.parse(config, trainer_kind(config))
+    if settings.method is not None:
+        check_rules(settings)
+    check_data(settings)
+    if (tokenizer := _local_tokenizer(settings[MODEL])) is not None:
+        check_tokenizer(tokenizer, settings[MODEL], settings.method)
+    return settings
+
+
+def check_verl_version(installed: str) -> None:
+    """The extension follows verl's internals, so another version is refused unless somebody wants to try it."""
+    if installed.split("+")[0] == VERL_VERSION:
+        return
+    message = f"verl {installed} is installed, but this extension follows verl {VERL_VERSION}"
+    if os.environ.get(ANY_VERL) != "1":
+        raise ValueError(
+            f"{message}; run `pip install verl=={VERL_VERSION}`, or set {ANY_VERL}=1 to try it at your own risk "
+            "(tested versions: docs/works_with.md)"
+        )
+    warnings.warn(f"{message}; {ANY_VERL}=1 lets it through, and nothing is known about it", stacklevel=2)
+
+
+def check_plugins() -> None:
+    """Refuse plug-ins that take a name in use, and methods with the name of an estimator of verl's, which would run in
+    their place; ValueError."""
+    for plugin, error in FAILURES.items():
+        if isinstance(error, NameTakenError):
+            raise ValueError(f"the plug-in {plugin} takes a name that is taken: {error}")
+        logger.warning("the plug-in %s failed to import: %s: %s", plugin, type(error).__name__, error)
+    for known in methods().keys() & ADV_ESTIMATOR_REGISTRY.keys():
+        raise ValueError(f"the method {known} has the name of an estimator of verl's; register it under another name")
+
+
+def check_spelling(name: str) -> None:
+    """Refuse a name with the letters of a method's, such as ``GRAIL``, ``oar-g`` or ``grial``, that verl does not have;
+    ValueError. Any other is somebody's own: a module that the task runner's process alone imports may register it."""
+    if name in ADV_ESTIMATOR_REGISTRY or name in methods():
+        return
+    for known in methods():
+        if sorted(filter(str.isalnum, known)) == sorted(filter(str.isalnum, name.lower())):
+            raise ValueError(f"algorithm.adv_estimator={name!r} is unknown; is {known} meant?{failure_message()}")
+    if FAILURES:
+        logger.warning("the estimator %s is unknown in the process of the command%s", name, failure_message())
+
+
+def check_names(config: DictConfig) -> None:
+    """Refuse names close to an option of this project that nothing reads: a ``+`` accepts any name. ValueError: naming
+    the one that exists."""
+    verls = OmegaConf.load(str(files("verl") / "trainer/config/ppo_trainer.yaml")).algorithm
+    sections = algorithm_sections()
+    for name in config.algorithm:
+        similar = difflib.get_close_matches(str(name), sections, n=1, cutoff=0.75)
+        if name not in sections and similar and name not in verls:
+            raise ValueError(f"nothing reads algorithm.{name}; is algorithm.{similar[0]} meant?")
+    for section in RESERVED:
+        for name in config.algorithm.get(section) or {}:
+            if name not in sections[section]:
+                known = ", ".join(sections[section])
+                raise ValueError(f"algorithm.{section}.{name} is not an option; the options are {known}")
+
+
+def trainer_kind(config: DictConfig) -> str | None:
+    """verl's name for the kind of trainer: its own mode, or that of the class which a user's module registered in this
+    process; ``None`` where a method runs in a trainer without token weights."""
+    mode = config.trainer.v1.trainer_mode
+    if mode in TRAINER_MODES:
+        return mode
+    from verl.trainer.ppo.v1.trainer_base import TRAINER_REGISTRY
+
+    trainer = TRAINER_REGISTRY.get(mode)
+    if config.algorithm.adv_estimator in methods() and not hasattr(trainer, "actor_worker_class"):
+        return None
+    return mode if trainer is None else patches.base_mode(trainer)
+
+
+def check_data(settings: Settings) -> None:
+    """Warn of rows whose ground truth this project's reward function cannot use, and refuse a file without another
+    (ValueError). verl itself looks for files that are not on this machine, or that hold something else."""
+    if settings[REWARD] not in OURS:
+        return
+    from grail_advantage.reward import check_ground_truths
+
+    for option in ("data.train_files", "data.val_files"):
+        for name in [settings[option]] if isinstance(settings[option], str) else settings[option] or ():
+            file = Path(name).expanduser()
+            try:
+                table = pa_json.read_json(file) if file.suffix != ".parquet" else pq.read_table(file, columns=[JUDGED])
+                judged = table[JUDGED].to_pylist()
+            except (OSError, KeyError, pa.ArrowException):
+                continue
+            truths = [of.get("ground_truth") if isinstance(of, dict) else None for of in judged]
+            check_ground_truths(truths, f"{option}={name}")
+
+
+def _local_tokenizer(model: Mapping[str, Any]) -> PreTrainedTokenizerBase | None:
+    path, trusted = model.get("tokenizer_path") or model["path"], model.get("trust_remote_code", False)
+    try:
+        return AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=trusted)
+    except (OSError, ValueError):  # not in the cache, a broken download, or a file system that verl copies from
+        return None
+
+
+def check_tokenizer(tokenizer: PreTrainedTokenizerBase, model: Mapping[str, Any], method: Method | None) -> None:
+    """Refuse a tokenizer, as verl loads it for ``actor_rollout_ref.model``, that text does not survive
+    (:mod:`grail_advantage.answers.tokenizers`), that the method cannot work with, or whose tokens hide the answer.
+    ValueError: naming the remedy."""
+    option = "tokenizer_path" if model.get("tokenizer_path", None) else "path"
+    check_round_trip(
+        tokenizer,
+        f"{MODEL}.{option}={model[option]}",
+        f"transformers loads it so; write a repaired one with `python3 -m grail_advantage.answers.tokenizers "
+        f"{model[option]} FOLDER`, then set {MODEL}.tokenizer_path=FOLDER",
+    )
+    if method is not None:
+        method.check_tokenizer(tokenizer)
+        find_answer_spans([], tokenizer, method.span)

@@ -1,133 +1,168 @@
-"""Responses on their way between trainer and workers: their order over the ranks, the request of a pass, its reply.
-Shape suffixes: R responses."""
+"""Responses on their way between trainer and workers: their order over the ranks, the request of a pass, its reply, and
+which of them an update of the actor leaves out.
+
+The gradient of a zero-advantage response is 0 where :func:`grail_advantage.verl_ext.settings.why_not_skip` says
+nothing. An update without it is the same to float rounding as long as the rest keeps what it is divided by. verl
+divides by the tokens and responses of the whole mini-batch: ``global_batch_size`` is a setting of the batch and stays,
+``batch_num_tokens`` is the sum of ``loss_mask`` over all ranks (``FSDPEngine.forward_backward_batch``) and is handed on
+as that sum. The number of mini-batches and of optimiser steps stays as well: a rank with fewer responses than the
+others, or with none, gets fillers of two tokens that no loss reads. Where no response of a mini-batch is left,
+gradients are then 0 and not missing, and the optimiser's momentum and weight decay move the weights as they do in verl.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import astuple
-from typing import NamedTuple
+from dataclasses import replace
+from typing import Any
 
 import torch
-from tensordict import TensorDict
+from tensordict import NonTensorData, TensorDict
+from transfer_queue import KVBatchMeta
 from verl.utils import tensordict_utils as tu
-from verl.utils.seqlen_balancing import get_seqlen_balanced_partitions
+from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
-from grail_advantage.answers.span import AnswerSpan
-from grail_advantage.data import Row, RowScores
+from grail_advantage.data import Rollouts, Row, RowScores
 from grail_advantage.method import Method
+from grail_advantage.verl_ext.settings import ACTOR, ROLLOUT, Settings
 
 PLACES = "receipt_places"
-"""Field of a batch: (R, 2) int64. Column 0 is a response's place in the update's batch, column 1 its slot among those
-that the token dump writes, -1 for none."""
+"""Field of a batch of R responses: (R, 2) int64. Column 0 is a response's place in the update's batch, column 1 its
+slot among those that the token dump writes, -1 for none."""
 WATCHED = "receipt_update"  # setting of a batch whose update is watched: a number that tells updates apart
 UPDATE, FORWARD, PADDED_FORWARD = "actor update", "old log-probabilities", "old log-probabilities, padded"
 """Layouts: whose micro-batches they are; the first in training mode, the last padded where the run packs."""
+LEAVE_OUT = "leave_out_zero_advantage"  # setting of a batch whose zero-advantage responses are left out
+FILLER_TOKENS = 2
+CUT = {"prompts": FILLER_TOKENS - 1, "input_ids": FILLER_TOKENS, "position_ids": FILLER_TOKENS}
+"""The fields with a value for each token, and how many of them a filler keeps; and those of the loss, which are 0 in a
+filler. verl's loss reads nothing else of a response."""
+OF_LOSS = ("responses", "response_mask", "old_log_probs", "advantages", "rollout_is_weights")
+CUT |= dict.fromkeys(OF_LOSS, 1)
 
 
-class DealtRow(NamedTuple):
-    """A response's place in the order in which they go to the ranks, one rank's after the other's."""
-
-    row: int
-    original: bool  # else a copy that fills up a rank, whose result is dropped
-
-
-def deal(costs: Sequence[int], ranks: int, groups: Sequence[int] | None = None) -> list[DealtRow]:
-    """Order in which at least one response goes to the ranks, by relative costs. Where their number does not divide
-    evenly, copies of the cheapest one fill up. Responses with the same number in ``groups`` meet on one rank."""
-    cheapest = min(range(len(costs)), key=lambda row: costs[row])
-    if groups is None:
-        places = [DealtRow(row, True) for row in range(len(costs))]
-        places += [DealtRow(cheapest, False)] * (-len(costs) % ranks)
-        return [places[index] for share in _shares([costs[place.row] for place in places], ranks) for index in share]
+def deal(costs: Sequence[int], ranks: int, groups: Sequence[int] | None = None) -> list[list[int]]:
+    """The responses of each rank, by relative costs: about as much work, and numbers that differ by one at most. With
+    ``groups``, responses with the same number meet on one rank, whatever their numbers."""
     members: dict[int, list[int]] = {}
-    for row, group in enumerate(groups):
+    for row, group in enumerate(range(len(costs)) if groups is None else groups):
         members.setdefault(group, []).append(row)
     shares: list[list[int]] = [[] for _ in range(ranks)]
     work = [0] * ranks
-    for rows in sorted(members.values(), key=lambda rows: -sum(costs[row] for row in rows)):
-        rank = work.index(min(work))
+    for cost, rows in sorted(((sum(costs[row] for row in of), of) for of in members.values()), reverse=True):
+        rank = min(range(ranks), key=lambda rank: (len(shares[rank]) if groups is None else 0, work[rank]))
         shares[rank] += rows
-        work[rank] += sum(costs[row] for row in rows)
-    most = max(map(len, shares))
-    filled = [
-        [DealtRow(row, True) for row in share] + [DealtRow(cheapest, False)] * (most - len(share)) for share in shares
-    ]
-    return [place for share in filled for place in share]
-
-
-def spread(lengths: Sequence[int], selected: Sequence[int], ranks: int, rows: Sequence[int] | None = None) -> list[int]:
-    """Order of responses, all of the batch or ``rows``, in which every rank gets its share of the selected ones, and of
-    the others. The number of all divides evenly; to the selected ones the shortest others are added until theirs does.
-    """
-    chosen = set(selected)
-    rows = range(len(lengths)) if rows is None else rows
-    others = sorted((row for row in rows if row not in chosen), key=lambda row: lengths[row])
-    fill = -len(selected) % ranks
-
-    def dealt(rows: list[int]) -> list[list[int]]:
-        return [[rows[index] for index in share] for share in _shares([lengths[row] for row in rows], ranks)]
-
-    shares = zip(dealt([*selected, *others[:fill]]), dealt(others[fill:]), strict=True)
-    return [row for first, second in shares for row in (*first, *second)]
-
-
-def _shares(costs: list[int], ranks: int) -> list[list[int]]:
-    """As many indices for each rank, and about as much work; ``len(costs)`` divides evenly."""
-    return get_seqlen_balanced_partitions(costs, ranks, equal_size=True) if costs else [[] for _ in range(ranks)]
-
-
-def spread_in_mini_batches(
-    lengths: Sequence[int], trained: Sequence[int], ranks: int, mini_batch_rows: int
-) -> list[int]:
-    """Order of a batch in which every rank gets its share of those of each mini-batch's responses that train.
-
-    verl gives every rank an equal part of the batch, of which each mini-batch, of ``mini_batch_rows`` responses on all
-    ranks together, takes the next ones, and keeps them.
-    """
-    of_rank, share, chosen = len(lengths) // ranks, mini_batch_rows // ranks, set(trained)
-    shares: list[list[int]] = [[] for _ in range(ranks)]
-    for start in range(0, of_rank, share):
-        rows = [rank * of_rank + start + place for rank in range(ranks) for place in range(share)]
-        order = spread(lengths, [row for row in rows if row in chosen], ranks, rows)
-        for rank in range(ranks):
-            shares[rank] += order[rank * share : (rank + 1) * share]
-    return [row for of_one in shares for row in of_one]
+        work[rank] += cost
+    return [sorted(share) for share in shares]
 
 
 def build_request(
     rows: Sequence[Row], method: Method, *, temperature: float, step: int = 0, pad_token: int | None = None
 ) -> TensorDict:
-    """Responses for :func:`grail_advantage.verl_ext.worker.token_scores`, with the tokenizer's ``pad_token``: the nested
-    ``input_ids``, a vector for each other part of a response, and the settings."""
-    parts: dict[str, torch.Tensor] = {"input_ids": nested([row.tokens for row in rows])}
-    parts |= {
-        name: torch.tensor([getattr(row, name) for row in rows]) for name in ("start", "length", "group", "index")
-    }
-    parts["advantage"] = torch.tensor([row.advantage for row in rows], dtype=torch.float64)
-    parts["answer"] = torch.tensor([(-1,) * 4 if row.answer is None else astuple(row.answer) for row in rows])
+    """Responses for :func:`grail_advantage.verl_ext.worker.token_scores`, with the tokenizer's ``pad_token``."""
     settings = {"signal": method, "temperature": temperature, "step": step, "pad_token": pad_token}
-    return tu.get_tensordict(parts, non_tensor_dict=settings)
-
-
-def rows_of(request: TensorDict) -> list[Row]:
-    """The responses of a request."""
-    names = ("start", "length", "answer", "advantage", "group", "index")
-    parts = zip(request["input_ids"].unbind(), *(request[name].tolist() for name in names), strict=True)
-    return [
-        Row(tokens, start, length, AnswerSpan(*span) if span[0] >= 0 else None, advantage, group, index)
-        for tokens, start, length, span, advantage, group, index in parts
-    ]
+    return tu.get_tensordict({"rows": [replace(row, example=None) for row in rows]}, non_tensor_dict=settings)
 
 
 def build_reply(rows: Sequence[RowScores]) -> TensorDict:
-    """TensorDict of batch size R on the CPU with the nested float32 ``scores``, and the nested ``gradient_norm`` of a pass with
-    gradients."""
-    reply = {"scores": nested([row.scores.float().cpu() for row in rows])}
-    if all(row.norms is not None for row in rows):
-        reply["gradient_norm"] = nested([row.norms.cpu() for row in rows])
-    return tu.get_tensordict(reply)
+    """The scores of a request's responses, float32 on the CPU, with the gradient norms of a pass with gradients."""
+    norms = [None if row.norms is None else row.norms.cpu() for row in rows]
+    scores = [RowScores(row.scores.float().cpu(), of) for row, of in zip(rows, norms, strict=True)]
+    return tu.get_tensordict({"rows": scores})
+
+
+def rows_of(data: TensorDict) -> list[Any]:
+    """The responses of a request, or the scores of a reply."""
+    return list(tu.get(data, "rows"))
 
 
 def nested(values: Sequence[torch.Tensor]) -> torch.Tensor:
     """Tensors of different lengths as one, as verl's TensorDicts hold them."""
     return torch.nested.as_nested_tensor(list(values), layout=torch.jagged)
+
+
+def trains(advantages: Sequence[torch.Tensor], masks: Sequence[torch.Tensor]) -> list[bool]:
+    """Of each response whether a token of its mask has an advantage other than 0."""
+    return [bool(((of != 0) & mask.bool()).any()) for of, mask in zip(advantages, masks, strict=True)]
+
+
+def update_order(
+    rollouts: Rollouts, trained: Sequence[bool], batch: KVBatchMeta, settings: Settings, ranks: int
+) -> tuple[KVBatchMeta, dict[str, int]]:
+    """A batch of responses, some of which train, in the order for the workers' update on so many data-parallel ranks,
+    and the figures of what is left out. In the trainer."""
+    places = {key: place for place, key in enumerate(rollouts.keys)}
+    order = [places[key] for key in batch.keys]
+    lengths = [len(rollouts.prompts[place]) + len(rollouts.responses[place]) for place in order]
+    cost = [length * trained[place] for length, place in zip(lengths, order, strict=True)]
+    of_run = [not tag.get("is_padding", False) for tag in batch.tags]
+    left_out = [length for length, kept, counts in zip(lengths, cost, of_run, strict=True) if counts and not kept]
+    if not settings[f"{ACTOR}.shuffle"]:  # else verl draws mini-batches by places, which then have to stay
+        mini_batch = settings[f"{ACTOR}.ppo_mini_batch_size"] * settings[f"{ROLLOUT}.n"]
+        batch = batch.select_keys([batch.keys[row] for row in deal_mini_batches(cost, ranks, mini_batch)])
+    return batch, {"token_weights/skipped_responses": len(left_out), "token_weights/skipped_tokens": sum(left_out)}
+
+
+def deal_mini_batches(costs: Sequence[int], ranks: int, mini_batch_rows: int) -> list[int]:
+    """Order of a batch in which every rank gets its share of those of each mini-batch's responses that cost something.
+
+    verl gives every rank an equal part of the batch, of which each mini-batch, of ``mini_batch_rows`` responses on all
+    ranks together, takes the next ones, and keeps them.
+    """
+    of_rank, share = len(costs) // ranks, mini_batch_rows // ranks
+    shares: list[list[int]] = [[] for _ in range(ranks)]
+    for start in range(0, of_rank, share):
+        rows = [rank * of_rank + start + place for rank in range(ranks) for place in range(share)]
+        for rank, dealt in enumerate(deal([costs[row] for row in rows], ranks)):
+            shares[rank] += [rows[place] for place in dealt]
+    return [row for of_one in shares for row in of_one]
+
+
+def without_zero_advantage(engine: FSDPEngineWithLMHead, data: TensorDict) -> TensorDict:
+    """The responses of this rank's part of a mini-batch that train, for ``TrainingWorker.train_batch``: as many on
+    every rank, at least one. In the workers; a collective of the engine's data-parallel group."""
+    trained = trains(data["advantages"].unbind(), data["response_mask"].unbind())
+    rows = [row for row, is_trained in enumerate(trained) if is_trained]
+    whole = sum(data[name].offsets().diff() for name in ("prompts", "responses")).tolist()
+    group = engine.get_data_parallel_group()
+    lengths: list[list[int]] = [[] for _ in range(torch.distributed.get_world_size(group))]
+    torch.distributed.all_gather_object(lengths, [whole[row] for row in rows], group)
+    count, micro_batch_rows = _count(engine, data, max(1, *map(len, lengths)))
+
+    fillers = count - len(rows)
+    everywhere = [length for of_rank in lengths for length in (*of_rank, *[FILLER_TOKENS] * (count - len(of_rank)))]
+    settings = {"global_token_num": NonTensorData(everywhere)}
+    if micro_batch_rows is not None:
+        settings["micro_batch_size_per_gpu"] = micro_batch_rows
+    if len(rows) == len(data) and not fillers:
+        tu.assign_non_tensor(data, **settings)
+        return data
+
+    # A filler is a copy of row 0, cut to a prompt token and a response token. Its fields of the loss, the mask
+    # included, are 0.
+    kept = tu.index_select_tensor_dict(data, rows + [0] * fillers)
+    for name in CUT.keys() & kept.keys():
+        values = list(kept[name].unbind())
+        for row in range(len(rows), count):
+            values[row] = values[row][..., : CUT[name]]
+            values[row] = torch.zeros_like(values[row]) if name in OF_LOSS else values[row]
+        kept[name] = nested(values)
+    if PLACES in kept.keys():  # noqa: SIM118  # a TensorDict has no `in`
+        kept[PLACES][len(rows) :] = -1
+    # verl reads only the sum of this mask.
+    tokens = data["loss_mask"].sum()
+    kept["loss_mask"] = torch.cat([tokens.reshape(1), tokens.new_zeros(count - 1)])
+    tu.assign_non_tensor(kept, **settings)
+    return kept
+
+
+def _count(engine: FSDPEngineWithLMHead, data: TensorDict, rows: int) -> tuple[int, int | None]:
+    """Responses that every rank gets so that micro-batches come out even, and those of a micro-batch of fixed size, at
+    most as many as before."""
+    settings = engine.engine_config
+    if tu.get_non_tensor_data(data, "use_dynamic_bsz", default=settings.use_dynamic_bsz):
+        return rows, None
+    most = tu.get_non_tensor_data(data, "micro_batch_size_per_gpu", default=settings.micro_batch_size_per_gpu)
+    micro_batches = -(-rows // most)
+    size = -(-rows // micro_batches)
+    return micro_batches * size, size

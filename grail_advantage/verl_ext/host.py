@@ -1,62 +1,57 @@
-"""What verl's trainers with token weights share, however they hold the responses of a step: the checks of a start, the
-weights of an update and the pass that they need, the token dump, and what the tokens received.
-
-A trainer calls :meth:`WeighingTrainer._weigh` after verl's advantages and :meth:`WeighingTrainer._receive` after the
-update. What the first hands to the second is gone after the step.
+"""A trainer of verl's as a host of token weights, however it holds the responses of a step. It calls
+:meth:`WeighingTrainer._weigh` after verl's advantages and :meth:`WeighingTrainer._receive` after the update; what the
+first hands to the second is gone after the step. A response's key is ``{prompt}_{session}_{output}``. Shapes: B
+responses, T response tokens.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import ray
 import torch
 from omegaconf import DictConfig
 from tensordict import TensorDict
-from torch import Tensor
-from transformers import PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedTokenizerBase
+from verl.trainer.ppo.core_algos import agg_loss
 from verl.trainer.ppo.utils import Role
 from verl.utils import omega_conf_to_dataclass
+from verl.utils import tensordict_utils as tu
 from verl.utils.debug import marked_timer
 from verl.workers.config import HFModelConfig
 from verl.workers.rollout.utils import get_max_position_embeddings
 
 from grail_advantage.answers.missing import AnswerCheck
-from grail_advantage.data import Rollouts, Row, RowScores, Weighed
+from grail_advantage.data import DUMPED, Example, Rollouts, Row, RowScores, Weighed, outcome_of, runs, within_range
+from grail_advantage.dump import tolerant
 from grail_advantage.method import Method
+from grail_advantage.methods.turns import TurnMethod, list_a_turn, rewards_label
 from grail_advantage.model.probe import Finding
-from grail_advantage.verl_ext.checks import check_tokenizer
-from grail_advantage.verl_ext.dump import UpdateDump
-from grail_advantage.verl_ext.exchange import UPDATE, build_request, deal
+from grail_advantage.verl_ext import settings as options
+from grail_advantage.verl_ext.dump import COLUMNS, UpdateDump
+from grail_advantage.verl_ext.entry import check_tokenizer
+from grail_advantage.verl_ext.exchange import UPDATE, build_request, deal, rows_of
 from grail_advantage.verl_ext.patches import data_parallel_size
-from grail_advantage.verl_ext.rules import why_not_skip
-from grail_advantage.verl_ext.settings import (
-    BYPASS,
-    ENGINES,
-    METHOD,
-    MISSING,
-    MODEL,
-    ROLLOUT,
-    SECTION,
-    SKIP,
-    STRATEGY,
-    Settings,
-)
-from grail_advantage.verl_ext.step import end_token_ids, field_names, rollouts_of
+from grail_advantage.verl_ext.settings import Settings, why_not_skip
 from grail_advantage.verl_ext.worker import TokenWeightActorWorker
 from grail_advantage.weigh import weigh
 
 logger = logging.getLogger(__name__)
 
-PROBED_TOKENS = 1000
-"""A probe draws its rows from about this many tokens of the vocabulary."""
 TIMING = "token_weights"
 """``timing_s/token_weights``: seconds that the weights take in a step, with fetching and writing;
 ``token_weights_pass``, a part of it, those of the pass through the model."""
+REWARDS = "rm_scores"
+OBJECTS = ("reward_model", "extra_fields", "data_source", "extra_info")
+"""With :data:`COLUMNS` and :data:`REWARDS` the fields for the token dump; a run need not have them."""
+TURN_REWARDS = ("turn_rewards", options.CALL_REWARDS, "turn_scores", options.TOOL_REWARDS)
+"""Fields with rewards by turn, of the reward function and of verl's agent loop."""
 
 
 class WeighingTrainer:
@@ -73,17 +68,16 @@ class WeighingTrainer:
     _weighed: Weighed | None = None
     """Of the update that comes next."""
 
-    # ------------------------------------------------------------------------------------------------------------
-    # start-up
-
     def _read_settings(self, config: DictConfig) -> None:
         settings = self.settings = Settings.parse(config)
         if settings.method is None:
-            raise ValueError(f"{settings.named(METHOD)} is no method of token weights, which this trainer computes")
-        self._answers = AnswerCheck(settings.method, settings.answer, settings[MISSING], SECTION)
+            raise ValueError(
+                f"{settings.named(options.METHOD)} is no method of token weights, which this trainer computes"
+            )
+        self._answers = AnswerCheck(settings.method, settings.answer, settings[options.MISSING], options.SECTION)
 
     def _replace_workers(self) -> None:
-        if self.settings[STRATEGY] not in ENGINES:
+        if self.settings[options.STRATEGY] not in options.ENGINES:
             return  # verl's own workers: only methods without a pass come this far
         for role in (Role.Actor, Role.ActorRollout, Role.ActorRolloutRef):
             if role in self.role_worker_mapping:
@@ -92,76 +86,124 @@ class WeighingTrainer:
     def _look_at_model(self) -> None:
         settings = self.settings
         if self.processor is not None:
-            raise ValueError(
-                f"{settings.named(f'{MODEL}.path')} is multi-modal; {settings.named(METHOD)} works with text models only"
-            )
+            raise ValueError(f"{settings.named(f'{options.MODEL}.path')} is multi-modal; methods need a text model")
         check_tokenizer(self.tokenizer, self.config.actor_rollout_ref.model, settings.method)
         # As verl's rollout servers read it.
         model: HFModelConfig = omega_conf_to_dataclass(self.config.actor_rollout_ref.model)
         self._model_config = model.hf_config
         self._end_tokens = end_token_ids(self.tokenizer, model.generation_config)
-        self._context_length = settings[f"{ROLLOUT}.max_model_len"] or get_max_position_embeddings(model.hf_config)
+        self._context_length = settings[f"{options.ROLLOUT}.max_model_len"] or get_max_position_embeddings(
+            model.hf_config
+        )
 
     def _look_at_data(self, *, updates: int) -> None:
         settings, known = self.settings, self.train_dataset[0]
         for column in settings.method.data_columns:
             if column not in known:
-                raise ValueError(
-                    f"{settings.named(METHOD)} reads the column {column}, which {settings.named('data.train_files')} "
-                    f"lacks; its columns are {', '.join(sorted(known))}"
-                )
+                files = settings.named("data.train_files")
+                raise ValueError(f"{settings.method.name} reads the column {column} of {files}, which has {[*known]}")
         if settings.dump is not None:
             self._dump = UpdateDump(settings, self.tokenizer, updates=updates)
 
     def _load_checkpoint(self) -> None:
         """verl's; then the loaded model is asked whether responses can be left out."""
         super()._load_checkpoint()
-        if (choice := self.settings[SKIP]) is False:
+        if (choice := self.settings[options.SKIP]) is False:
             return
         why = why_not_skip(self.settings, self._model_config, self._probe)
         self._skips = not why
         if why and choice is True:
-            raise ValueError(f"{SKIP}=True does not work: {why}; use auto")
+            raise ValueError(f"{options.SKIP}=True does not work: {why}; use auto")
         if why:
-            logger.warning("%s: every response stays in the update: %s", SKIP, why)
+            logger.warning("%s: every response stays in the update: %s", options.SKIP, why)
 
     def _probe(self) -> Finding:
         """Of the rank with the largest difference."""
-        of_model = getattr(self._model_config.get_text_config(), "vocab_size", self.tokenizer.vocab_size)
-        special = set(self.tokenizer.all_special_ids)
-        tokens = [token for token in range(min(self.tokenizer.vocab_size, of_model)) if token not in special]
-        some_S = torch.tensor(tokens[:: max(1, len(tokens) // PROBED_TOKENS)])
-        s = self.settings
-        found = self.actor_rollout_wg.probe_neighbours(UPDATE, some_S, s.longest, s[f"{ROLLOUT}.temperature"])
+        longest, temperature = self.settings.longest, self.settings[f"{options.ROLLOUT}.temperature"]
+        found = self.actor_rollout_wg.probe_neighbours(UPDATE, longest, temperature)
         finding = max(found, key=lambda finding: (not finding.holds, finding.difference))
         logger.info("micro-batches of the %s: %s", UPDATE, finding)
         return finding
 
-    # ------------------------------------------------------------------------------------------------- of an update
-
     def _field_names(self) -> list[str]:
-        """Of the responses of this step."""
-        dump = self._dump
-        return field_names(self.settings, dumped=dump is not None and dump.steps.writes(self.global_steps))
+        """The fields of the responses that this step reads; a run need not have those for the dump alone."""
+        s, method = self.settings, self.settings.method
+        # Rejection sampling rewrites response_mask; loss_mask still holds the generated tokens.
+        names = ["prompts", "responses", "loss_mask", "response_mask", "advantages", *(DUMPED.keys() & method.reads)]
+        names += [_reward_field(s)] if "rewards" in method.reads else []
+        names += ["raw_prompt", *method.data_columns] if "examples" in method.reads else []
+        names += ["extra_fields", *method.field_names] if method.field_names else []
+        if self._dump is not None and self._dump.steps.writes(self.global_steps):
+            names += [REWARDS, *OBJECTS, *COLUMNS]
+        return list(dict.fromkeys(names))
 
     def _weigh(self, keys: Sequence[str], data: TensorDict) -> Weighed:
-        limits = {"context_length": self._context_length, "end_tokens": self._end_tokens}
-        rollouts = rollouts_of(data, keys, self.settings, self.tokenizer, step=self.global_steps, **limits)
-        self._weighed = weigh(_Host(self, rollouts), self.settings.method, self._answers)
+        """Token weights of the responses with these keys, by their fields as far as the run has them, nested where they
+        have a value a token."""
+        r = self._rollouts(keys, data)
+        host: Any = SimpleNamespace(  # as grail_advantage.weigh.Host
+            rollouts=lambda: r,
+            columns=lambda names, selected: {name: r.columns[name] for name in names},
+            scores=lambda method, rows: self._run_pass(rows) if rows else [],
+        )
+        self._weighed = weigh(host, self.settings.method, self._answers)
         return self._weighed
 
-    def _report(self, data: TensorDict, of_run: Sequence[bool], *, update: int = 0) -> dict[str, float]:
-        """Write the dump of what was weighed; the metrics.
+    def _rollouts(self, keys: Sequence[str], data: TensorDict) -> Rollouts:
+        """The responses after verl's advantages.
 
-        Args:
-            data: the fields of the responses.
-            of_run: which of them do not only fill up the batch.
-            update: number of the update in the step.
+        A response whose advantage is not finite, or too large, has the advantage NaN, which trains nothing. verl gives
+        it to all responses that were compared with one whose reward is not finite; verl alone then skips the update of
+        every mini-batch with such a response, whose gradient is NaN (``FSDPEngine.optimizer_step``).
+
+        Raises:
+            ValueError: the base advantages differ within a response, or something that the method reads is not there.
         """
+        settings, method, reads = self.settings, self.settings.method, self.settings.method.reads
+        prompts, responses = list(data["prompts"].unbind()), list(data["responses"].unbind())
+        written_BT, mask_BT, advantages_BT = (
+            data[name].to_padded_tensor(0) for name in ("loss_mask", "response_mask", "advantages")
+        )
+        turns, fields = [0] * len(keys), _fields(keys, data, method)
+        # verl's own agent loops make one call a turn at most.
+        one_call = settings[options.PARALLEL_CALLS] == 1 and not settings[options.AGENT_LOOPS]
+        if one_call and isinstance(method, TurnMethod) and method.align == "calls" and method.rewards:
+            turns = [len(runs(written)) for written in written_BT.bool().numpy()]
+            fields[method.rewards] = list(map(list_a_turn, fields[method.rewards], turns))
+        rollouts = Rollouts(
+            prompts=prompts,
+            responses=responses,
+            mask=mask_BT.bool(),
+            written=written_BT.bool(),
+            advantages=_of_responses(advantages_BT, mask_BT.bool(), settings),
+            rewards=_sums(keys, data[_reward_field(settings)], method) if "rewards" in reads else None,
+            tokenizer=self.tokenizer,
+            answer=settings.answer,
+            truncated=truncated(prompts, responses, settings, self._context_length, self._end_tokens),
+            groups=torch.tensor(group_numbers(keys)),
+            examples=_examples(data, settings) if "examples" in reads else None,
+            fields=fields,
+            columns=columns_of(data, COLUMNS),
+            sessions=[(session, int(number)) for session, number in (key.rsplit("_", 1) for key in keys)],
+            keys=list(keys),
+            mean=partial(mean_of_loss, settings),
+            step=self.global_steps,
+        )
+        if (lost_B := rollouts.advantages.isnan()).any():
+            logger.warning(
+                "step %d: %d of %d responses, such as %s, were compared with one that has no finite reward. They train "
+                "nothing in this step; verl alone would skip the whole update. Fix the reward function",
+                *(self.global_steps, int(lost_B.sum()), len(keys), keys[int(lost_B.int().argmax())]),
+            )
+        return rollouts if settings.dump is None else replace(rollouts, facts=_facts(data, rollouts, method, turns))
+
+    def _report(self, of_run: Sequence[bool], *, update: int = 0) -> dict[str, float]:
+        """Write the dump of what was weighed; the metrics. ``of_run``: which responses do not only fill up the batch;
+        ``update``: number of the update in the step."""
         figures = {f"{self.settings.method.name}/{name}": value for name, value in self._weighed.metrics.items()}
         if self._dump is not None:
             with marked_timer("token_dump", self.timing_raw, color="purple"):
-                self._dump.write(self._weighed, data, of_run, update=update)
+                self._dump.write(self._weighed, of_run, update=update)
             figures["token_dump/failed_files"] = self._dump.steps.failed
         return figures
 
@@ -173,47 +215,195 @@ class WeighingTrainer:
 
     def _on_policy(self) -> bool:
         """Whether the old log-probabilities are those of the actor before the update."""
-        return not self.settings[BYPASS]
+        return not self.settings[options.BYPASS]
 
     def _run_pass(self, rows: Sequence[Row]) -> list[RowScores]:
-        """Scores of these rows by a pass in the actor's workers."""
-        method = self.settings.method
-        order = deal(
-            [method.row_cost(row) for row in rows],
-            data_parallel_size(self.actor_rollout_wg),
-            [row.group for row in rows] if method.whole_groups else None,
-        )
+        """Scores of at least one row by a pass in the actor's workers."""
+        method, costs = self.settings.method, [self.settings.method.row_cost(row) for row in rows]
+        groups = [row.group for row in rows] if method.whole_groups else None
+        shares = deal(costs, data_parallel_size(self.actor_rollout_wg), groups)
+        # Copies of the cheapest, which belong to no group, give all ranks equally many.
+        copy, most = replace(rows[costs.index(min(costs))], group=-1), max(map(len, shares))
+        order = [place for share in shares for place in (*share, *[None] * (most - len(share)))]
         request = build_request(
-            # Padding copies, which give all ranks equally many responses, belong to no group.
-            [rows[place.row] if place.original else replace(rows[place.row], group=-1) for place in order],
+            [copy if place is None else rows[place] for place in order],
             method,
-            temperature=self.settings[f"{ROLLOUT}.temperature"],
+            temperature=self.settings[f"{options.ROLLOUT}.temperature"],
             step=self.global_steps,
             pad_token=self.tokenizer.pad_token_id,
         )
-        output = self.actor_rollout_wg.compute_token_scores(request)
-        columns = [output[name].unbind() for name in ("scores", "gradient_norm") if name in output]
-        scores = {
-            place.row: RowScores(*values) for place, *values in zip(order, *columns, strict=True) if place.original
-        }
-        return [scores[row] for row in range(len(rows))]
+        with marked_timer(f"{TIMING}_pass", self.timing_raw, color="purple"):
+            reply = self.actor_rollout_wg.compute_token_scores(request)
+        scores = dict(zip(order, rows_of(reply), strict=True))
+        return [scores[place] for place in range(len(rows))]
 
 
-@dataclass(frozen=True)
-class _Host:
-    """A trainer with the responses of an update, as :class:`grail_advantage.weigh.Host`."""
+def _reward_field(settings: Settings) -> str:
+    return "token_level_rewards" if settings[options.KL_IN_REWARD] else REWARDS
 
-    trainer: WeighingTrainer
-    responses: Rollouts
 
-    def rollouts(self) -> Rollouts:
-        return self.responses
+def _of_responses(advantages_BT: torch.Tensor, mask_BT: torch.Tensor, settings: Settings) -> torch.Tensor:
+    """The advantage of each response, (B,): verl gives it to every token that trains, and 0 to the others. NaN where it
+    cannot train."""
+    advantages_BT = torch.where(mask_BT, advantages_BT, 0.0)
+    usable_B = within_range(advantages_BT).all(dim=1)
+    lowest_B = torch.where(mask_BT, advantages_BT, torch.inf).amin(dim=1)
+    highest_B = torch.where(mask_BT, advantages_BT, -torch.inf).amax(dim=1)
+    if ((lowest_B < highest_B) & usable_B).any():
+        base = settings.named(options.BASE)
+        raise ValueError(f"{base} gives the tokens of a response different advantages; token weights multiply one")
+    of_B = advantages_BT.gather(1, advantages_BT.abs().argmax(dim=1, keepdim=True)).squeeze(1)
+    return torch.where(usable_B, of_B, torch.nan)
 
-    def columns(self, names: Sequence[str], selected: Sequence[int]) -> Mapping[str, Tensor]:
-        return {name: self.responses.columns[name] for name in names}
 
-    def scores(self, method: Method, rows: Sequence[Row]) -> list[RowScores]:
-        if not rows:
-            return []
-        with marked_timer(f"{TIMING}_pass", self.trainer.timing_raw, color="purple"):
-            return self.trainer._run_pass(rows)
+def mean_of_loss(settings: Settings, values_BT: torch.Tensor, mask_BT: torch.Tensor) -> float:
+    """The mean over a batch as the run's loss takes it."""
+    how = {name: settings[f"{options.ACTOR}.{name}"] for name in ("loss_agg_mode", "loss_scale_factor")}
+    return float(agg_loss(loss_mat=values_BT, loss_mask=mask_BT.to(values_BT.dtype), **how))
+
+
+def _examples(data: TensorDict, settings: Settings) -> list[Example]:
+    options = settings["data.apply_chat_template_kwargs"] or {}
+    names = settings.method.data_columns
+    columns = [tu.get(data, name) for name in names]
+    return [
+        Example(messages, dict(zip(names, values, strict=True)), options)
+        for messages, *values in zip(tu.get(data, "raw_prompt"), *columns, strict=True)
+    ]
+
+
+def _fields(keys: Sequence[str], data: TensorDict, method: Method) -> dict[str, list[Any]]:
+    """The fields that a method reads: what the reward function returned, what the agent loop added, or a column of the
+    batch, whichever has the name first. The reward function sees a whole session: what it returned is the last
+    output's, of which verl gives the earlier ones a copy."""
+    if not method.field_names:
+        return {}
+    extra = [dict(entry) if isinstance(entry, Mapping) else {} for entry in objects(data, "extra_fields") or ()]
+    of_reward = [(entry.get("reward_extra_info") or {}) for entry in extra]
+    last = _last_outputs(keys)
+    copies = [dict.fromkeys(of) if last[row] != row else of for row, of in enumerate(of_reward)]
+    added = [{**entry, **of} for entry, of in zip(extra, copies, strict=True)]
+    fields = {}
+    for name in method.field_names:
+        # None is a value: a batch in which no response called a tool has nothing else.
+        in_column = not any(name in entry for entry in added)
+        values = objects(data, name) if in_column else [entry.get(name) for entry in added]
+        if values is None:
+            raise ValueError(
+                f"{method.name} reads field:{name}, which no response has: compute_score must return it, the agent "
+                "loop add it, or data.train_files have a column of that name"
+            )
+        fields[name] = values
+    return fields
+
+
+def _sums(keys: Sequence[str], rewards: torch.Tensor, method: Method) -> torch.Tensor:
+    """The rewards of the responses, (B,), NaN where they are not finite.
+
+    Raises:
+        ValueError: an agent loop that returns several outputs a session, and a method that does not know sessions.
+    """
+    for key, last in zip(keys, _last_outputs(keys), strict=True):
+        if "sessions" not in method.reads and keys[last] != key:
+            raise ValueError(
+                f"{method.name} reads one reward a response, and {key} and {keys[last]} are outputs of one session, "
+                "which share theirs; have the agent loop return one output"
+            )
+    sums_B = rewards.to_padded_tensor(0).double().sum(dim=1)
+    return torch.where(sums_B.isfinite(), sums_B, torch.nan)
+
+
+def group_numbers(keys: Sequence[str]) -> list[int]:
+    """Number the prompts that responses answer."""
+    numbers: dict[str, int] = {}
+    return [numbers.setdefault(key.rsplit("_", 2)[0], len(numbers)) for key in keys]
+
+
+def _last_outputs(keys: Sequence[str]) -> list[int]:
+    """For each response the place of the last output of its session, whose reward is the session's."""
+    last: dict[str, tuple[int, int]] = {}
+    for row, key in enumerate(keys):
+        session, output = key.rsplit("_", 1)
+        last[session] = max(last.get(session, (-1, row)), (int(output), row))
+    return [last[key.rsplit("_", 1)[0]][1] for key in keys]
+
+
+def truncated(
+    prompts: Sequence[torch.Tensor],
+    responses: Sequence[torch.Tensor],
+    settings: Settings,
+    context_length: int,
+    end_tokens: set[int],
+) -> torch.Tensor:
+    """Which responses reached the length limit without an end token; bool (B,).
+
+    The limit is that of verl's rollout servers (``generate`` of ``vLLMHttpServer``, ``TRTLLMHttpServer`` and, with one
+    position kept free, ``SGLangHttpServer``). Each turn of a conversation has the room that the turns before it left,
+    so a whole response has the same limit.
+    """
+    asked, most, engine = (
+        settings[f"{options.ROLLOUT}.{name}"] for name in ("prompt_length", "response_length", "name")
+    )
+    whole = min(asked + most, context_length - (engine == "sglang"))
+    long = [len(of) >= min(most, whole - len(prompt)) for prompt, of in zip(prompts, responses, strict=True)]
+    ended = [len(of) > 0 and int(of[-1]) in end_tokens for of in responses]
+    return torch.tensor(long, dtype=torch.bool) & ~torch.tensor(ended, dtype=torch.bool)
+
+
+def end_token_ids(tokenizer: PreTrainedTokenizerBase, generation_config: GenerationConfig | None) -> set[int]:
+    """Token ids that end a response: the tokenizer's, and those that the rollout engine takes from the generation
+    config."""
+    from_model = getattr(generation_config, "eos_token_id", None)
+    from_model = from_model if isinstance(from_model, list) else [from_model]
+    return {token for token in [tokenizer.eos_token_id, *from_model] if token is not None}
+
+
+def _facts(data: TensorDict, r: Rollouts, method: Method, turns: Sequence[int]) -> dict[str, list[Any]]:
+    """What the token dump says of the responses beside their tokens, as far as the run has it; ``turns`` as in
+    :func:`turn_rewards_label`."""
+    judged, extra, sources, infos = (objects(data, name) or [None] * len(r) for name in OBJECTS)
+    sums_B = columns_of(data, [REWARDS]).get(REWARDS, torch.full((len(r), 1), torch.nan)).sum(dim=1)
+    facts: dict[str, list[Any]] = {name: [] for name in ("ground_truth", "reward", "outcome", "id", "labels")}
+    for of, judge, source, info, total, *of_turns in zip(
+        extra, judged, sources, infos, sums_B.tolist(), r.turns_before, turns, strict=True
+    ):
+        reward = total if math.isfinite(total) else None
+        verdict = _entry(_entry(of, "reward_extra_info"), "acc")  # the reward function's own goes first
+        truth, number = _entry(judge, "ground_truth"), _entry(info, "index")
+        named = source is not None and number is not None
+        facts["ground_truth"].append(None if truth is None else tolerant(str, truth))
+        facts["reward"].append(reward)
+        facts["outcome"].append(outcome_of(reward if verdict is None else tolerant(float, verdict)))
+        facts["id"].append(tolerant("{0[0]}/{0[1]}".format, (source, number)) if named else None)
+        facts["labels"].append(tolerant(lambda known: turn_rewards_label(*known), (of, method, *of_turns)) or {})
+    return facts
+
+
+def columns_of(data: TensorDict, names: Iterable[str]) -> dict[str, torch.Tensor]:
+    """Those of the columns of numbers that were fetched, (B, T) float32 with 0 after the response."""
+    return {name: data[name].to_padded_tensor(0).float() for name in names if name in data.keys()}  # noqa: SIM118
+
+
+def objects(data: TensorDict, name: str) -> list[Any] | None:
+    """A column of any objects that were fetched; ``None`` where there is no such column."""
+    return list(tu.get(data, name)) if name in data.keys() else None  # noqa: SIM118  # a TensorDict has no `in`
+
+
+def turn_rewards_label(extra: Any, method: Method, before: int = 0, turns: int = 0) -> dict[str, list[Any]]:
+    """The rewards by turn as a label: those that the method reads, else the first of the usual names that has any.
+    ``extra`` is what verl has of the response, ``before`` the turns of its session before it, since a list of the
+    reward function is the whole session's, and ``turns`` its own where as many rewards are certain to be one each, else
+    0."""
+    own = getattr(method, "rewards", None)
+    for name in (own or None, *TURN_REWARDS):
+        for begin, of in ((before, _entry(extra, "reward_extra_info")), (0, extra)):
+            known = _entry(of, name) if name else None
+            if label := rewards_label(list_a_turn(known, turns))[begin:]:
+                return {"turn_rewards": label}
+            if known is not None and name == own:
+                return {}
+    return {}
+
+
+def _entry(value: Any, name: str) -> Any:
+    return value.get(name) if isinstance(value, Mapping) else None

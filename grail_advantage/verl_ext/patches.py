@@ -9,13 +9,14 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import ray
 import torch
 import verl.utils.config
 import verl.utils.logging_utils
-from omegaconf import DictConfig, open_dict
+from omegaconf import DictConfig
 from verl.utils.device import get_device_name
 
 if TYPE_CHECKING:
@@ -23,17 +24,16 @@ if TYPE_CHECKING:
 
 WRAPPED = "prepares_token_weights"
 """Attribute of a function of verl's that has been wrapped here."""
-MADE_HERE = "weighs_tokens"
-"""Attribute of this package's estimators in verl's registry, which verl's own do not have."""
 STARTS: list[str] = []
 """Modules with ``check_run(settings)`` after the checks and ``begin_run(settings, config)`` just before Ray starts,
 both in the process of the command, and ``register_trainers()`` in the task runner's. A module of
 ``VERL_USE_EXTERNAL_MODULES`` adds them."""
 
 
-def wrap_entry(start: Callable[[DictConfig, Callable[[], None]], None], register: Callable[[], None]) -> None:
-    """Call ``start`` with the configuration and ``verl.utils.config.validate_config``, which it calls in its turn, and
-    ``register`` before ``verl.utils.logging_utils.configure_verl_logging``. Does nothing the second time.
+def wrap_entry(module: str) -> None:
+    """Call two functions of a module, which is imported then: ``start_run`` with the configuration and
+    ``verl.utils.config.validate_config``, which it calls in its turn, and ``register_trainers`` before
+    ``verl.utils.logging_utils.configure_verl_logging``. Does nothing the second time.
 
     Works around ``verl.trainer.main_ppo``, which accepts any ``algorithm.adv_estimator`` unchecked, and whose
     ``TaskRunnerV1.run`` looks the trainer up by name in a process of its own. Both import these functions by name after
@@ -41,25 +41,22 @@ def wrap_entry(start: Callable[[DictConfig, Callable[[], None]], None], register
     go when verl lets a registered estimator check the configuration and name its trainer.
     """
     validate = verl.utils.config.validate_config
+    configure = getattr(verl.utils.logging_utils, "configure_verl_logging", None)
     if entry_is_wrapped():
         return
 
     @functools.wraps(validate)
     def validate_config(config: Any, *args: Any, **kwargs: Any) -> None:
-        start(config, functools.partial(validate, config, *args, **kwargs))
+        import_module(module).start_run(config, functools.partial(validate, config, *args, **kwargs))
+
+    def configure_verl_logging() -> None:
+        import_module(module).register_trainers()
+        configure()
 
     setattr(validate_config, WRAPPED, True)
     verl.utils.config.validate_config = validate_config
-    configure = getattr(verl.utils.logging_utils, "configure_verl_logging", None)
-    if configure is None:
-        return  # a verl without the v1 trainers, whose older one needs no registration
-
-    @functools.wraps(configure)
-    def configure_verl_logging() -> None:
-        register()
-        configure()
-
-    verl.utils.logging_utils.configure_verl_logging = configure_verl_logging
+    if configure is not None:  # else a verl without the v1 trainers, whose older one needs no registration
+        verl.utils.logging_utils.configure_verl_logging = functools.wraps(configure)(configure_verl_logging)
 
 
 def entry_is_wrapped() -> bool:
@@ -74,8 +71,7 @@ def set_trainer_mode(config: DictConfig, mode: str) -> None:
     verl's own names: under another name the trainer silently gets the asynchronous replay buffer. Can go when verl asks
     the class.
     """
-    with open_dict(config):
-        config.trainer.v1.trainer_mode = mode
+    config.trainer.v1.trainer_mode = mode
 
 
 def base_mode(trainer_class: type) -> str:
@@ -95,14 +91,11 @@ def estimator_named(algorithm: DictConfig, name: str) -> Iterator[None]:
     multi-output session as a session of its own unless the estimator is called ``grpo``. Can go when a registered
     estimator can say that it works by sessions.
     """
-    configured = algorithm.adv_estimator
-    with open_dict(algorithm):
-        algorithm.adv_estimator = name
+    configured, algorithm.adv_estimator = algorithm.adv_estimator, name
     try:
         yield
     finally:
-        with open_dict(algorithm):
-            algorithm.adv_estimator = configured
+        algorithm.adv_estimator = configured
 
 
 def use_ray_trainer(trainer_class: type) -> None:
@@ -146,32 +139,6 @@ def autocast(engine: FSDPEngineWithLMHead) -> AbstractContextManager:
     if engine._autocast_dtype == torch.float32:
         return nullcontext()
     return torch.autocast(device_type=get_device_name(), dtype=engine._autocast_dtype)
-
-
-@contextmanager
-def without_activation_offload(module: torch.nn.Module) -> Iterator[None]:
-    """While open, the model's blocks run their own forwards, in training mode too.
-
-    With ``enable_activation_offload`` verl replaces a block's forward by one that, in training mode, counts blocks
-    until a backward counts them back (``verl.utils.activation_offload``,
-    ``ActivationHandler.wrap_module_forward_method``), so that a forward without a backward would put it out of step.
-    Can go when that looks at ``torch.is_grad_enabled()``.
-    """
-    from verl.utils import activation_offload
-
-    replaced = {}
-    for block in module.modules():
-        forward = vars(block).get("forward")
-        code = getattr(forward, "__code__", None)
-        if code is not None and code.co_filename == activation_offload.__file__:
-            replaced[block] = forward
-    try:
-        for block, forward in replaced.items():
-            block.forward = forward.__wrapped__
-        yield
-    finally:
-        for block, forward in replaced.items():
-            block.forward = forward
 
 
 def gather_packed(engine: FSDPEngineWithLMHead, values_N: torch.Tensor, pad_size: int) -> torch.Tensor:

@@ -29,8 +29,7 @@ from grail_advantage.verl_ext.exchange import PLACES, WATCHED, nested
 from grail_advantage.verl_ext.host import TIMING, WeighingTrainer
 from grail_advantage.verl_ext.settings import BASE
 
-WRITTEN = "loss_mask"
-"""Name of the mask of what the model wrote, before rejection sampling; the v1 trainers' name."""
+WRITTEN = "loss_mask"  # the v1 trainers' name of the mask of what the model wrote, before rejection sampling
 
 
 class TokenWeightRayTrainer(WeighingTrainer, RayPPOTrainer):
@@ -43,7 +42,6 @@ class TokenWeightRayTrainer(WeighingTrainer, RayPPOTrainer):
         self._look_at_data(updates=1)
         self._columns: dict[str, dict[str, Any]] = {}
         """Of each prompt, by its uid: the data set's columns."""
-        self._figures: dict[str, float] = {}
 
     def init_workers(self) -> None:
         """verl's, with the actor's worker in place."""
@@ -77,17 +75,15 @@ class TokenWeightRayTrainer(WeighingTrainer, RayPPOTrainer):
             base_BT, weighted = data.batch["advantages"], self._weigh(keys, fields).advantages
             advantages_BT = pad(weighted, (0, base_BT.shape[1] - weighted.shape[1])).to(base_BT)
             data.batch["advantages"], data.batch["returns"] = advantages_BT, advantages_BT.clone()
-        self._figures = self._report(fields, [True] * len(data))
         return data
 
     def _update_actor(self, batch: DataProto) -> DataProto:
-        weighed, self._weighed, figures = self._weighed, None, self._figures
-        watched = None if self._dump is None else self._dump.watched
-        if watched is not None:
-            batch.batch[PLACES] = watched.places_B2(len(batch))
-            batch.meta_info[WATCHED] = watched.number
+        figures, weighed, self._weighed = self._report([True] * len(batch)), self._weighed, None
+        marks = None if self._dump is None else self._dump.marks
+        if marks is not None:
+            batch.meta_info[WATCHED], batch.batch[PLACES] = marks
         output = super()._update_actor(batch)
-        if watched is not None:
+        if marks is not None:
             del batch.batch[PLACES], batch.meta_info[WATCHED]
             figures |= self._receive(batch, weighed.rollouts, [True] * len(batch))
         figures |= {f"timing_s/{name}": seconds for name, seconds in self.timing_raw.items()}

@@ -1,4 +1,4 @@
-"""verl's PPO trainer with token weights. Two of its stages differ.
+"""verl's three v1 trainers with token weights. Two of their stages differ.
 
 ``_compute_advantage``: the base advantage comes from verl's own code, by default GRPO's (with
 ``norm_adv_by_std_in_grpo=false``, Dr.GRPO), which also applies a KL penalty in the reward, rollout correction and
@@ -10,6 +10,11 @@ the actor where it uses the model, and the advantages in TransferQueue are multi
 
     @register_trainer("mine_weighted")
     class MyTrainerWithTokenWeights(TokenWeightTrainer, MyTrainer): ...
+
+The weights come from the policy that gives the old log-probabilities: the actor as it is. With ``separate_async`` and
+``parameter_sync_step > 1`` the actor moves between the updates of a step while the old log-probabilities stay those of
+the step's first policy, so a pass goes back to it as verl does (``PPOTrainerSeparateAsync._compute_old_log_prob``). In
+bypass mode they are the rollout engine's, whose policy the trainer does not hold; the weights then come from the actor.
 """
 
 from __future__ import annotations
@@ -22,14 +27,20 @@ import transfer_queue as tq
 from omegaconf import DictConfig
 from tensordict import TensorDict
 from transfer_queue import KVBatchMeta
+from verl.experimental.separation.engine_workers import DetachActorWorker
+from verl.single_controller.base.decorator import Dispatch, register
+from verl.trainer.ppo.v1 import PPOTrainerColocateAsync, PPOTrainerSeparateAsync, PPOTrainerSync, register_trainer
 from verl.utils.debug import marked_timer
 from verl.workers.utils.padding import response_from_nested, response_to_nested
 
-from grail_advantage.verl_ext.exchange import PLACES, WATCHED, nested
+from grail_advantage.data import Row, RowScores
+from grail_advantage.verl_ext import patches
+from grail_advantage.verl_ext.exchange import LEAVE_OUT, PLACES, WATCHED, nested, trains, update_order
 from grail_advantage.verl_ext.host import TIMING, WeighingTrainer
-from grail_advantage.verl_ext.patches import base_mode, data_parallel_size, estimator_named, set_trainer_mode
-from grail_advantage.verl_ext.settings import BASE, ROLLOUT
-from grail_advantage.verl_ext.zero_advantage import LEAVE_OUT, trains, update_order
+from grail_advantage.verl_ext.settings import BASE, BYPASS, ROLLOUT
+from grail_advantage.verl_ext.worker import TokenWeightActorWorker
+
+STEP_POLICY = 0  # under which verl's separate trainer keeps the policy of a step's first update in the workers
 
 
 class TokenWeightTrainer(WeighingTrainer):
@@ -37,7 +48,7 @@ class TokenWeightTrainer(WeighingTrainer):
 
     def __init__(self, config: DictConfig) -> None:
         self._read_settings(config)
-        set_trainer_mode(config, base_mode(type(self)))
+        patches.set_trainer_mode(config, patches.base_mode(type(self)))
         super().__init__(config)
 
     def _init_resource_pool_mgr(self) -> None:
@@ -53,7 +64,7 @@ class TokenWeightTrainer(WeighingTrainer):
         self._look_at_data(updates=self.parameter_sync_step)
 
     def _compute_advantage(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
-        with estimator_named(self.config.algorithm, self.settings[BASE]):
+        with patches.estimator_named(self.config.algorithm, self.settings[BASE]):
             batch = super()._compute_advantage(batch, metrics)
         with marked_timer(TIMING, self.timing_raw, color="purple"):
             data = tq.kv_batch_get(batch.keys, batch.partition_id, select_fields=self._field_names())
@@ -62,41 +73,80 @@ class TokenWeightTrainer(WeighingTrainer):
             fields = TensorDict({"advantages": values, "returns": values.clone()}, batch_size=len(batch))
             written = tq.kv_batch_put(keys=batch.keys, partition_id=batch.partition_id, fields=fields)
         of_run = [not tag.get("is_padding", False) for tag in batch.tags]
-        metrics.update(self._report(data, of_run, update=self.local_trigger_step))
+        metrics.update(self._report(of_run, update=self.local_trigger_step))
         return written
 
     def _update_actor(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
         weighed, self._weighed = self._weighed, None
         rollouts, request, sent = weighed.rollouts, batch, [True] * len(weighed.rollouts)
         if self._skips:
-            sent = trains(weighed.advantages, rollouts.mask)
-            places = {key: place for place, key in enumerate(rollouts.keys)}
-            of_run = [not tag.get("is_padding", False) for tag in batch.tags]
-            order = [places[key] for key in batch.keys]
-            given = self.settings, data_parallel_size(self.actor_rollout_wg)
-            rows, figures = update_order(rollouts, sent, order, of_run, *given)
-            request = batch if rows is None else batch.select_keys([batch.keys[row] for row in rows])
+            sent, ranks = trains(weighed.advantages, rollouts.mask), patches.data_parallel_size(self.actor_rollout_wg)
+            request, figures = update_order(rollouts, sent, batch, self.settings, ranks)
             request.extra_info[LEAVE_OUT] = True
             metrics.update(figures)
-        fields, watched = request.fields, None if self._dump is None else self._dump.watched
-        if watched is not None:
-            field = TensorDict({PLACES: watched.places_B2(len(rollouts))}, batch_size=len(rollouts))
+        fields, marks = request.fields, None if self._dump is None else self._dump.marks
+        if marks is not None:
+            request.extra_info[WATCHED], places_B2 = marks
+            field = TensorDict({PLACES: places_B2}, batch_size=len(rollouts))
             tq.kv_batch_put(keys=list(rollouts.keys), partition_id=batch.partition_id, fields=field)
             request.fields = None if fields is None else [*fields, PLACES]
-            request.extra_info[WATCHED] = watched.number
         written = super()._update_actor(request, metrics)
-        if watched is not None:
+        if marks is not None:
             request.extra_info.pop(WATCHED)
             request.fields = fields
             metrics.update(self._receive(batch, rollouts, sent))
         return written if request is batch else written.select_keys(batch.keys)
 
     def _log_probs_now(self, batch: KVBatchMeta, places: Sequence[int]) -> torch.Tensor:
-        """Log-probabilities of some of a batch's responses by the actor as it is, (B, T), from the forward over the batch
-        that gave the old ones (``PPOTrainer._compute_old_log_prob``, trainer_base.py:1651)."""
+        """Log-probabilities of some of a batch's responses by the actor as it is, (B, T), from the forward over the
+        batch that gave the old ones (``PPOTrainer._compute_old_log_prob``, trainer_base.py:1651)."""
         temperature = self.settings[f"{ROLLOUT}.temperature"]
         asked = {"calculate_entropy": False, "compute_loss": False, "temperature": temperature}
         self.actor_rollout_wg.compute_log_prob(replace(batch, fields=None, extra_info=asked))
         keys = [batch.keys[place] for place in places]
         data = tq.kv_batch_get(keys, batch.partition_id, select_fields=["log_probs", "response_mask"])
         return response_from_nested(data["log_probs"], data["response_mask"]).to_padded_tensor(0).float()
+
+
+@register_trainer("grail_sync")
+class TokenWeightTrainerSync(TokenWeightTrainer, PPOTrainerSync):
+    """verl's synchronous trainer with token weights."""
+
+
+@register_trainer("grail_colocate_async")
+class TokenWeightTrainerColocateAsync(TokenWeightTrainer, PPOTrainerColocateAsync):
+    """verl's asynchronous trainer that shares its devices with the rollout, with token weights."""
+
+
+class TokenWeightDetachActorWorker(TokenWeightActorWorker, DetachActorWorker):
+    """Actor worker of the separate trainer: passes of methods, and policies kept in host memory."""
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def save_model_to_cpu(self, n: int) -> None:
+        """Keep the current policy under the name ``n``, see ``DetachActorWorker``."""
+        super().save_model_to_cpu(n)
+        patches.copy_saved_shards(self.cpu_saved_models, n)
+
+
+@register_trainer("grail_separate_async")
+class TokenWeightTrainerSeparateAsync(TokenWeightTrainer, PPOTrainerSeparateAsync):
+    """verl's asynchronous trainer with rollout devices of their own, with token weights."""
+
+    actor_worker_class = TokenWeightDetachActorWorker
+
+    def _run_pass(self, rows: Sequence[Row]) -> list[RowScores]:
+        """By the policy of the step's first update."""
+        workers, update = self.actor_rollout_wg, self.local_trigger_step
+        if update == 0 or self.settings[BYPASS]:
+            return super()._run_pass(rows)
+        workers.save_model_to_cpu(update)
+        workers.restore_model_from_cpu(STEP_POLICY)
+        try:
+            return super()._run_pass(rows)
+        finally:
+            workers.restore_model_from_cpu(update)
+            workers.clear_cpu_model(update)
+
+    def _on_policy(self) -> bool:
+        # The old log-probabilities of later updates are those of the step's first policy.
+        return super()._on_policy() and self.local_trigger_step == 0

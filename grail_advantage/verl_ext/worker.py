@@ -1,13 +1,21 @@
-"""verl's actor worker with the passes of methods, and with updates that leave out zero-advantage responses and read what
-the others receive."""
+"""verl's actor worker with the passes of methods, and with updates that leave out zero-advantage responses and read
+what each token of the others receives (:mod:`grail_advantage.receipt`).
+
+:class:`UpdateReader` works around the loss function that verl gives the worker: it reads the gradient of the tensor of
+log-probabilities that goes into the loss, and changes nothing. Gradients are kept for the responses that the token dump
+writes. Shape suffixes: R responses of a rank, T response tokens, N packed tokens.
+"""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from tensordict import TensorDict
+from torch.nn.utils.rnn import pad_sequence
 from verl.single_controller.base.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
 from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_id
@@ -17,10 +25,10 @@ from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
 
 from grail_advantage.method import Method
 from grail_advantage.model.probe import Finding
+from grail_advantage.receipt import Piece
+from grail_advantage.receipt.measure import Gradient
 from grail_advantage.verl_ext.engine_model import EngineModel
-from grail_advantage.verl_ext.exchange import PLACES, WATCHED, build_reply, rows_of
-from grail_advantage.verl_ext.received import OptimiserStep, UpdateReader
-from grail_advantage.verl_ext.zero_advantage import LEAVE_OUT, without_zero_advantage
+from grail_advantage.verl_ext.exchange import LEAVE_OUT, PLACES, WATCHED, build_reply, rows_of, without_zero_advantage
 
 
 def token_scores(engine: FSDPEngineWithLMHead, request: TensorDict) -> TensorDict:
@@ -36,6 +44,103 @@ def token_scores(engine: FSDPEngineWithLMHead, request: TensorDict) -> TensorDic
         return build_reply(method.run(rows, model))
 
 
+@dataclass
+class OptimiserStep:
+    """One optimiser step on one rank."""
+
+    places: list[int]
+    """The place in the update's batch of each response of this step, the left-out ones included."""
+    pieces: list[Piece]
+    """The step's micro-batches, cut to the responses that the dump writes, by their slots; on the CPU."""
+
+
+class UpdateReader:
+    """Reads, on one rank, what the responses of an update receive. An error in it stops no training: :meth:`take`
+    raises it."""
+
+    def __init__(self) -> None:
+        self._number: Any = None
+        self._steps: list[OptimiserStep] = []
+        self._error: Exception | None = None
+
+    @contextmanager
+    def optimiser_step(self, worker: Any, data: TensorDict, places: Sequence[int]) -> Iterator[None]:
+        """Within, the loss function of verl's ``TrainingWorker`` reads the log-probabilities of ``data`` too, which has
+        the field ``PLACES`` and the setting ``WATCHED``. ``places``: of all responses of the optimiser step."""
+        scale, loss_fn, readings = 1.0, worker.loss_fn, []
+
+        def read(model_output: Any, data: TensorDict, dp_group: Any = None) -> Any:
+            with self._attempt():
+                readings.append((Gradient(model_output["log_probs"]), data[PLACES], *_lengths(data)))
+            return loss_fn(model_output=model_output, data=data, dp_group=dp_group)
+
+        with self._attempt():
+            number = tu.get_non_tensor_data(data, WATCHED, default=None)
+            if number != self._number:
+                self._number, self._steps, self._error = number, [], None
+            scaler = getattr(worker.engine, "scaler", None)  # of the gradients in float16
+            scale = 1.0 if scaler is None else scaler.get_scale()
+        worker.loss_fn = read
+        try:
+            yield
+        finally:
+            worker.loss_fn = loss_fn
+        with self._attempt():
+            self._steps.append(OptimiserStep(list(places), [_piece(*reading, scale) for reading in readings]))
+
+    @contextmanager
+    def _attempt(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            self._error = self._error or error
+
+    def take(self, number: Any) -> list[OptimiserStep]:
+        """The optimiser steps of the update with this number, which are forgotten here; raises the error that came up
+        while they were read."""
+        known, steps, error = self._number, self._steps, self._error
+        self._number, self._steps, self._error = None, [], None
+        if error is not None:
+            raise error
+        if number != known:
+            raise RuntimeError(f"update {number} was not watched here; the last one was {known}")
+        return steps
+
+
+def _lengths(data: TensorDict) -> tuple[torch.Tensor, int]:
+    """The lengths of prompts and responses, (R, 2), and the width of the loss's tensors: that of the older trainer's
+    padded ones, else that of the longest response."""
+    prompts, responses = data["prompts"], data["responses"]
+    if prompts.is_nested:
+        lengths_R2 = torch.stack([of.offsets().diff() for of in (prompts, responses)], dim=1)
+        return lengths_R2, int(lengths_R2[:, 1].max())
+    widths = [prompts.shape[1], responses.shape[1]]
+    of_parts = data["attention_mask"].split(widths, dim=1)
+    return torch.stack([of.sum(dim=1) for of in of_parts], dim=1), widths[1]
+
+
+def _piece(read: Gradient, places_R2: torch.Tensor, lengths_R2: torch.Tensor, width: int, scale: float) -> Piece:
+    """A micro-batch after its backward."""
+    # verl's log-probabilities are packed: those of prompt + response, each at the position before its token.
+    log_probs_N = read.log_probs.values().cpu()  # in its own type, which says how exact the gradient is
+    gradient_N = torch.zeros_like(log_probs_N) if read.values is None else read.values.values().cpu() / scale
+    slots, log_probs, gradients, outside, start = [], [log_probs_N[:0]], [gradient_N[:0]], [], 0
+    for (_, slot), (prompt, response) in zip(places_R2.tolist(), lengths_R2.tolist(), strict=True):
+        own = slice(start + prompt - 1, start + prompt + response - 1)
+        end = start + prompt + response
+        if slot >= 0:
+            slots.append(slot)
+            log_probs.append(log_probs_N[own])
+            gradients.append(gradient_N[own])
+            outside.append(float(torch.cat([gradient_N[start : own.start], gradient_N[own.stop : end]]).abs().max()))
+        start = end
+    log_probs_bT, gradient_bT = (
+        pad_sequence(values, batch_first=True)[1:].clone() for values in (log_probs, gradients)
+    )
+    slots_b = torch.tensor(slots, dtype=torch.int64)
+    return Piece(slots_b, log_probs_bT, gradient_bT, outside_b=torch.tensor(outside), width=width)
+
+
 class TokenWeightTrainingWorker(TrainingWorker):
     """``TrainingWorker`` whose ``train_batch`` leaves out zero-advantage responses, and reads what the others receive,
     where a batch asks for it."""
@@ -46,17 +151,14 @@ class TokenWeightTrainingWorker(TrainingWorker):
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="train"), blocking=False)
     def train_batch(self, data: TensorDict) -> TensorDict:
-        """verl's, over the responses that train (:mod:`grail_advantage.verl_ext.zero_advantage`)."""
-        watched = WATCHED in data
-        if watched:
-            places_R2 = torch.stack(data[PLACES].unbind())  # TransferQueue may give it nested
+        """verl's, over the responses that train (:mod:`grail_advantage.verl_ext.exchange`)."""
+        if watched := WATCHED in data:
             data = data.copy()
-            data[PLACES], places = places_R2, places_R2[:, 0].tolist()
+            data[PLACES] = places_R2 = torch.stack(data[PLACES].unbind())  # TransferQueue may give it nested
         if LEAVE_OUT in data:
             data = without_zero_advantage(self.engine, data)
-        if not watched:
-            return super().train_batch(data)
-        with self.update_reader.optimiser_step(self, data, places):
+        reading = self.update_reader.optimiser_step(self, data, places_R2[:, 0].tolist()) if watched else nullcontext()
+        with reading:
             return super().train_batch(data)
 
 
@@ -72,15 +174,15 @@ class TokenWeightActorWorker(ActorRolloutRefWorker):
         return output if self.actor.engine.is_mp_src_rank_with_outputs() else None
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def probe_neighbours(self, layout: str, tokens_S: torch.Tensor, longest: int, temperature: float) -> Finding:
+    def probe_neighbours(self, layout: str, longest: int, temperature: float) -> Finding:
         """Whether responses are the same beside others, in a layout: :meth:`EngineModel.probe`."""
         with self.actor.engine.eval_mode():
-            return EngineModel(self.actor.engine, temperature=temperature).probe(layout, tokens_S, longest)
+            return EngineModel(self.actor.engine, temperature=temperature).probe(layout, longest)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def take_received(self, number: Any) -> list[OptimiserStep] | Exception | None:
-        """What the responses of this rank received in an update (:meth:`UpdateReader.take`), or the error in reading it;
-        nothing from the other ranks of a sequence-parallel group, which have the same responses."""
+        """What the responses of this rank received in an update (:meth:`UpdateReader.take`), or the error in reading
+        it; nothing from the other ranks of a sequence-parallel group, which have the same responses."""
         try:
             steps = self.actor.update_reader.take(number)
         except Exception as error:

@@ -13,8 +13,7 @@ from typing import Any, NamedTuple
 import pytest
 from omegaconf import DictConfig, OmegaConf
 
-from grail_advantage.verl_ext.config import write
-from grail_advantage.verl_ext.settings import ACTOR, ROLLOUT
+from grail_advantage.verl_ext.settings import ACTOR, OPTIONS_FILE, ROLLOUT, options_yaml
 from tests.composed import VERL, compose, prepare
 from verl_cpu.tiny.agent import MAX_TURNS
 
@@ -189,4 +188,4 @@ def test_a_run_is_named_by_its_configuration() -> None:
 
 
 def test_the_file_of_all_options_is_current() -> None:
-    assert write.FILE.read_text() == write.text(), "run python -m grail_advantage.verl_ext.config.write"
+    assert OPTIONS_FILE.read_text() == options_yaml(), "run python -m grail_advantage.verl_ext.settings"

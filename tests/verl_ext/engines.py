@@ -142,12 +142,13 @@ def install_reference() -> None:
 
 def own_pass(engine: Any, rows: list[Any], signal: Any, sizes: Sizes, **request: Any) -> dict[str, list[torch.Tensor]]:
     """A signal's pass of its own over this rank's prepared responses, by the worker's code; one list entry a response."""
-    from grail_advantage.verl_ext.exchange import build_request
+    from grail_advantage.verl_ext.exchange import build_request, rows_of
     from grail_advantage.verl_ext.worker import token_scores
 
     sizes.set(engine)
-    output = token_scores(engine, build_request(rows, signal, **{"temperature": 1.0, **request}))
-    return {name: [row.clone() for row in values.unbind()] for name, values in output.items()}
+    found = rows_of(token_scores(engine, build_request(rows, signal, **{"temperature": 1.0, **request})))
+    norms = {} if any(of.norms is None for of in found) else {"gradient_norm": [of.norms.clone() for of in found]}
+    return {"scores": [of.scores.clone() for of in found], **norms}
 
 
 def shards(engine: Any) -> list[torch.Tensor]:
@@ -185,8 +186,7 @@ def training_worker(engine: Any) -> Any:
     from verl.utils.device import get_device_name
     from verl.utils.profiler import DistProfiler
 
-    from grail_advantage.verl_ext.received import UpdateReader
-    from grail_advantage.verl_ext.worker import TokenWeightTrainingWorker
+    from grail_advantage.verl_ext.worker import TokenWeightTrainingWorker, UpdateReader
 
     worker = TokenWeightTrainingWorker.__new__(TokenWeightTrainingWorker)
     worker.engine = engine

@@ -29,12 +29,11 @@ from grail_advantage.data import RowScores
 from grail_advantage.dump import DumpRow, read_dump
 from grail_advantage.method import methods
 from grail_advantage.receipt import Receipt
-from grail_advantage.verl_ext import trainers  # noqa: F401  registers them
-from grail_advantage.verl_ext.dump import UpdateDump
-from grail_advantage.verl_ext.exchange import PLACES, WATCHED, build_reply, nested, rows_of
-from grail_advantage.verl_ext.received import OptimiserStep, UpdateReader, Written, receipt_of
+from grail_advantage.verl_ext import trainer  # noqa: F401  registers the trainers
+from grail_advantage.verl_ext.dump import UpdateDump, receipt_of
+from grail_advantage.verl_ext.exchange import LEAVE_OUT, PLACES, WATCHED, build_reply, nested, rows_of
 from grail_advantage.verl_ext.settings import ACTOR, MISSING, SECTION, Settings
-from grail_advantage.verl_ext.zero_advantage import LEAVE_OUT
+from grail_advantage.verl_ext.worker import OptimiserStep, UpdateReader
 from tests.composed import verls_on_cpu
 from tests.core.tiny_models import END_ID, char_tokenizer, encode
 
@@ -300,11 +299,11 @@ def receipt_by(
     **given: Any,
 ) -> Receipt:
     """The trainer's receipt of each rank's optimiser steps, over the chosen responses of an update."""
-    responses: Any = SimpleNamespace(mask=mask_BT[chosen], keys=[f"r{place}" for place in chosen])
+    known = {"keys": [f"r{place}" for place in chosen], "places": list(chosen)}
+    known["columns"] = {name: values_BT[chosen] for name, values_BT in columns.items()}
+    responses = SimpleNamespace(mask=mask_BT[chosen], **known)
     part: Any = SimpleNamespace(rollouts=responses, advantages=(advantages_BT * mask_BT)[chosen])
-    of_chosen = {name: values_BT[chosen] for name, values_BT in columns.items()}
-    tokens = mask_BT.sum(dim=1).tolist()
-    return receipt_of(Written("1.0", 0, list(chosen), part, of_chosen), of_ranks, tokens=tokens, **given)
+    return receipt_of(part, of_ranks, tokens=mask_BT.sum(dim=1).tolist(), **given)
 
 
 def same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> bool:

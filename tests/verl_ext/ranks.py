@@ -185,8 +185,7 @@ def update(worker: Any, rows: list[dict[str, Any]], mini_batch: int, mode: str =
     from verl.workers.config import FSDPActorConfig, PolicyLossConfig
     from verl.workers.utils.losses import ppo_loss
 
-    from grail_advantage.verl_ext.exchange import PLACES, WATCHED, nested
-    from grail_advantage.verl_ext.zero_advantage import LEAVE_OUT
+    from grail_advantage.verl_ext.exchange import LEAVE_OUT, PLACES, WATCHED, nested
 
     tokens = [torch.cat([row["prompt"], row["response"]]) for row in rows]
     names = {"prompts": "prompt", "responses": "response", "rollout_is_weights": "weights", "loss_mask": "mask"}
@@ -290,7 +289,7 @@ class Rank:
             for own in ("saliency, robust", "saliency, middle"):
                 passes[own] = self._own(engine, own, setup)
         with engine.eval_mode():
-            return EngineModel(engine, temperature=1.0).probe(UPDATE, torch.arange(PAD_ID), 40).holds, passes
+            return EngineModel(engine, temperature=1.0).probe(UPDATE, 40).holds, passes
 
     def held(self, setup: Setup) -> dict[str, list[int]]:
         """Blocks in memory during each backward of passes by activation, and of training, and at their end."""
@@ -364,7 +363,7 @@ class AllRows:
     """A worker group whose every rank has all responses."""
 
     def __init__(self, engine: Any, strategy: str) -> None:
-        from grail_advantage.verl_ext.trainers import TokenWeightDetachActorWorker
+        from grail_advantage.verl_ext.trainer import TokenWeightDetachActorWorker
 
         self._dispatch_info = {"actor": [0]}
         self._worker = TokenWeightDetachActorWorker.__new__(TokenWeightDetachActorWorker)

@@ -23,11 +23,10 @@ from grail_advantage.data import Row, RowScores
 from grail_advantage.method import build
 from grail_advantage.methods.shear import Shear
 from grail_advantage.verl_ext import host
-from grail_advantage.verl_ext.exchange import build_reply, rows_of
+from grail_advantage.verl_ext.exchange import LEAVE_OUT, build_reply, rows_of
+from grail_advantage.verl_ext.host import mean_of_loss, truncated
 from grail_advantage.verl_ext.settings import ACTOR, BASE, Settings
-from grail_advantage.verl_ext.step import mean_of_loss, truncated
 from grail_advantage.verl_ext.trainer import TokenWeightTrainer
-from grail_advantage.verl_ext.zero_advantage import LEAVE_OUT
 from tests.broken_tokenizer import save_under_class
 from tests.core.tiny_models import END_ID, encode
 from tests.verl_ext.one_step import CASES, ROWS, WRONG, Step, Workers, row_of, same

@@ -15,10 +15,11 @@ from verl.utils.config import omega_conf_to_dataclass
 from verl.workers.config import ActorConfig
 
 from grail_advantage.receipt import Loss, Receipt
+from grail_advantage.verl_ext.dump import LOSS_COLUMNS, loss_of
 from grail_advantage.verl_ext.exchange import PLACES, WATCHED
 from grail_advantage.verl_ext.exchange import nested as nested_of
-from grail_advantage.verl_ext.received import LOSS_COLUMNS, OptimiserStep, UpdateReader, loss_of
 from grail_advantage.verl_ext.settings import ACTOR, Settings
+from grail_advantage.verl_ext.worker import OptimiserStep, UpdateReader
 from tests.composed import VERL, compose
 from tests.core.receipt_loop import TOKENS, Rollout, names, rollout
 from tests.verl_ext.one_step import loss_worker, receipt_by, run_loss

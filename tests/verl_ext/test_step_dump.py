@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 from grail_advantage import Grail, Method, Rollouts
 from grail_advantage.dump import DumpHeader, DumpRow, choose_rows, read_dump, write_step
 from grail_advantage.method import build
-from grail_advantage.verl_ext.dump import UpdateDump, turn_rewards_label
+from grail_advantage.verl_ext.dump import UpdateDump
 from grail_advantage.verl_ext.exchange import PLACES
+from grail_advantage.verl_ext.host import turn_rewards_label
 from grail_advantage.verl_ext.settings import ACTOR
 from tests.core.tiny_models import END_ID
 from tests.dumps import table_of

@@ -12,9 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from verl.utils import tensordict_utils as tu
 
-from grail_advantage.verl_ext.exchange import DealtRow, deal, nested, spread
+from grail_advantage.verl_ext.exchange import deal, deal_mini_batches, nested, trains, without_zero_advantage
 from grail_advantage.verl_ext.patches import data_parallel_size
-from grail_advantage.verl_ext.zero_advantage import spread_in_mini_batches, trains, without_zero_advantage
 
 PROMPTS, RESPONSES = (3, 2, 4, 1), (4, 3, 5, 2)
 GROUP = object()
@@ -116,11 +115,11 @@ def test_a_mini_batch_whose_every_token_trains_stays(monkeypatch: pytest.MonkeyP
 
 def test_every_rank_gets_its_share_of_a_mini_batchs_rows() -> None:
     # Mini-batches of four responses on two ranks: responses 0, 1 and 4, 5; then 2, 3 and 6, 7. In the first, 0 and 1 train.
-    order = spread_in_mini_batches([10, 20, 30, 40, 0, 0, 0, 0], [0, 1, 3], 2, 4)
+    order = deal_mini_batches([10, 20, 0, 40, 0, 0, 0, 0], 2, 4)
     assert {*order[:2]} & {0, 1} and {*order[4:6]} & {0, 1} and {*order[:2], *order[4:6]} == {0, 1, 4, 5}
     assert {*order[2:4], *order[6:]} == {2, 3, 6, 7}
     # Responses 0, 1 and 2 train: 30 tokens a rank, where the shortest other response fills up.
-    order = spread_in_mini_batches([10, 20, 30, 0, 0, 0], [0, 1, 2], 2, 6)
+    order = deal_mini_batches([10, 20, 30, 0, 0, 0], 2, 6)
     assert [{*order[:3]} & {0, 1, 2}, {*order[3:]} & {0, 1, 2}] in ([{0, 1}, {2}], [{2}, {0, 1}])
 
 
@@ -130,59 +129,45 @@ def test_which_responses_train() -> None:
     assert trains(advantages, masks) == [False, True, False]
 
 
-class TestSpread:
-    """The order in which the trainer hands a batch to the ranks."""
-
-    @settings(max_examples=100, deadline=None)
-    @given(st.data())
-    def test_every_rank_gets_its_share_of_the_rows_and_of_the_selected_ones(self, data: st.DataObject) -> None:
-        data_parallel = data.draw(st.sampled_from([1, 2, 4]))
-        each = data.draw(st.integers(1, 6))
-        count = each * data_parallel
-        lengths = data.draw(st.lists(st.integers(1, 4000), min_size=count, max_size=count))
-        selected = sorted(data.draw(st.sets(st.integers(0, count - 1), min_size=1)))
-        order = spread(lengths, selected, data_parallel)
-        assert sorted(order) == list(range(count))
-        of_rank = [
-            sum(row in set(selected) for row in order[rank * each : (rank + 1) * each]) for rank in range(data_parallel)
-        ]
-        assert max(of_rank) == -(-len(selected) // data_parallel)
-        fill = {row for rank in range(data_parallel) for row in order[rank * each :][: max(of_rank)]} - set(selected)
-        left = set(range(count)) - set(selected) - fill
-        assert max((lengths[row] for row in fill), default=0) <= min((lengths[row] for row in left), default=4000)
+RANKS = st.integers(1, 5)
 
 
-def _of_rank(order: list[DealtRow], ranks: int) -> list[list[DealtRow]]:
-    assert len(order) % ranks == 0
-    each = len(order) // ranks
-    return [order[rank * each : (rank + 1) * each] for rank in range(ranks)]
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.integers(1, 4000), min_size=1, max_size=40), RANKS)
+def test_every_rank_gets_as_many_and_about_as_much_work(costs: list[int], ranks: int) -> None:
+    shares = deal(costs, ranks)
+    counts, work = [len(share) for share in shares], [sum(costs[row] for row in share) for share in shares]
+    assert sorted(row for share in shares for row in share) == list(range(len(costs)))
+    assert max(counts) - min(counts) <= 1
+    assert max(work) - min(work) <= max(costs)
 
 
-class TestDeal:
-    """The order in which responses that go through a pass of their own reach the ranks."""
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.tuples(st.integers(1, 4000), st.integers(0, 5)), min_size=1, max_size=20), RANKS)
+def test_the_rows_of_a_group_meet_on_one_rank(rows: list[tuple[int, int]], ranks: int) -> None:
+    costs, groups = [list(column) for column in zip(*rows, strict=True)]
+    shares = deal(costs, ranks, groups)
+    assert sorted(row for share in shares for row in share) == list(range(len(costs)))
+    assert all(sum(any(groups[row] == group for row in share) for share in shares) == 1 for group in set(groups))
+    # No rank has more work than an even share and a group.
+    largest = max(sum(cost for cost, group in rows if group == of) for of in groups)
+    assert max(sum(costs[row] for row in share) for share in shares) <= sum(costs) / ranks + largest
 
-    @settings(max_examples=100, deadline=None)
-    @given(st.lists(st.integers(1, 4000), min_size=1, max_size=20), st.integers(1, 5))
-    def test_every_row_goes_once_and_the_cheapest_fills_up(self, costs: list[int], ranks: int) -> None:
-        order = deal(costs, ranks)
-        assert len(order) == -(-len(costs) // ranks) * ranks
-        assert sorted(place.row for place in order if place.original) == list(range(len(costs)))
-        assert {costs[place.row] for place in order if not place.original} <= {min(costs)}
 
-    @settings(max_examples=100, deadline=None)
-    @given(st.lists(st.tuples(st.integers(1, 4000), st.integers(0, 5)), min_size=1, max_size=20), st.integers(1, 5))
-    def test_the_rows_of_a_group_meet_on_one_rank(self, rows: list[tuple[int, int]], ranks: int) -> None:
-        costs, groups = [list(column) for column in zip(*rows, strict=True)]
-        shares = _of_rank(deal(costs, ranks, groups), ranks)
-        own = [[place.row for place in share if place.original] for share in shares]
-        assert sorted(row for share in own for row in share) == list(range(len(costs)))
-        assert all(sum(any(groups[row] == group for row in share) for share in own) == 1 for group in set(groups))
-        # No rank gets copies only so that another gets fewer responses: the longest share has none.
-        assert any(len(share) == len(whole) for share, whole in zip(own, shares, strict=True))
-        # Nor more work than an even share and a group.
-        work = [sum(costs[row] for row in share) for share in own]
-        largest = max(sum(cost for cost, group in rows if group == of) for of in groups)
-        assert max(work) <= sum(costs) / ranks + largest
+@settings(max_examples=100, deadline=None)
+@given(st.data())
+def test_every_rank_keeps_its_share_of_each_mini_batchs_rows_that_train(data: st.DataObject) -> None:
+    ranks, share, batches = data.draw(st.sampled_from([1, 2, 4])), data.draw(st.integers(1, 4)), 2
+    count = ranks * share * batches
+    costs = data.draw(st.lists(st.sampled_from([0, 0, 5, 300, 4000]), min_size=count, max_size=count))
+    order = deal_mini_batches(costs, ranks, ranks * share)
+    assert sorted(order) == list(range(count))
+    for start in range(0, share * batches, share):
+        places = [rank * share * batches + start + place for rank in range(ranks) for place in range(share)]
+        dealt = [order[place] for place in places]
+        assert sorted(dealt) == places
+        trains = [sum(costs[row] > 0 for row in dealt[at : at + share]) for at in range(0, len(dealt), share)]
+        assert max(trains) - min(trains) <= 1
 
 
 def test_a_sequence_parallel_group_counts_once() -> None:

@@ -1,4 +1,1 @@
-"""Hydra's file of the options below ``algorithm`` that verl does not have.
-
-``hydra.searchpath=[pkg://grail_advantage/verl_ext/config]``
-"""
+"""Hydra's file of the options below ``algorithm`` that verl lacks: ``pkg://grail_advantage/verl_ext/config``."""
