@@ -23,13 +23,13 @@ from verl.utils import omega_conf_to_dataclass
 from verl.utils import tensordict_utils as tu
 from verl.workers.utils.losses import ppo_loss
 
+import grail_advantage.verl_ext.trainer  # noqa: F401  registers the trainers
 from grail_advantage import Grail, Method
 from grail_advantage.answers.missing import AnswerCheck
 from grail_advantage.data import RowScores
 from grail_advantage.dump import DumpRow, read_dump
 from grail_advantage.method import methods
 from grail_advantage.receipt import Receipt
-from grail_advantage.verl_ext import trainer  # noqa: F401  registers the trainers
 from grail_advantage.verl_ext.dump import UpdateDump, receipt_of
 from grail_advantage.verl_ext.exchange import LEAVE_OUT, PLACES, WATCHED, build_reply, nested, rows_of
 from grail_advantage.verl_ext.settings import ACTOR, MISSING, SECTION, Settings
