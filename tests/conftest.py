@@ -19,8 +19,7 @@ GROUPS = {
     "two engines": ("verl_ext/test_methods_run.py", "recipe/test_evaluate.py"),
     "one engine": ("verl_ext/test_only_weights.py",),
     "forks": (
-        *("verl_ext/test_passes.py", "verl_ext/test_updates.py"),
-        *("verl_ext/test_models.py", "verl_ext/test_checks.py"),
+        *("verl_ext/test_passes.py", "verl_ext/test_updates.py", "verl_ext/test_checks.py"),
         *("run_life/test_run_life.py", "benchmarks/test_benchmarks.py"),
     ),
 }
