@@ -23,13 +23,13 @@ from verl.utils import omega_conf_to_dataclass
 from verl.utils import tensordict_utils as tu
 from verl.workers.utils.losses import ppo_loss
 
+import grail_advantage.verl_ext.trainer  # noqa: F401  registers the trainers
 from grail_advantage import Grail, Method
 from grail_advantage.answers.missing import AnswerCheck
 from grail_advantage.data import RowScores
 from grail_advantage.dump import DumpRow, read_dump
 from grail_advantage.method import methods
 from grail_advantage.receipt import Receipt
-from grail_advantage.verl_ext import trainer as _trainers  # noqa: F401  registers them
 from grail_advantage.verl_ext.dump import UpdateDump, receipt_of
 from grail_advantage.verl_ext.exchange import LEAVE_OUT, PLACES, WATCHED, build_reply, nested, rows_of
 from grail_advantage.verl_ext.settings import ACTOR, MISSING, SECTION, Settings
@@ -299,9 +299,9 @@ def receipt_by(
     **given: Any,
 ) -> Receipt:
     """The trainer's receipt of each rank's optimiser steps, over the chosen responses of an update."""
-    of_chosen = {name: values_BT[chosen] for name, values_BT in columns.items()}
-    facts = {"keys": [f"r{place}" for place in chosen], "places": list(chosen), "columns": of_chosen}
-    responses: Any = SimpleNamespace(mask=mask_BT[chosen], **facts)
+    known = {"keys": [f"r{place}" for place in chosen], "places": list(chosen)}
+    known["columns"] = {name: values_BT[chosen] for name, values_BT in columns.items()}
+    responses = SimpleNamespace(mask=mask_BT[chosen], **known)
     part: Any = SimpleNamespace(rollouts=responses, advantages=(advantages_BT * mask_BT)[chosen])
     return receipt_of(part, of_ranks, tokens=mask_BT.sum(dim=1).tolist(), **given)
 

@@ -97,6 +97,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
         "trainer.v1.trainer_mode=every_method",
         "algorithm.adv_estimator=boxed_digits",
         *(f"algorithm.{section}.{key}={value!r}" for section, key, value in options),
+        f"reward.custom_reward_function.path={Path(__file__).with_name('judging_reward.py')}",
         f"data.train_batch_size={PROMPTS}",
         f"actor_rollout_ref.actor.ppo_mini_batch_size={PROMPTS // 2}",
         "actor_rollout_ref.actor.optim.lr=1e-4",

@@ -12,13 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from verl.utils import tensordict_utils as tu
 
-from grail_advantage.verl_ext.exchange import (
-    deal,
-    deal_mini_batches,
-    nested,
-    trains,
-    without_zero_advantage,
-)
+from grail_advantage.verl_ext.exchange import deal, deal_mini_batches, nested, trains, without_zero_advantage
 from grail_advantage.verl_ext.patches import data_parallel_size
 
 PROMPTS, RESPONSES = (3, 2, 4, 1), (4, 3, 5, 2)
