@@ -147,7 +147,7 @@ def test_a_method_in_a_trainer_without_token_weights_is_refused() -> None:
     tensors = dict.fromkeys(("token_level_rewards", "response_mask"), torch.ones(2, 3))
     data = DataProto.from_dict(tensors, non_tensors={"uid": np.array(["a", "a"], dtype=object)})
     for name in methods():
-        with pytest.raises(ValueError, match=f"{name}"):
+        with pytest.raises(ValueError, match=name):
             compute_advantage(data, name, config=None)
 
 
