@@ -12,8 +12,9 @@ import gzip
 import hashlib
 import html
 import json
+import os
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib import resources
@@ -26,11 +27,11 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from grail_advantage import __version__
+from grail_advantage.data import LARGEST
 from grail_advantage.dump import DumpHeader, write_whole
-from grail_advantage.view.profile import by_method, clustered_means, flat, gives_advantages, profiles
+from grail_advantage.view.profile import BINS, by_method, flat, gives_advantages, profiles
 from grail_advantage.view.receipt import run_receipts
 from grail_advantage.view.run import Run, open_run
-from grail_advantage.view.turns import range_of, turns
 
 ROLLOUTS, MEGABYTES = 2000, 35.0
 _BYTES = 15  # a rollout's in a page, for each token, in about
@@ -50,7 +51,8 @@ _OF_ALL = (
     "effect",
 )
 _MORE = ("score", "old_log_prob", "rollout_log_probs", "by_update")
-_OF_ROLLOUTS = tuple(dict.fromkeys(name for name in (*_READ, *_VALUES, *_MORE) if name not in _OF_ALL))
+_OF_ROLLOUTS = [name for name in dict.fromkeys((*_READ, *_VALUES, *_MORE)) if name not in _OF_ALL]
+OUTCOMES = {"right": "correct", "wrong": "incorrect"}
 OVERLAYS = ("weight", "score", "advantage", "received", "effect", "surprisal", "entropy", "mismatch")
 CURVES: Mapping[str, Mapping[str, str]] = {
     "Held-out accuracy": {r"val-core/.+/acc/mean@\d+": ""},
@@ -101,19 +103,20 @@ def render(runs: Sequence[Run], rollouts: int = ROLLOUTS, megabytes: float = MEG
     """The page of one run or several; see :func:`write_report`."""
     names, curves = _names([run.folder for run in runs]), _curves(runs)
     room = 1e6 * megabytes - 100_000 - len(packed(_json(curves)))
-    held, whole = Held(), [Whole(run) for run in runs]
-    for number, of_run in enumerate(whole):
-        left = len(runs) - number
-        of_run.read(number, held, (rollouts - len(held.rows)) / left, (room - held.size) / left)
+    held, whole = Held(), [Whole(run, number) for number, run in enumerate(runs)]
+    for left, of_run in zip(range(len(runs), 0, -1), whole, strict=True):
+        of_run.read(held, (rollouts - len(held.rows)) / left, (room - held.size) / left)
     compared = list(dict.fromkeys(name for row in held.rows for name in row["no_scores_of"] or ()))
-    methods = compared or list(whole[0].profiles)[:1] or ["weights"]
+    methods = compared or [name for name, _ in whole[0].places][:1] or ["weights"]
     overlays = [name for name in OVERLAYS if name in held.samples] or ["weight"]
     if whole[0].given >= set(methods) and "advantage" in overlays:
         overlays.sort(key=lambda name: name != "advantage")  # what the method says of a token
+    places = {name: [line for of_run in whole for line in of_run.lines(name if compared else None)] for name in methods}
     index = {
         "runs": [{"name": name, **of_run.index()} for name, of_run in zip(names, whole, strict=True)],
         "methods": methods,
         "curves": curves,
+        "profiles": [{"title": name, "lines": lines} for name, lines in places.items() if lines],
         "overlays": overlays,
         "limits": {name: _limit(name, np.concatenate(values)) for name, values in held.samples.items()},
         "rows": held.rows,
@@ -244,18 +247,20 @@ class Whole:
     """What a page says of all responses of a run."""
 
     run: Run
+    number: int  # of the page's runs
     header: DumpHeader | None = None  # of the first file
-    profiles: dict[str, list[tuple[np.ndarray, ...]]] = field(default_factory=lambda: defaultdict(list))
-    """By method, for each file: profiles (N, K), outcomes and groups, of responses with scores."""
+    places: dict[tuple[str, str], np.ndarray] = field(default_factory=lambda: defaultdict(lambda: np.zeros((2, BINS))))
+    """By method and outcome, sum and number of the responses with scores of their mean weights by place."""
+    scored: Counter[tuple[str, str]] = field(default_factory=Counter)  # responses, likewise
     given: set[str] = field(default_factory=set)  # methods that give advantages in place of weights
     responses: int = 0
     held: int = 0
     moved: np.ndarray = field(default_factory=lambda: np.zeros(2, dtype=np.int64))
     """Tokens whose log-probability moved with their advantage, and those of which it is known."""
 
-    def read(self, number: int, held: Held, rollouts: float, room: float) -> None:
+    def read(self, held: Held, rollouts: float, room: float) -> None:
         """Read what is said of all responses from every file, and let the page hold whole groups, evenly over the files:
-        at most so many rollouts and bytes, and at least one group of the first run, of which this is number 0."""
+        at most so many rollouts and bytes, and at least one group of the first run."""
         files, start, before = self.run.dump.files, len(held.rows), held.size
         chosen: list[int] = []
         for place, file in enumerate(files):
@@ -278,7 +283,7 @@ class Whole:
             for group in np.argsort(first):
                 rows = np.flatnonzero(group_N == group)
                 full = held.rows and len(held.rows) - start + len(rows) > rollouts * share
-                if full or not held.add(header, table.take(rows), number, self.given, before + room * share):
+                if full or not held.add(header, table.take(rows), self.number, self.given, before + room * share):
                     break
         self.held = len(held.rows) - start
 
@@ -286,13 +291,14 @@ class Whole:
         """Take a file in what is said of all responses."""
         self.header = self.header or header
         outcomes = pc.fill_null(table["outcome"], "").to_numpy()
-        groups = table["group"].to_numpy() + 2**32 * self.responses  # no group of another file
         for name, of_method in by_method(header, table).items():
             if gives_advantages(of_method):
                 self.given.add(name)
             of_file, scored = profiles(of_method), of_method["no_scores"].is_null().to_numpy()
-            scored &= np.isfinite(of_file).any(axis=1)
-            self.profiles[name].append((of_file[scored], outcomes[scored], groups[scored]))
+            for outcome in np.unique(outcomes[scored]).tolist():
+                own = of_file[scored & (outcomes == outcome)]
+                self.places[name, outcome] += [np.nansum(own, axis=0), np.isfinite(own).sum(axis=0)]
+                self.scored[name, outcome] += int(np.isfinite(own).any(axis=1).sum())
         self.responses += len(table)
         effect, advantage, mask = (flat(table[name])[0] for name in ("effect", "advantage", "mask"))
         if len(effect) == len(advantage):
@@ -306,21 +312,21 @@ class Whole:
         return {
             "header": self.header and asdict(self.header),
             "given": sorted(self.given),
-            "profiles": {name: self._lines(name) for name in self.profiles if name not in self.given},
             "receipt": run_receipts(self.run.dump),
             "effect": effect if self.moved[1] else None,
         }
 
-    def _lines(self, method: str) -> list[dict[str, Any]]:
-        """Means by outcome over the responses with scores; of unknown outcome only where no response has one."""
-        profile, outcomes, groups = (np.concatenate(column) for column in zip(*self.profiles[method], strict=True))
-        lines = []
-        for outcome in [name for name in ("right", "wrong") if (outcomes == name).any()] or [""]:
-            chosen = outcomes == outcome
-            figures = clustered_means(profile[chosen], groups[chosen])
-            mean, half = ([_rounded(value, 6) for value in of] for of in figures)
-            lines.append({"outcome": outcome, "rows": int(chosen.sum()), "mean": mean, "half": half})
-        return [line for line in lines if line["rows"]]
+    def lines(self, method: str | None) -> list[dict[str, Any]]:
+        """A method's mean weights by place, of the only one by default, over the responses with scores: by outcome, and of
+        unknown outcome only where no response has one. None of a method that gives advantages."""
+        lines, method = list[dict[str, Any]](), method or next((name for name, _ in self.places), "")
+        for outcome, label in {**OUTCOMES, "": "outcome unknown"}.items():
+            rows, (sums_K, count_K) = self.scored[method, outcome], self.places[method, outcome]
+            if rows and method not in self.given and (outcome or not lines):
+                known = [(k, float(sums_K[k] / count_K[k])) for k in np.flatnonzero(count_K).tolist()]
+                points = [[100 * (k + 0.5) / BINS, _rounded(mean, 6)] for k, mean in known]
+                lines.append({"run": self.number, "label": label, "rows": rows, "points": points})
+        return lines
 
     def notes(self) -> list[str]:
         """What could not be read, and how many rollouts were left out."""
@@ -360,10 +366,39 @@ def _curves(runs: Sequence[Run]) -> list[dict[str, Any]]:
 
 
 def _names(folders: Sequence[Path]) -> list[str]:
-    """Ends of the paths: three parts of one run's, of several as long as these need to differ."""
-    parts = [folder.resolve().parts[1:] for folder in folders]
-    for length in range(1 if len(parts) > 1 else 3, max(map(len, parts)) + 1):
-        names = ["/".join(part[-length:]) for part in parts]
-        if len(set(names)) == len(names):
-            return names
-    return [f"{folder} ({number})" for number, folder in enumerate(folders, start=1)]
+    """Ends of the paths: three parts of one run's, of several what follows their common beginning."""
+    paths = [folder.resolve() for folder in folders]
+    if len(paths) == 1:
+        return ["/".join(paths[0].parts[1:][-3:])]
+    return [os.path.relpath(path, os.path.commonpath([of.parent for of in paths])) for path in paths]
+
+
+def turns(labels: Mapping[str, Any], length: int, align: str | None) -> list[list[Any]]:
+    """``[start, end, reward]`` of each turn of a response of ``length`` tokens; the reward is ``None`` where a turn has none,
+    or it is not certain whose it is. Labels: ``tool`` has the ranges that others wrote, ``turn_rewards`` a reward a turn, or
+    a list of its calls' rewards; those of another kind are as none. ``align``: the method's option of that name."""
+    tool = [range_of(bounds, length) or (1, 0) for bounds in _list(labels.get("tool"))]
+    edges = [0, *(edge for bounds in tool for edge in bounds), length]
+    if edges != sorted(edges):
+        edges = [0, length]
+    ranges = [(start, end) for start, end in zip(edges[::2], edges[1::2], strict=True) if start < end]
+    given = _list(labels.get("turn_rewards"))
+    calls = [[call for call in (each if isinstance(each, list) else [each]) if call is not None] for each in given]
+    known = all(type(call) in (int, float) and abs(call) <= LARGEST for each in calls for call in each)
+    # One reward a call does not tell whose it is, where a turn may have several calls.
+    by_call = align == "calls" and not any(isinstance(each, list) for each in given)
+    certain = known and len(calls) < len(ranges) + (not by_call or len(ranges) == 1)
+    rewards = [float(sum(each)) if each else None for each in calls] if certain else []
+    rewards += [None] * (len(ranges) - len(rewards))
+    return [[start, end, reward] for (start, end), reward in zip(ranges, rewards, strict=True)]
+
+
+def range_of(label: Any, length: int) -> tuple[int, int] | None:
+    """A label as two places among ``length`` tokens, half-open; ``None`` where it is nothing of that kind."""
+    if isinstance(label, list) and len(label) == 2 and all(type(edge) is int for edge in label):
+        return (label[0], label[1]) if 0 <= label[0] <= label[1] <= length else None
+    return None
+
+
+def _list(label: Any) -> list[Any]:
+    return label if isinstance(label, list) else []
