@@ -15,8 +15,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from grail_advantage.analyze import analyze, methods_for
-from grail_advantage.view.analysis import Response
+from grail_advantage.analyze import Response, analyze, methods_for
 from grail_advantage.view.page import write_report
 from verl_cpu.tiny.sampling import MAX_RESPONSE_TOKENS, prompt_ids, sample, uniform
 from verl_cpu.tiny.shipped import load_shipped

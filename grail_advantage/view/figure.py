@@ -23,7 +23,7 @@ from grail_advantage.view.page import range_of
 from grail_advantage.view.profile import by_method, flat, gives_advantages
 from grail_advantage.view.run import Run
 
-COLOURS = LinearSegmentedColormap.from_list("weights", ["#6aa5e8", "#fafafa", "#e8935a"])
+COLOURS = LinearSegmentedColormap.from_list("weights", ["#6aa5e8", "#fafafa", "#e8935a"]).with_extremes(bad="none")
 _STYLE = {
     "font.family": ["DejaVu Sans"],
     "font.size": 7,
@@ -70,7 +70,8 @@ def draw(header: DumpHeader, table: pa.Table, width: float) -> Figure:
     (row,), by = table.to_pylist(), by_method(header, table)
     given = [gives_advantages(own) for own in by.values()]
     values = [flat(own["advantage" if gives else "weight"])[0] for own, gives in zip(by.values(), given, strict=True)]
-    strips = {name: np.where(row["mask"], of, np.nan).astype("f8") for name, of in zip(by, values, strict=True)}
+    shows = [np.where(row["mask"] & np.isfinite(of), of, np.nan).astype("f8") for of in values]
+    strips = dict(zip(by, shows, strict=True))
     name = "advantage" if given[0] else "weight"
     left = 2 * _MARGIN + 4 * max(map(len, strips))
     columns = int((72 * width - left - _MARGIN) / _CELL)
@@ -109,7 +110,6 @@ def draw(header: DumpHeader, table: pa.Table, width: float) -> Figure:
         boxes = [_box(x, end, top + _LINE + _STRIP * place, _STRIP - 1) for _, x, end, top in pieces]
         shown = values_T[tokens] if name != "weight" else np.maximum(values_T[tokens], 1e-6)
         colours = COLOURS(norm(np.ma.masked_invalid(shown)))
-        colours[~np.isfinite(shown)] = 0
         axes.add_collection(PolyCollection(boxes, facecolors=colours, edgecolors="#c3c6cd", linewidths=0.3))
 
     axes.text(_MARGIN, high - 11, name)

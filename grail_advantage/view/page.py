@@ -29,7 +29,7 @@ import pyarrow.compute as pc
 from grail_advantage import __version__
 from grail_advantage.data import LARGEST
 from grail_advantage.dump import DumpHeader, write_whole
-from grail_advantage.view.profile import BINS, by_method, flat, gives_advantages, profiles
+from grail_advantage.view.profile import BINS, NEEDED, by_method, flat, gives_advantages, profiles
 from grail_advantage.view.receipt import run_receipts
 from grail_advantage.view.run import Run, open_run
 
@@ -38,36 +38,19 @@ _BYTES = 15  # a rollout's in a page, for each token, in about
 _VALUES = ("base_advantage", "entropy", "received", "clipped", "effect")
 _FACTS = ("step", "update", "row", "outcome", "reward", "answer", "truncated", "no_scores", "span")
 _READ = (*_FACTS, "prompt", "ground_truth", "id", "labels", "token_ids", "tokens", "updates")
-_OF_ALL = (
-    "group",
-    "outcome",
-    "span",
-    "no_scores",
-    "mask",
-    "weight",
-    "base_advantage",
-    "advantage",
-    "methods",
-    "effect",
-)
+_OF_ALL = ("group", "outcome", "effect", *NEEDED)
 _MORE = ("score", "old_log_prob", "rollout_log_probs", "by_update")
-_OF_ROLLOUTS = [name for name in dict.fromkeys((*_READ, *_VALUES, *_MORE)) if name not in _OF_ALL]
+_OF_ROLLOUTS = tuple(dict.fromkeys((*_OF_ALL, *_READ, *_VALUES, *_MORE)))
 OUTCOMES = {"right": "correct", "wrong": "incorrect"}
-OVERLAYS = ("weight", "score", "advantage", "received", "effect", "surprisal", "entropy", "mismatch")
-CURVES: Mapping[str, Mapping[str, str]] = {
-    "Held-out accuracy": {r"val-core/.+/acc/mean@\d+": ""},
-    "Training reward": {"critic/score/mean|reward": "reward", "eval_reward": "held out"},
-    "Token weights": {"[^/]+/average_weight": "mean", "[^/]+/weight_deviation": "standard deviation"},
-    "Share of responses": {
-        "[^/]+/selected_rate": "with scores",
-        "[^/]+/answer_found_rate": "with an answer",
-        "[^/]+/truncated_rate": "truncated",
-        r"verify_failed|val-aux/.+/verify_failed/mean@\d+": "without a verdict",
-    },
-    "Response length": {"response_length/mean|completions/mean_length": "tokens"},
-    "Policy entropy": {"actor/entropy|entropy": "nats"},
+CURVES = {
+    "Held-out accuracy": r"val-core/.+/acc/mean@\d+",
+    "Training reward": "critic/score/mean|reward|eval_reward",
+    "Token weights": "[^/]+/(average_weight|weight_deviation)",
+    "Share of responses": r"[^/]+/(selected|answer_found|truncated)_rate|verify_failed|val-aux/.+/verify_failed/mean@\d+",
+    "Response length": "response_length/mean|completions/mean_length",
+    "Policy entropy": "actor/entropy|entropy",
 }
-"""By title of each plot, for each of its lines a pattern of the metric's name and a label; the name where that is empty."""
+"""By title of each plot, a pattern of its metrics' names."""
 
 
 def write_report(
@@ -108,16 +91,13 @@ def render(runs: Sequence[Run], rollouts: int = ROLLOUTS, megabytes: float = MEG
         of_run.read(held, (rollouts - len(held.rows)) / left, (room - held.size) / left)
     compared = list(dict.fromkeys(name for row in held.rows for name in row["no_scores_of"] or ()))
     methods = compared or [name for name, _ in whole[0].places][:1] or ["weights"]
-    overlays = [name for name in OVERLAYS if name in held.samples] or ["weight"]
-    if whole[0].given >= set(methods) and "advantage" in overlays:
-        overlays.sort(key=lambda name: name != "advantage")  # what the method says of a token
     places = {name: [line for of_run in whole for line in of_run.lines(name if compared else None)] for name in methods}
     index = {
         "runs": [{"name": name, **of_run.index()} for name, of_run in zip(names, whole, strict=True)],
         "methods": methods,
         "curves": curves,
         "profiles": [{"title": name, "lines": lines} for name, lines in places.items() if lines],
-        "overlays": overlays,
+        "advantages": whole[0].given >= set(methods),  # all that the methods of the first run say of a token
         "limits": {name: _limit(name, np.concatenate(values)) for name, values in held.samples.items()},
         "rows": held.rows,
         "problems": list(held.problems.values()),
@@ -264,7 +244,8 @@ class Whole:
         files, start, before = self.run.dump.files, len(held.rows), held.size
         chosen: list[int] = []
         for place, file in enumerate(files):
-            header, table = file.header, file.table(_OF_ALL)
+            takes = not chosen or place in chosen
+            header, table = file.header, file.table(_OF_ROLLOUTS if takes else _OF_ALL)
             if header is None or not len(table):
                 continue
             self._count(header, table)
@@ -276,10 +257,6 @@ class Whole:
             if place not in chosen:
                 continue
             share = (chosen.index(place) + 1) / len(chosen)
-            rest = file.table(_OF_ROLLOUTS)
-            for name in rest.column_names:
-                table = table.append_column(name, rest[name])
-            del rest
             for group in np.argsort(first):
                 rows = np.flatnonzero(group_N == group)
                 full = held.rows and len(held.rows) - start + len(rows) > rollouts * share
@@ -334,8 +311,7 @@ class Whole:
             f"{self.run.folder}: the page holds {self.held:,} of the {self.responses:,} rollouts in the dump, whole groups "
             "evenly over the steps (--rollouts and --megabytes for more). Means by place are over all of them."
         )
-        problems = dict.fromkeys([*self.run.problems, *self.run.dump.problems])
-        return [left_out] * (self.held < self.responses) + list(problems)
+        return [left_out] * (self.held < self.responses) + self.run.dump.problems
 
 
 def _limit(name: str, values: np.ndarray) -> float:
@@ -350,27 +326,22 @@ def _limit(name: str, values: np.ndarray) -> float:
 
 
 def _curves(runs: Sequence[Run]) -> list[dict[str, Any]]:
-    """The plots that the runs have values for, each with its lines."""
-    plots = []
-    for title, patterns in CURVES.items():
-        lines = []
-        for pattern, label in patterns.items():
-            for number, run in enumerate(runs):
-                for name in sorted(filter(re.compile(pattern).fullmatch, run.metrics)):
-                    values = run.metrics[name].items()
-                    points = [[step, _rounded(value, 6)] for step, value in values if np.isfinite(value)]
-                    called = label or re.sub("^val-(?:core|aux)/|/acc", "", name)
-                    lines += [{"run": number, "label": called, "points": points}] if points else []
-        plots += [{"title": title, "lines": lines}] if lines else []
-    return plots
+    """The plots that the runs have values for, a line for each metric of each run, called so but for what is before a /."""
+    plots: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    for title, pattern in CURVES.items():
+        for number, run in enumerate(runs):
+            for name in sorted(filter(re.compile(pattern).fullmatch, run.metrics)):
+                values = run.metrics[name].items()
+                if points := [[step, _rounded(value, 6)] for step, value in values if np.isfinite(value)]:
+                    plots[title].append({"run": number, "label": name.partition("/")[2] or name, "points": points})
+    return [{"title": title, "lines": lines} for title, lines in plots.items()]
 
 
 def _names(folders: Sequence[Path]) -> list[str]:
     """Ends of the paths: three parts of one run's, of several what follows their common beginning."""
     paths = [folder.resolve() for folder in folders]
-    if len(paths) == 1:
-        return ["/".join(paths[0].parts[1:][-3:])]
-    return [os.path.relpath(path, os.path.commonpath([of.parent for of in paths])) for path in paths]
+    above = os.path.commonpath([of.parent for of in paths]) if len(paths) > 1 else paths[0].parents[:3][-1]
+    return [os.path.relpath(path, above) for path in paths]
 
 
 def turns(labels: Mapping[str, Any], length: int, align: str | None) -> list[list[Any]]:

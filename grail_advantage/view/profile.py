@@ -12,6 +12,7 @@ import pyarrow.compute as pc
 from grail_advantage.dump import DumpHeader
 
 BINS = 20
+NEEDED = ("span", "no_scores", "mask", "weight", "base_advantage", "advantage", "methods")  # columns
 
 
 def flat(column: pa.ChunkedArray) -> tuple[np.ndarray, np.ndarray]:

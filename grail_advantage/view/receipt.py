@@ -9,11 +9,6 @@ from typing import Any
 from grail_advantage.dump import METRICS_FILE, TOKENS, TokenDump, read_dump
 from grail_advantage.receipt import report
 
-LOSS_NAME = (
-    "In brackets: the name of the loss in the trainer's settings (verl's policy_loss.loss_mode, where vanilla is PPO's clipped "
-    "loss; TRL's loss_type)."
-)
-
 
 def rollout_names(dump: TokenDump) -> dict[tuple[int, int, str], str]:
     """The name that the page has for each response, by step, update and key."""
@@ -30,8 +25,7 @@ def run_receipts(dump: TokenDump) -> dict[str, Any] | None:
         return None
     names = rollout_names(dump)
     whole = report.run_receipt(records, lambda *key: names.get(key))
-    unseen = f"{LOSS_NAME} {report.unseen(whole)}" if whole["losses"] else report.unseen(whole)
-    return {"summary": report.summary(whole), "unseen": unseen, "findings": whole["findings"]}
+    return {"summary": report.summary(whole), "unseen": report.unseen(whole), "findings": whole["findings"]}
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -20,8 +20,7 @@ class Run:
 
     folder: Path  # where its report goes
     metrics: Mapping[str, Mapping[int, float]]  # by name, then by step
-    dump: TokenDump  # without files where the run wrote none
-    problems: list[str]  # of its metrics, which are logged
+    dump: TokenDump  # without files where the run wrote none; its problems are those of the metrics, too
 
 
 def open_run(path: Path | str) -> Run:
@@ -30,20 +29,19 @@ def open_run(path: Path | str) -> Run:
     path = Path(path)
     folder = path if path.is_dir() else path.parent if path.name == METRICS_FILE else path.with_suffix("")
     files = [path, folder / METRICS_FILE, folder.resolve().with_name(f"{folder.resolve().name}.jsonl")]
-    problems: list[str] = []
-    file = next((each for each in files if each.is_file()), None)
-    metrics = read_metrics(file, problems) if file else {}
     dump = next((one for one in map(read_dump, (folder / TOKENS, folder)) if one.files), read_dump(folder / TOKENS))
+    if not dump.files:
+        dump.problems.clear()
+    file = next((each for each in files if each.is_file()), None)
+    metrics = read_metrics(file, dump.problems) if file else {}
     if not metrics and not dump.files:
         looked = f"neither metrics ({files[1]}, {files[2]}) nor a token dump ({TOKENS}/step_NUMBER.parquet)"
         remedy = (
             "In verl trainer.logger=[console,file] writes metrics, algorithm.token_dump.folder=FOLDER a dump; in TRL "
             "TokenWeightGRPOTrainer(..., token_dump=FOLDER) writes both"
         )
-        raise ValueError(f"{'; '.join([f'{path} holds {looked}', *problems])}. {remedy}")
-    if not dump.files:
-        dump.problems.clear()
-    return Run(folder, metrics, dump, problems)
+        raise ValueError(f"{'; '.join([f'{path} holds {looked}', *dump.problems])}. {remedy}")
+    return Run(folder, metrics, dump)
 
 
 def read_metrics(file: Path, problems: list[str]) -> dict[str, dict[int, float]]:

@@ -20,12 +20,24 @@ from transformers import PreTrainedTokenizerFast
 
 import grail_advantage.analyze as analysis_module
 from grail_advantage import Method, Weights, compute_token_weights
-from grail_advantage.analyze import advantages_of, analyze, main, methods_for, parts_of, with_rewards
+from grail_advantage.analyze import (
+    Response,
+    advantages_of,
+    analyze,
+    labels_of,
+    main,
+    methods_for,
+    parse_method,
+    parts_of,
+    read_responses,
+    token_ranges,
+    tokenize,
+    with_rewards,
+)
 from grail_advantage.answers.text import TokenTexts
 from grail_advantage.data import Example
 from grail_advantage.dump import read_dump
 from grail_advantage.method import METHODS, register
-from grail_advantage.view.analysis import Response, labels_of, parse_method, read_responses, token_ranges, tokenize
 from tests import hosts
 from tests import real_tokenizers as real
 from tests.core.tiny_models import ROLLOUTS, Rollout, char_tokenizer, encode, make_batch, tiny_model
@@ -134,7 +146,7 @@ def test_methods_that_ask_again(tmp_path: Path):
         with pytest.raises(ValueError, match=message):
             methods_for(["rlsd"], [broken])
     with pytest.raises(ValueError, match="the tokenizer has no chat template"):
-        tokenize(row, tokenizer, {})
+        tokenize(row, tokenizer)
     with_template = char_tokenizer.__wrapped__()
     with_template.chat_template = TEMPLATE
     run([row], ["rlsd"], tmp_path / "a", with_template)
@@ -186,10 +198,10 @@ def test_a_plain_prompt_has_what_the_tokenizer_puts_in_front_and_no_end(template
     expected = [*([] if prompt.startswith("<s>") else [ids[name] for name in front]), *plain]
     row = Response(id="1", prompt=prompt, response="5")
     if expected:
-        assert tokenize(row, tokenizer, {})[1] == expected
+        assert tokenize(row, tokenizer)[1] == expected
     else:
         with pytest.raises(ValueError, match="no token"):
-            tokenize(row, tokenizer, {})
+            tokenize(row, tokenizer)
 
 
 def test_methods_on_the_command_line():

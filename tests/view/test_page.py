@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
+from grail_advantage.view.turns import turns
 from scipy import stats
 
 from grail_advantage import report
@@ -20,7 +21,6 @@ from grail_advantage.dump import RECEIVED_SCHEMA, DumpHeader, DumpRow, read_dump
 from grail_advantage.view import profile
 from grail_advantage.view.page import json_arrays, render, write_report
 from grail_advantage.view.run import find_response, open_run
-from grail_advantage.view.turns import turns
 from tests.dumps import dump_row, method_columns, received_header, table_of
 from tests.view.synthetic import conversation_row, write_dump, write_metrics
 
