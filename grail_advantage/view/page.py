@@ -242,10 +242,9 @@ class Whole:
         """Read what is said of all responses from every file, and let the page hold whole groups, evenly over the files:
         at most so many rollouts and bytes, and at least one group of the first run."""
         files, start, before = self.run.dump.files, len(held.rows), held.size
-        chosen: list[int] = []
+        size, chosen = 0.0, list[int]()
         for place, file in enumerate(files):
-            takes = not chosen or place in chosen
-            header, table = file.header, file.table(_OF_ROLLOUTS if takes else _OF_ALL)
+            header, table = file.header, file.table(_OF_ALL)
             if header is None or not len(table):
                 continue
             self._count(header, table)
@@ -257,10 +256,15 @@ class Whole:
             if place not in chosen:
                 continue
             share = (chosen.index(place) + 1) / len(chosen)
-            for group in np.argsort(first):
-                rows = np.flatnonzero(group_N == group)
+            fit = 1 + int(max(0, 2 * (before + room * share - held.size) / size))  # groups, rather more
+            groups = np.argsort(first)[:fit]
+            table = file.table(_OF_ROLLOUTS, int(np.flatnonzero(np.isin(group_N, groups)).max()) + 1)
+            for group in groups:
+                rows = np.flatnonzero(group_N[: len(table)] == group)
                 full = held.rows and len(held.rows) - start + len(rows) > rollouts * share
-                if full or not held.add(header, table.take(rows), self.number, self.given, before + room * share):
+                if full or not len(rows):
+                    break
+                if not held.add(header, table.take(rows), self.number, self.given, before + room * share):
                     break
         self.held = len(held.rows) - start
 
