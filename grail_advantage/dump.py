@@ -269,12 +269,8 @@ def _read(path: Path, kind: str, columns: Sequence[str] | None, problems: list[s
             if columns is None:
                 return header
             there = [name for name in columns if name in file.schema_arrow.names]
-            read = (
-                file.read
-                if most is None
-                else lambda of: pa.Table.from_batches([next(file.iter_batches(most, columns=of))])
-            )
-            table = read(there)
+            rows = None if most is None else [next(file.iter_batches(most, columns=there))]
+            table = pa.Table.from_batches(rows) if rows else file.read(there)
             for name in set(columns) - set(there):
                 table = table.append_column(name, pa.nulls(len(table), _FIELDS[name].type))
             return table.select(columns).cast(_schema(columns))

@@ -18,7 +18,7 @@ def main(argv: list[str] | None = None) -> int:
     """Write the report and print its path; 1 with a message where there is nothing to show."""
     parser = argparse.ArgumentParser(prog="python -m grail_advantage.report", description=__doc__)
     add = parser.add_argument
-    add("run", type=Path, help="a run's folder or its file of metrics, of verl or TRL; or a token dump's folder")
+    add("run", type=Path, help="a run's folder or its file of metrics; or a token dump's folder")
     add("--output", type=Path, help="default: RUN/report.html, RUN/report_against_RUN2.html, RUN/methods.pdf")
     add("--against", type=Path, nargs="+", default=[], metavar="RUN2", help="other runs, drawn beside the first")
     add("--rollouts", type=int, default=ROLLOUTS, help="rollouts in the file at most; default: %(default)s")
@@ -35,10 +35,10 @@ def main(argv: list[str] | None = None) -> int:
             run = open_run(args.run)
             path = args.output or run.folder / "methods.pdf"
             write_figure(run, args.step, args.row, path, args.width)
-            say(str(path.resolve()))
         else:
             limits = {"rollouts": args.rollouts, "megabytes": args.megabytes}
-            say(str(write_report(args.run, args.output, against=args.against, **limits).resolve()))
+            path = write_report(args.run, args.output, against=args.against, **limits)
+        say(str(path.resolve()))
     except ModuleNotFoundError as error:
         extra = "figures" if str(error.name).startswith("matplotlib") else "report"
         complain("report", f"{error}; run `pip install 'grail-advantage[{extra}]'`")

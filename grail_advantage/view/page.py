@@ -12,6 +12,7 @@ import gzip
 import hashlib
 import html
 import json
+import logging
 import os
 import re
 from collections import Counter, defaultdict
@@ -33,11 +34,12 @@ from grail_advantage.view.profile import BINS, NEEDED, by_method, flat, gives_ad
 from grail_advantage.view.receipt import run_receipts
 from grail_advantage.view.run import Run, open_run
 
+logger = logging.getLogger(__name__)
 ROLLOUTS, MEGABYTES = 2000, 35.0
 _BYTES = 15  # a rollout's in a page, for each token, in about
 _VALUES = ("base_advantage", "entropy", "received", "clipped", "effect")
-_FACTS = ("step", "update", "row", "outcome", "reward", "answer", "truncated", "no_scores", "span")
-_READ = (*_FACTS, "prompt", "ground_truth", "id", "labels", "token_ids", "tokens", "updates")
+_FACTS = ("step", "update", "row", "id", "prompt", "ground_truth", "outcome", "reward", "answer", "truncated", "span")
+_READ = (*_FACTS, "no_scores", "labels", "token_ids", "tokens", "updates")
 _OF_ALL = ("group", "outcome", "effect", *NEEDED)
 _MORE = ("score", "old_log_prob", "rollout_log_probs", "by_update")
 _OF_ROLLOUTS = tuple(dict.fromkeys((*_OF_ALL, *_READ, *_VALUES, *_MORE)))
@@ -76,6 +78,8 @@ def write_report(
     if rollouts < 1 or not megabytes >= 1:
         raise ValueError(f"--rollouts {rollouts} and --megabytes {megabytes:g} must be at least 1")
     runs = [open_run(run) for run in (folder, *against)]
+    for run in (of for of in runs if not of.dump.files):
+        logger.warning("%s: no step was dumped, so that the report has its curves alone", run.folder)
     others = "_".join(run.folder.resolve().name for run in runs[1:])
     path = Path(output or runs[0].folder / (f"report_against_{others}.html" if others else "report.html"))
     write_whole(path, render(runs, rollouts, megabytes))
@@ -100,7 +104,6 @@ def render(runs: Sequence[Run], rollouts: int = ROLLOUTS, megabytes: float = MEG
         "advantages": whole[0].given >= set(methods),  # all that the methods of the first run say of a token
         "limits": {name: _limit(name, np.concatenate(values)) for name, values in held.samples.items()},
         "rows": held.rows,
-        "problems": list(held.problems.values()),
         "notes": [note for of_run in whole for note in of_run.notes()],
         "version": __version__,
     }
@@ -125,7 +128,6 @@ class Held:
     rows: list[dict[str, Any]] = field(default_factory=list)  # their entries in the index
     blocks: list[str] = field(default_factory=list)  # their values a token
     size: int = 0  # bytes of both
-    problems: dict[str, dict[str, Any]] = field(default_factory=dict)  # by id, or prompt
     groups: int = 0
     samples: dict[str, list[np.ndarray]] = field(default_factory=lambda: defaultdict(list))  # values by overlay
 
@@ -143,11 +145,9 @@ class Held:
             start, end = edges[place : place + 2].tolist()
             trained = shown[start:end][mask[start:end]].astype(np.float64)
             labels = json.loads(row["labels"] or "{}")
-            problem = {name: row[name] for name in ("prompt", "ground_truth", "id")} | {"number": len(self.problems)}
-            problem = self.problems.setdefault(row["id"] or row["prompt"], problem)
             reasons = {name: of["no_scores"][place].as_py() for name, of in methods.items()}
-            entry = {name: row[name] for name in _FACTS}
-            entry |= {"run": run, "group": self.groups, "problem": problem["number"], "length": end - start}
+            entry = {name: row[name] for name in (*_FACTS, "no_scores")}
+            entry |= {"run": run, "group": self.groups, "length": end - start}
             entry |= {"no_scores_of": reasons if several else None}
             entry |= {"wrong_step": range_of(labels.get("wrong_step"), end - start)}
             entry |= {"turns": turns(labels, end - start, header.options.get("align"))}
@@ -160,7 +160,7 @@ class Held:
             special = [t for t, text in enumerate(row["tokens"]) if not text and texts[t]]
             values = ",".join(f"{_json(name)}:{of[place]}" for name, of in columns.items() if of[place])
             blocks.append(packed(f'{{"texts":{_json(texts)},"special":{special},"columns":{{{values}}}}}'))
-        size = sum(map(len, blocks)) + len(_json([rows, problem]))
+        size = sum(map(len, [*blocks, packed(_json(rows))]))
         if self.rows and self.size + size > most:
             return False
         self.rows += rows
