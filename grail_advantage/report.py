@@ -1,7 +1,4 @@
-"""``python -m grail_advantage.report RUN``: a run's report, one HTML file that needs no network. docs/report.md reads it.
-
-``--figure methods`` draws a rollout for a paper.
-"""
+"""``python -m grail_advantage.report RUN``: a run's report, one HTML file that needs no network; docs/report.md reads it."""
 
 from __future__ import annotations
 

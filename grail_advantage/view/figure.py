@@ -8,12 +8,12 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import matplotlib
 import numpy as np
 import pyarrow as pa
-from matplotlib.collections import PolyCollection
 from matplotlib.colors import LinearSegmentedColormap, LogNorm, Normalize
 from matplotlib.figure import Figure
 
@@ -105,24 +105,25 @@ def draw(header: DumpHeader, table: pa.Table, width: float) -> Figure:
     largest = max(float(np.nanmax(np.abs(values_T), initial=0)) for values_T in strips.values())
     limit = 4.0 if name == "weight" else largest or 1.0
     norm = LogNorm(1 / limit, limit, clip=True) if name == "weight" else Normalize(-limit, limit, clip=True)
-    tokens = [token for token, *_ in pieces]
+    tokens, starts, ends, tops = (np.array(of) for of in zip(*pieces, strict=True))
+    bars = partial(axes.bar, align="edge", linewidth=0)
     for place, values_T in enumerate(strips.values()):
-        boxes = [_box(x, end, top + _LINE + _STRIP * place, _STRIP - 1) for _, x, end, top in pieces]
         shown = values_T[tokens] if name != "weight" else np.maximum(values_T[tokens], 1e-6)
-        colours = COLOURS(norm(np.ma.masked_invalid(shown)))
-        axes.add_collection(PolyCollection(boxes, facecolors=colours, edgecolors="#c3c6cd", linewidths=0.3))
+        colours, bottom = COLOURS(norm(np.ma.masked_invalid(shown))), tops + _LINE + _STRIP * place
+        bars(starts, _STRIP - 1, ends - starts, bottom, color=colours, edgecolor="#c3c6cd", linewidth=0.3)
 
     axes.text(_MARGIN, high - 11, name)
     x = 2 * _MARGIN + 4 * len(name)
-    cells = [_box(x + 5 * k, x + 5 * k + 5, high - 16, 5) for k in range(17)]
-    axes.add_collection(PolyCollection(cells, facecolors=COLOURS(np.linspace(0, 1, 17))))
+    bars(x + 5 * np.arange(17), 5, 5, high - 16, color=COLOURS(np.linspace(0, 1, 17)))
     for share in (0, 0.5, 1):
         value = limit ** (2 * share - 1) if name == "weight" else limit * (2 * share - 1)
         axes.text(x + 85 * share, high - 2, f"{value:.2g}", ha="center", size=6)
     answer = range(row["span"][0], row["span"][3]) if row["span"] else range(0)
     for label, marked, colour in (("answer", answer, "#0a666e"), ("incorrect step", wrong, "#b3400a")):
-        if own := [_box(start, end, top + 9.5, 1.2) for token, start, end, top in pieces if token in marked]:
-            axes.add_collection(PolyCollection([*own, _box(x + 100, x + 112, high - 16, 5)], facecolors=colour))
+        own = np.isin(tokens, list(marked))
+        if own.any():
+            bars(starts[own], 1.2, (ends - starts)[own], tops[own] + 9.5, color=colour)
+            bars(x + 100, 5, 12, high - 16, color=colour)
             axes.text(x + 115, high - 11, label)
             x += 24 + 4 * len(label)
     return figure
@@ -145,7 +146,3 @@ def wrap(texts: Sequence[str], columns: int) -> Iterator[list[tuple[int, int, st
                 line = []
     if line:
         yield line
-
-
-def _box(left: float, right: float, top: float, height: float) -> list[tuple[float, float]]:
-    return [(left, top), (right, top), (right, top + height), (left, top + height)]

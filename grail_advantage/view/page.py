@@ -261,10 +261,8 @@ class Whole:
             table = file.table(_OF_ROLLOUTS, int(np.flatnonzero(np.isin(group_N, groups)).max()) + 1)
             for group in groups:
                 rows = np.flatnonzero(group_N[: len(table)] == group)
-                full = held.rows and len(held.rows) - start + len(rows) > rollouts * share
-                if full or not len(rows):
-                    break
-                if not held.add(header, table.take(rows), self.number, self.given, before + room * share):
+                full = not len(rows) or (held.rows and len(held.rows) - start + len(rows) > rollouts * share)
+                if full or not held.add(header, table.take(rows), self.number, self.given, before + room * share):
                     break
         self.held = len(held.rows) - start
 
@@ -352,12 +350,11 @@ def turns(labels: Mapping[str, Any], length: int, align: str | None) -> list[lis
     """``[start, end, reward]`` of each turn of a response of ``length`` tokens; the reward is ``None`` where a turn has none,
     or it is not certain whose it is. Labels: ``tool`` has the ranges that others wrote, ``turn_rewards`` a reward a turn, or
     a list of its calls' rewards; those of another kind are as none. ``align``: the method's option of that name."""
-    tool = [range_of(bounds, length) or (1, 0) for bounds in _list(labels.get("tool"))]
-    edges = [0, *(edge for bounds in tool for edge in bounds), length]
+    tool, given = (of if isinstance(of, list) else [] for of in map(labels.get, ("tool", "turn_rewards")))
+    edges = [0, *(edge for bounds in tool for edge in range_of(bounds, length) or (1, 0)), length]
     if edges != sorted(edges):
         edges = [0, length]
     ranges = [(start, end) for start, end in zip(edges[::2], edges[1::2], strict=True) if start < end]
-    given = _list(labels.get("turn_rewards"))
     calls = [[call for call in (each if isinstance(each, list) else [each]) if call is not None] for each in given]
     known = all(type(call) in (int, float) and abs(call) <= LARGEST for each in calls for call in each)
     # One reward a call does not tell whose it is, where a turn may have several calls.
@@ -373,7 +370,3 @@ def range_of(label: Any, length: int) -> tuple[int, int] | None:
     if isinstance(label, list) and len(label) == 2 and all(type(edge) is int for edge in label):
         return (label[0], label[1]) if 0 <= label[0] <= label[1] <= length else None
     return None
-
-
-def _list(label: Any) -> list[Any]:
-    return label if isinstance(label, list) else []
