@@ -74,7 +74,6 @@ tail -n 0 -F --pid="$run_pid" "$run_dir/metrics.jsonl" 2>/dev/null |
     sed -unE 's/.*"step": ?([0-9]+).*"critic\/score\/mean": ?([0-9.]+).*/  step \1  reward \2/p' || true
 status=0
 wait "$run_pid" || status=$?
-.venv/bin/python -m grail_advantage.report "$run_dir" --summary || true
 if ((status)); then
     echo "the run ended with status $status; the end of $run_dir.log:" >&2
     tail -n 40 "$run_dir.log" >&2

@@ -180,7 +180,7 @@ def test_wrong_lines_are_named(tmp_path: Path):
         with pytest.raises(ValueError, match=f"r.jsonl{message}"):
             read_responses(path)
     with pytest.raises(ValueError, match="token id 9999"):
-        tokenize(Response(id="1", prompt="a", response=[9999]), char_tokenizer(), {})
+        tokenize(Response(id="1", prompt="a", response=[9999]), char_tokenizer())
 
 
 @pytest.mark.parametrize("prompt", ["2+3=", "a</s>", "</s>", "b [SEP]", "=</s></s>", "<s>2+3=", "<s>", ""])
