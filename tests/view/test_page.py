@@ -11,17 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 import pytest
 
 from grail_advantage import report
-from grail_advantage.dump import RECEIVED_SCHEMA, DumpHeader, DumpRow, read_dump, write_received, write_step
+from grail_advantage.dump import DumpHeader, DumpRow, read_dump, write_step
 from grail_advantage.view import profile
 from grail_advantage.view.figure import find_response
 from grail_advantage.view.page import json_arrays, render, turns, write_report
 from grail_advantage.view.run import open_run
-from tests.dumps import dump_row, method_columns, received_header, table_of
-from tests.view.synthetic import conversation_row, write_dump, write_metrics
+from tests.dumps import dump_row, method_columns, table_of
+from tests.view.synthetic import conversation_row, write_arrived, write_dump, write_metrics
 
 NAN = math.nan
 
@@ -77,33 +76,15 @@ def test_numbers_keep_four_digits_and_nothing_else_is_one() -> None:
 
 
 def test_received_by_epoch_effect_and_mismatch(tmp_path: Path) -> None:
-    """Two optimiser steps of one response; the other was left out. Half of the three tokens with an advantage moved with it."""
-    sampler = np.float32([-1.5, -0.5, -2.0])
-    rows = [
-        dump_row([1.0, 2.0, 0.0], key=f"a_{row}_0", row=row, old_log_prob_T=sampler - np.float32(1e-3))
-        for row in (0, 1)
-    ]
-    for row in rows:
-        row.rollout_log_probs_T = sampler
-    write(tmp_path, rows)
-    nothing = np.full(3, NAN, dtype="f4")
-    received = {
-        "key": ["a_1_0", "a_0_0"],
-        "updates": [[], [0, 1]],
-        "received": [nothing, np.float32([0.5, 0.25, 0])],
-        "clipped": [nothing, np.float32([0, 0.5, 0])],
-        "by_update": [[], [np.float32([0.5, 0.5, 0]), np.float32([0.5, 0, 0])]],
-        "clipped_by_update": [[], [np.float32([0, 0, 0]), np.float32([0, 1, 0])]],
-        "effect": [nothing, np.float32([0.01, -0.02, 0.3])],
-    }
-    write_received(tmp_path / "tokens", received_header(1, loss="vanilla"), pa.table(received, schema=RECEIVED_SCHEMA))
+    """Two optimiser steps of one response; the other was left out. One of the three tokens moved with its advantage."""
+    write_arrived(tmp_path / "tokens")
     index, (block, other) = page_of(tmp_path)
     columns = block["columns"]
-    assert columns["received"] == [0.5, 0.25, 0] and columns["by_update"] == [[0.5, 0.5, 0], [0.5, 0, 0]]
-    assert columns["clipped"] == [0, 0.5, 0] and columns["effect"] == [0.01, -0.02, 0.3]
-    assert columns["mismatch"] == pytest.approx([1e-3] * 3, rel=1e-3), "the difference before it is rounded"
+    assert columns["received"] == [0.55, 0.5, 2.25] and columns["by_update"] == [[0.5, 1, 2.5], [0.6, 0, 2]]
+    assert columns["clipped"] == [0, 0.5, 0.5] and columns["effect"] == [0.01, -0.25, 0]
+    assert columns["mismatch"] == pytest.approx([-1e-3, 0, 0.5], rel=1e-3), "the difference before it is rounded"
     assert [row["updates"] for row in index["rows"]] == [2, 0] and other["columns"]["received"] == [None] * 3
-    assert index["runs"][0]["effect"].startswith("50 % of 2 tokens")
+    assert index["runs"][0]["effect"].startswith("33.3 % of 3 tokens")
     assert {"effect", "mismatch", "received"} <= set(index["limits"])
 
 

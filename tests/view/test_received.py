@@ -16,7 +16,6 @@ from grail_advantage.dump import (
     DumpHeader,
     read_dump,
     received_table,
-    remove_steps,
     write_received,
     write_step,
 )
@@ -83,26 +82,12 @@ def test_is_read_beside_the_responses(tmp_path: Path) -> None:
     assert pq.read_table(path).to_pylist()[0]["by_update"] == [[0.5, -1.0, 2.0], [0.25, 0.0, 2.0]]
 
 
-def test_responses_that_a_receipt_lacks_have_none(tmp_path: Path) -> None:
-    written(tmp_path)
-    write_received(tmp_path, header(), received_table(receipt(), ("a", *KEYS[1:]), LENGTHS))
-    dump = read_dump(tmp_path)
-    assert [row.received_T is None for row in dump] == [True, False, False] and dump.problems == []
-
-
 def test_a_damaged_file_is_named_and_costs_no_response(tmp_path: Path) -> None:
     path = written(tmp_path, 3, SCALED)
     path.write_bytes(path.read_bytes()[:-20])
     dump = read_dump(tmp_path)
     assert [(row.key, row.received_T) for row in dump] == [(key, None) for key in KEYS]
     assert dump.receipts() == [] and len(dump.problems) == 1 and str(path) in dump.problems[0]
-
-
-def test_a_resumed_run_removes_it(tmp_path: Path) -> None:
-    for step in (3, 4, 5):
-        written(tmp_path, step)
-    assert len(remove_steps(tmp_path, 4)) == 4
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["received_000003.parquet", "step_000003.parquet"]
 
 
 def test_findings_of_a_run_are_put_together() -> None:
