@@ -37,8 +37,6 @@ def write_metrics(folder: Path, steps: int, *, seed: int = 0) -> None:
                     "grail/weight_deviation": 0.77 - 0.1 * progress + rng.normal(0, 0.01),
                     "grail/selected_rate": 0.62 - 0.4 * progress + rng.normal(0, 0.03),
                     "grail/answer_found_rate": min(1.0, 0.9 + 0.1 * progress),
-                    "grail/truncated_rate": 0.02 * (1 - progress),
-                    "response_length/mean": 36 + 4 * rng.normal(),
                     "actor/entropy": 0.4 * (1 - progress) + 0.05,
                 }
             file.write(json.dumps({"step": step, "data": values}) + "\n")
