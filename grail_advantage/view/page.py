@@ -250,13 +250,13 @@ class Whole:
             self._count(header, table)
             _, first, group_N = np.unique(table["group"].to_numpy(), return_index=True, return_inverse=True)
             if not chosen:
-                size = _BYTES * len(flat(table["mask"])[0]) / len(first)
+                size = max(1.0, _BYTES * len(flat(table["mask"])[0]) / len(first))
                 most = min(len(files), rollouts * len(first) // len(table), room // size)
                 chosen = np.linspace(0, len(files) - 1, max(1, int(most))).round().astype(int).tolist()
             if place not in chosen:
                 continue
             share = (chosen.index(place) + 1) / len(chosen)
-            fit = 1 + int(max(0, 2 * (before + room * share - held.size) / size))  # groups, rather more
+            fit = 1 + int(max(0, 3 * (before + room * share - held.size) / size))  # groups, by a third of the size
             groups = np.argsort(first)[:fit]
             table = file.table(_OF_ROLLOUTS, int(np.flatnonzero(np.isin(group_N, groups)).max()) + 1)
             for group in groups:
