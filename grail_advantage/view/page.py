@@ -30,6 +30,7 @@ import pyarrow.compute as pc
 from grail_advantage import __version__
 from grail_advantage.data import LARGEST
 from grail_advantage.dump import DumpHeader, write_whole
+from grail_advantage.receipt.foreign import visible
 from grail_advantage.view.profile import BINS, NEEDED, by_method, flat, gives_advantages, profiles
 from grail_advantage.view.receipt import run_receipts
 from grail_advantage.view.run import Run, open_run
@@ -79,7 +80,7 @@ def write_report(
         raise ValueError(f"--rollouts {rollouts} and --megabytes {megabytes:g} must be at least 1")
     runs = [open_run(run) for run in (folder, *against)]
     for run in (of for of in runs if not of.dump.files):
-        logger.warning("%s: no step was dumped, so that the report has its curves alone", run.folder)
+        logger.warning("%s: no step was dumped, so that the report has its curves alone", visible(str(run.folder)))
     others = "_".join(run.folder.resolve().name for run in runs[1:])
     path = Path(output or runs[0].folder / (f"report_against_{others}.html" if others else "report.html"))
     write_whole(path, render(runs, rollouts, megabytes))
@@ -342,7 +343,7 @@ def _curves(runs: Sequence[Run]) -> list[dict[str, Any]]:
 def _names(folders: Sequence[Path]) -> list[str]:
     """Ends of the paths: three parts of one run's, of several what follows their common beginning."""
     paths = [folder.resolve() for folder in folders]
-    above = os.path.commonpath([of.parent for of in paths]) if len(paths) > 1 else paths[0].parents[:3][-1]
+    above = os.path.commonpath([of.parent for of in paths]) if len(paths) > 1 else (paths[0], *paths[0].parents)[:4][-1]
     return [os.path.relpath(path, above) for path in paths]
 
 
