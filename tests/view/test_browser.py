@@ -302,6 +302,8 @@ def hostile(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_hostile_text_is_shown_and_nothing_runs(hostile: Path, opened: Open) -> None:
+    from playwright.sync_api import expect
+
     page = opened(hostile, "#rollout=1.0")
     shown = page.locator(".t").evaluate_all(
         "spans => spans.map((s) => [s.textContent, [...s.querySelectorAll('.sign')].map((sign) => sign.textContent)])"
@@ -318,7 +320,7 @@ def test_hostile_text_is_shown_and_nothing_runs(hostile: Path, opened: Open) -> 
     for overlay in ("score", "advantage", "surprisal", "entropy", "weight"):
         page.select_option('select[name="overlay"]', overlay)
     page.evaluate("location.hash = 'rollout=1.1'")  # right-to-left text stays in its token
-    page.wait_for_function("document.querySelectorAll('.t').length === 4")
+    expect(page.locator(".t")).to_have_count(4)
     edges = page.locator(".t").evaluate_all("spans => spans.map((span) => span.getClientRects()[0].left)")
     assert edges == sorted(edges)
     assert page.evaluate("typeof pwned") == "undefined"
