@@ -22,6 +22,7 @@ from tests.dumps import dump_row, received_header, table_of
 from tests.view.synthetic import text_row, write_arrived
 
 pytestmark = pytest.mark.slow
+expect = pytest.importorskip("playwright.sync_api").expect
 
 Open = Callable[..., Any]
 NAN = float("nan")
@@ -73,8 +74,6 @@ def listed(page: Any) -> int:
 
 
 def test_numbers_of_tokens_are_those_of_the_parquet(runs: Path, rows: list[DumpRow], opened: Open) -> None:
-    from playwright.sync_api import expect
-
     page = opened(runs / "grail" / "report.html", link(rows[0]))
     for row in (rows[0], rows[30], rows[60]):
         page.evaluate("hash => (location.hash = hash)", link(row))
@@ -207,8 +206,6 @@ def test_two_runs(runs: Path, opened: Open) -> None:
 
 
 def test_keyboard_from_the_list_to_the_tokens_and_back(runs: Path, rows: list[DumpRow], opened: Open) -> None:
-    from playwright.sync_api import expect
-
     page = opened(runs / "grail" / "report.html", "#rollout=1.0")
     page.locator("#list").focus()
     for key, rollout in (("ArrowDown", "1.1"), ("End", "20.23"), ("Home", "1.0")):
@@ -302,8 +299,6 @@ def hostile(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_hostile_text_is_shown_and_nothing_runs(hostile: Path, opened: Open) -> None:
-    from playwright.sync_api import expect
-
     page = opened(hostile, "#rollout=1.0")
     shown = page.locator(".t").evaluate_all(
         "spans => spans.map((s) => [s.textContent, [...s.querySelectorAll('.sign')].map((sign) => sign.textContent)])"
