@@ -1,4 +1,4 @@
-"""Labelled solutions of others as lines of :mod:`grail_advantage.view.analysis`.
+"""Labelled solutions of others as lines of :mod:`grail_advantage.analyze`.
 
 ``python -m bench convert processbench gsm8k.jsonl out.jsonl`` keeps errors and controls (:mod:`bench.table`) that have an
 answer in the format, and counts the others. Their order is drawn at random once, so that any beginning is a sample. Formats:
@@ -20,9 +20,9 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from grail_advantage.analyze import SEPARATOR, json_lines
 from grail_advantage.answers.format import answer_format
 from grail_advantage.dump import write_whole
-from grail_advantage.view.analysis import SEPARATOR, json_lines
 
 BOX = " Please reason step by step, and put your final answer within \\boxed{}."
 Line = dict[str, Any]

@@ -24,8 +24,7 @@ from pathlib import Path
 import numpy as np
 
 from bench.convert import BOX, asked
-from grail_advantage.analyze import model_of
-from grail_advantage.view.analysis import Response, json_lines, tokenize
+from grail_advantage.analyze import Response, json_lines, model_of, tokenize
 from verl_cpu.tiny.sampling import sample
 from verl_cpu.tiny.task import boxed_answer
 
@@ -117,7 +116,7 @@ def main(arguments: Sequence[str]) -> None:
     for first in range(0, len(waiting), TOGETHER):
         some = [one for one in waiting[first : first + TOGETHER] for _ in range(options.samples)]
         prompts = [asked(question + BOX) if tokenizer.chat_template else question + BOX for _, question, _ in some]
-        ids = [tokenize(Response(id="", prompt=prompt, response=""), tokenizer, {})[1] for prompt in prompts]
+        ids = [tokenize(Response(id="", prompt=prompt, response=""), tokenizer)[1] for prompt in prompts]
         shape = options.samples, options.length
         drawn = [np.random.default_rng(number).random(shape) for number, *_ in some[:: options.samples]]
         responses = sample(model, tokenizer, ids, np.concatenate(drawn), options.temperature)

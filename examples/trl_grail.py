@@ -89,7 +89,8 @@ def main() -> None:
         judged = [entry["eval_reward"] for entry in trainer.state.log_history if "eval_reward" in entry]
         if judged:
             print(f"Share of held-out problems answered correctly: {judged[0]:.2f} before, {judged[-1]:.2f} after")
-        print(f"Every token's weight, in one page: python -m grail_advantage.report {output}")
+        if any((output / "tokens").glob("step_*.parquet")):
+            print(f"Every token's weight, in one page: python -m grail_advantage.report {output}")
 
 
 def make_tiny(options: argparse.Namespace) -> None:

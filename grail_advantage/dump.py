@@ -191,12 +191,12 @@ class DumpFile:
         tokens = {int(token): name for token, name in record.pop("special_tokens", {}).items()}
         return DumpHeader(**record, special_tokens=tokens) if record else None
 
-    def table(self, columns: Iterable[str] = ALL) -> pa.Table:
-        """The responses; none where the file is damaged, which ``problems`` names then."""
+    def table(self, columns: Iterable[str] = ALL, most: int | None = None) -> pa.Table:
+        """The responses, or the first ``most``; none where the file is damaged, which ``problems`` names then."""
         wanted, beside = list(columns), _path(self.path.parent, "received", self.step, self.update)
         arriving = [name for name in wanted if name not in SCHEMA.names]
         own = [name for name in SCHEMA.names if name in wanted or (name == "key" and arriving)]
-        table = _read(self.path, "step", own, self.problems)
+        table = _read(self.path, "step", own, self.problems, most)
         if table is None:
             return _schema(wanted).empty_table()
         there = bool(arriving) and beside.exists()
@@ -258,7 +258,7 @@ def _schema(columns: Iterable[str]) -> pa.Schema:
     return pa.schema([_FIELDS[name] for name in columns])
 
 
-def _read(path: Path, kind: str, columns: Sequence[str] | None, problems: list[str]) -> Any:
+def _read(path: Path, kind: str, columns: Sequence[str] | None, problems: list[str], most: int | None = None) -> Any:
     """Columns of a file as a table, or its header as a mapping; ``None`` of a damaged one, which is added to the
     problems and logged."""
     try:
@@ -268,7 +268,9 @@ def _read(path: Path, kind: str, columns: Sequence[str] | None, problems: list[s
                 raise ValueError(f"schema_version is {version}; this version reads {VERSION}")
             if columns is None:
                 return header
-            table = file.read(there := [name for name in columns if name in file.schema_arrow.names])
+            there = [name for name in columns if name in file.schema_arrow.names]
+            rows = None if most is None else [next(file.iter_batches(most, columns=there))]
+            table = pa.Table.from_batches(rows) if rows else file.read(there)
             for name in set(columns) - set(there):
                 table = table.append_column(name, pa.nulls(len(table), _FIELDS[name].type))
             return table.select(columns).cast(_schema(columns))

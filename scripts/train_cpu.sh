@@ -70,7 +70,6 @@ trap 'kill $! 2>/dev/null || true' EXIT
 tail -n 0 -F --pid=$! "$run_dir/metrics.jsonl" 2>/dev/null |
     sed -unE 's/.*"step": ?([0-9]+).*"critic\/score\/mean": ?([0-9.]+).*/  step \1  reward \2/p' || true
 wait $! && status=0 || status=$?
-.venv/bin/python -m grail_advantage.report "$run_dir" --summary || true
 if ((status)); then
     { echo "the run ended with status $status; the end of $run_dir.log:" && tail -n 40 "$run_dir.log"; } >&2
     exit 1

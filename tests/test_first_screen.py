@@ -15,10 +15,9 @@ import pytest
 import torch
 
 from examples.grail_in_one_file import BOXED, HASHES, find_answer
-from grail_advantage.analyze import analyze, methods_for
+from grail_advantage.analyze import Response, analyze, methods_for
 from grail_advantage.answers.format import answer_format
 from grail_advantage.dump import DumpRow, read_dump
-from grail_advantage.view.analysis import Response
 from tests.documentation import ROOT
 from verl_cpu.tiny.sampling import MAX_RESPONSE_TOKENS, prompt_ids, sample, uniform
 from verl_cpu.tiny.shipped import load_shipped

@@ -6,21 +6,24 @@ python -m grail_advantage.report RUN --figure methods --output methods.pdf
 from __future__ import annotations
 
 import io
+import json
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import matplotlib
 import numpy as np
-from matplotlib.collections import PolyCollection
+import pyarrow as pa
 from matplotlib.colors import LinearSegmentedColormap, LogNorm, Normalize
 from matplotlib.figure import Figure
 
-from grail_advantage.dump import DumpHeader, DumpRow, write_whole
+from grail_advantage.dump import DumpHeader, write_whole
 from grail_advantage.receipt.foreign import visible
-from grail_advantage.view.run import shown_values
-from grail_advantage.view.turns import range_of
+from grail_advantage.view.page import range_of
+from grail_advantage.view.profile import by_method, flat, gives_advantages
+from grail_advantage.view.run import Run
 
-COLOURS = LinearSegmentedColormap.from_list("weights", ["#6aa5e8", "#fafafa", "#e8935a"])
+COLOURS = LinearSegmentedColormap.from_list("weights", ["#6aa5e8", "#fafafa", "#e8935a"]).with_extremes(bad="none")
 _STYLE = {
     "font.family": ["DejaVu Sans"],
     "font.size": 7,
@@ -35,29 +38,48 @@ _CELL, _LINE, _STRIP, _MARGIN = 4.82, 11, 9, 5  # points: a character's width, h
 _LINES = 24  # most lines: of a longer response the first half, and the rest around the incorrect step or at the end
 
 
-def write_figure(header: DumpHeader, row: DumpRow, path: Path, width: float = 6.75) -> None:
-    """Write the figure of a response of a dump as SVG, PDF or PNG, by the file's suffix, so many inches wide. ValueError:
-    another suffix, or a width that leaves no room for the text."""
+def write_figure(run: Run, step: int | None, row: int | None, path: Path, width: float = 6.75) -> None:
+    """Write the figure of a response of a run as SVG, PDF or PNG, by the file's suffix, so many inches wide. ValueError:
+    another suffix, a width that leaves no room for the text, or no such response."""
     if path.suffix not in (".svg", ".pdf", ".png"):
         raise ValueError(f"--output {path}: the name of a figure's file ends in .svg, .pdf or .png")
     metadata = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}.get(path.suffix)
-    file = io.BytesIO()
+    content = io.BytesIO()
     with matplotlib.rc_context(_STYLE):
-        draw(header, row, width).savefig(file, format=path.suffix[1:], metadata=metadata)
-    write_whole(path, file.getvalue())
+        draw(*find_response(run, step, row), width).savefig(content, format=path.suffix[1:], metadata=metadata)
+    write_whole(path, content.getvalue())
 
 
-def draw(header: DumpHeader, row: DumpRow, width: float) -> Figure:
+def find_response(run: Run, step: int | None, row: int | None) -> tuple[DumpHeader, pa.Table]:
+    """A response of the dump, as the header of its file and a table of one row: of the last step by default, and of the
+    first response with scores, else the first. ``row``: its place in the step's batch. ValueError: there is none."""
+    files = [file for file in run.dump.files if step in (None, file.step)][-1:]
+    rows = [of for file in files for of in file.table(["row", "no_scores"]).to_pylist()]
+    places = [place for place, of in enumerate(rows) if row in (None, of["row"])]
+    header = files[0].header if places else None
+    if header is None:
+        there = f", and of that step responses {[of['row'] for of in rows]}" if rows else ""
+        raise ValueError(
+            f"{run.folder} has no response of --step {step} --row {row}; it has steps {run.dump.steps}{there}"
+        )
+    return header, files[0].table().slice(min(places, key=lambda place: rows[place]["no_scores"] is not None), 1)
+
+
+def draw(header: DumpHeader, table: pa.Table, width: float) -> Figure:
     """The figure; see :func:`write_figure`. Lengths are points, 1/72 inch."""
-    name, own_T = shown_values(row)
-    strips = {method: shown_values(row, method)[1] for method in row.methods} or {header.method: own_T}
+    (row,), by = table.to_pylist(), by_method(header, table)
+    given = [gives_advantages(own) for own in by.values()]
+    values = [flat(own["advantage" if gives else "weight"])[0] for own, gives in zip(by.values(), given, strict=True)]
+    shows = [np.where(row["mask"] & np.isfinite(of), of, np.nan).astype("f8") for of in values]
+    strips = dict(zip(by, shows, strict=True))
+    name = "advantage" if given[0] else "weight"
     left = 2 * _MARGIN + 4 * max(map(len, strips))
     columns = int((72 * width - left - _MARGIN) / _CELL)
     if columns < 20:
         raise ValueError(f"--width {width:g} leaves {max(0, columns)} characters a line beside the names; give more")
-    named = zip(row.token_ids_T.tolist(), row.tokens, strict=True)
+    named = zip(row["token_ids"], row["tokens"], strict=True)
     texts = [visible(text or header.special_tokens.get(token, "\N{DOTTED CIRCLE}")) for token, text in named]
-    wrong = range(*(range_of(row.labels.get("wrong_step"), len(row)) or (0, 0)))
+    wrong = range(*(range_of(json.loads(row["labels"] or "{}").get("wrong_step"), len(texts)) or (0, 0)))
     lines, half = list(wrap(texts, columns)), _LINES // 2
     if len(lines) > _LINES:
         holds = (number for number, line in enumerate(lines) if any(piece[0] in wrong for piece in line))
@@ -75,7 +97,7 @@ def draw(header: DumpHeader, row: DumpRow, width: float) -> Figure:
         for token, start, text in line:
             x = left + _CELL * start
             pieces.append((token, x, x + _CELL * len(text), top))
-            ink, slant = ("#15171c", "normal") if row.mask_T[token] and row.tokens[token] else ("#646974", "italic")
+            ink, slant = ("#15171c", "normal") if row["mask"][token] and row["tokens"][token] else ("#646974", "italic")
             axes.text(x, top + 8, text.rstrip(" "), family=_FONTS, size=8, color=ink, style=slant)
         for place, method in enumerate(strips):
             axes.text(left - _MARGIN, top + _LINE + _STRIP * (place + 0.5), method, ha="right", va="center_baseline")
@@ -83,25 +105,25 @@ def draw(header: DumpHeader, row: DumpRow, width: float) -> Figure:
     largest = max(float(np.nanmax(np.abs(values_T), initial=0)) for values_T in strips.values())
     limit = 4.0 if name == "weight" else largest or 1.0
     norm = LogNorm(1 / limit, limit, clip=True) if name == "weight" else Normalize(-limit, limit, clip=True)
-    tokens = [token for token, *_ in pieces]
+    tokens, starts, ends, tops = (np.array(of) for of in zip(*pieces, strict=True))
+    bars = partial(axes.bar, align="edge", linewidth=0)
     for place, values_T in enumerate(strips.values()):
-        boxes = [_box(x, end, top + _LINE + _STRIP * place, _STRIP - 1) for _, x, end, top in pieces]
         shown = values_T[tokens] if name != "weight" else np.maximum(values_T[tokens], 1e-6)
-        colours = COLOURS(norm(np.ma.masked_invalid(shown)))
-        colours[~np.isfinite(shown)] = 0
-        axes.add_collection(PolyCollection(boxes, facecolors=colours, edgecolors="#c3c6cd", linewidths=0.3))
+        colours, bottom = COLOURS(norm(np.ma.masked_invalid(shown))), tops + _LINE + _STRIP * place
+        bars(starts, _STRIP - 1, ends - starts, bottom, color=colours, edgecolor="#c3c6cd", linewidth=0.3)
 
     axes.text(_MARGIN, high - 11, name)
     x = 2 * _MARGIN + 4 * len(name)
-    cells = [_box(x + 5 * k, x + 5 * k + 5, high - 16, 5) for k in range(17)]
-    axes.add_collection(PolyCollection(cells, facecolors=COLOURS(np.linspace(0, 1, 17))))
+    bars(x + 5 * np.arange(17), 5, 5, high - 16, color=COLOURS(np.linspace(0, 1, 17)))
     for share in (0, 0.5, 1):
         value = limit ** (2 * share - 1) if name == "weight" else limit * (2 * share - 1)
         axes.text(x + 85 * share, high - 2, f"{value:.2g}", ha="center", size=6)
-    answer = range(row.span.start, row.span.end) if row.span else range(0)
+    answer = range(row["span"][0], row["span"][3]) if row["span"] else range(0)
     for label, marked, colour in (("answer", answer, "#0a666e"), ("incorrect step", wrong, "#b3400a")):
-        if own := [_box(start, end, top + 9.5, 1.2) for token, start, end, top in pieces if token in marked]:
-            axes.add_collection(PolyCollection([*own, _box(x + 100, x + 112, high - 16, 5)], facecolors=colour))
+        own = np.isin(tokens, list(marked))
+        if own.any():
+            bars(starts[own], 1.2, (ends - starts)[own], tops[own] + 9.5, color=colour)
+            bars(x + 100, 5, 12, high - 16, color=colour)
             axes.text(x + 115, high - 11, label)
             x += 24 + 4 * len(label)
     return figure
@@ -124,7 +146,3 @@ def wrap(texts: Sequence[str], columns: int) -> Iterator[list[tuple[int, int, st
                 line = []
     if line:
         yield line
-
-
-def _box(left: float, right: float, top: float, height: float) -> list[tuple[float, float]]:
-    return [(left, top), (right, top), (right, top + height), (left, top + height)]

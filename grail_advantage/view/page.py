@@ -12,8 +12,10 @@ import gzip
 import hashlib
 import html
 import json
+import logging
+import os
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib import resources
@@ -26,46 +28,32 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from grail_advantage import __version__
+from grail_advantage.data import LARGEST
 from grail_advantage.dump import DumpHeader, write_whole
-from grail_advantage.view.profile import by_method, clustered_means, flat, gives_advantages, profiles
+from grail_advantage.receipt.foreign import visible
+from grail_advantage.view.profile import BINS, NEEDED, by_method, flat, gives_advantages, profiles
 from grail_advantage.view.receipt import run_receipts
 from grail_advantage.view.run import Run, open_run
-from grail_advantage.view.turns import range_of, turns
 
+logger = logging.getLogger(__name__)
 ROLLOUTS, MEGABYTES = 2000, 35.0
 _BYTES = 15  # a rollout's in a page, for each token, in about
 _VALUES = ("base_advantage", "entropy", "received", "clipped", "effect")
-_FACTS = ("step", "update", "row", "outcome", "reward", "answer", "truncated", "no_scores", "span")
-_READ = (*_FACTS, "prompt", "ground_truth", "id", "labels", "token_ids", "tokens", "updates")
-_OF_ALL = (
-    "group",
-    "outcome",
-    "span",
-    "no_scores",
-    "mask",
-    "weight",
-    "base_advantage",
-    "advantage",
-    "methods",
-    "effect",
-)
+_FACTS = ("step", "update", "row", "id", "prompt", "ground_truth", "outcome", "reward", "answer", "truncated", "span")
+_READ = (*_FACTS, "no_scores", "labels", "token_ids", "tokens", "updates")
+_OF_ALL = ("group", "outcome", "effect", *NEEDED)
 _MORE = ("score", "old_log_prob", "rollout_log_probs", "by_update")
-_OF_ROLLOUTS = tuple(dict.fromkeys(name for name in (*_READ, *_VALUES, *_MORE) if name not in _OF_ALL))
-OVERLAYS = ("weight", "score", "advantage", "received", "effect", "surprisal", "entropy", "mismatch")
-CURVES: Mapping[str, Mapping[str, str]] = {
-    "Held-out accuracy": {r"val-core/.+/acc/mean@\d+": ""},
-    "Training reward": {"critic/score/mean|reward": "reward", "eval_reward": "held out"},
-    "Token weights": {"[^/]+/average_weight": "mean", "[^/]+/weight_deviation": "standard deviation"},
-    "Share of responses": {
-        "[^/]+/selected_rate": "with scores",
-        "[^/]+/answer_found_rate": "with an answer",
-        "[^/]+/truncated_rate": "truncated",
-        r"verify_failed|val-aux/.+/verify_failed/mean@\d+": "without a verdict",
-    },
-    "Response length": {"response_length/mean|completions/mean_length": "tokens"},
-    "Policy entropy": {"actor/entropy|entropy": "nats"},
+_OF_ROLLOUTS = tuple(dict.fromkeys((*_OF_ALL, *_READ, *_VALUES, *_MORE)))
+OUTCOMES = {"right": "correct", "wrong": "incorrect"}
+CURVES = {
+    "Held-out accuracy": r"val-core/.+/acc/mean@\d+",
+    "Training reward": "critic/score/mean|reward|eval_reward",
+    "Token weights": "[^/]+/(average_weight|weight_deviation)",
+    "Share of responses": r"[^/]+/(selected|answer_found|truncated)_rate|verify_failed|val-aux/.+/verify_failed/mean@\d+",
+    "Response length": "response_length/mean|completions/mean_length",
+    "Policy entropy": "actor/entropy|entropy",
 }
-"""By title of each plot, for each of its lines a pattern of the metric's name and a label; the name where that is empty."""
+"""By title of each plot, a pattern of its metrics' names."""
 
 
 def write_report(
@@ -91,6 +79,8 @@ def write_report(
     if rollouts < 1 or not megabytes >= 1:
         raise ValueError(f"--rollouts {rollouts} and --megabytes {megabytes:g} must be at least 1")
     runs = [open_run(run) for run in (folder, *against)]
+    for run in (of for of in runs if not of.dump.files):
+        logger.warning("%s: no step was dumped, so that the report has its curves alone", visible(str(run.folder)))
     others = "_".join(run.folder.resolve().name for run in runs[1:])
     path = Path(output or runs[0].folder / (f"report_against_{others}.html" if others else "report.html"))
     write_whole(path, render(runs, rollouts, megabytes))
@@ -101,23 +91,20 @@ def render(runs: Sequence[Run], rollouts: int = ROLLOUTS, megabytes: float = MEG
     """The page of one run or several; see :func:`write_report`."""
     names, curves = _names([run.folder for run in runs]), _curves(runs)
     room = 1e6 * megabytes - 100_000 - len(packed(_json(curves)))
-    held, whole = Held(), [Whole(run) for run in runs]
-    for number, of_run in enumerate(whole):
-        left = len(runs) - number
-        of_run.read(number, held, (rollouts - len(held.rows)) / left, (room - held.size) / left)
+    held, whole = Held(), [Whole(run, number) for number, run in enumerate(runs)]
+    for left, of_run in zip(range(len(runs), 0, -1), whole, strict=True):
+        of_run.read(held, (rollouts - len(held.rows)) / left, (room - held.size) / left)
     compared = list(dict.fromkeys(name for row in held.rows for name in row["no_scores_of"] or ()))
-    methods = compared or list(whole[0].profiles)[:1] or ["weights"]
-    overlays = [name for name in OVERLAYS if name in held.samples] or ["weight"]
-    if whole[0].given >= set(methods) and "advantage" in overlays:
-        overlays.sort(key=lambda name: name != "advantage")  # what the method says of a token
+    methods = compared or [name for name, _ in whole[0].places][:1] or ["weights"]
+    places = {name: [line for of_run in whole for line in of_run.lines(name if compared else None)] for name in methods}
     index = {
         "runs": [{"name": name, **of_run.index()} for name, of_run in zip(names, whole, strict=True)],
         "methods": methods,
         "curves": curves,
-        "overlays": overlays,
+        "profiles": [{"title": name, "lines": lines} for name, lines in places.items() if lines],
+        "advantages": whole[0].given >= set(methods),  # all that the methods of the first run say of a token
         "limits": {name: _limit(name, np.concatenate(values)) for name, values in held.samples.items()},
         "rows": held.rows,
-        "problems": list(held.problems.values()),
         "notes": [note for of_run in whole for note in of_run.notes()],
         "version": __version__,
     }
@@ -142,7 +129,6 @@ class Held:
     rows: list[dict[str, Any]] = field(default_factory=list)  # their entries in the index
     blocks: list[str] = field(default_factory=list)  # their values a token
     size: int = 0  # bytes of both
-    problems: dict[str, dict[str, Any]] = field(default_factory=dict)  # by id, or prompt
     groups: int = 0
     samples: dict[str, list[np.ndarray]] = field(default_factory=lambda: defaultdict(list))  # values by overlay
 
@@ -160,11 +146,9 @@ class Held:
             start, end = edges[place : place + 2].tolist()
             trained = shown[start:end][mask[start:end]].astype(np.float64)
             labels = json.loads(row["labels"] or "{}")
-            problem = {name: row[name] for name in ("prompt", "ground_truth", "id")} | {"number": len(self.problems)}
-            problem = self.problems.setdefault(row["id"] or row["prompt"], problem)
             reasons = {name: of["no_scores"][place].as_py() for name, of in methods.items()}
-            entry = {name: row[name] for name in _FACTS}
-            entry |= {"run": run, "group": self.groups, "problem": problem["number"], "length": end - start}
+            entry = {name: row[name] for name in (*_FACTS, "no_scores")}
+            entry |= {"run": run, "group": self.groups, "length": end - start}
             entry |= {"no_scores_of": reasons if several else None}
             entry |= {"wrong_step": range_of(labels.get("wrong_step"), end - start)}
             entry |= {"turns": turns(labels, end - start, header.options.get("align"))}
@@ -177,7 +161,7 @@ class Held:
             special = [t for t, text in enumerate(row["tokens"]) if not text and texts[t]]
             values = ",".join(f"{_json(name)}:{of[place]}" for name, of in columns.items() if of[place])
             blocks.append(packed(f'{{"texts":{_json(texts)},"special":{special},"columns":{{{values}}}}}'))
-        size = sum(map(len, blocks)) + len(_json([rows, problem]))
+        size = sum(map(len, [*blocks, packed(_json(rows))]))
         if self.rows and self.size + size > most:
             return False
         self.rows += rows
@@ -244,20 +228,22 @@ class Whole:
     """What a page says of all responses of a run."""
 
     run: Run
+    number: int  # of the page's runs
     header: DumpHeader | None = None  # of the first file
-    profiles: dict[str, list[tuple[np.ndarray, ...]]] = field(default_factory=lambda: defaultdict(list))
-    """By method, for each file: profiles (N, K), outcomes and groups, of responses with scores."""
+    places: dict[tuple[str, str], np.ndarray] = field(default_factory=lambda: defaultdict(lambda: np.zeros((2, BINS))))
+    """By method and outcome, sum and number of the responses with scores of their mean weights by place."""
+    scored: Counter[tuple[str, str]] = field(default_factory=Counter)  # responses, likewise
     given: set[str] = field(default_factory=set)  # methods that give advantages in place of weights
     responses: int = 0
     held: int = 0
     moved: np.ndarray = field(default_factory=lambda: np.zeros(2, dtype=np.int64))
     """Tokens whose log-probability moved with their advantage, and those of which it is known."""
 
-    def read(self, number: int, held: Held, rollouts: float, room: float) -> None:
+    def read(self, held: Held, rollouts: float, room: float) -> None:
         """Read what is said of all responses from every file, and let the page hold whole groups, evenly over the files:
-        at most so many rollouts and bytes, and at least one group of the first run, of which this is number 0."""
+        at most so many rollouts and bytes, and at least one group of the first run."""
         files, start, before = self.run.dump.files, len(held.rows), held.size
-        chosen: list[int] = []
+        size, chosen = 0.0, list[int]()
         for place, file in enumerate(files):
             header, table = file.header, file.table(_OF_ALL)
             if header is None or not len(table):
@@ -265,20 +251,19 @@ class Whole:
             self._count(header, table)
             _, first, group_N = np.unique(table["group"].to_numpy(), return_index=True, return_inverse=True)
             if not chosen:
-                size = _BYTES * len(flat(table["mask"])[0]) / len(first)
+                size = max(1.0, _BYTES * len(flat(table["mask"])[0]) / len(first))
                 most = min(len(files), rollouts * len(first) // len(table), room // size)
                 chosen = np.linspace(0, len(files) - 1, max(1, int(most))).round().astype(int).tolist()
             if place not in chosen:
                 continue
             share = (chosen.index(place) + 1) / len(chosen)
-            rest = file.table(_OF_ROLLOUTS)
-            for name in rest.column_names:
-                table = table.append_column(name, rest[name])
-            del rest
-            for group in np.argsort(first):
-                rows = np.flatnonzero(group_N == group)
-                full = held.rows and len(held.rows) - start + len(rows) > rollouts * share
-                if full or not held.add(header, table.take(rows), number, self.given, before + room * share):
+            fit = 1 + int(max(0, 3 * (before + room * share - held.size) / size))  # groups, by a third of the size
+            groups = np.argsort(first)[:fit]
+            table = file.table(_OF_ROLLOUTS, int(np.flatnonzero(np.isin(group_N, groups)).max()) + 1)
+            for group in groups:
+                rows = np.flatnonzero(group_N[: len(table)] == group)
+                full = not len(rows) or (held.rows and len(held.rows) - start + len(rows) > rollouts * share)
+                if full or not held.add(header, table.take(rows), self.number, self.given, before + room * share):
                     break
         self.held = len(held.rows) - start
 
@@ -286,13 +271,14 @@ class Whole:
         """Take a file in what is said of all responses."""
         self.header = self.header or header
         outcomes = pc.fill_null(table["outcome"], "").to_numpy()
-        groups = table["group"].to_numpy() + 2**32 * self.responses  # no group of another file
         for name, of_method in by_method(header, table).items():
             if gives_advantages(of_method):
                 self.given.add(name)
             of_file, scored = profiles(of_method), of_method["no_scores"].is_null().to_numpy()
-            scored &= np.isfinite(of_file).any(axis=1)
-            self.profiles[name].append((of_file[scored], outcomes[scored], groups[scored]))
+            for outcome in np.unique(outcomes[scored]).tolist():
+                own = of_file[scored & (outcomes == outcome)]
+                self.places[name, outcome] += [np.nansum(own, axis=0), np.isfinite(own).sum(axis=0)]
+                self.scored[name, outcome] += int(np.isfinite(own).any(axis=1).sum())
         self.responses += len(table)
         effect, advantage, mask = (flat(table[name])[0] for name in ("effect", "advantage", "mask"))
         if len(effect) == len(advantage):
@@ -306,21 +292,21 @@ class Whole:
         return {
             "header": self.header and asdict(self.header),
             "given": sorted(self.given),
-            "profiles": {name: self._lines(name) for name in self.profiles if name not in self.given},
             "receipt": run_receipts(self.run.dump),
             "effect": effect if self.moved[1] else None,
         }
 
-    def _lines(self, method: str) -> list[dict[str, Any]]:
-        """Means by outcome over the responses with scores; of unknown outcome only where no response has one."""
-        profile, outcomes, groups = (np.concatenate(column) for column in zip(*self.profiles[method], strict=True))
-        lines = []
-        for outcome in [name for name in ("right", "wrong") if (outcomes == name).any()] or [""]:
-            chosen = outcomes == outcome
-            figures = clustered_means(profile[chosen], groups[chosen])
-            mean, half = ([_rounded(value, 6) for value in of] for of in figures)
-            lines.append({"outcome": outcome, "rows": int(chosen.sum()), "mean": mean, "half": half})
-        return [line for line in lines if line["rows"]]
+    def lines(self, method: str | None) -> list[dict[str, Any]]:
+        """A method's mean weights by place, of the only one by default, over the responses with scores: by outcome, and of
+        unknown outcome only where no response has one. None of a method that gives advantages."""
+        lines, method = list[dict[str, Any]](), method or next((name for name, _ in self.places), "")
+        for outcome, label in {**OUTCOMES, "": "outcome unknown"}.items():
+            rows, (sums_K, count_K) = self.scored[method, outcome], self.places[method, outcome]
+            if rows and method not in self.given and (outcome or not lines):
+                known = [(k, float(sums_K[k] / count_K[k])) for k in np.flatnonzero(count_K).tolist()]
+                points = [[100 * (k + 0.5) / BINS, _rounded(mean, 6)] for k, mean in known]
+                lines.append({"run": self.number, "label": label, "rows": rows, "points": points})
+        return lines
 
     def notes(self) -> list[str]:
         """What could not be read, and how many rollouts were left out."""
@@ -328,8 +314,7 @@ class Whole:
             f"{self.run.folder}: the page holds {self.held:,} of the {self.responses:,} rollouts in the dump, whole groups "
             "evenly over the steps (--rollouts and --megabytes for more). Means by place are over all of them."
         )
-        problems = dict.fromkeys([*self.run.problems, *self.run.dump.problems])
-        return [left_out] * (self.held < self.responses) + list(problems)
+        return [left_out] * (self.held < self.responses) + self.run.dump.problems
 
 
 def _limit(name: str, values: np.ndarray) -> float:
@@ -344,26 +329,45 @@ def _limit(name: str, values: np.ndarray) -> float:
 
 
 def _curves(runs: Sequence[Run]) -> list[dict[str, Any]]:
-    """The plots that the runs have values for, each with its lines."""
-    plots = []
-    for title, patterns in CURVES.items():
-        lines = []
-        for pattern, label in patterns.items():
-            for number, run in enumerate(runs):
-                for name in sorted(filter(re.compile(pattern).fullmatch, run.metrics)):
-                    values = run.metrics[name].items()
-                    points = [[step, _rounded(value, 6)] for step, value in values if np.isfinite(value)]
-                    called = label or re.sub("^val-(?:core|aux)/|/acc", "", name)
-                    lines += [{"run": number, "label": called, "points": points}] if points else []
-        plots += [{"title": title, "lines": lines}] if lines else []
-    return plots
+    """The plots that the runs have values for, a line for each metric of each run, called so but for what is before a /."""
+    plots: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    for title, pattern in CURVES.items():
+        for number, run in enumerate(runs):
+            for name in sorted(filter(re.compile(pattern).fullmatch, run.metrics)):
+                values = run.metrics[name].items()
+                if points := [[step, _rounded(value, 6)] for step, value in values if np.isfinite(value)]:
+                    plots[title].append({"run": number, "label": name.partition("/")[2] or name, "points": points})
+    return [{"title": title, "lines": lines} for title, lines in plots.items()]
 
 
 def _names(folders: Sequence[Path]) -> list[str]:
-    """Ends of the paths: three parts of one run's, of several as long as these need to differ."""
-    parts = [folder.resolve().parts[1:] for folder in folders]
-    for length in range(1 if len(parts) > 1 else 3, max(map(len, parts)) + 1):
-        names = ["/".join(part[-length:]) for part in parts]
-        if len(set(names)) == len(names):
-            return names
-    return [f"{folder} ({number})" for number, folder in enumerate(folders, start=1)]
+    """Ends of the paths: three parts of one run's, of several what follows their common beginning."""
+    paths = [folder.resolve() for folder in folders]
+    above = os.path.commonpath([of.parent for of in paths]) if len(paths) > 1 else (paths[0], *paths[0].parents)[:4][-1]
+    return [os.path.relpath(path, above) for path in paths]
+
+
+def turns(labels: Mapping[str, Any], length: int, align: str | None) -> list[list[Any]]:
+    """``[start, end, reward]`` of each turn of a response of ``length`` tokens; the reward is ``None`` where a turn has none,
+    or it is not certain whose it is. Labels: ``tool`` has the ranges that others wrote, ``turn_rewards`` a reward a turn, or
+    a list of its calls' rewards; those of another kind are as none. ``align``: the method's option of that name."""
+    tool, given = (of if isinstance(of, list) else [] for of in map(labels.get, ("tool", "turn_rewards")))
+    edges = [0, *(edge for bounds in tool for edge in range_of(bounds, length) or (1, 0)), length]
+    if edges != sorted(edges):
+        edges = [0, length]
+    ranges = [(start, end) for start, end in zip(edges[::2], edges[1::2], strict=True) if start < end]
+    calls = [[call for call in (each if isinstance(each, list) else [each]) if call is not None] for each in given]
+    known = all(type(call) in (int, float) and abs(call) <= LARGEST for each in calls for call in each)
+    # One reward a call does not tell whose it is, where a turn may have several calls.
+    by_call = align == "calls" and not any(isinstance(each, list) for each in given)
+    certain = known and len(calls) < len(ranges) + (not by_call or len(ranges) == 1)
+    rewards = [float(sum(each)) if each else None for each in calls] if certain else []
+    rewards += [None] * (len(ranges) - len(rewards))
+    return [[start, end, reward] for (start, end), reward in zip(ranges, rewards, strict=True)]
+
+
+def range_of(label: Any, length: int) -> tuple[int, int] | None:
+    """A label as two places among ``length`` tokens, half-open; ``None`` where it is nothing of that kind."""
+    if isinstance(label, list) and len(label) == 2 and all(type(edge) is int for edge in label):
+        return (label[0], label[1]) if 0 <= label[0] <= label[1] <= length else None
+    return None

@@ -12,7 +12,7 @@ import pyarrow.compute as pc
 from grail_advantage.dump import DumpHeader
 
 BINS = 20
-FEWEST = 5  # prompts below which a mean has no interval: of two it would be 6.5 times as wide as of many
+NEEDED = ("span", "no_scores", "mask", "weight", "base_advantage", "advantage", "methods")  # columns
 
 
 def flat(column: pa.ChunkedArray) -> tuple[np.ndarray, np.ndarray]:
@@ -30,10 +30,9 @@ def by_method(header: DumpHeader, table: pa.Table) -> dict[str, pa.Table]:
     """
     methods = table["methods"].combine_chunks()
     entries = methods.flatten()
-    row_of = pa.array(np.repeat(np.arange(len(table)), pc.list_value_length(methods).to_numpy()))
     if not len(entries):
         return {header.method or "weights": table}
-    tables = {}
+    row_of, tables = pc.list_parent_indices(methods), {}
     for name in pc.unique(entries.field("name")).to_pylist():
         chosen = pc.indices_nonzero(pc.equal(entries.field("name"), name))
         own = table.take(row_of.take(chosen))
@@ -75,33 +74,3 @@ def profiles(table: pa.Table) -> np.ndarray:
     sums = np.bincount(cell_R, flat(table["weight"])[0][inside_T], minlength=rows * BINS)
     count = np.bincount(cell_R, minlength=rows * BINS)
     return np.divide(sums, count, out=np.full(rows * BINS, np.nan), where=count > 0).reshape(rows, BINS)
-
-
-def clustered_means(profile_NK: np.ndarray, group_N: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Means over responses by place, of which those to one prompt are not independent of each other.
-
-    The 95 % interval is Student's with G - 1 degrees of freedom and the cluster-robust variance of a mean, ``G / (G - 1) *
-    sum_g (sum_(i in g) (x_i - mean))^2 / n^2`` (Cameron and Miller 2015, "A practitioner's guide to cluster-robust inference",
-    sections II and VI.D), over the n responses and G prompts that have a value. Fewer than :data:`FEWEST` prompts have none.
-
-    Of profiles (N, K) and numbers (N,) equal for responses to one prompt: the means and half the width of their intervals,
-    each float64 (K,); NaN where there is nothing, or too little.
-    """
-    known = np.isfinite(profile_NK)
-    count = np.where(known.any(axis=0), known.sum(axis=0), np.nan)
-    mean = np.where(known, profile_NK, 0).sum(axis=0) / count
-    _, place_N = np.unique(group_N, return_inverse=True)
-    residuals, present = np.zeros(profile_NK.shape), np.zeros(profile_NK.shape)
-    np.add.at(residuals, place_N, np.where(known, profile_NK - mean, 0))
-    np.maximum.at(present, place_N, known)
-    clusters = np.where(present.sum(axis=0) >= FEWEST, present.sum(axis=0), np.nan)
-    variance = clusters / (clusters - 1) * np.square(residuals).sum(axis=0) / count**2
-    return mean, student_95(clusters - 1) * np.sqrt(variance)
-
-
-def student_95(degrees: np.ndarray) -> np.ndarray:
-    """Where 95 % of Student's t distribution is on both sides of 0, within 0.3 % from 4 degrees of freedom on: the expansion at
-    the normal quantile (Abramowitz and Stegun, "Handbook of mathematical functions", 26.7.5)."""
-    z, d = 1.959963984540054, degrees
-    second, third = (5 * z**5 + 16 * z**3 + 3 * z) / 96, (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384
-    return z + (z**3 + z) / (4 * d) + second / d**2 + third / d**3

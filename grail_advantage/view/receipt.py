@@ -2,31 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import cache
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from grail_advantage.dump import METRICS_FILE, TOKENS, TokenDump, read_dump
 from grail_advantage.receipt import report
 
-LOSS_NAME = (
-    "In brackets: the name of the loss in the trainer's settings (verl's policy_loss.loss_mode, where vanilla is PPO's clipped "
-    "loss; TRL's loss_type)."
-)
 
-
-def rollout_names(dump: TokenDump) -> Callable[[int, int, str], str | None]:
-    """Gives the name that the page has for a response, from its step, update and key; the dump is read for the first one."""
-
-    @cache
-    def names() -> dict[tuple[int, int, str], str]:
-        rows = dump.table(["step", "update", "key", "row"]).to_pylist()
-        ends = {row["update"]: f"u{row['update']}" if row["update"] else "" for row in rows}
-        keys = [(row["step"], row["update"], row["key"]) for row in rows]
-        return {key: f"{row['step']}{ends[row['update']]}.{row['row']}" for key, row in zip(keys, rows, strict=True)}
-
-    return lambda step, update, key: names().get((step, update, key))
+def rollout_names(dump: TokenDump) -> dict[tuple[int, int, str], str]:
+    """The name that the page has for each response, by step, update and key."""
+    rows = dump.table(["step", "update", "key", "row"]).to_pylist()
+    steps = [f"{row['step']}u{row['update']}" if row["update"] else f"{row['step']}" for row in rows]
+    keys = [(row["step"], row["update"], row["key"]) for row in rows]
+    return {key: f"{step}.{row['row']}" for key, step, row in zip(keys, steps, rows, strict=True)}
 
 
 def run_receipts(dump: TokenDump) -> dict[str, Any] | None:
@@ -34,33 +23,26 @@ def run_receipts(dump: TokenDump) -> dict[str, Any] | None:
     records = dump.receipts()
     if not records:
         return None
-    whole = report.run_receipt(records, rollout_names(dump))
-    unseen = f"{LOSS_NAME} {report.unseen(whole)}" if whole["losses"] else report.unseen(whole)
-    return {"summary": report.summary(whole), "unseen": unseen, "findings": whole["findings"]}
+    names = rollout_names(dump)
+    whole = report.run_receipt(records, lambda *key: names.get(key))
+    return {"summary": report.summary(whole), "unseen": report.unseen(whole), "findings": whole["findings"]}
 
 
 def main(argv: list[str] | None = None) -> int:
     """Print one page; :func:`grail_advantage.receipt.report.main`."""
-    dumps: list[TokenDump] = []
+    names: dict[tuple[int, int, str], str] = {}
 
     def read(path: Path, problems: list[str]) -> Sequence[report.Record]:
         if path.is_file() and path.name != METRICS_FILE:
             return report.read(path, problems)
         folder = path.parent if path.is_file() else path
         for dump in map(read_dump, (folder / TOKENS, folder)):
-            records = dump.receipts()
-            if records or dump.files:
-                dumps.append(dump)
+            if (records := dump.receipts()) or dump.files:
+                names.update(rollout_names(dump))
                 problems += dump.problems if dump.files else []
                 return records
         return []
 
-    names = cache(lambda: rollout_names(dumps[0]))
+    called = "a run's folder (with tokens/), a token dump's, or a file of JSON lines"
     remedy = "train with a token dump, and without received=false among its options (docs/token_dump.md)"
-    return report.main(
-        argv,
-        read=read,
-        called="a run's folder (with tokens/), a token dump's, or a file of JSON lines",
-        remedy=lambda path: remedy,
-        rollout=lambda step, update, key: names()(step, update, key) if dumps else None,
-    )
+    return report.main(argv, read=read, called=called, remedy=lambda path: remedy, rollout=lambda *key: names.get(key))

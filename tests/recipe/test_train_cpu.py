@@ -25,9 +25,7 @@ verl.trainer.main_ppo)
     echo "a life" && mkdir -p "$OUTPUT_DIR/seed0/grail/checkpoints"
     while [[ -e lives ]]; do sleep 0.1; done
     echo "already finished: a checkpoint" && exit "$(<status.txt)" ;;
-grail_advantage.report)
-    [[ $4 == --summary ]] || {{ echo report.html && exit; }}
-    echo "the summary" ;;
+grail_advantage.report) echo report.html ;;
 verl_cpu.tiny.prepare) ;;
 *) exec {shlex.quote(sys.executable)} "$@" ;;
 esac
@@ -71,9 +69,7 @@ def test_a_second_start_keeps_everything_and_fresh_moves_it_away(project: Projec
     assert project.start()[0] == 0
     (project.out / "grail/mine").touch()
     status, said = project.start()
-    assert (
-        status == 0 and "already finished: a checkpoint\n" in said and "the summary\n" in said and "report.html" in said
-    )
+    assert status == 0 and "already finished: a checkpoint\n" in said and "report.html" in said
     assert (project.out / "grail/mine").exists() and project.lives() == 2
     for number in (1, 2):
         status, said = project.start(FRESH="1")

@@ -12,10 +12,10 @@ import pytest
 import trl
 from trl import GRPOConfig, GRPOTrainer
 
+from grail_advantage.analyze import parse_method
 from grail_advantage.rules import Rule, refuse
 from grail_advantage.trl_ext import rules
 from grail_advantage.trl_ext.rules import AGAINST_SKIPPING, OVERRIDDEN, REFUSALS, Settings
-from grail_advantage.view.analysis import parse_method
 from recipe.marked_text import marked
 from recipe.published import trl_arguments
 from scripts import docs_pages

@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 
 from grail_advantage.answers.span import AnswerSpan
-from grail_advantage.dump import DumpHeader, DumpRow, write_step
-from tests.dumps import dump_row, method_columns, table_of
+from grail_advantage.dump import RECEIVED_SCHEMA, DumpHeader, DumpRow, read_dump, write_received, write_step
+from grail_advantage.receipt import Finding
+from tests.dumps import dump_row, method_columns, received_header, table_of
 
 RESPONSES = 8
 _FILLER = "Let me think about this carefully.\n"
@@ -30,17 +32,12 @@ def write_metrics(folder: Path, steps: int, *, seed: int = 0) -> None:
                 values["val-core/tiny_chain_sum/acc/mean@1"] = 0.35 + 0.55 * progress + rng.normal(0, 0.015)
             if step:
                 values |= {
-                    "training/global_step": step,
                     "critic/score/mean": 0.3 + 0.6 * progress + rng.normal(0, 0.03),
                     "grail/average_weight": 1.16 + rng.normal(0, 0.01),
                     "grail/weight_deviation": 0.77 - 0.1 * progress + rng.normal(0, 0.01),
                     "grail/selected_rate": 0.62 - 0.4 * progress + rng.normal(0, 0.03),
                     "grail/answer_found_rate": min(1.0, 0.9 + 0.1 * progress),
-                    "grail/truncated_rate": 0.02 * (1 - progress),
-                    "response_length/mean": 36 + 4 * rng.normal(),
                     "actor/entropy": 0.4 * (1 - progress) + 0.05,
-                    "actor/grad_norm": 0.05 + 0.01 * rng.normal(),
-                    "timing_s/step": 11 + rng.normal(),
                 }
             file.write(json.dumps({"step": step, "data": values}) + "\n")
 
@@ -97,16 +94,13 @@ def write_dump(
                 values["base_advantage_T"] = np.full(len(values["tokens"]), advantage, dtype=np.float32)
                 values |= {"step": step, "group": group, "row": place + group * RESPONSES, "key": f"{group}_{place}_0"}
                 rows.append(text_row(**values, methods=_methods(rng, values, methods)))
-        header = DumpHeader(
-            step=step,
-            method=methods[0] if methods else "grail",
-            options={"preset": "official", "content_weight": 2.0},
-            model="models/SmolLM2-135M-Instruct",
-            temperature=1.0,
-            rows_in_step=len(rows),
-            special_tokens={2: "<|im_end|>"},
-            written_by="tests",
-        )
+        facts = {
+            "model": "models/SmolLM2-135M-Instruct",
+            "special_tokens": {2: "<|im_end|>"},
+            "rows_in_step": len(rows),
+        }
+        options = {"preset": "official", "content_weight": 2.0}
+        header = DumpHeader(step=step, method=methods[0] if methods else "grail", options=options, **facts)
         write_step(folder, header, table_of(rows))
 
 
@@ -153,6 +147,29 @@ def _methods(rng: np.random.Generator, values: dict[str, Any], names: Sequence[s
             weight_T = np.clip(1 + 0.6 * rng.standard_normal(count), 0.4, 3).astype("f4")
         columns[name] = method_columns(score_T=score_T, weight_T=weight_T, no_scores=values["no_scores"])
     return columns
+
+
+def write_arrived(folder: Path) -> list[DumpRow]:
+    """A dump of two responses of three tokens: the first in two optimiser steps, with a finding, the other left out; its
+    rows."""
+    epochs, left_out = np.float32([[0.5, 1.0, 2.5], [0.6, 0.0, 2.0]]), np.full(3, np.nan, dtype=np.float32)
+    received = {
+        "key": ["a_1_0", "a_0_0"],
+        "updates": [[], [0, 1]],
+        "received": [left_out, epochs.mean(axis=0)],
+        "clipped": [left_out, np.float32([0, 0.5, 0.5])],
+        "by_update": [[], list(epochs)],
+        "clipped_by_update": [[], [[0.0, 0.0, 0.0], [0.0, 1.0, 1.0]]],
+        "effect": [left_out, np.float32([0.01, -0.25, 0.0])],
+    }
+    rows = [dump_row([1.0, 2.0, 5.0], key=f"a_{row}_0", row=row) for row in range(2)]
+    for row in rows:
+        row.old_log_prob_T, row.rollout_log_probs_T = np.float32([-1, -2, -3]), np.float32([-1.001, -2, -2.5])
+    write_step(folder, DumpHeader(step=1, method="grail"), table_of(rows))
+    finding = Finding("scaled", "everywhere", 0.5, "half arrived", (("a_0_0", 1, 1.0, 0.5),), "", tokens=1).to_dict()
+    header = received_header(1, loss="vanilla", updates=2, tokens=3, findings=[finding])
+    write_received(folder, header, pa.table(received, schema=RECEIVED_SCHEMA))
+    return list(read_dump(folder))
 
 
 CALL = '<tool_call>{"name": "check"}</tool_call>'

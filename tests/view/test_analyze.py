@@ -18,14 +18,13 @@ import torch
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-import grail_advantage.analyze as analysis_module
 from grail_advantage import Method, Weights, compute_token_weights
-from grail_advantage.analyze import advantages_of, analyze, main, methods_for, parts_of, with_rewards
+from grail_advantage import analyze as analysis
+from grail_advantage.analyze import Response, analyze, labels_of, main, methods_for, read_responses, tokenize
 from grail_advantage.answers.text import TokenTexts
 from grail_advantage.data import Example
 from grail_advantage.dump import read_dump
 from grail_advantage.method import METHODS, register
-from grail_advantage.view.analysis import Response, labels_of, parse_method, read_responses, token_ranges, tokenize
 from tests import hosts
 from tests import real_tokenizers as real
 from tests.core.tiny_models import ROLLOUTS, Rollout, char_tokenizer, encode, make_batch, tiny_model
@@ -109,16 +108,17 @@ def test_advantages():
         ([1, 0, 0], ["a", "a", "b"], "wrong", [-1, -1, -1]),
         ([1, 0, 0], ["a", "a", "b"], "right", [1, 1, 1]),
     ):
-        assert advantages_of(graded(rewards, groups), how)[0] == expected
+        assert analysis.advantages_of(graded(rewards, groups), how)[0] == expected
     labelled = [replace(row, labelled=True) for row in graded([1, 0], ["a", "a"])]
-    assert advantages_of(labelled, "auto")[0] == [-1, -1] and advantages_of(labelled, "rewards")[0] == [0.5, -0.5]
+    found = [analysis.advantages_of(labelled, how)[0] for how in ("auto", "rewards")]
+    assert found == [[-1, -1], [0.5, -0.5]]
 
 
 def test_ground_truths_give_rewards():
     rows = [Response(id="1", prompt="?", response=text, ground_truth="1/2") for text in (r"\boxed{0.5}", r"\boxed{2}")]
     rows.append(replace(rows[0], response=encode(r"\boxed{0.5}"), ground_truth="2"))
     rows.append(replace(rows[0], reward=0.25))
-    assert [row.reward for row in with_rewards(rows, char_tokenizer())] == [1.0, 0.0, 0.0, 0.25]
+    assert [row.reward for row in analysis.with_rewards(rows, char_tokenizer())] == [1.0, 0.0, 0.0, 0.25]
 
 
 def test_methods_that_ask_again(tmp_path: Path):
@@ -134,7 +134,7 @@ def test_methods_that_ask_again(tmp_path: Path):
         with pytest.raises(ValueError, match=message):
             methods_for(["rlsd"], [broken])
     with pytest.raises(ValueError, match="the tokenizer has no chat template"):
-        tokenize(row, tokenizer, {})
+        tokenize(row, tokenizer)
     with_template = char_tokenizer.__wrapped__()
     with_template.chat_template = TEMPLATE
     run([row], ["rlsd"], tmp_path / "a", with_template)
@@ -145,7 +145,7 @@ def test_methods_that_ask_again(tmp_path: Path):
         tiny_model(),
         with_template,
         *batch.tensors(),
-        parse_method("rlsd"),
+        analysis.parse_method("rlsd"),
         examples=[Example(chat, {"reward_model": {"ground_truth": "5"}}, {})],
     )
     np.testing.assert_allclose(dumped.weight_T, result.weights[batch.response_mask.bool()], rtol=1e-3)
@@ -168,7 +168,7 @@ def test_wrong_lines_are_named(tmp_path: Path):
         with pytest.raises(ValueError, match=f"r.jsonl{message}"):
             read_responses(path)
     with pytest.raises(ValueError, match="token id 9999"):
-        tokenize(Response(id="1", prompt="a", response=[9999]), char_tokenizer(), {})
+        tokenize(Response(id="1", prompt="a", response=[9999]), char_tokenizer())
 
 
 @pytest.mark.parametrize("prompt", ["2+3=", "a</s>", "</s>", "b [SEP]", "=</s></s>", "<s>2+3=", "<s>", ""])
@@ -186,14 +186,16 @@ def test_a_plain_prompt_has_what_the_tokenizer_puts_in_front_and_no_end(template
     expected = [*([] if prompt.startswith("<s>") else [ids[name] for name in front]), *plain]
     row = Response(id="1", prompt=prompt, response="5")
     if expected:
-        assert tokenize(row, tokenizer, {})[1] == expected
+        assert tokenize(row, tokenizer)[1] == expected
     else:
         with pytest.raises(ValueError, match="no token"):
-            tokenize(row, tokenizer, {})
+            tokenize(row, tokenizer)
 
 
 def test_methods_on_the_command_line():
-    method = parse_method("surprisal:gate=all,reshaper=power,reshaper_options.exponent=1.5,normalize_mass=true")
+    method = analysis.parse_method(
+        "surprisal:gate=all,reshaper=power,reshaper_options.exponent=1.5,normalize_mass=true"
+    )
     assert (method.gate, method.reshaper_options, method.normalize_mass) == ("all", {"exponent": 1.5}, True)
     with pytest.raises(ValueError, match="given twice"):
         methods_for(["grail", "grail"], RESPONSES)
@@ -201,9 +203,9 @@ def test_methods_on_the_command_line():
 
 def test_characters_become_tokens():
     texts = ["ab", "", "c d", "", "é", "f"]  # silent tokens belong to what is before them
-    assert token_ranges([(0, 2), (2, 6), (6, 7)], texts) == [(0, 2), (2, 5), (5, 6)]
+    assert analysis.token_ranges([(0, 2), (2, 6), (6, 7)], texts) == [(0, 2), (2, 5), (5, 6)]
     # "c d" begins in front of character 3, so that it belongs to what begins there.
-    assert token_ranges([(3, 6)], texts) == [(3, 5)]
+    assert analysis.token_ranges([(3, 6)], texts) == [(3, 5)]
 
 
 def of_bytes() -> PreTrainedTokenizerFast:
@@ -325,7 +327,7 @@ def test_an_analysis_resumes_and_a_method_that_fails_costs_its_columns(tmp_path:
     before = dict(METHODS)
     register("fails")(Fails)
     responses = [replace(RESPONSES[place % 3], id=str(place)) for place in range(70)]
-    chosen = {"fails": Fails(), "steady": Fails(broken=False), "surprisal": parse_method("surprisal")}
+    chosen = {"fails": Fails(), "steady": Fails(broken=False), "surprisal": analysis.parse_method("surprisal")}
     loads: list[int] = []
 
     def load() -> Any:
@@ -345,9 +347,9 @@ def test_an_analysis_resumes_and_a_method_that_fails_costs_its_columns(tmp_path:
             raise KeyboardInterrupt
         return write(*given)
 
-    write = analysis_module.write_step
+    write = analysis.write_step
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(analysis_module, "write_step", killed)
+        patch.setattr(analysis, "write_step", killed)
         analyze(responses, chosen, tmp_path / "part", *given[2:], model="m")
     assert analyze(responses, chosen, tmp_path / "part", *given[2:], model="m") == said
     for name in files:
@@ -362,7 +364,7 @@ def test_an_analysis_resumes_and_a_method_that_fails_costs_its_columns(tmp_path:
 
 def test_groups_stay_in_one_file() -> None:
     grouped = [replace(RESPONSES[0], id=str(place), group=str(place % 7)) for place in range(70)]
-    parts = parts_of(grouped)
+    parts = analysis.parts_of(grouped)
     assert [len(part) for part in parts] == [30, 30, 10] and sorted(at for part in parts for at in part) == list(
         range(70)
     )

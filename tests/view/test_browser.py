@@ -19,9 +19,10 @@ from grail_advantage.dump import RECEIVED_SCHEMA, DumpHeader, DumpRow, read_dump
 from grail_advantage.receipt import Finding
 from grail_advantage.view.page import write_report
 from tests.dumps import dump_row, received_header, table_of
-from tests.view.synthetic import text_row
+from tests.view.synthetic import text_row, write_arrived
 
 pytestmark = pytest.mark.slow
+expect = pytest.importorskip("playwright.sync_api").expect
 
 Open = Callable[..., Any]
 NAN = float("nan")
@@ -65,7 +66,7 @@ def numbers_of(row: DumpRow, t: int) -> dict[str, float]:
 def listed(page: Any) -> int:
     """How many rollouts the page says that the list has; as many as it has."""
     count = int(page.locator("#count").inner_text().split()[0])
-    assert page.locator(".item").count() == count
+    assert page.locator("#list option").count() == count
     return count
 
 
@@ -73,8 +74,6 @@ def listed(page: Any) -> int:
 
 
 def test_numbers_of_tokens_are_those_of_the_parquet(runs: Path, rows: list[DumpRow], opened: Open) -> None:
-    from playwright.sync_api import expect
-
     page = opened(runs / "grail" / "report.html", link(rows[0]))
     for row in (rows[0], rows[30], rows[60]):
         page.evaluate("hash => (location.hash = hash)", link(row))
@@ -112,29 +111,12 @@ def test_numbers_and_marks_of_several_methods(runs: Path, opened: Open) -> None:
     page.locator(".t").nth(start).hover()
     assert "in the incorrect step" in page.locator("#readout").inner_text()
     plots = page.locator("#profiles figure")
-    assert plots.count() == 3 and plots.first.locator("polygon").count() == 2
+    assert plots.count() == 3 and plots.first.locator("polyline").count() == 3
 
 
 def test_numbers_of_what_arrived(tmp_path: Path, opened: Open) -> None:
     """Of a response in two epochs, their mean and in words each, with the effect and the mismatch; and of one left out."""
-    epochs = np.float32([[0.5, 1.0, 2.5], [0.6, 0.0, 2.0]])
-    left_out = np.full(3, NAN, dtype=np.float32)
-    received = {
-        "key": ["a_0_0", "a_1_0"],
-        "updates": [[0, 1], []],
-        "received": [epochs.mean(axis=0), left_out],
-        "clipped": [np.float32([0, 0.5, 0.5]), left_out],
-        "by_update": [list(epochs), []],
-        "clipped_by_update": [[[0.0, 0.0, 0.0], [0.0, 1.0, 1.0]], []],
-        "effect": [np.float32([0.01, -0.25, 0.0]), left_out],
-    }
-    pair = [dump_row([1.0, 2.0, 5.0], key=key, row=row) for row, key in enumerate(received["key"])]
-    for row in pair:
-        row.old_log_prob_T, row.rollout_log_probs_T = np.float32([-1, -2, -3]), np.float32([-1.001, -2, -2.5])
-    write_step(tmp_path / "tokens", DumpHeader(step=1, method="grail"), table_of(pair))
-    header = received_header(1, loss="vanilla", updates=2, tokens=3)
-    write_received(tmp_path / "tokens", header, pa.table(received, schema=RECEIVED_SCHEMA))
-    row, other = read_dump(tmp_path / "tokens")
+    row, other = write_arrived(tmp_path / "tokens")
     path = write_report(tmp_path)
     page = opened(path, link(row, "&overlay=received&token=1"))
     assert readout(page) == pytest.approx(numbers_of(row, 1), rel=6e-3)
@@ -170,7 +152,7 @@ def test_turns_of_a_conversation(runs: Path, tmp_path: Path, opened: Open) -> No
     assert "Weight" not in readout(page) and page.locator("#profiles figure").count() == 0
     talks = list(read_dump(runs / "talks"))
     page = opened(runs / "talks" / "report.html", "#sort=-reward", phone=True)
-    texts = page.locator(".item .under").all_text_contents()
+    texts = page.locator("#list option").all_text_contents()
     rewards = [plain(re.search(r"reward (\S+)", text)[1]) for text in texts]  # type: ignore[index]
     assert rewards == sorted(row.reward for row in talks)
 
@@ -201,17 +183,11 @@ def test_a_link_keeps_the_view(runs: Path, rows: list[DumpRow], opened: Open) ->
 
 
 def test_a_finding_leads_to_its_token(tmp_path: Path, opened: Open) -> None:
-    rows = [dump_row([1.0, 2.0], row=row, key=f"a_{row}_0") for row in range(3)]
-    write_step(tmp_path / "tokens", DumpHeader(step=1, method="grail"), table_of(rows))
-    finding = Finding("scaled", "everywhere", 0.5, "half arrived", (("a_2_0", 1, 1.0, 0.5),), "", tokens=1).to_dict()
-    one = {"key": ["a_2_0"], "updates": [[0]], "received": [[1, 0.5]], "clipped": [[0, 0]], "by_update": [[[1, 0.5]]]}
-    one |= {"clipped_by_update": [[[0, 0]]], "effect": [None]}
-    header = received_header(1, findings=[finding], tokens=2, updates=1)
-    write_received(tmp_path / "tokens", header, pa.table(one, schema=RECEIVED_SCHEMA))
-    page = opened(write_report(tmp_path), link(rows[0]))
+    _, other = write_arrived(tmp_path / "tokens")
+    page = opened(write_report(tmp_path), link(other))
     page.locator("#receipt a").click()
-    page.wait_for_selector(".t.at")
-    assert "rollout=1.2" in page.url and "token=1" in page.url
+    page.wait_for_selector(".t[aria-selected=true]")
+    assert "rollout=1.0" in page.url and "token=1" in page.url
     assert readout(page)["Received"] == 0.5 and page.locator("select[name=overlay]").input_value() == "received"
 
 
@@ -230,10 +206,8 @@ def test_two_runs(runs: Path, opened: Open) -> None:
 
 
 def test_keyboard_from_the_list_to_the_tokens_and_back(runs: Path, rows: list[DumpRow], opened: Open) -> None:
-    from playwright.sync_api import expect
-
     page = opened(runs / "grail" / "report.html", "#rollout=1.0")
-    page.locator('.item[aria-selected="true"]').focus()
+    page.locator("#list").focus()
     for key, rollout in (("ArrowDown", "1.1"), ("End", "20.23"), ("Home", "1.0")):
         page.keyboard.press(key)
         page.wait_for_url(lambda url, rollout=rollout: f"rollout={rollout}" in url)
@@ -245,7 +219,7 @@ def test_keyboard_from_the_list_to_the_tokens_and_back(runs: Path, rows: list[Du
         label = page.evaluate("document.activeElement.getAttribute('aria-label')")
         assert f"token {wanted + 1} of {len(rows[0])}, weight " in label
     page.keyboard.press("Escape")
-    assert page.evaluate("document.activeElement.getAttribute('aria-selected')") == "true"
+    assert page.evaluate("document.activeElement.id") == "list"
 
 
 @pytest.mark.parametrize(
@@ -340,14 +314,12 @@ def test_hostile_text_is_shown_and_nothing_runs(hostile: Path, opened: Open) -> 
         assert f"{t + 1} of {len(TEXTS)}" in page.locator("#readout").inner_text()
     for overlay in ("score", "advantage", "surprisal", "entropy", "weight"):
         page.select_option('select[name="overlay"]', overlay)
+    page.evaluate("location.hash = 'rollout=1.1'")  # right-to-left text stays in its token
+    expect(page.locator(".t")).to_have_count(4)
+    edges = page.locator(".t").evaluate_all("spans => spans.map((span) => span.getClientRects()[0].left)")
+    assert edges == sorted(edges)
     assert page.evaluate("typeof pwned") == "undefined"
     assert page.locator("img, iframe, object, embed, form[action], b > *:not(.sign)").count() == 0
-
-
-def test_right_to_left_text_stays_in_its_token(hostile: Path, opened: Open) -> None:
-    page = opened(hostile, "#rollout=1.1")
-    edges = page.locator(".t").evaluate_all("spans => spans.map((span) => span.getClientRects()[0].left)")
-    assert len(edges) == 4 and edges == sorted(edges)
 
 
 def test_the_policy_holds(runs: Path, browser: Any) -> None:

@@ -15,8 +15,8 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from grail_advantage import report
+from grail_advantage.analyze import KEYS, Response, read_responses
 from grail_advantage.dump import read_dump
-from grail_advantage.view.analysis import KEYS, Response, read_responses
 from tests.view.synthetic import write_dump, write_metrics
 
 slow_machine = [HealthCheck.too_slow]

@@ -11,18 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 import pytest
-from scipy import stats
 
 from grail_advantage import report
-from grail_advantage.dump import RECEIVED_SCHEMA, DumpHeader, DumpRow, read_dump, write_received, write_step
+from grail_advantage.dump import DumpHeader, DumpRow, read_dump, write_step
 from grail_advantage.view import profile
-from grail_advantage.view.page import json_arrays, render, write_report
-from grail_advantage.view.run import find_response, open_run
-from grail_advantage.view.turns import turns
-from tests.dumps import dump_row, method_columns, received_header, table_of
-from tests.view.synthetic import conversation_row, write_dump, write_metrics
+from grail_advantage.view.figure import find_response
+from grail_advantage.view.page import json_arrays, render, turns, write_report
+from grail_advantage.view.run import open_run
+from tests.dumps import dump_row, method_columns, table_of
+from tests.view.synthetic import conversation_row, write_arrived, write_dump, write_metrics
 
 NAN = math.nan
 
@@ -60,8 +58,7 @@ def test_every_value_of_the_page_is_the_dumps(tmp_path: Path) -> None:
     assert len(rows) == len(blocks) == len(index["rows"]) == 48
     for row, facts, block in zip(rows, index["rows"], blocks, strict=True):
         assert (facts["step"], facts["row"], facts["answer"]) == (row.step, row.row, row.answer)
-        problem = index["problems"][facts["problem"]]
-        assert (problem["prompt"], problem["ground_truth"]) == (row.prompt, row.ground_truth)
+        assert (facts["prompt"], facts["ground_truth"]) == (row.prompt, row.ground_truth)
         columns = {name: np.array(values, dtype=float) for name, values in block["columns"].items() if values}
         for name, values_T in {
             "weight": row.weight_T, "score": row.score_T, "advantage": row.advantage_T, "mask": row.mask_T,
@@ -79,34 +76,16 @@ def test_numbers_keep_four_digits_and_nothing_else_is_one() -> None:
 
 
 def test_received_by_epoch_effect_and_mismatch(tmp_path: Path) -> None:
-    """Two optimiser steps of one response; the other was left out. Half of the three tokens with an advantage moved with it."""
-    sampler = np.float32([-1.5, -0.5, -2.0])
-    rows = [
-        dump_row([1.0, 2.0, 0.0], key=f"a_{row}_0", row=row, old_log_prob_T=sampler - np.float32(1e-3))
-        for row in (0, 1)
-    ]
-    for row in rows:
-        row.rollout_log_probs_T = sampler
-    write(tmp_path, rows)
-    nothing = np.full(3, NAN, dtype="f4")
-    received = {
-        "key": ["a_1_0", "a_0_0"],
-        "updates": [[], [0, 1]],
-        "received": [nothing, np.float32([0.5, 0.25, 0])],
-        "clipped": [nothing, np.float32([0, 0.5, 0])],
-        "by_update": [[], [np.float32([0.5, 0.5, 0]), np.float32([0.5, 0, 0])]],
-        "clipped_by_update": [[], [np.float32([0, 0, 0]), np.float32([0, 1, 0])]],
-        "effect": [nothing, np.float32([0.01, -0.02, 0.3])],
-    }
-    write_received(tmp_path / "tokens", received_header(1, loss="vanilla"), pa.table(received, schema=RECEIVED_SCHEMA))
+    """Two optimiser steps of one response; the other was left out. One of the three tokens moved with its advantage."""
+    write_arrived(tmp_path / "tokens")
     index, (block, other) = page_of(tmp_path)
     columns = block["columns"]
-    assert columns["received"] == [0.5, 0.25, 0] and columns["by_update"] == [[0.5, 0.5, 0], [0.5, 0, 0]]
-    assert columns["clipped"] == [0, 0.5, 0] and columns["effect"] == [0.01, -0.02, 0.3]
-    assert columns["mismatch"] == pytest.approx([1e-3] * 3, rel=1e-3), "the difference before it is rounded"
+    assert columns["received"] == [0.55, 0.5, 2.25] and columns["by_update"] == [[0.5, 1, 2.5], [0.6, 0, 2]]
+    assert columns["clipped"] == [0, 0.5, 0.5] and columns["effect"] == [0.01, -0.25, 0]
+    assert columns["mismatch"] == pytest.approx([-1e-3, 0, 0.5], rel=1e-3), "the difference before it is rounded"
     assert [row["updates"] for row in index["rows"]] == [2, 0] and other["columns"]["received"] == [None] * 3
-    assert index["runs"][0]["effect"].startswith("50 % of 2 tokens")
-    assert {"effect", "mismatch", "received"} <= set(index["overlays"])
+    assert index["runs"][0]["effect"].startswith("33.3 % of 3 tokens")
+    assert {"effect", "mismatch", "received"} <= set(index["limits"])
 
 
 def test_several_methods_and_one_that_gives_advantages(tmp_path: Path) -> None:
@@ -116,7 +95,7 @@ def test_several_methods_and_one_that_gives_advantages(tmp_path: Path) -> None:
     }
     index, (block,) = page_of(write(tmp_path, [dump_row([0.5, 1.5], methods=methods, base_advantage_T=[0.5, 0.5])]))
     assert index["methods"] == ["grail", "turns"] and index["runs"][0]["given"] == ["turns"]
-    assert list(index["runs"][0]["profiles"]) == ["grail"] and index["overlays"][0] == "weight"
+    assert [plot["title"] for plot in index["profiles"]] == ["grail"] and not index["advantages"]
     columns = block["columns"]
     assert columns["weight:grail"] == [0.5, 1.5] and columns["advantage:grail"] == [0.25, 0.75]
     assert columns["advantage:turns"] == [1, -1] and index["rows"][0]["no_scores_of"] == {
@@ -125,7 +104,7 @@ def test_several_methods_and_one_that_gives_advantages(tmp_path: Path) -> None:
     }
     given = dump_row([1.0, 1.0], advantage_T=[1.0, -2.0], base_advantage_T=[0.5, 0.5])
     index, _ = page_of(write(tmp_path / "given", [given], method="step_values"))
-    assert index["runs"][0]["given"] == ["step_values"] and index["overlays"][0] == "advantage"
+    assert index["runs"][0]["given"] == ["step_values"] and index["advantages"] and not index["profiles"]
     assert index["rows"][0]["spread"] == 1.5
 
 
@@ -181,20 +160,6 @@ def test_profiles_of_masked_and_short_responses() -> None:
     assert filled == [{5: 2.0, 15: 4.0}, {10: 3.0}, {}]
 
 
-def test_intervals_by_hand_and_against_scipy() -> None:
-    """Five prompts of two responses: mean 4, residuals by prompt -8, -4, 0, 4 and 8, variance 5/4 * 160 / 100 = 2."""
-    values, groups = np.repeat([[0.0], [2.0], [4.0], [6.0], [8.0]], 2, axis=0), np.repeat([7, 9, 8, 1, 0], 2)
-    mean, half = profile.clustered_means(values, groups)
-    assert mean.tolist() == [4.0] and half == pytest.approx([stats.t.ppf(0.975, 4) * math.sqrt(2)], rel=4e-3)
-    mean, half = profile.clustered_means(values[:8], groups[:8])
-    assert mean.tolist() == [3.0] and np.isnan(half).all(), "of four prompts there is none"
-    values = np.array([[1.0, NAN], [3.0, NAN], [NAN, NAN], [5.0, 2.0], [7.0, NAN], [9.0, NAN]])
-    mean, half = profile.clustered_means(values, np.arange(6))
-    assert mean.tolist() == [5.0, 2.0] and np.isfinite(half[0]) and np.isnan(half[1])
-    degrees = np.array([4, 5, 10, 100, 1023])
-    assert profile.student_95(degrees) == pytest.approx(stats.t.ppf(0.975, degrees), rel=4e-3)
-
-
 def test_lines_by_outcome_are_over_all_responses_with_scores(tmp_path: Path) -> None:
     rows = []
     for step in range(1, 7):
@@ -202,11 +167,11 @@ def test_lines_by_outcome_are_over_all_responses_with_scores(tmp_path: Path) -> 
         rows += [dump_row([step, 1.0], row=0, **known), dump_row([2.0 * step, 0.0], row=1, outcome="wrong", **known)]
         rows += [dump_row([9.0], row=2, group=1, step=step, no_scores="no answer", outcome=None)]
     index, blocks = page_of(write(tmp_path, rows), rollouts=4)
-    right, wrong = index["runs"][0]["profiles"]["grail"]
+    (plot,) = index["profiles"]
+    right, wrong = plot["lines"]
     assert (right["rows"], wrong["rows"]) == (6, 6) and len(blocks) < 18, "also those that the page does not hold"
-    assert right["mean"][5] == 3.5 and wrong["mean"][5] == 7 and wrong["mean"][15] == 0
-    half = stats.t.ppf(0.975, 5) * np.std(2 * np.arange(1, 7), ddof=1) / math.sqrt(6)
-    assert wrong["half"][5] == pytest.approx(half, rel=4e-3)
+    assert [line["label"] for line in plot["lines"]] == ["correct", "incorrect"]
+    assert right["points"] == [[27.5, 3.5], [77.5, 1]] and wrong["points"] == [[27.5, 7], [77.5, 0]]
 
 
 # ------------------------------------------------------------------------------------------------------------ limits and runs
@@ -241,27 +206,23 @@ def test_the_page_keeps_to_its_bytes(tmp_path: Path) -> None:
         write_report(tmp_path, megabytes=0)
 
 
-def test_runs_beside_each_other_with_stock_ones(tmp_path: Path) -> None:
-    """Curves of a stock run of verl, by its log, and of TRL, by its state; one name a run; the same problem is one."""
+def test_runs_beside_each_other_with_a_stock_one(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Curves of a stock run of verl, by its log; one name a run; the same problem is one; a run without a dump is named."""
     write_metrics(tmp_path / "own", 4)
     write_dump(tmp_path / "own" / "tokens", (1, 2))
     write_dump(tmp_path / "second" / "tokens", (2,), seed=1)
     (tmp_path / "project").mkdir()
     (tmp_path / "project" / "stock.jsonl").write_text('{"step": 3, "data": {"critic/score/mean": 0.25, "x": null}}\n')
-    for step in (2, 10):
-        history = [{"step": 1, "reward": 0.5}, {"step": step, "reward": 0.75, "loss": 1}]
-        state = tmp_path / "trl" / f"checkpoint-{step}" / "trainer_state.json"
-        state.parent.mkdir(parents=True)
-        state.write_text(json.dumps({"log_history": history}))
-    index, blocks = page_of(tmp_path / "own", tmp_path / "second", tmp_path / "project" / "stock", tmp_path / "trl")
-    assert [run["name"] for run in index["runs"]] == ["own", "second", "stock", "trl"]
+    index, blocks = page_of(tmp_path / "own", tmp_path / "second", tmp_path / "project" / "stock")
+    assert [run["name"] for run in index["runs"]] == ["own", "second", "project/stock"]
     assert len(blocks) == 72 and {row["run"] for row in index["rows"]} == {0, 1}
     (reward,) = [curve for curve in index["curves"] if curve["title"] == "Training reward"]
-    assert [line["run"] for line in reward["lines"]] == [0, 2, 3]
-    assert [line["points"] for line in reward["lines"][1:]] == [[[3, 0.25]], [[1, 0.5], [10, 0.75]]]
-    shared = [{row["problem"] for row in index["rows"] if row["run"] == run} for run in (0, 1)]
-    assert shared[0] & shared[1]
-    assert write_report(tmp_path / "own", against=[tmp_path / "trl"]).name == "report_against_trl.html"
+    assert [line["run"] for line in reward["lines"]] == [0, 2] and reward["lines"][1]["points"] == [[3, 0.25]]
+    shared = [{row["prompt"] for row in index["rows"] if row["run"] == run} for run in (0, 1)]
+    assert shared[0] & shared[1] and not caplog.records
+    report = write_report(tmp_path / "own", against=[tmp_path / "project" / "stock"])
+    assert report.name == "report_against_stock.html"
+    assert [str(tmp_path / "project" / "stock") in record.getMessage() for record in caplog.records] == [True]
 
 
 def test_where_a_run_may_be(tmp_path: Path) -> None:
@@ -273,7 +234,7 @@ def test_where_a_run_may_be(tmp_path: Path) -> None:
     for path in (run, run / "metrics.jsonl"):
         opened = open_run(path)
         assert (dict(opened.metrics), opened.dump.steps) == ({"a": {1: 1.5}}, [1])
-        assert [problem.split(": ", 1)[0] for problem in opened.problems] == [f"{run / 'metrics.jsonl'}:2"]
+        assert [problem.split(": ", 1)[0] for problem in opened.dump.problems] == [f"{run / 'metrics.jsonl'}:2"]
     assert open_run(run / "tokens").dump.steps == [1]
     (run / "tokens" / "step_000002.parquet").write_bytes(b"damaged")
     index, blocks = page_of(run)
@@ -284,23 +245,9 @@ def test_where_a_run_may_be(tmp_path: Path) -> None:
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    steps: dict[int, dict[str, Any]] = {
-        0: {"val-core/sums/acc/mean@1": 0.25},
-        1: {"critic/score/mean": 0.2, "timing_s/step": 3.0},
-        2: {"critic/score/mean": 0.4, "timing_s/step": 5.0, "val-core/sums/acc/mean@1": 0.5, "actor/entropy": None},
-    }
-    assert report.main([str(tmp_path), "--summary"]) == 1
+    assert report.main([str(tmp_path)]) == 1
     assert "neither metrics" in capsys.readouterr().err
-    lines = [json.dumps({"step": step, "data": values}) for step, values in steps.items()]
-    (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
-    assert report.main([str(tmp_path), "--summary"]) == 0
-    title, _, *rows = capsys.readouterr().out.splitlines()
-    assert title == f"{tmp_path}: 2 training steps, 4.0 s each (median)"
-    assert [row.split() for row in rows] == [
-        ["val-core/sums/acc/mean@1", "0", "to", "2", "0.250", "0.500", "0.375"],
-        ["critic/score/mean", "1", "to", "2", "0.200", "0.400", "0.300"],
-        ["actor/entropy", "2", "to", "2", "nan", "nan", "nan"],
-    ]
+    write_metrics(tmp_path, 2)
     assert report.main([str(tmp_path), "--figure", "methods", "--step", "3"]) == 1
     write_dump(tmp_path / "tokens", (1, 3), methods=("grail", "surprisal"))
     assert report.main([str(tmp_path)]) == 0
@@ -318,7 +265,8 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 
 def test_the_response_of_a_step_and_row(tmp_path: Path) -> None:
     run = open_run(write(tmp_path, [dump_row([1.0], no_scores="no answer"), dump_row([0.5, 4.0], row=3)]))
-    assert find_response(run, None, None)[1].row == 3 and find_response(run, 1, 0)[1].row == 0
+    found = [find_response(run, *place)[1]["row"].to_pylist() for place in ((None, None), (1, 0))]
+    assert found == [[3], [0]]
     with pytest.raises(ValueError, match=r"--row 9.*\[0, 3\]"):
         find_response(run, 1, 9)
 

@@ -16,7 +16,6 @@ from grail_advantage.dump import (
     DumpHeader,
     read_dump,
     received_table,
-    remove_steps,
     write_received,
     write_step,
 )
@@ -83,26 +82,12 @@ def test_is_read_beside_the_responses(tmp_path: Path) -> None:
     assert pq.read_table(path).to_pylist()[0]["by_update"] == [[0.5, -1.0, 2.0], [0.25, 0.0, 2.0]]
 
 
-def test_responses_that_a_receipt_lacks_have_none(tmp_path: Path) -> None:
-    written(tmp_path)
-    write_received(tmp_path, header(), received_table(receipt(), ("a", *KEYS[1:]), LENGTHS))
-    dump = read_dump(tmp_path)
-    assert [row.received_T is None for row in dump] == [True, False, False] and dump.problems == []
-
-
 def test_a_damaged_file_is_named_and_costs_no_response(tmp_path: Path) -> None:
     path = written(tmp_path, 3, SCALED)
     path.write_bytes(path.read_bytes()[:-20])
     dump = read_dump(tmp_path)
     assert [(row.key, row.received_T) for row in dump] == [(key, None) for key in KEYS]
     assert dump.receipts() == [] and len(dump.problems) == 1 and str(path) in dump.problems[0]
-
-
-def test_a_resumed_run_removes_it(tmp_path: Path) -> None:
-    for step in (3, 4, 5):
-        written(tmp_path, step)
-    assert len(remove_steps(tmp_path, 4)) == 4
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["received_000003.parquet", "step_000003.parquet"]
 
 
 def test_findings_of_a_run_are_put_together() -> None:
@@ -117,21 +102,14 @@ def test_findings_of_a_run_are_put_together() -> None:
 
 
 class TestCommand:
-    def test_exit_status_says_whether_something_does_not_fit(
-        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        written(tmp_path / "tokens", 1, NOTE)
-        assert main([str(tmp_path)]) == 0
-        written(tmp_path / "tokens", 2, SCALED)
+    def test_exit_status_by_severity(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        for findings, status in (((), (0, 0, 0)), ((NOTE,), (0, 1, 0)), ((NOTE, SCALED), (1, 1, 0))):
+            written(tmp_path / "tokens", 1, *findings)
+            for severity, expected in zip(("mismatch", "note", "nothing"), status, strict=True):
+                assert main([str(tmp_path), "--fail-on", severity]) == expected
         assert main([str(tmp_path)]) == main([str(tmp_path / "tokens")]) == 1
         printed = capsys.readouterr().out
         assert all(part in printed for part in ("unknown loss", "scaled", "a_1_0", "0.25", "the denominator"))
-
-    def test_severity_that_ends_with_1(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        for findings, status in (((), (0, 0, 0)), ((NOTE,), (0, 1, 0)), ((NOTE, SCALED), (1, 1, 0))):
-            written(tmp_path, 1, *findings)
-            for severity, expected in zip(("mismatch", "note", "nothing"), status, strict=True):
-                assert main([str(tmp_path), "--fail-on", severity]) == expected
 
     def test_json_and_the_address_of_each_token(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         """Tokens are counted from 1, as on the page, whose address counts from 0; there is no -0.0."""
