@@ -17,10 +17,11 @@ from tensordict import TensorDict
 from transformers import PreTrainedTokenizerBase
 
 from grail_advantage.data import OLD_LOG_PROBS, Rollouts, Weighed, outcome_of, runs
-from grail_advantage.dump import StepDump, tolerant
+from grail_advantage.dump import StepDump, received_table, tolerant
 from grail_advantage.effect import effect_figures
 from grail_advantage.method import Method
 from grail_advantage.methods.turns import list_a_turn, rewards_label
+from grail_advantage.receipt.report import record_of
 from grail_advantage.verl_ext.received import LOSS_COLUMNS, Written, loss_of, receipt_of
 from grail_advantage.verl_ext.settings import (
     ACTOR,
@@ -133,7 +134,8 @@ class UpdateDump:
                 effect = now - written.columns[OLD_LOG_PROBS]
                 figures = effect_figures(written.part.advantages, effect, r.mask)
                 metrics |= {f"{written.part.method.name}/{name}": value for name, value in figures.items()}
-            self.steps.write_received(r.step, written.update, receipt, loss.name, r.keys, lengths, effect)
+            header = record_of(receipt, loss.name, r.step, written.update)
+            self.steps.write_received(header, received_table(receipt, r.keys, lengths, effect))
             return metrics
         return {}
 
