@@ -116,7 +116,7 @@ class HuggingFaceModel:
         ids_1S = tokens_S[None, :-1]
 
         def own() -> torch.Tensor:
-            logits = getattr(self.forward(ids_1S), "logits", None)
+            logits: Any = getattr(self.forward(ids_1S), "logits", None)
             if getattr(logits, "shape", ())[:-1] != ids_1S.shape:
                 refuse(self.model)
             return hooks.log_probs(logits[0], tokens_S[1:], self.temperature)
