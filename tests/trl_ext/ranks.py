@@ -12,23 +12,21 @@ from typing import Any
 import torch
 
 from grail_advantage.trl_ext import TokenWeightGRPOTrainer
-from tests.trl_ext import conversations, scripted
+from tests.trl_ext import world
 
 WEIGHTS: dict[str, dict[str, Any]] = {
     "grail": {"token_weights": "grail", "skip_zero_advantage": True},
     "stare": {"token_weights": "stare", "token_weight_options": {"threshold": 100.0}},
     "shear": {"token_weights": "shear", "token_weight_options": {"window": 6, "stride": 3}},
-    "turn_rloo": {"token_weights": "turn_rloo", "environment_factory": conversations.Keypad},
+    "turn_rloo": {"token_weights": "turn_rloo", "environment_factory": world.Keypad},
 }
 
 
 def run(name: str, folder: Path, world_size: int) -> dict[str, Any]:
     """Train; the advantages of every generation batch of this rank, the figures, and the parameters at the end."""
     seen: list[dict[str, torch.Tensor]] = []
-    turns = name == "turn_rloo"
-    host: type[TokenWeightGRPOTrainer] = TokenWeightGRPOTrainer if turns else scripted.ScriptedTokenWeights
 
-    class Recording(host):
+    class Recording(TokenWeightGRPOTrainer):
         def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
             output = super()._generate_and_score_completions(inputs)
             seen.append({part: output[part].clone() for part in ("completion_ids", "completion_mask", "advantages")})
@@ -36,14 +34,15 @@ def run(name: str, folder: Path, world_size: int) -> dict[str, Any]:
 
     options: dict[str, Any] = {"max_steps": 3, "loss_type": "dr_grpo", "learning_rate": 0.05}
     options |= {"weights": {**WEIGHTS[name], "token_dump": folder.parent / f"{name} of {world_size}"}}
-    if turns:  # the responses of one prompt are on all ranks
-        options |= {"data": conversations.prompts(conversations.SAFE), "num_generations": 8}
-    build = (conversations if turns else scripted).build
+    build = world.build
+    if name == "turn_rloo":  # the responses of one prompt are on all ranks
+        options |= {"data": world.chats(world.SAFE), "num_generations": 8}
+        build = world.talk
     trainer = build(folder, Recording, per_device_train_batch_size=8 // world_size, **options)
     trainer.train()
     figures = {key.split("/")[-1]: value for key, value in trainer.state.log_history[0].items() if f"{name}/" in key}
     result = {"batches": seen, "figures": figures, "distributed": type(trainer.model_wrapped).__name__}
-    return {**result, "parameters": scripted.parameters(trainer.model).clone()}
+    return {**result, "parameters": world.parameters(trainer.model).clone()}
 
 
 def start(rank: int, world_size: int, port: int, folder: Path) -> None:

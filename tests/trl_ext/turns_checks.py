@@ -17,14 +17,12 @@ from grail_advantage.dump import read_dump
 from grail_advantage.trl_ext import TokenWeightGRPOTrainer
 from grail_advantage.view.receipt import main as receipt
 from tests import documentation
-from tests.trl_ext import conversations
-from tests.trl_ext.conversations import RESPONSES, Keypad, Script, build, keypad, script_of, speaking_model
-from tests.trl_ext.scripted import parameters
+from tests.trl_ext import world
+from tests.trl_ext.world import RESPONSES, Keypad, Script, mismatches, new_model, parameters, script_of, talks, trained
 
-guess = functools.partial(conversations.calls, name="guess", argument="value")
+guess = functools.partial(world.calls, name="guess", argument="value")
 GROUP_SIZE = 4
 ENVIRONMENT = {"token_weights": "turn_rloo", "environment_factory": Keypad}
-SIZES = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}
 
 
 class Watched(TokenWeightGRPOTrainer):
@@ -33,6 +31,26 @@ class Watched(TokenWeightGRPOTrainer):
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
         self.__dict__.setdefault("seen", []).append(dict(inputs))
         return super()._compute_loss(model, inputs)
+
+
+def press() -> Any:
+    """As a plain function."""
+    keypad = Keypad()
+    keypad.reset()
+    return keypad.press
+
+
+def judged(completions: list[Any], completion_ids: list[list[int]], log_extra: Any, **_: Any) -> list[float]:
+    """A reward function that judges each turn by the tool's messages after it."""
+    of_responses: list[list[float]] = [[] for _ in completions]
+    for rewards, completion in zip(of_responses, completions, strict=True):
+        for message in completion:
+            if message["role"] == "assistant":
+                rewards.append(0.0)
+            elif "is worth" in message["content"]:
+                rewards[-1] += float(message["content"].split()[-1])
+    log_extra("judged", of_responses)
+    return world.outcomes()(completion_ids)
 
 
 def turn_rloo(place: int, group: Sequence[Script]) -> list[float]:
@@ -76,13 +94,12 @@ def test_rewards_by_turn_and_their_way_into_dump_receipt_and_report(tmp_path: Pa
     """What an environment earns by calls, also in parallel, and by calls that fail before it or in it. Two iterations
     in micro-batches; a tool's tokens receive nothing."""
     weights = {**ENVIRONMENT, "token_dump": {"folder": tmp_path / "tokens", "responses": None}}
-    options = {"loss_type": "bnpo", "num_iterations": 2, "max_steps": 2, **SIZES}
-    trainer = build(tmp_path, Watched, weights=weights, **options)
-    trainer.train()
-    assert_batches(trainer.seen[:4], expected())
-    dump, wanted = read_dump(tmp_path / "tokens"), expected()
-    assert [[of for of in each["findings"] if of["mismatch"]] for each in dump.receipts()] == [[]]
-    for row, script in zip(dump, RESPONSES, strict=True):
+    options = talks() | {"loss_type": "bnpo", "num_iterations": 2, "max_steps": 2}
+    options |= {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}
+    wanted = expected()
+    assert_batches(trained(tmp_path, Watched, weights=weights, **options).seen[:4], wanted)
+    assert mismatches(tmp_path / "tokens") == [[]]
+    for row, script in zip(read_dump(tmp_path / "tokens"), RESPONSES, strict=True):
         assert assert_turns(row.token_ids_T, row.mask_T, row.advantage_T, wanted) is script
         by_turn = [sum(calls) or None for calls in row.labels["turn_rewards"]]
         assert by_turn == [reward or None for reward in script.rewards] and row.reward == script.outcome
@@ -96,9 +113,8 @@ def test_rewards_by_turn_and_their_way_into_dump_receipt_and_report(tmp_path: Pa
 def test_what_a_reward_function_logs_comes_first(tmp_path: Path, beside: bool) -> None:
     weights = {"token_weights": "turn_rloo", "token_weight_options": {"align": "turns", "rewards": "judged"}}
     other = type("Other", (Keypad,), {"judged": (1.0, 2.0)})
-    weights |= {"environment_factory": other} if beside else {"tools": [keypad().press]}
-    trainer = build(tmp_path, Watched, reward=conversations.judged, weights=weights, log_completions=True)
-    trainer.train()
+    weights |= {"environment_factory": other} if beside else {"tools": [press()]}
+    trainer = trained(tmp_path, Watched, reward=judged, weights=weights, log_completions=True, **talks())
     assert_batches(trainer.seen, expected())
 
 
@@ -118,26 +134,22 @@ def test_the_outcome_is_trls_weighted_sum(tmp_path: Path) -> None:
             return 0.5
 
     weights = {**ENVIRONMENT, "environment_factory": Rewarding}
-    trainer = build(tmp_path, Watched, weights=weights, reward_weights=[2.0], max_steps=2)
-    trainer.train()
     after = [(each, [*each.rewards[:-1], each.rewards[-1] + 0.125]) for each in RESPONSES]
     wanted = expected([Script(each.turns, 2 * each.outcome + 0.5, rewards) for each, rewards in after])
-    for batch in trainer.seen:
+    for batch in trained(tmp_path, Watched, weights=weights, reward_weights=[2.0], max_steps=2, **talks()).seen:
         assert_batches([batch], wanted)
 
 
 def test_the_update_is_the_same_without_zero_advantage_conversations(tmp_path: Path) -> None:
     """Where a loss is divided by a micro-batch's tokens, a tool's do not count."""
-    models = []
+    sizes = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "learning_rate": 1.0}
+    sizes["reward"] = lambda completion_ids, **_: [float(len(ids) > 200) for ids in completion_ids]
+    weights, moved = {"token_weights": "uniform", "environment_factory": Keypad}, []
     for skip in (False, True):
-        weights = {"token_weights": "uniform", "environment_factory": Keypad, "skip_zero_advantage": skip}
-        sizes = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
-        trainer = build(tmp_path, weights=weights, loss_type="bnpo", learning_rate=1.0, **sizes)
-        trainer.reward_funcs = [lambda completion_ids, **_: [float(len(ids) > 200) for ids in completion_ids]]
-        trainer.train()
-        models.append(parameters(trainer.model) - parameters(speaking_model()))
-    scale = float(models[0].abs().max())
-    torch.testing.assert_close(models[1], models[0], rtol=1e-3, atol=1e-5 * scale)
+        options = talks() | sizes | {"loss_type": "bnpo", "weights": {**weights, "skip_zero_advantage": skip}}
+        moved.append(parameters(trained(tmp_path, **options).model) - parameters(new_model(layers=1)))
+    scale = float(moved[0].abs().max())
+    torch.testing.assert_close(moved[1], moved[0], rtol=1e-3, atol=1e-5 * scale)
     assert scale > 1e-2
 
 
@@ -145,14 +157,14 @@ def test_the_update_is_the_same_without_zero_advantage_conversations(tmp_path: P
 def test_conversations_that_end_at_the_limit(tmp_path: Path, limit: int, masked: bool) -> None:
     """Within a turn, or at a tool's answer, which TRL drops: the reward of its call is with the last turn there is.
     ``mask_truncated_completions`` takes a response out of the loss, and not from its siblings."""
-    dumps = []
-    cut = {"max_completion_length": limit, "mask_truncated_completions": masked}
-    for name, options in (("whole", {}), ("cut", cut)):
+    for name, options in {
+        "whole": {},
+        "cut": {"max_completion_length": limit, "mask_truncated_completions": masked},
+    }.items():
         weights = {**ENVIRONMENT, "token_dump": {"folder": tmp_path / name, "responses": None}}
-        build(tmp_path, weights=weights, **options).train()
-        dumps.append(list(read_dump(tmp_path / name)))
-    scripts, kept = [], []
-    for row, whole, script in zip(dumps[1], dumps[0], RESPONSES, strict=True):
+        trained(tmp_path, weights=weights, **talks() | options)
+    scripts, kept, rows = [], [], list(read_dump(tmp_path / "cut"))
+    for row, whole, script in zip(rows, read_dump(tmp_path / "whole"), RESPONSES, strict=True):
         written = whole.mask_T.astype(bool)[: len(row)]
         turns = runs(written)
         ended = turns[-1][1] == len(row) and row.token_ids_T[-1] == script.tokens[len(turns) - 1][-1]
@@ -161,9 +173,9 @@ def test_conversations_that_end_at_the_limit(tmp_path: Path, limit: int, masked:
         rewards = [*script.rewards[: len(turns) - 1], script.rewards[len(turns) - 1] if ended else 0.0]
         scripts.append(Script(script.turns[: len(turns)], script.outcome, rewards))
         kept.append((written, turns, not (masked and row.truncated)))
-    assert len({row.truncated for row in dumps[1]}) == 2
+    assert len({row.truncated for row in rows}) == 2
     wanted = expected(scripts)
-    for row, script, (written, turns, trains) in zip(dumps[1], scripts, kept, strict=True):
+    for row, script, (written, turns, trains) in zip(rows, scripts, kept, strict=True):
         assert row.mask_T.astype(bool).tolist() == (written & trains).tolist()
         for (start, end), advantage in zip(turns, wanted[script.turns[0]], strict=True):
             np.testing.assert_allclose(row.advantage_T[start:end], advantage * trains, rtol=1e-5, atol=1e-6)
@@ -183,29 +195,34 @@ def test_the_examples_of_the_page(tmp_path: Path, file: str) -> None:
     names: dict[str, Any] = {}
     for text in documentation.files("trl.md").values():
         exec(text, names)
-    weights, reward, scripts = {"token_weights": "turn_rloo", "environment_factory": names["Guess"]}, None, GUESSES
+    options, scripts = talks({"Find the number.": GUESSES}), GUESSES
+    options["weights"] = {"token_weights": "turn_rloo", "environment_factory": names["Guess"]}
+    options["reward"] = None
     if file == "judge.py":
         game = names["Guess"]()
         game.reset(40)
-        weights = {"token_weights": "turn_rloo", "tools": [game.guess], "token_weight_options": {"align": "turns"}}
+        options["weights"] = {
+            "token_weights": "turn_rloo",
+            "tools": [game.guess],
+            "token_weight_options": {"align": "turns"},
+        }
         failed = [[-0.6 if '"low"' in turn else -0.1 for turn in script.turns] for script in GUESSES]
         scripts = [each._replace(rewards=rewards) for each, rewards in zip(GUESSES, failed, strict=True)]
-        reward = names["judge"]
-    data = conversations.prompts("Find the number.").add_column("number", [40])
-    options = {"model": speaking_model({"Find the number.": GUESSES}), "data": data, "reward": reward}
-    trainer = build(tmp_path, Watched, weights=weights, per_device_train_batch_size=GROUP_SIZE, **options)
-    trainer.train()
-    assert_batches(trainer.seen, expected(scripts), of=scripts)
+        options["reward"] = names["judge"]
+    options["data"] = options["data"].add_column("number", [40])
+    assert_batches(
+        trained(tmp_path, Watched, per_device_train_batch_size=4, **options).seen, expected(scripts), of=scripts
+    )
 
 
 def test_fields_that_are_refused(tmp_path: Path) -> None:
     """Nowhere, and not one value a response."""
 
     def twice(**named: Any) -> list[float]:
-        return conversations.judged(**named) and conversations.judged(**named)
+        return judged(**named) and judged(**named)
 
-    for name, reward in (("tool_rewards", conversations.outcomes), ("judged", twice)):
-        weights = {"token_weights": "turn_rloo", "tools": [keypad().press]}
+    for name, reward in (("tool_rewards", world.outcomes()), ("judged", twice)):
+        weights = {"token_weights": "turn_rloo", "tools": [press()]}
         weights["token_weight_options"] = {"align": "turns", "rewards": name}
         with pytest.raises(ValueError, match=name):
-            build(tmp_path, reward=reward, weights=weights).train()
+            trained(tmp_path, reward=reward, weights=weights, **talks())
