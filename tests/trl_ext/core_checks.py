@@ -14,7 +14,6 @@ import pytest
 import torch
 import trl
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
-from transformers.integrations.neftune import activate_neftune
 from trl import GRPOConfig, GRPOTrainer
 
 from grail_advantage import Grail, Method, TokenWeights, compute_token_weights
@@ -56,20 +55,20 @@ def test_uniform_trains_as_the_stock_trainer(tmp_path: Path, options: dict[str, 
     assert torch.equal(*found) and not torch.allclose(found[0], parameters(new_model()), atol=1e-3)
 
 
-def advantages(masked: bool) -> list[float]:
-    """Those of the responses, worked out by hand: reward minus the group's mean, 0 where one that is cut off is masked."""
-    means = [sum(each.outcome for each in scripts) / len(scripts) for scripts in world.TEXTS.values()]
-    pairs = zip(world.TEXTS.values(), means, strict=True)
-    return [0.0 if masked and not each.ends else each.outcome - mean for scripts, mean in pairs for each in scripts]
+ADVANTAGES = [-0.25, -0.25, 0.75, -0.25, 0.5, -0.5, 0.5, -0.5]
+"""Of the responses: reward minus the group's mean."""
 
 
 def plain_weights(
     method: Method, model: Any = None, prompt: str = "{}", **of: Any
 ) -> tuple[TokenWeights, torch.Tensor]:
-    """The script's responses by :func:`compute_token_weights`, on other padding than TRL's; their token advantages."""
-    texts = [(said, each.turns[0] + END * each.ends) for said, scripts in world.TEXTS.items() for each in scripts]
-    rows = [Rollout(prompt.format(said), text, of) for (said, text), of in zip(texts, advantages(True), strict=True)]
-    batch = make_batch(rows, "right")
+    """The script's responses by :func:`compute_token_weights`, on other padding than TRL's; their token advantages. One
+    that is cut off is masked."""
+    texts = [(prompt.format(said), each) for said, scripts in world.TEXTS.items() for each in scripts]
+    pairs = zip(texts, ADVANTAGES, strict=True)
+    batch = make_batch(
+        [Rollout(said, each.turns[0] + END * each.ends, a * each.ends) for (said, each), a in pairs], "right"
+    )
     given = (model or new_model(), char_tokenizer(), *batch.tensors(), method)
     found = compute_token_weights(*given, temperature=world.TEMPERATURE, **of)
     return found, found.advantages[batch.response_mask.bool()]
@@ -133,10 +132,10 @@ def test_the_mean_of_the_runs_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert kept[0].mean(values_BT, mask_BT) == pytest.approx(expected.get(loss_type, 7 / 3), rel=1e-6)
 
 
-@pytest.mark.parametrize("loss_type", LOSSES)
-def test_the_update_is_the_same_without_zero_advantage_responses(tmp_path: Path, loss_type: str) -> None:
+@pytest.mark.parametrize(("loss_type", "tools"), [*((loss, False) for loss in LOSSES), ("bnpo", True)])
+def test_the_update_is_the_same_without_zero_advantage_responses(tmp_path: Path, loss_type: str, tools: bool) -> None:
     """Of micro-batches that hold some, none and only such responses, of which one always stays. The probe draws nothing
-    that the run misses, and is made once."""
+    that the run misses, and is made once. Where a loss is divided by a micro-batch's tokens, a tool's do not count."""
     moved, seen, states, zeros = [], [], [], set()
 
     class Recording(TokenWeightGRPOTrainer):
@@ -152,11 +151,13 @@ def test_the_update_is_the_same_without_zero_advantage_responses(tmp_path: Path,
     options["reward"] = lambda **_: [0.0, 0.0, 1.0, 0.0] + [0.0] * 4
     for skip in (False, True):
         weights = {"token_weights": "uniform", "skip_zero_advantage": skip}
-        trainer = build(tmp_path, Recording, weights=weights, **options)
+        of_tools = world.talks() | {"weights": {**weights, "tools": [world.GAME.guess]}}
+        trainer = build(tmp_path, Recording, **(of_tools if tools else {"weights": weights}) | options)
+        before = parameters(trainer.model).clone()
         with watch_inputs(trainer.model.model.layers[0]) as shapes:
             trainer.train()
         seen.append([of[0] for of in shapes])
-        moved.append(parameters(trainer.model) - parameters(new_model()))
+        moved.append(parameters(trainer.model) - before)
     largest = float(moved[0].abs().max())
     torch.testing.assert_close(moved[1], moved[0], rtol=1e-3, atol=1e-4 * largest)
     assert largest > 1e-3 and len(zeros) > 1
@@ -171,23 +172,23 @@ def mixing() -> Any:
     return model
 
 
-def noisy() -> Any:
-    activate_neftune(model := new_model(), 5)
-    return model
+DEPENDING = {
+    "dropout": lambda: {"model": new_model(attention_dropout=0.1)},
+    "NEFTune": lambda: {"neftune_noise_alpha": 5},
+    "LoRA's dropout": lambda: {
+        "model": get_peft_model(new_model(), LoraConfig(target_modules=["q_proj"], lora_dropout=0.1))
+    },
+    "rows that see each other": lambda: {"model": mixing()},
+}
 
 
-def adapted() -> Any:
-    """With dropout of LoRA alone."""
-    return get_peft_model(new_model(), LoraConfig(target_modules=["q_proj"], lora_dropout=0.1))
-
-
-@pytest.mark.parametrize("depending", [lambda: new_model(attention_dropout=0.1), noisy, adapted, mixing])
-def test_a_model_whose_responses_depend_on_others_or_chance_skips_nothing(tmp_path: Path, depending: Any) -> None:
+@pytest.mark.parametrize("name", DEPENDING)
+def test_a_model_whose_responses_depend_on_others_or_chance_skips_nothing(tmp_path: Path, name: str) -> None:
     """It is refused before the first update; TRL's own training, and a micro-batch of one response, go on."""
     for skip, size in ((True, 4), (True, 1), (False, 4)):
         sizes = {"per_device_train_batch_size": size, "gradient_accumulation_steps": 8 // size}
         weights = {"token_weights": "uniform", "skip_zero_advantage": skip}
-        trainer, refused = build(tmp_path, model=depending(), weights=weights, **sizes), skip and size > 1
+        trainer, refused = build(tmp_path, weights=weights, **sizes, **DEPENDING[name]()), skip and size > 1
         before = parameters(trainer.model).clone()
         if refused:
             with pytest.raises(ValueError, match="skip_zero_advantage"):
@@ -208,25 +209,16 @@ def test_virtual_tokens_are_refused_where_they_would_shift_scores(tmp_path: Path
     assert torch.equal(*found)
 
 
-def test_weights_are_computed_once_a_generation_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And used in both iterations. A pass takes no more tokens together than the update's micro-batch, and more
-    responses than one."""
-    calls = []
-
-    def counted(host: Any, *rest: Any) -> Any:
-        with watch_inputs(trainer.model.model.embed_tokens) as shapes:
-            found = weigh(host, *rest)
-        calls.append((host.rollouts(), shapes))
-        return found
-
-    monkeypatch.setattr(trainer_module, "weigh", counted)
+def test_a_pass_takes_no_more_tokens_than_the_updates_micro_batch(tmp_path: Path) -> None:
+    """And more responses than one together."""
     weights = {"token_weights": Grail(gate="all", span="last")}
-    trainer = build(tmp_path, weights=weights, num_iterations=2, max_steps=8, learning_rate=0.0, **MICRO)
-    trainer.train()
-    assert [of.step for of, _ in calls] == [0, 4]
-    rollouts, shapes = calls[1]  # in the first the model is asked how it computes
+    trainer = build(tmp_path, weights=weights, per_device_train_batch_size=2, gradient_accumulation_steps=4)
+    for _ in range(2):  # at first the model is asked how it computes
+        with watch_inputs(trainer.model.model.embed_tokens) as shapes:
+            batch = generation_batch(trainer)
+    width = batch["prompt_ids"].shape[1] + batch["completion_ids"].shape[1]
     assert sum(rows for rows, _ in shapes) == 4 and max(rows for rows, _ in shapes) > 1
-    assert max(rows * length for rows, length in shapes) <= 2 * rollouts.padded_length
+    assert max(rows * length for rows, length in shapes) <= 2 * width
 
 
 def test_figures_stand_in_the_logs_and_the_table_keeps_its_advantages(tmp_path: Path) -> None:
@@ -234,7 +226,7 @@ def test_figures_stand_in_the_logs_and_the_table_keeps_its_advantages(tmp_path: 
     for name, value in plain_weights(Grail())[0].stats.items():
         assert logged(trainer)[f"grail/{name}"] == pytest.approx(value, rel=1e-4, abs=1e-6)
     assert logged(trainer)["grail/truncated_rate"] == 1 / 8 and logged(trainer)["grail/seconds"] > 0
-    assert list(trainer._logs["advantages"]) == pytest.approx(advantages(False))
+    assert list(trainer._logs["advantages"]) == pytest.approx(ADVANTAGES)
     trainer.model.eval()
     assert generation_batch(trainer)["advantages"].shape == (8,), "evaluation is not weighted"
 
@@ -262,15 +254,12 @@ def test_an_adapter_is_part_of_the_policy(tmp_path: Path) -> None:
 def test_rlsd_reads_the_other_columns(tmp_path: Path) -> None:
     method, tokenizer = method_of("rlsd", {"privileged_column": "solution"}), char_tokenizer()
     tokenizer.chat_template = "user: {{ messages[0]['content'] }} {{ 'assistant: ' if add_generation_prompt }}"
-    data = world.chats(*world.TEXTS).add_column("solution", ["five, as 2 + 3", "nine"])
+    data = world.chats(*world.TEXTS, solution="five or nine, as 2 + 3")
     found = of_responses(build(tmp_path, data=data, tokenizer=tokenizer, weights={"token_weights": method}))
     examples = [Example(row["prompt"], {"solution": row["solution"]}, {}) for row in data for _ in range(4)]
     expected, wanted = plain_weights(method, prompt="user: {} assistant: ", examples=examples)
     assert expected.stats["weight_deviation"] > 0.01
     torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-3)
-
-
-OPTIONS = {*inspect.signature(GRPOConfig).parameters, *inspect.signature(GRPOTrainer).parameters}
 
 
 def settings(folder: Path, example: dict[str, Any]) -> Settings:
@@ -293,52 +282,33 @@ def test_a_setting_breaks_its_rule_alone(tmp_path: Path, rule: Rule) -> None:
         given = settings(tmp_path, example)
         assert [each for each in (*REFUSALS, *AGAINST_SKIPPING) if each.when(given)] == broken
     option = rule.option if isinstance(rule.option, str) else rule.option(given)
-    assert option in OPTIONS
+    assert option in {*inspect.signature(GRPOConfig).parameters, *inspect.signature(GRPOTrainer).parameters}
     with pytest.raises(ValueError, match=f"^{option}="):
         refuse([rule], given)
 
 
 def test_options_are_refused_as_a_trainer_is_made(tmp_path: Path) -> None:
     """And the published ones are not."""
-    for option, weights in {
-        "loss_type": {},
-        "entropy_coef": {"skip_zero_advantage": True},
-        "every": {"token_dump": {"every": 2}},
-        "rows": {"token_dump": {"folder": "tokens", "rows": 4}},
-    }.items():
-        given = {name: value for name, value in (("loss_type", "luspo"), ("entropy_coef", 0.01)) if name == option}
+    for option, weights, given in (
+        ("loss_type", {}, {"loss_type": "luspo"}),
+        ("entropy_coef", {"skip_zero_advantage": True}, {"entropy_coef": 0.01}),
+        ("every", {"token_dump": {"every": 2}}, {}),
+        ("rows", {"token_dump": {"folder": "tokens", "rows": 4}}, {}),
+    ):
         with pytest.raises(ValueError, match=option):
             build(tmp_path, weights=weights, **given)
-    published, names = world.config(tmp_path, **trl_arguments(processes=1)), ("loss_type", "bf16", "num_iterations")
+    published = GRPOConfig(**{**world.WORLD["settings"], **trl_arguments(processes=1), "output_dir": str(tmp_path)})
+    names = ("loss_type", "bf16", "top_entropy_quantile")
     refuse(REFUSALS, settings(tmp_path, {name: getattr(published, name) for name in names}))
     assert published.generation_batch_size == 256 and published.num_iterations == 4
     assert marked((docs_pages.ROOT / "docs/works_with.md").read_text(encoding="utf-8"), "trl") == docs_pages.trl()
 
 
-RELIED_ON = {
-    "_prepare_inputs": ["self._generate_and_score_completions("],
-    "_generate_and_score_completions": [
-        *('"prompt_ids": ', '"prompt_mask": ', '"completion_ids": ', '"completion_mask": ', '"advantages": '),
-        *('output["old_per_token_logps"]', 'output["sampling_per_token_logps"]', "self._calculate_rewards("),
-    ],
-    "_generate": ["return prompt_ids, completion_ids, tool_mask, completions"],
-    "_tool_call_loop": ["= self._generate_single_turn(", "for idx in range(len(idxs_with_tool)):"],
-    "_log_completion_extra": ["self._pending_extra_logs[column].extend(values)"],
-    # Advantages of one number a token, and what a loss is divided by.
-    "_compute_loss": [
-        'mask = completion_mask if "tool_mask" not in inputs else completion_mask * inputs["tool_mask"]',
-        *("if advantages.dim() == 1:", "advantages.unsqueeze(1)", 'inputs["num_items_in_batch"]'),
-        *(".sum(-1) / mask.sum(-1).clamp(min=1.0)).mean()", ".sum() / mask.sum().clamp(min=1.0)"),
-        *("(per_token_loss.size(0) * self.max_completion_length)", "self._get_per_token_logps_and_entropies("),
-    ],
-}
-"""Texts of ``GRPOTrainer``'s methods on which token weights rely."""
-
-
 def test_another_trl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """A newer one is warned of; refused is one without an overridden method, or with other advantages in its loss."""
-    sources = {name: inspect.getsource(getattr(GRPOTrainer, name)) for name in RELIED_ON}
-    assert not [text for name, texts in RELIED_ON.items() for text in texts if text not in sources[name]]
+    for name, texts in world.WORLD["relied_on"].items():
+        source = inspect.getsource(getattr(GRPOTrainer, name))
+        assert not [text for text in texts if text not in source], name
     rules.check_version(trl.__version__)
     assert not caplog.messages
     rules.check_version("99.0")

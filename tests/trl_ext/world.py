@@ -1,5 +1,5 @@
 """A trainer of a tiny model whose responses are written down (``world.json``) instead of sampled; all else of TRL is real,
-tools too."""
+tools too. The conversations play the game of ``docs/trl.md``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from accelerate.state import AcceleratorState
@@ -22,14 +22,22 @@ from trl.trainer import utils as trl_utils
 
 from grail_advantage.dump import read_dump
 from grail_advantage.trl_ext import TokenWeightGRPOTrainer
+from tests import documentation
 from tests.core.tiny_models import CHARACTERS, END_ID, PAD, tiny_model
 
 START, CHAT_END = "<|im_start|>", "<|im_end|>"
 PIECES = [*({" ": "Ġ"}.get(letter, letter) for letter in CHARACTERS), PAD, CHAT_END, START, "Ċ"]
 """By id; those of the characters, of the padding and of the end are as in ``tiny_models``."""
-GENERATIONS, TEMPERATURE = 4, 0.9
+WORLD = json.loads(Path(__file__).with_suffix(".json").read_text())
+"""Responses by prompt, settings of a small run on the CPU, and texts of ``GRPOTrainer``'s methods that are relied on."""
+GENERATIONS, TEMPERATURE = WORLD["settings"]["num_generations"], WORLD["settings"]["temperature"]
 MICRO = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "steps_per_generation": 4}
 """A generation batch of 8 responses in four micro-batches, for two updates."""
+OF_PAGE: dict[str, Any] = {}
+for _text in documentation.files("trl.md").values():
+    exec(_text, OF_PAGE)
+Guess, judge, GAME = OF_PAGE["Guess"], OF_PAGE["judge"], OF_PAGE["Guess"]()
+GAME.reset(40)  # its guess is a tool without an environment
 
 
 @cache
@@ -42,8 +50,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 class Script(NamedTuple):
-    """A response: its turns, of which a list is parallel calls of a :class:`Keypad`; what the reward function gives, and
-    the reward of each turn's calls."""
+    """A response: its turns, what the reward function gives, and the reward of each turn's calls."""
 
     turns: list[str]
     outcome: float
@@ -56,45 +63,20 @@ class Script(NamedTuple):
         return [[*tokenizer().encode(turn), *[END_ID] * self.ends] for turn in self.turns]
 
 
-def calls(*arguments: Any, name: str = "press", argument: str = "key") -> str:
-    """A turn that calls a tool, in parallel for several arguments."""
-    blocks = [json.dumps({"name": name, "arguments": {argument: each}}) for each in arguments]
-    return "\n".join(f"<tool_call>\n{block}\n</tool_call>" for block in blocks)
-
-
-def _read(record: Mapping[str, Any]) -> Script:
-    return Script(**{**record, "turns": [of if isinstance(of, str) else calls(*of) for of in record["turns"]]})
+def _script(turns: list[str | list[Any]], **of: Any) -> Script:
+    """A turn that is a list of values guesses these, in parallel."""
+    call = '<tool_call>\n{{"name": "guess", "arguments": {{"value": {}}}}}\n</tool_call>'.format
+    texts = [turn if isinstance(turn, str) else "\n".join(call(json.dumps(value)) for value in turn) for turn in turns]
+    return Script(texts, **of)
 
 
 Scripts = Mapping[str, Sequence[Script]]  # by prompt
 TEXTS, TALKS = (
-    {prompt: list(map(_read, scripts)) for prompt, scripts in part.items()}
-    for part in json.loads(Path(__file__).with_suffix(".json").read_text()).values()
+    {prompt: [_script(**each) for each in scripts] for prompt, scripts in WORLD[part].items()}
+    for part in ("texts", "talks")
 )
-"""Without tools, where one does not end, which is the longest; and conversations with calls of a :class:`Keypad`."""
+"""Without tools, where one does not end, which is the longest; and conversations, whose number is 40."""
 RESPONSES = [script for scripts in TALKS.values() for script in scripts]
-
-
-class Keypad:
-    """An environment whose calls are worth something."""
-
-    worth: ClassVar = {"a": 0.5, "b": -1.0, "c": 0.25, "d": 2.0}
-
-    def reset(self, **_: Any) -> None:
-        self.tool_rewards: list[float] = []
-
-    def press(self, key: str) -> str:
-        """
-        Press a key.
-
-        Args:
-            key: the key's letter.
-
-        Returns:
-            What happens.
-        """
-        self.tool_rewards.append(self.worth[key])
-        return f"{key} is worth {self.tool_rewards[-1]}"
 
 
 class PlainLogProbs:
@@ -149,19 +131,9 @@ def outcomes(scripts: Scripts = TALKS) -> Callable[..., list[float]]:
     return lambda completion_ids, **_: [script_of(completion_T, known).outcome for completion_T in completion_ids]
 
 
-def chats(*texts: str) -> Dataset:
-    return Dataset.from_dict({"prompt": [[{"role": "user", "content": text}] for text in texts]})
-
-
-def config(folder: Path, **options: Any) -> GRPOConfig:
-    """Settings of a small run on the CPU."""
-    settings = {"output_dir": str(folder), "num_generations": GENERATIONS, "max_completion_length": 80}
-    settings |= {"per_device_train_batch_size": 8, "per_device_eval_batch_size": 8, "gradient_accumulation_steps": 1}
-    settings |= {"temperature": TEMPERATURE, "scale_rewards": "none", "beta": 0.0, "optim": "sgd", "max_steps": 1}
-    settings |= {"learning_rate": 1e-2, "lr_scheduler_type": "constant", "shuffle_dataset": False}
-    settings |= {"use_cpu": True, "bf16": False, "gradient_checkpointing": False}
-    settings |= {"report_to": "none", "save_strategy": "no", "logging_steps": 1, "disable_tqdm": True}
-    return GRPOConfig(**(settings | options))
+def chats(*texts: str, **columns: Any) -> Dataset:
+    """With a value for every row in each column."""
+    return Dataset.from_list([{"prompt": [{"role": "user", "content": text}], **columns} for text in texts])
 
 
 def build(folder: Path, kind: Any = TokenWeightGRPOTrainer, /, scripts: Scripts = TEXTS, **given: Any) -> Any:
@@ -171,7 +143,14 @@ def build(folder: Path, kind: Any = TokenWeightGRPOTrainer, /, scripts: Scripts 
     own = {"data": Dataset.from_dict({"prompt": list(scripts)}), "tokenizer": tokenizer(), "weights": {}}
     data, known, weights = (given.pop(name, of) for name, of in own.items())
     model, reward = speaks(given.pop("model", None) or new_model(), scripts), given.pop("reward", outcomes(scripts))
-    trainer = kind(model, reward, config(folder, **given), train_dataset=data, processing_class=known, **weights)
+    trainer = kind(
+        model,
+        reward,
+        GRPOConfig(**{**WORLD["settings"], "output_dir": str(folder), **given}),
+        train_dataset=data,
+        processing_class=known,
+        **weights,
+    )
     trainer.model.train()
     trainer.current_gradient_accumulation_steps = 1
     return trainer
@@ -184,10 +163,11 @@ def trained(*arguments: Any, **given: Any) -> Any:
     return trainer
 
 
-def talks(scripts: Scripts = TALKS) -> dict[str, Any]:
+def talks(*prompts: str) -> dict[str, Any]:
     """Arguments of :func:`build` for conversations."""
-    settings = {"max_completion_length": 600, "loss_type": "dr_grpo", "max_grad_norm": 0.0}
-    return {"scripts": scripts, "data": chats(*scripts), "model": new_model(layers=1), **settings}
+    settings = {"max_completion_length": 900, "loss_type": "dr_grpo", "max_grad_norm": 0.0}
+    parts = {"scripts": TALKS, "data": chats(*prompts or TALKS, number=40), "model": new_model(layers=1)}
+    return {**parts, "reward": None, **settings}  # the environment's own
 
 
 def generation_batch(trainer: GRPOTrainer) -> dict[str, torch.Tensor]:
