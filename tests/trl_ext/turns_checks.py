@@ -123,10 +123,11 @@ def test_conversations_that_end_at_the_limit(tmp_path: Path, limit: int, masked:
     for row, whole, script in zip(rows, read_dump(tmp_path / "whole"), RESPONSES, strict=True):
         written = whole.mask_T.astype(bool)[: len(row)]
         turns = runs(written)
-        ended = turns[-1][1] == len(row) and row.token_ids_T[-1] == script.tokens[len(turns) - 1][-1]
+        last, end = len(turns) - 1, turns[-1][1]
+        whole_turn = row.token_ids_T[end - 1] == script.tokens[last][-1]
         assert list(row.token_ids_T) == list(whole.token_ids_T[: len(row)])
-        assert row.truncated == (not ended)
-        rewards = [*script.rewards[: len(turns) - 1], script.rewards[len(turns) - 1] if ended else 0.0]
+        assert row.truncated == (end < len(row) or not whole_turn)
+        rewards = [*script.rewards[:last], script.rewards[last] if whole_turn else 0.0]
         scripts.append(Script(script.turns[: len(turns)], row.reward, rewards))
         kept.append((written, turns, not (masked and row.truncated)))
     assert len({row.truncated for row in rows}) == 2
