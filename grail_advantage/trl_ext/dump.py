@@ -159,10 +159,8 @@ class GenerationDump(TrainerCallback):
                 columns, places = self._host(part.rollouts).columns(list(DUMPED)), part.rollouts.places
                 if (sampled := output.get("sampling_per_token_logps")) is not None:  # of vLLM, or of rollout_func
                     columns[ROLLOUT_LOG_PROBS] = sampled[rows, : part.advantages.shape[1]].float()
-                keys, facts = (
-                    [f"{step}_{place}" for place in places],
-                    self._facts([inputs[row] for row in rows], places),
-                )
+                facts = self._facts([inputs[row] for row in rows], places)
+                keys = [f"{step}_{place}" for place in places]
                 own = [replace(part, rollouts=replace(part.rollouts, columns=columns, keys=keys, facts=facts))]
                 if self._generation is not None and self._dump.measures(step):
                     self._generation.measured = rows, own[0].rollouts
@@ -233,7 +231,7 @@ class GenerationDump(TrainerCallback):
         names = ("received_BT", "clipped_BT", "received_UBT", "expected_UBT", "clipped_UBT")
         chosen = replace(receipt, **{name: getattr(receipt, name)[..., rows, :] for name in names})
         written = [keys[row] for row in rows], [lengths[row] for row in rows], None if effect is None else effect[rows]
-        header = record_of(chosen, loss.name, of.step, of.update)
-        self._dump.write_received(header, received_table(chosen, *written))
-        for name, value in {} if effect is None else effect_figures(advantages, effect, mask).items():
-            self._trainer._metrics["train"][f"{self._trainer.method.name}/{name}"].append(value)
+        self._dump.write_received(record_of(chosen, loss.name, of.step, of.update), received_table(chosen, *written))
+        if effect is not None:
+            for name, value in effect_figures(advantages, effect, mask).items():
+                self._trainer._metrics["train"][f"{self._trainer.method.name}/{name}"].append(value)
