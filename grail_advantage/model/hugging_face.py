@@ -112,7 +112,6 @@ class HuggingFaceModel:
         if self.model in _checked:
             return
         tokens_S = next(iter(rows), torch.zeros(2, dtype=torch.int64))[:CHECKED_TOKENS].to(self.device)
-
         ids_1S = tokens_S[None, :-1]
 
         def own() -> torch.Tensor:
