@@ -25,7 +25,7 @@ def leaf_module(model: nn.Module, leaf: str) -> nn.Module:
         return model.get_input_embeddings()
     blocks = getattr(model.get_decoder(), "layers", None)
     if blocks is None:
-        raise ValueError(f"leaf={leaf!r} needs get_decoder().layers of {type(model).__name__}; use embeddings")
+        raise ValueError(f"leaf={leaf!r} needs get_decoder().layers, {type(model).__name__} lacks it; use embeddings")
     n = len(blocks)
     k = {"first": 1, "middle": n // 2, "last": n - 1}[leaf]
     return model.get_input_embeddings() if k == 0 else blocks[k - 1]
