@@ -57,14 +57,14 @@ def start(rank: int, world_size: int, port: int, folder: Path) -> None:
 
 def on_card(folder: Path) -> None:
     """Print a line of JSON a method with the largest difference of token advantages from the CPU's."""
+    from tests.core import card  # this process has the device for good, from before its first backward
+
     known = {}
     for name in ("grail", "uniform", "surprisal", "steer", "oar_p", "oar_g"):
         trainer = world.build(folder / name, weights={"token_weights": name})
         rows = [row for row in trainer.train_dataset for _ in range(world.GENERATIONS)]
         output = GRPOTrainer._generate_and_score_completions(trainer, rows)
         known[name] = trainer, rows, output, trainer._weighted_advantages(rows, output)
-    from tests.core import card  # this process has the device for good
-
     with card.card():
         for name, (trainer, rows, output, expected) in known.items():
             there = {key: of.to(card.DEVICE) if isinstance(of, torch.Tensor) else of for key, of in output.items()}
