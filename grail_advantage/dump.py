@@ -34,16 +34,14 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from pydantic import BaseModel, ConfigDict, Field, model_validator
+from torch import Tensor
 
 from grail_advantage import __version__
 from grail_advantage.answers.span import AnswerSpan
 from grail_advantage.answers.text import TokenTexts
 from grail_advantage.receipt import Receipt
-from grail_advantage.receipt.report import record_of
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from grail_advantage.data import Weighed
 
 logger = logging.getLogger(__name__)
@@ -76,6 +74,7 @@ RECEIVED_SCHEMA = pa.schema(  # the columns of ``received_000123.parquet``; in a
 ALL = (*SCHEMA.names, *RECEIVED_SCHEMA.names[1:])
 _PER_TOKEN = ("token_ids", "mask", *COLUMNS, "received", "clipped", "effect")
 _FIELDS = {field.name: field for schema in (RECEIVED_SCHEMA, SCHEMA) for field in schema}
+_KEYS = {"step": b"grail_advantage", "received": b"grail_advantage_received"}  # of the headers, by kind of file
 _SUFFIXES = dict.fromkeys(_PER_TOKEN, "_T") | dict.fromkeys(("by_update", "clipped_by_update"), "_KT")
 
 
@@ -143,9 +142,6 @@ def _write(folder: Path, kind: str, header: Mapping[str, Any], table: pa.Table, 
     return path
 
 
-_KEYS = {"step": b"grail_advantage", "received": b"grail_advantage_received"}  # of the headers, by kind of file
-
-
 def _path(folder: Path, kind: str, step: int, update: int) -> Path:
     return Path(folder) / f"{kind}_{step:06d}{f'_update_{update}' if update else ''}.parquet"
 
@@ -196,12 +192,9 @@ class DumpFile:
         wanted, beside = list(columns), _path(self.path.parent, "received", self.step, self.update)
         arriving = [name for name in wanted if name not in SCHEMA.names]
         own = [name for name in SCHEMA.names if name in wanted or (name == "key" and arriving)]
-        table = _read(self.path, "step", own, self.problems, most)
-        if table is None:
-            return _schema(wanted).empty_table()
-        there = bool(arriving) and beside.exists()
-        known = _read(beside, "received", ["key", *arriving], self.problems) if there else None
-        known = RECEIVED_SCHEMA.empty_table() if known is None else known
+        table, known = _read(self.path, "step", own, self.problems, most), RECEIVED_SCHEMA.empty_table()
+        if arriving and beside.exists():
+            known = _read(beside, "received", ["key", *arriving], self.problems)
         for name in arriving:
             places = pc.index_in(table["key"], known["key"].combine_chunks())
             table = table.append_column(_FIELDS[name], known[name].take(places))
@@ -240,8 +233,7 @@ class TokenDump:
 
     def receipts(self) -> list[dict[str, Any]]:
         """The headers of the files of what arrived, in order; an analysis has measured effects alone."""
-        paths = [path for _, _, path in _files(self.folder, "received")]
-        headers = [_read(path, "received", None, self.problems) for path in paths]
+        headers = [_read(path, "received", None, self.problems) for _, _, path in _files(self.folder, "received")]
         return [header for header in headers if header and "findings" in header]
 
 
@@ -259,8 +251,8 @@ def _schema(columns: Iterable[str]) -> pa.Schema:
 
 
 def _read(path: Path, kind: str, columns: Sequence[str] | None, problems: list[str], most: int | None = None) -> Any:
-    """Columns of a file as a table, or its header as a mapping; ``None`` of a damaged one, which is added to the
-    problems and logged."""
+    """Columns of a file as a table, or its header as a mapping; of a damaged one, which is added to the problems and
+    logged, no rows or ``None``."""
     try:
         with pq.ParquetFile(path) as file:
             header = json.loads(file.metadata.metadata[_KEYS[kind]])
@@ -269,8 +261,8 @@ def _read(path: Path, kind: str, columns: Sequence[str] | None, problems: list[s
             if columns is None:
                 return header
             there = [name for name in columns if name in file.schema_arrow.names]
-            rows = None if most is None else [next(file.iter_batches(most, columns=there))]
-            table = pa.Table.from_batches(rows) if rows else file.read(there)
+            first = None if most is None else next(file.iter_batches(most, columns=there), None)
+            table = file.read(there) if first is None else pa.Table.from_batches([first])
             for name in set(columns) - set(there):
                 table = table.append_column(name, pa.nulls(len(table), _FIELDS[name].type))
             return table.select(columns).cast(_schema(columns))
@@ -279,7 +271,7 @@ def _read(path: Path, kind: str, columns: Sequence[str] | None, problems: list[s
         if problem not in problems:
             problems.append(problem)
             logger.warning(problem)
-    return None
+    return None if columns is None else _schema(columns).empty_table()
 
 
 def _row(values: dict[str, Any]) -> DumpRow:
@@ -289,10 +281,10 @@ def _row(values: dict[str, Any]) -> DumpRow:
             values[name] = np.stack(value) if len(value) else np.zeros((0, 0), dtype=np.float32)
         elif isinstance(value, np.ndarray):
             values[name] = value.tolist() if name == "tokens" else value.copy()
-    span, labels, of_methods = (values.pop(name) for name in ("span", "labels", "methods"))
+    span, labels, of_methods = values["span"], json.loads(values["labels"] or "{}"), values["methods"]
     methods = {of.pop("name"): _named(of) for of in ([] if of_methods is None else of_methods)}
-    values |= {"span": span if span is None else AnswerSpan(*span.tolist())}
-    return _named({**values, "labels": json.loads(labels or "{}"), "methods": methods})
+    span = None if span is None else AnswerSpan(*span.tolist())
+    return _named({**values, "span": span, "labels": labels, "methods": methods})
 
 
 def _named(values: Mapping[str, Any]) -> DumpRow:
@@ -361,19 +353,18 @@ class StepDump(Unstopped):
 
     def __init__(self, options: DumpOptions, tokenizer: Any, *, updates: int, model: str, temperature: float) -> None:
         super().__init__(options.folder)
-        self._every, self._effect_every = options.every, options.effect_every
+        self._options, self._texts = options, TokenTexts(tokenizer)
         self._limit = None if options.responses is None else max(1, options.responses // updates)
         self._facts = {"model": as_utf8(model), "temperature": temperature}
-        self._texts = TokenTexts(tokenizer)
         self._begun, self._disk = False, threading.Thread()
 
     def writes(self, step: int) -> bool:
         """Whether responses of this training step are written."""
-        return step % self._every == 0
+        return step % self._options.every == 0
 
     def measures(self, step: int) -> bool:
         """Whether the effect of this step's update on the responses that are written is measured."""
-        return bool(self._effect_every) and step % self._effect_every == 0 and self.writes(step)
+        return bool(every := self._options.effect_every) and step % every == 0 and self.writes(step)
 
     def choose(self, step: int, update: int, groups: Sequence[int], valid: Sequence[bool]) -> list[int]:
         """The responses to write of an update. The first call removes an earlier run's files of its step and later."""
@@ -386,25 +377,13 @@ class StepDump(Unstopped):
         """Write the chosen responses, of a batch of ``rows_in_step`` without those that only fill it up."""
         with self.attempt():
             table = pa.concat_tables([part.table(self._texts) for part in parts])
-            facts = {"step": step, "update": update, "rows_in_step": rows_in_step, **self._facts}
-            header = header_of(parts[0], self._texts, **facts)
+            of_step = {"step": step, "update": update, "rows_in_step": rows_in_step}
+            header = header_of(parts[0], self._texts, **of_step, **self._facts)
             self._in_time(lambda: write_step(self.path, header, table))
 
-    def write_received(
-        self,
-        step: int,
-        update: int,
-        receipt: Receipt,
-        loss: str,
-        keys: Sequence[str],
-        lengths: Sequence[int],
-        effect: Tensor | None = None,
-    ) -> None:
-        """Write the receipt of responses that are written, with the loss's name, their keys and numbers of tokens, and
-        the effect of the update, float (B, T), where it was measured."""
-        with self.attempt():
-            header, table = record_of(receipt, loss, step, update), received_table(receipt, keys, lengths, effect)
-            self._in_time(lambda: write_received(self.path, header, table))
+    def write_received(self, header: Mapping[str, Any], table: pa.Table) -> None:
+        """Write what is known of such responses after the update, as :func:`write_received` takes it."""
+        self._in_time(lambda: write_received(self.path, header, table))
 
     def _in_time(self, write: Callable[[], Any]) -> None:
         with self.attempt():
@@ -427,17 +406,15 @@ def header_of(weighed: Weighed, texts: TokenTexts, **facts: Any) -> DumpHeader:
 def received_table(
     receipt: Receipt, keys: Sequence[str], lengths: Sequence[int], effect: Tensor | None = None
 ) -> pa.Table:
-    """A receipt's responses, with their keys and numbers of tokens, as :func:`write_received` takes them."""
-    rows = []
+    """A receipt's responses, with their keys and numbers of tokens, and the effect of the update, float (B, T), where it
+    was measured, as :func:`write_received` takes them."""
+    rows, by_name = [], {"received": receipt.received_BT, "clipped": receipt.clipped_BT, "effect": effect}
+    of_updates = {"by_update": receipt.received_UBT, "clipped_by_update": receipt.clipped_UBT}
     for place, (key, length) in enumerate(zip(keys, lengths, strict=True)):
-        by_update, clipped = (of[:, place, :length].float() for of in (receipt.received_UBT, receipt.clipped_UBT))
-        there = by_update.isfinite().any(dim=1)
-        row = {"key": as_utf8(key), "updates": there.nonzero().flatten().numpy()}
-        values = {"received": receipt.received_BT, "clipped": receipt.clipped_BT, "effect": effect}
-        row |= {name: of[place, :length].float().numpy() for name, of in values.items() if of is not None}
-        rows.append(
-            {**row, "by_update": list(by_update[there].numpy()), "clipped_by_update": list(clipped[there].numpy())}
-        )
+        there = receipt.received_UBT[:, place, :length].isfinite().any(dim=1)
+        row = {name: of[place, :length].float().numpy() for name, of in by_name.items() if of is not None}
+        row |= {name: list(of[there, place, :length].float().numpy()) for name, of in of_updates.items()}
+        rows.append({"key": as_utf8(key), "updates": there.nonzero().flatten().numpy(), **row})
     return pa.Table.from_pylist(rows, schema=RECEIVED_SCHEMA)
 
 

@@ -92,7 +92,7 @@ ROWS = (
      "[FILLER_TOKENS] * (count - len(of_rank))", "[FILLER_TOKENS] * fillers"),
     ("verl_ext/exchange", "verl_ext/test_zero_advantage_by_hand.py",
      'tokens = data["loss_mask"].sum()', 'tokens = kept["loss_mask"].sum()'),
-    ("trl_ext/dump", "trl_ext/receipt_checks.py",
+    ("trl_ext/dump", "trl_ext/dump_checks.py",
      "Piece(rows, full, received, update, rank)", "Piece(rows, full, received, 0, rank)"),
     ("trl_ext/trainer", "trl_ext/core_checks.py::test_the_mean_of_the_runs_loss",
      "(len(kept) * most_tokens)", "kept.numel()"),

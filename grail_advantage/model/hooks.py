@@ -25,19 +25,10 @@ def leaf_module(model: nn.Module, leaf: str) -> nn.Module:
         return model.get_input_embeddings()
     blocks = getattr(model.get_decoder(), "layers", None)
     if blocks is None:
-        name = type(model).__name__
-        raise ValueError(f"leaf={leaf!r} needs get_decoder().layers, which {name} lacks; use embeddings")
+        raise ValueError(f"leaf={leaf!r} needs get_decoder().layers, {type(model).__name__} lacks it; use embeddings")
     n = len(blocks)
     k = {"first": 1, "middle": n // 2, "last": n - 1}[leaf]
     return model.get_input_embeddings() if k == 0 else blocks[k - 1]
-
-
-def keeps_keys_and_values(model: nn.Module) -> bool:
-    """Whether a model's cache holds keys and values, which a forward may go on from, and no state."""
-    from transformers import PreTrainedModel  # not above: naming the methods would import transformers' model code
-
-    inner = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), model)
-    return not getattr(inner, "_is_stateful", False)
 
 
 @contextmanager
@@ -105,24 +96,19 @@ def capture_hidden_states(model: nn.Module) -> Iterator[list[torch.Tensor]]:
 
 @contextmanager
 def evaluation_mode(model: nn.Module, *, checkpoint_blocks: bool = False) -> Iterator[None]:
-    """Dropout off, gradient checkpointing as configured, gradients on; every module's mode is put back afterwards.
-
-    Checkpointed blocks and FSDP1 units work as :mod:`grail_advantage.model.patches` says. ``checkpoint_blocks`` is for
-    training that saves memory in another way: they are checkpointed whatever is configured."""
+    """Dropout off, gradient checkpointing as configured, gradients on; every module's mode is put back afterwards. Blocks
+    and FSDP1 units work as :mod:`grail_advantage.model.patches` says. ``checkpoint_blocks`` is for training that saves
+    memory in another way: they are checkpointed whatever is configured."""
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     from grail_advantage.model.patches import checkpointing_in_evaluation, resharding
 
     modes = [(module, module.training) for module in model.modules()]
-    blocks = [
-        module
-        for module, _ in modes
-        if isinstance(module, GradientCheckpointingLayer) and (checkpoint_blocks or module.gradient_checkpointing)
-    ]
+    blocks = [module for module, _ in modes if isinstance(module, GradientCheckpointingLayer)]
+    blocks = [block for block in blocks if checkpoint_blocks or block.gradient_checkpointing]
     try:
         model.eval()
-        reshard = resharding(model)
-        with checkpointing_in_evaluation(blocks), reshard, torch.inference_mode(False), torch.enable_grad():
+        with checkpointing_in_evaluation(blocks), resharding(model), torch.inference_mode(False), torch.enable_grad():
             yield
     finally:
         for module, training in modes:
@@ -133,18 +119,14 @@ def log_probs(logits_KV: torch.Tensor, tokens_K: torch.Tensor, temperature: floa
     """Log-probability of each token at the sampling temperature, above 0, from the logits of its predictor position, of any
     floating dtype; (K,), computed in float32."""
     pairs = zip(logits_KV.split(TOGETHER), tokens_K[:, None].split(TOGETHER), strict=True)
-    found = [torch.log_softmax(of.float() / temperature, dim=-1).gather(-1, tokens)[:, 0] for of, tokens in pairs]
-    return torch.cat([logits_KV.new_zeros(0, dtype=torch.float32), *found])
+    return torch.cat([torch.log_softmax(of.float() / temperature, -1).gather(-1, ids)[:, 0] for of, ids in pairs])
 
 
 def entropies(logits_KV: torch.Tensor, temperature: float) -> torch.Tensor:
     """Entropy, in nats, of the distribution that each token is drawn from, as :func:`log_probs`."""
-    found = [logits_KV.new_zeros(0, dtype=torch.float32)]
-    for some_KV in logits_KV.split(TOGETHER):
-        log_KV = torch.log_softmax(some_KV.float() / temperature, dim=-1)
-        # A word that is ruled out (probability 0, logit -inf) adds nothing; NaN stays.
-        found.append(-torch.where(log_KV == -torch.inf, 0, log_KV.exp() * log_KV).sum(-1))
-    return torch.cat(found)
+    parts = (torch.log_softmax(some_KV.float() / temperature, dim=-1) for some_KV in logits_KV.split(TOGETHER))
+    # A word that is ruled out (probability 0, logit -inf) adds nothing; NaN stays.
+    return torch.cat([-torch.where(log_KV == -torch.inf, 0, log_KV.exp() * log_KV).sum(-1) for log_KV in parts])
 
 
 def gradient_at(loss: torch.Tensor, leaf_BSD: torch.Tensor) -> torch.Tensor:

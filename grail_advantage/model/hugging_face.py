@@ -2,18 +2,16 @@
 
 Rows are padded on the right, and the attention mask does not tell: nothing in a causal model sees what comes after it,
 so that each row computes what it does alone, with the same kernels. Before its first rows that go together a model is
-asked whether that is so (:mod:`grail_advantage.model.probe`); where it is not, rows run one at a time.
-
-Shape suffixes: B rows of a micro-batch, S their positions, T response tokens, K chosen positions of all rows,
-V vocabulary, N sequences."""
+asked whether that is so (:mod:`grail_advantage.model.probe`); where it is not, rows run one at a time. Shape suffixes: B
+rows of a micro-batch, S their positions, T response tokens, K chosen positions of all rows, V vocabulary."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
@@ -24,7 +22,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from grail_advantage.data import ENTROPY, OLD_LOG_PROBS, Row
 from grail_advantage.model import hooks
-from grail_advantage.model.interface import Forward, Range, RankRounds, sequence_forward
+from grail_advantage.model.interface import Forward, Range, RankRounds, T, sequence_forward
 from grail_advantage.model.probe import Finding, probe, probe_rows, reads_its_logits, whole_row
 
 logger = logging.getLogger(__name__)
@@ -36,8 +34,6 @@ CHECKED_TOKENS = 18  # of the row by which a model's logits are checked
 _fitting_tokens: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
 _findings: WeakKeyDictionary[nn.Module, tuple[int, Finding]] = WeakKeyDictionary()
 _checked: WeakSet[nn.Module] = WeakSet()
-
-_T = TypeVar("_T")
 
 
 class HuggingFaceModel:
@@ -63,41 +59,38 @@ class HuggingFaceModel:
         self._together = 1
 
     def micro_batches(
-        self, rows: Sequence[Row], work: Callable[[PaddedRows], Sequence[_T]], *, gradients: bool
-    ) -> list[_T]:
-        results: list[Any] = [None] * len(rows)
+        self, rows: Sequence[Row], work: Callable[[PaddedRows], Sequence[T]], *, gradients: bool
+    ) -> list[T]:
         # The longest first: where memory does not do, it shows at once.
-        waiting = sorted(range(len(rows)), key=lambda index: -len(rows[index].tokens))
+        order = sorted(range(len(rows)), key=lambda index: -len(rows[index].tokens))
+        waiting, results = [rows[index] for index in order], list[T]()
 
-        def run_next() -> Sequence[_T]:
-            longest = len(rows[waiting[0]].tokens)
-            some = [rows[index] for index in waiting[: 1 if alone else self.sequences_together(longest)]]
+        def run_next() -> Sequence[T]:
+            longest = len(waiting[0].tokens)
+            some = waiting[: 1 if alone else self.sequences_together(longest)]
             return work(PaddedRows(self, [row for row in some if len(row.tokens) >= LEAST_LENGTH * longest]))
 
         with hooks.evaluation_mode(self.model), torch.set_grad_enabled(gradients):
-            alone = not self._independent([rows[index] for index in waiting])
+            alone = not self._independent(waiting)
             while waiting:
                 self.rounds.take()
-                of_rows = self.fitting(run_next)
-                for index, result in zip(waiting[: len(of_rows)], of_rows, strict=True):
-                    results[index] = result
-                waiting = waiting[len(of_rows) :]
+                results += self.fitting(run_next)
+                waiting = [rows[index] for index in order[len(results) :]]
             for _ in self.rounds.wait():
                 work(PaddedRows(self, [whole_row(torch.zeros(2, dtype=torch.int64, device=self.device))]))
-        return results
+        return [result for _, result in sorted(zip(order, results, strict=True), key=lambda pair: pair[0])]
 
     @contextmanager
     def sequences(self) -> Iterator[Forward]:
-        with hooks.evaluation_mode(self.model):
+        with hooks.evaluation_mode(self.model), sequence_forward(self.model, self.rounds) as forward:
             self.model.eval()  # no checkpointing either: checkpointed blocks keep no keys and values
-            with sequence_forward(self.model, self.rounds) as forward:
-                yield forward
+            yield forward
 
     def sequences_together(self, length: int) -> int:
         self._together = max(1, self.tokens // length)
         return self._together
 
-    def fitting(self, work: Callable[[], _T]) -> _T:
+    def fitting(self, work: Callable[[], T]) -> T:
         """What ``work`` gives, which runs again with half the budget of tokens for as long as memory runs out.
         RuntimeError: memory does not do for one row, or is short on one of several ranks."""
         while True:
@@ -121,23 +114,26 @@ class HuggingFaceModel:
         tokens_S = next(iter(rows), torch.zeros(2, dtype=torch.int64))[:CHECKED_TOKENS].to(self.device)
         ids_1S = tokens_S[None, :-1]
 
-        def read(backwards: bool) -> list[torch.Tensor]:
-            """Of a model that only scales or caps each position's logits the order of positions changes none."""
-            around = hooks.at_head(self.model, lambda hidden_BSD: hidden_BSD.flip(1)) if backwards else nullcontext()
-            with around:
-                output = self.model(input_ids=ids_1S, attention_mask=torch.ones_like(ids_1S), use_cache=False)
-            logits = getattr(output, "logits", None)
-            if not isinstance(logits, torch.Tensor) or logits.ndim != 3:
-                raise ValueError(f"model ({type(self.model).__name__}) gives no logits (B, S, V); {hooks.REMEDY}")
-            if logits.shape[1] != ids_1S.shape[1]:
+        def own() -> torch.Tensor:
+            logits: Any = getattr(self.forward(ids_1S), "logits", None)
+            if getattr(logits, "shape", ())[:-1] != ids_1S.shape:
                 refuse(self.model)
-            logits_SV = logits[0].flip(0) if backwards else logits[0]
-            return [hooks.log_probs(logits_SV, tokens_S[1:], self.temperature)]
+            return hooks.log_probs(logits[0], tokens_S[1:], self.temperature)
+
+        def backwards() -> torch.Tensor:
+            """Of a model that only scales or caps each position's logits the order of positions changes none."""
+            with hooks.at_head(self.model, lambda hidden_BSD: hidden_BSD.flip(1)):
+                logits_1SV = self.forward(ids_1S).logits
+            return hooks.log_probs(logits_1SV[0].flip(0), tokens_S[1:], self.temperature)
 
         with hooks.evaluation_mode(self.model):
-            if not reads_its_logits(self.model, lambda _: read(False), lambda _: read(True), tokens_S):
+            if not reads_its_logits(self.model, own, backwards):
                 refuse(self.model)
         _checked.add(self.model)
+
+    def forward(self, tokens_BS: torch.Tensor) -> Any:
+        """The model's output for rows of tokens, padding on the right included."""
+        return self.model(input_ids=tokens_BS, attention_mask=torch.ones_like(tokens_BS), use_cache=False)
 
     def _log_probs(self, some: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         return PaddedRows(self, [whole_row(tokens_S.to(self.device)) for tokens_S in some]).response_log_probs()
@@ -145,7 +141,7 @@ class HuggingFaceModel:
     def _independent(self, rows: Sequence[Row]) -> bool:
         """Whether rows, the longest first, are the same together as alone. A model is asked again when a row is longer
         than any before. A collective of the ranks, which ask together."""
-        longest = int(self._most(len(rows[0].tokens) if len(rows) > 1 else 0))
+        longest = int(self.rounds.most(len(rows[0].tokens) if len(rows) > 1 else 0))
         if not longest:
             return True  # no rank has two rows
         known, finding = _findings.get(self.model, (0, None))
@@ -157,19 +153,11 @@ class HuggingFaceModel:
                 return probe(self.model, self._log_probs, some)
 
             finding = self.fitting(ask)
-            finding = replace(finding, difference=self._most(finding.difference))
+            finding = replace(finding, difference=self.rounds.most(finding.difference))
             _findings[self.model] = longest, finding
             if not finding.holds:
                 logger.warning("%s: responses go through the model one at a time", finding)
         return finding.holds
-
-    def _most(self, value: float) -> float:
-        """The largest of all ranks'."""
-        if self.rounds.group is None:
-            return value
-        most = torch.tensor(float(value), device=self.device)
-        torch.distributed.all_reduce(most, op=torch.distributed.ReduceOp.MAX, group=self.rounds.group)
-        return float(most)
 
 
 class PaddedRows:
@@ -217,9 +205,9 @@ class PaddedRows:
         those that are named, (T,) float32."""
         logits_KV, tokens_K = self._predicted([(row.start, len(row.tokens)) for row in self.rows])
         counts, temperature = [len(row.tokens) - row.start for row in self.rows], self._host.temperature
-        found = {OLD_LOG_PROBS: lambda: hooks.log_probs(logits_KV, tokens_K, temperature)}
-        found[ENTROPY] = lambda: hooks.entropies(logits_KV, temperature)
-        of_rows = zip(*(found[name]().split(counts) for name in names), strict=True)
+        of_names = {OLD_LOG_PROBS: lambda: hooks.log_probs(logits_KV, tokens_K, temperature)}
+        of_names[ENTROPY] = lambda: hooks.entropies(logits_KV, temperature)
+        of_rows = zip(*(of_names[name]().split(counts) for name in names), strict=True)
         return [dict(zip(names, of_row, strict=True)) for of_row in of_rows]
 
     def _predicted(self, tokens: Sequence[Range]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -230,13 +218,10 @@ class PaddedRows:
     def _forward(self, positions: Sequence[Range]) -> Any:
         """Up to the last of the positions of each row."""
         self._lengths = [past for _, past in positions]
-        tokens_BS = self._tokens_BS[:, : max(1, *self._lengths)]
-        return self._model(input_ids=tokens_BS, attention_mask=torch.ones_like(tokens_BS), use_cache=False)
+        return self._host.forward(self._tokens_BS[:, : max(1, *self._lengths)])
 
 
 def refuse(model: nn.Module) -> NoReturn:
     """ValueError of a model whose logits are not those of its input's tokens."""
-    raise ValueError(
-        f"model ({type(model).__name__}) has other positions than its input, so that scores would be wrong; pass the causal "
-        "language model itself, and an adapter such as LoRA in place of virtual tokens"
-    )
+    kind = f"model ({type(model).__name__}) gives no logits, or has other positions than its input"
+    raise ValueError(f"{kind}; {hooks.REMEDY}, itself, and an adapter such as LoRA in place of virtual tokens")

@@ -3,10 +3,8 @@
 A host (:mod:`grail_advantage.model.hugging_face`, :mod:`grail_advantage.verl_ext.engine_model`) implements what its methods
 use. ``uses="saliency"``, as GRAIL: ``micro_batches``, ``leaf``, ``log_likelihood``, ``per_row``; ``"logits"``: also
 ``logits`` and ``at``; ``"sequences"``: ``sequences`` and ``sequences_together``; else ``micro_batches`` and the one method
-of that name. Micro-batches, packing, sharding, sequence parallelism and precision are the host's affair.
-
-Shape suffixes: B rows of an activation, S its positions, D hidden, V vocabulary, K chosen positions of all rows, one
-row after the other, T response tokens, N sequences."""
+of that name. Micro-batches, sharding and precision are the host's affair. Shape suffixes: B rows of an activation, S its
+positions, D hidden, V vocabulary, K chosen positions of all rows, row after row, T response tokens, N sequences."""
 
 from __future__ import annotations
 
@@ -18,7 +16,7 @@ import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 
-from grail_advantage.model.hooks import at_head, capture_leaf, gradient_at, keeps_keys_and_values
+from grail_advantage.model.hooks import at_head, capture_leaf, gradient_at
 
 if TYPE_CHECKING:
     from transformers import Cache
@@ -88,18 +86,19 @@ class RankRounds:
         self.group, self.device = group, device
 
     def take(self) -> None:
-        self._others(1)
+        self.most(1)
 
     def wait(self) -> Iterator[None]:
-        while self._others(0):
+        while self.most(0):
             yield
 
-    def _others(self, own: int) -> int:
+    def most(self, own: float) -> float:
+        """The largest of all ranks'."""
         if self.group is None:
-            return 0
-        passes = torch.tensor(own, device=self.device)
-        torch.distributed.all_reduce(passes, group=self.group)
-        return int(passes)
+            return own
+        most = torch.tensor(float(own), device=self.device)
+        torch.distributed.all_reduce(most, op=torch.distributed.ReduceOp.MAX, group=self.group)
+        return float(most)
 
 
 @contextmanager
@@ -108,26 +107,26 @@ def sequence_forward(
 ) -> Iterator[Forward]:
     """:meth:`Model.sequences` of a Hugging Face model in evaluation mode. Sharded parameters are gathered in every forward,
     ``around`` each of them, so a rank that is through runs forwards of one token until all are."""
-
-    def run(tokens_NS: torch.Tensor, kept_K: torch.Tensor, cache: Cache | None) -> tuple[torch.Tensor, Cache | None]:
-        kept_K, cached = kept_K.to(rounds.device), cache.get_seq_length() if cache is not None else 0
-        named: dict[str, Any] = {"past_key_values": cache} if cache is not None else {}
-        named["attention_mask"] = tokens_NS.new_ones(len(tokens_NS), cached + tokens_NS.shape[1])
-        with at_head(model, lambda hidden_BSD: hidden_BSD[:, kept_K]), around():
-            output = model(input_ids=tokens_NS, use_cache=keeps_keys_and_values(model), **named)
-        return output.logits, output.get("past_key_values")
+    goes_on = not any(getattr(module, "_is_stateful", False) for module in model.modules())  # from keys and values
 
     def forward(
-        tokens_NS: torch.Tensor, kept_K: torch.Tensor, cache: Cache | None
+        tokens_NS: torch.Tensor, kept_K: torch.Tensor, cache: Cache | None, *, waits: bool = False
     ) -> tuple[torch.Tensor, Cache | None]:
-        rounds.take()
-        return run(tokens_NS.to(rounds.device), kept_K, cache)
+        if not waits:
+            rounds.take()
+        tokens_NS, kept_K = tokens_NS.to(rounds.device), kept_K.to(rounds.device)
+        named: dict[str, Any] = {"past_key_values": cache} if cache is not None else {}
+        cached = cache.get_seq_length() if cache is not None else 0
+        named["attention_mask"] = tokens_NS.new_ones(len(tokens_NS), cached + tokens_NS.shape[1])
+        with at_head(model, lambda hidden_BSD: hidden_BSD[:, kept_K]), around():
+            output = model(input_ids=tokens_NS, use_cache=goes_on, **named)
+        return output.logits, output.get("past_key_values")
 
     with torch.no_grad():
         yield forward
-        nothing_11 = torch.zeros((1, 1), dtype=torch.int64, device=rounds.device)
+        nothing_11 = torch.zeros((1, 1), dtype=torch.int64)
         for _ in rounds.wait():
-            run(nothing_11, nothing_11[0], None)
+            forward(nothing_11, nothing_11[0], None, waits=True)
 
 
 def saliency_step(micro: MicroBatch, targets: Sequence[Range], leaf: str) -> list[tuple[torch.Tensor, torch.Tensor]]:

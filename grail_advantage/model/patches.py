@@ -19,13 +19,10 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 @contextmanager
 def checkpointing_in_evaluation(blocks: Sequence[GradientCheckpointingLayer]) -> Iterator[None]:
     """While open, each block runs in evaluation mode inside a checkpoint of its own; afterwards all are in that mode.
-
     Transformers checkpoints a block only in training mode, which also switches its dropout on
     (``GradientCheckpointingLayer.__call__``, modeling_layers.py:60), so the blocks only seem to train to the code around
     them. A reentrant checkpoint (``_gradient_checkpointing_func``, line 92) has no gradient of activations: none is.
-
-    Can go when ``test_blocks_are_checkpointed_in_evaluation_mode_inside`` passes without it.
-    """
+    Can go when ``test_blocks_are_checkpointed_in_evaluation_mode_inside`` passes without it."""
     own = [{name: vars(block)[name] for name in _CHECKPOINTING if name in vars(block)} for block in blocks]
     try:
         for block in blocks:
@@ -63,10 +60,8 @@ def resharding(model: nn.Module) -> Iterator[None]:
     that it reaches would stay unsharded until its end: with the first activation, the whole model. The hook on the
     inputs' gradients is FSDP1's own for frozen units, and there is no public way to ask for it
     (``_register_post_backward_reshard_only_hook``, fsdp/_runtime_utils.py:1501, returns where the flat parameter trains).
-
     Can go with FSDP1, or when ``test_whole_blocks_are_as_few_as_in_training`` of ``verl_ext/test_passes.py``
-    passes without it.
-    """
+    passes without it."""
     units: list[Any] = []
     if torch.distributed.is_available():
         from torch.distributed.fsdp import FullyShardedDataParallel

@@ -3,7 +3,6 @@ by an experiment that writes into none of its parameters, in the layout and the 
 
 It sees whatever the forward does: dropout, noise of a hook, a router that draws, padding in a state, packed responses
 that see each other, frequencies chosen by the longest response. It does not see a loss that compares responses.
-
 Shape suffixes: S tokens of a row."""
 
 from __future__ import annotations
@@ -69,13 +68,12 @@ def probe(model: nn.Module, run: Run, rows: Sequence[torch.Tensor]) -> Finding:
     return Finding(found[where], limit, where)
 
 
-def reads_its_logits(model: nn.Module, own: Run, run: Run, tokens_S: torch.Tensor) -> bool:
-    """Whether log-probabilities by ``run``, as they are read here, are those of the model's ``own`` logits, or draw at
-    random. In a run of several ranks that share forwards it is a collective."""
+def reads_its_logits(model: nn.Module, own: Callable[[], torch.Tensor], read: Callable[[], torch.Tensor]) -> bool:
+    """Whether log-probabilities as they are ``read`` here are those of the model's ``own`` logits, or draw at random. In
+    a run of several ranks that share forwards it is a collective."""
     with _without_a_trace(model):
-        limit = limit_of(lambda: own([tokens_S]))
-        plain_S, again_S, found_S = (of([tokens_S])[0] for of in (own, own, run))
-    return not difference(found_S, plain_S) > limit or difference(again_S, plain_S) > limit  # NaN is NaN
+        limit, plain_S, again_S, read_S = limit_of(own), own(), own(), read()
+    return not difference(read_S, plain_S) > limit or difference(again_S, plain_S) > limit  # NaN is NaN
 
 
 @contextmanager
@@ -104,7 +102,7 @@ def limit_of(forward: Callable[[], object]) -> float:
     autocast around it or in it, a cast, or a device that multiplies float32 with fewer digits, as in TF32."""
     with torch.compiler.set_stance("force_eager"), _Computed() as computed:
         forward()
-    return HALF_LIMIT if computed.in_half or any(map(_drops_digits, computed.devices)) else LIMIT
+    return HALF_LIMIT if any(size < 4 or _drops_digits(device) for device, size in computed.made) else LIMIT
 
 
 class _Computed(TorchDispatchMode):
@@ -114,21 +112,20 @@ class _Computed(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.in_half, self.devices = False, set[torch.device]()
+        self.made = set[tuple[torch.device, int]]()  # with the bytes of a number
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         made = [of for of in tree_leaves(result) if isinstance(of, torch.Tensor) and of.is_floating_point()]
-        self.in_half |= any(of.dtype.itemsize < 4 for of in made)
-        self.devices |= {of.device for of in made if not of.is_meta}
+        self.made |= {(of.device, of.dtype.itemsize) for of in made}
         return result
 
 
 def _drops_digits(device: torch.device) -> bool:
     """Whether products of float32 lose digits that float32 has: TF32 keeps 10 behind the point, float32 23."""
-    near_1 = torch.full((256, 256), 1 + 2**-20, device=device)
-    with torch.autocast(device.type, enabled=False):
-        return bool((near_1 @ torch.eye(256, device=device) == 1).any())
+    near_1 = torch.full((256, 256), 1 + 2**-20, device="cpu" if device.type == "meta" else device)
+    with torch.autocast(near_1.device.type, enabled=False):
+        return bool((near_1 @ torch.eye(256, device=near_1.device) == 1).any())
 
 
 def probe_rows(

@@ -22,17 +22,17 @@ from trl import GRPOTrainer
 
 from grail_advantage.api import PlainHost
 from grail_advantage.data import DUMPED, OLD_LOG_PROBS, ROLLOUT_LOG_PROBS, Rollouts, Weighed, outcome_of
-from grail_advantage.dump import METRICS_FILE, DumpOptions, MetricsFile, StepDump, tolerant
+from grail_advantage.dump import METRICS_FILE, DumpOptions, MetricsFile, StepDump, received_table, tolerant
 from grail_advantage.effect import effect_figures
-from grail_advantage.methods.turns import TurnMethod, rewards_label
+from grail_advantage.methods.turns import rewards_label
 from grail_advantage.receipt import Batch, Piece, check, trl_loss
 from grail_advantage.receipt.measure import Gradient
+from grail_advantage.receipt.report import record_of
 from grail_advantage.rules import hold, let_go
 
 logger = logging.getLogger(__name__)
 
 GROUND_TRUTHS = ("solution", "ground_truth", "answer", "gold")  # columns with the correct answer; the first is shown
-Part = tuple[dict[str, Tensor], list[int], list[Piece]]  # of a process: columns, lengths, micro-batches
 ROWS = "receipt_rows"  # numbers of a generation batch's responses, which TRL shuffles and splits along with it
 COLUMNS = {"advantages_BT": "advantages", "mask_BT": "loss_mask", "old_log_probs_BT": "old_per_token_logps"}
 COLUMNS |= {"weights_BT": "importance_sampling_ratio", "ref_log_probs_BT": "ref_per_token_logps"}  # by TRL's names
@@ -73,7 +73,7 @@ class Generation:
     columns: dict[str, Tensor] = field(default_factory=dict)  # (B, T) each
     # Of each micro-batch its gradient, its rows, those of them that went through the model, its update, and the scale
     read: list[tuple[Gradient, Tensor, Tensor, int, float]] = field(default_factory=list)
-    measured: Rollouts | None = None  # of this process, with log-probabilities before the update, for its effect
+    measured: tuple[list[int], Rollouts] | None = None  # rows, with log-probabilities before the update, for its effect
 
     def pieces(self, rank: int) -> Iterator[Piece]:
         """Micro-batches with a backward, on the CPU; a response that was left out has gradient 0 and ratio 1."""
@@ -132,22 +132,10 @@ class GenerationDump(TrainerCallback):
             self.finish_receipt()
         let_go(self.folder)
 
-    def facts(self, inputs: list[dict[str, Any]], sums: Tensor) -> dict[str, list[Any]]:
-        """The dump's facts of this process's responses, from their rows of the data set and the sums of their rewards
-        (B,), NaN for a response that no reward function scored."""
-        method = self._trainer.method
-        rewards = [value if math.isfinite(value) else None for value in sums.float().tolist()]
-        column = method.rewards if isinstance(method, TurnMethod) else ""
-        of_turns = [tolerant(rewards_label, row.get(column)) if column else None for row in inputs]
-        named = [{"turn_rewards": of} if of else {} for of in of_turns]
-        outcomes = [outcome_of(reward) for reward in rewards]
-        there = [[row[name] for name in GROUND_TRUTHS if row.get(name) is not None] for row in inputs]
-        truths = [tolerant(str, of[0]) if of else None for of in there]
-        return {"ground_truth": truths, "reward": rewards, "outcome": outcomes, "labels": named}
-
-    def write(self, w: Weighed, output: dict[str, Any], advantages: Tensor) -> None:
-        """Write this process's responses of a generation batch, and begin to read its updates. ``output``: TRL's batch,
-        which gets their numbers; ``advantages``: (B, T) after weighting. A collective."""
+    def write(self, w: Weighed, inputs: list[dict[str, Any]], output: dict[str, Any], advantages: Tensor) -> None:
+        """Write this process's responses of a generation batch, and begin to read its updates. ``inputs``: their rows of
+        the data set; ``output``: TRL's batch, which gets their numbers; ``advantages``: (B, T) after weighting. A
+        collective."""
         trainer, r, step = self._trainer, w.rollouts, self._trainer.state.global_step + 1
         self._step, self._update = step, self._update + 1 if step == self._step else 0
         groups = [place // trainer.num_generations for place in range(len(r) * trainer.accelerator.num_processes)]
@@ -168,17 +156,28 @@ class GenerationDump(TrainerCallback):
                 output[ROWS] = torch.arange(len(r), device=advantages.device)
             if rows := [row for row, place in enumerate(r.places) if place in set(chosen)]:
                 part = w.part(rows)
-                columns = self._host(part.rollouts).columns(list(DUMPED))
+                columns, places = self._host(part.rollouts).columns(list(DUMPED)), part.rollouts.places
                 if (sampled := output.get("sampling_per_token_logps")) is not None:  # of vLLM, or of rollout_func
                     columns[ROLLOUT_LOG_PROBS] = sampled[rows, : part.advantages.shape[1]].float()
-                keys = [f"{step}_{place}" for place in part.rollouts.places]
-                own = [replace(part, rollouts=replace(part.rollouts, columns=columns, keys=keys))]
+                facts = self._facts([inputs[row] for row in rows], places)
+                keys = [f"{step}_{place}" for place in places]
+                own = [replace(part, rollouts=replace(part.rollouts, columns=columns, keys=keys, facts=facts))]
                 if self._generation is not None and self._dump.measures(step):
-                    self._generation.measured = own[0].rollouts
+                    self._generation.measured = rows, own[0].rollouts
         parts = gather_object(own)
         if main:
             self._dump.write(step, self._update, parts, rows_in_step=len(groups))
             trainer._metrics["train"]["token_dump/failed_files"].append(float(self._dump.failed))
+
+    def _facts(self, inputs: list[dict[str, Any]], places: Sequence[int]) -> dict[str, list[Any]]:
+        """Of some responses, by their rows of the data set."""
+        sums, column = self._trainer.reward_sums[places].tolist(), self._trainer.call_rewards
+        rewards = [value if math.isfinite(value) else None for value in sums]
+        of_turns = [tolerant(rewards_label, row.get(column)) if column else None for row in inputs]
+        there = [[row[name] for name in GROUND_TRUTHS if row.get(name) is not None] for row in inputs]
+        facts = {"reward": rewards, "outcome": list(map(outcome_of, rewards))}
+        facts["labels"] = [{"turn_rewards": of} if of else {} for of in of_turns]
+        return facts | {"ground_truth": [tolerant(str, of[0]) if of else None for of in there]}
 
     def see(self, log_probs: Tensor, inputs: Mapping[str, Any], kept: Mapping[str, Any]) -> None:
         """Read the gradient of the log-probabilities (b, T) that go into the loss of a micro-batch, of which ``kept``
@@ -195,24 +194,23 @@ class GenerationDump(TrainerCallback):
         generation, self._generation, accelerator = self._generation, None, self._trainer.accelerator
         if generation is None:
             return
-        own, effects = None, dict[int, Tensor]()
+        own = None
         with self._dump.attempt():
-            own = generation.columns, generation.lengths, list(generation.pieces(accelerator.process_index))
-            effects = self._effects(generation.measured)
-        parts, found = gather_object([own]), gather_object([effects])
+            pieces, columns = list(generation.pieces(accelerator.process_index)), generation.columns
+            if self._dump.measures(generation.step):
+                columns["effect"] = torch.full(columns["mask_BT"].shape, torch.nan)
+                if generation.measured is not None:  # the change of log-probabilities since the responses were scored
+                    rows, before = generation.measured
+                    now = self._host(replace(before, columns={})).columns([OLD_LOG_PROBS])[OLD_LOG_PROBS]
+                    columns["effect"][rows, : now.shape[1]] = now - before.columns[OLD_LOG_PROBS]
+            own = columns, generation.lengths, pieces
+        parts = gather_object([own])
         if accelerator.is_main_process and None not in parts:
             with self._dump.attempt():
-                self._write_receipt(generation, parts, {place: of for own in found for place, of in own.items()})
+                self._write_receipt(generation, parts)
 
-    def _effects(self, measured: Rollouts | None) -> dict[int, Tensor]:
-        """The change of each token's log-probability since these responses were scored, by place, (T,) each."""
-        if measured is None:
-            return {}
-        before, now = measured.columns[OLD_LOG_PROBS], replace(measured, columns={})
-        effect = self._host(now).columns([OLD_LOG_PROBS])[OLD_LOG_PROBS] - before
-        return {place: of for place, of in zip(measured.places, effect, strict=True)}
-
-    def _write_receipt(self, of: Generation, parts: Sequence[Part], effects: Mapping[int, Tensor]) -> None:
+    def _write_receipt(self, of: Generation, parts: Sequence[tuple[dict[str, Tensor], list[int], list[Piece]]]) -> None:
+        """``parts``: of each process the columns and lengths of its responses, and its micro-batches."""
         args, width = self._trainer.args, max(columns["mask_BT"].shape[1] for columns, _, _ in parts)
         padded = [{name: pad(own[name], (0, width - own[name].shape[1])) for name in own} for own, _, _ in parts]
         columns = {name: torch.cat([own[name] for own in padded]) for name in padded[0]}
@@ -226,18 +224,14 @@ class GenerationDump(TrainerCallback):
         if not pieces:
             return
         mask, keys = columns.pop("mask_BT").bool(), [f"{of.step}_{place}" for place in range(len(lengths))]
-        advantages, effect = columns.pop("advantages_BT"), torch.full(mask.shape, torch.nan)
-        for place, values in effects.items():
-            effect[place, : len(values)] = values
+        advantages, effect = columns.pop("advantages_BT"), columns.pop("effect", None)
         counts = {"updates": updates, "epochs": args.num_iterations, "ranks": self._trainer.accelerator.num_processes}
         loss = trl_loss(**vars(args))
-        receipt = check(Batch(advantages, mask, **columns, **counts, keys=keys), loss, pieces)
-        rows = of.chosen
+        receipt, rows = check(Batch(advantages, mask, **columns, **counts, keys=keys), loss, pieces), of.chosen
         names = ("received_BT", "clipped_BT", "received_UBT", "expected_UBT", "clipped_UBT")
-        chosen = {name: getattr(receipt, name)[..., rows, :] for name in names}
-        written = [keys[row] for row in rows], [lengths[row] for row in rows]
-        written_effect = effect[rows] if effects else None
-        self._dump.write_received(of.step, of.update, replace(receipt, **chosen), loss.name, *written, written_effect)
-        if effects:
+        chosen = replace(receipt, **{name: getattr(receipt, name)[..., rows, :] for name in names})
+        written = [keys[row] for row in rows], [lengths[row] for row in rows], None if effect is None else effect[rows]
+        self._dump.write_received(record_of(chosen, loss.name, of.step, of.update), received_table(chosen, *written))
+        if effect is not None:
             for name, value in effect_figures(advantages, effect, mask).items():
                 self._trainer._metrics["train"][f"{self._trainer.method.name}/{name}"].append(value)

@@ -78,64 +78,32 @@ class Settings:
         return bool(self.trainer.accelerator.num_processes > 1 and rows % self["num_generations"])
 
 
+# fmt: off
 REFUSALS = (
-    Rule(
-        "asks-again",
-        lambda s: s.prompt_maker,
-        lambda s: s.prompt_maker and "examples" in s.method.reads,
-        "it asks again in other words, without the tools and what an environment or a rollout_func adds to the prompt",
-        "leave it out",
-        {"tools": [print], "token_weights": "rlsd"},
-    ),
-    Rule(
-        "two-loops",
-        "rollout_func",
-        lambda s: s["rollout_func"] and s["tools"],
-        "TRL then leaves its env_mask out, so that what others wrote would train (grpo_trainer.py:2272)",
-        "leave tools and environment_factory out",
-        {"rollout_func": print, "tools": [print]},
-    ),
-    Rule(
-        "images",
-        lambda s: s.images,
-        lambda s: s.images,
-        "it works with text alone, and this brings images",
-        "give a tokenizer, and data without images",
-        {"train_dataset": {"prompt": ["a"], "image": ["b"]}},
-    ),
-    Rule(
-        "one-ratio",
-        lambda s: "loss_type" if s["importance_sampling_level"] == "token" else "importance_sampling_level",
-        lambda s: s["importance_sampling_level"] != "token" or s["loss_type"] not in LOSSES,
-        "one ratio a response leaves of its token weights their sum alone",
-        f"use importance_sampling_level='token', and one of {', '.join(LOSSES)}",
-        {"loss_type": "luspo"},
-    ),
-    Rule(
-        "fp16",
-        "fp16",
-        lambda s: s["fp16"] and s.method.uses in ("saliency", "logits"),
-        "the answer's gradients underflow",
-        "use bf16, or neither",
-        {"fp16": True},
-    ),
-    Rule(
-        "sharded",
-        lambda s: s.sharding,
-        lambda s: s.sharding,
-        "FSDP, ZeRO-3 and tensor, context or sequence parallelism are not tested with it",
-        "use DDP or DeepSpeed ZeRO-2",
-        {"fsdp": "full_shard"},
-    ),
-    Rule(
-        "split-groups",
-        "per_device_train_batch_size",
-        lambda s: s.method.whole_groups and s.splits,
-        "it compares the responses of a prompt, which must be on one process",
-        lambda s: f"make it x {s.named('steps_per_generation')} a multiple of {s.named('num_generations')}",
-        {"per_device_train_batch_size": 2, "token_weights": "shear", "steps_per_generation": 3},
-    ),
+    Rule("asks-again", lambda s: s.prompt_maker, lambda s: s.prompt_maker and "examples" in s.method.reads,
+         "it asks again in other words, without the tools and what an environment or a rollout_func adds to the prompt",
+         "leave it out", {"tools": [print], "token_weights": "rlsd"}),
+    Rule("two-loops", "rollout_func", lambda s: s["rollout_func"] and s["tools"],
+         "TRL then leaves its env_mask out, so that what others wrote would train (grpo_trainer.py:2272)",
+         "leave tools and environment_factory out", {"rollout_func": print, "tools": [print]}),
+    Rule("images", lambda s: s.images, lambda s: s.images, "it works with text alone, and this brings images",
+         "give a tokenizer, and data without images", {"train_dataset": {"prompt": ["a"], "image": ["b"]}}),
+    Rule("one-ratio",
+         lambda s: "loss_type" if s["importance_sampling_level"] == "token" else "importance_sampling_level",
+         lambda s: s["importance_sampling_level"] != "token" or s["loss_type"] not in LOSSES,
+         "one ratio a response leaves of its token weights their sum alone",
+         f"use importance_sampling_level='token', and one of {', '.join(LOSSES)}", {"loss_type": "luspo"}),
+    Rule("fp16", "fp16", lambda s: s["fp16"] and s.method.uses in ("saliency", "logits"),
+         "the answer's gradients underflow", "use bf16, or neither", {"fp16": True}),
+    Rule("sharded", lambda s: s.sharding, lambda s: s.sharding,
+         "FSDP, ZeRO-3 and tensor, context or sequence parallelism are not tested with it",
+         "use DDP or DeepSpeed ZeRO-2", {"fsdp": "full_shard"}),
+    Rule("split-groups", "per_device_train_batch_size", lambda s: s.method.whole_groups and s.splits,
+         "it compares the responses of a prompt, which must be on one process",
+         lambda s: f"make it x {s.named('steps_per_generation')} a multiple of {s.named('num_generations')}",
+         {"per_device_train_batch_size": 2, "token_weights": "shear", "steps_per_generation": 3}),
 )
+# fmt: on
 """Settings of TRL's with which a method does not work."""
 
 AGAINST_SKIPPING = tuple(

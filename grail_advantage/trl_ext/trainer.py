@@ -77,7 +77,7 @@ class TokenWeightGRPOTrainer(GRPOTrainer):
         self._answers = AnswerCheck(self.method, self.answer, missing_answers, total=self._total)
         dumping = None if token_dump is None else dump_options(token_dump)
         self._tool_mask: list[list[int]] | None = None
-        self._call_rewards = self.method.rewards if isinstance(self.method, TurnMethod) else ""
+        self.call_rewards = self.method.rewards if isinstance(self.method, TurnMethod) else ""
         self._calls: list[list[int]] = []  # before each turn, how many rewards each environment has
         self._micro_batch: tuple[Mapping[str, Any], Mapping[str, Any]] | None = None
         check_version(trl.__version__)
@@ -104,7 +104,7 @@ class TokenWeightGRPOTrainer(GRPOTrainer):
         """TRL's next turn of some responses (line 1763). An environment is told of calls and not of turns, and of no
         call that fails before it: so the lengths of all rewards are looked at here. Between two turns of a batch TRL
         makes the calls of the first, of all responses (line 1957)."""
-        values = [getattr(each, self._call_rewards, None) for each in self.environments or () if self._call_rewards]
+        values = [getattr(each, self.call_rewards, None) for each in self.environments or () if self.call_rewards]
         self._calls.append([len(value) if isinstance(value, list) else 0 for value in values])
         return super()._generate_single_turn(*arguments, **named)
 
@@ -112,18 +112,19 @@ class TokenWeightGRPOTrainer(GRPOTrainer):
         """TRL's rewards of all processes (line 1579); fields of the responses go into ``inputs``. In training a reward
         that is not finite or too large becomes NaN with every reward function: TRL compares no other response with it
         then, and gives its own the advantage 0."""
-        self._scored = self._rewards = rewards = super()._calculate_rewards(inputs, *arguments, **named)
+        rewards = super()._calculate_rewards(inputs, *arguments, **named)
         if not self.model.training:
             return rewards
         for name in self.method.field_names:
             for row, value in zip(inputs, self._field(name, inputs), strict=True):
                 row[name] = value
-        usable = (within_range(rewards) | rewards.isnan()).all(dim=1)
-        unjudged = ~(usable & within_range(reward_sums(rewards, self.reward_weights)))
+        sums = (rewards * self.reward_weights.to(rewards.device)).nansum(dim=1)  # as TRL's (line 2763)
+        sums = torch.where(rewards.isnan().all(dim=1), torch.nan, sums)
+        unjudged = ~((within_range(rewards) | rewards.isnan()).all(dim=1) & within_range(sums))
         if unjudged.any():
             logger.warning("%d responses train nothing: a reward is not finite or too large", int(unjudged.sum()))
-        self._rewards = torch.where(unjudged[:, None], torch.nan, rewards)
-        return self._rewards
+        self.reward_sums, self._unjudged = sums.cpu(), unjudged.cpu()
+        return torch.where(unjudged[:, None], torch.nan, rewards)
 
     def _field(self, name: str, rows: list[dict[str, Any]]) -> Sequence[Any]:
         """A field that the method reads, one value a response: what a reward function logs with ``log_extra``, which is
@@ -138,7 +139,7 @@ class TokenWeightGRPOTrainer(GRPOTrainer):
             return values
         if any(hasattr(environment, name) for environment in environments):
             values = [getattr(environment, name, None) for environment in environments]
-            return list(map(self._by_turn, range(len(rows)), values)) if name == self._call_rewards else values
+            return list(map(self._by_turn, range(len(rows)), values)) if name == self.call_rewards else values
         if not any(name in row for row in rows):
             raise ValueError(
                 f"token_weights={self.method.name!r} reads the field {name!r}, which is nowhere: call log_extra({name!r}, "
@@ -182,7 +183,7 @@ class TokenWeightGRPOTrainer(GRPOTrainer):
         right = output["completion_mask"].shape[1] - w.advantages.shape[1]
         advantages = pad(w.advantages, (0, right)).to(output["advantages"])
         if self._dump is not None:
-            self._dump.write(w, output, advantages)
+            self._dump.write(w, inputs, output, advantages)
         return advantages
 
     def _rollouts(self, inputs: list[dict[str, Any]], output: dict[str, Any]) -> Rollouts:
@@ -197,7 +198,7 @@ class TokenWeightGRPOTrainer(GRPOTrainer):
             row[: len(tool_mask)] &= torch.tensor(tool_mask, dtype=torch.bool)
         last = ids.gather(1, (lengths - 1).clamp(min=0)[:, None])[:, 0]
         places = self.accelerator.process_index * count + torch.arange(count)
-        sums, scored = (reward_sums(of.cpu(), self.reward_weights.cpu()) for of in (self._rewards, self._scored))
+        unjudged, sums = self._unjudged[places], self.reward_sums[places]
         old = output.get("old_per_token_logps")
         if "examples" in self.method.reads and any(isinstance(row.get("prompt"), str) for row in inputs):
             raise ValueError(f"token_weights={self.method.name!r} needs train_dataset's prompts as lists of messages")
@@ -208,18 +209,17 @@ class TokenWeightGRPOTrainer(GRPOTrainer):
             prompts=[of[use] for of, use in zip(output["prompt_ids"], output["prompt_mask"].bool(), strict=True)],
             responses=[of[:length] for of, length in zip(ids, lengths, strict=True)],
             mask=mask[:, :width] & written,
-            advantages=output["advantages"].masked_fill(sums[places].isnan(), torch.nan),
+            advantages=output["advantages"].masked_fill(unjudged, torch.nan),
             tokenizer=self.processing_class,
             answer=self.answer,
             written=written,
             truncated=~torch.isin(last, torch.tensor([*self.eos_token_ids, padding])),  # by TRL's test
             groups=places // self.num_generations,
-            rewards=sums[places].double(),
+            rewards=sums.masked_fill(unjudged, torch.nan).double(),
             examples=examples,
             fields={name: [row.get(name) for row in inputs] for name in self.method.field_names},
             columns={} if old is None else {OLD_LOG_PROBS: old[:, :width].float()},
             places=places.tolist(),
-            facts={} if self._dump is None else self._dump.facts(inputs, scored[places]),
             mean=partial(loss_mean, self.loss_type, self.max_completion_length),
             step=self.state.global_step,
         )
@@ -303,13 +303,6 @@ def rows_that_train(
     if loss_type == "bnpo":
         return kept, int(loss_mask(kept).sum().clamp(min=1)) / int(mask.sum().clamp(min=1))
     return kept, int(trains.sum()) / len(trains)
-
-
-def reward_sums(rewards: Tensor, weights: Tensor) -> Tensor:
-    """The responses' rewards (B,) as TRL sums its functions' (B, F) by ``reward_weights`` (line 2763); NaN for a
-    response that none of them scored."""
-    sums = (rewards * weights.to(rewards.device)).nansum(dim=1)
-    return torch.where(rewards.isnan().all(dim=1), torch.nan, sums)
 
 
 def loss_mean(loss_type: str, most_tokens: int, values: Tensor, mask: Tensor) -> float:

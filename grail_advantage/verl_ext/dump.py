@@ -16,9 +16,10 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from grail_advantage.data import DUMPED, OLD_LOG_PROBS, ROLLOUT_LOG_PROBS, Rollouts, Weighed
-from grail_advantage.dump import StepDump
+from grail_advantage.dump import StepDump, received_table
 from grail_advantage.effect import effect_figures
 from grail_advantage.receipt import Batch, Loss, Piece, Receipt, check, verl_loss
+from grail_advantage.receipt.report import record_of
 from grail_advantage.verl_ext.settings import ACTOR, ENGINES, MODEL, ROLLOUT, STRATEGY, Settings
 from grail_advantage.verl_ext.worker import OptimiserStep
 
@@ -96,7 +97,8 @@ class UpdateDump:
                 figures = effect_figures(part.advantages, effect, r.mask)
                 metrics |= {f"{part.method.name}/{name}": value for name, value in figures.items()}
             lengths = [len(response) for response in r.responses]
-            self.steps.write_received(r.step, update, receipt, loss.name, r.keys, lengths, effect)
+            header = record_of(receipt, loss.name, r.step, update)
+            self.steps.write_received(header, received_table(receipt, r.keys, lengths, effect))
             return metrics
         return {}
 

@@ -1,36 +1,40 @@
-"""Token weights in TRL; run by test_trl.py with the oldest and the newest TRL on the path."""
+"""Token weights in TRL: training, refusals, and what is relied on of TRL's source; run by test_trl.py with the oldest and
+the newest TRL on the path."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+import inspect
+from copy import copy
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from datasets import Dataset
+import trl
+from grail_advantage.view.analysis import parse_method
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
-from transformers.integrations.neftune import activate_neftune
-from trl import GRPOTrainer
+from trl import GRPOConfig, GRPOTrainer
 
 from grail_advantage import Grail, Method, TokenWeights, compute_token_weights
 from grail_advantage.data import LARGEST, Example
 from grail_advantage.dump import read_dump
 from grail_advantage.method import build as method_of
+from grail_advantage.rules import Rule, refuse
+from grail_advantage.trl_ext import TokenWeightGRPOTrainer, rules
 from grail_advantage.trl_ext import trainer as trainer_module
-from grail_advantage.trl_ext.rules import LOSSES
+from grail_advantage.trl_ext.rules import AGAINST_SKIPPING, LOSSES, OVERRIDDEN, REFUSALS, Settings
 from grail_advantage.weigh import weigh
+from recipe.marked_text import marked
+from recipe.published import trl_arguments
+from scripts import docs_pages
 from tests.core.common import watch_inputs
-from tests.core.tiny_models import char_tokenizer, make_batch, tiny_model
-from tests.trl_ext import scripted
-from tests.trl_ext.scripted import MICRO, Stock, build, generation_batch, parameters, response_values
+from tests.core.tiny_models import END, Rollout, char_tokenizer, make_batch
+from tests.trl_ext import world
+from tests.trl_ext.world import MICRO, build, generation_batch, new_model, parameters, trained
 
-CHATML = (
-    "{% for message in messages %}{{ message['role'] + ': ' + message['content'] + ' ' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
-)
-WHOLE: dict[str, Any] = {"token_weights": "uniform", "token_weight_options": {"mask_truncated": False}}
+WHOLE = {"token_weights": "uniform", "token_weight_options": {"mask_truncated": False}}
 
 
 @pytest.mark.parametrize(
@@ -45,43 +49,47 @@ WHOLE: dict[str, Any] = {"token_weights": "uniform", "token_weight_options": {"m
 )
 def test_uniform_trains_as_the_stock_trainer(tmp_path: Path, options: dict[str, Any]) -> None:
     """Bit for bit: 8 updates of 4 micro-batches of 2, for each of two generation batches, which is used twice."""
-    found = []
-    for trainer_class, weights in ((Stock, {}), (scripted.ScriptedTokenWeights, WHOLE)):
-        settings = {"num_iterations": 2, "max_steps": 8, "learning_rate": 0.3, **MICRO, **options}
-        trainer = build(tmp_path / "run", trainer_class, weights=weights, **settings)
-        trainer.train()
-        found.append(parameters(trainer.model))
-    assert torch.equal(*found)
-    assert not torch.allclose(found[0], parameters(tiny_model()), atol=1e-3)
+    settings = {"num_iterations": 2, "max_steps": 8, "learning_rate": 0.3, **MICRO, **options}
+    kinds = {GRPOTrainer: {}, TokenWeightGRPOTrainer: WHOLE}
+    found = [parameters(trained(tmp_path, kind, weights=of, **settings).model) for kind, of in kinds.items()]
+    assert torch.equal(*found) and not torch.allclose(found[0], parameters(new_model()), atol=1e-3)
+
+
+ADVANTAGES = [-0.25, -0.25, 0.75, -0.25, 0.5, -0.5, 0.5, -0.5]
+"""Of the responses: reward minus the group's mean."""
 
 
 def plain_weights(
-    method: Method, *, model: Any = None, prompt: str = "{}", **known: Any
+    method: Method, model: Any = None, prompt: str = "{}", **of: Any
 ) -> tuple[TokenWeights, torch.Tensor]:
-    """The script's responses by :func:`compute_token_weights`, on other padding than TRL's; their token advantages."""
-    rows = scripted.rollouts()
-    batch = make_batch([replace(row, prompt=prompt.format(row.prompt)) for row in rows], "right")
-    given = (model or tiny_model(), char_tokenizer(), *batch.tensors(), method)
-    found = compute_token_weights(*given, temperature=scripted.TEMPERATURE, **known)
-    return found, torch.cat(response_values(found.advantages, batch.response_mask))
+    """The script's responses by :func:`compute_token_weights`, on other padding than TRL's; their token advantages. One
+    that is cut off is masked."""
+    texts = [(prompt.format(said), each) for said, scripts in world.TEXTS.items() for each in scripts]
+    pairs = zip(texts, ADVANTAGES, strict=True)
+    batch = make_batch(
+        [Rollout(said, each.turns[0] + END * each.ends, a * each.ends) for (said, each), a in pairs], "right"
+    )
+    given = (model or new_model(), char_tokenizer(), *batch.tensors(), method)
+    found = compute_token_weights(*given, temperature=world.TEMPERATURE, **of)
+    return found, found.advantages[batch.response_mask.bool()]
 
 
-def of_responses(batch: dict[str, torch.Tensor]) -> torch.Tensor:
+def of_responses(trainer: GRPOTrainer) -> torch.Tensor:
     """All token advantages of a batch of TRL's, one response after the other."""
-    return torch.cat(response_values(batch["advantages"], batch["completion_mask"]))
+    batch = generation_batch(trainer)
+    return batch["advantages"][batch["completion_mask"].bool()]
 
 
 def test_bf16_is_accelerates_autocast(tmp_path: Path) -> None:
     """Which is within the prepared model's forward: advantages are those of float32 but for its rounding."""
     found = []
     for name, bf16 in (("exact", False), ("half", True)):
-        weights = {"token_weights": Grail(gate="all"), "token_dump": tmp_path / name}
-        build(tmp_path, weights=weights, bf16=bf16, max_steps=1).train()
+        trained(tmp_path, weights={"token_weights": Grail(gate="all"), "token_dump": tmp_path / name}, bf16=bf16)
         found.append(np.concatenate([row.advantage_T for row in read_dump(tmp_path / name)]))
     assert 1e-4 < np.linalg.norm(found[1] - found[0]) / np.linalg.norm(found[0]) < 0.1
 
 
-UNUSABLE: dict[str, tuple[list[float | None], dict[str, Any]]] = {
+UNUSABLE: dict[str, tuple[list[float], dict[str, Any]]] = {
     # Of the responses of the second prompt: a second function's rewards; the first one's are the script's.
     "its weighted sum is too large": ([0.0, 1e17, 0.0, 0.0], {"reward_weights": [1.0, 100.0]}),
     "a group of both signs": ([torch.inf, -torch.inf] * 2, {"scale_rewards": "group"}),
@@ -90,30 +98,20 @@ UNUSABLE: dict[str, tuple[list[float | None], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("case", UNUSABLE)
-def test_a_reward_that_cannot_be_used_trains_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str
-) -> None:
+def test_a_reward_that_cannot_be_used_trains_nothing(tmp_path: Path, case: str) -> None:
     """The update is that without these responses: no reward function scores them, TRL's ``None``."""
-    values, options = UNUSABLE[case]
-    of_script = [reward for answers in scripted.GROUPS.values() for _, reward in answers]
-    unusable = [abs(value) >= 1e17 for value in values]
-
-    def trained(others: list[float | None], known: list[bool], folder: Path) -> GRPOTrainer:
-        first = [reward if of else None for reward, of in zip(of_script, [True] * 4 + known, strict=True)]
-        monkeypatch.setattr(scripted, "reward", [lambda **_: first, lambda **_: [0.0] * 4 + others])
-        trainer = build(tmp_path, weights={"token_weights": "grail", "token_dump": folder}, max_steps=1, **options)
-        trainer.train()
-        return trainer
-
-    trainer = trained(values, [True] * 4, tmp_path / "tokens")
-    without = [None if bad else value for value, bad in zip(values, unusable, strict=True)]
-    expected = trained(without, [not bad for bad in unusable], tmp_path / "others")
-    assert torch.equal(parameters(trainer.model), parameters(expected.model))
-    assert not torch.equal(parameters(trainer.model), parameters(tiny_model())), "the other responses train"
-    assert logged(trainer)["grail/unjudged_rate"] == pytest.approx(sum(unusable) / 8)
-    rows = list(read_dump(tmp_path / "tokens"))[scripted.GENERATIONS :]
-    for row, bad in zip(rows, unusable, strict=True):
-        assert not bad or ((row.outcome is None or abs(row.reward) > LARGEST) and not row.advantage_T.any())
+    (values, options), trainers = UNUSABLE[case], []
+    both = [each.outcome for scripts in world.TEXTS.values() for each in scripts], [0.0] * 4 + values
+    bad = [abs(value) >= 1e17 for value in both[1]]
+    for name, none in (("known", [False] * 8), ("none", bad)):
+        values_of = [[None if skip else of for of, skip in zip(each, none, strict=True)] for each in both]
+        options["reward"] = [lambda *, of=of, **_: of for of in values_of]
+        trainers.append(trained(tmp_path, weights={"token_weights": "grail", "token_dump": tmp_path / name}, **options))
+    assert torch.equal(*(parameters(trainer.model) for trainer in trainers))
+    assert not torch.equal(parameters(trainers[0].model), parameters(new_model())), "the other responses train"
+    assert logged(trainers[0])["grail/unjudged_rate"] == pytest.approx(sum(bad) / 8)
+    for row in [row for row, skip in zip(read_dump(tmp_path / "known"), bad, strict=True) if skip]:
+        assert (row.outcome is None or abs(row.reward) > LARGEST) and not row.advantage_T.any()
 
 
 def logged(trainer: GRPOTrainer) -> dict[str, float]:
@@ -134,35 +132,32 @@ def test_the_mean_of_the_runs_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert kept[0].mean(values_BT, mask_BT) == pytest.approx(expected.get(loss_type, 7 / 3), rel=1e-6)
 
 
-@pytest.mark.parametrize("loss_type", LOSSES)
-def test_the_update_is_the_same_without_zero_advantage_responses(tmp_path: Path, loss_type: str) -> None:
+@pytest.mark.parametrize(("loss_type", "tools"), [*((loss, False) for loss in LOSSES), ("bnpo", True)])
+def test_the_update_is_the_same_without_zero_advantage_responses(tmp_path: Path, loss_type: str, tools: bool) -> None:
     """Of micro-batches that hold some, none and only such responses, of which one always stays. The probe draws nothing
-    that the run misses, and is made once."""
+    that the run misses, and is made once. Where a loss is divided by a micro-batch's tokens, a tool's do not count."""
     moved, seen, states, zeros = [], [], [], set()
-    scale = "group" if loss_type == "cispo" else "none"
-    sizes = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "loss_type": loss_type}
 
-    class Recording(scripted.ScriptedTokenWeights):
-        def _calculate_rewards(self, *arguments: Any, **named: Any) -> torch.Tensor:
-            rewards = super()._calculate_rewards(*arguments, **named)
-            rewards[scripted.GENERATIONS :] = 0.0  # the second prompt's
-            return rewards
-
+    class Recording(TokenWeightGRPOTrainer):
         def _compute_loss(self, model: Any, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
             zeros.add(int((inputs["advantages"] == 0).all(dim=1).sum()))
             loss = super()._compute_loss(model, inputs)
             states.append(torch.get_rng_state())
             return loss
 
+    options = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "loss_type": loss_type}
+    options |= {"num_iterations": 2, "max_steps": 4, "learning_rate": 0.3, "max_grad_norm": 0.0}
+    options |= {"scale_rewards": "group" if loss_type == "cispo" else "none"}
+    options["reward"] = lambda **_: [0.0, 0.0, 1.0, 0.0] + [0.0] * 4
     for skip in (False, True):
         weights = {"token_weights": "uniform", "skip_zero_advantage": skip}
-        options = {"scale_rewards": scale, "learning_rate": 0.3, "num_iterations": 2, "max_steps": 4}
-        trainer = build(tmp_path, Recording, weights=weights, **sizes, **options)
-        trainer.args.max_grad_norm = 0.0
+        of_tools = world.talks() | {"weights": {**weights, "tools": [world.GAME.guess]}}
+        trainer = build(tmp_path, Recording, **(of_tools if tools else {"weights": weights}) | options)
+        before = parameters(trainer.model).clone()
         with watch_inputs(trainer.model.model.layers[0]) as shapes:
             trainer.train()
         seen.append([of[0] for of in shapes])
-        moved.append(parameters(trainer.model) - parameters(tiny_model()))
+        moved.append(parameters(trainer.model) - before)
     largest = float(moved[0].abs().max())
     torch.testing.assert_close(moved[1], moved[0], rtol=1e-3, atol=1e-4 * largest)
     assert largest > 1e-3 and len(zeros) > 1
@@ -170,22 +165,20 @@ def test_the_update_is_the_same_without_zero_advantage_responses(tmp_path: Path,
     assert all(map(torch.equal, states[: len(states) // 2], states[len(states) // 2 :]))
 
 
-def noisy(model: Any) -> Any:
-    activate_neftune(model, 5)
-    return model
-
-
-def mixing(model: Any) -> Any:
+def mixing() -> Any:
     """Each response also gets some of the others."""
+    model = new_model()
     model.model.layers[1].register_forward_hook(lambda *of: of[-1] + 0.1 * of[-1].mean(dim=0, keepdim=True))
     return model
 
 
 DEPENDING = {
-    "dropout": lambda: tiny_model(attention_dropout=0.1),
-    "NEFTune": lambda: noisy(tiny_model()),
-    "LoRA's dropout": lambda: get_peft_model(tiny_model(), LoraConfig(target_modules=["q_proj"], lora_dropout=0.1)),
-    "rows that see each other": lambda: mixing(tiny_model()),
+    "dropout": lambda: {"model": new_model(attention_dropout=0.1)},
+    "NEFTune": lambda: {"neftune_noise_alpha": 5},
+    "LoRA's dropout": lambda: {
+        "model": get_peft_model(new_model(), LoraConfig(target_modules=["q_proj"], lora_dropout=0.1))
+    },
+    "rows that see each other": lambda: {"model": mixing()},
 }
 
 
@@ -193,16 +186,16 @@ DEPENDING = {
 def test_a_model_whose_responses_depend_on_others_or_chance_skips_nothing(tmp_path: Path, name: str) -> None:
     """It is refused before the first update; TRL's own training, and a micro-batch of one response, go on."""
     for skip, size in ((True, 4), (True, 1), (False, 4)):
-        sizes = {"per_device_train_batch_size": size, "gradient_accumulation_steps": 8 // size, "max_steps": 1}
+        sizes = {"per_device_train_batch_size": size, "gradient_accumulation_steps": 8 // size}
         weights = {"token_weights": "uniform", "skip_zero_advantage": skip}
-        trainer = build(tmp_path, model=DEPENDING[name](), weights=weights, **sizes)
+        trainer, refused = build(tmp_path, weights=weights, **sizes, **DEPENDING[name]()), skip and size > 1
         before = parameters(trainer.model).clone()
-        if skip and size > 1:
+        if refused:
             with pytest.raises(ValueError, match="skip_zero_advantage"):
                 trainer.train()
         else:
             trainer.train()
-        assert torch.equal(before, parameters(trainer.model)) == (skip and size > 1)
+        assert torch.equal(before, parameters(trainer.model)) == refused
 
 
 def test_virtual_tokens_are_refused_where_they_would_shift_scores(tmp_path: Path) -> None:
@@ -210,43 +203,30 @@ def test_virtual_tokens_are_refused_where_they_would_shift_scores(tmp_path: Path
     found, adapter = [], PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
     with pytest.raises(ValueError, match="virtual tokens"):
         generation_batch(build(tmp_path, weights={"token_weights": Grail(gate="all"), "peft_config": adapter}))
-    for trainer_class, weights in ((Stock, {}), (scripted.ScriptedTokenWeights, WHOLE)):
+    for kind, weights in ((GRPOTrainer, {}), (TokenWeightGRPOTrainer, WHOLE)):
         torch.manual_seed(0)
-        trainer = build(tmp_path, trainer_class, weights={**weights, "peft_config": adapter}, max_steps=1)
-        trainer.train()
-        found.append(parameters(trainer.model))
+        found.append(parameters(trained(tmp_path, kind, weights={**weights, "peft_config": adapter}).model))
     assert torch.equal(*found)
 
 
-def test_weights_are_computed_once_a_generation_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And used in both iterations. A pass takes no more tokens together than the update's micro-batch, and more
-    responses than one."""
-    calls = []
-
-    def counted(host: Any, *rest: Any) -> Any:
-        with watch_inputs(trainer.model.model.embed_tokens) as shapes:
-            found = weigh(host, *rest)
-        calls.append((host.rollouts(), shapes))
-        return found
-
-    monkeypatch.setattr(trainer_module, "weigh", counted)
+def test_a_pass_takes_no_more_tokens_than_the_updates_micro_batch(tmp_path: Path) -> None:
+    """And more responses than one together."""
     weights = {"token_weights": Grail(gate="all", span="last")}
-    trainer = build(tmp_path, weights=weights, num_iterations=2, max_steps=8, learning_rate=0.0, **MICRO)
-    trainer.train()
-    assert [of.step for of, _ in calls] == [0, 4]
-    rollouts, shapes = calls[1]  # in the first the model is asked how it computes
+    trainer = build(tmp_path, weights=weights, per_device_train_batch_size=2, gradient_accumulation_steps=4)
+    for _ in range(2):  # at first the model is asked how it computes
+        with watch_inputs(trainer.model.model.embed_tokens) as shapes:
+            batch = generation_batch(trainer)
+    width = batch["prompt_ids"].shape[1] + batch["completion_ids"].shape[1]
     assert sum(rows for rows, _ in shapes) == 4 and max(rows for rows, _ in shapes) > 1
-    assert max(rows * length for rows, length in shapes) <= 2 * rollouts.padded_length
+    assert max(rows * length for rows, length in shapes) <= 2 * width
 
 
 def test_figures_stand_in_the_logs_and_the_table_keeps_its_advantages(tmp_path: Path) -> None:
-    trainer = build(tmp_path, max_steps=1, log_completions=True)
-    trainer.train()
+    trainer = trained(tmp_path, log_completions=True)
     for name, value in plain_weights(Grail())[0].stats.items():
         assert logged(trainer)[f"grail/{name}"] == pytest.approx(value, rel=1e-4, abs=1e-6)
     assert logged(trainer)["grail/truncated_rate"] == 1 / 8 and logged(trainer)["grail/seconds"] > 0
-    advantages = [row.advantage for row in scripted.rollouts(mask_truncated=False)]
-    assert list(trainer._logs["advantages"]) == pytest.approx(advantages)
+    assert list(trainer._logs["advantages"]) == pytest.approx(ADVANTAGES)
     trainer.model.eval()
     assert generation_batch(trainer)["advantages"].shape == (8,), "evaluation is not weighted"
 
@@ -258,7 +238,7 @@ def test_an_adapter_is_part_of_the_policy(tmp_path: Path) -> None:
     method, answer = Grail("robust", gate="all", leaf="middle"), {"answer": r" (?P<content>six|say|or)"}
     weights = {"token_weights": method, "peft_config": adapter, **answer}
     trainer = build(tmp_path, weights=weights, gradient_checkpointing=True, max_steps=2, learning_rate=0.5)
-    found = of_responses(generation_batch(trainer))
+    found = of_responses(trainer)
     assert all(p.grad is None for p in trainer.model.parameters())
     before = {name: (p.requires_grad, p.detach().clone()) for name, p in trainer.model.named_parameters()}
     trainer.train()
@@ -266,18 +246,80 @@ def test_an_adapter_is_part_of_the_policy(tmp_path: Path) -> None:
     assert all(same[name] for name, (trains, _) in before.items() if not trains) and not all(same.values())
     for name, parameter in trainer.model.named_parameters():
         parameter.data.copy_(before[name][1])
-    wanted = plain_weights(method, model=trainer.model.merge_and_unload().eval(), **answer)[1]
+    wanted = plain_weights(method, trainer.model.merge_and_unload().eval(), **answer)[1]
     torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-3)
     assert not torch.allclose(found, plain_weights(method, **answer)[1], atol=0.02)
 
 
 def test_rlsd_reads_the_other_columns(tmp_path: Path) -> None:
     method, tokenizer = method_of("rlsd", {"privileged_column": "solution"}), char_tokenizer()
-    tokenizer.chat_template = CHATML
-    chats, answers = [[{"role": "user", "content": prompt}] for prompt in scripted.GROUPS], ["five, as 2 + 3", "nine"]
-    data = Dataset.from_dict({"prompt": chats, "solution": answers})
-    batch = generation_batch(build(tmp_path, data=data, tokenizer=tokenizer, weights={"token_weights": method}))
-    examples = [Example(chats[i // 4], {"solution": answers[i // 4]}, {}) for i in range(8)]
+    tokenizer.chat_template = "user: {{ messages[0]['content'] }} {{ 'assistant: ' if add_generation_prompt }}"
+    data = world.chats(*world.TEXTS, solution="five or nine, as 2 + 3")
+    found = of_responses(build(tmp_path, data=data, tokenizer=tokenizer, weights={"token_weights": method}))
+    examples = [Example(row["prompt"], {"solution": row["solution"]}, {}) for row in data for _ in range(4)]
     expected, wanted = plain_weights(method, prompt="user: {} assistant: ", examples=examples)
     assert expected.stats["weight_deviation"] > 0.01
-    torch.testing.assert_close(of_responses(batch), wanted, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-3)
+
+
+def settings(folder: Path, example: dict[str, Any]) -> Settings:
+    """Of a trainer with these settings in place of its own: this machine cannot start all of them."""
+    trainer, method = build(folder), parse_method(example.get("token_weights", "grail"))
+    args, state = copy(trainer.args), trainer.accelerator.state
+    stand_in = SimpleNamespace(**{**vars(trainer), "args": args, "is_fsdp_enabled": "fsdp" in example})
+    processes = 2 if method.whole_groups else 1
+    stand_in.accelerator = SimpleNamespace(num_processes=processes, state=state, parallelism_config=None)
+    for name, value in example.items():
+        value = SimpleNamespace(column_names=list(value)) if name == "train_dataset" else value
+        setattr(args if hasattr(args, name) else stand_in, name, value)
+    return Settings(stand_in, method)
+
+
+@pytest.mark.parametrize("rule", [*REFUSALS, *AGAINST_SKIPPING], ids=lambda rule: rule.id)
+def test_a_setting_breaks_its_rule_alone(tmp_path: Path, rule: Rule) -> None:
+    """And is named by TRL's own option."""
+    for example, broken in (({}, []), (rule.example, [rule])):
+        given = settings(tmp_path, example)
+        assert [each for each in (*REFUSALS, *AGAINST_SKIPPING) if each.when(given)] == broken
+    option = rule.option if isinstance(rule.option, str) else rule.option(given)
+    assert option in {*inspect.signature(GRPOConfig).parameters, *inspect.signature(GRPOTrainer).parameters}
+    with pytest.raises(ValueError, match=f"^{option}="):
+        refuse([rule], given)
+
+
+def test_options_are_refused_as_a_trainer_is_made(tmp_path: Path) -> None:
+    """And the published ones are not."""
+    for option, weights, given in (
+        ("loss_type", {}, {"loss_type": "luspo"}),
+        ("entropy_coef", {"skip_zero_advantage": True}, {"entropy_coef": 0.01}),
+        ("every", {"token_dump": {"every": 2}}, {}),
+        ("rows", {"token_dump": {"folder": "tokens", "rows": 4}}, {}),
+    ):
+        with pytest.raises(ValueError, match=option):
+            build(tmp_path, weights=weights, **given)
+    published = GRPOConfig(**{**world.WORLD["settings"], **trl_arguments(processes=1), "output_dir": str(tmp_path)})
+    names = ("loss_type", "bf16", "top_entropy_quantile")
+    refuse(REFUSALS, settings(tmp_path, {name: getattr(published, name) for name in names}))
+    assert published.generation_batch_size == 256 and published.num_iterations == 4
+    assert marked((docs_pages.ROOT / "docs/works_with.md").read_text(encoding="utf-8"), "trl") == docs_pages.trl()
+
+
+def test_another_trl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """A newer one is warned of; refused is one without an overridden method, or with other advantages in its loss."""
+    for name, texts in world.WORLD["relied_on"].items():
+        source = inspect.getsource(getattr(GRPOTrainer, name))
+        assert not [text for text in texts if text not in source], name
+    rules.check_version(trl.__version__)
+    assert not caplog.messages
+    rules.check_version("99.0")
+    assert "99.0" in caplog.text
+
+    class Later(TokenWeightGRPOTrainer):
+        def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
+            return GRPOTrainer._generate_and_score_completions(self, inputs)
+
+    with pytest.raises(RuntimeError, match="advantages"):
+        trained(tmp_path, Later)
+    monkeypatch.delattr(GRPOTrainer, OVERRIDDEN[0])
+    with pytest.raises(ValueError, match=OVERRIDDEN[0]):
+        rules.check_version("99.0")

@@ -1,13 +1,15 @@
-"""The token dump of a TRL run: equal to a plain model's (``tests/hosts.py``), and its files; run by test_trl.py with
-TRL on the path."""
+"""The token dump of a TRL run: equal to a plain model's (``tests/hosts.py``), its files, and what tokens receive in TRL's
+updates; run by test_trl.py with TRL on the path."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from datasets import Dataset
@@ -18,11 +20,15 @@ from trl import GRPOTrainer
 from grail_advantage.api import PlainHost
 from grail_advantage.dump import read_dump
 from grail_advantage.methods.turns import TurnMethod
+from grail_advantage.trl_ext import TokenWeightGRPOTrainer
+from grail_advantage.trl_ext import dump as dump_module
+from grail_advantage.trl_ext import trainer as trainer_module
+from grail_advantage.trl_ext.rules import LOSSES
+from grail_advantage.view.receipt import main
 from tests import hosts
 from tests.core.common import rollouts_of
-from tests.core.tiny_models import encode
-from tests.trl_ext import scripted
-from tests.trl_ext.scripted import build
+from tests.core.tiny_models import char_tokenizer, encode, tiny_model
+from tests.trl_ext.world import MICRO, TEMPERATURE, build, mismatches, new_model, parameters, trained
 
 METHODS = ["uniform", "grail", "grail_robust", "oar_g", "step_values", "high_entropy", "stare", "shear", "turn_rloo"]
 """A pass, sequences, text, columns, the whole batch, turns; the others' numbers are the core's."""
@@ -44,21 +50,22 @@ def written_down(prompts: list[str], trainer: GRPOTrainer) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("name", "masked"), [*((name, None) for name in METHODS), ("grail", hosts.TRUNCATED), ("stare", hosts.TRUNCATED)]
 )
-def test_the_dump_is_that_of_a_plain_model(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, masked: int | None
-) -> None:
+def test_the_dump_is_that_of_a_plain_model(tmp_path: Path, name: str, masked: int | None) -> None:
     """Bit for bit, as every number comes from the same computation in the same micro-batches. A response that TRL masks
     keeps its tokens, and receives nothing."""
-    method, rewards = hosts.signal_of(name), [list(said.tool_rewards) for said in hosts.RESPONSES]
-    dump = {"folder": tmp_path / "tokens", "responses": None}
-    weights = {"token_weights": method, "token_dump": dump, "rollout_func": written_down}
-    monkeypatch.setattr(scripted, "reward", lambda **_: [said.reward for said in hosts.RESPONSES])
-    data = Dataset.from_dict({"prompt": list(GOLD), "solution": list(GOLD.values())})
-    sizes = {"num_generations": hosts.GROUP_SIZE, "per_device_train_batch_size": hosts.COUNT, "max_steps": 1}
-    sizes |= {"max_completion_length": hosts.LIMIT, "mask_truncated_completions": masked is not None}
-    build(tmp_path, data=data, weights=weights, **sizes).train()
-    table, (file,) = hosts.dumped_table(tmp_path / "tokens"), read_dump(tmp_path / "tokens").files
-    header = file.header
+    method = hosts.signal_of(name)
+    weights = {"token_weights": method, "token_dump": {"folder": tmp_path, "responses": None}}
+    options = {
+        "model": tiny_model(),
+        "tokenizer": char_tokenizer(),
+        "weights": {**weights, "rollout_func": written_down},
+    }
+    options["data"] = Dataset.from_dict({"prompt": list(GOLD), "solution": list(GOLD.values())})
+    options |= {"num_generations": hosts.GROUP_SIZE, "per_device_train_batch_size": hosts.COUNT}
+    options |= {"max_completion_length": hosts.LIMIT, "mask_truncated_completions": masked is not None}
+    trained(tmp_path / "run", reward=lambda **_: [said.reward for said in hosts.RESPONSES], **options)
+    table, dump = hosts.dumped_table(tmp_path), read_dump(tmp_path)
+    header = dump.files[0].header
     assert (header.method, header.options, header.temperature) == (method.name, method.model_dump(), hosts.TEMPERATURE)
     assert (header.step, header.rows_in_step) == (1, hosts.COUNT)
 
@@ -67,48 +74,47 @@ def test_the_dump_is_that_of_a_plain_model(
     if masked is not None:
         mask_BT[masked] = False
     if isinstance(method, TurnMethod):
-        facts["labels"] = [{"turn_rewards": of} if of else {} for of in rewards]
+        facts["labels"] = [{"turn_rewards": list(of)} if of else {} for of in rollouts.fields["tool_rewards"]]
     facts["ground_truth"] = [GOLD[said.prompt] for said in hosts.RESPONSES]
     rollouts = replace(rollouts, mask=mask_BT, facts=facts)
     expected = hosts.plain_table(method, rollouts, tokens=hosts.COUNT * rollouts.padded_length)  # TRL's micro-batch
     place, sampled = table.column_names.index("rollout_log_probs"), table["rollout_log_probs"].to_pylist()
     for values, said in zip(sampled, hosts.RESPONSES, strict=True):
-        pairs = zip(values, said.ids, said.written, strict=True)
-        assert all(value == -token if written else value != value for value, token, written in pairs)
+        np.testing.assert_equal(values, np.where(said.written, -np.array(said.ids, dtype=float), np.nan))
     hosts.assert_same(table.set_column(place, table.schema.field(place), expected["rollout_log_probs"]), expected)
-    for row in read_dump(tmp_path / "tokens"):
-        received_T = torch.from_numpy(row.received_T).nan_to_num()
-        torch.testing.assert_close(received_T, torch.from_numpy(row.advantage_T), rtol=1e-3, atol=1e-5)
+    for row in dump:
+        np.testing.assert_allclose(np.nan_to_num(row.received_T), row.advantage_T, rtol=1e-3, atol=1e-5)
+
+
+def figures(folder: Path, name: str) -> dict[int, float]:
+    """One of a run's, by step."""
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return {line["step"]: line["data"][name] for line in lines if name in line["data"]}
 
 
 def test_steps_rows_resuming_and_a_second_training(tmp_path: Path) -> None:
     """Whole groups of every other step; a run that resumes writes its own steps and figures in place of the old ones,
     and one from step 0 leaves those of an earlier training alone. A folder of a training that lives is refused."""
-    run = tmp_path / "run"
-    weights = {"token_dump": {"folder": run / "tokens", "every": 2, "responses": 4}}
+    tokens = tmp_path / "tokens"
+    weights = {"token_dump": {"folder": tokens, "every": 2, "responses": 4}}
     saving = {"save_strategy": "steps", "save_steps": 3, "weights": weights}
-
-    def logged(folder: Path) -> list[int]:
-        lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-        return [line["step"] for line in lines if "reward" in line["data"]]
-
-    trainer = build(run, max_steps=6, **saving)
-    with FileLock(run / "tokens/.run.lock"), pytest.raises(ValueError, match=r"^token_dump's folder="):
+    trainer = build(tmp_path, max_steps=6, **saving)
+    with FileLock(tokens / ".run.lock"), pytest.raises(ValueError, match=r"^token_dump's folder="):
         trainer.train()
     assert not list(tmp_path.rglob("*.parquet")) and not list(tmp_path.rglob("metrics.jsonl"))
     trainer.train()
-    rows = list(read_dump(run / "tokens"))
+    rows = list(read_dump(tokens))
     assert [row.step for row in rows] == [2] * 4 + [4] * 4 + [6] * 4
     assert all(len({row.group for row in rows[at : at + 4]}) == 1 for at in (0, 4, 8))
-    trainer = build(run, max_steps=4, **saving)
-    trainer.train(resume_from_checkpoint=str(run / "checkpoint-3"))
-    assert read_dump(run / "tokens").steps == [2, 4] and logged(run) == [1, 2, 3, 4]
+    trainer = build(tmp_path, max_steps=4, **saving)
+    trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    assert read_dump(tokens).steps == [2, 4] and [*figures(tmp_path, "reward")] == [1, 2, 3, 4]
     trainer.args.max_steps = 2
     trainer.train()
-    assert read_dump(run / "tokens").steps == [2] and logged(run) == [1, 2]
-    earlier = run / "tokens" / "earlier_1"
-    assert read_dump(earlier).steps == [2, 4] and logged(earlier) == [1, 2, 3, 4]
-    with FileLock(run / "tokens/.run.lock", blocking=False):
+    for folder, run, last in ((tokens, tmp_path, 2), (tokens / "earlier_1", tokens / "earlier_1", 4)):
+        assert read_dump(folder).steps == [2, 4][: last // 2]
+        assert [*figures(run, "reward")] == [1, 2, 3, 4][:last]
+    with FileLock(tokens / ".run.lock", blocking=False):
         pass
 
 
@@ -116,36 +122,103 @@ def test_the_effect_is_the_change_by_the_update(tmp_path: Path) -> None:
     """Of the written responses, in every second step, against the models before and after it. A small step of plain
     gradient descent moves most tokens with their advantage."""
     dump = {"folder": tmp_path / "tokens", "effect_every": 2, "responses": 4}
-    saving = {"save_strategy": "steps", "save_steps": 1, "learning_rate": 1e-3, "logging_steps": 1}
-    build(tmp_path, max_steps=3, weights={"token_dump": dump}, **saving).train()
+    saving = {"save_strategy": "steps", "save_steps": 1, "learning_rate": 1e-3}
+    trained(tmp_path, max_steps=3, weights={"token_dump": dump}, **saving)
     rows = list(read_dump(tmp_path / "tokens"))
     assert [row.effect_T is not None for row in rows] == [False] * 4 + [True] * 4 + [False] * 4
-    measured = rows[4:8]
-    r = rollouts_of([row.token_ids_T.tolist() for row in measured], [0.0] * 4)
-    r = replace(r, prompts=[torch.tensor(row.prompt_ids) for row in measured])
+    r = rollouts_of([row.token_ids_T.tolist() for row in rows[4:8]], [0.0] * 4)
+    r = replace(r, prompts=[torch.tensor(row.prompt_ids) for row in rows[4:8]])
     models = [AutoModelForCausalLM.from_pretrained(tmp_path / f"checkpoint-{step}") for step in (1, 2)]
-    columns = [PlainHost(of, r, temperature=scripted.TEMPERATURE).columns(["old_log_probs"]) for of in models]
-    change = columns[1]["old_log_probs"] - columns[0]["old_log_probs"]
-    for row, of in zip(measured, change, strict=True):
-        torch.testing.assert_close(torch.from_numpy(row.effect_T), of[: len(row)], rtol=1e-3, atol=1e-6)
-    figures = [line["data"] for line in map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())]
-    (moved,) = [of["grail/moved_with_advantage_rate"] for of in figures if "grail/moved_with_advantage_rate" in of]
-    assert 0.5 < moved <= 1
+    hosts_of = [PlainHost(model, r, temperature=TEMPERATURE) for model in models]
+    before, after = (host.columns(["old_log_probs"])["old_log_probs"] for host in hosts_of)
+    for row, change_T in zip(rows[4:8], (after - before).numpy(), strict=True):
+        np.testing.assert_allclose(row.effect_T, change_T[: len(row)], rtol=1e-3, atol=1e-6)
+    ((step, moved),) = figures(tmp_path, "grail/moved_with_advantage_rate").items()
+    assert step in (2, 3) and 0.5 < moved <= 1
 
 
 def test_a_training_that_breaks_off_has_written_what_it_had(tmp_path: Path) -> None:
-    class Broken(scripted.ScriptedTokenWeights):
-        left = 2
+    trainer = build(tmp_path, weights={"token_dump": tmp_path / "tokens"}, max_steps=2)
 
-        def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
-            loss = super()._compute_loss(model, inputs)
-            self.left -= 1
-            if not self.left:
-                raise KeyboardInterrupt
-            return loss
+    def losses() -> Iterator[Any]:
+        yield type(trainer)._compute_loss
+        raise KeyboardInterrupt
 
+    left = losses()
+    trainer._compute_loss = lambda *given: next(left)(trainer, *given)
     with pytest.raises(KeyboardInterrupt):
-        build(tmp_path, Broken, weights={"token_dump": tmp_path / "tokens"}, max_steps=2).train()
+        trainer.train()
     dump = read_dump(tmp_path / "tokens")
     assert [row.step for row in dump] == [1] * 8 + [2] * 8
     assert [(of["step"], of["findings"]) for of in dump.receipts()] == [(1, [])]
+
+
+def received(folder: Path, kind: Any = TokenWeightGRPOTrainer, reads: bool = True, **options: Any) -> torch.Tensor:
+    """The parameters after a run of 8 updates, 4 for each of two generation batches."""
+    weights = {"token_dump": {"folder": folder, "responses": None, "received": reads}}
+    weights |= {name: options.pop(name) for name in ("token_weights", "skip_zero_advantage") if name in options}
+    return parameters(trained(folder, kind, weights=weights, max_steps=8, num_iterations=2, **MICRO, **options).model)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        *({"loss_type": loss, "skip_zero_advantage": loss in ("bnpo", "grpo")} for loss in LOSSES),
+        *({"loss_type": loss, "token_weights": "uniform"} for loss in ("luspo", "vespo")),
+        *({"loss_type": loss, "importance_sampling_level": "sequence", "delta": 1.5} for loss in (*LOSSES, "luspo")),
+        {"loss_type": "grpo", "delta": 1.1, "learning_rate": 1.0},
+    ],
+    ids=lambda options: " ".join(map(str, options.values())),
+)
+def test_a_run_received_what_it_intended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict) -> None:
+    """By TRL's losses, also those with which token weights are refused, and trains the same bit for bit as without."""
+    loss_type, refused = options["loss_type"], {*options} & {"token_weights", "importance_sampling_level"}
+    if refused:
+        monkeypatch.setattr(trainer_module, "check_trainer", lambda *_: None)
+    options = {"learning_rate": 0.3, "epsilon_high": 1.2 if loss_type == "cispo" else 0.3, **options}
+    on, off = (received(tmp_path / str(reads), reads=reads, **options) for reads in (True, False))
+    assert torch.equal(on, off) and not torch.allclose(on, parameters(new_model()))
+    assert mismatches(tmp_path / "False") == [] and mismatches(tmp_path / "True") == [[], []]
+    rows = list(read_dump(tmp_path / "True"))
+    assert len(rows) == 16
+    for row in rows:
+        assert len(row.updates) == 2  # of four, by two iterations
+        if row.updates[0] == 0 and loss_type != "sapo" and not refused:
+            np.testing.assert_allclose(row.by_update_KT[0], row.advantage_T, rtol=1e-3, atol=1e-6)
+        np.testing.assert_allclose(row.received_T, row.by_update_KT.mean(axis=0), rtol=1e-5, atol=1e-7)
+    assert np.abs(np.concatenate([row.by_update_KT[1] - row.advantage_T for row in rows])).max() > 1e-3  # ratios move
+    assert main([str(tmp_path / "True")]) == 0
+
+
+class Cutting(TokenWeightGRPOTrainer):
+    """The last token of each response is masked in the loss."""
+
+    def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
+        mask_BT = inputs["completion_mask"].clone()
+        last_B1 = (mask_BT.sum(dim=1, keepdim=True) - 1).clamp(min=0)
+        return super()._compute_loss(model, {**inputs, "completion_mask": mask_BT.scatter(1, last_B1, 0)})
+
+
+def test_a_fault_in_the_trainer_is_named_and_updates_over_several_generations_are_not_read(tmp_path: Path) -> None:
+    received(tmp_path / "cutting", Cutting, loss_type="dapo")
+    assert ["lost" in of for of in mismatches(tmp_path / "cutting")] == [True, True]
+    assert main([str(tmp_path / "cutting")]) == 1
+    trained(tmp_path, weights={"token_dump": tmp_path}, gradient_accumulation_steps=2, steps_per_generation=1)
+    assert mismatches(tmp_path) == []
+
+
+@pytest.mark.parametrize("place", ["check", "loss_mask", "Gradient", "Piece"])
+def test_an_error_in_the_receipt_stops_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str) -> None:
+    """As it reads, gathers or compares; the first of two receipts has one, the training is that without."""
+    right, failed = getattr(dump_module, place), []
+
+    def fails_once(*given: Any) -> Any:
+        if not failed:
+            failed.append(given)
+            raise RuntimeError("broken")
+        return right(*given)
+
+    monkeypatch.setattr(dump_module, place, fails_once)
+    assert torch.equal(received(tmp_path), received(tmp_path / "plain", reads=False)) and failed
+    receipts = [(of["step"], of["findings"]) for of in read_dump(tmp_path).receipts()]
+    assert (5, []) in receipts and (place == "Gradient" or len(receipts) == 1)

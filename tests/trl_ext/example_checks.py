@@ -32,17 +32,14 @@ GOLD = {chain.text: str(chain.answer) for chain in map(Problem.parse, TEXTS)}
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """With the model of the CPU example and files of problems."""
+    """With the model of the CPU example and a file of problems."""
     folder = tmp_path_factory.mktemp("example")
     for part in load_shipped():
         part.save_pretrained(folder / "model")
-    columns = {
-        "train": lambda gold: {"reward_model": {"ground_truth": gold}},
-        "solutions": lambda gold: {"solution": gold},
-    }
-    for name, column in columns.items():
-        rows = [{"prompt": [{"role": "user", "content": text}], **column(gold)} for text, gold in GOLD.items()]
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    answers = [{"solution": gold, "reward_model": {"ground_truth": gold}} for gold in GOLD.values()]
+    prompts = [{"prompt": [{"role": "user", "content": text}]} for text in GOLD]
+    rows = [json.dumps(prompt | answer) for prompt, answer in zip(prompts, answers, strict=True)]
+    (folder / "problems.jsonl").write_text("\n".join(rows))
     return folder
 
 
@@ -57,7 +54,7 @@ def run(folder: Path, *command: Any, succeeds: bool = True) -> str:
 
 def test_a_run_with_lora_its_dump_and_its_report(folder: Path) -> None:
     options = "--prompts 8 --rollouts 8 --micro-batch 64 --max-response 64 --learning-rate 1e-3"
-    options += " --data train.jsonl --held-out train.jsonl --dump-every 1 --lora-rank 4 --bf16 --steps 2"
+    options += " --data problems.jsonl --held-out problems.jsonl --dump-every 1 --lora-rank 4 --bf16 --steps 2"
     said = run(folder, EXAMPLE, "--model", "model", "--output", "out", *options.split())
     assert said.rstrip().endswith("python -m grail_advantage.report out")
     found = open_run(folder / "out")
@@ -69,7 +66,7 @@ def test_a_run_with_lora_its_dump_and_its_report(folder: Path) -> None:
     scored = [row for row in rows if row.no_scores is None]
     assert scored and all(row.outcome == "wrong" and row.weight_T.std() > 0.1 for row in scored)
     assert 0 < metrics["reward"][1] < 1 and 0 in metrics["eval_reward"]
-    assert (folder / "out" / "adapter_model.safetensors").exists()
+    assert (folder / "out/adapter_model.safetensors").exists()
     settings = torch.load(folder / "out" / "training_args.bin", weights_only=False)
     assert settings.bf16 and settings.gradient_checkpointing and not settings.fp16
     assert settings.model_init_kwargs == {"dtype": "bfloat16"}  # of what is frozen
@@ -92,16 +89,16 @@ def test_a_run_with_the_published_arguments(folder: Path) -> None:
     """What TRL trains with is the table, but for what a CPU lacks; the prompts end as published, with U+0008. Defaults
     of the table are TRL's."""
     here = {"use_vllm": False, "bf16": False, "use_cpu": True, "gradient_checkpointing": False, "optim": "adamw_torch"}
-    here |= {"max_steps": 2, "max_completion_length": 8}
-    here |= {"per_device_train_batch_size": 64, "gradient_accumulation_steps": 1}
+    here |= {"max_steps": 2, "max_completion_length": 8, "per_device_train_batch_size": 64}
+    here |= {"gradient_accumulation_steps": 1}
     changes = [f"--set={name}={json.dumps(value)}" for name, value in (here | {"model_init_kwargs": {}}).items()]
-    given = ["--model", folder / "model", "--output", folder / "published", "--data", folder / "solutions.jsonl"]
+    given = ["--model", "model", "--output", "published", "--data", "problems.jsonl"]
     run(folder, "-m", "examples.trl_published", *given, *changes)
-    settings = torch.load(folder / "published" / "training_args.bin", weights_only=False)
+    settings = torch.load(folder / "published/training_args.bin", weights_only=False)
     for name, value in trl_arguments().items():
         assert getattr(settings, name) == {"scale_rewards": "none"}.get(name, here.get(name, value)), name
-    for row, text in zip(problems(str(folder / "solutions.jsonl")), GOLD, strict=True):
-        assert row["prompt"][0]["content"] == text + PUBLISHED_SUFFIX
+    asked = [row["prompt"][0]["content"] for row in problems(str(folder / "problems.jsonl"))]
+    assert asked == [text + PUBLISHED_SUFFIX for text in GOLD]
     defaults = GRPOConfig("out", use_cpu=True)
     named = {row.name: row.theirs for row in TRAINER if row.place.startswith("TRL")}
     assert len(named) == 4 and {name: getattr(defaults, name) for name in named} == named

@@ -30,7 +30,7 @@ NEWEST = tomllib.loads((ROOT / "pyproject.toml").read_text())["dependency-groups
 """The newest TRL, the newest transformers, and what this one needs newer than verl's."""
 OLDEST = ["trl==1.15.0"]
 """The oldest TRL, with verl's transformers."""
-CHECKS = [f"tests/trl_ext/{name}_checks.py" for name in ("core", "dump", "receipt", "rules", "turns")]
+CHECKS = [f"tests/trl_ext/{name}_checks.py" for name in ("core", "dump", "turns")]
 EXAMPLE_CHECKS = "tests/trl_ext/example_checks.py"
 """Not with TRL 1.15, which computes log-probabilities on a GPU alone."""
 TIMEOUT = 1800
@@ -38,11 +38,8 @@ TIMEOUT = 1800
 
 def trl_folder(packages: list[str]) -> Path:
     """A folder with these packages alone, kept beside the environment's packages."""
+    folder = Path(sys.prefix) / ("trl" if packages == NEWEST else f"trl-{packages[0].split('==')[1]}")
     names = [f"{package.replace('-', '_').replace('==', '-')}.dist-info" for package in packages]
-    default = Path(sys.prefix) / "trl"
-    if all((default / name).exists() for name in names):
-        return default
-    folder = Path(sys.prefix) / f"trl-{'-'.join(package.split('==')[1] for package in packages)}"
     if not all((folder / name).exists() for name in names):
         pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--upgrade", "--target", str(folder)]
         done = subprocess.run([*pip, *packages], capture_output=True, text=True, timeout=TIMEOUT)
@@ -63,15 +60,14 @@ def run(command: list[str], packages: list[str]) -> str:
 
 
 @pytest.mark.parametrize(
-    ("packages", "files", "marked"),
+    ("packages", "files"),
     [
-        pytest.param(NEWEST, [*CHECKS, EXAMPLE_CHECKS], "not nightly", id="newest"),
-        pytest.param(NEWEST, CHECKS[:1], "nightly", id="newest, by night", marks=pytest.mark.nightly),
-        pytest.param(OLDEST, CHECKS, "", id="oldest", marks=pytest.mark.nightly),
+        pytest.param(NEWEST, [*CHECKS, EXAMPLE_CHECKS], id="newest"),
+        pytest.param(OLDEST, CHECKS, id="oldest", marks=pytest.mark.nightly),
     ],
 )
-def test_checks(packages: list[str], files: list[str], marked: str) -> None:
-    output = run(["-m", "pytest", "-p", "no:cacheprovider", "-m", marked, *files], packages)
+def test_checks(packages: list[str], files: list[str]) -> None:
+    output = run(["-m", "pytest", "-p", "no:cacheprovider", *files], packages)
     assert "skipped" not in output
     assert all(re.search(rf"^{file} \.", output, re.MULTILINE) for file in files), output
 
@@ -83,24 +79,18 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
-    run(["-m", "tests.trl_ext.ranks", port, str(folder)], NEWEST)
+    run(["-m", "tests.trl_ext.programs", port, str(folder)], NEWEST)
     return folder
 
 
 @pytest.mark.parametrize("name", ["grail", "stare", "shear", "turn_rloo"])
 def test_two_ranks_train_like_one(folder: Path, name: str) -> None:
-    """Advantages, parameters, figures, the dump, and a receipt without a finding."""
+    """Parameters, figures, the dump with every advantage, and a receipt without a finding."""
     files = [folder / f"result{rank}of{size}.pt" for rank, size in ((0, 1), (0, 2), (1, 2))]
     assert all(file.exists() for file in files), [log.read_text()[-3000:] for log in folder.glob("log*.txt")]
     alone, *together = (torch.load(file).get(name, "did not come this far") for file in files)
     assert all(isinstance(of, dict) for of in (alone, *together)), (alone, together)
     assert [result["distributed"] for result in together] == ["DistributedDataParallel"] * 2
-    for step in range(3):
-        rows = [row for result in together for row in _rows(result["batches"][step])]
-        assert len(rows) == 8
-        for (found_ids, found_T), (ids, expected_T) in zip(rows, _rows(alone["batches"][step]), strict=True):
-            assert found_ids == ids
-            torch.testing.assert_close(found_T, expected_T, rtol=2e-3, atol=2e-3)
     assert torch.equal(*(result["parameters"] for result in together))
     torch.testing.assert_close(together[0]["parameters"], alone["parameters"], rtol=1e-3, atol=1e-4)
     figures = together[0]["figures"]  # those that the main process logs
@@ -110,21 +100,17 @@ def test_two_ranks_train_like_one(folder: Path, name: str) -> None:
     dumps = {size: read_dump(folder / f"{name} of {size}") for size in (1, 2)}
     for dump in dumps.values():
         assert [[of for of in each["findings"] if of["mismatch"]] for each in dump.receipts()] == [[], [], []]
+    assert len(list(dumps[1])) == 24
     for row, expected in zip(dumps[2], dumps[1], strict=True):
         for column in ("step", "update", "row", "key", "group", "prompt", "response", "reward", "no_scores", "span"):
             assert getattr(row, column) == getattr(expected, column), column
-        for column in ("score_T", "weight_T", "advantage_T", "old_log_prob_T", "entropy_T", "received_T"):
-            values, others = getattr(row, column), getattr(expected, column)
-            np.testing.assert_allclose(values, others, rtol=5e-3, atol=5e-3, err_msg=column)
-
-
-def _rows(batch: dict[str, torch.Tensor]) -> list[tuple[list[int], torch.Tensor]]:
-    parts = zip(batch["completion_ids"], batch["advantages"], batch["completion_mask"].bool(), strict=True)
-    return [(ids[mask].tolist(), values[mask]) for ids, values, mask in parts]
+        for column in ("advantage_T", "score_T", "weight_T", "old_log_prob_T", "entropy_T", "received_T"):
+            close = {"atol": 2e-3, "rtol": 2e-3} if column == "advantage_T" else {"atol": 5e-3, "rtol": 5e-3}
+            np.testing.assert_allclose(getattr(row, column), getattr(expected, column), **close, err_msg=column)
 
 
 def test_weights_on_another_device_are_those_of_the_cpu(tmp_path: Path) -> None:
     """One that mixes with no tensor of the CPU and has no float64, as Apple's MPS."""
-    output = run(["-m", "tests.trl_ext.on_card", str(tmp_path)], NEWEST)
+    output = run(["-m", "tests.trl_ext.programs", "card", str(tmp_path)], NEWEST)
     found = dict(json.loads(line) for line in output.splitlines() if line.startswith('["'))
     assert len(found) == 6 and all(value < (1e-2 if "oar" in name else 1e-5) for name, value in found.items()), output

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,17 +13,13 @@ import torch
 from grail_advantage import report
 from grail_advantage.data import runs
 from grail_advantage.dump import read_dump
+from grail_advantage.methods.turns import turn_advantages
 from grail_advantage.trl_ext import TokenWeightGRPOTrainer
 from grail_advantage.view.receipt import main as receipt
-from tests import documentation
-from tests.trl_ext import conversations
-from tests.trl_ext.conversations import RESPONSES, Keypad, Script, build, keypad, script_of, speaking_model
-from tests.trl_ext.scripted import parameters
+from tests.trl_ext import world
+from tests.trl_ext.world import RESPONSES, Guess, Script, judge, mismatches, talks, trained
 
-guess = functools.partial(conversations.calls, name="guess", argument="value")
-GROUP_SIZE = 4
-ENVIRONMENT = {"token_weights": "turn_rloo", "environment_factory": Keypad}
-SIZES = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}
+ENVIRONMENT = {"token_weights": "turn_rloo", "environment_factory": Guess}
 
 
 class Watched(TokenWeightGRPOTrainer):
@@ -35,40 +30,28 @@ class Watched(TokenWeightGRPOTrainer):
         return super()._compute_loss(model, inputs)
 
 
-def turn_rloo(place: int, group: Sequence[Script]) -> list[float]:
-    """The advantages of a response's turns: its return less the mean of the others' that reached as far."""
-
-    def returns(script: Script) -> list[float]:
-        rewards = [*script.rewards[:-1], script.rewards[-1] + script.outcome]
-        return [sum(rewards[turn:]) for turn in range(len(rewards))]
-
-    others = [returns(each) for each in group if each is not group[place]]
-    reached = [[of[turn] for of in others if len(of) > turn] for turn in range(len(group[place].turns))]
-    means = [sum(of) / len(of) if of else sum(other[0] for other in others) / len(others) for of in reached]
-    return [value - mean for value, mean in zip(returns(group[place]), means, strict=True)]
-
-
 def expected(scripts: Sequence[Script] = RESPONSES) -> dict[str, list[float]]:
     """The advantages of a response's turns, by its first turn."""
-    groups = [scripts[start : start + GROUP_SIZE] for start in range(0, len(scripts), GROUP_SIZE)]
-    return {script.turns[0]: turn_rloo(at, group) for group in groups for at, script in enumerate(group)}
+    groups = [place // world.GENERATIONS for place in range(len(scripts))]
+    found = turn_advantages([of.rewards for of in scripts], [of.outcome for of in scripts], groups)
+    return {script.turns[0]: of for script, of in zip(scripts, found, strict=True)}
 
 
-def assert_turns(ids: Any, mask: Any, values: Any, wanted: dict[str, list[float]], of: Any = RESPONSES) -> Script:
+def assert_turns(ids: Any, mask: Any, values: Any, wanted: dict[str, list[float]]) -> Script:
     """That the turns of a response are the script's, and each has its advantage on all of its tokens, 0 between."""
     ids, mask, values = (np.array(part) for part in (ids, mask, values))
-    script, turns = script_of(ids[: len(mask)].tolist(), of), runs(mask)
+    script, turns = world.script_of(ids[: len(mask)].tolist(), RESPONSES), runs(mask)
     assert [ids[start:end].tolist() for start, end in turns] == script.tokens and not values[mask == 0].any()
     for (start, end), advantage in zip(turns, wanted[script.turns[0]], strict=True):
         np.testing.assert_allclose(values[start:end], advantage, rtol=1e-5, atol=1e-6)
     return script
 
 
-def assert_batches(batches: Sequence[dict[str, Any]], wanted: dict[str, list[float]], **of: Any) -> None:
+def assert_batches(batches: Sequence[dict[str, Any]], wanted: dict[str, list[float]]) -> None:
     found = []
     for batch in batches:
         rows = batch["completion_ids"], batch["completion_mask"] * batch["tool_mask"], batch["advantages"]
-        found += [assert_turns(*row, wanted, **of) for row in zip(*rows, strict=True)]
+        found += [assert_turns(*row, wanted) for row in zip(*rows, strict=True)]
     assert len({script.turns[0] for script in found}) == len(found) == len(wanted)
 
 
@@ -76,13 +59,12 @@ def test_rewards_by_turn_and_their_way_into_dump_receipt_and_report(tmp_path: Pa
     """What an environment earns by calls, also in parallel, and by calls that fail before it or in it. Two iterations
     in micro-batches; a tool's tokens receive nothing."""
     weights = {**ENVIRONMENT, "token_dump": {"folder": tmp_path / "tokens", "responses": None}}
-    options = {"loss_type": "bnpo", "num_iterations": 2, "max_steps": 2, **SIZES}
-    trainer = build(tmp_path, Watched, weights=weights, **options)
-    trainer.train()
-    assert_batches(trainer.seen[:4], expected())
-    dump, wanted = read_dump(tmp_path / "tokens"), expected()
-    assert [[of for of in each["findings"] if of["mismatch"]] for each in dump.receipts()] == [[]]
-    for row, script in zip(dump, RESPONSES, strict=True):
+    options = talks() | {"loss_type": "bnpo", "num_iterations": 2, "max_steps": 2}
+    options |= {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}
+    wanted = expected()
+    assert_batches(trained(tmp_path, Watched, weights=weights, **options).seen[:4], wanted)
+    assert mismatches(tmp_path / "tokens") == [[]]
+    for row, script in zip(read_dump(tmp_path / "tokens"), RESPONSES, strict=True):
         assert assert_turns(row.token_ids_T, row.mask_T, row.advantage_T, wanted) is script
         by_turn = [sum(calls) or None for calls in row.labels["turn_rewards"]]
         assert by_turn == [reward or None for reward in script.rewards] and row.reward == script.outcome
@@ -94,118 +76,76 @@ def test_rewards_by_turn_and_their_way_into_dump_receipt_and_report(tmp_path: Pa
 
 @pytest.mark.parametrize("beside", [False, True], ids=["tools", "an environment"])
 def test_what_a_reward_function_logs_comes_first(tmp_path: Path, beside: bool) -> None:
-    weights = {"token_weights": "turn_rloo", "token_weight_options": {"align": "turns", "rewards": "judged"}}
-    other = type("Other", (Keypad,), {"judged": (1.0, 2.0)})
-    weights |= {"environment_factory": other} if beside else {"tools": [keypad().press]}
-    trainer = build(tmp_path, Watched, reward=conversations.judged, weights=weights, log_completions=True)
-    trainer.train()
-    assert_batches(trainer.seen, expected())
+    """As the page's ``judge.py``; an environment's own reward counts, too."""
+    weights = {"token_weights": "turn_rloo", "token_weight_options": {"align": "turns"}}
+    weights |= {"environment_factory": Guess} if beside else {"tools": [world.GAME.guess]}
+    failing = ("null", "no_such_tool")
+    judged = [[-0.1 - 0.5 * sum(map(turn.count, failing)) for turn in each.turns] for each in RESPONSES]
+    outcomes = [each.outcome * (1 + beside) for each in RESPONSES]
+    scripts = [Script(each.turns, *of) for each, *of in zip(RESPONSES, outcomes, judged, strict=True)]
+    options = talks() | {"reward": judge, "weights": weights, "log_completions": True}
+    trainer = trained(tmp_path, Watched, **options)
+    assert_batches(trainer.seen, expected(scripts))
 
 
 def test_the_outcome_is_trls_weighted_sum(tmp_path: Path) -> None:
     """Of reward functions and the environment's own, with what the environment earns after the last turn; an
     environment that keeps its list counts from its length."""
 
-    class Rewarding(Keypad):
-        def __init__(self) -> None:
-            super().reset()
-
-        def reset(self, **_: Any) -> None:
-            pass
+    class Rewarding(Guess):
+        def reset(self, number: int, **row: Any) -> None:
+            kept = getattr(self, "tool_rewards", [])
+            super().reset(number)
+            self.tool_rewards = kept
 
         def get_reward(self) -> float:
             self.tool_rewards.append(0.125)
             return 0.5
 
-    weights = {**ENVIRONMENT, "environment_factory": Rewarding}
-    trainer = build(tmp_path, Watched, weights=weights, reward_weights=[2.0], max_steps=2)
-    trainer.train()
+    options = talks() | {"weights": {**ENVIRONMENT, "environment_factory": Rewarding}, "reward": world.outcomes()}
     after = [(each, [*each.rewards[:-1], each.rewards[-1] + 0.125]) for each in RESPONSES]
     wanted = expected([Script(each.turns, 2 * each.outcome + 0.5, rewards) for each, rewards in after])
-    for batch in trainer.seen:
+    for batch in trained(tmp_path, Watched, reward_weights=[2.0], max_steps=2, **options).seen:
         assert_batches([batch], wanted)
 
 
-def test_the_update_is_the_same_without_zero_advantage_conversations(tmp_path: Path) -> None:
-    """Where a loss is divided by a micro-batch's tokens, a tool's do not count."""
-    models = []
-    for skip in (False, True):
-        weights = {"token_weights": "uniform", "environment_factory": Keypad, "skip_zero_advantage": skip}
-        sizes = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
-        trainer = build(tmp_path, weights=weights, loss_type="bnpo", learning_rate=1.0, **sizes)
-        trainer.reward_funcs = [lambda completion_ids, **_: [float(len(ids) > 200) for ids in completion_ids]]
-        trainer.train()
-        models.append(parameters(trainer.model) - parameters(speaking_model()))
-    scale = float(models[0].abs().max())
-    torch.testing.assert_close(models[1], models[0], rtol=1e-3, atol=1e-5 * scale)
-    assert scale > 1e-2
-
-
-@pytest.mark.parametrize(("limit", "masked"), [(150, False), (200, True), (283, False), (283, True)])
+@pytest.mark.parametrize(("limit", "masked"), [(150, False), (200, True), (250, False), (300, True)])
 def test_conversations_that_end_at_the_limit(tmp_path: Path, limit: int, masked: bool) -> None:
     """Within a turn, or at a tool's answer, which TRL drops: the reward of its call is with the last turn there is.
     ``mask_truncated_completions`` takes a response out of the loss, and not from its siblings."""
-    dumps = []
-    cut = {"max_completion_length": limit, "mask_truncated_completions": masked}
-    for name, options in (("whole", {}), ("cut", cut)):
+    for name, options in {
+        "whole": {},
+        "cut": {"max_completion_length": limit, "mask_truncated_completions": masked},
+    }.items():
         weights = {**ENVIRONMENT, "token_dump": {"folder": tmp_path / name, "responses": None}}
-        build(tmp_path, weights=weights, **options).train()
-        dumps.append(list(read_dump(tmp_path / name)))
-    scripts, kept = [], []
-    for row, whole, script in zip(dumps[1], dumps[0], RESPONSES, strict=True):
+        trained(tmp_path, weights=weights, **talks() | options)
+    scripts, kept, rows = [], [], list(read_dump(tmp_path / "cut"))
+    for row, whole, script in zip(rows, read_dump(tmp_path / "whole"), RESPONSES, strict=True):
         written = whole.mask_T.astype(bool)[: len(row)]
         turns = runs(written)
-        ended = turns[-1][1] == len(row) and row.token_ids_T[-1] == script.tokens[len(turns) - 1][-1]
+        last, end = len(turns) - 1, turns[-1][1]
+        whole_turn = row.token_ids_T[end - 1] == script.tokens[last][-1]
         assert list(row.token_ids_T) == list(whole.token_ids_T[: len(row)])
-        assert row.truncated == (not ended)
-        rewards = [*script.rewards[: len(turns) - 1], script.rewards[len(turns) - 1] if ended else 0.0]
-        scripts.append(Script(script.turns[: len(turns)], script.outcome, rewards))
+        assert row.truncated == (end < len(row) or not whole_turn)
+        rewards = [*script.rewards[:last], script.rewards[last] if whole_turn else 0.0]
+        scripts.append(Script(script.turns[: len(turns)], row.reward, rewards))
         kept.append((written, turns, not (masked and row.truncated)))
-    assert len({row.truncated for row in dumps[1]}) == 2
+    assert len({row.truncated for row in rows}) == 2
     wanted = expected(scripts)
-    for row, script, (written, turns, trains) in zip(dumps[1], scripts, kept, strict=True):
+    for row, script, (written, turns, trains) in zip(rows, scripts, kept, strict=True):
         assert row.mask_T.astype(bool).tolist() == (written & trains).tolist()
         for (start, end), advantage in zip(turns, wanted[script.turns[0]], strict=True):
             np.testing.assert_allclose(row.advantage_T[start:end], advantage * trains, rtol=1e-5, atol=1e-6)
-
-
-GUESSES = [
-    Script([guess(50), guess(40), "It is 40: found."], 1.0, [0.8, 0.2, 0.0]),
-    Script([guess(90, 30), "I give up."], 0.0, [0.8, 0.0]),
-    Script(["40?"], 0.0, [0.0]),
-    Script([guess("low"), guess(41), "It is 41."], 0.0, [0.0, 0.98, 0.0]),
-]
-"""Of the page's game, with the rewards of its environment."""
-
-
-@pytest.mark.parametrize("file", ["guess.py", "judge.py"])
-def test_the_examples_of_the_page(tmp_path: Path, file: str) -> None:
-    names: dict[str, Any] = {}
-    for text in documentation.files("trl.md").values():
-        exec(text, names)
-    weights, reward, scripts = {"token_weights": "turn_rloo", "environment_factory": names["Guess"]}, None, GUESSES
-    if file == "judge.py":
-        game = names["Guess"]()
-        game.reset(40)
-        weights = {"token_weights": "turn_rloo", "tools": [game.guess], "token_weight_options": {"align": "turns"}}
-        failed = [[-0.6 if '"low"' in turn else -0.1 for turn in script.turns] for script in GUESSES]
-        scripts = [each._replace(rewards=rewards) for each, rewards in zip(GUESSES, failed, strict=True)]
-        reward = names["judge"]
-    data = conversations.prompts("Find the number.").add_column("number", [40])
-    options = {"model": speaking_model({"Find the number.": GUESSES}), "data": data, "reward": reward}
-    trainer = build(tmp_path, Watched, weights=weights, per_device_train_batch_size=GROUP_SIZE, **options)
-    trainer.train()
-    assert_batches(trainer.seen, expected(scripts), of=scripts)
 
 
 def test_fields_that_are_refused(tmp_path: Path) -> None:
     """Nowhere, and not one value a response."""
 
     def twice(**named: Any) -> list[float]:
-        return conversations.judged(**named) and conversations.judged(**named)
+        return judge(**named) and judge(**named)
 
-    for name, reward in (("tool_rewards", conversations.outcomes), ("judged", twice)):
-        weights = {"token_weights": "turn_rloo", "tools": [keypad().press]}
+    for name, reward in (("elsewhere", judge), ("tool_rewards", twice)):
+        weights = {"token_weights": "turn_rloo", "tools": [world.GAME.guess]}
         weights["token_weight_options"] = {"align": "turns", "rewards": name}
         with pytest.raises(ValueError, match=name):
-            build(tmp_path, reward=reward, weights=weights).train()
+            trained(tmp_path, **talks() | {"reward": reward, "weights": weights})

@@ -1,0 +1,88 @@
+"""Programs of test_trl.py, in which nothing is checked: two ranks joined by gloo through accelerate and one that is
+alone, or with the word ``card`` weights on a device that is not the CPU."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+import torch
+from trl import GRPOTrainer
+
+from tests.trl_ext import world
+
+WEIGHTS: dict[str, dict[str, Any]] = {
+    "grail": {"token_weights": "grail", "skip_zero_advantage": True},
+    "stare": {"token_weights": "stare", "token_weight_options": {"threshold": 100.0}},
+    "shear": {"token_weights": "shear", "token_weight_options": {"window": 6, "stride": 3}},
+    "turn_rloo": {"token_weights": "turn_rloo", "environment_factory": world.Guess},
+}
+
+
+def run(name: str, folder: Path, world_size: int) -> dict[str, Any]:
+    """Train; the figures, and the parameters at the end."""
+    options: dict[str, Any] = {"max_steps": 3, "loss_type": "dr_grpo", "learning_rate": 0.05}
+    if name == "turn_rloo":  # the responses of one prompt are on all ranks
+        options = world.talks(*list(world.TALKS)[:1]) | options | {"num_generations": 8}
+    options |= {"weights": {**WEIGHTS[name], "token_dump": folder.parent / f"{name} of {world_size}"}}
+    trainer = world.trained(folder, per_device_train_batch_size=8 // world_size, **options)
+    figures = {key.split("/")[-1]: value for key, value in trainer.state.log_history[0].items() if f"{name}/" in key}
+    parameters = world.parameters(trainer.model).clone()
+    return {"figures": figures, "distributed": type(trainer.model_wrapped).__name__, "parameters": parameters}
+
+
+def start(rank: int, world_size: int, port: int, folder: Path) -> None:
+    """Train with every method as a rank, in a process of its own."""
+    with (folder / f"log{rank}of{world_size}.txt").open("w") as log:
+        for stream in (1, 2):
+            os.dup2(log.fileno(), stream)
+    if world_size > 1:
+        os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    torch.set_num_threads(1)
+    results: dict[str, Any] = {}
+    for name in WEIGHTS:
+        try:
+            results[name] = run(name, folder / f"run{rank}of{world_size}", world_size)
+        except Exception:
+            results[name] = traceback.format_exc()
+            break  # the other rank waits for a counterpart
+    torch.save(results, folder / f"result{rank}of{world_size}.pt")
+
+
+def on_card(folder: Path) -> None:
+    """Print a line of JSON a method with the largest difference of token advantages from the CPU's."""
+    from tests.core import card  # this process has the device for good, from before its first backward
+
+    known = {}
+    for name in ("grail", "uniform", "surprisal", "steer", "oar_p", "oar_g"):
+        trainer = world.build(folder / name, weights={"token_weights": name})
+        rows = [row for row in trainer.train_dataset for _ in range(world.GENERATIONS)]
+        output = GRPOTrainer._generate_and_score_completions(trainer, rows)
+        known[name] = trainer, rows, output, trainer._weighted_advantages(rows, output)
+    with card.card():
+        for name, (trainer, rows, output, expected) in known.items():
+            there = {key: of.to(card.DEVICE) if isinstance(of, torch.Tensor) else of for key, of in output.items()}
+            card.moved(trainer.model)
+            trainer.accelerator.state.device = card.DEVICE
+            found = trainer._weighted_advantages(rows, there)
+            assert found.device == card.DEVICE
+            print(json.dumps([name, float((found.cpu() - expected).abs().max() / expected.abs().max())]))
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "card":
+        sys.exit(on_card(Path(sys.argv[2])))
+    # All at once; they are forks, so that TRL is imported once.
+    context, given = multiprocessing.get_context("fork"), (int(sys.argv[1]), Path(sys.argv[2]))
+    pairs = [(rank, world_size) for world_size in (2, 1) for rank in range(world_size)]
+    ranks = [context.Process(target=start, args=(*pair, *given), daemon=True) for pair in pairs]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join(1500)

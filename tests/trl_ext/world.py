@@ -1,0 +1,186 @@
+"""A trainer of a tiny model whose responses are written down (``world.json``) instead of sampled; all else of TRL is real,
+tools too. The conversations play the game of ``docs/trl.md``."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from accelerate.state import AcceleratorState
+from datasets import Dataset
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+from trl import GRPOConfig, GRPOTrainer
+from trl.chat_template_utils import qwen3_chat_template
+from trl.trainer import utils as trl_utils
+
+from grail_advantage.dump import read_dump
+from grail_advantage.trl_ext import TokenWeightGRPOTrainer
+from tests import documentation
+from tests.core.tiny_models import CHARACTERS, END_ID, PAD, tiny_model
+
+START, CHAT_END = "<|im_start|>", "<|im_end|>"
+PIECES = [*({" ": "Ġ"}.get(letter, letter) for letter in CHARACTERS), PAD, CHAT_END, START, "Ċ"]
+"""By id; those of the characters, of the padding and of the end are as in ``tiny_models``."""
+WORLD = json.loads(Path(__file__).with_suffix(".json").read_text())
+"""Responses by prompt, settings of a small run on the CPU, and texts of ``GRPOTrainer``'s methods that are relied on."""
+GENERATIONS, TEMPERATURE = WORLD["settings"]["num_generations"], WORLD["settings"]["temperature"]
+MICRO = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "steps_per_generation": 4}
+"""A generation batch of 8 responses in four micro-batches, for two updates."""
+OF_PAGE: dict[str, Any] = {}
+for _text in documentation.files("trl.md").values():
+    exec(_text, OF_PAGE)
+Guess, judge, GAME = OF_PAGE["Guess"], OF_PAGE["judge"], OF_PAGE["Guess"]()
+GAME.reset(40)  # its guess is a tool without an environment
+
+
+@cache
+def tokenizer() -> PreTrainedTokenizerFast:
+    """One token a character but for three special ones, with the chat template of Qwen3."""
+    backend = Tokenizer(models.BPE(vocab={piece: index for index, piece in enumerate(PIECES)}, merges=[]))
+    backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    known = {"pad_token": PAD, "eos_token": CHAT_END, "additional_special_tokens": [START]}
+    return PreTrainedTokenizerFast(tokenizer_object=backend, chat_template=qwen3_chat_template, **known)
+
+
+class Script(NamedTuple):
+    """A response: its turns, what the reward function gives, and the reward of each turn's calls."""
+
+    turns: list[str]
+    outcome: float
+    rewards: Sequence[float] = (0.0,)
+    ends: bool = True
+
+    @property
+    def tokens(self) -> list[list[int]]:
+        """Of each turn, with its end token."""
+        return [[*tokenizer().encode(turn), *[END_ID] * self.ends] for turn in self.turns]
+
+
+def _script(turns: list[str | list[Any]], **of: Any) -> Script:
+    """A turn that is a list of values guesses these, in parallel."""
+    call = '<tool_call>\n{{"name": "guess", "arguments": {{"value": {}}}}}\n</tool_call>'.format
+    texts = [turn if isinstance(turn, str) else "\n".join(call(json.dumps(value)) for value in turn) for turn in turns]
+    return Script(texts, **of)
+
+
+Scripts = Mapping[str, Sequence[Script]]  # by prompt
+TEXTS, TALKS = (
+    {prompt: [_script(**each) for each in scripts] for prompt, scripts in WORLD[part].items()}
+    for part in ("texts", "talks")
+)
+"""Without tools, where one does not end, which is the longest; and conversations, whose number is 40."""
+RESPONSES = [script for scripts in TALKS.values() for script in scripts]
+
+
+class PlainLogProbs:
+    """The output head of TRL 1.15, which is written in Triton alone and so missing on a machine without a GPU."""
+
+    @staticmethod
+    def apply(hidden_ND, weight_VD, bias_V, targets_N, temperature, _chunk, softcap, scale, outputs):
+        assert softcap is None and scale == 1.0
+        log_probs_NV = (torch.nn.functional.linear(hidden_ND, weight_VD, bias_V).float() / temperature).log_softmax(-1)
+        entropy_N = -(log_probs_NV.exp() * log_probs_NV).sum(-1) if "entropy" in outputs else None
+        return log_probs_NV.gather(1, targets_N[:, None])[:, 0], entropy_N, None, None, None
+
+
+if trl_utils._ChunkedLogProbFunction is None:
+    trl_utils._ChunkedLogProbFunction = PlainLogProbs
+
+
+def new_model(**options: Any) -> Any:
+    """Always the same."""
+    return tiny_model(vocab_size=len(PIECES), **{"max_position_embeddings": 4096, **options})
+
+
+def speaks(model: Any, scripts: Scripts) -> Any:
+    """The model, which says what is written down for the conversation so far: the k-th response to a prompt is the k-th
+    of its scripts."""
+
+    def generate(input_ids: torch.Tensor, attention_mask: torch.Tensor, **_: Any) -> torch.Tensor:
+        seen: Counter = Counter()
+        said = []
+        for ids_P, mask_P in zip(input_ids, attention_mask[:, -input_ids.shape[1] :].bool(), strict=True):
+            text = tokenizer().decode(ids_P[mask_P])
+            prompt = next(prompt for prompt in scripts if prompt in text)
+            before = re.findall(r"<\|im_start\|>assistant\n(.*?)<\|im_end\|>", text, re.DOTALL)
+            fitting = [each for each in scripts[prompt] if each.turns[: len(before)] == before]
+            said.append(torch.tensor(fitting[seen[prompt] % len(fitting)].tokens[len(before)]))
+            seen[prompt] += not before
+        padded = torch.nn.utils.rnn.pad_sequence(said, batch_first=True, padding_value=tokenizer().pad_token_id)
+        return torch.cat([input_ids, padded], dim=1)
+
+    model.generate = generate
+    return model
+
+
+def script_of(completion_T: list[int], scripts: Sequence[Script]) -> Script:
+    """By the first turn, which is no other script's."""
+    return next(script for script in scripts if completion_T[: len(script.tokens[0])] == script.tokens[0])
+
+
+def outcomes(scripts: Scripts = TALKS) -> Callable[..., list[float]]:
+    """A reward function that gives those of the scripts."""
+    known = [script for of in scripts.values() for script in of]
+    return lambda completion_ids, **_: [script_of(completion_T, known).outcome for completion_T in completion_ids]
+
+
+def chats(*texts: str, **columns: Any) -> Dataset:
+    """With a value for every row in each column."""
+    return Dataset.from_list([{"prompt": [{"role": "user", "content": text}], **columns} for text in texts])
+
+
+def build(folder: Path, kind: Any = TokenWeightGRPOTrainer, /, scripts: Scripts = TEXTS, **given: Any) -> Any:
+    """A trainer in training mode, between two steps, with ``weights`` for its own arguments; others are TRL's
+    settings. The process forgets the precision of the one before."""
+    AcceleratorState._reset_state()
+    own = {"data": Dataset.from_dict({"prompt": list(scripts)}), "tokenizer": tokenizer(), "weights": {}}
+    data, known, weights = (given.pop(name, of) for name, of in own.items())
+    model, reward = speaks(given.pop("model", None) or new_model(), scripts), given.pop("reward", outcomes(scripts))
+    trainer = kind(
+        model,
+        reward,
+        GRPOConfig(**{**WORLD["settings"], "output_dir": str(folder), **given}),
+        train_dataset=data,
+        processing_class=known,
+        **weights,
+    )
+    trainer.model.train()
+    trainer.current_gradient_accumulation_steps = 1
+    return trainer
+
+
+def trained(*arguments: Any, **given: Any) -> Any:
+    """:func:`build`, after its training."""
+    trainer = build(*arguments, **given)
+    trainer.train()
+    return trainer
+
+
+def talks(*prompts: str) -> dict[str, Any]:
+    """Arguments of :func:`build` for conversations."""
+    settings = {"max_completion_length": 900, "loss_type": "dr_grpo", "max_grad_norm": 0.0}
+    parts = {"scripts": TALKS, "data": chats(*prompts or TALKS, number=40), "model": new_model(layers=1)}
+    return {**parts, "reward": None, **settings}  # the environment's own
+
+
+def generation_batch(trainer: GRPOTrainer) -> dict[str, torch.Tensor]:
+    """The trainer's batch of all responses."""
+    return trainer._generate_and_score_completions([row for row in trainer.train_dataset for _ in range(GENERATIONS)])
+
+
+def parameters(model: Any) -> torch.Tensor:
+    """All of a model's, flat."""
+    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+
+
+def mismatches(folder: Path) -> list[list[str]]:
+    """Their names, of each receipt of a run."""
+    receipts = read_dump(folder).receipts()
+    return [[finding["name"] for finding in of["findings"] if finding["mismatch"]] for of in receipts]
