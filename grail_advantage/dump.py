@@ -314,8 +314,7 @@ def choose_rows(groups: Sequence[int], valid: Sequence[bool], limit: int | None,
     members: dict[int, list[int]] = {}
     for row in np.flatnonzero(valid).tolist():
         members.setdefault(groups[row], []).append(row)
-    chosen: dict[int, list[int]] = {}
-    room = len(groups) if limit is None else limit
+    chosen, room = dict[int, list[int]](), len(groups) if limit is None else limit
     for group in np.random.default_rng(list(seed)).permutation(sorted(members)).tolist():
         if len(members[group]) <= room or not chosen:
             chosen[group] = members[group][:room]
@@ -334,8 +333,7 @@ class Unstopped:
     """Writes to a path beside the training: an error within ``attempt`` is counted, logged once, and stops nothing."""
 
     def __init__(self, path: Path | str) -> None:
-        self.path = Path(path).absolute()
-        self.failed = 0
+        self.path, self.failed = Path(path).absolute(), 0
 
     @contextmanager
     def attempt(self) -> Iterator[None]:

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 import trl
-from grail_advantage.view.analysis import parse_method
+from grail_advantage.analyze import parse_method
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from trl import GRPOConfig, GRPOTrainer
 
