@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 import torch
 import trl
-from grail_advantage.analyze import parse_method
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from trl import GRPOConfig, GRPOTrainer
 
 from grail_advantage import Grail, Method, TokenWeights, compute_token_weights
+from grail_advantage.analyze import parse_method
 from grail_advantage.data import LARGEST, Example
 from grail_advantage.dump import read_dump
 from grail_advantage.method import build as method_of
