@@ -36,16 +36,14 @@ def _composed(folder: Path, name: str, *overrides: str) -> DictConfig:
 
 def compose(name: str, overrides: Sequence[str] = (), folder: Path = FOLDER) -> DictConfig:
     """The configuration ``<name>.yaml`` of the recipe, or of another folder, with these overrides; the caller's own."""
-    files = [override for override in overrides if override.startswith(("like=", "estimator="))]
-    overrides = [override for override in overrides if override not in files]
     # An option has a section in front of it; what has none is another choice of files, or a section as a whole.
-    values = all("." in override.split("=")[0] for override in overrides)
-    if not values:
-        return copy.deepcopy(_composed(folder, name, *files, *overrides))
-    config = copy.deepcopy(_composed(folder, name, *files))
-    parsed = OverridesParser.create().parse_overrides(overrides)
+    values = [override for override in overrides if "." in override.split("=")[0]]
+    others = [override for override in overrides if override not in values]
+    if not all(override.startswith(("like=", "estimator=")) for override in others):
+        values, others = [], overrides
+    config = copy.deepcopy(_composed(folder, name, *others))
     with flag_override(config, "struct", True):
-        ConfigLoaderImpl._apply_overrides_to_config(parsed, config)
+        ConfigLoaderImpl._apply_overrides_to_config(OverridesParser.create().parse_overrides(values), config)
     assert OmegaConf.is_struct(config)
     return config
 
@@ -53,13 +51,6 @@ def compose(name: str, overrides: Sequence[str] = (), folder: Path = FOLDER) -> 
 def verls_on_cpu(*overrides: str) -> DictConfig:
     """verl's own settings with the methods' sections, on the CPU."""
     return compose("verl_cpu", overrides, Path(__file__).with_name("config"))
-
-
-def with_model(folder: Path, *overrides: str) -> DictConfig:
-    """A run of the recipe whose model is in this folder."""
-    actor, rollout, model = (f"actor_rollout_ref.{part}" for part in ("actor", "rollout", "model"))
-    required = [f"{actor}.use_dynamic_bsz=True", f"{rollout}.n=4", f"{model}.path={folder}"]
-    return compose("grail_trainer", [*required, *overrides])
 
 
 def parsed(config: DictConfig) -> Settings:
