@@ -49,5 +49,4 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         item.add_marker(pytest.mark.xdist_group(str(PLACES.get(item.path, item.path.relative_to(TESTS)))))
     items.sort(key=lambda item: PLACES.get(item.path, len(GROUPS)))
-    gc.collect()
     gc.freeze()  # what is imported by now stays

@@ -37,13 +37,9 @@ def table_of(rows: Sequence[DumpRow]) -> pa.Table:
 
 def _record(row: DumpRow) -> dict[str, Any]:
     """Its values by the columns' names; texts as a file can hold them."""
-    return {name.removesuffix("_T"): _plain(value) for name, value in vars(row).items()}
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, list):
-        return [as_utf8(text) for text in value]
-    return as_utf8(value) if isinstance(value, str) else value
+    values = {name.removesuffix("_T"): value for name, value in vars(row).items()}
+    values |= {name: as_utf8(text) for name, text in values.items() if isinstance(text, str)}
+    return values | {name: list(map(as_utf8, texts)) for name, texts in values.items() if isinstance(texts, list)}
 
 
 def dump_row(weights: Sequence[float], **values: Any) -> DumpRow:
@@ -51,24 +47,14 @@ def dump_row(weights: Sequence[float], **values: Any) -> DumpRow:
     count, weight_T = len(weights), np.array(weights, dtype=np.float32)
     tokens = values.pop("tokens", [f"t{i} " for i in range(count)])
     span = values.pop("span", None)
-    for name in [name for name, value in values.items() if name.endswith("_T") and value is not None]:
-        values[name] = np.array(values[name])
+    values |= {name: np.array(value) for name, value in values.items() if name.endswith("_T") and value is not None}
     nothing = dict.fromkeys(f"{name}{_SUFFIXES.get(name, '')}" for name in ALL)
     usual: dict[str, Any] = {
-        **{
-            "step": 1,
-            "update": 0,
-            "row": 0,
-            "key": "a_0_0",
-            "group": 0,
-            "truncated": False,
-            "methods": {},
-            "labels": {},
-        },
-        **{"prompt": "What is it?", "response": "".join(tokens), "outcome": "right", "reward": 1.0},
+        **{"step": 1, "update": 0, "row": 0, "key": "a_0_0", "group": 0, "labels": {}, "truncated": False},
+        **{"prompt": "What is it?", "response": "".join(tokens), "outcome": "right", "reward": 1.0, "methods": {}},
         **{"prompt_ids": np.arange(3), "token_ids_T": np.arange(count), "mask_T": np.ones(count, dtype=bool)},
         **{"score_T": np.arange(count, dtype=np.float32), "advantage_T": 0.5 * weight_T},
         "base_advantage_T": np.full(count, 0.5, dtype=np.float32),
     }
-    span = AnswerSpan(*span) if isinstance(span, tuple) else span
-    return DumpRow(**{**nothing, **usual, **values, "tokens": tokens, "weight_T": weight_T, "span": span})
+    own = {"tokens": tokens, "weight_T": weight_T, "span": span and AnswerSpan(*span)}
+    return DumpRow(**{**nothing, **usual, **values, **own})

@@ -17,19 +17,14 @@ from typing import Any
 from unittest.mock import patch
 
 ROOT = Path(__file__).parents[1]
+PRELOADED = (
+    "peft torch transfer_queue transformers.models.llama transformers.models.qwen3 verl.trainer.main_ppo "
+    "verl.workers.engine_workers grail_advantage.verl_ext.worker recipe.run_life.trainer"
+)
 ENVIRONMENT = {"VERL_PLATFORM": "cpu", "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "GLOO_SOCKET_IFNAME": "lo"}
 """Variables of every process; some are read while verl is imported."""
 FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(
-    [
-        *("peft", "torch", "transfer_queue", "transformers.models.llama", "transformers.models.qwen3"),
-        *(
-            "verl.trainer.main_ppo",
-            "verl.workers.engine_workers",
-        ),  # verl loads the plug-in that makes the CPU its device
-        *("grail_advantage.verl_ext.worker", "recipe.run_life.trainer"),
-    ]
-)
+FORKS.set_forkserver_preload(PRELOADED.split())
 
 
 def _become(module: str, arguments: tuple[str, ...], files: tuple[Path, Path], environment: dict[str, str]) -> None:

@@ -56,22 +56,19 @@ RESPONSES = [Said(*parts) for parts in DATA["responses"]]
 """Two prompts with five responses each. No prompt has equal rewards whose float32 mean is off by rounding, as three of 0.9
 are: verl and TRL train on that rounding, as their GRPO does, while an analysis gives the advantage 0."""
 SUM, NINE = dict.fromkeys(said.prompt for said in RESPONSES)
-COUNT, GROUP_SIZE = len(RESPONSES), len(RESPONSES) // 2
-TRUNCATED = 5
+COUNT, GROUP_SIZE, TRUNCATED = len(RESPONSES), len(RESPONSES) // 2, 5
 LIMIT = len(RESPONSES[TRUNCATED].ids)
 """Most tokens of a response; only the truncated one has as many."""
 ADVANTAGES = DATA["advantages"]
 """The rewards less the mean of their prompt's finite ones."""
-OPTIONS: dict[str, dict[str, Any]] = DATA["options"]
-"""So that the method does something with responses as short as these."""
 OWN = {name: cls for name, cls in methods().items() if cls.__module__.startswith("grail_advantage.")}
 METHODS = [name for name, cls in OWN.items() if "examples" not in cls.reads]
 """The methods of this package but those that ask their prompts differently."""
 
 
 def signal_of(name: str, **options: Any) -> Method:
-    """A method with options that suit the responses."""
-    return build(name.removesuffix("_robust"), {**OPTIONS.get(name, {}), **options})
+    """A method with options with which it does something with responses as short as these."""
+    return build(name.removesuffix("_robust"), {**DATA["options"].get(name, {}), **options})
 
 
 def plain_rollouts(**changes: Any) -> Rollouts:
@@ -90,12 +87,6 @@ def plain_rollouts(**changes: Any) -> Rollouts:
         "facts": {"reward": rewards, "outcome": [outcome_of(reward) for reward in rewards]},
     }
     return Rollouts(**{**parts, **changes})
-
-
-def without_tools() -> dict[str, torch.Tensor]:
-    """Changes for a host whose responses have tokens of the model alone."""
-    lengths_B1 = torch.tensor([[len(said.ids)] for said in RESPONSES])
-    return {"mask": torch.arange(LIMIT) < lengths_B1}
 
 
 def plain_table(

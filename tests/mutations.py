@@ -48,11 +48,10 @@ def main(*parts: str) -> int:
             source = path.read_text(encoding="utf-8")
             assert source.count(old) == 1, f"{path} has not {old!r} once"
             path.write_text(source.replace(old, new), encoding="utf-8")
-            caught = status_of(folder, test) == FAILED
+            survives = status_of(folder, test) != FAILED
             path.write_text(source, encoding="utf-8")
-            wrong += not caught
-            change = f"{old} -> {new or 'nothing'}"
-            print(f"{'caught  ' if caught else 'SURVIVES'} {file}: {change}, by {test}", flush=True)
+            wrong += survives
+            print("SURVIVES" if survives else "caught  ", f"{file}: {old} -> {new or 'nothing'}, by {test}", flush=True)
         for of_trl in (False, True):  # a test that always fails would see nothing
             tests = sorted({test for _, test, *_ in chosen if test.startswith("trl_ext") == of_trl})
             if tests and status_of(folder, *tests):

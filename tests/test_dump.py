@@ -52,13 +52,11 @@ class TestReading:
         table = hosts.plain_table(hosts.signal_of("grail"), replace(rollouts, facts=facts), others=others)
         path = write_step(tmp_path, replace(HEADER, update=1), table)
         assert path.name == "step_000003_update_1.parquet" and list(tmp_path.iterdir()) == [path]
-        hosts.assert_same(hosts.dumped_table(tmp_path), table)
         dump = read_dump(tmp_path)
         rows = list(dump)
-        assert dump.problems == [] and dump.steps == [3] and dump.files[0].header == replace(HEADER, update=1)
-        assert {(row.step, row.update) for row in rows} == {(3, 1)}
+        assert dump.problems == [] and dump.files[0].header == replace(HEADER, update=1)
+        assert {(row.step, row.update) for row in rows} == {(3, 1)} and rows[0].labels == labels[0]
         hosts.assert_same(table_of(rows), table)
-        assert rows[0].labels == labels[0] and rows[-1].labels == {"tool": [[12, 23]]}
         frame = pd.read_parquet(path)
         assert frame["weight"][0].dtype == np.float32 and list(frame["key"]) == texts
 
@@ -71,11 +69,9 @@ class TestReading:
         table = dump.table(["received", "key", "effect", "step"])
         assert table.column_names == ["received", "key", "effect", "step"] and len(table) == 6
         assert table["effect"].to_pylist()[:5] == [None] * 3 + [[1.0, 2.0], None]
-        assert dump.table(["weight"], steps=[2])["weight"].to_pylist() == [[1.0, 2.0]] * 3
         first, second, third = dump.rows([2])
-        assert second.effect_T is None and third.effect_T is not None
         assert (first.received_T.tolist(), first.by_update_KT.tolist()) == ([1.0, 2.0], [[0.5, 0.5]])
-        assert first.clipped_by_update_KT is None and first.rollout_log_probs_T is None
+        assert second.effect_T is first.clipped_by_update_KT is None and third.effect_T is not None
 
     def test_older_and_newer_files(self, tmp_path: Path) -> None:
         """As schema_version 4, and 1 of what was received, wrote them; a later version's is named."""
@@ -146,8 +142,6 @@ class TestWriting:
 
 
 ONE, TWO, THREE = (json.dumps({"step": step, "data": {"a": step / 2}}).encode() + b"\n" for step in (1, 2, 3))
-
-
 BROKEN = b'\xff\n[1]\nnull\n{"step": "x"}\n{"step": NaN}\n' + b"[" * 100_000 + b"\n"
 
 
@@ -175,17 +169,15 @@ def test_no_visible_character_acts() -> None:
 
 def test_links_and_pipes_in_a_foreign_folder(tmp_path: Path) -> None:
     """Nothing is written through a link, and what is no plain file, which may have no end, is not read."""
-    precious, run = tmp_path / "precious", tmp_path / "run"
+    precious, run, page = tmp_path / "precious", tmp_path / "run", tmp_path / "run/report.html"
     precious.write_text("precious")
     path = write_step(run / "tokens", HEADER, table_of([dump_row([1.0, 2.0])]))
-    content = path.read_bytes()
     path.unlink()
-    for link in (run / "report.html", path):
+    for link in (page, path):
         link.symlink_to(precious)
     write_step(run / "tokens", HEADER, table_of([dump_row([1.0, 2.0])]))
     write_report(run)
-    assert precious.read_text() == "precious" and path.read_bytes() == content
-    assert not (run / "report.html").is_symlink()
+    assert precious.read_text() == "precious" and not path.is_symlink() and not page.is_symlink()
     os.mkfifo(run / "metrics.jsonl")
     opened = open_run(run)
     assert opened.metrics == {} and opened.dump.steps == [3] and len(list(opened.dump)) == 1

@@ -13,7 +13,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from grail_advantage.answers.span import AnswerSpan, find_answer_span, find_answer_spans, token_bytes
-from tests import real_tokenizers as real
+from tests.core import real_tokenizers as real
 from tests.core.plain_answers import EXPRESSION, PLAIN, plain_boxes
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from grail_advantage import find_answer_span
 from grail_advantage.answers.text import TokenTexts, answer_text, decode_pieces
-from tests.real_tokenizers import llama3_tokenizer, qwen_tokenizer
+from tests.core.real_tokenizers import llama3_tokenizer, qwen_tokenizer
 
 
 class TestTexts:

@@ -9,7 +9,7 @@ from tokenizers import decoders, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from grail_advantage.answers.tokenizers import load_tokenizer
-from tests.real_tokenizers import save_under_class
+from tests.core.real_tokenizers import save_under_class
 from verl_cpu.tiny.model import build_tokenizer
 
 TEXTS = ("a b\nc", r"\boxed{x = 2}", "12 + 30 = 42,\n  so $x^{2} \\le 42$.")

@@ -31,7 +31,7 @@ from recipe.rules import check_trl
 from tests import forked
 from tests.composed import VERL, compose, prepare
 from tests.core.common import METHODS
-from tests.real_tokenizers import save_under_class
+from tests.core.real_tokenizers import save_under_class
 from verl_cpu.tiny.model import build_tokenizer
 
 ROOT = Path(__file__).parents[2]

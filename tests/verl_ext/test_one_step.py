@@ -32,8 +32,8 @@ from grail_advantage.verl_ext.step import mean_of_loss, truncated
 from grail_advantage.verl_ext.trainer import TokenWeightTrainer
 from grail_advantage.verl_ext.zero_advantage import LEAVE_OUT
 from tests.core import reference
+from tests.core.real_tokenizers import save_under_class
 from tests.core.tiny_models import END_ID, encode
-from tests.real_tokenizers import save_under_class
 from tests.verl_ext.one_step import ROWS, WRONG, Step, Workers, made_up_saliency, make_trainer, row_of, same
 from verl_cpu.tiny.model import build_tokenizer
 
