@@ -49,7 +49,7 @@ def test_refused_before_the_trainer_is_chosen(
     assert option in str(refused.value) and config.trainer.v1.trainer_mode == mode
 
 
-@pytest.mark.parametrize(("rule", "overrides"), zip(rules.WARNED, WARNED, strict=True))
+@pytest.mark.parametrize(("rule", "overrides"), list(zip(rules.WARNED, WARNED, strict=True)))
 def test_warned_of(rule: Rule, overrides: str, caplog: pytest.LogCaptureFixture) -> None:
     check_config(composed(overrides))
     assert rule.option in caplog.text
