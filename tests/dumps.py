@@ -56,5 +56,5 @@ def dump_row(weights: Sequence[float], **values: Any) -> DumpRow:
         **{"score_T": np.arange(count, dtype=np.float32), "advantage_T": 0.5 * weight_T},
         "base_advantage_T": np.full(count, 0.5, dtype=np.float32),
     }
-    own = {"tokens": tokens, "weight_T": weight_T, "span": span and AnswerSpan(*span)}
+    own = {"tokens": tokens, "weight_T": weight_T, "span": AnswerSpan(*span) if isinstance(span, tuple) else span}
     return DumpRow(**{**nothing, **usual, **values, **own})
