@@ -17,14 +17,7 @@ STARTED_IN = 1800.0
 
 
 class KilledRun:
-    """A run of a tiny model.
-
-    Args:
-        folder: an empty one, or that of a run that is to resume.
-        overrides: further options.
-        environment: further variables.
-        rows: prompts in the data set.
-    """
+    """A run of a tiny model in an empty folder; with further options and variables, and so many prompts in the data set."""
 
     def __init__(self, folder: Path, overrides: list[str], *, rows: int, environment: dict[str, str]) -> None:
         self.folder, self.everybody = folder, set[psutil.Process]()
@@ -61,7 +54,8 @@ class KilledRun:
     @property
     def engine(self) -> int:
         """The process id of a vLLM engine."""
-        return next(process.pid for process in self.everybody if "VLLM::EngineCore" in title(process))
+        living = filter(lives, self.everybody)
+        return next(process.pid for process in living if "VLLM::EngineCore" in " ".join(process.cmdline())[:80])
 
     def end(self, seconds: float) -> None:
         """Wait until the run has ended, and every process that was there is gone, with those that came below it since."""
@@ -87,11 +81,3 @@ def lives(process: psutil.Process) -> bool:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.Error:
         return False
-
-
-def title(process: psutil.Process) -> str:
-    """The words that a process calls itself by."""
-    try:
-        return " ".join(process.cmdline())[:80]
-    except psutil.Error:
-        return ""
