@@ -64,10 +64,9 @@ def run_loop(
     calls: int = 1,
 ) -> tuple[Any, Writer]:
     """What verl's loop makes of a model that writes these turns, each with an end token; with this many parallel calls."""
-    turns = "actor_rollout_ref.rollout.multi_turn"
-    limits = [f"{turns}.max_assistant_turns={MAX_TURNS}", f"{turns}.max_parallel_calls={calls}"]
-    lengths = ["data.max_prompt_length=32", f"data.max_response_length={length}"]
-    config = verls_on_cpu(f"{turns}.format=hermes", *limits, *lengths)
+    turns = {"format": "hermes", "max_assistant_turns": MAX_TURNS, "max_parallel_calls": calls}
+    overrides = [f"actor_rollout_ref.rollout.multi_turn.{name}={value}" for name, value in turns.items()]
+    config = verls_on_cpu(*overrides, "data.max_prompt_length=32", f"data.max_response_length={length}")
     writer = Writer([[*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id] for text in texts])
     given = {"data_config": DictConfigWrap(config.data), "dataset_cls": RLHFDataset, "processor": None}
     given["tools"] = ToolListWrap(load_all_tools(str(AGENT_FOLDER.with_name("agent_tools.yaml")), None))
