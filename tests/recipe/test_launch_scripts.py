@@ -35,6 +35,7 @@ ROOT = Path(__file__).parents[2]
 CASES = json.loads(Path(__file__).with_name("launch_scripts.json").read_text(encoding="utf-8"))
 PRINTS = Path(__file__).with_name("print_arguments.sh")
 GPUS = "run_qwen3_grail.sh"
+BASE_MATH = (ROOT / "recipe/base_math.jinja").read_text().rstrip("\n")
 PUBLISHED_BATCH, PUBLISHED_EPOCHS, PUBLISHED_STEPS, PUBLISHED_WARM_UP = 256, 4, 200, 20
 
 
@@ -124,7 +125,6 @@ ESTIMATORS = ("grail", "oar_g", "oar_p", "uniform", "dr_grpo")
 @pytest.mark.parametrize(("script", "estimator"), list(zip(CASES["models"], ESTIMATORS, strict=True)))
 def test_published_setup(script: str, estimator: str) -> None:
     path, response_length, template, template_options = CASES["models"][script]
-    template = template and (ROOT / template).read_text().rstrip("\n")
     nnodes = 1 + ESTIMATORS.index(estimator) % 2
     config = configuration(script, ADV_ESTIMATOR=estimator, NNODES=str(nnodes))
     prepare(config)  # all start-up checks, verl's among them
@@ -152,7 +152,7 @@ def test_published_setup(script: str, estimator: str) -> None:
     assert rollout.max_model_len == 1024 + response_length
     assert min(actor.ppo_max_token_len_per_gpu, rollout.log_prob_max_token_len_per_gpu) >= rollout.max_model_len
     assert dict(config.data.apply_chat_template_kwargs) == template_options
-    assert (model.path, model.custom_chat_template) == (path, template)
+    assert (model.path, model.custom_chat_template) == (path, BASE_MATH if template else None)
     assert [config.data.seed, actor.data_loader_seed, actor.fsdp_config.seed, rollout.seed] == [42] * 4
 
 
