@@ -55,7 +55,7 @@ class KilledRun:
     def engine(self) -> int:
         """The process id of a vLLM engine."""
         living = filter(lives, self.everybody)
-        return next(process.pid for process in living if "VLLM::EngineCore" in " ".join(process.cmdline())[:80])
+        return next(process.pid for process in living if "VLLM::EngineCore" in " ".join(process.cmdline()))
 
     def end(self, seconds: float) -> None:
         """Wait until the run has ended, and every process that was there is gone, with those that came below it since."""
