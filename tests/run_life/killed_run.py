@@ -40,7 +40,8 @@ class KilledRun:
         for process in psutil.process_iter(["cmdline"]):
             words = process.info["cmdline"] or []
             if f"hydra.run.dir={self.folder / 'hydra'}" in words and "-m" in words[:3]:
-                self.everybody |= {process, *process.children(recursive=True)}
+                with contextlib.suppress(psutil.Error):
+                    self.everybody |= {process, *process.children(recursive=True)}
 
     def await_step(self, step: int) -> None:
         """Wait until a step is logged; then the run's processes are known."""
