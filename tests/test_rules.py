@@ -22,7 +22,7 @@ from recipe import rules as recipe_rules
 from tests.composed import compose, parsed, prepare
 
 REFUSED, WARNED, EVERY_RESPONSE = json.loads(Path(__file__).with_suffix(".json").read_text()).values()
-OF_REFUSED = [*rules.EVERY_RUN, *rules.REFUSED]
+OF_REFUSED, OF_WARNED = [*rules.EVERY_RUN, *rules.REFUSED], rules.WARNED
 
 
 def composed(overrides: str, name: str = "grail_trainer") -> DictConfig:
@@ -49,7 +49,7 @@ def test_refused_before_the_trainer_is_chosen(
     assert option in str(refused.value) and config.trainer.v1.trainer_mode == mode
 
 
-@pytest.mark.parametrize(("rule", "overrides"), list(zip(rules.WARNED, WARNED, strict=True)))
+@pytest.mark.parametrize(("rule", "overrides"), list(zip(OF_WARNED, WARNED, strict=True)))
 def test_warned_of(rule: Rule, overrides: str, caplog: pytest.LogCaptureFixture) -> None:
     check_config(composed(overrides))
     assert rule.option in caplog.text
@@ -71,7 +71,7 @@ def test_the_defaults_break_no_rule(monkeypatch: pytest.MonkeyPatch, caplog: pyt
     prepare(composed(""))
     monkeypatch.setenv("VERL_PLATFORM", "cpu")
     prepare(composed("", "cpu_trainer"))
-    assert not [rule for rule in (*OF_REFUSED, *rules.WARNED) if f"{rule.option}=" in caplog.text]
+    assert not [rule for rule in (*OF_REFUSED, *OF_WARNED) if f"{rule.option}=" in caplog.text]
 
 
 def test_what_the_loaded_model_has_against_it() -> None:
