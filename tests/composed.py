@@ -14,7 +14,7 @@ import hydra
 import verl  # noqa: F401  its plug-in wraps validate_config
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from omegaconf import DictConfig, OmegaConf, flag_override
+from omegaconf import DictConfig, flag_override
 from verl.trainer.ppo.utils import need_critic, need_reference_policy
 from verl.utils.config import validate_config
 from verl.utils.device import auto_set_device
@@ -35,30 +35,20 @@ def _composed(folder: Path, name: str, *overrides: str) -> DictConfig:
 
 def compose(name: str, overrides: Sequence[str] = (), folder: Path = FOLDER) -> DictConfig:
     """The configuration ``<name>.yaml`` of the recipe, or of another folder, with these overrides; the caller's own."""
-    files = [override for override in overrides if override.startswith(("like=", "estimator="))]
-    overrides = [override for override in overrides if override not in files]
     # An option has a section in front of it; what has none is another choice of files, or a section as a whole.
-    values = all("." in override.split("=")[0] for override in overrides)
-    if not values:
-        return copy.deepcopy(_composed(folder, name, *files, *overrides))
-    config = copy.deepcopy(_composed(folder, name, *files))
-    parsed = OverridesParser.create().parse_overrides(overrides)
+    values = [override for override in overrides if "." in override.split("=")[0]]
+    others = [override for override in overrides if override not in values]
+    if not all(override.startswith(("like=", "estimator=")) for override in others):
+        values, others = [], overrides
+    config = copy.deepcopy(_composed(folder, name, *others))
     with flag_override(config, "struct", True):
-        ConfigLoaderImpl._apply_overrides_to_config(parsed, config)
-    assert OmegaConf.is_struct(config)
+        ConfigLoaderImpl._apply_overrides_to_config(OverridesParser.create().parse_overrides(values), config)
     return config
 
 
 def verls_on_cpu(*overrides: str) -> DictConfig:
     """verl's own settings with the methods' sections, on the CPU."""
     return compose("verl_cpu", overrides, Path(__file__).with_name("config"))
-
-
-def with_model(folder: Path, *overrides: str) -> DictConfig:
-    """A run of the recipe whose model is in this folder."""
-    actor, rollout, model = (f"actor_rollout_ref.{part}" for part in ("actor", "rollout", "model"))
-    required = [f"{actor}.use_dynamic_bsz=True", f"{rollout}.n=4", f"{model}.path={folder}"]
-    return compose("grail_trainer", [*required, *overrides])
 
 
 def parsed(config: DictConfig) -> Settings:

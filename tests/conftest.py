@@ -12,30 +12,20 @@ import torch
 # The tests' tensors are tiny. Sharing them out over threads costs more than computing them, far more on a busy machine.
 torch.set_num_threads(1)
 
-TESTS = Path(__file__).parent
 # Files of a group run one after another, in one process. Whole verl runs take 6 to 10 GB, and Ray kills workers where that runs
-# short; files with forks share the server of ``tests/forked.py``, whose imports take as long as many of their tests.
-GROUPS = {
-    "two engines": ("verl_ext/test_methods_run.py", "recipe/test_evaluate.py"),
-    "one engine": ("verl_ext/test_only_weights.py",),
-    "forks": (
-        *("verl_ext/test_passes.py", "verl_ext/test_updates.py", "verl_ext/test_checks.py"),
-        *("run_life/test_run_life.py", "benchmarks/test_benchmarks.py"),
-    ),
-}
-# A file of more than half a minute that begins last would leave the other cores idle.
-LONGEST = (
+# short; files with forks share the server of ``tests/forked.py``, whose imports take as long as many of their tests. Any other
+# file is a group by itself; those that are named take over half a minute, and would leave other cores idle if they began last.
+GROUPS = [
+    "verl_ext/test_methods_run.py recipe/test_evaluate.py",
+    "verl_ext/test_only_weights.py",
+    "verl_ext/test_passes.py verl_ext/test_updates.py verl_ext/test_checks.py "
+    "run_life/test_run_life.py benchmarks/test_benchmarks.py",
     *("trl_ext/test_trl.py", "benchmarks/test_gpu_check.py", "run_life/test_watch.py", "recipe/test_wheel.py"),
     *("recipe/test_reward_processes.py", "verl_cpu/test_cpu_platform.py", "core/test_receipt.py"),
-)
-_ORDER = (*GROUPS, *LONGEST)
-_GROUP_OF = {file: group for group, files in GROUPS.items() for file in files}
-assert all((TESTS / file).is_file() for file in (*_GROUP_OF, *LONGEST)), "a file of GROUPS or LONGEST is gone"
-
-
-def _group(item: pytest.Item) -> str:
-    file = item.path.relative_to(TESTS).as_posix()
-    return _GROUP_OF.get(file, file)
+]
+TESTS = Path(__file__).parent
+PLACES = {TESTS / file: place for place, files in enumerate(GROUPS) for file in files.split()}
+assert all(path.is_file() for path in PLACES), "a file of GROUPS is gone"
 
 
 def pytest_make_parametrize_id(val: object, argname: str) -> str | None:
@@ -48,29 +38,15 @@ def _loggers_speak(caplog: pytest.LogCaptureFixture) -> None:
     """Whatever a test before has configured of logging: libraries set levels, and disable loggers that are there already."""
     logging.disable(logging.NOTSET)
     caplog.set_level(logging.WARNING)
-    for name in ("grail_advantage", "recipe"):
-        for logger in [logging.getLogger(name), *_below(name)]:
+    for name, logger in list(logging.Logger.manager.loggerDict.items()):
+        if name.split(".")[0] in ("grail_advantage", "recipe") and isinstance(logger, logging.Logger):
             logger.disabled, logger.propagate = False, True
-
-
-def _below(name: str) -> list[logging.Logger]:
-    known = logging.Logger.manager.loggerDict.items()
-    return [logger for other, logger in known if other.startswith(f"{name}.") and isinstance(logger, logging.Logger)]
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Name the group of each test for ``pytest --dist loadgroup``, whose tests share what they start, longest groups first."""
     for item in items:
-        item.add_marker(pytest.mark.xdist_group(_group(item)))
-    items.sort(key=lambda item: _ORDER.index(_group(item)) if _group(item) in _ORDER else len(_ORDER))
-
-
-@pytest.hookimpl(trylast=True)
-def pytest_collection_finish(session: pytest.Session) -> None:
-    """pytest-xdist tells groups by the tests' ids; with a pytest in which it cannot rename tests, nothing stays together."""
-    gc.collect()
+        item.add_marker(pytest.mark.xdist_group(str(PLACES.get(item.path, item.path.relative_to(TESTS)))))
+    items.sort(key=lambda item: PLACES.get(item.path, len(GROUPS)))
     gc.freeze()  # what is imported by now stays
-    grouped = getattr(session.config.option, "loadgroup", False)
-    if grouped and session.items and not all("@" in item.nodeid for item in session.items):
-        raise pytest.UsageError("this pytest-xdist does not group tests with this pytest; see requirements-cpu.txt")

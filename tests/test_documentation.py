@@ -1,32 +1,34 @@
-"""The pages: links lead somewhere, and commands are known to what they name. Other tests run or import the blocks that are
-marked ``run`` or ``file`` (``tests/documentation.py``)."""
+"""The pages: links lead somewhere, commands are known to what they name, and the front page's file has the package's weights.
+Other tests run or import the blocks that are marked ``run`` or ``file`` (``tests/documentation.py``)."""
 
 from __future__ import annotations
 
-import ast
+import os
 import re
+import shlex
 import subprocess
+import sys
 import tomllib
+from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from tests.core.tiny_models import char_tokenizer, tiny_model
-from tests.documentation import DOCS, Command, commands, snippets
+from examples.grail_in_one_file import BOXED, HASHES, find_answer
+from grail_advantage import Grail, compute_token_weights
+from tests.core.tiny_models import ROLLOUTS, Rollout, char_tokenizer, encode, make_batch, tiny_model
+from tests.documentation import DOCS, ROOT, snippets
 
-ROOT = Path(__file__).parents[1]
 FOLDERS = ("docs", "benchmarks", "examples", "recipe", "bench")
 PAGES = sorted([*ROOT.glob("*.md"), *(page for folder in FOLDERS for page in (ROOT / folder).rglob("*.md"))])
-SITE = sorted(DOCS.glob("*.md"))
-READ = [ROOT / "README.md", *SITE, *sorted((ROOT / "examples").rglob("*.md"))]
+READ = [ROOT / "README.md", *sorted(DOCS.glob("*.md")), *sorted((ROOT / "examples").rglob("*.md"))]
 """What a user reads: neither changes nor the ledgers of development."""
-README = (ROOT / "README.md").read_text(encoding="utf-8")
 _FENCE = re.compile(r"^```(?P<language>\w*)\n(?P<text>.*?)^```$", re.DOTALL | re.MULTILINE)
 _LINK = re.compile(r"!?\[[^\]]*\]\((?P<target>[^)\s]+)\)")
 _HEADING = re.compile(r"^#+ (?P<title>.+)$", re.MULTILINE)
-_PROGRAMS = re.compile(r"^(?:git|pip|python3? -m venv|python -c|ray|(?:\S*/)?hf|docker|sbatch|export|source)\b")
-"""Of others, which this project does not check."""
 
 
 def _text(page: Path) -> str:
@@ -57,35 +59,21 @@ def test_links_lead_somewhere() -> None:
     assert len(PAGES) > 10 and not broken
 
 
-def test_blocks_of_code_parse() -> None:
-    blocks = [block for page in PAGES for block in _FENCE.finditer(page.read_text(encoding="utf-8"))]
-    shell = []
-    for block in blocks:
-        if block["language"] == "python":
-            ast.parse(block["text"])
-        elif block["language"] == "toml":
-            tomllib.loads(block["text"])
-        elif block["language"] == "bash":
-            shell.append(block["text"])
-    assert len(shell) > 10
-    for text in shell:
-        parsed = subprocess.run(["bash", "-n"], input=text, capture_output=True, text=True)
-        assert parsed.returncode == 0, (parsed.stderr, text)
+BASH = "".join(
+    block["text"].replace("\\\n", " ").replace("$PWD", "/work")
+    for page in READ
+    for block in _FENCE.finditer(page.read_text(encoding="utf-8"))
+    if block["language"] == "bash"
+)
 
 
-COMMANDS = [(page.name, command) for page in READ for command in commands(page)]
-TRAIN = "verl.trainer.main_ppo"
-
-
-def test_programs_of_commands_are_there() -> None:
-    missing = []
+def test_what_commands_name_is_there() -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    for page, command in COMMANDS:
-        named = [extra for word in command.words for extra in re.findall(r"\.\[(\w+)\]", word)]
-        there = command.program.exists() if command.program else _PROGRAMS.match(" ".join(command.words))
-        if TRAIN not in command.words and not (there and set(named) <= set(extras)):
-            missing.append((page, command))
-    assert COMMANDS and not missing
+    files = set(re.findall(r"\b(?:bash|python3?) ([\w/]+\.(?:sh|py))", BASH))
+    modules = set(re.findall(r"\bpython3? -m ([\w.]+)", BASH))
+    assert len(files) > 10 and not [file for file in files if not (ROOT / file).exists()]
+    assert len(modules) > 5 and not [module for module in modules if not find_spec(module)]
+    assert set(re.findall(r"\.\[(\w+)\]", BASH)) <= set(extras)
 
 
 USUAL = [
@@ -97,8 +85,8 @@ USUAL = [
 """What stands for the dots of a command."""
 
 
-@pytest.mark.parametrize(("page", "command"), [of for of in COMMANDS if TRAIN in of[1].words])
-def test_verl_takes_the_command(page: str, command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("words", re.findall("verl.trainer.main_ppo (.*)", BASH))
+def test_verl_takes_the_command(words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Composed by verl's own configuration and checked as at the start of a run; ``...`` are a run's usual ones."""
     monkeypatch.setenv("PWD", str(tmp_path))  # where its token dump goes
     from verl.utils.config import validate_config
@@ -106,11 +94,8 @@ def test_verl_takes_the_command(page: str, command: Command, tmp_path: Path, mon
     from grail_advantage.method import methods
     from tests.composed import VERL, compose
 
-    overrides = command.overrides()
-    if "..." in command.words:
-        given = {override.lstrip("+").split("=")[0] for override in overrides}
-        overrides += [other for other in USUAL if other.split("=")[0] not in given]
-    config = compose("ppo_trainer", overrides, VERL)
+    overrides = [word for word in shlex.split(words, comments=True) if "=" in word]
+    config = compose("ppo_trainer", [*USUAL, *overrides] if "..." in words else overrides, VERL)
     config.trainer.device = "cpu"
     own = config.algorithm.adv_estimator not in methods() or "mine" in config.trainer.v1.trainer_mode
     if not own:  # what the page brings itself is registered where its tests run it
@@ -124,6 +109,46 @@ def test_the_example_of_how_it_works_runs(tmp_path: Path) -> None:
     (snippet,) = snippets("how_it_works.md")
     names: dict = {}
     exec(snippet.replace("Qwen/Qwen3-0.6B", str(tmp_path)), names)
-    weights, response = names["result"].weights, names["response_mask"].bool()
-    assert weights[response].unique().numel() > 3, "they come from scores"
+    weights = names["result"].weights
+    assert weights[names["response_mask"].bool()].unique().numel() > 3, "they come from scores"
     assert torch.equal(names["token_advantages"], -0.5 * weights)
+
+
+SCREEN = (ROOT / "README.md").read_text(encoding="utf-8").partition("\n## ")[0]
+SHOWN = {block["language"]: block["text"] for block in _FENCE.finditer(SCREEN)}
+# So few of the last one's many tokens have a score that a weight is clipped.
+ROWS = [*ROLLOUTS.values(), Rollout("Six?", r"=\boxed{6}" + 900 * "x", -1.0)]
+
+
+def test_the_first_screens_command_draws_three_answers() -> None:
+    environment = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "HF_HUB_OFFLINE": "1"}
+    shown = subprocess.run(["bash", "-ec", SHOWN["bash"]], cwd=ROOT, env=environment, capture_output=True, text=True)
+    drawn = re.findall(r"\(advantage (\S+)\)\n(.*)\n", shown.stdout)
+    assert [float(advantage) for advantage, _ in drawn] == [0.5, -0.5, -0.5], shown.stderr
+    colours = [set(re.findall(r"48;5;(\d+)m", coloured)) for _, coloured in drawn]
+    assert len(colours[0]) == 1 and all(len(used) > 3 for used in colours[1:]), "content alone, and reasoning"
+
+
+@pytest.mark.parametrize(("answer", "span", "temperature"), [("boxed", "first", 1.0), ("hashes", "last", 0.6)])
+def test_the_first_screens_weights_are_the_packages(answer: str, span: str, temperature: float) -> None:
+    assert SHOWN["python"] in (ROOT / "examples/grail_in_one_file.py").read_text(encoding="utf-8")
+    names: dict[str, Any] = {"torch": torch}
+    exec(SHOWN["python"], names)
+    rows, pattern = ROWS, BOXED
+    if answer == "hashes":
+        rows = [replace(row, response=re.sub(r"\\boxed\{([^}]*)\}", r"#### \1", row.response)) for row in ROWS]
+        pattern = HASHES
+    model, tokenizer, batch = tiny_model(max_position_embeddings=1024), char_tokenizer(), make_batch(rows)
+    given = {"temperature": temperature, "answer": answer}
+    expected = compute_token_weights(model, tokenizer, *batch.tensors(), Grail(span=span), **given).weights
+    scored: list[float] = []
+    for row, weights in zip(rows, batch.of_responses(expected), strict=True):
+        ids = torch.tensor(encode(row.prompt)), torch.tensor(encode(row.response))
+        answers = find_answer(tokenizer.convert_ids_to_tokens(ids[1]), pattern, 0 if span == "first" else -1)
+        if answers is None:
+            assert set(weights) <= {1.0}
+            continue
+        own = names["grail_weights"](model, *ids, *answers, row.advantage, temperature)
+        torch.testing.assert_close(own, torch.tensor(weights), rtol=0, atol=5e-6)
+        scored += [] if row.advantage > 0 else weights[: int(answers[0].int().argmax())]
+    assert min(scored) == 0.5 and max(scored) == 5 and len(set(scored)) > 20

@@ -1,10 +1,14 @@
-"""The token dump: what is read is what was written, older files too; a damaged one costs itself, and a disk nothing else."""
+"""The token dump: what is read is what was written, older files too; a damaged one costs itself, and a disk nothing else; and a
+foreign run's folder, of which nothing acts and through whose links nothing is written."""
 
 from __future__ import annotations
 
 import json
 import math
+import os
+import sys
 import threading
+import unicodedata
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,30 +19,26 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from grail_advantage import dump as dump_module
-from grail_advantage.dump import (
-    DumpHeader,
-    DumpOptions,
-    MetricsFile,
-    StepDump,
-    read_dump,
-    remove_steps,
-    write_received,
-    write_step,
-)
+from grail_advantage import dump as of_dump
+from grail_advantage.dump import DumpHeader, MetricsFile, StepDump, read_dump, remove_steps, write_received, write_step
+from grail_advantage.receipt.foreign import visible
+from grail_advantage.view.page import write_report
+from grail_advantage.view.run import open_run
+from grail_advantage.weigh import weigh
 from tests import hosts
-from tests.dumps import changed, dump_row, received_header, table_of
+from tests.core.common import Given
+from tests.dumps import dump_row, received_header, table_of
 
-OPTIONS = {"gate": "wrong", "statistics": None, "reshaper_options": {"sharpness": 0.5}}
 OF_RUN = {"reshaper": "log_zscore", "model": "/models/a", "temperature": 0.8, "rows_in_step": 8, "answer": "hashes"}
+OPTIONS = {"statistics": None, "reshaper_options": {"sharpness": 0.5}}
 HEADER = DumpHeader(step=3, method="grail", options=OPTIONS, special_tokens={151645: "<|im_end|>"}, **OF_RUN)
 
 
-def received(keys: list[str], length: int = 2, **columns: Any) -> pa.Table:
-    one, nothing = [[0.5] * length] * len(keys), [None] * len(keys)
+def received(keys: list[str], **columns: Any) -> pa.Table:
+    one, nothing = [[0.5, 0.5]] * len(keys), [None] * len(keys)
     values = {"key": keys, "updates": [[0]] * len(keys), "received": one, "clipped": one}
     values |= {"by_update": [[each] for each in one], "clipped_by_update": nothing, "effect": nothing, **columns}
-    return pa.table(values, schema=dump_module.RECEIVED_SCHEMA)
+    return pa.table(values, schema=of_dump.RECEIVED_SCHEMA)
 
 
 class TestReading:
@@ -50,26 +50,15 @@ class TestReading:
         facts = {**rollouts.facts, "labels": labels, **dict.fromkeys(("id", "ground_truth"), texts)}
         others = {name: hosts.signal_of(name) for name in ("step_values", "surprisal")}
         table = hosts.plain_table(hosts.signal_of("grail"), replace(rollouts, facts=facts), others=others)
-        header = replace(HEADER, update=1)
-        path = write_step(tmp_path, header, table)
+        path = write_step(tmp_path, replace(HEADER, update=1), table)
         assert path.name == "step_000003_update_1.parquet" and list(tmp_path.iterdir()) == [path]
-        hosts.assert_same(hosts.dumped_table(tmp_path), table)
         dump = read_dump(tmp_path)
         rows = list(dump)
-        assert dump.problems == [] and dump.steps == [3] and dump.files[0].header == header
-        assert {(row.step, row.update) for row in rows} == {(3, 1)}
+        assert dump.problems == [] and dump.files[0].header == replace(HEADER, update=1)
+        assert {(row.step, row.update) for row in rows} == {(3, 1)} and rows[0].labels == labels[0]
         hosts.assert_same(table_of(rows), table)
-        assert rows[0].labels == labels[0] and rows[-1].labels == {"tool": [[12, 23]]}
         frame = pd.read_parquet(path)
         assert frame["weight"][0].dtype == np.float32 and list(frame["key"]) == texts
-
-    def test_every_float32_keeps_its_bits(self, tmp_path: Path) -> None:
-        """Among them subnormal ones, infinities and NaNs with a payload."""
-        bits = np.random.default_rng(1).integers(0, 2**32, size=20_000, dtype=np.uint32)
-        row = changed(dump_row(np.zeros(len(bits)), tokens=[""] * len(bits)), weight_T=bits.view(np.float32))
-        write_step(tmp_path, HEADER, table_of([row]))
-        (read,) = read_dump(tmp_path)
-        np.testing.assert_array_equal(read.weight_T.view(np.uint32), bits)
 
     def test_a_table_has_what_was_received_by_key(self, tmp_path: Path) -> None:
         for step in (1, 2):
@@ -80,57 +69,40 @@ class TestReading:
         table = dump.table(["received", "key", "effect", "step"])
         assert table.column_names == ["received", "key", "effect", "step"] and len(table) == 6
         assert table["effect"].to_pylist()[:5] == [None] * 3 + [[1.0, 2.0], None]
-        assert dump.table(["weight"], steps=[2])["weight"].to_pylist() == [[1.0, 2.0]] * 3
-        assert [row.effect_T is None for row in dump.rows([2])] == [False, True, False]
-        (first, _, _) = dump.rows([2])
+        first, second, third = dump.rows([2])
         assert (first.received_T.tolist(), first.by_update_KT.tolist()) == ([1.0, 2.0], [[0.5, 0.5]])
-        assert first.clipped_by_update_KT is None and first.rollout_log_probs_T is None
+        assert second.effect_T is first.clipped_by_update_KT is None and third.effect_T is not None
 
-    def test_an_older_folder_has_null_columns(self, tmp_path: Path) -> None:
-        """As schema_version 4, and 1 of what was received, wrote them."""
-        own = table_of([dump_row([1.0, 2.0], key="a")])
+    def test_older_and_newer_files(self, tmp_path: Path) -> None:
+        """As schema_version 4, and 1 of what was received, wrote them; a later version's is named."""
+        own = table_of([dump_row([1.0, 2.0], key="a")]).drop_columns(["rollout_log_probs"])
         own = own.append_column("step", pa.array([3])).append_column("update", pa.array([0]))
-        step = {"grail_advantage": json.dumps({"schema_version": 4, "step": 3, "method": "grail"})}
-        arrived = {"grail_advantage_received": json.dumps({**received_header(3), "schema_version": 1})}
-        old = own.drop_columns(["rollout_log_probs"]).replace_schema_metadata(step)
-        pq.write_table(old, tmp_path / "step_000003.parquet")
-        old = received(["a"]).drop_columns(["clipped_by_update", "effect"]).replace_schema_metadata(arrived)
-        pq.write_table(old, tmp_path / "received_000003.parquet")
+        arrived, header = received(["a"]).drop_columns(["clipped_by_update", "effect"]), received_header(3)
+        for file, table, name, record in (
+            ("step_000003", own, "grail_advantage", {"schema_version": 4, "step": 3, "method": "grail"}),
+            ("step_000004", own, "grail_advantage", {"schema_version": 99, "step": 4, "method": "grail"}),
+            ("received_000003", arrived, "grail_advantage_received", {"schema_version": 1, **header}),
+        ):
+            table = table.replace_schema_metadata({name: json.dumps(record)})
+            pq.write_table(table, tmp_path / f"{file}.parquet")
         dump = read_dump(tmp_path)
         (read,) = dump
-        assert dump.problems == [] and dump.files[0].header == DumpHeader(step=3, method="grail")
+        (problem,) = dump.problems
+        assert "step_000004.parquet" in problem and dump.files[0].header == DumpHeader(step=3, method="grail")
         assert read.weight_T.tolist() == [1.0, 2.0] and read.by_update_KT.tolist() == [[0.5, 0.5]]
         assert read.rollout_log_probs_T is read.clipped_by_update_KT is read.effect_T is None
-        assert dump.receipts() == [received_header(3)]
-
-    def test_a_damaged_file_costs_itself_and_is_named(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-        write_step(tmp_path, replace(HEADER, step=4), table_of([dump_row([1.0], row=7)]))
-        path = write_step(tmp_path, HEADER, table_of([dump_row([1.0])]))
-        content, table = path.read_bytes(), pq.read_table(path)
-        newer = {"grail_advantage": json.dumps({"schema_version": 99})}
-        for other in (
-            *(content[:-20], b"", b"no parquet", content[: len(content) // 2]),
-            *(table.replace_schema_metadata({}), table.replace_schema_metadata(newer)),
-        ):
-            if isinstance(other, bytes):
-                path.write_bytes(other)
-            else:
-                pq.write_table(other, path)
-            caplog.clear()
-            dump = read_dump(tmp_path)
-            assert [row.row for row in dump] == [row.row for row in dump] == [7] and len(dump.table(["weight"])) == 1
-            (problem,) = dump.problems
-            assert str(path) in problem and problem in caplog.text
+        assert dump.receipts() == [header]
 
 
 class TestWriting:
     def test_what_fails_leaves_the_file_that_was_there(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        def fails(file: int) -> None:
-            raise OSError(28, "No space left on device")
-
         path = write_step(tmp_path, HEADER, table_of([dump_row([1.0])]))
-        monkeypatch.setattr(dump_module.os, "fsync", fails)
-        with pytest.raises(OSError, match="No space"):
+        uneven = [dump_row([1.0, 2.0]), dump_row([1.0, 2.0], entropy_T=[1.0])]
+        for other in (table_of(uneven), table_of([dump_row([1.0])]).drop_columns("mask")):
+            with pytest.raises((ValueError, KeyError)):
+                write_step(tmp_path, HEADER, other)
+        monkeypatch.setattr(of_dump.os, "fsync", lambda file: os.open("/dev/full/nowhere", os.O_RDONLY))
+        with pytest.raises(OSError):
             write_step(tmp_path, HEADER, table_of([dump_row([2.0])]))
         assert [row.weight_T.item() for row in read_dump(tmp_path)] == [1.0] and list(tmp_path.iterdir()) == [path]
 
@@ -138,74 +110,74 @@ class TestWriting:
         for step, update in ((1, 0), (9, 0), (10, 0), (10, 3), (11, 0)):
             write_step(tmp_path, replace(HEADER, step=step, update=update), table_of([]))
         write_received(tmp_path, received_header(10), received([]))
-        others = ["notes.txt", "12.jsonl", "step_12.parquet.bak"]
-        for name in [*others, ".step_000010.parquet.1.writing"]:
+        others = {"notes.txt", "12.jsonl", "step_12.parquet.bak"}
+        for name in (*others, ".step_000010.parquet.1.writing"):
             (tmp_path / name).write_text("mine")
         assert len(remove_steps(tmp_path, 10)) == 4
-        assert {path.name for path in tmp_path.iterdir()} == {"step_000001.parquet", "step_000009.parquet", *others}
+        assert {path.name for path in tmp_path.iterdir()} == {"step_000001.parquet", "step_000009.parquet"} | others
         assert remove_steps(tmp_path / "nowhere", 0) == read_dump(tmp_path / "nowhere").steps == []
 
-    def test_a_table_of_other_columns_or_lengths_is_refused(self, tmp_path: Path) -> None:
-        table = table_of([dump_row([1.0, 2.0]), changed(dump_row([1.0, 2.0]), entropy_T=np.float32([1.0]))])
-        text = pa.array(["a", "b"])
-        for other in (table, table.drop_columns("mask"), table.set_column(0, "row", text)):
-            with pytest.raises((ValueError, KeyError)):
-                write_step(tmp_path, HEADER, other)
-        assert not list(tmp_path.iterdir())
-
-
-class TestStepDump:
-    def _dump(self, folder: Path) -> StepDump:
-        tokenizer = hosts.plain_rollouts().tokenizer
-        return StepDump(DumpOptions(folder=folder), tokenizer, updates=1, model="m", temperature=1.0)
-
-    def test_a_disk_that_hangs_costs_one_wait_and_its_files(
+    def test_a_disk_that_fails_or_hangs_costs_its_files(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:
-        dump, answers, calls = self._dump(tmp_path), threading.Event(), []
-        monkeypatch.setattr(dump_module, "SECONDS", 0.1)
+        """And, if it hangs, one wait; it is said once."""
+        rollouts, folder, answers, calls = hosts.plain_rollouts(), tmp_path / "folder", threading.Event(), []
+        dump = StepDump(of_dump.DumpOptions(folder=folder), rollouts.tokenizer, updates=1, model="m", temperature=1.0)
+        w = weigh(Given(rollouts), hosts.signal_of("uniform"), None)
+        folder.write_text("no folder")
+        for step in (1, 2):
+            dump.write(step, 0, [w], rows_in_step=len(rollouts))
+        assert dump.failed == 2
+        folder.unlink()
+        dump.write(3, 0, [w], rows_in_step=len(rollouts))
+        assert dump.failed == 2 and read_dump(folder).steps == [3]
+        monkeypatch.setattr(of_dump, "SECONDS", 0.1)
         dump._in_time(lambda: answers.wait(60))
         dump._in_time(lambda: calls.append("while it hangs"))
-        assert dump.failed == 2 and calls == [] and len(caplog.messages) == 1
+        assert dump.failed == 4 and calls == [] and len(caplog.messages) == 1
         answers.set()
         dump._disk.join(60)
         dump._in_time(lambda: calls.append("afterwards"))
-        assert dump.failed == 2 and calls == ["afterwards"]
-
-    def test_a_full_disk_is_counted_and_said_once(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-        dump = self._dump(tmp_path / "folder")
-        (tmp_path / "folder").write_text("no folder")
-        rollouts = hosts.plain_rollouts()
-        w = hosts.weighed(hosts.signal_of("uniform"), rollouts)
-        for step in (1, 2):
-            dump.write(step, 0, [w], rows_in_step=len(rollouts))
-        assert dump.failed == 2 and len(caplog.messages) == 1 and "training continues" in caplog.text
-        (tmp_path / "folder").unlink()
-        dump.write(3, 0, [w], rows_in_step=len(rollouts))
-        assert dump.failed == 2 and read_dump(tmp_path / "folder").steps == [3]
+        assert dump.failed == 4 and calls == ["afterwards"]
 
 
-class TestMetricsFile:
-    ONE, TWO, THREE = (json.dumps({"step": step, "data": {"a": step / 2}}).encode() + b"\n" for step in (1, 2, 3))
+ONE, TWO, THREE = (json.dumps({"step": step, "data": {"a": step / 2}}).encode() + b"\n" for step in (1, 2, 3))
+BROKEN = b'\xff\n[1]\nnull\n{"step": "x"}\n{"step": NaN}\n' + b"[" * 100_000 + b"\n"
 
-    @pytest.mark.parametrize(
-        ("before", "kept"),
-        [
-            (None, b""),
-            (ONE + TWO + THREE, ONE + TWO),
-            (ONE + TWO[:-1], ONE + TWO),  # whole, by an editor
-            (ONE + TWO[:9], ONE),  # half
-            (ONE + THREE + TWO, ONE + TWO),
-            (b'\xff\n[1]\nnull\n{"step": "x"}\n{"step": NaN}\n' + b"[" * 100_000 + b"\n" + ONE, ONE),
-        ],
-    )
-    def test_lines_up_to_the_step_stay(self, tmp_path: Path, before: bytes | None, kept: bytes) -> None:
-        path = tmp_path / "run/metrics.jsonl"
-        if before is not None:
-            path.parent.mkdir()
-            path.write_bytes(before)
+
+def test_lines_of_metrics_up_to_the_step_stay(tmp_path: Path) -> None:
+    """The last one may be whole, by an editor, or half."""
+    path = tmp_path / "run/metrics.jsonl"
+    MetricsFile(path, -1).add(3, {"a": np.float32(1.5), "b": "text", "c": [1.0], "d": None})
+    assert path.read_bytes() == THREE
+    lines = {ONE + TWO[:-1]: ONE + TWO, ONE + TWO[:9]: ONE, ONE + THREE + TWO: ONE + TWO, BROKEN + ONE: ONE}
+    for before, kept in lines.items():
+        path.write_bytes(before)
         file = MetricsFile(path, 2)
-        file.add(3, {"a": np.float32(1.5), "b": "text", "c": [1.0], "d": None})
-        assert path.read_bytes() == kept + self.THREE and file.failed == 0
-        MetricsFile(path, -1)
-        assert path.read_bytes() == b"", "a run that begins anew"
+        file.add(3, {"a": np.float32(1.5)})
+        assert path.read_bytes() == kept + THREE and file.failed == 0
+    MetricsFile(path, -1)
+    assert path.read_bytes() == b"", "a run that begins anew"
+
+
+def test_no_visible_character_acts() -> None:
+    shown = visible("".join(map(chr, range(sys.maxunicode + 1))), breaks=False)
+    shown.encode()
+    assert {unicodedata.category(sign) for sign in set(shown) - {"\u200d"}}.isdisjoint(["Cc", "Cf", "Cs", "Zl", "Zp"])
+    assert visible(shown, breaks=False) == shown
+
+
+def test_links_and_pipes_in_a_foreign_folder(tmp_path: Path) -> None:
+    """Nothing is written through a link, and what is no plain file, which may have no end, is not read."""
+    precious, run, page = tmp_path / "precious", tmp_path / "run", tmp_path / "run/report.html"
+    precious.write_text("precious")
+    path = write_step(run / "tokens", HEADER, table_of([dump_row([1.0, 2.0])]))
+    path.unlink()
+    for link in (page, path):
+        link.symlink_to(precious)
+    write_step(run / "tokens", HEADER, table_of([dump_row([1.0, 2.0])]))
+    write_report(run)
+    assert precious.read_text() == "precious" and not path.is_symlink() and not page.is_symlink()
+    os.mkfifo(run / "metrics.jsonl")
+    opened = open_run(run)
+    assert opened.metrics == {} and opened.dump.steps == [3] and len(list(opened.dump)) == 1

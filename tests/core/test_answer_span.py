@@ -18,9 +18,9 @@ from transformers import PreTrainedTokenizerFast
 from grail_advantage.answers.span import AnswerSpan, find_answer_span, find_answer_spans, token_bytes
 from grail_advantage.answers.text import TokenTexts, answer_text, decode_pieces
 from grail_advantage.answers.tokenizers import load_tokenizer
-from tests import real_tokenizers as real
-from tests.broken_tokenizer import save_under_class
+from tests.core import real_tokenizers as real
 from tests.core.plain_answers import EXPRESSION, PLAIN, plain_boxes
+from tests.core.real_tokenizers import save_under_class
 from verl_cpu.tiny.model import build_tokenizer
 
 

@@ -17,8 +17,8 @@ from grail_advantage import TokenWeights
 from grail_advantage.data import Example, Row, Weighed
 from grail_advantage.methods.rlsd import REQUEST, Rlsd
 from tests.core.common import rollouts_of, watch_inputs, weighed
+from tests.core.real_tokenizers import llama3_tokenizer, qwen_tokenizer
 from tests.core.tiny_models import Rollout, char_tokenizer, compute, encode, make_batch, plain_columns, tiny_model
-from tests.real_tokenizers import llama3_tokenizer, qwen_tokenizer
 
 SHORT = "Given {privileged}, tell it in your words."
 BRACKETS = """\

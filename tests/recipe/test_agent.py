@@ -33,14 +33,10 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 CHECKED_BY_HAND = [
-    (0, "7+5=12", ("12", 1.0)),
-    (0, "7+5=11", ("12", -1.0)),
+    *((0, "7+5=12", ("12", 1.0)), (0, "7+5=11", ("12", -1.0)), (0, "", ("12", -1.0))),
     (0, "12-3=9", ("12", -1.0)),  # a step too early takes up the first one all the same
-    (1, "12-3=9", ("9", 1.0)),
+    *((1, "12-3=9", ("9", 1.0)), (1, "12-3=09", ("9", -1.0)), (2, "9+1=10", ("end", -1.0))),
     (1, "11-3=8", ("9", -1.0)),  # does not start from the tool's reply
-    (1, "12-3=09", ("9", -1.0)),
-    (2, "9+1=10", ("end", -1.0)),
-    (0, "", ("12", -1.0)),
 ]
 
 
@@ -68,39 +64,25 @@ def run_loop(
     calls: int = 1,
 ) -> tuple[Any, Writer]:
     """What verl's loop makes of a model that writes these turns, each with an end token; with this many parallel calls."""
-    rollout = "actor_rollout_ref.rollout"
-    overrides = [
-        f"{rollout}.multi_turn.format=hermes",
-        f"{rollout}.multi_turn.max_assistant_turns={MAX_TURNS}",
-        f"{rollout}.multi_turn.max_parallel_calls={calls}",
-        "data.max_prompt_length=32",
-        f"data.max_response_length={length}",
-    ]
-    config = verls_on_cpu(*overrides)
-    tools = load_all_tools(str(AGENT_FOLDER.with_name("agent_tools.yaml")), None)
+    turns = {"format": "hermes", "max_assistant_turns": MAX_TURNS, "max_parallel_calls": calls}
+    overrides = [f"actor_rollout_ref.rollout.multi_turn.{name}={value}" for name, value in turns.items()]
+    config = verls_on_cpu(*overrides, "data.max_prompt_length=32", f"data.max_response_length={length}")
     writer = Writer([[*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id] for text in texts])
+    given = {"data_config": DictConfigWrap(config.data), "dataset_cls": RLHFDataset, "processor": None}
+    given["tools"] = ToolListWrap(load_all_tools(str(AGENT_FOLDER.with_name("agent_tools.yaml")), None))
 
     async def run() -> Any:
         loop = loop_class(
-            trainer_config=DictConfigWrap(config),
-            server_manager=writer,
-            tokenizer=tokenizer,
-            processor=None,
-            dataset_cls=RLHFDataset,
-            data_config=DictConfigWrap(config.data),
-            tools=ToolListWrap(tools),
-            hf_model_type="qwen3",
+            DictConfigWrap(config), server_manager=writer, tokenizer=tokenizer, hf_model_type="qwen3", **given
         )
         return await loop.run({}, raw_prompt=[{"role": "user", "content": CHAIN.text}])
 
     return asyncio.run(run()), writer
 
 
-WRONG = call_text("12-3=8")
 CONVERSATIONS = {
     "perfect": ([FIRST, SECOND, BOX], ["12", "9"], [1.0, 1.0, 1.0], 1.0),
-    "a wrong step": ([FIRST, WRONG, BOX], ["12", "9"], [1.0, -1.0, 1.0], 0.0),
-    "stops early": ([FIRST, "\\boxed{12}"], ["12"], [1.0, 0.0], 0.0),
+    "a wrong step": ([FIRST, call_text("12-3=8"), BOX], ["12", "9"], [1.0, -1.0, 1.0], 0.0),
     "a guess": ([BOX], [], [1.0], 0.0),
     "a call too many": ([FIRST, SECOND, SECOND, BOX], ["12", "9", "end"], [1.0, 1.0, -1.0, 1.0], 0.0),
     "no JSON": ([FIRST, "<tool_call>{12-3}</tool_call>"], ["12"], [1.0, 0.0], 0.0),
@@ -121,7 +103,6 @@ def test_verls_loop_plays_the_task(tokenizer: PreTrainedTokenizerFast, name: str
         ids, mask = ids + own + tools, mask + [1] * len(own) + [0] * len(tools)
     assert output.prompt_ids == prompt_ids(tokenizer, CHAIN)
     assert (output.response_ids, output.response_mask) == (ids, mask)
-
     extra = {"problem": CHAIN.text, "num_turns": output.num_turns, **output.extra_fields}
     score = compute_score("", tokenizer.decode(output.response_ids, skip_special_tokens=True), "9", extra)
     assert score == {"score": sum(rewards), "acc": perfect, "turn_rewards": rewards}
@@ -129,12 +110,10 @@ def test_verls_loop_plays_the_task(tokenizer: PreTrainedTokenizerFast, name: str
 
 def test_the_record_is_that_of_todays_settings_and_of_these_weights() -> None:
     record = json.loads((AGENT_FOLDER / RECORD).read_text())
-    assert record["settings"] == asdict(AgentSettings())
-    assert record["sha256"] == weights_digest(AGENT_FOLDER)
+    assert record["settings"] == asdict(AgentSettings()) and record["sha256"] == weights_digest(AGENT_FOLDER)
     model, tokenizer = load_agent()
     assert model.config.vocab_size == len(tokenizer)
-    for value in model.state_dict().values():
-        assert torch.equal(value, value.bfloat16().float())
+    assert all(torch.equal(value, value.bfloat16().float()) for value in model.state_dict().values())
     chosen = problems("validation", 64, seed=0)
     greedy, sampled = measure(model, tokenizer, chosen, temperature=0.0), measure(model, tokenizer, chosen)
     assert greedy["perfect"] > 0.5 and sampled["perfect"] < 0.2, "it can, and seldom does"

@@ -6,7 +6,7 @@ import pytest
 from verl.utils.tokenizer.continuous_token_wiring import create_continuous_token_builder
 
 from recipe.data.specs import user_messages
-from tests.real_tokenizers import llama3_tokenizer, qwen_tokenizer
+from tests.core.real_tokenizers import llama3_tokenizer, qwen_tokenizer
 from tests.recipe.test_launch_scripts import BASE_MATH
 
 PROMPT = (

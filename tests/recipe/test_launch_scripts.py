@@ -1,49 +1,46 @@
-"""The launch scripts: what they ask verl for, how their runs are named, and what stops them."""
+"""The launch scripts: what they ask verl for and how their runs are named; the published set-up, its loss and learning rate.
+
+``launch_scripts.json``: each script's model, with its response length, chat template and that template's options; knobs, and
+what is wanted of the configuration; and knobs, the override that does the same, and the run's name.
+"""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
 import subprocess
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from omegaconf import DictConfig, OmegaConf
+from transformers import get_scheduler
+from verl.trainer.ppo.core_algos import compute_policy_loss_vanilla
+from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_weights
+from verl.utils.config import omega_conf_to_dataclass
+from verl.workers.engine.fsdp.transformer_impl import FSDPEngine
 
-from grail_advantage.verl_ext.settings import ACTOR, OPTIONS_FILE, ROLLOUT, options_yaml
+from grail_advantage.verl_ext.settings import OPTIONS_FILE, Settings, options_yaml
+from recipe.published import compared, trl_arguments
 from tests.composed import VERL, compose, prepare
-from verl_cpu.tiny.agent import MAX_TURNS
 
 ROOT = Path(__file__).parents[2]
+CASES = json.loads(Path(__file__).with_name("launch_scripts.json").read_text(encoding="utf-8"))
 PRINTS = Path(__file__).with_name("print_arguments.sh")
-MODEL = "actor_rollout_ref.model"
-
-
-class Model(NamedTuple):
-    path: str
-    response_length: int
-    chat_template: str | None
-    chat_template_kwargs: dict[str, Any]
-
-
+GPUS = "run_qwen3_grail.sh"
 BASE_MATH = (ROOT / "recipe/base_math.jinja").read_text().rstrip("\n")
-MODELS = {
-    "run_qwen3_grail.sh": Model("Qwen/Qwen3-4B", 4096, None, {"enable_thinking": False}),
-    "run_qwen3_8b_grail.sh": Model("Qwen/Qwen3-8B", 4096, None, {"enable_thinking": False}),
-    "run_octothinker_3b_grail.sh": Model("OctoThinker/OctoThinker-3B-Short-Base", 4096, BASE_MATH, {}),
-    "run_octothinker_8b_grail.sh": Model("OctoThinker/OctoThinker-8B-Short-Base", 4096, BASE_MATH, {}),
-    "run_r1_distill_llama_8b_grail.sh": Model("deepseek-ai/DeepSeek-R1-Distill-Llama-8B", 8192, None, {}),
-}
-RAY = "ray_kwargs.ray_init.runtime_env.env_vars"
-GPUS, TINY, AGENT = "run_qwen3_grail.sh", "run_tiny_cpu_grail.sh", "run_tiny_cpu_agent.sh"
+PUBLISHED_BATCH, PUBLISHED_EPOCHS, PUBLISHED_STEPS, PUBLISHED_WARM_UP = 256, 4, 200, 20
 
 
 @cache
-def words(script: str, *arguments: str, project: Path = ROOT, **knobs: str) -> list[str]:
-    """The arguments of verl's command that a script starts with these environment names and no others."""
+def _words(script: str, *arguments: str, project: Path, **knobs: str) -> list[str]:
+    """The name of verl's configuration and the overrides that a script gives with these environment names and no others."""
     variables = {"PATH": os.environ["PATH"], "DRY_RUN": "1", "PYTHON": str(PRINTS), **knobs}
     command = ["bash", project / "examples" / script, *arguments]
     done = subprocess.run(command, env=variables, cwd="/", capture_output=True, text=True)
@@ -53,18 +50,13 @@ def words(script: str, *arguments: str, project: Path = ROOT, **knobs: str) -> l
     return [config.removeprefix("--config-name="), *given]
 
 
-def overrides(script: str, *arguments: str, **knobs: str) -> list[str]:
-    """The name of the configuration, and the overrides, of a script."""
-    return words(script, *arguments, **knobs)
+def configuration(script: str, *arguments: str, project: Path = ROOT, **knobs: str) -> DictConfig:
+    name, *given = _words(script, *arguments, project=project, **knobs)
+    return compose(name, given)
 
 
-def configuration(given: list[str]) -> DictConfig:
-    """The configuration that verl's command composes of its arguments."""
-    return compose(given[0], given[1:])
-
-
-def container(config: Any) -> Any:
-    return OmegaConf.to_container(config, resolve=True)
+def container(*arguments: str, **knobs: str) -> dict[str, Any]:
+    return OmegaConf.to_container(configuration(*arguments, **knobs), resolve=True)
 
 
 @pytest.fixture(autouse=True)
@@ -73,119 +65,167 @@ def _folder(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def without_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A clone whose environment prints the arguments."""
+def clone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """One whose environment prints the arguments."""
     for folder in ("examples", "scripts"):
         shutil.copytree(ROOT / folder, tmp_path / folder)
     (tmp_path / ".venv/bin").mkdir(parents=True)
     (tmp_path / ".venv/bin/python").symlink_to(PRINTS)
     monkeypatch.setenv("OUTPUT_DIR", str(tmp_path / "out"))
-    monkeypatch.setenv("VERL_PLATFORM", "cpu")
     return tmp_path
 
 
-def test_knobs(tmp_path: Path) -> None:
-    """By verl's names, ACTOR_LR, PPO_MINI_BATCH_SIZE, ROLLOUT_GPU_MEM_UTIL, TOTAL_EPOCHS and TRAIN_FILE among them."""
-    knobs = {
-        "ADV_ESTIMATOR": "grail", "NNODES": "3", "NGPUS_PER_NODE": "4", "TRAIN_BATCH_SIZE": "48", "PPO_MINI_BATCH_SIZE": "24",
-        "ROLLOUT_N": "16", "MAX_PROMPT_LENGTH": "512", "MAX_RESPONSE_LENGTH": "2048", "PPO_MAX_TOKEN_LEN_PER_GPU": "9999",
-        "ROLLOUT_TP": "2", "ROLLOUT_GPU_MEM_UTIL": "0.4", "OFFLOAD": "True", "MODEL_PATH": "/models/octo thinker",
-        "TRAIN_FILE": str(tmp_path / "a,b.parquet"), "DATA_DIR": str(tmp_path), "ACTOR_LR": "5e-7", "TOTAL_EPOCHS": "2",
-        "SAVE_FREQ": "-1", "TEST_FREQ": "3", "PROJECT_NAME": "project", "EXPERIMENT_NAME": "experiment",
-        "LOGGER": "console,wandb", "LORA_RANK": "32", "SEED": "7",
-    }  # fmt: skip
-    arguments = [f"{ROLLOUT}.max_num_seqs=4", "+data.note='two words'"]
-    config = configuration(overrides("run_octothinker_8b_grail.sh", *arguments, **knobs))
+@pytest.mark.parametrize("case", CASES["knobs"])
+def test_knobs(case: dict[str, Any], clone: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By verl's names; the agent runs in verl's tool loop, where both methods get the same rewards: GRPO their sum, which is
+    not added again."""
+    wanted = json.loads(json.dumps(case["wanted"]).replace("ROOT", str(ROOT)).replace("CLONE", str(clone)))
+    if on_cpu := "cpu" in case["script"]:
+        monkeypatch.setenv("VERL_PLATFORM", "cpu")
+    project = clone if on_cpu else ROOT
+    config = configuration(case["script"], *case["overrides"], project=project, **case["knobs"])
     prepare(config)
-    output_dir = ROOT / "outputs/project/experiment"
-    wanted = {
-        "trainer.nnodes": 3, "trainer.n_gpus_per_node": 4, "data.train_batch_size": 48, f"{ACTOR}.ppo_mini_batch_size": 24,
-        f"{ROLLOUT}.n": 16, f"{ROLLOUT}.prompt_length": 512, f"{ROLLOUT}.response_length": 2048,
-        f"{ROLLOUT}.max_model_len": 2560, f"{ACTOR}.loss_scale_factor": 2048, f"{ACTOR}.ppo_max_token_len_per_gpu": 9999,
-        f"{ROLLOUT}.tensor_model_parallel_size": 2, f"{ROLLOUT}.gpu_memory_utilization": 0.4,
-        f"{ACTOR}.fsdp_config.param_offload": True, f"{ACTOR}.fsdp_config.optimizer_offload": True,
-        f"{MODEL}.path": "/models/octo thinker", "data.train_files": str(tmp_path / "a,b.parquet"),
-        "data.val_files": [str(tmp_path / "amc23.parquet"), str(tmp_path / "aime24.parquet")], f"{ACTOR}.optim.lr": 5e-7,
-        "trainer.total_training_steps": None, "trainer.total_epochs": 2, "trainer.save_freq": -1, "trainer.test_freq": 3,
-        "trainer.project_name": "project", "trainer.experiment_name": "experiment", "trainer.logger": ["console", "wandb"],
-        "trainer.default_local_dir": str(output_dir / "checkpoints"), f"{RAY}.TENSORBOARD_DIR": str(output_dir / "tensorboard"),
-        f"{RAY}.VERL_FILE_LOGGER_PATH": str(output_dir / "metrics.jsonl"), f"{RAY}.VLLM_USE_FLASHINFER_SAMPLER": "0",
-        f"{MODEL}.lora_rank": 32, f"{MODEL}.lora_alpha": 64,
-        f"{MODEL}.target_modules": "all-linear", f"{ROLLOUT}.load_format": "safetensors", "data.seed": 7,
-        f"{ACTOR}.data_loader_seed": 7, f"{ACTOR}.fsdp_config.seed": 7, f"{ROLLOUT}.seed": 7, f"{ROLLOUT}.max_num_seqs": 4,
-        "data.note": "two words",
-    }  # fmt: skip
     assert {name: OmegaConf.select(config, name) for name in wanted} == wanted
-
-
-def test_knobs_without_a_gpu(without_gpu: Path) -> None:
-    """The agent runs in verl's tool loop, where both methods get the same rewards: GRPO their sum, which is not added again."""
-    knobs = {"TRAIN_BATCH_SIZE": "6", "ROLLOUT_N": "50", "SEED": "3", "ACTOR_LR": "1e-3", "SAVE_FREQ": "-1"}
-    config = configuration(overrides(AGENT, project=without_gpu, **knobs))
-    prepare(config)
-    out = f"{without_gpu}/out/seed3"
-    wanted = {
-        "algorithm.adv_estimator": "turn_rloo", "algorithm.turn_rloo.rewards": "turn_rewards",
-        "algorithm.turn_rloo.align": "turns", "algorithm.turn_rloo.outcome": False,
-        f"{ROLLOUT}.agent.default_agent_loop": "tool_agent", f"{ROLLOUT}.multi_turn.max_assistant_turns": MAX_TURNS,
-        f"{ROLLOUT}.multi_turn.tool_config_path": f"{without_gpu}/packages/verl-cpu/verl_cpu/tiny/agent_tools.yaml",
-        "reward.custom_reward_function.path": "pkg://verl_cpu.tiny.agent", "data.train_batch_size": 6, f"{ROLLOUT}.n": 50,
-        f"{ACTOR}.ppo_mini_batch_size": 6, f"{ACTOR}.ppo_micro_batch_size_per_gpu": 100, f"{ACTOR}.loss_scale_factor": 184,
-        f"{ACTOR}.data_loader_seed": 3, f"{ROLLOUT}.seed": 3, f"{ACTOR}.optim.lr": 1e-3, "trainer.save_freq": -1,
-        "trainer.max_actor_ckpt_to_keep": 2, "trainer.total_training_steps": 24, "trainer.resume_mode": "auto",
-        "data.train_files": f"{out}/train.parquet", f"{RAY}.VERL_FILE_LOGGER_PATH": f"{out}/turn_rloo/metrics.jsonl",
-        "trainer.default_local_dir": f"{out}/turn_rloo/checkpoints",
-    }  # fmt: skip
-    assert {name: OmegaConf.select(config, name) for name in wanted} == wanted
-    uniform = configuration(overrides(AGENT, "algorithm.adv_estimator=uniform", project=without_gpu))
-    assert uniform.run.folder == f"{without_gpu}/out/seed0/uniform"
 
 
 def test_three_words_three_things() -> None:
     """``uniform``, the baseline; ``grpo``, all of verl's own; ``dr_grpo``, verl's estimator with this recipe's loss."""
     verls = compose("ppo_trainer", ["actor_rollout_ref.actor.strategy=fsdp2"], VERL)
-    usual, uniform, grpo, dr_grpo = (
-        container(configuration(overrides(GPUS, EXPERIMENT_NAME="x", ADV_ESTIMATOR=name)))
-        for name in ("grail", "uniform", "grpo", "dr_grpo")
-    )
-    estimators = [config["algorithm"].pop("adv_estimator") for config in (usual, uniform, grpo, dr_grpo)]
-    methods = [config["run"].pop("method") for config in (usual, uniform, grpo, dr_grpo)]
-    assert methods == ["grail", "uniform", "grpo", "dr_grpo"] and estimators == ["grail", "uniform", "grpo", "grpo"]
-    assert usual == uniform == dr_grpo and grpo["algorithm"]["norm_adv_by_std_in_grpo"]
+    names = ["grail", "uniform", "grpo", "dr_grpo"]
+    configs = [container(GPUS, EXPERIMENT_NAME="x", ADV_ESTIMATOR=name) for name in names]
+    assert [config["run"].pop("method") for config in configs] == names
+    estimators = [config["algorithm"].pop("adv_estimator") for config in configs]
+    usual, uniform, grpo, dr_grpo = configs
+    assert estimators == ["grail", "uniform", "grpo", "grpo"] and usual == uniform == dr_grpo
+    assert grpo["algorithm"]["norm_adv_by_std_in_grpo"]
     ours, theirs = (
-        {name: value for name, value in config["actor_rollout_ref"]["actor"].items() if re.search("clip|loss", name)}
-        for config in (grpo, container(verls))
+        {name: value for name, value in actor.items() if re.search("clip|loss", name)}
+        for actor in (grpo["actor_rollout_ref"]["actor"], OmegaConf.to_container(verls.actor_rollout_ref.actor))
     )
     assert ours == theirs and {"loss_agg_mode", "loss_scale_factor", "clip_ratio_c"} < ours.keys()
 
 
-def test_a_run_is_named_by_its_configuration() -> None:
+@pytest.mark.parametrize(("knobs", "override", "name"), CASES["names"])
+def test_a_run_is_named_by_its_configuration(knobs: dict[str, str], override: str | None, name: str) -> None:
     """An override renames the run as the knob does, and both train the same."""
-
-    def of(*arguments: str, script: str = GPUS, **knobs: str) -> dict[str, Any]:
-        return container(configuration(overrides(script, *arguments, **knobs)))
-
-    for knobs, override, name in (
-        ({}, "data.seed=42", "qwen3-4b-grail-seed42"),
-        ({"MODEL_PATH": "/models/My Model/"}, "data.seed=42", "my_model-grail-seed42"),
-        ({"ADV_ESTIMATOR": "uniform"}, "algorithm.adv_estimator=uniform", "qwen3-4b-uniform-seed42"),
-        ({"ADV_ESTIMATOR": "oar_g"}, "algorithm.adv_estimator=oar_g", "qwen3-4b-oar_g-seed42"),
-        ({"ADV_ESTIMATOR": "oar_p"}, "algorithm.adv_estimator=oar_p", "qwen3-4b-oar_p-seed42"),
-        ({"ADV_ESTIMATOR": "dr_grpo"}, "algorithm.adv_estimator=grpo", "qwen3-4b-dr_grpo-seed42"),
-        ({"ADV_ESTIMATOR": "grpo"}, "estimator=grpo", "qwen3-4b-grpo-seed42"),
-        ({"SEED": "7"}, "data.seed=7", "qwen3-4b-grail-seed7"),
-        ({"LIKE": "published"}, "data.seed=42", "qwen3-4b-grail-published-seed42"),
-        ({"LORA_RANK": "8"}, "data.seed=42", "qwen3-4b-lora8-grail-seed42"),
-        ({"EXPERIMENT_NAME": "mine"}, "trainer.experiment_name=mine", "mine"),
-    ):
-        config = of(**knobs)
-        assert config["trainer"]["experiment_name"] == name
-        assert config["trainer"]["default_local_dir"] == f"{ROOT}/outputs/grail/{name}/checkpoints"
-        if not {"MODEL_PATH", "LIKE", "LORA_RANK"} & knobs.keys():
-            assert of(override) == config, override
-    variants = [of(ADV_ESTIMATOR=name)["algorithm"]["oar"]["variant"] for name in ("oar_g", "oar_p", "grail")]
-    assert variants == ["grail_port", "official", "official"]
+    config = container(GPUS, **knobs)
+    assert config["trainer"]["experiment_name"] == name
+    assert config["trainer"]["default_local_dir"] == f"{ROOT}/outputs/grail/{name}/checkpoints"
+    assert override is None or container(GPUS, override) == config
 
 
 def test_the_file_of_all_options_is_current() -> None:
     assert OPTIONS_FILE.read_text() == options_yaml(), "run python -m grail_advantage.verl_ext.settings"
+
+
+ESTIMATORS = ("grail", "oar_g", "oar_p", "uniform", "dr_grpo")
+
+
+@pytest.mark.parametrize(("script", "estimator"), list(zip(CASES["models"], ESTIMATORS, strict=True)))
+def test_published_setup(script: str, estimator: str) -> None:
+    path, response_length, template, template_options = CASES["models"][script]
+    nnodes = 1 + ESTIMATORS.index(estimator) % 2
+    config = configuration(script, ADV_ESTIMATOR=estimator, NNODES=str(nnodes))
+    prepare(config)  # all start-up checks, verl's among them
+    # uniform is the published baseline: the same trainer, truncated responses masked alike, weights 1; verl's own estimator
+    # masks none
+    verls = estimator == "dr_grpo"
+    assert config.algorithm.adv_estimator == ("grpo" if verls else estimator)
+    assert config.trainer.v1.trainer_mode == ("sync" if verls else "grail_sync")
+    assert verls or Settings.parse(config).method.mask_truncated
+    assert config.algorithm.oar.variant == ("grail_port" if estimator == "oar_g" else "official")
+
+    verdicts = {setting.name: verdict for setting, _, verdict in compared(config)}
+    corrected = {f"vllm_importance_sampling_{part}" for part in ("correction", "mode", "clip_max")} | {
+        "the prompt's end"
+    }
+    corrected |= {"max_completion_length"} if response_length != 4096 else set()
+    assert {name for name, verdict in verdicts.items() if verdict == "corrected"} == corrected
+    differs = [name for name, verdict in verdicts.items() if verdict == "differs"]
+    assert differs == (["mask_truncated_completions"] if verls else [])
+    model, actor, rollout = (config.actor_rollout_ref[name] for name in ("model", "actor", "rollout"))
+    assert actor.entropy_coeff == 0 and actor.policy_loss.loss_mode == "vanilla"
+    mini_batch, gpus = actor.ppo_mini_batch_size * rollout.n, config.trainer.nnodes * config.trainer.n_gpus_per_node
+    assert gpus == 8 * nnodes and mini_batch == config.data.train_batch_size * rollout.n == PUBLISHED_BATCH
+    assert (rollout.prompt_length, rollout.response_length) == (1024, response_length)
+    assert rollout.max_model_len == 1024 + response_length
+    assert min(actor.ppo_max_token_len_per_gpu, rollout.log_prob_max_token_len_per_gpu) >= rollout.max_model_len
+    assert dict(config.data.apply_chat_template_kwargs) == template_options
+    assert (model.path, model.custom_chat_template) == (path, BASE_MATH if template else None)
+    assert [config.data.seed, actor.data_loader_seed, actor.fsdp_config.seed, rollout.seed] == [42] * 4
+
+
+def test_loss_is_the_published_one() -> None:
+    """Clipped surrogate summed over tokens / (responses x longest response), over 16 ranks of 2 micro-batches each.
+
+    FSDP averages gradients over the ranks, so the mean over them of verl's loss must be the loss of the whole batch.
+    """
+    script, ranks, micro_batches, rows, tokens = "run_r1_distill_llama_8b_grail.sh", 16, 2, PUBLISHED_BATCH, 6
+    config = configuration(script, NNODES="2")
+    rng = np.random.default_rng(0)
+    advantages = rng.normal(size=(rows, 1)).repeat(tokens, axis=1) * rng.uniform(0.5, 5, size=(rows, tokens))
+    advantages[rng.random(rows) < 0.1] = 0  # truncated
+    log_ratios = rng.normal(scale=1.0, size=(rows, tokens))
+    log_ratios[::5] += 4  # ratios near 55, where verl's dual clip would act on negative advantages
+    mask = np.arange(tokens) < rng.integers(0, tokens + 1, size=(rows, 1))
+    assert (~mask.any(axis=1)).any() and ((log_ratios > 4) & (advantages < 0) & mask).any()
+    ratios = np.exp(log_ratios)
+    surrogate = np.minimum(ratios * advantages, np.clip(ratios, 0.8, 1.28) * advantages)
+    expected = -(surrogate * mask).sum() / (rows * CASES["models"][script][1])
+
+    actor = omega_conf_to_dataclass(config.actor_rollout_ref.actor)
+    batch = {"batch_num_tokens": int(mask.sum()), "global_batch_size": rows, "dp_size": ranks}
+    actor.global_batch_info.update(**batch, loss_scale_factor=actor.loss_scale_factor)
+    losses = [
+        compute_policy_loss_vanilla(
+            torch.zeros(len(part), tokens, dtype=torch.float64),
+            *(torch.from_numpy(values[part]) for values in (log_ratios, advantages, mask)),
+            loss_agg_mode=actor.loss_agg_mode,
+            config=actor,
+        )[0].item()
+        for part in np.array_split(np.arange(rows), ranks * micro_batches)
+    ]
+    assert sum(losses) / ranks == pytest.approx(expected, rel=1e-9)
+
+
+def test_learning_rate() -> None:
+    """verl's schedule, moved once a rollout batch, against what transformers makes of the published values: the full rate from
+    the first optimiser step, as its `constant` ignores a warm-up."""
+    settings = omega_conf_to_dataclass(configuration(GPUS).actor_rollout_ref.actor.optim)
+    settings.total_training_steps = PUBLISHED_STEPS // PUBLISHED_EPOCHS
+    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], lr=1e-6)
+    schedule = get_scheduler("constant", optimizer, PUBLISHED_WARM_UP, PUBLISHED_STEPS)
+    engine = SimpleNamespace(optimizer_config=settings, rank=1)
+    own = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], lr=settings.lr)
+    engine.lr_scheduler = FSDPEngine._build_lr_scheduler(engine, own)
+    for step in range(PUBLISHED_STEPS):
+        assert engine.lr_scheduler.get_last_lr() == schedule.get_last_lr()
+        optimizer.step()
+        schedule.step()
+        if (step + 1) % PUBLISHED_EPOCHS == 0:
+            own.step()
+            FSDPEngine.lr_scheduler_step(engine)
+
+
+def test_the_published_ratio_is_trls() -> None:
+    """``sequence_mask`` with the cap 3.0, in a plain loop: the product of a response's ratios, 0 above the cap."""
+    rng = np.random.default_rng(0)
+    trainer, rollout = rng.normal(-1, 0.5, size=(64, 5)), rng.normal(-1, 0.5, size=(64, 5))
+    mask = np.arange(5) < rng.integers(1, 6, size=(64, 1))
+    correction = configuration(GPUS, LIKE="published").algorithm.rollout_correction
+    options = (correction.rollout_is, correction.rollout_is_threshold, correction.rollout_is_batch_normalize)
+    log_ratios = torch.from_numpy(trainer - rollout)
+    found, _ = compute_rollout_correction_weights(log_ratios, torch.from_numpy(mask).double(), *options)
+    ratios = [np.exp(sum(trainer[row, t] - rollout[row, t] for t in range(5) if mask[row, t])) for row in range(64)]
+    expected = np.array([0.0 if ratio > 3 else ratio for ratio in ratios])[:, None] * mask
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
+    assert sum(ratio > 3 for ratio in ratios) > 3
+
+
+def test_any_number_of_processes_makes_the_published_batch() -> None:
+    for processes in (1, 2, 4, 8):
+        arguments = trl_arguments(processes)
+        rows = arguments["per_device_train_batch_size"] * arguments["gradient_accumulation_steps"] * processes
+        assert rows == PUBLISHED_BATCH
+    with pytest.raises(ValueError):
+        trl_arguments(5)

@@ -41,24 +41,24 @@ def site_packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return found
 
 
-def test_content(site_packages: Path) -> None:
-    version = grail_advantage.__version__
-    expected = {"grail_advantage", f"grail_advantage-{version}.dist-info", "others.pth"}
-    assert {path.name for path in site_packages.iterdir()} == expected
-    for name in ("py.typed", "reward/_verify_worker.py"):
-        assert (site_packages / "grail_advantage" / name).exists()
+def run(site_packages: Path, folder: Path, *words: str | Path) -> str:
+    """A module's output, started outside the clone."""
+    variables = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VERL_PLATFORM")}
+    command = [site_packages.parents[2] / "bin/python", "-m", *words]
+    done = subprocess.run(command, cwd=folder, env=variables, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, (words, done.stderr[-3000:])
+    return done.stdout
 
 
 def test_the_commands_of_an_installed_package(site_packages: Path, tmp_path: Path) -> None:
-    """Those of docs/works_with.md#extras, started outside the clone; the page has its parts in it."""
-    python = site_packages.parents[2] / "bin/python"
+    """Those of docs/works_with.md#extras; the page has its parts in it, and the wheel has no other package."""
+    packages = {"grail_advantage", f"grail_advantage-{grail_advantage.__version__}.dist-info", "others.pth"}
+    assert {path.name for path in site_packages.iterdir()} == packages
+    assert all((site_packages / "grail_advantage" / name).exists() for name in ("py.typed", "reward/_verify_worker.py"))
     (tmp_path / "run").mkdir()
     (tmp_path / "run/metrics.jsonl").write_text('{"step": 1, "data": {"critic/score/mean": 0.5}}\n')
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    for words in (["analyze", "--help"], ["receipt", "--help"], ["report", "--help"], ["report", "run"]):
-        command = [python, "-m", f"grail_advantage.{words[0]}", *words[1:]]
-        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
-        assert done.returncode == 0, (words, done.stderr[-3000:])
+    for words in (("analyze", "--help"), ("receipt", "--help"), ("report", "run")):
+        run(site_packages, tmp_path, f"grail_advantage.{words[0]}", words[1])
     assert "DecompressionStream" in (tmp_path / "run/report.html").read_text(encoding="utf-8")
 
 
@@ -68,9 +68,6 @@ def test_the_file_of_all_options_is_installed(site_packages: Path, tmp_path: Pat
         "hydra: {searchpath: [pkg://verl/trainer/config, pkg://grail_advantage/verl_ext/config]}\n"
         "defaults: [ppo_trainer, token_weights, _self_]\nalgorithm: {adv_estimator: grail}\n"
     )
-    environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VERL_PLATFORM")}
-    module = [site_packages.parents[2] / "bin/python", "-m", "verl.trainer.main_ppo"]
-    command = [*module, f"--config-path={tmp_path}", "--config-name=mine", "algorithm.grail.leaf=last", "--cfg", "job"]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert Settings.parse(OmegaConf.create(done.stdout)).method.leaf == "last"
+    options = (f"--config-path={tmp_path}", "--config-name=mine", "algorithm.grail.leaf=last", "--cfg", "job")
+    printed = run(site_packages, tmp_path, "verl.trainer.main_ppo", *options)
+    assert Settings.parse(OmegaConf.create(printed)).method.leaf == "last"

@@ -20,6 +20,7 @@ from typing import Any
 import ray
 from omegaconf import DictConfig, OmegaConf
 
+from grail_advantage.dump import write_whole
 from recipe.run_life import watch
 from recipe.run_life.trainer import KeptRun
 from tests.verl_ext.whole_run import NOT_STARTED, STARTS
@@ -56,17 +57,14 @@ class _Waits:
     def fit(self) -> None:
         ray.wait([ray.remote(lambda: os._exit(7)).options(max_retries=0).remote()])
         worker = ray.remote(Worker).options(name="the_worker").remote()
-        processes = ray.get(worker.start.remote()) | {"trainer": os.getpid()}
         self.actor_rollout_wg = SimpleNamespace(workers=[worker])
-        unfinished = Path(self.config.trainer.default_local_dir, "unfinished.json")
-        unfinished.write_text(json.dumps(processes))
+        processes = ray.get(worker.start.remote()) | {"trainer": os.getpid()}
         time.sleep(5 * watch.INTERVAL)  # the death of the user's process is noticed, if anybody asks
-        unfinished.rename(unfinished.with_name("processes.json"))
+        write_whole(Path(self.config.trainer.default_local_dir, "processes.json"), json.dumps(processes))
         ray.get(worker.work.remote())
 
 
-class _Trainer(KeptRun, _Waits):
-    pass
+class _Trainer(KeptRun, _Waits): ...
 
 
 @ray.remote

@@ -25,37 +25,33 @@ BOUND = 900.0
 
 
 @pytest.fixture
-def dead() -> list[str]:
-    return []
-
-
-@pytest.fixture
-def watched(dead: list[str], monkeypatch: pytest.MonkeyPatch) -> Watch:
-    """A watch by which these are dead."""
+def dead(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The watch's deaths."""
     monkeypatch.setattr(watch, "NOTICE_SECONDS", 0.1)
-    made = Watch(list, list)
-    monkeypatch.setattr(made, "deaths", lambda: list(dead))
-    return made
+    dead: list[str] = []
+    monkeypatch.setattr(Watch, "deaths", lambda self: list(dead))
+    return dead
 
 
-def test_an_error_is_explained_by_a_death_alone(watched: Watch, dead: list[str]) -> None:
-    with pytest.raises(OSError, match="full"), watched.guard():
+def test_an_error_is_explained_by_a_death_alone(dead: list[str]) -> None:
+    watched = Watch(list, list)
+    with pytest.raises(OSError), watched.guard():
         raise OSError("the disk is full")
     dead.append("The actor died unexpectedly before finishing this task.")
-    with pytest.raises(RunEnded, match=f"{HEADLINE}\n\nThe actor died unexpectedly") as ended, watched.guard():
+    with pytest.raises(RunEnded) as ended, watched.guard():
         raise OSError("a rank does not answer")
-    assert isinstance(ended.value.__cause__, OSError)
+    assert dead[0] in str(ended.value) and isinstance(ended.value.__cause__, OSError)
     with watched.guard():  # actors may go once nothing is left to do
         pass
 
 
-def test_the_trainer_is_interrupted(watched: Watch, dead: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_trainer_is_interrupted(dead: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """In a lock, as verl's, and though Ctrl-C is ignored."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     monkeypatch.setattr(watch, "INTERVAL", 0.05)
     monkeypatch.setattr(watch.os, "_exit", lambda status: None)
     dead.append("gone")
-    with pytest.raises(RunEnded, match="gone") as ended, watched.guard():
+    with pytest.raises(RunEnded) as ended, Watch(list, list).guard():
         threading.Event().wait(30)
     assert isinstance(ended.value.__cause__, KeyboardInterrupt)
 
@@ -88,19 +84,11 @@ def _await(there: Callable[[], bool], what: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "status", "words"),
-    [
-        ("worker", 1, [HEADLINE, "class_name: Worker", "name: the_worker", "worker process has died"]),
-        ("driver", -signal.SIGKILL, []),
-    ],
-)
-def test_a_run_of_which_one_is_killed_says_who_and_ends_what_is_its_own(
-    tmp_path: Path, name: str, status: int, words: list[str]
-) -> None:
+@pytest.mark.parametrize(("name", "status"), [("worker", 1), ("driver", -signal.SIGKILL)])
+def test_a_run_of_which_one_is_killed_says_who_and_ends_what_is_its_own(tmp_path: Path, name: str, status: int) -> None:
     """A process of the user's has died before, and ended nothing."""
     command = [sys.executable, "-m", "tests.run_life.ending_run", str(tmp_path)]
-    with (tmp_path / "said").open("w") as output:
+    with (tmp_path / "output").open("w") as output:
         driver = psutil.Popen(command, cwd=Path(__file__).parents[2], stdout=output, stderr=subprocess.STDOUT)
     everybody = {driver}
     try:
@@ -114,8 +102,8 @@ def test_a_run_of_which_one_is_killed_says_who_and_ends_what_is_its_own(
         spared = {processes["upload"]} | ({processes["child"]} if name == "driver" else set())
         _await(lambda: not any(lives(each) for each in everybody if each.pid not in spared), f"not gone: {everybody}")
         assert lives(psutil.Process(processes["upload"]))
-        text = (tmp_path / "said").read_text()
-        assert all(part in text for part in words), text
+        text = (tmp_path / "output").read_text()
+        assert name == "driver" or all(part in text for part in (HEADLINE, "class_name: Worker", "name: the_worker"))
     finally:
-        for process in [each for each in everybody if lives(each)]:
+        for process in filter(lives, everybody):
             process.kill()

@@ -28,9 +28,9 @@ from grail_advantage.verl_ext.entry import prepare_run, start_run
 from grail_advantage.verl_ext.settings import Settings, algorithm_sections
 from recipe.rules import check_trl
 from tests import forked
-from tests.broken_tokenizer import save_under_class
 from tests.composed import VERL, compose, prepare
 from tests.core.common import METHODS
+from tests.core.real_tokenizers import save_under_class
 from verl_cpu.tiny.model import build_tokenizer
 
 ROOT = Path(__file__).parents[2]

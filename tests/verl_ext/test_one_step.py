@@ -27,7 +27,7 @@ from grail_advantage.verl_ext.exchange import LEAVE_OUT, build_reply, rows_of
 from grail_advantage.verl_ext.host import mean_of_loss, truncated
 from grail_advantage.verl_ext.settings import ACTOR, BASE, Settings
 from grail_advantage.verl_ext.trainer import TokenWeightTrainer
-from tests.broken_tokenizer import save_under_class
+from tests.core.real_tokenizers import save_under_class
 from tests.core.tiny_models import END_ID, encode
 from tests.verl_ext.one_step import CASES, ROWS, WRONG, Step, Workers, row_of, same
 from verl_cpu.tiny.model import build_tokenizer

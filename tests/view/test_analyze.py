@@ -26,7 +26,7 @@ from grail_advantage.data import Example
 from grail_advantage.dump import read_dump
 from grail_advantage.method import METHODS, register
 from tests import hosts
-from tests import real_tokenizers as real
+from tests.core import real_tokenizers as real
 from tests.core.tiny_models import ROLLOUTS, Rollout, char_tokenizer, encode, make_batch, tiny_model
 
 TEMPLATE = "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '; ' }}{% endfor %}{{ 'reply: ' }}"
@@ -41,10 +41,8 @@ RESPONSES = [
 @pytest.mark.parametrize("tokens", [1, 300])
 def test_the_dump_is_that_of_a_plain_model(tmp_path: Path, first: str, tokens: int):
     """Bit for bit, for the first method as the run's and for each of several."""
-    methods = {first: hosts.signal_of(first)}
-    methods |= {
-        name: hosts.signal_of(name) for name in ("grail_robust", "oar_g", "oar_p", "stare", "shear", "polarity")
-    }
+    names = (first, "grail_robust", "oar_g", "oar_p", "stare", "shear", "polarity")
+    methods = {name: hosts.signal_of(name) for name in names}
     chosen = [row for row, said in enumerate(hosts.RESPONSES) if math.isfinite(said.reward)]
     given = [hosts.RESPONSES[row] for row in chosen]
     responses = [
@@ -54,7 +52,8 @@ def test_the_dump_is_that_of_a_plain_model(tmp_path: Path, first: str, tokens: i
     ]
     settings: dict[str, Any] = {"model": "tiny", "temperature": hosts.TEMPERATURE, "tokens": tokens}
     analyze(responses, methods, tmp_path / "a", char_tokenizer(), tiny_model, **settings)
-    part = hosts.plain_rollouts(**hosts.without_tools(), truncated=None).part(chosen)
+    mask_BT = torch.arange(hosts.LIMIT) < torch.tensor([[len(said.ids)] for said in hosts.RESPONSES])  # no tool's
+    part = hosts.plain_rollouts(mask=mask_BT, truncated=None).part(chosen)
     names = [response.id for response in responses]
     changes: dict[str, Any] = {"keys": names, "places": range(len(names)), "facts": {**part.facts, "id": names}}
     rollouts = replace(part, tokenizer=char_tokenizer(), **changes)
