@@ -1,6 +1,6 @@
 """Every rule of verl's tables and of the recipe's: an example that breaks it (``test_rules.json``, in the tables' order) is
 refused, or warned of, by the name of its option, or keeps every response in the update; the defaults break none. TRL's are in
-``trl_ext/rules_checks.py``."""
+``trl_ext/core_checks.py``."""
 
 from __future__ import annotations
 
