@@ -1,5 +1,5 @@
-"""Start-up of a run by verl's own command: its checks, before Ray starts, and its trainer. Messages name the option and
-the remedy.
+"""Start-up of a run by verl's own command: its estimator and its checks, before Ray starts, and its trainer. Messages
+name the option and the remedy.
 
     python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grail ...
 
@@ -16,18 +16,19 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Mapping
+from functools import partial
 from importlib import import_module
 from importlib.metadata import version
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pyarrow as pa
 import pyarrow.json as pa_json
 import pyarrow.parquet as pq
 from omegaconf import DictConfig, OmegaConf
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
-from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY
+from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY, register_adv_est
 
 from grail_advantage.answers.span import find_answer_spans
 from grail_advantage.answers.tokenizers import check_round_trip
@@ -52,16 +53,27 @@ JUDGED, REWARD = "reward_model", "reward.custom_reward_function.path"
 OURS = ("pkg://grail_advantage.reward", "pkg://recipe.reward")  # as REWARD, this project's reward function
 
 
+def register_estimators() -> None:
+    """Register every method with verl. A trainer with token weights takes the advantages of verl's own estimator, under
+    whose name alone verl treats several outputs of a session correctly; any other trainer gets the remedy."""
+    for name in methods().keys() - ADV_ESTIMATOR_REGISTRY.keys():
+        register_adv_est(name)(partial(_needs_token_weights, name))
+
+
+def _needs_token_weights(name: str, *_: Any, **__: Any) -> NoReturn:
+    raise ValueError(
+        f"algorithm.adv_estimator={name} needs token weights, which this trainer does not compute; start the run with "
+        "`python3 -m verl.trainer.main_ppo`, or see docs/own_trainer.md for a trainer of your own"
+    )
+
+
 def start_run(config: DictConfig, validate: Callable[[], None]) -> None:
-    """Check a run and begin it, around ``validate``, verl's own check of its configuration.
-
-    With ``DRY_RUN=1`` in the environment a run of this project (:func:`prepare_run`) is checked, its resolved
-    configuration is printed as YAML on stdout, and the process exits.
-
-    Raises:
-        ValueError: a setting that does not work.
-    """
-    if patches.in_actor() or not _is_ours(config):  # the task runner of trainer.use_v1=false asks again
+    """Check a run and begin it, around ``validate``, verl's own check of its configuration; ValueError: a setting that
+    does not work. With ``DRY_RUN=1`` in the environment a run of this project (:func:`prepare_run`) is checked, its
+    resolved configuration is printed as YAML on stdout, and the process exits."""
+    ours = bool(patches.STARTS) or config.algorithm.adv_estimator in methods()
+    if patches.in_actor() or not ours:  # the task runner of trainer.use_v1=false asks again
+        register_estimators()
         check_spelling(config.algorithm.adv_estimator)
         return validate()
     OmegaConf.resolve(config)  # verl hands ray_kwargs on as they are
@@ -78,24 +90,15 @@ def start_run(config: DictConfig, validate: Callable[[], None]) -> None:
         hold(settings.dump.folder, "choose another", DUMP_FOLDER)
 
 
-def _is_ours(config: DictConfig) -> bool:
-    return bool(patches.STARTS) or config.algorithm.adv_estimator in methods()
-
-
 def prepare_run(config: DictConfig) -> Settings:
     """Check and parse a run of this project, and write its trainer, the whole path of its dump and :data:`EXTERNAL` for
-    Ray's processes into the configuration. Of this project are runs with a method, and all in a process with
-    :data:`patches.STARTS`.
-
-    Raises:
-        ValueError: a setting that does not work.
-    """
+    Ray's processes into the configuration; ValueError: a setting that does not work. Of this project are runs with a
+    method, and all in a process with :data:`patches.STARTS`."""
     settings = check_config(config)
     for module in patches.STARTS:
         import_module(module).check_run(settings)
     if modules := os.environ.get(EXTERNAL):
-        name = f"ray_kwargs.ray_init.runtime_env.env_vars.{EXTERNAL}"
-        OmegaConf.update(config, name, modules, force_add=True)
+        OmegaConf.update(config, f"ray_kwargs.ray_init.runtime_env.env_vars.{EXTERNAL}", modules, force_add=True)
     if settings.dump is not None:  # the trainer runs in another process, with another working folder
         OmegaConf.update(config, DUMP_FOLDER, str(settings.dump.folder))
     if settings.method is not None and not settings["trainer.use_v1"]:
@@ -106,8 +109,9 @@ def prepare_run(config: DictConfig) -> Settings:
 
 
 def register_trainers() -> None:
-    """Register the trainers with token weights, and those of :data:`patches.STARTS`, in the task runner's process.
-    Importing them in every process that imports verl would take seconds each."""
+    """Register estimators, the trainers with token weights and those of :data:`patches.STARTS`, in the task runner's
+    process. Importing them in every process that imports verl would take seconds each."""
+    register_estimators()
     for module in ("grail_advantage.verl_ext.trainer", *patches.STARTS):
         getattr(import_module(module), "register_trainers", lambda: None)()
 
@@ -115,6 +119,7 @@ def register_trainers() -> None:
 def check_config(config: DictConfig) -> Settings:
     """Check the configuration of a run, and parse it: the driver's only time. ValueError: naming option and remedy."""
     check_verl_version(version("verl"))
+    register_estimators()
     check_plugins()
     check_spelling(config.algorithm.adv_estimator)
     check_names(config)
@@ -147,18 +152,23 @@ def check_plugins() -> None:
         if isinstance(error, NameTakenError):
             raise ValueError(f"the plug-in {plugin} takes a name that is taken: {error}")
         logger.warning("the plug-in %s failed to import: %s: %s", plugin, type(error).__name__, error)
-    for known in methods().keys() & ADV_ESTIMATOR_REGISTRY.keys():
-        raise ValueError(f"the method {known} has the name of an estimator of verl's; register it under another name")
+    for known in methods():
+        if getattr(ADV_ESTIMATOR_REGISTRY[known], "func", None) is not _needs_token_weights:
+            raise ValueError(f"{known} is an estimator of verl's; register the method under another name")
 
 
 def check_spelling(name: str) -> None:
-    """Refuse a name with the letters of a method's, such as ``GRAIL``, ``oar-g`` or ``grial``, that verl does not have;
-    ValueError. Any other is somebody's own: a module that the task runner's process alone imports may register it."""
-    if name in ADV_ESTIMATOR_REGISTRY or name in methods():
+    """Refuse a name near a method's, such as ``GRAIL``, ``oar-g`` or ``graill``, that verl does not have; ValueError. Any
+    other is somebody's own: a module that the task runner's process alone imports may register it."""
+    if name in ADV_ESTIMATOR_REGISTRY:
         return
-    for known in methods():
-        if sorted(filter(str.isalnum, known)) == sorted(filter(str.isalnum, name.lower())):
-            raise ValueError(f"algorithm.adv_estimator={name!r} is unknown; is {known} meant?{failure_message()}")
+    letters = sorted(filter(str.isalnum, name.lower()))
+    meant = [known for known in methods() if sorted(filter(str.isalnum, known)) == letters]
+    near = difflib.get_close_matches(name.lower(), list(ADV_ESTIMATOR_REGISTRY), cutoff=0.8)
+    if len(letters) > 4 and name[-1].isalpha() and methods().keys() >= set(near):
+        meant += near
+    if meant:
+        raise ValueError(f"algorithm.adv_estimator={name!r} is unknown; is {meant[0]} meant?{failure_message()}")
     if FAILURES:
         logger.warning("the estimator %s is unknown in the process of the command%s", name, failure_message())
 

@@ -126,14 +126,9 @@ class Settings:
         return f"{option}={self[option]}"
 
     @property
-    def sequence_parallel_size(self) -> int:
-        """Ranks that share a sequence."""
-        return max(self[name] or 1 for name in SLICES)
-
-    @property
     def sliced(self) -> bool:
         """Whether a rank of :data:`ENGINES` has a part of each sequence alone."""
-        return self[STRATEGY] in ENGINES and self.sequence_parallel_size > 1
+        return self[STRATEGY] in ENGINES and max(self[name] or 1 for name in SLICES) > 1
 
     @property
     def longest(self) -> int:
@@ -171,8 +166,7 @@ class Rule(NamedTuple):
     broken: Callable[[Settings], Any]
     because: str
     remedy: str
-    warned: bool = False
-    """It is warned of; without, it is refused."""
+    warned: bool = False  # of; without, it is refused
 
 
 def _half(s: Settings) -> bool:
@@ -197,12 +191,18 @@ def _constant_denominator(s: Settings) -> bool:
     return s[LOSS] != "sapo" and (norm or s[AGGREGATION] == "seq-mean-token-sum")
 
 
+def _no_base(s: Settings) -> bool:
+    from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY
+
+    return s[BASE] not in ADV_ESTIMATOR_REGISTRY.keys() - {*TOKEN_BASES, *methods()}
+
+
 # fmt: off
 RULES = (
     Rule(TRAINER_MODE, lambda s: s.kind is None, "no trainer with token weights has this name",
          f"use {' or '.join(TRAINER_MODES)}, or register one with the base TokenWeightTrainer in a module of "
          "VERL_USE_EXTERNAL_MODULES (docs/own_trainer.md)"),
-    Rule(BASE, lambda s: s[BASE] in TOKEN_BASES, "token weights multiply one advantage a response",
+    Rule(BASE, _no_base, "token weights multiply one advantage a response, by an estimator that verl knows",
          f"choose one of {', '.join(BASES)}, or one that you register with verl's register_adv_est"),
     Rule(BYPASS, lambda s: s[BYPASS] and ENTROPY in s.method.reads,
          "the method reads the entropy, which verl computes with the old log-probabilities", "use false"),

@@ -114,9 +114,8 @@ def _lengths(data: TensorDict) -> tuple[torch.Tensor, int]:
     if prompts.is_nested:
         lengths_R2 = torch.stack([of.offsets().diff() for of in (prompts, responses)], dim=1)
         return lengths_R2, int(lengths_R2[:, 1].max())
-    widths = [prompts.shape[1], responses.shape[1]]
-    of_parts = data["attention_mask"].split(widths, dim=1)
-    return torch.stack([of.sum(dim=1) for of in of_parts], dim=1), widths[1]
+    of_parts = data["attention_mask"].split([prompts.shape[1], responses.shape[1]], dim=1)
+    return torch.stack([of.sum(dim=1) for of in of_parts], dim=1), responses.shape[1]
 
 
 def _piece(read: Gradient, places_R2: torch.Tensor, lengths_R2: torch.Tensor, width: int, scale: float) -> Piece:
@@ -134,9 +133,7 @@ def _piece(read: Gradient, places_R2: torch.Tensor, lengths_R2: torch.Tensor, wi
             gradients.append(gradient_N[own])
             outside.append(float(torch.cat([gradient_N[start : own.start], gradient_N[own.stop : end]]).abs().max()))
         start = end
-    log_probs_bT, gradient_bT = (
-        pad_sequence(values, batch_first=True)[1:].clone() for values in (log_probs, gradients)
-    )
+    log_probs_bT, gradient_bT = (pad_sequence(of, batch_first=True)[1:].clone() for of in (log_probs, gradients))
     slots_b = torch.tensor(slots, dtype=torch.int64)
     return Piece(slots_b, log_probs_bT, gradient_bT, outside_b=torch.tensor(outside), width=width)
 
