@@ -202,7 +202,7 @@ RULES = (
     Rule(TRAINER_MODE, lambda s: s.kind is None, "no trainer with token weights has this name",
          f"use {' or '.join(TRAINER_MODES)}, or register one with the base TokenWeightTrainer in a module of "
          "VERL_USE_EXTERNAL_MODULES (docs/own_trainer.md)"),
-    Rule(BASE, _no_base, "token weights multiply one advantage a response, by an estimator that verl knows",
+    Rule(BASE, _no_base, "token weights multiply one advantage a response, by an estimator of verl's",
          f"choose one of {', '.join(BASES)}, or one that you register with verl's register_adv_est"),
     Rule(BYPASS, lambda s: s[BYPASS] and ENTROPY in s.method.reads,
          "the method reads the entropy, which verl computes with the old log-probabilities", "use false"),
