@@ -18,7 +18,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import sizing
 from pydantic import BaseModel
 
 from grail_advantage.effect import EFFECT_METRICS
@@ -31,6 +30,7 @@ from grail_advantage.verl_ext.settings import NEEDED_WHOLE, RULES
 from recipe.marked_text import marked, table, write_marked
 from recipe.published import GROUPS as PUBLISHED
 from recipe.published import shown
+from scripts import sizing
 
 ROOT = Path(__file__).parents[1]
 WORDS = {"": "nothing", "saliency": "backward to an activation", "sequences": "logits of made-up sequences"}
