@@ -30,9 +30,11 @@ from grail_advantage.verl_ext.settings import NEEDED_WHOLE, RULES
 from recipe.marked_text import marked, table, write_marked
 from recipe.published import GROUPS as PUBLISHED
 from recipe.published import shown
+
+sys.path.insert(0, str(ROOT := Path(__file__).parents[1]))
+
 from scripts import sizing
 
-ROOT = Path(__file__).parents[1]
 WORDS = {"": "nothing", "saliency": "backward to an activation", "sequences": "logits of made-up sequences"}
 WORDS |= {"log_probs": "log-probabilities", "old_log_probs": "old log-probabilities", "hidden_states": "hidden states"}
 WORDS |= {"examples": "prompts as messages", "tokens": "token ids", "messages": "what tools and users said"}
