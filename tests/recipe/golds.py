@@ -7,7 +7,6 @@ import re
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from fractions import Fraction
 
 import pyarrow.parquet as pq
 
@@ -16,7 +15,6 @@ from grail_advantage.reward import compute_score
 _NUMBER = re.compile(r"-?[0-9]{1,3}(?:,?[0-9]{3})+(?:\.[0-9]+)?")
 _FRACTION = re.compile(r"(-?)(?:\\[dt]?frac\{([0-9]+)\}\{([0-9]+)\}|([0-9]+)/([0-9]+))")
 _LIST = re.compile(r"(\\\{|[(\[]|)([^()\[\]]*),[^()\[\],]*?(\\\}|[)\]]|)")
-_EXPRESSION = re.compile(r"[-+*/^{}() 0-9A-Za-z.!]*(?:\\(?:[dt]?frac|sqrt|pi|cdot)[-+*/^{}() 0-9A-Za-z.!]*)*")
 
 
 def spellings(gold: str) -> Iterator[str]:
@@ -25,19 +23,14 @@ def spellings(gold: str) -> Iterator[str]:
     if _NUMBER.fullmatch(gold):
         whole, point, decimals = gold.replace(",", "").partition(".")
         yield from (f"{int(whole):,}".replace(",", mark) + point + decimals for mark in ("", ",", "{,}", "\\,"))
-    if (match := _FRACTION.fullmatch(gold)) and (bottom := int(match[3] or match[5])):
-        value = Fraction(int(match[2] or match[4]), bottom)
-        if 10**6 % value.denominator == 0:
-            yield match[1] + f"{float(value):.6f}".rstrip("0").rstrip(".")
+    if (match := _FRACTION.fullmatch(gold)) and (bottom := int(match[3] or match[5])) and 10**6 % bottom == 0:
+        yield f"{match[1]}{int(match[2] or match[4]) / bottom:.6f}"
 
 
 def near_misses(gold: str) -> Iterator[str]:
-    """Texts that state another answer: another last digit, the other sign, a list without its last entry."""
-    if digits := list(re.finditer("[0-9]", gold)):
-        at = digits[-1].start()
-        yield f"{gold[:at]}{(int(gold[at]) + 1) % 10}{gold[at + 1 :]}"
-    if _EXPRESSION.fullmatch(gold) and re.search("[1-9]", gold):
-        yield gold[1:] if re.fullmatch("-[^-+ ]*", gold) else f"-({gold})"
+    """Texts that state another answer: another last digit, a list without its last entry."""
+    if match := re.fullmatch("(.*)([0-9])([^0-9]*)", gold, re.DOTALL):
+        yield f"{match[1]}{(int(match[2]) + 1) % 10}{match[3]}"
     if (match := _LIST.fullmatch(gold)) and not _NUMBER.fullmatch(gold):
         *others, last = (entry.strip() for entry in gold[match.end(1) : match.start(3)].split(","))
         if last not in others:

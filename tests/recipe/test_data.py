@@ -53,11 +53,10 @@ def test_golden_rows_of_one_schema_that_the_judge_accepts(tmp_path: Path) -> Non
 
 
 def test_gold_and_prompt() -> None:
-    for value, gold in (("$2$ ", "$2$"), (-3.0, "-3"), (0.125, "0.125"), (["2", 3.0], "2, 3"), (r"\boxed{204}", "204")):
-        assert read_gold(value, "plain") == gold
+    golds = {"$2$ ": "$2$", -3.0: "-3", 0.125: "0.125", ("2", 3.0): "2, 3", r"\boxed{204}": "204"}
+    assert [read_gold([*value] if isinstance(value, tuple) else value, "plain") for value in golds] == [*golds.values()]
     asked = f"Add $1$. Please reason step by step, and put your final answer within {chr(92)}boxed{{}}."
-    for problem in ("  Add $1$.\n", f"{asked}\n"):
-        assert user_messages(problem) == [{"role": "user", "content": asked}]
+    assert user_messages("  Add $1$.\n") == user_messages(f"{asked}\n") == [{"role": "user", "content": asked}]
 
 
 @pytest.mark.parametrize("name", ["college_math", "olympiadbench"])
@@ -85,15 +84,7 @@ def test_the_published_prompt_is_a_file_of_its_own(tmp_path: Path) -> None:
     assert [{name: of for name, of in row.items() if name != "prompt"} for row in ours] == theirs
 
 
-BAD = ['{"problem": "p", "answer"', "[1]", '{"problem": "p", "answer": NaN}', '{"problem": "\\ud800", "answer": "1"}']
-SYSTEM = [{"role": "system", "content": "s"}, {"role": "user", "content": "p"}]
-OTHERS = [("gsm8k", {"question": "p", "answer": "It is 4."}), ("deepmath", {"prompt": SYSTEM, "solution": "1"})]
-OTHERS += [("minerva_math", {"problem": "p", "solution": r"It is \boxed{1."}), ("aime24", {"problem": "p", "id": 4})]
-
-
-@pytest.mark.parametrize(
-    ("name", "row"), [*(("aime24", row) for row in [*BAD, {"problem": " ", "answer": "1"}]), *OTHERS]
-)
+@pytest.mark.parametrize(("name", "row"), json.loads(Path(__file__).with_name("bad_rows.json").read_text()))
 def test_a_bad_row_is_dropped(tmp_path: Path, name: str, row: Any, capsys: pytest.CaptureFixture[str]) -> None:
     """Line 2 is blank, which is no error but keeps its number. Of too many bad rows nothing is written."""
     good = (GOLDEN / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()[0]

@@ -3,43 +3,38 @@
 from __future__ import annotations
 
 import datetime
-import json
 import logging
 from decimal import Decimal
 from fractions import Fraction
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import torch
 
 from grail_advantage import reward
 from tests.composed import compose, prepare
-from tests.recipe.test_reward import judge
+from tests.recipe.test_reward import misjudged
 
-PLAIN: list[tuple[Any, str, str]] = [  # ground truth, a right box, a wrong one
+PLAIN: list[tuple[Any, str, str]] = [  # ground truth, a right box, a wrong one; verdicts.jsonl has those of JSON's types
     (Decimal("3.50"), "3.5", "350"), (Decimal("1E+2"), "100", "1"), (Fraction(-1, 2), r"-\frac{1}{2}", "2"),
-    (Fraction(8, 2), "4", "8"), (b"\\frac{1}{2}", "0.5", "2"), (np.bytes_(b"7"), "7", "55"), (True, r"\text{True}", "False"),
-    ([5], "5", "6"), (("2", "3"), "3, 2", "2"), ([["5"]], "5", "6"), ([b"5", Decimal("3.50")], "5, 3.5", "3"),
+    (Fraction(8, 2), "4", "8"), (b"\\frac{1}{2}", "0.5", "2"), (np.bytes_(b"7"), "7", "55"),
+    (("2", "3"), "3, 2", "2"), ([b"5", Decimal("3.50")], "5, 3.5", "3"),
     ({2, 3}, "3, 2", "3"), (pd.Series(["2", "3"]), "2, 3", "2"), (np.array(["$2$", "3"], object), "3,2", "2"),
     (np.int64(27), "27", "2"), (np.float16(0.1), "0.1", "0.099976"), (np.array([0.1], np.float16), "0.1", "1"),
     (np.array("5", object), "5", "6"), (np.array([b"5"]), "5", "53"), (np.str_('["5"]'), "5", "6"), (np.True_, "True", "False"),
     (torch.tensor(12345.678), "12345.678", "12345.677734375"), (torch.tensor([2, 3]), "2, 3", "2"),
-    (1e22, "10^{22}", "22"), (2.0, "2", "20"), (5, "5", "6"), (1e-07, "10^{-7}", "7"),
-    ("['5']", "5", "6"), ('["2", "3"]', "3, 2", "2"), ('"5"', "5", "6"), (r'["\frac{1}{2}"]', "0.5", "2"),
-    (r'["\\frac{1}{2}"]', "0.5", "2"), (r"['$2n-2$']", "2n-2", "2n"), (r'["1\\,000", "\\theta"]', r"1000, \theta", "1000"),
-    ("[5]", "5", "6"), ("[1, 2]", "[1, 2]", "(1, 2)"), ("f'(x)", "f'(x)", "f(x)"), (r"\{\}", r"\emptyset", "5"),
 ]  # fmt: skip
 
 
 def test_plain_meanings_are_read() -> None:
-    for truth, right, wrong in PLAIN:
-        results = [judge(truth, box) for box in (right, wrong)]
-        assert [(result["score"], result["verify_failed"]) for result in results] == [(1.0, 0.0), (0.0, 0.0)], truth
+    assert (
+        misjudged([(truth, box, score) for truth, *boxes in PLAIN for box, score in zip(boxes, (1, 0), strict=True)])
+        == []
+    )
 
 
 class Unshown:
@@ -72,23 +67,12 @@ def test_what_cannot_be_read_is_said_once(monkeypatch: pytest.MonkeyPatch, caplo
 
 def test_rows_of_a_data_set_are_named_once(caplog: pytest.LogCaptureFixture) -> None:
     assert reward.check_ground_truths(["5", None, Decimal("3.5"), *[{}] * 9, "x" * 1001], "here") == [1, *range(3, 13)]
-    (record,) = caplog.records
-    assert "here: 11 of 13" in record.getMessage() and "row 1 (None), row 3 ({})" in record.getMessage()
-    assert "row 8" not in record.getMessage()
+    assert "here: 11 of 13" in caplog.text and "row 3 ({})" in caplog.text and "row 8" not in caplog.text
     caplog.clear()
     assert reward.check_ground_truths(iter(["5", 6]), "here") == reward.check_ground_truths([], "here") == []
     assert not caplog.records
-    with pytest.raises(ValueError, match=r"here: 2 of 2 .*row 0 \(None\), row 1 \(a Unshown that cannot be shown"):
+    with pytest.raises(ValueError, match=r"here: 2 of 2 .*row 0 \(None\), row 1 \(a Unshown"):
         reward.check_ground_truths([None, Unshown()], "here")
-
-
-def written(file: Path, truths: list[Any]) -> Path:
-    rows = [{"prompt": [{"role": "user", "content": "?"}], "reward_model": {"ground_truth": truth}} for truth in truths]
-    if file.suffix == ".parquet":
-        pq.write_table(pa.Table.from_pylist(rows), file)
-    else:
-        file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return file
 
 
 @pytest.mark.parametrize("suffix", [".parquet", ".jsonl"])
@@ -96,21 +80,24 @@ def test_runs_with_verl_name_files_and_rows_before_they_start(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, suffix: str
 ) -> None:
     truths = {"good": ["5", "6"], "some": ["5", None, "6"], "none": [{"answer": 5}, {"answer": 6}]}
-    good, some, none = (written(tmp_path / f"{name}{suffix}", truths[name]) for name in truths)
-    decimals = written(tmp_path / "decimals.parquet", [Decimal("3.50"), Decimal("27")])
-    function, rollout = "reward.custom_reward_function.path", "actor_rollout_ref.rollout.n=4"
+    for name, values in (truths | {"decimals": [Decimal("3.50")]} if suffix == ".parquet" else truths).items():
+        table = pd.DataFrame({"prompt": [[{"role": "user", "content": "?"}]] * len(values)})
+        table["reward_model"] = [{"ground_truth": truth} for truth in values]
+        write = table.to_parquet if suffix == ".parquet" else partial(table.to_json, orient="records", lines=True)
+        write(tmp_path / f"{name}{suffix}")
+    function, options = "reward.custom_reward_function.path", ["actor_rollout_ref.actor.use_dynamic_bsz=True"]
+    options += ["actor_rollout_ref.rollout.n=4", f"data.val_files=[{tmp_path}/good{suffix}]"]
 
-    def start(train: Path, *overrides: str) -> list[str]:
+    def start(train: str, *overrides: str) -> list[str]:
         caplog.clear()
-        files = [f"data.train_files={train}", f"data.val_files=[{good}]"]
-        prepare(compose("grail_trainer", ["actor_rollout_ref.actor.use_dynamic_bsz=True", rollout, *files, *overrides]))
+        prepare(compose("grail_trainer", [f"data.train_files={tmp_path}/{train}{suffix}", *options, *overrides]))
         return [record.getMessage() for record in caplog.records if "ground truths" in record.getMessage()]
 
-    for file in (good, decimals, tmp_path / "missing.parquet"):  # verl names a missing one
-        assert start(file) == []
-    (message,) = start(some)
-    assert message.startswith(f"data.train_files={some}: 1 of 3") and "row 1 (None)" in message
+    for name in ("good", "decimals", "missing"):  # verl names a missing one
+        assert start(name) == []
+    (message,) = start("some")
+    assert message.startswith(f"data.train_files={tmp_path}/some{suffix}: 1 of 3") and "row 1 (None)" in message
     for reader in ("algorithm.adv_estimator=grpo", f"{function}=pkg://recipe.reward"):
         with pytest.raises(ValueError, match=r"none\S*: 2 of 2 .*row 0 \(.*'answer': 5"):
-            start(none, reader)
-    assert start(none, f"{function}=mine.py") == []  # which may read anything
+            start("none", reader)
+    assert start("none", f"{function}=mine.py") == []  # which may read anything

@@ -11,7 +11,6 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -56,12 +55,6 @@ def workers() -> list[int]:
     return [child.pid for child in children]
 
 
-def _run(program: str) -> Any:
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0 and "Traceback" not in done.stderr and "Warning" not in done.stderr, done.stderr
-    return json.loads(done.stdout)
-
-
 @pytest.mark.slow
 def test_hostile_answers_score_zero_and_leave_a_working_pool(
     short_limit: None, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -101,17 +94,10 @@ limits = [resource.getrlimit(getattr(resource, "RLIMIT_" + name)) for name in ("
 verdict = worker.compare("x+1", "2^{10^{10}}", 60.0)
 print(json.dumps([verdict, status("VmPeak") - mapped, limits]))
 """
-    verdict, growth, limits = _run(script)
+    done = subprocess.run([sys.executable, "-c", script], stdout=-1, text=True, check=True, timeout=120)
+    verdict, growth, limits = json.loads(done.stdout)
     assert verdict is False and 100 << 20 < growth <= 201 << 20
     assert limits == [[0, 0], [0, 0], [0, 0], [64, 64]]
-
-
-def test_the_judge_gets_no_keys(monkeypatch: pytest.MonkeyPatch) -> None:
-    end_server()
-    monkeypatch.setenv("HF_TOKEN", "secret")
-    assert accepts("x+71", "71+x")
-    environment = Path(f"/proc/{_verify_pool.server().process.pid}/environ").read_bytes()
-    assert b"PYTHONHASHSEED=0" in environment and b"HF_TOKEN" not in environment
 
 
 AUDITED = r"""
@@ -185,8 +171,12 @@ def _gone(pids: list[int], seconds: float = 60.0) -> bool:
 
 
 def test_killed_processes_are_replaced(short_limit: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And none of them gets a key of the program's."""
     monkeypatch.setenv("GRAIL_REWARD_TIMEOUT", "2")
+    monkeypatch.setenv("HF_TOKEN", "secret")
     assert accepts("x+51", "51+x")
+    environment = Path(f"/proc/{_verify_pool.server().process.pid}/environ").read_bytes()
+    assert b"PYTHONHASHSEED=0" in environment and b"HF_TOKEN" not in environment
     processes = [psutil.Process(pid) for pid in workers()]
     before = sum(process.cpu_times().user for process in processes)
     with ThreadPoolExecutor(1) as executor:
@@ -213,49 +203,35 @@ def test_workers_that_never_reply_are_replaced(short_limit: None, monkeypatch: p
     assert not accepts("x+54", "53+x") and _gone(stopped)
 
 
-PIDS = """
+FORKED = """
 import json, os, threading
 import psutil
 from grail_advantage.reward import _verify_pool
 from grail_advantage.reward._verify_pool import verify
 
-def pids():
+def say(number):
+    verdicts = [verify(f"x+{number}", answer) for answer in (f"{number}+x", "x")]
     server = psutil.Process(_verify_pool.server().process.pid)
-    return [server.pid, *(child.pid for child in server.children())]
+    print(json.dumps([verdicts, [server.pid, *(child.pid for child in server.children())]]), flush=True)
+
+say(1)
+if child := os.fork():
+    os.waitpid(child, 0)
+    say(2)
+    threading.Thread(target=verify, args=("x+1", "9^{9^{9^9}}"), daemon=True).start()
+    threading.Event().wait()
+say(3)
 """
 
 
 @pytest.mark.slow
-def test_forked_child_uses_its_own_workers() -> None:
-    program = """
-verify("x+1", "1+x")
-own = pids()
-read, write = os.pipe()
-child = os.fork()
-if child == 0:
-    verdicts = [verify("x+2", "2+x"), verify("x+2", "3+x")]
-    os.write(write, json.dumps([verdicts, pids()]).encode())
-    raise SystemExit
-os.waitpid(child, 0)
-parent = [verify("x+3", "3+x"), verify("x+3", "4+x")]
-print(json.dumps([*json.loads(os.read(read, 65536)), parent, own + pids()]))
-"""
-    child, child_pids, parent, parent_pids = _run(PIDS + program)
-    assert child == parent == [True, False]
-    assert len(child_pids) == 3 and not set(child_pids) & set(parent_pids) and _gone(child_pids + parent_pids)
-
-
-@pytest.mark.slow
-def test_killed_program_leaves_no_workers() -> None:
-    """Neither an idle worker nor one that hangs outlives a program that had no chance to clean up."""
-    program = """
-verify("x+1", "1+x")
-threading.Thread(target=verify, args=("x+1", "9^{9^{9^9}}"), daemon=True).start()
-print(json.dumps(pids()), flush=True)
-threading.Event().wait()
-"""
-    with subprocess.Popen([sys.executable, "-c", PIDS + program], stdout=subprocess.PIPE, text=True) as process:
-        pids = json.loads(process.stdout.readline())
+def test_a_fork_has_its_own_workers_and_none_outlives_its_program() -> None:
+    """Neither an idle worker nor one that hangs, of a program that had no chance to clean up."""
+    with subprocess.Popen([sys.executable, "-c", FORKED], stdout=-1, text=True) as process:
+        (before, own), (forked, others), (after, kept) = (json.loads(process.stdout.readline()) for _ in range(3))
+        ended = _gone(others)
         time.sleep(0.5)  # so that the hanging answer has reached its worker
         process.kill()
-    assert len(pids) == 3 and _gone(pids, 2.0)  # sooner than the limit of the hanging answer
+    assert before == forked == after == [True, False] and ended and len(own) == len(others) == 3
+    assert own == kept and not set(own) & set(others)
+    assert _gone(own, 2.0)  # sooner than the limit of the hanging answer

@@ -13,11 +13,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from verl_cpu.tiny import prepare as prepare_module
 from verl_cpu.tiny import shipped
 from verl_cpu.tiny.make_models import WarmUpSettings
 from verl_cpu.tiny.model import build_model, build_tokenizer
-from verl_cpu.tiny.prepare import prepare
+from verl_cpu.tiny.prepare import STAMP, code_digest, prepare
 from verl_cpu.tiny.sampling import prompt_ids
 from verl_cpu.tiny.task import MAX_VALUE, Problem, StepError, boxed_answer, compute_score, find_errors, problems, solve
 
@@ -34,9 +33,6 @@ def test_problems_and_solutions() -> None:
     assert problems("train", 50, seed=5) == train[:50] != problems("train", 50, seed=6)
     held_out = {problem.text for seed in range(3) for problem in problems("validation", 200, seed=seed)}
     assert not held_out & {problem.text for seed in range(3) for problem in problems("train", 1000, seed=seed)}
-    for text in ("", "7+", "12+3", "7*5", "٣+٤"):
-        with pytest.raises(ValueError):
-            Problem.parse(text)
 
 
 CHAIN = Problem.parse("7+5-3")
@@ -53,24 +49,19 @@ def test_find_errors_by_hand() -> None:
 
 
 @pytest.mark.slow
-def test_folder_has_verls_data_and_a_model_and_is_reused_until_something_changes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_folder_has_verls_data_and_a_model_and_is_reused_until_something_changes(tmp_path: Path) -> None:
     assert prepare(tmp_path) and not prepare(tmp_path)
     for split, size in (("train", 4096), ("validation", 256)):
-        rows = pq.read_table(tmp_path / f"{split}.parquet").to_pylist()
-        assert [row["extra_info"]["problem"] for row in rows] == [problem.text for problem in problems(split, size)]
-        for index, row in enumerate(rows):
-            text = row["extra_info"]["problem"]
-            assert row["prompt"] == [{"role": "user", "content": text}] and row["extra_info"]["index"] == index
-            assert row["reward_model"] == {"style": "rule", "ground_truth": str(eval(text))}
+        rows, texts = pq.read_table(tmp_path / f"{split}.parquet"), [problem.text for problem in problems(split, size)]
+        assert rows["prompt"].to_pylist() == [[{"role": "user", "content": text}] for text in texts]
+        assert [int(row["ground_truth"]) for row in rows["reward_model"].to_pylist()] == [eval(text) for text in texts]
+        assert [row["index"] for row in rows["extra_info"].to_pylist()] == list(range(size))
     loaded, tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model"), build_tokenizer()
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
-    assert prompt_ids(loaded, CHAIN) == prompt_ids(tokenizer, CHAIN)
-    assert (model.dtype, model.config.vocab_size) == (torch.float32, len(loaded))
+    assert prompt_ids(loaded, CHAIN) == prompt_ids(tokenizer, CHAIN) and model.config.vocab_size == len(loaded)
     assert model.generation_config.eos_token_id == loaded.eos_token_id == tokenizer.eos_token_id
     assert prepare(tmp_path, seed=1) and prepare(tmp_path)
-    monkeypatch.setattr(prepare_module, "code_digest", lambda: "changed code")
+    (tmp_path / STAMP).write_text((tmp_path / STAMP).read_text().replace(code_digest(), "of other code"))
     assert prepare(tmp_path)
 
 
@@ -78,7 +69,8 @@ def test_the_record_is_that_of_todays_warm_up_and_of_these_weights() -> None:
     record = json.loads((shipped.FOLDER / shipped.RECORD).read_text())
     assert (record["settings"], record["sha256"]) == (asdict(WarmUpSettings()), shipped.weights_digest())
     model, tokenizer = shipped.load_shipped()
-    fresh = dict(build_model(tokenizer, seed=0).named_parameters())
-    assert {name: value.shape for name, value in model.named_parameters()} == {n: p.shape for n, p in fresh.items()}
-    for value in model.state_dict().values():
-        assert value.dtype == torch.float32 and torch.equal(value, value.bfloat16().float())
+    fresh = build_model(tokenizer, seed=0).state_dict()
+    assert model.state_dict().keys() == fresh.keys()
+    for name, value in model.state_dict().items():
+        assert value.shape == fresh[name].shape and value.dtype == torch.float32
+        assert torch.equal(value, value.bfloat16().float())

@@ -31,69 +31,61 @@ esac
 """
 
 
-class Project:
-    """The scripts in a folder of their own."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.out = folder, folder / "out/seed0"
-        scripts = ("examples/run_tiny_cpu_grail.sh", "scripts/train_cpu.sh")
-        files = {"scripts/setup_cpu.sh": "", ".venv/bin/python": STAND_IN}
-        for name, text in (files | {name: (ROOT / name).read_text() for name in scripts}).items():
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            (folder / name).write_text(text)
-        (folder / ".venv/bin/python").chmod(0o755)
-
-    def begin(self, **knobs: str) -> psutil.Popen:
-        variables = {"PATH": "/usr/bin:/bin", "OUTPUT_DIR": "out", **knobs}
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-        return psutil.Popen(["bash", "examples/run_tiny_cpu_grail.sh"], cwd=self.folder, env=variables, **pipes)
-
-    def start(self, **knobs: str) -> tuple[int, str]:
-        running = self.begin(**knobs)
-        output, _ = running.communicate(timeout=60)
-        return running.returncode, output
-
-    def lives(self) -> int:
-        return (self.out / "grail.log").read_text().count("a life")
-
-
 @pytest.fixture
-def project(tmp_path: Path) -> Project:
-    return Project(tmp_path / "it's, [1] a=b ~")
+def folder(tmp_path: Path) -> Path:
+    """The scripts in a folder of their own."""
+    scripts = ("examples/run_tiny_cpu_grail.sh", "scripts/train_cpu.sh")
+    files = {name: (ROOT / name).read_text() for name in scripts}
+    for name, text in (files | {"scripts/setup_cpu.sh": "", ".venv/bin/python": STAND_IN, "status.txt": "0"}).items():
+        (file := tmp_path / "it's, [1] a=b ~" / name).parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+        file.chmod(0o755)
+    return tmp_path / "it's, [1] a=b ~"
 
 
-def test_a_second_start_keeps_everything_and_fresh_moves_it_away(project: Project) -> None:
+def begin(folder: Path, **knobs: str) -> psutil.Popen:
+    variables = {"PATH": "/usr/bin:/bin", "OUTPUT_DIR": "out", **knobs}
+    command = ["bash", "examples/run_tiny_cpu_grail.sh"]
+    return psutil.Popen(command, cwd=folder, env=variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def start(folder: Path, **knobs: str) -> tuple[int, str]:
+    running = begin(folder, **knobs)
+    output, _ = running.communicate(timeout=60)
+    return running.returncode, output
+
+
+def test_a_second_start_keeps_everything_and_fresh_moves_it_away(folder: Path) -> None:
     """A run that fails ends with its last lines."""
-    (project.folder / "status.txt").write_text("7")
-    status, output = project.start()
+    (folder / "status.txt").write_text("7")
+    status, output = start(folder)
     assert status == 1 and output.endswith("already finished: a checkpoint\n")
-    (project.folder / "status.txt").write_text("0")
-    (project.out / "grail/mine").touch()
-    status, output = project.start()
+    (folder / "status.txt").write_text("0")
+    ((out := folder / "out/seed0") / "grail/mine").touch()
+    status, output = start(folder)
     assert status == 0 and "already finished: a checkpoint\n" in output and "report.html" in output
-    assert (project.out / "grail/mine").exists() and project.lives() == 2
+    assert (out / "grail/mine").exists() and (out / "grail.log").read_text().count("a life") == 2
     for number in (1, 2):
-        assert project.start(FRESH="1")[0] == 0 and (project.out / f"grail.{number}").exists()
-    assert (project.out / "grail.1/mine").exists() and not (project.out / "grail/mine").exists()
+        assert start(folder, FRESH="1")[0] == 0 and (out / f"grail.{number}").exists()
+    assert (out / "grail.1/mine").exists() and not (out / "grail/mine").exists()
 
 
-def test_a_run_that_lives_keeps_its_folder_and_ends_with_the_script(project: Project) -> None:
+def test_a_run_that_lives_keeps_its_folder_and_ends_with_the_script(folder: Path) -> None:
     """By SIGTERM to the script alone, which the run does not get."""
-    (project.folder / "lives").touch()
-    running, deadline = project.begin(), time.monotonic() + 30
+    (folder / "lives").touch()
+    running, deadline, out = begin(folder), time.monotonic() + 60, folder / "out/seed0"
     try:
-        while not (project.out / "grail/checkpoints").exists():
+        while not (out / "grail/checkpoints").exists():
             assert running.poll() is None and time.monotonic() < deadline
             time.sleep(0.05)
         others = running.children(recursive=True)
-        assert [project.start(FRESH=fresh)[0] for fresh in ("0", "1")] == [1, 1]
-        assert project.lives() == 1 and not (project.out / "grail.1").exists()
+        assert [start(folder, FRESH=fresh)[0] for fresh in ("0", "1")] == [1, 1]
+        assert (out / "grail.log").read_text().count("a life") == 1 and not (out / "grail.1").exists()
         running.terminate()
         assert running.wait(timeout=30) == -signal.SIGTERM
         while any(map(lives, others)):
             assert time.monotonic() < deadline, others
             time.sleep(0.05)
     finally:
-        (project.folder / "lives").unlink()
-        for process in filter(lives, [running]):
-            process.kill()
+        (folder / "lives").unlink()
+        running.kill()

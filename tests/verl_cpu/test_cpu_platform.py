@@ -1,12 +1,14 @@
-"""The CPU platform: nothing of it without VERL_PLATFORM=cpu, verl's own values, and weights through the host's memory."""
+"""The CPU platform: nothing of it without VERL_PLATFORM=cpu, verl's own values, weights through the host's memory, forks."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import os
+import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -80,8 +82,7 @@ def test_weights_arrive_twice_and_leave_nothing(tmp_path: Path, monkeypatch: pyt
         return {name: tensor async for name, tensor in engine.receive_weights()}
 
     async def synchronise(weights: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
-        metadata = [engine.prepare() for engine in (*trainers, *rollouts)]
-        topologies = HostCheckpointEngine.build_topology(2, 2, metadata)
+        topologies = HostCheckpointEngine.build_topology(2, 2, [engine.prepare() for engine in (*trainers, *rollouts)])
         for engines, topology in zip((trainers, rollouts), topologies, strict=True):
             for rank, engine in enumerate(engines):
                 engine.init_process_group(**{name: values[rank] for name, values in topology.items()})
@@ -101,3 +102,63 @@ def test_weights_arrive_twice_and_leave_nothing(tmp_path: Path, monkeypatch: pyt
         for result in asyncio.run(synchronise(weights)):
             assert result.keys() == weights.keys() and all(torch.equal(result[name], weights[name]) for name in weights)
         assert list(tmp_path.iterdir()) == []
+
+
+SERVER = """
+import sys
+from verl_cpu.workers import server
+server.WITHOUT_RAY, server.WITH_RAY = ("json.tool",), ("colorsys",)
+server.main()
+"""
+SCRIPT = """
+import json, os, sys
+own = {"pid": os.getpid(), "parent": os.getppid(), "group": os.getpgid(0), "nice": os.nice(0), "folder": os.getcwd()}
+own |= {"arguments": sys.argv, "name": __name__, "environment": dict(os.environ)}
+print(json.dumps(own | {"preloaded": [name in sys.modules for name in ("json.tool", "colorsys")]}))
+sys.stderr.write(sys.stdin.read())
+"""
+CLIENT = ROOT / "packages/verl-cpu/verl_cpu/workers/client.py"
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[subprocess.Popen]:
+    """A server of forks that imports next to nothing."""
+    path = tmp_path / "socket's folder/socket"
+    path.parent.mkdir()
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(path))
+        listener.listen()
+        command, number = [sys.executable, "-c", SERVER, str(path)], listener.fileno()
+        process = subprocess.Popen([*command, str(number)], stdin=subprocess.PIPE, cwd=ROOT, pass_fds=[number])
+    yield process
+    process.kill()
+    process.wait()
+
+
+def test_a_worker_is_a_fork_with_the_environment_that_ray_gave_it(server: subprocess.Popen, tmp_path: Path) -> None:
+    """Ray reads the job's number while it is imported: a fork for another job would take itself for the first one's. The
+    server ends with the run's own process, and removes its folder; without a server Python runs."""
+    (script := tmp_path / "script.py").write_text(SCRIPT)
+    client = ["nice", "-n", "3", sys.executable, "-I", "-S", str(CLIENT), server.args[-2], str(script), "-x"]
+
+    def worker(said: str, job: str = "01000000") -> dict:
+        """What it sees of itself; it must say on stderr what it was given on stdin."""
+        environment = {"RAY_JOB_ID": job, "RAY_RAYLET_PID": "7", "NUMBER": said}
+        done = subprocess.run(
+            client, env=environment, cwd=tmp_path, input=said, capture_output=True, text=True, check=True
+        )
+        own = json.loads(done.stdout)
+        assert (done.stderr, own["arguments"], own["name"]) == (said, [str(script), "-x"], "__main__")
+        assert (own["folder"], own["nice"]) == (str(tmp_path), min(os.nice(0) + 3, 19))
+        assert own["environment"].items() >= environment.items() and "HOME" not in own["environment"]
+        return own
+
+    workers = [worker("line 0\n"), worker("line 1\n")]
+    for own in workers:
+        assert own["parent"] == server.pid and own["group"] == own["pid"] and own["preloaded"] == [True, True]
+    assert workers[0]["pid"] != workers[1]["pid"]
+    other = worker("", "02000000")
+    assert other["parent"] != server.pid and other["preloaded"] == [False, False]
+    server.stdin.close()
+    assert server.wait(60) == 0 and not Path(server.args[-2]).parent.exists()
+    assert worker("said\n")["preloaded"] == [False, False]
