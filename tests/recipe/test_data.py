@@ -11,11 +11,14 @@ import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from verl.utils.tokenizer.continuous_token_wiring import create_continuous_token_builder
 
 from grail_advantage.reward import compute_score
 from recipe.data.prepare import main, read_local
 from recipe.data.specs import PUBLISHED_SUBSETS, SPECS, convert, read_gold, user_messages
+from tests.core.real_tokenizers import llama3_tokenizer, qwen_tokenizer
 from tests.recipe.golds import faults
+from tests.recipe.test_launch_scripts import BASE_MATH
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -120,3 +123,17 @@ def test_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest
 def test_a_ground_truth_is_doubtful_where_its_spelling_is_refused_or_a_near_miss_accepted() -> None:
     assert not any(map(faults, (r"\frac{3}{4}", "10,080", "-12", "(1,29)", r"\{1, 2, 3\}", r"\text{Evelyn}")))
     assert faults(r"\lfloor 2.5\rfloor") == [r"accepts '\\lfloor 2.6\\rfloor'"]
+
+
+@pytest.mark.parametrize(("build", "family"), [(llama3_tokenizer, "llama"), (qwen_tokenizer, "qwen3")])
+def test_prompt_of_a_base_model_by_verls_own_builder(build: Any, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once the beginning-of-text token, where there is one. No space after the colon: the answer's first token brings
+    its own, as in the model's training text."""
+    monkeypatch.setattr(tokenizer := build(), "chat_template", BASE_MATH)
+    builder = create_continuous_token_builder(tokenizer, hf_model_type=family, chat_template_kwargs={})
+    (asked,) = user_messages("What is $1+1$?")
+    ids, begin = builder.build_initial_tokens([asked]), tokenizer.bos_token if family == "llama" else ""
+    assert tokenizer.decode(ids).startswith(f"{begin}The User asks the Assistant a question. The Assistant first")
+    assert tokenizer.decode(ids).endswith(f" the User the answer.\nUser: {asked['content']}\nAssistant:")
+    assert tokenizer.convert_ids_to_tokens(ids)[-2:] == ["Assistant", ":"]
+    assert ids.count(tokenizer.bos_token_id) == bool(begin)

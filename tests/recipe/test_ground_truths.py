@@ -75,29 +75,29 @@ def test_rows_of_a_data_set_are_named_once(caplog: pytest.LogCaptureFixture) -> 
         reward.check_ground_truths([None, Unshown()], "here")
 
 
-@pytest.mark.parametrize("suffix", [".parquet", ".jsonl"])
-def test_runs_with_verl_name_files_and_rows_before_they_start(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, suffix: str
-) -> None:
-    truths = {"good": ["5", "6"], "some": ["5", None, "6"], "none": [{"answer": 5}, {"answer": 6}]}
-    for name, values in (truths | {"decimals": [Decimal("3.50")]} if suffix == ".parquet" else truths).items():
+def test_runs_with_verl_name_files_and_rows_before_they_start(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    some, none = ["5", None, "6"], [{"answer": 5}, {"answer": 6}]
+    truths = {"good.parquet": ["5"], "decimals.parquet": [Decimal("3.50")], "some.parquet": some, "none.parquet": none}
+    truths |= {"good.jsonl": ["5", "6"], "some.jsonl": some}
+    for name, values in truths.items():
         table = pd.DataFrame({"prompt": [[{"role": "user", "content": "?"}]] * len(values)})
         table["reward_model"] = [{"ground_truth": truth} for truth in values]
-        write = table.to_parquet if suffix == ".parquet" else partial(table.to_json, orient="records", lines=True)
-        write(tmp_path / f"{name}{suffix}")
+        write = table.to_parquet if "parquet" in name else partial(table.to_json, orient="records", lines=True)
+        write(tmp_path / name)
     function, options = "reward.custom_reward_function.path", ["actor_rollout_ref.actor.use_dynamic_bsz=True"]
-    options += ["actor_rollout_ref.rollout.n=4", f"data.val_files=[{tmp_path}/good{suffix}]"]
+    options += ["actor_rollout_ref.rollout.n=4", f"data.val_files=[{tmp_path}/good.parquet]"]
 
     def start(train: str, *overrides: str) -> list[str]:
         caplog.clear()
-        prepare(compose("grail_trainer", [f"data.train_files={tmp_path}/{train}{suffix}", *options, *overrides]))
+        prepare(compose("grail_trainer", [f"data.train_files={tmp_path}/{train}", *options, *overrides]))
         return [record.getMessage() for record in caplog.records if "ground truths" in record.getMessage()]
 
-    for name in ("good", "decimals", "missing"):  # verl names a missing one
+    for name in ("good.jsonl", "decimals.parquet", "missing.parquet"):  # verl names a missing one
         assert start(name) == []
-    (message,) = start("some")
-    assert message.startswith(f"data.train_files={tmp_path}/some{suffix}: 1 of 3") and "row 1 (None)" in message
+    for name in ("some.parquet", "some.jsonl"):
+        (message,) = start(name)
+        assert message.startswith(f"data.train_files={tmp_path}/{name}: 1 of 3") and "row 1 (None)" in message
     for reader in ("algorithm.adv_estimator=grpo", f"{function}=pkg://recipe.reward"):
         with pytest.raises(ValueError, match=r"none\S*: 2 of 2 .*row 0 \(.*'answer': 5"):
-            start("none", reader)
-    assert start("none", f"{function}=mine.py") == []  # which may read anything
+            start("none.parquet", reader)
+    assert start("none.parquet", f"{function}=mine.py") == []  # which may read anything

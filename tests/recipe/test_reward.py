@@ -39,13 +39,12 @@ def accepts(gold: Any, answer: str) -> bool:
 
 
 def misjudged(cases: list[Case]) -> list[Case]:
+    def wrong(case: Case) -> bool:
+        given = judge(*case[:2])
+        return given["score"] != (case[2] or 0.0) or given["verify_failed"] < (case[2] is None)
+
     with ThreadPoolExecutor(8) as executor:
-        given = list(executor.map(lambda case: judge(*case[:2]), cases))
-    verdicts = [
-        None if result["verify_failed"] and case[2] is None else result["score"]
-        for case, result in zip(cases, given, strict=True)
-    ]
-    return [case for case, verdict in zip(cases, verdicts, strict=True) if verdict != case[2]]
+        return list(itertools.compress(cases, executor.map(wrong, cases)))
 
 
 def rows_of(file: Path) -> list[dict[str, Any]]:

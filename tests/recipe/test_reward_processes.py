@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from grail_advantage import reward
-from grail_advantage.reward import _verify_pool
+from grail_advantage.reward import _verify_pool, _verify_worker
 from grail_advantage.reward._normal import normal
 from tests.recipe.test_reward import accepts, judge, rows_of
 
@@ -73,63 +73,25 @@ def test_hostile_answers_score_zero_and_leave_a_working_pool(
         reason = reasons[reward.last_boxed(responses[name])]
         assert results[name]["verify_failed"] == 1.0 and ("cannot read" in reason) != (name in hanging), name
     assert accepts(GOLD, r"\frac12\sqrt{3}") and len(workers()) == 2
+    for worker in map(psutil.Process, workers()):
+        limits = [worker.rlimit(getattr(psutil, f"RLIMIT_{name}")) for name in ("FSIZE", "CORE", "NPROC", "NOFILE")]
+        assert limits == [(0, 0), (0, 0), (0, 0), (64, 64)]
+        assert 0 < worker.rlimit(psutil.RLIMIT_AS)[1] - worker.memory_info().vms <= _verify_worker.MEMORY
 
 
-@pytest.mark.slow
-def test_resources_of_a_worker_are_bounded() -> None:
-    """2^(10^10) has 1.25 GB; a worker that may take 200 MB must get through it without ever holding more."""
-    script = """
-import json, resource
-from pathlib import Path
-from grail_advantage.reward import _verify_worker as worker
-
-def status(name):
-    return int(Path("/proc/self/status").read_text().split(name + ":")[1].split()[0]) << 10
-
-worker.MEMORY = 200 << 20
-worker.equal("x+1", "1+x")
-mapped = status("VmSize")
-worker.confine()
-limits = [resource.getrlimit(getattr(resource, "RLIMIT_" + name)) for name in ("FSIZE", "CORE", "NPROC", "NOFILE")]
-verdict = worker.compare("x+1", "2^{10^{10}}", 60.0)
-print(json.dumps([verdict, status("VmPeak") - mapped, limits]))
-"""
-    done = subprocess.run([sys.executable, "-c", script], stdout=-1, text=True, check=True, timeout=120)
-    verdict, growth, limits = json.loads(done.stdout)
-    assert verdict is False and 100 << 20 < growth <= 201 << 20
-    assert limits == [[0, 0], [0, 0], [0, 0], [64, 64]]
-
-
-AUDITED = r"""
-import json, os, re, sys
+AUDITED = """
+import json, os, sys
 import _verify_worker as worker
 
-READING = {"open", "os.listdir", "os.scandir", "marshal.loads", "object.__getattr__", "exec", "array.__new__"}
-# Numbers, and sympy's own programs: names for its parser, functions on monomials.
-HARMLESS = re.compile(
-    r"from sympy import \*|def monomial_\w+\([A-Z, k]+\):.*|(Integer|Float|\d[eE][+-]?\d|[\s\d.'()+*/-])*", re.DOTALL
-)
-watching = False
-
-
-def loading(frame):
-    return frame and (frame.f_code.co_filename.startswith("<frozen importlib") or loading(frame.f_back))
-
+WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT
+HARMLESS = ("os.listdir", "os.scandir")
 
 def hook(event, arguments):
-    global watching
-    if not watching or event in ("import", "sys._getframe"):
-        return
-    watching = False
-    text = arguments[0].decode() if event == "compile" and isinstance(arguments[0], bytes) else arguments[0]
-    harmless = event in READING and (event != "open" or not arguments[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT))
-    if event == "compile":
-        harmless = not isinstance(text, str) or HARMLESS.fullmatch(text)
-    if not harmless and not loading(sys._getframe()):
-        os.write(1, json.dumps([answer, event]).encode() + b"\n")
-    watching = True
+    acts = event not in HARMLESS and event.startswith(("os.", "subprocess.", "socket.", "shutil.", "ctypes."))
+    if watching and (acts or event == "open" and arguments[2] & WRITES):
+        os.write(1, json.dumps([answer, event]).encode() + b"\\n")
 
-
+watching = False
 sys.addaudithook(hook)
 gold, answers = json.load(sys.stdin)
 worker.equal(gold, "x+1")
@@ -138,26 +100,20 @@ for answer in answers:
         os.waitpid(pid, 0)
         continue
     watching = True
-    if answer == "control":
-        eval("len('')")
-        open(os.devnull, "w").close()
-        os.system("true")
-    else:
-        worker.compare(gold, answer, 0.5)
+    eval("(open(os.devnull, 'w'), os.system('true'))") if answer == "control" else worker.compare(gold, answer, 0.5)
     os._exit(0)
 """
 
 
 @pytest.mark.slow
 def test_no_answer_is_run(tmp_path: Path) -> None:
-    """Of an answer, math-verify and sympy evaluate numbers alone; they write, start and connect nothing."""
+    """None writes, starts or connects anything, as the code in them would."""
     answers = [reward.last_boxed(response) or "" for response in hostile_responses(tmp_path / "marker").values()]
     answers += json.loads(Path(__file__).with_name("hostile_pieces.json").read_text())  # code, LaTeX, braces: at random
     answers = ["control", *(normal(answer) for answer in answers if len(answer) <= reward.MAX_ANSWER_CHARS)]
     folder, given = Path(reward.__file__).parent, json.dumps([GOLD, answers])
     done = subprocess.run([sys.executable, "-c", AUDITED], input=given, stdout=-1, text=True, check=True, cwd=folder)
-    events = [json.loads(line) for line in done.stdout.splitlines()]
-    assert events == [["control", event] for event in ("compile", "open", "os.system")]
+    assert [json.loads(line) for line in done.stdout.splitlines()] == [["control", "open"], ["control", "os.system"]]
 
 
 def _gone(pids: list[int], seconds: float = 60.0) -> bool:
@@ -170,7 +126,8 @@ def _gone(pids: list[int], seconds: float = 60.0) -> bool:
     return True
 
 
-def test_killed_processes_are_replaced(short_limit: None, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.slow
+def test_killed_and_stopped_processes_are_replaced(short_limit: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """And none of them gets a key of the program's."""
     monkeypatch.setenv("GRAIL_REWARD_TIMEOUT", "2")
     monkeypatch.setenv("HF_TOKEN", "secret")
@@ -187,17 +144,12 @@ def test_killed_processes_are_replaced(short_limit: None, monkeypatch: pytest.Mo
             process.kill()
         assert (hanging.result()["score"], hanging.result()["verify_failed"]) == (0.0, 1.0)
     server = _verify_pool.server().process.pid
+    monkeypatch.setenv("GRAIL_REWARD_TIMEOUT", "0.5")
     os.kill(server, signal.SIGKILL)
     assert accepts("x+52", "52+x")
     assert len(workers()) == 2 and _gone([server, *(process.pid for process in processes)])
-
-
-@pytest.mark.slow
-def test_workers_that_never_reply_are_replaced(short_limit: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stopped, they use no processor time, so the wall clock decides; a late reply must not reach the next question."""
-    assert accepts("x+53", "53+x")
-    stopped = workers()
-    for pid in stopped:
+    # Stopped, they use no processor time, so the wall clock decides; a late reply must not reach the next question.
+    for pid in (stopped := workers()):
         os.kill(pid, signal.SIGSTOP)
     monkeypatch.setattr(_verify_pool, "_PATIENCE_SECONDS", 0.0)
     assert not accepts("x+54", "53+x") and _gone(stopped)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
 from verl_cpu.tiny import shipped
 from verl_cpu.tiny.make_models import WarmUpSettings
@@ -56,10 +56,7 @@ def test_folder_has_verls_data_and_a_model_and_is_reused_until_something_changes
         assert rows["prompt"].to_pylist() == [[{"role": "user", "content": text}] for text in texts]
         assert [int(row["ground_truth"]) for row in rows["reward_model"].to_pylist()] == [eval(text) for text in texts]
         assert [row["index"] for row in rows["extra_info"].to_pylist()] == list(range(size))
-    loaded, tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model"), build_tokenizer()
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
-    assert prompt_ids(loaded, CHAIN) == prompt_ids(tokenizer, CHAIN) and model.config.vocab_size == len(loaded)
-    assert model.generation_config.eos_token_id == loaded.eos_token_id == tokenizer.eos_token_id
+    assert prompt_ids(AutoTokenizer.from_pretrained(tmp_path / "model"), CHAIN) == prompt_ids(build_tokenizer(), CHAIN)
     assert prepare(tmp_path, seed=1) and prepare(tmp_path)
     (tmp_path / STAMP).write_text((tmp_path / STAMP).read_text().replace(code_digest(), "of other code"))
     assert prepare(tmp_path)

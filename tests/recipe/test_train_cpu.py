@@ -88,4 +88,5 @@ def test_a_run_that_lives_keeps_its_folder_and_ends_with_the_script(folder: Path
             time.sleep(0.05)
     finally:
         (folder / "lives").unlink()
-        running.kill()
+        if running.poll() is None:
+            running.kill()
