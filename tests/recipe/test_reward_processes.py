@@ -79,19 +79,36 @@ def test_hostile_answers_score_zero_and_leave_a_working_pool(
         assert 0 < worker.rlimit(psutil.RLIMIT_AS)[1] - worker.memory_info().vms <= _verify_worker.MEMORY
 
 
-AUDITED = """
-import json, os, sys
+AUDITED = r"""
+import json, os, re, sys
 import _verify_worker as worker
 
-WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT
-HARMLESS = ("os.listdir", "os.scandir")
+READING = {"open", "os.listdir", "os.scandir", "marshal.loads", "object.__getattr__", "exec", "array.__new__"}
+# Numbers, and sympy's own programs: names for its parser, functions on monomials.
+HARMLESS = re.compile(
+    r"from sympy import \*|def monomial_\w+\([A-Z, k]+\):.*|(Integer|Float|\d[eE][+-]?\d|[\s\d.'()+*/-])*", re.DOTALL
+)
+watching = False
+
+
+def loading(frame):
+    return frame and (frame.f_code.co_filename.startswith("<frozen importlib") or loading(frame.f_back))
+
 
 def hook(event, arguments):
-    acts = event not in HARMLESS and event.startswith(("os.", "subprocess.", "socket.", "shutil.", "ctypes."))
-    if watching and (acts or event == "open" and arguments[2] & WRITES):
-        os.write(1, json.dumps([answer, event]).encode() + b"\\n")
+    global watching
+    if not watching or event in ("import", "sys._getframe"):
+        return
+    watching = False
+    text = arguments[0].decode() if event == "compile" and isinstance(arguments[0], bytes) else arguments[0]
+    harmless = event in READING and (event != "open" or not arguments[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT))
+    if event == "compile":
+        harmless = not isinstance(text, str) or HARMLESS.fullmatch(text)
+    if not harmless and not loading(sys._getframe()):
+        os.write(1, json.dumps([answer, event]).encode() + b"\n")
+    watching = True
 
-watching = False
+
 sys.addaudithook(hook)
 gold, answers = json.load(sys.stdin)
 worker.equal(gold, "x+1")
@@ -100,20 +117,26 @@ for answer in answers:
         os.waitpid(pid, 0)
         continue
     watching = True
-    eval("(open(os.devnull, 'w'), os.system('true'))") if answer == "control" else worker.compare(gold, answer, 0.5)
+    if answer == "control":
+        eval("len('')")
+        open(os.devnull, "w").close()
+        os.system("true")
+    else:
+        worker.compare(gold, answer, 0.5)
     os._exit(0)
 """
 
 
 @pytest.mark.slow
 def test_no_answer_is_run(tmp_path: Path) -> None:
-    """None writes, starts or connects anything, as the code in them would."""
+    """Of an answer, math-verify and sympy evaluate numbers alone; they write, start and connect nothing."""
     answers = [reward.last_boxed(response) or "" for response in hostile_responses(tmp_path / "marker").values()]
     answers += json.loads(Path(__file__).with_name("hostile_pieces.json").read_text())  # code, LaTeX, braces: at random
     answers = ["control", *(normal(answer) for answer in answers if len(answer) <= reward.MAX_ANSWER_CHARS)]
     folder, given = Path(reward.__file__).parent, json.dumps([GOLD, answers])
     done = subprocess.run([sys.executable, "-c", AUDITED], input=given, stdout=-1, text=True, check=True, cwd=folder)
-    assert [json.loads(line) for line in done.stdout.splitlines()] == [["control", "open"], ["control", "os.system"]]
+    events = [json.loads(line) for line in done.stdout.splitlines()]
+    assert events == [["control", event] for event in ("compile", "open", "os.system")]
 
 
 def _gone(pids: list[int], seconds: float = 60.0) -> bool:
