@@ -210,11 +210,14 @@ def compare(gold: str, answer: str, cpu_seconds: float) -> bool | str:
         signal.setitimer(signal.ITIMER_REAL, 0)
 
 
-def work(connection: Connection, cpu_seconds: float) -> NoReturn:
-    """Be a worker, with bounded resources, until the connection closes or there were enough requests."""
+def work(connection: Connection, cpu_seconds: float, server: int) -> NoReturn:
+    """Be a worker, with bounded resources, until the connection closes, the server ends or there were enough
+    requests."""
     status = 1
     try:
         confine()
+        if os.getppid() != server:  # it ended before this process was bound to it
+            raise EOFError
         for _ in range(_COMPARISONS):
             gold, answer = json.loads(connection.recv_bytes())
             connection.send_bytes(json.dumps(compare(gold, answer, cpu_seconds)).encode())
@@ -251,10 +254,11 @@ def main(cpu_seconds: float, connections: list[Connection]) -> None:
         -signal.SIGALRM: f"no verdict within {WALL_FACTOR * cpu_seconds:g} s",
     }
     working: dict[int, Connection] = {}
+    server = os.getpid()
     while True:
         for connection in set(connections) - {*working.values()}:
             if (worker := os.fork()) == 0:
-                work(connection, cpu_seconds)
+                work(connection, cpu_seconds, server)
             working[worker] = connection
         worker, status = os.wait()
         connection, code = working.pop(worker), os.waitstatus_to_exitcode(status)

@@ -178,6 +178,14 @@ def test_killed_and_stopped_processes_are_replaced(short_limit: None, monkeypatc
     assert not accepts("x+54", "53+x") and _gone(stopped)
 
 
+@pytest.mark.slow
+def test_a_worker_ends_if_its_server_did_before_it_was_bound_to_it() -> None:
+    """Else it would keep the connections open, and a question to another worker would wait for all of the patience."""
+    program = "import _verify_worker as worker, multiprocessing as m; a, b = m.Pipe(); worker.work(b, 1.0, server=1)"
+    folder = Path(reward.__file__).parent
+    assert subprocess.run([sys.executable, "-c", program], cwd=folder, timeout=60).returncode == _verify_worker.CLOSED
+
+
 FORKED = """
 import json, os, threading
 import psutil
