@@ -74,6 +74,9 @@ def test_hostile_answers_score_zero_and_leave_a_working_pool(
         assert results[name]["verify_failed"] == 1.0 and ("cannot read" in reason) != (name in hanging), name
     assert accepts(GOLD, r"\frac12\sqrt{3}") and len(workers()) == 2
     for worker in map(psutil.Process, workers()):
+        deadline = time.monotonic() + 60
+        while worker.rlimit(psutil.RLIMIT_NOFILE) != (64, 64) and time.monotonic() < deadline:
+            time.sleep(0.05)  # a worker that has just been forked sets its limits, this one last
         limits = [worker.rlimit(getattr(psutil, f"RLIMIT_{name}")) for name in ("FSIZE", "CORE", "NPROC", "NOFILE")]
         assert limits == [(0, 0), (0, 0), (0, 0), (64, 64)]
         assert 0 < worker.rlimit(psutil.RLIMIT_AS)[1] - worker.memory_info().vms <= _verify_worker.MEMORY
