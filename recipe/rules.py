@@ -14,17 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from grail_advantage.rules import Rule, refuse
-from grail_advantage.verl_ext.settings import (
-    ACTOR,
-    BYPASS,
-    CORRECTION,
-    FUSED,
-    MODEL,
-    ROLLOUT,
-    SLICES,
-    TRAINER_MODE,
-    Settings,
-)
+from grail_advantage.verl_ext.settings import ACTOR, BYPASS, CORRECTION, FUSED, MODEL, ROLLOUT, TRAINER_MODE, Settings
 
 RESUME_MODES = ("auto", "disable", "resume_path")
 OFFLOAD, SYNC_STEP = f"{ACTOR}.fsdp_config.param_offload", "trainer.v1.separate_async.parameter_sync_step"
@@ -63,7 +53,7 @@ def _corrects(option: str, when: Callable[[Settings], bool], because: str, remed
 
 def _odd_share(s: Settings) -> bool:
     """verl divides whole batches among its data-parallel ranks, and checks that with fixed micro-batches alone."""
-    responses = s[BATCH] * s[f"{ROLLOUT}.n"] * max(s[name] or 1 for name in SLICES)
+    responses = s[BATCH] * s[f"{ROLLOUT}.n"] * s.sequence_parallel_size
     return s[f"{ACTOR}.strategy"] != "megatron" and responses % (s["trainer.nnodes"] * s[GPUS]) != 0
 
 

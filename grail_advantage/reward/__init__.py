@@ -65,11 +65,10 @@ def compute_score(
         complete box; ``verify_failed``: 1.0 for one without a verdict (out of time or memory, too long, one of the two
         texts unreadable), which scores 0; ``pred``: the box's content, cleaned, at most 128 characters.
     """
-    answer = equal = None
+    gold = answer = equal = None
     try:
         gold = gold_text(ground_truth)
     except ValueError as error:
-        gold = None
         index = extra_info.get("index") if isinstance(extra_info, dict) else None
         _log("ground truth", "%s%s; its responses score 0", "" if index is None else f"row {index}: ", error)
     try:
@@ -78,8 +77,7 @@ def compute_score(
             equal = is_equal(gold, answer)
     except Exception as error:
         trace = None if isinstance(error, _verify_pool.VerifyFailed | ValueError) else error
-        message = "no verdict on %.100r against %s: %s"
-        _log(str(error), message, answer, shown(ground_truth), error, exc_info=trace)
+        _log(str(error), "no verdict on %.100r against %s: %s", answer, shown(ground_truth), error, exc_info=trace)
     return {
         "score": float(equal or False),
         "acc": float(equal or False),

@@ -211,8 +211,7 @@ def compare(gold: str, answer: str, cpu_seconds: float) -> bool | str:
 
 
 def work(connection: Connection, cpu_seconds: float, server: int) -> NoReturn:
-    """Be a worker, with bounded resources, until the connection closes, the server ends or there were enough
-    requests."""
+    """Be a worker, with bounded resources, until connection or server ends, or there were enough requests."""
     status = 1
     try:
         confine()
@@ -253,8 +252,7 @@ def main(cpu_seconds: float, connections: list[Connection]) -> None:
         -signal.SIGPROF: f"more than {cpu_seconds:g} s of processor time",
         -signal.SIGALRM: f"no verdict within {WALL_FACTOR * cpu_seconds:g} s",
     }
-    working: dict[int, Connection] = {}
-    server = os.getpid()
+    working, server = dict[int, Connection](), os.getpid()
     while True:
         for connection in set(connections) - {*working.values()}:
             if (worker := os.fork()) == 0:

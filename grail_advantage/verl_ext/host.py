@@ -62,11 +62,9 @@ class WeighingTrainer:
     config: DictConfig
     tokenizer: PreTrainedTokenizerBase
     timing_raw: dict[str, float]
-    _skips: bool = False
-    """Whether responses that train nothing are left out of the update."""
+    _skips: bool = False  # whether responses that train nothing are left out of the update
     _dump: UpdateDump | None = None
-    _weighed: Weighed | None = None
-    """Of the update that comes next."""
+    _weighed: Weighed | None = None  # of the update that comes next
 
     def _read_settings(self, config: DictConfig) -> None:
         settings = self.settings = Settings.parse(config)

@@ -40,8 +40,7 @@ logger = logging.getLogger(__name__)
 SECTION, DUMP = "algorithm.token_weights.", "algorithm.token_dump."
 METHOD, SKIP, BASE = "algorithm.adv_estimator", f"{SECTION}skip_zero_advantage", f"{SECTION}base"
 MISSING, DUMP_FOLDER = f"{SECTION}missing_answers", f"{DUMP}folder"
-BASES = ("grpo", "rloo", "opo", "reinforce_plus_plus_baseline")
-"""Estimators of verl's that are tested as the base."""
+BASES = ("grpo", "rloo", "opo", "reinforce_plus_plus_baseline")  # estimators of verl's, tested as the base
 TOKEN_BASES = ("gae", "reinforce_plus_plus", "remax", "optimal_token_baseline", "tir_optimal_token_baseline")
 """Those that give the tokens of a response different advantages, or read what a run with a method does not have."""
 TRAINER_MODE = "trainer.v1.trainer_mode"
@@ -55,8 +54,7 @@ TOOL_REWARDS, CALL_REWARDS = "tool_rewards", "call_rewards"
 ACTOR, MODEL, ROLLOUT = (f"actor_rollout_ref.{part}" for part in ("actor", "model", "rollout"))
 STRATEGY, FUSED, PACKED = f"{ACTOR}.strategy", f"{MODEL}.use_fused_kernels", f"{MODEL}.use_remove_padding"
 PARALLEL_CALLS = f"{ROLLOUT}.multi_turn.max_parallel_calls"
-AGENT_LOOPS = f"{ROLLOUT}.agent.agent_loop_config_path"
-"""A file with agent loops beside verl's own."""
+AGENT_LOOPS = f"{ROLLOUT}.agent.agent_loop_config_path"  # a file with agent loops beside verl's own
 CORRECTION, KL_IN_REWARD = "algorithm.rollout_correction", "algorithm.use_kl_in_reward"
 BYPASS = f"{CORRECTION}.bypass_mode"
 SLICES = tuple(f"{ACTOR}.{section}ulysses_sequence_parallel_size" for section in ("", "fsdp_config."))
@@ -82,8 +80,7 @@ class Settings:
     trainer's own process."""
     method: Method | None = None
     answer: AnswerFormat = BOXED
-    dump: DumpOptions | None = None
-    """``None`` without a folder."""
+    dump: DumpOptions | None = None  # without a folder
 
     @classmethod
     def parse(cls, config: DictConfig, kind: str | None = None) -> Self:
@@ -126,9 +123,14 @@ class Settings:
         return f"{option}={self[option]}"
 
     @property
+    def sequence_parallel_size(self) -> int:
+        """Ranks that share a sequence."""
+        return max(self[name] or 1 for name in SLICES)
+
+    @property
     def sliced(self) -> bool:
         """Whether a rank of :data:`ENGINES` has a part of each sequence alone."""
-        return self[STRATEGY] in ENGINES and max(self[name] or 1 for name in SLICES) > 1
+        return self[STRATEGY] in ENGINES and self.sequence_parallel_size > 1
 
     @property
     def longest(self) -> int:
