@@ -132,6 +132,29 @@ def test_turns_are_what_no_other_wrote() -> None:
     assert turns({"tool": [[0, 3]]}, 8, None) == [[3, 8, None]] and turns({"tool": [[0, 8]]}, 8, None) == []
 
 
+def test_scales_are_those_of_tokens_with_scores(tmp_path: Path) -> None:
+    """However few they are: responses without scores, whose weights are 1, do not narrow the colours."""
+    weights = np.linspace(0.76, 1.6, 40)
+    weights[-1] = 5.0
+    scored = dump_row(weights, base_advantage_T=np.ones(40), advantage_T=weights)
+    for plain in (0, 30):
+        rows = [scored]
+        for place in range(1, plain + 1):
+            values = {"score_T": np.full(100, NAN), "base_advantage_T": np.ones(100), "advantage_T": np.ones(100)}
+            rows.append(
+                dump_row(np.ones(100), row=place, key=f"b{place}", group=place, no_scores="no answer", **values)
+            )
+        limits = page_of(write(tmp_path / str(plain), rows))[0]["limits"]
+        assert 1.5 < limits["weight"] < 2.5 and limits["advantage"] > 1.5
+        # What is far apart looks different: 1.12 is not in full colour, and none of the usual weights is pale.
+        assert math.log(1.12) / math.log(limits["weight"]) < 0.3 and math.log(1.6) / math.log(limits["weight"]) > 0.5
+    several = {
+        name: method_columns(score_T=values, weight_T=np.float32([1.5] * 4 + [1.0] * 96), no_scores=None)
+        for name, values in {"a": np.float32([0.5] * 4 + [NAN] * 96), "b": np.full(100, NAN, "f4")}.items()
+    }
+    assert page_of(write(tmp_path / "methods", [dump_row(np.ones(100), methods=several)]))[0]["limits"]["weight"] == 1.5
+
+
 # -------------------------------------------------------------------------------------------------------------------- profiles
 
 
