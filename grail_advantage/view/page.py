@@ -30,13 +30,14 @@ import pyarrow.compute as pc
 from grail_advantage import __version__
 from grail_advantage.data import LARGEST
 from grail_advantage.dump import DumpHeader, write_whole
-from grail_advantage.receipt.foreign import visible
+from grail_advantage.receipt.foreign import visible, why
 from grail_advantage.view.profile import BINS, NEEDED, by_method, flat, gives_advantages, profiles
 from grail_advantage.view.receipt import run_receipts
 from grail_advantage.view.run import Run, open_run
 
 logger = logging.getLogger(__name__)
 ROLLOUTS, MEGABYTES = 2000, 35.0
+LONGEST_NAME = 255  # bytes of a file's name
 _BYTES = 15  # a rollout's in a page, for each token, in about
 _VALUES = ("base_advantage", "entropy", "received", "clipped", "effect")
 _FACTS = ("step", "update", "row", "id", "prompt", "ground_truth", "outcome", "reward", "answer", "truncated", "span")
@@ -81,10 +82,23 @@ def write_report(
     runs = [open_run(run) for run in (folder, *against)]
     for run in (of for of in runs if not of.dump.files):
         logger.warning("%s: no step was dumped, so that the report has its curves alone", visible(str(run.folder)))
-    others = "_".join(run.folder.resolve().name for run in runs[1:])
-    path = Path(output or runs[0].folder / (f"report_against_{others}.html" if others else "report.html"))
-    write_whole(path, render(runs, rollouts, megabytes))
+    path = Path(output or runs[0].folder / _file_name([str(run.folder.resolve()) for run in runs[1:]]))
+    page = render(runs, rollouts, megabytes)
+    try:
+        write_whole(path, page)
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be written ({why(error)}); choose another file (--output)") from error
     return path
+
+
+def _file_name(others: Sequence[str]) -> str:
+    """The name of a report against runs in these folders: with their names, or their number where that is too long."""
+    if not others:
+        return "report.html"
+    name = f"report_against_{'_'.join(os.path.basename(folder) for folder in others)}.html"
+    if len(os.fsencode(name)) <= LONGEST_NAME:
+        return name
+    return f"report_against_{len(others)}_runs_{hashlib.sha256(repr(others).encode()).hexdigest()[:8]}.html"
 
 
 def render(runs: Sequence[Run], rollouts: int = ROLLOUTS, megabytes: float = MEGABYTES) -> str:
