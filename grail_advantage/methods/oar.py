@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
@@ -29,6 +30,8 @@ from grail_advantage.model.interface import Forward, MicroBatch, Model, Range
 
 if TYPE_CHECKING:
     from transformers import Cache, PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
 
 
 @register("oar_g", method="gradient")
@@ -80,6 +83,10 @@ class Oar(Mapped):
 
     def check(self) -> None:
         super().check()
+        of_the_other = ("max_perturbations",) if self.method == "gradient" else ("noise_std", "noise_seed")
+        for name in of_the_other:
+            if getattr(self, name) != type(self).model_fields[name].default:
+                logger.warning("%s.%s does nothing with %s, which does not read it", self.section, name, self.name)
         if (self.statistics == "response") != self._port:
             raise ValueError(f"{self.section}.statistics={self.statistics!r} follows from variant; leave it out")
 

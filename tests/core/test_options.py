@@ -1,0 +1,284 @@
+"""An option does what it says, or is refused: every value that a method accepts changes a number of some batch, and ends no
+batch, however odd. A new method and a new option are tested once they are there."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from grail_advantage.api import PlainHost
+from grail_advantage.data import ENTROPY, OLD_LOG_PROBS, Rollouts, Weighed
+from grail_advantage.maps import MAPS
+from grail_advantage.method import BaseMethod, build, methods
+from grail_advantage.weigh import weigh
+from tests.core.common import METHODS, rollouts_of
+from tests.core.test_rlsd import example, tiny_tokenizer
+from tests.core.tiny_models import encode, tiny_model
+
+OWN_MAPS = [name for name, known in MAPS.items() if known.function.__module__.startswith("grail_advantage.")]
+Options = dict[str, Any]
+
+SAID = [  # prompt, advantage, and a text of which a tool wrote what is in brackets, with its rewards
+    (0, 1.0, r"2+2= 4, so [ok] I say 5 = 5 [no] then \boxed{4}", [0.5, -1.0]),
+    (0, -1.0, r"2+2= 5, so [ok] I say 6 then \boxed{5} or \boxed{6}", [0.25]),
+    (0, -0.5, r"so = 4 [ok] or \boxed{} is 7", [1.0]),
+    (0, 0.5, r"it is 4 = 4 and \boxed{3} no \boxed{4} yes", []),
+    (1, 0.75, r"say 9= 9 so [ok] one [no] two [ok] \boxed{9} it is", [0.5, 0.0, 2.0]),
+    (1, -0.75, r"say 8= 8 so [ok] two [ok] \boxed{\frac{8}{2}}", [1.0, 1.0]),
+    (1, -0.25, r"no idea [ok] at all", [0.125]),
+    (1, 0.0, r"\boxed{9}", []),
+]
+CUT_OFF = 5
+
+
+@cache
+def batch() -> Rollouts:
+    """All that any method reads."""
+    trained = []
+    for _, _, text, _ in SAID:
+        inside = list(itertools.accumulate(text, lambda depth, c: depth + (c == "[") - (c == "]"), initial=0))
+        trained.append([not depth and c != "]" for depth, c in zip(inside[1:], text, strict=True)])
+    r = rollouts_of(
+        [encode(text) for _, _, text, _ in SAID],
+        [advantage for _, advantage, _, _ in SAID],
+        trained,
+        known_spans={},
+        tokenizer=tiny_tokenizer(),
+        groups=torch.tensor([prompt for prompt, *_ in SAID]),
+        rewards=torch.tensor([advantage + 0.5 for _, advantage, _, _ in SAID]),
+        fields={
+            "tool_rewards": [rewards for *_, rewards in SAID],
+            "a_turn": [[*rewards, 0.75] for *_, rewards in SAID],
+        },
+        examples=[replace(example(f"How many? {prompt}", "4"), columns=COLUMNS) for prompt, *_ in SAID],
+        truncated=torch.arange(len(SAID)) == CUT_OFF,
+        step=1,
+    )
+    draw = torch.Generator().manual_seed(0)
+    low, high = torch.rand((2, *r.mask.shape), generator=draw).unbind()
+    return replace(r, columns={OLD_LOG_PROBS: -3 * low, ENTROPY: 0.5 * high})
+
+
+COLUMNS = {"reward_model": {"style": "rule", "ground_truth": "4"}, "solution": "2 and 2 are 4"}
+
+
+@cache
+def model() -> Any:
+    return tiny_model(layers=3)
+
+
+def host(r: Rollouts) -> PlainHost:
+    return PlainHost(model(), r, temperature=0.8)
+
+
+@cache
+def made(method: BaseMethod) -> Weighed:
+    """Of the batch."""
+    return weigh(batch(), method, host(batch()))
+
+
+CONTEXTS: dict[str, list[Options]] = {
+    "span": [{}, {"statistics": "reasoning", "wrong": 0.5, "reshaper": "mean_ratio"}],
+    "quantile": [{"reshaper": "bilevel"}],
+    "boost": [{"reshaper": "bilevel"}],
+    "weight_mean": [{"reshaper": "log_zscore"}],
+    "weight_std": [{"reshaper": "log_zscore"}],
+    "weight_min": [
+        {"reshaper": "log_zscore", "weight_std": 5.0, "statistics": "reasoning"},
+        {"reshaper": "log_zscore"},
+    ],
+    "weight_max": [{"reshaper": "log_zscore", "weight_std": 5.0}],
+    "reshaper_options": [{}, {"reshaper": "power"}],
+    "reshaper": [{"gate": "all"}],
+    "gate": [{}, {"threshold": 20.0}, {"right": 0.5, "wrong": 0.25}, {"wrong": 0.25}, {"elsewhere": 1}],
+    "statistics": [{}, {"wrong": 0.5}],
+    "spread_over": [{"spread": True}],
+    "variant": [{}, {"threshold": 20.0}],
+    "share": [{"threshold": 20.0}],
+    "strength": [{"threshold": 20.0}],
+    "normalize_mass": [{}, {"gate": "all", "reshaper": "top"}, {"threshold": 20.0}],
+    "control": [{}, {"gate": "all"}, {"threshold": 20.0}],
+    "shrink": [{"separator": " "}],
+    "lam_steps": [{}],
+    "leaf": [{"gate": "all"}],
+    "negative_only": [{}],
+    "iterations": [{"window": 8, "stride": 4, "epsilon": 0.01, "tolerance": 1e-6}],
+    "tolerance": [{"window": 8, "stride": 4, "epsilon": 0.01}],
+    "epsilon": [{}, {"window": 8, "stride": 4}],
+    "stride": [{"window": 8, "stride": 4}],
+    "align": [{"rewards": "a_turn"}],
+}
+"""Other options with which one does something, by its name: the first that fits counts."""
+TEXTS: dict[str, list[Any]] = {
+    "reshaper": OWN_MAPS,
+    "reshaper_options": [{"beta": 0.5}, {"exponent": 3.0}, {"k": 3}, {"weight_std": 0.25}, {"quantile": 0.7}],
+    "expression": ["[0-9]", "s(?P<content>o)"],
+    "separator": [",", " "],
+    "rewards": ["a_turn", ""],
+    "privileged_column": ["solution"],
+    "request": ["Say {privileged}."],
+}
+ODD_NUMBERS = {
+    "gamma": [0.0, 0.5],
+    "rho": [0.01, 0.5, 1.0],
+    "threshold": [1e-3, 0.1],
+    "lam_steps": [2],
+    "noise_seed": [1],
+}
+ODD_NUMBERS |= {
+    "max_perturbations": [1, 3],
+    "iterations": [1, 30],
+    "window": [4, 30],
+    "stride": [2, 8],
+    "content_weight": [0.0, 3.0],
+}
+
+
+OF_THE_OTHER = {("oar_p", "noise_std"), ("oar_p", "noise_seed"), ("oar_g", "max_perturbations")}
+"""The two methods share a section, which may hold what the other one reads: that is warned of."""
+
+
+def values_of(name: str, option: str) -> list[Any]:
+    """Values of an option that its type and its bounds allow."""
+    schema = methods()[name].model_json_schema()["properties"][option]
+    kinds = schema.get("anyOf", [schema])
+    if option in TEXTS | ODD_NUMBERS:
+        return (TEXTS | ODD_NUMBERS)[option]
+    values: list[Any] = []
+    for kind in kinds:
+        values += kind.get("enum", [])
+        values += [kind["const"]] if "const" in kind else []
+        if kind.get("type") == "boolean":
+            values += [False, True]
+        if kind.get("type") in ("number", "integer"):
+            least = kind.get("minimum", kind.get("exclusiveMinimum", 0) + 1e-3)
+            values += [least, min(2.5 * (schema["default"] or 1), kind.get("maximum", 100))]
+    assert values, f"{name}.{option} has no values here"
+    return values
+
+
+def options_of(name: str) -> Iterator[tuple[str, Any]]:
+    cls = methods()[name]
+    for option in cls.model_fields:
+        if option not in cls.names[name]:
+            yield from ((option, value) for value in values_of(name, option))
+
+
+def built(name: str, options: Options) -> BaseMethod | None:
+    known = {option: value for option, value in options.items() if option in methods()[name].model_fields}
+    try:
+        return build(name, known)
+    except ValueError:
+        return None
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_every_value_changes_a_number_or_is_refused(name: str) -> None:
+    idle = []
+    for option, value in options_of(name):
+        changes = []
+        for context in CONTEXTS.get(option, [{}]):
+            plain = built(name, context)
+            changed = built(name, context | {option: value})
+            if plain is None or changed is None or changed == plain:
+                changes.append(True)  # it is refused, or the default
+            else:
+                found, expected = made(changed), made(plain)
+                same = torch.equal(found.weights, expected.weights) and torch.equal(
+                    found.advantages, expected.advantages
+                )
+                changes.append(not same)
+        if not any(changes) and (name, option) not in OF_THE_OTHER:
+            idle.append(f"{option}={value!r}")
+    assert not idle
+
+
+def odd_batches() -> Iterator[Rollouts]:
+    """No answer, an answer at the start of every response, no response, none that trains, all advantages 0, a single
+    response, and all of them empty."""
+    r = batch()
+    starts = rollouts_of([encode(r"\boxed{4} it is")] * 4, [1.0, -1.0, 0.5, -0.5]).responses
+    yield replace(r, **without_answers(r))
+    yield replace(part(r, range(4)), responses=starts, **columns_like(starts), known_spans={})
+    yield part(r, range(0))
+    yield replace(r, mask=torch.zeros_like(r.mask))
+    yield replace(r, advantages=torch.zeros_like(r.advantages))
+    yield part(r, [1])
+    yield part(
+        replace(r, responses=[row[:0] for row in r.responses], **columns_like([row[:0] for row in r.responses])),
+        range(4),
+    )
+    only_answers = torch.zeros_like(r.mask)
+    for row, span in zip(only_answers, r.spans("last"), strict=True):
+        row[span.start if span else 0 :] = True
+    yield replace(r, mask=r.mask & only_answers)
+
+
+def part(r: Rollouts, rows: Any) -> Rollouts:
+    return replace(r.part(list(rows)), tokenizer=r.tokenizer)
+
+
+def without_answers(r: Rollouts) -> Options:
+    spans = [None] * len(r)
+    return {"known_spans": {"first": spans, "last": spans}}
+
+
+def columns_like(responses: Any) -> Options:
+    """Masks and columns of responses of these lengths."""
+    width = max(map(len, responses), default=0)
+    mask = torch.arange(width) < torch.tensor([[len(row)] for row in responses])
+    columns = {name: torch.full(mask.shape, sign * 0.5) for name, sign in ((OLD_LOG_PROBS, -1), (ENTROPY, 1))}
+    return {"mask": mask, "written": mask, "columns": columns}
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_no_value_ends_an_odd_batch(name: str) -> None:
+    for number, r in enumerate(odd_batches()):
+        for option, value in options_of(name):
+            for context in CONTEXTS.get(option, [{}])[-1:]:
+                method = built(name, context | {option: value})
+                if method is not None and not (method.uses and number % 3):  # a pass takes its time
+                    try:
+                        w = weigh(r, method, host(r))
+                    except ValueError as error:  # a list of rewards that fits no turns
+                        assert "rewards=" in str(error), (number, option, value)
+                        continue
+                    assert w.weights.isfinite().all() and w.advantages.isfinite().all(), (number, option, value)
+
+
+def test_an_option_of_the_other_method_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    for name, option in OF_THE_OTHER:
+        caplog.clear()
+        build(name, {option: values_of(name, option)[-1]})
+        assert option in caplog.text and name in caplog.text
+    caplog.clear()
+    build("oar_p", {"max_perturbations": 3, "noise_std": 1e-3})
+    build("oar_g", {"noise_seed": 1, "max_perturbations": None})
+    assert not caplog.text
+
+
+@pytest.mark.parametrize("name", ["uniform", "polarity"])
+def test_a_method_of_one_weight_a_response_has_no_control_and_no_mass(name: str) -> None:
+    """Its control would be the method itself; with a restored mass it would be GRPO under its name."""
+    for option in ({"control": "shuffled"}, {"normalize_mass": True}, {"control": "none"}):
+        with pytest.raises(ValueError, match=next(iter(option))):
+            build(name, option)
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    """As a search of settings gives them."""
+    assert build("stare", {"share": np.float32(0.25)}).share == 0.25
+    method = build("shear", {"window": np.int64(8), "stride": np.int32(4), "mask_truncated": np.bool_(False)})
+    assert method == build("shear", {"window": 8, "stride": 4, "mask_truncated": False})
+    assert type(method.window) is int
+    top = build("entropy", {"reshaper": "top", "reshaper_options": {"k": np.int64(2)}, "gate": np.str_("all")})
+    assert top.gate == "all"
+    with pytest.raises(ValueError, match="window"):
+        build("shear", {"window": np.float64(8.5)})
