@@ -93,7 +93,7 @@ def bilevel(x: Tensor, m: Tensor, quantile: Part = 0.4, boost: From0 = 2.0, quan
     scores or the one at index ``floor(quantile T)``. Equal scores all have weight 1. A score below -1, as the drop of a
     likelihood can be, counts as -1."""
     if not m.any():  # also where there is no response or no token, of which no extremum could be taken
-        return Weights(torch.ones(x.shape), 0.1)
+        return Weights(torch.ones_like(x, dtype=torch.float32), 0.1)
     log = torch.log1p(x.double().clamp(min=-1 + 1e-8))
     low = torch.where(m, log, math.inf).amin(-1, keepdim=True)
     high = torch.where(m, log, -math.inf).amax(-1, keepdim=True)
@@ -142,7 +142,8 @@ def top_tokens(x: Tensor, m: Tensor, count: Tensor | int) -> Tensor:
     earlier."""
     # Adding 0 turns a negative zero into a positive one, so that no sort distinguishes them.
     order = torch.where(m, x.double() + 0.0, -math.inf).sort(dim=-1, descending=True, stable=True).indices
-    rank = torch.empty_like(order).scatter_(-1, order, torch.arange(order.shape[-1]).expand_as(order))
+    place = torch.arange(order.shape[-1], device=order.device).expand_as(order)
+    rank = torch.empty_like(order).scatter_(-1, order, place)
     return m & (rank < count)
 
 

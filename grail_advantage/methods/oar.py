@@ -128,8 +128,8 @@ class Oar(Mapped):
         """OAR-P: the reasoning tokens that get a counterfactual, all or evenly spaced ones; int64 (M,), ascending."""
         length, most = row.answer.start, self.max_perturbations
         if most is None or most >= length:
-            return torch.arange(length)
-        return torch.linspace(0, length - 1, most, dtype=torch.float64).round().long()
+            return torch.arange(length, device="cpu")
+        return torch.linspace(0, length - 1, most, dtype=torch.float64, device="cpu").round().long()
 
     def prepare(self, row: Row, tokenizer: PreTrainedTokenizerBase) -> Row:
         return replace(row, tokens=row.tokens[: self.probe_of(row)[1] + 1])  # answer_joint asks for the token after it
@@ -208,7 +208,7 @@ class Oar(Mapped):
             # The probe's positions come after every replaced token or are the last one's own, so none is cut off here.
             count, shared = len(some), row.start + int(some[0]) if cache is not None else 0
             changed = row.tokens[shared:length].repeat(count, 1)
-            changed[torch.arange(count), row.start + some - shared] = model.pad_token
+            changed[torch.arange(count, device="cpu"), row.start + some - shared] = model.pad_token
             logits, _ = forward(
                 changed, kept - shared, shared_prefix(cache, shared, count) if cache is not None else None
             )

@@ -172,7 +172,7 @@ class Stare(Method):
         return torch.where(entropy(r).isfinite(), surprisal(r), torch.nan)
 
     def weights(self, scores: Tensor, among: Tensor, r: Rollouts) -> Weights:
-        w = torch.ones(scores.shape)
+        w = torch.ones_like(scores)
         if not r.mean(torch.where(among, entropy(r), 0.0), among) < self.threshold:
             return Weights(w)
         for sign in (1,) if self.variant == "O1" else (1, -1):
@@ -236,7 +236,8 @@ class Polarity(Method):
 
     def weights(self, scores: Tensor, among: Tensor, r: Rollouts) -> Weights:
         right = r.advantages > 0
-        w = torch.where(right, self.right, self.wrong).double()
+        one = torch.ones_like(r.advantages, dtype=torch.float32)
+        w = torch.where(right, self.right * one, self.wrong * one).double()
         if self.spread:
             divided = {"both": torch.ones_like(right), "right": right, "wrong": ~right}[self.spread_over]
             w = torch.where(divided, w / r.mask.sum(dim=1).clamp(min=1), w)

@@ -103,7 +103,7 @@ class Rlsd(Method):
                 f"{self.section}.privileged_column={self.privileged_column!r} is in no response; there are {there}"
             )
         texts = [self._privileged_text(example) for example in r.examples or ()]
-        return super().select(r) & torch.tensor([text != "" for text in texts], dtype=torch.bool)
+        return super().select(r) & torch.tensor([text != "" for text in texts], dtype=torch.bool, device="cpu")
 
     def prepare(self, row: Row, tokenizer: PreTrainedTokenizerBase) -> Row:
         """The same response after the prompt with the privileged text. ValueError: the last user message is not a
@@ -122,7 +122,7 @@ class Rlsd(Method):
         header = complete[len(asked) :].strip() if complete.startswith(asked) else ""
         # Not only the text: together with the words around it, it may make up what neither of them does.
         question["content"] += f"\n\n{harmless(self.request.replace(PLACE, text), tokenizer, header)}"
-        prompt = torch.tensor(render(messages, add_generation_prompt=True, tokenize=True), dtype=row.tokens.dtype)
+        prompt = row.tokens.new_tensor(render(messages, add_generation_prompt=True, tokenize=True))
         return replace(row, tokens=torch.cat([prompt, row.tokens[row.start :]]), start=len(prompt))
 
     def run(self, rows: Sequence[Row], model: Model) -> list[RowScores]:

@@ -55,7 +55,8 @@ class Shear(Method):
         groups: dict[int, list[int]] = {}
         for index, row in enumerate(rows):
             groups.setdefault(row.group, []).append(index)
-        found = [torch.ones(row.length) for row in rows]  # copies that fill up a rank keep these
+        # Copies that fill up a rank keep these.
+        found = [torch.ones(row.length, dtype=torch.float32, device="cpu") for row in rows]
         transport = {name: getattr(self, name) for name in ("epsilon", "iterations", "tolerance")}
         for members in (members for group, members in groups.items() if group >= 0):
             states, signs = [hidden[index] for index in members], [rows[index].advantage > 0 for index in members]

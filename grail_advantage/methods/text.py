@@ -56,7 +56,9 @@ class Pattern(Method):
         return (r.advantages != 0) & r.valid
 
     def scores(self, r: Rollouts, of_pass: Tensor | None) -> Tensor:
-        texts, expression, scores = TokenTexts(r.tokenizer), self._compiled(), torch.zeros(r.mask.shape)
+        texts = TokenTexts(r.tokenizer)
+        expression = self._compiled()
+        scores = torch.zeros_like(r.mask, dtype=torch.float32)
         for index in (self.select(r) & self.inside_gate(r)).nonzero().flatten().tolist():
             tokens, mask = r.tokens[index].numpy(), r.mask[index].numpy()
             inside = matched(texts(tokens), texts.have_bytes(tokens), expression)
@@ -67,7 +69,7 @@ class Pattern(Method):
         return scores
 
     def weights(self, scores: Tensor, among: Tensor, r: Rollouts) -> Weights:
-        of_gate = torch.where(scores > 0, self.inside, self.outside)
+        of_gate = torch.where(scores > 0, torch.full_like(scores, self.inside), self.outside)
         return Weights(torch.where(self.inside_gate(r)[:, None], of_gate, float(self.elsewhere)))
 
 
@@ -135,7 +137,7 @@ class StepValues(AdvantageMethod):
         for index in chosen:
             for state in steps[index][1][:-1]:
                 through[groups[index], state].append(advantages[index])
-        scores = torch.zeros(r.mask.shape, dtype=torch.float64)
+        scores = torch.zeros_like(r.mask, dtype=torch.float64)
         for index, (of_tokens, states) in steps.items():
             passed = [through[groups[index], state] for state in states[:-1]]
             values = [0.0, *(sum(of) / (len(of) + self.shrink) for of in passed), advantages[index]]

@@ -247,7 +247,7 @@ class TurnMethod(AdvantageMethod):
                 lists, counts, align = [[None] * sum(counts)], [sum(counts)], "turns"
             given.append((r.keys[last], int(r.groups[last]), float(r.rewards[last]), lists, counts, align))
         found, out = self.sessions(given, f"{self.section}.rewards={self.rewards}: response")
-        scores, sessions = torch.zeros(r.mask.shape, dtype=torch.float64), []
+        scores, sessions = torch.zeros_like(r.mask, dtype=torch.float64), []
         for place in out:
             scores[there[place][0]] = torch.nan
         for place, session in found.items():

@@ -22,7 +22,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from grail_advantage.data import ENTROPY, OLD_LOG_PROBS, Row, RowScores
 from grail_advantage.model import hooks
-from grail_advantage.model.interface import Forward, Range, RankRounds, T, sequence_forward
+from grail_advantage.model.interface import Forward, Range, RankRounds, T, places_of, sequence_forward
 from grail_advantage.model.probe import Finding, probe, probe_rows, reads_its_logits, whole_row
 
 if TYPE_CHECKING:
@@ -195,7 +195,8 @@ class HuggingFaceModel:
             return True  # no rank has two rows
         known, finding = _findings.get(self.model, (0, None))
         if finding is None or (longest > known and finding.holds):
-            tokens = torch.cat([torch.zeros(1, dtype=torch.int64), *(row.tokens.cpu() for row in rows)])
+            some_token = torch.zeros(1, dtype=torch.int64, device="cpu")
+            tokens = torch.cat([some_token, *(row.tokens.cpu() for row in rows)])
 
             def ask() -> Finding:
                 some = probe_rows(tokens, longest=longest, rows=self.sequences_together(longest))
@@ -222,9 +223,7 @@ class PaddedRows:
         return hooks.leaf_module(self._model, name)
 
     def logits(self, positions: Sequence[Range]) -> torch.Tensor:
-        device = self._tokens_BS.device
-        row_K = torch.cat([torch.full((past - first,), row) for row, (first, past) in enumerate(positions)]).to(device)
-        column_K = torch.cat([torch.arange(first, past) for first, past in positions]).to(device)
+        row_K, column_K = places_of(positions, self._tokens_BS.device)
         with hooks.at_head(self._model, lambda hidden_BSD: hidden_BSD[row_K, column_K][None]):
             logits_1KV = self._forward(positions).logits
         if logits_1KV.shape[:2] != (1, len(column_K)):

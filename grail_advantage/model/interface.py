@@ -96,9 +96,18 @@ class RankRounds:
         """The largest of all ranks'."""
         if self.group is None:
             return own
-        most = torch.tensor(float(own), device=self.device)
+        most = torch.tensor(float(own), dtype=torch.float32, device=self.device)
         torch.distributed.all_reduce(most, op=torch.distributed.ReduceOp.MAX, group=self.group)
         return float(most)
+
+
+def places_of(ranges: Sequence[Range], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Every position of a range of each row: the row and the position, int64 (K,) each."""
+    row_K = torch.cat(
+        [torch.full((past - first,), row, device="cpu", dtype=torch.int64) for row, (first, past) in enumerate(ranges)]
+    )
+    position_K = torch.cat([torch.arange(first, past, device="cpu") for first, past in ranges])
+    return row_K.to(device), position_K.to(device)
 
 
 @contextmanager
@@ -124,7 +133,7 @@ def sequence_forward(
 
     with torch.no_grad():
         yield forward
-        nothing_11 = torch.zeros((1, 1), dtype=torch.int64)
+        nothing_11 = torch.zeros((1, 1), dtype=torch.int64, device="cpu")
         for _ in rounds.wait():
             forward(nothing_11, nothing_11[0], None, waits=True)
 

@@ -123,9 +123,10 @@ class _Computed(TorchDispatchMode):
 
 def _drops_digits(device: torch.device) -> bool:
     """Whether products of float32 lose digits that float32 has: TF32 keeps 10 behind the point, float32 23."""
-    near_1 = torch.full((256, 256), 1 + 2**-20, device="cpu" if device.type == "meta" else device)
-    with torch.autocast(near_1.device.type, enabled=False):
-        return bool((near_1 @ torch.eye(256, device=near_1.device) == 1).any())
+    device = torch.device("cpu") if device.type == "meta" else device
+    near_1 = torch.full((256, 256), 1 + 2**-20, dtype=torch.float32, device=device)
+    with torch.autocast(device.type, enabled=False):
+        return bool((near_1 @ torch.eye(256, dtype=torch.float32, device=device) == 1).any())
 
 
 def probe_rows(
@@ -139,9 +140,10 @@ def probe_rows(
     if budget is not None:
         count = max(2, min(count, budget // (2 * short)))
         longest = max(short + 1, min(longest, budget - (count - 1) * short))
-    generator, known_S = torch.Generator().manual_seed(0), tokens_S.cpu().unique()
+    generator = torch.Generator("cpu").manual_seed(0)
+    known_S = tokens_S.cpu().unique()
     lengths = [short, longest, *[short - place % 2 for place in range(count - 2)]]
-    return [known_S[torch.randint(len(known_S), (length,), generator=generator)] for length in lengths]
+    return [known_S[torch.randint(len(known_S), (length,), generator=generator, device="cpu")] for length in lengths]
 
 
 def whole_row(tokens_S: torch.Tensor) -> Row:

@@ -27,7 +27,7 @@ from verl.workers.engine.utils import prepare_micro_batches
 
 from grail_advantage.data import Row
 from grail_advantage.model import hooks
-from grail_advantage.model.interface import Forward, MicroBatch, Range, RankRounds, sequence_forward
+from grail_advantage.model.interface import Forward, MicroBatch, Range, RankRounds, places_of, sequence_forward
 from grail_advantage.model.probe import Finding, probe, probe_rows, whole_row
 from grail_advantage.verl_ext.exchange import FORWARD, PADDED_FORWARD, UPDATE, nested
 from grail_advantage.verl_ext.patches import autocast, gather_packed
@@ -78,7 +78,7 @@ class EngineModel:
             return [found[index] for index in range(len(some))]
 
         vocabulary = engine.model_config.hf_config.get_text_config().vocab_size
-        tokens_S = torch.arange(0, vocabulary, max(1, vocabulary // 1000))
+        tokens_S = torch.arange(0, vocabulary, max(1, vocabulary // 1000), device="cpu")
         engine.module.train(training)
         return probe(engine.module, run, probe_rows(tokens_S, longest=longest, **size))
 
@@ -100,7 +100,10 @@ class EngineModel:
         """The micro-batches of :func:`training_micro_batches`, with the indices of their rows."""
         # On the CPU, as verl cuts micro-batches; each then goes to the device as a whole.
         tokens = [row.tokens.cpu() for row in rows]
-        fields = {"input_ids": nested(tokens), "position_ids": nested([torch.arange(len(of)) for of in tokens])}
+        fields = {
+            "input_ids": nested(tokens),
+            "position_ids": nested([torch.arange(len(of), device="cpu") for of in tokens]),
+        }
         inputs = tu.get_tensordict(fields, non_tensor_dict={"temperature": self.temperature})
         for batch, indices in training_micro_batches(self.engine, inputs, gradients=gradients, packed=packed):
             batch = batch.to(get_device_id())
@@ -151,7 +154,7 @@ def training_micro_batches(
     if settings.use_dynamic_bsz:
         micro_batches, indices = prepare_micro_batches(rows, dp_group=engine.get_data_parallel_group())
         return list(zip(micro_batches, indices, strict=True))
-    indices = torch.arange(len(rows)).split(count)
+    indices = torch.arange(len(rows), device="cpu").split(count)
     return [(tu.index_select_tensor_dict(rows, index), index.tolist()) for index in indices]
 
 
@@ -171,7 +174,7 @@ class EngineMicroBatch:
     def logits(self, positions: Sequence[Range]) -> torch.Tensor:
         """Not under sequence parallelism and not with fused kernels."""
         with autocast(self.engine):
-            return self._logits_at(*self._columns(*self._positions(positions)))
+            return self._logits_at(*self._columns(*places_of(positions, self.offsets_R.device)))
 
     def log_likelihood(self, tokens: Sequence[Range]) -> torch.Tensor:
         tokens_K, batch_row_K, column_K = self._find_targets(tokens)
@@ -215,19 +218,13 @@ class EngineMicroBatch:
     def _forward(self) -> Any:
         return self.engine.module(**self._model_inputs, use_cache=False)
 
-    def _positions(self, ranges: Sequence[Range]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Every position of a range of each response, and its response; int64, (K,) each."""
-        rows = [torch.full((past - first,), row) for row, (first, past) in enumerate(ranges)]
-        places = [torch.arange(first, past) for first, past in ranges]
-        return torch.cat(rows).to(self.offsets_R.device), torch.cat(places).to(self.offsets_R.device)
-
     def _columns(self, row_K: torch.Tensor, position_K: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Rows and columns of positions: a packed micro-batch is one long row, a padded one keeps responses apart."""
         return (torch.zeros_like(row_K), position_K + self.offsets_R[row_K]) if self.packed else (row_K, position_K)
 
     def _find_targets(self, tokens: Sequence[Range]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Tokens whose predictors are in this rank's slice, and the predictors' rows and columns there; int64, (K,)."""
-        row_K, position_K = self._positions(tokens)
+        row_K, position_K = places_of(tokens, self.offsets_R.device)
         tokens_K = self.batch["input_ids"].values()[self.offsets_R[row_K] + position_K]
         batch_row_K, column_K = self._columns(row_K, position_K - 1)
         if self.engine.use_ulysses_sp:

@@ -1,0 +1,109 @@
+"""torch's process-wide defaults, dtype and device, change no number: whatever a training script sets, every method weighs
+as without it, and so do the door for padded tensors, answers, the control and the figures."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+
+from grail_advantage import Rollouts, compute_token_weights, find_answer_span
+from grail_advantage.data import Weighed, joined, within_range
+from grail_advantage.maps import MAPS
+from grail_advantage.method import build, methods
+from tests.core.common import METHODS, weighed
+from tests.core.test_contract import case, method_of, part
+from tests.core.test_options import batch as turns
+from tests.core.test_rlsd import example, tiny_tokenizer
+from tests.core.tiny_models import ROLLOUTS, encode, make_batch, tiny_model
+
+DEFAULTS: dict[str, Callable[[Any], None]] = {
+    "float64": torch.set_default_dtype,
+    "bfloat16": torch.set_default_dtype,
+    "float16": torch.set_default_dtype,
+    "meta": torch.set_default_device,
+}
+WITH_A_PASS = [name for name in METHODS if methods()[name].uses or name in ("surprisal", "stare")]
+"""The last two have columns that are computed."""
+
+
+@contextmanager
+def default(name: str) -> Iterator[None]:
+    switch = DEFAULTS[name]
+    switch(torch.device("meta") if name == "meta" else getattr(torch, name))
+    try:
+        yield
+    finally:
+        switch(None if name == "meta" else torch.float32)
+
+
+def numbers(w: Any) -> dict[str, Any]:
+    """Everything that a method made of responses."""
+    figures = w.metrics if isinstance(w, Weighed) else w.stats
+    names = ["weights", "advantages", "scores", "selected", "failed"]
+    names += ["by_score", "low", "high"] if isinstance(w, Weighed) else []
+    tensors = {name: getattr(w, name) for name in names}
+    return {
+        name: (value.dtype, value.device, value.nan_to_num(-7.0).tolist()) for name, value in tensors.items()
+    } | figures
+
+
+@cache
+def batches() -> list[tuple[Rollouts, torch.Tensor]]:
+    """Ordinary ones, one with tools and turns, and one in which nothing trains; with the numbers of a pass."""
+    of = case(12, gap=True)
+    of_turns = torch.rand(turns().mask.shape, generator=torch.Generator().manual_seed(1))
+    in_half = replace(of[0], advantages=of[0].advantages.half())
+    nothing = replace(of[0], advantages=torch.zeros(12))
+    whole = replace(of[0], advantages=torch.tensor([-2, 1, 0, 3] * 3))
+    return [of, (turns(), of_turns), (in_half, of[1]), (nothing, of[1]), (whole, of[1]), case(0, 0)]
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_every_method_weighs_the_same(name: str) -> None:
+    options: list[dict[str, Any]] = [{}]
+    if "control" in methods()[name].model_fields:
+        options += [{"control": "shuffled"}, {"normalize_mass": True}]
+    if "reshaper" in methods()[name].model_fields:
+        options += [{"reshaper": reshaper} for reshaper in MAPS]
+    for number, (r, of_pass) in enumerate(batches()):
+        for others in options:
+            method = method_of(name, **others)
+            expected = numbers(weighed(method, r, of_pass))
+            for name_of_default in DEFAULTS:
+                with default(name_of_default):
+                    found = numbers(weighed(method, r, of_pass))
+                    again = joined([part((r, of_pass), list(range(len(r))))[0]])
+                    assert again.mask.shape == r.mask.shape
+                assert found == expected, (name_of_default, number, others)
+
+
+@pytest.mark.parametrize("name", WITH_A_PASS)
+def test_a_pass_scores_the_same(name: str) -> None:
+    """Through the door for padded tensors; the model was made before. A model's own forward need not know such a device."""
+    batch = make_batch([ROLLOUTS[known] for known in ("box at the end", "right", "several boxes", "no box")])
+    model, tokenizer, method = tiny_model(layers=2), tiny_tokenizer(), build(name)
+    given = {"groups": torch.tensor([0, 0, 1, 1]), "examples": [example("?", "4")] * 4, "rewards": torch.ones(4)}
+
+    def run() -> dict[str, Any]:
+        return numbers(compute_token_weights(model, tokenizer, *batch.tensors(), method, **given))
+
+    expected = run()
+    for name_of_default in DEFAULTS:
+        with default(name_of_default):
+            found = run()
+        assert found == expected, name_of_default
+
+
+@pytest.mark.parametrize("name", DEFAULTS)
+def test_answers_and_limits_are_the_same(name: str) -> None:
+    values = torch.tensor([1.0, -5e17, 2e18, float("nan"), float("inf")])
+    expected = find_answer_span(encode(r"a \boxed{5}"), tiny_tokenizer())
+    with default(name):
+        assert find_answer_span(encode(r"a \boxed{5}"), tiny_tokenizer()) == expected
+        assert within_range(values).tolist() == [True, True, False, False, False]
