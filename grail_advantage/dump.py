@@ -21,6 +21,7 @@ import math
 import os
 import re
 import threading
+import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
@@ -104,7 +105,8 @@ def write_whole(path: Path, content: bytes | str) -> None:
     """Write a file, a text as UTF-8, so that it appears whole or not at all, in place of one that was there; makes its
     folder. OSError: the disk's."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.writing")
+    # A name of its own that is short: the file's own may be as long as a name can be.
+    temporary = path.with_name(f".{zlib.crc32(os.fsencode(path.name)):08x}.{os.getpid()}.writing")
     try:
         with temporary.open("wb") as file:
             file.write(content.encode() if isinstance(content, str) else content)

@@ -31,7 +31,7 @@ from verl.utils.checkpoint.checkpoint_manager import find_latest_ckpt_path
 
 from grail_advantage import __version__
 from grail_advantage.dump import read_dump, write_whole
-from grail_advantage.rules import hold
+from grail_advantage.locks import hold
 from grail_advantage.verl_ext.patches import STARTS, entry_is_wrapped
 from grail_advantage.verl_ext.settings import ACTOR, ATTENTION, DUMP_FOLDER, MODEL, PACKED, Settings
 from recipe.rules import check_rules, check_trl
@@ -120,9 +120,11 @@ def check_run(run: Settings) -> None:
     """
     check_trl()
     check_rules(run)
+    # The check of scripts/train_cpu.sh, which then moves the folder away; the run itself finds none.
+    moves_away = os.environ.get("FRESH") == "1" and os.environ.get("DRY_RUN") == "1"
     for option, folder in _folders(run).items():
         has_files = read_dump(folder).files if option == DUMP_FOLDER else any(folder.glob("global_step_*"))
-        if has_files and os.environ.get("FRESH") != "1" and (lines := _differing(run, _stored(folder))):
+        if has_files and not moves_away and (lines := _differing(run, _stored(folder))):
             heading = f"{option}={folder} holds the files of another run:"
             raise ValueError("\n".join([heading, *lines, f"{_ANOTHER}, put the settings back, {_FRESH}"]))
     if run[MODE] == "resume_path" and not Path(str(run["trainer.resume_from_path"])).is_dir():
@@ -170,10 +172,7 @@ def begin_run(run: Settings, config: DictConfig) -> None:
     hold(folder, _ANOTHER, FOLDER)
     _end_if_finished(run, folder)
     name = _stored(folder).get("run") or uuid.uuid4().hex
-    for each in _folders(run).values():
-        with suppress(OSError):  # the trainer's machine is another one, and says what cannot be written there
-            content = {"run": name, "by": _BY, "definition": definition(run)}
-            write_whole(each / RUN_DEFINITION, json.dumps(content, indent=1))
+    store_definition(run, name)
     if "WANDB_RUN_ID" not in os.environ:  # one run of wandb's for all starts
         OmegaConf.update(config, f"{RUNTIME}.env_vars", {"WANDB_RUN_ID": name, "WANDB_RESUME": "allow"}, force_add=True)
     if (executable := shlex.quote(sys.executable)) != sys.executable:  # Ray hands it to a shell
@@ -212,6 +211,14 @@ def _go_without_flash_attn(run: Settings, config: DictConfig) -> None:
     attention = "torch_varlen" if run[PACKED] else "sdpa"
     print(f"flash-attn is not installed: {ATTENTION}={attention} (docs/gpu.md)", file=sys.stderr)
     OmegaConf.update(config, ATTENTION, attention, force_add=True)
+
+
+def store_definition(run: Settings, name: str) -> None:
+    """Write what defines a run, and its name, into each of its folders."""
+    content = {"run": name, "by": _BY, "definition": definition(run)}
+    for folder in _folders(run).values():
+        with suppress(OSError):  # the trainer's machine is another one, and says what cannot be written there
+            write_whole(folder / RUN_DEFINITION, json.dumps(content, indent=1))
 
 
 def _end_if_finished(run: Settings, folder: Path) -> None:

@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
 
 from benchmarks.setup import SHAPES
-from grail_advantage.rules import let_go
+from grail_advantage.locks import let_go
 from recipe import run_life, without_flash_attn
 from recipe.run_life import begin_run
 from recipe.without_flash_attn import ATTENTION, torch_varlen
