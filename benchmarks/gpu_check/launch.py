@@ -6,13 +6,11 @@ steps of GRAIL, killed after the first, and the same command again. On the CPU t
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -33,8 +31,6 @@ hydra.searchpath=[pkg://verl/trainer/config,pkg://grail_advantage/verl_ext/confi
 data.filter_overlong_prompts_workers=1 data.dataloader_num_workers=0
 """
 STAGES = "step gen old_log_prob token_weights_pass update_actor update_weights save_checkpoint testing"
-MARK = "GPU_CHECK_LAUNCH"
-"""Variable by which the processes of the runs are known."""
 WAIT = 10
 """Seconds between the kill and the second start."""
 
@@ -48,13 +44,8 @@ def run(outcome: Outcome, device: str = "cuda") -> None:
                 outcome.check(*json.loads(line))
     outcome.check("these checks come to their end", machine.returncode == 0, f"exit status {machine.returncode}")
 
-    # At the time limit, too: the runs are in sessions of their own.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
-    try:
-        rehearse(outcome, device, outcome.path.parent / "launch")
-    finally:
-        for process in living():
-            process.kill()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # of the time limit, so that the script ends, too
+    rehearse(outcome, device, outcome.path.parent / "launch")
 
 
 def rehearse(outcome: Outcome, device: str, folder: Path) -> None:
@@ -64,18 +55,19 @@ def rehearse(outcome: Outcome, device: str, folder: Path) -> None:
     problems = random_problems(320)
     write(folder / "demo", *load_shipped(), {"train": problems[:256], "validation": problems[256:]})
     metrics = folder / "run/metrics.jsonl"
-    detail = start(device, folder, kill_at=1)
+    detail, tree = start(device, folder, kill_at=1)
     first = steps(metrics)
     outcome.check("the script takes a step", 1 in first, detail)
     if 1 not in first:
         return
     time.sleep(WAIT)
-    names = sorted(process.name() for process in living())
-    detail = start(device, folder, kill_at=0)
+    processes = [process for process in psutil.process_iter(["name", "status"]) if process in tree]
+    left = [process.info["name"] for process in processes if process.info["status"] != psutil.STATUS_ZOMBIE]
+    detail, _ = start(device, folder, kill_at=0)
     second = steps(metrics)
     outcome.check("killed by SIGKILL, the same command resumes and ends", detail.startswith("exit status 0"), detail)
-    left = f"processes left {WAIT} s after the kill: {', '.join(names) or 'none'}"
-    outcome.check("each step is taken once", {**second, 1: first[1]} == second and max(second) == 2, left)
+    alive = f"processes left {WAIT} s after the kill: {', '.join(left) or 'none'}"
+    outcome.check("each step is taken once", {**second, 1: first[1]} == second and max(second) == 2, alive)
     rate = first[1]["grail/selected_rate"]
     outcome.check("GRAIL weighs tokens", rate > 0, f"in {rate:.0%} of the responses")
     table = {
@@ -85,23 +77,27 @@ def rehearse(outcome: Outcome, device: str, folder: Path) -> None:
     outcome.figures("Seconds by stage", table, "The step as a whole first.")
 
 
-def start(device: str, folder: Path, kill_at: int) -> str:
-    """Run the script until it ends, or until this step is logged; how it ended."""
+def start(device: str, folder: Path, kill_at: int) -> tuple[str, list[psutil.Process]]:
+    """Run the script until it ends, or until this step is logged; how it ended, and what ran when it was killed."""
     settings, overrides = SETTINGS.format(folder / "demo").split(), [f"run.folder='{folder}/run'"]
     if device == "cpu":
         settings += VARIABLES_ON_CPU.split()
         overrides += OVERRIDES_ON_CPU.split()
     command = ["env", *settings, f"PYTHON={sys.executable}", "bash", ROOT / "examples/run_one_gpu_grail.sh", *overrides]
-    began = time.monotonic()
     path = folder / ("killed.log" if kill_at else "resumed.log")
+    tree: list[psutil.Process] = []
+    began = time.monotonic()
     with path.open("w") as log:
-        options = {"stdout": log, "stderr": subprocess.STDOUT, "start_new_session": True}
-        process = subprocess.Popen(command, env={**os.environ, MARK: str(os.getpid())}, **options)
-    while process.poll() is None:
-        if kill_at in steps(folder / "run/metrics.jsonl") and kill_at:
-            process.kill()  # the driver: env, bash and Python are one process
-        time.sleep(1)
-    return f"exit status {process.returncode} after {time.monotonic() - began:.0f} s; {path}"
+        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+    try:
+        while process.poll() is None:
+            if kill_at in steps(folder / "run/metrics.jsonl") and kill_at:
+                tree = psutil.Process(process.pid).children(recursive=True)
+                process.kill()  # the driver: env, bash and Python are one process
+            time.sleep(1)
+    finally:
+        process.kill()
+    return f"exit status {process.returncode} after {time.monotonic() - began:.0f} s; {path}", tree
 
 
 def steps(metrics: Path) -> dict[int, dict]:
@@ -109,11 +105,3 @@ def steps(metrics: Path) -> dict[int, dict]:
     lines = metrics.read_text().splitlines(keepends=True) if metrics.is_file() else []
     entries = [json.loads(line) for line in lines if line.endswith("\n")]  # the last one may be half written
     return {entry["step"]: entry["data"] for entry in entries}
-
-
-def living() -> Iterator[psutil.Process]:
-    """The processes of the runs."""
-    for process in psutil.process_iter(["environ", "status"]):
-        own = (process.info["environ"] or {}).get(MARK) == str(os.getpid())
-        if own and process.info["status"] != psutil.STATUS_ZOMBIE:
-            yield process
