@@ -210,7 +210,10 @@ def _go_without_flash_attn(run: Settings, config: DictConfig) -> None:
         )
     attention = "torch_varlen" if run[PACKED] else "sdpa"
     print(f"flash-attn is not installed: {ATTENTION}={attention} (docs/gpu.md)", file=sys.stderr)
-    OmegaConf.update(config, ATTENTION, attention, force_add=True)
+    # The checkpoints' config.json, which other programs read, has what is in model_config alone.
+    given = OmegaConf.to_container(config.actor_rollout_ref.model).get("override_config") or {}
+    override = {"model_config": given, **given, "attn_implementation": attention}
+    OmegaConf.update(config, f"{MODEL}.override_config", override, force_add=True, merge=False)
 
 
 def store_definition(run: Settings, name: str) -> None:

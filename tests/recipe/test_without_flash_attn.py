@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from omegaconf import OmegaConf
+from omegaconf import DictConfig
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
+from verl.utils.config import omega_conf_to_dataclass
 
 from benchmarks.setup import SHAPES
 from grail_advantage.locks import let_go
@@ -18,6 +19,7 @@ from recipe import run_life, without_flash_attn
 from recipe.run_life import begin_run
 from recipe.without_flash_attn import ATTENTION, torch_varlen
 from tests.composed import compose, prepare
+from verl_cpu.tiny.shipped import load_shipped
 
 MODEL = "actor_rollout_ref.model"
 SDPA = f"+{MODEL}.override_config.attn_implementation=sdpa"
@@ -96,9 +98,9 @@ def test_what_the_kernels_do_not_have_is_refused(needed: dict[str, Any]) -> None
 
 @pytest.fixture
 def begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A run begins, in an environment with these packages: verl's module to import, and the model's attention."""
+    """A run begins, in an environment with these packages: its section of the model."""
 
-    def begin(installed: str, *overrides: str) -> tuple[Any, Any]:
+    def begin(installed: str, *overrides: str) -> DictConfig:
         spec = find_spec("json")
         monkeypatch.setattr(run_life, "find_spec", lambda name: spec if name in installed.split() else None)
         (data := tmp_path / "data.parquet").touch()
@@ -108,19 +110,37 @@ def begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
             begin_run(prepare(config), config)
         finally:
             let_go(Path(config.trainer.default_local_dir))
-        names = (f"{MODEL}.external_lib", f"{MODEL}.override_config.attn_implementation")
-        return tuple(OmegaConf.select(config, name) for name in names)
+        return config.actor_rollout_ref.model
 
     return begin
+
+
+def asked(model: DictConfig) -> tuple[Any, Any]:
+    """verl's module to import, and the model's attention."""
+    return model.external_lib, model.override_config.get("attn_implementation")
 
 
 def test_a_run_takes_torchs_kernels_unless_it_names_others(begun: Any) -> None:
     """sdpa for padded rows, which these kernels do not take. The user's own modules stay."""
     ours = "recipe.without_flash_attn"
-    assert begun("verl_cpu flash_attn", SLICES) == begun("torch_npu") == (None, None)
-    assert begun("verl_cpu") == ([ours], ATTENTION)
-    assert begun("verl_cpu", SDPA) == begun("verl_cpu", f"{MODEL}.use_remove_padding=False") == ([ours], "sdpa")
-    assert begun("verl_cpu", f"{MODEL}.external_lib=mine")[0] == ["mine", ours]
+    assert asked(begun("verl_cpu flash_attn", SLICES)) == asked(begun("torch_npu")) == (None, None)
+    assert asked(begun("verl_cpu")) == ([ours], ATTENTION)
+    assert (
+        asked(begun("verl_cpu", SDPA))
+        == asked(begun("verl_cpu", f"{MODEL}.use_remove_padding=False"))
+        == ([ours], "sdpa")
+    )
+    assert asked(begun("verl_cpu", f"{MODEL}.external_lib=mine"))[0] == ["mine", ours]
+
+
+def test_verls_model_has_the_attention_and_its_checkpoints_do_not_name_it(begun: Any, tmp_path: Path) -> None:
+    """Who reads a checkpoint's config.json need not know these kernels; the user's own options are in it."""
+    for part in load_shipped():
+        part.save_pretrained(tmp_path / "model")
+    dropout = f"+{MODEL}.override_config.attention_dropout=0.25"
+    config = omega_conf_to_dataclass(begun("verl_cpu", f"{MODEL}.path={tmp_path}/model", dropout)).hf_config
+    assert config._attn_implementation == ATTENTION
+    assert ATTENTION not in config.to_json_string() and config.attention_dropout == 0.25
 
 
 @pytest.mark.parametrize(
