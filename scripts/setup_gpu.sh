@@ -61,7 +61,7 @@ if [[ $# == 0 ]]; then
     install --editable .
     # For log-probabilities without flash-attn. As a distribution it needs more.
     echo "$PWD/packages/verl-cpu" >"$("$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/verl_cpu_of_clone.pth"
-    "$python" -c 'from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY as known; assert "grail" in known' ||
+    "$python" -c 'import verl; from grail_advantage.verl_ext.patches import entry_is_wrapped as there; assert there()' ||
         stop "the verl plugin of this project did not load"
 fi
 [[ $("$python" -c 'import torch; print(torch.cuda.is_available())') == True ]] ||
