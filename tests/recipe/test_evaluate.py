@@ -116,6 +116,126 @@ def test_samples_survive_a_kill(tmp_path: Path) -> None:
     pd.testing.assert_frame_equal(read_samples(path), A)
 
 
+ESCAPE = "\x1b]52;c;ZXZpbA==\x07\x1b[2J"
+"""Sets the clipboard of a terminal, and clears it."""
+
+
+def make_both(folder: Path, results: Any, scores: list[Any]) -> list[str]:
+    """Two finished evaluations, the second with these files, and the arguments that compare them."""
+    make_run(folder / "a", A)
+    make_run(folder / "b", B)
+    (folder / "b/results.json").write_text(results if isinstance(results, str) else json.dumps(results))
+    (folder / "b/scores.jsonl").write_text("\n".join(map(json.dumps, scores)) + "\n")
+    return ["--compare", str(folder / "a"), str(folder / "b")]
+
+
+RUN = {"model": "m", "sampling": SAMPLING, "grader": "reward"}
+SCORE = {
+    **A.iloc[0][["benchmark", "prompt", "gold"]].to_dict(),
+    "index": 0,
+    "sample": 0,
+    "tokens": 1,
+    "truncated": False,
+}
+SCORE |= {"right": True, "answered": True, "no_verdict": False, "answer": "10"}
+FOREIGN: list[tuple[Any, list[Any], str]] = [
+    *(("[]", [SCORE], ""), ("1", [SCORE], ""), ("", [SCORE], ""), ("{", [SCORE], ""), ("[" * 99999, [SCORE], "")),
+    *(
+        ({}, [SCORE], "run"),
+        ({"run": None}, [SCORE], "run"),
+        ({"run": {}}, [SCORE], "model"),
+        ({"run": [1]}, [SCORE], "run"),
+    ),
+    ({"run": RUN | {"model": 7}}, [SCORE], "model"),
+    ({"run": {"model": "m"}}, [SCORE], "sampling"),
+    ({"run": RUN | {"sampling": 3}}, [SCORE], "sampling"),
+    ({"run": RUN | {"sampling": {}}}, [SCORE], "samples"),
+    ({"run": RUN | {"sampling": SAMPLING | {"samples": "3"}}}, [SCORE], "samples"),
+    ({"run": RUN | {"sampling": SAMPLING | {"samples": 10**400}}}, [SCORE], "samples"),
+    ({"run": RUN | {"sampling": SAMPLING | {f"x{ESCAPE}": 1}}}, [SCORE], "x"),
+    ({"run": RUN | {"sampling": SAMPLING | {"temperature": ESCAPE}}}, [SCORE], "temperature"),
+    ({"run": RUN | {"grader": ESCAPE}}, [SCORE], "grader"),
+    *(({"run": RUN}, [], "scores.jsonl"), ({"run": RUN}, [[]], "line 1"), ({"run": RUN}, [SCORE, 1], "line 2")),
+    ({"run": RUN}, [SCORE, {}], "benchmark"),
+    ({"run": RUN}, [{name: value for name, value in SCORE.items() if name != "right"}], "right"),
+    ({"run": RUN}, [SCORE | {"right": "yes"}], "right"),
+    ({"run": RUN}, [SCORE | {"tokens": 10**400}], "tokens"),
+    ({"run": RUN}, [SCORE | {"tokens": -1}], "tokens"),
+    ({"run": RUN}, [SCORE | {"index": [0]}], "index"),
+    ({"run": RUN}, [SCORE | {"benchmark": ESCAPE}], "ground truths"),
+]
+
+
+@pytest.mark.parametrize(("results", "scores", "named"), FOREIGN)
+def test_files_of_others_are_refused_in_a_sentence(tmp_path: Path, results: Any, scores: list[Any], named: str) -> None:
+    with pytest.raises(SystemExit) as refused:
+        main(make_both(tmp_path, results, scores))
+    assert named in str(refused.value) and str(refused.value).isprintable()
+
+
+def test_names_of_others_are_shown_escaped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of the model, of a benchmark and of an option, on the terminal and in the page."""
+    run = RUN | {"model": f"m{ESCAPE}", f"option{ESCAPE}": f"value{ESCAPE}", "sampling": SAMPLING}
+    scores = [SCORE | {"benchmark": f"amc{ESCAPE}"}]
+    arguments = make_both(tmp_path, {"run": run}, scores)
+    for name in ("results.json", "scores.jsonl"):
+        shutil.copy(tmp_path / "b" / name, tmp_path / "a" / name)
+    main([*arguments, "--output-dir", str(tmp_path)])
+    for shown in (capsys.readouterr().out, (tmp_path / "comparison.md").read_text()):
+        assert "amc\N{SYMBOL FOR ESCAPE}]52" in shown and "\x1b" not in shown and "\x07" not in shown
+
+
+def test_scores_and_results_are_of_one_evaluation(tmp_path: Path) -> None:
+    """A kill between two files of another grading, and samples of another model that was begun in their place."""
+    results = make_run(tmp_path / "a", A)
+    make_run(tmp_path / "b", B)
+    compare = ["--compare", str(tmp_path / "a"), str(tmp_path / "b")]
+    main(compare)
+    path = tmp_path / "a/scores.jsonl"
+    path.write_text(path.read_text().replace("true", "false", 1))
+    with pytest.raises(SystemExit, match="another grading"):
+        main(compare)
+    main(["--regrade", str(tmp_path / "a")])
+    main(compare)
+    results["run"]["model_hash"] = "of this"
+    (tmp_path / "a/results.json").write_text(json.dumps(results))
+    for arguments in (compare, ["--regrade", str(tmp_path / "a")]):
+        with pytest.raises(SystemExit, match=r"generations\.jsonl has samples with another model"):
+            main(arguments)
+
+
+def test_samples_of_other_settings_are_not_continued(tmp_path: Path) -> None:
+    path = tmp_path / "generations.jsonl"
+    with open_samples(path, SAMPLING):
+        pass
+    for other, named in (
+        (SAMPLING | {"top_k": 0}, "top_k: 20 there, 0 here"),
+        (SAMPLING | {"engine": "x"}, "engine: None"),
+    ):
+        with pytest.raises(ValueError, match=named):
+            open_samples(path, other)
+    for begun in ("[]", "1", "{", '{"settings": 1}', "\x00"):
+        path.write_text(f"{begun}\n")
+        with pytest.raises(ValueError, match="does not begin with the settings"):
+            open_samples(path, SAMPLING)
+
+
+def test_what_is_no_sample_is_drawn_again(tmp_path: Path) -> None:
+    path, good = tmp_path / "generations.jsonl", json.loads(A.iloc[0].to_json())
+    odd = [
+        1,
+        [],
+        {},
+        None,
+        good | {"text": None},
+        good | {"tokens": "7"},
+        good | {"finish_reason": "abort"},
+        good | {"index": -1},
+    ]
+    path.write_text("\n".join(map(json.dumps, [*odd, good])))
+    pd.testing.assert_frame_equal(read_samples(path), A.head(1))
+
+
 def save(folder: Path, weights: dict[str, torch.Tensor] | None = None) -> Path:
     """A tiny model whose next token is far from uniform and sometimes the end, and its checkpoint as verl's."""
     tokenizer = build_tokenizer()
