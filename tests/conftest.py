@@ -25,6 +25,7 @@ for name in OTHERS.split():
     os.environ.pop(name, None)
 os.environ |= {"HOME": AWAY.name, "PWD": AWAY.name, "HF_HOME": f"{AWAY.name}/huggingface"}
 os.environ |= {"XDG_CACHE_HOME": f"{AWAY.name}/cache", "XDG_CONFIG_HOME": f"{AWAY.name}/config"}
+os.environ["HYPOTHESIS_STORAGE_DIRECTORY"] = f"{AWAY.name}/hypothesis"
 
 import torch  # noqa: E402
 

@@ -15,7 +15,8 @@ import pandas as pd
 import pytest
 import torch
 from datasets import Dataset
-from peft import LoraConfig, get_peft_model
+from huggingface_hub.utils import filter_repo_objects
+from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from recipe.data.specs import user_messages
@@ -253,17 +254,105 @@ def save(folder: Path, weights: dict[str, torch.Tensor] | None = None) -> Path:
     return actor.parent
 
 
+def logits(model: Path | torch.nn.Module) -> torch.Tensor:
+    if isinstance(model, Path):
+        model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    return model(torch.arange(9)[None]).logits.detach()
+
+
+def adapter(folder: Path) -> PeftModel:
+    """A model with an adapter that moves it far."""
+    config = LoraConfig(r=2, lora_alpha=8, target_modules=["q_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
+    return get_peft_model(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), config)
+
+
 @pytest.mark.slow
 def test_lora_is_merged_into_the_weights(tmp_path: Path) -> None:
-    """verl's merger leaves the base's weights beside the adapter."""
+    """verl's merger leaves the base's weights beside the adapter, and gives it the scale 0 where none is said."""
     save(tmp_path / "base")
-    config = LoraConfig(r=2, lora_alpha=8, target_modules=["q_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
-    base, ids = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32), torch.arange(9)[None]
-    plain, adapted = base(ids).logits, get_peft_model(base, config)
+    plain, adapted = logits(tmp_path / "base"), adapter(tmp_path / "base")
     step = save(tmp_path / "lora", adapted.state_dict())
-    (step / "actor/lora_train_meta.json").write_text('{"r": 2, "lora_alpha": 8, "task_type": "CAUSAL_LM"}')
-    merged = AutoModelForCausalLM.from_pretrained(resolve_model(str(step))[0], dtype=torch.float32)
-    assert (merged(ids).logits - adapted(ids).logits).norm() < 0.05 * (plain - adapted(ids).logits).norm()
+    meta = step / "actor/lora_train_meta.json"
+    for text in (None, '{"r": 2, "lora_alpha": 0}', '{"r": 2, "lora_alpha": "x"}'):
+        if text is not None:
+            meta.write_text(text)
+        with pytest.raises(ValueError, match="lora_alpha"):
+            resolve_model(str(step))
+    meta.write_text('{"r": 2, "lora_alpha": 8, "task_type": "CAUSAL_LM"}')
+    merged, trained = logits(resolve_model(str(step))[0]), logits(adapted)
+    assert (merged - trained).norm() < 0.05 * (plain - trained).norm()
+
+
+@pytest.mark.slow
+def test_a_checkpoint_is_merged_again_where_it_changed(tmp_path: Path) -> None:
+    """As by a run that began anew in its folder; and once where it did not."""
+    step = save(tmp_path / "model")
+    first, first_hash = resolve_model(str(step))
+    made = first.stat().st_mtime_ns
+    assert resolve_model(str(step)) == (first, first_hash) and first.stat().st_mtime_ns == made
+    path = step / "actor/model_world_size_1_rank_0.pt"
+    weights = torch.load(path)
+    weights["lm_head.weight"] *= 2
+    torch.save(weights, path)
+    before, (second, second_hash) = logits(first), resolve_model(str(step))
+    assert second_hash != first_hash and torch.allclose(logits(second), 2 * before, rtol=0.05, atol=0.5)
+
+
+def test_half_checkpoints_and_adapters_are_no_models(tmp_path: Path) -> None:
+    """A part that a kill or a copy left out is named, and an adapter with what to do, before anything is merged or sampled."""
+    step = save(whole := tmp_path / "whole")
+    (step / "actor/fsdp_config.json").write_text('{"FSDP_version": 2, "world_size": 2}')
+    with pytest.raises(ValueError, match=r"lacks model_world_size_2_rank_0\.pt"):
+        resolve_model(str(step))
+    for name in ("huggingface/config.json", "fsdp_config.json"):
+        (step / "actor" / name).unlink()
+        with pytest.raises(ValueError, match=f"lacks {name}"):
+            resolve_model(str(step))
+    model = AutoModelForCausalLM.from_pretrained(whole)
+    model.save_pretrained(sharded := tmp_path / "sharded", max_shard_size="300KB")
+    parts = sorted(sharded.glob("model-*.safetensors"))
+    assert len(parts) > 1 and resolve_model(str(sharded))[0] == sharded
+    parts[1].rename(tmp_path / "elsewhere")
+    with pytest.raises(ValueError, match=f"lacks {parts[1].name}"):
+        resolve_model(str(sharded))
+    (sharded / "model.safetensors.index.json").unlink()
+    with pytest.raises(ValueError, match=r"lacks model\.safetensors\.index\.json"):
+        resolve_model(str(sharded))
+    adapter(whole).save_pretrained(tmp_path / "adapter")
+    with pytest.raises(ValueError, match=r"is an adapter.*merge_and_unload"):
+        resolve_model(str(tmp_path / "adapter"))
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match="neither"):
+        resolve_model(str(tmp_path / "empty"))
+
+
+def test_a_models_hash_is_that_of_all_that_decides_its_samples(tmp_path: Path) -> None:
+    save(tmp_path)
+    hashes = [resolve_model(str(tmp_path))[1]]
+    for name in ("generation_config.json", "config.json", "tokenizer.json", "model.safetensors"):
+        content = (tmp_path / name).read_bytes()
+        (tmp_path / name).write_bytes(content.replace(b"1", b"2", 1))
+        hashes.append(resolve_model(str(tmp_path))[1])
+        (tmp_path / name).write_bytes(content)
+    assert len(set(hashes)) == 5 and resolve_model(str(tmp_path))[1] == hashes[0]
+
+
+@pytest.mark.parametrize(
+    "kinds", [("model.safetensors",), ("pytorch_model.bin",), ("model.safetensors", "pytorch_model.bin")]
+)
+def test_of_a_model_on_the_hub_one_kind_of_weights_is_fetched(
+    kinds: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With huggingface_hub's own choice of files by patterns."""
+
+    def download(name: str, **patterns: Any) -> str:
+        for file in filter_repo_objects(["config.json", "README.md", "model.onnx", *kinds], **patterns):
+            (tmp_path / file).touch()
+        return str(tmp_path)
+
+    monkeypatch.setattr("recipe.evaluate.sampling.snapshot_download", download)
+    resolve_model("org/name")
+    assert {file.name for file in tmp_path.iterdir()} == {"config.json", kinds[0]}
 
 
 @pytest.mark.nightly
