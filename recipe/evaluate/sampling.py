@@ -110,7 +110,9 @@ def read_samples(path: Path) -> pd.DataFrame:
         with suppress(ValueError):
             checked(Sample, record)
             samples.append(record)
-    return pd.DataFrame(samples, columns=None if samples else list(Sample.model_fields)).drop_duplicates(KEY, ignore_index=True)
+    return pd.DataFrame(samples, columns=None if samples else list(Sample.model_fields)).drop_duplicates(
+        KEY, ignore_index=True
+    )
 
 
 def read_settings(path: Path) -> dict[str, Any] | None:
