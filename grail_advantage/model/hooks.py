@@ -101,8 +101,14 @@ def evaluation_mode(model: nn.Module, *, checkpoint_blocks: bool = False) -> Ite
     memory in another way: they are checkpointed whatever is configured."""
     from transformers.modeling_layers import GradientCheckpointingLayer
 
-    from grail_advantage.model.patches import checkpointing_in_evaluation, resharding
+    from grail_advantage.model.patches import (
+        checkpointing_in_evaluation,
+        refuse_waiting_hooks,
+        release_waiting_hooks,
+        resharding,
+    )
 
+    refuse_waiting_hooks(model)
     modes = [(module, module.training) for module in model.modules()]
     blocks = [module for module, _ in modes if isinstance(module, GradientCheckpointingLayer)]
     blocks = [block for block in blocks if checkpoint_blocks or block.gradient_checkpointing]
@@ -111,6 +117,7 @@ def evaluation_mode(model: nn.Module, *, checkpoint_blocks: bool = False) -> Ite
         with checkpointing_in_evaluation(blocks), resharding(model), torch.inference_mode(False), torch.enable_grad():
             yield
     finally:
+        release_waiting_hooks(model)
         for module, training in modes:
             module.training = training
 

@@ -23,6 +23,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from grail_advantage.data import ENTROPY, OLD_LOG_PROBS, Row, RowScores
 from grail_advantage.model import hooks
 from grail_advantage.model.interface import Forward, Range, RankRounds, T, places_of, sequence_forward
+from grail_advantage.model.patches import release_waiting_hooks
 from grail_advantage.model.probe import Finding, probe, probe_rows, reads_its_logits, whole_row
 
 if TYPE_CHECKING:
@@ -182,6 +183,7 @@ class HuggingFaceModel:
 
     def forward(self, tokens_BS: torch.Tensor) -> Any:
         """The model's output for rows of tokens, padding on the right included."""
+        release_waiting_hooks(self.model)  # of the forward before
         return self.model(input_ids=tokens_BS, attention_mask=torch.ones_like(tokens_BS), use_cache=False)
 
     def _log_probs(self, some: Sequence[torch.Tensor]) -> list[torch.Tensor]:

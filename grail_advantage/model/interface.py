@@ -116,6 +116,8 @@ def sequence_forward(
 ) -> Iterator[Forward]:
     """:meth:`Model.sequences` of a Hugging Face model in evaluation mode. Sharded parameters are gathered in every forward,
     ``around`` each of them, so a rank that is through runs forwards of one token until all are."""
+    from grail_advantage.model.patches import release_waiting_hooks  # not above: naming the methods would import it
+
     goes_on = not any(getattr(module, "_is_stateful", False) for module in model.modules())  # from keys and values
 
     def forward(
@@ -127,6 +129,7 @@ def sequence_forward(
         named: dict[str, Any] = {"past_key_values": cache} if cache is not None else {}
         cached = cache.get_seq_length() if cache is not None else 0
         named["attention_mask"] = tokens_NS.new_ones(len(tokens_NS), cached + tokens_NS.shape[1])
+        release_waiting_hooks(model)  # of the forward before
         with at_head(model, lambda hidden_BSD: hidden_BSD[:, kept_K]), around():
             output = model(input_ids=tokens_NS, use_cache=goes_on, **named)
         return output.logits, output.get("past_key_values")

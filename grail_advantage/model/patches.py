@@ -84,3 +84,34 @@ def _reshard_after_inputs(unit: nn.Module, args: tuple, kwargs: dict) -> None:
     inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
     if inputs:
         register_multi_grad_hook(inputs, partial(_post_backward_reshard_only_hook, unit, unit._handle))
+
+
+_WAITING = (
+    "_peft_gradient_checkpointing_forward_hooks"  # of a block: handles that PEFT takes off in the block's backward
+)
+
+
+def refuse_waiting_hooks(model: nn.Module) -> None:
+    """ValueError for a model with a forward whose backward is to come, which a pass would take the hooks from."""
+    if any(vars(module).get(_WAITING) for module in model.modules()):
+        raise ValueError(
+            "the model's last forward still waits for its backward (PEFT's activated LoRA with gradient checkpointing); "
+            "run that first, or switch gradient checkpointing off"
+        )
+
+
+def release_waiting_hooks(model: nn.Module) -> None:
+    """Take off the hooks that a forward of PEFT's activated LoRA has left on the model.
+
+    It puts hooks on each checkpointed block, which only the backward of the block takes off, and refuses a forward while
+    there are any (``LoraModel._enable_peft_forward_hooks``, tuners/lora/model.py:607 of PEFT 0.21). A forward without
+    gradients has no backward, and that of a pass ends at an activation. Those of a forward that raises stay on the layers.
+    Can go when ``test_an_activated_adapter_is_as_before`` passes without it."""
+    for module in model.modules():
+        waiting = vars(module).get(_WAITING, [])
+        while waiting:
+            waiting.pop().remove()
+        for key, hook in list(module._forward_pre_hooks.items()):
+            if getattr(getattr(hook, "func", None), "__module__", "").startswith("peft."):
+                del module._forward_pre_hooks[key]
+                module._forward_pre_hooks_with_kwargs.pop(key, None)

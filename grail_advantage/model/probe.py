@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from grail_advantage.answers.span import AnswerSpan
 from grail_advantage.data import Row
+from grail_advantage.model.patches import release_waiting_hooks
 
 Run = Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]
 """Runs rows of tokens, int64 (S,), as one micro-batch: for each the log-probabilities (S - 1,) of those after the first."""
@@ -86,6 +87,7 @@ def _without_a_trace(model: nn.Module) -> Iterator[None]:
         with torch.random.fork_rng(), torch.no_grad():
             yield
     finally:
+        release_waiting_hooks(model)
         for module, name, values, before in kept:
             module._buffers[name] = values.copy_(before)
 

@@ -6,6 +6,7 @@ change nothing, the batch's figures are finite, and no number makes a weight tha
 
 from __future__ import annotations
 
+import itertools
 import math
 import pickle
 import subprocess
@@ -198,11 +199,14 @@ def test_a_row_with_a_number_that_is_not_finite_weighs_one_and_no_other_notices(
 
 @weighing
 def test_an_advantage_that_is_not_finite_or_too_large_counts_as_none(name: str) -> None:
+    """In any precision; 1e19 is an infinity in half of it."""
     r, of_pass = case()
+    kinds = itertools.product((0.0, *NOT_FINITE, 1e19), (torch.float32, torch.float16, torch.bfloat16, torch.float64))
     found = [
-        run(name, (replace(r, advantages=torch.tensor([value, *ADVANTAGES[1:]])), of_pass))
-        for value in (0.0, *NOT_FINITE, 1e19)
+        run(name, (replace(r, advantages=torch.tensor([value, *ADVANTAGES[1:]], dtype=dtype)), of_pass))
+        for value, dtype in kinds
     ]
+    found = [found[0], *found[4:]]
     expected = found[0]
     for w in found[1:]:
         assert torch.equal(w.weights, expected.weights) and torch.equal(w.advantages, expected.advantages)

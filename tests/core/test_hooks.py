@@ -12,12 +12,13 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from grail_advantage import Grail, Method, Oar
 from grail_advantage.model import hooks
-from tests.core.tiny_models import ROLLOUTS, compute, make_batch, tiny_model
+from tests.core.tiny_models import ROLLOUTS, compute, encode, make_batch, tiny_model
 
 
 def hooks_of(model: nn.Module) -> dict[tuple[str, str], list[Any]]:
@@ -172,3 +173,57 @@ def test_nothing_is_left(what: str, start: str, context: Callable[[], Any]) -> N
                     compute(model, BATCH, METHODS[name], tokens=1 if "second" in what else 4096)
             after = state_of(model)
         assert [part for part in before if after[part] != before[part]] == [], name
+
+
+def with_activated_adapter(*, checkpointing: bool) -> Any:
+    """In training, after two steps. The adapter works from the question mark in a row on."""
+    torch.manual_seed(0)
+    options = {
+        "target_modules": ["q_proj", "v_proj"],
+        "alora_invocation_tokens": encode("?"),
+        "init_lora_weights": False,
+    }
+    model = get_peft_model(tiny_model(), LoraConfig(task_type="CAUSAL_LM", r=2, **options)).train()
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.enable_input_require_grads()
+    training_step(model)
+    training_step(model)
+    return model
+
+
+def training_step(model: Any) -> list[list[float]]:
+    """Gradients of the adapter."""
+    model.zero_grad()
+    logits = model(input_ids=BATCH.input_ids, attention_mask=BATCH.attention_mask).logits
+    logits.log_softmax(-1).mean().backward()
+    return [values.grad.tolist() for values in model.parameters() if values.grad is not None]
+
+
+@pytest.mark.parametrize("call", [0, 1, 4, 7])
+@pytest.mark.parametrize("name", METHODS)
+def test_an_activated_adapter_is_as_before(name: str, call: int) -> None:
+    """PEFT puts hooks on checkpointed blocks in a forward, and takes them off in its backward. So a pass leaves none, also
+    where a forward breaks in a block, and training goes on as without it."""
+    plain, model = with_activated_adapter(checkpointing=False), with_activated_adapter(checkpointing=True)
+    expected, before = compute(plain, BATCH, METHODS[name]).weights, hooks_of(model)
+    if call:
+        calls = itertools.count(1)
+        block = model.base_model.model.model.layers[1].mlp
+        handle = block.register_forward_pre_hook(lambda *_: fail() if next(calls) == call else None)
+        with pytest.raises(RuntimeError, match="broken on purpose"):
+            compute(model, BATCH, METHODS[name])
+        handle.remove()
+        assert hooks_of(model) == before
+    torch.testing.assert_close(compute(model, BATCH, METHODS[name]).weights, expected)
+    assert hooks_of(model) == before
+    assert training_step(model) == training_step(plain)
+
+
+def test_no_pass_takes_the_hooks_of_a_forward_that_waits_for_its_backward() -> None:
+    model = with_activated_adapter(checkpointing=True)
+    loss = model(input_ids=BATCH.input_ids).logits.mean()
+    with pytest.raises(ValueError, match="backward"):
+        compute(model, BATCH, METHODS["embeddings"])
+    loss.backward()
+    assert not compute(model, BATCH, METHODS["embeddings"]).failed.any()
