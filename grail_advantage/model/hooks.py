@@ -105,6 +105,7 @@ def evaluation_mode(model: nn.Module, *, checkpoint_blocks: bool = False) -> Ite
         checkpointing_in_evaluation,
         refuse_waiting_hooks,
         release_waiting_hooks,
+        reset_sharding,
         resharding,
     )
 
@@ -116,6 +117,9 @@ def evaluation_mode(model: nn.Module, *, checkpoint_blocks: bool = False) -> Ite
         model.eval()
         with checkpointing_in_evaluation(blocks), resharding(model), torch.inference_mode(False), torch.enable_grad():
             yield
+    except BaseException:
+        reset_sharding(model)
+        raise
     finally:
         release_waiting_hooks(model)
         for module, training in modes:

@@ -4,7 +4,7 @@ names the line that it answers, as of torch 2.13.0 and transformers 5.10.4, and 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -86,9 +86,34 @@ def _reshard_after_inputs(unit: nn.Module, args: tuple, kwargs: dict) -> None:
         register_multi_grad_hook(inputs, partial(_post_backward_reshard_only_hook, unit, unit._handle))
 
 
-_WAITING = (
-    "_peft_gradient_checkpointing_forward_hooks"  # of a block: handles that PEFT takes off in the block's backward
-)
+def reset_sharding(model: nn.Module) -> None:
+    """Put FSDP's units back after a forward or a backward that raised: parameters that were gathered for it would stay so,
+    and the next forward would take them for its own.
+
+    FSDP2 has a function for its root since torch 2.13 (``FSDPModule.reset_iter_state``), and before one for each module
+    that leaves the states of the iteration; FSDP1 has none (``HandleTrainingState``, fsdp/_runtime_utils.py:330). Can go
+    with FSDP1 and torch before 2.13, but for that call."""
+    if not torch.distributed.is_available():
+        return
+    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+    from torch.distributed.fsdp._common_utils import HandleTrainingState, TrainingState
+    from torch.distributed.fsdp._runtime_utils import _reshard
+
+    for module in model.modules():
+        if isinstance(module, FSDPModule) and hasattr(module, "reset_iter_state"):
+            with suppress(RuntimeError):  # of a module that is no root
+                module.reset_iter_state()
+        elif isinstance(module, FSDPModule):
+            module.reshard()
+        elif isinstance(module, FullyShardedDataParallel) and module._handle is not None:
+            module.training_state = TrainingState.IDLE
+            module._handle._training_state = HandleTrainingState.IDLE
+            if module._handle.uses_sharded_strategy and not module._handle.is_sharded(module._handle.flat_param):
+                _reshard(module, module._handle, True)
+
+
+# Of a block: handles that PEFT takes off in the block's backward.
+_WAITING = "_peft_gradient_checkpointing_forward_hooks"
 
 
 def refuse_waiting_hooks(model: nn.Module) -> None:

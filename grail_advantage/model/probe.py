@@ -7,11 +7,13 @@ Shape suffixes: S tokens of a row."""
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
@@ -26,6 +28,8 @@ Run = Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]
 """Runs rows of tokens, int64 (S,), as one micro-batch: for each the log-probabilities (S - 1,) of those after the first."""
 LIMIT, HALF_LIMIT = 2e-4, 0.1  # most that rounding makes, in single and half precision: docs/evidence.md
 SHORT, MOST_ROWS = 12, 4  # tokens of a short row, and the most rows of a probe
+DRAWS = 16  # more forwards of a model that draws random numbers: what it draws need not matter each time
+DROPOUT = "the model has dropout"
 
 
 @dataclass(frozen=True)
@@ -42,31 +46,53 @@ class Finding:
         return self.difference <= self.limit  # NaN is not
 
     def __str__(self) -> str:
+        if self.where == DROPOUT:
+            return f"{DROPOUT}, which draws at random"
         size = f"{self.difference:.2g} of their spread (by rounding: {self.limit:g} at most)"
         return f"log-probabilities {self.where} differ by {size}"
 
 
 def probe(model: nn.Module, run: Run, rows: Sequence[torch.Tensor]) -> Finding:
-    """Compare the rows of a micro-batch with the same rows alone: six forwards without gradients. Random numbers that
-    they draw are not missed afterwards. In a run of several ranks that share forwards it is a collective.
-    ``rows``: from :func:`probe_rows`."""
+    """Compare the rows of a micro-batch with the same rows alone: seven forwards without gradients, and ``DRAWS`` more where
+    one draws random numbers. These are not missed afterwards. In a run of several ranks that share forwards it is a
+    collective. ``rows``: from :func:`probe_rows`."""
     first, longest, last = rows[0], rows[1], rows[-1]
     with _without_a_trace(model):
         limit = limit_of(lambda: run([first]))
         # The short ones first: transformers' dynamic rotary embedding keeps the frequencies of an earlier long row.
-        first_alone, last_alone = (run([row])[0] for row in (first, last))
-        together, longest_alone, again = run(rows), run([longest])[0], run([first])[0]
-    found = {
-        "alone and alone again, by what the forward draws at random,": difference(again, first_alone),
+        first_alone = run([first])[0]
+        last_alone = run([last])[0]
+        together = run(rows)
+        before = _random_states(model)
+        longest_alone = run([longest])[0]
+        repeats = DRAWS if _random_states(model) != before else 1
+        longest_again = [run([longest])[0] for _ in range(repeats)]
+        first_again = run([first])[0]
+    alone = [difference(first_again, first_alone), *(difference(again, longest_alone) for again in longest_again)]
+    differences = {
+        "alone and alone again, by what the forward draws at random,": next(
+            (d for d in alone if not d <= limit), max(alone)
+        ),
         "beside other responses and alone": difference(together[0], first_alone),
         "beside shorter responses and alone": difference(together[1], longest_alone),
         "behind other responses and alone": difference(together[-1], last_alone),
     }
     # An adapter begins as zero, and its dropout changes nothing yet.
     if any(isinstance(module, _DropoutNd) and module.training and module.p > 0 for module in model.modules()):
-        found["with dropout"] = torch.inf
-    where = next((name for name in found if not found[name] <= limit), max(found, key=lambda name: found[name]))
-    return Finding(found[where], limit, where)
+        differences[DROPOUT] = torch.inf
+    exceeding = [name for name, size in differences.items() if not size <= limit]
+    where = exceeding[0] if exceeding else max(differences, key=lambda name: differences[name])
+    return Finding(differences[where], limit, where)
+
+
+def _random_states(model: nn.Module) -> list[Any]:
+    """States of the generators from which a forward of the model may draw."""
+    states = [repr(random.getstate()), repr(np.random.get_state()), torch.get_rng_state().tolist()]
+    for device in {values.device for values in model.parameters()}:
+        get_state = getattr(getattr(torch, device.type, None), "get_rng_state", None)
+        if get_state is not None and device.type != "cpu":
+            states.append(get_state(device).tolist())
+    return states
 
 
 def reads_its_logits(model: nn.Module, own: Callable[[], torch.Tensor], read: Callable[[], torch.Tensor]) -> bool:

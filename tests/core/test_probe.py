@@ -15,8 +15,8 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
-from grail_advantage.model.probe import HALF_LIMIT, LIMIT, MOST_ROWS, Finding, limit_of, probe, probe_rows
-from tests.core.tiny_models import FAMILIES
+from grail_advantage.model.probe import HALF_LIMIT, LIMIT, MOST_ROWS, Finding, difference, limit_of, probe, probe_rows
+from tests.core.tiny_models import FAMILIES, Family
 
 PAD, LONGEST = 99, 40
 SAME = 1e-3
@@ -199,3 +199,61 @@ def test_a_micro_batch_is_as_full_as_a_run_may_make_it() -> None:
     ]:
         rows = probe_rows(torch.tensor([7, 9, 7]), longest=longest, **sizes)
         assert [len(row) for row in rows] == expected and set(torch.cat(rows).tolist()) == {7, 9}
+
+
+def mixing(lay: Logits, amount: float) -> Logits:
+    """Moves each response's logits towards the mean of those beside it, where these go so far."""
+
+    def mixed(model: PreTrainedModel, rows: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        own = lay(model, rows)
+        length = min(map(len, rows))
+        mean_SV = torch.stack([logits_SV[:length] for logits_SV in own]).mean(dim=0)
+        for logits_SV in own:
+            logits_SV[:length] += amount * (mean_SV - logits_SV[:length])
+        return own
+
+    return mixed
+
+
+@pytest.mark.parametrize("amount", [0.0, 0.02, 0.1, 0.5, 1.0])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_half_precision_tells_what_mixes_responses_from_rounding(dtype: torch.dtype, amount: float) -> None:
+    """By a known amount, in float64: less than the limit is taken for rounding, more is not, and its size is right."""
+    lay, _ = WAYS["a pass"]
+    rows = probe_rows(torch.arange(PAD - 1), longest=LONGEST, rows=4)
+    mixed = mixing(lay, amount)
+    with torch.no_grad():
+        exact = FAMILIES["qwen3"].build().double().eval()
+        alone, together = (
+            [log_probs_in(exact, mixed, row) for row in rows],
+            list(map(log_probs, mixed(exact, rows), rows)),
+        )
+    sizes = [difference(beside, by_itself) for beside, by_itself in zip(together, alone, strict=True)]
+    model = FAMILIES["qwen3"].build().to(dtype).eval()
+    found = probe(model, lambda some: list(map(log_probs, mixed(model, some), some)), rows)
+    limit = LIMIT if dtype == torch.float32 else HALF_LIMIT
+    assert found.limit == limit
+    assert found.holds == (max(sizes[0], sizes[1], sizes[-1]) <= limit)
+    assert min(abs(found.difference - size) for size in sizes) <= (1e-4 if dtype == torch.float32 else 0.03)
+
+
+def log_probs_in(model: PreTrainedModel, lay: Logits, tokens_S: torch.Tensor) -> torch.Tensor:
+    return log_probs(lay(model, [tokens_S])[0], tokens_S)
+
+
+def test_a_draw_that_seldom_matters_is_found() -> None:
+    """A router of PhiMoE draws in training, and what it draws changes a short response in some forwards alone."""
+    model = Family("phimoe").build().train()
+    lay, _ = WAYS["padded"]
+    rows = probe_rows(torch.arange(PAD - 1), longest=LONGEST, rows=2)
+    for seed in range(8):
+        torch.manual_seed(seed)
+        found = probe(model, lambda some: list(map(log_probs, lay(model, some), some)), rows)
+        assert not found.holds, (seed, found)
+
+
+def test_dropout_is_named() -> None:
+    """Not by a number that nothing measured."""
+    model = FAMILIES["qwen3"].build()
+    model = get_peft_model(model, LoraConfig(lora_dropout=0.1, **LORA)).train()
+    assert "dropout" in str(finding(model, "padded")) and "inf" not in str(finding(model, "padded"))

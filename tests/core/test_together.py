@@ -13,7 +13,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from torch import nn
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from transformers import PreTrainedModel
 
@@ -22,6 +22,7 @@ from grail_advantage.method import build
 from grail_advantage.model import hugging_face
 from grail_advantage.model.interface import RankRounds
 from tests.core.common import some, watch_inputs
+from tests.core.test_hooks import hooks_of
 from tests.core.test_rlsd import SHORT, example, tiny_tokenizer
 from tests.core.tiny_models import FAMILIES, ROLLOUTS, Rollout, compute, make_batch, tiny_model
 
@@ -127,6 +128,45 @@ SHARDED = ("grail", "grail, middle", "oar_g", "oar_p", "surprisal")
 RANKS = 3  # do not divide the model's 16 dimensions
 
 
+def left_by_a_break(model: Any, where: str, **given: Any) -> list[str]:
+    """What a pass that raises leaves of a sharded model: hooks, and units that are not as before a forward."""
+
+    def broken(*_: Any) -> None:
+        raise RuntimeError("broken on purpose")
+
+    def in_backward(_module: nn.Module, _args: tuple, output: torch.Tensor) -> None:
+        if output.requires_grad:
+            output.register_hook(broken)
+
+    before = hooks_of(model)
+    block = next(module for name, module in model.named_modules() if "layers.2" in name and name.endswith("mlp"))
+    handle = block.register_forward_hook(broken if where == "forward" else in_backward)
+    try:
+        weigh(model, **given)
+        left = []  # of a pass without gradients no backward breaks
+    except RuntimeError as error:
+        assert "broken on purpose" in str(error)
+        left = [f"{name}: {state}" for name, state in states_of(model) if state not in AT_REST]
+    handle.remove()
+    return left + ["hooks"] * (hooks_of(model) != before)
+
+
+AT_REST = {("SHARDED", "IDLE")}
+
+
+def states_of(model: Any) -> list[tuple[str, tuple[str, str]]]:
+    """Of each unit of FSDP whether its parameters are sharded, and in what it is."""
+    states = []
+    for name, unit in model.named_modules():
+        if isinstance(unit, FSDPModule):
+            for group in unit._get_fsdp_state()._fsdp_param_groups:
+                states.append((name, (group._sharded_state.name, group._training_state.name)))
+        elif isinstance(unit, FullyShardedDataParallel):
+            is_sharded = unit._handle.is_sharded(unit._handle.flat_param)
+            states.append((name, ("SHARDED" if is_sharded else "UNSHARDED", unit._handle._training_state.name)))
+    return states
+
+
 def run_rank(rank: int, folder: str) -> None:
     """The tiny model, its blocks sharded over all ranks; a rank without a counterpart for its collectives fails in time."""
     torch.set_num_threads(1)
@@ -139,8 +179,13 @@ def run_rank(rank: int, folder: str) -> None:
     flat = FullyShardedDataParallel(whole, auto_wrap_policy=blocks, device_id=torch.device("cpu"))
     for model, share, name in itertools.product((fully_shard(by_block), flat), SHARES, SHARDED):
         rollouts = [ROLLOUTS[row] for row in SHARES[share][rank]]
-        got = weigh(model, rollouts, METHODS[name], process_group=torch.distributed.group.WORLD)
+        given = {"rollouts": rollouts, "method": METHODS[name], "process_group": torch.distributed.group.WORLD}
+        got = weigh(model, **given)
         results[type(model).__name__, share, name] = got.scores, got.weights
+        if share == "three, one, two":
+            left = [left_by_a_break(model, where, **given) for where in ("forward", "backward")]
+            torch.testing.assert_close(weigh(model, **given).weights, got.weights)
+            results[type(model).__name__, share, name] += (left,)
     torch.save(results, f"{folder}/{rank}.pt")
     torch.distributed.destroy_process_group()
 
@@ -151,7 +196,8 @@ def test_weights_of_a_sharded_model_are_those_of_the_whole_model(tmp_path: Path)
     for rank in range(RANKS):
         results = torch.load(tmp_path / f"{rank}.pt")
         assert len(results) == 2 * len(SHARES) * len(SHARDED)
-        for (how, share, name), (scores, weights) in results.items():
+        for (how, share, name), (scores, weights, *left) in results.items():
+            assert left in ([[[], []]], []), (how, share, name)
             expected = weigh(tiny_model(), [ROLLOUTS[row] for row in SHARES[share][rank]], METHODS[name])
             # The gradient of a divergence so small keeps one or two digits of float32's seven; of these no weight can be asked.
             rtol = 5e-2 if name == "oar_g" else 1e-3
