@@ -65,13 +65,16 @@ class Rlsd(Method):
 
     @classmethod
     def completed(cls, given: dict[str, Any]) -> dict[str, Any]:
-        return given | ({"gate": "wrong"} if given.get("negative_only") is True else {})
+        sets_gate = given.get("negative_only") is True and given.get("gate", "all") == "all"
+        return {**given, "gate": "wrong"} if sets_gate else given
 
     @property
     def data_columns(self) -> tuple[str, ...]:  # type: ignore[override]
         return (self.privileged_column.split(".")[0],)
 
     def check(self) -> None:
+        if self.negative_only and self.gate != "wrong":
+            raise ValueError(f"{self.section}.gate={self.gate!r} contradicts negative_only=true; leave out one of them")
         if self.request.count(PLACE) != 1:
             raise ValueError(f"{self.section}.request={self.request!r} must hold {PLACE} exactly once")
 

@@ -33,7 +33,7 @@ from grail_advantage.dump import read_dump, write_whole
 from grail_advantage.locks import hold
 from grail_advantage.verl_ext.patches import STARTS, entry_is_wrapped
 from grail_advantage.verl_ext.settings import DUMP_FOLDER, Settings
-from recipe.rules import check_rules, check_trl
+from recipe.rules import check_settings, check_trl
 
 RUN_DEFINITION = "run_definition.json"
 FOLDER, MODE, RUNTIME = "trainer.default_local_dir", "trainer.resume_mode", "ray_kwargs.ray_init.runtime_env"
@@ -114,7 +114,7 @@ def check_run(run: Settings) -> None:
         ValueError: naming the options, with the values there and here, and the remedy.
     """
     check_trl()
-    check_rules(run)
+    check_settings(run)
     for option, folder in _folders(run).items():
         has_files = read_dump(folder).files if option == DUMP_FOLDER else any(folder.glob("global_step_*"))
         if has_files and os.environ.get("FRESH") != "1" and (lines := _differing(run, _stored(folder))):
