@@ -3,6 +3,7 @@ here. The first override of an example is of the option that the message names. 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,7 +15,7 @@ from grail_advantage.model.probe import Finding
 from grail_advantage.rules import Rule
 from grail_advantage.verl_ext import rules
 from grail_advantage.verl_ext.entry import check_config
-from grail_advantage.verl_ext.rules import why_not_skip
+from grail_advantage.verl_ext.rules import why_not_reuse, why_not_skip
 from grail_advantage.verl_ext.settings import (
     ACTOR,
     BASE,
@@ -28,6 +29,7 @@ from grail_advantage.verl_ext.settings import (
     MINI_BATCH,
     MODEL,
     MODEL_DTYPE,
+    REUSE,
     ROLLOUT,
     SKIP,
     SLICES,
@@ -145,6 +147,25 @@ EVERY_RESPONSE_STAYS = {
     "scales of activations": f"{QAT[0]}.mode=w4a4 {QAT[0]}.enable=True",
     "scales of activations, by the engine's option": f"{QAT[1]}.mode=w4a4 {QAT[1]}.enable=True",
 }
+VERLS_FORWARD_STAYS = {
+    "the older trainer": "trainer.use_v1=False",
+    "an engine of verl's own": f"{STRATEGY}=megatron {METHOD}=uniform",
+    "a method that weighs by old log-probabilities": f"{METHOD}=surprisal",
+    "a method that weighs by entropies": f"{METHOD}=high_entropy",
+    "a loss of one's own": f"{LOSS}=mine",
+    "KL in the reward": "algorithm.use_kl_in_reward=True",
+    "the rollout's as old": f"{BYPASS}=True {ROLLOUT}.top_k=-1",
+    "correction that weighs": f"{CORRECTS} {ROLLOUT}.top_k=-1",
+    "correction that rejects": f"algorithm.rollout_correction.rollout_rs=token_k1 {ROLLOUT}.top_k=-1",
+    "distillation": "distillation.enabled=True",
+    "heads for further tokens": f"{MODEL}.mtp.enable_train=True",
+    "several mini-batches": f"{MINI_BATCH}=16",
+    "forwards that verl counts": f"{MODEL}.enable_activation_offload=True",
+}
+SHORTCUTS = [
+    *((SKIP, why_not_skip, name, overrides) for name, overrides in EVERY_RESPONSE_STAYS.items()),
+    *((REUSE, why_not_reuse, name, overrides) for name, overrides in VERLS_FORWARD_STAYS.items()),
+]
 ALL_REFUSED = [
     (name, configuration, overrides)
     for configuration, examples in (
@@ -188,15 +209,14 @@ def test_warned_of(name: str, caplog: pytest.LogCaptureFixture) -> None:
     assert message.startswith(f"{option_of(WARNED[name])}=")
 
 
-@pytest.mark.parametrize("name", EVERY_RESPONSE_STAYS)
-def test_every_response_stays_in_the_update(name: str) -> None:
+@pytest.mark.parametrize(("shortcut", "why_not", "name", "overrides"), SHORTCUTS)
+def test_a_shortcut_is_not_taken(shortcut: str, why_not: Callable[..., str], name: str, overrides: str) -> None:
     """With ``auto``; ``true`` is refused."""
-    overrides = EVERY_RESPONSE_STAYS[name]
     option = option_of(overrides)
-    why = why_not_skip(parsed(composed(overrides)), probe=lambda: pytest.fail("the model is asked"))
+    why = why_not(parsed(composed(overrides)), probe=lambda: pytest.fail("the model is asked"))
     assert why.startswith(f"{option}=")
-    with pytest.raises(ValueError, match=f"^{option}="):
-        check_config(composed(f"{SKIP}=true {overrides}"))
+    with pytest.raises(ValueError, match=f"^{option}=.*{shortcut}=True"):
+        check_config(composed(f"{shortcut}=true {overrides}"))
 
 
 def rules_of(settings: Settings, configuration: str) -> list[Rule]:
@@ -215,13 +235,18 @@ def test_an_example_breaks_one_rule_and_every_rule_has_one() -> None:
         refusing = [rule for rule in rules_of(settings, configuration) if rule.when(settings) and not rule.warned]
         assert len(refusing) == 1, name
         broken += refusing
-    for examples, table in ((WARNED, rules.RULES), (EVERY_RESPONSE_STAYS, rules.AGAINST_SKIPPING)):
+    for examples, table in (
+        (WARNED, rules.RULES),
+        (EVERY_RESPONSE_STAYS, rules.AGAINST_SKIPPING),
+        (VERLS_FORWARD_STAYS, rules.AGAINST_REUSE),
+    ):
         for name, overrides in examples.items():
             settings = parsed(composed(overrides))
             of_example = [rule for rule in table if rule.when(settings)]
             assert len(of_example) == 1, name
             broken += of_example
-    tables = (rules.EVERY_RUN, rules.RULES, rules.AGAINST_SKIPPING, recipe_rules.RULES, recipe_rules.ON_CPU)
+    tables = (rules.EVERY_RUN, rules.RULES, rules.AGAINST_SKIPPING, rules.AGAINST_REUSE)
+    tables += (recipe_rules.RULES, recipe_rules.ON_CPU)
     assert {id(rule) for rule in broken} == {id(rule) for table in tables for rule in table}
 
 

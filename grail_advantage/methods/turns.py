@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from grail_advantage.data import OLD_LOG_PROBS, Rollouts, runs, within_range
-from grail_advantage.method import Method, build, option, register
+from grail_advantage.method import AdvantageMethod, build, option, register
 
 GAMMA = "discount from one turn to the next in the return of a turn"
 DEVIATION = "whether differences from a mean are divided by the deviation of what it was taken over, as in GRPO"
@@ -156,13 +156,12 @@ def _calls(given: Any, turns: int, align: str) -> list[list[float]]:
     return calls + [[]] * (turns - len(calls))
 
 
-class TurnMethod(Method):
+class TurnMethod(AdvantageMethod):
     """Base of the methods by turn. A session with a number that is not finite, or one of no certain turn, is compared
     with no other and trains nothing."""
 
     reads = frozenset({"groups", "tokens", "rewards", "sessions"})
-    gives = "advantages"
-    without_scores = "nothing"
+    non_finite_trains = False
 
     rewards: str = option(
         "tool_rewards",

@@ -16,7 +16,7 @@ from transformers import ProcessorMixin
 from trl import GRPOConfig, GRPOTrainer
 
 from grail_advantage.answers.tokenizers import check_round_trip
-from grail_advantage.method import Method
+from grail_advantage.method import BaseMethod
 from grail_advantage.methods.biases import Cause, biases_of_turns
 from grail_advantage.model.probe import probe, probe_rows
 from grail_advantage.rules import Rule, check_rules
@@ -38,7 +38,7 @@ class Arguments:
     """A trainer that TRL has made, with its method."""
 
     trainer: GRPOTrainer
-    method: Method
+    method: BaseMethod
 
     def __getitem__(self, option: str) -> Any:
         """An option of ``args`` or an argument of the trainer; ``None`` where there is none."""
@@ -243,7 +243,7 @@ def check_version(version: str) -> None:
         logger.warning("trl %s is newer than %s, with which token weights are tested", version, TESTED)
 
 
-def check_trainer(trainer: GRPOTrainer, method: Method, skips: bool) -> None:
+def check_trainer(trainer: GRPOTrainer, method: BaseMethod, skips: bool) -> None:
     """Refuse, and warn of, settings of a trainer; ``skips``: whether zero-advantage responses are left out. ValueError,
     naming the argument, the reason and the remedy."""
     arguments = Arguments(trainer, method)

@@ -18,7 +18,7 @@ from typing import Any
 from omegaconf import OmegaConf
 from transformers import PretrainedConfig
 
-from grail_advantage.data import ENTROPY
+from grail_advantage.data import DUMPED, ENTROPY
 from grail_advantage.method import methods
 from grail_advantage.methods.biases import Cause, biases_of_turns
 from grail_advantage.methods.oar import Oar
@@ -35,9 +35,11 @@ from grail_advantage.verl_ext.settings import (
     BYPASS,
     CALL_REWARDS,
     CHUNKING,
+    CORRECTION,
     ENGINES,
     FUSED,
     GROUP_SIZE,
+    KL_IN_REWARD,
     LOSS,
     METHOD,
     MINI_BATCH,
@@ -46,6 +48,7 @@ from grail_advantage.verl_ext.settings import (
     PACKED,
     PARALLEL_CALLS,
     PARAM_DTYPE,
+    REUSE,
     ROLLOUT,
     SCALE,
     SKIP,
@@ -87,8 +90,9 @@ def check_settings(settings: Settings) -> None:
     if settings.method is None:
         return
     check_rules(RULES, settings, settings.named(METHOD))
-    if settings[SKIP] is True:
-        check_rules(AGAINST_SKIPPING, settings, settings.named(SKIP))
+    for shortcut, against in ((SKIP, AGAINST_SKIPPING), (REUSE, AGAINST_REUSE)):
+        if settings[shortcut] is True:
+            check_rules(against, settings, settings.named(shortcut))
 
 
 def why_not_skip(s: Settings, model: PretrainedConfig | None = None, probe: Callable[[], Finding] | None = None) -> str:
@@ -101,6 +105,18 @@ def why_not_skip(s: Settings, model: PretrainedConfig | None = None, probe: Call
         return "output_router_logits=True of the model: the loss of the routers reads every response"
     if probe is not None and not (finding := probe()).holds:
         return f"in this model responses depend on those beside them: {finding}"
+    return ""
+
+
+def why_not_reuse(
+    s: Settings, model: PretrainedConfig | None = None, probe: Callable[[], Finding] | None = None
+) -> str:
+    """Why an update's first forward might not give the old log-probabilities; empty where it does. ``probe``: as
+    :func:`why_not_skip` has it; it sees dropout and other random numbers of the training mode."""
+    if why := first_broken(AGAINST_REUSE, s):
+        return why
+    if probe is not None and not (finding := probe()).holds:
+        return f"in this model responses depend on those beside them, or on chance: {finding}"
     return ""
 
 
@@ -299,7 +315,7 @@ RULES = (
     Rule(
         option=BYPASS,
         when=lambda s: s[BYPASS] and s.dump is not None and s.dump.effect_every,
-        because="an update's effect is a change of the actor, whose log-probabilities before it are not computed then",
+        because="an update's effect needs the actor's log-probabilities before it",
         remedy="use false, or algorithm.token_dump.effect_every=0",
     ),
     Rule(
@@ -376,7 +392,7 @@ RULES = (
     Rule(
         option=LOSS,
         when=lambda s: s[LOSS] in ("clip_cov", "kl_cov") and s.method.name != "uniform",
-        because="it picks tokens by the covariance of advantage and log-probability, which the weights change, too",
+        because="it picks tokens by the covariance of advantage and log-probability, which weights change",
         remedy="another loss picks none",
         warned=True,
     ),
@@ -403,7 +419,7 @@ RULES = (
     ),
 )
 
-# -------------------------------------------------------------------------------------------------------- skipping
+# ------------------------------------------------------------------------------------------------------- shortcuts
 
 SKIPPABLE = ("vanilla", "dppo_tv", "dppo_kl", "gpg", "cispo", "gspo", "sapo")
 """Losses of verl's in which each token's term is 0 where its advantage is, and no term reads another response."""
@@ -464,3 +480,58 @@ AGAINST_SKIPPING = (
     _scales_activations(f"{ACTOR}.fsdp_config.qat"),
 )
 """With which an update without zero-advantage responses is not the same, as far as settings say."""
+
+REUSABLE = (*SKIPPABLE, "geo_mean", "clip_cov", "kl_cov")
+"""Losses of verl's that read old log-probabilities in the ratio to the policy alone."""
+EARLY = "it reads old log-probabilities, or entropies, before the update"
+
+
+def _reads_old_policy(option: str, because: str) -> Rule:
+    return Rule(option=option, when=lambda s: bool(s[option]), because=because, remedy=AUTO)
+
+
+AGAINST_REUSE = (
+    Rule(
+        option="trainer.use_v1",
+        when=lambda s: s["trainer.use_v1"] is False,
+        because="the older trainer computes them in fit()",
+        remedy=AUTO,
+    ),
+    Rule(
+        option=STRATEGY,
+        when=lambda s: s[STRATEGY] not in ENGINES,
+        because=f"only {' and '.join(ENGINES)} take them from the update",
+        remedy=AUTO,
+    ),
+    Rule(
+        option=METHOD,
+        when=lambda s: bool(DUMPED.keys() & s.method.reads),
+        because=EARLY,
+        remedy=AUTO,
+    ),
+    Rule(
+        option=LOSS,
+        when=lambda s: (s[LOSS] or REUSABLE[0]) not in REUSABLE,
+        because="nothing is known of it without the forward",
+        remedy=AUTO,
+    ),
+    _reads_old_policy(KL_IN_REWARD, EARLY),
+    _reads_old_policy(BYPASS, "the old log-probabilities are the rollout's"),
+    _reads_old_policy(f"{CORRECTION}.rollout_is", EARLY),
+    _reads_old_policy(f"{CORRECTION}.rollout_rs", EARLY),
+    _reads_old_policy("distillation.enabled", "nothing is known of it without the forward"),
+    _reads_old_policy(f"{MODEL}.mtp.enable_train", "nothing is known of it without the forward"),
+    Rule(
+        option=MINI_BATCH,
+        when=lambda s: s[MINI_BATCH] != s[BATCH] and s.kind != "separate_async",
+        because="later mini-batches are not of the old policy",
+        remedy=AUTO,
+    ),
+    Rule(
+        option=f"{MODEL}.enable_activation_offload",
+        when=lambda s: bool(s[f"{MODEL}.enable_activation_offload"]),
+        because="the loaded model cannot be asked whether its forward in training is another",
+        remedy=AUTO,
+    ),
+)
+"""With which an update's first forward would not give the old log-probabilities, as far as settings say."""

@@ -25,10 +25,11 @@ from omegaconf import DictConfig, OmegaConf
 from grail_advantage.answers.format import BOXED, AnswerFormat, answer_format
 from grail_advantage.answers.missing import CHOICES, check_choice
 from grail_advantage.dump import DumpOptions
-from grail_advantage.method import RESERVED, Method, build, methods
+from grail_advantage.method import RESERVED, BaseMethod, build, methods
 
 SECTION, DUMP = "algorithm.token_weights.", "algorithm.token_dump."
 METHOD, SKIP, BASE = "algorithm.adv_estimator", f"{SECTION}skip_zero_advantage", f"{SECTION}base"
+REUSE = f"{SECTION}reuse_log_probs"
 MISSING, DUMP_FOLDER = f"{SECTION}missing_answers", f"{DUMP}folder"
 BASES = ("grpo", "rloo", "opo", "reinforce_plus_plus_baseline")  # estimators of verl's, tested as the base
 TRAINER_MODE = "trainer.v1.trainer_mode"
@@ -44,7 +45,6 @@ STRATEGY, FUSED, PACKED = f"{ACTOR}.strategy", f"{MODEL}.use_fused_kernels", f"{
 PARALLEL_CALLS = f"{ROLLOUT}.multi_turn.max_parallel_calls"
 AGENT_LOOPS = f"{ROLLOUT}.agent.agent_loop_config_path"  # a file with agent loops beside verl's own
 GROUP_SIZE, TEMPERATURE = f"{ROLLOUT}.n", f"{ROLLOUT}.temperature"
-BATCH, MINI_BATCH = "data.train_batch_size", f"{ACTOR}.ppo_mini_batch_size"
 CORRECTION, KL_IN_REWARD = "algorithm.rollout_correction", "algorithm.use_kl_in_reward"
 BY_DEVIATION = "algorithm.norm_adv_by_std_in_grpo"
 BYPASS = f"{CORRECTION}.bypass_mode"
@@ -53,6 +53,7 @@ SLICES = tuple(f"{ACTOR}.{section}ulysses_sequence_parallel_size" for section in
 ATTENTION = f"{MODEL}.override_config.attn_implementation"
 LOSS, AGGREGATION = f"{ACTOR}.policy_loss.loss_mode", f"{ACTOR}.loss_agg_mode"
 SCALE = f"{ACTOR}.loss_scale_factor"
+BATCH, MINI_BATCH = "data.train_batch_size", f"{ACTOR}.ppo_mini_batch_size"
 PARAM_DTYPE, MODEL_DTYPE = (f"{ACTOR}.fsdp_config.{name}" for name in ("mixed_precision.param_dtype", "model_dtype"))
 CHUNKING = f"{ACTOR}.entropy_from_logits_with_chunking"
 OPTIONS_FILE = Path(__file__).with_name("config") / "token_weights.yaml"
@@ -67,7 +68,7 @@ class Settings:
     kind: str | None = None
     """verl's name for the kind of trainer; ``None`` where no trainer has the name that is asked for, and in the
     trainer's own process."""
-    method: Method | None = None
+    method: BaseMethod | None = None
     answer: AnswerFormat = BOXED
     dump: DumpOptions | None = None  # without a folder
 
@@ -84,8 +85,10 @@ class Settings:
         ours, dump = algorithm["token_weights"], algorithm["token_dump"]
         ours["base"] = ours["base"] or BASES[0]
         check_choice(ours["missing_answers"], MISSING)
-        if ours["skip_zero_advantage"] not in ("auto", True, False):
-            raise ValueError(f"{SKIP}={ours['skip_zero_advantage']!r} is unknown; choose one of auto, true, false")
+        for option in (SKIP, REUSE):
+            choice = ours[option.removeprefix(SECTION)]
+            if choice not in ("auto", True, False):
+                raise ValueError(f"{option}={choice!r} is unknown; choose one of auto, true, false")
         try:
             answer = answer_format(ours["answer"])
         except ValueError as error:
@@ -133,7 +136,8 @@ class Settings:
 def algorithm_sections() -> dict[str, Any]:
     """Returns the sections below ``algorithm`` that verl does not have: those of all registered methods, every option
     at its default (``None`` where that depends on others), and those of the trainer."""
-    ours = {"skip_zero_advantage": False, "answer": BOXED.name, "missing_answers": CHOICES[0], "base": BASES[0]}
+    ours = {"skip_zero_advantage": False, "reuse_log_probs": False, "answer": BOXED.name}
+    ours |= {"missing_answers": CHOICES[0], "base": BASES[0]}
     dump = {"folder": None, "every": 1, "responses": 64, "received": True, "effect_every": 0}
     sections: dict[str, Any] = {"token_weights": ours, "token_dump": dump}
     for method, cls in methods().items():
