@@ -25,7 +25,7 @@ from grail_advantage.methods.shear import Shear
 from grail_advantage.model.probe import HALF_LIMIT, LIMIT, Finding
 from grail_advantage.verl_ext import host
 from grail_advantage.verl_ext.exchange import LEAVE_OUT, UPDATE, build_reply, rows_of
-from grail_advantage.verl_ext.host import mean_of_loss, truncated
+from grail_advantage.verl_ext.host import truncated
 from grail_advantage.verl_ext.settings import ACTOR, BASE, ROLLOUT, SKIP, Settings
 from grail_advantage.verl_ext.trainer import TokenWeightTrainer
 from tests.core.real_tokenizers import save_under_class
@@ -99,10 +99,11 @@ MEANS = [
 def test_the_mean_of_the_runs_loss(aggregation: str, factor: int | None, mean: float) -> None:
     """Which a method's threshold is compared with; without a factor the last one divides by the batch's width."""
     options = [f"{ACTOR}.loss_agg_mode={aggregation}", f"{ACTOR}.loss_scale_factor={factor or 'null'}"]
-    settings = Step(*options).trainer.settings
+    step = Step(*options)
+    step.run()
     values_BT = torch.tensor([[1.0, 2.0, 9.0], [4.0, 9.0, 9.0]])
     mask_BT = torch.tensor([[True, True, False], [True, False, False]])
-    assert mean_of_loss(settings, values_BT, mask_BT) == pytest.approx(mean, rel=1e-6)
+    assert step.trainer._weighed.rollouts.mean(values_BT, mask_BT) == pytest.approx(mean, rel=1e-6)
 
 
 class TestLeavingOut:
