@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
-from functools import partial
-from types import SimpleNamespace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, partial
 from typing import Any
 
 import ray
@@ -30,7 +29,7 @@ from verl.workers.rollout.utils import get_max_position_embeddings
 from grail_advantage.answers.missing import AnswerCheck
 from grail_advantage.data import DUMPED, Example, Rollouts, Row, RowScores, Weighed, outcome_of, runs, within_range
 from grail_advantage.dump import tolerant
-from grail_advantage.method import Method
+from grail_advantage.method import BaseMethod
 from grail_advantage.methods.turns import TurnMethod, list_a_turn, rewards_label
 from grail_advantage.model.probe import Finding
 from grail_advantage.verl_ext import settings as options
@@ -38,7 +37,7 @@ from grail_advantage.verl_ext.dump import COLUMNS, UpdateDump
 from grail_advantage.verl_ext.entry import check_tokenizer
 from grail_advantage.verl_ext.exchange import UPDATE, build_request, deal, rows_of
 from grail_advantage.verl_ext.patches import data_parallel_size
-from grail_advantage.verl_ext.settings import Settings, why_not_skip
+from grail_advantage.verl_ext.settings import Settings, why_not_reuse, why_not_skip
 from grail_advantage.verl_ext.worker import TokenWeightActorWorker
 from grail_advantage.weigh import weigh
 
@@ -54,6 +53,19 @@ TURN_REWARDS = ("turn_rewards", options.CALL_REWARDS, "turn_scores", options.TOO
 """Fields with rewards by turn, of the reward function and of verl's agent loop."""
 
 
+@dataclass(frozen=True)
+class ActorHost:
+    """The actor's workers as :class:`grail_advantage.weigh.Host`."""
+
+    trainer: WeighingTrainer
+
+    def columns(self, names: Sequence[str], selected: Sequence[int]) -> dict[str, torch.Tensor]:
+        raise ValueError(f"verl computes {', '.join(names)} before token weights, and the batch lacks them")
+
+    def scores(self, method: BaseMethod, rows: Sequence[Row]) -> list[RowScores]:
+        return self.trainer._run_pass(rows) if rows else []
+
+
 class WeighingTrainer:
     """Goes before a trainer of verl's in the bases."""
 
@@ -63,6 +75,8 @@ class WeighingTrainer:
     tokenizer: PreTrainedTokenizerBase
     timing_raw: dict[str, float]
     _skips: bool = False  # whether responses that train nothing are left out of the update
+    _reuses: bool = False  # whether an update's own forward may give the old log-probabilities
+    _own_forward: bool = False  # whether that of the update that comes next does
     _dump: UpdateDump | None = None
     _weighed: Weighed | None = None  # of the update that comes next
 
@@ -106,14 +120,21 @@ class WeighingTrainer:
     def _load_checkpoint(self) -> None:
         """verl's; then the loaded model is asked whether responses can be left out."""
         super()._load_checkpoint()
-        if (choice := self.settings[options.SKIP]) is False:
-            return
-        why = why_not_skip(self.settings, self._model_config, self._probe)
-        self._skips = not why
+        probe = cache(self._probe)
+        self._skips = self._takes(options.SKIP, why_not_skip, probe, "every response stays in the update")
+        self._reuses = self._takes(options.REUSE, why_not_reuse, probe, "verl's forward gives old log-probabilities")
+
+    def _takes(self, option: str, why_not: Callable[..., str], probe: Callable[[], Finding], otherwise: str) -> bool:
+        """Whether this run takes a shortcut, by its option and by what the loaded model answers."""
+        choice = self.settings[option]
+        if choice is False:
+            return False
+        why = why_not(self.settings, self._model_config, probe)
         if why and choice is True:
-            raise ValueError(f"{options.SKIP}=True does not work: {why}; use auto")
+            raise ValueError(f"{option}=True does not work: {why}; use auto")
         if why:
-            logger.warning("%s: every response stays in the update: %s", options.SKIP, why)
+            logger.warning("%s: %s: %s", option, otherwise, why)
+        return not why
 
     def _probe(self) -> Finding:
         """Of the rank with the largest difference."""
@@ -138,13 +159,7 @@ class WeighingTrainer:
     def _weigh(self, keys: Sequence[str], data: TensorDict) -> Weighed:
         """Token weights of the responses with these keys, by their fields as far as the run has them, nested where they
         have a value a token."""
-        r = self._rollouts(keys, data)
-        host: Any = SimpleNamespace(  # as grail_advantage.weigh.Host
-            rollouts=lambda: r,
-            columns=lambda names, selected: {name: r.columns[name] for name in names},
-            scores=lambda method, rows: self._run_pass(rows) if rows else [],
-        )
-        self._weighed = weigh(host, self.settings.method, self._answers)
+        self._weighed = weigh(self._rollouts(keys, data), self.settings.method, ActorHost(self), self._answers)
         return self._weighed
 
     def _rollouts(self, keys: Sequence[str], data: TensorDict) -> Rollouts:
@@ -201,7 +216,9 @@ class WeighingTrainer:
         figures = {f"{self.settings.method.name}/{name}": value for name, value in self._weighed.metrics.items()}
         if self._dump is not None:
             with marked_timer("token_dump", self.timing_raw, color="purple"):
-                self._dump.write(self._weighed, of_run, update=update)
+                self._dump.choose(self._weighed, of_run, update=update)
+                if not self._own_forward:
+                    self._dump.write()
             figures["token_dump/failed_files"] = self._dump.steps.failed
         return figures
 
@@ -270,7 +287,7 @@ def _examples(data: TensorDict, settings: Settings) -> list[Example]:
     ]
 
 
-def _fields(keys: Sequence[str], data: TensorDict, method: Method) -> dict[str, list[Any]]:
+def _fields(keys: Sequence[str], data: TensorDict, method: BaseMethod) -> dict[str, list[Any]]:
     """The fields that a method reads: what the reward function returned, what the agent loop added, or a column of the
     batch, whichever has the name first. The reward function sees a whole session: what it returned is the last
     output's, of which verl gives the earlier ones a copy."""
@@ -295,7 +312,7 @@ def _fields(keys: Sequence[str], data: TensorDict, method: Method) -> dict[str, 
     return fields
 
 
-def _sums(keys: Sequence[str], rewards: torch.Tensor, method: Method) -> torch.Tensor:
+def _sums(keys: Sequence[str], rewards: torch.Tensor, method: BaseMethod) -> torch.Tensor:
     """The rewards of the responses, (B,), NaN where they are not finite.
 
     Raises:
@@ -356,7 +373,7 @@ def end_token_ids(tokenizer: PreTrainedTokenizerBase, generation_config: Generat
     return {token for token in [tokenizer.eos_token_id, *from_model] if token is not None}
 
 
-def _facts(data: TensorDict, r: Rollouts, method: Method, turns: Sequence[int]) -> dict[str, list[Any]]:
+def _facts(data: TensorDict, r: Rollouts, method: BaseMethod, turns: Sequence[int]) -> dict[str, list[Any]]:
     """What the token dump says of the responses beside their tokens, as far as the run has it; ``turns`` as in
     :func:`turn_rewards_label`."""
     judged, extra, sources, infos = (objects(data, name) or [None] * len(r) for name in OBJECTS)
@@ -387,7 +404,7 @@ def objects(data: TensorDict, name: str) -> list[Any] | None:
     return list(tu.get(data, name)) if name in data.keys() else None  # noqa: SIM118  # a TensorDict has no `in`
 
 
-def turn_rewards_label(extra: Any, method: Method, before: int = 0, turns: int = 0) -> dict[str, list[Any]]:
+def turn_rewards_label(extra: Any, method: BaseMethod, before: int = 0, turns: int = 0) -> dict[str, list[Any]]:
     """The rewards by turn as a label: those that the method reads, else the first of the usual names that has any.
     ``extra`` is what verl has of the response, ``before`` the turns of its session before it, since a list of the
     reward function is the whole session's, and ``turns`` its own where as many rewards are certain to be one each, else

@@ -48,7 +48,7 @@ trainer.esi_redundant_time *.checkpoint.save_contents *.checkpoint.async_save al
 *.use_remove_padding *.gpu_memory_utilization *.enforce_eager *.cudagraph_capture_sizes *.free_cache_engine
 *.enable_sleep_mode *.multi_stage_wake_up *.max_num_batched_tokens *.max_num_seqs *.enable_chunked_prefill
 *.enable_prefix_caching *.load_format *.layered_summon *.checkpoint_engine.* reward.num_workers *.agent.num_workers
-data.filter_overlong_prompts_workers *.poll_interval  *.skip_zero_advantage *.missing_answers
+data.filter_overlong_prompts_workers *.poll_interval  *.skip_zero_advantage *.reuse_log_probs *.missing_answers
 """
 """Options that do not define a run, as shell patterns: what it logs and saves, validation, machines, speed and memory.
 None moves the order of data, nor the gradient, but for ``trainer.total_*`` under a learning rate that is not
