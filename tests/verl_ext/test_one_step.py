@@ -247,7 +247,7 @@ def test_what_is_truncated(given: str, cases: str) -> None:
     assert found.tolist() == [case.endswith("!") for case in cases.split()]
 
 
-def test_copies_that_fill_up_a_rank_belong_to_no_group() -> None:
+def test_a_group_meets_on_a_rank_and_copies_that_fill_one_up_belong_to_none() -> None:
     asked: list[Row] = []
 
     class Counting(Workers):
@@ -257,7 +257,7 @@ def test_copies_that_fill_up_a_rank_belong_to_no_group() -> None:
 
     step = Step(method=Shear(), workers=Counting)
     step.workers._dispatch_info = {"actor": [0, 1]}
-    rows = [Row(torch.arange(4 + i), 2, 2 + i, None, 1.0, group, i) for i, group in enumerate((0, 0, 1))]
+    rows = [Row(torch.arange(4 + i), 2, 2 + i, None, 1.0, group, i) for i, group in enumerate((0, 1, 0))]
     scores = step.trainer._run_pass(rows)
     assert [of_row.scores.tolist() for of_row in scores] == [[float(i)] * (2 + i) for i in range(3)]
-    assert sorted(row.group for row in asked) == [-1, 0, 0, 1]
+    assert [{row.group for row in of_rank} for of_rank in (asked[:2], asked[2:])] == [{0}, {1, -1}]

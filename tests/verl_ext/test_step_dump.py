@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY, register_policy_loss
 from verl.trainer.ppo.v1 import PPOTrainerSync
 
 from grail_advantage import AdvantageMethod, Grail, Method, Rollouts
@@ -232,7 +233,22 @@ class TestReceived:
         step.run()
         step.update()
         assert step.metrics["receipt/findings"] == findings
-        assert {row.update for row in step.written()} == {number}
+        assert {(row.update, row.received_T is None) for row in step.written()} == {(number, False)}
+
+    def test_a_loss_without_a_formula_is_no_mismatch(self, tmp_path: Path) -> None:
+        def half(old_log_prob: Any, log_prob: torch.Tensor, *_: Any, **__: Any) -> Any:
+            return 0.5 * log_prob.mean(), {}
+
+        register_policy_loss("half")(half)
+        try:
+            step = Step(f"{ACTOR}.policy_loss.loss_mode=half", folder=tmp_path)
+            step.run()
+            step.update()
+        finally:
+            del POLICY_LOSS_REGISTRY["half"]
+        assert step.metrics["receipt/findings"] == 0
+        (header,) = read_dump(tmp_path).receipts()
+        assert [finding["name"] for finding in header["findings"]] == ["unknown loss"]
 
     def test_switched_off_nothing_is_asked_of_the_workers(self, update: Any, tmp_path: Path) -> None:
         step, rows = update(f"{DUMP}.received=false")
