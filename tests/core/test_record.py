@@ -97,7 +97,7 @@ def test_responses_without_a_token_count_in_no_rate() -> None:
         written = rollouts.written.clone()
         written[list(empty)] = False
         rollouts = replace(rollouts, mask=rollouts.mask & written, written=written)
-        metrics = weigh(PlainHost(tiny_model(), rollouts), hosts.signal_of("uniform"), None).metrics
+        metrics = weigh(rollouts, hosts.signal_of("uniform"), PlainHost(tiny_model(), rollouts)).metrics
         return metrics["truncated_rate"], metrics["unjudged_rate"]
 
     (unjudged, *_), truncated = (row for row, of in enumerate(hosts.ADVANTAGES) if math.isnan(of)), hosts.TRUNCATED
