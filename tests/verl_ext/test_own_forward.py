@@ -26,7 +26,7 @@ from grail_advantage.verl_ext.own_forward import REUSE, OwnForward
 from grail_advantage.verl_ext.settings import ACTOR, ROLLOUT, why_not_reuse
 from grail_advantage.verl_ext.settings import REUSE as OPTION
 from tests.composed import compose, parsed
-from tests.verl_ext.one_step import Step, Workers
+from tests.verl_ext.one_step import Step, Workers, same
 
 SAME = Finding(1e-6, 2e-4, "beside other responses and alone")
 DRAWS = Finding(0.4, 2e-4, "alone and alone again")
