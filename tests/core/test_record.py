@@ -81,9 +81,10 @@ def test_facts_are_those_of_the_responses(rows: list[dict[str, Any]]) -> None:
 def test_a_truncated_response_that_is_not_masked_has_the_reason_of_any_other() -> None:
     advantages = torch.tensor(hosts.ADVANTAGES)
     advantages[hosts.TRUNCATED] = 0
-    host = PlainHost(tiny_model(), hosts.plain_rollouts(advantages=advantages))
+    rollouts = hosts.plain_rollouts(advantages=advantages)
+    host = PlainHost(tiny_model(), rollouts)
     reasons = {
-        masks: weigh(host, hosts.signal_of("surprisal", mask_truncated=masks), None).no_scores[hosts.TRUNCATED]
+        masks: weigh(rollouts, hosts.signal_of("surprisal", mask_truncated=masks), host).no_scores[hosts.TRUNCATED]
         for masks in (True, False)
     }
     assert reasons == {True: "truncated", False: "advantage 0"}
