@@ -25,7 +25,7 @@ from grail_advantage.methods.shear import Shear
 from grail_advantage.model.probe import HALF_LIMIT, LIMIT, Finding
 from grail_advantage.verl_ext import host
 from grail_advantage.verl_ext.exchange import LEAVE_OUT, UPDATE, build_reply, rows_of
-from grail_advantage.verl_ext.host import mean_of_loss, truncated
+from grail_advantage.verl_ext.host import truncated
 from grail_advantage.verl_ext.settings import ACTOR, BASE, ROLLOUT, SKIP, Settings
 from grail_advantage.verl_ext.trainer import TokenWeightTrainer
 from tests.core.real_tokenizers import save_under_class
@@ -99,10 +99,11 @@ MEANS = [
 def test_the_mean_of_the_runs_loss(aggregation: str, factor: int | None, mean: float) -> None:
     """Which a method's threshold is compared with; without a factor the last one divides by the batch's width."""
     options = [f"{ACTOR}.loss_agg_mode={aggregation}", f"{ACTOR}.loss_scale_factor={factor or 'null'}"]
-    settings = Step(*options).trainer.settings
+    step = Step(*options)
+    step.run()
     values_BT = torch.tensor([[1.0, 2.0, 9.0], [4.0, 9.0, 9.0]])
     mask_BT = torch.tensor([[True, True, False], [True, False, False]])
-    assert mean_of_loss(settings, values_BT, mask_BT) == pytest.approx(mean, rel=1e-6)
+    assert step.trainer._weighed.rollouts.mean(values_BT, mask_BT) == pytest.approx(mean, rel=1e-6)
 
 
 class TestLeavingOut:
@@ -246,7 +247,7 @@ def test_what_is_truncated(given: str, cases: str) -> None:
     assert found.tolist() == [case.endswith("!") for case in cases.split()]
 
 
-def test_copies_that_fill_up_a_rank_belong_to_no_group() -> None:
+def test_a_group_meets_on_a_rank_and_copies_that_fill_one_up_belong_to_none() -> None:
     asked: list[Row] = []
 
     class Counting(Workers):
@@ -256,7 +257,7 @@ def test_copies_that_fill_up_a_rank_belong_to_no_group() -> None:
 
     step = Step(method=Shear(), workers=Counting)
     step.workers._dispatch_info = {"actor": [0, 1]}
-    rows = [Row(torch.arange(4 + i), 2, 2 + i, None, 1.0, group, i) for i, group in enumerate((0, 0, 1))]
+    rows = [Row(torch.arange(4 + i), 2, 2 + i, None, 1.0, group, i) for i, group in enumerate((0, 1, 0))]
     scores = step.trainer._run_pass(rows)
     assert [of_row.scores.tolist() for of_row in scores] == [[float(i)] * (2 + i) for i in range(3)]
-    assert sorted(row.group for row in asked) == [-1, 0, 0, 1]
+    assert [{row.group for row in of_rank} for of_rank in (asked[:2], asked[2:])] == [{0}, {1, -1}]
