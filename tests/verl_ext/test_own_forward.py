@@ -26,7 +26,7 @@ from grail_advantage.verl_ext.rules import why_not_reuse
 from grail_advantage.verl_ext.settings import ACTOR, ROLLOUT
 from grail_advantage.verl_ext.settings import REUSE as OPTION
 from tests.composed import compose, parsed
-from tests.verl_ext.one_step import Step, Workers
+from tests.verl_ext.one_step import Step, Workers, same
 
 SAME = Finding(1e-6, 2e-4, "beside other responses and alone")
 DRAWS = Finding(0.4, 2e-4, "alone and alone again")
@@ -135,6 +135,16 @@ def test_agreement_with_the_sampler_is_over_the_responses_of_the_update(
         differences.append((policy_T.exp() - row["rollout_log_probs"].exp()).abs())
     expected = float(torch.cat(differences).mean())
     assert reused.metrics["training/rollout_probs_diff_mean"] == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("by_std", [False, True])
+def test_uniform_with_truncation_as_stocks_is_stock_grpo(by_std: bool) -> None:
+    """Its advantages are verl's own, bit for bit, so that the update is, whose gradients ``test_updates.py`` compares: both
+    shortcuts serve somebody who wants no method."""
+    stds = f"algorithm.norm_adv_by_std_in_grpo={by_std}"
+    stock = Step("algorithm.adv_estimator=grpo", stds).run()
+    ours = Step(stds, method=build("uniform", {"mask_truncated": False})).run()
+    assert same(ours, stock) and any(advantages_T.any() for advantages_T in stock.values())
 
 
 def test_more_responses_than_a_mini_batch_get_verls_forward(tmp_path: Path) -> None:
