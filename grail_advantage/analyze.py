@@ -41,7 +41,7 @@ from grail_advantage.data import ENTROPY, OLD_LOG_PROBS, Example, Rollouts, outc
 from grail_advantage.dump import RECEIVED_SCHEMA, header_of, read_dump, write_received, write_step, write_whole
 from grail_advantage.method import Method, build, methods
 from grail_advantage.model.hooks import FORWARD_TOKENS
-from grail_advantage.receipt.foreign import complain, numbered_lines, read_json, say, visible, why
+from grail_advantage.receipt.foreign import complain, numbered_lines, read_bytes, read_json, say, visible, why
 from grail_advantage.weigh import weigh
 
 if TYPE_CHECKING:
@@ -133,7 +133,7 @@ def analyze(
     of_all = json.dumps([about, temperature, values, list(map(repr, responses))])
     known: dict[str, Any] = {"analysis": hashlib.sha256(of_all.encode()).hexdigest(), **about, "failed": {}}
     if folder.exists() and any(folder.iterdir()):
-        there = json.loads((folder / RECORD).read_text()) if (folder / RECORD).exists() else {}
+        there = record_in(folder)
         if there.get("analysis") != known["analysis"]:
             raise ValueError(f"{folder} does not hold this analysis; name another folder (--out), or remove this one")
         known = there
@@ -183,6 +183,20 @@ def analyze(
         + (f"; failed, {known['failed'][name]}" if name in known["failed"] else "")
         for name, of in counts.items()
     ]
+
+
+def record_in(folder: Path) -> dict[str, Any]:
+    """Which analysis a folder is of; empty where it does not say it. ValueError: its record cannot be read."""
+    path = folder / RECORD
+    if not path.exists():
+        return {}
+    try:
+        record = read_json(read_bytes(path))
+        if not isinstance(record, dict):
+            raise ValueError("no object")
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path}: cannot be read ({why(error)})") from error
+    return record
 
 
 def advantages_of(responses: Sequence[Response], how: str) -> tuple[list[float], str]:

@@ -11,8 +11,8 @@ epochs.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -76,9 +76,10 @@ class Finding:
         return asdict(self)
 
     @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> Finding:
-        """The inverse of :meth:`to_dict`, also after JSON."""
-        return cls(**values | {"examples": tuple(tuple(example) for example in values["examples"])})
+    def from_dict(cls, values: Mapping[str, Any]) -> Finding:
+        """The inverse of :meth:`to_dict`, also after JSON; what a later version added is left out."""
+        own = {each.name: values[each.name] for each in fields(cls) if each.name in values}
+        return cls(**own | {"examples": tuple(tuple(example) for example in own.get("examples", ()))})
 
     def __str__(self) -> str:
         tokens = [f"{key} token {t + 1}: {want:.4g} -> {got:.4g}" for key, t, want, got in self.examples]

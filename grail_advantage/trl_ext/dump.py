@@ -24,11 +24,11 @@ from grail_advantage.api import PlainHost
 from grail_advantage.data import DUMPED, OLD_LOG_PROBS, ROLLOUT_LOG_PROBS, Rollouts, Weighed, outcome_of
 from grail_advantage.dump import METRICS_FILE, DumpOptions, MetricsFile, StepDump, received_table, tolerant
 from grail_advantage.effect import effect_figures
+from grail_advantage.locks import hold, let_go
 from grail_advantage.methods.turns import rewards_label
 from grail_advantage.receipt import Batch, Piece, check, trl_loss
 from grail_advantage.receipt.measure import Gradient
 from grail_advantage.receipt.report import record_of
-from grail_advantage.rules import hold, let_go
 
 logger = logging.getLogger(__name__)
 

@@ -32,8 +32,8 @@ from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY, register_adv_est
 
 from grail_advantage.answers.span import find_answer_spans
 from grail_advantage.answers.tokenizers import check_round_trip
+from grail_advantage.locks import hold
 from grail_advantage.method import FAILURES, RESERVED, Method, NameTakenError, failure_message, methods
-from grail_advantage.rules import hold
 from grail_advantage.verl_ext import patches
 from grail_advantage.verl_ext.settings import (
     DUMP_FOLDER,

@@ -98,9 +98,19 @@ def update_order(
     of_run = [not tag.get("is_padding", False) for tag in batch.tags]
     left_out = [length for length, kept, counts in zip(lengths, cost, of_run, strict=True) if counts and not kept]
     if not settings[f"{ACTOR}.shuffle"]:  # else verl draws mini-batches by places, which then have to stay
-        mini_batch = settings[f"{ACTOR}.ppo_mini_batch_size"] * settings[f"{ROLLOUT}.n"]
-        batch = batch.select_keys([batch.keys[row] for row in deal_mini_batches(cost, ranks, mini_batch)])
+        order = deal_mini_batches(cost, ranks, mini_batch_rows(settings))
+        batch = batch.select_keys([batch.keys[row] for row in order])
     return batch, {"token_weights/skipped_responses": len(left_out), "token_weights/skipped_tokens": sum(left_out)}
+
+
+def mini_batch_rows(settings: Settings) -> int:
+    """Responses of a mini-batch of the update, on all ranks together."""
+    return settings[f"{ACTOR}.ppo_mini_batch_size"] * settings[f"{ROLLOUT}.n"]
+
+
+def places_without_slots(count: int) -> torch.Tensor:
+    """The field ``PLACES`` of a batch of which the token dump writes no response."""
+    return torch.stack([torch.arange(count), torch.full((count,), -1)], dim=1)
 
 
 def deal_mini_batches(costs: Sequence[int], ranks: int, mini_batch_rows: int) -> list[int]:

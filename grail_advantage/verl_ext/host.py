@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -38,7 +38,7 @@ from grail_advantage.verl_ext.dump import COLUMNS, UpdateDump
 from grail_advantage.verl_ext.entry import check_tokenizer
 from grail_advantage.verl_ext.exchange import UPDATE, build_request, deal, rows_of
 from grail_advantage.verl_ext.patches import data_parallel_size
-from grail_advantage.verl_ext.settings import Settings, why_not_skip
+from grail_advantage.verl_ext.settings import Settings, why_not_reuse, why_not_skip
 from grail_advantage.verl_ext.worker import TokenWeightActorWorker
 from grail_advantage.weigh import weigh
 
@@ -63,6 +63,8 @@ class WeighingTrainer:
     tokenizer: PreTrainedTokenizerBase
     timing_raw: dict[str, float]
     _skips: bool = False  # whether responses that train nothing are left out of the update
+    _reuses: bool = False  # whether an update's own forward may give the old log-probabilities
+    _own_forward: bool = False  # whether that of the update that comes next does
     _dump: UpdateDump | None = None
     _weighed: Weighed | None = None  # of the update that comes next
 
@@ -106,14 +108,21 @@ class WeighingTrainer:
     def _load_checkpoint(self) -> None:
         """verl's; then the loaded model is asked whether responses can be left out."""
         super()._load_checkpoint()
-        if (choice := self.settings[options.SKIP]) is False:
-            return
-        why = why_not_skip(self.settings, self._model_config, self._probe)
-        self._skips = not why
+        probe = cache(self._probe)
+        self._skips = self._takes(options.SKIP, why_not_skip, probe, "every response stays in the update")
+        self._reuses = self._takes(options.REUSE, why_not_reuse, probe, "verl's forward gives old log-probabilities")
+
+    def _takes(self, option: str, why_not: Callable[..., str], probe: Callable[[], Finding], otherwise: str) -> bool:
+        """Whether this run takes a shortcut, by its option and by what the loaded model answers."""
+        choice = self.settings[option]
+        if choice is False:
+            return False
+        why = why_not(self.settings, self._model_config, probe)
         if why and choice is True:
-            raise ValueError(f"{options.SKIP}=True does not work: {why}; use auto")
+            raise ValueError(f"{option}=True does not work: {why}; use auto")
         if why:
-            logger.warning("%s: every response stays in the update: %s", options.SKIP, why)
+            logger.warning("%s: %s: %s", option, otherwise, why)
+        return not why
 
     def _probe(self) -> Finding:
         """Of the rank with the largest difference."""
@@ -201,7 +210,9 @@ class WeighingTrainer:
         figures = {f"{self.settings.method.name}/{name}": value for name, value in self._weighed.metrics.items()}
         if self._dump is not None:
             with marked_timer("token_dump", self.timing_raw, color="purple"):
-                self._dump.write(self._weighed, of_run, update=update)
+                self._dump.choose(self._weighed, of_run, update=update)
+                if not self._own_forward:
+                    self._dump.write()
             figures["token_dump/failed_files"] = self._dump.steps.failed
         return figures
 

@@ -28,7 +28,7 @@ from transformers import PretrainedConfig
 
 from grail_advantage.answers.format import BOXED, AnswerFormat, answer_format
 from grail_advantage.answers.missing import CHOICES, check_choice
-from grail_advantage.data import ENTROPY
+from grail_advantage.data import DUMPED, ENTROPY
 from grail_advantage.dump import DumpOptions
 from grail_advantage.method import RESERVED, Method, build, methods
 from grail_advantage.methods.oar import Oar
@@ -39,6 +39,7 @@ logger = logging.getLogger(__name__)
 
 SECTION, DUMP = "algorithm.token_weights.", "algorithm.token_dump."
 METHOD, SKIP, BASE = "algorithm.adv_estimator", f"{SECTION}skip_zero_advantage", f"{SECTION}base"
+REUSE = f"{SECTION}reuse_log_probs"
 MISSING, DUMP_FOLDER = f"{SECTION}missing_answers", f"{DUMP}folder"
 BASES = ("grpo", "rloo", "opo", "reinforce_plus_plus_baseline")  # estimators of verl's, tested as the base
 TOKEN_BASES = ("gae", "reinforce_plus_plus", "remax", "optimal_token_baseline", "tir_optimal_token_baseline")
@@ -62,6 +63,7 @@ SLICES = tuple(f"{ACTOR}.{section}ulysses_sequence_parallel_size" for section in
 ATTENTION = f"{MODEL}.override_config.attn_implementation"
 LOSS, AGGREGATION = f"{ACTOR}.policy_loss.loss_mode", f"{ACTOR}.loss_agg_mode"
 SCALE = f"{ACTOR}.loss_scale_factor"
+BATCH, MINI_BATCH = "data.train_batch_size", f"{ACTOR}.ppo_mini_batch_size"
 PARAM_DTYPE, MODEL_DTYPE = (f"{ACTOR}.fsdp_config.{name}" for name in ("mixed_precision.param_dtype", "model_dtype"))
 CHUNKING = f"{ACTOR}.entropy_from_logits_with_chunking"
 OPTIONS_FILE = Path(__file__).with_name("config") / "token_weights.yaml"
@@ -95,8 +97,10 @@ class Settings:
         ours, dump = algorithm["token_weights"], algorithm["token_dump"]
         ours["base"] = ours["base"] or BASES[0]
         check_choice(ours["missing_answers"], MISSING)
-        if ours["skip_zero_advantage"] not in ("auto", True, False):
-            raise ValueError(f"{SKIP}={ours['skip_zero_advantage']!r} is unknown; choose one of auto, true, false")
+        for option in (SKIP, REUSE):
+            choice = ours[option.removeprefix(SECTION)]
+            if choice not in ("auto", True, False):
+                raise ValueError(f"{option}={choice!r} is unknown; choose one of auto, true, false")
         try:
             answer = answer_format(ours["answer"])
         except ValueError as error:
@@ -142,7 +146,8 @@ class Settings:
 def algorithm_sections() -> dict[str, Any]:
     """Returns the sections below ``algorithm`` that verl does not have: those of all registered methods, every option
     at its default (``None`` where that depends on others), and those of the trainer."""
-    ours = {"skip_zero_advantage": False, "answer": BOXED.name, "missing_answers": CHOICES[0], "base": BASES[0]}
+    ours = {"skip_zero_advantage": False, "reuse_log_probs": False, "answer": BOXED.name}
+    ours |= {"missing_answers": CHOICES[0], "base": BASES[0]}
     dump = {"folder": None, "every": 1, "responses": 64, "received": True, "effect_every": 0}
     sections: dict[str, Any] = {"token_weights": ours, "token_dump": dump}
     for method, cls in methods().items():
@@ -252,8 +257,9 @@ def check_rules(s: Settings) -> None:
             if not rule.warned:
                 raise ValueError(f"{s.named(rule.option)} does not work{why}")
             logger.warning("%s is used%s", s.named(rule.option), why)
-    if s[SKIP] is True and (why := why_not_skip(s)):
-        raise ValueError(f"{SKIP}=True does not work: {why}; use auto")
+    for shortcut, why_not in ((SKIP, why_not_skip), (REUSE, why_not_reuse)):
+        if s[shortcut] is True and (why := why_not(s)):
+            raise ValueError(f"{shortcut}=True does not work: {why}; use auto")
 
 
 SKIPPABLE = ("vanilla", "dppo_tv", "dppo_kl", "gpg", "cispo", "gspo", "sapo")
@@ -293,6 +299,44 @@ def why_not_skip(s: Settings, model: PretrainedConfig | None = None, probe: Call
         return "output_router_logits=True of the model: the loss of the routers reads every response"
     if probe is not None and not (finding := probe()).holds:
         return f"in this model responses depend on those beside them: {finding}"
+    return ""
+
+
+REUSABLE = (*SKIPPABLE, "geo_mean", "clip_cov", "kl_cov")
+"""Losses of verl's that read old log-probabilities in the ratio to the policy alone."""
+ACTS_ON_OLD = {
+    KL_IN_REWARD: "it compares the old policy with the reference before the update",
+    BYPASS: "the old log-probabilities are the rollout's",
+    f"{CORRECTION}.rollout_is": "it weighs by the old log-probabilities before the update",
+    f"{CORRECTION}.rollout_rs": "it rejects by the old log-probabilities before the update",
+    "distillation.enabled": "nothing is known of it without the forward",
+    f"{MODEL}.mtp.enable_train": "nothing is known of it without the forward",
+}
+"""Options with which old log-probabilities are read before the update, or are not the actor's."""
+
+
+def why_not_reuse(
+    s: Settings, model: PretrainedConfig | None = None, probe: Callable[[], Finding] | None = None
+) -> str:
+    """Why an update's first forward might not give the old log-probabilities; empty where it does. ``probe``: as
+    :func:`why_not_skip` has it; it sees dropout and other random numbers of the training mode."""
+    if s["trainer.use_v1"] is False:
+        return "trainer.use_v1=False: the older trainer computes them in fit()"
+    if s[STRATEGY] not in ENGINES:
+        return f"{s.named(STRATEGY)}: only {' and '.join(ENGINES)} take them from the update"
+    if columns := sorted(DUMPED.keys() & s.method.reads):
+        return f"{s.named(METHOD)}: it weighs by {' and '.join(columns)}, which are needed before the update"
+    if (s[LOSS] or REUSABLE[0]) not in REUSABLE:
+        return f"{s.named(LOSS)}: nothing is known of its use of old log-probabilities"
+    for option, because in ACTS_ON_OLD.items():
+        if s[option]:
+            return f"{s.named(option)}: {because}"
+    if s[MINI_BATCH] != s[BATCH] and s.kind != "separate_async":
+        return f"{s.named(MINI_BATCH)}: with {s.named(BATCH)} later mini-batches are not of the old policy"
+    if s[option := f"{MODEL}.enable_activation_offload"]:
+        return f"{s.named(option)}: the loaded model cannot be asked whether its forward in training is another"
+    if probe is not None and not (finding := probe()).holds:
+        return f"in this model responses depend on those beside them, or on chance: {finding}"
     return ""
 
 

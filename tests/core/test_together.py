@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from grail_advantage import Grail, Method, Oar
 from grail_advantage.method import build
 from grail_advantage.model import hugging_face
+from grail_advantage.model.interface import RankRounds
 from tests.core.common import some, watch_inputs
 from tests.core.test_rlsd import SHORT, example, tiny_tokenizer
 from tests.core.tiny_models import FAMILIES, ROLLOUTS, Rollout, compute, make_batch, tiny_model
@@ -104,6 +105,16 @@ def test_less_goes_together_where_memory_runs_out(method: Method, caplog: pytest
     failed = [place for place, size in enumerate(sizes) if size > 100]
     assert 0 < len(failed) <= 6 and failed[-1] < len(sizes) / 2  # none in the second call
     assert len(caplog.records) >= len(failed)
+
+
+def test_rows_run_alone_where_another_ranks_model_does_not_take_them_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two ranks with as many rows; the other one's probe finds a difference."""
+    monkeypatch.setattr(RankRounds, "most", lambda self, own: 1.0 if isinstance(own, float) else own)
+    model = tiny_model()
+    weigh(model, BATCH[:3], tokens=100_000)
+    with watch_inputs(model.get_input_embeddings()) as shapes:
+        weigh(model, BATCH[:3], tokens=100_000)
+    assert [rows for rows, _ in shapes] == [1, 1, 1]
 
 
 SHARES = {

@@ -25,7 +25,7 @@ from verl.trainer.ppo.v1.trainer_base import TRAINER_REGISTRY
 from verl.utils import tensordict_utils as tu
 from verl.utils.tracking import Tracking
 
-from grail_advantage.rules import let_go
+from grail_advantage.locks import let_go
 from grail_advantage.verl_ext import patches
 from grail_advantage.verl_ext.entry import prepare_run
 from recipe import run_life

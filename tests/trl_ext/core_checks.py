@@ -30,7 +30,7 @@ from recipe.marked_text import marked
 from recipe.published import trl_arguments
 from scripts import docs_pages
 from tests.core.common import watch_inputs
-from tests.core.tiny_models import END, Rollout, char_tokenizer, make_batch
+from tests.core.tiny_models import END, PAD, Family, Rollout, char_tokenizer, make_batch
 from tests.trl_ext import world
 from tests.trl_ext.world import MICRO, build, generation_batch, new_model, parameters, trained
 
@@ -231,6 +231,28 @@ def test_figures_stand_in_the_logs_and_the_table_keeps_its_advantages(tmp_path: 
     assert generation_batch(trainer)["advantages"].shape == (8,), "evaluation is not weighted"
 
 
+def test_every_step_is_weighed_by_its_number(tmp_path: Path) -> None:
+    """The control deals the same weights out anew."""
+    method = Grail(control="shuffled")
+    trainer = build(tmp_path, weights={"token_weights": method})
+    by_step = []
+    for trainer.state.global_step in (1, 2):
+        by_step.append(of_responses(trainer))
+        wanted = plain_weights(method, step=trainer.state.global_step)[1]
+        torch.testing.assert_close(by_step[-1], wanted, rtol=1e-3, atol=1e-3)
+    assert not torch.allclose(*by_step)
+
+
+def test_a_response_that_ends_in_padding_is_as_little_truncated_as_for_trl(tmp_path: Path) -> None:
+    """Of a model whose padding token is not its end token."""
+    scripts = {
+        prompt: [each if each.ends else each._replace(turns=[each.turns[0] + PAD]) for each in of_prompt]
+        for prompt, of_prompt in world.TEXTS.items()
+    }
+    figures = logged(trained(tmp_path, scripts=scripts))
+    assert figures["grail/truncated_rate"] == figures["completions/clipped_ratio"] == 0
+
+
 def test_an_adapter_is_part_of_the_policy(tmp_path: Path) -> None:
     """Token advantages are those of the model that it is merged into, and of the answer's format; it alone is trained."""
     torch.manual_seed(0)
@@ -285,6 +307,14 @@ def test_a_setting_breaks_its_rule_alone(tmp_path: Path, rule: Rule) -> None:
     assert option in {*inspect.signature(GRPOConfig).parameters, *inspect.signature(GRPOTrainer).parameters}
     with pytest.raises(ValueError, match=f"^{option}="):
         refuse([rule], given)
+
+
+def test_no_response_is_left_out_of_the_loss_of_a_router(tmp_path: Path) -> None:
+    """Which every response trains."""
+    router = Family("qwen3_moe", {"output_router_logits": True})
+    model = router.build(vocab_size=len(world.PIECES), max_position_embeddings=4096)
+    with pytest.raises(ValueError, match="router_aux_loss_coef"):
+        build(tmp_path, model=model, weights={"token_weights": "uniform", "skip_zero_advantage": True})
 
 
 def test_options_are_refused_as_a_trainer_is_made(tmp_path: Path) -> None:

@@ -190,6 +190,15 @@ def test_a_run_received_what_it_intended(tmp_path: Path, monkeypatch: pytest.Mon
     assert main([str(tmp_path / "True")]) == 0
 
 
+def test_the_scale_of_losses_in_float16_is_divided_out(tmp_path: Path) -> None:
+    trainer = build(tmp_path, weights={"token_weights": "uniform", "token_dump": tmp_path / "tokens"})
+    trainer.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    trainer.train()
+    assert mismatches(tmp_path / "tokens") == [[]]
+    for row in read_dump(tmp_path / "tokens"):
+        np.testing.assert_allclose(np.nan_to_num(row.received_T), row.advantage_T, rtol=1e-3, atol=1e-5)
+
+
 class Cutting(TokenWeightGRPOTrainer):
     """The last token of each response is masked in the loss."""
 

@@ -22,10 +22,11 @@ from verl.workers.engine_workers import ActorRolloutRefWorker
 from grail_advantage.data import Row, RowScores
 from grail_advantage.method import build
 from grail_advantage.methods.shear import Shear
+from grail_advantage.model.probe import HALF_LIMIT, LIMIT, Finding
 from grail_advantage.verl_ext import host
-from grail_advantage.verl_ext.exchange import LEAVE_OUT, build_reply, rows_of
+from grail_advantage.verl_ext.exchange import LEAVE_OUT, UPDATE, build_reply, rows_of
 from grail_advantage.verl_ext.host import mean_of_loss, truncated
-from grail_advantage.verl_ext.settings import ACTOR, BASE, Settings
+from grail_advantage.verl_ext.settings import ACTOR, BASE, ROLLOUT, SKIP, Settings
 from grail_advantage.verl_ext.trainer import TokenWeightTrainer
 from tests.core.real_tokenizers import save_under_class
 from tests.core.tiny_models import END_ID, encode
@@ -133,6 +134,27 @@ class TestLeavingOut:
         (asked,) = made.workers.updates
         assert asked.keys == [key for key, *_ in ROWS]
         assert (LEAVE_OUT in asked.extra_info) == any("skipped" in name for name in made.metrics) == skips
+
+
+def test_responses_are_left_out_where_no_rank_finds_that_they_depend_on_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ranks are asked in the layout, up to the length and at the temperature of the run. One of them computes in
+    single precision, where a smaller difference is no rounding."""
+    monkeypatch.setattr(PPOTrainerSync, "_load_checkpoint", lambda self: None)
+    in_half_precision = Finding(0.05, HALF_LIMIT, "alone")
+    depends = Finding(1e-3, LIMIT, "alone")
+    asked = []
+    for second, leaves_out in ((in_half_precision, True), (depends, False)):
+
+        def probe_neighbours(*how: Any, second: Finding = second) -> list[Finding]:
+            asked.append(how)
+            return [in_half_precision, second]
+
+        step = Step(f"{SKIP}=auto", f"{ROLLOUT}.temperature=0.7", f"{ROLLOUT}.max_model_len=70")
+        step.trainer._model_config = LlamaConfig()
+        step.workers.probe_neighbours = probe_neighbours
+        step.trainer._load_checkpoint()
+        assert step.trainer._skips == leaves_out
+    assert asked == [(UPDATE, 70, 0.7)] * 2
 
 
 def test_an_estimator_of_ones_own_as_the_base() -> None:
