@@ -154,6 +154,8 @@ class TokenWeightGRPOTrainer(GRPOTrainer):
         """Each process checks its own responses, and the main one writes. A collective."""
         args = self.args
         loss = trl_loss(**vars(args))
+        if loss.kl:
+            loss = replace(loss, kl="k3")  # clamped, as TRL's is not
         batches = self._grpo_batches
         parts = [[batch.advantages, batch.completion_mask, batch.old_per_token_logps] for batch in batches]
         if loss.kl:
@@ -167,7 +169,7 @@ class TokenWeightGRPOTrainer(GRPOTrainer):
         if loss.over == "batch":  # TRL divides by the tokens of an update, ms-swift by those of the generation batch
             loss = replace(loss, over="update")
             tokens = float(batches[0].num_items_in_batch) / self.accelerator.num_processes
-            totals_U2 = torch.tensor([[tokens, len(mask_BW)]]).expand(updates * self.num_iterations, 2)
+            totals_U2 = torch.tensor([[tokens, len(mask_BW) / updates]]).expand(updates * self.num_iterations, 2)
         if self.rollout_importance_sampling_mode or self.off_policy_sequence_mask_delta or self.kl_in_reward:
             loss = replace(loss, account=None)
         batch = Batch(

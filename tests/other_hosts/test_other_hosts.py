@@ -38,7 +38,7 @@ OPENRLHF = f"""
     --reward.remote_url {HERE}/openrlhf_cpu.py --algo.advantage.estimator group_norm --rollout.temperature {TEMPERATURE}
     --rollout.batch_size 4 --rollout.n_samples_per_prompt 8 --rollout.micro_batch_size 4 --train.batch_size 16
     --train.micro_batch_size 4 --vllm.num_engines 1 --vllm.sync_backend gloo --ds.attn_implementation sdpa
-    --actor.adam.lr 1e-4 --actor.lr_warmup_ratio 0 --ckpt.output_dir trained --ckpt.path checkpoints
+    --actor.adam.lr 1e-5 --actor.lr_warmup_ratio 0 --ckpt.output_dir trained --ckpt.path checkpoints
 """
 MS_SWIFT = f"""
     rlhf --rlhf_type grpo --model model --model_type qwen3 --template qwen3 --tuner_type full --use_hf true
@@ -46,7 +46,7 @@ MS_SWIFT = f"""
     --dataset prompts.jsonl --split_dataset_ratio 0 --dataset_num_proc 1 --dataloader_num_workers 0 --use_cpu true
     --torch_dtype float32 --fp16 false --use_vllm false --temperature {TEMPERATURE} --max_completion_length 64 --max_length 64
     --num_generations 8 --steps_per_generation 4 --gradient_accumulation_steps 2 --max_steps {2 * ROLLOUTS}
-    --learning_rate 1e-4 --lr_scheduler_type constant --gradient_checkpointing false --logging_steps 1 --save_strategy no
+    --learning_rate 1e-5 --lr_scheduler_type constant --gradient_checkpointing false --logging_steps 1 --save_strategy no
     --report_to none --output_dir trained
 """
 
@@ -92,11 +92,11 @@ def check_receipts(folder: Path, tokens: Sequence[int]) -> None:
     assert not problems
     steps = sorted({record["step"] for record in records})
     assert len(steps) == ROLLOUTS
+    mismatches: dict[int, set[str]] = {step: set() for step in steps}
     for record in records:
-        mismatches = {finding["name"] for finding in record["findings"] if finding["mismatch"]}
-        is_planted = record["step"] == steps[-1]
-        assert mismatches == ({"flattened"} if is_planted else set()), record
+        mismatches[record["step"]] |= {finding["name"] for finding in record["findings"] if finding["mismatch"]}
         assert record["updates"] == 2
+    assert list(mismatches.values()) == [set()] * (ROLLOUTS - 1) + [{"flattened"}], records
     for step, count in zip(steps, tokens, strict=True):
         assert sum(record["tokens"] for record in records if record["step"] == step) == count
 
