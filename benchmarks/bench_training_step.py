@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING, Any
 from benchmarks import timer
 from benchmarks.setup import SETUPS, Setup, prepare_process
 from grail_advantage.method import build, methods
-from grail_advantage.weigh import weigh
 
 if TYPE_CHECKING:
     from benchmarks.verl_host import VerlHost
@@ -43,7 +42,7 @@ def run_step(host: VerlHost, name: str | None, skipping: bool = False) -> list[f
     timed = partial(timer.seconds, host.device)
     forward = timed(host.forward)
     method, made, host.pass_seconds = build(name) if name else None, [], 0.0
-    weights = timed(lambda: made.append(weigh(host, method, None).advantages if method else host.base_advantages()))
+    weights = timed(lambda: made.append(host.weigh(method).advantages if method else host.base_advantages()))
     update = timed(partial(host.update, *made, skipping=skipping))
     return [forward, host.pass_seconds, weights - host.pass_seconds, update]
 

@@ -24,10 +24,11 @@ from verl.workers.utils.padding import response_from_nested
 
 from benchmarks import timer
 from benchmarks.setup import Setup, random_model, release
-from grail_advantage import Method
-from grail_advantage.data import ENTROPY, OLD_LOG_PROBS, Rollouts, Row, RowScores
+from grail_advantage.data import ENTROPY, OLD_LOG_PROBS, Rollouts, Row, RowScores, Weighed
+from grail_advantage.method import BaseMethod
 from grail_advantage.verl_ext.exchange import LEAVE_OUT, build_request, nested, rows_of
 from grail_advantage.verl_ext.worker import TokenWeightActorWorker, token_scores
+from grail_advantage.weigh import weigh
 
 
 def default_actor(setup: Setup) -> verl_config.FSDPActorConfig:
@@ -66,8 +67,8 @@ def make_worker(setup: Setup, checkpointing: bool, actor: verl_config.FSDPActorC
 
 
 class VerlHost:
-    """One worker and one batch, as :class:`grail_advantage.weigh.Host`: :meth:`forward`, then ``weigh``, then
-    :meth:`update`."""
+    """One worker and one batch, as :class:`grail_advantage.weigh.Host`: :meth:`forward`, then :meth:`weigh`,
+    then :meth:`update`."""
 
     def __init__(self, worker: TrainingWorker, rollouts: Rollouts) -> None:
         self.worker, self.engine, self._rollouts = worker, worker.engine, rollouts
@@ -75,15 +76,16 @@ class VerlHost:
         self._output: dict[str, torch.Tensor] = {}
         self.pass_seconds = 0.0  # of the latest call of scores()
 
-    def rollouts(self) -> Rollouts:
-        return self._rollouts
+    def weigh(self, method: BaseMethod) -> Weighed:
+        """What the method makes of the batch."""
+        return weigh(self._rollouts, method, self)
 
     def columns(self, names: Sequence[str], selected: Sequence[int]) -> dict[str, torch.Tensor]:
         fields, mask = {OLD_LOG_PROBS: "log_probs", ENTROPY: "entropy"}, nested(list(self._rollouts.mask))
         columns = {name: response_from_nested(self._output[fields[name]], mask) for name in names}
         return {name: column.to_padded_tensor(0.0).float() for name, column in columns.items()}
 
-    def scores(self, method: Method, rows: Sequence[Row]) -> list[RowScores]:
+    def scores(self, method: BaseMethod, rows: Sequence[Row]) -> list[RowScores]:
         start, pad_token = timer.now(self.device), self._rollouts.tokenizer.pad_token_id
         request = build_request(rows, method, temperature=1.0, pad_token=pad_token)
         found = rows_of(token_scores(self.engine, request))
@@ -118,7 +120,7 @@ class VerlHost:
         tu.assign_non_tensor(data, **settings)
         self.worker.train_mini_batch(data)
 
-    def selected(self, method: Method) -> list[Row]:
+    def selected(self, method: BaseMethod) -> list[Row]:
         """The responses that the method needs scores for."""
         r = self._rollouts.for_method(method)
         return [r.row(index) for index in method.select(r).nonzero().flatten().tolist()]

@@ -39,7 +39,7 @@ from grail_advantage.answers.tokenizers import load_tokenizer
 from grail_advantage.api import PlainHost
 from grail_advantage.data import ENTROPY, OLD_LOG_PROBS, Example, Rollouts, outcome_of
 from grail_advantage.dump import RECEIVED_SCHEMA, header_of, read_dump, write_received, write_step, write_whole
-from grail_advantage.method import Method, build, methods
+from grail_advantage.method import BaseMethod, build, methods
 from grail_advantage.model.hooks import FORWARD_TOKENS
 from grail_advantage.receipt.foreign import complain, numbered_lines, read_bytes, read_json, say, visible, why
 from grail_advantage.weigh import weigh
@@ -109,7 +109,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def analyze(
     responses: Sequence[Response],
-    chosen: Mapping[str, Method],
+    chosen: Mapping[str, BaseMethod],
     folder: Path,
     tokenizer: PreTrainedTokenizerBase,
     load: Callable[[], PreTrainedModel],
@@ -162,7 +162,7 @@ def analyze(
             random.seed(number), np.random.seed(number), torch.manual_seed(number)
             own = replace(r.part(range(len(r))), tokenizer=tokenizer, facts={})  # a copy, and nothing of the labels
             try:
-                made[name] = replace(weigh(PlainHost(loaded, own, **settings), method, None), rollouts=r)
+                made[name] = replace(weigh(own, method, PlainHost(loaded, own, **settings)), rollouts=r)
             except (Exception, SystemExit) as error:  # the others' results are not lost
                 known["failed"][name] = f"{type(error).__name__}: {why(Exception(str(error)))}"
                 write_whole(folder / RECORD, json.dumps(known))
@@ -223,10 +223,10 @@ def advantages_of(responses: Sequence[Response], how: str) -> tuple[list[float],
     return less, "the reward less its group's mean"
 
 
-def methods_for(specs: Sequence[str], responses: Sequence[Response], advantages: str = "auto") -> dict[str, Method]:
+def methods_for(specs: Sequence[str], responses: Sequence[Response], advantages: str = "auto") -> dict[str, BaseMethod]:
     """The methods by how they are called; ``all``: the registered ones that fit, but for those with a pass for every
     token. ValueError: a method that is unknown, named twice, or needs what the lines do not have."""
-    every, found = list(specs) == ["all"], dict[str, Method]()
+    every, found = list(specs) == ["all"], dict[str, BaseMethod]()
     for spec in sorted(methods()) if every else specs:
         method = parse_method(spec)
         lack = _lack(method, responses, advantages)
@@ -240,7 +240,7 @@ def methods_for(specs: Sequence[str], responses: Sequence[Response], advantages:
     return found
 
 
-def _lack(method: Method, responses: Sequence[Response], advantages: str) -> str:
+def _lack(method: BaseMethod, responses: Sequence[Response], advantages: str) -> str:
     """What the lines lack for a method, after its name; empty where it fits."""
     compared = all(row.group is not None and (row.reward, row.ground_truth) != (None, None) for row in responses)
     compared &= advantages == "rewards" or (advantages == "auto" and not any(row.labelled for row in responses))
@@ -270,7 +270,7 @@ def parts_of(responses: Sequence[Response]) -> list[list[int]]:
 def _rollouts(
     given: Sequence[Response],
     advantages: Sequence[float],
-    chosen: Mapping[str, Method],
+    chosen: Mapping[str, BaseMethod],
     tokenizer: PreTrainedTokenizerBase,
     texts: TokenTexts,
     answer: AnswerFormat,
@@ -519,7 +519,7 @@ def token_ranges(
     return found
 
 
-def parse_method(spec: str) -> Method:
+def parse_method(spec: str) -> BaseMethod:
     """The method of ``NAME`` or ``NAME:option=value,option=value``; an option of options comes after a dot. Values are read as
     JSON (``true``, ``0.5``), else as texts. ValueError: an unknown method or option, or a value that is not allowed."""
     name, _, rest = spec.partition(":")

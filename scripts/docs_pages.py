@@ -22,7 +22,7 @@ from pydantic import BaseModel
 
 from grail_advantage.effect import EFFECT_METRICS
 from grail_advantage.maps import MAPS
-from grail_advantage.method import READS, Mapped, Method, build, methods
+from grail_advantage.method import READS, BaseMethod, Mapped, Method, build, methods
 from grail_advantage.metrics import GRADIENT_METRICS, METRICS
 from grail_advantage.rules import Rule
 from grail_advantage.trl_ext import rules as trl_rules
@@ -46,7 +46,7 @@ BY_CLASS = {owner: [method for method in KNOWN if type(method) is owner] for own
 KNOWN_MAPS = sorted(name for name, of in MAPS.items() if of.function.__module__.startswith("grail_advantage."))
 
 
-def known_options(owner: type[BaseModel], of_class: Sequence[Method] = ()) -> list[list[str]]:
+def known_options(owner: type[BaseModel], of_class: Sequence[BaseMethod] = ()) -> list[list[str]]:
     """Name, default, allowed values and meaning of a class's options, its own before those that it inherits."""
     fixed = {option for method in of_class for option in methods()[method.name].names[method.name]}
     properties = owner.model_json_schema().get("properties", {})
@@ -102,7 +102,7 @@ def reference() -> str:
     for name, *about in common + [row for row, of in times.items() if of > 1 and row[0] not in of_every]:
         have = {owner: row[1] for owner, of in rows.items() for row in of if row[0] == name and row[2:] == about}
         usual.setdefault(name, Counter(have.values()).most_common(1)[0][0])
-        who = "every method" if name in of_every else ", ".join(_heading(BY_CLASS[owner]) for owner in have)
+        who = _owners(name.strip("`")) if name in of_every else ", ".join(_heading(BY_CLASS[owner]) for owner in have)
         shared.append([f"{name} ({usual[name]})", who, *about])
     modes, plain = [], "`compute_token_weights` computes log-probabilities and entropies itself if they are not given."
     for method in KNOWN:
@@ -140,7 +140,16 @@ def reference() -> str:
     return "\n".join(lines)
 
 
-def _heading(of_class: Sequence[Method]) -> str:
+def _owners(option: str) -> str:
+    """The methods that have an option of :class:`Method`, in words."""
+    of_weights = {method.name: option in type(method).model_fields for method in KNOWN if isinstance(method, Method)}
+    if all(option in type(method).model_fields for method in KNOWN):
+        return "every method"
+    without = ", ".join(f"`{name}`" for name, has in of_weights.items() if not has)
+    return f"methods of weights but {without}" if without else "methods of weights"
+
+
+def _heading(of_class: Sequence[BaseMethod]) -> str:
     return ", ".join(f"`{method.name}`" for method in of_class)
 
 

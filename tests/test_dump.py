@@ -123,7 +123,7 @@ class TestWriting:
         """And, if it hangs, one wait; it is said once."""
         rollouts, folder, answers, calls = hosts.plain_rollouts(), tmp_path / "folder", threading.Event(), []
         dump = StepDump(of_dump.DumpOptions(folder=folder), rollouts.tokenizer, updates=1, model="m", temperature=1.0)
-        w = weigh(Given(rollouts), hosts.signal_of("uniform"), None)
+        w = weigh(rollouts, hosts.signal_of("uniform"), Given())
         folder.write_text("no folder")
         for step in (1, 2):
             dump.write(step, 0, [w], rows_in_step=len(rollouts))

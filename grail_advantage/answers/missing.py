@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from grail_advantage.data import Rollouts
-    from grail_advantage.method import Method
+    from grail_advantage.method import BaseMethod
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +71,7 @@ class AnswerCheck:
 
     def __init__(
         self,
-        method: Method,
+        method: BaseMethod,
         answer: AnswerFormat,
         choice: str,
         prefix: str = "",

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from grail_advantage.data import OLD_LOG_PROBS, Rollouts, runs, within_range
-from grail_advantage.method import Method, build, option, register
+from grail_advantage.method import AdvantageMethod, build, option, register
 
 BIAS_OF_DISCOUNT = (
     "returns are discounted, which biases the gradient of the mean reward: by 0.10 of its length with 0.9 and 0.42 "
@@ -164,13 +164,12 @@ def _calls(given: Any, turns: int, align: str) -> list[list[float]]:
     return calls + [[]] * (turns - len(calls))
 
 
-class TurnMethod(Method):
+class TurnMethod(AdvantageMethod):
     """Base of the methods by turn. A session with a number that is not finite, or one of no certain turn, is compared
     with no other and trains nothing."""
 
     reads = frozenset({"groups", "tokens", "rewards", "sessions"})
-    gives = "advantages"
-    without_scores = "nothing"
+    non_finite_trains = False
 
     rewards: str = option(
         "tool_rewards",

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
@@ -20,10 +20,13 @@ from torch.distributed import ProcessGroup
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from grail_advantage.data import ENTROPY, OLD_LOG_PROBS, Row
+from grail_advantage.data import ENTROPY, OLD_LOG_PROBS, Row, RowScores
 from grail_advantage.model import hooks
 from grail_advantage.model.interface import Forward, Range, RankRounds, T, sequence_forward
 from grail_advantage.model.probe import Finding, probe, probe_rows, reads_its_logits, whole_row
+
+if TYPE_CHECKING:
+    from grail_advantage.method import BaseMethod
 
 logger = logging.getLogger(__name__)
 
@@ -36,25 +39,70 @@ _findings: WeakKeyDictionary[nn.Module, tuple[int, Finding]] = WeakKeyDictionary
 _checked: WeakSet[nn.Module] = WeakSet()
 
 
+def run_rows(method: BaseMethod, rows: Sequence[Row], model: HuggingFaceModel) -> list[RowScores]:
+    """The model's side of :meth:`grail_advantage.weigh.Host.scores`: scores, on the CPU, of rows that
+    :func:`grail_advantage.weigh.weigh` prepared, in their order. A worker that has the model in another process calls it
+    with its share of the rows::
+
+        def token_scores(self, method, rows, step):  # on a worker
+            model = HuggingFaceModel(self.module, self.tokenizer, temperature=0.9, device=self.device, step=step)
+            return run_rows(method, rows, model)
+
+    Where parameters are sharded (``group=``), every rank of the group calls it, also one without rows."""
+    return _on_rows(rows, model, lambda moved: [scores.on_cpu() for scores in method.run(moved, model)])
+
+
+def read_columns(names: Sequence[str], rows: Sequence[Row], model: HuggingFaceModel) -> list[dict[str, torch.Tensor]]:
+    """The model's side of :meth:`grail_advantage.weigh.Host.columns`: for each row the ``old_log_probs`` and ``entropy``
+    of its response tokens, those that are named, (T,) float32 on the CPU. Ranks call it as :func:`run_rows`."""
+
+    def read(micro: PaddedRows) -> list[dict[str, torch.Tensor]]:
+        return [{name: values.cpu() for name, values in columns.items()} for columns in micro.columns(names)]
+
+    return _on_rows(rows, model, lambda moved: model.micro_batches(moved, read, gradients=False))
+
+
+def _on_rows(rows: Sequence[Row], model: HuggingFaceModel, work: Callable[[list[Row]], list[T]]) -> list[T]:
+    """Work on rows that are where the model is. Without rows there is none, unless other ranks wait in a collective."""
+    if not rows and model.rounds.group is None:
+        return []
+    # The caller may be in inference mode, and nothing made there can take part in a backward.
+    with torch.inference_mode(False):
+        model.check_logits([row.tokens for row in rows])
+        moved = [replace(row, tokens=row.tokens.to(model.device)) for row in rows]
+        return model.fitting(lambda: work(moved))
+
+
 class HuggingFaceModel:
-    """A Hugging Face model, bare or wrapped, as :class:`grail_advantage.model.interface.Model`, with its tokenizer, the
-    sampling temperature, the rows' device, the group of ranks whose parameters are sharded together, and the training
-    step. ``tokens``: most of a forward, padding counted; a longer row runs alone. Halved where memory runs out, unless
-    other ranks wait."""
+    """A Hugging Face model, bare or wrapped, as :class:`grail_advantage.model.interface.Model`.
+
+    Args:
+        model: in any mode; it is in evaluation mode within a pass alone.
+        tokenizer: its padding token is what OAR-P puts in place of a token; ``None`` where no method needs one.
+        temperature: of the sampling.
+        device: where the model reads tokens.
+        group: of the ranks whose parameters are sharded together.
+        step: of training.
+        tokens: most of a forward, padding counted; a longer row runs alone. Halved where memory runs out, unless other
+            ranks wait.
+    """
 
     def __init__(
         self,
         model: PreTrainedModel,
-        tokenizer: PreTrainedTokenizerBase,
-        temperature: float,
-        device: torch.device,
-        group: ProcessGroup | None,
-        step: int,
+        tokenizer: PreTrainedTokenizerBase | None,
+        temperature: float = 1.0,
+        device: torch.device | str = "cpu",
+        group: ProcessGroup | None = None,
+        step: int = 0,
         tokens: int = hooks.FORWARD_TOKENS,
     ) -> None:
-        self.model, self.temperature, self.device, self.step = model, temperature, device, step
-        self.pad_token = tokenizer.pad_token_id
-        self.rounds = RankRounds(group, device)
+        self.model = model
+        self.temperature = float(temperature)
+        self.device = torch.device(device)
+        self.step = step
+        self.pad_token = getattr(tokenizer, "pad_token_id", None)
+        self.rounds = RankRounds(group, self.device)
         self.tokens = min(tokens, _fitting_tokens.get(model, tokens))
         self._together = 1
 
@@ -111,7 +159,8 @@ class HuggingFaceModel:
         it is asked once, by all ranks. ``rows``: prompt + response of the run, int64 (S,) each; there may be none."""
         if self.model in _checked:
             return
-        tokens_S = next(iter(rows), torch.zeros(2, dtype=torch.int64))[:CHECKED_TOKENS].to(self.device)
+        tokens_S = rows[0] if rows else torch.zeros(2, dtype=torch.int64, device="cpu")
+        tokens_S = tokens_S[:CHECKED_TOKENS].to(self.device)
         ids_1S = tokens_S[None, :-1]
 
         def own() -> torch.Tensor:

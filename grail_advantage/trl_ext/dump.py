@@ -29,6 +29,7 @@ from grail_advantage.methods.turns import rewards_label
 from grail_advantage.receipt import Batch, Piece, check, trl_loss
 from grail_advantage.receipt.measure import Gradient
 from grail_advantage.receipt.report import record_of
+from grail_advantage.weigh import with_columns
 
 logger = logging.getLogger(__name__)
 
@@ -156,7 +157,9 @@ class GenerationDump(TrainerCallback):
                 output[ROWS] = torch.arange(len(r), device=advantages.device)
             if rows := [row for row, place in enumerate(r.places) if place in set(chosen)]:
                 part = w.part(rows)
-                columns, places = self._host(part.rollouts).columns(list(DUMPED)), part.rollouts.places
+                places = part.rollouts.places
+                host = self._host(part.rollouts)
+                columns = dict(with_columns(part.rollouts, list(DUMPED), host).columns)
                 if (sampled := output.get("sampling_per_token_logps")) is not None:  # of vLLM, or of rollout_func
                     columns[ROLLOUT_LOG_PROBS] = sampled[rows, : part.advantages.shape[1]].float()
                 facts = self._facts([inputs[row] for row in rows], places)

@@ -15,7 +15,7 @@ from transformers import ProcessorMixin
 from trl import GRPOTrainer
 
 from grail_advantage.answers.tokenizers import check_round_trip
-from grail_advantage.method import Method
+from grail_advantage.method import BaseMethod
 from grail_advantage.methods.turns import BIAS_OF_DISCOUNT, BIAS_OF_MASKING, TurnMethod
 from grail_advantage.model.probe import probe, probe_rows
 from grail_advantage.rules import Obstacle, Rule, broken, refuse, refuse_forced
@@ -37,7 +37,7 @@ class Settings:
     """A trainer that TRL has made, with its method."""
 
     trainer: GRPOTrainer
-    method: Method
+    method: BaseMethod
 
     def __getitem__(self, option: str) -> Any:
         """An option of ``args`` or an argument of the trainer; ``None`` where there is none."""
@@ -126,7 +126,7 @@ def check_version(version: str) -> None:
         logger.warning("trl %s is newer than %s, with which token weights are tested", version, TESTED)
 
 
-def check_trainer(trainer: GRPOTrainer, method: Method, skips: bool) -> None:
+def check_trainer(trainer: GRPOTrainer, method: BaseMethod, skips: bool) -> None:
     """Refuse, and warn of, settings of a trainer; ``skips``: whether zero-advantage responses are left out. ValueError,
     naming the argument, the reason and the remedy."""
     settings = Settings(trainer, method)

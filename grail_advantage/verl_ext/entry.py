@@ -33,7 +33,7 @@ from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY, register_adv_est
 from grail_advantage.answers.span import find_answer_spans
 from grail_advantage.answers.tokenizers import check_round_trip
 from grail_advantage.locks import hold
-from grail_advantage.method import FAILURES, RESERVED, Method, NameTakenError, failure_message, methods
+from grail_advantage.method import FAILURES, RESERVED, BaseMethod, NameTakenError, failure_message, methods
 from grail_advantage.verl_ext import patches
 from grail_advantage.verl_ext.settings import (
     DUMP_FOLDER,
@@ -230,7 +230,7 @@ def _local_tokenizer(model: Mapping[str, Any]) -> PreTrainedTokenizerBase | None
         return None
 
 
-def check_tokenizer(tokenizer: PreTrainedTokenizerBase, model: Mapping[str, Any], method: Method | None) -> None:
+def check_tokenizer(tokenizer: PreTrainedTokenizerBase, model: Mapping[str, Any], method: BaseMethod | None) -> None:
     """Refuse a tokenizer, as verl loads it for ``actor_rollout_ref.model``, that text does not survive
     (:mod:`grail_advantage.answers.tokenizers`), that the method cannot work with, or whose tokens hide the answer.
     ValueError: naming the remedy."""

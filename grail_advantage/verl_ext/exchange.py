@@ -23,7 +23,7 @@ from verl.utils import tensordict_utils as tu
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
 from grail_advantage.data import Rollouts, Row, RowScores
-from grail_advantage.method import Method
+from grail_advantage.method import BaseMethod
 from grail_advantage.verl_ext.settings import ACTOR, ROLLOUT, Settings
 
 PLACES = "receipt_places"
@@ -57,7 +57,7 @@ def deal(costs: Sequence[int], ranks: int, groups: Sequence[int] | None = None) 
 
 
 def build_request(
-    rows: Sequence[Row], method: Method, *, temperature: float, step: int = 0, pad_token: int | None = None
+    rows: Sequence[Row], method: BaseMethod, *, temperature: float, step: int = 0, pad_token: int | None = None
 ) -> TensorDict:
     """Responses for :func:`grail_advantage.verl_ext.worker.token_scores`, with the tokenizer's ``pad_token``."""
     settings = {"signal": method, "temperature": temperature, "step": step, "pad_token": pad_token}
@@ -66,9 +66,7 @@ def build_request(
 
 def build_reply(rows: Sequence[RowScores]) -> TensorDict:
     """The scores of a request's responses, float32 on the CPU, with the gradient norms of a pass with gradients."""
-    norms = [None if row.norms is None else row.norms.cpu() for row in rows]
-    scores = [RowScores(row.scores.float().cpu(), of) for row, of in zip(rows, norms, strict=True)]
-    return tu.get_tensordict({"rows": scores})
+    return tu.get_tensordict({"rows": [row.on_cpu() for row in rows]})
 
 
 def rows_of(data: TensorDict) -> list[Any]:

@@ -9,9 +9,8 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache, partial
-from types import SimpleNamespace
 from typing import Any
 
 import ray
@@ -30,7 +29,7 @@ from verl.workers.rollout.utils import get_max_position_embeddings
 from grail_advantage.answers.missing import AnswerCheck
 from grail_advantage.data import DUMPED, Example, Rollouts, Row, RowScores, Weighed, outcome_of, runs, within_range
 from grail_advantage.dump import tolerant
-from grail_advantage.method import Method
+from grail_advantage.method import BaseMethod
 from grail_advantage.methods.turns import TurnMethod, list_a_turn, rewards_label
 from grail_advantage.model.probe import Finding
 from grail_advantage.verl_ext import settings as options
@@ -52,6 +51,19 @@ OBJECTS = ("reward_model", "extra_fields", "data_source", "extra_info")
 """With :data:`COLUMNS` and :data:`REWARDS` the fields for the token dump; a run need not have them."""
 TURN_REWARDS = ("turn_rewards", options.CALL_REWARDS, "turn_scores", options.TOOL_REWARDS)
 """Fields with rewards by turn, of the reward function and of verl's agent loop."""
+
+
+@dataclass(frozen=True)
+class ActorHost:
+    """The actor's workers as :class:`grail_advantage.weigh.Host`."""
+
+    trainer: WeighingTrainer
+
+    def columns(self, names: Sequence[str], selected: Sequence[int]) -> dict[str, torch.Tensor]:
+        raise ValueError(f"verl computes {', '.join(names)} before token weights, and the batch lacks them")
+
+    def scores(self, method: BaseMethod, rows: Sequence[Row]) -> list[RowScores]:
+        return self.trainer._run_pass(rows) if rows else []
 
 
 class WeighingTrainer:
@@ -147,13 +159,7 @@ class WeighingTrainer:
     def _weigh(self, keys: Sequence[str], data: TensorDict) -> Weighed:
         """Token weights of the responses with these keys, by their fields as far as the run has them, nested where they
         have a value a token."""
-        r = self._rollouts(keys, data)
-        host: Any = SimpleNamespace(  # as grail_advantage.weigh.Host
-            rollouts=lambda: r,
-            columns=lambda names, selected: {name: r.columns[name] for name in names},
-            scores=lambda method, rows: self._run_pass(rows) if rows else [],
-        )
-        self._weighed = weigh(host, self.settings.method, self._answers)
+        self._weighed = weigh(self._rollouts(keys, data), self.settings.method, ActorHost(self), self._answers)
         return self._weighed
 
     def _rollouts(self, keys: Sequence[str], data: TensorDict) -> Rollouts:
@@ -281,7 +287,7 @@ def _examples(data: TensorDict, settings: Settings) -> list[Example]:
     ]
 
 
-def _fields(keys: Sequence[str], data: TensorDict, method: Method) -> dict[str, list[Any]]:
+def _fields(keys: Sequence[str], data: TensorDict, method: BaseMethod) -> dict[str, list[Any]]:
     """The fields that a method reads: what the reward function returned, what the agent loop added, or a column of the
     batch, whichever has the name first. The reward function sees a whole session: what it returned is the last
     output's, of which verl gives the earlier ones a copy."""
@@ -306,7 +312,7 @@ def _fields(keys: Sequence[str], data: TensorDict, method: Method) -> dict[str, 
     return fields
 
 
-def _sums(keys: Sequence[str], rewards: torch.Tensor, method: Method) -> torch.Tensor:
+def _sums(keys: Sequence[str], rewards: torch.Tensor, method: BaseMethod) -> torch.Tensor:
     """The rewards of the responses, (B,), NaN where they are not finite.
 
     Raises:
@@ -367,7 +373,7 @@ def end_token_ids(tokenizer: PreTrainedTokenizerBase, generation_config: Generat
     return {token for token in [tokenizer.eos_token_id, *from_model] if token is not None}
 
 
-def _facts(data: TensorDict, r: Rollouts, method: Method, turns: Sequence[int]) -> dict[str, list[Any]]:
+def _facts(data: TensorDict, r: Rollouts, method: BaseMethod, turns: Sequence[int]) -> dict[str, list[Any]]:
     """What the token dump says of the responses beside their tokens, as far as the run has it; ``turns`` as in
     :func:`turn_rewards_label`."""
     judged, extra, sources, infos = (objects(data, name) or [None] * len(r) for name in OBJECTS)
@@ -398,7 +404,7 @@ def objects(data: TensorDict, name: str) -> list[Any] | None:
     return list(tu.get(data, name)) if name in data.keys() else None  # noqa: SIM118  # a TensorDict has no `in`
 
 
-def turn_rewards_label(extra: Any, method: Method, before: int = 0, turns: int = 0) -> dict[str, list[Any]]:
+def turn_rewards_label(extra: Any, method: BaseMethod, before: int = 0, turns: int = 0) -> dict[str, list[Any]]:
     """The rewards by turn as a label: those that the method reads, else the first of the usual names that has any.
     ``extra`` is what verl has of the response, ``before`` the turns of its session before it, since a list of the
     reward function is the whole session's, and ``turns`` its own where as many rewards are certain to be one each, else

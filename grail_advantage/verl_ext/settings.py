@@ -30,7 +30,7 @@ from grail_advantage.answers.format import BOXED, AnswerFormat, answer_format
 from grail_advantage.answers.missing import CHOICES, check_choice
 from grail_advantage.data import DUMPED, ENTROPY
 from grail_advantage.dump import DumpOptions
-from grail_advantage.method import RESERVED, Method, build, methods
+from grail_advantage.method import RESERVED, BaseMethod, build, methods
 from grail_advantage.methods.oar import Oar
 from grail_advantage.methods.turns import TurnMethod
 from grail_advantage.model.probe import Finding
@@ -80,7 +80,7 @@ class Settings:
     kind: str | None = None
     """verl's name for the kind of trainer; ``None`` where no trainer has the name that is asked for, and in the
     trainer's own process."""
-    method: Method | None = None
+    method: BaseMethod | None = None
     answer: AnswerFormat = BOXED
     dump: DumpOptions | None = None  # without a folder
 

@@ -23,7 +23,7 @@ from verl.workers.config import TrainingWorkerConfig
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
 
-from grail_advantage.method import Method
+from grail_advantage.method import BaseMethod
 from grail_advantage.model.probe import Finding
 from grail_advantage.receipt import Piece
 from grail_advantage.receipt.measure import Gradient
@@ -38,7 +38,7 @@ def token_scores(engine: FSDPEngineWithLMHead, request: TensorDict) -> TensorDic
     the same responses."""
     names = ("temperature", "step", "pad_token")
     model = EngineModel(engine, **{name: tu.get_non_tensor_data(request, name, default=None) for name in names})
-    method: Method = tu.get_non_tensor_data(request, "signal", default=None)
+    method: BaseMethod = tu.get_non_tensor_data(request, "signal", default=None)
     rows = [replace(row, tokens=row.tokens.to(get_device_id())) for row in rows_of(request)]
     with engine.eval_mode():
         model.check_packing()

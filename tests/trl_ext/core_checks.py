@@ -127,7 +127,7 @@ def test_the_mean_of_the_runs_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     mask_BT = torch.tensor([[True, True, False], [True, False, False]])
     expected = {"grpo": 11 / 4, "sapo": 11 / 4, "dr_grpo": 7 / 2 / trainer.args.max_completion_length}
     kept = []
-    monkeypatch.setattr(trainer_module, "weigh", lambda host, *rest: kept.append(host.rollouts()) or weigh(host, *rest))
+    monkeypatch.setattr(trainer_module, "weigh", lambda r, *rest: kept.append(r) or weigh(r, *rest))
     generation_batch(trainer)
     assert kept[0].mean(values_BT, mask_BT) == pytest.approx(expected.get(loss_type, 7 / 3), rel=1e-6)
 

@@ -16,7 +16,7 @@ from verl.protocol import DataProto
 from verl.trainer.ppo import ray_trainer as verls
 from verl.utils import tensordict_utils as tu
 
-from grail_advantage import Grail, Method, Rollouts
+from grail_advantage import AdvantageMethod, Grail, Method, Rollouts
 from grail_advantage.data import ENTROPY
 from grail_advantage.dump import read_dump
 from grail_advantage.method import build
@@ -156,12 +156,11 @@ def test_in_bypass_mode_the_mask_is_what_the_model_wrote(tmp_path: Path) -> None
     assert torch.equal(*found)
 
 
-class Given(Method):
+class Given(AdvantageMethod):
     """The weight of a response is in its row of the data set."""
 
     names: ClassVar = {"given": {}}
     reads = frozenset({"field:weight"})
-    gives = "advantages"
 
     def scores(self, r: Rollouts, of_pass: torch.Tensor | None) -> torch.Tensor:
         return r.mask * (torch.tensor(r.fields["weight"]) * r.advantages)[:, None]

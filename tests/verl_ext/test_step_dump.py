@@ -13,7 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grail_advantage import Grail, Method, Rollouts
+from grail_advantage import AdvantageMethod, Grail, Method, Rollouts
 from grail_advantage.dump import DumpHeader, DumpRow, choose_rows, read_dump, write_step
 from grail_advantage.method import build
 from grail_advantage.verl_ext.dump import UpdateDump
@@ -138,11 +138,10 @@ class TestFacts:
         assert found == [(s, u) for s in (4, 6) for u in (0, 1) for _ in range(3)]
 
 
-class Alternating(Method):
+class Alternating(AdvantageMethod):
     """Token advantages of both signs in a response."""
 
     names: ClassVar = {"alternating": {}}
-    gives = "advantages"
 
     def scores(self, r: Rollouts, of_pass: torch.Tensor | None) -> torch.Tensor:
         return r.advantages.unsqueeze(1) * (1.0 - 2.0 * (torch.arange(r.mask.shape[1]) % 2))
