@@ -37,10 +37,10 @@ torch.set_num_threads(1)
 # file is a group by itself; those that are named take over half a minute, and would leave other cores idle if they began last.
 GROUPS = [
     "verl_ext/test_methods_run.py recipe/test_evaluate.py",
-    "verl_ext/test_only_weights.py",
+    "verl_ext/test_only_weights.py benchmarks/test_gpu_check.py",
     "verl_ext/test_passes.py verl_ext/test_updates.py verl_ext/test_checks.py "
     "run_life/test_run_life.py benchmarks/test_benchmarks.py",
-    *("trl_ext/test_trl.py", "benchmarks/test_gpu_check.py", "run_life/test_watch.py", "recipe/test_wheel.py"),
+    *("trl_ext/test_trl.py", "run_life/test_watch.py", "recipe/test_wheel.py"),
     *("recipe/test_reward_processes.py", "verl_cpu/test_cpu_platform.py", "core/test_receipt.py"),
 ]
 TESTS = Path(__file__).parent

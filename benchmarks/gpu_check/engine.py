@@ -79,8 +79,8 @@ def training_side(outcome: Outcome, config: dict[str, Any], device: str, shape: 
     setup = Setup(device, shape, rows, prompt + response, prompt, together, torch.bfloat16)
     layout = "packed" if setup.packed else "padded, as flash-attn is not installed; log-probabilities in few calls"
     if not setup.packed:
-        # verl 0.9.1 takes them token by token then, which for 41,000 tokens has no end. All variants take the same bits in
-        # few calls. verl's fused kernels would do, too, but they fail with FSDP2, which the recipe has.
+        # As in a run; verl 0.9.1 takes them token by token then, which for 41,000 tokens has no end. Its fused kernels
+        # would do, too, but they fail with FSDP2, which the recipe has.
         log_probabilities_in_few_calls()
     host = VerlHost(make_worker(setup, True, actor), setup.rollouts(scored, without))
     table = run_variants(host, repeats, actor.ppo_epochs)

@@ -21,6 +21,7 @@ import sys
 import uuid
 from contextlib import suppress
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -32,11 +33,14 @@ from grail_advantage import __version__
 from grail_advantage.dump import read_dump, write_whole
 from grail_advantage.locks import hold
 from grail_advantage.verl_ext.patches import STARTS, entry_is_wrapped
-from grail_advantage.verl_ext.settings import DUMP_FOLDER, Settings
+from grail_advantage.verl_ext.settings import ACTOR, ATTENTION, DUMP_FOLDER, MODEL, PACKED, Settings
 from recipe.rules import check_rules, check_trl
 
 RUN_DEFINITION = "run_definition.json"
 FOLDER, MODE, RUNTIME = "trainer.default_local_dir", "trainer.resume_mode", "ray_kwargs.ray_init.runtime_env"
+LIBRARIES = f"{MODEL}.external_lib"
+FLASH_ATTENTION = ("flash_attn", "torch_npu")
+"""Packages that bring transformers' ``flash_attention_2``."""
 MAY_CHANGE = """
 run.* trainer.total_* trainer.*_freq trainer.*_name trainer.logger trainer.log_* trainer.*_dir trainer.resume_*
 trainer.val_* trainer.max_*_ckpt_to_keep trainer.checkpoint_callback_class trainer.del_local_*
@@ -45,10 +49,11 @@ trainer.esi_redundant_time *.checkpoint.save_contents *.checkpoint.async_save al
 *_parallel_size *fsdp_size trainer.device trainer.ray_wait_* ray_kwargs.* transfer_queue.* *.sandbox_fusion.*
 *.nccl_timeout *.use_shm *micro_batch_size* *max_token_len_per_gpu *use_dynamic_bsz *offload *offload_policy
 *gradient_checkpointing *entropy_checkpointing *.reshard_after_forward *.forward_prefetch *.use_torch_compile
-*.use_remove_padding *.gpu_memory_utilization *.enforce_eager *.cudagraph_capture_sizes *.free_cache_engine
-*.enable_sleep_mode *.multi_stage_wake_up *.max_num_batched_tokens *.max_num_seqs *.enable_chunked_prefill
-*.enable_prefix_caching *.load_format *.layered_summon *.checkpoint_engine.* reward.num_workers *.agent.num_workers
-data.filter_overlong_prompts_workers *.poll_interval  *.skip_zero_advantage *.reuse_log_probs *.missing_answers
+*.use_remove_padding *.attn_implementation *.gpu_memory_utilization *.enforce_eager *.cudagraph_capture_sizes
+*.free_cache_engine *.enable_sleep_mode *.multi_stage_wake_up *.max_num_batched_tokens *.max_num_seqs
+*.enable_chunked_prefill *.enable_prefix_caching *.load_format *.layered_summon *.checkpoint_engine.*
+reward.num_workers *.agent.num_workers data.filter_overlong_prompts_workers *.poll_interval *.skip_zero_advantage
+*.reuse_log_probs *.missing_answers
 """
 """Options that do not define a run, as shell patterns: what it logs and saves, validation, machines, speed and memory.
 None moves the order of data, nor the gradient, but for ``trainer.total_*`` under a learning rate that is not
@@ -172,6 +177,8 @@ def begin_run(run: Settings, config: DictConfig) -> None:
         OmegaConf.update(config, f"{RUNTIME}.env_vars", {"WANDB_RUN_ID": name, "WANDB_RESUME": "allow"}, force_add=True)
     if (executable := shlex.quote(sys.executable)) != sys.executable:  # Ray hands it to a shell
         OmegaConf.update(config, f"{RUNTIME}.py_executable", executable, force_add=True)
+    if not any(map(find_spec, FLASH_ATTENTION)):
+        _go_without_flash_attn(run, config)
     if os.environ.get("VERL_PLATFORM") == "cpu":
         from verl_cpu import workers
 
@@ -181,6 +188,32 @@ def begin_run(run: Settings, config: DictConfig) -> None:
     # After a SIGTERM, Ray's failure handler leaves an alarm that aborts the process after 3 seconds, in the middle of
     # its orderly end. Runs before Ray's own function, which was registered earlier.
     atexit.register(signal.alarm, 0)
+
+
+def _go_without_flash_attn(run: Settings, config: DictConfig) -> None:
+    """Have each process that loads the model import :mod:`recipe.without_flash_attn`, and the model take the attention
+    of torch, unless it is configured."""
+    if find_spec("verl_cpu") is None:
+        raise ValueError(
+            "without flash-attn verl takes log-probabilities token by token; install it (scripts/setup_gpu.sh), or "
+            "what computes them in few calls: pip install --no-deps -e packages/verl-cpu"
+        )
+    libraries = OmegaConf.select(config, LIBRARIES) or []
+    libraries = [libraries] if isinstance(libraries, str) else list(libraries)
+    OmegaConf.update(config, LIBRARIES, [*libraries, "recipe.without_flash_attn"], force_add=True)
+    if OmegaConf.select(config, ATTENTION) is not None:
+        return
+    if run.sequence_parallel_size > 1:
+        raise ValueError(
+            f"{ACTOR}.ulysses_sequence_parallel_size={run.sequence_parallel_size} needs flash-attn, which is not "
+            "installed (scripts/setup_gpu.sh); use 1"
+        )
+    attention = "torch_varlen" if run[PACKED] else "sdpa"
+    print(f"flash-attn is not installed: {ATTENTION}={attention} (docs/gpu.md)", file=sys.stderr)
+    # The checkpoints' config.json, which other programs read, has what is in model_config alone.
+    given = OmegaConf.to_container(config.actor_rollout_ref.model).get("override_config") or {}
+    override = {"model_config": given, **given, "attn_implementation": attention}
+    OmegaConf.update(config, f"{MODEL}.override_config", override, force_add=True, merge=False)
 
 
 def store_definition(run: Settings, name: str) -> None:

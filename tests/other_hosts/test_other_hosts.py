@@ -70,8 +70,9 @@ def run(folder: Path, module: str, flags: Sequence[str], **variables: str) -> st
     path = [str(ROOT), str(ROOT / "packages/verl-cpu"), str(Path(sys.prefix) / "hosts")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path), "RECORD": str(folder), **variables}
     environment |= {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "TOKENIZERS_PARALLELISM": "false"}
-    environment |= {"HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
-    environment |= {"GLOO_SOCKET_IFNAME": "lo", "RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0"}
+    environment |= {"HF_HUB_OFFLINE": "1", "DS_ACCELERATOR": "cpu", "GLOO_SOCKET_IFNAME": "lo"}
+    environment |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled", "RAY_worker_niceness": "0"}
+    environment |= {"RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
     done = subprocess.run(
         [sys.executable, "-m", module, *flags],
         cwd=folder,
@@ -129,7 +130,7 @@ def load_policy(folder: Path, dtype: torch.dtype, state: dict[str, Tensor] | Non
 @pytest.mark.parametrize(("ranks", "loss"), [(1, "grpo"), (2, "dapo")])
 def test_ms_swift(folder: Path, ranks: int, loss: str) -> None:
     flags = [*MS_SWIFT.split(), "--loss_type", loss, "--per_device_train_batch_size", str(8 // ranks)]
-    variables = {"TOKEN_WEIGHTS": "grail", "TOKEN_WEIGHTS_RECEIPT": "receipt.jsonl"}
+    variables = {"TOKEN_WEIGHTS": "grail", "TOKEN_WEIGHTS_RECEIPT": "receipt.jsonl", "CUDA_VISIBLE_DEVICES": ""}
     if ranks > 1:
         variables["NPROC_PER_NODE"] = str(ranks)
     output = run(folder, "swift.cli.main", flags, **variables)

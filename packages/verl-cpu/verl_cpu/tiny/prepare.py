@@ -10,13 +10,15 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from verl_cpu.tiny.shipped import TRAIN, load_agent, load_shipped
-from verl_cpu.tiny.task import problems
+from verl_cpu.tiny.task import Problem, problems
 
 STAMP = "warm_up.json"
 BASES = {"tiny": (load_shipped, 256), "agent": (load_agent, 128)}
@@ -33,8 +35,21 @@ def prepare(output_dir: Path, base_model: str = "tiny", seed: int = 0) -> bool:
 
     output_dir.mkdir(parents=True, exist_ok=True)
     stamp.unlink(missing_ok=True)  # written last, so that an interrupted call is not taken for a finished one
-    train, validation = problems("train", TRAIN, seed=seed), problems("validation", held_out, seed=seed)
-    for split, chosen in (("train", train), ("validation", validation)):
+    splits = {"train": problems("train", TRAIN, seed=seed), "validation": problems("validation", held_out, seed=seed)}
+    write(output_dir, *load(), splits)
+    stamp.write_text(wanted)
+    print(f"wrote {output_dir}", flush=True)
+    return True
+
+
+def write(
+    output_dir: Path,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    splits: Mapping[str, Sequence[Problem]],
+) -> None:
+    """Write the input of a run: ``model/``, and a file of problems for each split."""
+    for split, chosen in splits.items():
         rows = [
             {
                 "data_source": "tiny_chain_sum",
@@ -46,12 +61,8 @@ def prepare(output_dir: Path, base_model: str = "tiny", seed: int = 0) -> bool:
             for index, problem in enumerate(chosen)
         ]
         pq.write_table(pa.Table.from_pylist(rows), output_dir / f"{split}.parquet")
-    model, tokenizer = load()
     model.save_pretrained(output_dir / "model")
     tokenizer.save_pretrained(output_dir / "model")
-    stamp.write_text(wanted)
-    print(f"wrote {output_dir}", flush=True)
-    return True
 
 
 def code_digest() -> str:

@@ -1,0 +1,152 @@
+"""Without flash-attn: torch's kernels behind transformers' attention, and what a run asks verl for. The kernels need a GPU; in
+their place is a plain computation of what torch's documentation says of them."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from omegaconf import DictConfig
+from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
+from verl.utils.config import omega_conf_to_dataclass
+
+from benchmarks.setup import SHAPES
+from grail_advantage.locks import let_go
+from recipe import run_life, without_flash_attn
+from recipe.run_life import begin_run
+from recipe.without_flash_attn import ATTENTION, torch_varlen
+from tests.composed import compose, prepare
+from verl_cpu.tiny.shipped import load_shipped
+
+MODEL = "actor_rollout_ref.model"
+SDPA = f"+{MODEL}.override_config.attn_implementation=sdpa"
+SLICES = "actor_rollout_ref.actor.ulysses_sequence_parallel_size=2"
+
+
+def plain_varlen_attn(
+    query: Any, key: Any, value: Any, limits: Any, *others: Any, scale: float, window_size: tuple
+) -> Any:
+    """Sequence by sequence; a token sees those from ``window_size[0]`` before it, -1: all, to ``window_size[1]`` after it."""
+    lengths = limits.diff().tolist()
+    assert others[0] is limits and limits.dtype == torch.int32 and others[1:] == (max(lengths), max(lengths))
+    assert query.shape == key.shape == value.shape and sum(lengths) == len(query)
+    before, after = window_size
+    outputs = []
+    for q, k, v in zip(*(tensor.split(lengths) for tensor in (query, key, value)), strict=True):
+        distance = torch.arange(len(q)) - torch.arange(len(q))[:, None]
+        seen = (distance <= after) & ((distance >= -before) | (before < 0))
+        scores = torch.einsum("qhd,khd->hqk", q, k) * scale
+        outputs.append(torch.einsum("hqk,khd->qhd", scores.masked_fill(~seen, -torch.inf).softmax(-1), v))
+    return torch.cat(outputs)
+
+
+def model(attention: str, **window: Any) -> PreTrainedModel:
+    torch.manual_seed(0)
+    config = Qwen3Config(**SHAPES["toy"], **window)
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float64, attn_implementation=attention)
+
+
+@pytest.mark.parametrize("window", [{}, {"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 0}])
+def test_packed_responses_are_those_alone(window: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three in a row, the last of one token, against each alone by sdpa: logits, and the gradients of all parameters. Two heads
+    of queries share one of keys."""
+    monkeypatch.setattr(without_flash_attn.varlen, "varlen_attn", plain_varlen_attn)
+    lengths = [7, 11, 1]
+    tokens = torch.randint(500, (1, 19))
+    positions = torch.cat([torch.arange(length) for length in lengths])[None]
+    packed, alone = model(ATTENTION, **window), model("sdpa", **window)
+    logits = packed(input_ids=tokens, position_ids=positions, use_cache=False).logits
+    expected = torch.cat([alone(input_ids=part).logits for part in tokens.split(lengths, 1)], dim=1)
+    torch.testing.assert_close(logits, expected)
+    upstream = torch.randn_like(logits)
+    gradients = [
+        torch.autograd.grad((of * upstream).sum(), model.parameters())
+        for of, model in ((logits, packed), (expected, alone))
+    ]
+    torch.testing.assert_close(*gradients)
+
+
+@pytest.mark.parametrize(
+    "needed",
+    [
+        {"dropout": 0.1},
+        {"softcap": 30.0},
+        {"s_aux": torch.ones(4)},
+        {"cached": 3},
+        {"rows": 2},
+        {"padding": torch.ones(1, 5)},
+    ],
+)
+def test_what_the_kernels_do_not_have_is_refused(needed: dict[str, Any]) -> None:
+    needed = dict(needed)
+    rows, keys = needed.pop("rows", 1), 5 + needed.pop("cached", 0)
+    query, key = torch.randn(rows, 4, 5, 8), torch.randn(rows, 4, keys, 8)
+    with pytest.raises(ValueError, match="attn_implementation=sdpa"):
+        torch_varlen(
+            torch.nn.Identity(),
+            query,
+            key,
+            key,
+            needed.pop("padding", None),
+            position_ids=torch.arange(5)[None],
+            **needed,
+        )
+
+
+@pytest.fixture
+def begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A run begins, in an environment with these packages: its section of the model."""
+
+    def begin(installed: str, *overrides: str) -> DictConfig:
+        spec = find_spec("json")
+        monkeypatch.setattr(run_life, "find_spec", lambda name: spec if name in installed.split() else None)
+        (data := tmp_path / "data.parquet").touch()
+        files = (f"data.train_files={data}", f"data.val_files={data}", f"run.folder={tmp_path}/run")
+        config = compose("grail_trainer", [*files, *overrides])
+        try:
+            begin_run(prepare(config), config)
+        finally:
+            let_go(Path(config.trainer.default_local_dir))
+        return config.actor_rollout_ref.model
+
+    return begin
+
+
+def asked(model: DictConfig) -> tuple[Any, Any]:
+    """verl's module to import, and the model's attention."""
+    return model.external_lib, model.override_config.get("attn_implementation")
+
+
+def test_a_run_takes_torchs_kernels_unless_it_names_others(begun: Any) -> None:
+    """sdpa for padded rows, which these kernels do not take. The user's own modules stay."""
+    ours = "recipe.without_flash_attn"
+    assert asked(begun("verl_cpu flash_attn", SLICES)) == asked(begun("torch_npu")) == (None, None)
+    assert asked(begun("verl_cpu")) == ([ours], ATTENTION)
+    assert (
+        asked(begun("verl_cpu", SDPA))
+        == asked(begun("verl_cpu", f"{MODEL}.use_remove_padding=False"))
+        == ([ours], "sdpa")
+    )
+    assert asked(begun("verl_cpu", f"{MODEL}.external_lib=mine"))[0] == ["mine", ours]
+
+
+def test_verls_model_has_the_attention_and_its_checkpoints_do_not_name_it(begun: Any, tmp_path: Path) -> None:
+    """Who reads a checkpoint's config.json need not know these kernels; the user's own options are in it."""
+    for part in load_shipped():
+        part.save_pretrained(tmp_path / "model")
+    dropout = f"+{MODEL}.override_config.attention_dropout=0.25"
+    config = omega_conf_to_dataclass(begun("verl_cpu", f"{MODEL}.path={tmp_path}/model", dropout)).hf_config
+    assert config._attn_implementation == ATTENTION
+    assert ATTENTION not in config.to_json_string() and config.attention_dropout == 0.25
+
+
+@pytest.mark.parametrize(
+    ("installed", "override", "message"),
+    [("", SDPA, "pip install --no-deps -e packages/verl-cpu"), ("verl_cpu", SLICES, f"{SLICES} needs flash-attn")],
+)
+def test_what_needs_flash_attn_is_refused_before_ray(begun: Any, installed: str, override: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        begun(installed, override)
