@@ -109,7 +109,8 @@ class TokenWeightGRPOTrainer(GRPOTrainer):
         )
 
     def _host(self, rollouts):
-        is_sharded = self.is_fsdp_enabled or zero_stage(self) == 3
+        zero_stage = getattr(self.accelerator.state.deepspeed_plugin, "zero_stage", 0)
+        is_sharded = self.is_fsdp_enabled or zero_stage == 3
         return PlainHost(
             self.accelerator.unwrap_model(self.model),
             rollouts,
@@ -185,10 +186,6 @@ class TokenWeightGRPOTrainer(GRPOTrainer):
             if self.accelerator.is_main_process:
                 write(RECEIPT, receipt, loss.name, self.state.global_step)
         self._watch = None
-
-
-def zero_stage(trainer):
-    return trainer.accelerator.state.deepspeed_plugin.zero_stage if trainer.is_deepspeed_enabled else 0
 
 
 def refuse(trainer):

@@ -7,6 +7,7 @@ CUDA, the DeepSpeed extensions that would be compiled, flash-attn, and vLLM with
 from __future__ import annotations
 
 import copy
+import json
 import os
 import sys
 from importlib import import_module
@@ -165,11 +166,21 @@ def reward_func(queries: list[str], prompts: list[str], labels: list[str], **_: 
 
 
 def main() -> None:
+    """The command; with a file of commands in its place the errors of each, which must come before Ray starts."""
     patch_process()
     import ray
     from openrlhf.trainer.ray import vllm_engine
 
     from examples.hosts import openrlhf
+
+    if len(sys.argv) == 2:
+        for flags in json.loads(Path(sys.argv[1]).read_text()):
+            sys.argv[1:] = flags
+            try:
+                openrlhf.main()
+            except ValueError as error:
+                print("ValueError:", error)
+        return
 
     vllm_engine.RolloutRayActor = ray.remote(Engine)
     # Few CPUs: Ray starts a process for each, and each imports everything.

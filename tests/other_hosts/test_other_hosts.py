@@ -65,8 +65,8 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def run(folder: Path, module: str, flags: Sequence[str], **variables: str) -> str:
-    """The output of a command in the folder, with nothing fetched or sent; the test fails with it."""
+def run(folder: Path, module: str, flags: Sequence[str], status: int = 0, **variables: str) -> str:
+    """The output of a command in the folder, with nothing fetched or sent; another status than this fails the test."""
     path = [str(ROOT), str(ROOT / "packages/verl-cpu"), str(Path(sys.prefix) / "hosts")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path), "RECORD": str(folder), **variables}
     environment |= {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "TOKENIZERS_PARALLELISM": "false"}
@@ -82,7 +82,7 @@ def run(folder: Path, module: str, flags: Sequence[str], **variables: str) -> st
         text=True,
         timeout=2400,
     )
-    assert not done.returncode, done.stdout[-20_000:]
+    assert done.returncode == status, done.stdout[-20_000:]
     return done.stdout
 
 
@@ -187,3 +187,33 @@ def test_openrlhf(folder: Path, ranks: int, zero_stage: int) -> None:
         tokens.append(int(response.sum()))
     assert max(differences) > 1
     check_receipts(folder, tokens)
+
+
+REFUSED = (
+    ("--ds.ring_attn_size", "2"),
+    ("--ds.tensor_parallel_size", "2"),
+    ("--data.max_images_per_prompt", "1"),
+    ("--train.async_enable",),
+    ("--algo.advantage.estimator", "gae"),
+    ("--algo.kl.init_coef", "0.1"),
+    ("--actor.policy_loss_type", "gspo"),
+    ("--token_weights.method", "no_such_method"),
+)
+"""Flags of OpenRLHF, each beside others that work."""
+
+
+def test_openrlhf_refuses_by_name_before_ray_starts(folder: Path) -> None:
+    kl = ["--algo.kl.init_coef", "0"]
+    commands = [[*OPENRLHF.split(), *kl, *flags] for flags in REFUSED]
+    (folder / "commands.json").write_text(json.dumps(commands))
+    output = run(folder, "tests.other_hosts.openrlhf_cpu", ["commands.json"])
+    messages = [line for line in output.splitlines() if line.startswith("ValueError: ")]
+    for flags, message in zip(REFUSED, messages, strict=True):
+        assert flags[0] in message or flags[-1] in message
+    assert "Started a local Ray instance" not in output
+
+
+def test_ms_swift_refuses_by_name(folder: Path) -> None:
+    flags = [*MS_SWIFT.split(), "--importance_sampling_level", "sequence"]
+    output = run(folder, "swift.cli.main", flags, status=1, TOKEN_WEIGHTS="grail")
+    assert "ValueError: token weights (grail) do not work with --importance_sampling_level sequence" in output
