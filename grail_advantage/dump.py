@@ -34,7 +34,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, model_validator
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 from torch import Tensor
 
 from grail_advantage import __version__
@@ -378,6 +378,16 @@ class DumpOptions(BaseModel):
         if self.effect_every and not self.received:
             raise ValueError("effect_every is written with what tokens receive; leave received=true")
         return self
+
+    @classmethod
+    def of_section(cls, section: str, values: Mapping[str, Any]) -> DumpOptions:
+        """The options of a host's section; ValueError: names the first that is wrong as ``section.option=value``."""
+        try:
+            return cls(**values)
+        except ValidationError as error:
+            first = error.errors()[0]
+            named = [f"{section}.{name}={first['input']!r}" for name in first["loc"]]
+            raise ValueError(f"{'.'.join(named) or section}: {first['msg']}") from None
 
 
 def choose_rows(groups: Sequence[int], valid: Sequence[bool], limit: int | None, seed: Sequence[int]) -> list[int]:

@@ -234,10 +234,11 @@ def _normalized(w: Tensor, where: Tensor) -> Tensor:
 
 def _shuffled(values: Tensor, among: Tensor, r: Rollouts) -> Tensor:
     """Values (B, T) with those of each response's tokens among bool (B, T) in another order: by a hash of the step and
-    the response's key, so that neither the batch nor the process that holds the response changes it."""
+    the response's own tokens, which are the same in every host, process, batch and start with the same seed."""
     shuffled = values.clone()
-    for index, key in enumerate(r.keys):
-        seed = hashlib.sha256(f"{r.step} {key}".encode(errors="surrogatepass")).digest()[:7]
+    for index, (prompt, response) in enumerate(zip(r.prompts, r.responses, strict=True)):
+        identity = f"{r.step} {prompt.tolist()} {response.tolist()}"
+        seed = hashlib.sha256(identity.encode()).digest()[:7]
         generator = torch.Generator("cpu").manual_seed(int.from_bytes(seed))
         tokens = among[index].nonzero().flatten()
         order = torch.randperm(len(tokens), generator=generator, device="cpu")

@@ -21,14 +21,6 @@ from torch import Tensor
 from grail_advantage.data import OLD_LOG_PROBS, Rollouts, runs, within_range
 from grail_advantage.method import AdvantageMethod, build, option, register
 
-BIAS_OF_DISCOUNT = (
-    "returns are discounted, which biases the gradient of the mean reward: by 0.10 of its length with 0.9 and 0.42 "
-    "with 0.5, beside a smaller scale, in an environment that was enumerated (docs/turns.md)"
-)
-BIAS_OF_MASKING = (
-    "the policy decides with its turns which responses are cut off and train nothing, which biases the gradient: by "
-    "0.27 of its length with the answers to 20 % of calls cut off, as enumerated (docs/turns.md)"
-)
 GAMMA = "discount from one turn to the next in the return of a turn"
 DEVIATION = "whether differences from a mean are divided by the deviation of what it was taken over, as in GRPO"
 logger = logging.getLogger(__name__)

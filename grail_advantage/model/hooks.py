@@ -50,6 +50,22 @@ def capture_leaf(module: nn.Module) -> Iterator[list[torch.Tensor]]:
 
 
 @contextmanager
+def frozen_parameters(model: nn.Module) -> Iterator[None]:
+    """While open, no parameter asks for a gradient, so that a forward keeps nothing for theirs: a linear layer keeps its
+    input for its weight's gradient alone. Parameters of other classes, such as those that FSDP shards, stay as they
+    are: its hooks hang on their gradients."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    trained = [parameter for parameter in trained if type(parameter) is nn.Parameter and parameter.is_leaf]
+    try:
+        for parameter in trained:
+            parameter.requires_grad_(False)
+        yield
+    finally:
+        for parameter in trained:
+            parameter.requires_grad_(True)
+
+
+@contextmanager
 def at_head(model: nn.Module, before: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
     """While open, each forward of the model's output embeddings computes the logits of ``before(hidden)``, of the hidden
     states (B, S, D) those that are needed. ValueError: there are no output embeddings, or the forward calls none."""

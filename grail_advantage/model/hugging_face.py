@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NoReturn
 from weakref import WeakKeyDictionary, WeakSet
@@ -118,7 +118,8 @@ class HuggingFaceModel:
             some = waiting[: 1 if alone else self.sequences_together(longest)]
             return work(PaddedRows(self, [row for row in some if len(row.tokens) >= LEAST_LENGTH * longest]))
 
-        with hooks.evaluation_mode(self.model), torch.set_grad_enabled(gradients):
+        frozen = hooks.frozen_parameters(self.model) if self.rounds.group is None else nullcontext()
+        with hooks.evaluation_mode(self.model), frozen, torch.set_grad_enabled(gradients):
             alone = not self._independent(waiting)
             while waiting:
                 self.rounds.take()

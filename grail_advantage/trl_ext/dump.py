@@ -44,7 +44,8 @@ def dump_options(given: str | os.PathLike[str] | Mapping[str, Any]) -> DumpOptio
     section = dict(given) if isinstance(given, Mapping) else {"folder": given}
     if not section.get("folder"):
         raise ValueError(f"token_dump={given!r} must be a folder, or have folder, every, responses and received")
-    return DumpOptions(**section | {"folder": Path(section["folder"]).expanduser().absolute()})
+    folder = Path(section["folder"]).expanduser().absolute()
+    return DumpOptions.of_section("token_dump", {**section, "folder": folder})
 
 
 def set_aside(folder: Path, metrics: Path) -> None:

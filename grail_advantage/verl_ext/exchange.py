@@ -1,7 +1,7 @@
 """Responses on their way between trainer and workers: their order over the ranks, the request of a pass, its reply, and
 which of them an update of the actor leaves out.
 
-The gradient of a zero-advantage response is 0 where :func:`grail_advantage.verl_ext.settings.why_not_skip` says
+The gradient of a zero-advantage response is 0 where :func:`grail_advantage.verl_ext.rules.why_not_skip` says
 nothing. An update without it is the same to float rounding as long as the rest keeps what it is divided by. verl
 divides by the tokens and responses of the whole mini-batch: ``global_batch_size`` is a setting of the batch and stays,
 ``batch_num_tokens`` is the sum of ``loss_mask`` over all ranks (``FSDPEngine.forward_backward_batch``) and is handed on

@@ -34,7 +34,7 @@ from grail_advantage.dump import read_dump, write_whole
 from grail_advantage.locks import hold
 from grail_advantage.verl_ext.patches import STARTS, entry_is_wrapped
 from grail_advantage.verl_ext.settings import ACTOR, ATTENTION, DUMP_FOLDER, MODEL, PACKED, Settings
-from recipe.rules import check_rules, check_trl
+from recipe.rules import check_settings, check_trl
 
 RUN_DEFINITION = "run_definition.json"
 FOLDER, MODE, RUNTIME = "trainer.default_local_dir", "trainer.resume_mode", "ray_kwargs.ray_init.runtime_env"
@@ -119,7 +119,7 @@ def check_run(run: Settings) -> None:
         ValueError: naming the options, with the values there and here, and the remedy.
     """
     check_trl()
-    check_rules(run)
+    check_settings(run)
     # The check of scripts/train_cpu.sh, which then moves the folder away; the run itself finds none.
     moves_away = os.environ.get("FRESH") == "1" and os.environ.get("DRY_RUN") == "1"
     for option, folder in _folders(run).items():
