@@ -60,8 +60,10 @@ def _piece(piece: Piece, B: int, T: int, steps: int, ranks: int) -> Piece:
         raise ValueError(f"rows_b holds {rows_b.tolist()}; places of the rollout batch are 0 to {B - 1}")
     if not (0 <= piece.update < steps and 0 <= piece.rank < ranks):
         raise ValueError(f"update={piece.update}, rank={piece.rank}: the batch has {steps} steps on {ranks} ranks")
-    values = {name: _tensor(name, getattr(piece, name), (len(rows_b), T)) for name in ("log_probs_bT", "gradient_bT")}
-    return replace(piece, rows_b=rows_b, **values)
+    width = piece.log_probs_bT.shape[1] if getattr(piece.log_probs_bT, "ndim", 0) == 2 else T
+    shape = (len(rows_b), min(width, T))
+    values = {name: _tensor(name, getattr(piece, name), shape) for name in ("log_probs_bT", "gradient_bT")}
+    return replace(piece, rows_b=rows_b, **values).padded(T)
 
 
 def _tensor(name: str, values: Any, shape: tuple[int, ...]) -> torch.Tensor:
