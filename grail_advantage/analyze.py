@@ -149,7 +149,11 @@ def analyze(
     model. ValueError: the folder holds something else, a response cannot be read, or all methods failed."""
     values, source = advantages_of(responses, advantages)
     complain("analyze", f"{len(responses)} responses; advantage: {source}")
-    about: dict[str, Any] = {"model": model, "methods": {name: repr(of) for name, of in chosen.items()}, "answer": answer.name}
+    about: dict[str, Any] = {
+        "model": model,
+        "methods": {name: repr(of) for name, of in chosen.items()},
+        "answer": answer.name,
+    }
     about |= {"after": after[0] if after else None, "temperature": temperature, **(beside or {})}
     about["responses"] = _digest(json.dumps([values, list(map(repr, responses))]))
     about = json.loads(json.dumps(about))
