@@ -86,7 +86,7 @@ def main() -> None:
         train_dataset=problems(options.data),
         eval_dataset=problems(options.held_out) if options.held_out else None,
         peft_config=LoraConfig(**adapter) if rank else None,
-        token_weights=build(options.method, {"control": options.control}),
+        token_weights=build(options.method, {} if options.control == "none" else {"control": options.control}),
         token_dump={"folder": output / "tokens", "every": options.dump_every, "effect_every": options.effect_every},
     )
     trainer.train(resume_from_checkpoint=checkpoint and str(checkpoint))

@@ -512,8 +512,11 @@ class MetricsFile(Unstopped):
                 write_whole(self.path, b"".join(line + b"\n" for line in lines if _step(line) <= last))
 
     def add(self, step: int, figures: Mapping[str, Any]) -> None:
-        """Add a line of the figures that are numbers."""
-        data = {str(name): float(value) for name, value in figures.items() if isinstance(value, Real)}
+        """Add a line of the figures that are numbers; null for one that is not finite, which JSON does not have."""
+        data: dict[str, float | None] = {}
+        for name, value in figures.items():
+            if isinstance(value, Real):
+                data[str(name)] = float(value) if math.isfinite(value) else None
         self.write(json.dumps({"step": step, "data": data}).encode() + b"\n")
 
     def write(self, line: bytes) -> None:

@@ -60,9 +60,11 @@ def _piece(piece: Piece, B: int, T: int, steps: int, ranks: int) -> Piece:
         raise ValueError(f"rows_b holds {rows_b.tolist()}; places of the rollout batch are 0 to {B - 1}")
     if not (0 <= piece.update < steps and 0 <= piece.rank < ranks):
         raise ValueError(f"update={piece.update}, rank={piece.rank}: the batch has {steps} steps on {ranks} ranks")
-    log_probs_bT = _tensor("log_probs_bT", piece.log_probs_bT, (len(rows_b), T))
-    gradient_bT = _tensor("gradient_bT", piece.gradient_bT, (len(rows_b), T))
-    return replace(piece, rows_b=rows_b, log_probs_bT=log_probs_bT, gradient_bT=gradient_bT)
+    width = piece.log_probs_bT.shape[1] if getattr(piece.log_probs_bT, "ndim", 0) == 2 else T
+    shape = (len(rows_b), min(width, T))
+    log_probs_bT = _tensor("log_probs_bT", piece.log_probs_bT, shape)
+    gradient_bT = _tensor("gradient_bT", piece.gradient_bT, shape)
+    return replace(piece, rows_b=rows_b, log_probs_bT=log_probs_bT, gradient_bT=gradient_bT).padded(T)
 
 
 def _tensor(name: str, values: Any, shape: tuple[int, ...]) -> torch.Tensor:

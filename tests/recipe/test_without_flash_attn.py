@@ -55,14 +55,15 @@ def plain_varlen_attn(
 
 def model(attention: str, **window: Any) -> PreTrainedModel:
     torch.manual_seed(0)
-    config = Qwen3Config(**SHAPES["toy"], **window)
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    config = Qwen3Config(**{**SHAPES["toy"], **heads}, **window)
     return AutoModelForCausalLM.from_config(config, dtype=torch.float64, attn_implementation=attention)
 
 
 @pytest.mark.parametrize("window", [{}, {"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 0}])
 def test_packed_responses_are_those_alone(window: dict, kernels: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three in a row, the last of one token, against each alone by sdpa: logits, and the gradients of all parameters. Two heads
-    of queries share one of keys."""
+    """Three in a row, the last of one token, against each alone by sdpa: logits, and the gradients of all parameters. Four
+    heads of queries share two of keys."""
     monkeypatch.setattr(kernels.varlen, "varlen_attn", plain_varlen_attn)
     lengths = [7, 11, 1]
     tokens = torch.randint(500, (1, 19))
