@@ -38,7 +38,7 @@ OPENRLHF = f"""
     --reward.remote_url {HERE}/openrlhf_cpu.py --algo.advantage.estimator group_norm --rollout.temperature {TEMPERATURE}
     --rollout.batch_size 4 --rollout.n_samples_per_prompt 8 --rollout.micro_batch_size 4 --train.batch_size 16
     --train.micro_batch_size 4 --vllm.num_engines 1 --vllm.sync_backend gloo --ds.attn_implementation sdpa
-    --actor.adam.lr 1e-5 --actor.lr_warmup_ratio 0 --ckpt.output_dir trained --ckpt.path checkpoints
+    --ref.num_gpus_per_node 1 --actor.adam.lr 1e-5 --actor.lr_warmup_ratio 0 --ckpt.output_dir trained --ckpt.path checkpoints
 """
 MS_SWIFT = f"""
     rlhf --rlhf_type grpo --model model --model_type qwen3 --template qwen3 --tuner_type full --use_hf true
