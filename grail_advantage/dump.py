@@ -492,7 +492,9 @@ def received_table(
     of_updates = {"by_update": receipt.received_UBT, "clipped_by_update": receipt.clipped_UBT}
     for place, (key, length) in enumerate(zip(keys, lengths, strict=True)):
         there = receipt.received_UBT[:, place, :length].isfinite().any(dim=1)
-        row = {name: of[place, :length].float().numpy() for name, of in by_name.items() if of is not None}
+        row: dict[str, Any] = {
+            name: of[place, :length].float().numpy() for name, of in by_name.items() if of is not None
+        }
         row |= {name: list(of[there, place, :length].float().numpy()) for name, of in of_updates.items()}
         rows.append({"key": as_utf8(key), "updates": there.nonzero().flatten().numpy(), **row})
     return pa.Table.from_pylist(rows, schema=RECEIVED_SCHEMA)
