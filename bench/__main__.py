@@ -13,6 +13,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from grail_advantage.receipt.foreign import say, visible
+
 try:
     from bench import convert, sample, table
 except ModuleNotFoundError as error:
@@ -28,14 +30,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
         elif given[:1] == ["sample"]:
             sample.main(given[1:])
         elif given[:1] == ["compare"] and len(given) == 3:
-            print(table.compare(Path(given[1]), Path(given[2])))
+            say(*table.compare(Path(given[1]), Path(given[2])).splitlines())
         elif len(given) == 1 and not given[0].startswith("-"):
-            print(table.report(table.read(Path(given[0]))))
+            say(*table.report(table.read(Path(given[0]))).splitlines())
         else:
             print(__doc__)
             raise SystemExit(0 if given in (["-h"], ["--help"]) else 2)
     except (ValueError, OSError) as error:
-        raise SystemExit(f"bench: {error}") from error
+        raise SystemExit(visible(f"bench: {error}", breaks=False)) from error
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ Shape suffixes: T response tokens, M steps, W errors, C controls.
 
 from __future__ import annotations
 
-import json
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -20,7 +19,7 @@ import pandas as pd
 
 from bench.places import FIGURES, Label, among, record
 from bench.statistics import Estimate, above_controls, holm, mean_of
-from grail_advantage.analyze import RECORD
+from grail_advantage.analyze import record_in
 from grail_advantage.answers.missing import is_low
 from grail_advantage.dump import DumpRow, read_dump
 from recipe.marked_text import table
@@ -74,7 +73,7 @@ def label_of(row: DumpRow) -> tuple[Label | None, np.ndarray]:
 
 def read(folder: Path) -> Results:
     """The figures of each response in a folder. ValueError: it is none of ``analyze``, or cannot be used."""
-    dump, about = read_dump(folder), json.loads((folder / RECORD).read_text()) if (folder / RECORD).exists() else {}
+    dump, about = read_dump(folder), record_in(folder)
     records: dict[str, dict[str, dict[str, Any]]] = {}
     texts, counts = {}, Counter[str]()
     rows = [row for row in dump if "steps" in row.labels]
@@ -86,7 +85,10 @@ def read(folder: Path) -> Results:
             raise ValueError(f"{folder}: two responses have the id {row.key}; give each its own")
         texts[row.key] = row.response, row.labels
         correct, error = row.outcome == "right", "wrong_step" in row.labels
-        label, wrong_T = label_of(row)
+        try:
+            label, wrong_T = label_of(row)
+        except (TypeError, ValueError, LookupError) as error:
+            raise ValueError(f"{folder}: the labels of {row.key} are not those of an analysis ({error})") from error
         if asked and "answer" not in row.labels:
             counts["without an answer"] += 1
         elif row.outcome is None or correct == error:

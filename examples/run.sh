@@ -4,7 +4,11 @@
 # last word. DRY_RUN=1 checks everything, prints the resolved configuration and starts nothing. PYTHON is an interpreter
 # with verl (scripts/setup_gpu.sh). Several nodes: docs/multi_node.md.
 
-set -xeuo pipefail
+set -euo pipefail
+source scripts/knobs.sh
+check_knobs OUTPUT_DIR
+[[ ${FRESH:-0} == 0 ]] || stop "FRESH=1 is of the scripts without a GPU; set another EXPERIMENT_NAME, or move the run away"
+set -x
 
 # ---- user-adjustable, with the names of verl's examples ----
 ADV_ESTIMATOR=${ADV_ESTIMATOR:-} # grail; uniform: the baseline in the same trainer; dr_grpo, grpo: verl's estimator
@@ -12,7 +16,7 @@ LIKE=${LIKE:-corrected} # published: with what the published run has by accident
 DATA_DIR=${DATA_DIR:-$PWD/data} # filled by scripts/prepare_data.sh
 [[ $LIKE == published ]] && suffix=_published || suffix=
 TRAIN_FILE=${TRAIN_FILE:-$DATA_DIR/deepmath$suffix.parquet}
-TEST_FILE=${TEST_FILE:-[$DATA_DIR/amc23$suffix.parquet,$DATA_DIR/aime24$suffix.parquet]}
+TEST_FILE=${TEST_FILE:-[\"$DATA_DIR/amc23$suffix.parquet\",\"$DATA_DIR/aime24$suffix.parquet\"]}
 NNODES=${NNODES:-1}
 NGPUS_PER_NODE=${NGPUS_PER_NODE:-8}
 TRAIN_BATCH_SIZE=${TRAIN_BATCH_SIZE:-32}
@@ -40,10 +44,6 @@ EXPERIMENT_NAME=${EXPERIMENT_NAME:-} # MODEL-METHOD-seedN (recipe/config/run.yam
 has_verl() {
     "$1" -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("verl") is None)' &>/dev/null
 }
-quoted() { # TEXT -> the same in Hydra's grammar, whatever its characters; a list [A,B] stays one
-    [[ $1 == \[*\] ]] && printf %s "$1" && return
-    printf %s "$1" | sed -z "s/\(\\\\*\)'/\1\1\\\\'/g; s/\(\\\\*\)\$/\1\1/; s/.*/'&'/"
-}
 
 if [[ -z ${PYTHON:-} ]]; then
     has_verl python3 && PYTHON=python3 || PYTHON=.venv/bin/python # of scripts/setup_cpu.sh, for a dry run
@@ -61,11 +61,14 @@ dr_grpo) METHOD=(algorithm.adv_estimator=grpo) ;;
 esac
 
 DATA=(
-    "data.train_files=$(quoted "$TRAIN_FILE")" "data.val_files=$(quoted "$TEST_FILE")" data.seed="$SEED"
+    "data.train_files=$(quoted_files "$TRAIN_FILE")" "data.val_files=$(quoted_files "$TEST_FILE")" data.seed="$SEED"
     data.train_batch_size="$TRAIN_BATCH_SIZE"
     data.max_prompt_length="$MAX_PROMPT_LENGTH" data.max_response_length="$MAX_RESPONSE_LENGTH"
 )
-MODEL=("actor_rollout_ref.model.path=$(quoted "$MODEL_PATH")" actor_rollout_ref.model.lora_rank="$LORA_RANK")
+MODEL=(
+    "actor_rollout_ref.model.path=$(quoted "$MODEL_PATH")" actor_rollout_ref.model.lora_rank="$LORA_RANK"
+    ${TOKENIZER_PATH:+"actor_rollout_ref.model.tokenizer_path=$(quoted "$TOKENIZER_PATH")"}
+)
 if ((LORA_RANK)); then
     name+=-lora$LORA_RANK
     MODEL+=(
@@ -85,7 +88,7 @@ ROLLOUT=(
     actor_rollout_ref.rollout.max_model_len="$whole"
 )
 TRAINER=(
-    "trainer.project_name=$(quoted "$PROJECT_NAME")" "run.model=$name" "trainer.logger=[$LOGGER]"
+    "trainer.project_name=$(quoted "$PROJECT_NAME")" "run.model=$(quoted "$name")" "trainer.logger=[$LOGGER]"
     trainer.nnodes="$NNODES" trainer.n_gpus_per_node="$NGPUS_PER_NODE"
     trainer.total_training_steps="${TOTAL_STEPS:-50}" trainer.total_epochs="${TOTAL_EPOCHS:-1000}"
     trainer.save_freq="$SAVE_FREQ" trainer.test_freq="$TEST_FREQ"
@@ -95,9 +98,12 @@ TRAINER=(
 if [[ -n ${TOKENIZER_PATH:-} && ${DRY_RUN:-0} != 1 && ! -e $TOKENIZER_PATH ]]; then
     "$PYTHON" -m grail_advantage.answers.tokenizers "$MODEL_PATH" "$TOKENIZER_PATH"
 fi
-IFS=, read -ra files <<<"${TRAIN_FILE//[\[\]]/},${TEST_FILE//[\[\]]/}"
-for file in "${files[@]}"; do # a run refuses it
-    [[ ${DRY_RUN:-0} != 1 || $file != /* || -e $file ]] || echo "$file is missing; run bash scripts/prepare_data.sh" >&2
+for list in "$TRAIN_FILE" "$TEST_FILE"; do
+    split_list "$list"
+    for file in "${files[@]}"; do # a run refuses it
+        [[ ${DRY_RUN:-0} != 1 || $file != /* || -e $file ]] ||
+            echo "$file is missing; run bash scripts/prepare_data.sh" >&2
+    done
 done
 # fault tolerance (docs/fault_tolerance.md)
 export VERL_USE_EXTERNAL_MODULES=recipe.verl_start${VERL_USE_EXTERNAL_MODULES:+,$VERL_USE_EXTERNAL_MODULES}

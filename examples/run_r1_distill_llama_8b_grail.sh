@@ -8,5 +8,5 @@ SEQUENCES=2
 [[ ${LIKE:-} == published ]] || MAX_RESPONSE_LENGTH=${MAX_RESPONSE_LENGTH:-8192}
 # transformers reads this model's tokenizer without spaces and newlines.
 TOKENIZER_PATH=${TOKENIZER_PATH:-$PWD/outputs/tokenizers/${MODEL_PATH##*/}} # gets a repaired one
-EXTRA=("actor_rollout_ref.model.tokenizer_path='$TOKENIZER_PATH'")
+EXTRA=()
 source examples/run.sh

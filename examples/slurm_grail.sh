@@ -19,6 +19,8 @@ set -euo pipefail
 script=examples/${1:?a launch script such as run_qwen3_grail.sh}
 shift
 cd "${SLURM_SUBMIT_DIR:?submit this with sbatch}" # Slurm runs a copy, so not the folder of this file
+source scripts/knobs.sh
+form "[1-9][0-9]*" "a whole number of seconds" WAIT_SECONDS
 # shellcheck disable=SC1091
 [[ -z ${VENV:-} ]] || source "$VENV/bin/activate"
 wait_seconds=${WAIT_SECONDS:-600} # for the nodes to come together

@@ -2,9 +2,10 @@
 
 A line has ``prompt`` (a text as the model saw it, or a list of messages for the chat template) and ``response`` (a text,
 or the generated token ids) or ``steps`` (texts, which blank lines join; beside a ``response`` its parts), and may have
-``reward``, ``ground_truth``, ``group`` and ``id``. With ``error`` it is labelled: the first incorrect step from 0 (without
-``steps``, lines with text are the steps), the half-open range ``[start, end]`` of its characters in the response, or null for
-none. Other keys are columns that a method may ask for.
+``reward``, ``ground_truth``, ``group`` and ``id``, and for the chat template ``tools`` and ``chat_template_kwargs``; if
+the last message is the assistant's, the response continues it. With ``error`` it is labelled: the first incorrect step
+from 0 (without ``steps``, lines with text are the steps), the half-open range ``[start, end]`` of its characters in the
+response, or null for none. Other keys are columns that a method may ask for.
 
 About 32 responses are one batch for each method, and one file. The same command resumes after the last file. A method
 that raises costs its own columns. Shape suffixes: P tokens of a prompt, T response tokens.
@@ -36,12 +37,12 @@ from grail_advantage.answers.format import BOXED, AnswerFormat, answer_format
 from grail_advantage.answers.missing import advice, is_low
 from grail_advantage.answers.text import TokenTexts
 from grail_advantage.answers.tokenizers import load_tokenizer
-from grail_advantage.api import PlainHost
+from grail_advantage.api import MOST_UNKNOWN, PlainHost
 from grail_advantage.data import ENTROPY, OLD_LOG_PROBS, Example, Rollouts, outcome_of
 from grail_advantage.dump import RECEIVED_SCHEMA, header_of, read_dump, write_received, write_step, write_whole
-from grail_advantage.method import Method, build, methods
+from grail_advantage.method import BaseMethod, build, methods
 from grail_advantage.model.hooks import FORWARD_TOKENS
-from grail_advantage.receipt.foreign import complain, numbered_lines, read_json, say, visible, why
+from grail_advantage.receipt.foreign import complain, numbered_lines, read_bytes, read_json, say, visible, why
 from grail_advantage.weigh import weigh
 
 if TYPE_CHECKING:
@@ -53,6 +54,7 @@ SEPARATOR = "\n\n"
 PER_FILE = 32
 RECORD = "analysis.json"  # which analysis a folder is of, and the methods that failed
 PACKAGED = {"smollm2": "verl_cpu.tiny.smollm2:load_smollm2", "tiny": "verl_cpu.tiny.shipped:load_shipped"}
+_ANOTHER = "give --model the model that generated the response"
 ROUNDED = 2**-22  # relative distance of rewards that are equal in float32 but for the rounding of a sum
 
 
@@ -69,6 +71,7 @@ class Response:
     ground_truth: Any = None
     reward: float | None = None
     group: str | None = None  # the same for responses to one prompt
+    template: Mapping[str, Any] = field(default_factory=dict)  # options of the chat template; tools among them
     columns: Mapping[str, Any] = field(default_factory=dict)  # everything else
 
 
@@ -91,6 +94,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add("--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto", help="of the model")
     options = parser.parse_args(arguments)
     try:
+        check_options(options.temperature, options.tokens, options.device)
         for file in options.files:
             runpy.run_path(str(file), run_name=file.stem)
         responses, answer = read_responses(options.responses), answer_format(options.answer or BOXED)
@@ -98,6 +102,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         tokenizer, load = model_of(options.model, options.device, options.dtype)
         settings = {"temperature": options.temperature, "tokens": options.tokens, "advantages": options.advantages}
         settings |= {"model": options.model, "answer": answer}
+        beside = {name: state_of(name) for name in (options.model, options.after, *map(str, options.files)) if name}
+        settings["beside"] = {"dtype": options.dtype, "files": beside}
         if options.after:
             settings["after"] = options.after, model_of(options.after, options.device, options.dtype)[1]
         say(*analyze(with_rewards(responses, tokenizer), chosen, options.out, tokenizer, load, **settings))
@@ -107,9 +113,23 @@ def main(arguments: Sequence[str] | None = None) -> None:
     say(f"see it: python -m grail_advantage.report {options.out}{labelled}")
 
 
+def check_options(temperature: float, tokens: int, device: str) -> None:
+    """ValueError, naming the option, for a number or a device with which no model runs."""
+    if not (math.isfinite(temperature) and temperature > 0):
+        raise ValueError(f"--temperature {temperature} must be a number above 0, that of the sampling")
+    if tokens < 1:
+        raise ValueError(f"--tokens {tokens} must be at least 1")
+    try:
+        there = torch.zeros(1, device=device)
+    except (RuntimeError, AssertionError) as error:  # torch's, of a name or of a device that is not there
+        raise ValueError(f"--device {device} cannot be used here ({why(Exception(str(error)))}); use cpu") from error
+    if there.is_meta:
+        raise ValueError(f"--device {device} computes nothing; use cpu")
+
+
 def analyze(
     responses: Sequence[Response],
-    chosen: Mapping[str, Method],
+    chosen: Mapping[str, BaseMethod],
     folder: Path,
     tokenizer: PreTrainedTokenizerBase,
     load: Callable[[], PreTrainedModel],
@@ -120,26 +140,34 @@ def analyze(
     advantages: str = "auto",
     answer: AnswerFormat = BOXED,
     after: tuple[str, Callable[[], PreTrainedModel]] | None = None,
+    beside: Mapping[str, Any] | None = None,
 ) -> list[str]:
     """Write the files ``step_000000.parquet``, ... that a folder lacks, new or of the same analysis; returns lines that say
     what there is. ``chosen``: methods by the names of their columns. ``load`` gives the model on its device, and is not
     called where no file is missing. ``advantages``: see :func:`advantages_of`. ``after``: name and loader of a later
-    checkpoint, for the column ``effect``. ValueError: the folder holds something else, a response cannot be read, or all
-    methods failed."""
+    checkpoint, for the column ``effect``. ``beside``: what else changes the figures, by name, such as the files of the
+    model. ValueError: the folder holds something else, a response cannot be read, or all methods failed."""
     values, source = advantages_of(responses, advantages)
     complain("analyze", f"{len(responses)} responses; advantage: {source}")
-    about = {"model": model, "methods": {name: repr(of) for name, of in chosen.items()}, "answer": answer.name}
-    about |= {"after": after[0]} if after else {}
-    of_all = json.dumps([about, temperature, values, list(map(repr, responses))])
-    known: dict[str, Any] = {"analysis": hashlib.sha256(of_all.encode()).hexdigest(), **about, "failed": {}}
+    about: dict[str, Any] = {
+        "model": model,
+        "methods": {name: repr(of) for name, of in chosen.items()},
+        "answer": answer.name,
+    }
+    about |= {"after": after[0] if after else None, "temperature": temperature, **(beside or {})}
+    about["responses"] = _digest(json.dumps([values, list(map(repr, responses))]))
+    about = json.loads(json.dumps(about))
+    known: dict[str, Any] = {**about, "failed": {}}
     if folder.exists() and any(folder.iterdir()):
-        there = json.loads((folder / RECORD).read_text()) if (folder / RECORD).exists() else {}
-        if there.get("analysis") != known["analysis"]:
-            raise ValueError(f"{folder} does not hold this analysis; name another folder (--out), or remove this one")
+        there = record_in(folder)
+        if others := [name for name, value in about.items() if there.get(name) != value]:
+            raise ValueError(
+                f"{folder} does not hold this analysis: another {', '.join(others)}; name another folder (--out), or "
+                "remove this one"
+            )
         known = there
     texts, done, loaded, later = TokenTexts(tokenizer), set(read_dump(folder).steps), None, None
     whole = _rollouts(responses, values, chosen, tokenizer, texts, answer)
-    write_whole(folder / RECORD, json.dumps(known))
     answered = len(whole) - whole.spans("last").count(None)
     if any(method.reads_answer for method in chosen.values()) and is_low(answered, len(whole)):
         few = f"{answered} of {len(whole)} responses have an answer in the format {answer.name}."
@@ -147,7 +175,10 @@ def analyze(
     for number, part in enumerate(parts_of(responses)):
         if number in done:
             continue
-        loaded = load() if loaded is None else loaded
+        if loaded is None:
+            loaded = load()
+            check_fits(loaded, whole)
+            write_whole(folder / RECORD, json.dumps(known))
         settings: dict[str, Any] = {"temperature": temperature, "tokens": tokens, "device": loaded.device}
         r, made = replace(whole.part(part), tokenizer=tokenizer), {}
         columns = PlainHost(loaded, r, **settings).columns((OLD_LOG_PROBS, ENTROPY))
@@ -162,7 +193,7 @@ def analyze(
             random.seed(number), np.random.seed(number), torch.manual_seed(number)
             own = replace(r.part(range(len(r))), tokenizer=tokenizer, facts={})  # a copy, and nothing of the labels
             try:
-                made[name] = replace(weigh(PlainHost(loaded, own, **settings), method, None), rollouts=r)
+                made[name] = replace(weigh(own, method, PlainHost(loaded, own, **settings)), rollouts=r)
             except (Exception, SystemExit) as error:  # the others' results are not lost
                 known["failed"][name] = f"{type(error).__name__}: {why(Exception(str(error)))}"
                 write_whole(folder / RECORD, json.dumps(known))
@@ -183,6 +214,49 @@ def analyze(
         + (f"; failed, {known['failed'][name]}" if name in known["failed"] else "")
         for name, of in counts.items()
     ]
+
+
+def state_of(name: str) -> str | None:
+    """A digest that tells whether the files of a model's folder, or a file, have changed: of their names, sizes and times.
+    ``None`` for a name on the hub or a packaged model."""
+    path = Path(name)
+    if not path.exists():
+        return None
+    files = sorted(file for file in (path.rglob("*") if path.is_dir() else [path]) if file.is_file())
+    return _digest(repr([(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]))
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()
+
+
+def check_fits(model: PreTrainedModel, r: Rollouts) -> None:
+    """ValueError, naming a response, for token ids or a length that the model does not have."""
+    vocabulary = model.get_input_embeddings().num_embeddings
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or math.inf
+    for key, prompt, response in zip(r.keys, r.prompts, r.responses, strict=True):
+        row = torch.cat([prompt, response])
+        if int(row.max()) >= vocabulary:
+            raise ValueError(f"{key}: token id {int(row.max())} is not one of the model's {vocabulary}; {_ANOTHER}")
+        if len(row) > positions:
+            raise ValueError(
+                f"{key}: its {len(row)} tokens are more than the model's {positions} positions "
+                "(max_position_embeddings); leave the line out"
+            )
+
+
+def record_in(folder: Path) -> dict[str, Any]:
+    """Which analysis a folder is of; empty where it does not say it. ValueError: its record cannot be read."""
+    path = folder / RECORD
+    if not path.exists():
+        return {}
+    try:
+        record = read_json(read_bytes(path))
+        if not isinstance(record, dict):
+            raise ValueError("no object")
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path}: cannot be read ({why(error)})") from error
+    return record
 
 
 def advantages_of(responses: Sequence[Response], how: str) -> tuple[list[float], str]:
@@ -209,10 +283,10 @@ def advantages_of(responses: Sequence[Response], how: str) -> tuple[list[float],
     return less, "the reward less its group's mean"
 
 
-def methods_for(specs: Sequence[str], responses: Sequence[Response], advantages: str = "auto") -> dict[str, Method]:
+def methods_for(specs: Sequence[str], responses: Sequence[Response], advantages: str = "auto") -> dict[str, BaseMethod]:
     """The methods by how they are called; ``all``: the registered ones that fit, but for those with a pass for every
     token. ValueError: a method that is unknown, named twice, or needs what the lines do not have."""
-    every, found = list(specs) == ["all"], dict[str, Method]()
+    every, found = list(specs) == ["all"], dict[str, BaseMethod]()
     for spec in sorted(methods()) if every else specs:
         method = parse_method(spec)
         lack = _lack(method, responses, advantages)
@@ -226,7 +300,7 @@ def methods_for(specs: Sequence[str], responses: Sequence[Response], advantages:
     return found
 
 
-def _lack(method: Method, responses: Sequence[Response], advantages: str) -> str:
+def _lack(method: BaseMethod, responses: Sequence[Response], advantages: str) -> str:
     """What the lines lack for a method, after its name; empty where it fits."""
     compared = all(row.group is not None and (row.reward, row.ground_truth) != (None, None) for row in responses)
     compared &= advantages == "rewards" or (advantages == "auto" and not any(row.labelled for row in responses))
@@ -234,6 +308,8 @@ def _lack(method: Method, responses: Sequence[Response], advantages: str) -> str
         return f"reads the field {missing[0]}, which no line has; give the lines one"
     if "groups" in method.reads and not compared:
         return "compares the responses of one prompt; give each a group and a reward, and --advantages rewards"
+    if "examples" in method.reads and any(is_begun(row) for row in responses):
+        return "asks again in other words, which a begun answer at the end of a prompt does not allow"
     if "examples" in method.reads and any(isinstance(row.prompt, str) for row in responses):
         return "asks the prompt again with more in it; give the prompts as messages"
     if "examples" in method.reads and all(row.ground_truth is None and not row.columns for row in responses):
@@ -256,12 +332,17 @@ def parts_of(responses: Sequence[Response]) -> list[list[int]]:
 def _rollouts(
     given: Sequence[Response],
     advantages: Sequence[float],
-    chosen: Mapping[str, Method],
+    chosen: Mapping[str, BaseMethod],
     tokenizer: PreTrainedTokenizerBase,
     texts: TokenTexts,
     answer: AnswerFormat,
 ) -> Rollouts:
     prompts, prompt_ids, ids = zip(*(tokenize(row, tokenizer) for row in given), strict=True)
+    unknown = [sum(token >= len(tokenizer) for token in of_response) for of_response in ids]
+    if sum(unknown) > MOST_UNKNOWN * sum(map(len, ids)):
+        first = given[next(index for index, count in enumerate(unknown) if count)]
+        known = f"not in the tokenizer's vocabulary of {len(tokenizer)}"
+        raise ValueError(f"{first.id}: token id {max(first.response)} is {known}, as many in the file; {_ANOTHER}")
     lengths_B1, groups = torch.tensor([[len(of)] for of in ids]), dict[Any, int]()
     rewards, names = [row.reward for row in given], [row.id for row in given]
     truths = [None if row.ground_truth is None else str(row.ground_truth) for row in given]
@@ -375,6 +456,12 @@ def _response(record: Mapping[str, Any], number: int) -> Response:
     is_ids = isinstance(response, list) and all(type(token) is int and token >= 0 for token in response)
     if not is_ids and not isinstance(response, str):
         raise ValueError(f"needs a response, a text or token ids, or steps, texts; its keys are {list(record)}")
+    template = record.get("chat_template_kwargs")
+    if not isinstance(template, dict | None):
+        raise ValueError(f"chat_template_kwargs={str(template)[:40]!r} must be an object, the chat template's options")
+    tools = record.get("tools")
+    if not isinstance(tools, list | None):
+        raise ValueError(f"tools={str(tools)[:40]!r} must be a list, as the chat template takes it")
     reward, error, group = record.get("reward"), record.get("error"), record.get("group")
     if reward is not None and not (isinstance(reward, int | float) and abs(reward) <= sys.float_info.max):
         raise ValueError(f"reward={str(reward)[:40]!r} must be a finite number")
@@ -388,6 +475,7 @@ def _response(record: Mapping[str, Any], number: int) -> Response:
         ground_truth=record.get("ground_truth"),
         reward=None if reward is None else float(reward),
         group=None if group is None else str(group),
+        template={**(template or {}), **({"tools": tools} if tools else {})},
         columns={name: value for name, value in record.items() if name not in KEYS},
     )
     if isinstance(response, str):
@@ -414,7 +502,7 @@ def tokenize(row: Response, tokenizer: PreTrainedTokenizerBase) -> tuple[str, li
 
     A prompt of messages goes through the chat template; one of text is taken as it is, with what the tokenizer puts in
     front of a text. A labelled text is a whole solution, and gets the end token if there is one; other texts get none.
-    ValueError: messages without a chat template, an empty prompt, or ids that the tokenizer does not have.
+    ValueError: messages without a chat template, or an empty prompt.
     """
     if isinstance(row.prompt, str):
         prompt, front = row.prompt, []
@@ -423,11 +511,11 @@ def tokenize(row: Response, tokenizer: PreTrainedTokenizerBase) -> tuple[str, li
     elif not tokenizer.chat_template:
         raise ValueError(f"{row.id}: the tokenizer has no chat template for its messages; give the text that it read")
     else:
+        begun = is_begun(row)
+        how = {"add_generation_prompt": not begun, "continue_final_message": begun, "tokenize": False}
+        front = []
         try:
-            prompt, front = (
-                tokenizer.apply_chat_template(list(row.prompt), add_generation_prompt=True, tokenize=False),
-                [],
-            )
+            prompt = tokenizer.apply_chat_template(list(row.prompt), **row.template, **how)
         except Exception as error:  # the template's own
             raise ValueError(f"{row.id}: the chat template does not take its prompt ({why(error)})") from error
     prompt_P = front + tokenizer.encode(prompt, add_special_tokens=False)
@@ -436,10 +524,12 @@ def tokenize(row: Response, tokenizer: PreTrainedTokenizerBase) -> tuple[str, li
     if isinstance(row.response, str):
         end = [tokenizer.eos_token_id] if row.labelled and tokenizer.eos_token_id is not None else []
         return prompt, prompt_P, tokenizer.encode(row.response, add_special_tokens=False) + end
-    if (largest := max(row.response, default=0)) >= len(tokenizer):
-        known = f"not in the tokenizer's vocabulary of {len(tokenizer)}"
-        raise ValueError(f"{row.id}: token id {largest} is {known}; give --model the model that generated the response")
     return prompt, prompt_P, list(row.response)
+
+
+def is_begun(row: Response) -> bool:
+    """Whether the prompt ends in the beginning of the answer, a message of the assistant, which the response continues."""
+    return not isinstance(row.prompt, str) and row.prompt[-1]["role"] == "assistant"
 
 
 def _put_in_front(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
@@ -452,7 +542,7 @@ def _put_in_front(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
 def _example(row: Response) -> Example | None:
     """The response for methods that ask the prompt again, with the ground truth where verl's data sets have it."""
     truth = {} if row.ground_truth is None else {"reward_model": {"ground_truth": row.ground_truth}}
-    return None if isinstance(row.prompt, str) else Example(row.prompt, {**row.columns, **truth}, {})
+    return None if isinstance(row.prompt, str) else Example(row.prompt, {**row.columns, **truth}, row.template)
 
 
 def labels_of(
@@ -505,25 +595,35 @@ def token_ranges(
     return found
 
 
-def parse_method(spec: str) -> Method:
+def parse_method(spec: str) -> BaseMethod:
     """The method of ``NAME`` or ``NAME:option=value,option=value``; an option of options comes after a dot. Values are read as
-    JSON (``true``, ``0.5``), else as texts. ValueError: an unknown method or option, or a value that is not allowed."""
+    JSON (``true``, ``0.5``, ``"a,b"``), else as texts, in which ``\\,`` is a comma: ``pattern:expression=[0-9]{1\\,3}``.
+    ValueError: an unknown method or option, or a value that is not allowed."""
     name, _, rest = spec.partition(":")
     options: dict[str, Any] = {}
-    for assignment in filter(None, rest.split(",")):
-        key, equals, text = assignment.partition("=")
-        try:
-            value = json.loads(text)
-        except ValueError:
-            value = text
+    while rest:
+        key, equals, rest = rest.partition("=")
+        value, rest = _first_value(rest)
         *outer, last = key.split(".")
         place: Any = options
         for part in outer:
             place = place.setdefault(part, {}) if isinstance(place, dict) else None
         if not equals or not isinstance(place, dict) or last in place:
-            raise ValueError(f"--method {spec}: {assignment!r} must be option=value, and each option given once")
+            raise ValueError(f"--method {spec}: {key!r} must be option=value, and each option given once")
         place[last] = value
     return build(name, options)
+
+
+def _first_value(text: str) -> tuple[Any, str]:
+    """The value that a text begins with, and what comes after the comma behind it."""
+    try:
+        value, end = json.JSONDecoder().raw_decode(text)
+    except ValueError:
+        end = -1
+    if end == len(text) or (end > 0 and text[end] == ","):
+        return value, text[end + 1 :]
+    written, *rest = re.split(r"(?<!\\),", text, maxsplit=1)
+    return written.replace("\\,", ","), "".join(rest)
 
 
 if __name__ == "__main__":

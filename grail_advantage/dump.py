@@ -21,6 +21,7 @@ import math
 import os
 import re
 import threading
+import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
@@ -33,13 +34,15 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 from torch import Tensor
 
 from grail_advantage import __version__
 from grail_advantage.answers.span import AnswerSpan
 from grail_advantage.answers.text import TokenTexts
 from grail_advantage.receipt import Receipt
+from grail_advantage.receipt.foreign import plain_file, read_json, visible, why
+from grail_advantage.receipt.report import checked
 
 if TYPE_CHECKING:
     from grail_advantage.data import Weighed
@@ -74,6 +77,8 @@ RECEIVED_SCHEMA = pa.schema(  # the columns of ``received_000123.parquet``; in a
 ALL = (*SCHEMA.names, *RECEIVED_SCHEMA.names[1:])
 _PER_TOKEN = ("token_ids", "mask", *COLUMNS, "received", "clipped", "effect")
 _FIELDS = {field.name: field for schema in (RECEIVED_SCHEMA, SCHEMA) for field in schema}
+# Columns of which every response has all values.
+_WHOLE = ("key", "row", "group", "prompt", "token_ids", "tokens", "mask", "weight", "advantage")
 _KEYS = {"step": b"grail_advantage", "received": b"grail_advantage_received"}  # of the headers, by kind of file
 _SUFFIXES = dict.fromkeys(_PER_TOKEN, "_T") | dict.fromkeys(("by_update", "clipped_by_update"), "_KT")
 
@@ -95,6 +100,9 @@ class DumpHeader:
     answer: str | None = None  # the format of answers; ``None`` for methods that read none
 
 
+_HEADER = TypeAdapter(DumpHeader)
+
+
 def as_utf8(text: str | None) -> str | None:
     """A text as the columns can hold it: half a surrogate pair becomes U+FFFD. ``None`` stays."""
     return text if text is None else text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
@@ -104,7 +112,8 @@ def write_whole(path: Path, content: bytes | str) -> None:
     """Write a file, a text as UTF-8, so that it appears whole or not at all, in place of one that was there; makes its
     folder. OSError: the disk's."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.writing")
+    # A name of its own that is short: the file's own may be as long as a name can be.
+    temporary = path.with_name(f".{zlib.crc32(os.fsencode(path.name)):08x}.{os.getpid()}.writing")
     try:
         with temporary.open("wb") as file:
             file.write(content.encode() if isinstance(content, str) else content)
@@ -131,15 +140,60 @@ def write_received(folder: Path, header: Mapping[str, Any], table: pa.Table) -> 
 
 
 def _write(folder: Path, kind: str, header: Mapping[str, Any], table: pa.Table, tokens: str) -> Path:
-    counts = pc.list_value_length(table[tokens])
-    for name in [name for name in _PER_TOKEN if name in table.column_names]:
-        if pc.all(pc.equal(pc.list_value_length(table[name]), counts)).as_py() is False:  # null: there are none
-            raise ValueError(f"a response has more or fewer values of {name} than tokens")
+    _check_lengths(table, tokens)
     table = table.replace_schema_metadata({_KEYS[kind]: json.dumps({"schema_version": VERSION, **header})})
     path = _path(folder, kind, header["step"], header.get("update", 0))
     pq.write_table(table, content := io.BytesIO(), compression="zstd", use_dictionary=False)
     write_whole(path, content.getvalue())
     return path
+
+
+def _check_lengths(table: pa.Table, tokens: str) -> None:
+    """ValueError: a response has more or fewer values of a column than of the column ``tokens``, where it has any."""
+    counts = pc.list_value_length(table[tokens])
+    for name in [name for name in _PER_TOKEN if name in table.column_names]:
+        if pc.all(pc.equal(pc.list_value_length(table[name]), counts)).as_py() is False:  # null: there are none
+            raise ValueError(f"a response has more or fewer values of {name} than tokens")
+    for name in [name for name in ("by_update", "clipped_by_update") if name in table.column_names]:
+        lists = table[name].combine_chunks()
+        inner = pc.list_value_length(lists.flatten())
+        if inner.null_count or pc.all(pc.equal(inner, counts.take(pc.list_parent_indices(lists)))).as_py() is False:
+            raise ValueError(f"a response has more or fewer values of {name} than tokens")
+
+
+def _check_foreign(table: pa.Table) -> None:
+    """What a file of others need not keep to, and every reader relies on. ValueError: it does not."""
+    table.validate(full=True)
+    for name in [name for name in _WHOLE if name in table.column_names]:
+        column = table[name].combine_chunks()
+        if column.null_count or (pa.types.is_list(column.type) and column.flatten().null_count):
+            raise ValueError(f"a response has no value, or an empty one, of {name}")
+    tokens = next((name for name in ("tokens", "mask", "token_ids") if name in table.column_names), None)
+    if tokens is not None:
+        _check_lengths(table, tokens)
+    if "span" in table.column_names and "mask" in table.column_names:
+        lengths = pc.list_value_length(table["mask"]).to_pylist()
+        for span, length in zip(table["span"].to_pylist(), lengths, strict=True):
+            if span is not None and not (len(span) == 4 and [0, *span, length] == sorted([0, *span, length])):
+                raise ValueError(f"{span} is no span of {length} tokens")
+    if "methods" in table.column_names and tokens is not None:
+        _check_methods(table["methods"].combine_chunks(), table[tokens].combine_chunks())
+    if "labels" in table.column_names:
+        for text in table["labels"].to_pylist():
+            if not isinstance(read_json(text or "{}"), dict):
+                raise ValueError("labels are no JSON object")
+
+
+def _check_methods(methods: pa.ListArray, tokens: pa.ListArray) -> None:
+    """ValueError: responses have different methods, or a method more or fewer values than tokens."""
+    entries, row_of = methods.flatten(), pc.list_parent_indices(methods)
+    names: list[list[str | None]] = [[] for _ in tokens]
+    for row, name in zip(row_of.to_pylist(), entries.field("name").to_pylist(), strict=True):
+        names[row].append(name)
+    if any(own != names[0] or None in own or len(own) > len(set(own)) for own in names):
+        raise ValueError("responses have different methods")
+    own = {name: entries.field(name) for name in ("score", "weight", "advantage")}
+    _check_lengths(pa.table({**own, "mask": tokens.take(row_of)}), "mask")
 
 
 def _path(folder: Path, kind: str, step: int, update: int) -> Path:
@@ -183,22 +237,31 @@ class DumpFile:
     @property
     def header(self) -> DumpHeader | None:
         """``None`` where it cannot be read."""
-        record = _read(self.path, "step", None, self.problems) or {}
-        tokens = {int(token): name for token, name in record.pop("special_tokens", {}).items()}
-        return DumpHeader(**record, special_tokens=tokens) if record else None
+        return _read(self.path, "step", None, self.problems)
 
     def table(self, columns: Iterable[str] = ALL, most: int | None = None) -> pa.Table:
         """The responses, or the first ``most``; none where the file is damaged, which ``problems`` names then."""
         wanted, beside = list(columns), _path(self.path.parent, "received", self.step, self.update)
         arriving = [name for name in wanted if name not in SCHEMA.names]
-        own = [name for name in SCHEMA.names if name in wanted or (name == "key" and arriving)]
-        table, known = _read(self.path, "step", own, self.problems, most), RECEIVED_SCHEMA.empty_table()
-        if arriving and beside.exists():
+        own = [name for name in SCHEMA.names if name in wanted or (name in ("key", "mask") and arriving)]
+        table = _read(self.path, "step", own, self.problems, most)
+        if not arriving:
+            return table.select(wanted)
+        known = RECEIVED_SCHEMA.empty_table()
+        if beside.exists():
             known = _read(beside, "received", ["key", *arriving], self.problems)
+        places = pc.index_in(table["key"], known["key"].combine_chunks())
+        joined = table
         for name in arriving:
-            places = pc.index_in(table["key"], known["key"].combine_chunks())
-            table = table.append_column(_FIELDS[name], known[name].take(places))
-        return table.select(wanted)
+            joined = joined.append_column(_FIELDS[name], known[name].take(places))
+        try:
+            _check_lengths(joined, "mask")
+        except ValueError as error:
+            _add_problem(self.problems, beside, "received", error)
+            joined = table
+            for name in arriving:
+                joined = joined.append_column(_FIELDS[name], pa.nulls(len(table), _FIELDS[name].type))
+        return joined.select(wanted)
 
     def rows(self, columns: Iterable[str] = ALL) -> Iterator[DumpRow]:
         """The responses, one at a time."""
@@ -254,24 +317,33 @@ def _read(path: Path, kind: str, columns: Sequence[str] | None, problems: list[s
     """Columns of a file as a table, or its header as a mapping; of a damaged one, which is added to the problems and
     logged, no rows or ``None``."""
     try:
-        with pq.ParquetFile(path) as file:
-            header = json.loads(file.metadata.metadata[_KEYS[kind]])
+        with pq.ParquetFile(plain_file(path)) as file:
+            header = read_json(file.metadata.metadata[_KEYS[kind]])
             if (version := header.pop("schema_version")) > VERSION:
                 raise ValueError(f"schema_version is {version}; this version reads {VERSION}")
+            if columns is None and kind == "step":
+                return _HEADER.validate_python(header)
             if columns is None:
-                return header
+                return checked(header) if "findings" in header else header
             there = [name for name in columns if name in file.schema_arrow.names]
             first = None if most is None else next(file.iter_batches(most, columns=there), None)
             table = file.read(there) if first is None else pa.Table.from_batches([first])
             for name in set(columns) - set(there):
                 table = table.append_column(name, pa.nulls(len(table), _FIELDS[name].type))
-            return table.select(columns).cast(_schema(columns))
+            table = table.select(columns).cast(_schema(columns))
+            _check_foreign(table.select(there))
+            return table
     except (pa.ArrowException, OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-        problem = f"{path}: is damaged or no {kind} file of a token dump ({' '.join(str(error).split())[:200]})"
-        if problem not in problems:
-            problems.append(problem)
-            logger.warning(problem)
+        _add_problem(problems, path, kind, error)
     return None if columns is None else _schema(columns).empty_table()
+
+
+def _add_problem(problems: list[str], path: Path, kind: str, error: Exception) -> None:
+    """Name a file, once, in a line that acts on no terminal, and log it."""
+    problem = visible(f"{path}: is damaged or no {kind} file of a token dump ({why(error)})", breaks=False)
+    if problem not in problems:
+        problems.append(problem)
+        logger.warning(problem)
 
 
 def _row(values: dict[str, Any]) -> DumpRow:
@@ -306,6 +378,16 @@ class DumpOptions(BaseModel):
         if self.effect_every and not self.received:
             raise ValueError("effect_every is written with what tokens receive; leave received=true")
         return self
+
+    @classmethod
+    def of_section(cls, section: str, values: Mapping[str, Any]) -> DumpOptions:
+        """The options of a host's section; ValueError: names the first that is wrong as ``section.option=value``."""
+        try:
+            return cls(**values)
+        except ValidationError as error:
+            first = error.errors()[0]
+            named = [f"{section}.{name}={first['input']!r}" for name in first["loc"]]
+            raise ValueError(f"{'.'.join(named) or section}: {first['msg']}") from None
 
 
 def choose_rows(groups: Sequence[int], valid: Sequence[bool], limit: int | None, seed: Sequence[int]) -> list[int]:
@@ -410,7 +492,9 @@ def received_table(
     of_updates = {"by_update": receipt.received_UBT, "clipped_by_update": receipt.clipped_UBT}
     for place, (key, length) in enumerate(zip(keys, lengths, strict=True)):
         there = receipt.received_UBT[:, place, :length].isfinite().any(dim=1)
-        row = {name: of[place, :length].float().numpy() for name, of in by_name.items() if of is not None}
+        row: dict[str, Any] = {
+            name: of[place, :length].float().numpy() for name, of in by_name.items() if of is not None
+        }
         row |= {name: list(of[there, place, :length].float().numpy()) for name, of in of_updates.items()}
         rows.append({"key": as_utf8(key), "updates": there.nonzero().flatten().numpy(), **row})
     return pa.Table.from_pylist(rows, schema=RECEIVED_SCHEMA)
@@ -428,8 +512,11 @@ class MetricsFile(Unstopped):
                 write_whole(self.path, b"".join(line + b"\n" for line in lines if _step(line) <= last))
 
     def add(self, step: int, figures: Mapping[str, Any]) -> None:
-        """Add a line of the figures that are numbers."""
-        data = {str(name): float(value) for name, value in figures.items() if isinstance(value, Real)}
+        """Add a line of the figures that are numbers; null for one that is not finite, which JSON does not have."""
+        data: dict[str, float | None] = {}
+        for name, value in figures.items():
+            if isinstance(value, Real):
+                data[str(name)] = float(value) if math.isfinite(value) else None
         self.write(json.dumps({"step": step, "data": data}).encode() + b"\n")
 
     def write(self, line: bytes) -> None:

@@ -4,8 +4,13 @@
 #
 # $OUTPUT_DIR/seed$SEED gets the SFT-initialised model and its data; below it a folder for each method gets
 # metrics.jsonl, tensorboard/, tokens/ (docs/token_dump.md), report.html and checkpoints/; METHOD.log has all output.
+# EXPERIMENT_NAME is the name of that folder in place of METHOD.
 
 set -euo pipefail
+source scripts/knobs.sh
+check_knobs LIKE MODEL_PATH TOKENIZER_PATH TRAIN_FILE TEST_FILE DATA_DIR NNODES NGPUS_PER_NODE PPO_MINI_BATCH_SIZE \
+    MAX_PROMPT_LENGTH PPO_MAX_TOKEN_LEN_PER_GPU LORA_RANK OFFLOAD ROLLOUT_TP ROLLOUT_GPU_MEM_UTIL TOTAL_EPOCHS LOGGER \
+    PROJECT_NAME
 
 # ---- user-adjustable, with the names of verl's examples ----
 ADV_ESTIMATOR=${ADV_ESTIMATOR:-} # grail; uniform: the baseline in the same trainer; dr_grpo, grpo: verl's estimator
@@ -18,7 +23,9 @@ SEED=${SEED:-0}
 TOTAL_STEPS=${TOTAL_STEPS:-12}
 SAVE_FREQ=${SAVE_FREQ:-4}
 TEST_FREQ=${TEST_FREQ:-4}
+EXPERIMENT_NAME=${EXPERIMENT_NAME:-} # the method
 # ---- end user-adjustable ----
+[[ $EXPERIMENT_NAME != model ]] || stop "EXPERIMENT_NAME=model is the folder of the model; choose another"
 
 OUTPUT_DIR=$(realpath -ms "$OUTPUT_DIR")
 folder=$OUTPUT_DIR/seed$SEED
@@ -39,7 +46,8 @@ train=(
     data.seed="$SEED" actor_rollout_ref.actor.optim.lr="$ACTOR_LR"
     actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu="$micro"
     actor_rollout_ref.rollout.n="$ROLLOUT_N" trainer.total_training_steps="$TOTAL_STEPS"
-    trainer.save_freq="$SAVE_FREQ" trainer.test_freq="$TEST_FREQ" "${EXTRA[@]}" "$@"
+    trainer.save_freq="$SAVE_FREQ" trainer.test_freq="$TEST_FREQ"
+    ${EXPERIMENT_NAME:+"trainer.experiment_name=$(quoted "$EXPERIMENT_NAME")"} "${EXTRA[@]}" "$@"
 )
 
 if [[ ${DRY_RUN:-0} == 1 ]]; then
@@ -50,12 +58,15 @@ echo "1/3 environment" >&2
 bash scripts/setup_cpu.sh >&2
 echo "2/3 problems and model ($SECONDS s)" >&2
 mkdir -p "$folder"
-flock "$folder" .venv/bin/python -m verl_cpu.tiny.prepare --base-model "$MODEL" --output-dir "$folder" \
-    --seed "$SEED" >&2 &
 # Method, options and overrides are checked, which say the folder of the run.
-config=$(DRY_RUN=1 "${train[@]}" 2>"$folder/check.log") || { tail -n 5 "$folder/check.log" >&2 && exit 1; }
-wait $!
+config=$(DRY_RUN=1 "${train[@]}" 2>"$folder/check.log") || {
+    { sed -n '/^[[:alnum:]_.]*Error/,$p' "$folder/check.log" | grep . || tail -n 5 "$folder/check.log"; } >&2
+    exit 1
+}
+flock "$folder" .venv/bin/python -m verl_cpu.tiny.prepare --base-model "$MODEL" --output-dir "$folder" \
+    --seed "$SEED" >&2
 run_dir=$(.venv/bin/python -c 'import sys, yaml; print(yaml.safe_load(sys.stdin)["run"]["folder"])' <<<"$config")
+mkdir -p "$(dirname "$run_dir")"
 exec 8>>"$run_dir.log" # the run inherits the lock, and holds it as long as it lives
 flock --nonblock 8 || { echo "$run_dir belongs to a run that lives; wait for it or end it" >&2 && exit 1; }
 if [[ ${FRESH:-0} == 1 && -e $run_dir ]]; then # a new run; the earlier one is moved away

@@ -19,6 +19,8 @@ from typing import Any, BinaryIO, TextIO
 
 LARGEST, LARGEST_JSON = 2**31, 2**26
 """Bytes of a file of lines, and of one JSON value, whose objects take many times as much, at most."""
+DEEPEST = 100
+"""Lists and objects within each other, at most: what reads a value calls itself for each."""
 _DECODER = json.JSONDecoder(parse_int=lambda digits: int(digits) if len(digits) < 309 else float(digits))
 _HIDDEN = ("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp")
 """Unicode categories of controls, formats, halves of surrogate pairs, and characters that nobody has assigned."""
@@ -62,9 +64,16 @@ def read_json(content: bytes | str) -> Any:
     if len(content) > LARGEST_JSON:
         raise ValueError(f"has {len(content):,} bytes, more than {LARGEST_JSON:,}")
     try:
-        return _DECODER.decode(content if isinstance(content, str) else content.decode())
+        value = _DECODER.decode(content if isinstance(content, str) else content.decode())
     except RecursionError:
         raise ValueError("nests too deeply") from None
+    level = [value]
+    for _ in range(DEEPEST):
+        inner = [each.values() if isinstance(each, dict) else each for each in level if isinstance(each, dict | list)]
+        level = [value for values in inner for value in values]
+    if level:
+        raise ValueError("nests too deeply")
+    return value
 
 
 def numbered_lines(path: Path) -> Iterator[tuple[int, bytes]]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from operator import index
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,21 @@ from .foreign import complain, numbered_lines, read_json, say, why
 NOTHING = 2
 """Exit status where there is nothing to read."""
 Record = Mapping[str, Any]
+_NUMBER = int | float
+_RECORD: dict[str, Any] = {
+    **dict.fromkeys(("step", "update", "updates", "tokens"), int),
+    **{"loss": str, "findings": list, "responses": list | None},
+    **dict.fromkeys(("clipped", "seen_from"), _NUMBER | None),
+}
+_FINDING: dict[str, Any] = {
+    **dict.fromkeys(("name", "where", "what", "causes", "also"), str),
+    **{"size": _NUMBER, "mismatch": bool, "tokens": int, "examples": list},
+    **dict.fromkeys(("low", "high", "explains"), _NUMBER | None),
+}
+_EXAMPLE: dict[str, Any] = {"response": str, "token": int, **dict.fromkeys(("intended", "received"), _NUMBER | None)}
+"""Types of the values, by name, of a record and its parts."""
+_UNTOLD = {"causes": "", "mismatch": True, "tokens": 0, "examples": [], "also": ""}
+"""What a finding has that does not say it."""
 Rollout = Callable[[int, int, str], str | None]
 """Name of a response on the report's page, by step, update and key."""
 
@@ -112,6 +126,28 @@ def page(title: object, run: Record) -> Iterator[str]:
     yield from ["", unseen(run)]
 
 
+def checked(record: Any) -> Record:
+    """A record that others wrote. ValueError: it is none."""
+    _check_types(record, _RECORD)
+    for finding in record["findings"]:
+        _check_types(_UNTOLD | finding if isinstance(finding, dict) else None, _FINDING)
+        for example in finding.get("examples", ()):
+            _check_types(dict(zip(_EXAMPLE, example, strict=True)) if isinstance(example, list) else None, _EXAMPLE)
+    counts = record.get("responses")
+    if counts is not None and not (len(counts) == 2 and all(type(count) is int for count in counts)):
+        raise ValueError(f"responses={counts!r:.40} is no pair of numbers")
+    return record
+
+
+def _check_types(values: Any, types: Mapping[str, Any]) -> None:
+    if not isinstance(values, dict):
+        raise ValueError("is no object")
+    for name, kind in types.items():
+        value = values.get(name)
+        if not isinstance(value, kind) or (kind is int and not 0 <= value < 2**63):
+            raise ValueError(f"{name}={value!r:.40} is not of the type that a receipt has")
+
+
 def record_of(receipt: Receipt, loss: str, step: int, update: int = 0) -> dict[str, Any]:
     """A receipt as a record, with the loss's name."""
     record = {"step": step, "update": update, "loss": loss, "findings": [each.to_dict() for each in receipt.findings]}
@@ -131,11 +167,8 @@ def read(path: Path, problems: list[str]) -> list[Record]:
     try:
         for place, line in numbered_lines(path):
             try:
-                record = read_json(line)
-                [index(record[name]) for name in ("step", "update", "updates", "tokens")]  # whole numbers
-                list(page(path, run_receipt([record])))
-                records.append(record)
-            except (ValueError, TypeError, LookupError, AttributeError, OverflowError):
+                records.append(checked(read_json(line)))
+            except ValueError:
                 unread.append(place)
     except (OSError, ValueError) as error:
         problems.append(f"{path}: cannot be read: {why(error)}")

@@ -30,13 +30,14 @@ import pyarrow.compute as pc
 from grail_advantage import __version__
 from grail_advantage.data import LARGEST
 from grail_advantage.dump import DumpHeader, write_whole
-from grail_advantage.receipt.foreign import visible
+from grail_advantage.receipt.foreign import visible, why
 from grail_advantage.view.profile import BINS, NEEDED, by_method, flat, gives_advantages, profiles
 from grail_advantage.view.receipt import run_receipts
 from grail_advantage.view.run import Run, open_run
 
 logger = logging.getLogger(__name__)
 ROLLOUTS, MEGABYTES = 2000, 35.0
+LONGEST_NAME = 255  # bytes of a file's name
 _BYTES = 15  # a rollout's in a page, for each token, in about
 _VALUES = ("base_advantage", "entropy", "received", "clipped", "effect")
 _FACTS = ("step", "update", "row", "id", "prompt", "ground_truth", "outcome", "reward", "answer", "truncated", "span")
@@ -81,10 +82,23 @@ def write_report(
     runs = [open_run(run) for run in (folder, *against)]
     for run in (of for of in runs if not of.dump.files):
         logger.warning("%s: no step was dumped, so that the report has its curves alone", visible(str(run.folder)))
-    others = "_".join(run.folder.resolve().name for run in runs[1:])
-    path = Path(output or runs[0].folder / (f"report_against_{others}.html" if others else "report.html"))
-    write_whole(path, render(runs, rollouts, megabytes))
+    path = Path(output or runs[0].folder / _file_name([str(run.folder.resolve()) for run in runs[1:]]))
+    page = render(runs, rollouts, megabytes)
+    try:
+        write_whole(path, page)
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be written ({why(error)}); choose another file (--output)") from error
     return path
+
+
+def _file_name(others: Sequence[str]) -> str:
+    """The name of a report against runs in these folders: with their names, or their number where that is too long."""
+    if not others:
+        return "report.html"
+    name = f"report_against_{'_'.join(os.path.basename(folder) for folder in others)}.html"
+    if len(os.fsencode(name)) <= LONGEST_NAME:
+        return name
+    return f"report_against_{len(others)}_runs_{hashlib.sha256(repr(others).encode()).hexdigest()[:8]}.html"
 
 
 def render(runs: Sequence[Run], rollouts: int = ROLLOUTS, megabytes: float = MEGABYTES) -> str:
@@ -103,7 +117,7 @@ def render(runs: Sequence[Run], rollouts: int = ROLLOUTS, megabytes: float = MEG
         "curves": curves,
         "profiles": [{"title": name, "lines": lines} for name, lines in places.items() if lines],
         "advantages": whole[0].given >= set(methods),  # all that the methods of the first run say of a token
-        "limits": {name: _limit(name, np.concatenate(values)) for name, values in held.samples.items()},
+        "limits": _limits(held.samples),
         "rows": held.rows,
         "notes": [note for of_run in whole for note in of_run.notes()],
         "version": __version__,
@@ -184,12 +198,19 @@ class Held:
         for name, (values, offsets) in sources.items():
             if np.isfinite(values).any():
                 columns[name] = json_arrays(values, offsets)
-                self.samples[name.split(":")[0]].append(values[:: max(1, len(values) // 5000)])
+                overlay, colon, method = name.partition(":")
+                self._sample(overlay, values)
+                if overlay in ("weight", "advantage"):
+                    scores = sources[f"score{colon}{method}"][0]
+                    self._sample(f"scored {overlay}", values[np.isfinite(scores)] if len(scores) == len(values) else [])
         columns["mask"] = json_arrays(*flat(table["mask"]))
         inner = json_arrays(*flat(pa.chunked_array([table["by_update"].combine_chunks().flatten()])))
         of_rows = pairwise(flat(table["by_update"])[1])
         columns["by_update"] = [f"[{','.join(map(str, inner[start:end]))}]" for start, end in of_rows]
         return columns
+
+    def _sample(self, overlay: str, values: Sequence[float] | np.ndarray) -> None:
+        self.samples[overlay].append(np.asarray(values[:: max(1, len(values) // 5000)], dtype=np.float64))
 
 
 _POWERS = 10.0 ** np.concatenate([np.arange(60), np.arange(-60, 0)])  # by exponent, negative ones from the end
@@ -317,15 +338,25 @@ class Whole:
         return [left_out] * (self.held < self.responses) + self.run.dump.problems
 
 
-def _limit(name: str, values: np.ndarray) -> float:
-    """Where the scale of an overlay ends."""
-    sizes = np.abs(values[np.isfinite(values)])
-    if name == "weight":  # the ratio to 1, either way
-        far = np.abs(np.log(sizes[sizes > 0]))
-        return float(f"{np.exp(np.clip(np.quantile(far, 0.98), np.log(1.1), np.log(4))):.2g}") if far.any() else 4.0
-    if name in ("surprisal", "entropy"):
-        return float(f"{max(0.5, np.quantile(sizes, 0.99)):.2g}")
-    return float(f"{max(1e-6, np.quantile(sizes[sizes > 0], 0.98) if sizes.any() else 0):.2g}")
+def _limits(samples: Mapping[str, Sequence[np.ndarray]]) -> dict[str, float]:
+    """Where the scale of each overlay ends: most values lie below it."""
+    sizes = {name: np.abs(np.concatenate(values)) for name, values in samples.items()}
+    sizes = {name: values[np.isfinite(values)] for name, values in sizes.items()}
+
+    def most(name: str, share: float) -> float:
+        above_0 = sizes[name][sizes[name] > 0] if name in sizes else []
+        return float(np.quantile(above_0, share)) if len(above_0) else 0.0
+
+    limits = {}
+    for name in sizes:
+        limits[name] = max(0.5, most(name, 0.99)) if name in ("surprisal", "entropy") else max(1e-6, most(name, 0.98))
+    # Tokens without scores have the weight 1. Where few are weighed they would set the scale.
+    if "advantage" in limits:
+        limits["advantage"] = max(limits["advantage"], most("scored advantage", 0.98))
+    weights = sizes.get("scored weight", np.ones(0))
+    ratios = np.abs(np.log(weights[weights > 0]))  # to 1, either way
+    limits["weight"] = np.exp(np.clip(np.quantile(ratios, 0.98), np.log(1.1), np.log(4))) if ratios.any() else 4.0
+    return {name: float(f"{limit:.2g}") for name, limit in limits.items()}
 
 
 def _curves(runs: Sequence[Run]) -> list[dict[str, Any]]:

@@ -24,11 +24,16 @@ class Run:
 
 
 def open_run(path: Path | str) -> Run:
-    """Look into a run: its folder, that of its token dump, or its file of metrics. ValueError: there are neither metrics nor
-    a token dump; the message says what was looked for."""
+    """Look into a run: its folder, that of its token dump, its file of metrics, or ``PROJECT/EXPERIMENT`` where there is a
+    file ``PROJECT/EXPERIMENT.jsonl``. ValueError: there are neither metrics nor a token dump; the message says what was
+    looked for."""
     path = Path(path)
-    folder = path if path.is_dir() else path.parent if path.name == METRICS_FILE else path.with_suffix("")
-    files = [path, folder / METRICS_FILE, folder.resolve().with_name(f"{folder.resolve().name}.jsonl")]
+    folder = path
+    if path.is_file():
+        folder = path.parent if path.name == METRICS_FILE else path.with_name(path.name.removesuffix(".jsonl"))
+    if folder == path and path.is_file():
+        raise ValueError(f"{path} is no run: give its folder, or its file of metrics, which ends in .jsonl")
+    files = [path, folder / METRICS_FILE, Path(f"{folder.resolve()}.jsonl")]
     dump = next((one for one in map(read_dump, (folder / TOKENS, folder)) if one.files), read_dump(folder / TOKENS))
     if not dump.files:
         dump.problems.clear()

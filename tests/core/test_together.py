@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from grail_advantage import Grail, Method, Oar
 from grail_advantage.method import build
 from grail_advantage.model import hugging_face
+from grail_advantage.model.interface import RankRounds
 from tests.core.common import some, watch_inputs
 from tests.core.test_rlsd import SHORT, example, tiny_tokenizer
 from tests.core.tiny_models import FAMILIES, ROLLOUTS, Rollout, compute, make_batch, tiny_model
@@ -69,7 +70,21 @@ def test_scores_are_those_of_one_at_a_time(name: str) -> None:
         largest_B1 = alone.nan_to_num().abs().amax(dim=1, keepdim=True).clamp(min=1e-30)
         difference = float(((together - alone).nan_to_num().abs() / largest_B1).max())
         assert difference <= (0 if name in ALONE else CLOSE.get(method, 1e-5)), method
-    assert hugging_face._findings[model_of(name)][1].holds == (name not in ALONE)
+    assert hugging_face._findings[model_of(name)][-1].holds == (name not in ALONE)
+
+
+def test_a_model_that_has_changed_is_asked_again() -> None:
+    """By an adapter, another precision or another attention; not for nothing."""
+    model = tiny_model()
+    batch = make_batch(list(ROLLOUTS.values())[:3])
+    asked = []
+    probe = hugging_face.probe
+    with patch.object(hugging_face, "probe", lambda *given: (asked.append(given), probe(*given))[1]):
+        for change in (lambda: model, model.double, lambda: model.set_attn_implementation("eager")):
+            change()
+            for _ in range(2):
+                compute(model, batch, METHODS["grail"])
+    assert len(asked) == 3
 
 
 def weigh(model: nn.Module, rollouts: list[Rollout], method: Method = METHODS["grail"], **options: Any) -> Any:
@@ -104,6 +119,16 @@ def test_less_goes_together_where_memory_runs_out(method: Method, caplog: pytest
     failed = [place for place, size in enumerate(sizes) if size > 100]
     assert 0 < len(failed) <= 6 and failed[-1] < len(sizes) / 2  # none in the second call
     assert len(caplog.records) >= len(failed)
+
+
+def test_rows_run_alone_where_another_ranks_model_does_not_take_them_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two ranks with as many rows; the other one's probe finds a difference."""
+    monkeypatch.setattr(RankRounds, "most", lambda self, own: 1.0 if isinstance(own, float) else own)
+    model = tiny_model()
+    weigh(model, BATCH[:3], tokens=100_000)
+    with watch_inputs(model.get_input_embeddings()) as shapes:
+        weigh(model, BATCH[:3], tokens=100_000)
+    assert [rows for rows, _ in shapes] == [1, 1, 1]
 
 
 SHARES = {

@@ -1,7 +1,8 @@
 """The launch scripts: what they ask verl for and how their runs are named; the published set-up, its loss and learning rate.
 
 ``launch_scripts.json``: each script's model, with its response length, chat template and that template's options; knobs, and
-what is wanted of the configuration; and knobs, the override that does the same, and the run's name.
+what is wanted of the configuration; knobs, the override that does the same, and the run's name; what is refused, with a word of
+the remedy.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 from functools import cache
@@ -27,8 +29,10 @@ from verl.utils.config import omega_conf_to_dataclass
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngine
 
 from grail_advantage.verl_ext.settings import OPTIONS_FILE, Settings, options_yaml
+from recipe import run_life
 from recipe.published import compared, trl_arguments
 from tests.composed import VERL, compose, prepare
+from tests.documentation import DOCS
 
 ROOT = Path(__file__).parents[2]
 CASES = json.loads(Path(__file__).with_name("launch_scripts.json").read_text(encoding="utf-8"))
@@ -39,19 +43,32 @@ PUBLISHED_BATCH, PUBLISHED_EPOCHS, PUBLISHED_STEPS, PUBLISHED_WARM_UP = 256, 4, 
 
 
 @cache
+def unused() -> Path:
+    """A clone that nobody has used, whose environment prints the arguments."""
+    clone = Path.cwd() / "unused"
+    for folder in ("examples", "scripts", "recipe"):
+        shutil.copytree(ROOT / folder, clone / folder)
+    (clone / ".venv/bin").mkdir(parents=True)
+    (clone / ".venv/bin/python").symlink_to(PRINTS)
+    return clone
+
+
+@cache
 def _words(script: str, *arguments: str, project: Path, **knobs: str) -> list[str]:
-    """The name of verl's configuration and the overrides that a script gives with these environment names and no others."""
+    """The name of verl's configuration and the overrides that a script gives with these environment names and no others;
+    ValueError with what it says if it starts nothing."""
     variables = {"PATH": os.environ["PATH"], "DRY_RUN": "1", "PYTHON": str(PRINTS), **knobs}
     command = ["bash", project / "examples" / script, *arguments]
     done = subprocess.run(command, env=variables, cwd="/", capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    if done.returncode:
+        raise ValueError(done.stderr)
     _, module, name, path, config, *given = done.stdout.split("\0")[:-1]
     assert (module, name, path) == ("-m", "verl.trainer.main_ppo", f"--config-path={project}/recipe/config")
     return [config.removeprefix("--config-name="), *given]
 
 
-def configuration(script: str, *arguments: str, project: Path = ROOT, **knobs: str) -> DictConfig:
-    name, *given = _words(script, *arguments, project=project, **knobs)
+def configuration(script: str, *arguments: str, project: Path | None = None, **knobs: str) -> DictConfig:
+    name, *given = _words(script, *arguments, project=project or unused(), **knobs)
     return compose(name, given)
 
 
@@ -61,29 +78,26 @@ def container(*arguments: str, **knobs: str) -> dict[str, Any]:
 
 @pytest.fixture(autouse=True)
 def _folder(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PWD", str(ROOT))  # as the scripts set it
+    monkeypatch.setenv("PWD", str(unused()))  # as the scripts set it
 
 
 @pytest.fixture
 def clone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """One whose environment prints the arguments."""
-    for folder in ("examples", "scripts"):
-        shutil.copytree(ROOT / folder, tmp_path / folder)
-    (tmp_path / ".venv/bin").mkdir(parents=True)
-    (tmp_path / ".venv/bin/python").symlink_to(PRINTS)
-    monkeypatch.setenv("OUTPUT_DIR", str(tmp_path / "out"))
-    return tmp_path
+    """One of this test alone."""
+    clone = shutil.copytree(unused(), tmp_path / "clone", symlinks=True)
+    monkeypatch.setenv("PWD", str(clone))
+    monkeypatch.setenv("OUTPUT_DIR", str(clone / "out"))
+    return clone
 
 
 @pytest.mark.parametrize("case", CASES["knobs"])
 def test_knobs(case: dict[str, Any], clone: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By verl's names; the agent runs in verl's tool loop, where both methods get the same rewards: GRPO their sum, which is
     not added again."""
-    wanted = json.loads(json.dumps(case["wanted"]).replace("ROOT", str(ROOT)).replace("CLONE", str(clone)))
-    if on_cpu := "cpu" in case["script"]:
+    wanted = json.loads(json.dumps(case["wanted"]).replace("CLONE", str(clone)))
+    if "cpu" in case["script"]:
         monkeypatch.setenv("VERL_PLATFORM", "cpu")
-    project = clone if on_cpu else ROOT
-    config = configuration(case["script"], *case["overrides"], project=project, **case["knobs"])
+    config = configuration(case["script"], *case["overrides"], project=clone, **case["knobs"])
     prepare(config)
     assert {name: OmegaConf.select(config, name) for name in wanted} == wanted
 
@@ -110,8 +124,122 @@ def test_a_run_is_named_by_its_configuration(knobs: dict[str, str], override: st
     """An override renames the run as the knob does, and both train the same."""
     config = container(GPUS, **knobs)
     assert config["trainer"]["experiment_name"] == name
-    assert config["trainer"]["default_local_dir"] == f"{ROOT}/outputs/grail/{name}/checkpoints"
+    assert config["trainer"]["default_local_dir"] == f"{unused()}/outputs/grail/{name}/checkpoints"
     assert override is None or container(GPUS, override) == config
+
+
+CPU = "run_tiny_cpu_grail.sh"
+REFUSED = [(script, *case) for case in CASES["refused"].items() for script in (GPUS, CPU)]
+REFUSED += [(script, knob, "") for script, knobs in CASES["of_other_scripts"].items() for knob in knobs]
+
+
+@pytest.mark.parametrize(("script", "knob", "remedy"), REFUSED)
+def test_a_name_or_a_value_that_is_not_read_starts_nothing(script: str, knob: str, remedy: str, clone: Path) -> None:
+    """Else the run would train with something else than it was asked for, under the same name."""
+    name, _, value = knob.partition("=")
+    with pytest.raises(ValueError, match=f"{name}=") as refused:
+        _words(script, project=clone, **{name: value})
+    assert remedy in str(refused.value)
+
+
+ODD_NAMES = (
+    "my runs",
+    "lr=1e-6",
+    "(old)",
+    "été",
+    "a,b",
+    "it's",
+    'a"b',
+    "x{1}",
+    "[x]",
+    "a:b",
+    "~",
+    "$HOME",
+    "a\\b",
+    "#1",
+    "*",
+    "a;b",
+)
+
+
+@pytest.mark.parametrize("odd", ODD_NAMES)
+def test_any_folder_and_any_name_arrive_as_they_are(odd: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the clone, the data, the model, its tokenizer, the run and the project; one file, a list of them and the default."""
+    project = shutil.copytree(unused(), tmp_path / odd, symlinks=True)
+    monkeypatch.setenv("PWD", str(project))
+    data, files = f"/data/{odd}", [f"/data/{odd}/a.parquet", f"/data/{odd}/b.parquet"]
+    names = {"EXPERIMENT_NAME": odd, "PROJECT_NAME": f"{odd}s", "MODEL_PATH": f"/models/{odd}", "TOKENIZER_PATH": data}
+    quote = "'" if '"' in odd else '"'
+    entries = [f"{quote}{file}{quote}" if "," in odd else file for file in files]
+    config = configuration(GPUS, project=project, DATA_DIR=data, TRAIN_FILE=f"[{', '.join(entries)}]", **names)
+    assert list(config.data.train_files) == files
+    assert list(config.data.val_files) == [f"{data}/amc23.parquet", f"{data}/aime24.parquet"]
+    assert config.run.folder == f"{project}/outputs/{odd}s/{odd}"
+    assert config.actor_rollout_ref.model.path == f"/models/{odd}"
+    assert config.actor_rollout_ref.model.tokenizer_path == data
+    assert configuration(GPUS, project=project, TRAIN_FILE=files[0]).data.train_files == files[0]
+    repaired = configuration("run_r1_distill_llama_8b_grail.sh", project=project).actor_rollout_ref.model.tokenizer_path
+    assert repaired == f"{project}/outputs/tokenizers/DeepSeek-R1-Distill-Llama-8B"
+
+
+CODE = re.compile(r"```bash\n(?P<block>.*?)```|`(?P<inline>[^`\n]+)`", re.DOTALL)
+COMMAND = re.compile(r"(?P<knobs>(?:\w+=\S+ +)*)bash examples/(?P<script>run_\w+\.sh)(?P<arguments>[^|]*)")
+
+
+def commands(page: Path) -> list[tuple[str, list[str], dict[str, str]]]:
+    """The launch scripts of a page's commands, in order, with their arguments and environment names."""
+    found = []
+    for code in CODE.finditer(page.read_text(encoding="utf-8").replace("\\\n", "")):
+        exported: dict[str, str] = {}
+        for line in (code["block"] or code["inline"]).splitlines():
+            if line.startswith("export "):
+                exported |= dict(word.split("=", 1) for word in shlex.split(line, comments=True)[1:])
+            if command := COMMAND.match(line):
+                knobs = dict(word.split("=", 1) for word in shlex.split(command["knobs"]))
+                found.append((command["script"], shlex.split(command["arguments"], comments=True), exported | knobs))
+    return found
+
+
+PAGES = {page.name: found for page in [ROOT / "README.md", *sorted(DOCS.glob("*.md"))] if (found := commands(page))}
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_the_commands_of_a_page_work_one_after_the_other(
+    page: str, clone: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each finds the folders of those before, with a checkpoint, and either has one of its own or resumes."""
+    for script, arguments, knobs in PAGES[page]:
+        if "confident_blame" in knobs.values():  # of a package that is not installed here
+            continue
+        on_cpu = "_cpu_" in script
+        monkeypatch.setenv("VERL_PLATFORM", "cpu") if on_cpu else monkeypatch.delenv("VERL_PLATFORM", raising=False)
+        monkeypatch.setenv("OUTPUT_DIR", str(clone / "outputs" / script.split("_")[1]))
+        monkeypatch.setenv("FRESH", fresh := knobs.pop("FRESH", "0"))
+        monkeypatch.setenv("DRY_RUN", "1")
+        settings = prepare(configuration(script, *arguments, project=clone, **knobs))
+        assert fresh == "1" or Path(settings["trainer.default_local_dir"]).is_relative_to(clone)
+        for folder in run_life._folders(settings).values():
+            (folder / "global_step_1").mkdir(parents=True, exist_ok=True)
+            (folder / "step_000001.parquet").touch()
+        run_life.store_definition(settings, "run")
+
+
+@pytest.mark.parametrize("page", [ROOT / "README.md", *sorted(DOCS.glob("*.md"))], ids=lambda page: page.name)
+def test_verls_own_command_takes_what_a_page_says(page: Path) -> None:
+    """It refuses an option of this project without a ``+``, as its configuration has no section of it."""
+    for code in CODE.finditer(page.read_text(encoding="utf-8").replace("\\\n", "")):
+        for line in (code["block"] or code["inline"]).splitlines():
+            command, arguments, shown = line.partition("-m verl.trainer.main_ppo ")
+            if arguments or re.match(r"\++\w.*=", command):
+                words = shlex.split(shown or command, comments=True)
+                compose("ppo_trainer", [word for word in words if word != "..."], VERL)
+
+
+def test_the_pages_have_commands() -> None:
+    assert {"README.md", "credit.md", "gpu.md", "published.md", "fault_tolerance.md", "multi_node.md"} <= PAGES.keys()
+    assert sum(map(len, PAGES.values())) > 25 and (
+        "first" in {knobs.get("EXPERIMENT_NAME") for *_, knobs in PAGES["gpu.md"]}
+    )
 
 
 def test_the_file_of_all_options_is_current() -> None:

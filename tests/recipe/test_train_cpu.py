@@ -34,7 +34,7 @@ esac
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """The scripts in a folder of their own."""
-    scripts = ("examples/run_tiny_cpu_grail.sh", "scripts/train_cpu.sh")
+    scripts = ("examples/run_tiny_cpu_grail.sh", "scripts/knobs.sh", "scripts/train_cpu.sh")
     files = {name: (ROOT / name).read_text() for name in scripts}
     for name, text in (files | {"scripts/setup_cpu.sh": "", ".venv/bin/python": STAND_IN, "status.txt": "0"}).items():
         (file := tmp_path / "it's, [1] a=b ~" / name).parent.mkdir(parents=True, exist_ok=True)

@@ -63,7 +63,10 @@ def test_the_dump_is_that_of_a_plain_model(tmp_path: Path, name: str, masked: in
     options["data"] = Dataset.from_dict({"prompt": list(GOLD), "solution": list(GOLD.values())})
     options |= {"num_generations": hosts.GROUP_SIZE, "per_device_train_batch_size": hosts.COUNT}
     options |= {"max_completion_length": hosts.LIMIT, "mask_truncated_completions": masked is not None}
-    trained(tmp_path / "run", reward=lambda **_: [said.reward for said in hosts.RESPONSES], **options)
+    options["reward"] = lambda **_: [said.reward for said in hosts.RESPONSES]
+    trainer = build(tmp_path / "run", scale_rewards="group", **options)
+    trainer.scale_rewards = "none"  # which is refused with turns, but is the plain model's
+    trainer.train()
     table, dump = hosts.dumped_table(tmp_path), read_dump(tmp_path)
     header = dump.files[0].header
     assert (header.method, header.options, header.temperature) == (method.name, method.model_dump(), hosts.TEMPERATURE)
@@ -188,6 +191,15 @@ def test_a_run_received_what_it_intended(tmp_path: Path, monkeypatch: pytest.Mon
         np.testing.assert_allclose(row.received_T, row.by_update_KT.mean(axis=0), rtol=1e-5, atol=1e-7)
     assert np.abs(np.concatenate([row.by_update_KT[1] - row.advantage_T for row in rows])).max() > 1e-3  # ratios move
     assert main([str(tmp_path / "True")]) == 0
+
+
+def test_the_scale_of_losses_in_float16_is_divided_out(tmp_path: Path) -> None:
+    trainer = build(tmp_path, weights={"token_weights": "uniform", "token_dump": tmp_path / "tokens"})
+    trainer.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    trainer.train()
+    assert mismatches(tmp_path / "tokens") == [[]]
+    for row in read_dump(tmp_path / "tokens"):
+        np.testing.assert_allclose(np.nan_to_num(row.received_T), row.advantage_T, rtol=1e-3, atol=1e-5)
 
 
 class Cutting(TokenWeightGRPOTrainer):

@@ -60,9 +60,9 @@ DUMP = "algorithm.token_dump"
 ONE_MINI_BATCH = ("actor_rollout_ref.rollout.n=3", "data.train_batch_size=2", f"{ACTOR}.ppo_mini_batch_size=2")
 
 
-def made_up_saliency(tokens_S: torch.Tensor) -> torch.Tensor:
-    """A figure of each token and its position."""
-    return 0.1 + ((tokens_S * 31 + torch.arange(len(tokens_S)) * 17) % 11) / 11
+def made_up_saliency(tokens_S: torch.Tensor, temperature: float = 1.0, step: int = 1) -> torch.Tensor:
+    """A figure of each token, its position, and what a pass is asked for beside the responses."""
+    return 0.1 * step + ((tokens_S * 31 + torch.arange(len(tokens_S)) * 17) % 11) / 11 / temperature
 
 
 def row_of(prompt: str, parts: str | Sequence[str], reward: float, **columns: Any) -> dict[str, Any]:
@@ -157,6 +157,8 @@ class Workers:
 
     moved, fault, drift = 0.0, 1.0, 0.0
     """How far the policy is from the old one, a factor of the loss, and how much further each forward finds each response."""
+    scaler: Any = None
+    """Of the losses in float16."""
     reads = True
     """Whether what the reader of an update needs comes with the responses."""
 
@@ -170,16 +172,18 @@ class Workers:
     def compute_log_prob(self, batch: KVBatchMeta) -> KVBatchMeta:
         for place, key in enumerate(batch.keys):
             row, value = self.store.rows[key], -0.1 + self.drift * place * self.forwards
+            value /= batch.extra_info["temperature"]
             row["log_probs"] = row["entropy"] = torch.full((len(row["prompts"]) + len(row["responses"]),), value)
         self.forwards += 1
         return batch
 
     def compute_token_scores(self, request: TensorDict) -> TensorDict:
-        signal: Any = tu.get_non_tensor_data(request, "signal", default=None)
+        names = ("signal", "temperature", "step")
+        signal, *how = (tu.get_non_tensor_data(request, name, default=None) for name in names)
         found = []
         for row in rows_of(request):
             self.own.append(row.tokens)
-            values_P = made_up_saliency(row.tokens)[row.start - 1 :]
+            values_P = made_up_saliency(row.tokens, *how)[row.start - 1 :]
             found.append(RowScores(signal.of_row(row, values_P, values_P).scores, values_P))
         return build_reply(found)
 
@@ -202,11 +206,17 @@ class Workers:
         """An optimiser step, watched where the batch asks for it."""
         self.config.actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu = 2
         worker = loss_worker(omega_conf_to_dataclass(self.config.actor_rollout_ref.actor))
+        worker.engine = SimpleNamespace(scaler=self.scaler)
 
         def step() -> None:
+            scale = self.fault
+            if self.scaler is not None:
+                scale *= float(self.scaler.scale(torch.ones(())))
             for rows in torch.arange(len(data)).split(micro_batch):
                 part = tu.index_select_tensor_dict(data, rows)
-                run_loss(worker, part, [of_T + self.moved for of_T in part["old_log_probs"].unbind()], self.fault)
+                run_loss(worker, part, [of_T + self.moved for of_T in part["old_log_probs"].unbind()], scale)
+            if self.scaler is not None:
+                self.scaler.update(2 * self.scaler.get_scale())
 
         if WATCHED not in data:
             return step()

@@ -14,7 +14,7 @@ from tensordict import TensorDict
 from transfer_queue import KVBatchMeta
 from verl.utils.tensordict_utils import get_non_tensor_data
 
-from grail_advantage import Method
+from grail_advantage import Grail, Method
 from grail_advantage.data import ENTROPY, OLD_LOG_PROBS, ROLLOUT_LOG_PROBS, Row
 from grail_advantage.model.hugging_face import HuggingFaceModel
 from grail_advantage.verl_ext.exchange import build_reply, rows_of
@@ -22,6 +22,7 @@ from tests import hosts
 from tests.core.tiny_models import char_tokenizer, tiny_model
 from tests.verl_ext.one_step import Step, Store, row_of
 
+STEP = 3  # not that of any default
 SAMPLED = -0.25  # log-probability of every token by the engine that sampled it
 JUDGED = [row for row, said in enumerate(hosts.RESPONSES) if math.isfinite(said.reward)]
 """verl trains nothing of a group in which a reward is not finite, so here all are."""
@@ -30,30 +31,37 @@ KEYS = [f"{row // hosts.GROUP_SIZE}_{row % hosts.GROUP_SIZE}_0" for row in JUDGE
 BOTH = (OLD_LOG_PROBS, ENTROPY)
 
 
+def model_of(temperature: float, step: int = 0) -> HuggingFaceModel:
+    """The tiny model, each response in a forward of its own."""
+    cpu = torch.device("cpu")
+    return HuggingFaceModel(tiny_model(), char_tokenizer(), temperature, cpu, group=None, step=step, tokens=1)
+
+
 class ModelWorkers:
-    """The actor's worker group with a model, each response in a forward of its own."""
+    """The actor's worker group with a model, which runs as it is asked to."""
 
     def __init__(self, store: Store, config: Any) -> None:
-        self._dispatch_info, self._store, cpu = {"actor": [0]}, store, torch.device("cpu")
-        self._model = HuggingFaceModel(
-            tiny_model(), char_tokenizer(), hosts.TEMPERATURE, cpu, group=None, step=1, tokens=1
-        )
+        self._dispatch_info, self._store = {"actor": [0]}, store
 
     def compute_log_prob(self, batch: KVBatchMeta) -> KVBatchMeta:
         """verl's fields: a token's values are at the position before it."""
+        model = model_of(batch.extra_info["temperature"])
         for key in batch.keys:
             fields = self._store.rows[key]
             prompt_P, response_T = fields["prompts"], fields["responses"]
             row = Row(torch.cat([prompt_P, response_T]), len(prompt_P), len(response_T), None, 0.0, 0, 0)
-            (columns,) = self._model.micro_batches([row], lambda micro: micro.columns(BOTH), gradients=False)
+            (columns,) = model.micro_batches([row], lambda micro: micro.columns(BOTH), gradients=False)
             for name, of_verl in ((OLD_LOG_PROBS, "log_probs"), (ENTROPY, "entropy")):
                 fields[of_verl] = torch.zeros(len(row.tokens))
                 fields[of_verl][row.start - 1 : -1] = columns[name]
         return batch
 
     def compute_token_scores(self, request: TensorDict) -> TensorDict:
-        signal: Any = get_non_tensor_data(request, "signal", default=None)
-        return build_reply(signal.run(rows_of(request), self._model))
+        names = ("signal", "temperature", "step", "pad_token")
+        signal, temperature, step, pad_token = (get_non_tensor_data(request, name, default=None) for name in names)
+        model = model_of(temperature, step)
+        model.pad_token = pad_token
+        return build_reply(signal.run(rows_of(request), model))
 
 
 def dumped(folder: Path, signal: Method, rejected: int | None = None) -> pa.Table:
@@ -72,6 +80,7 @@ def dumped(folder: Path, signal: Method, rejected: int | None = None) -> pa.Tabl
     ]
     step = Step(*options, method=signal, rows=rows, workers=ModelWorkers, folder=folder)
     step.trainer._context_length = 1000
+    step.trainer.global_steps = STEP
     found = step.run()
     assert step.metrics["token_dump/failed_files"] == 0
     table = hosts.dumped_table(folder)
@@ -95,18 +104,19 @@ def expected(signal: Method, rejected: int | None = None) -> pa.Table:
         columns={ROLLOUT_LOG_PROBS: torch.full(mask.shape, SAMPLED)},
         facts={**rollouts.facts, "labels": labels},
     )
-    return hosts.plain_table(signal, rollouts, step=1)
+    return hosts.plain_table(signal, rollouts, step=STEP)
 
 
+SHUFFLED = "grail, shuffled"
 REJECTED = [(name, 2) for name in ("grail", "step_values", "high_entropy", "turn_rloo")]
 
 
 @pytest.mark.parametrize(
-    ("name", "rejected"), [*((name, None) for name in (*hosts.METHODS, "grail_robust")), *REJECTED]
+    ("name", "rejected"), [*((name, None) for name in (*hosts.METHODS, "grail_robust", SHUFFLED)), *REJECTED]
 )
 def test_the_dump_is_that_of_a_plain_model(tmp_path: Path, name: str, rejected: int | None) -> None:
     """Bit for bit, as every number comes from the same computation on the same response alone."""
-    signal = hosts.signal_of(name)
+    signal = Grail(control="shuffled") if name == SHUFFLED else hosts.signal_of(name)
     table = expected(signal, rejected)
     assert hosts.says_something(table) or name == "uniform"
     hosts.assert_same(dumped(tmp_path, signal, rejected), table)

@@ -13,7 +13,7 @@ import torch
 from verl.trainer.ppo.v1 import get_trainer_cls
 
 from grail_advantage import Grail
-from grail_advantage.verl_ext.settings import BASE, BASES
+from grail_advantage.verl_ext.settings import BASE, BASES, ROLLOUT
 from tests.core import reference
 from tests.core.tiny_models import id_to_character
 from tests.verl_ext.one_step import ROWS, Step, made_up_saliency, row_of
@@ -31,6 +31,7 @@ SEVERAL_OUTPUTS = (
     ("a_1_2", "Two? Sure? Yes?", r"Then it is \boxed{4}.<end>", 0.0),
 )
 PADDING = "pad_0_0"
+TEMPERATURE, STEP = 0.8, 3
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,9 @@ def results_of(name: str) -> tuple[tuple[Rows, dict[str, Any]], ...]:
     scenario, results = SCENARIOS[name], []
     for options in ([f"algorithm.adv_estimator={scenario.base}"], [f"{BASE}={scenario.base}"]):
         rows, method = copy.deepcopy(responses_of(name)), Grail("robust", gate="all")
-        step = Step(*options, *scenario.overrides, method=method, rows=rows, mode=scenario.mode)
+        options += [f"{ROLLOUT}.temperature={TEMPERATURE}", *scenario.overrides]
+        step = Step(*options, method=method, rows=rows, mode=scenario.mode)
+        step.trainer.global_steps = STEP
         step.run(PADDING)
         results.append((step.store.rows, step.metrics))
     return tuple(results)
@@ -90,7 +93,8 @@ def weights_of(row: dict[str, Any], mask_T: torch.Tensor, advantage: float) -> t
     kept = mask_T[written_T].bool().tolist()
     text = "".join(id_to_character()[token] for token in row["responses"][written_T].tolist())
     spans = [tuple(sum(kept[:at]) for at in span) for span in reference.boxed_spans(text)]
-    scores_T = made_up_saliency(torch.cat([row["prompts"], row["responses"]]))[len(row["prompts"]) :][mask_T.bool()]
+    tokens_S = torch.cat([row["prompts"], row["responses"]])
+    scores_T = made_up_saliency(tokens_S, TEMPERATURE, STEP)[len(row["prompts"]) :][mask_T.bool()]
     options = reference.resolve("robust", gate="all")
     return torch.tensor(reference.row_weights(scores_T.tolist(), spans[-1] if spans else None, advantage, options))
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -16,7 +17,7 @@ from verl.protocol import DataProto
 from verl.trainer.ppo import ray_trainer as verls
 from verl.utils import tensordict_utils as tu
 
-from grail_advantage import Grail
+from grail_advantage import AdvantageMethod, Grail, Method, Rollouts
 from grail_advantage.data import ENTROPY
 from grail_advantage.dump import read_dump
 from grail_advantage.method import build
@@ -54,9 +55,9 @@ class OlderWorkers(Workers):
 class Older(Step):
     """The older trainer with the same responses, as ``fit`` has them before the advantages."""
 
-    def __init__(self, folder: Path, rows: Rows, name: str, *overrides: str) -> None:
+    def __init__(self, folder: Path, rows: Rows, method: str | Method, *overrides: str) -> None:
         given = {"rows": rows, "folder": folder, "workers": OlderWorkers, "cls": TokenWeightRayTrainer}
-        super().__init__(*overrides, method=build(name), **given)
+        super().__init__(*overrides, method=build(method) if isinstance(method, str) else method, **given)
 
     def data(self, without: tuple[str, ...] = ()) -> DataProto:
         """As padded tensors, but for some of what ``_compute_old_log_prob`` hands on."""
@@ -86,9 +87,17 @@ class Older(Step):
         tensors |= {name: values for name, values in handed_on.items() if name not in without}
         columns = {name: [row[name] for row in rows] for name in ("uid", *(FACTS.keys() - {"extra_fields"}))}
         columns["reward_extra_info"] = [row["extra_fields"].get("reward_extra_info", {}) for row in rows]
-        self.trainer._columns = {uid: {} for uid in columns["uid"]}
+        self._ask(rows)
         others = {name: np.array(values, dtype=object) for name, values in columns.items()}
         return DataProto.from_dict(tensors, non_tensors=others)
+
+    def _ask(self, rows: list[dict[str, Any]]) -> None:
+        """Begin the rollout of the responses' prompts, with the weight that the data set gives each."""
+        weights = {row["uid"]: row.get("weight") for row in rows}
+        columns = {"uid": np.array(list(weights)), "weight": np.array(list(weights.values()), dtype=object)}
+        prompts = DataProto.from_dict({"dummy_tensor": torch.zeros(len(weights), 1)}, non_tensors=columns)
+        self.trainer._get_gen_batch(prompts)
+        assert "weight" not in prompts.non_tensor_batch
 
     def run(self, *without: str) -> dict[str, torch.Tensor]:
         """From verl's call of ``compute_advantage`` to the update; the advantages by key."""
@@ -114,18 +123,22 @@ def tables_of(folder: Path, step: int) -> str:
     return repr([pq.read_table(file).to_pylist() for file in sorted(folder.glob(f"*{step:06d}*"))])
 
 
-CASES = [(name, base, "") for name in ("grail", "entropy", "high_entropy") for base in ("grpo", "rloo")]
+CASES = [(name, base, "", "") for name in ("grail", "entropy", "high_entropy") for base in ("grpo", "rloo")]
+CASES += [("uniform", "grpo", "", ""), ("steer", "rloo", "", ""), ("grail", "grpo", "a_1_0", "")]
+CASES += [("grail", base, "", "a_1_0") for base in ("grpo", "rloo")]
 
 
-@pytest.mark.parametrize(
-    ("name", "base", "rejected"), [*CASES, ("uniform", "grpo", ""), ("steer", "rloo", ""), ("grail", "grpo", "a_1_0")]
-)
-def test_is_the_v1_trainer_on_the_same_responses(name: str, base: str, rejected: str, tmp_path: Path) -> None:
-    """Also where rejection sampling has taken a response out of the mask."""
+@pytest.mark.parametrize(("name", "base", "rejected", "unjudged"), CASES)
+def test_is_the_v1_trainer_on_the_same_responses(
+    name: str, base: str, rejected: str, unjudged: str, tmp_path: Path
+) -> None:
+    """Also where rejection sampling has taken a response out of the mask, or one has no finite reward."""
     overrides = (f"algorithm.token_weights.base={base}", "algorithm.token_weights.missing_answers=warn")
     step = Step(*overrides, method=build(name), folder=tmp_path / "v1")
     if rejected:
         step.store.rows[rejected]["response_mask"] = 0 * step.store.rows[rejected]["response_mask"]
+    if unjudged:
+        step.store.rows[unjudged]["rm_scores"][-1] = math.nan
     expected = step.run()
     older = Older(tmp_path / "older", step.store.rows, name, *overrides)
     found = older.run()
@@ -146,6 +159,28 @@ def test_in_bypass_mode_the_mask_is_what_the_model_wrote(tmp_path: Path) -> None
     older = Older(tmp_path, plain_rows(), "grail", "algorithm.rollout_correction.bypass_mode=true")
     found = [torch.stack(list(older.run(*without).values())) for without in ((), (WRITTEN, ENTROPY))]
     assert torch.equal(*found)
+
+
+class Given(AdvantageMethod):
+    """The weight of a response is in its row of the data set."""
+
+    names: ClassVar = {"given": {}}
+    reads = frozenset({"field:weight"})
+
+    def scores(self, r: Rollouts, of_pass: torch.Tensor | None) -> torch.Tensor:
+        return r.mask * (torch.tensor(r.fields["weight"]) * r.advantages)[:, None]
+
+
+def test_a_column_of_the_data_set_is_that_of_the_steps_prompts(tmp_path: Path) -> None:
+    """verl takes it out of the batch before the rollout; the next step has other prompts, and values of its own."""
+    older = Older(tmp_path, plain_rows(), Given())
+    plain = Older(tmp_path, plain_rows(), "uniform").run()
+    for weight in (2.0, 3.0):
+        for key, row in older.store.rows.items():
+            row["uid"] = f"{key[0]}{weight}"
+            row["weight"] = weight
+        for weighted, unweighted in zip(older.run().values(), plain.values(), strict=True):
+            torch.testing.assert_close(weighted, weight * unweighted)
 
 
 def test_a_stopped_run_resumes_from_verls_checkpoint(tmp_path: Path) -> None:

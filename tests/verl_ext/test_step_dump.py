@@ -6,23 +6,25 @@ import json
 from decimal import Decimal
 from pathlib import Path
 from typing import Any, ClassVar
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY, register_policy_loss
+from verl.trainer.ppo.v1 import PPOTrainerSync
 
-from grail_advantage import Grail, Method, Rollouts
+from grail_advantage import AdvantageMethod, Grail, Method, Rollouts
 from grail_advantage.dump import DumpHeader, DumpRow, choose_rows, read_dump, write_step
 from grail_advantage.method import build
-from grail_advantage.verl_ext.dump import UpdateDump
 from grail_advantage.verl_ext.exchange import PLACES
 from grail_advantage.verl_ext.host import turn_rewards_label
-from grail_advantage.verl_ext.settings import ACTOR
+from grail_advantage.verl_ext.settings import ACTOR, ROLLOUT
 from tests.core.tiny_models import END_ID
 from tests.dumps import table_of
-from tests.verl_ext.one_step import CASES, DUMP, ROWS, Step, row_of
+from tests.verl_ext.one_step import CASES, DUMP, ROWS, Step, plain_rows, row_of
 
 KEYS = [key for key, *_ in ROWS]
 
@@ -83,7 +85,7 @@ class TestFacts:
     """The columns are those of a plain model, see ``test_hosts.py``; these tests are about what verl alone knows."""
 
     def test_facts_of_the_data_and_of_the_reward_function(self, tmp_path: Path) -> None:
-        step = Step(folder=tmp_path)
+        step = Step(f"{ROLLOUT}.temperature=0.5", folder=tmp_path)
         step.run("a_1_0")
         for row in step.store.rows.values():  # what the run does to its tensors afterwards must not reach the file
             [row[name].fill_(99.0) for name in ("advantages", "old_log_probs", "entropy", "rm_scores")]
@@ -95,7 +97,7 @@ class TestFacts:
         assert facts[0] == ("7", "wrong", "gsm8k/4", False), "acc goes first"
         assert facts[1:3] == [(None, outcome, None, False) for outcome in ("wrong", "right")] and facts[-1][-1]
         header = read_dump(tmp_path).files[0].header
-        assert (header.step, header.method, header.temperature, header.rows_in_step) == (1, "grail", 1.0, 5)
+        assert (header.step, header.method, header.temperature, header.rows_in_step) == (1, "grail", 0.5, 5)
         assert header.special_tokens[END_ID] == "<end>"
         json.dumps(header.options, allow_nan=False)
 
@@ -113,12 +115,28 @@ class TestFacts:
         assert found == [[expected for _, expected in case] for case in cases]
         assert step.metrics["token_dump/failed_files"] == 0
 
-    def test_every_so_many_steps_and_rows_of_every_update(self, tmp_path: Path) -> None:
+    def test_a_list_for_a_session_goes_on_with_each_of_its_outputs(self, tmp_path: Path) -> None:
+        """Of one, two and one turns."""
+        rows = plain_rows()
+        judged = {"reward_extra_info": {"turn_rewards": [1.0, 2.0, 3.0, 4.0]}}
+        for number, parts in enumerate((["ask<end>"], ["again", "tool", "more<end>"], ["so<end>"])):
+            rows[f"a_1_{number}"] = row_of("Two?", parts, 0.0, extra_fields=judged)
+        step = Step(rows=rows, folder=tmp_path)
+        step.run()
+        labels = {row.key: row.labels.get("turn_rewards") for row in step.written()}
+        assert [labels[f"a_1_{number}"][0] for number in range(3)] == [1.0, 2.0, 4.0]
+
+    def test_every_so_many_steps_and_rows_of_every_update(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         """Updates share the responses of a step. A resumed run replaces its steps, those too that it does not write."""
         for number in (2, 3, 9):
             write_step(tmp_path, DumpHeader(step=number, method="grail"), table_of([]))
         step = Step(f"{DUMP}.every=2", f"{DUMP}.responses=6", folder=tmp_path)
-        step.trainer._dump = UpdateDump(step.trainer.settings, step.trainer.tokenizer, updates=2)
+        monkeypatch.setattr(PPOTrainerSync, "_init_dataloader", lambda self: None)
+        step.trainer.train_dataset = [{}]
+        step.trainer.parameter_sync_step = 2
+        step.trainer._init_dataloader()
         for step.trainer.global_steps in (3, 4, 5, 6):
             for step.trainer.local_trigger_step in (0, 1):
                 step.run()
@@ -127,11 +145,10 @@ class TestFacts:
         assert found == [(s, u) for s in (4, 6) for u in (0, 1) for _ in range(3)]
 
 
-class Alternating(Method):
+class Alternating(AdvantageMethod):
     """Token advantages of both signs in a response."""
 
     names: ClassVar = {"alternating": {}}
-    gives = "advantages"
 
     def scores(self, r: Rollouts, of_pass: torch.Tensor | None) -> torch.Tensor:
         return r.advantages.unsqueeze(1) * (1.0 - 2.0 * (torch.arange(r.mask.shape[1]) % 2))
@@ -151,7 +168,7 @@ class TestReceived:
             step.run()
             step.update()
             rows = step.written()
-            for row in rows if not workers.keys() - {"drift"} else ():
+            for row in rows if not workers.keys() - {"drift", "scaler"} else ():
                 arrived = row.received_T is None or row.updates.tolist() == []
                 assert arrived or row.received_T == pytest.approx(row.advantage_T, rel=1e-4, abs=1e-6)
             return step, rows
@@ -174,11 +191,11 @@ class TestReceived:
     @pytest.mark.parametrize("every", [0, 1])
     def test_the_effect_is_the_change_since_the_old_log_probabilities(self, every: int, update: Any) -> None:
         """By one more forward over the batch after the update, in the steps that ask for it; the figures are of it."""
-        step, rows = update(f"{DUMP}.effect_every={every}", drift=0.01)
+        step, rows = update(f"{DUMP}.effect_every={every}", f"{ROLLOUT}.temperature=0.5", drift=0.01)
         assert step.workers.forwards == 1 + every
         assert ("grail/moved_with_advantage_rate" in step.metrics) == bool(every)
         for place, row in enumerate(rows):
-            assert row.effect_T is None if not every else row.effect_T == pytest.approx(0.01 * place, abs=1e-6)
+            assert row.effect_T is None if not every else row.effect_T == pytest.approx(0.02 * place, abs=1e-6)
 
     def test_ratios_and_epochs(self, update: Any) -> None:
         """The policy has moved by a ratio of 1.5 in both epochs: where the advantage is positive the loss clips."""
@@ -198,6 +215,41 @@ class TestReceived:
         assert finding["name"] == name and step.metrics["receipt/findings"] == 1
         assert finding["examples"][0][0] in KEYS
 
+    def test_the_scale_of_losses_in_float16_is_divided_out(self, update: Any) -> None:
+        """That of the backward, not the one that the optimiser's step leaves."""
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        step, _ = update(scaler=scaler)
+        assert step.metrics["receipt/findings"] == 0 and scaler.get_scale() == 2048
+
+    @pytest.mark.parametrize(("number", "findings"), [(0, 1), (1, 0)])
+    def test_before_a_later_update_of_a_step_the_policy_has_moved(
+        self, number: int, findings: int, tmp_path: Path
+    ) -> None:
+        """With ``separate_async``, so that ratios differ from 1 there; before the first update they must not."""
+        rows = {key: {**row, "old_log_probs": row["rollout_log_probs"]} for key, row in plain_rows().items()}
+        step = Step(method=build("uniform"), rows=rows, folder=tmp_path, mode="separate_async")
+        step.workers.moved = 0.1
+        step.trainer.local_trigger_step = number
+        step.run()
+        step.update()
+        assert step.metrics["receipt/findings"] == findings
+        assert {(row.update, row.received_T is None) for row in step.written()} == {(number, False)}
+
+    def test_a_loss_without_a_formula_is_no_mismatch(self, tmp_path: Path) -> None:
+        def half(old_log_prob: Any, log_prob: torch.Tensor, *_: Any, **__: Any) -> Any:
+            return 0.5 * log_prob.mean(), {}
+
+        register_policy_loss("half")(half)
+        try:
+            step = Step(f"{ACTOR}.policy_loss.loss_mode=half", folder=tmp_path)
+            step.run()
+            step.update()
+        finally:
+            del POLICY_LOSS_REGISTRY["half"]
+        assert step.metrics["receipt/findings"] == 0
+        (header,) = read_dump(tmp_path).receipts()
+        assert [finding["name"] for finding in header["findings"]] == ["unknown loss"]
+
     def test_switched_off_nothing_is_asked_of_the_workers(self, update: Any, tmp_path: Path) -> None:
         step, rows = update(f"{DUMP}.received=false")
         assert not any(PLACES in row for row in step.store.rows.values())
@@ -208,6 +260,17 @@ class TestReceived:
         step, rows = update(reads=False)
         assert step.trainer._dump.steps.failed == 1 and not any(name.startswith("receipt/") for name in step.metrics)
         assert [row.received_T for row in rows] == [None] * len(ROWS)
+
+    def test_a_receipt_is_of_its_own_update_and_given_out_once(self, tmp_path: Path) -> None:
+        """Also after an update of which nobody took it."""
+        step = Step(folder=tmp_path)
+        for step.trainer.global_steps, error in ((1, RuntimeError), (2, None)):
+            step.run()
+            with patch.object(step.workers, "take_received", wraps=step.workers.take_received, side_effect=error):
+                step.update()
+        assert step.trainer._dump.steps.failed == 1 and step.metrics["receipt/findings"] == 0
+        assert [header["step"] for header in read_dump(tmp_path).receipts()] == [2]
+        assert isinstance(step.workers.take_received("2.0")[0], RuntimeError)
 
     def test_part_of_the_responses_are_written_and_all_count(self, update: Any) -> None:
         step, rows = update(f"{DUMP}.responses=3")

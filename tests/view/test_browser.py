@@ -5,6 +5,7 @@ The fixture ``opened`` fails every test whose page wrote to the console or asked
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -155,6 +156,75 @@ def test_turns_of_a_conversation(runs: Path, tmp_path: Path, opened: Open) -> No
     texts = page.locator("#list option").all_text_contents()
     rewards = [plain(re.search(r"reward (\S+)", text)[1]) for text in texts]  # type: ignore[index]
     assert rewards == sorted(row.reward for row in talks)
+
+
+def figures_of(page: Any, section: str) -> dict[str, tuple[list[str], str]]:
+    """By title, each plot's caption and entries of its key, as they are seen, and what is read aloud."""
+    figures = {}
+    for figure in page.locator(f"#{section} figure").all():
+        title, caption = figure.locator("figcaption > *").all_inner_texts()
+        key = [text.replace("\n", " ") for text in figure.locator(".key > span").all_inner_texts()]
+        figures[title] = [caption, *key], figure.locator("svg").get_attribute("aria-label")
+    return figures
+
+
+def test_captions_say_where_curves_begin_and_end(tmp_path: Path, opened: Open) -> None:
+    """Rising, falling, returning, level, a single point; several curves and runs each for itself."""
+    curves = {
+        "actor/entropy": [0.0948, 0.03, 0.0228],
+        "critic/score/mean": [0.0313, 0.0625, 0.0313],
+        "response_length/mean": [100, 90, 250],
+        "grail/average_weight": [1.02, 1.19, 1.1],
+        "grail/weight_deviation": [0.7, 0.697, 0.81],
+        "grail/selected_rate": [0.5, 0.5, 0.5],
+        "val-core/sums/acc/mean@1": [0.25],
+    }
+    for run, (first, scale) in {"a": (1, 1), "b": (3, 2)}.items():
+        lines = []
+        for place in range(3):
+            data = {name: scale * values[place] for name, values in curves.items() if place < len(values)}
+            lines.append(json.dumps({"step": first + place, "data": data}))
+        (tmp_path / run).mkdir()
+        (tmp_path / run / "metrics.jsonl").write_text("\n".join(lines))
+
+    def ends(run: str, *names: str) -> list[tuple[str, str]]:
+        first, scale = {"a": (1, 1), "b": (3, 2)}[run]
+        told = []
+        for values in (curves[name] for name in names):
+            shown = [f"{float(f'{scale * value:.3g}'):g}" for value in values]
+            if len(values) == 1:
+                told.append((shown[0], f"step {first}"))
+            else:
+                told.append((f"{shown[0]} to {shown[-1]}", f"step {first} to step {first + 2}"))
+        return told
+
+    plots = {
+        "Policy entropy": ["actor/entropy"],
+        "Training reward": ["critic/score/mean"],
+        "Response length": ["response_length/mean"],
+        "Token weights": ["grail/average_weight", "grail/weight_deviation"],
+        "Share of responses": ["grail/selected_rate"],
+        "Held-out accuracy": ["val-core/sums/acc/mean@1"],
+    }
+    alone = figures_of(opened(write_report(tmp_path / "a")), "curves")
+    both = figures_of(opened(write_report(tmp_path / "a", against=[tmp_path / "b"])), "curves")
+    assert alone.keys() == both.keys() == plots.keys()
+    for title, names in plots.items():
+        own = ends("a", *names)
+        (caption, *key), aloud = alone[title]
+        assert all(f"{values}, {where}" in aloud for values, where in own)
+        assert caption == (", ".join(own[0]) if len(own) == 1 else own[0][1])
+        assert len(key) == (0 if len(own) == 1 else len(own))
+        assert all(text.endswith(values) for text, (values, _) in zip(key, own, strict=False))
+        (caption, *key), aloud = both[title]
+        pairs = [ends(run, name)[0] for name in names for run in "ab"]
+        told = {f"{values}, {where}" for values, where in pairs}
+        assert caption == "" and len(key) == len(told) == len(pairs)
+        assert all(any(text.endswith(each) for text in key) and each in aloud for each in told)
+    profile = dump_row([2.0, 9.0, 4.0, 100.0], span=(3, 3, 4, 4))
+    write_step(tmp_path / "c" / "tokens", DumpHeader(step=1, method="grail"), table_of([profile]))
+    (((caption, *_), aloud),) = figures_of(opened(write_report(tmp_path / "c")), "profiles").values()
+    assert caption == "2 to 4, 17.5 % of the way to 82.5 % of the way" and caption in aloud
 
 
 # ------------------------------------------------------------------------------------------------------ choices, the address

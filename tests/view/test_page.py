@@ -132,6 +132,29 @@ def test_turns_are_what_no_other_wrote() -> None:
     assert turns({"tool": [[0, 3]]}, 8, None) == [[3, 8, None]] and turns({"tool": [[0, 8]]}, 8, None) == []
 
 
+def test_scales_are_those_of_tokens_with_scores(tmp_path: Path) -> None:
+    """However few they are: responses without scores, whose weights are 1, do not narrow the colours."""
+    weights = np.linspace(0.76, 1.6, 40)
+    weights[-1] = 5.0
+    scored = dump_row(weights, base_advantage_T=np.ones(40), advantage_T=weights)
+    for plain in (0, 30):
+        rows = [scored]
+        for place in range(1, plain + 1):
+            values = {"score_T": np.full(100, NAN), "base_advantage_T": np.ones(100), "advantage_T": np.ones(100)}
+            rows.append(
+                dump_row(np.ones(100), row=place, key=f"b{place}", group=place, no_scores="no answer", **values)
+            )
+        limits = page_of(write(tmp_path / str(plain), rows))[0]["limits"]
+        assert 1.5 < limits["weight"] < 2.5 and limits["advantage"] > 1.5
+        # What is far apart looks different: 1.12 is not in full colour, and none of the usual weights is pale.
+        assert math.log(1.12) / math.log(limits["weight"]) < 0.3 and math.log(1.6) / math.log(limits["weight"]) > 0.5
+    several = {
+        name: method_columns(score_T=values, weight_T=np.float32([1.5] * 4 + [1.0] * 96), no_scores=None)
+        for name, values in {"a": np.float32([0.5] * 4 + [NAN] * 96), "b": np.full(100, NAN, "f4")}.items()
+    }
+    assert page_of(write(tmp_path / "methods", [dump_row(np.ones(100), methods=several)]))[0]["limits"]["weight"] == 1.5
+
+
 # -------------------------------------------------------------------------------------------------------------------- profiles
 
 
@@ -239,6 +262,58 @@ def test_where_a_run_may_be(tmp_path: Path) -> None:
     (run / "tokens" / "step_000002.parquet").write_bytes(b"damaged")
     index, blocks = page_of(run)
     assert len(blocks) == 1 and any("step_000002" in note for note in index["notes"])
+
+
+NAMES = ["lr0.001", "lr0.01", "v1.0", "qwen2.5-1.5b-grpo", "lr1e-6_kl0.01", "run.v2", "a.b.c"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_name_with_dots_is_that_run_and_no_other(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Beside runs whose names are its beginnings, each a file of metrics of stock verl; and beside folders of such names."""
+    stock = {name: 0.25} | {".".join(name.split(".")[:parts]): 0.75 for parts in range(1, name.count(".") + 1)}
+    for other, value in stock.items():
+        (tmp_path / f"{other}.jsonl").write_text(f'{{"step": 1, "data": {{"critic/score/mean": {value}}}}}\n')
+    for path in (tmp_path / name, tmp_path / f"{name}.jsonl"):
+        run = open_run(path)
+        assert run.metrics == {"critic/score/mean": {1: 0.25}} and run.folder == tmp_path / name
+    assert report.main([str(tmp_path / name), "--against", *(str(tmp_path / other) for other in stock)]) == 0
+    assert [folder.name for folder in tmp_path.iterdir() if folder.is_dir()] == [name]
+    capsys.readouterr()
+    for other in stock:
+        (tmp_path / f"{other}.jsonl").unlink()
+    write_metrics(tmp_path / name.split(".")[0], 2)
+    for gone in (name, f"{name}.jsonl", f"{name}.typo"):
+        (tmp_path / name / "report.html").unlink(missing_ok=True)
+        assert report.main([str(tmp_path / gone)]) == 1
+        assert f"{gone} holds neither metrics" in capsys.readouterr().err
+    assert not list(tmp_path.rglob("report.html"))
+
+
+def test_a_file_that_is_no_run_is_named(tmp_path: Path) -> None:
+    (tmp_path / "v1.0").write_text('{"step": 1, "data": {"critic/score/mean": 0.5}}\n')
+    with pytest.raises(ValueError, match=r"v1.0 is no run.*\.jsonl"):
+        open_run(tmp_path / "v1.0")
+
+
+def test_reports_against_many_runs_and_long_names(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Every file's name fits, and other runs give another file."""
+    names = [f"{'qwen2.5-1.5b-instruct-grail-published'}-seed{seed}" for seed in range(10)]
+    names += ["x" * 240, "é" * 120]
+    for name in names:
+        write_metrics(tmp_path / name, 1)
+    for others in (names[1:10], names[1:9], names[10:11], names[11:], names[1:2]):
+        assert report.main([str(tmp_path / names[0]), "--against", *(str(tmp_path / name) for name in others)]) == 0
+    files = capsys.readouterr().out.split()
+    assert len(set(files)) == 5 and all(Path(file).stat().st_size > 1000 for file in files)
+    assert files[-1].endswith(f"report_against_{names[1]}.html")
+    (tmp_path / "folder.html").mkdir()
+    for output in ("folder.html", f"{'y' * 300}.html"):
+        assert report.main([str(tmp_path / names[0]), "--output", str(tmp_path / output)]) == 1
+        assert f"{output}: cannot be written" in (told := capsys.readouterr().err) and "--output" in told
+    longest = tmp_path / f"{'z' * 250}.html"
+    assert report.main([str(tmp_path / names[0]), "--output", str(longest)]) == 0 and longest.exists()
 
 
 # ---------------------------------------------------------------------------------------------------------- commands and texts
