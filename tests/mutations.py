@@ -520,7 +520,7 @@ FAULTS = [
     ),
     Fault(
         "equal rewards leave an advantage",
-        "grail_advantage/analyze.py::",
+        "grail_advantage/analyze/command.py::",
         "0.0 if A[B] else C => C",
         "view/test_analyze.py::test_advantages",
     ),
@@ -533,7 +533,7 @@ FAULTS = [
     Fault(
         "a number is right beside a label",
         "grail_advantage/reward/_exact.py::same_label",
-        "all(A) and _VALUES.fullmatch(B) and C => False",
+        "A and _VALUES.fullmatch(B) and C => False",
         "recipe/test_reward.py::test_the_table_of_verdicts",
     ),
     Fault(
