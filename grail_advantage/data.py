@@ -134,11 +134,12 @@ class Rollouts:
     advantages: Tensor  # (B,), before weighting; NaN, as without a reward, or more than LARGEST trains nothing
     tokenizer: PreTrainedTokenizerBase = None
     answer: AnswerFormat = BOXED
-    written: Tensor = None  # bool (B, T): the tokens that the model wrote; by default those that train
+    # bool (B, T): the tokens that the model wrote; by default those that train, so that it is never None
+    written: Tensor = None  # type: ignore[assignment]
     truncated: Tensor | None = None  # bool (B,): hit the length limit without an end token
     masked: Tensor | None = None  # bool (B,): train nothing, whatever their advantage
-    groups: Tensor = None  # int64 (B,), at least 0; the same for responses to one prompt
-    rewards: Tensor = None  # (B,): the sum of each response's rewards, NaN where it could not be scored
+    groups: Tensor | None = None  # int64 (B,), at least 0; the same for responses to one prompt
+    rewards: Tensor | None = None  # (B,): the sum of each response's rewards, NaN where it could not be scored
     sessions: Sequence[tuple[Any, int]] | None = None  # each response's conversation, and its number in it
     examples: Sequence[Example | None] | None = None
     fields: Mapping[str, Sequence[Any]] = field(default_factory=dict)  # one value a response, for ``field:NAME``

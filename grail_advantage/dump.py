@@ -492,7 +492,9 @@ def received_table(
     of_updates = {"by_update": receipt.received_UBT, "clipped_by_update": receipt.clipped_UBT}
     for place, (key, length) in enumerate(zip(keys, lengths, strict=True)):
         there = receipt.received_UBT[:, place, :length].isfinite().any(dim=1)
-        row = {name: of[place, :length].float().numpy() for name, of in by_name.items() if of is not None}
+        row: dict[str, Any] = {
+            name: of[place, :length].float().numpy() for name, of in by_name.items() if of is not None
+        }
         row |= {name: list(of[there, place, :length].float().numpy()) for name, of in of_updates.items()}
         rows.append({"key": as_utf8(key), "updates": there.nonzero().flatten().numpy(), **row})
     return pa.Table.from_pylist(rows, schema=RECEIVED_SCHEMA)
@@ -510,8 +512,11 @@ class MetricsFile(Unstopped):
                 write_whole(self.path, b"".join(line + b"\n" for line in lines if _step(line) <= last))
 
     def add(self, step: int, figures: Mapping[str, Any]) -> None:
-        """Add a line of the figures that are numbers."""
-        data = {str(name): float(value) for name, value in figures.items() if isinstance(value, Real)}
+        """Add a line of the figures that are numbers; null for one that is not finite, which JSON does not have."""
+        data: dict[str, float | None] = {}
+        for name, value in figures.items():
+            if isinstance(value, Real):
+                data[str(name)] = float(value) if math.isfinite(value) else None
         self.write(json.dumps({"step": step, "data": data}).encode() + b"\n")
 
     def write(self, line: bytes) -> None:

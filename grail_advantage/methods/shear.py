@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -128,7 +129,7 @@ def sinkhorn_distance(
 
 @torch.no_grad()
 def shear_scores(
-    hidden: Sequence[Tensor], positive: Sequence[bool], *, window: int, stride: int, **transport: float
+    hidden: Sequence[Tensor], positive: Sequence[bool], *, window: int, stride: int, **transport: Any
 ) -> list[Tensor]:
     """Scores of one group's responses, (T,) float32 each: each token's distance from the other outcome, in units of the
     mean hidden norm. Ones where no response has the other outcome. A response with a state that is not finite gets NaN,
@@ -197,7 +198,7 @@ def _windows(h: Tensor, width: int, stride: int) -> Tensor:
     return torch.stack([start, (start + width).clamp(max=len(h))], dim=1)
 
 
-def _window_distances(cost: Tensor, bounds: Tensor, others: Tensor, transport: dict[str, float]) -> Tensor:
+def _window_distances(cost: Tensor, bounds: Tensor, others: Tensor, transport: dict[str, Any]) -> Tensor:
     """Distances of all pairs of two responses' windows, (K, L) float32, a chunk of pairs at a time."""
     sizes, tokens = [], []
     for of, length in ((bounds, cost.shape[0]), (others, cost.shape[1])):

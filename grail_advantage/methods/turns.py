@@ -202,7 +202,7 @@ class TurnMethod(AdvantageMethod):
         found, out = {}, {}
         for place, (key, group, outcome, lists, counts, align) in enumerate(given):
             try:
-                if not within_range(np.float64(outcome)):
+                if not within_range(np.array(outcome, dtype=np.float64)):
                     raise UncertainError(f"has the outcome {outcome}, which is not finite or too large")
                 rewards = rewards_by_turn(lists, counts, align, differences=self.differences)
                 found[place] = Session(key, group, outcome, rewards)
@@ -232,6 +232,7 @@ class TurnMethod(AdvantageMethod):
         of = [[[(i, *edges) for edges in runs(written[i])] for i in indices] for indices in r.conversations]
         there = [(indices, turns) for indices, turns in zip(r.conversations, of, strict=True) if any(turns)]
         given = []
+        assert r.groups is not None and r.rewards is not None  # it reads them
         for indices, turns in there:
             last, counts, align = indices[-1], list(map(len, turns)), self.align
             lists = [r.fields[self.rewards][i] for i in indices] if self.rewards else []
