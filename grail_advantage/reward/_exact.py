@@ -24,7 +24,6 @@ from grail_advantage.reward._words import fold, singular, words_of
 Found: TypeAlias = "bool | tuple[str, str] | None"
 
 _WRAPPED = re.compile(r"\\text\{([^{}]*)\}")
-_CHOICE = re.compile(r"(?:\(([A-J])\)|([A-J])(?:\)|[.:](?= )| -(?= .*[A-Za-z]{3}))) ?(.+)|\(?([A-J])\)?[.:)]?")
 _NUMERAL = re.compile(r"(?:[A-Za-z]=)?([0-9A-F]+)_?(?:_|base)([1-9][0-9]?|[a-z]+)")
 _WORDS = "zero one two three four five six seven eight nine ten eleven twelve"
 _BASES = {"sixteen": "16"} | {word: str(base) for base, word in enumerate(_WORDS.split())}
@@ -84,7 +83,10 @@ def choices(gold: str, answer: str) -> Found:
 
 def _choice(text: str) -> tuple[str, str]:
     """``("B", "12")`` of ``(B) 12``; empty texts where there is none."""
-    match = _CHOICE.fullmatch(_WRAPPED.sub(r"\1", text).strip())
+    match = re.fullmatch(
+        r"(?:\(([A-J])\)|([A-J])(?:\)|[.:](?= )| -(?= .*[A-Za-z]{3}))) ?(.+)|\(?([A-J])\)?[.:)]?",
+        _WRAPPED.sub(r"\1", text).strip(),
+    )
     return (match[1] or match[2] or match[4], (match[3] or "").strip()) if match else ("", "")
 
 
