@@ -24,7 +24,9 @@ from pathlib import Path
 import numpy as np
 
 from bench.convert import BOX, asked
-from grail_advantage.analyze import Response, json_lines, model_of, state_of, tokenize
+from grail_advantage.analyze.lines import Response, json_lines
+from grail_advantage.analyze.models import model_of, state_of
+from grail_advantage.analyze.tokens import tokenize
 from verl_cpu.tiny.sampling import sample
 from verl_cpu.tiny.task import boxed_answer
 

@@ -155,13 +155,12 @@ class TokenWeightGRPOTrainer(GRPOTrainer):
         """Each process checks its own responses, and the main one writes. A collective."""
         args = self.args
         loss = trl_loss(**vars(args))
+        names = ["advantages", "completion_mask", "old_per_token_logps"]
         if loss.kl:
             loss = replace(loss, kl="k3")  # clamped, as TRL's is not
+            names.append("ref_per_token_logps")
         batches = self._grpo_batches
-        parts = [[batch.advantages, batch.completion_mask, batch.old_per_token_logps] for batch in batches]
-        if loss.kl:
-            for part, batch in zip(parts, batches, strict=True):
-                part.append(batch.ref_per_token_logps)
+        parts = [[getattr(batch, name) for name in names] for batch in batches]
         advantages_BW, mask_BW, old_BW, *reference_BW = stacked(parts)
         if self.overlong_filter:
             mask_BW = mask_BW & ~torch.cat([batch.truncated_mask for batch in batches])[:, None]

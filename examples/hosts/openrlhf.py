@@ -50,13 +50,11 @@ class OpenRLHFHost:
 
     def _run(self, name, argument, rows, groups=None):
         """The results of a method of the workers, one a row. Each worker gets a share of the rows, some perhaps none."""
-        count = self._workers._num_nodes * self._workers._num_gpus_per_node
-        shares = deal([len(row.tokens) for row in rows], count, groups)
+        shares = deal([len(row.tokens) for row in rows], len(self._workers._actor_handlers), groups)
         parts = [(argument, [rows[index] for index in share], self._rollouts.step) for share in shares]
         results = {}
-        for share, [values] in zip(
-            shares, ray.get(self._workers.async_run_method_batch(name, part=parts)), strict=True
-        ):
+        of_workers = ray.get(self._workers.async_run_method_batch(name, part=parts))
+        for share, [values] in zip(shares, of_workers, strict=True):
             results.update(zip(share, values, strict=True))
         return [results[index] for index in range(len(rows))]
 
@@ -120,7 +118,7 @@ class TokenWeightExperienceMaker(RemoteExperienceMaker):
             ref_log_probs_BT=reference_BA[0] if reference_BA else None,
             updates=len(mask_BA) // self.args.train.batch_size,
             epochs=self.args.train.max_epochs,
-            ranks=self.actor_model_group._num_nodes * self.actor_model_group._num_gpus_per_node,
+            ranks=len(self.actor_model_group._actor_handlers),
         )
 
 
@@ -166,13 +164,12 @@ class TokenWeightPolicyActor(ppo_actor.PolicyModelActor.__ray_metadata__.modifie
 
     def _model(self, step):
         """The Hugging Face model in DeepSpeed's engine; with ZeRO-3 its hooks gather the parameters of each module."""
-        is_sharded = self.strategy.args.ds.zero_stage == 3
         return HuggingFaceModel(
             self.actor.model.module,
             self.tokenizer,
             temperature=self.strategy.args.rollout.temperature,
             device=self.actor.model.device,
-            group=torch.distributed.group.WORLD if is_sharded else None,
+            group=torch.distributed.group.WORLD if self.strategy.args.ds.zero_stage == 3 else None,
             step=step,
         )
 

@@ -11,7 +11,7 @@ import pytest
 
 from bench import convert, sample
 from bench.sample import evaluate, first_false
-from grail_advantage.analyze import label_ranges, read_responses
+from grail_advantage.analyze.lines import label_ranges, read_responses
 from tests.recipe.test_reward import DATA
 from verl_cpu.tiny.model import build_model, build_tokenizer
 

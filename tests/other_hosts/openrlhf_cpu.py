@@ -60,7 +60,8 @@ def patch_process() -> None:
 
     def config(*arguments: Any, **named: Any) -> dict[str, Any]:
         made = get_train_ds_config(*arguments, **named)
-        made["optimizer"]["params"]["torch_adam"] = True
+        if "optimizer" in made:
+            made["optimizer"]["params"]["torch_adam"] = True
         return made
 
     strategy.get_train_ds_config = config

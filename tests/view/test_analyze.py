@@ -20,8 +20,8 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from transformers import PreTrainedTokenizerFast
 
 from grail_advantage import Method, Weights, compute_token_weights
-from grail_advantage import analyze as analysis
-from grail_advantage.analyze import Response, analyze, labels_of, main, methods_for, read_responses, tokenize
+from grail_advantage.analyze import Response, analyze, command, lines, main, methods_for, parse_method, read_responses
+from grail_advantage.analyze.tokens import labels_of, token_ranges, tokenize
 from grail_advantage.answers.text import TokenTexts
 from grail_advantage.data import Example
 from grail_advantage.dump import read_dump
@@ -108,9 +108,9 @@ def test_advantages():
         ([1, 0, 0], ["a", "a", "b"], "wrong", [-1, -1, -1]),
         ([1, 0, 0], ["a", "a", "b"], "right", [1, 1, 1]),
     ):
-        assert analysis.advantages_of(graded(rewards, groups), how)[0] == expected
+        assert command.advantages_of(graded(rewards, groups), how)[0] == expected
     labelled = [replace(row, labelled=True) for row in graded([1, 0], ["a", "a"])]
-    found = [analysis.advantages_of(labelled, how)[0] for how in ("auto", "rewards")]
+    found = [command.advantages_of(labelled, how)[0] for how in ("auto", "rewards")]
     assert found == [[-1, -1], [0.5, -0.5]]
 
 
@@ -118,7 +118,7 @@ def test_ground_truths_give_rewards():
     rows = [Response(id="1", prompt="?", response=text, ground_truth="1/2") for text in (r"\boxed{0.5}", r"\boxed{2}")]
     rows.append(replace(rows[0], response=encode(r"\boxed{0.5}"), ground_truth="2"))
     rows.append(replace(rows[0], reward=0.25))
-    assert [row.reward for row in analysis.with_rewards(rows, char_tokenizer())] == [1.0, 0.0, 0.0, 0.25]
+    assert [row.reward for row in command.with_rewards(rows, char_tokenizer())] == [1.0, 0.0, 0.0, 0.25]
 
 
 def test_methods_that_ask_again(tmp_path: Path):
@@ -145,7 +145,7 @@ def test_methods_that_ask_again(tmp_path: Path):
         tiny_model(),
         with_template,
         *batch.tensors(),
-        analysis.parse_method("rlsd"),
+        parse_method("rlsd"),
         examples=[Example(chat, {"reward_model": {"ground_truth": "5"}}, {})],
     )
     np.testing.assert_allclose(dumped.weight_T, result.weights[batch.response_mask.bool()], rtol=1e-3)
@@ -193,9 +193,7 @@ def test_a_plain_prompt_has_what_the_tokenizer_puts_in_front_and_no_end(template
 
 
 def test_methods_on_the_command_line():
-    method = analysis.parse_method(
-        "surprisal:gate=all,reshaper=power,reshaper_options.exponent=1.5,normalize_mass=true"
-    )
+    method = parse_method("surprisal:gate=all,reshaper=power,reshaper_options.exponent=1.5,normalize_mass=true")
     assert (method.gate, method.reshaper_options, method.normalize_mass) == ("all", {"exponent": 1.5}, True)
     with pytest.raises(ValueError, match="given twice"):
         methods_for(["grail", "grail"], RESPONSES)
@@ -203,9 +201,9 @@ def test_methods_on_the_command_line():
 
 def test_characters_become_tokens():
     texts = ["ab", "", "c d", "", "é", "f"]  # silent tokens belong to what is before them
-    assert analysis.token_ranges([(0, 2), (2, 6), (6, 7)], texts) == [(0, 2), (2, 5), (5, 6)]
+    assert token_ranges([(0, 2), (2, 6), (6, 7)], texts) == [(0, 2), (2, 5), (5, 6)]
     # "c d" begins in front of character 3, so that it belongs to what begins there.
-    assert analysis.token_ranges([(3, 6)], texts) == [(3, 5)]
+    assert token_ranges([(3, 6)], texts) == [(3, 5)]
 
 
 def of_bytes() -> PreTrainedTokenizerFast:
@@ -327,7 +325,7 @@ def test_an_analysis_resumes_and_a_method_that_fails_costs_its_columns(tmp_path:
     before = dict(METHODS)
     register("fails")(Fails)
     responses = [replace(RESPONSES[place % 3], id=str(place)) for place in range(70)]
-    chosen = {"fails": Fails(), "steady": Fails(broken=False), "surprisal": analysis.parse_method("surprisal")}
+    chosen = {"fails": Fails(), "steady": Fails(broken=False), "surprisal": parse_method("surprisal")}
     loads: list[int] = []
 
     def load() -> Any:
@@ -347,9 +345,9 @@ def test_an_analysis_resumes_and_a_method_that_fails_costs_its_columns(tmp_path:
             raise KeyboardInterrupt
         return write(*given)
 
-    write = analysis.write_step
+    write = command.write_step
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(analysis, "write_step", killed)
+        patch.setattr(command, "write_step", killed)
         analyze(responses, chosen, tmp_path / "part", *given[2:], model="m")
     assert analyze(responses, chosen, tmp_path / "part", *given[2:], model="m") == said
     for name in files:
@@ -364,7 +362,7 @@ def test_an_analysis_resumes_and_a_method_that_fails_costs_its_columns(tmp_path:
 
 def test_groups_stay_in_one_file() -> None:
     grouped = [replace(RESPONSES[0], id=str(place), group=str(place % 7)) for place in range(70)]
-    parts = analysis.parts_of(grouped)
+    parts = command.parts_of(grouped)
     assert [len(part) for part in parts] == [30, 30, 10] and sorted(at for part in parts for at in part) == list(
         range(70)
     )
@@ -449,14 +447,14 @@ def test_the_prompt_is_the_one_that_the_model_read() -> None:
         },
     }
     for prompt, line in cases.items():
-        row = analysis._response({**line, "response": "2"}, 1)
+        row = lines._response({**line, "response": "2"}, 1)
         text, ids, _ = tokenize(row, tokenizer)
         assert text.rstrip() == prompt.rstrip() and ids == encode(text)
     for wrong in ({"tools": {}}, {"chat_template_kwargs": [1]}):
         with pytest.raises(ValueError, match=next(iter(wrong))):
-            analysis._response({"prompt": ask, "response": "2", **wrong}, 1)
+            lines._response({"prompt": ask, "response": "2", **wrong}, 1)
     with pytest.raises(ValueError, match="begun answer"):
-        methods_for(["rlsd"], [analysis._response({"prompt": begun, "response": "2", "ground_truth": 2}, 1)])
+        methods_for(["rlsd"], [lines._response({"prompt": begun, "response": "2", "ground_truth": 2}, 1)])
 
 
 def test_an_id_of_the_padded_vocabulary_is_a_token_without_text(tmp_path: Path) -> None:
@@ -501,7 +499,7 @@ COMMAS = {
 
 @pytest.mark.parametrize("spec", COMMAS)
 def test_an_option_may_hold_a_comma(spec: str) -> None:
-    method = analysis.parse_method(spec)
+    method = parse_method(spec)
     assert method.expression == COMMAS[spec] and method.inside == (2.5 if "2.5" in spec else method.__class__().inside)
 
 
