@@ -45,7 +45,6 @@ _HUNDREDTHS = re.compile(rf"{_exact.PLAIN.pattern}(?={_PERCENT.pattern})")
 _E_NOTATION = re.compile(rf"(?<![A-Za-z0-9_.,])({_exact.UNSIGNED})[eE]([+-]?[0-9]{{1,3}})(?![0-9.])")
 # Words, and a letter between digits: hours and minutes, a remainder, or a product that nobody writes so.
 _UNREADABLE = regex.compile(rf"{WORDS.pattern}|(?<![A-Za-z_^{{0-9.])[0-9.]+ ?(?![eE][-+]?[0-9])[A-Za-z] ?[0-9]")
-_LETTER_UNIT = re.compile(" ?[gmshlLNJWVAKCF]")
 # A name in front of an answer that math-verify cannot read.
 _NAME = re.compile(
     r"(?:m ?)?\\(?:angle|triangle|overline|widehat|measuredangle)(?![A-Za-z]) ?\{?[A-Z ]+\}? ?= ?(?=[^=]+$)"
@@ -121,8 +120,6 @@ def _states(gold: str, answer: str) -> bool:
         gold, answer = found or (gold, answer)
     if any(map(_UNREADABLE.search, (gold, answer))):
         raise ValueError("the words cannot be compared")
-    if _exact.PLAIN.fullmatch(gold) and _LETTER_UNIT.fullmatch(answer.removeprefix(gold)):
-        raise ValueError("a letter after a number may be a unit")
     return any(_same_value(*reading) for reading in _readings(gold, answer if "=" in gold else _NAME.sub("", answer)))
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 import string
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import suppress
 from decimal import Decimal
 from typing import NamedTuple, TypeAlias
@@ -24,18 +24,12 @@ from grail_advantage.reward._words import fold, singular, words_of
 Found: TypeAlias = "bool | tuple[str, str] | None"
 
 _WRAPPED = re.compile(r"\\text\{([^{}]*)\}")
-_CHOICE = re.compile(r"(?:\(([A-J])\)|([A-J])(?:\)|[.:](?= )| -(?= .*[A-Za-z]{3}))) ?(.+)|\(?([A-J])\)?[.:)]?")
-_CHOICES = re.compile(r"(?:\([A-J]\)|[A-J])(?:(?:, ?(?:and )?|; ?| and )(?:\([A-J]\)|[A-J]))+")
 _NUMERAL = re.compile(r"(?:[A-Za-z]=)?([0-9A-F]+)_?(?:_|base)([1-9][0-9]?|[a-z]+)")
 _WORDS = "zero one two three four five six seven eight nine ten eleven twelve"
 _BASES = {"sixteen": "16"} | {word: str(base) for base, word in enumerate(_WORDS.split())}
-_TUPLE_AND_SET = re.compile(r"\([^()]*,[^()]*\)\n\\\{[^{}]*,[^{}]*\\\}")
 _IDLE_BLANK = re.compile("(?<![0-9]) | (?![0-9])")
-_LEADING_ZERO = re.compile(r"(?<![0-9.:])0(?=[0-9](?![0-9]))")
 _SURELY_WORDS = re.compile(r"\\text\{[^{}]*[A-Za-z]{2}|^[^{}]*[A-Za-z]{3}|^[nN][oO]$")
-_ARTICLE = re.compile(r"\b(?:the|an?) (?=[a-z])")
 _ENTRIES = re.compile(r"[,;]|\b(?:and|or)\b")
-_OUTER = re.compile(r"(?:\(|\[|\\\{)([^()\[\]{}]*?)(?:\)|\]|\\\})")
 _JOINED_NUMBERS = re.compile(
     r"(?:[A-Za-z] ?= ?|[vV]\.? ?)?\+?"
     r"((?:\([0-9]+\)[ -]*)?[0-9]+(?: ?\\?%)?(?:(?: ?-{1,3} ?|[./:])[0-9]+(?: ?\\?%)?)+)"
@@ -43,7 +37,6 @@ _JOINED_NUMBERS = re.compile(
 # In joined numbers, which have no question mark: no difference, quotient or product is written so.
 _NO_NUMBER = re.compile(r"^[^?]*(?:[0-9]/[0-9]+/|\.[0-9]+\.|(?<![0-9.:])0[0-9])")
 _LABEL = re.compile(rf"^[^/?]*-[^/?]*$|{_NO_NUMBER.pattern}")
-_VALUES = re.compile(r"(?:[A-Za-z] ?= ?)?[-+]? ?(?:\\frac|[0-9./{}% \\]|[,;] ?[-+]?)+")
 
 UNSIGNED = r"(?:(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]*)?|\.[0-9]+)"
 NUMBER = re.compile(rf"[+-]? ?{UNSIGNED}")
@@ -58,7 +51,6 @@ _SEPARATOR = regex.compile(
 )
 _TEXT = regex.compile(r"(?<!_ ?\{? ?)\\text\{([^{}]*)\}(?! ?=)")
 _NAMED = re.compile(r"((?:\\?[A-Za-z]+|\\text\{[^{}]*\})(?: ?_ ?(?:\w|\{[^{}]*\}))?(?:\([^()]*\))?) ?= ?([^=]+)")
-_RATIO = re.compile(rf":|{TO.pattern}")
 _CLOCK = re.compile(r"[0-9]{1,2}(?::[0-5][0-9]){1,2}")
 
 
@@ -80,9 +72,6 @@ class Part(NamedTuple):
 def choices(gold: str, answer: str) -> Found:
     """The letter of a choice decides, unless both have text after it. Beside another text, also that of the same choice, a
     choice is the text after its letter."""
-    texts = [_WRAPPED.sub(r"\1", text) for text in (gold, answer)]
-    if all(map(_CHOICES.fullmatch, texts)):
-        return set(re.findall("[A-J]", texts[0])) == set(re.findall("[A-J]", texts[1]))
     gold_letter, gold_rest = _choice(gold)
     answer_letter, answer_rest = _choice(answer)
     if gold == f"({gold_letter})":  # in brackets it is no variable, so that its case does not matter
@@ -94,34 +83,43 @@ def choices(gold: str, answer: str) -> Found:
 
 def _choice(text: str) -> tuple[str, str]:
     """``("B", "12")`` of ``(B) 12``; empty texts where there is none."""
-    match = _CHOICE.fullmatch(_WRAPPED.sub(r"\1", text).strip())
+    match = re.fullmatch(
+        r"(?:\(([A-J])\)|([A-J])(?:\)|[.:](?= )| -(?= .*[A-Za-z]{3}))) ?(.+)|\(?([A-J])\)?[.:)]?",
+        _WRAPPED.sub(r"\1", text).strip(),
+    )
     return (match[1] or match[2] or match[4], (match[3] or "").strip()) if match else ("", "")
 
 
-def same_text(gold: str, answer: str) -> bool | None:
+def same_text(gold: str, answer: str) -> Found:
     """The same text is right, whether or not anything can read it; blanks count between digits alone."""
     return _IDLE_BLANK.sub("", gold) == _IDLE_BLANK.sub("", answer) or None
 
 
-def same_label(gold: str, answer: str) -> bool | None:
+def same_label(gold: str, answer: str) -> Found:
     """Dates, ranges, scores, numbers of telephones and versions are texts, and no values: ``5-3`` is not ``3-1``.
     Beside them a number is wrong: ``2`` for ``5-3``. The other way round ``5-3`` may be a difference that nobody
     computed, but ``2024-01-05`` and ``1.2.3`` are none."""
     golds = _labels(gold)
     answers = _labels(answer)
     are_labels = [all(map(_LABEL.search, labels)) for labels in (golds, answers)]
-    if are_labels[0] and _VALUES.fullmatch(answer) and not any(map(_LABEL.search, answers)):
+    if (
+        are_labels[0]
+        and re.fullmatch(r"(?:[A-Za-z] ?= ?)?[-+]? ?(?:\\frac|[0-9./{}% \\]|[,;] ?[-+]?)+", answer)
+        and not any(map(_LABEL.search, answers))
+    ):
         return False
     if not all(are_labels) and not any(map(_NO_NUMBER.search, golds + answers)):
         return None
-    first, second = ([_LEADING_ZERO.sub("", label) for label in labels] for labels in (golds, answers))
-    in_order = gold.startswith("(") and answer.startswith("(")
-    return first == second or (not in_order and sorted(first) == sorted(second))
+    first, second = (
+        [re.sub(r"(?<![0-9.:])0(?=[0-9](?![0-9]))", "", label) for label in labels] for labels in (golds, answers)
+    )
+    arranged = list if gold.startswith("(") and answer.startswith("(") else sorted
+    return arranged(first) == arranged(second)
 
 
 def _labels(text: str) -> list[str]:
     """The joined numbers of a list without blanks, %, and lengths of dashes; its other entries after a question mark."""
-    outer = _OUTER.fullmatch(text)
+    outer = re.fullmatch(r"(?:\(|\[|\\\{)([^()\[\]{}]*?)(?:\)|\]|\\\})", text)
     labels = []
     for entry in _ENTRIES.split(outer[1] if outer else text):
         match = _JOINED_NUMBERS.fullmatch(entry.strip())
@@ -129,7 +127,7 @@ def _labels(text: str) -> list[str]:
     return labels
 
 
-def same_words(gold: str, answer: str) -> bool | None:
+def same_words(gold: str, answer: str) -> Found:
     """Letters alone are words, no products, if one side has two in a wrapper, three without one, or is ``no``. ValueError:
     one side has all words of the other, and more."""
     sides = (gold, answer)
@@ -146,13 +144,14 @@ def _words(text: str) -> set[str]:
     """The words of a list, each entry as one, without articles and plurals; none where there is anything else."""
     separators = "[.'()-]" if "\\text{" in text else "$^"
     entries = [
-        re.sub(separators, " ", entry).split() for entry in _ENTRIES.split(_ARTICLE.sub("", _WRAPPED.sub(r"\1", text)))
+        re.sub(separators, " ", entry).split()
+        for entry in _ENTRIES.split(re.sub(r"\b(?:the|an?) (?=[a-z])", "", _WRAPPED.sub(r"\1", text)))
     ]
     words = {"".join(map(singular, entry)) for entry in entries if entry}
     return words if "".join(words).isalpha() else set()
 
 
-def same_numeral(gold: str, answer: str) -> bool | None:
+def same_numeral(gold: str, answer: str) -> Found:
     """A numeral with a base: the same digits, and the same base unless the answer leaves it out. Beside a number without
     base it is its value. ValueError: then it has the number's digits, and the ground truth may have left out the base."""
     gold_digits, gold_base, gold_value = _numeral(gold)
@@ -176,21 +175,22 @@ def _numeral(text: str) -> tuple[str, str, str]:
     return text.lstrip("0"), "", text
 
 
-def same_structure(gold: str, answer: str) -> bool | None:
+def same_structure(gold: str, answer: str) -> Found:
     """A set is wrong for a tuple, and a tuple for a set, where math-verify does not look."""
-    return False if _TUPLE_AND_SET.fullmatch("\n".join(sorted((gold, answer)))) else None
+    return (
+        False if re.fullmatch(r"\([^()]*,[^()]*\)\n\\\{[^{}]*,[^{}]*\\\}", "\n".join(sorted((gold, answer)))) else None
+    )
 
 
 def ratios(gold: str, answer: str) -> Found:
     """``3:4:5`` is ``6:8:10``, and ``2:3`` is ``2\\text{ to }3``; times and ranges have no factor."""
     texts = (gold, answer)
-    sides = [[part.strip() for part in _RATIO.split(text)] for text in texts]
-    longest = max(map(len, sides))
-    has_range = any(map(TO.search, texts))
-    if longest == 1 or any(re.search("[,;=<>]", text) for text in texts):
+    sides = [[part.strip() for part in re.split(rf":|{TO.pattern}", text)] for text in texts]
+    lengths = {len(side) for side in sides}
+    if lengths == {1} or any(re.search("[,;=<>]", text) for text in texts):
         return None
-    if len(sides[0]) != len(sides[1]):
-        if longest == 2 and not has_range:
+    if len(lengths) > 1:
+        if lengths == {1, 2} and not any(map(TO.search, texts)):
             return None  # `2:3` is `\frac{2}{3}`
         raise ValueError("a ratio stands beside another answer")
     if all(map(_CLOCK.fullmatch, texts)) or not any(":" in text for text in texts):
@@ -217,7 +217,7 @@ def keyed_parts(gold: str, answer: str) -> Found:
         return _values(sorted(sides[0])), _values(sorted(sides[1]))
     if (() in gold_keys) == (() in answer_keys):
         raise ValueError("the names differ")
-    named, other = sides if () in answer_keys else (sides[1], sides[0])
+    named, other = sides if () in answer_keys else sides[::-1]
     names = [part.key[-1] for part in named]
     if len({name.split("_")[0] for name in names}) == 1:
         return _lists(*sides)
@@ -278,7 +278,7 @@ def _with_names(parts: list[Part]) -> list[Part]:
     return named
 
 
-COMPARISONS: dict[str, Callable[[str, str], Found]] = {
+COMPARISONS = {
     "choice letters": choices,
     "same texts": same_text,
     "dates, ranges, scores and versions": same_label,

@@ -234,6 +234,7 @@ _TABLE: tuple[tuple[str, str, str | Callable[[Match], str]], ...] = (
     (r"\log_e 2", r"\\log ?_ ?(?:e|\{ ?e ?\})(?!\pL)", r"\\ln "),
     (r"\log_2{4}/x", rf"(?P<name>\\(?:{_FUNCTIONS})(?: ?_ ?(?:[0-9A-Za-z]|\{{[^{{}}]*\}}))?) ?{_BRACED}",
      r"\g<name>(\g<inside>)"),
+    ("(A), (C)", r"(?<=^|[,;] ?)\((?P<letter>[A-J])\)(?= ?[,;])|(?<=[,;] ?)\((?P<letter>[A-J])\)$", r"\g<letter>"),
     # Sets
     (r"x\in\mathbb{R}, x>3", rf"(?<=(?:^|\\mid|[:|]) ?){_IN_REALS} ?{_COMMA}|{_COMMA} ?{_IN_REALS}(?= ?(?:\\\}})?$)", ""),
     (r"\{x: x>3\}",

@@ -31,7 +31,7 @@ from sympy import Eq, Expr, Float
 
 sys.path.insert(0, str(Path(__file__).parent))  # a script has no package
 
-import patches
+import patches  # as it is imported, math-verify is patched
 
 FLOAT_DECIMALS = 6  # that two numbers must share if one is written as a decimal; math-verify's own
 MEMORY = 1 << 30  # bytes that a worker may map beyond those that it starts with
@@ -39,7 +39,6 @@ CLOSED = 3  # status of a worker whose connection has no other end any more
 _COMPARISONS = 5000  # of one worker, which grows by some kB with each: caches of sympy and ANTLR
 
 _NORMALIZATION = NormalizationConfig(basic_latex=True, malformed_operators=True, nits=True, boxed="none")
-_SYMBOLS = ConversionConfig(lowercase_symbols=False)
 # math-verify reads these in part: a box among others, dots, the digits of a numeral without its base, a name's letters;
 # or as something else: ``n!!`` as ``(n!)!``, and the exponent ``T`` of what is no matrix as nothing.
 _IN_PART = re.compile(
@@ -47,9 +46,6 @@ _IN_PART = re.compile(
     r"|(?<![_^0-9.])[0-9.]+ [0-9]|! ?!|(?<!matrix\})\^ ?(?:T|\{ ?T ?\}|\{? ?\\top(?![A-Za-z]))"
 )
 _LETTER_I = re.compile(r"\\(?:text|operatorname|begin|end|hat|vec|bar) ?\{[^{}]*\}|\\[A-Za-z]+|[iI]")
-_OR = re.compile(r"\\text\{ ?or ?\}|\bor\b")
-_MEMBER = re.compile(r"^ ?[A-Za-z] ?\\in(?![A-Za-z])")
-_AND = re.compile(r"\\text\{ ?and ?\}|\band\b")
 # Inequalities that math-verify would take for a list without order, or compare in their order
 _CONDITIONS = re.compile(r"(?:[<>]|\\[lg]eq?(?![a-z])).*(?:\b(?:and|or)\b|>|\\geq?(?![a-z]))")
 _INDEX_I = re.compile(r"_ ?(?:i|\{[^{}]*i)|(?<![A-Za-z\\])i ?(?:[=<>]|\\(?:[lg]eq?|in)(?![A-Za-z]))")
@@ -66,7 +62,12 @@ def _read(text: str, with_unit: bool, is_real: bool) -> Any:
         text = _LETTER_I.sub(lambda match: {"i": "{I}", "I": r"\iota "}.get(match[0], match[0]), text)
     try:
         text = normalize_latex(text, _NORMALIZATION)
-        reading = latex2sympy(text, is_real=is_real, normalization_config=None, conversion_config=_SYMBOLS)
+        reading = latex2sympy(
+            text,
+            is_real=is_real,
+            normalization_config=None,
+            conversion_config=ConversionConfig(lowercase_symbols=False),
+        )
         return None if _contradicts_itself(reading) else reading
     except Exception:
         return None
@@ -78,8 +79,8 @@ def _solutions(text: str) -> sympy.Set | None:
     variables: set[sympy.Symbol] = set()
     union = []
     with suppress(Exception):
-        for part in _OR.split(text):
-            readings = [_read(condition, True, True) for condition in _AND.split(_MEMBER.sub("", part))]
+        for part in re.split(r"\\text\{ ?or ?\}|\bor\b", re.sub(r"[A-Za-z] ?\\in(?![A-Za-z])", "", text)):
+            readings = [_read(condition, True, True) for condition in re.split(r"\\text\{ ?and ?\}|\band\b", part)]
             variables.update(*(reading.free_symbols for reading in readings))
             sets = [reading if isinstance(reading, sympy.Set) else reading.as_set() for reading in readings]
             union.append(sympy.Intersection(*sets))
@@ -115,9 +116,6 @@ def _states_no_value(reading: Any) -> bool:
         return False
     factors = (factor.base if factor.is_Pow and factor.exp == -1 else factor for factor in sympy.Mul.make_args(side))
     return any(factor.is_number or not (factor.is_Symbol or factor.is_Function) for factor in factors)
-
-
-patches.apply()
 
 
 def equal(gold: str, answer: str) -> bool | str:

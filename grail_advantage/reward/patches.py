@@ -1,8 +1,7 @@
 r"""The patches of math-verify 0.9.0 and latex2sympy2-extended 1.11.0: where they reward wrong answers or refuse right ones.
 
-:func:`apply` makes them all, in the worker's process alone. Each function says what the code that it replaces does, and
-with that the test for its end: it can go once the two examples have their verdicts without it. All of them can go with
-a judge that compares numbers exactly and names by their letters.
+Importing this module makes the six, in the worker's process. Each function says what the code that it replaces does, and
+with that when it can go: once its examples have their verdicts without it.
 """
 
 from __future__ import annotations
@@ -20,16 +19,6 @@ EXACT_DIGITS = 1000  # to which numbers that are not rational are compared, beyo
 _inherited_numeric_eq = grader.sympy_numeric_eq
 _inherited_symbolic_eq = grader.sympy_symbolic_eq
 _inherited_solve = grader.solve
-
-
-def apply() -> None:
-    """Patch the two libraries in this process."""
-    _Latex2Sympy.convert_postfix_list = product
-    grader.INVERSE_RELATIONS[sympy.Ne] = sympy.Ne  # it has no entry, so that `x\ne 2` and `2\ne x` would raise KeyError
-    grader.sympy_numeric_eq = numeric_eq
-    grader.sympy_symbolic_eq = symbolic_eq
-    grader.sympy_compare_symbols = compare_symbols
-    grader.solve = solve
 
 
 def product(self: _Latex2Sympy, factors: list[Any], i: int = 0) -> Any:
@@ -106,3 +95,11 @@ def _exact(number: Any) -> Any:
     if not isinstance(number, Expr) or not number.is_number or number.has(*methods):
         return None
     return number.xreplace({decimal: sympy.Rational(str(decimal)) for decimal in number.atoms(Float)}).doit()
+
+
+_Latex2Sympy.convert_postfix_list = product
+grader.INVERSE_RELATIONS[sympy.Ne] = sympy.Ne  # it has no entry, so that `x\ne 2` and `2\ne x` would raise KeyError
+grader.sympy_numeric_eq = numeric_eq
+grader.sympy_symbolic_eq = symbolic_eq
+grader.sympy_compare_symbols = compare_symbols
+grader.solve = solve
