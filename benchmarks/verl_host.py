@@ -24,10 +24,19 @@ from verl.workers.utils.padding import response_from_nested
 
 from benchmarks import timer
 from benchmarks.setup import Setup, random_model, release
-from grail_advantage import Method
-from grail_advantage.data import ENTROPY, OLD_LOG_PROBS, Rollouts, Row, RowScores
-from grail_advantage.verl_ext.exchange import LEAVE_OUT, build_request, nested, rows_of
+from grail_advantage.data import ENTROPY, OLD_LOG_PROBS, Rollouts, Row, RowScores, Weighed
+from grail_advantage.method import BaseMethod
+from grail_advantage.verl_ext.exchange import (
+    LEAVE_OUT,
+    PLACES,
+    build_request,
+    nested,
+    places_without_slots,
+    rows_of,
+)
+from grail_advantage.verl_ext.own_forward import REUSE
 from grail_advantage.verl_ext.worker import TokenWeightActorWorker, token_scores
+from grail_advantage.weigh import weigh
 
 
 def default_actor(setup: Setup) -> verl_config.FSDPActorConfig:
@@ -66,8 +75,8 @@ def make_worker(setup: Setup, checkpointing: bool, actor: verl_config.FSDPActorC
 
 
 class VerlHost:
-    """One worker and one batch, as :class:`grail_advantage.weigh.Host`: :meth:`forward`, then ``weigh``, then
-    :meth:`update`."""
+    """One worker and one batch, as :class:`grail_advantage.weigh.Host`: :meth:`forward`, then :meth:`weigh`,
+    then :meth:`update`."""
 
     def __init__(self, worker: TrainingWorker, rollouts: Rollouts) -> None:
         self.worker, self.engine, self._rollouts = worker, worker.engine, rollouts
@@ -75,15 +84,16 @@ class VerlHost:
         self._output: dict[str, torch.Tensor] = {}
         self.pass_seconds = 0.0  # of the latest call of scores()
 
-    def rollouts(self) -> Rollouts:
-        return self._rollouts
+    def weigh(self, method: BaseMethod) -> Weighed:
+        """What the method makes of the batch."""
+        return weigh(self._rollouts, method, self)
 
     def columns(self, names: Sequence[str], selected: Sequence[int]) -> dict[str, torch.Tensor]:
         fields, mask = {OLD_LOG_PROBS: "log_probs", ENTROPY: "entropy"}, nested(list(self._rollouts.mask))
         columns = {name: response_from_nested(self._output[fields[name]], mask) for name in names}
         return {name: column.to_padded_tensor(0.0).float() for name, column in columns.items()}
 
-    def scores(self, method: Method, rows: Sequence[Row]) -> list[RowScores]:
+    def scores(self, method: BaseMethod, rows: Sequence[Row]) -> list[RowScores]:
         start, pad_token = timer.now(self.device), self._rollouts.tokenizer.pad_token_id
         request = build_request(rows, method, temperature=1.0, pad_token=pad_token)
         found = rows_of(token_scores(self.engine, request))
@@ -103,22 +113,33 @@ class VerlHost:
         """GRPO's: one advantage a response on all its tokens, (B, T)."""
         return self._rollouts.advantages.unsqueeze(1).expand(self._rollouts.mask.shape).contiguous()
 
-    def update(self, advantages_BT: torch.Tensor, *, skipping: bool = False) -> None:
-        """One epoch of the actor update: the whole batch as one mini-batch, one optimiser step; ``skipping``: without
-        the responses that have no advantage."""
-        rollouts, data = self._rollouts, self._model_batch()
+    def update(self, advantages_BT: torch.Tensor, *, skipping: bool = False, reusing: bool = False) -> None:
+        """One epoch of the actor update: the whole batch as one mini-batch, one optimiser step.
+
+        Args:
+            skipping: leave out the responses that have no advantage.
+            reusing: old log-probabilities are those of the update's own forward, and not of :meth:`forward`.
+        """
+        rollouts = self._rollouts
+        data = self._model_batch()
         data["prompts"] = nested(list(rollouts.prompts))
         data["responses"] = nested(list(rollouts.responses))
         data["response_mask"] = nested(list(rollouts.mask))
-        data["old_log_probs"] = response_from_nested(self._output["log_probs"], data["response_mask"])
         data["advantages"] = nested(list(advantages_BT))
         settings = {"calculate_entropy": False, "distillation_use_topk": False, "distillation_only": False}
         settings |= {"global_batch_size": len(rollouts), "mini_batch_size": len(rollouts), "epochs": 1, "seed": 0}
-        settings |= {"dataloader_kwargs": {"shuffle": False}} | ({LEAVE_OUT: True} if skipping else {})
+        settings["dataloader_kwargs"] = {"shuffle": False}
+        if skipping:
+            settings[LEAVE_OUT] = True
+        if reusing:
+            settings[REUSE] = True
+            data[PLACES] = places_without_slots(len(rollouts))
+        else:
+            data["old_log_probs"] = response_from_nested(self._output["log_probs"], data["response_mask"])
         tu.assign_non_tensor(data, **settings)
         self.worker.train_mini_batch(data)
 
-    def selected(self, method: Method) -> list[Row]:
+    def selected(self, method: BaseMethod) -> list[Row]:
         """The responses that the method needs scores for."""
         r = self._rollouts.for_method(method)
         return [r.row(index) for index in method.select(r).nonzero().flatten().tolist()]

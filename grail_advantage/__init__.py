@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from grail_advantage.api import TokenWeights, compute_token_weights
     from grail_advantage.data import Example, Rollouts
     from grail_advantage.maps import Weights, register_map
-    from grail_advantage.method import Mapped, Method, option, register
+    from grail_advantage.method import AdvantageMethod, Mapped, Method, option, register
     from grail_advantage.methods.oar import Oar
     from grail_advantage.methods.oar import Oar as OarConfig
     from grail_advantage.methods.saliency import Grail
@@ -30,7 +30,7 @@ _MODULES = {
     "api": "TokenWeights compute_token_weights",
     "data": "Example Rollouts",
     "maps": "Weights register_map",
-    "method": "Mapped Method option register",
+    "method": "AdvantageMethod Mapped Method option register",
     "methods.oar": "Oar OarConfig",
     "methods.saliency": "Grail GrailConfig",
     "methods.turns": "turn_advantages turns_to_tokens",

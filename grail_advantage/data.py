@@ -8,8 +8,9 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import pairwise
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
     from transformers import PreTrainedTokenizerBase
 
-    from grail_advantage.method import Method
+    from grail_advantage.method import BaseMethod
 
 OLD_LOG_PROBS, ENTROPY, ROLLOUT_LOG_PROBS = "old_log_probs", "entropy", "rollout_log_probs"
 """Columns, float (B, T): each response token's log-probability under the policy before the update, at the sampling
@@ -38,7 +39,11 @@ _Numbers = TypeVar("_Numbers", Tensor, np.ndarray)
 
 def within_range(values: _Numbers) -> _Numbers:
     """Which rewards or advantages can train: bool, false for NaN, an infinity, and more than ``LARGEST``."""
-    return abs(values) <= LARGEST
+    if isinstance(values, np.ndarray | np.generic):
+        return abs(values.astype(np.float64)) <= LARGEST
+    # Not in half precision, in which LARGEST is an infinity, nor as whole numbers, which the default dtype would round.
+    wide = values if values.dtype in (torch.float32, torch.float64) else values.float()
+    return wide.abs() <= LARGEST
 
 
 def outcome_of(reward: float | None) -> str | None:
@@ -57,22 +62,49 @@ def runs(marked: np.ndarray) -> list[tuple[int, int]]:
     return list(zip(edges[::2], edges[1::2], strict=True))
 
 
+def stacked(micro_batches: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+    """Tensors of micro-batches, each padded to a length of its own, as tensors of all responses, zeros after the ends.
+
+    A micro-batch gives as many tensors as any other, (b, W) each. One that is narrower than its first belongs to the
+    last positions of it. Example: ids ``[[5, 6, 7]]`` and a mask ``[[1, 1]]`` of the last two, then ids ``[[8]]`` and a
+    mask ``[[1]]``, give ``[[5, 6, 7], [8, 0, 0]]`` and ``[[0, 1, 1], [1, 0, 0]]``."""
+    width = max(tensors[0].shape[1] for tensors in micro_batches)
+    columns: list[list[Tensor]] = [[] for _ in micro_batches[0]]
+    for tensors in micro_batches:
+        length = tensors[0].shape[1]
+        for column, values in zip(columns, tensors, strict=True):
+            column.append(pad(values, (length - values.shape[1], width - length)))
+    return [torch.cat(column) for column in columns]
+
+
+_WHOLE = {torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.int8, torch.int16, torch.int32, torch.int64}
+_FLOATS = {torch.bfloat16, torch.float16, torch.float32, torch.float64}
+_KINDS = {"flags": {torch.bool} | _WHOLE | _FLOATS, "whole": _WHOLE, "floats": _FLOATS, "numbers": _WHOLE | _FLOATS}
+
+
 def checked(name: str, values: Any, kind: str, shape: Sequence[int] | None = None) -> Tensor:
     """A tensor of an argument on the CPU, without a graph: ``flags`` (bool, or 0 and 1) as bool, ``whole`` numbers as
     int64, ``floats`` or ``numbers`` (either). ValueError, naming the argument, for anything else or another shape."""
     if not isinstance(values, Tensor):
         raise ValueError(f"{name} must be a tensor, got {type(values).__name__}; use torch.tensor(...)")
-    dtype, dense = values.dtype, values.layout == torch.strided and not (values.is_nested or values.is_meta)
-    whole, floats = str(dtype)[6:9] in ("int", "uin"), dtype.is_floating_point and dtype.itemsize > 1
-    kinds = {"whole": whole, "floats": floats, "numbers": whole or floats}
-    fits = dense and kinds.get(kind, whole or floats or dtype == torch.bool)
+    is_dense = values.layout == torch.strided and not (values.is_nested or values.is_meta)
+    fits = is_dense and values.dtype in _KINDS[kind] and not values.is_quantized
     if not fits or (shape is not None and tuple(values.shape) != tuple(shape)):
-        got = f"{dtype} of shape {tuple(values.shape)}, {values.layout}, on {values.device}"
+        got = f"{values.dtype} of shape {tuple(values.shape)}, {values.layout}, on {values.device}"
         raise ValueError(f"{name} must be a dense tensor of {kind} of shape {shape and tuple(shape)}, got {got}")
     values = values.detach().cpu()
-    if kind == "flags" and dtype != torch.bool and ((values != 0) & (values != 1)).any():
-        raise ValueError(f"{name} must be bool or hold 0 and 1; a mask says which tokens or responses are meant")
-    return values.bool() if kind == "flags" else values.long() if kind == "whole" else values
+    if kind == "flags":
+        if values.dtype != torch.bool and ((values != 0) & (values != 1)).any():
+            raise ValueError(f"{name} must be bool or hold 0 and 1; a mask says which tokens or responses are meant")
+        return values.bool()
+    return values.long() if kind == "whole" else values
+
+
+def _check_one_a_response(name: str, values: Any, count: int) -> None:
+    """ValueError, naming the argument, for anything but a list of ``count`` values."""
+    is_list = hasattr(values, "__len__") and not isinstance(values, str)
+    if not is_list or getattr(values, "ndim", 1) != 1 or len(values) != count:
+        raise ValueError(f"{name} must be a list with one value a response, {count} of them; got {values!r}")
 
 
 @dataclass(frozen=True)
@@ -102,11 +134,12 @@ class Rollouts:
     advantages: Tensor  # (B,), before weighting; NaN, as without a reward, or more than LARGEST trains nothing
     tokenizer: PreTrainedTokenizerBase = None
     answer: AnswerFormat = BOXED
-    written: Tensor = None  # bool (B, T): the tokens that the model wrote; by default those that train
+    # bool (B, T): the tokens that the model wrote; by default those that train, so that it is never None
+    written: Tensor = None  # type: ignore[assignment]
     truncated: Tensor | None = None  # bool (B,): hit the length limit without an end token
     masked: Tensor | None = None  # bool (B,): train nothing, whatever their advantage
-    groups: Tensor = None  # int64 (B,), at least 0; the same for responses to one prompt
-    rewards: Tensor = None  # (B,): the sum of each response's rewards, NaN where it could not be scored
+    groups: Tensor | None = None  # int64 (B,), at least 0; the same for responses to one prompt
+    rewards: Tensor | None = None  # (B,): the sum of each response's rewards, NaN where it could not be scored
     sessions: Sequence[tuple[Any, int]] | None = None  # each response's conversation, and its number in it
     examples: Sequence[Example | None] | None = None
     fields: Mapping[str, Sequence[Any]] = field(default_factory=dict)  # one value a response, for ``field:NAME``
@@ -121,29 +154,104 @@ class Rollouts:
     known_spans: dict[str, list[AnswerSpan | None]] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
-        count, width = len(self.responses), max(map(len, self.responses), default=0)
-        put = partial(object.__setattr__, self)
-        for name in ("prompts", "responses"):
-            put(name, [of.detach().cpu() for of in getattr(self, name)])
+        count = len(self.responses)
+        width = max(map(len, self.responses), default=0)
+
+        def put(name: str, value: Any) -> None:
+            object.__setattr__(self, name, value)  # the class is frozen
+
+        put("prompts", [prompt.detach().cpu() for prompt in self.prompts])
+        put("responses", [response.detach().cpu() for response in self.responses])
         put("places", self.places if len(self.places) else range(count))
         put("keys", self.keys if len(self.keys) else list(map(str, self.places)))
-        put("columns", {name: checked(name, of, "floats", (count, width)) for name, of in self.columns.items()})
-        put("written", self.mask if self.written is None else self.written)
+        columns = self.columns.items()
+        put("columns", {name: checked(name, column, "floats", (count, width)) for name, column in columns})
+        if self.written is None:
+            put("written", self.mask)
         for name, kind in _TENSORS.items():
-            value, shape = getattr(self, name), (count, width) if name in ("mask", "written") else (count,)
+            value = getattr(self, name)
             if value is not None or name in ("mask", "advantages"):
+                shape = (count, width) if name in ("mask", "written") else (count,)
                 put(name, checked(name, value, kind, shape))
-        lists = {name: getattr(self, name) for name in ("prompts", "examples", "sessions", "keys", "places")}
+        for name in ("prompts", "examples", "sessions", "keys", "places"):
+            values = getattr(self, name)
+            if values is not None:
+                _check_one_a_response(name, values, count)
         for kind in ("fields", "facts"):
-            lists |= {f"{kind}[{name!r}]": of for name, of in getattr(self, kind).items()}
-        for name, of in lists.items():
-            rank = getattr(of, "ndim", int(hasattr(of, "__len__") and not isinstance(of, str)))
-            if (of is not None or "[" in name) and (rank != 1 or len(of) != count):
-                raise ValueError(f"{name} must be a list with one value a response, {count} of them; got {of!r}")
-        if alone := [i for i, of in enumerate(self.responses) if len(of) and not len(self.prompts[i])]:
-            raise ValueError(f"response {alone[0]} has no prompt token before it; add at least one")
+            for name, values in getattr(self, kind).items():
+                _check_one_a_response(f"{kind}[{name!r}]", values, count)
+        for index, (prompt, response) in enumerate(zip(self.prompts, self.responses, strict=True)):
+            if len(response) and not len(prompt):
+                raise ValueError(f"response {index} has no prompt token before it; add at least one")
         if self.groups is not None and (self.groups < 0).any():
             raise ValueError(f"groups holds {int(self.groups.min())}; number them from 0, as torch.unique does")
+
+    @classmethod
+    def from_padded(
+        cls,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        response_mask: Tensor,
+        *,
+        written: Tensor | None = None,
+        mask: Tensor | None = None,
+        columns: Mapping[str, Tensor | None] = MappingProxyType({}),
+        **parts: Any,
+    ) -> Rollouts:
+        """Padded rows as rollouts without padding, and without tokens after the response, on which no score depends.
+
+        Example: the rows ``[[0, 5, 6, 7, 9, 9, 8]]`` with the response mask ``[[0, 0, 0, 1, 0, 0, 1]]`` and every token
+        attended to but the first have the prompt ``[5, 6]``, the response ``[7, 9, 9, 8]`` and the mask ``[1, 0, 0,
+        1]``: a tool wrote the two nines.
+
+        Args:
+            input_ids: (B, L) int64, prompt + response, padded on any side.
+            attention_mask: (B, L) bool or 0/1.
+            response_mask: (B, L) bool or 0/1; the response is everything from the first of these tokens to the last.
+            written: (B, L), those of them that the model wrote; by default all.
+            mask: (B, L), those of them that train; by default ``written``.
+            columns: (B, L) float, as :attr:`columns`; ``None`` for one that is not there.
+            parts: the other fields, ``advantages`` among them.
+
+        Raises:
+            ValueError: an argument of the wrong type, shape or dtype, naming it.
+        """
+        ids = checked("input_ids", input_ids, "whole")
+        if ids.ndim != 2:
+            raise ValueError(f"input_ids has the shape {tuple(ids.shape)}; it must be (B, L)")
+        attended = checked("attention_mask (beside input_ids)", attention_mask, "flags", ids.shape)
+        marked = checked("response_mask (beside input_ids)", response_mask, "flags", ids.shape)
+        if (marked & ~attended).any():
+            raise ValueError("response_mask marks a padding token; it must lie inside attention_mask")
+        has_begun = marked.cumsum(dim=-1) > 0
+        goes_on = marked.flip(-1).cumsum(dim=-1).flip(-1) > 0
+        is_response = has_begun & goes_on & attended
+        is_prompt = attended & ~has_begun
+        lengths = is_response.sum(dim=-1, keepdim=True)
+        width = int(lengths.max()) if len(lengths) else 0
+        inside = torch.arange(width, device="cpu") < lengths
+
+        def aligned(name: str, values: Tensor, kind: str, dtype: torch.dtype) -> Tensor:
+            """(B, L) as (B, T)."""
+            values = checked(name, values, kind, ids.shape)
+            of_responses = values.new_zeros(inside.shape, dtype=dtype)
+            of_responses[inside] = values[is_response].to(dtype)
+            return of_responses
+
+        written_BT = aligned("written", marked if written is None else written, "flags", torch.bool)
+        known = {
+            name: aligned(name, values, "floats", torch.float32)
+            for name, values in columns.items()
+            if values is not None
+        }
+        return cls(
+            prompts=[row[where] for row, where in zip(ids, is_prompt, strict=True)],
+            responses=[row[where] for row, where in zip(ids, is_response, strict=True)],
+            mask=written_BT if mask is None else aligned("mask", mask, "flags", torch.bool),
+            written=written_BT,
+            columns={name: torch.where(written_BT, values, 0.0) for name, values in known.items()},
+            **parts,
+        )
 
     def __len__(self) -> int:
         return len(self.responses)
@@ -165,7 +273,7 @@ class Rollouts:
     @cached_property
     def tokens(self) -> Tensor:
         """int64 (B, T): the ids that the model wrote, -1 elsewhere: on a tool's output, and after the end."""
-        ids = torch.full(self.mask.shape, -1)
+        ids = self.mask.new_full(self.mask.shape, -1, dtype=torch.int64)
         for row, response in zip(ids, self.responses, strict=True):
             row[: len(response)] = response
         return torch.where(self.written, ids, -1)
@@ -177,47 +285,60 @@ class Rollouts:
             self.known_spans[which] = list(find_generated_spans(generated, self.tokenizer, which, self.answer))
         return self.known_spans[which]
 
+    @property
+    def knows_answers(self) -> bool:
+        """Whether answers can be looked for; a batch without a tokenizer is for methods that need none."""
+        return self.tokenizer is not None or self.span in self.known_spans
+
     @cached_property
     def answers(self) -> list[AnswerSpan | None]:
         return self.spans(self.span)
 
     @cached_property
     def answered(self) -> Tensor:
-        return torch.tensor([span is not None for span in self.answers], dtype=torch.bool)
+        return torch.tensor([span is not None for span in self.answers], dtype=torch.bool, device="cpu")
 
     @cached_property
     def bounds(self) -> Tensor:
         """int64 (B, 3): where each answer begins, and where its content begins and ends; zeros without an answer."""
-        of = [(span.start, span.content_start, span.content_end) if span else (0, 0, 0) for span in self.answers]
-        return torch.tensor(of, dtype=torch.long).reshape(-1, 3)
+        bounds = [(span.start, span.content_start, span.content_end) if span else (0, 0, 0) for span in self.answers]
+        return torch.tensor(bounds, dtype=torch.int64, device="cpu").reshape(-1, 3)
 
     @cached_property
     def conversations(self) -> list[list[int]]:
         """The responses of each session, in their order."""
-        found: dict[Any, list[tuple[int, int]]] = {}
-        for index, (name, number) in enumerate(self.sessions or [(index, 0) for index in range(len(self))]):
-            found.setdefault(name, []).append((number, index))
-        return [[index for _, index in sorted(of)] for of in found.values()]
+        sessions = self.sessions or [(index, 0) for index in range(len(self))]
+        members: dict[Any, list[tuple[int, int]]] = {}
+        for index, (name, number) in enumerate(sessions):
+            members.setdefault(name, []).append((number, index))
+        return [[index for _, index in sorted(numbered)] for numbered in members.values()]
 
     @property
     def turns_before(self) -> list[int]:
         """How many turns each response's conversation took in the responses before it, as far as these are here."""
-        turns, before = [len(runs(written)) for written in self.written.numpy()], [0] * len(self)
+        turns = [len(runs(written)) for written in self.written.numpy()]
+        before = [0] * len(self)
         for indices in self.conversations:
-            for one, after in pairwise(indices):
-                before[after] = before[one] + turns[one]
+            for earlier, later in pairwise(indices):
+                before[later] = before[earlier] + turns[earlier]
         return before
 
-    def for_method(self, method: Method) -> Rollouts:
+    def for_method(self, method: BaseMethod) -> Rollouts:
         """As a method sees them, with advantage 0 where they must not train. ValueError: it reads what is not there."""
-        lacks = [name for name in method.reads & {"groups", "examples", "rewards"} if getattr(self, name) is None]
+        parts = {"groups": self.groups, "examples": self.examples, "rewards": self.rewards}
+        lacks = [name for name, part in parts.items() if name in method.reads and part is None]
         lacks += [f"fields of {name}" for name in method.field_names if name not in self.fields]
+        if method.needs_tokenizer and self.tokenizer is None:
+            lacks += ["tokenizer"]
         if lacks:
             raise ValueError(f"{method.name} reads {', '.join(sorted(lacks))}, which the rollouts lack; pass them")
         masked = ~within_range(self.advantages)
-        for flags in (self.masked, self.truncated if method.mask_truncated else None):
-            masked = masked if flags is None else masked | flags
-        advantages = torch.where(masked, 0.0, self.advantages)
+        if self.masked is not None:
+            masked = masked | self.masked
+        if self.truncated is not None and method.mask_truncated:
+            masked = masked | self.truncated
+        is_wide = self.advantages.dtype == torch.float64
+        advantages = (self.advantages if is_wide else self.advantages.float()).masked_fill(masked, 0.0)
         return replace(self, advantages=advantages, masked=masked, columns={}, span=method.span)
 
     def row(self, index: int) -> Row:
@@ -225,8 +346,44 @@ class Rollouts:
         prompt, response = self.prompts[index], self.responses[index]
         group = index if self.groups is None else int(self.groups[index])
         example = self.examples[index] if self.examples is not None else None
-        tokens, advantage = torch.cat([prompt, response]), float(self.advantages[index])
-        return Row(tokens, len(prompt), len(response), self.answers[index], advantage, group, index, example)
+        return Row(
+            tokens=torch.cat([prompt, response]),
+            start=len(prompt),
+            length=len(response),
+            answer=self.answers[index] if self.knows_answers else None,
+            advantage=float(self.advantages[index]),
+            group=group,
+            index=index,
+            example=example,
+        )
+
+    def plain_rows(self) -> list[Row]:
+        """Every response that has a token, without its answer, for
+        :func:`grail_advantage.model.hugging_face.read_columns`."""
+        pairs = enumerate(zip(self.prompts, self.responses, strict=True))
+        return [
+            Row(
+                tokens=torch.cat([prompt, response]),
+                start=len(prompt),
+                length=len(response),
+                answer=None,
+                advantage=0.0,
+                group=index,
+                index=index,
+            )
+            for index, (prompt, response) in pairs
+            if len(response)
+        ]
+
+    def columns_from(
+        self, rows: Sequence[Row], values: Sequence[Mapping[str, Tensor]], names: Sequence[str]
+    ) -> dict[str, Tensor]:
+        """The named values (T,) of some rows as columns, float32 (B, T), 0 where the model did not write."""
+        columns = {name: self.mask.new_zeros(self.mask.shape, dtype=torch.float32) for name in names}
+        for row, of_row in zip(rows, values, strict=True):
+            for name in names:
+                columns[name][row.index, : row.length] = of_row[name]
+        return {name: torch.where(self.written, column, 0.0) for name, column in columns.items()}
 
     def part(self, indices: Sequence[int]) -> Rollouts:
         """Some responses alone, in this order, as copies without the tokenizer: for another thread or process."""
@@ -247,10 +404,10 @@ def joined(parts: Sequence[Rollouts]) -> Rollouts:
 
     def of_all(values: Sequence[Any]) -> Any:
         if isinstance(values[0], Tensor):  # the shorter ones end in zeros
-            return torch.cat([of if of.ndim == 1 else pad(of, (0, width - of.shape[1])) for of in values])
+            return torch.cat([part if part.ndim == 1 else pad(part, (0, width - part.shape[1])) for part in values])
         if isinstance(values[0], Mapping):
-            return {name: of_all([of[name] for of in values]) for name in values[0]}
-        return None if values[0] is None else [entry for of in values for entry in of]
+            return {name: of_all([part[name] for part in values]) for name in values[0]}
+        return None if values[0] is None else [entry for part in values for entry in part]
 
     names = parts[0].__dataclass_fields__.keys() - _SHARED
     return replace(parts[0], **{name: of_all([getattr(part, name) for part in parts]) for name in names})
@@ -261,7 +418,7 @@ def _of_rows(values: Any, indices: Sequence[int], width: int) -> Any:
     if isinstance(values, Tensor):
         return values[list(indices)] if values.ndim == 1 else values[list(indices), :width].clone()
     if isinstance(values, Mapping):
-        return {name: _of_rows(of, indices, width) for name, of in values.items()}
+        return {name: _of_rows(column, indices, width) for name, column in values.items()}
     return None if values is None else [values[index] for index in indices]
 
 
@@ -286,12 +443,16 @@ class RowScores:
     scores: Tensor  # float32, of the response tokens from the first on; tokens after the last score have none
     norms: Tensor | None = None  # 1-D float32: the gradient norms of all positions looked at, for the metrics
 
+    def on_cpu(self) -> RowScores:
+        """For another process, and for :func:`grail_advantage.weigh.weigh`."""
+        return RowScores(self.scores.float().cpu(), None if self.norms is None else self.norms.float().cpu())
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, kw_only=True)
 class Weighed:
     """What a method made of an update's responses."""
 
-    method: Method
+    method: BaseMethod
     rollouts: Rollouts  # the host's, with the columns that the method read
     selected: Tensor  # bool (B,): needed scores
     failed: Tensor  # bool (B,): selected, with a score or weight that is not finite
@@ -301,15 +462,26 @@ class Weighed:
     by_score: Tensor  # bool (B, T): the weight comes from the token's score, not from an override
     low: Tensor  # bool (B, T): the weight from the score met its map's lower bound
     high: Tensor
+    gave_advantages: bool = False  # the method gives token advantages, not weights
     no_scores: Sequence[str | None] = ()  # why each response has no scores of its own; None where it has
     metrics: Mapping[str, float] = field(default_factory=dict)  # see grail_advantage.metrics
 
     def part(self, indices: Sequence[int]) -> Weighed:
         """Some responses alone, see :meth:`Rollouts.part`."""
         rollouts = self.rollouts.part(indices)
-        names = self.__dataclass_fields__.keys() - {"method", "rollouts", "metrics"}
-        of = {name: _of_rows(getattr(self, name), indices, rollouts.mask.shape[1]) for name in names}
-        return replace(self, rollouts=rollouts, **of)
+        names = self.__dataclass_fields__.keys() - {"method", "rollouts", "gave_advantages", "metrics"}
+        width = rollouts.mask.shape[1]
+        return replace(
+            self, rollouts=rollouts, **{name: _of_rows(getattr(self, name), indices, width) for name in names}
+        )
+
+    def advantages_under(self, masks: Sequence[Tensor]) -> list[Tensor]:
+        """The token advantages in a trainer's own layout: float32 (b, W) for each micro-batch, by its mask (b, W) of the
+        tokens that train, 0 elsewhere. The masks mark the tokens of :attr:`Rollouts.mask`, in the same order."""
+        counts = [int(mask.sum()) for mask in masks]
+        parts = self.advantages[self.rollouts.mask].split(counts)
+        pairs = zip(masks, parts, strict=True)
+        return [torch.zeros(mask.shape, device="cpu").masked_scatter(mask.cpu().bool(), part) for mask, part in pairs]
 
     def table(self, texts: TokenTexts, others: Mapping[str, Weighed] | None = None) -> pa.Table:
         """The responses as rows of the token dump, by the texts of the run's tokenizer: all columns of
@@ -330,7 +502,7 @@ class Weighed:
             return [as_utf8(value) for value in values]
 
         def entry(name: str, of: Weighed) -> list[dict[str, Any]]:
-            given = a_token(of.advantages) if of.method.gives == "advantages" else nothing
+            given = a_token(of.advantages) if of.gave_advantages else nothing
             columns = zip(a_token(of.scores), given, a_token(of.weights), of.no_scores, strict=True)
             names = ("score", "advantage", "weight", "no_scores")
             return [{"name": as_utf8(name), **dict(zip(names, row, strict=True))} for row in columns]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
-from filelock import FileLock, Timeout
+from filelock import FileLock, SoftFileLock, Timeout
 
 logger = logging.getLogger(__name__)
 LOCK = ".run.lock"  # the file in a folder that a living run has locked; it stays
@@ -20,15 +20,26 @@ def hold(folder: Path, remedy: str, option: str) -> None:
         ValueError: a process that lives has locked it; the message ends in ``remedy``.
     """
     folder = folder.resolve()
+    if folder in _held:
+        return
+    lock = FileLock(folder / LOCK, thread_local=False)
+    error: Exception | None = None
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        lock = _held.setdefault(folder, FileLock(folder / LOCK, thread_local=False))
-        if not lock.is_locked:
-            lock.acquire(blocking=False)
-    except Timeout:
+        lock.acquire(blocking=False)
+    except (Timeout, OSError, NotImplementedError) as raised:
+        error = raised
+    if isinstance(lock, SoftFileLock):
+        # What filelock becomes where there is no flock: a file that outlives a killed process, of which no other node
+        # can say whether it lives.
+        lock.release(force=True)
+        error = OSError(f"its file system has no flock; remove {folder / LOCK} if that is in the way")
+    elif isinstance(error, Timeout):
         wait = "wait for it or end it, and the same command resumes it"
-        raise ValueError(f"{option}={folder} belongs to a run that lives; {wait}, or {remedy}") from None
-    except OSError as error:
+        raise ValueError(f"{option}={folder} belongs to a run that lives; {wait}, or {remedy}")
+    if error is None:
+        _held[folder] = lock
+    else:
         logger.warning("%s cannot be locked (%s); a second start would not be refused", folder, error)
 
 

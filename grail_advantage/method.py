@@ -8,8 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from importlib import import_module
 from importlib.metadata import entry_points
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
+import numpy as np
 import torch
 from pydantic import BaseModel, Field, ValidationError
 from torch import Tensor
@@ -23,17 +24,24 @@ if TYPE_CHECKING:
     from grail_advantage.model.interface import Model
 
 FAMILIES = ("oar", "policy", "rlsd", "saliency", "shear", "text", "turns")  # the files of methods/
-METHODS: dict[str, type[Method]] = {}
+METHODS: dict[str, type[BaseMethod]] = {}
 FAILURES: dict[str, Exception] = {}  # plug-ins that raised when they were imported
 RESERVED = ("token_weights", "token_dump")  # sections of ``algorithm`` that belong to the trainer
-READS = ("old_log_probs", "entropy", "groups", "examples", "tokens", "rewards", "sessions", "messages")
+READS = ("old_log_probs", "entropy", "groups", "examples", "tokens", "rewards", "sessions", "messages", "tokenizer")
 USES = ("", "saliency", "logits", "sequences", "log_probs", "hidden_states")
-_Class = TypeVar("_Class", bound="type[Method]")
+_Class = TypeVar("_Class", bound="type[BaseMethod]")
 Gate = Literal["wrong", "correct", "all"]
 Among = Literal["response", "reasoning"]
+Span = Literal["first", "last"]
+Control = Literal["none", "shuffled"]
 
 
 class NameTakenError(ValueError): ...
+
+
+def plain_value(value: Any) -> Any:
+    """A number of numpy's as Python's, as configurations of searches have them."""
+    return value.item() if isinstance(value, np.generic) else value
 
 
 def option(default: Any, text: str, **bounds: Any) -> Any:
@@ -47,14 +55,17 @@ def register(name: str, **fixed: Any) -> Callable[[_Class], _Class]:
     needs."""
 
     def of_class(cls: _Class) -> _Class:
-        if not name.isidentifier() or name in RESERVED or not (isinstance(cls, type) and issubclass(cls, Method)):
-            raise ValueError(f"{name!r} must be an identifier, not of {RESERVED}, and {cls!r} a Method")
+        if not name.isidentifier() or name in RESERVED:
+            raise ValueError(f"{name!r} must be an identifier, and not of {RESERVED}")
+        if not (isinstance(cls, type) and issubclass(cls, Method | AdvantageMethod)):
+            raise ValueError(f"{cls!r} must be a class of Method or AdvantageMethod")
         known = METHODS.get(name)  # a class comes again where its module is loaded again
         if known and (known.__module__, known.__qualname__) != (cls.__module__, cls.__qualname__):
             raise NameTakenError(f"method {name!r} is registered already, by {known.__module__}; choose another name")
-        said = {word for word in cls.reads if not word.startswith("field:")}
-        said |= {cls.uses} if isinstance(cls.uses, str) else set()  # a property where options set it
-        if unknown := said - {*READS, *USES}:
+        words = {word for word in cls.reads if not word.startswith("field:")}
+        if isinstance(cls.uses, str):  # a property where options set it
+            words.add(cls.uses)
+        if unknown := words - {*READS, *USES}:
             raise ValueError(f"{cls.__name__} reads or uses {unknown}; choose of {(*READS, *USES)}")
         cls.names = {**vars(cls).get("names", {}), name: fixed}
         cls.section = vars(cls).get("section", name)
@@ -75,21 +86,24 @@ def _load_plugins() -> None:
             FAILURES[f"{entry.name} ({entry.value})"] = error
 
 
-def methods() -> dict[str, type[Method]]:
+def methods() -> dict[str, type[BaseMethod]]:
     """All registered classes by name, those of other packages, too."""
     _load_plugins()
     return dict(METHODS)
 
 
-def build(name: str, options: Mapping[str, Any] | None = None) -> Method:
+def build(name: str, options: Mapping[str, Any] | None = None) -> BaseMethod:
     """The method of a name with these options; ``None`` stands for a default. ValueError: an unknown method or option,
     one that the name sets, or a value that is not allowed."""
-    known, options = methods(), options or {}
+    known = methods()
     if name not in known:
         raise ValueError(f"{name!r} is no method; choose one of {', '.join(sorted(known))}{failure_message()}")
-    cls, fixed = known[name], known[name].names[name]
-    if taken := [key for key in fixed if options.get(key) is not None]:
-        raise ValueError(f"{cls.section}.{taken[0]} is set by algorithm.adv_estimator: {cls.names}")
+    options = options or {}
+    cls = known[name]
+    fixed = cls.names[name]
+    for option_name in fixed:
+        if options.get(option_name) is not None:
+            raise ValueError(f"{cls.section}.{option_name} is set by algorithm.adv_estimator: {cls.names}")
     return cls(**{**options, **fixed})
 
 
@@ -98,10 +112,11 @@ def failure_message() -> str:
     return "".join(f"; the plug-in {name} failed to import: {type(e).__name__}: {e}" for name, e in FAILURES.items())
 
 
-class Method(BaseModel):
-    """Base of every method. For each batch :func:`grail_advantage.weigh.weigh` calls :meth:`select`, with ``uses``
-    :meth:`prepare` and :meth:`run`, then :meth:`scores` and :meth:`weights`. They are pure, and may be called several
-    times. ValueError: an option or a value that is not allowed, naming it; ``None`` stands for a default."""
+class BaseMethod(BaseModel):
+    """What every method has; a method derives from :class:`Method`, which gives weights, or from
+    :class:`AdvantageMethod`. For each batch :func:`grail_advantage.weigh.weigh` calls :meth:`select`, with ``uses``
+    :meth:`prepare` and :meth:`run`, then :meth:`scores`. They are pure, and may be called several times. ValueError: an
+    option or a value that is not allowed, naming it; ``None`` stands for a default."""
 
     model_config = STRICT
 
@@ -113,36 +128,19 @@ class Method(BaseModel):
     reads: ClassVar[frozenset[str]] = frozenset()  # of READS, and "field:NAME"
     data_columns: ClassVar[tuple[str, ...]] = ()  # of the data set, of a method that reads "examples"
     uses: ClassVar[str] = ""  # of the model, by run(); of USES
-    gives: ClassVar[str] = "weights"  # "advantages": scores() are token advantages, and weights() is not called
-    without_scores: ClassVar[str] = "base"  # "nothing": given advantages that are not finite become 0, and not A
-    needs_answer: ClassVar[bool] = False  # responses without an answer have weight 1
-    whole_batch: ClassVar[bool] = False  # every response with a token is scored: the batch's tokens are compared
     whole_groups: ClassVar[bool] = False  # run() must see the selected responses of a group together
     ranks_entropy: ClassVar[bool] = False  # coarse values of the entropy would matter
+    if TYPE_CHECKING:
+        span: Span  # which complete answer of a response counts; an option where answers matter
 
-    gate: Gate = option("all", "responses that get weights: wrong (advantage <= 0), correct (advantage > 0) or all")
-    statistics: Among = option("response", "tokens scored and compared: all, or the reasoning before the answer")
-    span: Literal["first", "last"] = option("last", "which complete answer of a response counts")
-    normalize_mass: bool = option(False, "whether a response's weighed tokens have weights that sum to their number")
     mask_truncated: bool = option(True, "whether a response that hit the length limit gets advantage 0")
-    control: Literal["none", "shuffled"] = option(
-        "none",
-        "shuffled: the same weights, on other scored tokens of the same response; a gain that stays is no credit",
-    )
 
     def __init__(self, /, **options: Any) -> None:
+        given = {name: plain_value(value) for name, value in options.items() if value is not None}
         try:
-            super().__init__(**self.completed({name: value for name, value in options.items() if value is not None}))
+            super().__init__(**self.completed(given))
         except ValidationError as error:
             raise ValueError(message_of(error, self.section, type(self))) from None
-        of_weights = (self.gate, self.statistics, self.normalize_mass, self.control)
-        if self.gives == "advantages" and of_weights != ("all", "response", False, "none"):
-            names = "gate, statistics, normalize_mass and control"
-            raise ValueError(f"{self.section}: {names} are for weights; leave them out")
-        if self.whole_batch and self.gate != "all":
-            raise ValueError(
-                f"{self.section}.gate={self.gate!r}: the tokens of the whole batch are compared; leave it out"
-            )
         self.check()
 
     @classmethod
@@ -152,10 +150,6 @@ class Method(BaseModel):
 
     def check(self) -> None:
         """Refuse combinations; each option alone is valid here."""
-
-    def replace(self, **changes: Any) -> Self:
-        """A copy with other values for some options."""
-        return type(self)(**{**self.model_dump(), **changes})
 
     def __hash__(self) -> int:
         return hash((type(self), self.model_dump_json()))
@@ -176,37 +170,29 @@ class Method(BaseModel):
     @property
     def skips_unanswered(self) -> bool:
         """Whether responses without an answer have weight 1."""
-        return self.needs_answer or (self.statistics == "reasoning" and self.answer_weights() is None)
+        return False
 
     @property
     def reads_answer(self) -> bool:
         """Whether a response's weights depend on its answer."""
-        return self.skips_unanswered or self.answer_weights() is not None
+        return False
 
-    def answer_weights(self) -> tuple[float, float, bool] | None:
-        """Weights from each answer on, whatever the scores there: of its content; of its boundary and everything after
-        it; whether answers outside the gate get them, too. ``None``: the map's ``elsewhere``."""
-        return None
+    @property
+    def needs_tokenizer(self) -> bool:
+        """Whether the rollouts must have their tokenizer; one that is loaded for a model's pass is not meant."""
+        return self.reads_answer or "tokenizer" in self.reads
 
     def check_tokenizer(self, tokenizer: PreTrainedTokenizerBase) -> None:
         """ValueError, naming the remedy, for a tokenizer that the method cannot work with."""
 
     def inside_gate(self, r: Rollouts) -> Tensor:
-        """bool (B,)"""
-        positive = r.advantages > 0
-        return {"wrong": ~positive, "correct": positive, "all": torch.ones_like(positive)}[self.gate]
+        """bool (B,): the responses that the method looks at, as far as their advantage decides that."""
+        return torch.ones_like(r.valid)
 
     def select(self, r: Rollouts) -> Tensor:
         """bool (B,): responses that need scores. Leaving the others out is exact: their token advantages do not depend
         on scores."""
-        if self.whole_batch:
-            return r.valid
-        chosen = self.inside_gate(r) & (r.advantages != 0) & r.valid
-        if self.needs_answer:
-            chosen &= r.answered
-        if self.statistics == "reasoning" and self.answer_weights() is None:
-            chosen &= r.bounds[:, 0] > 0
-        return chosen
+        raise NotImplementedError(f"{type(self).__name__} has no select()")
 
     def prepare(self, row: Row, tokenizer: PreTrainedTokenizerBase) -> Row:
         """The row as the pass needs it: cut, or with another prompt. Runs where the tokenizer is, before rows are
@@ -223,16 +209,78 @@ class Method(BaseModel):
         raise NotImplementedError(f"{type(self).__name__} names uses={self.uses!r} and has no run()")
 
     def scores(self, r: Rollouts, of_pass: Tensor | None) -> Tensor:
-        """float (B, T), read in selected responses: by default ``of_pass``, what :meth:`run` gave, NaN elsewhere. A
-        response has weight 1 where a token that is compared has none that is finite."""
+        """float (B, T), read in selected responses: by default ``of_pass``, what :meth:`run` gave, NaN elsewhere."""
         if of_pass is None:
             raise NotImplementedError(f"{type(self).__name__} uses nothing of the model and has no scores()")
         return of_pass
 
+
+class Method(BaseMethod):
+    """Base of the methods that give weights: ``A_t = w_t A``. A response that is not selected, or has a score or weight
+    that is not finite, has weight 1. A class for which one of these options means nothing takes it away: ``control:
+    ClassVar[str] = "none"``."""
+
+    needs_answer: ClassVar[bool] = False  # responses without an answer have weight 1
+    whole_batch: ClassVar[bool] = False  # every response with a token is scored: the batch's tokens are compared
+
+    gate: Gate = option("all", "responses that get weights: wrong (advantage <= 0), correct (advantage > 0) or all")
+    statistics: Among = option("response", "tokens scored and compared: all, or the reasoning before the answer")
+    span: Span = option("last", "which complete answer of a response counts")
+    normalize_mass: bool = option(False, "whether a response's weighed tokens have weights that sum to their number")
+    control: Control = option(
+        "none",
+        "shuffled: the same weights, on other scored tokens of the same response; a gain that stays is no credit",
+    )
+
+    def __init__(self, /, **options: Any) -> None:
+        super().__init__(**options)
+        if self.whole_batch and self.gate != "all":
+            raise ValueError(
+                f"{self.section}.gate={self.gate!r}: the tokens of the whole batch are compared; leave it out"
+            )
+
+    @property
+    def skips_unanswered(self) -> bool:
+        return self.needs_answer or (self.statistics == "reasoning" and self.answer_weights() is None)
+
+    @property
+    def reads_answer(self) -> bool:
+        return self.skips_unanswered or self.answer_weights() is not None
+
+    def answer_weights(self) -> tuple[float, float, bool] | None:
+        """Weights from each answer on, whatever the scores there: of its content; of its boundary and everything after
+        it; whether answers outside the gate get them, too. ``None``: the map's ``elsewhere``."""
+        return None
+
+    def inside_gate(self, r: Rollouts) -> Tensor:
+        positive = r.advantages > 0
+        return {"wrong": ~positive, "correct": positive, "all": torch.ones_like(positive)}[self.gate]
+
+    def select(self, r: Rollouts) -> Tensor:
+        if self.whole_batch:
+            return r.valid
+        chosen = self.inside_gate(r) & (r.advantages != 0) & r.valid
+        if self.needs_answer:
+            chosen &= r.answered
+        if self.statistics == "reasoning" and self.answer_weights() is None:
+            chosen &= r.bounds[:, 0] > 0
+        return chosen
+
     def weights(self, scores: Tensor, among: Tensor, r: Rollouts) -> Weights:
-        """Scores (B, T), finite among bool (B, T), the tokens of scored responses that are compared, to weights. Scores
-        are 1 where they are not known."""
+        """Scores (B, T), finite among bool (B, T), the tokens of scored responses that are compared, to weights. There
+        is at least one such token; scores are 1 where they are not known."""
         raise NotImplementedError(f"{type(self).__name__} has no weights(); derive it from Mapped, or write one")
+
+
+class AdvantageMethod(BaseMethod):
+    """Base of the methods whose :meth:`scores` are token advantages, of either sign. A response that is not selected
+    has its own advantage on every token."""
+
+    span: ClassVar[Span] = "last"  # type: ignore[misc]
+    non_finite_trains: ClassVar[bool] = True  # with the response's own advantage, where a score is not finite; else 0
+
+    def select(self, r: Rollouts) -> Tensor:
+        return r.trains
 
 
 class Mapped(Method):
@@ -243,7 +291,7 @@ class Mapped(Method):
     reshaper_options: dict[str, Any] = option({}, "options of the map, by their names in its own table")
 
     def check(self) -> None:
-        one = torch.ones(1, 1)
+        one = torch.ones(1, 1, dtype=torch.float32, device="cpu")
         self._map(one, one.bool())
 
     def map_options(self) -> dict[str, Any]:
@@ -259,8 +307,9 @@ class Mapped(Method):
             known = f"choose one of {', '.join(sorted(MAPS))}{failure_message()}"
             raise ValueError(f"{self.section}.reshaper={self.reshaper!r} is unknown; {known}")
         function, options, _ = MAPS[self.reshaper]
+        given = {name: plain_value(value) for name, value in self.reshaper_options.items()}
         try:
-            return function(scores, among, **options(**{**self.map_options(), **self.reshaper_options}).model_dump())
+            return function(scores, among, **options(**{**self.map_options(), **given}).model_dump())
         except ValidationError as error:
             raise ValueError(message_of(error, f"{self.section}.reshaper_options", options)) from None
 

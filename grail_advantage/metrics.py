@@ -27,8 +27,9 @@ METRICS = {
     "top_share": "share of the batch's sum of `|A_t|` on its heaviest tenth of tokens with `A != 0`",
     "advantage_scale": "`mean |A_t| / mean |A|` over valid tokens",
 }
-"""The figures of every batch and their meanings. A method that gives token advantages has none of ``OF_WEIGHTS``; where
-the others speak of weights they mean ``|A_t|``, and a response has weight 1 where every ``A_t`` is its ``A``."""
+"""The figures of every batch and their meanings; ``answer_found_rate`` is of a batch with a tokenizer. A method that
+gives token advantages has none of ``OF_WEIGHTS``; where the others speak of weights they mean ``|A_t|``, and a response
+has weight 1 where every ``A_t`` is its ``A``."""
 OF_WEIGHTS = ("average_weight", "weight_deviation", "clipped_low_rate", "clipped_high_rate")
 GRADIENT_METRICS = {
     "gradient_norm_p10": "10th percentile of the gradient norms of all positions that the pass looked at",
@@ -37,47 +38,53 @@ GRADIENT_METRICS = {
 """Figures of a pass with gradients."""
 
 
-def figures(w: Weighed, norms: torch.Tensor) -> dict[str, float]:
+def figures(w: Weighed, norms: torch.Tensor | None) -> dict[str, float]:
     """Figures of one batch; empty for one without a token that trains.
 
     Args:
         w: with the responses as the method saw them. Those without such a token, as synthetic padding, count nowhere.
-        norms: 1-D float32; the gradient norms of all positions that the pass looked at, empty without gradients.
+        norms: 1-D float32; the gradient norms of all positions that the pass looked at, ``None`` without gradients.
     """
-    r, given = w.rollouts, w.method.gives == "advantages"
-    mask, length = r.mask.numpy(), r.mask.sum(dim=1).numpy()
+    r = w.rollouts
+    mask = r.mask.numpy()
+    length = r.mask.sum(dim=1).numpy()
     valid = length > 0
     if not valid.any():
         return {}
-    size = r.advantages.double().abs().numpy()
-    if given:
+    size = r.advantages.double().abs().numpy()  # |A|
+    if w.gave_advantages:
         weight = w.advantages.abs().double().numpy()
         scale = (weight != 0).any(axis=1).astype(np.float64)
-        weight_one = (w.advantages == r.advantages[:, None].float()).numpy()
+        has_weight_one = (w.advantages == r.advantages[:, None].float()).numpy()
     else:
-        weight, scale = w.weights.double().numpy(), size
-        weight_one = weight == 1.0
-    total, square = weight.sum(axis=1), np.einsum("bt,bt->b", weight, weight)
+        weight = w.weights.double().numpy()
+        scale = size
+        has_weight_one = weight == 1.0
 
-    def share(of: np.ndarray) -> float:
-        return int((of & valid).sum()) / int(valid.sum())
+    def share(flags: np.ndarray) -> float:
+        return int((flags & valid).sum()) / int(valid.sum())
 
-    by_score, average = max(1, int(w.by_score.sum())), total.sum() / length.sum()
+    total = weight.sum(axis=1)
+    square = np.einsum("bt,bt->b", weight, weight)
+    average = total.sum() / length.sum()
     # A response's squares about its own mean, and those of its mean about the batch's.
     mean = total / np.maximum(length, 1)
     centred = (weight - mean[:, None]) * mask
     variance = (np.einsum("bt,bt->b", centred, centred) + length * (mean - average) ** 2).sum() / length.sum()
     weighed = valid & (square > 0)
     ratio = total[weighed] ** 2 / (length[weighed] * square[weighed])
-    mass, unweighted, top = (scale * total).sum(), (size * length).sum(), 0.0
+    mass = (scale * total).sum()
+    unweighted = (size * length).sum()
+    top = 0.0
     if mass > 0:
         parts = (weight * scale[:, None])[mask & (scale > 0)[:, None]]
         count = max(1, round(TOP_SHARE * len(parts)))
         top = float(np.partition(parts, -count)[-count:].sum() / mass)
-    found = {
-        "answer_found_rate": share(r.answered.numpy()),
+    by_score = max(1, int(w.by_score.sum()))
+    shown = {"answer_found_rate": share(r.answered.numpy())} if r.knows_answers else {}
+    shown |= {
         "selected_rate": share(w.selected.numpy()),
-        "weight_one_rate": share((weight_one | ~mask).all(axis=1)),
+        "weight_one_rate": share((has_weight_one | ~mask).all(axis=1)),
         "non_finite_rate": share(w.failed.numpy()),
         "average_weight": float(average),
         "weight_deviation": math.sqrt(variance),
@@ -87,10 +94,14 @@ def figures(w: Weighed, norms: torch.Tensor) -> dict[str, float]:
         "top_share": top,
         "advantage_scale": float(mass / unweighted) if unweighted > 0 else 0.0,
     }
-    found = {name: value for name, value in found.items() if not (given and name in OF_WEIGHTS)}
+    if w.gave_advantages:
+        shown = {name: value for name, value in shown.items() if name not in OF_WEIGHTS}
+    if norms is None:
+        return shown
     of_pass = norms[norms.isfinite()].numpy()
     if len(of_pass):
         low, high = (max(1, math.ceil(q * len(of_pass))) - 1 for q in (0.1, 0.9))  # nearest rank
         of_pass.partition([low, high])
-        found |= {"gradient_norm_p10": float(of_pass[low]), "gradient_norm_p90": float(of_pass[high])}
-    return found
+        shown["gradient_norm_p10"] = float(of_pass[low])
+        shown["gradient_norm_p90"] = float(of_pass[high])
+    return shown

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Protocol
@@ -15,179 +16,286 @@ from torch import Tensor
 from grail_advantage.answers.missing import AnswerCheck
 from grail_advantage.data import DUMPED, Rollouts, Row, RowScores, Weighed, within_range
 from grail_advantage.maps import Weights
-from grail_advantage.method import Method
+from grail_advantage.method import AdvantageMethod, BaseMethod, Method
 from grail_advantage.metrics import figures
 
 logger = logging.getLogger(__name__)
 
 
 class Host(Protocol):
-    """What a trainer implements, who has the responses of an update and the model."""
-
-    def rollouts(self) -> Rollouts: ...
+    """A trainer's access to its model, for one batch of rollouts. :class:`grail_advantage.api.PlainHost` is the host of
+    a model in the same process; :func:`grail_advantage.model.hugging_face.run_rows` does a remote worker's part."""
 
     def columns(self, names: Sequence[str], selected: Sequence[int]) -> Mapping[str, Tensor]:
-        """Of DUMPED those that the method reads, float (B, T). They are read in the selected responses only."""
+        """Those of :data:`grail_advantage.data.DUMPED` that the method reads and the rollouts lack, float (B, T) on the
+        CPU. They are read in the selected responses only."""
 
-    def scores(self, method: Method, rows: Sequence[Row]) -> Sequence[RowScores]:
-        """:meth:`Method.run` on prepared rows, in their order. Called with no rows, too: other ranks may have some."""
+    def scores(self, method: BaseMethod, rows: Sequence[Row]) -> Sequence[RowScores]:
+        """:meth:`Method.run` on prepared rows, in their order; results on the CPU. Also called without rows, since
+        other ranks may have some."""
 
 
-def weigh(host: Host, method: Method, answers: AnswerCheck | None) -> Weighed:
-    """Token weights and advantages of a host's responses.
+def weigh(rollouts: Rollouts, method: BaseMethod, host: Host, answers: AnswerCheck | None = None) -> Weighed:
+    """Token weights and advantages of a batch of rollouts.
 
     Args:
-        host: has the responses and the model.
+        rollouts: with what the method reads (:attr:`Method.reads`); columns that are not there come from the host.
         method: with its options.
-        answers: of the run; stops or warns where responses have no answer. ``None`` for a host that reports them
-            itself.
+        host: has the model.
+        answers: of the run; stops or warns where responses have no answer. ``None`` where nobody needs to know.
 
     Raises:
         ValueError: something that the method reads is missing or does not fit, or no response has an answer.
     """
-    given = host.rollouts()
+    r = rollouts.for_method(method)
     if answers is not None:
-        answers.look(given)
-    r = given.for_method(method)
+        answers.look(rollouts)
     selected = method.select(r)
-    chosen = selected.nonzero().flatten().tolist()
-    if names := [name for name in DUMPED if name in method.reads]:
-        columns = dict(host.columns(names, chosen))
-        given, r = replace(given, columns={**given.columns, **columns}), replace(r, columns=columns)
-    of_pass, norms = _pass(host, method, r, chosen) if method.uses else (None, torch.zeros(0))
-    scores = torch.full(r.mask.shape, torch.nan)
-    if chosen:
-        scores = torch.where(selected[:, None] & r.mask, _scores(method, r, of_pass).float(), torch.nan)
-    w = (_advantages if method.gives == "advantages" else _weights)(method, r, selected, scores)
-    if w.failed.any():
+    indices = selected.nonzero().flatten().tolist()
+    names = [name for name in DUMPED if name in method.reads]
+    rollouts = with_columns(rollouts, names, host, indices)
+    r = replace(r, columns={name: rollouts.columns[name] for name in names if name in rollouts.columns})
+    of_pass, norms = _run_pass(host, method, r, indices) if method.uses else (None, None)
+    scores = _nowhere(r)
+    if indices:
+        scores = torch.where(selected[:, None] & r.mask, _scores(method, r, of_pass).float(), scores)
+    if isinstance(method, AdvantageMethod):
+        weighed = _given_advantages(method, r, selected, scores)
+        consequence = "train as in GRPO" if method.non_finite_trains else "train nothing"
+    else:
+        assert isinstance(method, Method)  # nothing else is registered
+        weighed = _weights(method, r, selected, scores)
+        consequence = "have weight 1"
+    if weighed.failed.any():
         logger.warning(
             "%s, step %d: %d of %d selected responses have a score that is not finite, and %s",
-            *(method.section, r.step, int(w.failed.sum()), len(chosen)),
-            "have weight 1" if method.without_scores == "base" else "train nothing",
+            method.section,
+            r.step,
+            int(weighed.failed.sum()),
+            len(indices),
+            consequence,
         )
-    return replace(w, rollouts=given, no_scores=_reasons(w), metrics={**figures(w, norms), **_rates(given)})
+    metrics = {**figures(weighed, norms), **_rates(rollouts)}
+    return replace(weighed, rollouts=rollouts, no_scores=_no_scores(weighed), metrics=metrics)
 
 
-def _pass(host: Host, method: Method, r: Rollouts, chosen: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Scores of a pass through the model, (B, T), NaN elsewhere, and its gradient norms."""
-    if chosen:
+def with_columns(
+    rollouts: Rollouts, names: Sequence[str], host: Host, selected: Sequence[int] | None = None
+) -> Rollouts:
+    """The rollouts with these columns, of which the host is asked for those that are not there, in the ``selected``
+    responses or in all. A collective where the model is sharded."""
+    missing = [name for name in names if name not in rollouts.columns]
+    if not missing:
+        return rollouts
+    selected = range(len(rollouts)) if selected is None else selected
+    return replace(rollouts, columns={**rollouts.columns, **host.columns(missing, selected)})
+
+
+def deal(costs: Sequence[int], ranks: int, groups: Sequence[int] | None = None) -> list[list[int]]:
+    """The rows of each rank, by relative costs: about as much work, and numbers that differ by one at most. With
+    ``groups``, rows with the same number meet on one rank, whatever their numbers."""
+    members: dict[int, list[int]] = {}
+    for row, group in enumerate(range(len(costs)) if groups is None else groups):
+        members.setdefault(group, []).append(row)
+    by_cost = sorted(((sum(costs[row] for row in rows), rows) for rows in members.values()), reverse=True)
+    shares: list[list[int]] = [[] for _ in range(ranks)]
+    work = [0] * ranks
+    for cost, rows in by_cost:
+        rank = min(range(ranks), key=lambda rank: (len(shares[rank]) if groups is None else 0, work[rank]))
+        shares[rank] += rows
+        work[rank] += cost
+    return [sorted(share) for share in shares]
+
+
+def _nowhere(r: Rollouts) -> Tensor:
+    """Scores that are nowhere known: NaN, float32 (B, T)."""
+    return r.mask.new_full(r.mask.shape, math.nan, dtype=torch.float32)
+
+
+def _run_pass(host: Host, method: BaseMethod, r: Rollouts, indices: Sequence[int]) -> tuple[Tensor, Tensor | None]:
+    """Scores of a pass through the model, (B, T), NaN elsewhere, and its gradient norms, 1-D, if it has any."""
+    if indices:
         method.check_tokenizer(r.tokenizer)
-    rows = [method.prepare(r.row(index), r.tokenizer) for index in chosen]
-    scores, norms = torch.full(r.mask.shape, torch.nan), [torch.zeros(0)]
-    for row, of in zip(rows, host.scores(method, rows), strict=True):
-        if len(of.scores) > row.length:
-            raise ValueError(f"{method.name}: run() gave {len(of.scores)} scores for a response of {row.length} tokens")
-        scores[row.index, : len(of.scores)] = of.scores.cpu()
-        norms += [of.norms.cpu()] if of.norms is not None else []
-    return scores, torch.cat(norms)
+    rows = [method.prepare(r.row(index), r.tokenizer) for index in indices]
+    scores = _nowhere(r)
+    norms = []
+    for row, result in zip(rows, host.scores(method, rows), strict=True):
+        length = len(result.scores)
+        if length > row.length:
+            raise ValueError(f"{method.name}: run() gave {length} scores for a response of {row.length} tokens")
+        scores[row.index, :length] = result.scores
+        if result.norms is not None:
+            norms.append(result.norms)
+    return scores, torch.cat(norms) if norms else None
 
 
-def _scores(method: Method, r: Rollouts, of_pass: Tensor | None) -> Tensor:
+def _scores(method: BaseMethod, r: Rollouts, of_pass: Tensor | None) -> Tensor:
+    """:meth:`Method.scores`, looked at."""
     try:
         scores = method.scores(r, of_pass)
-    except (KeyError, TypeError, AttributeError) as error:  # of a part that is not there
-        lacks = [
-            name for name in ("groups", "examples", "rewards") if "NoneType" in str(error) and getattr(r, name) is None
-        ]
-        lacks = [str(error.args[0])] if isinstance(error, KeyError) else lacks
-        if not lacks or lacks[0] in {*r.columns, *r.fields}:
+    except KeyError as error:  # perhaps a column or a field that is not there
+        name = str(error.args[0])
+        if name in {*r.columns, *r.fields}:
             raise
-        remedy = f"put what it uses of {', '.join(lacks)} into the class's reads"
+        raise ValueError(f"{method.name}.scores(): {name!r} is not there; put it into the class's reads") from error
+    except (TypeError, AttributeError) as error:
+        parts = {"groups": r.groups, "examples": r.examples, "rewards": r.rewards, "tokenizer": r.tokenizer}
+        absent = ", ".join(name for name, part in parts.items() if part is None)
+        if "NoneType" not in str(error) or not absent:
+            raise
+        remedy = f"{absent} are not there; put those that it uses into the class's reads"
         raise ValueError(f"{method.name}.scores(): {type(error).__name__}: {error}; {remedy}") from error
     if not isinstance(scores, Tensor) or scores.shape != r.mask.shape:
-        found = tuple(getattr(scores, "shape", (type(scores).__name__,)))
-        raise ValueError(f"{method.name}: scores() must give a tensor of shape {tuple(r.mask.shape)}, got {found}")
+        shape = tuple(getattr(scores, "shape", (type(scores).__name__,)))
+        raise ValueError(f"{method.name}: scores() must give a tensor of shape {tuple(r.mask.shape)}, got {shape}")
     return scores
 
 
-def _finite(values: Tensor, where: Tensor) -> Tensor:
-    """bool (B,): responses whose values there are all finite."""
-    return (values.isfinite() | ~where).all(dim=1)
+def _all_finite(values: Tensor, where: Tensor) -> Tensor:
+    """bool (B, 1): responses whose values there are all finite."""
+    return (values.isfinite() | ~where).all(dim=1, keepdim=True)
 
 
 def _weights(method: Method, r: Rollouts, selected: Tensor, scores: Tensor) -> Weighed:
     """``A_t = w_t A``: scores through the method's map, then its own answer weights, then the sum of each response's
     weights. A response that is not selected, or has a score or weight that is not finite, has weight 1 on every
     token."""
-    answer, place, none = method.answer_weights(), torch.arange(r.mask.shape[1]), torch.ones(r.mask.shape)
-    start, content, end = r.bounds[:, :, None].unbind(1)
-    before = r.mask & (place < start)
-    among = before if method.statistics == "reasoning" else r.mask
-    by_score, read = (among, among) if answer is None else (before, r.mask)
-    scored, mapped = (selected & _finite(scores, read))[:, None], Weights(none)
-    if scored.any():
-        mapped = method.weights(torch.where(scored & read, scores, 1.0), scored & among, r)
-        if not isinstance(mapped, Weights) or mapped.values.shape != r.mask.shape:
-            wanted = f"Weights(values) with values of shape {tuple(r.mask.shape)}"
-            raise ValueError(f"{method.name}: weights() must return {wanted}, got {type(mapped).__name__}")
-        if ((mapped.values < 0) & scored & by_score).any():
-            raise ValueError(f"{method.name}: a weight below 0 would flip the advantage; clip the weights in weights()")
-        scored = scored & _finite(mapped.values, by_score)[:, None]
-    by_score, sharing = scored & by_score, read  # sharing: the tokens that share the sum of their response's weights
+    position = torch.arange(r.mask.shape[1], device="cpu")
+    answer = method.answer_weights()
+    compared = r.mask
+    weighed = r.mask  # tokens whose weight comes from their score
+    needed = r.mask  # tokens whose score must be finite
+    if answer is not None or method.statistics == "reasoning":
+        answer_start, content_start, content_end = r.bounds[:, :, None].unbind(1)  # (B, 1) each
+        before_answer = r.mask & (position < answer_start)
+        weighed = before_answer
+        if method.statistics == "reasoning":
+            compared = before_answer
+        if answer is None:
+            needed = before_answer
+
+    scored = selected[:, None] & _all_finite(scores, needed)
+    mapped = Weights(torch.ones_like(scores))
+    if (scored & compared).any():  # a method compares no tokens where there are none
+        mapped = method.weights(torch.where(scored & needed, scores, 1.0), scored & compared, r)
+        _check_weights(method, mapped, r, scored & weighed)
+        scored = scored & _all_finite(mapped.values, weighed)
+    by_score = scored & weighed
     if method.control == "shuffled":
         mapped = mapped._replace(values=_shuffled(mapped.values, by_score, r))
-    w = torch.where(by_score, mapped.values, none)
+
+    w = torch.where(by_score, mapped.values, torch.ones_like(scores))
+    shares_mass = needed  # tokens whose weights sum to their number with normalize_mass
     if answer is not None:
-        outside = r.answered & ~method.inside_gate(r) & (r.advantages != 0)
-        takes = scored | outside[:, None] if answer[2] else scored
-        w = torch.where(takes & (place >= start), answer[1], w)
-        w = torch.where(takes & (place >= content) & (place < end), answer[0], w)
-    elif mapped.elsewhere != 1.0:  # a response without a token that is compared has nothing to weigh the others against
-        w = torch.where(scored & among.any(1, keepdim=True) & ~among, mapped.elsewhere, w)
-        sharing = r.mask
-    if method.normalize_mass:  # in float64, so that the padding, which sets the order of the sum, does not show
-        sharing = scored & sharing
-        total = torch.where(sharing, w.double(), 0.0).sum(1, keepdim=True)
-        scale = torch.where(total > 0, sharing.sum(1, keepdim=True) / total, 1.0)
-        w = torch.where(sharing, w * scale, w.double()).float()
+        # Answers outside the gate have their weights without scores, where the method says so.
+        takes = scored
+        content_weight, boundary_weight, outside_gate = answer
+        if outside_gate:
+            takes = scored | (r.answered & ~method.inside_gate(r) & (r.advantages != 0))[:, None]
+        w = torch.where(takes & (position >= answer_start), boundary_weight, w)
+        w = torch.where(takes & (position >= content_start) & (position < content_end), content_weight, w)
+    elif mapped.elsewhere != 1.0:
+        # A response without a compared token has nothing to weigh the others against.
+        w = torch.where(scored & compared.any(1, keepdim=True) & ~compared, mapped.elsewhere, w)
+        shares_mass = r.mask
+    if method.normalize_mass:
+        w = _normalized(w, scored & shares_mass)
     w = torch.where(r.mask, w, 0.0).float()
-    a = torch.where(r.mask, w * r.advantages.float()[:, None], 0.0)
-    low, high = by_score & (mapped.values <= mapped.lowest), by_score & (mapped.values >= mapped.highest)
-    return Weighed(method, r, selected, selected & ~scored[:, 0], scores, w, a, by_score, low, high)
+    return Weighed(
+        method=method,
+        rollouts=r,
+        selected=selected,
+        failed=selected & ~scored[:, 0],
+        scores=scores,
+        weights=w,
+        advantages=torch.where(r.mask, w * r.advantages.float()[:, None], 0.0),
+        by_score=by_score,
+        low=by_score & (mapped.values <= mapped.lowest),
+        high=by_score & (mapped.values >= mapped.highest),
+    )
+
+
+def _check_weights(method: Method, mapped: Weights, r: Rollouts, where: Tensor) -> None:
+    """ValueError for what is no weights, or has one below 0 where they are read, bool (B, T)."""
+    if not isinstance(mapped, Weights) or mapped.values.shape != r.mask.shape:
+        wanted = f"Weights(values) with values of shape {tuple(r.mask.shape)}"
+        raise ValueError(f"{method.name}: weights() must return {wanted}, got {type(mapped).__name__}")
+    if ((mapped.values < 0) & where).any():
+        raise ValueError(f"{method.name}: a weight below 0 would flip the advantage; clip the weights in weights()")
+
+
+def _normalized(w: Tensor, where: Tensor) -> Tensor:
+    """Weights that sum, over bool (B, T), to the number of a response's tokens there. In float64, so that the padding,
+    which sets the order of the sum, does not show."""
+    total = torch.where(where, w.double(), 0.0).sum(1, keepdim=True)
+    scale = torch.where(total > 0, where.sum(1, keepdim=True) / total, 1.0)
+    return torch.where(where, w * scale, w.double()).float()
 
 
 def _shuffled(values: Tensor, among: Tensor, r: Rollouts) -> Tensor:
     """Values (B, T) with those of each response's tokens among bool (B, T) in another order: by a hash of the step and
-    the response's key, so that neither the batch nor the process that holds the response changes it."""
-    moved = values.clone()
-    for index, key in enumerate(r.keys):
-        seed = hashlib.sha256(f"{r.step} {key}".encode(errors="surrogatepass")).digest()[:7]
+    the response's own tokens, which are the same in every host, process, batch and start with the same seed."""
+    shuffled = values.clone()
+    for index, (prompt, response) in enumerate(zip(r.prompts, r.responses, strict=True)):
+        identity = f"{r.step} {prompt.tolist()} {response.tolist()}"
+        seed = hashlib.sha256(identity.encode()).digest()[:7]
+        generator = torch.Generator("cpu").manual_seed(int.from_bytes(seed))
         tokens = among[index].nonzero().flatten()
-        order = torch.randperm(len(tokens), generator=torch.Generator().manual_seed(int.from_bytes(seed)))
-        moved[index, tokens] = values[index, tokens[order]]
-    return moved
+        order = torch.randperm(len(tokens), generator=generator, device="cpu")
+        shuffled[index, tokens] = values[index, tokens[order]]
+    return shuffled
 
 
-def _advantages(method: Method, r: Rollouts, selected: Tensor, scores: Tensor) -> Weighed:
+def _given_advantages(method: AdvantageMethod, r: Rollouts, selected: Tensor, scores: Tensor) -> Weighed:
     """The scores themselves in the selected responses, the response's own advantage in the others."""
-    scored = selected & r.trains & _finite(scores, r.mask)
+    scored = selected & r.trains & _all_finite(scores, r.mask)[:, 0]
     a = torch.where(scored[:, None], scores, r.advantages.float()[:, None])
-    if method.without_scores == "nothing":
+    if not method.non_finite_trains:
         a = torch.where((selected & ~scored)[:, None], 0.0, a)
-    a, by_score, none = torch.where(r.mask, a, 0.0), scored[:, None] & r.mask, torch.zeros_like(r.mask)
-    return Weighed(method, r, selected, selected & ~scored, scores, r.mask.float(), a, by_score, none, none)
+    nowhere = torch.zeros_like(r.mask)
+    return Weighed(
+        method=method,
+        rollouts=r,
+        selected=selected,
+        failed=selected & ~scored,
+        scores=scores,
+        weights=r.mask.float(),
+        advantages=torch.where(r.mask, a, 0.0),
+        by_score=scored[:, None] & r.mask,
+        low=nowhere,
+        high=nowhere,
+        gave_advantages=True,
+    )
 
 
 def _rates(r: Rollouts) -> dict[str, float]:
     """Shares of the responses in which the model wrote something."""
-    written, rates = r.written.any(dim=1), {"unjudged_rate": ~within_range(r.advantages)}
-    rates |= {} if r.truncated is None else {"truncated_rate": r.truncated}
+    written = r.written.any(dim=1)
     count = int(written.sum())
-    return {name: int((of & written).sum()) / count for name, of in rates.items()} if count else {}
+    if not count:
+        return {}
+    flags = {"unjudged_rate": ~within_range(r.advantages)}
+    if r.truncated is not None:
+        flags["truncated_rate"] = r.truncated
+    return {name: int((flagged & written).sum()) / count for name, flagged in flags.items()}
 
 
-def _reasons(w: Weighed) -> list[str | None]:
-    """Why each response has no scores of its own, the first reason that holds; ``None`` where it has."""
-    r, method, no = w.rollouts, w.method, torch.zeros_like(w.selected)
-    why = {
-        "non-finite scores": w.failed,
-        "": w.selected,
-        "no token trains": ~r.valid,
-        "truncated": r.truncated if r.truncated is not None and method.mask_truncated else no,
-        "advantage 0": r.advantages == 0,
-        "no answer": ~r.answered if method.skips_unanswered else no,
-        "outside the gate": ~method.inside_gate(r),
-        "not scored": ~no,
-    }
-    holds = zip(*(of.tolist() for of in why.values()), strict=True)
-    return [next(name or None for name, of in zip(why, row, strict=True) if of) for row in holds]
+def _no_scores(w: Weighed) -> list[str | None]:
+    """Why each response has no scores of its own; ``None`` where it has. Of several reasons the last one below."""
+    r, method = w.rollouts, w.method
+    reasons: list[str | None] = ["not scored"] * len(r)
+
+    def because(reason: str | None, where: Tensor) -> None:
+        for index in where.nonzero().flatten().tolist():
+            reasons[index] = reason
+
+    because("outside the gate", ~method.inside_gate(r))
+    if method.skips_unanswered:
+        because("no answer", ~r.answered)
+    because("advantage 0", r.advantages == 0)
+    if r.truncated is not None and method.mask_truncated:
+        because("truncated", r.truncated)
+    because("no token trains", ~r.valid)
+    because(None, w.selected)
+    because("non-finite scores", w.failed)
+    return reasons

@@ -2,12 +2,14 @@
 # GRAIL | checks that need a GPU, in independent parts, each under 8 minutes | one NVIDIA GPU
 # Knobs: PYTHON (python3; part a needs torch, transformers and pydantic alone, the others what docs/gpu.md says)
 #
+#   bash scripts/gpu_check.sh l                      # before a first training
 #   bash scripts/gpu_check.sh                        # all parts
 #   bash scripts/gpu_check.sh a c --results DIR      # these, into DIR (outputs/gpu_check)
 #   bash scripts/gpu_check.sh --dry                  # on the CPU at toy size
 #
-# a: token weights in bf16 against fp32, time and memory of the passes. c: the training side of the recipe with verl's
-# engine. d: a real model with TRL. Results: PART.md and PART.log, as each part goes.
+# l: what vLLM and the trainer need of the machine, then the launch script on a model of 0.65 M parameters, killed and
+# resumed. a: token weights in bf16 against fp32, time and memory of the passes. c: the training side of the recipe
+# with verl's engine. d: a real model with TRL. Results: PART.md and PART.log, as each part goes.
 # Exit status 0 only where everything that was asked for ran and passed.
 
 set -euo pipefail
@@ -23,7 +25,7 @@ while (($#)); do
     esac
     shift
 done
-((${#parts[@]})) || parts=(a c d)
+((${#parts[@]})) || parts=(l a c d)
 
 cd "$root"
 mkdir -p "$results"

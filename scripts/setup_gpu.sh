@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # GRAIL | everything that training needs, into the environment of PYTHON | Linux x86_64 with NVIDIA GPUs
-# Knobs: PYTHON (python3: an interpreter of a virtual environment), FLASH_ATTN (auto: verl's wheel; none: left out,
-#        docs/gpu.md), FLASH_ATTN_INDEX (where verl publishes its wheels), ANY_MACHINE (1: go on although the machine
+# Knobs: PYTHON (python3: an interpreter of a virtual environment), FLASH_ATTN (auto: verl's wheel, if one fits; none:
+#        left out; the launch scripts then take the kernels of torch, docs/gpu.md), FLASH_ATTN_INDEX (where verl publishes its wheels), ANY_MACHINE (1: go on although the machine
 #        lacks something, as for an image)
 #
 #   bash scripts/setup_gpu.sh                        # requirements.txt, flash-attn and this project in editable form
@@ -30,11 +30,13 @@ install() { # ARGUMENTS of uv pip install
 install_flash_attn() {
     local index
     for index in $flash_attn_index; do
-        install --only-binary :all: --default-index "$index" "$flash_attn" 2>/dev/null &&
-            "$python" -c 'import flash_attn' 2>/dev/null && return
+        install --only-binary :all: --default-index "$index" "$flash_attn" 2>/dev/null || continue
+        "$python" -c 'import flash_attn' 2>/dev/null && return
+        "$uv" pip uninstall --quiet --python "$python" flash-attn # of another torch
     done
-    stop "no index of FLASH_ATTN_INDEX has a wheel of $flash_attn for this torch; name one that has, compile it" \
-        "yourself (pip install --no-build-isolation $flash_attn), or set FLASH_ATTN=none (docs/gpu.md)"
+    say "no index of FLASH_ATTN_INDEX has a wheel of $flash_attn for this torch. The launch scripts take the" \
+        "FlashAttention-2 kernels that torch itself has (docs/gpu.md); for flash-attn, name an index that has one, or" \
+        "compile it (pip install --no-build-isolation $flash_attn)"
 }
 
 [[ $# -le 1 && ${1:---requirements-only} == --requirements-only && ${FLASH_ATTN:-auto} =~ ^(auto|none)$ ]] ||
@@ -57,7 +59,9 @@ install --require-hashes -r requirements.txt
 "$uv" pip check --quiet --python "$python" || stop "the environment had other packages; use a new one"
 if [[ $# == 0 ]]; then
     install --editable .
-    "$python" -c 'from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY as known; assert "grail" in known' ||
+    # For log-probabilities without flash-attn. As a distribution it needs more.
+    echo "$PWD/packages/verl-cpu" >"$("$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/verl_cpu_of_clone.pth"
+    "$python" -c 'import verl; from grail_advantage.verl_ext.patches import entry_is_wrapped as there; assert there()' ||
         stop "the verl plugin of this project did not load"
 fi
 [[ $("$python" -c 'import torch; print(torch.cuda.is_available())') == True ]] ||

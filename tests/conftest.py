@@ -1,13 +1,33 @@
-"""Settings for all tests, and which of them may run at the same time."""
+"""Settings for all tests, where they run, and which of them may run at the same time."""
 
 from __future__ import annotations
 
 import gc
 import logging
+import os
+import tempfile
 from pathlib import Path
 
 import pytest
-import torch
+
+from tests.clone import changed, files
+
+# No test reads or leaves anything in the clone or at home: home, caches, the working folder and the one that configurations
+# call PWD are an empty folder of this process. Before torch and others are imported, which read these variables.
+AWAY = tempfile.TemporaryDirectory(prefix="away-", ignore_cleanup_errors=True)
+OTHERS = """
+OUTPUT_DIR DRY_RUN FRESH RAY_ADDRESS WANDB_RUN_ID WANDB_DIR VERL_PLATFORM VERL_USE_EXTERNAL_MODULES VERL_USE_EXTERNAL_PLUGINS
+HF_HUB_CACHE HF_DATASETS_CACHE HF_MODULES_CACHE HF_ASSETS_CACHE HF_TOKEN_PATH TRANSFORMERS_CACHE TORCH_HOME TRITON_CACHE_DIR
+VLLM_CACHE_ROOT VLLM_CONFIG_ROOT MPLCONFIGDIR XDG_DATA_HOME XDG_STATE_HOME
+"""
+"""Variables that would lead elsewhere, or change what a test starts."""
+for name in OTHERS.split():
+    os.environ.pop(name, None)
+os.environ |= {"HOME": AWAY.name, "PWD": AWAY.name, "HF_HOME": f"{AWAY.name}/huggingface"}
+os.environ |= {"XDG_CACHE_HOME": f"{AWAY.name}/cache", "XDG_CONFIG_HOME": f"{AWAY.name}/config"}
+os.environ["HYPOTHESIS_STORAGE_DIRECTORY"] = f"{AWAY.name}/hypothesis"
+
+import torch  # noqa: E402
 
 # The tests' tensors are tiny. Sharing them out over threads costs more than computing them, far more on a busy machine.
 torch.set_num_threads(1)
@@ -17,10 +37,10 @@ torch.set_num_threads(1)
 # file is a group by itself; those that are named take over half a minute, and would leave other cores idle if they began last.
 GROUPS = [
     "verl_ext/test_methods_run.py recipe/test_evaluate.py",
-    "verl_ext/test_only_weights.py",
+    "verl_ext/test_only_weights.py benchmarks/test_gpu_check.py",
     "verl_ext/test_passes.py verl_ext/test_updates.py verl_ext/test_checks.py "
     "run_life/test_run_life.py benchmarks/test_benchmarks.py",
-    *("trl_ext/test_trl.py", "benchmarks/test_gpu_check.py", "run_life/test_watch.py", "recipe/test_wheel.py"),
+    *("trl_ext/test_trl.py", "run_life/test_watch.py", "recipe/test_wheel.py"),
     *("recipe/test_reward_processes.py", "verl_cpu/test_cpu_platform.py", "core/test_receipt.py"),
 ]
 TESTS = Path(__file__).parent
@@ -41,6 +61,26 @@ def _loggers_speak(caplog: pytest.LogCaptureFixture) -> None:
     for name, logger in list(logging.Logger.manager.loggerDict.items()):
         if name.split(".")[0] in ("grail_advantage", "recipe") and isinstance(logger, logging.Logger):
             logger.disabled, logger.propagate = False, True
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    if not hasattr(session.config, "workerinput"):  # the process that starts the others looks after the clone
+        session.config.stash[BEFORE] = files()
+
+
+BEFORE = pytest.StashKey[dict[Path, int]]()
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    os.chdir(AWAY.name)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Fail where a test left something in the clone."""
+    if (before := session.config.stash.get(BEFORE, None)) is not None and (left := changed(before, files())):
+        print("\nThe clone has other files than before the tests:", *left, sep="\n  ")
+        session.exitstatus = session.exitstatus or pytest.ExitCode.TESTS_FAILED
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -27,12 +27,14 @@ FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(PRELOADED.split())
 
 
-def _become(module: str, arguments: tuple[str, ...], files: tuple[Path, Path], environment: dict[str, str]) -> None:
+def _become(
+    module: str, arguments: tuple[str, ...], files: tuple[Path, Path], folder: Path, environment: dict[str, str]
+) -> None:
     gc.freeze()  # no fork looks for garbage in the imports again, which took a quarter of the ranks' time
     for number, file in enumerate(files, start=1):
         with file.open("a") as stream:
             os.dup2(stream.fileno(), number)
-    os.chdir(ROOT)
+    os.chdir(folder)
     os.environ.update(environment)  # those that the imports have set stay
     for name in filter(None, os.environ.get("VERL_USE_EXTERNAL_MODULES", "").split(",")):  # verl is imported already
         importlib.import_module(name)
@@ -50,7 +52,8 @@ def fork(target: Callable[..., None], *arguments: Any) -> BaseProcess:
 
 def start(module: str, *arguments: str, stdout: Path, stderr: Path | None = None, **environment: str) -> BaseProcess:
     """Start ``python -m module``, as far as a fork is one; its errors go to ``stdout``, too, unless a file is named."""
-    return fork(_become, module, arguments, (stdout, stderr or stdout), {**os.environ, **ENVIRONMENT, **environment})
+    variables = {**os.environ, **ENVIRONMENT, **environment}
+    return fork(_become, module, arguments, (stdout, stderr or stdout), Path.cwd(), variables)
 
 
 def run(module: str, *arguments: str, timeout: float = 600, **environment: str) -> subprocess.CompletedProcess[str]:

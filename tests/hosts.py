@@ -23,7 +23,7 @@ from grail_advantage.answers.text import TokenTexts
 from grail_advantage.api import PlainHost
 from grail_advantage.data import ENTROPY, OLD_LOG_PROBS, Rollouts, outcome_of
 from grail_advantage.method import build, methods
-from grail_advantage.weigh import weigh
+from grail_advantage.weigh import weigh, with_columns
 from tests.core.tiny_models import END, char_tokenizer, encode, tiny_model
 
 TEMPERATURE = 0.9
@@ -98,10 +98,10 @@ def plain_table(
     def host(responses: Rollouts) -> PlainHost:
         return PlainHost(tiny_model(), responses, temperature=TEMPERATURE, tokens=tokens)
 
-    columns = {**rollouts.columns, **host(rollouts).columns([OLD_LOG_PROBS, ENTROPY])}
-    known = host(replace(rollouts, columns=columns, step=step))
-    records = {name: weigh(known, other, None) for name, other in others.items()}
-    return weigh(known, signal, None).table(TokenTexts(rollouts.tokenizer), records)
+    rollouts = replace(rollouts, step=step)
+    rollouts = with_columns(rollouts, [OLD_LOG_PROBS, ENTROPY], host(rollouts))
+    records = {name: weigh(rollouts, other, host(rollouts)) for name, other in others.items()}
+    return weigh(rollouts, signal, host(rollouts)).table(TokenTexts(rollouts.tokenizer), records)
 
 
 def dumped_table(folder: Path) -> pa.Table:

@@ -18,6 +18,7 @@ from benchmarks import timer
 ROOT = Path(__file__).parents[2]
 PASSED, FAILED, NOT_RUN = "passed", "failed", "not run"
 PARTS = {
+    "l": ("launch", "the launch script, on a model of 0.65 M parameters"),
     "a": ("plain", "weights in bfloat16, time and memory of the passes"),
     "c": ("engine", "verl's engine: the training side of the recipe"),
     "d": ("trl_runs", "TRL with GRAIL and with uniform: SmolLM2-135M on sums"),

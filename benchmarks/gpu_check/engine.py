@@ -1,7 +1,8 @@
 """Part c: the training side of the published recipe on one GPU, at the shapes of Qwen3-0.6B and Qwen3-4B.
 
 Engine, precision, micro-batches, checkpointing, epochs and loss are those that ``examples/run_qwen3_grail.sh`` gives
-verl. GRPO, ``uniform`` and GRAIL run in turn on one engine, the latter two with responses of advantage 0 left out or not.
+verl. GRPO, ``uniform`` and GRAIL run in turn on one engine, the latter two with responses of advantage 0 left out or not,
+and with old log-probabilities of a forward of their own or of the update's.
 """
 
 from __future__ import annotations
@@ -79,8 +80,8 @@ def training_side(outcome: Outcome, config: dict[str, Any], device: str, shape: 
     setup = Setup(device, shape, rows, prompt + response, prompt, together, torch.bfloat16)
     layout = "packed" if setup.packed else "padded, as flash-attn is not installed; log-probabilities in few calls"
     if not setup.packed:
-        # verl 0.9.1 takes them token by token then, which for 41,000 tokens has no end. All variants take the same bits in
-        # few calls. verl's fused kernels would do, too, but they fail with FSDP2, which the recipe has.
+        # As in a run; verl 0.9.1 takes them token by token then, which for 41,000 tokens has no end. Its fused kernels
+        # would do, too, but they fail with FSDP2, which the recipe has.
         log_probabilities_in_few_calls()
     host = VerlHost(make_worker(setup, True, actor), setup.rollouts(scored, without))
     table = run_variants(host, repeats, actor.ppo_epochs)

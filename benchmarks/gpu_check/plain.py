@@ -60,7 +60,7 @@ def incorrect(shape: str, rows: int, tokens: int) -> Rollouts:
 
 def weights(model: PreTrainedModel, method: Method, rollouts: Rollouts) -> Weighed:
     """Scores and weights of the responses."""
-    return weigh(PlainHost(model, rollouts, device=model.device), method, None)
+    return weigh(rollouts, method, PlainHost(model, rollouts, device=model.device))
 
 
 def precision(outcome: Outcome, name: str, model: PreTrainedModel, rollouts: Rollouts, least: float = LEAST) -> None:

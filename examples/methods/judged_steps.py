@@ -3,21 +3,17 @@
 import regex
 import torch
 
-from grail_advantage import Method, option, register
+from grail_advantage import AdvantageMethod, option, register
 from grail_advantage.answers.text import TokenTexts
 from grail_advantage.methods.text import cut
 
 
 @register("judged_steps")
-class JudgedSteps(Method):
+class JudgedSteps(AdvantageMethod):
     """A_t = A + scale * the reward of the token's line."""
 
     reads = frozenset({"field:step_rewards"})
-    gives = "advantages"
     scale: float = option(0.5, "how much a line's reward counts", ge=0)
-
-    def select(self, r):
-        return r.trains
 
     def scores(self, r, of_pass):
         texts, advantages = TokenTexts(r.tokenizer), r.advantages[:, None].repeat(1, r.mask.shape[1])

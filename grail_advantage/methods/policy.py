@@ -3,14 +3,14 @@ of the old log-probabilities and cost nothing. ``uniform`` and ``polarity``, whi
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from grail_advantage.data import ENTROPY, OLD_LOG_PROBS, Rollouts
 from grail_advantage.maps import MAPS, Weights, count_of_share, top_tokens
-from grail_advantage.method import Among, Gate, Mapped, Method, option, register
+from grail_advantage.method import Among, Control, Gate, Mapped, Method, Span, option, register
 
 
 def surprisal(r: Rollouts) -> Tensor:
@@ -33,11 +33,14 @@ class Uniform(Method):
     """GRPO in this trainer, with truncated responses masked as for every other method: a method differs from its
     baseline only in the weights."""
 
-    formula, source = "1", "the baseline"
-
-    def check(self) -> None:
-        if self.control != "none":
-            raise ValueError(f"uniform.control={self.control}: equal weights have no control; leave it out")
+    formula = "1"
+    source = "the baseline"
+    # Nothing is scored, compared or moved.
+    gate: ClassVar[Gate] = "all"  # type: ignore[misc]
+    statistics: ClassVar[Among] = "response"  # type: ignore[misc]
+    span: ClassVar[Span] = "last"  # type: ignore[misc]
+    normalize_mass: ClassVar[bool] = False  # type: ignore[misc]
+    control: ClassVar[Control] = "none"  # type: ignore[misc]
 
     def select(self, r: Rollouts) -> Tensor:
         return torch.zeros_like(r.valid)
@@ -127,6 +130,7 @@ class HighEntropy(Method):
     reads = frozenset({ENTROPY})
     ranks_entropy = True
     whole_batch = True
+    gate: ClassVar[Gate] = "all"  # type: ignore[misc]
     rho: float = option(0.2, "share of the batch's tokens that is kept, rounded up", gt=0, le=1)
     denominator: Literal["selected", "all"] = option(
         "selected", "what the loss is averaged over: the tokens kept (their weights are N / k), or all"
@@ -158,6 +162,7 @@ class Stare(Method):
     )
     reads = frozenset({OLD_LOG_PROBS, ENTROPY})
     whole_batch = True
+    gate: ClassVar[Gate] = "all"  # type: ignore[misc]
     variant: Literal["O1", "C2"] = option("O1", "O1 raises correct responses' tokens; C2 also lowers incorrect ones'")
     threshold: float = option(0.3, "mean entropy in nats, as the loss takes it, from which on every weight is 1", gt=0)
     share: float = option(0.1, "share of the tokens of either sign that is chosen, rounded up", gt=0, le=1)
@@ -212,6 +217,9 @@ class Polarity(Method):
         "PSR, NSR and W-REINFORCE, arXiv 2506.01347 (TianHongZXY/RLVR-Decomposed, `verl/trainer/ppo/core_algos.py`, "
         "`compute_psr_nsr_outcome_advantage`)"
     )
+    # A response has one weight: moved it is where it was, and scaled to a mean of 1 it is 1.
+    normalize_mass: ClassVar[bool] = False  # type: ignore[misc]
+    control: ClassVar[Control] = "none"  # type: ignore[misc]
     right: float = option(1.0, "weight of responses with a positive advantage", ge=0)
     wrong: float = option(1.0, "weight of responses with a negative advantage", ge=0)
     spread: bool = option(False, "whether weights are divided by the response's number of tokens")

@@ -46,7 +46,7 @@ class Rlsd(Method):
     )
     source = "arXiv 2604.03128 (coldsakrua/RLSD, `rlsd_sign_fallback_strict_split_trainer.py`; two ports)"
     cost = "1 on the responses with A != 0"
-    reads = frozenset({OLD_LOG_PROBS, "examples"})
+    reads = frozenset({OLD_LOG_PROBS, "examples", "tokenizer"})
     uses = "log_probs"
 
     lam: float = option(0.5, "share of the weight that the change of probability sets", gt=0, le=1)
@@ -65,13 +65,19 @@ class Rlsd(Method):
 
     @classmethod
     def completed(cls, given: dict[str, Any]) -> dict[str, Any]:
-        return given | ({"gate": "wrong"} if given.get("negative_only") is True else {})
+        if given.get("negative_only") is True and given.get("gate") in (None, "all"):
+            return given | {"gate": "wrong"}
+        return given
 
     @property
     def data_columns(self) -> tuple[str, ...]:  # type: ignore[override]
         return (self.privileged_column.split(".")[0],)
 
     def check(self) -> None:
+        if self.negative_only and self.gate == "correct":
+            raise ValueError(
+                f"{self.section}.gate=correct and negative_only=true leave no response; leave one of them out"
+            )
         if self.request.count(PLACE) != 1:
             raise ValueError(f"{self.section}.request={self.request!r} must hold {PLACE} exactly once")
 

@@ -16,7 +16,7 @@ from grail_advantage.answers.expressions import CONTENT, compile_expression, fin
 from grail_advantage.answers.text import TokenTexts, starts_of
 from grail_advantage.data import Rollouts
 from grail_advantage.maps import Weights
-from grail_advantage.method import Gate, Method, option, register
+from grail_advantage.method import AdvantageMethod, Gate, Method, option, register
 
 NUMBERS_AFTER_EQUALS = r"=\s*(?P<content>[-+]?\$?\d+(?:,\d{3})*(?:\.\d+)?)"
 
@@ -34,7 +34,7 @@ class Pattern(Method):
         "inside (1) on the tokens that match, outside (0) on the others; elsewhere (0) in responses outside the gate"
     )
     source = "control"
-    reads = frozenset({"tokens"})
+    reads = frozenset({"tokens", "tokenizer"})
 
     expression: str = option(
         NUMBERS_AFTER_EQUALS,
@@ -96,7 +96,7 @@ _NUMBER = regex.compile(r"(?:(?<![\w)\]}])[-+])?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)
 
 
 @register("step_values")
-class StepValues(Method):
+class StepValues(AdvantageMethod):
     """Token advantages of either sign, from how often the group's responses through the same intermediate results were
     correct.
 
@@ -109,8 +109,7 @@ class StepValues(Method):
 
     formula = "A_t = V(after) - V(before), V the mean A of the group's responses with the same result at the same step"
     source = "this project"
-    reads = frozenset({"groups", "tokens"})
-    gives = "advantages"
+    reads = frozenset({"groups", "tokens", "tokenizer"})
 
     separator: str = option(r"\n+", "regular expression that ends a step, in Python's syntax")
     shrink: float = option(1.0, "responses of the group's mean that are added to each state's; 0: none", ge=0)
@@ -123,11 +122,13 @@ class StepValues(Method):
 
     def select(self, r: Rollouts) -> Tensor:
         """All responses that train of groups in which any advantage differs from 0."""
+        assert r.groups is not None  # it reads them
         matters = torch.isin(r.groups, r.groups[r.advantages != 0])
         return r.trains & matters
 
     def scores(self, r: Rollouts, of_pass: Tensor | None) -> Tensor:
         texts, separator = TokenTexts(r.tokenizer), self._compiled()
+        assert r.groups is not None
         advantages, groups = r.advantages.double().tolist(), r.groups.tolist()
         chosen = self.select(r).nonzero().flatten().tolist()
         tokens = {index: r.tokens[index].numpy() for index in chosen}

@@ -19,16 +19,8 @@ import torch
 from torch import Tensor
 
 from grail_advantage.data import OLD_LOG_PROBS, Rollouts, runs, within_range
-from grail_advantage.method import Method, build, option, register
+from grail_advantage.method import AdvantageMethod, build, option, register
 
-BIAS_OF_DISCOUNT = (
-    "returns are discounted, which biases the gradient of the mean reward: by 0.10 of its length with 0.9 and 0.42 "
-    "with 0.5, beside a smaller scale, in an environment that was enumerated (docs/turns.md)"
-)
-BIAS_OF_MASKING = (
-    "the policy decides with its turns which responses are cut off and train nothing, which biases the gradient: by "
-    "0.27 of its length with the answers to 20 % of calls cut off, as enumerated (docs/turns.md)"
-)
 GAMMA = "discount from one turn to the next in the return of a turn"
 DEVIATION = "whether differences from a mean are divided by the deviation of what it was taken over, as in GRPO"
 logger = logging.getLogger(__name__)
@@ -164,13 +156,12 @@ def _calls(given: Any, turns: int, align: str) -> list[list[float]]:
     return calls + [[]] * (turns - len(calls))
 
 
-class TurnMethod(Method):
+class TurnMethod(AdvantageMethod):
     """Base of the methods by turn. A session with a number that is not finite, or one of no certain turn, is compared
     with no other and trains nothing."""
 
     reads = frozenset({"groups", "tokens", "rewards", "sessions"})
-    gives = "advantages"
-    without_scores = "nothing"
+    non_finite_trains = False
 
     rewards: str = option(
         "tool_rewards",
@@ -211,7 +202,7 @@ class TurnMethod(Method):
         found, out = {}, {}
         for place, (key, group, outcome, lists, counts, align) in enumerate(given):
             try:
-                if not within_range(np.float64(outcome)):
+                if not within_range(np.array(outcome, dtype=np.float64)):
                     raise UncertainError(f"has the outcome {outcome}, which is not finite or too large")
                 rewards = rewards_by_turn(lists, counts, align, differences=self.differences)
                 found[place] = Session(key, group, outcome, rewards)
@@ -241,6 +232,7 @@ class TurnMethod(Method):
         of = [[[(i, *edges) for edges in runs(written[i])] for i in indices] for indices in r.conversations]
         there = [(indices, turns) for indices, turns in zip(r.conversations, of, strict=True) if any(turns)]
         given = []
+        assert r.groups is not None and r.rewards is not None  # it reads them
         for indices, turns in there:
             last, counts, align = indices[-1], list(map(len, turns)), self.align
             lists = [r.fields[self.rewards][i] for i in indices] if self.rewards else []

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from typing import Any, NoReturn
-from weakref import WeakKeyDictionary, WeakSet
+from typing import TYPE_CHECKING, Any, NoReturn
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -20,10 +20,13 @@ from torch.distributed import ProcessGroup
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from grail_advantage.data import ENTROPY, OLD_LOG_PROBS, Row
+from grail_advantage.data import ENTROPY, OLD_LOG_PROBS, Row, RowScores
 from grail_advantage.model import hooks
 from grail_advantage.model.interface import Forward, Range, RankRounds, T, sequence_forward
 from grail_advantage.model.probe import Finding, probe, probe_rows, reads_its_logits, whole_row
+
+if TYPE_CHECKING:
+    from grail_advantage.method import BaseMethod
 
 logger = logging.getLogger(__name__)
 
@@ -32,29 +35,74 @@ CHECKED_TOKENS = 18  # of the row by which a model's logits are checked
 # Of each model: its lowered budget of tokens where memory ran out; what the probe found, and with how many tokens of the
 # longest row; whether its logits are read where they are.
 _fitting_tokens: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
-_findings: WeakKeyDictionary[nn.Module, tuple[int, Finding]] = WeakKeyDictionary()
-_checked: WeakSet[nn.Module] = WeakSet()
+_findings: WeakKeyDictionary[nn.Module, tuple[Any, int, Finding]] = WeakKeyDictionary()
+_checked: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
+
+
+def run_rows(method: BaseMethod, rows: Sequence[Row], model: HuggingFaceModel) -> list[RowScores]:
+    """The model's side of :meth:`grail_advantage.weigh.Host.scores`: scores, on the CPU, of rows that
+    :func:`grail_advantage.weigh.weigh` prepared, in their order. A worker that has the model in another process calls it
+    with its share of the rows::
+
+        def token_scores(self, method, rows, step):  # on a worker
+            model = HuggingFaceModel(self.module, self.tokenizer, temperature=0.9, device=self.device, step=step)
+            return run_rows(method, rows, model)
+
+    Where parameters are sharded (``group=``), every rank of the group calls it, also one without rows."""
+    return _on_rows(rows, model, lambda moved: [scores.on_cpu() for scores in method.run(moved, model)])
+
+
+def read_columns(names: Sequence[str], rows: Sequence[Row], model: HuggingFaceModel) -> list[dict[str, torch.Tensor]]:
+    """The model's side of :meth:`grail_advantage.weigh.Host.columns`: for each row the ``old_log_probs`` and ``entropy``
+    of its response tokens, those that are named, (T,) float32 on the CPU. Ranks call it as :func:`run_rows`."""
+
+    def read(micro: PaddedRows) -> list[dict[str, torch.Tensor]]:
+        return [{name: values.cpu() for name, values in columns.items()} for columns in micro.columns(names)]
+
+    return _on_rows(rows, model, lambda moved: model.micro_batches(moved, read, gradients=False))
+
+
+def _on_rows(rows: Sequence[Row], model: HuggingFaceModel, work: Callable[[list[Row]], list[T]]) -> list[T]:
+    """Work on rows that are where the model is. Without rows there is none, unless other ranks wait in a collective."""
+    if not rows and model.rounds.group is None:
+        return []
+    # The caller may be in inference mode, and nothing made there can take part in a backward.
+    with torch.inference_mode(False):
+        model.check_logits([row.tokens for row in rows])
+        moved = [replace(row, tokens=row.tokens.to(model.device)) for row in rows]
+        return model.fitting(lambda: work(moved))
 
 
 class HuggingFaceModel:
-    """A Hugging Face model, bare or wrapped, as :class:`grail_advantage.model.interface.Model`, with its tokenizer, the
-    sampling temperature, the rows' device, the group of ranks whose parameters are sharded together, and the training
-    step. ``tokens``: most of a forward, padding counted; a longer row runs alone. Halved where memory runs out, unless
-    other ranks wait."""
+    """A Hugging Face model, bare or wrapped, as :class:`grail_advantage.model.interface.Model`.
+
+    Args:
+        model: in any mode; it is in evaluation mode within a pass alone.
+        tokenizer: its padding token is what OAR-P puts in place of a token; ``None`` where no method needs one.
+        temperature: of the sampling.
+        device: where the model reads tokens.
+        group: of the ranks whose parameters are sharded together.
+        step: of training.
+        tokens: most of a forward, padding counted; a longer row runs alone. Halved where memory runs out, unless other
+            ranks wait.
+    """
 
     def __init__(
         self,
         model: PreTrainedModel,
-        tokenizer: PreTrainedTokenizerBase,
-        temperature: float,
-        device: torch.device,
-        group: ProcessGroup | None,
-        step: int,
+        tokenizer: PreTrainedTokenizerBase | None,
+        temperature: float = 1.0,
+        device: torch.device | str = "cpu",
+        group: ProcessGroup | None = None,
+        step: int = 0,
         tokens: int = hooks.FORWARD_TOKENS,
     ) -> None:
-        self.model, self.temperature, self.device, self.step = model, temperature, device, step
-        self.pad_token = tokenizer.pad_token_id
-        self.rounds = RankRounds(group, device)
+        self.model = model
+        self.temperature = float(temperature)
+        self.device = torch.device(device)
+        self.step = step
+        self.pad_token = getattr(tokenizer, "pad_token_id", None)
+        self.rounds = RankRounds(group, self.device)
         self.tokens = min(tokens, _fitting_tokens.get(model, tokens))
         self._together = 1
 
@@ -70,7 +118,8 @@ class HuggingFaceModel:
             some = waiting[: 1 if alone else self.sequences_together(longest)]
             return work(PaddedRows(self, [row for row in some if len(row.tokens) >= LEAST_LENGTH * longest]))
 
-        with hooks.evaluation_mode(self.model), torch.set_grad_enabled(gradients):
+        frozen = hooks.frozen_parameters(self.model) if self.rounds.group is None else nullcontext()
+        with hooks.evaluation_mode(self.model), frozen, torch.set_grad_enabled(gradients):
             alone = not self._independent(waiting)
             while waiting:
                 self.rounds.take()
@@ -109,9 +158,10 @@ class HuggingFaceModel:
     def check_logits(self, rows: Sequence[torch.Tensor]) -> None:
         """ValueError for a model whose logits are not one for each token of its input, as with a soft prompt in front;
         it is asked once, by all ranks. ``rows``: prompt + response of the run, int64 (S,) each; there may be none."""
-        if self.model in _checked:
+        if _checked.get(self.model) == state_of(self.model):
             return
-        tokens_S = next(iter(rows), torch.zeros(2, dtype=torch.int64))[:CHECKED_TOKENS].to(self.device)
+        tokens_S = rows[0] if rows else torch.zeros(2, dtype=torch.int64, device="cpu")
+        tokens_S = tokens_S[:CHECKED_TOKENS].to(self.device)
         ids_1S = tokens_S[None, :-1]
 
         def own() -> torch.Tensor:
@@ -129,7 +179,7 @@ class HuggingFaceModel:
         with hooks.evaluation_mode(self.model):
             if not reads_its_logits(self.model, own, backwards):
                 refuse(self.model)
-        _checked.add(self.model)
+        _checked[self.model] = state_of(self.model)
 
     def forward(self, tokens_BS: torch.Tensor) -> Any:
         """The model's output for rows of tokens, padding on the right included."""
@@ -144,8 +194,9 @@ class HuggingFaceModel:
         longest = int(self.rounds.most(len(rows[0].tokens) if len(rows) > 1 else 0))
         if not longest:
             return True  # no rank has two rows
-        known, finding = _findings.get(self.model, (0, None))
-        if finding is None or (longest > known and finding.holds):
+        state = state_of(self.model)
+        asked, known, finding = _findings.get(self.model, (None, 0, None))
+        if finding is None or asked != state or (longest > known and finding.holds):
             tokens = torch.cat([torch.zeros(1, dtype=torch.int64), *(row.tokens.cpu() for row in rows)])
 
             def ask() -> Finding:
@@ -154,7 +205,7 @@ class HuggingFaceModel:
 
             finding = self.fitting(ask)
             finding = replace(finding, difference=self.rounds.most(finding.difference))
-            _findings[self.model] = longest, finding
+            _findings[self.model] = state, longest, finding
             if not finding.holds:
                 logger.warning("%s: responses go through the model one at a time", finding)
         return finding.holds
@@ -219,6 +270,14 @@ class PaddedRows:
         """Up to the last of the positions of each row."""
         self._lengths = [past for _, past in positions]
         return self._host.forward(self._tokens_BS[:, : max(1, *self._lengths)])
+
+
+def state_of(model: nn.Module) -> object:
+    """What may change in a loaded model and changes what it answered: its layers, as by an adapter, their precision, and
+    the attention that it takes."""
+    layers = tuple(type(module) for module in model.modules())
+    precisions = frozenset(parameter.dtype for parameter in model.parameters())
+    return layers, precisions, getattr(getattr(model, "config", None), "_attn_implementation", None)
 
 
 def refuse(model: nn.Module) -> NoReturn:

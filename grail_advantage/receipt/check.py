@@ -142,10 +142,11 @@ class _Check:
         gradient_NT, own_NT = (torch.cat([getattr(p, name).double() for p in pieces]) for name in READ)
         self.received_NT = -gradient_NT * self.divisor_N1 / batch.ranks + 0.0
         self.precision = max(PRECISION[getattr(piece, name).dtype] for piece in pieces for name in READ)
-        columns = (batch.advantages_BT, batch.weights_BT, batch.old_log_probs_BT, batch.ref_log_probs_BT)
-        advantages, weights, old, ref = (None if each is None else each[self.rows_N].double() for each in columns)
+        columns = (batch.weights_BT, batch.old_log_probs_BT, batch.ref_log_probs_BT)
+        weights, old, ref = (None if each is None else each[self.rows_N].double() for each in columns)
         self.mask_NT, weights = batch.mask_BT[self.rows_N], torch.ones_like(own_NT) if weights is None else weights
-        advantages, old = torch.where(self.mask_NT, advantages, 0.0), own_NT if old is None else old
+        old = own_NT if old is None else old
+        advantages = torch.where(self.mask_NT, batch.advantages_BT[self.rows_N].double(), 0.0)
         self.t = Tokens(advantages, weights, self.mask_NT, own_NT, old, ref)
         size = float(advantages[advantages != 0].square().mean().sqrt().nan_to_num())
         self.unit = size + loss.kl_coef + abs(float(loss.options.get("coef") or 0.0))

@@ -27,11 +27,11 @@ from grail_advantage.answers.format import BOXED, AnswerFormat, answer_format
 from grail_advantage.answers.missing import CHOICES, AnswerCheck
 from grail_advantage.api import PlainHost
 from grail_advantage.data import DUMPED, OLD_LOG_PROBS, Example, Rollouts, joined, runs, token_mean, within_range
-from grail_advantage.method import Method, build
+from grail_advantage.method import BaseMethod, build
 from grail_advantage.methods.turns import TurnMethod
 from grail_advantage.trl_ext.dump import GenerationDump, dump_options, loss_mask
 from grail_advantage.trl_ext.rules import check_neighbours, check_trainer, check_version
-from grail_advantage.weigh import weigh
+from grail_advantage.weigh import weigh, with_columns
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +61,7 @@ class TokenWeightGRPOTrainer(GRPOTrainer):
     def __init__(
         self,
         *arguments: Any,
-        token_weights: str | Method = "grail",
+        token_weights: str | BaseMethod = "grail",
         token_weight_options: Mapping[str, Any] | None = None,
         answer: str | AnswerFormat = BOXED,
         missing_answers: str = CHOICES[0],
@@ -173,10 +173,9 @@ class TokenWeightGRPOTrainer(GRPOTrainer):
         own = r = self._rollouts(inputs, output)
         if not method.uses and self.accelerator.num_processes > 1:
             # Without a pass it costs nothing to look at the batch of all processes, which some methods compare.
-            columns = self._host(r).columns([name for name in DUMPED if name in method.reads])
-            r = replace(r, columns={**r.columns, **columns}).part(range(len(own)))
-            r = replace(joined(gather_object([r])), tokenizer=self.processing_class)
-        w = weigh(self._host(r), method, self._answers)
+            r = with_columns(r, [name for name in DUMPED if name in method.reads], self._host(r))
+            r = replace(joined(gather_object([r.part(range(len(own)))])), tokenizer=self.processing_class)
+        w = weigh(r, method, self._host(r), self._answers)
         if len(r) > len(own):
             w = w.part(own.places)  # process by process
         self._log({**w.metrics, "seconds": time.perf_counter() - started})
@@ -189,36 +188,47 @@ class TokenWeightGRPOTrainer(GRPOTrainer):
     def _rollouts(self, inputs: list[dict[str, Any]], output: dict[str, Any]) -> Rollouts:
         """The responses of this process."""
         output = {name: values.cpu() if isinstance(values, Tensor) else values for name, values in output.items()}
-        ids, mask = output["completion_ids"], output["completion_mask"].bool()
-        padding, count = self.processing_class.pad_token_id, len(inputs)
+        ids = output["completion_ids"]
+        mask = output["completion_mask"].bool()
+        padding = self.processing_class.pad_token_id
         lengths = written_lengths(ids, mask, padding)
-        width = int(lengths.max())
-        written = torch.arange(width) < lengths[:, None]
+        is_response = torch.arange(ids.shape[1]) < lengths[:, None]
+        written = is_response.clone()
         for row, tool_mask in zip(written, self._tool_mask or (), strict=False):
             row[: len(tool_mask)] &= torch.tensor(tool_mask, dtype=torch.bool)
         last = ids.gather(1, (lengths - 1).clamp(min=0)[:, None])[:, 0]
+        count = len(inputs)
         places = self.accelerator.process_index * count + torch.arange(count)
-        unjudged, sums = self._unjudged[places], self.reward_sums[places]
-        old = output.get("old_per_token_logps")
+        unjudged = self._unjudged[places]
+        rewards = self.reward_sums[places].masked_fill(unjudged, torch.nan).double()
         if "examples" in self.method.reads and any(isinstance(row.get("prompt"), str) for row in inputs):
             raise ValueError(f"token_weights={self.method.name!r} needs train_dataset's prompts as lists of messages")
-        others = [{name: row[name] for name in row if name != "prompt"} for row in inputs]
-        pairs = zip(inputs, others, strict=True)
-        examples = [Example(row.get("prompt", []), of, self.chat_template_kwargs) for row, of in pairs]
-        return Rollouts(
-            prompts=[of[use] for of, use in zip(output["prompt_ids"], output["prompt_mask"].bool(), strict=True)],
-            responses=[of[:length] for of, length in zip(ids, lengths, strict=True)],
-            mask=mask[:, :width] & written,
+        examples = []
+        for row in inputs:
+            columns = {name: value for name, value in row.items() if name != "prompt"}
+            examples.append(Example(row.get("prompt", []), columns, self.chat_template_kwargs))
+        old_log_probs = output.get("old_per_token_logps")
+        prompt_mask = output["prompt_mask"].bool()
+
+        def beside_prompts(values: Tensor) -> Tensor:
+            """(B, T) as (B, L), 0 in the prompts."""
+            return pad(values, (prompt_mask.shape[1], 0))
+
+        return Rollouts.from_padded(
+            torch.cat([output["prompt_ids"], ids], dim=1),
+            torch.cat([prompt_mask, is_response], dim=1),
+            beside_prompts(is_response),
+            written=beside_prompts(written),
+            mask=beside_prompts(mask & written),
+            columns={} if old_log_probs is None else {OLD_LOG_PROBS: beside_prompts(old_log_probs.float())},
             advantages=output["advantages"].masked_fill(unjudged, torch.nan),
             tokenizer=self.processing_class,
             answer=self.answer,
-            written=written,
             truncated=~torch.isin(last, torch.tensor([*self.eos_token_ids, padding])),  # by TRL's test
             groups=places // self.num_generations,
-            rewards=sums.masked_fill(unjudged, torch.nan).double(),
+            rewards=rewards,
             examples=examples,
             fields={name: [row.get(name) for row in inputs] for name in self.method.field_names},
-            columns={} if old is None else {OLD_LOG_PROBS: old[:, :width].float()},
             places=places.tolist(),
             mean=partial(loss_mean, self.loss_type, self.max_completion_length),
             step=self.state.global_step,

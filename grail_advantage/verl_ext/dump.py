@@ -8,7 +8,7 @@ same keys, in its column ``uid``. Shape suffixes: B responses that are written, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -38,24 +38,46 @@ class UpdateDump:
         self._settings = settings
         self.marks: tuple[str, torch.Tensor] | None = None
         """The setting ``WATCHED`` and the field ``PLACES`` of the update's batch, where workers are to watch it."""
+        self._chosen: tuple[Weighed, int, int] | None = None
+        """The responses that are written, the update's number, and how many responses the update has."""
         options.folder.mkdir(parents=True, exist_ok=True)
         facts = {"model": str(settings[f"{MODEL}.path"]), "temperature": float(settings[f"{ROLLOUT}.temperature"])}
         self.steps = StepDump(options, tokenizer, updates=updates, **facts)
         """Chooses the responses, and writes their files."""
 
-    def write(self, weighed: Weighed, of_run: Sequence[bool], *, update: int) -> None:
-        """Hand the update's responses to the writer. ``of_run``: which of them do not only fill up the batch;
-        ``update``: its number in the step."""
-        self.marks, r = None, weighed.rollouts
+    def choose(self, weighed: Weighed, of_run: Sequence[bool], *, update: int) -> None:
+        """Choose the responses of an update that are written, and mark them for the workers.
+
+        Args:
+            of_run: which responses do not only fill up the batch.
+            update: the update's number in the step.
+        """
+        self.marks = None
+        self._chosen = None
+        r = weighed.rollouts
         with self.steps.attempt():
             if not (chosen := self.steps.choose(r.step, update, r.groups.tolist(), of_run)):
                 return
-            part = weighed.part(chosen)
-            self.steps.write(r.step, update, [part], sum(of_run))
+            self._chosen = (weighed.part(chosen), update, sum(of_run))
             if self._settings.dump.received and self._settings[STRATEGY] in ENGINES:
                 slots = {place: slot for slot, place in enumerate(chosen)}
                 places_B2 = torch.tensor([[place, slots.get(place, -1)] for place in range(len(r))])
-                self.marks, self._written = (f"{r.step}.{update}", places_B2), (part, update)
+                self.marks = (f"{r.step}.{update}", places_B2)
+
+    def write(self, columns: Mapping[str, torch.Tensor] | None = None) -> None:
+        """Hand the chosen responses to the writer. ``columns``: (B, T), of all responses of the update, that were not
+        there when they were weighed."""
+        if self._chosen is None:
+            return
+        part, update, count = self._chosen
+        with self.steps.attempt():
+            if columns is not None:
+                rollouts = part.rollouts
+                width = rollouts.mask.shape[1]
+                late = {name: values_BT[rollouts.places, :width] for name, values_BT in columns.items()}
+                part = replace(part, rollouts=replace(rollouts, columns={**rollouts.columns, **late}))
+                self._chosen = (part, update, count)
+            self.steps.write(part.rollouts.step, update, [part], count)
 
     def receive(
         self,
@@ -74,7 +96,8 @@ class UpdateDump:
             log_probs_now: log-probabilities (B, T) of the responses at some places, by the actor as it is.
             on_policy: whether the old log-probabilities are those of the policy before the update.
         """
-        (number, _), self.marks, (part, update) = self.marks, None, self._written
+        (number, _), self.marks = self.marks, None
+        part, update, _ = self._chosen
         with self.steps.attempt():
             replies = workers.take_received(number)
             if errors := [reply for reply in replies if isinstance(reply, Exception)]:

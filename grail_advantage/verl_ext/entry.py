@@ -33,16 +33,10 @@ from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY, register_adv_est
 from grail_advantage.answers.span import find_answer_spans
 from grail_advantage.answers.tokenizers import check_round_trip
 from grail_advantage.locks import hold
-from grail_advantage.method import FAILURES, RESERVED, Method, NameTakenError, failure_message, methods
+from grail_advantage.method import FAILURES, RESERVED, BaseMethod, NameTakenError, failure_message, methods
 from grail_advantage.verl_ext import patches
-from grail_advantage.verl_ext.settings import (
-    DUMP_FOLDER,
-    MODEL,
-    TRAINER_MODES,
-    Settings,
-    algorithm_sections,
-    check_rules,
-)
+from grail_advantage.verl_ext.rules import check_settings
+from grail_advantage.verl_ext.settings import DUMP_FOLDER, METHOD, MODEL, TRAINER_MODES, Settings, algorithm_sections
 
 logger = logging.getLogger(__name__)
 
@@ -124,8 +118,7 @@ def check_config(config: DictConfig) -> Settings:
     check_spelling(config.algorithm.adv_estimator)
     check_names(config)
     settings = Settings.parse(config, trainer_kind(config))
-    if settings.method is not None:
-        check_rules(settings)
+    check_settings(settings)
     check_data(settings)
     if (tokenizer := _local_tokenizer(settings[MODEL])) is not None:
         check_tokenizer(tokenizer, settings[MODEL], settings.method)
@@ -158,8 +151,11 @@ def check_plugins() -> None:
 
 
 def check_spelling(name: str) -> None:
-    """Refuse a name near a method's, such as ``GRAIL``, ``oar-g`` or ``graill``, that verl does not have; ValueError. Any
-    other is somebody's own: a module that the task runner's process alone imports may register it."""
+    """Refuse a name near a method's, such as ``GRAIL``, ``oar-g`` or ``graill``, that verl does not have, and what is no
+    name; ValueError. Any other is somebody's own: a module that the task runner's process alone imports may register
+    it."""
+    if not isinstance(name, str):
+        raise ValueError(f"{METHOD}={name!r} is no name; give one, such as grail or grpo")
     if name in ADV_ESTIMATOR_REGISTRY:
         return
     letters = sorted(filter(str.isalnum, name.lower()))
@@ -230,7 +226,7 @@ def _local_tokenizer(model: Mapping[str, Any]) -> PreTrainedTokenizerBase | None
         return None
 
 
-def check_tokenizer(tokenizer: PreTrainedTokenizerBase, model: Mapping[str, Any], method: Method | None) -> None:
+def check_tokenizer(tokenizer: PreTrainedTokenizerBase, model: Mapping[str, Any], method: BaseMethod | None) -> None:
     """Refuse a tokenizer, as verl loads it for ``actor_rollout_ref.model``, that text does not survive
     (:mod:`grail_advantage.answers.tokenizers`), that the method cannot work with, or whose tokens hide the answer.
     ValueError: naming the remedy."""

@@ -1,7 +1,7 @@
 """Responses on their way between trainer and workers: their order over the ranks, the request of a pass, its reply, and
 which of them an update of the actor leaves out.
 
-The gradient of a zero-advantage response is 0 where :func:`grail_advantage.verl_ext.settings.why_not_skip` says
+The gradient of a zero-advantage response is 0 where :func:`grail_advantage.verl_ext.rules.why_not_skip` says
 nothing. An update without it is the same to float rounding as long as the rest keeps what it is divided by. verl
 divides by the tokens and responses of the whole mini-batch: ``global_batch_size`` is a setting of the batch and stays,
 ``batch_num_tokens`` is the sum of ``loss_mask`` over all ranks (``FSDPEngine.forward_backward_batch``) and is handed on
@@ -23,8 +23,9 @@ from verl.utils import tensordict_utils as tu
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
 from grail_advantage.data import Rollouts, Row, RowScores
-from grail_advantage.method import Method
+from grail_advantage.method import BaseMethod
 from grail_advantage.verl_ext.settings import ACTOR, ROLLOUT, Settings
+from grail_advantage.weigh import deal
 
 PLACES = "receipt_places"
 """Field of a batch of R responses: (R, 2) int64. Column 0 is a response's place in the update's batch, column 1 its
@@ -41,23 +42,8 @@ OF_LOSS = ("responses", "response_mask", "old_log_probs", "advantages", "rollout
 CUT |= dict.fromkeys(OF_LOSS, 1)
 
 
-def deal(costs: Sequence[int], ranks: int, groups: Sequence[int] | None = None) -> list[list[int]]:
-    """The responses of each rank, by relative costs: about as much work, and numbers that differ by one at most. With
-    ``groups``, responses with the same number meet on one rank, whatever their numbers."""
-    members: dict[int, list[int]] = {}
-    for row, group in enumerate(range(len(costs)) if groups is None else groups):
-        members.setdefault(group, []).append(row)
-    shares: list[list[int]] = [[] for _ in range(ranks)]
-    work = [0] * ranks
-    for cost, rows in sorted(((sum(costs[row] for row in of), of) for of in members.values()), reverse=True):
-        rank = min(range(ranks), key=lambda rank: (len(shares[rank]) if groups is None else 0, work[rank]))
-        shares[rank] += rows
-        work[rank] += cost
-    return [sorted(share) for share in shares]
-
-
 def build_request(
-    rows: Sequence[Row], method: Method, *, temperature: float, step: int = 0, pad_token: int | None = None
+    rows: Sequence[Row], method: BaseMethod, *, temperature: float, step: int = 0, pad_token: int | None = None
 ) -> TensorDict:
     """Responses for :func:`grail_advantage.verl_ext.worker.token_scores`, with the tokenizer's ``pad_token``."""
     settings = {"signal": method, "temperature": temperature, "step": step, "pad_token": pad_token}
@@ -66,9 +52,7 @@ def build_request(
 
 def build_reply(rows: Sequence[RowScores]) -> TensorDict:
     """The scores of a request's responses, float32 on the CPU, with the gradient norms of a pass with gradients."""
-    norms = [None if row.norms is None else row.norms.cpu() for row in rows]
-    scores = [RowScores(row.scores.float().cpu(), of) for row, of in zip(rows, norms, strict=True)]
-    return tu.get_tensordict({"rows": scores})
+    return tu.get_tensordict({"rows": [row.on_cpu() for row in rows]})
 
 
 def rows_of(data: TensorDict) -> list[Any]:
@@ -98,9 +82,19 @@ def update_order(
     of_run = [not tag.get("is_padding", False) for tag in batch.tags]
     left_out = [length for length, kept, counts in zip(lengths, cost, of_run, strict=True) if counts and not kept]
     if not settings[f"{ACTOR}.shuffle"]:  # else verl draws mini-batches by places, which then have to stay
-        mini_batch = settings[f"{ACTOR}.ppo_mini_batch_size"] * settings[f"{ROLLOUT}.n"]
-        batch = batch.select_keys([batch.keys[row] for row in deal_mini_batches(cost, ranks, mini_batch)])
+        order = deal_mini_batches(cost, ranks, mini_batch_rows(settings))
+        batch = batch.select_keys([batch.keys[row] for row in order])
     return batch, {"token_weights/skipped_responses": len(left_out), "token_weights/skipped_tokens": sum(left_out)}
+
+
+def mini_batch_rows(settings: Settings) -> int:
+    """Responses of a mini-batch of the update, on all ranks together."""
+    return settings[f"{ACTOR}.ppo_mini_batch_size"] * settings[f"{ROLLOUT}.n"]
+
+
+def places_without_slots(count: int) -> torch.Tensor:
+    """The field ``PLACES`` of a batch of which the token dump writes no response."""
+    return torch.stack([torch.arange(count), torch.full((count,), -1)], dim=1)
 
 
 def deal_mini_batches(costs: Sequence[int], ranks: int, mini_batch_rows: int) -> list[int]:

@@ -8,19 +8,22 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
-from functools import partial
-from types import SimpleNamespace
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, partial
 from typing import Any
 
+import numpy as np
 import ray
 import torch
 from omegaconf import DictConfig
 from tensordict import TensorDict
 from transformers import GenerationConfig, PreTrainedTokenizerBase
+from verl import DataProto
 from verl.trainer.ppo.core_algos import agg_loss
 from verl.trainer.ppo.utils import Role
+from verl.trainer.ppo.v1.utils import compute_advantage_for_multi_trajectories
 from verl.utils import omega_conf_to_dataclass
 from verl.utils import tensordict_utils as tu
 from verl.utils.debug import marked_timer
@@ -30,17 +33,18 @@ from verl.workers.rollout.utils import get_max_position_embeddings
 from grail_advantage.answers.missing import AnswerCheck
 from grail_advantage.data import DUMPED, Example, Rollouts, Row, RowScores, Weighed, outcome_of, runs, within_range
 from grail_advantage.dump import tolerant
-from grail_advantage.method import Method
+from grail_advantage.method import BaseMethod
 from grail_advantage.methods.turns import TurnMethod, list_a_turn, rewards_label
 from grail_advantage.model.probe import Finding
 from grail_advantage.verl_ext import settings as options
 from grail_advantage.verl_ext.dump import COLUMNS, UpdateDump
 from grail_advantage.verl_ext.entry import check_tokenizer
-from grail_advantage.verl_ext.exchange import UPDATE, build_request, deal, rows_of
+from grail_advantage.verl_ext.exchange import UPDATE, build_request, rows_of
 from grail_advantage.verl_ext.patches import data_parallel_size
-from grail_advantage.verl_ext.settings import Settings, why_not_skip
+from grail_advantage.verl_ext.rules import COMPARING, why_not_reuse, why_not_skip
+from grail_advantage.verl_ext.settings import Settings
 from grail_advantage.verl_ext.worker import TokenWeightActorWorker
-from grail_advantage.weigh import weigh
+from grail_advantage.weigh import deal, weigh
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +58,19 @@ TURN_REWARDS = ("turn_rewards", options.CALL_REWARDS, "turn_scores", options.TOO
 """Fields with rewards by turn, of the reward function and of verl's agent loop."""
 
 
+@dataclass(frozen=True)
+class ActorHost:
+    """The actor's workers as :class:`grail_advantage.weigh.Host`."""
+
+    trainer: WeighingTrainer
+
+    def columns(self, names: Sequence[str], selected: Sequence[int]) -> dict[str, torch.Tensor]:
+        raise ValueError(f"verl computes {', '.join(names)} before token weights, and the batch lacks them")
+
+    def scores(self, method: BaseMethod, rows: Sequence[Row]) -> list[RowScores]:
+        return self.trainer._run_pass(rows) if rows else []
+
+
 class WeighingTrainer:
     """Goes before a trainer of verl's in the bases."""
 
@@ -63,6 +80,8 @@ class WeighingTrainer:
     tokenizer: PreTrainedTokenizerBase
     timing_raw: dict[str, float]
     _skips: bool = False  # whether responses that train nothing are left out of the update
+    _reuses: bool = False  # whether an update's own forward may give the old log-probabilities
+    _own_forward: bool = False  # whether that of the update that comes next does
     _dump: UpdateDump | None = None
     _weighed: Weighed | None = None  # of the update that comes next
 
@@ -106,14 +125,21 @@ class WeighingTrainer:
     def _load_checkpoint(self) -> None:
         """verl's; then the loaded model is asked whether responses can be left out."""
         super()._load_checkpoint()
-        if (choice := self.settings[options.SKIP]) is False:
-            return
-        why = why_not_skip(self.settings, self._model_config, self._probe)
-        self._skips = not why
+        probe = cache(self._probe)
+        self._skips = self._takes(options.SKIP, why_not_skip, probe, "every response stays in the update")
+        self._reuses = self._takes(options.REUSE, why_not_reuse, probe, "verl's forward gives old log-probabilities")
+
+    def _takes(self, option: str, why_not: Callable[..., str], probe: Callable[[], Finding], otherwise: str) -> bool:
+        """Whether this run takes a shortcut, by its option and by what the loaded model answers."""
+        choice = self.settings[option]
+        if choice is False:
+            return False
+        why = why_not(self.settings, self._model_config, probe)
         if why and choice is True:
-            raise ValueError(f"{options.SKIP}=True does not work: {why}; use auto")
+            raise ValueError(f"{option}=True does not work: {why}; use auto")
         if why:
-            logger.warning("%s: every response stays in the update: %s", options.SKIP, why)
+            logger.warning("%s: %s: %s", option, otherwise, why)
+        return not why
 
     def _probe(self) -> Finding:
         """Of the rank with the largest difference."""
@@ -127,8 +153,8 @@ class WeighingTrainer:
         """The fields of the responses that this step reads; a run need not have those for the dump alone."""
         s, method = self.settings, self.settings.method
         # Rejection sampling rewrites response_mask; loss_mask still holds the generated tokens.
-        names = ["prompts", "responses", "loss_mask", "response_mask", "advantages", *(DUMPED.keys() & method.reads)]
-        names += [_reward_field(s)] if "rewards" in method.reads else []
+        names = ["prompts", "responses", "loss_mask", "response_mask", "advantages", _reward_field(s)]
+        names += DUMPED.keys() & method.reads
         names += ["raw_prompt", *method.data_columns] if "examples" in method.reads else []
         names += ["extra_fields", *method.field_names] if method.field_names else []
         if self._dump is not None and self._dump.steps.writes(self.global_steps):
@@ -138,21 +164,15 @@ class WeighingTrainer:
     def _weigh(self, keys: Sequence[str], data: TensorDict) -> Weighed:
         """Token weights of the responses with these keys, by their fields as far as the run has them, nested where they
         have a value a token."""
-        r = self._rollouts(keys, data)
-        host: Any = SimpleNamespace(  # as grail_advantage.weigh.Host
-            rollouts=lambda: r,
-            columns=lambda names, selected: {name: r.columns[name] for name in names},
-            scores=lambda method, rows: self._run_pass(rows) if rows else [],
-        )
-        self._weighed = weigh(host, self.settings.method, self._answers)
+        self._weighed = weigh(self._rollouts(keys, data), self.settings.method, ActorHost(self), self._answers)
         return self._weighed
 
     def _rollouts(self, keys: Sequence[str], data: TensorDict) -> Rollouts:
         """The responses after verl's advantages.
 
-        A response whose advantage is not finite, or too large, has the advantage NaN, which trains nothing. verl gives
-        it to all responses that were compared with one whose reward is not finite; verl alone then skips the update of
-        every mini-batch with such a response, whose gradient is NaN (``FSDPEngine.optimizer_step``).
+        A response whose reward is not finite, or too large, has the advantage NaN, which trains nothing, and the others
+        are compared without it. verl alone gives NaN to the whole group, and then skips the update of every mini-batch
+        with such a response, whose gradient is NaN (``FSDPEngine.optimizer_step``).
 
         Raises:
             ValueError: the base advantages differ within a response, or something that the method reads is not there.
@@ -162,6 +182,14 @@ class WeighingTrainer:
         written_BT, mask_BT, advantages_BT = (
             data[name].to_padded_tensor(0) for name in ("loss_mask", "response_mask", "advantages")
         )
+        mask_BT = mask_BT.bool()
+        advantages_B = _of_responses(advantages_BT, mask_BT, settings)
+        rewards_BT = data[_reward_field(settings)].to_padded_tensor(0)
+        judged_B = within_range(rewards_BT.double().sum(dim=1))[_last_outputs(keys)]
+        if not judged_B.all():
+            if self._has_verls_advantages:
+                advantages_B = self._compared_without(keys, judged_B, rewards_BT, mask_BT)
+            advantages_B = torch.where(judged_B, advantages_B, torch.nan)
         turns, fields = [0] * len(keys), _fields(keys, data, method)
         # verl's own agent loops make one call a turn at most.
         one_call = settings[options.PARALLEL_CALLS] == 1 and not settings[options.AGENT_LOOPS]
@@ -171,10 +199,10 @@ class WeighingTrainer:
         rollouts = Rollouts(
             prompts=prompts,
             responses=responses,
-            mask=mask_BT.bool(),
+            mask=mask_BT,
             written=written_BT.bool(),
-            advantages=_of_responses(advantages_BT, mask_BT.bool(), settings),
-            rewards=_sums(keys, data[_reward_field(settings)], method) if "rewards" in reads else None,
+            advantages=advantages_B,
+            rewards=_sums(keys, rewards_BT, method) if "rewards" in reads else None,
             tokenizer=self.tokenizer,
             answer=settings.answer,
             truncated=truncated(prompts, responses, settings, self._context_length, self._end_tokens),
@@ -189,11 +217,48 @@ class WeighingTrainer:
         )
         if (lost_B := rollouts.advantages.isnan()).any():
             logger.warning(
-                "step %d: %d of %d responses, such as %s, were compared with one that has no finite reward. They train "
-                "nothing in this step; verl alone would skip the whole update. Fix the reward function",
+                "step %d: %d of %d responses, such as %s, have no finite reward, or one that is too large. They train "
+                "nothing in this step, and others are compared without them; verl alone would skip the whole update. Fix "
+                "the reward function",
                 *(self.global_steps, int(lost_B.sum()), len(keys), keys[int(lost_B.int().argmax())]),
             )
         return rollouts if settings.dump is None else replace(rollouts, facts=_facts(data, rollouts, method, turns))
+
+    @property
+    def _has_verls_advantages(self) -> bool:
+        """Whether the base advantages are by verl's code, and not by a trainer of one's own."""
+        return True
+
+    def _compared_without(
+        self, keys: Sequence[str], judged_B: torch.Tensor, rewards_BT: torch.Tensor, mask_BT: torch.Tensor
+    ) -> torch.Tensor:
+        """The base advantages (B,) by verl's code, as if the responses that are not judged were in no group."""
+        algorithm, base = self.config.algorithm, self.settings[options.BASE]
+        prompts = [key.rsplit("_", 2)[0] for key in keys]
+        groups = [
+            prompt if judged else f"{prompt} without {row}"
+            for row, (prompt, judged) in enumerate(zip(prompts, judged_B.tolist(), strict=True))
+        ]
+        compared_BT = mask_BT & judged_B[:, None]  # some bases compare the whole batch
+        tensors = {
+            "token_level_rewards": torch.where(judged_B[:, None], rewards_BT, 0.0),
+            "response_mask": compared_BT.long(),
+        }
+        data = compute_advantage_for_multi_trajectories(
+            DataProto.from_dict(tensors, non_tensors={"uid": np.array(groups, dtype=object)}),
+            batch_keys=list(keys),
+            adv_estimator=base,
+            num_repeat=self.settings[options.GROUP_SIZE],
+            norm_adv_by_std_in_grpo=algorithm.get("norm_adv_by_std_in_grpo", True),
+            config=algorithm,
+        )
+        advantages_B = _of_responses(data.batch["advantages"], compared_BT, self.settings)
+        if base in COMPARING:  # of a single response they make its reward, or 0
+            sessions = {key.rsplit("_", 1)[0]: group for key, group in zip(keys, groups, strict=True)}
+            sizes = Counter(sessions.values())
+            alone_B = torch.tensor([sizes[group] == 1 for group in groups])
+            advantages_B = torch.where(alone_B, 0.0, advantages_B)
+        return advantages_B
 
     def _report(self, of_run: Sequence[bool], *, update: int = 0) -> dict[str, float]:
         """Write the dump of what was weighed; the metrics. ``of_run``: which responses do not only fill up the batch;
@@ -201,7 +266,9 @@ class WeighingTrainer:
         figures = {f"{self.settings.method.name}/{name}": value for name, value in self._weighed.metrics.items()}
         if self._dump is not None:
             with marked_timer("token_dump", self.timing_raw, color="purple"):
-                self._dump.write(self._weighed, of_run, update=update)
+                self._dump.choose(self._weighed, of_run, update=update)
+                if not self._own_forward:
+                    self._dump.write()
             figures["token_dump/failed_files"] = self._dump.steps.failed
         return figures
 
@@ -270,7 +337,7 @@ def _examples(data: TensorDict, settings: Settings) -> list[Example]:
     ]
 
 
-def _fields(keys: Sequence[str], data: TensorDict, method: Method) -> dict[str, list[Any]]:
+def _fields(keys: Sequence[str], data: TensorDict, method: BaseMethod) -> dict[str, list[Any]]:
     """The fields that a method reads: what the reward function returned, what the agent loop added, or a column of the
     batch, whichever has the name first. The reward function sees a whole session: what it returned is the last
     output's, of which verl gives the earlier ones a copy."""
@@ -295,7 +362,7 @@ def _fields(keys: Sequence[str], data: TensorDict, method: Method) -> dict[str, 
     return fields
 
 
-def _sums(keys: Sequence[str], rewards: torch.Tensor, method: Method) -> torch.Tensor:
+def _sums(keys: Sequence[str], rewards_BT: torch.Tensor, method: BaseMethod) -> torch.Tensor:
     """The rewards of the responses, (B,), NaN where they are not finite.
 
     Raises:
@@ -307,7 +374,7 @@ def _sums(keys: Sequence[str], rewards: torch.Tensor, method: Method) -> torch.T
                 f"{method.name} reads one reward a response, and {key} and {keys[last]} are outputs of one session, "
                 "which share theirs; have the agent loop return one output"
             )
-    sums_B = rewards.to_padded_tensor(0).double().sum(dim=1)
+    sums_B = rewards_BT.double().sum(dim=1)
     return torch.where(sums_B.isfinite(), sums_B, torch.nan)
 
 
@@ -356,7 +423,7 @@ def end_token_ids(tokenizer: PreTrainedTokenizerBase, generation_config: Generat
     return {token for token in [tokenizer.eos_token_id, *from_model] if token is not None}
 
 
-def _facts(data: TensorDict, r: Rollouts, method: Method, turns: Sequence[int]) -> dict[str, list[Any]]:
+def _facts(data: TensorDict, r: Rollouts, method: BaseMethod, turns: Sequence[int]) -> dict[str, list[Any]]:
     """What the token dump says of the responses beside their tokens, as far as the run has it; ``turns`` as in
     :func:`turn_rewards_label`."""
     judged, extra, sources, infos = (objects(data, name) or [None] * len(r) for name in OBJECTS)
@@ -387,7 +454,7 @@ def objects(data: TensorDict, name: str) -> list[Any] | None:
     return list(tu.get(data, name)) if name in data.keys() else None  # noqa: SIM118  # a TensorDict has no `in`
 
 
-def turn_rewards_label(extra: Any, method: Method, before: int = 0, turns: int = 0) -> dict[str, list[Any]]:
+def turn_rewards_label(extra: Any, method: BaseMethod, before: int = 0, turns: int = 0) -> dict[str, list[Any]]:
     """The rewards by turn as a label: those that the method reads, else the first of the usual names that has any.
     ``extra`` is what verl has of the response, ``before`` the turns of its session before it, since a list of the
     reward function is the whole session's, and ``turns`` its own where as many rewards are certain to be one each, else

@@ -98,6 +98,20 @@ def estimator_named(algorithm: DictConfig, name: str) -> Iterator[None]:
         algorithm.adv_estimator = configured
 
 
+@contextmanager
+def without_correction(algorithm: DictConfig) -> Iterator[None]:
+    """While open, ``algorithm.rollout_correction`` is ``None``.
+
+    Works around ``PPOTrainer._compute_advantage``, which compares the rollout's log-probabilities with the old ones
+    wherever the section is there, also where it corrects nothing. Can go when verl asks whether it corrects.
+    """
+    configured, algorithm.rollout_correction = algorithm.get("rollout_correction"), None
+    try:
+        yield
+    finally:
+        algorithm.rollout_correction = configured
+
+
 def use_ray_trainer(trainer_class: type) -> None:
     """Have verl's older task runner make a trainer of this class.
 

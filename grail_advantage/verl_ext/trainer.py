@@ -1,10 +1,11 @@
-"""verl's three v1 trainers with token weights. Two of their stages differ.
+"""verl's three v1 trainers with token weights. Three of their stages differ.
 
 ``_compute_advantage``: the base advantage comes from verl's own code, by default GRPO's (with
 ``norm_adv_by_std_in_grpo=false``, Dr.GRPO), which also applies a KL penalty in the reward, rollout correction and
 multi-output sessions. The responses are then fetched, the method gives scores to those that it selects, by a pass in
 the actor where it uses the model, and the advantages in TransferQueue are multiplied by the token weights.
-``_update_actor``: responses that train nothing are left out where a run asks for it.
+``_update_actor``: responses that train nothing are left out where a run asks for it. ``_compute_old_log_prob``: is left to
+the update's own forward where a run asks for it (:mod:`grail_advantage.verl_ext.own_forward`).
 
 :class:`TokenWeightTrainer` goes before any trainer of verl's, or of one's own, in the bases of a class:
 
@@ -20,6 +21,7 @@ bypass mode they are the rollout engine's, whose policy the trainer does not hol
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 
 import torch
@@ -28,15 +30,28 @@ from omegaconf import DictConfig
 from tensordict import TensorDict
 from transfer_queue import KVBatchMeta
 from verl.experimental.separation.engine_workers import DetachActorWorker
+from verl.protocol import DataProto
 from verl.single_controller.base.decorator import Dispatch, register
 from verl.trainer.ppo.v1 import PPOTrainerColocateAsync, PPOTrainerSeparateAsync, PPOTrainerSync, register_trainer
+from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 from verl.utils.debug import marked_timer
+from verl.utils.debug.metrics import calculate_debug_metrics
 from verl.workers.utils.padding import response_from_nested, response_to_nested
 
-from grail_advantage.data import Row, RowScores
+from grail_advantage.data import ENTROPY, OLD_LOG_PROBS, ROLLOUT_LOG_PROBS, Rollouts, Row, RowScores
 from grail_advantage.verl_ext import patches
-from grail_advantage.verl_ext.exchange import LEAVE_OUT, PLACES, WATCHED, nested, trains, update_order
-from grail_advantage.verl_ext.host import TIMING, WeighingTrainer
+from grail_advantage.verl_ext.exchange import (
+    LEAVE_OUT,
+    PLACES,
+    WATCHED,
+    mini_batch_rows,
+    nested,
+    places_without_slots,
+    trains,
+    update_order,
+)
+from grail_advantage.verl_ext.host import TIMING, WeighingTrainer, mean_of_loss
+from grail_advantage.verl_ext.own_forward import REUSE, columns_of_ranks
 from grail_advantage.verl_ext.settings import BASE, BYPASS, ROLLOUT
 from grail_advantage.verl_ext.worker import TokenWeightActorWorker
 
@@ -63,8 +78,18 @@ class TokenWeightTrainer(WeighingTrainer):
         super()._init_dataloader()
         self._look_at_data(updates=self.parameter_sync_step)
 
+    def _compute_old_log_prob(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
+        """verl's, unless the update's own forward gives them. An agent loop with several outputs a session can make more
+        responses than one mini-batch has."""
+        one_mini_batch = len(batch) <= mini_batch_rows(self.settings)
+        self._own_forward = self._reuses and one_mini_batch and self._on_policy()
+        return batch if self._own_forward else super()._compute_old_log_prob(batch, metrics)
+
     def _compute_advantage(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
-        with patches.estimator_named(self.config.algorithm, self.settings[BASE]):
+        algorithm = self.config.algorithm
+        # verl compares the rollout's log-probabilities with the old ones, also where nothing is corrected.
+        uncorrected = patches.without_correction(algorithm) if self._own_forward else nullcontext()
+        with patches.estimator_named(algorithm, self.settings[BASE]), uncorrected:
             batch = super()._compute_advantage(batch, metrics)
         with marked_timer(TIMING, self.timing_raw, color="purple"):
             data = tq.kv_batch_get(batch.keys, batch.partition_id, select_fields=self._field_names())
@@ -76,6 +101,10 @@ class TokenWeightTrainer(WeighingTrainer):
         metrics.update(self._report(of_run, update=self.local_trigger_step))
         return written
 
+    @property
+    def _has_verls_advantages(self) -> bool:
+        return super()._compute_advantage.__func__ is PPOTrainer._compute_advantage
+
     def _update_actor(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
         weighed, self._weighed = self._weighed, None
         rollouts, request, sent = weighed.rollouts, batch, [True] * len(weighed.rollouts)
@@ -84,18 +113,43 @@ class TokenWeightTrainer(WeighingTrainer):
             request, figures = update_order(rollouts, sent, batch, self.settings, ranks)
             request.extra_info[LEAVE_OUT] = True
             metrics.update(figures)
-        fields, marks = request.fields, None if self._dump is None else self._dump.marks
+        fields, places_B2 = request.fields, None
+        marks = None if self._dump is None else self._dump.marks
+        if self._own_forward:
+            request.extra_info[REUSE] = True
+            places_B2 = places_without_slots(len(rollouts))
         if marks is not None:
             request.extra_info[WATCHED], places_B2 = marks
+        if places_B2 is not None:
             field = TensorDict({PLACES: places_B2}, batch_size=len(rollouts))
             tq.kv_batch_put(keys=list(rollouts.keys), partition_id=batch.partition_id, fields=field)
             request.fields = None if fields is None else [*fields, PLACES]
         written = super()._update_actor(request, metrics)
+        for setting in (WATCHED, REUSE):
+            request.extra_info.pop(setting, None)
+        request.fields = fields
+        if self._own_forward:
+            metrics.update(self._take_own_forward(batch, rollouts))
         if marks is not None:
-            request.extra_info.pop(WATCHED)
-            request.fields = fields
             metrics.update(self._receive(batch, rollouts, sent))
         return written if request is batch else written.select_keys(batch.keys)
+
+    def _take_own_forward(self, batch: KVBatchMeta, rollouts: Rollouts) -> dict[str, float]:
+        """Hand the columns of the update's own forward to the dump; verl's metrics of them, over the responses that were
+        in the update."""
+        columns = columns_of_ranks(self.actor_rollout_wg.take_own_forward(), rollouts)
+        if self._dump is not None:
+            self._dump.write(columns)
+        updated_BT = rollouts.mask & columns[OLD_LOG_PROBS].isfinite()
+        metrics = {}
+        if self.settings[f"{ROLLOUT}.calculate_log_probs"]:
+            names = ["responses", ROLLOUT_LOG_PROBS]
+            data = tq.kv_batch_get(list(rollouts.keys), batch.partition_id, select_fields=names).to_padded_tensor()
+            data[OLD_LOG_PROBS] = columns[OLD_LOG_PROBS]
+            data["response_mask"] = updated_BT
+            metrics.update(calculate_debug_metrics(DataProto(batch=data)))
+        metrics["actor/entropy"] = mean_of_loss(self.settings, columns[ENTROPY].nan_to_num(), updated_BT)
+        return metrics
 
     def _log_probs_now(self, batch: KVBatchMeta, places: Sequence[int]) -> torch.Tensor:
         """Log-probabilities of some of a batch's responses by the actor as it is, (B, T), from the forward over the
@@ -146,6 +200,12 @@ class TokenWeightTrainerSeparateAsync(TokenWeightTrainer, PPOTrainerSeparateAsyn
         finally:
             workers.restore_model_from_cpu(update)
             workers.clear_cpu_model(update)
+
+    def _compute_old_log_prob(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
+        batch = super()._compute_old_log_prob(batch, metrics)
+        if self._own_forward and self.parameter_sync_step > 1:  # the step's later updates go back to this policy
+            self.actor_rollout_wg.save_model_to_cpu(STEP_POLICY)
+        return batch
 
     def _on_policy(self) -> bool:
         # The old log-probabilities of later updates are those of the step's first policy.

@@ -23,12 +23,13 @@ from verl.workers.config import TrainingWorkerConfig
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
 
-from grail_advantage.method import Method
+from grail_advantage.method import BaseMethod
 from grail_advantage.model.probe import Finding
 from grail_advantage.receipt import Piece
 from grail_advantage.receipt.measure import Gradient
 from grail_advantage.verl_ext.engine_model import EngineModel
 from grail_advantage.verl_ext.exchange import LEAVE_OUT, PLACES, WATCHED, build_reply, rows_of, without_zero_advantage
+from grail_advantage.verl_ext.own_forward import REUSE, OwnForward
 
 
 def token_scores(engine: FSDPEngineWithLMHead, request: TensorDict) -> TensorDict:
@@ -37,7 +38,7 @@ def token_scores(engine: FSDPEngineWithLMHead, request: TensorDict) -> TensorDic
     the same responses."""
     names = ("temperature", "step", "pad_token")
     model = EngineModel(engine, **{name: tu.get_non_tensor_data(request, name, default=None) for name in names})
-    method: Method = tu.get_non_tensor_data(request, "signal", default=None)
+    method: BaseMethod = tu.get_non_tensor_data(request, "signal", default=None)
     rows = [replace(row, tokens=row.tokens.to(get_device_id())) for row in rows_of(request)]
     with engine.eval_mode():
         model.check_packing()
@@ -139,19 +140,32 @@ def _piece(read: Gradient, places_R2: torch.Tensor, lengths_R2: torch.Tensor, wi
 
 
 class TokenWeightTrainingWorker(TrainingWorker):
-    """``TrainingWorker`` whose ``train_batch`` leaves out zero-advantage responses, and reads what the others receive,
-    where a batch asks for it."""
+    """``TrainingWorker`` whose update leaves out zero-advantage responses, takes the old log-probabilities from its own
+    first forward, and reads what the responses receive, where a batch asks for it."""
 
     def __init__(self, config: TrainingWorkerConfig) -> None:
         super().__init__(config)
         self.update_reader = UpdateReader()
+        self.own_forward = OwnForward()
+
+    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="train"), blocking=False)
+    def train_mini_batch(self, data: TensorDict) -> TensorDict:
+        """verl's, with old log-probabilities where the batch has none (:mod:`grail_advantage.verl_ext.own_forward`)."""
+        if REUSE not in data:
+            return super().train_mini_batch(data)
+        self.own_forward = OwnForward()
+        with self.own_forward.of_update(self, data):
+            return super().train_mini_batch(data)
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="train"), blocking=False)
     def train_batch(self, data: TensorDict) -> TensorDict:
         """verl's, over the responses that train (:mod:`grail_advantage.verl_ext.exchange`)."""
-        if watched := WATCHED in data:
+        watched, reuses = WATCHED in data, REUSE in data
+        if watched or reuses:
             data = data.copy()
             data[PLACES] = places_R2 = torch.stack(data[PLACES].unbind())  # TransferQueue may give it nested
+        if reuses:
+            self.own_forward.ask_for_entropies(data)
         if LEAVE_OUT in data:
             data = without_zero_advantage(self.engine, data)
         reading = self.update_reader.optimiser_step(self, data, places_R2[:, 0].tolist()) if watched else nullcontext()
@@ -175,6 +189,18 @@ class TokenWeightActorWorker(ActorRolloutRefWorker):
         """Whether responses are the same beside others, in a layout: :meth:`EngineModel.probe`."""
         with self.actor.engine.eval_mode():
             return EngineModel(self.actor.engine, temperature=temperature).probe(layout, longest)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def take_own_forward(self) -> dict[str, dict[int, torch.Tensor]] | None:
+        """The columns of the latest update's own forward (:class:`OwnForward`) on this rank, on the CPU; nothing from
+        the other ranks of a sequence-parallel group, which have the same responses."""
+        columns, self.actor.own_forward = self.actor.own_forward.columns, OwnForward()
+        if not self.actor.engine.is_mp_src_rank_with_outputs():
+            return None
+        return {
+            name: {place: values_T.cpu() for place, values_T in of_responses.items()}
+            for name, of_responses in columns.items()
+        }
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def take_received(self, number: Any) -> list[OptimiserStep] | Exception | None:

@@ -18,6 +18,7 @@ import pandas as pd
 
 from grail_advantage.answers.tokenizers import load_tokenizer
 from grail_advantage.dump import write_whole
+from grail_advantage.receipt.foreign import read_bytes, read_json, say, visible, why
 from recipe.data.specs import BENCHMARKS, PROMPTS, benchmark_names
 from recipe.evaluate import report, sampling
 from recipe.evaluate.sampling import KEY, digest, read_samples
@@ -60,14 +61,41 @@ def grade_folder(folder: Path, run: dict[str, Any], grader: str, wanted: pd.Data
     if len(samples) < len(wanted):
         raise ValueError(f"{folder} lacks samples; run the evaluation again, which draws them")
     scores = report.grade(samples, grader)
-    write_whole(folder / "scores.jsonl", scores.to_json(orient="records", lines=True, force_ascii=False))
-    return report.summarise(run | {"grader": grader}, scores)
+    lines = scores.to_json(orient="records", lines=True, force_ascii=False)
+    write_whole(folder / "scores.jsonl", lines)
+    return report.summarise(run | {"grader": grader, "scores_hash": digest(lines)}, scores)
 
 
-def finished(folder: Path) -> tuple[dict[str, Any], pd.DataFrame]:
-    """The results of a finished evaluation, and its scores."""
-    results = json.loads((folder / "results.json").read_text(encoding="utf-8"))
-    return results | {"folder": str(folder)}, read_samples(folder / "scores.jsonl")
+def finished(folder: Path, kind: type[report.Wanted] = report.Wanted) -> tuple[dict[str, Any], pd.DataFrame]:
+    """What a finished evaluation ran, and what its scores hold of ``kind``.
+
+    Raises:
+        ValueError: a file is not as an evaluation writes it, or the samples are of another evaluation.
+    """
+    path = folder / "results.json"
+    try:
+        run = sampling.checked(report.Results, read_json(read_bytes(path))).run.model_dump(exclude_unset=True)
+        path = folder / "scores.jsonl"
+        scores = report.read_scores(path, kind)
+        path = folder / "generations.jsonl"
+        begun = sampling.read_settings(path) or {}
+    except (ValueError, OSError) as error:
+        raise ValueError(f"{path}: {why(error)}") from None
+    ran = {"model": run.get("model_hash"), "engine": run.get("engine"), **run["sampling"]}
+    other = [name for name in ran.keys() & begun.keys() if ran[name] not in (None, begun[name])]
+    if other:
+        raise ValueError(f"{path} has samples with another {min(other)} than results.json; run the evaluation again")
+    return run, scores
+
+
+def results(folder: Path) -> tuple[dict[str, Any], pd.DataFrame]:
+    """The results of a finished evaluation, by its scores, and these; ValueError as :func:`finished`, or where the
+    evaluation was killed between two files of another grading."""
+    run, scores = finished(folder, report.Score)
+    lines = (folder / "scores.jsonl").read_text(encoding="utf-8")
+    if run.get("scores_hash") not in (None, digest(lines)):
+        raise ValueError(f"{folder}/scores.jsonl is of another grading than results.json; use --regrade {folder}")
+    return report.summarise(run, scores) | {"folder": str(folder)}, scores
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -92,18 +120,18 @@ def main(arguments: list[str] | None = None) -> None:
     folder, name = options.regrade or options.output_dir, "comparison" if options.compare else "results"
     try:
         if options.compare:
-            result = report.compare(*zip(*map(finished, options.compare), strict=True))
+            result = report.compare(*zip(*map(results, options.compare), strict=True))
         elif options.regrade:
-            former, scores = finished(folder)
-            result = grade_folder(folder, former["run"], options.grader, scores)
+            run, scores = finished(folder)
+            result = grade_folder(folder, run, options.grader, scores)
         else:
             result = evaluate(options)
         if folder is not None:
             write_whole(folder / f"{name}.md", report.page(result))
             write_whole(folder / f"{name}.json", json.dumps(result, indent=2, ensure_ascii=False) + "\n")
     except (ValueError, RuntimeError, OSError, CalledProcessError) as error:
-        sys.exit(f"{parser.prog}: error: {error}")
-    print(report.page(result))
+        sys.exit(visible(f"{parser.prog}: error: {error}", breaks=False))
+    say(*report.page(result).split("\n"))
 
 
 if __name__ == "__main__":

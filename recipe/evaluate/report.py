@@ -13,16 +13,69 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import pandas as pd
+from pydantic import Field
 
+from grail_advantage.receipt.foreign import visible
 from grail_advantage.reward import compute_score
-from recipe.evaluate.sampling import KEY
+from recipe.evaluate.sampling import KEY, Count, Key, Record, checked, records
 from recipe.marked_text import table
 
 INTERVAL = {"level": 0.95, "method": "percentile bootstrap over problems", "resamples": 10_000, "seed": 0}
+
+
+class Drawing(Record, extra="allow"):
+    """The parameters with which samples were drawn."""
+
+    samples: Annotated[int, Field(ge=1, le=10**6)]
+
+
+class Run(Record, extra="allow"):
+    """What an evaluation ran."""
+
+    model: str
+    sampling: Drawing
+    grader: str | None = None
+
+
+class Results(Record):
+    """``results.json``, but for the figures, which follow from the scores."""
+
+    run: Run
+
+
+class Wanted(Key):
+    """A line of ``scores.jsonl`` before it is graded."""
+
+    gold: Any
+
+
+class Score(Wanted):
+    """A line of ``scores.jsonl``."""
+
+    tokens: Count
+    right: bool
+    answered: bool
+    no_verdict: bool
+    truncated: bool
+    right_published: bool | None = None
+    no_verdict_published: bool | None = None
+
+
+def read_scores(path: Path, kind: type[Wanted]) -> pd.DataFrame:
+    """What a file's lines hold of ``kind``; ValueError: a line is not of it, or there is none."""
+    scores = []
+    for number, record in enumerate(records(path), start=1):
+        try:
+            scores.append(checked(kind, record).model_dump(exclude_none=True))
+        except ValueError as error:
+            raise ValueError(f"line {number}: {error}") from None
+    if not scores:
+        raise ValueError("has no scores")
+    return pd.DataFrame(scores).drop_duplicates(KEY, ignore_index=True)
 
 
 def grade(samples: pd.DataFrame, grader: str) -> pd.DataFrame:
@@ -96,8 +149,8 @@ def summarise(run: dict[str, Any], scores: pd.DataFrame) -> dict[str, Any]:
 def compare(results: tuple[dict[str, Any], ...], scores: tuple[pd.DataFrame, ...]) -> dict[str, Any]:
     """The figures of the second of two runs minus those of the first, beside the results of both; ValueError names all
     differences of benchmarks, prompts, ground truths, grader and sampling but for its seed."""
-    a, b = (result["run"]["sampling"] | {"grader": result["run"]["grader"], "seed": None} for result in results)
-    unequal = [f"{name} {a[name]!r} and {b[name]!r}" for name in a if a[name] != b[name]]
+    a, b = (result["run"]["sampling"] | {"grader": result["run"].get("grader"), "seed": None} for result in results)
+    unequal = [f"{name} {a.get(name)!r} and {b.get(name)!r}" for name in {**a, **b} if a.get(name) != b.get(name)]
     first, second = ({n: rows.to_dict("list") for n, rows in of[[*KEY, "gold"]].groupby("benchmark")} for of in scores)
     unequal += [f"prompts or ground truths of {n}" for n in first | second if first.get(n) != second.get(n)]
     if unequal:
@@ -113,7 +166,7 @@ def page(result: dict[str, Any]) -> str:
     means = {"mean over benchmarks": result["mean"], "mean weighted by problems": result["weighted_mean"]}
     names = [name for name, row in result["mean"].items() if isinstance(row, dict)]
     for label, row in (result["benchmarks"] | means).items():
-        rows.append([label, row.get("problems", "")])
+        rows.append([shown(label), row.get("problems", "")])
         for name in names:
             scale, digits = (1, 0) if name == "tokens" else (100, 2 if sign else 1)
             value, low, high = (f"{scale * row[name][key]:{sign}.{digits}f}" for key in ("value", "low", "high"))
@@ -122,9 +175,14 @@ def page(result: dict[str, Any]) -> str:
     lines = "\n".join(table(head, rows, right=1))
     if sign:
         a, b = result["first"], result["second"]
-        return f"{page(a)}\n{page(b)}\n# B (`{b['folder']}`) minus A (`{a['folder']}`)\n\n{lines}\n"
+        return f"{page(a)}\n{page(b)}\n# B (`{shown(b['folder'])}`) minus A (`{shown(a['folder'])}`)\n\n{lines}\n"
     settings = result["run"] | result["run"]["sampling"]
     settings["mean tokens of responses with a box"] = f"{result['mean']['tokens_of_answered']:.0f}"
     settings |= pd.DataFrame(result["benchmarks"].values()).filter(like="no_verdict").sum().astype(int).to_dict()
-    listed = [f"{name} {value}" for name, value in settings.items() if not isinstance(value, dict)]
-    return f"# Evaluation of `{settings['model']}`\n\n{lines}\n\n{', '.join(listed)}.\n"
+    listed = [shown(f"{name} {value}") for name, value in settings.items() if not isinstance(value, dict)]
+    return f"# Evaluation of `{shown(settings['model'])}`\n\n{lines}\n\n{', '.join(listed)}.\n"
+
+
+def shown(text: str) -> str:
+    """A text of a file in one line, with its invisible characters spelt out."""
+    return visible(text, breaks=False)

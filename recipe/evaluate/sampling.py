@@ -10,27 +10,72 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, TextIO
+from typing import Annotated, Any, Literal, TextIO, TypeVar
 
 import pandas as pd
 import torch
 from huggingface_hub import snapshot_download
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from tqdm.asyncio import tqdm
 
+from grail_advantage.receipt.foreign import open_plain, read_json
 from grail_advantage.reward import check_ground_truths
 from recipe.data.specs import ENDINGS
 
-KEY = ["benchmark", "index", "sample", "prompt"]
-"""A sample's name, with a hash of its prompt's token ids. A sample also has ``seed``, ``tokens`` (with the end token),
-``finish_reason`` (``stop`` or ``length``) and ``text``."""
-FILES = ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model"]  # that are fetched of a model on the hub
+FILES = ["*.safetensors", "pytorch_model*.bin", "*.json", "*.jinja", "*.txt", "*.model"]
+"""The files of a model that say how it samples: its weights, configurations, tokenizer and chat template."""
+MERGED_FROM = ".merged_from"  # in a merged folder: the files of which it was made
+Count = Annotated[int, Field(ge=0, lt=2**53)]
+
+
+class Record(BaseModel):
+    """A record in a file that somebody else may have written. It may hold more than is named here."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+
+class Key(Record):
+    """A sample's name, with a hash of its prompt's token ids."""
+
+    benchmark: str
+    index: Count
+    sample: Count
+    prompt: str
+
+
+class Sample(Key):
+    """A line of ``generations.jsonl``; ``tokens`` counts the end token, too. A line also has the sample's ``seed``."""
+
+    tokens: Count
+    finish_reason: Literal["stop", "length"]
+    text: str
+
+
+class FsdpConfig(Record):
+    """verl's ``fsdp_config.json``."""
+
+    world_size: Count
+
+
+KEY = list(Key.model_fields)
+Checked = TypeVar("Checked", bound=Record)
+
+
+def checked(kind: type[Checked], record: Any) -> Checked:
+    """A record of a file; ValueError: naming what is missing or has another type."""
+    try:
+        return kind.model_validate(record)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise ValueError(f"{'.'.join(map(str, first['loc'])) or 'the value'}: {first['msg']}") from None
 
 
 def load_benchmarks(names: list[str], data_dir: Path, prompt: str = "corrected") -> pd.DataFrame:
@@ -48,51 +93,146 @@ def load_benchmarks(names: list[str], data_dir: Path, prompt: str = "corrected")
     return pd.concat(tables, names=["benchmark", "index"]).reset_index()
 
 
+def records(path: Path) -> Iterator[Any]:
+    """The values of a file of JSON lines, ``None`` for a line that has none."""
+    with open_plain(path) as file:
+        for line in file:
+            value = None
+            with suppress(ValueError):
+                value = read_json(line)
+            yield value
+
+
 def read_samples(path: Path) -> pd.DataFrame:
-    """The samples in a file's lines, but for the settings and a line that a kill cut off."""
+    """The samples in a file's lines, but for the settings and what is no sample, such as a line that a kill cut off."""
     samples = []
-    for line in path.read_bytes().splitlines():
+    for record in records(path):
         with suppress(ValueError):
-            samples += [] if "settings" in (sample := json.loads(line)) else [sample]
-    return pd.DataFrame(samples, columns=None if samples else KEY).drop_duplicates(KEY, ignore_index=True)
+            checked(Sample, record)
+            samples.append(record)
+    return pd.DataFrame(samples, columns=None if samples else list(Sample.model_fields)).drop_duplicates(
+        KEY, ignore_index=True
+    )
+
+
+def read_settings(path: Path) -> dict[str, Any] | None:
+    """The settings with which a file of samples was begun; ``None``: its first line has none."""
+    first = next(records(path), None)
+    settings = first.get("settings") if isinstance(first, dict) else None
+    return settings if isinstance(settings, dict) else None
 
 
 def open_samples(path: Path, settings: dict[str, Any]) -> TextIO:
     """Open a file of samples to append to it. Its first line holds the settings of all; ValueError if they differ."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    file, first = path.open("a+", encoding="utf-8", errors="surrogateescape"), json.dumps({"settings": settings}) + "\n"
-    file.seek(0)
-    if (there := file.readline()) not in ("", first):
-        raise ValueError(f"{path} was begun with other settings: {there}not {first}use those or another --output-dir")
-    file.write("\n" if there else first)  # a kill may have cut off the last line, even within a character
+    begun = path.exists() and path.stat().st_size > 0
+    if begun:
+        refuse_other_settings(path, settings)
+    file = path.open("a", encoding="utf-8")
+    # A kill may have cut off the last line, even within a character.
+    file.write("\n" if begun else json.dumps({"settings": settings}) + "\n")
     return file
 
 
+def refuse_other_settings(path: Path, settings: dict[str, Any]) -> None:
+    """ValueError: a file of samples was begun with others, naming those that differ."""
+    begun = read_settings(path)
+    if begun is None:
+        raise ValueError(f"{path} does not begin with the settings of an evaluation; use another --output-dir")
+    names = [name for name in {**begun, **settings} if begun.get(name) != settings.get(name)]
+    if names:
+        differing = "; ".join(f"{name}: {begun.get(name)!r} there, {settings.get(name)!r} here" for name in names)
+        raise ValueError(f"{path} was begun with other settings ({differing}); use those or another --output-dir")
+
+
 def resolve_model(model: str) -> tuple[Path, str]:
-    """The folder of ``--model`` and a hash of its weights: a Hugging Face model's, ``.../global_step_N``, which is
-    merged once, or that of a name on the hub, which is fetched into its cache."""
-    path = Path(model) if Path(model).is_dir() else Path(snapshot_download(model, allow_patterns=FILES))
+    """The folder of ``--model`` and a hash of its :data:`FILES`: a Hugging Face model's, ``.../global_step_N``, which is
+    merged once, or that of a name on the hub, which is fetched into its cache.
+
+    Raises:
+        ValueError: it is none of these, an adapter, or a checkpoint or a model of which a part is missing.
+    """
+    path = Path(model) if Path(model).is_dir() else fetch(model)
     if any((path / "actor").glob("model_world_size_*_rank_*.pt")):
         path = merge(path / "actor", path / "actor_merged")
-    if not (weights := sorted([*path.glob("*.safetensors"), *path.glob("pytorch_model*.bin")])):
+    if (path / "adapter_config.json").is_file():
+        raise ValueError(
+            f"--model {model} is an adapter, without the weights that it adapts; merge them into a folder, with "
+            "peft: AutoPeftModelForCausalLM.from_pretrained(ADAPTER).merge_and_unload().save_pretrained(FOLDER) and "
+            "AutoTokenizer.from_pretrained(ADAPTER).save_pretrained(FOLDER)"
+        )
+    if not any([*path.glob("*.safetensors"), *path.glob("pytorch_model*.bin")]):
         raise ValueError(f"--model {model} is neither a model folder with weights nor a run's folder global_step_N")
-    return path, digest([hashlib.file_digest(file.open("rb"), "sha256").hexdigest() for file in weights])
+    kind = "model.safetensors" if any(path.glob("*.safetensors")) else "pytorch_model.bin"
+    index, again = path / f"{kind}.index.json", "fetch or copy the model again"
+    if any(path.glob(kind.replace(".", "-*-of-*."))):
+        refuse_missing(path, [index.name], again)
+        refuse_missing(path, json.loads(index.read_bytes())["weight_map"].values(), again)
+    files = sorted({file for pattern in FILES for file in path.glob(pattern)})
+    return path, digest([[file.name, hashlib.file_digest(file.open("rb"), "sha256").hexdigest()] for file in files])
+
+
+def fetch(model: str) -> Path:
+    """The folder of a model on the hub, with its ``.bin`` files where it has no other weights."""
+    path = Path(snapshot_download(model, allow_patterns=FILES, ignore_patterns="*.bin"))
+    return path if any(path.glob("*.safetensors")) else Path(snapshot_download(model, allow_patterns=FILES))
+
+
+def refuse_missing(folder: Path, names: Iterable[str], remedy: str) -> None:
+    """ValueError: a folder lacks a file."""
+    if missing := sorted({name for name in names if not (folder / name).is_file()}):
+        raise ValueError(f"{folder} is not whole, it lacks {missing[0]}: {remedy}")
 
 
 def merge(checkpoint: Path, merged: Path) -> Path:
-    """Join the weights of a verl checkpoint in a folder beside it, which is there when it is whole."""
-    if merged.is_dir():
+    """Join the weights of a verl checkpoint in a folder beside it, unless that was made of these files.
+
+    Raises:
+        ValueError: a part of the checkpoint is missing.
+    """
+    another = "take another global_step_N, or copy it again"
+    refuse_missing(checkpoint, ["fsdp_config.json", "huggingface/config.json"], another)
+    ranks = checked(FsdpConfig, read_json((checkpoint / "fsdp_config.json").read_bytes())).world_size
+    refuse_missing(checkpoint, [f"model_world_size_{ranks}_rank_{rank}.pt" for rank in range(ranks)], another)
+    statuses = {str(file.relative_to(checkpoint)): file.stat() for file in checkpoint.rglob("*") if file.is_file()}
+    files = {name: [status.st_size, status.st_mtime_ns] for name, status in sorted(statuses.items())}
+    source = json.dumps({"verl": version("verl"), "files": files})
+    if (merged / MERGED_FROM).is_file() and (merged / MERGED_FROM).read_text(encoding="utf-8") == source:
         return merged
     with TemporaryDirectory(dir=merged.parent) as folder:
         command = [sys.executable, "-m", "verl.model_merger", "merge", "--backend", "fsdp", "--local_dir", checkpoint]
         subprocess.run([*command, "--target_dir", made := Path(folder, "merged")], stdout=2, check=True)
-        if (adapter := made / "lora_adapter").is_dir():  # beside base weights that verl 0.9.1 leaves as they were
-            from peft import PeftModel
-            from transformers import AutoModelForCausalLM
-
-            model = AutoModelForCausalLM.from_pretrained(made, dtype="auto")
-            PeftModel.from_pretrained(model, str(adapter)).merge_and_unload().save_pretrained(made)
+        if (made / "lora_adapter").is_dir():  # beside base weights that verl 0.9.1 leaves as they were
+            add_adapter(made, checkpoint)
+        (made / MERGED_FROM).write_text(source, encoding="utf-8")
+        shutil.rmtree(merged, ignore_errors=True)
         return made.rename(merged)
+
+
+def add_adapter(merged: Path, checkpoint: Path) -> None:
+    """Add the adapter that verl's merger leaves in a folder to the base weights there.
+
+    Raises:
+        ValueError: its scale is missing, for which the merger writes 0, or weights that peft does not read as LoRA's.
+    """
+    from peft import PeftModel, get_peft_model_state_dict
+    from safetensors import safe_open
+    from transformers import AutoModelForCausalLM
+
+    adapter = merged / "lora_adapter"
+    if not json.loads((adapter / "adapter_config.json").read_bytes())["lora_alpha"]:
+        raise ValueError(
+            f"{checkpoint} has LoRA weights and no lora_alpha, so that they would add nothing to the base model; write "
+            'the run\'s actor_rollout_ref.model.lora_rank and lora_alpha into lora_train_meta.json there, as {"r": 32, '
+            '"lora_alpha": 64}'
+        )
+    adapted = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(merged, dtype="auto"), str(adapter))
+    with safe_open(adapter / "adapter_model.safetensors", "pt") as weights:
+        unread = sorted(set(weights.keys()) ^ set(get_peft_model_state_dict(adapted)))
+    if unread:
+        raise ValueError(f"{checkpoint} has an adapter that is not plain LoRA, such as {unread[0]}; merge it with peft")
+    adapted.merge_and_unload().save_pretrained(merged)
+    shutil.rmtree(adapter)
 
 
 def digest(value: Any) -> str:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import atexit
 import fnmatch
 import glob
+import hashlib
 import json
 import os
 import re
@@ -21,6 +22,7 @@ import sys
 import uuid
 from contextlib import suppress
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +33,16 @@ from verl.utils.checkpoint.checkpoint_manager import find_latest_ckpt_path
 from grail_advantage import __version__
 from grail_advantage.dump import read_dump, write_whole
 from grail_advantage.locks import hold
+from grail_advantage.receipt.foreign import open_plain, visible
 from grail_advantage.verl_ext.patches import STARTS, entry_is_wrapped
-from grail_advantage.verl_ext.settings import DUMP_FOLDER, Settings
-from recipe.rules import check_rules, check_trl
+from grail_advantage.verl_ext.settings import ACTOR, ATTENTION, DUMP_FOLDER, MODEL, PACKED, Settings
+from recipe.rules import check_settings, check_trl
 
 RUN_DEFINITION = "run_definition.json"
 FOLDER, MODE, RUNTIME = "trainer.default_local_dir", "trainer.resume_mode", "ray_kwargs.ray_init.runtime_env"
+LIBRARIES = f"{MODEL}.external_lib"
+FLASH_ATTENTION = ("flash_attn", "torch_npu")
+"""Packages that bring transformers' ``flash_attention_2``."""
 MAY_CHANGE = """
 run.* trainer.total_* trainer.*_freq trainer.*_name trainer.logger trainer.log_* trainer.*_dir trainer.resume_*
 trainer.val_* trainer.max_*_ckpt_to_keep trainer.checkpoint_callback_class trainer.del_local_*
@@ -45,10 +51,11 @@ trainer.esi_redundant_time *.checkpoint.save_contents *.checkpoint.async_save al
 *_parallel_size *fsdp_size trainer.device trainer.ray_wait_* ray_kwargs.* transfer_queue.* *.sandbox_fusion.*
 *.nccl_timeout *.use_shm *micro_batch_size* *max_token_len_per_gpu *use_dynamic_bsz *offload *offload_policy
 *gradient_checkpointing *entropy_checkpointing *.reshard_after_forward *.forward_prefetch *.use_torch_compile
-*.use_remove_padding *.gpu_memory_utilization *.enforce_eager *.cudagraph_capture_sizes *.free_cache_engine
-*.enable_sleep_mode *.multi_stage_wake_up *.max_num_batched_tokens *.max_num_seqs *.enable_chunked_prefill
-*.enable_prefix_caching *.load_format *.layered_summon *.checkpoint_engine.* reward.num_workers *.agent.num_workers
-data.filter_overlong_prompts_workers *.poll_interval  *.skip_zero_advantage *.missing_answers
+*.use_remove_padding *.attn_implementation *.gpu_memory_utilization *.enforce_eager *.cudagraph_capture_sizes
+*.free_cache_engine *.enable_sleep_mode *.multi_stage_wake_up *.max_num_batched_tokens *.max_num_seqs
+*.enable_chunked_prefill *.enable_prefix_caching *.load_format *.layered_summon *.checkpoint_engine.*
+reward.num_workers *.agent.num_workers data.filter_overlong_prompts_workers *.poll_interval *.skip_zero_advantage
+*.reuse_log_probs *.missing_answers
 """
 """Options that do not define a run, as shell patterns: what it logs and saves, validation, machines, speed and memory.
 None moves the order of data, nor the gradient, but for ``trainer.total_*`` under a learning rate that is not
@@ -95,6 +102,42 @@ def definition(run: Settings) -> dict[str, Any]:
     return json.loads(json.dumps(defining, default=str))
 
 
+def contents(run: Settings) -> dict[str, str]:
+    """A digest of what lies at each path that a defining option names, such as the data, a reward function in a file or
+    the model: a path says nothing of a file that was written anew."""
+    digests = {}
+    for name, value in _flat(run.config).items():
+        for path in value if isinstance(value, list) else [value]:
+            if isinstance(path, str) and "/" in path and not _may_change(name):
+                with suppress(OSError, ValueError):  # there is none, or no plain file
+                    digests[f"{name} ({Path(path).name})"] = _digest(Path(path).expanduser())
+    return digests
+
+
+WHOLE, PART = 2**30, 2**20
+"""Bytes of the largest file that is read as a whole, and of the beginning and the end of a larger one."""
+
+
+def _digest(path: Path) -> str:
+    """Of a file's content, or of the files in a folder."""
+    digest = hashlib.blake2b(digest_size=8)
+    files = [path]
+    if path.is_dir():
+        files = sorted(file for file in path.iterdir() if file.is_file() and not file.name.startswith("."))
+        digest.update(repr([file.name for file in files]).encode())
+    for file in files:
+        with open_plain(file) as content:
+            size = os.fstat(content.fileno()).st_size
+            digest.update(f"{size} ".encode())
+            if size <= WHOLE:
+                digest.update(hashlib.file_digest(content, "blake2b").digest())
+            else:
+                digest.update(content.read(PART))
+                content.seek(-PART, os.SEEK_END)
+                digest.update(content.read(PART))
+    return digest.hexdigest()
+
+
 def _flat(value: Any, name: str = "") -> dict[str, Any]:
     if isinstance(value, dict) and value:
         return {n: v for key, inner in value.items() for n, v in _flat(inner, f"{name}.{key}".lstrip(".")).items()}
@@ -114,7 +157,7 @@ def check_run(run: Settings) -> None:
         ValueError: naming the options, with the values there and here, and the remedy.
     """
     check_trl()
-    check_rules(run)
+    check_settings(run)
     # The check of scripts/train_cpu.sh, which then moves the folder away; the run itself finds none.
     moves_away = os.environ.get("FRESH") == "1" and os.environ.get("DRY_RUN") == "1"
     for option, folder in _folders(run).items():
@@ -139,7 +182,12 @@ def _differing(run: Settings, stored: dict[str, Any]) -> list[str]:
         return [] if run[MODE] == "resume_path" else [f"  no {RUN_DEFINITION} that can be read says which"]
     names = there.keys() | here.keys() if stored.get("by") == _BY else there.keys() & here.keys()
     differing = [name for name in sorted(names) if there.get(name) != here.get(name)]
-    return [f"  {name}: {there.get(name)!r} there, {here.get(name)!r} here" for name in differing]
+    lines = [f"  {visible(name)}: {there.get(name)!r} there, {here.get(name)!r} here" for name in differing]
+    begun = stored.get("contents")
+    for name, digest in contents(run).items() if isinstance(begun, dict) else ():
+        if begun.get(name, digest) != digest:
+            lines.append(f"  {name}: another content than when the run began")
+    return lines
 
 
 def _stored(folder: Path) -> dict[str, Any]:
@@ -166,12 +214,16 @@ def begin_run(run: Settings, config: DictConfig) -> None:
     folder = Path(run[FOLDER])
     hold(folder, _ANOTHER, FOLDER)
     _end_if_finished(run, folder)
-    name = _stored(folder).get("run") or uuid.uuid4().hex
+    name = _stored(folder).get("run")
+    if not (isinstance(name, str) and name.isalnum()):
+        name = uuid.uuid4().hex
     store_definition(run, name)
     if "WANDB_RUN_ID" not in os.environ:  # one run of wandb's for all starts
         OmegaConf.update(config, f"{RUNTIME}.env_vars", {"WANDB_RUN_ID": name, "WANDB_RESUME": "allow"}, force_add=True)
     if (executable := shlex.quote(sys.executable)) != sys.executable:  # Ray hands it to a shell
         OmegaConf.update(config, f"{RUNTIME}.py_executable", executable, force_add=True)
+    if not any(map(find_spec, FLASH_ATTENTION)):
+        _go_without_flash_attn(run, config)
     if os.environ.get("VERL_PLATFORM") == "cpu":
         from verl_cpu import workers
 
@@ -183,9 +235,35 @@ def begin_run(run: Settings, config: DictConfig) -> None:
     atexit.register(signal.alarm, 0)
 
 
+def _go_without_flash_attn(run: Settings, config: DictConfig) -> None:
+    """Have each process that loads the model import :mod:`recipe.without_flash_attn`, and the model take the attention
+    of torch, unless it is configured."""
+    if find_spec("verl_cpu") is None:
+        raise ValueError(
+            "without flash-attn verl takes log-probabilities token by token; install it (scripts/setup_gpu.sh), or "
+            "what computes them in few calls: pip install --no-deps -e packages/verl-cpu"
+        )
+    libraries = OmegaConf.select(config, LIBRARIES) or []
+    libraries = [libraries] if isinstance(libraries, str) else list(libraries)
+    OmegaConf.update(config, LIBRARIES, [*libraries, "recipe.without_flash_attn"], force_add=True)
+    if OmegaConf.select(config, ATTENTION) is not None:
+        return
+    if run.sequence_parallel_size > 1:
+        raise ValueError(
+            f"{ACTOR}.ulysses_sequence_parallel_size={run.sequence_parallel_size} needs flash-attn, which is not "
+            "installed (scripts/setup_gpu.sh); use 1"
+        )
+    attention = "torch_varlen" if run[PACKED] else "sdpa"
+    print(f"flash-attn is not installed: {ATTENTION}={attention} (docs/gpu.md)", file=sys.stderr)
+    # The checkpoints' config.json, which other programs read, has what is in model_config alone.
+    given = OmegaConf.to_container(config.actor_rollout_ref.model).get("override_config") or {}
+    override = {"model_config": given, **given, "attn_implementation": attention}
+    OmegaConf.update(config, f"{MODEL}.override_config", override, force_add=True, merge=False)
+
+
 def store_definition(run: Settings, name: str) -> None:
     """Write what defines a run, and its name, into each of its folders."""
-    content = {"run": name, "by": _BY, "definition": definition(run)}
+    content = {"run": name, "by": _BY, "definition": definition(run), "contents": contents(run)}
     for folder in _folders(run).values():
         with suppress(OSError):  # the trainer's machine is another one, and says what cannot be written there
             write_whole(folder / RUN_DEFINITION, json.dumps(content, indent=1))

@@ -18,7 +18,7 @@ from bench.__main__ import main
 from bench.places import Label, among, by_step
 from bench.statistics import above_controls, holm
 from bench.table import ALIKE, FINDS, NOTHING, PLACED, SPARES, UNSCORED, figures_in, read, verdicts
-from grail_advantage import Method, Rollouts, Weights
+from grail_advantage import AdvantageMethod, Method, Rollouts, Weights
 from grail_advantage.analyze import analyze, read_responses
 from grail_advantage.answers.text import TokenTexts, starts_of
 from grail_advantage.method import METHODS, methods, register
@@ -80,34 +80,40 @@ PLANTED: dict[str, Callable[[str, np.ndarray], np.ndarray]] = {
 }
 
 
+def planted_scores(name: str, r: Rollouts) -> torch.Tensor:
+    """By the text of each response alone; writes into all that it gets."""
+    assert not r.facts, "labels"
+    texts, scores_BT = TokenTexts(r.tokenizer), torch.zeros(r.mask.shape)
+    for row, mask_T in enumerate(r.mask):
+        pieces = texts(r.tokens[row, mask_T].tolist())
+        values_T = PLANTED[name]("".join(pieces), starts_of(pieces))
+        scores_BT[row, : len(pieces)] = torch.as_tensor(values_T)
+    for values in (r.tokens, r.advantages, *r.columns.values()):
+        values.fill_(1)
+    return scores_BT
+
+
 class Planted(Method):
-    """Weight ``1 + 4 * value``, by the text of each response alone; writes into all that it gets."""
+    """Weight ``1 + 4 * value``."""
 
     reads = frozenset({"tokens", "old_log_probs"})
     planted: str = ""
 
     def scores(self, r: Rollouts, of_pass: torch.Tensor | None) -> torch.Tensor:
-        assert not r.facts, "labels"
-        texts, scores_BT = TokenTexts(r.tokenizer), torch.zeros(r.mask.shape)
-        for row, mask_T in enumerate(r.mask):
-            pieces = texts(r.tokens[row, mask_T].tolist())
-            values_T = PLANTED[self.planted]("".join(pieces), starts_of(pieces))
-            scores_BT[row, : len(pieces)] = torch.as_tensor(values_T)
-        for values in (r.tokens, r.advantages, *r.columns.values()):
-            values.fill_(1)
-        return scores_BT
+        return planted_scores(self.planted, r)
 
     def weights(self, scores: torch.Tensor, among: torch.Tensor, r: Rollouts) -> Weights:
         return Weights(1 + 4 * scores)
 
 
-class Praise(Planted):
+class Praise(AdvantageMethod):
     """A large positive advantage for the first error."""
 
-    gives = "advantages"
+    reads = Planted.reads
+    planted: str = ""
 
     def scores(self, r: Rollouts, of_pass: torch.Tensor | None) -> torch.Tensor:
-        return torch.where(super().scores(r, of_pass) > 0, 5.0, -0.1)
+        return torch.where(planted_scores(self.planted, r) > 0, 5.0, -0.1)
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -15,7 +16,7 @@ import pytest
 import torch
 
 import benchmarks.gpu_check.__main__ as command
-from benchmarks.gpu_check import plain, trl_runs
+from benchmarks.gpu_check import launch, machine, plain, trl_runs
 from benchmarks.gpu_check.__main__ import PARTS, ROOT, Outcome
 from benchmarks.setup import random_model
 from grail_advantage import Grail
@@ -49,6 +50,9 @@ def test_a_part_at_toy_size(tmp_path: Path, letter: str) -> None:
     if letter == "a":
         assert set(found["Precision, toy, random"]) == set(plain.METHODS)
         assert len(found["Passes, toy"]) == 8 and all(float(row[2]) > 0 for row in found["Passes, toy"].values())
+    elif letter == "l":
+        for stage in ("step", "gen", "token_weights_pass", "update_actor"):
+            assert all(float(seconds) > 0 for seconds in found["Seconds by stage"][stage])
     elif letter == "c":
         for together in (4, 1):
             assert len(found[f"Training side, toy, {together} at once"]) == 5
@@ -167,6 +171,29 @@ def test_the_callers_path_reaches_the_example(tmp_path: Path, monkeypatch: pytes
     assert "failed: grail: the run ends well (exit status 3)" in found.path.read_text()
 
 
+def test_log_probabilities_rounded_to_bfloat16_are_found(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    """As verl's own are without flash-attn. The remedy is named, and the other checks still run."""
+    from verl.utils import torch_functional
+
+    monkeypatch.setattr(torch_functional, "logprobs_from_logits_v2", torch_functional.logprobs_from_logits_v2)
+    monkeypatch.setattr(torch_functional, "logprobs_from_logits", lambda *values: plain_log_probs(*values).bfloat16())
+    machine.main("cpu")
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines() if line.startswith("[")]
+    assert [(name, holds) for name, holds, _ in lines] == [("attention", True), ("log probabilities", False)]
+    assert "VERL_DISABLE_FLASH_ATTN_CE=1" in lines[1][2]
+
+
+def plain_log_probs(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return torch.log_softmax(logits.float(), dim=-1).gather(-1, labels[:, None])[:, 0]
+
+
+def test_a_launch_that_ends_at_once_is_a_failure_with_its_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    launch.rehearse(found := outcome(tmp_path), "cpu", tmp_path / "launch")
+    assert found.statuses == {"failed"} and str(tmp_path / "launch/killed.log") in found.path.read_text()
+    assert "/bin/false has no verl" in (tmp_path / "launch/killed.log").read_text()
+
+
 def test_two_million_bfloat16_rows_go_through_in_few_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     """By the name under which verl's engine calls it, without flash-attn; verl's own way, a call a row, takes minutes."""
     from verl.utils import torch_functional
@@ -177,8 +204,8 @@ def test_two_million_bfloat16_rows_go_through_in_few_calls(monkeypatch: pytest.M
     monkeypatch.setattr(torch_functional, "logprobs_from_logits_v2", torch_functional.logprobs_from_logits_v2)
     monkeypatch.setattr(torch_functional, "FLAH_ATTN_CROSS_ENTROPY_LOSS_AVAILABLE", False)
     log_probabilities_in_few_calls()
-    calls, log_softmax = [], torch.nn.functional.log_softmax
-    monkeypatch.setattr(torch.nn.functional, "log_softmax", lambda *of, **by: calls.append(1) or log_softmax(*of, **by))
+    calls, logsumexp = [], torch.logsumexp
+    monkeypatch.setattr(torch, "logsumexp", lambda *values, **options: calls.append(1) or logsumexp(*values, **options))
     logits_NV = torch.randn(2_000_000, 16).bfloat16().requires_grad_()
     transformer_impl.logprobs_from_logits(logits_NV, torch.zeros(2_000_000, dtype=torch.int64)).sum().backward()
     assert 1 < len(calls) <= 20

@@ -13,7 +13,7 @@ from torch import nn
 
 from grail_advantage.data import Rollouts, Row, RowScores, Weighed
 from grail_advantage.maps import MAPS as ALL_MAPS
-from grail_advantage.method import Method, methods
+from grail_advantage.method import BaseMethod, methods
 from grail_advantage.weigh import weigh
 from tests.core.tiny_models import char_tokenizer
 
@@ -46,24 +46,21 @@ def rollouts_of(
 
 
 class Given:
-    """A host whose pass gives these numbers, (B, T)."""
+    """A host whose pass gives these numbers, (B, T), and that has no columns."""
 
-    def __init__(self, responses: Rollouts, of_pass: torch.Tensor | None = None) -> None:
-        self.responses, self.of_pass = responses, of_pass
-
-    def rollouts(self) -> Rollouts:
-        return self.responses
+    def __init__(self, of_pass: torch.Tensor | None = None) -> None:
+        self.of_pass = of_pass
 
     def columns(self, names: Sequence[str], selected: Sequence[int]) -> Mapping[str, torch.Tensor]:
-        return {name: self.responses.columns[name] for name in names if name in self.responses.columns}
+        return {}
 
-    def scores(self, method: Method, rows: Sequence[Row]) -> list[RowScores]:
+    def scores(self, method: BaseMethod, rows: Sequence[Row]) -> list[RowScores]:
         return [RowScores(self.of_pass[row.index, : row.length]) for row in rows]
 
 
-def weighed(method: Method, responses: Rollouts, of_pass: torch.Tensor | None = None) -> Weighed:
+def weighed(method: BaseMethod, responses: Rollouts, of_pass: torch.Tensor | None = None) -> Weighed:
     """What a method makes of responses, the way every host goes; what holds for every method is checked."""
-    w = weigh(Given(responses, of_pass), method, None)
+    w = weigh(responses, method, Given(of_pass))
     assert w.weights.dtype == w.advantages.dtype == w.scores.dtype == torch.float32
     assert bool((w.weights.isfinite() & (w.weights >= 0)).all()) and not w.advantages.isnan().any()
     assert not w.weights[~responses.mask].any() and not w.advantages[~responses.mask].any()

@@ -81,9 +81,10 @@ def test_facts_are_those_of_the_responses(rows: list[dict[str, Any]]) -> None:
 def test_a_truncated_response_that_is_not_masked_has_the_reason_of_any_other() -> None:
     advantages = torch.tensor(hosts.ADVANTAGES)
     advantages[hosts.TRUNCATED] = 0
-    host = PlainHost(tiny_model(), hosts.plain_rollouts(advantages=advantages))
+    rollouts = hosts.plain_rollouts(advantages=advantages)
+    host = PlainHost(tiny_model(), rollouts)
     reasons = {
-        masks: weigh(host, hosts.signal_of("surprisal", mask_truncated=masks), None).no_scores[hosts.TRUNCATED]
+        masks: weigh(rollouts, hosts.signal_of("surprisal", mask_truncated=masks), host).no_scores[hosts.TRUNCATED]
         for masks in (True, False)
     }
     assert reasons == {True: "truncated", False: "advantage 0"}
@@ -97,7 +98,7 @@ def test_responses_without_a_token_count_in_no_rate() -> None:
         written = rollouts.written.clone()
         written[list(empty)] = False
         rollouts = replace(rollouts, mask=rollouts.mask & written, written=written)
-        metrics = weigh(PlainHost(tiny_model(), rollouts), hosts.signal_of("uniform"), None).metrics
+        metrics = weigh(rollouts, hosts.signal_of("uniform"), PlainHost(tiny_model(), rollouts)).metrics
         return metrics["truncated_rate"], metrics["unjudged_rate"]
 
     (unjudged, *_), truncated = (row for row, of in enumerate(hosts.ADVANTAGES) if math.isnan(of)), hosts.TRUNCATED

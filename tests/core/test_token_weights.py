@@ -14,6 +14,7 @@ from accelerate import cpu_offload, disk_offload
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from torch.nn.utils.rnn import pad_sequence
 
 from grail_advantage import Grail, Oar, TokenWeights
 from grail_advantage.method import build
@@ -147,18 +148,23 @@ def test_an_offloaded_model_weighs_as_the_whole_one(name: str) -> None:
         assert any(values.is_meta for values in model.parameters())
 
 
-def test_the_host_of_the_documentation_weighs_the_same() -> None:
-    """docs/own_trainer.md, with a pass and with a column."""
+@pytest.mark.parametrize("name", ["grail", "surprisal", "entropy"])
+def test_the_hosts_of_the_documentation_weigh_the_same(name: str) -> None:
+    """docs/own_trainer.md: the model in the process, and in three workers, of which one may have no row; with a pass, with
+    a column that is there, and with one that the workers compute."""
     own: dict[str, Any] = {}
     exec(files("own_trainer.md")["my_host.py"], own)
     batch = make_batch([ROLLOUTS["box at the end"], ROLLOUTS["right"], ROLLOUTS["text after the box"]])
-    model, inside, valid = tiny_model(), batch.response_mask.bool(), batch.attention_mask.bool()
-    prompts, responses = ([*map(torch.Tensor.__getitem__, batch.input_ids, of)] for of in (valid & ~inside, inside))
-    column = torch.linspace(-3, 0, inside.numel()).reshape(inside.shape)
-    columns = {"old_log_probs": torch.nn.utils.rnn.pad_sequence([*map(torch.Tensor.__getitem__, column, inside)], True)}
-    host = own["MyHost"](model, tiny_models.char_tokenizer(), prompts, responses, batch.advantages, columns, step=0)
-    for name in ("grail", "surprisal"):
-        expected = compute(model, batch, build(name, {"gate": "all"}), old_log_probs=column).advantages[inside]
-        found = own["token_advantages"](host, name, gate="all")[host.known.mask]
-        torch.testing.assert_close(found, expected)
+    model, tokenizer, inside = tiny_model(), tiny_models.char_tokenizer(), batch.response_mask.bool()
+    log_probs = torch.linspace(-3, 0, inside.numel()).reshape(inside.shape)
+    expected = compute(model, batch, build(name, {"gate": "all"}), old_log_probs=log_probs)
+    rollouts = own["rollouts_of"](tokenizer, *batch.tensors())
+    columns = {"old_log_probs": log_probs, "entropy": compute(model, batch, build("entropy")).scores}
+    columns = {key: pad_sequence(list(map(torch.Tensor.__getitem__, of, inside)), True) for key, of in columns.items()}
+    in_process = own["MyHost"](model, tokenizer, columns)
+    with_log_probs = dataclasses.replace(rollouts, columns={"old_log_probs": columns["old_log_probs"]})
+    remote = own["MyRemoteHost"]([own["MyWorker"](model, tokenizer) for _ in range(3)], with_log_probs)
+    for host, r in ((in_process, rollouts), (remote, with_log_probs)):
+        found = own["token_advantages"](host, r, name, gate="all")[r.mask]
+        torch.testing.assert_close(found, expected.advantages[inside])
         assert len(set(found.tolist())) > 2

@@ -20,9 +20,9 @@ import pytest
 import regex
 import torch
 
-from grail_advantage import Method, Rollouts, turn_advantages, turns_to_tokens
+from grail_advantage import AdvantageMethod, Rollouts, turn_advantages, turns_to_tokens
 from grail_advantage.answers.text import decode_pieces
-from grail_advantage.method import build
+from grail_advantage.method import BaseMethod, build
 from grail_advantage.methods.text import Pattern, StepValues, cut, matched, result
 from tests.core.common import rollouts_of, weighed
 from tests.core.plain_weights import close
@@ -70,7 +70,7 @@ def of_rows(values: torch.Tensor, r: Rollouts) -> list[list[float]]:
     return [row[wrote].tolist() for row, wrote in zip(values, r.written, strict=True)]
 
 
-def token_advantages(method: Method, r: Rollouts) -> list[list[float]]:
+def token_advantages(method: BaseMethod, r: Rollouts) -> list[list[float]]:
     return of_rows(weighed(method, r).advantages, r)
 
 
@@ -409,9 +409,7 @@ def test_a_token_without_text_belongs_to_the_step_before_it() -> None:
 
 
 def test_no_method_trains_a_masked_row() -> None:
-    class Careless(Method):
-        gives = "advantages"
-
+    class Careless(AdvantageMethod):
         def select(self, r: Rollouts) -> torch.Tensor:
             return torch.ones(len(r), dtype=torch.bool)
 

@@ -12,15 +12,16 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grail_advantage import AnswerSpan, Grail, Method, Rollouts, Weights
-from grail_advantage.data import Row, RowScores, Weighed, outcome_of
+from grail_advantage import AdvantageMethod, AnswerSpan, Grail, Method, Rollouts, Weights
+from grail_advantage.data import LARGEST, Row, RowScores, Weighed, outcome_of, within_range
 from grail_advantage.maps import MAPS, count_of_share
-from grail_advantage.method import build
+from grail_advantage.method import BaseMethod, build
 from grail_advantage.methods.policy import EntropyBonus, Stare
 from grail_advantage.methods.saliency import Saliency
 from grail_advantage.model.hugging_face import HuggingFaceModel
@@ -47,18 +48,17 @@ class Doubled(Method):
         return Weights(2 * scores, lowest=2.0, highest=6.0, elsewhere=0.5)
 
 
-class Advantages(Method):
+class Advantages(AdvantageMethod):
     """Scores that are advantages."""
 
     uses = "logits"
-    gives = "advantages"
 
 
 def rollouts(lengths: Sequence[int], spans: Sequence[Any], advantages: Sequence[float], **parts: Any) -> Rollouts:
     return rollouts_of([[0] * length for length in lengths], advantages, spans=spans, **parts)
 
 
-def run(scores: Any, r: Rollouts, chosen: Sequence[bool], base: type[Method] = Doubled, /, **body: Any) -> Weighed:
+def run(scores: Any, r: Rollouts, chosen: Sequence[bool], base: type[BaseMethod] = Doubled, /, **body: Any) -> Weighed:
     """By a class with other parts, which chooses these responses."""
     known = {"select": lambda self, r: torch.tensor(chosen), "names": {"doubled": {}}, "uses": "logits"}
     return weighed(type("Chosen", (base,), known | body)(), r, torch.as_tensor(scores))
@@ -110,7 +110,7 @@ def test_given_advantages() -> None:
     assert w.advantages.tolist() == [[-5.0, 0.0, 6.0], [2.0] * 3, [3.0, 3.0, 0.0], [0.0] * 3]
     assert torch.equal(w.weights, r.mask.float()) and w.failed.tolist() == [False, True, False, True]
     assert w.by_score.tolist() == [[True] * 3, *[[False] * 3] * 3] and not w.low.any() and not w.high.any()
-    w = run(scores, r, [True, True, False, True], Advantages, without_scores="nothing")
+    w = run(scores, r, [True, True, False, True], Advantages, non_finite_trains=False)
     assert w.advantages.tolist() == [[-5.0, 0.0, 6.0], [0.0] * 3, [3.0, 3.0, 0.0], [0.0] * 3]
     w = run(scores, r, [False] * 4, Advantages)
     assert w.advantages.tolist() == [[1.0] * 3, [2.0] * 3, [3.0, 3.0, 0.0], [0.0] * 3] and not w.by_score.any()
@@ -119,7 +119,7 @@ def test_given_advantages() -> None:
 class OfRows(Given):
     """Gives what it is told for every row."""
 
-    def scores(self, method: Method, rows: Sequence[Row]) -> list[RowScores]:
+    def scores(self, method: BaseMethod, rows: Sequence[Row]) -> list[RowScores]:
         return [RowScores(self.of_pass) for _ in rows]
 
 
@@ -128,10 +128,10 @@ def test_scores_go_to_their_rows_and_are_nan_elsewhere() -> None:
     w = run(torch.arange(16.0).reshape(4, 4), FOUR, [False, True, True, False], **body)
     expected = torch.tensor([[NAN] * 4, [16.0, 20.0, 24.0, 28.0], [32.0, 36.0, 40.0, NAN], [NAN] * 4])
     torch.testing.assert_close(w.scores, expected, equal_nan=True, rtol=0, atol=0)
-    w = weigh(OfRows(FOUR, torch.tensor([4.0, 2.0])), Doubled(statistics="response"), None)
+    w = weigh(FOUR, Doubled(statistics="response"), OfRows(torch.tensor([4.0, 2.0])))
     torch.testing.assert_close(w.scores, torch.tensor([[4.0, 2.0, NAN, NAN]]).expand(4, 4), equal_nan=True)
     with pytest.raises(ValueError, match=r"^doubled: .* 4 scores for a response of 3 tokens"):
-        weigh(OfRows(FOUR, torch.zeros(4)), Doubled(), None)
+        weigh(FOUR, Doubled(), OfRows(torch.zeros(4)))
 
 
 OPTIONS: dict[str, list] = {
@@ -207,6 +207,12 @@ def test_a_token_has_the_saliency_of_its_position(alignment: str) -> None:
 def test_a_reward_is_right_above_0() -> None:
     rewards = (1.0, 0.25, 0.0, -1.0, None, NAN, INF)
     assert [outcome_of(reward) for reward in rewards] == ["right", "right", "wrong", "wrong", None, None, None]
+
+
+def test_a_reward_trains_up_to_the_largest() -> None:
+    values = np.array([LARGEST, -LARGEST, np.nextafter(LARGEST, INF), INF, NAN])
+    for known in (within_range(values), within_range(torch.tensor(values))):
+        assert known.tolist() == [True, True, False, False, False]
 
 
 LOW = 0.125

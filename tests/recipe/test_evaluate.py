@@ -2,12 +2,14 @@ r"""Evaluation: figures and intervals against hand calculation, the file of samp
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,14 +17,15 @@ import pandas as pd
 import pytest
 import torch
 from datasets import Dataset
-from peft import LoraConfig, get_peft_model
+from huggingface_hub.utils import filter_repo_objects
+from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from recipe.data.specs import user_messages
 from recipe.evaluate import report
 from recipe.evaluate.__main__ import main
 from recipe.evaluate.published_worker import published_box
-from recipe.evaluate.sampling import open_samples, read_samples, resolve_model
+from recipe.evaluate.sampling import KEY, draw, open_samples, read_samples, resolve_model
 from verl_cpu.tiny.model import build_model, build_tokenizer
 
 SCRIPT = ["bash", str(Path(__file__).parents[2] / "scripts/evaluate.sh")]
@@ -116,6 +119,126 @@ def test_samples_survive_a_kill(tmp_path: Path) -> None:
     pd.testing.assert_frame_equal(read_samples(path), A)
 
 
+ESCAPE = "\x1b]52;c;ZXZpbA==\x07\x1b[2J"
+"""Sets the clipboard of a terminal, and clears it."""
+
+
+def make_both(folder: Path, results: Any, scores: list[Any]) -> list[str]:
+    """Two finished evaluations, the second with these files, and the arguments that compare them."""
+    make_run(folder / "a", A)
+    make_run(folder / "b", B)
+    (folder / "b/results.json").write_text(results if isinstance(results, str) else json.dumps(results))
+    (folder / "b/scores.jsonl").write_text("\n".join(map(json.dumps, scores)) + "\n")
+    return ["--compare", str(folder / "a"), str(folder / "b")]
+
+
+RUN = {"model": "m", "sampling": SAMPLING, "grader": "reward"}
+SCORE = {
+    **A.iloc[0][["benchmark", "prompt", "gold"]].to_dict(),
+    "index": 0,
+    "sample": 0,
+    "tokens": 1,
+    "truncated": False,
+}
+SCORE |= {"right": True, "answered": True, "no_verdict": False, "answer": "10"}
+FOREIGN: list[tuple[Any, list[Any], str]] = [
+    *(("[]", [SCORE], ""), ("1", [SCORE], ""), ("", [SCORE], ""), ("{", [SCORE], ""), ("[" * 99999, [SCORE], "")),
+    *(
+        ({}, [SCORE], "run"),
+        ({"run": None}, [SCORE], "run"),
+        ({"run": {}}, [SCORE], "model"),
+        ({"run": [1]}, [SCORE], "run"),
+    ),
+    ({"run": RUN | {"model": 7}}, [SCORE], "model"),
+    ({"run": {"model": "m"}}, [SCORE], "sampling"),
+    ({"run": RUN | {"sampling": 3}}, [SCORE], "sampling"),
+    ({"run": RUN | {"sampling": {}}}, [SCORE], "samples"),
+    ({"run": RUN | {"sampling": SAMPLING | {"samples": "3"}}}, [SCORE], "samples"),
+    ({"run": RUN | {"sampling": SAMPLING | {"samples": 10**400}}}, [SCORE], "samples"),
+    ({"run": RUN | {"sampling": SAMPLING | {f"x{ESCAPE}": 1}}}, [SCORE], "x"),
+    ({"run": RUN | {"sampling": SAMPLING | {"temperature": ESCAPE}}}, [SCORE], "temperature"),
+    ({"run": RUN | {"grader": ESCAPE}}, [SCORE], "grader"),
+    *(({"run": RUN}, [], "scores.jsonl"), ({"run": RUN}, [[]], "line 1"), ({"run": RUN}, [SCORE, 1], "line 2")),
+    ({"run": RUN}, [SCORE, {}], "benchmark"),
+    ({"run": RUN}, [{name: value for name, value in SCORE.items() if name != "right"}], "right"),
+    ({"run": RUN}, [SCORE | {"right": "yes"}], "right"),
+    ({"run": RUN}, [SCORE | {"tokens": 10**400}], "tokens"),
+    ({"run": RUN}, [SCORE | {"tokens": -1}], "tokens"),
+    ({"run": RUN}, [SCORE | {"index": [0]}], "index"),
+    ({"run": RUN}, [SCORE | {"benchmark": ESCAPE}], "ground truths"),
+]
+
+
+@pytest.mark.parametrize(("results", "scores", "named"), FOREIGN)
+def test_files_of_others_are_refused_in_a_sentence(tmp_path: Path, results: Any, scores: list[Any], named: str) -> None:
+    with pytest.raises(SystemExit) as refused:
+        main(make_both(tmp_path, results, scores))
+    assert named in str(refused.value) and str(refused.value).isprintable()
+
+
+def test_names_of_others_are_shown_escaped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of the model, of a benchmark and of an option, on the terminal and in the page."""
+    run = RUN | {"model": f"m{ESCAPE}", f"option{ESCAPE}": f"value{ESCAPE}", "sampling": SAMPLING}
+    scores = [SCORE | {"benchmark": f"amc{ESCAPE}"}]
+    arguments = make_both(tmp_path, {"run": run}, scores)
+    for name in ("results.json", "scores.jsonl"):
+        shutil.copy(tmp_path / "b" / name, tmp_path / "a" / name)
+    main([*arguments, "--output-dir", str(tmp_path)])
+    for shown in (capsys.readouterr().out, (tmp_path / "comparison.md").read_text()):
+        assert "amc\N{SYMBOL FOR ESCAPE}]52" in shown and "\x1b" not in shown and "\x07" not in shown
+
+
+def test_scores_and_results_are_of_one_evaluation(tmp_path: Path) -> None:
+    """A kill between two files of another grading, and samples of another model that was begun in their place."""
+    results = make_run(tmp_path / "a", A)
+    make_run(tmp_path / "b", B)
+    compare = ["--compare", str(tmp_path / "a"), str(tmp_path / "b")]
+    main(compare)
+    path = tmp_path / "a/scores.jsonl"
+    path.write_text(path.read_text().replace("true", "false", 1))
+    with pytest.raises(SystemExit, match="another grading"):
+        main(compare)
+    main(["--regrade", str(tmp_path / "a")])
+    main(compare)
+    results["run"]["model_hash"] = "of this"
+    (tmp_path / "a/results.json").write_text(json.dumps(results))
+    for arguments in (compare, ["--regrade", str(tmp_path / "a")]):
+        with pytest.raises(SystemExit, match=r"generations\.jsonl has samples with another model"):
+            main(arguments)
+
+
+def test_samples_of_other_settings_are_not_continued(tmp_path: Path) -> None:
+    path = tmp_path / "generations.jsonl"
+    with open_samples(path, SAMPLING):
+        pass
+    for other, named in (
+        (SAMPLING | {"top_k": 0}, "top_k: 20 there, 0 here"),
+        (SAMPLING | {"engine": "x"}, "engine: None"),
+    ):
+        with pytest.raises(ValueError, match=named):
+            open_samples(path, other)
+    for begun in ("[]", "1", "{", '{"settings": 1}', "\x00"):
+        path.write_text(f"{begun}\n")
+        with pytest.raises(ValueError, match="does not begin with the settings"):
+            open_samples(path, SAMPLING)
+
+
+def test_what_is_no_sample_is_drawn_again(tmp_path: Path) -> None:
+    path, good = tmp_path / "generations.jsonl", json.loads(A.iloc[0].to_json())
+    odd = [
+        1,
+        [],
+        {},
+        None,
+        good | {"text": None},
+        good | {"tokens": "7"},
+        good | {"finish_reason": "abort"},
+        good | {"index": -1},
+    ]
+    path.write_text("\n".join(map(json.dumps, [*odd, good])))
+    pd.testing.assert_frame_equal(read_samples(path), A.head(1))
+
+
 def save(folder: Path, weights: dict[str, torch.Tensor] | None = None) -> Path:
     """A tiny model whose next token is far from uniform and sometimes the end, and its checkpoint as verl's."""
     tokenizer = build_tokenizer()
@@ -133,17 +256,130 @@ def save(folder: Path, weights: dict[str, torch.Tensor] | None = None) -> Path:
     return actor.parent
 
 
+def test_every_sample_has_a_seed_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the evaluation's seed, benchmark, problem and number: the first eight bytes of sha256("0/amc23/0/2"), halved."""
+    kinds = SimpleNamespace(RequestOutputKind=SimpleNamespace(FINAL_ONLY=2), SamplingParams=SimpleNamespace)
+    monkeypatch.setitem(sys.modules, "vllm.sampling_params", kinds)  # whose import takes ten seconds
+
+    class Engine:
+        async def generate(self, prompt: dict, parameters: Any, name: str) -> Any:
+            yield SimpleNamespace(outputs=[SimpleNamespace(finish_reason="stop", token_ids=[parameters.seed % 10])])
+
+        def shutdown(self) -> None: ...
+
+    keys = [
+        (benchmark, index, sample, "p") for benchmark in ("amc23", "aime24") for index in (0, 1) for sample in range(3)
+    ]
+    wanted = pd.DataFrame(keys, columns=KEY).assign(prompt_ids=[[1]] * len(keys))
+    tokenizer = SimpleNamespace(decode=lambda ids, **_: str(ids))
+    drawn = []
+    for seed in (0, 1):
+        with open_samples(path := tmp_path / f"{seed}.jsonl", {}) as file:
+            asyncio.run(draw(Engine, wanted, SAMPLING | {"seed": seed}, tokenizer, file))
+        drawn.append(read_samples(path).set_index(KEY)["seed"])
+    assert pd.concat(drawn).nunique() == 24 and drawn[0]["amc23", 0, 2, "p"] == 2035807689607783971
+    assert {*drawn[0].index} == {*keys}
+
+
+def logits(model: Path | torch.nn.Module) -> torch.Tensor:
+    if isinstance(model, Path):
+        model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    return model(torch.arange(9)[None]).logits.detach()
+
+
+def adapter(folder: Path) -> PeftModel:
+    """A model with an adapter that moves it far."""
+    config = LoraConfig(r=2, lora_alpha=8, target_modules=["q_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
+    return get_peft_model(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), config)
+
+
 @pytest.mark.slow
 def test_lora_is_merged_into_the_weights(tmp_path: Path) -> None:
-    """verl's merger leaves the base's weights beside the adapter."""
+    """verl's merger leaves the base's weights beside the adapter, and gives it the scale 0 where none is said."""
     save(tmp_path / "base")
-    config = LoraConfig(r=2, lora_alpha=8, target_modules=["q_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
-    base, ids = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32), torch.arange(9)[None]
-    plain, adapted = base(ids).logits, get_peft_model(base, config)
+    plain, adapted = logits(tmp_path / "base"), adapter(tmp_path / "base")
     step = save(tmp_path / "lora", adapted.state_dict())
-    (step / "actor/lora_train_meta.json").write_text('{"r": 2, "lora_alpha": 8, "task_type": "CAUSAL_LM"}')
-    merged = AutoModelForCausalLM.from_pretrained(resolve_model(str(step))[0], dtype=torch.float32)
-    assert (merged(ids).logits - adapted(ids).logits).norm() < 0.05 * (plain - adapted(ids).logits).norm()
+    meta = step / "actor/lora_train_meta.json"
+    for text in (None, '{"r": 2, "lora_alpha": 0}', '{"r": 2, "lora_alpha": "x"}'):
+        if text is not None:
+            meta.write_text(text)
+        with pytest.raises(ValueError, match="lora_alpha"):
+            resolve_model(str(step))
+    meta.write_text('{"r": 2, "lora_alpha": 8, "task_type": "CAUSAL_LM"}')
+    merged, trained = logits(resolve_model(str(step))[0]), logits(adapted)
+    assert (merged - trained).norm() < 0.05 * (plain - trained).norm()
+
+
+@pytest.mark.slow
+def test_a_checkpoint_is_merged_again_where_it_changed(tmp_path: Path) -> None:
+    """As by a run that began anew in its folder; and once where it did not."""
+    step = save(tmp_path / "model")
+    first, first_hash = resolve_model(str(step))
+    made = first.stat().st_mtime_ns
+    assert resolve_model(str(step)) == (first, first_hash) and first.stat().st_mtime_ns == made
+    path = step / "actor/model_world_size_1_rank_0.pt"
+    weights = torch.load(path)
+    weights["lm_head.weight"] *= 2
+    torch.save(weights, path)
+    before, (second, second_hash) = logits(first), resolve_model(str(step))
+    assert second_hash != first_hash and torch.allclose(logits(second), 2 * before, rtol=0.05, atol=0.5)
+
+
+def test_half_checkpoints_and_adapters_are_no_models(tmp_path: Path) -> None:
+    """A part that a kill or a copy left out is named, and an adapter with what to do, before anything is merged or sampled."""
+    step = save(whole := tmp_path / "whole")
+    (step / "actor/fsdp_config.json").write_text('{"FSDP_version": 2, "world_size": 2}')
+    with pytest.raises(ValueError, match=r"lacks model_world_size_2_rank_0\.pt"):
+        resolve_model(str(step))
+    for name in ("huggingface/config.json", "fsdp_config.json"):
+        (step / "actor" / name).unlink()
+        with pytest.raises(ValueError, match=f"lacks {name}"):
+            resolve_model(str(step))
+    model = AutoModelForCausalLM.from_pretrained(whole)
+    model.save_pretrained(sharded := tmp_path / "sharded", max_shard_size="300KB")
+    parts = sorted(sharded.glob("model-*.safetensors"))
+    assert len(parts) > 1 and resolve_model(str(sharded))[0] == sharded
+    parts[1].rename(tmp_path / "elsewhere")
+    with pytest.raises(ValueError, match=f"lacks {parts[1].name}"):
+        resolve_model(str(sharded))
+    (sharded / "model.safetensors.index.json").unlink()
+    with pytest.raises(ValueError, match=r"lacks model\.safetensors\.index\.json"):
+        resolve_model(str(sharded))
+    adapter(whole).save_pretrained(tmp_path / "adapter")
+    with pytest.raises(ValueError, match=r"is an adapter.*merge_and_unload"):
+        resolve_model(str(tmp_path / "adapter"))
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match="neither"):
+        resolve_model(str(tmp_path / "empty"))
+
+
+def test_a_models_hash_is_that_of_all_that_decides_its_samples(tmp_path: Path) -> None:
+    save(tmp_path)
+    hashes = [resolve_model(str(tmp_path))[1]]
+    for name in ("generation_config.json", "config.json", "tokenizer.json", "model.safetensors"):
+        content = (tmp_path / name).read_bytes()
+        (tmp_path / name).write_bytes(content.replace(b"1", b"2", 1))
+        hashes.append(resolve_model(str(tmp_path))[1])
+        (tmp_path / name).write_bytes(content)
+    assert len(set(hashes)) == 5 and resolve_model(str(tmp_path))[1] == hashes[0]
+
+
+@pytest.mark.parametrize(
+    "kinds", [("model.safetensors",), ("pytorch_model.bin",), ("model.safetensors", "pytorch_model.bin")]
+)
+def test_of_a_model_on_the_hub_one_kind_of_weights_is_fetched(
+    kinds: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With huggingface_hub's own choice of files by patterns."""
+
+    def download(name: str, **patterns: Any) -> str:
+        for file in filter_repo_objects(["config.json", "README.md", "model.onnx", *kinds], **patterns):
+            (tmp_path / file).touch()
+        return str(tmp_path)
+
+    monkeypatch.setattr("recipe.evaluate.sampling.snapshot_download", download)
+    resolve_model("org/name")
+    assert {file.name for file in tmp_path.iterdir()} == {"config.json", kinds[0]}
 
 
 @pytest.mark.nightly

@@ -43,6 +43,17 @@ PUBLISHED_BATCH, PUBLISHED_EPOCHS, PUBLISHED_STEPS, PUBLISHED_WARM_UP = 256, 4, 
 
 
 @cache
+def unused() -> Path:
+    """A clone that nobody has used, whose environment prints the arguments."""
+    clone = Path.cwd() / "unused"
+    for folder in ("examples", "scripts", "recipe"):
+        shutil.copytree(ROOT / folder, clone / folder)
+    (clone / ".venv/bin").mkdir(parents=True)
+    (clone / ".venv/bin/python").symlink_to(PRINTS)
+    return clone
+
+
+@cache
 def _words(script: str, *arguments: str, project: Path, **knobs: str) -> list[str]:
     """The name of verl's configuration and the overrides that a script gives with these environment names and no others;
     ValueError with what it says if it starts nothing."""
@@ -56,8 +67,8 @@ def _words(script: str, *arguments: str, project: Path, **knobs: str) -> list[st
     return [config.removeprefix("--config-name="), *given]
 
 
-def configuration(script: str, *arguments: str, project: Path = ROOT, **knobs: str) -> DictConfig:
-    name, *given = _words(script, *arguments, project=project, **knobs)
+def configuration(script: str, *arguments: str, project: Path | None = None, **knobs: str) -> DictConfig:
+    name, *given = _words(script, *arguments, project=project or unused(), **knobs)
     return compose(name, given)
 
 
@@ -67,29 +78,26 @@ def container(*arguments: str, **knobs: str) -> dict[str, Any]:
 
 @pytest.fixture(autouse=True)
 def _folder(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PWD", str(ROOT))  # as the scripts set it
+    monkeypatch.setenv("PWD", str(unused()))  # as the scripts set it
 
 
 @pytest.fixture
 def clone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """One whose environment prints the arguments."""
-    for folder in ("examples", "scripts"):
-        shutil.copytree(ROOT / folder, tmp_path / folder)
-    (tmp_path / ".venv/bin").mkdir(parents=True)
-    (tmp_path / ".venv/bin/python").symlink_to(PRINTS)
-    monkeypatch.setenv("OUTPUT_DIR", str(tmp_path / "out"))
-    return tmp_path
+    """One of this test alone."""
+    clone = shutil.copytree(unused(), tmp_path / "clone", symlinks=True)
+    monkeypatch.setenv("PWD", str(clone))
+    monkeypatch.setenv("OUTPUT_DIR", str(clone / "out"))
+    return clone
 
 
 @pytest.mark.parametrize("case", CASES["knobs"])
 def test_knobs(case: dict[str, Any], clone: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By verl's names; the agent runs in verl's tool loop, where both methods get the same rewards: GRPO their sum, which is
     not added again."""
-    wanted = json.loads(json.dumps(case["wanted"]).replace("ROOT", str(ROOT)).replace("CLONE", str(clone)))
-    if on_cpu := "cpu" in case["script"]:
+    wanted = json.loads(json.dumps(case["wanted"]).replace("CLONE", str(clone)))
+    if "cpu" in case["script"]:
         monkeypatch.setenv("VERL_PLATFORM", "cpu")
-    project = clone if on_cpu else ROOT
-    config = configuration(case["script"], *case["overrides"], project=project, **case["knobs"])
+    config = configuration(case["script"], *case["overrides"], project=clone, **case["knobs"])
     prepare(config)
     assert {name: OmegaConf.select(config, name) for name in wanted} == wanted
 
@@ -116,7 +124,7 @@ def test_a_run_is_named_by_its_configuration(knobs: dict[str, str], override: st
     """An override renames the run as the knob does, and both train the same."""
     config = container(GPUS, **knobs)
     assert config["trainer"]["experiment_name"] == name
-    assert config["trainer"]["default_local_dir"] == f"{ROOT}/outputs/grail/{name}/checkpoints"
+    assert config["trainer"]["default_local_dir"] == f"{unused()}/outputs/grail/{name}/checkpoints"
     assert override is None or container(GPUS, override) == config
 
 
@@ -157,9 +165,8 @@ ODD_NAMES = (
 @pytest.mark.parametrize("odd", ODD_NAMES)
 def test_any_folder_and_any_name_arrive_as_they_are(odd: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the clone, the data, the model, its tokenizer, the run and the project; one file, a list of them and the default."""
-    for folder in ("examples", "scripts", "recipe"):
-        shutil.copytree(ROOT / folder, tmp_path / odd / folder)
-    monkeypatch.setenv("PWD", str(project := tmp_path / odd))
+    project = shutil.copytree(unused(), tmp_path / odd, symlinks=True)
+    monkeypatch.setenv("PWD", str(project))
     data, files = f"/data/{odd}", [f"/data/{odd}/a.parquet", f"/data/{odd}/b.parquet"]
     names = {"EXPERIMENT_NAME": odd, "PROJECT_NAME": f"{odd}s", "MODEL_PATH": f"/models/{odd}", "TOKENIZER_PATH": data}
     quote = "'" if '"' in odd else '"'
@@ -201,8 +208,6 @@ def test_the_commands_of_a_page_work_one_after_the_other(
     page: str, clone: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each finds the folders of those before, with a checkpoint, and either has one of its own or resumes."""
-    shutil.copytree(ROOT / "recipe", clone / "recipe")
-    monkeypatch.setenv("PWD", str(clone))
     for script, arguments, knobs in PAGES[page]:
         if "confident_blame" in knobs.values():  # of a package that is not installed here
             continue

@@ -186,6 +186,7 @@ def training_worker(engine: Any) -> Any:
     from verl.utils.device import get_device_name
     from verl.utils.profiler import DistProfiler
 
+    from grail_advantage.verl_ext.own_forward import OwnForward
     from grail_advantage.verl_ext.worker import TokenWeightTrainingWorker, UpdateReader
 
     worker = TokenWeightTrainingWorker.__new__(TokenWeightTrainingWorker)
@@ -197,4 +198,5 @@ def training_worker(engine: Any) -> Any:
     worker.loss_fn = None
     worker.profiler = DistProfiler(rank=0)
     worker.update_reader = UpdateReader()
+    worker.own_forward = OwnForward()
     return worker

@@ -186,6 +186,7 @@ def update(worker: Any, rows: list[dict[str, Any]], mini_batch: int, mode: str =
     from verl.workers.utils.losses import ppo_loss
 
     from grail_advantage.verl_ext.exchange import LEAVE_OUT, PLACES, WATCHED, nested
+    from grail_advantage.verl_ext.own_forward import REUSE
 
     tokens = [torch.cat([row["prompt"], row["response"]]) for row in rows]
     names = {"prompts": "prompt", "responses": "response", "rollout_is_weights": "weights", "loss_mask": "mask"}
@@ -193,11 +194,14 @@ def update(worker: Any, rows: list[dict[str, Any]], mini_batch: int, mode: str =
     columns = {name: [row[of] for row in rows] for name, of in names.items() if of in rows[0]}
     columns |= {"input_ids": tokens, "position_ids": [torch.arange(len(row)) for row in tokens]}
     columns["response_mask"] = columns["loss_mask"]
+    if "reused" in mode:
+        columns.pop("old_log_probs", None)
     written = torch.tensor([[row.get("place", 0), row.get("written", -1)] for row in rows])
     settings = {"temperature": TEMPERATURE, "calculate_entropy": False, "compute_loss": False, "seed": 0}
     settings |= {"global_batch_size": mini_batch, "mini_batch_size": mini_batch, "epochs": loss.pop("epochs", 1)}
     settings |= {LEAVE_OUT: True} if "skipped" in mode else {}
     settings |= {WATCHED: "1.0"} if "watched" in mode else {}
+    settings |= {REUSE: True} if "reused" in mode else {}
     settings["dataloader_kwargs"] = {"shuffle": False}
     fields = {name: nested(values) for name, values in columns.items()} | {PLACES: written}
     options = {"loss_scale_factor": SCALE, "rollout_n": 2, "use_dynamic_bsz": True, **loss}
@@ -227,7 +231,34 @@ def update(worker: Any, rows: list[dict[str, Any]], mini_batch: int, mode: str =
         "positions": sum(positions),
         "steps": steps if engine.is_mp_src_rank_with_outputs() else None,
         "metrics": {name: list(map(float, values)) for name, values in metrics.items()},
+        "own_forward": worker.own_forward.columns,
     }
+
+
+def verls_forward(worker: Any, rows: list[dict[str, Any]]) -> dict[str, list[torch.Tensor]]:
+    """Old log-probabilities and entropies of responses as verl's trainer gets them, by a forward of their own. Of ranks with
+    the same responses verl gives them to the first, which sends them here to the others."""
+    from verl.utils import tensordict_utils as tu
+    from verl.workers.utils.padding import response_from_nested
+
+    from grail_advantage.verl_ext.exchange import nested
+
+    tokens = [torch.cat([row["prompt"], row["response"]]) for row in rows]
+    columns = {"input_ids": tokens, "position_ids": [torch.arange(len(row)) for row in tokens]}
+    names = {"prompts": "prompt", "responses": "response", "loss_mask": "mask"}
+    columns |= {name: [row[of] for row in rows] for name, of in names.items()}
+    settings = {"temperature": TEMPERATURE, "calculate_entropy": True, "compute_loss": False}
+    fields = {name: nested(values) for name, values in columns.items()}
+    output = worker.infer_batch(tu.get_tensordict(fields, non_tensor_dict=settings))
+    columns = {}
+    if output is not None:
+        mask = nested([row["mask"] for row in rows])
+        for name, of in (("old_log_probs", "log_probs"), ("entropy", "entropy")):
+            columns[name] = list(response_from_nested(output[of], mask).unbind())
+    if worker.engine.get_data_parallel_size() == 1:
+        torch.distributed.broadcast_object_list(message := [columns], src=0)
+        return message[0]
+    return columns
 
 
 class Rank:
@@ -358,6 +389,35 @@ class Rank:
                 result["parameters"] = [parameter.detach().clone() for parameter in parameters]
         return results
 
+    def own_forward(self, name: str) -> dict[Any, Any]:
+        """The update of ``plan.pt`` as one mini-batch, by epochs and mode: with old log-probabilities of verl's forward, and
+        with those of the update's own."""
+        setup, sizes, _ = UPDATES[name]
+        mini_batches = torch.load(self.folder / "plan.pt", weights_only=False)
+        together, size = setup.sequence_parallel, sum(map(len, mini_batches))
+        share, place = size * together // self.world_size, self.rank // together
+        rows = [row for mini_batch in mini_batches for row in mini_batch][place * share : (place + 1) * share]
+        engine = build_engine(setup, self.folder)
+        sizes.set(engine)
+        for group in engine.optimizer.param_groups:
+            group |= {"eps": 1e-3, "weight_decay": 0.1}
+        parameters = [p for p in engine.module.parameters() if p.requires_grad]
+        parameters = [p.to_local() if hasattr(p, "to_local") else p.data for p in parameters]
+        first = [parameter.detach().clone() for parameter in parameters]
+        expected = verls_forward(training_worker(engine), rows)
+        rows = [row | {"old_log_probs": of_T} for row, of_T in zip(rows, expected["old_log_probs"], strict=True)]
+        results: dict[Any, Any] = {"expected": {row["place"]: i for i, row in enumerate(rows)}, "columns": expected}
+        for epochs in (1, 3):
+            for mode in ("verl", "reused", "reused, skipped, watched"):
+                with torch.no_grad():
+                    for parameter, value in zip(parameters, first, strict=True):
+                        parameter.copy_(value)
+                engine.optimizer.state.clear()
+                options = {"policy_loss": "vanilla", "loss_agg_mode": TOKEN_MEAN, "epochs": epochs}
+                result = update(training_worker(engine), rows, size, mode, **options)
+                results[epochs, mode] = result | {"parameters": [p.detach().clone() for p in parameters]}
+        return results
+
 
 class AllRows:
     """A worker group whose every rank has all responses."""
@@ -381,7 +441,8 @@ class AllRows:
 
 
 PARTS: dict[str, dict[str, dict[str, Any]]] = {
-    "updates": {"updates": {name: name for name in UPDATES}},
+    "updates": {kind: {name: name for name in UPDATES} for kind in ("updates", "own_forward")},
+    "own": {"own_forward": {name: name for name in UPDATES}},
     "1": {"family": FAMILIES},
     "2": {
         "held": {"fsdp2": PLAIN["fsdp2"]},

@@ -25,7 +25,7 @@ import psutil
 import pytest
 import torch
 
-from grail_advantage import Example
+from grail_advantage import Example, Method
 from grail_advantage.dump import COLUMNS, read_dump
 from grail_advantage.method import build, methods
 from grail_advantage.methods.turns import TurnMethod
@@ -54,11 +54,11 @@ OPTIONS = {
 def _way(name: str) -> tuple:
     """A pass, columns of the model's, of the data set's or of a session; weights or advantages."""
     signal = build(name)
-    return signal.uses, signal.reads & {"entropy", "examples", "sessions"}, signal.gives
+    return signal.uses, signal.reads & {"entropy", "examples", "sessions"}, isinstance(signal, Method)
 
 
 OURS = sorted({_way(name): name for name in sorted(METHODS)}.values())
-GIVE_ADVANTAGES = {"judged_steps", *(name for name in OURS if methods()[name].gives == "advantages")}
+GIVE_ADVANTAGES = {"judged_steps", *(name for name in OURS if not issubclass(methods()[name], Method))}
 OF_TURNS = {name for name in OURS if issubclass(methods()[name], TurnMethod)}
 """Methods that give every response of this run, which are of one turn, one advantage."""
 NAMES = ["uniform", *sorted({*OURS, *THEIRS} - {"uniform"})]
@@ -175,7 +175,7 @@ def test_weights_are_those_of_the_plain_function(pair: Pair, name: str) -> None:
         "fields": {"tool_rewards": [[]] * len(rows)},
     }
     expected = whole_run.plain_weights(pair.resumed, rows, signal, temperature=TEMPERATURE, step=rows[0].step, **known)
-    moved, gives_weights = 0, signal.gives == "weights"
+    moved, gives_weights = 0, isinstance(signal, Method)
     for row, wanted in zip(rows, expected, strict=True):
         found = torch.tensor(row.weight_T if gives_weights else row.advantage_T)
         torch.testing.assert_close(found, wanted, **(NOISY if name == "oar_g" else EXACT), msg=row.key)

@@ -15,7 +15,8 @@ from torch.nn.utils.rnn import pad_sequence
 from grail_advantage.receipt import Receipt
 from grail_advantage.verl_ext.dump import loss_of
 from grail_advantage.verl_ext.exchange import trains
-from grail_advantage.verl_ext.settings import ACTOR, SKIPPABLE, Settings
+from grail_advantage.verl_ext.rules import SKIPPABLE
+from grail_advantage.verl_ext.settings import ACTOR, Settings
 from grail_advantage.verl_ext.worker import OptimiserStep
 from tests.composed import verls_on_cpu
 from tests.core.tiny_models import tiny_model
@@ -200,3 +201,30 @@ def test_no_false_alarm_and_every_token_receives_what_was_intended(setup: str, r
             torch.testing.assert_close(received, expected, rtol=1e-3, atol=1e-5)
             assert len(receipt.received_UBT) == ranks.EPOCHS * len(plan()) and received.abs().max() > 0.1
     assert clipped > 4
+
+
+@pytest.mark.parametrize("setup", UPDATES)
+@pytest.mark.parametrize("epochs", [1, 3])
+def test_the_updates_own_forward_gives_the_old_log_probabilities(
+    setup: str, epochs: int, results: list[Results]
+) -> None:
+    """The update is the one with verl's forward before it, with and without zero-advantage responses; its columns are those
+    of that forward."""
+    for result in [result["own_forward"][setup] for result in results]:
+        verl = result[epochs, "verl"]
+        for mode in ("reused", "reused, skipped, watched"):
+            reused = result[epochs, mode]
+            for gradients, expected in zip(reused["gradients"], verl["gradients"], strict=True):
+                _assert_close(gradients, expected)
+            _assert_close(reused["parameters"], verl["parameters"])
+            if reused["metrics"]:
+                ratios = reused["metrics"]["actor/ppo_kl"]
+                assert len(ratios) >= epochs and ratios[0] == 0 and (epochs == 1 or any(ratios))
+                assert "actor/entropy_loss" not in reused["metrics"]
+            for name, of_responses in reused["own_forward"].items():
+                for place, values_T in of_responses.items():
+                    expected_T = result["columns"][name][result["expected"][place]]
+                    torch.testing.assert_close(values_T, expected_T, rtol=1e-4, atol=1e-5)
+            trained = {place for place in result["expected"] if _trained()[place]}
+            whole = {"reused": set(result["expected"])}
+            assert all(of.keys() == whole.get(mode, trained) for of in reused["own_forward"].values())

@@ -132,7 +132,7 @@ def plain_weights(run: WholeRun, rows: list[DumpRow], signal: Method, **known: A
     advantages_B = torch.tensor([float(max(row.base_advantage_T, key=abs)) for row in rows]).masked_fill(masked_B, 0.0)
     given = (ids_BL, valid_BL, response_BL, advantages_B, signal)
     result = compute_token_weights(run.policy(rows[0].step), own, *given, masked=masked_B, **known)
-    found = result.advantages if signal.gives == "advantages" else result.weights
+    found = result.weights if isinstance(signal, Method) else result.advantages
     return [found[number, place] for number, place in enumerate(places)]
 
 

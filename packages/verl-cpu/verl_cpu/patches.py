@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from functools import wraps
+from typing import Any
 
 import ray
 import torch
+from torch.autograd.function import once_differentiable
 from torch.distributed.fsdp import _init_utils
-from torch.nn import functional
 from verl.utils import distributed, torch_functional
 from verl.workers.rollout import base
 
-CHUNK = 2**22
-"""Logits that :func:`log_probabilities_in_few_calls` reduces in one call; its temporary results are as large."""
+CHUNK = {"cpu": 2**22, "cuda": 2**26}
+"""Logits that :func:`log_probabilities_in_few_calls` reduces in one call, by device; its temporary results are as
+large. A GPU waits for a call's start rather than for its memory."""
 
 
 def patch() -> None:
@@ -59,7 +61,45 @@ def pinned_memory_is_plain_memory() -> None:
     torch pins memory only next to an accelerator. Pinned memory holds the same values; it serves faster copies to a
     device. Can go when verl leaves the offload of the reference policy to the configuration.
     """
-    torch.Tensor.pin_memory = lambda tensor, device=None: tensor
+
+    def itself(tensor: torch.Tensor, device: object = None) -> torch.Tensor:
+        return tensor
+
+    torch.Tensor.pin_memory = itself  # type: ignore[method-assign, assignment]
+
+
+class LabelLogProbs(torch.autograd.Function):
+    """The labels' log-probabilities, (N,), of logits (N, V) and labels (N,), as flash-attn's cross entropy has them: of
+    logits in a lower precision they are float32, and so is what their gradient is computed from. Between forward and
+    backward nothing is kept but the arguments and one number a row."""
+
+    @staticmethod
+    def forward(ctx: Any, logits_NV: torch.Tensor, labels_N: torch.Tensor) -> torch.Tensor:
+        chunks = logits_NV.split(_rows(logits_NV))
+        normalisers_N = torch.cat([torch.logsumexp(_exact(chunk), dim=-1) for chunk in chunks])
+        ctx.save_for_backward(logits_NV, labels_N[:, None], normalisers_N[:, None])
+        return _exact(logits_NV.gather(-1, labels_N[:, None]).squeeze(-1)) - normalisers_N
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, upstream_N: torch.Tensor) -> tuple[torch.Tensor, None]:
+        logits_NV, labels_N1, normalisers_N1 = ctx.saved_tensors
+        gradient_NV = torch.empty_like(logits_NV)
+        rows = _rows(logits_NV)
+        for start in range(0, len(logits_NV), rows):
+            part = slice(start, start + rows)
+            upstream = upstream_N[part, None]
+            probabilities = torch.exp(_exact(logits_NV[part]) - normalisers_N1[part])
+            gradient_NV[part] = (probabilities * -upstream).scatter_add_(-1, labels_N1[part], upstream)
+        return gradient_NV, None
+
+
+def _exact(logits: torch.Tensor) -> torch.Tensor:
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+
+def _rows(logits_NV: torch.Tensor) -> int:
+    return max(1, CHUNK[logits_NV.device.type] // logits_NV.shape[-1])
 
 
 def log_probabilities_in_few_calls() -> None:
@@ -67,22 +107,15 @@ def log_probabilities_in_few_calls() -> None:
 
     Works around ``verl.utils.torch_functional.logprobs_from_logits_v2`` (verl 0.9.1), which verl takes where there is
     no flash-attn. It saves memory by a loop over the first dimension, which with packed rows is one token: nearly half
-    of the training side's time with a small vocabulary. Values and gradients are the same, bit for bit. Can go when
-    verl's loop goes over more than one row at a time.
+    of the training side's time with a small vocabulary, and without end on a GPU. In float32 values and gradients are
+    the same, bit for bit. In bfloat16 verl's are rounded to 8 bits, 0.016 at -4; these are float32, as with flash-attn.
+    Can go when verl's loop goes over more than one row at a time, and keeps them in float32.
     """
 
+    @wraps(torch_functional.logprobs_from_logits_v2)
     def logprobs_from_logits_v2(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        chunks = logits.flatten(0, -2).split(max(1, CHUNK // logits.shape[-1]))
-        if logits.dtype in (torch.float32, torch.float64):
-            normalisers = torch.cat([torch.logsumexp(chunk, dim=-1) for chunk in chunks])
-            of_labels = logits.gather(-1, labels.unsqueeze(-1)).squeeze(-1)
-            return of_labels - normalisers.view(labels.shape)
-        # In a lower precision the difference of two large numbers would be too coarse.
-        of_labels = [
-            functional.log_softmax(chunk, dim=-1).gather(-1, chunk_labels.unsqueeze(-1)).squeeze(-1)
-            for chunk, chunk_labels in zip(chunks, labels.flatten().split(len(chunks[0])), strict=True)
-        ]
-        return torch.cat(of_labels).view(labels.shape)
+        log_probs_N = LabelLogProbs.apply(logits.flatten(0, -2), labels.flatten())
+        return log_probs_N.view(labels.shape)
 
     torch_functional.logprobs_from_logits_v2 = logprobs_from_logits_v2
 

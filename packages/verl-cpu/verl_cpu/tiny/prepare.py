@@ -10,13 +10,15 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from verl_cpu.tiny.shipped import TRAIN, load_agent, load_shipped
-from verl_cpu.tiny.task import problems
+from verl_cpu.tiny.task import Problem, problems
 
 STAMP = "warm_up.json"
 BASES = {"tiny": (load_shipped, 256), "agent": (load_agent, 128)}
@@ -24,17 +26,31 @@ BASES = {"tiny": (load_shipped, 256), "agent": (load_agent, 128)}
 
 
 def prepare(output_dir: Path, base_model: str = "tiny", seed: int = 0) -> bool:
-    """Fill ``output_dir``; returns False when an earlier call with the same settings and code had already done so."""
+    """Fill ``output_dir``; returns False when an earlier call with the same settings and code had already done so, and
+    its files are as it left them."""
     stamp, (load, held_out) = output_dir / STAMP, BASES[base_model]
-    wanted = json.dumps({"base_model": base_model, "seed": seed, "code": code_digest()}, indent=2) + "\n"
-    if stamp.is_file() and stamp.read_text() == wanted and (output_dir / "model/config.json").is_file():
+    settings = {"base_model": base_model, "seed": seed, "code": code_digest()}
+    if stamp.is_file() and stamp.read_text() == stamp_text(settings, output_dir):
         print(f"reused {output_dir}: settings and code are unchanged", flush=True)
         return False
 
     output_dir.mkdir(parents=True, exist_ok=True)
     stamp.unlink(missing_ok=True)  # written last, so that an interrupted call is not taken for a finished one
-    train, validation = problems("train", TRAIN, seed=seed), problems("validation", held_out, seed=seed)
-    for split, chosen in (("train", train), ("validation", validation)):
+    splits = {"train": problems("train", TRAIN, seed=seed), "validation": problems("validation", held_out, seed=seed)}
+    write(output_dir, *load(), splits)
+    stamp.write_text(stamp_text(settings, output_dir))
+    print(f"wrote {output_dir}", flush=True)
+    return True
+
+
+def write(
+    output_dir: Path,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    splits: Mapping[str, Sequence[Problem]],
+) -> None:
+    """Write the input of a run: ``model/``, and a file of problems for each split."""
+    for split, chosen in splits.items():
         rows = [
             {
                 "data_source": "tiny_chain_sum",
@@ -46,19 +62,27 @@ def prepare(output_dir: Path, base_model: str = "tiny", seed: int = 0) -> bool:
             for index, problem in enumerate(chosen)
         ]
         pq.write_table(pa.Table.from_pylist(rows), output_dir / f"{split}.parquet")
-    model, tokenizer = load()
     model.save_pretrained(output_dir / "model")
     tokenizer.save_pretrained(output_dir / "model")
-    stamp.write_text(wanted)
-    print(f"wrote {output_dir}", flush=True)
-    return True
+
+
+def stamp_text(settings: dict[str, object], output_dir: Path) -> str:
+    """The settings and a hash of the files that were made with them."""
+    files = [*output_dir.glob("*.parquet"), *(output_dir / "model").glob("*")]
+    return json.dumps({**settings, "files": digest_of(files)}, indent=2) + "\n"
 
 
 def code_digest() -> str:
-    """Hash of this folder's sources and weights: a changed task or model makes an old folder stale."""
+    """Hash of this folder's sources and models: a changed task or model makes an old folder stale."""
+    folder = Path(__file__).parent
+    return digest_of([*folder.glob("*.py"), *folder.glob("*/*.json"), *folder.glob("*/*.safetensors")])
+
+
+def digest_of(files: list[Path]) -> str:
+    """Hash of the names and contents of files."""
     digest = hashlib.sha256()
-    for source in sorted([*Path(__file__).parent.glob("*.py"), *Path(__file__).parent.glob("*/*.safetensors")]):
-        digest.update(source.name.encode() + b"\0" + source.read_bytes())
+    for file in sorted(files):
+        digest.update(file.name.encode() + b"\0" + file.read_bytes())
     return digest.hexdigest()
 
 

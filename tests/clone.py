@@ -1,0 +1,32 @@
+"""What lies in the clone, so that a test which leaves something there is noticed."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+OF_TOOLS = {".git", ".venv", "__pycache__", ".pytest_cache", ".ruff_cache", ".mypy_cache", "mutants"}
+WRITTEN_TO = {"outputs", "data", "results", "seen", "checkpoints", "gsm8k"}
+"""Folders into which the commands of the pages write."""
+
+
+def files(root: Path = ROOT) -> dict[Path, int]:
+    """The files of a clone, but for those of tools, with the nanosecond of their last change."""
+    found = {}
+    for folder, folders, names in os.walk(root):
+        folders[:] = [name for name in folders if name not in OF_TOOLS]
+        for name in names:
+            path = Path(folder, name)
+            found[path.relative_to(root)] = path.lstat().st_mtime_ns
+    return found
+
+
+def changed(before: Mapping[Path, int], after: Mapping[Path, int]) -> list[str]:
+    """The files that are new anywhere, and those that are other or gone where commands write: an editor may save the rest."""
+    left = [f"{path} (new)" for path in after.keys() - before.keys()]
+    for path in before:
+        if path.parts[0] in WRITTEN_TO and before[path] != after.get(path):
+            left.append(f"{path} ({'changed' if path in after else 'gone'})")
+    return sorted(left)

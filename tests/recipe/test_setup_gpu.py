@@ -1,0 +1,40 @@
+"""The set-up for GPUs with this environment in place of what it installs: with and without a wheel of flash-attn."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+UV = """#!/bin/bash
+echo "$@" >>{folder}/calls
+[[ $* != *--default-index*flash-attn* || $WHEEL != none ]]
+"""
+PYTHON = """#!/bin/bash
+[[ $* == *purelib* ]] && echo {folder} && exit
+[[ $* == *"import flash_attn"* ]] && [[ $WHEEL == fits ]] && exit
+exec {python} "$@"
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("wheel", ["fits", "of another torch", "none"])
+def test_it_ends_well_and_says_what_attention_there_is(tmp_path: Path, wheel: str) -> None:
+    """A wheel that cannot be imported is taken out again. verl's plug-in loads, and packages/verl-cpu can be imported."""
+    for name, text in {"uv": UV, "python": PYTHON}.items():
+        (tmp_path / name).write_text(text.format(folder=tmp_path, python=sys.executable))
+        (tmp_path / name).chmod(0o755)
+    environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "WHEEL": wheel, "ANY_MACHINE": "1"}
+    command = ["bash", str(ROOT / "scripts/setup_gpu.sh")]
+    done = subprocess.run(
+        command, env=environment | {"PYTHON": str(tmp_path / "python")}, capture_output=True, text=True
+    )
+    assert done.returncode == 0 and "ready after" in done.stderr, done.stderr
+    calls = (tmp_path / "calls").read_text()
+    assert ("pip uninstall" in calls) == (wheel == "of another torch")
+    assert ("kernels that torch itself has" in done.stderr) == (wheel != "fits")
+    assert next(tmp_path.glob("*.pth")).read_text().strip() == str(ROOT / "packages/verl-cpu")

@@ -1,0 +1,146 @@
+"""Without flash-attn: torch's kernels behind transformers' attention, and what a run asks verl for. The kernels need a GPU; in
+their place is a plain computation of what torch's documentation says of them."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from omegaconf import DictConfig
+from torch.nn import functional
+from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
+from verl.utils import torch_functional
+from verl.utils.config import omega_conf_to_dataclass
+
+from benchmarks.setup import SHAPES
+from grail_advantage.locks import let_go
+from recipe import run_life
+from recipe.run_life import begin_run
+from tests.composed import compose, prepare
+from verl_cpu.tiny.shipped import load_shipped
+
+ATTENTION, MODEL = "torch_varlen", "actor_rollout_ref.model"
+SDPA = f"+{MODEL}.override_config.attn_implementation=sdpa"
+SLICES = "actor_rollout_ref.actor.ulysses_sequence_parallel_size=2"
+
+
+@pytest.fixture(autouse=True)
+def kernels(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The module, whose import patches verl for the length of a test."""
+    verls = "logprobs_from_logits_v2"
+    monkeypatch.setattr(torch_functional, verls, getattr(torch_functional, verls))
+    return import_module("recipe.without_flash_attn")
+
+
+def plain_varlen_attn(
+    query: Any, key: Any, value: Any, limits: Any, *others: Any, scale: float, window_size: tuple
+) -> Any:
+    """Sequence by sequence; a token sees those from ``window_size[0]`` before it, -1: all, to ``window_size[1]`` after it."""
+    lengths = limits.diff().tolist()
+    assert others[0] is limits and limits.dtype == torch.int32 and others[1:] == (max(lengths), max(lengths))
+    assert query.shape == key.shape == value.shape and sum(lengths) == len(query)
+    outputs = []
+    for parts in zip(*(tensor.transpose(0, 1).split(lengths, 1) for tensor in (query, key, value)), strict=True):
+        places = torch.arange(parts[0].shape[1])
+        before = places[:, None] - places
+        seen = (before >= -window_size[1]) & ((before <= window_size[0]) | (window_size[0] < 0))
+        outputs.append(functional.scaled_dot_product_attention(*parts, attn_mask=seen, scale=scale))
+    return torch.cat(outputs, dim=1).transpose(0, 1)
+
+
+def model(attention: str, **window: Any) -> PreTrainedModel:
+    torch.manual_seed(0)
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    config = Qwen3Config(**{**SHAPES["toy"], **heads}, **window)
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float64, attn_implementation=attention)
+
+
+@pytest.mark.parametrize("window", [{}, {"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 0}])
+def test_packed_responses_are_those_alone(window: dict, kernels: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three in a row, the last of one token, against each alone by sdpa: logits, and the gradients of all parameters. Four
+    heads of queries share two of keys."""
+    monkeypatch.setattr(kernels.varlen, "varlen_attn", plain_varlen_attn)
+    lengths = [7, 11, 1]
+    tokens = torch.randint(500, (1, 19))
+    positions = torch.cat([torch.arange(length) for length in lengths])[None]
+    packed, alone = model(ATTENTION, **window), model("sdpa", **window)
+    logits = packed(input_ids=tokens, position_ids=positions, use_cache=False).logits
+    expected = torch.cat([alone(input_ids=part).logits for part in tokens.split(lengths, 1)], dim=1)
+    torch.testing.assert_close(logits, expected)
+    upstream = torch.randn_like(logits)
+    gradients = [
+        torch.autograd.grad((of * upstream).sum(), model.parameters())
+        for of, model in ((logits, packed), (expected, alone))
+    ]
+    torch.testing.assert_close(*gradients)
+
+
+@pytest.mark.parametrize(
+    "needed", [{"dropout": 0.1}, {"softcap": 30.0}, {"s_aux": torch.ones(4)}, {"rows": 2}, {"cached": 3}]
+)
+def test_what_the_kernels_do_not_have_is_refused(needed: dict[str, Any], kernels: ModuleType) -> None:
+    sizes = {"rows": 1, "cached": 0} | needed
+    query, key = torch.randn(sizes["rows"], 4, 5, 8), torch.randn(sizes["rows"], 4, 5 + sizes["cached"], 8)
+    with pytest.raises(ValueError, match="attn_implementation=sdpa"):
+        kernels.torch_varlen(torch.nn.Identity(), query, key, key, None, position_ids=torch.arange(5)[None], **needed)
+
+
+@pytest.fixture
+def begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A run begins, in an environment with these packages: its section of the model."""
+
+    def begin(installed: str, *overrides: str) -> DictConfig:
+        spec = find_spec("json")
+        monkeypatch.setattr(run_life, "find_spec", lambda name: spec if name in installed.split() else None)
+        (data := tmp_path / "data.parquet").touch()
+        files = (f"data.train_files={data}", f"data.val_files={data}", f"run.folder={tmp_path}/run")
+        config = compose("grail_trainer", [*files, *overrides])
+        try:
+            begin_run(prepare(config), config)
+        finally:
+            let_go(Path(config.trainer.default_local_dir))
+        return config.actor_rollout_ref.model
+
+    return begin
+
+
+def asked(model: DictConfig) -> tuple[Any, Any]:
+    """verl's module to import, and the model's attention."""
+    return model.external_lib, model.override_config.get("attn_implementation")
+
+
+def test_a_run_takes_torchs_kernels_unless_it_names_others(begun: Any) -> None:
+    """sdpa for padded rows, which these kernels do not take. The user's own modules stay."""
+    ours = "recipe.without_flash_attn"
+    assert asked(begun("verl_cpu flash_attn", SLICES)) == asked(begun("torch_npu")) == (None, None)
+    assert asked(begun("verl_cpu")) == ([ours], ATTENTION)
+    assert (
+        asked(begun("verl_cpu", SDPA))
+        == asked(begun("verl_cpu", f"{MODEL}.use_remove_padding=False"))
+        == ([ours], "sdpa")
+    )
+    assert asked(begun("verl_cpu", f"{MODEL}.external_lib=mine"))[0] == ["mine", ours]
+
+
+def test_verls_model_has_the_attention_and_its_checkpoints_do_not_name_it(begun: Any, tmp_path: Path) -> None:
+    """Who reads a checkpoint's config.json need not know these kernels; the user's own options are in it."""
+    for part in load_shipped():
+        part.save_pretrained(tmp_path / "model")
+    dropout = f"+{MODEL}.override_config.attention_dropout=0.25"
+    config = omega_conf_to_dataclass(begun("verl_cpu", f"{MODEL}.path={tmp_path}/model", dropout)).hf_config
+    assert config._attn_implementation == ATTENTION
+    assert ATTENTION not in config.to_json_string() and config.attention_dropout == 0.25
+
+
+@pytest.mark.parametrize(
+    ("installed", "override", "message"),
+    [("", SDPA, "pip install --no-deps -e packages/verl-cpu"), ("verl_cpu", SLICES, f"{SLICES} needs flash-attn")],
+)
+def test_what_needs_flash_attn_is_refused_before_ray(begun: Any, installed: str, override: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        begun(installed, override)

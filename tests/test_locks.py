@@ -1,0 +1,73 @@
+"""A run's folder is locked while the run lives, and by nothing afterwards; where it cannot be locked, a warning says so."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from grail_advantage.locks import LOCK, hold, let_go
+
+HOLDER = """
+import pathlib, sys
+from grail_advantage.locks import hold
+hold(pathlib.Path(sys.argv[1]), "", "")
+print("held", flush=True)
+input()
+"""
+
+
+def test_a_folder_is_held_until_its_process_ends(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", HOLDER, str(tmp_path)]
+    other = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    try:
+        assert other.stdout.readline() == b"held\n"
+        with pytest.raises(ValueError, match=r"option=.* belongs to a run that lives; .*, or the remedy"):
+            hold(tmp_path, "the remedy", "option")
+    finally:
+        other.kill()
+        other.communicate()
+    hold(tmp_path, "the remedy", "option")
+    hold(tmp_path, "the remedy", "option")  # again in this process
+    let_go(tmp_path)
+    let_go(tmp_path)
+
+
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EIO])
+@pytest.mark.parametrize("left", [None, "", "junk", f"1\n{socket.gethostname()}\n", "4194304\nanother-node\n"])
+def test_without_flock_a_run_resumes_on_any_node_with_a_warning(
+    number: int, left: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whatever a killed run, or an earlier version, left as its lock."""
+
+    def flock(*_: Any) -> None:
+        raise OSError(number, "no flock here")
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    if left is not None:
+        (tmp_path / LOCK).write_text(left)
+    for _start in range(2):
+        caplog.clear()
+        hold(tmp_path, "the remedy", "option")
+        assert "cannot be locked" in caplog.text and str(tmp_path) in caplog.text
+        let_go(tmp_path)
+    assert left is not None or number != errno.ENOSYS or not (tmp_path / LOCK).exists(), "nothing that outlives the run"
+
+
+@pytest.mark.parametrize("kind", ["a file", "a link to nowhere"])
+def test_what_is_no_folder_is_left_to_who_writes_there(
+    kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "run"
+    if kind == "a file":
+        folder.touch()
+    else:
+        folder.symlink_to("/proc/nowhere")
+    hold(folder, "the remedy", "option")
+    assert "cannot be locked" in caplog.text

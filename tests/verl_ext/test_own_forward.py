@@ -1,0 +1,183 @@
+"""A step whose update gives the old log-probabilities itself, through the stages of verl's trainers, is the step with verl's
+forward before the update; and where it would be another one, it is not taken. The update's gradients are compared in
+``test_updates.py``."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from transfer_queue import KVBatchMeta
+from verl.utils import omega_conf_to_dataclass
+from verl.utils import tensordict_utils as tu
+from verl.utils.debug import metrics as debug_metrics
+from verl.workers.utils.losses import ppo_loss
+
+from grail_advantage.method import build
+from grail_advantage.model.probe import Finding
+from grail_advantage.verl_ext import trainer as trainers
+from grail_advantage.verl_ext.exchange import LEAVE_OUT, PLACES, WATCHED, nested
+from grail_advantage.verl_ext.own_forward import REUSE, OwnForward
+from grail_advantage.verl_ext.rules import why_not_reuse
+from grail_advantage.verl_ext.settings import ACTOR, ROLLOUT
+from grail_advantage.verl_ext.settings import REUSE as OPTION
+from tests.composed import compose, parsed
+from tests.verl_ext.one_step import Step, Workers, same
+
+SAME = Finding(1e-6, 2e-4, "beside other responses and alone")
+DRAWS = Finding(0.4, 2e-4, "alone and alone again")
+
+
+def log_probs_of(row: dict[str, Any]) -> torch.Tensor:
+    """Made-up log-probabilities of prompt and response, each at the position before its token."""
+    tokens = torch.cat([row["prompts"], row["responses"]])
+    return -0.05 - (tokens * 13 % 29) / 10
+
+
+class OneForward(Workers):
+    """A policy whose forwards, before the update and in it, find the same."""
+
+    def compute_log_prob(self, batch: KVBatchMeta) -> KVBatchMeta:
+        for key in batch.keys:
+            row = self.store.rows[key]
+            row["log_probs"] = log_probs_of(row)
+            row["entropy"] = log_probs_of(row) ** 2
+        self.forwards += 1
+        return batch
+
+    def update_actor(self, batch: KVBatchMeta) -> Any:
+        self.updates.append(batch)
+        self.own = OwnForward()
+        data = self.store.kv_batch_get(batch.keys, "train")
+        self.had_old_log_probs = "old_log_probs" in data.keys()  # noqa: SIM118
+        rows = [self.store.rows[key] for key in batch.keys]
+        if LEAVE_OUT in batch.extra_info:
+            trained = [index for index, row in enumerate(rows) if (row["advantages"] * row["response_mask"]).any()]
+            rows = [rows[index] for index in trained]
+            data = tu.index_select_tensor_dict(data, trained)
+        tokens = int(sum(self.store.rows[key]["loss_mask"].sum() for key in batch.keys))
+        tu.assign_non_tensor(data, **batch.extra_info, dp_size=1, batch_num_tokens=tokens)
+        self.config.actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu = 8
+        actor = omega_conf_to_dataclass(self.config.actor_rollout_ref.actor)
+        engine = SimpleNamespace(compute_entropy_from_logits=None)
+        worker = SimpleNamespace(engine=engine, loss_fn=lambda **given: ppo_loss(actor, **given))
+        places = [int(self.store.rows[key].get(PLACES, [0])[0]) for key in batch.keys]
+        with ExitStack() as contexts:
+            if REUSE in data:
+                contexts.enter_context(self.own.of_update(worker, data))
+            if WATCHED in data:
+                contexts.enter_context(self.reader.optimiser_step(worker, data, places))
+            packed = nested([log_probs_of(row) for row in rows]).requires_grad_()
+            entropy = nested([log_probs_of(row) ** 2 for row in rows])
+            loss, _ = worker.loss_fn(model_output={"log_probs": packed, "entropy": entropy}, data=data)
+            loss.backward()
+        return tu.get_tensordict({}, non_tensor_dict={"metrics": {"actor/mfu": [0.0], "loss": [float(loss)]}})
+
+    def take_own_forward(self) -> list[Any]:
+        return [self.own.columns, None]
+
+
+def both(folder: Path, *overrides: str, method: str = "grail", **how: Any) -> list[Step]:
+    """The same step with verl's forward, and without it."""
+    steps = []
+    for reuses in (False, True):
+        options = [f"{ROLLOUT}.calculate_log_probs=true", *overrides]
+        step = Step(*options, method=build(method), workers=OneForward, folder=folder / str(reuses), **how)
+        step.trainer._reuses = reuses
+        steps.append(step)
+    return steps
+
+
+def run(step: Step, monkeypatch: pytest.MonkeyPatch) -> None:
+    for row in step.store.rows.values():  # another sampler than the policy
+        row["rollout_log_probs"] = -0.2 - (row["responses"] * 7 % 11) / 10
+    monkeypatch.setattr(trainers, "calculate_debug_metrics", debug_metrics.calculate_debug_metrics)
+    step.run()
+    step.update()
+
+
+@pytest.mark.parametrize("skips", [False, True])
+def test_the_step_is_the_one_with_verls_forward(skips: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    verl, reused = both(tmp_path)
+    for step in (verl, reused):
+        step.trainer._skips = skips
+        run(step, monkeypatch)
+    assert (verl.workers.forwards, reused.workers.forwards) == (1, 0)
+    assert verl.workers.had_old_log_probs and not reused.workers.had_old_log_probs
+    assert reused.metrics["receipt/findings"] == 0 and reused.metrics["token_dump/failed_files"] == 0
+    for expected, row in zip(verl.written(), reused.written(), strict=True):
+        assert row.key == expected.key
+        updated = not skips or expected.advantage_T.any()
+        for name in ("advantage_T", "weight_T", "received_T", "old_log_prob_T", "entropy_T"):
+            values_T, expected_T = (torch.from_numpy(getattr(of, name)) for of in (row, expected))
+            if "old" in name or "entropy" in name:
+                expected_T = expected_T if updated else torch.full_like(expected_T, torch.nan)
+            torch.testing.assert_close(values_T, expected_T, equal_nan=True)
+    names = ["actor/loss"]
+    names += [] if skips else ["actor/entropy"]  # else over the responses in the update alone
+    for name in names:
+        assert reused.metrics[name] == pytest.approx(verl.metrics.get(name, reused.metrics[name]), rel=1e-5), name
+
+
+def test_agreement_with_the_sampler_is_over_the_responses_of_the_update(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, reused = both(tmp_path)
+    run(reused, monkeypatch)
+    differences = []
+    for row in reused.store.rows.values():
+        start, count = len(row["prompts"]) - 1, len(row["responses"])
+        policy_T = log_probs_of(row)[start : start + count]
+        differences.append((policy_T.exp() - row["rollout_log_probs"].exp()).abs())
+    expected = float(torch.cat(differences).mean())
+    assert reused.metrics["training/rollout_probs_diff_mean"] == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("by_std", [False, True])
+def test_uniform_with_truncation_as_stocks_is_stock_grpo(by_std: bool) -> None:
+    """Its advantages are verl's own, bit for bit, so that the update is, whose gradients ``test_updates.py`` compares: both
+    shortcuts serve somebody who wants no method."""
+    stds = f"algorithm.norm_adv_by_std_in_grpo={by_std}"
+    stock = Step("algorithm.adv_estimator=grpo", stds).run()
+    ours = Step(stds, method=build("uniform", {"mask_truncated": False})).run()
+    assert same(ours, stock) and any(advantages_T.any() for advantages_T in stock.values())
+
+
+def test_more_responses_than_a_mini_batch_get_verls_forward(tmp_path: Path) -> None:
+    """As when a session has several outputs: the second mini-batch would not be of the old policy."""
+    _, step = both(tmp_path, f"{ACTOR}.ppo_mini_batch_size=1")
+    step.run()
+    step.update()
+    assert step.workers.forwards == 1 and REUSE not in step.workers.updates[0].extra_info
+
+
+def test_later_updates_of_the_separate_trainer_get_verls_forward(tmp_path: Path) -> None:
+    """Their policy has moved on; the step's first update leaves its policy for them."""
+    saved: list[int] = []
+    _, step = both(tmp_path, mode="separate_async")
+    step.trainer.parameter_sync_step = 2
+    for name in ("save_model_to_cpu", "restore_model_from_cpu", "clear_cpu_model"):
+        setattr(step.workers, name, lambda number, name=name: saved.append((name, number)))
+    step.run()
+    assert step.workers.forwards == 0 and saved == [("save_model_to_cpu", 0)]
+    step.trainer.local_trigger_step = 1
+    step.run()
+    assert step.workers.forwards == 1
+
+
+@pytest.mark.parametrize("method", ["grail", "uniform", "oar_g", "shear", "polarity"])
+def test_the_recipe_takes_it(method: str) -> None:
+    config = compose("grail_trainer", [f"algorithm.adv_estimator={method}"])
+    settings = parsed(config)
+    assert settings[OPTION] == "auto" and why_not_reuse(settings, probe=lambda: SAME) == ""
+    assert why_not_reuse(settings, probe=lambda: DRAWS), "dropout, or a router that draws"
+
+
+def test_one_word_adds_weights_and_nothing_else() -> None:
+    """In verl's own command."""
+    settings = parsed(compose("verl_cpu", ["algorithm.adv_estimator=grail"], Path(__file__).parents[1] / "config"))
+    assert settings[OPTION] is False
