@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from grail_advantage.analyze import SEPARATOR, json_lines
+from grail_advantage.analyze.lines import SEPARATOR, json_lines
 from grail_advantage.answers.format import answer_format
 from grail_advantage.dump import write_whole
 

@@ -24,7 +24,9 @@ from pathlib import Path
 import numpy as np
 
 from bench.convert import BOX, asked
-from grail_advantage.analyze import Response, json_lines, model_of, tokenize
+from grail_advantage.analyze.lines import Response, json_lines
+from grail_advantage.analyze.models import model_of, state_of
+from grail_advantage.analyze.tokens import tokenize
 from verl_cpu.tiny.sampling import sample
 from verl_cpu.tiny.task import boxed_answer
 
@@ -110,7 +112,13 @@ def main(arguments: Sequence[str]) -> None:
     options = parser.parse_args(arguments)
     questions = [(number, line["question"], line["answer"]) for number, line in json_lines(options.questions)]
     questions = random.Random(0).sample(questions, min(len(questions), options.problems))
-    done = {line["group"] for _, line in json_lines(options.out)} if options.out.exists() else set()
+    sampled = {name: getattr(options, name) for name in ("model", "samples", "length", "temperature")}
+    sampled |= {"questions": state_of(str(options.questions)), "files": state_of(options.model)}
+    there = [line for _, line in json_lines(options.out)] if options.out.exists() else []
+    for line in there:
+        if others := [name for name, value in sampled.items() if line.get("sampled", {}).get(name) != value]:
+            raise SystemExit(f"{options.out} was sampled with another {', '.join(others)}; name another file")
+    done = {line["group"] for line in there}
     tokenizer, load = model_of(options.model, options.device)
     model, waiting = load(), [one for one in questions if str(one[0]) not in done]
     for first in range(0, len(waiting), TOGETHER):
@@ -124,7 +132,8 @@ def main(arguments: Sequence[str]) -> None:
         for place, ((number, _, answer), response) in enumerate(zip(some, responses, strict=True)):
             text, truth = tokenizer.decode(response, skip_special_tokens=True), answer.rpartition("####")[2].strip()
             value, error = evaluate(boxed_answer(text) or ""), first_false(text)
-            line = {"id": f"{number}/{place % options.samples}", "group": str(number), "prompt": prompts[place]}
+            line = {"id": f"{number}/{place % options.samples}", "group": str(number), "sampled": sampled}
+            line["prompt"] = prompts[place]
             line |= {"response": text, "error": error, "reward": float(value is not None and value == evaluate(truth))}
             lines.append(json.dumps(line | {"ground_truth": truth}, ensure_ascii=False))
         with options.out.open("a", encoding="utf-8") as file:

@@ -19,7 +19,7 @@ import pandas as pd
 
 from bench.places import FIGURES, Label, among, record
 from bench.statistics import Estimate, above_controls, holm, mean_of
-from grail_advantage.analyze import record_in
+from grail_advantage.analyze.command import record_in
 from grail_advantage.answers.missing import is_low
 from grail_advantage.dump import DumpRow, read_dump
 from recipe.marked_text import table

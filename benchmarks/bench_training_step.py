@@ -4,8 +4,9 @@
     python -m benchmarks.bench_training_step zero_advantage   # GRPO, uniform and GRAIL, leaving such responses out or not
 
 A step is: old log-probabilities, the method's pass and weights, an epoch of the actor update, with verl's own worker and
-default options. GRPO runs every response and has no weights. Responses are left out of the update, as
-``skip_zero_advantage=auto`` does. Prints a Markdown table.
+default options. GRPO runs every response and has no weights. Responses are left out of the update as
+``skip_zero_advantage=auto`` does it, and old log-probabilities are its own as with ``reuse_log_probs=auto``. Prints a
+Markdown table.
 """
 
 from __future__ import annotations
@@ -27,23 +28,32 @@ from grail_advantage.method import build, methods
 if TYPE_CHECKING:
     from benchmarks.verl_host import VerlHost
 
-BASELINE, GRPO, SKIPPING = "uniform", "GRPO", ", skipping"
-VARIANTS = {GRPO: (None, False), "uniform": ("uniform", False), f"uniform{SKIPPING}": ("uniform", True)}
-VARIANTS |= {"GRAIL": ("grail", False), f"GRAIL{SKIPPING}": ("grail", True)}
-"""Method, and whether responses are left out. ``uniform`` gives every token weight 1: GRPO with what all methods share."""
+BASELINE, GRPO = "uniform", "GRPO"
+VARIANTS = {
+    GRPO: (None, False, False),
+    "uniform": ("uniform", False, False),
+    "uniform, skipping": ("uniform", True, False),
+    "uniform, skipping, own forward": ("uniform", True, True),
+    "GRAIL": ("grail", False, False),
+    "GRAIL, skipping": ("grail", True, False),
+    "GRAIL, own forward": ("grail", False, True),
+    "GRAIL, skipping, own forward": ("grail", True, True),
+}
+"""Method, whether responses are left out, and whether old log-probabilities are the update's own. ``uniform`` gives every
+token weight 1: GRPO with what all methods share."""
 ONE_EPOCH = "1 epoch, x GRPO"
 SELECTED, ZERO_ADVANTAGE = 0.35, (0.0, 0.25, 0.5, 0.75)
 """Share of the responses with an advantage that needs scores, and shares of responses without an advantage."""
 
 
-def run_step(host: VerlHost, name: str | None, skipping: bool = False) -> list[float]:
+def run_step(host: VerlHost, name: str | None, skipping: bool = False, reusing: bool = False) -> list[float]:
     """Seconds of a step with one epoch: of the old log-probabilities, the method's pass, the weights and the update;
-    without a method it is GRPO's."""
+    without a method it is GRPO's. ``skipping``, ``reusing``: as :meth:`VerlHost.update` has them."""
     timed = partial(timer.seconds, host.device)
-    forward = timed(host.forward)
+    forward = 0.0 if reusing else timed(host.forward)
     method, made, host.pass_seconds = build(name) if name else None, [], 0.0
     weights = timed(lambda: made.append(host.weigh(method).advantages if method else host.base_advantages()))
-    update = timed(partial(host.update, *made, skipping=skipping))
+    update = timed(partial(host.update, *made, skipping=skipping, reusing=reusing))
     return [forward, host.pass_seconds, weights - host.pass_seconds, update]
 
 

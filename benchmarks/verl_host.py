@@ -26,7 +26,15 @@ from benchmarks import timer
 from benchmarks.setup import Setup, random_model, release
 from grail_advantage.data import ENTROPY, OLD_LOG_PROBS, Rollouts, Row, RowScores, Weighed
 from grail_advantage.method import BaseMethod
-from grail_advantage.verl_ext.exchange import LEAVE_OUT, build_request, nested, rows_of
+from grail_advantage.verl_ext.exchange import (
+    LEAVE_OUT,
+    PLACES,
+    build_request,
+    nested,
+    places_without_slots,
+    rows_of,
+)
+from grail_advantage.verl_ext.own_forward import REUSE
 from grail_advantage.verl_ext.worker import TokenWeightActorWorker, token_scores
 from grail_advantage.weigh import weigh
 
@@ -105,18 +113,29 @@ class VerlHost:
         """GRPO's: one advantage a response on all its tokens, (B, T)."""
         return self._rollouts.advantages.unsqueeze(1).expand(self._rollouts.mask.shape).contiguous()
 
-    def update(self, advantages_BT: torch.Tensor, *, skipping: bool = False) -> None:
-        """One epoch of the actor update: the whole batch as one mini-batch, one optimiser step; ``skipping``: without
-        the responses that have no advantage."""
-        rollouts, data = self._rollouts, self._model_batch()
+    def update(self, advantages_BT: torch.Tensor, *, skipping: bool = False, reusing: bool = False) -> None:
+        """One epoch of the actor update: the whole batch as one mini-batch, one optimiser step.
+
+        Args:
+            skipping: leave out the responses that have no advantage.
+            reusing: old log-probabilities are those of the update's own forward, and not of :meth:`forward`.
+        """
+        rollouts = self._rollouts
+        data = self._model_batch()
         data["prompts"] = nested(list(rollouts.prompts))
         data["responses"] = nested(list(rollouts.responses))
         data["response_mask"] = nested(list(rollouts.mask))
-        data["old_log_probs"] = response_from_nested(self._output["log_probs"], data["response_mask"])
         data["advantages"] = nested(list(advantages_BT))
         settings = {"calculate_entropy": False, "distillation_use_topk": False, "distillation_only": False}
         settings |= {"global_batch_size": len(rollouts), "mini_batch_size": len(rollouts), "epochs": 1, "seed": 0}
-        settings |= {"dataloader_kwargs": {"shuffle": False}} | ({LEAVE_OUT: True} if skipping else {})
+        settings["dataloader_kwargs"] = {"shuffle": False}
+        if skipping:
+            settings[LEAVE_OUT] = True
+        if reusing:
+            settings[REUSE] = True
+            data[PLACES] = places_without_slots(len(rollouts))
+        else:
+            data["old_log_probs"] = response_from_nested(self._output["log_probs"], data["response_mask"])
         tu.assign_non_tensor(data, **settings)
         self.worker.train_mini_batch(data)
 

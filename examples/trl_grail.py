@@ -15,16 +15,21 @@ On a GPU three steps of a small model ran so far (docs/gpu.md). Most of a step i
 from __future__ import annotations
 
 import argparse
+import csv
+import io
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from grail_advantage.dump import write_whole
 from grail_advantage.method import build, methods
+from grail_advantage.receipt.foreign import numbered_lines, read_bytes, read_json, why
 from grail_advantage.reward import check_ground_truths, compute_score, gold_text
 
 if TYPE_CHECKING:
@@ -37,26 +42,27 @@ effect_every: steps between measurements of what the update changed, in steps th
 TINY = {"prompts": 16, "micro_batch": 128, "max_response": 64, "lora_rank": 0, "learning_rate": 3e-4, "steps": 16}
 TINY |= {"eval_every": 4, "dump_every": 4, "save_steps": 8}
 ASK = "Reason step by step, and put your final answer within \\boxed{}."
-FORMATS = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "csv"}
+MAY_CHANGE = {"steps", "eval_every", "dump_every", "effect_every", "save_steps", "report_to", "held_out", "vllm"}
+"""Options that a run which resumes may change; the others decide what it trains."""
+OPTIONS = "options.json"  # in the output's folder
 
 
 def main() -> None:
     options = parse_options()
     try:
         from peft import LoraConfig
-        from transformers.trainer_utils import get_last_checkpoint
         from trl import GRPOConfig
 
         from grail_advantage.trl_ext import TokenWeightGRPOTrainer
     except ModuleNotFoundError as error:
         raise SystemExit(f"trl_grail: {error}; see this file's first lines, or set PYTHONPATH=.venv/trl") from error
     output, rank, responses = options.output, options.lora_rank, options.prompts * options.rollouts
-    checkpoint = get_last_checkpoint(output) if options.resume and output.is_dir() else None
+    checkpoint = last_checkpoint(output) if options.resume else None
     if options.resume and checkpoint is None:
-        raise SystemExit(f"trl_grail: {output} has no checkpoint to go on from; leave out --resume")
+        raise SystemExit(f"trl_grail: {output} has no whole checkpoint to resume from; leave out --resume")
     if not options.resume and (output / "metrics.jsonl").exists():
         raise SystemExit(f"trl_grail: {output} has a run, which a new one would replace; use --resume or --output")
-    output.mkdir(parents=True, exist_ok=True)
+    keep_options(options)
     if options.tiny:
         make_tiny(options)
     os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")  # it is compiled at run time, often without an nvcc
@@ -80,10 +86,10 @@ def main() -> None:
         train_dataset=problems(options.data),
         eval_dataset=problems(options.held_out) if options.held_out else None,
         peft_config=LoraConfig(**adapter) if rank else None,
-        token_weights=build(options.method, {"control": options.control}),
+        token_weights=build(options.method, {} if options.control == "none" else {"control": options.control}),
         token_dump={"folder": output / "tokens", "every": options.dump_every, "effect_every": options.effect_every},
     )
-    trainer.train(resume_from_checkpoint=checkpoint)
+    trainer.train(resume_from_checkpoint=checkpoint and str(checkpoint))
     trainer.save_model()
     if trainer.is_world_process_zero():
         judged = [entry["eval_reward"] for entry in trainer.state.log_history if "eval_reward" in entry]
@@ -91,6 +97,31 @@ def main() -> None:
             print(f"Share of held-out problems answered correctly: {judged[0]:.2f} before, {judged[-1]:.2f} after")
         if any((output / "tokens").glob("step_*.parquet")):
             print(f"Every token's weight, in one page: python -m grail_advantage.report {output}")
+
+
+def last_checkpoint(output: Path) -> Path | None:
+    """The last whole checkpoint: of one, transformers writes ``trainer_state.json`` last."""
+    steps = {int(path.name.removeprefix("checkpoint-")): path for path in output.glob("checkpoint-[0-9]*")}
+    for step in sorted(steps, reverse=True):
+        try:
+            read_json(read_bytes(steps[step] / "trainer_state.json"))
+        except (OSError, ValueError) as error:
+            print(f"trl_grail: {steps[step]} is not whole ({why(error)}); looking for the one before", file=sys.stderr)
+        else:
+            return steps[step]
+    return None
+
+
+def keep_options(options: argparse.Namespace) -> None:
+    """Store what decides the training in the output's folder, or refuse to resume with something else (SystemExit)."""
+    path = options.output / OPTIONS
+    now = {name: value for name, value in vars(options).items() if name not in {*MAY_CHANGE, "output", "resume"}}
+    if options.resume and path.is_file():
+        before = read_json(read_bytes(path))
+        differing = [f"--{name.replace('_', '-')} {before.get(name)}" for name in now if before.get(name) != now[name]]
+        if differing:
+            raise SystemExit(f"trl_grail: {options.output} was begun with {', '.join(differing)}; use that or --output")
+    write_whole(path, json.dumps(now, indent=1))
 
 
 def make_tiny(options: argparse.Namespace) -> None:
@@ -111,16 +142,43 @@ def make_tiny(options: argparse.Namespace) -> None:
 
 def problems(source: str) -> Dataset:
     """Prompts, as messages, and solutions, from a file or from the hub, without rows whose answer cannot be used."""
+    from datasets import Dataset
+
+    rows = read_rows(source)
+    unusable = set(check_ground_truths(map(answer, rows), source))
+    return Dataset.from_list([problem(row) for number, row in enumerate(rows) if number not in unusable])
+
+
+def read_rows(source: str) -> Sequence[dict[str, Any]]:
+    """The rows of a file, with its texts as they are: ``load_dataset`` makes dates and numbers of those that look so; or
+    of ``NAME[:PART[:SPLIT]]`` on the hub, where a split may have a slice, such as ``train[:100]``."""
+    path = Path(source)
+    if path.suffix == ".parquet":
+        from pyarrow.parquet import read_table
+
+        return read_table(path).to_pylist()
+    if path.suffix == ".csv":
+        return list(csv.DictReader(io.StringIO(path.read_text(encoding="utf-8-sig"), newline="")))
+    if path.suffix == ".json":
+        with suppress(ValueError):  # else it has lines
+            return json.loads(path.read_bytes())
+    if path.suffix in (".json", ".jsonl"):
+        return [read_row(source, number, line) for number, line in numbered_lines(path)]
     from datasets import load_dataset
 
-    if kind := FORMATS.get(Path(source).suffix):
-        rows = load_dataset(kind, data_files=source, split="train")
-    else:
-        name, part, split = (*source.split(":"), "", "")[:3]
-        rows = load_dataset(name, part or None, split=split or "train")
-    unusable = set(check_ground_truths(map(answer, rows), source))
-    rows = rows.select([row for row in range(len(rows)) if row not in unusable])
-    return rows.map(problem, remove_columns=rows.column_names)
+    name, part, split = (*source.split(":", 2), "", "")[:3]
+    return load_dataset(name, part or None, split=split or "train")
+
+
+def read_row(source: str, number: int, line: bytes) -> dict[str, Any]:
+    """A line's JSON object (SystemExit for anything else)."""
+    try:
+        row = read_json(line)
+    except ValueError as error:
+        raise SystemExit(f"trl_grail: {source}, line {number}: {why(error)}") from None
+    if not isinstance(row, dict):
+        raise SystemExit(f"trl_grail: {source}, line {number}: is no object")
+    return row
 
 
 def problem(row: dict[str, Any]) -> dict[str, Any]:

@@ -19,7 +19,7 @@ import yaml
 from datasets import Dataset, load_dataset
 from trl import GRPOConfig
 
-from examples.trl_grail import reward
+from examples.trl_grail import read_rows, reward
 from grail_advantage.method import methods
 from grail_advantage.reward import check_ground_truths
 from grail_advantage.trl_ext import TokenWeightGRPOTrainer
@@ -62,7 +62,7 @@ def main() -> None:
 def problems(source: str) -> Dataset:
     """Rows with ``prompt``, a message that ends as the published one does (U+0008 and ``oxed{}``), and ``solution``."""
     local = Path(source).suffix == ".jsonl"
-    rows = load_dataset("json", data_files=source, split="train") if local else load_dataset(source, split="train")
+    rows = Dataset.from_list(read_rows(source)) if local else load_dataset(source, split="train")
     check_ground_truths(rows["solution"], source)
     return rows.map(
         lambda row: {"prompt": [{**row["prompt"][0], "content": row["prompt"][0]["content"] + PUBLISHED_SUFFIX}]}

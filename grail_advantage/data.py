@@ -62,6 +62,21 @@ def runs(marked: np.ndarray) -> list[tuple[int, int]]:
     return list(zip(edges[::2], edges[1::2], strict=True))
 
 
+def stacked(micro_batches: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+    """Tensors of micro-batches, each padded to a length of its own, as tensors of all responses, zeros after the ends.
+
+    A micro-batch gives as many tensors as any other, (b, W) each. One that is narrower than its first belongs to the
+    last positions of it. Example: ids ``[[5, 6, 7]]`` and a mask ``[[1, 1]]`` of the last two, then ids ``[[8]]`` and a
+    mask ``[[1]]``, give ``[[5, 6, 7], [8, 0, 0]]`` and ``[[0, 1, 1], [1, 0, 0]]``."""
+    width = max(tensors[0].shape[1] for tensors in micro_batches)
+    columns: list[list[Tensor]] = [[] for _ in micro_batches[0]]
+    for tensors in micro_batches:
+        length = tensors[0].shape[1]
+        for column, values in zip(columns, tensors, strict=True):
+            column.append(pad(values, (length - values.shape[1], width - length)))
+    return [torch.cat(column) for column in columns]
+
+
 _WHOLE = {torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.int8, torch.int16, torch.int32, torch.int64}
 _FLOATS = {torch.bfloat16, torch.float16, torch.float32, torch.float64}
 _KINDS = {"flags": {torch.bool} | _WHOLE | _FLOATS, "whole": _WHOLE, "floats": _FLOATS, "numbers": _WHOLE | _FLOATS}
@@ -119,11 +134,12 @@ class Rollouts:
     advantages: Tensor  # (B,), before weighting; NaN, as without a reward, or more than LARGEST trains nothing
     tokenizer: PreTrainedTokenizerBase = None
     answer: AnswerFormat = BOXED
-    written: Tensor = None  # bool (B, T): the tokens that the model wrote; by default those that train
+    # bool (B, T): the tokens that the model wrote; by default those that train, so that it is never None
+    written: Tensor = None  # type: ignore[assignment]
     truncated: Tensor | None = None  # bool (B,): hit the length limit without an end token
     masked: Tensor | None = None  # bool (B,): train nothing, whatever their advantage
-    groups: Tensor = None  # int64 (B,), at least 0; the same for responses to one prompt
-    rewards: Tensor = None  # (B,): the sum of each response's rewards, NaN where it could not be scored
+    groups: Tensor | None = None  # int64 (B,), at least 0; the same for responses to one prompt
+    rewards: Tensor | None = None  # (B,): the sum of each response's rewards, NaN where it could not be scored
     sessions: Sequence[tuple[Any, int]] | None = None  # each response's conversation, and its number in it
     examples: Sequence[Example | None] | None = None
     fields: Mapping[str, Sequence[Any]] = field(default_factory=dict)  # one value a response, for ``field:NAME``
@@ -458,6 +474,14 @@ class Weighed:
         return replace(
             self, rollouts=rollouts, **{name: _of_rows(getattr(self, name), indices, width) for name in names}
         )
+
+    def advantages_under(self, masks: Sequence[Tensor]) -> list[Tensor]:
+        """The token advantages in a trainer's own layout: float32 (b, W) for each micro-batch, by its mask (b, W) of the
+        tokens that train, 0 elsewhere. The masks mark the tokens of :attr:`Rollouts.mask`, in the same order."""
+        counts = [int(mask.sum()) for mask in masks]
+        parts = self.advantages[self.rollouts.mask].split(counts)
+        pairs = zip(masks, parts, strict=True)
+        return [torch.zeros(mask.shape, device="cpu").masked_scatter(mask.cpu().bool(), part) for mask, part in pairs]
 
     def table(self, texts: TokenTexts, others: Mapping[str, Weighed] | None = None) -> pa.Table:
         """The responses as rows of the token dump, by the texts of the run's tokenizer: all columns of

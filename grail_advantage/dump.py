@@ -34,7 +34,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, model_validator
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 from torch import Tensor
 
 from grail_advantage import __version__
@@ -379,6 +379,16 @@ class DumpOptions(BaseModel):
             raise ValueError("effect_every is written with what tokens receive; leave received=true")
         return self
 
+    @classmethod
+    def of_section(cls, section: str, values: Mapping[str, Any]) -> DumpOptions:
+        """The options of a host's section; ValueError: names the first that is wrong as ``section.option=value``."""
+        try:
+            return cls(**values)
+        except ValidationError as error:
+            first = error.errors()[0]
+            named = [f"{section}.{name}={first['input']!r}" for name in first["loc"]]
+            raise ValueError(f"{'.'.join(named) or section}: {first['msg']}") from None
+
 
 def choose_rows(groups: Sequence[int], valid: Sequence[bool], limit: int | None, seed: Sequence[int]) -> list[int]:
     """Which responses of a batch are written, by group: whole groups, in an order that the seed gives, as many as fit
@@ -482,7 +492,9 @@ def received_table(
     of_updates = {"by_update": receipt.received_UBT, "clipped_by_update": receipt.clipped_UBT}
     for place, (key, length) in enumerate(zip(keys, lengths, strict=True)):
         there = receipt.received_UBT[:, place, :length].isfinite().any(dim=1)
-        row = {name: of[place, :length].float().numpy() for name, of in by_name.items() if of is not None}
+        row: dict[str, Any] = {
+            name: of[place, :length].float().numpy() for name, of in by_name.items() if of is not None
+        }
         row |= {name: list(of[there, place, :length].float().numpy()) for name, of in of_updates.items()}
         rows.append({"key": as_utf8(key), "updates": there.nonzero().flatten().numpy(), **row})
     return pa.Table.from_pylist(rows, schema=RECEIVED_SCHEMA)
@@ -500,8 +512,11 @@ class MetricsFile(Unstopped):
                 write_whole(self.path, b"".join(line + b"\n" for line in lines if _step(line) <= last))
 
     def add(self, step: int, figures: Mapping[str, Any]) -> None:
-        """Add a line of the figures that are numbers."""
-        data = {str(name): float(value) for name, value in figures.items() if isinstance(value, Real)}
+        """Add a line of the figures that are numbers; null for one that is not finite, which JSON does not have."""
+        data: dict[str, float | None] = {}
+        for name, value in figures.items():
+            if isinstance(value, Real):
+                data[str(name)] = float(value) if math.isfinite(value) else None
         self.write(json.dumps({"step": step, "data": data}).encode() + b"\n")
 
     def write(self, line: bytes) -> None:

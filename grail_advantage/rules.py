@@ -1,62 +1,73 @@
-"""Rules on settings: one record for what a host refuses, what it warns of, and where it does without a shortcut; a file
-``rules.py`` of each host has its tables."""
+"""Rules on settings, in one form for every host: what is refused, what is warned of, and what is against a shortcut.
+
+The tables are ``verl_ext/rules.py``, ``trl_ext/rules.py`` and ``recipe/rules.py``, and for every host
+``methods/biases.py``. ``scripts/docs_pages.py`` writes them into the pages.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+import logging
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Protocol
 
-Text = str | Callable[[Any], str]  # a text, or a function that makes it of the settings
-
-
-class Obstacle(NamedTuple):
-    """Something in the way of a shortcut, or of a method: a setting as ``option=value`` or a part of the model, and
-    why."""
-
-    setting: str
-    because: str
+logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
+class Named(Protocol):
+    """A host's settings."""
+
+    def named(self, option: str) -> str:
+        """``option=value``, for messages."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Rule:
-    """A setting with which something does not work. Settings have ``named(option)``, which gives ``option=value``."""
+    """A setting with which something does not work, or works otherwise than somebody may think."""
 
-    id: str
-    option: Text
-    when: Callable[[Any], Any]  # whether settings break the rule
+    option: str | tuple[str, ...]
+    """The option that messages and pages name; several where any of them may be the cause."""
+    when: Callable[[Any], Any]
+    """Whether settings break the rule; of several options it gives the name of the one that is the cause."""
     because: str
-    remedy: Text
-    example: Any  # that breaks it, for the test: overrides of Hydra's with verl, arguments by name with TRL
+    remedy: str | Callable[[Any], str]
+    """A text, or a function that makes it of the settings."""
+    warned: bool = False
+    """Whether a run that breaks the rule starts all the same, with a warning."""
 
-    def obstacle(self, subject: Any) -> Obstacle:
-        return Obstacle(subject.named(_made(self.option, subject)), self.because)
-
-    def warning(self, subject: Any) -> str:
-        setting, because = self.obstacle(subject)
-        return f"{setting}: {because}; {_made(self.remedy, subject)}"
-
-
-def _made(text: Text, subject: Any) -> str:
-    return text if isinstance(text, str) else text(subject)
+    def broken_by(self, settings: Named) -> str:
+        """``option=value`` of the cause in settings that break the rule; empty for others."""
+        cause = self.when(settings)
+        if not cause:
+            return ""
+        return settings.named(self.option if isinstance(self.option, str) else cause)
 
 
-def broken(rules: Iterable[Rule], subject: Any) -> Iterator[Obstacle]:
-    """What settings break of these rules."""
-    return (rule.obstacle(subject) for rule in rules if rule.when(subject))
+def check_rules(rules: Sequence[Rule], settings: Named, beside: str = "") -> None:
+    """Refuse settings that break a rule, and log a warning for each other rule that they break.
+
+    Args:
+        rules: a table.
+        settings: of the run.
+        beside: with what a setting does not work, such as the method, as ``option=value``.
+
+    Raises:
+        ValueError: for the first rule that refuses, with the option, its value, the reason and the remedy.
+    """
+    for rule in sorted(rules, key=lambda rule: rule.warned):  # a run that is refused is warned of nothing
+        setting = rule.broken_by(settings)
+        if not setting:
+            continue
+        with_what = f" with {beside}" if beside not in ("", setting) else ""
+        remedy = rule.remedy if isinstance(rule.remedy, str) else rule.remedy(settings)
+        if not rule.warned:
+            raise ValueError(f"{setting} does not work{with_what}: {rule.because}; {remedy}")
+        logger.warning("%s is used%s: %s; %s", setting, with_what, rule.because, remedy)
 
 
-def refuse(rules: Iterable[Rule], subject: Any, beside: str = "") -> None:
-    """ValueError for the first rule that settings break, naming the option, its value, the reason and the remedy;
-    ``beside``: with what the setting does not work, such as the method, as ``option=value``."""
+def first_broken(rules: Sequence[Rule], settings: Named) -> str:
+    """``option=value: reason`` of the first rule that settings break; empty where they break none."""
     for rule in rules:
-        if rule.when(subject):
-            setting, because = rule.obstacle(subject)
-            with_what = beside and f" with {beside}"
-            raise ValueError(f"{setting} does not work{with_what}: {because}; {_made(rule.remedy, subject)}")
-
-
-def refuse_forced(shortcut: str, obstacles: Iterable[Obstacle], remedy: str) -> None:
-    """ValueError for the first obstacle to a shortcut, ``option=value``, that somebody forces."""
-    for setting, because in obstacles:
-        raise ValueError(f"{shortcut} does not work with {setting}: {because}; {remedy}")
+        if setting := rule.broken_by(settings):
+            return f"{setting}: {rule.because}"
+    return ""

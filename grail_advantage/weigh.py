@@ -91,6 +91,22 @@ def with_columns(
     return replace(rollouts, columns={**rollouts.columns, **host.columns(missing, selected)})
 
 
+def deal(costs: Sequence[int], ranks: int, groups: Sequence[int] | None = None) -> list[list[int]]:
+    """The rows of each rank, by relative costs: about as much work, and numbers that differ by one at most. With
+    ``groups``, rows with the same number meet on one rank, whatever their numbers."""
+    members: dict[int, list[int]] = {}
+    for row, group in enumerate(range(len(costs)) if groups is None else groups):
+        members.setdefault(group, []).append(row)
+    by_cost = sorted(((sum(costs[row] for row in rows), rows) for rows in members.values()), reverse=True)
+    shares: list[list[int]] = [[] for _ in range(ranks)]
+    work = [0] * ranks
+    for cost, rows in by_cost:
+        rank = min(range(ranks), key=lambda rank: (len(shares[rank]) if groups is None else 0, work[rank]))
+        shares[rank] += rows
+        work[rank] += cost
+    return [sorted(share) for share in shares]
+
+
 def _nowhere(r: Rollouts) -> Tensor:
     """Scores that are nowhere known: NaN, float32 (B, T)."""
     return r.mask.new_full(r.mask.shape, math.nan, dtype=torch.float32)
@@ -218,10 +234,11 @@ def _normalized(w: Tensor, where: Tensor) -> Tensor:
 
 def _shuffled(values: Tensor, among: Tensor, r: Rollouts) -> Tensor:
     """Values (B, T) with those of each response's tokens among bool (B, T) in another order: by a hash of the step and
-    the response's key, so that neither the batch nor the process that holds the response changes it."""
+    the response's own tokens, which are the same in every host, process, batch and start with the same seed."""
     shuffled = values.clone()
-    for index, key in enumerate(r.keys):
-        seed = hashlib.sha256(f"{r.step} {key}".encode(errors="surrogatepass")).digest()[:7]
+    for index, (prompt, response) in enumerate(zip(r.prompts, r.responses, strict=True)):
+        identity = f"{r.step} {prompt.tolist()} {response.tolist()}"
+        seed = hashlib.sha256(identity.encode()).digest()[:7]
         generator = torch.Generator("cpu").manual_seed(int.from_bytes(seed))
         tokens = among[index].nonzero().flatten()
         order = torch.randperm(len(tokens), generator=generator, device="cpu")

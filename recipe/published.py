@@ -19,6 +19,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from yaml import YAMLError
 
+from grail_advantage.receipt.foreign import visible
 from recipe.data.specs import PUBLISHED_SUFFIX, SPECS
 from recipe.marked_text import table
 
@@ -213,7 +214,8 @@ def main() -> None:
     try:
         settings = compared(OmegaConf.create(sys.stdin.read()))
     except (ValueError, TypeError, AttributeError, YAMLError) as error:
-        sys.exit(f"stdin must be a resolved configuration, as of DRY_RUN=1 bash examples/run_qwen3_grail.sh: {error}")
+        command = "DRY_RUN=1 bash examples/run_qwen3_grail.sh"
+        sys.exit(visible(f"stdin must be a resolved configuration, as of {command}: {error}", breaks=False))
     rows, wrong = [], []
     for setting, ours, verdict in settings:
         why = {"differs": "no reason is known", "corrected": setting.corrected, "~": setting.why}.get(verdict, "")

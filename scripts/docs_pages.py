@@ -15,7 +15,6 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 from pydantic import BaseModel
@@ -23,10 +22,11 @@ from pydantic import BaseModel
 from grail_advantage.effect import EFFECT_METRICS
 from grail_advantage.maps import MAPS
 from grail_advantage.method import READS, BaseMethod, Mapped, Method, build, methods
+from grail_advantage.methods.biases import BIAS
 from grail_advantage.metrics import GRADIENT_METRICS, METRICS
 from grail_advantage.rules import Rule
 from grail_advantage.trl_ext import rules as trl_rules
-from grail_advantage.verl_ext.settings import NEEDED_WHOLE, RULES
+from grail_advantage.verl_ext import rules as verl_rules
 from recipe.marked_text import marked, table, write_marked
 from recipe.published import GROUPS as PUBLISHED
 from recipe.published import shown
@@ -106,7 +106,7 @@ def reference() -> str:
         shared.append([f"{name} ({usual[name]})", who, *about])
     modes, plain = [], "`compute_token_weights` computes log-probabilities and entropies itself if they are not given."
     for method in KNOWN:
-        whole = method.uses not in NEEDED_WHOLE
+        whole = method.uses not in verl_rules.NEEDED_WHOLE
         reads = ", ".join(WORDS.get(read, read) for read in READS if read in method.reads) or "nothing"
         works = ["yes" if of else "no" for of in (whole, whole, "entropy" not in method.reads)]
         modes.append([f"`{method.name}`", reads, WORDS.get(method.uses, method.uses), *works])
@@ -181,35 +181,64 @@ def figures() -> str:
 
 def refused() -> str:
     """What a run with verl is refused with."""
-    prefix = re.compile(r"^\+*(actor_rollout_ref\.|algorithm\.(adv_estimator=)?)?")
-    return _by_reason((rule.because, f"`{prefix.sub('', rule.option)}`") for rule in RULES if not rule.warned)
+    return "\n".join(_of_rules("refused", [rule for rule in verl_rules.RULES if not rule.warned]))
+
+
+def warned() -> str:
+    """What a run with verl is warned of, but for biases of turns."""
+    return "\n".join(_of_rules("warned of", _own_warnings(verl_rules.RULES)))
+
+
+def kept() -> str:
+    """With what verl's host leaves no response out."""
+    return "\n".join(_of_rules("all responses stay with", verl_rules.AGAINST_SKIPPING))
+
+
+def forward() -> str:
+    """With what verl's forward gives the old log-probabilities."""
+    return "\n".join(_of_rules("verl's forward stays with", verl_rules.AGAINST_REUSE))
 
 
 def trl() -> str:
-    """What TRL's trainer refuses."""
-    pairs = [(rule.because, _argument(rule)) for rule in trl_rules.REFUSALS]
-    skipping = " with `skip_zero_advantage=True`"
-    return _by_reason(pairs + [(rule.because, _argument(rule) + skipping) for rule in trl_rules.AGAINST_SKIPPING])
+    """What TRL's trainer refuses and warns of, but for biases of turns."""
+    rules = trl_rules.RULES
+    lines = _of_rules("refused", [rule for rule in rules if not rule.warned])
+    lines += ["", *_of_rules("refused with `skip_zero_advantage=True`", trl_rules.AGAINST_SKIPPING)]
+    return "\n".join([*lines, "", *_of_rules("warned of", _own_warnings(rules))])
 
 
-def _by_reason(pairs: Iterable[tuple[str, str]]) -> str:
-    """A table of reasons with what is refused for each."""
-    shown: dict[str, dict[str, None]] = {}
-    for because, option in pairs:
-        shown.setdefault(because, {})[option] = None
-    return "\n".join(table(["refused, such as", "why"], [[", ".join(options), why] for why, options in shown.items()]))
+def biases() -> str:
+    """The biases of turns, by the options of both hosts."""
+    of_verl, of_trl = ([rule for rule in table if _is_bias(rule)] for table in (verl_rules.RULES, trl_rules.RULES))
+    rows = [
+        [_options(in_verl), _options(in_trl), in_verl.because.removeprefix(BIAS)]
+        for in_verl, in_trl in zip(of_verl, of_trl, strict=True)
+    ]
+    return "\n".join(table(["in verl", "in TRL", "bias"], rows))
 
 
-def _argument(rule: Rule) -> str:
-    """The first two arguments, with values that are short, and of a method its name alone."""
-    parts = []
-    for name, value in list(rule.example.items())[:2]:
-        if isinstance(value, SimpleNamespace):
-            parts += [f"{name}.{inner}={number}" for inner, number in vars(value).items()]
-        else:
-            short = f"{name}={value!r}" if isinstance(value, str | int | float) else name
-            parts.append(value if name == "token_weights" else short)
-    return " with ".join(f"`{each}`" for each in parts)
+def _is_bias(rule: Rule) -> bool:
+    return rule.because.startswith(BIAS)
+
+
+def _own_warnings(rules: Iterable[Rule]) -> list[Rule]:
+    return [rule for rule in rules if rule.warned and not _is_bias(rule)]
+
+
+def _options(rule: Rule) -> str:
+    """A rule's options without the sections that most have in front; of several with one name the first."""
+    names = [rule.option] if isinstance(rule.option, str) else rule.option
+    last = {name.split(".")[-1]: name for name in reversed(names)}
+    shown = [re.sub("^(actor_rollout_ref|algorithm)[.]", "", name) for name in names if name in last.values()]
+    return ", ".join(f"`{name}`" for name in shown)
+
+
+def _of_rules(heading: str, rules: Iterable[Rule]) -> list[str]:
+    """A table of options by reason."""
+    by_reason: dict[str, dict[str, None]] = {}
+    for rule in rules:
+        by_reason.setdefault(rule.because, {})[_options(rule)] = None
+    return table([heading, "because"], [[", ".join(options), _names(why)] for why, options in by_reason.items()])
 
 
 def patches() -> str:
@@ -258,6 +287,10 @@ PASSAGES: list[tuple[str, str, Callable[[], str]]] = [  # page, name of its mark
     ("reference_methods.md", "methods", reference),
     ("metrics.md", "metrics", figures),
     ("works_with.md", "refused", refused),
+    ("works_with.md", "warned", warned),
+    ("works_with.md", "kept", kept),
+    ("loss_and_advantage.md", "forward", forward),
+    ("turns.md", "biases", biases),
     ("works_with.md", "trl", trl),
     ("what_installing_changes.md", "patches", patches),
     ("published.md", "published", published),

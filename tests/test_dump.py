@@ -23,7 +23,7 @@ from grail_advantage import dump as of_dump
 from grail_advantage.dump import DumpHeader, MetricsFile, StepDump, read_dump, remove_steps, write_received, write_step
 from grail_advantage.receipt.foreign import visible
 from grail_advantage.view.page import write_report
-from grail_advantage.view.run import open_run
+from grail_advantage.view.run import open_run, read_metrics
 from grail_advantage.weigh import weigh
 from tests import hosts
 from tests.core.common import Given
@@ -158,6 +158,19 @@ def test_lines_of_metrics_up_to_the_step_stay(tmp_path: Path) -> None:
         assert path.read_bytes() == kept + THREE and file.failed == 0
     MetricsFile(path, -1)
     assert path.read_bytes() == b"", "a run that begins anew"
+
+
+def test_metrics_are_strict_json(tmp_path: Path) -> None:
+    """Which has no NaN and no infinity: such a figure is null, and is read as NaN."""
+    path = tmp_path / "metrics.jsonl"
+    MetricsFile(path, -1).add(3, {"a": math.nan, "b": -math.inf, "c": np.float32("inf"), "d": 1.5})
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(constant)
+
+    assert json.loads(path.read_text(), parse_constant=refuse)["data"] == {"a": None, "b": None, "c": None, "d": 1.5}
+    figures = read_metrics(path, [])
+    assert math.isnan(figures["a"][3]) and figures["d"] == {3: 1.5}
 
 
 def test_no_visible_character_acts() -> None:

@@ -1,7 +1,8 @@
 """Part c: the training side of the published recipe on one GPU, at the shapes of Qwen3-0.6B and Qwen3-4B.
 
 Engine, precision, micro-batches, checkpointing, epochs and loss are those that ``examples/run_qwen3_grail.sh`` gives
-verl. GRPO, ``uniform`` and GRAIL run in turn on one engine, the latter two with responses of advantage 0 left out or not.
+verl. GRPO, ``uniform`` and GRAIL run in turn on one engine, the latter two with responses of advantage 0 left out or not,
+and with old log-probabilities of a forward of their own or of the update's.
 """
 
 from __future__ import annotations

@@ -21,8 +21,9 @@ from verl_cpu.tiny.shipped import load_shipped
 from verl_cpu.tiny.task import random_problems
 
 SETTINGS = """
-EXPERIMENT_NAME=rehearsal MAX_PROMPT_LENGTH=32 MAX_RESPONSE_LENGTH=64 PPO_MAX_TOKEN_LEN_PER_GPU=8192 ACTOR_LR=2e-4
-TOTAL_STEPS=2 SAVE_FREQ=1 TEST_FREQ=2 MODEL_PATH={0}/model TRAIN_FILE={0}/train.parquet TEST_FILE={0}/validation.parquet
+EXPERIMENT_NAME=rehearsal ADV_ESTIMATOR=grail MAX_PROMPT_LENGTH=32 MAX_RESPONSE_LENGTH=64 PPO_MAX_TOKEN_LEN_PER_GPU=8192
+ACTOR_LR=2e-4 TOTAL_STEPS=2 SAVE_FREQ=1 TEST_FREQ=2
+MODEL_PATH={0}/model TRAIN_FILE={0}/train.parquet TEST_FILE={0}/validation.parquet
 """
 """Variables of the script, by the folder of model and data; all others are as a user finds them."""
 VARIABLES_ON_CPU = "VERL_PLATFORM=cpu TRAIN_BATCH_SIZE=8"
@@ -79,7 +80,8 @@ def rehearse(outcome: Outcome, device: str, folder: Path) -> None:
 
 def start(device: str, folder: Path, kill_at: int) -> tuple[str, list[psutil.Process]]:
     """Run the script until it ends, or until this step is logged; how it ended, and what ran when it was killed."""
-    settings, overrides = SETTINGS.format(folder / "demo").split(), [f"run.folder='{folder}/run'"]
+    settings = [setting.format(folder / "demo") for setting in SETTINGS.split()]
+    overrides = [f"run.folder='{folder}/run'"]
     if device == "cpu":
         settings += VARIABLES_ON_CPU.split()
         overrides += OVERRIDES_ON_CPU.split()

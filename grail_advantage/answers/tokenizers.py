@@ -3,7 +3,8 @@
 transformers 5.9 and 5.10 (huggingface/transformers#45488; 5.23 does not) rebuild a tokenizer whose class has a
 constructor of its own from vocabulary and merges alone. A byte-level vocabulary under the class ``LlamaTokenizerFast``,
 as of DeepSeek-R1-Distill-Llama, then loses spaces and newlines, and ``save_pretrained`` hands the damage on. The
-checkpoint's own ``tokenizer.json`` is right, and the plain class reads it unchanged. Writing a repaired tokenizer,
+checkpoint's own ``tokenizer.json`` is right, and the plain class reads it unchanged; so is it in a Mistral folder,
+beside a ``tekken.json``. Writing a repaired tokenizer,
 which ``AutoTokenizer`` and so verl loads as the checkpoint means it (needs transformers alone):
 
     python3 -m grail_advantage.answers.tokenizers MODEL FOLDER
@@ -43,11 +44,13 @@ def load_tokenizer(path: str | os.PathLike[str], **options: Any) -> PreTrainedTo
     tokenizer = AutoTokenizer.from_pretrained(path, **options)
     if not tokenizer.encode(PROBE, add_special_tokens=False):  # as transformers makes one of a configuration alone
         raise ValueError(f"{path} has no tokenizer (tokenizer.json); put the files of the model's own into its folder")
-    if lost_text(tokenizer) is not None and "gguf_file" not in options:
+    # mistral_common's, which vLLM brings, is taken where a folder has tekken.json; its tokens have no bytes.
+    of_mistral_common = type(tokenizer).__name__ == "MistralCommonBackend"
+    if (of_mistral_common or lost_text(tokenizer) is not None) and "gguf_file" not in options:
         with suppress(OSError, ValueError):  # no tokenizer.json, so nothing to go back to
             faithful = PreTrainedTokenizerFast.from_pretrained(path, **options)
             if lost_text(faithful) is None:
-                logger.warning("%s loses text under %s; its tokenizer.json is taken unchanged", path, type(tokenizer))
+                logger.warning("%s: tokenizer.json is taken unchanged, in place of %s", path, type(tokenizer).__name__)
                 tokenizer = faithful
     check_round_trip(tokenizer, str(path))
     return tokenizer

@@ -161,8 +161,8 @@ class Oar(Mapped):
                 kept = max(0, min(length, stop - first))  # a row may be cut where nothing matters any more
                 read = row.tokens[: row.start + row.answer.end].tolist()
                 generator = torch.Generator(noisy.device).manual_seed(noise_seed(self.noise_seed, step, read))
-                size = {"device": noisy.device, "dtype": torch.float32}
-                noise = torch.randn((length, noisy.shape[-1]), generator=generator, **size)
+                size = (length, noisy.shape[-1])
+                noise = torch.randn(size, generator=generator, device=noisy.device, dtype=torch.float32)
                 place, start = micro.at(index, first)
                 piece = noisy[place, start : start + kept]
                 piece.copy_(piece + self.noise_std * noise[:kept])  # in float32 where the model is narrower
@@ -198,6 +198,7 @@ class Oar(Mapped):
         token in common, so its keys and values are taken from the clean pass over the row; that is exact in a causal
         model."""
         (start, length), replaced = self.probe_of(row), self.replaced(row)
+        assert model.pad_token is not None  # check_tokenizer() has seen to it
         tokens = row.tokens.roll(-1)[start:length]  # after the row's last one, which only "last" reads, is none
         kept = torch.arange(start, length, device=row.tokens.device)
         logits, cache = forward(row.tokens[None, :length], kept, None)

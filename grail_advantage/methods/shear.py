@@ -10,7 +10,9 @@ Shapes: P pairs of windows, N and M tokens of a pair's two windows, K and L wind
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,11 +27,18 @@ CHUNK_ELEMENTS = {
     "cuda": 1 << 26,
 }  # costs worked on at once, times some eight temporaries; of a CPU's cache
 
+WINDOWS_AT_ONCE = 32  # of a response, whose costs to another response are held: 875 x 32,000 float64 are 0.2 GB
+MANY_PAIRS = 200_000  # two minutes of a processor core
+
+logger = logging.getLogger(__name__)
+
 
 @register("shear")
 class Shear(Method):
     """Responses without an opposite have weight 1. The hidden states of a rank's selected responses are held together
-    on its device, in the model's precision: 32 responses of 4096 tokens at 2560 dimensions are 0.7 GB in bf16."""
+    on its device, in the model's precision: 32 responses of 4096 tokens at 2560 dimensions are 0.7 GB in bf16. Time
+    grows with the square of the length, since every window of a response is compared with every window of its
+    opposites: two responses of 2,000 tokens have 6,400 pairs of windows, two of 32,000 have 1.6 million."""
 
     formula = "greatest over windows with t of the least Sinkhorn distance to an opposing one, / mean ||h||"
     source = "arXiv 2604.23318, section 3, Algorithm 1 (a restatement; neither the paper's text nor code was read)"
@@ -121,7 +130,7 @@ def sinkhorn_distance(
 
 @torch.no_grad()
 def shear_scores(
-    hidden: Sequence[Tensor], positive: Sequence[bool], *, window: int, stride: int, **transport: float
+    hidden: Sequence[Tensor], positive: Sequence[bool], *, window: int, stride: int, **transport: Any
 ) -> list[Tensor]:
     """Scores of one group's responses, (T,) float32 each: each token's distance from the other outcome, in units of the
     mean hidden norm. Ones where no response has the other outcome. A response with a state that is not finite gets NaN,
@@ -147,10 +156,24 @@ def shear_scores(
         dtype, mode = (torch.float64, "use_mm") if on_cpu else (torch.float32, "donot_use_mm")
         norms = torch.cat([torch.linalg.vector_norm(hidden[i].to(dtype), dim=-1) for i in usable])
         unit = norms.mean().clamp(min=torch.finfo(dtype).tiny)  # all states 0: so are the distances
-    for i, j in ((i, j) for i in usable for j in usable if positive[i] and not positive[j]):
-        cost = torch.cdist(hidden[i].to(dtype), hidden[j].to(dtype), compute_mode=f"{mode}_for_euclid_dist") / unit
+    opposites = [(i, j) for i in usable for j in usable if positive[i] and not positive[j]]
+    pairs = sum(len(bounds[i]) * len(bounds[j]) for i, j in opposites)
+    if pairs > MANY_PAIRS:
+        logger.warning(
+            "shear compares %d pairs of windows in one group, a number that grows with the square of the length; "
+            "raise algorithm.shear.stride or window, or shorten the responses",
+            pairs,
+        )
+    for i, j in opposites:
+        others = hidden[j].to(dtype)
+        blocks = []
+        for windows in bounds[i].split(WINDOWS_AT_ONCE):  # so that the costs of two long responses fit into memory
+            first, last = int(windows[0, 0]), int(windows[:, 1].max())
+            states = hidden[i][first:last].to(dtype)
+            cost = torch.cdist(states, others, compute_mode=f"{mode}_for_euclid_dist") / unit
+            blocks.append(_window_distances(cost.float(), windows - first, bounds[j], transport))
         # The distance is symmetric: once computed, it serves both responses.
-        between = _window_distances(cost.float(), bounds[i], bounds[j], transport)
+        between = torch.cat(blocks)
         distances[i] = torch.minimum(distances[i], between.amin(dim=1))
         distances[j] = torch.minimum(distances[j], between.amin(dim=0))
     scores = [h.new_ones(len(h), dtype=torch.float32) for h in hidden]
@@ -176,7 +199,7 @@ def _windows(h: Tensor, width: int, stride: int) -> Tensor:
     return torch.stack([start, (start + width).clamp(max=len(h))], dim=1)
 
 
-def _window_distances(cost: Tensor, bounds: Tensor, others: Tensor, transport: dict[str, float]) -> Tensor:
+def _window_distances(cost: Tensor, bounds: Tensor, others: Tensor, transport: dict[str, Any]) -> Tensor:
     """Distances of all pairs of two responses' windows, (K, L) float32, a chunk of pairs at a time."""
     sizes, tokens = [], []
     for of, length in ((bounds, cost.shape[0]), (others, cost.shape[1])):

@@ -124,11 +124,13 @@ class StepValues(AdvantageMethod):
 
     def select(self, r: Rollouts) -> Tensor:
         """All responses that train of groups in which any advantage differs from 0."""
+        assert r.groups is not None  # it reads them
         matters = torch.isin(r.groups, r.groups[r.advantages != 0])
         return r.trains & matters
 
     def scores(self, r: Rollouts, of_pass: Tensor | None) -> Tensor:
         texts, separator = TokenTexts(r.tokenizer), self._compiled()
+        assert r.groups is not None
         advantages, groups = r.advantages.double().tolist(), r.groups.tolist()
         chosen = self.select(r).nonzero().flatten().tolist()
         tokens = {index: r.tokens[index].numpy() for index in chosen}

@@ -21,14 +21,6 @@ from torch import Tensor
 from grail_advantage.data import OLD_LOG_PROBS, Rollouts, runs, within_range
 from grail_advantage.method import AdvantageMethod, build, option, register
 
-BIAS_OF_DISCOUNT = (
-    "returns are discounted, which biases the gradient of the mean reward: by 0.10 of its length with 0.9 and 0.42 "
-    "with 0.5, beside a smaller scale, in an environment that was enumerated (docs/turns.md)"
-)
-BIAS_OF_MASKING = (
-    "the policy decides with its turns which responses are cut off and train nothing, which biases the gradient: by "
-    "0.27 of its length with the answers to 20 % of calls cut off, as enumerated (docs/turns.md)"
-)
 GAMMA = "discount from one turn to the next in the return of a turn"
 DEVIATION = "whether differences from a mean are divided by the deviation of what it was taken over, as in GRPO"
 logger = logging.getLogger(__name__)
@@ -210,7 +202,7 @@ class TurnMethod(AdvantageMethod):
         found, out = {}, {}
         for place, (key, group, outcome, lists, counts, align) in enumerate(given):
             try:
-                if not within_range(np.float64(outcome)):
+                if not within_range(np.array(outcome, dtype=np.float64)):
                     raise UncertainError(f"has the outcome {outcome}, which is not finite or too large")
                 rewards = rewards_by_turn(lists, counts, align, differences=self.differences)
                 found[place] = Session(key, group, outcome, rewards)
@@ -240,6 +232,7 @@ class TurnMethod(AdvantageMethod):
         of = [[[(i, *edges) for edges in runs(written[i])] for i in indices] for indices in r.conversations]
         there = [(indices, turns) for indices, turns in zip(r.conversations, of, strict=True) if any(turns)]
         given = []
+        assert r.groups is not None and r.rewards is not None  # it reads them
         for indices, turns in there:
             last, counts, align = indices[-1], list(map(len, turns)), self.align
             lists = [r.fields[self.rewards][i] for i in indices] if self.rewards else []

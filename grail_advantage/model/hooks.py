@@ -7,17 +7,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 FORWARD_TOKENS = 4096  # most of a forward, padding counted, where nobody says
 TOGETHER = 1024  # positions whose distribution over the vocabulary is held in float32 at a time
 REMEDY = "pass a causal language model, such as AutoModelForCausalLM loads"
 
 
-def leaf_module(model: nn.Module, leaf: str) -> nn.Module:
+def leaf_module(model: PreTrainedModel, leaf: str) -> nn.Module:
     """The module whose output is the activation: ``embeddings``, ``first``, ``middle`` or ``last``, with ``n`` decoder
     blocks the hidden states 0, 1, n // 2 and n - 1, where 0 is the embeddings and k the output of block k. The model is
     bare or wrapped (FSDP, PEFT). ValueError: it does not expose its blocks as ``get_decoder().layers``."""
@@ -50,7 +54,23 @@ def capture_leaf(module: nn.Module) -> Iterator[list[torch.Tensor]]:
 
 
 @contextmanager
-def at_head(model: nn.Module, before: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
+def frozen_parameters(model: nn.Module) -> Iterator[None]:
+    """While open, no parameter asks for a gradient, so that a forward keeps nothing for theirs: a linear layer keeps its
+    input for its weight's gradient alone. Parameters of other classes, such as those that FSDP shards, stay as they
+    are: its hooks hang on their gradients."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    trained = [parameter for parameter in trained if type(parameter) is nn.Parameter and parameter.is_leaf]
+    try:
+        for parameter in trained:
+            parameter.requires_grad_(False)
+        yield
+    finally:
+        for parameter in trained:
+            parameter.requires_grad_(True)
+
+
+@contextmanager
+def at_head(model: PreTrainedModel, before: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
     """While open, each forward of the model's output embeddings computes the logits of ``before(hidden)``, of the hidden
     states (B, S, D) those that are needed. ValueError: there are no output embeddings, or the forward calls none."""
     head = model.get_output_embeddings()
@@ -82,7 +102,7 @@ def _hooked(handle: RemovableHandle, calls: Sequence[object], module: nn.Module,
 
 
 @contextmanager
-def capture_hidden_states(model: nn.Module) -> Iterator[list[torch.Tensor]]:
+def capture_hidden_states(model: PreTrainedModel) -> Iterator[list[torch.Tensor]]:
     """:func:`at_head` that appends the hidden states (B, S, D), detached, to the list, and needs one column's logits."""
     captured_BSD: list[torch.Tensor] = []
 

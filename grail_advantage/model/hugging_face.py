@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NoReturn
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -36,8 +36,8 @@ CHECKED_TOKENS = 18  # of the row by which a model's logits are checked
 # Of each model: its lowered budget of tokens where memory ran out; what the probe found, and with how many tokens of the
 # longest row; whether its logits are read where they are.
 _fitting_tokens: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
-_findings: WeakKeyDictionary[nn.Module, tuple[int, Finding]] = WeakKeyDictionary()
-_checked: WeakSet[nn.Module] = WeakSet()
+_findings: WeakKeyDictionary[nn.Module, tuple[Any, int, Finding]] = WeakKeyDictionary()
+_checked: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
 
 
 def run_rows(method: BaseMethod, rows: Sequence[Row], model: HuggingFaceModel) -> list[RowScores]:
@@ -119,7 +119,8 @@ class HuggingFaceModel:
             some = waiting[: 1 if alone else self.sequences_together(longest)]
             return work(PaddedRows(self, [row for row in some if len(row.tokens) >= LEAST_LENGTH * longest]))
 
-        with hooks.evaluation_mode(self.model), torch.set_grad_enabled(gradients):
+        frozen = hooks.frozen_parameters(self.model) if self.rounds.group is None else nullcontext()
+        with hooks.evaluation_mode(self.model), frozen, torch.set_grad_enabled(gradients):
             alone = not self._independent(waiting)
             while waiting:
                 self.rounds.take()
@@ -158,7 +159,7 @@ class HuggingFaceModel:
     def check_logits(self, rows: Sequence[torch.Tensor]) -> None:
         """ValueError for a model whose logits are not one for each token of its input, as with a soft prompt in front;
         it is asked once, by all ranks. ``rows``: prompt + response of the run, int64 (S,) each; there may be none."""
-        if self.model in _checked:
+        if _checked.get(self.model) == state_of(self.model):
             return
         tokens_S = rows[0] if rows else torch.zeros(2, dtype=torch.int64, device="cpu")
         tokens_S = tokens_S[:CHECKED_TOKENS].to(self.device)
@@ -179,7 +180,7 @@ class HuggingFaceModel:
         with hooks.evaluation_mode(self.model):
             if not reads_its_logits(self.model, own, backwards):
                 refuse(self.model)
-        _checked.add(self.model)
+        _checked[self.model] = state_of(self.model)
 
     def forward(self, tokens_BS: torch.Tensor) -> Any:
         """The model's output for rows of tokens, padding on the right included."""
@@ -195,8 +196,9 @@ class HuggingFaceModel:
         longest = int(self.rounds.most(len(rows[0].tokens) if len(rows) > 1 else 0))
         if not longest:
             return True  # no rank has two rows
-        known, finding = _findings.get(self.model, (0, None))
-        if finding is None or (longest > known and finding.holds):
+        state = state_of(self.model)
+        asked, known, finding = _findings.get(self.model, (None, 0, None))
+        if finding is None or asked != state or (longest > known and finding.holds):
             some_token = torch.zeros(1, dtype=torch.int64, device="cpu")
             tokens = torch.cat([some_token, *(row.tokens.cpu() for row in rows)])
 
@@ -206,7 +208,7 @@ class HuggingFaceModel:
 
             finding = self.fitting(ask)
             finding = replace(finding, difference=self.rounds.most(finding.difference))
-            _findings[self.model] = longest, finding
+            _findings[self.model] = state, longest, finding
             if not finding.holds:
                 logger.warning("%s: responses go through the model one at a time", finding)
         return finding.holds
@@ -269,6 +271,14 @@ class PaddedRows:
         """Up to the last of the positions of each row."""
         self._lengths = [past for _, past in positions]
         return self._host.forward(self._tokens_BS[:, : max(1, *self._lengths)])
+
+
+def state_of(model: nn.Module) -> object:
+    """What may change in a loaded model and changes what it answered: its layers, as by an adapter, their precision, and
+    the attention that it takes."""
+    layers = tuple(type(module) for module in model.modules())
+    precisions = frozenset(parameter.dtype for parameter in model.parameters())
+    return layers, precisions, getattr(getattr(model, "config", None), "_attn_implementation", None)
 
 
 def refuse(model: nn.Module) -> NoReturn:

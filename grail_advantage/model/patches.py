@@ -76,7 +76,7 @@ def resharding(model: nn.Module) -> Iterator[None]:
             handle.remove()
 
 
-def _reshard_after_inputs(unit: nn.Module, args: tuple, kwargs: dict) -> None:
+def _reshard_after_inputs(unit: Any, args: tuple, kwargs: dict) -> None:
     from torch.distributed.fsdp._runtime_utils import _post_backward_reshard_only_hook
 
     if not torch.is_grad_enabled():

@@ -31,7 +31,7 @@ def checked(batch: Batch, loss: Loss, pieces: Iterable[Piece]) -> tuple[Batch, l
             raise ValueError(f"{name}={count!r} must be a whole number of at least 1")
     if batch.keys is not None and len(batch.keys) != B:
         raise ValueError(f"keys must be a list of {B} texts, one a response")
-    found = {"mask_BT": _tensor("mask_BT", batch.mask_BT, shape).bool()}
+    found: dict[str, Any] = {"mask_BT": _tensor("mask_BT", batch.mask_BT, shape).bool()}
     if batch.left_out_B is not None:
         found["left_out_B"] = _tensor("left_out_B", batch.left_out_B, (B,)).bool()
     trained_BT = found["mask_BT"] & ~found.get("left_out_B", torch.zeros(B, dtype=torch.bool))[:, None]
@@ -60,8 +60,11 @@ def _piece(piece: Piece, B: int, T: int, steps: int, ranks: int) -> Piece:
         raise ValueError(f"rows_b holds {rows_b.tolist()}; places of the rollout batch are 0 to {B - 1}")
     if not (0 <= piece.update < steps and 0 <= piece.rank < ranks):
         raise ValueError(f"update={piece.update}, rank={piece.rank}: the batch has {steps} steps on {ranks} ranks")
-    values = {name: _tensor(name, getattr(piece, name), (len(rows_b), T)) for name in ("log_probs_bT", "gradient_bT")}
-    return replace(piece, rows_b=rows_b, **values)
+    width = piece.log_probs_bT.shape[1] if getattr(piece.log_probs_bT, "ndim", 0) == 2 else T
+    shape = (len(rows_b), min(width, T))
+    log_probs_bT = _tensor("log_probs_bT", piece.log_probs_bT, shape)
+    gradient_bT = _tensor("gradient_bT", piece.gradient_bT, shape)
+    return replace(piece, rows_b=rows_b, log_probs_bT=log_probs_bT, gradient_bT=gradient_bT).padded(T)
 
 
 def _tensor(name: str, values: Any, shape: tuple[int, ...]) -> torch.Tensor:

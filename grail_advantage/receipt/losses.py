@@ -151,7 +151,8 @@ class Tokens:
 
     def of(self, rows: torch.Tensor) -> Tokens:
         """The tokens of some responses."""
-        return Tokens(*(None if each is None else each[rows] for each in vars(self).values()))
+        columns: dict[str, Any] = {name: None if each is None else each[rows] for name, each in vars(self).items()}
+        return Tokens(**columns)
 
     def row_sum(self, values: torch.Tensor) -> torch.Tensor:
         """Over each response's tokens, (b, 1)."""

@@ -7,6 +7,7 @@ Shape suffixes: b responses of a micro-batch, T response tokens.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,7 +21,9 @@ class Piece:
     """A micro-batch of an optimiser step, on one rank."""
 
     rows_b: torch.Tensor  # (b,) int64: which responses of the rollout batch it holds, by their places there
-    log_probs_bT: torch.Tensor  # as they went into the loss, detached; T as in Batch, narrower ones are padded()
+    log_probs_bT: (
+        torch.Tensor
+    )  # as they went into the loss, detached; T as in Batch, or less, without positions at the end
     gradient_bT: torch.Tensor  # dL / d log pi(token), as the backward gave it (before any mean over ranks)
     update: int = 0  # the optimiser step, from 0 over all epochs of the rollout batch
     rank: int = 0
@@ -81,6 +84,15 @@ class Watch:
         if len(shape) != 2 or shape[0] != len(rows_b):
             raise ValueError(f"log_probs_bT has shape {shape} for {len(rows_b)} rows: give one row for each response")
         self._read.append((Gradient(log_probs_bT), rows_b, self._update, rank, scale))
+
+    def around(self, loss: Callable[..., Any], rows_b: Any, **named: Any) -> Callable[..., Any]:
+        """The loss, whose first argument is the (b, T) log-probabilities, with a look at them by :meth:`read`."""
+
+        def watched(log_probs_bT: torch.Tensor, *arguments: Any, **others: Any) -> Any:
+            self.read(log_probs_bT, rows_b, **named)
+            return loss(log_probs_bT, *arguments, **others)
+
+        return watched
 
     def step(self) -> None:
         """Call it after each optimiser step."""

@@ -19,9 +19,12 @@ from contextlib import suppress
 from functools import lru_cache
 from typing import Any
 
+import regex
+
 from grail_advantage.reward import _exact, _verify_pool
-from grail_advantage.reward._normal import normal
+from grail_advantage.reward._normal import WORDS, normal, read
 from grail_advantage.reward._truth import MAX_ANSWER_CHARS, check_ground_truths, gold_text, last_boxed, shown
+from grail_advantage.reward._words import same_units
 
 __all__ = ["check_ground_truths", "compute_score", "gold_text", "last_boxed"]
 
@@ -37,10 +40,11 @@ _verify_pool.cpu_seconds()  # a bad environment variable is reported now, not by
 logger = logging.getLogger(__name__)
 
 MAX_PRED_CHARS = 128  # longer predictions are cut in the returned dictionary, which verl keeps for each response
-_PERCENT = re.compile(r" ?(?:\\?%|\\text\{ ?(?:percent|percentage|\\?%)\.? ?\}|\bpercent\b)")
+_PERCENT = re.compile(r" ?\\?%")
+_HUNDREDTHS = re.compile(rf"{_exact.PLAIN.pattern}(?={_PERCENT.pattern})")
 _E_NOTATION = re.compile(rf"(?<![A-Za-z0-9_.,])({_exact.UNSIGNED})[eE]([+-]?[0-9]{{1,3}})(?![0-9.])")
-_HALF_DAY = re.compile(r"(?i)[0-9] ?(?:\\text\{ ?)?([ap])\.? ?m\b")  # may be left out, but not said otherwise
-_CHANGE = re.compile(r"(?i)(?:%|percent) ?(?:\\text\{ ?)?(increase|decrease|profit|loss|gain|discount)\b")
+# Words, and a letter between digits: hours and minutes, a remainder, or a product that nobody writes so.
+_UNREADABLE = regex.compile(rf"{WORDS.pattern}|(?<![A-Za-z_^{{0-9.])[0-9.]+ ?(?![eE][-+]?[0-9])[A-Za-z] ?[0-9]")
 # A name in front of an answer that math-verify cannot read.
 _NAME = re.compile(
     r"(?:m ?)?\\(?:angle|triangle|overline|widehat|measuredangle)(?![A-Za-z]) ?\{?[A-Z ]+\}? ?= ?(?=[^=]+$)"
@@ -95,38 +99,37 @@ def _log(kind: str, message: str, *arguments: Any, **options: Any) -> None:
 
 @lru_cache(maxsize=8192)  # rollouts of one prompt repeat each other's answers; exceptions are not kept
 def is_equal(gold: str, answer: str) -> bool:
-    """Whether ``answer`` (a box's content) states ``gold``. ValueError: one of them is too long to parse;
-    grail_advantage.reward._verify_pool.VerifyFailed: math-verify gave no verdict within its limits."""
+    """Whether ``answer`` (a box's content) states ``gold``. ValueError: one of them is too long to parse, or has words or
+    parts that nothing here can compare; grail_advantage.reward._verify_pool.VerifyFailed: math-verify gave no verdict
+    within its limits."""
     if not answer.strip():
         return False
     if max(len(gold), len(answer)) > MAX_ANSWER_CHARS:
         raise ValueError(f"the ground truth or the answer has more than {MAX_ANSWER_CHARS} characters")
-    for sides in (_HALF_DAY, _CHANGE):
-        gold_side, answer_side = (set(map(str.lower, sides.findall(text))) for text in (gold, answer))
-        if gold_side and answer_side and gold_side != answer_side:
-            return False
-    gold, answer = normal(gold), normal(answer)
-    if (verdict := _exact.same_choice(gold, answer)) is not None:
-        return verdict
-    # Beside another text, also that of the same choice, a choice is the text after its letter.
-    gold, answer = (_exact.choice(text)[1] or text for text in (gold, answer))
-    for comparison in _exact.COMPARISONS:
-        if (verdict := comparison(gold, answer)) is not None:
-            return verdict
+    gold_form = read(gold)
+    answer_form = read(answer)
+    return _states(gold_form.text, answer_form.text) and same_units(gold_form.unit, answer_form.unit)
+
+
+def _states(gold: str, answer: str) -> bool:
+    """The same for texts in normal form, whatever their units."""
+    for comparison in _exact.COMPARISONS.values():
+        found = comparison(gold, answer)
+        if isinstance(found, bool):
+            return found
+        gold, answer = found or (gold, answer)
+    if any(map(_UNREADABLE.search, (gold, answer))):
+        raise ValueError("the words cannot be compared")
     return any(_same_value(*reading) for reading in _readings(gold, answer if "=" in gold else _NAME.sub("", answer)))
 
 
 def _readings(gold: str, answer: str) -> list[tuple[str, ...]]:
     """Both as values: ``50%`` is 50, and 0.5 beside one without the sign; ``2e-1`` is Euler's number, and 0.2."""
-    values = tuple(_PERCENT.sub("", text) for text in (gold, answer))
-    # Plain numbers only: a list divided by 100 would read as nonsense.
-    hundredths = tuple(
-        f"\\frac{{{value}}}{{100}}" if value != text and _exact.PLAIN.fullmatch(value) else value
-        for value, text in zip(values, (gold, answer), strict=True)
-    )
-    one_percent = (values[0] == gold) != (values[1] == answer)
+    texts = (gold, answer)
+    values = tuple(_PERCENT.sub("", text) for text in texts)
+    hundredths = tuple(_PERCENT.sub("", _HUNDREDTHS.sub(r"\\frac{\g<0>}{100}", text)) for text in texts)
     scientific = tuple(_E_NOTATION.sub(r"\1 \\times 10^{\2}", value) for value in values)
-    return [*dict.fromkeys((values, hundredths if one_percent else values, scientific))]
+    return [*dict.fromkeys((values, hundredths, scientific))]
 
 
 def _same_value(gold: str, answer: str) -> bool:

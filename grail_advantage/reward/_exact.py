@@ -1,30 +1,42 @@
-"""Comparisons of answers in normal form without math-verify: right, wrong, or None, which leaves it to the next one."""
+r"""Comparisons of two answers in normal form: the table :data:`COMPARISONS`, whose rows are tried in order.
+
+A row returns a verdict, or None, which leaves both texts to the next row, or two other texts, which take their place.
+ValueError: there is no verdict. math-verify would multiply or collect the parts of an answer: it reads ``3:4:5`` as a
+quotient, ``2\text{ hours }15\text{ minutes}`` as a product, ``x=5, y=-1`` as the set of 5 and -1, and ``1, 1, 3`` as the
+set of 1 and 3. The last two rows put tuples in their place, which it compares part by part.
+"""
 
 from __future__ import annotations
 
 import re
+import string
+from collections import Counter
+from collections.abc import Iterable
+from contextlib import suppress
 from decimal import Decimal
+from typing import NamedTuple, TypeAlias
+
+import regex
+
+from grail_advantage.reward._normal import TO, WORDS
+from grail_advantage.reward._words import fold, singular, words_of
+
+Found: TypeAlias = "bool | tuple[str, str] | None"
 
 _WRAPPED = re.compile(r"\\text\{([^{}]*)\}")
-_CHOICE = re.compile(r"(?:\(([A-J])\)|([A-J])(?:\)|[.:](?= )| -(?= .*[A-Za-z]{3}))) ?(.+)|\(?([A-J])\)?[.:)]?")
-_CHOICES = re.compile(r"(?:\([A-J]\)|[A-J])(?:(?:, ?(?:and )?|; ?| and )(?:\([A-J]\)|[A-J]))+")
-_NUMERAL = re.compile(r"(?:[A-Za-z]=)?([0-9A-F]+)_?(?:_|base)([0-9]+|[a-z]+)")
-_WORDS = "two three four five six seven eight nine ten eleven twelve"
-_BASES = {"sixteen": "16"} | {word: str(base) for base, word in enumerate(_WORDS.split(), start=2)}
-_SET, _TUPLE = re.compile(r"\\\{[^{}]*,[^{}]*\\\}"), re.compile(r"\([^()]*,[^()]*\)")
-_JOINED = re.compile(r"(?<![A-Za-z])(?:and|or)(?![A-Za-z])")
-_INEQUALITY = re.compile(r"[<>]|\\(?:[lg]eq?(?:slant)?|[lg]t|neq?)(?![A-Za-z])")
+_NUMERAL = re.compile(r"(?:[A-Za-z]=)?([0-9A-F]+)_?(?:_|base)([1-9][0-9]?|[a-z]+)")
+_WORDS = "zero one two three four five six seven eight nine ten eleven twelve"
+_BASES = {"sixteen": "16"} | {word: str(base) for base, word in enumerate(_WORDS.split())}
 _IDLE_BLANK = re.compile("(?<![0-9]) | (?![0-9])")
+_SURELY_WORDS = re.compile(r"\\text\{[^{}]*[A-Za-z]{2}|^[^{}]*[A-Za-z]{3}|^[nN][oO]$")
 _ENTRIES = re.compile(r"[,;]|\b(?:and|or)\b")
-_OUTER = re.compile(r"(?:\(|\[|\\\{)([^()\[\]{}]*?)(?:\)|\]|\\\})")
 _JOINED_NUMBERS = re.compile(
     r"(?:[A-Za-z] ?= ?|[vV]\.? ?)?\+?"
     r"((?:\([0-9]+\)[ -]*)?[0-9]+(?: ?\\?%)?(?:(?: ?-{1,3} ?|[./:])[0-9]+(?: ?\\?%)?)+)"
 )
-# In joined numbers: no difference, quotient or product is written so.
-_NO_NUMBER = re.compile(r"[0-9]/[0-9]+/|\.[0-9]+\.|(?<![0-9.:])0[0-9]")
-_LABEL = re.compile(rf"^[^/]*-[^/]*$|{_NO_NUMBER.pattern}")
-_VALUES = re.compile(r"(?:[A-Za-z] ?= ?)?[-+]? ?(?:\\frac|[0-9./{}% \\]|[,;] ?[-+]?)+")
+# In joined numbers, which have no question mark: no difference, quotient or product is written so.
+_NO_NUMBER = re.compile(r"^[^?]*(?:[0-9]/[0-9]+/|\.[0-9]+\.|(?<![0-9.:])0[0-9])")
+_LABEL = re.compile(rf"^[^/?]*-[^/?]*$|{_NO_NUMBER.pattern}")
 
 UNSIGNED = r"(?:(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]*)?|\.[0-9]+)"
 NUMBER = re.compile(rf"[+-]? ?{UNSIGNED}")
@@ -32,94 +44,14 @@ _FRACTION = rf"\\frac ?\{{ ?-? ?{UNSIGNED} ?\}} ?\{{ ?{UNSIGNED} ?\}}"
 PLAIN = re.compile(rf"[+-]? ?(?:{UNSIGNED}|{_FRACTION}|{UNSIGNED} ?/ ?{UNSIGNED})")  # a number or a fraction of two
 
 
-def same_text(gold: str, answer: str) -> bool | None:
-    """The same text is right, whether or not anything can read it; blanks count between digits alone."""
-    return _IDLE_BLANK.sub("", gold) == _IDLE_BLANK.sub("", answer) or None
-
-
-def same_label(gold: str, answer: str) -> bool | None:
-    """Dates, ranges, scores, numbers of telephones and versions are texts, and no values: ``5-3`` is not ``3-1``.
-    Beside them a number is wrong: ``2`` for ``5-3``. The other way round ``5-3`` may be a difference that nobody
-    computed, but ``2024-01-05`` and ``1.2.3`` are none."""
-    (golds, gold_entries), (answers, answer_entries) = _labels(gold), _labels(answer)
-    if all(golds) and _VALUES.fullmatch(answer) and not any(answers):
-        return False
-    if (all(golds) and all(answers)) or any(map(_NO_NUMBER.search, golds + answers)):
-        in_order = gold.startswith("(") and answer.startswith("(")
-        return gold_entries == answer_entries or (not in_order and sorted(gold_entries) == sorted(answer_entries))
-    return None
-
-
-def _labels(text: str) -> tuple[list[str], list[str]]:
-    """A list's joined numbers, "" for others; and all entries: without blanks, %, lengths of dashes, leading zeros."""
-    labels, entries = [], []
-    for entry in _ENTRIES.split(outer[1] if (outer := _OUTER.fullmatch(text)) else text):
-        match = _JOINED_NUMBERS.fullmatch(entry.strip())
-        joined = re.sub("-+", "-", re.sub(r"[ (%\\]", "", re.sub(r"\)[ -]*", "-", match[1]))) if match else ""
-        labels.append(joined if _LABEL.search(joined) else "")
-        entries.append(re.sub(r"(?<![0-9.:])0(?=[0-9](?![0-9]))", "", joined) or entry.strip())
-    return labels, entries
-
-
-def same_choice(gold: str, answer: str) -> bool | None:
-    """The letter of a choice decides, unless both have text after it, which is compared like an answer."""
-    several = [_CHOICES.fullmatch(_WRAPPED.sub(r"\1", text)) for text in (gold, answer)]
-    if all(several):
-        return len({frozenset(re.findall("[A-J]", match[0])) for match in several if match}) == 1
-    (gold_letter, gold_rest), (answer_letter, answer_rest) = choice(gold), choice(answer)
-    if gold == f"({gold_letter})":  # in brackets it is no variable, so that its case does not matter
-        answer_letter = answer_letter or answer.strip("()").upper()
-    if gold_letter and answer_letter and gold_letter != answer_letter:
-        return False
-    return True if gold_letter and answer_letter and not (gold_rest and answer_rest) else None
-
-
-def choice(text: str) -> tuple[str, str]:
-    """``("B", "12")`` of ``(B) 12``; empty texts where there is none."""
-    match = _CHOICE.fullmatch(_WRAPPED.sub(r"\1", text).strip())
-    return (match[1] or match[2] or match[4], (match[3] or "").strip()) if match else ("", "")
-
-
-def same_words(gold: str, answer: str) -> bool | None:
-    """Letters alone are words, no products, if one side has two in a wrapper, three without one, or is ``no``."""
-    (gold_words, gold_sure), (answer_words, answer_sure) = _words(gold), _words(answer)
-    return gold_words == answer_words if gold_words and answer_words and (gold_sure or answer_sure) else None
-
-
-def _words(text: str) -> tuple[set[str], bool]:
-    """The words of a text without order, and whether they are words by themselves. Digits may follow: ``June 20``."""
-    least = 2 if "\\text{" in text else 3
-    separators = "[ .'()-]" if least == 2 else " "
-    entries = _ENTRIES.split(_WRAPPED.sub(r"\1", text))
-    words = {word for entry in entries if (word := re.sub(separators, "", entry).casefold())}
-    sure = words == {"no"} or any(re.match(f"[a-z]{{{least}}}", word) for word in words)
-    plain = all(word.isalpha() or (sure and word[0].isalpha() and word.isalnum()) for word in words)
-    return (words, sure) if plain else (set(), False)
-
-
-def same_numeral(gold: str, answer: str) -> bool | None:
-    """A numeral with a base: the same digits, and the same base unless one side leaves it out."""
-    (gold_digits, gold_base), (answer_digits, answer_base) = _numeral(gold), _numeral(answer)
-    if not gold_base and not answer_base:
-        return None
-    return gold_digits == answer_digits and ("" in (gold_base, answer_base) or gold_base == answer_base)
-
-
-def _numeral(text: str) -> tuple[str, str]:
-    match = _NUMERAL.fullmatch(re.sub("[(){} ]", "", _WRAPPED.sub(r"\1", text)))
-    base = _BASES.get(match[2], match[2]) if match else ""
-    if match and base.isdigit() and all(int(digit, 16) < int(base) for digit in match[1]):
-        return match[1].lstrip("0"), base
-    return text.lstrip("0"), ""
-
-
-def same_structure(gold: str, answer: str) -> bool | None:
-    """Wrong where math-verify does not look: a set for a tuple, inequalities with ``and`` for ones with ``or``."""
-    kinds = [(bool(_SET.fullmatch(text)), bool(_TUPLE.fullmatch(text))) for text in (gold, answer)]
-    if sorted(kinds) == [(False, True), (True, False)]:
-        return False
-    joined = [set(_JOINED.findall(text)) for text in (gold, answer) if _INEQUALITY.search(text)]
-    return False if len(joined) == 2 and all(joined) and joined[0] != joined[1] else None
+# Between entries; nothing inside brackets separates.
+_SEPARATOR = regex.compile(
+    r"(?P<brackets>\\?[({\[](?:\\[^{}]|[^\\(){}\[\]]|(?&brackets))*+\\?[)}\]])(*SKIP)(*FAIL)"
+    r"|[,;]|\\text\{ ?,? ?(?:and|or) ?\}|(?<![A-Za-z\\{])(?:and|or)(?![A-Za-z])"
+)
+_TEXT = regex.compile(r"(?<!_ ?\{? ?)\\text\{([^{}]*)\}(?! ?=)")
+_NAMED = re.compile(r"((?:\\?[A-Za-z]+|\\text\{[^{}]*\})(?: ?_ ?(?:\w|\{[^{}]*\}))?(?:\([^()]*\))?) ?= ?([^=]+)")
+_CLOCK = re.compile(r"[0-9]{1,2}(?::[0-5][0-9]){1,2}")
 
 
 def same_number(gold: str, answer: str) -> bool | None:
@@ -130,4 +62,229 @@ def same_number(gold: str, answer: str) -> bool | None:
     return numbers[0] == numbers[1] if numbers[0] == numbers[1] or "." not in gold or "." not in answer else None
 
 
-COMPARISONS = (same_text, same_label, same_words, same_numeral, same_structure)  # in order, after same_choice
+class Part(NamedTuple):
+    """A part of a list, between commas, ``and`` or ``or``: a value, and the words or the name beside it."""
+
+    key: tuple[str, ...]
+    value: str
+
+
+def choices(gold: str, answer: str) -> Found:
+    """The letter of a choice decides, unless both have text after it. Beside another text, also that of the same choice, a
+    choice is the text after its letter."""
+    gold_letter, gold_rest = _choice(gold)
+    answer_letter, answer_rest = _choice(answer)
+    if gold == f"({gold_letter})":  # in brackets it is no variable, so that its case does not matter
+        answer_letter = answer_letter or answer.strip("()").upper()
+    if gold_letter and answer_letter and (gold_letter != answer_letter or not gold_rest or not answer_rest):
+        return gold_letter == answer_letter
+    return gold_rest or gold, answer_rest or answer
+
+
+def _choice(text: str) -> tuple[str, str]:
+    """``("B", "12")`` of ``(B) 12``; empty texts where there is none."""
+    match = re.fullmatch(
+        r"(?:\(([A-J])\)|([A-J])(?:\)|[.:](?= )| -(?= .*[A-Za-z]{3}))) ?(.+)|\(?([A-J])\)?[.:)]?",
+        _WRAPPED.sub(r"\1", text).strip(),
+    )
+    return (match[1] or match[2] or match[4], (match[3] or "").strip()) if match else ("", "")
+
+
+def same_text(gold: str, answer: str) -> Found:
+    """The same text is right, whether or not anything can read it; blanks count between digits alone."""
+    return _IDLE_BLANK.sub("", gold) == _IDLE_BLANK.sub("", answer) or None
+
+
+def same_label(gold: str, answer: str) -> Found:
+    """Dates, ranges, scores, numbers of telephones and versions are texts, and no values: ``5-3`` is not ``3-1``.
+    Beside them a number is wrong: ``2`` for ``5-3``. The other way round ``5-3`` may be a difference that nobody
+    computed, but ``2024-01-05`` and ``1.2.3`` are none."""
+    golds = _labels(gold)
+    answers = _labels(answer)
+    are_labels = [all(map(_LABEL.search, labels)) for labels in (golds, answers)]
+    if (
+        are_labels[0]
+        and re.fullmatch(r"(?:[A-Za-z] ?= ?)?[-+]? ?(?:\\frac|[0-9./{}% \\]|[,;] ?[-+]?)+", answer)
+        and not any(map(_LABEL.search, answers))
+    ):
+        return False
+    if not all(are_labels) and not any(map(_NO_NUMBER.search, golds + answers)):
+        return None
+    first, second = (
+        [re.sub(r"(?<![0-9.:])0(?=[0-9](?![0-9]))", "", label) for label in labels] for labels in (golds, answers)
+    )
+    arranged = list if gold.startswith("(") and answer.startswith("(") else sorted
+    return arranged(first) == arranged(second)
+
+
+def _labels(text: str) -> list[str]:
+    """The joined numbers of a list without blanks, %, and lengths of dashes; its other entries after a question mark."""
+    outer = re.fullmatch(r"(?:\(|\[|\\\{)([^()\[\]{}]*?)(?:\)|\]|\\\})", text)
+    labels = []
+    for entry in _ENTRIES.split(outer[1] if outer else text):
+        match = _JOINED_NUMBERS.fullmatch(entry.strip())
+        labels.append(re.sub(r"[ (%\\]", "", re.sub(r"\)[ -]*|-+ ?", "-", match[1])) if match else f"? {entry}")
+    return labels
+
+
+def same_words(gold: str, answer: str) -> Found:
+    """Letters alone are words, no products, if one side has two in a wrapper, three without one, or is ``no``. ValueError:
+    one side has all words of the other, and more."""
+    sides = (gold, answer)
+    first, second = map(_words, sides)
+    if not first or not second or not any(map(_SURELY_WORDS.search, sides)):
+        return None
+    one, other = (set(words_of(text.lower())) - {"and"} for text in sides)
+    if one < other or other < one:
+        raise ValueError("one answer has more words")
+    return first == second
+
+
+def _words(text: str) -> set[str]:
+    """The words of a list, each entry as one, without articles and plurals; none where there is anything else."""
+    separators = "[.'()-]" if "\\text{" in text else "$^"
+    entries = [
+        re.sub(separators, " ", entry).split()
+        for entry in _ENTRIES.split(re.sub(r"\b(?:the|an?) (?=[a-z])", "", _WRAPPED.sub(r"\1", text)))
+    ]
+    words = {"".join(map(singular, entry)) for entry in entries if entry}
+    return words if "".join(words).isalpha() else set()
+
+
+def same_numeral(gold: str, answer: str) -> Found:
+    """A numeral with a base: the same digits, and the same base unless the answer leaves it out. Beside a number without
+    base it is its value. ValueError: then it has the number's digits, and the ground truth may have left out the base."""
+    gold_digits, gold_base, gold_value = _numeral(gold)
+    answer_digits, answer_base, answer_value = _numeral(answer)
+    if gold_base:
+        return gold_digits == answer_digits and answer_base in ("", gold_base)
+    if not answer_base:
+        return None
+    if gold_digits == answer_digits and gold_value != answer_value:
+        raise ValueError("the ground truth has no base")
+    return gold_value == answer_value
+
+
+def _numeral(text: str) -> tuple[str, str, str]:
+    """Digits, base and value in base ten; a text that is no numeral, without a base."""
+    match = _NUMERAL.fullmatch(re.sub("[(){} ]", "", _WRAPPED.sub(r"\1", text)))
+    with suppress(ValueError):
+        if match:
+            base = _BASES.get(match[2], match[2])
+            return match[1].lstrip("0"), base, str(int(match[1], int(base)))
+    return text.lstrip("0"), "", text
+
+
+def same_structure(gold: str, answer: str) -> Found:
+    """A set is wrong for a tuple, and a tuple for a set, where math-verify does not look."""
+    return (
+        False if re.fullmatch(r"\([^()]*,[^()]*\)\n\\\{[^{}]*,[^{}]*\\\}", "\n".join(sorted((gold, answer)))) else None
+    )
+
+
+def ratios(gold: str, answer: str) -> Found:
+    """``3:4:5`` is ``6:8:10``, and ``2:3`` is ``2\\text{ to }3``; times and ranges have no factor."""
+    texts = (gold, answer)
+    sides = [[part.strip() for part in re.split(rf":|{TO.pattern}", text)] for text in texts]
+    lengths = {len(side) for side in sides}
+    if lengths == {1} or any(re.search("[,;=<>]", text) for text in texts):
+        return None
+    if len(lengths) > 1:
+        if lengths == {1, 2} and not any(map(TO.search, texts)):
+            return None  # `2:3` is `\frac{2}{3}`
+        raise ValueError("a ratio stands beside another answer")
+    if all(map(_CLOCK.fullmatch, texts)) or not any(":" in text for text in texts):
+        return _tuple(sides[0]), _tuple(sides[1])
+    first, second = (_tuple(f"\\frac{{{part}}}{{{side[0]}}}" for part in side[1:]) for side in sides)
+    return first, second
+
+
+def keyed_parts(gold: str, answer: str) -> Found:
+    """Quantities by their words and values by their names, in any order. A tuple may leave out names that are in the order
+    of the alphabet, and a list those of the same order. Values without keys are a list in any order; repeats count."""
+    sides = [_parts_of(gold), _parts_of(answer)]
+    if not all(sides):
+        return None
+    gold_keys, answer_keys = (Counter(part.key for part in side) for side in sides)
+    has_words = WORDS.search(gold) or WORDS.search(answer)
+    if has_words and (gold_keys != answer_keys or ("or" in words_of(gold)) != ("or" in words_of(answer))):
+        raise ValueError("the words cannot be compared")
+    if len(gold_keys) == len(answer_keys) == 1 and gold_keys.keys() == answer_keys.keys():
+        return _lists(*sides)
+    if any(len(keys) > 1 and max(keys.values()) > 1 for keys in (gold_keys, answer_keys)):
+        raise ValueError("a word or a name stands twice")
+    if gold_keys == answer_keys:
+        return _values(sorted(sides[0])), _values(sorted(sides[1]))
+    if (() in gold_keys) == (() in answer_keys):
+        raise ValueError("the names differ")
+    named, other = sides if () in answer_keys else sides[::-1]
+    names = [part.key[-1] for part in named]
+    if len({name.split("_")[0] for name in names}) == 1:
+        return _lists(*sides)
+    if len(other) == 1 and other[0].value.startswith("("):
+        other = _parts_of(other[0].value[1:-1])
+        if "".join(sorted(names)) in string.ascii_lowercase:
+            named.sort()
+    return _values(named), _values(other)
+
+
+def _tuple(values: Iterable[str]) -> str:
+    return f"({', '.join(values)})"
+
+
+def _values(parts: list[Part]) -> str:
+    return _tuple(part.value for part in parts if part.value)
+
+
+def _lists(*sides: list[Part]) -> Found:
+    """Return both without their keys, and each entry with how often it is there if one is there twice."""
+    counts = [Counter(part.value for part in side) for side in sides]
+    if max(map(len, counts)) > 1 and any(count.total() > len(count) for count in counts):
+        first, second = (", ".join(f"({value},{times})" for value, times in count.items()) for count in counts)
+    elif sides[0][0].key or sides[1][0].key:
+        first, second = map(", ".join, counts)
+    else:
+        return None
+    return first, second
+
+
+def _parts_of(text: str) -> list[Part]:
+    """The parts of a list, also those of ``2\\text{ hours }15\\text{ minutes}``. Words that begin, as in ``base 6 height
+    4``, are of the number after them, else of the one before them."""
+    parts = []
+    for entry in _SEPARATOR.sub("\n", text).split("\n"):
+        pieces = _TEXT.split(entry)  # a value, words, a value, ..., a value
+        values = pieces[::2]
+        words = [*pieces[1::2], ""]
+        if len(values) > 1 and not values[0].strip():
+            del values[0]
+        for value, words_beside in zip(values, words, strict=False):
+            key = tuple(fold(word) for word in words_of(words_beside) if word != "and")
+            if key or value.strip():
+                parts.append(Part(key, value.strip()))
+    return _with_names(parts) if len(parts) > 1 else parts
+
+
+def _with_names(parts: list[Part]) -> list[Part]:
+    """Names as keys, if all values have one, or the one before: of 2, too, in ``x=1, 2``."""
+    name = ""
+    named = []
+    for part in parts:
+        match = _NAMED.fullmatch(part.value)
+        name = match[1].strip() if match else name
+        if not name:
+            return parts
+        named.append(Part((*part.key, name), match[2].strip() if match else part.value))
+    return named
+
+
+COMPARISONS = {
+    "choice letters": choices,
+    "same texts": same_text,
+    "dates, ranges, scores and versions": same_label,
+    "words": same_words,
+    "bases": same_numeral,
+    "sets and tuples": same_structure,
+    "ratios": ratios,
+    "quantities and names": keyed_parts,
+}

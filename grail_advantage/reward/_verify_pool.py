@@ -22,7 +22,8 @@ _SCRIPT = Path(__file__).with_name("_verify_worker.py")
 _ENVIRONMENT = ("HOME", "PYTHON", "LD_", "LC_", "LANG", "SYMPY_", "MPMATH_")
 _SECONDS_VARIABLE = "GRAIL_REWARD_TIMEOUT"
 _WORKERS = 2
-_PATIENCE_SECONDS = 120.0  # for a reply, beyond the limits of a comparison: a process may be busy, or still load sympy
+# The last resort, for a process that neither works nor ends: the limit is processor time, and a machine may be busy.
+_PATIENCE_SECONDS = 600.0
 
 
 class VerifyFailed(Exception):

@@ -10,7 +10,6 @@ import ctypes
 import gc
 import json
 import logging
-import math
 import os
 import re
 import resource
@@ -26,27 +25,29 @@ import sympy
 from antlr4 import InputStream
 from latex2sympy2_extended import NormalizationConfig, latex2sympy, normalize_latex
 from latex2sympy2_extended.antlr_parser import PSLexer
-from latex2sympy2_extended.latex2sympy2 import ConversionConfig, _Latex2Sympy
+from latex2sympy2_extended.latex2sympy2 import ConversionConfig
 from math_verify import grader, verify
 from sympy import Eq, Expr, Float
-from sympy.core.relational import Relational
+
+sys.path.insert(0, str(Path(__file__).parent))  # a script has no package
+
+import patches  # as it is imported, math-verify is patched
 
 FLOAT_DECIMALS = 6  # that two numbers must share if one is written as a decimal; math-verify's own
-EXACT_DIGITS = 1000  # to which numbers that are not rational are compared, beyond those before the point
 MEMORY = 1 << 30  # bytes that a worker may map beyond those that it starts with
-WALL_FACTOR = 10  # wall time for each second of processor time: verdicts do not depend on how busy the machine is
 CLOSED = 3  # status of a worker whose connection has no other end any more
 _COMPARISONS = 5000  # of one worker, which grows by some kB with each: caches of sympy and ANTLR
 
 _NORMALIZATION = NormalizationConfig(basic_latex=True, malformed_operators=True, nits=True, boxed="none")
-_SYMBOLS = ConversionConfig(lowercase_symbols=False)
 # math-verify reads these in part: a box among others, dots, the digits of a numeral without its base, a name's letters;
 # or as something else: ``n!!`` as ``(n!)!``, and the exponent ``T`` of what is no matrix as nothing.
 _IN_PART = re.compile(
     r"\\(?:boxed|fbox|angle|triangle|overline|[lcdv]?dots)(?![A-Za-z])|\.\.\.|[#@?]|[0-9]\)? ?_|[0-9]'"
     r"|(?<![_^0-9.])[0-9.]+ [0-9]|! ?!|(?<!matrix\})\^ ?(?:T|\{ ?T ?\}|\{? ?\\top(?![A-Za-z]))"
 )
-_LETTER_I = re.compile(r"\\(?:text|operatorname|begin|end) ?\{[^{}]*\}|\\[A-Za-z]+|[iI]")
+_LETTER_I = re.compile(r"\\(?:text|operatorname|begin|end|hat|vec|bar) ?\{[^{}]*\}|\\[A-Za-z]+|[iI]")
+# Inequalities that math-verify would take for a list without order, or compare in their order
+_CONDITIONS = re.compile(r"(?:[<>]|\\[lg]eq?(?![a-z])).*(?:\b(?:and|or)\b|>|\\geq?(?![a-z]))")
 _INDEX_I = re.compile(r"_ ?(?:i|\{[^{}]*i)|(?<![A-Za-z\\])i ?(?:[=<>]|\\(?:[lg]eq?|in)(?![A-Za-z]))")
 
 
@@ -61,10 +62,30 @@ def _read(text: str, with_unit: bool, is_real: bool) -> Any:
         text = _LETTER_I.sub(lambda match: {"i": "{I}", "I": r"\iota "}.get(match[0], match[0]), text)
     try:
         text = normalize_latex(text, _NORMALIZATION)
-        reading = latex2sympy(text, is_real=is_real, normalization_config=None, conversion_config=_SYMBOLS)
+        reading = latex2sympy(
+            text,
+            is_real=is_real,
+            normalization_config=None,
+            conversion_config=ConversionConfig(lowercase_symbols=False),
+        )
         return None if _contradicts_itself(reading) else reading
     except Exception:
         return None
+
+
+def _solutions(text: str) -> sympy.Set | None:
+    """The values of the one variable of inequalities, with ``and`` and ``or`` between them, or an interval; None for
+    anything else."""
+    variables: set[sympy.Symbol] = set()
+    union = []
+    with suppress(Exception):
+        for part in re.split(r"\\text\{ ?or ?\}|\bor\b", re.sub(r"[A-Za-z] ?\\in(?![A-Za-z])", "", text)):
+            readings = [_read(condition, True, True) for condition in re.split(r"\\text\{ ?and ?\}|\band\b", part)]
+            variables.update(*(reading.free_symbols for reading in readings))
+            sets = [reading if isinstance(reading, sympy.Set) else reading.as_set() for reading in readings]
+            union.append(sympy.Intersection(*sets))
+        return sympy.Union(*union) if len(variables) < 2 else None
+    return None
 
 
 @lru_cache(maxsize=1024)
@@ -97,117 +118,36 @@ def _states_no_value(reading: Any) -> bool:
     return any(factor.is_number or not (factor.is_Symbol or factor.is_Function) for factor in factors)
 
 
-def _magnitude(size: Float) -> int:
-    """The power of ten of a number's first digit, or one less; ``math.log10`` would underflow."""
-    return math.floor(math.log10(2) * sum(size._mpf_[2:]))
-
-
-def _is_nothing(part: Any) -> bool:
-    """Whether a part of a difference is 0, known to no digit, or below :data:`EXACT_DIGITS`, where rounding is."""
-    return bool(part == 0 or (part.is_Float and (part._prec == 1 or _magnitude(part) < -EXACT_DIGITS)))
-
-
-def _exact(number: Any) -> Any:
-    """A number without decimals, evaluated; None for another expression, and for one that only a method evaluates."""
-    methods = sympy.Integral, sympy.Sum, sympy.Product, sympy.Limit, sympy.Derivative
-    if not isinstance(number, Expr) or not number.is_number or number.has(*methods):
-        return None
-    return number.xreplace({decimal: sympy.Rational(str(decimal)) for decimal in number.atoms(Float)}).doit()
-
-
-def _numeric_eq(a: Any, b: Any, float_rounding: int, numeric_precision: int) -> bool:
-    """math-verify's comparison of numbers, exact but where one is a decimal or a percentage. Its own compares 15 digits
-    after the point, so that 1-2^-60 and 1-2^-61 are equal, and x/2^60 and x/2^61."""
-    if any(grader.is_atomic_or_pct_atomic(side, Float) for side in (a, b)):
-        try:  # not ==, by which 1 and 1.0 are different for sympy
-            return bool((a.doit().round(float_rounding) - b.doit().round(float_rounding)).is_zero)
-        except (AttributeError, TypeError):
-            return False
-    numbers = _exact(a), _exact(b)
-    if None not in numbers:
-        if all(number.is_Rational for number in numbers):
-            return bool(numbers[0] == numbers[1])
-        sizes = [abs(number).evalf(3) for number in numbers]
-        digits = EXACT_DIGITS + max([abs(_magnitude(size)) for size in sizes if size.is_Float], default=0)
-        difference = (numbers[0] - numbers[1]).evalf(2, maxn=digits)
-        if difference.is_number and all(part.is_Rational or part.is_Float for part in difference.as_real_imag()):
-            return all(map(_is_nothing, difference.as_real_imag()))
-    elif isinstance(a, Expr) and isinstance(b, Expr) and a.free_symbols | b.free_symbols and not (a - b).has(Float):
-        return False  # math-verify goes on to simplify the difference
-    return bool(inherited_numeric_eq(a, b, float_rounding, numeric_precision))
-
-
-def _symbolic_eq(a: Any, b: Any) -> bool:
-    """Numbers that differ are not simplified, which takes long."""
-    return (_exact(a) is None or _exact(b) is None) and inherited_symbolic_eq(a, b)
-
-
-def _solve(*equation: Any) -> Any:
-    """math-verify compares the solutions of equations, by which dy/dx=2x and dy/dx=3x, with none, would be equal."""
-    if not (solutions := inherited_solve(*equation)):
-        raise ValueError("no solution")
-    return solutions
-
-
-def _compare_symbols(a: Any, b: Any) -> bool:
-    """math-verify compares a lone variable as text, so that ``x+0`` would not be ``x``."""
-    return bool(inherited_symbols(a, b) or _symbolic_eq(a, b))
-
-
-def _product(self: _Latex2Sympy, factors: list[Any], i: int = 0) -> Any:
-    """math-verify adds a whole number and a number after it, so that ``(2)(3)`` is 5. Mixed numbers do not reach it."""
-    first = self.convert_postfix(factors[i])
-    if i == len(factors) - 1 or not isinstance(first, Expr | sympy.MatrixBase | list):
-        return first
-    rest = _product(self, factors, i + 1)
-    if isinstance(first, list):
-        return sympy.Derivative(rest, first[0])
-    multiply = self.mat_mul_flat if any(getattr(side, "is_Matrix", False) for side in (first, rest)) else self.mul_flat
-    return multiply(first, rest)
-
-
-grader.INVERSE_RELATIONS[sympy.Ne] = sympy.Ne
-_Latex2Sympy.convert_postfix_list = _product
-inherited_numeric_eq, grader.sympy_numeric_eq = grader.sympy_numeric_eq, _numeric_eq
-inherited_symbolic_eq, grader.sympy_symbolic_eq = grader.sympy_symbolic_eq, _symbolic_eq
-inherited_solve, grader.solve = grader.solve, _solve
-inherited_symbols, grader.sympy_compare_symbols = grader.sympy_compare_symbols, _compare_symbols
-
-
 def equal(gold: str, answer: str) -> bool | str:
     """Whether ``answer`` states ``gold``, or which of them math-verify cannot read."""
-    texts = {"ground truth": gold, "answer": answer}
-    with_unit = not any(map(_INDEX_I.search, texts.values()))
-    is_real = not any("i" in _LETTER_I.findall(text) for text in texts.values())
-    sides = [_read(text, with_unit, is_real) for text in texts.values()]
-    if unread := [name for name, side in zip(texts, sides, strict=True) if side is None]:
-        return f"math-verify cannot read the {' and the '.join(unread)}"
-    if any(isinstance(side, sympy.Set) and not isinstance(side, sympy.FiniteSet) for side in sides):
-        for number, text in enumerate(texts.values()):
-            parts: Any = sides[number].args if isinstance(sides[number], sympy.FiniteSet) and "or" in text else [None]
-            if all(isinstance(part, Relational) for part in parts):  # `x<2 or x>3` states its intervals
-                sides[number] = sympy.Union(*(part.as_set() for part in parts))
+    texts = (gold, answer)
+    with_unit = not any(map(_INDEX_I.search, texts))
+    is_real = not any("i" in _LETTER_I.findall(text) for text in texts)
+    sides = [_read(text, with_unit, is_real) for text in texts]
+    if None in sides:
+        return f"math-verify cannot read the {'ground truth' if sides[0] is None else 'answer'}"
+    if any(map(_CONDITIONS.search, texts)):
+        sides = [_solutions(text) for text in texts]
+        if None in sides:
+            return "the inequalities are not of one variable"
     if any(map(_states_no_value, sides)) and not all(map(grader.is_relation, sides)):
         return False
     # math-verify counts decimals from the point, by which 1.6e-19 is 0.0. Small golds get three significant digits.
     size = abs(sides[0]).evalf(3) if isinstance(sides[0], Expr) and sides[0].is_number else None
-    rounding = FLOAT_DECIMALS + (max(0, -_magnitude(size) - 4) if isinstance(size, Float) else 0)
-    first, second = ([side] for side in sides)
-    return bool(verify(first, second, float_rounding=rounding, allow_set_relation_comp=True, timeout_seconds=None))
+    rounding = FLOAT_DECIMALS + (max(0, -patches.magnitude(size) - 4) if isinstance(size, Float) else 0)
+    return bool(verify(*sides, float_rounding=rounding, allow_set_relation_comp=True, timeout_seconds=None))
 
 
 def compare(gold: str, answer: str, cpu_seconds: float) -> bool | str:
-    """The verdict, or why there is none. The kernel ends the process, even inside one long call into C, after that
-    processor time, and after :data:`WALL_FACTOR` times that by the clock."""
+    """The verdict, or why there is none. The kernel ends the process after that processor time, even inside one long call
+    into C, however long the clock says it took."""
     try:
         signal.setitimer(signal.ITIMER_PROF, cpu_seconds)
-        signal.setitimer(signal.ITIMER_REAL, WALL_FACTOR * cpu_seconds)
         return equal(gold, answer)
     except Exception as error:
         return type(error).__name__
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
-        signal.setitimer(signal.ITIMER_REAL, 0)
 
 
 def work(connection: Connection, cpu_seconds: float, server: int) -> NoReturn:
@@ -250,16 +190,17 @@ def main(cpu_seconds: float, connections: list[Connection]) -> None:
     ends = {
         -signal.SIGKILL: "killed",
         -signal.SIGPROF: f"more than {cpu_seconds:g} s of processor time",
-        -signal.SIGALRM: f"no verdict within {WALL_FACTOR * cpu_seconds:g} s",
     }
-    working, server = dict[int, Connection](), os.getpid()
+    working: dict[int, Connection] = {}
+    server = os.getpid()
     while True:
         for connection in set(connections) - {*working.values()}:
             if (worker := os.fork()) == 0:
                 work(connection, cpu_seconds, server)
             working[worker] = connection
         worker, status = os.wait()
-        connection, code = working.pop(worker), os.waitstatus_to_exitcode(status)
+        connection = working.pop(worker)
+        code = os.waitstatus_to_exitcode(status)
         if code == CLOSED:  # with the program; the other workers end with this process
             os._exit(0)
         if code != 0:

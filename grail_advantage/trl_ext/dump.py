@@ -44,7 +44,8 @@ def dump_options(given: str | os.PathLike[str] | Mapping[str, Any]) -> DumpOptio
     section = dict(given) if isinstance(given, Mapping) else {"folder": given}
     if not section.get("folder"):
         raise ValueError(f"token_dump={given!r} must be a folder, or have folder, every, responses and received")
-    return DumpOptions(**section | {"folder": Path(section["folder"]).expanduser().absolute()})
+    folder = Path(section["folder"]).expanduser().absolute()
+    return DumpOptions.of_section("token_dump", {**section, "folder": folder})
 
 
 def set_aside(folder: Path, metrics: Path) -> None:
@@ -216,7 +217,7 @@ class GenerationDump(TrainerCallback):
         """``parts``: of each process the columns and lengths of its responses, and its micro-batches."""
         args, width = self._trainer.args, max(columns["mask_BT"].shape[1] for columns, _, _ in parts)
         padded = [{name: pad(own[name], (0, width - own[name].shape[1])) for name in own} for own, _, _ in parts]
-        columns = {name: torch.cat([own[name] for own in padded]) for name in padded[0]}
+        columns: dict[str, Any] = {name: torch.cat([own[name] for own in padded]) for name in padded[0]}
         lengths, pieces = list[int](), list[Piece]()
         for _, own_lengths, own_pieces in parts:
             pieces += [replace(piece, rows_b=piece.rows_b + len(lengths)).padded(width) for piece in own_pieces]
@@ -230,7 +231,8 @@ class GenerationDump(TrainerCallback):
         advantages, effect = columns.pop("advantages_BT"), columns.pop("effect", None)
         counts = {"updates": updates, "epochs": args.num_iterations, "ranks": self._trainer.accelerator.num_processes}
         loss = trl_loss(**vars(args))
-        receipt, rows = check(Batch(advantages, mask, **columns, **counts, keys=keys), loss, pieces), of.chosen
+        batch = Batch(advantages, mask, keys=keys, **counts, **columns)
+        receipt, rows = check(batch, loss, pieces), of.chosen
         names = ("received_BT", "clipped_BT", "received_UBT", "expected_UBT", "clipped_UBT")
         chosen = replace(receipt, **{name: getattr(receipt, name)[..., rows, :] for name in names})
         written = [keys[row] for row in rows], [lengths[row] for row in rows], None if effect is None else effect[rows]

@@ -4,6 +4,7 @@ thinks. A setting that ends a run by itself is in no table."""
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,13 +13,13 @@ import torch
 from packaging.version import Version
 from torch import Tensor, nn
 from transformers import ProcessorMixin
-from trl import GRPOTrainer
+from trl import GRPOConfig, GRPOTrainer
 
 from grail_advantage.answers.tokenizers import check_round_trip
 from grail_advantage.method import BaseMethod
-from grail_advantage.methods.turns import BIAS_OF_DISCOUNT, BIAS_OF_MASKING, TurnMethod
+from grail_advantage.methods.biases import Cause, biases_of_turns
 from grail_advantage.model.probe import probe, probe_rows
-from grail_advantage.rules import Obstacle, Rule, broken, refuse, refuse_forced
+from grail_advantage.rules import Rule, check_rules
 
 logger = logging.getLogger(__name__)
 
@@ -28,12 +29,12 @@ OVERRIDDEN = (
     *("_compute_loss", "_get_per_token_logps_and_entropies"),
 )
 LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo")  # that multiply each token's own ratio by its advantage
-BIAS_OF_LOSS = "loss_type divides by tokens whose number the policy chooses, which biases the gradient; use 'dr_grpo'"
-SKIP_NOTHING = "or set skip_zero_advantage=False"
+PENALTY = "soft_overlong_punishment_reward"  # of trl.rewards, DAPO's, for responses near the length limit
+SKIPS, SKIP_NOTHING = "skip_zero_advantage=True", "set skip_zero_advantage=False"
 
 
 @dataclass(frozen=True)
-class Settings:
+class Arguments:
     """A trainer that TRL has made, with its method."""
 
     trainer: GRPOTrainer
@@ -45,7 +46,11 @@ class Settings:
 
     def named(self, option: str) -> str:
         """``option=value``, for messages; long values are left out."""
-        value = self.method.name if option == "token_weights" else self[option]
+        section, _, name = option.partition(".")
+        if option == "token_weights":
+            value: Any = self.method.name
+        else:
+            value = getattr(self.method, name) if name and section == self.method.section else self[option]
         return f"{option}={value!r}" if isinstance(value, str | int | float) else f"{option}=..."
 
     @property
@@ -67,9 +72,12 @@ class Settings:
         """The option that spreads the model, or a response, over processes."""
         accelerator = self.trainer.accelerator
         zero = getattr(getattr(accelerator.state, "deepspeed_plugin", None), "zero_stage", 0)
-        found = {"fsdp": self.trainer.is_fsdp_enabled, "deepspeed": zero == 3}
-        found["parallelism_config"] = accelerator.parallelism_config is not None
-        return next((name for name, there in found.items() if there), "")
+        spreading = {
+            "fsdp": self.trainer.is_fsdp_enabled,
+            "deepspeed": zero == 3,
+            "parallelism_config": accelerator.parallelism_config is not None,
+        }
+        return next((name for name, is_used in spreading.items() if is_used), "")
 
     @property
     def splits(self) -> bool:
@@ -78,44 +86,153 @@ class Settings:
         return bool(self.trainer.accelerator.num_processes > 1 and rows % self["num_generations"])
 
 
-# fmt: off
-REFUSALS = (
-    Rule("asks-again", lambda s: s.prompt_maker, lambda s: s.prompt_maker and "examples" in s.method.reads,
-         "it asks again in other words, without the tools and what an environment or a rollout_func adds to the prompt",
-         "leave it out", {"tools": [print], "token_weights": "rlsd"}),
-    Rule("two-loops", "rollout_func", lambda s: s["rollout_func"] and s["tools"],
-         "TRL then leaves its env_mask out, so that what others wrote would train (grpo_trainer.py:2272)",
-         "leave tools and environment_factory out", {"rollout_func": print, "tools": [print]}),
-    Rule("images", lambda s: s.images, lambda s: s.images, "it works with text alone, and this brings images",
-         "give a tokenizer, and data without images", {"train_dataset": {"prompt": ["a"], "image": ["b"]}}),
-    Rule("one-ratio",
-         lambda s: "loss_type" if s["importance_sampling_level"] == "token" else "importance_sampling_level",
-         lambda s: s["importance_sampling_level"] != "token" or s["loss_type"] not in LOSSES,
-         "one ratio a response leaves of its token weights their sum alone",
-         f"use importance_sampling_level='token', and one of {', '.join(LOSSES)}", {"loss_type": "luspo"}),
-    Rule("fp16", "fp16", lambda s: s["fp16"] and s.method.uses in ("saliency", "logits"),
-         "the answer's gradients underflow", "use bf16, or neither", {"fp16": True}),
-    Rule("sharded", lambda s: s.sharding, lambda s: s.sharding,
-         "FSDP, ZeRO-3 and tensor, context or sequence parallelism are not tested with it",
-         "use DDP or DeepSpeed ZeRO-2", {"fsdp": "full_shard"}),
-    Rule("split-groups", "per_device_train_batch_size", lambda s: s.method.whole_groups and s.splits,
-         "it compares the responses of a prompt, which must be on one process",
-         lambda s: f"make it x {s.named('steps_per_generation')} a multiple of {s.named('num_generations')}",
-         {"per_device_train_batch_size": 2, "token_weights": "shear", "steps_per_generation": 3}),
-)
-# fmt: on
-"""Settings of TRL's with which a method does not work."""
+def _is_set(a: Arguments, option: str) -> bool:
+    """Whether it has another value than TRL's default."""
+    return a[option] != GRPOConfig.__dataclass_fields__[option].default
 
-AGAINST_SKIPPING = tuple(
-    Rule(f"skip-{option}", option, when, because, SKIP_NOTHING, {option: value})
-    for option, because, value, when in (
-        ("beta", "its KL term trains every response", 0.1, lambda s: s["beta"]),
-        ("entropy_coef", "the entropy bonus trains every response", 0.01, lambda s: s["entropy_coef"]),
-        ("use_adaptive_entropy", "the entropy bonus trains every response", True, lambda s: s["use_adaptive_entropy"]),
-        ("top_entropy_quantile", "all responses' tokens count in it", 0.5, lambda s: s["top_entropy_quantile"] < 1),
-    )
+
+def _compares_rewards(a: Arguments) -> bool:
+    """Whether the method makes its advantages of the rewards, and reads none of TRL's."""
+    return "rewards" in a.method.reads
+
+
+def _one_ratio(a: Arguments) -> str:
+    """The option by which all tokens of a response have one ratio."""
+    if a["importance_sampling_level"] != "token":
+        return "importance_sampling_level"
+    return "" if a["loss_type"] in LOSSES else "loss_type"
+
+
+def _masking(a: Arguments) -> str:
+    """The option that gives truncated responses the advantage 0."""
+    if a["mask_truncated_completions"]:
+        return "mask_truncated_completions"
+    return f"{a.method.section}.mask_truncated" if a.method.mask_truncated else ""
+
+
+def _discount(a: Arguments) -> str:
+    return f"{a.method.section}.gamma" if getattr(a.method, "gamma", 1.0) < 1 else ""
+
+
+def _lengths_in_loss(a: Arguments) -> str:
+    return "" if a["loss_type"] == "dr_grpo" else "loss_type"
+
+
+def _several_updates(a: Arguments) -> str:
+    """The option by which responses have several updates, whose old log-probabilities are those before the first."""
+    if a["num_iterations"] > 1:
+        return "num_iterations"
+    return "steps_per_generation" if a["steps_per_generation"] > a["gradient_accumulation_steps"] else ""
+
+
+RULES = (
+    Rule(
+        option=("tools", "environment_factory", "rollout_func"),
+        when=lambda a: "examples" in a.method.reads and a.prompt_maker,
+        because="it asks again in other words, without what this adds to the prompt",
+        remedy="leave it out",
+    ),
+    Rule(
+        option="rollout_func",
+        when=lambda a: a["rollout_func"] and a["tools"],
+        because="TRL then leaves its env_mask out, so that what others wrote would train (grpo_trainer.py:2272)",
+        remedy="leave tools and environment_factory out",
+    ),
+    Rule(
+        option=("processing_class", "train_dataset"),
+        when=lambda a: a.images,
+        because="it works with text alone, and this brings images",
+        remedy="give a tokenizer, and data without images",
+    ),
+    Rule(
+        option=("importance_sampling_level", "loss_type"),
+        when=_one_ratio,
+        because="one ratio a response leaves of its token weights their sum alone",
+        remedy=f"use importance_sampling_level='token', and one of {', '.join(LOSSES)}",
+    ),
+    Rule(
+        option="multi_objective_aggregation",
+        when=lambda a: _compares_rewards(a) and _is_set(a, "multi_objective_aggregation"),
+        because="the method compares the rewards itself",
+        remedy="leave it out, and scale the reward functions by reward_weights",
+    ),
+    Rule(
+        option="scale_rewards",
+        when=lambda a: _compares_rewards(a) and _is_set(a, "scale_rewards"),
+        because="the method compares the rewards itself",
+        remedy="leave it out; some have an option deviation",
+    ),
+    Rule(
+        option="temperature",
+        when=lambda a: not 0 < a["temperature"] < math.inf,
+        because="the policy is the softmax at this temperature",
+        remedy="use one above 0",
+    ),
+    Rule(
+        option="fp16",
+        when=lambda a: a["fp16"] and a.method.uses in ("saliency", "logits"),
+        because="the answer's gradients underflow",
+        remedy="use bf16, or neither",
+    ),
+    Rule(
+        option=("fsdp", "deepspeed", "parallelism_config"),
+        when=lambda a: a.sharding,
+        because="a model or a response that processes share is not tested",
+        remedy="use DDP or DeepSpeed ZeRO-2",
+    ),
+    Rule(
+        option="per_device_train_batch_size",
+        when=lambda a: a.method.whole_groups and a.splits,
+        because="it compares the responses of a prompt, which must be on one process",
+        remedy=lambda a: f"make it x {a.named('steps_per_generation')} a multiple of {a.named('num_generations')}",
+    ),
+    Rule(
+        option="reward_funcs",
+        when=lambda a: PENALTY in a.trainer.reward_func_names and _masking(a),
+        because="most of DAPO's penalty for length is for truncated responses, which train nothing",
+        remedy=lambda a: f"set {_masking(a)} to false, or leave the penalty out",
+        warned=True,
+    ),
+    *biases_of_turns(
+        discount=Cause(("gamma",), _discount),
+        masking=Cause(("mask_truncated_completions", "mask_truncated"), _masking),
+        denominator=Cause(("loss_type",), _lengths_in_loss),
+        constant="'dr_grpo' does not",
+        updates=Cause(("num_iterations", "steps_per_generation"), _several_updates),
+    ),
 )
-"""Settings with which a response without an advantage trains, or changes what the others train."""
+"""Of every run."""
+
+
+def _trains_every_response(option: str) -> Rule:
+    return Rule(option=option, when=lambda a: bool(a[option]), because="it trains every response", remedy=SKIP_NOTHING)
+
+
+AGAINST_SKIPPING = (
+    _trains_every_response("beta"),
+    _trains_every_response("entropy_coef"),
+    _trains_every_response("use_adaptive_entropy"),
+    Rule(
+        option="router_aux_loss_coef",
+        when=lambda a: a["aux_loss_enabled"],
+        because="it trains every response",
+        remedy=f"set it to 0, or {SKIP_NOTHING}",
+    ),
+    Rule(
+        option="top_entropy_quantile",
+        when=lambda a: a["top_entropy_quantile"] < 1,
+        because="all responses' tokens count in it",
+        remedy=SKIP_NOTHING,
+    ),
+    Rule(
+        # The probe sees no noise that is smaller than the rounding of half precision.
+        option="neftune_noise_alpha",
+        when=lambda a: bool(a["neftune_noise_alpha"]),
+        because="other responses draw other noise",
+        remedy=SKIP_NOTHING,
+    ),
+)
+"""With which a response without an advantage trains, or changes what the others train."""
 
 
 def check_version(version: str) -> None:
@@ -129,23 +246,12 @@ def check_version(version: str) -> None:
 def check_trainer(trainer: GRPOTrainer, method: BaseMethod, skips: bool) -> None:
     """Refuse, and warn of, settings of a trainer; ``skips``: whether zero-advantage responses are left out. ValueError,
     naming the argument, the reason and the remedy."""
-    settings = Settings(trainer, method)
-    refuse(REFUSALS, settings, f"token_weights={method.name!r}")
+    arguments = Arguments(trainer, method)
+    check_rules(RULES, arguments, arguments.named("token_weights"))
     remedy = "give one that grail_advantage.answers.tokenizers.load_tokenizer loads"
     check_round_trip(trainer.processing_class, "processing_class", remedy)
-    if isinstance(method, TurnMethod):
-        biases = {
-            BIAS_OF_MASKING: trainer.args.mask_truncated_completions or method.mask_truncated,
-            BIAS_OF_DISCOUNT: getattr(method, "gamma", 1.0) < 1,
-            BIAS_OF_LOSS: trainer.args.loss_type != "dr_grpo",
-        }
-        for bias in [bias for bias, there in biases.items() if there]:
-            logger.warning("token_weights=%r: %s", method.name, bias)
     if skips:
-        obstacles = [*broken(AGAINST_SKIPPING, settings)]
-        if trainer.aux_loss_enabled:
-            obstacles.append(Obstacle("the router's loss", "it trains every response; set router_aux_loss_coef=0"))
-        refuse_forced("skip_zero_advantage=True", obstacles, SKIP_NOTHING)
+        check_rules(AGAINST_SKIPPING, arguments, SKIPS)
 
 
 def check_neighbours(trainer: GRPOTrainer, model: nn.Module, inputs: Mapping[str, Any]) -> None:
@@ -171,4 +277,4 @@ def check_neighbours(trainer: GRPOTrainer, model: nn.Module, inputs: Mapping[str
     most = trainer.accelerator.gather(torch.tensor([finding.difference], device=device)).max()
     finding = replace(finding, difference=float(most))
     if not finding.holds:
-        refuse_forced("skip_zero_advantage=True", [Obstacle(type(trainer.model).__name__, str(finding))], SKIP_NOTHING)
+        raise ValueError(f"{type(trainer.model).__name__} does not work with {SKIPS}: {finding}; {SKIP_NOTHING}")

@@ -35,14 +35,8 @@ from grail_advantage.answers.tokenizers import check_round_trip
 from grail_advantage.locks import hold
 from grail_advantage.method import FAILURES, RESERVED, BaseMethod, NameTakenError, failure_message, methods
 from grail_advantage.verl_ext import patches
-from grail_advantage.verl_ext.settings import (
-    DUMP_FOLDER,
-    MODEL,
-    TRAINER_MODES,
-    Settings,
-    algorithm_sections,
-    check_rules,
-)
+from grail_advantage.verl_ext.rules import check_settings
+from grail_advantage.verl_ext.settings import DUMP_FOLDER, METHOD, MODEL, TRAINER_MODES, Settings, algorithm_sections
 
 logger = logging.getLogger(__name__)
 
@@ -124,8 +118,7 @@ def check_config(config: DictConfig) -> Settings:
     check_spelling(config.algorithm.adv_estimator)
     check_names(config)
     settings = Settings.parse(config, trainer_kind(config))
-    if settings.method is not None:
-        check_rules(settings)
+    check_settings(settings)
     check_data(settings)
     if (tokenizer := _local_tokenizer(settings[MODEL])) is not None:
         check_tokenizer(tokenizer, settings[MODEL], settings.method)
@@ -158,8 +151,11 @@ def check_plugins() -> None:
 
 
 def check_spelling(name: str) -> None:
-    """Refuse a name near a method's, such as ``GRAIL``, ``oar-g`` or ``graill``, that verl does not have; ValueError. Any
-    other is somebody's own: a module that the task runner's process alone imports may register it."""
+    """Refuse a name near a method's, such as ``GRAIL``, ``oar-g`` or ``graill``, that verl does not have, and what is no
+    name; ValueError. Any other is somebody's own: a module that the task runner's process alone imports may register
+    it."""
+    if not isinstance(name, str):
+        raise ValueError(f"{METHOD}={name!r} is no name; give one, such as grail or grpo")
     if name in ADV_ESTIMATOR_REGISTRY:
         return
     letters = sorted(filter(str.isalnum, name.lower()))

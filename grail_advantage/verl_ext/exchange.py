@@ -1,7 +1,7 @@
 """Responses on their way between trainer and workers: their order over the ranks, the request of a pass, its reply, and
 which of them an update of the actor leaves out.
 
-The gradient of a zero-advantage response is 0 where :func:`grail_advantage.verl_ext.settings.why_not_skip` says
+The gradient of a zero-advantage response is 0 where :func:`grail_advantage.verl_ext.rules.why_not_skip` says
 nothing. An update without it is the same to float rounding as long as the rest keeps what it is divided by. verl
 divides by the tokens and responses of the whole mini-batch: ``global_batch_size`` is a setting of the batch and stays,
 ``batch_num_tokens`` is the sum of ``loss_mask`` over all ranks (``FSDPEngine.forward_backward_batch``) and is handed on
@@ -25,6 +25,7 @@ from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 from grail_advantage.data import Rollouts, Row, RowScores
 from grail_advantage.method import BaseMethod
 from grail_advantage.verl_ext.settings import ACTOR, ROLLOUT, Settings
+from grail_advantage.weigh import deal
 
 PLACES = "receipt_places"
 """Field of a batch of R responses: (R, 2) int64. Column 0 is a response's place in the update's batch, column 1 its
@@ -39,21 +40,6 @@ CUT = {"prompts": FILLER_TOKENS - 1, "input_ids": FILLER_TOKENS, "position_ids":
 filler. verl's loss reads nothing else of a response."""
 OF_LOSS = ("responses", "response_mask", "old_log_probs", "advantages", "rollout_is_weights")
 CUT |= dict.fromkeys(OF_LOSS, 1)
-
-
-def deal(costs: Sequence[int], ranks: int, groups: Sequence[int] | None = None) -> list[list[int]]:
-    """The responses of each rank, by relative costs: about as much work, and numbers that differ by one at most. With
-    ``groups``, responses with the same number meet on one rank, whatever their numbers."""
-    members: dict[int, list[int]] = {}
-    for row, group in enumerate(range(len(costs)) if groups is None else groups):
-        members.setdefault(group, []).append(row)
-    shares: list[list[int]] = [[] for _ in range(ranks)]
-    work = [0] * ranks
-    for cost, rows in sorted(((sum(costs[row] for row in of), of) for of in members.values()), reverse=True):
-        rank = min(range(ranks), key=lambda rank: (len(shares[rank]) if groups is None else 0, work[rank]))
-        shares[rank] += rows
-        work[rank] += cost
-    return [sorted(share) for share in shares]
 
 
 def build_request(

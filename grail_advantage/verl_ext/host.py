@@ -8,18 +8,22 @@ from __future__ import annotations
 
 import logging
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any
 
+import numpy as np
 import ray
 import torch
 from omegaconf import DictConfig
 from tensordict import TensorDict
 from transformers import GenerationConfig, PreTrainedTokenizerBase
+from verl import DataProto
 from verl.trainer.ppo.core_algos import agg_loss
 from verl.trainer.ppo.utils import Role
+from verl.trainer.ppo.v1.utils import compute_advantage_for_multi_trajectories
 from verl.utils import omega_conf_to_dataclass
 from verl.utils import tensordict_utils as tu
 from verl.utils.debug import marked_timer
@@ -35,11 +39,12 @@ from grail_advantage.model.probe import Finding
 from grail_advantage.verl_ext import settings as options
 from grail_advantage.verl_ext.dump import COLUMNS, UpdateDump
 from grail_advantage.verl_ext.entry import check_tokenizer
-from grail_advantage.verl_ext.exchange import UPDATE, build_request, deal, rows_of
+from grail_advantage.verl_ext.exchange import UPDATE, build_request, rows_of
 from grail_advantage.verl_ext.patches import data_parallel_size
-from grail_advantage.verl_ext.settings import Settings, why_not_reuse, why_not_skip
+from grail_advantage.verl_ext.rules import COMPARING, why_not_reuse, why_not_skip
+from grail_advantage.verl_ext.settings import Settings
 from grail_advantage.verl_ext.worker import TokenWeightActorWorker
-from grail_advantage.weigh import weigh
+from grail_advantage.weigh import deal, weigh
 
 logger = logging.getLogger(__name__)
 
@@ -148,8 +153,8 @@ class WeighingTrainer:
         """The fields of the responses that this step reads; a run need not have those for the dump alone."""
         s, method = self.settings, self.settings.method
         # Rejection sampling rewrites response_mask; loss_mask still holds the generated tokens.
-        names = ["prompts", "responses", "loss_mask", "response_mask", "advantages", *(DUMPED.keys() & method.reads)]
-        names += [_reward_field(s)] if "rewards" in method.reads else []
+        names = ["prompts", "responses", "loss_mask", "response_mask", "advantages", _reward_field(s)]
+        names += DUMPED.keys() & method.reads
         names += ["raw_prompt", *method.data_columns] if "examples" in method.reads else []
         names += ["extra_fields", *method.field_names] if method.field_names else []
         if self._dump is not None and self._dump.steps.writes(self.global_steps):
@@ -165,9 +170,9 @@ class WeighingTrainer:
     def _rollouts(self, keys: Sequence[str], data: TensorDict) -> Rollouts:
         """The responses after verl's advantages.
 
-        A response whose advantage is not finite, or too large, has the advantage NaN, which trains nothing. verl gives
-        it to all responses that were compared with one whose reward is not finite; verl alone then skips the update of
-        every mini-batch with such a response, whose gradient is NaN (``FSDPEngine.optimizer_step``).
+        A response whose reward is not finite, or too large, has the advantage NaN, which trains nothing, and the others
+        are compared without it. verl alone gives NaN to the whole group, and then skips the update of every mini-batch
+        with such a response, whose gradient is NaN (``FSDPEngine.optimizer_step``).
 
         Raises:
             ValueError: the base advantages differ within a response, or something that the method reads is not there.
@@ -177,6 +182,14 @@ class WeighingTrainer:
         written_BT, mask_BT, advantages_BT = (
             data[name].to_padded_tensor(0) for name in ("loss_mask", "response_mask", "advantages")
         )
+        mask_BT = mask_BT.bool()
+        advantages_B = _of_responses(advantages_BT, mask_BT, settings)
+        rewards_BT = data[_reward_field(settings)].to_padded_tensor(0)
+        judged_B = within_range(rewards_BT.double().sum(dim=1))[_last_outputs(keys)]
+        if not judged_B.all():
+            if self._has_verls_advantages:
+                advantages_B = self._compared_without(keys, judged_B, rewards_BT, mask_BT)
+            advantages_B = torch.where(judged_B, advantages_B, torch.nan)
         turns, fields = [0] * len(keys), _fields(keys, data, method)
         # verl's own agent loops make one call a turn at most.
         one_call = settings[options.PARALLEL_CALLS] == 1 and not settings[options.AGENT_LOOPS]
@@ -186,10 +199,10 @@ class WeighingTrainer:
         rollouts = Rollouts(
             prompts=prompts,
             responses=responses,
-            mask=mask_BT.bool(),
+            mask=mask_BT,
             written=written_BT.bool(),
-            advantages=_of_responses(advantages_BT, mask_BT.bool(), settings),
-            rewards=_sums(keys, data[_reward_field(settings)], method) if "rewards" in reads else None,
+            advantages=advantages_B,
+            rewards=_sums(keys, rewards_BT, method) if "rewards" in reads else None,
             tokenizer=self.tokenizer,
             answer=settings.answer,
             truncated=truncated(prompts, responses, settings, self._context_length, self._end_tokens),
@@ -204,11 +217,48 @@ class WeighingTrainer:
         )
         if (lost_B := rollouts.advantages.isnan()).any():
             logger.warning(
-                "step %d: %d of %d responses, such as %s, were compared with one that has no finite reward. They train "
-                "nothing in this step; verl alone would skip the whole update. Fix the reward function",
+                "step %d: %d of %d responses, such as %s, have no finite reward, or one that is too large. They train "
+                "nothing in this step, and others are compared without them; verl alone would skip the whole update. Fix "
+                "the reward function",
                 *(self.global_steps, int(lost_B.sum()), len(keys), keys[int(lost_B.int().argmax())]),
             )
         return rollouts if settings.dump is None else replace(rollouts, facts=_facts(data, rollouts, method, turns))
+
+    @property
+    def _has_verls_advantages(self) -> bool:
+        """Whether the base advantages are by verl's code, and not by a trainer of one's own."""
+        return True
+
+    def _compared_without(
+        self, keys: Sequence[str], judged_B: torch.Tensor, rewards_BT: torch.Tensor, mask_BT: torch.Tensor
+    ) -> torch.Tensor:
+        """The base advantages (B,) by verl's code, as if the responses that are not judged were in no group."""
+        algorithm, base = self.config.algorithm, self.settings[options.BASE]
+        prompts = [key.rsplit("_", 2)[0] for key in keys]
+        groups = [
+            prompt if judged else f"{prompt} without {row}"
+            for row, (prompt, judged) in enumerate(zip(prompts, judged_B.tolist(), strict=True))
+        ]
+        compared_BT = mask_BT & judged_B[:, None]  # some bases compare the whole batch
+        tensors = {
+            "token_level_rewards": torch.where(judged_B[:, None], rewards_BT, 0.0),
+            "response_mask": compared_BT.long(),
+        }
+        data = compute_advantage_for_multi_trajectories(
+            DataProto.from_dict(tensors, non_tensors={"uid": np.array(groups, dtype=object)}),
+            batch_keys=list(keys),
+            adv_estimator=base,
+            num_repeat=self.settings[options.GROUP_SIZE],
+            norm_adv_by_std_in_grpo=algorithm.get("norm_adv_by_std_in_grpo", True),
+            config=algorithm,
+        )
+        advantages_B = _of_responses(data.batch["advantages"], compared_BT, self.settings)
+        if base in COMPARING:  # of a single response they make its reward, or 0
+            sessions = {key.rsplit("_", 1)[0]: group for key, group in zip(keys, groups, strict=True)}
+            sizes = Counter(sessions.values())
+            alone_B = torch.tensor([sizes[group] == 1 for group in groups])
+            advantages_B = torch.where(alone_B, 0.0, advantages_B)
+        return advantages_B
 
     def _report(self, of_run: Sequence[bool], *, update: int = 0) -> dict[str, float]:
         """Write the dump of what was weighed; the metrics. ``of_run``: which responses do not only fill up the batch;
@@ -312,7 +362,7 @@ def _fields(keys: Sequence[str], data: TensorDict, method: BaseMethod) -> dict[s
     return fields
 
 
-def _sums(keys: Sequence[str], rewards: torch.Tensor, method: BaseMethod) -> torch.Tensor:
+def _sums(keys: Sequence[str], rewards_BT: torch.Tensor, method: BaseMethod) -> torch.Tensor:
     """The rewards of the responses, (B,), NaN where they are not finite.
 
     Raises:
@@ -324,7 +374,7 @@ def _sums(keys: Sequence[str], rewards: torch.Tensor, method: BaseMethod) -> tor
                 f"{method.name} reads one reward a response, and {key} and {keys[last]} are outputs of one session, "
                 "which share theirs; have the agent loop return one output"
             )
-    sums_B = rewards.to_padded_tensor(0).double().sum(dim=1)
+    sums_B = rewards_BT.double().sum(dim=1)
     return torch.where(sums_B.isfinite(), sums_B, torch.nan)
 
 

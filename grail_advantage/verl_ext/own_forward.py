@@ -4,7 +4,7 @@ Before each update verl runs a forward over the whole batch, for the log-probabi
 epoch over the batch is one optimiser step, the update's first forward gives the same numbers, and the other one can
 go: ``old = log_prob.detach()``. Every ratio of the first epoch is then exactly 1; further epochs take ``old`` from the
 first. NeMo-RL calls this ``force_on_policy_ratio``, slime ``can_reuse_log_probs_in_loss``.
-:func:`grail_advantage.verl_ext.settings.why_not_reuse` has the settings with which it would not be exact.
+:func:`grail_advantage.verl_ext.rules.why_not_reuse` has the settings with which it would not be exact.
 
 Shape suffixes: R responses of a micro-batch, T response tokens.
 """

@@ -33,6 +33,7 @@ from verl.experimental.separation.engine_workers import DetachActorWorker
 from verl.protocol import DataProto
 from verl.single_controller.base.decorator import Dispatch, register
 from verl.trainer.ppo.v1 import PPOTrainerColocateAsync, PPOTrainerSeparateAsync, PPOTrainerSync, register_trainer
+from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 from verl.utils.debug import marked_timer
 from verl.utils.debug.metrics import calculate_debug_metrics
 from verl.workers.utils.padding import response_from_nested, response_to_nested
@@ -99,6 +100,10 @@ class TokenWeightTrainer(WeighingTrainer):
         of_run = [not tag.get("is_padding", False) for tag in batch.tags]
         metrics.update(self._report(of_run, update=self.local_trigger_step))
         return written
+
+    @property
+    def _has_verls_advantages(self) -> bool:
+        return super()._compute_advantage.__func__ is PPOTrainer._compute_advantage
 
     def _update_actor(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
         weighed, self._weighed = self._weighed, None

@@ -14,6 +14,7 @@ from typing import Any
 import datasets
 
 from grail_advantage.dump import write_whole
+from grail_advantage.receipt.foreign import say
 from recipe.data import specs
 from recipe.data.specs import BENCHMARKS, SPECS, DatasetSpec, benchmark_names
 
@@ -31,7 +32,7 @@ def read_local(spec: DatasetSpec, folder: Path) -> tuple[str, Rows]:
 
 def read_hub(spec: DatasetSpec, place: str) -> tuple[str, Rows]:
     """The place and the rows of a dataset on the hub (``ORG/DATASET[:CONFIG[:SPLIT]]``), downloaded or cached."""
-    name, config, split = [*place.split(":"), "", ""][:3]
+    name, config, split = [*place.split(":", 2), "", ""][:3]
     rows = datasets.load_dataset(name, config or None, split=split or spec.hub_split)
     used = {spec.problem, spec.gold, "context", *spec.ids, *spec.required}  # without the pictures of some copies
     rows = rows.select_columns([column for column in rows.column_names if column in used])
@@ -52,7 +53,7 @@ def prepare_dataset(spec: DatasetSpec, source: str, rows: Rows, prompt: str, fol
             good.append((specs.published_id(spec, row, converted["extra_info"]["id"]), converted))
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             dropped += 1
-            print(f"dropped: {source}, {place}: {type(error).__name__}: {error}", file=sys.stderr)
+            say(f"dropped: {source}, {place}: {type(error).__name__}: {error}", file=sys.stderr)
     counts = f"{dropped} dropped, {others} of another task"
     if not good or dropped > 0.05 * (len(good) + dropped):
         raise ValueError(
@@ -92,10 +93,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         spec, local = SPECS[name], options.local_dir is not None and name not in hub_ids
         try:
             source, rows = read_local(spec, options.local_dir) if local else read_hub(spec, hub_ids.get(name, spec.hub))
-            print(prepare_dataset(spec, source, rows, options.prompt, options.output_dir), flush=True)
+            say(prepare_dataset(spec, source, rows, options.prompt, options.output_dir))
         except (ValueError, OSError, RuntimeError, datasets.exceptions.DatasetsError) as error:
             remedy = "" if local else f"; name another place with --hub-id {name}=, or a --local-dir"
-            print(f"FAILED {name}: {type(error).__name__}: {error}{remedy}", file=sys.stderr)
+            say(f"FAILED {name}: {type(error).__name__}: {error}{remedy}", file=sys.stderr)
             failed = 1
     return failed
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import atexit
 import fnmatch
 import glob
+import hashlib
 import json
 import os
 import re
@@ -32,9 +33,10 @@ from verl.utils.checkpoint.checkpoint_manager import find_latest_ckpt_path
 from grail_advantage import __version__
 from grail_advantage.dump import read_dump, write_whole
 from grail_advantage.locks import hold
+from grail_advantage.receipt.foreign import open_plain, visible
 from grail_advantage.verl_ext.patches import STARTS, entry_is_wrapped
 from grail_advantage.verl_ext.settings import ACTOR, ATTENTION, DUMP_FOLDER, MODEL, PACKED, Settings
-from recipe.rules import check_rules, check_trl
+from recipe.rules import check_settings, check_trl
 
 RUN_DEFINITION = "run_definition.json"
 FOLDER, MODE, RUNTIME = "trainer.default_local_dir", "trainer.resume_mode", "ray_kwargs.ray_init.runtime_env"
@@ -100,6 +102,42 @@ def definition(run: Settings) -> dict[str, Any]:
     return json.loads(json.dumps(defining, default=str))
 
 
+def contents(run: Settings) -> dict[str, str]:
+    """A digest of what lies at each path that a defining option names, such as the data, a reward function in a file or
+    the model: a path says nothing of a file that was written anew."""
+    digests = {}
+    for name, value in _flat(run.config).items():
+        for path in value if isinstance(value, list) else [value]:
+            if isinstance(path, str) and "/" in path and not _may_change(name):
+                with suppress(OSError, ValueError):  # there is none, or no plain file
+                    digests[f"{name} ({Path(path).name})"] = _digest(Path(path).expanduser())
+    return digests
+
+
+WHOLE, PART = 2**30, 2**20
+"""Bytes of the largest file that is read as a whole, and of the beginning and the end of a larger one."""
+
+
+def _digest(path: Path) -> str:
+    """Of a file's content, or of the files in a folder."""
+    digest = hashlib.blake2b(digest_size=8)
+    files = [path]
+    if path.is_dir():
+        files = sorted(file for file in path.iterdir() if file.is_file() and not file.name.startswith("."))
+        digest.update(repr([file.name for file in files]).encode())
+    for file in files:
+        with open_plain(file) as content:
+            size = os.fstat(content.fileno()).st_size
+            digest.update(f"{size} ".encode())
+            if size <= WHOLE:
+                digest.update(hashlib.file_digest(content, "blake2b").digest())
+            else:
+                digest.update(content.read(PART))
+                content.seek(-PART, os.SEEK_END)
+                digest.update(content.read(PART))
+    return digest.hexdigest()
+
+
 def _flat(value: Any, name: str = "") -> dict[str, Any]:
     if isinstance(value, dict) and value:
         return {n: v for key, inner in value.items() for n, v in _flat(inner, f"{name}.{key}".lstrip(".")).items()}
@@ -119,7 +157,7 @@ def check_run(run: Settings) -> None:
         ValueError: naming the options, with the values there and here, and the remedy.
     """
     check_trl()
-    check_rules(run)
+    check_settings(run)
     # The check of scripts/train_cpu.sh, which then moves the folder away; the run itself finds none.
     moves_away = os.environ.get("FRESH") == "1" and os.environ.get("DRY_RUN") == "1"
     for option, folder in _folders(run).items():
@@ -144,7 +182,12 @@ def _differing(run: Settings, stored: dict[str, Any]) -> list[str]:
         return [] if run[MODE] == "resume_path" else [f"  no {RUN_DEFINITION} that can be read says which"]
     names = there.keys() | here.keys() if stored.get("by") == _BY else there.keys() & here.keys()
     differing = [name for name in sorted(names) if there.get(name) != here.get(name)]
-    return [f"  {name}: {there.get(name)!r} there, {here.get(name)!r} here" for name in differing]
+    lines = [f"  {visible(name)}: {there.get(name)!r} there, {here.get(name)!r} here" for name in differing]
+    begun = stored.get("contents")
+    for name, digest in contents(run).items() if isinstance(begun, dict) else ():
+        if begun.get(name, digest) != digest:
+            lines.append(f"  {name}: another content than when the run began")
+    return lines
 
 
 def _stored(folder: Path) -> dict[str, Any]:
@@ -171,7 +214,9 @@ def begin_run(run: Settings, config: DictConfig) -> None:
     folder = Path(run[FOLDER])
     hold(folder, _ANOTHER, FOLDER)
     _end_if_finished(run, folder)
-    name = _stored(folder).get("run") or uuid.uuid4().hex
+    name = _stored(folder).get("run")
+    if not (isinstance(name, str) and name.isalnum()):
+        name = uuid.uuid4().hex
     store_definition(run, name)
     if "WANDB_RUN_ID" not in os.environ:  # one run of wandb's for all starts
         OmegaConf.update(config, f"{RUNTIME}.env_vars", {"WANDB_RUN_ID": name, "WANDB_RESUME": "allow"}, force_add=True)
@@ -218,7 +263,7 @@ def _go_without_flash_attn(run: Settings, config: DictConfig) -> None:
 
 def store_definition(run: Settings, name: str) -> None:
     """Write what defines a run, and its name, into each of its folders."""
-    content = {"run": name, "by": _BY, "definition": definition(run)}
+    content = {"run": name, "by": _BY, "definition": definition(run), "contents": contents(run)}
     for folder in _folders(run).values():
         with suppress(OSError):  # the trainer's machine is another one, and says what cannot be written there
             write_whole(folder / RUN_DEFINITION, json.dumps(content, indent=1))

@@ -11,7 +11,7 @@ import pytest
 
 from bench import convert, sample
 from bench.sample import evaluate, first_false
-from grail_advantage.analyze import label_ranges, read_responses
+from grail_advantage.analyze.lines import label_ranges, read_responses
 from tests.recipe.test_reward import DATA
 from verl_cpu.tiny.model import build_model, build_tokenizer
 
@@ -181,5 +181,8 @@ def test_sampling_labels_the_models_own_errors_and_resumes(
     sample.main([*arguments, "16"])
     sample.main([*arguments, "20"])
     assert asked == [12] * 5
+    for option, value in (("length", "64"), ("temperature", "0.5"), ("samples", "4"), ("model", "smollm2")):
+        with pytest.raises(SystemExit, match=f"another {option}"):
+            sample.main([*arguments, "20", f"--{option}", value])
     rows = read_responses(out)
     assert len(rows) == 60 and [(row.error, row.reward) for row in rows[:3]] == [(None, 1), ((4, 5), 0), (None, 0)]

@@ -51,3 +51,11 @@ def test_the_benchmark_of_methods_runs(tmp_path: Path) -> None:
     found = json.loads((tmp_path / "methods.json").read_text())["methods"]
     assert found.keys() == methods().keys() and all(of["ratio"] > 0 for of in found.values())
     assert f"| grail | {found['grail']['rows']} | " in done.stdout
+
+
+@pytest.mark.nightly
+def test_the_benchmark_of_the_trainers_process_runs() -> None:
+    """It starts Ray for TransferQueue's store."""
+    done = forked.run("benchmarks.bench_driver", "--responses", "16", "--tokens", "40")
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "| 16 responses of 40 tokens | " in done.stdout

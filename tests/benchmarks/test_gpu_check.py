@@ -175,6 +175,7 @@ def test_log_probabilities_rounded_to_bfloat16_are_found(monkeypatch: pytest.Mon
     """As verl's own are without flash-attn. The remedy is named, and the other checks still run."""
     from verl.utils import torch_functional
 
+    monkeypatch.setattr(torch_functional, "logprobs_from_logits_v2", torch_functional.logprobs_from_logits_v2)
     monkeypatch.setattr(torch_functional, "logprobs_from_logits", lambda *values: plain_log_probs(*values).bfloat16())
     machine.main("cpu")
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines() if line.startswith("[")]

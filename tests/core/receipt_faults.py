@@ -81,6 +81,35 @@ def by_turn(g: Rollout, draw: torch.Generator) -> Rollout:
     return replace(g, batch=replace(g.batch, advantages_BT=of_rows * mask, mask_BT=mask))
 
 
+def whitened(g: Rollout, m: MicroBatch) -> torch.Tensor:
+    trained = g.batch.advantages_BT[g.batch.mask_BT]
+    return torch.where(m.mask, (m.advantages - trained.mean()) / trained.std(), 0.0)
+
+
+def less_its_groups_mean(g: Rollout, m: MicroBatch) -> torch.Tensor:
+    """Once more, of the rewards 0 and 1 of groups of eight."""
+    rewards = (first_of(g) > 0).float().reshape(-1, 8)
+    means = rewards.mean(1, keepdim=True).expand(-1, 8).reshape(-1, 1)
+    return torch.where(m.mask, m.advantages - means[m.rows], 0.0)
+
+
+def detached(g: Rollout, m: MicroBatch) -> MicroBatch:
+    """The gradient of the log-probability in place of the ratio's, where the clip leaves it."""
+    ratio, (low, high) = (m.log_probs - m.old).detach().exp(), m.bounds
+    kept = torch.where(m.advantages > 0, ratio <= high, ratio >= low)
+    return replace(m, old=m.log_probs.detach(), times=m.times * kept)
+
+
+def away(size: float) -> Change:
+    """Old log-probabilities of a policy so far away."""
+    return put(old=lambda g, m: m.old + size * DRIFT[m.rows])
+
+
+def before(column: str, of_batch: str) -> Change:
+    """A column's values of the response before."""
+    return put(**{column: lambda g, m: getattr(g.batch, of_batch).roll(1, 0)[m.rows]})
+
+
 def temperatures(policy: float, old: float, scale: float = 1.0) -> Prepare:
     """Of the policy's log-probabilities and of the old ones, which are divided by the scale."""
 
@@ -97,6 +126,9 @@ RESAMPLED = torch.cat([ALL[:4], ALL[4:8].roll(1), ALL[8:20], ALL[20:28].roll(3),
 NOISE = torch.randn(8, 1, generator=torch.Generator().manual_seed(1))
 NOISE = torch.cat([(NOISE - NOISE.mean()) / NOISE.std(), torch.zeros(B - 8, 1)])
 """Advantages of responses with equal rewards."""
+DRIFT = torch.randn(B, T, generator=torch.Generator().manual_seed(2))
+OTHER = -3 * torch.rand(B, T, generator=torch.Generator().manual_seed(3))
+"""Another policy's distance, and the log-probabilities of a reference that the batch does not hold."""
 BY_MICRO = put(divisor=lambda g, m: m.mask.sum() * m.count)
 BY_ALL = put(divisor=lambda g, m: g.batch.mask_BT.sum())
 KL = {times: put(term=lambda g, m, times=times: times * m.term) for times in (-1, 0, 2)}
@@ -197,6 +229,17 @@ FAULTS = [Fault(*row) for row in (
     ("flattened", "the mean of token advantages", put(advantages=mean), BY_TOKEN),
     ("weights", "importance weights twice", put(weights=lambda g, m: m.weights**2), WEIGHTED),
     ("stale", "the reference's old ones", put(old=lambda g, m: m.ref), WITH_KL),
+    *(("stale", f"old ones of a policy {size} away, and not the batch's", away(size), PLAIN) for size in (0.03, 0.1, 0.3)),
+    ("stale", "the clip by the ratio, and no ratio", detached, LATER),
+    ("swapped", "old ones of the response before, and not the batch's", before("old", "old_log_probs_BT"), PLAIN),
+    ("swapped", "importance weights of the response before", before("weights", "weights_BT"), WEIGHTED),
+    ("weights", "the mean importance weight of the response",
+     put(weights=lambda g, m: (m.weights * m.mask).sum(1, keepdim=True) / lengths(m)), WEIGHTED),
+    ("weights", "importance weights of 1 at most", put(weights=lambda g, m: m.weights.clamp(max=1.0)), WEIGHTED),
+    ("extra or scaled", "advantages whitened", put(advantages=whitened), PLAIN),
+    ("extra", "the batch's mean is taken off", put(advantages=lambda g, m: m.advantages - 0.3 * m.mask), PLAIN),
+    ("extra or scaled by response", "the group's mean is taken off twice", put(advantages=less_its_groups_mean), PLAIN),
+    ("extra", "a KL term that no setting names", put(term=lambda g, m: 0.05 * (m.log_probs - OTHER[m.rows]) ** 2 / 2), PLAIN),
     ("unclipped", "a wider clip", put(bounds=lambda g, m: (0.5, 1.5)), LATER),
     ("extra", "a penalty on log-probabilities", put(term=lambda g, m: m.term + 0.1 * m.log_probs**2), PLAIN),
     ("extra", "the KL term twice", KL[2], WITH_KL),

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable, Iterable
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from tests.core import real_tokenizers as real
 from tests.core.plain_answers import EXPRESSION, PLAIN, plain_boxes
 from tests.core.real_tokenizers import save_under_class
 from verl_cpu.tiny.model import build_tokenizer
+from verl_cpu.tiny.shipped import load_shipped
 
 
 def is_plain_span(tokenizer: Any, ids: list[int], which: str, bytes_of: Callable, answer: str = "boxed") -> bool:
@@ -244,3 +246,16 @@ def test_a_tokenizer_is_read_as_it_is_meant_and_damage_that_was_saved_is_refused
     meant.save_pretrained(tmp_path)
     with pytest.raises(ValueError):
         load_tokenizer(tmp_path)
+
+
+def test_a_mistral_folder_is_read_by_its_tokenizer_json(tmp_path: Path) -> None:
+    """Also beside the ``tekken.json`` that mistral_common, which vLLM brings, would take: its tokens have no bytes."""
+    data = Path(str(files("mistral_common"))) / "data"
+    _, meant = load_shipped()
+    meant.save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "mistral", "architectures": ["MistralForCausalLM"]}')
+    (tmp_path / "tekken.json").write_bytes(next(data.glob("tekken_*.json")).read_bytes())
+    tokenizer = load_tokenizer(tmp_path)
+    ids = meant.encode(r"So \boxed{7}", add_special_tokens=False)
+    assert tokenizer.encode(r"So \boxed{7}", add_special_tokens=False) == ids
+    assert find_answer_span(ids, tokenizer) == find_answer_span(ids, meant) is not None

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import pytest
 import torch
@@ -149,7 +150,7 @@ def test_order_empty_responses_padding_and_shares_change_nothing(name: str) -> N
 
 @every
 def test_the_shuffled_control_has_the_same_weights_on_other_tokens(name: str) -> None:
-    """Of each response; by the step and its key alone."""
+    """Of each response; by the step and its tokens alone: other keys and places, as each start has them, move nothing."""
     if "control" not in methods()[name].model_fields:
         with pytest.raises(ValueError, match="control"):
             method_of(name, control="shuffled")
@@ -168,6 +169,8 @@ def test_the_shuffled_control_has_the_same_weights_on_other_tokens(name: str) ->
     assert not torch.equal(control.weights, later.weights)
     order = torch.randperm(12, generator=torch.Generator().manual_seed(1)).tolist()
     same(run(name, part(of, order), **options, control="shuffled"), control, order)
+    elsewhere = replace(of[0], keys=[uuid4().hex for _ in range(12)], places=range(100, 112))
+    assert torch.equal(run(name, (elsewhere, of[1]), **options, control="shuffled").weights, control.weights)
 
 
 @pytest.mark.parametrize("name", [name for name in METHODS if "normalize_mass" in methods()[name].model_fields])

@@ -24,7 +24,7 @@ from grail_advantage.data import Example
 from grail_advantage.method import build
 from grail_advantage.receipt import Loss, check
 from tests.core.receipt_loop import rollout, train
-from tests.core.tiny_models import ROLLOUTS, char_tokenizer, compute, make_batch, plain_columns, tiny_model
+from tests.core.tiny_models import ROLLOUTS, Rollout, char_tokenizer, compute, make_batch, plain_columns, tiny_model
 
 NAN, INF = math.nan, math.inf
 Mistakes = Mapping[str, Sequence[Any]]
@@ -231,6 +231,17 @@ def test_other_layouts_and_dtypes_change_nothing(door: str, changes: Mistakes, s
     for place, of_place in changes.items():
         for change in of_place:
             same(call(**with_change(valid(), place.split("."), change)), expected)
+
+
+def test_a_tenth_of_a_response_may_be_unknown_to_the_tokenizer() -> None:
+    """Embeddings are often padded."""
+    batch = make_batch([Rollout("?", "a" * 10, 1.0)])
+    model = tiny_model(layers=1, vocab_size=200)
+    batch.input_ids[0, -1] = 150
+    compute(model, batch, build("uniform"))
+    batch.input_ids[0, -2] = 150
+    with pytest.raises(ValueError, match=r"^tokenizer="):
+        compute(model, batch, build("uniform"))
 
 
 def test_a_response_without_a_token_before_it_is_refused() -> None:

@@ -61,6 +61,31 @@ def test_capture_replaces_the_first_of_a_tuple_by_a_leaf() -> None:
     assert all(parameter.grad is None for parameter in module.parameters())
 
 
+@pytest.mark.parametrize("method", [Grail(preset="robust", gate="all"), Oar()])
+def test_a_pass_keeps_nothing_for_gradients_of_parameters(method: Method, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its scores are those of a pass that could give them, bit for bit; afterwards the same parameters train as before."""
+    model, batch = tiny_model(), make_batch(ROLLOUTS.values())
+    model.get_input_embeddings().weight.requires_grad_(False)  # as somebody froze it
+    trains = [parameter.requires_grad for parameter in model.parameters()]
+
+    def run() -> tuple[torch.Tensor, int]:
+        kept = 0
+
+        def count(tensor: torch.Tensor) -> torch.Tensor:
+            nonlocal kept
+            kept += tensor.numel()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
+            return compute(model, batch, method).scores, kept
+
+    scores, kept = run()
+    assert [parameter.requires_grad for parameter in model.parameters()] == trains
+    monkeypatch.setattr(hooks, "frozen_parameters", lambda model: contextlib.nullcontext())
+    expected, kept_for_parameters = run()
+    assert torch.equal(scores.nan_to_num(-1), expected.nan_to_num(-1)) and kept < 0.9 * kept_for_parameters
+
+
 class DropsOutByItself(GradientCheckpointingLayer):
     """A block whose dropout looks at the block's own mode."""
 

@@ -26,15 +26,15 @@ PAGE = (ROOT / "docs" / "receipt.md").read_text(encoding="utf-8")
 
 def test_each_fault_of_history_is_seen_and_the_first_line_is_right() -> None:
     known = cells(THREADS)
-    assert len(THREADS) == 30 and all(said for _, said, _ in known) and len(wrong(known)) < 0.1 * len(known), wrong(
-        known
-    )
+    assert len(THREADS) == 30 and all(said for _, said, _ in known)
+    assert len(wrong(known)) <= 0.05 * len(known), wrong(known)
 
 
 @pytest.mark.slow
 def test_nothing_is_missed_and_each_example_differs() -> None:
     known = cells(MADE_UP, every=2)
-    assert len(known) > 45 and all(said for _, said, _ in known) and len(wrong(known)) < 0.1 * len(known), wrong(known)
+    assert len(known) > 60 and all(said for _, said, _ in known)
+    assert len(wrong(known)) <= 0.05 * len(known), wrong(known)
     for _, _, receipt in known:
         structure = ("missing", "repeated", "not finite")
         order = [(not f.mismatch, f.name not in structure, -f.tokens) for f in receipt.findings]
@@ -244,6 +244,22 @@ def test_the_hook_reads_what_autograd_gives_changes_nothing_and_goes() -> None:
     first.sum().backward()
     (piece,) = watched.pieces
     assert piece.rank == 1 and torch.equal(piece.gradient_bT, torch.full((2, 3), 0.25))
+
+
+def test_a_loss_that_is_watched_gives_the_same_and_its_narrow_micro_batches_are_padded() -> None:
+    """The first response has 2 tokens, and goes through the loss alone; the second has 4."""
+    mask = torch.tensor([[1, 1, 0, 0], [1, 1, 1, 1]])
+    advantages = torch.where(mask.bool(), torch.tensor([[1.0], [-2.0]]), 0.0)
+    watched = Watch()
+    for row, width in enumerate((2, 4)):
+        log_probs = torch.full((1, width), -1.0, requires_grad=True)
+        loss = watched.around(lambda log_probs, advantages: -(log_probs * advantages).sum() / 6, [row])
+        value = loss(log_probs, advantages[row : row + 1, :width])
+        assert value == advantages[row].sum() / 6
+        value.backward()
+    receipt = check(Batch(advantages, mask), TOKEN_MEAN, watched.pieces)
+    assert receipt.ok
+    torch.testing.assert_close(receipt.received_BT, advantages)
 
 
 def test_what_a_file_of_receipts_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -94,6 +94,28 @@ def test_against_the_plain_loop(window: int, stride: int, monkeypatch: pytest.Mo
         torch.testing.assert_close(found, wanted, rtol=1e-3, atol=0)
 
 
+@pytest.mark.parametrize("windows", [1, 2, 3])
+def test_a_few_windows_at_once_have_the_distances_of_all(windows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To float rounding, and the costs of whole responses are never there."""
+    whole = shear_scores(group(), POSITIVE, window=5, stride=2)
+    monkeypatch.setattr(shear, "WINDOWS_AT_ONCE", windows)
+    with patch.object(torch, "cdist", wraps=torch.cdist) as costs:
+        blocks = shear_scores(group(), POSITIVE, window=5, stride=2)
+    torch.testing.assert_close(blocks, whole, rtol=1e-5, atol=0)
+    assert max(len(call.args[0]) for call in costs.call_args_list) == 5 + 2 * (windows - 1)
+
+
+def test_a_group_with_many_pairs_of_windows_is_warned_of(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Responses of 11 and 7 tokens have 6 and 4 windows, their opposites of 4, 1 and 13 tokens 2, 1 and 7: 100 pairs."""
+    for most in (100, 99):
+        monkeypatch.setattr(shear, "MANY_PAIRS", most)
+        assert not caplog.records
+        shear_scores(group(), POSITIVE, window=5, stride=2)
+    assert "100 pairs" in caplog.text and "algorithm.shear.stride" in caplog.text
+
+
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 def test_states_that_are_not_finite(bad: float) -> None:
     """As if their response were not there, also where it is the only opponent."""

@@ -71,7 +71,21 @@ def test_scores_are_those_of_one_at_a_time(name: str) -> None:
         largest_B1 = alone.nan_to_num().abs().amax(dim=1, keepdim=True).clamp(min=1e-30)
         difference = float(((together - alone).nan_to_num().abs() / largest_B1).max())
         assert difference <= (0 if name in ALONE else CLOSE.get(method, 1e-5)), method
-    assert hugging_face._findings[model_of(name)][1].holds == (name not in ALONE)
+    assert hugging_face._findings[model_of(name)][-1].holds == (name not in ALONE)
+
+
+def test_a_model_that_has_changed_is_asked_again() -> None:
+    """By an adapter, another precision or another attention; not for nothing."""
+    model = tiny_model()
+    batch = make_batch(list(ROLLOUTS.values())[:3])
+    asked = []
+    probe = hugging_face.probe
+    with patch.object(hugging_face, "probe", lambda *given: (asked.append(given), probe(*given))[1]):
+        for change in (lambda: model, model.double, lambda: model.set_attn_implementation("eager")):
+            change()
+            for _ in range(2):
+                compute(model, batch, METHODS["grail"])
+    assert len(asked) == 3
 
 
 def weigh(model: nn.Module, rollouts: list[Rollout], method: Method = METHODS["grail"], **options: Any) -> Any:

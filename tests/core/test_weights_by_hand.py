@@ -12,13 +12,14 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from grail_advantage import AdvantageMethod, AnswerSpan, Grail, Method, Rollouts, Weights
-from grail_advantage.data import Row, RowScores, Weighed, outcome_of
+from grail_advantage.data import LARGEST, Row, RowScores, Weighed, outcome_of, within_range
 from grail_advantage.maps import MAPS, count_of_share
 from grail_advantage.method import BaseMethod, build
 from grail_advantage.methods.policy import EntropyBonus, Stare
@@ -206,6 +207,12 @@ def test_a_token_has_the_saliency_of_its_position(alignment: str) -> None:
 def test_a_reward_is_right_above_0() -> None:
     rewards = (1.0, 0.25, 0.0, -1.0, None, NAN, INF)
     assert [outcome_of(reward) for reward in rewards] == ["right", "right", "wrong", "wrong", None, None, None]
+
+
+def test_a_reward_trains_up_to_the_largest() -> None:
+    values = np.array([LARGEST, -LARGEST, np.nextafter(LARGEST, INF), INF, NAN])
+    for known in (within_range(values), within_range(torch.tensor(values))):
+        assert known.tolist() == [True, True, False, False, False]
 
 
 LOW = 0.125

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import random
 from pathlib import Path
@@ -13,6 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 from verl.utils.tokenizer.continuous_token_wiring import create_continuous_token_builder
 
+from examples.trl_grail import problems
 from grail_advantage.reward import compute_score
 from recipe.data.prepare import main, read_local
 from recipe.data.specs import PUBLISHED_SUBSETS, SPECS, convert, read_gold, user_messages
@@ -118,6 +120,61 @@ def test_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest
     assert f"dropped: {tmp_path}::test, row 21: " in capsys.readouterr().err
     assert pq.read_table(tmp_path / "out/amc23.parquet").to_pylist() == golden("amc23")
     assert pq.read_table(tmp_path / "out/aime24.parquet").num_rows == 20
+    (sliced := tmp_path / "sliced").mkdir()
+    (sliced / "test.jsonl").write_text((GOLDEN / "aime24.jsonl").read_text() * 20)
+    for part, rows in (("[:3]", 3), ("[10:14]", 4), ("[50%:]", 10)):
+        place = ["--hub-id", f"aime24={sliced}::test{part}", "--output-dir", str(tmp_path / "out")]
+        assert main(["--benchmarks", "aime24", "--train", "none", *place]) == 0
+        assert pq.read_table(tmp_path / "out/aime24.parquet").num_rows == rows
+
+
+TEXTS = (
+    "2024-01-05",
+    "2024-01-05 10:30:00",
+    "10:30",
+    "007",
+    "1.50",
+    "1e3",
+    "NA",
+    "true",
+    "1/2",
+    "2024-01",
+    "-0",
+    "1,000",
+)
+"""Answers that a reader of tables takes for something else."""
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "json", "lines.json", "csv", "parquet"])
+def test_the_example_for_trl_reads_the_text_that_is_in_a_file(kind: str, tmp_path: Path) -> None:
+    rows, file = [{"problem": "When?", "answer": text} for text in TEXTS], tmp_path / f"rows.{kind}"
+    if kind == "parquet":
+        pq.write_table(pa.Table.from_pylist(rows), file)
+    elif kind == "csv":
+        with file.open("w", newline="") as stream:
+            writer = csv.DictWriter(stream, ["problem", "answer"])
+            writer.writeheader()
+            writer.writerows(rows)
+    else:
+        file.write_text(json.dumps(rows, indent=1) if kind == "json" else "\n".join(map(json.dumps, rows)))
+    assert list(problems(str(file))["solution"]) == list(TEXTS)
+
+
+def test_the_example_for_trl_takes_slices_and_names_a_broken_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    (hub := tmp_path / "hub").mkdir()
+    lines = [json.dumps({"question": f"{i}+1", "answer": f"So #### {i + 1}"}) for i in range(20)]
+    (hub / "train.jsonl").write_text("\n".join(lines))
+    wanted = {"": range(20), ":default:train": range(20), "::train[:5]": range(5), "::train[-3:]": range(17, 20)}
+    wanted |= {":default:train[10%:20%]": range(2, 4), "::train[:2]+train[18:]": [0, 1, 18, 19]}
+    for source, rows in wanted.items():
+        assert list(problems(f"{hub}{source}")["solution"]) == [str(row + 1) for row in rows]
+    for bad in ("{", "[1]", "7", '"text"'):
+        (tmp_path / "bad.jsonl").write_text("\n".join([*lines, bad]))
+        with pytest.raises(SystemExit, match=r"bad\.jsonl, line 21"):
+            problems(str(tmp_path / "bad.jsonl"))
 
 
 def test_a_ground_truth_is_doubtful_where_its_spelling_is_refused_or_a_near_miss_accepted() -> None:

@@ -2,12 +2,14 @@ r"""Evaluation: figures and intervals against hand calculation, the file of samp
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -23,7 +25,7 @@ from recipe.data.specs import user_messages
 from recipe.evaluate import report
 from recipe.evaluate.__main__ import main
 from recipe.evaluate.published_worker import published_box
-from recipe.evaluate.sampling import open_samples, read_samples, resolve_model
+from recipe.evaluate.sampling import KEY, draw, open_samples, read_samples, resolve_model
 from verl_cpu.tiny.model import build_model, build_tokenizer
 
 SCRIPT = ["bash", str(Path(__file__).parents[2] / "scripts/evaluate.sh")]
@@ -252,6 +254,31 @@ def save(folder: Path, weights: dict[str, torch.Tensor] | None = None) -> Path:
     torch.save(weights or model.state_dict(), actor / "model_world_size_1_rank_0.pt")
     (actor / "fsdp_config.json").write_text('{"FSDP_version": 2, "world_size": 1}')
     return actor.parent
+
+
+def test_every_sample_has_a_seed_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the evaluation's seed, benchmark, problem and number: the first eight bytes of sha256("0/amc23/0/2"), halved."""
+    kinds = SimpleNamespace(RequestOutputKind=SimpleNamespace(FINAL_ONLY=2), SamplingParams=SimpleNamespace)
+    monkeypatch.setitem(sys.modules, "vllm.sampling_params", kinds)  # whose import takes ten seconds
+
+    class Engine:
+        async def generate(self, prompt: dict, parameters: Any, name: str) -> Any:
+            yield SimpleNamespace(outputs=[SimpleNamespace(finish_reason="stop", token_ids=[parameters.seed % 10])])
+
+        def shutdown(self) -> None: ...
+
+    keys = [
+        (benchmark, index, sample, "p") for benchmark in ("amc23", "aime24") for index in (0, 1) for sample in range(3)
+    ]
+    wanted = pd.DataFrame(keys, columns=KEY).assign(prompt_ids=[[1]] * len(keys))
+    tokenizer = SimpleNamespace(decode=lambda ids, **_: str(ids))
+    drawn = []
+    for seed in (0, 1):
+        with open_samples(path := tmp_path / f"{seed}.jsonl", {}) as file:
+            asyncio.run(draw(Engine, wanted, SAMPLING | {"seed": seed}, tokenizer, file))
+        drawn.append(read_samples(path).set_index(KEY)["seed"])
+    assert pd.concat(drawn).nunique() == 24 and drawn[0]["amc23", 0, 2, "p"] == 2035807689607783971
+    assert {*drawn[0].index} == {*keys}
 
 
 def logits(model: Path | torch.nn.Module) -> torch.Tensor:

@@ -71,6 +71,8 @@ def test_rows_of_a_data_set_are_named_once(caplog: pytest.LogCaptureFixture) -> 
     caplog.clear()
     assert reward.check_ground_truths(iter(["5", 6]), "here") == reward.check_ground_truths([], "here") == []
     assert not caplog.records
+    assert reward.check_ground_truths([*[None] * 9, "5"], "here") == [*range(9)], "one that can be used is enough"
+    assert "here: 9 of 10" in caplog.text
     with pytest.raises(ValueError, match=r"here: 2 of 2 .*row 0 \(None\), row 1 \(a Unshown"):
         reward.check_ground_truths([None, Unshown()], "here")
 

@@ -71,7 +71,8 @@ def test_hostile_answers_score_zero_and_leave_a_working_pool(
     hanging = ("power tower", "huge factorial", "long sum", "polynomial to a high power", "nested parentheses")
     for name in (*hanging, "python call", "tex input", "nul bytes"):
         reason = reasons[reward.last_boxed(responses[name])]
-        assert results[name]["verify_failed"] == 1.0 and ("cannot read" in reason) != (name in hanging), name
+        is_unread = "cannot read" in reason or "words" in reason
+        assert results[name]["verify_failed"] == 1.0 and is_unread != (name in hanging), name
     assert accepts(GOLD, r"\frac12\sqrt{3}") and len(workers()) == 2
     for worker in map(psutil.Process, workers()):
         deadline = time.monotonic() + 60

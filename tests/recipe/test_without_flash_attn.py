@@ -3,27 +3,38 @@ their place is a plain computation of what torch's documentation says of them.""
 
 from __future__ import annotations
 
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 from omegaconf import DictConfig
+from torch.nn import functional
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
+from verl.utils import torch_functional
 from verl.utils.config import omega_conf_to_dataclass
 
 from benchmarks.setup import SHAPES
 from grail_advantage.locks import let_go
-from recipe import run_life, without_flash_attn
+from recipe import run_life
 from recipe.run_life import begin_run
-from recipe.without_flash_attn import ATTENTION, torch_varlen
 from tests.composed import compose, prepare
 from verl_cpu.tiny.shipped import load_shipped
 
-MODEL = "actor_rollout_ref.model"
+ATTENTION, MODEL = "torch_varlen", "actor_rollout_ref.model"
 SDPA = f"+{MODEL}.override_config.attn_implementation=sdpa"
 SLICES = "actor_rollout_ref.actor.ulysses_sequence_parallel_size=2"
+
+
+@pytest.fixture(autouse=True)
+def kernels(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The module, whose import patches verl for the length of a test."""
+    verls = "logprobs_from_logits_v2"
+    monkeypatch.setattr(torch_functional, verls, getattr(torch_functional, verls))
+    return import_module("recipe.without_flash_attn")
 
 
 def plain_varlen_attn(
@@ -33,27 +44,27 @@ def plain_varlen_attn(
     lengths = limits.diff().tolist()
     assert others[0] is limits and limits.dtype == torch.int32 and others[1:] == (max(lengths), max(lengths))
     assert query.shape == key.shape == value.shape and sum(lengths) == len(query)
-    before, after = window_size
     outputs = []
-    for q, k, v in zip(*(tensor.split(lengths) for tensor in (query, key, value)), strict=True):
-        distance = torch.arange(len(q)) - torch.arange(len(q))[:, None]
-        seen = (distance <= after) & ((distance >= -before) | (before < 0))
-        scores = torch.einsum("qhd,khd->hqk", q, k) * scale
-        outputs.append(torch.einsum("hqk,khd->qhd", scores.masked_fill(~seen, -torch.inf).softmax(-1), v))
-    return torch.cat(outputs)
+    for parts in zip(*(tensor.transpose(0, 1).split(lengths, 1) for tensor in (query, key, value)), strict=True):
+        places = torch.arange(parts[0].shape[1])
+        before = places[:, None] - places
+        seen = (before >= -window_size[1]) & ((before <= window_size[0]) | (window_size[0] < 0))
+        outputs.append(functional.scaled_dot_product_attention(*parts, attn_mask=seen, scale=scale))
+    return torch.cat(outputs, dim=1).transpose(0, 1)
 
 
 def model(attention: str, **window: Any) -> PreTrainedModel:
     torch.manual_seed(0)
-    config = Qwen3Config(**SHAPES["toy"], **window)
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    config = Qwen3Config(**{**SHAPES["toy"], **heads}, **window)
     return AutoModelForCausalLM.from_config(config, dtype=torch.float64, attn_implementation=attention)
 
 
 @pytest.mark.parametrize("window", [{}, {"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 0}])
-def test_packed_responses_are_those_alone(window: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three in a row, the last of one token, against each alone by sdpa: logits, and the gradients of all parameters. Two heads
-    of queries share one of keys."""
-    monkeypatch.setattr(without_flash_attn.varlen, "varlen_attn", plain_varlen_attn)
+def test_packed_responses_are_those_alone(window: dict, kernels: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three in a row, the last of one token, against each alone by sdpa: logits, and the gradients of all parameters. Four
+    heads of queries share two of keys."""
+    monkeypatch.setattr(kernels.varlen, "varlen_attn", plain_varlen_attn)
     lengths = [7, 11, 1]
     tokens = torch.randint(500, (1, 19))
     positions = torch.cat([torch.arange(length) for length in lengths])[None]
@@ -70,30 +81,13 @@ def test_packed_responses_are_those_alone(window: dict[str, Any], monkeypatch: p
 
 
 @pytest.mark.parametrize(
-    "needed",
-    [
-        {"dropout": 0.1},
-        {"softcap": 30.0},
-        {"s_aux": torch.ones(4)},
-        {"cached": 3},
-        {"rows": 2},
-        {"padding": torch.ones(1, 5)},
-    ],
+    "needed", [{"dropout": 0.1}, {"softcap": 30.0}, {"s_aux": torch.ones(4)}, {"rows": 2}, {"cached": 3}]
 )
-def test_what_the_kernels_do_not_have_is_refused(needed: dict[str, Any]) -> None:
-    needed = dict(needed)
-    rows, keys = needed.pop("rows", 1), 5 + needed.pop("cached", 0)
-    query, key = torch.randn(rows, 4, 5, 8), torch.randn(rows, 4, keys, 8)
+def test_what_the_kernels_do_not_have_is_refused(needed: dict[str, Any], kernels: ModuleType) -> None:
+    sizes = {"rows": 1, "cached": 0} | needed
+    query, key = torch.randn(sizes["rows"], 4, 5, 8), torch.randn(sizes["rows"], 4, 5 + sizes["cached"], 8)
     with pytest.raises(ValueError, match="attn_implementation=sdpa"):
-        torch_varlen(
-            torch.nn.Identity(),
-            query,
-            key,
-            key,
-            needed.pop("padding", None),
-            position_ids=torch.arange(5)[None],
-            **needed,
-        )
+        kernels.torch_varlen(torch.nn.Identity(), query, key, key, None, position_ids=torch.arange(5)[None], **needed)
 
 
 @pytest.fixture

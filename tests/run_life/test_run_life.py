@@ -6,9 +6,11 @@ import asyncio
 import fnmatch
 import json
 import os
+import shutil
 import signal
 import subprocess
 import time
+from contextlib import nullcontext
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
@@ -123,6 +125,61 @@ def test_from_the_start_or_a_named_checkpoint(begun: Path) -> None:
     _start(begun)
 
 
+@pytest.mark.parametrize("kind", ["data", "reward function", "model", "tools"])
+def test_a_file_that_was_written_anew_is_another_run_s(kind: str, folder: Path, tmp_path: Path) -> None:
+    """Under the same name. The same content elsewhere is the same run."""
+    (model := tmp_path / "model").mkdir()
+    files = {"data": tmp_path / "data.parquet", "model": model / "weights.safetensors"}
+    files |= {"reward function": tmp_path / "reward.py", "tools": tmp_path / "tools.yaml"}
+    for file in files.values():
+        file.write_text("first")
+    options = {"reward function": "reward.custom_reward_function.path", "model": "actor_rollout_ref.model.path"}
+    options |= {"tools": "actor_rollout_ref.rollout.multi_turn.tool_config_path", "data": "data.train_files"}
+
+    def overrides(at: Path) -> list[str]:
+        function, tools = (f"{options[name]}={at / files[name].name}" for name in ("reward function", "tools"))
+        return [function, tools, f"{options['model']}={at / 'model'}"]
+
+    _start(folder, *overrides(tmp_path))
+    _save(folder, 10)
+    _start(folder, *overrides(tmp_path))
+    moved = tmp_path / "moved"
+    moved.mkdir()
+    for name in ("reward.py", "tools.yaml"):
+        shutil.copy(tmp_path / name, moved)
+    shutil.copytree(model, moved / "model")
+    _start(folder, *overrides(moved))
+    files[kind].write_text("other")
+    assert f"  {options[kind]} ({'model' if kind == 'model' else files[kind].name}): " in _refused(
+        folder, *overrides(tmp_path)
+    )
+    files[kind].write_text("first")
+    _start(folder, *overrides(tmp_path))
+
+
+def test_a_definition_that_somebody_wrote_is_shown_escaped(begun: Path) -> None:
+    """It may hold anything."""
+    path = begun / "checkpoints" / RUN_DEFINITION
+    stored = json.loads(path.read_text())
+    stored["definition"]["x\x1b[2J"] = "y\x1b[2J"
+    path.write_text(json.dumps(stored))
+    assert "\x1b" not in _refused(begun)
+    for odd in ([], {}, {"definition": 1, "by": 1}, {"definition": [], "run": ["\x1b"]}, {"contents": 7}):
+        path.write_text(json.dumps(odd))
+        assert RUN_DEFINITION in _refused(begun)
+    path.write_text(json.dumps(stored | {"definition": {}, "by": 1, "run": ["\x1b"], "contents": [7]}))
+    _start(begun)
+    assert json.loads(path.read_text())["run"].isalnum()
+
+
+def test_a_folder_is_only_moved_away_after_its_check(begun: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By scripts/train_cpu.sh: FRESH=1 lets no other run resume."""
+    monkeypatch.setenv("FRESH", "1")
+    assert "data.seed" in _refused(begun, "data.seed=7")
+    monkeypatch.setenv("DRY_RUN", "1")
+    prepare(_compose(begun, "data.seed=7"))
+
+
 def test_a_dumps_folder_belongs_to_a_run(folder: Path) -> None:
     """As that of the checkpoints does; an empty one is nobody's."""
     _start(folder, "data.seed=7")
@@ -209,6 +266,27 @@ def test_metrics_are_one_history(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
             file.write(b'{"step": 7, "data": {"dr')
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()[:-1]]
     assert [(line["step"], line["data"]["started"]) for line in lines] == [(0, 0), (1, 0), (2, 0), (3, 2), (4, 3)]
+
+
+@pytest.mark.parametrize(("step", "only", "validates"), [(0, False, True), (3, False, False), (3, True, True)])
+def test_the_first_start_alone_validates_before_training(
+    step: int, only: bool, validates: bool, monkeypatch: Any
+) -> None:
+    """But for a run that does nothing else; the configuration's own value is for every start."""
+    seen: list[bool] = []
+
+    class Base:
+        config = OmegaConf.create({"trainer": {"val_before_train": True, "val_only": only}})
+        global_steps = step
+        watch = SimpleNamespace(guard=nullcontext)
+
+        def fit(self) -> None:
+            seen.append(self.config.trainer.val_before_train)
+
+    class Kept(KeptRun, Base): ...
+
+    Kept().fit()
+    assert seen == [validates]
 
 
 class _Batches:

@@ -4,6 +4,8 @@ the newest TRL on the path."""
 from __future__ import annotations
 
 import inspect
+import math
+from collections.abc import Mapping
 from copy import copy
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,16 +17,17 @@ import torch
 import trl
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from trl import GRPOConfig, GRPOTrainer
+from trl.rewards import get_soft_overlong_punishment
 
 from grail_advantage import Grail, Method, TokenWeights, compute_token_weights
 from grail_advantage.analyze import parse_method
 from grail_advantage.data import LARGEST, Example
 from grail_advantage.dump import read_dump
 from grail_advantage.method import build as method_of
-from grail_advantage.rules import Rule, refuse
+from grail_advantage.rules import check_rules
 from grail_advantage.trl_ext import TokenWeightGRPOTrainer, rules
 from grail_advantage.trl_ext import trainer as trainer_module
-from grail_advantage.trl_ext.rules import AGAINST_SKIPPING, LOSSES, OVERRIDDEN, REFUSALS, Settings
+from grail_advantage.trl_ext.rules import LOSSES, OVERRIDDEN, Arguments
 from grail_advantage.weigh import weigh
 from recipe.marked_text import marked
 from recipe.published import trl_arguments
@@ -33,6 +36,7 @@ from tests.core.common import watch_inputs
 from tests.core.tiny_models import END, PAD, Family, Rollout, char_tokenizer, make_batch
 from tests.trl_ext import world
 from tests.trl_ext.world import MICRO, build, generation_batch, new_model, parameters, trained
+from tests.unjudged import UNJUDGED
 
 WHOLE = {"token_weights": "uniform", "token_weight_options": {"mask_truncated": False}}
 
@@ -114,6 +118,16 @@ def test_a_reward_that_cannot_be_used_trains_nothing(tmp_path: Path, case: str) 
         assert (row.outcome is None or abs(row.reward) > LARGEST) and not row.advantage_T.any()
 
 
+@pytest.mark.parametrize("name", UNJUDGED)
+def test_the_others_are_compared_without_a_reward_that_cannot_be_used(tmp_path: Path, name: str) -> None:
+    rewards, expected = UNJUDGED[name]
+    trainer = build(tmp_path, weights=WHOLE, reward=lambda **_: [*rewards, 1.0, 0.0, 1.0, 0.0])
+    batch = generation_batch(trainer)
+    for advantage_T, mask_T, value in zip(batch["advantages"], batch["completion_mask"].bool(), expected, strict=False):
+        wanted = 0.0 if math.isnan(value) else value
+        torch.testing.assert_close(advantage_T[mask_T], torch.full((int(mask_T.sum()),), wanted))
+
+
 def logged(trainer: GRPOTrainer) -> dict[str, float]:
     """The figures of the first step."""
     return next(entry for entry in trainer.state.log_history if "grail/selected_rate" in entry)
@@ -174,7 +188,6 @@ def mixing() -> Any:
 
 DEPENDING = {
     "dropout": lambda: {"model": new_model(attention_dropout=0.1)},
-    "NEFTune": lambda: {"neftune_noise_alpha": 5},
     "LoRA's dropout": lambda: {
         "model": get_peft_model(new_model(), LoraConfig(target_modules=["q_proj"], lora_dropout=0.1))
     },
@@ -284,29 +297,91 @@ def test_rlsd_reads_the_other_columns(tmp_path: Path) -> None:
     torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-3)
 
 
-def settings(folder: Path, example: dict[str, Any]) -> Settings:
+REFUSED: dict[str, dict[str, Any]] = {
+    "rlsd asks again without the tools": {"tools": [print], "token_weights": "rlsd"},
+    "rlsd asks again without what a rollout_func adds": {"rollout_func": print, "token_weights": "rlsd"},
+    "what others wrote would train": {"rollout_func": print, "tools": [print]},
+    "images": {"train_dataset": {"prompt": ["a"], "image": ["b"]}},
+    "one ratio a response, by the loss": {"loss_type": "luspo"},
+    "one ratio a response": {"importance_sampling_level": "sequence"},
+    "turns read rewards as they are": {
+        "multi_objective_aggregation": "normalize_then_sum",
+        "token_weights": "turn_rloo",
+    },
+    "turns are divided by no deviation": {"scale_rewards": "batch", "token_weights": "turn_rloo"},
+    "turns have a deviation of their own": {"scale_rewards": "none", "token_weights": "gtpo:gamma=1"},
+    "temperature 0": {"temperature": 0.0},
+    "a temperature that is no number": {"temperature": float("nan")},
+    "fp16": {"fp16": True},
+    "the model is sharded": {"fsdp": "full_shard"},
+    "responses to a prompt on two processes": {
+        "per_device_train_batch_size": 2,
+        "token_weights": "shear",
+        "steps_per_generation": 3,
+    },
+}
+AGAINST_SKIPPING: dict[str, dict[str, Any]] = {
+    "a KL term": {"beta": 0.1},
+    "an entropy bonus": {"entropy_coef": 0.01},
+    "an adaptive entropy bonus": {"use_adaptive_entropy": True},
+    "a quantile over all tokens": {"top_entropy_quantile": 0.5},
+    "noise in the embeddings": {"neftune_noise_alpha": 0.1},
+    "a router's loss": {"router_aux_loss_coef": 0.1, "aux_loss_enabled": True},
+}
+WARNED: dict[str, dict[str, Any]] = {
+    "a penalty for responses that are masked": {"reward_funcs": [get_soft_overlong_punishment(80, 40)]},
+    "discounted turns": {"token_weights": "gtpo"},
+    "masked turns": {"mask_truncated_completions": True, "token_weights": "turn_rloo"},
+    "turns that the method masks": {"token_weights": "turn_rloo:mask_truncated=true"},
+    "turns divided by their tokens": {"loss_type": "dapo", "token_weights": "turn_rloo"},
+    "turns in several iterations": {"num_iterations": 2, "token_weights": "turn_rloo"},
+    "turns in several updates": {"steps_per_generation": 2, "token_weights": "turn_rloo"},
+}
+OF_METHOD = {"discounted turns": "gtpo.gamma", "turns that the method masks": "turn_rloo.mask_truncated"}
+"""Options of methods; the others are the first of each example, TRL's own."""
+EXAMPLES = {**REFUSED, **AGAINST_SKIPPING, **WARNED}
+
+
+def arguments(folder: Path, example: Mapping[str, Any]) -> Arguments:
     """Of a trainer with these settings in place of its own: this machine cannot start all of them."""
-    trainer, method = build(folder), parse_method(example.get("token_weights", "grail"))
+    method = parse_method(example.get("token_weights", "grail"))
+    trainer = build(folder, loss_type="dr_grpo", scale_rewards="group")
     args, state = copy(trainer.args), trainer.accelerator.state
     stand_in = SimpleNamespace(**{**vars(trainer), "args": args, "is_fsdp_enabled": "fsdp" in example})
     processes = 2 if method.whole_groups else 1
     stand_in.accelerator = SimpleNamespace(num_processes=processes, state=state, parallelism_config=None)
     for name, value in example.items():
+        if name == "reward_funcs":
+            stand_in.reward_func_names = [each.__name__ for each in value]
         value = SimpleNamespace(column_names=list(value)) if name == "train_dataset" else value
         setattr(args if hasattr(args, name) else stand_in, name, value)
-    return Settings(stand_in, method)
+    return Arguments(stand_in, method)
 
 
-@pytest.mark.parametrize("rule", [*REFUSALS, *AGAINST_SKIPPING], ids=lambda rule: rule.id)
-def test_a_setting_breaks_its_rule_alone(tmp_path: Path, rule: Rule) -> None:
-    """And is named by TRL's own option."""
-    for example, broken in (({}, []), (rule.example, [rule])):
-        given = settings(tmp_path, example)
-        assert [each for each in (*REFUSALS, *AGAINST_SKIPPING) if each.when(given)] == broken
-    option = rule.option if isinstance(rule.option, str) else rule.option(given)
-    assert option in {*inspect.signature(GRPOConfig).parameters, *inspect.signature(GRPOTrainer).parameters}
-    with pytest.raises(ValueError, match=f"^{option}="):
-        refuse([rule], given)
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_a_setting_breaks_its_rule_alone(tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture) -> None:
+    """And is named by TRL's own option, or the method's."""
+    given = arguments(tmp_path, EXAMPLES[name])
+    every = (*rules.RULES, *rules.AGAINST_SKIPPING)
+    assert not [rule for rule in every if rule.when(arguments(tmp_path, {}))]
+    (rule,) = (rule for rule in every if rule.when(given))
+    option = OF_METHOD.get(name, next(iter(EXAMPLES[name])))
+    known = {*inspect.signature(GRPOConfig).parameters, *inspect.signature(GRPOTrainer).parameters}
+    assert option in known or name in OF_METHOD
+    if name in WARNED:
+        check_rules(every, given)
+        assert caplog.messages[-1].startswith(f"{option}=")
+    else:
+        with pytest.raises(ValueError, match=f"^{option}="):
+            check_rules(every, given)
+    assert rule.warned == (name in WARNED)
+
+
+def test_every_rule_has_an_example(tmp_path: Path) -> None:
+    """So that a rule that goes leaves an example that nothing refuses, or warns of."""
+    every = (*rules.RULES, *rules.AGAINST_SKIPPING)
+    of_examples = [arguments(tmp_path, example) for example in EXAMPLES.values()]
+    assert not [rule for rule in every if not any(rule.when(given) for given in of_examples)]
 
 
 def test_no_response_is_left_out_of_the_loss_of_a_router(tmp_path: Path) -> None:
@@ -322,14 +397,17 @@ def test_options_are_refused_as_a_trainer_is_made(tmp_path: Path) -> None:
     for option, weights, given in (
         ("loss_type", {}, {"loss_type": "luspo"}),
         ("entropy_coef", {"skip_zero_advantage": True}, {"entropy_coef": 0.01}),
+        ("scale_rewards", {"token_weights": "turn_rloo"}, {}),
+        ("temperature", {}, {"temperature": 0.0}),
         ("every", {"token_dump": {"every": 2}}, {}),
+        (r"^token_dump\.every=10\.0", {"token_dump": {"folder": "tokens", "every": 10.0}}, {}),
         ("rows", {"token_dump": {"folder": "tokens", "rows": 4}}, {}),
     ):
         with pytest.raises(ValueError, match=option):
             build(tmp_path, weights=weights, **given)
     published = GRPOConfig(**{**world.WORLD["settings"], **trl_arguments(processes=1), "output_dir": str(tmp_path)})
     names = ("loss_type", "bf16", "top_entropy_quantile")
-    refuse(REFUSALS, settings(tmp_path, {name: getattr(published, name) for name in names}))
+    check_rules(rules.RULES, arguments(tmp_path, {name: getattr(published, name) for name in names}))
     assert published.generation_batch_size == 256 and published.num_iterations == 4
     assert marked((docs_pages.ROOT / "docs/works_with.md").read_text(encoding="utf-8"), "trl") == docs_pages.trl()
 

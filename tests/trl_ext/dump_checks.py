@@ -63,7 +63,10 @@ def test_the_dump_is_that_of_a_plain_model(tmp_path: Path, name: str, masked: in
     options["data"] = Dataset.from_dict({"prompt": list(GOLD), "solution": list(GOLD.values())})
     options |= {"num_generations": hosts.GROUP_SIZE, "per_device_train_batch_size": hosts.COUNT}
     options |= {"max_completion_length": hosts.LIMIT, "mask_truncated_completions": masked is not None}
-    trained(tmp_path / "run", reward=lambda **_: [said.reward for said in hosts.RESPONSES], **options)
+    options["reward"] = lambda **_: [said.reward for said in hosts.RESPONSES]
+    trainer = build(tmp_path / "run", scale_rewards="group", **options)
+    trainer.scale_rewards = "none"  # which is refused with turns, but is the plain model's
+    trainer.train()
     table, dump = hosts.dumped_table(tmp_path), read_dump(tmp_path)
     header = dump.files[0].header
     assert (header.method, header.options, header.temperature) == (method.name, method.model_dump(), hosts.TEMPERATURE)

@@ -74,6 +74,7 @@ def test_a_run_with_lora_its_dump_and_its_report(folder: Path) -> None:
 
 
 def test_the_tiny_run_needs_no_model_and_no_data(tmp_path: Path) -> None:
+    """Killed while checkpoint 2 was saved, of which ``trainer_state.json`` is the last file, it resumes from checkpoint 1."""
     sizes = "--steps 2 --save-steps 1 --prompts 2 --rollouts 4 --micro-batch 8 --eval-every 1"
     command = [EXAMPLE, "--tiny", "--method", "uniform", *sizes.split()]
     for more, last in (([], 2), (["--resume", "--steps", "3"], 3)):
@@ -81,7 +82,10 @@ def test_the_tiny_run_needs_no_model_and_no_data(tmp_path: Path) -> None:
         state = tmp_path / "outputs" / "trl_tiny_uniform" / f"checkpoint-{last}" / "trainer_state.json"
         history = json.loads(state.read_text())["log_history"]
         assert [entry["step"] for entry in history if "loss" in entry] == list(range(1, last + 1))
-    run(tmp_path, *command, succeeds=False)
+        if last == 2:
+            state.unlink()
+    for wrong in ([], ["--resume", "--seed", "1"]):
+        run(tmp_path, *command, *wrong, succeeds=False)
     assert json.loads(state.read_text())["log_history"] == history, "nothing is replaced"
 
 

@@ -165,7 +165,7 @@ def trained(*arguments: Any, **given: Any) -> Any:
 
 def talks(*prompts: str) -> dict[str, Any]:
     """Arguments of :func:`build` for conversations."""
-    settings = {"max_completion_length": 900, "loss_type": "dr_grpo", "max_grad_norm": 0.0}
+    settings = {"max_completion_length": 900, "loss_type": "dr_grpo", "scale_rewards": "group", "max_grad_norm": 0.0}
     parts = {"scripts": TALKS, "data": chats(*prompts or TALKS, number=40), "model": new_model(layers=1)}
     return {**parts, "reward": None, **settings}  # the environment's own
 

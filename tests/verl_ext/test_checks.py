@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +24,11 @@ from verl.trainer.ppo.ray_trainer import compute_advantage
 
 from grail_advantage import Grail, Method, Oar
 from grail_advantage.answers.tokenizers import save_repaired
+from grail_advantage.locks import let_go
 from grail_advantage.method import build, methods
 from grail_advantage.verl_ext import entry as checks
 from grail_advantage.verl_ext.entry import prepare_run, start_run
-from grail_advantage.verl_ext.settings import Settings, algorithm_sections
+from grail_advantage.verl_ext.settings import DUMP_FOLDER, Settings, algorithm_sections
 from recipe.rules import check_trl
 from tests import forked
 from tests.composed import VERL, compose, prepare
@@ -187,6 +189,20 @@ def test_another_verl_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(checks.ANY_VERL, "1")
     with pytest.warns(UserWarning):
         checks.check_verl_version("0.10.0")
+
+
+def test_verls_own_command_locks_the_dumps_folder(tmp_path: Path) -> None:
+    """A second start there is refused while the first lives, before verl goes on."""
+    overrides = [f"{METHOD}=grail", f"++{DUMP_FOLDER}={tmp_path}", *REQUIRED]
+    start_run(compose("ppo_trainer", overrides, VERL), lambda: None)
+    try:
+        hold = (
+            "import sys, pathlib; from grail_advantage.locks import hold; hold(pathlib.Path(sys.argv[1]), '', 'option')"
+        )
+        done = subprocess.run([sys.executable, "-c", hold, tmp_path], capture_output=True, text=True)
+        assert "belongs to a run that lives" in done.stderr
+    finally:
+        let_go(tmp_path)
 
 
 STOCK = (*CASES["stock command"], *REQUIRED, f"{METHOD}=grail", f"{MODE}=sync")

@@ -14,7 +14,7 @@ from tensordict import TensorDict
 from transfer_queue import KVBatchMeta
 from verl.utils.tensordict_utils import get_non_tensor_data
 
-from grail_advantage import Method
+from grail_advantage import Grail, Method
 from grail_advantage.data import ENTROPY, OLD_LOG_PROBS, ROLLOUT_LOG_PROBS, Row
 from grail_advantage.model.hugging_face import HuggingFaceModel
 from grail_advantage.verl_ext.exchange import build_reply, rows_of
@@ -107,15 +107,16 @@ def expected(signal: Method, rejected: int | None = None) -> pa.Table:
     return hosts.plain_table(signal, rollouts, step=STEP)
 
 
+SHUFFLED = "grail, shuffled"
 REJECTED = [(name, 2) for name in ("grail", "step_values", "high_entropy", "turn_rloo")]
 
 
 @pytest.mark.parametrize(
-    ("name", "rejected"), [*((name, None) for name in (*hosts.METHODS, "grail_robust")), *REJECTED]
+    ("name", "rejected"), [*((name, None) for name in (*hosts.METHODS, "grail_robust", SHUFFLED)), *REJECTED]
 )
 def test_the_dump_is_that_of_a_plain_model(tmp_path: Path, name: str, rejected: int | None) -> None:
     """Bit for bit, as every number comes from the same computation on the same response alone."""
-    signal = hosts.signal_of(name)
+    signal = Grail(control="shuffled") if name == SHUFFLED else hosts.signal_of(name)
     table = expected(signal, rejected)
     assert hosts.says_something(table) or name == "uniform"
     hosts.assert_same(dumped(tmp_path, signal, rejected), table)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,11 +26,12 @@ from grail_advantage.methods.shear import Shear
 from grail_advantage.model.probe import HALF_LIMIT, LIMIT, Finding
 from grail_advantage.verl_ext import host
 from grail_advantage.verl_ext.exchange import LEAVE_OUT, UPDATE, build_reply, rows_of
-from grail_advantage.verl_ext.host import mean_of_loss, truncated
-from grail_advantage.verl_ext.settings import ACTOR, BASE, ROLLOUT, SKIP, Settings
+from grail_advantage.verl_ext.host import truncated
+from grail_advantage.verl_ext.settings import ACTOR, BASE, BASES, ROLLOUT, SKIP, Settings
 from grail_advantage.verl_ext.trainer import TokenWeightTrainer
 from tests.core.real_tokenizers import save_under_class
 from tests.core.tiny_models import END_ID, encode
+from tests.unjudged import UNJUDGED
 from tests.verl_ext.one_step import CASES, ROWS, WRONG, Step, Workers, row_of, same
 from verl_cpu.tiny.model import build_tokenizer
 
@@ -80,13 +82,55 @@ def test_a_trainers_own_advantages_have_the_last_word() -> None:
     assert len(step.workers.own) == len(right)
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_a_reward_that_is_not_finite(value: float) -> None:
-    """The responses to its prompt train nothing in that step; the others are as without it."""
-    step = Step()
-    step.store.rows["a_2_0"]["rm_scores"][-1] = value
-    assert same(step.run(), {key: of * (key[0] != "a") for key, of in Step().run().items()})
-    assert step.metrics["grail/unjudged_rate"] == 3 / 6 and all(map(math.isfinite, step.metrics.values()))
+def scored(of_a: Sequence[float], *others: str) -> Step:
+    """A step of four responses to one prompt with these rewards, and four to another; the advantages are not weighted."""
+    rewards = {f"a_{number}_0": reward for number, reward in enumerate(of_a)}
+    rewards |= {f"b_{number}_0": float(number % 3) for number in range(4)}
+    rows = {key: row_of("Nine?", "I say 9."[: 3 + place], of) for place, (key, of) in enumerate(rewards.items())}
+    return Step("algorithm.norm_adv_by_std_in_grpo=false", *others, method=build("uniform"), rows=rows)
+
+
+@pytest.mark.parametrize("name", UNJUDGED)
+def test_a_reward_that_cannot_be_used_trains_nothing(name: str) -> None:
+    """The others to its prompt are compared without it, as in TRL; those to another prompt are as they were."""
+    rewards, expected = UNJUDGED[name]
+    step = scored(rewards)
+    advantages = step.run()
+    for key, value in zip(["a_0_0", "a_1_0", "a_2_0", "a_3_0"], expected, strict=True):
+        wanted = 0.0 if math.isnan(value) else value
+        torch.testing.assert_close(advantages[key], torch.full_like(advantages[key], wanted))
+    torch.testing.assert_close(
+        step.trainer._weighed.rollouts.advantages[:4], torch.tensor(expected), equal_nan=True, rtol=1e-5, atol=1e-6
+    )
+    untouched = scored([1.0, 0.0, 0.0, 1.0]).run()
+    assert all(torch.equal(advantages[key], untouched[key]) for key in advantages if key[0] == "b")
+    assert step.metrics["uniform/unjudged_rate"] == sum(map(math.isnan, expected)) / 8
+    assert all(map(math.isfinite, step.metrics.values()))
+
+
+@pytest.mark.parametrize("base", BASES)
+@pytest.mark.parametrize("lost", [1, 2])
+def test_a_base_does_not_see_responses_without_a_reward(base: str, lost: int) -> None:
+    """Its advantages are those of a batch without them. Of one output of a session verl's GRPO makes the session's."""
+    whole = scored([1.0, 0.5, 0.0, 0.0], f"{BASE}={base}")
+    whole.store.rows = {
+        key: row for key, row in whole.store.rows.items() if key not in [f"a_{n}_0" for n in range(lost)]
+    }
+    step = scored([math.nan] * lost + [1.0, 0.5, 0.0, 0.0][lost:], f"{BASE}={base}")
+    advantages = step.run()
+    for key, values in whole.run().items():
+        torch.testing.assert_close(advantages[key], values)
+    assert not any(advantages[f"a_{number}_0"].any() for number in range(lost))
+
+
+def test_a_trainers_own_advantages_are_not_made_again() -> None:
+    """Where a reward cannot be used: that response trains nothing, and those with a finite advantage keep it."""
+    step = Step(cls=type("OtherAdvantagesWithTokenWeights", (TokenWeightTrainer, OtherAdvantages), {}))
+    step.store.rows["a_2_0"]["rm_scores"][-1] = math.nan
+    own = Step(cls=type("OtherAdvantagesWithTokenWeights", (TokenWeightTrainer, OtherAdvantages), {})).run()
+    advantages = step.run()
+    assert all(torch.equal(advantages[key], own[key]) for key in own if key[0] == "b")
+    assert not any(advantages[key].any() for key in own if key[0] == "a")
 
 
 MEANS = [
@@ -99,10 +143,11 @@ MEANS = [
 def test_the_mean_of_the_runs_loss(aggregation: str, factor: int | None, mean: float) -> None:
     """Which a method's threshold is compared with; without a factor the last one divides by the batch's width."""
     options = [f"{ACTOR}.loss_agg_mode={aggregation}", f"{ACTOR}.loss_scale_factor={factor or 'null'}"]
-    settings = Step(*options).trainer.settings
+    step = Step(*options)
+    step.run()
     values_BT = torch.tensor([[1.0, 2.0, 9.0], [4.0, 9.0, 9.0]])
     mask_BT = torch.tensor([[True, True, False], [True, False, False]])
-    assert mean_of_loss(settings, values_BT, mask_BT) == pytest.approx(mean, rel=1e-6)
+    assert step.trainer._weighed.rollouts.mean(values_BT, mask_BT) == pytest.approx(mean, rel=1e-6)
 
 
 class TestLeavingOut:
@@ -246,7 +291,7 @@ def test_what_is_truncated(given: str, cases: str) -> None:
     assert found.tolist() == [case.endswith("!") for case in cases.split()]
 
 
-def test_copies_that_fill_up_a_rank_belong_to_no_group() -> None:
+def test_a_group_meets_on_a_rank_and_copies_that_fill_one_up_belong_to_none() -> None:
     asked: list[Row] = []
 
     class Counting(Workers):
@@ -256,7 +301,7 @@ def test_copies_that_fill_up_a_rank_belong_to_no_group() -> None:
 
     step = Step(method=Shear(), workers=Counting)
     step.workers._dispatch_info = {"actor": [0, 1]}
-    rows = [Row(torch.arange(4 + i), 2, 2 + i, None, 1.0, group, i) for i, group in enumerate((0, 0, 1))]
+    rows = [Row(torch.arange(4 + i), 2, 2 + i, None, 1.0, group, i) for i, group in enumerate((0, 1, 0))]
     scores = step.trainer._run_pass(rows)
     assert [of_row.scores.tolist() for of_row in scores] == [[float(i)] * (2 + i) for i in range(3)]
-    assert sorted(row.group for row in asked) == [-1, 0, 0, 1]
+    assert [{row.group for row in of_rank} for of_rank in (asked[:2], asked[2:])] == [{0}, {1, -1}]

@@ -20,13 +20,13 @@ from verl.workers.utils.losses import ppo_loss
 from grail_advantage.method import build
 from grail_advantage.model.probe import Finding
 from grail_advantage.verl_ext import trainer as trainers
-from grail_advantage.verl_ext.entry import check_config
 from grail_advantage.verl_ext.exchange import LEAVE_OUT, PLACES, WATCHED, nested
 from grail_advantage.verl_ext.own_forward import REUSE, OwnForward
-from grail_advantage.verl_ext.settings import ACTOR, ROLLOUT, why_not_reuse
+from grail_advantage.verl_ext.rules import why_not_reuse
+from grail_advantage.verl_ext.settings import ACTOR, ROLLOUT
 from grail_advantage.verl_ext.settings import REUSE as OPTION
 from tests.composed import compose, parsed
-from tests.verl_ext.one_step import Step, Workers
+from tests.verl_ext.one_step import Step, Workers, same
 
 SAME = Finding(1e-6, 2e-4, "beside other responses and alone")
 DRAWS = Finding(0.4, 2e-4, "alone and alone again")
@@ -137,6 +137,16 @@ def test_agreement_with_the_sampler_is_over_the_responses_of_the_update(
     assert reused.metrics["training/rollout_probs_diff_mean"] == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.parametrize("by_std", [False, True])
+def test_uniform_with_truncation_as_stocks_is_stock_grpo(by_std: bool) -> None:
+    """Its advantages are verl's own, bit for bit, so that the update is, whose gradients ``test_updates.py`` compares: both
+    shortcuts serve somebody who wants no method."""
+    stds = f"algorithm.norm_adv_by_std_in_grpo={by_std}"
+    stock = Step("algorithm.adv_estimator=grpo", stds).run()
+    ours = Step(stds, method=build("uniform", {"mask_truncated": False})).run()
+    assert same(ours, stock) and any(advantages_T.any() for advantages_T in stock.values())
+
+
 def test_more_responses_than_a_mini_batch_get_verls_forward(tmp_path: Path) -> None:
     """As when a session has several outputs: the second mini-batch would not be of the old policy."""
     _, step = both(tmp_path, f"{ACTOR}.ppo_mini_batch_size=1")
@@ -157,30 +167,6 @@ def test_later_updates_of_the_separate_trainer_get_verls_forward(tmp_path: Path)
     step.trainer.local_trigger_step = 1
     step.run()
     assert step.workers.forwards == 1
-
-
-NOT_EXACT = {
-    "several mini-batches": ("grail", f"{ACTOR}.ppo_mini_batch_size=16"),
-    "a method that weighs by them": ("surprisal", ""),
-    "a method that weighs by entropies": ("high_entropy", f"{ACTOR}.entropy_from_logits_with_chunking=true"),
-    "KL in the reward": ("grail", "algorithm.use_kl_in_reward=true"),
-    "rollout correction that weighs": ("grail", "algorithm.rollout_correction.rollout_is=token"),
-    "rollout correction that rejects": ("grail", "algorithm.rollout_correction.rollout_rs=token_k1"),
-    "the rollout's as old": ("grail", "algorithm.rollout_correction.bypass_mode=true"),
-    "a loss of somebody": ("uniform", f"{ACTOR}.policy_loss.loss_mode=mine"),
-    "an engine of verl's own": ("uniform", f"{ACTOR}.strategy=megatron"),
-    "the older trainer": ("grail", "trainer.use_v1=false"),
-}
-
-
-@pytest.mark.parametrize("case", NOT_EXACT)
-def test_it_is_not_taken_where_it_would_be_another_update(case: str) -> None:
-    """``auto`` keeps verl's forward; ``true`` is refused by the option's name."""
-    method, override = NOT_EXACT[case]
-    overrides = [f"algorithm.adv_estimator={method}", *override.split()]
-    assert why_not_reuse(parsed(compose("grail_trainer", overrides)), probe=lambda: SAME)
-    with pytest.raises(ValueError, match=r"reuse_log_probs=True|with algorithm\.adv_estimator"):
-        check_config(compose("grail_trainer", [*overrides, f"{OPTION}=true"]))
 
 
 @pytest.mark.parametrize("method", ["grail", "uniform", "oar_g", "shear", "polarity"])

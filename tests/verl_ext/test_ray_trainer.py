@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -122,18 +123,22 @@ def tables_of(folder: Path, step: int) -> str:
     return repr([pq.read_table(file).to_pylist() for file in sorted(folder.glob(f"*{step:06d}*"))])
 
 
-CASES = [(name, base, "") for name in ("grail", "entropy", "high_entropy") for base in ("grpo", "rloo")]
+CASES = [(name, base, "", "") for name in ("grail", "entropy", "high_entropy") for base in ("grpo", "rloo")]
+CASES += [("uniform", "grpo", "", ""), ("steer", "rloo", "", ""), ("grail", "grpo", "a_1_0", "")]
+CASES += [("grail", base, "", "a_1_0") for base in ("grpo", "rloo")]
 
 
-@pytest.mark.parametrize(
-    ("name", "base", "rejected"), [*CASES, ("uniform", "grpo", ""), ("steer", "rloo", ""), ("grail", "grpo", "a_1_0")]
-)
-def test_is_the_v1_trainer_on_the_same_responses(name: str, base: str, rejected: str, tmp_path: Path) -> None:
-    """Also where rejection sampling has taken a response out of the mask."""
+@pytest.mark.parametrize(("name", "base", "rejected", "unjudged"), CASES)
+def test_is_the_v1_trainer_on_the_same_responses(
+    name: str, base: str, rejected: str, unjudged: str, tmp_path: Path
+) -> None:
+    """Also where rejection sampling has taken a response out of the mask, or one has no finite reward."""
     overrides = (f"algorithm.token_weights.base={base}", "algorithm.token_weights.missing_answers=warn")
     step = Step(*overrides, method=build(name), folder=tmp_path / "v1")
     if rejected:
         step.store.rows[rejected]["response_mask"] = 0 * step.store.rows[rejected]["response_mask"]
+    if unjudged:
+        step.store.rows[unjudged]["rm_scores"][-1] = math.nan
     expected = step.run()
     older = Older(tmp_path / "older", step.store.rows, name, *overrides)
     found = older.run()

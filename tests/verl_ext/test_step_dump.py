@@ -6,17 +6,19 @@ import json
 from decimal import Decimal
 from pathlib import Path
 from typing import Any, ClassVar
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY, register_policy_loss
+from verl.trainer.ppo.v1 import PPOTrainerSync
 
 from grail_advantage import AdvantageMethod, Grail, Method, Rollouts
 from grail_advantage.dump import DumpHeader, DumpRow, choose_rows, read_dump, write_step
 from grail_advantage.method import build
-from grail_advantage.verl_ext.dump import UpdateDump
 from grail_advantage.verl_ext.exchange import PLACES
 from grail_advantage.verl_ext.host import turn_rewards_label
 from grail_advantage.verl_ext.settings import ACTOR, ROLLOUT
@@ -124,12 +126,17 @@ class TestFacts:
         labels = {row.key: row.labels.get("turn_rewards") for row in step.written()}
         assert [labels[f"a_1_{number}"][0] for number in range(3)] == [1.0, 2.0, 4.0]
 
-    def test_every_so_many_steps_and_rows_of_every_update(self, tmp_path: Path) -> None:
+    def test_every_so_many_steps_and_rows_of_every_update(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         """Updates share the responses of a step. A resumed run replaces its steps, those too that it does not write."""
         for number in (2, 3, 9):
             write_step(tmp_path, DumpHeader(step=number, method="grail"), table_of([]))
         step = Step(f"{DUMP}.every=2", f"{DUMP}.responses=6", folder=tmp_path)
-        step.trainer._dump = UpdateDump(step.trainer.settings, step.trainer.tokenizer, updates=2)
+        monkeypatch.setattr(PPOTrainerSync, "_init_dataloader", lambda self: None)
+        step.trainer.train_dataset = [{}]
+        step.trainer.parameter_sync_step = 2
+        step.trainer._init_dataloader()
         for step.trainer.global_steps in (3, 4, 5, 6):
             for step.trainer.local_trigger_step in (0, 1):
                 step.run()
@@ -226,7 +233,22 @@ class TestReceived:
         step.run()
         step.update()
         assert step.metrics["receipt/findings"] == findings
-        assert {row.update for row in step.written()} == {number}
+        assert {(row.update, row.received_T is None) for row in step.written()} == {(number, False)}
+
+    def test_a_loss_without_a_formula_is_no_mismatch(self, tmp_path: Path) -> None:
+        def half(old_log_prob: Any, log_prob: torch.Tensor, *_: Any, **__: Any) -> Any:
+            return 0.5 * log_prob.mean(), {}
+
+        register_policy_loss("half")(half)
+        try:
+            step = Step(f"{ACTOR}.policy_loss.loss_mode=half", folder=tmp_path)
+            step.run()
+            step.update()
+        finally:
+            del POLICY_LOSS_REGISTRY["half"]
+        assert step.metrics["receipt/findings"] == 0
+        (header,) = read_dump(tmp_path).receipts()
+        assert [finding["name"] for finding in header["findings"]] == ["unknown loss"]
 
     def test_switched_off_nothing_is_asked_of_the_workers(self, update: Any, tmp_path: Path) -> None:
         step, rows = update(f"{DUMP}.received=false")
@@ -238,6 +260,17 @@ class TestReceived:
         step, rows = update(reads=False)
         assert step.trainer._dump.steps.failed == 1 and not any(name.startswith("receipt/") for name in step.metrics)
         assert [row.received_T for row in rows] == [None] * len(ROWS)
+
+    def test_a_receipt_is_of_its_own_update_and_given_out_once(self, tmp_path: Path) -> None:
+        """Also after an update of which nobody took it."""
+        step = Step(folder=tmp_path)
+        for step.trainer.global_steps, error in ((1, RuntimeError), (2, None)):
+            step.run()
+            with patch.object(step.workers, "take_received", wraps=step.workers.take_received, side_effect=error):
+                step.update()
+        assert step.trainer._dump.steps.failed == 1 and step.metrics["receipt/findings"] == 0
+        assert [header["step"] for header in read_dump(tmp_path).receipts()] == [2]
+        assert isinstance(step.workers.take_received("2.0")[0], RuntimeError)
 
     def test_part_of_the_responses_are_written_and_all_count(self, update: Any) -> None:
         step, rows = update(f"{DUMP}.responses=3")

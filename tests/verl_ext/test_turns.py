@@ -60,6 +60,17 @@ def test_rewards_of_the_reward_function_and_of_ones_own_loop(expected: Advantage
         _step("turn_rloo", rewards="mine").run()
 
 
+def test_rewards_are_those_after_a_penalty_in_the_reward() -> None:
+    step = _step("turn_rloo", "algorithm.use_kl_in_reward=True", "algorithm.kl_ctrl.kl_coef=0.1")
+    for row in step.store.rows.values():
+        row["old_log_probs"] = row["rollout_log_probs"]
+        row["ref_log_prob"] = row["old_log_probs"] - 1
+    step.run()
+    rewards = [float(row["token_level_rewards"].sum()) for row in step.store.rows.values()]
+    assert step.trainer._weighed.rollouts.rewards.tolist() == pytest.approx(rewards)
+    assert rewards != pytest.approx([talk.outcome for talk in TALKS.values()])
+
+
 @pytest.mark.parametrize("given", ["by the reward function", "by the loop", "by the data"])
 def test_a_batch_without_a_call_trains(given: str) -> None:
     """``None`` is a response's value, also where no other response has more."""

@@ -15,7 +15,8 @@ from torch.nn.utils.rnn import pad_sequence
 from grail_advantage.receipt import Receipt
 from grail_advantage.verl_ext.dump import loss_of
 from grail_advantage.verl_ext.exchange import trains
-from grail_advantage.verl_ext.settings import ACTOR, SKIPPABLE, Settings
+from grail_advantage.verl_ext.rules import SKIPPABLE
+from grail_advantage.verl_ext.settings import ACTOR, Settings
 from grail_advantage.verl_ext.worker import OptimiserStep
 from tests.composed import verls_on_cpu
 from tests.core.tiny_models import tiny_model

@@ -12,8 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from verl.utils import tensordict_utils as tu
 
-from grail_advantage.verl_ext.exchange import deal, deal_mini_batches, nested, trains, without_zero_advantage
+from grail_advantage.verl_ext.exchange import deal_mini_batches, nested, trains, without_zero_advantage
 from grail_advantage.verl_ext.patches import data_parallel_size
+from grail_advantage.weigh import deal
 
 PROMPTS, RESPONSES = (3, 2, 4, 1), (4, 3, 5, 2)
 GROUP = object()

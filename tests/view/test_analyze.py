@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import math
@@ -19,8 +20,8 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from transformers import PreTrainedTokenizerFast
 
 from grail_advantage import Method, Weights, compute_token_weights
-from grail_advantage import analyze as analysis
-from grail_advantage.analyze import Response, analyze, labels_of, main, methods_for, read_responses, tokenize
+from grail_advantage.analyze import Response, analyze, command, lines, main, methods_for, parse_method, read_responses
+from grail_advantage.analyze.tokens import labels_of, token_ranges, tokenize
 from grail_advantage.answers.text import TokenTexts
 from grail_advantage.data import Example
 from grail_advantage.dump import read_dump
@@ -107,9 +108,9 @@ def test_advantages():
         ([1, 0, 0], ["a", "a", "b"], "wrong", [-1, -1, -1]),
         ([1, 0, 0], ["a", "a", "b"], "right", [1, 1, 1]),
     ):
-        assert analysis.advantages_of(graded(rewards, groups), how)[0] == expected
+        assert command.advantages_of(graded(rewards, groups), how)[0] == expected
     labelled = [replace(row, labelled=True) for row in graded([1, 0], ["a", "a"])]
-    found = [analysis.advantages_of(labelled, how)[0] for how in ("auto", "rewards")]
+    found = [command.advantages_of(labelled, how)[0] for how in ("auto", "rewards")]
     assert found == [[-1, -1], [0.5, -0.5]]
 
 
@@ -117,7 +118,7 @@ def test_ground_truths_give_rewards():
     rows = [Response(id="1", prompt="?", response=text, ground_truth="1/2") for text in (r"\boxed{0.5}", r"\boxed{2}")]
     rows.append(replace(rows[0], response=encode(r"\boxed{0.5}"), ground_truth="2"))
     rows.append(replace(rows[0], reward=0.25))
-    assert [row.reward for row in analysis.with_rewards(rows, char_tokenizer())] == [1.0, 0.0, 0.0, 0.25]
+    assert [row.reward for row in command.with_rewards(rows, char_tokenizer())] == [1.0, 0.0, 0.0, 0.25]
 
 
 def test_methods_that_ask_again(tmp_path: Path):
@@ -144,7 +145,7 @@ def test_methods_that_ask_again(tmp_path: Path):
         tiny_model(),
         with_template,
         *batch.tensors(),
-        analysis.parse_method("rlsd"),
+        parse_method("rlsd"),
         examples=[Example(chat, {"reward_model": {"ground_truth": "5"}}, {})],
     )
     np.testing.assert_allclose(dumped.weight_T, result.weights[batch.response_mask.bool()], rtol=1e-3)
@@ -167,7 +168,7 @@ def test_wrong_lines_are_named(tmp_path: Path):
         with pytest.raises(ValueError, match=f"r.jsonl{message}"):
             read_responses(path)
     with pytest.raises(ValueError, match="token id 9999"):
-        tokenize(Response(id="1", prompt="a", response=[9999]), char_tokenizer())
+        run([Response(id="1", prompt="a", response=[9999])], ["surprisal"], tmp_path / "a")
 
 
 @pytest.mark.parametrize("prompt", ["2+3=", "a</s>", "</s>", "b [SEP]", "=</s></s>", "<s>2+3=", "<s>", ""])
@@ -192,9 +193,7 @@ def test_a_plain_prompt_has_what_the_tokenizer_puts_in_front_and_no_end(template
 
 
 def test_methods_on_the_command_line():
-    method = analysis.parse_method(
-        "surprisal:gate=all,reshaper=power,reshaper_options.exponent=1.5,normalize_mass=true"
-    )
+    method = parse_method("surprisal:gate=all,reshaper=power,reshaper_options.exponent=1.5,normalize_mass=true")
     assert (method.gate, method.reshaper_options, method.normalize_mass) == ("all", {"exponent": 1.5}, True)
     with pytest.raises(ValueError, match="given twice"):
         methods_for(["grail", "grail"], RESPONSES)
@@ -202,9 +201,9 @@ def test_methods_on_the_command_line():
 
 def test_characters_become_tokens():
     texts = ["ab", "", "c d", "", "é", "f"]  # silent tokens belong to what is before them
-    assert analysis.token_ranges([(0, 2), (2, 6), (6, 7)], texts) == [(0, 2), (2, 5), (5, 6)]
+    assert token_ranges([(0, 2), (2, 6), (6, 7)], texts) == [(0, 2), (2, 5), (5, 6)]
     # "c d" begins in front of character 3, so that it belongs to what begins there.
-    assert analysis.token_ranges([(3, 6)], texts) == [(3, 5)]
+    assert token_ranges([(3, 6)], texts) == [(3, 5)]
 
 
 def of_bytes() -> PreTrainedTokenizerFast:
@@ -326,7 +325,7 @@ def test_an_analysis_resumes_and_a_method_that_fails_costs_its_columns(tmp_path:
     before = dict(METHODS)
     register("fails")(Fails)
     responses = [replace(RESPONSES[place % 3], id=str(place)) for place in range(70)]
-    chosen = {"fails": Fails(), "steady": Fails(broken=False), "surprisal": analysis.parse_method("surprisal")}
+    chosen = {"fails": Fails(), "steady": Fails(broken=False), "surprisal": parse_method("surprisal")}
     loads: list[int] = []
 
     def load() -> Any:
@@ -346,9 +345,9 @@ def test_an_analysis_resumes_and_a_method_that_fails_costs_its_columns(tmp_path:
             raise KeyboardInterrupt
         return write(*given)
 
-    write = analysis.write_step
+    write = command.write_step
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(analysis, "write_step", killed)
+        patch.setattr(command, "write_step", killed)
         analyze(responses, chosen, tmp_path / "part", *given[2:], model="m")
     assert analyze(responses, chosen, tmp_path / "part", *given[2:], model="m") == said
     for name in files:
@@ -363,7 +362,7 @@ def test_an_analysis_resumes_and_a_method_that_fails_costs_its_columns(tmp_path:
 
 def test_groups_stay_in_one_file() -> None:
     grouped = [replace(RESPONSES[0], id=str(place), group=str(place % 7)) for place in range(70)]
-    parts = analysis.parts_of(grouped)
+    parts = command.parts_of(grouped)
     assert [len(part) for part in parts] == [30, 30, 10] and sorted(at for part in parts for at in part) == list(
         range(70)
     )
@@ -407,6 +406,131 @@ def test_command(call: Callable[..., None], capsys: pytest.CaptureFixture[str]):
     Path("mine.py").write_text(OWN)
     call("r.jsonl", "--import", "mine.py", "--method", "mine:by=3.5", "--out", "mine")
     assert {float(row.weight_T[0]) for row in read_dump("mine")} == {3.5}
+
+
+LINE = {"prompt": "Two and three?", "response": r"So \boxed{6}", "reward": 0.0}
+ODD_OPTIONS = {
+    **{f"--temperature={value}": "--temperature" for value in ("0", "-1", "nan", "inf", "-inf")},
+    **{f"--tokens={value}": "--tokens" for value in (0, -5)},
+    **{f"--device={name}": f"--device {name}" for name in ("gpu", "cuda:99", "meta", "tpu", "")},
+}
+
+
+@pytest.mark.parametrize("option", ODD_OPTIONS)
+def test_an_option_with_which_no_model_runs_is_refused_by_its_name(option: str, tmp_path: Path) -> None:
+    file, out = tmp_path / "r.jsonl", tmp_path / "out"
+    file.write_text(json.dumps(LINE) + "\n")
+    with pytest.raises(SystemExit) as refused:
+        main([str(file), "--model", "tiny", "--method", "grail", "--out", str(out), option])
+    assert ODD_OPTIONS[option] in str(refused.value) and len(str(refused.value).splitlines()) == 1
+    assert not out.exists()
+
+
+def test_the_prompt_is_the_one_that_the_model_read() -> None:
+    """With the tools and the options that the chat template had; a begun answer is continued."""
+    tokenizer = char_tokenizer()
+    tokenizer.chat_template = (
+        "{% if tools %}tools {{ tools | length }}; {% endif %}{% for m in messages %}{{ m['role'] + ': ' + m['content'] }};"
+        "{% endfor %}{% if add_generation_prompt %}reply{{ ' quickly' if fast is defined and fast }}: {% endif %}"
+    )
+    ask = [{"role": "user", "content": "Two?"}]
+    begun = [*ask, {"role": "assistant", "content": "So "}]
+    cases = {
+        "user: Two?;reply: ": {"prompt": ask},
+        "tools 1; user: Two?;reply: ": {"prompt": ask, "tools": [{"type": "function"}]},
+        "user: Two?;reply quickly: ": {"prompt": ask, "chat_template_kwargs": {"fast": True}},
+        "user: Two?;assistant: So ": {"prompt": begun},
+        "tools 2; user: Two?;assistant: So ": {
+            "prompt": begun,
+            "tools": [{}, {}],
+            "chat_template_kwargs": {"fast": True},
+        },
+    }
+    for prompt, line in cases.items():
+        row = lines._response({**line, "response": "2"}, 1)
+        text, ids, _ = tokenize(row, tokenizer)
+        assert text.rstrip() == prompt.rstrip() and ids == encode(text)
+    for wrong in ({"tools": {}}, {"chat_template_kwargs": [1]}):
+        with pytest.raises(ValueError, match=next(iter(wrong))):
+            lines._response({"prompt": ask, "response": "2", **wrong}, 1)
+    with pytest.raises(ValueError, match="begun answer"):
+        methods_for(["rlsd"], [lines._response({"prompt": begun, "response": "2", "ground_truth": 2}, 1)])
+
+
+def test_an_id_of_the_padded_vocabulary_is_a_token_without_text(tmp_path: Path) -> None:
+    """The model may have more embeddings than the tokenizer has tokens, and samples one of them now and then; the answer is
+    found all the same. Ids that the model lacks, or many that the tokenizer lacks, are those of another model."""
+    tokenizer = char_tokenizer()
+    ids = [*encode("It is so that "), len(tokenizer) + 2, *encode(r"\boxed{7} I would say")]
+    row = Response(id="padded", prompt="Two?", response=ids)
+    load = partial(tiny_model, vocab_size=len(tokenizer) + 8, max_position_embeddings=512)
+    analyze([row], methods_for(["grail"], [row]), tmp_path / "a", tokenizer, load, model="m")
+    (written,) = read_dump(tmp_path / "a")
+    assert written.answer == "7" and written.methods["grail"].no_scores is None
+    for other in ([*ids[:14], len(tokenizer) + 8, *ids[14:]], [*[len(tokenizer) + 1] * 5, *ids]):
+        lines = [replace(row, response=other)]
+        with pytest.raises(ValueError, match=r"padded: token id .* --model"):
+            analyze(lines, methods_for(["grail"], lines), tmp_path / "b", tokenizer, load, model="m")
+
+
+def test_more_tokens_than_the_model_has_positions_are_refused(tmp_path: Path) -> None:
+    row = Response(id="long", prompt="Two?", response="a" * 61)
+    for positions, fits in ((65, True), (64, False)):
+        load = partial(tiny_model, vocab_size=len(char_tokenizer()), max_position_embeddings=positions)
+        with (
+            contextlib.nullcontext()
+            if fits
+            else pytest.raises(ValueError, match=r"long: its 65 tokens .* 64 positions")
+        ):
+            analyze([row], methods_for(["surprisal"], [row]), tmp_path / str(fits), char_tokenizer(), load, model="m")
+
+
+COMMAS = {
+    r'pattern:expression="[0-9]{1,3}"': "[0-9]{1,3}",
+    r"pattern:expression=[0-9]{1\,3}": "[0-9]{1,3}",
+    r"pattern:expression=\d{1\,3}(\,\d+)*": r"\d{1,3}(,\d+)*",
+    r'pattern:expression="a=b,inside=2"': "a=b,inside=2",
+    r"pattern:expression=a\,b,inside=2.5": "a,b",
+    r'pattern:inside=2.5,expression="a,b"': "a,b",
+    r"pattern:expression=[0-9]+": "[0-9]+",
+    r"pattern:expression=7 of 9": "7 of 9",
+}
+
+
+@pytest.mark.parametrize("spec", COMMAS)
+def test_an_option_may_hold_a_comma(spec: str) -> None:
+    method = parse_method(spec)
+    assert method.expression == COMMAS[spec] and method.inside == (2.5 if "2.5" in spec else method.__class__().inside)
+
+
+def test_a_folder_holds_the_analysis_of_one_model_and_one_choice_of_options(
+    call: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What changes a figure is named where it differs; the same command resumes."""
+    Path("r.jsonl").write_text(json.dumps(LINE) + "\n")
+    Path("mine.py").write_text(OWN)
+    tiny_model(max_position_embeddings=512, seed=1).save_pretrained("later")
+    char_tokenizer().save_pretrained("later")
+    start = ["r.jsonl", "--import", "mine.py", "--method", "mine", "--out", "found"]
+    call(*start)
+    call(*start)
+    changes: dict[str, Callable[[], list[str]]] = {
+        "after": lambda: ["--after", "later"],
+        "dtype": lambda: ["--dtype", "bfloat16"],
+        "temperature": lambda: ["--temperature", "0.5"],
+        "answer": lambda: ["--answer", "hashes"],
+        "responses": lambda: ["--advantages", "right"],
+    }
+    for name, change in changes.items():
+        with pytest.raises(SystemExit, match=f"another .*{name}"):
+            call(*start, *change())
+    tiny_model(max_position_embeddings=512, seed=2).save_pretrained("model")  # trained on, under the same name
+    with pytest.raises(SystemExit, match="another files"):
+        call(*start)
+    call(*start[:-1], "again")
+    Path("mine.py").write_text(OWN.replace("self.by)", "self.by + 1)"))
+    with pytest.raises(SystemExit, match="another files"):
+        call(*start[:-1], "again")
 
 
 def test_the_file_is_read_before_the_model(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from bench.__main__ import main as bench
 from grail_advantage import report
-from grail_advantage.analyze import KEYS, Response, read_responses
+from grail_advantage.analyze.lines import KEYS, Response, read_responses
 from grail_advantage.dump import RECEIVED_SCHEMA, read_dump
 from grail_advantage.receipt import Finding
 from grail_advantage.view import receipt

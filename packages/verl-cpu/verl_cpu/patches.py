@@ -61,7 +61,11 @@ def pinned_memory_is_plain_memory() -> None:
     torch pins memory only next to an accelerator. Pinned memory holds the same values; it serves faster copies to a
     device. Can go when verl leaves the offload of the reference policy to the configuration.
     """
-    torch.Tensor.pin_memory = lambda tensor, device=None: tensor
+
+    def itself(tensor: torch.Tensor, device: object = None) -> torch.Tensor:
+        return tensor
+
+    torch.Tensor.pin_memory = itself  # type: ignore[method-assign, assignment]
 
 
 class LabelLogProbs(torch.autograd.Function):
@@ -71,20 +75,22 @@ class LabelLogProbs(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits_NV: torch.Tensor, labels_N: torch.Tensor) -> torch.Tensor:
-        chunks = _chunks(logits_NV, logits_NV)
-        normalisers_N = torch.cat([torch.logsumexp(_exact(chunk), dim=-1) for (chunk,) in chunks])
-        ctx.save_for_backward(logits_NV, labels_N, normalisers_N)
+        chunks = logits_NV.split(_rows(logits_NV))
+        normalisers_N = torch.cat([torch.logsumexp(_exact(chunk), dim=-1) for chunk in chunks])
+        ctx.save_for_backward(logits_NV, labels_N[:, None], normalisers_N[:, None])
         return _exact(logits_NV.gather(-1, labels_N[:, None]).squeeze(-1)) - normalisers_N
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, upstream_N: torch.Tensor) -> tuple[torch.Tensor, None]:
-        logits_NV, labels_N, normalisers_N = ctx.saved_tensors
+        logits_NV, labels_N1, normalisers_N1 = ctx.saved_tensors
         gradient_NV = torch.empty_like(logits_NV)
-        columns = [values_N[:, None] for values_N in (labels_N, normalisers_N, upstream_N)]
-        for part, logits, labels, normalisers, upstream in _chunks(logits_NV, gradient_NV, logits_NV, *columns):
-            probabilities = torch.exp(_exact(logits) - normalisers)
-            part.copy_((probabilities * -upstream).scatter_add_(-1, labels, upstream))
+        rows = _rows(logits_NV)
+        for start in range(0, len(logits_NV), rows):
+            part = slice(start, start + rows)
+            upstream = upstream_N[part, None]
+            probabilities = torch.exp(_exact(logits_NV[part]) - normalisers_N1[part])
+            gradient_NV[part] = (probabilities * -upstream).scatter_add_(-1, labels_N1[part], upstream)
         return gradient_NV, None
 
 
@@ -92,10 +98,8 @@ def _exact(logits: torch.Tensor) -> torch.Tensor:
     return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
-def _chunks(logits_NV: torch.Tensor, *tensors: torch.Tensor) -> zip[tuple[torch.Tensor, ...]]:
-    """The tensors, cut alike into rows of at most :data:`CHUNK` logits."""
-    rows = max(1, CHUNK[logits_NV.device.type] // logits_NV.shape[-1])
-    return zip(*(tensor.split(rows) for tensor in tensors), strict=True)
+def _rows(logits_NV: torch.Tensor) -> int:
+    return max(1, CHUNK[logits_NV.device.type] // logits_NV.shape[-1])
 
 
 def log_probabilities_in_few_calls() -> None:
@@ -108,6 +112,7 @@ def log_probabilities_in_few_calls() -> None:
     Can go when verl's loop goes over more than one row at a time, and keeps them in float32.
     """
 
+    @wraps(torch_functional.logprobs_from_logits_v2)
     def logprobs_from_logits_v2(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         log_probs_N = LabelLogProbs.apply(logits.flatten(0, -2), labels.flatten())
         return log_probs_N.view(labels.shape)

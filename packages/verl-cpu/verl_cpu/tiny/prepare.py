@@ -26,10 +26,11 @@ BASES = {"tiny": (load_shipped, 256), "agent": (load_agent, 128)}
 
 
 def prepare(output_dir: Path, base_model: str = "tiny", seed: int = 0) -> bool:
-    """Fill ``output_dir``; returns False when an earlier call with the same settings and code had already done so."""
+    """Fill ``output_dir``; returns False when an earlier call with the same settings and code had already done so, and
+    its files are as it left them."""
     stamp, (load, held_out) = output_dir / STAMP, BASES[base_model]
-    wanted = json.dumps({"base_model": base_model, "seed": seed, "code": code_digest()}, indent=2) + "\n"
-    if stamp.is_file() and stamp.read_text() == wanted and (output_dir / "model/config.json").is_file():
+    settings = {"base_model": base_model, "seed": seed, "code": code_digest()}
+    if stamp.is_file() and stamp.read_text() == stamp_text(settings, output_dir):
         print(f"reused {output_dir}: settings and code are unchanged", flush=True)
         return False
 
@@ -37,7 +38,7 @@ def prepare(output_dir: Path, base_model: str = "tiny", seed: int = 0) -> bool:
     stamp.unlink(missing_ok=True)  # written last, so that an interrupted call is not taken for a finished one
     splits = {"train": problems("train", TRAIN, seed=seed), "validation": problems("validation", held_out, seed=seed)}
     write(output_dir, *load(), splits)
-    stamp.write_text(wanted)
+    stamp.write_text(stamp_text(settings, output_dir))
     print(f"wrote {output_dir}", flush=True)
     return True
 
@@ -65,11 +66,23 @@ def write(
     tokenizer.save_pretrained(output_dir / "model")
 
 
+def stamp_text(settings: dict[str, object], output_dir: Path) -> str:
+    """The settings and a hash of the files that were made with them."""
+    files = [*output_dir.glob("*.parquet"), *(output_dir / "model").glob("*")]
+    return json.dumps({**settings, "files": digest_of(files)}, indent=2) + "\n"
+
+
 def code_digest() -> str:
-    """Hash of this folder's sources and weights: a changed task or model makes an old folder stale."""
+    """Hash of this folder's sources and models: a changed task or model makes an old folder stale."""
+    folder = Path(__file__).parent
+    return digest_of([*folder.glob("*.py"), *folder.glob("*/*.json"), *folder.glob("*/*.safetensors")])
+
+
+def digest_of(files: list[Path]) -> str:
+    """Hash of the names and contents of files."""
     digest = hashlib.sha256()
-    for source in sorted([*Path(__file__).parent.glob("*.py"), *Path(__file__).parent.glob("*/*.safetensors")]):
-        digest.update(source.name.encode() + b"\0" + source.read_bytes())
+    for file in sorted(files):
+        digest.update(file.name.encode() + b"\0" + file.read_bytes())
     return digest.hexdigest()
 
 

@@ -44,10 +44,10 @@ def sample(
     batch = tokenizer.pad({"input_ids": list(prompts)}, padding_side="left", return_tensors="pt").to(model.device)
     tokens_BL, mask_BL = batch["input_ids"], batch["attention_mask"]
     positions_BL = (mask_BL.cumsum(dim=1) - 1).clamp(min=0)
-    uniform_BT = torch.from_numpy(uniform_BT).to(model.device)
+    uniform = torch.from_numpy(uniform_BT).to(model.device)
     responses: list[list[int]] = [[] for _ in prompts]
     alive_B, cache = torch.arange(len(prompts), device=model.device), DynamicCache()
-    for token in range(uniform_BT.shape[1]):
+    for token in range(uniform.shape[1]):
         logits_BV = model(
             tokens_BL, attention_mask=mask_BL, position_ids=positions_BL, past_key_values=cache, logits_to_keep=1
         ).logits[:, -1]
@@ -57,7 +57,7 @@ def sample(
         if temperature:
             running_BV = (logits_BV.double() / temperature).softmax(dim=-1).cumsum(dim=-1)
             # The sum may end below 1 by rounding; scaled, a token of probability 0 is never drawn at the end.
-            drawn_B1 = uniform_BT[alive_B, token, None] * running_BV[:, -1:]
+            drawn_B1 = uniform[alive_B, token, None] * running_BV[:, -1:]
             next_B = torch.searchsorted(running_BV, drawn_B1, right=True)[:, 0]
         else:
             next_B = logits_BV.argmax(dim=-1)

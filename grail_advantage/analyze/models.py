@@ -1,0 +1,87 @@
+"""The model of an analysis: how it is named and loaded, and whether responses and options fit it."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from grail_advantage.answers.tokenizers import load_tokenizer
+from grail_advantage.data import Rollouts
+from grail_advantage.receipt.foreign import why
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+PACKAGED = {"smollm2": "verl_cpu.tiny.smollm2:load_smollm2", "tiny": "verl_cpu.tiny.shipped:load_shipped"}
+ANOTHER = "give --model the model that generated the response"
+
+
+def model_of(
+    name: str, device: str = "cpu", dtype: str = "auto"
+) -> tuple[PreTrainedTokenizerBase, Callable[[], PreTrainedModel]]:
+    """A model's tokenizer, and a function that loads the model on its device. ValueError: one cannot be loaded."""
+    try:
+        if name in PACKAGED:
+            module, _, function = PACKAGED[name].partition(":")
+            model, tokenizer = getattr(importlib.import_module(module), function)()
+            model = model if dtype == "auto" else model.to(getattr(torch, dtype))
+            return tokenizer, lambda: model.to(device).eval()
+        tokenizer = load_tokenizer(name)
+    except (OSError, ImportError) as error:
+        raise ValueError(f"--model {name}: {str(error).strip().splitlines()[0]}") from error
+
+    def load() -> PreTrainedModel:
+        from transformers import AutoModelForCausalLM
+
+        return AutoModelForCausalLM.from_pretrained(name, dtype=dtype).to(device).eval()
+
+    return tokenizer, load
+
+
+def state_of(name: str) -> str | None:
+    """A digest that tells whether the files of a model's folder, or a file, have changed: of their names, sizes and times.
+    ``None`` for a name on the hub or a packaged model."""
+    path = Path(name)
+    if not path.exists():
+        return None
+    files = sorted(file for file in (path.rglob("*") if path.is_dir() else [path]) if file.is_file())
+    return digest(repr([(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]))
+
+
+def digest(text: str) -> str:
+    return hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()
+
+
+def check_options(temperature: float, tokens: int, device: str) -> None:
+    """ValueError, naming the option, for a number or a device with which no model runs."""
+    if not (math.isfinite(temperature) and temperature > 0):
+        raise ValueError(f"--temperature {temperature} must be a number above 0, that of the sampling")
+    if tokens < 1:
+        raise ValueError(f"--tokens {tokens} must be at least 1")
+    try:
+        there = torch.zeros(1, device=device)
+    except (RuntimeError, AssertionError) as error:  # torch's, of a name or of a device that is not there
+        raise ValueError(f"--device {device} cannot be used here ({why(Exception(str(error)))}); use cpu") from error
+    if there.is_meta:
+        raise ValueError(f"--device {device} computes nothing; use cpu")
+
+
+def check_fits(model: PreTrainedModel, r: Rollouts) -> None:
+    """ValueError, naming a response, for token ids or a length that the model does not have."""
+    vocabulary = model.get_input_embeddings().num_embeddings
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or math.inf
+    for key, prompt, response in zip(r.keys, r.prompts, r.responses, strict=True):
+        row = torch.cat([prompt, response])
+        if int(row.max()) >= vocabulary:
+            raise ValueError(f"{key}: token id {int(row.max())} is not one of the model's {vocabulary}; {ANOTHER}")
+        if len(row) > positions:
+            raise ValueError(
+                f"{key}: its {len(row)} tokens are more than the model's {positions} positions "
+                "(max_position_embeddings); leave the line out"
+            )
