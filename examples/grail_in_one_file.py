@@ -24,8 +24,12 @@ def grail_weights(model, prompt, response, answer, content, advantage, temperatu
     """(T,) float32 weights of a response; its token advantages are `weights * advantage`. `prompt` (P,) and
     `response` (T,) are token ids, `answer` and `content` (T,) bool: the tokens of `\\boxed{42}` and of its 42."""
     before = slice(len(prompt) - 1, -1)  # the position that predicts each response token
-    h = model.get_input_embeddings()(torch.cat([prompt, response])[None]).detach().requires_grad_()  # (1, P+T, D)
-    log_probs = (model(inputs_embeds=h).logits[0, before].float() / temperature).log_softmax(-1)  # (T, V)
+    ids = torch.cat([prompt, response])[None]
+    embeddings = model.get_input_embeddings()
+    h = embeddings(ids).detach().requires_grad_()  # (1, P+T, D)
+    with embeddings.register_forward_hook(lambda *_: h):  # not inputs_embeds: Gemma 3n, DeepSeek-V4 read the ids, too
+        logits = model(input_ids=ids).logits
+    log_probs = (logits[0, before].float() / temperature).log_softmax(-1)  # (T, V)
     loss = -log_probs.gather(-1, response[:, None])[answer].sum()  # 1.
     (gradient,) = torch.autograd.grad(loss, h)  # no parameter gets one
     scores = (gradient.float() * h.detach().float()).norm(dim=-1)[0, before]  # 2. (T,)

@@ -68,8 +68,9 @@ def compute_token_weights(
     """Token weights for a batch of rollouts by any registered method.
 
     A response's weights depend on its padding and its neighbours by rounding alone, except where the method compares
-    responses. The model keeps no parameter gradient, no hook and no changed training mode, also when this raises.
-    Results have no graph, and lie where ``input_ids`` does.
+    responses. The model keeps no parameter gradient, no hook and no changed training mode, also when this raises; one
+    thread at a time may use it. Results have no graph, and lie where ``input_ids`` does. In half precision weights are
+    those of float32 to about 0.03 with GRAIL and 0.07 with ``oar_p``, while the scores of ``oar_g`` are mostly noise.
 
     Args:
         model: a causal language model.
