@@ -211,6 +211,6 @@ def test_openrlhf_refuses_by_name_before_ray_starts(folder: Path) -> None:
 
 
 def test_ms_swift_refuses_by_name(folder: Path) -> None:
-    flags = [*MS_SWIFT.split(), "--importance_sampling_level", "sequence"]
+    flags = [*MS_SWIFT.split(), "--per_device_train_batch_size", "8", "--importance_sampling_level", "sequence"]
     output = run(folder, "swift.cli.main", flags, status=1, TOKEN_WEIGHTS="grail")
     assert "ValueError: token weights (grail) do not work with --importance_sampling_level sequence" in output
