@@ -175,7 +175,7 @@ def test_the_update_is_the_same_without_zero_advantage_responses(tmp_path: Path,
     largest = float(moved[0].abs().max())
     torch.testing.assert_close(moved[1], moved[0], rtol=1e-3, atol=1e-4 * largest)
     assert largest > 1e-3 and len(zeros) > 1
-    assert len(seen[1]) == len(seen[0]) + 6 and sum(seen[1]) - (3 * 1 + 4 + 2 * 1) < sum(seen[0])
+    assert len(seen[1]) == len(seen[0]) + 7 and sum(seen[1]) - (3 * 1 + 4 + 2 * 1) < sum(seen[0])
     assert all(map(torch.equal, states[: len(states) // 2], states[len(states) // 2 :]))
 
 
