@@ -60,8 +60,10 @@ def _piece(piece: Piece, B: int, T: int, steps: int, ranks: int) -> Piece:
         raise ValueError(f"rows_b holds {rows_b.tolist()}; places of the rollout batch are 0 to {B - 1}")
     if not (0 <= piece.update < steps and 0 <= piece.rank < ranks):
         raise ValueError(f"update={piece.update}, rank={piece.rank}: the batch has {steps} steps on {ranks} ranks")
-    width = piece.log_probs_bT.shape[1] if getattr(piece.log_probs_bT, "ndim", 0) == 2 else T
-    shape = (len(rows_b), min(width, T))
+    # The wider of the two says how wide the micro-batch was, so that the other one is named where they differ.
+    both = (piece.log_probs_bT, piece.gradient_bT)
+    widths = [values.shape[1] for values in both if getattr(values, "ndim", 0) == 2]
+    shape = (len(rows_b), min(max(widths, default=T), T))
     log_probs_bT = _tensor("log_probs_bT", piece.log_probs_bT, shape)
     gradient_bT = _tensor("gradient_bT", piece.gradient_bT, shape)
     return replace(piece, rows_b=rows_b, log_probs_bT=log_probs_bT, gradient_bT=gradient_bT).padded(T)

@@ -431,7 +431,7 @@ class _Check:
         t, own, mask = self.t, self.t.advantages, self.mask_NT
 
         def of(advantages: torch.Tensor, **columns: torch.Tensor) -> torch.Tensor:
-            return self.expect(advantages=advantages, **columns)[0]
+            return self.expect(None, advantages=advantages, **columns)[0]
 
         yield 2, "rounded", "advantages of bf16", of(own.bfloat16().double())
         yield 5, "sign", "the sign is reversed", of(-own)
@@ -464,13 +464,13 @@ class _Check:
         alike = ((self.batch.advantages_BT == first) | ~self.batch.mask_BT).all(dim=1, keepdim=True)
         given = torch.where(alike, first, torch.where(self.batch.mask_BT, self.batch.advantages_BT, 0.0))
         for implied in self._implied("advantages"):
-            largest = float(implied.abs().nan_to_num(0.0).max())
-            if 0 < largest < float(own.abs().max()):
+            bound = float(implied.abs().nan_to_num(0.0).max())
+            if 0 < bound < float(own.abs().max()):
                 yield (
                     8 + NUMBER,
                     "unexplained",
-                    f"advantages are cut at {largest:.4g}",
-                    of(own.clamp(-largest, largest)),
+                    f"advantages are cut at {bound:.4g}",
+                    of(own.clamp(-bound, bound)),
                 )
             yield from self._swapped("advantages", "advantages", implied, given)
 
@@ -591,7 +591,7 @@ class _Check:
         values = given_BT[chosen_N]
         values = torch.where(self.mask_NT, values, 0.0) if column == "advantages" else values
         what = f"{moved} of {all_rows} responses have the {called} of another one"
-        yield bits, "swapped", what, self.expect(**{column: values})[0]
+        yield bits, "swapped", what, self.expect(None, **{column: values})[0]
 
     def _tell(self, name: str, what: str, value_NT: Any, factor_N1: Any, by: str | None, kinds: dict[str, Any]) -> None:
         """The lines of an explanation."""

@@ -138,10 +138,15 @@ def _verls_defaults() -> dict[str, Any]:
     return dict(flat(config, ""))
 
 
+IS_THRESHOLD = f"{CORRECTION}.rollout_is_threshold"
+"""A number by default, which may also be a range as text: ``1e-9_3.0``."""
+
+
 def _given_as_text(s: Settings) -> str:
     """The first option of a number, or of true and false, that has a text. Those of the actor and the rollout come last:
     others may have handed it on to them."""
     numbers = [name for name, default in _verls_defaults().items() if isinstance(default, bool | int | float)]
+    numbers.remove(IS_THRESHOLD)
     names = sorted((*numbers, *NUMBERS), key=lambda name: name.startswith("actor_rollout_ref."))
     return next((name for name in names if isinstance(s[name], str)), "")
 
