@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -82,7 +83,8 @@ def columns_of_ranks(
     ranks: Sequence[Mapping[str, Mapping[int, torch.Tensor]] | None], rollouts: Rollouts
 ) -> dict[str, torch.Tensor]:
     """The columns of all ranks that have any, float32 (B, T); NaN in responses that were not in the update."""
-    columns = {name: torch.full(rollouts.mask.shape, torch.nan) for name in (OLD_LOG_PROBS, ENTROPY)}
+    empty = partial(torch.full, rollouts.mask.shape, torch.nan, dtype=torch.float32, device="cpu")
+    columns = {name: empty() for name in (OLD_LOG_PROBS, ENTROPY)}
     for of_rank in ranks:
         for name, of_responses in (of_rank or {}).items():
             for place, values_T in of_responses.items():
