@@ -41,8 +41,8 @@ from grail_advantage import __version__
 from grail_advantage.answers.span import AnswerSpan
 from grail_advantage.answers.text import TokenTexts
 from grail_advantage.receipt import Receipt
-from grail_advantage.receipt.foreign import plain_file, read_json, visible, why
 from grail_advantage.receipt.report import checked
+from grail_advantage.text_io import plain_file, read_json, visible, why
 
 if TYPE_CHECKING:
     from grail_advantage.data import Weighed

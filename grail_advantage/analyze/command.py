@@ -40,7 +40,7 @@ from grail_advantage.data import ENTROPY, OLD_LOG_PROBS, Example, Rollouts, outc
 from grail_advantage.dump import RECEIVED_SCHEMA, header_of, read_dump, write_received, write_step, write_whole
 from grail_advantage.method import BaseMethod
 from grail_advantage.model.hooks import FORWARD_TOKENS
-from grail_advantage.receipt.foreign import complain, read_bytes, read_json, say, visible, why
+from grail_advantage.text_io import complain, read_bytes, read_json, say, visible, why
 from grail_advantage.weigh import weigh
 
 if TYPE_CHECKING:

@@ -30,7 +30,7 @@ import pyarrow.compute as pc
 from grail_advantage import __version__
 from grail_advantage.data import LARGEST
 from grail_advantage.dump import DumpHeader, write_whole
-from grail_advantage.receipt.foreign import visible, why
+from grail_advantage.text_io import visible, why
 from grail_advantage.view.profile import BINS, NEEDED, by_method, flat, gives_advantages, profiles
 from grail_advantage.view.receipt import run_receipts
 from grail_advantage.view.run import Run, open_run
