@@ -37,7 +37,15 @@ from grail_advantage.answers.missing import advice, is_low
 from grail_advantage.answers.text import TokenTexts
 from grail_advantage.api import MOST_UNKNOWN, PlainHost
 from grail_advantage.data import ENTROPY, OLD_LOG_PROBS, Example, Rollouts, outcome_of
-from grail_advantage.dump import RECEIVED_SCHEMA, header_of, read_dump, write_received, write_step, write_whole
+from grail_advantage.dump import (
+    RECEIVED_SCHEMA,
+    header_of,
+    read_dump,
+    table_of,
+    write_received,
+    write_step,
+    write_whole,
+)
 from grail_advantage.method import BaseMethod
 from grail_advantage.model.hooks import FORWARD_TOKENS
 from grail_advantage.text_io import complain, read_bytes, read_json, say, visible, why
@@ -164,7 +172,7 @@ def analyze(
             raise ValueError("every method failed")
         first = next(iter(made.values()))
         header = header_of(first, texts, step=number, model=model, temperature=temperature, rows_in_step=len(r))
-        path = write_step(folder, replace(header, answer=answer.name), first.table(texts, made))
+        path = write_step(folder, replace(header, answer=answer.name), table_of(first, texts, made))
         complain("analyze", f"written: {path}")
     counts: dict[str, Counter[str | None]] = {name: Counter() for name in chosen}
     for row in read_dump(folder):
