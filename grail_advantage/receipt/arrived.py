@@ -88,7 +88,7 @@ class Arrived:
                 tie_NT = tie_NT.any(dim=1, keepdim=True)
             self.ignored_NT = self.ignored_NT | tie_NT
 
-    def expect(self, loss: Loss | None = None, **columns: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def expect(self, loss: Loss | None = None, /, **columns: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """What a loss gives and where it clips, also with other columns."""
         loss = loss or self.loss
         tokens = replace(self.tokens, **columns)
@@ -98,7 +98,7 @@ class Arrived:
         parts = [expect(loss, tokens.of(self.piece_N == place)) for place in self.piece_N.unique()]
         return torch.cat([value for value, _ in parts]), torch.cat([clipped for _, clipped in parts])
 
-    def value(self, loss: Loss | None = None, **columns: torch.Tensor) -> torch.Tensor:
+    def value(self, loss: Loss | None = None, /, **columns: torch.Tensor) -> torch.Tensor:
         """What a loss gives."""
         return self.expect(loss, **columns)[0]
 
@@ -107,7 +107,8 @@ class Arrived:
 
         What was received is divided by the factor: a large one must not make it small beside a value of 0.
         """
-        unit_NT = torch.where(value_NT == 0, self.unit / torch.as_tensor(factor_N1).clamp(min=1), self.unit)
+        factor_N1 = torch.as_tensor(factor_N1, dtype=torch.float64)
+        unit_NT = torch.where(value_NT == 0, self.unit / factor_N1.clamp(min=1), self.unit)
         size_NT = torch.maximum(value_NT.abs(), got_NT.abs()) + torch.where(self.mask_NT, unit_NT, 0.0)
         return ~((got_NT - value_NT).abs() <= self.precision * size_NT) & ~self.ignored_NT
 

@@ -103,7 +103,8 @@ class Receipt:
     clipped_UBT: torch.Tensor  # 1 where the update clipped the token; NaN for an unknown loss
     findings: tuple[Finding, ...]  # mismatches first; of these structure first, then those that cover most tokens
     seen_from: float = 1.0  # smallest factor above 1 that is found in an advantage of middle size, by the precision
-    tokens: int = 0  # that trained, each once
+    tokens: int = 0  # that may train, each once
+    trained: int = 0  # of these, which received a gradient
     clipped: float | None = None  # mean share of clipping over these; None for an unknown loss
     responses: tuple[int, int] = (0, 0)  # those seen, and those of the whole update
 
@@ -172,6 +173,7 @@ def _receipt(arrived: Arrived, findings: list[Finding]) -> Receipt:
     seen_B = held_UB1.any(dim=0)[:, 0]
     trained_BT = batch.mask_BT & seen_B[:, None]
     tokens = int(trained_BT.sum())
+    moved_BT = (received_UBT.nan_to_num(0.0) != 0).any(dim=0)
     totals = batch.totals_U2
     return Receipt(
         received_BT=received_UBT.nanmean(dim=0),
@@ -182,6 +184,7 @@ def _receipt(arrived: Arrived, findings: list[Finding]) -> Receipt:
         findings=tuple(sorted(findings, key=lambda one: (not one.mismatch, one.name not in FIRST, -one.tokens))),
         seen_from=1 + 2 * arrived.precision,
         tokens=tokens,
+        trained=int((trained_BT & moved_BT).sum()),
         clipped=float(clipped_BT[trained_BT].mean()) if known and tokens else None,
         responses=(int(seen_B.sum()), B if totals is None else int(totals[:, 1].sum()) // batch.epochs),
     )
@@ -361,7 +364,8 @@ class _Table:
     def explanation(self) -> Explanation:
         """Try all explanations, and find the shortest. None is told that leaves most of what it changes."""
         arrived = self.arrived
-        best: Explanation | None = None
+        value_NT = arrived.wanted_NT
+        best = Explanation(math.inf, "", "", "", value_NT, value_NT, "", {})  # none is shorter: the first change
         tried: dict[str, float] = {}  # share of what differs that is explained
         for bits, name, what, value_NT in changes(arrived):
             if name and not arrived.off(value_NT, arrived.wanted_NT).any():
@@ -375,13 +379,11 @@ class _Table:
                     share = 1 - float(sum(kind.sum() for kind in kinds.values())) / self.differs
                     tried[label] = max(tried.get(label, 0.0), share)
                 total = bits + more + float(bits_N.sum())
-                shorter = best is None or total < best.bits
-                if shorter and (not name or self.explains(value_NT, kinds[""])):
+                if total < best.bits and (not name or self.explains(value_NT, kinds[""])):
                     best = Explanation(total, label, name, what, value_NT, factor_N1, by, kinds)
                 # Each response with a factor of its own is the best that a change can do.
-                if best and bits + float(self.left(value_NT, finest_N1)[0].sum()) >= best.bits:
+                if bits + float(self.left(value_NT, finest_N1)[0].sum()) >= best.bits:
                     break
-            assert best is not None  # the first change is none, which is always told
             # What looks reversed may be swapped too.
             if best.bits <= NUMBER and best.name not in ("sign", "swapped") and not best.left["sign"].any():
                 break
