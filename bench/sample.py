@@ -25,7 +25,7 @@ import numpy as np
 
 from bench.convert import BOX, asked
 from grail_advantage.analyze.lines import Response, json_lines
-from grail_advantage.analyze.models import model_of, state_of
+from grail_advantage.analyze.models import files_digest, model_of
 from grail_advantage.analyze.tokens import tokenize
 from verl_cpu.tiny.sampling import sample
 from verl_cpu.tiny.task import boxed_answer
@@ -113,7 +113,7 @@ def main(arguments: Sequence[str]) -> None:
     questions = [(number, line["question"], line["answer"]) for number, line in json_lines(options.questions)]
     questions = random.Random(0).sample(questions, min(len(questions), options.problems))
     sampled = {name: getattr(options, name) for name in ("model", "samples", "length", "temperature")}
-    sampled |= {"questions": state_of(str(options.questions)), "files": state_of(options.model)}
+    sampled |= {"questions": files_digest(str(options.questions)), "files": files_digest(options.model)}
     there = [line for _, line in json_lines(options.out)] if options.out.exists() else []
     for line in there:
         if others := [name for name, value in sampled.items() if line.get("sampled", {}).get(name) != value]:
