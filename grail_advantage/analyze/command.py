@@ -48,7 +48,7 @@ from grail_advantage.dump import (
 )
 from grail_advantage.method import BaseMethod
 from grail_advantage.model.hooks import FORWARD_TOKENS
-from grail_advantage.receipt.foreign import complain, read_bytes, read_json, say, visible, why
+from grail_advantage.text_io import complain, read_bytes, read_json, say, visible, why
 from grail_advantage.weigh import weigh
 
 if TYPE_CHECKING:

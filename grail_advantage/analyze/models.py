@@ -12,7 +12,7 @@ import torch
 
 from grail_advantage.answers.tokenizers import load_tokenizer
 from grail_advantage.data import Rollouts
-from grail_advantage.receipt.foreign import why
+from grail_advantage.text_io import why
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
