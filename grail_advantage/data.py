@@ -25,7 +25,9 @@ if TYPE_CHECKING:
 
     from grail_advantage.method import BaseMethod
 
-OLD_LOG_PROBS, ENTROPY, ROLLOUT_LOG_PROBS = "old_log_probs", "entropy", "rollout_log_probs"
+OLD_LOG_PROBS = "old_log_probs"
+ENTROPY = "entropy"
+ROLLOUT_LOG_PROBS = "rollout_log_probs"
 """Columns, float (B, T): each response token's log-probability under the policy before the update, at the sampling
 temperature, that policy's entropy in nats at the token's predictor position, and the log-probability that the engine
 gave which sampled the token (for the dump alone)."""
@@ -340,7 +342,8 @@ class Rollouts:
 
     def row(self, index: int) -> Row:
         """One response for a pass through the model."""
-        prompt, response = self.prompts[index], self.responses[index]
+        prompt = self.prompts[index]
+        response = self.responses[index]
         group = index if self.groups is None else int(self.groups[index])
         example = self.examples[index] if self.examples is not None else None
         return Row(
@@ -391,7 +394,9 @@ class Rollouts:
 
 _SHARED = {"tokenizer", "answer", "mean", "step", "span"}
 _TENSORS = {"mask": "flags", "written": "flags", "truncated": "flags", "masked": "flags"}
-_TENSORS |= {"advantages": "numbers", "groups": "whole", "rewards": "numbers"}
+_TENSORS["advantages"] = "numbers"
+_TENSORS["groups"] = "whole"
+_TENSORS["rewards"] = "numbers"
 """Fields of :class:`Rollouts` that its responses share, and those that are tensors."""
 
 

@@ -48,7 +48,9 @@ from grail_advantage.text_io import plain_file, read_json, visible, why
 
 logger = logging.getLogger(__name__)
 VERSION = 6  # ``schema_version`` of both kinds of files; older ones are read, with null in the columns they lack
-TOKENS, METRICS_FILE = "tokens", "metrics.jsonl"  # where a run has its dump and its figures, by convention
+# where a run has its dump and its figures, by convention
+TOKENS = "tokens"
+METRICS_FILE = "metrics.jsonl"
 SECONDS = 60.0  # that a training waits for a file at most
 _Read = TypeVar("_Read")
 
@@ -188,7 +190,8 @@ def _check_foreign(table: pa.Table) -> None:
 
 def _check_methods(methods: pa.ListArray, tokens: pa.ListArray) -> None:
     """ValueError: responses have different methods, or a method more or fewer values than tokens."""
-    entries, row_of = methods.flatten(), pc.list_parent_indices(methods)
+    entries = methods.flatten()
+    row_of = pc.list_parent_indices(methods)
     names: list[list[str | None]] = [[] for _ in tokens]
     for row, name in zip(row_of.to_pylist(), entries.field("name").to_pylist(), strict=True):
         names[row].append(name)
@@ -243,7 +246,8 @@ class DumpFile:
 
     def table(self, columns: Iterable[str] = ALL, most: int | None = None) -> pa.Table:
         """The responses, or the first ``most``; none where the file is damaged, which ``problems`` names then."""
-        wanted, beside = list(columns), _path(self.path.parent, "received", self.step, self.update)
+        wanted = list(columns)
+        beside = _path(self.path.parent, "received", self.step, self.update)
         arriving = [name for name in wanted if name not in SCHEMA.names]
         own = [name for name in SCHEMA.names if name in wanted or (name in ("key", "mask") and arriving)]
         table = _read(self.path, "step", own, self.problems, most)
@@ -287,7 +291,8 @@ class TokenDump:
 
     def table(self, columns: Iterable[str] = ALL, steps: Collection[int] | None = None) -> pa.Table:
         """The responses of some steps, of all by default."""
-        files, names = [file for file in self.files if steps is None or file.step in steps], list(columns)
+        files = [file for file in self.files if steps is None or file.step in steps]
+        names = list(columns)
         return pa.concat_tables([_schema(names).empty_table(), *(file.table(names) for file in files)])
 
     def rows(self, steps: Collection[int] | None = None) -> Iterator[DumpRow]:
@@ -304,7 +309,8 @@ class TokenDump:
 
 def read_dump(folder: Path | str) -> TokenDump:
     """Look into a folder. Nothing is raised: what is wrong with it is in ``problems``, and logged."""
-    folder, problems = Path(folder), list[str]()
+    folder = Path(folder)
+    problems = list[str]()
     files = [DumpFile(path, step, update, problems) for step, update, path in _files(folder, "step")]
     if not files:
         problems.append(f"{folder}: holds no token dump (step_NUMBER.parquet)")
@@ -357,7 +363,9 @@ def _row(values: dict[str, Any]) -> DumpRow:
             values[name] = np.stack(value) if len(value) else np.zeros((0, 0), dtype=np.float32)
         elif isinstance(value, np.ndarray):
             values[name] = value.tolist() if name == "tokens" else value.copy()
-    span, labels, of_methods = values["span"], json.loads(values["labels"] or "{}"), values["methods"]
+    span = values["span"]
+    labels = json.loads(values["labels"] or "{}")
+    of_methods = values["methods"]
     methods = {of.pop("name"): _named(of) for of in ([] if of_methods is None else of_methods)}
     span = None if span is None else AnswerSpan(*span.tolist())
     return _named({**values, "span": span, "labels": labels, "methods": methods})
@@ -400,7 +408,8 @@ def choose_rows(groups: Sequence[int], valid: Sequence[bool], limit: int | None,
     members: dict[int, list[int]] = {}
     for row in np.flatnonzero(valid).tolist():
         members.setdefault(groups[row], []).append(row)
-    chosen, room = dict[int, list[int]](), len(groups) if limit is None else limit
+    chosen = dict[int, list[int]]()
+    room = len(groups) if limit is None else limit
     for group in np.random.default_rng(list(seed)).permutation(sorted(members)).tolist():
         if len(members[group]) <= room or not chosen:
             chosen[group] = members[group][:room]
@@ -419,7 +428,8 @@ class Unstopped:
     """Writes to a path beside the training: an error within ``attempt`` is counted, logged once, and stops nothing."""
 
     def __init__(self, path: Path | str) -> None:
-        self.path, self.failed = Path(path).absolute(), 0
+        self.path = Path(path).absolute()
+        self.failed = 0
 
     @contextmanager
     def attempt(self) -> Iterator[None]:
@@ -437,10 +447,12 @@ class StepDump(Unstopped):
 
     def __init__(self, options: DumpOptions, tokenizer: Any, *, updates: int, model: str, temperature: float) -> None:
         super().__init__(options.folder)
-        self._options, self._texts = options, TokenTexts(tokenizer)
+        self._options = options
+        self._texts = TokenTexts(tokenizer)
         self._limit = None if options.responses is None else max(1, options.responses // updates)
         self._facts = {"model": as_utf8(model), "temperature": temperature}
-        self._begun, self._disk = False, threading.Thread()
+        self._begun = False
+        self._disk = threading.Thread()
 
     def writes(self, step: int) -> bool:
         """Whether responses of this training step are written."""
@@ -565,7 +577,8 @@ def received_table(
 ) -> pa.Table:
     """A receipt's responses, with their keys and numbers of tokens, and the effect of the update, float (B, T), where it
     was measured, as :func:`write_received` takes them."""
-    rows, by_name = [], {"received": receipt.received_BT, "clipped": receipt.clipped_BT, "effect": effect}
+    rows = []
+    by_name = {"received": receipt.received_BT, "clipped": receipt.clipped_BT, "effect": effect}
     of_updates = {"by_update": receipt.received_UBT, "clipped_by_update": receipt.clipped_UBT}
     for place, (key, length) in enumerate(zip(keys, lengths, strict=True)):
         there = receipt.received_UBT[:, place, :length].isfinite().any(dim=1)

@@ -44,12 +44,14 @@ def register_map(*, ranks: bool = False) -> Callable[[Callable[..., Weights]], C
     option has no type."""
 
     def register(function: Callable[..., Weights]) -> Callable[..., Weights]:
-        name, known = function.__name__, MAPS.get(function.__name__)
+        name = function.__name__
+        known = MAPS.get(function.__name__)
         if known and known.function.__module__ != function.__module__:
             raise ValueError(
                 f"the map {name} is registered already, by {known.function.__module__}; choose another name"
             )
-        hints, options = get_type_hints(function, include_extras=True), inspect.signature(function).parameters
+        hints = get_type_hints(function, include_extras=True)
+        options = inspect.signature(function).parameters
         fields: dict[str, Any] = {}
         for option in list(options)[2:]:
             if option not in hints:
@@ -131,7 +133,8 @@ def power(x: Tensor, m: Tensor, exponent: Positive = 2.0) -> Weights:
     """``n x^g / sum x^g`` over a response's n tokens (repository of arXiv 2606.00257, with 2 on surprisal); 1 where the
     sum is below 1e-8. Negative scores count as 0."""
     x = torch.where(m, x.double().clamp(min=0), 0.0)
-    count, mean = m.sum(-1, keepdim=True), _mean(x, m)
+    count = m.sum(-1, keepdim=True)
+    mean = _mean(x, m)
     p = torch.where(mean > 0, x / mean, 0.0).pow(exponent)  # by the mean, so that no power that matters overflows
     total = p.sum(-1, keepdim=True)
     return Weights(torch.where(m & (mean.pow(exponent) * total >= 1e-8), count * p / total, 1.0).float())

@@ -82,18 +82,16 @@ def figures(w: Weighed, norms: torch.Tensor | None) -> dict[str, float]:
         top = float(np.partition(parts, -count)[-count:].sum() / mass)
     by_score = max(1, int(w.by_score.sum()))
     shown = {"answer_found_rate": share(r.answered.numpy())} if r.knows_answers else {}
-    shown |= {
-        "selected_rate": share(w.selected.numpy()),
-        "weight_one_rate": share((has_weight_one | ~mask).all(axis=1)),
-        "non_finite_rate": share(w.failed.numpy()),
-        "average_weight": float(average),
-        "weight_deviation": math.sqrt(variance),
-        "clipped_low_rate": int(w.low.sum()) / by_score,
-        "clipped_high_rate": int(w.high.sum()) / by_score,
-        "effective_sample_ratio": float(ratio.mean()) if len(ratio) else 0.0,
-        "top_share": top,
-        "advantage_scale": float(mass / unweighted) if unweighted > 0 else 0.0,
-    }
+    shown["selected_rate"] = share(w.selected.numpy())
+    shown["weight_one_rate"] = share((has_weight_one | ~mask).all(axis=1))
+    shown["non_finite_rate"] = share(w.failed.numpy())
+    shown["average_weight"] = float(average)
+    shown["weight_deviation"] = math.sqrt(variance)
+    shown["clipped_low_rate"] = int(w.low.sum()) / by_score
+    shown["clipped_high_rate"] = int(w.high.sum()) / by_score
+    shown["effective_sample_ratio"] = float(ratio.mean()) if len(ratio) else 0.0
+    shown["top_share"] = top
+    shown["advantage_scale"] = float(mass / unweighted) if unweighted > 0 else 0.0
     if w.gave_advantages:
         shown = {name: value for name, value in shown.items() if name not in OF_WEIGHTS}
     if norms is None:

@@ -282,7 +282,8 @@ def _rates(r: Rollouts) -> dict[str, float]:
 
 def _no_scores(w: Weighed) -> list[str | None]:
     """Why each response has no scores of its own; ``None`` where it has. Of several reasons the last one below."""
-    r, method = w.rollouts, w.method
+    r = w.rollouts
+    method = w.method
     reasons: list[str | None] = ["not scored"] * len(r)
 
     def because(reason: str | None, where: Tensor) -> None:

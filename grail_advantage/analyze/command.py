@@ -81,11 +81,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         check_options(options.temperature, options.tokens, options.device)
         for file in options.files:
             runpy.run_path(str(file), run_name=file.stem)
-        responses, answer = read_responses(options.responses), answer_format(options.answer or BOXED)
+        responses = read_responses(options.responses)
+        answer = answer_format(options.answer or BOXED)
         chosen = methods_for(options.method, responses, options.advantages)
         tokenizer, load = model_of(options.model, options.device, options.dtype)
         settings = {"temperature": options.temperature, "tokens": options.tokens, "advantages": options.advantages}
-        settings |= {"model": options.model, "answer": answer}
+        settings["model"] = options.model
+        settings["answer"] = answer
         beside = {name: files_digest(name) for name in (options.model, options.after, *map(str, options.files)) if name}
         settings["beside"] = {"dtype": options.dtype, "files": beside}
         if options.after:
@@ -124,7 +126,9 @@ def analyze(
         "methods": {name: repr(of) for name, of in chosen.items()},
         "answer": answer.name,
     }
-    about |= {"after": after[0] if after else None, "temperature": temperature, **(beside or {})}
+    about["after"] = after[0] if after else None
+    about["temperature"] = temperature
+    about.update((beside or {}))
     about["responses"] = digest(json.dumps([values, list(map(repr, responses))]))
     about = json.loads(json.dumps(about))
     known: dict[str, Any] = {**about, "failed": {}}
@@ -136,7 +140,10 @@ def analyze(
                 "remove this one"
             )
         known = there
-    texts, done, loaded, later = TokenTexts(tokenizer), set(read_dump(folder).steps), None, None
+    texts = TokenTexts(tokenizer)
+    done = set(read_dump(folder).steps)
+    loaded = None
+    later = None
     whole = _rollouts(responses, values, chosen, tokenizer, texts, answer)
     answered = len(whole) - whole.spans("last").count(None)
     if any(method.reads_answer for method in chosen.values()) and is_low(answered, len(whole)):
@@ -150,7 +157,8 @@ def analyze(
             check_fits(loaded, whole)
             write_whole(folder / RECORD, json.dumps(known))
         settings: dict[str, Any] = {"temperature": temperature, "tokens": tokens, "device": loaded.device}
-        r, made = replace(whole.part(part), tokenizer=tokenizer), {}
+        r = replace(whole.part(part), tokenizer=tokenizer)
+        made = {}
         columns = PlainHost(loaded, r, **settings).columns((OLD_LOG_PROBS, ENTROPY))
         if after:
             later = after[1]() if later is None else later
@@ -204,7 +212,8 @@ def advantages_of(responses: Sequence[Response], how: str) -> tuple[list[float],
     """One advantage a response, and where they come from, in words. ``wrong`` and ``right`` are -1 and 1. ``rewards``: the
     reward less its group's mean, exactly 0 in a group of equal rewards; without groups 1 for a reward above 0, else -1.
     ``auto`` is that, or ``wrong`` if lines are labelled or have no reward."""
-    rewards, groups = [row.reward for row in responses], dict[str | None, list[float]]()
+    rewards = [row.reward for row in responses]
+    groups = dict[str | None, list[float]]()
     if how in ("wrong", "right") or (how == "auto" and (None in rewards or any(row.labelled for row in responses))):
         because = ", as lines are labelled or have no reward" * (how == "auto")
         value = 1.0 if how == "right" else -1.0
@@ -226,7 +235,8 @@ def advantages_of(responses: Sequence[Response], how: str) -> tuple[list[float],
 
 def parts_of(responses: Sequence[Response]) -> list[list[int]]:
     """Which responses are in each file: ``PER_FILE`` in their order, fewer or more where groups stay whole."""
-    groups, parts = dict[Any, list[int]](), list[list[int]]([[]])
+    groups = dict[Any, list[int]]()
+    parts = list[list[int]]([[]])
     for place, row in enumerate(responses):
         groups.setdefault(place if row.group is None else row.group, []).append(place)
     for group in groups.values():
@@ -250,8 +260,10 @@ def _rollouts(
         first = given[next(index for index, count in enumerate(unknown) if count)]
         known = f"not in the tokenizer's vocabulary of {len(tokenizer)}"
         raise ValueError(f"{first.id}: token id {max(first.response)} is {known}, as many in the file; {ANOTHER}")
-    lengths_B1, groups = torch.tensor([[len(of)] for of in ids]), dict[Any, int]()
-    rewards, names = [row.reward for row in given], [row.id for row in given]
+    lengths_B1 = torch.tensor([[len(of)] for of in ids])
+    groups = dict[Any, int]()
+    rewards = [row.reward for row in given]
+    names = [row.id for row in given]
     truths = [None if row.ground_truth is None else str(row.ground_truth) for row in given]
     labels = [labels_of(*pair, tokenizer, texts) for pair in zip(given, ids, strict=True)]
     facts = {"id": names, "prompt": prompts, "ground_truth": truths, "reward": rewards, "labels": labels}

@@ -71,7 +71,8 @@ def read_responses(path: Path) -> list[Response]:
 def _response(record: Mapping[str, Any], number: int) -> Response:
     prompt: Any = record.get("prompt")
     response: Any = record.get("response")
-    steps, ranges = record.get("steps"), None
+    steps = record.get("steps")
+    ranges = None
     if isinstance(steps, list) and steps and all(isinstance(step, str) for step in steps):
         between = SEPARATOR if response is None else ""
         ranges = list(pairwise([0, *accumulate(len(step) + len(between) for step in steps)]))
@@ -90,7 +91,9 @@ def _response(record: Mapping[str, Any], number: int) -> Response:
     tools = record.get("tools")
     if not isinstance(tools, list | None):
         raise ValueError(f"tools={str(tools)[:40]!r} must be a list, as the chat template takes it")
-    reward, error, group = record.get("reward"), record.get("error"), record.get("group")
+    reward = record.get("reward")
+    error = record.get("error")
+    group = record.get("group")
     if reward is not None and not (isinstance(reward, int | float) and abs(reward) <= sys.float_info.max):
         raise ValueError(f"reward={str(reward)[:40]!r} must be a finite number")
     row = Response(
@@ -114,7 +117,8 @@ def _response(record: Mapping[str, Any], number: int) -> Response:
 def label_ranges(row: Response, text: str) -> tuple[Ranges, Ranges]:
     """The characters of a response's steps and of its error, none or one. ValueError where ``error`` is neither a step
     nor a range of the text."""
-    steps, error = row.steps or [match.span() for match in re.finditer(r"[^\n]*\S[^\n]*\n*", text)], row.error
+    steps = row.steps or [match.span() for match in re.finditer(r"[^\n]*\S[^\n]*\n*", text)]
+    error = row.error
     if error is None:
         return steps, []
     if type(error) is int and 0 <= error < len(steps):

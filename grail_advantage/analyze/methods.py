@@ -47,7 +47,8 @@ def _first_value(text: str) -> tuple[Any, str]:
 def methods_for(specs: Sequence[str], responses: Sequence[Response], advantages: str = "auto") -> dict[str, BaseMethod]:
     """The methods by how they are called; ``all``: the registered ones that fit, but for those with a pass for every
     token. ValueError: a method that is unknown, named twice, or needs what the lines do not have."""
-    every, found = list(specs) == ["all"], dict[str, BaseMethod]()
+    every = list(specs) == ["all"]
+    found = dict[str, BaseMethod]()
     for spec in sorted(methods()) if every else specs:
         method = parse_method(spec)
         lack = _lack(method, responses, advantages)

@@ -23,7 +23,8 @@ def tokenize(row: Response, tokenizer: PreTrainedTokenizerBase) -> tuple[str, li
     ValueError: messages without a chat template, or an empty prompt.
     """
     if isinstance(row.prompt, str):
-        prompt, front = row.prompt, []
+        prompt = row.prompt
+        front = []
         if not (tokenizer.bos_token and prompt.startswith(tokenizer.bos_token)):
             front = _put_in_front(prompt, tokenizer)
     elif not tokenizer.chat_template:
@@ -53,7 +54,8 @@ def is_begun(row: Response) -> bool:
 def _put_in_front(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """The special tokens in front of a text, and not those after it, such as an end token."""
     text = f"{text} a"  # ends with another token than is put after it
-    whole, plain = tokenizer.encode(text), tokenizer.encode(text, add_special_tokens=False)
+    whole = tokenizer.encode(text)
+    plain = tokenizer.encode(text, add_special_tokens=False)
     return next((whole[:start] for start in range(len(whole)) if whole[start : start + len(plain)] == plain), [])
 
 
