@@ -48,30 +48,42 @@ from grail_advantage.text_io import plain_file, read_json, visible, why
 
 logger = logging.getLogger(__name__)
 VERSION = 6  # ``schema_version`` of both kinds of files; older ones are read, with null in the columns they lack
-# where a run has its dump and its figures, by convention
+# Where a run has its dump and its figures, by convention.
 TOKENS = "tokens"
 METRICS_FILE = "metrics.jsonl"
 SECONDS = 60.0  # that a training waits for a file at most
 _Read = TypeVar("_Read")
 
-INTS, FLOATS, TEXTS = (pa.list_(kind) for kind in (pa.int64(), pa.float32(), pa.string()))
+INT = pa.int64()
+TEXT = pa.string()
+INTS = pa.list_(INT)
+TEXTS = pa.list_(TEXT)
+FLOATS = pa.list_(pa.float32())
 # The columns of floats, one a token; null where a run does not have them.
 COLUMNS = ("score", "weight", "base_advantage", "advantage", "old_log_prob", "entropy", "rollout_log_probs")
-OF_METHOD = {"name": pa.string(), "score": FLOATS, "advantage": FLOATS, "weight": FLOATS, "no_scores": pa.string()}
+OF_METHOD = {"name": TEXT, "score": FLOATS, "advantage": FLOATS, "weight": FLOATS, "no_scores": TEXT}
 SCHEMA = pa.schema(  # the columns of ``step_000123.parquet``
     {
-        **dict.fromkeys(("step", "update", "row", "group"), pa.int64()),
-        **dict.fromkeys(("key", "prompt", "response"), pa.string()),
-        **dict.fromkeys(("id", "ground_truth", "outcome", "answer", "no_scores"), pa.string()),
-        **{"reward": pa.float64(), "truncated": pa.bool_(), "span": INTS, "prompt_ids": INTS, "token_ids": INTS},
-        **{"tokens": TEXTS, "mask": pa.list_(pa.bool_()), **dict.fromkeys(COLUMNS, FLOATS)},
-        **{"methods": pa.list_(pa.struct(OF_METHOD)), "labels": pa.string()},
+        **dict.fromkeys(("step", "update", "row", "group"), INT),
+        **dict.fromkeys(("key", "prompt", "response", "id", "ground_truth", "outcome", "answer", "no_scores"), TEXT),
+        "reward": pa.float64(),
+        "truncated": pa.bool_(),
+        **dict.fromkeys(("span", "prompt_ids", "token_ids"), INTS),
+        "tokens": TEXTS,
+        "mask": pa.list_(pa.bool_()),
+        **dict.fromkeys(COLUMNS, FLOATS),
+        "methods": pa.list_(pa.struct(OF_METHOD)),
+        "labels": TEXT,
     }
 )
+BY_UPDATE = ("by_update", "clipped_by_update")  # a list for each optimiser step, of floats, one a token
 RECEIVED_SCHEMA = pa.schema(  # the columns of ``received_000123.parquet``; in a table they follow the others
     {
-        **{"key": pa.string(), "updates": INTS, "received": FLOATS, "clipped": FLOATS},
-        **dict.fromkeys(("by_update", "clipped_by_update"), pa.list_(FLOATS)),
+        "key": TEXT,
+        "updates": INTS,
+        "received": FLOATS,
+        "clipped": FLOATS,
+        **dict.fromkeys(BY_UPDATE, pa.list_(FLOATS)),
         "effect": FLOATS,  # the change of each token's log-probability by the update
     }
 )
@@ -81,7 +93,7 @@ _FIELDS = {field.name: field for schema in (RECEIVED_SCHEMA, SCHEMA) for field i
 # Columns of which every response has all values.
 _WHOLE = ("key", "row", "group", "prompt", "token_ids", "tokens", "mask", "weight", "advantage")
 _KEYS = {"step": b"grail_advantage", "received": b"grail_advantage_received"}  # of the headers, by kind of file
-_SUFFIXES = dict.fromkeys(_PER_TOKEN, "_T") | dict.fromkeys(("by_update", "clipped_by_update"), "_KT")
+_SUFFIXES = {**dict.fromkeys(_PER_TOKEN, "_T"), **dict.fromkeys(BY_UPDATE, "_KT")}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,61 +156,67 @@ def write_received(folder: Path, header: Mapping[str, Any], table: pa.Table) -> 
 
 
 def _write(folder: Path, kind: str, header: Mapping[str, Any], table: pa.Table, tokens: str) -> Path:
-    _check_lengths(table, tokens)
+    _check_lengths(table, table[tokens])
     table = table.replace_schema_metadata({_KEYS[kind]: json.dumps({"schema_version": VERSION, **header})})
     path = _path(folder, kind, header["step"], header.get("update", 0))
-    pq.write_table(table, content := io.BytesIO(), compression="zstd", use_dictionary=False)
+    content = io.BytesIO()
+    pq.write_table(table, content, compression="zstd", use_dictionary=False)
     write_whole(path, content.getvalue())
     return path
 
 
-def _check_lengths(table: pa.Table, tokens: str) -> None:
-    """ValueError: a response has more or fewer values of a column than of the column ``tokens``, where it has any."""
-    counts = pc.list_value_length(table[tokens])
-    for name in [name for name in _PER_TOKEN if name in table.column_names]:
-        if pc.all(pc.equal(pc.list_value_length(table[name]), counts)).as_py() is False:  # null: there are none
-            raise ValueError(f"a response has more or fewer values of {name} than tokens")
-    for name in [name for name in ("by_update", "clipped_by_update") if name in table.column_names]:
-        lists = table[name].combine_chunks()
-        inner = pc.list_value_length(lists.flatten())
-        if inner.null_count or pc.all(pc.equal(inner, counts.take(pc.list_parent_indices(lists)))).as_py() is False:
+def _check_lengths(table: pa.Table, tokens: pa.ListArray | pa.ChunkedArray) -> None:
+    """Raise ValueError where a response has more or fewer values of a column than tokens. One that has no value of
+    either, null, is right."""
+    counts = pc.list_value_length(tokens)
+    for name in table.column_names:
+        values = table[name]
+        wanted = counts
+        if name in BY_UPDATE:
+            lists = values.combine_chunks()
+            values = lists.flatten()
+            wanted = counts.take(pc.list_parent_indices(lists))
+        elif name not in _PER_TOKEN:
+            continue
+        are_equal = pc.all(pc.equal(pc.list_value_length(values), wanted)).as_py()  # null: there are none
+        if are_equal is False or (name in BY_UPDATE and values.null_count):
             raise ValueError(f"a response has more or fewer values of {name} than tokens")
 
 
 def _check_foreign(table: pa.Table) -> None:
-    """What a file of others need not keep to, and every reader relies on. ValueError: it does not."""
+    """Raise ValueError for what a file of others need not keep to, and every reader relies on."""
     table.validate(full=True)
-    for name in [name for name in _WHOLE if name in table.column_names]:
-        column = table[name].combine_chunks()
-        if column.null_count or (pa.types.is_list(column.type) and column.flatten().null_count):
+    columns = {name: table[name].combine_chunks() for name in table.column_names}
+    for name, column in columns.items():
+        holds_null = column.null_count or (pa.types.is_list(column.type) and column.flatten().null_count)
+        if name in _WHOLE and holds_null:
             raise ValueError(f"a response has no value, or an empty one, of {name}")
-    tokens = next((name for name in ("tokens", "mask", "token_ids") if name in table.column_names), None)
+    tokens = next((columns[name] for name in ("tokens", "mask", "token_ids") if name in columns), None)
     if tokens is not None:
         _check_lengths(table, tokens)
-    if "span" in table.column_names and "mask" in table.column_names:
-        lengths = pc.list_value_length(table["mask"]).to_pylist()
-        for span, length in zip(table["span"].to_pylist(), lengths, strict=True):
-            if span is not None and not (len(span) == 4 and [0, *span, length] == sorted([0, *span, length])):
-                raise ValueError(f"{span} is no span of {length} tokens")
-    if "methods" in table.column_names and tokens is not None:
-        _check_methods(table["methods"].combine_chunks(), table[tokens].combine_chunks())
-    if "labels" in table.column_names:
-        for text in table["labels"].to_pylist():
-            if not isinstance(read_json(text or "{}"), dict):
-                raise ValueError("labels are no JSON object")
+        if "methods" in columns:
+            _check_methods(columns["methods"], tokens)
+        if "span" in columns:
+            lengths = pc.list_value_length(tokens).to_pylist()
+            for span, length in zip(columns["span"].to_pylist(), lengths, strict=True):
+                if span is not None and (len(span) != 4 or [0, *span, length] != sorted([0, *span, length])):
+                    raise ValueError(f"{span} is no span of {length} tokens")
+    for text in columns["labels"].to_pylist() if "labels" in columns else ():
+        if not isinstance(read_json(text or "{}"), dict):
+            raise ValueError("labels are no JSON object")
 
 
 def _check_methods(methods: pa.ListArray, tokens: pa.ListArray) -> None:
-    """ValueError: responses have different methods, or a method more or fewer values than tokens."""
+    """Raise ValueError where responses have different methods, or a method more or fewer values than tokens."""
     entries = methods.flatten()
     row_of = pc.list_parent_indices(methods)
     names: list[list[str | None]] = [[] for _ in tokens]
     for row, name in zip(row_of.to_pylist(), entries.field("name").to_pylist(), strict=True):
         names[row].append(name)
-    if any(own != names[0] or None in own or len(own) > len(set(own)) for own in names):
+    if any(row != names[0] or None in row or len(row) > len(set(row)) for row in names):
         raise ValueError("responses have different methods")
-    own = {name: entries.field(name) for name in ("score", "weight", "advantage")}
-    _check_lengths(pa.table({**own, "mask": tokens.take(row_of)}), "mask")
+    columns = {name: entries.field(name) for name in ("score", "weight", "advantage")}
+    _check_lengths(pa.table(columns), tokens.take(row_of))
 
 
 def _path(folder: Path, kind: str, step: int, update: int) -> Path:
@@ -208,8 +226,11 @@ def _path(folder: Path, kind: str, step: int, update: int) -> Path:
 def _files(folder: Path, kind: str) -> list[tuple[int, int, Path]]:
     """Step, update and path of each file of a kind, in order; none where there is no folder."""
     name = re.compile(rf"{kind}_(\d{{1,15}})(?:_update_(\d{{1,9}}))?\.parquet", re.ASCII)
-    matches = ((name.fullmatch(path.name), path) for path in Path(folder).glob("*.parquet"))
-    return sorted((int(match[1]), int(match[2] or 0), path) for match, path in matches if match)
+    files = []
+    for path in Path(folder).glob("*.parquet"):
+        if match := name.fullmatch(path.name):
+            files.append((int(match[1]), int(match[2] or 0), path))
+    return sorted(files)
 
 
 def remove_steps(folder: Path, first: int) -> list[Path]:
@@ -232,7 +253,7 @@ class DumpRow(SimpleNamespace):
 
 @dataclass
 class DumpFile:
-    """The responses of one update."""
+    """The file has the responses of one update."""
 
     path: Path
     step: int
@@ -241,40 +262,42 @@ class DumpFile:
 
     @property
     def header(self) -> DumpHeader | None:
-        """``None`` where it cannot be read."""
-        return _read(self.path, "step", None, self.problems)
+        """What all responses share; ``None`` where it cannot be read."""
+        with _noting(self.path, "step", self.problems):
+            return _HEADER.validate_python(_header_in(self.path, "step"))
+        return None
 
-    def table(self, columns: Iterable[str] = ALL, most: int | None = None) -> pa.Table:
-        """The responses, or the first ``most``; none where the file is damaged, which ``problems`` names then."""
-        wanted = list(columns)
-        beside = _path(self.path.parent, "received", self.step, self.update)
-        arriving = [name for name in wanted if name not in SCHEMA.names]
-        own = [name for name in SCHEMA.names if name in wanted or (name in ("key", "mask") and arriving)]
-        table = _read(self.path, "step", own, self.problems, most)
-        if not arriving:
-            return table.select(wanted)
-        known = RECEIVED_SCHEMA.empty_table()
-        if beside.exists():
-            known = _read(beside, "received", ["key", *arriving], self.problems)
-        places = pc.index_in(table["key"], known["key"].combine_chunks())
+    def table(self, columns: Iterable[str] = ALL, limit: int | None = None) -> pa.Table:
+        """Give the responses, or the first ``limit``; none where the file is damaged, which ``problems`` names then."""
+        names = list(columns)
+        names_received = [name for name in names if name not in SCHEMA.names]
+        names_written = [name for name in SCHEMA.names if name in names or (name in ("key", "mask") and names_received)]
+        table = _read(self.path, "step", names_written, self.problems, limit)
+        if not names_received:
+            return table.select(names)
+        path = _path(self.path.parent, "received", self.step, self.update)
+        received = RECEIVED_SCHEMA.empty_table()
+        if path.exists():
+            received = _read(path, "received", ["key", *names_received], self.problems)
+        rows = pc.index_in(table["key"], received["key"].combine_chunks())
         joined = table
-        for name in arriving:
-            joined = joined.append_column(_FIELDS[name], known[name].take(places))
+        for name in names_received:
+            joined = joined.append_column(_FIELDS[name], received[name].take(rows))
         try:
-            _check_lengths(joined, "mask")
+            _check_lengths(joined, joined["mask"])
         except ValueError as error:
-            _add_problem(self.problems, beside, "received", error)
-            joined = table
-            for name in arriving:
-                joined = joined.append_column(_FIELDS[name], pa.nulls(len(table), _FIELDS[name].type))
-        return joined.select(wanted)
+            _add_problem(self.problems, path, "received", error)
+            joined = _with_nulls(table, names_received)
+        return joined.select(names)
 
     def rows(self, columns: Iterable[str] = ALL) -> Iterator[DumpRow]:
-        """The responses, one at a time."""
+        """Give the responses, one at a time."""
         for batch in self.table(columns).to_batches(max_chunksize=32):
-            values = [of.to_numpy(False) if pa.types.is_list(of.type) else of.to_pylist() for of in batch.columns]
-            for row in zip(*values, strict=True):
-                yield _row(dict.fromkeys(ALL) | dict(zip(batch.schema.names, row, strict=True)))
+            by_name = {}
+            for name, column in zip(batch.schema.names, batch.columns, strict=True):
+                by_name[name] = column.to_numpy(False) if pa.types.is_list(column.type) else column.to_pylist()
+            for index in range(len(batch)):
+                yield _row(dict.fromkeys(ALL) | {name: values[index] for name, values in by_name.items()})
 
 
 @dataclass
@@ -290,27 +313,35 @@ class TokenDump:
         return sorted({file.step for file in self.files})
 
     def table(self, columns: Iterable[str] = ALL, steps: Collection[int] | None = None) -> pa.Table:
-        """The responses of some steps, of all by default."""
-        files = [file for file in self.files if steps is None or file.step in steps]
+        """Give the responses of some steps, of all by default."""
         names = list(columns)
-        return pa.concat_tables([_schema(names).empty_table(), *(file.table(names) for file in files)])
+        tables = [_schema(names).empty_table()]
+        tables += [file.table(names) for file in self.files if steps is None or file.step in steps]
+        return pa.concat_tables(tables)
 
     def rows(self, steps: Collection[int] | None = None) -> Iterator[DumpRow]:
-        """The responses of some steps, of all by default, one at a time."""
-        return (row for file in self.files if steps is None or file.step in steps for row in file.rows())
+        """Give the responses of some steps, of all by default, one at a time."""
+        for file in self.files:
+            if steps is None or file.step in steps:
+                yield from file.rows()
 
     __iter__ = rows
 
-    def receipts(self) -> list[dict[str, Any]]:
-        """The headers of the files of what arrived, in order; an analysis has measured effects alone."""
-        headers = [_read(path, "received", None, self.problems) for _, _, path in _files(self.folder, "received")]
-        return [header for header in headers if header and "findings" in header]
+    def receipts(self) -> list[Mapping[str, Any]]:
+        """Give the headers of the files of what arrived, in order; an analysis has measured effects alone."""
+        receipts = []
+        for _, _, path in _files(self.folder, "received"):
+            with _noting(path, "received", self.problems):
+                header = _header_in(path, "received")
+                if "findings" in header:
+                    receipts.append(checked(header))
+        return receipts
 
 
 def read_dump(folder: Path | str) -> TokenDump:
     """Look into a folder. Nothing is raised: what is wrong with it is in ``problems``, and logged."""
     folder = Path(folder)
-    problems = list[str]()
+    problems: list[str] = []
     files = [DumpFile(path, step, update, problems) for step, update, path in _files(folder, "step")]
     if not files:
         problems.append(f"{folder}: holds no token dump (step_NUMBER.parquet)")
@@ -321,31 +352,47 @@ def _schema(columns: Iterable[str]) -> pa.Schema:
     return pa.schema([_FIELDS[name] for name in columns])
 
 
-def _read(path: Path, kind: str, columns: Sequence[str] | None, problems: list[str], most: int | None = None) -> Any:
-    """Columns of a file as a table, or its header as a mapping; of a damaged one, which is added to the problems and
-    logged, no rows or ``None``."""
+@contextmanager
+def _noting(path: Path, kind: str, problems: list[str]) -> Iterator[None]:
+    """Let an error of a damaged file within end there; it is added to the problems and logged."""
     try:
-        with pq.ParquetFile(plain_file(path)) as file:
-            header = read_json(file.metadata.metadata[_KEYS[kind]])
-            if (version := header.pop("schema_version")) > VERSION:
-                raise ValueError(f"schema_version is {version}; this version reads {VERSION}")
-            if columns is None and kind == "step":
-                if version < 6:
-                    header["gave_advantages"] = header["method"] in _GAVE_ADVANTAGES
-                return _HEADER.validate_python(header)
-            if columns is None:
-                return checked(header) if "findings" in header else header
-            there = [name for name in columns if name in file.schema_arrow.names]
-            first = None if most is None else next(file.iter_batches(most, columns=there), None)
-            table = file.read(there) if first is None else pa.Table.from_batches([first])
-            for name in set(columns) - set(there):
-                table = table.append_column(name, pa.nulls(len(table), _FIELDS[name].type))
-            table = table.select(columns).cast(_schema(columns))
-            _check_foreign(table.select(there))
-            return table
+        yield
     except (pa.ArrowException, OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         _add_problem(problems, path, kind, error)
-    return None if columns is None else _schema(columns).empty_table()
+
+
+def _header_in(path: Path, kind: str) -> dict[str, Any]:
+    """Read the header of a file; ValueError for one that a later version wrote."""
+    with pq.ParquetFile(plain_file(path)) as file:
+        header = read_json(file.metadata.metadata[_KEYS[kind]])
+    version = header.pop("schema_version")
+    if version > VERSION:
+        raise ValueError(f"schema_version is {version}; this version reads {VERSION}")
+    if kind == "step" and version < 6:
+        header["gave_advantages"] = header["method"] in _GAVE_ADVANTAGES
+    return header
+
+
+def _read(path: Path, kind: str, columns: Sequence[str], problems: list[str], limit: int | None = None) -> pa.Table:
+    """Read columns of a file, null those that it does not have; no rows of a damaged one."""
+    with _noting(path, kind, problems):
+        _header_in(path, kind)  # a later version's file is not read
+        with pq.ParquetFile(plain_file(path)) as file:
+            names = [name for name in columns if name in file.schema_arrow.names]
+            first = None if limit is None else next(file.iter_batches(limit, columns=names), None)
+            table = file.read(names) if first is None else pa.Table.from_batches([first])
+        table = _with_nulls(table, [name for name in columns if name not in names])
+        table = table.select(columns).cast(_schema(columns))
+        _check_foreign(table.select(names))
+        return table
+    return _schema(columns).empty_table()
+
+
+def _with_nulls(table: pa.Table, names: Sequence[str]) -> pa.Table:
+    """Add columns of nulls."""
+    for name in names:
+        table = table.append_column(_FIELDS[name], pa.nulls(len(table), _FIELDS[name].type))
+    return table
 
 
 def _add_problem(problems: list[str], path: Path, kind: str, error: Exception) -> None:
@@ -364,10 +411,12 @@ def _row(values: dict[str, Any]) -> DumpRow:
         elif isinstance(value, np.ndarray):
             values[name] = value.tolist() if name == "tokens" else value.copy()
     span = values["span"]
+    if span is not None:
+        span = AnswerSpan(*span.tolist())
+    methods = {}
+    for entry in values["methods"] if values["methods"] is not None else ():
+        methods[entry.pop("name")] = _named(entry)
     labels = json.loads(values["labels"] or "{}")
-    of_methods = values["methods"]
-    methods = {of.pop("name"): _named(of) for of in ([] if of_methods is None else of_methods)}
-    span = None if span is None else AnswerSpan(*span.tolist())
     return _named({**values, "span": span, "labels": labels, "methods": methods})
 
 
@@ -403,14 +452,16 @@ class DumpOptions(BaseModel):
 
 
 def choose_rows(groups: Sequence[int], valid: Sequence[bool], limit: int | None, seed: Sequence[int]) -> list[int]:
-    """Which responses of a batch are written, by group: whole groups, in an order that the seed gives, as many as fit
-    (of a first one that is larger, its first responses), without those that are not ``valid`` and only fill it up."""
+    """Choose the responses of a batch that are written, by group: whole groups, in an order that the seed gives, as many
+    as fit (of a first one that is larger, its first responses), without those that are not ``valid`` and only fill it
+    up."""
     members: dict[int, list[int]] = {}
     for row in np.flatnonzero(valid).tolist():
         members.setdefault(groups[row], []).append(row)
-    chosen = dict[int, list[int]]()
+    order = np.random.default_rng(list(seed)).permutation(sorted(members)).tolist()
     room = len(groups) if limit is None else limit
-    for group in np.random.default_rng(list(seed)).permutation(sorted(members)).tolist():
+    chosen: dict[int, list[int]] = {}
+    for group in order:
         if len(members[group]) <= room or not chosen:
             chosen[group] = members[group][:room]
             room -= len(chosen[group])
@@ -460,7 +511,8 @@ class StepDump(Unstopped):
 
     def measures(self, step: int) -> bool:
         """Whether the effect of this step's update on the responses that are written is measured."""
-        return bool(every := self._options.effect_every) and step % every == 0 and self.writes(step)
+        interval = self._options.effect_every
+        return interval > 0 and step % interval == 0 and self.writes(step)
 
     def choose(self, step: int, update: int, groups: Sequence[int], valid: Sequence[bool]) -> list[int]:
         """The responses to write of an update. The first call removes an earlier run's files of its step and later."""
@@ -473,8 +525,8 @@ class StepDump(Unstopped):
         """Write the chosen responses, of a batch of ``rows_in_step`` without those that only fill it up."""
         with self.attempt():
             table = pa.concat_tables([table_of(part, self._texts) for part in parts])
-            of_step = {"step": step, "update": update, "rows_in_step": rows_in_step}
-            header = header_of(parts[0], self._texts, **of_step, **self._facts)
+            facts = {"step": step, "update": update, "rows_in_step": rows_in_step, **self._facts}
+            header = header_of(parts[0], self._texts, **facts)
             self._in_time(lambda: write_step(self.path, header, table))
 
     def write_received(self, header: Mapping[str, Any], table: pa.Table) -> None:
@@ -578,16 +630,24 @@ def received_table(
     """A receipt's responses, with their keys and numbers of tokens, and the effect of the update, float (B, T), where it
     was measured, as :func:`write_received` takes them."""
     rows = []
-    by_name = {"received": receipt.received_BT, "clipped": receipt.clipped_BT, "effect": effect}
-    of_updates = {"by_update": receipt.received_UBT, "clipped_by_update": receipt.clipped_UBT}
-    for place, (key, length) in enumerate(zip(keys, lengths, strict=True)):
-        there = receipt.received_UBT[:, place, :length].isfinite().any(dim=1)
-        row: dict[str, Any] = {
-            name: of[place, :length].float().numpy() for name, of in by_name.items() if of is not None
+    for index, (key, length) in enumerate(zip(keys, lengths, strict=True)):
+        updates = receipt.received_UBT[:, index, :length].isfinite().any(dim=1)
+        row = {
+            "key": as_utf8(key),
+            "updates": updates.nonzero().flatten().numpy(),
+            "received": _floats(receipt.received_BT[index, :length]),
+            "clipped": _floats(receipt.clipped_BT[index, :length]),
+            "by_update": list(_floats(receipt.received_UBT[updates, index, :length])),
+            "clipped_by_update": list(_floats(receipt.clipped_UBT[updates, index, :length])),
         }
-        row |= {name: list(of[there, place, :length].float().numpy()) for name, of in of_updates.items()}
-        rows.append({"key": as_utf8(key), "updates": there.nonzero().flatten().numpy(), **row})
+        if effect is not None:
+            row["effect"] = _floats(effect[index, :length])
+        rows.append(row)
     return pa.Table.from_pylist(rows, schema=RECEIVED_SCHEMA)
+
+
+def _floats(values: Tensor) -> np.ndarray:
+    return values.float().numpy()
 
 
 class MetricsFile(Unstopped):

@@ -128,7 +128,7 @@ def analyze(
     }
     about["after"] = after[0] if after else None
     about["temperature"] = temperature
-    about.update((beside or {}))
+    about.update(beside or {})
     about["responses"] = digest(json.dumps([values, list(map(repr, responses))]))
     about = json.loads(json.dumps(about))
     known: dict[str, Any] = {**about, "failed": {}}
