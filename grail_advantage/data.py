@@ -478,8 +478,8 @@ class Weighed:
         )
 
     def advantages_under(self, masks: Sequence[Tensor]) -> list[Tensor]:
-        """The token advantages in a trainer's own layout: float32 (b, W) for each micro-batch, by its mask (b, W) of the
-        tokens that train, 0 elsewhere. The masks mark the tokens of :attr:`Rollouts.mask`, in the same order."""
+        """The token advantages in a trainer's own layout: float32 (b, W) for each micro-batch, by its mask (b, W) of
+        the tokens that train, 0 elsewhere. The masks mark the tokens of :attr:`Rollouts.mask`, in the same order."""
         counts = [int(mask.sum()) for mask in masks]
         parts = self.advantages[self.rollouts.mask].split(counts)
         pairs = zip(masks, parts, strict=True)

@@ -452,9 +452,9 @@ class DumpOptions(BaseModel):
 
 
 def choose_rows(groups: Sequence[int], valid: Sequence[bool], limit: int | None, seed: Sequence[int]) -> list[int]:
-    """Choose the responses of a batch that are written, by group: whole groups, in an order that the seed gives, as many
-    as fit (of a first one that is larger, its first responses), without those that are not ``valid`` and only fill it
-    up."""
+    """Choose the responses of a batch that are written, by group: whole groups, in an order that the seed gives, as
+    many as fit (of a first one that is larger, its first responses), without those that are not ``valid`` and only fill
+    it up."""
     members: dict[int, list[int]] = {}
     for row in np.flatnonzero(valid).tolist():
         members.setdefault(groups[row], []).append(row)
@@ -627,8 +627,8 @@ def table_of(weighed: Weighed, texts: TokenTexts, others: Mapping[str, Weighed] 
 def received_table(
     receipt: Receipt, keys: Sequence[str], lengths: Sequence[int], effect: Tensor | None = None
 ) -> pa.Table:
-    """A receipt's responses, with their keys and numbers of tokens, and the effect of the update, float (B, T), where it
-    was measured, as :func:`write_received` takes them."""
+    """A receipt's responses, with their keys and numbers of tokens, and the effect of the update, float (B, T), where
+    it was measured, as :func:`write_received` takes them."""
     rows = []
     for index, (key, length) in enumerate(zip(keys, lengths, strict=True)):
         updates = receipt.received_UBT[:, index, :length].isfinite().any(dim=1)

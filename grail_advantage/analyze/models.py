@@ -55,8 +55,8 @@ def _load_packaged(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]
 
 
 def files_digest(name: str) -> str | None:
-    """Tell whether the files of a model's folder, or a file, have changed: the digest is of their names, sizes and times.
-    It is ``None`` for a name on the hub or a packaged model."""
+    """Tell whether the files of a model's folder, or a file, have changed: the digest is of their names, sizes and
+    times. It is ``None`` for a name on the hub or a packaged model."""
     path = Path(name)
     if not path.exists():
         return None
@@ -75,10 +75,10 @@ def check_options(temperature: float, tokens: int, device: str) -> None:
     if tokens < 1:
         raise ValueError(f"--tokens {tokens} must be at least 1")
     try:
-        there = torch.zeros(1, device=device)
+        values = torch.zeros(1, device=device)
     except (RuntimeError, AssertionError) as error:  # torch's, of a name or of a device that is not there
         raise ValueError(f"--device {device} cannot be used here ({why(Exception(str(error)))}); use cpu") from error
-    if there.is_meta:
+    if values.is_meta:
         raise ValueError(f"--device {device} computes nothing; use cpu")
 
 

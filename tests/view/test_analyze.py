@@ -80,7 +80,7 @@ def test_responses_of_one_prompt_are_shown_together_without_a_group(tmp_path: Pa
 def test_the_effect_between_two_checkpoints(tmp_path: Path):
     """Against each model's own log-probabilities, with no receipt of an update; without a later one there is none."""
     later = partial(tiny_model, vocab_size=len(char_tokenizer()), max_position_embeddings=512, seed=1)
-    run(list(RESPONSES), ["surprisal"], tmp_path / "a", after=("later", later))
+    run(list(RESPONSES), ["surprisal"], tmp_path / "a", later=("later", later))
     run(list(RESPONSES), ["surprisal"], tmp_path / "b")
     dump, models = read_dump(tmp_path / "a"), (tiny_model(vocab_size=len(char_tokenizer())), later())
     assert not dump.receipts() and not dump.problems and all(row.effect_T is None for row in read_dump(tmp_path / "b"))
