@@ -37,7 +37,7 @@ _Numbers = TypeVar("_Numbers", Tensor, np.ndarray)
 
 
 def within_range(values: _Numbers) -> _Numbers:
-    """Which rewards or advantages can train: bool, false for NaN, an infinity, and more than ``LARGEST``."""
+    """Say which rewards or advantages can train: bool, false for NaN, an infinity, and more than ``LARGEST``."""
     if isinstance(values, np.ndarray | np.generic):
         return abs(values.astype(np.float64)) <= LARGEST
     # Not in half precision, in which LARGEST is an infinity, nor as whole numbers, which the default dtype would round.
@@ -56,7 +56,7 @@ def token_mean(values: Tensor, mask: Tensor) -> float:
 
 
 def runs(marked: np.ndarray) -> list[tuple[int, int]]:
-    """The half-open ranges of marked tokens (T,); of those that the model wrote, its turns."""
+    """Give the half-open ranges of marked tokens (T,); of those that the model wrote, its turns."""
     edges = np.diff(np.asarray(marked, dtype=bool), prepend=False, append=False).nonzero()[0].tolist()
     return list(zip(edges[::2], edges[1::2], strict=True))
 
@@ -82,8 +82,9 @@ _KINDS = {"flags": {torch.bool} | _WHOLE | _FLOATS, "whole": _WHOLE, "floats": _
 
 
 def checked(name: str, values: Any, kind: str, shape: Sequence[int] | None = None) -> Tensor:
-    """A tensor of an argument on the CPU, without a graph: ``flags`` (bool, or 0 and 1) as bool, ``whole`` numbers as
-    int64, ``floats`` or ``numbers`` (either). ValueError, naming the argument, for anything else or another shape."""
+    """Give a tensor of an argument on the CPU, without a graph: ``flags`` (bool, or 0 and 1) as bool, ``whole`` numbers
+    as int64, ``floats`` or ``numbers`` (either). ValueError, naming the argument, for anything else or another
+    shape."""
     if not isinstance(values, Tensor):
         raise ValueError(f"{name} must be a tensor, got {type(values).__name__}; use torch.tensor(...)")
     is_dense = values.layout == torch.strided and not (values.is_nested or values.is_meta)
@@ -100,7 +101,7 @@ def checked(name: str, values: Any, kind: str, shape: Sequence[int] | None = Non
 
 
 def _check_one_a_response(name: str, values: Any, count: int) -> None:
-    """ValueError, naming the argument, for anything but a list of ``count`` values."""
+    """Raise ValueError, naming the argument, for anything but a list of ``count`` values."""
     is_list = hasattr(values, "__len__") and not isinstance(values, str)
     if not is_list or getattr(values, "ndim", 1) != 1 or len(values) != count:
         raise ValueError(f"{name} must be a list with one value a response, {count} of them; got {values!r}")
@@ -266,7 +267,7 @@ class Rollouts:
 
     @property
     def padded_length(self) -> int:
-        """Positions of a row where prompts and responses are padded to the longest."""
+        """Give positions of a row where prompts and responses are padded to the longest."""
         return max(map(len, self.prompts), default=0) + self.mask.shape[1]
 
     @cached_property
@@ -278,7 +279,7 @@ class Rollouts:
         return torch.where(self.written, ids, -1)
 
     def spans(self, which: str) -> list[AnswerSpan | None]:
-        """The first or the last complete answer of each response among the tokens that the model wrote."""
+        """Give the first or the last complete answer of each response among the tokens that the model wrote."""
         if which not in self.known_spans:
             generated = [ids[: len(response)] for ids, response in zip(self.tokens, self.responses, strict=True)]
             self.known_spans[which] = list(find_generated_spans(generated, self.tokenizer, which, self.answer))
@@ -286,7 +287,7 @@ class Rollouts:
 
     @property
     def knows_answers(self) -> bool:
-        """Whether answers can be looked for; a batch without a tokenizer is for methods that need none."""
+        """Tell whether answers can be looked for; a batch without a tokenizer is for methods that need none."""
         return self.tokenizer is not None or self.span in self.known_spans
 
     @cached_property
@@ -305,7 +306,7 @@ class Rollouts:
 
     @cached_property
     def conversations(self) -> list[list[int]]:
-        """The responses of each session, in their order."""
+        """Give the responses of each session, in their order."""
         sessions = self.sessions or [(index, 0) for index in range(len(self))]
         members: dict[Any, list[tuple[int, int]]] = {}
         for index, (name, number) in enumerate(sessions):
@@ -314,7 +315,8 @@ class Rollouts:
 
     @property
     def turns_before(self) -> list[int]:
-        """How many turns each response's conversation took in the responses before it, as far as these are here."""
+        """Count how many turns each response's conversation took in the responses before it, as far as these are
+        here."""
         turns = [len(runs(written)) for written in self.written.numpy()]
         before = [0] * len(self)
         for indices in self.conversations:
@@ -341,7 +343,7 @@ class Rollouts:
         return replace(self, advantages=advantages, masked=masked, columns={}, span=method.span)
 
     def row(self, index: int) -> Row:
-        """One response for a pass through the model."""
+        """Give one response for a pass through the model."""
         prompt = self.prompts[index]
         response = self.responses[index]
         group = index if self.groups is None else int(self.groups[index])
@@ -358,7 +360,7 @@ class Rollouts:
         )
 
     def plain_rows(self) -> list[Row]:
-        """Every response that has a token, without its answer, for
+        """Give every response that has a token, without its answer, for
         :func:`grail_advantage.model.hugging_face.read_columns`."""
         pairs = enumerate(zip(self.prompts, self.responses, strict=True))
         return [
@@ -378,7 +380,7 @@ class Rollouts:
     def columns_from(
         self, rows: Sequence[Row], values: Sequence[Mapping[str, Tensor]], names: Sequence[str]
     ) -> dict[str, Tensor]:
-        """The named values (T,) of some rows as columns, float32 (B, T), 0 where the model did not write."""
+        """Give the named values (T,) of some rows as columns, float32 (B, T), 0 where the model did not write."""
         columns = {name: self.mask.new_zeros(self.mask.shape, dtype=torch.float32) for name in names}
         for row, of_row in zip(rows, values, strict=True):
             for name in names:
@@ -386,7 +388,7 @@ class Rollouts:
         return {name: torch.where(self.written, column, 0.0) for name, column in columns.items()}
 
     def part(self, indices: Sequence[int]) -> Rollouts:
-        """Some responses alone, in this order, as copies without the tokenizer: for another thread or process."""
+        """Give some responses alone, in this order, as copies without the tokenizer: for another thread or process."""
         width = max((len(self.responses[index]) for index in indices), default=0)
         names = self.__dataclass_fields__.keys() - _SHARED
         return replace(self, tokenizer=None, **{name: _of_rows(getattr(self, name), indices, width) for name in names})
@@ -416,7 +418,7 @@ def joined(parts: Sequence[Rollouts]) -> Rollouts:
 
 
 def _of_rows(values: Any, indices: Sequence[int], width: int) -> Any:
-    """Some rows of a tensor (B,), or (B, T) up to a width, of a list, or of each entry of a mapping."""
+    """Give some rows of a tensor (B,), or (B, T) up to a width, of a list, or of each entry of a mapping."""
     if isinstance(values, Tensor):
         return values[list(indices)] if values.ndim == 1 else values[list(indices), :width].clone()
     if isinstance(values, Mapping):
@@ -469,7 +471,7 @@ class Weighed:
     metrics: Mapping[str, float] = field(default_factory=dict)  # see grail_advantage.metrics
 
     def part(self, indices: Sequence[int]) -> Weighed:
-        """Some responses alone, see :meth:`Rollouts.part`."""
+        """Give some responses alone, see :meth:`Rollouts.part`."""
         rollouts = self.rollouts.part(indices)
         names = self.__dataclass_fields__.keys() - {"method", "rollouts", "gave_advantages", "metrics"}
         width = rollouts.mask.shape[1]
@@ -478,8 +480,8 @@ class Weighed:
         )
 
     def advantages_under(self, masks: Sequence[Tensor]) -> list[Tensor]:
-        """The token advantages in a trainer's own layout: float32 (b, W) for each micro-batch, by its mask (b, W) of
-        the tokens that train, 0 elsewhere. The masks mark the tokens of :attr:`Rollouts.mask`, in the same order."""
+        """Give the token advantages in a trainer's own layout: float32 (b, W) for each micro-batch, by its mask (b, W)
+        of the tokens that train, 0 elsewhere. The masks mark the tokens of :attr:`Rollouts.mask`, in the same order."""
         counts = [int(mask.sum()) for mask in masks]
         parts = self.advantages[self.rollouts.mask].split(counts)
         pairs = zip(masks, parts, strict=True)

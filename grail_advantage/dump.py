@@ -120,7 +120,7 @@ _HEADER = TypeAdapter(DumpHeader)
 
 
 def as_utf8(text: str | None) -> str | None:
-    """A text as the columns can hold it: half a surrogate pair becomes U+FFFD. ``None`` stays."""
+    """Give a text as the columns can hold it: half a surrogate pair becomes U+FFFD. ``None`` stays."""
     return text if text is None else text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
@@ -262,7 +262,7 @@ class DumpFile:
 
     @property
     def header(self) -> DumpHeader | None:
-        """What all responses share; ``None`` where it cannot be read."""
+        """Say what all responses share; ``None`` where it cannot be read."""
         with _noting(self.path, "step", self.problems):
             return _HEADER.validate_python(_header_in(self.path, "step"))
         return None
@@ -404,7 +404,7 @@ def _add_problem(problems: list[str], path: Path, kind: str, error: Exception) -
 
 
 def _row(values: dict[str, Any]) -> DumpRow:
-    """A response of the values of its columns; they are copied, so that they do not keep the whole table."""
+    """Give a response of the values of its columns; they are copied, so that they do not keep the whole table."""
     for name, value in values.items():
         if name.endswith("by_update") and value is not None:
             values[name] = np.stack(value) if len(value) else np.zeros((0, 0), dtype=np.float32)
@@ -442,7 +442,8 @@ class DumpOptions(BaseModel):
 
     @classmethod
     def of_section(cls, section: str, values: Mapping[str, Any]) -> DumpOptions:
-        """The options of a host's section; ValueError: names the first that is wrong as ``section.option=value``."""
+        """Give the options of a host's section; ValueError: names the first that is wrong as
+        ``section.option=value``."""
         try:
             return cls(**values)
         except ValidationError as error:
@@ -506,16 +507,17 @@ class StepDump(Unstopped):
         self._disk = threading.Thread()
 
     def writes(self, step: int) -> bool:
-        """Whether responses of this training step are written."""
+        """Tell whether responses of this training step are written."""
         return step % self._options.every == 0
 
     def measures(self, step: int) -> bool:
-        """Whether the effect of this step's update on the responses that are written is measured."""
+        """Tell whether the effect of this step's update on the responses that are written is measured."""
         interval = self._options.effect_every
         return interval > 0 and step % interval == 0 and self.writes(step)
 
     def choose(self, step: int, update: int, groups: Sequence[int], valid: Sequence[bool]) -> list[int]:
-        """The responses to write of an update. The first call removes an earlier run's files of its step and later."""
+        """Give the responses to write of an update. The first call removes an earlier run's files of its step and
+        later."""
         if not self._begun:
             self._begun = True
             self._in_time(lambda: remove_steps(self.path, step))
@@ -544,7 +546,8 @@ class StepDump(Unstopped):
 
 
 def header_of(weighed: Weighed, texts: TokenTexts, **facts: Any) -> DumpHeader:
-    """The header of a file with these responses; ``facts`` are those of its values that the record does not say."""
+    """Give the header of a file with these responses; ``facts`` are those of its values that the record does not
+    say."""
     method = weighed.method
     return DumpHeader(
         method=method.name,
@@ -559,8 +562,8 @@ def header_of(weighed: Weighed, texts: TokenTexts, **facts: Any) -> DumpHeader:
 
 
 def table_of(weighed: Weighed, texts: TokenTexts, others: Mapping[str, Weighed] | None = None) -> pa.Table:
-    """The responses as :func:`write_step` takes them, by the texts of the run's tokenizer. ``others``: what several
-    methods made of the same responses, by name. No other function makes such rows."""
+    """Give the responses as :func:`write_step` takes them, by the texts of the run's tokenizer. ``others``: what
+    several methods made of the same responses, by name. No other function makes such rows."""
     r = weighed.rollouts
     nothing = [None] * len(r)
     ids = [response.numpy() for response in r.responses]
@@ -568,7 +571,7 @@ def table_of(weighed: Weighed, texts: TokenTexts, others: Mapping[str, Weighed] 
     spans = r.spans(weighed.method.span)
 
     def a_token(values: Tensor) -> list[np.ndarray]:
-        """Values (B, T) as a list for each response, without the padding."""
+        """Give values (B, T) as a list for each response, without the padding."""
         return [row[: len(token_ids)] for row, token_ids in zip(values.numpy(), ids, strict=True)]
 
     def facts(name: str) -> list[str | None]:
@@ -627,8 +630,8 @@ def table_of(weighed: Weighed, texts: TokenTexts, others: Mapping[str, Weighed] 
 def received_table(
     receipt: Receipt, keys: Sequence[str], lengths: Sequence[int], effect: Tensor | None = None
 ) -> pa.Table:
-    """A receipt's responses, with their keys and numbers of tokens, and the effect of the update, float (B, T), where
-    it was measured, as :func:`write_received` takes them."""
+    """Give a receipt's responses, with their keys and numbers of tokens, and the effect of the update, float (B, T),
+    where it was measured, as :func:`write_received` takes them."""
     rows = []
     for index, (key, length) in enumerate(zip(keys, lengths, strict=True)):
         updates = receipt.received_UBT[:, index, :length].isfinite().any(dim=1)
@@ -681,7 +684,7 @@ class MetricsFile(Unstopped):
 
 
 def _step(line: bytes) -> float:
-    """The step of a whole line; infinite where it is none."""
+    """Give the step of a whole line; infinite where it is none."""
     with suppress(ValueError, TypeError, KeyError, RecursionError):
         return float(json.loads(line)["step"])
     return math.inf

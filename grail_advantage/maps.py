@@ -108,7 +108,7 @@ def bilevel(x: Tensor, m: Tensor, quantile: Part = 0.4, boost: From0 = 2.0, quan
 
 
 def _quantile(h: Tensor, m: Tensor, q: float, rule: str) -> Tensor:
-    """Each response's quantile over its masked values, (B, 1); 0 for a response without any."""
+    """Give each response's quantile over its masked values, (B, 1); 0 for a response without any."""
     count = m.sum(-1, keepdim=True)
     last = (count - 1).clamp(min=0)
     s = torch.where(count > 0, torch.where(m, h, math.inf).sort(-1).values, 0.0)

@@ -40,12 +40,13 @@ class NameTakenError(ValueError): ...
 
 
 def plain_value(value: Any) -> Any:
-    """A number of numpy's as Python's, as configurations of searches have them."""
+    """Give a number of numpy's as Python's, as configurations of searches have them."""
     return value.item() if isinstance(value, np.generic) else value
 
 
 def option(default: Any, text: str, **bounds: Any) -> Any:
-    """A field with a text for the documentation; type and bounds (``gt``, ``ge``, ``le``) are checked at start-up."""
+    """Give a field with a text for the documentation; type and bounds (``gt``, ``ge``, ``le``) are checked at
+    start-up."""
     return Field(default, description=text, **bounds)
 
 
@@ -87,14 +88,14 @@ def _load_plugins() -> None:
 
 
 def methods() -> dict[str, type[BaseMethod]]:
-    """All registered classes by name, those of other packages, too."""
+    """Give all registered classes by name, those of other packages, too."""
     _load_plugins()
     return dict(METHODS)
 
 
 def build(name: str, options: Mapping[str, Any] | None = None) -> BaseMethod:
-    """The method of a name with these options; ``None`` stands for a default. ValueError: an unknown method or option,
-    one that the name sets, or a value that is not allowed."""
+    """Give the method of a name with these options; ``None`` stands for a default. ValueError: an unknown method or
+    option, one that the name sets, or a value that is not allowed."""
     known = methods()
     if name not in known:
         raise ValueError(f"{name!r} is no method; choose one of {', '.join(sorted(known))}{failure_message()}")
@@ -108,7 +109,7 @@ def build(name: str, options: Mapping[str, Any] | None = None) -> BaseMethod:
 
 
 def failure_message() -> str:
-    """The plug-ins that failed, as the end of a message; empty where none did."""
+    """Give the plug-ins that failed, as the end of a message; empty where none did."""
     return "".join(f"; the plug-in {name} failed to import: {type(e).__name__}: {e}" for name, e in FAILURES.items())
 
 
@@ -145,7 +146,7 @@ class BaseMethod(BaseModel):
 
     @classmethod
     def completed(cls, given: dict[str, Any]) -> dict[str, Any]:
-        """The options with those that follow from them; none is checked here."""
+        """Give the options with those that follow from them; none is checked here."""
         return given
 
     def check(self) -> None:
@@ -164,26 +165,26 @@ class BaseMethod(BaseModel):
 
     @property
     def field_names(self) -> list[str]:
-        """The fields that it reads; a method may take them from an option of its own."""
+        """Give the fields that it reads; a method may take them from an option of its own."""
         return sorted(word.removeprefix("field:") for word in self.reads if word.startswith("field:"))
 
     @property
     def skips_unanswered(self) -> bool:
-        """Whether responses without an answer have weight 1."""
+        """Tell whether responses without an answer have weight 1."""
         return False
 
     @property
     def reads_answer(self) -> bool:
-        """Whether a response's weights depend on its answer."""
+        """Tell whether a response's weights depend on its answer."""
         return False
 
     @property
     def needs_tokenizer(self) -> bool:
-        """Whether the rollouts must have their tokenizer; one that is loaded for a model's pass is not meant."""
+        """Tell whether the rollouts must have their tokenizer; one that is loaded for a model's pass is not meant."""
         return self.reads_answer or "tokenizer" in self.reads
 
     def check_tokenizer(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        """ValueError, naming the remedy, for a tokenizer that the method cannot work with."""
+        """Raise ValueError, naming the remedy, for a tokenizer that the method cannot work with."""
 
     def inside_gate(self, r: Rollouts) -> Tensor:
         """bool (B,): the responses that the method looks at, as far as their advantage decides that."""
@@ -195,7 +196,7 @@ class BaseMethod(BaseModel):
         raise NotImplementedError(f"{type(self).__name__} has no select()")
 
     def prepare(self, row: Row, tokenizer: PreTrainedTokenizerBase) -> Row:
-        """The row as the pass needs it: cut, or with another prompt. Runs where the tokenizer is, before rows are
+        """Give the row as the pass needs it: cut, or with another prompt. Runs where the tokenizer is, before rows are
         shared out."""
         return row
 
@@ -204,8 +205,9 @@ class BaseMethod(BaseModel):
         return len(row.tokens)
 
     def run(self, rows: Sequence[Row], model: Model) -> list[RowScores]:
-        """Scores of these rows, in their order, where the model is. With a sharded model a collective: every rank calls
-        it with as many rows, and must make the same calls of ``model`` in the same order, whatever its rows hold."""
+        """Give scores of these rows, in their order, where the model is. With a sharded model a collective: every rank
+        calls it with as many rows, and must make the same calls of ``model`` in the same order, whatever its rows
+        hold."""
         raise NotImplementedError(f"{type(self).__name__} names uses={self.uses!r} and has no run()")
 
     def scores(self, r: Rollouts, of_pass: Tensor | None) -> Tensor:
@@ -248,8 +250,8 @@ class Method(BaseMethod):
         return self.skips_unanswered or self.answer_weights() is not None
 
     def answer_weights(self) -> tuple[float, float, bool] | None:
-        """Weights from each answer on, whatever the scores there: of its content; of its boundary and everything after
-        it; whether answers outside the gate get them, too. ``None``: the map's ``elsewhere``."""
+        """Give weights from each answer on, whatever the scores there: of its content; of its boundary and everything
+        after it; whether answers outside the gate get them, too. ``None``: the map's ``elsewhere``."""
         return None
 
     def inside_gate(self, r: Rollouts) -> Tensor:
@@ -267,8 +269,8 @@ class Method(BaseMethod):
         return chosen
 
     def weights(self, scores: Tensor, among: Tensor, r: Rollouts) -> Weights:
-        """Scores (B, T), finite among bool (B, T), the tokens of scored responses that are compared, to weights. There
-        is at least one such token; scores are 1 where they are not known."""
+        """Give scores (B, T), finite among bool (B, T), the tokens of scored responses that are compared, to weights.
+        There is at least one such token; scores are 1 where they are not known."""
         raise NotImplementedError(f"{type(self).__name__} has no weights(); derive it from Mapped, or write one")
 
 
@@ -295,7 +297,7 @@ class Mapped(Method):
         self._map(one, one.bool())
 
     def map_options(self) -> dict[str, Any]:
-        """What the chosen map gets beside ``reshaper_options``."""
+        """Say what the chosen map gets beside ``reshaper_options``."""
         names = MAPS[self.reshaper].options.model_fields.keys() & type(self).model_fields.keys()
         return {name: getattr(self, name) for name in names}
 
@@ -315,7 +317,7 @@ class Mapped(Method):
 
 
 def message_of(error: ValidationError, section: str, cls: type[BaseModel]) -> str:
-    """The first error in a sentence that names the option."""
+    """Give the first error in a sentence that names the option."""
     first = error.errors()[0]
     name = f"{section}.{'.'.join(map(str, first['loc']))}"
     if first["type"] != "extra_forbidden":

@@ -82,8 +82,8 @@ def weigh(rollouts: Rollouts, method: BaseMethod, host: Host, answers: AnswerChe
 def with_columns(
     rollouts: Rollouts, names: Sequence[str], host: Host, selected: Sequence[int] | None = None
 ) -> Rollouts:
-    """The rollouts with these columns, of which the host is asked for those that are not there, in the ``selected``
-    responses or in all. A collective where the model is sharded."""
+    """Give the rollouts with these columns, of which the host is asked for those that are not there, in the
+    ``selected`` responses or in all. A collective where the model is sharded."""
     missing = [name for name in names if name not in rollouts.columns]
     if not missing:
         return rollouts
@@ -92,7 +92,7 @@ def with_columns(
 
 
 def deal(costs: Sequence[int], ranks: int, groups: Sequence[int] | None = None) -> list[list[int]]:
-    """The rows of each rank, by relative costs: about as much work, and numbers that differ by one at most. With
+    """Give the rows of each rank, by relative costs: about as much work, and numbers that differ by one at most. With
     ``groups``, rows with the same number meet on one rank, whatever their numbers."""
     members: dict[int, list[int]] = {}
     for row, group in enumerate(range(len(costs)) if groups is None else groups):
@@ -108,12 +108,12 @@ def deal(costs: Sequence[int], ranks: int, groups: Sequence[int] | None = None) 
 
 
 def _nowhere(r: Rollouts) -> Tensor:
-    """Scores that are nowhere known: NaN, float32 (B, T)."""
+    """Give scores that are nowhere known: NaN, float32 (B, T)."""
     return r.mask.new_full(r.mask.shape, math.nan, dtype=torch.float32)
 
 
 def _run_pass(host: Host, method: BaseMethod, r: Rollouts, indices: Sequence[int]) -> tuple[Tensor, Tensor | None]:
-    """Scores of a pass through the model, (B, T), NaN elsewhere, and its gradient norms, 1-D, if it has any."""
+    """Give scores of a pass through the model, (B, T), NaN elsewhere, and its gradient norms, 1-D, if it has any."""
     if indices:
         method.check_tokenizer(r.tokenizer)
     rows = [method.prepare(r.row(index), r.tokenizer) for index in indices]
@@ -216,7 +216,7 @@ def _weights(method: Method, r: Rollouts, selected: Tensor, scores: Tensor) -> W
 
 
 def _check_weights(method: Method, mapped: Weights, r: Rollouts, where: Tensor) -> None:
-    """ValueError for what is no weights, or has one below 0 where they are read, bool (B, T)."""
+    """Raise ValueError for what is no weights, or has one below 0 where they are read, bool (B, T)."""
     if not isinstance(mapped, Weights) or mapped.values.shape != r.mask.shape:
         wanted = f"Weights(values) with values of shape {tuple(r.mask.shape)}"
         raise ValueError(f"{method.name}: weights() must return {wanted}, got {type(mapped).__name__}")
@@ -225,16 +225,16 @@ def _check_weights(method: Method, mapped: Weights, r: Rollouts, where: Tensor) 
 
 
 def _normalized(w: Tensor, where: Tensor) -> Tensor:
-    """Weights that sum, over bool (B, T), to the number of a response's tokens there. In float64, so that the padding,
-    which sets the order of the sum, does not show."""
+    """Give weights that sum, over bool (B, T), to the number of a response's tokens there. In float64, so that the
+    padding, which sets the order of the sum, does not show."""
     total = torch.where(where, w.double(), 0.0).sum(1, keepdim=True)
     scale = torch.where(total > 0, where.sum(1, keepdim=True) / total, 1.0)
     return torch.where(where, w * scale, w.double()).float()
 
 
 def _shuffled(values: Tensor, among: Tensor, r: Rollouts) -> Tensor:
-    """Values (B, T) with those of each response's tokens among bool (B, T) in another order: by a hash of the step and
-    the response's own tokens, which are the same in every host, process, batch and start with the same seed."""
+    """Give values (B, T) with those of each response's tokens among bool (B, T) in another order: by a hash of the step
+    and the response's own tokens, which are the same in every host, process, batch and start with the same seed."""
     shuffled = values.clone()
     for index, (prompt, response) in enumerate(zip(r.prompts, r.responses, strict=True)):
         identity = f"{r.step} {prompt.tolist()} {response.tolist()}"
@@ -247,7 +247,7 @@ def _shuffled(values: Tensor, among: Tensor, r: Rollouts) -> Tensor:
 
 
 def _given_advantages(method: AdvantageMethod, r: Rollouts, selected: Tensor, scores: Tensor) -> Weighed:
-    """The scores themselves in the selected responses, the response's own advantage in the others."""
+    """Give the scores themselves in the selected responses, the response's own advantage in the others."""
     scored = selected & r.trains & _all_finite(scores, r.mask)[:, 0]
     a = torch.where(scored[:, None], scores, r.advantages.float()[:, None])
     if not method.non_finite_trains:
@@ -269,7 +269,7 @@ def _given_advantages(method: AdvantageMethod, r: Rollouts, selected: Tensor, sc
 
 
 def _rates(r: Rollouts) -> dict[str, float]:
-    """Shares of the responses in which the model wrote something."""
+    """Give shares of the responses in which the model wrote something."""
     written = r.written.any(dim=1)
     count = int(written.sum())
     if not count:
@@ -281,7 +281,7 @@ def _rates(r: Rollouts) -> dict[str, float]:
 
 
 def _no_scores(w: Weighed) -> list[str | None]:
-    """Why each response has no scores of its own; ``None`` where it has. Of several reasons the last one below."""
+    """Say why each response has no scores of its own; ``None`` where it has. Of several reasons the last one below."""
     r = w.rollouts
     method = w.method
     reasons: list[str | None] = ["not scored"] * len(r)

@@ -206,7 +206,8 @@ def analyze(
 
 
 def _record_for(folder: Path, about: dict[str, Any]) -> dict[str, Any]:
-    """The record of a folder that is of this analysis, or of a new one; ValueError for a folder of something else."""
+    """Give the record of a folder that is of this analysis, or of a new one; ValueError for a folder of something
+    else."""
     if not folder.exists() or not any(folder.iterdir()):
         return {**about, "failed": {}}
     record = record_in(folder)
@@ -220,7 +221,7 @@ def _record_for(folder: Path, about: dict[str, Any]) -> dict[str, Any]:
 
 
 def _summary(folder: Path, chosen: Mapping[str, BaseMethod], count: int, failed: Mapping[str, str]) -> list[str]:
-    """A line for each method: how many of ``count`` responses have scores, and why the others have none."""
+    """Give a line for each method: how many of ``count`` responses have scores, and why the others have none."""
     reasons: dict[str, Counter[str | None]] = {name: Counter() for name in chosen}
     for row in read_dump(folder):
         for name, columns in row.methods.items():
@@ -238,7 +239,7 @@ def _summary(folder: Path, chosen: Mapping[str, BaseMethod], count: int, failed:
 
 
 def record_in(folder: Path) -> dict[str, Any]:
-    """Which analysis a folder is of; empty where it does not say it. ValueError: its record cannot be read."""
+    """Say which analysis a folder is of; empty where it does not say it. ValueError: its record cannot be read."""
     path = folder / RECORD
     if not path.exists():
         return {}
@@ -252,9 +253,9 @@ def record_in(folder: Path) -> dict[str, Any]:
 
 
 def advantages_of(responses: Sequence[Response], how: str) -> tuple[list[float], str]:
-    """One advantage a response, and where they come from, in words. ``wrong`` and ``right`` are -1 and 1. ``rewards``:
-    the reward less its group's mean, exactly 0 in a group of equal rewards; without groups 1 for a reward above 0, else
-    -1. ``auto`` is that, or ``wrong`` if lines are labelled or have no reward."""
+    """Give one advantage a response, and where they come from, in words. ``wrong`` and ``right`` are -1 and 1.
+    ``rewards``: the reward less its group's mean, exactly 0 in a group of equal rewards; without groups 1 for a reward
+    above 0, else -1. ``auto`` is that, or ``wrong`` if lines are labelled or have no reward."""
     is_labelled = any(row.labelled for row in responses)
     if how in ("wrong", "right") or (how == "auto" and (is_labelled or any(row.reward is None for row in responses))):
         because = ", as lines are labelled or have no reward" if how == "auto" else ""
@@ -279,7 +280,7 @@ def advantages_of(responses: Sequence[Response], how: str) -> tuple[list[float],
 
 
 def parts_of(responses: Sequence[Response]) -> list[list[int]]:
-    """Which responses are in each file: ``PER_FILE`` in their order, fewer or more where groups stay whole."""
+    """Say which responses are in each file: ``PER_FILE`` in their order, fewer or more where groups stay whole."""
     groups: dict[Any, list[int]] = {}
     for index, row in enumerate(responses):
         groups.setdefault(index if row.group is None else row.group, []).append(index)
@@ -299,7 +300,7 @@ def _rollouts(
     texts: TokenTexts,
     answer: AnswerFormat,
 ) -> Rollouts:
-    """The responses in token space, with their labels; ValueError for ids that the tokenizer does not have."""
+    """Give the responses in token space, with their labels; ValueError for ids that the tokenizer does not have."""
     prompts, prompt_ids, ids = zip(*(tokenize(row, tokenizer) for row in responses), strict=True)
     unknown = [sum(token >= len(tokenizer) for token in ids_T) for ids_T in ids]
     if sum(unknown) > MOST_UNKNOWN * sum(map(len, ids)):
@@ -346,7 +347,7 @@ def _group_name(row: Response) -> str:
 
 
 def with_rewards(responses: Sequence[Response], tokenizer: PreTrainedTokenizerBase) -> list[Response]:
-    """The responses, those with a ground truth and no reward scored by :mod:`grail_advantage.reward`."""
+    """Give the responses, those with a ground truth and no reward scored by :mod:`grail_advantage.reward`."""
     scored = []
     for row in responses:
         if row.reward is None and row.ground_truth is not None:
@@ -362,7 +363,7 @@ def with_rewards(responses: Sequence[Response], tokenizer: PreTrainedTokenizerBa
 
 
 def _example(row: Response) -> Example | None:
-    """The response for methods that ask the prompt again, with the ground truth where verl's data sets have it."""
+    """Give the response for methods that ask the prompt again, with the ground truth where verl's data sets have it."""
     if isinstance(row.prompt, str):
         return None
     columns = dict(row.columns)

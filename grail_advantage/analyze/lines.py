@@ -35,7 +35,7 @@ class Response:
 
 
 def json_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Numbered objects of a file of JSON lines; empty lines are skipped. ValueError, naming file and line."""
+    """Give numbered objects of a file of JSON lines; empty lines are skipped. ValueError, naming file and line."""
     number = 0
     try:
         for number, line in numbered_lines(path):
@@ -49,7 +49,7 @@ def json_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def read_responses(path: Path) -> list[Response]:
-    """The responses of a file. ValueError, naming file and line, and what the line must have."""
+    """Give the responses of a file. ValueError, naming file and line, and what the line must have."""
     rows = dict[str, Response]()
     for number, record in json_lines(path):
         try:
@@ -128,8 +128,8 @@ def _response(record: Mapping[str, Any], number: int) -> Response:
 
 
 def label_ranges(row: Response, text: str) -> tuple[Ranges, Ranges]:
-    """The characters of a response's steps and of its error, none or one. ValueError where ``error`` is neither a step
-    nor a range of the text."""
+    """Give the characters of a response's steps and of its error, none or one. ValueError where ``error`` is neither a
+    step nor a range of the text."""
     steps = row.steps
     if not steps:  # lines with text
         steps = [match.span() for match in re.finditer(r"[^\n]*\S[^\n]*\n*", text)]

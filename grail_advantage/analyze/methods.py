@@ -14,8 +14,8 @@ from grail_advantage.text_io import complain
 
 
 def parse_method(spec: str) -> BaseMethod:
-    """The method of ``NAME`` or ``NAME:option=value,option=value``; an option of options comes after a dot. Values are
-    read as JSON (``true``, ``0.5``, ``"a,b"``), else as texts, in which ``\\,`` is a comma:
+    """Give the method of ``NAME`` or ``NAME:option=value,option=value``; an option of options comes after a dot. Values
+    are read as JSON (``true``, ``0.5``, ``"a,b"``), else as texts, in which ``\\,`` is a comma:
     ``pattern:expression=[0-9]{1\\,3}``. ValueError: an unknown method or option, or a value that is not allowed."""
     name, _, rest = spec.partition(":")
     options: dict[str, Any] = {}
@@ -33,7 +33,7 @@ def parse_method(spec: str) -> BaseMethod:
 
 
 def _first_value(text: str) -> tuple[Any, str]:
-    """The value that a text begins with, and what comes after the comma behind it."""
+    """Give the value that a text begins with, and what comes after the comma behind it."""
     try:
         value, end = json.JSONDecoder().raw_decode(text)
     except ValueError:
@@ -45,8 +45,8 @@ def _first_value(text: str) -> tuple[Any, str]:
 
 
 def methods_for(specs: Sequence[str], responses: Sequence[Response], advantages: str = "auto") -> dict[str, BaseMethod]:
-    """The methods by how they are called; ``all``: the registered ones that fit, but for those with a pass for every
-    token. ValueError: a method that is unknown, named twice, or needs what the lines do not have."""
+    """Give the methods by how they are called; ``all``: the registered ones that fit, but for those with a pass for
+    every token. ValueError: a method that is unknown, named twice, or needs what the lines do not have."""
     takes_all = list(specs) == ["all"]
     chosen: dict[str, BaseMethod] = {}
     for spec in sorted(methods()) if takes_all else specs:
@@ -64,7 +64,7 @@ def methods_for(specs: Sequence[str], responses: Sequence[Response], advantages:
 
 
 def _lack(method: BaseMethod, responses: Sequence[Response], advantages: str) -> str:
-    """What the lines lack for a method, after its name; empty where it fits."""
+    """Say what the lines lack for a method, after its name; empty where it fits."""
     for name in method.field_names:
         if all(name not in row.columns for row in responses):
             return f"reads the field {name}, which no line has; give the lines one"

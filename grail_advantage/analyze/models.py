@@ -24,7 +24,7 @@ ANOTHER = "give --model the model that generated the response"
 def model_of(
     name: str, device: str = "cpu", dtype: str = "auto"
 ) -> tuple[PreTrainedTokenizerBase, Callable[[], PreTrainedModel]]:
-    """A model's tokenizer, and a function that loads the model on its device. ValueError: one cannot be loaded."""
+    """Give a model's tokenizer, and a function that loads the model on its device. ValueError: one cannot be loaded."""
     try:
         if name in PACKAGED:
             model, tokenizer = _load_packaged(name)
@@ -44,7 +44,7 @@ def model_of(
 
 
 def _load_packaged(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """A model of :data:`PACKAGED`; ImportError where its package is not installed."""
+    """Give a model of :data:`PACKAGED`; ImportError where its package is not installed."""
     if name == "tiny":
         from verl_cpu.tiny.shipped import load_shipped
 
@@ -69,7 +69,7 @@ def digest(text: str) -> str:
 
 
 def check_options(temperature: float, tokens: int, device: str) -> None:
-    """ValueError, naming the option, for a number or a device with which no model runs."""
+    """Raise ValueError, naming the option, for a number or a device with which no model runs."""
     if not (math.isfinite(temperature) and temperature > 0):
         raise ValueError(f"--temperature {temperature} must be a number above 0, that of the sampling")
     if tokens < 1:
@@ -83,7 +83,7 @@ def check_options(temperature: float, tokens: int, device: str) -> None:
 
 
 def check_fits(model: PreTrainedModel, r: Rollouts) -> None:
-    """ValueError, naming a response, for token ids or a length that the model does not have."""
+    """Raise ValueError, naming a response, for token ids or a length that the model does not have."""
     vocabulary = model.get_input_embeddings().num_embeddings
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or math.inf
     for key, prompt, response in zip(r.keys, r.prompts, r.responses, strict=True):

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def tokenize(row: Response, tokenizer: PreTrainedTokenizerBase) -> tuple[str, list[int], list[int]]:
-    """The prompt as the model reads it, and the token ids of prompt and response.
+    """Give the prompt as the model reads it, and the token ids of prompt and response.
 
     A prompt of messages goes through the chat template; one of text is taken as it is, with what the tokenizer puts in
     front of a text. A labelled text is a whole solution, and gets the end token if there is one; other texts get none.
@@ -47,13 +47,13 @@ def tokenize(row: Response, tokenizer: PreTrainedTokenizerBase) -> tuple[str, li
 
 
 def is_begun(row: Response) -> bool:
-    """Whether the prompt ends in the beginning of the answer, a message of the assistant, which the response
+    """Tell whether the prompt ends in the beginning of the answer, a message of the assistant, which the response
     continues."""
     return not isinstance(row.prompt, str) and row.prompt[-1]["role"] == "assistant"
 
 
 def _put_in_front(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """The special tokens in front of a text, and not those after it, such as an end token."""
+    """Give the special tokens in front of a text, and not those after it, such as an end token."""
     text = f"{text} a"  # ends with another token than is put after it
     plain = tokenizer.encode(text, add_special_tokens=False)
     ids = tokenizer.encode(text)
@@ -66,7 +66,7 @@ def _put_in_front(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
 def labels_of(
     row: Response, ids: Sequence[int], tokenizer: PreTrainedTokenizerBase, texts: TokenTexts
 ) -> dict[str, Any]:
-    """A labelled response's ``steps`` and ``wrong_step`` as ranges of its tokens ``ids``; ``{}`` for another one.
+    """Give a labelled response's ``steps`` and ``wrong_step`` as ranges of its tokens ``ids``; ``{}`` for another one.
 
     The tokens' texts are not always the response's: SentencePiece puts a space in front, decoding takes spaces out, a
     normalizer writes other characters, a special token in the text has none.
@@ -90,7 +90,7 @@ def labels_of(
 def _spans_of_tokenizer(
     text: str, ids: Sequence[int], tokenizer: PreTrainedTokenizerBase, texts: TokenTexts
 ) -> list[tuple[int, int]]:
-    """Where the tokens of a text are in it, as the tokenizer says."""
+    """Say where the tokens of a text are in it, as the tokenizer says."""
     offsets = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
     offsets += [(len(text), len(text))] * (len(ids) - len(offsets))  # the end token
     spans = []
@@ -104,7 +104,7 @@ def _spans_of_tokenizer(
 def token_ranges(
     ranges: Sequence[tuple[int, int]], texts: Sequence[str], spans: Sequence[tuple[int, int]] | None = None
 ) -> Ranges:
-    """Half-open ranges of characters as ranges of tokens: a token belongs where its first character is that is no
+    """Give half-open ranges of characters as ranges of tokens: a token belongs where its first character is that is no
     blank. Of the tokens ``"= "``, ``" 8"``, ``"."`` in ``"=  8."`` the range (3, 4) has the second. ``spans``: where
     the tokens' texts are in that in which the characters are counted; a range that begins and ends within one token
     then has this token. Without them the text is the tokens' joined, and such a range is empty."""
