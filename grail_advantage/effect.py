@@ -16,25 +16,40 @@ from torch import Tensor
 
 EFFECT_METRICS = {
     "moved_with_advantage_rate": "share of the tokens with `A_t != 0` whose log-probability moved in its direction",
+    "moved_with_advantage_weighted": "likewise, each token counted by the size of its change",
+    "moved_with_advantage_p50": "likewise of the tokens with a probability of at most 0.5 before the update",
+    "moved_with_advantage_p90": "likewise above 0.5, up to 0.9",
+    "moved_with_advantage_p99": "likewise above 0.9, up to 0.99",
+    "moved_with_advantage_p100": "likewise above 0.99, where changes are tiny",
     "credit_change_correlation": "Spearman's, of `A_t` and change, each less its response's mean; where `A_t` varies",
 }
 """Figures of a step whose effect is measured, over the responses that the token dump writes."""
+PROBABILITIES = {"p50": (0.0, 0.5), "p90": (0.5, 0.9), "p99": (0.9, 0.99), "p100": (0.99, math.inf)}
 
 
-def effect_figures(advantages: Tensor, effect: Tensor, mask: Tensor) -> dict[str, float]:
+def effect_figures(advantages: Tensor, effect: Tensor, mask: Tensor, log_probs: Tensor) -> dict[str, float]:
     """The figures of :data:`EFFECT_METRICS` over responses that were trained on, without those that no token has.
 
     Args:
         advantages: float (B, T): A_t, after weighting.
         effect: float (B, T); NaN where it was not measured.
         mask: bool (B, T): the tokens that train.
+        log_probs: float (B, T): before the update.
     """
     known = mask & effect.isfinite()
     credited = known & (advantages != 0)
     figures = {}
+    moved_with = effect.sign() == advantages.sign()
     if credited.any():
-        with_it = (effect.sign() == advantages.sign()) & credited
-        figures["moved_with_advantage_rate"] = int(with_it.sum()) / int(credited.sum())
+        figures["moved_with_advantage_rate"] = float(moved_with[credited].double().mean())
+        size = effect[credited].abs().double()
+        if size.any():
+            figures["moved_with_advantage_weighted"] = float((size * moved_with[credited]).sum() / size.sum())
+    probability = log_probs.exp()
+    for name, (low, high) in PROBABILITIES.items():
+        part = credited & (probability > low) & (probability <= high)
+        if part.any():
+            figures[f"moved_with_advantage_{name}"] = float(moved_with[part].double().mean())
     credit, change = (_less_mean(values.double(), known) for values in (advantages, effect))
     varies = known & (torch.where(known, credit.abs(), 0.0).amax(dim=1, keepdim=True) > 1e-6)
     correlation = rank_correlation(credit[varies].numpy(), change[varies].numpy())
