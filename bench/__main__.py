@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from grail_advantage.receipt.foreign import say, visible
+from grail_advantage.text_io import say, visible
 
 try:
     from bench import convert, sample, table

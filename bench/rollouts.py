@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from grail_advantage.analyze.lines import json_lines
-from grail_advantage.analyze.models import check_options, model_of, state_of
+from grail_advantage.analyze.models import check_options, files_digest, model_of
 from grail_advantage.dump import write_whole
 from verl_cpu.tiny.sampling import TOGETHER, sample
 
@@ -52,7 +52,7 @@ def settings_of(options: argparse.Namespace) -> dict[str, Any]:
     """The options that change what is drawn, by name."""
     beside = {"file": None, "out": None, "device": None, "problems": None}
     settings = {name: value for name, value in vars(options).items() if name not in beside}
-    return {**settings, "files": state_of(options.model)}
+    return {**settings, "files": files_digest(options.model)}
 
 
 def lines_in(out: Path, settings: dict[str, Any], key: str) -> list[dict[str, Any]]:

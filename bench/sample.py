@@ -13,7 +13,7 @@ from pathlib import Path
 from bench.convert import BOX, asked
 from bench.rollouts import drawer, judge_of, lines_in, model_for, parser_of, settings_of, write_lines
 from grail_advantage.analyze.lines import Response, json_lines
-from grail_advantage.analyze.models import state_of
+from grail_advantage.analyze.models import files_digest
 from grail_advantage.analyze.tokens import tokenize
 from verl_cpu.tiny.task import random_problems
 
@@ -38,7 +38,7 @@ def main(arguments: Sequence[str]) -> None:
     parser = parser_of("sample", __doc__, samples=8)
     parser.add_argument("--problems", type=int, default=200, help="questions, drawn at random (default: %(default)s)")
     options = parser.parse_args(arguments)
-    settings = {**settings_of(options), "questions": state_of(str(options.file))}
+    settings = {**settings_of(options), "questions": files_digest(str(options.file))}
     questions = questions_in(options.file, options.problems)
     lines = lines_in(options.out, settings, "sampled")
     tokenizer, _ = model_for(options)

@@ -26,8 +26,8 @@ from huggingface_hub import snapshot_download
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from tqdm.asyncio import tqdm
 
-from grail_advantage.receipt.foreign import open_plain, read_json
 from grail_advantage.reward import check_ground_truths
+from grail_advantage.text_io import open_plain, read_json
 from recipe.data.specs import ENDINGS
 
 FILES = ["*.safetensors", "pytorch_model*.bin", "*.json", "*.jinja", "*.txt", "*.model"]
