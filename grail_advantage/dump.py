@@ -43,8 +43,8 @@ from grail_advantage.answers.span import AnswerSpan
 from grail_advantage.answers.text import TokenTexts, answer_text
 from grail_advantage.data import DUMPED, Weighed, runs, within_range
 from grail_advantage.receipt import Receipt
-from grail_advantage.receipt.foreign import plain_file, read_json, visible, why
 from grail_advantage.receipt.report import checked
+from grail_advantage.text_io import plain_file, read_json, visible, why
 
 logger = logging.getLogger(__name__)
 VERSION = 6  # ``schema_version`` of both kinds of files; older ones are read, with null in the columns they lack

@@ -21,7 +21,7 @@ import pytest
 
 from grail_advantage import dump as of_dump
 from grail_advantage.dump import DumpHeader, MetricsFile, StepDump, read_dump, remove_steps, write_received, write_step
-from grail_advantage.receipt.foreign import visible
+from grail_advantage.text_io import visible
 from grail_advantage.view.page import write_report
 from grail_advantage.view.run import open_run, read_metrics
 from grail_advantage.weigh import weigh

@@ -30,12 +30,10 @@ from omegaconf import DictConfig, OmegaConf
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY, register_adv_est
 
-from grail_advantage.answers.span import find_answer_spans
-from grail_advantage.answers.tokenizers import check_round_trip
 from grail_advantage.locks import hold
-from grail_advantage.method import FAILURES, RESERVED, BaseMethod, NameTakenError, failure_message, methods
+from grail_advantage.method import FAILURES, RESERVED, NameTakenError, failure_message, methods
 from grail_advantage.verl_ext import patches
-from grail_advantage.verl_ext.rules import check_settings
+from grail_advantage.verl_ext.rules import check_settings, check_tokenizer
 from grail_advantage.verl_ext.settings import DUMP_FOLDER, METHOD, MODEL, TRAINER_MODES, Settings, algorithm_sections
 
 logger = logging.getLogger(__name__)
@@ -99,7 +97,9 @@ def prepare_run(config: DictConfig) -> Settings:
     if settings.dump is not None:  # the trainer runs in another process, with another working folder
         OmegaConf.update(config, DUMP_FOLDER, str(settings.dump.folder))
     if settings.method is not None and not settings["trainer.use_v1"]:
-        patches.use_ray_trainer(import_module("grail_advantage.verl_ext.ray_trainer").TokenWeightRayTrainer)
+        from grail_advantage.verl_ext.ray_trainer import TokenWeightRayTrainer  # imports what the other trainers do not
+
+        patches.use_ray_trainer(TokenWeightRayTrainer)
     elif settings.method is not None and settings.kind == (mode := config.trainer.v1.trainer_mode) in TRAINER_MODES:
         patches.set_trainer_mode(config, f"grail_{mode}")
     return settings
@@ -109,7 +109,9 @@ def register_trainers() -> None:
     """Register estimators, the trainers with token weights and those of :data:`patches.STARTS`, in the task runner's
     process. Importing them in every process that imports verl would take seconds each."""
     register_estimators()
-    for module in ("grail_advantage.verl_ext.trainer", *patches.STARTS):
+    import grail_advantage.verl_ext.trainer  # noqa: F401  registers its own
+
+    for module in patches.STARTS:
         getattr(import_module(module), "register_trainers", lambda: None)()
 
 
@@ -227,19 +229,3 @@ def _local_tokenizer(model: Mapping[str, Any]) -> PreTrainedTokenizerBase | None
         return AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=trusted)
     except (OSError, ValueError):  # not in the cache, a broken download, or a file system that verl copies from
         return None
-
-
-def check_tokenizer(tokenizer: PreTrainedTokenizerBase, model: Mapping[str, Any], method: BaseMethod | None) -> None:
-    """Refuse a tokenizer, as verl loads it for ``actor_rollout_ref.model``, that text does not survive
-    (:mod:`grail_advantage.answers.tokenizers`), that the method cannot work with, or whose tokens hide the answer.
-    ValueError: naming the remedy."""
-    option = "tokenizer_path" if model.get("tokenizer_path", None) else "path"
-    check_round_trip(
-        tokenizer,
-        f"{MODEL}.{option}={model[option]}",
-        f"transformers loads it so; write a repaired one with `python3 -m grail_advantage.answers.tokenizers "
-        f"{model[option]} FOLDER`, then set {MODEL}.tokenizer_path=FOLDER",
-    )
-    if method is not None:
-        method.check_tokenizer(tokenizer)
-        find_answer_spans([], tokenizer, method.span)

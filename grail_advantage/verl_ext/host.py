@@ -38,10 +38,9 @@ from grail_advantage.methods.turns import TurnMethod, list_a_turn, rewards_label
 from grail_advantage.model.probe import Finding
 from grail_advantage.verl_ext import settings as options
 from grail_advantage.verl_ext.dump import COLUMNS, UpdateDump
-from grail_advantage.verl_ext.entry import check_tokenizer
 from grail_advantage.verl_ext.exchange import UPDATE, build_request, rows_of
 from grail_advantage.verl_ext.patches import data_parallel_size
-from grail_advantage.verl_ext.rules import COMPARING, why_not_reuse, why_not_skip
+from grail_advantage.verl_ext.rules import COMPARING, check_tokenizer, why_not_reuse, why_not_skip
 from grail_advantage.verl_ext.settings import MethodSettings, Settings
 from grail_advantage.verl_ext.worker import TokenWeightActorWorker
 from grail_advantage.weigh import deal, weigh
@@ -284,9 +283,7 @@ class WeighingTrainer:
             return {}
         log_probs_now = partial(self._log_probs_now, batch)
         with marked_timer("receipt", self.timing_raw, color="purple"):
-            return self._dump.receive(
-                rollouts, self.actor_rollout_wg, sent, log_probs_now, on_policy=self._on_policy()
-            )
+            return self._dump.receive(rollouts, self.actor_rollout_wg, sent, log_probs_now, on_policy=self._on_policy())
 
     def _log_probs_now(self, batch: Any, places: Sequence[int]) -> torch.Tensor:
         """Log-probabilities (B, T) of some of a batch's responses by the actor as it is."""

@@ -17,10 +17,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from omegaconf import OmegaConf
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
+from grail_advantage.answers.span import find_answer_spans
+from grail_advantage.answers.tokenizers import check_round_trip
 from grail_advantage.data import DUMPED, ENTROPY
-from grail_advantage.method import methods
+from grail_advantage.method import BaseMethod, methods
 from grail_advantage.methods.biases import Cause, biases_of_turns
 from grail_advantage.methods.oar import Oar
 from grail_advantage.model.probe import Finding
@@ -95,6 +97,22 @@ def check_settings(settings: Settings) -> None:
     for shortcut, against in ((SKIP, AGAINST_SKIPPING), (REUSE, AGAINST_REUSE)):
         if settings[shortcut] is True:
             check_rules(against, settings, settings.named(shortcut))
+
+
+def check_tokenizer(tokenizer: PreTrainedTokenizerBase, model: Mapping[str, Any], method: BaseMethod | None) -> None:
+    """Refuse a tokenizer, as verl loads it for ``actor_rollout_ref.model``, that text does not survive
+    (:mod:`grail_advantage.answers.tokenizers`), that the method cannot work with, or whose tokens hide the answer.
+    ValueError: naming the remedy."""
+    option = "tokenizer_path" if model.get("tokenizer_path", None) else "path"
+    check_round_trip(
+        tokenizer,
+        f"{MODEL}.{option}={model[option]}",
+        f"transformers loads it so; write a repaired one with `python3 -m grail_advantage.answers.tokenizers "
+        f"{model[option]} FOLDER`, then set {MODEL}.tokenizer_path=FOLDER",
+    )
+    if method is not None:
+        method.check_tokenizer(tokenizer)
+        find_answer_spans([], tokenizer, method.span)
 
 
 def why_not_skip(s: Settings, model: PretrainedConfig | None = None, probe: Callable[[], Finding] | None = None) -> str:

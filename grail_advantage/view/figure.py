@@ -18,7 +18,7 @@ from matplotlib.colors import LinearSegmentedColormap, LogNorm, Normalize
 from matplotlib.figure import Figure
 
 from grail_advantage.dump import DumpHeader, write_whole
-from grail_advantage.receipt.foreign import visible
+from grail_advantage.text_io import visible
 from grail_advantage.view.page import range_of
 from grail_advantage.view.profile import by_method, flat, gave_advantages
 from grail_advantage.view.run import Run

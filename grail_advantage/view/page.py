@@ -31,7 +31,7 @@ from grail_advantage import __version__
 from grail_advantage.data import LARGEST
 from grail_advantage.dump import DumpHeader, write_whole
 from grail_advantage.effect import moved_with_advantage
-from grail_advantage.receipt.foreign import visible, why
+from grail_advantage.text_io import visible, why
 from grail_advantage.view.profile import BINS, NEEDED, by_method, flat, gave_advantages, profiles
 from grail_advantage.view.receipt import run_receipts
 from grail_advantage.view.run import Run, open_run
