@@ -21,6 +21,14 @@ EFFECT_METRICS = {
 """Figures of a step whose effect is measured, over the responses that the token dump writes."""
 
 
+def moved_with_advantage(advantages: np.ndarray, effect: np.ndarray, mask: np.ndarray) -> tuple[int, int]:
+    """How many tokens moved in the direction of their advantage, and how many could: those that train, whose effect was
+    measured and whose advantage is not 0. Three arrays of one shape."""
+    credited = mask & np.isfinite(effect) & (advantages != 0)
+    moved = credited & (np.sign(effect) == np.sign(advantages))
+    return int(moved.sum()), int(credited.sum())
+
+
 def effect_figures(advantages: Tensor, effect: Tensor, mask: Tensor) -> dict[str, float]:
     """The figures of :data:`EFFECT_METRICS` over responses that were trained on, without those that no token has.
 
@@ -29,12 +37,11 @@ def effect_figures(advantages: Tensor, effect: Tensor, mask: Tensor) -> dict[str
         effect: float (B, T); NaN where it was not measured.
         mask: bool (B, T): the tokens that train.
     """
-    known = mask & effect.isfinite()
-    credited = known & (advantages != 0)
     figures = {}
-    if credited.any():
-        with_it = (effect.sign() == advantages.sign()) & credited
-        figures["moved_with_advantage_rate"] = int(with_it.sum()) / int(credited.sum())
+    moved, credited = moved_with_advantage(advantages.numpy(), effect.numpy(), mask.numpy())
+    if credited:
+        figures["moved_with_advantage_rate"] = moved / credited
+    known = mask & effect.isfinite()
     credit, change = (_less_mean(values.double(), known) for values in (advantages, effect))
     varies = known & (torch.where(known, credit.abs(), 0.0).amax(dim=1, keepdim=True) > 1e-6)
     correlation = rank_correlation(credit[varies].numpy(), change[varies].numpy())
