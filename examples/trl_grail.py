@@ -29,8 +29,8 @@ import torch
 
 from grail_advantage.dump import write_whole
 from grail_advantage.method import Control, build, methods
-from grail_advantage.receipt.foreign import numbered_lines, read_bytes, read_json, why
 from grail_advantage.reward import check_ground_truths, compute_score, gold_text
+from grail_advantage.text_io import numbered_lines, read_bytes, read_json, why
 
 if TYPE_CHECKING:
     from datasets import Dataset

@@ -27,6 +27,14 @@ EFFECT_METRICS = {
 PROBABILITIES = {"p50": (0.0, 0.5), "p90": (0.5, 0.9), "p99": (0.9, 0.99), "p100": (0.99, math.inf)}
 
 
+def moved_with_advantage(advantages: np.ndarray, effect: np.ndarray, mask: np.ndarray) -> tuple[int, int]:
+    """How many tokens moved in the direction of their advantage, and how many could: those that train, whose effect was
+    measured and whose advantage is not 0. Three arrays of one shape."""
+    credited = mask & np.isfinite(effect) & (advantages != 0)
+    moved = credited & (np.sign(effect) == np.sign(advantages))
+    return int(moved.sum()), int(credited.sum())
+
+
 def effect_figures(advantages: Tensor, effect: Tensor, mask: Tensor, log_probs: Tensor) -> dict[str, float]:
     """The figures of :data:`EFFECT_METRICS` over responses that were trained on, without those that no token has.
 
@@ -36,20 +44,20 @@ def effect_figures(advantages: Tensor, effect: Tensor, mask: Tensor, log_probs: 
         mask: bool (B, T): the tokens that train.
         log_probs: float (B, T): before the update.
     """
-    known = mask & effect.isfinite()
-    credited = known & (advantages != 0)
     figures = {}
-    moved_with = effect.sign() == advantages.sign()
-    if credited.any():
-        figures["moved_with_advantage_rate"] = float(moved_with[credited].double().mean())
-        size = effect[credited].abs().double()
-        if size.any():
-            figures["moved_with_advantage_weighted"] = float((size * moved_with[credited]).sum() / size.sum())
+    known = mask & effect.isfinite()
     probability = log_probs.exp()
+    parts = {"rate": known}
     for name, (low, high) in PROBABILITIES.items():
-        part = credited & (probability > low) & (probability <= high)
-        if part.any():
-            figures[f"moved_with_advantage_{name}"] = float(moved_with[part].double().mean())
+        parts[name] = known & (probability > low) & (probability <= high)
+    for name, part in parts.items():
+        moved, credited = moved_with_advantage(advantages.numpy(), effect.numpy(), part.numpy())
+        if credited:
+            figures[f"moved_with_advantage_{name}"] = moved / credited
+    size = torch.where(known & (advantages != 0), effect.abs().double(), 0.0)
+    if size.any():
+        along = size[effect.sign() == advantages.sign()].sum()
+        figures["moved_with_advantage_weighted"] = float(along / size.sum())
     credit, change = (_less_mean(values.double(), known) for values in (advantages, effect))
     varies = known & (torch.where(known, credit.abs(), 0.0).amax(dim=1, keepdim=True) > 1e-6)
     correlation = rank_correlation(credit[varies].numpy(), change[varies].numpy())

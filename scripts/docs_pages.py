@@ -25,9 +25,10 @@ from grail_advantage.method import READS, BaseMethod, Mapped, Method, build, met
 from grail_advantage.methods.biases import BIAS
 from grail_advantage.metrics import GRADIENT_METRICS, METRICS
 from grail_advantage.rules import Rule
+from grail_advantage.text_io import table
 from grail_advantage.trl_ext import rules as trl_rules
 from grail_advantage.verl_ext import rules as verl_rules
-from recipe.marked_text import marked, table, write_marked
+from recipe.marked_text import marked, write_marked
 from recipe.published import GROUPS as PUBLISHED
 from recipe.published import shown
 
