@@ -178,7 +178,7 @@ def analyze(
     counts: dict[str, Counter[str | None]] = {name: Counter() for name in chosen}
     changes = {name: np.zeros(3) for name in chosen}
     for row in read_dump(folder):
-        content_T = np.zeros(len(row), dtype=bool)
+        content_T: np.ndarray = np.zeros(len(row), dtype=bool)
         if row.span is not None:
             content_T[row.span.content_start : row.span.content_end] = True
         for name, of in row.methods.items():
