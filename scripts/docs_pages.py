@@ -60,7 +60,9 @@ def known_options(owner: type[BaseModel], of_class: Sequence[BaseMethod] = ()) -
         value = value_of(name)
         texts = [_value(value)]
         if schemas[name].get("default") is None and value is not None:  # other options may decide
-            choices = [(n, choice) for n, of in schemas.items() if n != name for choice in of.get("enum", ())]
+            # The control decides no option, and not every class takes each of its values.
+            deciding = [other for other in schemas if other not in (name, "control")]
+            choices = [(other, choice) for other in deciding for choice in schemas[other].get("enum", ())]
             changed = {f"`{n}={choice}`": value_of(name, **{n: choice}) for n, choice in choices}
             texts += [f"{_value(other)} with {choice}" for choice, other in changed.items() if other != value]
         return "; ".join(texts)

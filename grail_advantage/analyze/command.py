@@ -47,6 +47,7 @@ from grail_advantage.dump import (
     write_whole,
 )
 from grail_advantage.method import BaseMethod
+from grail_advantage.metrics import change_of, change_shares
 from grail_advantage.model.hooks import FORWARD_TOKENS
 from grail_advantage.text_io import complain, read_bytes, read_json, say, visible, why
 from grail_advantage.weigh import weigh
@@ -223,19 +224,40 @@ def _record_for(folder: Path, about: dict[str, Any]) -> dict[str, Any]:
 def _summary(folder: Path, chosen: Mapping[str, BaseMethod], count: int, failed: Mapping[str, str]) -> list[str]:
     """Give a line for each method: how many of ``count`` responses have scores, and why the others have none."""
     reasons: dict[str, Counter[str | None]] = {name: Counter() for name in chosen}
+    changes = {name: np.zeros(3) for name in chosen}
     for row in read_dump(folder):
+        content_T: np.ndarray = np.zeros(len(row), dtype=bool)
+        if row.span is not None:
+            content_T[row.span.content_start : row.span.content_end] = True
         for name, columns in row.methods.items():
             reasons[name][columns.no_scores] += 1
+            if columns.advantage_T is None:
+                change_T = np.abs(row.base_advantage_T * (columns.weight_T - 1))
+            else:
+                change_T = np.abs(columns.advantage_T - row.base_advantage_T)
+            changes[name] += change_of(change_T, row.base_advantage_T, content_T)
     lines = []
     for name, counts in reasons.items():
         line = f"{name}: {counts[None]} of {count} responses have scores"
         for reason, without in counts.items():
             if reason:
                 line += f"; {without} without ({reason})"
+        line += change_line(changes[name])
         if name in failed:
             line += f"; failed, {failed[name]}"
         lines.append(line)
     return lines
+
+
+def change_line(sums: np.ndarray) -> str:
+    """Say what a method's change of the token advantages consists of; empty where it changes none."""
+    if not sums.any():
+        return ""
+    correct, incorrect, scores = change_shares(sums).values()
+    return (
+        f"; of its change {correct:.0%} is answers' content in correct and {incorrect:.0%} in incorrect responses, "
+        f"{scores:.0%} its scores"
+    )
 
 
 def record_in(folder: Path) -> dict[str, Any]:

@@ -240,14 +240,14 @@ def digest(value: Any) -> str:
     return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:16]
 
 
-def start_engine(model: Path, longest: int, tensor_parallel_size: int) -> Any:
+def start_engine(model: Path, longest: int, tensor_parallel_size: int, *, prefix_cache: bool = False) -> Any:
     """Load the model into vLLM's engine, or into as many as the GPUs allow, for ``longest`` tokens with the prompt."""
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # its warnings are about the choices made here
     os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")  # compiled at run time, often without an nvcc
     engines = max(1, torch.cuda.device_count() // tensor_parallel_size)
     options: dict[str, Any] = {"tensor_parallel_size": tensor_parallel_size, "data_parallel_size": engines}
     # A prompt is short beside its response, and without the cache no sample's numbers come from another's batch.
-    options |= {"max_model_len": longest, "enable_prefix_caching": False, "disable_log_stats": True}
+    options |= {"max_model_len": longest, "enable_prefix_caching": prefix_cache, "disable_log_stats": True}
     if "cpu" in version("vllm"):
         from verl_cpu import environment
 
