@@ -209,14 +209,11 @@ def _check_foreign(table: pa.Table) -> None:
 def _check_methods(methods: pa.ListArray, tokens: pa.ListArray) -> None:
     """Raise ValueError where responses have different methods, or a method more or fewer values than tokens."""
     entries = methods.flatten()
-    row_of = pc.list_parent_indices(methods)
-    names: list[list[str | None]] = [[] for _ in tokens]
-    for row, name in zip(row_of.to_pylist(), entries.field("name").to_pylist(), strict=True):
-        names[row].append(name)
+    names = pa.ListArray.from_arrays(methods.offsets, methods.values.field("name")).to_pylist()
     if any(row != names[0] or None in row or len(row) > len(set(row)) for row in names):
         raise ValueError("responses have different methods")
     columns = {name: entries.field(name) for name in ("score", "weight", "advantage")}
-    _check_lengths(pa.table(columns), tokens.take(row_of))
+    _check_lengths(pa.table(columns), tokens.take(pc.list_parent_indices(methods)))
 
 
 def _path(folder: Path, kind: str, step: int, update: int) -> Path:

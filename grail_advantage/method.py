@@ -1,4 +1,4 @@
-"""A method: one class, registered by name. A field is an option that a run sets as ``algorithm.<method>.<field>``; a
+"""A method is one class, registered by name. A field is an option that a run sets as ``algorithm.<method>.<field>``; a
 class variable says what the method needs. It knows no trainer and keeps nothing between batches. Modules of other
 packages come by the entry-point group ``grail_advantage.signals``."""
 
@@ -40,12 +40,12 @@ class NameTakenError(ValueError): ...
 
 
 def plain_value(value: Any) -> Any:
-    """Give a number of numpy's as Python's, as configurations of searches have them."""
+    """Make a number of numpy's, as configurations of searches have them, one of Python's."""
     return value.item() if isinstance(value, np.generic) else value
 
 
 def option(default: Any, text: str, **bounds: Any) -> Any:
-    """Give a field with a text for the documentation; type and bounds (``gt``, ``ge``, ``le``) are checked at
+    """Declare a field with a text for the documentation; type and bounds (``gt``, ``ge``, ``le``) are checked at
     start-up."""
     return Field(default, description=text, **bounds)
 
@@ -60,13 +60,14 @@ def register(name: str, **fixed: Any) -> Callable[[_Class], _Class]:
             raise ValueError(f"{name!r} must be an identifier, and not of {RESERVED}")
         if not (isinstance(cls, type) and issubclass(cls, Method | AdvantageMethod)):
             raise ValueError(f"{cls!r} must be a class of Method or AdvantageMethod")
-        known = METHODS.get(name)  # a class comes again where its module is loaded again
-        if known and (known.__module__, known.__qualname__) != (cls.__module__, cls.__qualname__):
-            raise NameTakenError(f"method {name!r} is registered already, by {known.__module__}; choose another name")
+        first = METHODS.get(name)  # a class comes again where its module is loaded again
+        if first and (first.__module__, first.__qualname__) != (cls.__module__, cls.__qualname__):
+            raise NameTakenError(f"method {name!r} is registered already, by {first.__module__}; choose another name")
         words = {word for word in cls.reads if not word.startswith("field:")}
         if isinstance(cls.uses, str):  # a property where options set it
             words.add(cls.uses)
-        if unknown := words - {*READS, *USES}:
+        unknown = words - {*READS, *USES}
+        if unknown:
             raise ValueError(f"{cls.__name__} reads or uses {unknown}; choose of {(*READS, *USES)}")
         cls.names = {**vars(cls).get("names", {}), name: fixed}
         cls.section = vars(cls).get("section", name)
@@ -96,12 +97,13 @@ def methods() -> dict[str, type[BaseMethod]]:
 def build(name: str, options: Mapping[str, Any] | None = None) -> BaseMethod:
     """Give the method of a name with these options; ``None`` stands for a default. ValueError: an unknown method or
     option, one that the name sets, or a value that is not allowed."""
-    known = methods()
-    if name not in known:
-        raise ValueError(f"{name!r} is no method; choose one of {', '.join(sorted(known))}{failure_message()}")
-    options = options or {}
-    cls = known[name]
+    registered = methods()
+    if name not in registered:
+        names = ", ".join(sorted(registered))
+        raise ValueError(f"{name!r} is no method; choose one of {names}{failure_message()}")
+    cls = registered[name]
     fixed = cls.names[name]
+    options = options or {}
     for option_name in fixed:
         if options.get(option_name) is not None:
             raise ValueError(f"{cls.section}.{option_name} is set by algorithm.adv_estimator: {cls.names}")
@@ -110,11 +112,14 @@ def build(name: str, options: Mapping[str, Any] | None = None) -> BaseMethod:
 
 def failure_message() -> str:
     """Give the plug-ins that failed, as the end of a message; empty where none did."""
-    return "".join(f"; the plug-in {name} failed to import: {type(e).__name__}: {e}" for name, e in FAILURES.items())
+    message = ""
+    for name, error in FAILURES.items():
+        message += f"; the plug-in {name} failed to import: {type(error).__name__}: {error}"
+    return message
 
 
 class BaseMethod(BaseModel):
-    """What every method has; a method derives from :class:`Method`, which gives weights, or from
+    """It has what every method has; a method derives from :class:`Method`, which gives weights, or from
     :class:`AdvantageMethod`. For each batch :func:`grail_advantage.weigh.weigh` calls :meth:`select`, with ``uses``
     :meth:`prepare` and :meth:`run`, then :meth:`scores`. They are pure, and may be called several times. ValueError: an
     option or a value that is not allowed, naming it; ``None`` stands for a default."""
@@ -137,17 +142,17 @@ class BaseMethod(BaseModel):
     mask_truncated: bool = option(True, "whether a response that hit the length limit gets advantage 0")
 
     def __init__(self, /, **options: Any) -> None:
-        given = {name: plain_value(value) for name, value in options.items() if value is not None}
+        options = {name: plain_value(value) for name, value in options.items() if value is not None}
         try:
-            super().__init__(**self.completed(given))
+            super().__init__(**self.completed(options))
         except ValidationError as error:
             raise ValueError(message_of(error, self.section, type(self))) from None
         self.check()
 
     @classmethod
-    def completed(cls, given: dict[str, Any]) -> dict[str, Any]:
-        """Give the options with those that follow from them; none is checked here."""
-        return given
+    def completed(cls, options: dict[str, Any]) -> dict[str, Any]:
+        """Add the options that follow from others; none is checked here."""
+        return options
 
     def check(self) -> None:
         """Refuse combinations; each option alone is valid here."""
@@ -157,7 +162,7 @@ class BaseMethod(BaseModel):
 
     @property
     def name(self) -> str:
-        """In ``algorithm.adv_estimator``; ValueError for a class that is not registered."""
+        """Give the name in ``algorithm.adv_estimator``; ValueError for a class that is not registered."""
         for name, fixed in vars(type(self)).get("names", {}).items():
             if all(getattr(self, key) == value for key, value in fixed.items()):
                 return name
@@ -187,12 +192,12 @@ class BaseMethod(BaseModel):
         """Raise ValueError, naming the remedy, for a tokenizer that the method cannot work with."""
 
     def inside_gate(self, r: Rollouts) -> Tensor:
-        """bool (B,): the responses that the method looks at, as far as their advantage decides that."""
+        """Say at which responses the method looks, bool (B,), as far as their advantage decides that."""
         return torch.ones_like(r.valid)
 
     def select(self, r: Rollouts) -> Tensor:
-        """bool (B,): responses that need scores. Leaving the others out is exact: their token advantages do not depend
-        on scores."""
+        """Say which responses need scores, bool (B,). Leaving the others out is exact: their token advantages do not
+        depend on scores."""
         raise NotImplementedError(f"{type(self).__name__} has no select()")
 
     def prepare(self, row: Row, tokenizer: PreTrainedTokenizerBase) -> Row:
@@ -201,26 +206,27 @@ class BaseMethod(BaseModel):
         return row
 
     def row_cost(self, row: Row) -> int:
-        """Of a prepared row compared with others, for sharing them out."""
+        """Estimate the cost of a prepared row compared with other rows, for sharing them out."""
         return len(row.tokens)
 
     def run(self, rows: Sequence[Row], model: Model) -> list[RowScores]:
-        """Give scores of these rows, in their order, where the model is. With a sharded model a collective: every rank
-        calls it with as many rows, and must make the same calls of ``model`` in the same order, whatever its rows
-        hold."""
+        """Compute the scores of these rows, in their order, where the model is. With a sharded model a collective:
+        every rank calls it with as many rows, and must make the same calls of ``model`` in the same order, whatever its
+        rows hold."""
         raise NotImplementedError(f"{type(self).__name__} names uses={self.uses!r} and has no run()")
 
     def scores(self, r: Rollouts, of_pass: Tensor | None) -> Tensor:
-        """float (B, T), read in selected responses: by default ``of_pass``, what :meth:`run` gave, NaN elsewhere."""
+        """Give scores, float (B, T), which are read in selected responses: by default ``of_pass``, what :meth:`run`
+        gave, NaN elsewhere."""
         if of_pass is None:
             raise NotImplementedError(f"{type(self).__name__} uses nothing of the model and has no scores()")
         return of_pass
 
 
 class Method(BaseMethod):
-    """Base of the methods that give weights: ``A_t = w_t A``. A response that is not selected, or has a score or weight
-    that is not finite, has weight 1. A class for which one of these options means nothing takes it away: ``control:
-    ClassVar[str] = "none"``."""
+    """It is the base of the methods that give weights: ``A_t = w_t A``. A response that is not selected, or has a score
+    or weight that is not finite, has weight 1. A class for which one of these options means nothing takes it away:
+    ``control: ClassVar[str] = "none"``."""
 
     needs_answer: ClassVar[bool] = False  # responses without an answer have weight 1
     whole_batch: ClassVar[bool] = False  # every response with a token is scored: the batch's tokens are compared
@@ -260,8 +266,10 @@ class Method(BaseMethod):
         return None
 
     def inside_gate(self, r: Rollouts) -> Tensor:
-        positive = r.advantages > 0
-        return {"wrong": ~positive, "correct": positive, "all": torch.ones_like(positive)}[self.gate]
+        if self.gate == "all":
+            return super().inside_gate(r)
+        is_positive = r.advantages > 0
+        return is_positive if self.gate == "correct" else ~is_positive
 
     def select(self, r: Rollouts) -> Tensor:
         if self.whole_batch:
@@ -274,14 +282,14 @@ class Method(BaseMethod):
         return chosen
 
     def weights(self, scores: Tensor, among: Tensor, r: Rollouts) -> Weights:
-        """Give scores (B, T), finite among bool (B, T), the tokens of scored responses that are compared, to weights.
+        """Turn scores (B, T), finite among bool (B, T), the tokens of scored responses that are compared, to weights.
         There is at least one such token; scores are 1 where they are not known."""
         raise NotImplementedError(f"{type(self).__name__} has no weights(); derive it from Mapped, or write one")
 
 
 class AdvantageMethod(BaseMethod):
-    """Base of the methods whose :meth:`scores` are token advantages, of either sign. A response that is not selected
-    has its own advantage on every token."""
+    """It is the base of the methods whose :meth:`scores` are token advantages, of either sign. A response that is not
+    selected has its own advantage on every token."""
 
     span: ClassVar[Span] = "last"  # type: ignore[misc]
     non_finite_trains: ClassVar[bool] = True  # with the response's own advantage, where a score is not finite; else 0
@@ -291,15 +299,15 @@ class AdvantageMethod(BaseMethod):
 
 
 class Mapped(Method):
-    """A method whose scores go through a map that the user chooses. The map also gets the method's own options of its
-    options' names."""
+    """It is a method whose scores go through a map that the user chooses. The map also gets the method's own options of
+    its options' names."""
 
     reshaper: str = option("log_zscore", "map from scores to weights, by its name")
     reshaper_options: dict[str, Any] = option({}, "options of the map, by their names in its own table")
 
     def check(self) -> None:
-        one = torch.ones(1, 1, dtype=torch.float32, device="cpu")
-        self._map(one, one.bool())
+        score = torch.ones(1, 1, dtype=torch.float32, device="cpu")
+        self._map(score, score.bool())
 
     def map_options(self) -> dict[str, Any]:
         """Say what the chosen map gets beside ``reshaper_options``."""
@@ -311,25 +319,30 @@ class Mapped(Method):
 
     def _map(self, scores: Tensor, among: Tensor) -> Weights:
         if self.reshaper not in MAPS:
-            known = f"choose one of {', '.join(sorted(MAPS))}{failure_message()}"
-            raise ValueError(f"{self.section}.reshaper={self.reshaper!r} is unknown; {known}")
+            remedy = f"choose one of {', '.join(sorted(MAPS))}{failure_message()}"
+            raise ValueError(f"{self.section}.reshaper={self.reshaper!r} is unknown; {remedy}")
         function, options, _ = MAPS[self.reshaper]
-        given = {name: plain_value(value) for name, value in self.reshaper_options.items()}
+        values = self.map_options()
+        for name, value in self.reshaper_options.items():
+            values[name] = plain_value(value)
         try:
-            return function(scores, among, **options(**{**self.map_options(), **given}).model_dump())
+            return function(scores, among, **options(**values).model_dump())
         except ValidationError as error:
             raise ValueError(message_of(error, f"{self.section}.reshaper_options", options)) from None
 
 
 def message_of(error: ValidationError, section: str, cls: type[BaseModel]) -> str:
-    """Give the first error in a sentence that names the option."""
+    """Put the first error into a sentence that names the option."""
     first = error.errors()[0]
-    name = f"{section}.{'.'.join(map(str, first['loc']))}"
+    location = first["loc"]
+    name = f"{section}.{'.'.join(map(str, location))}"
     if first["type"] != "extra_forbidden":
         return f"{name}={first['input']!r} {first['msg'].removeprefix('Input ')}"
-    maps = [known for known, of in MAPS.items() if first["loc"][0] in of.options.model_fields]
-    owners = sorted({known.section for known in METHODS.values() if first["loc"][0] in known.model_fields})
-    hint = f" but one of {', '.join(owners)}" if owners else ""
+    hint = ""
+    owners = sorted({owner.section for owner in METHODS.values() if location[0] in owner.model_fields})
+    if owners:
+        hint = f" but one of {', '.join(owners)}"
+    maps = [map_name for map_name, entry in MAPS.items() if location[0] in entry.options.model_fields]
     if maps and "reshaper_options" in cls.model_fields:
         hint = f" but of the map {maps[0]}, by reshaper_options"
     return f"{name} is not an option{hint}; the options are {', '.join(cls.model_fields) or 'none'}"
