@@ -42,11 +42,13 @@ def sample(
         first = sample(model, tokenizer, prompts[:TOGETHER], uniform_BT[:TOGETHER], temperature, top_k)
         return first + sample(model, tokenizer, prompts[TOGETHER:], uniform_BT[TOGETHER:], temperature, top_k)
     batch = tokenizer.pad({"input_ids": list(prompts)}, padding_side="left", return_tensors="pt").to(model.device)
-    tokens_BL, mask_BL = batch["input_ids"], batch["attention_mask"]
+    tokens_BL = batch["input_ids"]
+    mask_BL = batch["attention_mask"]
     positions_BL = (mask_BL.cumsum(dim=1) - 1).clamp(min=0)
     uniform = torch.from_numpy(uniform_BT).to(model.device)
     responses: list[list[int]] = [[] for _ in prompts]
-    alive_B, cache = torch.arange(len(prompts), device=model.device), DynamicCache()
+    alive_B = torch.arange(len(prompts), device=model.device)
+    cache = DynamicCache()
     for token in range(uniform.shape[1]):
         logits_BV = model(
             tokens_BL, attention_mask=mask_BL, position_ids=positions_BL, past_key_values=cache, logits_to_keep=1
@@ -88,6 +90,6 @@ def judge(
     one (``right``)."""
     prompts = [prompt_ids(tokenizer, problem) for problem in problems]
     responses = sample(model, tokenizer, prompts, uniform(seed, len(prompts), max_new_tokens), temperature)
-    found = [boxed_answer(text) for text in tokenizer.batch_decode(responses, skip_special_tokens=True)]
-    right = sum(answer == str(problem.answer) for answer, problem in zip(found, problems, strict=True))
-    return {"boxed": 1 - found.count(None) / len(problems), "right": right / len(problems)}
+    boxes = [boxed_answer(text) for text in tokenizer.batch_decode(responses, skip_special_tokens=True)]
+    right = sum(answer == str(problem.answer) for answer, problem in zip(boxes, problems, strict=True))
+    return {"boxed": 1 - boxes.count(None) / len(problems), "right": right / len(problems)}
