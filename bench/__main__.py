@@ -3,8 +3,8 @@
 python -m grail_advantage.analyze FILE.jsonl --model NAME --method all --out FOLDER
 python -m bench FOLDER                     each method's figures and verdict, as Markdown
 python -m bench compare FOLDER FOLDER      two analyses of the same file, paired
-python -m bench convert FORMAT IN OUT      labelled files of processbench, champ, bigbench_mistake, prm800k
-python -m bench sample QUESTIONS OUT --model NAME   the model's own errors: the first false written equation
+python -m bench convert processbench IN OUT         ProcessBench's labelled solutions
+python -m bench sample QUESTIONS OUT --model NAME   the model's own responses, by token ids
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from grail_advantage.receipt.foreign import say, visible
+from grail_advantage.text_io import say, visible
 
 try:
     from bench import convert, sample, table

@@ -22,7 +22,7 @@ from bench.statistics import Estimate, above_controls, holm, mean_of
 from grail_advantage.analyze.command import record_in
 from grail_advantage.answers.missing import is_low
 from grail_advantage.dump import DumpRow, read_dump
-from recipe.marked_text import table
+from grail_advantage.text_io import table
 
 FEWEST = 10  # problems below which nothing is said of a method, and controls of a response
 LEAST_SCORED, SIGNIFICANT = 0.5, 0.05

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from recipe import marked_text
+from grail_advantage import text_io
 
 PACKAGES = ("torch", "transformers", "verl", "trl", "flash-attn", "numpy")
 
@@ -56,7 +56,7 @@ def table(rows: Mapping[str, Mapping[str, Any]]) -> list[str]:
     lowest and the highest."""
     columns = list(dict.fromkeys(column for of_row in rows.values() for column in of_row))
     cells = [[label, *(cell(of_row.get(column, "")) for column in columns)] for label, of_row in rows.items()]
-    return marked_text.table(["", *columns], cells, right=1)
+    return text_io.table(["", *columns], cells, right=1)
 
 
 def cell(value: Any) -> str:

@@ -23,14 +23,14 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import torch
 
 from grail_advantage.dump import write_whole
-from grail_advantage.method import build, methods
-from grail_advantage.receipt.foreign import numbered_lines, read_bytes, read_json, why
+from grail_advantage.method import Control, build, methods
 from grail_advantage.reward import check_ground_truths, compute_score, gold_text
+from grail_advantage.text_io import numbered_lines, read_bytes, read_json, why
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -215,7 +215,7 @@ def parse_options() -> argparse.Namespace:
     add("--data", default=None if tiny else "openai/gsm8k:main", help=f"file, or hub name[:part[:split]] {default}")
     add("--held-out", help="problems for evaluation, likewise, such as openai/gsm8k:main:test (default: none)")
     add("--method", default="grail", choices=sorted(methods()), help="uniform: every weight is 1")
-    add("--control", default="none", choices=["none", "shuffled"], help=f"shuffled: weights on other tokens {default}")
+    add("--control", default="none", choices=get_args(Control), help=f"docs/credit.md {default}")
     add("--output", type=Path, help="default: outputs/trl_METHOD")
     add("--vllm", action="store_true", help="generate with vLLM on the same GPU")
     bf16 = {"action": argparse.BooleanOptionalAction, "default": torch.cuda.is_available()}

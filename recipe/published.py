@@ -19,9 +19,8 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from yaml import YAMLError
 
-from grail_advantage.receipt.foreign import visible
+from grail_advantage.text_io import table, visible
 from recipe.data.specs import PUBLISHED_SUFFIX, SPECS
-from recipe.marked_text import table
 
 GPUS = 4  # of the published run (src/train/grpo.sh)
 

@@ -25,9 +25,10 @@ from grail_advantage.method import READS, BaseMethod, Mapped, Method, build, met
 from grail_advantage.methods.biases import BIAS
 from grail_advantage.metrics import GRADIENT_METRICS, METRICS
 from grail_advantage.rules import Rule
+from grail_advantage.text_io import table
 from grail_advantage.trl_ext import rules as trl_rules
 from grail_advantage.verl_ext import rules as verl_rules
-from recipe.marked_text import marked, table, write_marked
+from recipe.marked_text import marked, write_marked
 from recipe.published import GROUPS as PUBLISHED
 from recipe.published import shown
 
@@ -65,13 +66,12 @@ def known_options(owner: type[BaseModel], of_class: Sequence[BaseMethod] = ()) -
         value = value_of(name)
         texts = [_value(value)]
         if schemas[name].get("default") is None and value is not None:  # other options may decide
-            choices = [(n, choice) for n, about in schemas.items() if n != name for choice in about.get("enum", ())]
-            changed = {f"`{n}={choice}`": value_of(name, **{n: choice}) for n, choice in choices}
-            texts += [
-                f"{_value(other_value)} with {choice}"
-                for choice, other_value in changed.items()
-                if other_value != value
-            ]
+            # The control decides no option, and not every class takes each of its values.
+            for option in [option for option in schemas if option not in (name, "control")]:
+                for choice in schemas[option].get("enum", ()):
+                    changed = value_of(name, **{option: choice})
+                    if changed != value:
+                        texts.append(f"{_value(changed)} with `{option}={choice}`")
         return "; ".join(texts)
 
     def allowed(name: str) -> str:

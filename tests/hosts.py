@@ -22,6 +22,7 @@ from grail_advantage import Method
 from grail_advantage.answers.text import TokenTexts
 from grail_advantage.api import PlainHost
 from grail_advantage.data import ENTROPY, OLD_LOG_PROBS, Rollouts, outcome_of
+from grail_advantage.dump import table_of
 from grail_advantage.method import build, methods
 from grail_advantage.weigh import weigh, with_columns
 from tests.core.tiny_models import END, char_tokenizer, encode, tiny_model
@@ -101,7 +102,7 @@ def plain_table(
     rollouts = replace(rollouts, step=step)
     rollouts = with_columns(rollouts, [OLD_LOG_PROBS, ENTROPY], host(rollouts))
     records = {name: weigh(rollouts, other, host(rollouts)) for name, other in others.items()}
-    return weigh(rollouts, signal, host(rollouts)).table(TokenTexts(rollouts.tokenizer), records)
+    return table_of(weigh(rollouts, signal, host(rollouts)), TokenTexts(rollouts.tokenizer), records)
 
 
 def dumped_table(folder: Path) -> pa.Table:

@@ -30,17 +30,26 @@ import torch
 
 from grail_advantage.analyze.lines import Response, read_responses
 from grail_advantage.analyze.methods import methods_for
-from grail_advantage.analyze.models import ANOTHER, PACKAGED, check_fits, check_options, digest, model_of, state_of
+from grail_advantage.analyze.models import ANOTHER, PACKAGED, check_fits, check_options, digest, files_digest, model_of
 from grail_advantage.analyze.tokens import labels_of, tokenize
 from grail_advantage.answers.format import BOXED, AnswerFormat, answer_format
 from grail_advantage.answers.missing import advice, is_low
 from grail_advantage.answers.text import TokenTexts
 from grail_advantage.api import MOST_UNKNOWN, PlainHost
 from grail_advantage.data import ENTROPY, OLD_LOG_PROBS, Example, Rollouts, outcome_of
-from grail_advantage.dump import RECEIVED_SCHEMA, header_of, read_dump, write_received, write_step, write_whole
+from grail_advantage.dump import (
+    RECEIVED_SCHEMA,
+    header_of,
+    read_dump,
+    table_of,
+    write_received,
+    write_step,
+    write_whole,
+)
 from grail_advantage.method import BaseMethod
+from grail_advantage.metrics import change_of, change_shares
 from grail_advantage.model.hooks import FORWARD_TOKENS
-from grail_advantage.receipt.foreign import complain, read_bytes, read_json, say, visible, why
+from grail_advantage.text_io import complain, read_bytes, read_json, say, visible, why
 from grail_advantage.weigh import weigh
 
 if TYPE_CHECKING:
@@ -78,7 +87,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         tokenizer, load = model_of(options.model, options.device, options.dtype)
         settings = {"temperature": options.temperature, "tokens": options.tokens, "advantages": options.advantages}
         settings |= {"model": options.model, "answer": answer}
-        beside = {name: state_of(name) for name in (options.model, options.after, *map(str, options.files)) if name}
+        beside = {name: files_digest(name) for name in (options.model, options.after, *map(str, options.files)) if name}
         settings["beside"] = {"dtype": options.dtype, "files": beside}
         if options.after:
             settings["after"] = options.after, model_of(options.after, options.device, options.dtype)[1]
@@ -164,18 +173,38 @@ def analyze(
             raise ValueError("every method failed")
         first = next(iter(made.values()))
         header = header_of(first, texts, step=number, model=model, temperature=temperature, rows_in_step=len(r))
-        path = write_step(folder, replace(header, answer=answer.name), first.table(texts, made))
+        path = write_step(folder, replace(header, answer=answer.name), table_of(first, texts, made))
         complain("analyze", f"written: {path}")
     counts: dict[str, Counter[str | None]] = {name: Counter() for name in chosen}
+    changes = {name: np.zeros(3) for name in chosen}
     for row in read_dump(folder):
+        content_T: np.ndarray = np.zeros(len(row), dtype=bool)
+        if row.span is not None:
+            content_T[row.span.content_start : row.span.content_end] = True
         for name, of in row.methods.items():
             counts[name][of.no_scores] += 1
+            change_T = np.abs(row.base_advantage_T * (of.weight_T - 1))
+            if of.advantage_T is not None:
+                change_T = np.abs(of.advantage_T - row.base_advantage_T)
+            changes[name] += change_of(change_T, row.base_advantage_T, content_T)
     return [
         f"{name}: {of[None]} of {len(whole)} responses have scores"
         + "".join(f"; {count} without ({reason})" for reason, count in of.items() if reason)
+        + change_line(changes[name])
         + (f"; failed, {known['failed'][name]}" if name in known["failed"] else "")
         for name, of in counts.items()
     ]
+
+
+def change_line(sums: np.ndarray) -> str:
+    """What a method's change of the token advantages consists of; empty where it changes none."""
+    if not sums.any():
+        return ""
+    correct, incorrect, scores = change_shares(sums).values()
+    return (
+        f"; of its change {correct:.0%} is answers' content in correct and {incorrect:.0%} in incorrect responses, "
+        f"{scores:.0%} its scores"
+    )
 
 
 def record_in(folder: Path) -> dict[str, Any]:

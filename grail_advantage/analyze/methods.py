@@ -10,7 +10,7 @@ from typing import Any
 from grail_advantage.analyze.lines import Response
 from grail_advantage.analyze.tokens import is_begun
 from grail_advantage.method import BaseMethod, build, methods
-from grail_advantage.receipt.foreign import complain
+from grail_advantage.text_io import complain
 
 
 def parse_method(spec: str) -> BaseMethod:

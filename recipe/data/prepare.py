@@ -14,7 +14,7 @@ from typing import Any
 import datasets
 
 from grail_advantage.dump import write_whole
-from grail_advantage.receipt.foreign import say
+from grail_advantage.text_io import say
 from recipe.data import specs
 from recipe.data.specs import BENCHMARKS, SPECS, DatasetSpec, benchmark_names
 

@@ -18,7 +18,7 @@ import pandas as pd
 
 from grail_advantage.answers.tokenizers import load_tokenizer
 from grail_advantage.dump import write_whole
-from grail_advantage.receipt.foreign import read_bytes, read_json, say, visible, why
+from grail_advantage.text_io import read_bytes, read_json, say, visible, why
 from recipe.data.specs import BENCHMARKS, PROMPTS, benchmark_names
 from recipe.evaluate import report, sampling
 from recipe.evaluate.sampling import KEY, digest, read_samples

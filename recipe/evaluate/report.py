@@ -19,10 +19,9 @@ import numpy as np
 import pandas as pd
 from pydantic import Field
 
-from grail_advantage.receipt.foreign import visible
 from grail_advantage.reward import compute_score
+from grail_advantage.text_io import table, visible
 from recipe.evaluate.sampling import KEY, Count, Key, Record, checked, records
-from recipe.marked_text import table
 
 INTERVAL = {"level": 0.95, "method": "percentile bootstrap over problems", "resamples": 10_000, "seed": 0}
 

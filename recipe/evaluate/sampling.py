@@ -26,8 +26,8 @@ from huggingface_hub import snapshot_download
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from tqdm.asyncio import tqdm
 
-from grail_advantage.receipt.foreign import open_plain, read_json
 from grail_advantage.reward import check_ground_truths
+from grail_advantage.text_io import open_plain, read_json
 from recipe.data.specs import ENDINGS
 
 FILES = ["*.safetensors", "pytorch_model*.bin", "*.json", "*.jinja", "*.txt", "*.model"]
@@ -241,7 +241,7 @@ def digest(value: Any) -> str:
     return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:16]
 
 
-def start_engine(model: Path, longest: int, tensor_parallel_size: int) -> Any:
+def start_engine(model: Path, longest: int, tensor_parallel_size: int, *, prefix_cache: bool = False) -> Any:
     """Load the model into vLLM's engine, or into as many as the GPUs allow, for ``longest`` tokens with the prompt."""
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # its warnings are about the choices made here
     os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")  # compiled at run time, often without an nvcc
@@ -249,7 +249,7 @@ def start_engine(model: Path, longest: int, tensor_parallel_size: int) -> Any:
     options: dict[str, Any] = {"tensor_parallel_size": tensor_parallel_size, "data_parallel_size": engines}
     # A prompt is short beside its response, and without the cache no sample's numbers come from another's batch.
     options["max_model_len"] = longest
-    options["enable_prefix_caching"] = False
+    options["enable_prefix_caching"] = prefix_cache
     options["disable_log_stats"] = True
     if "cpu" in version("vllm"):
         from verl_cpu import environment

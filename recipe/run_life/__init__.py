@@ -33,7 +33,7 @@ from verl.utils.checkpoint.checkpoint_manager import find_latest_ckpt_path
 from grail_advantage import __version__
 from grail_advantage.dump import read_dump, write_whole
 from grail_advantage.locks import hold
-from grail_advantage.receipt.foreign import open_plain, visible
+from grail_advantage.text_io import open_plain, visible
 from grail_advantage.verl_ext.patches import STARTS, entry_is_wrapped
 from grail_advantage.verl_ext.settings import ACTOR, ATTENTION, DUMP_FOLDER, MODEL, PACKED, Settings
 from recipe.rules import check_settings, check_trl
