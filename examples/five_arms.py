@@ -1,6 +1,6 @@
 """What does GRAIL's change do? Five arms with the small model: docs/credit.md has the plan, and the table.
 
-    PYTHONPATH=.venv/trl python -m benchmarks.five_arms          all runs that outputs/five_arms lacks, in the plan's order
+    PYTHONPATH=.venv/trl python -m examples.five_arms          all runs that outputs/five_arms lacks, in the plan's order
     python -m grail_advantage.compare outputs/five_arms/sums/grail/seed* --against outputs/five_arms/sums/uniform/seed*
 
 A run is ``examples/trl_grail.py`` in a process of its own. One that has ended is not repeated, one that broke off is.
