@@ -334,7 +334,9 @@ def test_an_analysis_resumes_and_a_method_that_fails_costs_its_columns(tmp_path:
 
     given = chosen, tmp_path / "whole", char_tokenizer(), load
     said = analyze(responses, *given, model="m")
-    assert said[0].startswith("fails: 38 of 70 responses have scores; ") and said[0].endswith("; failed, SystemExit: no")
+    assert said[0].startswith("fails: 38 of 70 responses have scores; ") and said[0].endswith(
+        "; failed, SystemExit: no"
+    )
     files = sorted(path.name for path in (tmp_path / "whole").iterdir())
     assert files == ["analysis.json", *(f"step_{number:06d}.parquet" for number in range(3))]
     with_it = [sum("fails" in row.methods for row in read_dump(tmp_path / "whole").rows([step])) for step in range(3)]
