@@ -1,8 +1,9 @@
-"""The token dump: every token's score, weight and advantage of chosen responses, and what it received, as Parquet.
+"""The token dump has every token's score, weight and advantage of chosen responses, and what it received, in Parquet
+files.
 
 ``step_000123.parquet`` has a row a response of an update, with a list for each value that tokens have;
 ``received_000123.parquet``, which may be missing, has what is known after the update, by the same keys. Both have a
-header as JSON in their metadata. docs/token_dump.md has every column. Written and read::
+header as JSON in their metadata. docs/token_dump.md has every column. They are written and read so::
 
     write_step(folder, header_of(weighed, texts, step=12), table_of(weighed, texts))
     dump = read_dump(folder)                                        # raises nothing: see dump.problems
@@ -98,7 +99,7 @@ _SUFFIXES = {**dict.fromkeys(_PER_TOKEN, "_T"), **dict.fromkeys(BY_UPDATE, "_KT"
 
 @dataclass(frozen=True, kw_only=True)
 class DumpHeader:
-    """What all responses of a file share."""
+    """It says what all responses of a file share."""
 
     step: int
     method: str  # its registered name; of several, that of the columns ``score`` and ``weight``
@@ -120,7 +121,7 @@ _HEADER = TypeAdapter(DumpHeader)
 
 
 def as_utf8(text: str | None) -> str | None:
-    """Give a text as the columns can hold it: half a surrogate pair becomes U+FFFD. ``None`` stays."""
+    """Make a text one that the columns can hold: half a surrogate pair becomes U+FFFD. ``None`` stays."""
     return text if text is None else text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
@@ -171,14 +172,14 @@ def _check_lengths(table: pa.Table, tokens: pa.ListArray | pa.ChunkedArray) -> N
     counts = pc.list_value_length(tokens)
     for name in table.column_names:
         values = table[name]
-        wanted = counts
+        expected = counts
         if name in BY_UPDATE:
             lists = values.combine_chunks()
             values = lists.flatten()
-            wanted = counts.take(pc.list_parent_indices(lists))
+            expected = counts.take(pc.list_parent_indices(lists))
         elif name not in _PER_TOKEN:
             continue
-        are_equal = pc.all(pc.equal(pc.list_value_length(values), wanted)).as_py()  # null: there are none
+        are_equal = pc.all(pc.equal(pc.list_value_length(values), expected)).as_py()  # null: there are none
         if are_equal is False or (name in BY_UPDATE and values.null_count):
             raise ValueError(f"a response has more or fewer values of {name} than tokens")
 
@@ -221,7 +222,7 @@ def _path(folder: Path, kind: str, step: int, update: int) -> Path:
 
 
 def _files(folder: Path, kind: str) -> list[tuple[int, int, Path]]:
-    """Step, update and path of each file of a kind, in order; none where there is no folder."""
+    """Give step, update and path of each file of a kind, in order; none where there is no folder."""
     name = re.compile(rf"{kind}_(\d{{1,15}})(?:_update_(\d{{1,9}}))?\.parquet", re.ASCII)
     files = []
     for path in Path(folder).glob("*.parquet"):
@@ -241,7 +242,7 @@ def remove_steps(folder: Path, first: int) -> list[Path]:
 
 
 class DumpRow(SimpleNamespace):
-    """One response: its columns by name, those with a number a token as arrays (``weight_T``, ``by_update_KT``, K
+    """It is one response: its columns by name, those with a number a token as arrays (``weight_T``, ``by_update_KT``, K
     optimiser steps), ``span`` as an ``AnswerSpan``, ``methods`` as such rows by name; ``None``: null, or not read."""
 
     def __len__(self) -> int:
@@ -299,7 +300,7 @@ class DumpFile:
 
 @dataclass
 class TokenDump:
-    """A folder of token dumps, as it is on the disk."""
+    """It is a folder of token dumps, as it is on the disk."""
 
     folder: Path
     files: Sequence[DumpFile]  # by step and update
@@ -422,7 +423,7 @@ def _named(values: Mapping[str, Any]) -> DumpRow:
 
 
 class DumpOptions(BaseModel):
-    """``algorithm.token_dump`` in verl, ``token_dump`` in TRL; ValueError for other values."""
+    """They are ``algorithm.token_dump`` in verl, ``token_dump`` in TRL; ValueError for other values."""
 
     model_config = ConfigDict(title="token_dump", frozen=True, strict=True, extra="forbid")
     folder: Path
@@ -467,14 +468,15 @@ def choose_rows(groups: Sequence[int], valid: Sequence[bool], limit: int | None,
 
 
 def tolerant(read: Callable[[Any], _Read], value: Any) -> _Read | None:
-    """``read(value)`` of what a user's data or reward function gave; ``None`` where that cannot be read."""
+    """Call ``read(value)`` on what a user's data or reward function gave; ``None`` where that cannot be read."""
     with suppress(Exception):
         return read(value)
     return None
 
 
 class Unstopped:
-    """Writes to a path beside the training: an error within ``attempt`` is counted, logged once, and stops nothing."""
+    """It writes to a path beside the training: an error within ``attempt`` is counted, logged once, and stops
+    nothing."""
 
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path).absolute()
@@ -491,7 +493,7 @@ class Unstopped:
 
 
 class StepDump(Unstopped):
-    """Chooses responses of updates, which share the step's, and writes them. The training waits: 2 s for a million
+    """It chooses responses of updates, which share the step's, and writes them. The training waits: 2 s for a million
     tokens, and ``SECONDS`` once for a disk that hangs, after which files are left out until it answers."""
 
     def __init__(self, options: DumpOptions, tokenizer: Any, *, updates: int, model: str, temperature: float) -> None:
@@ -558,8 +560,8 @@ def header_of(weighed: Weighed, texts: TokenTexts, **facts: Any) -> DumpHeader:
     )
 
 
-def table_of(weighed: Weighed, texts: TokenTexts, others: Mapping[str, Weighed] | None = None) -> pa.Table:
-    """Give the responses as :func:`write_step` takes them, by the texts of the run's tokenizer. ``others``: what
+def table_of(weighed: Weighed, texts: TokenTexts, by_method: Mapping[str, Weighed] | None = None) -> pa.Table:
+    """Give the responses as :func:`write_step` takes them, by the texts of the run's tokenizer. ``by_method``: what
     several methods made of the same responses, by name. No other function makes such rows."""
     r = weighed.rollouts
     nothing = [None] * len(r)
@@ -575,12 +577,12 @@ def table_of(weighed: Weighed, texts: TokenTexts, others: Mapping[str, Weighed] 
         return [as_utf8(text) for text in r.facts.get(name, nothing)]
 
     methods: list[list[dict[str, Any]]] = [[] for _ in ids]
-    for name, other in (others or {}).items():
-        columns = {"score": a_token(other.scores), "weight": a_token(other.weights), "no_scores": other.no_scores}
-        columns["advantage"] = a_token(other.advantages) if other.gave_advantages else nothing
+    for name, entry in (by_method or {}).items():
+        columns = {"score": a_token(entry.scores), "weight": a_token(entry.weights), "no_scores": entry.no_scores}
+        columns["advantage"] = a_token(entry.advantages) if entry.gave_advantages else nothing
         for index, entries in enumerate(methods):
-            of_response = {column: values[index] for column, values in columns.items()}
-            entries.append({"name": as_utf8(name), **of_response})
+            values_of_response = {column: values[index] for column, values in columns.items()}
+            entries.append({"name": as_utf8(name), **values_of_response})
 
     labels = []
     for written, label in zip(a_token(r.written), r.facts.get("labels", nothing), strict=True):
@@ -651,8 +653,8 @@ def _floats(values: Tensor) -> np.ndarray:
 
 
 class MetricsFile(Unstopped):
-    """A run's figures, a line ``{"step": S, "data": {...}}`` for each log, after those of an earlier start that are of
-    step ``last`` at most. It serves as the open file of verl's ``FileLogger``, too."""
+    """It writes a run's figures, a line ``{"step": S, "data": {...}}`` for each log, after those of an earlier start
+    that are of step ``last`` at most. It serves as the open file of verl's ``FileLogger``, too."""
 
     def __init__(self, path: Path | str, last: int) -> None:
         super().__init__(path)

@@ -1,5 +1,5 @@
-"""From rollouts to token advantages, the one way that every host goes: base advantages -> which responses need scores
--> columns -> a pass through the model -> scores -> weights -> advantages."""
+"""This module goes from rollouts to token advantages, the one way that every host goes: base advantages -> which
+responses need scores -> columns -> a pass through the model -> scores -> weights -> advantages."""
 
 from __future__ import annotations
 
@@ -23,20 +23,21 @@ logger = logging.getLogger(__name__)
 
 
 class Host(Protocol):
-    """A trainer's access to its model, for one batch of rollouts. :class:`grail_advantage.api.PlainHost` is the host of
-    a model in the same process; :func:`grail_advantage.model.hugging_face.run_rows` does a remote worker's part."""
+    """It is a trainer's access to its model, for one batch of rollouts. :class:`grail_advantage.api.PlainHost` is the
+    host of a model in the same process; :func:`grail_advantage.model.hugging_face.run_rows` does a remote worker's
+    part."""
 
     def columns(self, names: Sequence[str], selected: Sequence[int]) -> Mapping[str, Tensor]:
-        """Those of :data:`grail_advantage.data.DUMPED` that the method reads and the rollouts lack, float (B, T) on the
-        CPU. They are read in the selected responses only."""
+        """Give those columns of :data:`grail_advantage.data.DUMPED` that the method reads and the rollouts lack, float
+        (B, T) on the CPU. They are read in the selected responses only."""
 
     def scores(self, method: BaseMethod, rows: Sequence[Row]) -> Sequence[RowScores]:
-        """:meth:`Method.run` on prepared rows, in their order; results on the CPU. Also called without rows, since
-        other ranks may have some."""
+        """Run :meth:`Method.run` on prepared rows, in their order; results are on the CPU. It is also called without
+        rows, since other ranks may have some."""
 
 
 def weigh(rollouts: Rollouts, method: BaseMethod, host: Host, answers: AnswerCheck | None = None) -> Weighed:
-    """Token weights and advantages of a batch of rollouts.
+    """Compute token weights and advantages of a batch of rollouts.
 
     Args:
         rollouts: with what the method reads (:attr:`Method.reads`); columns that are not there come from the host.
@@ -55,7 +56,10 @@ def weigh(rollouts: Rollouts, method: BaseMethod, host: Host, answers: AnswerChe
     names = [name for name in DUMPED if name in method.reads]
     rollouts = with_columns(rollouts, names, host, indices)
     r = replace(r, columns={name: rollouts.columns[name] for name in names if name in rollouts.columns})
-    of_pass, norms = _run_pass(host, method, r, indices) if method.uses else (None, None)
+    of_pass = None
+    norms = None
+    if method.uses:
+        of_pass, norms = _run_pass(host, method, r, indices)
     scores = _nowhere(r)
     if indices:
         scores = torch.where(selected[:, None] & r.mask, _scores(method, r, of_pass).float(), scores)
@@ -95,12 +99,13 @@ def deal(costs: Sequence[int], ranks: int, groups: Sequence[int] | None = None) 
     """Give the rows of each rank, by relative costs: about as much work, and numbers that differ by one at most. With
     ``groups``, rows with the same number meet on one rank, whatever their numbers."""
     members: dict[int, list[int]] = {}
-    for row, group in enumerate(range(len(costs)) if groups is None else groups):
-        members.setdefault(group, []).append(row)
+    for row in range(len(costs)):
+        members.setdefault(row if groups is None else groups[row], []).append(row)
     by_cost = sorted(((sum(costs[row] for row in rows), rows) for rows in members.values()), reverse=True)
     shares: list[list[int]] = [[] for _ in range(ranks)]
     work = [0] * ranks
     for cost, rows in by_cost:
+        # The dearest first: to a rank with the fewest rows, among these to the one with the least work.
         rank = min(range(ranks), key=lambda rank: (len(shares[rank]) if groups is None else 0, work[rank]))
         shares[rank] += rows
         work[rank] += cost
@@ -130,7 +135,7 @@ def _run_pass(host: Host, method: BaseMethod, r: Rollouts, indices: Sequence[int
 
 
 def _scores(method: BaseMethod, r: Rollouts, of_pass: Tensor | None) -> Tensor:
-    """:meth:`Method.scores`, looked at."""
+    """Call :meth:`Method.scores`, and look at what it gives."""
     try:
         scores = method.scores(r, of_pass)
     except KeyError as error:  # perhaps a column or a field that is not there
@@ -152,14 +157,14 @@ def _scores(method: BaseMethod, r: Rollouts, of_pass: Tensor | None) -> Tensor:
 
 
 def _all_finite(values: Tensor, where: Tensor) -> Tensor:
-    """bool (B, 1): responses whose values there are all finite."""
+    """Say which responses have values there that are all finite, bool (B, 1)."""
     return (values.isfinite() | ~where).all(dim=1, keepdim=True)
 
 
 def _weights(method: Method, r: Rollouts, selected: Tensor, scores: Tensor) -> Weighed:
-    """``A_t = w_t A``: scores through the method's map, then its own answer weights, then the sum of each response's
-    weights. A response that is not selected, or has a score or weight that is not finite, has weight 1 on every
-    token."""
+    """Make ``A_t = w_t A``: scores go through the method's map, then come its own answer weights, then the sum of each
+    response's weights. A response that is not selected, or has a score or weight that is not finite, has weight 1 on
+    every token."""
     position = torch.arange(r.mask.shape[1], device="cpu")
     answer = method.answer_weights()
     compared = r.mask
@@ -220,8 +225,8 @@ def _weights(method: Method, r: Rollouts, selected: Tensor, scores: Tensor) -> W
 def _check_weights(method: Method, mapped: Weights, r: Rollouts, where: Tensor) -> None:
     """Raise ValueError for what is no weights, or has one below 0 where they are read, bool (B, T)."""
     if not isinstance(mapped, Weights) or mapped.values.shape != r.mask.shape:
-        wanted = f"Weights(values) with values of shape {tuple(r.mask.shape)}"
-        raise ValueError(f"{method.name}: weights() must return {wanted}, got {type(mapped).__name__}")
+        expected = f"Weights(values) with values of shape {tuple(r.mask.shape)}"
+        raise ValueError(f"{method.name}: weights() must return {expected}, got {type(mapped).__name__}")
     if ((mapped.values < 0) & where).any():
         raise ValueError(f"{method.name}: a weight below 0 would flip the advantage; clip the weights in weights()")
 
@@ -273,13 +278,12 @@ def _given_advantages(method: AdvantageMethod, r: Rollouts, selected: Tensor, sc
 def _rates(r: Rollouts) -> dict[str, float]:
     """Give shares of the responses in which the model wrote something."""
     written = r.written.any(dim=1)
-    count = int(written.sum())
-    if not count:
+    if not written.any():
         return {}
     flags = {"unjudged_rate": ~within_range(r.advantages)}
     if r.truncated is not None:
         flags["truncated_rate"] = r.truncated
-    return {name: int((flagged & written).sum()) / count for name, flagged in flags.items()}
+    return {name: int((flagged & written).sum()) / int(written.sum()) for name, flagged in flags.items()}
 
 
 def _no_scores(w: Weighed) -> list[str | None]:

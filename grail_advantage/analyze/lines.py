@@ -1,4 +1,4 @@
-"""Existing responses as they are read: JSON lines, and where their steps and errors are in their texts."""
+"""This module reads existing responses: JSON lines, and where their steps and errors are in their texts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SEPARATOR = "\n\n"
 
 @dataclass(frozen=True, kw_only=True)
 class Response:
-    """One line."""
+    """It holds one line."""
 
     id: str
     prompt: str | Sequence[Mapping[str, Any]]
@@ -128,7 +128,7 @@ def _response(record: Mapping[str, Any], number: int) -> Response:
 
 
 def label_ranges(row: Response, text: str) -> tuple[Ranges, Ranges]:
-    """Give the characters of a response's steps and of its error, none or one. ValueError where ``error`` is neither a
+    """Find the characters of a response's steps and of its error, none or one. ValueError where ``error`` is neither a
     step nor a range of the text."""
     steps = row.steps
     if not steps:  # lines with text

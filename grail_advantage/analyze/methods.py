@@ -1,4 +1,4 @@
-"""The methods of an analysis: how a command line names them, and which of them fit the lines."""
+"""This module tells how a command line names the methods of an analysis, and which of them fit the lines."""
 
 from __future__ import annotations
 

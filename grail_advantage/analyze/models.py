@@ -1,4 +1,4 @@
-"""The model of an analysis: how it is named and loaded, and whether responses and options fit it."""
+"""This module names and loads the model of an analysis, and tells whether responses and options fit it."""
 
 from __future__ import annotations
 
@@ -65,6 +65,7 @@ def files_digest(name: str) -> str | None:
 
 
 def digest(text: str) -> str:
+    """Give a text's SHA-256."""
     return hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()
 
 

@@ -1,4 +1,5 @@
-"""Existing responses in token space: the ids that the model read and wrote, and the tokens of steps and errors."""
+"""This module takes existing responses to token space: the ids that the model read and wrote, and the tokens of steps
+and errors."""
 
 from __future__ import annotations
 
