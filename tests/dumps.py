@@ -44,7 +44,8 @@ def _record(row: DumpRow) -> dict[str, Any]:
 
 def dump_row(weights: Sequence[float], **values: Any) -> DumpRow:
     """A row with these weights; what is not given is plain."""
-    count, weight_T = len(weights), np.array(weights, dtype=np.float32)
+    count = len(weights)
+    weight_T = np.array(weights, dtype=np.float32)
     tokens = values.pop("tokens", [f"t{i} " for i in range(count)])
     span = values.pop("span", None)
     values |= {name: np.array(value) for name, value in values.items() if name.endswith("_T") and value is not None}

@@ -57,7 +57,9 @@ RESPONSES = [Said(*parts) for parts in DATA["responses"]]
 """Two prompts with five responses each. No prompt has equal rewards whose float32 mean is off by rounding, as three of 0.9
 are: verl and TRL train on that rounding, as their GRPO does, while an analysis gives the advantage 0."""
 SUM, NINE = dict.fromkeys(said.prompt for said in RESPONSES)
-COUNT, GROUP_SIZE, TRUNCATED = len(RESPONSES), len(RESPONSES) // 2, 5
+COUNT = len(RESPONSES)
+GROUP_SIZE = len(RESPONSES) // 2
+TRUNCATED = 5
 LIMIT = len(RESPONSES[TRUNCATED].ids)
 """Most tokens of a response; only the truncated one has as many."""
 ADVANTAGES = DATA["advantages"]

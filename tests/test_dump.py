@@ -35,9 +35,13 @@ HEADER = DumpHeader(step=3, method="grail", options=OPTIONS, special_tokens={151
 
 
 def received(keys: list[str], **columns: Any) -> pa.Table:
-    one, nothing = [[0.5, 0.5]] * len(keys), [None] * len(keys)
+    one = [[0.5, 0.5]] * len(keys)
+    nothing = [None] * len(keys)
     values = {"key": keys, "updates": [[0]] * len(keys), "received": one, "clipped": one}
-    values |= {"by_update": [[each] for each in one], "clipped_by_update": nothing, "effect": nothing, **columns}
+    values["by_update"] = [[each] for each in one]
+    values["clipped_by_update"] = nothing
+    values["effect"] = nothing
+    values.update(columns)
     return pa.table(values, schema=of_dump.RECEIVED_SCHEMA)
 
 
@@ -77,7 +81,8 @@ class TestReading:
         """As schema_version 4 and 5, and 1 of what was received, wrote them; a later version's is named."""
         own = table_of([dump_row([1.0, 2.0], key="a")]).drop_columns(["rollout_log_probs"])
         own = own.append_column("step", pa.array([3])).append_column("update", pa.array([0]))
-        arrived, header = received(["a"]).drop_columns(["clipped_by_update", "effect"]), received_header(3)
+        arrived = received(["a"]).drop_columns(["clipped_by_update", "effect"])
+        header = received_header(3)
         for file, table, name, record in (
             ("step_000003", own, "grail_advantage", {"schema_version": 4, "step": 3, "method": "grail"}),
             ("step_000004", own, "grail_advantage", {"schema_version": 99, "step": 4, "method": "grail"}),
@@ -123,7 +128,10 @@ class TestWriting:
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:
         """And, if it hangs, one wait; it is said once."""
-        rollouts, folder, answers, calls = hosts.plain_rollouts(), tmp_path / "folder", threading.Event(), []
+        rollouts = hosts.plain_rollouts()
+        folder = tmp_path / "folder"
+        answers = threading.Event()
+        calls = []
         dump = StepDump(of_dump.DumpOptions(folder=folder), rollouts.tokenizer, updates=1, model="m", temperature=1.0)
         w = weigh(rollouts, hosts.signal_of("uniform"), Given())
         folder.write_text("no folder")
@@ -184,7 +192,9 @@ def test_no_visible_character_acts() -> None:
 
 def test_links_and_pipes_in_a_foreign_folder(tmp_path: Path) -> None:
     """Nothing is written through a link, and what is no plain file, which may have no end, is not read."""
-    precious, run, page = tmp_path / "precious", tmp_path / "run", tmp_path / "run/report.html"
+    precious = tmp_path / "precious"
+    run = tmp_path / "run"
+    page = tmp_path / "run/report.html"
     precious.write_text("precious")
     path = write_step(run / "tokens", HEADER, table_of([dump_row([1.0, 2.0])]))
     path.unlink()

@@ -75,7 +75,8 @@ def batch_of(rows: Sequence[Row], *, extra: int = 0, **parts: Any) -> Rollouts:
 
     masks = [list(row.trained) + [False] * (width - len(row.trained)) for row in rows]
     columns = {"old_log_probs": column("log_probs"), "entropy": column("entropies")}
-    ids, advantages = [[0] * width] * len(rows), [row.advantage for row in rows]
+    ids = [[0] * width] * len(rows)
+    advantages = [row.advantage for row in rows]
     return rollouts_of(ids, advantages, masks, [row.span for row in rows], columns=columns, **parts)
 
 
@@ -134,7 +135,8 @@ def bilevel(
     levels = [math.log1p(max(score, -1 + 1e-8)) for score in scores]
     if not levels or min(levels) == max(levels):
         return [1.0] * len(levels)
-    low, high = min(levels), max(levels)
+    low = min(levels)
+    high = max(levels)
     scaled = [(level - low) / (high - low) for level in levels]
     ranked = sorted(scaled)
     if quantile_rule == "sorted":
@@ -192,7 +194,8 @@ def through_map(
     all_weights = []
     for row in rows:
         of_row = score(row)
-        weights, places = row.ones(), row.tokens
+        weights = row.ones()
+        places = row.tokens
         if statistics == "reasoning":
             places = [index for index in places if row.span is not None and index < row.span.start]
         scores = [max(0.0, of_row[index]) for index in places]
@@ -301,11 +304,13 @@ def steer(rows: Sequence[Row], highest: float = 1.2, lowest: float = 0.8, normal
     """Linear in |A (1 - p) (log p + H)| between the batch's extremes."""
 
     def change(row: Row, index: int) -> float:
-        log_p, entropy_ = min(0.0, row.log_probs[index]), max(0.0, row.entropies[index])
+        log_p = min(0.0, row.log_probs[index])
+        entropy_ = max(0.0, row.entropies[index])
         return abs(row.advantage * (1 - math.exp(log_p)) * (log_p + entropy_))
 
     changes = [change(row, index) for row in rows if row.advantage != 0 and row.sound for index in row.tokens]
-    least, most = min(changes, default=0.0), max(changes, default=0.0)
+    least = min(changes, default=0.0)
+    most = max(changes, default=0.0)
     if least == most:
         return [row.ones() for row in rows]
     slope = (lowest - highest) / (most - least)

@@ -100,7 +100,8 @@ def test_the_second_is_of_the_clock_and_not_of_other_threads(monkeypatch: pytest
     """An expression needs so much of regex's clock, of which one second passes in so many by the wall clock."""
     clock = [0.0]
     monkeypatch.setattr(time, "monotonic", lambda: clock[0])
-    found, lost = ((0.9, 1.0), (3.0, 0.1), (8.0, 0.1)), ((1.1, 1.0), (9.0, 0.1), (3.0, 0.9))
+    found = ((0.9, 1.0), (3.0, 0.1), (8.0, 0.1))
+    lost = ((1.1, 1.0), (9.0, 0.1), (3.0, 0.9))
     for needs, seconds in (*found, *lost):
         clock[0] = 0.0
 
@@ -115,7 +116,9 @@ def test_the_second_is_of_the_clock_and_not_of_other_threads(monkeypatch: pytest
         )
 
 
-HASHES, BOX, NONE = "so #### 42", r"so \boxed{42}", "so 42"
+HASHES = "so #### 42"
+BOX = r"so \boxed{42}"
+NONE = "so 42"
 
 
 def looked(watch: AnswerCheck, texts: list[str], answer: str = "boxed") -> None:

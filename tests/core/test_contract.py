@@ -30,7 +30,11 @@ from tests.core.plain_weights import close
 from tests.core.test_rlsd import example, tiny_tokenizer
 from tests.core.tiny_models import CHARACTERS, Rollout, compute, encode, make_batch, tiny_model
 
-NAN, INF, PASS, TOKENS, SPAN = math.nan, math.inf, "pass", 9, AnswerSpan(4, 5, 7, 8)
+NAN = math.nan
+INF = math.inf
+PASS = "pass"
+TOKENS = 9
+SPAN = AnswerSpan(4, 5, 7, 8)
 NOT_FINITE = (NAN, INF, -INF)
 ADVANTAGES = (-1.0, 0.5, -0.25, 0.5, -1.5, 0.0)
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -110,7 +114,8 @@ def sources(name: str) -> list[str]:
 def same(found: Weighed, expected: Weighed, of: list[int]) -> None:
     """To the last digits, of the first responses: a mean over responses in another order is rounded otherwise."""
     for name in ("weights", "advantages", "scores"):
-        values, wanted = getattr(found, name)[: len(of)], getattr(expected, name)[of]
+        values = getattr(found, name)[: len(of)]
+        wanted = getattr(expected, name)[of]
         torch.testing.assert_close(values[:, : wanted.shape[1]], wanted, rtol=1e-5, atol=1e-6, equal_nan=True, msg=name)
         assert name == "scores" or not values[:, wanted.shape[1] :].any()
 
@@ -129,7 +134,8 @@ def test_says_what_it_is_and_keeps_nothing(name: str) -> None:
 @every
 def test_order_empty_responses_padding_and_shares_change_nothing(name: str) -> None:
     """A masked response trains nothing, and batches without a token have no figures."""
-    of, rows = case(12, gap=True), list(range(12))
+    of = case(12, gap=True)
+    rows = list(range(12))
     whole = run(name, of)
     order = torch.randperm(12, generator=torch.Generator().manual_seed(1)).tolist()
     same(run(name, part(of, order)), whole, order)
@@ -155,8 +161,10 @@ def test_the_shuffled_control_has_the_same_weights_on_other_tokens(name: str) ->
         with pytest.raises(ValueError, match="control"):
             method_of(name, control="shuffled")
         return
-    of, options = case(12, tokens=16, gap=True), {"gate": "all"} if name == "grail" else {}
-    own, control = run(name, of, **options), run(name, of, **options, control="shuffled")
+    of = case(12, tokens=16, gap=True)
+    options = {"gate": "all"} if name == "grail" else {}
+    own = run(name, of, **options)
+    control = run(name, of, **options, control="shuffled")
     moved = torch.where(own.by_score, own.weights, -1.0).sort(dim=1).values
     torch.testing.assert_close(torch.where(own.by_score, control.weights, -1.0).sort(dim=1).values, moved)
     assert torch.equal(control.by_score, own.by_score)
@@ -253,7 +261,8 @@ def test_nan_logits_in_one_row(name: str) -> None:
         model.model.embed_tokens.weight[CHARACTERS.index("~")] = NAN
 
     def weigh(first: Rollout) -> tuple[list[list[float]], dict[str, float]]:
-        batch, given = make_batch([first, *OTHERS]), {"groups": torch.arange(5) // 2, "examples": [ASKED] * 5}
+        batch = make_batch([first, *OTHERS])
+        given = {"groups": torch.arange(5) // 2, "examples": [ASKED] * 5}
         found = compute(model, batch, method_of(name), tiny_tokenizer(), **given)
         assert all(map(math.isfinite, found.stats.values())), found.stats
         return batch.of_responses(found.weights), found.stats

@@ -87,7 +87,9 @@ def test_every_method_weighs_the_same(name: str) -> None:
 def test_a_pass_scores_the_same(name: str) -> None:
     """Through the door for padded tensors; the model was made before. A model's own forward need not know such a device."""
     batch = make_batch([ROLLOUTS[known] for known in ("box at the end", "right", "several boxes", "no box")])
-    model, tokenizer, method = tiny_model(layers=2), tiny_tokenizer(), build(name)
+    model = tiny_model(layers=2)
+    tokenizer = tiny_tokenizer()
+    method = build(name)
     given = {"groups": torch.tensor([0, 0, 1, 1]), "examples": [example("?", "4")] * 4, "rewards": torch.ones(4)}
 
     def run() -> dict[str, Any]:

@@ -35,18 +35,23 @@ def compare(name: str, **columns: Any) -> float:
     from tests.core import card
 
     given = valid_weights() | {"fields": TURNS, "config": build(name), "model": tiny_model(), **columns}
-    given |= {"examples": [example("?", "7")] * 3, "tokenizer": tiny_tokenizer()}
+    given["examples"] = [example("?", "7")] * 3
+    given["tokenizer"] = tiny_tokenizer()
     expected = compute_token_weights(**given)
     with card.card():
         there = {key: of.to(card.DEVICE) if isinstance(of, torch.Tensor) else of for key, of in given.items()}
         rewards = [torch.tensor(of_row).to(card.DEVICE) for of_row in TURNS["step_rewards"]]
-        there |= {"fields": TURNS | {"step_rewards": rewards}, "model": card.moved(given["model"])}
-        found, differences = compute_token_weights(**there), []
+        there["fields"] = TURNS | {"step_rewards": rewards}
+        there["model"] = card.moved(given["model"])
+        found = compute_token_weights(**there)
+        differences = []
         assert found.failed.device == found.selected.device == card.DEVICE
         for part in ("weights", "scores", "advantages"):
-            value, other = getattr(found, part), getattr(expected, part)
+            value = getattr(found, part)
+            other = getattr(expected, part)
             assert value.device == card.DEVICE and torch.equal(value.cpu().isnan(), other.isnan()), part
-            difference, largest = (value.cpu() - other).nan_to_num().abs().max(), other.nan_to_num().abs().max()
+            difference = (value.cpu() - other).nan_to_num().abs().max()
+            largest = other.nan_to_num().abs().max()
             differences.append(float(difference) / max(1e-30, float(largest)))
         return max(differences)
 

@@ -26,25 +26,38 @@ from grail_advantage.receipt import Loss, check
 from tests.core.receipt_loop import rollout, train
 from tests.core.tiny_models import ROLLOUTS, Rollout, char_tokenizer, compute, make_batch, plain_columns, tiny_model
 
-NAN, INF = math.nan, math.inf
+NAN = math.nan
+INF = math.inf
 Mistakes = Mapping[str, Sequence[Any]]
 """By argument; a function makes its value of the valid one, anything else stands in its place."""
 
 
 def at(value: float, *place: int, dtype: torch.dtype | None = None) -> Callable[[torch.Tensor], torch.Tensor]:
     """A tensor with one other value."""
-    index, other = tuple(map(torch.tensor, place)), torch.tensor(value)
+    index = tuple(map(torch.tensor, place))
+    other = torch.tensor(value)
     return lambda v: v.to(dtype or v.dtype).index_put(index, other.to(dtype or v.dtype))
 
 
 NO_TENSOR: list[Any] = [
-    *("text", 1.0, lambda v: v.tolist(), lambda v: v.numpy(), lambda v: {"v": v}, lambda v: v.to_sparse()),
-    *(lambda v: v.to("meta"), lambda v: v.to(torch.complex64), lambda v: v.to(torch.float8_e4m3fn)),
+    "text",
+    1.0,
+    lambda v: v.tolist(),
+    lambda v: v.numpy(),
+    lambda v: {"v": v},
+    lambda v: v.to_sparse(),
+    lambda v: v.to("meta"),
+    lambda v: v.to(torch.complex64),
+    lambda v: v.to(torch.float8_e4m3fn),
     lambda v: torch.quantize_per_tensor(v.float(), 0.1, 0, torch.qint8),
 ]
 SHAPES: list[Any] = [
-    *(lambda v: v[:-1], lambda v: v[None], lambda v: v[..., None], lambda v: torch.cat([v, v])),
-    *(lambda v: v.flatten()[0], lambda v: v[:0]),
+    lambda v: v[:-1],
+    lambda v: v[None],
+    lambda v: v[..., None],
+    lambda v: torch.cat([v, v]),
+    lambda v: v.flatten()[0],
+    lambda v: v[:0],
 ]
 WIDTHS: list[Any] = [lambda v: v[:, :-1], lambda v: v[0], lambda v: v.T, lambda v: v[:, :0]]
 LAYOUTS: list[Any] = [lambda v: torch.stack([v, v], -1)[..., 0], lambda v: v.T.contiguous().T]
@@ -180,7 +193,8 @@ def same_receipt(found: Any, expected: Any) -> None:
 
 def valid_rollouts() -> dict[str, Any]:
     known = {"columns": {"entropy": TWO}, "facts": {"reward": [1.0, 0.0]}, "keys": ["a", "b"]}
-    responses, advantages = [torch.tensor([1, 2, 3])] * 2, torch.tensor([1.0, -1.0])
+    responses = [torch.tensor([1, 2, 3])] * 2
+    advantages = torch.tensor([1.0, -1.0])
     return known | {"prompts": responses, "responses": responses, "mask": TWO.bool(), "advantages": advantages}
 
 
@@ -246,7 +260,8 @@ def test_a_tenth_of_a_response_may_be_unknown_to_the_tokenizer() -> None:
 
 def test_a_response_without_a_token_before_it_is_refused() -> None:
     """A response of no token needs none."""
-    tokens, nothing = torch.ones(3).long(), torch.tensor([], dtype=torch.int64)
+    tokens = torch.ones(3).long()
+    nothing = torch.tensor([], dtype=torch.int64)
     given = valid_rollouts() | {"prompts": [tokens, nothing]}
     with pytest.raises(ValueError, match="response 1 has no prompt token"):
         Rollouts(**given)
@@ -284,7 +299,8 @@ LOGITS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 def with_logits(kind: str, change: Callable[[torch.Tensor], torch.Tensor]) -> nn.Module:
     """A language model with positions of its own, as wrappers for soft prompts, distillation or labels have them."""
     model = tiny_model(layers=1)
-    own, inner = torch.randn(1, 3, 16, generator=torch.Generator().manual_seed(0)), model.forward
+    own = torch.randn(1, 3, 16, generator=torch.Generator().manual_seed(0))
+    inner = model.forward
 
     def forward(input_ids: torch.Tensor, **_: Any) -> Any:
         if "prepended" in kind:

@@ -42,7 +42,8 @@ def test_log_probs_and_entropies_by_hand(together: int, monkeypatch: pytest.Monk
     monkeypatch.setattr(hooks, "TOGETHER", together)
     logits = torch.tensor([[0.0, math.log(3), -math.inf], [0.0, 0.0, 0.0], [math.nan, 0.0, 0.0]])
     tokens = torch.tensor([1, 2, 0])
-    log_probs, entropies = hooks.log_probs(logits, tokens, 1.0), hooks.entropies(logits, 1.0)
+    log_probs = hooks.log_probs(logits, tokens, 1.0)
+    entropies = hooks.entropies(logits, 1.0)
     quarters = -(0.25 * math.log(0.25) + 0.75 * math.log(0.75))
     assert log_probs[:2].tolist() == pytest.approx([math.log(0.75), -math.log(3)], rel=1e-6)
     assert entropies[:2].tolist() == pytest.approx([quarters, math.log(3)], rel=1e-6)
@@ -64,7 +65,8 @@ def test_capture_replaces_the_first_of_a_tuple_by_a_leaf() -> None:
 @pytest.mark.parametrize("method", [Grail(preset="robust", gate="all"), Oar()])
 def test_a_pass_keeps_nothing_for_gradients_of_parameters(method: Method, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its scores are those of a pass that could give them, bit for bit; afterwards the same parameters train as before."""
-    model, batch = tiny_model(), make_batch(ROLLOUTS.values())
+    model = tiny_model()
+    batch = make_batch(ROLLOUTS.values())
     model.get_input_embeddings().weight.requires_grad_(False)  # as somebody froze it
     trains = [parameter.requires_grad for parameter in model.parameters()]
 
@@ -100,7 +102,8 @@ class DropsOutByItself(GradientCheckpointingLayer):
 def test_blocks_are_checkpointed_in_evaluation_mode_inside(configured: bool) -> None:
     block = DropsOutByItself().train()
     block.gradient_checkpointing = configured
-    leaf, model = torch.arange(8.0).requires_grad_(), nn.Sequential(block)
+    leaf = torch.arange(8.0).requires_grad_()
+    model = nn.Sequential(block)
     with hooks.evaluation_mode(model, checkpoint_blocks=not configured):
         (gradient,) = torch.autograd.grad(model(leaf * 1).sum(), leaf)
     assert block.calls == (False, False)  # once more in the backward
@@ -110,8 +113,10 @@ def test_blocks_are_checkpointed_in_evaluation_mode_inside(configured: bool) -> 
 
 
 def test_a_forward_that_goes_past_a_hook_is_said() -> None:
-    model, other = tiny_model(layers=1), nn.Linear(16, 97)
-    ids, head = torch.zeros((1, 3), dtype=torch.int64), SimpleNamespace(get_output_embeddings=lambda: other)
+    model = tiny_model(layers=1)
+    other = nn.Linear(16, 97)
+    ids = torch.zeros((1, 3), dtype=torch.int64)
+    head = SimpleNamespace(get_output_embeddings=lambda: other)
     for reader in (hooks.capture_leaf(other), hooks.capture_hidden_states(head)):
         with pytest.raises(ValueError, match="Linear"), reader:
             model(input_ids=ids)
@@ -119,7 +124,8 @@ def test_a_forward_that_goes_past_a_hook_is_said() -> None:
 
 
 METHODS: dict[str, Method] = {"embeddings": Grail("official"), "last block": Grail("robust", leaf="last")}
-METHODS |= {"noise": Oar("gradient"), "replacements": Oar("perturbation")}
+METHODS["noise"] = Oar("gradient")
+METHODS["replacements"] = Oar("perturbation")
 BATCH = make_batch([ROLLOUTS[name] for name in ("several boxes", "no box", "right, several boxes", "empty box")])
 
 
@@ -186,7 +192,8 @@ def model_that_was(start: str) -> Any:
 def test_nothing_is_left(what: str, start: str, context: Callable[[], Any]) -> None:
     """And what nothing breaks gives the weights of a model in evaluation mode: no dropout either."""
     for name in METHODS:
-        model, expected = model_that_was(start), compute(tiny_model(), BATCH, METHODS[name]).weights
+        model = model_that_was(start)
+        expected = compute(tiny_model(), BATCH, METHODS[name]).weights
         BREAKS[what](model)
         with context():
             before = state_of(model)
@@ -230,8 +237,10 @@ def training_step(model: Any) -> list[list[float]]:
 def test_an_activated_adapter_is_as_before(name: str, call: int) -> None:
     """PEFT puts hooks on checkpointed blocks in a forward, and takes them off in its backward. So a pass leaves none, also
     where a forward breaks in a block, and training goes on as without it."""
-    plain, model = with_activated_adapter(checkpointing=False), with_activated_adapter(checkpointing=True)
-    expected, before = compute(plain, BATCH, METHODS[name]).weights, hooks_of(model)
+    plain = with_activated_adapter(checkpointing=False)
+    model = with_activated_adapter(checkpointing=True)
+    expected = compute(plain, BATCH, METHODS[name]).weights
+    before = hooks_of(model)
     if call:
         calls = itertools.count(1)
         block = model.base_model.model.model.layers[1].mlp

@@ -30,7 +30,8 @@ def weighed_of(r: Rollouts, weights: torch.Tensor, **parts: torch.Tensor) -> Wei
 
 def plainly(w: Weighed, norms: list[float]) -> dict[str, float]:
     """The figures token by token, in fractions."""
-    masks, flags = w.rollouts.mask.tolist(), {"low": w.low, "high": w.high}
+    masks = w.rollouts.mask.tolist()
+    flags = {"low": w.low, "high": w.high}
     sizes = [abs(Fraction(a)) if math.isfinite(a) else 0 for a in w.rollouts.advantages.tolist()]
     rows = [
         [Fraction(x) for x, valid in zip(*of, strict=True) if valid]
@@ -78,18 +79,25 @@ def test_figures_token_by_token(level: float) -> None:
         return torch.rand(shape, generator=generator) > 0.5
 
     mask = (torch.arange(47) < torch.randint(0, 48, (23, 1), generator=generator)) & drawn(23, 47)
-    mask[5], mask[7] = False, True
+    mask[5] = False
+    mask[7] = True
     weights = level + 0.01 * torch.randn(23, 47, generator=generator)
     weights[torch.rand(23, generator=generator) > 0.7] = 1.0
     weights[8] = 0.0
-    advantages, norms = torch.randn(23, generator=generator), torch.rand(1013, generator=generator)
-    advantages[3], advantages[10], advantages[11] = 0.0, math.nan, -math.inf
-    norms[17], norms[1000] = math.nan, math.inf
-    before, by_score = norms.clone(), mask & drawn(23, 47)
+    advantages = torch.randn(23, generator=generator)
+    norms = torch.rand(1013, generator=generator)
+    advantages[3] = 0.0
+    advantages[10] = math.nan
+    advantages[11] = -math.inf
+    norms[17] = math.nan
+    norms[1000] = math.inf
+    before = norms.clone()
+    by_score = mask & drawn(23, 47)
     r = rollouts_of([[0] * 47] * 23, advantages, mask.tolist(), [SPAN if found else None for found in drawn(23)])
     flags = {name: by_score & drawn(23, 47) for name in ("low", "high")}
     w = weighed_of(r, weights * mask, by_score=by_score, selected=drawn(23), failed=drawn(23), **flags)
-    got, expected = figures(w, norms), plainly(w, norms.tolist())
+    got = figures(w, norms)
+    expected = plainly(w, norms.tolist())
     assert 0 < expected["weight_one_rate"] < 1
     assert got == pytest.approx(expected, rel=1e-12)
     assert list(got) == [*metrics.METRICS, *metrics.GRADIENT_METRICS]

@@ -85,7 +85,8 @@ class PlainOar:
     @torch.no_grad()
     def perturbation_scores(self, ids: list[int], start: int, span: Span, options: dict) -> list[float]:
         before = self.probe(self.embed(ids), ids, start, span, options["probe"])
-        reasoning, most = span[0], options["max_perturbations"]
+        reasoning = span[0]
+        most = options["max_perturbations"]
         chosen = list(range(reasoning))
         if most is not None and most < reasoning:
             chosen = [round(k * (reasoning - 1) / max(most - 1, 1)) for k in range(most)]
@@ -106,7 +107,8 @@ class PlainOar:
 
 def row_weights(method: str, scores: list[float], span: Span | None, advantage: float, options: dict) -> list[float]:
     """Weights of one response from its tokens' scores."""
-    weights, port = [1.0] * len(scores), options["variant"] == "grail_port"
+    weights = [1.0] * len(scores)
+    port = options["variant"] == "grail_port"
     members = 0 if span is None or advantage == 0 else len(scores) if port and method == "gradient" else span[0]
     if members:
         numbers = {name: options[name] for name in OF_MAP[options["reshaper"]]}
@@ -138,13 +140,16 @@ def assert_matches(
     RMSNorm and RoPE compute in float32 in any model; of its seven digits the noise leaves the gradient three.
     """
     tolerance = {"gradient": 1e-3, "perturbation": 1e-5}[method]
-    config, batch = Oar(method, **options), make_batch(rollouts, padding)
+    config = Oar(method, **options)
+    batch = make_batch(rollouts, padding)
     got = compute(model, batch, config)
     options = {**DEFAULTS, **options}
     assert set(options) == set(DEFAULTS)
     values = batch.of_responses(got.weights), batch.of_responses(got.scores), got.spans
     for rollout, weights, scores, found in zip(rollouts, *values, strict=True):
-        prompt, response, advantage = encode(rollout.prompt), encode(rollout.response), rollout.advantage
+        prompt = encode(rollout.prompt)
+        response = encode(rollout.response)
+        advantage = rollout.advantage
         span = next(reversed(boxed_spans(rollout.response)), None)
         assert (found and dataclasses.astuple(found)) == span
         wanted = [math.nan] * len(response)
@@ -210,7 +215,8 @@ def test_counterfactuals_go_in_batches_behind_what_they_share() -> None:
     """A clean pass, then batches within the budget, each from its own first replaced token on."""
     model, plain = subject()
     rollout = ROLLOUTS["text after the box"]  # 15 prompt tokens, 19 reasoning tokens, 9 of the box
-    expected, batch = assert_matches(model, plain, [rollout], "perturbation"), make_batch([rollout], "both")
+    expected = assert_matches(model, plain, [rollout], "perturbation")
+    batch = make_batch([rollout], "both")
     with watch_inputs(model.get_input_embeddings()) as shapes:
         got = compute(model, batch, Oar("perturbation"), tokens=8 * 42 + 41)
     assert shapes == [(1, 42), (8, 42 - 15), (8, 42 - 23), (3, 42 - 31)]

@@ -132,13 +132,11 @@ ODD_NUMBERS = {
     "lam_steps": [2],
     "noise_seed": [1],
 }
-ODD_NUMBERS |= {
-    "max_perturbations": [1, 3],
-    "iterations": [1, 30],
-    "window": [4, 30],
-    "stride": [2, 8],
-    "content_weight": [0.0, 3.0],
-}
+ODD_NUMBERS["max_perturbations"] = [1, 3]
+ODD_NUMBERS["iterations"] = [1, 30]
+ODD_NUMBERS["window"] = [4, 30]
+ODD_NUMBERS["stride"] = [2, 8]
+ODD_NUMBERS["content_weight"] = [0.0, 3.0]
 
 
 OF_THE_OTHER = {("oar_p", "noise_std"), ("oar_p", "noise_seed"), ("oar_g", "max_perturbations")}
@@ -190,7 +188,8 @@ def test_every_value_changes_a_number_or_is_refused(name: str) -> None:
             if plain is None or changed is None or changed == plain:
                 changes.append(True)  # it is refused, or the default
             else:
-                found, expected = made(changed), made(plain)
+                found = made(changed)
+                expected = made(plain)
                 same = torch.equal(found.weights, expected.weights) and torch.equal(
                     found.advantages, expected.advantages
                 )

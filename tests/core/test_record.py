@@ -31,11 +31,13 @@ def rows() -> list[dict[str, Any]]:
 def test_numbers_of_a_method_are_those_of_the_function(rows: list[dict[str, Any]], name: str) -> None:
     said = zip(hosts.RESPONSES, hosts.ADVANTAGES, strict=True)
     batch = make_batch([Rollout(of.prompt, of.text, advantage) for of, advantage in said], "right")
-    mask, rollouts = batch.response_mask.bool(), hosts.plain_rollouts()
+    mask = batch.response_mask.bool()
+    rollouts = hosts.plain_rollouts()
     mask[mask.clone()] = torch.tensor([wrote for of in hosts.RESPONSES for wrote in of.written])
     method = hosts.signal_of(name)
     known = {"temperature": hosts.TEMPERATURE, "groups": rollouts.groups, "rewards": rollouts.rewards}
-    known |= {"fields": dict(rollouts.fields), "masked": rollouts.truncated if method.mask_truncated else None}
+    known["fields"] = dict(rollouts.fields)
+    known["masked"] = rollouts.truncated if method.mask_truncated else None
     arguments = (batch.input_ids, batch.attention_mask, mask, batch.advantages, method)
     result = compute_token_weights(tiny_model(), char_tokenizer(), *arguments, **known)
     for number, row in enumerate(rows):
@@ -71,7 +73,9 @@ def test_facts_are_those_of_the_responses(rows: list[dict[str, Any]]) -> None:
             start = said.text.index("\\boxed{")  # official takes the first
             assert row["span"][0] == start and said.text[row["span"][1] :].startswith(row["answer"])
     assert [row["answer"] for row in rows] == ["6", "5", "4", None, "5", "9", "6", "8", "1", "42"]
-    outside, none, zero = "outside the gate", "no answer", "advantage 0"
+    outside = "outside the gate"
+    none = "no answer"
+    zero = "advantage 0"
     reasons = [None, outside, None, none, zero, "truncated", None, outside, zero, None]
     assert [row["no_scores"] for row in rows] == reasons
     tool = [hosts.RESPONSES[-1].text.index("["), hosts.RESPONSES[-1].text.index("]") + 2]
@@ -101,7 +105,8 @@ def test_responses_without_a_token_count_in_no_rate() -> None:
         metrics = weigh(rollouts, hosts.signal_of("uniform"), PlainHost(tiny_model(), rollouts)).metrics
         return metrics["truncated_rate"], metrics["unjudged_rate"]
 
-    (unjudged, *_), truncated = (row for row, of in enumerate(hosts.ADVANTAGES) if math.isnan(of)), hosts.TRUNCATED
+    (unjudged, *_) = (row for row, of in enumerate(hosts.ADVANTAGES) if math.isnan(of))
+    truncated = hosts.TRUNCATED
     assert rates() == (1 / hosts.COUNT, 2 / hosts.COUNT)
     assert rates(unjudged) == (1 / (hosts.COUNT - 1), 1 / (hosts.COUNT - 1))
     assert rates(unjudged, truncated) == (0, 1 / (hosts.COUNT - 2))

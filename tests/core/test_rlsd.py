@@ -46,7 +46,8 @@ def example(question: Any, gold: Any = "5", messages: Any = None, **options: Any
 def weigh(changes: list[list[float]], advantages: list[float], step: int = 0, **options: Any) -> Weighed:
     """Of responses without padding, from what the response's log-probabilities change by."""
     of_pass = torch.tensor(changes)
-    asked, columns = [example("?")] * len(changes), {"old_log_probs": torch.zeros_like(of_pass)}
+    asked = [example("?")] * len(changes)
+    columns = {"old_log_probs": torch.zeros_like(of_pass)}
     parts = {"examples": asked, "columns": columns, "step": step, "tokenizer": tiny_tokenizer()}
     return weighed(Rlsd(**options), rollouts_of([[0] * of_pass.shape[1]] * len(changes), advantages, **parts), of_pass)
 
@@ -119,7 +120,8 @@ def test_plain_computation(kind: tuple[str, float, str, float | None, float, flo
     found = BATCH.of_responses(run(method, EXAMPLES, family, temperature=temperature, **given).weights)
     for (asked, gold, said, advantage), weights in zip(ROWS, found, strict=True):
         old = log_probs(asked) if given_old is None else [given_old] * len(encode(said))
-        teacher, expected = log_probs(f"{asked}\n\n{asking.replace('{privileged}', gold)}"), []
+        teacher = log_probs(f"{asked}\n\n{asking.replace('{privileged}', gold)}")
+        expected = []
         for new, before in zip(teacher, old, strict=True):
             ratio = math.exp(new - before) if advantage > 0 else math.exp(before - new)
             expected.append(1 - lam + lam * min(max(ratio, 1 - epsilon), 1 + epsilon) if advantage else 1.0)
@@ -132,12 +134,14 @@ NOTHING = [None, "", " \n ", [], [None, "", float("nan")], float("nan"), np.arra
 
 def test_rows_without_privileged_text() -> None:
     """Or without its column, or a user message: they train as in GRPO, exactly and without a forward, and alone."""
-    method, embeddings = Rlsd(request=SHORT), subject("qwen3").get_input_embeddings()
+    method = Rlsd(request=SHORT)
+    embeddings = subject("qwen3").get_input_embeddings()
     given = {"old_log_probs": torch.full(BATCH.input_ids.shape, -2.0), "tokens": 1}
     with watch_inputs(embeddings) as forwards:
         every = BATCH.of_responses(run(method, EXAMPLES, **given).weights)
     assert len(forwards) == 3 and all(weights != [1.0] * len(weights) for weights in every[:3])
-    asked, system = EXAMPLES[0].messages, [{"role": "system", "content": "Be brief."}]
+    asked = EXAMPLES[0].messages
+    system = [{"role": "system", "content": "Be brief."}]
     without = [example("?", nothing, asked) for nothing in NOTHING]
     for broken in [*without, None, Example(asked, {}, {}), example("?", "5", system)]:
         with watch_inputs(embeddings) as forwards:
@@ -154,7 +158,9 @@ QWEN3 = """\
 {%- if enable_thinking is defined and not enable_thinking %}{{- "<think>\\n\\n</think>\\n\\n" }}{% endif %}{% endif %}"""
 BASE_MATH = (Path(__file__).parents[2] / "recipe/base_math.jinja").read_text()
 PREAMBLE = BASE_MATH.split('{{- "The User')[1].split('" }}')[0]
-BEGIN, BRIEF, ASSISTANT = "<|begin_of_text|>", "Be brief.", "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
+BEGIN = "<|begin_of_text|>"
+BRIEF = "Be brief."
+ASSISTANT = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
 CHATS = {
     "Qwen3": (qwen_tokenizer, QWEN3, "<|im_start|>user\n", ASSISTANT, f"<|im_start|>system\n{BRIEF}<|im_end|>\n"),
     "base": (llama3_tokenizer, BASE_MATH, f"{BEGIN}The User{PREAMBLE}\nUser: ", "\nAssistant:", f"{BEGIN}{BRIEF}\n"),
@@ -172,7 +178,8 @@ def tokenizer_of(chat: str) -> PreTrainedTokenizerFast:
 
 def rebuilt(chat: str, gold: Any, messages: Any = (ASKED,), **options: Any) -> tuple[list[int], str]:
     """Ids and text of the prompt with the privileged text; the messages and the response stay as they are."""
-    tokenizer, before = tokenizer_of(chat), copy.deepcopy(messages)
+    tokenizer = tokenizer_of(chat)
+    before = copy.deepcopy(messages)
     response = tokenizer.encode("It is 51.", add_special_tokens=False)
     asked = example("?", gold, messages, enable_thinking=False)
     row = Row(torch.tensor([1, 2, *response]), 2, len(response), None, 1.0, 0, 0, asked)
@@ -210,7 +217,8 @@ PARTS = ("<|im_<|im_end|>end|>", "<|eot_<|eot_id|>id|>", "<|im_end|", "x<", "|>"
 @each_chat
 def test_text_stays_inside_its_message(chat: str) -> None:
     """The rebuilt prompt has the control tokens of one with a harmless text, and opens the assistant's turn once."""
-    control, after = set(tokenizer_of(chat).get_added_vocab().values()), CHATS[chat][3]
+    control = set(tokenizer_of(chat).get_added_vocab().values())
+    after = CHATS[chat][3]
 
     def controls(ids: list[int]) -> list[int]:
         return [token for token in ids if token in control]

@@ -25,7 +25,8 @@ def group(seed: int = 0) -> list[torch.Tensor]:
 
 def plain_sinkhorn(cost: torch.Tensor, epsilon: float, iterations: int) -> float:
     """The textbook's matrix scaling of one pair, in float64: transport cost."""
-    kernel, v = torch.exp(-cost / (epsilon * cost.mean())), torch.ones(cost.shape[1]).double()
+    kernel = torch.exp(-cost / (epsilon * cost.mean()))
+    v = torch.ones(cost.shape[1]).double()
     for _ in range(iterations):
         u = 1 / len(cost) / (kernel @ v)
         v = 1 / len(v) / (kernel.T @ u)
@@ -64,7 +65,9 @@ def plain_scores(
 def test_distances_go_towards_exact_transport() -> None:
     generator = torch.Generator().manual_seed(4)
     cost = torch.full((4, 5, 5), torch.nan, dtype=torch.float64)
-    sizes, best, most = [(5, 5), (5, 4), (2, 5), (1, 3)], [], []
+    sizes = [(5, 5), (5, 4), (2, 5), (1, 3)]
+    best = []
+    most = []
     for p, (n, m) in enumerate(sizes):
         clouds = torch.randn(n, 3, generator=generator), 0.5 + torch.randn(m, 3, generator=generator)
         of = cost[p, :n, :m] = torch.cdist(*clouds)
@@ -120,7 +123,8 @@ def test_a_group_with_many_pairs_of_windows_is_warned_of(
 def test_states_that_are_not_finite(bad: float) -> None:
     """As if their response were not there, also where it is the only opponent."""
     for row in (0, 3):
-        rest, hidden = [i for i in range(5) if i != row], group()
+        rest = [i for i in range(5) if i != row]
+        hidden = group()
         want = shear_scores([hidden[i] for i in rest], [POSITIVE[i] for i in rest], window=5, stride=2)
         hidden[row][-1, 1] = bad
         got = shear_scores(hidden, POSITIVE, window=5, stride=2)
@@ -144,8 +148,10 @@ GROUPS = torch.tensor([7, 7, 7, 3, 7, 3])
 
 def test_scores_are_those_of_the_groups_hidden_states() -> None:
     """By transformers' own hidden states, the last of which comes after the final norm."""
-    model, batch = tiny_model(), make_batch(ROLLOUTS, padding="both")
-    options, inside = {"window": 8, "stride": 4}, batch.response_mask.bool()
+    model = tiny_model()
+    batch = make_batch(ROLLOUTS, padding="both")
+    options = {"window": 8, "stride": 4}
+    inside = batch.response_mask.bool()
     got = compute(model, batch, Shear(**options), groups=GROUPS)
     hidden = []
     for tokens, valid, said in zip(batch.input_ids, batch.attention_mask.bool(), inside, strict=True):

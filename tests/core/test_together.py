@@ -105,7 +105,8 @@ def test_forwards_keep_to_the_budget_and_hold_rows_of_like_length() -> None:
 @pytest.mark.parametrize("method", [Grail("official"), Oar("perturbation")], ids=["rows", "counterfactuals"])
 def test_less_goes_together_where_memory_runs_out(method: Method, caplog: pytest.LogCaptureFixture) -> None:
     """The budget is halved until the pass fits, stays so for the model, and each time there is a warning."""
-    model, rollouts = tiny_model(), [ROLLOUTS["text after the box"]] * 8
+    model = tiny_model()
+    rollouts = [ROLLOUTS["text after the box"]] * 8
     expected = weigh(model, rollouts, method).weights
     sizes: list[int] = []
 
@@ -184,9 +185,12 @@ def states_of(model: Any) -> list[tuple[str, tuple[str, str]]]:
 def run_rank(rank: int, folder: str) -> None:
     """The tiny model, its blocks sharded over all ranks; a rank without a counterpart for its collectives fails in time."""
     torch.set_num_threads(1)
-    store, limit = f"file://{folder}/store", timedelta(seconds=120)
+    store = f"file://{folder}/store"
+    limit = timedelta(seconds=120)
     torch.distributed.init_process_group("gloo", store, limit, rank=rank, world_size=RANKS)
-    results, by_block, whole = {}, tiny_model(), tiny_model()
+    results = {}
+    by_block = tiny_model()
+    whole = tiny_model()
     for block in by_block.model.layers:
         fully_shard(block)
     blocks = ModuleWrapPolicy({type(whole.model.layers[0])})
@@ -215,7 +219,8 @@ def test_weights_of_a_sharded_model_are_those_of_the_whole_model(tmp_path: Path)
             expected = weigh(tiny_model(), [ROLLOUTS[row] for row in SHARES[share][rank]], METHODS[name])
             # The gradient of a divergence so small keeps one or two digits of float32's seven; of these no weight can be asked.
             rtol = 5e-2 if name == "oar_g" else 1e-3
-            atol, case = rtol * float(expected.scores.nan_to_num(0).abs().max()), f"{how}, {share}: {name}"
+            atol = rtol * float(expected.scores.nan_to_num(0).abs().max())
+            case = f"{how}, {share}: {name}"
             torch.testing.assert_close(scores, expected.scores, rtol=rtol, atol=atol, equal_nan=True, msg=case)
             if name != "oar_g":
                 torch.testing.assert_close(weights, expected.weights, rtol=1e-2, atol=1e-2, msg=case)

@@ -53,7 +53,8 @@ def assert_matches(
     A model in float32 keeps four digits of its gradients and more, of which the logarithms' spread may take another one.
     """
     atol, rtol = (3e-5, 2e-5) if model.dtype == torch.float64 else (3e-3, 2e-3)
-    config, tensors = Grail(preset, **options), [tensor.tolist() for tensor in batch.tensors()]
+    config = Grail(preset, **options)
+    tensors = [tensor.tolist() for tensor in batch.tensors()]
     got = compute(model, batch, config, temperature=temperature, answer=answer)
     known = {"options": resolve(preset, **options), "temperature": temperature, "boxes": PLAIN[answer]}
     expected = reference_weights(plain, id_to_character(), *tensors, **known)
@@ -118,7 +119,8 @@ def test_answers_in_another_format() -> None:
 @pytest.mark.parametrize(("target", "first", "last"), [("span", r"\boxed", "}"), ("content", "5}", "5}")])
 def test_only_what_can_matter_is_computed(target: str, first: str, last: str) -> None:
     """One forward a selected response, up to the last target's predictor; logits at the targets' predictors alone."""
-    model, rollout = tiny_model(), ROLLOUTS["text after the box"]
+    model = tiny_model()
+    rollout = ROLLOUTS["text after the box"]
     others = [ROLLOUTS[name] for name in ("no box", "right", "no response")]
     batch = make_batch([others[0], rollout, *others[1:], dataclasses.replace(rollout, advantage=0.0)], "both")
     compute(model, batch, Grail("official", target=target))  # after which the model's positions are known
@@ -155,7 +157,9 @@ def test_the_hosts_of_the_documentation_weigh_the_same(name: str) -> None:
     own: dict[str, Any] = {}
     exec(files("own_trainer.md")["my_host.py"], own)
     batch = make_batch([ROLLOUTS["box at the end"], ROLLOUTS["right"], ROLLOUTS["text after the box"]])
-    model, tokenizer, inside = tiny_model(), tiny_models.char_tokenizer(), batch.response_mask.bool()
+    model = tiny_model()
+    tokenizer = tiny_models.char_tokenizer()
+    inside = batch.response_mask.bool()
     log_probs = torch.linspace(-3, 0, inside.numel()).reshape(inside.shape)
     expected = compute(model, batch, build(name, {"gate": "all"}), old_log_probs=log_probs)
     rollouts = own["rollouts_of"](tokenizer, *batch.tensors())

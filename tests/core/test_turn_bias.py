@@ -31,7 +31,8 @@ from grail_advantage.method import build
 from grail_advantage.methods.turns import list_a_turn
 
 pytestmark = pytest.mark.slow
-TURNS, STOP = 3, "stop"
+TURNS = 3
+STOP = "stop"
 SAID = {"": 0, "x": 1, "y": 2, "p": 3, "q": 4}
 """What tools say, which is all that the policy sees, as token ids; between two turns, each of the one token TURN."""
 TURN = len(SAID)
@@ -83,7 +84,8 @@ class Environment:
         responses = [self.steps[place] for group in groups for place in group]
         of_turns_BK = turn_advantages(name, options, responses, size)
         probabilities = self.probabilities_R.detach()
-        mean_P, square = torch.zeros_like(self.parameters_P), 0.0
+        mean_P = torch.zeros_like(self.parameters_P)
+        square = 0.0
         for number, group in enumerate(groups):
             orders = math.factorial(size) / math.prod(map(math.factorial, Counter(group).values()))
             turns = [len(self.steps[place]) for place in group]
@@ -92,7 +94,8 @@ class Environment:
                 count = {"constant": size, "tokens": sum(turns), "response": size * turns[member]}[denominator]
                 of_group_P += of_turns_BK[number * size + member, : turns[member]] @ self.turn_gradients[place] / count
             weight = float(orders * probabilities[list(group)].prod())
-            mean_P, square = mean_P + weight * of_group_P.detach(), square + weight * float(of_group_P @ of_group_P)
+            mean_P = mean_P + weight * of_group_P.detach()
+            square = square + weight * float(of_group_P @ of_group_P)
         return mean_P.detach(), square - float(mean_P @ mean_P)
 
     def expected_gradient(self, name: str, options: Mapping[str, Any], **how: Any) -> torch.Tensor:
@@ -138,7 +141,8 @@ def turn_advantages(
 ) -> torch.Tensor:
     """A method's advantages of turns (B, K) float64, 0 after the last: its scores, as the hosts ask for them, of groups of
     ``size`` neighbours."""
-    method, count = build(name, options), len(responses)
+    method = build(name, options)
+    count = len(responses)
     said = [[[SAID[saw], TURN] for saw, _ in steps[1:]] for steps in responses]
     tokens = [torch.tensor([TURN, *chain.from_iterable(of)]) for of in said]
     paid = [[TOOL_REWARDS[step] for step in steps if step in TOOL_REWARDS] for steps in responses]
@@ -250,7 +254,8 @@ def test_the_others_are_biased() -> None:
 
 def test_with_a_fixed_number_of_turns_means_agree_up_to_scale_and_deviations_do_not() -> None:
     known = environment(stops=False)
-    exact_P, options = _truth(known), {"gamma": 1.0, **PLAIN}
+    exact_P = _truth(known)
+    options = {"gamma": 1.0, **PLAIN}
     _close(known.expected_gradient("gtpo", options), 2 / 3 * exact_P)
     assert compared(known.expected_gradient("gtpo", {**options, "deviation": True}), exact_P)[1] > 0.02
 

@@ -61,7 +61,8 @@ def batch_of(talks: Sequence[Talk], **parts: Any) -> Rollouts:
         "rewards": torch.tensor([talk.outcome for talk in talks], dtype=torch.float64),
         "fields": {"tool_rewards": [talk.rewards for talk in talks]},
     }
-    ids, advantages = [encode(talk.text) for talk in talks], [talk.advantage for talk in talks]
+    ids = [encode(talk.text) for talk in talks]
+    advantages = [talk.advantage for talk in talks]
     return rollouts_of(ids, advantages, [talk.written for talk in talks], **known | parts)
 
 
@@ -75,7 +76,8 @@ def token_advantages(method: BaseMethod, r: Rollouts) -> list[list[float]]:
 
 
 def talks_of(seed: int, *, masked: bool = False) -> list[Talk]:
-    draw, talks = random.Random(seed), []
+    draw = random.Random(seed)
+    talks = []
     for group in [*range(3)] * 5:
         turns = ["a" * draw.randint(1, 3) for _ in range(draw.randint(1, 4))]
         said = [draw.choice(["yes", "no"]) for _ in turns[1:]]
@@ -97,7 +99,8 @@ def _compared(value: float, others: list[float], deviation: bool, epsilon: float
 
 
 def plain_turn_rloo(talk: Talk, group: list[Talk], gamma: float = 1.0, stopped: str = "left_out") -> list[float]:
-    siblings, values = [other for other in group if other is not talk], []
+    siblings = [other for other in group if other is not talk]
+    values = []
     for turn in range(len(talk.turns)):
         with_turn = [_return(other, turn, gamma) for other in siblings if len(other.turns) > turn]
         if stopped == "zero":
@@ -130,7 +133,8 @@ def plain_gtpo(talk: Talk, group: list[Talk], gamma: float = 0.9, deviation: boo
 def plain_gigpo(
     talk: Talk, group: list[Talk], gamma: float = 0.95, omega: float = 1.0, deviation: bool = True
 ) -> list[float]:
-    whole, values = plain_gtpo(talk, group, 1.0, deviation)[0], []
+    whole = plain_gtpo(talk, group, 1.0, deviation)[0]
+    values = []
     for turn, heard in enumerate(["", *talk.said]):
         places = [(other, place) for other in group for place, said in enumerate(["", *other.said]) if said == heard]
         alike = [_return(other, place, gamma) for other, place in places]
@@ -202,22 +206,30 @@ def test_how_rewards_by_turn_are_aligned() -> None:
 
 
 UNCERTAIN: list[Any] = [
-    *([1.0, 2.0, 0.5], [1.0, 2.0, None], [1.0] * 5),  # as many as turns, the last not scored, more
-    *([NAN, 2.0], [1e30, 2.0], [[1.0, -math.inf], [0.0]], None),  # None: an outcome that is not finite
+    [1.0, 2.0, 0.5],
+    [1.0, 2.0, None],
+    [1.0] * 5,
+    [NAN, 2.0],
+    [1e30, 2.0],
+    [[1.0, -math.inf], [0.0]],
+    None,  # None: an outcome that is not finite
 ]
 
 
 @each
 def test_what_is_uncertain_trains_nothing_and_is_named(name: str, caplog: pytest.LogCaptureFixture) -> None:
     """And is compared with nothing: rewards of no certain turn, and an outcome that is not finite."""
-    method, talks = build(name), talks_of(3)
+    method = build(name)
+    talks = talks_of(3)
     many = next(row for row, talk in enumerate(talks) if len(talk.turns) == 3)
     expected = plain(name, [talk for row, talk in enumerate(talks) if row != many])
     for given in UNCERTAIN:
         caplog.clear()
         r = batch_of(talks, keys=[f"key_{row}" for row in range(len(talks))])
         if given is None:
-            r.rewards[many], r.masked[many] = NAN, True  # the host masks such a response
+            # the host masks such a response
+            r.rewards[many] = NAN
+            r.masked[many] = True
         else:
             r.fields["tool_rewards"][many] = given
             assert weighed(method, r).metrics["non_finite_rate"] == pytest.approx(1 / len(talks))
@@ -231,7 +243,9 @@ def test_what_is_uncertain_trains_nothing_and_is_named(name: str, caplog: pytest
 def parts_of(talk: Talk, draw: random.Random) -> list[Talk]:
     """A conversation cut into rows, each with the turns from one compression of its context to the next."""
     cuts = sorted(draw.sample(range(1, len(talk.turns)), draw.randint(0, len(talk.turns) - 1)))
-    rewards, rows = [[reward] for reward in (*talk.rewards, None)], []  # lists, so that nothing is ambiguous
+    # lists, so that nothing is ambiguous
+    rewards = [[reward] for reward in (*talk.rewards, None)]
+    rows = []
     for start, stop in pairwise([0, *cuts, len(talk.turns)]):
         rows.append(Talk(talk.turns[start:stop], talk.said[start : stop - 1], rewards[start:stop], NAN, talk.group))
     rows[-1].outcome = talk.outcome
@@ -246,7 +260,9 @@ def test_a_session_of_several_responses_is_one_conversation(name: str) -> None:
     has its turns' rewards, or the last one all of them."""
     draw = random.Random(name)
     for seed in range(4):
-        talks, rows, sessions = talks_of(seed), [], []
+        talks = talks_of(seed)
+        rows = []
+        sessions = []
         for number, talk in enumerate(talks):
             parts = parts_of(talk, draw)
             whole = [reward for part in parts for reward in part.rewards]
@@ -292,8 +308,10 @@ def _function(file: str, name: str) -> Any:
 def test_lines_for_skyrl() -> None:
     """One row a conversation, and one row a turn: the same advantages."""
     first, second = (SimpleNamespace(instance_id="p", repetition_id=number) for number in range(2))
-    credit, names = _function("skyrl", "skyrl_advantages"), ("rewards", "loss_masks", "trajectory_ids")
-    rewards, masks = [[0.0, 0.5, 0.0, 0.0, 1.0], [0.0, 0.25]], [[1, 1, 0, 1, 1], [1, 1]]
+    credit = _function("skyrl", "skyrl_advantages")
+    names = ("rewards", "loss_masks", "trajectory_ids")
+    rewards = [[0.0, 0.5, 0.0, 0.0, 1.0], [0.0, 0.25]]
+    masks = [[1, 1, 0, 1, 1], [1, 1]]
     whole = credit(dict(zip(names, (rewards, masks, [first, second]), strict=True)))
     assert whole == [[1.25, 1.25, 0.0, 0.75, 0.75], [-1.25, -1.25]]
     rewards = [[0.0, 0.5], [0.0, 1.0], [0.0, 0.25]]
@@ -322,7 +340,10 @@ def said(advantage: float, text: str, group: int = 0, masked: bool = False) -> T
 
 
 SUMS = [said(1.0, "3+4=7, 7*2= $1,400.50."), said(-1.0, "3+4=8 then 8="), said(0.5, "none here"), said(0.0, "1=1")]
-RIGHT, WRONG, NONE, UNTRAINED = "....#.......#########..", "....#.........", "." * 10, "1" * 4
+RIGHT = "....#.......#########.."
+WRONG = "....#........."
+NONE = "." * 10
+UNTRAINED = "1" * 4
 PICTURES: list[tuple[dict[str, Any], list[str]]] = [
     ({}, [RIGHT, WRONG.replace("#", "."), NONE, UNTRAINED]),
     ({"gate": "wrong", "elsewhere": 1}, ["1" * 23, WRONG, "1" * 10, UNTRAINED]),
@@ -379,7 +400,8 @@ def plain_step_values(rows: Sequence[Talk], shrink: float) -> list[list[float]]:
 
     advantages = []
     for row in rows:
-        out, before = [], 0.0
+        out = []
+        before = 0.0
         for place, step in enumerate(steps_of[id(row)] if row in used else ()):
             out += [value(row, place) - before] * len(step)
             before = value(row, place)
@@ -390,7 +412,8 @@ def plain_step_values(rows: Sequence[Talk], shrink: float) -> list[list[float]]:
 @pytest.mark.parametrize("seed", range(4))
 def test_step_values_against_loops(seed: int) -> None:
     """Masked responses, and those whose advantage is not finite, count in no state and train nothing; those with 0 do both."""
-    draw, rows = random.Random(seed), []
+    draw = random.Random(seed)
+    rows = []
     for group in [*range(3)] * 8:
         steps = [draw.choice(["1=-2", "so 3", "say", "say it", "4"]) for _ in range(draw.randint(1, 4))]
         text = "".join(step + draw.choice([";", ";;"]) for step in steps).rstrip(";" * draw.randint(0, 1))
@@ -404,7 +427,8 @@ def test_step_values_against_loops(seed: int) -> None:
 def test_a_token_without_text_belongs_to_the_step_before_it() -> None:
     r = batch_of([said(0.5, "1;aa"), said(-0.5, "2;bb")])
     r.responses[0][2] = END_ID  # where the second step begins
-    first, second = 0.5 / 2, 0.5 - 0.5 / 2
+    first = 0.5 / 2
+    second = 0.5 - 0.5 / 2
     assert token_advantages(STEPS, r)[0] == pytest.approx([first, first, first, second, second])
 
 

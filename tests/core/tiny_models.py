@@ -31,8 +31,10 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from grail_advantage import Method, TokenWeights, compute_token_weights
 
 CHARACTERS = sorted(set(string.ascii_letters + string.digits + string.punctuation + " "))
-PAD, END = "<pad>", "<end>"
-PAD_ID, END_ID = len(CHARACTERS), len(CHARACTERS) + 1
+PAD = "<pad>"
+END = "<end>"
+PAD_ID = len(CHARACTERS)
+END_ID = len(CHARACTERS) + 1
 
 
 @cache
@@ -76,7 +78,8 @@ def tiny_model(family: str = "qwen3", *, tied: bool = False, layers: int = 4, se
 _LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [8.0] * 4}
 _DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
 _DELTA = {f"linear_{name}_head_dim": 8 for name in ("key", "value")} | {"linear_num_key_heads": 2}
-_DELTA |= {"linear_num_value_heads": 4, "layer_types": ["linear_attention", "full_attention"]}
+_DELTA["linear_num_value_heads"] = 4
+_DELTA["layer_types"] = ["linear_attention", "full_attention"]
 FAMILY_SIZES = {
     **{"vocab_size": 100, "max_position_embeddings": 256, "pad_token_id": 0, "eos_token_id": 98},
     **dict.fromkeys(("hidden_size", "d_model", "n_embd", "moe_intermediate_size"), 32),
@@ -169,7 +172,9 @@ def make_batch(rollouts: list[Rollout], padding: str = "left", extra: int = 0) -
     for prompt, response in texts:
         spare = width - len(prompt) - len(response)
         left = {"left": spare, "right": 0, "both": widest_prompt - len(prompt)}[padding]
-        p, r, right = len(prompt), len(response), spare - left
+        p = len(prompt)
+        r = len(response)
+        right = spare - left
         rows[0].append([PAD_ID] * left + prompt + response + [PAD_ID] * right)
         rows[1].append([0] * left + [1] * (p + r) + [0] * right)
         rows[2].append([0] * (left + p) + [1] * r + [0] * right)
@@ -190,7 +195,8 @@ def plain_columns(model: Any, prompt: list[int], response: list[int], temperatur
     """Log-probabilities and entropies of a response: alone, by all logits and in loops."""
     with torch.no_grad():
         logits_SV = model(input_ids=torch.tensor([prompt + response])).logits[0] / temperature
-    log_probs, entropies = [], []
+    log_probs = []
+    entropies = []
     for logits_V, token in zip(logits_SV[len(prompt) - 1 :].tolist(), response, strict=False):
         exponentials = [math.exp(value) for value in logits_V]
         total = math.fsum(exponentials)

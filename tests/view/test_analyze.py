@@ -64,7 +64,8 @@ def test_the_dump_is_that_of_a_plain_model(tmp_path: Path, first: str, tokens: i
 
 def run(responses: list[Response], specs: list[str], folder: Path, tokenizer: Any = None, **options: Any) -> list[str]:
     """An analysis by a tiny model."""
-    chosen, tokenizer = methods_for(specs, responses), tokenizer or char_tokenizer()
+    chosen = methods_for(specs, responses)
+    tokenizer = tokenizer or char_tokenizer()
     load = partial(tiny_model, vocab_size=len(tokenizer), max_position_embeddings=512)
     return analyze(responses, chosen, folder, tokenizer, load, model="m", **options)
 
@@ -82,7 +83,8 @@ def test_the_effect_between_two_checkpoints(tmp_path: Path):
     later = partial(tiny_model, vocab_size=len(char_tokenizer()), max_position_embeddings=512, seed=1)
     run(list(RESPONSES), ["surprisal"], tmp_path / "a", later=("later", later))
     run(list(RESPONSES), ["surprisal"], tmp_path / "b")
-    dump, models = read_dump(tmp_path / "a"), (tiny_model(vocab_size=len(char_tokenizer())), later())
+    dump = read_dump(tmp_path / "a")
+    models = (tiny_model(vocab_size=len(char_tokenizer())), later())
     assert not dump.receipts() and not dump.problems and all(row.effect_T is None for row in read_dump(tmp_path / "b"))
     for row in dump:
         start = len(row.prompt_ids)
@@ -182,7 +184,8 @@ def test_a_plain_prompt_has_what_the_tokenizer_puts_in_front_and_no_end(template
     tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
         single=template, special_tokens=list(ids.items())
     )
-    plain, front = tokenizer.encode(prompt, add_special_tokens=False), template.split("$A")[0].split()
+    plain = tokenizer.encode(prompt, add_special_tokens=False)
+    front = template.split("$A")[0].split()
     expected = [*([] if prompt.startswith("<s>") else [ids[name] for name in front]), *plain]
     row = Response(id="1", prompt=prompt, response="5")
     if expected:
@@ -210,7 +213,8 @@ def of_bytes() -> PreTrainedTokenizerFast:
     """Byte-level, a token for each byte."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     backend = Tokenizer(models.BPE({character: i for i, character in enumerate(alphabet)}, []))
-    backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
     return PreTrainedTokenizerFast(tokenizer_object=backend)
 
 
@@ -218,7 +222,8 @@ def word_pieces() -> PreTrainedTokenizerFast:
     """WordPiece without capitals, whose tokens are in the dump as the vocabulary spells them."""
     pieces = ["[UNK]", "so", "##x", "##y", "z", *"2+3=58.", "##5", "##8", "##é", "🙂", "a", "##b"]
     backend = Tokenizer(models.WordPiece({piece: i for i, piece in enumerate(pieces)}, unk_token="[UNK]"))
-    backend.normalizer, backend.pre_tokenizer = normalizers.Lowercase(), pre_tokenizers.BertPreTokenizer()
+    backend.normalizer = normalizers.Lowercase()
+    backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="[UNK]")
 
 
@@ -234,7 +239,8 @@ SENTENCEPIECE = [partial(real.sentencepiece_tokenizer, kind) for kind in ("bpe",
 def test_a_labelled_character_has_the_token_that_holds_it(make: Callable[[], Any], text: str) -> None:
     """Each character that is no blank occurs once, so that its bytes tell its tokens."""
     tokenizer = make()
-    texts, ids = TokenTexts(tokenizer), tokenizer.encode(text, add_special_tokens=False)
+    texts = TokenTexts(tokenizer)
+    ids = tokenizer.encode(text, add_special_tokens=False)
     places = [place for place, character in enumerate(text) if not character.isspace()]
     cuts = [0, *(place for place in places[1:] if text[place - 1].isspace()), len(text)]
     wanted = list(pairwise(cuts))
@@ -262,7 +268,8 @@ def test_a_labelled_character_has_the_token_that_holds_it(make: Callable[[], Any
 
 def test_labels_beside_special_tokens_and_in_a_tidied_text() -> None:
     tokenizer = real.sentencepiece_tokenizer("bpe")
-    texts, eight = TokenTexts(tokenizer), tokenizer.convert_tokens_to_ids("<0x38>")
+    texts = TokenTexts(tokenizer)
+    eight = tokenizer.convert_tokens_to_ids("<0x38>")
 
     def marked(text: str, response: str | list[int], ids: list[int]) -> list[int]:
         row = Response(
@@ -283,7 +290,8 @@ def test_labels_beside_special_tokens_and_in_a_tidied_text() -> None:
 @pytest.mark.parametrize("kind", ["bpe", "unigram"])
 def test_labels_of_lines_in_a_dump(tmp_path: Path, kind: Any) -> None:
     """By step or by characters; a space that the tokenizer puts in front moves none, and a text gets its end token."""
-    tokenizer, text = real.sentencepiece_tokenizer(kind), "2+3=5\n\n5+4=8\n\n8+1=9. \\boxed{9}"
+    tokenizer = real.sentencepiece_tokenizer(kind)
+    text = "2+3=5\n\n5+4=8\n\n8+1=9. \\boxed{9}"
     common = {"prompt": "Sum?", "labelled": True}
     responses = [
         Response(id="a", response=text, error=1, **common),
@@ -424,7 +432,8 @@ ODD_OPTIONS = {
 
 @pytest.mark.parametrize("option", ODD_OPTIONS)
 def test_an_option_with_which_no_model_runs_is_refused_by_its_name(option: str, tmp_path: Path) -> None:
-    file, out = tmp_path / "r.jsonl", tmp_path / "out"
+    file = tmp_path / "r.jsonl"
+    out = tmp_path / "out"
     file.write_text(json.dumps(LINE) + "\n")
     with pytest.raises(SystemExit) as refused:
         main([str(file), "--model", "tiny", "--method", "grail", "--out", str(out), option])
