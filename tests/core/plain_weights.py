@@ -40,7 +40,9 @@ class Row:
         self.entropies = list(self.entropies) or [1.0] * length
         self.trained = list(self.trained) or [True] * length
         self.tokens = [index for index, trained in enumerate(self.trained) if trained]
-        self.sound = all(math.isfinite(of[index]) for of in (self.log_probs, self.entropies) for index in self.tokens)
+        self.sound = all(
+            math.isfinite(values[index]) for values in (self.log_probs, self.entropies) for index in self.tokens
+        )
 
     def ones(self) -> list[float]:
         """Weight 1 on every token that trains."""
@@ -70,8 +72,10 @@ def batch_of(rows: Sequence[Row], *, extra: int = 0, **parts: Any) -> Rollouts:
     width = max((len(row.trained) for row in rows), default=0) + extra
 
     def column(name: str) -> torch.Tensor:
-        known = [[v if t else NAN for v, t in zip(getattr(row, name), row.trained, strict=True)] for row in rows]
-        return torch.tensor([of + [NAN] * (width - len(of)) for of in known]).reshape(len(rows), width)
+        values = [[v if t else NAN for v, t in zip(getattr(row, name), row.trained, strict=True)] for row in rows]
+        return torch.tensor([row_values + [NAN] * (width - len(row_values)) for row_values in values]).reshape(
+            len(rows), width
+        )
 
     masks = [list(row.trained) + [False] * (width - len(row.trained)) for row in rows]
     columns = {"old_log_probs": column("log_probs"), "entropy": column("entropies")}
@@ -89,10 +93,10 @@ def weights_of(method: Method, rows: Sequence[Row], **parts: Any) -> Weights:
 def close(got: Sequence[Sequence[float]], expected: Sequence[Sequence[float]], tolerance: float = 1e-6) -> None:
     """Row by row, so that a failure names the response."""
     assert len(got) == len(expected)
-    for index, (of_row, wanted) in enumerate(zip(got, expected, strict=True)):
-        both = (torch.tensor(values, dtype=torch.float64) for values in (of_row, wanted))
-        text = f"response {index}: {of_row} is not {wanted}"
-        torch.testing.assert_close(*both, rtol=tolerance, atol=tolerance, msg=text)
+    for index, (of_row, values_of_row) in enumerate(zip(got, expected, strict=True)):
+        tensors = (torch.tensor(values, dtype=torch.float64) for values in (of_row, values_of_row))
+        text = f"response {index}: {of_row} is not {values_of_row}"
+        torch.testing.assert_close(*tensors, rtol=tolerance, atol=tolerance, msg=text)
 
 
 def part(share: float, count: int) -> int:
@@ -109,8 +113,8 @@ def chosen(scores: Sequence[float], places: Sequence[Any], count: int) -> list[A
 def top(scores: Sequence[float], k: int = 1, share: float | None = None) -> list[float]:
     """1 on the k highest scores, the earlier ones of equal ones, else 0."""
     count = k if share is None else part(share, len(scores))
-    kept = chosen(scores, range(len(scores)), count)
-    return [1.0 if index in kept else 0.0 for index in range(len(scores))]
+    highest = chosen(scores, range(len(scores)), count)
+    return [1.0 if index in highest else 0.0 for index in range(len(scores))]
 
 
 def power(scores: Sequence[float], exponent: float = 2.0) -> list[float]:
@@ -245,8 +249,8 @@ def high_entropy(rows: Sequence[Row], rho: float = 0.2, denominator: str = "sele
     if not everything:
         return [row.ones() for row in rows]
     cut = sorted(everything, reverse=True)[part(rho, len(everything)) - 1]
-    kept = sum(1 for value in everything if value >= cut)
-    weight = len(everything) / kept if denominator == "selected" else 1.0
+    count = sum(1 for value in everything if value >= cut)
+    weight = len(everything) / count if denominator == "selected" else 1.0
     return each_token(rows, lambda row, t: weight if row.entropies[t] >= cut else 0.0, all_rows=True, **mass)
 
 
@@ -310,10 +314,10 @@ def steer(rows: Sequence[Row], highest: float = 1.2, lowest: float = 0.8, normal
 
     changes = [change(row, index) for row in rows if row.advantage != 0 and row.sound for index in row.tokens]
     least = min(changes, default=0.0)
-    most = max(changes, default=0.0)
-    if least == most:
+    largest = max(changes, default=0.0)
+    if least == largest:
         return [row.ones() for row in rows]
-    slope = (lowest - highest) / (most - least)
+    slope = (lowest - highest) / (largest - least)
     return each_token(rows, lambda row, index: highest + slope * (change(row, index) - least), normalize_mass)
 
 

@@ -71,9 +71,9 @@ def boxed_spans(text: str) -> list[Span]:
     """All complete boxes of a string."""
     opening = "\\boxed{"
     spans = []
-    before = [len(text[:at]) - len(text[:at].rstrip("\\")) for at in range(len(text))]
+    backslashes = [len(text[:at]) - len(text[:at].rstrip("\\")) for at in range(len(text))]
     # A brace behind an odd number of backslashes is a sign.
-    text = "".join("." if char in "{}" and odd % 2 else char for char, odd in zip(text, before, strict=True))
+    text = "".join("." if char in "{}" and odd % 2 else char for char, odd in zip(text, backslashes, strict=True))
     at = text.find(opening)
     while at >= 0:
         close = partner(text, at + len(opening) - 1, "{", "}")
@@ -102,8 +102,8 @@ class PlainModel:
             return self.known[key]
         places = torch.tensor([[max(sum(attention[: place + 1]) - 1, 0) for place in range(len(ids))]])
         embeds = self.model.get_input_embeddings()(torch.tensor([ids])).detach().requires_grad_(True)
-        known = {"attention_mask": torch.tensor([attention]), "position_ids": places, "use_cache": False}
-        output = self.model(inputs_embeds=embeds, output_hidden_states=True, **known)
+        arguments = {"attention_mask": torch.tensor([attention]), "position_ids": places, "use_cache": False}
+        output = self.model(inputs_embeds=embeds, output_hidden_states=True, **arguments)
         blocks = len(self.model.model.layers)
         assert len(output.hidden_states) == blocks + 1
         assert output.logits.shape[1] == len(ids)

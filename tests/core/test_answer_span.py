@@ -172,8 +172,8 @@ def test_real_vocabulary_text_encoded_and_split_anywhere(real_vocabulary: tuple,
 def test_sentencepiece_vocabulary(kind: Any) -> None:
     tokenizer = real.sentencepiece_tokenizer(kind)
     bytes_of = token_bytes(tokenizer)
-    shown = [bytes_of[tokenizer.convert_tokens_to_ids(token)] for token in ("<0xE6>", "▁", "<s>")]
-    assert shown == [b"\xe6", b" ", b""]
+    pieces = [bytes_of[tokenizer.convert_tokens_to_ids(token)] for token in ("<0xE6>", "▁", "<s>")]
+    assert pieces == [b"\xe6", b" ", b""]
     rng = random.Random(4)
     spans = 0
     for _ in range(100):

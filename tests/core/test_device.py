@@ -65,9 +65,9 @@ def differences() -> dict[str, float | str]:
 
 @pytest.mark.parametrize("name", [*METHODS, *OWN, *COMPUTED])
 def test_weights_are_those_of_the_cpu(name: str, differences: dict[str, float | str]) -> None:
-    found = differences[name]
-    assert isinstance(found, float), found
-    assert found <= CLOSE.get(name, 1e-5)
+    difference = differences[name]
+    assert isinstance(difference, float), difference
+    assert difference <= CLOSE.get(name, 1e-5)
 
 
 if __name__ == "__main__":

@@ -25,8 +25,10 @@ def hooks_of(model: nn.Module) -> dict[tuple[str, str], list[Any]]:
     """Those that there are, by module and kind."""
     tables = [name for name in vars(model) if name.endswith(("_hooks", "_hooks_with_kwargs"))]
     assert len(tables) >= 8
-    found = {(name, of): list(vars(part).get(of, ())) for name, part in model.named_modules() for of in tables}
-    return {place: there for place, there in found.items() if there}
+    hooks_by_place = {
+        (name, table): list(vars(part).get(table, ())) for name, part in model.named_modules() for table in tables
+    }
+    return {place: hooks_there for place, hooks_there in hooks_by_place.items() if hooks_there}
 
 
 def test_logits_of_half_precision_are_divided_in_float32() -> None:
@@ -71,21 +73,21 @@ def test_a_pass_keeps_nothing_for_gradients_of_parameters(method: Method, monkey
     trains = [parameter.requires_grad for parameter in model.parameters()]
 
     def run() -> tuple[torch.Tensor, int]:
-        kept = 0
+        saved = 0
 
         def count(tensor: torch.Tensor) -> torch.Tensor:
-            nonlocal kept
-            kept += tensor.numel()
+            nonlocal saved
+            saved += tensor.numel()
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
-            return compute(model, batch, method).scores, kept
+            return compute(model, batch, method).scores, saved
 
-    scores, kept = run()
+    scores, saved = run()
     assert [parameter.requires_grad for parameter in model.parameters()] == trains
     monkeypatch.setattr(hooks, "frozen_parameters", lambda model: contextlib.nullcontext())
     expected, kept_for_parameters = run()
-    assert torch.equal(scores.nan_to_num(-1), expected.nan_to_num(-1)) and kept < 0.9 * kept_for_parameters
+    assert torch.equal(scores.nan_to_num(-1), expected.nan_to_num(-1)) and saved < 0.9 * kept_for_parameters
 
 
 class DropsOutByItself(GradientCheckpointingLayer):
@@ -114,13 +116,13 @@ def test_blocks_are_checkpointed_in_evaluation_mode_inside(configured: bool) -> 
 
 def test_a_forward_that_goes_past_a_hook_is_said() -> None:
     model = tiny_model(layers=1)
-    other = nn.Linear(16, 97)
+    unused = nn.Linear(16, 97)
     ids = torch.zeros((1, 3), dtype=torch.int64)
-    head = SimpleNamespace(get_output_embeddings=lambda: other)
-    for reader in (hooks.capture_leaf(other), hooks.capture_hidden_states(head)):
+    head = SimpleNamespace(get_output_embeddings=lambda: unused)
+    for reader in (hooks.capture_leaf(unused), hooks.capture_hidden_states(head)):
         with pytest.raises(ValueError, match="Linear"), reader:
             model(input_ids=ids)
-        assert not hooks_of(other)
+        assert not hooks_of(unused)
 
 
 METHODS: dict[str, Method] = {"embeddings": Grail("official"), "last block": Grail("robust", leaf="last")}
@@ -196,15 +198,15 @@ def test_nothing_is_left(what: str, start: str, context: Callable[[], Any]) -> N
         expected = compute(tiny_model(), BATCH, METHODS[name]).weights
         BREAKS[what](model)
         with context():
-            before = state_of(model)
+            state_then = state_of(model)
             if what == "nothing" or (what == "the backward" and name == "replacements"):
-                found = compute(model, BATCH, METHODS[name]).weights
-                torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
+                weights = compute(model, BATCH, METHODS[name]).weights
+                torch.testing.assert_close(weights, expected, rtol=1e-3, atol=1e-3)
             else:
                 with pytest.raises(RuntimeError, match="broken on purpose"):
                     compute(model, BATCH, METHODS[name], tokens=1 if "second" in what else 4096)
-            after = state_of(model)
-        assert [part for part in before if after[part] != before[part]] == [], name
+            state_now = state_of(model)
+        assert [part for part in state_then if state_now[part] != state_then[part]] == [], name
 
 
 def with_activated_adapter(*, checkpointing: bool) -> Any:
@@ -240,7 +242,7 @@ def test_an_activated_adapter_is_as_before(name: str, call: int) -> None:
     plain = with_activated_adapter(checkpointing=False)
     model = with_activated_adapter(checkpointing=True)
     expected = compute(plain, BATCH, METHODS[name]).weights
-    before = hooks_of(model)
+    hooks_then = hooks_of(model)
     if call:
         calls = itertools.count(1)
         block = model.base_model.model.model.layers[1].mlp
@@ -248,9 +250,9 @@ def test_an_activated_adapter_is_as_before(name: str, call: int) -> None:
         with pytest.raises(RuntimeError, match="broken on purpose"):
             compute(model, BATCH, METHODS[name])
         handle.remove()
-        assert hooks_of(model) == before
+        assert hooks_of(model) == hooks_then
     torch.testing.assert_close(compute(model, BATCH, METHODS[name]).weights, expected)
-    assert hooks_of(model) == before
+    assert hooks_of(model) == hooks_then
     assert training_step(model) == training_step(plain)
 
 

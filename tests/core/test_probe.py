@@ -95,17 +95,17 @@ def truth(model: PreTrainedModel, layout: str) -> float:
     differences = []
     for place, row in ((1, short_S), (0, long_S)):
         expected = gradient([row], 0)
-        found = gradient([long_S, short_S], place)
-        differences.append(float((found - expected).abs().max() / expected.abs().max()))
+        actual = gradient([long_S, short_S], place)
+        differences.append(float((actual - expected).abs().max() / expected.abs().max()))
     return max(differences)
 
 
 @pytest.mark.parametrize("name", sorted(FAMILIES.keys() - {"bloom", "gemma2", "lfm2", "llama, dynamic"}))
 def test_the_answer_is_the_truth(name: str) -> None:
     for layout in WAYS:
-        found = finding(FAMILIES[name].build(), layout)
+        answer = finding(FAMILIES[name].build(), layout)
         exact = truth(FAMILIES[name].build(), layout)
-        assert found.holds == (exact < SAME), (layout, found, exact)
+        assert answer.holds == (exact < SAME), (layout, answer, exact)
 
 
 Change = Callable[[PreTrainedModel], Any]
@@ -147,11 +147,11 @@ def test_the_probe_leaves_nothing_behind() -> None:
     """No random number is missed, and buffers are as they were: dynamic frequencies, statistics of batches."""
     model = FAMILIES["llama, dynamic"].build()
     batch_statistics(model)
-    before = {name: values.clone() for name, values in model.named_buffers()}
+    buffers = {name: values.clone() for name, values in model.named_buffers()}
     state = torch.get_rng_state()
     assert not finding(model, "padded").holds
     assert torch.equal(torch.get_rng_state(), state)
-    assert all(torch.equal(values, before.pop(name)) for name, values in model.named_buffers()) and not before
+    assert all(torch.equal(values, buffers.pop(name)) for name, values in model.named_buffers()) and not buffers
     assert all(values.grad is None for values in model.parameters())
 
 
@@ -199,8 +199,8 @@ def test_the_limit_is_that_of_what_is_computed(name: str) -> None:
     change(model)
     with around, torch.no_grad():
         assert limit_of(lambda: model(input_ids=torch.arange(1, 9)[None], use_cache=False)) == limit
-        found = finding(model, "a pass")
-    assert found.limit == limit and found.holds, found
+        answer = finding(model, "a pass")
+    assert answer.limit == limit and answer.holds, answer
 
 
 def test_a_micro_batch_is_as_full_as_a_run_may_make_it() -> None:
@@ -218,12 +218,12 @@ def mixing(lay: Logits, amount: float) -> Logits:
     """Moves each response's logits towards the mean of those beside it, where these go so far."""
 
     def mixed(model: PreTrainedModel, rows: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        own = lay(model, rows)
+        logits = lay(model, rows)
         length = min(map(len, rows))
-        mean_SV = torch.stack([logits_SV[:length] for logits_SV in own]).mean(dim=0)
-        for logits_SV in own:
+        mean_SV = torch.stack([logits_SV[:length] for logits_SV in logits]).mean(dim=0)
+        for logits_SV in logits:
             logits_SV[:length] += amount * (mean_SV - logits_SV[:length])
-        return own
+        return logits
 
     return mixed
 
@@ -239,13 +239,13 @@ def test_half_precision_tells_what_mixes_responses_from_rounding(dtype: torch.dt
         exact = FAMILIES["qwen3"].build().double().eval()
         alone = [log_probs_in(exact, mixed, row) for row in rows]
         together = list(map(log_probs, mixed(exact, rows), rows))
-    sizes = [difference(beside, by_itself) for beside, by_itself in zip(together, alone, strict=True)]
+    sizes = [difference(in_batch, by_itself) for in_batch, by_itself in zip(together, alone, strict=True)]
     model = FAMILIES["qwen3"].build().to(dtype).eval()
-    found = probe(model, lambda some: list(map(log_probs, mixed(model, some), some)), rows)
+    answer = probe(model, lambda part: list(map(log_probs, mixed(model, part), part)), rows)
     limit = LIMIT if dtype == torch.float32 else HALF_LIMIT
-    assert found.limit == limit
-    assert found.holds == (max(sizes[0], sizes[1], sizes[-1]) <= limit)
-    assert min(abs(found.difference - size) for size in sizes) <= (1e-4 if dtype == torch.float32 else 0.03)
+    assert answer.limit == limit
+    assert answer.holds == (max(sizes[0], sizes[1], sizes[-1]) <= limit)
+    assert min(abs(answer.difference - size) for size in sizes) <= (1e-4 if dtype == torch.float32 else 0.03)
 
 
 def log_probs_in(model: PreTrainedModel, lay: Logits, tokens_S: torch.Tensor) -> torch.Tensor:
@@ -259,8 +259,8 @@ def test_a_draw_that_seldom_matters_is_found() -> None:
     rows = probe_rows(torch.arange(PAD - 1), longest=LONGEST, rows=2)
     for seed in range(8):
         torch.manual_seed(seed)
-        found = probe(model, lambda some: list(map(log_probs, lay(model, some), some)), rows)
-        assert not found.holds, (seed, found)
+        answer = probe(model, lambda part: list(map(log_probs, lay(model, part), part)), rows)
+        assert not answer.holds, (seed, answer)
 
 
 def test_dropout_is_named() -> None:

@@ -61,8 +61,8 @@ def rollouts(lengths: Sequence[int], spans: Sequence[Any], advantages: Sequence[
 
 def run(scores: Any, r: Rollouts, chosen: Sequence[bool], base: type[BaseMethod] = Doubled, /, **body: Any) -> Weighed:
     """By a class with other parts, which chooses these responses."""
-    known = {"select": lambda self, r: torch.tensor(chosen), "names": {"doubled": {}}, "uses": "logits"}
-    return weighed(type("Chosen", (base,), known | body)(), r, torch.as_tensor(scores))
+    body_by_default = {"select": lambda self, r: torch.tensor(chosen), "names": {"doubled": {}}, "uses": "logits"}
+    return weighed(type("Chosen", (base,), body_by_default | body)(), r, torch.as_tensor(scores))
 
 
 def maps_to(values: torch.Tensor, **bounds: float) -> dict[str, Any]:
@@ -161,8 +161,8 @@ def test_grail_of_random_batches_against_the_plain_computation(seed: int, preset
     of_pass = torch.where(zero, 0.0, (3 * sizes - 3).exp())
     got = weighed(config, r, of_pass)
     assert not got.failed.any()
-    for row, scores, weights, known in zip(rows, of_pass, got.weights, r.known_spans["first"], strict=True):
-        span = None if known is None else tuple(sum(row.trained[:bound]) for bound in dataclasses.astuple(known))
+    for row, scores, weights, answer in zip(rows, of_pass, got.weights, r.known_spans["first"], strict=True):
+        span = None if answer is None else tuple(sum(row.trained[:bound]) for bound in dataclasses.astuple(answer))
         scored = scores[row.tokens].tolist()
         resolved = reference.resolve(preset, **options)
         expected = reference.row_weights(scored, span, row.advantage, resolved)
@@ -217,8 +217,8 @@ def test_a_reward_is_right_above_0() -> None:
 
 def test_a_reward_trains_up_to_the_largest() -> None:
     values = np.array([LARGEST, -LARGEST, np.nextafter(LARGEST, INF), INF, NAN])
-    for known in (within_range(values), within_range(torch.tensor(values))):
-        assert known.tolist() == [True, True, False, False, False]
+    for can_train in (within_range(values), within_range(torch.tensor(values))):
+        assert can_train.tolist() == [True, True, False, False, False]
 
 
 LOW = 0.125

@@ -102,9 +102,9 @@ class Family:
     def config(self, **sizes: Any) -> PretrainedConfig:
         """The tiny configuration, with other sizes where they are given."""
         config_class = transformers.CONFIG_MAPPING[self.model_type]
-        known = {*inspect.signature(config_class.__init__).parameters, "dtype"}
-        own = {name: size for name, size in (FAMILY_SIZES | sizes).items() if name in known}
-        return config_class(**own | self.options, attn_implementation=self.attention)
+        names = {*inspect.signature(config_class.__init__).parameters, "dtype"}
+        sizes_of_class = {name: size for name, size in (FAMILY_SIZES | sizes).items() if name in names}
+        return config_class(**sizes_of_class | self.options, attn_implementation=self.attention)
 
     def build(self, **sizes: Any) -> PreTrainedModel:
         """The model, float32, always with the same values."""
@@ -171,13 +171,13 @@ def make_batch(rollouts: list[Rollout], padding: str = "left", extra: int = 0) -
     rows: tuple[list, list, list] = ([], [], [])
     for prompt, response in texts:
         spare = width - len(prompt) - len(response)
-        left = {"left": spare, "right": 0, "both": widest_prompt - len(prompt)}[padding]
+        padding_before = {"left": spare, "right": 0, "both": widest_prompt - len(prompt)}[padding]
         p = len(prompt)
         r = len(response)
-        right = spare - left
-        rows[0].append([PAD_ID] * left + prompt + response + [PAD_ID] * right)
-        rows[1].append([0] * left + [1] * (p + r) + [0] * right)
-        rows[2].append([0] * (left + p) + [1] * r + [0] * right)
+        right = spare - padding_before
+        rows[0].append([PAD_ID] * padding_before + prompt + response + [PAD_ID] * right)
+        rows[1].append([0] * padding_before + [1] * (p + r) + [0] * right)
+        rows[2].append([0] * (padding_before + p) + [1] * r + [0] * right)
     return Batch(*map(torch.tensor, rows), torch.tensor([rollout.advantage for rollout in rollouts]))
 
 
@@ -186,9 +186,9 @@ ROLLOUTS = {of.pop("name"): Rollout(**of) for of in map(json.loads, _LINES)}
 """By what is special about their answer."""
 
 
-def compute(model: Any, batch: Batch, method: Method, tokenizer: Any = None, **given: Any) -> TokenWeights:
+def compute(model: Any, batch: Batch, method: Method, tokenizer: Any = None, **parts: Any) -> TokenWeights:
     """By the plain function, with the tokenizer of single characters."""
-    return compute_token_weights(model, tokenizer or char_tokenizer(), *batch.tensors(), method, **given)
+    return compute_token_weights(model, tokenizer or char_tokenizer(), *batch.tensors(), method, **parts)
 
 
 def plain_columns(model: Any, prompt: list[int], response: list[int], temperature: float) -> tuple[list, list]:

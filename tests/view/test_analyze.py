@@ -58,7 +58,7 @@ def test_the_dump_is_that_of_a_plain_model(tmp_path: Path, first: str, tokens: i
     names = [response.id for response in responses]
     changes: dict[str, Any] = {"keys": names, "places": range(len(names)), "facts": {**part.facts, "id": names}}
     rollouts = replace(part, tokenizer=char_tokenizer(), **changes)
-    expected = hosts.plain_table(methods[first], rollouts, others=methods, tokens=tokens)
+    expected = hosts.plain_table(methods[first], rollouts, by_method=methods, tokens=tokens)
     hosts.assert_same(hosts.dumped_table(tmp_path / "a"), expected)
 
 
@@ -89,8 +89,8 @@ def test_the_effect_between_two_checkpoints(tmp_path: Path):
     for row in dump:
         start = len(row.prompt_ids)
         ids = torch.tensor([[*row.prompt_ids, *row.token_ids_T]])
-        before, after = (of(ids).logits[0, start - 1 : -1].log_softmax(-1) for of in models)
-        change = (after - before)[torch.arange(len(row)), ids[0, start:]]
+        earlier_log_probs, later_log_probs = (model(ids).logits[0, start - 1 : -1].log_softmax(-1) for model in models)
+        change = (later_log_probs - earlier_log_probs)[torch.arange(len(row)), ids[0, start:]]
         torch.testing.assert_close(torch.tensor(row.effect_T), change.detach(), rtol=1e-4, atol=1e-5)
 
 
@@ -112,8 +112,8 @@ def test_advantages():
     ):
         assert command.advantages_of(graded(rewards, groups), how)[0] == expected
     labelled = [replace(row, labelled=True) for row in graded([1, 0], ["a", "a"])]
-    found = [command.advantages_of(labelled, how)[0] for how in ("auto", "rewards")]
-    assert found == [[-1, -1], [0.5, -0.5]]
+    advantages = [command.advantages_of(labelled, how)[0] for how in ("auto", "rewards")]
+    assert advantages == [[-1, -1], [0.5, -0.5]]
 
 
 def test_ground_truths_give_rewards():
@@ -247,8 +247,8 @@ def test_a_labelled_character_has_the_token_that_holds_it(make: Callable[[], Any
 
     def found(response: str | list[int], written: list[int]) -> dict[str, Any]:
         row = Response(id="a", prompt="p", response=response, steps=wanted, labelled=True)
-        each = [labels_of(replace(row, error=(at, at + 1)), written, tokenizer, texts) for at in places]
-        return {"each": [of["wrong_step"] for of in each], "steps": each[0]["steps"]}
+        labels = [labels_of(replace(row, error=(at, at + 1)), written, tokenizer, texts) for at in places]
+        return {"each": [label["wrong_step"] for label in labels], "steps": labels[0]["steps"]}
 
     ranges = found(text, ids)
     for place, (start, end) in zip(places, ranges["each"], strict=True):
@@ -330,7 +330,7 @@ class Fails(Method):
 
 
 def test_an_analysis_resumes_and_a_method_that_fails_costs_its_columns(tmp_path: Path, monkeypatch: Any) -> None:
-    before = dict(METHODS)
+    registered = dict(METHODS)
     register("fails")(Fails)
     responses = [replace(RESPONSES[place % 3], id=str(place)) for place in range(70)]
     chosen = {"fails": Fails(), "steady": Fails(broken=False), "surprisal": parse_method("surprisal")}
@@ -340,9 +340,9 @@ def test_an_analysis_resumes_and_a_method_that_fails_costs_its_columns(tmp_path:
         loads.append(1)
         return tiny_model()
 
-    given = chosen, tmp_path / "whole", char_tokenizer(), load
-    said = analyze(responses, *given, model="m")
-    assert said[0].startswith("fails: 38 of 70 responses have scores; ") and said[0].endswith(
+    arguments = chosen, tmp_path / "whole", char_tokenizer(), load
+    summary = analyze(responses, *arguments, model="m")
+    assert summary[0].startswith("fails: 38 of 70 responses have scores; ") and summary[0].endswith(
         "; failed, SystemExit: no"
     )
     files = sorted(path.name for path in (tmp_path / "whole").iterdir())
@@ -350,24 +350,24 @@ def test_an_analysis_resumes_and_a_method_that_fails_costs_its_columns(tmp_path:
     with_it = [sum("fails" in row.methods for row in read_dump(tmp_path / "whole").rows([step])) for step in range(3)]
     assert with_it == [32, 0, 6] and all(len(row.methods) > 1 for row in read_dump(tmp_path / "whole"))
 
-    def killed(*given: Any) -> Path:
-        if given[1].step == 1:
+    def killed(*arguments: Any) -> Path:
+        if arguments[1].step == 1:
             raise KeyboardInterrupt
-        return write(*given)
+        return write(*arguments)
 
     write = command.write_step
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(command, "write_step", killed)
-        analyze(responses, chosen, tmp_path / "part", *given[2:], model="m")
-    assert analyze(responses, chosen, tmp_path / "part", *given[2:], model="m") == said
+        analyze(responses, chosen, tmp_path / "part", *arguments[2:], model="m")
+    assert analyze(responses, chosen, tmp_path / "part", *arguments[2:], model="m") == summary
     for name in files:
         assert (tmp_path / "part" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes(), name
-    assert analyze(responses, *given, model="m") == said and len(loads) == 3, "nothing is missing"
-    for other in ([replace(responses[0], response="x"), *responses[1:]], responses[:-1]):
+    assert analyze(responses, *arguments, model="m") == summary and len(loads) == 3, "nothing is missing"
+    for changed in ([replace(responses[0], response="x"), *responses[1:]], responses[:-1]):
         with pytest.raises(ValueError, match="does not hold this analysis"):
-            analyze(other, *given, model="m")
+            analyze(changed, *arguments, model="m")
     METHODS.clear()
-    METHODS.update(before)
+    METHODS.update(registered)
 
 
 def test_groups_stay_in_one_file() -> None:
