@@ -250,6 +250,8 @@ def _given_advantages(method: AdvantageMethod, r: Rollouts, selected: Tensor, sc
     """The scores themselves in the selected responses, the response's own advantage in the others."""
     scored = selected & r.trains & _all_finite(scores, r.mask)[:, 0]
     a = torch.where(scored[:, None], scores, r.advantages.float()[:, None])
+    if getattr(method, "control", "none") == "shuffled":
+        a = _shuffled(a, scored[:, None] & r.mask, r)
     if not method.non_finite_trains:
         a = torch.where((selected & ~scored)[:, None], 0.0, a)
     nowhere = torch.zeros_like(r.mask)

@@ -21,7 +21,7 @@ from transformers import TrainerCallback
 from trl import GRPOTrainer
 
 from grail_advantage.api import PlainHost
-from grail_advantage.data import DUMPED, OLD_LOG_PROBS, ROLLOUT_LOG_PROBS, Rollouts, Weighed, outcome_of
+from grail_advantage.data import OF_POLICY, OLD_LOG_PROBS, ROLLOUT_LOG_PROBS, Rollouts, Weighed, outcome_of
 from grail_advantage.dump import METRICS_FILE, DumpOptions, MetricsFile, StepDump, received_table, tolerant
 from grail_advantage.effect import effect_figures
 from grail_advantage.locks import hold, let_go
@@ -160,7 +160,7 @@ class GenerationDump(TrainerCallback):
                 part = w.part(rows)
                 places = part.rollouts.places
                 host = self._host(part.rollouts)
-                columns = dict(with_columns(part.rollouts, list(DUMPED), host).columns)
+                columns = dict(with_columns(part.rollouts, OF_POLICY, host).columns)
                 if (sampled := output.get("sampling_per_token_logps")) is not None:  # of vLLM, or of rollout_func
                     columns[ROLLOUT_LOG_PROBS] = sampled[rows, : part.advantages.shape[1]].float()
                 facts = self._facts([inputs[row] for row in rows], places)

@@ -18,7 +18,7 @@ from typing import Any
 from omegaconf import OmegaConf
 from transformers import PretrainedConfig
 
-from grail_advantage.data import DUMPED, ENTROPY
+from grail_advantage.data import ENTROPY, OF_POLICY, REF_LOG_PROBS
 from grail_advantage.method import methods
 from grail_advantage.methods.biases import Cause, biases_of_turns
 from grail_advantage.methods.oar import Oar
@@ -81,6 +81,7 @@ NUMBERS = (
 PENALTY = "reward.reward_kwargs.overlong_buffer_cfg.enable"  # DAPO's, for responses near the length limit
 TARGETS, EXCLUDED, ADAPTER = (f"{MODEL}.{name}" for name in ("target_modules", "exclude_modules", "lora_adapter_path"))
 EPOCHS = f"{ACTOR}.ppo_epochs"
+KL_LOSS = f"{ACTOR}.use_kl_loss"
 
 
 def check_settings(settings: Settings) -> None:
@@ -318,6 +319,12 @@ RULES = (
         remedy="use false",
     ),
     Rule(
+        option=KL_LOSS,
+        when=lambda s: REF_LOG_PROBS in s.method.reads and not (s[KL_LOSS] or s[KL_IN_REWARD]),
+        because="the method reads reference log-probabilities, which verl computes where a KL term is on",
+        remedy=f"use true, with {ACTOR}.kl_loss_coef=0 for no such term, or {KL_IN_REWARD}=true",
+    ),
+    Rule(
         option=BYPASS,
         when=lambda s: s[BYPASS] and s.dump is not None and s.dump.effect_every,
         because="an update's effect needs the actor's log-probabilities before it",
@@ -463,7 +470,7 @@ AGAINST_SKIPPING = (
         because=f"it is none of {', '.join(SKIPPABLE)}, in which a response without an advantage adds nothing",
         remedy=AUTO,
     ),
-    _reads_every_response(f"{ACTOR}.use_kl_loss"),
+    _reads_every_response(KL_LOSS),
     _reads_every_response(f"{ACTOR}.entropy_coeff"),
     _reads_every_response(f"{ACTOR}.calculate_entropy"),
     _reads_every_response("distillation.enabled"),
@@ -510,7 +517,7 @@ AGAINST_REUSE = (
     ),
     Rule(
         option=METHOD,
-        when=lambda s: bool(DUMPED.keys() & s.method.reads),
+        when=lambda s: bool(s.method.reads & {*OF_POLICY}),
         because=EARLY,
         remedy=AUTO,
     ),

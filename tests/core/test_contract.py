@@ -22,7 +22,7 @@ import torch
 
 from grail_advantage import AnswerSpan, Grail, Method, Rollouts, Weights, maps, register, register_map
 from grail_advantage import method as registry
-from grail_advantage.data import ENTROPY, OLD_LOG_PROBS, Weighed, joined
+from grail_advantage.data import ENTROPY, OLD_LOG_PROBS, REF_LOG_PROBS, Weighed, joined
 from grail_advantage.method import NameTakenError, build, failure_message, methods
 from grail_advantage.metrics import OF_WEIGHTS
 from tests.core.common import MAPS, METHODS, rollouts_of, weighed
@@ -65,7 +65,7 @@ def case(rows: int = len(ADVANTAGES), tokens: int = TOKENS, *, gap: bool = False
     text = ("4=12 so 7= 3 or " * (tokens // 16 + 1))[:tokens]
     r = rollouts_of(
         *([encode(text)] * rows, (ADVANTAGES * (rows // len(ADVANTAGES) + 1))[:rows], trained, [SPAN] * rows),
-        columns={OLD_LOG_PROBS: -3 * log_probs - 0.01, ENTROPY: 0.3 * entropy},
+        columns={OLD_LOG_PROBS: -3 * log_probs - 0.01, ENTROPY: 0.3 * entropy, REF_LOG_PROBS: -4 * entropy - 0.01},
         tokenizer=tiny_tokenizer(),
         groups=torch.arange(rows) % 2,
         rewards=torch.arange(rows) % 3 / 2,
@@ -104,7 +104,7 @@ def with_value(of: Case, source: str, row: int, value: float) -> Case:
 def sources(name: str) -> list[str]:
     """What a method's scores are made of."""
     method = method_of(name)
-    return [*sorted(method.reads & {OLD_LOG_PROBS, ENTROPY}), *([PASS] if method.uses else [])]
+    return [*sorted(method.reads & {OLD_LOG_PROBS, ENTROPY, REF_LOG_PROBS}), *([PASS] if method.uses else [])]
 
 
 def same(found: Weighed, expected: Weighed, of: list[int]) -> None:
@@ -157,20 +157,23 @@ def test_the_shuffled_control_has_the_same_weights_on_other_tokens(name: str) ->
         return
     of, options = case(12, tokens=16, gap=True), {"gate": "all"} if name == "grail" else {}
     own, control = run(name, of, **options), run(name, of, **options, control="shuffled")
-    moved = torch.where(own.by_score, own.weights, -1.0).sort(dim=1).values
-    torch.testing.assert_close(torch.where(own.by_score, control.weights, -1.0).sort(dim=1).values, moved)
+    what = "advantages" if own.gave_advantages else "weights"
+    given, found = getattr(own, what), getattr(control, what)
+    moved = torch.where(own.by_score, given, -9.0).sort(dim=1).values
+    torch.testing.assert_close(torch.where(own.by_score, found, -9.0).sort(dim=1).values, moved)
     assert torch.equal(control.by_score, own.by_score)
-    torch.testing.assert_close(control.weights[~own.by_score], own.weights[~own.by_score])
+    torch.testing.assert_close(found[~own.by_score], given[~own.by_score])
     torch.testing.assert_close(control.scores, own.scores, equal_nan=True)
     if name == "rlsd":  # one weight on all tokens of each of these responses
         return
-    assert not torch.equal(control.weights, own.weights)
+    assert not torch.equal(found, given)
     later = run(name, (replace(of[0], step=of[0].step + 1), of[1]), **options, control="shuffled")
-    assert not torch.equal(control.weights, later.weights)
+    assert not torch.equal(found, getattr(later, what))
     order = torch.randperm(12, generator=torch.Generator().manual_seed(1)).tolist()
     same(run(name, part(of, order), **options, control="shuffled"), control, order)
     elsewhere = replace(of[0], keys=[uuid4().hex for _ in range(12)], places=range(100, 112))
-    assert torch.equal(run(name, (elsewhere, of[1]), **options, control="shuffled").weights, control.weights)
+    again = run(name, (elsewhere, of[1]), **options, control="shuffled")
+    assert torch.equal(getattr(again, what), found)
 
 
 @pytest.mark.parametrize("name", [name for name in METHODS if "normalize_mass" in methods()[name].model_fields])
