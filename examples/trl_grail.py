@@ -96,7 +96,7 @@ def main() -> None:
         eval_strategy="steps" if options.held_out else "no",
         eval_steps=options.eval_every,
         eval_on_start=bool(options.held_out),
-        per_device_eval_batch_size=responses,
+        per_device_eval_batch_size=options.micro_batch,  # its loss has all logits at once, as a training step's
         num_generations_eval=1,
         logging_steps=1,
         report_to=options.report_to,
