@@ -5,6 +5,7 @@ python -m bench FOLDER                     each method's figures and verdict, as
 python -m bench compare FOLDER FOLDER      two analyses of the same file, paired
 python -m bench convert processbench IN OUT         ProcessBench's labelled solutions
 python -m bench sample QUESTIONS OUT --model NAME   the model's own responses, by token ids
+python -m bench values FILE OUT --model NAME        their steps' values, by continuations of the model
 """
 
 from __future__ import annotations
@@ -16,19 +17,19 @@ from pathlib import Path
 from grail_advantage.text_io import say, visible
 
 try:
-    from bench import convert, sample, table
+    from bench import convert, sample, table, values
 except ModuleNotFoundError as error:
     raise SystemExit(f"bench: {error}; run `pip install -e '.[bench]' -e packages/verl-cpu` in the clone") from error
+
+COMMANDS = {"convert": convert.main, "sample": sample.main, "values": values.main}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command; SystemExit with a message for what the user can fix."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        if given[:1] == ["convert"]:
-            convert.main(given[1:])
-        elif given[:1] == ["sample"]:
-            sample.main(given[1:])
+        if given and given[0] in COMMANDS:
+            COMMANDS[given[0]](given[1:])
         elif given[:1] == ["compare"] and len(given) == 3:
             say(*table.compare(Path(given[1]), Path(given[2])).splitlines())
         elif len(given) == 1 and not given[0].startswith("-"):
