@@ -105,9 +105,31 @@ def of_zero_advantage(worker: Any, setup: Setup, repeats: int) -> dict[str, dict
     return found
 
 
+def of_stages(worker: Any, setup: Setup, repeats: int) -> dict[str, dict[str, Any]]:
+    """The figures of ``stages``."""
+    from benchmarks.verl_host import VerlHost
+
+    host = VerlHost(worker, setup.rollouts(round(SELECTED * setup.rows)))
+    host.update(host.base_advantages(), reusing=True)  # the optimiser's state is there in every stage
+    return stage_peaks(host)
+
+
+def stage_peaks(host: VerlHost) -> dict[str, dict[str, float]]:
+    """The peak of memory of each stage of a step that runs every response, in GiB."""
+    grail = build("grail")
+    advantages_BT = host.base_advantages()
+    stages = {
+        "old log-probabilities": host.forward,
+        "GRAIL's pass": lambda: host.scores(grail, host.selected(grail)),
+        "actor update": lambda: host.update(advantages_BT),
+        "actor update, own forward": lambda: host.update(advantages_BT, reusing=True),
+    }
+    return {stage: {"GiB": timer.peak_memory(host.device, run) / 2**30} for stage, run in stages.items()}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    kinds = {"methods": of_methods, "zero_advantage": of_zero_advantage}
+    kinds = {"methods": of_methods, "zero_advantage": of_zero_advantage, "stages": of_stages}
     parser.add_argument("what", choices=kinds)
     parser.add_argument("--setup", choices=SETUPS, default="cpu")
     parser.add_argument("--repeats", type=int, default=3)

@@ -80,6 +80,7 @@ class Setup:
 
 SETUPS = {
     "cpu": Setup("cpu", "small", 20, 256, 32, 5, packed=False),
+    "short": Setup("cpu", "small", 8, 160, 32, 4, packed=False),
     "toy": Setup("cpu", "toy", 4, 120, 4, 2, packed=False),
 }
 """By the name of ``--setup``."""

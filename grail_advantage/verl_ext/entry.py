@@ -63,18 +63,21 @@ def start_run(config: DictConfig, validate: Callable[[], None]) -> None:
     """Check a run and begin it, around ``validate``, verl's own check of its configuration; ValueError: a setting that
     does not work. With ``DRY_RUN=1`` in the environment a run of this project (:func:`prepare_run`) is checked, its
     resolved configuration is printed as YAML on stdout, and the process exits."""
+    dry_run = os.environ.get("DRY_RUN", "0")
     ours = bool(patches.STARTS) or config.algorithm.adv_estimator in methods()
     if patches.in_actor() or not ours:  # the task runner of trainer.use_v1=false asks again
         register_estimators()
         check_spelling(config.algorithm.adv_estimator)
         return validate()
+    if dry_run not in ("", "0", "1"):
+        raise ValueError(f"DRY_RUN={dry_run} is unknown; use 1 to check the run and start nothing, or 0")
     OmegaConf.resolve(config)  # verl hands ray_kwargs on as they are
-    given = OmegaConf.to_yaml(config) if os.environ.get("DRY_RUN") == "1" else ""
-    with contextlib.redirect_stdout(sys.stderr) if given else contextlib.nullcontext():
+    resolved = OmegaConf.to_yaml(config)
+    with contextlib.redirect_stdout(sys.stderr) if dry_run == "1" else contextlib.nullcontext():
         settings = prepare_run(config)
         validate()
-    if given:
-        print(given)
+    if dry_run == "1":
+        print(resolved)
         sys.exit()
     for module in patches.STARTS:
         import_module(module).begin_run(settings, config)

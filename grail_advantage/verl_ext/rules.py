@@ -10,10 +10,11 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping
-from functools import cache
+from functools import cache, partial
 from importlib.resources import files
+from operator import itemgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from omegaconf import OmegaConf
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
@@ -60,6 +61,7 @@ from grail_advantage.verl_ext.settings import (
     TOOL_REWARDS,
     TRAINER_MODE,
     TRAINER_MODES,
+    MethodSettings,
     Settings,
 )
 
@@ -208,7 +210,7 @@ def _no_base(s: Settings) -> bool:
     return s[BASE] not in ADV_ESTIMATOR_REGISTRY.keys() - {*TOKEN_BASES, *methods()}
 
 
-def _compares_rewards(s: Settings) -> bool:
+def _compares_rewards(s: MethodSettings) -> bool:
     """Whether the method makes its advantages of the rewards, and reads none of the base's."""
     return "rewards" in s.method.reads
 
@@ -224,20 +226,20 @@ def _half(s: Settings) -> bool:
     return str(s[PARAM_DTYPE] or "bf16") in ("bf16", "bfloat16")
 
 
-def _underflowing(s: Settings) -> str:
+def _underflowing(s: MethodSettings) -> str:
     """The option that asks for half of float32's exponents, of a method that takes gradients of the answer."""
     if s.method.uses not in ("saliency", "logits"):
         return ""
     return next((name for name in (PARAM_DTYPE, MODEL_DTYPE) if str(s[name]) in ("fp16", "float16", "16")), "")
 
 
-def _coarse_entropy(s: Settings) -> str:
+def _coarse_entropy(s: MethodSettings) -> str:
     """verl's option, in the actor's section or in that of its engine, where a method would rank coarse values."""
     option = CHUNKING if s[CHUNKING] is not None else CHUNKING.replace(ACTOR, f"{ACTOR}.{s[STRATEGY]}")
     return option if s.method.ranks_entropy and _half(s) and not s[option] else ""
 
 
-def _slicing(s: Settings) -> str:
+def _slicing(s: MethodSettings) -> str:
     """The option of the two by which a rank has a slice of each sequence, and the method a pass."""
     return max(SLICES, key=lambda option: s[option] or 1) if s.sliced and s.method.uses else ""
 
@@ -262,11 +264,11 @@ def _adapts_head(s: Settings) -> bool:
     return names_head(targets) and not names_head(excluded)
 
 
-def _masking(s: Settings) -> str:
+def _masking(s: MethodSettings) -> str:
     return f"algorithm.{s.method.section}.mask_truncated" if s.method.mask_truncated else ""
 
 
-def _discount(s: Settings) -> str:
+def _discount(s: MethodSettings) -> str:
     return f"algorithm.{s.method.section}.gamma" if getattr(s.method, "gamma", 1.0) < 1 else ""
 
 
@@ -446,115 +448,91 @@ RULES = (
 
 SKIPPABLE = ("vanilla", "dppo_tv", "dppo_kl", "gpg", "cispo", "gspo", "sapo")
 """Losses of verl's in which each token's term is 0 where its advantage is, and no term reads another response."""
-AUTO = "use auto"
-
-
-def _reads_every_response(option: str) -> Rule:
-    return Rule(option=option, when=lambda s: bool(s[option]), because="it reads every response", remedy=AUTO)
-
-
-def _scales_activations(section: str) -> Rule:
-    return Rule(
-        option=f"{section}.mode",
-        when=lambda s: s[f"{section}.enable"] and s[f"{section}.mode"] != "w4a16",
-        because="but for w4a16 the scale of activations is the largest of the micro-batch",
-        remedy=AUTO,
-    )
-
-
-AGAINST_SKIPPING = (
-    Rule(
-        option="trainer.use_v1",
-        when=lambda s: s["trainer.use_v1"] is False,
-        because="the older trainer pads responses to one length, with which none is left out",
-        remedy=AUTO,
-    ),
-    Rule(
-        option=STRATEGY,
-        when=lambda s: s[STRATEGY] not in ENGINES,
-        because=f"only {' and '.join(ENGINES)} leave responses out",
-        remedy=AUTO,
-    ),
-    Rule(
-        option=LOSS,
-        when=lambda s: (s[LOSS] or SKIPPABLE[0]) not in SKIPPABLE,
-        because=f"it is none of {', '.join(SKIPPABLE)}, in which a response without an advantage adds nothing",
-        remedy=AUTO,
-    ),
-    _reads_every_response(f"{ACTOR}.use_kl_loss"),
-    _reads_every_response(f"{ACTOR}.entropy_coeff"),
-    _reads_every_response(f"{ACTOR}.calculate_entropy"),
-    _reads_every_response("distillation.enabled"),
-    _reads_every_response(f"{MODEL}.mtp.enable_train"),
-    _reads_every_response(f"{MODEL}.override_config.output_router_logits"),
-    Rule(
-        option=f"{MODEL}.enable_activation_offload",
-        when=lambda s: s[f"{MODEL}.enable_activation_offload"],  # verl counts a block's forwards until their backwards
-        because="the loaded model cannot be asked whether responses depend on those beside them",
-        remedy=AUTO,
-    ),
-    Rule(
-        option=SCALE,
-        when=lambda s: s[AGGREGATION] == "seq-mean-token-sum-norm" and s[SCALE] is None,
-        because="without it seq-mean-token-sum-norm divides by the longest response of each micro-batch",
-        remedy=AUTO,
-    ),
-    _scales_activations(f"{ACTOR}.qat"),
-    _scales_activations(f"{ACTOR}.fsdp_config.qat"),
-)
-"""With which an update without zero-advantage responses is not the same, as far as settings say."""
-
 REUSABLE = (*SKIPPABLE, "geo_mean", "clip_cov", "kl_cov")
 """Losses of verl's that read old log-probabilities in the ratio to the policy alone."""
+EVERY = "it reads every response"
 EARLY = "it reads old log-probabilities, or entropies, before the update"
+UNKNOWN = "nothing is known of it without the forward"
 
 
-def _reads_old_policy(option: str, because: str) -> Rule:
-    return Rule(option=option, when=lambda s: bool(s[option]), because=because, remedy=AUTO)
+def _scales_activations(s: Settings, section: str) -> bool:
+    return s[f"{section}.enable"] and s[f"{section}.mode"] != "w4a16"
 
 
-AGAINST_REUSE = (
-    Rule(
-        option="trainer.use_v1",
+class Obstacle(NamedTuple):
+    """An option that stands in the way of one shortcut or both."""
+
+    option: str
+    skip: str = ""  # why an update without zero-advantage responses would not be the same
+    reuse: str = ""  # why an update's first forward would not give the old log-probabilities
+    when: Callable[[Settings], Any] | None = None  # None: wherever the option is on
+
+
+OBSTACLES = (
+    Obstacle(
+        "trainer.use_v1",
+        skip="the older trainer pads responses to one length, with which none is left out",
+        reuse="the older trainer computes them in fit()",
         when=lambda s: s["trainer.use_v1"] is False,
-        because="the older trainer computes them in fit()",
-        remedy=AUTO,
     ),
-    Rule(
-        option=STRATEGY,
+    Obstacle(
+        STRATEGY,
+        skip=f"only {' and '.join(ENGINES)} leave responses out",
+        reuse=f"only {' and '.join(ENGINES)} take them from the update",
         when=lambda s: s[STRATEGY] not in ENGINES,
-        because=f"only {' and '.join(ENGINES)} take them from the update",
-        remedy=AUTO,
     ),
-    Rule(
-        option=METHOD,
-        when=lambda s: bool(DUMPED.keys() & s.method.reads),
-        because=EARLY,
-        remedy=AUTO,
+    Obstacle(METHOD, reuse=EARLY, when=lambda s: s.method and DUMPED.keys() & s.method.reads),
+    Obstacle(
+        LOSS,
+        skip=f"it is none of {', '.join(SKIPPABLE)}, in which a response without an advantage adds nothing",
+        when=lambda s: (s[LOSS] or SKIPPABLE[0]) not in SKIPPABLE,
     ),
-    Rule(
-        option=LOSS,
-        when=lambda s: (s[LOSS] or REUSABLE[0]) not in REUSABLE,
-        because="nothing is known of it without the forward",
-        remedy=AUTO,
-    ),
-    _reads_old_policy(KL_IN_REWARD, EARLY),
-    _reads_old_policy(BYPASS, "the old log-probabilities are the rollout's"),
-    _reads_old_policy(f"{CORRECTION}.rollout_is", EARLY),
-    _reads_old_policy(f"{CORRECTION}.rollout_rs", EARLY),
-    _reads_old_policy("distillation.enabled", "nothing is known of it without the forward"),
-    _reads_old_policy(f"{MODEL}.mtp.enable_train", "nothing is known of it without the forward"),
-    Rule(
-        option=MINI_BATCH,
+    Obstacle(LOSS, reuse=UNKNOWN, when=lambda s: (s[LOSS] or REUSABLE[0]) not in REUSABLE),
+    Obstacle(f"{ACTOR}.use_kl_loss", skip=EVERY),
+    Obstacle(f"{ACTOR}.entropy_coeff", skip=EVERY),
+    Obstacle(f"{ACTOR}.calculate_entropy", skip=EVERY),
+    Obstacle(KL_IN_REWARD, reuse=EARLY),
+    Obstacle(BYPASS, reuse="the old log-probabilities are the rollout's"),
+    Obstacle(f"{CORRECTION}.rollout_is", reuse=EARLY),
+    Obstacle(f"{CORRECTION}.rollout_rs", reuse=EARLY),
+    Obstacle("distillation.enabled", skip=EVERY, reuse=UNKNOWN),
+    Obstacle(f"{MODEL}.mtp.enable_train", skip=EVERY, reuse=UNKNOWN),
+    Obstacle(f"{MODEL}.override_config.output_router_logits", skip=EVERY),
+    Obstacle(
+        MINI_BATCH,
+        reuse="later mini-batches are not of the old policy",
         when=lambda s: s[MINI_BATCH] != s[BATCH] and s.kind != "separate_async",
-        because="later mini-batches are not of the old policy",
-        remedy=AUTO,
     ),
-    Rule(
-        option=f"{MODEL}.enable_activation_offload",
-        when=lambda s: bool(s[f"{MODEL}.enable_activation_offload"]),
-        because="the loaded model cannot be asked whether its forward in training is another",
-        remedy=AUTO,
+    Obstacle(
+        f"{MODEL}.enable_activation_offload",  # verl counts a block's forwards until their backwards
+        skip="the loaded model cannot be asked whether responses depend on those beside them",
+        reuse="the loaded model cannot be asked whether its forward in training is another",
+    ),
+    Obstacle(
+        SCALE,
+        skip="without it seq-mean-token-sum-norm divides by the longest response of each micro-batch",
+        when=lambda s: s[AGGREGATION] == "seq-mean-token-sum-norm" and s[SCALE] is None,
+    ),
+    *(
+        Obstacle(
+            f"{section}.qat.mode",
+            skip="but for w4a16 the scale of activations is the largest of the micro-batch",
+            when=partial(_scales_activations, section=f"{section}.qat"),
+        )
+        for section in (ACTOR, f"{ACTOR}.fsdp_config")
     ),
 )
-"""With which an update's first forward would not give the old log-probabilities, as far as settings say."""
+
+
+def _against(shortcut: str) -> tuple[Rule, ...]:
+    rules = []
+    for obstacle in OBSTACLES:
+        because = getattr(obstacle, shortcut)
+        if because:
+            when = obstacle.when or itemgetter(obstacle.option)
+            rules.append(Rule(option=obstacle.option, when=when, because=because, remedy="use auto"))
+    return tuple(rules)
+
+
+AGAINST_SKIPPING = _against("skip")
+AGAINST_REUSE = _against("reuse")
