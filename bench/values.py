@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 
 from bench.rollouts import drawer, judge_of, lines_in, model_for, parser_of, settings_of, write_lines
@@ -32,7 +31,9 @@ TOGETHER = 32  # responses between two writes
 def main(arguments: Sequence[str]) -> None:
     """``python -m bench values FILE OUT --model NAME --length N``; ValueError for lines or options that are not usable."""
     parser = parser_of("values", __doc__, samples=8)
-    parser.add_argument("--separator", default=r"\n+", help="regular expression that ends a step (default: %(default)s)")
+    parser.add_argument(
+        "--separator", default=r"\n+", help="regular expression that ends a step (default: %(default)s)"
+    )
     parser.add_argument("--answer", default=BOXED.name, help="as of grail_advantage.analyze")
     options = parser.parse_args(arguments)
     if options.samples < 2:
