@@ -113,7 +113,7 @@ class Fitted(AdvantageMethod):
     }
     span: ClassVar[Span] = "first"  # type: ignore[misc]
 
-    file: str = option("", "what python -m bench fit wrote for this model and task")
+    file: str = option("", "what python -m bench fit wrote for this model and task; its whole path where Ray runs")
 
     def check(self) -> None:
         if self.file:
