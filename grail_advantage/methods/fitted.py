@@ -156,8 +156,9 @@ class Fitted(AdvantageMethod):
         """Index, first tokens of the steps and their features, for each selected response."""
         texts = TokenTexts(r.tokenizer)
         expression = compile_expression(separator, "separator")
-        surprisal_BT = surprisal(r).numpy()
-        entropy_BT = entropy(r).numpy()
+        # Some hosts have values for the tokens of a tool as well.
+        surprisal_BT = torch.where(r.written, surprisal(r), 0.0).numpy()
+        entropy_BT = torch.where(r.written, entropy(r), 0.0).numpy()
         for index in self.select(r).nonzero().flatten().tolist():
             length = len(r.responses[index])
             is_answered = bool(r.answered[index])
