@@ -33,7 +33,7 @@ _Class = TypeVar("_Class", bound="type[BaseMethod]")
 Gate = Literal["wrong", "correct", "all"]
 Among = Literal["response", "reasoning"]
 Span = Literal["first", "last"]
-Control = Literal["none", "shuffled"]
+Control = Literal["none", "shuffled", "answer"]
 
 
 class NameTakenError(ValueError): ...
@@ -239,11 +239,16 @@ class Method(BaseMethod):
     normalize_mass: bool = option(False, "whether a response's weighed tokens have weights that sum to their number")
     control: Control = option(
         "none",
-        "shuffled: the same weights, on other scored tokens of the same response; a gain that stays is no credit",
+        "shuffled: the same weights, on other scored tokens of the same response; a gain that stays is no credit; answer: "
+        "weight 1 in place of the scores' weights, the answer's as they are, for methods that give answers a weight",
     )
 
     def __init__(self, /, **options: Any) -> None:
         super().__init__(**options)
+        if self.control == "answer" and self.answer_weights() is None:
+            raise ValueError(
+                f"{self.section}.control='answer': the method gives answers no weight of their own; use shuffled"
+            )
         if self.whole_batch and self.gate != "all":
             raise ValueError(
                 f"{self.section}.gate={self.gate!r}: the tokens of the whole batch are compared; leave it out"

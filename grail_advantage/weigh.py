@@ -184,6 +184,8 @@ def _weights(method: Method, r: Rollouts, selected: Tensor, scores: Tensor) -> W
     by_score = scored & weighed
     if method.control == "shuffled":
         mapped = mapped._replace(values=_shuffled(mapped.values, by_score, r))
+    elif method.control == "answer":
+        mapped = Weights(torch.ones_like(scores))
 
     w = torch.where(by_score, mapped.values, torch.ones_like(scores))
     shares_mass = needed  # tokens whose weights sum to their number with normalize_mass

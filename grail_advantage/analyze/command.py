@@ -48,6 +48,7 @@ from grail_advantage.dump import (
     write_whole,
 )
 from grail_advantage.method import BaseMethod
+from grail_advantage.metrics import change_of, change_shares
 from grail_advantage.model.hooks import FORWARD_TOKENS
 from grail_advantage.text_io import complain, read_bytes, read_json, say, visible, why
 from grail_advantage.weigh import weigh
@@ -177,15 +178,35 @@ def analyze(
         path = write_step(folder, replace(header, answer=answer.name), table_of(first, texts, made))
         complain("analyze", f"written: {path}")
     counts: dict[str, Counter[str | None]] = {name: Counter() for name in chosen}
+    changes = {name: np.zeros(3) for name in chosen}
     for row in read_dump(folder):
+        content_T: np.ndarray = np.zeros(len(row), dtype=bool)
+        if row.span is not None:
+            content_T[row.span.content_start : row.span.content_end] = True
         for name, of in row.methods.items():
             counts[name][of.no_scores] += 1
+            change_T = np.abs(row.base_advantage_T * (of.weight_T - 1))
+            if of.advantage_T is not None:
+                change_T = np.abs(of.advantage_T - row.base_advantage_T)
+            changes[name] += change_of(change_T, row.base_advantage_T, content_T)
     return [
         f"{name}: {of[None]} of {len(whole)} responses have scores"
         + "".join(f"; {count} without ({reason})" for reason, count in of.items() if reason)
+        + change_line(changes[name])
         + (f"; failed, {known['failed'][name]}" if name in known["failed"] else "")
         for name, of in counts.items()
     ]
+
+
+def change_line(sums: np.ndarray) -> str:
+    """What a method's change of the token advantages consists of; empty where it changes none."""
+    if not sums.any():
+        return ""
+    correct, incorrect, scores = change_shares(sums).values()
+    return (
+        f"; of its change {correct:.0%} is answers' content in correct and {incorrect:.0%} in incorrect responses, "
+        f"{scores:.0%} its scores"
+    )
 
 
 def record_in(folder: Path) -> dict[str, Any]:

@@ -203,9 +203,11 @@ class GenerationDump(TrainerCallback):
             pieces, columns = list(generation.pieces(accelerator.process_index)), generation.columns
             if self._dump.measures(generation.step):
                 columns["effect"] = torch.full(columns["mask_BT"].shape, torch.nan)
+                columns["log_probs"] = torch.zeros(columns["mask_BT"].shape)
                 if generation.measured is not None:  # the change of log-probabilities since the responses were scored
                     rows, before = generation.measured
                     now = self._host(replace(before, columns={})).columns([OLD_LOG_PROBS])[OLD_LOG_PROBS]
+                    columns["log_probs"][rows, : now.shape[1]] = before.columns[OLD_LOG_PROBS]
                     columns["effect"][rows, : now.shape[1]] = now - before.columns[OLD_LOG_PROBS]
             own = columns, generation.lengths, pieces
         parts = gather_object([own])
@@ -228,7 +230,9 @@ class GenerationDump(TrainerCallback):
         if not pieces:
             return
         mask, keys = columns.pop("mask_BT").bool(), [f"{of.step}_{place}" for place in range(len(lengths))]
-        advantages, effect = columns.pop("advantages_BT"), columns.pop("effect", None)
+        advantages = columns.pop("advantages_BT")
+        effect = columns.pop("effect", None)
+        log_probs = columns.pop("log_probs", None)
         counts = {"updates": updates, "epochs": args.num_iterations, "ranks": self._trainer.accelerator.num_processes}
         loss = trl_loss(**vars(args))
         batch = Batch(advantages, mask, keys=keys, **counts, **columns)
@@ -238,5 +242,5 @@ class GenerationDump(TrainerCallback):
         written = [keys[row] for row in rows], [lengths[row] for row in rows], None if effect is None else effect[rows]
         self._dump.write_received(record_of(chosen, loss.name, of.step, of.update), received_table(chosen, *written))
         if effect is not None:
-            for name, value in effect_figures(advantages, effect, mask).items():
+            for name, value in effect_figures(advantages, effect, mask, log_probs).items():
                 self._trainer._metrics["train"][f"{self._trainer.method.name}/{name}"].append(value)
