@@ -5,7 +5,8 @@ or the generated token ids) or ``steps`` (texts, which blank lines join; beside 
 ``reward``, ``ground_truth``, ``group`` and ``id``, and for the chat template ``tools`` and ``chat_template_kwargs``; if
 the last message is the assistant's, the response continues it. With ``error`` it is labelled: the first incorrect step
 from 0 (without ``steps``, lines with text are the steps), the half-open range ``[start, end]`` of its characters in the
-response, or null for none. Other keys are columns that a method may ask for.
+response, or null for none. ``values`` are those of ``python -m bench values``. Other keys are columns that a method may
+ask for.
 
 About 32 responses are one batch for each method, and one file. The same command resumes after the last file. A method
 that raises costs its own columns. Shape suffixes: P tokens of a prompt, T response tokens.
@@ -94,8 +95,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         say(*analyze(with_rewards(responses, tokenizer), chosen, options.out, tokenizer, load, **settings))
     except (ValueError, OSError) as error:
         raise SystemExit(visible(f"analyze: {error}", breaks=False)) from error
-    labelled = f"; python -m bench {options.out}" if any(row.labelled for row in responses) else ""
-    say(f"see it: python -m grail_advantage.report {options.out}{labelled}")
+    labelled = any(row.labelled or "values" in row.columns for row in responses)
+    table = f"; python -m bench {options.out}" if labelled else ""
+    say(f"see it: python -m grail_advantage.report {options.out}{table}")
 
 
 def analyze(
@@ -275,6 +277,9 @@ def _rollouts(
     rewards, names = [row.reward for row in given], [row.id for row in given]
     truths = [None if row.ground_truth is None else str(row.ground_truth) for row in given]
     labels = [labels_of(*pair, tokenizer, texts) for pair in zip(given, ids, strict=True)]
+    for row, label in zip(given, labels, strict=True):
+        if row.columns.get("values"):
+            label["values"] = row.columns["values"]
     facts = {"id": names, "prompt": prompts, "ground_truth": truths, "reward": rewards, "labels": labels}
     of_prompt = [f"prompt {row.prompt!r}" if row.group is None else row.group for row in given]  # shown together
     r = Rollouts(
