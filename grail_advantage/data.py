@@ -4,7 +4,6 @@ batch, its *key* the host's name for it. Shapes, here and in all methods: B resp
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -20,10 +19,8 @@ from torch.nn.functional import pad
 
 from grail_advantage.answers.format import BOXED, AnswerFormat
 from grail_advantage.answers.span import AnswerSpan, find_generated_spans
-from grail_advantage.answers.text import TokenTexts, answer_text
 
 if TYPE_CHECKING:
-    import pyarrow as pa
     from transformers import PreTrainedTokenizerBase
 
     from grail_advantage.method import BaseMethod
@@ -486,64 +483,3 @@ class Weighed:
         parts = self.advantages[self.rollouts.mask].split(counts)
         pairs = zip(masks, parts, strict=True)
         return [torch.zeros(mask.shape, device="cpu").masked_scatter(mask.cpu().bool(), part) for mask, part in pairs]
-
-    def table(self, texts: TokenTexts, others: Mapping[str, Weighed] | None = None) -> pa.Table:
-        """The responses as rows of the token dump, by the texts of the run's tokenizer: all columns of
-        :data:`grail_advantage.dump.SCHEMA` but ``step`` and ``update``. ``others``: of several methods over the
-        same responses, by name. This is the only place that makes such rows."""
-        import pyarrow as pa
-
-        from grail_advantage.dump import SCHEMA, as_utf8
-
-        r, facts, nothing = self.rollouts, self.rollouts.facts, [None] * len(self.rollouts)
-        ids, spans = [response.numpy() for response in r.responses], r.spans(self.method.span)
-        tokens = [texts(of) for of in ids]
-
-        def a_token(values: Tensor) -> list[np.ndarray]:
-            return [of[: len(response)] for of, response in zip(values.numpy(), ids, strict=True)]
-
-        def text(values: Sequence[Any]) -> list[str | None]:
-            return [as_utf8(value) for value in values]
-
-        def entry(name: str, of: Weighed) -> list[dict[str, Any]]:
-            given = a_token(of.advantages) if of.gave_advantages else nothing
-            columns = zip(a_token(of.scores), given, a_token(of.weights), of.no_scores, strict=True)
-            names = ("score", "advantage", "weight", "no_scores")
-            return [{"name": as_utf8(name), **dict(zip(names, row, strict=True))} for row in columns]
-
-        entries = [entry(name, of) for name, of in (others or {}).items()]
-        # Between the model's turns a tool or a user wrote.
-        tool = [runs(~of[: len(response)].numpy()) for of, response in zip(r.written, ids, strict=True)]
-        labels = [
-            {**({"tool": of} if of else {}), **(label or {})}
-            for of, label in zip(tool, facts.get("labels", nothing), strict=True)
-        ]
-        usable = r.mask & within_range(r.advantages)[:, None]
-        columns: dict[str, Sequence[Any]] = {
-            "row": r.places,
-            "group": r.places if r.groups is None else r.groups.tolist(),
-            "key": text(r.keys),
-            "prompt": text(facts.get("prompt") or [texts.decode(prompt.tolist()) for prompt in r.prompts]),
-            "response": text(["".join(of) for of in tokens]),
-            "reward": facts.get("reward", nothing),
-            **{name: text(facts.get(name, nothing)) for name in ("id", "ground_truth", "outcome")},
-            "answer": text([answer_text(of, span, r.answer) for of, span in zip(tokens, spans, strict=True)]),
-            "no_scores": self.no_scores,
-            "truncated": [False] * len(ids) if r.truncated is None else r.truncated.tolist(),
-            "span": [list(vars(span).values()) if span else None for span in spans],
-            "prompt_ids": [prompt.numpy() for prompt in r.prompts],
-            "token_ids": ids,
-            "tokens": tokens,
-            "mask": a_token(r.mask),
-            "score": a_token(self.scores),
-            "weight": a_token(self.weights),
-            "base_advantage": a_token(torch.where(usable, r.advantages[:, None], 0.0).float()),
-            "advantage": a_token(self.advantages),
-            "methods": list(zip(*entries, strict=True)) if entries else [[]] * len(ids),
-            "labels": [json.dumps(label) if label else None for label in labels],
-        }
-        for name in r.columns:  # some hosts have values for a tool's tokens as well
-            columns[DUMPED.get(name, name)] = a_token(torch.where(r.written, r.columns[name].float(), torch.nan))
-        schema = pa.schema([column for column in SCHEMA if column.name not in ("step", "update")])
-        arrays = [pa.array(columns.get(column.name, nothing), column.type) for column in schema]
-        return pa.Table.from_arrays(arrays, schema=schema)

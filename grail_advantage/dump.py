@@ -4,7 +4,7 @@
 ``received_000123.parquet``, which may be missing, has what is known after the update, by the same keys. Both have a
 header as JSON in their metadata. docs/token_dump.md has every column. Written and read::
 
-    write_step(folder, DumpHeader(step=12, method="grail"), weighed.table(texts))
+    write_step(folder, header_of(weighed, texts, step=12), table_of(weighed, texts))
     dump = read_dump(folder)                                        # raises nothing: see dump.problems
     table = dump.table(["key", "weight", "received"], steps=[12])   # arrow; all columns and steps by default
     for row in dump.rows([12]):                                     # one response at a time
@@ -28,27 +28,26 @@ from dataclasses import asdict, dataclass, field
 from numbers import Real
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
+import torch
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 from torch import Tensor
 
 from grail_advantage import __version__
 from grail_advantage.answers.span import AnswerSpan
-from grail_advantage.answers.text import TokenTexts
+from grail_advantage.answers.text import TokenTexts, answer_text
+from grail_advantage.data import DUMPED, Weighed, runs, within_range
 from grail_advantage.receipt import Receipt
-from grail_advantage.receipt.foreign import plain_file, read_json, visible, why
 from grail_advantage.receipt.report import checked
-
-if TYPE_CHECKING:
-    from grail_advantage.data import Weighed
+from grail_advantage.text_io import plain_file, read_json, visible, why
 
 logger = logging.getLogger(__name__)
-VERSION = 5  # ``schema_version`` of both kinds of files; older ones are read, with null in the columns they lack
+VERSION = 6  # ``schema_version`` of both kinds of files; older ones are read, with null in the columns they lack
 TOKENS, METRICS_FILE = "tokens", "metrics.jsonl"  # where a run has its dump and its figures, by convention
 SECONDS = 60.0  # that a training waits for a file at most
 _Read = TypeVar("_Read")
@@ -101,8 +100,11 @@ class DumpHeader:
     special_tokens: Mapping[int, str] = field(default_factory=dict)  # names of tokens without text, by id
     written_by: str = ""
     answer: str | None = None  # the format of answers; ``None`` for methods that read none
+    gave_advantages: bool = False  # the method gave token advantages, not weights
 
 
+# The methods of which this is true in files of before version 6, whose headers do not say it.
+_GAVE_ADVANTAGES = ("step_values", "turn_rloo", "mt_grpo", "gigpo", "gtpo")
 _HEADER = TypeAdapter(DumpHeader)
 
 
@@ -325,6 +327,8 @@ def _read(path: Path, kind: str, columns: Sequence[str] | None, problems: list[s
             if (version := header.pop("schema_version")) > VERSION:
                 raise ValueError(f"schema_version is {version}; this version reads {VERSION}")
             if columns is None and kind == "step":
+                if version < 6:
+                    header["gave_advantages"] = header["method"] in _GAVE_ADVANTAGES
                 return _HEADER.validate_python(header)
             if columns is None:
                 return checked(header) if "findings" in header else header
@@ -459,7 +463,7 @@ class StepDump(Unstopped):
     def write(self, step: int, update: int, parts: Sequence[Weighed], rows_in_step: int) -> None:
         """Write the chosen responses, of a batch of ``rows_in_step`` without those that only fill it up."""
         with self.attempt():
-            table = pa.concat_tables([part.table(self._texts) for part in parts])
+            table = pa.concat_tables([table_of(part, self._texts) for part in parts])
             of_step = {"step": step, "update": update, "rows_in_step": rows_in_step}
             header = header_of(parts[0], self._texts, **of_step, **self._facts)
             self._in_time(lambda: write_step(self.path, header, table))
@@ -480,10 +484,83 @@ class StepDump(Unstopped):
 
 def header_of(weighed: Weighed, texts: TokenTexts, **facts: Any) -> DumpHeader:
     """The header of a file with these responses; ``facts`` are those of its values that the record does not say."""
-    method, answer = weighed.method, weighed.rollouts.answer
-    facts |= {"method": method.name, "options": method.model_dump(), "reshaper": getattr(method, "reshaper", None)}
-    facts |= {"special_tokens": texts.special_tokens, "answer": answer.name if method.reads_answer else None}
-    return DumpHeader(written_by=f"grail_advantage {__version__}", **facts)
+    method = weighed.method
+    return DumpHeader(
+        method=method.name,
+        options=method.model_dump(),
+        reshaper=getattr(method, "reshaper", None),
+        special_tokens=texts.special_tokens,
+        answer=weighed.rollouts.answer.name if method.reads_answer else None,
+        gave_advantages=weighed.gave_advantages,
+        written_by=f"grail_advantage {__version__}",
+        **facts,
+    )
+
+
+def table_of(weighed: Weighed, texts: TokenTexts, others: Mapping[str, Weighed] | None = None) -> pa.Table:
+    """The responses as :func:`write_step` takes them, by the texts of the run's tokenizer. ``others``: what several
+    methods made of the same responses, by name. No other function makes such rows."""
+    r = weighed.rollouts
+    nothing = [None] * len(r)
+    ids = [response.numpy() for response in r.responses]
+    tokens = [texts(token_ids) for token_ids in ids]
+    spans = r.spans(weighed.method.span)
+
+    def a_token(values: Tensor) -> list[np.ndarray]:
+        """Values (B, T) as a list for each response, without the padding."""
+        return [row[: len(token_ids)] for row, token_ids in zip(values.numpy(), ids, strict=True)]
+
+    def facts(name: str) -> list[str | None]:
+        return [as_utf8(text) for text in r.facts.get(name, nothing)]
+
+    methods: list[list[dict[str, Any]]] = [[] for _ in ids]
+    for name, other in (others or {}).items():
+        columns = {"score": a_token(other.scores), "weight": a_token(other.weights), "no_scores": other.no_scores}
+        columns["advantage"] = a_token(other.advantages) if other.gave_advantages else nothing
+        for index, entries in enumerate(methods):
+            of_response = {column: values[index] for column, values in columns.items()}
+            entries.append({"name": as_utf8(name), **of_response})
+
+    labels = []
+    for written, label in zip(a_token(r.written), r.facts.get("labels", nothing), strict=True):
+        tool = runs(~written)  # between the model's turns a tool or a user wrote
+        label = {**({"tool": tool} if tool else {}), **(label or {})}
+        labels.append(json.dumps(label) if label else None)
+
+    answers = [answer_text(texts_T, span, r.answer) for texts_T, span in zip(tokens, spans, strict=True)]
+    usable = r.mask & within_range(r.advantages)[:, None]
+    values: dict[str, Sequence[Any]] = {
+        "row": r.places,
+        "group": r.places if r.groups is None else r.groups.tolist(),
+        "key": [as_utf8(key) for key in r.keys],
+        "prompt": facts("prompt"),
+        "response": [as_utf8("".join(texts_T)) for texts_T in tokens],
+        "id": facts("id"),
+        "ground_truth": facts("ground_truth"),
+        "outcome": facts("outcome"),
+        "reward": r.facts.get("reward", nothing),
+        "answer": [as_utf8(answer) for answer in answers],
+        "no_scores": weighed.no_scores,
+        "truncated": [False] * len(r) if r.truncated is None else r.truncated.tolist(),
+        "span": [list(vars(span).values()) if span else None for span in spans],
+        "prompt_ids": [prompt.numpy() for prompt in r.prompts],
+        "token_ids": ids,
+        "tokens": tokens,
+        "mask": a_token(r.mask),
+        "score": a_token(weighed.scores),
+        "weight": a_token(weighed.weights),
+        "base_advantage": a_token(torch.where(usable, r.advantages[:, None], 0.0).float()),
+        "advantage": a_token(weighed.advantages),
+        "methods": methods,
+        "labels": labels,
+    }
+    if not r.facts.get("prompt"):
+        values["prompt"] = [as_utf8(texts.decode(prompt.tolist())) for prompt in r.prompts]
+    for name, column in r.columns.items():  # some hosts have values for a tool's tokens as well
+        values[DUMPED.get(name, name)] = a_token(torch.where(r.written, column.float(), torch.nan))
+    schema = pa.schema([column for column in SCHEMA if column.name not in ("step", "update")])
+    arrays = [pa.array(values.get(column.name, nothing), column.type) for column in schema]
+    return pa.Table.from_arrays(arrays, schema=schema)
 
 
 def received_table(

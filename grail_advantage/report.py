@@ -6,7 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from grail_advantage.receipt.foreign import complain, say
+from grail_advantage.text_io import complain, say
 from grail_advantage.view.page import MEGABYTES, ROLLOUTS, write_report
 from grail_advantage.view.run import open_run
 

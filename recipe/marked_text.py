@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
 from pathlib import Path
+
+from grail_advantage.dump import write_whole
 
 
 def marked(text: str, name: str) -> str:
@@ -18,23 +19,14 @@ def marked(text: str, name: str) -> str:
 
 def write_marked(path: Path, name: str, passage: str) -> None:
     """Put a passage between the markers of a file, in place of the old one; ValueError as for :func:`marked`."""
-    from grail_advantage.dump import write_whole  # only here: a table needs no package
-
     text = path.read_text(encoding="utf-8")
     start, end = _bounds(text, name)
     write_whole(path, f"{text[:start]}\n{passage.strip()}\n{text[end:]}")
 
 
 def _bounds(text: str, name: str) -> tuple[int, int]:
-    begin, end = f"<!-- {name} -->", f"<!-- /{name} -->"
+    begin = f"<!-- {name} -->"
+    end = f"<!-- /{name} -->"
     if text.count(begin) != 1 or text.count(end) != 1 or text.index(begin) > text.index(end):
         raise ValueError(f"the file needs the lines {begin} and {end}, once each and in this order")
     return text.index(begin) + len(begin), text.index(end)
-
-
-def table(head: Sequence[str], rows: Iterable[Sequence[object]], right: int | None = None) -> list[str]:
-    """Lines of a Markdown table; columns from ``right`` on are set flush right."""
-    rule = ["--:" if right is not None and column >= right else "---" for column in range(len(head))]
-    cells = [[str(cell).replace("|", "\\|").replace("\n", " ") for cell in row] for row in [head, *rows]]
-    lines = [f"| {' | '.join(row)} |" for row in cells]
-    return [lines[0], f"|{'|'.join(rule)}|", *lines[1:]]

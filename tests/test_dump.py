@@ -21,7 +21,7 @@ import pytest
 
 from grail_advantage import dump as of_dump
 from grail_advantage.dump import DumpHeader, MetricsFile, StepDump, read_dump, remove_steps, write_received, write_step
-from grail_advantage.receipt.foreign import visible
+from grail_advantage.text_io import visible
 from grail_advantage.view.page import write_report
 from grail_advantage.view.run import open_run, read_metrics
 from grail_advantage.weigh import weigh
@@ -74,13 +74,14 @@ class TestReading:
         assert second.effect_T is first.clipped_by_update_KT is None and third.effect_T is not None
 
     def test_older_and_newer_files(self, tmp_path: Path) -> None:
-        """As schema_version 4, and 1 of what was received, wrote them; a later version's is named."""
+        """As schema_version 4 and 5, and 1 of what was received, wrote them; a later version's is named."""
         own = table_of([dump_row([1.0, 2.0], key="a")]).drop_columns(["rollout_log_probs"])
         own = own.append_column("step", pa.array([3])).append_column("update", pa.array([0]))
         arrived, header = received(["a"]).drop_columns(["clipped_by_update", "effect"]), received_header(3)
         for file, table, name, record in (
             ("step_000003", own, "grail_advantage", {"schema_version": 4, "step": 3, "method": "grail"}),
             ("step_000004", own, "grail_advantage", {"schema_version": 99, "step": 4, "method": "grail"}),
+            ("step_000005", own[:0], "grail_advantage", {"schema_version": 5, "step": 5, "method": "gigpo"}),
             ("received_000003", arrived, "grail_advantage_received", {"schema_version": 1, **header}),
         ):
             table = table.replace_schema_metadata({name: json.dumps(record)})
@@ -89,6 +90,7 @@ class TestReading:
         (read,) = dump
         (problem,) = dump.problems
         assert "step_000004.parquet" in problem and dump.files[0].header == DumpHeader(step=3, method="grail")
+        assert dump.files[2].header == DumpHeader(step=5, method="gigpo", gave_advantages=True)
         assert read.weight_T.tolist() == [1.0, 2.0] and read.by_update_KT.tolist() == [[0.5, 0.5]]
         assert read.rollout_log_probs_T is read.clipped_by_update_KT is read.effect_T is None
         assert dump.receipts() == [header]

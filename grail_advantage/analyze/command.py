@@ -5,7 +5,8 @@ or the generated token ids) or ``steps`` (texts, which blank lines join; beside 
 ``reward``, ``ground_truth``, ``group`` and ``id``, and for the chat template ``tools`` and ``chat_template_kwargs``; if
 the last message is the assistant's, the response continues it. With ``error`` it is labelled: the first incorrect step
 from 0 (without ``steps``, lines with text are the steps), the half-open range ``[start, end]`` of its characters in the
-response, or null for none. Other keys are columns that a method may ask for.
+response, or null for none. ``values`` are those of ``python -m bench values``. Other keys are columns that a method may
+ask for.
 
 About 32 responses are one batch for each method, and one file. The same command resumes after the last file. A method
 that raises costs its own columns. Shape suffixes: P tokens of a prompt, T response tokens.
@@ -30,17 +31,26 @@ import torch
 
 from grail_advantage.analyze.lines import Response, read_responses
 from grail_advantage.analyze.methods import methods_for
-from grail_advantage.analyze.models import ANOTHER, PACKAGED, check_fits, check_options, digest, model_of, state_of
+from grail_advantage.analyze.models import ANOTHER, PACKAGED, check_fits, check_options, digest, files_digest, model_of
 from grail_advantage.analyze.tokens import labels_of, tokenize
 from grail_advantage.answers.format import BOXED, AnswerFormat, answer_format
 from grail_advantage.answers.missing import advice, is_low
 from grail_advantage.answers.text import TokenTexts
 from grail_advantage.api import MOST_UNKNOWN, PlainHost
 from grail_advantage.data import OF_POLICY, OLD_LOG_PROBS, REF_LOG_PROBS, Example, Rollouts, outcome_of
-from grail_advantage.dump import RECEIVED_SCHEMA, header_of, read_dump, write_received, write_step, write_whole
+from grail_advantage.dump import (
+    RECEIVED_SCHEMA,
+    header_of,
+    read_dump,
+    table_of,
+    write_received,
+    write_step,
+    write_whole,
+)
 from grail_advantage.method import BaseMethod
+from grail_advantage.metrics import change_of, change_shares
 from grail_advantage.model.hooks import FORWARD_TOKENS
-from grail_advantage.receipt.foreign import complain, read_bytes, read_json, say, visible, why
+from grail_advantage.text_io import complain, read_bytes, read_json, say, visible, why
 from grail_advantage.weigh import weigh
 
 if TYPE_CHECKING:
@@ -80,16 +90,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
         settings = {"temperature": options.temperature, "tokens": options.tokens, "advantages": options.advantages}
         settings |= {"model": options.model, "answer": answer}
         named = (options.model, options.after, options.reference, *map(str, options.files))
-        beside = {name: state_of(name) for name in named if name}
+        beside = {name: files_digest(name) for name in named if name}
         settings["beside"] = {"dtype": options.dtype, "files": beside}
         for other in ("after", "reference"):
-            if name := getattr(options, other):
+            name = getattr(options, other)
+            if name:
                 settings[other] = name, model_of(name, options.device, options.dtype)[1]
         say(*analyze(with_rewards(responses, tokenizer), chosen, options.out, tokenizer, load, **settings))
     except (ValueError, OSError) as error:
         raise SystemExit(visible(f"analyze: {error}", breaks=False)) from error
-    labelled = f"; python -m bench {options.out}" if any(row.labelled for row in responses) else ""
-    say(f"see it: python -m grail_advantage.report {options.out}{labelled}")
+    labelled = any(row.labelled or "values" in row.columns for row in responses)
+    table = f"; python -m bench {options.out}" if labelled else ""
+    say(f"see it: python -m grail_advantage.report {options.out}{table}")
 
 
 def analyze(
@@ -123,7 +135,7 @@ def analyze(
     }
     for name, other in (("after", after), ("reference", reference)):
         about[name] = other[0] if other else None
-    about |= {"temperature": temperature, **(beside or {})}
+    about.update({"temperature": temperature, **(beside or {})})
     about["responses"] = digest(json.dumps([values, list(map(repr, responses))]))
     about = json.loads(json.dumps(about))
     known: dict[str, Any] = {**about, "failed": {}}
@@ -178,18 +190,38 @@ def analyze(
             raise ValueError("every method failed")
         first = next(iter(made.values()))
         header = header_of(first, texts, step=number, model=model, temperature=temperature, rows_in_step=len(r))
-        path = write_step(folder, replace(header, answer=answer.name), first.table(texts, made))
+        path = write_step(folder, replace(header, answer=answer.name), table_of(first, texts, made))
         complain("analyze", f"written: {path}")
     counts: dict[str, Counter[str | None]] = {name: Counter() for name in chosen}
+    changes = {name: np.zeros(3) for name in chosen}
     for row in read_dump(folder):
+        content_T: np.ndarray = np.zeros(len(row), dtype=bool)
+        if row.span is not None:
+            content_T[row.span.content_start : row.span.content_end] = True
         for name, of in row.methods.items():
             counts[name][of.no_scores] += 1
+            change_T = np.abs(row.base_advantage_T * (of.weight_T - 1))
+            if of.advantage_T is not None:
+                change_T = np.abs(of.advantage_T - row.base_advantage_T)
+            changes[name] += change_of(change_T, row.base_advantage_T, content_T)
     return [
         f"{name}: {of[None]} of {len(whole)} responses have scores"
         + "".join(f"; {count} without ({reason})" for reason, count in of.items() if reason)
+        + change_line(changes[name])
         + (f"; failed, {known['failed'][name]}" if name in known["failed"] else "")
         for name, of in counts.items()
     ]
+
+
+def change_line(sums: np.ndarray) -> str:
+    """What a method's change of the token advantages consists of; empty where it changes none."""
+    if not sums.any():
+        return ""
+    correct, incorrect, scores = change_shares(sums).values()
+    return (
+        f"; of its change {correct:.0%} is answers' content in correct and {incorrect:.0%} in incorrect responses, "
+        f"{scores:.0%} its scores"
+    )
 
 
 def record_in(folder: Path) -> dict[str, Any]:
@@ -260,6 +292,9 @@ def _rollouts(
     rewards, names = [row.reward for row in given], [row.id for row in given]
     truths = [None if row.ground_truth is None else str(row.ground_truth) for row in given]
     labels = [labels_of(*pair, tokenizer, texts) for pair in zip(given, ids, strict=True)]
+    for row, label in zip(given, labels, strict=True):
+        if row.columns.get("values"):
+            label["values"] = row.columns["values"]
     facts = {"id": names, "prompt": prompts, "ground_truth": truths, "reward": rewards, "labels": labels}
     of_prompt = [f"prompt {row.prompt!r}" if row.group is None else row.group for row in given]  # shown together
     r = Rollouts(

@@ -10,7 +10,7 @@ from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
-from grail_advantage.receipt.foreign import numbered_lines, read_json, why
+from grail_advantage.text_io import numbered_lines, read_json, why
 
 Ranges = list[tuple[int, int]]
 KEYS = ("prompt", "response", "steps", "ground_truth", "reward", "group", "id", "error")

@@ -11,7 +11,7 @@ from grail_advantage.analyze.lines import Response
 from grail_advantage.analyze.tokens import is_begun
 from grail_advantage.data import REF_LOG_PROBS
 from grail_advantage.method import BaseMethod, build, methods
-from grail_advantage.receipt.foreign import complain
+from grail_advantage.text_io import complain
 
 
 def parse_method(spec: str) -> BaseMethod:
@@ -71,6 +71,8 @@ def _lack(method: BaseMethod, responses: Sequence[Response], advantages: str) ->
     """What the lines lack for a method, after its name; empty where it fits."""
     compared = all(row.group is not None and (row.reward, row.ground_truth) != (None, None) for row in responses)
     compared &= advantages == "rewards" or (advantages == "auto" and not any(row.labelled for row in responses))
+    if method.lacks:
+        return method.lacks
     if missing := [name for name in method.field_names if all(name not in row.columns for row in responses)]:
         return f"reads the field {missing[0]}, which no line has; give the lines one"
     if "groups" in method.reads and not compared:

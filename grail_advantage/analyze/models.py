@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import importlib
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -13,12 +12,12 @@ import torch
 
 from grail_advantage.answers.tokenizers import load_tokenizer
 from grail_advantage.data import Rollouts
-from grail_advantage.receipt.foreign import why
+from grail_advantage.text_io import why
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-PACKAGED = {"smollm2": "verl_cpu.tiny.smollm2:load_smollm2", "tiny": "verl_cpu.tiny.shipped:load_shipped"}
+PACKAGED = ("smollm2", "tiny")  # the models that packages have, by name
 ANOTHER = "give --model the model that generated the response"
 
 
@@ -28,9 +27,9 @@ def model_of(
     """A model's tokenizer, and a function that loads the model on its device. ValueError: one cannot be loaded."""
     try:
         if name in PACKAGED:
-            module, _, function = PACKAGED[name].partition(":")
-            model, tokenizer = getattr(importlib.import_module(module), function)()
-            model = model if dtype == "auto" else model.to(getattr(torch, dtype))
+            model, tokenizer = _load_packaged(name)
+            if dtype != "auto":
+                model = model.to(getattr(torch, dtype))
             return tokenizer, lambda: model.to(device).eval()
         tokenizer = load_tokenizer(name)
     except (OSError, ImportError) as error:
@@ -44,9 +43,20 @@ def model_of(
     return tokenizer, load
 
 
-def state_of(name: str) -> str | None:
-    """A digest that tells whether the files of a model's folder, or a file, have changed: of their names, sizes and times.
-    ``None`` for a name on the hub or a packaged model."""
+def _load_packaged(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """A model of :data:`PACKAGED`; ImportError where its package is not installed."""
+    if name == "tiny":
+        from verl_cpu.tiny.shipped import load_shipped
+
+        return load_shipped()
+    from verl_cpu.tiny.smollm2 import load_smollm2
+
+    return load_smollm2()
+
+
+def files_digest(name: str) -> str | None:
+    """Tell whether the files of a model's folder, or a file, have changed: the digest is of their names, sizes and times.
+    It is ``None`` for a name on the hub or a packaged model."""
     path = Path(name)
     if not path.exists():
         return None

@@ -9,7 +9,7 @@ import numpy as np
 
 from grail_advantage.analyze.lines import Ranges, Response, label_ranges
 from grail_advantage.answers.text import TokenTexts
-from grail_advantage.receipt.foreign import why
+from grail_advantage.text_io import why
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from grail_advantage.data import OLD_LOG_PROBS, REF_LOG_PROBS, Rollouts, runs
-from grail_advantage.method import AdvantageMethod, Control, option, register
+from grail_advantage.method import AdvantageMethod, option, register
 from grail_advantage.methods.rlsd import Privileged
 
 
@@ -19,7 +19,6 @@ class Signed(AdvantageMethod):
     over: Literal["token", "turn", "response"] = option(
         "token", "whose signal a token takes: its own, or the mean over its turn or response"
     )
-    control: Control = option("none", "shuffled: the same advantages, on other tokens of the same response")
 
     def signal(self, r: Rollouts, of_pass: Tensor | None) -> Tensor:
         """float32 (B, T)."""

@@ -105,6 +105,7 @@ class HuggingFaceModel:
         self.pad_token = getattr(tokenizer, "pad_token_id", None)
         self.rounds = RankRounds(group, self.device)
         self.tokens = min(tokens, _fitting_tokens.get(model, tokens))
+        self._state: object = None  # of the model in this pass; each look at it walks through all its modules
         self._together = 1
 
     def micro_batches(
@@ -159,7 +160,8 @@ class HuggingFaceModel:
     def check_logits(self, rows: Sequence[torch.Tensor]) -> None:
         """ValueError for a model whose logits are not one for each token of its input, as with a soft prompt in front;
         it is asked once, by all ranks. ``rows``: prompt + response of the run, int64 (S,) each; there may be none."""
-        if _checked.get(self.model) == state_of(self.model):
+        self._state = model_state(self.model)
+        if _checked.get(self.model) == self._state:
             return
         tokens_S = rows[0] if rows else torch.zeros(2, dtype=torch.int64, device="cpu")
         tokens_S = tokens_S[:CHECKED_TOKENS].to(self.device)
@@ -180,7 +182,7 @@ class HuggingFaceModel:
         with hooks.evaluation_mode(self.model):
             if not reads_its_logits(self.model, own, backwards):
                 refuse(self.model)
-        _checked[self.model] = state_of(self.model)
+        _checked[self.model] = self._state
 
     def forward(self, tokens_BS: torch.Tensor) -> Any:
         """The model's output for rows of tokens, padding on the right included."""
@@ -196,7 +198,9 @@ class HuggingFaceModel:
         longest = int(self.rounds.most(len(rows[0].tokens) if len(rows) > 1 else 0))
         if not longest:
             return True  # no rank has two rows
-        state = state_of(self.model)
+        if self._state is None:
+            self._state = model_state(self.model)
+        state = self._state
         asked, known, finding = _findings.get(self.model, (None, 0, None))
         if finding is None or asked != state or (longest > known and finding.holds):
             some_token = torch.zeros(1, dtype=torch.int64, device="cpu")
@@ -273,7 +277,7 @@ class PaddedRows:
         return self._host.forward(self._tokens_BS[:, : max(1, *self._lengths)])
 
 
-def state_of(model: nn.Module) -> object:
+def model_state(model: nn.Module) -> object:
     """What may change in a loaded model and changes what it answered: its layers, as by an adapter, their precision, and
     the attention that it takes."""
     layers = tuple(type(module) for module in model.modules())

@@ -13,7 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from .check import Finding, Receipt
-from .foreign import complain, numbered_lines, read_json, say, why
+
+if __package__.count("."):
+    from ..text_io import complain, numbered_lines, read_json, say, why
+else:  # The wheel token-receipt has that folder within this one.
+    from .text_io import complain, numbered_lines, read_json, say, why  # type: ignore[no-redef]
 
 NOTHING = 2
 """Exit status where there is nothing to read."""

@@ -30,12 +30,10 @@ from omegaconf import DictConfig, OmegaConf
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY, register_adv_est
 
-from grail_advantage.answers.span import find_answer_spans
-from grail_advantage.answers.tokenizers import check_round_trip
 from grail_advantage.locks import hold
-from grail_advantage.method import FAILURES, RESERVED, BaseMethod, NameTakenError, failure_message, methods
+from grail_advantage.method import FAILURES, RESERVED, NameTakenError, failure_message, methods
 from grail_advantage.verl_ext import patches
-from grail_advantage.verl_ext.rules import check_settings
+from grail_advantage.verl_ext.rules import check_settings, check_tokenizer
 from grail_advantage.verl_ext.settings import DUMP_FOLDER, METHOD, MODEL, TRAINER_MODES, Settings, algorithm_sections
 
 logger = logging.getLogger(__name__)
@@ -65,18 +63,21 @@ def start_run(config: DictConfig, validate: Callable[[], None]) -> None:
     """Check a run and begin it, around ``validate``, verl's own check of its configuration; ValueError: a setting that
     does not work. With ``DRY_RUN=1`` in the environment a run of this project (:func:`prepare_run`) is checked, its
     resolved configuration is printed as YAML on stdout, and the process exits."""
+    dry_run = os.environ.get("DRY_RUN", "0")
     ours = bool(patches.STARTS) or config.algorithm.adv_estimator in methods()
     if patches.in_actor() or not ours:  # the task runner of trainer.use_v1=false asks again
         register_estimators()
         check_spelling(config.algorithm.adv_estimator)
         return validate()
+    if dry_run not in ("", "0", "1"):
+        raise ValueError(f"DRY_RUN={dry_run} is unknown; use 1 to check the run and start nothing, or 0")
     OmegaConf.resolve(config)  # verl hands ray_kwargs on as they are
-    given = OmegaConf.to_yaml(config) if os.environ.get("DRY_RUN") == "1" else ""
-    with contextlib.redirect_stdout(sys.stderr) if given else contextlib.nullcontext():
+    resolved = OmegaConf.to_yaml(config)
+    with contextlib.redirect_stdout(sys.stderr) if dry_run == "1" else contextlib.nullcontext():
         settings = prepare_run(config)
         validate()
-    if given:
-        print(given)
+    if dry_run == "1":
+        print(resolved)
         sys.exit()
     for module in patches.STARTS:
         import_module(module).begin_run(settings, config)
@@ -96,7 +97,9 @@ def prepare_run(config: DictConfig) -> Settings:
     if settings.dump is not None:  # the trainer runs in another process, with another working folder
         OmegaConf.update(config, DUMP_FOLDER, str(settings.dump.folder))
     if settings.method is not None and not settings["trainer.use_v1"]:
-        patches.use_ray_trainer(import_module("grail_advantage.verl_ext.ray_trainer").TokenWeightRayTrainer)
+        from grail_advantage.verl_ext.ray_trainer import TokenWeightRayTrainer  # imports what the other trainers do not
+
+        patches.use_ray_trainer(TokenWeightRayTrainer)
     elif settings.method is not None and settings.kind == (mode := config.trainer.v1.trainer_mode) in TRAINER_MODES:
         patches.set_trainer_mode(config, f"grail_{mode}")
     return settings
@@ -106,7 +109,9 @@ def register_trainers() -> None:
     """Register estimators, the trainers with token weights and those of :data:`patches.STARTS`, in the task runner's
     process. Importing them in every process that imports verl would take seconds each."""
     register_estimators()
-    for module in ("grail_advantage.verl_ext.trainer", *patches.STARTS):
+    import grail_advantage.verl_ext.trainer  # noqa: F401  registers its own
+
+    for module in patches.STARTS:
         getattr(import_module(module), "register_trainers", lambda: None)()
 
 
@@ -224,19 +229,3 @@ def _local_tokenizer(model: Mapping[str, Any]) -> PreTrainedTokenizerBase | None
         return AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=trusted)
     except (OSError, ValueError):  # not in the cache, a broken download, or a file system that verl copies from
         return None
-
-
-def check_tokenizer(tokenizer: PreTrainedTokenizerBase, model: Mapping[str, Any], method: BaseMethod | None) -> None:
-    """Refuse a tokenizer, as verl loads it for ``actor_rollout_ref.model``, that text does not survive
-    (:mod:`grail_advantage.answers.tokenizers`), that the method cannot work with, or whose tokens hide the answer.
-    ValueError: naming the remedy."""
-    option = "tokenizer_path" if model.get("tokenizer_path", None) else "path"
-    check_round_trip(
-        tokenizer,
-        f"{MODEL}.{option}={model[option]}",
-        f"transformers loads it so; write a repaired one with `python3 -m grail_advantage.answers.tokenizers "
-        f"{model[option]} FOLDER`, then set {MODEL}.tokenizer_path=FOLDER",
-    )
-    if method is not None:
-        method.check_tokenizer(tokenizer)
-        find_answer_spans([], tokenizer, method.span)

@@ -38,11 +38,10 @@ from grail_advantage.methods.turns import TurnMethod, list_a_turn, rewards_label
 from grail_advantage.model.probe import Finding
 from grail_advantage.verl_ext import settings as options
 from grail_advantage.verl_ext.dump import COLUMNS, UpdateDump
-from grail_advantage.verl_ext.entry import check_tokenizer
 from grail_advantage.verl_ext.exchange import UPDATE, build_request, rows_of
 from grail_advantage.verl_ext.patches import data_parallel_size
-from grail_advantage.verl_ext.rules import COMPARING, why_not_reuse, why_not_skip
-from grail_advantage.verl_ext.settings import Settings
+from grail_advantage.verl_ext.rules import COMPARING, check_tokenizer, why_not_reuse, why_not_skip
+from grail_advantage.verl_ext.settings import MethodSettings, Settings
 from grail_advantage.verl_ext.worker import TokenWeightActorWorker
 from grail_advantage.weigh import deal, weigh
 
@@ -75,22 +74,28 @@ class WeighingTrainer:
     """Goes before a trainer of verl's in the bases."""
 
     actor_worker_class: type[TokenWeightActorWorker] = TokenWeightActorWorker
-    settings: Settings
+    settings: MethodSettings
+    role_worker_mapping: dict[Role, Any]  # from here on verl's
+    actor_rollout_wg: Any
+    train_dataset: Any
+    processor: Any
     config: DictConfig
+    global_steps: int
     tokenizer: PreTrainedTokenizerBase
     timing_raw: dict[str, float]
     _skips: bool = False  # whether responses that train nothing are left out of the update
     _reuses: bool = False  # whether an update's own forward may give the old log-probabilities
     _own_forward: bool = False  # whether that of the update that comes next does
     _dump: UpdateDump | None = None
-    _weighed: Weighed | None = None  # of the update that comes next
+    _weighed: Weighed  # of the update that comes next
 
     def _read_settings(self, config: DictConfig) -> None:
-        settings = self.settings = Settings.parse(config)
-        if settings.method is None:
+        settings = Settings.parse(config)
+        if not isinstance(settings, MethodSettings):
             raise ValueError(
                 f"{settings.named(options.METHOD)} is no method of token weights, which this trainer computes"
             )
+        self.settings = settings
         self._answers = AnswerCheck(settings.method, settings.answer, settings[options.MISSING], options.SECTION)
 
     def _replace_workers(self) -> None:
@@ -273,10 +278,16 @@ class WeighingTrainer:
         return figures
 
     def _receive(self, batch: Any, rollouts: Rollouts, sent: Sequence[bool]) -> dict[str, float]:
-        """Hand what the responses received in a watched update of a batch to the dump; metrics."""
-        given = self.actor_rollout_wg, sent, partial(self._log_probs_now, batch)
+        """Hand what the responses received in an update of a batch to the dump, if it was watched; metrics."""
+        if self._dump is None or self._dump.marks is None:
+            return {}
+        log_probs_now = partial(self._log_probs_now, batch)
         with marked_timer("receipt", self.timing_raw, color="purple"):
-            return self._dump.receive(rollouts, *given, on_policy=self._on_policy())
+            return self._dump.receive(rollouts, self.actor_rollout_wg, sent, log_probs_now, on_policy=self._on_policy())
+
+    def _log_probs_now(self, batch: Any, places: Sequence[int]) -> torch.Tensor:
+        """Log-probabilities (B, T) of some of a batch's responses by the actor as it is."""
+        raise NotImplementedError
 
     def _on_policy(self) -> bool:
         """Whether the old log-probabilities are those of the actor before the update."""
@@ -327,7 +338,7 @@ def mean_of_loss(settings: Settings, values_BT: torch.Tensor, mask_BT: torch.Ten
     return float(agg_loss(loss_mat=values_BT, loss_mask=mask_BT.to(values_BT.dtype), **how))
 
 
-def _examples(data: TensorDict, settings: Settings) -> list[Example]:
+def _examples(data: TensorDict, settings: MethodSettings) -> list[Example]:
     options = settings["data.apply_chat_template_kwargs"] or {}
     names = settings.method.data_columns
     columns = [tu.get(data, name) for name in names]

@@ -41,7 +41,7 @@ def wrap_entry(module: str) -> None:
     go when verl lets a registered estimator check the configuration and name its trainer.
     """
     validate = verl.utils.config.validate_config
-    configure = getattr(verl.utils.logging_utils, "configure_verl_logging", None)
+    configure: Any = getattr(verl.utils.logging_utils, "configure_verl_logging", None)
     if entry_is_wrapped():
         return
 

@@ -78,14 +78,16 @@ class TokenWeightRayTrainer(WeighingTrainer, RayPPOTrainer):
         return data
 
     def _update_actor(self, batch: DataProto) -> DataProto:
-        figures, weighed, self._weighed = self._report([True] * len(batch)), self._weighed, None
+        figures = self._report([True] * len(batch))
+        weighed = self._weighed
+        del self._weighed
         marks = None if self._dump is None else self._dump.marks
         if marks is not None:
             batch.meta_info[WATCHED], batch.batch[PLACES] = marks
         output = super()._update_actor(batch)
         if marks is not None:
             del batch.batch[PLACES], batch.meta_info[WATCHED]
-            figures |= self._receive(batch, weighed.rollouts, [True] * len(batch))
+        figures |= self._receive(batch, weighed.rollouts, [True] * len(batch))
         figures |= {f"timing_s/{name}": seconds for name, seconds in self.timing_raw.items()}
         output.meta_info["metrics"].update(figures)  # the only ones that fit() logs from here
         return output

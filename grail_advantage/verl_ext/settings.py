@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import yaml
 from omegaconf import DictConfig, OmegaConf
@@ -72,17 +72,19 @@ class Settings:
     answer: AnswerFormat = BOXED
     dump: DumpOptions | None = None  # without a folder
 
-    @classmethod
-    def parse(cls, config: DictConfig, kind: str | None = None) -> Self:
+    @staticmethod
+    def parse(config: DictConfig, kind: str | None = None) -> Settings:
         """Take over a run's configuration. ValueError, naming the option and the remedy, for an option or value of a
         method's run that is not allowed."""
         plain: Any = OmegaConf.to_container(config, resolve=True)
-        algorithm, known = plain["algorithm"], methods()
-        if algorithm["adv_estimator"] not in known:
-            return cls(config=plain, kind=kind)
-        for name in RESERVED:
-            algorithm[name] = {**algorithm_sections()[name], **(algorithm.get(name) or {})}
-        ours, dump = algorithm["token_weights"], algorithm["token_dump"]
+        algorithm = plain["algorithm"]
+        name = algorithm["adv_estimator"]
+        if name not in methods():
+            return Settings(config=plain, kind=kind)
+        for section in RESERVED:
+            algorithm[section] = {**algorithm_sections()[section], **(algorithm.get(section) or {})}
+        ours = algorithm["token_weights"]
+        dump = algorithm["token_dump"]
         ours["base"] = ours["base"] or BASES[0]
         check_choice(ours["missing_answers"], MISSING)
         for option in (SKIP, REUSE):
@@ -93,15 +95,12 @@ class Settings:
             answer = answer_format(ours["answer"])
         except ValueError as error:
             raise ValueError(f"{SECTION}{error}") from error
+        dump_options = None
         if dump["folder"] is not None:
-            dump = {**dump, "folder": Path(str(dump["folder"])).expanduser().absolute()}
-        return cls(
-            config=plain,
-            kind=kind,
-            method=build(algorithm["adv_estimator"], algorithm.get(known[algorithm["adv_estimator"]].section)),
-            answer=answer,
-            dump=None if dump["folder"] is None else DumpOptions.of_section(DUMP.rstrip("."), dump),
-        )
+            folder = Path(str(dump["folder"])).expanduser().absolute()
+            dump_options = DumpOptions.of_section(DUMP.rstrip("."), {**dump, "folder": folder})
+        method = build(name, algorithm.get(methods()[name].section))
+        return MethodSettings(config=plain, kind=kind, method=method, answer=answer, dump=dump_options)
 
     def __getitem__(self, option: str) -> Any:
         """The value of an option by its full name; ``None`` where the configuration does not have it."""
@@ -133,11 +132,23 @@ class Settings:
         return min(longest, self[f"{ROLLOUT}.max_model_len"] or longest)
 
 
+@dataclass(frozen=True, kw_only=True)
+class MethodSettings(Settings):
+    """The settings of a run with a method."""
+
+    method: BaseMethod
+
+
 def algorithm_sections() -> dict[str, Any]:
     """Returns the sections below ``algorithm`` that verl does not have: those of all registered methods, every option
     at its default (``None`` where that depends on others), and those of the trainer."""
-    ours = {"skip_zero_advantage": False, "reuse_log_probs": False, "answer": BOXED.name}
-    ours |= {"missing_answers": CHOICES[0], "base": BASES[0]}
+    ours = {
+        "skip_zero_advantage": False,
+        "reuse_log_probs": False,
+        "answer": BOXED.name,
+        "missing_answers": CHOICES[0],
+        "base": BASES[0],
+    }
     dump = {"folder": None, "every": 1, "responses": 64, "received": True, "effect_every": 0}
     sections: dict[str, Any] = {"token_weights": ours, "token_dump": dump}
     for method, cls in methods().items():

@@ -61,6 +61,9 @@ STEP_POLICY = 0  # under which verl's separate trainer keeps the policy of a ste
 class TokenWeightTrainer(WeighingTrainer):
     """Mixin for verl's v1 trainers; goes before one of them in the bases."""
 
+    parameter_sync_step: int  # verl's
+    local_trigger_step: int
+
     def __init__(self, config: DictConfig) -> None:
         self._read_settings(config)
         patches.set_trainer_mode(config, patches.base_mode(type(self)))
@@ -106,14 +109,19 @@ class TokenWeightTrainer(WeighingTrainer):
         return super()._compute_advantage.__func__ is PPOTrainer._compute_advantage
 
     def _update_actor(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
-        weighed, self._weighed = self._weighed, None
-        rollouts, request, sent = weighed.rollouts, batch, [True] * len(weighed.rollouts)
+        weighed = self._weighed
+        del self._weighed
+        rollouts = weighed.rollouts
+        request = batch
+        sent = [True] * len(rollouts)
         if self._skips:
-            sent, ranks = trains(weighed.advantages, rollouts.mask), patches.data_parallel_size(self.actor_rollout_wg)
+            sent = trains(weighed.advantages.unbind(), rollouts.mask.unbind())
+            ranks = patches.data_parallel_size(self.actor_rollout_wg)
             request, figures = update_order(rollouts, sent, batch, self.settings, ranks)
             request.extra_info[LEAVE_OUT] = True
             metrics.update(figures)
-        fields, places_B2 = request.fields, None
+        fields = request.fields
+        places_B2 = None
         marks = None if self._dump is None else self._dump.marks
         if self._own_forward:
             request.extra_info[REUSE] = True
@@ -130,8 +138,7 @@ class TokenWeightTrainer(WeighingTrainer):
         request.fields = fields
         if self._own_forward:
             metrics.update(self._take_own_forward(batch, rollouts))
-        if marks is not None:
-            metrics.update(self._receive(batch, rollouts, sent))
+        metrics.update(self._receive(batch, rollouts, sent))
         return written if request is batch else written.select_keys(batch.keys)
 
     def _take_own_forward(self, batch: KVBatchMeta, rollouts: Rollouts) -> dict[str, float]:

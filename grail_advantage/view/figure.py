@@ -18,9 +18,9 @@ from matplotlib.colors import LinearSegmentedColormap, LogNorm, Normalize
 from matplotlib.figure import Figure
 
 from grail_advantage.dump import DumpHeader, write_whole
-from grail_advantage.receipt.foreign import visible
+from grail_advantage.text_io import visible
 from grail_advantage.view.page import range_of
-from grail_advantage.view.profile import by_method, flat, gives_advantages
+from grail_advantage.view.profile import by_method, flat, gave_advantages
 from grail_advantage.view.run import Run
 
 COLOURS = LinearSegmentedColormap.from_list("weights", ["#6aa5e8", "#fafafa", "#e8935a"]).with_extremes(bad="none")
@@ -68,11 +68,11 @@ def find_response(run: Run, step: int | None, row: int | None) -> tuple[DumpHead
 def draw(header: DumpHeader, table: pa.Table, width: float) -> Figure:
     """The figure; see :func:`write_figure`. Lengths are points, 1/72 inch."""
     (row,), by = table.to_pylist(), by_method(header, table)
-    given = [gives_advantages(own) for own in by.values()]
-    values = [flat(own["advantage" if gives else "weight"])[0] for own, gives in zip(by.values(), given, strict=True)]
+    given = gave_advantages(header, table)
+    values = [flat(own["advantage" if method in given else "weight"])[0] for method, own in by.items()]
     shows = [np.where(row["mask"] & np.isfinite(of), of, np.nan).astype("f8") for of in values]
     strips = dict(zip(by, shows, strict=True))
-    name = "advantage" if given[0] else "weight"
+    name = "advantage" if next(iter(by)) in given else "weight"
     left = 2 * _MARGIN + 4 * max(map(len, strips))
     columns = int((72 * width - left - _MARGIN) / _CELL)
     if columns < 20:

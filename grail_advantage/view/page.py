@@ -30,8 +30,10 @@ import pyarrow.compute as pc
 from grail_advantage import __version__
 from grail_advantage.data import LARGEST
 from grail_advantage.dump import DumpHeader, write_whole
-from grail_advantage.receipt.foreign import visible, why
-from grail_advantage.view.profile import BINS, NEEDED, by_method, flat, gives_advantages, profiles
+from grail_advantage.effect import moved_with_advantage
+from grail_advantage.metrics import CHANGE
+from grail_advantage.text_io import visible, why
+from grail_advantage.view.profile import BINS, NEEDED, by_method, flat, gave_advantages, profiles
 from grail_advantage.view.receipt import run_receipts
 from grail_advantage.view.run import Run, open_run
 
@@ -50,6 +52,7 @@ CURVES = {
     "Held-out accuracy": r"val-core/.+/acc/mean@\d+",
     "Training reward": "critic/score/mean|reward|eval_reward",
     "Token weights": "[^/]+/(average_weight|weight_deviation)",
+    "Share of the change": f"[^/]+/({'|'.join(CHANGE)})",
     "Share of responses": r"[^/]+/(selected|answer_found|truncated)_rate|verify_failed|val-aux/.+/verify_failed/mean@\d+",
     "Response length": "response_length/mean|completions/mean_length",
     "Policy entropy": "actor/entropy|entropy",
@@ -292,9 +295,8 @@ class Whole:
         """Take a file in what is said of all responses."""
         self.header = self.header or header
         outcomes = pc.fill_null(table["outcome"], "").to_numpy()
+        self.given |= gave_advantages(header, table)
         for name, of_method in by_method(header, table).items():
-            if gives_advantages(of_method):
-                self.given.add(name)
             of_file, scored = profiles(of_method), of_method["no_scores"].is_null().to_numpy()
             for outcome in np.unique(outcomes[scored]).tolist():
                 own = of_file[scored & (outcomes == outcome)]
@@ -303,8 +305,7 @@ class Whole:
         self.responses += len(table)
         effect, advantage, mask = (flat(table[name])[0] for name in ("effect", "advantage", "mask"))
         if len(effect) == len(advantage):
-            known = mask & np.isfinite(effect) & (advantage != 0)
-            self.moved += [(np.sign(effect) == np.sign(advantage))[known].sum(), known.sum()]
+            self.moved += moved_with_advantage(advantage, effect, mask)
 
     def index(self) -> dict[str, Any]:
         """The run's entry in the page's index."""

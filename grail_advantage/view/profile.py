@@ -46,13 +46,12 @@ def by_method(header: DumpHeader, table: pa.Table) -> dict[str, pa.Table]:
     return tables
 
 
-def gives_advantages(table: pa.Table) -> bool:
-    """Whether the method gave token advantages itself: all its weights are 1, and they are not the base advantage."""
-    mask, weight, advantage, base = (flat(table[name])[0] for name in ("mask", "weight", "advantage", "base_advantage"))
-    if not len(mask) == len(advantage) == len(base):
-        return False
-    own = mask & (advantage != 0)  # a response that is masked has 0 throughout
-    return bool((weight[mask] == 1).all() and not np.allclose(advantage[own], base[own], rtol=1e-5, atol=1e-7))
+def gave_advantages(header: DumpHeader, table: pa.Table) -> set[str]:
+    """The names in :func:`by_method` of the methods that gave token advantages themselves, not weights."""
+    entries = table["methods"].combine_chunks().flatten()
+    if not len(entries):
+        return {header.method or "weights"} if header.gave_advantages else set()
+    return set(entries.field("name").filter(entries.field("advantage").is_valid()).to_pylist())
 
 
 def profiles(table: pa.Table) -> np.ndarray:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from grail_advantage.dump import METRICS_FILE, TOKENS, TokenDump, read_dump
-from grail_advantage.receipt.foreign import numbered_lines, read_json, visible, why
+from grail_advantage.text_io import numbered_lines, read_json, visible, why
 
 logger = logging.getLogger(__name__)
 

@@ -298,6 +298,7 @@ def test_the_wheel_needs_torch_alone(tmp_path: Path) -> None:
 import sys, torch
 before = set(sys.modules)
 from token_receipt import Batch, Loss, check, watch
+from token_receipt.report import main
 print({name.partition(".")[0] for name in set(sys.modules) - before} & {"grail_advantage", "numpy", "pyarrow"})
 """
     run = {"cwd": tmp_path, "env": {"PYTHONPATH": str(wheel)}, "capture_output": True, "text": True, "check": True}

@@ -288,7 +288,7 @@ class Step:
         """The update; its batch. What the weights have handed to it is gone then."""
         with self.store.installed():
             batch = self.trainer._update_actor(self._batch(*padding), self.metrics)
-        assert batch.keys == list(self.store.rows) and self.trainer._weighed is None
+        assert batch.keys == list(self.store.rows) and not hasattr(self.trainer, "_weighed")
         assert WATCHED not in batch.extra_info and batch.fields == ["responses"]
         return batch
 

@@ -247,3 +247,6 @@ class TestCommands:
         monkeypatch.setenv("DRY_RUN", "1")
         start_run(config, lambda: validated.append(config.trainer.v1.trainer_mode))  # and verl goes on
         assert validated == ["sync"]
+        monkeypatch.setenv("DRY_RUN", "true")
+        with pytest.raises(ValueError, match="DRY_RUN=true is unknown; use 1"):
+            start_run(compose("ppo_trainer", STOCK, VERL), lambda: None)

@@ -212,6 +212,6 @@ def write_conversations(
         for place in range(problems * RESPONSES):
             known = {"step": step, "row": place, "group": place // RESPONSES, "key": f"{place}_0_0"}
             rows.append(conversation_row(rng, int(rng.integers(1, 7)), **known))
-        header = DumpHeader(step=step, method="turn_rloo", options={"align": "turns"})
+        header = DumpHeader(step=step, method="turn_rloo", gave_advantages=True, options={"align": "turns"})
         write_step(folder, header, table_of([row for row in rows if row.step == step]))
     return rows

@@ -142,7 +142,7 @@ def test_turns_of_a_conversation(runs: Path, tmp_path: Path, opened: Open) -> No
     mask_T = np.array([True, True, False, False, True, False, True, True])
     advantages = [1.5, 1.5, 0.0, 0.0, -0.25, 0.0, 3.0, 2.0]
     row = dump_row([1.0] * 8, mask_T=mask_T, advantage_T=advantages, labels=labels)
-    write_step(tmp_path / "tokens", DumpHeader(step=1, method="turn_rloo"), table_of([row]))
+    write_step(tmp_path / "tokens", DumpHeader(step=1, method="turn_rloo", gave_advantages=True), table_of([row]))
     page = opened(write_report(tmp_path), link(row, "&token=2"))
     assert page.locator(".turn").all_inner_texts() == [
         "turn 1 · reward 1 · advantage 1.5",

@@ -103,8 +103,8 @@ def test_several_methods_and_one_that_gives_advantages(tmp_path: Path) -> None:
         "turns": "none",
     }
     given = dump_row([1.0, 1.0], advantage_T=[1.0, -2.0], base_advantage_T=[0.5, 0.5])
-    index, _ = page_of(write(tmp_path / "given", [given], method="step_values"))
-    assert index["runs"][0]["given"] == ["step_values"] and index["advantages"] and not index["profiles"]
+    index, _ = page_of(write(tmp_path / "given", [given], method="mine", gave_advantages=True))
+    assert index["runs"][0]["given"] == ["mine"] and index["advantages"] and not index["profiles"]
     assert index["rows"][0]["spread"] == 1.5
 
 

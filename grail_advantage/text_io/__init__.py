@@ -1,7 +1,8 @@
-"""Files and texts that others wrote: one way to read such a file, and one to print such a text.
+"""Reads files and prints texts that others wrote, and makes Markdown tables.
 
 What is no plain file, is too large or holds no JSON raises, and nothing waits for a pipe. In a text, what would act on
-a terminal or hide in a page becomes visible. It is here as the receipt is a wheel of its own too.
+a terminal or hide in a page becomes visible. The module is a folder, as the wheel token-receipt ships it within its
+own package.
 """
 
 from __future__ import annotations
@@ -13,12 +14,14 @@ import re
 import stat
 import sys
 import unicodedata
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, TextIO
 
-LARGEST, LARGEST_JSON = 2**31, 2**26
-"""Bytes of a file of lines, and of one JSON value, whose objects take many times as much, at most."""
+LARGEST = 2**31
+"""A file of lines has at most so many bytes."""
+LARGEST_JSON = 2**26
+"""One JSON value has at most so many bytes; its objects take many times as much."""
 DEEPEST = 100
 """Lists and objects within each other, at most: what reads a value calls itself for each."""
 _DECODER = json.JSONDecoder(parse_int=lambda digits: int(digits) if len(digits) < 309 else float(digits))
@@ -123,3 +126,11 @@ def say(*lines: str, file: TextIO | None = None) -> None:
 def complain(command: str, *lines: str) -> None:
     """Say lines on the error stream, each after the command's name."""
     say(*(f"{command}: {line}" for line in lines), file=sys.stderr)
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[object]], right: int | None = None) -> list[str]:
+    """Lines of a Markdown table; columns from ``right`` on are set flush right."""
+    rule = ["--:" if right is not None and column >= right else "---" for column in range(len(head))]
+    cells = [[str(cell).replace("|", "\\|").replace("\n", " ") for cell in row] for row in [head, *rows]]
+    lines = [f"| {' | '.join(row)} |" for row in cells]
+    return [lines[0], f"|{'|'.join(rule)}|", *lines[1:]]
