@@ -16,9 +16,15 @@ from torch import Tensor
 
 EFFECT_METRICS = {
     "moved_with_advantage_rate": "share of the tokens with `A_t != 0` whose log-probability moved in its direction",
+    "moved_with_advantage_weighted": "likewise, each token counted by the size of its change",
+    "moved_with_advantage_p50": "likewise of the tokens with a probability of at most 0.5 before the update",
+    "moved_with_advantage_p90": "likewise above 0.5, up to 0.9",
+    "moved_with_advantage_p99": "likewise above 0.9, up to 0.99",
+    "moved_with_advantage_p100": "likewise above 0.99, where changes are tiny",
     "credit_change_correlation": "Spearman's, of `A_t` and change, each less its response's mean; where `A_t` varies",
 }
 """Figures of a step whose effect is measured, over the responses that the token dump writes."""
+PROBABILITIES = {"p50": (0.0, 0.5), "p90": (0.5, 0.9), "p99": (0.9, 0.99), "p100": (0.99, math.inf)}
 
 
 def moved_with_advantage(advantages: np.ndarray, effect: np.ndarray, mask: np.ndarray) -> tuple[int, int]:
@@ -29,19 +35,29 @@ def moved_with_advantage(advantages: np.ndarray, effect: np.ndarray, mask: np.nd
     return int(moved.sum()), int(credited.sum())
 
 
-def effect_figures(advantages: Tensor, effect: Tensor, mask: Tensor) -> dict[str, float]:
+def effect_figures(advantages: Tensor, effect: Tensor, mask: Tensor, log_probs: Tensor) -> dict[str, float]:
     """The figures of :data:`EFFECT_METRICS` over responses that were trained on, without those that no token has.
 
     Args:
         advantages: float (B, T): A_t, after weighting.
         effect: float (B, T); NaN where it was not measured.
         mask: bool (B, T): the tokens that train.
+        log_probs: float (B, T): before the update.
     """
     figures = {}
-    moved, credited = moved_with_advantage(advantages.numpy(), effect.numpy(), mask.numpy())
-    if credited:
-        figures["moved_with_advantage_rate"] = moved / credited
     known = mask & effect.isfinite()
+    probability = log_probs.exp()
+    parts = {"rate": known}
+    for name, (low, high) in PROBABILITIES.items():
+        parts[name] = known & (probability > low) & (probability <= high)
+    for name, part in parts.items():
+        moved, credited = moved_with_advantage(advantages.numpy(), effect.numpy(), part.numpy())
+        if credited:
+            figures[f"moved_with_advantage_{name}"] = moved / credited
+    size = torch.where(known & (advantages != 0), effect.abs().double(), 0.0)
+    if size.any():
+        along = size[effect.sign() == advantages.sign()].sum()
+        figures["moved_with_advantage_weighted"] = float(along / size.sum())
     credit, change = (_less_mean(values.double(), known) for values in (advantages, effect))
     varies = known & (torch.where(known, credit.abs(), 0.0).amax(dim=1, keepdim=True) > 1e-6)
     correlation = rank_correlation(credit[varies].numpy(), change[varies].numpy())

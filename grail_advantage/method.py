@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from grail_advantage.data import Rollouts, Row, RowScores
     from grail_advantage.model.interface import Model
 
-FAMILIES = ("oar", "policy", "rlsd", "saliency", "shear", "text", "turns")  # the files of methods/
+FAMILIES = ("fitted", "oar", "policy", "rlsd", "saliency", "shear", "text", "turns")  # the files of methods/
 METHODS: dict[str, type[BaseMethod]] = {}
 FAILURES: dict[str, Exception] = {}  # plug-ins that raised when they were imported
 RESERVED = ("token_weights", "token_dump")  # sections of ``algorithm`` that belong to the trainer
@@ -33,7 +33,7 @@ _Class = TypeVar("_Class", bound="type[BaseMethod]")
 Gate = Literal["wrong", "correct", "all"]
 Among = Literal["response", "reasoning"]
 Span = Literal["first", "last"]
-Control = Literal["none", "shuffled"]
+Control = Literal["none", "shuffled", "answer"]
 
 
 class NameTakenError(ValueError): ...
@@ -130,6 +130,7 @@ class BaseMethod(BaseModel):
     uses: ClassVar[str] = ""  # of the model, by run(); of USES
     whole_groups: ClassVar[bool] = False  # run() must see the selected responses of a group together
     ranks_entropy: ClassVar[bool] = False  # coarse values of the entropy would matter
+    metrics: ClassVar[dict[str, str]] = {}  # names and meanings of own_figures()
     if TYPE_CHECKING:
         span: Span  # which complete answer of a response counts; an option where answers matter
 
@@ -182,6 +183,11 @@ class BaseMethod(BaseModel):
         """Whether the rollouts must have their tokenizer; one that is loaded for a model's pass is not meant."""
         return self.reads_answer or "tokenizer" in self.reads
 
+    @property
+    def lacks(self) -> str:
+        """An option that has no default and must be set, with the remedy; empty where nothing is missing."""
+        return ""
+
     def check_tokenizer(self, tokenizer: PreTrainedTokenizerBase) -> None:
         """ValueError, naming the remedy, for a tokenizer that the method cannot work with."""
 
@@ -208,6 +214,10 @@ class BaseMethod(BaseModel):
         it with as many rows, and must make the same calls of ``model`` in the same order, whatever its rows hold."""
         raise NotImplementedError(f"{type(self).__name__} names uses={self.uses!r} and has no run()")
 
+    def own_figures(self, r: Rollouts) -> dict[str, float]:
+        """Further metrics of a batch, by the names in :attr:`metrics`."""
+        return {}
+
     def scores(self, r: Rollouts, of_pass: Tensor | None) -> Tensor:
         """float (B, T), read in selected responses: by default ``of_pass``, what :meth:`run` gave, NaN elsewhere."""
         if of_pass is None:
@@ -229,11 +239,16 @@ class Method(BaseMethod):
     normalize_mass: bool = option(False, "whether a response's weighed tokens have weights that sum to their number")
     control: Control = option(
         "none",
-        "shuffled: the same weights, on other scored tokens of the same response; a gain that stays is no credit",
+        "shuffled: the same weights, on other scored tokens of the same response; a gain that stays is no credit; answer: "
+        "weight 1 in place of the scores' weights, the answer's as they are, for methods that give answers a weight",
     )
 
     def __init__(self, /, **options: Any) -> None:
         super().__init__(**options)
+        if self.control == "answer" and self.answer_weights() is None:
+            raise ValueError(
+                f"{self.section}.control='answer': the method gives answers no weight of their own; use shuffled"
+            )
         if self.whole_batch and self.gate != "all":
             raise ValueError(
                 f"{self.section}.gate={self.gate!r}: the tokens of the whole batch are compared; leave it out"
@@ -277,6 +292,10 @@ class AdvantageMethod(BaseMethod):
     has its own advantage on every token."""
 
     span: ClassVar[Span] = "last"  # type: ignore[misc]
+    control: Control = option(
+        "none",
+        "shuffled: the same advantages, on other steps (runs of equal ones) of the same response before its answer",
+    )
     non_finite_trains: ClassVar[bool] = True  # with the response's own advantage, where a score is not finite; else 0
 
     def select(self, r: Rollouts) -> Tensor:

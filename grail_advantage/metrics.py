@@ -26,16 +26,42 @@ METRICS = {
     "effective_sample_ratio": "`(sum w)^2 / (T sum w^2)`, the responses' mean: 1 where weights are equal",
     "top_share": "share of the batch's sum of `|A_t|` on its heaviest tenth of tokens with `A != 0`",
     "advantage_scale": "`mean |A_t| / mean |A|` over valid tokens",
+    "change_correct_answers": "share of the change, the sum of `|A_t - A|`, in the answer's content where `A > 0`",
+    "change_incorrect_answers": "likewise where `A < 0`",
+    "change_scores": "likewise in all other tokens, by their scores; all three are 0 where nothing changes",
 }
-"""The figures of every batch and their meanings; ``answer_found_rate`` is of a batch with a tokenizer. A method that
-gives token advantages has none of ``OF_WEIGHTS``; where the others speak of weights they mean ``|A_t|``, and a response
-has weight 1 where every ``A_t`` is its ``A``."""
+"""The figures of every batch and their meanings; those of answers and of the change are of a batch with a tokenizer. A
+method that gives token advantages has none of ``OF_WEIGHTS``; where the others speak of weights they mean ``|A_t|``, and
+a response has weight 1 where every ``A_t`` is its ``A``."""
 OF_WEIGHTS = ("average_weight", "weight_deviation", "clipped_low_rate", "clipped_high_rate")
 GRADIENT_METRICS = {
     "gradient_norm_p10": "10th percentile of the gradient norms of all positions that the pass looked at",
     "gradient_norm_p90": "90th percentile of them",
 }
 """Figures of a pass with gradients."""
+
+
+CHANGE = ("change_correct_answers", "change_incorrect_answers", "change_scores")
+
+
+def change_of(change: np.ndarray, base: np.ndarray, content: np.ndarray) -> np.ndarray:
+    """The sums, float64 (3,), whose shares are the figures of :data:`CHANGE`.
+
+    Args:
+        change: ``|A_t - A|``, 0 where nothing trains; the three are of the same shape.
+        base: ``A``.
+        content: bool; the tokens of answers' content.
+    """
+    correct = content & (base > 0)
+    incorrect = content & (base < 0)
+    parts = (correct, incorrect, ~(correct | incorrect))
+    return np.array([change[part].sum(dtype=np.float64) for part in parts])
+
+
+def change_shares(sums: np.ndarray) -> dict[str, float]:
+    """The figures of :data:`CHANGE`."""
+    total = float(sums.sum())
+    return {name: float(part) / total if total > 0 else 0.0 for name, part in zip(CHANGE, sums, strict=True)}
 
 
 def figures(w: Weighed, norms: torch.Tensor | None) -> dict[str, float]:
@@ -94,6 +120,16 @@ def figures(w: Weighed, norms: torch.Tensor | None) -> dict[str, float]:
         "top_share": top,
         "advantage_scale": float(mass / unweighted) if unweighted > 0 else 0.0,
     }
+    if r.knows_answers:
+        position = np.arange(mask.shape[1])
+        _, content_start, content_end = r.bounds.numpy()[:, :, None].transpose(1, 0, 2)
+        content = (position >= content_start) & (position < content_end)
+        base = np.broadcast_to(r.advantages.numpy()[:, None], mask.shape)
+        if w.gave_advantages:
+            change = np.abs(w.advantages.double().numpy() - base.astype(np.float32))
+        else:
+            change = size[:, None] * np.abs(weight - 1.0)
+        shown |= change_shares(change_of(change * mask, base, content))
     if w.gave_advantages:
         shown = {name: value for name, value in shown.items() if name not in OF_WEIGHTS}
     if norms is None:

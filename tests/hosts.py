@@ -25,6 +25,7 @@ from grail_advantage.data import ENTROPY, OLD_LOG_PROBS, Rollouts, outcome_of
 from grail_advantage.dump import table_of
 from grail_advantage.method import build, methods
 from grail_advantage.weigh import weigh, with_columns
+from tests.core.common import FITTED
 from tests.core.tiny_models import END, char_tokenizer, encode, tiny_model
 
 TEMPERATURE = 0.9
@@ -57,6 +58,7 @@ RESPONSES = [Said(*parts) for parts in DATA["responses"]]
 """Two prompts with five responses each. No prompt has equal rewards whose float32 mean is off by rounding, as three of 0.9
 are: verl and TRL train on that rounding, as their GRPO does, while an analysis gives the advantage 0."""
 SUM, NINE = dict.fromkeys(said.prompt for said in RESPONSES)
+DATA["options"]["fitted"] = FITTED
 COUNT, GROUP_SIZE, TRUNCATED = len(RESPONSES), len(RESPONSES) // 2, 5
 LIMIT = len(RESPONSES[TRUNCATED].ids)
 """Most tokens of a response; only the truncated one has as many."""

@@ -5,7 +5,8 @@ or the generated token ids) or ``steps`` (texts, which blank lines join; beside 
 ``reward``, ``ground_truth``, ``group`` and ``id``, and for the chat template ``tools`` and ``chat_template_kwargs``; if
 the last message is the assistant's, the response continues it. With ``error`` it is labelled: the first incorrect step
 from 0 (without ``steps``, lines with text are the steps), the half-open range ``[start, end]`` of its characters in the
-response, or null for none. Other keys are columns that a method may ask for.
+response, or null for none. ``values`` are those of ``python -m bench values``. Other keys are columns that a method may
+ask for.
 
 About 32 responses are one batch for each method, and one file. The same command resumes after the last file. A method
 that raises costs its own columns. Shape suffixes: P tokens of a prompt, T response tokens.
@@ -47,6 +48,7 @@ from grail_advantage.dump import (
     write_whole,
 )
 from grail_advantage.method import BaseMethod
+from grail_advantage.metrics import change_of, change_shares
 from grail_advantage.model.hooks import FORWARD_TOKENS
 from grail_advantage.text_io import complain, read_bytes, read_json, say, visible, why
 from grail_advantage.weigh import weigh
@@ -93,8 +95,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         say(*analyze(with_rewards(responses, tokenizer), chosen, options.out, tokenizer, load, **settings))
     except (ValueError, OSError) as error:
         raise SystemExit(visible(f"analyze: {error}", breaks=False)) from error
-    labelled = f"; python -m bench {options.out}" if any(row.labelled for row in responses) else ""
-    say(f"see it: python -m grail_advantage.report {options.out}{labelled}")
+    labelled = any(row.labelled or "values" in row.columns for row in responses)
+    table = f"; python -m bench {options.out}" if labelled else ""
+    say(f"see it: python -m grail_advantage.report {options.out}{table}")
 
 
 def analyze(
@@ -175,15 +178,35 @@ def analyze(
         path = write_step(folder, replace(header, answer=answer.name), table_of(first, texts, made))
         complain("analyze", f"written: {path}")
     counts: dict[str, Counter[str | None]] = {name: Counter() for name in chosen}
+    changes = {name: np.zeros(3) for name in chosen}
     for row in read_dump(folder):
+        content_T: np.ndarray = np.zeros(len(row), dtype=bool)
+        if row.span is not None:
+            content_T[row.span.content_start : row.span.content_end] = True
         for name, of in row.methods.items():
             counts[name][of.no_scores] += 1
+            change_T = np.abs(row.base_advantage_T * (of.weight_T - 1))
+            if of.advantage_T is not None:
+                change_T = np.abs(of.advantage_T - row.base_advantage_T)
+            changes[name] += change_of(change_T, row.base_advantage_T, content_T)
     return [
         f"{name}: {of[None]} of {len(whole)} responses have scores"
         + "".join(f"; {count} without ({reason})" for reason, count in of.items() if reason)
+        + change_line(changes[name])
         + (f"; failed, {known['failed'][name]}" if name in known["failed"] else "")
         for name, of in counts.items()
     ]
+
+
+def change_line(sums: np.ndarray) -> str:
+    """What a method's change of the token advantages consists of; empty where it changes none."""
+    if not sums.any():
+        return ""
+    correct, incorrect, scores = change_shares(sums).values()
+    return (
+        f"; of its change {correct:.0%} is answers' content in correct and {incorrect:.0%} in incorrect responses, "
+        f"{scores:.0%} its scores"
+    )
 
 
 def record_in(folder: Path) -> dict[str, Any]:
@@ -254,6 +277,9 @@ def _rollouts(
     rewards, names = [row.reward for row in given], [row.id for row in given]
     truths = [None if row.ground_truth is None else str(row.ground_truth) for row in given]
     labels = [labels_of(*pair, tokenizer, texts) for pair in zip(given, ids, strict=True)]
+    for row, label in zip(given, labels, strict=True):
+        if row.columns.get("values"):
+            label["values"] = row.columns["values"]
     facts = {"id": names, "prompt": prompts, "ground_truth": truths, "reward": rewards, "labels": labels}
     of_prompt = [f"prompt {row.prompt!r}" if row.group is None else row.group for row in given]  # shown together
     r = Rollouts(

@@ -65,6 +65,8 @@ def _lack(method: BaseMethod, responses: Sequence[Response], advantages: str) ->
     """What the lines lack for a method, after its name; empty where it fits."""
     compared = all(row.group is not None and (row.reward, row.ground_truth) != (None, None) for row in responses)
     compared &= advantages == "rewards" or (advantages == "auto" and not any(row.labelled for row in responses))
+    if method.lacks:
+        return method.lacks
     if missing := [name for name in method.field_names if all(name not in row.columns for row in responses)]:
         return f"reads the field {missing[0]}, which no line has; give the lines one"
     if "groups" in method.reads and not compared:

@@ -140,7 +140,7 @@ class UpdateDump:
             effect = None
             if self.steps.measures(r.step):
                 effect = log_probs_now(r.places)[:, : r.mask.shape[1]] - r.columns[OLD_LOG_PROBS]
-                figures = effect_figures(part.advantages, effect, r.mask)
+                figures = effect_figures(part.advantages, effect, r.mask, r.columns[OLD_LOG_PROBS])
                 metrics |= {f"{part.method.name}/{name}": value for name, value in figures.items()}
             lengths = [len(response) for response in r.responses]
             header = record_of(receipt, loss.name, r.step, update)

@@ -31,6 +31,7 @@ from grail_advantage import __version__
 from grail_advantage.data import LARGEST
 from grail_advantage.dump import DumpHeader, write_whole
 from grail_advantage.effect import moved_with_advantage
+from grail_advantage.metrics import CHANGE
 from grail_advantage.text_io import visible, why
 from grail_advantage.view.profile import BINS, NEEDED, by_method, flat, gave_advantages, profiles
 from grail_advantage.view.receipt import run_receipts
@@ -51,6 +52,7 @@ CURVES = {
     "Held-out accuracy": r"val-core/.+/acc/mean@\d+",
     "Training reward": "critic/score/mean|reward|eval_reward",
     "Token weights": "[^/]+/(average_weight|weight_deviation)",
+    "Share of the change": f"[^/]+/({'|'.join(CHANGE)})",
     "Share of responses": r"[^/]+/(selected|answer_found|truncated)_rate|verify_failed|val-aux/.+/verify_failed/mean@\d+",
     "Response length": "response_length/mean|completions/mean_length",
     "Policy entropy": "actor/entropy|entropy",

@@ -21,7 +21,7 @@ OFFICIAL = {
     **{"leaf": "embeddings", "alignment": "predictor", "span": "first", "target": "span", "gate": "wrong"},
     **{"statistics": "response", "reshaper": "log_zscore", "weight_mean": 1.0, "weight_std": 0.5},
     **{"weight_min": 0.5, "weight_max": 5.0, "content_weight": None, "content_outside_gate": True},
-    "normalize_mass": False,
+    **{"normalize_mass": False, "control": "none"},
 }
 ROBUST = {
     **{"alignment": None, "span": "last", "target": "content", "statistics": "reasoning"},
@@ -132,7 +132,7 @@ def row_weights(scores: list[float], span: Span | None, advantage: float, option
         names = ("weight_mean", "weight_std", "weight_min", "weight_max") if options["reshaper"] == "log_zscore" else ()
         mapped = MAPS[options["reshaper"]]([scores[t] for t in counted], **{name: options[name] for name in names})
         for t, weight in zip(counted, mapped, strict=True):
-            weights[t] = weight
+            weights[t] = 1.0 if options["control"] == "answer" else weight
     if not outside or options["content_outside_gate"]:
         for t in range(start, length):
             weights[t] = options["content_weight" if content_start <= t < content_end else "weight_mean"]

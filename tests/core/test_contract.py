@@ -27,7 +27,7 @@ from grail_advantage.check import part as some_of
 from grail_advantage.data import ENTROPY, OLD_LOG_PROBS, Weighed, joined
 from grail_advantage.method import NameTakenError, build, failure_message, methods
 from grail_advantage.metrics import OF_WEIGHTS
-from tests.core.common import MAPS, METHODS, rollouts_of, weighed
+from tests.core.common import FITTED, MAPS, METHODS, rollouts_of, weighed
 from tests.core.plain_weights import close
 from tests.core.test_rlsd import example, tiny_tokenizer
 from tests.core.tiny_models import CHARACTERS, Rollout, compute, encode, make_batch, tiny_model
@@ -40,9 +40,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "polarity": {"wrong": 0.5},
     "pattern": {"gate": "wrong", "elsewhere": 1},
     "step_values": {"separator": " "},
+    "fitted": FITTED,
 }
 """So that the method does something with every response below, whose entropies are low."""
-COMPARES_ROWS = {"high_entropy", "stare"}
+COMPARES_ROWS = {"high_entropy", "stare", "fitted"}
 """Methods that need values of responses whose advantage is 0; ``steer`` compares those with an advantage."""
 READS_NO_NUMBERS = {"uniform": 1.0, "polarity": 0.5, "pattern": 0.0}
 """Methods without a score that could break, and what they make of an incorrect response without an equals sign."""
@@ -143,7 +144,7 @@ def test_order_empty_responses_padding_and_shares_change_nothing(name: str) -> N
         assert run(name, nothing).metrics == {}
 
 
-@every
+@weighing
 def test_the_shuffled_control_has_the_same_weights_on_other_tokens(name: str) -> None:
     """Of each response; by the step and its tokens alone: other keys and places, as each start has them, move nothing."""
     if "control" not in methods()[name].model_fields:
@@ -166,6 +167,39 @@ def test_the_shuffled_control_has_the_same_weights_on_other_tokens(name: str) ->
     assert not unequal(run(name, part(of, order), **options, control="shuffled"), control, order)
     elsewhere = replace(of[0], keys=[uuid4().hex for _ in range(12)], places=range(100, 112))
     assert torch.equal(run(name, (elsewhere, of[1]), **options, control="shuffled").weights, control.weights)
+
+
+def runs_of(values: list[float], places: list[int]) -> list[list[int]]:
+    """The places of equal values next to each other."""
+    runs: list[list[int]] = []
+    for place in places:
+        if runs and runs[-1][-1] == place - 1 and values[place - 1] == values[place]:
+            runs[-1].append(place)
+        else:
+            runs.append([place])
+    return runs
+
+
+@pytest.mark.parametrize("name", [name for name in METHODS if not issubclass(methods()[name], Method)])
+def test_the_shuffled_control_of_advantages_moves_whole_steps(name: str) -> None:
+    """Within a response; before the answer, which begins at token 4, where the method reads it."""
+    of = case(12, tokens=16, gap=True)
+    own = run(name, of)
+    control = run(name, of, control="shuffled")
+    torch.testing.assert_close(control.scores, own.scores, equal_nan=True)
+    moved = of[0].mask & own.selected[:, None]
+    if own.method.reads_answer:
+        moved[:, SPAN.start :] = False
+    assert torch.equal(control.advantages[~moved], own.advantages[~moved])
+    for before, after, where in zip(own.advantages.tolist(), control.advantages.tolist(), moved, strict=True):
+        steps = runs_of(before, where.nonzero().flatten().tolist())
+        assert all(len({after[place] for place in step}) == 1 for step in steps)
+        assert sorted(after[step[0]] for step in steps) == sorted(before[step[0]] for step in steps)
+    later = [run(name, (replace(of[0], step=step), of[1]), control="shuffled").advantages for step in range(1, 9)]
+    assert any(not torch.equal(advantages, own.advantages) for advantages in later)
+    assert any(not torch.equal(advantages, control.advantages) for advantages in later)
+    order = torch.randperm(12, generator=torch.Generator().manual_seed(1)).tolist()
+    same(run(name, part(of, order), control="shuffled"), control, order)
 
 
 @pytest.mark.parametrize("name", [name for name in METHODS if "normalize_mass" in methods()[name].model_fields])

@@ -138,7 +138,7 @@ OPTIONS: dict[str, list] = {
     **{"statistics": ["response", "reasoning"], "gate": ["wrong", "correct", "all"]},
     **{"weight_mean": [0.75, 2.0], "weight_std": [0.1, 2.0], "weight_min": [0.0, 0.9], "weight_max": [1.2, 3.0]},
     **{"content_weight": [0.0, 1.0, 4.0], "content_outside_gate": [False, True], "normalize_mass": [False, True]},
-    "reshaper": ["log_zscore", "bilevel", "power", "mean_ratio"],
+    **{"reshaper": ["log_zscore", "bilevel", "power", "mean_ratio"], "control": ["answer"]},
 }
 
 

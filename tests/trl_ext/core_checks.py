@@ -245,7 +245,7 @@ def test_figures_stand_in_the_logs_and_the_table_keeps_its_advantages(tmp_path: 
 
 
 def test_every_step_is_weighed_by_its_number(tmp_path: Path) -> None:
-    """The control deals the same weights out anew."""
+    """The control deals the same weights out anew; the other leaves them away."""
     method = Grail(control="shuffled")
     trainer = build(tmp_path, weights={"token_weights": method})
     by_step = []
@@ -254,6 +254,10 @@ def test_every_step_is_weighed_by_its_number(tmp_path: Path) -> None:
         wanted = plain_weights(method, step=trainer.state.global_step)[1]
         torch.testing.assert_close(by_step[-1], wanted, rtol=1e-3, atol=1e-3)
     assert not torch.allclose(*by_step)
+    method = Grail(control="answer")
+    torch.testing.assert_close(
+        of_responses(build(tmp_path, weights={"token_weights": method})), plain_weights(method)[1]
+    )
 
 
 def test_a_response_that_ends_in_padding_is_as_little_truncated_as_for_trl(tmp_path: Path) -> None:

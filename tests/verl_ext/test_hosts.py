@@ -107,16 +107,16 @@ def expected(signal: Method, rejected: int | None = None) -> pa.Table:
     return hosts.plain_table(signal, rollouts, step=STEP)
 
 
-SHUFFLED = "grail, shuffled"
+CONTROLS = {f"grail, {control}": Grail(control=control) for control in ("shuffled", "answer")}
 REJECTED = [(name, 2) for name in ("grail", "step_values", "high_entropy", "turn_rloo")]
 
 
 @pytest.mark.parametrize(
-    ("name", "rejected"), [*((name, None) for name in (*hosts.METHODS, "grail_robust", SHUFFLED)), *REJECTED]
+    ("name", "rejected"), [*((name, None) for name in (*hosts.METHODS, "grail_robust", *CONTROLS)), *REJECTED]
 )
 def test_the_dump_is_that_of_a_plain_model(tmp_path: Path, name: str, rejected: int | None) -> None:
     """Bit for bit, as every number comes from the same computation on the same response alone."""
-    signal = Grail(control="shuffled") if name == SHUFFLED else hosts.signal_of(name)
+    signal = CONTROLS[name] if name in CONTROLS else hosts.signal_of(name)
     table = expected(signal, rejected)
     assert hosts.says_something(table) or name == "uniform"
     hosts.assert_same(dumped(tmp_path, signal, rejected), table)

@@ -383,9 +383,13 @@ def test_command(call: Callable[..., None], capsys: pytest.CaptureFixture[str]):
         {"prompt": "Two and three?", "response": r"So \boxed{5}", "ground_truth": "5", "group": 1},
     ]
     Path("r.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    call("r.jsonl", "--method", "grail", "--method", "stare", "--out", "found")
+    control = "grail:control=answer"
+    call("r.jsonl", "--method", "grail", "--method", control, "--method", "uniform", "--out", "found")
     printed = capsys.readouterr()
-    assert "grail: 1 of 2 responses have scores; 1 without (outside the gate)" in printed.out
+    assert "grail: 1 of 2 responses have scores; 1 without (outside the gate); of its change " in printed.out
+    bonus = "of its change 50% is answers' content in correct and 50% in incorrect responses, 0% its scores"
+    assert f"{control}: 1 of 2 responses have scores; 1 without (outside the gate); {bonus}\n" in printed.out
+    assert "uniform: 0 of 2 responses have scores; 2 without (not scored)\n" in printed.out
     rows = list(read_dump("found"))
     assert [(row.reward, row.outcome, row.answer) for row in rows] == [(0.0, "wrong", "6"), (1.0, "right", "5")]
     Path("h.jsonl").write_text(

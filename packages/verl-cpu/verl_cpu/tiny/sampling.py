@@ -12,6 +12,7 @@ from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerFast
 from verl_cpu.tiny.task import Problem, boxed_answer
 
 MAX_RESPONSE_TOKENS = 64  # six steps and a box take at most 57 while the running value stays in the task's range
+MAX_LONG_TOKENS = 200  # likewise, in more words
 TOGETHER = 512  # responses that are sampled together
 
 
@@ -46,7 +47,8 @@ def sample(
         first = sample(model, tokenizer, prompts[:together], uniform_BT[:rows], temperature, top_k, copies)
         return first + sample(model, tokenizer, prompts[together:], uniform_BT[rows:], temperature, top_k, copies)
     batch = tokenizer.pad({"input_ids": list(prompts)}, padding_side="left", return_tensors="pt").to(model.device)
-    tokens_BL, mask_BL = batch["input_ids"], batch["attention_mask"]
+    tokens_BL = batch["input_ids"]
+    mask_BL = batch["attention_mask"]
     positions_BL = (mask_BL.cumsum(dim=1) - 1).clamp(min=0)
     uniform = torch.from_numpy(uniform_BT).to(model.device)
     responses: list[list[int]] = [[] for _ in range(len(prompts) * copies)]
@@ -101,6 +103,6 @@ def judge(
     one (``right``)."""
     prompts = [prompt_ids(tokenizer, problem) for problem in problems]
     responses = sample(model, tokenizer, prompts, uniform(seed, len(prompts), max_new_tokens), temperature)
-    found = [boxed_answer(text) for text in tokenizer.batch_decode(responses, skip_special_tokens=True)]
-    right = sum(answer == str(problem.answer) for answer, problem in zip(found, problems, strict=True))
-    return {"boxed": 1 - found.count(None) / len(problems), "right": right / len(problems)}
+    boxes = [boxed_answer(text) for text in tokenizer.batch_decode(responses, skip_special_tokens=True)]
+    right = sum(answer == str(problem.answer) for answer, problem in zip(boxes, problems, strict=True))
+    return {"boxed": 1 - boxes.count(None) / len(problems), "right": right / len(problems)}
