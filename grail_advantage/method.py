@@ -1,6 +1,6 @@
 """A method: one class, registered by name. A field is an option that a run sets as ``algorithm.<method>.<field>``; a
 class variable says what the method needs. It knows no trainer and keeps nothing between batches. Modules of other
-packages come by the entry-point group ``grail_advantage.signals``."""
+packages come by the entry-point group ``grail_advantage.methods``; ``grail_advantage.signals`` is its earlier name."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def register(name: str, **fixed: Any) -> Callable[[_Class], _Class]:
 def _load_plugins() -> None:
     for family in FAMILIES:
         import_module(f"grail_advantage.methods.{family}")
-    for entry in entry_points(group="grail_advantage.signals"):
+    for entry in [*entry_points(group="grail_advantage.methods"), *entry_points(group="grail_advantage.signals")]:
         try:
             entry.load()
         except Exception as error:  # it stops no other, and no run without it
