@@ -199,7 +199,7 @@ def test_the_shuffled_control_of_advantages_moves_whole_steps(name: str) -> None
     assert any(not torch.equal(advantages, own.advantages) for advantages in later)
     assert any(not torch.equal(advantages, control.advantages) for advantages in later)
     order = torch.randperm(12, generator=torch.Generator().manual_seed(1)).tolist()
-    same(run(name, part(of, order), control="shuffled"), control, order)
+    assert not unequal(run(name, part(of, order), control="shuffled"), control, order)
 
 
 @pytest.mark.parametrize("name", [name for name in METHODS if "normalize_mass" in methods()[name].model_fields])
@@ -433,9 +433,9 @@ def test_a_method_of_ones_own_is_checked(tmp_path: Path, capsys: pytest.CaptureF
     file.write_text(SHIFT.replace("LAST", "later = torch.where(later.isfinite(), later, entropy)"))
     assert check.main([str(file)]) == 0
     assert "entropy_drop: keeps the contract" in capsys.readouterr().out
-    file.write_text(SHIFT.replace("LAST", "later = entropy - entropy[:, :1] * r.mask.shape[1]"))
+    file.write_text(SHIFT.replace("LAST", "later = entropy / r.mask.shape[1]"))
     assert check.main([str(file)]) == 1
-    assert "weights, advantages, scores are others beside a longer response" in capsys.readouterr().out
+    assert "scores are others beside a longer response" in capsys.readouterr().out
     file.write_text("")
     assert check.main([str(file)]) == 1
     assert "registers no method" in capsys.readouterr().err
