@@ -61,7 +61,16 @@ INTS = pa.list_(INT)
 TEXTS = pa.list_(TEXT)
 FLOATS = pa.list_(pa.float32())
 # The columns of floats, one a token; null where a run does not have them.
-COLUMNS = ("score", "weight", "base_advantage", "advantage", "old_log_prob", "entropy", "rollout_log_probs")
+COLUMNS = (
+    "score",
+    "weight",
+    "base_advantage",
+    "advantage",
+    "old_log_prob",
+    "entropy",
+    "rollout_log_probs",
+    "ref_log_prob",
+)
 OF_METHOD = {"name": TEXT, "score": FLOATS, "advantage": FLOATS, "weight": FLOATS, "no_scores": TEXT}
 SCHEMA = pa.schema(  # the columns of ``step_000123.parquet``
     {

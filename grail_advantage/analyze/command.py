@@ -5,7 +5,8 @@ text, or the generated token ids) or ``steps`` (texts, which blank lines join; b
 have ``reward``, ``ground_truth``, ``group`` and ``id``, and for the chat template ``tools`` and
 ``chat_template_kwargs``; if the last message is the assistant's, the response continues it. With ``error`` it is
 labelled: the first incorrect step from 0 (without ``steps``, lines with text are the steps), the half-open range
-``[start, end]`` of its characters in the response, or null for none. Other keys are columns that a method may ask for.
+``[start, end]`` of its characters in the response, or null for none. ``values`` are those of ``python -m bench
+values``. Other keys are columns that a method may ask for.
 
 About 32 responses are one batch for each method, and one file. The same command resumes after the last file. A method
 that raises costs its own columns. Shape suffixes: P tokens of a prompt, T response tokens.
@@ -36,7 +37,7 @@ from grail_advantage.answers.format import BOXED, AnswerFormat, answer_format
 from grail_advantage.answers.missing import advice, is_low
 from grail_advantage.answers.text import TokenTexts
 from grail_advantage.api import MOST_UNKNOWN, PlainHost
-from grail_advantage.data import ENTROPY, OLD_LOG_PROBS, Example, Rollouts, outcome_of
+from grail_advantage.data import OF_POLICY, OLD_LOG_PROBS, REF_LOG_PROBS, Example, Rollouts, outcome_of
 from grail_advantage.dump import (
     RECEIVED_SCHEMA,
     header_of,
@@ -67,6 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add("responses", type=Path, metavar="FILE.jsonl", help="lines with prompt, response or steps, ...: docs/report.md")
     add("--model", required=True, help=f"folder or name of a causal language model; packaged: {', '.join(PACKAGED)}")
     add("--after", help="a later checkpoint of --model: how it changed each token's log-probability, as effect")
+    add("--reference", help="the model of reference log-probabilities, for methods that read them")
     add("--method", action="append", required=True, help="NAME[:option=value,...], again for more; all: that fit")
     add("--out", type=Path, default=Path("analysis"), help="folder for the results (default: %(default)s)")
     add("--import", dest="files", action="append", default=[], type=Path, help="a Python file that registers a method")
@@ -84,13 +86,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
             runpy.run_path(str(file), run_name=file.stem)
         responses = read_responses(options.responses)
         answer = answer_format(options.answer or BOXED)
-        chosen = methods_for(options.method, responses, options.advantages)
+        chosen = methods_for(options.method, responses, options.advantages, bool(options.reference))
         tokenizer, load = model_of(options.model, options.device, options.dtype)
-        sources = [options.model, *map(str, options.files)]
-        later = None
-        if options.after:
-            sources.insert(1, options.after)
-            later = options.after, model_of(options.after, options.device, options.dtype)[1]
+        load_later = {}
+        for option in ("after", "reference"):
+            name = getattr(options, option)
+            if name:
+                load_later[option] = name, model_of(name, options.device, options.dtype)[1]
+        sources = [options.model, options.after, options.reference, *map(str, options.files)]
         lines = analyze(
             with_rewards(responses, tokenizer),
             chosen,
@@ -102,14 +105,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
             tokens=options.tokens,
             advantages=options.advantages,
             answer=answer,
-            later=later,
-            provenance={"dtype": options.dtype, "files": {name: files_digest(name) for name in sources}},
+            later=load_later.get("after"),
+            reference=load_later.get("reference"),
+            provenance={"dtype": options.dtype, "files": {name: files_digest(name) for name in sources if name}},
         )
         say(*lines)
     except (ValueError, OSError) as error:
         raise SystemExit(visible(f"analyze: {error}", breaks=False)) from error
-    labelled = f"; python -m bench {options.out}" if any(row.labelled for row in responses) else ""
-    say(f"see it: python -m grail_advantage.report {options.out}{labelled}")
+    labelled = any(row.labelled or "values" in row.columns for row in responses)
+    table = f"; python -m bench {options.out}" if labelled else ""
+    say(f"see it: python -m grail_advantage.report {options.out}{table}")
 
 
 def analyze(
@@ -125,6 +130,7 @@ def analyze(
     advantages: str = "auto",
     answer: AnswerFormat = BOXED,
     later: tuple[str, Callable[[], PreTrainedModel]] | None = None,
+    reference: tuple[str, Callable[[], PreTrainedModel]] | None = None,
     provenance: Mapping[str, Any] | None = None,
 ) -> list[str]:
     """Write the files ``step_000000.parquet``, ... that a folder lacks, new or of the same analysis; returns lines that
@@ -142,6 +148,7 @@ def analyze(
         advantages: see :func:`advantages_of`.
         answer: the format of answers.
         later: name and loader of a later checkpoint, for the column ``effect``.
+        reference: name and loader of the model of reference log-probabilities.
         provenance: what else changes the figures, by name, such as the files of the model.
 
     Raises:
@@ -154,6 +161,7 @@ def analyze(
         "methods": {name: repr(method) for name, method in chosen.items()},
         "answer": answer.name,
         "after": later[0] if later else None,
+        "reference": reference[0] if reference else None,
         "temperature": temperature,
         **(provenance or {}),
         "responses": digest(json.dumps([values, list(map(repr, responses))])),
@@ -173,9 +181,13 @@ def analyze(
         write_whole(folder / RECORD, json.dumps(record))
         settings: dict[str, Any] = {"temperature": temperature, "tokens": tokens, "device": loaded.device}
     later_model = later[1]() if parts and later else None
+    reference_model = reference[1]() if parts and reference else None
     for number, part in parts:
         r = replace(rollouts.part(part), tokenizer=tokenizer)
-        columns = PlainHost(loaded, r, **settings).columns((OLD_LOG_PROBS, ENTROPY))
+        columns = PlainHost(loaded, r, **settings).columns(OF_POLICY)
+        if reference_model is not None:
+            reference_columns = PlainHost(reference_model, r, **settings).columns((OLD_LOG_PROBS,))
+            columns[REF_LOG_PROBS] = reference_columns[OLD_LOG_PROBS]
         if later and later_model is not None:
             later_columns = PlainHost(later_model, r, **settings).columns((OLD_LOG_PROBS,))
             effect_BT = later_columns[OLD_LOG_PROBS] - columns[OLD_LOG_PROBS]
@@ -337,6 +349,9 @@ def _rollouts(
         groups.setdefault(_group_name(row), len(groups))
     field_names = {name for method in chosen.values() for name in method.field_names}
     labels = [labels_of(row, ids_T, tokenizer, texts) for row, ids_T in zip(responses, ids, strict=True)]
+    for row, label in zip(responses, labels, strict=True):
+        if row.columns.get("values"):
+            label["values"] = row.columns["values"]
     r = Rollouts(
         prompts=[torch.tensor(ids_P, dtype=torch.int64) for ids_P in prompt_ids],
         responses=[torch.tensor(ids_T, dtype=torch.int64) for ids_T in ids],

@@ -9,6 +9,7 @@ from typing import Any
 
 from grail_advantage.analyze.lines import Response, is_judged
 from grail_advantage.analyze.tokens import is_begun
+from grail_advantage.data import REF_LOG_PROBS
 from grail_advantage.method import BaseMethod, build, methods
 from grail_advantage.text_io import complain
 
@@ -44,14 +45,19 @@ def _first_value(text: str) -> tuple[Any, str]:
     return written.replace("\\,", ","), "".join(rest)
 
 
-def methods_for(specs: Sequence[str], responses: Sequence[Response], advantages: str = "auto") -> dict[str, BaseMethod]:
+def methods_for(
+    specs: Sequence[str], responses: Sequence[Response], advantages: str = "auto", reference: bool = False
+) -> dict[str, BaseMethod]:
     """Give the methods by how they are called; ``all``: the registered ones that fit, but for those with a pass for
-    every token. ValueError: a method that is unknown, named twice, or needs what the lines do not have."""
+    every token. ``reference``: whether there is a reference model. ValueError: a method that is unknown, named twice,
+    or needs what the lines do not have."""
     takes_all = list(specs) == ["all"]
     chosen: dict[str, BaseMethod] = {}
     for spec in sorted(methods()) if takes_all else specs:
         method = parse_method(spec)
         lack = _lack(method, responses, advantages)
+        if REF_LOG_PROBS in method.reads and not reference:
+            lack = "reads reference log-probabilities; name the model with --reference"
         if takes_all and "for every" in method.cost:
             lack = "takes a pass for every token"
         if not lack and spec not in chosen:
@@ -65,6 +71,8 @@ def methods_for(specs: Sequence[str], responses: Sequence[Response], advantages:
 
 def _lack(method: BaseMethod, responses: Sequence[Response], advantages: str) -> str:
     """Say what the lines lack for a method, after its name; empty where it fits."""
+    if method.lacks:
+        return method.lacks
     for name in method.field_names:
         if all(name not in row.columns for row in responses):
             return f"reads the field {name}, which no line has; give the lines one"

@@ -17,7 +17,7 @@ import torch
 from grail_advantage import compute_token_weights
 from grail_advantage.method import build
 from tests import forked
-from tests.core.common import METHODS
+from tests.core.common import FITTED, METHODS
 from tests.core.test_doors import valid_weights
 from tests.core.test_rlsd import example, tiny_tokenizer
 from tests.core.tiny_models import char_tokenizer, tiny_model
@@ -34,24 +34,32 @@ def compare(name: str, **columns: Any) -> float:
     """The largest difference, as a part of the largest value."""
     from tests.core import card
 
-    given = valid_weights() | {"fields": TURNS, "config": build(name), "model": tiny_model(), **columns}
-    given["examples"] = [example("?", "7")] * 3
-    given["tokenizer"] = tiny_tokenizer()
-    expected = compute_token_weights(**given)
+    arguments = valid_weights() | {
+        "fields": TURNS,
+        "config": build(name, FITTED if name == "fitted" else {}),
+        "model": tiny_model(),
+        **columns,
+    }
+    arguments["examples"] = [example("?", "7")] * 3
+    arguments["tokenizer"] = tiny_tokenizer()
+    expected = compute_token_weights(**arguments)
     with card.card():
-        there = {key: of.to(card.DEVICE) if isinstance(of, torch.Tensor) else of for key, of in given.items()}
+        on_card = {
+            key: argument.to(card.DEVICE) if isinstance(argument, torch.Tensor) else argument
+            for key, argument in arguments.items()
+        }
         rewards = [torch.tensor(of_row).to(card.DEVICE) for of_row in TURNS["step_rewards"]]
-        there["fields"] = TURNS | {"step_rewards": rewards}
-        there["model"] = card.moved(given["model"])
-        found = compute_token_weights(**there)
+        on_card["fields"] = TURNS | {"step_rewards": rewards}
+        on_card["model"] = card.moved(arguments["model"])
+        result = compute_token_weights(**on_card)
         differences = []
-        assert found.failed.device == found.selected.device == card.DEVICE
+        assert result.failed.device == result.selected.device == card.DEVICE
         for part in ("weights", "scores", "advantages"):
-            value = getattr(found, part)
-            other = getattr(expected, part)
-            assert value.device == card.DEVICE and torch.equal(value.cpu().isnan(), other.isnan()), part
-            difference = (value.cpu() - other).nan_to_num().abs().max()
-            largest = other.nan_to_num().abs().max()
+            value = getattr(result, part)
+            expected_value = getattr(expected, part)
+            assert value.device == card.DEVICE and torch.equal(value.cpu().isnan(), expected_value.isnan()), part
+            difference = (value.cpu() - expected_value).nan_to_num().abs().max()
+            largest = expected_value.nan_to_num().abs().max()
             differences.append(float(difference) / max(1e-30, float(largest)))
         return max(differences)
 
