@@ -28,8 +28,16 @@ METHODS: dict[str, type[BaseMethod]] = {}
 FAILURES: dict[str, Exception] = {}  # plug-ins that raised when they were imported
 RESERVED = ("token_weights", "token_dump")  # sections of ``algorithm`` that belong to the trainer
 READS = (
-    *("old_log_probs", "entropy", "ref_log_probs"),
-    *("groups", "examples", "tokens", "rewards", "sessions", "messages", "tokenizer"),
+    "old_log_probs",
+    "entropy",
+    "ref_log_probs",
+    "groups",
+    "examples",
+    "tokens",
+    "rewards",
+    "sessions",
+    "messages",
+    "tokenizer",
 )
 USES = ("", "saliency", "logits", "sequences", "log_probs", "hidden_states")
 _Class = TypeVar("_Class", bound="type[BaseMethod]")
