@@ -202,7 +202,7 @@ class BaseMethod(BaseModel):
 
     @property
     def lacks(self) -> str:
-        """An option that has no default and must be set, with the remedy; empty where nothing is missing."""
+        """Name an option that has no default and must be set, with the remedy; empty where nothing is missing."""
         return ""
 
     def check_tokenizer(self, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -233,7 +233,7 @@ class BaseMethod(BaseModel):
         raise NotImplementedError(f"{type(self).__name__} names uses={self.uses!r} and has no run()")
 
     def own_figures(self, r: Rollouts) -> dict[str, float]:
-        """Further metrics of a batch, by the names in :attr:`metrics`."""
+        """Give further metrics of a batch, by the names in :attr:`metrics`."""
         return {}
 
     def scores(self, r: Rollouts, of_pass: Tensor | None) -> Tensor:

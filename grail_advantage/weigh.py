@@ -256,6 +256,7 @@ def _shuffled(values: Tensor, among: Tensor, r: Rollouts) -> Tensor:
 
 
 def _order(r: Rollouts, index: int, count: int) -> Tensor:
+    """Draw an order of ``count`` values of a response."""
     identity = f"{r.step} {r.prompts[index].tolist()} {r.responses[index].tolist()}"
     seed = hashlib.sha256(identity.encode()).digest()[:7]
     generator = torch.Generator("cpu").manual_seed(int.from_bytes(seed))
@@ -263,8 +264,8 @@ def _order(r: Rollouts, index: int, count: int) -> Tensor:
 
 
 def _steps_shuffled(values: Tensor, among: Tensor, r: Rollouts) -> Tensor:
-    """Values (B, T) with those of each session's steps in another order, as :func:`_shuffled`. A step is a run of equal
-    values among bool (B, T) that nothing interrupts: ``[1, 1, 3, 2, 2]`` may become ``[3, 3, 2, 1, 1]``."""
+    """Put the values (B, T) of each session's steps into another order, as :func:`_shuffled` does. A step is a run of
+    equal values among bool (B, T) that nothing interrupts: ``[1, 1, 3, 2, 2]`` may become ``[3, 3, 2, 1, 1]``."""
     shuffled = values.clone()
     for indices in r.conversations:
         steps = []
