@@ -317,8 +317,12 @@ def steer(rows: Sequence[Row], highest: float = 1.2, lowest: float = 0.8, normal
     largest = max(changes, default=0.0)
     if least == largest:
         return [row.ones() for row in rows]
-    slope = (lowest - highest) / (largest - least)
-    return each_token(rows, lambda row, index: highest + slope * (change(row, index) - least), normalize_mass)
+
+    def weight(row: Row, index: int) -> float:
+        share = (change(row, index) - least) / (largest - least)  # exactly 1 for the largest, whose weight may be 0
+        return highest + (lowest - highest) * share
+
+    return each_token(rows, weight, normalize_mass)
 
 
 METHODS: dict[str, Callable[..., Weights]] = {

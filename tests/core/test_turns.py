@@ -140,7 +140,7 @@ def plain_gigpo(
     values = []
     for turn, heard in enumerate(["", *talk.said]):
         places = [
-            (member, place) for member in group for place, answer in enumerate(["", *member.said]) if sentence == heard
+            (member, place) for member in group for place, answer in enumerate(["", *member.said]) if answer == heard
         ]
         returns = [_return(member, place, gamma) for member, place in places]
         values.append(outcome + omega * _compared(_return(talk, turn, gamma), returns, deviation))
