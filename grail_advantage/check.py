@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from grail_advantage.api import PlainHost
-from grail_advantage.data import Example, Rollouts, Weighed, joined
+from grail_advantage.data import REF_LOG_PROBS, Example, Rollouts, Weighed, joined
 from grail_advantage.method import METHODS, BaseMethod, build, methods
 from grail_advantage.text_io import complain, say
 from grail_advantage.weigh import weigh
@@ -87,6 +87,7 @@ def sample_rollouts(fields: dict[str, Any]) -> Rollouts:
         rewards=torch.arange(8) % 3 / 2,
         examples=[Example([{"role": "user", "content": prompt}], truth, {}) for prompt in prompts],
         fields={name: [value] * 8 for name, value in fields.items()},
+        columns={REF_LOG_PROBS: torch.linspace(-3, -0.1, 8 * width).reshape(8, width)},
     )
 
 

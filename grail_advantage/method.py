@@ -23,11 +23,14 @@ if TYPE_CHECKING:
     from grail_advantage.data import Rollouts, Row, RowScores
     from grail_advantage.model.interface import Model
 
-FAMILIES = ("fitted", "oar", "policy", "rlsd", "saliency", "shear", "text", "turns")  # the files of methods/
+FAMILIES = ("fitted", "oar", "policy", "rlsd", "saliency", "shear", "signed", "text", "turns")  # the files of methods/
 METHODS: dict[str, type[BaseMethod]] = {}
 FAILURES: dict[str, Exception] = {}  # plug-ins that raised when they were imported
 RESERVED = ("token_weights", "token_dump")  # sections of ``algorithm`` that belong to the trainer
-READS = ("old_log_probs", "entropy", "groups", "examples", "tokens", "rewards", "sessions", "messages", "tokenizer")
+READS = (
+    *("old_log_probs", "entropy", "ref_log_probs"),
+    *("groups", "examples", "tokens", "rewards", "sessions", "messages", "tokenizer"),
+)
 USES = ("", "saliency", "logits", "sequences", "log_probs", "hidden_states")
 _Class = TypeVar("_Class", bound="type[BaseMethod]")
 Gate = Literal["wrong", "correct", "all"]

@@ -24,7 +24,7 @@ from grail_advantage import AnswerSpan, Grail, Method, Rollouts, Weights, check,
 from grail_advantage import method as registry
 from grail_advantage.check import batch_faults, unequal
 from grail_advantage.check import part as some_of
-from grail_advantage.data import ENTROPY, OLD_LOG_PROBS, Weighed, joined
+from grail_advantage.data import ENTROPY, OLD_LOG_PROBS, REF_LOG_PROBS, Weighed, joined
 from grail_advantage.method import NameTakenError, build, failure_message, methods
 from grail_advantage.metrics import OF_WEIGHTS
 from tests.core.common import FITTED, MAPS, METHODS, rollouts_of, weighed
@@ -68,7 +68,7 @@ def case(rows: int = len(ADVANTAGES), tokens: int = TOKENS, *, gap: bool = False
     text = ("4=12 so 7= 3 or " * (tokens // 16 + 1))[:tokens]
     r = rollouts_of(
         *([encode(text)] * rows, (ADVANTAGES * (rows // len(ADVANTAGES) + 1))[:rows], trained, [SPAN] * rows),
-        columns={OLD_LOG_PROBS: -3 * log_probs - 0.01, ENTROPY: 0.3 * entropy},
+        columns={OLD_LOG_PROBS: -3 * log_probs - 0.01, ENTROPY: 0.3 * entropy, REF_LOG_PROBS: -4 * entropy - 0.01},
         tokenizer=tiny_tokenizer(),
         groups=torch.arange(rows) % 2,
         rewards=torch.arange(rows) % 3 / 2,
@@ -107,7 +107,7 @@ def with_value(of: Case, source: str, row: int, value: float) -> Case:
 def sources(name: str) -> list[str]:
     """What a method's scores are made of."""
     method = method_of(name)
-    return [*sorted(method.reads & {OLD_LOG_PROBS, ENTROPY}), *([PASS] if method.uses else [])]
+    return [*sorted(method.reads & {OLD_LOG_PROBS, ENTROPY, REF_LOG_PROBS}), *([PASS] if method.uses else [])]
 
 
 @every
