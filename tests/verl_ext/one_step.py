@@ -3,7 +3,6 @@ whose update is verl's loss without a model."""
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -55,7 +54,6 @@ FACTS: dict[str, Any] = {
     "extra_info": {"index": 4},
 }
 """What the first response's data set and reward function say; they know nothing of the others."""
-CASES: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_suffix(".json").read_text())
 DUMP = "algorithm.token_dump"
 ONE_MINI_BATCH = ("actor_rollout_ref.rollout.n=3", "data.train_batch_size=2", f"{ACTOR}.ppo_mini_batch_size=2")
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import json
 import sys
 import time
 from dataclasses import replace
@@ -30,6 +29,7 @@ from tests import forked
 from tests.core.tiny_models import FAMILIES as KINDS_OF_MODEL
 from tests.core.tiny_models import PAD_ID, ROLLOUTS, Family, Rollout, char_tokenizer, encode, tiny_model
 from tests.verl_ext.engines import (
+    REFERENCE,
     Setup,
     Sizes,
     build_engine,
@@ -85,17 +85,64 @@ GROUPS = (
     [*(ROLLOUTS[name] for name in ("several boxes", "right, several boxes")), *(ROLLOUTS["empty box"],) * 2],
 )
 """Whole groups of odd and of even ranks; the last response of the second fills it up, and has no group."""
-CASES: dict[str, Any] = json.loads(Path(__file__).with_name("ranks.json").read_text())
-"""Passes by kind: method, options, temperature, micro-batches; how engines are built for them and for updates; models, with
-dropout in training, so that a pass that forgets to switch it off, or draws random numbers, is seen; LoRA adapters, each with
-its model and what it adapts."""
-SALIENCY, GRADIENT, PERTURBATION, INFERENCE = CASES["passes"].values()
-OWN: dict[str, tuple[Method, float, Sizes]] = {
-    name: (build(method, options), temperature, Sizes(**sizes))
-    for kind in CASES["passes"].values()
-    for name, (method, options, temperature, sizes) in kind.items()
+Pass = tuple[Method, float, Sizes]
+SALIENCY: dict[str, Pass] = {
+    "saliency": (Grail("official"), 1.0, Sizes(rows=1)),
+    "saliency, robust": (Grail("robust", gate="all"), 0.7, Sizes(rows=3)),
+    "saliency, first": (Grail("robust", gate="all", leaf="first"), 1.0, Sizes(budget=260)),
+    "saliency, middle": (Grail("official", leaf="middle"), 1.3, Sizes(rows=3)),
+    "saliency, last": (Grail("official", leaf="last"), 1.0, Sizes(budget=260)),
 }
-SETUPS = {name: Setup(**how) for name, how in CASES["setups"].items()}
+GRADIENT: dict[str, Pass] = {
+    "oar_g": (build("oar_g"), 1.0, Sizes(rows=1)),
+    "oar_g, joint": (build("oar_g", {"probe": "answer_joint", "noise_seed": 3}), 1.0, Sizes(rows=3)),
+    "oar_g, port, last": (build("oar_g", {"variant": "grail_port", "probe": "last"}), 1.0, Sizes(budget=260)),
+    "oar_g, port, mean": (build("oar_g", {"variant": "grail_port"}), 1.0, Sizes(rows=3)),
+}
+PERTURBATION: dict[str, Pass] = {
+    "oar_p": (build("oar_p"), 1.0, Sizes(rows=5)),
+    "oar_p, port, last": (build("oar_p", {"probe": "last", "variant": "grail_port"}), 1.0, Sizes(budget=400)),
+    "oar_p, few, joint": (build("oar_p", {"probe": "answer_joint", "max_perturbations": 7}), 1.0, Sizes(budget=260)),
+}
+INFERENCE: dict[str, Pass] = {
+    "rlsd": (build("rlsd"), 0.7, Sizes(rows=1)),
+    "shear": (build("shear", {"window": 12, "stride": 5}), 0.7, Sizes(rows=3)),
+    "rlsd, budget": (build("rlsd"), 0.7, Sizes(budget=100)),
+    "shear, budget": (build("shear", {"window": 12, "stride": 5}), 0.7, Sizes(budget=100)),
+}
+OWN = {**SALIENCY, **GRADIENT, **PERTURBATION, **INFERENCE}
+"""Passes: method, temperature, micro-batches."""
+SETUPS = {
+    "fsdp, tied, no checkpointing": Setup(model="llama-tied", strategy="fsdp", checkpointing=False, turn=1),
+    "fsdp2, packed": Setup(packed=True),
+    "fsdp, parameters offloaded": Setup(
+        strategy="fsdp", options={"param_offload": True, "optimizer_offload": True}, turn=3
+    ),
+    "fsdp2, activations offloaded": Setup(activation_offload=True, turn=5),
+    "fsdp2, lora": Setup(model="qwen3-tied", adapter="adapter", turn=7),
+    "fsdp, lora on the head": Setup(strategy="fsdp", adapter="adapter-head", turn=8),
+    "fsdp2, lora on the tied head": Setup(model="qwen3-tied", adapter="adapter-tied-head", turn=9),
+    "fsdp, lora on the embeddings": Setup(
+        strategy="fsdp", adapter="adapter-embeddings", options={"use_orig_params": True}, turn=10
+    ),
+    "fsdp, lora beside whole embeddings and head": Setup(
+        strategy="fsdp", adapter="adapter-saved", options={"use_orig_params": True}, turn=11
+    ),
+    "fsdp2, tied, 2 a sequence": Setup(
+        model="llama-tied", sequence_parallel=2, packed=True, attention=REFERENCE, turn=12
+    ),
+    "fsdp2, parameters offloaded by FSDP2": Setup(options={"offload_policy": True}, turn=13),
+    "fsdp, 4 ranks, 4 a sequence, packed to a multiple of 64": Setup(
+        strategy="fsdp",
+        ranks=4,
+        sequence_parallel=4,
+        options={"pad_to_length": True, "pad_to_length_bucket": 64},
+        turn=16,
+        packed=True,
+        attention=REFERENCE,
+    ),
+    "fsdp, fused kernels": Setup(strategy="fsdp", kernels="torch", turn=6),
+}
 PLAIN = {"fsdp": Setup("qwen3", "fsdp"), "fsdp2": Setup("qwen3")}
 ALL_PASSES = ("fsdp2, packed",)
 """Set-ups that run every pass; the others run one of each kind, in turn."""
@@ -144,21 +191,37 @@ FAMILIES = {
 }
 
 
+MODELS: dict[str, dict[str, Any]] = {
+    "qwen3": {"attention_dropout": 0.5},
+    "qwen3-tied": {"tied": True, "attention_dropout": 0.5},
+    "llama-tied": {"family": "llama", "tied": True, "attention_dropout": 0.5},
+}
+"""With dropout in training, so that a pass that forgets to switch it off, or draws random numbers, is seen."""
+ADAPTERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "adapter": ("qwen3-tied", {"target_modules": "all-linear"}),
+    "adapter-head": ("qwen3", {"target_modules": ["q_proj", "down_proj", "lm_head"]}),
+    "adapter-tied-head": ("qwen3-tied", {"target_modules": ["q_proj", "down_proj", "lm_head"]}),
+    "adapter-embeddings": ("qwen3", {"target_modules": ["q_proj", "embed_tokens"]}),
+    "adapter-saved": ("qwen3", {"target_modules": ["q_proj"], "modules_to_save": ["lm_head", "embed_tokens"]}),
+}
+"""LoRA adapters, each with its model and what it adapts."""
+
+
 def write_models(folder: Path) -> dict[str, PreTrainedModel]:
     """Write the models that the ranks load, and return them."""
-    models = {name: tiny_model(**options) for name, options in CASES["models"].items()}
+    models = {name: tiny_model(**options) for name, options in MODELS.items()}
     models |= {f"of {name}": family.build().eval() for name, family in ARCHITECTURES.items()}
     for name, model in models.items():
         model.save_pretrained(folder / name)
-    for name, (base, options) in CASES["adapters"].items():
+    for name, (base, options) in ADAPTERS.items():
         torch.manual_seed(0)
         config = LoraConfig(task_type="CAUSAL_LM", r=4, **options)
-        adapted = get_peft_model(tiny_model(**CASES["models"][base]), config)
+        adapted = get_peft_model(tiny_model(**MODELS[base]), config)
         for path, parameter in adapted.named_parameters():
             if "lora_B" in path or "lora_embedding_A" in path:  # zeros when new, which would leave the model as it was
                 torch.nn.init.normal_(parameter, std=0.3)
         adapted.save_pretrained(folder / name)
-        models[name] = PeftModel.from_pretrained(tiny_model(**CASES["models"][base]), folder / name).eval()
+        models[name] = PeftModel.from_pretrained(tiny_model(**MODELS[base]), folder / name).eval()
     return models
 
 
@@ -167,9 +230,23 @@ TOKEN_MEAN = "token-mean"
 AGGREGATIONS = (TOKEN_MEAN, "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 EPOCHS, SCALE, TEMPERATURE = 2, 24, 0.8
 PLAIN_UPDATE = ("vanilla", TOKEN_MEAN)
-OF_LOSS = {"": [PLAIN_UPDATE], "every aggregation": [("vanilla", mode) for mode in AGGREGATIONS]}
-OF_LOSS["every loss"] = [*OF_LOSS["every aggregation"], *((loss, TOKEN_MEAN) for loss in LOSSES[1:])]
-UPDATES = {name: (Setup(**how), Sizes(**of), OF_LOSS[losses]) for name, (how, of, losses) in CASES["updates"].items()}
+EVERY_AGGREGATION = [("vanilla", mode) for mode in AGGREGATIONS]
+EVERY_LOSS = [*EVERY_AGGREGATION, *((loss, TOKEN_MEAN) for loss in LOSSES[1:])]
+UPDATES = {
+    "packed, a token budget": (Setup(packed=True), Sizes(budget=60), EVERY_LOSS),
+    "padded, fixed micro-batches": (Setup(strategy="fsdp"), Sizes(rows=2), EVERY_AGGREGATION),
+    "lora": (Setup(adapter="adapter"), Sizes(rows=4), [PLAIN_UPDATE]),
+    "parameters offloaded": (
+        Setup(options={"param_offload": True, "optimizer_offload": True}),
+        Sizes(budget=60),
+        [PLAIN_UPDATE],
+    ),
+    "two ranks a sequence": (
+        Setup(sequence_parallel=2, packed=True, attention=REFERENCE),
+        Sizes(budget=60),
+        [PLAIN_UPDATE],
+    ),
+}
 """Each with its losses and aggregations."""
 
 
@@ -366,57 +443,57 @@ class Rank:
 
     def updates(self, name: str) -> dict[Any, Any]:
         """The same update of ``plan.pt`` from the same weights, by loss, aggregation and mode."""
-        setup, sizes, updates = UPDATES[name]
-        mini_batches = torch.load(self.folder / "plan.pt", weights_only=False)
-        together, size = setup.sequence_parallel, len(mini_batches[0])
-        share, place = size * together // self.world_size, self.rank // together
-        rows = [row for mini_batch in mini_batches for row in mini_batch[place * share : (place + 1) * share]]
-        engine = build_engine(setup, self.folder)
-        sizes.set(engine)
-        for group in engine.optimizer.param_groups:
-            group |= {"eps": 1e-3, "weight_decay": 0.1}  # with a smaller one Adam makes a step of any rounding
-        parameters = [p for p in engine.module.parameters() if p.requires_grad]
-        parameters = [p.to_local() if hasattr(p, "to_local") else p.data for p in parameters]
-        first, results = [parameter.detach().clone() for parameter in parameters], {}
-        for of_loss in updates:
-            options = dict(zip(("policy_loss", "loss_agg_mode"), of_loss, strict=True), epochs=EPOCHS)
+        updates = Updates(self, name)
+        results = {}
+        for of_loss in UPDATES[name][2]:
             for mode in modes_of(of_loss):
-                with torch.no_grad():
-                    for parameter, value in zip(parameters, first, strict=True):
-                        parameter.copy_(value)
-                engine.optimizer.state.clear()
-                result = results[(*of_loss, mode)] = update(training_worker(engine), rows, size, mode, **options)
-                result["parameters"] = [parameter.detach().clone() for parameter in parameters]
+                results[(*of_loss, mode)] = updates.run(updates.rows, updates.mini_batch, of_loss, mode, EPOCHS)
         return results
 
     def own_forward(self, name: str) -> dict[Any, Any]:
         """The update of ``plan.pt`` as one mini-batch, by epochs and mode: with old log-probabilities of verl's forward, and
         with those of the update's own."""
-        setup, sizes, _ = UPDATES[name]
-        mini_batches = torch.load(self.folder / "plan.pt", weights_only=False)
-        together, size = setup.sequence_parallel, sum(map(len, mini_batches))
-        share, place = size * together // self.world_size, self.rank // together
-        rows = [row for mini_batch in mini_batches for row in mini_batch][place * share : (place + 1) * share]
-        engine = build_engine(setup, self.folder)
-        sizes.set(engine)
-        for group in engine.optimizer.param_groups:
-            group |= {"eps": 1e-3, "weight_decay": 0.1}
-        parameters = [p for p in engine.module.parameters() if p.requires_grad]
-        parameters = [p.to_local() if hasattr(p, "to_local") else p.data for p in parameters]
-        first = [parameter.detach().clone() for parameter in parameters]
-        expected = verls_forward(training_worker(engine), rows)
-        rows = [row | {"old_log_probs": of_T} for row, of_T in zip(rows, expected["old_log_probs"], strict=True)]
-        results: dict[Any, Any] = {"expected": {row["place"]: i for i, row in enumerate(rows)}, "columns": expected}
+        updates = Updates(self, name, together=True)
+        columns = verls_forward(training_worker(updates.engine), updates.rows)
+        rows = [row | {"old_log_probs": of_T} for row, of_T in zip(updates.rows, columns["old_log_probs"], strict=True)]
+        places = {row["place"]: index for index, row in enumerate(rows)}
+        results: dict[Any, Any] = {"expected": places, "columns": columns}
         for epochs in (1, 3):
             for mode in ("verl", "reused", "reused, skipped, watched"):
-                with torch.no_grad():
-                    for parameter, value in zip(parameters, first, strict=True):
-                        parameter.copy_(value)
-                engine.optimizer.state.clear()
-                options = {"policy_loss": "vanilla", "loss_agg_mode": TOKEN_MEAN, "epochs": epochs}
-                result = update(training_worker(engine), rows, size, mode, **options)
-                results[epochs, mode] = result | {"parameters": [p.detach().clone() for p in parameters]}
+                results[epochs, mode] = updates.run(rows, updates.mini_batch, PLAIN_UPDATE, mode, epochs)
         return results
+
+
+class Updates:
+    """Updates of ``plan.pt`` on one rank, each from the same weights; as one mini-batch where its are run ``together``."""
+
+    def __init__(self, rank: Rank, name: str, together: bool = False) -> None:
+        setup, sizes, _ = UPDATES[name]
+        mini_batches = torch.load(rank.folder / "plan.pt", weights_only=False)
+        if together:
+            mini_batches = [[row for mini_batch in mini_batches for row in mini_batch]]
+        self.mini_batch = len(mini_batches[0])
+        share = self.mini_batch * setup.sequence_parallel // rank.world_size
+        start = rank.rank // setup.sequence_parallel * share
+        self.rows = [row for mini_batch in mini_batches for row in mini_batch[start : start + share]]
+        self.engine = build_engine(setup, rank.folder)
+        sizes.set(self.engine)
+        for group in self.engine.optimizer.param_groups:
+            group["eps"] = 1e-3  # with a smaller one Adam makes a step of any rounding
+            group["weight_decay"] = 0.1
+        trained = [parameter for parameter in self.engine.module.parameters() if parameter.requires_grad]
+        self._parameters = [p.to_local() if hasattr(p, "to_local") else p.data for p in trained]
+        self._first = [parameter.detach().clone() for parameter in self._parameters]
+
+    def run(self, rows: list[dict[str, Any]], size: int, loss: tuple[str, str], mode: str, epochs: int) -> dict:
+        """Run one, and say what it did, with the parameters after it."""
+        with torch.no_grad():
+            for parameter, value in zip(self._parameters, self._first, strict=True):
+                parameter.copy_(value)
+        self.engine.optimizer.state.clear()
+        options = {"policy_loss": loss[0], "loss_agg_mode": loss[1], "epochs": epochs}
+        result = update(training_worker(self.engine), rows, size, mode, **options)
+        return result | {"parameters": [parameter.detach().clone() for parameter in self._parameters]}
 
 
 class AllRows:

@@ -32,7 +32,7 @@ from grail_advantage.verl_ext.trainer import TokenWeightTrainer
 from tests.core.real_tokenizers import save_under_class
 from tests.core.tiny_models import END_ID, encode
 from tests.unjudged import UNJUDGED
-from tests.verl_ext.one_step import CASES, ROWS, WRONG, Step, Workers, row_of, same
+from tests.verl_ext.one_step import ROWS, WRONG, Step, Workers, row_of, same
 from verl_cpu.tiny.model import build_tokenizer
 
 Advantages = dict[str, torch.Tensor]
@@ -278,17 +278,33 @@ def test_a_step_without_a_pass_asks_nothing_of_the_engine(monkeypatch: pytest.Mo
     assert same(*found) and any(bool(advantages_T.any()) for advantages_T in found[0].values())
 
 
-@pytest.mark.parametrize(("given", "cases"), CASES["truncated"].items())
-def test_what_is_truncated(given: str, cases: str) -> None:
-    """Those with ``!``, of responses of at most 6 tokens, by the engine, and the length of the context and of the prompt, which
-    has at most 3; ``f`` ends a turn as ``<end>`` does, and a tool wrote cd after it. SGLang has one position less."""
-    engine, context, prompt = given.split()
+TRUNCATED = {
+    "vllm 100 1": "abc<end> abcde<end> abcde abc abcdeg! abcdef abfcde! abfcd<end> abfcf",
+    "vllm 100 5": "abcd!",
+    "sglang 100 5": "abc",
+    "vllm 8 5": "abc! ab<end>",
+    "trtllm 8 5": "ab",
+    "vllm 6 1": "abfcd! abfc abfcf",
+    "sglang 8 5": "ab! a",
+    "sglang 9 5": "abc!",
+    "sglang 6 5": "!",
+    "vllm 5 5": "a!",
+}
+"""By the engine, the length of the context and that of the prompt: responses, of which those with ``!`` are truncated."""
+
+
+@pytest.mark.parametrize("case", TRUNCATED)
+def test_what_is_truncated(case: str) -> None:
+    """Of responses of at most 6 tokens to prompts of at most 3; ``f`` ends a turn as ``<end>`` does, and a tool wrote cd after
+    it. SGLang has one position less."""
+    engine, context, prompt = case.split()
+    texts = TRUNCATED[case].split()
     rollout = {"name": engine, "prompt_length": 3, "response_length": 6}
     plain = {"actor_rollout_ref": {"rollout": rollout}, "algorithm": {"adv_estimator": "grail"}}
     settings, end_tokens = Settings.parse(OmegaConf.create(plain)), {END_ID, encode("f")[0]}
-    responses = [torch.tensor(encode(case.removesuffix("!"))) for case in cases.split()]
+    responses = [torch.tensor(encode(text.removesuffix("!"))) for text in texts]
     found = truncated([torch.arange(int(prompt))] * len(responses), responses, settings, int(context), end_tokens)
-    assert found.tolist() == [case.endswith("!") for case in cases.split()]
+    assert found.tolist() == [text.endswith("!") for text in texts]
 
 
 def test_a_group_meets_on_a_rank_and_copies_that_fill_one_up_belong_to_none() -> None:

@@ -18,13 +18,13 @@ from verl.trainer.ppo.v1 import PPOTrainerSync
 
 from grail_advantage import AdvantageMethod, Grail, Method, Rollouts
 from grail_advantage.dump import DumpHeader, DumpRow, choose_rows, read_dump, write_step
-from grail_advantage.method import build
+from grail_advantage.method import BaseMethod, build
 from grail_advantage.verl_ext.exchange import PLACES
 from grail_advantage.verl_ext.host import turn_rewards_label
 from grail_advantage.verl_ext.settings import ACTOR, ROLLOUT
 from tests.core.tiny_models import END_ID
 from tests.dumps import table_of
-from tests.verl_ext.one_step import CASES, DUMP, ROWS, Step, plain_rows, row_of
+from tests.verl_ext.one_step import DUMP, ROWS, Step, plain_rows, row_of
 
 KEYS = [key for key, *_ in ROWS]
 
@@ -48,11 +48,27 @@ def test_no_group_is_left_out_for_ever() -> None:
     assert len({tuple(choose_rows((0, 0, 1, 1, 2, 2), (True,) * 6, 4, (s, u))) for s in range(9) for u in (0, 1)}) == 3
 
 
-@pytest.mark.parametrize("case", CASES["rewards by turn"])
-def test_rewards_by_turn_are_those_that_the_method_reads_or_else_the_usual_ones(case: str) -> None:
-    extra, (name, options), known, expected = CASES["rewards by turn"][case]
-    label = turn_rewards_label(extra, build(name, options), **known)
-    assert label == ({} if expected is None else {"turn_rewards": expected})
+def test_rewards_by_turn_are_those_that_the_method_reads_or_else_the_usual_ones() -> None:
+    of_reward_function = {"reward_extra_info": {"turn_rewards": [1, -1.0]}, "turn_scores": [], "mine": [2]}
+    of_reward_function["tool_rewards"] = [0.5]
+    by_turn = {"call_rewards": [[1.0, 0.5], [None], [-1.0]], "tool_rewards": [1.0, 0.5, -1.0]}
+    by_call = {"tool_rewards": [1.0, 0.5]}
+    grail = build("grail")
+    rloo = build("turn_rloo")
+
+    def label(extra: Any, method: BaseMethod, **turns: int) -> list[Any] | None:
+        return turn_rewards_label(extra, method, **turns).get("turn_rewards")
+
+    assert label(of_reward_function, grail) == [1.0, -1.0], "the reward function's go first"
+    assert label(of_reward_function, build("turn_rloo", {"rewards": "mine"})) == [2.0]
+    assert label(of_reward_function, grail, turns_before=1) == [-1.0], "the second response of a session"
+    assert label(by_turn, grail, turns_before=1) == [[1.0, 0.5], [], [-1.0]], "calls are the response's own"
+    assert label(by_call, rloo) == [1.0, 0.5]
+    assert label(by_call, rloo, turns=2) == [[1.0], [0.5]], "one a turn, of which the last call has no answer"
+    assert label(by_call, rloo, turns=3) == [1.0, 0.5]
+    assert label({"call_rewards": [], **by_call}, build("turn_rloo", {"rewards": "call_rewards"})) is None
+    assert label({"tool_rewards": [0.5]}, build("turn_rloo", {"rewards": ""})) == [0.5], "the usual ones"
+    assert label({}, grail) is None and label(None, grail) is None
 
 
 class Silent:
