@@ -114,16 +114,6 @@ def test_a_mini_batch_whose_every_token_trains_stays(monkeypatch: pytest.MonkeyP
     assert setting(kept, "micro_batch_size_per_gpu") == 2
 
 
-def test_every_rank_gets_its_share_of_a_mini_batchs_rows() -> None:
-    # Mini-batches of four responses on two ranks: responses 0, 1 and 4, 5; then 2, 3 and 6, 7. In the first, 0 and 1 train.
-    order = deal_mini_batches([10, 20, 0, 40, 0, 0, 0, 0], 2, 4)
-    assert {*order[:2]} & {0, 1} and {*order[4:6]} & {0, 1} and {*order[:2], *order[4:6]} == {0, 1, 4, 5}
-    assert {*order[2:4], *order[6:]} == {2, 3, 6, 7}
-    # Responses 0, 1 and 2 train: 30 tokens a rank, where the shortest other response fills up.
-    order = deal_mini_batches([10, 20, 30, 0, 0, 0], 2, 6)
-    assert [{*order[:3]} & {0, 1, 2}, {*order[3:]} & {0, 1, 2}] in ([{0, 1}, {2}], [{2}, {0, 1}])
-
-
 def test_which_responses_train() -> None:
     advantages = [torch.tensor(row) for row in ([0.0, -0.0, 0.0], [1.0, 0.0, -1e-30, 0.0], [0.0, 2.0])]
     masks = [torch.tensor(row) for row in ([1, 1, 1], [1, 1, 1, 1], [1, 0])]
