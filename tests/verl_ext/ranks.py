@@ -50,7 +50,8 @@ def start_ranks(part: str, folder: Path, world_size: int) -> list[Results]:
     """Run a part of :data:`PARTS` once a rank, wait, and return each rank's results by kind and name of experiment."""
     processes = []
     for rank in range(world_size):
-        arguments, log = list(map(str, (part, rank, world_size, folder))), folder / f"log{rank}.txt"
+        arguments = list(map(str, (part, rank, world_size, folder)))
+        log = folder / f"log{rank}.txt"
         processes.append(forked.start("tests.verl_ext.ranks", *arguments, stdout=log))
     deadline = time.monotonic() + LONGEST
     while any(process.is_alive() for process in processes) and time.monotonic() < deadline:
@@ -67,8 +68,14 @@ def start_ranks(part: str, folder: Path, world_size: int) -> list[Results]:
 
 LONG = "One and one is two, and two is three, " * 4
 NAMES = (
-    *("text after the box", "several boxes", "empty box", "box at the start", "one token before the box"),
-    *("box at the end", "truncated second box", "right"),
+    "text after the box",
+    "several boxes",
+    "empty box",
+    "box at the start",
+    "one token before the box",
+    "box at the end",
+    "truncated second box",
+    "right",
 )
 BATCH = [
     *(replace(ROLLOUTS[name], advantage=-0.5) for name in NAMES),
@@ -163,14 +170,17 @@ def passes_of(setup: str) -> list[str]:
 
 def row_of(rollout: Rollout, place: int = 0, span: str = "first", group: int = 0) -> Row:
     """A response for a pass."""
-    prompt, response = encode(rollout.prompt), encode(rollout.response)
-    found, tokens = find_answer_span(response, char_tokenizer(), span), torch.tensor(prompt + response)
-    return Row(tokens, len(prompt), len(response), found, rollout.advantage, group, place)
+    prompt = encode(rollout.prompt)
+    response = encode(rollout.response)
+    answer = find_answer_span(response, char_tokenizer(), span)
+    tokens = torch.tensor(prompt + response)
+    return Row(tokens, len(prompt), len(response), answer, rollout.advantage, group, place)
 
 
 def pass_rows(name: str, rank: int, size: int) -> tuple[list[Rollout], list[Row]]:
     """The share of a data-parallel rank for a pass: rollouts, and prepared responses."""
-    signal, inference = OWN[name][0], name in INFERENCE
+    signal = OWN[name][0]
+    inference = name in INFERENCE
     rollouts = list(GROUPS[rank % 2]) if inference else (BATCH if name in SALIENCY else SHORT)[rank::size]
     if not inference and name not in SALIENCY and len(rollouts) < -(-len(SHORT) // size):
         rollouts.append(SHORT[4])  # fills up, as the trainer does
@@ -228,7 +238,9 @@ def write_models(folder: Path) -> dict[str, PreTrainedModel]:
 LOSSES = ("vanilla", "gspo", "cispo", "gpg", "sapo", "dppo_tv", "dppo_kl")
 TOKEN_MEAN = "token-mean"
 AGGREGATIONS = (TOKEN_MEAN, "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
-EPOCHS, SCALE, TEMPERATURE = 2, 24, 0.8
+EPOCHS = 2
+SCALE = 24
+TEMPERATURE = 0.8
 PLAIN_UPDATE = ("vanilla", TOKEN_MEAN)
 EVERY_AGGREGATION = [("vanilla", mode) for mode in AGGREGATIONS]
 EVERY_LOSS = [*EVERY_AGGREGATION, *((loss, TOKEN_MEAN) for loss in LOSSES[1:])]
@@ -268,14 +280,17 @@ def update(worker: Any, rows: list[dict[str, Any]], mini_batch: int, mode: str =
     tokens = [torch.cat([row["prompt"], row["response"]]) for row in rows]
     names = {"prompts": "prompt", "responses": "response", "rollout_is_weights": "weights", "loss_mask": "mask"}
     names |= {name: name for name in ("advantages", "old_log_probs")}
-    columns = {name: [row[of] for row in rows] for name, of in names.items() if of in rows[0]}
-    columns |= {"input_ids": tokens, "position_ids": [torch.arange(len(row)) for row in tokens]}
+    columns = {name: [row[column] for row in rows] for name, column in names.items() if column in rows[0]}
+    columns["input_ids"] = tokens
+    columns["position_ids"] = [torch.arange(len(row)) for row in tokens]
     columns["response_mask"] = columns["loss_mask"]
     if "reused" in mode:
         columns.pop("old_log_probs", None)
     written = torch.tensor([[row.get("place", 0), row.get("written", -1)] for row in rows])
     settings = {"temperature": TEMPERATURE, "calculate_entropy": False, "compute_loss": False, "seed": 0}
-    settings |= {"global_batch_size": mini_batch, "mini_batch_size": mini_batch, "epochs": loss.pop("epochs", 1)}
+    settings["global_batch_size"] = mini_batch
+    settings["mini_batch_size"] = mini_batch
+    settings["epochs"] = loss.pop("epochs", 1)
     settings |= {LEAVE_OUT: True} if "skipped" in mode else {}
     settings |= {WATCHED: "1.0"} if "watched" in mode else {}
     settings |= {REUSE: True} if "reused" in mode else {}
@@ -286,15 +301,19 @@ def update(worker: Any, rows: list[dict[str, Any]], mini_batch: int, mode: str =
         strategy="fsdp2", **options | {"policy_loss": PolicyLossConfig(loss_mode=loss["policy_loss"])}
     )
     worker.loss_fn = loss_fn = partial(ppo_loss, actor)
-    positions, gradients, engine = [], [], worker.engine
+    positions = []
+    gradients = []
+    engine = worker.engine
     embeddings = engine.module.get_input_embeddings()
     handle = embeddings.register_forward_hook(lambda _module, args, _output: positions.append(args[0].numel()))
 
     def step() -> Any:
         of_step = [p.grad for p in engine.module.parameters() if p.requires_grad]
         # None: of a parameter that is on another rank as a whole
-        known = [torch.zeros(0) if g is None else g.to_local() if hasattr(g, "to_local") else g for g in of_step]
-        gradients.append([g.clone() for g in known])
+        gradients_here = [
+            torch.zeros(0) if g is None else g.to_local() if hasattr(g, "to_local") else g for g in of_step
+        ]
+        gradients.append([g.clone() for g in gradients_here])
         return type(engine).optimizer_step(engine)
 
     with patch.object(engine, "optimizer_step", step):
@@ -323,15 +342,15 @@ def verls_forward(worker: Any, rows: list[dict[str, Any]]) -> dict[str, list[tor
     tokens = [torch.cat([row["prompt"], row["response"]]) for row in rows]
     columns = {"input_ids": tokens, "position_ids": [torch.arange(len(row)) for row in tokens]}
     names = {"prompts": "prompt", "responses": "response", "loss_mask": "mask"}
-    columns |= {name: [row[of] for row in rows] for name, of in names.items()}
+    columns |= {name: [row[column] for row in rows] for name, column in names.items()}
     settings = {"temperature": TEMPERATURE, "calculate_entropy": True, "compute_loss": False}
     fields = {name: nested(values) for name, values in columns.items()}
     output = worker.infer_batch(tu.get_tensordict(fields, non_tensor_dict=settings))
     columns = {}
     if output is not None:
         mask = nested([row["mask"] for row in rows])
-        for name, of in (("old_log_probs", "log_probs"), ("entropy", "entropy")):
-            columns[name] = list(response_from_nested(output[of], mask).unbind())
+        for name, column in (("old_log_probs", "log_probs"), ("entropy", "entropy")):
+            columns[name] = list(response_from_nested(output[column], mask).unbind())
     if worker.engine.get_data_parallel_size() == 1:
         torch.distributed.broadcast_object_list(message := [columns], src=0)
         return message[0]
@@ -342,7 +361,9 @@ class Rank:
     """Experiments with verl's engine on one rank."""
 
     def __init__(self, rank: int, world_size: int, folder: Path) -> None:
-        self.rank, self.world_size, self.folder = rank, world_size, folder
+        self.rank = rank
+        self.world_size = world_size
+        self.folder = folder
 
     def _own(self, engine: Any, name: str, setup: Setup) -> dict[str, list[torch.Tensor]]:
         signal, temperature, sizes = OWN[name]
@@ -372,7 +393,7 @@ class Rank:
         for after_passes in (False, True):
             engine = build_engine(setup, self.folder)
             if after_passes:
-                results["own"] = {own: self._own(engine, own, setup) for own in passes_of(name)}
+                results["own"] = {scores_by: self._own(engine, scores_by, setup) for scores_by in passes_of(name)}
                 results["grad_enabled"] = torch.is_grad_enabled()
                 self._own(engine, "saliency, robust", setup)  # the last one before a step is one with gradients
             if setup.adapter:
@@ -394,21 +415,22 @@ class Rank:
         engine = build_engine(setup, self.folder)
         passes: dict[str, Any] = {}
         with contextlib.suppress(ValueError):
-            for own in ("saliency, robust", "saliency, middle"):
-                passes[own] = self._own(engine, own, setup)
+            for pass_name in ("saliency, robust", "saliency, middle"):
+                passes[pass_name] = self._own(engine, pass_name, setup)
         with engine.eval_mode():
             return EngineModel(engine, temperature=1.0).probe(UPDATE, 40).holds, passes
 
     def held(self, setup: Setup) -> dict[str, list[int]]:
         """Blocks in memory during each backward of passes by activation, and of training, and at their end."""
-        engine, found = build_engine(setup, self.folder), {}
+        engine = build_engine(setup, self.folder)
+        blocks = {}
         _, rows = pass_rows("saliency", self.rank, self.world_size)
         for leaf in ("embeddings", "middle"):
-            with whole_blocks(engine) as found[leaf]:
+            with whole_blocks(engine) as blocks[leaf]:
                 own_pass(engine, rows, Grail(leaf=leaf), Sizes(rows=6))
-        with whole_blocks(engine) as found["training"]:
+        with whole_blocks(engine) as blocks["training"]:
             self._step(engine, setup)
-        return found
+        return blocks
 
     def later_update(self, setup: Setup) -> dict[str, Any]:
         """The separate trainer at a later update of a step, whose policy has moved on from the step's first."""
@@ -422,9 +444,9 @@ class Rank:
             step = Step(*overrides, rows=rows, mode="separate_async", workers=lambda *_: workers)
             step.trainer.local_trigger_step = update
             workers.calls.clear()
-            found = step.run()
+            result = step.run()
             results["back"].append(update == 0 or all(map(torch.equal, results["moved"], shards(engine))))
-            return torch.cat(list(found.values()))
+            return torch.cat(list(result.values()))
 
         results["first"] = advantages(update=0)
         workers.save_model_to_cpu(0)  # as verl's trainer at the first update
@@ -540,12 +562,13 @@ def main(name: str, rank: int, world_size: int, folder: Path) -> None:
     torch.distributed.init_process_group(
         "cpu:gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size, timeout=TIMEOUT
     )
-    made, results = Rank(rank, world_size, folder), {}
+    experiments = Rank(rank, world_size, folder)
+    results = {}
     for kind, setups in PARTS[name].items():
         results[kind] = {}
         for case, setup in setups.items():
             print(f"{kind}: {case}, after {time.process_time():.1f} CPU seconds", flush=True)
-            results[kind][case] = getattr(made, kind)(setup)
+            results[kind][case] = getattr(experiments, kind)(setup)
             gc.collect()
     torch.save(results, folder / f"result{rank}.pt")
     torch.distributed.barrier()

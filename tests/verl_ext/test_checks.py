@@ -36,7 +36,8 @@ from verl_cpu.tiny.model import build_tokenizer
 
 ROOT = Path(__file__).parents[2]
 ACTOR, MODEL, ROLLOUT = (f"actor_rollout_ref.{part}" for part in ("actor", "model", "rollout"))
-MODE, METHOD = "trainer.v1.trainer_mode", "algorithm.adv_estimator"
+MODE = "trainer.v1.trainer_mode"
+METHOD = "algorithm.adv_estimator"
 REQUIRED = (f"{ACTOR}.use_dynamic_bsz=True", f"{ROLLOUT}.n=4")
 MEANINGLESS = {
     "+algorithm.grail.foo=1": "grail.foo leaf",
@@ -204,10 +205,10 @@ def test_options_come_from_the_methods_section() -> None:
     sections = {"grail": {"preset": "robust", "gate": None}, "oar": {"variant": "grail_port"}}
     assert parsed(**sections) == Grail("robust")
     assert parsed(**sections, adv_estimator="oar_p") == Oar("perturbation", variant="grail_port")
-    known = algorithm_sections()
+    defaults = algorithm_sections()
     for name in METHODS:
-        for given in ({}, {methods()[name].section: None}, known):
-            assert parsed(**{**given, "adv_estimator": name}) == build(name)
+        for section in ({}, {methods()[name].section: None}, defaults):
+            assert parsed(**{**section, "adv_estimator": name}) == build(name)
     assert parsed(adv_estimator="grpo") is None
 
 
@@ -216,10 +217,10 @@ def test_a_tokenizer_that_loses_text_is_refused_for_every_estimator(estimator: s
     broken = save_under_class(build_tokenizer(), tmp_path / "model", "LlamaTokenizerFast", "llama")
     repaired = tmp_path / "repaired"
     save_repaired(str(broken), str(repaired))
-    given = (f"{MODEL}.path={broken}", f"{METHOD}={estimator}")
+    overrides = (f"{MODEL}.path={broken}", f"{METHOD}={estimator}")
     for option in ("path", "tokenizer_path"):
-        _refused((*given, f"++{MODEL}.{option}={broken}"), f"{MODEL}.{option}=", "answers.tokenizers")
-    prepare(_compose(*given, f"++{MODEL}.tokenizer_path={repaired}"))
+        _refused((*overrides, f"++{MODEL}.{option}={broken}"), f"{MODEL}.{option}=", "answers.tokenizers")
+    prepare(_compose(*overrides, f"++{MODEL}.tokenizer_path={repaired}"))
 
 
 def test_a_tokenizer_without_bytes_is_refused(tmp_path: Path) -> None:
@@ -265,11 +266,11 @@ def test_a_trl_that_verls_workers_fail_over_is_refused(tmp_path: Path, monkeypat
 
 def test_another_verl_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(checks.ANY_VERL, raising=False)
-    for taken in ("0.9.1", "0.9.1+cpu"):
-        checks.check_verl_version(taken)
-    for found in ("0.9.0", "0.9.10", "0.9.1.dev0", "1.0"):
+    for accepted in ("0.9.1", "0.9.1+cpu"):
+        checks.check_verl_version(accepted)
+    for refused in ("0.9.0", "0.9.10", "0.9.1.dev0", "1.0"):
         with pytest.raises(ValueError, match=checks.ANY_VERL):
-            checks.check_verl_version(found)
+            checks.check_verl_version(refused)
     monkeypatch.setenv(checks.ANY_VERL, "1")
     with pytest.warns(UserWarning):
         checks.check_verl_version("0.10.0")
@@ -308,8 +309,8 @@ class TestCommands:
 
     def _main(self, *overrides: str, **environment: str) -> subprocess.CompletedProcess:
         done = forked.run("verl.trainer.main_ppo", *overrides, HYDRA_FULL_ERROR="1", **environment)
-        said = done.stdout + done.stderr
-        assert "ray init kwargs" not in said and "local Ray instance" not in said
+        output = done.stdout + done.stderr
+        assert "ray init kwargs" not in output and "local Ray instance" not in output
         return done
 
     def test_a_dry_run_prints_the_configuration_and_nothing_else(self, tmp_path: Path) -> None:
@@ -322,13 +323,14 @@ class TestCommands:
 
     def test_refused_before_ray_starts(self, tmp_path: Path) -> None:
         """In a dry run too, and by verl's own configuration."""
-        stock, recipe = (*STOCK, f"hydra.run.dir={tmp_path}"), (*RECIPE, f"run.folder={tmp_path}")
-        for given, override, dry_run in (
+        stock = (*STOCK, f"hydra.run.dir={tmp_path}")
+        recipe = (*RECIPE, f"run.folder={tmp_path}")
+        for command, override, dry_run in (
             (recipe, "algorithm.grail.weight_std=0", "1"),
             (recipe, f"{ACTOR}.policy_loss.loss_mode=geo_mean", "0"),
             (stock, f"{MODE}=mine", "0"),
         ):
-            done = self._main(*given, override, DRY_RUN=dry_run)
+            done = self._main(*command, override, DRY_RUN=dry_run)
             assert done.returncode != 0 and f"ValueError: {override.removeprefix('algorithm.')}" in done.stderr
 
     def test_a_dry_run_of_verls_own_command_is_for_methods(
@@ -336,7 +338,8 @@ class TestCommands:
     ) -> None:
         done = self._main(*STOCK, f"hydra.run.dir={tmp_path}", DRY_RUN="1")
         assert done.returncode == 0 and yaml.safe_load(done.stdout)["algorithm"]["adv_estimator"] == "grail"
-        config, validated = compose("ppo_trainer", [*STOCK, f"{METHOD}=grpo"], VERL), []
+        config = compose("ppo_trainer", [*STOCK, f"{METHOD}=grpo"], VERL)
+        validated = []
         monkeypatch.setenv("DRY_RUN", "1")
         start_run(config, lambda: validated.append(config.trainer.v1.trainer_mode))  # and verl goes on
         assert validated == ["sync"]

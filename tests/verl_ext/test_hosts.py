@@ -41,14 +41,16 @@ class ModelWorkers:
     """The actor's worker group with a model, which runs as it is asked to."""
 
     def __init__(self, store: Store, config: Any) -> None:
-        self._dispatch_info, self._store = {"actor": [0]}, store
+        self._dispatch_info = {"actor": [0]}
+        self._store = store
 
     def compute_log_prob(self, batch: KVBatchMeta) -> KVBatchMeta:
         """verl's fields: a token's values are at the position before it."""
         model = model_of(batch.extra_info["temperature"])
         for key in batch.keys:
             fields = self._store.rows[key]
-            prompt_P, response_T = fields["prompts"], fields["responses"]
+            prompt_P = fields["prompts"]
+            response_T = fields["responses"]
             row = Row(torch.cat([prompt_P, response_T]), len(prompt_P), len(response_T), None, 0.0, 0, 0)
             (columns,) = model.micro_batches([row], lambda micro: micro.columns(BOTH), gradients=False)
             for name, of_verl in ((OLD_LOG_PROBS, "log_probs"), (ENTROPY, "entropy")):
@@ -69,10 +71,10 @@ def dumped(folder: Path, signal: Method, rejected: int | None = None) -> pa.Tabl
     those of the update."""
     rows = {}
     for row, (key, said) in enumerate(zip(KEYS, RESPONSES, strict=True)):
-        made = rows[key] = row_of(said.prompt, said.parts, said.reward)
-        made |= {"rollout_log_probs": torch.full((len(said.ids),), SAMPLED)}
-        made |= {"extra_fields": {"tool_rewards": list(said.tool_rewards)}}
-        made["response_mask"] = made["loss_mask"] * (row != rejected)
+        run_step = rows[key] = row_of(said.prompt, said.parts, said.reward)
+        run_step["rollout_log_probs"] = torch.full((len(said.ids),), SAMPLED)
+        run_step["extra_fields"] = {"tool_rewards": list(said.tool_rewards)}
+        run_step["response_mask"] = run_step["loss_mask"] * (row != rejected)
     options = [
         f"actor_rollout_ref.rollout.n={hosts.GROUP_SIZE}",
         f"actor_rollout_ref.rollout.temperature={hosts.TEMPERATURE}",
@@ -91,7 +93,7 @@ def dumped(folder: Path, signal: Method, rejected: int | None = None) -> pa.Tabl
 def expected(signal: Method, rejected: int | None = None) -> pa.Table:
     """The plain model's dump, with verl's keys, and with rewards by turn where there are some."""
     rollouts = hosts.plain_rollouts().part(JUDGED)
-    labels = [{"turn_rewards": list(said.tool_rewards)} if said.tool_rewards else {} for said in RESPONSES]
+    labels = [{"turn_rewards": list(texts.tool_rewards)} if texts.tool_rewards else {} for texts in RESPONSES]
     mask = rollouts.mask.clone()
     if rejected is not None:
         mask[rejected] = False

@@ -75,7 +75,7 @@ class OneForward(Workers):
         return [self.own.columns, None]
 
 
-def both(folder: Path, *overrides: str, method: str = "grail", **how: Any) -> list[Step]:
+def steps_of(folder: Path, *overrides: str, method: str = "grail", **how: Any) -> list[Step]:
     """The same step with verl's forward, and without it."""
     steps = []
     for reuses in (False, True):
@@ -96,7 +96,7 @@ def run(step: Step, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("skips", [False, True])
 def test_the_step_is_the_one_with_verls_forward(skips: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    verl, reused = both(tmp_path)
+    verl, reused = steps_of(tmp_path)
     for step in (verl, reused):
         step.trainer._skips = skips
         run(step, monkeypatch)
@@ -107,7 +107,7 @@ def test_the_step_is_the_one_with_verls_forward(skips: bool, tmp_path: Path, mon
         assert row.key == expected.key
         updated = not skips or expected.advantage_T.any()
         for name in ("advantage_T", "weight_T", "received_T", "old_log_prob_T", "entropy_T"):
-            values_T, expected_T = (torch.from_numpy(getattr(of, name)) for of in (row, expected))
+            values_T, expected_T = (torch.from_numpy(getattr(dumped, name)) for dumped in (row, expected))
             if "old" in name or "entropy" in name:
                 expected_T = expected_T if updated else torch.full_like(expected_T, torch.nan)
             torch.testing.assert_close(values_T, expected_T, equal_nan=True)
@@ -119,11 +119,12 @@ def test_the_step_is_the_one_with_verls_forward(skips: bool, tmp_path: Path, mon
 def test_agreement_with_the_sampler_is_over_the_responses_of_the_update(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _, reused = both(tmp_path)
+    _, reused = steps_of(tmp_path)
     run(reused, monkeypatch)
     differences = []
     for row in reused.store.rows.values():
-        start, count = len(row["prompts"]) - 1, len(row["responses"])
+        start = len(row["prompts"]) - 1
+        count = len(row["responses"])
         policy_T = log_probs_of(row)[start : start + count]
         differences.append((policy_T.exp() - row["rollout_log_probs"].exp()).abs())
     expected = float(torch.cat(differences).mean())
@@ -142,7 +143,7 @@ def test_uniform_with_truncation_as_stocks_is_stock_grpo(by_std: bool) -> None:
 
 def test_more_responses_than_a_mini_batch_get_verls_forward(tmp_path: Path) -> None:
     """As when a session has several outputs: the second mini-batch would not be of the old policy."""
-    _, step = both(tmp_path, f"{ACTOR}.ppo_mini_batch_size=1")
+    _, step = steps_of(tmp_path, f"{ACTOR}.ppo_mini_batch_size=1")
     step.run()
     step.update()
     assert step.workers.forwards == 1 and REUSE not in step.workers.updates[0].extra_info
@@ -151,7 +152,7 @@ def test_more_responses_than_a_mini_batch_get_verls_forward(tmp_path: Path) -> N
 def test_later_updates_of_the_separate_trainer_get_verls_forward(tmp_path: Path) -> None:
     """Their policy has moved on; the step's first update leaves its policy for them."""
     saved: list[int] = []
-    _, step = both(tmp_path, mode="separate_async")
+    _, step = steps_of(tmp_path, mode="separate_async")
     step.trainer.parameter_sync_step = 2
     for name in ("save_model_to_cpu", "restore_model_from_cpu", "clear_cpu_model"):
         setattr(step.workers, name, lambda number, name=name: saved.append((name, number)))

@@ -32,7 +32,8 @@ KEYS = [key for key, *_ in ROWS]
 @given(st.lists(st.tuples(st.integers(0, 4), st.booleans()), max_size=12), st.integers(1, 14), st.integers(0, 99))
 def test_whole_groups_as_many_as_fit_are_chosen(rows: list[tuple[int, bool]], limit: int, step: int) -> None:
     """Group by group, without the rows that fill up the batch; only a first group that is larger than all is cut."""
-    groups, valid = [group for group, _ in rows], [of_run for _, of_run in rows]
+    groups = [group for group, _ in rows]
+    valid = [of_run for _, of_run in rows]
     everything = choose_rows(groups, valid, None, (step, 0))
     assert everything == sorted((row for row, of_run in enumerate(valid) if of_run), key=lambda row: groups[row])
     chosen = choose_rows(groups, valid, limit, (step, 0))
@@ -87,7 +88,9 @@ ODD = {
     ],
     "truth": [
         *((value, str(value)) for value in (Decimal("0.10"), b"7", {"a": 1}, [1, "b"], 1.5, True, np.int64(3))),
-        *((None, None), (Silent(), None), ("\ud83dx", "\ufffdx")),
+        (None, None),
+        (Silent(), None),
+        ("\ud83dx", "\ufffdx"),
     ],
     "rewards": [
         *((value, [1.0]) for value in ([1], (1.0,), np.ones(1))),
@@ -119,16 +122,18 @@ class TestFacts:
 
     def test_a_value_of_an_odd_type_loses_its_label_alone(self, tmp_path: Path) -> None:
         """One type beside another in one batch."""
-        cases = [[of[place % len(of)] for of in ODD.values()] for place in range(len(ODD["acc"]))]
+        cases = [[values[place % len(values)] for values in ODD.values()] for place in range(len(ODD["acc"]))]
         rows = {}
         for place, ((acc, _), (truth, _), (rewards, _)) in enumerate(cases):
             row = rows[f"a_{place}_0"] = row_of("Two?", "so " * place + r"\boxed{1}<end>", place % 2)
-            row |= {"reward_model": {"ground_truth": truth}, "data_source": truth, "extra_info": {"index": acc}}
-            row |= {"extra_fields": {"reward_extra_info": {"acc": acc, "turn_rewards": rewards}}}
+            row["reward_model"] = {"ground_truth": truth}
+            row["data_source"] = truth
+            row["extra_info"] = {"index": acc}
+            row["extra_fields"] = {"reward_extra_info": {"acc": acc, "turn_rewards": rewards}}
         step = Step(rows=rows, folder=tmp_path)
         step.run()
-        found = [[row.outcome, row.ground_truth, row.labels.get("turn_rewards")] for row in step.written()]
-        assert found == [[expected for _, expected in case] for case in cases]
+        facts = [[row.outcome, row.ground_truth, row.labels.get("turn_rewards")] for row in step.written()]
+        assert facts == [[expected for _, expected in case] for case in cases]
         assert step.metrics["token_dump/failed_files"] == 0
 
     def test_a_list_for_a_session_goes_on_with_each_of_its_outputs(self, tmp_path: Path) -> None:
@@ -156,9 +161,9 @@ class TestFacts:
         for step.trainer.global_steps in (3, 4, 5, 6):
             for step.trainer.local_trigger_step in (0, 1):
                 step.run()
-        found = [(row.step, row.update) for row in step.written()]
+        written = [(row.step, row.update) for row in step.written()]
         assert read_dump(tmp_path).steps == [2, 4, 6]
-        assert found == [(s, u) for s in (4, 6) for u in (0, 1) for _ in range(3)]
+        assert written == [(s, u) for s in (4, 6) for u in (0, 1) for _ in range(3)]
 
 
 class Alternating(AdvantageMethod):
