@@ -108,8 +108,8 @@ def train(run: Run) -> None:
     shutil.rmtree(run.folder, ignore_errors=True)
     run.folder.mkdir(parents=True)
     data = f"--model {FOLDER}/{run.task}_model --data {FOLDER}/train.jsonl --held-out {FOLDER}/held_out.jsonl"
-    own = f"--max-response {TASKS[run.task]} --learning-rate {run.rate} --seed {run.seed} --output {run.folder}"
-    sys.argv = ["trl_grail.py", *f"{ARMS[run.arm]} {data} {SIZE} {EVALUATION} {own}".split()]
+    training = f"--max-response {TASKS[run.task]} --learning-rate {run.rate} --seed {run.seed} --output {run.folder}"
+    sys.argv = ["trl_grail.py", *f"{ARMS[run.arm]} {data} {SIZE} {EVALUATION} {training}".split()]
     with (run.folder / "log.txt").open("w") as log, redirect_stdout(log), redirect_stderr(log):
         trl_grail.main()
 

@@ -35,12 +35,33 @@ from grail_advantage.text_io import numbered_lines, read_bytes, read_json, why
 if TYPE_CHECKING:
     from datasets import Dataset
 
-NUMBERS = {"prompts": 8, "rollouts": 8, "micro_batch": 4, "max_response": 1024, "lora_rank": 32, "steps": 200}
-NUMBERS |= {"eval_every": 20, "dump_every": 10, "save_steps": 50, "learning_rate": 1e-5, "seed": 0, "effect_every": 0}
+NUMBERS = {
+    "prompts": 8,
+    "rollouts": 8,
+    "micro_batch": 4,
+    "max_response": 1024,
+    "lora_rank": 32,
+    "steps": 200,
+    "eval_every": 20,
+    "dump_every": 10,
+    "save_steps": 50,
+    "learning_rate": 1e-5,
+    "seed": 0,
+    "effect_every": 0,
+}
 """For 24 GB. An update has prompts x rollouts responses, micro_batch at a time; save_steps 0: no checkpoint;
 effect_every: steps between measurements of what the update changed, in steps that are dumped; 0: none."""
-TINY = {"prompts": 16, "micro_batch": 128, "max_response": 64, "lora_rank": 0, "learning_rate": 3e-4, "steps": 16}
-TINY |= {"eval_every": 4, "dump_every": 4, "save_steps": 8}
+TINY = {
+    "prompts": 16,
+    "micro_batch": 128,
+    "max_response": 64,
+    "lora_rank": 0,
+    "steps": 16,
+    "eval_every": 4,
+    "dump_every": 4,
+    "save_steps": 8,
+    "learning_rate": 3e-4,
+}
 ASK = "Reason step by step, and put your final answer within \\boxed{}."
 MAY_CHANGE = {"steps", "eval_every", "dump_every", "effect_every", "save_steps", "report_to", "held_out", "vllm"}
 """Options that a run which resumes may change; the others decide what it trains."""
@@ -96,7 +117,7 @@ def main() -> None:
         eval_strategy="steps" if options.held_out else "no",
         eval_steps=options.eval_every,
         eval_on_start=bool(options.held_out),
-        per_device_eval_batch_size=responses,
+        per_device_eval_batch_size=options.micro_batch,  # its loss has all logits at once, as a training step's
         num_generations_eval=1,
         logging_steps=1,
         report_to=options.report_to,
@@ -162,8 +183,8 @@ def keep_options(options: argparse.Namespace) -> None:
     path = options.output / OPTIONS
     now = {name: value for name, value in vars(options).items() if name not in {*MAY_CHANGE, "output", "resume"}}
     if options.resume and path.is_file():
-        before = read_json(read_bytes(path))
-        differing = [f"--{name.replace('_', '-')} {before.get(name)}" for name in now if before.get(name) != now[name]]
+        begun = read_json(read_bytes(path))
+        differing = [f"--{name.replace('_', '-')} {begun.get(name)}" for name in now if begun.get(name) != now[name]]
         if differing:
             raise SystemExit(f"trl_grail: {options.output} was begun with {', '.join(differing)}; use that or --output")
     write_whole(path, json.dumps(now, indent=1))
@@ -175,14 +196,17 @@ def make_tiny(options: argparse.Namespace) -> None:
     from verl_cpu.tiny.shipped import load_shipped
     from verl_cpu.tiny.task import random_problems
 
-    made = random_problems(768)
-    rows = [{"prompt": [{"role": "user", "content": each.text}], "answer": str(each.answer)} for each in made]
+    lines = []
+    for chain in random_problems(768):
+        prompt = [{"role": "user", "content": chain.text}]
+        lines.append(json.dumps({"prompt": prompt, "answer": str(chain.answer)}))
     for part in load_shipped():
         part.save_pretrained(options.output / "tiny")
-    options.model, folder = str(options.output / "tiny"), options.output
-    options.held_out, options.data = (str(folder / name) for name in ("held_out.jsonl", "train.jsonl"))
-    for file, part in ((options.held_out, rows[:128]), (options.data, rows[128:])):
-        Path(file).write_text("\n".join(map(json.dumps, part)), encoding="utf-8")
+    options.model = str(options.output / "tiny")
+    options.held_out = str(options.output / "held_out.jsonl")
+    options.data = str(options.output / "train.jsonl")
+    Path(options.held_out).write_text("\n".join(lines[:128]), encoding="utf-8")
+    Path(options.data).write_text("\n".join(lines[128:]), encoding="utf-8")
 
 
 def problems(source: str) -> Dataset:
@@ -229,8 +253,9 @@ def read_row(source: str, number: int, line: bytes) -> dict[str, Any]:
 def problem(row: dict[str, Any]) -> dict[str, Any]:
     """A row as TRL takes it."""
     question = next(row[name] for name in ("prompt", "question", "problem") if name in row)
-    asked = [{"role": "user", "content": f"{question}\n{ASK}"}] if isinstance(question, str) else question
-    return {"prompt": asked, "solution": gold_text(answer(row))}
+    if isinstance(question, str):
+        question = [{"role": "user", "content": f"{question}\n{ASK}"}]
+    return {"prompt": question, "solution": gold_text(answer(row))}
 
 
 def answer(row: dict[str, Any]) -> Any:
@@ -254,7 +279,9 @@ def reward(
 def parse_options() -> argparse.Namespace:
     """The command line; ``--tiny --help`` shows the defaults of ``--tiny``."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add, tiny, default = parser.add_argument, "--tiny" in sys.argv, "(default: %(default)s)"
+    add = parser.add_argument
+    tiny = "--tiny" in sys.argv
+    default = "(default: %(default)s)"
     add("--tiny", action="store_true", help="no GPU and no hub: sums, by the model that comes with verl-cpu")
     add("--model", default=None if tiny else "Qwen/Qwen3-1.7B", help=f"hub name or folder {default}")
     add("--data", default=None if tiny else "openai/gsm8k:main", help=f"file, or hub name[:part[:split]] {default}")

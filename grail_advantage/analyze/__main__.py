@@ -5,7 +5,8 @@ or the generated token ids) or ``steps`` (texts, which blank lines join; beside 
 ``reward``, ``ground_truth``, ``group`` and ``id``, and for the chat template ``tools`` and ``chat_template_kwargs``; if
 the last message is the assistant's, the response continues it. With ``error`` it is labelled: the first incorrect step
 from 0 (without ``steps``, lines with text are the steps), the half-open range ``[start, end]`` of its characters in the
-response, or null for none. Other keys are columns that a method may ask for.
+response, or null for none. ``values`` are those of ``python -m bench values``. Other keys are columns that a method may
+ask for.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add("responses", type=Path, metavar="FILE.jsonl", help="lines with prompt, response or steps, ...: docs/report.md")
     add("--model", required=True, help="folder or name of a causal language model; packaged: tiny, smollm2")
     add("--after", help="a later checkpoint of --model: how it changed each token's log-probability, as effect")
+    add("--reference", help="the model of reference log-probabilities, for methods that read them")
     add("--method", action="append", required=True, help="NAME[:option=value,...], again for more; all: that fit")
     add("--out", type=Path, default=Path("analysis"), help="folder for the results (default: %(default)s)")
     add("--import", dest="files", action="append", default=[], type=Path, help="a Python file that registers a method")
