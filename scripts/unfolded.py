@@ -10,6 +10,10 @@ from pathlib import Path
 
 # Folders and files that hold it; one that is unfolded gets a line here.
 ROOMS = (
+    "benchmarks",
+    "grail_advantage/verl_ext",
+    "tests/benchmarks",
+    "tests/verl_ext",
     "examples/hosts",
     "examples/trainer",
     "examples/turns",

@@ -107,14 +107,14 @@ class EngineModel:
         tokens = [row.tokens.cpu() for row in rows]
         fields = {
             "input_ids": nested(tokens),
-            "position_ids": nested([torch.arange(len(of), device="cpu") for of in tokens]),
+            "position_ids": nested([torch.arange(len(ids), device="cpu") for ids in tokens]),
         }
         inputs = tu.get_tensordict(fields, non_tensor_dict={"temperature": self.temperature})
         for batch, indices in training_micro_batches(self.engine, inputs, gradients=gradients, packed=packed):
             batch = batch.to(get_device_id())
             pairs = zip(indices, batch["input_ids"].unbind(), strict=True)
-            here = [replace(rows[index], tokens=of_row) for index, of_row in pairs]
-            yield EngineMicroBatch(self.engine, batch, here), indices
+            micro_rows = [replace(rows[index], tokens=of_row) for index, of_row in pairs]
+            yield EngineMicroBatch(self.engine, batch, micro_rows), indices
 
     def sequences(self) -> AbstractContextManager[Forward]:
         rounds = RankRounds(self.engine.get_data_parallel_group(), torch.device(get_device_id()))

@@ -232,7 +232,10 @@ class WeighingTrainer:
                 "step %d: %d of %d responses, such as %s, have no finite reward, or one that is too large. They train "
                 "nothing in this step, and others are compared without them; verl alone would skip the whole update. Fix "
                 "the reward function",
-                *(self.global_steps, int(lost_B.sum()), len(keys), keys[int(lost_B.int().argmax())]),
+                self.global_steps,
+                int(lost_B.sum()),
+                len(keys),
+                keys[int(lost_B.int().argmax())],
             )
         return rollouts if settings.dump is None else replace(rollouts, facts=_facts(data, rollouts, method, turns))
 
@@ -472,7 +475,8 @@ def _facts(data: TensorDict, r: Rollouts, method: BaseMethod, turns: Sequence[in
 
 def columns_of(data: TensorDict, names: Mapping[str, str]) -> dict[str, torch.Tensor]:
     """Those of the columns of numbers that were fetched, by verl's names, (B, T) float32 with 0 after the response."""
-    return {name: data[of].to_padded_tensor(0).float() for name, of in names.items() if of in data.keys()}  # noqa: SIM118
+    present = {name: verls for name, verls in names.items() if verls in data.keys()}  # noqa: SIM118
+    return {name: data[verls].to_padded_tensor(0).float() for name, verls in present.items()}
 
 
 def objects(data: TensorDict, name: str) -> list[Any] | None:
@@ -482,7 +486,7 @@ def objects(data: TensorDict, name: str) -> list[Any] | None:
 
 def turn_rewards_label(extra: Any, method: BaseMethod, turns_before: int = 0, turns: int = 0) -> dict[str, list[Any]]:
     """The rewards by turn as a label: those that the method reads, else the first of the usual names that has any.
-    ``extra`` is what verl has of the response, ``before`` the turns of its session before it, since a list of the
+    ``extra`` is what verl has of the response, ``turns_before`` the turns of its session before it, since a list of the
     reward function is the whole session's, and ``turns`` its own where as many rewards are certain to be one each, else
     0."""
     chosen = getattr(method, "rewards", None)

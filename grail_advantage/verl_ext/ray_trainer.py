@@ -103,7 +103,7 @@ class TokenWeightRayTrainer(WeighingTrainer, RayPPOTrainer):
     def _fields(self, data: DataProto) -> tuple[list[str], TensorDict]:
         """The keys of the responses, and their fields as the v1 trainers have them in TransferQueue."""
         tensors = data.batch
-        others = data.non_tensor_batch
+        objects = data.non_tensor_batch
         values = {**tensors, WRITTEN: tensors.pop(WRITTEN, tensors["response_mask"])}  # without it in bypass mode
         tensors.pop(ENTROPY, None)
         widths = [tensors[name].shape[1] for name in ("prompts", "responses")]
@@ -113,13 +113,13 @@ class TokenWeightRayTrainer(WeighingTrainer, RayPPOTrainer):
             for name, mask in (("prompts", asked_BL), ("responses", answered_BT))
         }
         lengths = answered_BT.sum(dim=1).tolist()
-        rows = [{name: of[row] for name, of in others.items()} for row in range(len(data))]
-        known = [{**self._columns.get(row["uid"], {}), **row, "extra_fields": row} for row in rows]
+        rows = [{name: column[row] for name, column in objects.items()} for row in range(len(data))]
+        entries = [{**self._columns.get(row["uid"], {}), **row, "extra_fields": row} for row in rows]
         for name in self._field_names():
             if name in values and name not in fields:
                 fields[name] = nested([of_T[:length] for of_T, length in zip(values[name], lengths, strict=True)])
-            elif name in known[0]:
-                fields[name] = [row[name] for row in known]
+            elif name in entries[0]:
+                fields[name] = [row[name] for row in entries]
         seen = Counter[str]()
         keys = []
         for row in rows:

@@ -168,7 +168,7 @@ def whole_blocks(engine: Any) -> Iterator[list[int]]:
 
     def count(_gradient: torch.Tensor | None = None) -> None:
         full = [getattr(group.fsdp_params[0], "_unsharded_param", None) for group in groups]
-        held.append(sum(of is not None and of.untyped_storage().size() > 0 for of in full))
+        held.append(sum(weight is not None and weight.untyped_storage().size() > 0 for weight in full))
 
     def after(_module: torch.nn.Module, _args: tuple, output: torch.Tensor) -> None:
         if output.requires_grad:

@@ -308,12 +308,14 @@ def update(worker: Any, rows: list[dict[str, Any]], mini_batch: int, mode: str =
     handle = embeddings.register_forward_hook(lambda _module, args, _output: positions.append(args[0].numel()))
 
     def step() -> Any:
-        of_step = [p.grad for p in engine.module.parameters() if p.requires_grad]
-        # None: of a parameter that is on another rank as a whole
-        gradients_here = [
-            torch.zeros(0) if g is None else g.to_local() if hasattr(g, "to_local") else g for g in of_step
-        ]
-        gradients.append([g.clone() for g in gradients_here])
+        of_step = []
+        for parameter in engine.module.parameters():
+            if parameter.requires_grad:
+                gradient = parameter.grad
+                if gradient is None:  # of a parameter that is on another rank as a whole
+                    gradient = torch.zeros(0)
+                of_step.append((gradient.to_local() if hasattr(gradient, "to_local") else gradient).clone())
+        gradients.append(of_step)
         return type(engine).optimizer_step(engine)
 
     with patch.object(engine, "optimizer_step", step):

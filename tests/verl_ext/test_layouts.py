@@ -19,8 +19,10 @@ from tests.core.tiny_models import id_to_character
 from tests.verl_ext.one_step import ROWS, Step, made_up_saliency, row_of
 
 CORRECTION = "algorithm.rollout_correction"
-TOKENS = tuple(f"{CORRECTION}.rollout_{of}" for of in ("is=token", "rs=token_k1", "rs_threshold='0.7_1.4'"))
-SEQUENCES = tuple(f"{CORRECTION}.rollout_{of}" for of in ("is=sequence", "rs=seq_mean_k1", "rs_threshold='0.95_1.05'"))
+TOKENS = tuple(f"{CORRECTION}.rollout_{option}" for option in ("is=token", "rs=token_k1", "rs_threshold='0.7_1.4'"))
+SEQUENCES = tuple(
+    f"{CORRECTION}.rollout_{option}" for option in ("is=sequence", "rs=seq_mean_k1", "rs_threshold='0.95_1.05'")
+)
 KL = ("algorithm.use_kl_in_reward=True", "algorithm.kl_ctrl.kl_coef=0.1")
 TOOL = ("a_3_0", "Two?", ("I ask for it;", r"=\boxed{9}!", "so it", "?", r" is \boxed{3}, ok<end>"), 0.0)
 """A tool wrote between the model's turns, an answer too."""

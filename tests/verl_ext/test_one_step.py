@@ -83,12 +83,12 @@ def test_a_trainers_own_advantages_have_the_last_word() -> None:
     assert len(step.workers.own) == len(right)
 
 
-def scored(of_a: Sequence[float], *others: str) -> Step:
+def scored(of_a: Sequence[float], *overrides: str) -> Step:
     """A step of four responses to one prompt with these rewards, and four to another; the advantages are not weighted."""
     rewards = {f"a_{number}_0": reward for number, reward in enumerate(of_a)}
     rewards |= {f"b_{number}_0": float(number % 3) for number in range(4)}
     rows = {key: row_of("Nine?", "I say 9."[: 3 + place], value) for place, (key, value) in enumerate(rewards.items())}
-    return Step("algorithm.norm_adv_by_std_in_grpo=false", *others, method=build("uniform"), rows=rows)
+    return Step("algorithm.norm_adv_by_std_in_grpo=false", *overrides, method=build("uniform"), rows=rows)
 
 
 @pytest.mark.parametrize("name", UNJUDGED)

@@ -74,7 +74,7 @@ class Older(Step):
         tensors["rollout_log_probs"] = answered([row["rollout_log_probs"] for row in rows])
         prompts, responses = ([row[name] for row in rows] for name in ("prompts", "responses"))
         attention = [
-            part([torch.ones_like(of) for of in ids]) for part, ids in ((asked, prompts), (answered, responses))
+            part([torch.ones_like(row) for row in ids]) for part, ids in ((asked, prompts), (answered, responses))
         ]
         tensors["prompts"] = asked(prompts)
         tensors["responses"] = answered(responses)

@@ -48,9 +48,9 @@ def settings_of(mode: str, choice: dict[str, Any]) -> tuple[Loss, ActorConfig]:
     return loss, omega_conf_to_dataclass(config.actor_rollout_ref.actor)
 
 
-def data_of(given: Rollout, rows: torch.Tensor, nested: bool) -> TensorDict:
+def data_of(source: Rollout, rows: torch.Tensor, nested: bool) -> TensorDict:
     """A micro-batch as verl's worker has it."""
-    batch = given.batch
+    batch = source.batch
     prompts = 1 + rows % 3
     lengths = torch.where(batch.mask_BT, torch.arange(TOKENS) + 1, 0).amax(dim=1)[rows].clamp(min=1)
     columns = {
@@ -68,10 +68,10 @@ def data_of(given: Rollout, rows: torch.Tensor, nested: bool) -> TensorDict:
         fields["prompts"] = nested_of([torch.zeros(int(length), dtype=torch.long) for length in prompts])
     else:
         width = int(prompts.max())
-        left = torch.arange(width) >= (width - prompts).unsqueeze(1)
+        is_prompt = torch.arange(width) >= (width - prompts).unsqueeze(1)
         right = torch.arange(TOKENS) < lengths.unsqueeze(1)
-        fields["prompts"] = torch.zeros_like(left, dtype=torch.long)
-        fields["attention_mask"] = torch.cat([left, right], 1)
+        fields["prompts"] = torch.zeros_like(is_prompt, dtype=torch.long)
+        fields["attention_mask"] = torch.cat([is_prompt, right], 1)
     fields[PLACES] = torch.stack([rows, rows], dim=1)
     return TensorDict(fields, batch_size=[len(rows)])
 
@@ -86,7 +86,7 @@ def measured(fields: Rollout, config: ActorConfig, nested: bool, skipped: torch.
         sizes["batch_num_tokens"] = int(fields.batch.mask_BT[everything].sum())
         for rank, reader in enumerate(readers):
             worker = loss_worker(config)
-            micro = [rows for of, rows in step if of == rank]
+            micro = [rows for owner, rows in step if owner == rank]
             places = [place for rows in micro for place in rows.tolist()]
             with reader.optimiser_step(worker, tu.get_tensordict({}, non_tensor_dict=settings), places):
                 for rows in [rows[~skipped[rows]] for rows in micro]:
@@ -124,7 +124,7 @@ def case(mode: str, seed: int) -> tuple[Receipt, dict[str, object]]:
     loss, config = settings_of(mode, choice)
     of_ranks = measured(fields, config, bool(choice["nested"]), skipped)
     values = (batch.old_log_probs_BT, batch.weights_BT, fields.batch.ref_log_probs_BT)
-    columns = {name: of for name, of in zip(LOSS_COLUMNS, values, strict=True) if of is not None}
+    columns = {name: column for name, column in zip(LOSS_COLUMNS, values, strict=True) if column is not None}
     how = {"sent": (~skipped).tolist(), "loss": loss, "epochs": batch.epochs, "on_policy": True}
     assert loss.account is not None
     return receipt_by(of_ranks, batch.mask_BT, batch.advantages_BT, columns, range(len(trains)), **how), choice

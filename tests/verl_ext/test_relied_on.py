@@ -83,14 +83,18 @@ def _imported(house: str) -> dict[str, str]:
         modules = {}
         for node in ast.walk(tree):
             if isinstance(node, ast.Import):
-                modules |= {of.asname: of.name for of in node.names if is_foreign(of.name) and of.asname}
+                modules |= {
+                    imported.asname: imported.name
+                    for imported in node.names
+                    if is_foreign(imported.name) and imported.asname
+                }
             elif isinstance(node, ast.ImportFrom) and is_foreign(node.module) and not node.level:
                 for alias in node.names:
-                    found = _named(node.module, alias.name)
-                    if isinstance(found, ModuleType):
-                        modules[alias.asname or alias.name] = found.__name__
+                    names = _named(node.module, alias.name)
+                    if isinstance(names, ModuleType):
+                        modules[alias.asname or alias.name] = names.__name__
                     else:
-                        entries[f"{node.module}.{alias.name}"] = describe(found)
+                        entries[f"{node.module}.{alias.name}"] = describe(names)
         for node in ast.walk(tree):
             if not isinstance(node, ast.Attribute):
                 continue

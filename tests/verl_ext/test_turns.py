@@ -50,7 +50,8 @@ def test_rewards_of_the_reward_function_and_of_ones_own_loop(expected: Advantage
     step = _step("turn_rloo")
     for row in step.store.rows.values():
         judged = row["extra_fields"]["tool_rewards"]
-        row["extra_fields"] |= {"tool_rewards": [9.0], "reward_extra_info": {"tool_rewards": judged, "acc": 1.0}}
+        row["extra_fields"]["tool_rewards"] = [9.0]
+        row["extra_fields"]["reward_extra_info"] = {"tool_rewards": judged, "acc": 1.0}
     assert same(step.run(), expected)
     step = _step("turn_rloo", rewards="turn_scores", align="turns", outcome=False)
     for key, row in step.store.rows.items():
@@ -71,15 +72,15 @@ def test_rewards_are_those_after_a_penalty_in_the_reward() -> None:
     assert rewards != pytest.approx([talk.outcome for talk in TALKS.values()])
 
 
-@pytest.mark.parametrize("given", ["by the reward function", "by the loop", "by the data"])
-def test_a_batch_without_a_call_trains(given: str) -> None:
+@pytest.mark.parametrize("source", ["by the reward function", "by the loop", "by the data"])
+def test_a_batch_without_a_call_trains(source: str) -> None:
     """``None`` is a response's value, also where no other response has more."""
     advantages: list[Advantages] = []
     for column in ({"mine": []}, {"mine": None}):
         step = Step(method=build("turn_rloo", {"rewards": "mine"}))
         for row in step.store.rows.values():
-            extra = column if given == "by the loop" else {"reward_extra_info": column}
-            row |= column if given == "by the data" else {"extra_fields": extra}
+            extra = column if source == "by the loop" else {"reward_extra_info": column}
+            row |= column if source == "by the data" else {"extra_fields": extra}
         advantages.append(step.run())
     assert same(*advantages) and all(bool(of_row.any()) for key, of_row in advantages[1].items() if key.startswith("a"))
 
@@ -159,7 +160,7 @@ def test_zero_advantage_responses_are_those_without_a_turn_that_trains(expected:
 
 
 @pytest.mark.parametrize(
-    ("given", "override", "certain"),
+    ("values", "override", "certain"),
     [
         ([0.5, -0.25, 2.0], None, True),
         (np.array([0.5, -0.25, 2.0]), None, True),
@@ -169,12 +170,12 @@ def test_zero_advantage_responses_are_those_without_a_turn_that_trains(expected:
         ([0.5, -0.25, 2.0], f"{PARALLEL_CALLS}=2", False),
     ],
 )
-def test_as_many_rewards_as_turns(given: Any, override: str | None, certain: bool) -> None:
+def test_as_many_rewards_as_turns(values: Any, override: str | None, certain: bool) -> None:
     """One each with verl's own loop and one call a turn, the last without an answer; another loop may make two calls."""
-    made = _step("turn_rloo", *([override] if override else []))
+    run_step = _step("turn_rloo", *([override] if override else []))
     listed = _step("turn_rloo")
-    for step, rewards in ((made, given), (listed, [[0.5], [-0.25], [given[2]]])):
+    for step, rewards in ((run_step, values), (listed, [[0.5], [-0.25], [values[2]]])):
         step.store.rows["a_1_0"]["extra_fields"]["tool_rewards"] = rewards
-    found = made.run()
-    assert same(found, listed.run()) == certain == bool(found["a_1_0"].any())
-    assert (made.metrics["turn_rloo/non_finite_rate"] == 0) == certain
+    advantages = run_step.run()
+    assert same(advantages, listed.run()) == certain == bool(advantages["a_1_0"].any())
+    assert (run_step.metrics["turn_rloo/non_finite_rate"] == 0) == certain

@@ -107,19 +107,19 @@ def test_without_zero_advantage_responses_it_is_the_same_update(setup: str, resu
         for of_loss in UPDATES[setup][2]:
             verl = result[(*of_loss, "verl")]
             skipped = result[(*of_loss, "skipped")]
-            for number, (found, expected) in enumerate(zip(skipped["gradients"], verl["gradients"], strict=True)):
-                _assert_close(found, expected)
-                assert trained[number] or all((values == 0).all() for values in found)
+            for number, (actual, expected) in enumerate(zip(skipped["gradients"], verl["gradients"], strict=True)):
+                _assert_close(actual, expected)
+                assert trained[number] or all((values == 0).all() for values in actual)
             _assert_close(skipped["parameters"], verl["parameters"])
             assert skipped["positions"] < 0.75 * verl["positions"]
-            found = skipped["metrics"]
+            actual = skipped["metrics"]
             expected = verl["metrics"]
-            assert found.keys() == expected.keys()
-            if found:  # verl collects them from one rank of those with the same responses
+            assert actual.keys() == expected.keys()
+            if actual:  # verl collects them from one rank of those with the same responses
                 for name in ("grad_norm", "loss"):
-                    assert found[name] == pytest.approx(expected[name], rel=1e-4, abs=1e-4), of_loss
+                    assert actual[name] == pytest.approx(expected[name], rel=1e-4, abs=1e-4), of_loss
                 assert [norm > 0 for norm in expected["grad_norm"]] == trained
-                assert found.get("actor/ppo_kl", [0, 0])[1] == 0  # of no response
+                assert actual.get("actor/ppo_kl", [0, 0])[1] == 0  # of no response
 
 
 @pytest.mark.parametrize("loss", ["vanilla", "gspo", "cispo", "gpg"])

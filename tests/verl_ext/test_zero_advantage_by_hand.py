@@ -143,7 +143,7 @@ def test_the_rows_of_a_group_meet_on_one_rank(rows: list[tuple[int, int]], ranks
     assert sorted(row for share in shares for row in share) == list(range(len(costs)))
     assert all(sum(any(groups[row] == group for row in share) for share in shares) == 1 for group in set(groups))
     # No rank has more work than an even share and a group.
-    largest = max(sum(cost for cost, group in rows if group == of) for of in groups)
+    largest = max(sum(cost for cost, group in rows if group == number) for number in groups)
     assert max(sum(costs[row] for row in share) for share in shares) <= sum(costs) / ranks + largest
 
 

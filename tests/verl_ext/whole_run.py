@@ -106,8 +106,8 @@ class WholeRun:
 
     def policy(self, step: int) -> Qwen3ForCausalLM:
         """The model before a step: the initial one, or that of the checkpoint before, which must hold it as ``hf_model``."""
-        before = self.folder / "checkpoints" / f"global_step_{step - 1}" / "actor" / "huggingface"
-        return Qwen3ForCausalLM.from_pretrained(before if step > 1 else self.folder / "model", dtype=torch.float32)
+        checkpoint = self.folder / "checkpoints" / f"global_step_{step - 1}" / "actor" / "huggingface"
+        return Qwen3ForCausalLM.from_pretrained(checkpoint if step > 1 else self.folder / "model", dtype=torch.float32)
 
 
 def advantages_of_grpo(rows: list[DumpRow]) -> list[torch.Tensor]:
