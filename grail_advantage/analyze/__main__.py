@@ -22,7 +22,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line. Its options are read before torch and transformers are imported, which takes seconds."""
     parser = argparse.ArgumentParser(prog="python -m grail_advantage.analyze", description=__doc__)
     add = parser.add_argument
-    add("responses", type=Path, metavar="FILE.jsonl", help="lines with prompt, response or steps, ...: docs/report.md")
+    kinds = (
+        "lines with prompt, response or steps, ... (docs/report.md), verl's STEP.jsonl, or TRL's completions_*.parquet"
+    )
+    add("responses", type=Path, metavar="FILE", help=kinds)
     add("--model", required=True, help="folder or name of a causal language model; packaged: tiny, smollm2")
     add("--after", help="a later checkpoint of --model: how it changed each token's log-probability, as effect")
     add("--reference", help="the model of reference log-probabilities, for methods that read them")
