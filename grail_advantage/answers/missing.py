@@ -78,7 +78,11 @@ class AnswerCheck:
         total: Callable[[Sequence[int]], Sequence[int]] = list,
     ) -> None:
         check_choice(choice, f"{prefix}missing_answers")
-        self._method, self._answer, self._choice, self._prefix, self._total = method, answer, choice, prefix, total
+        self._method = method
+        self._answer = answer
+        self._choice = choice
+        self._prefix = prefix
+        self._total = total
         self._seen = self._answered = 0
         self._warned = False
 
@@ -88,7 +92,8 @@ class AnswerCheck:
             return
         spans = r.spans(self._method.span)
         answered, rows = self._total([sum(span is not None for span in spans), len(spans)])
-        self._seen, self._answered = self._seen + rows, self._answered + answered
+        self._seen = self._seen + rows
+        self._answered = self._answered + answered
         stops = self._choice == "stop" and not self._answered and self._seen >= ENOUGH
         if not is_low(answered, rows) or (self._warned and not stops):
             return

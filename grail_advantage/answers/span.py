@@ -142,7 +142,8 @@ def _token_table(tokenizer: PreTrainedTokenizerBase, answer: AnswerFormat) -> _T
     # Changes with every token added. len(tokenizer) does too, but lists the whole vocabulary (70 ms for Qwen's).
     size = _backend(tokenizer).get_vocab_size(with_added_tokens=False)
     added = {token: entry.special for token, entry in tokenizer.added_tokens_decoder.items()}
-    key, state = id(tokenizer), (size, added)
+    key = id(tokenizer)
+    state = (size, added)
     if key not in _tables or _tables[key][0] != state:
         kept_alive = None
         try:

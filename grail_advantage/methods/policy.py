@@ -66,7 +66,8 @@ class Surprisal(Mapped):
 class Entropy(Mapped):
     """How undecided the policy was. The default map keeps each response's mean weight at 1 and ranks nothing."""
 
-    formula, source = "map of H; by default 1 + 0.1 (H / response mean - 1)", "control"
+    formula = "map of H; by default 1 + 0.1 (H / response mean - 1)"
+    source = "control"
     reads = frozenset({ENTROPY})
     reshaper: str = option("mean_ratio", "map from scores to weights, by its name")
 
@@ -142,8 +143,8 @@ class HighEntropy(Method):
     def weights(self, scores: Tensor, among: Tensor, r: Rollouts) -> Weights:
         x = scores[among]
         cut = x.kthvalue(len(x) - int(count_of_share(self.rho, among.sum())) + 1).values
-        kept = among & (scores >= cut)
-        return Weights(kept.float() * (len(x) / int(kept.sum()) if self.denominator == "selected" else 1.0))
+        chosen = among & (scores >= cut)
+        return Weights(chosen.float() * (len(x) / int(chosen.sum()) if self.denominator == "selected" else 1.0))
 
 
 @register("stare")
@@ -236,8 +237,8 @@ class Polarity(Method):
 
     def weights(self, scores: Tensor, among: Tensor, r: Rollouts) -> Weights:
         right = r.advantages > 0
-        one = torch.ones_like(r.advantages, dtype=torch.float32)
-        w = torch.where(right, self.right * one, self.wrong * one).double()
+        ones = torch.ones_like(r.advantages, dtype=torch.float32)
+        w = torch.where(right, self.right * ones, self.wrong * ones).double()
         if self.spread:
             divided = {"both": torch.ones_like(right), "right": right, "wrong": ~right}[self.spread_over]
             w = torch.where(divided, w / r.mask.sum(dim=1).clamp(min=1), w)

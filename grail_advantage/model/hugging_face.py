@@ -113,7 +113,8 @@ class HuggingFaceModel:
     ) -> list[T]:
         # The longest first: where memory does not do, it shows at once.
         order = sorted(range(len(rows)), key=lambda index: -len(rows[index].tokens))
-        waiting, results = [rows[index] for index in order], list[T]()
+        waiting = [rows[index] for index in order]
+        results = list[T]()
 
         def run_next() -> Sequence[T]:
             longest = len(waiting[0].tokens)
@@ -223,7 +224,9 @@ class PaddedRows:
     that a caller asks for."""
 
     def __init__(self, model: HuggingFaceModel, rows: Sequence[Row]) -> None:
-        self.rows, self._host, self._model = rows, model, model.model
+        self.rows = rows
+        self._host = model
+        self._model = model.model
         self._tokens_BS = pad_sequence([row.tokens for row in rows], batch_first=True)
         self._lengths = [len(row.tokens) for row in rows]  # positions that the latest forward was for
 
@@ -260,7 +263,8 @@ class PaddedRows:
         """One forward, without gradients. For each row the log-probabilities and the entropies of its response tokens,
         those that are named, (T,) float32."""
         logits_KV, tokens_K = self._predicted([(row.start, len(row.tokens)) for row in self.rows])
-        counts, temperature = [len(row.tokens) - row.start for row in self.rows], self._host.temperature
+        counts = [len(row.tokens) - row.start for row in self.rows]
+        temperature = self._host.temperature
         of_names = {OLD_LOG_PROBS: lambda: hooks.log_probs(logits_KV, tokens_K, temperature)}
         of_names[ENTROPY] = lambda: hooks.entropies(logits_KV, temperature)
         of_rows = zip(*(of_names[name]().split(counts) for name in names), strict=True)

@@ -28,7 +28,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from grail_advantage.data import Rollouts
 from grail_advantage.method import build
-from grail_advantage.methods.turns import list_a_turn
+from grail_advantage.methods.turn_rewards import list_a_turn
 
 pytestmark = pytest.mark.slow
 TURNS, STOP = 3, "stop"

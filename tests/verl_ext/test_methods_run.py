@@ -28,7 +28,7 @@ import torch
 from grail_advantage import Example, Method
 from grail_advantage.dump import COLUMNS, read_dump
 from grail_advantage.method import build, methods
-from grail_advantage.methods.turns import TurnMethod
+from grail_advantage.methods.sessions import TurnMethod
 from recipe.run_life.watch import HEADLINE
 from tests.core.common import FITTED, METHODS
 from tests.documentation import write_files

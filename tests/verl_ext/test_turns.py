@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from grail_advantage.method import build
-from grail_advantage.methods.turns import TurnMethod
+from grail_advantage.methods.sessions import TurnMethod
 from grail_advantage.verl_ext.settings import AGENT_LOOPS, PARALLEL_CALLS
 from tests.core.test_turns import Talk
 from tests.core.tiny_models import encode
