@@ -85,7 +85,10 @@ class EntropyBonus(Method):
     advantage, so that an incorrect response's undecided tokens are pushed down less."""
 
     formula = "1 + sign(A) min(0.4 H / |A|, 1 / 2)"
-    source = "arXiv 2506.14758 (from descriptions of it; neither the paper's text nor code was read)"
+    source = (
+        "arXiv 2506.14758 (restated, its text was not read: two notes quote min(alpha H, |A| / kappa), and that the code "
+        "of arXiv 2604.11297 adds it with 0.4 and 2, `verl/workers/actor/dp_actor.py`, line 560)"
+    )
     reads = frozenset({ENTROPY})
     alpha: float = option(0.4, "advantage added for each nat of entropy", gt=0)
     kappa: float = option(2.0, "the bonus is at most the kappa-th part of the advantage", gt=1)
@@ -159,7 +162,7 @@ class Stare(Method):
     )
     source = (
         "arXiv 2606.19236, sections 4.1 to 4.3 (hp-luo/STARE, `verl/trainer/ppo/core_algos.py`, "
-        "`compute_stare_token_weights`); without the adaptive variant"
+        "`compute_stare_token_weights`, without the adaptive variant)"
     )
     reads = frozenset({OLD_LOG_PROBS, ENTROPY})
     whole_batch = True

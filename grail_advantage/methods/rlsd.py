@@ -123,7 +123,10 @@ class Rlsd(Privileged, Method):
     formula = (
         "1 - lam + lam clip(exp(sign(A) (log p' - log p)), 1 - epsilon, 1 + epsilon), p' with the answer in the prompt"
     )
-    source = "arXiv 2604.03128 (coldsakrua/RLSD, `rlsd_sign_fallback_strict_split_trainer.py`; two ports)"
+    source = (
+        "arXiv 2604.03128 (coldsakrua/RLSD at 269cf6e, `rlsd_trainer.py`, lines 468 to 478; its later trainers clip "
+        "correct and incorrect responses otherwise)"
+    )
 
     lam: float = option(0.5, "share of the weight that the change of probability sets", gt=0, le=1)
     lam_steps: int = option(

@@ -1,10 +1,9 @@
-"""SHEAR (arXiv 2604.23318, section 3, Algorithm 1; from a detailed restatement, neither the paper's text nor its
-authors' code was read): a token matters as much as its surroundings differ from every response of the other outcome.
+"""SHEAR (arXiv 2604.23318, section 3, Algorithm 1): a token matters as much as its surroundings differ from every
+response of the other outcome. The paper's text was not read, and no code of its authors was found.
 
 A response is cut into overlapping windows, each a cloud of hidden states. A window's distance is that to the nearest
 window of any response of the group with the other sign of the advantage; a token's score is the greatest distance of
-the windows that hold it, in units of the group's mean hidden norm. The source names the Sinkhorn distance but neither
-its regularisation nor its iterations.
+the windows that hold it, in units of the group's mean hidden norm. Regularisation and iterations are chosen here.
 
 Shapes: P pairs of windows, N and M tokens of a pair's two windows, K and L windows of two responses, D hidden."""
 
@@ -41,7 +40,10 @@ class Shear(Method):
     opposites: two responses of 2,000 tokens have 6,400 pairs of windows, two of 32,000 have 1.6 million."""
 
     formula = "greatest over windows with t of the least Sinkhorn distance to an opposing one, / mean ||h||"
-    source = "arXiv 2604.23318, section 3, Algorithm 1 (a restatement; neither the paper's text nor code was read)"
+    source = (
+        "arXiv 2604.23318 (restated from three notes that agree on equation 4 and Algorithm 1: windows of 100 by 25, the "
+        "least distance, the mean norm, the greatest over windows; of the transport they say Sinkhorn alone)"
+    )
     cost = "1 on the responses with an advantage, and the distances"
     reads = frozenset({"groups"})
     uses = "hidden_states"

@@ -41,7 +41,7 @@ def turn_advantages(
         rewards: of each row's turns, as many entries as the model took turns.
         outcomes: each row's own reward, which counts with the last turn; ``None`` for 0.
         groups: which rows answer the same prompt.
-        method: of turns, by name or with its options: ``turn_rloo``, ``mt_grpo``, ``gtpo``, ``gigpo`` or a registered
+        method: of turns, by name or with its options: ``turn_rloo``, ``mt_grpo``, ``turn_grpo``, ``gigpo`` or a registered
             one.
         sessions: which rows are one conversation; by default each is one.
         before: what was observed before each turn of each row, for ``gigpo``.

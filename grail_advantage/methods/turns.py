@@ -73,7 +73,7 @@ class MtGrpo(TurnMethod):
         "A_1 = norm(O) + alpha norm(T), later norm(O), without a call norm(T + O); T the calls' rewards, O the outcome"
     )
     source = (
-        "arXiv 2505.11821, by its authors' code (SiliangZeng/Multi-Turn-RL-Agent, "
+        "arXiv 2505.11821 (its authors' code, SiliangZeng/Multi-Turn-RL-Agent, "
         "`verifiers/trainers/mt_grpo_env_trainer.py`, `_assign_advantages` with `aae`)"
     )
     alpha: float = option(1.0, "how much the rewards by turn count for the first turn", ge=0)
@@ -104,7 +104,7 @@ class Gigpo(TurnMethod):
 
     formula = "A_k = A + omega (G_k - mean) / deviation, over the group's turns after the same observation"
     source = (
-        "arXiv 2505.10978, by its authors' code (langfengQ/DrMAS at 3b556f2, `gigpo/core_gigpo.py`, which names "
+        "arXiv 2505.10978 (its authors' code, langfengQ/DrMAS at 3b556f2, `gigpo/core_gigpo.py`, which names "
         "equations 3 and 5 to 8 of the paper; defaults of its `examples/gigpo_trainer/run_search.sh`)"
     )
     reads = TurnMethod.reads | {"messages"}
@@ -120,15 +120,15 @@ class Gigpo(TurnMethod):
         return [of_session + self.omega * a_K for of_session, a_K in zip(episode, step, strict=True)]
 
 
-@register("gtpo")
-class Gtpo(TurnMethod):
+@register("turn_grpo")
+class TurnGrpo(TurnMethod):
     """Biased where the policy decides when to stop: the mean holds the session's own return. Responses of one turn get
     GRPO's advantage; a turn that no other session has gets 0."""
 
     formula = "A_k = (G_k - mean) / deviation, G_k the discounted return, over the group's sessions with a turn k"
     source = (
-        "arXiv 2511.14846, of which the abstract was read; the formula and gamma are those of a published summary of "
-        "arXiv 2604.02869 (there equation 2), the comparison by place is chosen here"
+        "this project: GRPO by turn, after the abstract of GTPO, arXiv 2511.14846 (no more of it was read: comparing by "
+        "place, and gamma, are no claim about it)"
     )
     gamma: float = option(0.9, GAMMA, ge=0, le=1)
     deviation: bool = option(True, DEVIATION)

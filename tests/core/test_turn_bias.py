@@ -241,7 +241,7 @@ def test_the_others_are_biased() -> None:
     """The first turn's part of `mt_grpo` is right up to scale: it credits what later turns earn to the first turn alone."""
     known = environment(stops=True)
     for size in SIZES:
-        for name, options in {"mt_grpo": {}, "gtpo": {"gamma": 1.0}, "gigpo": {"gamma": 1.0}}.items():
+        for name, options in {"mt_grpo": {}, "turn_grpo": {"gamma": 1.0}, "gigpo": {"gamma": 1.0}}.items():
             found_P = known.expected_gradient(name, options | PLAIN, size=size)
             assert compared(found_P, _truth(known))[1] > 0.02
             if name == "mt_grpo":  # the first turn's logits
@@ -251,8 +251,8 @@ def test_the_others_are_biased() -> None:
 def test_with_a_fixed_number_of_turns_means_agree_up_to_scale_and_deviations_do_not() -> None:
     known = environment(stops=False)
     exact_P, options = _truth(known), {"gamma": 1.0, **PLAIN}
-    _close(known.expected_gradient("gtpo", options), 2 / 3 * exact_P)
-    assert compared(known.expected_gradient("gtpo", {**options, "deviation": True}), exact_P)[1] > 0.02
+    _close(known.expected_gradient("turn_grpo", options), 2 / 3 * exact_P)
+    assert compared(known.expected_gradient("turn_grpo", {**options, "deviation": True}), exact_P)[1] > 0.02
 
 
 def test_denominators_that_the_policy_chooses() -> None:

@@ -119,7 +119,7 @@ def plain_mt_grpo(talk: Talk, group: list[Talk], alpha: float = 1.0, deviation: 
     return [outcome + alpha * advantage(lambda one: math.fsum(one.rewards)), *[outcome] * len(talk.rewards)]
 
 
-def plain_gtpo(talk: Talk, group: list[Talk], gamma: float = 0.9, deviation: bool = True) -> list[float]:
+def plain_turn_grpo(talk: Talk, group: list[Talk], gamma: float = 0.9, deviation: bool = True) -> list[float]:
     values = []
     for turn in range(len(talk.turns)):
         others = [_return(other, turn, gamma) for other in group if len(other.turns) > turn]
@@ -130,7 +130,7 @@ def plain_gtpo(talk: Talk, group: list[Talk], gamma: float = 0.9, deviation: boo
 def plain_gigpo(
     talk: Talk, group: list[Talk], gamma: float = 0.95, omega: float = 1.0, deviation: bool = True
 ) -> list[float]:
-    whole, values = plain_gtpo(talk, group, 1.0, deviation)[0], []
+    whole, values = plain_turn_grpo(talk, group, 1.0, deviation)[0], []
     for turn, heard in enumerate(["", *talk.said]):
         places = [(other, place) for other in group for place, said in enumerate(["", *other.said]) if said == heard]
         alike = [_return(other, place, gamma) for other, place in places]
@@ -141,7 +141,7 @@ def plain_gigpo(
 PLAIN: dict[str, tuple[Callable[..., list[float]], list[dict[str, Any]]]] = {
     "turn_rloo": (plain_turn_rloo, [{}, {"gamma": 0.5}, {"stopped": "zero"}]),
     "mt_grpo": (plain_mt_grpo, [{}, {"alpha": 0.5, "deviation": False}]),
-    "gtpo": (plain_gtpo, [{}, {"gamma": 1.0, "deviation": False}]),
+    "turn_grpo": (plain_turn_grpo, [{}, {"gamma": 1.0, "deviation": False}]),
     "gigpo": (plain_gigpo, [{}, {"gamma": 0.5, "omega": 0.25, "deviation": False}]),
 }
 """And the options that each is tried with."""
