@@ -1,7 +1,7 @@
-"""GRAIL and other ways to weight tokens: token-level credit assignment for reinforcement learning with verifiable
-rewards.
+"""This package has GRAIL and other ways to weight tokens: token-level credit assignment for reinforcement learning with
+verifiable rewards.
 
-Needs torch, transformers, numpy and pydantic alone; the part for verl is in :mod:`grail_advantage.verl_ext`.
+It needs torch, transformers, numpy and pydantic alone; the part for verl is in :mod:`grail_advantage.verl_ext`.
 """
 # ruff: noqa: F401
 

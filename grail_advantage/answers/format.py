@@ -101,8 +101,8 @@ def _outermost(boxes: Iterable[Box]) -> Iterator[Box]:
 
 def _tagged(text: bytes) -> Iterator[Box]:
     """Answers in tags. Tags of one kind nest like braces."""
-    found = (_balanced(text, *tags, re.compile(b"(" + b"|".join(map(re.escape, tags)) + b")")) for tags in _TAGS)
-    return _outermost(sorted(chain.from_iterable(found)))
+    boxes = (_balanced(text, *tags, re.compile(b"(" + b"|".join(map(re.escape, tags)) + b")")) for tags in _TAGS)
+    return _outermost(sorted(chain.from_iterable(boxes)))
 
 
 def _hashed(text: bytes) -> Iterator[Box]:

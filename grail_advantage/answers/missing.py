@@ -48,15 +48,15 @@ def advice(
 
     ``answer`` is the format that found few in the responses' token ids, of which -1 are left out; ``option`` sets it.
     """
-    found = {form: find_answer_spans(responses, tokenizer, answer=form) for form in (answer, *FORMATS.values())}
-    missed = next((row for row, span in zip(responses, found[answer], strict=True) if span is None), responses[0])
+    spans_of = {form: find_answer_spans(responses, tokenizer, answer=form) for form in (answer, *FORMATS.values())}
+    missed = next((row for row, span in zip(responses, spans_of[answer], strict=True) if span is None), responses[0])
     end = tokenizer.decode([int(token) for token in missed if token >= 0], skip_special_tokens=True)[-SHOWN:]
-    others = [
+    remedies = [
         f"{option}={form.name} ({form.example}) would find one in {count} of {len(responses)}"
-        for form, spans in found.items()
+        for form, spans in spans_of.items()
         if form != answer and (count := sum(span is not None for span in spans))
     ]
-    remedy = ", ".join(others) or (
+    remedy = ", ".join(remedies) or (
         f"no other format finds any: ask for {answer.example} in the prompt, set {option} to a regular expression, or, "
         "where responses are cut off, raise their limit"
     )

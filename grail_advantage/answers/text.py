@@ -46,8 +46,8 @@ class TokenTexts:
             return None
         # Places of the characters that are no blank, and of the end, in the tokens' text and in the given one.
         from_K, to_K = (
-            np.array([place for place, character in enumerate(f"{whole}.") if not character.isspace()])
-            for whole in (joined, text)
+            np.array([place for place, character in enumerate(f"{either}.") if not character.isspace()])
+            for either in (joined, text)
         )
         place_J = np.arange(len(joined) + 1)
         next_J = np.searchsorted(from_K, place_J)

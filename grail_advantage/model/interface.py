@@ -93,13 +93,13 @@ class RankRounds:
         while self.most(0):
             yield
 
-    def most(self, own: float) -> float:
+    def most(self, value: float) -> float:
         """The largest of all ranks'."""
         if self.group is None:
-            return own
-        most = torch.tensor(float(own), dtype=torch.float32, device=self.device)
-        torch.distributed.all_reduce(most, op=torch.distributed.ReduceOp.MAX, group=self.group)
-        return float(most)
+            return value
+        largest = torch.tensor(float(value), dtype=torch.float32, device=self.device)
+        torch.distributed.all_reduce(largest, op=torch.distributed.ReduceOp.MAX, group=self.group)
+        return float(largest)
 
 
 def places_of(ranges: Sequence[Range], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:

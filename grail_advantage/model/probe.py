@@ -69,9 +69,9 @@ def probe(model: nn.Module, run: Run, rows: Sequence[torch.Tensor]) -> Finding:
         first_alone = run([first])[0]
         last_alone = run([last])[0]
         together = run(rows)
-        before = _random_states(model)
+        states = _random_states(model)
         longest_alone = run([longest])[0]
-        repeats = DRAWS if _random_states(model) != before else 1
+        repeats = DRAWS if _random_states(model) != states else 1
         longest_again = [run([longest])[0] for _ in range(repeats)]
         first_again = run([first])[0]
     alone = [difference(first_again, first_alone), *(difference(again, longest_alone) for again in longest_again)]
@@ -117,14 +117,14 @@ def _without_a_trace(model: nn.Module) -> Iterator[None]:
     """Without gradients. Afterwards the model has the buffers from before, as statistics of batches and frequencies, and
     nobody misses a random number."""
     named = ((module, *pair) for module in model.modules() for pair in module.named_buffers(recurse=False))
-    kept = [(module, name, values, values.clone()) for module, name, values in named]
+    buffers = [(module, name, values, values.clone()) for module, name, values in named]
     try:
         with torch.random.fork_rng(), torch.no_grad():
             yield
     finally:
         release_waiting_hooks(model)
-        for module, name, values, before in kept:
-            module._buffers[name] = values.copy_(before)
+        for module, name, values, copy in buffers:
+            module._buffers[name] = values.copy_(copy)
 
 
 def difference(found_S: torch.Tensor, expected_S: torch.Tensor) -> float:
@@ -154,8 +154,10 @@ class _Computed(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        made = [of for of in tree_leaves(result) if isinstance(of, torch.Tensor) and of.is_floating_point()]
-        self.made |= {(of.device, of.dtype.itemsize) for of in made}
+        floats = [
+            values for values in tree_leaves(result) if isinstance(values, torch.Tensor) and values.is_floating_point()
+        ]
+        self.made |= {(values.device, values.dtype.itemsize) for values in floats}
         return result
 
 
