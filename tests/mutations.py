@@ -514,7 +514,7 @@ FAULTS = [
     ),
     Fault(
         "a response whose turns have nothing else is left out",
-        "grail_advantage/methods/turns.py::",
+        "grail_advantage/methods/sessions.py::",
         "(A.advantages != 0) | B => B",
         "core/test_turns.py",
     ),
