@@ -42,8 +42,10 @@ def start(rank: int, world_size: int, port: int, folder: Path) -> None:
         for stream in (1, 2):
             os.dup2(log.fileno(), stream)
     if world_size > 1:
-        os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
-        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        os.environ["RANK"] = os.environ["LOCAL_RANK"] = str(rank)
+        os.environ["WORLD_SIZE"] = str(world_size)
+        os.environ["MASTER_ADDR"] = "127.0.0.1"
+        os.environ["MASTER_PORT"] = str(port)
     torch.set_num_threads(1)
     results: dict[str, Any] = {}
     for name in WEIGHTS:
@@ -83,9 +85,9 @@ if __name__ == "__main__":
         sys.exit(on_card(Path(sys.argv[2])))
     # All at once; they are forks, so that TRL is imported once.
     context = multiprocessing.get_context("fork")
-    given = (int(sys.argv[1]), Path(sys.argv[2]))
+    arguments = (int(sys.argv[1]), Path(sys.argv[2]))
     pairs = [(rank, world_size) for world_size in (2, 1) for rank in range(world_size)]
-    ranks = [context.Process(target=start, args=(*pair, *given), daemon=True) for pair in pairs]
+    ranks = [context.Process(target=start, args=(*pair, *arguments), daemon=True) for pair in pairs]
     for rank in ranks:
         rank.start()
     for rank in ranks:

@@ -97,9 +97,9 @@ def test_the_outcome_is_trls_weighted_sum(tmp_path: Path) -> None:
 
     class Rewarding(Guess):
         def reset(self, number: int, **row: Any) -> None:
-            kept = getattr(self, "tool_rewards", [])
+            rewards = getattr(self, "tool_rewards", [])
             super().reset(number)
-            self.tool_rewards = kept
+            self.tool_rewards = rewards
 
         def get_reward(self) -> float:
             self.tool_rewards.append(0.125)

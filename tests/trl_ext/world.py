@@ -50,8 +50,8 @@ def tokenizer() -> PreTrainedTokenizerFast:
     backend = Tokenizer(models.BPE(vocab={piece: index for index, piece in enumerate(PIECES)}, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
-    made = {"pad_token": PAD, "eos_token": CHAT_END, "additional_special_tokens": [START]}
-    return PreTrainedTokenizerFast(tokenizer_object=backend, chat_template=qwen3_chat_template, **made)
+    special = {"pad_token": PAD, "eos_token": CHAT_END, "additional_special_tokens": [START]}
+    return PreTrainedTokenizerFast(tokenizer_object=backend, chat_template=qwen3_chat_template, **special)
 
 
 class Script(NamedTuple):
@@ -77,7 +77,7 @@ def _script(turns: list[str | list[Any]], **options: Any) -> Script:
 
 Scripts = Mapping[str, Sequence[Script]]  # by prompt
 TEXTS, TALKS = (
-    {prompt: [_script(**each) for each in scripts] for prompt, scripts in WORLD[part].items()}
+    {prompt: [_script(**script) for script in scripts] for prompt, scripts in WORLD[part].items()}
     for part in ("texts", "talks")
 )
 """Without tools, where one does not end, which is the longest; and conversations, whose number is 40."""
