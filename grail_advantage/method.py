@@ -1,6 +1,6 @@
 """A method: one class, registered by name. A field is an option that a run sets as ``algorithm.<method>.<field>``; a
 class variable says what the method needs. It knows no trainer and keeps nothing between batches. Modules of other
-packages come by the entry-point group ``grail_advantage.signals``."""
+packages come by the entry-point group ``grail_advantage.methods``; ``grail_advantage.signals`` is its earlier name."""
 
 from __future__ import annotations
 
@@ -23,11 +23,14 @@ if TYPE_CHECKING:
     from grail_advantage.data import Rollouts, Row, RowScores
     from grail_advantage.model.interface import Model
 
-FAMILIES = ("fitted", "oar", "policy", "rlsd", "saliency", "shear", "text", "turns")  # the files of methods/
+FAMILIES = ("fitted", "oar", "policy", "rlsd", "saliency", "shear", "signed", "text", "turns")  # the files of methods/
 METHODS: dict[str, type[BaseMethod]] = {}
 FAILURES: dict[str, Exception] = {}  # plug-ins that raised when they were imported
 RESERVED = ("token_weights", "token_dump")  # sections of ``algorithm`` that belong to the trainer
-READS = ("old_log_probs", "entropy", "groups", "examples", "tokens", "rewards", "sessions", "messages", "tokenizer")
+READS = (
+    *("old_log_probs", "entropy", "ref_log_probs"),
+    *("groups", "examples", "tokens", "rewards", "sessions", "messages", "tokenizer"),
+)
 USES = ("", "saliency", "logits", "sequences", "log_probs", "hidden_states")
 _Class = TypeVar("_Class", bound="type[BaseMethod]")
 Gate = Literal["wrong", "correct", "all"]
@@ -79,7 +82,7 @@ def register(name: str, **fixed: Any) -> Callable[[_Class], _Class]:
 def _load_plugins() -> None:
     for family in FAMILIES:
         import_module(f"grail_advantage.methods.{family}")
-    for entry in entry_points(group="grail_advantage.signals"):
+    for entry in [*entry_points(group="grail_advantage.methods"), *entry_points(group="grail_advantage.signals")]:
         try:
             entry.load()
         except Exception as error:  # it stops no other, and no run without it

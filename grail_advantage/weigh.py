@@ -55,7 +55,9 @@ def weigh(rollouts: Rollouts, method: BaseMethod, host: Host, answers: AnswerChe
     indices = selected.nonzero().flatten().tolist()
     names = [name for name in DUMPED if name in method.reads]
     rollouts = with_columns(rollouts, names, host, indices)
-    r = replace(r, columns={name: rollouts.columns[name] for name in names if name in rollouts.columns})
+    # NaN where the model did not write: a score that reads there fails, and no neighbour's length decides it.
+    known = {name: rollouts.columns[name] for name in names if name in rollouts.columns}
+    r = replace(r, columns={name: column.masked_fill(~r.written, math.nan) for name, column in known.items()})
     of_pass, norms = _run_pass(host, method, r, indices) if method.uses else (None, None)
     scores = _nowhere(r)
     if indices:

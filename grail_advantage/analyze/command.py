@@ -32,12 +32,12 @@ import torch
 from grail_advantage.analyze.lines import Response, read_responses
 from grail_advantage.analyze.methods import methods_for
 from grail_advantage.analyze.models import ANOTHER, PACKAGED, check_fits, check_options, digest, files_digest, model_of
-from grail_advantage.analyze.tokens import labels_of, tokenize
+from grail_advantage.analyze.tokens import labels_of, tokenize, with_messages
 from grail_advantage.answers.format import BOXED, AnswerFormat, answer_format
 from grail_advantage.answers.missing import advice, is_low
 from grail_advantage.answers.text import TokenTexts
 from grail_advantage.api import MOST_UNKNOWN, PlainHost
-from grail_advantage.data import ENTROPY, OLD_LOG_PROBS, Example, Rollouts, outcome_of
+from grail_advantage.data import OF_POLICY, OLD_LOG_PROBS, REF_LOG_PROBS, Example, Rollouts, outcome_of
 from grail_advantage.dump import (
     RECEIVED_SCHEMA,
     header_of,
@@ -65,9 +65,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line; SystemExit with a message for everything that the user can fix."""
     parser = argparse.ArgumentParser(prog="python -m grail_advantage.analyze", description=__doc__)
     add = parser.add_argument
-    add("responses", type=Path, metavar="FILE.jsonl", help="lines with prompt, response or steps, ...: docs/report.md")
+    kinds = (
+        "lines with prompt, response or steps, ... (docs/report.md), verl's STEP.jsonl, or TRL's completions_*.parquet"
+    )
+    add("responses", type=Path, metavar="FILE", help=kinds)
     add("--model", required=True, help=f"folder or name of a causal language model; packaged: {', '.join(PACKAGED)}")
     add("--after", help="a later checkpoint of --model: how it changed each token's log-probability, as effect")
+    add("--reference", help="the model of reference log-probabilities, for methods that read them")
     add("--method", action="append", required=True, help="NAME[:option=value,...], again for more; all: that fit")
     add("--out", type=Path, default=Path("analysis"), help="folder for the results (default: %(default)s)")
     add("--import", dest="files", action="append", default=[], type=Path, help="a Python file that registers a method")
@@ -83,15 +87,24 @@ def main(arguments: Sequence[str] | None = None) -> None:
         check_options(options.temperature, options.tokens, options.device)
         for file in options.files:
             runpy.run_path(str(file), run_name=file.stem)
-        responses, answer = read_responses(options.responses), answer_format(options.answer or BOXED)
-        chosen = methods_for(options.method, responses, options.advantages)
+        responses = read_responses(options.responses)
+        answer = answer_format(options.answer or BOXED)
+        chosen = methods_for(options.method, responses, options.advantages, bool(options.reference))
         tokenizer, load = model_of(options.model, options.device, options.dtype)
+        responses = [with_messages(row, tokenizer) for row in responses]
+        decoded = sum(row.decoded for row in responses)
+        if decoded:
+            lost = f"{decoded} prompts are read without their control tokens, which verl did not write"
+            complain("analyze", f"{lost}: the chat template of --model does not make these texts")
         settings = {"temperature": options.temperature, "tokens": options.tokens, "advantages": options.advantages}
         settings |= {"model": options.model, "answer": answer}
-        beside = {name: files_digest(name) for name in (options.model, options.after, *map(str, options.files)) if name}
+        named = (options.model, options.after, options.reference, *map(str, options.files))
+        beside = {name: files_digest(name) for name in named if name}
         settings["beside"] = {"dtype": options.dtype, "files": beside}
-        if options.after:
-            settings["after"] = options.after, model_of(options.after, options.device, options.dtype)[1]
+        for other in ("after", "reference"):
+            name = getattr(options, other)
+            if name:
+                settings[other] = name, model_of(name, options.device, options.dtype)[1]
         say(*analyze(with_rewards(responses, tokenizer), chosen, options.out, tokenizer, load, **settings))
     except (ValueError, OSError) as error:
         raise SystemExit(visible(f"analyze: {error}", breaks=False)) from error
@@ -113,13 +126,15 @@ def analyze(
     advantages: str = "auto",
     answer: AnswerFormat = BOXED,
     after: tuple[str, Callable[[], PreTrainedModel]] | None = None,
+    reference: tuple[str, Callable[[], PreTrainedModel]] | None = None,
     beside: Mapping[str, Any] | None = None,
 ) -> list[str]:
     """Write the files ``step_000000.parquet``, ... that a folder lacks, new or of the same analysis; returns lines that say
     what there is. ``chosen``: methods by the names of their columns. ``load`` gives the model on its device, and is not
-    called where no file is missing. ``advantages``: see :func:`advantages_of`. ``after``: name and loader of a later
-    checkpoint, for the column ``effect``. ``beside``: what else changes the figures, by name, such as the files of the
-    model. ValueError: the folder holds something else, a response cannot be read, or all methods failed."""
+    called where no file is missing. ``advantages``: see :func:`advantages_of`. Names and loaders: ``after`` of a later
+    checkpoint, for the column ``effect``, and ``reference`` of the model of reference log-probabilities. ``beside``: what
+    else changes the figures, by name, such as the files of the model. ValueError: the folder holds something else, a
+    response cannot be read, or all methods failed."""
     values, source = advantages_of(responses, advantages)
     complain("analyze", f"{len(responses)} responses; advantage: {source}")
     about: dict[str, Any] = {
@@ -127,7 +142,9 @@ def analyze(
         "methods": {name: repr(of) for name, of in chosen.items()},
         "answer": answer.name,
     }
-    about |= {"after": after[0] if after else None, "temperature": temperature, **(beside or {})}
+    for name, other in (("after", after), ("reference", reference)):
+        about[name] = other[0] if other else None
+    about.update({"temperature": temperature, **(beside or {})})
     about["responses"] = digest(json.dumps([values, list(map(repr, responses))]))
     about = json.loads(json.dumps(about))
     known: dict[str, Any] = {**about, "failed": {}}
@@ -139,7 +156,11 @@ def analyze(
                 "remove this one"
             )
         known = there
-    texts, done, loaded, later = TokenTexts(tokenizer), set(read_dump(folder).steps), None, None
+    texts = TokenTexts(tokenizer)
+    done = set(read_dump(folder).steps)
+    loaded = None
+    later = None
+    referred = None
     whole = _rollouts(responses, values, chosen, tokenizer, texts, answer)
     answered = len(whole) - whole.spans("last").count(None)
     if any(method.reads_answer for method in chosen.values()) and is_low(answered, len(whole)):
@@ -154,7 +175,10 @@ def analyze(
             write_whole(folder / RECORD, json.dumps(known))
         settings: dict[str, Any] = {"temperature": temperature, "tokens": tokens, "device": loaded.device}
         r, made = replace(whole.part(part), tokenizer=tokenizer), {}
-        columns = PlainHost(loaded, r, **settings).columns((OLD_LOG_PROBS, ENTROPY))
+        columns = PlainHost(loaded, r, **settings).columns(OF_POLICY)
+        if reference:
+            referred = reference[1]() if referred is None else referred
+            columns[REF_LOG_PROBS] = PlainHost(referred, r, **settings).columns((OLD_LOG_PROBS,))[OLD_LOG_PROBS]
         if after:
             later = after[1]() if later is None else later
             effect = PlainHost(later, r, **settings).columns((OLD_LOG_PROBS,))[OLD_LOG_PROBS] - columns[OLD_LOG_PROBS]

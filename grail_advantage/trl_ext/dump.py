@@ -20,7 +20,7 @@ from transformers import TrainerCallback
 from trl import GRPOTrainer
 
 from grail_advantage.api import PlainHost
-from grail_advantage.data import DUMPED, OLD_LOG_PROBS, ROLLOUT_LOG_PROBS, Rollouts, Weighed, outcome_of
+from grail_advantage.data import OF_POLICY, OLD_LOG_PROBS, ROLLOUT_LOG_PROBS, Rollouts, Weighed, outcome_of
 from grail_advantage.dump import METRICS_FILE, DumpOptions, MetricsFile, StepDump, received_table, tolerant
 from grail_advantage.effect import effect_figures
 from grail_advantage.locks import hold, let_go
@@ -182,7 +182,7 @@ class GenerationDump(TrainerCallback):
             if rows:
                 part = w.part(rows)
                 places = part.rollouts.places
-                columns = dict(with_columns(part.rollouts, list(DUMPED), self._host(part.rollouts)).columns)
+                columns = dict(with_columns(part.rollouts, OF_POLICY, self._host(part.rollouts)).columns)
                 sampled = output.get("sampling_per_token_logps")  # of vLLM, or of rollout_func
                 if sampled is not None:
                     columns[ROLLOUT_LOG_PROBS] = sampled[rows, : part.advantages.shape[1]].float()

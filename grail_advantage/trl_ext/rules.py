@@ -16,8 +16,10 @@ from transformers import ProcessorMixin
 from trl import GRPOConfig, GRPOTrainer
 
 from grail_advantage.answers.tokenizers import check_round_trip
+from grail_advantage.data import REF_LOG_PROBS
 from grail_advantage.method import BaseMethod
 from grail_advantage.methods.biases import Cause, biases_of_turns
+from grail_advantage.model.hooks import has_adapter
 from grail_advantage.model.probe import probe, probe_rows
 from grail_advantage.rules import Rule, check_rules
 
@@ -172,6 +174,12 @@ RULES = (
         when=lambda a: not 0 < a["temperature"] < math.inf,
         because="the policy is the softmax at this temperature",
         remedy="use one above 0",
+    ),
+    Rule(
+        option="beta",
+        when=lambda a: REF_LOG_PROBS in a.method.reads and a["beta"] == 0 and not has_adapter(a.trainer.model),
+        because="the method reads reference log-probabilities, which TRL computes where it is not 0",
+        remedy="use 1e-9 for no KL term to speak of, or train an adapter (peft_config)",
     ),
     Rule(
         option="fp16",

@@ -19,14 +19,25 @@ import numpy as np
 import torch
 import trl
 from accelerate.utils import gather_object
+from datasets import Dataset
 from torch import Tensor, nn
 from torch.nn.functional import pad
 from trl import GRPOTrainer
 
 from grail_advantage.answers.format import BOXED, AnswerFormat, answer_format
-from grail_advantage.answers.missing import CHOICES, AnswerCheck
+from grail_advantage.answers.missing import CHOICES, LOOKED_AT, AnswerCheck
 from grail_advantage.api import PlainHost
-from grail_advantage.data import DUMPED, OLD_LOG_PROBS, Example, Rollouts, joined, runs, token_mean, within_range
+from grail_advantage.data import (
+    DUMPED,
+    OLD_LOG_PROBS,
+    REF_LOG_PROBS,
+    Example,
+    Rollouts,
+    joined,
+    runs,
+    token_mean,
+    within_range,
+)
 from grail_advantage.method import BaseMethod, build
 from grail_advantage.methods.turns import TurnMethod
 from grail_advantage.trl_ext.dump import GenerationDump, dump_options, loss_mask
@@ -34,6 +45,8 @@ from grail_advantage.trl_ext.rules import check_neighbours, check_trainer, check
 from grail_advantage.weigh import weigh, with_columns
 
 logger = logging.getLogger(__name__)
+
+GIVEN = {OLD_LOG_PROBS: "old_per_token_logps", REF_LOG_PROBS: "ref_per_token_logps"}  # columns, by TRL's names
 
 
 class TokenWeightGRPOTrainer(GRPOTrainer):
@@ -84,6 +97,10 @@ class TokenWeightGRPOTrainer(GRPOTrainer):
         check_version(trl.__version__)
         super().__init__(*arguments, **named)
         check_trainer(self, self.method, skip_zero_advantage)
+        if isinstance(self.train_dataset, Dataset):
+            self._answers.look_at_data(
+                self.train_dataset.select(range(min(LOOKED_AT, len(self.train_dataset)))).to_list(), "train_dataset"
+            )
         self._dump = None if dumping is None else GenerationDump(self, dumping, self._host)
 
     def train(self, *arguments: Any, **named: Any) -> Any:
@@ -213,7 +230,6 @@ class TokenWeightGRPOTrainer(GRPOTrainer):
         for row in inputs:
             columns = {name: value for name, value in row.items() if name != "prompt"}
             examples.append(Example(row.get("prompt", []), columns, self.chat_template_kwargs))
-        old_log_probs = output.get("old_per_token_logps")
         prompt_mask = output["prompt_mask"].bool()
 
         def beside_prompts(values: Tensor) -> Tensor:
@@ -226,7 +242,9 @@ class TokenWeightGRPOTrainer(GRPOTrainer):
             beside_prompts(is_response),
             written=beside_prompts(written),
             mask=beside_prompts(mask & written),
-            columns={} if old_log_probs is None else {OLD_LOG_PROBS: beside_prompts(old_log_probs.float())},
+            columns={
+                name: beside_prompts(output[of].float()) for name, of in GIVEN.items() if output.get(of) is not None
+            },
             advantages=output["advantages"].masked_fill(unjudged, torch.nan),
             tokenizer=self.processing_class,
             answer=self.answer,
