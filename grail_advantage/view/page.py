@@ -168,6 +168,7 @@ class Held:
             entry |= {"run": run, "group": self.groups, "length": end - start}
             entry |= {"no_scores_of": reasons if several else None}
             entry |= {"wrong_step": range_of(labels.get("wrong_step"), end - start)}
+            entry |= {"values": values_of(labels, end - start)}
             entry |= {"turns": turns(labels, end - start, header.options.get("align"))}
             entry |= {"spread": _rounded(trained.std(), 4) if len(trained) else None}
             entry |= {"advantage": _rounded(base[of_base[place]], 4) if of_base[place] < of_base[place + 1] else None}
@@ -396,6 +397,19 @@ def turns(labels: Mapping[str, Any], length: int, align: str | None) -> list[lis
     rewards = [float(sum(each)) if each else None for each in calls] if certain else []
     rewards += [None] * (len(ranges) - len(rewards))
     return [[start, end, reward] for (start, end), reward in zip(ranges, rewards, strict=True)]
+
+
+def values_of(labels: Mapping[str, Any], length: int) -> list[list[float]] | None:
+    """``[start, V]`` of each step by the labels of ``bench values``, then the reward at the end; ``None`` for others."""
+    try:
+        values = labels["values"]
+        shares = [digits.count("1") / len(digits) for digits in values["right"]]
+        pairs = zip([*values["starts"], length], [*shares, float(values["reward"])], strict=True)
+        steps = [[int(start), _rounded(value, 4)] for start, value in pairs]
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError):
+        return None
+    is_plain = steps == sorted(steps, key=lambda step: step[0]) and steps[0][0] >= 0
+    return steps if is_plain and all(0 <= value <= 1 for _, value in steps) else None
 
 
 def range_of(label: Any, length: int) -> tuple[int, int] | None:
