@@ -121,6 +121,7 @@ def sources(name: str) -> list[str]:
 def test_says_what_it_is_and_keeps_nothing(name: str) -> None:
     method = build(name)
     assert method.name == name and type(method).__doc__ and method.formula and method.source and method.cost
+    assert "arXiv" not in method.source or method.source.endswith(")"), "where the paper's formula was read"
     assert pickle.loads(pickle.dumps(method)) == method, "it travels to another process"
     assert build(name, {"mask_truncated": False}).mask_truncated is False
     assert build(name, {"mask_truncated": None}) == method

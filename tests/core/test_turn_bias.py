@@ -28,7 +28,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from grail_advantage.data import Rollouts
 from grail_advantage.method import build
-from grail_advantage.methods.turns import list_a_turn
+from grail_advantage.methods.turn_rewards import list_a_turn
 
 pytestmark = pytest.mark.slow
 TURNS = 3
@@ -249,7 +249,7 @@ def test_the_others_are_biased() -> None:
     """The first turn's part of `mt_grpo` is right up to scale: it credits what later turns earn to the first turn alone."""
     policy = environment(stops=True)
     for size in SIZES:
-        for name, options in {"mt_grpo": {}, "gtpo": {"gamma": 1.0}, "gigpo": {"gamma": 1.0}}.items():
+        for name, options in {"mt_grpo": {}, "turn_grpo": {"gamma": 1.0}, "gigpo": {"gamma": 1.0}}.items():
             found_P = policy.expected_gradient(name, options | PLAIN, size=size)
             assert compared(found_P, _truth(policy))[1] > 0.02
             if name == "mt_grpo":  # the first turn's logits
@@ -260,8 +260,8 @@ def test_with_a_fixed_number_of_turns_means_agree_up_to_scale_and_deviations_do_
     policy = environment(stops=False)
     exact_P = _truth(policy)
     options = {"gamma": 1.0, **PLAIN}
-    _close(policy.expected_gradient("gtpo", options), 2 / 3 * exact_P)
-    assert compared(policy.expected_gradient("gtpo", {**options, "deviation": True}), exact_P)[1] > 0.02
+    _close(policy.expected_gradient("turn_grpo", options), 2 / 3 * exact_P)
+    assert compared(policy.expected_gradient("turn_grpo", {**options, "deviation": True}), exact_P)[1] > 0.02
 
 
 def test_denominators_that_the_policy_chooses() -> None:

@@ -125,7 +125,7 @@ def plain_mt_grpo(talk: Talk, group: list[Talk], alpha: float = 1.0, deviation: 
     ]
 
 
-def plain_gtpo(talk: Talk, group: list[Talk], gamma: float = 0.9, deviation: bool = True) -> list[float]:
+def plain_turn_grpo(talk: Talk, group: list[Talk], gamma: float = 0.9, deviation: bool = True) -> list[float]:
     values = []
     for turn in range(len(talk.turns)):
         returns = [_return(member, turn, gamma) for member in group if len(member.turns) > turn]
@@ -136,7 +136,7 @@ def plain_gtpo(talk: Talk, group: list[Talk], gamma: float = 0.9, deviation: boo
 def plain_gigpo(
     talk: Talk, group: list[Talk], gamma: float = 0.95, omega: float = 1.0, deviation: bool = True
 ) -> list[float]:
-    outcome = plain_gtpo(talk, group, 1.0, deviation)[0]
+    outcome = plain_turn_grpo(talk, group, 1.0, deviation)[0]
     values = []
     for turn, heard in enumerate(["", *talk.replies]):
         places = [
@@ -150,7 +150,7 @@ def plain_gigpo(
 PLAIN: dict[str, tuple[Callable[..., list[float]], list[dict[str, Any]]]] = {
     "turn_rloo": (plain_turn_rloo, [{}, {"gamma": 0.5}, {"stopped": "zero"}]),
     "mt_grpo": (plain_mt_grpo, [{}, {"alpha": 0.5, "deviation": False}]),
-    "gtpo": (plain_gtpo, [{}, {"gamma": 1.0, "deviation": False}]),
+    "turn_grpo": (plain_turn_grpo, [{}, {"gamma": 1.0, "deviation": False}]),
     "gigpo": (plain_gigpo, [{}, {"gamma": 0.5, "omega": 0.25, "deviation": False}]),
 }
 """And the options that each is tried with."""
