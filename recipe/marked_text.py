@@ -25,7 +25,8 @@ def write_marked(path: Path, name: str, passage: str) -> None:
 
 
 def _bounds(text: str, name: str) -> tuple[int, int]:
-    begin, end = f"<!-- {name} -->", f"<!-- /{name} -->"
+    begin = f"<!-- {name} -->"
+    end = f"<!-- /{name} -->"
     if text.count(begin) != 1 or text.count(end) != 1 or text.index(begin) > text.index(end):
         raise ValueError(f"the file needs the lines {begin} and {end}, once each and in this order")
     return text.index(begin) + len(begin), text.index(end)

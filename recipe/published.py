@@ -31,7 +31,7 @@ class Setting:
 
     ``place``: Q and a line, ``qwen3_grail.yaml``; E, ``run_eval.py``, or another of its files; TRL, its default then.
     ``says``: options of verl's that say the same, without ``actor_rollout_ref``; ``ours``: their values in those terms.
-    ``why``: why the value is ``here`` (``None``: any) with ``like=published`` too, or has no option. ``corrected``:
+    ``why``: why the value is ``value`` (``None``: any) with ``like=published`` too, or has no option. ``corrected``:
     what ``like=corrected`` has instead, a colon, and why; ``instead``: the same in the published terms.
     """
 
@@ -41,7 +41,7 @@ class Setting:
     says: str = ""
     ours: Callable[..., Any] = lambda value: value
     why: str = ""
-    here: Any = None
+    value: Any = None
     corrected: str = ""
     instead: Any = None
 
@@ -71,9 +71,9 @@ def _hub(files: Any) -> dict[Any, float]:
     return {getattr(SPECS.get(_stem(files).removesuffix("_published")), "hub", None): 1.0}
 
 
-def _thinking(given: Any, model: str) -> Any:
+def _thinking(arguments: Any, model: str) -> Any:
     """The other models' templates have no such switch."""
-    return OmegaConf.to_container(given) if given or "Qwen3" in model else {"enable_thinking": False}
+    return OmegaConf.to_container(arguments) if arguments or "Qwen3" in model else {"enable_thinking": False}
 
 
 # fmt: off
@@ -85,11 +85,11 @@ TRAINER = (
     Setting("gradient_accumulation_steps", 8, "Q:35", "actor.ppo_mini_batch_size rollout.n",
             lambda prompts, responses: prompts * responses / (8 * GPUS)),
     Setting("learning_rate", 1e-6, "Q:36", "actor.optim.lr"),
-    Setting("optim", "adamw_torch_fused", "Q:37", "actor.optim.optimizer", here="AdamW",
+    Setting("optim", "adamw_torch_fused", "Q:37", "actor.optim.optimizer", value="AdamW",
             why="the same formula, computed in one kernel"),
     Setting("weight_decay", 0.0, "TRL", "actor.optim.weight_decay"),
     Setting("lr_scheduler_type", "constant", "Q:38", "actor.optim.lr_scheduler_type"),
-    Setting("warmup_steps", 20, "Q:39", "actor.optim.lr_warmup_steps", here=0,
+    Setting("warmup_steps", 20, "Q:39", "actor.optim.lr_warmup_steps", value=0,
             why="transformers ignores it under `constant`: the full rate from the first update"),
     Setting("max_grad_norm", 1.0, "Q:40", "actor.optim.clip_grad"),
     Setting("seed", 42, "Q:41", "data.seed"),
@@ -115,7 +115,7 @@ TRAINER = (
     Setting("top_k", 50, "Q:83", "rollout.top_k"),
     Setting("repetition_penalty", 1.0, "Q:84", "rollout.repetition_penalty", lambda v: 1.0 if v is None else v),
     Setting("use_vllm", True, "Q:85", "rollout.name", lambda name: name == "vllm"),
-    Setting("vllm_gpu_memory_utilization", 0.2, "Q:86", "rollout.gpu_memory_utilization", here=0.6,
+    Setting("vllm_gpu_memory_utilization", 0.2, "Q:86", "rollout.gpu_memory_utilization", value=0.6,
             why="memory alone: verl's engine sleeps while the trainer works"),
     Setting("chat_template_kwargs", {"enable_thinking": False}, "Q:88",
             "data.apply_chat_template_kwargs model.path", _thinking),
@@ -141,12 +141,12 @@ MODEL = (
             lambda files: PUBLISHED_SUFFIX if _stem(files).endswith("_published") else None,
             corrected=r"`\boxed{}`: there a plain string, in which `\b` is U+0008, so that the model reads `oxed{}`"),
     Setting("save_steps", 50, "Q:28", "trainer.save_freq actor.ppo_epochs", lambda batches, epochs: batches * epochs,
-            why="every 40 updates; the last checkpoint is of update 200 in both", here=40),
+            why="every 40 updates; the last checkpoint is of update 200 in both", value=40),
     Setting("save_total_limit", 2, "Q:30", "trainer.max_actor_ckpt_to_keep"),
 )
 """The model, its data and its checkpoints."""
 WEIGHTS = (
-    Setting("use_grail", True, "Q:57", "algorithm.adv_estimator", lambda method: method == "grail", here=False,
+    Setting("use_grail", True, "Q:57", "algorithm.adv_estimator", lambda method: method == "grail", value=False,
             why="the other methods have files or switches of their own there"),
     Setting("grail_std", 0.5, "Q:58", "algorithm.grail.weight_std"),
     Setting("grail_mean", 1.0, "Q:59", "algorithm.grail.weight_mean"),
@@ -184,7 +184,8 @@ def trl_arguments(processes: int = GPUS) -> dict[str, Any]:
 def compared(config: DictConfig) -> list[tuple[Setting, Any, str]]:
     """Each setting, a configuration's value in its terms, and ``=``, ``~`` (there is a reason for it), ``corrected`` or
     ``differs``."""
-    rows, method = [], config.algorithm.adv_estimator
+    rows = []
+    method = config.algorithm.adv_estimator
     section = "oar" if method in ("oar_g", "oar_p") else method
     for setting in itertools.chain(*GROUPS.values()):
         values = [OmegaConf.select(config, option.replace("METHOD", section)) for option in setting.options]
@@ -192,7 +193,7 @@ def compared(config: DictConfig) -> list[tuple[Setting, Any, str]]:
         numbers = isinstance(setting.theirs, float) and isinstance(ours, int | float)
         same = math.isclose(setting.theirs, ours, rel_tol=1e-12) if numbers else setting.theirs == ours
         verdict = "=" if same else "differs"
-        if verdict == "differs" and setting.why and setting.here in (None, ours):
+        if verdict == "differs" and setting.why and setting.value in (None, ours):
             verdict = "~"
         elif (
             verdict == "differs" and setting.corrected and ours == setting.instead and not config.get("published_ratio")
@@ -215,7 +216,8 @@ def main() -> None:
     except (ValueError, TypeError, AttributeError, YAMLError) as error:
         command = "DRY_RUN=1 bash examples/run_qwen3_grail.sh"
         sys.exit(visible(f"stdin must be a resolved configuration, as of {command}: {error}", breaks=False))
-    rows, wrong = [], []
+    rows = []
+    wrong = []
     for setting, ours, verdict in settings:
         why = {"differs": "no reason is known", "corrected": setting.corrected, "~": setting.why}.get(verdict, "")
         value = "" if ours is None else shown(ours)

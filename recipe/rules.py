@@ -32,11 +32,18 @@ from grail_advantage.verl_ext.settings import (
 )
 
 RESUME_MODES = ("auto", "disable", "resume_path")
-OFFLOAD, SYNC_STEP = f"{ACTOR}.fsdp_config.param_offload", "trainer.v1.separate_async.parameter_sync_step"
-BUDGET, RANK, MERGE = f"{ACTOR}.ppo_max_token_len_per_gpu", f"{MODEL}.lora_rank", f"{MODEL}.lora.merge"
-OTHER_RANK, KERNELS = f"{MODEL}.lora.rank", f"{MODEL}.fused_kernel_options.impl_backend"
-CHECKPOINTS, SAMPLER = f"{ROLLOUT}.checkpoint_engine", "trainer.v1.sampler.custom_sampler"
-PARALLEL, NODES, GPUS = f"{ROLLOUT}.tensor_model_parallel_size", "trainer.nnodes", "trainer.n_gpus_per_node"
+OFFLOAD = f"{ACTOR}.fsdp_config.param_offload"
+SYNC_STEP = "trainer.v1.separate_async.parameter_sync_step"
+BUDGET = f"{ACTOR}.ppo_max_token_len_per_gpu"
+RANK = f"{MODEL}.lora_rank"
+MERGE = f"{MODEL}.lora.merge"
+OTHER_RANK = f"{MODEL}.lora.rank"
+KERNELS = f"{MODEL}.fused_kernel_options.impl_backend"
+CHECKPOINTS = f"{ROLLOUT}.checkpoint_engine"
+SAMPLER = "trainer.v1.sampler.custom_sampler"
+PARALLEL = f"{ROLLOUT}.tensor_model_parallel_size"
+NODES = "trainer.nnodes"
+GPUS = "trainer.n_gpus_per_node"
 
 
 def check_settings(run: Settings) -> None:
@@ -199,7 +206,8 @@ ON_CPU = (
 
 def check_trl() -> None:
     """Raises ValueError for a TRL that verl's workers fail over (verl/models/transformers/monkey_patch.py:354)."""
-    trl, name = find_spec("trl"), "AutoModelForCausalLMWithValueHead"
+    trl = find_spec("trl")
+    name = "AutoModelForCausalLMWithValueHead"
     folder = Path(trl.origin).parent if trl and trl.origin else None
     files = [folder / "__init__.py", folder / "experimental/ppo/__init__.py"] if folder else []
     if files and not any(file.is_file() and name in file.read_text(encoding="utf-8") for file in files):

@@ -37,21 +37,27 @@ sys.path.insert(0, str(ROOT := Path(__file__).parents[1]))
 from scripts import sizing
 
 WORDS = {"": "nothing", "saliency": "backward to an activation", "sequences": "logits of made-up sequences"}
-WORDS |= {"log_probs": "log-probabilities", "old_log_probs": "old log-probabilities", "hidden_states": "hidden states"}
-WORDS |= {"examples": "prompts as messages", "tokens": "token ids", "messages": "what tools and users said"}
+WORDS["log_probs"] = "log-probabilities"
+WORDS["old_log_probs"] = "old log-probabilities"
+WORDS["hidden_states"] = "hidden states"
+WORDS["examples"] = "prompts as messages"
+WORDS["tokens"] = "token ids"
+WORDS["messages"] = "what tools and users said"
 KINDS = {"boolean": "`true`, `false`", "integer": "whole number", "string": "text", "object": "mapping"}
 """Types of a JSON schema, as the page names them, where their own names do not serve."""
-KNOWN = [build(name) for name, of in sorted(methods().items()) if of.__module__.startswith("grail_advantage.")]
+KNOWN = [build(name) for name, kind in sorted(methods().items()) if kind.__module__.startswith("grail_advantage.")]
 BY_CLASS = {owner: [method for method in KNOWN if type(method) is owner] for owner in map(type, KNOWN)}
 """The methods of this package with their defaults, by class, in the order of their names."""
-KNOWN_MAPS = sorted(name for name, of in MAPS.items() if of.function.__module__.startswith("grail_advantage."))
+KNOWN_MAPS = sorted(name for name, entry in MAPS.items() if entry.function.__module__.startswith("grail_advantage."))
 
 
 def known_options(owner: type[BaseModel], of_class: Sequence[BaseMethod] = ()) -> list[list[str]]:
     """Name, default, allowed values and meaning of a class's options, its own before those that it inherits."""
     fixed = {option for method in of_class for option in methods()[method.name].names[method.name]}
     properties = owner.model_json_schema().get("properties", {})
-    schemas = {name: {**of, **of.get("anyOf", [{}])[0]} for name, of in properties.items() if name not in fixed}
+    schemas = {
+        name: {**about, **about.get("anyOf", [{}])[0]} for name, about in properties.items() if name not in fixed
+    }
 
     def value_of(option: str, **changed: Any) -> Any:
         return getattr(build(of_class[0].name, changed) if of_class else owner(**changed), option)
@@ -60,13 +66,17 @@ def known_options(owner: type[BaseModel], of_class: Sequence[BaseMethod] = ()) -
         value = value_of(name)
         texts = [_value(value)]
         if schemas[name].get("default") is None and value is not None:  # other options may decide
-            choices = [(n, choice) for n, of in schemas.items() if n != name for choice in of.get("enum", ())]
-            changed = {f"`{n}={choice}`": value_of(name, **{n: choice}) for n, choice in choices}
-            texts += [f"{_value(other)} with {choice}" for choice, other in changed.items() if other != value]
+            # The control decides no option, and not every class takes each of its values.
+            for option in [option for option in schemas if option not in (name, "control")]:
+                for choice in schemas[option].get("enum", ()):
+                    changed = value_of(name, **{option: choice})
+                    if changed != value:
+                        texts.append(f"{_value(changed)} with `{option}={choice}`")
         return "; ".join(texts)
 
     def allowed(name: str) -> str:
-        schema, signs = schemas[name], {">": "exclusiveMinimum", ">=": "minimum", "<=": "maximum"}
+        schema = schemas[name]
+        signs = {">": "exclusiveMinimum", ">=": "minimum", "<=": "maximum"}
         limits = " and ".join(f"{sign} {schema[key]:g}" for sign, key in signs.items() if key in schema)
         kind = f"{KINDS.get(schema.get('type'), schema.get('type'))} {limits}".strip()
         choices = KNOWN_MAPS if name == "reshaper" else schema.get("enum", ())
@@ -86,8 +96,9 @@ def overview() -> str:
         ratio = "not measured" if measured is None else f"{measured['ratio']:.2f}"
         anchor = re.sub(r"[^a-z0-9_ -]", "", headings[method.name].lower()).replace(" ", "-")
         link = f"[`{method.name}`](reference_methods.md#{anchor})"
-        rows.append([link, method.formula, method.cost, ratio, _names(method.source)])
-    head = ["`algorithm.adv_estimator`", "weight", "cost, forward passes", "measured, x `uniform`", "source"]
+        source, _, read_at = method.source.removesuffix(")").partition(" (")
+        rows.append([link, method.formula, method.cost, ratio, _names(source), _names(read_at)])
+    head = ["`algorithm.adv_estimator`", "weight", "cost, forward passes", "measured, x `uniform`", "source", "read at"]
     how = "Measured: a step's training side with 1 epoch, put together from its stages, against that of `uniform`,"
     how = f"{how} default options: {figures['origin']}. How: [benchmarks](../benchmarks/README.md)."
     return "\n".join(["## All methods", "", *table(head, rows), "", how])
@@ -95,50 +106,73 @@ def overview() -> str:
 
 def reference() -> str:
     """Inputs and modes, and a section for each method and map."""
-    of_every = {row[0]: row for row in known_options(Method)}
-    rows = {owner: known_options(owner, of_class) for owner, of_class in BY_CLASS.items()}
-    times = Counter((row[0], *row[2:]) for of_class in rows.values() for row in of_class)
-    usual, shared = {name: row[1] for name, row in of_every.items()}, []
-    common = [(row[0], *row[2:]) for row in of_every.values()]
-    for name, *about in common + [row for row, of in times.items() if of > 1 and row[0] not in of_every]:
-        have = {owner: row[1] for owner, of in rows.items() for row in of if row[0] == name and row[2:] == about}
-        usual.setdefault(name, Counter(have.values()).most_common(1)[0][0])
-        who = _owners(name.strip("`")) if name in of_every else ", ".join(_heading(BY_CLASS[owner]) for owner in have)
-        shared.append([f"{name} ({usual[name]})", who, *about])
-    modes, plain = [], "`compute_token_weights` computes log-probabilities and entropies itself if they are not given."
-    for method in KNOWN:
-        whole = method.uses not in verl_rules.NEEDED_WHOLE
-        reads = ", ".join(WORDS.get(read, read) for read in READS if read in method.reads) or "nothing"
-        works = ["yes" if of else "no" for of in (whole, whole, "entropy" not in method.reads)]
-        modes.append([f"`{method.name}`", reads, WORDS.get(method.uses, method.uses), *works])
-    head = ["`algorithm.adv_estimator`", "reads of the batch", "uses of the model"]
-    head += ["sequence parallel", "fused kernels", "bypass mode"]
-    lines = ["## Inputs and modes", "", plain, "", *table(head, modes), "", "## Shared options", ""]
-    lines += ["A section lists those that a method sets otherwise.", ""]
-    lines += [*table(["option (default)", "of", "allowed", "meaning"], shared), "", "## Each method"]
     head = ["option", "default", "allowed", "meaning"]
+    general = known_options(Method)
+    rows = {owner: known_options(owner, of_class) for owner, of_class in BY_CLASS.items()}
+    general_names = {row[0] for row in general}
+    counts = Counter(_about(row) for of_class in rows.values() for row in of_class)
+    defaults = {row[0]: row[1] for row in general}
+    options = [[f"{row[0]} ({row[1]})", _owners(row[0].strip("`")), *row[2:]] for row in general]
+    for about in [about for about, count in counts.items() if count > 1 and about[0] not in defaults]:
+        name = about[0]
+        by_owner = {owner: row[1] for owner, of_class in rows.items() for row in of_class if _about(row) == about}
+        defaults.setdefault(name, Counter(by_owner.values()).most_common(1)[0][0])
+        owners = ", ".join(_heading(BY_CLASS[owner]) for owner in by_owner)
+        options.append([f"{name} ({defaults[name]})", owners, *about[1:]])
+    lines = [*_modes(), "", "## Shared options", "", "A section lists those that a method sets otherwise.", ""]
+    lines += [*table(["option (default)", "of", "allowed", "meaning"], options), "", "## Each method"]
     for owner, of_class in BY_CLASS.items():
-        alone = {other for other in methods().values() if other.__module__ == owner.__module__} == {owner}
-        docstrings = [inspect.getdoc(inspect.getmodule(owner)) if alone else None, inspect.getdoc(owner)]
-        lines += ["", f"### {_heading(of_class)}", "", *_paragraphs("\n\n".join(filter(None, docstrings))), ""]
-        for method in of_class:
-            needs = [f"the column `{name}` of the data set" for name in method.data_columns]
-            needs += ["in bf16 `actor_rollout_ref.actor.entropy_from_logits_with_chunking=true`"] * method.ranks_entropy
-            lines += [f"`{method.name}` needs {' and '.join(needs)}.", ""] if needs else []
-        others = [row for row in rows[owner] if row[0] in of_every or times[(row[0], *row[2:])] > 1]
-        own = [row for row in rows[owner] if row not in others]
-        file = f"{owner.__module__.replace('.', '/')}.py"
-        lines += [f"Section `algorithm.{owner.section}`, class [`{owner.__name__}`](../{file})."]
-        lines += ["", *table(head, own)] if own else []
-        other = [f"{row[0]} ({row[1]})" for row in others if row[1] != usual[row[0]]]
-        lines += ["", f"[Shared options](#shared-options) set otherwise: {', '.join(other)}."] if other else []
+        lines += _introduction(owner, of_class)
+        special = [row for row in rows[owner] if row[0] not in general_names and counts[_about(row)] == 1]
+        if special:
+            lines += ["", *table(head, special)]
+        shared = [row for row in rows[owner] if row not in special]
+        set_otherwise = [f"{row[0]} ({row[1]})" for row in shared if row[1] != defaults[row[0]]]
+        if set_otherwise:
+            lines += ["", f"[Shared options](#shared-options) set otherwise: {', '.join(set_otherwise)}."]
     lines += ["", "## Maps"]
     for name in KNOWN_MAPS:
         lines += ["", f"### `{name}`", "", *_paragraphs(inspect.getdoc(MAPS[name].function) or ""), ""]
-        users = ", ".join(f"`{of.name}`" for of in KNOWN if isinstance(of, Mapped) and of.reshaper == name)
-        lines += [f"Default of {users}.", ""] if users else []
+        users = [f"`{method.name}`" for method in KNOWN if isinstance(method, Mapped) and method.reshaper == name]
+        if users:
+            lines += [f"Default of {', '.join(users)}.", ""]
         lines += table(head[:3], [row[:3] for row in known_options(MAPS[name].options)])
     return "\n".join(lines)
+
+
+def _about(row: list[str]) -> tuple[str, ...]:
+    """What methods share of an option: its name, allowed values and meaning."""
+    name, _, allowed, meaning = row
+    return name, allowed, meaning
+
+
+def _modes() -> list[str]:
+    rows = []
+    for method in KNOWN:
+        reads = ", ".join(WORDS.get(column, column) for column in READS if column in method.reads) or "nothing"
+        shards = "no" if method.uses in verl_rules.NEEDED_WHOLE else "yes"
+        bypass = "no" if "entropy" in method.reads else "yes"
+        rows.append([f"`{method.name}`", reads, WORDS.get(method.uses, method.uses), shards, shards, bypass])
+    head = ["`algorithm.adv_estimator`", "reads of the batch", "uses of the model"]
+    plain = "`compute_token_weights` computes log-probabilities and entropies itself if they are not given."
+    modes = ["sequence parallel", "fused kernels", "bypass mode"]
+    return ["## Inputs and modes", "", plain, "", *table([*head, *modes], rows)]
+
+
+def _introduction(owner: type[BaseMethod], of_class: Sequence[BaseMethod]) -> list[str]:
+    """A section's heading, the docstrings of its class and of the module that has no other, and what it needs."""
+    docstrings = [inspect.getdoc(owner)]
+    if not any(kind is not owner and kind.__module__ == owner.__module__ for kind in methods().values()):
+        docstrings.insert(0, inspect.getdoc(inspect.getmodule(owner)))
+    lines = ["", f"### {_heading(of_class)}", "", *_paragraphs("\n\n".join(filter(None, docstrings))), ""]
+    for method in of_class:
+        needs = [f"the column `{name}` of the data set" for name in method.data_columns]
+        if method.ranks_entropy:
+            needs.append("in bf16 `actor_rollout_ref.actor.entropy_from_logits_with_chunking=true`")
+        if needs:
+            lines += [f"`{method.name}` needs {' and '.join(needs)}.", ""]
+    file = f"{owner.__module__.replace('.', '/')}.py"
+    return [*lines, f"Section `algorithm.{owner.section}`, class [`{owner.__name__}`](../{file})."]
 
 
 def _owners(option: str) -> str:
@@ -162,8 +196,8 @@ def _value(value: Any) -> str:
 
 def _paragraphs(text: str) -> list[str]:
     """A docstring less its parts for programmers."""
-    kept = [part for part in text.split("\n\n") if not re.match(r"Shapes?:|Raises:|Args:|Returns:", part)]
-    return _names("\n\n".join(kept)).split("\n")
+    parts = [part for part in text.split("\n\n") if not re.match(r"Shapes?:|Raises:|Args:|Returns:", part)]
+    return _names("\n\n".join(parts)).split("\n")
 
 
 def _names(text: str) -> str:
@@ -176,7 +210,10 @@ def _names(text: str) -> str:
 
 def figures() -> str:
     """Figures of a batch and of an update's effect."""
-    rows = [[f"`{name}`", meaning] for name, meaning in (METRICS | GRADIENT_METRICS | EFFECT_METRICS).items()]
+    meanings = METRICS | GRADIENT_METRICS | EFFECT_METRICS
+    for method in KNOWN:
+        meanings = meanings | method.metrics
+    rows = [[f"`{name}`", meaning] for name, meaning in meanings.items()]
     return "\n".join(table(["figure", "meaning"], rows))
 
 
@@ -230,8 +267,8 @@ def _options(rule: Rule) -> str:
     """A rule's options without the sections that most have in front; of several with one name the first."""
     names = [rule.option] if isinstance(rule.option, str) else rule.option
     last = {name.split(".")[-1]: name for name in reversed(names)}
-    shown = [re.sub("^(actor_rollout_ref|algorithm)[.]", "", name) for name in names if name in last.values()]
-    return ", ".join(f"`{name}`" for name in shown)
+    texts = [re.sub("^(actor_rollout_ref|algorithm)[.]", "", name) for name in names if name in last.values()]
+    return ", ".join(f"`{name}`" for name in texts)
 
 
 def _of_rules(heading: str, rules: Iterable[Rule]) -> list[str]:
@@ -263,11 +300,15 @@ def published() -> str:
     rows = []
     for group, settings in PUBLISHED.items():
         rows.append([f"*{group}*", "", "", "", ""])
-        for one in (one for one in settings if one.here is not None or one.corrected or one.why):
-            options = ", ".join(f"`{option.removeprefix('actor_rollout_ref.')}`" for option in one.options)
-            ours = options if one.here is None or not one.options else f"{options}: {shown(one.here)}"
-            corrected, _, why = one.corrected.partition(": ")
-            rows.append([one.name, f"`{shown(one.theirs)}` ({one.place})", ours, corrected, why or one.why])
+        for setting in (
+            setting for setting in settings if setting.value is not None or setting.corrected or setting.why
+        ):
+            options = ", ".join(f"`{option.removeprefix('actor_rollout_ref.')}`" for option in setting.options)
+            ours = options if setting.value is None or not setting.options else f"{options}: {shown(setting.value)}"
+            corrected, _, why = setting.corrected.partition(": ")
+            rows.append(
+                [setting.name, f"`{shown(setting.theirs)}` ({setting.place})", ours, corrected, why or setting.why]
+            )
     return "\n".join(table(["setting", "theirs", "`published`", "`corrected`", "why it differs"], rows))
 
 
@@ -278,7 +319,8 @@ def memory() -> str:
         for gpus, size in ((1, 24), (1, 80)) if model.script == sizing.SMALL else ((1, 80), (2, 80), (8, 80)):
             if setup := sizing.choose(model, gpus, size):
                 full = f"{max(sizing.phases(model, setup).values()):.0f}"
-                host, command = f"{sizing.host_memory(model, setup):.0f}", sizing.command(model, setup)
+                host = f"{sizing.host_memory(model, setup):.0f}"
+                command = sizing.command(model, setup)
                 rows.append([key, f"{gpus} x {size} GB", full, host, f"`{command}`"])
     return "\n".join(table(["model", "GPUs", "GB of a GPU", "GB of the host", "command"], rows))
 

@@ -31,7 +31,7 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
         of_the_site = docs in path.parents and docs / "dev" not in (path, *path.parents)
         if of_the_site and path.suffix in (".md", ".png", ".svg"):
             return link[0]
-        there = f"{repository}/{'tree' if path.is_dir() else 'blob'}/main/{path.relative_to(ROOT)}{link[4] or ''}"
-        return f"{link[1]}{there})" if repository else link[2]
+        address = f"{repository}/{'tree' if path.is_dir() else 'blob'}/main/{path.relative_to(ROOT)}{link[4] or ''}"
+        return f"{link[1]}{address})" if repository else link[2]
 
     return LINK.sub(outside, markdown)

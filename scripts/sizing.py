@@ -16,7 +16,9 @@ import argparse
 import itertools
 from typing import NamedTuple
 
-PROMPT, UTILIZATION = 1024, 0.6  # tokens of a prompt, and vLLM's share of a GPU, of recipe/config/grail_trainer.yaml
+# tokens of a prompt, and vLLM's share of a GPU, of recipe/config/grail_trainer.yaml
+PROMPT = 1024
+UTILIZATION = 0.6
 SLEEPING = 3.0  # GB of a sleeping engine's CUDA context and graphs (assumed)
 BUCKET = 2.15  # GB of verl's buffer for weights on their way
 AT_ONCE = 8  # full-length responses that an engine should hold at least
@@ -48,8 +50,11 @@ class Model(NamedTuple):
         return self.layers * self.block + self.vocabulary * self.hidden * (1 if self.tied else 2) + self.hidden
 
 
-QWEN, LLAMA, SMALL = 151936, 128256, "run_one_gpu_grail.sh"
-LLAMA_8B, THINKER = (32, 4096, 32, 14336, LLAMA, False), "OctoThinker/OctoThinker-{}-Short-Base"
+QWEN = 151936
+LLAMA = 128256
+SMALL = "run_one_gpu_grail.sh"
+LLAMA_8B = (32, 4096, 32, 14336, LLAMA, False)
+THINKER = "OctoThinker/OctoThinker-{}-Short-Base"
 DISTILLED = "deepseek-ai/DeepSeek-R1-Distill-Llama-8B"
 MODELS = {
     "qwen3-0.6b": Model("Qwen/Qwen3-0.6B", SMALL, 28, 1024, 16, 3072, QWEN, True, 4096, 2, 0.55),
@@ -77,20 +82,25 @@ class Setup(NamedTuple):
 
 def phases(model: Model, setup: Setup) -> dict[str, float]:
     """GB of one GPU in each phase of a step."""
-    gpus, whole, table_size = setup.gpus * setup.nodes, model.parameters, model.vocabulary * model.hidden
+    gpus = setup.gpus * setup.nodes
+    parameters = model.parameters
+    table_size = model.vocabulary * model.hidden
     widths = 10 * model.hidden + 2 * 128 * (model.heads + 8) + 3 * model.intermediate - model.hidden
-    trained = model.layers * setup.lora_rank * widths if setup.lora_rank else whole
-    weights = 4 * (whole + trained * (setup.lora_rank > 0)) / gpus
-    moments, gradients = 8 * trained / gpus, 4 * trained / gpus
-    tokens, with_gradients = setup.sequences * (PROMPT + model.response), 0 if setup.lora_rank else 6
+    trained = model.layers * setup.lora_rank * widths if setup.lora_rank else parameters
+    weights = 4 * (parameters + trained * (setup.lora_rank > 0)) / gpus
+    moments = 8 * trained / gpus
+    gradients = 4 * trained / gpus
+    tokens = setup.sequences * (PROMPT + model.response)
+    with_gradients = 0 if setup.lora_rank else 6
     # Bytes a token that a block's forward and backward hold, in bfloat16.
     inside = 32 * model.hidden + 10 * 128 * model.heads + 12 * 128 * 8 + 8 * model.intermediate
     activations = tokens * (2 * model.hidden * model.layers + inside + 4 * model.vocabulary)
     gathered = (2 + with_gradients) * table_size + (4 + with_gradients) * model.block
-    kept, sent = 0 if setup.offload else moments, 0 if setup.lora_rank else 6 * table_size + BUCKET * 1e9
+    held = 0 if setup.offload else moments
+    sent = 0 if setup.lora_rank else 6 * table_size + BUCKET * 1e9
     sizes = {
-        "rollout": kept + (0 if setup.offload else weights) + setup.utilization * setup.memory * 1e9,
-        "weights to vLLM": weights + kept + 2 * whole / setup.tensor_parallel + sent,
+        "rollout": held + (0 if setup.offload else weights) + setup.utilization * setup.memory * 1e9,
+        "weights to vLLM": weights + held + 2 * parameters / setup.tensor_parallel + sent,
         "update": weights + moments + gradients + gathered + activations + SLEEPING * 1e9,
         "optimiser step": weights + moments + 2 * gradients + SLEEPING * 1e9,
     }
@@ -114,7 +124,8 @@ def host_memory(model: Model, setup: Setup) -> float:
 
 def choose(model: Model, gpus: int, memory: float, nodes: int = 1) -> Setup | None:
     """The smallest change to the published set-up that fits and leaves 5 % and 1.5 GB of each GPU free."""
-    ways, sequences = ((0, False), (0, True), (32, False), (32, True)), range(model.sequences, 0, -1)
+    ways = ((0, False), (0, True), (32, False), (32, True))
+    sequences = range(model.sequences, 0, -1)
     parallel = [size for size in (1, 2, 4, 8) if gpus % size == 0]
     shares = [percent / 100 for percent in range(round(100 * model.utilization), 25, -5)]
     for (rank, offload), count, size, share in itertools.product(ways, sequences, parallel, shares):
@@ -127,12 +138,15 @@ def choose(model: Model, gpus: int, memory: float, nodes: int = 1) -> Setup | No
 
 def command(model: Model, setup: Setup) -> str:
     """For the launch script, with nothing that it does by itself."""
-    small, length = model.script == SMALL, PROMPT + model.response
+    small = model.script == SMALL
+    length = PROMPT + model.response
     knobs = {"NNODES": (setup.nodes, 1), "NGPUS_PER_NODE": (setup.gpus, 1 if small else 8)}
-    knobs |= {"MODEL_PATH": (model.path, MODELS["qwen3-0.6b"].path if small else model.path)}
-    knobs |= {"LORA_RANK": (setup.lora_rank, 0), "OFFLOAD": (setup.offload, False)}
-    knobs |= {"PPO_MAX_TOKEN_LEN_PER_GPU": (setup.sequences * length, model.sequences * length)}
-    knobs |= {"ROLLOUT_TP": (setup.tensor_parallel, 1), "ROLLOUT_GPU_MEM_UTIL": (setup.utilization, model.utilization)}
+    knobs["MODEL_PATH"] = (model.path, MODELS["qwen3-0.6b"].path if small else model.path)
+    knobs["LORA_RANK"] = (setup.lora_rank, 0)
+    knobs["OFFLOAD"] = (setup.offload, False)
+    knobs["PPO_MAX_TOKEN_LEN_PER_GPU"] = (setup.sequences * length, model.sequences * length)
+    knobs["ROLLOUT_TP"] = (setup.tensor_parallel, 1)
+    knobs["ROLLOUT_GPU_MEM_UTIL"] = (setup.utilization, model.utilization)
     words = [f"{name}={value}" for name, (value, usual) in knobs.items() if value != usual]
     return " ".join([*words, f"bash examples/{model.script}"])
 

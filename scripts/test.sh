@@ -28,6 +28,7 @@ export OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-PASSIVE}
 
 ruff check .
 ruff format --check .
+python scripts/unfolded.py
 mypy & checks=($!)
 lint-imports & checks+=($!)
 NO_MKDOCS_2_WARNING=1 mkdocs build --quiet & checks+=($!)

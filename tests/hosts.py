@@ -21,10 +21,11 @@ import torch
 from grail_advantage import Method
 from grail_advantage.answers.text import TokenTexts
 from grail_advantage.api import PlainHost
-from grail_advantage.data import ENTROPY, OLD_LOG_PROBS, Rollouts, outcome_of
+from grail_advantage.data import OF_POLICY, OLD_LOG_PROBS, REF_LOG_PROBS, Rollouts, outcome_of
 from grail_advantage.dump import table_of
 from grail_advantage.method import build, methods
 from grail_advantage.weigh import weigh, with_columns
+from tests.core.common import FITTED
 from tests.core.tiny_models import END, char_tokenizer, encode, tiny_model
 
 TEMPERATURE = 0.9
@@ -56,8 +57,11 @@ DATA = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"
 RESPONSES = [Said(*parts) for parts in DATA["responses"]]
 """Two prompts with five responses each. No prompt has equal rewards whose float32 mean is off by rounding, as three of 0.9
 are: verl and TRL train on that rounding, as their GRPO does, while an analysis gives the advantage 0."""
-SUM, NINE = dict.fromkeys(said.prompt for said in RESPONSES)
-COUNT, GROUP_SIZE, TRUNCATED = len(RESPONSES), len(RESPONSES) // 2, 5
+SUM, NINE = dict.fromkeys(response.prompt for response in RESPONSES)
+DATA["options"]["fitted"] = FITTED
+COUNT = len(RESPONSES)
+GROUP_SIZE = len(RESPONSES) // 2
+TRUNCATED = 5
 LIMIT = len(RESPONSES[TRUNCATED].ids)
 """Most tokens of a response; only the truncated one has as many."""
 ADVANTAGES = DATA["advantages"]
@@ -75,34 +79,46 @@ def signal_of(name: str, **options: Any) -> Method:
 def plain_rollouts(**changes: Any) -> Rollouts:
     """The responses with all that any host knows of them; ``changes``: other parts of the record."""
     written_BT = torch.zeros(COUNT, LIMIT, dtype=torch.bool)
-    for row, said in enumerate(RESPONSES):
-        written_BT[row, : len(said.ids)] = torch.tensor(said.written)
-    rewards = [said.reward if math.isfinite(said.reward) else None for said in RESPONSES]
+    for row, response in enumerate(RESPONSES):
+        written_BT[row, : len(response.ids)] = torch.tensor(response.written)
+    rewards = [response.reward if math.isfinite(response.reward) else None for response in RESPONSES]
     rewards_B = torch.tensor([math.nan if reward is None else reward for reward in rewards], dtype=torch.float64)
     parts: dict[str, Any] = {
-        "prompts": [torch.tensor(encode(said.prompt)) for said in RESPONSES],
-        "responses": [torch.tensor(said.ids) for said in RESPONSES],
+        "prompts": [torch.tensor(encode(response.prompt)) for response in RESPONSES],
+        "responses": [torch.tensor(response.ids) for response in RESPONSES],
         **{"mask": written_BT, "advantages": torch.tensor(ADVANTAGES), "tokenizer": char_tokenizer()},
         **{"truncated": torch.arange(COUNT) == TRUNCATED, "groups": torch.arange(COUNT) // GROUP_SIZE},
-        **{"rewards": rewards_B, "fields": {"tool_rewards": [said.tool_rewards for said in RESPONSES]}},
+        **{"rewards": rewards_B, "fields": {"tool_rewards": [response.tool_rewards for response in RESPONSES]}},
         "facts": {"reward": rewards, "outcome": [outcome_of(reward) for reward in rewards]},
     }
     return Rollouts(**{**parts, **changes})
 
 
 def plain_table(
-    signal: Method, rollouts: Rollouts, *, others: Mapping[str, Method] = {}, tokens: int = 1, step: int = 0
+    signal: Method, rollouts: Rollouts, *, by_method: Mapping[str, Method] = {}, tokens: int = 1, step: int = 0
 ) -> pa.Table:
-    """The dump of a plain model, by default with each response in a forward of its own; ``others``: methods for the column
+    """The dump of a plain model, by default with each response in a forward of its own; ``by_method``: those for the column
     ``methods``, by name; ``tokens``: most of a forward."""
 
     def host(responses: Rollouts) -> PlainHost:
         return PlainHost(tiny_model(), responses, temperature=TEMPERATURE, tokens=tokens)
 
     rollouts = replace(rollouts, step=step)
-    rollouts = with_columns(rollouts, [OLD_LOG_PROBS, ENTROPY], host(rollouts))
-    records = {name: weigh(rollouts, other, host(rollouts)) for name, other in others.items()}
+    rollouts = with_columns(rollouts, OF_POLICY, host(rollouts))
+    if any(REF_LOG_PROBS in method.reads for method in (signal, *by_method.values())):
+        rollouts = replace(rollouts, columns={**rollouts.columns, REF_LOG_PROBS: reference(rollouts, tokens)})
+    records = {name: weigh(rollouts, method, host(rollouts)) for name, method in by_method.items()}
     return table_of(weigh(rollouts, signal, host(rollouts)), TokenTexts(rollouts.tokenizer), records)
+
+
+def reference(rollouts: Rollouts, tokens: int = 1) -> torch.Tensor:
+    """Log-probabilities by the reference, (B, T)."""
+    host = PlainHost(reference_model(), rollouts, temperature=TEMPERATURE, tokens=tokens)
+    return host.columns([OLD_LOG_PROBS])[OLD_LOG_PROBS]
+
+
+def reference_model() -> Any:
+    return tiny_model(seed=1)
 
 
 def dumped_table(folder: Path) -> pa.Table:
@@ -111,11 +127,11 @@ def dumped_table(folder: Path) -> pa.Table:
     return pq.read_table(path).drop_columns(["step", "update"])
 
 
-def assert_same(found: pa.Table, expected: pa.Table) -> None:
+def assert_same(actual: pa.Table, expected: pa.Table) -> None:
     """That two dumps are equal bit for bit; NaN equals NaN."""
-    assert found.column_names == expected.column_names and len(found) == len(expected) > 0
+    assert actual.column_names == expected.column_names and len(actual) == len(expected) > 0
     for name in expected.column_names:
-        for row, values in enumerate(zip(found[name].to_pylist(), expected[name].to_pylist(), strict=True)):
+        for row, values in enumerate(zip(actual[name].to_pylist(), expected[name].to_pylist(), strict=True)):
             np.testing.assert_equal(*values, err_msg=f"{name} of response {row}")
 
 
@@ -125,5 +141,5 @@ def says_something(table: pa.Table) -> bool:
     return any(base != advantage for row, (base, advantage) in enumerate(pairs) if row != TRUNCATED)
 
 
-assert all(len(said.ids) < LIMIT for row, said in enumerate(RESPONSES) if row != TRUNCATED)
+assert all(len(response.ids) < LIMIT for row, response in enumerate(RESPONSES) if row != TRUNCATED)
 assert not RESPONSES[TRUNCATED].text.endswith(END)

@@ -57,18 +57,20 @@ class TokenWeightGRPOTrainer(GRPOTrainer):
         super()._postprocess_batch(samples, batch_encoded_inputs)
         if not self.model.training:
             return
-        own = rollouts = self._rollouts(samples, batch_encoded_inputs)
+        rollouts_here = rollouts = self._rollouts(samples, batch_encoded_inputs)
         if not METHOD.uses and self.accelerator.num_processes > 1:
             # Without a pass it costs nothing to look at the responses of all processes, which some methods compare.
-            own = with_columns(own, [name for name in DUMPED if name in METHOD.reads], self._host(own))
-            rollouts = joined(gather_object([own.part(range(len(own)))]))
+            rollouts_here = with_columns(
+                rollouts_here, [name for name in DUMPED if name in METHOD.reads], self._host(rollouts_here)
+            )
+            rollouts = joined(gather_object([rollouts_here.part(range(len(rollouts_here)))]))
             rollouts = replace(rollouts, tokenizer=self.processing_class)
         weighed = weigh(rollouts, METHOD, self._host(rollouts), self._answers)
-        if rollouts is not own:
-            weighed = weighed.part(own.places)
+        if rollouts is not rollouts_here:
+            weighed = weighed.part(rollouts_here.places)
         grpo_batches = [batch["grpo_batch"] for batch in batch_encoded_inputs]
         advantages = weighed.advantages_under([batch.completion_mask for batch in grpo_batches])
-        places = torch.arange(len(own)).split([len(advantages_bW) for advantages_bW in advantages])
+        places = torch.arange(len(rollouts_here)).split([len(advantages_bW) for advantages_bW in advantages])
         for grpo_batch, advantages_bW, rows in zip(grpo_batches, advantages, places, strict=True):
             grpo_batch.advantages = advantages_bW.to(grpo_batch.advantages)
             grpo_batch.rows = rows
@@ -82,10 +84,12 @@ class TokenWeightGRPOTrainer(GRPOTrainer):
         """The responses of this process."""
         parts = []
         for batch in batches:
-            inputs, grpo_batch = batch["model_inputs"], batch["grpo_batch"]
+            inputs = batch["model_inputs"]
+            grpo_batch = batch["grpo_batch"]
             if grpo_batch.teacher_per_token_logps is not None:
                 raise ValueError("a teacher (--teacher_model, teacher_prompt) has token advantages of its own")
-            mask_bW, old_bW = grpo_batch.completion_mask, grpo_batch.old_per_token_logps
+            mask_bW = grpo_batch.completion_mask
+            old_bW = grpo_batch.old_per_token_logps
             parts.append((inputs["input_ids"], inputs["attention_mask"], mask_bW, old_bW))
         ids_BL, attention_BL, response_BL, old_BL = stacked(parts)
         rewards = (self._rewards_per_func * self.reward_weights).nansum(dim=1)

@@ -176,7 +176,8 @@ class TokenWeightPolicyActor(ppo_actor.PolicyModelActor.__ray_metadata__.modifie
     def _watched_step(self, experience, *arguments, **named):
         """ActorPPOTrainer.training_step (ppo_actor.py:228): a micro-batch, perhaps the last of an optimiser step."""
         places = torch.as_tensor([int(place) for place in experience.info.pop(PLACE)])
-        engine, trainer = self.actor.model, self.trainer
+        engine = self.actor.model
+        trainer = self.trainer
         loss = trainer.actor_loss_fn
         steps = engine.global_steps
         trainer.actor_loss_fn = self._watch.around(loss, places, rank=self._rank)

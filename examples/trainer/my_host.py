@@ -37,7 +37,8 @@ class MyRemoteHost:
     """The model is in workers. Each gets a share of the rows, which may be empty, and every one is called."""
 
     def __init__(self, workers, rollouts):
-        self.workers, self.rollouts = workers, rollouts
+        self.workers = workers
+        self.rollouts = rollouts
 
     def columns(self, names, selected):
         rows = self.rollouts.plain_rows()

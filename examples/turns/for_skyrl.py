@@ -7,7 +7,8 @@ from grail_advantage import turn_advantages, turns_to_tokens
 
 
 def skyrl_advantages(output):
-    masks, ids = output["loss_masks"], output["trajectory_ids"]
+    masks = output["loss_masks"]
+    ids = output["trajectory_ids"]
     by_turn = [
         [
             sum(reward for reward, _ in run)
@@ -16,6 +17,7 @@ def skyrl_advantages(output):
         ]
         for rewards, mask in zip(output["rewards"], masks, strict=True)
     ]
-    groups, sessions = [one.instance_id for one in ids], [one.repetition_id for one in ids]
+    groups = [trajectory.instance_id for trajectory in ids]
+    sessions = [trajectory.repetition_id for trajectory in ids]
     advantages = turn_advantages(by_turn, [None] * len(ids), groups, sessions=sessions)
     return [turns_to_tokens(of_turns, mask) for of_turns, mask in zip(advantages, masks, strict=True)]

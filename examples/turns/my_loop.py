@@ -7,8 +7,12 @@ from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopOutp
 
 class CheckAgain(AgentLoopBase):
     async def run(self, sampling_params, **kwargs):
-        messages, mask, logs, answers = list(kwargs["raw_prompt"]), [], [], []
-        ids, limit = await self.ct_build_initial_tokens(messages), self.rollout_config.response_length
+        messages = list(kwargs["raw_prompt"])
+        mask = []
+        logs = []
+        answers = []
+        ids = await self.ct_build_initial_tokens(messages)
+        limit = self.rollout_config.response_length
         while len(mask) < limit:
             new = await self.server_manager.generate(uuid4().hex, prompt_ids=ids, sampling_params=sampling_params)
             merged, mask, logs = await self.ct_merge_assistant_token(ids, new.token_ids, mask, logs, new.log_probs)
@@ -16,10 +20,17 @@ class CheckAgain(AgentLoopBase):
             answers.append(self.tokenizer.decode(new.token_ids, skip_special_tokens=True))
             if len(answers) == 3 or "####" not in answers[-1]:
                 break
-            said = [*messages, {"role": "assistant", "content": answers[-1]}]
-            messages = [*said, {"role": "user", "content": "Check. If it is wrong, answer again with ####."}]
-            merged, mask, logs = await self.ct_merge_context_msg(said, messages, ids, mask, logs)
+            conversation = [*messages, {"role": "assistant", "content": answers[-1]}]
+            messages = [*conversation, {"role": "user", "content": "Check. If it is wrong, answer again with ####."}]
+            merged, mask, logs = await self.ct_merge_context_msg(conversation, messages, ids, mask, logs)
             ids = merged.token_ids
-        start, known = len(ids) - len(mask), {"response_mask": mask[:limit], "response_logprobs": logs[:limit]}
-        known |= {"extra_fields": {**new.extra_fields, "answers": answers}, "num_turns": 2 * len(answers)}
-        return AgentLoopOutput(prompt_ids=ids[:start], response_ids=ids[start:][:limit], metrics={}, **known)
+        start = len(ids) - len(mask)
+        return AgentLoopOutput(
+            prompt_ids=ids[:start],
+            response_ids=ids[start:][:limit],
+            response_mask=mask[:limit],
+            response_logprobs=logs[:limit],
+            extra_fields={**new.extra_fields, "answers": answers},
+            num_turns=2 * len(answers),
+            metrics={},
+        )

@@ -2,9 +2,10 @@
 
 
 def compute_score(data_source, solution_str, ground_truth, extra_info=None, **kwargs):
-    before, turn_rewards = 0.0, []
+    score = 0.0
+    turn_rewards = []
     for answer in extra_info["answers"]:
-        now = float(answer.rpartition("####")[2].strip() == ground_truth) if "####" in answer else before
-        turn_rewards.append(now - before)
-        before = now
-    return {"score": before, "turn_rewards": turn_rewards}
+        new_score = float(answer.rpartition("####")[2].strip() == ground_truth) if "####" in answer else score
+        turn_rewards.append(new_score - score)
+        score = new_score
+    return {"score": score, "turn_rewards": turn_rewards}

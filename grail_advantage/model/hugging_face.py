@@ -105,6 +105,7 @@ class HuggingFaceModel:
         self.pad_token = getattr(tokenizer, "pad_token_id", None)
         self.rounds = RankRounds(group, self.device)
         self.tokens = min(tokens, _fitting_tokens.get(model, tokens))
+        self._state: object = None  # of the model in this pass; each look at it walks through all its modules
         self._together = 1
 
     def micro_batches(
@@ -112,12 +113,13 @@ class HuggingFaceModel:
     ) -> list[T]:
         # The longest first: where memory does not do, it shows at once.
         order = sorted(range(len(rows)), key=lambda index: -len(rows[index].tokens))
-        waiting, results = [rows[index] for index in order], list[T]()
+        waiting = [rows[index] for index in order]
+        results = list[T]()
 
         def run_next() -> Sequence[T]:
             longest = len(waiting[0].tokens)
-            some = waiting[: 1 if alone else self.sequences_together(longest)]
-            return work(PaddedRows(self, [row for row in some if len(row.tokens) >= LEAST_LENGTH * longest]))
+            candidates = waiting[: 1 if alone else self.sequences_together(longest)]
+            return work(PaddedRows(self, [row for row in candidates if len(row.tokens) >= LEAST_LENGTH * longest]))
 
         frozen = hooks.frozen_parameters(self.model) if self.rounds.group is None else nullcontext()
         with hooks.evaluation_mode(self.model), frozen, torch.set_grad_enabled(gradients):
@@ -159,7 +161,8 @@ class HuggingFaceModel:
     def check_logits(self, rows: Sequence[torch.Tensor]) -> None:
         """ValueError for a model whose logits are not one for each token of its input, as with a soft prompt in front;
         it is asked once, by all ranks. ``rows``: prompt + response of the run, int64 (S,) each; there may be none."""
-        if _checked.get(self.model) == state_of(self.model):
+        self._state = model_state(self.model)
+        if _checked.get(self.model) == self._state:
             return
         tokens_S = rows[0] if rows else torch.zeros(2, dtype=torch.int64, device="cpu")
         tokens_S = tokens_S[:CHECKED_TOKENS].to(self.device)
@@ -180,15 +183,15 @@ class HuggingFaceModel:
         with hooks.evaluation_mode(self.model):
             if not reads_its_logits(self.model, own, backwards):
                 refuse(self.model)
-        _checked[self.model] = state_of(self.model)
+        _checked[self.model] = self._state
 
     def forward(self, tokens_BS: torch.Tensor) -> Any:
         """The model's output for rows of tokens, padding on the right included."""
         release_waiting_hooks(self.model)  # of the forward before
         return self.model(input_ids=tokens_BS, attention_mask=torch.ones_like(tokens_BS), use_cache=False)
 
-    def _log_probs(self, some: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        return PaddedRows(self, [whole_row(tokens_S.to(self.device)) for tokens_S in some]).response_log_probs()
+    def _log_probs(self, rows: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        return PaddedRows(self, [whole_row(tokens_S.to(self.device)) for tokens_S in rows]).response_log_probs()
 
     def _independent(self, rows: Sequence[Row]) -> bool:
         """Whether rows, the longest first, are the same together as alone. A model is asked again when a row is longer
@@ -196,15 +199,17 @@ class HuggingFaceModel:
         longest = int(self.rounds.most(len(rows[0].tokens) if len(rows) > 1 else 0))
         if not longest:
             return True  # no rank has two rows
-        state = state_of(self.model)
-        asked, known, finding = _findings.get(self.model, (None, 0, None))
-        if finding is None or asked != state or (longest > known and finding.holds):
+        if self._state is None:
+            self._state = model_state(self.model)
+        state = self._state
+        state_asked, length_asked, finding = _findings.get(self.model, (None, 0, None))
+        if finding is None or state_asked != state or (longest > length_asked and finding.holds):
             some_token = torch.zeros(1, dtype=torch.int64, device="cpu")
             tokens = torch.cat([some_token, *(row.tokens.cpu() for row in rows)])
 
             def ask() -> Finding:
-                some = probe_rows(tokens, longest=longest, rows=self.sequences_together(longest))
-                return probe(self.model, self._log_probs, some)
+                trial = probe_rows(tokens, longest=longest, rows=self.sequences_together(longest))
+                return probe(self.model, self._log_probs, trial)
 
             finding = self.fitting(ask)
             finding = replace(finding, difference=self.rounds.most(finding.difference))
@@ -219,7 +224,9 @@ class PaddedRows:
     that a caller asks for."""
 
     def __init__(self, model: HuggingFaceModel, rows: Sequence[Row]) -> None:
-        self.rows, self._host, self._model = rows, model, model.model
+        self.rows = rows
+        self._host = model
+        self._model = model.model
         self._tokens_BS = pad_sequence([row.tokens for row in rows], batch_first=True)
         self._lengths = [len(row.tokens) for row in rows]  # positions that the latest forward was for
 
@@ -256,7 +263,8 @@ class PaddedRows:
         """One forward, without gradients. For each row the log-probabilities and the entropies of its response tokens,
         those that are named, (T,) float32."""
         logits_KV, tokens_K = self._predicted([(row.start, len(row.tokens)) for row in self.rows])
-        counts, temperature = [len(row.tokens) - row.start for row in self.rows], self._host.temperature
+        counts = [len(row.tokens) - row.start for row in self.rows]
+        temperature = self._host.temperature
         of_names = {OLD_LOG_PROBS: lambda: hooks.log_probs(logits_KV, tokens_K, temperature)}
         of_names[ENTROPY] = lambda: hooks.entropies(logits_KV, temperature)
         of_rows = zip(*(of_names[name]().split(counts) for name in names), strict=True)
@@ -273,7 +281,7 @@ class PaddedRows:
         return self._host.forward(self._tokens_BS[:, : max(1, *self._lengths)])
 
 
-def state_of(model: nn.Module) -> object:
+def model_state(model: nn.Module) -> object:
     """What may change in a loaded model and changes what it answered: its layers, as by an adapter, their precision, and
     the attention that it takes."""
     layers = tuple(type(module) for module in model.modules())

@@ -114,10 +114,10 @@ def is_equal(gold: str, answer: str) -> bool:
 def _states(gold: str, answer: str) -> bool:
     """The same for texts in normal form, whatever their units."""
     for comparison in _exact.COMPARISONS.values():
-        found = comparison(gold, answer)
-        if isinstance(found, bool):
-            return found
-        gold, answer = found or (gold, answer)
+        states = comparison(gold, answer)
+        if isinstance(states, bool):
+            return states
+        gold, answer = states or (gold, answer)
     if any(map(_UNREADABLE.search, (gold, answer))):
         raise ValueError("the words cannot be compared")
     return any(_same_value(*reading) for reading in _readings(gold, answer if "=" in gold else _NAME.sub("", answer)))

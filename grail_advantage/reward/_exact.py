@@ -134,8 +134,8 @@ def same_words(gold: str, answer: str) -> Found:
     first, second = map(_words, sides)
     if not first or not second or not any(map(_SURELY_WORDS.search, sides)):
         return None
-    one, other = (set(words_of(text.lower())) - {"and"} for text in sides)
-    if one < other or other < one:
+    gold_words, answer_words = (set(words_of(text.lower())) - {"and"} for text in sides)
+    if gold_words < answer_words or answer_words < gold_words:
         raise ValueError("one answer has more words")
     return first == second
 
@@ -217,15 +217,15 @@ def keyed_parts(gold: str, answer: str) -> Found:
         return _values(sorted(sides[0])), _values(sorted(sides[1]))
     if (() in gold_keys) == (() in answer_keys):
         raise ValueError("the names differ")
-    named, other = sides if () in answer_keys else sides[::-1]
+    named, nameless = sides if () in answer_keys else sides[::-1]
     names = [part.key[-1] for part in named]
     if len({name.split("_")[0] for name in names}) == 1:
         return _lists(*sides)
-    if len(other) == 1 and other[0].value.startswith("("):
-        other = _parts_of(other[0].value[1:-1])
+    if len(nameless) == 1 and nameless[0].value.startswith("("):
+        nameless = _parts_of(nameless[0].value[1:-1])
         if "".join(sorted(names)) in string.ascii_lowercase:
             named.sort()
-    return _values(named), _values(other)
+    return _values(named), _values(nameless)
 
 
 def _tuple(values: Iterable[str]) -> str:

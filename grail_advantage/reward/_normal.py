@@ -75,8 +75,8 @@ _UNITS = (
 
 
 def _mixed(match: Match) -> str:
-    whole, top, bottom = (int(match[name]) for name in ("whole", "top", "bottom"))
-    return f"\\frac{{{whole * bottom + top}}}{{{bottom}}}" if top < bottom else match[0]
+    integer, top, bottom = (int(match[name]) for name in ("whole", "top", "bottom"))
+    return f"\\frac{{{integer * bottom + top}}}{{{bottom}}}" if top < bottom else match[0]
 
 
 def _repeating(match: Match) -> str:

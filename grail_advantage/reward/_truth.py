@@ -73,19 +73,21 @@ def _text(value: Any) -> str | None:
     if not isinstance(value, Number) or isinstance(value, Rational):  # a whole number, too
         return str(Fraction(value)) if isinstance(value, Rational) else None
     value = float(str(value))  # the digits that numpy writes: 0.1 in float16 is 0.1
-    return (str(int(value)) if value.is_integer() else str(value)) if math.isfinite(value) else None
+    if not math.isfinite(value):
+        return None
+    return str(int(value)) if value.is_integer() else str(value)
 
 
 def _unpacked(text: str) -> Any:
     """What JSON text, or that of Python's list, set or string, holds: ``["2", "3"]``. Other text stays: ``[1, 2]``."""
-    whole = text.strip()
-    if len(whole) > MAX_ANSWER_CHARS or not _QUOTED.fullmatch(whole):
+    stripped = text.strip()
+    if len(stripped) > MAX_ANSWER_CHARS or not _QUOTED.fullmatch(stripped):
         return text
-    if _LATEX.search(whole):  # `["\frac12"]`, whose backslashes nobody doubled
-        whole = re.sub(r"\\(?![\"'])", r"\\\\", whole)
+    if _LATEX.search(stripped):  # `["\frac12"]`, whose backslashes nobody doubled
+        stripped = re.sub(r"\\(?![\"'])", r"\\\\", stripped)
     for read in (json.loads, ast.literal_eval):
         with suppress(ValueError, SyntaxError, RecursionError, MemoryError):
-            return read(whole)
+            return read(stripped)
     return text
 
 
@@ -100,7 +102,8 @@ def shown(value: Any) -> str:
 def check_ground_truths(truths: Iterable[Any], source: str) -> list[int]:
     """Name the ground truths of a data set (one for each row of ``source``) that cannot be used, in one warning.
     Returns their rows, counted from 0: no response to them would be right. ValueError: none can be used."""
-    faults, row = {}, -1
+    faults = {}
+    row = -1
     for row, truth in enumerate(truths):
         try:
             if (length := len(gold_text(truth))) > MAX_ANSWER_CHARS:
@@ -108,8 +111,10 @@ def check_ground_truths(truths: Iterable[Any], source: str) -> list[int]:
         except ValueError:
             faults[row] = shown(truth)
     if faults:
-        some = ", ".join([f"row {row} ({fault})" for row, fault in faults.items()][:5] + ["..."] * (len(faults) > 5))
-        message = f"{source}: {len(faults)} of {row + 1} ground truths cannot be used, counted from row 0: {some}; "
+        examples = ", ".join(
+            [f"row {row} ({fault})" for row, fault in faults.items()][:5] + ["..."] * (len(faults) > 5)
+        )
+        message = f"{source}: {len(faults)} of {row + 1} ground truths cannot be used, counted from row 0: {examples}; "
         message += f"{_REMEDY}. No response to these rows is right"
         if len(faults) > row:
             raise ValueError(message)

@@ -53,7 +53,8 @@ class _Server:
 
     def ask(self, gold: str, answer: str) -> bool | str | None:
         """The verdict, why there is none, or None where the process ended for a reason outside the answer."""
-        connection, verdict = self._idle.get(), None
+        connection = self._idle.get()
+        verdict = None
         try:
             with suppress(EOFError, OSError):
                 connection.send_bytes(json.dumps([gold, answer]).encode())
@@ -76,7 +77,8 @@ _lock = threading.Lock()
 
 def cpu_seconds() -> float:
     """Seconds of processor time for one answer. Raises ValueError for no positive number."""
-    text, value = os.environ.get(_SECONDS_VARIABLE, "3.0"), 0.0
+    text = os.environ.get(_SECONDS_VARIABLE, "3.0")
+    value = 0.0
     with suppress(ValueError):
         value = float(text)
     if not 0 < value < 1000:

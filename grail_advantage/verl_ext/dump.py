@@ -15,18 +15,23 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from grail_advantage.data import DUMPED, OLD_LOG_PROBS, ROLLOUT_LOG_PROBS, Rollouts, Weighed
+from grail_advantage.data import DUMPED, OLD_LOG_PROBS, REF_LOG_PROBS, ROLLOUT_LOG_PROBS, Rollouts, Weighed
 from grail_advantage.dump import StepDump, received_table
 from grail_advantage.effect import effect_figures
 from grail_advantage.receipt import Batch, Loss, Piece, Receipt, check, verl_loss
 from grail_advantage.receipt.report import record_of
-from grail_advantage.verl_ext.settings import ACTOR, ENGINES, MODEL, ROLLOUT, STRATEGY, Settings
+from grail_advantage.verl_ext.settings import ACTOR, AGGREGATION, ENGINES, LOSS, MODEL, STRATEGY, TEMPERATURE, Settings
 from grail_advantage.verl_ext.worker import OptimiserStep
 
-LOSS_COLUMNS = (OLD_LOG_PROBS, "rollout_is_weights", "ref_log_prob")
+LOSS_COLUMNS = (OLD_LOG_PROBS, "rollout_is_weights", REF_LOG_PROBS)
 """What the loss reads of a response beside its advantages."""
-COLUMNS = dict.fromkeys((*DUMPED, ROLLOUT_LOG_PROBS, *LOSS_COLUMNS))
-"""All columns of numbers that the dump takes."""
+COLUMNS = {name: name for name in (*DUMPED, ROLLOUT_LOG_PROBS, *LOSS_COLUMNS)} | {REF_LOG_PROBS: "ref_log_prob"}
+"""All columns of numbers that the dump takes, with verl's names of them."""
+LOSS_OPTIONS = """
+clip_ratio clip_ratio_low clip_ratio_high clip_ratio_c loss_scale_factor tau_pos tau_neg
+policy_loss.dro_beta policy_loss.kl_cov_ratio policy_loss.ppo_kl_coef
+"""
+"""The actor's options that :func:`grail_advantage.receipt.verl_loss` reads."""
 
 
 class UpdateDump:
@@ -35,14 +40,21 @@ class UpdateDump:
 
     def __init__(self, settings: Settings, tokenizer: PreTrainedTokenizerBase, *, updates: int) -> None:
         options = settings.dump
+        assert options is not None, "no run without a folder makes a dump"
         self._settings = settings
+        self._watches = options.received and settings[STRATEGY] in ENGINES
         self.marks: tuple[str, torch.Tensor] | None = None
         """The setting ``WATCHED`` and the field ``PLACES`` of the update's batch, where workers are to watch it."""
         self._chosen: tuple[Weighed, int, int] | None = None
         """The responses that are written, the update's number, and how many responses the update has."""
         options.folder.mkdir(parents=True, exist_ok=True)
-        facts = {"model": str(settings[f"{MODEL}.path"]), "temperature": float(settings[f"{ROLLOUT}.temperature"])}
-        self.steps = StepDump(options, tokenizer, updates=updates, **facts)
+        self.steps = StepDump(
+            options,
+            tokenizer,
+            updates=updates,
+            model=str(settings[f"{MODEL}.path"]),
+            temperature=float(settings[TEMPERATURE]),
+        )
         """Chooses the responses, and writes their files."""
 
     def choose(self, weighed: Weighed, of_run: Sequence[bool], *, update: int) -> None:
@@ -56,10 +68,12 @@ class UpdateDump:
         self._chosen = None
         r = weighed.rollouts
         with self.steps.attempt():
-            if not (chosen := self.steps.choose(r.step, update, r.groups.tolist(), of_run)):
+            groups = [] if r.groups is None else r.groups.tolist()
+            chosen = self.steps.choose(r.step, update, groups, of_run)
+            if not chosen:
                 return
             self._chosen = (weighed.part(chosen), update, sum(of_run))
-            if self._settings.dump.received and self._settings[STRATEGY] in ENGINES:
+            if self._watches:
                 slots = {place: slot for slot, place in enumerate(chosen)}
                 places_B2 = torch.tensor([[place, slots.get(place, -1)] for place in range(len(r))])
                 self.marks = (f"{r.step}.{update}", places_B2)
@@ -96,46 +110,51 @@ class UpdateDump:
             log_probs_now: log-probabilities (B, T) of the responses at some places, by the actor as it is.
             on_policy: whether the old log-probabilities are those of the policy before the update.
         """
-        (number, _), self.marks = self.marks, None
+        if self.marks is None or self._chosen is None:
+            return {}
+        number, _ = self.marks
+        self.marks = None
         part, update, _ = self._chosen
+        metrics: dict[str, float] = {}
         with self.steps.attempt():
-            replies = workers.take_received(number)
-            if errors := [reply for reply in replies if isinstance(reply, Exception)]:
-                raise errors[0]
-            r, loss = part.rollouts, loss_of(self._settings)
+            of_ranks = []
+            for reply in workers.take_received(number):
+                if isinstance(reply, Exception):
+                    raise reply
+                if reply is not None:
+                    of_ranks.append(reply)
+            r = part.rollouts
+            loss = loss_of(self._settings)
             receipt = receipt_of(
                 part,
-                [reply for reply in replies if reply is not None],
+                of_ranks,
                 sent=sent,
                 tokens=rollouts.mask.sum(dim=1).tolist(),
                 loss=loss,
                 epochs=self._settings[f"{ACTOR}.ppo_epochs"],
                 on_policy=on_policy,
             )
-            metrics = {"receipt/findings": sum(finding.mismatch for finding in receipt.findings)}
-            metrics |= {} if receipt.clipped is None else {"receipt/clipped": receipt.clipped}
+            metrics["receipt/findings"] = sum(finding.mismatch for finding in receipt.findings)
+            if receipt.clipped is not None:
+                metrics["receipt/clipped"] = receipt.clipped
             effect = None
             if self.steps.measures(r.step):
                 effect = log_probs_now(r.places)[:, : r.mask.shape[1]] - r.columns[OLD_LOG_PROBS]
-                figures = effect_figures(part.advantages, effect, r.mask)
+                figures = effect_figures(part.advantages, effect, r.mask, r.columns[OLD_LOG_PROBS])
                 metrics |= {f"{part.method.name}/{name}": value for name, value in figures.items()}
             lengths = [len(response) for response in r.responses]
             header = record_of(receipt, loss.name, r.step, update)
             self.steps.write_received(header, received_table(receipt, r.keys, lengths, effect))
-            return metrics
-        return {}
+        return metrics
 
 
 def loss_of(settings: Settings) -> Loss:
     """The loss of a run's update, by its settings."""
-    names = ("clip_ratio", "clip_ratio_low", "clip_ratio_high", "clip_ratio_c", "loss_scale_factor")
-    names += ("tau_pos", "tau_neg", "policy_loss.dro_beta", "policy_loss.kl_cov_ratio", "policy_loss.ppo_kl_coef")
-    options = {name.rsplit(".", 1)[-1]: settings[f"{ACTOR}.{name}"] for name in names}
+    options = {name.rsplit(".", 1)[-1]: settings[f"{ACTOR}.{name}"] for name in LOSS_OPTIONS.split()}
     if settings[f"{ACTOR}.use_kl_loss"]:
-        options |= {"kl": settings[f"{ACTOR}.kl_loss_type"], "kl_coef": settings[f"{ACTOR}.kl_loss_coef"]}
-    return verl_loss(
-        settings[f"{ACTOR}.policy_loss.loss_mode"] or "vanilla", settings[f"{ACTOR}.loss_agg_mode"], **options
-    )
+        options["kl"] = settings[f"{ACTOR}.kl_loss_type"]
+        options["kl_coef"] = settings[f"{ACTOR}.kl_loss_coef"]
+    return verl_loss(settings[LOSS] or "vanilla", settings[AGGREGATION], **options)
 
 
 def receipt_of(
@@ -157,7 +176,9 @@ def receipt_of(
         sent, tokens: of each response of the whole batch, whether it went into the update, and its tokens that train.
         on_policy: whether the old log-probabilities are those of the policy before the update.
     """
-    r, mask_BT, updates = part.rollouts, part.rollouts.mask, len(of_ranks[0])
+    r = part.rollouts
+    mask_BT = r.mask
+    updates = len(of_ranks[0])
     of_steps = [[place for steps in of_ranks for place in steps[update].places] for update in range(updates)]
     sent_B = torch.tensor([sent[place] for place in r.places])
     pieces = list(_pieces(of_ranks, mask_BT.shape[1]))
@@ -165,25 +186,33 @@ def receipt_of(
         loss = replace(loss, account=None)  # which tokens it penalises follows from all responses of a micro-batch
     if not pieces:
         nothing_UBT = torch.full((updates, *mask_BT.shape), torch.nan)
-        return Receipt(nothing_UBT[0], nothing_UBT[0], *[nothing_UBT] * 3, ())
-    of_loss = dict(zip(("old_log_probs_BT", "weights_BT", "ref_log_probs_BT"), LOSS_COLUMNS, strict=True))
+        nothing_BT = nothing_UBT[0]
+        return Receipt(nothing_BT, nothing_BT, nothing_UBT, nothing_UBT, nothing_UBT, findings=())
+    old_log_probs_BT, weights_BT, ref_log_probs_BT = map(r.columns.get, LOSS_COLUMNS)
     batch = Batch(
         advantages_BT=part.advantages,
         mask_BT=mask_BT,
-        **{name: r.columns.get(column) for name, column in of_loss.items()},
+        old_log_probs_BT=old_log_probs_BT,
+        weights_BT=weights_BT,
+        ref_log_probs_BT=ref_log_probs_BT,
         left_out_B=~sent_B,
         updates=updates // epochs,
         epochs=epochs,
         ranks=len(of_ranks),
         on_policy=on_policy,
-        keys=r.keys,
+        keys=list(r.keys),
         totals_U2=torch.tensor([[sum(tokens[p] for p in of_step), len(of_step)] for of_step in of_steps]),
     )
     receipt = check(batch, loss, pieces)
     # Responses that were left out received nothing that was read.
-    names = ("received_BT", "clipped_BT", "received_UBT", "clipped_UBT")
-    seen = {name: torch.where(sent_B[:, None], getattr(receipt, name), torch.nan) for name in names}
-    return replace(receipt, **seen)
+    left_out_B1 = ~sent_B[:, None]
+    return replace(
+        receipt,
+        received_BT=receipt.received_BT.masked_fill(left_out_B1, torch.nan),
+        clipped_BT=receipt.clipped_BT.masked_fill(left_out_B1, torch.nan),
+        received_UBT=receipt.received_UBT.masked_fill(left_out_B1, torch.nan),
+        clipped_UBT=receipt.clipped_UBT.masked_fill(left_out_B1, torch.nan),
+    )
 
 
 def _pieces(of_ranks: Sequence[list[OptimiserStep]], width: int) -> Iterator[Piece]:

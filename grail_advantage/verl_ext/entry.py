@@ -30,20 +30,29 @@ from omegaconf import DictConfig, OmegaConf
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY, register_adv_est
 
-from grail_advantage.answers.span import find_answer_spans
-from grail_advantage.answers.tokenizers import check_round_trip
+from grail_advantage.answers.missing import LOOKED_AT, AnswerCheck
 from grail_advantage.locks import hold
-from grail_advantage.method import FAILURES, RESERVED, BaseMethod, NameTakenError, failure_message, methods
+from grail_advantage.method import FAILURES, RESERVED, NameTakenError, failure_message, methods
 from grail_advantage.verl_ext import patches
-from grail_advantage.verl_ext.rules import check_settings
-from grail_advantage.verl_ext.settings import DUMP_FOLDER, METHOD, MODEL, TRAINER_MODES, Settings, algorithm_sections
+from grail_advantage.verl_ext.rules import check_settings, check_tokenizer
+from grail_advantage.verl_ext.settings import (
+    DUMP_FOLDER,
+    METHOD,
+    MISSING,
+    MODEL,
+    SECTION,
+    TRAINER_MODES,
+    Settings,
+    algorithm_sections,
+)
 
 logger = logging.getLogger(__name__)
 
 VERL_VERSION = "0.9.1"
 ANY_VERL = "GRAIL_ADVANTAGE_ANY_VERL"  # environment variable: 1 lets another version of verl through
 EXTERNAL = "VERL_USE_EXTERNAL_MODULES"  # verl's, with modules that it imports in every process
-JUDGED, REWARD = "reward_model", "reward.custom_reward_function.path"
+JUDGED = "reward_model"
+REWARD = "reward.custom_reward_function.path"
 OURS = ("pkg://grail_advantage.reward", "pkg://recipe.reward")  # as REWARD, this project's reward function
 
 
@@ -65,18 +74,26 @@ def start_run(config: DictConfig, validate: Callable[[], None]) -> None:
     """Check a run and begin it, around ``validate``, verl's own check of its configuration; ValueError: a setting that
     does not work. With ``DRY_RUN=1`` in the environment a run of this project (:func:`prepare_run`) is checked, its
     resolved configuration is printed as YAML on stdout, and the process exits."""
+    dry_run = os.environ.get("DRY_RUN", "0")
     ours = bool(patches.STARTS) or config.algorithm.adv_estimator in methods()
     if patches.in_actor() or not ours:  # the task runner of trainer.use_v1=false asks again
         register_estimators()
         check_spelling(config.algorithm.adv_estimator)
         return validate()
+    if dry_run not in ("", "0", "1"):
+        raise ValueError(f"DRY_RUN={dry_run} is unknown; use 1 to check the run and start nothing, or 0")
     OmegaConf.resolve(config)  # verl hands ray_kwargs on as they are
-    given = OmegaConf.to_yaml(config) if os.environ.get("DRY_RUN") == "1" else ""
-    with contextlib.redirect_stdout(sys.stderr) if given else contextlib.nullcontext():
+    resolved = config.copy()
+    for handler in logging.root.handlers if dry_run == "1" else ():
+        if isinstance(handler, logging.StreamHandler) and handler.stream is sys.stdout:  # Hydra's
+            handler.setStream(sys.stderr)
+    with contextlib.redirect_stdout(sys.stderr) if dry_run == "1" else contextlib.nullcontext():
         settings = prepare_run(config)
         validate()
-    if given:
-        print(given)
+    if dry_run == "1":
+        names = [] if settings.method is None else [*RESERVED, settings.method.section]
+        defaults = {name: algorithm_sections().get(name, {}) for name in names}
+        print(OmegaConf.to_yaml(OmegaConf.merge({"algorithm": defaults}, resolved)))
         sys.exit()
     for module in patches.STARTS:
         import_module(module).begin_run(settings, config)
@@ -96,7 +113,9 @@ def prepare_run(config: DictConfig) -> Settings:
     if settings.dump is not None:  # the trainer runs in another process, with another working folder
         OmegaConf.update(config, DUMP_FOLDER, str(settings.dump.folder))
     if settings.method is not None and not settings["trainer.use_v1"]:
-        patches.use_ray_trainer(import_module("grail_advantage.verl_ext.ray_trainer").TokenWeightRayTrainer)
+        from grail_advantage.verl_ext.ray_trainer import TokenWeightRayTrainer  # imports what the other trainers do not
+
+        patches.use_ray_trainer(TokenWeightRayTrainer)
     elif settings.method is not None and settings.kind == (mode := config.trainer.v1.trainer_mode) in TRAINER_MODES:
         patches.set_trainer_mode(config, f"grail_{mode}")
     return settings
@@ -106,7 +125,9 @@ def register_trainers() -> None:
     """Register estimators, the trainers with token weights and those of :data:`patches.STARTS`, in the task runner's
     process. Importing them in every process that imports verl would take seconds each."""
     register_estimators()
-    for module in ("grail_advantage.verl_ext.trainer", *patches.STARTS):
+    import grail_advantage.verl_ext.trainer  # noqa: F401  registers its own
+
+    for module in patches.STARTS:
         getattr(import_module(module), "register_trainers", lambda: None)()
 
 
@@ -120,6 +141,7 @@ def check_config(config: DictConfig) -> Settings:
     settings = Settings.parse(config, trainer_kind(config))
     check_settings(settings)
     check_data(settings)
+    check_answers_of_data(settings)
     if (tokenizer := _local_tokenizer(settings[MODEL])) is not None:
         check_tokenizer(tokenizer, settings[MODEL], settings.method)
     return settings
@@ -145,9 +167,9 @@ def check_plugins() -> None:
         if isinstance(error, NameTakenError):
             raise ValueError(f"the plug-in {plugin} takes a name that is taken: {error}")
         logger.warning("the plug-in %s failed to import: %s: %s", plugin, type(error).__name__, error)
-    for known in methods():
-        if getattr(ADV_ESTIMATOR_REGISTRY[known], "func", None) is not _needs_token_weights:
-            raise ValueError(f"{known} is an estimator of verl's; register the method under another name")
+    for name in methods():
+        if getattr(ADV_ESTIMATOR_REGISTRY[name], "func", None) is not _needs_token_weights:
+            raise ValueError(f"{name} is an estimator of verl's; register the method under another name")
 
 
 def check_spelling(name: str) -> None:
@@ -159,7 +181,7 @@ def check_spelling(name: str) -> None:
     if name in ADV_ESTIMATOR_REGISTRY:
         return
     letters = sorted(filter(str.isalnum, name.lower()))
-    meant = [known for known in methods() if sorted(filter(str.isalnum, known)) == letters]
+    meant = [estimator for estimator in methods() if sorted(filter(str.isalnum, estimator)) == letters]
     near = difflib.get_close_matches(name.lower(), list(ADV_ESTIMATOR_REGISTRY), cutoff=0.8)
     if len(letters) > 4 and name[-1].isalpha() and methods().keys() >= set(near):
         meant += near
@@ -181,8 +203,8 @@ def check_names(config: DictConfig) -> None:
     for section in RESERVED:
         for name in config.algorithm.get(section) or {}:
             if name not in sections[section]:
-                known = ", ".join(sections[section])
-                raise ValueError(f"algorithm.{section}.{name} is not an option; the options are {known}")
+                options = ", ".join(sections[section])
+                raise ValueError(f"algorithm.{section}.{name} is not an option; the options are {options}")
 
 
 def trainer_kind(config: DictConfig) -> str | None:
@@ -214,29 +236,25 @@ def check_data(settings: Settings) -> None:
                 judged = table[JUDGED].to_pylist()
             except (OSError, KeyError, pa.ArrowException):
                 continue
-            truths = [of.get("ground_truth") if isinstance(of, dict) else None for of in judged]
+            truths = [entry.get("ground_truth") if isinstance(entry, dict) else None for entry in judged]
             check_ground_truths(truths, f"{option}={name}")
 
 
+def check_answers_of_data(settings: Settings) -> None:
+    """Warn of training data whose answers are in another format than the run's; of other files verl itself tells."""
+    names = settings["data.train_files"]
+    name = names if isinstance(names, str) else next(iter(names or ()), "")
+    with contextlib.suppress(OSError, StopIteration, pa.ArrowException):
+        rows = next(pq.ParquetFile(Path(name).expanduser()).iter_batches(LOOKED_AT)).to_pylist()
+        if settings.method is not None:
+            answers = AnswerCheck(settings.method, settings.answer, settings[MISSING], f"++{SECTION}")
+            answers.look_at_data(rows, f"data.train_files={name}")
+
+
 def _local_tokenizer(model: Mapping[str, Any]) -> PreTrainedTokenizerBase | None:
-    path, trusted = model.get("tokenizer_path") or model["path"], model.get("trust_remote_code", False)
+    path = model.get("tokenizer_path") or model["path"]
+    trusted = model.get("trust_remote_code", False)
     try:
         return AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=trusted)
     except (OSError, ValueError):  # not in the cache, a broken download, or a file system that verl copies from
         return None
-
-
-def check_tokenizer(tokenizer: PreTrainedTokenizerBase, model: Mapping[str, Any], method: BaseMethod | None) -> None:
-    """Refuse a tokenizer, as verl loads it for ``actor_rollout_ref.model``, that text does not survive
-    (:mod:`grail_advantage.answers.tokenizers`), that the method cannot work with, or whose tokens hide the answer.
-    ValueError: naming the remedy."""
-    option = "tokenizer_path" if model.get("tokenizer_path", None) else "path"
-    check_round_trip(
-        tokenizer,
-        f"{MODEL}.{option}={model[option]}",
-        f"transformers loads it so; write a repaired one with `python3 -m grail_advantage.answers.tokenizers "
-        f"{model[option]} FOLDER`, then set {MODEL}.tokenizer_path=FOLDER",
-    )
-    if method is not None:
-        method.check_tokenizer(tokenizer)
-        find_answer_spans([], tokenizer, method.span)

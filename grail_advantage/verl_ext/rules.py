@@ -10,16 +10,19 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping
-from functools import cache
+from functools import cache, partial
 from importlib.resources import files
+from operator import itemgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from omegaconf import OmegaConf
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-from grail_advantage.data import DUMPED, ENTROPY
-from grail_advantage.method import methods
+from grail_advantage.answers.span import find_answer_spans
+from grail_advantage.answers.tokenizers import check_round_trip
+from grail_advantage.data import ENTROPY, OF_POLICY, REF_LOG_PROBS
+from grail_advantage.method import BaseMethod, methods
 from grail_advantage.methods.biases import Cause, biases_of_turns
 from grail_advantage.methods.oar import Oar
 from grail_advantage.model.probe import Finding
@@ -58,29 +61,40 @@ from grail_advantage.verl_ext.settings import (
     TOOL_REWARDS,
     TRAINER_MODE,
     TRAINER_MODES,
+    MethodSettings,
     Settings,
 )
 
 NEEDED_WHOLE = ("logits", "sequences", "hidden_states")
 """Outputs of a model that neither fused kernels nor a rank of a sequence-parallel group has whole."""
-COMPARING = (
-    *("grpo", "grpo_vectorized", "grpo_passk", "rloo", "rloo_vectorized", "opo", "gpg", "gdpo"),
-    *("reinforce_plus_plus_baseline", "optimal_token_baseline", "tir_optimal_token_baseline"),
-)
+COMPARING = [
+    "grpo",
+    "grpo_vectorized",
+    "grpo_passk",
+    "rloo",
+    "rloo_vectorized",
+    "opo",
+    "gpg",
+    "gdpo",
+    "reinforce_plus_plus_baseline",
+    "optimal_token_baseline",
+    "tir_optimal_token_baseline",
+]
 """verl's estimators that compare the responses to a prompt. Of a single one they make its reward, or 0."""
-TOKEN_BASES = ("gae", "reinforce_plus_plus", "remax", "optimal_token_baseline", "tir_optimal_token_baseline")
+TOKEN_BASES = ["gae", "reinforce_plus_plus", "remax", "optimal_token_baseline", "tir_optimal_token_baseline"]
 """Those that give the tokens of a response different advantages, or read what a run with a method does not have."""
 DEFAULTS = "trainer/config/_generated_ppo_trainer.yaml"
 """verl's file of all its options with their defaults."""
-NUMBERS = (
-    *("trainer.total_training_steps", "trainer.max_actor_ckpt_to_keep", "trainer.max_critic_ckpt_to_keep"),
-    *("data.gen_batch_size", "data.val_batch_size", "data.seed", f"{ROLLOUT}.max_model_len", SCALE),
-    *(f"{ACTOR}.ppo_micro_batch_size_per_gpu", f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu"),
-)
+NUMBERS = f"""
+trainer.total_training_steps trainer.max_actor_ckpt_to_keep trainer.max_critic_ckpt_to_keep
+data.gen_batch_size data.val_batch_size data.seed {ROLLOUT}.max_model_len {SCALE}
+{ACTOR}.ppo_micro_batch_size_per_gpu {ROLLOUT}.log_prob_micro_batch_size_per_gpu
+""".split()
 """Options with a number, whose default is null."""
 PENALTY = "reward.reward_kwargs.overlong_buffer_cfg.enable"  # DAPO's, for responses near the length limit
 TARGETS, EXCLUDED, ADAPTER = (f"{MODEL}.{name}" for name in ("target_modules", "exclude_modules", "lora_adapter_path"))
 EPOCHS = f"{ACTOR}.ppo_epochs"
+KL_LOSS = f"{ACTOR}.use_kl_loss"
 
 
 def check_settings(settings: Settings) -> None:
@@ -95,17 +109,30 @@ def check_settings(settings: Settings) -> None:
             check_rules(against, settings, settings.named(shortcut))
 
 
+def check_tokenizer(tokenizer: PreTrainedTokenizerBase, model: Mapping[str, Any], method: BaseMethod | None) -> None:
+    """Refuse a tokenizer, as verl loads it for ``actor_rollout_ref.model``, that text does not survive
+    (:mod:`grail_advantage.answers.tokenizers`), that the method cannot work with, or whose tokens hide the answer.
+    ValueError: naming the remedy."""
+    option = "tokenizer_path" if model.get("tokenizer_path", None) else "path"
+    check_round_trip(
+        tokenizer,
+        f"{MODEL}.{option}={model[option]}",
+        f"transformers loads it so; write a repaired one with `python3 -m grail_advantage.answers.tokenizers "
+        f"{model[option]} FOLDER`, then set {MODEL}.tokenizer_path=FOLDER",
+    )
+    if method is not None:
+        method.check_tokenizer(tokenizer)
+        find_answer_spans([], tokenizer, method.span)
+
+
 def why_not_skip(s: Settings, model: PretrainedConfig | None = None, probe: Callable[[], Finding] | None = None) -> str:
     """Why an update without zero-advantage responses might not be the same; empty where it is. ``model``: as it is
     loaded, where it is known; ``probe`` asks it whether responses depend on those beside them, where nothing else is
     against it."""
-    if why := first_broken(AGAINST_SKIPPING, s):
-        return why
-    if model is not None and getattr(model.get_text_config(), "output_router_logits", False):
-        return "output_router_logits=True of the model: the loss of the routers reads every response"
-    if probe is not None and not (finding := probe()).holds:
-        return f"in this model responses depend on those beside them: {finding}"
-    return ""
+    why = first_broken(AGAINST_SKIPPING, s)
+    if not why and model is not None and getattr(model.get_text_config(), "output_router_logits", False):
+        why = "output_router_logits=True of the model: the loss of the routers reads every response"
+    return why or _depends(probe)
 
 
 def why_not_reuse(
@@ -113,11 +140,14 @@ def why_not_reuse(
 ) -> str:
     """Why an update's first forward might not give the old log-probabilities; empty where it does. ``probe``: as
     :func:`why_not_skip` has it; it sees dropout and other random numbers of the training mode."""
-    if why := first_broken(AGAINST_REUSE, s):
-        return why
-    if probe is not None and not (finding := probe()).holds:
-        return f"in this model responses depend on those beside them, or on chance: {finding}"
-    return ""
+    return first_broken(AGAINST_REUSE, s) or _depends(probe)
+
+
+def _depends(probe: Callable[[], Finding] | None) -> str:
+    if probe is None:
+        return ""
+    finding = probe()
+    return "" if finding.holds else f"in this model responses depend on those beside them, or on chance: {finding}"
 
 
 # ------------------------------------------------------------------------------------------------------- every run
@@ -190,7 +220,7 @@ def _no_base(s: Settings) -> bool:
     return s[BASE] not in ADV_ESTIMATOR_REGISTRY.keys() - {*TOKEN_BASES, *methods()}
 
 
-def _compares_rewards(s: Settings) -> bool:
+def _compares_rewards(s: MethodSettings) -> bool:
     """Whether the method makes its advantages of the rewards, and reads none of the base's."""
     return "rewards" in s.method.reads
 
@@ -206,33 +236,35 @@ def _half(s: Settings) -> bool:
     return str(s[PARAM_DTYPE] or "bf16") in ("bf16", "bfloat16")
 
 
-def _underflowing(s: Settings) -> str:
+def _underflowing(s: MethodSettings) -> str:
     """The option that asks for half of float32's exponents, of a method that takes gradients of the answer."""
     if s.method.uses not in ("saliency", "logits"):
         return ""
     return next((name for name in (PARAM_DTYPE, MODEL_DTYPE) if str(s[name]) in ("fp16", "float16", "16")), "")
 
 
-def _coarse_entropy(s: Settings) -> str:
+def _coarse_entropy(s: MethodSettings) -> str:
     """verl's option, in the actor's section or in that of its engine, where a method would rank coarse values."""
     option = CHUNKING if s[CHUNKING] is not None else CHUNKING.replace(ACTOR, f"{ACTOR}.{s[STRATEGY]}")
     return option if s.method.ranks_entropy and _half(s) and not s[option] else ""
 
 
-def _slicing(s: Settings) -> str:
+def _slicing(s: MethodSettings) -> str:
     """The option of the two by which a rank has a slice of each sequence, and the method a pass."""
     return max(SLICES, key=lambda option: s[option] or 1) if s.sliced and s.method.uses else ""
 
 
 def _adapts_head(s: Settings) -> bool:
     """Whether an adapter changes ``lm_head``, by peft's reading of the options: a text is an expression for whole names."""
-    targets, excluded = s[TARGETS], s[EXCLUDED]
+    targets = s[TARGETS]
+    excluded = s[EXCLUDED]
     if s[ADAPTER]:
         try:
             stored = json.loads(Path(s[ADAPTER], "adapter_config.json").read_text(encoding="utf-8"))
         except (OSError, ValueError):  # elsewhere, or broken: the workers say so
             return False
-        targets, excluded = stored.get("target_modules"), stored.get("exclude_modules")
+        targets = stored.get("target_modules")
+        excluded = stored.get("exclude_modules")
     elif not s[f"{MODEL}.lora_rank"]:
         return False
 
@@ -244,11 +276,11 @@ def _adapts_head(s: Settings) -> bool:
     return names_head(targets) and not names_head(excluded)
 
 
-def _masking(s: Settings) -> str:
+def _masking(s: MethodSettings) -> str:
     return f"algorithm.{s.method.section}.mask_truncated" if s.method.mask_truncated else ""
 
 
-def _discount(s: Settings) -> str:
+def _discount(s: MethodSettings) -> str:
     return f"algorithm.{s.method.section}.gamma" if getattr(s.method, "gamma", 1.0) < 1 else ""
 
 
@@ -316,6 +348,12 @@ RULES = (
         when=lambda s: s[BYPASS] and ENTROPY in s.method.reads,
         because="the method reads the entropy, which verl computes with the old log-probabilities",
         remedy="use false",
+    ),
+    Rule(
+        option=KL_LOSS,
+        when=lambda s: REF_LOG_PROBS in s.method.reads and not (s[KL_LOSS] or s[KL_IN_REWARD]),
+        because="the method reads reference log-probabilities, which verl computes where a KL term is on",
+        remedy=f"use true, with {ACTOR}.kl_loss_coef=0 for no such term, or {KL_IN_REWARD}=true",
     ),
     Rule(
         option=BYPASS,
@@ -428,115 +466,91 @@ RULES = (
 
 SKIPPABLE = ("vanilla", "dppo_tv", "dppo_kl", "gpg", "cispo", "gspo", "sapo")
 """Losses of verl's in which each token's term is 0 where its advantage is, and no term reads another response."""
-AUTO = "use auto"
-
-
-def _reads_every_response(option: str) -> Rule:
-    return Rule(option=option, when=lambda s: bool(s[option]), because="it reads every response", remedy=AUTO)
-
-
-def _scales_activations(section: str) -> Rule:
-    return Rule(
-        option=f"{section}.mode",
-        when=lambda s: s[f"{section}.enable"] and s[f"{section}.mode"] != "w4a16",
-        because="but for w4a16 the scale of activations is the largest of the micro-batch",
-        remedy=AUTO,
-    )
-
-
-AGAINST_SKIPPING = (
-    Rule(
-        option="trainer.use_v1",
-        when=lambda s: s["trainer.use_v1"] is False,
-        because="the older trainer pads responses to one length, with which none is left out",
-        remedy=AUTO,
-    ),
-    Rule(
-        option=STRATEGY,
-        when=lambda s: s[STRATEGY] not in ENGINES,
-        because=f"only {' and '.join(ENGINES)} leave responses out",
-        remedy=AUTO,
-    ),
-    Rule(
-        option=LOSS,
-        when=lambda s: (s[LOSS] or SKIPPABLE[0]) not in SKIPPABLE,
-        because=f"it is none of {', '.join(SKIPPABLE)}, in which a response without an advantage adds nothing",
-        remedy=AUTO,
-    ),
-    _reads_every_response(f"{ACTOR}.use_kl_loss"),
-    _reads_every_response(f"{ACTOR}.entropy_coeff"),
-    _reads_every_response(f"{ACTOR}.calculate_entropy"),
-    _reads_every_response("distillation.enabled"),
-    _reads_every_response(f"{MODEL}.mtp.enable_train"),
-    _reads_every_response(f"{MODEL}.override_config.output_router_logits"),
-    Rule(
-        option=f"{MODEL}.enable_activation_offload",
-        when=lambda s: s[f"{MODEL}.enable_activation_offload"],  # verl counts a block's forwards until their backwards
-        because="the loaded model cannot be asked whether responses depend on those beside them",
-        remedy=AUTO,
-    ),
-    Rule(
-        option=SCALE,
-        when=lambda s: s[AGGREGATION] == "seq-mean-token-sum-norm" and s[SCALE] is None,
-        because="without it seq-mean-token-sum-norm divides by the longest response of each micro-batch",
-        remedy=AUTO,
-    ),
-    _scales_activations(f"{ACTOR}.qat"),
-    _scales_activations(f"{ACTOR}.fsdp_config.qat"),
-)
-"""With which an update without zero-advantage responses is not the same, as far as settings say."""
-
 REUSABLE = (*SKIPPABLE, "geo_mean", "clip_cov", "kl_cov")
 """Losses of verl's that read old log-probabilities in the ratio to the policy alone."""
+EVERY = "it reads every response"
 EARLY = "it reads old log-probabilities, or entropies, before the update"
+UNKNOWN = "nothing is known of it without the forward"
 
 
-def _reads_old_policy(option: str, because: str) -> Rule:
-    return Rule(option=option, when=lambda s: bool(s[option]), because=because, remedy=AUTO)
+def _scales_activations(s: Settings, section: str) -> bool:
+    return s[f"{section}.enable"] and s[f"{section}.mode"] != "w4a16"
 
 
-AGAINST_REUSE = (
-    Rule(
-        option="trainer.use_v1",
+class Obstacle(NamedTuple):
+    """An option that stands in the way of one shortcut or both."""
+
+    option: str
+    skip: str = ""  # why an update without zero-advantage responses would not be the same
+    reuse: str = ""  # why an update's first forward would not give the old log-probabilities
+    when: Callable[[Settings], Any] | None = None  # None: wherever the option is on
+
+
+OBSTACLES = (
+    Obstacle(
+        "trainer.use_v1",
+        skip="the older trainer pads responses to one length, with which none is left out",
+        reuse="the older trainer computes them in fit()",
         when=lambda s: s["trainer.use_v1"] is False,
-        because="the older trainer computes them in fit()",
-        remedy=AUTO,
     ),
-    Rule(
-        option=STRATEGY,
+    Obstacle(
+        STRATEGY,
+        skip=f"only {' and '.join(ENGINES)} leave responses out",
+        reuse=f"only {' and '.join(ENGINES)} take them from the update",
         when=lambda s: s[STRATEGY] not in ENGINES,
-        because=f"only {' and '.join(ENGINES)} take them from the update",
-        remedy=AUTO,
     ),
-    Rule(
-        option=METHOD,
-        when=lambda s: bool(DUMPED.keys() & s.method.reads),
-        because=EARLY,
-        remedy=AUTO,
+    Obstacle(METHOD, reuse=EARLY, when=lambda s: s.method and s.method.reads & {*OF_POLICY}),
+    Obstacle(
+        LOSS,
+        skip=f"it is none of {', '.join(SKIPPABLE)}, in which a response without an advantage adds nothing",
+        when=lambda s: (s[LOSS] or SKIPPABLE[0]) not in SKIPPABLE,
     ),
-    Rule(
-        option=LOSS,
-        when=lambda s: (s[LOSS] or REUSABLE[0]) not in REUSABLE,
-        because="nothing is known of it without the forward",
-        remedy=AUTO,
-    ),
-    _reads_old_policy(KL_IN_REWARD, EARLY),
-    _reads_old_policy(BYPASS, "the old log-probabilities are the rollout's"),
-    _reads_old_policy(f"{CORRECTION}.rollout_is", EARLY),
-    _reads_old_policy(f"{CORRECTION}.rollout_rs", EARLY),
-    _reads_old_policy("distillation.enabled", "nothing is known of it without the forward"),
-    _reads_old_policy(f"{MODEL}.mtp.enable_train", "nothing is known of it without the forward"),
-    Rule(
-        option=MINI_BATCH,
+    Obstacle(LOSS, reuse=UNKNOWN, when=lambda s: (s[LOSS] or REUSABLE[0]) not in REUSABLE),
+    Obstacle(KL_LOSS, skip=EVERY),
+    Obstacle(f"{ACTOR}.entropy_coeff", skip=EVERY),
+    Obstacle(f"{ACTOR}.calculate_entropy", skip=EVERY),
+    Obstacle(KL_IN_REWARD, reuse=EARLY),
+    Obstacle(BYPASS, reuse="the old log-probabilities are the rollout's"),
+    Obstacle(f"{CORRECTION}.rollout_is", reuse=EARLY),
+    Obstacle(f"{CORRECTION}.rollout_rs", reuse=EARLY),
+    Obstacle("distillation.enabled", skip=EVERY, reuse=UNKNOWN),
+    Obstacle(f"{MODEL}.mtp.enable_train", skip=EVERY, reuse=UNKNOWN),
+    Obstacle(f"{MODEL}.override_config.output_router_logits", skip=EVERY),
+    Obstacle(
+        MINI_BATCH,
+        reuse="later mini-batches are not of the old policy",
         when=lambda s: s[MINI_BATCH] != s[BATCH] and s.kind != "separate_async",
-        because="later mini-batches are not of the old policy",
-        remedy=AUTO,
     ),
-    Rule(
-        option=f"{MODEL}.enable_activation_offload",
-        when=lambda s: bool(s[f"{MODEL}.enable_activation_offload"]),
-        because="the loaded model cannot be asked whether its forward in training is another",
-        remedy=AUTO,
+    Obstacle(
+        f"{MODEL}.enable_activation_offload",  # verl counts a block's forwards until their backwards
+        skip="the loaded model cannot be asked whether responses depend on those beside them",
+        reuse="the loaded model cannot be asked whether its forward in training is another",
+    ),
+    Obstacle(
+        SCALE,
+        skip="without it seq-mean-token-sum-norm divides by the longest response of each micro-batch",
+        when=lambda s: s[AGGREGATION] == "seq-mean-token-sum-norm" and s[SCALE] is None,
+    ),
+    *(
+        Obstacle(
+            f"{section}.qat.mode",
+            skip="but for w4a16 the scale of activations is the largest of the micro-batch",
+            when=partial(_scales_activations, section=f"{section}.qat"),
+        )
+        for section in (ACTOR, f"{ACTOR}.fsdp_config")
     ),
 )
-"""With which an update's first forward would not give the old log-probabilities, as far as settings say."""
+
+
+def _against(shortcut: str) -> tuple[Rule, ...]:
+    rules = []
+    for obstacle in OBSTACLES:
+        because = getattr(obstacle, shortcut)
+        if because:
+            when = obstacle.when or itemgetter(obstacle.option)
+            rules.append(Rule(option=obstacle.option, when=when, because=because, remedy="use auto"))
+    return tuple(rules)
+
+
+AGAINST_SKIPPING = _against("skip")
+AGAINST_REUSE = _against("reuse")

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import yaml
 from omegaconf import DictConfig, OmegaConf
@@ -27,33 +27,44 @@ from grail_advantage.answers.missing import CHOICES, check_choice
 from grail_advantage.dump import DumpOptions
 from grail_advantage.method import RESERVED, BaseMethod, build, methods
 
-SECTION, DUMP = "algorithm.token_weights.", "algorithm.token_dump."
-METHOD, SKIP, BASE = "algorithm.adv_estimator", f"{SECTION}skip_zero_advantage", f"{SECTION}base"
+SECTION = "algorithm.token_weights."
+DUMP = "algorithm.token_dump."
+METHOD = "algorithm.adv_estimator"
+SKIP = f"{SECTION}skip_zero_advantage"
+BASE = f"{SECTION}base"
 REUSE = f"{SECTION}reuse_log_probs"
-MISSING, DUMP_FOLDER = f"{SECTION}missing_answers", f"{DUMP}folder"
+MISSING = f"{SECTION}missing_answers"
+DUMP_FOLDER = f"{DUMP}folder"
 BASES = ("grpo", "rloo", "opo", "reinforce_plus_plus_baseline")  # estimators of verl's, tested as the base
 TRAINER_MODE = "trainer.v1.trainer_mode"
 TRAINER_MODES = ("sync", "colocate_async", "separate_async")
 """verl's own values of it; with a method, ``grail_<mode>`` is that trainer with token weights."""
 ENGINES = ("fsdp", "fsdp2")
 """Values of :data:`STRATEGY`: the engines of verl's in which this project runs code of its own."""
-TOOL_REWARDS, CALL_REWARDS = "tool_rewards", "call_rewards"
+TOOL_REWARDS = "tool_rewards"
+CALL_REWARDS = "call_rewards"
 """Fields of an agent loop with the rewards of calls: one flat list, by verl; one list for each turn that called, by
 :mod:`grail_advantage.verl_ext.tool_agent`, with ``None`` where a tool gave none."""
 ACTOR, MODEL, ROLLOUT = (f"actor_rollout_ref.{part}" for part in ("actor", "model", "rollout"))
-STRATEGY, FUSED, PACKED = f"{ACTOR}.strategy", f"{MODEL}.use_fused_kernels", f"{MODEL}.use_remove_padding"
+STRATEGY = f"{ACTOR}.strategy"
+FUSED = f"{MODEL}.use_fused_kernels"
+PACKED = f"{MODEL}.use_remove_padding"
 PARALLEL_CALLS = f"{ROLLOUT}.multi_turn.max_parallel_calls"
 AGENT_LOOPS = f"{ROLLOUT}.agent.agent_loop_config_path"  # a file with agent loops beside verl's own
-GROUP_SIZE, TEMPERATURE = f"{ROLLOUT}.n", f"{ROLLOUT}.temperature"
-CORRECTION, KL_IN_REWARD = "algorithm.rollout_correction", "algorithm.use_kl_in_reward"
+GROUP_SIZE = f"{ROLLOUT}.n"
+TEMPERATURE = f"{ROLLOUT}.temperature"
+CORRECTION = "algorithm.rollout_correction"
+KL_IN_REWARD = "algorithm.use_kl_in_reward"
 BY_DEVIATION = "algorithm.norm_adv_by_std_in_grpo"
 BYPASS = f"{CORRECTION}.bypass_mode"
 SLICES = tuple(f"{ACTOR}.{section}ulysses_sequence_parallel_size" for section in ("", "fsdp_config."))
 """The two places where verl has this option."""
 ATTENTION = f"{MODEL}.override_config.attn_implementation"
-LOSS, AGGREGATION = f"{ACTOR}.policy_loss.loss_mode", f"{ACTOR}.loss_agg_mode"
+LOSS = f"{ACTOR}.policy_loss.loss_mode"
+AGGREGATION = f"{ACTOR}.loss_agg_mode"
 SCALE = f"{ACTOR}.loss_scale_factor"
-BATCH, MINI_BATCH = "data.train_batch_size", f"{ACTOR}.ppo_mini_batch_size"
+BATCH = "data.train_batch_size"
+MINI_BATCH = f"{ACTOR}.ppo_mini_batch_size"
 PARAM_DTYPE, MODEL_DTYPE = (f"{ACTOR}.fsdp_config.{name}" for name in ("mixed_precision.param_dtype", "model_dtype"))
 CHUNKING = f"{ACTOR}.entropy_from_logits_with_chunking"
 OPTIONS_FILE = Path(__file__).with_name("config") / "token_weights.yaml"
@@ -72,17 +83,19 @@ class Settings:
     answer: AnswerFormat = BOXED
     dump: DumpOptions | None = None  # without a folder
 
-    @classmethod
-    def parse(cls, config: DictConfig, kind: str | None = None) -> Self:
+    @staticmethod
+    def parse(config: DictConfig, kind: str | None = None) -> Settings:
         """Take over a run's configuration. ValueError, naming the option and the remedy, for an option or value of a
         method's run that is not allowed."""
         plain: Any = OmegaConf.to_container(config, resolve=True)
-        algorithm, known = plain["algorithm"], methods()
-        if algorithm["adv_estimator"] not in known:
-            return cls(config=plain, kind=kind)
-        for name in RESERVED:
-            algorithm[name] = {**algorithm_sections()[name], **(algorithm.get(name) or {})}
-        ours, dump = algorithm["token_weights"], algorithm["token_dump"]
+        algorithm = plain["algorithm"]
+        name = algorithm["adv_estimator"]
+        if name not in methods():
+            return Settings(config=plain, kind=kind)
+        for section in RESERVED:
+            algorithm[section] = {**algorithm_sections()[section], **(algorithm.get(section) or {})}
+        ours = algorithm["token_weights"]
+        dump = algorithm["token_dump"]
         ours["base"] = ours["base"] or BASES[0]
         check_choice(ours["missing_answers"], MISSING)
         for option in (SKIP, REUSE):
@@ -93,15 +106,12 @@ class Settings:
             answer = answer_format(ours["answer"])
         except ValueError as error:
             raise ValueError(f"{SECTION}{error}") from error
+        dump_options = None
         if dump["folder"] is not None:
-            dump = {**dump, "folder": Path(str(dump["folder"])).expanduser().absolute()}
-        return cls(
-            config=plain,
-            kind=kind,
-            method=build(algorithm["adv_estimator"], algorithm.get(known[algorithm["adv_estimator"]].section)),
-            answer=answer,
-            dump=None if dump["folder"] is None else DumpOptions.of_section(DUMP.rstrip("."), dump),
-        )
+            folder = Path(str(dump["folder"])).expanduser().absolute()
+            dump_options = DumpOptions.of_section(DUMP.rstrip("."), {**dump, "folder": folder})
+        method = build(name, algorithm.get(methods()[name].section))
+        return MethodSettings(config=plain, kind=kind, method=method, answer=answer, dump=dump_options)
 
     def __getitem__(self, option: str) -> Any:
         """The value of an option by its full name; ``None`` where the configuration does not have it."""
@@ -133,11 +143,23 @@ class Settings:
         return min(longest, self[f"{ROLLOUT}.max_model_len"] or longest)
 
 
+@dataclass(frozen=True, kw_only=True)
+class MethodSettings(Settings):
+    """The settings of a run with a method."""
+
+    method: BaseMethod
+
+
 def algorithm_sections() -> dict[str, Any]:
     """Returns the sections below ``algorithm`` that verl does not have: those of all registered methods, every option
     at its default (``None`` where that depends on others), and those of the trainer."""
-    ours = {"skip_zero_advantage": False, "reuse_log_probs": False, "answer": BOXED.name}
-    ours |= {"missing_answers": CHOICES[0], "base": BASES[0]}
+    ours = {
+        "skip_zero_advantage": False,
+        "reuse_log_probs": False,
+        "answer": BOXED.name,
+        "missing_answers": CHOICES[0],
+        "base": BASES[0],
+    }
     dump = {"folder": None, "every": 1, "responses": 64, "received": True, "effect_every": 0}
     sections: dict[str, Any] = {"token_weights": ours, "token_dump": dump}
     for method, cls in methods().items():

@@ -61,6 +61,9 @@ STEP_POLICY = 0  # under which verl's separate trainer keeps the policy of a ste
 class TokenWeightTrainer(WeighingTrainer):
     """Mixin for verl's v1 trainers; goes before one of them in the bases."""
 
+    parameter_sync_step: int  # verl's
+    local_trigger_step: int
+
     def __init__(self, config: DictConfig) -> None:
         self._read_settings(config)
         patches.set_trainer_mode(config, patches.base_mode(type(self)))
@@ -106,14 +109,19 @@ class TokenWeightTrainer(WeighingTrainer):
         return super()._compute_advantage.__func__ is PPOTrainer._compute_advantage
 
     def _update_actor(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
-        weighed, self._weighed = self._weighed, None
-        rollouts, request, sent = weighed.rollouts, batch, [True] * len(weighed.rollouts)
+        weighed = self._weighed
+        del self._weighed
+        rollouts = weighed.rollouts
+        request = batch
+        sent = [True] * len(rollouts)
         if self._skips:
-            sent, ranks = trains(weighed.advantages, rollouts.mask), patches.data_parallel_size(self.actor_rollout_wg)
+            sent = trains(weighed.advantages.unbind(), rollouts.mask.unbind())
+            ranks = patches.data_parallel_size(self.actor_rollout_wg)
             request, figures = update_order(rollouts, sent, batch, self.settings, ranks)
             request.extra_info[LEAVE_OUT] = True
             metrics.update(figures)
-        fields, places_B2 = request.fields, None
+        fields = request.fields
+        places_B2 = None
         marks = None if self._dump is None else self._dump.marks
         if self._own_forward:
             request.extra_info[REUSE] = True
@@ -130,8 +138,7 @@ class TokenWeightTrainer(WeighingTrainer):
         request.fields = fields
         if self._own_forward:
             metrics.update(self._take_own_forward(batch, rollouts))
-        if marks is not None:
-            metrics.update(self._receive(batch, rollouts, sent))
+        metrics.update(self._receive(batch, rollouts, sent))
         return written if request is batch else written.select_keys(batch.keys)
 
     def _take_own_forward(self, batch: KVBatchMeta, rollouts: Rollouts) -> dict[str, float]:
@@ -155,8 +162,8 @@ class TokenWeightTrainer(WeighingTrainer):
         """Log-probabilities of some of a batch's responses by the actor as it is, (B, T), from the forward over the
         batch that gave the old ones (``PPOTrainer._compute_old_log_prob``, trainer_base.py:1651)."""
         temperature = self.settings[f"{ROLLOUT}.temperature"]
-        asked = {"calculate_entropy": False, "compute_loss": False, "temperature": temperature}
-        self.actor_rollout_wg.compute_log_prob(replace(batch, fields=None, extra_info=asked))
+        request = {"calculate_entropy": False, "compute_loss": False, "temperature": temperature}
+        self.actor_rollout_wg.compute_log_prob(replace(batch, fields=None, extra_info=request))
         keys = [batch.keys[place] for place in places]
         data = tq.kv_batch_get(keys, batch.partition_id, select_fields=["log_probs", "response_mask"])
         return response_from_nested(data["log_probs"], data["response_mask"]).to_padded_tensor(0).float()
@@ -190,7 +197,8 @@ class TokenWeightTrainerSeparateAsync(TokenWeightTrainer, PPOTrainerSeparateAsyn
 
     def _run_pass(self, rows: Sequence[Row]) -> list[RowScores]:
         """By the policy of the step's first update."""
-        workers, update = self.actor_rollout_wg, self.local_trigger_step
+        workers = self.actor_rollout_wg
+        update = self.local_trigger_step
         if update == 0 or self.settings[BYPASS]:
             return super()._run_pass(rows)
         workers.save_model_to_cpu(update)

@@ -25,9 +25,9 @@ def read_local(spec: DatasetSpec, folder: Path) -> tuple[str, Rows]:
     """The path and the lines of ``NAME.jsonl`` or ``NAME_SPLIT.jsonl``: ``gsm8k_train.jsonl`` is no file of ``gsm8k``.
     ``load_dataset("json")`` refuses a file for one broken line, and makes dates of answers that look like them."""
     names = [f"{spec.name}.jsonl", f"{spec.name}_{spec.hub_split}.jsonl"]
-    if not (found := [folder / name for name in names if (folder / name).is_file()]):
+    if not (files := [folder / name for name in names if (folder / name).is_file()]):
         raise ValueError(f"--local-dir {folder} has neither {' nor '.join(names)}")
-    return str(found[0]), ((f"line {n}", line) for n, line in enumerate(found[0].open("rb"), 1) if line.strip())
+    return str(files[0]), ((f"line {n}", line) for n, line in enumerate(files[0].open("rb"), 1) if line.strip())
 
 
 def read_hub(spec: DatasetSpec, place: str) -> tuple[str, Rows]:
@@ -42,24 +42,27 @@ def read_hub(spec: DatasetSpec, place: str) -> tuple[str, Rows]:
 def prepare_dataset(spec: DatasetSpec, source: str, rows: Rows, prompt: str, folder: Path) -> str:
     """Write a dataset's file and return a summary. A row that cannot be used is dropped and named; ValueError for no
     usable row, over 5 % unusable ones, or a published problem that is not there."""
-    good, dropped, others = [], 0, 0
+    good = []
+    dropped = 0
+    of_another_task = 0
     for place, row in rows:
         try:
             row = json.loads(row) if isinstance(row, bytes) else row
             if any(row.get(column) not in (None, value) for column, value in spec.required.items()):
-                others += 1
+                of_another_task += 1
                 continue
             converted = specs.convert(spec, row, specs.PROMPTS[prompt])
             good.append((specs.published_id(spec, row, converted["extra_info"]["id"]), converted))
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             dropped += 1
             say(f"dropped: {source}, {place}: {type(error).__name__}: {error}", file=sys.stderr)
-    counts = f"{dropped} dropped, {others} of another task"
+    counts = f"{dropped} dropped, {of_another_task} of another task"
     if not good or dropped > 0.05 * (len(good) + dropped):
         raise ValueError(
             f"{len(good)} rows can be used, {counts}; columns: {spec.problem}, {spec.gold}, {spec.required}"
         )
-    by_id, ids = dict(good), specs.PUBLISHED_SUBSETS.get(spec.name, {})
+    by_id = dict(good)
+    ids = specs.PUBLISHED_SUBSETS.get(spec.name, {})
     if missing := [id for id in ids if id not in by_id]:
         text = f"lacks {len(missing)} of the {len(ids)} problems of the published evaluation, such as {missing[0]}"
         raise ValueError(f"{text}; take the full set ({spec.hub})")
@@ -67,7 +70,8 @@ def prepare_dataset(spec: DatasetSpec, source: str, rows: Rows, prompt: str, fol
     for index, row in enumerate(chosen):
         row["extra_info"]["index"] = index
     datasets.disable_progress_bars()
-    path, content = folder / f"{spec.name}{specs.ENDINGS[prompt]}", io.BytesIO()
+    path = folder / f"{spec.name}{specs.ENDINGS[prompt]}"
+    content = io.BytesIO()
     datasets.Dataset.from_list(chosen).to_parquet(content)
     write_whole(path, content.getvalue())
     return f"{path}: {len(chosen)} rows, of {spec.rows} published, {counts}, from {source}"
@@ -76,7 +80,8 @@ def prepare_dataset(spec: DatasetSpec, source: str, rows: Rows, prompt: str, fol
 def main(arguments: Sequence[str] | None = None) -> int:
     """Prepare the named datasets, print a summary of each, and return 0 if every one is there."""
     parser = argparse.ArgumentParser("python -m recipe.data.prepare", description="Write parquet files for verl.")
-    add, hub_form = parser.add_argument, "NAME=ORG/DATASET[:CONFIG[:SPLIT]]"
+    add = parser.add_argument
+    hub_form = "NAME=ORG/DATASET[:CONFIG[:SPLIT]]"
     add("--output-dir", type=Path, default=Path("data"), help="folder for the files (data)")
     add("--benchmarks", type=benchmark_names, default="all", help=f"all (six), none, or of {', '.join(BENCHMARKS)}")
     add("--train", choices=("deepmath", "gsm8k_train", "none"), default="deepmath", help="the training set (deepmath)")
@@ -90,7 +95,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"--train and --benchmarks want {names or 'nothing'}; --hub-id names {[*hub_ids]}")
     failed = 0
     for name in names:
-        spec, local = SPECS[name], options.local_dir is not None and name not in hub_ids
+        spec = SPECS[name]
+        local = options.local_dir is not None and name not in hub_ids
         try:
             source, rows = read_local(spec, options.local_dir) if local else read_hub(spec, hub_ids.get(name, spec.hub))
             say(prepare_dataset(spec, source, rows, options.prompt, options.output_dir))

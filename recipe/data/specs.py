@@ -65,7 +65,8 @@ def convert(spec: DatasetSpec, row: Mapping[str, Any], suffix: str = PROMPT_SUFF
     """Turn a row of the source into one of the written file: the columns that verl's ``RLHFDataset`` and reward
     functions read. ``index`` is still 0; ``id`` names the row in its source (empty if it has no name). KeyError,
     ValueError, TypeError, AttributeError: a field is missing, or cannot be used."""
-    problem, gold = row[spec.problem], read_gold(row[spec.gold], spec.reader)
+    problem = row[spec.problem]
+    gold = read_gold(row[spec.gold], spec.reader)
     if isinstance(problem, list):
         problem = problem[0]["content"] if [message["role"] for message in problem] == ["user"] else ""
     if not (problem := user_messages(problem, "")[0]["content"]):
@@ -93,6 +94,6 @@ def read_gold(value: Any, reader: str) -> str:
 
 def published_id(spec: DatasetSpec, row: Mapping[str, Any], name: str) -> str | None:
     """The published id of a row, by its ``name`` or by its problem's text; ``None`` for one that is not published."""
-    known = PUBLISHED_SUBSETS.get(spec.name, {})
+    hashes = PUBLISHED_SUBSETS.get(spec.name, {})
     beginning = hashlib.sha256(str(row[spec.problem]).encode()).hexdigest()[:16]
-    return name if name in known else next((id for id, hash in known.items() if hash == beginning), None)
+    return name if name in hashes else next((id for id, hash in hashes.items() if hash == beginning), None)

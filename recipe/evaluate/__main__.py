@@ -33,18 +33,21 @@ def evaluate(options: Namespace) -> dict[str, Any]:
     model, model_hash = sampling.resolve_model(options.model)
     tokenizer = load_tokenizer(str(model))
     if options.chat_template is not None:
-        own = Path(__file__).parents[1] / f"{options.chat_template}.jinja"  # base_math
-        tokenizer.chat_template = (own if own.is_file() else Path(options.chat_template)).read_text(encoding="utf-8")
+        template = Path(__file__).parents[1] / f"{options.chat_template}.jinja"  # base_math
+        tokenizer.chat_template = (template if template.is_file() else Path(options.chat_template)).read_text(
+            encoding="utf-8"
+        )
     if tokenizer.chat_template is None:
         raise ValueError(f"the tokenizer of {model} has no chat template; base models need --chat-template base_math")
     chat = partial(tokenizer.apply_chat_template, add_generation_prompt=True, enable_thinking=False, return_dict=False)
     problems["prompt_ids"] = problems["messages"].map(chat)
     problems["prompt"] = problems["prompt_ids"].map(digest)
-    wanted = problems.merge(pd.DataFrame({"sample": range(options.samples)}), how="cross")
-    drawing, path = {name: getattr(options, name) for name in SAMPLING}, options.output_dir / "generations.jsonl"
+    samples = problems.merge(pd.DataFrame({"sample": range(options.samples)}), how="cross")
+    drawing = {name: getattr(options, name) for name in SAMPLING}
+    path = options.output_dir / "generations.jsonl"
     engine = f"vllm {version('vllm')}" + ", batch-invariant" * (os.environ.get("VLLM_BATCH_INVARIANT") == "1")
     with sampling.open_samples(path, {"model": model_hash, **drawing, "engine": engine}) as file:
-        missing = wanted[~wanted.set_index(KEY).index.isin(read_samples(path).set_index(KEY).index)]
+        missing = samples[~samples.set_index(KEY).index.isin(read_samples(path).set_index(KEY).index)]
         if len(missing):
             # Of all problems, so that a resumed evaluation runs in the same engine.
             longest = max(map(len, problems["prompt_ids"])) + options.max_tokens
@@ -52,15 +55,15 @@ def evaluate(options: Namespace) -> dict[str, Any]:
             asyncio.run(sampling.draw(start, missing, drawing, tokenizer, file))
     example = {"prompt": chat(problems["messages"][0], tokenize=False)}
     run = {"model": options.model, "model_hash": model_hash, "engine": engine, "sampling": drawing, "example": example}
-    return grade_folder(options.output_dir, run, options.grader, wanted)
+    return grade_folder(options.output_dir, run, options.grader, samples)
 
 
-def grade_folder(folder: Path, run: dict[str, Any], grader: str, wanted: pd.DataFrame) -> dict[str, Any]:
+def grade_folder(folder: Path, run: dict[str, Any], grader: str, samples: pd.DataFrame) -> dict[str, Any]:
     """Grade the ``wanted`` samples (:data:`KEY`, ``gold``) of a folder, write the scores and return the results."""
-    samples = wanted[[*KEY, "gold"]].merge(read_samples(folder / "generations.jsonl"))
-    if len(samples) < len(wanted):
+    drawn = samples[[*KEY, "gold"]].merge(read_samples(folder / "generations.jsonl"))
+    if len(drawn) < len(samples):
         raise ValueError(f"{folder} lacks samples; run the evaluation again, which draws them")
-    scores = report.grade(samples, grader)
+    scores = report.grade(drawn, grader)
     lines = scores.to_json(orient="records", lines=True, force_ascii=False)
     write_whole(folder / "scores.jsonl", lines)
     return report.summarise(run | {"grader": grader, "scores_hash": digest(lines)}, scores)
@@ -82,9 +85,11 @@ def finished(folder: Path, kind: type[report.Wanted] = report.Wanted) -> tuple[d
     except (ValueError, OSError) as error:
         raise ValueError(f"{path}: {why(error)}") from None
     ran = {"model": run.get("model_hash"), "engine": run.get("engine"), **run["sampling"]}
-    other = [name for name in ran.keys() & begun.keys() if ran[name] not in (None, begun[name])]
-    if other:
-        raise ValueError(f"{path} has samples with another {min(other)} than results.json; run the evaluation again")
+    differing = [name for name in ran.keys() & begun.keys() if ran[name] not in (None, begun[name])]
+    if differing:
+        raise ValueError(
+            f"{path} has samples with another {min(differing)} than results.json; run the evaluation again"
+        )
     return run, scores
 
 
@@ -101,7 +106,8 @@ def results(folder: Path) -> tuple[dict[str, Any], pd.DataFrame]:
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line."""
     parser = ArgumentParser("recipe.evaluate", description=__doc__, formatter_class=ArgumentDefaultsHelpFormatter)
-    add, action = parser.add_argument, parser.add_mutually_exclusive_group(required=True).add_argument
+    add = parser.add_argument
+    action = parser.add_mutually_exclusive_group(required=True).add_argument
     action("--model", help="Hugging Face folder, verl checkpoint .../global_step_N, or a name on the hub")
     action("--regrade", type=Path, metavar="DIR", help="grade the samples of a finished --output-dir again")
     action("--compare", nargs=2, type=Path, metavar=("A", "B"), help="compare two finished output folders, B minus A")
@@ -117,7 +123,8 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     if options.model and options.output_dir is None:
         parser.error("--model needs --output-dir")
-    folder, name = options.regrade or options.output_dir, "comparison" if options.compare else "results"
+    folder = options.regrade or options.output_dir
+    name = "comparison" if options.compare else "results"
     try:
         if options.compare:
             result = report.compare(*zip(*map(results, options.compare), strict=True))

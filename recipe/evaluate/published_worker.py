@@ -13,7 +13,9 @@ from pathlib import Path
 from math_verify import parse, verify
 from pebble import ProcessPool
 
-MEMORY, SECONDS = 1 << 30, 30  # that a worker may map beyond what this process has; that a comparison may take
+# that a worker may map beyond what this process has; that a comparison may take
+MEMORY = 1 << 30
+SECONDS = 30
 
 
 def published_gold(benchmark: str, gold: str) -> str:
@@ -30,7 +32,8 @@ def published_box(text: str) -> str | None:
         depths = [*accumulate(((char == "{") - (char == "}") for char in rest), initial=1)]
         if 0 not in depths:
             break
-        box, text = rest[: depths.index(0) - 1], rest[depths.index(0) :]
+        box = rest[: depths.index(0) - 1]
+        text = rest[depths.index(0) :]
     return box
 
 
@@ -41,9 +44,9 @@ def judge(gold: str, answer: str | None) -> bool:
 
 if __name__ == "__main__":
     judge("\\frac{1}{2}", "0.5")  # loads half of sympy, once
-    most = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize() + MEMORY
+    limit = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize() + MEMORY
     with suppress(ValueError):  # lower already
-        resource.setrlimit(resource.RLIMIT_AS, (most, most))  # the workers inherit it
+        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))  # the workers inherit it
     pairs = [(published_gold(benchmark, gold), published_box(text)) for benchmark, text, gold in json.load(sys.stdin)]
     with ProcessPool(context=get_context("fork")) as pool:
         futures = [pool.schedule(judge, pair, timeout=SECONDS) for pair in pairs]

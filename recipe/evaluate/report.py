@@ -83,15 +83,15 @@ def grade(samples: pd.DataFrame, grader: str) -> pd.DataFrame:
     if grader == "both":
         published = grade(samples, "published")[["right", "no_verdict"]]
         return grade(samples, "reward").join(published.add_suffix("_published"))
-    given = samples[["benchmark", "text", "gold"]]
+    answers = samples[["benchmark", "text", "gold"]]
     if grader == "published":
         command = [sys.executable, "-P", Path(__file__).with_name("published_worker.py")]
-        lists = json.dumps(given.to_numpy().tolist())
+        lists = json.dumps(answers.to_numpy().tolist())
         done = subprocess.run(command, input=lists, stdout=subprocess.PIPE, text=True, check=True)
         verdicts = json.loads(done.stdout.splitlines()[-1])
     else:
         with ThreadPoolExecutor(8) as executor:  # the verifier's own processes do the work
-            verdicts = [*executor.map(compute_score, *given.to_numpy().T)]
+            verdicts = [*executor.map(compute_score, *answers.to_numpy().T)]
     graded = pd.DataFrame(verdicts, index=samples.index)
     names = {"score": "right", "answer_found": "answered", "verify_failed": "no_verdict"}
     scores = samples[[*KEY, "tokens", "gold"]].join(graded[[*names]].astype(bool).rename(columns=names))
@@ -119,9 +119,11 @@ def figures(problems: pd.DataFrame, samples: int) -> dict[str, Any]:
         rows = {"value": means[0], "low": low, "high": high, "above_zero": (means[1:] > 1e-9).mean(axis=0)}
         return pd.DataFrame(rows, index=names).T.to_dict()
 
-    benchmarks, means = {}, []
+    benchmarks = {}
+    means = []
     for name, of_name in problems.groupby(level="benchmark", sort=False):
-        key, count = int(hashlib.sha256(name.encode()).hexdigest()[:16], 16), len(of_name)
+        key = int(hashlib.sha256(name.encode()).hexdigest()[:16], 16)
+        count = len(of_name)
         random = np.random.default_rng([INTERVAL["seed"], key])
         counts = random.multinomial(count, np.full(count, 1 / count), size=INTERVAL["resamples"])
         means.append(np.vstack([of_name.mean(), counts @ of_name.to_numpy() / count]))
@@ -138,7 +140,8 @@ def summarise(run: dict[str, Any], scores: pd.DataFrame) -> dict[str, Any]:
         of_name = scores[scores["benchmark"] == name]
         counts = of_name.filter(like="no_verdict").sum().items()
         row |= {column.replace("_published", ", published"): int(count) for column, count in counts}
-        row |= {"responses": len(of_name), "tokens_of_answered": of_name[of_name["answered"]]["tokens"].mean()}
+        row["responses"] = len(of_name)
+        row["tokens_of_answered"] = of_name[of_name["answered"]]["tokens"].mean()
     tokens, sizes = pd.DataFrame(result["benchmarks"]).loc[["tokens_of_answered", "problems"]].to_numpy(float)
     result["mean"]["tokens_of_answered"] = tokens.mean()
     result["weighted_mean"]["tokens_of_answered"] = np.average(tokens, weights=sizes)
@@ -150,7 +153,9 @@ def compare(results: tuple[dict[str, Any], ...], scores: tuple[pd.DataFrame, ...
     differences of benchmarks, prompts, ground truths, grader and sampling but for its seed."""
     a, b = (result["run"]["sampling"] | {"grader": result["run"].get("grader"), "seed": None} for result in results)
     unequal = [f"{name} {a.get(name)!r} and {b.get(name)!r}" for name in {**a, **b} if a.get(name) != b.get(name)]
-    first, second = ({n: rows.to_dict("list") for n, rows in of[[*KEY, "gold"]].groupby("benchmark")} for of in scores)
+    first, second = (
+        {n: rows.to_dict("list") for n, rows in frame[[*KEY, "gold"]].groupby("benchmark")} for frame in scores
+    )
     unequal += [f"prompts or ground truths of {n}" for n in first | second if first.get(n) != second.get(n)]
     if unequal:
         remedy = "evaluate both with the same data, template and options, or --regrade one"
@@ -161,7 +166,8 @@ def compare(results: tuple[dict[str, Any], ...], scores: tuple[pd.DataFrame, ...
 
 def page(result: dict[str, Any]) -> str:
     """A run's report as a Markdown page (docs/evaluation.md), or a comparison after the reports of both runs."""
-    sign, rows = "" if "run" in result else "+z", []
+    sign = "" if "run" in result else "+z"
+    rows = []
     means = {"mean over benchmarks": result["mean"], "mean weighted by problems": result["weighted_mean"]}
     names = [name for name, row in result["mean"].items() if isinstance(row, dict)]
     for label, row in (result["benchmarks"] | means).items():
@@ -173,7 +179,8 @@ def page(result: dict[str, Any]) -> str:
     head = ["benchmark", "problems", *(name if name == "tokens" else f"{name}, %" for name in names)]
     lines = "\n".join(table(head, rows, right=1))
     if sign:
-        a, b = result["first"], result["second"]
+        a = result["first"]
+        b = result["second"]
         return f"{page(a)}\n{page(b)}\n# B (`{shown(b['folder'])}`) minus A (`{shown(a['folder'])}`)\n\n{lines}\n"
     settings = result["run"] | result["run"]["sampling"]
     settings["mean tokens of responses with a box"] = f"{result['mean']['tokens_of_answered']:.0f}"

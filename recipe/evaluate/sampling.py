@@ -164,7 +164,8 @@ def resolve_model(model: str) -> tuple[Path, str]:
     if not any([*path.glob("*.safetensors"), *path.glob("pytorch_model*.bin")]):
         raise ValueError(f"--model {model} is neither a model folder with weights nor a run's folder global_step_N")
     kind = "model.safetensors" if any(path.glob("*.safetensors")) else "pytorch_model.bin"
-    index, again = path / f"{kind}.index.json", "fetch or copy the model again"
+    index = path / f"{kind}.index.json"
+    again = "fetch or copy the model again"
     if any(path.glob(kind.replace(".", "-*-of-*."))):
         refuse_missing(path, [index.name], again)
         refuse_missing(path, json.loads(index.read_bytes())["weight_map"].values(), again)
@@ -201,12 +202,12 @@ def merge(checkpoint: Path, merged: Path) -> Path:
         return merged
     with TemporaryDirectory(dir=merged.parent) as folder:
         command = [sys.executable, "-m", "verl.model_merger", "merge", "--backend", "fsdp", "--local_dir", checkpoint]
-        subprocess.run([*command, "--target_dir", made := Path(folder, "merged")], stdout=2, check=True)
-        if (made / "lora_adapter").is_dir():  # beside base weights that verl 0.9.1 leaves as they were
-            add_adapter(made, checkpoint)
-        (made / MERGED_FROM).write_text(source, encoding="utf-8")
+        subprocess.run([*command, "--target_dir", target := Path(folder, "merged")], stdout=2, check=True)
+        if (target / "lora_adapter").is_dir():  # beside base weights that verl 0.9.1 leaves as they were
+            add_adapter(target, checkpoint)
+        (target / MERGED_FROM).write_text(source, encoding="utf-8")
         shutil.rmtree(merged, ignore_errors=True)
-        return made.rename(merged)
+        return target.rename(merged)
 
 
 def add_adapter(merged: Path, checkpoint: Path) -> None:
@@ -240,40 +241,48 @@ def digest(value: Any) -> str:
     return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:16]
 
 
-def start_engine(model: Path, longest: int, tensor_parallel_size: int) -> Any:
+def start_engine(model: Path, longest: int, tensor_parallel_size: int, *, prefix_cache: bool = False) -> Any:
     """Load the model into vLLM's engine, or into as many as the GPUs allow, for ``longest`` tokens with the prompt."""
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # its warnings are about the choices made here
     os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")  # compiled at run time, often without an nvcc
     engines = max(1, torch.cuda.device_count() // tensor_parallel_size)
     options: dict[str, Any] = {"tensor_parallel_size": tensor_parallel_size, "data_parallel_size": engines}
     # A prompt is short beside its response, and without the cache no sample's numbers come from another's batch.
-    options |= {"max_model_len": longest, "enable_prefix_caching": False, "disable_log_stats": True}
+    options["max_model_len"] = longest
+    options["enable_prefix_caching"] = prefix_cache
+    options["disable_log_stats"] = True
     if "cpu" in version("vllm"):
         from verl_cpu import environment
 
         environment.apply_defaults()
         # A prompt read in pieces draws random numbers that vLLM gives back, which a CPU cannot ("CPU Generator does not
         # use offset", GPUModelRunner._bookkeeping_sync in vLLM 0.28). Compiling takes longer than it saves.
-        options |= {"enable_chunked_prefill": False, "max_num_batched_tokens": max(longest, 4096)}
-        options |= {"dtype": "float32", "enforce_eager": True, "distributed_executor_backend": "uni"}
+        options["enable_chunked_prefill"] = False
+        options["max_num_batched_tokens"] = max(longest, 4096)
+        options["dtype"] = "float32"
+        options["enforce_eager"] = True
+        options["distributed_executor_backend"] = "uni"
     from vllm import AsyncEngineArgs, AsyncLLMEngine
 
     return AsyncLLMEngine.from_engine_args(AsyncEngineArgs(model=str(model), **options))
 
 
-async def draw(start: Callable, wanted: pd.DataFrame, sampling: dict[str, Any], tokenizer: Any, file: TextIO) -> None:
+async def draw(start: Callable, samples: pd.DataFrame, sampling: dict[str, Any], tokenizer: Any, file: TextIO) -> None:
     """Start the engine and draw the ``wanted`` samples (:data:`KEY` and ``prompt_ids``), each into ``file`` at once."""
     from vllm.sampling_params import RequestOutputKind, SamplingParams
 
     options = {name: value for name, value in sampling.items() if name not in ("samples", "seed")}
-    options |= {"output_kind": RequestOutputKind.FINAL_ONLY, "detokenize": False}  # vLLM would load its own tokenizer
+    # vLLM would load its own tokenizer
+    options["output_kind"] = RequestOutputKind.FINAL_ONLY
+    options["detokenize"] = False
     SamplingParams(**options)  # refuses what makes no sense, before the engine starts
     engine = start()
 
-    async def one(sample: dict[str, Any]) -> None:
+    async def draw_one(sample: dict[str, Any]) -> None:
         name = "/".join(str(sample[part]) for part in KEY[:3])
         seed = int(hashlib.sha256(f"{sampling['seed']}/{name}".encode()).hexdigest()[:16], 16) >> 1
-        parameters, prompt = SamplingParams(**options, seed=seed), {"prompt_token_ids": sample["prompt_ids"]}
+        parameters = SamplingParams(**options, seed=seed)
+        prompt = {"prompt_token_ids": sample["prompt_ids"]}
         async for output in engine.generate(prompt, parameters, name):
             final = output.outputs[0]
         if final.finish_reason not in ("stop", "length"):
@@ -283,6 +292,6 @@ async def draw(start: Callable, wanted: pd.DataFrame, sampling: dict[str, Any], 
         print(json.dumps({part: sample[part] for part in KEY} | drawn, ensure_ascii=False), file=file, flush=True)
 
     try:
-        await tqdm.gather(*map(one, wanted.to_dict("records")), desc="sampling", unit=" samples")
+        await tqdm.gather(*map(draw_one, samples.to_dict("records")), desc="sampling", unit=" samples")
     finally:
         engine.shutdown()

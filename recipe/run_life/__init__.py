@@ -39,7 +39,9 @@ from grail_advantage.verl_ext.settings import ACTOR, ATTENTION, DUMP_FOLDER, MOD
 from recipe.rules import check_settings, check_trl
 
 RUN_DEFINITION = "run_definition.json"
-FOLDER, MODE, RUNTIME = "trainer.default_local_dir", "trainer.resume_mode", "ray_kwargs.ray_init.runtime_env"
+FOLDER = "trainer.default_local_dir"
+MODE = "trainer.resume_mode"
+RUNTIME = "ray_kwargs.ray_init.runtime_env"
 LIBRARIES = f"{MODEL}.external_lib"
 FLASH_ATTENTION = ("flash_attn", "torch_npu")
 """Packages that bring transformers' ``flash_attention_2``."""
@@ -114,7 +116,8 @@ def contents(run: Settings) -> dict[str, str]:
     return digests
 
 
-WHOLE, PART = 2**30, 2**20
+WHOLE = 2**30
+PART = 2**20
 """Bytes of the largest file that is read as a whole, and of the beginning and the end of a larger one."""
 
 
@@ -146,7 +149,7 @@ def _flat(value: Any, name: str = "") -> dict[str, Any]:
 
 def _last_part(value: Any) -> Any:
     if isinstance(value, list):
-        return [_last_part(each) for each in value]
+        return [_last_part(element) for element in value]
     return Path(value).name if str(value).startswith("/") else value
 
 
@@ -177,12 +180,13 @@ def _folders(run: Settings) -> dict[str, Path]:
 
 def _differing(run: Settings, stored: dict[str, Any]) -> list[str]:
     """The options that differ from those stored; of a definition by another version, only what both have."""
-    there, here = stored.get("definition"), definition(run)
-    if not isinstance(there, dict):
+    then = stored.get("definition")
+    now = definition(run)
+    if not isinstance(then, dict):
         return [] if run[MODE] == "resume_path" else [f"  no {RUN_DEFINITION} that can be read says which"]
-    names = there.keys() | here.keys() if stored.get("by") == _BY else there.keys() & here.keys()
-    differing = [name for name in sorted(names) if there.get(name) != here.get(name)]
-    lines = [f"  {visible(name)}: {there.get(name)!r} there, {here.get(name)!r} here" for name in differing]
+    names = then.keys() | now.keys() if stored.get("by") == _BY else then.keys() & now.keys()
+    differing = [name for name in sorted(names) if then.get(name) != now.get(name)]
+    lines = [f"  {visible(name)}: {then.get(name)!r} there, {now.get(name)!r} here" for name in differing]
     begun = stored.get("contents")
     for name, digest in contents(run).items() if isinstance(begun, dict) else ():
         if begun.get(name, digest) != digest:
@@ -256,8 +260,8 @@ def _go_without_flash_attn(run: Settings, config: DictConfig) -> None:
     attention = "torch_varlen" if run[PACKED] else "sdpa"
     print(f"flash-attn is not installed: {ATTENTION}={attention} (docs/gpu.md)", file=sys.stderr)
     # The checkpoints' config.json, which other programs read, has what is in model_config alone.
-    given = OmegaConf.to_container(config.actor_rollout_ref.model).get("override_config") or {}
-    override = {"model_config": given, **given, "attn_implementation": attention}
+    configured = OmegaConf.to_container(config.actor_rollout_ref.model).get("override_config") or {}
+    override = {"model_config": configured, **configured, "attn_implementation": attention}
     OmegaConf.update(config, f"{MODEL}.override_config", override, force_add=True, merge=False)
 
 

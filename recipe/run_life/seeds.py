@@ -20,9 +20,9 @@ import ray
 from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ, AgentLoopWorkerTQ
 
 
-def request_seed(*of: Any) -> int:
+def request_seed(*parts: Any) -> int:
     """Returns a seed of 63 bits, by anything that can be written as JSON."""
-    text = json.dumps(of, sort_keys=True, default=str).encode()
+    text = json.dumps(parts, sort_keys=True, default=str).encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1
 
 
@@ -31,10 +31,12 @@ class SeededTurns:
     their own: verl asks for all turns with the same parameters, and vLLM begins its numbers anew with each request."""
 
     def __init__(self, client: Any) -> None:
-        self._client, self._turn = client, 0
+        self._client = client
+        self._turn = 0
 
     async def generate(self, *args: Any, sampling_params: dict[str, Any], **kwargs: Any) -> Any:
-        turn, self._turn = self._turn, self._turn + 1
+        turn = self._turn
+        self._turn = self._turn + 1
         if turn:
             sampling_params = {**sampling_params, "seed": request_seed(sampling_params["seed"], turn)}
         return await self._client.generate(*args, sampling_params=sampling_params, **kwargs)

@@ -33,8 +33,8 @@ class KeptRun:
 
     def init(self) -> None:
         spaces = ("transfer_queue", ray.get_runtime_context().namespace)
-        actors = [each for each in ray.util.list_named_actors(all_namespaces=True) if each["namespace"] in spaces]
-        self._queue = [ray.get_actor(**each) for each in actors if each["name"].startswith("TransferQueue")]
+        actors = [actor for actor in ray.util.list_named_actors(all_namespaces=True) if actor["namespace"] in spaces]
+        self._queue = [ray.get_actor(**actor) for actor in actors if actor["name"].startswith("TransferQueue")]
         self.watch = Watch(self._held_actors, self._engines)
         with self.watch.guard():
             super().init()

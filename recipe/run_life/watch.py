@@ -21,9 +21,12 @@ import ray
 from ray.actor import ActorHandle
 from ray.exceptions import ActorDiedError, RayError
 
-INTERVAL, SECONDS, REFUSALS = 5.0, 2.0, 2
+INTERVAL = 5.0
+SECONDS = 2.0
+REFUSALS = 2
 """Seconds between two looks, and for an answer; refusals in a row after which an engine counts as dead."""
-INTERRUPT_SECONDS, NOTICE_SECONDS = 30.0, 5.0
+INTERRUPT_SECONDS = 30.0
+NOTICE_SECONDS = 5.0
 """For the trainer to end once it is interrupted, and for Ray to notice a death that an error tells of."""
 HEADLINE = "a process of the run died, so that it cannot continue; the same command resumes from its last checkpoint."
 
@@ -36,7 +39,8 @@ class Watch:
     """Looks after the actors that ``held`` returns, and the engines of the servers at ``engines``, as ``host:port``."""
 
     def __init__(self, held: Callable[[], list[ActorHandle]], engines: Callable[[], list[str]]) -> None:
-        self._held, self._engines = held, engines
+        self._held = held
+        self._engines = engines
         self._asked: dict[ActorHandle, ray.ObjectRef] = {}
         self._refused: dict[str, int] = {}
 
@@ -44,7 +48,8 @@ class Watch:
     def guard(self) -> Iterator[None]:
         """Within, an error that a death explains is raised as :class:`RunEnded`. For the process's main thread."""
         signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell has its background jobs ignore it
-        over, deaths = threading.Event(), list[str]()
+        over = threading.Event()
+        deaths = list[str]()
         threading.Thread(target=self._run, args=(over, deaths), name="watch", daemon=True).start()
         try:
             yield

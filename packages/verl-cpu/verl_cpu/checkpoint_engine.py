@@ -22,7 +22,9 @@ import torch
 from verl.checkpoint_engine import CheckpointEngine, CheckpointEngineRegistry
 
 FOLDER = Path("/dev/shm")
-INTERVAL, TIMEOUT = 0.05, 600.0  # seconds between two looks for the file, and that a rollout worker waits for it
+# seconds between two looks for the file, and that a rollout worker waits for it
+INTERVAL = 0.05
+TIMEOUT = 600.0
 
 
 @CheckpointEngineRegistry.register("host")

@@ -74,7 +74,8 @@ class CpuPlatform(PlatformBase):
     device_module = property(_always(DEVICE))
     is_available = _always(True)
     is_platform_available = is_ipc_supported = _always(False)  # never chosen by auto-detection: the user asks for it
-    current_device, device_count = _always(_CpuDevice("cpu")), _always(1)
+    current_device = _always(_CpuDevice("cpu"))
+    device_count = _always(1)
     set_device = synchronize = set_allocator_settings = empty_cache = _always(None)
     profiler_start = profiler_stop = cudart = _always(None)
     get_device_capability = _always((None, None))

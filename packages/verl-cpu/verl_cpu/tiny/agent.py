@@ -25,7 +25,9 @@ from typing import Any
 
 from verl_cpu.tiny.task import Problem, boxed_answer
 
-RIGHT, WRONG, ANSWER = 1.0, -1.0, 1.0
+RIGHT = 1.0
+WRONG = -1.0
+ANSWER = 1.0
 MAX_TURNS = 8
 """Of the model's, as ``rollout.multi_turn.max_assistant_turns``: six steps, an answer, and one turn too many."""
 NOTHING_LEFT = "end"
@@ -46,14 +48,14 @@ def called_step(turn: str) -> str | None:
         return None
 
 
-def check(problem: Problem, taken: int, step: str) -> tuple[str, float]:
+def check(problem: Problem, calls: int, step: str) -> tuple[str, float]:
     """The tool's reply to a step such as ``12-3=9``, and its reward; ``taken`` calls were made before, each of which
     takes up a step of the chain."""
-    if taken >= len(problem.steps):
+    if calls >= len(problem.steps):
         return NOTHING_LEFT, WRONG
-    operator, term = problem.steps[taken]
-    before, after = (problem.first, *problem.values)[taken : taken + 2]
-    return str(after), RIGHT if step == f"{before}{operator}{term}={after}" else WRONG
+    operator, term = problem.steps[calls]
+    value, result = (problem.first, *problem.values)[calls : calls + 2]
+    return str(result), RIGHT if step == f"{value}{operator}{term}={result}" else WRONG
 
 
 def turn_rewards(tool_rewards: Sequence[float], turns: int, answered: bool) -> list[float]:

@@ -1,6 +1,7 @@
 """Make the models of :mod:`verl_cpu.tiny.shipped` anew and write them into this package, or into another folder:
 
     python -m verl_cpu.tiny.make_models tiny|agent [FOLDER]
+    python -m verl_cpu.tiny.make_models long FOLDER          the tiny model, with solutions in more words; not shipped
 
 Supervised fine-tuning (SFT) on worked solutions. It ends when the model knows the task (greedy decoding is correct on
 most held-out problems) but still slips when it samples, because the solutions it was shown slip at a known rate. The
@@ -28,8 +29,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from verl_cpu.tiny import agent, shipped
 from verl_cpu.tiny.model import build_model, build_tokenizer
-from verl_cpu.tiny.sampling import MAX_RESPONSE_TOKENS, judge, prompt_ids, sample, uniform
-from verl_cpu.tiny.task import MAX_VALUE, Problem, boxed_answer, problems, solve
+from verl_cpu.tiny.sampling import MAX_LONG_TOKENS, MAX_RESPONSE_TOKENS, judge, prompt_ids, sample, uniform
+from verl_cpu.tiny.task import LONG, MAX_VALUE, SHORT, Problem, boxed_answer, problems, solve
 
 MAX_TURN_TOKENS = 16
 Row = tuple[list[int], list[int]]
@@ -100,13 +101,15 @@ def warm_up(
     validation: list[Problem],
     settings: WarmUpSettings,
     max_new_tokens: int = MAX_RESPONSE_TOKENS,
+    wording: str = SHORT,
 ) -> dict[str, float]:
     """Train ``model`` in place; returns the last step, loss, greedy and sampled accuracy, and the seconds taken.
-    ``max_new_tokens`` limits sampled solutions."""
-    rng, started = random.Random(settings.seed), time.monotonic()
+    ``max_new_tokens`` limits sampled solutions, and ``wording`` says their steps."""
+    rng = random.Random(settings.seed)
+    started = time.monotonic()
 
     def written(problem: Problem) -> Row:
-        solution = tokenizer.encode(solve(problem, settings.error_rate, rng), add_special_tokens=False)
+        solution = tokenizer.encode(solve(problem, settings.error_rate, rng, wording), add_special_tokens=False)
         return prompt_ids(tokenizer, problem), [*solution, tokenizer.eos_token_id]
 
     chosen = (rng.choices(train, k=settings.batch_size) for _ in range(settings.steps))
@@ -140,13 +143,14 @@ class AgentSettings:
 
 def demonstrate(problem: Problem, rng: random.Random, settings: AgentSettings) -> list[tuple[str, str | None]]:
     """A conversation: each turn of the model, with the tool's reply to all but the last."""
-    value, turns = problem.first, []
-    for taken, (operator, term) in enumerate(problem.steps):
+    value = problem.first
+    turns = []
+    for index, (operator, term) in enumerate(problem.steps):
         if rng.random() < settings.stop_rate:
             break
-        result = right = problem.values[taken]
+        result = right = problem.values[index]
         if rng.random() < settings.error_rate:
-            result = rng.choice([other for other in range(MAX_VALUE + 1) if other != right])
+            result = rng.choice([number for number in range(MAX_VALUE + 1) if number != right])
         turns.append((agent.call_text(f"{value}{operator}{term}={result}"), str(right)))
         value = right
     else:
@@ -161,8 +165,10 @@ def ship(model: PreTrainedModel, folder: Path, settings: Any, measured: Callable
     them."""
     model.to(torch.bfloat16).save_pretrained(folder)
     versions = {"torch": torch.__version__, "transformers": transformers.__version__}
-    record, rounded = {"settings": asdict(settings), **versions, **trained}, model.float().eval()
-    record |= {"greedy": measured(rounded, temperature=0.0), "sampled": measured(rounded, seed=settings.seed)}
+    record = {"settings": asdict(settings), **versions, **trained}
+    rounded = model.float().eval()
+    record["greedy"] = measured(rounded, temperature=0.0)
+    record["sampled"] = measured(rounded, seed=settings.seed)
     record["sha256"] = shipped.weights_digest(folder)
     (folder / shipped.RECORD).write_text(json.dumps(record, indent=2) + "\n")
     print(json.dumps(record, indent=2))
@@ -170,22 +176,44 @@ def ship(model: PreTrainedModel, folder: Path, settings: Any, measured: Callable
 
 def make_tiny(folder: Path = shipped.FOLDER) -> None:
     """Warm a freshly initialised model up, and write its weights."""
-    settings, tokenizer = WarmUpSettings(), build_tokenizer()
-    model = build_model(tokenizer, settings.seed)
+    settings = WarmUpSettings()
+    tokenizer = build_tokenizer()
+    _make(build_model(tokenizer, settings.seed), tokenizer, folder, settings, MAX_RESPONSE_TOKENS, SHORT)
+
+
+def make_long(folder: Path) -> None:
+    """Teach the tiny model to say its steps in more words, and write its weights and its tokenizer."""
+    model, tokenizer = shipped.load_shipped()
+    settings = WarmUpSettings(learning_rate=2e-3, steps=200, evaluate_every=25)
+    _make(model, tokenizer, folder, settings, MAX_LONG_TOKENS, LONG)
+    tokenizer.save_pretrained(folder)
+
+
+def _make(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerFast,
+    folder: Path,
+    settings: WarmUpSettings,
+    max_new_tokens: int,
+    wording: str,
+) -> None:
+    """Train a model on solutions in this wording, and write it."""
     train = problems("train", shipped.TRAIN, seed=settings.seed)
     held_out = problems("validation", shipped.HELD_OUT, seed=settings.seed)
-    result = warm_up(model, tokenizer, train, held_out, settings)
-    measured = partial(judge, tokenizer=tokenizer, problems=held_out)
+    result = warm_up(model, tokenizer, train, held_out, settings, max_new_tokens, wording)
+    measured = partial(judge, tokenizer=tokenizer, problems=held_out, max_new_tokens=max_new_tokens)
     ship(model, folder, settings, measured, train_size=shipped.TRAIN, warm_up=result)
 
 
 def make_agent(folder: Path = shipped.AGENT_FOLDER) -> None:
     """Train the tiny model on all tokens of conversations after the prompt; also the tool's, from which it learns the
     sums."""
-    settings, tokenizer = AgentSettings(), shipped.build_agent_tokenizer()
+    settings = AgentSettings()
+    tokenizer = shipped.build_agent_tokenizer()
     train = problems("train", settings.train_size, seed=settings.seed)
     held_out = problems("validation", settings.held_out, seed=settings.seed)
-    model, rng = build_model(tokenizer, settings.seed), random.Random(settings.seed)
+    model = build_model(tokenizer, settings.seed)
+    rng = random.Random(settings.seed)
     with torch.no_grad():  # the new tokens follow the others
         for name, values in shipped.load_shipped()[0].state_dict().items():
             model.state_dict()[name][: len(values)] = values
@@ -201,7 +229,7 @@ def make_agent(folder: Path = shipped.AGENT_FOLDER) -> None:
         return settings.learning_rate * min(1.0, step / 20) * (1.1 - step / settings.steps)
 
     chosen = (rng.choices(train, k=settings.batch_size) for _ in range(settings.steps))
-    *_, (_, loss) = fine_tune(model, tokenizer, (list(map(shown, some)) for some in chosen), learning_rate)
+    *_, (_, loss) = fine_tune(model, tokenizer, (list(map(shown, drawn)) for drawn in chosen), learning_rate)
     ship(model, folder, settings, partial(measure, tokenizer=tokenizer, chosen=held_out), loss=loss)
 
 
@@ -218,10 +246,12 @@ def measure(
     rewards: list[list[float]] = [[] for _ in chosen]
     active = list(range(len(chosen)))
     for turn in range(agent.MAX_TURNS):
-        prompts, going_on = [contexts[row] for row in active], []
+        prompts = [contexts[row] for row in active]
+        going_on = []
         responses = sample(model, tokenizer, prompts, uniform(seed + turn, len(prompts), MAX_TURN_TOKENS), temperature)
         for row, ids in zip(active, responses, strict=True):
-            problem, text = chosen[row], tokenizer.decode(ids)
+            problem = chosen[row]
+            text = tokenizer.decode(ids)
             step = agent.called_step(text)
             if step is None or turn == agent.MAX_TURNS - 1:
                 rewards[row] = agent.turn_rewards(rewards[row], turn + 1, boxed_answer(text) == str(problem.answer))
@@ -232,10 +262,12 @@ def measure(
             going_on.append(row)
         if not (active := going_on):
             break
-    perfect = [row == [agent.RIGHT] * len(one.steps) + [agent.ANSWER] for row, one in zip(rewards, chosen, strict=True)]
+    perfect = [
+        row == [agent.RIGHT] * len(task.steps) + [agent.ANSWER] for row, task in zip(rewards, chosen, strict=True)
+    ]
     totals = {"reward": sum(map(sum, rewards)), "perfect": sum(perfect), "turns": sum(map(len, rewards))}
     return {name: total / len(chosen) for name, total in totals.items()}
 
 
 if __name__ == "__main__":
-    {"tiny": make_tiny, "agent": make_agent}[sys.argv[1]](*map(Path, sys.argv[2:]))
+    {"tiny": make_tiny, "agent": make_agent, "long": make_long}[sys.argv[1]](*map(Path, sys.argv[2:]))

@@ -28,7 +28,8 @@ BASES = {"tiny": (load_shipped, 256), "agent": (load_agent, 128)}
 def prepare(output_dir: Path, base_model: str = "tiny", seed: int = 0) -> bool:
     """Fill ``output_dir``; returns False when an earlier call with the same settings and code had already done so, and
     its files are as it left them."""
-    stamp, (load, held_out) = output_dir / STAMP, BASES[base_model]
+    stamp = output_dir / STAMP
+    (load, held_out) = BASES[base_model]
     settings = {"base_model": base_model, "seed": seed, "code": code_digest()}
     if stamp.is_file() and stamp.read_text() == stamp_text(settings, output_dir):
         print(f"reused {output_dir}: settings and code are unchanged", flush=True)

@@ -12,6 +12,7 @@ from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerFast
 from verl_cpu.tiny.task import Problem, boxed_answer
 
 MAX_RESPONSE_TOKENS = 64  # six steps and a box take at most 57 while the running value stays in the task's range
+MAX_LONG_TOKENS = 200  # likewise, in more words
 TOGETHER = 512  # responses that are sampled together
 
 
@@ -34,23 +35,34 @@ def sample(
     uniform_BT: np.ndarray,
     temperature: float = 1.0,
     top_k: int = 0,
+    copies: int = 1,
 ) -> list[list[int]]:
-    """One response a prompt: token ids including the end token, if it was reached. It depends on its prompt, the model
-    and its own random numbers alone: ``uniform_BT``, in [0, 1), one a token up to the length limit T. Temperature 0 is
-    greedy; with ``top_k`` only so many tokens, the likeliest, are drawn from."""
-    if len(prompts) > TOGETHER:
-        first = sample(model, tokenizer, prompts[:TOGETHER], uniform_BT[:TOGETHER], temperature, top_k)
-        return first + sample(model, tokenizer, prompts[TOGETHER:], uniform_BT[TOGETHER:], temperature, top_k)
+    """``copies`` responses a prompt: token ids including the end token, if it was reached. A response depends on its
+    prompt, the model and its own random numbers alone: ``uniform_BT``, in [0, 1), one a token up to the length limit T,
+    or up to the first that is NaN. Temperature 0 is greedy; with ``top_k`` only so many tokens, the likeliest, are drawn
+    from."""
+    together = max(1, TOGETHER // copies)
+    if len(prompts) > together:
+        rows = together * copies
+        first = sample(model, tokenizer, prompts[:together], uniform_BT[:rows], temperature, top_k, copies)
+        return first + sample(model, tokenizer, prompts[together:], uniform_BT[rows:], temperature, top_k, copies)
     batch = tokenizer.pad({"input_ids": list(prompts)}, padding_side="left", return_tensors="pt").to(model.device)
-    tokens_BL, mask_BL = batch["input_ids"], batch["attention_mask"]
+    tokens_BL = batch["input_ids"]
+    mask_BL = batch["attention_mask"]
     positions_BL = (mask_BL.cumsum(dim=1) - 1).clamp(min=0)
     uniform = torch.from_numpy(uniform_BT).to(model.device)
-    responses: list[list[int]] = [[] for _ in prompts]
-    alive_B, cache = torch.arange(len(prompts), device=model.device), DynamicCache()
+    responses: list[list[int]] = [[] for _ in range(len(prompts) * copies)]
+    alive_B = torch.arange(len(responses), device=model.device)
+    cache = DynamicCache()
     for token in range(uniform.shape[1]):
         logits_BV = model(
             tokens_BL, attention_mask=mask_BL, position_ids=positions_BL, past_key_values=cache, logits_to_keep=1
         ).logits[:, -1]
+        if token == 0 and copies > 1:  # the copies of a prompt begin with one reading of it
+            cache.batch_repeat_interleave(copies)
+            logits_BV = logits_BV.repeat_interleave(copies, dim=0)
+            mask_BL = mask_BL.repeat_interleave(copies, dim=0)
+            positions_BL = positions_BL.repeat_interleave(copies, dim=0)
         if top_k:
             least_B1 = logits_BV.topk(min(top_k, logits_BV.shape[1])).values[:, -1:]
             logits_BV = logits_BV.masked_fill(logits_BV < least_B1, -torch.inf)
@@ -63,7 +75,10 @@ def sample(
             next_B = logits_BV.argmax(dim=-1)
         for row, chosen in zip(alive_B.tolist(), next_B.tolist(), strict=True):
             responses[row].append(chosen)
-        going = (next_B != tokenizer.eos_token_id).nonzero().flatten()
+        ended_B = next_B == tokenizer.eos_token_id
+        if token + 1 < uniform.shape[1]:
+            ended_B |= uniform[alive_B, token + 1].isnan()
+        going = (~ended_B).nonzero().flatten()
         if not len(going):
             break
         if len(going) < len(alive_B):
@@ -88,6 +103,6 @@ def judge(
     one (``right``)."""
     prompts = [prompt_ids(tokenizer, problem) for problem in problems]
     responses = sample(model, tokenizer, prompts, uniform(seed, len(prompts), max_new_tokens), temperature)
-    found = [boxed_answer(text) for text in tokenizer.batch_decode(responses, skip_special_tokens=True)]
-    right = sum(answer == str(problem.answer) for answer, problem in zip(found, problems, strict=True))
-    return {"boxed": 1 - found.count(None) / len(problems), "right": right / len(problems)}
+    boxes = [boxed_answer(text) for text in tokenizer.batch_decode(responses, skip_special_tokens=True)]
+    right = sum(answer == str(problem.answer) for answer, problem in zip(boxes, problems, strict=True))
+    return {"boxed": 1 - boxes.count(None) / len(problems), "right": right / len(problems)}

@@ -17,11 +17,15 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 from verl_cpu.tiny.agent import call_text
 from verl_cpu.tiny.model import TURN_END, TURN_START, build_tokenizer
 
-FOLDER, AGENT_FOLDER = Path(__file__).parent / "warmed_up", Path(__file__).parent / "warmed_up_agent"
-WEIGHTS, RECORD = "model.safetensors", "record.json"
-TRAIN, HELD_OUT = 4096, 256
+FOLDER = Path(__file__).parent / "warmed_up"
+AGENT_FOLDER = Path(__file__).parent / "warmed_up_agent"
+WEIGHTS = "model.safetensors"
+RECORD = "record.json"
+TRAIN = 4096
+HELD_OUT = 256
 CALL_START, CALL_END = call_text("|").split("|")
-REPLY_START, REPLY_END = "<tool_response>", "</tool_response>"
+REPLY_START = "<tool_response>"
+REPLY_END = "</tool_response>"
 # As Qwen's, which shows a tool's reply as a user's message, but without a system message that names the tool.
 AGENT_TEMPLATE = (
     "{% for message in messages %}"

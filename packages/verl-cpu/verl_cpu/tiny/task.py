@@ -26,10 +26,14 @@ Split = Literal["train", "validation"]
 
 _PROBLEM = re.compile(r"\d(?:[+-]\d)+", re.ASCII)
 STEP = re.compile(r"(?<!\d)(-?\d{1,9})([+-])(\d{1,9})=(-?\d{1,9})(?!\d)", re.ASCII)
+SHORT = "{left}={result};"
+LONG = "{left}={result}, so we have {result} by now;"
+"""Wordings of a step; with the longer one a solution has 95 to 190 tokens."""
 _BOXED = re.compile(r"\\boxed\{([^{}]*)\}")
 # One text in so many, chosen by its own hash, is held out: the splits are disjoint for every seed and size.
 _VALIDATION_SHARE = 8
-MIN_STEPS, MAX_STEPS = 3, 6
+MIN_STEPS = 3
+MAX_STEPS = 6
 # Running values stay in 0..MAX_VALUE, so that about 300 different sums make up the whole task.
 MAX_VALUE = 19
 # reasoning-gym draws item i from random.Random(seed + i): seeds this far apart share no items.
@@ -96,13 +100,13 @@ def problems(split: Split, size: int, *, seed: int = 0) -> list[Problem]:
 def random_problems(size: int, *, seed: int = 0, steps: tuple[int, int] = (MIN_STEPS, MAX_STEPS)) -> list[Problem]:
     """The same without ``reasoning-gym``, with so many steps at least and at most."""
     rng = random.Random(seed)
-    found: dict[str, Problem] = {}
-    while len(found) < size:
+    chosen: dict[str, Problem] = {}
+    while len(chosen) < size:
         terms = (f"{rng.choice('+-')}{rng.randrange(10)}" for _ in range(rng.randint(*steps)))
         problem = Problem.parse(f"{rng.randrange(10)}{''.join(terms)}")
         if all(0 <= value <= MAX_VALUE for value in problem.values):
-            found[problem.text] = problem
-    return list(found.values())
+            chosen[problem.text] = problem
+    return list(chosen.values())
 
 
 def _chain_texts(draws: int, seed: int) -> Iterator[str]:
@@ -117,16 +121,17 @@ def _chain_texts(draws: int, seed: int) -> Iterator[str]:
         yield item["metadata"]["expression"].replace(" ", "")
 
 
-def solve(problem: Problem, error_rate: float, rng: random.Random) -> str:
+def solve(problem: Problem, error_rate: float, rng: random.Random, wording: str = SHORT) -> str:
     """A worked solution in which each step is incorrect with probability ``error_rate``; the next starts from its
-    result. An incorrect result is any other number from 0 to ``MAX_VALUE``, all equally probable, whatever the sum."""
+    result. An incorrect result is any other number from 0 to ``MAX_VALUE``, all equally probable, whatever the sum.
+    ``wording`` says a step."""
     value = problem.first
     parts = []
     for operator, term in problem.steps:
         result = _apply(value, operator, term)
         if rng.random() < error_rate:
             result = rng.choice([value for value in range(MAX_VALUE + 1) if value != result])
-        parts.append(f"{value}{operator}{term}={result};")
+        parts.append(wording.format(left=f"{value}{operator}{term}", result=result))
         value = result
     return "".join(parts) + f"\\boxed{{{value}}}"
 
@@ -154,13 +159,13 @@ def find_errors(problem: Problem, response: str) -> list[StepError]:
     value = problem.first
     step = 0
     for match in STEP.finditer(response, 0, reasoning_end):
-        left, operator, term, result = match.groups()
-        wanted = problem.steps[step] if step < len(problem.steps) else None
-        written_left = f"{left}{operator}{term}"
-        wanted_left = f"{value}{wanted[0]}{wanted[1]}" if wanted else ""
+        left_side, operator, term, result = match.groups()
+        expected = problem.steps[step] if step < len(problem.steps) else None
+        written_left = f"{left_side}{operator}{term}"
+        wanted_left = f"{value}{expected[0]}{expected[1]}" if expected else ""
         if written_left != wanted_left:
             errors.append(StepError(step, match.start(1), match.end(3), "copy", written_left, wanted_left))
-        right_result = str(_apply(int(left), operator, int(term)))
+        right_result = str(_apply(int(left_side), operator, int(term)))
         if result != right_result:
             errors.append(StepError(step, match.start(4), match.end(4), "result", result, right_result))
         value = int(result)

@@ -32,8 +32,8 @@ def start(config: Any, modules: Sequence[str] = ()) -> None:
 
     if OmegaConf.select(config, PY_EXECUTABLE) is not None:
         return
-    own = OmegaConf.select(config, "ray_kwargs.ray_init.runtime_env.env_vars", default={})
-    environment = {**os.environ, **get_ppo_ray_runtime_env(config).get("env_vars", {}), **own}
+    configured = OmegaConf.select(config, "ray_kwargs.ray_init.runtime_env.env_vars", default={})
+    environment = {**os.environ, **get_ppo_ray_runtime_env(config).get("env_vars", {}), **configured}
     OmegaConf.update(config, PY_EXECUTABLE, serve(environment, modules), force_add=True)
 
 

@@ -49,14 +49,14 @@ def serve(listener: socket.socket, modules: Sequence[str]) -> dict[str, Any] | N
             _, files, _, _ = socket.recv_fds(connection, 1, 3)
             with connection.makefile("rb") as stream:
                 request = json.load(stream)
-            own = {name: request["environment"].get(name, "") for name in NUMBERS}
+            numbers = {name: request["environment"].get(name, "") for name in NUMBERS}
             if not first:
-                first = own
-                given = request["environment"].items()
-                os.environ.update({name: value for name, value in given if name.startswith("RAY_")})
+                first = numbers
+                variables = request["environment"].items()
+                os.environ.update({name: value for name, value in variables if name.startswith("RAY_")})
                 preload([*WITH_RAY, *modules])
                 signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the forks
-            if own == first and os.fork() == 0:
+            if numbers == first and os.fork() == 0:
                 for number, file in enumerate(files):
                     os.dup2(file, number)
                     os.close(file)

@@ -1,0 +1,76 @@
+"""Responses and continuations of the tiny model: what they depend on, and resumptions."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from bench.__main__ import main
+from bench.rollouts import _with_torch, parser_of, seed_of
+from grail_advantage.analyze.models import model_of
+from verl_cpu.tiny.sampling import TOGETHER, prompt_ids, sample
+from verl_cpu.tiny.task import compute_score, random_problems
+
+MODEL = ["--model", "tiny", "--length", "64", "--device", "cpu", "--reward", "verl_cpu.tiny.task:compute_score"]
+
+
+@pytest.fixture(scope="module")
+def tiny() -> tuple[Any, Any]:
+    tokenizer, load = model_of("tiny")
+    return tokenizer, load()
+
+
+def sampled(out: Path, problems: int, *options: str) -> list[dict[str, Any]]:
+    main(["sample", "sums", str(out), *MODEL, "--problems", str(problems), "--samples", "4", *options])
+    return [json.loads(line) for line in out.read_text().splitlines()]
+
+
+def test_copies_are_the_responses_of_repeated_prompts(tiny: tuple[Any, Any]) -> None:
+    """Also beyond one batch, and where a row's random numbers end."""
+    tokenizer, model = tiny
+    prompts = [prompt_ids(tokenizer, problem) for problem in random_problems(TOGETHER // 4 + 9)]
+    numbers = np.random.default_rng(0).random((4 * len(prompts), 24))
+    numbers[1::2, 7:] = np.nan
+    repeated = [prompt for prompt in prompts for _ in range(4)]
+    whole = sample(model, tokenizer, repeated, np.nan_to_num(numbers, nan=0.5))
+    copies = sample(model, tokenizer, prompts, numbers, copies=4)
+    assert copies[::2] == whole[::2] and copies[1::2] == [response[:7] for response in whole[1::2]]
+    assert len({tuple(response) for response in copies[:4:2]}) == 2
+
+
+def test_a_draw_depends_on_its_own_ids_alone(tiny: tuple[Any, Any]) -> None:
+    """Each by a plain call of the sampler, in any order and with any other length beside it."""
+    tokenizer, model = tiny
+    options = parser_of("x", None, 3).parse_args(["a", "b", *MODEL])
+    prefixes = [tuple(prompt_ids(tokenizer, problem)) for problem in random_problems(5)]
+    prefixes[1] += (20, 10, 22)
+    most = [64, 61, 64, 5, 64]
+    drawn = _with_torch(model, tokenizer, options, "x", prefixes, most)
+    again = _with_torch(model, tokenizer, options, "x", prefixes[::-1], most[::-1])[::-1]
+    assert drawn == again and drawn != _with_torch(model, tokenizer, options, "y", prefixes, most)
+    for prefix, longest, responses in zip(prefixes, most, drawn, strict=True):
+        numbers = np.random.default_rng(seed_of("x", prefix)).random((3, 64))[:, :longest]
+        assert responses == sample(model, tokenizer, [list(prefix)] * 3, numbers)
+
+
+def test_sampling_resumes_to_the_same_bytes(tmp_path: Path) -> None:
+    resumed = tmp_path / "resumed.jsonl"
+    sampled(resumed, 3)
+    lines = sampled(resumed, 20)
+    assert lines == sampled(tmp_path / "once.jsonl", 20)
+    assert resumed.read_bytes() == (tmp_path / "once.jsonl").read_bytes() and len(lines) == 80
+    tokenizer, _ = model_of("tiny")
+    for line in lines:
+        text = tokenizer.decode(line["response"], skip_special_tokens=True)
+        assert line["reward"] == compute_score("", text, line["ground_truth"])
+    assert 0.1 < np.mean([line["reward"] for line in lines]) < 0.9
+    for option, value in (("length", "32"), ("temperature", "0.5"), ("samples", "3")):
+        with pytest.raises(SystemExit, match=f"another {option}"):
+            sampled(resumed, 20, f"--{option}", value)
+    for option, value in (("reward", "no.module"), ("samples", "0"), ("device", "moon"), ("model", "/nowhere")):
+        with pytest.raises(SystemExit, match=f"--{option}"):
+            sampled(tmp_path / "new.jsonl", 20, f"--{option}", value)

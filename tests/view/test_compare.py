@@ -1,0 +1,95 @@
+"""``compare``: intervals against SciPy's, pairs by seed, the faults that it names."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from grail_advantage import compare
+
+STEPS = (4, 8, 12)
+METRIC = "val-core/tiny/acc/mean@4"
+RNG = np.random.default_rng(0)
+
+
+def write_run(path: Path, values: np.ndarray, *, form: str = "metrics.jsonl") -> str:
+    """Write a run whose metric has these values at :data:`STEPS`, in a form of this project's, verl's or TRL's."""
+    pairs = list(zip(STEPS, values.tolist(), strict=True))
+    if form == "trainer_state.json":
+        folder = path / "checkpoint-12"
+        folder.mkdir(parents=True)
+        (folder / form).write_text(
+            json.dumps({"log_history": [{"step": step, METRIC: value} for step, value in pairs]})
+        )
+        return str(path)
+    lines = [json.dumps({"step": step, "data": {METRIC: value, "timing_s/step": 1.0}}) for step, value in pairs]
+    file = path / form if form == "metrics.jsonl" else Path(f"{path}.jsonl")
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text("\n".join(lines))
+    return str(path)
+
+
+@pytest.fixture
+def values() -> np.ndarray:
+    return RNG.normal(size=(2, 4, len(STEPS)))
+
+
+@pytest.mark.parametrize("form", ["metrics.jsonl", ".jsonl", "trainer_state.json"])
+def test_the_table_is_scipys(tmp_path: Path, values: np.ndarray, form: str, capsys: pytest.CaptureFixture[str]) -> None:
+    sides = [
+        [write_run(tmp_path / f"seed{seed}" / name, values[i, seed], form=form) for seed in (2, 0, 3, 1)]
+        for i, name in enumerate(("grail", "uniform"))
+    ]
+    page = tmp_path / "page.html"
+    assert compare.main([*sides[0], "--against", *sides[1][::-1], "--page", str(page)]) == 0
+    shown = capsys.readouterr().out
+    for i, step in enumerate(STEPS):
+        test = stats.ttest_rel(values[0, :, i], values[1, :, i])
+        low, high = test.confidence_interval()
+        row = [f"{(values[0, :, i] - values[1, :, i]).mean():+.4g}", f"[{low:.4g}, {high:.4g}]"]
+        row += [f"{values[0, :, i].mean():.4g}", f"{values[1, :, i].mean():.4g}"]
+        assert f"{step} {' '.join(row)}" in " ".join(shown.split())
+        assert all(f"<td>{cell}</td>" in page.read_text() for cell in row)
+
+
+def test_seeds_that_a_difference_takes_are_those_of_the_noncentral_t() -> None:
+    for seeds in compare.COUNTS:
+        distance = compare.smallest_shown(0.3, seeds) / 0.3 * math.sqrt(seeds)
+        power = stats.nct.sf(stats.t.ppf(0.975, seeds - 1), seeds - 1, distance)
+        assert power == pytest.approx(0.8, abs=0.04)
+
+
+def test_what_is_no_comparison_is_named(tmp_path: Path, values: np.ndarray, capsys: pytest.CaptureFixture[str]) -> None:
+    grail = [write_run(tmp_path / f"grail-seed{seed}", values[0, seed]) for seed in range(3)]
+    uniform = [write_run(tmp_path / f"uniform-seed{seed}", values[1, seed]) for seed in range(2)]
+    copy = write_run(tmp_path / "uniform-seed2", values[1, 0])
+    other = write_run(tmp_path / "other", values[1, 2])
+    for arguments, words in [
+        ([*grail, grail[0], "--against", *uniform], "seed 0 twice"),
+        ([*grail, "--against", *uniform, copy], "the same figures at every step"),
+        ([grail[2], "--against", *uniform], "no seed is on both sides"),
+        ([*grail, "--against", other], f"Give SEED={other}"),
+        ([*grail, "--against", *uniform, "--step", "5"], "all have [4, 8, 12]"),
+        ([*grail, "--against", *uniform, "--metric", "no"], "no figures of no"),
+        ([*grail, "--against", str(tmp_path / "seed7")], "holds no metrics"),
+    ]:
+        assert compare.main(arguments) == 1, words
+        assert words in capsys.readouterr().err
+    assert compare.main([grail[0], "--against", uniform[0], "--window", "2"]) == 0
+    shown = capsys.readouterr().out
+    assert "One seed each says nothing" in shown
+    assert f"{values[0, 0, 1:].mean():.4g}" in shown
+    assert compare.main([*grail, "--against", *uniform, f"2={other}", "--against", *uniform]) == 0
+    assert "seeds 2." in capsys.readouterr().out
+
+
+def test_it_starts_without_torch() -> None:
+    names = "import sys, grail_advantage.compare; print(sorted({'numpy', 'scipy', 'torch'} & set(sys.modules)))"
+    assert subprocess.check_output([sys.executable, "-c", names], text=True).strip() == "[]"
