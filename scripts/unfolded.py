@@ -10,13 +10,34 @@ from pathlib import Path
 
 # Folders and files that hold it; one that is unfolded gets a line here.
 ROOMS = (
+    "benchmarks",
     "examples",
+    "examples/hosts",
+    "examples/trainer",
+    "examples/turns",
+    "grail_advantage/analyze",
+    "grail_advantage/api.py",
+    "grail_advantage/data.py",
+    "grail_advantage/effect.py",
+    "grail_advantage/maps.py",
+    "grail_advantage/method.py",
+    "grail_advantage/metrics.py",
+    "grail_advantage/report.py",
     "grail_advantage/reward",
+    "grail_advantage/rules.py",
     "grail_advantage/trl_ext",
+    "grail_advantage/verl_ext",
+    "grail_advantage/weigh.py",
     "packages",
     "recipe",
     "scripts",
+    "tests/benchmarks",
+    "tests/dumps.py",
+    "tests/hosts.py",
+    "tests/test_dump.py",
     "tests/trl_ext",
+    "tests/verl_ext",
+    "tests/view/test_analyze.py",
 )
 WORDS = re.compile(
     "of|found|there|known|own|one|said|made|some|here|alike|told|whole|others?|both|before|after|beside|each|every|left|taken"

@@ -20,7 +20,7 @@ from trl import GRPOConfig, GRPOTrainer
 from trl.rewards import get_soft_overlong_punishment
 
 from grail_advantage import Grail, Method, TokenWeights, compute_token_weights
-from grail_advantage.analyze import parse_method
+from grail_advantage.analyze.methods import parse_method
 from grail_advantage.data import LARGEST, Example
 from grail_advantage.dump import read_dump
 from grail_advantage.method import build as method_of
