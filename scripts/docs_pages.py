@@ -32,17 +32,18 @@ from recipe.marked_text import marked, write_marked
 from recipe.published import GROUPS as PUBLISHED
 from recipe.published import shown
 
-sys.path.insert(0, str(ROOT := Path(__file__).parents[1]))
-
-from scripts import sizing
-
-WORDS = {"": "nothing", "saliency": "backward to an activation", "sequences": "logits of made-up sequences"}
-WORDS["log_probs"] = "log-probabilities"
-WORDS["old_log_probs"] = "old log-probabilities"
-WORDS["hidden_states"] = "hidden states"
-WORDS["examples"] = "prompts as messages"
-WORDS["tokens"] = "token ids"
-WORDS["messages"] = "what tools and users said"
+ROOT = Path(__file__).parents[1]
+WORDS = {
+    "": "nothing",
+    "saliency": "backward to an activation",
+    "sequences": "logits of made-up sequences",
+    "log_probs": "log-probabilities",
+    "old_log_probs": "old log-probabilities",
+    "hidden_states": "hidden states",
+    "examples": "prompts as messages",
+    "tokens": "token ids",
+    "messages": "what tools and users said",
+}
 KINDS = {"boolean": "`true`, `false`", "integer": "whole number", "string": "text", "object": "mapping"}
 """Types of a JSON schema, as the page names them, where their own names do not serve."""
 KNOWN = [build(name) for name, kind in sorted(methods().items()) if kind.__module__.startswith("grail_advantage.")]
@@ -308,19 +309,6 @@ def published() -> str:
     return "\n".join(table(["setting", "theirs", "`published`", "`corrected`", "why it differs"], rows))
 
 
-def memory() -> str:
-    """The fullest phase of a GPU by model, and what the command changes."""
-    rows = []
-    for key, model in list(sizing.MODELS.items())[:5]:  # the other two take what Qwen3-8B takes, to 2 GB
-        for gpus, size in ((1, 24), (1, 80)) if model.script == sizing.SMALL else ((1, 80), (2, 80), (8, 80)):
-            if setup := sizing.choose(model, gpus, size):
-                full = f"{max(sizing.phases(model, setup).values()):.0f}"
-                host = f"{sizing.host_memory(model, setup):.0f}"
-                command = sizing.command(model, setup)
-                rows.append([key, f"{gpus} x {size} GB", full, host, f"`{command}`"])
-    return "\n".join(table(["model", "GPUs", "GB of a GPU", "GB of the host", "command"], rows))
-
-
 PASSAGES: list[tuple[str, str, Callable[[], str]]] = [  # page, name of its markers, what is between them
     ("methods.md", "methods", overview),
     ("reference_methods.md", "methods", reference),
@@ -333,7 +321,6 @@ PASSAGES: list[tuple[str, str, Callable[[], str]]] = [  # page, name of its mark
     ("works_with.md", "trl", trl),
     ("what_installing_changes.md", "patches", patches),
     ("published.md", "published", published),
-    ("gpu.md", "sizing", memory),
 ]
 
 if __name__ == "__main__":
