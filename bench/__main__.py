@@ -1,10 +1,12 @@
-"""Does a method find errors? A table over a folder of ``analyze`` whose responses are labelled, beside controls.
+"""Does a method find errors, or follow the policy's values? A table over a folder of ``analyze``, beside controls.
 
 python -m grail_advantage.analyze FILE.jsonl --model NAME --method all --out FOLDER
 python -m bench FOLDER                     each method's figures and verdict, as Markdown
+python -m bench fit FOLDER OUT             the method fitted, by the values in a folder
 python -m bench compare FOLDER FOLDER      two analyses of the same file, paired
 python -m bench convert processbench IN OUT         ProcessBench's labelled solutions
 python -m bench sample QUESTIONS OUT --model NAME   the model's own responses, by token ids
+python -m bench values FILE OUT --model NAME        their steps' values, by continuations of the model
 """
 
 from __future__ import annotations
@@ -13,26 +15,40 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from grail_advantage.dump import read_dump
 from grail_advantage.text_io import say, visible
 
 try:
-    from bench import convert, sample, table
+    from bench import convert, credit, fit, sample, table, values
 except ModuleNotFoundError as error:
     raise SystemExit(f"bench: {error}; run `pip install -e '.[bench]' -e packages/verl-cpu` in the clone") from error
+
+COMMANDS = {"convert": convert.main, "sample": sample.main, "values": values.main}
+
+
+def report(folder: Path) -> str:
+    """The tables of a folder: by values, by errors, or both."""
+    labels = [row.labels for row in read_dump(folder)]
+    tables = []
+    if any("values" in label for label in labels):
+        tables.append(credit.report(folder))
+    if any("steps" in label for label in labels) or not tables:
+        tables.append(table.report(table.read(folder)))
+    return "\n\n".join(tables)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command; SystemExit with a message for what the user can fix."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        if given[:1] == ["convert"]:
-            convert.main(given[1:])
-        elif given[:1] == ["sample"]:
-            sample.main(given[1:])
+        if given and given[0] in COMMANDS:
+            COMMANDS[given[0]](given[1:])
+        elif given[:1] == ["fit"]:
+            say(*fit.main(given[1:]).splitlines())
         elif given[:1] == ["compare"] and len(given) == 3:
             say(*table.compare(Path(given[1]), Path(given[2])).splitlines())
         elif len(given) == 1 and not given[0].startswith("-"):
-            say(*table.report(table.read(Path(given[0]))).splitlines())
+            say(*report(Path(given[0])).splitlines())
         else:
             print(__doc__)
             raise SystemExit(0 if given in (["-h"], ["--help"]) else 2)

@@ -42,6 +42,14 @@ def mean_of(values: Sequence[float], clusters: Sequence[Hashable] | None = None)
     return Estimate(float(means.mean()), float(means.sem()), len(means))
 
 
+def jackknife(values: np.ndarray) -> Estimate:
+    """A figure over all of its independent parts, then without each of them, (1 + P,), with its standard error."""
+    parts = len(values) - 1
+    without = values[1:]
+    error = math.sqrt((parts - 1) / parts * ((without - without.mean()) ** 2).sum())
+    return Estimate(float(values[0]), error, parts)
+
+
 def above_controls(
     own_W: np.ndarray, controls_WC: np.ndarray, clusters_W: Sequence[Hashable], clusters_C: Sequence[Hashable]
 ) -> tuple[Estimate, Estimate]:

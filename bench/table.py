@@ -54,10 +54,31 @@ class Results(NamedTuple):
     about: Mapping[str, Any]  # the record of the analysis
 
 
-def _kind(piece: str) -> int:
+def kind_of(piece: str) -> int:
     if any(character.isdigit() for character in piece):
         return NUMBER
     return WORD if any(character.isalpha() for character in piece) else SIGN if piece.strip() else BLANK
+
+
+class TokenAdvantages(NamedTuple):
+    """A method's advantages in a response."""
+
+    advantage_T: np.ndarray
+    scored_T: np.ndarray  # bool; the tokens that it scored
+    no_scores: str | None
+
+
+def token_advantages(row: DumpRow) -> dict[str, TokenAdvantages]:
+    """Those of each method, by its name."""
+    by_method = {}
+    for name, of in row.methods.items():
+        scored_T = np.ones(len(row), dtype=bool)
+        advantage_T = of.advantage_T
+        if advantage_T is None:
+            advantage_T = of.weight_T * row.base_advantage_T
+            scored_T = scored_T if of.score_T is None else np.isfinite(of.score_T)
+        by_method[name] = TokenAdvantages(advantage_T.astype(float), scored_T & (of.no_scores is None), of.no_scores)
+    return by_method
 
 
 def label_of(row: DumpRow) -> tuple[Label | None, np.ndarray]:
@@ -67,7 +88,7 @@ def label_of(row: DumpRow) -> tuple[Label | None, np.ndarray]:
     step_T = np.searchsorted(starts[1:], places_T, side="right")
     start, stop = row.labels.get("wrong_step", (0, 0))
     step = int(np.searchsorted(starts[1:], start, side="right")) if "wrong_step" in row.labels else None
-    label = among(Label(step_T, np.array([_kind(piece) for piece in row.tokens]), step), places_T < end)
+    label = among(Label(step_T, np.array([kind_of(piece) for piece in row.tokens]), step), places_T < end)
     return (None if step is not None and start == stop else label), (places_T >= start) & (places_T < stop)
 
 
@@ -101,10 +122,8 @@ def read(folder: Path) -> Results:
                 raise ValueError(f"{folder}: {row.key} has not the advantage -1; analyze with --advantages wrong")
             one_T, compared_T = np.ones(len(row), dtype=bool), label.step_T >= 0
             blames = {name: (of(label, wrong_T), one_T, None) for name, of in REFERENCES.items()}
-            for name, of in row.methods.items():
-                scored_T = one_T if of.score_T is None or of.advantage_T is not None else np.isfinite(of.score_T)
-                blame_T = of.weight_T.astype(float) if of.advantage_T is None else -of.advantage_T.astype(float)
-                blames[name] = blame_T, scored_T & (of.no_scores is None), of.no_scores
+            for name, of in token_advantages(row).items():
+                blames[name] = -of.advantage_T, of.scored_T, of.no_scores
             for name, (blame_T, scored_T, no_scores) in blames.items():
                 kept = record(blame_T, scored_T & compared_T, label, np.random.default_rng([number, 5]))
                 known = {"id": row.key, "problem": row.group, "no_scores": no_scores}
@@ -116,9 +135,13 @@ def read(folder: Path) -> Results:
 
 
 def figures_of(
-    responses: Sequence[Mapping[str, Any]], of_place: Mapping[str, Mapping[str, Any]]
+    responses: Sequence[Mapping[str, Any]],
+    of_place: Mapping[str, Mapping[str, Any]],
+    *,
+    other_problems: bool = False,
 ) -> dict[str, Estimate]:
-    """The figures of the first errors with their controls; ``of_place``: the same responses' blame by place alone.
+    """The figures of the first errors with their controls; ``of_place``: the same responses' blame by place alone;
+    ``other_problems``: whether those of an error's own problem are no controls of it.
 
     Controls of an incorrect response are the correct ones nearest to it in number of steps, at least ``FEWEST``: in a much
     longer one its place is between two steps, and a method that aims at a place would gain.
@@ -129,9 +152,12 @@ def figures_of(
     figures = {"scored": mean_of([one["no_scores"] is None for one in errors])}
     figures["not finite"] = mean_of([one["no_scores"] == "non-finite scores" for one in errors])
     places_W = np.array([one["first"] / max(1, one["steps"] - 1) for one in errors])
-    apart_WC = np.array([[abs(one["steps"] - other["steps"]) for other in controls] for one in errors])
+    apart_WC = np.array([[abs(one["steps"] - other["steps"]) for other in controls] for one in errors], dtype=float)
+    if other_problems:
+        apart_WC[np.array([[one["problem"] == other["problem"] for other in controls] for one in errors])] = np.inf
     if controls:
-        apart_WC = apart_WC > np.sort(apart_WC, axis=1)[:, [min(FEWEST, len(controls)) - 1]]
+        nearest_W1 = np.sort(apart_WC, axis=1)[:, [min(FEWEST, len(controls)) - 1]]
+        apart_WC = (apart_WC > nearest_W1) | np.isinf(apart_WC)
     for name in FIGURES:
         own_W = np.fromiter((one["figures"][name] for one in errors), float)
         others = {"gain": np.fromiter((one["shuffled"][name] for one in errors), float)}
@@ -198,9 +224,9 @@ def report(results: Results) -> str:
     words, rows = verdicts(figures), []
     for method, own in figures.items():
         cells = [method, words[method], str(results.counts["errors"]), f"{100 * own['scored'].value:.0f}"]
-        cells += [_cell(own["step"])] + [_cell(own.get(f"step_{one}"), signed=True) for one in CONTROLS]
+        cells += [cell(own["step"])] + [cell(own.get(f"step_{one}"), signed=True) for one in CONTROLS]
         rows.append(
-            cells + [_cell(own[one], own.get(f"{one}_control"), 100 if one == "hit" else 1) for one in FIGURES[1:]]
+            cells + [cell(own[one], own.get(f"{one}_control"), 100 if one == "hit" else 1) for one in FIGURES[1:]]
         )
     head = ["method", "verdict", "errors", "scored, %", "AUROC, first wrong step"]
     head += [f"above {name}" for name in CONTROLS.values()]
@@ -212,7 +238,7 @@ def report(results: Results) -> str:
     return "\n".join([" ".join([read_by, *notes]), "", *table(head, rows, right=2), "", RULE])
 
 
-def _cell(own: Estimate | None, control: Estimate | None = None, scale: int = 1, signed: bool = False) -> str:
+def cell(own: Estimate | None, control: Estimate | None = None, scale: int = 1, signed: bool = False) -> str:
     if own is None or math.isnan(own.value):
         return ""
     digits = 0 if scale > 1 else 2

@@ -34,8 +34,13 @@ def make_trainer(folder: Path, tokens: int, tokenizer: Any) -> Any:
     from grail_advantage.data import RowScores
     from grail_advantage.verl_ext.dump import UpdateDump
 
-    overrides = [f"data.max_prompt_length={PROMPT}", f"data.max_response_length={tokens}"]
-    overrides += [f"algorithm.token_dump.{name}" for name in (f"folder={folder}", f"responses={DUMPED}", "every=1")]
+    overrides = [
+        f"data.max_prompt_length={PROMPT}",
+        f"data.max_response_length={tokens}",
+        f"algorithm.token_dump.folder={folder}",
+        f"algorithm.token_dump.responses={DUMPED}",
+        "algorithm.token_dump.every=1",
+    ]
     with hydra.initialize_config_dir(str(Path(__file__).parents[1] / "recipe/config"), version_base=None):
         config = hydra.compose("grail_trainer", overrides)
     cls = get_trainer_cls("grail_sync")
@@ -60,18 +65,22 @@ def run(responses: int, tokens: int) -> dict[str, float]:
     from grail_advantage.verl_ext.exchange import nested
 
     setup = Setup("cpu", "toy", responses, PROMPT + tokens, PROMPT, 1, packed=False)
-    made = setup.rollouts(round(INCORRECT * responses))
+    rollouts = setup.rollouts(round(INCORRECT * responses))
     keys = [f"{index // 8}_{index % 8}_0" for index in range(responses)]
     ones = [torch.ones(tokens, dtype=torch.int64) for _ in keys]
-    advantages = [torch.full((tokens,), value) for value in made.advantages.tolist()]
-    rewards = [torch.zeros(tokens) for _ in keys]
-    fields = {"prompts": made.prompts, "responses": made.responses, "loss_mask": ones, "response_mask": ones}
-    fields |= {"advantages": advantages, "rm_scores": rewards}
+    fields = {
+        "prompts": rollouts.prompts,
+        "responses": rollouts.responses,
+        "loss_mask": ones,
+        "response_mask": ones,
+        "advantages": [torch.full((tokens,), value) for value in rollouts.advantages.tolist()],
+        "rm_scores": [torch.zeros(tokens) for _ in keys],
+    }
     columns = TensorDict({name: nested(values) for name, values in fields.items()}, batch_size=responses)
     tq.kv_batch_put(keys=keys, partition_id="train", fields=columns)
     seconds: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as folder:
-        trainer = make_trainer(Path(folder), tokens, made.tokenizer)
+        trainer = make_trainer(Path(folder), tokens, rollouts.tokenizer)
         results: dict[str, Any] = {}
 
         def fetch() -> None:

@@ -27,7 +27,10 @@ from grail_advantage.trl_ext import TokenWeightGRPOTrainer
 from verl_cpu.tiny.shipped import load_shipped
 from verl_cpu.tiny.task import problems
 
-PROMPTS, ROLLOUTS, MICRO_BATCH, LONGEST = 8, 8, 16, 128
+PROMPTS = 8
+ROLLOUTS = 8
+MICRO_BATCH = 16
+LONGEST = 128
 
 
 GRAIL = {"token_weights": Grail()}
@@ -46,22 +49,34 @@ def make_trainer(variant: str, folder: str, bf16: bool) -> tuple[GRPOTrainer, li
     """The trainer of a variant, ready for a step, and the rows of its batch."""
     options, wrong, agreed = VARIANTS[variant]
     model, tokenizer = load_shipped()
-    asked = [{"prompt": [{"role": "user", "content": one.text}]} for one in problems("train", PROMPTS)]
+    rows = [{"prompt": [{"role": "user", "content": problem.text}]} for problem in problems("train", PROMPTS)]
 
     def reward(completions: list[Any], **_: Any) -> list[float]:
         places = (divmod(place, ROLLOUTS) for place in range(len(completions)))
         return [float(at >= wrong * ROLLOUTS or (agreed and prompt % 2)) for prompt, at in places]
 
-    sizes = {"num_generations": ROLLOUTS, "per_device_train_batch_size": MICRO_BATCH, "max_completion_length": LONGEST}
-    sizes |= {"gradient_accumulation_steps": PROMPTS * ROLLOUTS // MICRO_BATCH, "gradient_checkpointing": False}
-    learning = {"loss_type": "dr_grpo", "scale_rewards": "none", "learning_rate": 0.0, "optim": "sgd"}
-    config = GRPOConfig(folder, **sizes, **learning, use_cpu=True, bf16=bf16, report_to="none")
-    named = {"args": config, "processing_class": tokenizer, "train_dataset": Dataset.from_list(asked)}
-    trainer = (TokenWeightGRPOTrainer if options else GRPOTrainer)(model, reward, **named, **options)
+    config = GRPOConfig(
+        folder,
+        num_generations=ROLLOUTS,
+        per_device_train_batch_size=MICRO_BATCH,
+        gradient_accumulation_steps=PROMPTS * ROLLOUTS // MICRO_BATCH,
+        max_completion_length=LONGEST,
+        gradient_checkpointing=False,
+        loss_type="dr_grpo",
+        scale_rewards="none",
+        learning_rate=0.0,
+        optim="sgd",
+        use_cpu=True,
+        bf16=bf16,
+        report_to="none",
+    )
+    trainer_class = TokenWeightGRPOTrainer if options else GRPOTrainer
+    dataset = Dataset.from_list(rows)
+    trainer = trainer_class(model, reward, config, processing_class=tokenizer, train_dataset=dataset, **options)
     trainer.model.train()
     trainer.current_gradient_accumulation_steps = config.gradient_accumulation_steps
     trainer.create_optimizer()
-    return trainer, [row for row in asked for _ in range(ROLLOUTS)]
+    return trainer, [row for row in rows for _ in range(ROLLOUTS)]
 
 
 def run_step(trainer: GRPOTrainer, rows: list[dict[str, Any]]) -> None:
@@ -80,16 +95,19 @@ def main() -> None:
     torch.set_num_threads(1)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     origin = timer.origin("cpu", f"python -m benchmarks.bench_trl {' '.join(sys.argv[1:])}")
-    found: dict[str, dict[str, list[float]]] = {name: {} for name in VARIANTS}
+    figures: dict[str, dict[str, list[float]]] = {name: {} for name in VARIANTS}
     for precision in ("float32", "bf16"):
         AcceleratorState._reset_state()  # of a process, precision included
         with tempfile.TemporaryDirectory() as folder:
-            made = {name: make_trainer(name, folder, precision == "bf16") for name in VARIANTS}
-            timed = {name: partial(timer.seconds, "cpu", partial(run_step, *of)) for name, of in made.items()}
+            trainers = {name: make_trainer(name, folder, precision == "bf16") for name in VARIANTS}
+            timed = {
+                name: partial(timer.seconds, "cpu", partial(run_step, trainer, rows))
+                for name, (trainer, rows) in trainers.items()
+            }
             repeats = timer.in_turn(timed, options.repeats)
         for name in VARIANTS:
-            found[name][f"{precision}, x stock"] = [of[name] / of["stock"] for of in repeats]
-    print(origin, "", *timer.table(found), sep="\n")
+            figures[name][f"{precision}, x stock"] = [repeat[name] / repeat["stock"] for repeat in repeats]
+    print(origin, "", *timer.table(figures), sep="\n")
 
 
 if __name__ == "__main__":

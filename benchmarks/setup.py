@@ -16,7 +16,8 @@ from grail_advantage import Example
 from grail_advantage.data import Rollouts
 from verl_cpu.tiny.model import build_tokenizer
 
-ANSWER, AFTER_ANSWER = r"\boxed{42}", 16  # the end of a response, and the words after it
+ANSWER = r"\boxed{42}"  # the end of a response
+AFTER_ANSWER = 16  # the words after it
 SIZES = {
     "Qwen3-0.6B": (151936, 1024, 3072, 28, 16, 8, 128),
     "Qwen3-4B": (151936, 2560, 9728, 36, 32, 8, 128),
@@ -50,11 +51,14 @@ class Setup:
     def rollouts(self, selected: int, zero_advantage: int = 0) -> Rollouts:
         """Responses of random words that end in an answer and a few words after it: the first ``selected`` are incorrect
         and so need scores, the last ``zero_advantage`` are of groups all of a kind, and have no advantage."""
-        rows, vocabulary, tokenizer = self.rows, SHAPES[self.shape]["vocab_size"], build_tokenizer([])
+        rows = self.rows
+        vocabulary = SHAPES[self.shape]["vocab_size"]
+        tokenizer = build_tokenizer([])
         first = len(tokenizer)  # after the bytes and the special tokens come words without a meaning
         tokenizer.add_tokens([f"w{index}" for index in range(first, vocabulary)])
         answer = torch.tensor(tokenizer.encode(ANSWER, add_special_tokens=False))
-        size, generator = (rows, self.tokens), torch.Generator().manual_seed(0)
+        size = (rows, self.tokens)
+        generator = torch.Generator().manual_seed(0)
         ids_BL = torch.randint(first, vocabulary, size, generator=generator)
         ids_BL[:, -AFTER_ANSWER - len(answer) : -AFTER_ANSWER] = answer
         right = rows - selected - zero_advantage
@@ -79,8 +83,7 @@ class Setup:
 
 
 SETUPS = {
-    "cpu": Setup("cpu", "small", 20, 256, 32, 5, packed=False),
-    "short": Setup("cpu", "small", 8, 160, 32, 4, packed=False),
+    "cpu": Setup("cpu", "small", 8, 160, 32, 4, packed=False),
     "toy": Setup("cpu", "toy", 4, 120, 4, 2, packed=False),
 }
 """By the name of ``--setup``."""
@@ -92,8 +95,8 @@ def prepare_process(device: str) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    one = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-    os.environ.update(one, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TOKENIZERS_PARALLELISM="false")
+    ranks = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    os.environ.update(ranks, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TOKENIZERS_PARALLELISM="false")
     os.environ.update({"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"} | os.environ)  # it talks to itself
     if device == "cpu":
         os.environ["VERL_PLATFORM"] = "cpu"

@@ -43,7 +43,8 @@ def seconds(device: str, run: Callable[[], Any]) -> float:
 def in_turn(variants: Mapping[str, Callable[[], Any]], repeats: int) -> list[dict[str, Any]]:
     """Run every variant once a repeat, one after the other, each repeat starting with another one, so that load and
     drift fall on all alike. One call of each comes first, whose result is dropped."""
-    names, results = list(variants), []
+    names = list(variants)
+    results = []
     for repeat in range(-1, repeats):
         shift = max(0, repeat) % len(names)
         results.append({name: variants[name]() for name in names[shift:] + names[:shift]})
@@ -92,7 +93,7 @@ def origin(device: str, command: str) -> str:
         gpu = torch.cuda.get_device_properties(0)
         hardware = f"{gpu.name}, {gpu.total_memory / 2**30:.0f} GiB, CUDA {torch.version.cuda}"
     else:
-        known = Path("/proc/cpuinfo")
-        name = re.search("model name.*: (.*)", known.read_text() if known.exists() else "")
+        cpu_info = Path("/proc/cpuinfo")
+        name = re.search("model name.*: (.*)", cpu_info.read_text() if cpu_info.exists() else "")
         hardware = f"{name[1] if name else platform.machine()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.0f}"
     return f"`{command}`, {datetime.now(UTC):%Y-%m-%d %H:%M} UTC. {hardware}. {versions}."

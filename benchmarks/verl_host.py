@@ -41,29 +41,46 @@ from grail_advantage.weigh import weigh
 
 def default_actor(setup: Setup) -> verl_config.FSDPActorConfig:
     """Engine, optimiser and loss where no run's settings are asked for: all in float32."""
-    precision = {"param_dtype": "fp32", "reduce_dtype": "fp32", "buffer_dtype": "fp32"}
-    named = {"strategy": "fsdp2", "model_dtype": "fp32", "dtype": "float32", "use_torch_compile": False}
-    engine = verl_config.FSDPEngineConfig(**named, mixed_precision=precision)
-    loss = {"loss_agg_mode": "seq-mean-token-sum-norm", "loss_scale_factor": setup.tokens - setup.prompt}
-    loss |= {"clip_ratio_low": 0.2, "clip_ratio_high": 0.28, "rollout_n": 8, "use_dynamic_bsz": True}
-    optimizer = verl_config.FSDPOptimizerConfig(lr=1e-6, total_training_steps=1000, weight_decay=0.0)
-    return verl_config.FSDPActorConfig(strategy="fsdp2", fsdp_config=engine, optim=optimizer, **loss)
+    engine = verl_config.FSDPEngineConfig(
+        strategy="fsdp2",
+        model_dtype="fp32",
+        dtype="float32",
+        use_torch_compile=False,
+        mixed_precision={"param_dtype": "fp32", "reduce_dtype": "fp32", "buffer_dtype": "fp32"},
+    )
+    return verl_config.FSDPActorConfig(
+        strategy="fsdp2",
+        fsdp_config=engine,
+        optim=verl_config.FSDPOptimizerConfig(lr=1e-6, total_training_steps=1000, weight_decay=0.0),
+        loss_agg_mode="seq-mean-token-sum-norm",
+        loss_scale_factor=setup.tokens - setup.prompt,
+        clip_ratio_low=0.2,
+        clip_ratio_high=0.28,
+        rollout_n=8,
+        use_dynamic_bsz=True,
+    )
 
 
 def make_worker(setup: Setup, checkpointing: bool, actor: verl_config.FSDPActorConfig) -> TrainingWorker:
     """verl's training worker with this project's extension, as the trainer builds it for the actor, around a model with
     random weights of the set-up's shape; layout, attention and micro-batches are the set-up's, too."""
-    engine, budget = actor.engine, setup.micro_batch_rows * setup.tokens
-    engine.use_remove_padding, engine.use_dynamic_bsz = setup.packed, True
+    engine = actor.engine
+    budget = setup.micro_batch_rows * setup.tokens
+    engine.use_remove_padding = setup.packed
+    engine.use_dynamic_bsz = True
     engine.max_token_len_per_gpu = engine.infer_max_token_len_per_gpu = budget
-    options = {"enable_gradient_checkpointing": checkpointing, "use_remove_padding": setup.packed}
-    options |= {"load_tokenizer": False, "override_config": {"attn_implementation": setup.attention}}
     with tempfile.TemporaryDirectory() as folder:
         random_model(setup.shape, setup.device, setup.dtype).save_pretrained(folder)
         release()
         config = verl_config.TrainingWorkerConfig(
             model_type="language_model",
-            model_config=verl_config.HFModelConfig(path=folder, **options),
+            model_config=verl_config.HFModelConfig(
+                path=folder,
+                enable_gradient_checkpointing=checkpointing,
+                use_remove_padding=setup.packed,
+                load_tokenizer=False,
+                override_config={"attn_implementation": setup.attention},
+            ),
             engine_config=engine,
             optimizer_config=actor.optim,
             checkpoint_config=CheckpointConfig(),
@@ -79,7 +96,9 @@ class VerlHost:
     then :meth:`update`."""
 
     def __init__(self, worker: TrainingWorker, rollouts: Rollouts) -> None:
-        self.worker, self.engine, self._rollouts = worker, worker.engine, rollouts
+        self.worker = worker
+        self.engine = worker.engine
+        self._rollouts = rollouts
         self.device = "cpu" if get_device_name() == "cpu" else "cuda"
         self._output: dict[str, torch.Tensor] = {}
         self.pass_seconds = 0.0  # of the latest call of scores()
@@ -89,18 +108,20 @@ class VerlHost:
         return weigh(self._rollouts, method, self)
 
     def columns(self, names: Sequence[str], selected: Sequence[int]) -> dict[str, torch.Tensor]:
-        fields, mask = {OLD_LOG_PROBS: "log_probs", ENTROPY: "entropy"}, nested(list(self._rollouts.mask))
+        fields = {OLD_LOG_PROBS: "log_probs", ENTROPY: "entropy"}
+        mask = nested(list(self._rollouts.mask))
         columns = {name: response_from_nested(self._output[fields[name]], mask) for name in names}
         return {name: column.to_padded_tensor(0.0).float() for name, column in columns.items()}
 
     def scores(self, method: BaseMethod, rows: Sequence[Row]) -> list[RowScores]:
-        start, pad_token = timer.now(self.device), self._rollouts.tokenizer.pad_token_id
+        start = timer.now(self.device)
+        pad_token = self._rollouts.tokenizer.pad_token_id
         request = build_request(rows, method, temperature=1.0, pad_token=pad_token)
-        found = rows_of(token_scores(self.engine, request))
+        row_scores = rows_of(token_scores(self.engine, request))
         self.pass_seconds = timer.now(self.device) - start
-        if not all(of.scores.isfinite().all() for of in found):
+        if not all(row.scores.isfinite().all() for row in row_scores):
             raise ValueError(f"{method.name}: the pass gives scores that are not finite")
-        return found
+        return row_scores
 
     def forward(self) -> None:
         """The forward that every method runs: log-probabilities and entropies of all responses."""
@@ -126,17 +147,24 @@ class VerlHost:
         data["responses"] = nested(list(rollouts.responses))
         data["response_mask"] = nested(list(rollouts.mask))
         data["advantages"] = nested(list(advantages_BT))
-        settings = {"calculate_entropy": False, "distillation_use_topk": False, "distillation_only": False}
-        settings |= {"global_batch_size": len(rollouts), "mini_batch_size": len(rollouts), "epochs": 1, "seed": 0}
-        settings["dataloader_kwargs"] = {"shuffle": False}
-        if skipping:
-            settings[LEAVE_OUT] = True
+        settings = {LEAVE_OUT: True} if skipping else {}
         if reusing:
             settings[REUSE] = True
             data[PLACES] = places_without_slots(len(rollouts))
         else:
             data["old_log_probs"] = response_from_nested(self._output["log_probs"], data["response_mask"])
-        tu.assign_non_tensor(data, **settings)
+        tu.assign_non_tensor(
+            data,
+            calculate_entropy=False,
+            distillation_use_topk=False,
+            distillation_only=False,
+            global_batch_size=len(rollouts),
+            mini_batch_size=len(rollouts),
+            epochs=1,
+            seed=0,
+            dataloader_kwargs={"shuffle": False},
+            **settings,
+        )
         self.worker.train_mini_batch(data)
 
     def selected(self, method: BaseMethod) -> list[Row]:
@@ -146,8 +174,12 @@ class VerlHost:
 
     def _model_batch(self) -> TensorDict:
         rollouts = self._rollouts
-        prompt, length = len(rollouts.prompts[0]), rollouts.padded_length
+        prompt = len(rollouts.prompts[0])
+        length = rollouts.padded_length
         tokens = [torch.cat(of_row) for of_row in zip(rollouts.prompts, rollouts.responses, strict=True)]
-        inputs = {"input_ids": nested(tokens), "position_ids": nested([torch.arange(length) for _ in tokens])}
-        inputs["loss_mask"] = nested([torch.arange(length) >= prompt for _ in tokens])
+        inputs = {
+            "input_ids": nested(tokens),
+            "position_ids": nested([torch.arange(length) for _ in tokens]),
+            "loss_mask": nested([torch.arange(length) >= prompt for _ in tokens]),
+        }
         return tu.get_tensordict(inputs, non_tensor_dict={"temperature": 1.0})

@@ -35,28 +35,51 @@ from grail_advantage.text_io import numbered_lines, read_bytes, read_json, why
 if TYPE_CHECKING:
     from datasets import Dataset
 
-NUMBERS = {"prompts": 8, "rollouts": 8, "micro_batch": 4, "max_response": 1024, "lora_rank": 32, "steps": 200}
-NUMBERS |= {"eval_every": 20, "dump_every": 10, "save_steps": 50, "learning_rate": 1e-5, "seed": 0, "effect_every": 0}
+NUMBERS = {
+    "prompts": 8,
+    "rollouts": 8,
+    "micro_batch": 4,
+    "max_response": 1024,
+    "lora_rank": 32,
+    "steps": 200,
+    "eval_every": 20,
+    "dump_every": 10,
+    "save_steps": 50,
+    "learning_rate": 1e-5,
+    "seed": 0,
+    "effect_every": 0,
+}
 """For 24 GB. An update has prompts x rollouts responses, micro_batch at a time; save_steps 0: no checkpoint;
 effect_every: steps between measurements of what the update changed, in steps that are dumped; 0: none."""
-TINY = {"prompts": 16, "micro_batch": 128, "max_response": 64, "lora_rank": 0, "learning_rate": 3e-4, "steps": 16}
-TINY |= {"eval_every": 4, "dump_every": 4, "save_steps": 8}
+TINY = {
+    "prompts": 16,
+    "micro_batch": 128,
+    "max_response": 64,
+    "lora_rank": 0,
+    "steps": 16,
+    "eval_every": 4,
+    "dump_every": 4,
+    "save_steps": 8,
+    "learning_rate": 3e-4,
+}
 ASK = "Reason step by step, and put your final answer within \\boxed{}."
 MAY_CHANGE = {"steps", "eval_every", "dump_every", "effect_every", "save_steps", "report_to", "held_out", "vllm"}
 """Options that a run which resumes may change; the others decide what it trains."""
 OPTIONS = "options.json"  # in the output's folder
+STOCK = "none"  # as --method: TRL's own trainer
 
 
 def main() -> None:
     options = parse_options()
     try:
         from peft import LoraConfig
-        from trl import GRPOConfig
+        from trl import GRPOConfig, GRPOTrainer
 
         from grail_advantage.trl_ext import TokenWeightGRPOTrainer
     except ModuleNotFoundError as error:
         raise SystemExit(f"trl_grail: {error}; see this file's first lines, or set PYTHONPATH=.venv/trl") from error
-    output, rank, responses = options.output, options.lora_rank, options.prompts * options.rollouts
+    output = options.output
+    responses = options.prompts * options.rollouts
     checkpoint = last_checkpoint(output) if options.resume else None
     if options.resume and checkpoint is None:
         raise SystemExit(f"trl_grail: {output} has no whole checkpoint to resume from; leave out --resume")
@@ -66,31 +89,74 @@ def main() -> None:
     if options.tiny:
         make_tiny(options)
     os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")  # it is compiled at run time, often without an nvcc
-    batch = {"num_generations": options.rollouts, "max_completion_length": options.max_response}
-    batch |= {"per_device_train_batch_size": options.micro_batch, "per_device_eval_batch_size": responses}
-    batch |= {"gradient_accumulation_steps": responses // options.micro_batch, "max_steps": options.steps}
-    learning = {"loss_type": "dr_grpo", "scale_rewards": "none", "beta": 0.0, "epsilon_high": 0.28}
-    learning |= {"learning_rate": options.learning_rate, "lr_scheduler_type": "constant", "seed": options.seed}
-    memory = {"bf16": options.bf16, "gradient_checkpointing": options.bf16, "use_cpu": not torch.cuda.is_available()}
-    memory |= {"use_vllm": options.vllm, "vllm_mode": "colocate", "vllm_gpu_memory_utilization": 0.3}
-    memory |= {"model_init_kwargs": {"dtype": "bfloat16" if options.bf16 and rank else "float32"}}
-    logs = {"logging_steps": 1, "report_to": options.report_to, "save_steps": options.save_steps or 1}
-    logs |= {"save_strategy": "steps" if options.save_steps else "no", "save_total_limit": 2, "num_generations_eval": 1}
-    logs |= {"eval_on_start": bool(options.held_out), "eval_steps": options.eval_every}
-    logs |= {"eval_strategy": "steps" if options.held_out else "no", "chat_template_kwargs": {"enable_thinking": False}}
-    adapter = {"task_type": "CAUSAL_LM", "target_modules": "all-linear", "r": rank, "lora_alpha": 2 * rank}
-    trainer = TokenWeightGRPOTrainer(
+    config = GRPOConfig(
+        str(output),
+        seed=options.seed,
+        # An update's responses, and the loss
+        num_generations=options.rollouts,
+        max_completion_length=options.max_response,
+        per_device_train_batch_size=options.micro_batch,
+        gradient_accumulation_steps=responses // options.micro_batch,
+        max_steps=options.steps,
+        loss_type="dr_grpo",
+        scale_rewards="none",
+        beta=0.0,
+        epsilon_high=0.28,
+        learning_rate=options.learning_rate,
+        lr_scheduler_type="constant",
+        # The model and its memory
+        bf16=options.bf16,
+        gradient_checkpointing=options.bf16,
+        use_cpu=not torch.cuda.is_available(),
+        model_init_kwargs={"dtype": "bfloat16" if options.bf16 and options.lora_rank else "float32"},
+        use_vllm=options.vllm,
+        vllm_mode="colocate",
+        vllm_gpu_memory_utilization=0.3,
+        chat_template_kwargs={"enable_thinking": False},
+        # Evaluation, logs and checkpoints
+        eval_strategy="steps" if options.held_out else "no",
+        eval_steps=options.eval_every,
+        eval_on_start=bool(options.held_out),
+        per_device_eval_batch_size=options.micro_batch,  # its loss has all logits at once, as a training step's
+        num_generations_eval=1,
+        logging_steps=1,
+        report_to=options.report_to,
+        save_strategy="steps" if options.save_steps else "no",
+        save_steps=options.save_steps or 1,
+        save_total_limit=2,
+    )
+    adapter = None
+    if options.lora_rank:
+        adapter = LoraConfig(
+            task_type="CAUSAL_LM",
+            target_modules="all-linear",
+            r=options.lora_rank,
+            lora_alpha=2 * options.lora_rank,
+        )
+    weights: dict[str, Any] = {}
+    if options.method != STOCK:
+        method_options = {} if options.control == "none" else {"control": options.control}
+        weights = {
+            "token_weights": build(options.method, method_options),
+            "token_dump": {
+                "folder": output / "tokens",
+                "every": options.dump_every,
+                "effect_every": options.effect_every,
+            },
+        }
+    trainer_class = TokenWeightGRPOTrainer if weights else GRPOTrainer
+    trainer = trainer_class(
         options.model,
         reward,
-        GRPOConfig(str(output), **batch, **learning, **memory, **logs),
+        config,
         train_dataset=problems(options.data),
         eval_dataset=problems(options.held_out) if options.held_out else None,
-        peft_config=LoraConfig(**adapter) if rank else None,
-        token_weights=build(options.method, {} if options.control == "none" else {"control": options.control}),
-        token_dump={"folder": output / "tokens", "every": options.dump_every, "effect_every": options.effect_every},
+        peft_config=adapter,
+        **weights,
     )
     trainer.train(resume_from_checkpoint=checkpoint and str(checkpoint))
     trainer.save_model()
+    trainer.save_state()
     if trainer.is_world_process_zero():
         judged = [entry["eval_reward"] for entry in trainer.state.log_history if "eval_reward" in entry]
         if judged:
@@ -117,8 +183,8 @@ def keep_options(options: argparse.Namespace) -> None:
     path = options.output / OPTIONS
     now = {name: value for name, value in vars(options).items() if name not in {*MAY_CHANGE, "output", "resume"}}
     if options.resume and path.is_file():
-        before = read_json(read_bytes(path))
-        differing = [f"--{name.replace('_', '-')} {before.get(name)}" for name in now if before.get(name) != now[name]]
+        begun = read_json(read_bytes(path))
+        differing = [f"--{name.replace('_', '-')} {begun.get(name)}" for name in now if begun.get(name) != now[name]]
         if differing:
             raise SystemExit(f"trl_grail: {options.output} was begun with {', '.join(differing)}; use that or --output")
     write_whole(path, json.dumps(now, indent=1))
@@ -130,14 +196,17 @@ def make_tiny(options: argparse.Namespace) -> None:
     from verl_cpu.tiny.shipped import load_shipped
     from verl_cpu.tiny.task import random_problems
 
-    made = random_problems(768)
-    rows = [{"prompt": [{"role": "user", "content": each.text}], "answer": str(each.answer)} for each in made]
+    lines = []
+    for chain in random_problems(768):
+        prompt = [{"role": "user", "content": chain.text}]
+        lines.append(json.dumps({"prompt": prompt, "answer": str(chain.answer)}))
     for part in load_shipped():
         part.save_pretrained(options.output / "tiny")
-    options.model, folder = str(options.output / "tiny"), options.output
-    options.held_out, options.data = (str(folder / name) for name in ("held_out.jsonl", "train.jsonl"))
-    for file, part in ((options.held_out, rows[:128]), (options.data, rows[128:])):
-        Path(file).write_text("\n".join(map(json.dumps, part)), encoding="utf-8")
+    options.model = str(options.output / "tiny")
+    options.held_out = str(options.output / "held_out.jsonl")
+    options.data = str(options.output / "train.jsonl")
+    Path(options.held_out).write_text("\n".join(lines[:128]), encoding="utf-8")
+    Path(options.data).write_text("\n".join(lines[128:]), encoding="utf-8")
 
 
 def problems(source: str) -> Dataset:
@@ -184,8 +253,9 @@ def read_row(source: str, number: int, line: bytes) -> dict[str, Any]:
 def problem(row: dict[str, Any]) -> dict[str, Any]:
     """A row as TRL takes it."""
     question = next(row[name] for name in ("prompt", "question", "problem") if name in row)
-    asked = [{"role": "user", "content": f"{question}\n{ASK}"}] if isinstance(question, str) else question
-    return {"prompt": asked, "solution": gold_text(answer(row))}
+    if isinstance(question, str):
+        question = [{"role": "user", "content": f"{question}\n{ASK}"}]
+    return {"prompt": question, "solution": gold_text(answer(row))}
 
 
 def answer(row: dict[str, Any]) -> Any:
@@ -209,12 +279,19 @@ def reward(
 def parse_options() -> argparse.Namespace:
     """The command line; ``--tiny --help`` shows the defaults of ``--tiny``."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add, tiny, default = parser.add_argument, "--tiny" in sys.argv, "(default: %(default)s)"
+    add = parser.add_argument
+    tiny = "--tiny" in sys.argv
+    default = "(default: %(default)s)"
     add("--tiny", action="store_true", help="no GPU and no hub: sums, by the model that comes with verl-cpu")
     add("--model", default=None if tiny else "Qwen/Qwen3-1.7B", help=f"hub name or folder {default}")
     add("--data", default=None if tiny else "openai/gsm8k:main", help=f"file, or hub name[:part[:split]] {default}")
     add("--held-out", help="problems for evaluation, likewise, such as openai/gsm8k:main:test (default: none)")
-    add("--method", default="grail", choices=sorted(methods()), help="uniform: every weight is 1")
+    add(
+        "--method",
+        default="grail",
+        choices=[STOCK, *sorted(methods())],
+        help="uniform: every weight is 1; none: TRL's own",
+    )
     add("--control", default="none", choices=get_args(Control), help=f"docs/credit.md {default}")
     add("--output", type=Path, help="default: outputs/trl_METHOD")
     add("--vllm", action="store_true", help="generate with vLLM on the same GPU")

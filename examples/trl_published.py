@@ -42,10 +42,14 @@ def main() -> None:
     output = options.output or Path("outputs", f"trl_published_{options.method}")
     arguments = trl_arguments(int(os.environ.get("WORLD_SIZE", "1")))
     dtype = of_model["dtype"] if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true" else "float32"
-    arguments |= {"model_init_kwargs": {"dtype": dtype, "attn_implementation": of_model["attn_implementation"]}}
+    arguments["model_init_kwargs"] = {"dtype": dtype, "attn_implementation": of_model["attn_implementation"]}
     arguments |= {name: of_model[name] for name in ("save_steps", "save_total_limit")}
-    arguments |= {"logging_steps": 1, "save_only_model": True, "report_to": "none"}
-    arguments |= {name: yaml.safe_load(value) for name, _, value in (each.partition("=") for each in options.set)}
+    arguments["logging_steps"] = 1
+    arguments["save_only_model"] = True
+    arguments["report_to"] = "none"
+    for setting in options.set:
+        name, _, value = setting.partition("=")
+        arguments[name] = yaml.safe_load(value)
     trainer = TokenWeightGRPOTrainer(
         options.model,
         reward,

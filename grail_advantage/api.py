@@ -16,9 +16,20 @@ from torch.distributed import ProcessGroup
 
 from grail_advantage.answers.format import BOXED, AnswerFormat, answer_format
 from grail_advantage.answers.span import AnswerSpan
-from grail_advantage.data import ENTROPY, OLD_LOG_PROBS, Example, Rollouts, Row, RowScores, checked, token_mean
+from grail_advantage.data import (
+    ENTROPY,
+    OF_POLICY,
+    OLD_LOG_PROBS,
+    REF_LOG_PROBS,
+    Example,
+    Rollouts,
+    Row,
+    RowScores,
+    checked,
+    token_mean,
+)
 from grail_advantage.method import BaseMethod
-from grail_advantage.model.hooks import FORWARD_TOKENS
+from grail_advantage.model.hooks import FORWARD_TOKENS, has_adapter
 from grail_advantage.weigh import weigh
 
 if TYPE_CHECKING:
@@ -54,6 +65,7 @@ def compute_token_weights(
     temperature: float = 1.0,
     old_log_probs: Tensor | None = None,
     entropy: Tensor | None = None,
+    ref_log_probs: Tensor | None = None,
     groups: Tensor | None = None,
     examples: Sequence[Example] | None = None,
     masked: Tensor | None = None,
@@ -86,6 +98,8 @@ def compute_token_weights(
             the update.
         entropy: (B, L) float; that policy's entropy at its predictor position. Both are computed where a method reads
             them.
+        ref_log_probs: (B, L) float; likewise under a reference. Where a method reads them and they are not given, they
+            are those of the model with its adapter (a ``PeftModel``'s) switched off.
         groups: (B,) int64, at least 0; responses with the same number answer the same prompt.
         examples: each response's prompt as messages and its columns, for methods that ask differently.
         masked: (B,) bool; responses that train nothing whatever their reward, such as truncated ones.
@@ -120,7 +134,7 @@ def compute_token_weights(
     for name, value, least in (("step", step, 0), ("tokens", tokens, 1)):
         fits = _is_number(value) and value >= least and value == int(value)
         _need(fits, name, value, f"a whole number of at least {least}")
-    columns = {OLD_LOG_PROBS: old_log_probs, ENTROPY: entropy}
+    columns = {OLD_LOG_PROBS: old_log_probs, ENTROPY: entropy, REF_LOG_PROBS: ref_log_probs}
     rollouts = Rollouts.from_padded(
         input_ids,
         attention_mask,
@@ -140,6 +154,7 @@ def compute_token_weights(
     inside = response_mask.cpu().bool()
     _check_values(OLD_LOG_PROBS, old_log_probs, inside, 1.0, "at most 0: log p")
     _check_values(ENTROPY, entropy, inside, -1.0, "at least 0: the sum of -p log p")
+    _check_values(REF_LOG_PROBS, ref_log_probs, inside, 1.0, "at most 0: log p")
     _check_model(model, tokenizer, rollouts)
     host = PlainHost(
         model,
@@ -197,11 +212,25 @@ class PlainHost:
         )
 
     def columns(self, names: Sequence[str], selected: Sequence[int] | None = None) -> dict[str, Tensor]:
-        """By a forward over every response; none where none is ``selected`` and no other rank waits."""
-        from grail_advantage.model.hugging_face import read_columns
-
+        """By a forward over every response, and one with the adapter off where a reference is asked for; none where
+        none is ``selected`` and no other rank waits. ValueError: there is no adapter."""
         if selected is not None and not selected and self._model.rounds.group is None:
             return {}
+        of_policy = [name for name in names if name in OF_POLICY]
+        columns = self._read(of_policy) if of_policy else {}
+        if REF_LOG_PROBS in names:
+            adapted: Any = self._model.model
+            if not has_adapter(adapted):
+                raise ValueError(
+                    f"{REF_LOG_PROBS} are not there, and the model has no adapter to switch off; pass them"
+                )
+            with adapted.disable_adapter():
+                columns[REF_LOG_PROBS] = self._read([OLD_LOG_PROBS])[OLD_LOG_PROBS]
+        return columns
+
+    def _read(self, names: Sequence[str]) -> dict[str, Tensor]:
+        from grail_advantage.model.hugging_face import read_columns
+
         rows = self._rollouts.plain_rows()
         return self._rollouts.columns_from(rows, read_columns(names, rows, self._model), names)
 

@@ -1,7 +1,7 @@
 """``python -m grail_advantage.compare A... --against B...``: did it do anything? Runs of several seeds, paired by seed.
 
 A run is a folder or a file of metrics: ``metrics.jsonl`` (this project's), verl's file logger, TRL's ``trainer_state.json``.
-Imports the standard library alone, so that it starts at once.
+Imports no torch, so that it starts at once.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import html
 import itertools
-import json
 import math
 import re
 import statistics
@@ -17,6 +16,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
+
+from grail_advantage.text_io import complain, numbered_lines, read_bytes, read_json, say
 
 METRICS = (r"val-core/.+/acc/mean@\d+", "critic/score/mean", "eval_reward", "reward")
 """What is compared where no metric is named: the first of these patterns that all runs have."""
@@ -74,9 +75,9 @@ def read_run(path: Path) -> Figures:
     figures: Figures = {}
     try:
         if file.suffix == ".json":
-            records = [(record["step"], record) for record in json.loads(file.read_text())["log_history"]]
+            records = [(record["step"], record) for record in read_json(read_bytes(file))["log_history"]]
         else:
-            lines = [json.loads(line) for line in file.read_text().splitlines() if line.strip()]
+            lines = [read_json(line) for _, line in numbered_lines(file)]
             records = [(line["step"], line["data"]) for line in lines]
         for step, data in records:
             for name, value in data.items():
@@ -265,12 +266,12 @@ def main(argv: list[str] | None = None) -> int:
     try:
         for against in args.against:
             lines, sections = compared(args, against)
-            print(*lines, sep="\n")
+            say(*lines)
             page += sections
         if args.page:
             args.page.write_text(f"{HEAD}{page}</html>")
     except (ValueError, OSError) as error:
-        print(f"compare: {error}", file=sys.stderr)
+        complain("compare", str(error))
         return 1
     return 0
 

@@ -25,11 +25,15 @@ if TYPE_CHECKING:
 
     from grail_advantage.method import BaseMethod
 
-OLD_LOG_PROBS, ENTROPY, ROLLOUT_LOG_PROBS = "old_log_probs", "entropy", "rollout_log_probs"
+OLD_LOG_PROBS = "old_log_probs"
+ENTROPY = "entropy"
+REF_LOG_PROBS = "ref_log_probs"
+ROLLOUT_LOG_PROBS = "rollout_log_probs"
 """Columns, float (B, T): each response token's log-probability under the policy before the update, at the sampling
-temperature, that policy's entropy in nats at the token's predictor position, and the log-probability that the engine
-gave which sampled the token (for the dump alone)."""
-DUMPED = {OLD_LOG_PROBS: "old_log_prob", ENTROPY: "entropy"}  # by their names in the dump
+temperature, that policy's entropy in nats at the token's predictor position, the log-probability under the run's
+reference, and the one that the engine gave which sampled the token (for the dump alone)."""
+OF_POLICY = (OLD_LOG_PROBS, ENTROPY)  # that a forward of the policy gives
+DUMPED = {OLD_LOG_PROBS: "old_log_prob", ENTROPY: "entropy", REF_LOG_PROBS: "ref_log_prob"}  # by names in the dump
 LARGEST = 1e18  # a larger reward or advantage trains nothing, like one that is not finite: its square leaves float32
 _Numbers = TypeVar("_Numbers", Tensor, np.ndarray)
 

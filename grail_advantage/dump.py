@@ -54,7 +54,10 @@ _Read = TypeVar("_Read")
 
 INTS, FLOATS, TEXTS = (pa.list_(kind) for kind in (pa.int64(), pa.float32(), pa.string()))
 # The columns of floats, one a token; null where a run does not have them.
-COLUMNS = ("score", "weight", "base_advantage", "advantage", "old_log_prob", "entropy", "rollout_log_probs")
+COLUMNS = (
+    *("score", "weight", "base_advantage", "advantage"),
+    *("old_log_prob", "entropy", "rollout_log_probs", "ref_log_prob"),
+)
 OF_METHOD = {"name": pa.string(), "score": FLOATS, "advantage": FLOATS, "weight": FLOATS, "no_scores": pa.string()}
 SCHEMA = pa.schema(  # the columns of ``step_000123.parquet``
     {

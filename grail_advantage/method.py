@@ -1,6 +1,6 @@
 """A method: one class, registered by name. A field is an option that a run sets as ``algorithm.<method>.<field>``; a
 class variable says what the method needs. It knows no trainer and keeps nothing between batches. Modules of other
-packages come by the entry-point group ``grail_advantage.signals``."""
+packages come by the entry-point group ``grail_advantage.methods``; ``grail_advantage.signals`` is its earlier name."""
 
 from __future__ import annotations
 
@@ -23,11 +23,14 @@ if TYPE_CHECKING:
     from grail_advantage.data import Rollouts, Row, RowScores
     from grail_advantage.model.interface import Model
 
-FAMILIES = ("oar", "policy", "rlsd", "saliency", "shear", "text", "turns")  # the files of methods/
+FAMILIES = ("fitted", "oar", "policy", "rlsd", "saliency", "shear", "signed", "text", "turns")  # the files of methods/
 METHODS: dict[str, type[BaseMethod]] = {}
 FAILURES: dict[str, Exception] = {}  # plug-ins that raised when they were imported
 RESERVED = ("token_weights", "token_dump")  # sections of ``algorithm`` that belong to the trainer
-READS = ("old_log_probs", "entropy", "groups", "examples", "tokens", "rewards", "sessions", "messages", "tokenizer")
+READS = (
+    *("old_log_probs", "entropy", "ref_log_probs"),
+    *("groups", "examples", "tokens", "rewards", "sessions", "messages", "tokenizer"),
+)
 USES = ("", "saliency", "logits", "sequences", "log_probs", "hidden_states")
 _Class = TypeVar("_Class", bound="type[BaseMethod]")
 Gate = Literal["wrong", "correct", "all"]
@@ -79,7 +82,7 @@ def register(name: str, **fixed: Any) -> Callable[[_Class], _Class]:
 def _load_plugins() -> None:
     for family in FAMILIES:
         import_module(f"grail_advantage.methods.{family}")
-    for entry in entry_points(group="grail_advantage.signals"):
+    for entry in [*entry_points(group="grail_advantage.methods"), *entry_points(group="grail_advantage.signals")]:
         try:
             entry.load()
         except Exception as error:  # it stops no other, and no run without it
@@ -130,6 +133,7 @@ class BaseMethod(BaseModel):
     uses: ClassVar[str] = ""  # of the model, by run(); of USES
     whole_groups: ClassVar[bool] = False  # run() must see the selected responses of a group together
     ranks_entropy: ClassVar[bool] = False  # coarse values of the entropy would matter
+    metrics: ClassVar[dict[str, str]] = {}  # names and meanings of own_figures()
     if TYPE_CHECKING:
         span: Span  # which complete answer of a response counts; an option where answers matter
 
@@ -182,6 +186,11 @@ class BaseMethod(BaseModel):
         """Whether the rollouts must have their tokenizer; one that is loaded for a model's pass is not meant."""
         return self.reads_answer or "tokenizer" in self.reads
 
+    @property
+    def lacks(self) -> str:
+        """An option that has no default and must be set, with the remedy; empty where nothing is missing."""
+        return ""
+
     def check_tokenizer(self, tokenizer: PreTrainedTokenizerBase) -> None:
         """ValueError, naming the remedy, for a tokenizer that the method cannot work with."""
 
@@ -207,6 +216,10 @@ class BaseMethod(BaseModel):
         """Scores of these rows, in their order, where the model is. With a sharded model a collective: every rank calls
         it with as many rows, and must make the same calls of ``model`` in the same order, whatever its rows hold."""
         raise NotImplementedError(f"{type(self).__name__} names uses={self.uses!r} and has no run()")
+
+    def own_figures(self, r: Rollouts) -> dict[str, float]:
+        """Further metrics of a batch, by the names in :attr:`metrics`."""
+        return {}
 
     def scores(self, r: Rollouts, of_pass: Tensor | None) -> Tensor:
         """float (B, T), read in selected responses: by default ``of_pass``, what :meth:`run` gave, NaN elsewhere."""
@@ -282,6 +295,10 @@ class AdvantageMethod(BaseMethod):
     has its own advantage on every token."""
 
     span: ClassVar[Span] = "last"  # type: ignore[misc]
+    control: Control = option(
+        "none",
+        "shuffled: the same advantages, on other steps (runs of equal ones) of the same response before its answer",
+    )
     non_finite_trains: ClassVar[bool] = True  # with the response's own advantage, where a score is not finite; else 0
 
     def select(self, r: Rollouts) -> Tensor:

@@ -8,6 +8,7 @@ import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from typing import Protocol
 
 import torch
@@ -54,7 +55,9 @@ def weigh(rollouts: Rollouts, method: BaseMethod, host: Host, answers: AnswerChe
     indices = selected.nonzero().flatten().tolist()
     names = [name for name in DUMPED if name in method.reads]
     rollouts = with_columns(rollouts, names, host, indices)
-    r = replace(r, columns={name: rollouts.columns[name] for name in names if name in rollouts.columns})
+    # NaN where the model did not write: a score that reads there fails, and no neighbour's length decides it.
+    known = {name: rollouts.columns[name] for name in names if name in rollouts.columns}
+    r = replace(r, columns={name: column.masked_fill(~r.written, math.nan) for name, column in known.items()})
     of_pass, norms = _run_pass(host, method, r, indices) if method.uses else (None, None)
     scores = _nowhere(r)
     if indices:
@@ -75,7 +78,7 @@ def weigh(rollouts: Rollouts, method: BaseMethod, host: Host, answers: AnswerChe
             len(indices),
             consequence,
         )
-    metrics = {**figures(weighed, norms), **_rates(rollouts)}
+    metrics = {**figures(weighed, norms), **_rates(rollouts), **(method.own_figures(r) if indices else {})}
     return replace(weighed, rollouts=rollouts, no_scores=_no_scores(weighed), metrics=metrics)
 
 
@@ -238,20 +241,48 @@ def _shuffled(values: Tensor, among: Tensor, r: Rollouts) -> Tensor:
     """Values (B, T) with those of each response's tokens among bool (B, T) in another order: by a hash of the step and
     the response's own tokens, which are the same in every host, process, batch and start with the same seed."""
     shuffled = values.clone()
-    for index, (prompt, response) in enumerate(zip(r.prompts, r.responses, strict=True)):
-        identity = f"{r.step} {prompt.tolist()} {response.tolist()}"
-        seed = hashlib.sha256(identity.encode()).digest()[:7]
-        generator = torch.Generator("cpu").manual_seed(int.from_bytes(seed))
+    for index in range(len(r)):
         tokens = among[index].nonzero().flatten()
-        order = torch.randperm(len(tokens), generator=generator, device="cpu")
-        shuffled[index, tokens] = values[index, tokens[order]]
+        shuffled[index, tokens] = values[index, tokens[_order(r, index, len(tokens))]]
+    return shuffled
+
+
+def _order(r: Rollouts, index: int, count: int) -> Tensor:
+    identity = f"{r.step} {r.prompts[index].tolist()} {r.responses[index].tolist()}"
+    seed = hashlib.sha256(identity.encode()).digest()[:7]
+    generator = torch.Generator("cpu").manual_seed(int.from_bytes(seed))
+    return torch.randperm(count, generator=generator, device="cpu")
+
+
+def _steps_shuffled(values: Tensor, among: Tensor, r: Rollouts) -> Tensor:
+    """Values (B, T) with those of each session's steps in another order, as :func:`_shuffled`. A step is a run of equal
+    values among bool (B, T) that nothing interrupts: ``[1, 1, 3, 2, 2]`` may become ``[3, 3, 2, 1, 1]``."""
+    shuffled = values.clone()
+    for indices in r.conversations:
+        steps = []
+        for index in indices:
+            tokens = among[index].nonzero().flatten()
+            begins = (tokens.diff() > 1) | (values[index, tokens].diff() != 0)
+            edges = [0, *(begins.nonzero().flatten() + 1).tolist(), len(tokens)]
+            steps += [(index, tokens[start:stop]) for start, stop in pairwise(edges) if start < stop]
+        order = _order(r, indices[0], len(steps)).tolist()
+        for (index, tokens), place in zip(steps, order, strict=True):
+            source, its_tokens = steps[place]
+            shuffled[index, tokens] = values[source, its_tokens[0]]
     return shuffled
 
 
 def _given_advantages(method: AdvantageMethod, r: Rollouts, selected: Tensor, scores: Tensor) -> Weighed:
     """The scores themselves in the selected responses, the response's own advantage in the others."""
     scored = selected & r.trains & _all_finite(scores, r.mask)[:, 0]
-    a = torch.where(scored[:, None], scores, r.advantages.float()[:, None])
+    advantages = scores
+    if method.control == "shuffled":
+        among = scored[:, None] & r.mask
+        if method.reads_answer:
+            position = torch.arange(r.mask.shape[1], device="cpu")
+            among = among & (~r.answered[:, None] | (position < r.bounds[:, :1]))
+        advantages = _steps_shuffled(scores, among, r)
+    a = torch.where(scored[:, None], advantages, r.advantages.float()[:, None])
     if not method.non_finite_trains:
         a = torch.where((selected & ~scored)[:, None], 0.0, a)
     nowhere = torch.zeros_like(r.mask)

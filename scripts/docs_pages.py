@@ -210,7 +210,10 @@ def _names(text: str) -> str:
 
 def figures() -> str:
     """Figures of a batch and of an update's effect."""
-    rows = [[f"`{name}`", meaning] for name, meaning in (METRICS | GRADIENT_METRICS | EFFECT_METRICS).items()]
+    meanings = METRICS | GRADIENT_METRICS | EFFECT_METRICS
+    for method in KNOWN:
+        meanings = meanings | method.metrics
+    rows = [[f"`{name}`", meaning] for name, meaning in meanings.items()]
     return "\n".join(table(["figure", "meaning"], rows))
 
 

@@ -7,7 +7,7 @@
 #   bash scripts/gpu_check.sh a c --results DIR      # these, into DIR (outputs/gpu_check)
 #   bash scripts/gpu_check.sh --dry                  # on the CPU at toy size
 #
-# l: what vLLM and the trainer need of the machine, then the launch script on a model of 0.65 M parameters, killed and
+# l: the trainer's attention and log-probabilities, then the launch script on a model of 0.65 M parameters, killed and
 # resumed. a: token weights in bf16 against fp32, time and memory of the passes. c: the training side of the recipe
 # with verl's engine. d: a real model with TRL. Results: PART.md and PART.log, as each part goes.
 # Exit status 0 only where everything that was asked for ran and passed.

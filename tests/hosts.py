@@ -21,10 +21,11 @@ import torch
 from grail_advantage import Method
 from grail_advantage.answers.text import TokenTexts
 from grail_advantage.api import PlainHost
-from grail_advantage.data import ENTROPY, OLD_LOG_PROBS, Rollouts, outcome_of
+from grail_advantage.data import OF_POLICY, OLD_LOG_PROBS, REF_LOG_PROBS, Rollouts, outcome_of
 from grail_advantage.dump import table_of
 from grail_advantage.method import build, methods
 from grail_advantage.weigh import weigh, with_columns
+from tests.core.common import FITTED
 from tests.core.tiny_models import END, char_tokenizer, encode, tiny_model
 
 TEMPERATURE = 0.9
@@ -57,6 +58,7 @@ RESPONSES = [Said(*parts) for parts in DATA["responses"]]
 """Two prompts with five responses each. No prompt has equal rewards whose float32 mean is off by rounding, as three of 0.9
 are: verl and TRL train on that rounding, as their GRPO does, while an analysis gives the advantage 0."""
 SUM, NINE = dict.fromkeys(said.prompt for said in RESPONSES)
+DATA["options"]["fitted"] = FITTED
 COUNT = len(RESPONSES)
 GROUP_SIZE = len(RESPONSES) // 2
 TRUNCATED = 5
@@ -106,9 +108,21 @@ def plain_table(
         return PlainHost(tiny_model(), responses, temperature=TEMPERATURE, tokens=tokens)
 
     rollouts = replace(rollouts, step=step)
-    rollouts = with_columns(rollouts, [OLD_LOG_PROBS, ENTROPY], host(rollouts))
+    rollouts = with_columns(rollouts, OF_POLICY, host(rollouts))
+    if any(REF_LOG_PROBS in method.reads for method in (signal, *others.values())):
+        rollouts = replace(rollouts, columns={**rollouts.columns, REF_LOG_PROBS: reference(rollouts, tokens)})
     records = {name: weigh(rollouts, other, host(rollouts)) for name, other in others.items()}
     return table_of(weigh(rollouts, signal, host(rollouts)), TokenTexts(rollouts.tokenizer), records)
+
+
+def reference(rollouts: Rollouts, tokens: int = 1) -> torch.Tensor:
+    """Log-probabilities by the reference, (B, T)."""
+    host = PlainHost(reference_model(), rollouts, temperature=TEMPERATURE, tokens=tokens)
+    return host.columns([OLD_LOG_PROBS])[OLD_LOG_PROBS]
+
+
+def reference_model() -> Any:
+    return tiny_model(seed=1)
 
 
 def dumped_table(folder: Path) -> pa.Table:

@@ -76,6 +76,7 @@ REFUSED = {
     "turns are divided by no deviation": f"{BY_DEVIATION}=True {TURNS}",
     "temperature 0": f"{TEMPERATURE}=0",
     "a temperature below 0": f"{TEMPERATURE}=-1",
+    "nothing computes the reference": f"{ACTOR}.use_kl_loss=False {METHOD}=progress_advantage",
     "the bypass computes no entropy": f"{BYPASS}=True {METHOD}=entropy {ROLLOUT}.top_k=-1",
     "the bypass keeps no policy to compare": f"{BYPASS}=True algorithm.token_dump.effect_every=1 {ROLLOUT}.top_k=-1",
     "ranks of a coarse entropy": f"{CHUNKING}=False {METHOD}=high_entropy",

@@ -16,7 +16,9 @@ import torch
 from benchmarks import timer
 
 ROOT = Path(__file__).parents[2]
-PASSED, FAILED, NOT_RUN = "passed", "failed", "not run"
+PASSED = "passed"
+FAILED = "failed"
+NOT_RUN = "not run"
 PARTS = {
     "l": ("launch", "the launch script, on a model of 0.65 M parameters"),
     "a": ("plain", "weights in bfloat16, time and memory of the passes"),
@@ -29,7 +31,8 @@ class Outcome:
     """The results of a part, printed and at once in a file, so that one which is stopped leaves those before."""
 
     def __init__(self, path: Path, *head: str) -> None:
-        self.path, self.statuses = path, set[str]()
+        self.path = path
+        self.statuses = set[str]()
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("", encoding="utf-8")
         self._say(*head, "")
@@ -73,7 +76,9 @@ class Outcome:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns 0 if everything ran and passed."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu_check", description=__doc__)
-    parser.add_argument("part", choices=PARTS, help="; ".join(f"{name}: {of[1]}" for name, of in PARTS.items()))
+    parser.add_argument(
+        "part", choices=PARTS, help="; ".join(f"{name}: {module_title[1]}" for name, module_title in PARTS.items())
+    )
     parser.add_argument("--dry", action="store_true", help="on the CPU at toy size; times mean nothing")
     parser.add_argument("--results", type=Path, default=ROOT / "outputs" / "gpu_check", metavar="DIR")
     options = parser.parse_args(arguments)

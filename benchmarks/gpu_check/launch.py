@@ -1,4 +1,4 @@
-"""Part l: the launch script on one GPU, before hours are spent on it. First what vLLM and the trainer need of the machine
+"""Part l: the launch script on one GPU, before hours are spent on it. First the trainer's arithmetic
 (:mod:`benchmarks.gpu_check.machine`), then ``examples/run_one_gpu_grail.sh`` itself on a model of 0.65 M parameters: two
 steps of GRAIL, killed after the first, and the same command again. On the CPU the same script, with ``VERL_PLATFORM=cpu``.
 """
@@ -63,11 +63,11 @@ def rehearse(outcome: Outcome, device: str, folder: Path) -> None:
         return
     time.sleep(WAIT)
     processes = [process for process in psutil.process_iter(["name", "status"]) if process in tree]
-    left = [process.info["name"] for process in processes if process.info["status"] != psutil.STATUS_ZOMBIE]
+    alive_names = [process.info["name"] for process in processes if process.info["status"] != psutil.STATUS_ZOMBIE]
     detail, _ = start(device, folder, kill_at=0)
     second = steps(metrics)
     outcome.check("killed by SIGKILL, the same command resumes and ends", detail.startswith("exit status 0"), detail)
-    alive = f"processes left {WAIT} s after the kill: {', '.join(left) or 'none'}"
+    alive = f"processes left {WAIT} s after the kill: {', '.join(alive_names) or 'none'}"
     outcome.check("each step is taken once", {**second, 1: first[1]} == second and max(second) == 2, alive)
     rate = first[1]["grail/selected_rate"]
     outcome.check("GRAIL weighs tokens", rate > 0, f"in {rate:.0%} of the responses")

@@ -25,9 +25,12 @@ from grail_advantage.weigh import weigh
 JUDGED: dict[str, Method] = {"grail, official": Grail("official"), "grail, robust": Grail("robust")}
 """Methods whose weights bfloat16 must keep. OAR-G's noise is near bfloat16's rounding, so it has no limit."""
 METHODS = JUDGED | {f"oar_g, {name}": Oar("gradient", variant=name) for name in ("official", "grail_port")}
-MOST, LEAST = 0.04, 0.995
+MOST = 0.04
+LEAST = 0.995
 """Most mean absolute difference of weights, as a share of their own deviation, and least rank correlation of scores."""
-SHARE, RANK, PEAK = "mean by deviation", "rank correlation of the scores", "peak, GiB"
+SHARE = "mean by deviation"
+RANK = "rank correlation of the scores"
+PEAK = "peak, GiB"
 
 
 def run(outcome: Outcome, device: str = "cuda") -> None:
@@ -36,15 +39,18 @@ def run(outcome: Outcome, device: str = "cuda") -> None:
     torch.set_float32_matmul_precision("highest")  # no TF32
     with outcome.attempt("weights of the device against the CPU"):
         small = "small" if full else "toy"
-        model, rollouts = random_model(small, "cpu", torch.float32), incorrect(small, 2, 192)
+        model = random_model(small, "cpu", torch.float32)
+        rollouts = incorrect(small, 2, 192)
         for name, method in JUDGED.items():
             expected, actual = (weights(model.to(where), method, rollouts).weights for where in ("cpu", device))
             error = float((actual - expected).abs().max())
-            text, detail = f"{name}: the device's weights are the CPU's", f"off by {error:.1e}, allowed 1e-3"
+            text = f"{name}: the device's weights are the CPU's"
+            detail = f"off by {error:.1e}, allowed 1e-3"
             outcome.check(text, error <= 1e-3, detail)
     for shape in ("Qwen3-0.6B", "Qwen3-4B") if full else ("toy",):
         with outcome.attempt(f"{shape}: weights in bfloat16 against float32"):
-            model, rollouts = random_model(shape, device, torch.float32), incorrect(shape, 4, 1024 if full else 80)
+            model = random_model(shape, device, torch.float32)
+            rollouts = incorrect(shape, 4, 1024 if full else 80)
             precision(outcome, f"{shape}, random", model, rollouts)
             del model
         release()
@@ -69,10 +75,11 @@ def precision(outcome: Outcome, name: str, model: PreTrainedModel, rollouts: Rol
     for parameter in model.parameters():
         # Not the buffers: rotary frequencies stay in float32, as they do where a checkpoint is loaded in bfloat16.
         parameter.data = parameter.data.to(torch.bfloat16)
-    found = {label: compared(weights(model, method, rollouts), exact[label]) for label, method in METHODS.items()}
-    outcome.figures(f"Precision, {name}", found, "Token weights in bfloat16 less those in float32.")
+    rounded = {label: compared(weights(model, method, rollouts), exact[label]) for label, method in METHODS.items()}
+    outcome.figures(f"Precision, {name}", rounded, "Token weights in bfloat16 less those in float32.")
     for label in JUDGED:
-        share, rank = found[label][SHARE], found[label][RANK]
+        share = rounded[label][SHARE]
+        rank = rounded[label][RANK]
         detail = f"off by {share:.1%} of their deviation (at most {MOST:.0%}), rank correlation {rank:.4f} (at least {least})"
         outcome.check(f"{name}, {label}: bfloat16 keeps the weights", share <= MOST and rank >= least, detail)
 
@@ -82,11 +89,12 @@ def compared(actual: Weighed, exact: Weighed) -> dict[str, float]:
     scored_BT = ~exact.scores.isnan()
     error_N = (actual.weights - exact.weights)[scored_BT].abs()
     rows = zip(actual.scores, exact.scores, scored_BT, strict=True)
-    found = {"mean": error_N.mean(), "99 % below": error_N.quantile(0.99), "largest": error_N.max()}
-    found |= {SHARE: error_N.mean() / exact.weights[scored_BT].std()}
-    ranks = [torch.stack([of_T[at_T].argsort().argsort() for of_T in of]).double() for *of, at_T in rows]
-    found |= {RANK: median(float(torch.corrcoef(ranks_2N)[0, 1]) for ranks_2N in ranks)}  # no ties
-    return {name: float(value) for name, value in found.items()}
+    figures = {"mean": error_N.mean(), "99 % below": error_N.quantile(0.99), "largest": error_N.max()}
+    figures[SHARE] = error_N.mean() / exact.weights[scored_BT].std()
+    ranks = [torch.stack([of_T[at_T].argsort().argsort() for of_T in rows_T]).double() for *rows_T, at_T in rows]
+    # no ties
+    figures[RANK] = median(float(torch.corrcoef(ranks_2N)[0, 1]) for ranks_2N in ranks)
+    return {name: float(value) for name, value in figures.items()}
 
 
 def passes(outcome: Outcome, shape: str, device: str, tokens: int) -> None:
@@ -107,22 +115,25 @@ def passes(outcome: Outcome, shape: str, device: str, tokens: int) -> None:
         if checkpointed:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         try:
-            peak, taken = peak_memory(device, ways[name]) / 2**30, []
+            peak = peak_memory(device, ways[name]) / 2**30
+            durations = []
             for _ in range(3):
                 model.eval().zero_grad(set_to_none=True)
-                taken.append(seconds(device, ways[name]))
-            forward = median(measured["forward"]["seconds"] if measured else taken)
-            measured[label] = {"seconds": taken, "x the forward": median(taken) / forward, PEAK: peak}
+                durations.append(seconds(device, ways[name]))
+            forward = median(measured["forward"]["seconds"] if measured else durations)
+            measured[label] = {"seconds": durations, "x the forward": median(durations) / forward, PEAK: peak}
         except torch.cuda.OutOfMemoryError:
             measured[label] = {PEAK: math.inf}
         model.eval().zero_grad(set_to_none=True)
         release()
     outcome.figures(f"Passes, {shape}", measured, f"One response of {tokens} tokens; inf: does not fit.")
     checkpointed = "grail, checkpointed"
-    for one, other in (("grail", "training"), (checkpointed, "training, checkpointed"), (checkpointed, "grail")):
-        less, more = measured[one][PEAK], measured[other][PEAK]
-        detail, holds = f"{less:.4g} GiB and {more:.4g} GiB", less < more or less == math.inf == more
-        outcome.check(f"{shape}: {one} needs less memory than {other}", holds, detail)
+    for cheaper, dearer in (("grail", "training"), (checkpointed, "training, checkpointed"), (checkpointed, "grail")):
+        less = measured[cheaper][PEAK]
+        more = measured[dearer][PEAK]
+        detail = f"{less:.4g} GiB and {more:.4g} GiB"
+        holds = less < more or less == math.inf == more
+        outcome.check(f"{shape}: {cheaper} needs less memory than {dearer}", holds, detail)
 
 
 def summed_loss(model: PreTrainedModel, ids_1L: torch.Tensor) -> torch.Tensor:

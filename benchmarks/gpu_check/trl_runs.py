@@ -21,7 +21,9 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from benchmarks.gpu_check.__main__ import Outcome
-from benchmarks.gpu_check.plain import precision
+from benchmarks.gpu_check.plain import precision, weights
+from benchmarks.timer import now, seconds
+from grail_advantage import Grail
 from grail_advantage.data import Rollouts
 from grail_advantage.dump import METRICS_FILE
 from grail_advantage.view.run import read_metrics
@@ -39,13 +41,19 @@ LONGEST = 24  # tokens of a response at most; a solution has 22
 
 def run(outcome: Outcome, device: str = "cuda") -> None:
     """All checks of the part; on the CPU with few steps, after which no response need be correct."""
-    full, made = device == "cuda", random_problems(1000, steps=(2, 2))
-    held_out, train, warm = (made[:64], made[64:224], made[-500:]) if full else (made[:8], made[8:12], made[-8:])
+    full = device == "cuda"
+    problems = random_problems(1000, steps=(2, 2))
+    held_out = problems[: 64 if full else 8]
+    train = problems[64:224] if full else problems[8:12]
+    warm = problems[-500 if full else -8 :]
     model, tokenizer = load_smollm2()
     with outcome.attempt("SmolLM2: weights in bfloat16 against float32"):
         # As released, and on longer chains: of 20 tokens two neighbours that change places cost the rank 0.0015.
         rollouts = solved_rollouts(tokenizer, random_problems(len(held_out) // 2, steps=(5, 6)))
         precision(outcome, "SmolLM2-135M on worked sums", model.to(device), rollouts, LEAST)
+    with outcome.attempt("SmolLM2: the parts of a step's weights"):
+        table = parts_of_weights(model, solved_rollouts(tokenizer, held_out), device)
+        outcome.figures("GRAIL's weights", table, f"{len(held_out)} responses as TRL's trainer has them, all scored.")
     model, _ = load_smollm2()
     settings = WarmUpSettings(SLIPS, 32 if full else 4, 1e-4, 96 if full else 2, 8, 0, 0.35)
     warm_up(model.to(device), tokenizer, warm, held_out, settings, max_new_tokens=LONGEST)
@@ -55,8 +63,8 @@ def run(outcome: Outcome, device: str = "cuda") -> None:
     shutil.rmtree(FOLDER, ignore_errors=True)  # of an earlier check
     for part in (model, tokenizer):
         part.save_pretrained(FOLDER / "model")
-    for name, problems in {"data": train, "held-out": held_out}.items():
-        rows = [{"prompt": [{"role": "user", "content": one.text}], "answer": str(one.answer)} for one in problems]
+    for name, data in {"data": train, "held-out": held_out}.items():
+        rows = [{"prompt": [{"role": "user", "content": row.text}], "answer": str(row.answer)} for row in data]
         (FOLDER / f"{name}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
     for method in ("grail", "uniform"):
         with outcome.attempt(f"{method} in TRL"):
@@ -65,20 +73,53 @@ def run(outcome: Outcome, device: str = "cuda") -> None:
 
 def solved_rollouts(tokenizer: Any, problems: Sequence[Problem]) -> Rollouts:
     """Worked solutions, with slips, as responses that all count as incorrect."""
-    rng, advantages = random.Random(0), -torch.ones(len(problems))
-    solved = [tokenizer.encode(solve(one, SLIPS, rng), add_special_tokens=False) for one in problems]
-    prompts, responses = [torch.tensor(prompt_ids(tokenizer, one)) for one in problems], list(map(torch.tensor, solved))
-    mask = pad_sequence([torch.ones_like(ids, dtype=torch.bool) for ids in responses], batch_first=True)
-    return Rollouts(prompts=prompts, responses=responses, mask=mask, advantages=advantages, tokenizer=tokenizer)
+    rng = random.Random(0)
+    solutions = [tokenizer.encode(solve(problem, SLIPS, rng), add_special_tokens=False) for problem in problems]
+    responses = list(map(torch.tensor, solutions))
+    return Rollouts(
+        prompts=[torch.tensor(prompt_ids(tokenizer, problem)) for problem in problems],
+        responses=responses,
+        mask=pad_sequence([torch.ones_like(ids, dtype=torch.bool) for ids in responses], batch_first=True),
+        advantages=-torch.ones(len(problems)),
+        tokenizer=tokenizer,
+    )
+
+
+def parts_of_weights(model: Any, rollouts: Rollouts, device: str) -> dict[str, dict[str, float]]:
+    """Seconds of GRAIL's weights, and of it of the forwards; the rest is the backward and what is not the model."""
+    starts: list[float] = []
+    forwards: list[float] = []
+    before = model.register_forward_pre_hook(lambda *_: starts.append(now(device)))
+    after = model.register_forward_hook(lambda *_: forwards.append(now(device) - starts.pop()))
+    table = {}
+    for call in ("first", "second", "third"):
+        forwards.clear()
+        whole = seconds(device, lambda: weights(model, Grail(), rollouts))
+        table[call] = {"seconds": whole, "of it forwards": sum(forwards), "forwards": len(forwards)}
+    before.remove()
+    after.remove()
+    return table
 
 
 def train_by(outcome: Outcome, method: str, steps: int, prompts: int) -> None:
     """Run the example with a GPU's precision: its curve, its price, and what must hold: it makes its steps, every reward
     is a number, and of a whole run that some responses are correct, and that GRAIL scores the others."""
-    sizes = {"prompts": prompts, "rollouts": 8, "micro-batch": 64, "max-response": LONGEST, "lora-rank": 0}
-    sizes |= {"steps": steps, "dump-every": steps // 2, "eval-every": steps, "learning-rate": 1e-5}
-    files = {"model": "model", "data": "data.jsonl", "held-out": "held-out.jsonl", "output": method}
-    options = {**sizes, "method": method, **{name: FOLDER / file for name, file in files.items()}}
+    options = {
+        "method": method,
+        "model": FOLDER / "model",
+        "data": FOLDER / "data.jsonl",
+        "held-out": FOLDER / "held-out.jsonl",
+        "output": FOLDER / method,
+        "prompts": prompts,
+        "rollouts": 8,
+        "micro-batch": 64,
+        "max-response": LONGEST,
+        "lora-rank": 0,
+        "steps": steps,
+        "dump-every": steps // 2,
+        "eval-every": steps,
+        "learning-rate": 1e-5,
+    }
     words = [word for option, value in options.items() for word in (f"--{option}", str(value))]
     path = os.pathsep.join([str(ROOT), str(Path(sys.prefix, "trl")), os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": path}
@@ -86,18 +127,21 @@ def train_by(outcome: Outcome, method: str, steps: int, prompts: int) -> None:
     status = subprocess.run(command, cwd=ROOT, env=environment).returncode
     outcome.check(f"{method}: the run ends well", status == 0, f"exit status {status}")
     logged = read_metrics(FOLDER / method / METRICS_FILE, [])
-    names = ("eval_reward", "reward", "step_time", f"{method}/seconds", f"{method}/selected_rate")
-    found = {name: logged[name] for name in names if name in logged}
-    table = {name: {str(step): value for step, value in of.items()} for name, of in found.items()}
-    for name in names[2:4]:
-        table[name]["median after the first"] = median(list(found[name].values())[1:])
+    seconds_column = f"{method}/seconds"
+    rate_column = f"{method}/selected_rate"
+    table: dict[str, dict[str, float]] = {}
+    for column in ("eval_reward", "reward", "step_time", seconds_column, rate_column):
+        if column in logged:
+            table[column] = {str(step): value for step, value in logged[column].items()}
+    rewards = list(table["reward"].values())
+    rate = max(table.get(rate_column, {"": 0.0}).values())
+    for column in ("step_time", seconds_column):
+        table[column]["median after the first"] = median(list(table[column].values())[1:])
     outcome.figures(f"Run of {method}, by step", table)
-    rewards = list(found["reward"].values())
-    made = len(rewards) == steps and all(0 <= reward <= 1 for reward in rewards)
-    outcome.check(f"{method}: every step has a reward", made, f"{len(rewards)} of {steps} steps")
+    complete = len(rewards) == steps and all(0 <= reward <= 1 for reward in rewards)
+    outcome.check(f"{method}: every step has a reward", complete, f"{len(rewards)} of {steps} steps")
     if steps > 2:
         mixed = any(0 < reward < 1 for reward in rewards)
         outcome.check(f"{method}: some are correct and some incorrect", mixed, f"up to {max(rewards):.3f}")
         if method != "uniform":
-            rate = max(found[names[-1]].values())
             outcome.check(f"{method} scores responses", rate > 0, f"{rate:.0%} of a batch at most")

@@ -16,7 +16,8 @@ class JudgedSteps(AdvantageMethod):
     scale: float = option(0.5, "how much a line's reward counts", ge=0)
 
     def scores(self, r, of_pass):
-        texts, advantages = TokenTexts(r.tokenizer), r.advantages[:, None].repeat(1, r.mask.shape[1])
+        texts = TokenTexts(r.tokenizer)
+        advantages = r.advantages[:, None].repeat(1, r.mask.shape[1])
         for index, rewards in enumerate(r.fields["step_rewards"]):
             ids = r.tokens[index].numpy()
             line, states = cut(texts(ids), texts.have_bytes(ids), regex.compile(r"\n+"))

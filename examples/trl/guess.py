@@ -3,7 +3,9 @@
 
 class Guess:
     def reset(self, number: int, **row) -> None:
-        self.number, self.distance, self.tool_rewards = number, 50, []
+        self.number = number
+        self.distance = 50
+        self.tool_rewards = []
 
     def guess(self, value: int) -> str:
         """
@@ -15,8 +17,9 @@ class Guess:
         Returns:
             Whether the number is higher or lower.
         """
-        before, self.distance = self.distance, abs(self.number - value)
-        self.tool_rewards.append((before - self.distance) / 50)
+        distance = abs(self.number - value)
+        self.tool_rewards.append((self.distance - distance) / 50)
+        self.distance = distance
         return "found" if self.distance == 0 else "higher" if value < self.number else "lower"
 
     def get_reward(self) -> float:

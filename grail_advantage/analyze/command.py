@@ -5,7 +5,8 @@ or the generated token ids) or ``steps`` (texts, which blank lines join; beside 
 ``reward``, ``ground_truth``, ``group`` and ``id``, and for the chat template ``tools`` and ``chat_template_kwargs``; if
 the last message is the assistant's, the response continues it. With ``error`` it is labelled: the first incorrect step
 from 0 (without ``steps``, lines with text are the steps), the half-open range ``[start, end]`` of its characters in the
-response, or null for none. Other keys are columns that a method may ask for.
+response, or null for none. ``values`` are those of ``python -m bench values``. Other keys are columns that a method may
+ask for.
 
 About 32 responses are one batch for each method, and one file. The same command resumes after the last file. A method
 that raises costs its own columns. Shape suffixes: P tokens of a prompt, T response tokens.
@@ -36,7 +37,7 @@ from grail_advantage.answers.format import BOXED, AnswerFormat, answer_format
 from grail_advantage.answers.missing import advice, is_low
 from grail_advantage.answers.text import TokenTexts
 from grail_advantage.api import MOST_UNKNOWN, PlainHost
-from grail_advantage.data import ENTROPY, OLD_LOG_PROBS, Example, Rollouts, outcome_of
+from grail_advantage.data import OF_POLICY, OLD_LOG_PROBS, REF_LOG_PROBS, Example, Rollouts, outcome_of
 from grail_advantage.dump import (
     RECEIVED_SCHEMA,
     header_of,
@@ -67,6 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add("responses", type=Path, metavar="FILE.jsonl", help="lines with prompt, response or steps, ...: docs/report.md")
     add("--model", required=True, help=f"folder or name of a causal language model; packaged: {', '.join(PACKAGED)}")
     add("--after", help="a later checkpoint of --model: how it changed each token's log-probability, as effect")
+    add("--reference", help="the model of reference log-probabilities, for methods that read them")
     add("--method", action="append", required=True, help="NAME[:option=value,...], again for more; all: that fit")
     add("--out", type=Path, default=Path("analysis"), help="folder for the results (default: %(default)s)")
     add("--import", dest="files", action="append", default=[], type=Path, help="a Python file that registers a method")
@@ -83,19 +85,23 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for file in options.files:
             runpy.run_path(str(file), run_name=file.stem)
         responses, answer = read_responses(options.responses), answer_format(options.answer or BOXED)
-        chosen = methods_for(options.method, responses, options.advantages)
+        chosen = methods_for(options.method, responses, options.advantages, bool(options.reference))
         tokenizer, load = model_of(options.model, options.device, options.dtype)
         settings = {"temperature": options.temperature, "tokens": options.tokens, "advantages": options.advantages}
         settings |= {"model": options.model, "answer": answer}
-        beside = {name: files_digest(name) for name in (options.model, options.after, *map(str, options.files)) if name}
+        named = (options.model, options.after, options.reference, *map(str, options.files))
+        beside = {name: files_digest(name) for name in named if name}
         settings["beside"] = {"dtype": options.dtype, "files": beside}
-        if options.after:
-            settings["after"] = options.after, model_of(options.after, options.device, options.dtype)[1]
+        for other in ("after", "reference"):
+            name = getattr(options, other)
+            if name:
+                settings[other] = name, model_of(name, options.device, options.dtype)[1]
         say(*analyze(with_rewards(responses, tokenizer), chosen, options.out, tokenizer, load, **settings))
     except (ValueError, OSError) as error:
         raise SystemExit(visible(f"analyze: {error}", breaks=False)) from error
-    labelled = f"; python -m bench {options.out}" if any(row.labelled for row in responses) else ""
-    say(f"see it: python -m grail_advantage.report {options.out}{labelled}")
+    labelled = any(row.labelled or "values" in row.columns for row in responses)
+    table = f"; python -m bench {options.out}" if labelled else ""
+    say(f"see it: python -m grail_advantage.report {options.out}{table}")
 
 
 def analyze(
@@ -111,13 +117,15 @@ def analyze(
     advantages: str = "auto",
     answer: AnswerFormat = BOXED,
     after: tuple[str, Callable[[], PreTrainedModel]] | None = None,
+    reference: tuple[str, Callable[[], PreTrainedModel]] | None = None,
     beside: Mapping[str, Any] | None = None,
 ) -> list[str]:
     """Write the files ``step_000000.parquet``, ... that a folder lacks, new or of the same analysis; returns lines that say
     what there is. ``chosen``: methods by the names of their columns. ``load`` gives the model on its device, and is not
-    called where no file is missing. ``advantages``: see :func:`advantages_of`. ``after``: name and loader of a later
-    checkpoint, for the column ``effect``. ``beside``: what else changes the figures, by name, such as the files of the
-    model. ValueError: the folder holds something else, a response cannot be read, or all methods failed."""
+    called where no file is missing. ``advantages``: see :func:`advantages_of`. Names and loaders: ``after`` of a later
+    checkpoint, for the column ``effect``, and ``reference`` of the model of reference log-probabilities. ``beside``: what
+    else changes the figures, by name, such as the files of the model. ValueError: the folder holds something else, a
+    response cannot be read, or all methods failed."""
     values, source = advantages_of(responses, advantages)
     complain("analyze", f"{len(responses)} responses; advantage: {source}")
     about: dict[str, Any] = {
@@ -125,7 +133,9 @@ def analyze(
         "methods": {name: repr(of) for name, of in chosen.items()},
         "answer": answer.name,
     }
-    about |= {"after": after[0] if after else None, "temperature": temperature, **(beside or {})}
+    for name, other in (("after", after), ("reference", reference)):
+        about[name] = other[0] if other else None
+    about.update({"temperature": temperature, **(beside or {})})
     about["responses"] = digest(json.dumps([values, list(map(repr, responses))]))
     about = json.loads(json.dumps(about))
     known: dict[str, Any] = {**about, "failed": {}}
@@ -137,7 +147,11 @@ def analyze(
                 "remove this one"
             )
         known = there
-    texts, done, loaded, later = TokenTexts(tokenizer), set(read_dump(folder).steps), None, None
+    texts = TokenTexts(tokenizer)
+    done = set(read_dump(folder).steps)
+    loaded = None
+    later = None
+    referred = None
     whole = _rollouts(responses, values, chosen, tokenizer, texts, answer)
     answered = len(whole) - whole.spans("last").count(None)
     if any(method.reads_answer for method in chosen.values()) and is_low(answered, len(whole)):
@@ -152,7 +166,10 @@ def analyze(
             write_whole(folder / RECORD, json.dumps(known))
         settings: dict[str, Any] = {"temperature": temperature, "tokens": tokens, "device": loaded.device}
         r, made = replace(whole.part(part), tokenizer=tokenizer), {}
-        columns = PlainHost(loaded, r, **settings).columns((OLD_LOG_PROBS, ENTROPY))
+        columns = PlainHost(loaded, r, **settings).columns(OF_POLICY)
+        if reference:
+            referred = reference[1]() if referred is None else referred
+            columns[REF_LOG_PROBS] = PlainHost(referred, r, **settings).columns((OLD_LOG_PROBS,))[OLD_LOG_PROBS]
         if after:
             later = after[1]() if later is None else later
             effect = PlainHost(later, r, **settings).columns((OLD_LOG_PROBS,))[OLD_LOG_PROBS] - columns[OLD_LOG_PROBS]
@@ -275,6 +292,9 @@ def _rollouts(
     rewards, names = [row.reward for row in given], [row.id for row in given]
     truths = [None if row.ground_truth is None else str(row.ground_truth) for row in given]
     labels = [labels_of(*pair, tokenizer, texts) for pair in zip(given, ids, strict=True)]
+    for row, label in zip(given, labels, strict=True):
+        if row.columns.get("values"):
+            label["values"] = row.columns["values"]
     facts = {"id": names, "prompt": prompts, "ground_truth": truths, "reward": rewards, "labels": labels}
     of_prompt = [f"prompt {row.prompt!r}" if row.group is None else row.group for row in given]  # shown together
     r = Rollouts(

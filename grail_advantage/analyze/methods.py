@@ -9,6 +9,7 @@ from typing import Any
 
 from grail_advantage.analyze.lines import Response
 from grail_advantage.analyze.tokens import is_begun
+from grail_advantage.data import REF_LOG_PROBS
 from grail_advantage.method import BaseMethod, build, methods
 from grail_advantage.text_io import complain
 
@@ -44,13 +45,18 @@ def _first_value(text: str) -> tuple[Any, str]:
     return written.replace("\\,", ","), "".join(rest)
 
 
-def methods_for(specs: Sequence[str], responses: Sequence[Response], advantages: str = "auto") -> dict[str, BaseMethod]:
+def methods_for(
+    specs: Sequence[str], responses: Sequence[Response], advantages: str = "auto", reference: bool = False
+) -> dict[str, BaseMethod]:
     """The methods by how they are called; ``all``: the registered ones that fit, but for those with a pass for every
-    token. ValueError: a method that is unknown, named twice, or needs what the lines do not have."""
+    token. ``reference``: whether there is a reference model. ValueError: a method that is unknown, named twice, or needs
+    what the lines do not have."""
     every, found = list(specs) == ["all"], dict[str, BaseMethod]()
     for spec in sorted(methods()) if every else specs:
         method = parse_method(spec)
         lack = _lack(method, responses, advantages)
+        if REF_LOG_PROBS in method.reads and not reference:
+            lack = "reads reference log-probabilities; name the model with --reference"
         lack = "takes a pass for every token" if every and "for every" in method.cost else lack
         if spec in found or (lack and not every):
             raise ValueError(f"--method {spec} {lack or 'is given twice; give variants of a method other options'}")
@@ -65,6 +71,8 @@ def _lack(method: BaseMethod, responses: Sequence[Response], advantages: str) ->
     """What the lines lack for a method, after its name; empty where it fits."""
     compared = all(row.group is not None and (row.reward, row.ground_truth) != (None, None) for row in responses)
     compared &= advantages == "rewards" or (advantages == "auto" and not any(row.labelled for row in responses))
+    if method.lacks:
+        return method.lacks
     if missing := [name for name in method.field_names if all(name not in row.columns for row in responses)]:
         return f"reads the field {missing[0]}, which no line has; give the lines one"
     if "groups" in method.reads and not compared:

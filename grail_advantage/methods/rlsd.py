@@ -19,7 +19,7 @@ from torch import Tensor
 
 from grail_advantage.data import OLD_LOG_PROBS, Example, Rollouts, Row, RowScores
 from grail_advantage.maps import Weights
-from grail_advantage.method import Method, option, register
+from grail_advantage.method import BaseMethod, Method, option, register
 from grail_advantage.model.interface import Model
 
 if TYPE_CHECKING:
@@ -36,48 +36,25 @@ REQUEST = (
 _MISSING = object()
 
 
-@register("rlsd")
-class Rlsd(Method):
-    """Every token of a response without privileged text, or with a log-probability that is not finite, has weight 1; the
-    others' lie in ``[1 - lam epsilon, 1 + lam epsilon]``."""
+class Privileged(BaseMethod):
+    """Base of the methods whose teacher is the policy itself, asked with privileged text."""
 
-    formula = (
-        "1 - lam + lam clip(exp(sign(A) (log p' - log p)), 1 - epsilon, 1 + epsilon), p' with the answer in the prompt"
-    )
-    source = "arXiv 2604.03128 (coldsakrua/RLSD, `rlsd_sign_fallback_strict_split_trainer.py`; two ports)"
     cost = "1 on the responses with A != 0"
     reads = frozenset({OLD_LOG_PROBS, "examples", "tokenizer"})
     uses = "log_probs"
 
-    lam: float = option(0.5, "share of the weight that the change of probability sets", gt=0, le=1)
-    lam_steps: int = option(
-        0,
-        "training steps over which lam falls linearly to 0, where there are no more extra forwards; 0: lam is constant",
-        ge=0,
-    )
-    epsilon: float = option(0.2, "how far the ratio of the probabilities may be from 1", gt=0, le=1)
-    negative_only: bool = option(False, "whether responses with a positive advantage have weight 1; sets gate to wrong")
     privileged_column: str = option(
         "reward_model.ground_truth",
         "column of the data set with the privileged text, a field of a column after a dot, such as extra_info.solution",
     )
     request: str = option(REQUEST, f"end of the last user message; {PLACE} is the place of the privileged text")
 
-    @classmethod
-    def completed(cls, given: dict[str, Any]) -> dict[str, Any]:
-        if given.get("negative_only") is True and given.get("gate") in (None, "all"):
-            return given | {"gate": "wrong"}
-        return given
-
     @property
     def data_columns(self) -> tuple[str, ...]:  # type: ignore[override]
         return (self.privileged_column.split(".")[0],)
 
     def check(self) -> None:
-        if self.negative_only and self.gate == "correct":
-            raise ValueError(
-                f"{self.section}.gate=correct and negative_only=true leave no response; leave one of them out"
-            )
+        super().check()
         if self.request.count(PLACE) != 1:
             raise ValueError(f"{self.section}.request={self.request!r} must hold {PLACE} exactly once")
 
@@ -88,27 +65,23 @@ class Rlsd(Method):
                 f"{self.section} asks again through the chat template, which the tokenizer lacks; {remedy}"
             )
 
-    def lam_at(self, step: int) -> float:
-        return self.lam * max(0.0, 1.0 - step / self.lam_steps) if self.lam_steps else self.lam
-
     def select(self, r: Rollouts) -> Tensor:
-        """Responses without privileged text need no pass, and none does where ``lam`` has fallen to 0. ValueError: no
-        response of the batch has the column, so that its name must be incorrect."""
-        if self.lam_at(r.step) == 0.0:
-            return torch.zeros_like(r.valid)
+        """Responses without privileged text need no pass. ValueError: no response of the batch has the column, so that
+        its name must be incorrect."""
         columns = [example.columns for example in r.examples or () if example is not None]
-        if columns and all(look_up(of, self.privileged_column) is _MISSING for of in columns):
+        if columns and all(look_up(of_row, self.privileged_column) is _MISSING for of_row in columns):
             there = ", ".join(sorted(columns[0])) or "none"
             raise ValueError(
                 f"{self.section}.privileged_column={self.privileged_column!r} is in no response; there are {there}"
             )
-        texts = [self._privileged_text(example) for example in r.examples or ()]
-        return super().select(r) & torch.tensor([text != "" for text in texts], dtype=torch.bool, device="cpu")
+        has_text = [self._privileged_text(example) != "" for example in r.examples or ()]
+        return super().select(r) & torch.tensor(has_text, dtype=torch.bool, device="cpu")
 
     def prepare(self, row: Row, tokenizer: PreTrainedTokenizerBase) -> Row:
         """The same response after the prompt with the privileged text. ValueError: the last user message is not a
         text."""
-        example, text = row.example, self._privileged_text(row.example)
+        example = row.example
+        text = self._privileged_text(example)
         if example is None or not text:
             return row
         messages = [dict(message) for message in example.messages]
@@ -128,12 +101,61 @@ class Rlsd(Method):
     def run(self, rows: Sequence[Row], model: Model) -> list[RowScores]:
         """The teacher's log-probabilities."""
         log_probs = model.micro_batches(rows, lambda micro: micro.response_log_probs(), gradients=False)
-        return [RowScores(of.float()) for of in log_probs]
+        return [RowScores(of_row.float()) for of_row in log_probs]
 
-    def scores(self, r: Rollouts, of_pass: Tensor | None) -> Tensor:
+    def change(self, r: Rollouts, of_pass: Tensor | None) -> Tensor:
         """D, see the module."""
         assert of_pass is not None  # it has a pass
         return of_pass - r.columns[OLD_LOG_PROBS].float()
+
+    def _privileged_text(self, example: Example | None) -> str:
+        """Empty for an example that has none, or no user message to put it in."""
+        if example is None or not any(message.get("role") == "user" for message in example.messages):
+            return ""
+        return as_text(look_up(example.columns, self.privileged_column))
+
+
+@register("rlsd")
+class Rlsd(Privileged, Method):
+    """Every token of a response without privileged text, or with a log-probability that is not finite, has weight 1; the
+    others' lie in ``[1 - lam epsilon, 1 + lam epsilon]``."""
+
+    formula = (
+        "1 - lam + lam clip(exp(sign(A) (log p' - log p)), 1 - epsilon, 1 + epsilon), p' with the answer in the prompt"
+    )
+    source = "arXiv 2604.03128 (coldsakrua/RLSD, `rlsd_sign_fallback_strict_split_trainer.py`; two ports)"
+
+    lam: float = option(0.5, "share of the weight that the change of probability sets", gt=0, le=1)
+    lam_steps: int = option(
+        0,
+        "training steps over which lam falls linearly to 0, where there are no more extra forwards; 0: lam is constant",
+        ge=0,
+    )
+    epsilon: float = option(0.2, "how far the ratio of the probabilities may be from 1", gt=0, le=1)
+    negative_only: bool = option(False, "whether responses with a positive advantage have weight 1; sets gate to wrong")
+
+    @classmethod
+    def completed(cls, given: dict[str, Any]) -> dict[str, Any]:
+        if given.get("negative_only") is True and given.get("gate") in (None, "all"):
+            return given | {"gate": "wrong"}
+        return given
+
+    def check(self) -> None:
+        super().check()
+        if self.negative_only and self.gate == "correct":
+            raise ValueError(
+                f"{self.section}.gate=correct and negative_only=true leave no response; leave one of them out"
+            )
+
+    def lam_at(self, step: int) -> float:
+        return self.lam * max(0.0, 1.0 - step / self.lam_steps) if self.lam_steps else self.lam
+
+    def select(self, r: Rollouts) -> Tensor:
+        """None where ``lam`` has fallen to 0."""
+        return super().select(r) if self.lam_at(r.step) else torch.zeros_like(r.valid)
+
+    def scores(self, r: Rollouts, of_pass: Tensor | None) -> Tensor:
+        return self.change(r, of_pass)
 
     def weights(self, scores: Tensor, among: Tensor, r: Rollouts) -> Weights:
         """The module's w."""
@@ -143,12 +165,6 @@ class Rlsd(Method):
         change = torch.expm1(signed.clamp(max=1.0)).clamp(-self.epsilon, self.epsilon)
         reach = lam * self.epsilon
         return Weights((1.0 + lam * change).float(), 1.0 - reach, 1.0 + reach)
-
-    def _privileged_text(self, example: Example | None) -> str:
-        """Empty for an example that has none, or no user message to put it in."""
-        if example is None or not any(message.get("role") == "user" for message in example.messages):
-            return ""
-        return as_text(look_up(example.columns, self.privileged_column))
 
 
 def look_up(columns: Mapping[str, Any], path: str) -> Any:

@@ -414,6 +414,10 @@ def turn_advantages(
     m = build(method, options) if isinstance(method, str) else method
     if not isinstance(m, TurnMethod):
         raise ValueError(f"method={method!r} gives no advantages of turns; choose one of turns, such as 'turn_rloo'")
+    if m.control != "none":
+        raise ValueError(
+            f"control={m.control!r} moves advantages among a response's tokens; here are none, leave it out"
+        )
     if "messages" in m.reads and before is None:
         raise ValueError(f"{m.name} compares turns after the same observation; pass before=")
     rows_of: dict[Hashable, list[int]] = defaultdict(list)

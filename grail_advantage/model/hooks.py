@@ -35,6 +35,11 @@ def leaf_module(model: PreTrainedModel, leaf: str) -> nn.Module:
     return model.get_input_embeddings() if k == 0 else blocks[k - 1]
 
 
+def has_adapter(model: nn.Module) -> bool:
+    """Whether it is a model of PEFT's whose adapter can be switched off."""
+    return hasattr(model, "peft_config") and hasattr(model, "disable_adapter")
+
+
 @contextmanager
 def capture_leaf(module: nn.Module) -> Iterator[list[torch.Tensor]]:
     """While open, each forward of ``module`` puts out a detached leaf (B, S, D) that requires grad, and appends it to

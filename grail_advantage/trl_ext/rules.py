@@ -16,8 +16,10 @@ from transformers import ProcessorMixin
 from trl import GRPOConfig, GRPOTrainer
 
 from grail_advantage.answers.tokenizers import check_round_trip
+from grail_advantage.data import REF_LOG_PROBS
 from grail_advantage.method import BaseMethod
 from grail_advantage.methods.biases import Cause, biases_of_turns
+from grail_advantage.model.hooks import has_adapter
 from grail_advantage.model.probe import probe, probe_rows
 from grail_advantage.rules import Rule, check_rules
 
@@ -25,12 +27,17 @@ logger = logging.getLogger(__name__)
 
 TESTED = "1.16.0"
 OVERRIDDEN = (
-    *("_generate_and_score_completions", "_generate", "_generate_single_turn", "_calculate_rewards"),
-    *("_compute_loss", "_get_per_token_logps_and_entropies"),
+    "_generate_and_score_completions",
+    "_generate",
+    "_generate_single_turn",
+    "_calculate_rewards",
+    "_compute_loss",
+    "_get_per_token_logps_and_entropies",
 )
 LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo")  # that multiply each token's own ratio by its advantage
 PENALTY = "soft_overlong_punishment_reward"  # of trl.rewards, DAPO's, for responses near the length limit
-SKIPS, SKIP_NOTHING = "skip_zero_advantage=True", "set skip_zero_advantage=False"
+SKIPS = "skip_zero_advantage=True"
+SKIP_NOTHING = "set skip_zero_advantage=False"
 
 
 @dataclass(frozen=True)
@@ -169,6 +176,12 @@ RULES = (
         remedy="use one above 0",
     ),
     Rule(
+        option="beta",
+        when=lambda a: REF_LOG_PROBS in a.method.reads and a["beta"] == 0 and not has_adapter(a.trainer.model),
+        because="the method reads reference log-probabilities, which TRL computes where it is not 0",
+        remedy="use 1e-9 for no KL term to speak of, or train an adapter (peft_config)",
+    ),
+    Rule(
         option="fp16",
         when=lambda a: a["fp16"] and a.method.uses in ("saliency", "logits"),
         because="the answer's gradients underflow",
@@ -259,22 +272,25 @@ def check_neighbours(trainer: GRPOTrainer, model: nn.Module, inputs: Mapping[str
     the model as it trains, by TRL's forward in TRL's layout. ``inputs``: TRL's first micro-batch. A collective of the
     processes. ValueError, with what was found and the remedy.
     """
-    (count, width), device = inputs["prompt_ids"].shape, trainer.accelerator.device
-    limit, padding = trainer.max_completion_length, trainer.processing_class.pad_token_id
+    (count, width) = inputs["prompt_ids"].shape
+    device = trainer.accelerator.device
+    limit = trainer.max_completion_length
+    padding = trainer.processing_class.pad_token_id
     if count < 2:
         return  # one response always stays
 
     def run(rows: Sequence[Tensor]) -> list[Tensor]:
-        lengths, place = torch.tensor([[len(row)] for row in rows]), torch.arange(width + limit)
+        lengths = torch.tensor([[len(row)] for row in rows])
+        place = torch.arange(width + limit)
         ends = (lengths - limit).clamp(min=1)  # of their prompts
         mask = (width - ends <= place) & (place < width - ends + lengths)
         ids = torch.full(mask.shape, padding).masked_scatter(mask, torch.cat(list(rows))).to(device)
         log_probs = trainer._get_per_token_logps_and_entropies(model, ids, mask.long().to(device), limit)[0]
         return list(log_probs.float().cpu()[mask[:, width:]].split((lengths - ends).flatten().tolist()))
 
-    known = [inputs[f"{part}_ids"][inputs[f"{part}_mask"].bool()] for part in ("prompt", "completion")]
-    finding = probe(model, run, probe_rows(torch.cat(known), longest=width + limit, rows=count))
-    most = trainer.accelerator.gather(torch.tensor([finding.difference], device=device)).max()
-    finding = replace(finding, difference=float(most))
+    tokens = [inputs[f"{part}_ids"][inputs[f"{part}_mask"].bool()] for part in ("prompt", "completion")]
+    finding = probe(model, run, probe_rows(torch.cat(tokens), longest=width + limit, rows=count))
+    largest = trainer.accelerator.gather(torch.tensor([finding.difference], device=device)).max()
+    finding = replace(finding, difference=float(largest))
     if not finding.holds:
         raise ValueError(f"{type(trainer.model).__name__} does not work with {SKIPS}: {finding}; {SKIP_NOTHING}")

@@ -26,7 +26,17 @@ from trl import GRPOTrainer
 from grail_advantage.answers.format import BOXED, AnswerFormat, answer_format
 from grail_advantage.answers.missing import CHOICES, AnswerCheck
 from grail_advantage.api import PlainHost
-from grail_advantage.data import DUMPED, OLD_LOG_PROBS, Example, Rollouts, joined, runs, token_mean, within_range
+from grail_advantage.data import (
+    DUMPED,
+    OLD_LOG_PROBS,
+    REF_LOG_PROBS,
+    Example,
+    Rollouts,
+    joined,
+    runs,
+    token_mean,
+    within_range,
+)
 from grail_advantage.method import BaseMethod, build
 from grail_advantage.methods.turns import TurnMethod
 from grail_advantage.trl_ext.dump import GenerationDump, dump_options, loss_mask
@@ -34,6 +44,8 @@ from grail_advantage.trl_ext.rules import check_neighbours, check_trainer, check
 from grail_advantage.weigh import weigh, with_columns
 
 logger = logging.getLogger(__name__)
+
+GIVEN = {OLD_LOG_PROBS: "old_per_token_logps", REF_LOG_PROBS: "ref_per_token_logps"}  # columns, by TRL's names
 
 
 class TokenWeightGRPOTrainer(GRPOTrainer):
@@ -73,7 +85,8 @@ class TokenWeightGRPOTrainer(GRPOTrainer):
             raise ValueError("token_weight_options are for a method given by its name; put them into token_weights")
         self.method = build(token_weights, token_weight_options) if isinstance(token_weights, str) else token_weights
         self.answer = answer_format(answer)
-        self._skips, self._asked = skip_zero_advantage, False
+        self._skips = skip_zero_advantage
+        self._asked = False
         self._answers = AnswerCheck(self.method, self.answer, missing_answers, total=self._total)
         dumping = None if token_dump is None else dump_options(token_dump)
         self._tool_mask: list[list[int]] | None = None
@@ -104,8 +117,9 @@ class TokenWeightGRPOTrainer(GRPOTrainer):
         """TRL's next turn of some responses (line 1763). An environment is told of calls and not of turns, and of no
         call that fails before it: so the lengths of all rewards are looked at here. Between two turns of a batch TRL
         makes the calls of the first, of all responses (line 1957)."""
-        values = [getattr(each, self.call_rewards, None) for each in self.environments or () if self.call_rewards]
-        self._calls.append([len(value) if isinstance(value, list) else 0 for value in values])
+        if self.call_rewards:
+            rewards = [getattr(environment, self.call_rewards, None) for environment in self.environments or ()]
+            self._calls.append([len(value) if isinstance(value, list) else 0 for value in rewards])
         return super()._generate_single_turn(*arguments, **named)
 
     def _calculate_rewards(self, inputs: list[dict[str, Any]], *arguments: Any, **named: Any) -> Tensor:
@@ -123,7 +137,8 @@ class TokenWeightGRPOTrainer(GRPOTrainer):
         unjudged = ~((within_range(rewards) | rewards.isnan()).all(dim=1) & within_range(sums))
         if unjudged.any():
             logger.warning("%d responses train nothing: a reward is not finite or too large", int(unjudged.sum()))
-        self.reward_sums, self._unjudged = sums.cpu(), unjudged.cpu()
+        self.reward_sums = sums.cpu()
+        self._unjudged = unjudged.cpu()
         return torch.where(unjudged[:, None], torch.nan, rewards)
 
     def _field(self, name: str, rows: list[dict[str, Any]]) -> Sequence[Any]:
@@ -153,9 +168,9 @@ class TokenWeightGRPOTrainer(GRPOTrainer):
         if not isinstance(rewards, list | None):
             return rewards
         turns = 1 if self._tool_mask is None else max(1, len(runs(np.array(self._tool_mask[place]))))
-        before = [counts[place] for counts in self._calls[:turns]]
+        starts = [counts[place] for counts in self._calls[:turns]]
         rewards = rewards or []
-        return [rewards[start:end] for start, end in pairwise([*before, len(rewards)])]
+        return [rewards[start:end] for start, end in pairwise([*starts, len(rewards)])]
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         """TRL's generation batch (line 2324); in training with ``advantages`` (B, T)."""
@@ -169,15 +184,18 @@ class TokenWeightGRPOTrainer(GRPOTrainer):
 
     def _weighted_advantages(self, inputs: list[dict[str, Any]], output: dict[str, Any]) -> Tensor:
         """Token advantages (B, T), 0 outside the response. A collective where there are several processes."""
-        started, method = time.perf_counter(), self.method
-        own = r = self._rollouts(inputs, output)
+        started = time.perf_counter()
+        method = self.method
+        r = self._rollouts(inputs, output)
+        count = len(r)
+        places = r.places
         if not method.uses and self.accelerator.num_processes > 1:
             # Without a pass it costs nothing to look at the batch of all processes, which some methods compare.
             r = with_columns(r, [name for name in DUMPED if name in method.reads], self._host(r))
-            r = replace(joined(gather_object([r.part(range(len(own)))])), tokenizer=self.processing_class)
+            r = replace(joined(gather_object([r.part(range(count))])), tokenizer=self.processing_class)
         w = weigh(r, method, self._host(r), self._answers)
-        if len(r) > len(own):
-            w = w.part(own.places)  # process by process
+        if len(r) > count:
+            w = w.part(places)  # process by process
         self._log({**w.metrics, "seconds": time.perf_counter() - started})
         right = output["completion_mask"].shape[1] - w.advantages.shape[1]
         advantages = pad(w.advantages, (0, right)).to(output["advantages"])
@@ -207,7 +225,6 @@ class TokenWeightGRPOTrainer(GRPOTrainer):
         for row in inputs:
             columns = {name: value for name, value in row.items() if name != "prompt"}
             examples.append(Example(row.get("prompt", []), columns, self.chat_template_kwargs))
-        old_log_probs = output.get("old_per_token_logps")
         prompt_mask = output["prompt_mask"].bool()
 
         def beside_prompts(values: Tensor) -> Tensor:
@@ -220,7 +237,9 @@ class TokenWeightGRPOTrainer(GRPOTrainer):
             beside_prompts(is_response),
             written=beside_prompts(written),
             mask=beside_prompts(mask & written),
-            columns={} if old_log_probs is None else {OLD_LOG_PROBS: beside_prompts(old_log_probs.float())},
+            columns={
+                name: beside_prompts(output[of].float()) for name, of in GIVEN.items() if output.get(of) is not None
+            },
             advantages=output["advantages"].masked_fill(unjudged, torch.nan),
             tokenizer=self.processing_class,
             answer=self.answer,
@@ -247,15 +266,19 @@ class TokenWeightGRPOTrainer(GRPOTrainer):
 
     def _total(self, counts: Sequence[int]) -> Sequence[int]:
         """Counts of all processes; without a pass each counts the responses of all already."""
-        return [sum(of) for of in zip(*(gather_object([counts]) if self.method.uses else [counts]), strict=True)]
+        if not self.method.uses:
+            return counts
+        return [sum(column) for column in zip(*gather_object([counts]), strict=True)]
 
     def _log(self, figures: Mapping[str, float]) -> None:
         """Put figures into TRL's logs, as means over the processes that have them: into ``_metrics`` (line 1080), as
         ``Trainer.log`` would make an entry of its own."""
-        every = gather_object([figures])
-        for name in dict.fromkeys(name for of in every for name in of):
-            mean = float(np.mean([of[name] for of in every if name in of]))
-            self._metrics["train"][f"{self.method.name}/{name}"].append(mean)
+        values: dict[str, list[float]] = {}
+        for of_process in gather_object([figures]):
+            for name, value in of_process.items():
+                values.setdefault(name, []).append(value)
+        for name, of_name in values.items():
+            self._metrics["train"][f"{self.method.name}/{name}"].append(float(np.mean(of_name)))
 
     def _compute_loss(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
         """TRL's loss (line 3020); in training without the zero-advantage responses, where that is asked for."""
@@ -266,13 +289,16 @@ class TokenWeightGRPOTrainer(GRPOTrainer):
         if self._skips and not self._asked:
             check_neighbours(self, model, inputs)
             self._asked = True
-        kept, share = rows_that_train(inputs, self.loss_type, self._most) if self._skips else (inputs, 1.0)
-        self._micro_batch = inputs, kept
-        loss = super()._compute_loss(model, kept) * share
+        trained: Mapping[str, Any] = inputs
+        share = 1.0
+        if self._skips:
+            trained, share = rows_that_train(inputs, self.loss_type, self._largest)
+        self._micro_batch = inputs, trained
+        loss = super()._compute_loss(model, trained) * share
         self._micro_batch = None
         return loss
 
-    def _most(self, count: Tensor) -> int:
+    def _largest(self, count: Tensor) -> int:
         """The largest of the processes' counts. A collective."""
         return int(self.accelerator.gather(count.to(self.accelerator.device)).max())
 
@@ -287,40 +313,43 @@ class TokenWeightGRPOTrainer(GRPOTrainer):
 def written_lengths(ids: Tensor, mask: Tensor, padding: int) -> Tensor:
     """Tokens of each response (B,), by ids and mask (B, T). One that ``mask_truncated_completions`` masks whole ends in
     no padding token, or TRL would not call it truncated."""
-    there = torch.where(mask.any(dim=1, keepdim=True), mask, ids != padding)
-    return torch.where(there, torch.arange(1, mask.shape[1] + 1), 0).amax(dim=1)
+    written = torch.where(mask.any(dim=1, keepdim=True), mask, ids != padding)
+    return torch.where(written, torch.arange(1, mask.shape[1] + 1), 0).amax(dim=1)
 
 
 def rows_that_train(
-    inputs: Mapping[str, Any], loss_type: str, most: Callable[[Tensor], int]
+    inputs: Mapping[str, Any], loss_type: str, largest: Callable[[Tensor], int]
 ) -> tuple[dict[str, Any], float]:
     """A micro-batch without the responses whose token advantages are all 0, and what its loss is to be multiplied by.
 
     Such a response adds 0 to the sum of ``_compute_loss`` and counts in what this is divided by (lines 3151 to 3171):
     the number of responses, or with ``bnpo`` their tokens. ``cispo`` and ``dapo`` divide by ``num_items_in_batch``,
     that of the whole generation batch. One response always stays, as processes wait for each other's backward; and as
-    many as on the others, whose clipping figures TRL gathers one a response (line 3280): ``most`` of the counts.
+    many as on the others, whose clipping figures TRL gathers one a response (line 3280): ``largest`` of the counts.
 
     Can go when TRL leaves them out itself (huggingface/trl#3130): when
     ``test_the_update_is_the_same_without_zero_advantage_responses`` passes without it.
     """
     mask = loss_mask(inputs)
     trains = (inputs["advantages"] * mask != 0).any(dim=1)
-    trains[trains.int().argsort(descending=True, stable=True)[: max(1, most(trains.sum()))]] = True
-    kept = {name: values[trains] if getattr(values, "ndim", 0) else values for name, values in inputs.items()}
+    order = trains.int().argsort(descending=True, stable=True)
+    trains[order[: max(1, largest(trains.sum()))]] = True
+    trained = {}
+    for name, values in inputs.items():
+        trained[name] = values[trains] if getattr(values, "ndim", 0) else values
     if loss_type in ("cispo", "dapo"):
-        return kept, 1.0
+        return trained, 1.0
     if loss_type == "bnpo":
-        return kept, int(loss_mask(kept).sum().clamp(min=1)) / int(mask.sum().clamp(min=1))
-    return kept, int(trains.sum()) / len(trains)
+        return trained, int(loss_mask(trained).sum().clamp(min=1)) / int(mask.sum().clamp(min=1))
+    return trained, int(trains.sum()) / len(trains)
 
 
 def loss_mean(loss_type: str, most_tokens: int, values: Tensor, mask: Tensor) -> float:
     """A mean of (B, T) over the batch as TRL's ``loss_type`` takes it, ``most_tokens`` being
     ``max_completion_length``."""
-    kept = torch.where(mask, values, 0.0).double()
+    masked = torch.where(mask, values, 0.0).double()
     if loss_type in ("grpo", "sapo"):
-        return float((kept.sum(dim=1) / mask.sum(dim=1).clamp(min=1)).mean())
+        return float((masked.sum(dim=1) / mask.sum(dim=1).clamp(min=1)).mean())
     if loss_type == "dr_grpo":
-        return float(kept.sum() / (len(kept) * most_tokens))
+        return float(masked.sum() / (len(masked) * most_tokens))
     return token_mean(values, mask)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from grail_advantage.data import DUMPED, OLD_LOG_PROBS, ROLLOUT_LOG_PROBS, Rollouts, Weighed
+from grail_advantage.data import DUMPED, OLD_LOG_PROBS, REF_LOG_PROBS, ROLLOUT_LOG_PROBS, Rollouts, Weighed
 from grail_advantage.dump import StepDump, received_table
 from grail_advantage.effect import effect_figures
 from grail_advantage.receipt import Batch, Loss, Piece, Receipt, check, verl_loss
@@ -23,10 +23,10 @@ from grail_advantage.receipt.report import record_of
 from grail_advantage.verl_ext.settings import ACTOR, AGGREGATION, ENGINES, LOSS, MODEL, STRATEGY, TEMPERATURE, Settings
 from grail_advantage.verl_ext.worker import OptimiserStep
 
-LOSS_COLUMNS = (OLD_LOG_PROBS, "rollout_is_weights", "ref_log_prob")
+LOSS_COLUMNS = (OLD_LOG_PROBS, "rollout_is_weights", REF_LOG_PROBS)
 """What the loss reads of a response beside its advantages."""
-COLUMNS = dict.fromkeys((*DUMPED, ROLLOUT_LOG_PROBS, *LOSS_COLUMNS))
-"""All columns of numbers that the dump takes."""
+COLUMNS = {name: name for name in (*DUMPED, ROLLOUT_LOG_PROBS, *LOSS_COLUMNS)} | {REF_LOG_PROBS: "ref_log_prob"}
+"""All columns of numbers that the dump takes, with verl's names of them."""
 LOSS_OPTIONS = """
 clip_ratio clip_ratio_low clip_ratio_high clip_ratio_c loss_scale_factor tau_pos tau_neg
 policy_loss.dro_beta policy_loss.kl_cov_ratio policy_loss.ppo_kl_coef

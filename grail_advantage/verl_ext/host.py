@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any
@@ -159,11 +159,11 @@ class WeighingTrainer:
         s, method = self.settings, self.settings.method
         # Rejection sampling rewrites response_mask; loss_mask still holds the generated tokens.
         names = ["prompts", "responses", "loss_mask", "response_mask", "advantages", _reward_field(s)]
-        names += DUMPED.keys() & method.reads
+        names += [COLUMNS[name] for name in DUMPED if name in method.reads]
         names += ["raw_prompt", *method.data_columns] if "examples" in method.reads else []
         names += ["extra_fields", *method.field_names] if method.field_names else []
         if self._dump is not None and self._dump.steps.writes(self.global_steps):
-            names += [REWARDS, *OBJECTS, *COLUMNS]
+            names += [REWARDS, *OBJECTS, *COLUMNS.values()]
         return list(dict.fromkeys(names))
 
     def _weigh(self, keys: Sequence[str], data: TensorDict) -> Weighed:
@@ -438,7 +438,7 @@ def _facts(data: TensorDict, r: Rollouts, method: BaseMethod, turns: Sequence[in
     """What the token dump says of the responses beside their tokens, as far as the run has it; ``turns`` as in
     :func:`turn_rewards_label`."""
     judged, extra, sources, infos = (objects(data, name) or [None] * len(r) for name in OBJECTS)
-    sums_B = columns_of(data, [REWARDS]).get(REWARDS, torch.full((len(r), 1), torch.nan)).sum(dim=1)
+    sums_B = columns_of(data, {REWARDS: REWARDS}).get(REWARDS, torch.full((len(r), 1), torch.nan)).sum(dim=1)
     facts: dict[str, list[Any]] = {name: [] for name in ("ground_truth", "reward", "outcome", "id", "labels")}
     for of, judge, source, info, total, *of_turns in zip(
         extra, judged, sources, infos, sums_B.tolist(), r.turns_before, turns, strict=True
@@ -455,9 +455,9 @@ def _facts(data: TensorDict, r: Rollouts, method: BaseMethod, turns: Sequence[in
     return facts
 
 
-def columns_of(data: TensorDict, names: Iterable[str]) -> dict[str, torch.Tensor]:
-    """Those of the columns of numbers that were fetched, (B, T) float32 with 0 after the response."""
-    return {name: data[name].to_padded_tensor(0).float() for name in names if name in data.keys()}  # noqa: SIM118
+def columns_of(data: TensorDict, names: Mapping[str, str]) -> dict[str, torch.Tensor]:
+    """Those of the columns of numbers that were fetched, by verl's names, (B, T) float32 with 0 after the response."""
+    return {name: data[of].to_padded_tensor(0).float() for name, of in names.items() if of in data.keys()}  # noqa: SIM118
 
 
 def objects(data: TensorDict, name: str) -> list[Any] | None:

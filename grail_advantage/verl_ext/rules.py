@@ -21,7 +21,7 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from grail_advantage.answers.span import find_answer_spans
 from grail_advantage.answers.tokenizers import check_round_trip
-from grail_advantage.data import DUMPED, ENTROPY
+from grail_advantage.data import ENTROPY, OF_POLICY, REF_LOG_PROBS
 from grail_advantage.method import BaseMethod, methods
 from grail_advantage.methods.biases import Cause, biases_of_turns
 from grail_advantage.methods.oar import Oar
@@ -85,6 +85,7 @@ NUMBERS = (
 PENALTY = "reward.reward_kwargs.overlong_buffer_cfg.enable"  # DAPO's, for responses near the length limit
 TARGETS, EXCLUDED, ADAPTER = (f"{MODEL}.{name}" for name in ("target_modules", "exclude_modules", "lora_adapter_path"))
 EPOCHS = f"{ACTOR}.ppo_epochs"
+KL_LOSS = f"{ACTOR}.use_kl_loss"
 
 
 def check_settings(settings: Settings) -> None:
@@ -338,6 +339,12 @@ RULES = (
         remedy="use false",
     ),
     Rule(
+        option=KL_LOSS,
+        when=lambda s: REF_LOG_PROBS in s.method.reads and not (s[KL_LOSS] or s[KL_IN_REWARD]),
+        because="the method reads reference log-probabilities, which verl computes where a KL term is on",
+        remedy=f"use true, with {ACTOR}.kl_loss_coef=0 for no such term, or {KL_IN_REWARD}=true",
+    ),
+    Rule(
         option=BYPASS,
         when=lambda s: s[BYPASS] and s.dump is not None and s.dump.effect_every,
         because="an update's effect needs the actor's log-probabilities before it",
@@ -481,14 +488,14 @@ OBSTACLES = (
         reuse=f"only {' and '.join(ENGINES)} take them from the update",
         when=lambda s: s[STRATEGY] not in ENGINES,
     ),
-    Obstacle(METHOD, reuse=EARLY, when=lambda s: s.method and DUMPED.keys() & s.method.reads),
+    Obstacle(METHOD, reuse=EARLY, when=lambda s: s.method and s.method.reads & {*OF_POLICY}),
     Obstacle(
         LOSS,
         skip=f"it is none of {', '.join(SKIPPABLE)}, in which a response without an advantage adds nothing",
         when=lambda s: (s[LOSS] or SKIPPABLE[0]) not in SKIPPABLE,
     ),
     Obstacle(LOSS, reuse=UNKNOWN, when=lambda s: (s[LOSS] or REUSABLE[0]) not in REUSABLE),
-    Obstacle(f"{ACTOR}.use_kl_loss", skip=EVERY),
+    Obstacle(KL_LOSS, skip=EVERY),
     Obstacle(f"{ACTOR}.entropy_coeff", skip=EVERY),
     Obstacle(f"{ACTOR}.calculate_entropy", skip=EVERY),
     Obstacle(KL_IN_REWARD, reuse=EARLY),

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import timer
-from benchmarks.bench_training_step import compared
+from benchmarks.bench_training_step import Seconds, compared
 from grail_advantage.method import methods
 from tests import forked
 
@@ -16,10 +16,11 @@ from tests import forked
 def test_steps_by_hand() -> None:
     """A forward pass is 2 s and an update 6 s."""
     repeats = {
-        "uniform": [[2.0, 0.0, 0.0, 6.0]] * 3,
-        "saliency": [[2.0, 0.7, 0.1, 6.0]] * 3,
-        "log_probs": [[2.0, 2.5, 0.0, 7.0], [1.0, 2.0, 0.0, 6.0], [2.0, 3.0, 0.0, 6.0]],
+        "uniform": [Seconds(2.0, 0.0, 0.0, 6.0)] * 3,
+        "saliency": [Seconds(2.0, 0.7, 0.1, 6.0)] * 3,
+        "log_probs": [Seconds(2.0, 2.5, 0.0, 7.0), Seconds(1.0, 2.0, 0.0, 6.0), Seconds(2.0, 3.0, 0.0, 6.0)],
     }
+    assert repeats["saliency"][0].with_epochs(3) == pytest.approx(8.8 + 12.0)
     got = compared(repeats)
     expected = {"uniform": [0.0] * 3, "saliency": [0.4] * 3, "log_probs": [1.25, 1.0, 1.5]}
     for name, forwards in expected.items():

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 import benchmarks.gpu_check.__main__ as command
+from benchmarks.bench_training_step import VARIANTS
 from benchmarks.gpu_check import launch, machine, plain, trl_runs
 from benchmarks.gpu_check.__main__ import PARTS, ROOT, Outcome
 from benchmarks.setup import random_model
@@ -55,9 +56,10 @@ def test_a_part_at_toy_size(tmp_path: Path, letter: str) -> None:
             assert all(float(seconds) > 0 for seconds in found["Seconds by stage"][stage])
     elif letter == "c":
         for together in (4, 1):
-            assert len(found[f"Training side, toy, {together} at once"]) == 5
+            assert len(found[f"Training side, toy, {together} at once"]) == len(VARIANTS)
             assert all(float(of) > 0 for (of,) in found[f"Peak memory, toy, {together} at once"].values())
     else:
+        assert all(0 < float(row[1]) < float(row[0]) for row in found["GRAIL's weights"].values())
         for method in ("grail", "uniform"):
             assert float(found[f"Run of {method}, by step"]["step_time"][-1]) > 0
 

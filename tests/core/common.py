@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +20,8 @@ from tests.core.tiny_models import char_tokenizer
 
 METHODS = [name for name, cls in methods().items() if cls.__module__.startswith("grail_advantage.")]
 """Plug-ins of other projects may be installed."""
+FITTED = {"file": str(Path(__file__).with_name("fitted.json"))}
+"""Options without which ``fitted`` cannot run."""
 MAPS = [name for name, known in ALL_MAPS.items() if known.function.__module__.startswith("grail_advantage.")]
 
 

@@ -20,12 +20,14 @@ from uuid import uuid4
 import pytest
 import torch
 
-from grail_advantage import AnswerSpan, Grail, Method, Rollouts, Weights, maps, register, register_map
+from grail_advantage import AnswerSpan, Grail, Method, Rollouts, Weights, check, maps, register, register_map
 from grail_advantage import method as registry
-from grail_advantage.data import ENTROPY, OLD_LOG_PROBS, Weighed, joined
+from grail_advantage.check import batch_faults, unequal
+from grail_advantage.check import part as some_of
+from grail_advantage.data import ENTROPY, OLD_LOG_PROBS, REF_LOG_PROBS, Weighed, joined
 from grail_advantage.method import NameTakenError, build, failure_message, methods
 from grail_advantage.metrics import OF_WEIGHTS
-from tests.core.common import MAPS, METHODS, rollouts_of, weighed
+from tests.core.common import FITTED, MAPS, METHODS, rollouts_of, weighed
 from tests.core.plain_weights import close
 from tests.core.test_rlsd import example, tiny_tokenizer
 from tests.core.tiny_models import CHARACTERS, Rollout, compute, encode, make_batch, tiny_model
@@ -38,9 +40,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "polarity": {"wrong": 0.5},
     "pattern": {"gate": "wrong", "elsewhere": 1},
     "step_values": {"separator": " "},
+    "fitted": FITTED,
 }
 """So that the method does something with every response below, whose entropies are low."""
-COMPARES_ROWS = {"high_entropy", "stare"}
+COMPARES_ROWS = {"high_entropy", "stare", "fitted"}
 """Methods that need values of responses whose advantage is 0; ``steer`` compares those with an advantage."""
 READS_NO_NUMBERS = {"uniform": 1.0, "polarity": 0.5, "pattern": 0.0}
 """Methods without a score that could break, and what they make of an incorrect response without an equals sign."""
@@ -65,7 +68,7 @@ def case(rows: int = len(ADVANTAGES), tokens: int = TOKENS, *, gap: bool = False
     text = ("4=12 so 7= 3 or " * (tokens // 16 + 1))[:tokens]
     r = rollouts_of(
         *([encode(text)] * rows, (ADVANTAGES * (rows // len(ADVANTAGES) + 1))[:rows], trained, [SPAN] * rows),
-        columns={OLD_LOG_PROBS: -3 * log_probs - 0.01, ENTROPY: 0.3 * entropy},
+        columns={OLD_LOG_PROBS: -3 * log_probs - 0.01, ENTROPY: 0.3 * entropy, REF_LOG_PROBS: -4 * entropy - 0.01},
         tokenizer=tiny_tokenizer(),
         groups=torch.arange(rows) % 2,
         rewards=torch.arange(rows) % 3 / 2,
@@ -83,7 +86,7 @@ def run(name: str, of: Case, **options: Any) -> Weighed:
 
 
 def part(of: Case, rows: list[int]) -> Case:
-    return replace(of[0].part(rows), tokenizer=of[0].tokenizer), of[1][rows, : of[0].part(rows).mask.shape[1]]
+    return some_of(of[0], rows), of[1][rows, : of[0].part(rows).mask.shape[1]]
 
 
 def without(of: Case, *rows: int) -> Case:
@@ -104,15 +107,7 @@ def with_value(of: Case, source: str, row: int, value: float) -> Case:
 def sources(name: str) -> list[str]:
     """What a method's scores are made of."""
     method = method_of(name)
-    return [*sorted(method.reads & {OLD_LOG_PROBS, ENTROPY}), *([PASS] if method.uses else [])]
-
-
-def same(found: Weighed, expected: Weighed, of: list[int]) -> None:
-    """To the last digits, of the first responses: a mean over responses in another order is rounded otherwise."""
-    for name in ("weights", "advantages", "scores"):
-        values, wanted = getattr(found, name)[: len(of)], getattr(expected, name)[of]
-        torch.testing.assert_close(values[:, : wanted.shape[1]], wanted, rtol=1e-5, atol=1e-6, equal_nan=True, msg=name)
-        assert name == "scores" or not values[:, wanted.shape[1] :].any()
+    return [*sorted(method.reads & {OLD_LOG_PROBS, ENTROPY, REF_LOG_PROBS}), *([PASS] if method.uses else [])]
 
 
 @every
@@ -129,26 +124,27 @@ def test_says_what_it_is_and_keeps_nothing(name: str) -> None:
 @every
 def test_order_empty_responses_padding_and_shares_change_nothing(name: str) -> None:
     """A masked response trains nothing, and batches without a token have no figures."""
-    of, rows = case(12, gap=True), list(range(12))
-    whole = run(name, of)
-    order = torch.randperm(12, generator=torch.Generator().manual_seed(1)).tolist()
-    same(run(name, part(of, order)), whole, order)
+    of = case(12, gap=True)
+    numbers = dict(zip(of[0].keys, of[1], strict=True))
+
+    def run_keyed(r: Rollouts) -> Weighed:
+        nowhere = torch.full((r.mask.shape[1],), NAN)
+        rows = [torch.cat([numbers.get(key, nowhere), nowhere])[: r.mask.shape[1]] for key in r.keys]
+        return run(name, (r, torch.stack(rows)))
+
+    assert not list(batch_faults(run_keyed, of[0], apart=name not in COMPARES_ROWS | {"steer"}, rtol=1e-5))
     filler = without(case(2, TOKENS + 5), 0, 1)[0]
     columns = {column: torch.full_like(values, NAN) for column, values in filler.columns.items()}
     added = joined([of[0], replace(filler, advantages=torch.tensor([0.0, NAN]), columns=columns)])
     with_filler = run(name, (added, torch.nn.functional.pad(of[1], (0, 5, 0, 2), value=NAN)))
-    same(with_filler, whole, rows)
-    assert with_filler.metrics == pytest.approx(whole.metrics)
-    if name not in COMPARES_ROWS | {"steer"}:
-        for group in range(2):
-            same(run(name, part(of, rows[group::2])), whole, rows[group::2])
+    assert with_filler.metrics == pytest.approx(run(name, of).metrics)
     masked = run(name, (replace(of[0], masked=torch.arange(12) == 4), of[1]))
     assert not masked.advantages[4].any() and masked.advantages[:4].any()
     for nothing in (case(0, 0), case(3, 0), without(case(2), 0, 1)):
         assert run(name, nothing).metrics == {}
 
 
-@every
+@weighing
 def test_the_shuffled_control_has_the_same_weights_on_other_tokens(name: str) -> None:
     """Of each response; by the step and its tokens alone: other keys and places, as each start has them, move nothing."""
     if "control" not in methods()[name].model_fields:
@@ -168,9 +164,42 @@ def test_the_shuffled_control_has_the_same_weights_on_other_tokens(name: str) ->
     later = run(name, (replace(of[0], step=of[0].step + 1), of[1]), **options, control="shuffled")
     assert not torch.equal(control.weights, later.weights)
     order = torch.randperm(12, generator=torch.Generator().manual_seed(1)).tolist()
-    same(run(name, part(of, order), **options, control="shuffled"), control, order)
+    assert not unequal(run(name, part(of, order), **options, control="shuffled"), control, order)
     elsewhere = replace(of[0], keys=[uuid4().hex for _ in range(12)], places=range(100, 112))
     assert torch.equal(run(name, (elsewhere, of[1]), **options, control="shuffled").weights, control.weights)
+
+
+def runs_of(values: list[float], places: list[int]) -> list[list[int]]:
+    """The places of equal values next to each other."""
+    runs: list[list[int]] = []
+    for place in places:
+        if runs and runs[-1][-1] == place - 1 and values[place - 1] == values[place]:
+            runs[-1].append(place)
+        else:
+            runs.append([place])
+    return runs
+
+
+@pytest.mark.parametrize("name", [name for name in METHODS if not issubclass(methods()[name], Method)])
+def test_the_shuffled_control_of_advantages_moves_whole_steps(name: str) -> None:
+    """Within a response; before the answer, which begins at token 4, where the method reads it."""
+    of = case(12, tokens=16, gap=True)
+    own = run(name, of)
+    control = run(name, of, control="shuffled")
+    torch.testing.assert_close(control.scores, own.scores, equal_nan=True)
+    moved = of[0].mask & own.selected[:, None]
+    if own.method.reads_answer:
+        moved[:, SPAN.start :] = False
+    assert torch.equal(control.advantages[~moved], own.advantages[~moved])
+    for before, after, where in zip(own.advantages.tolist(), control.advantages.tolist(), moved, strict=True):
+        steps = runs_of(before, where.nonzero().flatten().tolist())
+        assert all(len({after[place] for place in step}) == 1 for step in steps)
+        assert sorted(after[step[0]] for step in steps) == sorted(before[step[0]] for step in steps)
+    later = [run(name, (replace(of[0], step=step), of[1]), control="shuffled").advantages for step in range(1, 9)]
+    assert any(not torch.equal(advantages, own.advantages) for advantages in later)
+    assert any(not torch.equal(advantages, control.advantages) for advantages in later)
+    order = torch.randperm(12, generator=torch.Generator().manual_seed(1)).tolist()
+    assert not unequal(run(name, part(of, order), control="shuffled"), control, order)
 
 
 @pytest.mark.parametrize("name", [name for name in METHODS if "normalize_mass" in methods()[name].model_fields])
@@ -355,12 +384,14 @@ def test_plugins_that_fail_are_named_and_stop_no_other(tmp_path: Path) -> None:
     """And naming the methods imports no model code."""
     mine = "from grail_advantage import Method, register\n\n@register('grail')\nclass Mine(Method):\n    pass\n"
     whole = mine.replace("grail')", "mine')")
-    for name, text in (("broken", "import a_package_that_is_not_there"), ("twice", mine), ("whole", whole)):
+    broken = "import a_package_that_is_not_there"
+    earlier = "signals"  # the group's earlier name is still read
+    for name, text, group in (("broken", broken, "methods"), ("twice", mine, "methods"), ("whole", whole, earlier)):
         info = tmp_path / f"{name}-1.0.dist-info"  # as an installer leaves it behind
         info.mkdir()
         (tmp_path / f"{name}_method.py").write_text(text)
         (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
-        (info / "entry_points.txt").write_text(f"[grail_advantage.signals]\n{name} = {name}_method\n")
+        (info / "entry_points.txt").write_text(f"[grail_advantage.{group}]\n{name} = {name}_method\n")
     code = """
 import sys
 from grail_advantage.method import build, failure_message, methods
@@ -374,3 +405,37 @@ print(failure_message())
     for words in ("'grail'", "twice_method", "broken_method", "No module named 'a_pack"):
         assert words in said
     assert failure_message() == ""
+
+
+SHIFT = """
+import torch
+from grail_advantage import Mapped, register
+
+@register("entropy_drop")
+class EntropyDrop(Mapped):
+    reads = frozenset({"entropy"})
+
+    def scores(self, r, of_pass):
+        entropy = r.columns["entropy"]
+        later = torch.nn.functional.pad(entropy, (0, 1), value=torch.nan)[:, 1:]
+        LAST
+        return (entropy - later).exp()
+"""
+
+
+def test_a_method_of_ones_own_is_checked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A shift that reads beyond the response is told; with another value there it is none. Fields need values."""
+    file = tmp_path / "mine.py"
+    file.write_text(SHIFT.replace("LAST", ""))
+    assert check.main([str(file)]) == 1
+    shown = capsys.readouterr().out
+    assert "is not finite" in shown
+    file.write_text(SHIFT.replace("LAST", "later = torch.where(later.isfinite(), later, entropy)"))
+    assert check.main([str(file)]) == 0
+    assert "entropy_drop: keeps the contract" in capsys.readouterr().out
+    file.write_text(SHIFT.replace("LAST", "later = entropy / r.mask.shape[1]"))
+    assert check.main([str(file)]) == 1
+    assert "scores are others beside a longer response" in capsys.readouterr().out
+    file.write_text("")
+    assert check.main([str(file)]) == 1
+    assert "registers no method" in capsys.readouterr().err

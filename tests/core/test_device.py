@@ -17,7 +17,7 @@ import torch
 from grail_advantage import compute_token_weights
 from grail_advantage.method import build
 from tests import forked
-from tests.core.common import METHODS
+from tests.core.common import FITTED, METHODS
 from tests.core.test_doors import valid_weights
 from tests.core.test_rlsd import example, tiny_tokenizer
 from tests.core.tiny_models import char_tokenizer, tiny_model
@@ -34,7 +34,12 @@ def compare(name: str, **columns: Any) -> float:
     """The largest difference, as a part of the largest value."""
     from tests.core import card
 
-    given = valid_weights() | {"fields": TURNS, "config": build(name), "model": tiny_model(), **columns}
+    given = valid_weights() | {
+        "fields": TURNS,
+        "config": build(name, FITTED if name == "fitted" else {}),
+        "model": tiny_model(),
+        **columns,
+    }
     given |= {"examples": [example("?", "7")] * 3, "tokenizer": tiny_tokenizer()}
     expected = compute_token_weights(**given)
     with card.card():

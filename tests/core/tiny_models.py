@@ -9,7 +9,6 @@ from __future__ import annotations
 import inspect
 import json
 import math
-import string
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -17,33 +16,21 @@ from typing import Any
 
 import torch
 import transformers
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
     PretrainedConfig,
     PreTrainedModel,
-    PreTrainedTokenizerFast,
     Qwen3Config,
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-from grail_advantage import Method, TokenWeights, compute_token_weights
+from grail_advantage import Method, TokenWeights, check, compute_token_weights
+from grail_advantage.check import CHARACTERS, END
 
-CHARACTERS = sorted(set(string.ascii_letters + string.digits + string.punctuation + " "))
-PAD, END = "<pad>", "<end>"
+PAD = check.PAD
+char_tokenizer = cache(check.char_tokenizer)
 PAD_ID, END_ID = len(CHARACTERS), len(CHARACTERS) + 1
-
-
-@cache
-def char_tokenizer() -> PreTrainedTokenizerFast:
-    """A byte-level BPE without merges over printable ASCII: one token is one character."""
-    spelling = {character: "Ġ" if character == " " else character for character in CHARACTERS}
-    vocabulary = {spelling[character]: index for index, character in enumerate(CHARACTERS)}
-    backend = Tokenizer(models.BPE(vocab={**vocabulary, PAD: PAD_ID, END: END_ID}, merges=[]))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=backend, pad_token=PAD, eos_token=END)
 
 
 def id_to_character() -> dict[int, str]:

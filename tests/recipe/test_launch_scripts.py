@@ -189,6 +189,29 @@ def test_cores_of_one_machine() -> None:
     assert configuration(script, RAY_ADDRESS="10.0.0.1:6379").ray_kwargs.ray_init.num_cpus is None
 
 
+def test_five_arms_are_five_runs_in_each_trainer() -> None:
+    """In verl's configuration, and on TRL's command line; a seed of each."""
+    arms = {
+        "stock": ("grpo", "none", "--method none"),
+        "uniform": ("uniform", "none", "--method uniform"),
+        "grail": ("grail", "none", "--method grail"),
+        "shuffled": ("grail", "shuffled", "--method grail --control shuffled"),
+        "answer": ("grail", "answer", "--method grail --control answer"),
+    }
+    for arm, (estimator, control, options) in arms.items():
+        config = configuration("run_five_arms.sh", "trainer.test_freq=7", SEEDS="3", ARMS=arm)
+        assert config.algorithm.adv_estimator == estimator
+        assert OmegaConf.select(config, "algorithm.grail.control", default="none") == control
+        assert (config.data.seed, config.trainer.experiment_name) == (3, f"{arm}-seed3")
+        assert config.trainer.test_freq == 7 and "Qwen2.5-1.5B" in config.actor_rollout_ref.model.path
+        knobs = {"PATH": os.environ["PATH"], "DRY_RUN": "1", "TRAINER": "trl", "SEEDS": "3 4", "ARMS": f"{arm} {arm}"}
+        command = ["bash", unused() / "examples" / "run_five_arms.sh", "--steps", "9"]
+        said = subprocess.run(command, env=knobs, capture_output=True, text=True, check=True).stdout.replace("'", "")
+        assert len(said.splitlines()) == 4 and said.count(f"{options} --seed 3 ") == 2 and "--vllm --steps 9" in said
+    with pytest.raises(ValueError, match="ARMS="):
+        _words("run_five_arms.sh", project=unused(), ARMS="grail,answer")
+
+
 def test_three_words_three_things() -> None:
     """``uniform``, the baseline; ``grpo``, all of verl's own; ``dr_grpo``, verl's estimator with this recipe's loss."""
     verls = compose("ppo_trainer", ["actor_rollout_ref.actor.strategy=fsdp2"], VERL)

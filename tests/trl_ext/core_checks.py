@@ -35,7 +35,7 @@ from scripts import docs_pages
 from tests.core.common import watch_inputs
 from tests.core.tiny_models import END, PAD, Family, Rollout, char_tokenizer, make_batch
 from tests.trl_ext import world
-from tests.trl_ext.world import MICRO, build, generation_batch, new_model, parameters, trained
+from tests.trl_ext.world import MICRO, build, generation_batch, mismatches, new_model, parameters, trained
 from tests.unjudged import UNJUDGED
 
 WHOLE = {"token_weights": "uniform", "token_weight_options": {"mask_truncated": False}}
@@ -290,6 +290,25 @@ def test_an_adapter_is_part_of_the_policy(tmp_path: Path) -> None:
     assert not torch.allclose(found, plain_weights(method, **answer)[1], atol=0.02)
 
 
+@pytest.mark.parametrize("beta", [0.0, 0.5])
+def test_the_reference_is_the_model_without_its_adapter(tmp_path: Path, beta: float) -> None:
+    """By TRL's forward with a KL term, else by this package's; in a whole training, whose receipt finds nothing."""
+    adapter = LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    method = method_of("progress_advantage", {"lam": 0.25})
+    weights = {"token_weights": method, "peft_config": adapter, "token_dump": {"folder": tmp_path / "tokens"}}
+    trainer = build(tmp_path, weights=weights, beta=beta, max_steps=2, learning_rate=0.1)
+    found = of_responses(trainer)
+    expected = plain_weights(method, trainer.model)[1]
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
+    assert not torch.allclose(found, plain_weights(method_of("uniform"))[1], atol=0.02)
+    trainer.train()
+    for row in read_dump(tmp_path / "tokens"):
+        signal = row.old_log_prob_T - row.ref_log_prob_T
+        mixed = 0.25 * row.base_advantage_T + 0.75 * signal
+        np.testing.assert_allclose(row.advantage_T, np.where(row.base_advantage_T, mixed, 0), atol=1e-5)
+    assert mismatches(tmp_path / "tokens") == [[], []]
+
+
 def test_rlsd_reads_the_other_columns(tmp_path: Path) -> None:
     method, tokenizer = method_of("rlsd", {"privileged_column": "solution"}), char_tokenizer()
     tokenizer.chat_template = "user: {{ messages[0]['content'] }} {{ 'assistant: ' if add_generation_prompt }}"
@@ -314,6 +333,7 @@ REFUSED: dict[str, dict[str, Any]] = {
     },
     "turns are divided by no deviation": {"scale_rewards": "batch", "token_weights": "turn_rloo"},
     "turns have a deviation of their own": {"scale_rewards": "none", "token_weights": "gtpo:gamma=1"},
+    "nothing computes the reference": {"beta": 0.0, "token_weights": "progress_advantage"},
     "temperature 0": {"temperature": 0.0},
     "a temperature that is no number": {"temperature": float("nan")},
     "fp16": {"fp16": True},

@@ -15,7 +15,7 @@ from transfer_queue import KVBatchMeta
 from verl.utils.tensordict_utils import get_non_tensor_data
 
 from grail_advantage import Grail, Method
-from grail_advantage.data import ENTROPY, OLD_LOG_PROBS, ROLLOUT_LOG_PROBS, Row
+from grail_advantage.data import ENTROPY, OLD_LOG_PROBS, REF_LOG_PROBS, ROLLOUT_LOG_PROBS, Row
 from grail_advantage.model.hugging_face import HuggingFaceModel
 from grail_advantage.verl_ext.exchange import build_reply, rows_of
 from tests import hosts
@@ -73,6 +73,8 @@ def dumped(folder: Path, signal: Method, rejected: int | None = None) -> pa.Tabl
         made |= {"rollout_log_probs": torch.full((len(said.ids),), SAMPLED)}
         made |= {"extra_fields": {"tool_rewards": list(said.tool_rewards)}}
         made["response_mask"] = made["loss_mask"] * (row != rejected)
+        if REF_LOG_PROBS in signal.reads:
+            made["ref_log_prob"] = hosts.reference(hosts.plain_rollouts())[JUDGED[row], : len(said.ids)]
     options = [
         f"actor_rollout_ref.rollout.n={hosts.GROUP_SIZE}",
         f"actor_rollout_ref.rollout.temperature={hosts.TEMPERATURE}",

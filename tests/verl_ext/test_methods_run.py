@@ -30,7 +30,7 @@ from grail_advantage.dump import COLUMNS, read_dump
 from grail_advantage.method import build, methods
 from grail_advantage.methods.turns import TurnMethod
 from recipe.run_life.watch import HEADLINE
-from tests.core.common import METHODS
+from tests.core.common import FITTED, METHODS
 from tests.documentation import write_files
 from tests.run_life.killed_run import KilledRun
 from tests.verl_ext import whole_run
@@ -47,6 +47,7 @@ OPTIONS = {
     "shear": {"window": 12, "stride": 4},
     "oar_p": {"max_perturbations": 5},
     "step_values": {"separator": "[+=]"},
+    "fitted": FITTED,
 }
 """So that something happens in a batch of 32 short responses."""
 

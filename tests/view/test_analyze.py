@@ -42,7 +42,7 @@ RESPONSES = [
 @pytest.mark.parametrize("tokens", [1, 300])
 def test_the_dump_is_that_of_a_plain_model(tmp_path: Path, first: str, tokens: int):
     """Bit for bit, for the first method as the run's and for each of several."""
-    names = (first, "grail_robust", "oar_g", "oar_p", "stare", "shear", "polarity")
+    names = (first, "grail_robust", "oar_g", "oar_p", "stare", "shear", "polarity", "progress_advantage")
     methods = {name: hosts.signal_of(name) for name in names}
     chosen = [row for row, said in enumerate(hosts.RESPONSES) if math.isfinite(said.reward)]
     given = [hosts.RESPONSES[row] for row in chosen]
@@ -52,6 +52,7 @@ def test_the_dump_is_that_of_a_plain_model(tmp_path: Path, first: str, tokens: i
         for text in [said.ids if said.text.endswith("<end>") else said.text]
     ]
     settings: dict[str, Any] = {"model": "tiny", "temperature": hosts.TEMPERATURE, "tokens": tokens}
+    settings["reference"] = "other", hosts.reference_model
     analyze(responses, methods, tmp_path / "a", char_tokenizer(), tiny_model, **settings)
     mask_BT = torch.arange(hosts.LIMIT) < torch.tensor([[len(said.ids)] for said in hosts.RESPONSES])  # no tool's
     part = hosts.plain_rollouts(mask=mask_BT, truncated=None).part(chosen)
@@ -520,6 +521,7 @@ def test_a_folder_holds_the_analysis_of_one_model_and_one_choice_of_options(
     call(*start)
     changes: dict[str, Callable[[], list[str]]] = {
         "after": lambda: ["--after", "later"],
+        "reference": lambda: ["--reference", "later"],
         "dtype": lambda: ["--dtype", "bfloat16"],
         "temperature": lambda: ["--temperature", "0.5"],
         "answer": lambda: ["--answer", "hashes"],

@@ -1,6 +1,7 @@
 """Make the models of :mod:`verl_cpu.tiny.shipped` anew and write them into this package, or into another folder:
 
     python -m verl_cpu.tiny.make_models tiny|agent [FOLDER]
+    python -m verl_cpu.tiny.make_models long FOLDER          the tiny model, with solutions in more words; not shipped
 
 Supervised fine-tuning (SFT) on worked solutions. It ends when the model knows the task (greedy decoding is correct on
 most held-out problems) but still slips when it samples, because the solutions it was shown slip at a known rate. The
@@ -28,8 +29,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from verl_cpu.tiny import agent, shipped
 from verl_cpu.tiny.model import build_model, build_tokenizer
-from verl_cpu.tiny.sampling import MAX_RESPONSE_TOKENS, judge, prompt_ids, sample, uniform
-from verl_cpu.tiny.task import MAX_VALUE, Problem, boxed_answer, problems, solve
+from verl_cpu.tiny.sampling import MAX_LONG_TOKENS, MAX_RESPONSE_TOKENS, judge, prompt_ids, sample, uniform
+from verl_cpu.tiny.task import LONG, MAX_VALUE, SHORT, Problem, boxed_answer, problems, solve
 
 MAX_TURN_TOKENS = 16
 Row = tuple[list[int], list[int]]
@@ -100,14 +101,15 @@ def warm_up(
     validation: list[Problem],
     settings: WarmUpSettings,
     max_new_tokens: int = MAX_RESPONSE_TOKENS,
+    wording: str = SHORT,
 ) -> dict[str, float]:
     """Train ``model`` in place; returns the last step, loss, greedy and sampled accuracy, and the seconds taken.
-    ``max_new_tokens`` limits sampled solutions."""
+    ``max_new_tokens`` limits sampled solutions, and ``wording`` says their steps."""
     rng = random.Random(settings.seed)
     started = time.monotonic()
 
     def written(problem: Problem) -> Row:
-        solution = tokenizer.encode(solve(problem, settings.error_rate, rng), add_special_tokens=False)
+        solution = tokenizer.encode(solve(problem, settings.error_rate, rng, wording), add_special_tokens=False)
         return prompt_ids(tokenizer, problem), [*solution, tokenizer.eos_token_id]
 
     chosen = (rng.choices(train, k=settings.batch_size) for _ in range(settings.steps))
@@ -176,11 +178,30 @@ def make_tiny(folder: Path = shipped.FOLDER) -> None:
     """Warm a freshly initialised model up, and write its weights."""
     settings = WarmUpSettings()
     tokenizer = build_tokenizer()
-    model = build_model(tokenizer, settings.seed)
+    _make(build_model(tokenizer, settings.seed), tokenizer, folder, settings, MAX_RESPONSE_TOKENS, SHORT)
+
+
+def make_long(folder: Path) -> None:
+    """Teach the tiny model to say its steps in more words, and write its weights and its tokenizer."""
+    model, tokenizer = shipped.load_shipped()
+    settings = WarmUpSettings(learning_rate=2e-3, steps=200, evaluate_every=25)
+    _make(model, tokenizer, folder, settings, MAX_LONG_TOKENS, LONG)
+    tokenizer.save_pretrained(folder)
+
+
+def _make(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerFast,
+    folder: Path,
+    settings: WarmUpSettings,
+    max_new_tokens: int,
+    wording: str,
+) -> None:
+    """Train a model on solutions in this wording, and write it."""
     train = problems("train", shipped.TRAIN, seed=settings.seed)
     held_out = problems("validation", shipped.HELD_OUT, seed=settings.seed)
-    result = warm_up(model, tokenizer, train, held_out, settings)
-    measured = partial(judge, tokenizer=tokenizer, problems=held_out)
+    result = warm_up(model, tokenizer, train, held_out, settings, max_new_tokens, wording)
+    measured = partial(judge, tokenizer=tokenizer, problems=held_out, max_new_tokens=max_new_tokens)
     ship(model, folder, settings, measured, train_size=shipped.TRAIN, warm_up=result)
 
 
@@ -249,4 +270,4 @@ def measure(
 
 
 if __name__ == "__main__":
-    {"tiny": make_tiny, "agent": make_agent}[sys.argv[1]](*map(Path, sys.argv[2:]))
+    {"tiny": make_tiny, "agent": make_agent, "long": make_long}[sys.argv[1]](*map(Path, sys.argv[2:]))

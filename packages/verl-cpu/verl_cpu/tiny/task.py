@@ -26,6 +26,9 @@ Split = Literal["train", "validation"]
 
 _PROBLEM = re.compile(r"\d(?:[+-]\d)+", re.ASCII)
 STEP = re.compile(r"(?<!\d)(-?\d{1,9})([+-])(\d{1,9})=(-?\d{1,9})(?!\d)", re.ASCII)
+SHORT = "{left}={result};"
+LONG = "{left}={result}, so we have {result} by now;"
+"""Wordings of a step; with the longer one a solution has 95 to 190 tokens."""
 _BOXED = re.compile(r"\\boxed\{([^{}]*)\}")
 # One text in so many, chosen by its own hash, is held out: the splits are disjoint for every seed and size.
 _VALIDATION_SHARE = 8
@@ -118,16 +121,17 @@ def _chain_texts(draws: int, seed: int) -> Iterator[str]:
         yield item["metadata"]["expression"].replace(" ", "")
 
 
-def solve(problem: Problem, error_rate: float, rng: random.Random) -> str:
+def solve(problem: Problem, error_rate: float, rng: random.Random, wording: str = SHORT) -> str:
     """A worked solution in which each step is incorrect with probability ``error_rate``; the next starts from its
-    result. An incorrect result is any other number from 0 to ``MAX_VALUE``, all equally probable, whatever the sum."""
+    result. An incorrect result is any other number from 0 to ``MAX_VALUE``, all equally probable, whatever the sum.
+    ``wording`` says a step."""
     value = problem.first
     parts = []
     for operator, term in problem.steps:
         result = _apply(value, operator, term)
         if rng.random() < error_rate:
             result = rng.choice([value for value in range(MAX_VALUE + 1) if value != result])
-        parts.append(f"{value}{operator}{term}={result};")
+        parts.append(wording.format(left=f"{value}{operator}{term}", result=result))
         value = result
     return "".join(parts) + f"\\boxed{{{value}}}"
 

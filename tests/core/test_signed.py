@@ -1,0 +1,86 @@
+"""Methods of signed log-ratios against plain computations, and where the plain host finds reference log-probabilities."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+
+from grail_advantage.data import OLD_LOG_PROBS, REF_LOG_PROBS, Weighed
+from grail_advantage.method import build
+from tests.core.common import rollouts_of, weighed
+from tests.core.test_rlsd import BATCH, EXAMPLES, ROWS, SHORT, subject, tiny_tokenizer
+from tests.core.tiny_models import compute, encode, plain_columns, tiny_model
+
+OLD = [[-1.0, -2.0, -0.5, -4.0, -0.25, -1.0], [-0.5, -0.5, -1.0, -3.0, -2.0, -0.125]]
+REFERENCE = [[-1.5, -1.0, -0.5, -9.0, -0.75, -2.0], [-0.25, -1.5, -0.5, -9.0, -0.5, -8.0]]
+WRITTEN = [[True, True, True, False, True, True]] * 2  # a tool wrote the fourth token
+TRAINS = [WRITTEN[0], [True, False, True, False, True, True]]
+TURNS = [(0, 3), (4, 6)]
+
+
+def progress(**options: Any) -> Weighed:
+    columns = {OLD_LOG_PROBS: torch.tensor(OLD), REF_LOG_PROBS: torch.tensor(REFERENCE)}
+    r = rollouts_of([[0] * 6] * 2, [0.5, -2.0], TRAINS, written=torch.tensor(WRITTEN), columns=columns)
+    return weighed(build("progress_advantage", options), r)
+
+
+@pytest.mark.parametrize("over", ["token", "turn", "response"])
+@pytest.mark.parametrize("lam", [0.0, 0.25, 1.0])
+def test_the_mix_by_token_turn_and_response(over: str, lam: float) -> None:
+    """Means are over the tokens that train."""
+    expected = []
+    for a, old, reference, trains in zip([0.5, -2.0], OLD, REFERENCE, TRAINS, strict=True):
+        change = [p - q for p, q in zip(old, reference, strict=True)]
+        signal = list(change)
+        for start, stop in {"token": [], "turn": TURNS, "response": [(0, 6)]}[over]:
+            kept = [change[t] for t in range(start, stop) if trains[t]]
+            signal[start:stop] = [sum(kept) / len(kept)] * (stop - start)
+        expected.append([(lam * a + (1 - lam) * d) * t for d, t in zip(signal, trains, strict=True)])
+    w = progress(lam=lam, over=over)
+    assert w.gave_advantages and not w.failed.any()
+    torch.testing.assert_close(w.advantages, torch.tensor(expected))
+
+
+def test_self_distillation_is_the_plain_mix() -> None:
+    """Through the model; also where the response's own advantage is 0. Without a text it keeps its own."""
+    method = build("self_distillation", {"lam": 0.3, "request": SHORT})
+    examples = [*EXAMPLES[:2], None, *EXAMPLES[3:]]
+    found = compute(subject(), BATCH, method, tiny_tokenizer(), examples=examples)
+    for row, advantages in enumerate(BATCH.of_responses(found.advantages)):
+        asked, gold, said, a = ROWS[row]
+        if examples[row] is None:
+            assert advantages == [a] * len(encode(said))
+            continue
+        texts = (asked, f"{asked}{SHORT.replace('{privileged}', gold)}")
+        old, teacher = (
+            plain_columns(subject(), encode(f"[user]{text}[assistant]"), encode(said), 1.0)[0] for text in texts
+        )
+        expected = [0.3 * a + 0.7 * (new - before) for new, before in zip(teacher, old, strict=True)]
+        assert advantages == pytest.approx(expected, abs=1e-5)
+        assert not said or max(expected) - min(expected) > 0.01
+
+
+def test_reference_log_probabilities_are_given_or_those_without_the_adapter() -> None:
+    torch.manual_seed(0)
+    config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    adapted = get_peft_model(tiny_model(seed=3), config).eval()
+    method, plain = build("progress_advantage", {"lam": 0}), tiny_model(seed=3)
+    found = compute(adapted, BATCH, method, tiny_tokenizer(), temperature=0.7)
+    of_rows = BATCH.of_responses(found.advantages)
+    reference = torch.full(BATCH.input_ids.shape, -2.0)
+    given = compute(adapted, BATCH, method, tiny_tokenizer(), temperature=0.7, ref_log_probs=reference)
+    for (asked, _, said, _), advantages, other in zip(ROWS, of_rows, BATCH.of_responses(given.advantages), strict=True):
+        pair = (encode(f"[user]{asked}[assistant]"), encode(said), 0.7)
+        old, before = plain_columns(adapted, *pair)[0], plain_columns(plain, *pair)[0]
+        assert advantages == pytest.approx([p - q for p, q in zip(old, before, strict=True)], abs=1e-5)
+        assert other == pytest.approx([p + 2 for p in old], abs=1e-5)
+    assert max(abs(value) for row in of_rows for value in row) > 0.01, "the adapter does something"
+    with pytest.raises(ValueError, match="ref_log_probs are not there"):
+        compute(plain, BATCH, method, tiny_tokenizer())
+    for wrong in (-reference, torch.full_like(reference, math.nan)[:1]):
+        with pytest.raises(ValueError, match="ref_log_probs"):
+            compute(plain, BATCH, method, tiny_tokenizer(), ref_log_probs=wrong)
