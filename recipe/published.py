@@ -190,17 +190,21 @@ def compared(config: DictConfig) -> list[tuple[Setting, Any, str]]:
     for setting in itertools.chain(*GROUPS.values()):
         values = [OmegaConf.select(config, option.replace("METHOD", section)) for option in setting.options]
         ours = setting.ours(*values) if values else None
-        numbers = isinstance(setting.theirs, float) and isinstance(ours, int | float)
-        same = math.isclose(setting.theirs, ours, rel_tol=1e-12) if numbers else setting.theirs == ours
-        verdict = "=" if same else "differs"
-        if verdict == "differs" and setting.why and setting.value in (None, ours):
-            verdict = "~"
-        elif (
-            verdict == "differs" and setting.corrected and ours == setting.instead and not config.get("published_ratio")
-        ):
-            verdict = "corrected"
-        rows.append((setting, ours, verdict))
+        rows.append((setting, ours, _verdict(setting, ours, config)))
     return rows
+
+
+def _verdict(setting: Setting, ours: Any, config: DictConfig) -> str:
+    same = setting.theirs == ours
+    if isinstance(setting.theirs, float) and isinstance(ours, int | float):
+        same = math.isclose(setting.theirs, ours, rel_tol=1e-12)
+    if same:
+        return "="
+    if setting.why and setting.value in (None, ours):
+        return "~"
+    if setting.corrected and ours == setting.instead and not config.get("published_ratio"):
+        return "corrected"
+    return "differs"
 
 
 def shown(value: Any) -> str:
@@ -222,7 +226,8 @@ def main() -> None:
         why = {"differs": "no reason is known", "corrected": setting.corrected, "~": setting.why}.get(verdict, "")
         value = "" if ours is None else shown(ours)
         rows.append([setting.name, shown(setting.theirs), setting.place, verdict, value, why])
-        wrong += [f"{setting.name}: {shown(setting.theirs)} there, {shown(ours)} here"] if verdict == "differs" else []
+        if verdict == "differs":
+            wrong.append(f"{setting.name}: {shown(setting.theirs)} there, {shown(ours)} here")
     print("\n".join(table(["setting", "theirs", "place", "", "ours, in their terms", "why"], rows)))
     if wrong:
         sys.exit("\n".join(wrong))

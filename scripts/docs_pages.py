@@ -281,15 +281,22 @@ def _of_rules(heading: str, rules: Iterable[Rule]) -> list[str]:
 
 def patches() -> str:
     """For each file a table of its functions and classes whose docstring says when they can go."""
-    files = {"verl_ext/patches": "verl", "model/patches": "torch and transformers, within a pass of a method alone"}
+    files = {
+        "verl_ext/patches": "verl",
+        "model/patches": "torch and transformers, within a pass of a method alone",
+        "trl_ext/trainer": "TRL, of which nothing is replaced",
+    }
     lines: list[str] = []
-    for file, heading in (files | {"trl_ext/trainer": "TRL, of which nothing is replaced"}).items():
+    for file, heading in files.items():
         name = f"grail_advantage/{file}.py"
         rows = []
         for node in ast.parse((ROOT / name).read_text(encoding="utf-8")).body:
-            docstring = ast.get_docstring(node) or "" if isinstance(node, ast.FunctionDef | ast.ClassDef) else ""
-            why, can, going = " ".join(_names(docstring).split("\nArgs:")[0].split()).partition("Can go ")
-            rows += [[f"`{node.name}`", why.strip().partition(". ")[0], going.strip().rstrip(".")]] if can else []
+            if not isinstance(node, ast.FunctionDef | ast.ClassDef):
+                continue
+            docstring = _names(ast.get_docstring(node) or "").split("\nArgs:")[0]
+            why, can_go, when = " ".join(docstring.split()).partition("Can go ")
+            if can_go:
+                rows.append([f"`{node.name}`", why.strip().partition(". ")[0], when.strip().rstrip(".")])
         lines += [f"### {heading}", "", f"[`{name}`](../{name})", ""]
         lines += [*table(["function", "what and why", "can go"], rows), ""]
     return "\n".join(lines).rstrip()

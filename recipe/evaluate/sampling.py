@@ -268,7 +268,7 @@ def start_engine(model: Path, longest: int, tensor_parallel_size: int, *, prefix
 
 
 async def draw(start: Callable, samples: pd.DataFrame, sampling: dict[str, Any], tokenizer: Any, file: TextIO) -> None:
-    """Start the engine and draw the ``wanted`` samples (:data:`KEY` and ``prompt_ids``), each into ``file`` at once."""
+    """Start the engine and draw samples, of which :data:`KEY` and ``prompt_ids`` are given, each into ``file`` at once."""
     from vllm.sampling_params import RequestOutputKind, SamplingParams
 
     options = {name: value for name, value in sampling.items() if name not in ("samples", "seed")}

