@@ -17,6 +17,11 @@ ROOMS = (
     "packages",
     "recipe",
     "scripts",
+    ":(glob)tests/*.py",
+    "tests/other_hosts",
+    "tests/recipe",
+    "tests/run_life",
+    "tests/verl_cpu",
 )
 WORDS = re.compile(
     "of|found|there|known|own|one|said|made|some|here|alike|told|whole|others?|both|before|after|beside|each|every|left|taken"

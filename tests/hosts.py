@@ -57,7 +57,7 @@ DATA = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"
 RESPONSES = [Said(*parts) for parts in DATA["responses"]]
 """Two prompts with five responses each. No prompt has equal rewards whose float32 mean is off by rounding, as three of 0.9
 are: verl and TRL train on that rounding, as their GRPO does, while an analysis gives the advantage 0."""
-SUM, NINE = dict.fromkeys(said.prompt for said in RESPONSES)
+SUM, NINE = dict.fromkeys(response.prompt for response in RESPONSES)
 DATA["options"]["fitted"] = FITTED
 COUNT = len(RESPONSES)
 GROUP_SIZE = len(RESPONSES) // 2
@@ -99,9 +99,9 @@ def plain_rollouts(**changes: Any) -> Rollouts:
 
 
 def plain_table(
-    signal: Method, rollouts: Rollouts, *, others: Mapping[str, Method] = {}, tokens: int = 1, step: int = 0
+    signal: Method, rollouts: Rollouts, *, further: Mapping[str, Method] = {}, tokens: int = 1, step: int = 0
 ) -> pa.Table:
-    """The dump of a plain model, by default with each response in a forward of its own; ``others``: methods for the column
+    """The dump of a plain model, by default with each response in a forward of its own; ``further``: methods for the column
     ``methods``, by name; ``tokens``: most of a forward."""
 
     def host(responses: Rollouts) -> PlainHost:
@@ -109,9 +109,9 @@ def plain_table(
 
     rollouts = replace(rollouts, step=step)
     rollouts = with_columns(rollouts, OF_POLICY, host(rollouts))
-    if any(REF_LOG_PROBS in method.reads for method in (signal, *others.values())):
+    if any(REF_LOG_PROBS in method.reads for method in (signal, *further.values())):
         rollouts = replace(rollouts, columns={**rollouts.columns, REF_LOG_PROBS: reference(rollouts, tokens)})
-    records = {name: weigh(rollouts, other, host(rollouts)) for name, other in others.items()}
+    records = {name: weigh(rollouts, entry, host(rollouts)) for name, entry in further.items()}
     return table_of(weigh(rollouts, signal, host(rollouts)), TokenTexts(rollouts.tokenizer), records)
 
 
@@ -145,5 +145,5 @@ def says_something(table: pa.Table) -> bool:
     return any(base != advantage for row, (base, advantage) in enumerate(pairs) if row != TRUNCATED)
 
 
-assert all(len(said.ids) < LIMIT for row, said in enumerate(RESPONSES) if row != TRUNCATED)
+assert all(len(response.ids) < LIMIT for row, response in enumerate(RESPONSES) if row != TRUNCATED)
 assert not RESPONSES[TRUNCATED].text.endswith(END)

@@ -50,8 +50,8 @@ def test_links_lead_somewhere() -> None:
             if "://" in target or target.startswith("mailto:"):
                 continue
             file = (page.parent / target).resolve() if target else page
-            there = file.exists() and ROOT in [file, *file.parents]
-            if not there or (anchor and file.suffix == ".md" and anchor not in _anchors(file)):
+            is_inside = file.exists() and ROOT in [file, *file.parents]
+            if not is_inside or (anchor and file.suffix == ".md" and anchor not in _anchors(file)):
                 broken.append((page.name, link["target"]))
     for folder in ("grail_advantage", "recipe", "scripts", "examples", "benchmarks"):  # what messages name
         for file in (file for file in (ROOT / folder).rglob("*") if file.suffix in (".py", ".sh", ".yaml")):

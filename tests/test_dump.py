@@ -53,7 +53,7 @@ class TestReading:
         rollouts = hosts.plain_rollouts(keys=texts)
         facts = {**rollouts.facts, "labels": labels, **dict.fromkeys(("id", "ground_truth"), texts)}
         signals = {name: hosts.signal_of(name) for name in ("step_values", "surprisal")}
-        table = hosts.plain_table(hosts.signal_of("grail"), replace(rollouts, facts=facts), others=signals)
+        table = hosts.plain_table(hosts.signal_of("grail"), replace(rollouts, facts=facts), further=signals)
         path = write_step(tmp_path, replace(HEADER, update=1), table)
         assert path.name == "step_000003_update_1.parquet" and list(tmp_path.iterdir()) == [path]
         dump = read_dump(tmp_path)

@@ -24,7 +24,7 @@ NAMES = ("grail", "step_values", "surprisal", "turn_rloo")
 def rows() -> list[dict[str, Any]]:
     """With the first method's columns as the run's, and those of all of them."""
     signals = {name: hosts.signal_of(name) for name in NAMES}
-    return hosts.plain_table(signals[NAMES[0]], hosts.plain_rollouts(), others=signals).to_pylist()
+    return hosts.plain_table(signals[NAMES[0]], hosts.plain_rollouts(), further=signals).to_pylist()
 
 
 @pytest.mark.parametrize("name", NAMES)

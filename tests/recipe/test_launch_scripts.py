@@ -331,7 +331,7 @@ def commands(page: Path) -> list[tuple[str, list[str], dict[str, str]]]:
     return starts
 
 
-PAGES = {page.name: found for page in [ROOT / "README.md", *sorted(DOCS.glob("*.md"))] if (found := commands(page))}
+PAGES = {page.name: starts for page in [ROOT / "README.md", *sorted(DOCS.glob("*.md"))] if (starts := commands(page))}
 
 
 @pytest.mark.parametrize("page", PAGES)

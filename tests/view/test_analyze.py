@@ -59,7 +59,7 @@ def test_the_dump_is_that_of_a_plain_model(tmp_path: Path, first: str, tokens: i
     names = [response.id for response in responses]
     changes: dict[str, Any] = {"keys": names, "places": range(len(names)), "facts": {**part.facts, "id": names}}
     rollouts = replace(part, tokenizer=char_tokenizer(), **changes)
-    expected = hosts.plain_table(methods[first], rollouts, others=methods, tokens=tokens)
+    expected = hosts.plain_table(methods[first], rollouts, further=methods, tokens=tokens)
     hosts.assert_same(hosts.dumped_table(tmp_path / "a"), expected)
 
 
