@@ -2,7 +2,7 @@
 
     PYTHONPATH=.venv/trl python scripts/docs_pages.py    # --check: writes nothing; status 1 where one is not current
 
-:data:`PASSAGES` come from the registered methods, rules, docstrings, ``recipe/published.py``, ``benchmarks/results``.
+They come from the registered methods, rules, docstrings, ``recipe/published.py``, ``benchmarks/results``.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import json
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -87,7 +87,7 @@ def known_options(owner: type[BaseModel], of_class: Sequence[BaseMethod] = ()) -
     return [[f"`{name}`", default(name), allowed(name), schemas[name].get("description", "")] for name in names]
 
 
-def overview() -> str:
+def overview() -> list[str]:
     """The table of all methods."""
     figures = json.loads((ROOT / "benchmarks/results/methods-cpu.json").read_text(encoding="utf-8"))
     headings = {method.name: _heading(of_class) for of_class in BY_CLASS.values() for method in of_class}
@@ -101,10 +101,10 @@ def overview() -> str:
     head = ["`algorithm.adv_estimator`", "weight", "cost, forward passes", "measured, x `uniform`", "source"]
     how = "Measured: a step's training side with 1 epoch, put together from its stages, against that of `uniform`,"
     how = f"{how} default options: {figures['origin']}. How: [benchmarks](../benchmarks/README.md)."
-    return "\n".join(["## All methods", "", *table(head, rows), "", how])
+    return ["## All methods", "", *table(head, rows), "", how]
 
 
-def reference() -> str:
+def reference() -> list[str]:
     """Inputs and modes, and a section for each method and map."""
     head = ["option", "default", "allowed", "meaning"]
     general = known_options(Method)
@@ -137,7 +137,7 @@ def reference() -> str:
         if users:
             lines += [f"Default of {', '.join(users)}.", ""]
         lines += table(head[:3], [row[:3] for row in known_options(MAPS[name].options)])
-    return "\n".join(lines)
+    return lines
 
 
 def _about(row: list[str]) -> tuple[str, ...]:
@@ -208,51 +208,29 @@ def _names(text: str) -> str:
     return re.sub(r":\w+:`\.?([\w.]+)`", r"`\1`", text).replace("``", "`")
 
 
-def figures() -> str:
+def figures() -> list[str]:
     """Figures of a batch and of an update's effect."""
-    meanings = METRICS | GRADIENT_METRICS | EFFECT_METRICS
+    meanings = {**METRICS, **GRADIENT_METRICS, **EFFECT_METRICS}
     for method in KNOWN:
-        meanings = meanings | method.metrics
-    rows = [[f"`{name}`", meaning] for name, meaning in meanings.items()]
-    return "\n".join(table(["figure", "meaning"], rows))
+        meanings.update(method.metrics)
+    return table(["figure", "meaning"], [[f"`{name}`", meaning] for name, meaning in meanings.items()])
 
 
-def refused() -> str:
-    """What a run with verl is refused with."""
-    return "\n".join(_of_rules("refused", [rule for rule in verl_rules.RULES if not rule.warned]))
-
-
-def warned() -> str:
-    """What a run with verl is warned of, but for biases of turns."""
-    return "\n".join(_of_rules("warned of", _own_warnings(verl_rules.RULES)))
-
-
-def kept() -> str:
-    """With what verl's host leaves no response out."""
-    return "\n".join(_of_rules("all responses stay with", verl_rules.AGAINST_SKIPPING))
-
-
-def forward() -> str:
-    """With what verl's forward gives the old log-probabilities."""
-    return "\n".join(_of_rules("verl's forward stays with", verl_rules.AGAINST_REUSE))
-
-
-def trl() -> str:
+def trl() -> list[str]:
     """What TRL's trainer refuses and warns of, but for biases of turns."""
-    rules = trl_rules.RULES
-    lines = _of_rules("refused", [rule for rule in rules if not rule.warned])
+    lines = _of_rules("refused", [rule for rule in trl_rules.RULES if not rule.warned])
     lines += ["", *_of_rules("refused with `skip_zero_advantage=True`", trl_rules.AGAINST_SKIPPING)]
-    return "\n".join([*lines, "", *_of_rules("warned of", _own_warnings(rules))])
+    return [*lines, "", *_of_rules("warned of", _own_warnings(trl_rules.RULES))]
 
 
-def biases() -> str:
+def biases() -> list[str]:
     """The biases of turns, by the options of both hosts."""
-    of_verl, of_trl = ([rule for rule in table if _is_bias(rule)] for table in (verl_rules.RULES, trl_rules.RULES))
+    of_verl, of_trl = (filter(_is_bias, rules) for rules in (verl_rules.RULES, trl_rules.RULES))
     rows = [
         [_options(in_verl), _options(in_trl), in_verl.because.removeprefix(BIAS)]
         for in_verl, in_trl in zip(of_verl, of_trl, strict=True)
     ]
-    return "\n".join(table(["in verl", "in TRL", "bias"], rows))
+    return table(["in verl", "in TRL", "bias"], rows)
 
 
 def _is_bias(rule: Rule) -> bool:
@@ -279,7 +257,7 @@ def _of_rules(heading: str, rules: Iterable[Rule]) -> list[str]:
     return table([heading, "because"], [[", ".join(options), _names(why)] for why, options in by_reason.items()])
 
 
-def patches() -> str:
+def patches() -> list[str]:
     """For each file a table of its functions and classes whose docstring says when they can go."""
     files = {
         "verl_ext/patches": "verl",
@@ -299,47 +277,50 @@ def patches() -> str:
                 rows.append([f"`{node.name}`", why.strip().partition(". ")[0], when.strip().rstrip(".")])
         lines += [f"### {heading}", "", f"[`{name}`](../{name})", ""]
         lines += [*table(["function", "what and why", "can go"], rows), ""]
-    return "\n".join(lines).rstrip()
+    return lines
 
 
-def published() -> str:
+def published() -> list[str]:
     """The published values that are not simply the same here, and what ``like=corrected`` has instead."""
     rows = []
     for group, settings in PUBLISHED.items():
         rows.append([f"*{group}*", "", "", "", ""])
-        for setting in (
-            setting for setting in settings if setting.value is not None or setting.corrected or setting.why
-        ):
-            options = ", ".join(f"`{option.removeprefix('actor_rollout_ref.')}`" for option in setting.options)
-            ours = options if setting.value is None or not setting.options else f"{options}: {shown(setting.value)}"
+        for setting in settings:
             corrected, _, why = setting.corrected.partition(": ")
-            rows.append(
-                [setting.name, f"`{shown(setting.theirs)}` ({setting.place})", ours, corrected, why or setting.why]
-            )
-    return "\n".join(table(["setting", "theirs", "`published`", "`corrected`", "why it differs"], rows))
+            if setting.value is None and not corrected and not setting.why:
+                continue
+            ours = ", ".join(f"`{option.removeprefix('actor_rollout_ref.')}`" for option in setting.options)
+            if ours and setting.value is not None:
+                ours = f"{ours}: {shown(setting.value)}"
+            theirs = f"`{shown(setting.theirs)}` ({setting.place})"
+            rows.append([setting.name, theirs, ours, corrected, why or setting.why])
+    return table(["setting", "theirs", "`published`", "`corrected`", "why it differs"], rows)
 
 
-PASSAGES: list[tuple[str, str, Callable[[], str]]] = [  # page, name of its markers, what is between them
-    ("methods.md", "methods", overview),
-    ("reference_methods.md", "methods", reference),
-    ("metrics.md", "metrics", figures),
-    ("works_with.md", "refused", refused),
-    ("works_with.md", "warned", warned),
-    ("works_with.md", "kept", kept),
-    ("loss_and_advantage.md", "forward", forward),
-    ("turns.md", "biases", biases),
-    ("works_with.md", "trl", trl),
-    ("what_installing_changes.md", "patches", patches),
-    ("published.md", "published", published),
-]
+def passages() -> Iterator[tuple[str, str, list[str]]]:
+    """Yield a page, the name of its markers, and the lines between them."""
+    verls = verl_rules.RULES
+    yield "methods.md", "methods", overview()
+    yield "reference_methods.md", "methods", reference()
+    yield "metrics.md", "metrics", figures()
+    yield "works_with.md", "refused", _of_rules("refused", [rule for rule in verls if not rule.warned])
+    yield "works_with.md", "warned", _of_rules("warned of", _own_warnings(verls))
+    yield "works_with.md", "kept", _of_rules("all responses stay with", verl_rules.AGAINST_SKIPPING)
+    yield "loss_and_advantage.md", "forward", _of_rules("verl's forward stays with", verl_rules.AGAINST_REUSE)
+    yield "turns.md", "biases", biases()
+    yield "works_with.md", "trl", trl()
+    yield "what_installing_changes.md", "patches", patches()
+    yield "published.md", "published", published()
+
 
 if __name__ == "__main__":
     status = 0
-    for page, marker, passage in PASSAGES:
+    for page, marker, lines in passages():
         file = ROOT / "docs" / page
+        passage = "\n".join(lines)
         if sys.argv[1:] != ["--check"]:
-            write_marked(file, marker, passage())
-        elif marked(file.read_text(encoding="utf-8"), marker) != passage().strip():
+            write_marked(file, marker, passage)
+        elif marked(file.read_text(encoding="utf-8"), marker) != passage.strip():
             print(f"docs/{page}: {marker} is not current; run python scripts/docs_pages.py", file=sys.stderr)
             status = 1
     sys.exit(status)
