@@ -47,7 +47,7 @@ class Setting:
 
     @property
     def options(self) -> tuple[str, ...]:
-        """By their full names."""
+        """Returns the options by their full names."""
         parts = ("actor.", "rollout.", "model.")
         return tuple(f"actor_rollout_ref.{name}" if name.startswith(parts) else name for name in self.says.split())
 
@@ -57,13 +57,13 @@ def _loss(mode: str, scale: float, longest: int) -> str | None:
 
 
 def _cap(level: str | None, bounds: Any) -> float | None:
-    """The upper bound, where the lower one cuts nothing: verl's ratios are 2e-9 at least."""
+    """Returns the upper bound, where the lower one cuts nothing: verl's ratios are 2e-9 at least."""
     low, _, high = str(bounds).partition("_")
     return float(high) if level and high and float(low) <= 2e-9 else None
 
 
 def _stem(files: Any) -> str:
-    """Of the training file, ``deepmath`` or ``deepmath_published``."""
+    """Returns the stem of the training file, ``deepmath`` or ``deepmath_published``."""
     return Path(files if isinstance(files, str) else files[0]).stem
 
 
@@ -169,7 +169,7 @@ GROUPS = {"training": TRAINER, "model, data": MODEL, "token weights": WEIGHTS, "
 
 
 def trl_arguments(processes: int = GPUS) -> dict[str, Any]:
-    """Arguments of ``trl.GRPOConfig`` for the published run on some processes, 256 responses an update in all.
+    """Returns arguments of ``trl.GRPOConfig`` for the published run on some processes, 256 responses an update in all.
 
     Raises:
         ValueError: a number of processes that does not divide its 32 micro-batches of 8.
@@ -182,8 +182,8 @@ def trl_arguments(processes: int = GPUS) -> dict[str, Any]:
 
 
 def compared(config: DictConfig) -> list[tuple[Setting, Any, str]]:
-    """Each setting, a configuration's value in its terms, and ``=``, ``~`` (there is a reason for it), ``corrected`` or
-    ``differs``."""
+    """Returns each setting, a configuration's value in its terms, and ``=``, ``~`` (there is a reason for it),
+    ``corrected`` or ``differs``."""
     rows = []
     method = config.algorithm.adv_estimator
     section = "oar" if method in ("oar_g", "oar_p") else method
@@ -208,7 +208,7 @@ def _verdict(setting: Setting, ours: Any, config: DictConfig) -> str:
 
 
 def shown(value: Any) -> str:
-    """A value on one line."""
+    """Returns a value on one line."""
     return repr(value) if isinstance(value, str) and not value.isprintable() else str(value)
 
 

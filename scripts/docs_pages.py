@@ -53,7 +53,7 @@ KNOWN_MAPS = sorted(name for name, entry in MAPS.items() if entry.function.__mod
 
 
 def known_options(owner: type[BaseModel], of_class: Sequence[BaseMethod] = ()) -> list[list[str]]:
-    """Name, default, allowed values and meaning of a class's options, its own before those that it inherits."""
+    """Returns name, default, allowed values and meaning of a class's options, its own before those that it inherits."""
     fixed = {option for method in of_class for option in methods()[method.name].names[method.name]}
     properties = owner.model_json_schema().get("properties", {})
     schemas = {
@@ -88,7 +88,7 @@ def known_options(owner: type[BaseModel], of_class: Sequence[BaseMethod] = ()) -
 
 
 def overview() -> list[str]:
-    """The table of all methods."""
+    """Returns the table of all methods."""
     figures = json.loads((ROOT / "benchmarks/results/methods-cpu.json").read_text(encoding="utf-8"))
     headings = {method.name: _heading(of_class) for of_class in BY_CLASS.values() for method in of_class}
     rows = []
@@ -105,7 +105,7 @@ def overview() -> list[str]:
 
 
 def reference() -> list[str]:
-    """Inputs and modes, and a section for each method and map."""
+    """Returns inputs and modes, and a section for each method and map."""
     head = ["option", "default", "allowed", "meaning"]
     general = known_options(Method)
     rows = {owner: known_options(owner, of_class) for owner, of_class in BY_CLASS.items()}
@@ -141,7 +141,7 @@ def reference() -> list[str]:
 
 
 def _about(row: list[str]) -> tuple[str, ...]:
-    """What methods share of an option: its name, allowed values and meaning."""
+    """Returns what methods share of an option: its name, allowed values and meaning."""
     name, _, allowed, meaning = row
     return name, allowed, meaning
 
@@ -160,7 +160,8 @@ def _modes() -> list[str]:
 
 
 def _introduction(owner: type[BaseMethod], of_class: Sequence[BaseMethod]) -> list[str]:
-    """A section's heading, the docstrings of its class and of the module that has no other, and what it needs."""
+    """Returns a section's heading, the docstrings of its class and of the module that has no other, and what it
+    needs."""
     docstrings = [inspect.getdoc(owner)]
     if not any(kind is not owner and kind.__module__ == owner.__module__ for kind in methods().values()):
         docstrings.insert(0, inspect.getdoc(inspect.getmodule(owner)))
@@ -176,7 +177,7 @@ def _introduction(owner: type[BaseMethod], of_class: Sequence[BaseMethod]) -> li
 
 
 def _owners(option: str) -> str:
-    """The methods that have an option of :class:`Method`, in words."""
+    """Returns the methods that have an option of :class:`Method`, in words."""
     of_weights = {method.name: option in type(method).model_fields for method in KNOWN if isinstance(method, Method)}
     if all(option in type(method).model_fields for method in KNOWN):
         return "every method"
@@ -189,19 +190,19 @@ def _heading(of_class: Sequence[BaseMethod]) -> str:
 
 
 def _value(value: Any) -> str:
-    """As YAML has it."""
+    """Returns a value as YAML has it."""
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
     return f"`{text if len(text) < 90 else f'{text[:70]} ...'}`".replace("\n", "\\n")
 
 
 def _paragraphs(text: str) -> list[str]:
-    """A docstring less its parts for programmers."""
+    """Returns a docstring less its parts for programmers."""
     parts = [part for part in text.split("\n\n") if not re.match(r"Shapes?:|Raises:|Args:|Returns:", part)]
     return _names("\n\n".join(parts)).split("\n")
 
 
 def _names(text: str) -> str:
-    """A docstring with its roles as the names that they show, and links to papers."""
+    """Returns a docstring with its roles as the names that they show, and links to papers."""
     text = re.sub(r":\w+:`~(?:[\w.]+\.)?(\w+)`", r"`\1`", text)
     text = re.sub(r"(?:``)?docs/(\w+)\.md(?:``)?", r"[\1](\1.md)", text)
     text = re.sub(r"arXiv (\d{4}\.\d{5})", r"[arXiv \1](https://arxiv.org/abs/\1)", text)
@@ -209,7 +210,7 @@ def _names(text: str) -> str:
 
 
 def figures() -> list[str]:
-    """Figures of a batch and of an update's effect."""
+    """Returns the figures of a batch and of an update's effect."""
     meanings = {**METRICS, **GRADIENT_METRICS, **EFFECT_METRICS}
     for method in KNOWN:
         meanings.update(method.metrics)
@@ -217,14 +218,14 @@ def figures() -> list[str]:
 
 
 def trl() -> list[str]:
-    """What TRL's trainer refuses and warns of, but for biases of turns."""
+    """Returns what TRL's trainer refuses and warns of, but for biases of turns."""
     lines = _of_rules("refused", [rule for rule in trl_rules.RULES if not rule.warned])
     lines += ["", *_of_rules("refused with `skip_zero_advantage=True`", trl_rules.AGAINST_SKIPPING)]
     return [*lines, "", *_of_rules("warned of", _own_warnings(trl_rules.RULES))]
 
 
 def biases() -> list[str]:
-    """The biases of turns, by the options of both hosts."""
+    """Returns the biases of turns, by the options of both hosts."""
     of_verl, of_trl = (filter(_is_bias, rules) for rules in (verl_rules.RULES, trl_rules.RULES))
     rows = [
         [_options(in_verl), _options(in_trl), in_verl.because.removeprefix(BIAS)]
@@ -242,7 +243,7 @@ def _own_warnings(rules: Iterable[Rule]) -> list[Rule]:
 
 
 def _options(rule: Rule) -> str:
-    """A rule's options without the sections that most have in front; of several with one name the first."""
+    """Returns a rule's options without the sections that most have in front; of several with one name the first."""
     names = [rule.option] if isinstance(rule.option, str) else rule.option
     last = {name.split(".")[-1]: name for name in reversed(names)}
     texts = [re.sub("^(actor_rollout_ref|algorithm)[.]", "", name) for name in names if name in last.values()]
@@ -250,7 +251,7 @@ def _options(rule: Rule) -> str:
 
 
 def _of_rules(heading: str, rules: Iterable[Rule]) -> list[str]:
-    """A table of options by reason."""
+    """Returns a table of options by reason."""
     by_reason: dict[str, dict[str, None]] = {}
     for rule in rules:
         by_reason.setdefault(rule.because, {})[_options(rule)] = None
@@ -258,7 +259,7 @@ def _of_rules(heading: str, rules: Iterable[Rule]) -> list[str]:
 
 
 def patches() -> list[str]:
-    """For each file a table of its functions and classes whose docstring says when they can go."""
+    """Returns for each file a table of its functions and classes whose docstring says when they can go."""
     files = {
         "verl_ext/patches": "verl",
         "model/patches": "torch and transformers, within a pass of a method alone",
@@ -281,7 +282,7 @@ def patches() -> list[str]:
 
 
 def published() -> list[str]:
-    """The published values that are not simply the same here, and what ``like=corrected`` has instead."""
+    """Returns the published values that are not simply the same here, and what ``like=corrected`` has instead."""
     rows = []
     for group, settings in PUBLISHED.items():
         rows.append([f"*{group}*", "", "", "", ""])

@@ -99,9 +99,9 @@ def _log(kind: str, message: str, *arguments: Any, **options: Any) -> None:
 
 @lru_cache(maxsize=8192)  # rollouts of one prompt repeat each other's answers; exceptions are not kept
 def is_equal(gold: str, answer: str) -> bool:
-    """Whether ``answer`` (a box's content) states ``gold``. ValueError: one of them is too long to parse, or has words or
-    parts that nothing here can compare; grail_advantage.reward._verify_pool.VerifyFailed: math-verify gave no verdict
-    within its limits."""
+    """Returns whether ``answer`` (a box's content) states ``gold``. ValueError: one of them is too long to parse, or
+    has words or parts that nothing here can compare; grail_advantage.reward._verify_pool.VerifyFailed: math-verify gave
+    no verdict within its limits."""
     if not answer.strip():
         return False
     if max(len(gold), len(answer)) > MAX_ANSWER_CHARS:
@@ -124,7 +124,8 @@ def _states(gold: str, answer: str) -> bool:
 
 
 def _readings(gold: str, answer: str) -> list[tuple[str, ...]]:
-    """Both as values: ``50%`` is 50, and 0.5 beside one without the sign; ``2e-1`` is Euler's number, and 0.2."""
+    """Returns both as values: ``50%`` is 50, and 0.5 beside one without the sign; ``2e-1`` is Euler's number, and
+    0.2."""
     texts = (gold, answer)
     values = tuple(_PERCENT.sub("", text) for text in texts)
     hundredths = tuple(_PERCENT.sub("", _HUNDREDTHS.sub(r"\\frac{\g<0>}{100}", text)) for text in texts)
@@ -138,7 +139,7 @@ def _same_value(gold: str, answer: str) -> bool:
 
 
 def _printable(text: str) -> str:
-    """One short line that any encoder can write: control characters and lone surrogates become U+FFFD."""
+    """Returns one short line that any encoder can write: control characters and lone surrogates become U+FFFD."""
     with suppress(ValueError):
         text = normal(text[: 2 * MAX_PRED_CHARS])
     return "".join(char if char.isprintable() else "\ufffd" for char in text[:MAX_PRED_CHARS])

@@ -72,7 +72,7 @@ def grade_folder(folder: Path, run: dict[str, Any], grader: str, samples: pd.Dat
 
 
 def finished(folder: Path, kind: type[report.Wanted] = report.Wanted) -> tuple[dict[str, Any], pd.DataFrame]:
-    """What a finished evaluation ran, and what its scores hold of ``kind``.
+    """Returns what a finished evaluation ran, and what its scores hold of ``kind``.
 
     Raises:
         ValueError: a file is not as an evaluation writes it, or the samples are of another evaluation.
@@ -95,8 +95,8 @@ def finished(folder: Path, kind: type[report.Wanted] = report.Wanted) -> tuple[d
 
 
 def results(folder: Path) -> tuple[dict[str, Any], pd.DataFrame]:
-    """The results of a finished evaluation, by its scores, and these; ValueError as :func:`finished`, or where the
-    evaluation was killed between two files of another grading."""
+    """Returns the results of a finished evaluation, by its scores, and these; ValueError as :func:`finished`, or where
+    the evaluation was killed between two files of another grading."""
     run, scores = finished(folder, report.Score)
     lines = (folder / "scores.jsonl").read_text(encoding="utf-8")
     if run.get("scores_hash") not in (None, digest(lines)):

@@ -65,7 +65,7 @@ class Score(Wanted):
 
 
 def read_scores(path: Path, kind: type[Wanted]) -> pd.DataFrame:
-    """What a file's lines hold of ``kind``; ValueError: a line is not of it, or there is none."""
+    """Returns what a file's lines hold of ``kind``; ValueError: a line is not of it, or there is none."""
     scores = []
     for number, record in enumerate(records(path), start=1):
         try:
@@ -99,7 +99,8 @@ def grade(samples: pd.DataFrame, grader: str) -> pd.DataFrame:
 
 
 def by_problem(scores: pd.DataFrame) -> pd.DataFrame:
-    """The metrics of each problem's samples, by ``benchmark`` and ``index``: shares, but for ``tokens``, a mean."""
+    """Returns the metrics of each problem's samples, by ``benchmark`` and ``index``: shares, but for ``tokens``, a
+    mean."""
     metrics = {
         "acc": ("right", "mean"),
         "pass": ("right", "max"),
@@ -115,7 +116,7 @@ def by_problem(scores: pd.DataFrame) -> pd.DataFrame:
 
 
 def figures(problems: pd.DataFrame, samples: int) -> dict[str, Any]:
-    """``value``, ``low``, ``high`` of every metric and the share of resamples ``above_zero``: of ``benchmarks``,
+    """Returns ``value``, ``low``, ``high`` of every metric and the share of resamples ``above_zero``: of ``benchmarks``,
     of their ``mean`` and their ``weighted_mean``. ``problems``: as of :func:`by_problem`, or a difference of two."""
     names = [re.sub("^(acc|pass)", rf"\1@{samples}", str(name)) for name in problems.columns]
 
@@ -139,8 +140,8 @@ def figures(problems: pd.DataFrame, samples: int) -> dict[str, Any]:
 
 
 def summarise(run: dict[str, Any], scores: pd.DataFrame) -> dict[str, Any]:
-    """The content of ``results.json``: ``run`` and the figures, shares from 0 to 1. ``tokens_of_answered``: as the
-    published code, over responses with a box."""
+    """Returns the content of ``results.json``: ``run`` and the figures, shares from 0 to 1. ``tokens_of_answered``: as
+    the published code, over responses with a box."""
     result = figures(by_problem(scores), run["sampling"]["samples"])
     for name, row in result["benchmarks"].items():
         of_name = scores[scores["benchmark"] == name]
@@ -155,8 +156,8 @@ def summarise(run: dict[str, Any], scores: pd.DataFrame) -> dict[str, Any]:
 
 
 def compare(results: tuple[dict[str, Any], ...], scores: tuple[pd.DataFrame, ...]) -> dict[str, Any]:
-    """The figures of the second of two runs minus those of the first, beside the results of both; ValueError names all
-    differences of benchmarks, prompts, ground truths, grader and sampling but for its seed."""
+    """Returns the figures of the second of two runs minus those of the first, beside the results of both; ValueError
+    names all differences of benchmarks, prompts, ground truths, grader and sampling but for its seed."""
     settings = []
     benchmarks = []
     for result, frame in zip(results, scores, strict=True):
@@ -174,13 +175,14 @@ def compare(results: tuple[dict[str, Any], ...], scores: tuple[pd.DataFrame, ...
 
 
 def _differing(first: dict[str, Any], second: dict[str, Any]) -> list[tuple[str, Any, Any]]:
-    """The names under which two mappings have other values, with both."""
+    """Returns the names under which two mappings have other values, with both."""
     pairs = [(name, first.get(name), second.get(name)) for name in {**first, **second}]
     return [(name, a, b) for name, a, b in pairs if a != b]
 
 
 def page(result: dict[str, Any]) -> str:
-    """A run's report as a Markdown page (docs/evaluation.md), or a comparison after the reports of both runs."""
+    """Returns a run's report as a Markdown page (docs/evaluation.md), or a comparison after the reports of both
+    runs."""
     sign = "" if "run" in result else "+z"  # of the figures of a comparison
     digits_of_shares = 2 if sign else 1
     rows = []
@@ -209,5 +211,5 @@ def page(result: dict[str, Any]) -> str:
 
 
 def shown(text: str) -> str:
-    """A text of a file in one line, with its invisible characters spelt out."""
+    """Returns a text of a file in one line, with its invisible characters spelt out."""
     return visible(text, breaks=False)

@@ -98,14 +98,14 @@ def _step(path: Path) -> int:
 
 
 def definition(run: Settings) -> dict[str, Any]:
-    """The options that define a run, with dots in their names, as JSON holds them."""
+    """Returns the options that define a run, with dots in their names, as JSON holds them."""
     defining = {name: _last_part(value) for name, value in _flat(run.config).items() if not _may_change(name)}
     return json.loads(json.dumps(defining, default=str))
 
 
 def contents(run: Settings) -> dict[str, str]:
-    """A digest of what lies at each path that a defining option names, such as the data, a reward function in a file or
-    the model: a path says nothing of a file that was written anew."""
+    """Returns a digest of what lies at each path that a defining option names, such as the data, a reward function in a
+    file or the model: a path says nothing of a file that was written anew."""
     digests = {}
     for name, value in _flat(run.config).items():
         for path in value if isinstance(value, list) else [value]:
@@ -121,7 +121,7 @@ PART = 2**20
 
 
 def _digest(path: Path) -> str:
-    """Of a file's content, or of the files in a folder."""
+    """Returns the digest of a file's content, or of the files in a folder."""
     digest = hashlib.blake2b(digest_size=8)
     files = [path]
     if path.is_dir():
@@ -175,7 +175,7 @@ def check_run(run: Settings) -> None:
 
 
 def _folders(run: Settings) -> dict[str, Path]:
-    """Those that a run writes to, by the options that name them."""
+    """Returns the folders that a run writes to, by the options that name them."""
     folders = {FOLDER: Path(run[FOLDER])}
     if run.dump is not None:
         folders[DUMP_FOLDER] = run.dump.folder
@@ -183,7 +183,7 @@ def _folders(run: Settings) -> dict[str, Path]:
 
 
 def _differing(run: Settings, stored: dict[str, Any]) -> list[str]:
-    """The options that differ from those stored; of a definition by another version, only what both have."""
+    """Returns the options that differ from those stored; of a definition by another version, only what both have."""
     then = stored.get("definition")
     now = definition(run)
     if not isinstance(then, dict):
