@@ -86,11 +86,13 @@ def test_packed_responses_are_those_alone(window: dict, kernels: ModuleType, mon
     torch.testing.assert_close(*gradients)
 
 
-@pytest.mark.parametrize(
-    "needed", [{"dropout": 0.1}, {"softcap": 30.0}, {"s_aux": torch.ones(4)}, {"rows": 2}, {"cached": 3}]
-)
+NOT_THERE = [{"dropout": 0.1}, {"softcap": 30.0}, {"s_aux": torch.ones(4)}, {"rows": 2}, {"cached": 3}]
+"""What a model may ask of attention: noise, a bound of scores, sinks, padded rows, earlier keys."""
+
+
+@pytest.mark.parametrize("needed", NOT_THERE)
 def test_what_the_kernels_do_not_have_is_refused(needed: dict[str, Any], kernels: ModuleType) -> None:
-    sizes = {"rows": 1, "cached": 0} | needed
+    sizes = {"rows": 1, "cached": 0, **needed}
     query = torch.randn(sizes["rows"], 4, 5, 8)
     key = torch.randn(sizes["rows"], 4, 5 + sizes["cached"], 8)
     with pytest.raises(ValueError, match="attn_implementation=sdpa"):
