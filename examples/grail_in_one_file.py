@@ -68,10 +68,11 @@ def find_answer(tokens, pattern=BOXED, which=0):
 
 PROBLEM = "4-1+7+7-7"
 ANSWERS = {
-    "correct": r"4-1=3;3+7=10;10+7=17;17-7=10;\boxed{10}",
-    "a slip in the second step": r"4-1=3;3+7=11;11+7=18;18-7=11;\boxed{11}",
-    "a slip in the last step": r"4-1=3;3+7=10;10+7=17;17-7=12;\boxed{12}",
+    "correct": (r"4-1=3;3+7=10;10+7=17;17-7=10;\boxed{10}", ""),
+    "a slip in the second step": (r"4-1=3;3+7=11;11+7=18;18-7=11;\boxed{11}", "3+7=11;"),
+    "a slip in the last step": (r"4-1=3;3+7=10;10+7=17;17-7=12;\boxed{12}", "17-7=12;"),
 }
+"""By what is wrong, the answer and its first wrong step."""
 COLOURS = ((0.6, 39), (0.95, 117), (1.05, None), (1.5, 223), (2.5, 215), (4.9, 208), (9.0, 203))
 """The highest weight of each colour, and its number among a terminal's 256."""
 
@@ -107,7 +108,7 @@ def main():
         options = {"add_generation_prompt": True, "return_dict": False, "enable_thinking": False}
         prompt = tokenizer.apply_chat_template(messages, **options)
     print(f"{PROBLEM}, read by {name or 'the model of packages/verl-cpu (0.65 M parameters)'}")
-    for about, text in ANSWERS.items():
+    for about, (text, wrong) in ANSWERS.items():
         response = tokenizer(text, add_special_tokens=False)["input_ids"]
         answer, content = find_answer(tokenizer.convert_ids_to_tokens(response))
         advantage = 0.5 if about == "correct" else -0.5
@@ -115,7 +116,18 @@ def main():
         weights = grail_weights(model, *ids, answer, content, advantage).tolist()
         texts = [tokenizer.decode([token]) for token in response]
         print(f"\n{about} (advantage {advantage})\n" + "".join(map(painted, texts, weights)))
+        if wrong:
+            first = text.index(wrong)
+            starts = [0, *accumulate(map(len, texts))]
+            of_step = [w for w, start in zip(weights, starts, strict=False) if first <= start < first + len(wrong)]
+            others = weights[: int(answer.int().argmax())]
+            print(
+                f"{' ' * first}{'^' * len(wrong)} the wrong step: mean weight {sum(of_step) / len(of_step):.2f}, ",
+                end="",
+            )
+            print(f"all reasoning {sum(others) / len(others):.2f}")
     print("\nweight " + " ".join(painted(f" {weight:g} ", weight) for weight in (0.5, 0.8, 1, 1.3, 2, 3, 5)))
+    print("A weight says how much the answer hangs on a token, which is not whether the token is wrong.")
 
 
 if __name__ == "__main__":

@@ -90,7 +90,16 @@ USUAL = [
 """What stands for the dots of a command."""
 
 
-@pytest.mark.parametrize("words", re.findall("verl.trainer.main_ppo (.*)", BASH))
+CHECKLIST = re.findall(
+    r"^\| `((?:\+\+)?[a-z_]+\.[^`]*)` \|", (ROOT / "README.md").read_text(encoding="utf-8"), re.MULTILINE
+)
+COMMANDS = [
+    *re.findall("verl.trainer.main_ppo (.*)", BASH),
+    " ".join(["algorithm.adv_estimator=grail", *CHECKLIST, "..."]),
+]
+
+
+@pytest.mark.parametrize("words", COMMANDS)
 def test_verl_takes_the_command(words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Composed by verl's own configuration and checked as at the start of a run; ``...`` are a run's usual ones."""
     monkeypatch.setenv("PWD", str(tmp_path))  # where its token dump goes

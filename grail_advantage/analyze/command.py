@@ -32,7 +32,7 @@ import torch
 from grail_advantage.analyze.lines import Response, read_responses
 from grail_advantage.analyze.methods import methods_for
 from grail_advantage.analyze.models import ANOTHER, PACKAGED, check_fits, check_options, digest, files_digest, model_of
-from grail_advantage.analyze.tokens import labels_of, tokenize
+from grail_advantage.analyze.tokens import labels_of, tokenize, with_messages
 from grail_advantage.answers.format import BOXED, AnswerFormat, answer_format
 from grail_advantage.answers.missing import advice, is_low
 from grail_advantage.answers.text import TokenTexts
@@ -65,7 +65,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line; SystemExit with a message for everything that the user can fix."""
     parser = argparse.ArgumentParser(prog="python -m grail_advantage.analyze", description=__doc__)
     add = parser.add_argument
-    add("responses", type=Path, metavar="FILE.jsonl", help="lines with prompt, response or steps, ...: docs/report.md")
+    kinds = (
+        "lines with prompt, response or steps, ... (docs/report.md), verl's STEP.jsonl, or TRL's completions_*.parquet"
+    )
+    add("responses", type=Path, metavar="FILE", help=kinds)
     add("--model", required=True, help=f"folder or name of a causal language model; packaged: {', '.join(PACKAGED)}")
     add("--after", help="a later checkpoint of --model: how it changed each token's log-probability, as effect")
     add("--reference", help="the model of reference log-probabilities, for methods that read them")
@@ -84,9 +87,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
         check_options(options.temperature, options.tokens, options.device)
         for file in options.files:
             runpy.run_path(str(file), run_name=file.stem)
-        responses, answer = read_responses(options.responses), answer_format(options.answer or BOXED)
+        responses = read_responses(options.responses)
+        answer = answer_format(options.answer or BOXED)
         chosen = methods_for(options.method, responses, options.advantages, bool(options.reference))
         tokenizer, load = model_of(options.model, options.device, options.dtype)
+        responses = [with_messages(row, tokenizer) for row in responses]
+        decoded = sum(row.decoded for row in responses)
+        if decoded:
+            lost = f"{decoded} prompts are read without their control tokens, which verl did not write"
+            complain("analyze", f"{lost}: the chat template of --model does not make these texts")
         settings = {"temperature": options.temperature, "tokens": options.tokens, "advantages": options.advantages}
         settings |= {"model": options.model, "answer": answer}
         named = (options.model, options.after, options.reference, *map(str, options.files))

@@ -1,7 +1,9 @@
-"""Existing responses as they are read: JSON lines, and where their steps and errors are in their texts."""
+"""Existing responses as they are read: JSON lines, verl's and TRL's own files, and where steps and errors are in texts."""
 
 from __future__ import annotations
 
+import json
+import math
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -9,6 +11,8 @@ from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
+
+from pyarrow import parquet
 
 from grail_advantage.text_io import numbered_lines, read_json, why
 
@@ -32,12 +36,17 @@ class Response:
     group: str | None = None  # the same for responses to one prompt
     template: Mapping[str, Any] = field(default_factory=dict)  # options of the chat template; tools among them
     columns: Mapping[str, Any] = field(default_factory=dict)  # everything else
+    decoded: bool = False  # the prompt is a text that lost its control tokens
 
 
 def json_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Numbered objects of a file of JSON lines; empty lines are skipped. ValueError, naming file and line."""
+    """Numbered objects of a file of JSON lines, whose empty lines are skipped, or of a parquet file. ValueError, naming
+    file and line."""
     number = 0
     try:
+        if path.suffix == ".parquet":
+            yield from enumerate(parquet.read_table(path).to_pylist(), start=1)
+            return
         for number, line in numbered_lines(path):
             record = read_json(line)
             if not isinstance(record, dict):
@@ -68,7 +77,34 @@ def read_responses(path: Path) -> list[Response]:
     return list(rows.values())
 
 
+def of_trainer(record: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A record of verl's ``trainer.rollout_data_dir`` (0.7 to 0.9.1) or of TRL's ``log_completions`` with the keys of a
+    line; another one as it is. TRL's rewards are summed without their functions' weights.
+
+    Example: ``{"input": "user\\n1+1?", "output": "2", "gts": "2", "score": 1.0, "step": 7}``.
+    """
+    if {"input", "output", "score"} <= record.keys():
+        names = {"input": "prompt", "output": "response", "score": "reward", "gts": "ground_truth"}
+        line = {names.get(name, name): value for name, value in record.items()}
+    elif {"prompt", "completion", "advantage"} <= record.keys():
+        columns = list(record)
+        rewards = [record[name] for name in columns[columns.index("completion") + 1 : columns.index("advantage")]]
+        numbers = [value for value in rewards if isinstance(value, float) and math.isfinite(value)]
+        prompt = record["prompt"]
+        completion = record["completion"]
+        if isinstance(prompt, list):  # parquet gives each message the keys of all
+            prompt = [{key: value for key, value in entry.items() if value is not None} for entry in prompt]
+        if isinstance(completion, list) and len(completion) == 1:
+            completion = completion[0]["content"]
+        line = {**record, "prompt": prompt, "response": completion, "reward": sum(numbers)}
+    else:
+        return record
+    return {"group": json.dumps([record.get("step"), line["prompt"]]), **line}
+
+
 def _response(record: Mapping[str, Any], number: int) -> Response:
+    decoded = "input" in record and "prompt" not in record
+    record = of_trainer(record)
     prompt: Any = record.get("prompt")
     response: Any = record.get("response")
     steps, ranges = record.get("steps"), None
@@ -105,6 +141,7 @@ def _response(record: Mapping[str, Any], number: int) -> Response:
         group=None if group is None else str(group),
         template={**(template or {}), **({"tools": tools} if tools else {})},
         columns={name: value for name, value in record.items() if name not in KEYS},
+        decoded=decoded,
     )
     if isinstance(response, str):
         label_ranges(row, response)

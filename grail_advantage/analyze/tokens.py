@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -43,6 +46,24 @@ def tokenize(row: Response, tokenizer: PreTrainedTokenizerBase) -> tuple[str, li
         end = [tokenizer.eos_token_id] if row.labelled and tokenizer.eos_token_id is not None else []
         return prompt, prompt_P, tokenizer.encode(row.response, add_special_tokens=False) + end
     return prompt, prompt_P, list(row.response)
+
+
+def with_messages(row: Response, tokenizer: PreTrainedTokenizerBase) -> Response:
+    """A response whose prompt verl decoded without its control tokens, with the messages from which the chat template
+    makes that very text; as it is where there are none."""
+    if not row.decoded or not tokenizer.chat_template:
+        return row
+    pieces = re.split(r"\n?\b(system|user|assistant|model)\n+", str(row.prompt))
+    messages = [{"role": role, "content": text} for role, text in zip(pieces[1::2], pieces[2::2], strict=True)]
+    for template in ({}, {"enable_thinking": False}):
+        with suppress(Exception):  # the template's own
+            prompt = tokenizer.apply_chat_template(
+                messages[:-1], tokenize=False, add_generation_prompt=True, **template
+            )
+            ids = tokenizer.encode(prompt, add_special_tokens=False)
+            if tokenizer.decode(ids, skip_special_tokens=True) == row.prompt:
+                return replace(row, prompt=messages[:-1], template=template, decoded=False)
+    return row
 
 
 def is_begun(row: Response) -> bool:

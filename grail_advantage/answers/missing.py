@@ -23,7 +23,10 @@ logger = logging.getLogger(__name__)
 
 CHOICES = ("stop", "warn", "ignore")
 ENOUGH = 32  # responses, all without an answer, that tell a wrong format from bad luck
+LOOKED_AT = 64  # rows of the data, before the first rollout
 LOW = 0.2  # a share of responses with an answer that is worth a warning
+MARKS = {"boxed": "boxed{", "hashes": "####", "tag": "<answer>"}
+"""By format, what a prompt that asks for it, or data with such answers, has in it."""
 SHOWN = 160  # characters of a response in a message
 
 
@@ -81,6 +84,25 @@ class AnswerCheck:
         self._method, self._answer, self._choice, self._prefix, self._total = method, answer, choice, prefix, total
         self._seen = self._answered = 0
         self._warned = False
+
+    def look_at_data(self, rows: Sequence[object], source: str) -> None:
+        """Warn before the first rollout where rows of the data speak of another format, and none of the run's."""
+        texts = list(map(str, rows))
+        counts = {name: sum(mark in text for text in texts) for name, mark in MARKS.items()}
+        if self._choice == "ignore" or not self._method.reads_answer or counts.get(self._answer.name, 1):
+            return
+        for name, count in counts.items():
+            if count:
+                logger.warning(
+                    "%s: %d of %d rows have %s in them, and none the format %s; is %sanswer=%s meant?",
+                    source,
+                    count,
+                    len(texts),
+                    MARKS[name],
+                    self._answer.name,
+                    self._prefix,
+                    name,
+                )
 
     def look(self, r: Rollouts) -> None:
         """Count a batch; a collective where several processes count together. ValueError: none has an answer."""

@@ -19,12 +19,13 @@ import numpy as np
 import torch
 import trl
 from accelerate.utils import gather_object
+from datasets import Dataset
 from torch import Tensor, nn
 from torch.nn.functional import pad
 from trl import GRPOTrainer
 
 from grail_advantage.answers.format import BOXED, AnswerFormat, answer_format
-from grail_advantage.answers.missing import CHOICES, AnswerCheck
+from grail_advantage.answers.missing import CHOICES, LOOKED_AT, AnswerCheck
 from grail_advantage.api import PlainHost
 from grail_advantage.data import (
     DUMPED,
@@ -96,6 +97,10 @@ class TokenWeightGRPOTrainer(GRPOTrainer):
         check_version(trl.__version__)
         super().__init__(*arguments, **named)
         check_trainer(self, self.method, skip_zero_advantage)
+        if isinstance(self.train_dataset, Dataset):
+            self._answers.look_at_data(
+                self.train_dataset.select(range(min(LOOKED_AT, len(self.train_dataset)))).to_list(), "train_dataset"
+            )
         self._dump = None if dumping is None else GenerationDump(self, dumping, self._host)
 
     def train(self, *arguments: Any, **named: Any) -> Any:

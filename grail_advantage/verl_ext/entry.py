@@ -30,11 +30,21 @@ from omegaconf import DictConfig, OmegaConf
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY, register_adv_est
 
+from grail_advantage.answers.missing import LOOKED_AT, AnswerCheck
 from grail_advantage.locks import hold
 from grail_advantage.method import FAILURES, RESERVED, NameTakenError, failure_message, methods
 from grail_advantage.verl_ext import patches
 from grail_advantage.verl_ext.rules import check_settings, check_tokenizer
-from grail_advantage.verl_ext.settings import DUMP_FOLDER, METHOD, MODEL, TRAINER_MODES, Settings, algorithm_sections
+from grail_advantage.verl_ext.settings import (
+    DUMP_FOLDER,
+    METHOD,
+    MISSING,
+    MODEL,
+    SECTION,
+    TRAINER_MODES,
+    Settings,
+    algorithm_sections,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -72,12 +82,17 @@ def start_run(config: DictConfig, validate: Callable[[], None]) -> None:
     if dry_run not in ("", "0", "1"):
         raise ValueError(f"DRY_RUN={dry_run} is unknown; use 1 to check the run and start nothing, or 0")
     OmegaConf.resolve(config)  # verl hands ray_kwargs on as they are
-    resolved = OmegaConf.to_yaml(config)
+    resolved = config.copy()
+    for handler in logging.root.handlers if dry_run == "1" else ():
+        if isinstance(handler, logging.StreamHandler) and handler.stream is sys.stdout:  # Hydra's
+            handler.setStream(sys.stderr)
     with contextlib.redirect_stdout(sys.stderr) if dry_run == "1" else contextlib.nullcontext():
         settings = prepare_run(config)
         validate()
     if dry_run == "1":
-        print(resolved)
+        names = [] if settings.method is None else [*RESERVED, settings.method.section]
+        defaults = {name: algorithm_sections().get(name, {}) for name in names}
+        print(OmegaConf.to_yaml(OmegaConf.merge({"algorithm": defaults}, resolved)))
         sys.exit()
     for module in patches.STARTS:
         import_module(module).begin_run(settings, config)
@@ -125,6 +140,7 @@ def check_config(config: DictConfig) -> Settings:
     settings = Settings.parse(config, trainer_kind(config))
     check_settings(settings)
     check_data(settings)
+    check_answers_of_data(settings)
     if (tokenizer := _local_tokenizer(settings[MODEL])) is not None:
         check_tokenizer(tokenizer, settings[MODEL], settings.method)
     return settings
@@ -221,6 +237,17 @@ def check_data(settings: Settings) -> None:
                 continue
             truths = [of.get("ground_truth") if isinstance(of, dict) else None for of in judged]
             check_ground_truths(truths, f"{option}={name}")
+
+
+def check_answers_of_data(settings: Settings) -> None:
+    """Warn of training data whose answers are in another format than the run's; of other files verl itself tells."""
+    names = settings["data.train_files"]
+    name = names if isinstance(names, str) else next(iter(names or ()), "")
+    with contextlib.suppress(OSError, StopIteration, pa.ArrowException):
+        rows = next(pq.ParquetFile(Path(name).expanduser()).iter_batches(LOOKED_AT)).to_pylist()
+        if settings.method is not None:
+            answers = AnswerCheck(settings.method, settings.answer, settings[MISSING], f"++{SECTION}")
+            answers.look_at_data(rows, f"data.train_files={name}")
 
 
 def _local_tokenizer(model: Mapping[str, Any]) -> PreTrainedTokenizerBase | None:

@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 import verl
@@ -241,8 +243,22 @@ class TestCommands:
     def test_a_dry_run_of_verls_own_command_is_for_methods(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        done = self._main(*STOCK, f"hydra.run.dir={tmp_path}", DRY_RUN="1")
-        assert done.returncode == 0 and yaml.safe_load(done.stdout)["algorithm"]["adv_estimator"] == "grail"
+        """Its YAML has the defaults of the method's section, and what Hydra logs is not among it; data whose prompts
+        ask for another format are warned of."""
+        row = {"prompt": [{"role": "user", "content": 'after "####".'}], "reward_model": {"ground_truth": "4"}}
+        pq.write_table(pa.Table.from_pylist([row] * 3), tmp_path / "gsm8k.parquet")
+        data = f"data.train_files={tmp_path}/gsm8k.parquet"
+        done = self._main(*STOCK, f"hydra.run.dir={tmp_path}", data, "algorithm.adv_estimator=turn_rloo", DRY_RUN="1")
+        assert done.returncode == 0, done.stderr
+        printed = yaml.safe_load(done.stdout)["algorithm"]
+        assert printed["turn_rloo"]["mask_truncated"] is False and printed["token_weights"]["answer"] == "boxed"
+        assert "loss_agg_mode" in done.stderr and "meant?" not in done.stderr
+        done = self._main(*STOCK, f"hydra.run.dir={tmp_path}", data, DRY_RUN="1")
+        assert yaml.safe_load(done.stdout)["algorithm"]["grail"]["preset"] == "official"
+        assert (
+            "3 of 3 rows have #### in them, and none the format boxed; is ++algorithm.token_weights.answer=hashes meant?"
+            in done.stderr
+        )
         config, validated = compose("ppo_trainer", [*STOCK, f"{METHOD}=grpo"], VERL), []
         monkeypatch.setenv("DRY_RUN", "1")
         start_run(config, lambda: validated.append(config.trainer.v1.trainer_mode))  # and verl goes on

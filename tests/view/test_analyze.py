@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
@@ -29,6 +30,7 @@ from grail_advantage.method import METHODS, register
 from tests import hosts
 from tests.core import real_tokenizers as real
 from tests.core.tiny_models import ROLLOUTS, Rollout, char_tokenizer, encode, make_batch, tiny_model
+from verl_cpu.tiny.shipped import load_shipped
 
 TEMPLATE = "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '; ' }}{% endfor %}{{ 'reply: ' }}"
 CHOSEN = ["text after the box", "several boxes", "box at the end", "no box", "right"]
@@ -565,3 +567,54 @@ class Mine(Method):
     def weights(self, scores: torch.Tensor, among: torch.Tensor, r: Rollouts) -> Weights:
         return Weights(torch.full(r.mask.shape, self.by))
 """
+
+
+@pytest.mark.parametrize("trainer", ["verl", "trl"])
+def test_files_of_trainers_are_the_lines_that_they_mean(tmp_path: Path, trainer: str) -> None:
+    """verl's own writer, which drops control tokens, and TRL's columns: read as the messages that the model saw."""
+    _, tokenizer = load_shipped()
+    prompts = [[{"role": "user", "content": text}] for text in ("2+3=", "(1+1)*2=")]
+    lines_ = [
+        {
+            "prompt": prompts[index // 2],
+            "response": f"1+1=2; \\boxed{{{index}}}",
+            "reward": float(index % 2),
+            "group": str(index // 2),
+        }
+        for index in range(4)
+    ]
+    if trainer == "verl":
+        from verl.trainer.ppo.v1.trainer_base import PPOTrainer
+
+        ids = [
+            tokenizer.apply_chat_template(line["prompt"], add_generation_prompt=True, return_dict=False)
+            for line in lines_
+        ]
+        inputs = [tokenizer.decode(prompt, skip_special_tokens=True) for prompt in ids]
+        columns = (inputs, [line["response"] for line in lines_], ["5"] * 4, [line["reward"] for line in lines_])
+        PPOTrainer._write_generations(*columns, {"uid": list("abcd")}, str(tmp_path), 7)
+        file = tmp_path / "7.jsonl"
+    else:
+        file = tmp_path / "completions_00007.parquet"
+        completions = [[{"role": "assistant", "content": line["response"]}] for line in lines_]
+        table = {
+            "step": [7] * 4,
+            "prompt": [line["prompt"] for line in lines_],
+            "completion": completions,
+            "reward_func": [line["reward"] for line in lines_],
+            "other_func": [math.nan] * 4,
+            "advantage": [line["reward"] - 0.5 for line in lines_],
+        }
+        pd.DataFrame(table).to_parquet(file)
+    plain = tmp_path / "lines.jsonl"
+    plain.write_text("\n".join(map(json.dumps, lines_)))
+    for name, source in (("own", plain), ("theirs", file)):
+        main(
+            [str(source), "--model", "tiny", "--method", "grail", "--method", "entropy", "--out", str(tmp_path / name)]
+        )
+    for row, expected in zip(read_dump(tmp_path / "theirs"), read_dump(tmp_path / "own"), strict=True):
+        assert list(row.prompt_ids) == list(expected.prompt_ids)
+        assert list(row.base_advantage_T) == list(expected.base_advantage_T)
+        for name, values in row.methods.items():
+            assert list(values.weight_T) == list(expected.methods[name].weight_T), name
+    assert any(row.no_scores is None for row in read_dump(tmp_path / "own"))
