@@ -100,7 +100,7 @@ FAULTS = [
     Fault(
         "a dump of temperature 1",
         "grail_advantage/verl_ext/dump.py::UpdateDump.__init__",
-        '{"model": A, "temperature": B} => {"model": A, "temperature": 1.0}',
+        "float(A[TEMPERATURE]) => 1.0",
         "verl_ext/test_step_dump.py::TestFacts::test_facts_of_the_data_and_of_the_reward_function",
     ),
     Fault(
@@ -379,7 +379,7 @@ FAULTS = [
     # Seeds
     Fault(
         "every step has the same control",
-        "grail_advantage/weigh.py::_shuffled",
+        "grail_advantage/weigh.py::_order",
         "A.step => 0",
         "core/test_contract.py::test_the_shuffled_control_has_the_same_weights_on_other_tokens",
     ),
@@ -557,7 +557,7 @@ FAULTS = [
     Fault(
         "a number is right beside a label",
         "grail_advantage/reward/_exact.py::same_label",
-        "A and _VALUES.fullmatch(B) and C => False",
+        "A and re.fullmatch(B, C) and D => False",
         "recipe/test_reward.py::test_the_table_of_verdicts",
     ),
     Fault(

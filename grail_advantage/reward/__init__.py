@@ -80,8 +80,9 @@ def compute_score(
         if answer is not None and gold is not None:
             equal = is_equal(gold, answer)
     except Exception as error:
-        trace = None if isinstance(error, _verify_pool.VerifyFailed | ValueError) else error
-        _log(str(error), "no verdict on %.100r against %s: %s", answer, shown(ground_truth), error, exc_info=trace)
+        is_expected = isinstance(error, _verify_pool.VerifyFailed | ValueError)
+        message = "no verdict on %.100r against %s: %s"
+        _log(str(error), message, answer, shown(ground_truth), error, exc_info=None if is_expected else error)
     return {
         "score": float(equal or False),
         "acc": float(equal or False),
@@ -120,7 +121,9 @@ def _states(gold: str, answer: str) -> bool:
         gold, answer = states or (gold, answer)
     if any(map(_UNREADABLE.search, (gold, answer))):
         raise ValueError("the words cannot be compared")
-    return any(_same_value(*reading) for reading in _readings(gold, answer if "=" in gold else _NAME.sub("", answer)))
+    if "=" not in gold:
+        answer = _NAME.sub("", answer)
+    return any(_same_value(*reading) for reading in _readings(gold, answer))
 
 
 def _readings(gold: str, answer: str) -> list[tuple[str, ...]]:
@@ -135,7 +138,9 @@ def _readings(gold: str, answer: str) -> list[tuple[str, ...]]:
 
 def _same_value(gold: str, answer: str) -> bool:
     verdict = gold == answer or _exact.same_number(gold, answer)
-    return _verify_pool.verify(gold, answer) if verdict is None else verdict
+    if verdict is None:
+        return _verify_pool.verify(gold, answer)
+    return verdict
 
 
 def _printable(text: str) -> str:

@@ -58,8 +58,10 @@ def same_number(gold: str, answer: str) -> bool | None:
     """Compares plain numbers. Two decimals may differ by a rounding, on which math-verify decides; a whole number is exact."""
     if not NUMBER.fullmatch(gold) or not NUMBER.fullmatch(answer):
         return None
-    numbers = [Decimal(re.sub("[, ]", "", text)) for text in (gold, answer)]
-    return numbers[0] == numbers[1] if numbers[0] == numbers[1] or "." not in gold or "." not in answer else None
+    first, second = (Decimal(re.sub("[, ]", "", text)) for text in (gold, answer))
+    if first != second and "." in gold and "." in answer:
+        return None
+    return first == second
 
 
 class Part(NamedTuple):
@@ -87,7 +89,9 @@ def _choice(text: str) -> tuple[str, str]:
         r"(?:\(([A-J])\)|([A-J])(?:\)|[.:](?= )| -(?= .*[A-Za-z]{3}))) ?(.+)|\(?([A-J])\)?[.:)]?",
         _WRAPPED.sub(r"\1", text).strip(),
     )
-    return (match[1] or match[2] or match[4], (match[3] or "").strip()) if match else ("", "")
+    if match is None:
+        return "", ""
+    return match[1] or match[2] or match[4], (match[3] or "").strip()
 
 
 def same_text(gold: str, answer: str) -> Found:
@@ -123,8 +127,11 @@ def _labels(text: str) -> list[str]:
     outer = re.fullmatch(r"(?:\(|\[|\\\{)([^()\[\]{}]*?)(?:\)|\]|\\\})", text)
     labels = []
     for entry in _ENTRIES.split(outer[1] if outer else text):
-        match = _JOINED_NUMBERS.fullmatch(entry.strip())
-        labels.append(re.sub(r"[ (%\\]", "", re.sub(r"\)[ -]*|-+ ?", "-", match[1])) if match else f"? {entry}")
+        label = f"? {entry}"
+        if match := _JOINED_NUMBERS.fullmatch(entry.strip()):
+            with_one_dash = re.sub(r"\)[ -]*|-+ ?", "-", match[1])
+            label = re.sub(r"[ (%\\]", "", with_one_dash)
+        labels.append(label)
     return labels
 
 
@@ -179,9 +186,10 @@ def _numeral(text: str) -> tuple[str, str, str]:
 
 def same_structure(gold: str, answer: str) -> Found:
     """A set is wrong for a tuple, and a tuple for a set, where math-verify does not look."""
-    return (
-        False if re.fullmatch(r"\([^()]*,[^()]*\)\n\\\{[^{}]*,[^{}]*\\\}", "\n".join(sorted((gold, answer)))) else None
-    )
+    both_sorted = "\n".join(sorted((gold, answer)))  # a bracket sorts before a backslash
+    if re.fullmatch(r"\([^()]*,[^()]*\)\n\\\{[^{}]*,[^{}]*\\\}", both_sorted):
+        return False
+    return None
 
 
 def ratios(gold: str, answer: str) -> Found:
@@ -272,11 +280,13 @@ def _with_names(parts: list[Part]) -> list[Part]:
     name = ""
     named = []
     for part in parts:
-        match = _NAMED.fullmatch(part.value)
-        name = match[1].strip() if match else name
+        value = part.value
+        if match := _NAMED.fullmatch(value):
+            name = match[1].strip()
+            value = match[2].strip()
         if not name:
             return parts
-        named.append(Part((*part.key, name), match[2].strip() if match else part.value))
+        named.append(Part((*part.key, name), value))
     return named
 
 

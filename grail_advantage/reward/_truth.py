@@ -33,7 +33,10 @@ def last_boxed(text: str) -> str | None:
     # Lone surrogates, which a tokenizer's decoder can produce, survive the round trip.
     data = text.encode("utf-8", "surrogatepass")
     boxes = [*iter_boxed(data)]
-    return data[slice(*boxes[-1][1:3])].decode("utf-8", "surrogatepass") if boxes else None
+    if not boxes:
+        return None
+    _, start, end, *_ = boxes[-1]
+    return data[start:end].decode("utf-8", "surrogatepass")
 
 
 def gold_text(ground_truth: Any) -> str:
@@ -64,14 +67,17 @@ def _text(value: Any) -> str | None:
         value = ", ".join(map(normal, entries)) if len(entries) > 1 else "".join(entries)
     if isinstance(value, str):
         boxed = last_boxed(value)
-        value = value if boxed is None else boxed
+        if boxed is not None:
+            value = boxed
         return None if _NOTHING.fullmatch(value.strip(" \t\r\n$")) else value
     if isinstance(value, bool | np.bool_):
         return str(value)
     if isinstance(value, Decimal):
         return format(value, "f") if value.is_finite() and abs(value.adjusted()) < MAX_ANSWER_CHARS else None
-    if not isinstance(value, Number) or isinstance(value, Rational):  # a whole number, too
-        return str(Fraction(value)) if isinstance(value, Rational) else None
+    if isinstance(value, Rational):  # a whole number, too
+        return str(Fraction(value))
+    if not isinstance(value, Number):
+        return None
     value = float(str(value))  # the digits that numpy writes: 0.1 in float16 is 0.1
     if not math.isfinite(value):
         return None

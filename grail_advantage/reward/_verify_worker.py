@@ -105,7 +105,9 @@ def _contradicts_itself(reading: Any) -> bool:
     if not isinstance(reading, Eq | sympy.And):
         return False
     sides = {side for equation in reading.atoms(Eq) for side in equation.args if side.is_number}
-    numbers = [complex(side.evalf(5)) for side in sides] if len(sides) > 1 else []
+    if len(sides) < 2:
+        return False
+    numbers = [complex(side.evalf(5)) for side in sides]
     return any(abs(number - numbers[0]) > 0.01 * abs(numbers[0]) for number in numbers)
 
 
@@ -134,8 +136,10 @@ def equal(gold: str, answer: str) -> bool | str:
     if any(map(_states_no_value, sides)) and not all(map(grader.is_relation, sides)):
         return False
     # math-verify counts decimals from the point, by which 1.6e-19 is 0.0. Small golds get three significant digits.
+    rounding = FLOAT_DECIMALS
     size = abs(sides[0]).evalf(3) if isinstance(sides[0], Expr) and sides[0].is_number else None
-    rounding = FLOAT_DECIMALS + (max(0, -patches.magnitude(size) - 4) if isinstance(size, Float) else 0)
+    if isinstance(size, Float):
+        rounding += max(0, -patches.magnitude(size) - 4)
     return bool(verify(*sides, float_rounding=rounding, allow_set_relation_comp=True, timeout_seconds=None))
 
 
