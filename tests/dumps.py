@@ -29,7 +29,7 @@ def table_of(rows: Sequence[DumpRow]) -> pa.Table:
     schema = pa.schema(list(SCHEMA)[2:])
     records = [_record(row) for row in rows]
     for record, row in zip(records, rows, strict=True):
-        record["methods"] = [{"name": as_utf8(name), **_record(method_row)} for name, method_row in row.methods.items()]
+        record["methods"] = [{"name": as_utf8(name), **_record(columns)} for name, columns in row.methods.items()]
         record["span"] = list(vars(row.span).values()) if row.span else None
         record["labels"] = json.dumps(row.labels) if row.labels else None
     return pa.table({name: [record[name] for record in records] for name in schema.names}, schema=schema)
@@ -57,9 +57,5 @@ def dump_row(weights: Sequence[float], **values: Any) -> DumpRow:
         **{"score_T": np.arange(count, dtype=np.float32), "advantage_T": 0.5 * weight_T},
         "base_advantage_T": np.full(count, 0.5, dtype=np.float32),
     }
-    own_values = {
-        "tokens": tokens,
-        "weight_T": weight_T,
-        "span": AnswerSpan(*span) if isinstance(span, tuple) else span,
-    }
-    return DumpRow(**{**nothing, **usual, **values, **own_values})
+    columns = {"tokens": tokens, "weight_T": weight_T, "span": AnswerSpan(*span) if isinstance(span, tuple) else span}
+    return DumpRow(**{**nothing, **usual, **values, **columns})

@@ -99,9 +99,9 @@ def plain_rollouts(**changes: Any) -> Rollouts:
 
 
 def plain_table(
-    signal: Method, rollouts: Rollouts, *, further: Mapping[str, Method] = {}, tokens: int = 1, step: int = 0
+    signal: Method, rollouts: Rollouts, *, by_method: Mapping[str, Method] = {}, tokens: int = 1, step: int = 0
 ) -> pa.Table:
-    """The dump of a plain model, by default with each response in a forward of its own; ``further``: methods for the column
+    """The dump of a plain model, by default with each response in a forward of its own; ``by_method``: those for the column
     ``methods``, by name; ``tokens``: most of a forward."""
 
     def host(responses: Rollouts) -> PlainHost:
@@ -109,9 +109,9 @@ def plain_table(
 
     rollouts = replace(rollouts, step=step)
     rollouts = with_columns(rollouts, OF_POLICY, host(rollouts))
-    if any(REF_LOG_PROBS in method.reads for method in (signal, *further.values())):
+    if any(REF_LOG_PROBS in method.reads for method in (signal, *by_method.values())):
         rollouts = replace(rollouts, columns={**rollouts.columns, REF_LOG_PROBS: reference(rollouts, tokens)})
-    records = {name: weigh(rollouts, entry, host(rollouts)) for name, entry in further.items()}
+    records = {name: weigh(rollouts, method, host(rollouts)) for name, method in by_method.items()}
     return table_of(weigh(rollouts, signal, host(rollouts)), TokenTexts(rollouts.tokenizer), records)
 
 

@@ -35,10 +35,10 @@ HEADER = DumpHeader(step=3, method="grail", options=OPTIONS, special_tokens={151
 
 
 def received(keys: list[str], **columns: Any) -> pa.Table:
-    piece = [[0.5, 0.5]] * len(keys)
+    floats = [[0.5, 0.5]] * len(keys)
     nothing = [None] * len(keys)
-    values = {"key": keys, "updates": [[0]] * len(keys), "received": piece, "clipped": piece}
-    values["by_update"] = [[update] for update in piece]
+    values = {"key": keys, "updates": [[0]] * len(keys), "received": floats, "clipped": floats}
+    values["by_update"] = [[values_of_row] for values_of_row in floats]
     values["clipped_by_update"] = nothing
     values["effect"] = nothing
     values.update(columns)
@@ -52,8 +52,8 @@ class TestReading:
         texts = [f"{row} \u202e" for row in range(hosts.COUNT)]
         rollouts = hosts.plain_rollouts(keys=texts)
         facts = {**rollouts.facts, "labels": labels, **dict.fromkeys(("id", "ground_truth"), texts)}
-        signals = {name: hosts.signal_of(name) for name in ("step_values", "surprisal")}
-        table = hosts.plain_table(hosts.signal_of("grail"), replace(rollouts, facts=facts), further=signals)
+        by_method = {name: hosts.signal_of(name) for name in ("step_values", "surprisal")}
+        table = hosts.plain_table(hosts.signal_of("grail"), replace(rollouts, facts=facts), by_method=by_method)
         path = write_step(tmp_path, replace(HEADER, update=1), table)
         assert path.name == "step_000003_update_1.parquet" and list(tmp_path.iterdir()) == [path]
         dump = read_dump(tmp_path)
@@ -79,14 +79,14 @@ class TestReading:
 
     def test_older_and_newer_files(self, tmp_path: Path) -> None:
         """As schema_version 4 and 5, and 1 of what was received, wrote them; a later version's is named."""
-        fields = table_of([dump_row([1.0, 2.0], key="a")]).drop_columns(["rollout_log_probs"])
-        fields = fields.append_column("step", pa.array([3])).append_column("update", pa.array([0]))
+        written = table_of([dump_row([1.0, 2.0], key="a")]).drop_columns(["rollout_log_probs"])
+        written = written.append_column("step", pa.array([3])).append_column("update", pa.array([0]))
         arrived = received(["a"]).drop_columns(["clipped_by_update", "effect"])
         header = received_header(3)
         for file, table, name, record in (
-            ("step_000003", fields, "grail_advantage", {"schema_version": 4, "step": 3, "method": "grail"}),
-            ("step_000004", fields, "grail_advantage", {"schema_version": 99, "step": 4, "method": "grail"}),
-            ("step_000005", fields[:0], "grail_advantage", {"schema_version": 5, "step": 5, "method": "gigpo"}),
+            ("step_000003", written, "grail_advantage", {"schema_version": 4, "step": 3, "method": "grail"}),
+            ("step_000004", written, "grail_advantage", {"schema_version": 99, "step": 4, "method": "grail"}),
+            ("step_000005", written[:0], "grail_advantage", {"schema_version": 5, "step": 5, "method": "gigpo"}),
             ("received_000003", arrived, "grail_advantage_received", {"schema_version": 1, **header}),
         ):
             table = table.replace_schema_metadata({name: json.dumps(record)})
@@ -105,9 +105,9 @@ class TestWriting:
     def test_what_fails_leaves_the_file_that_was_there(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         path = write_step(tmp_path, HEADER, table_of([dump_row([1.0])]))
         uneven = [dump_row([1.0, 2.0]), dump_row([1.0, 2.0], entropy_T=[1.0])]
-        for table in (table_of(uneven), table_of([dump_row([1.0])]).drop_columns("mask")):
+        for refused in (table_of(uneven), table_of([dump_row([1.0])]).drop_columns("mask")):
             with pytest.raises((ValueError, KeyError)):
-                write_step(tmp_path, HEADER, table)
+                write_step(tmp_path, HEADER, refused)
         monkeypatch.setattr(of_dump.os, "fsync", lambda file: os.open("/dev/full/nowhere", os.O_RDONLY))
         with pytest.raises(OSError):
             write_step(tmp_path, HEADER, table_of([dump_row([2.0])]))
@@ -117,11 +117,11 @@ class TestWriting:
         for step, update in ((1, 0), (9, 0), (10, 0), (10, 3), (11, 0)):
             write_step(tmp_path, replace(HEADER, step=step, update=update), table_of([]))
         write_received(tmp_path, received_header(10), received([]))
-        foreign = {"notes.txt", "12.jsonl", "step_12.parquet.bak"}
-        for name in (*foreign, ".step_000010.parquet.1.writing"):
+        unrelated = {"notes.txt", "12.jsonl", "step_12.parquet.bak"}
+        for name in (*unrelated, ".step_000010.parquet.1.writing"):
             (tmp_path / name).write_text("mine")
         assert len(remove_steps(tmp_path, 10)) == 4
-        assert {path.name for path in tmp_path.iterdir()} == {"step_000001.parquet", "step_000009.parquet"} | foreign
+        assert {path.name for path in tmp_path.iterdir()} == {"step_000001.parquet", "step_000009.parquet"} | unrelated
         assert remove_steps(tmp_path / "nowhere", 0) == read_dump(tmp_path / "nowhere").steps == []
 
     def test_a_disk_that_fails_or_hangs_costs_its_files(
@@ -161,11 +161,11 @@ def test_lines_of_metrics_up_to_the_step_stay(tmp_path: Path) -> None:
     MetricsFile(path, -1).add(3, {"a": np.float32(1.5), "b": "text", "c": [1.0], "d": None})
     assert path.read_bytes() == THREE
     lines = {ONE + TWO[:-1]: ONE + TWO, ONE + TWO[:9]: ONE, ONE + THREE + TWO: ONE + TWO, BROKEN + ONE: ONE}
-    for line_count, remaining in lines.items():
-        path.write_bytes(line_count)
+    for lines_then, lines_now in lines.items():
+        path.write_bytes(lines_then)
         file = MetricsFile(path, 2)
         file.add(3, {"a": np.float32(1.5)})
-        assert path.read_bytes() == remaining + THREE and file.failed == 0
+        assert path.read_bytes() == lines_now + THREE and file.failed == 0
     MetricsFile(path, -1)
     assert path.read_bytes() == b"", "a run that begins anew"
 
@@ -184,10 +184,10 @@ def test_metrics_are_strict_json(tmp_path: Path) -> None:
 
 
 def test_no_visible_character_acts() -> None:
-    output = visible("".join(map(chr, range(sys.maxunicode + 1))), breaks=False)
-    output.encode()
-    assert {unicodedata.category(sign) for sign in set(output) - {"\u200d"}}.isdisjoint(["Cc", "Cf", "Cs", "Zl", "Zp"])
-    assert visible(output, breaks=False) == output
+    text = visible("".join(map(chr, range(sys.maxunicode + 1))), breaks=False)
+    text.encode()
+    assert {unicodedata.category(sign) for sign in set(text) - {"\u200d"}}.isdisjoint(["Cc", "Cf", "Cs", "Zl", "Zp"])
+    assert visible(text, breaks=False) == text
 
 
 def test_links_and_pipes_in_a_foreign_folder(tmp_path: Path) -> None:

@@ -40,10 +40,10 @@ def test_a_folder_is_held_until_its_process_ends(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EIO])
-@pytest.mark.parametrize("left", [None, "", "junk", f"1\n{socket.gethostname()}\n", "4194304\nanother-node\n"])
+@pytest.mark.parametrize("lock_text", [None, "", "junk", f"1\n{socket.gethostname()}\n", "4194304\nanother-node\n"])
 def test_without_flock_a_run_resumes_on_any_node_with_a_warning(
     number: int,
-    lock_files: str | None,
+    lock_text: str | None,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
@@ -54,14 +54,14 @@ def test_without_flock_a_run_resumes_on_any_node_with_a_warning(
         raise OSError(number, "no flock here")
 
     monkeypatch.setattr(fcntl, "flock", flock)
-    if lock_files is not None:
-        (tmp_path / LOCK).write_text(lock_files)
+    if lock_text is not None:
+        (tmp_path / LOCK).write_text(lock_text)
     for _start in range(2):
         caplog.clear()
         hold(tmp_path, "the remedy", "option")
         assert "cannot be locked" in caplog.text and str(tmp_path) in caplog.text
         let_go(tmp_path)
-    assert lock_files is not None or number != errno.ENOSYS or not (tmp_path / LOCK).exists(), (
+    assert lock_text is not None or number != errno.ENOSYS or not (tmp_path / LOCK).exists(), (
         "nothing that outlives the run"
     )
 
