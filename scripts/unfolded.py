@@ -11,8 +11,15 @@ from pathlib import Path
 # Folders and files that hold it; one that is unfolded gets a line here.
 ROOMS = (
     "examples/hosts",
+    "examples/methods",
     "examples/trainer",
     "examples/turns",
+    "grail_advantage/answers",
+    "grail_advantage/methods",
+    ":!grail_advantage/methods/fitted.py",
+    ":!grail_advantage/methods/sessions.py",  # a session's field and an argument are called `before`
+    ":!grail_advantage/methods/turn_lists.py",
+    "grail_advantage/model",
     "grail_advantage/reward",
     "packages",
     "recipe",
