@@ -10,10 +10,14 @@ from pathlib import Path
 
 # Folders and files that hold it; one that is unfolded gets a line here.
 ROOMS = (
+    "benchmarks",
+    "examples",
     "examples/hosts",
-    "examples/methods",
     "examples/trainer",
     "examples/turns",
+    "grail_advantage/verl_ext",
+    "tests/benchmarks",
+    "tests/verl_ext",
     "grail_advantage/answers",
     "grail_advantage/methods",
     ":!grail_advantage/methods/fitted.py",
@@ -21,9 +25,11 @@ ROOMS = (
     ":!grail_advantage/methods/turn_lists.py",
     "grail_advantage/model",
     "grail_advantage/reward",
+    "grail_advantage/trl_ext",
     "packages",
     "recipe",
     "scripts",
+    "tests/trl_ext",
 )
 WORDS = re.compile(
     "of|found|there|known|own|one|said|made|some|here|alike|told|whole|others?|both|before|after|beside|each|every|left|taken"

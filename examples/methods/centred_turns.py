@@ -8,5 +8,5 @@ from grail_advantage.methods.sessions import TurnMethod
 class CentredTurns(TurnMethod):
     def advantages(self, sessions):
         returns = [session.returns(1.0, outcome=self.outcome) for session in sessions]
-        mean = sum(g_K[0] for g_K in returns) / len(returns)
-        return [g_K - mean for g_K in returns]
+        mean = sum(of_turns[0] for of_turns in returns) / len(returns)
+        return [of_turns - mean for of_turns in returns]
