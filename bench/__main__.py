@@ -3,7 +3,6 @@
 python -m grail_advantage.analyze FILE.jsonl --model NAME --method all --out FOLDER
 python -m bench FOLDER                     each method's figures and verdict, as Markdown
 python -m bench fit FOLDER OUT             the method fitted, by the values in a folder
-python -m bench compare FOLDER FOLDER      two analyses of the same file, paired
 python -m bench convert processbench IN OUT         ProcessBench's labelled solutions
 python -m bench sample QUESTIONS OUT --model NAME   the model's own responses, by token ids
 python -m bench values FILE OUT --model NAME        their steps' values, by continuations of the model
@@ -23,35 +22,29 @@ try:
 except ModuleNotFoundError as error:
     raise SystemExit(f"bench: {error}; run `pip install -e '.[bench]' -e packages/verl-cpu` in the clone") from error
 
-COMMANDS = {"convert": convert.main, "sample": sample.main, "values": values.main}
+COMMANDS = {"convert": convert.main, "fit": fit.main, "sample": sample.main, "values": values.main}
 
 
 def report(folder: Path) -> str:
-    """The tables of a folder: by values, by errors, or both."""
+    """The tables of a folder: by values, by labels, or both."""
     labels = [row.labels for row in read_dump(folder)]
-    tables = []
-    if any("values" in label for label in labels):
-        tables.append(credit.report(folder))
+    tables = [credit.report(folder)] if any("values" in label for label in labels) else []
     if any("steps" in label for label in labels) or not tables:
-        tables.append(table.report(table.read(folder)))
+        tables.append(table.report(folder))
     return "\n\n".join(tables)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command; SystemExit with a message for what the user can fix."""
-    given = list(sys.argv[1:] if arguments is None else arguments)
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    if not words or words[0] in ("-h", "--help"):
+        print(__doc__)
+        raise SystemExit(0 if words else 2)
     try:
-        if given and given[0] in COMMANDS:
-            COMMANDS[given[0]](given[1:])
-        elif given[:1] == ["fit"]:
-            say(*fit.main(given[1:]).splitlines())
-        elif given[:1] == ["compare"] and len(given) == 3:
-            say(*table.compare(Path(given[1]), Path(given[2])).splitlines())
-        elif len(given) == 1 and not given[0].startswith("-"):
-            say(*report(Path(given[0])).splitlines())
+        if words[0] in COMMANDS:
+            COMMANDS[words[0]](words[1:])
         else:
-            print(__doc__)
-            raise SystemExit(0 if given in (["-h"], ["--help"]) else 2)
+            say(*report(Path(*words)).splitlines())
     except (ValueError, OSError) as error:
         raise SystemExit(visible(f"bench: {error}", breaks=False)) from error
 

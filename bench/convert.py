@@ -7,11 +7,10 @@ drawn at random once, so that any beginning is a sample.
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,6 @@ from grail_advantage.answers.format import BOXED
 from grail_advantage.dump import write_whole
 
 BOX = " Please reason step by step, and put your final answer within \\boxed{}."
-Line = dict[str, Any]
 
 
 def asked(text: str) -> list[dict[str, str]]:
@@ -28,45 +26,34 @@ def asked(text: str) -> list[dict[str, str]]:
     return [{"role": "user", "content": text}]
 
 
-def processbench(path: Path) -> Iterator[Line]:
-    """``label`` is the first wrong step, -1 for none."""
-    for _, record in json_lines(path):
-        yield {
-            "id": record["id"],
-            "prompt": asked(record["problem"] + BOX),
-            "steps": record["steps"],
-            "error": None if record["label"] < 0 else record["label"],
-            "reward": float(record["final_answer_correct"]),
-        }
-
-
-def sort_of(line: Line) -> str:
-    """Whether the bench can use a line, and as what."""
-    text = SEPARATOR.join(line["steps"])
-    if next(BOXED.find(text.encode()), None) is None:
-        return "without an answer"
-    has_error = line["error"] is not None
-    if has_error and line["reward"] > 0:
-        return "correct in spite of an error"
-    if not has_error and not line["reward"] > 0:
-        return "incorrect, no first error known"
-    return "errors" if has_error else "controls"
+def line_of(record: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    """Whether the bench can use a record, and as what, with its line; ``label`` is the first wrong step, -1 for none."""
+    has_error = record["label"] >= 0
+    is_correct = bool(record["final_answer_correct"])
+    line = {
+        "id": record["id"],
+        "prompt": asked(record["problem"] + BOX),
+        "steps": record["steps"],
+        "error": record["label"] if has_error else None,
+        "reward": float(is_correct),
+    }
+    if next(BOXED.find(SEPARATOR.join(record["steps"]).encode()), None) is None:
+        return "without an answer", line
+    if has_error == is_correct:
+        return "correct in spite of an error" if is_correct else "incorrect, no first error known", line
+    return "errors" if has_error else "controls", line
 
 
 def main(arguments: Sequence[str]) -> None:
     """``python -m bench convert processbench IN OUT``; ValueError for a file that is not of the format."""
-    layout = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(prog="python -m bench convert", description=__doc__, formatter_class=layout)
-    parser.add_argument("format", choices=["processbench"])
-    parser.add_argument("file", type=Path)
-    parser.add_argument("out", type=Path)
-    options = parser.parse_args(arguments)
+    if len(arguments) != 3 or arguments[0] != "processbench":
+        raise ValueError("convert reads ProcessBench: python -m bench convert processbench IN OUT")
+    source, out = map(Path, arguments[1:])
     try:
-        lines = [(sort_of(line), line) for line in processbench(options.file)]
+        lines = [line_of(record) for _, record in json_lines(source)]
     except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{options.file}: is not of the format {options.format} ({error!r})") from error
+        raise ValueError(f"{source}: is not of the format processbench ({error!r})") from error
     usable = [json.dumps(line, ensure_ascii=False) for sort, line in lines if sort in ("errors", "controls")]
     random.Random(0).shuffle(usable)
-    write_whole(options.out, "\n".join([*usable, ""]))
-    counts = Counter(sort for sort, _ in lines)
-    print(f"{options.out}: {', '.join(f'{count} {sort}' for sort, count in counts.items())}")
+    write_whole(out, "\n".join([*usable, ""]))
+    print(f"{out}: {', '.join(f'{count} {sort}' for sort, count in Counter(sort for sort, _ in lines).items())}")

@@ -11,19 +11,22 @@ Shape suffixes: N tokens, T tokens of a response, F features, J steps.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
-from bench.credit import Case, Sums, cosine, read, uniform_of
+from bench.credit import Case, cosine, read
+from bench.places import TokenAdvantages
 from bench.statistics import jackknife
 from bench.table import FEWEST, cell
 from grail_advantage.dump import write_whole
 from grail_advantage.methods.fitted import FEATURES, Fit, features
-from grail_advantage.text_io import table
+from grail_advantage.text_io import say, table
 
 PARTS = 5
 RIDGE = 1.0  # on coefficients of features with a deviation of 1
+EVERYTHING = list(range(len(FEATURES)))
 PLACE = [FEATURES.index(name) for name in ("constant", "place", "is the answer")]
 
 
@@ -31,80 +34,76 @@ def features_of(case: Case) -> np.ndarray:
     """(J, F)."""
     surprisal_T = np.nan_to_num(-case.row.old_log_prob_T.astype(float)).clip(min=0)
     entropy_T = np.nan_to_num(case.row.entropy_T.astype(float)).clip(min=0)
-    return features(surprisal_T, entropy_T, case.starts, case.is_answered)
+    starts = case.row.labels["values"]["starts"]
+    return features(surprisal_T, entropy_T, starts, len(starts) > case.steps)
 
 
-def ridge(cases: Sequence[Case], columns: Sequence[int]) -> np.ndarray:
+def ridge(cases: Sequence[Case], columns: list[int]) -> np.ndarray:
     """Coefficients (F,) of these features, 0 of the others; every token counts once."""
-    coefficients = np.zeros(len(FEATURES))
-    inputs = [abs(case.advantage) * features_of(case)[case.step_T][:, columns] for case in cases]
-    input_NF = np.concatenate(inputs)
+    input_NF = np.concatenate([abs(case.advantage) * features_of(case)[case.step_T][:, columns] for case in cases])
     credit_N = np.concatenate([case.credit_J[case.step_T] for case in cases])
     deviation_F = input_NF.std(axis=0) + 1e-9
     scaled_NF = input_NF / deviation_F
     square_FF = scaled_NF.T @ scaled_NF + RIDGE * np.eye(len(columns))
-    coefficients[list(columns)] = np.linalg.solve(square_FF, scaled_NF.T @ credit_N) / deviation_F
+    coefficients = np.zeros(len(FEATURES))
+    coefficients[columns] = np.linalg.solve(square_FF, scaled_NF.T @ credit_N) / deviation_F
     return coefficients
 
 
-def predicted(cases: Sequence[Case], columns: Sequence[int]) -> list[np.ndarray]:
-    """Token advantages (T,) by fits to the other parts' problems."""
-    part_of = Sums(cases).index % PARTS
-    signs = np.sign([case.advantage for case in cases])
-    advantages: list[np.ndarray] = [np.zeros(0)] * len(cases)
-    for sign in (-1, 1):
-        for part in range(PARTS):
-            rest = [case for place, case in enumerate(cases) if signs[place] == sign and part_of[place] != part]
-            coefficients = ridge(rest, columns)
-            for place in np.flatnonzero((signs == sign) & (part_of == part)):
-                case = cases[place]
-                advantages[place] = abs(case.advantage) * (features_of(case) @ coefficients)[case.step_T]
+def predicted(cases: Sequence[Case], columns: list[int]) -> list[TokenAdvantages]:
+    """Token advantages by fits to the other parts' problems."""
+    parts = np.unique([str(case.row.group) for case in cases], return_inverse=True)[1] % PARTS
+    signs = [case.advantage > 0 for case in cases]
+    keys = list(zip(signs, parts.tolist(), strict=True))
+    fits = {}
+    for sign, part in set(keys):
+        rest = [case for case, key in zip(cases, keys, strict=True) if key[0] == sign and key[1] != part]
+        fits[sign, part] = ridge(rest, columns)
+    advantages = []
+    for case, key in zip(cases, keys, strict=True):
+        credit_J = abs(case.advantage) * features_of(case) @ fits[key]
+        advantages.append(replace(case.uniform, advantage_T=credit_J[case.step_T]))
     return advantages
 
 
 def fit(cases: Sequence[Case], origin: str) -> tuple[Fit, str]:
     """The fit, and the report on it. ValueError: it does not follow the credit of other problems."""
-    by_sign = {sign: [case for case in cases if case.advantage * sign > 0] for sign in (-1, 1)}
-    few = min(len(Sums(of_sign).problems) if of_sign else 0 for of_sign in by_sign.values())
-    if few < FEWEST:
+    incorrect = [case for case in cases if case.advantage < 0]
+    correct = [case for case in cases if case.advantage > 0]
+    problems = min(len({str(case.row.group) for case in part}) for part in (incorrect, correct))
+    if problems < FEWEST:
         raise ValueError(
-            f"{origin}: {few} problems have correct or incorrect responses with values; give {FEWEST} or more"
+            f"{origin}: {problems} problems have correct or incorrect responses with values; give {FEWEST} or more"
         )
-    everything = range(len(FEATURES))
-    by_fit = cosine(cases, predicted(cases, everything))
-    others = {"uniform": cosine(cases, uniform_of(cases)), "place alone": cosine(cases, predicted(cases, PLACE))}
-    parts = [f"cosine with the credit of other problems: fitted {cell(jackknife(by_fit))}"]
-    follows = True
-    for name, of_other in others.items():
-        gain = jackknife(by_fit - of_other)
-        follows = follows and gain.value > gain.half  # also false for NaN, without credit above its noise
-        parts.append(f"{name} {cell(jackknife(of_other))} ({cell(gain, signed=True)})")
-    said = "; ".join(parts)
-    if not follows:
-        raise ValueError(
-            f"{origin}: {said}. It is not shown to be above both, so nothing is written; give more problems"
-        )
-    coefficients = {sign: ridge(of_sign, everything) for sign, of_sign in by_sign.items()}
+    by_fit = cosine(cases, predicted(cases, EVERYTHING))
+    by_uniform = cosine(cases, [case.uniform for case in cases])
+    by_place = cosine(cases, predicted(cases, PLACE))
+    gains = [jackknife(by_fit - by_other) for by_other in (by_uniform, by_place)]
+    figures = [cell(jackknife(of_one)) for of_one in (by_fit, by_uniform, by_place)]
+    found = "cosine with the credit of other problems: fitted {}, uniform {}, place alone {}".format(*figures)
+    if not all(gain.value > gain.half for gain in gains):  # NaN where credit is not above its noise
+        raise ValueError(f"{origin}: {found}; not shown to be above both, so nothing is written; give more problems")
     features_NF = np.concatenate([features_of(case) for case in cases])
     settings = cases[0].row.labels["values"]["settings"]
     result = Fit(
         features=FEATURES,
         separator=settings["separator"],
-        incorrect=coefficients[-1].tolist(),
-        correct=coefficients[1].tolist(),
+        incorrect=ridge(incorrect, EVERYTHING).tolist(),
+        correct=ridge(correct, EVERYTHING).tolist(),
         lowest=features_NF.min(axis=0).tolist(),
         highest=features_NF.max(axis=0).tolist(),
-        origin={"folder": origin, "responses": len(cases), "cosine": said, "values": settings},
+        origin={"folder": origin, "responses": len(cases), "cosine": found, "values": settings},
     )
-    rows = [[name, *(f"{coefficients[sign][place]:+.2f}" for sign in (-1, 1))] for place, name in enumerate(FEATURES)]
-    return result, "\n".join([said, "", *table(["feature", "A < 0", "A > 0"], rows, right=1)])
+    triples = zip(FEATURES, result.incorrect, result.correct, strict=True)
+    rows = [[name, f"{below:+.2f}", f"{above:+.2f}"] for name, below, above in triples]
+    return result, "\n".join([found, "", *table(["feature", "A < 0", "A > 0"], rows, right=1)])
 
 
-def main(arguments: Sequence[str]) -> str:
+def main(arguments: Sequence[str]) -> None:
     """``python -m bench fit FOLDER OUT``; ValueError where nothing is written."""
     if len(arguments) != 2:
         raise ValueError("fit takes a folder of analyze and the file to write: python -m bench fit FOLDER OUT")
     folder, out = map(Path, arguments)
     result, text = fit(read(folder)[0], str(folder))
     write_whole(out, result.model_dump_json(indent=1))
-    return text
+    say(*text.splitlines())

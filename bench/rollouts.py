@@ -24,7 +24,7 @@ import torch
 from grail_advantage.analyze.lines import json_lines
 from grail_advantage.analyze.models import check_options, files_digest, model_of
 from grail_advantage.dump import write_whole
-from verl_cpu.tiny.sampling import TOGETHER, sample
+from verl_cpu.tiny.sampling import sample
 
 Prefix = tuple[int, ...]
 Draw = Callable[[Sequence[Prefix], Sequence[int]], list[list[list[int]]]]
@@ -48,11 +48,10 @@ def parser_of(command: str, description: str | None, samples: int) -> argparse.A
     return parser
 
 
-def settings_of(options: argparse.Namespace) -> dict[str, Any]:
+def settings_of(options: argparse.Namespace, **further: Any) -> dict[str, Any]:
     """The options that change what is drawn, by name."""
-    beside = {"file": None, "out": None, "device": None, "problems": None}
-    settings = {name: value for name, value in vars(options).items() if name not in beside}
-    return {**settings, "files": files_digest(options.model)}
+    names = ("model", "samples", "length", "temperature", "reward")
+    return {**{name: getattr(options, name) for name in names}, "files": files_digest(options.model), **further}
 
 
 def lines_in(out: Path, settings: dict[str, Any], key: str) -> list[dict[str, Any]]:
@@ -118,23 +117,20 @@ def _with_torch(
     prefixes: Sequence[Prefix],
     most: Sequence[int],
 ) -> list[list[list[int]]]:
+    order = sorted(range(len(prefixes)), key=lambda index: len(prefixes[index]))  # a batch has about one length
+    numbers = [np.empty((0, options.length))]
+    for index in order:
+        generator = np.random.default_rng(seed_of(purpose, prefixes[index]))
+        numbers_KT = generator.random((options.samples, options.length))
+        numbers_KT[:, most[index] :] = np.nan
+        numbers.append(numbers_KT)
+    ids = [list(prefixes[index]) for index in order]
     copies = options.samples
-    size = max(1, TOGETHER // copies)
-    drawn: list[list[list[int]]] = [[] for _ in prefixes]
-    # Prefixes of about one length make one batch.
-    order = sorted(range(len(prefixes)), key=lambda index: -len(prefixes[index]))
-    for first in range(0, len(order), size):
-        batch = order[first : first + size]
-        numbers = np.full((len(batch), copies, max(most[index] for index in batch)), np.nan)
-        for row, index in enumerate(batch):
-            generator = np.random.default_rng(seed_of(purpose, prefixes[index]))
-            numbers[row, :, : most[index]] = generator.random((copies, options.length))[:, : most[index]]
-        ids = [list(prefixes[index]) for index in batch]
-        flat = numbers.reshape(len(batch) * copies, -1)
-        responses = sample(model, tokenizer, ids, flat, options.temperature, copies=copies)
-        for row, index in enumerate(batch):
-            drawn[index] = responses[row * copies : (row + 1) * copies]
-    return drawn
+    responses = iter(
+        sample(model, tokenizer, ids, np.concatenate(numbers), options.temperature, copies=copies) if ids else []
+    )
+    drawn = {index: list(itertools.islice(responses, copies)) for index in order}
+    return [drawn[index] for index in range(len(prefixes))]
 
 
 def _with_vllm(options: argparse.Namespace, purpose: str, longest: int) -> Draw:

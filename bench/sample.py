@@ -38,7 +38,7 @@ def main(arguments: Sequence[str]) -> None:
     parser = parser_of("sample", __doc__, samples=8)
     parser.add_argument("--problems", type=int, default=200, help="questions, drawn at random (default: %(default)s)")
     options = parser.parse_args(arguments)
-    settings = {**settings_of(options), "questions": files_digest(str(options.file))}
+    settings = settings_of(options, questions=files_digest(str(options.file)))
     questions = questions_in(options.file, options.problems)
     lines = lines_in(options.out, settings, "sampled")
     tokenizer, _ = model_for(options)

@@ -52,8 +52,8 @@ def jackknife(values: np.ndarray) -> Estimate:
 
 def above_controls(
     own_W: np.ndarray, controls_WC: np.ndarray, clusters_W: Sequence[Hashable], clusters_C: Sequence[Hashable]
-) -> tuple[Estimate, Estimate]:
-    """The mean of the values' controls, and by how much the values are above them; both samples' clusters are independent.
+) -> Estimate:
+    """By how much values are above their controls; both samples' clusters are independent.
 
     Args:
         own_W: values of W responses, all finite.
@@ -67,12 +67,11 @@ def above_controls(
     # What each response adds to the mean gain: of the controls, by how much they are above the others of the same value.
     parts_W = (gain_W - gain_W.mean()) / len(own_W)
     parts_C = np.round(np.nansum((controls_WC - means_W1) / counts_W1, axis=0), 9) / len(own_W)
-    sums = [pd.Series(parts).groupby(list(of)).sum() for parts, of in ((parts_W, clusters_W), (parts_C, clusters_C))]
+    sums = [pd.Series(parts_W).groupby(list(clusters_W)).sum(), pd.Series(parts_C).groupby(list(clusters_C)).sum()]
     freedoms = np.array([max(1, len(one) - 1) for one in sums])
     variances = np.array([(one**2).sum() * len(one) for one in sums]) / freedoms
     freedom = float(variances.sum() ** 2 / (variances**2 / freedoms).sum()) if variances.any() else min(freedoms)
-    of_controls = Estimate(float(means_W1.mean()), math.sqrt(variances[1]), int(freedoms[1]) + 1)
-    return of_controls, Estimate(float(gain_W.mean()), math.sqrt(variances.sum()), freedom + 1)
+    return Estimate(float(gain_W.mean()), math.sqrt(variances.sum()), freedom + 1)
 
 
 def holm(p_values: Sequence[float]) -> list[float]:

@@ -38,14 +38,13 @@ def main(arguments: Sequence[str]) -> None:
     options = parser.parse_args(arguments)
     if options.samples < 2:
         raise ValueError("--samples must be at least 2: the noise is told by two halves of the continuations")
-    settings = settings_of(options)
+    settings = settings_of(options, separator=options.separator, answer=options.answer)
     rows = read_responses(options.file)
     records = [line for _, line in json_lines(options.file)]
     for row in rows:
         if isinstance(row.response, str):
             raise ValueError(
-                f"{row.id}: its response is a text, whose token ids are not known to be those that were drawn; give the "
-                "ids, as bench sample writes them"
+                f"{row.id}: its response is a text, whose ids may not be those that were drawn; give ids, as bench sample does"
             )
         if row.ground_truth is None:
             raise ValueError(f"{row.id} has no ground_truth, by which continuations are judged; give it one")
@@ -69,31 +68,31 @@ def main(arguments: Sequence[str]) -> None:
         starts = {}
         beginnings = {}
         for index in batch:
+            ids = responses[index].tolist()
             span = spans[index]
             starts[index] = starts_of_steps(texts, responses[index].numpy(), separator, span.start if span else None)
-            truth = str(rows[index].ground_truth)
-            ids = responses[index].tolist()
-            prompt = prompts[index]
-            beginnings[index] = [((*prompt, *ids[:start]), len(prompt), truth) for start in starts[index]]
-        new = list(dict.fromkeys(key for keys in beginnings.values() for key in keys if key not in digits))
+            about = (len(prompts[index]), str(rows[index].ground_truth))
+            beginnings[index] = [((*prompts[index], *ids[:start]), *about) for start in starts[index]]
+        new = list({key: None for keys in beginnings.values() for key in keys if key not in digits})
         most = [options.length - len(prefix) + prompt_length for prefix, prompt_length, _ in new]
         drawn = draw([prefix for prefix, _, _ in new], most)
-        for (prefix, prompt_length, truth), continuations in zip(new, drawn, strict=True):
+        for key, continuations in zip(new, drawn, strict=True):
+            prefix, prompt_length, truth = key
             wholes = [[*prefix[prompt_length:], *continuation] for continuation in continuations]
-            judged = [judge(text, truth) for text in tokenizer.batch_decode(wholes, skip_special_tokens=True)]
-            digits[prefix, prompt_length, truth] = "".join("1" if right else "0" for right in judged)
+            verdicts = [judge(text, truth) for text in tokenizer.batch_decode(wholes, skip_special_tokens=True)]
+            digits[key] = "".join(str(int(is_right)) for is_right in verdicts)
         for index in batch:
             row = rows[index]
-            right = judge(tokenizer.decode(responses[index], skip_special_tokens=True), str(row.ground_truth))
-            if row.reward is not None and (row.reward > 0) != right:
+            is_right = judge(tokenizer.decode(responses[index], skip_special_tokens=True), str(row.ground_truth))
+            if row.reward is not None and (row.reward > 0) != is_right:
                 raise ValueError(f"{row.id} has the reward {row.reward:g}, not that of --reward; name the run's own")
             values = {
                 "starts": starts[index],
                 "right": [digits[key] for key in beginnings[index]],
-                "reward": float(right),
+                "reward": float(is_right),
                 "answered": spans[index] is not None,
                 "settings": settings,
             }
-            lines.append({**records[index], "id": row.id, "reward": float(right), "values": values})
+            lines.append({**records[index], "id": row.id, "reward": float(is_right), "values": values})
         write_lines(options.out, lines)
         print(f"{batch.stop} of {len(rows)} responses, {len(digits)} beginnings", flush=True)

@@ -1,7 +1,7 @@
-"""GRAIL and other ways to weight tokens: token-level credit assignment for reinforcement learning with verifiable
-rewards.
+"""This package has GRAIL and other ways to weight tokens: token-level credit assignment for reinforcement learning with
+verifiable rewards.
 
-Needs torch, transformers, numpy and pydantic alone; the part for verl is in :mod:`grail_advantage.verl_ext`.
+It needs torch, transformers, numpy and pydantic alone; the part for verl is in :mod:`grail_advantage.verl_ext`.
 """
 # ruff: noqa: F401
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from grail_advantage.methods.oar import Oar as OarConfig
     from grail_advantage.methods.saliency import Grail
     from grail_advantage.methods.saliency import Grail as GrailConfig
-    from grail_advantage.methods.turns import turn_advantages, turns_to_tokens
+    from grail_advantage.methods.turn_lists import turn_advantages, turns_to_tokens
 
 # Each is imported when it is asked for: verl imports this package in every process, most of which need none of them.
 _MODULES = {
@@ -33,7 +33,7 @@ _MODULES = {
     "method": "AdvantageMethod Mapped Method option register",
     "methods.oar": "Oar OarConfig",
     "methods.saliency": "Grail GrailConfig",
-    "methods.turns": "turn_advantages turns_to_tokens",
+    "methods.turn_lists": "turn_advantages turns_to_tokens",
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names.split()}
 __all__ = [*_MODULE_OF]

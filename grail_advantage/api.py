@@ -1,5 +1,5 @@
-"""Token weights for any Hugging Face causal language model. Shapes: B responses, L prompt + response, T response
-tokens."""
+"""This module computes token weights with any Hugging Face causal language model. Shapes: B responses, L prompt +
+response, T response tokens."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ MOST_UNKNOWN = 0.1  # share of response tokens that the tokenizer may not have, 
 
 @dataclass(frozen=True)
 class TokenWeights:
-    """Result of :func:`compute_token_weights`."""
+    """This is what :func:`compute_token_weights` gives."""
 
     weights: Tensor  # (B, L) float32; 0 outside the response
     scores: Tensor  # (B, L) float32, aligned to tokens; NaN where none was computed
@@ -77,7 +77,7 @@ def compute_token_weights(
     answer: str | AnswerFormat = BOXED,
     tokens: int = FORWARD_TOKENS,
 ) -> TokenWeights:
-    """Token weights for a batch of rollouts by any registered method.
+    """Compute token weights for a batch of rollouts by any registered method.
 
     A response's weights depend on its padding and its neighbours by rounding alone, except where the method compares
     responses. The model keeps no parameter gradient, no hook and no changed training mode, also when this raises; one
@@ -120,16 +120,11 @@ def compute_token_weights(
     _need(isinstance(config, BaseMethod), "config", config, "a method with its options, such as Grail()")
     _need(callable(aggregate), "aggregate", aggregate, "a function of values and a mask, (B, T) both")
     _need(isinstance(fields, Mapping | None), "fields", fields, "a mapping of names to values, one a response")
-    are_examples = isinstance(examples, Sequence | None) and all(
-        isinstance(one, Example | None) for one in examples or ()
-    )
+    are_examples = isinstance(examples, Sequence | None)
+    are_examples = are_examples and all(isinstance(example, Example | None) for example in examples or ())
     _need(are_examples, "examples", examples, "a list of Example or None")
-    _need(
-        isinstance(process_group, ProcessGroup | None),
-        "process_group",
-        process_group,
-        "a ProcessGroup of torch, or None",
-    )
+    is_group = isinstance(process_group, ProcessGroup | None)
+    _need(is_group, "process_group", process_group, "a ProcessGroup of torch, or None")
     _need(_is_number(temperature) and temperature > 0, "temperature", temperature, "that of the sampling, above 0")
     for name, value, least in (("step", step, 0), ("tokens", tokens, 1)):
         fits = _is_number(value) and value >= least and value == int(value)
@@ -167,7 +162,7 @@ def compute_token_weights(
     weighed = weigh(rollouts, config, host)
 
     def wide(values: Tensor, outside: float = 0.0) -> Tensor:
-        """(B, T) as (B, L), where the ids are."""
+        """Put values (B, T) where the ids are, (B, L)."""
         values_BL = values.new_full(inside.shape, outside)
         values_BL[inside] = values[rollouts.mask]
         return values_BL.to(input_ids.device)
@@ -184,9 +179,9 @@ def compute_token_weights(
 
 
 class PlainHost:
-    """A Hugging Face model in this process, bare or wrapped, as the host (:class:`grail_advantage.weigh.Host`) of a batch
-    of rollouts; the arguments are those of :func:`compute_token_weights`, and the device that on which the model reads
-    tokens."""
+    """A Hugging Face model in this process, bare or wrapped, serves a batch of rollouts as its host
+    (:class:`grail_advantage.weigh.Host`). The arguments are those of :func:`compute_token_weights`, and the device that
+    on which the model reads tokens."""
 
     def __init__(
         self,
@@ -212,8 +207,8 @@ class PlainHost:
         )
 
     def columns(self, names: Sequence[str], selected: Sequence[int] | None = None) -> dict[str, Tensor]:
-        """By a forward over every response, and one with the adapter off where a reference is asked for; none where
-        none is ``selected`` and no other rank waits. ValueError: there is no adapter."""
+        """Run a forward over every response, and one with the adapter off where a reference is asked for; none runs
+        where none is ``selected`` and no other rank waits. ValueError: there is no adapter."""
         if selected is not None and not selected and self._model.rounds.group is None:
             return {}
         of_policy = [name for name in names if name in OF_POLICY]
@@ -241,15 +236,15 @@ class PlainHost:
 
 
 def _check_values(name: str, values: Tensor | None, inside: Tensor, sign: float, allowed: str) -> None:
-    """ValueError, naming the argument, for a value on the wrong side of 0 by more than rounding."""
+    """Raise ValueError, naming the argument, for a value on the wrong side of 0 by more than rounding."""
     if values is None:
         return
-    wrong = [value for value in values.cpu()[inside].tolist() if sign * value > ROUNDING]
-    _need(not wrong, name, wrong[:1], allowed)
+    refused = [value for value in values.cpu()[inside].tolist() if sign * value > ROUNDING]
+    _need(not refused, name, refused[:1], allowed)
 
 
 def _check_model(model: Any, tokenizer: Any, rollouts: Rollouts) -> None:
-    """ValueError, naming the argument, for a model or tokenizer that the token ids cannot be of."""
+    """Raise ValueError, naming the argument, for a model or tokenizer that the token ids cannot be of."""
     from transformers import PreTrainedTokenizerBase  # not above: naming the methods would import it
 
     kind = type(model).__name__
@@ -264,19 +259,22 @@ def _check_model(model: Any, tokenizer: Any, rollouts: Rollouts) -> None:
     _need(is_loaded, "model", kind, "loaded, and not on the meta device")
     is_tokenizer = isinstance(tokenizer, PreTrainedTokenizerBase)
     _need(is_tokenizer, "tokenizer", type(tokenizer).__name__, "a loaded one of transformers")
-    most = getattr(vectors, "num_embeddings", math.inf)
-    wanted = f"of the model, which knows 0 to {most - 1}; mask padding with attention_mask"
-    for tokens in (*rollouts.prompts, *rollouts.responses):
-        wrong = tokens[(tokens < 0) | (tokens >= most)].tolist()[:1]
-        _need(not wrong, "input_ids", wrong, wanted)
+    vocabulary = getattr(vectors, "num_embeddings", math.inf)
+    for ids in (*rollouts.prompts, *rollouts.responses):
+        unknown = ids[(ids < 0) | (ids >= vocabulary)].tolist()[:1]
+        remedy = f"of the model, which knows 0 to {vocabulary - 1}; mask padding with attention_mask"
+        _need(not unknown, "input_ids", unknown, remedy)
     written = rollouts.tokens[rollouts.tokens >= 0]
-    unknown = float((written >= len(tokenizer)).double().mean()) if len(written) else 0.0
-    _need(unknown <= MOST_UNKNOWN, "tokenizer", kind, f"the model's own; it lacks {unknown:.0%} of the response tokens")
+    share = 0.0
+    if len(written):
+        share = float((written >= len(tokenizer)).double().mean())
+    _need(share <= MOST_UNKNOWN, "tokenizer", kind, f"the model's own; it lacks {share:.0%} of the response tokens")
 
 
-def _need(fits: object, name: str, given: object, wanted: str) -> None:
+def _need(fits: object, name: str, value: object, allowed: str) -> None:
+    """Raise ValueError, naming the argument, for a value that does not fit."""
     if not fits:
-        raise ValueError(f"{name}={given!r} must be {wanted}")
+        raise ValueError(f"{name}={value!r} must be {allowed}")
 
 
 def _is_number(value: object) -> bool:

@@ -1,6 +1,7 @@
-"""The two records that every host and view shares: the responses of an update, and what a method made of them. Tensors
-are on the CPU; only a model has a device. A response's *index* is its row in a record, its *place* that in the update's
-batch, its *key* the host's name for it. Shapes, here and in all methods: B responses, T response tokens."""
+"""This module has the two records that every host and view shares: the responses of an update, and what a method made
+of them. Tensors are on the CPU; only a model has a device. A response's *index* is its row in a record, its *place*
+that in the update's batch, its *key* the host's name for it. Shapes, here and in all methods: B responses, T response
+tokens."""
 
 from __future__ import annotations
 
@@ -39,7 +40,7 @@ _Numbers = TypeVar("_Numbers", Tensor, np.ndarray)
 
 
 def within_range(values: _Numbers) -> _Numbers:
-    """Which rewards or advantages can train: bool, false for NaN, an infinity, and more than ``LARGEST``."""
+    """Say which rewards or advantages can train, bool: false for NaN, an infinity, and more than ``LARGEST``."""
     if isinstance(values, np.ndarray | np.generic):
         return abs(values.astype(np.float64)) <= LARGEST
     # Not in half precision, in which LARGEST is an infinity, nor as whole numbers, which the default dtype would round.
@@ -48,23 +49,26 @@ def within_range(values: _Numbers) -> _Numbers:
 
 
 def outcome_of(reward: float | None) -> str | None:
-    """``right`` for a reward above 0, ``wrong`` for another; ``None`` for none or one that is not finite."""
-    return None if reward is None or not math.isfinite(reward) else "right" if reward > 0 else "wrong"
+    """Call a reward above 0 ``right``, another ``wrong``; ``None`` for none or one that is not finite."""
+    if reward is None or not math.isfinite(reward):
+        return None
+    return "right" if reward > 0 else "wrong"
 
 
 def token_mean(values: Tensor, mask: Tensor) -> float:
-    """Mean over the tokens of the mask; 0 without any."""
+    """Take the mean over the tokens of the mask; 0 without any."""
     return float(torch.where(mask, values, 0.0).double().sum() / mask.sum().clamp(min=1))
 
 
 def runs(marked: np.ndarray) -> list[tuple[int, int]]:
-    """The half-open ranges of marked tokens (T,); of those that the model wrote, its turns."""
+    """Give the half-open ranges of marked tokens (T,). Those that the model wrote make its turns."""
     edges = np.diff(np.asarray(marked, dtype=bool), prepend=False, append=False).nonzero()[0].tolist()
     return list(zip(edges[::2], edges[1::2], strict=True))
 
 
 def stacked(micro_batches: Sequence[Sequence[Tensor]]) -> list[Tensor]:
-    """Tensors of micro-batches, each padded to a length of its own, as tensors of all responses, zeros after the ends.
+    """Put tensors of micro-batches, each padded to a length of its own, together as tensors of all responses, with
+    zeros after the ends.
 
     A micro-batch gives as many tensors as any other, (b, W) each. One that is narrower than its first belongs to the
     last positions of it. Example: ids ``[[5, 6, 7]]`` and a mask ``[[1, 1]]`` of the last two, then ids ``[[8]]`` and a
@@ -84,8 +88,9 @@ _KINDS = {"flags": {torch.bool} | _WHOLE | _FLOATS, "whole": _WHOLE, "floats": _
 
 
 def checked(name: str, values: Any, kind: str, shape: Sequence[int] | None = None) -> Tensor:
-    """A tensor of an argument on the CPU, without a graph: ``flags`` (bool, or 0 and 1) as bool, ``whole`` numbers as
-    int64, ``floats`` or ``numbers`` (either). ValueError, naming the argument, for anything else or another shape."""
+    """Give the tensor of an argument on the CPU, without a graph: ``flags`` (bool, or 0 and 1) as bool, ``whole``
+    numbers as int64, ``floats`` or ``numbers`` (either). ValueError, naming the argument, for anything else or another
+    shape."""
     if not isinstance(values, Tensor):
         raise ValueError(f"{name} must be a tensor, got {type(values).__name__}; use torch.tensor(...)")
     is_dense = values.layout == torch.strided and not (values.is_nested or values.is_meta)
@@ -102,7 +107,7 @@ def checked(name: str, values: Any, kind: str, shape: Sequence[int] | None = Non
 
 
 def _check_one_a_response(name: str, values: Any, count: int) -> None:
-    """ValueError, naming the argument, for anything but a list of ``count`` values."""
+    """Raise ValueError, naming the argument, for anything but a list of ``count`` values."""
     is_list = hasattr(values, "__len__") and not isinstance(values, str)
     if not is_list or getattr(values, "ndim", 1) != 1 or len(values) != count:
         raise ValueError(f"{name} must be a list with one value a response, {count} of them; got {values!r}")
@@ -110,7 +115,7 @@ def _check_one_a_response(name: str, values: Any, count: int) -> None:
 
 @dataclass(frozen=True)
 class Example:
-    """A response's prompt and data, for methods that ask differently."""
+    """It holds a response's prompt and data, for methods that ask differently."""
 
     messages: Sequence[Mapping[str, Any]]  # before the chat template
     columns: Mapping[str, Any]  # the data set's others; verl keeps the truth in reward_model.ground_truth
@@ -119,7 +124,8 @@ class Example:
 
 @dataclass(frozen=True, kw_only=True)
 class Rollouts:
-    """Responses of an update, checked where they are made. Four fields are needed, the others as the method reads them.
+    """It holds the responses of an update, which are checked where it is made. Four fields are needed, the others as
+    the method reads them.
 
     Example: the prompt ``[5, 6]`` and a response ``[7, 9, 9, 8]`` whose middle a tool wrote have
     ``prompts=[tensor([5, 6])]``, ``responses=[tensor([7, 9, 9, 8])]``, ``mask=[[True, False, False, True]]`` and
@@ -167,8 +173,10 @@ class Rollouts:
         put("responses", [response.detach().cpu() for response in self.responses])
         put("places", self.places if len(self.places) else range(count))
         put("keys", self.keys if len(self.keys) else list(map(str, self.places)))
-        columns = self.columns.items()
-        put("columns", {name: checked(name, column, "floats", (count, width)) for name, column in columns})
+        columns = {}
+        for name, column in self.columns.items():
+            columns[name] = checked(name, column, "floats", (count, width))
+        put("columns", columns)
         if self.written is None:
             put("written", self.mask)
         for name, kind in _TENSORS.items():
@@ -201,7 +209,8 @@ class Rollouts:
         columns: Mapping[str, Tensor | None] = MappingProxyType({}),
         **parts: Any,
     ) -> Rollouts:
-        """Padded rows as rollouts without padding, and without tokens after the response, on which no score depends.
+        """Make rollouts of padded rows, without the padding and the tokens after the response, on which no score
+        depends.
 
         Example: the rows ``[[0, 5, 6, 7, 9, 9, 8]]`` with the response mask ``[[0, 0, 0, 1, 0, 0, 1]]`` and every token
         attended to but the first have the prompt ``[5, 6]``, the response ``[7, 9, 9, 8]`` and the mask ``[1, 0, 0,
@@ -235,24 +244,24 @@ class Rollouts:
         inside = torch.arange(width, device="cpu") < lengths
 
         def aligned(name: str, values: Tensor, kind: str, dtype: torch.dtype) -> Tensor:
-            """(B, L) as (B, T)."""
+            """Take the values of the responses, (B, T), out of those of whole rows, (B, L)."""
             values = checked(name, values, kind, ids.shape)
-            of_responses = values.new_zeros(inside.shape, dtype=dtype)
-            of_responses[inside] = values[is_response].to(dtype)
-            return of_responses
+            values_BT = values.new_zeros(inside.shape, dtype=dtype)
+            values_BT[inside] = values[is_response].to(dtype)
+            return values_BT
 
         written_BT = aligned("written", marked if written is None else written, "flags", torch.bool)
-        known = {
-            name: aligned(name, values, "floats", torch.float32)
-            for name, values in columns.items()
-            if values is not None
-        }
+        columns_BT = {}
+        for name, values in columns.items():
+            if values is not None:
+                values_BT = aligned(name, values, "floats", torch.float32)
+                columns_BT[name] = torch.where(written_BT, values_BT, 0.0)
         return cls(
             prompts=[row[where] for row, where in zip(ids, is_prompt, strict=True)],
             responses=[row[where] for row, where in zip(ids, is_response, strict=True)],
             mask=written_BT if mask is None else aligned("mask", mask, "flags", torch.bool),
             written=written_BT,
-            columns={name: torch.where(written_BT, values, 0.0) for name, values in known.items()},
+            columns=columns_BT,
             **parts,
         )
 
@@ -261,28 +270,29 @@ class Rollouts:
 
     @property
     def valid(self) -> Tensor:
-        """bool (B,): with a token that trains; :attr:`trains`: and not masked."""
+        """Say which responses have a token that trains, bool (B,)."""
         return self.mask.any(dim=1)
 
     @property
     def trains(self) -> Tensor:
+        """Say which of these are not masked either, bool (B,)."""
         return self.valid if self.masked is None else self.valid & ~self.masked
 
     @property
     def padded_length(self) -> int:
-        """Positions of a row where prompts and responses are padded to the longest."""
+        """Count the positions of a row where prompts and responses are padded to the longest."""
         return max(map(len, self.prompts), default=0) + self.mask.shape[1]
 
     @cached_property
     def tokens(self) -> Tensor:
-        """int64 (B, T): the ids that the model wrote, -1 elsewhere: on a tool's output, and after the end."""
+        """Give the ids that the model wrote, int64 (B, T); -1 elsewhere: on a tool's output, and after the end."""
         ids = self.mask.new_full(self.mask.shape, -1, dtype=torch.int64)
         for row, response in zip(ids, self.responses, strict=True):
             row[: len(response)] = response
         return torch.where(self.written, ids, -1)
 
     def spans(self, which: str) -> list[AnswerSpan | None]:
-        """The first or the last complete answer of each response among the tokens that the model wrote."""
+        """Give the first or the last complete answer of each response among the tokens that the model wrote."""
         if which not in self.known_spans:
             generated = [ids[: len(response)] for ids, response in zip(self.tokens, self.responses, strict=True)]
             self.known_spans[which] = list(find_generated_spans(generated, self.tokenizer, which, self.answer))
@@ -290,44 +300,52 @@ class Rollouts:
 
     @property
     def knows_answers(self) -> bool:
-        """Whether answers can be looked for; a batch without a tokenizer is for methods that need none."""
+        """Tell whether answers can be looked for; a batch without a tokenizer is for methods that need none."""
         return self.tokenizer is not None or self.span in self.known_spans
 
     @cached_property
     def answers(self) -> list[AnswerSpan | None]:
+        """Give the answer of each response that counts for the method."""
         return self.spans(self.span)
 
     @cached_property
     def answered(self) -> Tensor:
+        """Say which responses have an answer, bool (B,)."""
         return torch.tensor([span is not None for span in self.answers], dtype=torch.bool, device="cpu")
 
     @cached_property
     def bounds(self) -> Tensor:
-        """int64 (B, 3): where each answer begins, and where its content begins and ends; zeros without an answer."""
-        bounds = [(span.start, span.content_start, span.content_end) if span else (0, 0, 0) for span in self.answers]
-        return torch.tensor(bounds, dtype=torch.int64, device="cpu").reshape(-1, 3)
+        """Say where each answer begins, and where its content begins and ends, int64 (B, 3); zeros without an
+        answer."""
+        bounds = torch.zeros(len(self), 3, dtype=torch.int64, device="cpu")
+        for bounds_3, span in zip(bounds, self.answers, strict=True):
+            if span is not None:
+                bounds_3[:] = torch.tensor((span.start, span.content_start, span.content_end))
+        return bounds
 
     @cached_property
     def conversations(self) -> list[list[int]]:
-        """The responses of each session, in their order."""
-        sessions = self.sessions or [(index, 0) for index in range(len(self))]
+        """Give the responses of each session, in their order."""
         members: dict[Any, list[tuple[int, int]]] = {}
-        for index, (name, number) in enumerate(sessions):
+        for index in range(len(self)):
+            name, number = self.sessions[index] if self.sessions else (index, 0)
             members.setdefault(name, []).append((number, index))
-        return [[index for _, index in sorted(numbered)] for numbered in members.values()]
+        return [[index for _, index in sorted(session)] for session in members.values()]
 
     @property
     def turns_before(self) -> list[int]:
-        """How many turns each response's conversation took in the responses before it, as far as these are here."""
+        """Count how many turns each response's conversation took in the responses before it, as far as these are
+        here."""
         turns = [len(runs(written)) for written in self.written.numpy()]
-        before = [0] * len(self)
+        counts = [0] * len(self)
         for indices in self.conversations:
             for earlier, later in pairwise(indices):
-                before[later] = before[earlier] + turns[earlier]
-        return before
+                counts[later] = counts[earlier] + turns[earlier]
+        return counts
 
     def for_method(self, method: BaseMethod) -> Rollouts:
-        """As a method sees them, with advantage 0 where they must not train. ValueError: it reads what is not there."""
+        """Give the rollouts as a method sees them, with advantage 0 where they must not train. ValueError: it reads
+        what is not there."""
         parts = {"groups": self.groups, "examples": self.examples, "rewards": self.rewards}
         lacks = [name for name, part in parts.items() if name in method.reads and part is None]
         lacks += [f"fields of {name}" for name in method.field_names if name not in self.fields]
@@ -340,94 +358,101 @@ class Rollouts:
             masked = masked | self.masked
         if self.truncated is not None and method.mask_truncated:
             masked = masked | self.truncated
-        is_wide = self.advantages.dtype == torch.float64
-        advantages = (self.advantages if is_wide else self.advantages.float()).masked_fill(masked, 0.0)
+        advantages = self.advantages
+        if advantages.dtype != torch.float64:
+            advantages = advantages.float()
+        advantages = advantages.masked_fill(masked, 0.0)
         return replace(self, advantages=advantages, masked=masked, columns={}, span=method.span)
 
     def row(self, index: int) -> Row:
-        """One response for a pass through the model."""
-        prompt, response = self.prompts[index], self.responses[index]
-        group = index if self.groups is None else int(self.groups[index])
-        example = self.examples[index] if self.examples is not None else None
-        return Row(
-            tokens=torch.cat([prompt, response]),
-            start=len(prompt),
-            length=len(response),
+        """Give one response for a pass through the model."""
+        return replace(
+            self._plain_row(index),
             answer=self.answers[index] if self.knows_answers else None,
             advantage=float(self.advantages[index]),
-            group=group,
-            index=index,
-            example=example,
+            group=index if self.groups is None else int(self.groups[index]),
+            example=None if self.examples is None else self.examples[index],
         )
 
     def plain_rows(self) -> list[Row]:
-        """Every response that has a token, without its answer, for
+        """Give every response that has a token, without its answer, for
         :func:`grail_advantage.model.hugging_face.read_columns`."""
-        pairs = enumerate(zip(self.prompts, self.responses, strict=True))
-        return [
-            Row(
-                tokens=torch.cat([prompt, response]),
-                start=len(prompt),
-                length=len(response),
-                answer=None,
-                advantage=0.0,
-                group=index,
-                index=index,
-            )
-            for index, (prompt, response) in pairs
-            if len(response)
-        ]
+        return [self._plain_row(index) for index, response in enumerate(self.responses) if len(response)]
+
+    def _plain_row(self, index: int) -> Row:
+        prompt = self.prompts[index]
+        response = self.responses[index]
+        tokens = torch.cat([prompt, response])
+        return Row(tokens, len(prompt), len(response), answer=None, advantage=0.0, group=index, index=index)
 
     def columns_from(
         self, rows: Sequence[Row], values: Sequence[Mapping[str, Tensor]], names: Sequence[str]
     ) -> dict[str, Tensor]:
-        """The named values (T,) of some rows as columns, float32 (B, T), 0 where the model did not write."""
+        """Give the named values (T,) of some rows as columns, float32 (B, T), 0 where the model did not write."""
         columns = {name: self.mask.new_zeros(self.mask.shape, dtype=torch.float32) for name in names}
-        for row, of_row in zip(rows, values, strict=True):
+        for row, values_of_row in zip(rows, values, strict=True):
             for name in names:
-                columns[name][row.index, : row.length] = of_row[name]
+                columns[name][row.index, : row.length] = values_of_row[name]
         return {name: torch.where(self.written, column, 0.0) for name, column in columns.items()}
 
     def part(self, indices: Sequence[int]) -> Rollouts:
-        """Some responses alone, in this order, as copies without the tokenizer: for another thread or process."""
+        """Give some responses alone, in this order, as copies without the tokenizer: for another thread or process."""
         width = max((len(self.responses[index]) for index in indices), default=0)
-        names = self.__dataclass_fields__.keys() - _SHARED
-        return replace(self, tokenizer=None, **{name: _of_rows(getattr(self, name), indices, width) for name in names})
+        fields = {}
+        for name in self.__dataclass_fields__.keys() - _SHARED:
+            fields[name] = _of_rows(getattr(self, name), indices, width)
+        return replace(self, tokenizer=None, **fields)
 
 
+# Fields of :class:`Rollouts` that its responses share, and those that are tensors.
 _SHARED = {"tokenizer", "answer", "mean", "step", "span"}
-_TENSORS = {"mask": "flags", "written": "flags", "truncated": "flags", "masked": "flags"}
-_TENSORS |= {"advantages": "numbers", "groups": "whole", "rewards": "numbers"}
-"""Fields of :class:`Rollouts` that its responses share, and those that are tensors."""
+_TENSORS = {
+    "mask": "flags",
+    "written": "flags",
+    "truncated": "flags",
+    "masked": "flags",
+    "advantages": "numbers",
+    "groups": "whole",
+    "rewards": "numbers",
+}
 
 
 def joined(parts: Sequence[Rollouts]) -> Rollouts:
-    """Responses of several processes as one record, part by part. All have the same columns and lists."""
+    """Put responses of several processes into one record, part by part. All have the same columns and lists."""
     width = max(part.mask.shape[1] for part in parts)
 
-    def of_all(values: Sequence[Any]) -> Any:
-        if isinstance(values[0], Tensor):  # the shorter ones end in zeros
-            return torch.cat([part if part.ndim == 1 else pad(part, (0, width - part.shape[1])) for part in values])
-        if isinstance(values[0], Mapping):
-            return {name: of_all([part[name] for part in values]) for name in values[0]}
-        return None if values[0] is None else [entry for part in values for entry in part]
+    def join(values: Sequence[Any]) -> Any:
+        """Put the parts' values of a field together."""
+        first = values[0]
+        if isinstance(first, Tensor):
+            if first.ndim > 1:  # the shorter ones end in zeros
+                values = [pad(part, (0, width - part.shape[1])) for part in values]
+            return torch.cat(list(values))
+        if isinstance(first, Mapping):
+            return {name: join([part[name] for part in values]) for name in first}
+        if first is None:
+            return None
+        return [entry for part in values for entry in part]
 
     names = parts[0].__dataclass_fields__.keys() - _SHARED
-    return replace(parts[0], **{name: of_all([getattr(part, name) for part in parts]) for name in names})
+    return replace(parts[0], **{name: join([getattr(part, name) for part in parts]) for name in names})
 
 
 def _of_rows(values: Any, indices: Sequence[int], width: int) -> Any:
-    """Some rows of a tensor (B,), or (B, T) up to a width, of a list, or of each entry of a mapping."""
-    if isinstance(values, Tensor):
-        return values[list(indices)] if values.ndim == 1 else values[list(indices), :width].clone()
+    """Give some rows of a tensor (B,), or (B, T) up to a width, of a list, or of each entry of a mapping."""
+    if values is None:
+        return None
     if isinstance(values, Mapping):
         return {name: _of_rows(column, indices, width) for name, column in values.items()}
-    return None if values is None else [values[index] for index in indices]
+    if not isinstance(values, Tensor):
+        return [values[index] for index in indices]
+    rows = values[list(indices)]  # a copy
+    return rows if rows.ndim == 1 else rows[:, :width].contiguous()
 
 
 @dataclass(frozen=True)
 class Row:
-    """One response on its way through the model."""
+    """It is one response on its way through the model."""
 
     tokens: Tensor  # int64: prompt + response; a method may cut it where nothing matters any more, or change the prompt
     start: int  # index of the first response token, at least 1
@@ -441,19 +466,22 @@ class Row:
 
 @dataclass(frozen=True)
 class RowScores:
-    """Results of a pass for one row."""
+    """It holds the results of a pass for one row."""
 
     scores: Tensor  # float32, of the response tokens from the first on; tokens after the last score have none
     norms: Tensor | None = None  # 1-D float32: the gradient norms of all positions looked at, for the metrics
 
     def on_cpu(self) -> RowScores:
-        """For another process, and for :func:`grail_advantage.weigh.weigh`."""
-        return RowScores(self.scores.float().cpu(), None if self.norms is None else self.norms.float().cpu())
+        """Give a copy for another process, and for :func:`grail_advantage.weigh.weigh`."""
+        norms = self.norms
+        if norms is not None:
+            norms = norms.float().cpu()
+        return RowScores(self.scores.float().cpu(), norms)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Weighed:
-    """What a method made of an update's responses."""
+    """It says what a method made of an update's responses."""
 
     method: BaseMethod
     rollouts: Rollouts  # the host's, with the columns that the method read
@@ -470,18 +498,20 @@ class Weighed:
     metrics: Mapping[str, float] = field(default_factory=dict)  # see grail_advantage.metrics
 
     def part(self, indices: Sequence[int]) -> Weighed:
-        """Some responses alone, see :meth:`Rollouts.part`."""
+        """Give some responses alone, see :meth:`Rollouts.part`."""
         rollouts = self.rollouts.part(indices)
-        names = self.__dataclass_fields__.keys() - {"method", "rollouts", "gave_advantages", "metrics"}
-        width = rollouts.mask.shape[1]
-        return replace(
-            self, rollouts=rollouts, **{name: _of_rows(getattr(self, name), indices, width) for name in names}
-        )
+        fields = {}
+        for name in self.__dataclass_fields__.keys() - {"method", "rollouts", "gave_advantages", "metrics"}:
+            fields[name] = _of_rows(getattr(self, name), indices, rollouts.mask.shape[1])
+        return replace(self, rollouts=rollouts, **fields)
 
     def advantages_under(self, masks: Sequence[Tensor]) -> list[Tensor]:
-        """The token advantages in a trainer's own layout: float32 (b, W) for each micro-batch, by its mask (b, W) of the
-        tokens that train, 0 elsewhere. The masks mark the tokens of :attr:`Rollouts.mask`, in the same order."""
+        """Give the token advantages in a trainer's own layout: float32 (b, W) for each micro-batch, by its mask (b, W)
+        of the tokens that train, 0 elsewhere. The masks mark the tokens of :attr:`Rollouts.mask`, in the same order."""
         counts = [int(mask.sum()) for mask in masks]
         parts = self.advantages[self.rollouts.mask].split(counts)
-        pairs = zip(masks, parts, strict=True)
-        return [torch.zeros(mask.shape, device="cpu").masked_scatter(mask.cpu().bool(), part) for mask, part in pairs]
+        advantages = []
+        for mask, part in zip(masks, parts, strict=True):
+            zeros = torch.zeros(mask.shape, device="cpu")
+            advantages.append(zeros.masked_scatter(mask.cpu().bool(), part))
+        return advantages

@@ -1,8 +1,9 @@
-"""The token dump: every token's score, weight and advantage of chosen responses, and what it received, as Parquet.
+"""The token dump has every token's score, weight and advantage of chosen responses, and what it received, in Parquet
+files.
 
 ``step_000123.parquet`` has a row a response of an update, with a list for each value that tokens have;
 ``received_000123.parquet``, which may be missing, has what is known after the update, by the same keys. Both have a
-header as JSON in their metadata. docs/token_dump.md has every column. Written and read::
+header as JSON in their metadata. docs/token_dump.md has every column. They are written and read so::
 
     write_step(folder, header_of(weighed, texts, step=12), table_of(weighed, texts))
     dump = read_dump(folder)                                        # raises nothing: see dump.problems
@@ -48,31 +49,51 @@ from grail_advantage.text_io import plain_file, read_json, visible, why
 
 logger = logging.getLogger(__name__)
 VERSION = 6  # ``schema_version`` of both kinds of files; older ones are read, with null in the columns they lack
-TOKENS, METRICS_FILE = "tokens", "metrics.jsonl"  # where a run has its dump and its figures, by convention
+# Where a run has its dump and its figures, by convention.
+TOKENS = "tokens"
+METRICS_FILE = "metrics.jsonl"
 SECONDS = 60.0  # that a training waits for a file at most
 _Read = TypeVar("_Read")
 
-INTS, FLOATS, TEXTS = (pa.list_(kind) for kind in (pa.int64(), pa.float32(), pa.string()))
+INT = pa.int64()
+TEXT = pa.string()
+INTS = pa.list_(INT)
+TEXTS = pa.list_(TEXT)
+FLOATS = pa.list_(pa.float32())
 # The columns of floats, one a token; null where a run does not have them.
 COLUMNS = (
-    *("score", "weight", "base_advantage", "advantage"),
-    *("old_log_prob", "entropy", "rollout_log_probs", "ref_log_prob"),
+    "score",
+    "weight",
+    "base_advantage",
+    "advantage",
+    "old_log_prob",
+    "entropy",
+    "rollout_log_probs",
+    "ref_log_prob",
 )
-OF_METHOD = {"name": pa.string(), "score": FLOATS, "advantage": FLOATS, "weight": FLOATS, "no_scores": pa.string()}
+OF_METHOD = {"name": TEXT, "score": FLOATS, "advantage": FLOATS, "weight": FLOATS, "no_scores": TEXT}
 SCHEMA = pa.schema(  # the columns of ``step_000123.parquet``
     {
-        **dict.fromkeys(("step", "update", "row", "group"), pa.int64()),
-        **dict.fromkeys(("key", "prompt", "response"), pa.string()),
-        **dict.fromkeys(("id", "ground_truth", "outcome", "answer", "no_scores"), pa.string()),
-        **{"reward": pa.float64(), "truncated": pa.bool_(), "span": INTS, "prompt_ids": INTS, "token_ids": INTS},
-        **{"tokens": TEXTS, "mask": pa.list_(pa.bool_()), **dict.fromkeys(COLUMNS, FLOATS)},
-        **{"methods": pa.list_(pa.struct(OF_METHOD)), "labels": pa.string()},
+        **dict.fromkeys(("step", "update", "row", "group"), INT),
+        **dict.fromkeys(("key", "prompt", "response", "id", "ground_truth", "outcome", "answer", "no_scores"), TEXT),
+        "reward": pa.float64(),
+        "truncated": pa.bool_(),
+        **dict.fromkeys(("span", "prompt_ids", "token_ids"), INTS),
+        "tokens": TEXTS,
+        "mask": pa.list_(pa.bool_()),
+        **dict.fromkeys(COLUMNS, FLOATS),
+        "methods": pa.list_(pa.struct(OF_METHOD)),
+        "labels": TEXT,
     }
 )
+BY_UPDATE = ("by_update", "clipped_by_update")  # a list for each optimiser step, of floats, one a token
 RECEIVED_SCHEMA = pa.schema(  # the columns of ``received_000123.parquet``; in a table they follow the others
     {
-        **{"key": pa.string(), "updates": INTS, "received": FLOATS, "clipped": FLOATS},
-        **dict.fromkeys(("by_update", "clipped_by_update"), pa.list_(FLOATS)),
+        "key": TEXT,
+        "updates": INTS,
+        "received": FLOATS,
+        "clipped": FLOATS,
+        **dict.fromkeys(BY_UPDATE, pa.list_(FLOATS)),
         "effect": FLOATS,  # the change of each token's log-probability by the update
     }
 )
@@ -82,12 +103,12 @@ _FIELDS = {field.name: field for schema in (RECEIVED_SCHEMA, SCHEMA) for field i
 # Columns of which every response has all values.
 _WHOLE = ("key", "row", "group", "prompt", "token_ids", "tokens", "mask", "weight", "advantage")
 _KEYS = {"step": b"grail_advantage", "received": b"grail_advantage_received"}  # of the headers, by kind of file
-_SUFFIXES = dict.fromkeys(_PER_TOKEN, "_T") | dict.fromkeys(("by_update", "clipped_by_update"), "_KT")
+_SUFFIXES = {**dict.fromkeys(_PER_TOKEN, "_T"), **dict.fromkeys(BY_UPDATE, "_KT")}
 
 
 @dataclass(frozen=True, kw_only=True)
 class DumpHeader:
-    """What all responses of a file share."""
+    """It says what all responses of a file share."""
 
     step: int
     method: str  # its registered name; of several, that of the columns ``score`` and ``weight``
@@ -109,7 +130,7 @@ _HEADER = TypeAdapter(DumpHeader)
 
 
 def as_utf8(text: str | None) -> str | None:
-    """A text as the columns can hold it: half a surrogate pair becomes U+FFFD. ``None`` stays."""
+    """Make a text one that the columns can hold: half a surrogate pair becomes U+FFFD. ``None`` stays."""
     return text if text is None else text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
@@ -145,60 +166,64 @@ def write_received(folder: Path, header: Mapping[str, Any], table: pa.Table) -> 
 
 
 def _write(folder: Path, kind: str, header: Mapping[str, Any], table: pa.Table, tokens: str) -> Path:
-    _check_lengths(table, tokens)
+    _check_lengths(table, table[tokens])
     table = table.replace_schema_metadata({_KEYS[kind]: json.dumps({"schema_version": VERSION, **header})})
     path = _path(folder, kind, header["step"], header.get("update", 0))
-    pq.write_table(table, content := io.BytesIO(), compression="zstd", use_dictionary=False)
+    content = io.BytesIO()
+    pq.write_table(table, content, compression="zstd", use_dictionary=False)
     write_whole(path, content.getvalue())
     return path
 
 
-def _check_lengths(table: pa.Table, tokens: str) -> None:
-    """ValueError: a response has more or fewer values of a column than of the column ``tokens``, where it has any."""
-    counts = pc.list_value_length(table[tokens])
-    for name in [name for name in _PER_TOKEN if name in table.column_names]:
-        if pc.all(pc.equal(pc.list_value_length(table[name]), counts)).as_py() is False:  # null: there are none
-            raise ValueError(f"a response has more or fewer values of {name} than tokens")
-    for name in [name for name in ("by_update", "clipped_by_update") if name in table.column_names]:
-        lists = table[name].combine_chunks()
-        inner = pc.list_value_length(lists.flatten())
-        if inner.null_count or pc.all(pc.equal(inner, counts.take(pc.list_parent_indices(lists)))).as_py() is False:
+def _check_lengths(table: pa.Table, tokens: pa.ListArray | pa.ChunkedArray) -> None:
+    """Raise ValueError where a response has more or fewer values of a column than tokens. One that has no value of
+    either, null, is right."""
+    counts = pc.list_value_length(tokens)
+    for name in table.column_names:
+        values = table[name]
+        expected = counts
+        if name in BY_UPDATE:
+            lists = values.combine_chunks()
+            values = lists.flatten()
+            expected = counts.take(pc.list_parent_indices(lists))
+        elif name not in _PER_TOKEN:
+            continue
+        are_equal = pc.all(pc.equal(pc.list_value_length(values), expected)).as_py()  # null: there are none
+        if are_equal is False or (name in BY_UPDATE and values.null_count):
             raise ValueError(f"a response has more or fewer values of {name} than tokens")
 
 
 def _check_foreign(table: pa.Table) -> None:
-    """What a file of others need not keep to, and every reader relies on. ValueError: it does not."""
+    """Raise ValueError for what a file of others need not keep to, and every reader relies on."""
     table.validate(full=True)
-    for name in [name for name in _WHOLE if name in table.column_names]:
-        column = table[name].combine_chunks()
-        if column.null_count or (pa.types.is_list(column.type) and column.flatten().null_count):
+    columns = {name: table[name].combine_chunks() for name in table.column_names}
+    for name, column in columns.items():
+        holds_null = column.null_count or (pa.types.is_list(column.type) and column.flatten().null_count)
+        if name in _WHOLE and holds_null:
             raise ValueError(f"a response has no value, or an empty one, of {name}")
-    tokens = next((name for name in ("tokens", "mask", "token_ids") if name in table.column_names), None)
+    tokens = next((columns[name] for name in ("tokens", "mask", "token_ids") if name in columns), None)
     if tokens is not None:
         _check_lengths(table, tokens)
-    if "span" in table.column_names and "mask" in table.column_names:
-        lengths = pc.list_value_length(table["mask"]).to_pylist()
-        for span, length in zip(table["span"].to_pylist(), lengths, strict=True):
-            if span is not None and not (len(span) == 4 and [0, *span, length] == sorted([0, *span, length])):
-                raise ValueError(f"{span} is no span of {length} tokens")
-    if "methods" in table.column_names and tokens is not None:
-        _check_methods(table["methods"].combine_chunks(), table[tokens].combine_chunks())
-    if "labels" in table.column_names:
-        for text in table["labels"].to_pylist():
-            if not isinstance(read_json(text or "{}"), dict):
-                raise ValueError("labels are no JSON object")
+        if "methods" in columns:
+            _check_methods(columns["methods"], tokens)
+        if "span" in columns:
+            lengths = pc.list_value_length(tokens).to_pylist()
+            for span, length in zip(columns["span"].to_pylist(), lengths, strict=True):
+                if span is not None and (len(span) != 4 or [0, *span, length] != sorted([0, *span, length])):
+                    raise ValueError(f"{span} is no span of {length} tokens")
+    for text in columns["labels"].to_pylist() if "labels" in columns else ():
+        if not isinstance(read_json(text or "{}"), dict):
+            raise ValueError("labels are no JSON object")
 
 
 def _check_methods(methods: pa.ListArray, tokens: pa.ListArray) -> None:
-    """ValueError: responses have different methods, or a method more or fewer values than tokens."""
-    entries, row_of = methods.flatten(), pc.list_parent_indices(methods)
-    names: list[list[str | None]] = [[] for _ in tokens]
-    for row, name in zip(row_of.to_pylist(), entries.field("name").to_pylist(), strict=True):
-        names[row].append(name)
-    if any(own != names[0] or None in own or len(own) > len(set(own)) for own in names):
+    """Raise ValueError where responses have different methods, or a method more or fewer values than tokens."""
+    entries = methods.flatten()
+    names = pa.ListArray.from_arrays(methods.offsets, methods.values.field("name")).to_pylist()
+    if any(row != names[0] or None in row or len(row) > len(set(row)) for row in names):
         raise ValueError("responses have different methods")
-    own = {name: entries.field(name) for name in ("score", "weight", "advantage")}
-    _check_lengths(pa.table({**own, "mask": tokens.take(row_of)}), "mask")
+    columns = {name: entries.field(name) for name in ("score", "weight", "advantage")}
+    _check_lengths(pa.table(columns), tokens.take(pc.list_parent_indices(methods)))
 
 
 def _path(folder: Path, kind: str, step: int, update: int) -> Path:
@@ -206,10 +231,13 @@ def _path(folder: Path, kind: str, step: int, update: int) -> Path:
 
 
 def _files(folder: Path, kind: str) -> list[tuple[int, int, Path]]:
-    """Step, update and path of each file of a kind, in order; none where there is no folder."""
+    """Give step, update and path of each file of a kind, in order; none where there is no folder."""
     name = re.compile(rf"{kind}_(\d{{1,15}})(?:_update_(\d{{1,9}}))?\.parquet", re.ASCII)
-    matches = ((name.fullmatch(path.name), path) for path in Path(folder).glob("*.parquet"))
-    return sorted((int(match[1]), int(match[2] or 0), path) for match, path in matches if match)
+    files = []
+    for path in Path(folder).glob("*.parquet"):
+        if match := name.fullmatch(path.name):
+            files.append((int(match[1]), int(match[2] or 0), path))
+    return sorted(files)
 
 
 def remove_steps(folder: Path, first: int) -> list[Path]:
@@ -223,7 +251,7 @@ def remove_steps(folder: Path, first: int) -> list[Path]:
 
 
 class DumpRow(SimpleNamespace):
-    """One response: its columns by name, those with a number a token as arrays (``weight_T``, ``by_update_KT``, K
+    """It is one response: its columns by name, those with a number a token as arrays (``weight_T``, ``by_update_KT``, K
     optimiser steps), ``span`` as an ``AnswerSpan``, ``methods`` as such rows by name; ``None``: null, or not read."""
 
     def __len__(self) -> int:
@@ -232,7 +260,7 @@ class DumpRow(SimpleNamespace):
 
 @dataclass
 class DumpFile:
-    """The responses of one update."""
+    """The file has the responses of one update."""
 
     path: Path
     step: int
@@ -241,44 +269,47 @@ class DumpFile:
 
     @property
     def header(self) -> DumpHeader | None:
-        """``None`` where it cannot be read."""
-        return _read(self.path, "step", None, self.problems)
+        """Say what all responses share; ``None`` where it cannot be read."""
+        with _noting(self.path, "step", self.problems):
+            return _HEADER.validate_python(_header_in(self.path, "step"))
+        return None
 
-    def table(self, columns: Iterable[str] = ALL, most: int | None = None) -> pa.Table:
-        """The responses, or the first ``most``; none where the file is damaged, which ``problems`` names then."""
-        wanted, beside = list(columns), _path(self.path.parent, "received", self.step, self.update)
-        arriving = [name for name in wanted if name not in SCHEMA.names]
-        own = [name for name in SCHEMA.names if name in wanted or (name in ("key", "mask") and arriving)]
-        table = _read(self.path, "step", own, self.problems, most)
-        if not arriving:
-            return table.select(wanted)
-        known = RECEIVED_SCHEMA.empty_table()
-        if beside.exists():
-            known = _read(beside, "received", ["key", *arriving], self.problems)
-        places = pc.index_in(table["key"], known["key"].combine_chunks())
+    def table(self, columns: Iterable[str] = ALL, limit: int | None = None) -> pa.Table:
+        """Give the responses, or the first ``limit``; none where the file is damaged, which ``problems`` names then."""
+        names = list(columns)
+        names_received = [name for name in names if name not in SCHEMA.names]
+        names_written = [name for name in SCHEMA.names if name in names or (name in ("key", "mask") and names_received)]
+        table = _read(self.path, "step", names_written, self.problems, limit)
+        if not names_received:
+            return table.select(names)
+        path = _path(self.path.parent, "received", self.step, self.update)
+        received = RECEIVED_SCHEMA.empty_table()
+        if path.exists():
+            received = _read(path, "received", ["key", *names_received], self.problems)
+        rows = pc.index_in(table["key"], received["key"].combine_chunks())
         joined = table
-        for name in arriving:
-            joined = joined.append_column(_FIELDS[name], known[name].take(places))
+        for name in names_received:
+            joined = joined.append_column(_FIELDS[name], received[name].take(rows))
         try:
-            _check_lengths(joined, "mask")
+            _check_lengths(joined, joined["mask"])
         except ValueError as error:
-            _add_problem(self.problems, beside, "received", error)
-            joined = table
-            for name in arriving:
-                joined = joined.append_column(_FIELDS[name], pa.nulls(len(table), _FIELDS[name].type))
-        return joined.select(wanted)
+            _add_problem(self.problems, path, "received", error)
+            joined = _with_nulls(table, names_received)
+        return joined.select(names)
 
     def rows(self, columns: Iterable[str] = ALL) -> Iterator[DumpRow]:
-        """The responses, one at a time."""
+        """Give the responses, one at a time."""
         for batch in self.table(columns).to_batches(max_chunksize=32):
-            values = [of.to_numpy(False) if pa.types.is_list(of.type) else of.to_pylist() for of in batch.columns]
-            for row in zip(*values, strict=True):
-                yield _row(dict.fromkeys(ALL) | dict(zip(batch.schema.names, row, strict=True)))
+            by_name = {}
+            for name, column in zip(batch.schema.names, batch.columns, strict=True):
+                by_name[name] = column.to_numpy(False) if pa.types.is_list(column.type) else column.to_pylist()
+            for index in range(len(batch)):
+                yield _row(dict.fromkeys(ALL) | {name: values[index] for name, values in by_name.items()})
 
 
 @dataclass
 class TokenDump:
-    """A folder of token dumps, as it is on the disk."""
+    """It is a folder of token dumps, as it is on the disk."""
 
     folder: Path
     files: Sequence[DumpFile]  # by step and update
@@ -289,25 +320,35 @@ class TokenDump:
         return sorted({file.step for file in self.files})
 
     def table(self, columns: Iterable[str] = ALL, steps: Collection[int] | None = None) -> pa.Table:
-        """The responses of some steps, of all by default."""
-        files, names = [file for file in self.files if steps is None or file.step in steps], list(columns)
-        return pa.concat_tables([_schema(names).empty_table(), *(file.table(names) for file in files)])
+        """Give the responses of some steps, of all by default."""
+        names = list(columns)
+        tables = [_schema(names).empty_table()]
+        tables += [file.table(names) for file in self.files if steps is None or file.step in steps]
+        return pa.concat_tables(tables)
 
     def rows(self, steps: Collection[int] | None = None) -> Iterator[DumpRow]:
-        """The responses of some steps, of all by default, one at a time."""
-        return (row for file in self.files if steps is None or file.step in steps for row in file.rows())
+        """Give the responses of some steps, of all by default, one at a time."""
+        for file in self.files:
+            if steps is None or file.step in steps:
+                yield from file.rows()
 
     __iter__ = rows
 
-    def receipts(self) -> list[dict[str, Any]]:
-        """The headers of the files of what arrived, in order; an analysis has measured effects alone."""
-        headers = [_read(path, "received", None, self.problems) for _, _, path in _files(self.folder, "received")]
-        return [header for header in headers if header and "findings" in header]
+    def receipts(self) -> list[Mapping[str, Any]]:
+        """Give the headers of the files of what arrived, in order; an analysis has measured effects alone."""
+        receipts = []
+        for _, _, path in _files(self.folder, "received"):
+            with _noting(path, "received", self.problems):
+                header = _header_in(path, "received")
+                if "findings" in header:
+                    receipts.append(checked(header))
+        return receipts
 
 
 def read_dump(folder: Path | str) -> TokenDump:
     """Look into a folder. Nothing is raised: what is wrong with it is in ``problems``, and logged."""
-    folder, problems = Path(folder), list[str]()
+    folder = Path(folder)
+    problems: list[str] = []
     files = [DumpFile(path, step, update, problems) for step, update, path in _files(folder, "step")]
     if not files:
         problems.append(f"{folder}: holds no token dump (step_NUMBER.parquet)")
@@ -318,31 +359,47 @@ def _schema(columns: Iterable[str]) -> pa.Schema:
     return pa.schema([_FIELDS[name] for name in columns])
 
 
-def _read(path: Path, kind: str, columns: Sequence[str] | None, problems: list[str], most: int | None = None) -> Any:
-    """Columns of a file as a table, or its header as a mapping; of a damaged one, which is added to the problems and
-    logged, no rows or ``None``."""
+@contextmanager
+def _noting(path: Path, kind: str, problems: list[str]) -> Iterator[None]:
+    """Let an error of a damaged file within end there; it is added to the problems and logged."""
     try:
-        with pq.ParquetFile(plain_file(path)) as file:
-            header = read_json(file.metadata.metadata[_KEYS[kind]])
-            if (version := header.pop("schema_version")) > VERSION:
-                raise ValueError(f"schema_version is {version}; this version reads {VERSION}")
-            if columns is None and kind == "step":
-                if version < 6:
-                    header["gave_advantages"] = header["method"] in _GAVE_ADVANTAGES
-                return _HEADER.validate_python(header)
-            if columns is None:
-                return checked(header) if "findings" in header else header
-            there = [name for name in columns if name in file.schema_arrow.names]
-            first = None if most is None else next(file.iter_batches(most, columns=there), None)
-            table = file.read(there) if first is None else pa.Table.from_batches([first])
-            for name in set(columns) - set(there):
-                table = table.append_column(name, pa.nulls(len(table), _FIELDS[name].type))
-            table = table.select(columns).cast(_schema(columns))
-            _check_foreign(table.select(there))
-            return table
+        yield
     except (pa.ArrowException, OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         _add_problem(problems, path, kind, error)
-    return None if columns is None else _schema(columns).empty_table()
+
+
+def _header_in(path: Path, kind: str) -> dict[str, Any]:
+    """Read the header of a file; ValueError for one that a later version wrote."""
+    with pq.ParquetFile(plain_file(path)) as file:
+        header = read_json(file.metadata.metadata[_KEYS[kind]])
+    version = header.pop("schema_version")
+    if version > VERSION:
+        raise ValueError(f"schema_version is {version}; this version reads {VERSION}")
+    if kind == "step" and version < 6:
+        header["gave_advantages"] = header["method"] in _GAVE_ADVANTAGES
+    return header
+
+
+def _read(path: Path, kind: str, columns: Sequence[str], problems: list[str], limit: int | None = None) -> pa.Table:
+    """Read columns of a file, null those that it does not have; no rows of a damaged one."""
+    with _noting(path, kind, problems):
+        _header_in(path, kind)  # a later version's file is not read
+        with pq.ParquetFile(plain_file(path)) as file:
+            names = [name for name in columns if name in file.schema_arrow.names]
+            first = None if limit is None else next(file.iter_batches(limit, columns=names), None)
+            table = file.read(names) if first is None else pa.Table.from_batches([first])
+        table = _with_nulls(table, [name for name in columns if name not in names])
+        table = table.select(columns).cast(_schema(columns))
+        _check_foreign(table.select(names))
+        return table
+    return _schema(columns).empty_table()
+
+
+def _with_nulls(table: pa.Table, names: Sequence[str]) -> pa.Table:
+    """Add columns of nulls."""
+    for name in names:
+        table = table.append_column(_FIELDS[name], pa.nulls(len(table), _FIELDS[name].type))
+    return table
 
 
 def _add_problem(problems: list[str], path: Path, kind: str, error: Exception) -> None:
@@ -354,15 +411,19 @@ def _add_problem(problems: list[str], path: Path, kind: str, error: Exception) -
 
 
 def _row(values: dict[str, Any]) -> DumpRow:
-    """A response of the values of its columns; they are copied, so that they do not keep the whole table."""
+    """Give a response of the values of its columns; they are copied, so that they do not keep the whole table."""
     for name, value in values.items():
         if name.endswith("by_update") and value is not None:
             values[name] = np.stack(value) if len(value) else np.zeros((0, 0), dtype=np.float32)
         elif isinstance(value, np.ndarray):
             values[name] = value.tolist() if name == "tokens" else value.copy()
-    span, labels, of_methods = values["span"], json.loads(values["labels"] or "{}"), values["methods"]
-    methods = {of.pop("name"): _named(of) for of in ([] if of_methods is None else of_methods)}
-    span = None if span is None else AnswerSpan(*span.tolist())
+    span = values["span"]
+    if span is not None:
+        span = AnswerSpan(*span.tolist())
+    methods = {}
+    for entry in values["methods"] if values["methods"] is not None else ():
+        methods[entry.pop("name")] = _named(entry)
+    labels = json.loads(values["labels"] or "{}")
     return _named({**values, "span": span, "labels": labels, "methods": methods})
 
 
@@ -371,7 +432,7 @@ def _named(values: Mapping[str, Any]) -> DumpRow:
 
 
 class DumpOptions(BaseModel):
-    """``algorithm.token_dump`` in verl, ``token_dump`` in TRL; ValueError for other values."""
+    """They are ``algorithm.token_dump`` in verl, ``token_dump`` in TRL; ValueError for other values."""
 
     model_config = ConfigDict(title="token_dump", frozen=True, strict=True, extra="forbid")
     folder: Path
@@ -388,7 +449,8 @@ class DumpOptions(BaseModel):
 
     @classmethod
     def of_section(cls, section: str, values: Mapping[str, Any]) -> DumpOptions:
-        """The options of a host's section; ValueError: names the first that is wrong as ``section.option=value``."""
+        """Give the options of a host's section; ValueError: names the first that is wrong as
+        ``section.option=value``."""
         try:
             return cls(**values)
         except ValidationError as error:
@@ -398,13 +460,16 @@ class DumpOptions(BaseModel):
 
 
 def choose_rows(groups: Sequence[int], valid: Sequence[bool], limit: int | None, seed: Sequence[int]) -> list[int]:
-    """Which responses of a batch are written, by group: whole groups, in an order that the seed gives, as many as fit
-    (of a first one that is larger, its first responses), without those that are not ``valid`` and only fill it up."""
+    """Choose the responses of a batch that are written, by group: whole groups, in an order that the seed gives, as
+    many as fit (of a first one that is larger, its first responses), without those that are not ``valid`` and only fill
+    it up."""
     members: dict[int, list[int]] = {}
     for row in np.flatnonzero(valid).tolist():
         members.setdefault(groups[row], []).append(row)
-    chosen, room = dict[int, list[int]](), len(groups) if limit is None else limit
-    for group in np.random.default_rng(list(seed)).permutation(sorted(members)).tolist():
+    order = np.random.default_rng(list(seed)).permutation(sorted(members)).tolist()
+    room = len(groups) if limit is None else limit
+    chosen: dict[int, list[int]] = {}
+    for group in order:
         if len(members[group]) <= room or not chosen:
             chosen[group] = members[group][:room]
             room -= len(chosen[group])
@@ -412,17 +477,19 @@ def choose_rows(groups: Sequence[int], valid: Sequence[bool], limit: int | None,
 
 
 def tolerant(read: Callable[[Any], _Read], value: Any) -> _Read | None:
-    """``read(value)`` of what a user's data or reward function gave; ``None`` where that cannot be read."""
+    """Call ``read(value)`` on what a user's data or reward function gave; ``None`` where that cannot be read."""
     with suppress(Exception):
         return read(value)
     return None
 
 
 class Unstopped:
-    """Writes to a path beside the training: an error within ``attempt`` is counted, logged once, and stops nothing."""
+    """It writes to a path beside the training: an error within ``attempt`` is counted, logged once, and stops
+    nothing."""
 
     def __init__(self, path: Path | str) -> None:
-        self.path, self.failed = Path(path).absolute(), 0
+        self.path = Path(path).absolute()
+        self.failed = 0
 
     @contextmanager
     def attempt(self) -> Iterator[None]:
@@ -435,26 +502,30 @@ class Unstopped:
 
 
 class StepDump(Unstopped):
-    """Chooses responses of updates, which share the step's, and writes them. The training waits: 2 s for a million
+    """It chooses responses of updates, which share the step's, and writes them. The training waits: 2 s for a million
     tokens, and ``SECONDS`` once for a disk that hangs, after which files are left out until it answers."""
 
     def __init__(self, options: DumpOptions, tokenizer: Any, *, updates: int, model: str, temperature: float) -> None:
         super().__init__(options.folder)
-        self._options, self._texts = options, TokenTexts(tokenizer)
+        self._options = options
+        self._texts = TokenTexts(tokenizer)
         self._limit = None if options.responses is None else max(1, options.responses // updates)
         self._facts = {"model": as_utf8(model), "temperature": temperature}
-        self._begun, self._disk = False, threading.Thread()
+        self._begun = False
+        self._disk = threading.Thread()
 
     def writes(self, step: int) -> bool:
-        """Whether responses of this training step are written."""
+        """Tell whether responses of this training step are written."""
         return step % self._options.every == 0
 
     def measures(self, step: int) -> bool:
-        """Whether the effect of this step's update on the responses that are written is measured."""
-        return bool(every := self._options.effect_every) and step % every == 0 and self.writes(step)
+        """Tell whether the effect of this step's update on the responses that are written is measured."""
+        interval = self._options.effect_every
+        return interval > 0 and step % interval == 0 and self.writes(step)
 
     def choose(self, step: int, update: int, groups: Sequence[int], valid: Sequence[bool]) -> list[int]:
-        """The responses to write of an update. The first call removes an earlier run's files of its step and later."""
+        """Give the responses to write of an update. The first call removes an earlier run's files of its step and
+        later."""
         if not self._begun:
             self._begun = True
             self._in_time(lambda: remove_steps(self.path, step))
@@ -464,8 +535,8 @@ class StepDump(Unstopped):
         """Write the chosen responses, of a batch of ``rows_in_step`` without those that only fill it up."""
         with self.attempt():
             table = pa.concat_tables([table_of(part, self._texts) for part in parts])
-            of_step = {"step": step, "update": update, "rows_in_step": rows_in_step}
-            header = header_of(parts[0], self._texts, **of_step, **self._facts)
+            facts = {"step": step, "update": update, "rows_in_step": rows_in_step, **self._facts}
+            header = header_of(parts[0], self._texts, **facts)
             self._in_time(lambda: write_step(self.path, header, table))
 
     def write_received(self, header: Mapping[str, Any], table: pa.Table) -> None:
@@ -483,7 +554,8 @@ class StepDump(Unstopped):
 
 
 def header_of(weighed: Weighed, texts: TokenTexts, **facts: Any) -> DumpHeader:
-    """The header of a file with these responses; ``facts`` are those of its values that the record does not say."""
+    """Give the header of a file with these responses; ``facts`` are those of its values that the record does not
+    say."""
     method = weighed.method
     return DumpHeader(
         method=method.name,
@@ -497,9 +569,9 @@ def header_of(weighed: Weighed, texts: TokenTexts, **facts: Any) -> DumpHeader:
     )
 
 
-def table_of(weighed: Weighed, texts: TokenTexts, others: Mapping[str, Weighed] | None = None) -> pa.Table:
-    """The responses as :func:`write_step` takes them, by the texts of the run's tokenizer. ``others``: what several
-    methods made of the same responses, by name. No other function makes such rows."""
+def table_of(weighed: Weighed, texts: TokenTexts, by_method: Mapping[str, Weighed] | None = None) -> pa.Table:
+    """Give the responses as :func:`write_step` takes them, by the texts of the run's tokenizer. ``by_method``: what
+    several methods made of the same responses, by name. No other function makes such rows."""
     r = weighed.rollouts
     nothing = [None] * len(r)
     ids = [response.numpy() for response in r.responses]
@@ -507,19 +579,19 @@ def table_of(weighed: Weighed, texts: TokenTexts, others: Mapping[str, Weighed] 
     spans = r.spans(weighed.method.span)
 
     def a_token(values: Tensor) -> list[np.ndarray]:
-        """Values (B, T) as a list for each response, without the padding."""
+        """Give values (B, T) as a list for each response, without the padding."""
         return [row[: len(token_ids)] for row, token_ids in zip(values.numpy(), ids, strict=True)]
 
     def facts(name: str) -> list[str | None]:
         return [as_utf8(text) for text in r.facts.get(name, nothing)]
 
     methods: list[list[dict[str, Any]]] = [[] for _ in ids]
-    for name, other in (others or {}).items():
-        columns = {"score": a_token(other.scores), "weight": a_token(other.weights), "no_scores": other.no_scores}
-        columns["advantage"] = a_token(other.advantages) if other.gave_advantages else nothing
+    for name, entry in (by_method or {}).items():
+        columns = {"score": a_token(entry.scores), "weight": a_token(entry.weights), "no_scores": entry.no_scores}
+        columns["advantage"] = a_token(entry.advantages) if entry.gave_advantages else nothing
         for index, entries in enumerate(methods):
-            of_response = {column: values[index] for column, values in columns.items()}
-            entries.append({"name": as_utf8(name), **of_response})
+            values_of_response = {column: values[index] for column, values in columns.items()}
+            entries.append({"name": as_utf8(name), **values_of_response})
 
     labels = []
     for written, label in zip(a_token(r.written), r.facts.get("labels", nothing), strict=True):
@@ -566,23 +638,32 @@ def table_of(weighed: Weighed, texts: TokenTexts, others: Mapping[str, Weighed] 
 def received_table(
     receipt: Receipt, keys: Sequence[str], lengths: Sequence[int], effect: Tensor | None = None
 ) -> pa.Table:
-    """A receipt's responses, with their keys and numbers of tokens, and the effect of the update, float (B, T), where it
-    was measured, as :func:`write_received` takes them."""
-    rows, by_name = [], {"received": receipt.received_BT, "clipped": receipt.clipped_BT, "effect": effect}
-    of_updates = {"by_update": receipt.received_UBT, "clipped_by_update": receipt.clipped_UBT}
-    for place, (key, length) in enumerate(zip(keys, lengths, strict=True)):
-        there = receipt.received_UBT[:, place, :length].isfinite().any(dim=1)
-        row: dict[str, Any] = {
-            name: of[place, :length].float().numpy() for name, of in by_name.items() if of is not None
+    """Give a receipt's responses, with their keys and numbers of tokens, and the effect of the update, float (B, T),
+    where it was measured, as :func:`write_received` takes them."""
+    rows = []
+    for index, (key, length) in enumerate(zip(keys, lengths, strict=True)):
+        updates = receipt.received_UBT[:, index, :length].isfinite().any(dim=1)
+        row = {
+            "key": as_utf8(key),
+            "updates": updates.nonzero().flatten().numpy(),
+            "received": _floats(receipt.received_BT[index, :length]),
+            "clipped": _floats(receipt.clipped_BT[index, :length]),
+            "by_update": list(_floats(receipt.received_UBT[updates, index, :length])),
+            "clipped_by_update": list(_floats(receipt.clipped_UBT[updates, index, :length])),
         }
-        row |= {name: list(of[there, place, :length].float().numpy()) for name, of in of_updates.items()}
-        rows.append({"key": as_utf8(key), "updates": there.nonzero().flatten().numpy(), **row})
+        if effect is not None:
+            row["effect"] = _floats(effect[index, :length])
+        rows.append(row)
     return pa.Table.from_pylist(rows, schema=RECEIVED_SCHEMA)
 
 
+def _floats(values: Tensor) -> np.ndarray:
+    return values.float().numpy()
+
+
 class MetricsFile(Unstopped):
-    """A run's figures, a line ``{"step": S, "data": {...}}`` for each log, after those of an earlier start that are of
-    step ``last`` at most. It serves as the open file of verl's ``FileLogger``, too."""
+    """It writes a run's figures, a line ``{"step": S, "data": {...}}`` for each log, after those of an earlier start
+    that are of step ``last`` at most. It serves as the open file of verl's ``FileLogger``, too."""
 
     def __init__(self, path: Path | str, last: int) -> None:
         super().__init__(path)
@@ -611,7 +692,7 @@ class MetricsFile(Unstopped):
 
 
 def _step(line: bytes) -> float:
-    """The step of a whole line; infinite where it is none."""
+    """Give the step of a whole line; infinite where it is none."""
     with suppress(ValueError, TypeError, KeyError, RecursionError):
         return float(json.loads(line)["step"])
     return math.inf

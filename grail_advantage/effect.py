@@ -1,6 +1,6 @@
-"""Does credit reach the policy? The *effect* of an update on a token is the change of its log-probability, in nats at the
-sampling temperature: that of the policy after the update less that before it, both by the same forward. A token weight
-is meant for its token, but tokens share parameters, so that an update may move a token against its advantage.
+"""Does credit reach the policy? The *effect* of an update on a token is the change of its log-probability, in nats at
+the sampling temperature: that of the policy after the update less that before it, both by the same forward. A token
+weight is meant for its token, but tokens share parameters, so that an update may move a token against its advantage.
 
 Known cases: a single token with advantage A, a step of plain gradient descent of size eta on ``-A log p`` and a small
 eta: the effect is ``eta A |grad log p|^2``. The same token in the same place with advantages A and -A: 0. A token whose
@@ -28,15 +28,16 @@ PROBABILITIES = {"p50": (0.0, 0.5), "p90": (0.5, 0.9), "p99": (0.9, 0.99), "p100
 
 
 def moved_with_advantage(advantages: np.ndarray, effect: np.ndarray, mask: np.ndarray) -> tuple[int, int]:
-    """How many tokens moved in the direction of their advantage, and how many could: those that train, whose effect was
-    measured and whose advantage is not 0. Three arrays of one shape."""
+    """Count the tokens that moved in the direction of their advantage, and those that could: all that train, whose
+    effect was measured and whose advantage is not 0. Three arrays of one shape."""
     credited = mask & np.isfinite(effect) & (advantages != 0)
     moved = credited & (np.sign(effect) == np.sign(advantages))
     return int(moved.sum()), int(credited.sum())
 
 
 def effect_figures(advantages: Tensor, effect: Tensor, mask: Tensor, log_probs: Tensor) -> dict[str, float]:
-    """The figures of :data:`EFFECT_METRICS` over responses that were trained on, without those that no token has.
+    """Compute the figures of :data:`EFFECT_METRICS` over responses that were trained on, without those that no token
+    has.
 
     Args:
         advantages: float (B, T): A_t, after weighting.
@@ -45,36 +46,42 @@ def effect_figures(advantages: Tensor, effect: Tensor, mask: Tensor, log_probs: 
         log_probs: float (B, T): before the update.
     """
     figures = {}
-    known = mask & effect.isfinite()
+    measured = mask & effect.isfinite()
     probability = log_probs.exp()
-    parts = {"rate": known}
+    parts = {"rate": measured}
     for name, (low, high) in PROBABILITIES.items():
-        parts[name] = known & (probability > low) & (probability <= high)
+        parts[name] = measured & (probability > low) & (probability <= high)
     for name, part in parts.items():
         moved, credited = moved_with_advantage(advantages.numpy(), effect.numpy(), part.numpy())
         if credited:
             figures[f"moved_with_advantage_{name}"] = moved / credited
-    size = torch.where(known & (advantages != 0), effect.abs().double(), 0.0)
+    size = torch.where(measured & (advantages != 0), effect.abs().double(), 0.0)
     if size.any():
         along = size[effect.sign() == advantages.sign()].sum()
         figures["moved_with_advantage_weighted"] = float(along / size.sum())
-    credit, change = (_less_mean(values.double(), known) for values in (advantages, effect))
-    varies = known & (torch.where(known, credit.abs(), 0.0).amax(dim=1, keepdim=True) > 1e-6)
+    credit = _less_mean(advantages.double(), measured)
+    change = _less_mean(effect.double(), measured)
+    varies = measured & (credit.abs().amax(dim=1, keepdim=True) > 1e-6)
     correlation = rank_correlation(credit[varies].numpy(), change[varies].numpy())
-    return figures | ({} if math.isnan(correlation) else {"credit_change_correlation": correlation})
+    if not math.isnan(correlation):
+        figures["credit_change_correlation"] = correlation
+    return figures
 
 
 def _less_mean(values: Tensor, mask: Tensor) -> Tensor:
-    kept = torch.where(mask, values, 0.0)
-    return kept - kept.sum(dim=1, keepdim=True) / mask.sum(dim=1, keepdim=True).clamp(min=1)
+    """Take each response's mean over the mask off its values there; 0 elsewhere."""
+    mean = torch.where(mask, values, 0.0).sum(dim=1, keepdim=True) / mask.sum(dim=1, keepdim=True).clamp(min=1)
+    return torch.where(mask, values - mean, 0.0)
 
 
 def rank_correlation(x: np.ndarray, y: np.ndarray) -> float:
-    """Spearman's of values (N,), equal ones sharing their mean rank; NaN where one of the two does not vary."""
-    ranks = []
-    for values in (x, y):
-        _, place, count = np.unique(values, return_inverse=True, return_counts=True)
-        ranks.append((np.cumsum(count) - (count - 1) / 2)[place])
-    if any(np.ptp(of) == 0 if len(of) else True for of in ranks):
+    """Compute Spearman's correlation of values (N,), equal ones sharing their mean rank; NaN where one of the two does
+    not vary."""
+    if not len(x) or np.ptp(x) == 0 or np.ptp(y) == 0:
         return math.nan
-    return float(np.corrcoef(*ranks)[0, 1])
+    return float(np.corrcoef(_ranks(x), _ranks(y))[0, 1])
+
+
+def _ranks(values: np.ndarray) -> np.ndarray:
+    _, inverse, count = np.unique(values, return_inverse=True, return_counts=True)
+    return (np.cumsum(count) - (count - 1) / 2)[inverse]

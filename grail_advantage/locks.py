@@ -1,4 +1,4 @@
-"""The lock of a folder that a run writes to, so that no second run writes there while it lives."""
+"""A run locks the folder that it writes to, so that no second run writes there while it lives."""
 
 from __future__ import annotations
 

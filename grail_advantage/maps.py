@@ -1,6 +1,6 @@
-"""Maps from a response's token scores to token weights. A map is a function ``f(x, m, option=default, ...) ->
-Weights``: x float (B, T) scores, finite where m, bool (B, T), is true: the tokens that are compared with each other.
-All in float64."""
+"""This module has the maps from a response's token scores to token weights. A map is a function ``f(x, m,
+option=default, ...) -> Weights``: x float (B, T) scores, finite where m, bool (B, T), is true: the tokens that are
+compared with each other. All in float64."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Rule = Literal["linear", "sorted"]
 
 
 class Weights(NamedTuple):
-    """What a map, or a method without one, makes of scores."""
+    """It is what a map, or a method without one, makes of scores."""
 
     values: Tensor  # float32 (B, T), at least 0; read where the mask is true
     lowest: float = -math.inf  # bounds that the weights were clipped to
@@ -44,12 +44,13 @@ def register_map(*, ranks: bool = False) -> Callable[[Callable[..., Weights]], C
     option has no type."""
 
     def register(function: Callable[..., Weights]) -> Callable[..., Weights]:
-        name, known = function.__name__, MAPS.get(function.__name__)
-        if known and known.function.__module__ != function.__module__:
-            raise ValueError(
-                f"the map {name} is registered already, by {known.function.__module__}; choose another name"
-            )
-        hints, options = get_type_hints(function, include_extras=True), inspect.signature(function).parameters
+        name = function.__name__
+        first = MAPS.get(name)
+        if first and first.function.__module__ != function.__module__:
+            module = first.function.__module__
+            raise ValueError(f"the map {name} is registered already, by {module}; choose another name")
+        hints = get_type_hints(function, include_extras=True)
+        options = inspect.signature(function).parameters
         fields: dict[str, Any] = {}
         for option in list(options)[2:]:
             if option not in hints:
@@ -62,6 +63,7 @@ def register_map(*, ranks: bool = False) -> Callable[[Callable[..., Weights]], C
 
 
 def _mean(x: Tensor, m: Tensor) -> Tensor:
+    """Take each response's mean over the mask, (B, 1)."""
     return torch.where(m, x, 0.0).sum(-1, keepdim=True) / m.sum(-1, keepdim=True).clamp(min=1)
 
 
@@ -106,15 +108,17 @@ def bilevel(x: Tensor, m: Tensor, quantile: Part = 0.4, boost: From0 = 2.0, quan
 
 
 def _quantile(h: Tensor, m: Tensor, q: float, rule: str) -> Tensor:
-    """Each response's quantile over its masked values, (B, 1); 0 for a response without any."""
+    """Give each response's quantile over its masked values, (B, 1); 0 for a response without any."""
     count = m.sum(-1, keepdim=True)
     last = (count - 1).clamp(min=0)
     s = torch.where(count > 0, torch.where(m, h, math.inf).sort(-1).values, 0.0)
     if rule == "sorted":
         return s.gather(-1, torch.minimum((q * count.double()).long(), last))
-    at = q * last.double()
-    below = s.gather(-1, at.long())
-    return below + (at - at.long()) * (s.gather(-1, torch.minimum(at.long() + 1, last)) - below)
+    place = q * last.double()  # between two of the sorted scores
+    index = place.long()
+    below = s.gather(-1, index)
+    above = s.gather(-1, torch.minimum(index + 1, last))
+    return below + (place - index) * (above - below)
 
 
 @register_map()
@@ -131,14 +135,15 @@ def power(x: Tensor, m: Tensor, exponent: Positive = 2.0) -> Weights:
     """``n x^g / sum x^g`` over a response's n tokens (repository of arXiv 2606.00257, with 2 on surprisal); 1 where the
     sum is below 1e-8. Negative scores count as 0."""
     x = torch.where(m, x.double().clamp(min=0), 0.0)
-    count, mean = m.sum(-1, keepdim=True), _mean(x, m)
+    count = m.sum(-1, keepdim=True)
+    mean = _mean(x, m)
     p = torch.where(mean > 0, x / mean, 0.0).pow(exponent)  # by the mean, so that no power that matters overflows
     total = p.sum(-1, keepdim=True)
     return Weights(torch.where(m & (mean.pow(exponent) * total >= 1e-8), count * p / total, 1.0).float())
 
 
 def top_tokens(x: Tensor, m: Tensor, count: Tensor | int) -> Tensor:
-    """bool (B, T): each response's highest scores, as many as asked for where there are so many; of equal ones the
+    """Mark each response's highest scores, bool (B, T), as many as asked for where there are so many; of equal ones the
     earlier."""
     # Adding 0 turns a negative zero into a positive one, so that no sort distinguishes them.
     order = torch.where(m, x.double() + 0.0, -math.inf).sort(dim=-1, descending=True, stable=True).indices
@@ -148,7 +153,7 @@ def top_tokens(x: Tensor, m: Tensor, count: Tensor | int) -> Tensor:
 
 
 def count_of_share(share: float, count: Tensor) -> Tensor:
-    """``max(1, ceil(share * count))``, int64, less the rounding that makes 0.07 * 100 a little more than 7."""
+    """Compute ``max(1, ceil(share * count))``, int64, less the rounding that makes 0.07 * 100 a little more than 7."""
     return torch.ceil(share * (1 - 1e-12) * count.double()).long().clamp(min=1)
 
 

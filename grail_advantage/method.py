@@ -1,4 +1,4 @@
-"""A method: one class, registered by name. A field is an option that a run sets as ``algorithm.<method>.<field>``; a
+"""A method is one class, registered by name. A field is an option that a run sets as ``algorithm.<method>.<field>``; a
 class variable says what the method needs. It knows no trainer and keeps nothing between batches. Modules of other
 packages come by the entry-point group ``grail_advantage.methods``; ``grail_advantage.signals`` is its earlier name."""
 
@@ -28,8 +28,16 @@ METHODS: dict[str, type[BaseMethod]] = {}
 FAILURES: dict[str, Exception] = {}  # plug-ins that raised when they were imported
 RESERVED = ("token_weights", "token_dump")  # sections of ``algorithm`` that belong to the trainer
 READS = (
-    *("old_log_probs", "entropy", "ref_log_probs"),
-    *("groups", "examples", "tokens", "rewards", "sessions", "messages", "tokenizer"),
+    "old_log_probs",
+    "entropy",
+    "ref_log_probs",
+    "groups",
+    "examples",
+    "tokens",
+    "rewards",
+    "sessions",
+    "messages",
+    "tokenizer",
 )
 USES = ("", "saliency", "logits", "sequences", "log_probs", "hidden_states")
 _Class = TypeVar("_Class", bound="type[BaseMethod]")
@@ -43,12 +51,13 @@ class NameTakenError(ValueError): ...
 
 
 def plain_value(value: Any) -> Any:
-    """A number of numpy's as Python's, as configurations of searches have them."""
+    """Make a number of numpy's, as configurations of searches have them, one of Python's."""
     return value.item() if isinstance(value, np.generic) else value
 
 
 def option(default: Any, text: str, **bounds: Any) -> Any:
-    """A field with a text for the documentation; type and bounds (``gt``, ``ge``, ``le``) are checked at start-up."""
+    """Declare a field with a text for the documentation; type and bounds (``gt``, ``ge``, ``le``) are checked at
+    start-up."""
     return Field(default, description=text, **bounds)
 
 
@@ -62,13 +71,14 @@ def register(name: str, **fixed: Any) -> Callable[[_Class], _Class]:
             raise ValueError(f"{name!r} must be an identifier, and not of {RESERVED}")
         if not (isinstance(cls, type) and issubclass(cls, Method | AdvantageMethod)):
             raise ValueError(f"{cls!r} must be a class of Method or AdvantageMethod")
-        known = METHODS.get(name)  # a class comes again where its module is loaded again
-        if known and (known.__module__, known.__qualname__) != (cls.__module__, cls.__qualname__):
-            raise NameTakenError(f"method {name!r} is registered already, by {known.__module__}; choose another name")
+        first = METHODS.get(name)  # a class comes again where its module is loaded again
+        if first and (first.__module__, first.__qualname__) != (cls.__module__, cls.__qualname__):
+            raise NameTakenError(f"method {name!r} is registered already, by {first.__module__}; choose another name")
         words = {word for word in cls.reads if not word.startswith("field:")}
         if isinstance(cls.uses, str):  # a property where options set it
             words.add(cls.uses)
-        if unknown := words - {*READS, *USES}:
+        unknown = words - {*READS, *USES}
+        if unknown:
             raise ValueError(f"{cls.__name__} reads or uses {unknown}; choose of {(*READS, *USES)}")
         cls.names = {**vars(cls).get("names", {}), name: fixed}
         cls.section = vars(cls).get("section", name)
@@ -90,20 +100,21 @@ def _load_plugins() -> None:
 
 
 def methods() -> dict[str, type[BaseMethod]]:
-    """All registered classes by name, those of other packages, too."""
+    """Give all registered classes by name, those of other packages, too."""
     _load_plugins()
     return dict(METHODS)
 
 
 def build(name: str, options: Mapping[str, Any] | None = None) -> BaseMethod:
-    """The method of a name with these options; ``None`` stands for a default. ValueError: an unknown method or option,
-    one that the name sets, or a value that is not allowed."""
-    known = methods()
-    if name not in known:
-        raise ValueError(f"{name!r} is no method; choose one of {', '.join(sorted(known))}{failure_message()}")
-    options = options or {}
-    cls = known[name]
+    """Give the method of a name with these options; ``None`` stands for a default. ValueError: an unknown method or
+    option, one that the name sets, or a value that is not allowed."""
+    registered = methods()
+    if name not in registered:
+        names = ", ".join(sorted(registered))
+        raise ValueError(f"{name!r} is no method; choose one of {names}{failure_message()}")
+    cls = registered[name]
     fixed = cls.names[name]
+    options = options or {}
     for option_name in fixed:
         if options.get(option_name) is not None:
             raise ValueError(f"{cls.section}.{option_name} is set by algorithm.adv_estimator: {cls.names}")
@@ -111,12 +122,15 @@ def build(name: str, options: Mapping[str, Any] | None = None) -> BaseMethod:
 
 
 def failure_message() -> str:
-    """The plug-ins that failed, as the end of a message; empty where none did."""
-    return "".join(f"; the plug-in {name} failed to import: {type(e).__name__}: {e}" for name, e in FAILURES.items())
+    """Give the plug-ins that failed, as the end of a message; empty where none did."""
+    message = ""
+    for name, error in FAILURES.items():
+        message += f"; the plug-in {name} failed to import: {type(error).__name__}: {error}"
+    return message
 
 
 class BaseMethod(BaseModel):
-    """What every method has; a method derives from :class:`Method`, which gives weights, or from
+    """It has what every method has; a method derives from :class:`Method`, which gives weights, or from
     :class:`AdvantageMethod`. For each batch :func:`grail_advantage.weigh.weigh` calls :meth:`select`, with ``uses``
     :meth:`prepare` and :meth:`run`, then :meth:`scores`. They are pure, and may be called several times. ValueError: an
     option or a value that is not allowed, naming it; ``None`` stands for a default."""
@@ -140,17 +154,17 @@ class BaseMethod(BaseModel):
     mask_truncated: bool = option(True, "whether a response that hit the length limit gets advantage 0")
 
     def __init__(self, /, **options: Any) -> None:
-        given = {name: plain_value(value) for name, value in options.items() if value is not None}
+        options = {name: plain_value(value) for name, value in options.items() if value is not None}
         try:
-            super().__init__(**self.completed(given))
+            super().__init__(**self.completed(options))
         except ValidationError as error:
             raise ValueError(message_of(error, self.section, type(self))) from None
         self.check()
 
     @classmethod
-    def completed(cls, given: dict[str, Any]) -> dict[str, Any]:
-        """The options with those that follow from them; none is checked here."""
-        return given
+    def completed(cls, options: dict[str, Any]) -> dict[str, Any]:
+        """Add the options that follow from others; none is checked here."""
+        return options
 
     def check(self) -> None:
         """Refuse combinations; each option alone is valid here."""
@@ -160,7 +174,7 @@ class BaseMethod(BaseModel):
 
     @property
     def name(self) -> str:
-        """In ``algorithm.adv_estimator``; ValueError for a class that is not registered."""
+        """Give the name in ``algorithm.adv_estimator``; ValueError for a class that is not registered."""
         for name, fixed in vars(type(self)).get("names", {}).items():
             if all(getattr(self, key) == value for key, value in fixed.items()):
                 return name
@@ -168,70 +182,72 @@ class BaseMethod(BaseModel):
 
     @property
     def field_names(self) -> list[str]:
-        """The fields that it reads; a method may take them from an option of its own."""
+        """Give the fields that it reads; a method may take them from an option of its own."""
         return sorted(word.removeprefix("field:") for word in self.reads if word.startswith("field:"))
 
     @property
     def skips_unanswered(self) -> bool:
-        """Whether responses without an answer have weight 1."""
+        """Tell whether responses without an answer have weight 1."""
         return False
 
     @property
     def reads_answer(self) -> bool:
-        """Whether a response's weights depend on its answer."""
+        """Tell whether a response's weights depend on its answer."""
         return False
 
     @property
     def needs_tokenizer(self) -> bool:
-        """Whether the rollouts must have their tokenizer; one that is loaded for a model's pass is not meant."""
+        """Tell whether the rollouts must have their tokenizer; one that is loaded for a model's pass is not meant."""
         return self.reads_answer or "tokenizer" in self.reads
 
     @property
     def lacks(self) -> str:
-        """An option that has no default and must be set, with the remedy; empty where nothing is missing."""
+        """Name an option that has no default and must be set, with the remedy; empty where nothing is missing."""
         return ""
 
     def check_tokenizer(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        """ValueError, naming the remedy, for a tokenizer that the method cannot work with."""
+        """Raise ValueError, naming the remedy, for a tokenizer that the method cannot work with."""
 
     def inside_gate(self, r: Rollouts) -> Tensor:
-        """bool (B,): the responses that the method looks at, as far as their advantage decides that."""
+        """Say at which responses the method looks, bool (B,), as far as their advantage decides that."""
         return torch.ones_like(r.valid)
 
     def select(self, r: Rollouts) -> Tensor:
-        """bool (B,): responses that need scores. Leaving the others out is exact: their token advantages do not depend
-        on scores."""
+        """Say which responses need scores, bool (B,). Leaving the others out is exact: their token advantages do not
+        depend on scores."""
         raise NotImplementedError(f"{type(self).__name__} has no select()")
 
     def prepare(self, row: Row, tokenizer: PreTrainedTokenizerBase) -> Row:
-        """The row as the pass needs it: cut, or with another prompt. Runs where the tokenizer is, before rows are
+        """Give the row as the pass needs it: cut, or with another prompt. Runs where the tokenizer is, before rows are
         shared out."""
         return row
 
     def row_cost(self, row: Row) -> int:
-        """Of a prepared row compared with others, for sharing them out."""
+        """Estimate the cost of a prepared row compared with other rows, for sharing them out."""
         return len(row.tokens)
 
     def run(self, rows: Sequence[Row], model: Model) -> list[RowScores]:
-        """Scores of these rows, in their order, where the model is. With a sharded model a collective: every rank calls
-        it with as many rows, and must make the same calls of ``model`` in the same order, whatever its rows hold."""
+        """Compute the scores of these rows, in their order, where the model is. With a sharded model a collective:
+        every rank calls it with as many rows, and must make the same calls of ``model`` in the same order, whatever its
+        rows hold."""
         raise NotImplementedError(f"{type(self).__name__} names uses={self.uses!r} and has no run()")
 
     def own_figures(self, r: Rollouts) -> dict[str, float]:
-        """Further metrics of a batch, by the names in :attr:`metrics`."""
+        """Give further metrics of a batch, by the names in :attr:`metrics`."""
         return {}
 
     def scores(self, r: Rollouts, of_pass: Tensor | None) -> Tensor:
-        """float (B, T), read in selected responses: by default ``of_pass``, what :meth:`run` gave, NaN elsewhere."""
+        """Give scores, float (B, T), which are read in selected responses: by default ``of_pass``, what :meth:`run`
+        gave, NaN elsewhere."""
         if of_pass is None:
             raise NotImplementedError(f"{type(self).__name__} uses nothing of the model and has no scores()")
         return of_pass
 
 
 class Method(BaseMethod):
-    """Base of the methods that give weights: ``A_t = w_t A``. A response that is not selected, or has a score or weight
-    that is not finite, has weight 1. A class for which one of these options means nothing takes it away: ``control:
-    ClassVar[str] = "none"``."""
+    """It is the base of the methods that give weights: ``A_t = w_t A``. A response that is not selected, or has a score
+    or weight that is not finite, has weight 1. A class for which one of these options means nothing takes it away:
+    ``control: ClassVar[str] = "none"``."""
 
     needs_answer: ClassVar[bool] = False  # responses without an answer have weight 1
     whole_batch: ClassVar[bool] = False  # every response with a token is scored: the batch's tokens are compared
@@ -266,13 +282,15 @@ class Method(BaseMethod):
         return self.skips_unanswered or self.answer_weights() is not None
 
     def answer_weights(self) -> tuple[float, float, bool] | None:
-        """Weights from each answer on, whatever the scores there: of its content; of its boundary and everything after
-        it; whether answers outside the gate get them, too. ``None``: the map's ``elsewhere``."""
+        """Give weights from each answer on, whatever the scores there: of its content; of its boundary and everything
+        after it; whether answers outside the gate get them, too. ``None``: the map's ``elsewhere``."""
         return None
 
     def inside_gate(self, r: Rollouts) -> Tensor:
-        positive = r.advantages > 0
-        return {"wrong": ~positive, "correct": positive, "all": torch.ones_like(positive)}[self.gate]
+        if self.gate == "all":
+            return super().inside_gate(r)
+        is_positive = r.advantages > 0
+        return is_positive if self.gate == "correct" else ~is_positive
 
     def select(self, r: Rollouts) -> Tensor:
         if self.whole_batch:
@@ -285,14 +303,14 @@ class Method(BaseMethod):
         return chosen
 
     def weights(self, scores: Tensor, among: Tensor, r: Rollouts) -> Weights:
-        """Scores (B, T), finite among bool (B, T), the tokens of scored responses that are compared, to weights. There
-        is at least one such token; scores are 1 where they are not known."""
+        """Turn scores (B, T), finite among bool (B, T), the tokens of scored responses that are compared, to weights.
+        There is at least one such token; scores are 1 where they are not known."""
         raise NotImplementedError(f"{type(self).__name__} has no weights(); derive it from Mapped, or write one")
 
 
 class AdvantageMethod(BaseMethod):
-    """Base of the methods whose :meth:`scores` are token advantages, of either sign. A response that is not selected
-    has its own advantage on every token."""
+    """It is the base of the methods whose :meth:`scores` are token advantages, of either sign. A response that is not
+    selected has its own advantage on every token."""
 
     span: ClassVar[Span] = "last"  # type: ignore[misc]
     control: Control = option(
@@ -306,18 +324,18 @@ class AdvantageMethod(BaseMethod):
 
 
 class Mapped(Method):
-    """A method whose scores go through a map that the user chooses. The map also gets the method's own options of its
-    options' names."""
+    """It is a method whose scores go through a map that the user chooses. The map also gets the method's own options of
+    its options' names."""
 
     reshaper: str = option("log_zscore", "map from scores to weights, by its name")
     reshaper_options: dict[str, Any] = option({}, "options of the map, by their names in its own table")
 
     def check(self) -> None:
-        one = torch.ones(1, 1, dtype=torch.float32, device="cpu")
-        self._map(one, one.bool())
+        score = torch.ones(1, 1, dtype=torch.float32, device="cpu")
+        self._map(score, score.bool())
 
     def map_options(self) -> dict[str, Any]:
-        """What the chosen map gets beside ``reshaper_options``."""
+        """Say what the chosen map gets beside ``reshaper_options``."""
         names = MAPS[self.reshaper].options.model_fields.keys() & type(self).model_fields.keys()
         return {name: getattr(self, name) for name in names}
 
@@ -326,25 +344,30 @@ class Mapped(Method):
 
     def _map(self, scores: Tensor, among: Tensor) -> Weights:
         if self.reshaper not in MAPS:
-            known = f"choose one of {', '.join(sorted(MAPS))}{failure_message()}"
-            raise ValueError(f"{self.section}.reshaper={self.reshaper!r} is unknown; {known}")
+            remedy = f"choose one of {', '.join(sorted(MAPS))}{failure_message()}"
+            raise ValueError(f"{self.section}.reshaper={self.reshaper!r} is unknown; {remedy}")
         function, options, _ = MAPS[self.reshaper]
-        given = {name: plain_value(value) for name, value in self.reshaper_options.items()}
+        values = self.map_options()
+        for name, value in self.reshaper_options.items():
+            values[name] = plain_value(value)
         try:
-            return function(scores, among, **options(**{**self.map_options(), **given}).model_dump())
+            return function(scores, among, **options(**values).model_dump())
         except ValidationError as error:
             raise ValueError(message_of(error, f"{self.section}.reshaper_options", options)) from None
 
 
 def message_of(error: ValidationError, section: str, cls: type[BaseModel]) -> str:
-    """The first error in a sentence that names the option."""
+    """Put the first error into a sentence that names the option."""
     first = error.errors()[0]
-    name = f"{section}.{'.'.join(map(str, first['loc']))}"
+    location = first["loc"]
+    name = f"{section}.{'.'.join(map(str, location))}"
     if first["type"] != "extra_forbidden":
         return f"{name}={first['input']!r} {first['msg'].removeprefix('Input ')}"
-    maps = [known for known, of in MAPS.items() if first["loc"][0] in of.options.model_fields]
-    owners = sorted({known.section for known in METHODS.values() if first["loc"][0] in known.model_fields})
-    hint = f" but one of {', '.join(owners)}" if owners else ""
+    hint = ""
+    owners = sorted({owner.section for owner in METHODS.values() if location[0] in owner.model_fields})
+    if owners:
+        hint = f" but one of {', '.join(owners)}"
+    maps = [map_name for map_name, entry in MAPS.items() if location[0] in entry.options.model_fields]
     if maps and "reshaper_options" in cls.model_fields:
         hint = f" but of the map {maps[0]}, by reshaper_options"
     return f"{name} is not an option{hint}; the options are {', '.join(cls.model_fields) or 'none'}"

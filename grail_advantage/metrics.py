@@ -1,5 +1,5 @@
-"""Figures of what token weights do to a batch. verl reduces a metric by words in its name (``max``, ``min``, ``sum``,
-``total``), so the names avoid them."""
+"""This module computes figures of what token weights do to a batch. verl reduces a metric by words in its name
+(``max``, ``min``, ``sum``, ``total``), so the names avoid them."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ METRICS = {
     "change_scores": "likewise in all other tokens, by their scores; all three are 0 where nothing changes",
 }
 """The figures of every batch and their meanings; those of answers and of the change are of a batch with a tokenizer. A
-method that gives token advantages has none of ``OF_WEIGHTS``; where the others speak of weights they mean ``|A_t|``, and
-a response has weight 1 where every ``A_t`` is its ``A``."""
+method that gives token advantages has none of ``OF_WEIGHTS``; where the others speak of weights they mean ``|A_t|``,
+and a response has weight 1 where every ``A_t`` is its ``A``."""
 OF_WEIGHTS = ("average_weight", "weight_deviation", "clipped_low_rate", "clipped_high_rate")
 GRADIENT_METRICS = {
     "gradient_norm_p10": "10th percentile of the gradient norms of all positions that the pass looked at",
@@ -40,12 +40,11 @@ GRADIENT_METRICS = {
 }
 """Figures of a pass with gradients."""
 
-
 CHANGE = ("change_correct_answers", "change_incorrect_answers", "change_scores")
 
 
 def change_of(change: np.ndarray, base: np.ndarray, content: np.ndarray) -> np.ndarray:
-    """The sums, float64 (3,), whose shares are the figures of :data:`CHANGE`.
+    """Compute the sums, float64 (3,), whose shares are the figures of :data:`CHANGE`.
 
     Args:
         change: ``|A_t - A|``, 0 where nothing trains; the three are of the same shape.
@@ -59,13 +58,15 @@ def change_of(change: np.ndarray, base: np.ndarray, content: np.ndarray) -> np.n
 
 
 def change_shares(sums: np.ndarray) -> dict[str, float]:
-    """The figures of :data:`CHANGE`."""
+    """Compute the figures of :data:`CHANGE`."""
     total = float(sums.sum())
-    return {name: float(part) / total if total > 0 else 0.0 for name, part in zip(CHANGE, sums, strict=True)}
+    if total > 0:
+        sums = sums / total
+    return dict(zip(CHANGE, sums.tolist(), strict=True))
 
 
 def figures(w: Weighed, norms: torch.Tensor | None) -> dict[str, float]:
-    """Figures of one batch; empty for one without a token that trains.
+    """Compute the figures of one batch; none of one without a token that trains.
 
     Args:
         w: with the responses as the method saw them. Those without such a token, as synthetic padding, count nowhere.
@@ -107,19 +108,20 @@ def figures(w: Weighed, norms: torch.Tensor | None) -> dict[str, float]:
         count = max(1, round(TOP_SHARE * len(parts)))
         top = float(np.partition(parts, -count)[-count:].sum() / mass)
     by_score = max(1, int(w.by_score.sum()))
-    shown = {"answer_found_rate": share(r.answered.numpy())} if r.knows_answers else {}
-    shown |= {
-        "selected_rate": share(w.selected.numpy()),
-        "weight_one_rate": share((has_weight_one | ~mask).all(axis=1)),
-        "non_finite_rate": share(w.failed.numpy()),
-        "average_weight": float(average),
-        "weight_deviation": math.sqrt(variance),
-        "clipped_low_rate": int(w.low.sum()) / by_score,
-        "clipped_high_rate": int(w.high.sum()) / by_score,
-        "effective_sample_ratio": float(ratio.mean()) if len(ratio) else 0.0,
-        "top_share": top,
-        "advantage_scale": float(mass / unweighted) if unweighted > 0 else 0.0,
-    }
+    batch = {}
+    if r.knows_answers:
+        batch["answer_found_rate"] = share(r.answered.numpy())
+    batch["selected_rate"] = share(w.selected.numpy())
+    batch["weight_one_rate"] = share((has_weight_one | ~mask).all(axis=1))
+    batch["non_finite_rate"] = share(w.failed.numpy())
+    if not w.gave_advantages:
+        batch["average_weight"] = float(average)
+        batch["weight_deviation"] = math.sqrt(variance)
+        batch["clipped_low_rate"] = int(w.low.sum()) / by_score
+        batch["clipped_high_rate"] = int(w.high.sum()) / by_score
+    batch["effective_sample_ratio"] = float(ratio.mean()) if len(ratio) else 0.0
+    batch["top_share"] = top
+    batch["advantage_scale"] = float(mass / unweighted) if unweighted > 0 else 0.0
     if r.knows_answers:
         position = np.arange(mask.shape[1])
         _, content_start, content_end = r.bounds.numpy()[:, :, None].transpose(1, 0, 2)
@@ -129,15 +131,18 @@ def figures(w: Weighed, norms: torch.Tensor | None) -> dict[str, float]:
             change = np.abs(w.advantages.double().numpy() - base.astype(np.float32))
         else:
             change = size[:, None] * np.abs(weight - 1.0)
-        shown |= change_shares(change_of(change * mask, base, content))
-    if w.gave_advantages:
-        shown = {name: value for name, value in shown.items() if name not in OF_WEIGHTS}
+        batch.update(change_shares(change_of(change * mask, base, content)))
+    return batch | _gradient_figures(norms)
+
+
+def _gradient_figures(norms: torch.Tensor | None) -> dict[str, float]:
+    """Compute the figures of :data:`GRADIENT_METRICS`, by nearest rank, where there are gradients."""
     if norms is None:
-        return shown
-    of_pass = norms[norms.isfinite()].numpy()
-    if len(of_pass):
-        low, high = (max(1, math.ceil(q * len(of_pass))) - 1 for q in (0.1, 0.9))  # nearest rank
-        of_pass.partition([low, high])
-        shown["gradient_norm_p10"] = float(of_pass[low])
-        shown["gradient_norm_p90"] = float(of_pass[high])
-    return shown
+        return {}
+    sizes = norms[norms.isfinite()].numpy()
+    if not len(sizes):
+        return {}
+    low = max(1, math.ceil(0.1 * len(sizes))) - 1
+    high = max(1, math.ceil(0.9 * len(sizes))) - 1
+    sizes.partition([low, high])
+    return {"gradient_norm_p10": float(sizes[low]), "gradient_norm_p90": float(sizes[high])}

@@ -1,4 +1,5 @@
-"""``python -m grail_advantage.report RUN``: a run's report, one HTML file that needs no network; docs/report.md reads it."""
+"""``python -m grail_advantage.report RUN``: a run's report, one HTML file that needs no network; docs/report.md reads
+it."""
 
 from __future__ import annotations
 

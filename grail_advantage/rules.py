@@ -1,4 +1,5 @@
-"""Rules on settings, in one form for every host: what is refused, what is warned of, and what is against a shortcut.
+"""This module has rules on settings, in one form for every host: what is refused, what is warned of, and what is
+against a shortcut.
 
 The tables are ``verl_ext/rules.py``, ``trl_ext/rules.py`` and ``recipe/rules.py``, and for every host
 ``methods/biases.py``. ``scripts/docs_pages.py`` writes them into the pages.
@@ -15,15 +16,15 @@ logger = logging.getLogger(__name__)
 
 
 class Named(Protocol):
-    """A host's settings."""
+    """It holds a host's settings."""
 
     def named(self, option: str) -> str:
-        """``option=value``, for messages."""
+        """Give ``option=value``, for messages."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rule:
-    """A setting with which something does not work, or works otherwise than somebody may think."""
+    """It names a setting with which something does not work, or works otherwise than somebody may think."""
 
     option: str | tuple[str, ...]
     """The option that messages and pages name; several where any of them may be the cause."""
@@ -36,20 +37,20 @@ class Rule:
     """Whether a run that breaks the rule starts all the same, with a warning."""
 
     def broken_by(self, settings: Named) -> str:
-        """``option=value`` of the cause in settings that break the rule; empty for others."""
+        """Give ``option=value`` of the cause in settings that break the rule; empty for others."""
         cause = self.when(settings)
         if not cause:
             return ""
         return settings.named(self.option if isinstance(self.option, str) else cause)
 
 
-def check_rules(rules: Sequence[Rule], settings: Named, beside: str = "") -> None:
+def check_rules(rules: Sequence[Rule], settings: Named, context: str = "") -> None:
     """Refuse settings that break a rule, and log a warning for each other rule that they break.
 
     Args:
         rules: a table.
         settings: of the run.
-        beside: with what a setting does not work, such as the method, as ``option=value``.
+        context: with what a setting does not work, such as the method, as ``option=value``.
 
     Raises:
         ValueError: for the first rule that refuses, with the option, its value, the reason and the remedy.
@@ -58,15 +59,19 @@ def check_rules(rules: Sequence[Rule], settings: Named, beside: str = "") -> Non
         setting = rule.broken_by(settings)
         if not setting:
             continue
-        with_what = f" with {beside}" if beside not in ("", setting) else ""
-        remedy = rule.remedy if isinstance(rule.remedy, str) else rule.remedy(settings)
+        with_what = ""
+        if context not in ("", setting):
+            with_what = f" with {context}"
+        remedy = rule.remedy
+        if not isinstance(remedy, str):
+            remedy = remedy(settings)
         if not rule.warned:
             raise ValueError(f"{setting} does not work{with_what}: {rule.because}; {remedy}")
         logger.warning("%s is used%s: %s; %s", setting, with_what, rule.because, remedy)
 
 
 def first_broken(rules: Sequence[Rule], settings: Named) -> str:
-    """``option=value: reason`` of the first rule that settings break; empty where they break none."""
+    """Give ``option=value: reason`` of the first rule that settings break; empty where they break none."""
     for rule in rules:
         if setting := rule.broken_by(settings):
             return f"{setting}: {rule.because}"

@@ -1,5 +1,5 @@
-"""From rollouts to token advantages, the one way that every host goes: base advantages -> which responses need scores
--> columns -> a pass through the model -> scores -> weights -> advantages."""
+"""This module goes from rollouts to token advantages, the one way that every host goes: base advantages -> which
+responses need scores -> columns -> a pass through the model -> scores -> weights -> advantages."""
 
 from __future__ import annotations
 
@@ -24,20 +24,21 @@ logger = logging.getLogger(__name__)
 
 
 class Host(Protocol):
-    """A trainer's access to its model, for one batch of rollouts. :class:`grail_advantage.api.PlainHost` is the host of
-    a model in the same process; :func:`grail_advantage.model.hugging_face.run_rows` does a remote worker's part."""
+    """It is a trainer's access to its model, for one batch of rollouts. :class:`grail_advantage.api.PlainHost` is the
+    host of a model in the same process; :func:`grail_advantage.model.hugging_face.run_rows` does a remote worker's
+    part."""
 
     def columns(self, names: Sequence[str], selected: Sequence[int]) -> Mapping[str, Tensor]:
-        """Those of :data:`grail_advantage.data.DUMPED` that the method reads and the rollouts lack, float (B, T) on the
-        CPU. They are read in the selected responses only."""
+        """Give those columns of :data:`grail_advantage.data.DUMPED` that the method reads and the rollouts lack, float
+        (B, T) on the CPU. They are read in the selected responses only."""
 
     def scores(self, method: BaseMethod, rows: Sequence[Row]) -> Sequence[RowScores]:
-        """:meth:`Method.run` on prepared rows, in their order; results on the CPU. Also called without rows, since
-        other ranks may have some."""
+        """Run :meth:`Method.run` on prepared rows, in their order; results are on the CPU. It is also called without
+        rows, since other ranks may have some."""
 
 
 def weigh(rollouts: Rollouts, method: BaseMethod, host: Host, answers: AnswerCheck | None = None) -> Weighed:
-    """Token weights and advantages of a batch of rollouts.
+    """Compute token weights and advantages of a batch of rollouts.
 
     Args:
         rollouts: with what the method reads (:attr:`Method.reads`); columns that are not there come from the host.
@@ -55,10 +56,16 @@ def weigh(rollouts: Rollouts, method: BaseMethod, host: Host, answers: AnswerChe
     indices = selected.nonzero().flatten().tolist()
     names = [name for name in DUMPED if name in method.reads]
     rollouts = with_columns(rollouts, names, host, indices)
-    # NaN where the model did not write: a score that reads there fails, and no neighbour's length decides it.
-    known = {name: rollouts.columns[name] for name in names if name in rollouts.columns}
-    r = replace(r, columns={name: column.masked_fill(~r.written, math.nan) for name, column in known.items()})
-    of_pass, norms = _run_pass(host, method, r, indices) if method.uses else (None, None)
+    columns = {}
+    for name in names:
+        if name in rollouts.columns:
+            # NaN where the model did not write: a score that reads there fails, and no neighbour's length decides it.
+            columns[name] = rollouts.columns[name].masked_fill(~r.written, math.nan)
+    r = replace(r, columns=columns)
+    of_pass = None
+    norms = None
+    if method.uses:
+        of_pass, norms = _run_pass(host, method, r, indices)
     scores = _nowhere(r)
     if indices:
         scores = torch.where(selected[:, None] & r.mask, _scores(method, r, of_pass).float(), scores)
@@ -85,8 +92,8 @@ def weigh(rollouts: Rollouts, method: BaseMethod, host: Host, answers: AnswerChe
 def with_columns(
     rollouts: Rollouts, names: Sequence[str], host: Host, selected: Sequence[int] | None = None
 ) -> Rollouts:
-    """The rollouts with these columns, of which the host is asked for those that are not there, in the ``selected``
-    responses or in all. A collective where the model is sharded."""
+    """Give the rollouts with these columns, of which the host is asked for those that are not there, in the
+    ``selected`` responses or in all. A collective where the model is sharded."""
     missing = [name for name in names if name not in rollouts.columns]
     if not missing:
         return rollouts
@@ -95,15 +102,16 @@ def with_columns(
 
 
 def deal(costs: Sequence[int], ranks: int, groups: Sequence[int] | None = None) -> list[list[int]]:
-    """The rows of each rank, by relative costs: about as much work, and numbers that differ by one at most. With
+    """Give the rows of each rank, by relative costs: about as much work, and numbers that differ by one at most. With
     ``groups``, rows with the same number meet on one rank, whatever their numbers."""
     members: dict[int, list[int]] = {}
-    for row, group in enumerate(range(len(costs)) if groups is None else groups):
-        members.setdefault(group, []).append(row)
+    for row in range(len(costs)):
+        members.setdefault(row if groups is None else groups[row], []).append(row)
     by_cost = sorted(((sum(costs[row] for row in rows), rows) for rows in members.values()), reverse=True)
     shares: list[list[int]] = [[] for _ in range(ranks)]
     work = [0] * ranks
     for cost, rows in by_cost:
+        # The dearest first: to a rank with the fewest rows, among these to the one with the least work.
         rank = min(range(ranks), key=lambda rank: (len(shares[rank]) if groups is None else 0, work[rank]))
         shares[rank] += rows
         work[rank] += cost
@@ -111,12 +119,12 @@ def deal(costs: Sequence[int], ranks: int, groups: Sequence[int] | None = None) 
 
 
 def _nowhere(r: Rollouts) -> Tensor:
-    """Scores that are nowhere known: NaN, float32 (B, T)."""
+    """Give scores that are nowhere known: NaN, float32 (B, T)."""
     return r.mask.new_full(r.mask.shape, math.nan, dtype=torch.float32)
 
 
 def _run_pass(host: Host, method: BaseMethod, r: Rollouts, indices: Sequence[int]) -> tuple[Tensor, Tensor | None]:
-    """Scores of a pass through the model, (B, T), NaN elsewhere, and its gradient norms, 1-D, if it has any."""
+    """Give scores of a pass through the model, (B, T), NaN elsewhere, and its gradient norms, 1-D, if it has any."""
     if indices:
         method.check_tokenizer(r.tokenizer)
     rows = [method.prepare(r.row(index), r.tokenizer) for index in indices]
@@ -133,7 +141,7 @@ def _run_pass(host: Host, method: BaseMethod, r: Rollouts, indices: Sequence[int
 
 
 def _scores(method: BaseMethod, r: Rollouts, of_pass: Tensor | None) -> Tensor:
-    """:meth:`Method.scores`, looked at."""
+    """Call :meth:`Method.scores`, and look at what it gives."""
     try:
         scores = method.scores(r, of_pass)
     except KeyError as error:  # perhaps a column or a field that is not there
@@ -155,14 +163,14 @@ def _scores(method: BaseMethod, r: Rollouts, of_pass: Tensor | None) -> Tensor:
 
 
 def _all_finite(values: Tensor, where: Tensor) -> Tensor:
-    """bool (B, 1): responses whose values there are all finite."""
+    """Say which responses have values there that are all finite, bool (B, 1)."""
     return (values.isfinite() | ~where).all(dim=1, keepdim=True)
 
 
 def _weights(method: Method, r: Rollouts, selected: Tensor, scores: Tensor) -> Weighed:
-    """``A_t = w_t A``: scores through the method's map, then its own answer weights, then the sum of each response's
-    weights. A response that is not selected, or has a score or weight that is not finite, has weight 1 on every
-    token."""
+    """Make ``A_t = w_t A``: scores go through the method's map, then come its own answer weights, then the sum of each
+    response's weights. A response that is not selected, or has a score or weight that is not finite, has weight 1 on
+    every token."""
     position = torch.arange(r.mask.shape[1], device="cpu")
     answer = method.answer_weights()
     compared = r.mask
@@ -221,25 +229,25 @@ def _weights(method: Method, r: Rollouts, selected: Tensor, scores: Tensor) -> W
 
 
 def _check_weights(method: Method, mapped: Weights, r: Rollouts, where: Tensor) -> None:
-    """ValueError for what is no weights, or has one below 0 where they are read, bool (B, T)."""
+    """Raise ValueError for what is no weights, or has one below 0 where they are read, bool (B, T)."""
     if not isinstance(mapped, Weights) or mapped.values.shape != r.mask.shape:
-        wanted = f"Weights(values) with values of shape {tuple(r.mask.shape)}"
-        raise ValueError(f"{method.name}: weights() must return {wanted}, got {type(mapped).__name__}")
+        expected = f"Weights(values) with values of shape {tuple(r.mask.shape)}"
+        raise ValueError(f"{method.name}: weights() must return {expected}, got {type(mapped).__name__}")
     if ((mapped.values < 0) & where).any():
         raise ValueError(f"{method.name}: a weight below 0 would flip the advantage; clip the weights in weights()")
 
 
 def _normalized(w: Tensor, where: Tensor) -> Tensor:
-    """Weights that sum, over bool (B, T), to the number of a response's tokens there. In float64, so that the padding,
-    which sets the order of the sum, does not show."""
+    """Give weights that sum, over bool (B, T), to the number of a response's tokens there. In float64, so that the
+    padding, which sets the order of the sum, does not show."""
     total = torch.where(where, w.double(), 0.0).sum(1, keepdim=True)
     scale = torch.where(total > 0, where.sum(1, keepdim=True) / total, 1.0)
     return torch.where(where, w * scale, w.double()).float()
 
 
 def _shuffled(values: Tensor, among: Tensor, r: Rollouts) -> Tensor:
-    """Values (B, T) with those of each response's tokens among bool (B, T) in another order: by a hash of the step and
-    the response's own tokens, which are the same in every host, process, batch and start with the same seed."""
+    """Give values (B, T) with those of each response's tokens among bool (B, T) in another order: by a hash of the step
+    and the response's own tokens, which are the same in every host, process, batch and start with the same seed."""
     shuffled = values.clone()
     for index in range(len(r)):
         tokens = among[index].nonzero().flatten()
@@ -248,6 +256,7 @@ def _shuffled(values: Tensor, among: Tensor, r: Rollouts) -> Tensor:
 
 
 def _order(r: Rollouts, index: int, count: int) -> Tensor:
+    """Draw an order of ``count`` values of a response."""
     identity = f"{r.step} {r.prompts[index].tolist()} {r.responses[index].tolist()}"
     seed = hashlib.sha256(identity.encode()).digest()[:7]
     generator = torch.Generator("cpu").manual_seed(int.from_bytes(seed))
@@ -255,8 +264,8 @@ def _order(r: Rollouts, index: int, count: int) -> Tensor:
 
 
 def _steps_shuffled(values: Tensor, among: Tensor, r: Rollouts) -> Tensor:
-    """Values (B, T) with those of each session's steps in another order, as :func:`_shuffled`. A step is a run of equal
-    values among bool (B, T) that nothing interrupts: ``[1, 1, 3, 2, 2]`` may become ``[3, 3, 2, 1, 1]``."""
+    """Put the values (B, T) of each session's steps into another order, as :func:`_shuffled` does. A step is a run of
+    equal values among bool (B, T) that nothing interrupts: ``[1, 1, 3, 2, 2]`` may become ``[3, 3, 2, 1, 1]``."""
     shuffled = values.clone()
     for indices in r.conversations:
         steps = []
@@ -273,7 +282,7 @@ def _steps_shuffled(values: Tensor, among: Tensor, r: Rollouts) -> Tensor:
 
 
 def _given_advantages(method: AdvantageMethod, r: Rollouts, selected: Tensor, scores: Tensor) -> Weighed:
-    """The scores themselves in the selected responses, the response's own advantage in the others."""
+    """Give the scores themselves in the selected responses, the response's own advantage in the others."""
     scored = selected & r.trains & _all_finite(scores, r.mask)[:, 0]
     advantages = scores
     if method.control == "shuffled":
@@ -302,20 +311,20 @@ def _given_advantages(method: AdvantageMethod, r: Rollouts, selected: Tensor, sc
 
 
 def _rates(r: Rollouts) -> dict[str, float]:
-    """Shares of the responses in which the model wrote something."""
+    """Give shares of the responses in which the model wrote something."""
     written = r.written.any(dim=1)
-    count = int(written.sum())
-    if not count:
+    if not written.any():
         return {}
     flags = {"unjudged_rate": ~within_range(r.advantages)}
     if r.truncated is not None:
         flags["truncated_rate"] = r.truncated
-    return {name: int((flagged & written).sum()) / count for name, flagged in flags.items()}
+    return {name: int((flagged & written).sum()) / int(written.sum()) for name, flagged in flags.items()}
 
 
 def _no_scores(w: Weighed) -> list[str | None]:
-    """Why each response has no scores of its own; ``None`` where it has. Of several reasons the last one below."""
-    r, method = w.rollouts, w.method
+    """Say why each response has no scores of its own; ``None`` where it has. Of several reasons the last one below."""
+    r = w.rollouts
+    method = w.method
     reasons: list[str | None] = ["not scored"] * len(r)
 
     def because(reason: str | None, where: Tensor) -> None:

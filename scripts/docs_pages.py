@@ -97,8 +97,9 @@ def overview() -> str:
         ratio = "not measured" if measured is None else f"{measured['ratio']:.2f}"
         anchor = re.sub(r"[^a-z0-9_ -]", "", headings[method.name].lower()).replace(" ", "-")
         link = f"[`{method.name}`](reference_methods.md#{anchor})"
-        rows.append([link, method.formula, method.cost, ratio, _names(method.source)])
-    head = ["`algorithm.adv_estimator`", "weight", "cost, forward passes", "measured, x `uniform`", "source"]
+        source, _, read_at = method.source.removesuffix(")").partition(" (")
+        rows.append([link, method.formula, method.cost, ratio, _names(source), _names(read_at)])
+    head = ["`algorithm.adv_estimator`", "weight", "cost, forward passes", "measured, x `uniform`", "source", "read at"]
     how = "Measured: a step's training side with 1 epoch, put together from its stages, against that of `uniform`,"
     how = f"{how} default options: {figures['origin']}. How: [benchmarks](../benchmarks/README.md)."
     return "\n".join(["## All methods", "", *table(head, rows), "", how])

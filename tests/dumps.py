@@ -29,7 +29,7 @@ def table_of(rows: Sequence[DumpRow]) -> pa.Table:
     schema = pa.schema(list(SCHEMA)[2:])
     records = [_record(row) for row in rows]
     for record, row in zip(records, rows, strict=True):
-        record["methods"] = [{"name": as_utf8(name), **_record(of)} for name, of in row.methods.items()]
+        record["methods"] = [{"name": as_utf8(name), **_record(columns)} for name, columns in row.methods.items()]
         record["span"] = list(vars(row.span).values()) if row.span else None
         record["labels"] = json.dumps(row.labels) if row.labels else None
     return pa.table({name: [record[name] for record in records] for name in schema.names}, schema=schema)
@@ -44,7 +44,8 @@ def _record(row: DumpRow) -> dict[str, Any]:
 
 def dump_row(weights: Sequence[float], **values: Any) -> DumpRow:
     """A row with these weights; what is not given is plain."""
-    count, weight_T = len(weights), np.array(weights, dtype=np.float32)
+    count = len(weights)
+    weight_T = np.array(weights, dtype=np.float32)
     tokens = values.pop("tokens", [f"t{i} " for i in range(count)])
     span = values.pop("span", None)
     values |= {name: np.array(value) for name, value in values.items() if name.endswith("_T") and value is not None}
@@ -56,5 +57,5 @@ def dump_row(weights: Sequence[float], **values: Any) -> DumpRow:
         **{"score_T": np.arange(count, dtype=np.float32), "advantage_T": 0.5 * weight_T},
         "base_advantage_T": np.full(count, 0.5, dtype=np.float32),
     }
-    own = {"tokens": tokens, "weight_T": weight_T, "span": AnswerSpan(*span) if isinstance(span, tuple) else span}
-    return DumpRow(**{**nothing, **usual, **values, **own})
+    columns = {"tokens": tokens, "weight_T": weight_T, "span": AnswerSpan(*span) if isinstance(span, tuple) else span}
+    return DumpRow(**{**nothing, **usual, **values, **columns})

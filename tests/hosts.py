@@ -59,7 +59,9 @@ RESPONSES = [Said(*parts) for parts in DATA["responses"]]
 are: verl and TRL train on that rounding, as their GRPO does, while an analysis gives the advantage 0."""
 SUM, NINE = dict.fromkeys(said.prompt for said in RESPONSES)
 DATA["options"]["fitted"] = FITTED
-COUNT, GROUP_SIZE, TRUNCATED = len(RESPONSES), len(RESPONSES) // 2, 5
+COUNT = len(RESPONSES)
+GROUP_SIZE = len(RESPONSES) // 2
+TRUNCATED = 5
 LIMIT = len(RESPONSES[TRUNCATED].ids)
 """Most tokens of a response; only the truncated one has as many."""
 ADVANTAGES = DATA["advantages"]
@@ -77,25 +79,25 @@ def signal_of(name: str, **options: Any) -> Method:
 def plain_rollouts(**changes: Any) -> Rollouts:
     """The responses with all that any host knows of them; ``changes``: other parts of the record."""
     written_BT = torch.zeros(COUNT, LIMIT, dtype=torch.bool)
-    for row, said in enumerate(RESPONSES):
-        written_BT[row, : len(said.ids)] = torch.tensor(said.written)
-    rewards = [said.reward if math.isfinite(said.reward) else None for said in RESPONSES]
+    for row, response in enumerate(RESPONSES):
+        written_BT[row, : len(response.ids)] = torch.tensor(response.written)
+    rewards = [response.reward if math.isfinite(response.reward) else None for response in RESPONSES]
     rewards_B = torch.tensor([math.nan if reward is None else reward for reward in rewards], dtype=torch.float64)
     parts: dict[str, Any] = {
-        "prompts": [torch.tensor(encode(said.prompt)) for said in RESPONSES],
-        "responses": [torch.tensor(said.ids) for said in RESPONSES],
+        "prompts": [torch.tensor(encode(response.prompt)) for response in RESPONSES],
+        "responses": [torch.tensor(response.ids) for response in RESPONSES],
         **{"mask": written_BT, "advantages": torch.tensor(ADVANTAGES), "tokenizer": char_tokenizer()},
         **{"truncated": torch.arange(COUNT) == TRUNCATED, "groups": torch.arange(COUNT) // GROUP_SIZE},
-        **{"rewards": rewards_B, "fields": {"tool_rewards": [said.tool_rewards for said in RESPONSES]}},
+        **{"rewards": rewards_B, "fields": {"tool_rewards": [response.tool_rewards for response in RESPONSES]}},
         "facts": {"reward": rewards, "outcome": [outcome_of(reward) for reward in rewards]},
     }
     return Rollouts(**{**parts, **changes})
 
 
 def plain_table(
-    signal: Method, rollouts: Rollouts, *, others: Mapping[str, Method] = {}, tokens: int = 1, step: int = 0
+    signal: Method, rollouts: Rollouts, *, by_method: Mapping[str, Method] = {}, tokens: int = 1, step: int = 0
 ) -> pa.Table:
-    """The dump of a plain model, by default with each response in a forward of its own; ``others``: methods for the column
+    """The dump of a plain model, by default with each response in a forward of its own; ``by_method``: those for the column
     ``methods``, by name; ``tokens``: most of a forward."""
 
     def host(responses: Rollouts) -> PlainHost:
@@ -103,9 +105,9 @@ def plain_table(
 
     rollouts = replace(rollouts, step=step)
     rollouts = with_columns(rollouts, OF_POLICY, host(rollouts))
-    if any(REF_LOG_PROBS in method.reads for method in (signal, *others.values())):
+    if any(REF_LOG_PROBS in method.reads for method in (signal, *by_method.values())):
         rollouts = replace(rollouts, columns={**rollouts.columns, REF_LOG_PROBS: reference(rollouts, tokens)})
-    records = {name: weigh(rollouts, other, host(rollouts)) for name, other in others.items()}
+    records = {name: weigh(rollouts, method, host(rollouts)) for name, method in by_method.items()}
     return table_of(weigh(rollouts, signal, host(rollouts)), TokenTexts(rollouts.tokenizer), records)
 
 
@@ -125,11 +127,11 @@ def dumped_table(folder: Path) -> pa.Table:
     return pq.read_table(path).drop_columns(["step", "update"])
 
 
-def assert_same(found: pa.Table, expected: pa.Table) -> None:
+def assert_same(actual: pa.Table, expected: pa.Table) -> None:
     """That two dumps are equal bit for bit; NaN equals NaN."""
-    assert found.column_names == expected.column_names and len(found) == len(expected) > 0
+    assert actual.column_names == expected.column_names and len(actual) == len(expected) > 0
     for name in expected.column_names:
-        for row, values in enumerate(zip(found[name].to_pylist(), expected[name].to_pylist(), strict=True)):
+        for row, values in enumerate(zip(actual[name].to_pylist(), expected[name].to_pylist(), strict=True)):
             np.testing.assert_equal(*values, err_msg=f"{name} of response {row}")
 
 

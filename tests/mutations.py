@@ -465,7 +465,7 @@ FAULTS = [
     ),
     Fault(
         "tokens without advantage have a direction",
-        "grail_advantage/effect.py::effect_figures",
+        "grail_advantage/effect.py::moved_with_advantage",
         "A & (B != 0) => A",
         "core/test_metrics.py::test_an_updates_effect_by_hand",
     ),
@@ -514,14 +514,14 @@ FAULTS = [
     ),
     Fault(
         "a response whose turns have nothing else is left out",
-        "grail_advantage/methods/turns.py::",
+        "grail_advantage/methods/sessions.py::",
         "(A.advantages != 0) | B => B",
         "core/test_turns.py",
     ),
     Fault(
         "equal rewards leave an advantage",
-        "grail_advantage/analyze/command.py::",
-        "0.0 if A[B] else C => C",
+        "grail_advantage/analyze/command.py::advantages_of",
+        "0.0 if A else B => B",
         "view/test_analyze.py::test_advantages",
     ),
     Fault(

@@ -35,9 +35,13 @@ HEADER = DumpHeader(step=3, method="grail", options=OPTIONS, special_tokens={151
 
 
 def received(keys: list[str], **columns: Any) -> pa.Table:
-    one, nothing = [[0.5, 0.5]] * len(keys), [None] * len(keys)
+    one = [[0.5, 0.5]] * len(keys)
+    nothing = [None] * len(keys)
     values = {"key": keys, "updates": [[0]] * len(keys), "received": one, "clipped": one}
-    values |= {"by_update": [[each] for each in one], "clipped_by_update": nothing, "effect": nothing, **columns}
+    values["by_update"] = [[each] for each in one]
+    values["clipped_by_update"] = nothing
+    values["effect"] = nothing
+    values.update(columns)
     return pa.table(values, schema=of_dump.RECEIVED_SCHEMA)
 
 
@@ -48,8 +52,8 @@ class TestReading:
         texts = [f"{row} \u202e" for row in range(hosts.COUNT)]
         rollouts = hosts.plain_rollouts(keys=texts)
         facts = {**rollouts.facts, "labels": labels, **dict.fromkeys(("id", "ground_truth"), texts)}
-        others = {name: hosts.signal_of(name) for name in ("step_values", "surprisal")}
-        table = hosts.plain_table(hosts.signal_of("grail"), replace(rollouts, facts=facts), others=others)
+        by_method = {name: hosts.signal_of(name) for name in ("step_values", "surprisal")}
+        table = hosts.plain_table(hosts.signal_of("grail"), replace(rollouts, facts=facts), by_method=by_method)
         path = write_step(tmp_path, replace(HEADER, update=1), table)
         assert path.name == "step_000003_update_1.parquet" and list(tmp_path.iterdir()) == [path]
         dump = read_dump(tmp_path)
@@ -75,13 +79,14 @@ class TestReading:
 
     def test_older_and_newer_files(self, tmp_path: Path) -> None:
         """As schema_version 4 and 5, and 1 of what was received, wrote them; a later version's is named."""
-        own = table_of([dump_row([1.0, 2.0], key="a")]).drop_columns(["rollout_log_probs"])
-        own = own.append_column("step", pa.array([3])).append_column("update", pa.array([0]))
-        arrived, header = received(["a"]).drop_columns(["clipped_by_update", "effect"]), received_header(3)
+        written = table_of([dump_row([1.0, 2.0], key="a")]).drop_columns(["rollout_log_probs"])
+        written = written.append_column("step", pa.array([3])).append_column("update", pa.array([0]))
+        arrived = received(["a"]).drop_columns(["clipped_by_update", "effect"])
+        header = received_header(3)
         for file, table, name, record in (
-            ("step_000003", own, "grail_advantage", {"schema_version": 4, "step": 3, "method": "grail"}),
-            ("step_000004", own, "grail_advantage", {"schema_version": 99, "step": 4, "method": "grail"}),
-            ("step_000005", own[:0], "grail_advantage", {"schema_version": 5, "step": 5, "method": "gigpo"}),
+            ("step_000003", written, "grail_advantage", {"schema_version": 4, "step": 3, "method": "grail"}),
+            ("step_000004", written, "grail_advantage", {"schema_version": 99, "step": 4, "method": "grail"}),
+            ("step_000005", written[:0], "grail_advantage", {"schema_version": 5, "step": 5, "method": "gigpo"}),
             ("received_000003", arrived, "grail_advantage_received", {"schema_version": 1, **header}),
         ):
             table = table.replace_schema_metadata({name: json.dumps(record)})
@@ -100,9 +105,9 @@ class TestWriting:
     def test_what_fails_leaves_the_file_that_was_there(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         path = write_step(tmp_path, HEADER, table_of([dump_row([1.0])]))
         uneven = [dump_row([1.0, 2.0]), dump_row([1.0, 2.0], entropy_T=[1.0])]
-        for other in (table_of(uneven), table_of([dump_row([1.0])]).drop_columns("mask")):
+        for refused in (table_of(uneven), table_of([dump_row([1.0])]).drop_columns("mask")):
             with pytest.raises((ValueError, KeyError)):
-                write_step(tmp_path, HEADER, other)
+                write_step(tmp_path, HEADER, refused)
         monkeypatch.setattr(of_dump.os, "fsync", lambda file: os.open("/dev/full/nowhere", os.O_RDONLY))
         with pytest.raises(OSError):
             write_step(tmp_path, HEADER, table_of([dump_row([2.0])]))
@@ -112,18 +117,21 @@ class TestWriting:
         for step, update in ((1, 0), (9, 0), (10, 0), (10, 3), (11, 0)):
             write_step(tmp_path, replace(HEADER, step=step, update=update), table_of([]))
         write_received(tmp_path, received_header(10), received([]))
-        others = {"notes.txt", "12.jsonl", "step_12.parquet.bak"}
-        for name in (*others, ".step_000010.parquet.1.writing"):
+        unrelated = {"notes.txt", "12.jsonl", "step_12.parquet.bak"}
+        for name in (*unrelated, ".step_000010.parquet.1.writing"):
             (tmp_path / name).write_text("mine")
         assert len(remove_steps(tmp_path, 10)) == 4
-        assert {path.name for path in tmp_path.iterdir()} == {"step_000001.parquet", "step_000009.parquet"} | others
+        assert {path.name for path in tmp_path.iterdir()} == {"step_000001.parquet", "step_000009.parquet"} | unrelated
         assert remove_steps(tmp_path / "nowhere", 0) == read_dump(tmp_path / "nowhere").steps == []
 
     def test_a_disk_that_fails_or_hangs_costs_its_files(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:
         """And, if it hangs, one wait; it is said once."""
-        rollouts, folder, answers, calls = hosts.plain_rollouts(), tmp_path / "folder", threading.Event(), []
+        rollouts = hosts.plain_rollouts()
+        folder = tmp_path / "folder"
+        answers = threading.Event()
+        calls = []
         dump = StepDump(of_dump.DumpOptions(folder=folder), rollouts.tokenizer, updates=1, model="m", temperature=1.0)
         w = weigh(rollouts, hosts.signal_of("uniform"), Given())
         folder.write_text("no folder")
@@ -153,11 +161,11 @@ def test_lines_of_metrics_up_to_the_step_stay(tmp_path: Path) -> None:
     MetricsFile(path, -1).add(3, {"a": np.float32(1.5), "b": "text", "c": [1.0], "d": None})
     assert path.read_bytes() == THREE
     lines = {ONE + TWO[:-1]: ONE + TWO, ONE + TWO[:9]: ONE, ONE + THREE + TWO: ONE + TWO, BROKEN + ONE: ONE}
-    for before, kept in lines.items():
-        path.write_bytes(before)
+    for lines_then, lines_now in lines.items():
+        path.write_bytes(lines_then)
         file = MetricsFile(path, 2)
         file.add(3, {"a": np.float32(1.5)})
-        assert path.read_bytes() == kept + THREE and file.failed == 0
+        assert path.read_bytes() == lines_now + THREE and file.failed == 0
     MetricsFile(path, -1)
     assert path.read_bytes() == b"", "a run that begins anew"
 
@@ -176,15 +184,17 @@ def test_metrics_are_strict_json(tmp_path: Path) -> None:
 
 
 def test_no_visible_character_acts() -> None:
-    shown = visible("".join(map(chr, range(sys.maxunicode + 1))), breaks=False)
-    shown.encode()
-    assert {unicodedata.category(sign) for sign in set(shown) - {"\u200d"}}.isdisjoint(["Cc", "Cf", "Cs", "Zl", "Zp"])
-    assert visible(shown, breaks=False) == shown
+    text = visible("".join(map(chr, range(sys.maxunicode + 1))), breaks=False)
+    text.encode()
+    assert {unicodedata.category(sign) for sign in set(text) - {"\u200d"}}.isdisjoint(["Cc", "Cf", "Cs", "Zl", "Zp"])
+    assert visible(text, breaks=False) == text
 
 
 def test_links_and_pipes_in_a_foreign_folder(tmp_path: Path) -> None:
     """Nothing is written through a link, and what is no plain file, which may have no end, is not read."""
-    precious, run, page = tmp_path / "precious", tmp_path / "run", tmp_path / "run/report.html"
+    precious = tmp_path / "precious"
+    run = tmp_path / "run"
+    page = tmp_path / "run/report.html"
     precious.write_text("precious")
     path = write_step(run / "tokens", HEADER, table_of([dump_row([1.0, 2.0])]))
     path.unlink()

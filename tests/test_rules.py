@@ -122,7 +122,7 @@ WARNED = {
     "clipping by covariance": f"{LOSS}=clip_cov",
     "an engine that was not run": f"{STRATEGY}=megatron {METHOD}=uniform",
     "a penalty for responses that are masked": "+reward.reward_kwargs.overlong_buffer_cfg.enable=True",
-    "discounted turns": f"algorithm.gtpo.gamma=0.9 {METHOD}=gtpo {EPOCHS}=1",
+    "discounted turns": f"algorithm.turn_grpo.gamma=0.9 {METHOD}=turn_grpo {EPOCHS}=1",
     "masked turns": f"algorithm.turn_rloo.mask_truncated=True {TURNS}",
     "turns divided by their tokens": f"{ACTOR}.loss_agg_mode=token-mean {TURNS}",
     "a loss that is always divided so": f"{LOSS}=sapo {TURNS}",

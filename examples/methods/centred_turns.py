@@ -1,7 +1,7 @@
 """By turns: each turn's return less the mean return of the group's first turns."""
 
 from grail_advantage import register
-from grail_advantage.methods.turns import TurnMethod
+from grail_advantage.methods.sessions import TurnMethod
 
 
 @register("centred_turns")

@@ -1,4 +1,5 @@
-"""``python -m grail_advantage.analyze``: token weights of existing responses, see :mod:`grail_advantage.analyze.command`."""
+"""``python -m grail_advantage.analyze``: token weights of existing responses, see
+:mod:`grail_advantage.analyze.command`."""
 
 from grail_advantage.analyze.command import analyze, main, record_in
 from grail_advantage.analyze.lines import Response, json_lines, read_responses

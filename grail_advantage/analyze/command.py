@@ -1,12 +1,12 @@
 """``python -m grail_advantage.analyze``: token weights of existing responses by several methods, as a token dump.
 
-A line has ``prompt`` (a text as the model saw it, or a list of messages for the chat template) and ``response`` (a text,
-or the generated token ids) or ``steps`` (texts, which blank lines join; beside a ``response`` its parts), and may have
-``reward``, ``ground_truth``, ``group`` and ``id``, and for the chat template ``tools`` and ``chat_template_kwargs``; if
-the last message is the assistant's, the response continues it. With ``error`` it is labelled: the first incorrect step
-from 0 (without ``steps``, lines with text are the steps), the half-open range ``[start, end]`` of its characters in the
-response, or null for none. ``values`` are those of ``python -m bench values``. Other keys are columns that a method may
-ask for.
+A line has ``prompt`` (a text as the model saw it, or a list of messages for the chat template) and ``response`` (a
+text, or the generated token ids) or ``steps`` (texts, which blank lines join; beside a ``response`` its parts), and may
+have ``reward``, ``ground_truth``, ``group`` and ``id``, and for the chat template ``tools`` and
+``chat_template_kwargs``; if the last message is the assistant's, the response continues it. With ``error`` it is
+labelled: the first incorrect step from 0 (without ``steps``, lines with text are the steps), the half-open range
+``[start, end]`` of its characters in the response, or null for none. ``values`` are those of ``python -m bench
+values``. Other keys are columns that a method may ask for.
 
 About 32 responses are one batch for each method, and one file. The same command resumes after the last file. A method
 that raises costs its own columns. Shape suffixes: P tokens of a prompt, T response tokens.
@@ -96,16 +96,28 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if decoded:
             lost = f"{decoded} prompts are read without their control tokens, which verl did not write"
             complain("analyze", f"{lost}: the chat template of --model does not make these texts")
-        settings = {"temperature": options.temperature, "tokens": options.tokens, "advantages": options.advantages}
-        settings |= {"model": options.model, "answer": answer}
-        named = (options.model, options.after, options.reference, *map(str, options.files))
-        beside = {name: files_digest(name) for name in named if name}
-        settings["beside"] = {"dtype": options.dtype, "files": beside}
-        for other in ("after", "reference"):
-            name = getattr(options, other)
+        load_later = {}
+        for option in ("after", "reference"):
+            name = getattr(options, option)
             if name:
-                settings[other] = name, model_of(name, options.device, options.dtype)[1]
-        say(*analyze(with_rewards(responses, tokenizer), chosen, options.out, tokenizer, load, **settings))
+                load_later[option] = name, model_of(name, options.device, options.dtype)[1]
+        sources = [options.model, options.after, options.reference, *map(str, options.files)]
+        lines = analyze(
+            with_rewards(responses, tokenizer),
+            chosen,
+            options.out,
+            tokenizer,
+            load,
+            model=options.model,
+            temperature=options.temperature,
+            tokens=options.tokens,
+            advantages=options.advantages,
+            answer=answer,
+            later=load_later.get("after"),
+            reference=load_later.get("reference"),
+            provenance={"dtype": options.dtype, "files": {name: files_digest(name) for name in sources if name}},
+        )
+        say(*lines)
     except (ValueError, OSError) as error:
         raise SystemExit(visible(f"analyze: {error}", breaks=False)) from error
     labelled = any(row.labelled or "values" in row.columns for row in responses)
@@ -125,105 +137,140 @@ def analyze(
     tokens: int = FORWARD_TOKENS,
     advantages: str = "auto",
     answer: AnswerFormat = BOXED,
-    after: tuple[str, Callable[[], PreTrainedModel]] | None = None,
+    later: tuple[str, Callable[[], PreTrainedModel]] | None = None,
     reference: tuple[str, Callable[[], PreTrainedModel]] | None = None,
-    beside: Mapping[str, Any] | None = None,
+    provenance: Mapping[str, Any] | None = None,
 ) -> list[str]:
-    """Write the files ``step_000000.parquet``, ... that a folder lacks, new or of the same analysis; returns lines that say
-    what there is. ``chosen``: methods by the names of their columns. ``load`` gives the model on its device, and is not
-    called where no file is missing. ``advantages``: see :func:`advantages_of`. Names and loaders: ``after`` of a later
-    checkpoint, for the column ``effect``, and ``reference`` of the model of reference log-probabilities. ``beside``: what
-    else changes the figures, by name, such as the files of the model. ValueError: the folder holds something else, a
-    response cannot be read, or all methods failed."""
+    """Write the files ``step_000000.parquet``, ... that a folder lacks, new or of the same analysis; returns lines that
+    say what there is.
+
+    Args:
+        responses: with their rewards.
+        chosen: methods by the names of their columns.
+        folder: new, or with an analysis of the same.
+        tokenizer: of the model.
+        load: gives the model on its device, and is not called where no file is missing.
+        model: its name.
+        temperature: of the sampling.
+        tokens: most of a forward pass.
+        advantages: see :func:`advantages_of`.
+        answer: the format of answers.
+        later: name and loader of a later checkpoint, for the column ``effect``.
+        reference: name and loader of the model of reference log-probabilities.
+        provenance: what else changes the figures, by name, such as the files of the model.
+
+    Raises:
+        ValueError: the folder holds something else, a response cannot be read, or all methods failed.
+    """
     values, source = advantages_of(responses, advantages)
     complain("analyze", f"{len(responses)} responses; advantage: {source}")
-    about: dict[str, Any] = {
+    about = {
         "model": model,
-        "methods": {name: repr(of) for name, of in chosen.items()},
+        "methods": {name: repr(method) for name, method in chosen.items()},
         "answer": answer.name,
+        "after": later[0] if later else None,
+        "reference": reference[0] if reference else None,
+        "temperature": temperature,
+        **(provenance or {}),
+        "responses": digest(json.dumps([values, list(map(repr, responses))])),
     }
-    for name, other in (("after", after), ("reference", reference)):
-        about[name] = other[0] if other else None
-    about.update({"temperature": temperature, **(beside or {})})
-    about["responses"] = digest(json.dumps([values, list(map(repr, responses))]))
-    about = json.loads(json.dumps(about))
-    known: dict[str, Any] = {**about, "failed": {}}
-    if folder.exists() and any(folder.iterdir()):
-        there = record_in(folder)
-        if others := [name for name, value in about.items() if there.get(name) != value]:
-            raise ValueError(
-                f"{folder} does not hold this analysis: another {', '.join(others)}; name another folder (--out), or "
-                "remove this one"
-            )
-        known = there
+    record = _record_for(folder, json.loads(json.dumps(about)))
     texts = TokenTexts(tokenizer)
-    done = set(read_dump(folder).steps)
-    loaded = None
-    later = None
-    referred = None
-    whole = _rollouts(responses, values, chosen, tokenizer, texts, answer)
-    answered = len(whole) - whole.spans("last").count(None)
-    if any(method.reads_answer for method in chosen.values()) and is_low(answered, len(whole)):
-        few = f"{answered} of {len(whole)} responses have an answer in the format {answer.name}."
-        complain("analyze", f"{few} {advice(answer, whole.responses, tokenizer, '--answer')}")
-    for number, part in enumerate(parts_of(responses)):
-        if number in done:
-            continue
-        if loaded is None:
-            loaded = load()
-            check_fits(loaded, whole)
-            write_whole(folder / RECORD, json.dumps(known))
+    rollouts = _rollouts(responses, values, chosen, tokenizer, texts, answer)
+    answered = len(rollouts) - rollouts.spans("last").count(None)
+    if any(method.reads_answer for method in chosen.values()) and is_low(answered, len(rollouts)):
+        share = f"{answered} of {len(rollouts)} responses have an answer in the format {answer.name}."
+        complain("analyze", f"{share} {advice(answer, rollouts.responses, tokenizer, '--answer')}")
+    written = set(read_dump(folder).steps)
+    parts = [(number, part) for number, part in enumerate(parts_of(responses)) if number not in written]
+    if parts:
+        loaded = load()
+        check_fits(loaded, rollouts)
+        write_whole(folder / RECORD, json.dumps(record))
         settings: dict[str, Any] = {"temperature": temperature, "tokens": tokens, "device": loaded.device}
-        r, made = replace(whole.part(part), tokenizer=tokenizer), {}
+    later_model = later[1]() if parts and later else None
+    reference_model = reference[1]() if parts and reference else None
+    for number, part in parts:
+        r = replace(rollouts.part(part), tokenizer=tokenizer)
         columns = PlainHost(loaded, r, **settings).columns(OF_POLICY)
-        if reference:
-            referred = reference[1]() if referred is None else referred
-            columns[REF_LOG_PROBS] = PlainHost(referred, r, **settings).columns((OLD_LOG_PROBS,))[OLD_LOG_PROBS]
-        if after:
-            later = after[1]() if later is None else later
-            effect = PlainHost(later, r, **settings).columns((OLD_LOG_PROBS,))[OLD_LOG_PROBS] - columns[OLD_LOG_PROBS]
-            pairs = [(key, of[: len(ids)].numpy()) for key, of, ids in zip(r.keys, effect, r.responses, strict=True)]
-            table = pa.Table.from_pylist([{"key": key, "effect": of} for key, of in pairs], schema=RECEIVED_SCHEMA)
-            write_received(folder, {"step": number, "models": [model, after[0]]}, table)
+        if reference_model is not None:
+            reference_columns = PlainHost(reference_model, r, **settings).columns((OLD_LOG_PROBS,))
+            columns[REF_LOG_PROBS] = reference_columns[OLD_LOG_PROBS]
+        if later and later_model is not None:
+            later_columns = PlainHost(later_model, r, **settings).columns((OLD_LOG_PROBS,))
+            effect_BT = later_columns[OLD_LOG_PROBS] - columns[OLD_LOG_PROBS]
+            effects = []
+            for key, effect_T, ids in zip(r.keys, effect_BT, r.responses, strict=True):
+                effects.append({"key": key, "effect": effect_T[: len(ids)].numpy()})
+            table = pa.Table.from_pylist(effects, schema=RECEIVED_SCHEMA)
+            write_received(folder, {"step": number, "models": [model, later[0]]}, table)
         r = replace(r, columns=columns)
+        weighed = {}
         for name, method in chosen.items():
-            random.seed(number), np.random.seed(number), torch.manual_seed(number)
-            own = replace(r.part(range(len(r))), tokenizer=tokenizer, facts={})  # a copy, and nothing of the labels
+            random.seed(number)
+            np.random.seed(number)
+            torch.manual_seed(number)
+            copies = replace(r.part(range(len(r))), tokenizer=tokenizer, facts={})  # without the labels
             try:
-                made[name] = replace(weigh(own, method, PlainHost(loaded, own, **settings)), rollouts=r)
-            except (Exception, SystemExit) as error:  # the others' results are not lost
-                known["failed"][name] = f"{type(error).__name__}: {why(Exception(str(error)))}"
-                write_whole(folder / RECORD, json.dumps(known))
-                complain("analyze", f"{name} failed, {known['failed'][name]}")
-        if not made:
+                weighed[name] = replace(weigh(copies, method, PlainHost(loaded, copies, **settings)), rollouts=r)
+            except (Exception, SystemExit) as error:  # the results of the other methods are not lost
+                record["failed"][name] = f"{type(error).__name__}: {why(Exception(str(error)))}"
+                write_whole(folder / RECORD, json.dumps(record))
+                complain("analyze", f"{name} failed, {record['failed'][name]}")
+        if not weighed:
             raise ValueError("every method failed")
-        first = next(iter(made.values()))
+        first = next(iter(weighed.values()))
         header = header_of(first, texts, step=number, model=model, temperature=temperature, rows_in_step=len(r))
-        path = write_step(folder, replace(header, answer=answer.name), table_of(first, texts, made))
+        path = write_step(folder, replace(header, answer=answer.name), table_of(first, texts, weighed))
         complain("analyze", f"written: {path}")
-    counts: dict[str, Counter[str | None]] = {name: Counter() for name in chosen}
+    return _summary(folder, chosen, len(rollouts), record["failed"])
+
+
+def _record_for(folder: Path, about: dict[str, Any]) -> dict[str, Any]:
+    """Give the record of a folder that is of this analysis, or of a new one; ValueError for a folder of something
+    else."""
+    if not folder.exists() or not any(folder.iterdir()):
+        return {**about, "failed": {}}
+    record = record_in(folder)
+    differing = [name for name, value in about.items() if record.get(name) != value]
+    if differing:
+        raise ValueError(
+            f"{folder} does not hold this analysis: another {', '.join(differing)}; name another folder (--out), or "
+            "remove this one"
+        )
+    return record
+
+
+def _summary(folder: Path, chosen: Mapping[str, BaseMethod], count: int, failed: Mapping[str, str]) -> list[str]:
+    """Give a line for each method: how many of ``count`` responses have scores, and why the others have none."""
+    reasons: dict[str, Counter[str | None]] = {name: Counter() for name in chosen}
     changes = {name: np.zeros(3) for name in chosen}
     for row in read_dump(folder):
         content_T: np.ndarray = np.zeros(len(row), dtype=bool)
         if row.span is not None:
             content_T[row.span.content_start : row.span.content_end] = True
-        for name, of in row.methods.items():
-            counts[name][of.no_scores] += 1
-            change_T = np.abs(row.base_advantage_T * (of.weight_T - 1))
-            if of.advantage_T is not None:
-                change_T = np.abs(of.advantage_T - row.base_advantage_T)
+        for name, columns in row.methods.items():
+            reasons[name][columns.no_scores] += 1
+            if columns.advantage_T is None:
+                change_T = np.abs(row.base_advantage_T * (columns.weight_T - 1))
+            else:
+                change_T = np.abs(columns.advantage_T - row.base_advantage_T)
             changes[name] += change_of(change_T, row.base_advantage_T, content_T)
-    return [
-        f"{name}: {of[None]} of {len(whole)} responses have scores"
-        + "".join(f"; {count} without ({reason})" for reason, count in of.items() if reason)
-        + change_line(changes[name])
-        + (f"; failed, {known['failed'][name]}" if name in known["failed"] else "")
-        for name, of in counts.items()
-    ]
+    lines = []
+    for name, counts in reasons.items():
+        line = f"{name}: {counts[None]} of {count} responses have scores"
+        for reason, without in counts.items():
+            if reason:
+                line += f"; {without} without ({reason})"
+        line += change_line(changes[name])
+        if name in failed:
+            line += f"; failed, {failed[name]}"
+        lines.append(line)
+    return lines
 
 
 def change_line(sums: np.ndarray) -> str:
-    """What a method's change of the token advantages consists of; empty where it changes none."""
+    """Say what a method's change of the token advantages consists of; empty where it changes none."""
     if not sums.any():
         return ""
     correct, incorrect, scores = change_shares(sums).values()
@@ -234,7 +281,7 @@ def change_line(sums: np.ndarray) -> str:
 
 
 def record_in(folder: Path) -> dict[str, Any]:
-    """Which analysis a folder is of; empty where it does not say it. ValueError: its record cannot be read."""
+    """Say which analysis a folder is of; empty where it does not say it. ValueError: its record cannot be read."""
     path = folder / RECORD
     if not path.exists():
         return {}
@@ -248,34 +295,38 @@ def record_in(folder: Path) -> dict[str, Any]:
 
 
 def advantages_of(responses: Sequence[Response], how: str) -> tuple[list[float], str]:
-    """One advantage a response, and where they come from, in words. ``wrong`` and ``right`` are -1 and 1. ``rewards``: the
-    reward less its group's mean, exactly 0 in a group of equal rewards; without groups 1 for a reward above 0, else -1.
-    ``auto`` is that, or ``wrong`` if lines are labelled or have no reward."""
-    rewards, groups = [row.reward for row in responses], dict[str | None, list[float]]()
-    if how in ("wrong", "right") or (how == "auto" and (None in rewards or any(row.labelled for row in responses))):
-        because = ", as lines are labelled or have no reward" * (how == "auto")
+    """Give one advantage a response, and where they come from, in words. ``wrong`` and ``right`` are -1 and 1.
+    ``rewards``: the reward less its group's mean, exactly 0 in a group of equal rewards; without groups 1 for a reward
+    above 0, else -1. ``auto`` is that, or ``wrong`` if lines are labelled or have no reward."""
+    is_labelled = any(row.labelled for row in responses)
+    if how in ("wrong", "right") or (how == "auto" and (is_labelled or any(row.reward is None for row in responses))):
+        because = ", as lines are labelled or have no reward" if how == "auto" else ""
         value = 1.0 if how == "right" else -1.0
-        return [value] * len(rewards), f"{value:+.0f} for every response{because}"
-    if None in rewards:
+        return [value] * len(responses), f"{value:+.0f} for every response{because}"
+    rewards = [float(row.reward) for row in responses if row.reward is not None]
+    if len(rewards) < len(responses):
         raise ValueError("--advantages rewards needs a reward or a ground_truth in every line")
-    known = [float(reward) for reward in rewards if reward is not None]
     if any(row.group is None for row in responses):
-        signs = [1.0 if reward > 0 else -1.0 for reward in known]
+        signs = [1.0 if reward > 0 else -1.0 for reward in rewards]
         return signs, "1 for a reward above 0, else -1, as no line has a group"
-    for row, reward in zip(responses, known, strict=True):
+    groups: dict[str | None, list[float]] = {}
+    for row, reward in zip(responses, rewards, strict=True):
         groups.setdefault(row.group, []).append(reward)
-    # The mean of equal rewards is off by rounding, whose sign would count as a verdict.
-    alike = {group: math.isclose(min(of), max(of), rel_tol=ROUNDED) for group, of in groups.items()}
-    pairs = zip((row.group for row in responses), known, strict=True)
-    less = [0.0 if alike[of] else reward - float(np.mean(groups[of])) for of, reward in pairs]
-    return less, "the reward less its group's mean"
+    advantages = []
+    for row, reward in zip(responses, rewards, strict=True):
+        group = groups[row.group]
+        # The mean of equal rewards is off by rounding, whose sign would count as a verdict.
+        is_even = math.isclose(min(group), max(group), rel_tol=ROUNDED)
+        advantages.append(0.0 if is_even else reward - float(np.mean(group)))
+    return advantages, "the reward less its group's mean"
 
 
 def parts_of(responses: Sequence[Response]) -> list[list[int]]:
-    """Which responses are in each file: ``PER_FILE`` in their order, fewer or more where groups stay whole."""
-    groups, parts = dict[Any, list[int]](), list[list[int]]([[]])
-    for place, row in enumerate(responses):
-        groups.setdefault(place if row.group is None else row.group, []).append(place)
+    """Say which responses are in each file: ``PER_FILE`` in their order, fewer or more where groups stay whole."""
+    groups: dict[Any, list[int]] = {}
+    for index, row in enumerate(responses):
+        groups.setdefault(index if row.group is None else row.group, []).append(index)
+    parts: list[list[int]] = [[]]
     for group in groups.values():
         if parts[-1] and len(parts[-1]) + len(group) > PER_FILE:
             parts.append([])
@@ -284,49 +335,64 @@ def parts_of(responses: Sequence[Response]) -> list[list[int]]:
 
 
 def _rollouts(
-    given: Sequence[Response],
+    responses: Sequence[Response],
     advantages: Sequence[float],
     chosen: Mapping[str, BaseMethod],
     tokenizer: PreTrainedTokenizerBase,
     texts: TokenTexts,
     answer: AnswerFormat,
 ) -> Rollouts:
-    prompts, prompt_ids, ids = zip(*(tokenize(row, tokenizer) for row in given), strict=True)
-    unknown = [sum(token >= len(tokenizer) for token in of_response) for of_response in ids]
+    """Give the responses in token space, with their labels; ValueError for ids that the tokenizer does not have."""
+    prompts, prompt_ids, ids = zip(*(tokenize(row, tokenizer) for row in responses), strict=True)
+    unknown = [sum(token >= len(tokenizer) for token in ids_T) for ids_T in ids]
     if sum(unknown) > MOST_UNKNOWN * sum(map(len, ids)):
-        first = given[next(index for index, count in enumerate(unknown) if count)]
-        known = f"not in the tokenizer's vocabulary of {len(tokenizer)}"
-        raise ValueError(f"{first.id}: token id {max(first.response)} is {known}, as many in the file; {ANOTHER}")
-    lengths_B1, groups = torch.tensor([[len(of)] for of in ids]), dict[Any, int]()
-    rewards, names = [row.reward for row in given], [row.id for row in given]
-    truths = [None if row.ground_truth is None else str(row.ground_truth) for row in given]
-    labels = [labels_of(*pair, tokenizer, texts) for pair in zip(given, ids, strict=True)]
-    for row, label in zip(given, labels, strict=True):
+        first = next(row for row, count in zip(responses, unknown, strict=True) if count)
+        vocabulary = f"not in the tokenizer's vocabulary of {len(tokenizer)}"
+        raise ValueError(f"{first.id}: token id {max(first.response)} is {vocabulary}, as many in the file; {ANOTHER}")
+    lengths_B1 = torch.tensor([[len(ids_T)] for ids_T in ids])
+    rewards = [row.reward for row in responses]
+    names = [row.id for row in responses]
+    groups: dict[Any, int] = {}
+    for row in responses:  # those of one prompt are shown together
+        groups.setdefault(_group_name(row), len(groups))
+    field_names = {name for method in chosen.values() for name in method.field_names}
+    labels = [labels_of(row, ids_T, tokenizer, texts) for row, ids_T in zip(responses, ids, strict=True)]
+    for row, label in zip(responses, labels, strict=True):
         if row.columns.get("values"):
             label["values"] = row.columns["values"]
-    facts = {"id": names, "prompt": prompts, "ground_truth": truths, "reward": rewards, "labels": labels}
-    of_prompt = [f"prompt {row.prompt!r}" if row.group is None else row.group for row in given]  # shown together
     r = Rollouts(
-        prompts=[torch.tensor(of, dtype=torch.int64) for of in prompt_ids],
-        responses=[torch.tensor(of, dtype=torch.int64) for of in ids],
+        prompts=[torch.tensor(ids_P, dtype=torch.int64) for ids_P in prompt_ids],
+        responses=[torch.tensor(ids_T, dtype=torch.int64) for ids_T in ids],
         mask=torch.arange(int(lengths_B1.max())) < lengths_B1,
         advantages=torch.tensor(advantages),
         tokenizer=tokenizer,
         answer=answer,
-        groups=torch.tensor([groups.setdefault(name, len(groups)) for name in of_prompt]),
+        groups=torch.tensor([groups[_group_name(row)] for row in responses]),
         rewards=torch.tensor([torch.nan if reward is None else reward for reward in rewards], dtype=torch.float64),
-        examples=[_example(row) for row in given],
-        fields={name: [row.columns.get(name) for row in given] for of in chosen.values() for name in of.field_names},
+        examples=[_example(row) for row in responses],
+        fields={name: [row.columns.get(name) for row in responses] for name in field_names},
         keys=names,
-        facts={**facts, "outcome": [outcome_of(reward) for reward in rewards]},
+        facts={
+            "id": names,
+            "prompt": prompts,
+            "ground_truth": [None if row.ground_truth is None else str(row.ground_truth) for row in responses],
+            "reward": rewards,
+            "outcome": [outcome_of(reward) for reward in rewards],
+            "labels": labels,
+        },
     )
-    for of, span in zip(labels, r.spans("first"), strict=True):
-        of |= {"answer": [span.start, span.end]} if of and span else {}
+    for label, span in zip(labels, r.spans("first"), strict=True):
+        if label and span:
+            label["answer"] = [span.start, span.end]
     return r
 
 
+def _group_name(row: Response) -> str:
+    return f"prompt {row.prompt!r}" if row.group is None else row.group
+
+
 def with_rewards(responses: Sequence[Response], tokenizer: PreTrainedTokenizerBase) -> list[Response]:
-    """The responses, those with a ground truth and no reward scored by :mod:`grail_advantage.reward`."""
+    """Give the responses, those with a ground truth and no reward scored by :mod:`grail_advantage.reward`."""
     scored = []
     for row in responses:
         if row.reward is None and row.ground_truth is not None:
@@ -342,6 +408,10 @@ def with_rewards(responses: Sequence[Response], tokenizer: PreTrainedTokenizerBa
 
 
 def _example(row: Response) -> Example | None:
-    """The response for methods that ask the prompt again, with the ground truth where verl's data sets have it."""
-    truth = {} if row.ground_truth is None else {"reward_model": {"ground_truth": row.ground_truth}}
-    return None if isinstance(row.prompt, str) else Example(row.prompt, {**row.columns, **truth}, row.template)
+    """Give the response for methods that ask the prompt again, with the ground truth where verl's data sets have it."""
+    if isinstance(row.prompt, str):
+        return None
+    columns = dict(row.columns)
+    if row.ground_truth is not None:
+        columns["reward_model"] = {"ground_truth": row.ground_truth}
+    return Example(row.prompt, columns, row.template)

@@ -1,4 +1,5 @@
-"""Existing responses as they are read: JSON lines, verl's and TRL's own files, and where steps and errors are in texts."""
+"""This module reads existing responses: JSON lines, verl's and TRL's own files, and where steps and errors are in
+texts."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ SEPARATOR = "\n\n"
 
 @dataclass(frozen=True, kw_only=True)
 class Response:
-    """One line."""
+    """It holds one line."""
 
     id: str
     prompt: str | Sequence[Mapping[str, Any]]
@@ -40,8 +41,8 @@ class Response:
 
 
 def json_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Numbered objects of a file of JSON lines, whose empty lines are skipped, or of a parquet file. ValueError, naming
-    file and line."""
+    """Give the numbered objects of a file of JSON lines, whose empty lines are skipped, or of a parquet file.
+    ValueError, naming file and line."""
     number = 0
     try:
         if path.suffix == ".parquet":
@@ -53,11 +54,12 @@ def json_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
                 raise ValueError("no object")
             yield number, record
     except (OSError, ValueError) as error:
-        raise ValueError(f"{path}{f':{number}' * bool(number)}: cannot be read as JSON ({why(error)})") from error
+        place = f"{path}:{number}" if number else path
+        raise ValueError(f"{place}: cannot be read as JSON ({why(error)})") from error
 
 
 def read_responses(path: Path) -> list[Response]:
-    """The responses of a file. ValueError, naming file and line, and what the line must have."""
+    """Give the responses of a file. ValueError, naming file and line, and what the line must have."""
     rows = dict[str, Response]()
     for number, record in json_lines(path):
         try:
@@ -69,17 +71,20 @@ def read_responses(path: Path) -> list[Response]:
         rows[row.id] = row
     if not rows:
         raise ValueError(f"{path}: holds no response")
-    given = {name: sum(getattr(row, name) is not None for row in rows.values()) for name in ("group", "reward")}
-    given["ground_truth or a reward"] = sum((row.reward, row.ground_truth) != (None, None) for row in rows.values())
-    for name, lines in given.items():
+    counts = {
+        "group": sum(row.group is not None for row in rows.values()),
+        "reward": sum(row.reward is not None for row in rows.values()),
+        "ground_truth or a reward": sum(is_judged(row) for row in rows.values()),
+    }
+    for name, lines in counts.items():
         if 0 < lines < len(rows):
             raise ValueError(f"{path}: {lines} of {len(rows)} lines have a {name}; give all of them one, or none")
     return list(rows.values())
 
 
 def of_trainer(record: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A record of verl's ``trainer.rollout_data_dir`` (0.7 to 0.9.1) or of TRL's ``log_completions`` with the keys of a
-    line; another one as it is. TRL's rewards are summed without their functions' weights.
+    """Give a record of verl's ``trainer.rollout_data_dir`` (0.7 to 0.9.1) or of TRL's ``log_completions`` with the keys
+    of a line; another one stays as it is. TRL's rewards are summed without their functions' weights.
 
     Example: ``{"input": "user\\n1+1?", "output": "2", "gts": "2", "score": 1.0, "step": 7}``.
     """
@@ -102,33 +107,45 @@ def of_trainer(record: Mapping[str, Any]) -> Mapping[str, Any]:
     return {"group": json.dumps([record.get("step"), line["prompt"]]), **line}
 
 
+def is_judged(row: Response) -> bool:
+    """Tell whether a line has a reward, or a ground truth to make one of."""
+    return row.reward is not None or row.ground_truth is not None
+
+
 def _response(record: Mapping[str, Any], number: int) -> Response:
+    """Read a line; ValueError for one that lacks something."""
     decoded = "input" in record and "prompt" not in record
     record = of_trainer(record)
     prompt: Any = record.get("prompt")
+    is_chat = isinstance(prompt, list) and all(isinstance(message, dict) and "role" in message for message in prompt)
+    if not prompt or not (is_chat or isinstance(prompt, str)):
+        raise ValueError(f"needs a prompt, a text or messages with role and content; its keys are {list(record)}")
     response: Any = record.get("response")
-    steps, ranges = record.get("steps"), None
+    steps = record.get("steps")
+    ranges = None
     if isinstance(steps, list) and steps and all(isinstance(step, str) for step in steps):
-        between = SEPARATOR if response is None else ""
-        ranges = list(pairwise([0, *accumulate(len(step) + len(between) for step in steps)]))
-        if response not in (None, text := between.join(steps)):
+        separator = SEPARATOR if response is None else ""
+        ranges = list(pairwise([0, *accumulate(len(step) + len(separator) for step in steps)]))
+        text = separator.join(steps)
+        if response not in (None, text):
             raise ValueError("steps must be the response in parts")
         response = text
-    chat = isinstance(prompt, list) and prompt and all(isinstance(entry, dict) and "role" in entry for entry in prompt)
-    if not chat and not (isinstance(prompt, str) and prompt):
-        raise ValueError(f"needs a prompt, a text or messages with role and content; its keys are {list(record)}")
     is_ids = isinstance(response, list) and all(type(token) is int and token >= 0 for token in response)
     if not is_ids and not isinstance(response, str):
         raise ValueError(f"needs a response, a text or token ids, or steps, texts; its keys are {list(record)}")
     template = record.get("chat_template_kwargs")
-    if not isinstance(template, dict | None):
+    if template is None:
+        template = {}
+    if not isinstance(template, dict):
         raise ValueError(f"chat_template_kwargs={str(template)[:40]!r} must be an object, the chat template's options")
     tools = record.get("tools")
     if not isinstance(tools, list | None):
         raise ValueError(f"tools={str(tools)[:40]!r} must be a list, as the chat template takes it")
-    reward, error, group = record.get("reward"), record.get("error"), record.get("group")
+    reward = record.get("reward")
     if reward is not None and not (isinstance(reward, int | float) and abs(reward) <= sys.float_info.max):
         raise ValueError(f"reward={str(reward)[:40]!r} must be a finite number")
+    error = record.get("error")
+    group = record.get("group")
     row = Response(
         id=str(record.get("id", number)),
         prompt=prompt,
@@ -139,7 +156,7 @@ def _response(record: Mapping[str, Any], number: int) -> Response:
         ground_truth=record.get("ground_truth"),
         reward=None if reward is None else float(reward),
         group=None if group is None else str(group),
-        template={**(template or {}), **({"tools": tools} if tools else {})},
+        template={**template, "tools": tools} if tools else template,
         columns={name: value for name, value in record.items() if name not in KEYS},
         decoded=decoded,
     )
@@ -149,9 +166,12 @@ def _response(record: Mapping[str, Any], number: int) -> Response:
 
 
 def label_ranges(row: Response, text: str) -> tuple[Ranges, Ranges]:
-    """The characters of a response's steps and of its error, none or one. ValueError where ``error`` is neither a step
-    nor a range of the text."""
-    steps, error = row.steps or [match.span() for match in re.finditer(r"[^\n]*\S[^\n]*\n*", text)], row.error
+    """Find the characters of a response's steps and of its error, none or one. ValueError where ``error`` is neither a
+    step nor a range of the text."""
+    steps = row.steps
+    if not steps:  # lines with text
+        steps = [match.span() for match in re.finditer(r"[^\n]*\S[^\n]*\n*", text)]
+    error = row.error
     if error is None:
         return steps, []
     if type(error) is int and 0 <= error < len(steps):

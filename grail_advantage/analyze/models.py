@@ -1,4 +1,4 @@
-"""The model of an analysis: how it is named and loaded, and whether responses and options fit it."""
+"""This module names and loads the model of an analysis, and tells whether responses and options fit it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ANOTHER = "give --model the model that generated the response"
 def model_of(
     name: str, device: str = "cpu", dtype: str = "auto"
 ) -> tuple[PreTrainedTokenizerBase, Callable[[], PreTrainedModel]]:
-    """A model's tokenizer, and a function that loads the model on its device. ValueError: one cannot be loaded."""
+    """Give a model's tokenizer, and a function that loads the model on its device. ValueError: one cannot be loaded."""
     try:
         if name in PACKAGED:
             model, tokenizer = _load_packaged(name)
@@ -44,7 +44,7 @@ def model_of(
 
 
 def _load_packaged(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """A model of :data:`PACKAGED`; ImportError where its package is not installed."""
+    """Give a model of :data:`PACKAGED`; ImportError where its package is not installed."""
     if name == "tiny":
         from verl_cpu.tiny.shipped import load_shipped
 
@@ -55,8 +55,8 @@ def _load_packaged(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]
 
 
 def files_digest(name: str) -> str | None:
-    """Tell whether the files of a model's folder, or a file, have changed: the digest is of their names, sizes and times.
-    It is ``None`` for a name on the hub or a packaged model."""
+    """Tell whether the files of a model's folder, or a file, have changed: the digest is of their names, sizes and
+    times. It is ``None`` for a name on the hub or a packaged model."""
     path = Path(name)
     if not path.exists():
         return None
@@ -65,25 +65,26 @@ def files_digest(name: str) -> str | None:
 
 
 def digest(text: str) -> str:
+    """Give a text's SHA-256."""
     return hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()
 
 
 def check_options(temperature: float, tokens: int, device: str) -> None:
-    """ValueError, naming the option, for a number or a device with which no model runs."""
+    """Raise ValueError, naming the option, for a number or a device with which no model runs."""
     if not (math.isfinite(temperature) and temperature > 0):
         raise ValueError(f"--temperature {temperature} must be a number above 0, that of the sampling")
     if tokens < 1:
         raise ValueError(f"--tokens {tokens} must be at least 1")
     try:
-        there = torch.zeros(1, device=device)
+        values = torch.zeros(1, device=device)
     except (RuntimeError, AssertionError) as error:  # torch's, of a name or of a device that is not there
         raise ValueError(f"--device {device} cannot be used here ({why(Exception(str(error)))}); use cpu") from error
-    if there.is_meta:
+    if values.is_meta:
         raise ValueError(f"--device {device} computes nothing; use cpu")
 
 
 def check_fits(model: PreTrainedModel, r: Rollouts) -> None:
-    """ValueError, naming a response, for token ids or a length that the model does not have."""
+    """Raise ValueError, naming a response, for token ids or a length that the model does not have."""
     vocabulary = model.get_input_embeddings().num_embeddings
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or math.inf
     for key, prompt, response in zip(r.keys, r.prompts, r.responses, strict=True):

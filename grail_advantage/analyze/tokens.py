@@ -1,4 +1,5 @@
-"""Existing responses in token space: the ids that the model read and wrote, and the tokens of steps and errors."""
+"""This module takes existing responses to token space: the ids that the model read and wrote, and the tokens of steps
+and errors."""
 
 from __future__ import annotations
 
@@ -19,14 +20,15 @@ if TYPE_CHECKING:
 
 
 def tokenize(row: Response, tokenizer: PreTrainedTokenizerBase) -> tuple[str, list[int], list[int]]:
-    """The prompt as the model reads it, and the token ids of prompt and response.
+    """Give the prompt as the model reads it, and the token ids of prompt and response.
 
     A prompt of messages goes through the chat template; one of text is taken as it is, with what the tokenizer puts in
     front of a text. A labelled text is a whole solution, and gets the end token if there is one; other texts get none.
     ValueError: messages without a chat template, or an empty prompt.
     """
     if isinstance(row.prompt, str):
-        prompt, front = row.prompt, []
+        prompt = row.prompt
+        front = []
         if not (tokenizer.bos_token and prompt.startswith(tokenizer.bos_token)):
             front = _put_in_front(prompt, tokenizer)
     elif not tokenizer.chat_template:
@@ -67,62 +69,80 @@ def with_messages(row: Response, tokenizer: PreTrainedTokenizerBase) -> Response
 
 
 def is_begun(row: Response) -> bool:
-    """Whether the prompt ends in the beginning of the answer, a message of the assistant, which the response continues."""
+    """Tell whether the prompt ends in the beginning of the answer, a message of the assistant, which the response
+    continues."""
     return not isinstance(row.prompt, str) and row.prompt[-1]["role"] == "assistant"
 
 
 def _put_in_front(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """The special tokens in front of a text, and not those after it, such as an end token."""
+    """Give the special tokens in front of a text, and not those after it, such as an end token."""
     text = f"{text} a"  # ends with another token than is put after it
-    whole, plain = tokenizer.encode(text), tokenizer.encode(text, add_special_tokens=False)
-    return next((whole[:start] for start in range(len(whole)) if whole[start : start + len(plain)] == plain), [])
+    plain = tokenizer.encode(text, add_special_tokens=False)
+    ids = tokenizer.encode(text)
+    for start in range(len(ids)):
+        if ids[start : start + len(plain)] == plain:
+            return ids[:start]
+    return []
 
 
 def labels_of(
     row: Response, ids: Sequence[int], tokenizer: PreTrainedTokenizerBase, texts: TokenTexts
 ) -> dict[str, Any]:
-    """A labelled response's ``steps`` and ``wrong_step`` as ranges of its tokens ``ids``; ``{}`` for another one.
+    """Give a labelled response's ``steps`` and ``wrong_step`` as ranges of its tokens ``ids``; ``{}`` for another one.
 
     The tokens' texts are not always the response's: SentencePiece puts a space in front, decoding takes spaces out, a
     normalizer writes other characters, a special token in the text has none.
     """
     if not row.labelled:
         return {}
-    given = isinstance(row.response, str)
-    text = str(row.response) if given else tokenizer.decode(ids, skip_special_tokens=True)
+    is_text = isinstance(row.response, str)
+    text = str(row.response) if is_text else tokenizer.decode(ids, skip_special_tokens=True)
     steps, error = label_ranges(row, text)
     spans: Sequence[tuple[int, int]] | None = texts.spans_in(text, ids)
-    if spans is None and given:
-        offsets = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
-        offsets += [(len(text), len(text))] * (len(ids) - len(offsets))  # the end token
-        # A space that the tokenizer puts in front has the place of the character after it.
-        spans = [
-            (start, start if token.isspace() and not text[start:end].isspace() else end)
-            for token, (start, end) in zip(texts(ids), offsets, strict=True)
-        ]
+    if spans is None and is_text:
+        spans = _spans_of_tokenizer(text, ids, tokenizer, texts)
     pieces = texts(ids) if spans is None else [text[start:end] for start, end in spans]
-    found = [list(of) for of in token_ranges([*steps, *error], pieces, spans)]
-    return {"steps": found[: len(steps)], **({"wrong_step": found[-1]} if error else {})}
+    ranges = [list(bounds) for bounds in token_ranges([*steps, *error], pieces, spans)]
+    labels: dict[str, Any] = {"steps": ranges[: len(steps)]}
+    if error:
+        labels["wrong_step"] = ranges[-1]
+    return labels
+
+
+def _spans_of_tokenizer(
+    text: str, ids: Sequence[int], tokenizer: PreTrainedTokenizerBase, texts: TokenTexts
+) -> list[tuple[int, int]]:
+    """Say where the tokens of a text are in it, as the tokenizer says."""
+    offsets = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
+    offsets += [(len(text), len(text))] * (len(ids) - len(offsets))  # the end token
+    spans = []
+    for token, (start, end) in zip(texts(ids), offsets, strict=True):
+        # A space that the tokenizer puts in front has the place of the character after it.
+        is_put_in_front = token.isspace() and not text[start:end].isspace()
+        spans.append((start, start if is_put_in_front else end))
+    return spans
 
 
 def token_ranges(
     ranges: Sequence[tuple[int, int]], texts: Sequence[str], spans: Sequence[tuple[int, int]] | None = None
 ) -> Ranges:
-    """Half-open ranges of characters as ranges of tokens: a token belongs where its first character is that is no blank.
-    Of the tokens ``"= "``, ``" 8"``, ``"."`` in ``"=  8."`` the range (3, 4) has the second. ``spans``: where the tokens'
-    texts are in that in which the characters are counted; a range that begins and ends within one token then has this
-    token. Without them the text is the tokens' joined, and such a range is empty."""
-    ends_T = np.cumsum([len(text) for text in texts]) if spans is None else np.array([end for _, end in spans])
-    starts_T = ends_T - [len(text) for text in texts]
+    """Give half-open ranges of characters as ranges of tokens: a token belongs where its first character is that is no
+    blank. Of the tokens ``"= "``, ``" 8"``, ``"."`` in ``"=  8."`` the range (3, 4) has the second. ``spans``: where
+    the tokens' texts are in that in which the characters are counted; a range that begins and ends within one token
+    then has this token. Without them the text is the tokens' joined, and such a range is empty."""
+    lengths_T = np.array([len(text) for text in texts], dtype=int)
+    ends_T = np.cumsum(lengths_T) if spans is None else np.array([end for _, end in spans])
+    starts_T = ends_T - lengths_T
     blanks_T = np.array([len(text) - len(text.lstrip()) if text.strip() else 0 for text in texts])
     # A token without text is where the next one is, and belongs to what is before it.
-    keys_T = starts_T + blanks_T - 0.5 * np.array([not text for text in texts], dtype=bool)
-    found = []
+    keys_T = starts_T + blanks_T - 0.5 * (lengths_T == 0)
+    token_ranges = []
     for first, last in ranges:
-        start, end = (int(np.searchsorted(keys_T, edge)) for edge in (first, last))
+        start = int(np.searchsorted(keys_T, first))
+        end = int(np.searchsorted(keys_T, last))
         holds_T = (starts_T <= first) & (last <= ends_T)
         if spans is not None and start == end and holds_T.any():
             start = int(holds_T.argmax())
             end = start + 1
-        found.append((start, end))
-    return found
+        token_ranges.append((start, end))
+    return token_ranges

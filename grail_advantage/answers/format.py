@@ -81,7 +81,8 @@ def iter_boxed(text: bytes) -> Iterator[Box]:
 def _balanced(text: bytes, opener: bytes, closer: bytes, tokens: re.Pattern[bytes]) -> list[Box]:
     """Every ``opener`` with its partner, in order; the group of ``tokens`` matches what opens and closes."""
     # One pass with a stack: counting anew from each opener takes quadratic time on a text that repeats an unclosed one.
-    boxes, opened = [], []
+    boxes = []
+    opened = []
     for match in tokens.finditer(text, max(0, text.find(opener))):
         if match[1] and match[1] != closer:
             opened.append(match)
@@ -100,8 +101,8 @@ def _outermost(boxes: Iterable[Box]) -> Iterator[Box]:
 
 def _tagged(text: bytes) -> Iterator[Box]:
     """Answers in tags. Tags of one kind nest like braces."""
-    found = (_balanced(text, *tags, re.compile(b"(" + b"|".join(map(re.escape, tags)) + b")")) for tags in _TAGS)
-    return _outermost(sorted(chain.from_iterable(found)))
+    boxes = (_balanced(text, *tags, re.compile(b"(" + b"|".join(map(re.escape, tags)) + b")")) for tags in _TAGS)
+    return _outermost(sorted(chain.from_iterable(boxes)))
 
 
 def _hashed(text: bytes) -> Iterator[Box]:

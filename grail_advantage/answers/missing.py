@@ -48,15 +48,15 @@ def advice(
 
     ``answer`` is the format that found few in the responses' token ids, of which -1 are left out; ``option`` sets it.
     """
-    found = {form: find_answer_spans(responses, tokenizer, answer=form) for form in (answer, *FORMATS.values())}
-    missed = next((row for row, span in zip(responses, found[answer], strict=True) if span is None), responses[0])
+    spans_of = {form: find_answer_spans(responses, tokenizer, answer=form) for form in (answer, *FORMATS.values())}
+    missed = next((row for row, span in zip(responses, spans_of[answer], strict=True) if span is None), responses[0])
     end = tokenizer.decode([int(token) for token in missed if token >= 0], skip_special_tokens=True)[-SHOWN:]
-    others = [
+    remedies = [
         f"{option}={form.name} ({form.example}) would find one in {count} of {len(responses)}"
-        for form, spans in found.items()
+        for form, spans in spans_of.items()
         if form != answer and (count := sum(span is not None for span in spans))
     ]
-    remedy = ", ".join(others) or (
+    remedy = ", ".join(remedies) or (
         f"no other format finds any: ask for {answer.example} in the prompt, set {option} to a regular expression, or, "
         "where responses are cut off, raise their limit"
     )
@@ -81,7 +81,11 @@ class AnswerCheck:
         total: Callable[[Sequence[int]], Sequence[int]] = list,
     ) -> None:
         check_choice(choice, f"{prefix}missing_answers")
-        self._method, self._answer, self._choice, self._prefix, self._total = method, answer, choice, prefix, total
+        self._method = method
+        self._answer = answer
+        self._choice = choice
+        self._prefix = prefix
+        self._total = total
         self._seen = self._answered = 0
         self._warned = False
 
@@ -110,7 +114,8 @@ class AnswerCheck:
             return
         spans = r.spans(self._method.span)
         answered, rows = self._total([sum(span is not None for span in spans), len(spans)])
-        self._seen, self._answered = self._seen + rows, self._answered + answered
+        self._seen = self._seen + rows
+        self._answered = self._answered + answered
         stops = self._choice == "stop" and not self._answered and self._seen >= ENOUGH
         if not is_low(answered, rows) or (self._warned and not stops):
             return

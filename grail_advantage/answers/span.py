@@ -87,9 +87,9 @@ def find_answer_spans(
         raise ValueError(f"which: {which!r} is not a choice; use 'first' or 'last'")
     if isinstance(token_ids_rows, torch.Tensor):
         token_ids_rows = token_ids_rows.detach().cpu().unbind()
-    wanted = answer_format(answer)
-    table = _token_table(tokenizer, wanted)
-    return [_find_in_row(row, table, wanted, which) for row in token_ids_rows]
+    form = answer_format(answer)
+    table = _token_table(tokenizer, form)
+    return [_find_in_row(row, table, form, which) for row in token_ids_rows]
 
 
 def find_generated_spans(
@@ -142,7 +142,8 @@ def _token_table(tokenizer: PreTrainedTokenizerBase, answer: AnswerFormat) -> _T
     # Changes with every token added. len(tokenizer) does too, but lists the whole vocabulary (70 ms for Qwen's).
     size = _backend(tokenizer).get_vocab_size(with_added_tokens=False)
     added = {token: entry.special for token, entry in tokenizer.added_tokens_decoder.items()}
-    key, state = id(tokenizer), (size, added)
+    key = id(tokenizer)
+    state = (size, added)
     if key not in _tables or _tables[key][0] != state:
         kept_alive = None
         try:
@@ -201,12 +202,12 @@ def _decoding_steps(backend: Any) -> list[dict[str, Any]]:
     fused = False
     for step in steps:
         kind = step["type"]
-        known = kind in ("ByteLevel", "Metaspace", "ByteFallback", "Fuse")
-        known |= kind == "Replace" and "String" in step["pattern"]
+        keeps_bytes = kind in ("ByteLevel", "Metaspace", "ByteFallback", "Fuse")
+        keeps_bytes |= kind == "Replace" and "String" in step["pattern"]
         # It takes spaces from the ends of the text once Fuse has joined it, where no box can lose anything.
-        known |= kind == "Strip" and step["content"] == " " and fused
+        keeps_bytes |= kind == "Strip" and step["content"] == " " and fused
         fused |= kind == "Fuse"
-        if not known:
+        if not keeps_bytes:
             raise ValueError(
                 f"tokenizer: its decoder has the step {step}, under which the bytes of a token are not its own; use a "
                 "byte-level, SentencePiece-style or plain-text tokenizer"

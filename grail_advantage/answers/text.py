@@ -46,15 +46,16 @@ class TokenTexts:
             return None
         # Places of the characters that are no blank, and of the end, in the tokens' text and in the given one.
         from_K, to_K = (
-            np.array([place for place, character in enumerate(f"{whole}.") if not character.isspace()])
-            for whole in (joined, text)
+            np.array([place for place, character in enumerate(f"{either}.") if not character.isspace()])
+            for either in (joined, text)
         )
         place_J = np.arange(len(joined) + 1)
         next_J = np.searchsorted(from_K, place_J)
         # Blanks stand before the next character, as many as there are.
         least_K = np.concatenate([[0], to_K[:-1] + 1])
         to_J = np.maximum(to_K[next_J] - (from_K[next_J] - place_J), least_K[next_J])
-        starts_T, lengths_T = starts_of(tokens), np.array([len(token) for token in tokens], dtype=np.int64)
+        starts_T = starts_of(tokens)
+        lengths_T = np.array([len(token) for token in tokens], dtype=np.int64)
         given_T, whole_T = (
             np.cumsum([len(piece) for piece in pieces])
             for pieces in ([self._bytes.get(token, b"") for token in token_ids], [token.encode() for token in tokens])

@@ -73,8 +73,8 @@ def lost_text(tokenizer: PreTrainedTokenizerBase) -> tuple[str, str] | None:
 
     def knows(character: str) -> bool:
         ids = tokenizer.encode(character, add_special_tokens=False)
-        found = bool(ids) and tokenizer.unk_token_id not in ids
-        return found or any(spelling in vocabulary for spelling in _SPELLINGS.get(character, ()))
+        has_token = bool(ids) and tokenizer.unk_token_id not in ids
+        return has_token or any(spelling in vocabulary for spelling in _SPELLINGS.get(character, ()))
 
     text = "".join(filter(knows, PROBE))
     returned = tokenizer.decode(tokenizer.encode(text, add_special_tokens=False), skip_special_tokens=True)

@@ -77,9 +77,9 @@ class Oar(Mapped):
         super().__init__(**options | {"method": method})
 
     @classmethod
-    def completed(cls, given: dict[str, Any]) -> dict[str, Any]:
-        port = given.get("method", "gradient") == "gradient" and given.get("variant") == "grail_port"
-        return {"statistics": "response" if port else "reasoning"} | given
+    def completed(cls, options: dict[str, Any]) -> dict[str, Any]:
+        port = options.get("method", "gradient") == "gradient" and options.get("variant") == "grail_port"
+        return {"statistics": "response" if port else "reasoning"} | options
 
     def check(self) -> None:
         super().check()
@@ -126,10 +126,11 @@ class Oar(Mapped):
 
     def replaced(self, row: Row) -> Tensor:
         """OAR-P: the reasoning tokens that get a counterfactual, all or evenly spaced ones; int64 (M,), ascending."""
-        length, most = row.answer.start, self.max_perturbations
-        if most is None or most >= length:
+        length = row.answer.start
+        limit = self.max_perturbations
+        if limit is None or limit >= length:
             return torch.arange(length, device="cpu")
-        return torch.linspace(0, length - 1, most, dtype=torch.float64, device="cpu").round().long()
+        return torch.linspace(0, length - 1, limit, dtype=torch.float64, device="cpu").round().long()
 
     def prepare(self, row: Row, tokenizer: PreTrainedTokenizerBase) -> Row:
         return replace(row, tokens=row.tokens[: self.probe_of(row)[1] + 1])  # answer_joint asks for the token after it
@@ -150,22 +151,24 @@ class Oar(Mapped):
         happens."""
         probes = [self.probe_of(row) for row in micro.rows]
         tokens = torch.cat([row.tokens.roll(-1)[a:b] for row, (a, b) in zip(micro.rows, probes, strict=True)])
-        counts, clean_embeddings = [b - a for a, b in probes], []
+        counts = [b - a for a, b in probes]
+        clean_embeddings = []
 
         def add_noise(_module: nn.Module, _args: tuple, output: Tensor) -> Tensor:
             clean_embeddings.append(output.detach())
             noisy = output.detach().clone()
             for index, (row, (_, stop)) in enumerate(zip(micro.rows, probes, strict=True)):
                 # The reasoning tokens' own positions, or the predictor positions of all response tokens.
-                first, length = (row.start - 1, row.length) if self._port else (row.start, row.answer.start)
-                kept = max(0, min(length, stop - first))  # a row may be cut where nothing matters any more
-                read = row.tokens[: row.start + row.answer.end].tolist()
-                generator = torch.Generator(noisy.device).manual_seed(noise_seed(self.noise_seed, step, read))
+                first = row.start - 1 if self._port else row.start
+                length = row.length if self._port else row.answer.start
+                count = max(0, min(length, stop - first))  # a row may be cut where nothing matters any more
+                identity = row.tokens[: row.start + row.answer.end].tolist()
+                generator = torch.Generator(noisy.device).manual_seed(noise_seed(self.noise_seed, step, identity))
                 size = (length, noisy.shape[-1])
                 noise = torch.randn(size, generator=generator, device=noisy.device, dtype=torch.float32)
                 place, start = micro.at(index, first)
-                piece = noisy[place, start : start + kept]
-                piece.copy_(piece + self.noise_std * noise[:kept])  # in float32 where the model is narrower
+                piece = noisy[place, start : start + count]
+                piece.copy_(piece + self.noise_std * noise[:count])  # in float32 where the model is narrower
             return noisy
 
         with torch.no_grad():
@@ -183,11 +186,12 @@ class Oar(Mapped):
         embeddings = (leaves[0] if self._port else clean_embeddings[0]).detach().float()
         scores = micro.per_row((gradient * embeddings).sum(dim=-1).abs())
         norms = micro.per_row(torch.linalg.vector_norm(gradient, dim=-1))
-        found = []
-        for row, of, norm in zip(micro.rows, scores, norms, strict=True):
-            length, alignment = (row.length, "predictor") if self._port else (row.answer.start, "token")
-            found.append(RowScores(align_scores(of[row.start - 1 :], length, alignment), norm[row.start - 1 :]))
-        return found
+        results = []
+        for row, scores_S, norm in zip(micro.rows, scores, norms, strict=True):
+            length = row.length if self._port else row.answer.start
+            aligned = align_scores(scores_S[row.start - 1 :], length, "predictor" if self._port else "token")
+            results.append(RowScores(aligned, norm[row.start - 1 :]))
+        return results
 
     @torch.no_grad()
     def _perturbation(self, row: Row, model: Model, forward: Forward, bar: tqdm) -> Tensor:
@@ -197,24 +201,26 @@ class Oar(Mapped):
         Counterfactuals go through the model in batches. Those of a batch have everything before their first replaced
         token in common, so its keys and values are taken from the clean pass over the row; that is exact in a causal
         model."""
-        (start, length), replaced = self.probe_of(row), self.replaced(row)
+        start, length = self.probe_of(row)
+        replaced = self.replaced(row)
         assert model.pad_token is not None  # check_tokenizer() has seen to it
         tokens = row.tokens.roll(-1)[start:length]  # after the row's last one, which only "last" reads, is none
-        kept = torch.arange(start, length, device=row.tokens.device)
-        logits, cache = forward(row.tokens[None, :length], kept, None)
-        clean = read_probe(logits[0], tokens, [len(kept)], self.probe)
+        positions = torch.arange(start, length, device=row.tokens.device)
+        logits, cache = forward(row.tokens[None, :length], positions, None)
+        clean = read_probe(logits[0], tokens, [len(positions)], self.probe)
         cache = cache if _can_be_shared(cache, length) else None
         scores: list[Tensor] = []
-        for some in replaced.split(model.sequences_together(length)):
+        for chunk in replaced.split(model.sequences_together(length)):
             # The probe's positions come after every replaced token or are the last one's own, so none is cut off here.
-            count, shared = len(some), row.start + int(some[0]) if cache is not None else 0
+            count = len(chunk)
+            shared = row.start + int(chunk[0]) if cache is not None else 0
             changed = row.tokens[shared:length].repeat(count, 1)
-            changed[torch.arange(count, device="cpu"), row.start + some - shared] = model.pad_token
+            changed[torch.arange(count, device="cpu"), row.start + chunk - shared] = model.pad_token
             logits, _ = forward(
-                changed, kept - shared, shared_prefix(cache, shared, count) if cache is not None else None
+                changed, positions - shared, shared_prefix(cache, shared, count) if cache is not None else None
             )
-            other = read_probe(logits.flatten(0, 1), tokens.repeat(count), [len(kept)] * count, self.probe)
-            scores.append(divergence(clean, other, self.probe).float())
+            changed_probe = read_probe(logits.flatten(0, 1), tokens.repeat(count), [len(positions)] * count, self.probe)
+            scores.append(divergence(clean, changed_probe, self.probe).float())
             bar.update(count)
         return interpolate(torch.cat(scores), replaced, row.answer.start)
 
@@ -235,25 +241,25 @@ def read_probe(logits: Tensor, tokens: Tensor, counts: Sequence[int], probe: str
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if probe == "answer_joint":
         log_probs = torch.log_softmax(logits, dim=-1).gather(-1, tokens.unsqueeze(-1)).squeeze(-1).cpu().double()
-        return torch.stack([of.mean() for of in log_probs.split(list(counts))])
-    mean = torch.stack([of.mean(dim=0) for of in logits.split(list(counts))])
+        return torch.stack([values.mean() for values in log_probs.split(list(counts))])
+    mean = torch.stack([values.mean(dim=0) for values in logits.split(list(counts))])
     return torch.log_softmax(mean.cpu().double(), dim=-1)
 
 
-def divergence(clean: Tensor, other: Tensor, probe: str) -> Tensor:
+def divergence(clean: Tensor, changed: Tensor, probe: str) -> Tensor:
     """``KL(P0 || P)`` of two readings, or for ``answer_joint`` the drop ``phi0 - phi``; float64 (R,)."""
-    return clean - other if probe == "answer_joint" else (clean.exp() * (clean - other)).sum(dim=-1)
+    return clean - changed if probe == "answer_joint" else (clean.exp() * (clean - changed)).sum(dim=-1)
 
 
 def interpolate(scores: Tensor, replaced: Tensor, length: int) -> Tensor:
     """Scores (M,) of replaced tokens as those of all reasoning tokens, (length,): linear between them, level beyond the
     outermost."""
     index = torch.arange(length, device=scores.device)
-    right = torch.searchsorted(replaced, index).clamp(max=len(replaced) - 1)
-    left = torch.where(replaced[right] > index, right - 1, right).clamp(min=0)
-    gap = (replaced[right] - replaced[left]).clamp(min=1)
-    share = ((index - replaced[left]) / gap).clamp(0, 1)
-    return torch.lerp(scores[left], scores[right], share.to(scores.dtype))
+    upper = torch.searchsorted(replaced, index).clamp(max=len(replaced) - 1)
+    lower = torch.where(replaced[upper] > index, upper - 1, upper).clamp(min=0)
+    gap = (replaced[upper] - replaced[lower]).clamp(min=1)
+    share = ((index - replaced[lower]) / gap).clamp(0, 1)
+    return torch.lerp(scores[lower], scores[upper], share.to(scores.dtype))
 
 
 def _can_be_shared(cache: Cache | None, length: int) -> bool:
@@ -263,7 +269,7 @@ def _can_be_shared(cache: Cache | None, length: int) -> bool:
 
     if cache is None or type(cache) is not DynamicCache or cache.get_seq_length() != length:
         return False
-    return all(type(of) is DynamicLayer for of in getattr(cache, "layers", ()))
+    return all(type(layer) is DynamicLayer for layer in getattr(cache, "layers", ()))
 
 
 def shared_prefix(cache: Cache, length: int, rows: int) -> Cache:

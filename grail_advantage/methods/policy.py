@@ -66,7 +66,8 @@ class Surprisal(Mapped):
 class Entropy(Mapped):
     """How undecided the policy was. The default map keeps each response's mean weight at 1 and ranks nothing."""
 
-    formula, source = "map of H; by default 1 + 0.1 (H / response mean - 1)", "control"
+    formula = "map of H; by default 1 + 0.1 (H / response mean - 1)"
+    source = "control"
     reads = frozenset({ENTROPY})
     reshaper: str = option("mean_ratio", "map from scores to weights, by its name")
 
@@ -84,7 +85,10 @@ class EntropyBonus(Method):
     advantage, so that an incorrect response's undecided tokens are pushed down less."""
 
     formula = "1 + sign(A) min(0.4 H / |A|, 1 / 2)"
-    source = "arXiv 2506.14758 (from descriptions of it; neither the paper's text nor code was read)"
+    source = (
+        "arXiv 2506.14758 (restated, its text was not read: two notes quote min(alpha H, |A| / kappa), and that the code "
+        "of arXiv 2604.11297 adds it with 0.4 and 2, `verl/workers/actor/dp_actor.py`, line 560)"
+    )
     reads = frozenset({ENTROPY})
     alpha: float = option(0.4, "advantage added for each nat of entropy", gt=0)
     kappa: float = option(2.0, "the bonus is at most the kappa-th part of the advantage", gt=1)
@@ -142,8 +146,8 @@ class HighEntropy(Method):
     def weights(self, scores: Tensor, among: Tensor, r: Rollouts) -> Weights:
         x = scores[among]
         cut = x.kthvalue(len(x) - int(count_of_share(self.rho, among.sum())) + 1).values
-        kept = among & (scores >= cut)
-        return Weights(kept.float() * (len(x) / int(kept.sum()) if self.denominator == "selected" else 1.0))
+        chosen = among & (scores >= cut)
+        return Weights(chosen.float() * (len(x) / int(chosen.sum()) if self.denominator == "selected" else 1.0))
 
 
 @register("stare")
@@ -158,7 +162,7 @@ class Stare(Method):
     )
     source = (
         "arXiv 2606.19236, sections 4.1 to 4.3 (hp-luo/STARE, `verl/trainer/ppo/core_algos.py`, "
-        "`compute_stare_token_weights`); without the adaptive variant"
+        "`compute_stare_token_weights`, without the adaptive variant)"
     )
     reads = frozenset({OLD_LOG_PROBS, ENTROPY})
     whole_batch = True
@@ -236,8 +240,8 @@ class Polarity(Method):
 
     def weights(self, scores: Tensor, among: Tensor, r: Rollouts) -> Weights:
         right = r.advantages > 0
-        one = torch.ones_like(r.advantages, dtype=torch.float32)
-        w = torch.where(right, self.right * one, self.wrong * one).double()
+        ones = torch.ones_like(r.advantages, dtype=torch.float32)
+        w = torch.where(right, self.right * ones, self.wrong * ones).double()
         if self.spread:
             divided = {"both": torch.ones_like(right), "right": right, "wrong": ~right}[self.spread_over]
             w = torch.where(divided, w / r.mask.sum(dim=1).clamp(min=1), w)

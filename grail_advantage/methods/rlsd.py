@@ -70,9 +70,9 @@ class Privileged(BaseMethod):
         its name must be incorrect."""
         columns = [example.columns for example in r.examples or () if example is not None]
         if columns and all(look_up(of_row, self.privileged_column) is _MISSING for of_row in columns):
-            there = ", ".join(sorted(columns[0])) or "none"
+            names = ", ".join(sorted(columns[0])) or "none"
             raise ValueError(
-                f"{self.section}.privileged_column={self.privileged_column!r} is in no response; there are {there}"
+                f"{self.section}.privileged_column={self.privileged_column!r} is in no response; there are {names}"
             )
         has_text = [self._privileged_text(example) != "" for example in r.examples or ()]
         return super().select(r) & torch.tensor(has_text, dtype=torch.bool, device="cpu")
@@ -90,9 +90,9 @@ class Privileged(BaseMethod):
             kind = type(question["content"]).__name__
             raise ValueError(f"{self.section} reads messages whose content is a text, got {kind}")
         render = partial(tokenizer.apply_chat_template, **{**example.template_options, "return_dict": False})
-        asked = render(messages, add_generation_prompt=False, tokenize=False)
+        without_header = render(messages, add_generation_prompt=False, tokenize=False)
         complete = render(messages, add_generation_prompt=True, tokenize=False)
-        header = complete[len(asked) :].strip() if complete.startswith(asked) else ""
+        header = complete[len(without_header) :].strip() if complete.startswith(without_header) else ""
         # Not only the text: together with the words around it, it may make up what neither of them does.
         question["content"] += f"\n\n{harmless(self.request.replace(PLACE, text), tokenizer, header)}"
         prompt = row.tokens.new_tensor(render(messages, add_generation_prompt=True, tokenize=True))
@@ -123,7 +123,10 @@ class Rlsd(Privileged, Method):
     formula = (
         "1 - lam + lam clip(exp(sign(A) (log p' - log p)), 1 - epsilon, 1 + epsilon), p' with the answer in the prompt"
     )
-    source = "arXiv 2604.03128 (coldsakrua/RLSD, `rlsd_sign_fallback_strict_split_trainer.py`; two ports)"
+    source = (
+        "arXiv 2604.03128 (coldsakrua/RLSD at 269cf6e, `rlsd_trainer.py`, lines 468 to 478; its later trainers clip "
+        "correct and incorrect responses otherwise)"
+    )
 
     lam: float = option(0.5, "share of the weight that the change of probability sets", gt=0, le=1)
     lam_steps: int = option(
@@ -135,10 +138,10 @@ class Rlsd(Privileged, Method):
     negative_only: bool = option(False, "whether responses with a positive advantage have weight 1; sets gate to wrong")
 
     @classmethod
-    def completed(cls, given: dict[str, Any]) -> dict[str, Any]:
-        if given.get("negative_only") is True and given.get("gate") in (None, "all"):
-            return given | {"gate": "wrong"}
-        return given
+    def completed(cls, options: dict[str, Any]) -> dict[str, Any]:
+        if options.get("negative_only") is True and options.get("gate") in (None, "all"):
+            return options | {"gate": "wrong"}
+        return options
 
     def check(self) -> None:
         super().check()

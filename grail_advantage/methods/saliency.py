@@ -40,8 +40,8 @@ def align_scores(values: Tensor, length: int, alignment: str) -> Tensor:
     """Values of consecutive positions, the first being the one before the response, as scores (length,) of response
     tokens: by ``alignment`` a token takes the value of the position before it (``predictor``) or of its own
     (``token``). Positions after the last one given score 0: the answer does not depend on them."""
-    own = values[0 if alignment == "predictor" else 1 :][:length]
-    return torch.cat([own, own.new_zeros(length - len(own))])
+    scores = values[0 if alignment == "predictor" else 1 :][:length]
+    return torch.cat([scores, scores.new_zeros(length - len(scores))])
 
 
 class Saliency(Mapped):
@@ -78,15 +78,15 @@ class Saliency(Mapped):
         return RowScores(align_scores(saliency, row.length, self.alignment), norms)
 
     def run(self, rows: Sequence[Row], model: Model) -> list[RowScores]:
-        found = model.micro_batches(
+        pairs = model.micro_batches(
             rows,
             lambda micro: saliency_step(micro, [self.target_positions(row) for row in micro.rows], self.leaf),
             gradients=True,
         )
-        return [
-            self.of_row(row, *(values[row.start - 1 :] for values in of_row))
-            for row, of_row in zip(rows, found, strict=True)
-        ]
+        results = []
+        for row, (saliency, norms) in zip(rows, pairs, strict=True):
+            results.append(self.of_row(row, saliency[row.start - 1 :], norms[row.start - 1 :]))
+        return results
 
 
 @register("grail")
@@ -117,9 +117,9 @@ class Grail(Saliency):
         super().__init__(**options | {"preset": preset})
 
     @classmethod
-    def completed(cls, given: dict[str, Any]) -> dict[str, Any]:
-        filled = PRESETS["robust" if given.get("preset") == "robust" else "official"] | given
-        if "alignment" not in given and given.get("leaf", "embeddings") != "embeddings":
+    def completed(cls, options: dict[str, Any]) -> dict[str, Any]:
+        filled = PRESETS["robust" if options.get("preset") == "robust" else "official"] | options
+        if "alignment" not in options and options.get("leaf", "embeddings") != "embeddings":
             filled["alignment"] = "predictor"
         return {"content_weight": filled.get("weight_max", 5.0)} | filled
 
@@ -127,7 +127,7 @@ class Grail(Saliency):
         return self.content_weight, self.weight_mean, self.content_outside_gate
 
     def targets(self, row: Row) -> Range:
-        of = row.answer
-        if self.target == "content" and of.content_end > of.content_start:
-            return of.content_start, of.content_end
-        return of.start, of.end
+        answer = row.answer
+        if self.target == "content" and answer.content_end > answer.content_start:
+            return answer.content_start, answer.content_end
+        return answer.start, answer.end

@@ -1,10 +1,9 @@
-"""SHEAR (arXiv 2604.23318, section 3, Algorithm 1; from a detailed restatement, neither the paper's text nor its
-authors' code was read): a token matters as much as its surroundings differ from every response of the other outcome.
+"""SHEAR (arXiv 2604.23318, section 3, Algorithm 1): a token matters as much as its surroundings differ from every
+response of the other outcome. The paper's text was not read, and no code of its authors was found.
 
 A response is cut into overlapping windows, each a cloud of hidden states. A window's distance is that to the nearest
 window of any response of the group with the other sign of the advantage; a token's score is the greatest distance of
-the windows that hold it, in units of the group's mean hidden norm. The source names the Sinkhorn distance but neither
-its regularisation nor its iterations.
+the windows that hold it, in units of the group's mean hidden norm. Regularisation and iterations are chosen here.
 
 Shapes: P pairs of windows, N and M tokens of a pair's two windows, K and L windows of two responses, D hidden."""
 
@@ -41,7 +40,10 @@ class Shear(Method):
     opposites: two responses of 2,000 tokens have 6,400 pairs of windows, two of 32,000 have 1.6 million."""
 
     formula = "greatest over windows with t of the least Sinkhorn distance to an opposing one, / mean ||h||"
-    source = "arXiv 2604.23318, section 3, Algorithm 1 (a restatement; neither the paper's text nor code was read)"
+    source = (
+        "arXiv 2604.23318 (restated from three notes that agree on equation 4 and Algorithm 1: windows of 100 by 25, the "
+        "least distance, the mean norm, the greatest over windows; of the transport they say Sinkhorn alone)"
+    )
     cost = "1 on the responses with an advantage, and the distances"
     reads = frozenset({"groups"})
     uses = "hidden_states"
@@ -65,14 +67,15 @@ class Shear(Method):
         for index, row in enumerate(rows):
             groups.setdefault(row.group, []).append(index)
         # Copies that fill up a rank keep these.
-        found = [torch.ones(row.length, dtype=torch.float32, device="cpu") for row in rows]
+        results = [torch.ones(row.length, dtype=torch.float32, device="cpu") for row in rows]
         transport = {name: getattr(self, name) for name in ("epsilon", "iterations", "tolerance")}
         for members in (members for group, members in groups.items() if group >= 0):
-            states, signs = [hidden[index] for index in members], [rows[index].advantage > 0 for index in members]
+            states = [hidden[index] for index in members]
+            signs = [rows[index].advantage > 0 for index in members]
             scores = shear_scores(states, signs, window=self.window, stride=self.stride, **transport)
-            for index, of in zip(members, scores, strict=True):
-                found[index] = of
-        return list(map(RowScores, found))
+            for index, scores_T in zip(members, scores, strict=True):
+                results[index] = scores_T
+        return list(map(RowScores, results))
 
     def weights(self, scores: Tensor, among: Tensor, r: Rollouts) -> Weights:
         return Weights(scores.clamp(min=0))
@@ -105,14 +108,19 @@ def sinkhorn_distance(
     """
     cost = cost if cost.dtype == torch.float64 else cost.float()
     count, n, m = cost.shape
-    inside = [_first(of, count, size, cost.device) for of, size in ((rows, n), (columns, m))]
-    a, b = (of / of.sum(dim=1, keepdim=True).to(cost.dtype) for of in inside)
-    cost = torch.where(inside[0][:, :, None] & inside[1][:, None, :], cost, 0.0)
+    in_rows = _first(rows, count, n, cost.device)
+    in_columns = _first(columns, count, m, cost.device)
+    a = in_rows / in_rows.sum(dim=1, keepdim=True).to(cost.dtype)
+    b = in_columns / in_columns.sum(dim=1, keepdim=True).to(cost.dtype)
+    cost = torch.where(in_rows[:, :, None] & in_columns[:, None, :], cost, 0.0)
     unit = epsilon * torch.einsum("pnm,pn,pm->p", cost, a, b)
     k = -cost / torch.where(unit == 0, 1.0, unit)[:, None, None]  # without any cost one plan is as good as another
-    log_a, log_b, v = a.log(), b.log(), torch.zeros_like(b)
-    distance, off = torch.full_like(unit, torch.nan), torch.full_like(unit, torch.nan)
-    left = torch.arange(count, device=cost.device)
+    log_a = a.log()
+    log_b = b.log()
+    v = torch.zeros_like(b)
+    distance = torch.full_like(unit, torch.nan)
+    off = torch.full_like(unit, torch.nan)
+    unfinished = torch.arange(count, device=cost.device)
     for step in range(1, iterations + 1):
         u = log_a - torch.logsumexp(k + torch.where(log_b > -torch.inf, v, -torch.inf)[:, None, :], 2)
         v = log_b - torch.logsumexp(k + u[:, :, None], 1)
@@ -121,9 +129,12 @@ def sinkhorn_distance(
         plan = (k + u[:, :, None] + v[:, None, :]).exp()
         wrong = (plan.sum(2) - a).abs().sum(1) / 2
         done = (wrong <= tolerance) & (tolerance > 0) | (step == iterations)
-        distance[left[done]], off[left[done]] = (plan * cost)[done].sum((1, 2)), wrong[done]
-        left, cost, k, a, log_a, log_b, v = (of[~done] for of in (left, cost, k, a, log_a, log_b, v))
-        if not len(left):
+        distance[unfinished[done]] = (plan * cost)[done].sum((1, 2))
+        off[unfinished[done]] = wrong[done]
+        unfinished, cost, k, a, log_a, log_b, v = (
+            values[~done] for values in (unfinished, cost, k, a, log_a, log_b, v)
+        )
+        if not len(unfinished):
             break
     return distance, off
 
@@ -147,8 +158,8 @@ def shear_scores(
         stride: as published, windows also begin after one has reached the end: each lies inside the one before it, yet
             differs.
     """
-    whole = [bool(h.isfinite().all()) for h in hidden]
-    usable = [i for i, h in enumerate(hidden) if whole[i] and len(h)]
+    is_finite = [bool(h.isfinite().all()) for h in hidden]
+    usable = [i for i, h in enumerate(hidden) if is_finite[i] and len(h)]
     bounds = [_windows(h, window, stride) for h in hidden]
     distances = {i: hidden[i].new_full((len(bounds[i]),), torch.inf, dtype=torch.float32) for i in usable}
     if usable:
@@ -165,23 +176,24 @@ def shear_scores(
             pairs,
         )
     for i, j in opposites:
-        others = hidden[j].to(dtype)
+        opposite = hidden[j].to(dtype)
         blocks = []
         for windows in bounds[i].split(WINDOWS_AT_ONCE):  # so that the costs of two long responses fit into memory
-            first, last = int(windows[0, 0]), int(windows[:, 1].max())
+            first = int(windows[0, 0])
+            last = int(windows[:, 1].max())
             states = hidden[i][first:last].to(dtype)
-            cost = torch.cdist(states, others, compute_mode=f"{mode}_for_euclid_dist") / unit
+            cost = torch.cdist(states, opposite, compute_mode=f"{mode}_for_euclid_dist") / unit
             blocks.append(_window_distances(cost.float(), windows - first, bounds[j], transport))
         # The distance is symmetric: once computed, it serves both responses.
         between = torch.cat(blocks)
         distances[i] = torch.minimum(distances[i], between.amin(dim=1))
         distances[j] = torch.minimum(distances[j], between.amin(dim=0))
     scores = [h.new_ones(len(h), dtype=torch.float32) for h in hidden]
-    for i, of in enumerate(scores):
-        if not whole[i]:
-            of.fill_(torch.nan)
+    for i, scores_T in enumerate(scores):
+        if not is_finite[i]:
+            scores_T.fill_(torch.nan)
         elif i in distances and any(positive[j] != positive[i] for j in usable):
-            place = torch.arange(len(of), device=of.device)
+            place = torch.arange(len(scores_T), device=scores_T.device)
             held = (bounds[i][:, :1] <= place) & (place < bounds[i][:, 1:])
             scores[i] = torch.where(held, distances[i][:, None], -torch.inf).amax(dim=0)
     return scores
@@ -199,19 +211,20 @@ def _windows(h: Tensor, width: int, stride: int) -> Tensor:
     return torch.stack([start, (start + width).clamp(max=len(h))], dim=1)
 
 
-def _window_distances(cost: Tensor, bounds: Tensor, others: Tensor, transport: dict[str, Any]) -> Tensor:
+def _window_distances(cost: Tensor, bounds: Tensor, opposite_bounds: Tensor, transport: dict[str, Any]) -> Tensor:
     """Distances of all pairs of two responses' windows, (K, L) float32, a chunk of pairs at a time."""
-    sizes, tokens = [], []
-    for of, length in ((bounds, cost.shape[0]), (others, cost.shape[1])):
-        sizes.append(of.diff()[:, 0])
+    sizes = []
+    tokens = []
+    for windows, length in ((bounds, cost.shape[0]), (opposite_bounds, cost.shape[1])):
+        sizes.append(windows.diff()[:, 0])
         # The first window is the longest. Shorter ones are padded with the response's last token, which gets no mass.
-        places = of[:, :1] + torch.arange(int(sizes[-1][0]), device=cost.device)
+        places = windows[:, :1] + torch.arange(int(sizes[-1][0]), device=cost.device)
         tokens.append(places.clamp(max=length - 1))
     chunk = CHUNK_ELEMENTS.get(cost.device.type, CHUNK_ELEMENTS["cuda"])
     pairs = torch.cartesian_prod(*(torch.arange(len(size), device=cost.device) for size in sizes))
     distances = []
-    for some in pairs.split(max(1, chunk // (tokens[0].shape[1] * tokens[1].shape[1]))):
-        k, other = some.unbind(dim=1)
-        of = cost[tokens[0][k][:, :, None], tokens[1][other][:, None, :]]
-        distances.append(sinkhorn_distance(of, sizes[0][k], sizes[1][other], **transport)[0])
+    for chunk_of_pairs in pairs.split(max(1, chunk // (tokens[0].shape[1] * tokens[1].shape[1]))):
+        first, second = chunk_of_pairs.unbind(dim=1)
+        costs = cost[tokens[0][first][:, :, None], tokens[1][second][:, None, :]]
+        distances.append(sinkhorn_distance(costs, sizes[0][first], sizes[1][second], **transport)[0])
     return torch.cat(distances).view(len(sizes[0]), len(sizes[1]))

@@ -52,9 +52,9 @@ class SelfDistillation(Privileged, Signed):
 
     formula = "A_t = lam A + (1 - lam) (log p' - log p), p' with the answer in the prompt; lam = 0.9"
     source = (
-        "arXiv 2601.20802, equation 3, read in a translation of its text (lasgroup/SDPO at 0e6d510, "
-        "`verl/trainer/ppo/core_algos.py`, lines 1164 to 1166, the signal by token; TRL 1.16.0, "
-        "`experimental/sdpo/sdpo_trainer.py`, lines 1138 to 1140, the mix as losses)"
+        "SDPO, arXiv 2601.20802 (the mix, equation 3, in a translation of its text, and as losses in TRL 1.16.0, "
+        "`experimental/sdpo/sdpo_trainer.py`, lines 1138 to 1140; the signal by token in lasgroup/SDPO at 0e6d510, "
+        "`verl/trainer/ppo/core_algos.py`, lines 1165 and 1166)"
     )
     cost = "1 on the responses that train"
 

@@ -60,7 +60,8 @@ class Pattern(Method):
         expression = self._compiled()
         scores = torch.zeros_like(r.mask, dtype=torch.float32)
         for index in (self.select(r) & self.inside_gate(r)).nonzero().flatten().tolist():
-            tokens, mask = r.tokens[index].numpy(), r.mask[index].numpy()
+            tokens = r.tokens[index].numpy()
+            mask = r.mask[index].numpy()
             inside = matched(texts(tokens), texts.have_bytes(tokens), expression)
             if inside is None:
                 scores[index] = torch.nan
@@ -85,9 +86,10 @@ def matched(texts: Sequence[str], have_bytes: np.ndarray, expression: regex.Patt
     group = CONTENT if CONTENT in expression.groupindex else 0
     for match in matches:
         inside[slice(*match.span(group))] = True  # of a group that took no part (-1, -1), nothing
-    lengths, starts = np.array([len(piece) for piece in texts], dtype=np.int64), starts_of(texts)
-    before = np.concatenate([[0], np.cumsum(inside)])
-    return have_bytes & (before[starts + np.maximum(lengths, 1)] > before[starts])
+    lengths = np.array([len(piece) for piece in texts], dtype=np.int64)
+    starts = starts_of(texts)
+    counts = np.concatenate([[0], np.cumsum(inside)])
+    return have_bytes & (counts[starts + np.maximum(lengths, 1)] > counts[starts])
 
 
 State = tuple[int, str]
@@ -129,9 +131,11 @@ class StepValues(AdvantageMethod):
         return r.trains & matters
 
     def scores(self, r: Rollouts, of_pass: Tensor | None) -> Tensor:
-        texts, separator = TokenTexts(r.tokenizer), self._compiled()
+        texts = TokenTexts(r.tokenizer)
+        separator = self._compiled()
         assert r.groups is not None
-        advantages, groups = r.advantages.double().tolist(), r.groups.tolist()
+        advantages = r.advantages.double().tolist()
+        groups = r.groups.tolist()
         chosen = self.select(r).nonzero().flatten().tolist()
         tokens = {index: r.tokens[index].numpy() for index in chosen}
         steps = {index: cut(texts(ids), texts.have_bytes(ids), separator) for index, ids in tokens.items()}
@@ -141,8 +145,11 @@ class StepValues(AdvantageMethod):
                 through[groups[index], state].append(advantages[index])
         scores = torch.zeros_like(r.mask, dtype=torch.float64)
         for index, (of_tokens, states) in steps.items():
-            passed = [through[groups[index], state] for state in states[:-1]]
-            values = [0.0, *(sum(of) / (len(of) + self.shrink) for of in passed), advantages[index]]
+            values = [0.0]
+            for state in states[:-1]:
+                passing = through[groups[index], state]
+                values.append(sum(passing) / (len(passing) + self.shrink))
+            values.append(advantages[index])
             scores[index] = torch.from_numpy(np.diff(values)[of_tokens])
         return scores
 
@@ -166,6 +173,7 @@ def result(step: str) -> str:
     if not numbers:
         return " ".join(step.split())
     sign = "-" if numbers[-1].startswith("-") else ""
-    whole, _, part = numbers[-1].lstrip("+-").replace(",", "").partition(".")
-    whole, part = whole.lstrip("0") or "0", part.rstrip("0")
-    return sign * (whole != "0" or bool(part)) + whole + (f".{part}" if part else "")
+    integer, _, decimals = numbers[-1].lstrip("+-").replace(",", "").partition(".")
+    integer = integer.lstrip("0") or "0"
+    decimals = decimals.rstrip("0")
+    return sign * (integer != "0" or bool(decimals)) + integer + (f".{decimals}" if decimals else "")

@@ -75,7 +75,7 @@ def frozen_parameters(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def at_head(model: PreTrainedModel, before: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
+def at_head(model: PreTrainedModel, change: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
     """While open, each forward of the model's output embeddings computes the logits of ``before(hidden)``, of the hidden
     states (B, S, D) those that are needed. ValueError: there are no output embeddings, or the forward calls none."""
     head = model.get_output_embeddings()
@@ -85,7 +85,7 @@ def at_head(model: PreTrainedModel, before: Callable[[torch.Tensor], torch.Tenso
 
     def replace_input(_module: nn.Module, args: tuple) -> tuple:
         calls.append(None)
-        return (before(args[0]), *args[1:])
+        return (change(args[0]), *args[1:])
 
     # First among the hooks: those that gather parameters for the backward must see the tensors that take part in it.
     with _hooked(head.register_forward_pre_hook(replace_input, prepend=True), calls, head, "output embeddings"):
@@ -155,7 +155,12 @@ def log_probs(logits_KV: torch.Tensor, tokens_K: torch.Tensor, temperature: floa
     """Log-probability of each token at the sampling temperature, above 0, from the logits of its predictor position, of any
     floating dtype; (K,), computed in float32."""
     pairs = zip(logits_KV.split(TOGETHER), tokens_K[:, None].split(TOGETHER), strict=True)
-    return torch.cat([torch.log_softmax(of.float() / temperature, -1).gather(-1, ids)[:, 0] for of, ids in pairs])
+    return torch.cat(
+        [
+            torch.log_softmax(token_log_probs.float() / temperature, -1).gather(-1, ids)[:, 0]
+            for token_log_probs, ids in pairs
+        ]
+    )
 
 
 def entropies(logits_KV: torch.Tensor, temperature: float) -> torch.Tensor:
@@ -168,10 +173,10 @@ def entropies(logits_KV: torch.Tensor, temperature: float) -> torch.Tensor:
 def gradient_at(loss: torch.Tensor, leaf_BSD: torch.Tensor) -> torch.Tensor:
     """Gradient of ``loss`` at the leaf alone, float32 (B, S, D). ValueError: a layer between them, such as a quantised
     one, passes no gradient."""
-    found = torch.autograd.grad(loss, leaf_BSD, allow_unused=True)[0] if loss.requires_grad else None
-    if found is None:
+    gradient = torch.autograd.grad(loss, leaf_BSD, allow_unused=True)[0] if loss.requires_grad else None
+    if gradient is None:
         raise ValueError(
             "model has layers that pass no gradient, as torch's int8 linears; load it without quantisation, or take a "
             "method without a backward, such as surprisal or entropy"
         )
-    return found.float()
+    return gradient.float()

@@ -113,12 +113,13 @@ class HuggingFaceModel:
     ) -> list[T]:
         # The longest first: where memory does not do, it shows at once.
         order = sorted(range(len(rows)), key=lambda index: -len(rows[index].tokens))
-        waiting, results = [rows[index] for index in order], list[T]()
+        waiting = [rows[index] for index in order]
+        results = list[T]()
 
         def run_next() -> Sequence[T]:
             longest = len(waiting[0].tokens)
-            some = waiting[: 1 if alone else self.sequences_together(longest)]
-            return work(PaddedRows(self, [row for row in some if len(row.tokens) >= LEAST_LENGTH * longest]))
+            candidates = waiting[: 1 if alone else self.sequences_together(longest)]
+            return work(PaddedRows(self, [row for row in candidates if len(row.tokens) >= LEAST_LENGTH * longest]))
 
         frozen = hooks.frozen_parameters(self.model) if self.rounds.group is None else nullcontext()
         with hooks.evaluation_mode(self.model), frozen, torch.set_grad_enabled(gradients):
@@ -189,8 +190,8 @@ class HuggingFaceModel:
         release_waiting_hooks(self.model)  # of the forward before
         return self.model(input_ids=tokens_BS, attention_mask=torch.ones_like(tokens_BS), use_cache=False)
 
-    def _log_probs(self, some: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        return PaddedRows(self, [whole_row(tokens_S.to(self.device)) for tokens_S in some]).response_log_probs()
+    def _log_probs(self, rows: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        return PaddedRows(self, [whole_row(tokens_S.to(self.device)) for tokens_S in rows]).response_log_probs()
 
     def _independent(self, rows: Sequence[Row]) -> bool:
         """Whether rows, the longest first, are the same together as alone. A model is asked again when a row is longer
@@ -201,14 +202,14 @@ class HuggingFaceModel:
         if self._state is None:
             self._state = model_state(self.model)
         state = self._state
-        asked, known, finding = _findings.get(self.model, (None, 0, None))
-        if finding is None or asked != state or (longest > known and finding.holds):
+        state_asked, length_asked, finding = _findings.get(self.model, (None, 0, None))
+        if finding is None or state_asked != state or (longest > length_asked and finding.holds):
             some_token = torch.zeros(1, dtype=torch.int64, device="cpu")
             tokens = torch.cat([some_token, *(row.tokens.cpu() for row in rows)])
 
             def ask() -> Finding:
-                some = probe_rows(tokens, longest=longest, rows=self.sequences_together(longest))
-                return probe(self.model, self._log_probs, some)
+                trial = probe_rows(tokens, longest=longest, rows=self.sequences_together(longest))
+                return probe(self.model, self._log_probs, trial)
 
             finding = self.fitting(ask)
             finding = replace(finding, difference=self.rounds.most(finding.difference))
@@ -223,7 +224,9 @@ class PaddedRows:
     that a caller asks for."""
 
     def __init__(self, model: HuggingFaceModel, rows: Sequence[Row]) -> None:
-        self.rows, self._host, self._model = rows, model, model.model
+        self.rows = rows
+        self._host = model
+        self._model = model.model
         self._tokens_BS = pad_sequence([row.tokens for row in rows], batch_first=True)
         self._lengths = [len(row.tokens) for row in rows]  # positions that the latest forward was for
 
@@ -260,7 +263,8 @@ class PaddedRows:
         """One forward, without gradients. For each row the log-probabilities and the entropies of its response tokens,
         those that are named, (T,) float32."""
         logits_KV, tokens_K = self._predicted([(row.start, len(row.tokens)) for row in self.rows])
-        counts, temperature = [len(row.tokens) - row.start for row in self.rows], self._host.temperature
+        counts = [len(row.tokens) - row.start for row in self.rows]
+        temperature = self._host.temperature
         of_names = {OLD_LOG_PROBS: lambda: hooks.log_probs(logits_KV, tokens_K, temperature)}
         of_names[ENTROPY] = lambda: hooks.entropies(logits_KV, temperature)
         of_rows = zip(*(of_names[name]().split(counts) for name in names), strict=True)

@@ -83,7 +83,8 @@ class RankRounds:
     last runs a dummy pass for each round of :meth:`wait`, while another rank still has one."""
 
     def __init__(self, group: ProcessGroup | None, device: torch.device) -> None:
-        self.group, self.device = group, device
+        self.group = group
+        self.device = device
 
     def take(self) -> None:
         self.most(1)
@@ -92,13 +93,13 @@ class RankRounds:
         while self.most(0):
             yield
 
-    def most(self, own: float) -> float:
+    def most(self, value: float) -> float:
         """The largest of all ranks'."""
         if self.group is None:
-            return own
-        most = torch.tensor(float(own), dtype=torch.float32, device=self.device)
-        torch.distributed.all_reduce(most, op=torch.distributed.ReduceOp.MAX, group=self.group)
-        return float(most)
+            return value
+        largest = torch.tensor(float(value), dtype=torch.float32, device=self.device)
+        torch.distributed.all_reduce(largest, op=torch.distributed.ReduceOp.MAX, group=self.group)
+        return float(largest)
 
 
 def places_of(ranges: Sequence[Range], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
@@ -125,7 +126,8 @@ def sequence_forward(
     ) -> tuple[torch.Tensor, Cache | None]:
         if not waits:
             rounds.take()
-        tokens_NS, kept_K = tokens_NS.to(rounds.device), kept_K.to(rounds.device)
+        tokens_NS = tokens_NS.to(rounds.device)
+        kept_K = kept_K.to(rounds.device)
         named: dict[str, Any] = {"past_key_values": cache} if cache is not None else {}
         cached = cache.get_seq_length() if cache is not None else 0
         named["attention_mask"] = tokens_NS.new_ones(len(tokens_NS), cached + tokens_NS.shape[1])

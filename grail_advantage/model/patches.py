@@ -23,14 +23,14 @@ def checkpointing_in_evaluation(blocks: Sequence[GradientCheckpointingLayer]) ->
     (``GradientCheckpointingLayer.__call__``, modeling_layers.py:60), so the blocks only seem to train to the code around
     them. A reentrant checkpoint (``_gradient_checkpointing_func``, line 92) has no gradient of activations: none is.
     Can go when ``test_blocks_are_checkpointed_in_evaluation_mode_inside`` passes without it."""
-    own = [{name: vars(block)[name] for name in _CHECKPOINTING if name in vars(block)} for block in blocks]
+    saved = [{name: vars(block)[name] for name in _CHECKPOINTING if name in vars(block)} for block in blocks]
     try:
         for block in blocks:
             block.training = block.gradient_checkpointing = True
             block._gradient_checkpointing_func = partial(_checkpointed, block)
         yield
     finally:
-        for block, attributes in zip(blocks, own, strict=True):
+        for block, attributes in zip(blocks, saved, strict=True):
             block.training = False
             for name in _CHECKPOINTING:
                 vars(block).pop(name, None)

@@ -26,8 +26,12 @@ from grail_advantage.model.patches import release_waiting_hooks
 
 Run = Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]
 """Runs rows of tokens, int64 (S,), as one micro-batch: for each the log-probabilities (S - 1,) of those after the first."""
-LIMIT, HALF_LIMIT = 2e-4, 0.1  # most that rounding makes, in single and half precision: docs/evidence.md
-SHORT, MOST_ROWS = 12, 4  # tokens of a short row, and the most rows of a probe
+# most that rounding makes, in single and half precision: docs/evidence.md
+LIMIT = 2e-4
+HALF_LIMIT = 0.1
+# tokens of a short row, and the most rows of a probe
+SHORT = 12
+MOST_ROWS = 4
 DRAWS = 16  # more forwards of a model that draws random numbers: what it draws need not matter each time
 DROPOUT = "the model has dropout"
 
@@ -56,16 +60,18 @@ def probe(model: nn.Module, run: Run, rows: Sequence[torch.Tensor]) -> Finding:
     """Compare the rows of a micro-batch with the same rows alone: seven forwards without gradients, and ``DRAWS`` more where
     one draws random numbers. These are not missed afterwards. In a run of several ranks that share forwards it is a
     collective. ``rows``: from :func:`probe_rows`."""
-    first, longest, last = rows[0], rows[1], rows[-1]
+    first = rows[0]
+    longest = rows[1]
+    last = rows[-1]
     with _without_a_trace(model):
         limit = limit_of(lambda: run([first]))
         # The short ones first: transformers' dynamic rotary embedding keeps the frequencies of an earlier long row.
         first_alone = run([first])[0]
         last_alone = run([last])[0]
         together = run(rows)
-        before = _random_states(model)
+        states = _random_states(model)
         longest_alone = run([longest])[0]
-        repeats = DRAWS if _random_states(model) != before else 1
+        repeats = DRAWS if _random_states(model) != states else 1
         longest_again = [run([longest])[0] for _ in range(repeats)]
         first_again = run([first])[0]
     alone = [difference(first_again, first_alone), *(difference(again, longest_alone) for again in longest_again)]
@@ -99,7 +105,10 @@ def reads_its_logits(model: nn.Module, own: Callable[[], torch.Tensor], read: Ca
     """Whether log-probabilities as they are ``read`` here are those of the model's ``own`` logits, or draw at random. In
     a run of several ranks that share forwards it is a collective."""
     with _without_a_trace(model):
-        limit, plain_S, again_S, read_S = limit_of(own), own(), own(), read()
+        limit = limit_of(own)
+        plain_S = own()
+        again_S = own()
+        read_S = read()
     return not difference(read_S, plain_S) > limit or difference(again_S, plain_S) > limit  # NaN is NaN
 
 
@@ -108,20 +117,21 @@ def _without_a_trace(model: nn.Module) -> Iterator[None]:
     """Without gradients. Afterwards the model has the buffers from before, as statistics of batches and frequencies, and
     nobody misses a random number."""
     named = ((module, *pair) for module in model.modules() for pair in module.named_buffers(recurse=False))
-    kept = [(module, name, values, values.clone()) for module, name, values in named]
+    buffers = [(module, name, values, values.clone()) for module, name, values in named]
     try:
         with torch.random.fork_rng(), torch.no_grad():
             yield
     finally:
         release_waiting_hooks(model)
-        for module, name, values, before in kept:
-            module._buffers[name] = values.copy_(before)
+        for module, name, values, copy in buffers:
+            module._buffers[name] = values.copy_(copy)
 
 
 def difference(found_S: torch.Tensor, expected_S: torch.Tensor) -> float:
     """Root mean square of the difference as a part of the standard deviation of ``expected_S``: 0.7 nats where
     log-probabilities spread by 3.5 are 0.2."""
-    found_S, expected_S = found_S.cpu().double(), expected_S.cpu().double()
+    found_S = found_S.cpu().double()
+    expected_S = expected_S.cpu().double()
     return float((found_S - expected_S).square().mean().sqrt() / expected_S.std(correction=0).clamp(min=1e-12))
 
 
@@ -144,8 +154,10 @@ class _Computed(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        made = [of for of in tree_leaves(result) if isinstance(of, torch.Tensor) and of.is_floating_point()]
-        self.made |= {(of.device, of.dtype.itemsize) for of in made}
+        floats = [
+            values for values in tree_leaves(result) if isinstance(values, torch.Tensor) and values.is_floating_point()
+        ]
+        self.made |= {(values.device, values.dtype.itemsize) for values in floats}
         return result
 
 

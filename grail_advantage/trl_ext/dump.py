@@ -24,7 +24,7 @@ from grail_advantage.data import OF_POLICY, OLD_LOG_PROBS, ROLLOUT_LOG_PROBS, Ro
 from grail_advantage.dump import METRICS_FILE, DumpOptions, MetricsFile, StepDump, received_table, tolerant
 from grail_advantage.effect import effect_figures
 from grail_advantage.locks import hold, let_go
-from grail_advantage.methods.turns import rewards_label
+from grail_advantage.methods.turn_rewards import rewards_label
 from grail_advantage.receipt import Batch, Piece, check, trl_loss
 from grail_advantage.receipt.measure import Gradient
 from grail_advantage.receipt.report import record_of

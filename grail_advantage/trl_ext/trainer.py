@@ -39,7 +39,7 @@ from grail_advantage.data import (
     within_range,
 )
 from grail_advantage.method import BaseMethod, build
-from grail_advantage.methods.turns import TurnMethod
+from grail_advantage.methods.sessions import TurnMethod
 from grail_advantage.trl_ext.dump import GenerationDump, dump_options, loss_mask
 from grail_advantage.trl_ext.rules import check_neighbours, check_trainer, check_version
 from grail_advantage.weigh import weigh, with_columns

@@ -34,7 +34,8 @@ from grail_advantage.answers.missing import AnswerCheck
 from grail_advantage.data import DUMPED, Example, Rollouts, Row, RowScores, Weighed, outcome_of, runs, within_range
 from grail_advantage.dump import tolerant
 from grail_advantage.method import BaseMethod
-from grail_advantage.methods.turns import TurnMethod, list_a_turn, rewards_label
+from grail_advantage.methods.sessions import TurnMethod
+from grail_advantage.methods.turn_rewards import list_a_turn, rewards_label
 from grail_advantage.model.probe import Finding
 from grail_advantage.verl_ext import settings as options
 from grail_advantage.verl_ext.dump import COLUMNS, UpdateDump

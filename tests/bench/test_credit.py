@@ -16,6 +16,7 @@ import torch
 from bench import credit
 from bench.__main__ import main
 from bench.fit import fit
+from bench.places import token_advantages
 from bench.rollouts import seed_of
 from bench.statistics import jackknife
 from grail_advantage import AdvantageMethod, Rollouts
@@ -87,7 +88,7 @@ def test_continuations_go_on_from_the_ids_and_are_judged_with_what_is_before(lin
 @pytest.mark.parametrize(
     ("change", "options", "message"),
     [
-        ({"response": "1+1=2;"}, (), "is a text, whose token ids"),
+        ({"response": "1+1=2;"}, (), "is a text, whose ids"),
         ({"ground_truth": None}, (), "has no ground_truth"),
         ({"reward": 7.0}, (), "not that of --reward"),
         ({}, ("--length", "3"), "give --length as it was sampled with"),
@@ -105,7 +106,7 @@ def test_what_has_no_values_is_refused(
 
 
 def test_significant_losses_are_the_first_errors(folder: Path) -> None:
-    cases, _, counts = credit.read(folder)
+    cases, counts = credit.read(folder)
     losses = [case for case in cases if case.label.step is not None]
     assert len(losses) > 8 and counts["incorrect"] > 30
     for case in losses:
@@ -130,9 +131,9 @@ def test_a_fit_is_above_uniform_and_place_and_none_is_written_for_shuffled_value
     tokenizer, load = model_of("tiny")
     seen = lines.with_name("fitted")
     analyze(read_responses(lines), {"fitted": method}, seen, tokenizer, load, model="tiny")
-    cases, _, _ = credit.read(seen)
-    own = [credit.token_advantages(case.row)["fitted"].advantage_T for case in cases]
-    gain = jackknife(credit.cosine(cases, own) - credit.cosine(cases, credit.uniform_of(cases)))
+    cases, _ = credit.read(seen)
+    own = [token_advantages(case.row)["fitted"] for case in cases]
+    gain = jackknife(credit.cosine(cases, own) - credit.cosine(cases, [case.uniform for case in cases]))
     assert gain.value > gain.half > 0
     generator = np.random.default_rng(0)
     shuffled = []
@@ -209,11 +210,10 @@ def planted_figures(path: Path) -> dict[str, dict[str, Any]]:
     tokenizer, load = model_of("tiny")
     chosen = {name: Planted(by=name) for name in ("credit", "noise", "swapped", "place")}
     analyze(read_responses(path), chosen, path.with_name("seen"), tokenizer, load, model="tiny")
-    cases, _, _ = credit.read(path.with_name("seen"))
+    cases, _ = credit.read(path.with_name("seen"))
     shown = {}
     for name in chosen:
-        own = [credit.token_advantages(case.row)[name] for case in cases]
-        shown[name] = credit.figures(cases, [one.advantage_T for one in own], [one.scored_T for one in own])
+        shown[name] = credit.figures(cases, [token_advantages(case.row)[name] for case in cases])
     return shown
 
 

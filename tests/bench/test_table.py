@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +15,7 @@ from bench import table
 from bench.__main__ import main
 from bench.places import Label, among, by_step
 from bench.statistics import above_controls, holm
-from bench.table import ALIKE, FINDS, NOTHING, PLACED, SPARES, UNSCORED, figures_in, read, verdicts
+from bench.table import ALIKE, FINDS, NOTHING, PLACED, SPARES, UNSCORED, read, summary
 from grail_advantage import AdvantageMethod, Method, Rollouts, Weights
 from grail_advantage.analyze import analyze, read_responses
 from grail_advantage.answers.text import TokenTexts, starts_of
@@ -137,8 +135,8 @@ def folder(registered: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_planted_methods_get_their_verdicts(folder: Path) -> None:
     results = read(folder)
-    figures = figures_in(results)
-    assert verdicts(figures) == {
+    figures, verdicts = summary(results)
+    assert verdicts == {
         **dict.fromkeys(("first error", "perfect", "faint", "answers"), FINDS),
         **dict.fromkeys(("flipped", "praise"), SPARES),
         **dict.fromkeys(("place alone", "earlier", "usual_place"), PLACED),
@@ -148,53 +146,37 @@ def test_planted_methods_get_their_verdicts(folder: Path) -> None:
     assert results.about["failed"] == {"crash": "IndexError: no such token"}
     assert results.counts == {"errors": 60, "controls": 60}
     # Place is nothing at equal place, and "earlier" is place alone to the last bit.
-    assert figures["earlier"]["step_above"].value == pytest.approx(0, abs=1e-9)
-    assert figures["earlier"]["step"].value > 0.65 and figures["earlier"]["step_earlier"].value == 0
-    assert figures["perfect"]["step_above"].value == pytest.approx(0.5)
+    assert figures["earlier"]["equal place"].value == pytest.approx(0, abs=1e-9)
+    assert figures["earlier"]["AUROC"].value > 0.65 and figures["earlier"]["earlier first"].value == 0
+    assert figures["perfect"]["equal place"].value == pytest.approx(0.5)
 
 
-def test_figures_follow_from_the_dump(folder: Path) -> None:
-    """AUROC, most blamed and equal place by plain loops over the tokens' texts."""
+def test_equal_place_follows_from_the_records(folder: Path) -> None:
+    """By plain loops over the controls that are nearest in number of steps."""
     results = read(folder)
-    figures = figures_in(results)
+    figures, _ = summary(results)
     for method in ("noise", "faint", "usual_place"):
         records = results.records[method].values()
-        errors, controls = [r for r in records if r["first"] is not None], [r for r in records if r["first"] is None]
+        errors = [one for one in records if one.step is not None]
+        controls = [one.auroc_M for one in records if one.step is None]
         gains = []
         for error in errors:
-            place = error["first"] / (error["steps"] - 1)
-            apart = sorted(abs(c["steps"] - error["steps"]) for c in controls)[9]
-            near = [c for c in controls if abs(c["steps"] - error["steps"]) <= apart]
-            at = [np.interp(place * (c["steps"] - 1), range(c["steps"]), c["figures"]["step"]) for c in near]
-            gains.append(error["figures"]["step"] - np.mean(at))
-        assert figures[method]["step_above"].value == pytest.approx(np.mean(gains), abs=1e-8)
+            steps = len(error.auroc_M)
+            apart = sorted(abs(len(control_M) - steps) for control_M in controls)[9]
+            near = [control_M for control_M in controls if abs(len(control_M) - steps) <= apart]
+            places = [error.step / (steps - 1) * (len(control_M) - 1) for control_M in near]
+            at = [np.interp(place, range(len(one)), one) for place, one in zip(places, near, strict=True)]
+            gains.append(error.auroc_M[error.step] - np.mean(at))
+        assert figures[method]["equal place"].value == pytest.approx(np.mean(gains), abs=1e-8)
 
 
-def test_two_folders_are_compared_on_the_same_responses(folder: Path, tmp_path: Path, capsys: Any) -> None:
+def test_other_advantages_are_refused(folder: Path, tmp_path: Path) -> None:
     tokenizer = build_tokenizer()
     lines = read_responses(folder.parent / "sums.jsonl")
-
-    def again(out: Path, methods: dict[str, Method], responses: list = lines) -> None:
-        analyze(responses, methods, out, tokenizer, lambda: build_model(tokenizer, 0).eval(), model="m")
-
-    again(tmp_path / "a", {"one": Planted(planted="faint")})
-    again(tmp_path / "b", {"two": Planted(planted="noise")})
-    main(["compare", str(tmp_path / "a"), str(tmp_path / "b")])
-    cells = capsys.readouterr().out.splitlines()[-1].split(" | ")
-    assert cells[0] == "| two - one" and float(cells[4].split(" ± ")[0]) < -0.3 and cells[5].startswith("0.000")
-    again(
-        tmp_path / "c",
-        {"two": Planted(planted="noise")},
-        [replace(lines[0], error=0 if lines[0].error else 1), *lines[1:]],
-    )
-    with pytest.raises(SystemExit, match="other responses"):
-        main(["compare", str(tmp_path / "a"), str(tmp_path / "c")])
-    analyze(
-        lines, {"one": Planted(planted="faint")}, tmp_path / "r", tokenizer, lambda: build_model(tokenizer, 0).eval(),
-        model="m", advantages="right",
-    )  # fmt: skip
+    model = build_model(tokenizer, 0).eval()
+    analyze(lines, {"one": Planted(planted="faint")}, tmp_path, tokenizer, lambda: model, model="m", advantages="right")
     with pytest.raises(SystemExit, match="has not the advantage -1"):
-        main([str(tmp_path / "r")])
+        main([str(tmp_path)])
 
 
 def test_figures_by_hand() -> None:
@@ -204,8 +186,7 @@ def test_figures_by_hand() -> None:
     label = among(Label(step_T, kind_T, 1), np.arange(7) < 6)
     assert label.step == 1 and label.step_T.tolist() == [0, 0, 1, 1, 2, 2, -1]
     found = by_step(values_T, label)
-    assert found["step"].tolist() == [0.5, 1, 0] and found["hit"].tolist() == [0, 1, 0]
-    assert found["after"][1] == 0 and np.isnan(found["after"][[0, 2]]).all()
+    assert found.tolist() == [0.5, 1, 0]
     # Steps without a compared token are none; an error among them is no label.
     assert among(Label(step_T, kind_T, 3), np.arange(7) < 6) is None
     assert among(Label(step_T, kind_T, 1), step_T != 0).step == 0
@@ -222,9 +203,7 @@ def test_step_figures_are_those_of_plain_loops() -> None:
         means = [values_T[step_T == step].mean() for step in range(steps)]
         for step in range(steps):
             others = np.delete(means, step)
-            assert found["step"][step] == pytest.approx(
-                np.mean([(o < means[step]) + (o == means[step]) / 2 for o in others])
-            )
+            assert found[step] == pytest.approx(np.mean([(o < means[step]) + (o == means[step]) / 2 for o in others]))
 
 
 def test_intervals_above_controls_hold_the_truth() -> None:
@@ -236,7 +215,7 @@ def test_intervals_above_controls_hold_the_truth() -> None:
         apart_WC = rng.random((40, 30)) < 0.5
         apart_WC[:, 0] = False
         matrix_WC = np.where(apart_WC, np.nan, controls_C)
-        _, gain = above_controls(own_W, matrix_WC, list(np.repeat(np.arange(20), 2)), list(range(30)))
+        gain = above_controls(own_W, matrix_WC, list(np.repeat(np.arange(20), 2)), list(range(30)))
         covered.append(abs(gain.value - 0.1) <= gain.half)
     assert 0.92 < np.mean(covered) < 0.98
     assert holm([0.01, 0.04, np.nan, 0.02]) == pytest.approx([0.04, 0.08, 1, 0.06])
@@ -263,6 +242,6 @@ def test_what_is_left_out_is_counted(tmp_path: Path) -> None:
         **{"errors": 2, "controls": 1, "without an answer": 1, "fewer than two steps to compare": 1},
         **{"no outcome or no first error known": 1, "correct in spite of an error": 1},
     }
-    firsts = {key: (of["first"], of["steps"]) for key, of in results.records[table.PLACE].items()}
+    firsts = {key: (one.step, len(one.auroc_M)) for key, one in results.records[table.PLACE].items()}
     assert firsts == {"1": (1, 3), "2": (1, 3), "3": (None, 2)}
-    assert verdicts(figures_in(results))["noise"] == table.FEW
+    assert summary(results)[1]["noise"] == table.FEW

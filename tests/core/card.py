@@ -44,9 +44,9 @@ class OnCard(torch.Tensor):
     @staticmethod
     def __new__(cls, inner: torch.Tensor) -> OnCard:
         layout = {"strides": inner.stride(), "storage_offset": inner.storage_offset()}
-        made = torch.Tensor._make_wrapper_subclass(cls, inner.shape, **layout, dtype=inner.dtype, device=DEVICE)
-        made.of_cpu = inner
-        return made
+        tensor = torch.Tensor._make_wrapper_subclass(cls, inner.shape, **layout, dtype=inner.dtype, device=DEVICE)
+        tensor.of_cpu = inner
+        return tensor
 
     def __repr__(self, **_: Any) -> str:
         return f"OnCard({self.of_cpu})"
@@ -66,26 +66,26 @@ class _Card(TorchDispatchMode):
 
 def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     name = str(func)
-    given = [value for value in tree_leaves((args, kwargs)) if isinstance(value, torch.Tensor)]
-    of_card = [isinstance(value, OnCard) for value in given]
-    there = any(of_card)
+    arguments = [value for value in tree_leaves((args, kwargs)) if isinstance(value, torch.Tensor)]
+    of_card = [isinstance(value, OnCard) for value in arguments]
+    is_on_card = any(of_card)
     if kwargs.get("device") is not None:
-        there = torch.device(kwargs["device"]).type == DEVICE.type
+        is_on_card = torch.device(kwargs["device"]).type == DEVICE.type
         kwargs["device"] = torch.device("cpu")
     if name.startswith("aten.copy_"):
-        there = of_card[0]
+        is_on_card = of_card[0]
     elif any(of_card) and not name.startswith(COPIES):
-        alien = [value for value, mine in zip(given, of_card, strict=True) if not mine and value.ndim]
+        alien = [value for value, mine in zip(arguments, of_card, strict=True) if not mine and value.ndim]
         if alien and not (name.startswith(INDEXING) and of_card[0]):
             raise RuntimeError(f"{name}: tensors on {DEVICE} and on the CPU")
     plain = tree_map(lambda value: value.of_cpu if isinstance(value, OnCard) else value, (args, kwargs))
     with torch._C.DisableTorchFunctionSubclass():
         result = func(*plain[0], **plain[1])
-    if not there:
+    if not is_on_card:
         return result
     if any(isinstance(value, torch.Tensor) and value.dtype == torch.float64 for value in tree_leaves(result)):
         raise TypeError(f"{name}: {DEVICE} has no float64")
-    same = {id(value.of_cpu): value for value in given if isinstance(value, OnCard)}  # of an operation in place
+    same = {id(value.of_cpu): value for value in arguments if isinstance(value, OnCard)}  # of an operation in place
     return tree_map(
         lambda value: same.get(id(value), OnCard(value)) if isinstance(value, torch.Tensor) else value, result
     )
@@ -96,8 +96,8 @@ def card() -> Iterator[torch.device]:
     """Within, tensors can be made on the device and moved there."""
 
     def tensor(data: Any, *, device: Any = None, make: Any = torch.tensor, **options: Any) -> torch.Tensor:
-        made = make(data, **options)
-        return made if device is None else made.to(device)
+        result = make(data, **options)
+        return result if device is None else result.to(device)
 
     def generator(device: Any = "cpu", make: Any = torch.Generator) -> torch.Generator:
         return make("cpu")

@@ -36,16 +36,16 @@ def rollouts_of(
     mask = torch.zeros(len(responses), max(map(len, responses), default=0), dtype=torch.bool)
     for index, ids in enumerate(responses):
         mask[index, : len(ids)] = torch.tensor(trained[index]) if trained is not None else True
-    found = list(spans) if spans is not None else [None] * len(responses)
-    known: dict[str, Any] = {
+    answers = list(spans) if spans is not None else [None] * len(responses)
+    fields: dict[str, Any] = {
         "mask": mask,
         "tokenizer": char_tokenizer(),
-        "known_spans": {"first": found, "last": found},
+        "known_spans": {"first": answers, "last": answers},
     }
-    known["advantages"] = torch.as_tensor(advantages, dtype=torch.float32)
-    known["prompts"] = [torch.ones(1, dtype=torch.int64)] * len(responses)
-    known["responses"] = [torch.tensor(ids, dtype=torch.int64) for ids in responses]
-    return Rollouts(**known | parts)
+    fields["advantages"] = torch.as_tensor(advantages, dtype=torch.float32)
+    fields["prompts"] = [torch.ones(1, dtype=torch.int64)] * len(responses)
+    fields["responses"] = [torch.tensor(ids, dtype=torch.int64) for ids in responses]
+    return Rollouts(**fields | parts)
 
 
 class Given:

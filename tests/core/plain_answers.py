@@ -12,7 +12,8 @@ EXPRESSION = r"Answer: (?P<content>[^.\n]*)"
 
 
 def _tags(text: str) -> list[Box]:
-    boxes, at = [], 0
+    boxes = []
+    at = 0
     pairs = (("<answer>", "</answer>"), ("<|begin_of_box|>", "<|end_of_box|>"))
     while at < len(text):
         for opener, closer in pairs:

@@ -40,7 +40,9 @@ class Row:
         self.entropies = list(self.entropies) or [1.0] * length
         self.trained = list(self.trained) or [True] * length
         self.tokens = [index for index, trained in enumerate(self.trained) if trained]
-        self.sound = all(math.isfinite(of[index]) for of in (self.log_probs, self.entropies) for index in self.tokens)
+        self.sound = all(
+            math.isfinite(values[index]) for values in (self.log_probs, self.entropies) for index in self.tokens
+        )
 
     def ones(self) -> list[float]:
         """Weight 1 on every token that trains."""
@@ -70,12 +72,15 @@ def batch_of(rows: Sequence[Row], *, extra: int = 0, **parts: Any) -> Rollouts:
     width = max((len(row.trained) for row in rows), default=0) + extra
 
     def column(name: str) -> torch.Tensor:
-        known = [[v if t else NAN for v, t in zip(getattr(row, name), row.trained, strict=True)] for row in rows]
-        return torch.tensor([of + [NAN] * (width - len(of)) for of in known]).reshape(len(rows), width)
+        values = [[v if t else NAN for v, t in zip(getattr(row, name), row.trained, strict=True)] for row in rows]
+        return torch.tensor([row_values + [NAN] * (width - len(row_values)) for row_values in values]).reshape(
+            len(rows), width
+        )
 
     masks = [list(row.trained) + [False] * (width - len(row.trained)) for row in rows]
     columns = {"old_log_probs": column("log_probs"), "entropy": column("entropies")}
-    ids, advantages = [[0] * width] * len(rows), [row.advantage for row in rows]
+    ids = [[0] * width] * len(rows)
+    advantages = [row.advantage for row in rows]
     return rollouts_of(ids, advantages, masks, [row.span for row in rows], columns=columns, **parts)
 
 
@@ -88,10 +93,10 @@ def weights_of(method: Method, rows: Sequence[Row], **parts: Any) -> Weights:
 def close(got: Sequence[Sequence[float]], expected: Sequence[Sequence[float]], tolerance: float = 1e-6) -> None:
     """Row by row, so that a failure names the response."""
     assert len(got) == len(expected)
-    for index, (of_row, wanted) in enumerate(zip(got, expected, strict=True)):
-        both = (torch.tensor(values, dtype=torch.float64) for values in (of_row, wanted))
-        text = f"response {index}: {of_row} is not {wanted}"
-        torch.testing.assert_close(*both, rtol=tolerance, atol=tolerance, msg=text)
+    for index, (of_row, values_of_row) in enumerate(zip(got, expected, strict=True)):
+        tensors = (torch.tensor(values, dtype=torch.float64) for values in (of_row, values_of_row))
+        text = f"response {index}: {of_row} is not {values_of_row}"
+        torch.testing.assert_close(*tensors, rtol=tolerance, atol=tolerance, msg=text)
 
 
 def part(share: float, count: int) -> int:
@@ -108,8 +113,8 @@ def chosen(scores: Sequence[float], places: Sequence[Any], count: int) -> list[A
 def top(scores: Sequence[float], k: int = 1, share: float | None = None) -> list[float]:
     """1 on the k highest scores, the earlier ones of equal ones, else 0."""
     count = k if share is None else part(share, len(scores))
-    kept = chosen(scores, range(len(scores)), count)
-    return [1.0 if index in kept else 0.0 for index in range(len(scores))]
+    highest = chosen(scores, range(len(scores)), count)
+    return [1.0 if index in highest else 0.0 for index in range(len(scores))]
 
 
 def power(scores: Sequence[float], exponent: float = 2.0) -> list[float]:
@@ -134,7 +139,8 @@ def bilevel(
     levels = [math.log1p(max(score, -1 + 1e-8)) for score in scores]
     if not levels or min(levels) == max(levels):
         return [1.0] * len(levels)
-    low, high = min(levels), max(levels)
+    low = min(levels)
+    high = max(levels)
     scaled = [(level - low) / (high - low) for level in levels]
     ranked = sorted(scaled)
     if quantile_rule == "sorted":
@@ -192,7 +198,8 @@ def through_map(
     all_weights = []
     for row in rows:
         of_row = score(row)
-        weights, places = row.ones(), row.tokens
+        weights = row.ones()
+        places = row.tokens
         if statistics == "reasoning":
             places = [index for index in places if row.span is not None and index < row.span.start]
         scores = [max(0.0, of_row[index]) for index in places]
@@ -242,8 +249,8 @@ def high_entropy(rows: Sequence[Row], rho: float = 0.2, denominator: str = "sele
     if not everything:
         return [row.ones() for row in rows]
     cut = sorted(everything, reverse=True)[part(rho, len(everything)) - 1]
-    kept = sum(1 for value in everything if value >= cut)
-    weight = len(everything) / kept if denominator == "selected" else 1.0
+    count = sum(1 for value in everything if value >= cut)
+    weight = len(everything) / count if denominator == "selected" else 1.0
     return each_token(rows, lambda row, t: weight if row.entropies[t] >= cut else 0.0, all_rows=True, **mass)
 
 
@@ -301,15 +308,21 @@ def steer(rows: Sequence[Row], highest: float = 1.2, lowest: float = 0.8, normal
     """Linear in |A (1 - p) (log p + H)| between the batch's extremes."""
 
     def change(row: Row, index: int) -> float:
-        log_p, entropy_ = min(0.0, row.log_probs[index]), max(0.0, row.entropies[index])
+        log_p = min(0.0, row.log_probs[index])
+        entropy_ = max(0.0, row.entropies[index])
         return abs(row.advantage * (1 - math.exp(log_p)) * (log_p + entropy_))
 
     changes = [change(row, index) for row in rows if row.advantage != 0 and row.sound for index in row.tokens]
-    least, most = min(changes, default=0.0), max(changes, default=0.0)
-    if least == most:
+    least = min(changes, default=0.0)
+    largest = max(changes, default=0.0)
+    if least == largest:
         return [row.ones() for row in rows]
-    slope = (lowest - highest) / (most - least)
-    return each_token(rows, lambda row, index: highest + slope * (change(row, index) - least), normalize_mass)
+
+    def weight(row: Row, index: int) -> float:
+        share = (change(row, index) - least) / (largest - least)  # exactly 1 for the largest, whose weight may be 0
+        return highest + (lowest - highest) * share
+
+    return each_token(rows, weight, normalize_mass)
 
 
 METHODS: dict[str, Callable[..., Weights]] = {

@@ -55,7 +55,8 @@ def partner(text: str, at: int, opener: str, closer: str) -> int:
     depth = 0
     while at < len(text):
         if text.startswith(opener, at):
-            depth, at = depth + 1, at + len(opener)
+            depth = depth + 1
+            at = at + len(opener)
         elif text.startswith(closer, at):
             depth -= 1
             if depth == 0:
@@ -68,10 +69,11 @@ def partner(text: str, at: int, opener: str, closer: str) -> int:
 
 def boxed_spans(text: str) -> list[Span]:
     """All complete boxes of a string."""
-    opening, spans = "\\boxed{", []
-    before = [len(text[:at]) - len(text[:at].rstrip("\\")) for at in range(len(text))]
+    opening = "\\boxed{"
+    spans = []
+    backslashes = [len(text[:at]) - len(text[:at].rstrip("\\")) for at in range(len(text))]
     # A brace behind an odd number of backslashes is a sign.
-    text = "".join("." if char in "{}" and odd % 2 else char for char, odd in zip(text, before, strict=True))
+    text = "".join("." if char in "{}" and odd % 2 else char for char, odd in zip(text, backslashes, strict=True))
     at = text.find(opening)
     while at >= 0:
         close = partner(text, at + len(opening) - 1, "{", "}")
@@ -100,8 +102,8 @@ class PlainModel:
             return self.known[key]
         places = torch.tensor([[max(sum(attention[: place + 1]) - 1, 0) for place in range(len(ids))]])
         embeds = self.model.get_input_embeddings()(torch.tensor([ids])).detach().requires_grad_(True)
-        known = {"attention_mask": torch.tensor([attention]), "position_ids": places, "use_cache": False}
-        output = self.model(inputs_embeds=embeds, output_hidden_states=True, **known)
+        arguments = {"attention_mask": torch.tensor([attention]), "position_ids": places, "use_cache": False}
+        output = self.model(inputs_embeds=embeds, output_hidden_states=True, **arguments)
         blocks = len(self.model.model.layers)
         assert len(output.hidden_states) == blocks + 1
         assert output.logits.shape[1] == len(ids)
@@ -158,9 +160,11 @@ def reference_weights(
         span = spans[0 if options["span"] == "first" else -1]
         token_scores = [math.nan] * len(positions)
         if span is not None:
-            first, past = span[0], span[3]
+            first = span[0]
+            past = span[3]
             if options["target"] == "content" and span[1] < span[2]:
-                first, past = span[1], span[2]
+                first = span[1]
+                past = span[2]
             targets = [positions[t] for t in range(first, past)]
             at_position = model.scores(ids, attention, targets, options["leaf"], temperature)
             shift = 1 if options["alignment"] == "predictor" else 0

@@ -39,8 +39,8 @@ UNITS = {
 def test_by_hand() -> None:
     assert len(BY_HAND) == 30
     for case in BY_HAND:
-        found = answer_format(case["answer"]).find(case["text"].encode("latin-1"))
-        assert list(map(list, found)) == case["boxes"], case
+        boxes = answer_format(case["answer"]).find(case["text"].encode("latin-1"))
+        assert list(map(list, boxes)) == case["boxes"], case
 
 
 @pytest.mark.parametrize("answer", PLAIN)
@@ -100,8 +100,9 @@ def test_the_second_is_of_the_clock_and_not_of_other_threads(monkeypatch: pytest
     """An expression needs so much of regex's clock, of which one second passes in so many by the wall clock."""
     clock = [0.0]
     monkeypatch.setattr(time, "monotonic", lambda: clock[0])
-    found, lost = ((0.9, 1.0), (3.0, 0.1), (8.0, 0.1)), ((1.1, 1.0), (9.0, 0.1), (3.0, 0.9))
-    for needs, seconds in (*found, *lost):
+    fast = ((0.9, 1.0), (3.0, 0.1), (8.0, 0.1))
+    lost = ((1.1, 1.0), (9.0, 0.1), (3.0, 0.9))
+    for needs, seconds in (*fast, *lost):
         clock[0] = 0.0
 
         def finditer(text: str, timeout: float, needs: float = needs, seconds: float = seconds) -> Iterator[str]:
@@ -111,11 +112,13 @@ def test_the_second_is_of_the_clock_and_not_of_other_threads(monkeypatch: pytest
             return iter([text])
 
         assert find_matches(SimpleNamespace(finditer=finditer), "text") == (
-            ["text"] if (needs, seconds) in found else None
+            ["text"] if (needs, seconds) in fast else None
         )
 
 
-HASHES, BOX, NONE = "so #### 42", r"so \boxed{42}", "so 42"
+HASHES = "so #### 42"
+BOX = r"so \boxed{42}"
+NONE = "so 42"
 
 
 def looked(watch: AnswerCheck, texts: list[str], answer: str = "boxed") -> None:
@@ -123,8 +126,8 @@ def looked(watch: AnswerCheck, texts: list[str], answer: str = "boxed") -> None:
     watch.look(replace(r, known_spans={}, answer=answer_format(answer)))
 
 
-def watch(choice: str = "stop", method: Method | None = None, answer: str = "boxed", **given: Any) -> AnswerCheck:
-    return AnswerCheck(method or Grail(), answer_format(answer), choice, "here.", **given)
+def watch(choice: str = "stop", method: Method | None = None, answer: str = "boxed", **options: Any) -> AnswerCheck:
+    return AnswerCheck(method or Grail(), answer_format(answer), choice, "here.", **options)
 
 
 def test_a_first_batch_without_answers_stops() -> None:
@@ -137,13 +140,13 @@ def test_a_first_batch_without_answers_stops() -> None:
         with pytest.raises(ValueError, match=named):
             looked(watch(answer=answer), texts, answer)
     for first, stops in (([HASHES] * 24, True), ([HASHES] * 24 + [BOX], False)):
-        own = watch()
-        looked(own, first)
+        check = watch()
+        looked(check, first)
         if stops:
             with pytest.raises(ValueError):
-                looked(own, [HASHES] * 8)
+                looked(check, [HASHES] * 8)
         else:
-            looked(own, [HASHES] * 64)
+            looked(check, [HASHES] * 64)
     looked(watch(total=lambda counts: [counts[0] + 1, 64]), [NONE] * 8)
     with pytest.raises(ValueError):
         looked(watch(total=lambda counts: [counts[0], 64]), [NONE] * 8)
@@ -151,7 +154,7 @@ def test_a_first_batch_without_answers_stops() -> None:
 
 def test_a_low_share_is_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
     """A fifth is not low, and a method that reads no answer needs none."""
-    for own, first, warnings in (
+    for check, first, warnings in (
         (watch("stop"), [BOX] + [NONE] * 9, 1),
         (watch("warn"), [NONE] * 40, 1),
         (watch("stop"), [BOX] + [NONE] * 4, 0),
@@ -160,7 +163,7 @@ def test_a_low_share_is_warned_of_once(caplog: pytest.LogCaptureFixture) -> None
         (watch(method=build("surprisal", {"statistics": "response"})), [NONE] * 40, 0),
     ):
         caplog.clear()
-        looked(own, first)
+        looked(check, first)
         for _ in range(3):
-            looked(own, first if not warnings else [NONE] * 9 + [BOX])
+            looked(check, first if not warnings else [NONE] * 9 + [BOX])
         assert [record.levelno for record in caplog.records] == [logging.WARNING] * warnings

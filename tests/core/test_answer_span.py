@@ -72,7 +72,8 @@ def test_every_kind_of_row() -> None:
     tokenizer = real.char_tokenizer()
     two = tokenizer.encode("\\boxed{1}\\boxed{2}")
     assert find_answer_spans([two], tokenizer) == [find_answer_span(two, tokenizer)] == [AnswerSpan(9, 16, 17, 18)]
-    ids, expected = tokenizer.encode("x = \\boxed{1-2}."), AnswerSpan(4, 11, 14, 15)
+    ids = tokenizer.encode("x = \\boxed{1-2}.")
+    expected = AnswerSpan(4, 11, 14, 15)
     rows = [ids, tuple(ids), torch.tensor(ids), torch.tensor(ids, dtype=torch.int32), np.repeat(ids, 2)[::2]]
     rows += [np.array(ids, dtype=kind) for kind in (np.int32, np.int64, np.uint16, np.uint64)]
     for batch in (rows, torch.tensor([ids] * 9), np.array([ids] * 9)):
@@ -95,10 +96,12 @@ def test_each_tokenizer_has_its_own_table() -> None:
 def real_vocabulary(request: pytest.FixtureRequest) -> tuple[PreTrainedTokenizerFast, dict[int, bytes]]:
     """A real tokenizer, and its token bytes read from the vocabulary file itself."""
     if request.param == "qwen":
-        tokenizer, vocabulary = real.qwen_tokenizer(), real.read_vocabulary(real.qwen_vocabulary())
+        tokenizer = real.qwen_tokenizer()
+        vocabulary = real.read_vocabulary(real.qwen_vocabulary())
         vocabulary |= {151657 + i: text.encode() for i, text in enumerate(real.QWEN_TEXT)}
     else:
-        tokenizer, vocabulary = real.llama3_tokenizer(), real.read_vocabulary(real.llama3_vocabulary())
+        tokenizer = real.llama3_tokenizer()
+        vocabulary = real.read_vocabulary(real.llama3_vocabulary())
     return tokenizer, vocabulary
 
 
@@ -149,7 +152,8 @@ def test_real_vocabulary_text_encoded_and_split_anywhere(real_vocabulary: tuple,
     strange = [size - 1, size, size + 1000, 2**40, -1, -(2**40), *tokenizer.all_special_ids]
     rng = random.Random(1)
     snippets = [*SNIPPETS, *OF_FORMAT[answer]]
-    spans, rows = 0, []
+    spans = 0
+    rows = []
     for _ in range(100):
         text = "".join(rng.choices(snippets, k=rng.randrange(25)))
         ids = random_split(text.encode(), token_of, rng)
@@ -168,9 +172,10 @@ def test_real_vocabulary_text_encoded_and_split_anywhere(real_vocabulary: tuple,
 def test_sentencepiece_vocabulary(kind: Any) -> None:
     tokenizer = real.sentencepiece_tokenizer(kind)
     bytes_of = token_bytes(tokenizer)
-    shown = [bytes_of[tokenizer.convert_tokens_to_ids(token)] for token in ("<0xE6>", "▁", "<s>")]
-    assert shown == [b"\xe6", b" ", b""]
-    rng, spans = random.Random(4), 0
+    pieces = [bytes_of[tokenizer.convert_tokens_to_ids(token)] for token in ("<0xE6>", "▁", "<s>")]
+    assert pieces == [b"\xe6", b" ", b""]
+    rng = random.Random(4)
+    spans = 0
     for _ in range(100):
         text = "".join(rng.choices(SNIPPETS, k=rng.randrange(25)))
         ids = tokenizer.encode(text, add_special_tokens=False)
@@ -183,11 +188,13 @@ def test_sentencepiece_vocabulary(kind: Any) -> None:
 
 def test_scheme_without_a_decoder() -> None:
     """Byte-level and Metaspace vocabularies are told by their pre-tokenizer when the decoder is missing."""
-    bytewise, meta = pre_tokenizers.ByteLevel(), pre_tokenizers.Metaspace()
+    bytewise = pre_tokenizers.ByteLevel()
+    meta = pre_tokenizers.Metaspace()
     both = pre_tokenizers.Sequence([pre_tokenizers.Digits(), bytewise])
     for scheme, newline, space in (
         *((each, b"\n", "▁".encode()) for each in (bytewise, both)),
-        *((meta, "Ċ".encode(), b" "), (pre_tokenizers.Whitespace(), "Ċ".encode(), "▁".encode())),
+        (meta, "Ċ".encode(), b" "),
+        (pre_tokenizers.Whitespace(), "Ċ".encode(), "▁".encode()),
     ):
         tokenizer = word_tokenizer(["Ċ", "▁"])
         tokenizer.backend_tokenizer.pre_tokenizer = scheme
@@ -208,7 +215,8 @@ def test_added_and_spelt_tokens() -> None:
 
 def test_a_shared_character_is_the_text_of_its_last_token() -> None:
     """Bytes that are no text become replacement characters."""
-    euro, family = "€".encode(), "👨".encode()
+    euro = "€".encode()
+    family = "👨".encode()
     pieces = [b"a", euro[:1], euro[1:2], euro[2:] + b"b", b"", family[:2], family[2:]]
     assert decode_pieces(pieces) == ["a", "", "", "€b", "", "", "👨"]
     assert decode_pieces([b"\xe2", b"a", b"\xff"]) == ["", "\ufffda", "\ufffd"]
@@ -219,7 +227,8 @@ def test_a_shared_character_is_the_text_of_its_last_token() -> None:
 @pytest.mark.slow
 def test_texts_of_tokens_joined_are_what_the_tokenizer_decodes(real_vocabulary: tuple) -> None:
     tokenizer, vocabulary = real_vocabulary
-    texts, text = TokenTexts(tokenizer), "So 7€ = 👨‍👩‍👧 and \\boxed{\\text{naïve}}\n\n  zero\u200bwidth"
+    texts = TokenTexts(tokenizer)
+    text = "So 7€ = 👨‍👩‍👧 and \\boxed{\\text{naïve}}\n\n  zero\u200bwidth"
     # Byte by byte, as a model may write it, and with an end token and an unknown id after it.
     alphabet = {covered: token for token, covered in vocabulary.items() if len(covered) == 1}
     by_byte = [alphabet[bytes([byte])] for byte in text.encode()]

@@ -33,7 +33,11 @@ from tests.core.plain_weights import close
 from tests.core.test_rlsd import example, tiny_tokenizer
 from tests.core.tiny_models import CHARACTERS, Rollout, compute, encode, make_batch, tiny_model
 
-NAN, INF, PASS, TOKENS, SPAN = math.nan, math.inf, "pass", 9, AnswerSpan(4, 5, 7, 8)
+NAN = math.nan
+INF = math.inf
+PASS = "pass"
+TOKENS = 9
+SPAN = AnswerSpan(4, 5, 7, 8)
 NOT_FINITE = (NAN, INF, -INF)
 ADVANTAGES = (-1.0, 0.5, -0.25, 0.5, -1.5, 0.0)
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -50,7 +54,7 @@ READS_NO_NUMBERS = {"uniform": 1.0, "polarity": 0.5, "pattern": 0.0}
 """Methods without a score that could break, and what they make of an incorrect response without an equals sign."""
 HARD = {"surprisal", "entropy_bonus", "steer", "pattern"}
 """Methods that choose a token among equal ones, or whose scores are multiplied with something else of the response."""
-every = pytest.mark.parametrize("name", METHODS)
+every_method = pytest.mark.parametrize("name", METHODS)
 weighing = pytest.mark.parametrize("name", [name for name in METHODS if issubclass(methods()[name], Method)])
 ASKED = example("How many?", "4")
 Case = tuple[Rollouts, torch.Tensor]
@@ -79,27 +83,27 @@ def case(rows: int = len(ADVANTAGES), tokens: int = TOKENS, *, gap: bool = False
     return r, of_pass + 0.01
 
 
-def run(name: str, of: Case, **options: Any) -> Weighed:
-    w = weighed(method_of(name, **options), *of)
+def run(name: str, case: Case, **options: Any) -> Weighed:
+    w = weighed(method_of(name, **options), *case)
     assert all(math.isfinite(value) for value in w.metrics.values()), w.metrics
     assert issubclass(methods()[name], Method) or not set(OF_WEIGHTS) & set(w.metrics)
     return w
 
 
-def part(of: Case, rows: list[int]) -> Case:
-    return some_of(of[0], rows), of[1][rows, : of[0].part(rows).mask.shape[1]]
+def part(case: Case, rows: list[int]) -> Case:
+    return some_of(case[0], rows), case[1][rows, : case[0].part(rows).mask.shape[1]]
 
 
-def without(of: Case, *rows: int) -> Case:
+def without(case: Case, *rows: int) -> Case:
     """The same responses, of which these were not written."""
-    mask = of[0].mask.clone()
+    mask = case[0].mask.clone()
     mask[list(rows)] = False
-    return replace(of[0], mask=mask, written=mask), of[1]
+    return replace(case[0], mask=mask, written=mask), case[1]
 
 
-def with_value(of: Case, source: str, row: int, value: float) -> Case:
+def with_value(case: Case, source: str, row: int, value: float) -> Case:
     """With another number of the response's second token: of a column, or of the pass."""
-    r, of_pass = of
+    r, of_pass = case
     values = (of_pass if source == PASS else r.columns[source]).clone()
     values[row, 1] = value
     return (r, values) if source == PASS else (replace(r, columns=r.columns | {source: values}), of_pass)
@@ -111,10 +115,11 @@ def sources(name: str) -> list[str]:
     return [*sorted(method.reads & {OLD_LOG_PROBS, ENTROPY, REF_LOG_PROBS}), *([PASS] if method.uses else [])]
 
 
-@every
+@every_method
 def test_says_what_it_is_and_keeps_nothing(name: str) -> None:
     method = build(name)
     assert method.name == name and type(method).__doc__ and method.formula and method.source and method.cost
+    assert "arXiv" not in method.source or method.source.endswith(")"), "where the paper's formula was read"
     assert pickle.loads(pickle.dumps(method)) == method, "it travels to another process"
     assert build(name, {"mask_truncated": False}).mask_truncated is False
     assert build(name, {"mask_truncated": None}) == method
@@ -122,24 +127,24 @@ def test_says_what_it_is_and_keeps_nothing(name: str) -> None:
         build(name, {"nonsense": 1})
 
 
-@every
+@every_method
 def test_order_empty_responses_padding_and_shares_change_nothing(name: str) -> None:
     """A masked response trains nothing, and batches without a token have no figures."""
-    of = case(12, gap=True)
-    numbers = dict(zip(of[0].keys, of[1], strict=True))
+    batch = case(12, gap=True)
+    numbers = dict(zip(batch[0].keys, batch[1], strict=True))
 
     def run_keyed(r: Rollouts) -> Weighed:
         nowhere = torch.full((r.mask.shape[1],), NAN)
         rows = [torch.cat([numbers.get(key, nowhere), nowhere])[: r.mask.shape[1]] for key in r.keys]
         return run(name, (r, torch.stack(rows)))
 
-    assert not list(batch_faults(run_keyed, of[0], apart=name not in COMPARES_ROWS | {"steer"}, rtol=1e-5))
+    assert not list(batch_faults(run_keyed, batch[0], apart=name not in COMPARES_ROWS | {"steer"}, rtol=1e-5))
     filler = without(case(2, TOKENS + 5), 0, 1)[0]
     columns = {column: torch.full_like(values, NAN) for column, values in filler.columns.items()}
-    added = joined([of[0], replace(filler, advantages=torch.tensor([0.0, NAN]), columns=columns)])
-    with_filler = run(name, (added, torch.nn.functional.pad(of[1], (0, 5, 0, 2), value=NAN)))
-    assert with_filler.metrics == pytest.approx(run(name, of).metrics)
-    masked = run(name, (replace(of[0], masked=torch.arange(12) == 4), of[1]))
+    added = joined([batch[0], replace(filler, advantages=torch.tensor([0.0, NAN]), columns=columns)])
+    with_filler = run(name, (added, torch.nn.functional.pad(batch[1], (0, 5, 0, 2), value=NAN)))
+    assert with_filler.metrics == pytest.approx(run(name, batch).metrics)
+    masked = run(name, (replace(batch[0], masked=torch.arange(12) == 4), batch[1]))
     assert not masked.advantages[4].any() and masked.advantages[:4].any()
     for nothing in (case(0, 0), case(3, 0), without(case(2), 0, 1)):
         assert run(name, nothing).metrics == {}
@@ -152,22 +157,24 @@ def test_the_shuffled_control_has_the_same_weights_on_other_tokens(name: str) ->
         with pytest.raises(ValueError, match="control"):
             method_of(name, control="shuffled")
         return
-    of, options = case(12, tokens=16, gap=True), {"gate": "all"} if name == "grail" else {}
-    own, control = run(name, of, **options), run(name, of, **options, control="shuffled")
-    moved = torch.where(own.by_score, own.weights, -1.0).sort(dim=1).values
-    torch.testing.assert_close(torch.where(own.by_score, control.weights, -1.0).sort(dim=1).values, moved)
-    assert torch.equal(control.by_score, own.by_score)
-    torch.testing.assert_close(control.weights[~own.by_score], own.weights[~own.by_score])
-    torch.testing.assert_close(control.scores, own.scores, equal_nan=True)
+    batch = case(12, tokens=16, gap=True)
+    options = {"gate": "all"} if name == "grail" else {}
+    plain = run(name, batch, **options)
+    control = run(name, batch, **options, control="shuffled")
+    moved = torch.where(plain.by_score, plain.weights, -1.0).sort(dim=1).values
+    torch.testing.assert_close(torch.where(plain.by_score, control.weights, -1.0).sort(dim=1).values, moved)
+    assert torch.equal(control.by_score, plain.by_score)
+    torch.testing.assert_close(control.weights[~plain.by_score], plain.weights[~plain.by_score])
+    torch.testing.assert_close(control.scores, plain.scores, equal_nan=True)
     if name == "rlsd":  # one weight on all tokens of each of these responses
         return
-    assert not torch.equal(control.weights, own.weights)
-    later = run(name, (replace(of[0], step=of[0].step + 1), of[1]), **options, control="shuffled")
+    assert not torch.equal(control.weights, plain.weights)
+    later = run(name, (replace(batch[0], step=batch[0].step + 1), batch[1]), **options, control="shuffled")
     assert not torch.equal(control.weights, later.weights)
     order = torch.randperm(12, generator=torch.Generator().manual_seed(1)).tolist()
-    assert not unequal(run(name, part(of, order), **options, control="shuffled"), control, order)
-    elsewhere = replace(of[0], keys=[uuid4().hex for _ in range(12)], places=range(100, 112))
-    assert torch.equal(run(name, (elsewhere, of[1]), **options, control="shuffled").weights, control.weights)
+    assert not unequal(run(name, part(batch, order), **options, control="shuffled"), control, order)
+    elsewhere = replace(batch[0], keys=[uuid4().hex for _ in range(12)], places=range(100, 112))
+    assert torch.equal(run(name, (elsewhere, batch[1]), **options, control="shuffled").weights, control.weights)
 
 
 def runs_of(values: list[float], places: list[int]) -> list[list[int]]:
@@ -205,21 +212,21 @@ def test_the_shuffled_control_of_advantages_moves_whole_steps(name: str) -> None
 
 @pytest.mark.parametrize("name", [name for name in METHODS if "normalize_mass" in methods()[name].model_fields])
 def test_the_mass_is_restored(name: str) -> None:
-    of = case(12, gap=True)
-    w = run(name, of, normalize_mass=True, **({"gate": "all"} if name == "grail" else {}))
-    kept = w.selected & (w.weights.sum(dim=1) > 0)
-    torch.testing.assert_close(w.weights[kept].double().sum(dim=1), of[0].mask[kept].double().sum(dim=1))
-    assert kept.any()
+    batch = case(12, gap=True)
+    w = run(name, batch, normalize_mass=True, **({"gate": "all"} if name == "grail" else {}))
+    restored = w.selected & (w.weights.sum(dim=1) > 0)
+    torch.testing.assert_close(w.weights[restored].double().sum(dim=1), batch[0].mask[restored].double().sum(dim=1))
+    assert restored.any()
 
 
 @weighing
 def test_a_row_with_a_number_that_is_not_finite_weighs_one_and_no_other_notices(name: str) -> None:
     plain = case()
     bad = int(run(name, plain).selected.int().argmax())
-    others = [row for row in range(len(ADVANTAGES)) if row != bad]
+    sound = [row for row in range(len(ADVANTAGES)) if row != bad]
     # As if no token of it trained, which leaves it out of whatever a method compares.
     expected = run(name, without(plain, bad))
-    assert bool((expected.weights[others] != 1).any()) or name == "uniform", "the method must do something"
+    assert bool((expected.weights[sound] != 1).any()) or name == "uniform", "the method must do something"
     assert sources(name) or name in READS_NO_NUMBERS
     for source in sources(name):
         for value in NOT_FINITE:
@@ -227,7 +234,7 @@ def test_a_row_with_a_number_that_is_not_finite_weighs_one_and_no_other_notices(
             assert w.weights[bad].tolist() == [1.0] * TOKENS
             assert w.failed.tolist() == [row == bad for row in range(len(ADVANTAGES))]
             assert w.metrics["non_finite_rate"] == pytest.approx(1 / len(ADVANTAGES))
-            assert torch.equal(w.weights[others], expected.weights[others])
+            assert torch.equal(w.weights[sound], expected.weights[sound])
 
 
 @weighing
@@ -235,13 +242,13 @@ def test_an_advantage_that_is_not_finite_or_too_large_counts_as_none(name: str) 
     """In any precision; 1e19 is an infinity in half of it."""
     r, of_pass = case()
     kinds = itertools.product((0.0, *NOT_FINITE, 1e19), (torch.float32, torch.float16, torch.bfloat16, torch.float64))
-    found = [
+    results = [
         run(name, (replace(r, advantages=torch.tensor([value, *ADVANTAGES[1:]], dtype=dtype)), of_pass))
         for value, dtype in kinds
     ]
-    found = [found[0], *found[4:]]
-    expected = found[0]
-    for w in found[1:]:
+    results = [results[0], *results[4:]]
+    expected = results[0]
+    for w in results[1:]:
         assert torch.equal(w.weights, expected.weights) and torch.equal(w.advantages, expected.advantages)
         assert w.metrics == {**expected.metrics, "unjudged_rate": 1 / len(ADVANTAGES)}
         assert name in COMPARES_ROWS or w.weights[0].tolist() == [1.0] * TOKENS
@@ -283,10 +290,11 @@ def test_nan_logits_in_one_row(name: str) -> None:
         model.model.embed_tokens.weight[CHARACTERS.index("~")] = NAN
 
     def weigh(first: Rollout) -> tuple[list[list[float]], dict[str, float]]:
-        batch, given = make_batch([first, *OTHERS]), {"groups": torch.arange(5) // 2, "examples": [ASKED] * 5}
-        found = compute(model, batch, method_of(name), tiny_tokenizer(), **given)
-        assert all(map(math.isfinite, found.stats.values())), found.stats
-        return batch.of_responses(found.weights), found.stats
+        batch = make_batch([first, *OTHERS])
+        parts = {"groups": torch.arange(5) // 2, "examples": [ASKED] * 5}
+        result = compute(model, batch, method_of(name), tiny_tokenizer(), **parts)
+        assert all(map(math.isfinite, result.stats.values())), result.stats
+        return batch.of_responses(result.weights), result.stats
 
     broken = Rollout("Four?", r"~y \boxed{6} is", -0.5)
     weights, figures = weigh(broken)
@@ -299,12 +307,12 @@ def test_nan_logits_in_one_row(name: str) -> None:
 def clean_registry() -> Iterator[None]:
     """What a test registers is gone afterwards."""
     methods()
-    known = (registry.METHODS, maps.MAPS, registry.FAILURES)
-    before = [dict(of) for of in known]
+    tables = (registry.METHODS, maps.MAPS, registry.FAILURES)
+    copies = [dict(table) for table in tables]
     yield
-    for of, old in zip(known, before, strict=True):
-        of.clear()
-        of.update(old)
+    for table, old in zip(tables, copies, strict=True):
+        table.clear()
+        table.update(old)
 
 
 class Plain(Method):
@@ -358,9 +366,9 @@ def test_maps_have_typed_options() -> None:
     def scaled(x: torch.Tensor, m: torch.Tensor, factor: float = 1.0) -> Weights:
         return Weights(factor * x.clamp(min=0).float())
 
-    given = {"reshaper": "scaled", "reshaper_options": {"factor": 3.0}, "gate": "all"}
+    options = {"reshaper": "scaled", "reshaper_options": {"factor": 3.0}, "gate": "all"}
     r = rollouts_of([[1, 2]], [1.0], columns={"entropy": torch.ones(1, 2)})
-    assert weighed(build("entropy", given), r).weights.tolist() == [[3.0, 3.0]]
+    assert weighed(build("entropy", options), r).weights.tolist() == [[3.0, 3.0]]
 
 
 @pytest.mark.parametrize("name", [*METHODS, *MAPS])
@@ -384,10 +392,10 @@ def test_values_of_another_kind_and_outside_the_bounds_are_refused(name: str) ->
 def test_plugins_that_fail_are_named_and_stop_no_other(tmp_path: Path) -> None:
     """And naming the methods imports no model code."""
     mine = "from grail_advantage import Method, register\n\n@register('grail')\nclass Mine(Method):\n    pass\n"
-    whole = mine.replace("grail')", "mine')")
+    third = mine.replace("grail')", "mine')")
     broken = "import a_package_that_is_not_there"
     earlier = "signals"  # the group's earlier name is still read
-    for name, text, group in (("broken", broken, "methods"), ("twice", mine, "methods"), ("whole", whole, earlier)):
+    for name, text, group in (("broken", broken, "methods"), ("twice", mine, "methods"), ("whole", third, earlier)):
         info = tmp_path / f"{name}-1.0.dist-info"  # as an installer leaves it behind
         info.mkdir()
         (tmp_path / f"{name}_method.py").write_text(text)
@@ -401,10 +409,10 @@ print(failure_message())
 """
     environment = {"PYTHONPATH": f"{tmp_path}:{Path(__file__).parents[2]}", "PATH": "/usr/bin:/bin"}
     run = {"env": environment, "capture_output": True, "text": True, "check": True}
-    said = subprocess.run([sys.executable, "-c", code], **run).stdout
-    assert said.startswith("Grail True False mine\n")
+    output = subprocess.run([sys.executable, "-c", code], **run).stdout
+    assert output.startswith("Grail True False mine\n")
     for words in ("'grail'", "twice_method", "broken_method", "No module named 'a_pack"):
-        assert words in said
+        assert words in output
     assert failure_message() == ""
 
 

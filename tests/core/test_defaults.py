@@ -56,12 +56,12 @@ def numbers(w: Any) -> dict[str, Any]:
 @cache
 def batches() -> list[tuple[Rollouts, torch.Tensor]]:
     """Ordinary ones, one with tools and turns, and one in which nothing trains; with the numbers of a pass."""
-    of = case(12, gap=True)
+    plain = case(12, gap=True)
     of_turns = torch.rand(turns().mask.shape, generator=torch.Generator().manual_seed(1))
-    in_half = replace(of[0], advantages=of[0].advantages.half())
-    nothing = replace(of[0], advantages=torch.zeros(12))
-    whole = replace(of[0], advantages=torch.tensor([-2, 1, 0, 3] * 3))
-    return [of, (turns(), of_turns), (in_half, of[1]), (nothing, of[1]), (whole, of[1]), case(0, 0)]
+    in_half = replace(plain[0], advantages=plain[0].advantages.half())
+    nothing = replace(plain[0], advantages=torch.zeros(12))
+    whole_numbers = replace(plain[0], advantages=torch.tensor([-2, 1, 0, 3] * 3))
+    return [plain, (turns(), of_turns), (in_half, plain[1]), (nothing, plain[1]), (whole_numbers, plain[1]), case(0, 0)]
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -72,32 +72,34 @@ def test_every_method_weighs_the_same(name: str) -> None:
     if "reshaper" in methods()[name].model_fields:
         options += [{"reshaper": reshaper} for reshaper in MAPS]
     for number, (r, of_pass) in enumerate(batches()):
-        for others in options:
-            method = method_of(name, **others)
+        for changes in options:
+            method = method_of(name, **changes)
             expected = numbers(weighed(method, r, of_pass))
             for name_of_default in DEFAULTS:
                 with default(name_of_default):
-                    found = numbers(weighed(method, r, of_pass))
+                    actual = numbers(weighed(method, r, of_pass))
                     again = joined([part((r, of_pass), list(range(len(r))))[0]])
                     assert again.mask.shape == r.mask.shape
-                assert found == expected, (name_of_default, number, others)
+                assert actual == expected, (name_of_default, number, changes)
 
 
 @pytest.mark.parametrize("name", WITH_A_PASS)
 def test_a_pass_scores_the_same(name: str) -> None:
     """Through the door for padded tensors; the model was made before. A model's own forward need not know such a device."""
-    batch = make_batch([ROLLOUTS[known] for known in ("box at the end", "right", "several boxes", "no box")])
-    model, tokenizer, method = tiny_model(layers=2), tiny_tokenizer(), build(name)
-    given = {"groups": torch.tensor([0, 0, 1, 1]), "examples": [example("?", "4")] * 4, "rewards": torch.ones(4)}
+    batch = make_batch([ROLLOUTS[kind] for kind in ("box at the end", "right", "several boxes", "no box")])
+    model = tiny_model(layers=2)
+    tokenizer = tiny_tokenizer()
+    method = build(name)
+    parts = {"groups": torch.tensor([0, 0, 1, 1]), "examples": [example("?", "4")] * 4, "rewards": torch.ones(4)}
 
     def run() -> dict[str, Any]:
-        return numbers(compute_token_weights(model, tokenizer, *batch.tensors(), method, **given))
+        return numbers(compute_token_weights(model, tokenizer, *batch.tensors(), method, **parts))
 
     expected = run()
     for name_of_default in DEFAULTS:
         with default(name_of_default):
-            found = run()
-        assert found == expected, name_of_default
+            actual = run()
+        assert actual == expected, name_of_default
 
 
 @pytest.mark.parametrize("name", DEFAULTS)

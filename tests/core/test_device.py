@@ -34,24 +34,32 @@ def compare(name: str, **columns: Any) -> float:
     """The largest difference, as a part of the largest value."""
     from tests.core import card
 
-    given = valid_weights() | {
+    arguments = valid_weights() | {
         "fields": TURNS,
         "config": build(name, FITTED if name == "fitted" else {}),
         "model": tiny_model(),
         **columns,
     }
-    given |= {"examples": [example("?", "7")] * 3, "tokenizer": tiny_tokenizer()}
-    expected = compute_token_weights(**given)
+    arguments["examples"] = [example("?", "7")] * 3
+    arguments["tokenizer"] = tiny_tokenizer()
+    expected = compute_token_weights(**arguments)
     with card.card():
-        there = {key: of.to(card.DEVICE) if isinstance(of, torch.Tensor) else of for key, of in given.items()}
+        on_card = {
+            key: argument.to(card.DEVICE) if isinstance(argument, torch.Tensor) else argument
+            for key, argument in arguments.items()
+        }
         rewards = [torch.tensor(of_row).to(card.DEVICE) for of_row in TURNS["step_rewards"]]
-        there |= {"fields": TURNS | {"step_rewards": rewards}, "model": card.moved(given["model"])}
-        found, differences = compute_token_weights(**there), []
-        assert found.failed.device == found.selected.device == card.DEVICE
+        on_card["fields"] = TURNS | {"step_rewards": rewards}
+        on_card["model"] = card.moved(arguments["model"])
+        result = compute_token_weights(**on_card)
+        differences = []
+        assert result.failed.device == result.selected.device == card.DEVICE
         for part in ("weights", "scores", "advantages"):
-            value, other = getattr(found, part), getattr(expected, part)
-            assert value.device == card.DEVICE and torch.equal(value.cpu().isnan(), other.isnan()), part
-            difference, largest = (value.cpu() - other).nan_to_num().abs().max(), other.nan_to_num().abs().max()
+            value = getattr(result, part)
+            expected_value = getattr(expected, part)
+            assert value.device == card.DEVICE and torch.equal(value.cpu().isnan(), expected_value.isnan()), part
+            difference = (value.cpu() - expected_value).nan_to_num().abs().max()
+            largest = expected_value.nan_to_num().abs().max()
             differences.append(float(difference) / max(1e-30, float(largest)))
         return max(differences)
 
@@ -65,9 +73,9 @@ def differences() -> dict[str, float | str]:
 
 @pytest.mark.parametrize("name", [*METHODS, *OWN, *COMPUTED])
 def test_weights_are_those_of_the_cpu(name: str, differences: dict[str, float | str]) -> None:
-    found = differences[name]
-    assert isinstance(found, float), found
-    assert found <= CLOSE.get(name, 1e-5)
+    difference = differences[name]
+    assert isinstance(difference, float), difference
+    assert difference <= CLOSE.get(name, 1e-5)
 
 
 if __name__ == "__main__":

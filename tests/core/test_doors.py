@@ -26,25 +26,38 @@ from grail_advantage.receipt import Loss, check
 from tests.core.receipt_loop import rollout, train
 from tests.core.tiny_models import ROLLOUTS, Rollout, char_tokenizer, compute, make_batch, plain_columns, tiny_model
 
-NAN, INF = math.nan, math.inf
+NAN = math.nan
+INF = math.inf
 Mistakes = Mapping[str, Sequence[Any]]
 """By argument; a function makes its value of the valid one, anything else stands in its place."""
 
 
 def at(value: float, *place: int, dtype: torch.dtype | None = None) -> Callable[[torch.Tensor], torch.Tensor]:
     """A tensor with one other value."""
-    index, other = tuple(map(torch.tensor, place)), torch.tensor(value)
-    return lambda v: v.to(dtype or v.dtype).index_put(index, other.to(dtype or v.dtype))
+    index = tuple(map(torch.tensor, place))
+    number = torch.tensor(value)
+    return lambda v: v.to(dtype or v.dtype).index_put(index, number.to(dtype or v.dtype))
 
 
 NO_TENSOR: list[Any] = [
-    *("text", 1.0, lambda v: v.tolist(), lambda v: v.numpy(), lambda v: {"v": v}, lambda v: v.to_sparse()),
-    *(lambda v: v.to("meta"), lambda v: v.to(torch.complex64), lambda v: v.to(torch.float8_e4m3fn)),
+    "text",
+    1.0,
+    lambda v: v.tolist(),
+    lambda v: v.numpy(),
+    lambda v: {"v": v},
+    lambda v: v.to_sparse(),
+    lambda v: v.to("meta"),
+    lambda v: v.to(torch.complex64),
+    lambda v: v.to(torch.float8_e4m3fn),
     lambda v: torch.quantize_per_tensor(v.float(), 0.1, 0, torch.qint8),
 ]
 SHAPES: list[Any] = [
-    *(lambda v: v[:-1], lambda v: v[None], lambda v: v[..., None], lambda v: torch.cat([v, v])),
-    *(lambda v: v.flatten()[0], lambda v: v[:0]),
+    lambda v: v[:-1],
+    lambda v: v[None],
+    lambda v: v[..., None],
+    lambda v: torch.cat([v, v]),
+    lambda v: v.flatten()[0],
+    lambda v: v[:0],
 ]
 WIDTHS: list[Any] = [lambda v: v[:, :-1], lambda v: v[0], lambda v: v.T, lambda v: v[:, :0]]
 LAYOUTS: list[Any] = [lambda v: torch.stack([v, v], -1)[..., 0], lambda v: v.T.contiguous().T]
@@ -75,6 +88,7 @@ def valid_weights() -> dict[str, Any]:
         "temperature": 0.7,
         "old_log_probs": -3 * torch.rand(batch.input_ids.shape, generator=generator),
         "entropy": torch.rand(batch.input_ids.shape, generator=generator),
+        "ref_log_probs": -2 * torch.rand(batch.input_ids.shape, generator=generator),
         "groups": torch.tensor([0, 0, 1]),
         "examples": [Example([{"role": "user", "content": "?"}], {"solution": "7"}, {})] * 3,
         "masked": torch.tensor([0, 0, 0]),
@@ -98,6 +112,7 @@ OF_WEIGHTS: Mistakes = {
     "temperature": [0, -1.0, NAN, INF, None, "1", [1.0], True, 1 + 0j, torch.tensor([1.0, 2.0])],
     "old_log_probs": [lambda v: v[:, :-1], lambda v: v.long(), lambda v: v.exp(), at(INF, 0, -1)],
     "entropy": [lambda v: v.numpy(), lambda v: v.bool(), lambda v: -v],
+    "ref_log_probs": [lambda v: v[:-1], lambda v: -v],
     "groups": [lambda v: v[:-1], lambda v: v.float(), lambda v: v - 1, ["a", "a", "b"]],
     "examples": [[], "abc", 5, [{}] * 3, [None, 1, 2], lambda examples: examples[0]],
     "masked": [lambda v: v[:-1], at(2, 0), [0, 0, 0]],
@@ -121,20 +136,20 @@ SAME_WEIGHTS: Mistakes = {
 }
 
 
-def same_weights(found: Any, expected: Any) -> None:
+def same_weights(result: Any, expected: Any) -> None:
     for name in ("weights", "advantages"):
-        torch.testing.assert_close(getattr(found, name), getattr(expected, name), rtol=2e-3, atol=2e-3)
+        torch.testing.assert_close(getattr(result, name), getattr(expected, name), rtol=2e-3, atol=2e-3)
 
 
 @cache
 def valid_receipt() -> dict[str, Any]:
     """Likewise, with all columns; the gradients are those of PPO's loss, the first piece is the largest."""
-    given = rollout(3, ranks=2, updates=2, epochs=2, weights=True, drift=0.05)
+    update = rollout(3, ranks=2, updates=2, epochs=2, weights=True, drift=0.05)
 
-    tokens = [[int(given.batch.mask_BT[torch.cat([rows for _, rows in step])].sum()), 4] for step in given.plan]
+    tokens = [[int(update.batch.mask_BT[torch.cat([rows for _, rows in step])].sum()), 4] for step in update.plan]
     parts = {"keys": [f"k{row}" for row in range(8)], "left_out_B": torch.zeros(8, dtype=torch.bool)}
-    batch = replace(given.batch, **parts, totals_U2=torch.tensor(tokens))
-    pieces = sorted(train(given), key=lambda piece: -len(piece.rows_b))
+    batch = replace(update.batch, **parts, totals_U2=torch.tensor(tokens))
+    pieces = sorted(train(update), key=lambda piece: -len(piece.rows_b))
     return {"batch": batch, "loss": Loss("ppo", "clip", options={"low": 0.2, "high": 0.2}), "pieces": pieces}
 
 
@@ -172,16 +187,17 @@ SAME_RECEIPT: Mistakes = {
 }
 
 
-def same_receipt(found: Any, expected: Any) -> None:
-    assert found.ok, found.findings
-    torch.testing.assert_close(found.received_BT, expected.received_BT, equal_nan=True)
-    torch.testing.assert_close(found.expected_UBT, expected.expected_UBT, equal_nan=True)
+def same_receipt(receipt: Any, expected: Any) -> None:
+    assert receipt.ok, receipt.findings
+    torch.testing.assert_close(receipt.received_BT, expected.received_BT, equal_nan=True)
+    torch.testing.assert_close(receipt.expected_UBT, expected.expected_UBT, equal_nan=True)
 
 
 def valid_rollouts() -> dict[str, Any]:
-    known = {"columns": {"entropy": TWO}, "facts": {"reward": [1.0, 0.0]}, "keys": ["a", "b"]}
-    responses, advantages = [torch.tensor([1, 2, 3])] * 2, torch.tensor([1.0, -1.0])
-    return known | {"prompts": responses, "responses": responses, "mask": TWO.bool(), "advantages": advantages}
+    parts = {"columns": {"entropy": TWO}, "facts": {"reward": [1.0, 0.0]}, "keys": ["a", "b"]}
+    responses = [torch.tensor([1, 2, 3])] * 2
+    advantages = torch.tensor([1.0, -1.0])
+    return parts | {"prompts": responses, "responses": responses, "mask": TWO.bool(), "advantages": advantages}
 
 
 TWO = torch.ones(2, 3)
@@ -246,21 +262,22 @@ def test_a_tenth_of_a_response_may_be_unknown_to_the_tokenizer() -> None:
 
 def test_a_response_without_a_token_before_it_is_refused() -> None:
     """A response of no token needs none."""
-    tokens, nothing = torch.ones(3).long(), torch.tensor([], dtype=torch.int64)
-    given = valid_rollouts() | {"prompts": [tokens, nothing]}
+    tokens = torch.ones(3).long()
+    nothing = torch.tensor([], dtype=torch.int64)
+    arguments = valid_rollouts() | {"prompts": [tokens, nothing]}
     with pytest.raises(ValueError, match="response 1 has no prompt token"):
-        Rollouts(**given)
-    assert len(Rollouts(**given | {"responses": [tokens, nothing]})) == 2
+        Rollouts(**arguments)
+    assert len(Rollouts(**arguments | {"responses": [tokens, nothing]})) == 2
 
 
 @pytest.mark.parametrize("name", ["turn_rloo", "gigpo", "step_values", "shear", "rlsd"])
 def test_what_a_method_reads_is_asked_for(name: str) -> None:
     config = build(name)
-    given = valid_weights() | {"config": config, "fields": {"tool_rewards": [[]] * 3}}
+    arguments = valid_weights() | {"config": config, "fields": {"tool_rewards": [[]] * 3}}
     of_turns = {"fields"} if "rewards" in config.reads else set()
     for missing in config.reads & {"groups", "rewards", "examples"} | of_turns:
         with pytest.raises(ValueError, match=name):
-            compute_token_weights(**given | {missing: None})
+            compute_token_weights(**arguments | {missing: None})
 
 
 PASSES = [Grail(gate="all"), Oar("perturbation"), build("surprisal", {"gate": "all", "statistics": "response"})]
@@ -284,12 +301,13 @@ LOGITS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 def with_logits(kind: str, change: Callable[[torch.Tensor], torch.Tensor]) -> nn.Module:
     """A language model with positions of its own, as wrappers for soft prompts, distillation or labels have them."""
     model = tiny_model(layers=1)
-    own, inner = torch.randn(1, 3, 16, generator=torch.Generator().manual_seed(0)), model.forward
+    vectors_put_in_front = torch.randn(1, 3, 16, generator=torch.Generator().manual_seed(0))
+    inner = model.forward
 
     def forward(input_ids: torch.Tensor, **_: Any) -> Any:
         if "prepended" in kind:
             vectors = model.get_input_embeddings()(input_ids)
-            output = inner(inputs_embeds=torch.cat([own.expand(len(vectors), -1, -1), vectors], dim=1))
+            output = inner(inputs_embeds=torch.cat([vectors_put_in_front.expand(len(vectors), -1, -1), vectors], dim=1))
         else:
             output = inner(input_ids=input_ids[:, kind.startswith("first token") :])
         output.logits = change(output.logits)
@@ -313,12 +331,12 @@ def test_a_model_with_other_positions_is_refused(kind: str) -> None:
 def surprisal(model: nn.Module, temperature: float = 1.0) -> list[float]:
     """From the model, as the entropies: both are compared with those of all logits."""
     inside = RIGHT.response_mask[0].bool()
-    prompt, response = (RIGHT.input_ids[0][of].tolist() for of in (~inside, inside))
+    prompt, response = (RIGHT.input_ids[0][tokens].tolist() for tokens in (~inside, inside))
     log_probs, entropies = plain_columns(model, prompt, response, temperature)
     expected = [-value for value in log_probs]
     for method, values in ((PASSES[2], expected), (build("entropy"), entropies)):
-        found = RIGHT.of_responses(compute(model, RIGHT, method, temperature=temperature).scores)[0]
-        assert found == pytest.approx(values, rel=1e-4, abs=1e-4)
+        scores = RIGHT.of_responses(compute(model, RIGHT, method, temperature=temperature).scores)[0]
+        assert scores == pytest.approx(values, rel=1e-4, abs=1e-4)
     return expected
 
 

@@ -25,8 +25,10 @@ def hooks_of(model: nn.Module) -> dict[tuple[str, str], list[Any]]:
     """Those that there are, by module and kind."""
     tables = [name for name in vars(model) if name.endswith(("_hooks", "_hooks_with_kwargs"))]
     assert len(tables) >= 8
-    found = {(name, of): list(vars(part).get(of, ())) for name, part in model.named_modules() for of in tables}
-    return {place: there for place, there in found.items() if there}
+    hooks_by_place = {
+        (name, table): list(vars(part).get(table, ())) for name, part in model.named_modules() for table in tables
+    }
+    return {place: hooks_there for place, hooks_there in hooks_by_place.items() if hooks_there}
 
 
 def test_logits_of_half_precision_are_divided_in_float32() -> None:
@@ -42,7 +44,8 @@ def test_log_probs_and_entropies_by_hand(together: int, monkeypatch: pytest.Monk
     monkeypatch.setattr(hooks, "TOGETHER", together)
     logits = torch.tensor([[0.0, math.log(3), -math.inf], [0.0, 0.0, 0.0], [math.nan, 0.0, 0.0]])
     tokens = torch.tensor([1, 2, 0])
-    log_probs, entropies = hooks.log_probs(logits, tokens, 1.0), hooks.entropies(logits, 1.0)
+    log_probs = hooks.log_probs(logits, tokens, 1.0)
+    entropies = hooks.entropies(logits, 1.0)
     quarters = -(0.25 * math.log(0.25) + 0.75 * math.log(0.75))
     assert log_probs[:2].tolist() == pytest.approx([math.log(0.75), -math.log(3)], rel=1e-6)
     assert entropies[:2].tolist() == pytest.approx([quarters, math.log(3)], rel=1e-6)
@@ -64,26 +67,27 @@ def test_capture_replaces_the_first_of_a_tuple_by_a_leaf() -> None:
 @pytest.mark.parametrize("method", [Grail(preset="robust", gate="all"), Oar()])
 def test_a_pass_keeps_nothing_for_gradients_of_parameters(method: Method, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its scores are those of a pass that could give them, bit for bit; afterwards the same parameters train as before."""
-    model, batch = tiny_model(), make_batch(ROLLOUTS.values())
+    model = tiny_model()
+    batch = make_batch(ROLLOUTS.values())
     model.get_input_embeddings().weight.requires_grad_(False)  # as somebody froze it
     trains = [parameter.requires_grad for parameter in model.parameters()]
 
     def run() -> tuple[torch.Tensor, int]:
-        kept = 0
+        saved = 0
 
         def count(tensor: torch.Tensor) -> torch.Tensor:
-            nonlocal kept
-            kept += tensor.numel()
+            nonlocal saved
+            saved += tensor.numel()
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
-            return compute(model, batch, method).scores, kept
+            return compute(model, batch, method).scores, saved
 
-    scores, kept = run()
+    scores, saved = run()
     assert [parameter.requires_grad for parameter in model.parameters()] == trains
     monkeypatch.setattr(hooks, "frozen_parameters", lambda model: contextlib.nullcontext())
     expected, kept_for_parameters = run()
-    assert torch.equal(scores.nan_to_num(-1), expected.nan_to_num(-1)) and kept < 0.9 * kept_for_parameters
+    assert torch.equal(scores.nan_to_num(-1), expected.nan_to_num(-1)) and saved < 0.9 * kept_for_parameters
 
 
 class DropsOutByItself(GradientCheckpointingLayer):
@@ -100,7 +104,8 @@ class DropsOutByItself(GradientCheckpointingLayer):
 def test_blocks_are_checkpointed_in_evaluation_mode_inside(configured: bool) -> None:
     block = DropsOutByItself().train()
     block.gradient_checkpointing = configured
-    leaf, model = torch.arange(8.0).requires_grad_(), nn.Sequential(block)
+    leaf = torch.arange(8.0).requires_grad_()
+    model = nn.Sequential(block)
     with hooks.evaluation_mode(model, checkpoint_blocks=not configured):
         (gradient,) = torch.autograd.grad(model(leaf * 1).sum(), leaf)
     assert block.calls == (False, False)  # once more in the backward
@@ -110,16 +115,19 @@ def test_blocks_are_checkpointed_in_evaluation_mode_inside(configured: bool) -> 
 
 
 def test_a_forward_that_goes_past_a_hook_is_said() -> None:
-    model, other = tiny_model(layers=1), nn.Linear(16, 97)
-    ids, head = torch.zeros((1, 3), dtype=torch.int64), SimpleNamespace(get_output_embeddings=lambda: other)
-    for reader in (hooks.capture_leaf(other), hooks.capture_hidden_states(head)):
+    model = tiny_model(layers=1)
+    unused = nn.Linear(16, 97)
+    ids = torch.zeros((1, 3), dtype=torch.int64)
+    head = SimpleNamespace(get_output_embeddings=lambda: unused)
+    for reader in (hooks.capture_leaf(unused), hooks.capture_hidden_states(head)):
         with pytest.raises(ValueError, match="Linear"), reader:
             model(input_ids=ids)
-        assert not hooks_of(other)
+        assert not hooks_of(unused)
 
 
 METHODS: dict[str, Method] = {"embeddings": Grail("official"), "last block": Grail("robust", leaf="last")}
-METHODS |= {"noise": Oar("gradient"), "replacements": Oar("perturbation")}
+METHODS["noise"] = Oar("gradient")
+METHODS["replacements"] = Oar("perturbation")
 BATCH = make_batch([ROLLOUTS[name] for name in ("several boxes", "no box", "right, several boxes", "empty box")])
 
 
@@ -186,18 +194,19 @@ def model_that_was(start: str) -> Any:
 def test_nothing_is_left(what: str, start: str, context: Callable[[], Any]) -> None:
     """And what nothing breaks gives the weights of a model in evaluation mode: no dropout either."""
     for name in METHODS:
-        model, expected = model_that_was(start), compute(tiny_model(), BATCH, METHODS[name]).weights
+        model = model_that_was(start)
+        expected = compute(tiny_model(), BATCH, METHODS[name]).weights
         BREAKS[what](model)
         with context():
-            before = state_of(model)
+            state_then = state_of(model)
             if what == "nothing" or (what == "the backward" and name == "replacements"):
-                found = compute(model, BATCH, METHODS[name]).weights
-                torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
+                weights = compute(model, BATCH, METHODS[name]).weights
+                torch.testing.assert_close(weights, expected, rtol=1e-3, atol=1e-3)
             else:
                 with pytest.raises(RuntimeError, match="broken on purpose"):
                     compute(model, BATCH, METHODS[name], tokens=1 if "second" in what else 4096)
-            after = state_of(model)
-        assert [part for part in before if after[part] != before[part]] == [], name
+            state_now = state_of(model)
+        assert [part for part in state_then if state_now[part] != state_then[part]] == [], name
 
 
 def with_activated_adapter(*, checkpointing: bool) -> Any:
@@ -230,8 +239,10 @@ def training_step(model: Any) -> list[list[float]]:
 def test_an_activated_adapter_is_as_before(name: str, call: int) -> None:
     """PEFT puts hooks on checkpointed blocks in a forward, and takes them off in its backward. So a pass leaves none, also
     where a forward breaks in a block, and training goes on as without it."""
-    plain, model = with_activated_adapter(checkpointing=False), with_activated_adapter(checkpointing=True)
-    expected, before = compute(plain, BATCH, METHODS[name]).weights, hooks_of(model)
+    plain = with_activated_adapter(checkpointing=False)
+    model = with_activated_adapter(checkpointing=True)
+    expected = compute(plain, BATCH, METHODS[name]).weights
+    hooks_then = hooks_of(model)
     if call:
         calls = itertools.count(1)
         block = model.base_model.model.model.layers[1].mlp
@@ -239,9 +250,9 @@ def test_an_activated_adapter_is_as_before(name: str, call: int) -> None:
         with pytest.raises(RuntimeError, match="broken on purpose"):
             compute(model, BATCH, METHODS[name])
         handle.remove()
-        assert hooks_of(model) == before
+        assert hooks_of(model) == hooks_then
     torch.testing.assert_close(compute(model, BATCH, METHODS[name]).weights, expected)
-    assert hooks_of(model) == before
+    assert hooks_of(model) == hooks_then
     assert training_step(model) == training_step(plain)
 
 

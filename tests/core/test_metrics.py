@@ -30,11 +30,12 @@ def weighed_of(r: Rollouts, weights: torch.Tensor, **parts: torch.Tensor) -> Wei
 
 def plainly(w: Weighed, norms: list[float]) -> dict[str, float]:
     """The figures token by token, in fractions."""
-    masks, flags = w.rollouts.mask.tolist(), {"low": w.low, "high": w.high}
+    masks = w.rollouts.mask.tolist()
+    flags = {"low": w.low, "high": w.high}
     sizes = [abs(Fraction(a)) if math.isfinite(a) else 0 for a in w.rollouts.advantages.tolist()]
     rows = [
-        [Fraction(x) for x, valid in zip(*of, strict=True) if valid]
-        for of in zip(w.weights.tolist(), masks, strict=True)
+        [Fraction(x) for x, valid in zip(*values, strict=True) if valid]
+        for values in zip(w.weights.tolist(), masks, strict=True)
     ]
     counted = [row for row in range(len(rows)) if rows[row]]
     tokens = [x for row in rows for x in row]
@@ -56,9 +57,9 @@ def plainly(w: Weighed, norms: list[float]) -> dict[str, float]:
         "non_finite_rate": w.failed.tolist(),
     }
     return {
-        **{name: sum(of[row] for row in counted) / len(counted) for name, of in rates.items()},
+        **{name: sum(values[row] for row in counted) / len(counted) for name, values in rates.items()},
         **{name: float(change / sum(changes.values())) for name, change in changes.items()},
-        **{f"clipped_{name}_rate": int(of.sum()) / int(w.by_score.sum()) for name, of in flags.items()},
+        **{f"clipped_{name}_rate": int(values.sum()) / int(w.by_score.sum()) for name, values in flags.items()},
         "average_weight": float(mean),
         "weight_deviation": math.sqrt(sum((x - mean) ** 2 for x in tokens) / len(tokens)),
         "effective_sample_ratio": float(sum(ratios) / len(ratios)),
@@ -78,22 +79,31 @@ def test_figures_token_by_token(level: float) -> None:
         return torch.rand(shape, generator=generator) > 0.5
 
     mask = (torch.arange(47) < torch.randint(0, 48, (23, 1), generator=generator)) & drawn(23, 47)
-    mask[5], mask[7] = False, True
+    mask[5] = False
+    mask[7] = True
     weights = level + 0.01 * torch.randn(23, 47, generator=generator)
     weights[torch.rand(23, generator=generator) > 0.7] = 1.0
     weights[8] = 0.0
-    advantages, norms = torch.randn(23, generator=generator), torch.rand(1013, generator=generator)
-    advantages[3], advantages[10], advantages[11] = 0.0, math.nan, -math.inf
-    norms[17], norms[1000] = math.nan, math.inf
-    before, by_score = norms.clone(), mask & drawn(23, 47)
-    r = rollouts_of([[0] * 47] * 23, advantages, mask.tolist(), [SPAN if found else None for found in drawn(23)])
+    advantages = torch.randn(23, generator=generator)
+    norms = torch.rand(1013, generator=generator)
+    advantages[3] = 0.0
+    advantages[10] = math.nan
+    advantages[11] = -math.inf
+    norms[17] = math.nan
+    norms[1000] = math.inf
+    copy = norms.clone()
+    by_score = mask & drawn(23, 47)
+    r = rollouts_of(
+        [[0] * 47] * 23, advantages, mask.tolist(), [SPAN if has_answer else None for has_answer in drawn(23)]
+    )
     flags = {name: by_score & drawn(23, 47) for name in ("low", "high")}
     w = weighed_of(r, weights * mask, by_score=by_score, selected=drawn(23), failed=drawn(23), **flags)
-    got, expected = figures(w, norms), plainly(w, norms.tolist())
+    got = figures(w, norms)
+    expected = plainly(w, norms.tolist())
     assert 0 < expected["weight_one_rate"] < 1
     assert got == pytest.approx(expected, rel=1e-12)
     assert list(got) == [*metrics.METRICS, *metrics.GRADIENT_METRICS]
-    assert torch.equal(norms.nan_to_num(), before.nan_to_num()), "the caller's are left alone"
+    assert torch.equal(norms.nan_to_num(), copy.nan_to_num()), "the caller's are left alone"
 
 
 def test_what_a_change_consists_of() -> None:
@@ -107,8 +117,8 @@ def test_what_a_change_consists_of() -> None:
         ({"content_weight": 1.0}, [0.0, 0.0, 1.0]),
         ({"content_weight": 1.0, "control": "answer"}, [0.0, 0.0, 0.0]),
     ):
-        found = weighed(Grail(**options), r, of_pass).metrics
-        assert [found[name] for name in metrics.CHANGE] == pytest.approx(shares)
+        figures = weighed(Grail(**options), r, of_pass).metrics
+        assert [figures[name] for name in metrics.CHANGE] == pytest.approx(shares)
 
 
 def test_an_updates_effect_by_hand() -> None:
@@ -117,8 +127,8 @@ def test_an_updates_effect_by_hand() -> None:
     mask = torch.tensor([[1, 1, 1], [1, 1, 0]]).bool()
     effect = torch.tensor([[0.3, -0.5, -0.1], [-0.2, 0.1, math.nan]])
     log_probs = torch.tensor([[0.0, 0.5, 0.9], [0.995, 0.4, 0.5]]).log()
-    given = mask, log_probs
-    assert effect_figures(advantages, effect, *given) == {
+    arguments = mask, log_probs
+    assert effect_figures(advantages, effect, *arguments) == {
         "moved_with_advantage_rate": 0.5,
         "moved_with_advantage_weighted": pytest.approx(5 / 7),
         "moved_with_advantage_p50": 0.0,
@@ -128,8 +138,8 @@ def test_an_updates_effect_by_hand() -> None:
     }
     # Of an update of other responses alone, and of one that was not measured.
     names = [f"moved_with_advantage_{name}" for name in ("rate", "p50", "p90", "p100")]
-    assert effect_figures(advantages, torch.zeros(2, 3), *given) == dict.fromkeys(names, 0.0)
-    assert effect_figures(advantages, torch.full((2, 3), math.nan), *given) == {}
+    assert effect_figures(advantages, torch.zeros(2, 3), *arguments) == dict.fromkeys(names, 0.0)
+    assert effect_figures(advantages, torch.full((2, 3), math.nan), *arguments) == {}
 
 
 def test_rank_correlation() -> None:

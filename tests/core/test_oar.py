@@ -55,10 +55,10 @@ class PlainOar:
         return (sum(logits[p - 1] for p in answer) / len(answer)).softmax(-1)
 
     @staticmethod
-    def apart(clean: torch.Tensor, other: torch.Tensor, probe: str) -> torch.Tensor:
+    def apart(clean: torch.Tensor, changed: torch.Tensor, probe: str) -> torch.Tensor:
         if probe == "answer_joint":
-            return clean - other
-        return (clean * (clean.log() - other.log())).sum()
+            return clean - changed
+        return (clean * (clean.log() - changed.log())).sum()
 
     def gradient_scores(self, ids: list[int], start: int, span: Span, options: dict) -> list[float]:
         """Scores of the response tokens, NaN where there is none."""
@@ -84,29 +84,31 @@ class PlainOar:
 
     @torch.no_grad()
     def perturbation_scores(self, ids: list[int], start: int, span: Span, options: dict) -> list[float]:
-        before = self.probe(self.embed(ids), ids, start, span, options["probe"])
-        reasoning, most = span[0], options["max_perturbations"]
+        clean = self.probe(self.embed(ids), ids, start, span, options["probe"])
+        reasoning = span[0]
+        limit = options["max_perturbations"]
         chosen = list(range(reasoning))
-        if most is not None and most < reasoning:
-            chosen = [round(k * (reasoning - 1) / max(most - 1, 1)) for k in range(most)]
+        if limit is not None and limit < reasoning:
+            chosen = [round(k * (reasoning - 1) / max(limit - 1, 1)) for k in range(limit)]
         exact = {}
         for t in chosen:
-            other = [*ids[: start + t], self.pad, *ids[start + t + 1 :]]
+            replaced = [*ids[: start + t], self.pad, *ids[start + t + 1 :]]
             # The replaced row is what the model reads; the answer asked for is that of the row itself.
-            after = self.probe(self.embed(other), ids, start, span, options["probe"])
-            exact[t] = float(self.apart(before, after, options["probe"]))
+            changed = self.probe(self.embed(replaced), ids, start, span, options["probe"])
+            exact[t] = float(self.apart(clean, changed, options["probe"]))
         scores = [math.nan] * (len(ids) - start)
         for t in range(reasoning):
-            left = max((c for c in chosen if c <= t), default=chosen[0])
+            left_place = max((c for c in chosen if c <= t), default=chosen[0])
             right = min((c for c in chosen if c >= t), default=chosen[-1])
-            share = (t - left) / (right - left) if right > left else 0.0
-            scores[t] = exact[left] + share * (exact[right] - exact[left])
+            share = (t - left_place) / (right - left_place) if right > left_place else 0.0
+            scores[t] = exact[left_place] + share * (exact[right] - exact[left_place])
         return scores
 
 
 def row_weights(method: str, scores: list[float], span: Span | None, advantage: float, options: dict) -> list[float]:
     """Weights of one response from its tokens' scores."""
-    weights, port = [1.0] * len(scores), options["variant"] == "grail_port"
+    weights = [1.0] * len(scores)
+    port = options["variant"] == "grail_port"
     members = 0 if span is None or advantage == 0 else len(scores) if port and method == "gradient" else span[0]
     if members:
         numbers = {name: options[name] for name in OF_MAP[options["reshaper"]]}
@@ -138,26 +140,29 @@ def assert_matches(
     RMSNorm and RoPE compute in float32 in any model; of its seven digits the noise leaves the gradient three.
     """
     tolerance = {"gradient": 1e-3, "perturbation": 1e-5}[method]
-    config, batch = Oar(method, **options), make_batch(rollouts, padding)
+    config = Oar(method, **options)
+    batch = make_batch(rollouts, padding)
     got = compute(model, batch, config)
     options = {**DEFAULTS, **options}
     assert set(options) == set(DEFAULTS)
     values = batch.of_responses(got.weights), batch.of_responses(got.scores), got.spans
-    for rollout, weights, scores, found in zip(rollouts, *values, strict=True):
-        prompt, response, advantage = encode(rollout.prompt), encode(rollout.response), rollout.advantage
+    for rollout, weights, scores, span_found in zip(rollouts, *values, strict=True):
+        prompt = encode(rollout.prompt)
+        response = encode(rollout.response)
+        advantage = rollout.advantage
         span = next(reversed(boxed_spans(rollout.response)), None)
-        assert (found and dataclasses.astuple(found)) == span
-        wanted = [math.nan] * len(response)
+        assert (span_found and dataclasses.astuple(span_found)) == span
+        expected_scores = [math.nan] * len(response)
         if span is not None:
             read = plain.gradient_scores if method == "gradient" else plain.perturbation_scores
-            wanted = read(prompt + response, len(prompt), span, options)
-        expected = row_weights(method, wanted, span, advantage, options)
+            expected_scores = read(prompt + response, len(prompt), span, options)
+        expected = row_weights(method, expected_scores, span, advantage, options)
         assert weights == pytest.approx(expected, rel=20 * tolerance, abs=20 * tolerance)
         if span is None or advantage == 0 or (config.statistics == "reasoning" and span[0] == 0):
             assert all(map(math.isnan, scores))
         else:
-            largest = max(abs(score) for score in wanted if not math.isnan(score))
-            assert scores == pytest.approx(wanted, rel=tolerance, abs=tolerance * largest, nan_ok=True)
+            largest = max(abs(score) for score in expected_scores if not math.isnan(score))
+            assert scores == pytest.approx(expected_scores, rel=tolerance, abs=tolerance * largest, nan_ok=True)
     assert (got.weights[batch.response_mask == 0] == 0).all()
     return got
 
@@ -189,9 +194,9 @@ def test_any_options(method: str, options: dict, family: str, padding: str, of_m
 @pytest.mark.parametrize("method", METHODS)
 def test_every_kind_of_rollout(method: str, variant: str) -> None:
     got = assert_matches(*subject(), list(ROLLOUTS.values()), method, variant=variant)
-    whole = (method, variant) == ("gradient", "grail_port")
+    is_port = (method, variant) == ("gradient", "grail_port")
     assert got.stats["answer_found_rate"] == 10 / 12
-    assert got.stats["selected_rate"] == (10 if whole else 9) / 12  # one box is at the start
+    assert got.stats["selected_rate"] == (10 if is_port else 9) / 12  # one box is at the start
     assert ("gradient_norm_p10" in got.stats) == (method == "gradient")
 
 
@@ -210,7 +215,8 @@ def test_counterfactuals_go_in_batches_behind_what_they_share() -> None:
     """A clean pass, then batches within the budget, each from its own first replaced token on."""
     model, plain = subject()
     rollout = ROLLOUTS["text after the box"]  # 15 prompt tokens, 19 reasoning tokens, 9 of the box
-    expected, batch = assert_matches(model, plain, [rollout], "perturbation"), make_batch([rollout], "both")
+    expected = assert_matches(model, plain, [rollout], "perturbation")
+    batch = make_batch([rollout], "both")
     with watch_inputs(model.get_input_embeddings()) as shapes:
         got = compute(model, batch, Oar("perturbation"), tokens=8 * 42 + 41)
     assert shapes == [(1, 42), (8, 42 - 15), (8, 42 - 23), (3, 42 - 31)]

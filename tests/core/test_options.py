@@ -79,7 +79,7 @@ def host(r: Rollouts) -> PlainHost:
 
 
 @cache
-def made(method: BaseMethod) -> Weighed:
+def weigh_batch(method: BaseMethod) -> Weighed:
     """Of the batch."""
     return weigh(batch(), method, host(batch()))
 
@@ -132,13 +132,11 @@ ODD_NUMBERS = {
     "lam_steps": [2],
     "noise_seed": [1],
 }
-ODD_NUMBERS |= {
-    "max_perturbations": [1, 3],
-    "iterations": [1, 30],
-    "window": [4, 30],
-    "stride": [2, 8],
-    "content_weight": [0.0, 3.0],
-}
+ODD_NUMBERS["max_perturbations"] = [1, 3]
+ODD_NUMBERS["iterations"] = [1, 30]
+ODD_NUMBERS["window"] = [4, 30]
+ODD_NUMBERS["stride"] = [2, 8]
+ODD_NUMBERS["content_weight"] = [0.0, 3.0]
 
 
 OF_THE_OTHER = {("oar_p", "noise_std"), ("oar_p", "noise_seed"), ("oar_g", "max_perturbations")}
@@ -172,9 +170,9 @@ def options_of(name: str) -> Iterator[tuple[str, Any]]:
 
 
 def built(name: str, options: Options) -> BaseMethod | None:
-    known = {option: value for option, value in options.items() if option in methods()[name].model_fields}
+    shared = {option: value for option, value in options.items() if option in methods()[name].model_fields}
     try:
-        return build(name, known)
+        return build(name, shared)
     except ValueError:
         return None
 
@@ -190,9 +188,10 @@ def test_every_value_changes_a_number_or_is_refused(name: str) -> None:
             if plain is None or changed is None or changed == plain:
                 changes.append(True)  # it is refused, or the default
             else:
-                found, expected = made(changed), made(plain)
-                same = torch.equal(found.weights, expected.weights) and torch.equal(
-                    found.advantages, expected.advantages
+                actual = weigh_batch(changed)
+                expected = weigh_batch(plain)
+                same = torch.equal(actual.weights, expected.weights) and torch.equal(
+                    actual.advantages, expected.advantages
                 )
                 changes.append(not same)
         if not any(changes) and (name, option) not in OF_THE_OTHER:

@@ -18,7 +18,8 @@ from transformers import PreTrainedModel
 from grail_advantage.model.probe import HALF_LIMIT, LIMIT, MOST_ROWS, Finding, difference, limit_of, probe, probe_rows
 from tests.core.tiny_models import FAMILIES, Family
 
-PAD, LONGEST = 99, 40
+PAD = 99
+LONGEST = 40
 SAME = 1e-3
 """Gradients that differ by less are the same: by rounding alone they differ by up to 3e-4 (a router), else by at least 4e-3."""
 
@@ -43,7 +44,8 @@ def in_trl(model: PreTrainedModel, rows: Sequence[torch.Tensor]) -> list[torch.T
     mask_BL = torch.zeros_like(ids_BL)
     places = [slice(width - len(row) // 2, width - len(row) // 2 + len(row)) for row in rows]
     for row, (tokens_S, at) in enumerate(zip(rows, places, strict=True)):
-        ids_BL[row, at], mask_BL[row, at] = tokens_S, 1
+        ids_BL[row, at] = tokens_S
+        mask_BL[row, at] = 1
     logits = model(input_ids=ids_BL, attention_mask=mask_BL, use_cache=False).logits
     return [of_row[at] for of_row, at in zip(logits, places, strict=True)]
 
@@ -81,7 +83,8 @@ def truth(model: PreTrainedModel, layout: str) -> float:
     and of a long one."""
     lay, training = WAYS[layout]
     model.train(training)
-    short_S, long_S = torch.arange(3, 13), torch.arange(5, 5 + LONGEST) % 60
+    short_S = torch.arange(3, 13)
+    long_S = torch.arange(5, 5 + LONGEST) % 60
 
     def gradient(rows: list[torch.Tensor], row: int) -> torch.Tensor:
         torch.manual_seed(17 * len(rows))  # as many micro-batches more or fewer came before
@@ -91,16 +94,18 @@ def truth(model: PreTrainedModel, layout: str) -> float:
 
     differences = []
     for place, row in ((1, short_S), (0, long_S)):
-        expected, found = gradient([row], 0), gradient([long_S, short_S], place)
-        differences.append(float((found - expected).abs().max() / expected.abs().max()))
+        expected = gradient([row], 0)
+        actual = gradient([long_S, short_S], place)
+        differences.append(float((actual - expected).abs().max() / expected.abs().max()))
     return max(differences)
 
 
 @pytest.mark.parametrize("name", sorted(FAMILIES.keys() - {"bloom", "gemma2", "lfm2", "llama, dynamic"}))
 def test_the_answer_is_the_truth(name: str) -> None:
     for layout in WAYS:
-        found, exact = finding(FAMILIES[name].build(), layout), truth(FAMILIES[name].build(), layout)
-        assert found.holds == (exact < SAME), (layout, found, exact)
+        answer = finding(FAMILIES[name].build(), layout)
+        exact = truth(FAMILIES[name].build(), layout)
+        assert answer.holds == (exact < SAME), (layout, answer, exact)
 
 
 Change = Callable[[PreTrainedModel], Any]
@@ -130,7 +135,8 @@ ADDED: dict[str, tuple[Change, bool]] = {
 
 @pytest.mark.parametrize("name", ADDED)
 def test_what_is_added_to_a_model_counts(name: str) -> None:
-    model, (change, holds) = FAMILIES["qwen3"].build(), ADDED[name]
+    model = FAMILIES["qwen3"].build()
+    (change, holds) = ADDED[name]
     changed = change(model)
     model = changed if isinstance(changed, nn.Module) else model
     assert finding(model, "padded").holds == holds
@@ -141,11 +147,11 @@ def test_the_probe_leaves_nothing_behind() -> None:
     """No random number is missed, and buffers are as they were: dynamic frequencies, statistics of batches."""
     model = FAMILIES["llama, dynamic"].build()
     batch_statistics(model)
-    before = {name: values.clone() for name, values in model.named_buffers()}
+    buffers = {name: values.clone() for name, values in model.named_buffers()}
     state = torch.get_rng_state()
     assert not finding(model, "padded").holds
     assert torch.equal(torch.get_rng_state(), state)
-    assert all(torch.equal(values, before.pop(name)) for name, values in model.named_buffers()) and not before
+    assert all(torch.equal(values, buffers.pop(name)) for name, values in model.named_buffers()) and not buffers
     assert all(values.grad is None for values in model.parameters())
 
 
@@ -168,26 +174,33 @@ def compiled(model: PreTrainedModel) -> None:
     model.compile(backend="eager", fullgraph=True)
 
 
-AROUND, AS_IT_IS = torch.autocast("cpu", torch.bfloat16), lambda model: None
+AROUND = torch.autocast("cpu", torch.bfloat16)
+
+
+def unchanged(model: PreTrainedModel) -> None:
+    """The model stays as it is."""
+
+
 PRECISIONS: dict[str, tuple[float, Change, AbstractContextManager[Any]]] = {
-    "float32": (LIMIT, AS_IT_IS, nullcontext()),
+    "float32": (LIMIT, unchanged, nullcontext()),
     "bfloat16": (HALF_LIMIT, lambda model: model.bfloat16(), nullcontext()),
-    "autocast around it": (HALF_LIMIT, AS_IT_IS, AROUND),
+    "autocast around it": (HALF_LIMIT, unchanged, AROUND),
     "autocast in a block": (HALF_LIMIT, lambda model: autocast(model.model.layers[1], torch.float16), nullcontext()),
     "autocast switched off in forward": (LIMIT, lambda model: autocast(model, enabled=False), AROUND),
     "compiled": (HALF_LIMIT, compiled, nullcontext()),
-    "TF32": (HALF_LIMIT, AS_IT_IS, TF32()),
+    "TF32": (HALF_LIMIT, unchanged, TF32()),
 }
 
 
 @pytest.mark.parametrize("name", PRECISIONS)
 def test_the_limit_is_that_of_what_is_computed(name: str) -> None:
-    model, (limit, change, around) = FAMILIES["qwen3"].build(), PRECISIONS[name]
+    model = FAMILIES["qwen3"].build()
+    (limit, change, around) = PRECISIONS[name]
     change(model)
     with around, torch.no_grad():
         assert limit_of(lambda: model(input_ids=torch.arange(1, 9)[None], use_cache=False)) == limit
-        found = finding(model, "a pass")
-    assert found.limit == limit and found.holds, found
+        answer = finding(model, "a pass")
+    assert answer.limit == limit and answer.holds, answer
 
 
 def test_a_micro_batch_is_as_full_as_a_run_may_make_it() -> None:
@@ -205,12 +218,12 @@ def mixing(lay: Logits, amount: float) -> Logits:
     """Moves each response's logits towards the mean of those beside it, where these go so far."""
 
     def mixed(model: PreTrainedModel, rows: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        own = lay(model, rows)
+        logits = lay(model, rows)
         length = min(map(len, rows))
-        mean_SV = torch.stack([logits_SV[:length] for logits_SV in own]).mean(dim=0)
-        for logits_SV in own:
+        mean_SV = torch.stack([logits_SV[:length] for logits_SV in logits]).mean(dim=0)
+        for logits_SV in logits:
             logits_SV[:length] += amount * (mean_SV - logits_SV[:length])
-        return own
+        return logits
 
     return mixed
 
@@ -224,17 +237,15 @@ def test_half_precision_tells_what_mixes_responses_from_rounding(dtype: torch.dt
     mixed = mixing(lay, amount)
     with torch.no_grad():
         exact = FAMILIES["qwen3"].build().double().eval()
-        alone, together = (
-            [log_probs_in(exact, mixed, row) for row in rows],
-            list(map(log_probs, mixed(exact, rows), rows)),
-        )
-    sizes = [difference(beside, by_itself) for beside, by_itself in zip(together, alone, strict=True)]
+        alone = [log_probs_in(exact, mixed, row) for row in rows]
+        together = list(map(log_probs, mixed(exact, rows), rows))
+    sizes = [difference(in_batch, by_itself) for in_batch, by_itself in zip(together, alone, strict=True)]
     model = FAMILIES["qwen3"].build().to(dtype).eval()
-    found = probe(model, lambda some: list(map(log_probs, mixed(model, some), some)), rows)
+    answer = probe(model, lambda part: list(map(log_probs, mixed(model, part), part)), rows)
     limit = LIMIT if dtype == torch.float32 else HALF_LIMIT
-    assert found.limit == limit
-    assert found.holds == (max(sizes[0], sizes[1], sizes[-1]) <= limit)
-    assert min(abs(found.difference - size) for size in sizes) <= (1e-4 if dtype == torch.float32 else 0.03)
+    assert answer.limit == limit
+    assert answer.holds == (max(sizes[0], sizes[1], sizes[-1]) <= limit)
+    assert min(abs(answer.difference - size) for size in sizes) <= (1e-4 if dtype == torch.float32 else 0.03)
 
 
 def log_probs_in(model: PreTrainedModel, lay: Logits, tokens_S: torch.Tensor) -> torch.Tensor:
@@ -248,8 +259,8 @@ def test_a_draw_that_seldom_matters_is_found() -> None:
     rows = probe_rows(torch.arange(PAD - 1), longest=LONGEST, rows=2)
     for seed in range(8):
         torch.manual_seed(seed)
-        found = probe(model, lambda some: list(map(log_probs, lay(model, some), some)), rows)
-        assert not found.holds, (seed, found)
+        answer = probe(model, lambda part: list(map(log_probs, lay(model, part), part)), rows)
+        assert not answer.holds, (seed, answer)
 
 
 def test_dropout_is_named() -> None:

@@ -24,54 +24,58 @@ NAMES = ("grail", "step_values", "surprisal", "turn_rloo")
 def rows() -> list[dict[str, Any]]:
     """With the first method's columns as the run's, and those of all of them."""
     signals = {name: hosts.signal_of(name) for name in NAMES}
-    return hosts.plain_table(signals[NAMES[0]], hosts.plain_rollouts(), others=signals).to_pylist()
+    return hosts.plain_table(signals[NAMES[0]], hosts.plain_rollouts(), by_method=signals).to_pylist()
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_numbers_of_a_method_are_those_of_the_function(rows: list[dict[str, Any]], name: str) -> None:
-    said = zip(hosts.RESPONSES, hosts.ADVANTAGES, strict=True)
-    batch = make_batch([Rollout(of.prompt, of.text, advantage) for of, advantage in said], "right")
-    mask, rollouts = batch.response_mask.bool(), hosts.plain_rollouts()
-    mask[mask.clone()] = torch.tensor([wrote for of in hosts.RESPONSES for wrote in of.written])
+    pairs = zip(hosts.RESPONSES, hosts.ADVANTAGES, strict=True)
+    batch = make_batch([Rollout(response.prompt, response.text, advantage) for response, advantage in pairs], "right")
+    mask = batch.response_mask.bool()
+    rollouts = hosts.plain_rollouts()
+    mask[mask.clone()] = torch.tensor([wrote for response in hosts.RESPONSES for wrote in response.written])
     method = hosts.signal_of(name)
-    known = {"temperature": hosts.TEMPERATURE, "groups": rollouts.groups, "rewards": rollouts.rewards}
-    known |= {"fields": dict(rollouts.fields), "masked": rollouts.truncated if method.mask_truncated else None}
+    parts = {"temperature": hosts.TEMPERATURE, "groups": rollouts.groups, "rewards": rollouts.rewards}
+    parts["fields"] = dict(rollouts.fields)
+    parts["masked"] = rollouts.truncated if method.mask_truncated else None
     arguments = (batch.input_ids, batch.attention_mask, mask, batch.advantages, method)
-    result = compute_token_weights(tiny_model(), char_tokenizer(), *arguments, **known)
+    result = compute_token_weights(tiny_model(), char_tokenizer(), *arguments, **parts)
     for number, row in enumerate(rows):
         (columns,) = [of_method for of_method in row["methods"] if of_method["name"] == name]
         of_run = row if name == NAMES[0] else columns
         assert name not in ("step_values", "turn_rloo") or columns["advantage"] is not None
         for column, values in (("score", result.scores), ("weight", result.weights), ("advantage", result.advantages)):
             expected = values[number, mask[number]].numpy()
-            for found in (of_run[column], columns[column]):
-                if found is not None:
-                    found = np.float32(found)[np.array(row["mask"])]
-                    np.testing.assert_allclose(found, expected, rtol=2e-4, atol=1e-5, err_msg=column)
+            for values_of_row in (of_run[column], columns[column]):
+                if values_of_row is not None:
+                    values_of_row = np.float32(values_of_row)[np.array(row["mask"])]
+                    np.testing.assert_allclose(values_of_row, expected, rtol=2e-4, atol=1e-5, err_msg=column)
 
 
 def test_numbers_of_the_policy_are_those_of_its_logits(rows: list[dict[str, Any]]) -> None:
-    for said, row in zip(hosts.RESPONSES, rows, strict=True):
-        columns = plain_columns(tiny_model(), encode(said.prompt), said.ids, hosts.TEMPERATURE)
+    for response, row in zip(hosts.RESPONSES, rows, strict=True):
+        columns = plain_columns(tiny_model(), encode(response.prompt), response.ids, hosts.TEMPERATURE)
         for name, values in zip(("old_log_prob", "entropy"), columns, strict=True):
-            expected = [value if wrote else math.nan for value, wrote in zip(values, said.written, strict=True)]
+            expected = [value if wrote else math.nan for value, wrote in zip(values, response.written, strict=True)]
             assert row[name] == pytest.approx(expected, rel=1e-3, abs=1e-4, nan_ok=True)
 
 
 def test_facts_are_those_of_the_responses(rows: list[dict[str, Any]]) -> None:
-    for number, (said, advantage, row) in enumerate(zip(hosts.RESPONSES, hosts.ADVANTAGES, rows, strict=True)):
+    for number, (response, advantage, row) in enumerate(zip(hosts.RESPONSES, hosts.ADVANTAGES, rows, strict=True)):
         assert (row["row"], row["group"], row["key"]) == (number, number // hosts.GROUP_SIZE, str(number))
-        assert (row["prompt"], row["response"]) == (said.prompt, said.text.removesuffix("<end>"))
-        assert (row["prompt_ids"], row["token_ids"]) == (encode(said.prompt), said.ids)
-        assert "".join(row["tokens"]) == row["response"] and len(row["tokens"]) == len(said.ids)
-        assert row["mask"] == said.written and row["truncated"] == (number == hosts.TRUNCATED)
+        assert (row["prompt"], row["response"]) == (response.prompt, response.text.removesuffix("<end>"))
+        assert (row["prompt_ids"], row["token_ids"]) == (encode(response.prompt), response.ids)
+        assert "".join(row["tokens"]) == row["response"] and len(row["tokens"]) == len(response.ids)
+        assert row["mask"] == response.written and row["truncated"] == (number == hosts.TRUNCATED)
         base = advantage if math.isfinite(advantage) else 0.0
-        assert row["base_advantage"] == [base if wrote else 0.0 for wrote in said.written]
-        if "\\boxed{" in said.text:
-            start = said.text.index("\\boxed{")  # official takes the first
-            assert row["span"][0] == start and said.text[row["span"][1] :].startswith(row["answer"])
+        assert row["base_advantage"] == [base if wrote else 0.0 for wrote in response.written]
+        if "\\boxed{" in response.text:
+            start = response.text.index("\\boxed{")  # official takes the first
+            assert row["span"][0] == start and response.text[row["span"][1] :].startswith(row["answer"])
     assert [row["answer"] for row in rows] == ["6", "5", "4", None, "5", "9", "6", "8", "1", "42"]
-    outside, none, zero = "outside the gate", "no answer", "advantage 0"
+    outside = "outside the gate"
+    none = "no answer"
+    zero = "advantage 0"
     reasons = [None, outside, None, none, zero, "truncated", None, outside, zero, None]
     assert [row["no_scores"] for row in rows] == reasons
     tool = [hosts.RESPONSES[-1].text.index("["), hosts.RESPONSES[-1].text.index("]") + 2]
@@ -101,7 +105,8 @@ def test_responses_without_a_token_count_in_no_rate() -> None:
         metrics = weigh(rollouts, hosts.signal_of("uniform"), PlainHost(tiny_model(), rollouts)).metrics
         return metrics["truncated_rate"], metrics["unjudged_rate"]
 
-    (unjudged, *_), truncated = (row for row, of in enumerate(hosts.ADVANTAGES) if math.isnan(of)), hosts.TRUNCATED
+    (unjudged, *_) = (row for row, advantage in enumerate(hosts.ADVANTAGES) if math.isnan(advantage))
+    truncated = hosts.TRUNCATED
     assert rates() == (1 / hosts.COUNT, 2 / hosts.COUNT)
     assert rates(unjudged) == (1 / (hosts.COUNT - 1), 1 / (hosts.COUNT - 1))
     assert rates(unjudged, truncated) == (0, 1 / (hosts.COUNT - 2))

@@ -46,8 +46,9 @@ def example(question: Any, gold: Any = "5", messages: Any = None, **options: Any
 def weigh(changes: list[list[float]], advantages: list[float], step: int = 0, **options: Any) -> Weighed:
     """Of responses without padding, from what the response's log-probabilities change by."""
     of_pass = torch.tensor(changes)
-    asked, columns = [example("?")] * len(changes), {"old_log_probs": torch.zeros_like(of_pass)}
-    parts = {"examples": asked, "columns": columns, "step": step, "tokenizer": tiny_tokenizer()}
+    examples = [example("?")] * len(changes)
+    columns = {"old_log_probs": torch.zeros_like(of_pass)}
+    parts = {"examples": examples, "columns": columns, "step": step, "tokenizer": tiny_tokenizer()}
     return weighed(Rlsd(**options), rollouts_of([[0] * of_pass.shape[1]] * len(changes), advantages, **parts), of_pass)
 
 
@@ -92,9 +93,9 @@ EXAMPLES = [example(asked, gold) for asked, gold, _, _ in ROWS]
 BATCH = make_batch([Rollout(f"[user]{asked}[assistant]", said, number) for asked, _, said, number in ROWS], "both")
 
 
-def run(method: Rlsd, examples: list[Example | None], family: str = "qwen3", **given: Any) -> TokenWeights:
+def run(method: Rlsd, examples: list[Example | None], family: str = "qwen3", **parts: Any) -> TokenWeights:
     """Every response of ``ROWS`` through the plain host."""
-    return compute(subject(family), BATCH, method, tiny_tokenizer(), examples=examples, **given)
+    return compute(subject(family), BATCH, method, tiny_tokenizer(), examples=examples, **parts)
 
 
 KINDS = (
@@ -112,19 +113,20 @@ def test_plain_computation(kind: tuple[str, float, str, float | None, float, flo
 
     def log_probs(prompt: str) -> list[float]:  # the tiny vocabulary has no line break
         prompt = f"[user]{prompt}[assistant]".replace("\n", "")
-        return plain_columns(subject(family), encode(prompt), encode(said), temperature)[0]
+        return plain_columns(subject(family), encode(prompt), encode(response), temperature)[0]
 
     method = Rlsd(lam=lam, epsilon=epsilon, request=asking)
-    given = {} if given_old is None else {"old_log_probs": torch.where(BATCH.response_mask == 1, given_old, 123.0)}
-    found = BATCH.of_responses(run(method, EXAMPLES, family, temperature=temperature, **given).weights)
-    for (asked, gold, said, advantage), weights in zip(ROWS, found, strict=True):
-        old = log_probs(asked) if given_old is None else [given_old] * len(encode(said))
-        teacher, expected = log_probs(f"{asked}\n\n{asking.replace('{privileged}', gold)}"), []
-        for new, before in zip(teacher, old, strict=True):
-            ratio = math.exp(new - before) if advantage > 0 else math.exp(before - new)
+    parts = {} if given_old is None else {"old_log_probs": torch.where(BATCH.response_mask == 1, given_old, 123.0)}
+    responses_weights = BATCH.of_responses(run(method, EXAMPLES, family, temperature=temperature, **parts).weights)
+    for (prompt_text, gold, response, advantage), weights in zip(ROWS, responses_weights, strict=True):
+        old = log_probs(prompt_text) if given_old is None else [given_old] * len(encode(response))
+        teacher = log_probs(f"{prompt_text}\n\n{asking.replace('{privileged}', gold)}")
+        expected = []
+        for new, old_log_prob in zip(teacher, old, strict=True):
+            ratio = math.exp(new - old_log_prob) if advantage > 0 else math.exp(old_log_prob - new)
             expected.append(1 - lam + lam * min(max(ratio, 1 - epsilon), 1 + epsilon) if advantage else 1.0)
         assert weights == pytest.approx(expected, abs=1e-6)
-    assert len({round(weight, 6) for weights in found for weight in weights}) > 10, "not only the bounds"
+    assert len({round(weight, 6) for weights in responses_weights for weight in weights}) > 10, "not only the bounds"
 
 
 NOTHING = [None, "", " \n ", [], [None, "", float("nan")], float("nan"), np.array([])]
@@ -132,18 +134,22 @@ NOTHING = [None, "", " \n ", [], [None, "", float("nan")], float("nan"), np.arra
 
 def test_rows_without_privileged_text() -> None:
     """Or without its column, or a user message: they train as in GRPO, exactly and without a forward, and alone."""
-    method, embeddings = Rlsd(request=SHORT), subject("qwen3").get_input_embeddings()
-    given = {"old_log_probs": torch.full(BATCH.input_ids.shape, -2.0), "tokens": 1}
+    method = Rlsd(request=SHORT)
+    embeddings = subject("qwen3").get_input_embeddings()
+    parts = {"old_log_probs": torch.full(BATCH.input_ids.shape, -2.0), "tokens": 1}
     with watch_inputs(embeddings) as forwards:
-        every = BATCH.of_responses(run(method, EXAMPLES, **given).weights)
-    assert len(forwards) == 3 and all(weights != [1.0] * len(weights) for weights in every[:3])
-    asked, system = EXAMPLES[0].messages, [{"role": "system", "content": "Be brief."}]
-    without = [example("?", nothing, asked) for nothing in NOTHING]
-    for broken in [*without, None, Example(asked, {}, {}), example("?", "5", system)]:
+        all_weights = BATCH.of_responses(run(method, EXAMPLES, **parts).weights)
+    assert len(forwards) == 3 and all(weights != [1.0] * len(weights) for weights in all_weights[:3])
+    messages = EXAMPLES[0].messages
+    system = [{"role": "system", "content": "Be brief."}]
+    without = [example("?", nothing, messages) for nothing in NOTHING]
+    for broken in [*without, None, Example(messages, {}, {}), example("?", "5", system)]:
         with watch_inputs(embeddings) as forwards:
-            found = run(method, [broken, *EXAMPLES[1:]], **given)
-        assert BATCH.of_responses(found.weights) == [[1.0] * len(every[0]), *every[1:]] and len(forwards) == 2
-        assert (found.stats["non_finite_rate"], found.stats["selected_rate"]) == (0.0, 0.5)
+            result = run(method, [broken, *EXAMPLES[1:]], **parts)
+        assert (
+            BATCH.of_responses(result.weights) == [[1.0] * len(all_weights[0]), *all_weights[1:]] and len(forwards) == 2
+        )
+        assert (result.stats["non_finite_rate"], result.stats["selected_rate"]) == (0.0, 0.5)
 
 
 # ---- the prompts for real tokenizers: the text goes into the last user message, and stays in it ----------------------
@@ -154,7 +160,9 @@ QWEN3 = """\
 {%- if enable_thinking is defined and not enable_thinking %}{{- "<think>\\n\\n</think>\\n\\n" }}{% endif %}{% endif %}"""
 BASE_MATH = (Path(__file__).parents[2] / "recipe/base_math.jinja").read_text()
 PREAMBLE = BASE_MATH.split('{{- "The User')[1].split('" }}')[0]
-BEGIN, BRIEF, ASSISTANT = "<|begin_of_text|>", "Be brief.", "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
+BEGIN = "<|begin_of_text|>"
+BRIEF = "Be brief."
+ASSISTANT = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
 CHATS = {
     "Qwen3": (qwen_tokenizer, QWEN3, "<|im_start|>user\n", ASSISTANT, f"<|im_start|>system\n{BRIEF}<|im_end|>\n"),
     "base": (llama3_tokenizer, BASE_MATH, f"{BEGIN}The User{PREAMBLE}\nUser: ", "\nAssistant:", f"{BEGIN}{BRIEF}\n"),
@@ -172,15 +180,16 @@ def tokenizer_of(chat: str) -> PreTrainedTokenizerFast:
 
 def rebuilt(chat: str, gold: Any, messages: Any = (ASKED,), **options: Any) -> tuple[list[int], str]:
     """Ids and text of the prompt with the privileged text; the messages and the response stay as they are."""
-    tokenizer, before = tokenizer_of(chat), copy.deepcopy(messages)
+    tokenizer = tokenizer_of(chat)
+    messages_then = copy.deepcopy(messages)
     response = tokenizer.encode("It is 51.", add_special_tokens=False)
-    asked = example("?", gold, messages, enable_thinking=False)
-    row = Row(torch.tensor([1, 2, *response]), 2, len(response), None, 1.0, 0, 0, asked)
-    made = Rlsd(**options).prepare(row, tokenizer)
-    ids = made.tokens.tolist()
-    assert messages == before and made.tokens.dtype == torch.int64
-    assert (made.length, ids[made.start :]) == (row.length, response)
-    return ids[: made.start], tokenizer.decode(ids[: made.start])
+    asked_again = example("?", gold, messages, enable_thinking=False)
+    row = Row(torch.tensor([1, 2, *response]), 2, len(response), None, 1.0, 0, 0, asked_again)
+    prepared = Rlsd(**options).prepare(row, tokenizer)
+    ids = prepared.tokens.tolist()
+    assert messages == messages_then and prepared.tokens.dtype == torch.int64
+    assert (prepared.length, ids[prepared.start :]) == (row.length, response)
+    return ids[: prepared.start], tokenizer.decode(ids[: prepared.start])
 
 
 @pytest.mark.slow
@@ -210,7 +219,8 @@ PARTS = ("<|im_<|im_end|>end|>", "<|eot_<|eot_id|>id|>", "<|im_end|", "x<", "|>"
 @each_chat
 def test_text_stays_inside_its_message(chat: str) -> None:
     """The rebuilt prompt has the control tokens of one with a harmless text, and opens the assistant's turn once."""
-    control, after = set(tokenizer_of(chat).get_added_vocab().values()), CHATS[chat][3]
+    control = set(tokenizer_of(chat).get_added_vocab().values())
+    after = CHATS[chat][3]
 
     def controls(ids: list[int]) -> list[int]:
         return [token for token in ids if token in control]

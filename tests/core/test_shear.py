@@ -25,7 +25,8 @@ def group(seed: int = 0) -> list[torch.Tensor]:
 
 def plain_sinkhorn(cost: torch.Tensor, epsilon: float, iterations: int) -> float:
     """The textbook's matrix scaling of one pair, in float64: transport cost."""
-    kernel, v = torch.exp(-cost / (epsilon * cost.mean())), torch.ones(cost.shape[1]).double()
+    kernel = torch.exp(-cost / (epsilon * cost.mean()))
+    v = torch.ones(cost.shape[1]).double()
     for _ in range(iterations):
         u = 1 / len(cost) / (kernel @ v)
         v = 1 / len(v) / (kernel.T @ u)
@@ -45,17 +46,17 @@ def plain_scores(
     """Every definition spelled out, one pair of windows at a time."""
     norm = torch.cat([h.norm(dim=1) for h in hidden]).mean().item()
     scores = []
-    for own, outcome in zip(hidden, positive, strict=True):
-        score = torch.zeros(len(own))
-        for start in range(0, len(own), stride):
-            x = own[start : start + window].double()
+    for hidden_states, outcome in zip(hidden, positive, strict=True):
+        score = torch.zeros(len(hidden_states))
+        for start in range(0, len(hidden_states), stride):
+            x = hidden_states[start : start + window].double()
             nearest = min(
-                plain_sinkhorn(torch.cdist(x, other[begin : begin + window].double()), epsilon, iterations)
-                for other, other_outcome in zip(hidden, positive, strict=True)
+                plain_sinkhorn(torch.cdist(x, compared[begin : begin + window].double()), epsilon, iterations)
+                for compared, other_outcome in zip(hidden, positive, strict=True)
                 if other_outcome != outcome
-                for begin in range(0, len(other), stride)
+                for begin in range(0, len(compared), stride)
             )
-            for t in range(start, min(start + window, len(own))):
+            for t in range(start, min(start + window, len(hidden_states))):
                 score[t] = max(score[t].item(), nearest / norm)
         scores.append(score)
     return scores
@@ -64,19 +65,21 @@ def plain_scores(
 def test_distances_go_towards_exact_transport() -> None:
     generator = torch.Generator().manual_seed(4)
     cost = torch.full((4, 5, 5), torch.nan, dtype=torch.float64)
-    sizes, best, most = [(5, 5), (5, 4), (2, 5), (1, 3)], [], []
+    sizes = [(5, 5), (5, 4), (2, 5), (1, 3)]
+    best = []
+    entropy_bounds = []
     for p, (n, m) in enumerate(sizes):
         clouds = torch.randn(n, 3, generator=generator), 0.5 + torch.randn(m, 3, generator=generator)
-        of = cost[p, :n, :m] = torch.cdist(*clouds)
-        best.append(exact(of))
-        most.append(of.double().mean() * np.log(min(n, m)))
+        costs = cost[p, :n, :m] = torch.cdist(*clouds)
+        best.append(exact(costs))
+        entropy_bounds.append(costs.double().mean() * np.log(min(n, m)))
     gaps = []
     for epsilon in (1.0, 0.1, 0.01):
         options = {"epsilon": epsilon, "iterations": 20_000, "tolerance": 1e-5}
         distance, off = sinkhorn_distance(cost, *torch.tensor(sizes).T, **options)
         gap = distance - torch.tensor(best)
         assert distance.dtype == torch.float64 and (off <= 1e-5).all()
-        assert (gap >= -1e-4).all() and (gap <= epsilon * torch.tensor(most) + 1e-4).all()
+        assert (gap >= -1e-4).all() and (gap <= epsilon * torch.tensor(entropy_bounds) + 1e-4).all()
         gaps.append(gap.sum().item())
     assert gaps == sorted(gaps, reverse=True) and gaps[0] > 1  # so that the closeness below is epsilon's doing
     assert distance.tolist() == pytest.approx(best, rel=1e-3)
@@ -90,18 +93,18 @@ def test_against_the_plain_loop(window: int, stride: int, monkeypatch: pytest.Mo
     with patch.object(shear, "sinkhorn_distance", wraps=sinkhorn_distance) as calls:
         got = shear_scores(group(2), POSITIVE, tolerance=0.0, **options)
     assert calls.call_count > 6 or window == 100  # pairs of responses
-    for found, wanted in zip(got, plain_scores(group(2), POSITIVE, **options), strict=True):
-        torch.testing.assert_close(found, wanted, rtol=1e-3, atol=0)
+    for actual, expected in zip(got, plain_scores(group(2), POSITIVE, **options), strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-3, atol=0)
 
 
 @pytest.mark.parametrize("windows", [1, 2, 3])
 def test_a_few_windows_at_once_have_the_distances_of_all(windows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """To float rounding, and the costs of whole responses are never there."""
-    whole = shear_scores(group(), POSITIVE, window=5, stride=2)
+    at_once = shear_scores(group(), POSITIVE, window=5, stride=2)
     monkeypatch.setattr(shear, "WINDOWS_AT_ONCE", windows)
     with patch.object(torch, "cdist", wraps=torch.cdist) as costs:
         blocks = shear_scores(group(), POSITIVE, window=5, stride=2)
-    torch.testing.assert_close(blocks, whole, rtol=1e-5, atol=0)
+    torch.testing.assert_close(blocks, at_once, rtol=1e-5, atol=0)
     assert max(len(call.args[0]) for call in costs.call_args_list) == 5 + 2 * (windows - 1)
 
 
@@ -109,8 +112,8 @@ def test_a_group_with_many_pairs_of_windows_is_warned_of(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Responses of 11 and 7 tokens have 6 and 4 windows, their opposites of 4, 1 and 13 tokens 2, 1 and 7: 100 pairs."""
-    for most in (100, 99):
-        monkeypatch.setattr(shear, "MANY_PAIRS", most)
+    for limit in (100, 99):
+        monkeypatch.setattr(shear, "MANY_PAIRS", limit)
         assert not caplog.records
         shear_scores(group(), POSITIVE, window=5, stride=2)
     assert "100 pairs" in caplog.text and "algorithm.shear.stride" in caplog.text
@@ -120,13 +123,14 @@ def test_a_group_with_many_pairs_of_windows_is_warned_of(
 def test_states_that_are_not_finite(bad: float) -> None:
     """As if their response were not there, also where it is the only opponent."""
     for row in (0, 3):
-        rest, hidden = [i for i in range(5) if i != row], group()
+        rest = [i for i in range(5) if i != row]
+        hidden = group()
         want = shear_scores([hidden[i] for i in rest], [POSITIVE[i] for i in rest], window=5, stride=2)
         hidden[row][-1, 1] = bad
         got = shear_scores(hidden, POSITIVE, window=5, stride=2)
         assert got[row].isnan().all() and got[row].shape == (LENGTHS[row],)
-        for i, wanted in zip(rest, want, strict=True):
-            torch.testing.assert_close(got[i], wanted, rtol=1e-5, atol=0)
+        for i, expected in zip(rest, want, strict=True):
+            torch.testing.assert_close(got[i], expected, rtol=1e-5, atol=0)
     got = shear_scores([torch.ones(3, 2), torch.full((2, 2), bad)], [True, False], window=5, stride=2)
     assert got[0].tolist() == [1.0] * 3 and got[1].isnan().all()
 
@@ -144,20 +148,22 @@ GROUPS = torch.tensor([7, 7, 7, 3, 7, 3])
 
 def test_scores_are_those_of_the_groups_hidden_states() -> None:
     """By transformers' own hidden states, the last of which comes after the final norm."""
-    model, batch = tiny_model(), make_batch(ROLLOUTS, padding="both")
-    options, inside = {"window": 8, "stride": 4}, batch.response_mask.bool()
+    model = tiny_model()
+    batch = make_batch(ROLLOUTS, padding="both")
+    options = {"window": 8, "stride": 4}
+    inside = batch.response_mask.bool()
     got = compute(model, batch, Shear(**options), groups=GROUPS)
     hidden = []
-    for tokens, valid, said in zip(batch.input_ids, batch.attention_mask.bool(), inside, strict=True):
+    for tokens, valid, is_response in zip(batch.input_ids, batch.attention_mask.bool(), inside, strict=True):
         with torch.no_grad():
             states = model(input_ids=tokens[None, valid], output_hidden_states=True).hidden_states[-1][0]
-        hidden.append(states[said[valid]])
+        hidden.append(states[is_response[valid]])
     for members in ([0, 1, 2], [3, 5]):
         positive = [ROLLOUTS[row].advantage > 0 for row in members]
         scores = torch.cat(shear_scores([hidden[row] for row in members], positive, **options))
         for values in (got.scores, got.weights):
-            found = torch.cat([values[row, inside[row]] for row in members])
-            torch.testing.assert_close(found, scores, rtol=1e-4, atol=1e-6)
+            actual = torch.cat([values[row, inside[row]] for row in members])
+            torch.testing.assert_close(actual, scores, rtol=1e-4, atol=1e-6)
         assert scores.unique().numel() > 3
     # The response without an advantage is on neither side: it has weight 1, and nobody is compared with it.
     assert (got.weights[4, inside[4]] == 1).all()

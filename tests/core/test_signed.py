@@ -68,14 +68,16 @@ def test_reference_log_probabilities_are_given_or_those_without_the_adapter() ->
     torch.manual_seed(0)
     config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
     adapted = get_peft_model(tiny_model(seed=3), config).eval()
-    method, plain = build("progress_advantage", {"lam": 0}), tiny_model(seed=3)
+    method = build("progress_advantage", {"lam": 0})
+    plain = tiny_model(seed=3)
     found = compute(adapted, BATCH, method, tiny_tokenizer(), temperature=0.7)
     of_rows = BATCH.of_responses(found.advantages)
     reference = torch.full(BATCH.input_ids.shape, -2.0)
     given = compute(adapted, BATCH, method, tiny_tokenizer(), temperature=0.7, ref_log_probs=reference)
     for (asked, _, said, _), advantages, other in zip(ROWS, of_rows, BATCH.of_responses(given.advantages), strict=True):
         pair = (encode(f"[user]{asked}[assistant]"), encode(said), 0.7)
-        old, before = plain_columns(adapted, *pair)[0], plain_columns(plain, *pair)[0]
+        old = plain_columns(adapted, *pair)[0]
+        before = plain_columns(plain, *pair)[0]
         assert advantages == pytest.approx([p - q for p, q in zip(old, before, strict=True)], abs=1e-5)
         assert other == pytest.approx([p + 2 for p in old], abs=1e-5)
     assert max(abs(value) for row in of_rows for value in row) > 0.01, "the adapter does something"

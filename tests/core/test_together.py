@@ -54,10 +54,10 @@ def model_of(name: str) -> PreTrainedModel:
 
 def scores_of(name: str, method: str, tokens: int, padding: str) -> torch.Tensor:
     """By at most so many tokens a forward, whatever the lengths of its rows."""
-    given = {"groups": torch.zeros(len(BATCH)).long(), "examples": [example(rollout.prompt) for rollout in BATCH]}
+    parts = {"groups": torch.zeros(len(BATCH)).long(), "examples": [example(rollout.prompt) for rollout in BATCH]}
     arguments = model_of(name), make_batch(BATCH, padding), METHODS[method], tiny_tokenizer()
     with patch.object(hugging_face, "LEAST_LENGTH", 0.0):
-        return compute(*arguments, **given, temperature=0.9, tokens=tokens).scores
+        return compute(*arguments, **parts, temperature=0.9, tokens=tokens).scores
 
 
 @pytest.mark.parametrize("name", some(NAMES, BY_DAY))
@@ -78,14 +78,14 @@ def test_a_model_that_has_changed_is_asked_again() -> None:
     """By an adapter, another precision or another attention; not for nothing."""
     model = tiny_model()
     batch = make_batch(list(ROLLOUTS.values())[:3])
-    asked = []
+    calls = []
     probe = hugging_face.probe
-    with patch.object(hugging_face, "probe", lambda *given: (asked.append(given), probe(*given))[1]):
+    with patch.object(hugging_face, "probe", lambda *arguments: (calls.append(arguments), probe(*arguments))[1]):
         for change in (lambda: model, model.double, lambda: model.set_attn_implementation("eager")):
             change()
             for _ in range(2):
                 compute(model, batch, METHODS["grail"])
-    assert len(asked) == 3
+    assert len(calls) == 3
 
 
 def weigh(model: nn.Module, rollouts: list[Rollout], method: Method = METHODS["grail"], **options: Any) -> Any:
@@ -105,7 +105,8 @@ def test_forwards_keep_to_the_budget_and_hold_rows_of_like_length() -> None:
 @pytest.mark.parametrize("method", [Grail("official"), Oar("perturbation")], ids=["rows", "counterfactuals"])
 def test_less_goes_together_where_memory_runs_out(method: Method, caplog: pytest.LogCaptureFixture) -> None:
     """The budget is halved until the pass fits, stays so for the model, and each time there is a warning."""
-    model, rollouts = tiny_model(), [ROLLOUTS["text after the box"]] * 8
+    model = tiny_model()
+    rollouts = [ROLLOUTS["text after the box"]] * 8
     expected = weigh(model, rollouts, method).weights
     sizes: list[int] = []
 
@@ -142,7 +143,7 @@ SHARDED = ("grail", "grail, middle", "oar_g", "oar_p", "surprisal")
 RANKS = 3  # do not divide the model's 16 dimensions
 
 
-def left_by_a_break(model: Any, where: str, **given: Any) -> list[str]:
+def left_by_a_break(model: Any, where: str, **arguments: Any) -> list[str]:
     """What a pass that raises leaves of a sharded model: hooks, and units that are not as before a forward."""
 
     def broken(*_: Any) -> None:
@@ -152,17 +153,17 @@ def left_by_a_break(model: Any, where: str, **given: Any) -> list[str]:
         if output.requires_grad:
             output.register_hook(broken)
 
-    before = hooks_of(model)
+    hooks_then = hooks_of(model)
     block = next(module for name, module in model.named_modules() if "layers.2" in name and name.endswith("mlp"))
     handle = block.register_forward_hook(broken if where == "forward" else in_backward)
     try:
-        weigh(model, **given)
-        left = []  # of a pass without gradients no backward breaks
+        weigh(model, **arguments)
+        remains = []  # of a pass without gradients no backward breaks
     except RuntimeError as error:
         assert "broken on purpose" in str(error)
-        left = [f"{name}: {state}" for name, state in states_of(model) if state not in AT_REST]
+        remains = [f"{name}: {state}" for name, state in states_of(model) if state not in AT_REST]
     handle.remove()
-    return left + ["hooks"] * (hooks_of(model) != before)
+    return remains + ["hooks"] * (hooks_of(model) != hooks_then)
 
 
 AT_REST = {("SHARDED", "IDLE")}
@@ -184,22 +185,25 @@ def states_of(model: Any) -> list[tuple[str, tuple[str, str]]]:
 def run_rank(rank: int, folder: str) -> None:
     """The tiny model, its blocks sharded over all ranks; a rank without a counterpart for its collectives fails in time."""
     torch.set_num_threads(1)
-    store, limit = f"file://{folder}/store", timedelta(seconds=120)
+    store = f"file://{folder}/store"
+    limit = timedelta(seconds=120)
     torch.distributed.init_process_group("gloo", store, limit, rank=rank, world_size=RANKS)
-    results, by_block, whole = {}, tiny_model(), tiny_model()
+    results = {}
+    by_block = tiny_model()
+    model_of_rank = tiny_model()
     for block in by_block.model.layers:
         fully_shard(block)
-    blocks = ModuleWrapPolicy({type(whole.model.layers[0])})
-    flat = FullyShardedDataParallel(whole, auto_wrap_policy=blocks, device_id=torch.device("cpu"))
+    blocks = ModuleWrapPolicy({type(model_of_rank.model.layers[0])})
+    flat = FullyShardedDataParallel(model_of_rank, auto_wrap_policy=blocks, device_id=torch.device("cpu"))
     for model, share, name in itertools.product((fully_shard(by_block), flat), SHARES, SHARDED):
         rollouts = [ROLLOUTS[row] for row in SHARES[share][rank]]
-        given = {"rollouts": rollouts, "method": METHODS[name], "process_group": torch.distributed.group.WORLD}
-        got = weigh(model, **given)
+        arguments = {"rollouts": rollouts, "method": METHODS[name], "process_group": torch.distributed.group.WORLD}
+        got = weigh(model, **arguments)
         results[type(model).__name__, share, name] = got.scores, got.weights
         if share == "three, one, two":
-            left = [left_by_a_break(model, where, **given) for where in ("forward", "backward")]
-            torch.testing.assert_close(weigh(model, **given).weights, got.weights)
-            results[type(model).__name__, share, name] += (left,)
+            remains = [left_by_a_break(model, where, **arguments) for where in ("forward", "backward")]
+            torch.testing.assert_close(weigh(model, **arguments).weights, got.weights)
+            results[type(model).__name__, share, name] += (remains,)
     torch.save(results, f"{folder}/{rank}.pt")
     torch.distributed.destroy_process_group()
 
@@ -210,12 +214,13 @@ def test_weights_of_a_sharded_model_are_those_of_the_whole_model(tmp_path: Path)
     for rank in range(RANKS):
         results = torch.load(tmp_path / f"{rank}.pt")
         assert len(results) == 2 * len(SHARES) * len(SHARDED)
-        for (how, share, name), (scores, weights, *left) in results.items():
-            assert left in ([[[], []]], []), (how, share, name)
+        for (how, share, name), (scores, weights, *remains) in results.items():
+            assert remains in ([[[], []]], []), (how, share, name)
             expected = weigh(tiny_model(), [ROLLOUTS[row] for row in SHARES[share][rank]], METHODS[name])
             # The gradient of a divergence so small keeps one or two digits of float32's seven; of these no weight can be asked.
             rtol = 5e-2 if name == "oar_g" else 1e-3
-            atol, case = rtol * float(expected.scores.nan_to_num(0).abs().max()), f"{how}, {share}: {name}"
+            atol = rtol * float(expected.scores.nan_to_num(0).abs().max())
+            case = f"{how}, {share}: {name}"
             torch.testing.assert_close(scores, expected.scores, rtol=rtol, atol=atol, equal_nan=True, msg=case)
             if name != "oar_g":
                 torch.testing.assert_close(weights, expected.weights, rtol=1e-2, atol=1e-2, msg=case)

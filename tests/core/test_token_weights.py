@@ -53,10 +53,11 @@ def assert_matches(
     A model in float32 keeps four digits of its gradients and more, of which the logarithms' spread may take another one.
     """
     atol, rtol = (3e-5, 2e-5) if model.dtype == torch.float64 else (3e-3, 2e-3)
-    config, tensors = Grail(preset, **options), [tensor.tolist() for tensor in batch.tensors()]
+    config = Grail(preset, **options)
+    tensors = [tensor.tolist() for tensor in batch.tensors()]
     got = compute(model, batch, config, temperature=temperature, answer=answer)
-    known = {"options": resolve(preset, **options), "temperature": temperature, "boxes": PLAIN[answer]}
-    expected = reference_weights(plain, id_to_character(), *tensors, **known)
+    settings = {"options": resolve(preset, **options), "temperature": temperature, "boxes": PLAIN[answer]}
+    expected = reference_weights(plain, id_to_character(), *tensors, **settings)
     assert [None if span is None else dataclasses.astuple(span) for span in got.spans] == expected.spans
     for values in (got.weights, got.scores):
         assert values.dtype == torch.float32 and values.shape == batch.input_ids.shape and not values.requires_grad
@@ -67,8 +68,8 @@ def assert_matches(
         if expected.spans[row] is None or not inside:
             assert got.scores[row].isnan().all()
         else:
-            wanted = torch.tensor(expected.scores[row])
-            torch.testing.assert_close(got.scores[row], wanted, rtol=rtol, atol=1e-6 * rtol, equal_nan=True)
+            expected_scores = torch.tensor(expected.scores[row])
+            torch.testing.assert_close(got.scores[row], expected_scores, rtol=rtol, atol=1e-6 * rtol, equal_nan=True)
     return got
 
 
@@ -118,9 +119,10 @@ def test_answers_in_another_format() -> None:
 @pytest.mark.parametrize(("target", "first", "last"), [("span", r"\boxed", "}"), ("content", "5}", "5}")])
 def test_only_what_can_matter_is_computed(target: str, first: str, last: str) -> None:
     """One forward a selected response, up to the last target's predictor; logits at the targets' predictors alone."""
-    model, rollout = tiny_model(), ROLLOUTS["text after the box"]
-    others = [ROLLOUTS[name] for name in ("no box", "right", "no response")]
-    batch = make_batch([others[0], rollout, *others[1:], dataclasses.replace(rollout, advantage=0.0)], "both")
+    model = tiny_model()
+    rollout = ROLLOUTS["text after the box"]
+    not_scored = [ROLLOUTS[name] for name in ("no box", "right", "no response")]
+    batch = make_batch([not_scored[0], rollout, *not_scored[1:], dataclasses.replace(rollout, advantage=0.0)], "both")
     compute(model, batch, Grail("official", target=target))  # after which the model's positions are known
     with watch_inputs(model.model.embed_tokens) as embedded, watch_inputs(model.lm_head) as headed:
         compute(model, batch, Grail("official", target=target))
@@ -152,19 +154,23 @@ def test_an_offloaded_model_weighs_as_the_whole_one(name: str) -> None:
 def test_the_hosts_of_the_documentation_weigh_the_same(name: str) -> None:
     """docs/own_trainer.md: the model in the process, and in three workers, of which one may have no row; with a pass, with
     a column that is there, and with one that the workers compute."""
-    own: dict[str, Any] = {}
-    exec(files("own_trainer.md")["my_host.py"], own)
+    page: dict[str, Any] = {}
+    exec(files("own_trainer.md")["my_host.py"], page)
     batch = make_batch([ROLLOUTS["box at the end"], ROLLOUTS["right"], ROLLOUTS["text after the box"]])
-    model, tokenizer, inside = tiny_model(), tiny_models.char_tokenizer(), batch.response_mask.bool()
+    model = tiny_model()
+    tokenizer = tiny_models.char_tokenizer()
+    inside = batch.response_mask.bool()
     log_probs = torch.linspace(-3, 0, inside.numel()).reshape(inside.shape)
     expected = compute(model, batch, build(name, {"gate": "all"}), old_log_probs=log_probs)
-    rollouts = own["rollouts_of"](tokenizer, *batch.tensors())
+    rollouts = page["rollouts_of"](tokenizer, *batch.tensors())
     columns = {"old_log_probs": log_probs, "entropy": compute(model, batch, build("entropy")).scores}
-    columns = {key: pad_sequence(list(map(torch.Tensor.__getitem__, of, inside)), True) for key, of in columns.items()}
-    in_process = own["MyHost"](model, tokenizer, columns)
+    columns = {
+        key: pad_sequence(list(map(torch.Tensor.__getitem__, values, inside)), True) for key, values in columns.items()
+    }
+    in_process = page["MyHost"](model, tokenizer, columns)
     with_log_probs = dataclasses.replace(rollouts, columns={"old_log_probs": columns["old_log_probs"]})
-    remote = own["MyRemoteHost"]([own["MyWorker"](model, tokenizer) for _ in range(3)], with_log_probs)
+    remote = page["MyRemoteHost"]([page["MyWorker"](model, tokenizer) for _ in range(3)], with_log_probs)
     for host, r in ((in_process, rollouts), (remote, with_log_probs)):
-        found = own["token_advantages"](host, r, name, gate="all")[r.mask]
-        torch.testing.assert_close(found, expected.advantages[inside])
-        assert len(set(found.tolist())) > 2
+        advantages = page["token_advantages"](host, r, name, gate="all")[r.mask]
+        torch.testing.assert_close(advantages, expected.advantages[inside])
+        assert len(set(advantages.tolist())) > 2

@@ -28,10 +28,11 @@ from torch.nn.utils.rnn import pad_sequence
 
 from grail_advantage.data import Rollouts
 from grail_advantage.method import build
-from grail_advantage.methods.turns import list_a_turn
+from grail_advantage.methods.turn_rewards import list_a_turn
 
 pytestmark = pytest.mark.slow
-TURNS, STOP = 3, "stop"
+TURNS = 3
+STOP = "stop"
 SAID = {"": 0, "x": 1, "y": 2, "p": 3, "q": 4}
 """What tools say, which is all that the policy sees, as token ids; between two turns, each of the one token TURN."""
 TURN = len(SAID)
@@ -58,20 +59,20 @@ class Environment:
     @property
     def probabilities_R(self) -> torch.Tensor:
         """Of each response, as a function of the parameters."""
-        return self.chances_R * torch.stack([of.sum() for of in self.log_probs]).exp()
+        return self.chances_R * torch.stack([turns_K.sum() for turns_K in self.log_probs]).exp()
 
     @cached_property
     def turn_gradients(self) -> list[torch.Tensor]:
         """Of the log-probabilities of each response's turns, (K, P)."""
-        return [torch.stack([self.gradient(log_prob) for log_prob in of]) for of in self.log_probs]
+        return [torch.stack([self.gradient(log_prob) for log_prob in turns_K]) for turns_K in self.log_probs]
 
-    def gradient(self, of: torch.Tensor) -> torch.Tensor:
+    def gradient(self, number: torch.Tensor) -> torch.Tensor:
         """The gradient (P,) of a number."""
-        return torch.autograd.grad(of, self.parameters_P, retain_graph=True)[0]
+        return torch.autograd.grad(number, self.parameters_P, retain_graph=True)[0]
 
     def expectation(self, value: Callable[[list[Step]], float]) -> torch.Tensor:
         """The mean of a value of responses, as a function of the parameters."""
-        return (self.probabilities_R * torch.tensor([value(of) for of in self.steps], dtype=torch.float64)).sum()
+        return (self.probabilities_R * torch.tensor([value(steps) for steps in self.steps], dtype=torch.float64)).sum()
 
     def moments(
         self, name: str, options: Mapping[str, Any], size: int = 3, denominator: str = "constant"
@@ -83,7 +84,8 @@ class Environment:
         responses = [self.steps[place] for group in groups for place in group]
         of_turns_BK = turn_advantages(name, options, responses, size)
         probabilities = self.probabilities_R.detach()
-        mean_P, square = torch.zeros_like(self.parameters_P), 0.0
+        mean_P = torch.zeros_like(self.parameters_P)
+        square = 0.0
         for number, group in enumerate(groups):
             orders = math.factorial(size) / math.prod(map(math.factorial, Counter(group).values()))
             turns = [len(self.steps[place]) for place in group]
@@ -92,7 +94,8 @@ class Environment:
                 count = {"constant": size, "tokens": sum(turns), "response": size * turns[member]}[denominator]
                 of_group_P += of_turns_BK[number * size + member, : turns[member]] @ self.turn_gradients[place] / count
             weight = float(orders * probabilities[list(group)].prod())
-            mean_P, square = mean_P + weight * of_group_P.detach(), square + weight * float(of_group_P @ of_group_P)
+            mean_P = mean_P + weight * of_group_P.detach()
+            square = square + weight * float(of_group_P @ of_group_P)
         return mean_P.detach(), square - float(mean_P @ mean_P)
 
     def expected_gradient(self, name: str, options: Mapping[str, Any], **how: Any) -> torch.Tensor:
@@ -103,28 +106,28 @@ class Environment:
 @cache
 def environment(*, stops: bool, cut: float = 0.0) -> Environment:
     """With a policy that may stop, or with three turns; with this probability that a call's answer is cut off."""
-    logits = {saw: {did: x for did, x in known.items() if stops or did != STOP} for saw, known in LOGITS.items()}
-    places = {step: place for place, step in enumerate((s, d) for s, known in logits.items() for d in known)}
-    parameters_P = torch.tensor([x for known in logits.values() for x in known.values()], dtype=torch.float64)
+    logits = {saw: {did: x for did, x in actions.items() if stops or did != STOP} for saw, actions in LOGITS.items()}
+    places = {step: place for place, step in enumerate((s, d) for s, actions in logits.items() for d in actions)}
+    parameters_P = torch.tensor([x for actions in logits.values() for x in actions.values()], dtype=torch.float64)
     parameters_P.requires_grad_()
     steps: list[list[Step]] = []
     chances: list[float] = []
 
-    def go_on(before: list[Step], saw: str, chance: float) -> None:
+    def go_on(steps_so_far: list[Step], saw: str, chance: float) -> None:
         for did in logits[saw]:
-            now = [*before, (saw, did)]
+            now = [*steps_so_far, (saw, did)]
             ends = [chance * cut] if (saw, did) in SAYS and cut else [] if (saw, did) in SAYS else [chance]
             steps.extend([now] * len(ends))
             chances.extend(ends)
-            for said, share in SAYS.get((saw, did), {}).items():
-                go_on(now, said, chance * share * (1 - cut))
+            for answer, share in SAYS.get((saw, did), {}).items():
+                go_on(now, answer, chance * share * (1 - cut))
 
     def log_prob(step: Step) -> torch.Tensor:
         of_state = parameters_P[[places[step[0], did] for did in logits[step[0]]]]
         return parameters_P[places[step]] - of_state.logsumexp(0)
 
     go_on([], "", 1.0)
-    log_probs = [torch.stack([log_prob(step) for step in of]) for of in steps]
+    log_probs = [torch.stack([log_prob(step) for step in steps_K]) for steps_K in steps]
     return Environment(parameters_P, steps, log_probs, torch.tensor(chances, dtype=torch.float64))
 
 
@@ -138,9 +141,10 @@ def turn_advantages(
 ) -> torch.Tensor:
     """A method's advantages of turns (B, K) float64, 0 after the last: its scores, as the hosts ask for them, of groups of
     ``size`` neighbours."""
-    method, count = build(name, options), len(responses)
-    said = [[[SAID[saw], TURN] for saw, _ in steps[1:]] for steps in responses]
-    tokens = [torch.tensor([TURN, *chain.from_iterable(of)]) for of in said]
+    method = build(name, options)
+    count = len(responses)
+    answers = [[[SAID[saw], TURN] for saw, _ in steps[1:]] for steps in responses]
+    tokens = [torch.tensor([TURN, *chain.from_iterable(response)]) for response in answers]
     paid = [[TOOL_REWARDS[step] for step in steps if step in TOOL_REWARDS] for steps in responses]
     rollouts = Rollouts(
         prompts=[torch.tensor([0])] * count,
@@ -149,7 +153,7 @@ def turn_advantages(
         advantages=torch.ones(count),
         groups=torch.arange(count) // size,
         rewards=torch.tensor([OUTCOMES.get(steps[-1], 0.0) for steps in responses], dtype=torch.float64),
-        fields={"tool_rewards": [list_a_turn(*of) for of in zip(paid, map(len, responses), strict=True)]},
+        fields={"tool_rewards": [list_a_turn(*response) for response in zip(paid, map(len, responses), strict=True)]},
     )
     scores_BT = method.scores(rollouts, None).nan_to_num(0.0)  # as the hosts: what has none trains nothing
     of_turns_BK = torch.zeros(count, TURNS, dtype=torch.float64)
@@ -177,15 +181,15 @@ def _close(found_P: torch.Tensor, expected_P: torch.Tensor) -> None:
     assert float(expected_P.norm()) > 0.05
 
 
-def _truth(known: Environment) -> torch.Tensor:
-    return known.gradient(known.expectation(reward))
+def _truth(policy: Environment) -> torch.Tensor:
+    return policy.gradient(policy.expectation(reward))
 
 
-def _of_turns(known: Environment, value: Callable[[Sequence[Step], int], float]) -> torch.Tensor:
+def _of_turns(policy: Environment, value: Callable[[Sequence[Step], int], float]) -> torch.Tensor:
     """E[grad log pi(turn) * value], summed over turns."""
-    total_P = torch.zeros_like(known.parameters_P)
-    probabilities_R = known.probabilities_R.detach()
-    for probability, steps, gradients_KP in zip(probabilities_R, known.steps, known.turn_gradients, strict=True):
+    total_P = torch.zeros_like(policy.parameters_P)
+    probabilities_R = policy.probabilities_R.detach()
+    for probability, steps, gradients_KP in zip(probabilities_R, policy.steps, policy.turn_gradients, strict=True):
         total_P = total_P + sum(probability * value(steps, turn) * of_P for turn, of_P in enumerate(gradients_KP))
     return total_P.detach()
 
@@ -199,66 +203,67 @@ def _returns(steps: Sequence[Step], turn: int, gamma: float = 1.0) -> float:
 @pytest.mark.parametrize("stops", [True, False])
 def test_turn_rloo_is_the_true_gradient(stops: bool) -> None:
     """Which is that of the whole reward, or of the returns, credited to each turn."""
-    known = environment(stops=stops)
-    assert float(known.probabilities_R.sum()) == pytest.approx(1)
-    assert {len(steps) for steps in known.steps} == ({1, 2, 3} if stops else {3})
+    policy = environment(stops=stops)
+    assert float(policy.probabilities_R.sum()) == pytest.approx(1)
+    assert {len(steps) for steps in policy.steps} == ({1, 2, 3} if stops else {3})
     for value in (lambda steps, turn: reward(steps), _returns):
-        _close(_of_turns(known, value), _truth(known))
+        _close(_of_turns(policy, value), _truth(policy))
     for size in SIZES:
         for options in ({}, {"stopped": "zero"}):
-            _close(known.expected_gradient("turn_rloo", options, size=size), _truth(known))
+            _close(policy.expected_gradient("turn_rloo", options, size=size), _truth(policy))
 
 
 def test_truncated_responses_train_without_bias_and_masked_ones_with() -> None:
-    known = environment(stops=True, cut=0.2)
-    assert float(known.probabilities_R.sum()) == pytest.approx(1)
-    cut = [steps for steps in known.steps if steps[-1] in TOOL_REWARDS]
+    policy = environment(stops=True, cut=0.2)
+    assert float(policy.probabilities_R.sum()) == pytest.approx(1)
+    cut = [steps for steps in policy.steps if steps[-1] in TOOL_REWARDS]
     assert {len(steps) for steps in cut} == {1, 2}
     assert all(reward(steps) == sum(map(TOOL_REWARDS.get, steps)) for steps in cut)
     for options in ({}, {"stopped": "zero"}):
-        _close(known.expected_gradient("turn_rloo", options, size=2), _truth(known))
-    masked_P = known.expected_gradient("turn_rloo", {"mask_truncated": True}, size=2)
-    assert compared(masked_P, _truth(known))[1] > 0.2
+        _close(policy.expected_gradient("turn_rloo", options, size=2), _truth(policy))
+    masked_P = policy.expected_gradient("turn_rloo", {"mask_truncated": True}, size=2)
+    assert compared(masked_P, _truth(policy))[1] > 0.2
 
 
 def test_a_discount_and_the_variance_of_a_group_of_one() -> None:
     """A discount's is the gradient of nothing; the baseline takes nothing from it. Without siblings advantages are returns."""
-    known = environment(stops=True)
-    discounted_P = _of_turns(known, lambda steps, turn: _returns(steps, turn, 0.6))
-    _close(known.expected_gradient("turn_rloo", {"gamma": 0.6}), discounted_P)
+    policy = environment(stops=True)
+    discounted_P = _of_turns(policy, lambda steps, turn: _returns(steps, turn, 0.6))
+    _close(policy.expected_gradient("turn_rloo", {"gamma": 0.6}), discounted_P)
     square = 0.0
     for probability, steps, of_KP in zip(
-        known.probabilities_R.tolist(), known.steps, known.turn_gradients, strict=True
+        policy.probabilities_R.tolist(), policy.steps, policy.turn_gradients, strict=True
     ):
         gradient_P = sum(_returns(steps, turn) * of_P for turn, of_P in enumerate(of_KP))
         square += probability * float((gradient_P**2).sum())
-    found_P, variance = known.moments("turn_rloo", {}, size=1)
-    _close(found_P, _truth(known))
-    assert variance == pytest.approx(square - float((_truth(known) ** 2).sum()), abs=EXACT)
+    found_P, variance = policy.moments("turn_rloo", {}, size=1)
+    _close(found_P, _truth(policy))
+    assert variance == pytest.approx(square - float((_truth(policy) ** 2).sum()), abs=EXACT)
 
 
 def test_the_others_are_biased() -> None:
     """The first turn's part of `mt_grpo` is right up to scale: it credits what later turns earn to the first turn alone."""
-    known = environment(stops=True)
+    policy = environment(stops=True)
     for size in SIZES:
-        for name, options in {"mt_grpo": {}, "gtpo": {"gamma": 1.0}, "gigpo": {"gamma": 1.0}}.items():
-            found_P = known.expected_gradient(name, options | PLAIN, size=size)
-            assert compared(found_P, _truth(known))[1] > 0.02
+        for name, options in {"mt_grpo": {}, "turn_grpo": {"gamma": 1.0}, "gigpo": {"gamma": 1.0}}.items():
+            found_P = policy.expected_gradient(name, options | PLAIN, size=size)
+            assert compared(found_P, _truth(policy))[1] > 0.02
             if name == "mt_grpo":  # the first turn's logits
-                torch.testing.assert_close(found_P[:3], (1 - 1 / size) * _truth(known)[:3], rtol=0, atol=EXACT)
+                torch.testing.assert_close(found_P[:3], (1 - 1 / size) * _truth(policy)[:3], rtol=0, atol=EXACT)
 
 
 def test_with_a_fixed_number_of_turns_means_agree_up_to_scale_and_deviations_do_not() -> None:
-    known = environment(stops=False)
-    exact_P, options = _truth(known), {"gamma": 1.0, **PLAIN}
-    _close(known.expected_gradient("gtpo", options), 2 / 3 * exact_P)
-    assert compared(known.expected_gradient("gtpo", {**options, "deviation": True}), exact_P)[1] > 0.02
+    policy = environment(stops=False)
+    exact_P = _truth(policy)
+    options = {"gamma": 1.0, **PLAIN}
+    _close(policy.expected_gradient("turn_grpo", options), 2 / 3 * exact_P)
+    assert compared(policy.expected_gradient("turn_grpo", {**options, "deviation": True}), exact_P)[1] > 0.02
 
 
 def test_denominators_that_the_policy_chooses() -> None:
     """They bias the unbiased method, too; with a fixed number of turns they are constant."""
     for denominator in ("tokens", "response"):
         for stops in (True, False):
-            known = environment(stops=stops)
-            _, rest = compared(known.expected_gradient("turn_rloo", {}, denominator=denominator), _truth(known))
+            policy = environment(stops=stops)
+            _, rest = compared(policy.expected_gradient("turn_rloo", {}, denominator=denominator), _truth(policy))
             assert rest > 0.02 if stops else rest < EXACT

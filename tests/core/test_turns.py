@@ -48,21 +48,22 @@ class Talk:
 
     def __post_init__(self) -> None:
         pieces = [(turn, True) for turn in self.turns]
-        for place, said in reversed(list(enumerate(self.said))):
-            pieces.insert(place + 1, (said, False))
+        for place, answer in reversed(list(enumerate(self.said))):
+            pieces.insert(place + 1, (answer, False))
         self.text = "".join(text for text, _ in pieces)
         self.written = [wrote for text, wrote in pieces for _ in encode(text)]
 
 
 def batch_of(talks: Sequence[Talk], **parts: Any) -> Rollouts:
-    known = {
+    fields = {
         "masked": torch.tensor([talk.masked for talk in talks]),
         "groups": torch.tensor([talk.group for talk in talks]),
         "rewards": torch.tensor([talk.outcome for talk in talks], dtype=torch.float64),
         "fields": {"tool_rewards": [talk.rewards for talk in talks]},
     }
-    ids, advantages = [encode(talk.text) for talk in talks], [talk.advantage for talk in talks]
-    return rollouts_of(ids, advantages, [talk.written for talk in talks], **known | parts)
+    ids = [encode(talk.text) for talk in talks]
+    advantages = [talk.advantage for talk in talks]
+    return rollouts_of(ids, advantages, [talk.written for talk in talks], **fields | parts)
 
 
 def of_rows(values: torch.Tensor, r: Rollouts) -> list[list[float]]:
@@ -75,12 +76,13 @@ def token_advantages(method: BaseMethod, r: Rollouts) -> list[list[float]]:
 
 
 def talks_of(seed: int, *, masked: bool = False) -> list[Talk]:
-    draw, talks = random.Random(seed), []
+    draw = random.Random(seed)
+    talks = []
     for group in [*range(3)] * 5:
         turns = ["a" * draw.randint(1, 3) for _ in range(draw.randint(1, 4))]
-        said = [draw.choice(["yes", "no"]) for _ in turns[1:]]
-        rewards = [draw.choice([0.0, 0.5, 1.0, -0.25]) for _ in said]
-        talks.append(Talk(turns, said, rewards, draw.choice([0.0, 1.0, 0.3]), group, masked and draw.random() < 0.1))
+        answers = [draw.choice(["yes", "no"]) for _ in turns[1:]]
+        rewards = [draw.choice([0.0, 0.5, 1.0, -0.25]) for _ in answers]
+        talks.append(Talk(turns, answers, rewards, draw.choice([0.0, 1.0, 0.3]), group, masked and draw.random() < 0.1))
     return talks
 
 
@@ -89,20 +91,21 @@ def _return(talk: Talk, turn: int, gamma: float) -> float:
     return math.fsum(gamma ** (later - turn) * rewards[later] for later in range(turn, len(rewards)))
 
 
-def _compared(value: float, others: list[float], deviation: bool, epsilon: float = 1e-6) -> float:
-    if len(others) == 1:
+def _compared(value: float, returns: list[float], deviation: bool, epsilon: float = 1e-6) -> float:
+    if len(returns) == 1:
         return 0.0
-    divisor = statistics.stdev(others) + epsilon if deviation else 1.0
-    return (value - statistics.fmean(others)) / divisor
+    divisor = statistics.stdev(returns) + epsilon if deviation else 1.0
+    return (value - statistics.fmean(returns)) / divisor
 
 
 def plain_turn_rloo(talk: Talk, group: list[Talk], gamma: float = 1.0, stopped: str = "left_out") -> list[float]:
-    siblings, values = [other for other in group if other is not talk], []
+    siblings = [sibling for sibling in group if sibling is not talk]
+    values = []
     for turn in range(len(talk.turns)):
-        with_turn = [_return(other, turn, gamma) for other in siblings if len(other.turns) > turn]
+        with_turn = [_return(sibling, turn, gamma) for sibling in siblings if len(sibling.turns) > turn]
         if stopped == "zero":
             with_turn += [0.0] * (len(siblings) - len(with_turn))
-        instead = [_return(other, 0, gamma) for other in siblings] or [0.0]
+        instead = [_return(sibling, 0, gamma) for sibling in siblings] or [0.0]
         values.append(_return(talk, turn, gamma) - statistics.fmean(with_turn or instead))
     return values
 
@@ -111,60 +114,66 @@ def plain_mt_grpo(talk: Talk, group: list[Talk], alpha: float = 1.0, deviation: 
     """Its authors' assignment: ``assigned = outcome + alpha * turn * before_result``, or ``combined`` without a result."""
 
     def advantage(value: Callable[[Talk], float]) -> float:
-        return _compared(value(talk), [value(other) for other in group], deviation, 1e-4)
+        return _compared(value(talk), [value(member) for member in group], deviation, 1e-4)
 
-    outcome = advantage(lambda one: one.outcome)
+    outcome = advantage(lambda member_talk: member_talk.outcome)
     if not talk.rewards:
-        return [advantage(lambda one: math.fsum(one.rewards) + one.outcome)]
-    return [outcome + alpha * advantage(lambda one: math.fsum(one.rewards)), *[outcome] * len(talk.rewards)]
+        return [advantage(lambda member_talk: math.fsum(member_talk.rewards) + member_talk.outcome)]
+    return [
+        outcome + alpha * advantage(lambda member_talk: math.fsum(member_talk.rewards)),
+        *[outcome] * len(talk.rewards),
+    ]
 
 
-def plain_gtpo(talk: Talk, group: list[Talk], gamma: float = 0.9, deviation: bool = True) -> list[float]:
+def plain_turn_grpo(talk: Talk, group: list[Talk], gamma: float = 0.9, deviation: bool = True) -> list[float]:
     values = []
     for turn in range(len(talk.turns)):
-        others = [_return(other, turn, gamma) for other in group if len(other.turns) > turn]
-        values.append(_compared(_return(talk, turn, gamma), others, deviation))
+        returns = [_return(member, turn, gamma) for member in group if len(member.turns) > turn]
+        values.append(_compared(_return(talk, turn, gamma), returns, deviation))
     return values
 
 
 def plain_gigpo(
     talk: Talk, group: list[Talk], gamma: float = 0.95, omega: float = 1.0, deviation: bool = True
 ) -> list[float]:
-    whole, values = plain_gtpo(talk, group, 1.0, deviation)[0], []
+    outcome = plain_turn_grpo(talk, group, 1.0, deviation)[0]
+    values = []
     for turn, heard in enumerate(["", *talk.said]):
-        places = [(other, place) for other in group for place, said in enumerate(["", *other.said]) if said == heard]
-        alike = [_return(other, place, gamma) for other, place in places]
-        values.append(whole + omega * _compared(_return(talk, turn, gamma), alike, deviation))
+        places = [
+            (member, place) for member in group for place, answer in enumerate(["", *member.said]) if answer == heard
+        ]
+        returns = [_return(member, place, gamma) for member, place in places]
+        values.append(outcome + omega * _compared(_return(talk, turn, gamma), returns, deviation))
     return values
 
 
 PLAIN: dict[str, tuple[Callable[..., list[float]], list[dict[str, Any]]]] = {
     "turn_rloo": (plain_turn_rloo, [{}, {"gamma": 0.5}, {"stopped": "zero"}]),
     "mt_grpo": (plain_mt_grpo, [{}, {"alpha": 0.5, "deviation": False}]),
-    "gtpo": (plain_gtpo, [{}, {"gamma": 1.0, "deviation": False}]),
+    "turn_grpo": (plain_turn_grpo, [{}, {"gamma": 1.0, "deviation": False}]),
     "gigpo": (plain_gigpo, [{}, {"gamma": 0.5, "omega": 0.25, "deviation": False}]),
 }
 """And the options that each is tried with."""
-each = pytest.mark.parametrize("name", PLAIN)
+each_method = pytest.mark.parametrize("name", PLAIN)
 
 
 def plain(name: str, talks: list[Talk], **options: Any) -> list[list[float]]:
     """Token advantages of the tokens that the model wrote."""
     advantages = []
     for talk in talks:
-        of_turns = PLAIN[name][0](talk, [other for other in talks if other.group == talk.group], **options)
+        of_turns = PLAIN[name][0](talk, [member for member in talks if member.group == talk.group], **options)
         of_tokens = [value for turn, value in zip(talk.turns, of_turns, strict=True) for _ in turn]
         advantages.append([0.0] * len(of_tokens) if talk.masked else of_tokens)
     return advantages
 
 
-@each
+@each_method
 def test_methods_and_plain_lists_against_loops(name: str) -> None:
     """Masked responses train nothing and count for the others, as in GRPO. A response that fills up a batch has no turn,
     whatever is in its fields; a token that a correction drops keeps its turn, untrained."""
     for seed in range(4):
         talks = talks_of(seed, masked=True)
-        known = [talk for talk in talks if not talk.masked]
+        trained = [talk for talk in talks if not talk.masked]
         r = batch_of([*talks, Talk([], ["filler"], [1.0, 2.0], 0.0, group=7)])
         r = replace(r, mask=r.mask.clone())
         r.mask[0, 0] = False
@@ -172,17 +181,21 @@ def test_methods_and_plain_lists_against_loops(name: str) -> None:
             expected = plain(name, talks, **options)
             expected[0][0] = 0.0
             close(token_advantages(build(name, options), r), [*expected, []], 1e-5)
-            found = turn_advantages(
-                [[*talk.rewards, None] for talk in known],
-                [talk.outcome for talk in known],
-                [f"prompt {talk.group}" for talk in known],
+            advantages = turn_advantages(
+                [[*talk.rewards, None] for talk in trained],
+                [talk.outcome for talk in trained],
+                [f"prompt {talk.group}" for talk in trained],
                 method=name,
-                before=[["", *talk.said] for talk in known],
+                before=[["", *talk.said] for talk in trained],
                 **options,
             )
-            for of, talk, wanted in zip(found, known, plain(name, known, **options), strict=True):
-                of_tokens = list(zip(turns_to_tokens(of, talk.written), talk.written, strict=True))
-                assert [value for value, wrote in of_tokens if wrote] == pytest.approx(wanted, rel=1e-10, abs=1e-10)
+            for turn_values, talk, expected_values in zip(
+                advantages, trained, plain(name, trained, **options), strict=True
+            ):
+                of_tokens = list(zip(turns_to_tokens(turn_values, talk.written), talk.written, strict=True))
+                assert [value for value, wrote in of_tokens if wrote] == pytest.approx(
+                    expected_values, rel=1e-10, abs=1e-10
+                )
                 assert not any(value for value, wrote in of_tokens if not wrote)
 
 
@@ -194,32 +207,40 @@ ALIGNED = list(map(json.loads, Path(__file__).with_name("aligned.jsonl").read_te
 def test_how_rewards_by_turn_are_aligned() -> None:
     arrays = {"rewards": np.array([[1.0, 0.5], [2.0, 1.0]]), "options": {}, "advantages": [12.5, 11, 8]}
     for case in [*ALIGNED, arrays]:
-        other = [0.0] if case["options"].get("align") == "turns" else []
-        r = batch_of([THREE, Talk(["a"], [], [], 0.0)], fields={"tool_rewards": [case["rewards"], other]})
+        rewards = [0.0] if case["options"].get("align") == "turns" else []
+        r = batch_of([THREE, Talk(["a"], [], [], 0.0)], fields={"tool_rewards": [case["rewards"], rewards]})
         assert token_advantages(build("turn_rloo", case["options"]), r)[0] == case["advantages"], case
     talks = [THREE, Talk(["a"], [], [0.5, 0.25, 0.25], 0.0)]
     assert token_advantages(build("turn_rloo"), batch_of(talks)) == [[10, 9, 7], [-10]], "all calls of the only turn"
 
 
 UNCERTAIN: list[Any] = [
-    *([1.0, 2.0, 0.5], [1.0, 2.0, None], [1.0] * 5),  # as many as turns, the last not scored, more
-    *([NAN, 2.0], [1e30, 2.0], [[1.0, -math.inf], [0.0]], None),  # None: an outcome that is not finite
+    [1.0, 2.0, 0.5],
+    [1.0, 2.0, None],
+    [1.0] * 5,
+    [NAN, 2.0],
+    [1e30, 2.0],
+    [[1.0, -math.inf], [0.0]],
+    None,  # None: an outcome that is not finite
 ]
 
 
-@each
+@each_method
 def test_what_is_uncertain_trains_nothing_and_is_named(name: str, caplog: pytest.LogCaptureFixture) -> None:
     """And is compared with nothing: rewards of no certain turn, and an outcome that is not finite."""
-    method, talks = build(name), talks_of(3)
+    method = build(name)
+    talks = talks_of(3)
     many = next(row for row, talk in enumerate(talks) if len(talk.turns) == 3)
     expected = plain(name, [talk for row, talk in enumerate(talks) if row != many])
-    for given in UNCERTAIN:
+    for rewards in UNCERTAIN:
         caplog.clear()
         r = batch_of(talks, keys=[f"key_{row}" for row in range(len(talks))])
-        if given is None:
-            r.rewards[many], r.masked[many] = NAN, True  # the host masks such a response
+        if rewards is None:
+            # the host masks such a response
+            r.rewards[many] = NAN
+            r.masked[many] = True
         else:
-            r.fields["tool_rewards"][many] = given
+            r.fields["tool_rewards"][many] = rewards
             assert weighed(method, r).metrics["non_finite_rate"] == pytest.approx(1 / len(talks))
         advantages = token_advantages(method, r)
         assert name in caplog.text and f"key_{many}" in caplog.text
@@ -231,7 +252,9 @@ def test_what_is_uncertain_trains_nothing_and_is_named(name: str, caplog: pytest
 def parts_of(talk: Talk, draw: random.Random) -> list[Talk]:
     """A conversation cut into rows, each with the turns from one compression of its context to the next."""
     cuts = sorted(draw.sample(range(1, len(talk.turns)), draw.randint(0, len(talk.turns) - 1)))
-    rewards, rows = [[reward] for reward in (*talk.rewards, None)], []  # lists, so that nothing is ambiguous
+    # lists, so that nothing is ambiguous
+    rewards = [[reward] for reward in (*talk.rewards, None)]
+    rows = []
     for start, stop in pairwise([0, *cuts, len(talk.turns)]):
         rows.append(Talk(talk.turns[start:stop], talk.said[start : stop - 1], rewards[start:stop], NAN, talk.group))
     rows[-1].outcome = talk.outcome
@@ -240,18 +263,20 @@ def parts_of(talk: Talk, draw: random.Random) -> list[Talk]:
     return rows
 
 
-@each
+@each_method
 def test_a_session_of_several_responses_is_one_conversation(name: str) -> None:
     """In any order in the batch; only the last one's reward counts. A first turn of a further row has no observation. Each row
     has its turns' rewards, or the last one all of them."""
     draw = random.Random(name)
     for seed in range(4):
-        talks, rows, sessions = talks_of(seed), [], []
+        talks = talks_of(seed)
+        rows = []
+        sessions = []
         for number, talk in enumerate(talks):
             parts = parts_of(talk, draw)
-            whole = [reward for part in parts for reward in part.rewards]
+            all_rewards = [reward for part in parts for reward in part.rewards]
             for part in parts if seed % 2 else ():
-                part.rewards = whole if part is parts[-1] else None
+                part.rewards = all_rewards if part is parts[-1] else None
             rows += parts
             sessions += [(number, place) for place in range(len(parts))]
         order = draw.sample(range(len(rows)), len(rows))
@@ -264,8 +289,8 @@ def test_a_session_of_several_responses_is_one_conversation(name: str) -> None:
 
 
 def test_plain_lists_with_sessions_and_without_certainty(caplog: pytest.LogCaptureFixture) -> None:
-    whole = turn_advantages([[0.5, [1, 1], None], [0.0], [2.0]], [1.0, 0.0, None], "ppp")
-    assert whole == [[2.5, 2.0, 0.0], [-2.75], [0.25]]
+    by_response = turn_advantages([[0.5, [1, 1], None], [0.0], [2.0]], [1.0, 0.0, None], "ppp")
+    assert by_response == [[2.5, 2.0, 0.0], [-2.75], [0.25]]
     rows = turn_advantages([[0.5, [1, 1]], [0.0], [None], [2.0]], [7.0, 0.0, 1.0, 0.0], "pppp", sessions="abac")
     assert rows == [[2.5, 2.0], [-2.75], [0.0], [0.25]]
     without = turn_advantages([[math.inf], [0.0], [2.0]], [0.0] * 3, "ppp", keys=["first", "b", "c"])
@@ -284,18 +309,20 @@ def test_a_response_with_advantage_0_may_have_turns_that_train() -> None:
 
 
 def _function(file: str, name: str) -> Any:
-    found: dict[str, Any] = {}
-    exec((ROOT / f"examples/turns/for_{file}.py").read_text(encoding="utf-8"), found)
-    return found[name]
+    namespace: dict[str, Any] = {}
+    exec((ROOT / f"examples/turns/for_{file}.py").read_text(encoding="utf-8"), namespace)
+    return namespace[name]
 
 
 def test_lines_for_skyrl() -> None:
     """One row a conversation, and one row a turn: the same advantages."""
     first, second = (SimpleNamespace(instance_id="p", repetition_id=number) for number in range(2))
-    credit, names = _function("skyrl", "skyrl_advantages"), ("rewards", "loss_masks", "trajectory_ids")
-    rewards, masks = [[0.0, 0.5, 0.0, 0.0, 1.0], [0.0, 0.25]], [[1, 1, 0, 1, 1], [1, 1]]
-    whole = credit(dict(zip(names, (rewards, masks, [first, second]), strict=True)))
-    assert whole == [[1.25, 1.25, 0.0, 0.75, 0.75], [-1.25, -1.25]]
+    credit = _function("skyrl", "skyrl_advantages")
+    names = ("rewards", "loss_masks", "trajectory_ids")
+    rewards = [[0.0, 0.5, 0.0, 0.0, 1.0], [0.0, 0.25]]
+    masks = [[1, 1, 0, 1, 1], [1, 1]]
+    by_conversation = credit(dict(zip(names, (rewards, masks, [first, second]), strict=True)))
+    assert by_conversation == [[1.25, 1.25, 0.0, 0.75, 0.75], [-1.25, -1.25]]
     rewards = [[0.0, 0.5], [0.0, 1.0], [0.0, 0.25]]
     by_step = credit(dict(zip(names, (rewards, [[1, 1]] * 3, [first, first, second]), strict=True)))
     assert by_step == [[1.25, 1.25], [0.75, 0.75], [-1.25, -1.25]]
@@ -316,13 +343,21 @@ def test_lines_for_verifiers() -> None:
     assert [node.advantages for node in traces[1].nodes] == [None, second, None]
 
 
-def said(advantage: float, text: str, group: int = 0, masked: bool = False) -> Talk:
+def sentence(advantage: float, text: str, group: int = 0, masked: bool = False) -> Talk:
     """A response of one turn, which ends."""
     return Talk([text + END], [], [], advantage, group, masked, advantage)
 
 
-SUMS = [said(1.0, "3+4=7, 7*2= $1,400.50."), said(-1.0, "3+4=8 then 8="), said(0.5, "none here"), said(0.0, "1=1")]
-RIGHT, WRONG, NONE, UNTRAINED = "....#.......#########..", "....#.........", "." * 10, "1" * 4
+SUMS = [
+    sentence(1.0, "3+4=7, 7*2= $1,400.50."),
+    sentence(-1.0, "3+4=8 then 8="),
+    sentence(0.5, "none here"),
+    sentence(0.0, "1=1"),
+]
+RIGHT = "....#.......#########.."
+WRONG = "....#........."
+NONE = "." * 10
+UNTRAINED = "1" * 4
 PICTURES: list[tuple[dict[str, Any], list[str]]] = [
     ({}, [RIGHT, WRONG.replace("#", "."), NONE, UNTRAINED]),
     ({"gate": "wrong", "elsewhere": 1}, ["1" * 23, WRONG, "1" * 10, UNTRAINED]),
@@ -341,7 +376,7 @@ def test_what_matches_is_inside() -> None:
 
 
 def test_an_expression_that_takes_too_long_leaves_the_row_as_it_is() -> None:
-    w = weighed(Pattern(expression="(a|aa)+$"), batch_of([said(1.0, "a" * 60 + "b"), said(1.0, "baa")]))
+    w = weighed(Pattern(expression="(a|aa)+$"), batch_of([sentence(1.0, "a" * 60 + "b"), sentence(1.0, "baa")]))
     assert w.failed.tolist() == [True, False]
     assert w.weights[0].tolist() == [1.0] * 62 and w.weights[1, :4].tolist() == [0.0, 1.0, 1.0, 0.0]
 
@@ -379,7 +414,8 @@ def plain_step_values(rows: Sequence[Talk], shrink: float) -> list[list[float]]:
 
     advantages = []
     for row in rows:
-        out, before = [], 0.0
+        out = []
+        before = 0.0
         for place, step in enumerate(steps_of[id(row)] if row in used else ()):
             out += [value(row, place) - before] * len(step)
             before = value(row, place)
@@ -390,21 +426,23 @@ def plain_step_values(rows: Sequence[Talk], shrink: float) -> list[list[float]]:
 @pytest.mark.parametrize("seed", range(4))
 def test_step_values_against_loops(seed: int) -> None:
     """Masked responses, and those whose advantage is not finite, count in no state and train nothing; those with 0 do both."""
-    draw, rows = random.Random(seed), []
+    draw = random.Random(seed)
+    rows = []
     for group in [*range(3)] * 8:
         steps = [draw.choice(["1=-2", "so 3", "say", "say it", "4"]) for _ in range(draw.randint(1, 4))]
         text = "".join(step + draw.choice([";", ";;"]) for step in steps).rstrip(";" * draw.randint(0, 1))
         advantage = draw.choice([0.0, 0.5, 1.25, -0.75, *([math.nan, -math.inf] if seed % 2 else [])])
-        rows.append(said(advantage, text, group, masked=draw.random() < 0.15))
+        rows.append(sentence(advantage, text, group, masked=draw.random() < 0.15))
     for shrink in (1.0, 0.0, 2.5):
         advantages = token_advantages(StepValues(separator=";+", shrink=shrink), batch_of(rows))
         close(advantages, plain_step_values(rows, shrink), 1e-5)
 
 
 def test_a_token_without_text_belongs_to_the_step_before_it() -> None:
-    r = batch_of([said(0.5, "1;aa"), said(-0.5, "2;bb")])
+    r = batch_of([sentence(0.5, "1;aa"), sentence(-0.5, "2;bb")])
     r.responses[0][2] = END_ID  # where the second step begins
-    first, second = 0.5 / 2, 0.5 - 0.5 / 2
+    first = 0.5 / 2
+    second = 0.5 - 0.5 / 2
     assert token_advantages(STEPS, r)[0] == pytest.approx([first, first, first, second, second])
 
 
@@ -416,7 +454,7 @@ def test_no_method_trains_a_masked_row() -> None:
         def scores(self, r: Rollouts, of_pass: torch.Tensor | None) -> torch.Tensor:
             return torch.ones(r.mask.shape)
 
-    advantages = token_advantages(Careless(), batch_of([said(0.5, "a"), said(-0.5, "b", masked=True)]))
+    advantages = token_advantages(Careless(), batch_of([sentence(0.5, "a"), sentence(-0.5, "b", masked=True)]))
     assert advantages == [[1.0, 1.0], [0.0, 0.0]]
 
 

@@ -33,7 +33,8 @@ from tests.core.plain_weights import Row as Columns
 from tests.core.plain_weights import batch_of, close, random_rows, weights_of
 from tests.core.tiny_models import char_tokenizer, tiny_model
 
-NAN, INF = math.nan, math.inf
+NAN = math.nan
+INF = math.inf
 
 
 class Doubled(Method):
@@ -60,8 +61,8 @@ def rollouts(lengths: Sequence[int], spans: Sequence[Any], advantages: Sequence[
 
 def run(scores: Any, r: Rollouts, chosen: Sequence[bool], base: type[BaseMethod] = Doubled, /, **body: Any) -> Weighed:
     """By a class with other parts, which chooses these responses."""
-    known = {"select": lambda self, r: torch.tensor(chosen), "names": {"doubled": {}}, "uses": "logits"}
-    return weighed(type("Chosen", (base,), known | body)(), r, torch.as_tensor(scores))
+    body_by_default = {"select": lambda self, r: torch.tensor(chosen), "names": {"doubled": {}}, "uses": "logits"}
+    return weighed(type("Chosen", (base,), body_by_default | body)(), r, torch.as_tensor(scores))
 
 
 def maps_to(values: torch.Tensor, **bounds: float) -> dict[str, Any]:
@@ -151,15 +152,19 @@ def some_of(options: dict[str, list]) -> Any:
 @given(st.integers(0, 10_000), st.sampled_from(["official", "robust"]), some_of(OPTIONS))
 def test_grail_of_random_batches_against_the_plain_computation(seed: int, preset: str, options: dict) -> None:
     """Any span and length, tokens between that do not train, scores over many orders of magnitude with zeros among them."""
-    config, rows, draw = Grail(preset, **options), random_rows(seed), torch.Generator().manual_seed(seed)
+    config = Grail(preset, **options)
+    rows = random_rows(seed)
+    draw = torch.Generator().manual_seed(seed)
     r = batch_of(rows)
-    zero, sizes = torch.rand(r.mask.shape, generator=draw) < 0.1, torch.randn(r.mask.shape, generator=draw)
+    zero = torch.rand(r.mask.shape, generator=draw) < 0.1
+    sizes = torch.randn(r.mask.shape, generator=draw)
     of_pass = torch.where(zero, 0.0, (3 * sizes - 3).exp())
     got = weighed(config, r, of_pass)
     assert not got.failed.any()
-    for row, scores, weights, known in zip(rows, of_pass, got.weights, r.known_spans["first"], strict=True):
-        span = None if known is None else tuple(sum(row.trained[:bound]) for bound in dataclasses.astuple(known))
-        scored, resolved = scores[row.tokens].tolist(), reference.resolve(preset, **options)
+    for row, scores, weights, answer in zip(rows, of_pass, got.weights, r.known_spans["first"], strict=True):
+        span = None if answer is None else tuple(sum(row.trained[:bound]) for bound in dataclasses.astuple(answer))
+        scored = scores[row.tokens].tolist()
+        resolved = reference.resolve(preset, **options)
         expected = reference.row_weights(scored, span, row.advantage, resolved)
         assert weights[row.tokens].tolist() == pytest.approx(expected, rel=2e-5, abs=2e-5)
     if not config.normalize_mass and config.reshaper == "log_zscore":
@@ -187,7 +192,8 @@ def test_mistakes_of_a_method_are_refused_with_its_name(place: int) -> None:
 def test_a_token_has_the_saliency_of_its_position(alignment: str) -> None:
     """Positions of prompt + response are differentiated one forward at a time; the response begins at position 3."""
     of_third_last = {"targets": lambda self, row: (row.length - 3, row.length - 2)}
-    model, tokenizer = tiny_model(layers=1), char_tokenizer()
+    model = tiny_model(layers=1)
+    tokenizer = char_tokenizer()
     method = type("OfTheThird", (Saliency,), of_third_last)(alignment=alignment)
     tokens = torch.tensor([5, 9, 2, 7, 1, 8, 3, 4])
     prepared = method.prepare(Row(tokens, 3, 5, None, -1.0, 0, 0), tokenizer)
@@ -211,8 +217,8 @@ def test_a_reward_is_right_above_0() -> None:
 
 def test_a_reward_trains_up_to_the_largest() -> None:
     values = np.array([LARGEST, -LARGEST, np.nextafter(LARGEST, INF), INF, NAN])
-    for known in (within_range(values), within_range(torch.tensor(values))):
-        assert known.tolist() == [True, True, False, False, False]
+    for can_train in (within_range(values), within_range(torch.tensor(values))):
+        assert can_train.tolist() == [True, True, False, False, False]
 
 
 LOW = 0.125
@@ -290,7 +296,8 @@ def test_against_loops(
     options = {key: data.draw(st.sampled_from(values)) for key, values in OF_METHOD[name].items()}
     if name != "polarity":
         options["normalize_mass"] = normalize_mass
-    config, of_map = dict(options), {}
+    config = dict(options)
+    of_map = {}
     if reshaper:
         of_map = {key: data.draw(st.sampled_from(values)) for key, values in MAP_OPTIONS[reshaper].items()}
         of_map |= {"k": 1} if of_map.get("share") else {}

@@ -30,7 +30,8 @@ from grail_advantage.check import CHARACTERS, END
 
 PAD = check.PAD
 char_tokenizer = cache(check.char_tokenizer)
-PAD_ID, END_ID = len(CHARACTERS), len(CHARACTERS) + 1
+PAD_ID = len(CHARACTERS)
+END_ID = len(CHARACTERS) + 1
 
 
 def id_to_character() -> dict[int, str]:
@@ -63,7 +64,8 @@ def tiny_model(family: str = "qwen3", *, tied: bool = False, layers: int = 4, se
 _LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [8.0] * 4}
 _DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
 _DELTA = {f"linear_{name}_head_dim": 8 for name in ("key", "value")} | {"linear_num_key_heads": 2}
-_DELTA |= {"linear_num_value_heads": 4, "layer_types": ["linear_attention", "full_attention"]}
+_DELTA["linear_num_value_heads"] = 4
+_DELTA["layer_types"] = ["linear_attention", "full_attention"]
 FAMILY_SIZES = {
     **{"vocab_size": 100, "max_position_embeddings": 256, "pad_token_id": 0, "eos_token_id": 98},
     **dict.fromkeys(("hidden_size", "d_model", "n_embd", "moe_intermediate_size"), 32),
@@ -86,9 +88,9 @@ class Family:
     def config(self, **sizes: Any) -> PretrainedConfig:
         """The tiny configuration, with other sizes where they are given."""
         config_class = transformers.CONFIG_MAPPING[self.model_type]
-        known = {*inspect.signature(config_class.__init__).parameters, "dtype"}
-        own = {name: size for name, size in (FAMILY_SIZES | sizes).items() if name in known}
-        return config_class(**own | self.options, attn_implementation=self.attention)
+        names = {*inspect.signature(config_class.__init__).parameters, "dtype"}
+        sizes_of_class = {name: size for name, size in (FAMILY_SIZES | sizes).items() if name in names}
+        return config_class(**sizes_of_class | self.options, attn_implementation=self.attention)
 
     def build(self, **sizes: Any) -> PreTrainedModel:
         """The model, float32, always with the same values."""
@@ -155,11 +157,13 @@ def make_batch(rollouts: list[Rollout], padding: str = "left", extra: int = 0) -
     rows: tuple[list, list, list] = ([], [], [])
     for prompt, response in texts:
         spare = width - len(prompt) - len(response)
-        left = {"left": spare, "right": 0, "both": widest_prompt - len(prompt)}[padding]
-        p, r, right = len(prompt), len(response), spare - left
-        rows[0].append([PAD_ID] * left + prompt + response + [PAD_ID] * right)
-        rows[1].append([0] * left + [1] * (p + r) + [0] * right)
-        rows[2].append([0] * (left + p) + [1] * r + [0] * right)
+        padding_before = {"left": spare, "right": 0, "both": widest_prompt - len(prompt)}[padding]
+        p = len(prompt)
+        r = len(response)
+        right = spare - padding_before
+        rows[0].append([PAD_ID] * padding_before + prompt + response + [PAD_ID] * right)
+        rows[1].append([0] * padding_before + [1] * (p + r) + [0] * right)
+        rows[2].append([0] * (padding_before + p) + [1] * r + [0] * right)
     return Batch(*map(torch.tensor, rows), torch.tensor([rollout.advantage for rollout in rollouts]))
 
 
@@ -168,16 +172,17 @@ ROLLOUTS = {of.pop("name"): Rollout(**of) for of in map(json.loads, _LINES)}
 """By what is special about their answer."""
 
 
-def compute(model: Any, batch: Batch, method: Method, tokenizer: Any = None, **given: Any) -> TokenWeights:
+def compute(model: Any, batch: Batch, method: Method, tokenizer: Any = None, **parts: Any) -> TokenWeights:
     """By the plain function, with the tokenizer of single characters."""
-    return compute_token_weights(model, tokenizer or char_tokenizer(), *batch.tensors(), method, **given)
+    return compute_token_weights(model, tokenizer or char_tokenizer(), *batch.tensors(), method, **parts)
 
 
 def plain_columns(model: Any, prompt: list[int], response: list[int], temperature: float) -> tuple[list, list]:
     """Log-probabilities and entropies of a response: alone, by all logits and in loops."""
     with torch.no_grad():
         logits_SV = model(input_ids=torch.tensor([prompt + response])).logits[0] / temperature
-    log_probs, entropies = [], []
+    log_probs = []
+    entropies = []
     for logits_V, token in zip(logits_SV[len(prompt) - 1 :].tolist(), response, strict=False):
         exponentials = [math.exp(value) for value in logits_V]
         total = math.fsum(exponentials)

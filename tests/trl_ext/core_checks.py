@@ -295,13 +295,14 @@ def test_the_reference_is_the_model_without_its_adapter(tmp_path: Path, beta: fl
     """By TRL's forward with a KL term, else by this package's; in a whole training, whose receipt finds nothing."""
     adapter = LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
     method = method_of("progress_advantage", {"lam": 0.25})
-    weights = {"token_weights": method, "peft_config": adapter, "token_dump": {"folder": tmp_path / "tokens"}}
-    trainer = build(tmp_path, weights=weights, beta=beta, max_steps=2, learning_rate=0.1)
+    weights = {"token_weights": method, "peft_config": adapter}
+    trainer = build(tmp_path, weights=weights, beta=beta)
     found = of_responses(trainer)
     expected = plain_weights(method, trainer.model)[1]
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
     assert not torch.allclose(found, plain_weights(method_of("uniform"))[1], atol=0.02)
-    trainer.train()
+    weights = {**weights, "token_dump": {"folder": tmp_path / "tokens"}}
+    trained(tmp_path, weights=weights, beta=beta, max_steps=2, learning_rate=0.1)
     for row in read_dump(tmp_path / "tokens"):
         signal = row.old_log_prob_T - row.ref_log_prob_T
         mixed = 0.25 * row.base_advantage_T + 0.75 * signal
@@ -332,7 +333,7 @@ REFUSED: dict[str, dict[str, Any]] = {
         "token_weights": "turn_rloo",
     },
     "turns are divided by no deviation": {"scale_rewards": "batch", "token_weights": "turn_rloo"},
-    "turns have a deviation of their own": {"scale_rewards": "none", "token_weights": "gtpo:gamma=1"},
+    "turns have a deviation of their own": {"scale_rewards": "none", "token_weights": "turn_grpo:gamma=1"},
     "nothing computes the reference": {"beta": 0.0, "token_weights": "progress_advantage"},
     "temperature 0": {"temperature": 0.0},
     "a temperature that is no number": {"temperature": float("nan")},
@@ -354,14 +355,14 @@ AGAINST_SKIPPING: dict[str, dict[str, Any]] = {
 }
 WARNED: dict[str, dict[str, Any]] = {
     "a penalty for responses that are masked": {"reward_funcs": [get_soft_overlong_punishment(80, 40)]},
-    "discounted turns": {"token_weights": "gtpo"},
+    "discounted turns": {"token_weights": "turn_grpo"},
     "masked turns": {"mask_truncated_completions": True, "token_weights": "turn_rloo"},
     "turns that the method masks": {"token_weights": "turn_rloo:mask_truncated=true"},
     "turns divided by their tokens": {"loss_type": "dapo", "token_weights": "turn_rloo"},
     "turns in several iterations": {"num_iterations": 2, "token_weights": "turn_rloo"},
     "turns in several updates": {"steps_per_generation": 2, "token_weights": "turn_rloo"},
 }
-OF_METHOD = {"discounted turns": "gtpo.gamma", "turns that the method masks": "turn_rloo.mask_truncated"}
+OF_METHOD = {"discounted turns": "turn_grpo.gamma", "turns that the method masks": "turn_rloo.mask_truncated"}
 """Options of methods; the others are the first of each example, TRL's own."""
 EXAMPLES = {**REFUSED, **AGAINST_SKIPPING, **WARNED}
 

@@ -19,7 +19,7 @@ from trl import GRPOTrainer
 
 from grail_advantage.api import PlainHost
 from grail_advantage.dump import read_dump
-from grail_advantage.methods.turns import TurnMethod
+from grail_advantage.methods.sessions import TurnMethod
 from grail_advantage.trl_ext import TokenWeightGRPOTrainer
 from grail_advantage.trl_ext import dump as dump_module
 from grail_advantage.trl_ext import trainer as trainer_module

@@ -13,7 +13,7 @@ import torch
 from grail_advantage import report
 from grail_advantage.data import runs
 from grail_advantage.dump import read_dump
-from grail_advantage.methods.turns import turn_advantages
+from grail_advantage.methods.turn_lists import turn_advantages
 from grail_advantage.trl_ext import TokenWeightGRPOTrainer
 from grail_advantage.view.receipt import main as receipt
 from tests.trl_ext import world

@@ -18,7 +18,7 @@ from verl.experimental.agent_loop.tool_agent_loop import ToolAgentLoop
 from grail_advantage import Rollouts
 from grail_advantage.data import runs
 from grail_advantage.method import build
-from grail_advantage.methods.turns import UncertainError, rewards_by_turn
+from grail_advantage.methods.turn_rewards import UncertainError, rewards_by_turn
 from grail_advantage.verl_ext.entry import check_config
 from grail_advantage.verl_ext.tool_agent import TurnToolAgent
 from tests.composed import VERL, compose

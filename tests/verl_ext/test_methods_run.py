@@ -26,9 +26,10 @@ import pytest
 import torch
 
 from grail_advantage import Example, Method
+from grail_advantage.data import REF_LOG_PROBS
 from grail_advantage.dump import COLUMNS, read_dump
 from grail_advantage.method import build, methods
-from grail_advantage.methods.turns import TurnMethod
+from grail_advantage.methods.sessions import TurnMethod
 from recipe.run_life.watch import HEADLINE
 from tests.core.common import FITTED, METHODS
 from tests.documentation import write_files
@@ -58,7 +59,7 @@ def _way(name: str) -> tuple:
     return signal.uses, signal.reads & {"entropy", "examples", "sessions"}, isinstance(signal, Method)
 
 
-OURS = sorted({_way(name): name for name in sorted(METHODS)}.values())
+OURS = sorted({_way(name): name for name in sorted(METHODS) if REF_LOG_PROBS not in methods()[name].reads}.values())
 GIVE_ADVANTAGES = {"judged_steps", *(name for name in OURS if not issubclass(methods()[name], Method))}
 OF_TURNS = {name for name in OURS if issubclass(methods()[name], TurnMethod)}
 """Methods that give every response of this run, which are of one turn, one advantage."""

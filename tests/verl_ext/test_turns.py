@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from grail_advantage.method import build
-from grail_advantage.methods.turns import TurnMethod
+from grail_advantage.methods.sessions import TurnMethod
 from grail_advantage.verl_ext.settings import AGENT_LOOPS, PARALLEL_CALLS
 from tests.core.test_turns import Talk
 from tests.core.tiny_models import encode
@@ -126,7 +126,7 @@ def test_a_method_that_reads_rewards_and_knows_no_sessions_is_refused(monkeypatc
 
 @pytest.mark.parametrize(
     ("name", "base", "scale"),
-    [("mt_grpo", "grpo", 1), ("gtpo", "grpo", 1), ("gigpo", "grpo", 2), ("turn_rloo", "rloo", 1)],
+    [("mt_grpo", "grpo", 1), ("turn_grpo", "grpo", 1), ("gigpo", "grpo", 2), ("turn_rloo", "rloo", 1)],
 )
 def test_one_turn_gives_verls_own_advantage(name: str, base: str, scale: int) -> None:
     """With the responses of the other tests of a step, which are of one turn."""

@@ -61,13 +61,14 @@ def test_the_dump_is_that_of_a_plain_model(tmp_path: Path, first: str, tokens: i
     names = [response.id for response in responses]
     changes: dict[str, Any] = {"keys": names, "places": range(len(names)), "facts": {**part.facts, "id": names}}
     rollouts = replace(part, tokenizer=char_tokenizer(), **changes)
-    expected = hosts.plain_table(methods[first], rollouts, others=methods, tokens=tokens)
+    expected = hosts.plain_table(methods[first], rollouts, by_method=methods, tokens=tokens)
     hosts.assert_same(hosts.dumped_table(tmp_path / "a"), expected)
 
 
 def run(responses: list[Response], specs: list[str], folder: Path, tokenizer: Any = None, **options: Any) -> list[str]:
     """An analysis by a tiny model."""
-    chosen, tokenizer = methods_for(specs, responses), tokenizer or char_tokenizer()
+    chosen = methods_for(specs, responses)
+    tokenizer = tokenizer or char_tokenizer()
     load = partial(tiny_model, vocab_size=len(tokenizer), max_position_embeddings=512)
     return analyze(responses, chosen, folder, tokenizer, load, model="m", **options)
 
@@ -83,15 +84,16 @@ def test_responses_of_one_prompt_are_shown_together_without_a_group(tmp_path: Pa
 def test_the_effect_between_two_checkpoints(tmp_path: Path):
     """Against each model's own log-probabilities, with no receipt of an update; without a later one there is none."""
     later = partial(tiny_model, vocab_size=len(char_tokenizer()), max_position_embeddings=512, seed=1)
-    run(list(RESPONSES), ["surprisal"], tmp_path / "a", after=("later", later))
+    run(list(RESPONSES), ["surprisal"], tmp_path / "a", later=("later", later))
     run(list(RESPONSES), ["surprisal"], tmp_path / "b")
-    dump, models = read_dump(tmp_path / "a"), (tiny_model(vocab_size=len(char_tokenizer())), later())
+    dump = read_dump(tmp_path / "a")
+    models = (tiny_model(vocab_size=len(char_tokenizer())), later())
     assert not dump.receipts() and not dump.problems and all(row.effect_T is None for row in read_dump(tmp_path / "b"))
     for row in dump:
         start = len(row.prompt_ids)
         ids = torch.tensor([[*row.prompt_ids, *row.token_ids_T]])
-        before, after = (of(ids).logits[0, start - 1 : -1].log_softmax(-1) for of in models)
-        change = (after - before)[torch.arange(len(row)), ids[0, start:]]
+        earlier_log_probs, later_log_probs = (model(ids).logits[0, start - 1 : -1].log_softmax(-1) for model in models)
+        change = (later_log_probs - earlier_log_probs)[torch.arange(len(row)), ids[0, start:]]
         torch.testing.assert_close(torch.tensor(row.effect_T), change.detach(), rtol=1e-4, atol=1e-5)
 
 
@@ -113,8 +115,8 @@ def test_advantages():
     ):
         assert command.advantages_of(graded(rewards, groups), how)[0] == expected
     labelled = [replace(row, labelled=True) for row in graded([1, 0], ["a", "a"])]
-    found = [command.advantages_of(labelled, how)[0] for how in ("auto", "rewards")]
-    assert found == [[-1, -1], [0.5, -0.5]]
+    advantages = [command.advantages_of(labelled, how)[0] for how in ("auto", "rewards")]
+    assert advantages == [[-1, -1], [0.5, -0.5]]
 
 
 def test_ground_truths_give_rewards():
@@ -185,7 +187,8 @@ def test_a_plain_prompt_has_what_the_tokenizer_puts_in_front_and_no_end(template
     tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
         single=template, special_tokens=list(ids.items())
     )
-    plain, front = tokenizer.encode(prompt, add_special_tokens=False), template.split("$A")[0].split()
+    plain = tokenizer.encode(prompt, add_special_tokens=False)
+    front = template.split("$A")[0].split()
     expected = [*([] if prompt.startswith("<s>") else [ids[name] for name in front]), *plain]
     row = Response(id="1", prompt=prompt, response="5")
     if expected:
@@ -213,7 +216,8 @@ def of_bytes() -> PreTrainedTokenizerFast:
     """Byte-level, a token for each byte."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     backend = Tokenizer(models.BPE({character: i for i, character in enumerate(alphabet)}, []))
-    backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
     return PreTrainedTokenizerFast(tokenizer_object=backend)
 
 
@@ -221,7 +225,8 @@ def word_pieces() -> PreTrainedTokenizerFast:
     """WordPiece without capitals, whose tokens are in the dump as the vocabulary spells them."""
     pieces = ["[UNK]", "so", "##x", "##y", "z", *"2+3=58.", "##5", "##8", "##é", "🙂", "a", "##b"]
     backend = Tokenizer(models.WordPiece({piece: i for i, piece in enumerate(pieces)}, unk_token="[UNK]"))
-    backend.normalizer, backend.pre_tokenizer = normalizers.Lowercase(), pre_tokenizers.BertPreTokenizer()
+    backend.normalizer = normalizers.Lowercase()
+    backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="[UNK]")
 
 
@@ -237,15 +242,16 @@ SENTENCEPIECE = [partial(real.sentencepiece_tokenizer, kind) for kind in ("bpe",
 def test_a_labelled_character_has_the_token_that_holds_it(make: Callable[[], Any], text: str) -> None:
     """Each character that is no blank occurs once, so that its bytes tell its tokens."""
     tokenizer = make()
-    texts, ids = TokenTexts(tokenizer), tokenizer.encode(text, add_special_tokens=False)
+    texts = TokenTexts(tokenizer)
+    ids = tokenizer.encode(text, add_special_tokens=False)
     places = [place for place, character in enumerate(text) if not character.isspace()]
     cuts = [0, *(place for place in places[1:] if text[place - 1].isspace()), len(text)]
     wanted = list(pairwise(cuts))
 
     def found(response: str | list[int], written: list[int]) -> dict[str, Any]:
         row = Response(id="a", prompt="p", response=response, steps=wanted, labelled=True)
-        each = [labels_of(replace(row, error=(at, at + 1)), written, tokenizer, texts) for at in places]
-        return {"each": [of["wrong_step"] for of in each], "steps": each[0]["steps"]}
+        labels = [labels_of(replace(row, error=(at, at + 1)), written, tokenizer, texts) for at in places]
+        return {"each": [label["wrong_step"] for label in labels], "steps": labels[0]["steps"]}
 
     ranges = found(text, ids)
     for place, (start, end) in zip(places, ranges["each"], strict=True):
@@ -265,7 +271,8 @@ def test_a_labelled_character_has_the_token_that_holds_it(make: Callable[[], Any
 
 def test_labels_beside_special_tokens_and_in_a_tidied_text() -> None:
     tokenizer = real.sentencepiece_tokenizer("bpe")
-    texts, eight = TokenTexts(tokenizer), tokenizer.convert_tokens_to_ids("<0x38>")
+    texts = TokenTexts(tokenizer)
+    eight = tokenizer.convert_tokens_to_ids("<0x38>")
 
     def marked(text: str, response: str | list[int], ids: list[int]) -> list[int]:
         row = Response(
@@ -286,7 +293,8 @@ def test_labels_beside_special_tokens_and_in_a_tidied_text() -> None:
 @pytest.mark.parametrize("kind", ["bpe", "unigram"])
 def test_labels_of_lines_in_a_dump(tmp_path: Path, kind: Any) -> None:
     """By step or by characters; a space that the tokenizer puts in front moves none, and a text gets its end token."""
-    tokenizer, text = real.sentencepiece_tokenizer(kind), "2+3=5\n\n5+4=8\n\n8+1=9. \\boxed{9}"
+    tokenizer = real.sentencepiece_tokenizer(kind)
+    text = "2+3=5\n\n5+4=8\n\n8+1=9. \\boxed{9}"
     common = {"prompt": "Sum?", "labelled": True}
     responses = [
         Response(id="a", response=text, error=1, **common),
@@ -325,7 +333,7 @@ class Fails(Method):
 
 
 def test_an_analysis_resumes_and_a_method_that_fails_costs_its_columns(tmp_path: Path, monkeypatch: Any) -> None:
-    before = dict(METHODS)
+    registered = dict(METHODS)
     register("fails")(Fails)
     responses = [replace(RESPONSES[place % 3], id=str(place)) for place in range(70)]
     chosen = {"fails": Fails(), "steady": Fails(broken=False), "surprisal": parse_method("surprisal")}
@@ -335,32 +343,34 @@ def test_an_analysis_resumes_and_a_method_that_fails_costs_its_columns(tmp_path:
         loads.append(1)
         return tiny_model()
 
-    given = chosen, tmp_path / "whole", char_tokenizer(), load
-    said = analyze(responses, *given, model="m")
-    assert said[0] == "fails: 38 of 70 responses have scores; failed, SystemExit: no"
+    arguments = chosen, tmp_path / "whole", char_tokenizer(), load
+    summary = analyze(responses, *arguments, model="m")
+    assert summary[0].startswith("fails: 38 of 70 responses have scores; ") and summary[0].endswith(
+        "; failed, SystemExit: no"
+    )
     files = sorted(path.name for path in (tmp_path / "whole").iterdir())
     assert files == ["analysis.json", *(f"step_{number:06d}.parquet" for number in range(3))]
     with_it = [sum("fails" in row.methods for row in read_dump(tmp_path / "whole").rows([step])) for step in range(3)]
     assert with_it == [32, 0, 6] and all(len(row.methods) > 1 for row in read_dump(tmp_path / "whole"))
 
-    def killed(*given: Any) -> Path:
-        if given[1].step == 1:
+    def killed(*arguments: Any) -> Path:
+        if arguments[1].step == 1:
             raise KeyboardInterrupt
-        return write(*given)
+        return write(*arguments)
 
     write = command.write_step
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(command, "write_step", killed)
-        analyze(responses, chosen, tmp_path / "part", *given[2:], model="m")
-    assert analyze(responses, chosen, tmp_path / "part", *given[2:], model="m") == said
+        analyze(responses, chosen, tmp_path / "part", *arguments[2:], model="m")
+    assert analyze(responses, chosen, tmp_path / "part", *arguments[2:], model="m") == summary
     for name in files:
         assert (tmp_path / "part" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes(), name
-    assert analyze(responses, *given, model="m") == said and len(loads) == 3, "nothing is missing"
-    for other in ([replace(responses[0], response="x"), *responses[1:]], responses[:-1]):
+    assert analyze(responses, *arguments, model="m") == summary and len(loads) == 3, "nothing is missing"
+    for changed in ([replace(responses[0], response="x"), *responses[1:]], responses[:-1]):
         with pytest.raises(ValueError, match="does not hold this analysis"):
-            analyze(other, *given, model="m")
+            analyze(changed, *arguments, model="m")
     METHODS.clear()
-    METHODS.update(before)
+    METHODS.update(registered)
 
 
 def test_groups_stay_in_one_file() -> None:
@@ -425,7 +435,8 @@ ODD_OPTIONS = {
 
 @pytest.mark.parametrize("option", ODD_OPTIONS)
 def test_an_option_with_which_no_model_runs_is_refused_by_its_name(option: str, tmp_path: Path) -> None:
-    file, out = tmp_path / "r.jsonl", tmp_path / "out"
+    file = tmp_path / "r.jsonl"
+    out = tmp_path / "out"
     file.write_text(json.dumps(LINE) + "\n")
     with pytest.raises(SystemExit) as refused:
         main([str(file), "--model", "tiny", "--method", "grail", "--out", str(out), option])
