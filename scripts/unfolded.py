@@ -10,13 +10,20 @@ from pathlib import Path
 
 # Folders and files that hold it; one that is unfolded gets a line here.
 ROOMS = (
+    "benchmarks",
+    "examples",
     "examples/hosts",
     "examples/trainer",
     "examples/turns",
+    "grail_advantage/verl_ext",
+    "tests/benchmarks",
+    "tests/verl_ext",
     "grail_advantage/reward",
+    "grail_advantage/trl_ext",
     "packages",
     "recipe",
     "scripts",
+    "tests/trl_ext",
 )
 WORDS = re.compile(
     "of|found|there|known|own|one|said|made|some|here|alike|told|whole|others?|both|before|after|beside|each|every|left|taken"

@@ -33,12 +33,12 @@ from grail_advantage.dump import DumpHeader, write_whole
 from grail_advantage.effect import moved_with_advantage
 from grail_advantage.metrics import CHANGE
 from grail_advantage.text_io import visible, why
+from grail_advantage.view import MEGABYTES, ROLLOUTS
 from grail_advantage.view.profile import BINS, NEEDED, by_method, flat, gave_advantages, profiles
 from grail_advantage.view.receipt import run_receipts
 from grail_advantage.view.run import Run, open_run
 
 logger = logging.getLogger(__name__)
-ROLLOUTS, MEGABYTES = 2000, 35.0
 LONGEST_NAME = 255  # bytes of a file's name
 _BYTES = 15  # a rollout's in a page, for each token, in about
 _VALUES = ("base_advantage", "entropy", "received", "clipped", "effect")
@@ -168,6 +168,7 @@ class Held:
             entry |= {"run": run, "group": self.groups, "length": end - start}
             entry |= {"no_scores_of": reasons if several else None}
             entry |= {"wrong_step": range_of(labels.get("wrong_step"), end - start)}
+            entry |= {"values": values_of(labels, end - start)}
             entry |= {"turns": turns(labels, end - start, header.options.get("align"))}
             entry |= {"spread": _rounded(trained.std(), 4) if len(trained) else None}
             entry |= {"advantage": _rounded(base[of_base[place]], 4) if of_base[place] < of_base[place + 1] else None}
@@ -396,6 +397,19 @@ def turns(labels: Mapping[str, Any], length: int, align: str | None) -> list[lis
     rewards = [float(sum(each)) if each else None for each in calls] if certain else []
     rewards += [None] * (len(ranges) - len(rewards))
     return [[start, end, reward] for (start, end), reward in zip(ranges, rewards, strict=True)]
+
+
+def values_of(labels: Mapping[str, Any], length: int) -> list[list[float]] | None:
+    """``[start, V]`` of each step by the labels of ``bench values``, then the reward at the end; ``None`` for others."""
+    try:
+        values = labels["values"]
+        shares = [digits.count("1") / len(digits) for digits in values["right"]]
+        pairs = zip([*values["starts"], length], [*shares, float(values["reward"])], strict=True)
+        steps = [[int(start), _rounded(value, 4)] for start, value in pairs]
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError):
+        return None
+    is_plain = steps == sorted(steps, key=lambda step: step[0]) and steps[0][0] >= 0
+    return steps if is_plain and all(0 <= value <= 1 for _, value in steps) else None
 
 
 def range_of(label: Any, length: int) -> tuple[int, int] | None:

@@ -6,6 +6,8 @@ import contextlib
 import copy
 import json
 import math
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -21,7 +23,11 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from transformers import PreTrainedTokenizerFast
 
 from grail_advantage import Method, Weights, compute_token_weights
-from grail_advantage.analyze import Response, analyze, command, lines, main, methods_for, parse_method, read_responses
+from grail_advantage.analyze import command, lines
+from grail_advantage.analyze.__main__ import main
+from grail_advantage.analyze.command import analyze
+from grail_advantage.analyze.lines import Response, read_responses
+from grail_advantage.analyze.methods import methods_for, parse_method
 from grail_advantage.analyze.tokens import labels_of, token_ranges, tokenize
 from grail_advantage.answers.text import TokenTexts
 from grail_advantage.data import Example
@@ -578,6 +584,14 @@ class Mine(Method):
     def weights(self, scores: torch.Tensor, among: torch.Tensor, r: Rollouts) -> Weights:
         return Weights(torch.full(r.mask.shape, self.by))
 """
+
+
+@pytest.mark.parametrize("name", ["analyze", "report"])
+def test_help_imports_neither_torch_nor_transformers(name: str) -> None:
+    line = [sys.executable, "-X", "importtime", "-m", f"grail_advantage.{name}", "--help"]
+    done = subprocess.run(line, capture_output=True, text=True, check=True)
+    modules = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
+    assert "argparse" in modules and not {"torch", "transformers"} & modules
 
 
 @pytest.mark.parametrize("trainer", ["verl", "trl"])

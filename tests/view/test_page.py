@@ -17,7 +17,7 @@ from grail_advantage import report
 from grail_advantage.dump import DumpHeader, DumpRow, read_dump, write_step
 from grail_advantage.view import profile
 from grail_advantage.view.figure import find_response
-from grail_advantage.view.page import json_arrays, render, turns, write_report
+from grail_advantage.view.page import json_arrays, render, turns, values_of, write_report
 from grail_advantage.view.run import open_run
 from tests.dumps import dump_row, method_columns, table_of
 from tests.view.synthetic import conversation_row, write_arrived, write_dump, write_metrics
@@ -130,6 +130,21 @@ def test_turns_are_what_no_other_wrote() -> None:
     for tool in ([], "x", None, [[2]], [[4, 2]], [[5, 6], [2, 4]], [[2, 9]], [["2", "4"]]):
         assert turns({"tool": tool}, 8, None) == [[0, 8, None]]
     assert turns({"tool": [[0, 3]]}, 8, None) == [[3, 8, None]] and turns({"tool": [[0, 8]]}, 8, None) == []
+
+
+def test_values_by_rollouts_are_shares_of_their_digits() -> None:
+    good = {"starts": [0, 3], "right": ["1100", "0001"], "reward": 1.0}
+    assert values_of({"values": good}, 8) == [[0, 0.5], [3, 0.25], [8, 1.0]]
+    for change in (
+        {"starts": [3, 0]},
+        {"starts": [0, 9]},
+        {"right": ["", ""]},
+        {"right": [1, 2]},
+        {"reward": NAN},
+        {"starts": 5},
+    ):
+        assert values_of({"values": good | change}, 8) is None
+    assert values_of({}, 8) is None and values_of({"values": "much"}, 8) is None
 
 
 def test_scales_are_those_of_tokens_with_scores(tmp_path: Path) -> None:
