@@ -250,7 +250,7 @@ FAULTS = [
     ),
     Fault(
         "gradients are no means over ranks",
-        "grail_advantage/receipt/check.py::_Check.__init__",
+        "grail_advantage/receipt/arrived.py::Arrived.__init__",
         "A / B.ranks => A",
         "core/test_receipt.py",
     ),
@@ -360,8 +360,8 @@ FAULTS = [
     ),
     Fault(
         "the smallest factor that is seen",
-        "grail_advantage/receipt/check.py::_Check.receipt",
-        "1 + 2 * self.precision => 1 + self.precision",
+        "grail_advantage/receipt/check.py::_receipt",
+        "1 + 2 * arrived.precision => 1 + arrived.precision",
         "core/test_receipt.py::test_the_smallest_factor_that_is_seen",
     ),
     # Seeds
