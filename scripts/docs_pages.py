@@ -19,6 +19,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from grail_advantage.data import Rollouts, Row, RowScores
 from grail_advantage.effect import EFFECT_METRICS
 from grail_advantage.maps import MAPS
 from grail_advantage.method import READS, BaseMethod, Mapped, Method, build, methods
@@ -282,6 +283,23 @@ def patches() -> list[str]:
     return lines
 
 
+def contract() -> list[str]:
+    """Returns what a method gets and gives: fields of the records, as the source has them, and the members that it may
+    write."""
+    lines = ["```python"]
+    for record in (Rollouts, Row, RowScores):
+        source = re.split(r"\n    def |\n    keys:", inspect.getsource(record))[0]  # keys: of hosts
+        names = [*record.__dataclass_fields__, "#"]
+        fields = [line for line in source.splitlines() if re.split("[: ]", line.strip())[0] in names]
+        lines += [f"class {record.__name__}:", *fields, ""]
+    lines.append("class Method:")
+    for name in ("select", "prepare", "run", "scores", "weights"):
+        member = getattr(Method, name)
+        sentence = inspect.getdoc(member).replace("\n", " ").partition(". ")[0].rstrip(".")
+        lines.append(f"    def {name}({', '.join(inspect.signature(member).parameters)}): ...  # {sentence}")
+    return [*lines, "```"]
+
+
 def published() -> list[str]:
     """Returns the published values that are not simply the same here, and what ``like=corrected`` has instead."""
     rows = []
@@ -312,6 +330,7 @@ def passages() -> Iterator[tuple[str, str, list[str]]]:
     yield "turns.md", "biases", biases()
     yield "works_with.md", "trl", trl()
     yield "what_installing_changes.md", "patches", patches()
+    yield "write_your_own.md", "contract", contract()
     yield "published.md", "published", published()
 
 
