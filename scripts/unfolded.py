@@ -15,6 +15,12 @@ ROOMS = (
     "examples/hosts",
     "examples/trainer",
     "examples/turns",
+    "grail_advantage/answers",
+    "grail_advantage/methods",
+    ":!grail_advantage/methods/fitted.py",
+    ":!grail_advantage/methods/sessions.py",  # a session's field and an argument are called `before`
+    ":!grail_advantage/methods/turn_lists.py",
+    "grail_advantage/model",
     "grail_advantage/analyze",
     "grail_advantage/api.py",
     "grail_advantage/data.py",
