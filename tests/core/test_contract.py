@@ -20,6 +20,7 @@ from uuid import uuid4
 import pytest
 import torch
 
+from examples.methods.test_methods import test_a_method_keeps_the_contract  # noqa: F401  the template's test
 from grail_advantage import AnswerSpan, Grail, Method, Rollouts, Weights, check, maps, register, register_map
 from grail_advantage import method as registry
 from grail_advantage.check import batch_faults, unequal
