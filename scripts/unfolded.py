@@ -10,6 +10,10 @@ from pathlib import Path
 
 # Folders and files that hold it; one that is unfolded gets a line here.
 ROOMS = (
+    "bench",
+    "tests/bench",
+    "grail_advantage/methods/fitted.py",
+    "tests/core/test_fitted.py",
     "examples/hosts",
     "examples/trainer",
     "examples/turns",
