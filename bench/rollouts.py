@@ -138,7 +138,8 @@ def _with_vllm(options: argparse.Namespace, purpose: str, longest: int) -> Draw:
 
     from recipe.evaluate.sampling import resolve_model, start_engine
 
-    loop = asyncio.new_event_loop()
+    runner = asyncio.Runner()
+    atexit.register(runner.close)  # after the engine's shutdown, whose tasks it holds
     folder = resolve_model(options.model)[0]
     engines: list[Any] = []
     names = map(str, itertools.count())
@@ -158,9 +159,9 @@ def _with_vllm(options: argparse.Namespace, purpose: str, longest: int) -> Draw:
         return [list(response.token_ids) for response in responses]
 
     async def of_all(prefixes: Sequence[Prefix], limits: Sequence[int]) -> list[list[list[int]]]:
-        if not engines:  # it keeps the event loop in which it starts
+        if not engines:
             engines.append(start_engine(folder, longest, 1, prefix_cache=True))
             atexit.register(engines[0].shutdown)
         return await asyncio.gather(*map(of_prefix, prefixes, limits))
 
-    return lambda prefixes, limits: loop.run_until_complete(of_all(prefixes, limits))
+    return lambda prefixes, limits: runner.run(of_all(prefixes, limits))

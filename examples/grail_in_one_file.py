@@ -23,16 +23,16 @@ import torch
 def grail_weights(model, prompt, response, answer, content, advantage, temperature=1.0):
     """(T,) float32 weights of a response; its token advantages are `weights * advantage`. `prompt` (P,) and
     `response` (T,) are token ids, `answer` and `content` (T,) bool: the tokens of `\\boxed{42}` and of its 42."""
-    before = slice(len(prompt) - 1, -1)  # the position that predicts each response token
+    predicting = slice(len(prompt) - 1, -1)  # the position that predicts each response token
     ids = torch.cat([prompt, response])[None]
     embeddings = model.get_input_embeddings()
     h = embeddings(ids).detach().requires_grad_()  # (1, P+T, D)
     with embeddings.register_forward_hook(lambda *_: h):  # not inputs_embeds: Gemma 3n, DeepSeek-V4 read the ids, too
         logits = model(input_ids=ids).logits
-    log_probs = (logits[0, before].float() / temperature).log_softmax(-1)  # (T, V)
+    log_probs = (logits[0, predicting].float() / temperature).log_softmax(-1)  # (T, V)
     loss = -log_probs.gather(-1, response[:, None])[answer].sum()  # 1.
     (gradient,) = torch.autograd.grad(loss, h)  # no parameter gets one
-    scores = (gradient.float() * h.detach().float()).norm(dim=-1)[0, before]  # 2. (T,)
+    scores = (gradient.float() * h.detach().float()).norm(dim=-1)[0, predicting]  # 2. (T,)
     log_scores = (scores.cpu().double() + 1e-8).log()
     z = (log_scores - log_scores.mean()) / (log_scores.var(unbiased=False) + 1e-8).sqrt()  # 3.
     weights = (1 + 0.5 * z).clamp(0.5, 5).float().to(scores.device)
@@ -55,15 +55,15 @@ def find_answer(tokens, pattern=BOXED, which=0):
     an answer. `which` is 0 for the first answer, as published, and -1 for the last, which most rewards read."""
     spaces = str.maketrans("\u0120\u2581", "  ")  # of byte-level BPE and SentencePiece
     texts = [token.translate(spaces) for token in tokens]
-    found = list(re.finditer(pattern, "".join(texts)))
-    if not found:
+    matches = list(re.finditer(pattern, "".join(texts)))
+    if not matches:
         return None
     places = list(pairwise([0, *accumulate(map(len, texts))]))
 
     def covers(first, end):
         return torch.tensor([max(start, first) < min(stop, end) for start, stop in places])
 
-    return covers(*found[which].span()), covers(*found[which].span("content"))
+    return covers(*matches[which].span()), covers(*matches[which].span("content"))
 
 
 PROBLEM = "4-1+7+7-7"

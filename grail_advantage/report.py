@@ -8,8 +8,7 @@ import sys
 from pathlib import Path
 
 from grail_advantage.text_io import complain, say
-from grail_advantage.view.page import MEGABYTES, ROLLOUTS, write_report
-from grail_advantage.view.run import open_run
+from grail_advantage.view import MEGABYTES, ROLLOUTS
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -26,6 +25,9 @@ def main(argv: list[str] | None = None) -> int:
     add("--row", type=int, help="of --figure, in the step's batch; default: the first with scores")
     add("--width", type=float, default=6.75, help="of --figure, in inches; default: %(default)g")
     args = parser.parse_args(argv)
+    from grail_advantage.view.page import write_report
+    from grail_advantage.view.run import open_run
+
     try:
         if args.figure:
             from grail_advantage.view.figure import write_figure

@@ -19,6 +19,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from grail_advantage.data import Rollouts, Row, RowScores
 from grail_advantage.effect import EFFECT_METRICS
 from grail_advantage.maps import MAPS
 from grail_advantage.method import READS, BaseMethod, Mapped, Method, build, methods
@@ -295,6 +296,27 @@ def patches() -> str:
     return "\n".join(lines).rstrip()
 
 
+def contract() -> str:
+    """What a method gets and gives: fields of the records, as the source has them, and the members that it may write."""
+    lines = ["```python"]
+    for record in (Rollouts, Row, RowScores):
+        source = re.split(r"\n    def |\n    keys:", inspect.getsource(record))[0].splitlines()  # keys: of hosts
+        names = [*record.__dataclass_fields__, "#"]
+        lines += [
+            f"class {record.__name__}:",
+            *(line for line in source if re.split("[: ]", line.strip())[0] in names),
+            "",
+        ]
+    lines.append("class Method:")
+    for name in ("select", "prepare", "run", "scores", "weights"):
+        member = getattr(Method, name)
+        sentence = inspect.getdoc(member).replace("\n", " ").partition(". ")[0]
+        lines.append(
+            f"    def {name}({', '.join(inspect.signature(member).parameters)}): ...  # {sentence.rstrip('.')}"
+        )
+    return "\n".join([*lines, "```"])
+
+
 def published() -> str:
     """The published values that are not simply the same here, and what ``like=corrected`` has instead."""
     rows = []
@@ -336,6 +358,7 @@ PASSAGES: list[tuple[str, str, Callable[[], str]]] = [  # page, name of its mark
     ("turns.md", "biases", biases),
     ("works_with.md", "trl", trl),
     ("what_installing_changes.md", "patches", patches),
+    ("write_your_own.md", "contract", contract),
     ("published.md", "published", published),
     ("gpu.md", "sizing", memory),
 ]

@@ -100,7 +100,7 @@ FAULTS = [
     Fault(
         "a dump of temperature 1",
         "grail_advantage/verl_ext/dump.py::UpdateDump.__init__",
-        '{"model": A, "temperature": B} => {"model": A, "temperature": 1.0}',
+        "StepDump(..., temperature=A) => StepDump(..., temperature=1.0)",
         "verl_ext/test_step_dump.py::TestFacts::test_facts_of_the_data_and_of_the_reward_function",
     ),
     Fault(
@@ -250,7 +250,7 @@ FAULTS = [
     ),
     Fault(
         "gradients are no means over ranks",
-        "grail_advantage/receipt/check.py::_Check.__init__",
+        "grail_advantage/receipt/arrived.py::Arrived.__init__",
         "A / B.ranks => A",
         "core/test_receipt.py",
     ),
@@ -264,7 +264,7 @@ FAULTS = [
     Fault(
         "a receipt is given out twice",
         "grail_advantage/verl_ext/worker.py::UpdateReader.take",
-        "self._number, self._steps, self._error = None, [], None => pass",
+        "self._number = None => pass",
         "verl_ext/test_step_dump.py::TestReceived::test_a_receipt_is_of_its_own_update_and_given_out_once",
     ),
     Fault(
@@ -360,8 +360,8 @@ FAULTS = [
     ),
     Fault(
         "the smallest factor that is seen",
-        "grail_advantage/receipt/check.py::_Check.receipt",
-        "1 + 2 * self.precision => 1 + self.precision",
+        "grail_advantage/receipt/check.py::_receipt",
+        "1 + 2 * arrived.precision => 1 + arrived.precision",
         "core/test_receipt.py::test_the_smallest_factor_that_is_seen",
     ),
     # Seeds

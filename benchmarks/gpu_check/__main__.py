@@ -39,7 +39,7 @@ class Outcome:
 
     def check(self, name: str, holds: bool | None, detail: str) -> None:
         """Something that must be so, whether it is (``None``: not checked here), and the measured value with its limit."""
-        status = NOT_RUN if holds is None else PASSED if holds else FAILED
+        status = {None: NOT_RUN, True: PASSED, False: FAILED}[holds]
         self.statuses.add(status)
         self._say(f"- {status}: {name} ({detail})")
 
@@ -63,7 +63,7 @@ class Outcome:
 
     def finish(self) -> bool:
         """Whether a check passed and none failed."""
-        status = FAILED if FAILED in self.statuses else PASSED if PASSED in self.statuses else NOT_RUN
+        status = next((status for status in (FAILED, PASSED) if status in self.statuses), NOT_RUN)
         self._say("", f"**{status}**")
         return status == PASSED
 

@@ -98,8 +98,8 @@ def training_side(outcome: Outcome, config: dict[str, Any], device: str, shape: 
         "advantage, gradient checkpointing. Further epochs by the first's seconds."
     )
     outcome.figures(f"Training side, {name}", table, note)
-    most = 1 + STEP_LIMIT * scored / rows
-    for variant, limit in (("GRAIL", most), ("GRAIL, own forward", most - FORWARD)):
+    limit_of_step = 1 + STEP_LIMIT * scored / rows
+    for variant, limit in (("GRAIL", limit_of_step), ("GRAIL, own forward", limit_of_step - FORWARD)):
         ratios = table[variant][ONE_EPOCH]
         detail = f"{timer.cell(ratios)} x (at most {limit:.3g}; on a CPU times mean nothing)"
         holds = median(ratios) <= limit if device == "cuda" else None

@@ -89,15 +89,15 @@ def parts_of_weights(model: Any, rollouts: Rollouts, device: str) -> dict[str, d
     """Seconds of GRAIL's weights, and of it of the forwards; the rest is the backward and what is not the model."""
     starts: list[float] = []
     forwards: list[float] = []
-    before = model.register_forward_pre_hook(lambda *_: starts.append(now(device)))
-    after = model.register_forward_hook(lambda *_: forwards.append(now(device) - starts.pop()))
+    on_start = model.register_forward_pre_hook(lambda *_: starts.append(now(device)))
+    on_end = model.register_forward_hook(lambda *_: forwards.append(now(device) - starts.pop()))
     table = {}
     for call in ("first", "second", "third"):
         forwards.clear()
-        whole = seconds(device, lambda: weights(model, Grail(), rollouts))
-        table[call] = {"seconds": whole, "of it forwards": sum(forwards), "forwards": len(forwards)}
-    before.remove()
-    after.remove()
+        duration = seconds(device, lambda: weights(model, Grail(), rollouts))
+        table[call] = {"seconds": duration, "of it forwards": sum(forwards), "forwards": len(forwards)}
+    on_start.remove()
+    on_end.remove()
     return table
 
 

@@ -12,6 +12,6 @@ class BoxedDigits(Saliency):
     alignment: Literal["predictor", "token"] = "token"
 
     def targets(self, row):
-        of = row.answer
-        end = of.content_end if of.content_end > of.content_start else of.end
+        answer = row.answer
+        end = answer.content_end if answer.content_end > answer.content_start else answer.end
         return end - 1, end

@@ -8,5 +8,5 @@ from grail_advantage.methods.sessions import TurnMethod
 class CentredTurns(TurnMethod):
     def advantages(self, sessions):
         returns = [session.returns(1.0, outcome=self.outcome) for session in sessions]
-        mean = sum(of[0] for of in returns) / len(returns)
-        return [of - mean for of in returns]
+        mean = sum(of_turns[0] for of_turns in returns) / len(returns)
+        return [of_turns - mean for of_turns in returns]

@@ -17,7 +17,9 @@ class SharedTokens(Method):
         for index in self.select(r).nonzero().flatten():
             right = r.tokens[(r.groups == r.groups[index]) & (r.advantages > 0)]
             if len(right):
-                scores[index] -= torch.stack([torch.isin(r.tokens[index], of) for of in right]).float().mean(dim=0)
+                scores[index] -= (
+                    torch.stack([torch.isin(r.tokens[index], tokens) for tokens in right]).float().mean(dim=0)
+                )
         return scores
 
     def weights(self, scores, among, r):

@@ -20,7 +20,9 @@ class Guess:
         distance = abs(self.number - value)
         self.tool_rewards.append((self.distance - distance) / 50)
         self.distance = distance
-        return "found" if self.distance == 0 else "higher" if value < self.number else "lower"
+        if distance == 0:
+            return "found"
+        return "higher" if value < self.number else "lower"
 
     def get_reward(self) -> float:
         return float(self.distance == 0)

@@ -1,12 +1,4 @@
-"""``python -m grail_advantage.analyze``: token weights of existing responses by several methods, as a token dump.
-
-A line has ``prompt`` (a text as the model saw it, or a list of messages for the chat template) and ``response`` (a
-text, or the generated token ids) or ``steps`` (texts, which blank lines join; beside a ``response`` its parts), and may
-have ``reward``, ``ground_truth``, ``group`` and ``id``, and for the chat template ``tools`` and
-``chat_template_kwargs``; if the last message is the assistant's, the response continues it. With ``error`` it is
-labelled: the first incorrect step from 0 (without ``steps``, lines with text are the steps), the half-open range
-``[start, end]`` of its characters in the response, or null for none. ``values`` are those of ``python -m bench
-values``. Other keys are columns that a method may ask for.
+"""What ``python -m grail_advantage.analyze`` does with its options (:mod:`grail_advantage.analyze.__main__`).
 
 About 32 responses are one batch for each method, and one file. The same command resumes after the last file. A method
 that raises costs its own columns. Shape suffixes: P tokens of a prompt, T response tokens.
@@ -31,7 +23,7 @@ import torch
 
 from grail_advantage.analyze.lines import Response, read_responses
 from grail_advantage.analyze.methods import methods_for
-from grail_advantage.analyze.models import ANOTHER, PACKAGED, check_fits, check_options, digest, files_digest, model_of
+from grail_advantage.analyze.models import ANOTHER, check_fits, check_options, digest, files_digest, model_of
 from grail_advantage.analyze.tokens import labels_of, tokenize, with_messages
 from grail_advantage.answers.format import BOXED, AnswerFormat, answer_format
 from grail_advantage.answers.missing import advice, is_low
@@ -61,36 +53,18 @@ RECORD = "analysis.json"  # which analysis a folder is of, and the methods that 
 ROUNDED = 2**-22  # relative distance of rewards that are equal in float32 but for the rounding of a sum
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command line; SystemExit with a message for everything that the user can fix."""
-    parser = argparse.ArgumentParser(prog="python -m grail_advantage.analyze", description=__doc__)
-    add = parser.add_argument
-    kinds = (
-        "lines with prompt, response or steps, ... (docs/report.md), verl's STEP.jsonl, or TRL's completions_*.parquet"
-    )
-    add("responses", type=Path, metavar="FILE", help=kinds)
-    add("--model", required=True, help=f"folder or name of a causal language model; packaged: {', '.join(PACKAGED)}")
-    add("--after", help="a later checkpoint of --model: how it changed each token's log-probability, as effect")
-    add("--reference", help="the model of reference log-probabilities, for methods that read them")
-    add("--method", action="append", required=True, help="NAME[:option=value,...], again for more; all: that fit")
-    add("--out", type=Path, default=Path("analysis"), help="folder for the results (default: %(default)s)")
-    add("--import", dest="files", action="append", default=[], type=Path, help="a Python file that registers a method")
-    auto = "auto: from reward or ground_truth; wrong without these, and where lines are labelled (error)"
-    add("--advantages", choices=("auto", "rewards", "wrong", "right"), default="auto", help=auto)
-    add("--answer", default=BOXED.name, help="boxed, hashes, tag, or an expression with (?P<content>...); empty: none")
-    add("--temperature", type=float, default=1.0, help="of the sampling (default: %(default)s)")
-    add("--tokens", type=int, default=FORWARD_TOKENS, help="most of a forward pass, padding counted")
-    add("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="torch's name (default: %(default)s)")
-    add("--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto", help="of the model")
-    options = parser.parse_args(arguments)
+def run(options: argparse.Namespace) -> None:
+    """Run the command; SystemExit with a message for everything that the user can fix."""
+    device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    tokens = FORWARD_TOKENS if options.tokens is None else options.tokens
     try:
-        check_options(options.temperature, options.tokens, options.device)
+        check_options(options.temperature, tokens, device)
         for file in options.files:
             runpy.run_path(str(file), run_name=file.stem)
         responses = read_responses(options.responses)
         answer = answer_format(options.answer or BOXED)
         chosen = methods_for(options.method, responses, options.advantages, bool(options.reference))
-        tokenizer, load = model_of(options.model, options.device, options.dtype)
+        tokenizer, load = model_of(options.model, device, options.dtype)
         responses = [with_messages(row, tokenizer) for row in responses]
         decoded = sum(row.decoded for row in responses)
         if decoded:
@@ -100,7 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for option in ("after", "reference"):
             name = getattr(options, option)
             if name:
-                load_later[option] = name, model_of(name, options.device, options.dtype)[1]
+                load_later[option] = name, model_of(name, device, options.dtype)[1]
         sources = [options.model, options.after, options.reference, *map(str, options.files)]
         lines = analyze(
             with_rewards(responses, tokenizer),
@@ -110,7 +84,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             load,
             model=options.model,
             temperature=options.temperature,
-            tokens=options.tokens,
+            tokens=tokens,
             advantages=options.advantages,
             answer=answer,
             later=load_later.get("after"),

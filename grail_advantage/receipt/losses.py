@@ -75,6 +75,8 @@ def verl_loss(mode: str, aggregation: str, *, kl: str | None = None, kl_coef: fl
     return Loss(mode, account if known else None, own, norm=norm, options=settings, kl=kl, kl_coef=kl_coef)
 
 
+OPEN = {"low": math.inf, "high": math.inf, "cap": None, "most": math.inf, "lowest": -math.inf, "highest": math.inf}
+"""Bounds that take nothing."""
 SAPO = {"tau_pos": 1.0, "tau_neg": 1.05}
 VESPO = {"k_pos": 2.0, "k_neg": 3.0, "lambda_pos": 3.0, "lambda_neg": 2.0}
 _TRL = {
@@ -255,19 +257,10 @@ def _kl_term(loss: Loss, t: Tokens) -> torch.Tensor:
 
 
 def opened(loss: Loss) -> Loss:
-    """Without a clip or clamp of the ratio."""
-    bounds = {
-        "low": math.inf,
-        "high": math.inf,
-        "cap": None,
-        "most": math.inf,
-        "lowest": -math.inf,
-        "highest": math.inf,
-    }
-    kept = loss.account == "dppo"
-    return replace(
-        loss, options={name: value if kept else bounds.get(name, value) for name, value in loss.options.items()}
-    )
+    """The loss without a clip or clamp of the ratio."""
+    if loss.account == "dppo":
+        return loss
+    return replace(loss, options={name: OPEN.get(name, value) for name, value in loss.options.items()})
 
 
 def expect(loss: Loss, tokens: Tokens) -> tuple[torch.Tensor, torch.Tensor]:
@@ -292,43 +285,40 @@ def expect(loss: Loss, tokens: Tokens) -> tuple[torch.Tensor, torch.Tensor]:
     return value + term, clipped & tokens.mask
 
 
-def denominators(
-    loss: Loss, batch: Batch, pieces: Sequence[Piece], counted_BT: torch.Tensor | None = None
-) -> list[torch.Tensor]:
-    """D of each piece's responses, (b, 1) float64: the divisor of a token's loss, means over ranks included.
-
-    ``counted_BT`` says which tokens are counted instead of the mask's; responses without one are not.
-    """
-    mask_BT = batch.mask_BT if counted_BT is None else counted_BT
-    lengths_B = mask_BT.sum(dim=1).double()
-    there_B = torch.ones_like(lengths_B) if counted_BT is None else (lengths_B > 0).double()
+def denominators(loss: Loss, batch: Batch, pieces: Sequence[Piece]) -> list[torch.Tensor]:
+    """D of each piece's responses, (b, 1) float64: the divisor of a token's loss, means over ranks included."""
+    lengths_B = batch.mask_BT.sum(dim=1).double()
     result = []
     for piece in pieces:
-        rows_b, together = piece.rows_b, [other for other in pieces if other.update == piece.update]
-        of_rank, times = [other for other in together if other.rank == piece.rank], 1.0
+        same_step = [other for other in pieces if other.update == piece.update]
+        same_rank = [other for other in same_step if other.rank == piece.rank]
+        means = 1  # so many means are averaged
         if loss.over == "micro-batch":
-            count_B, times = rows_b, batch.ranks * len(of_rank)
+            rows = piece.rows_b
+            means = batch.ranks * len(same_rank)
         elif loss.over == "rank":
-            count_B, times = torch.cat([other.rows_b for other in of_rank]), batch.ranks
+            rows = torch.cat([other.rows_b for other in same_rank])
+            means = batch.ranks
         elif loss.over == "batch" or batch.updates == 1:
-            count_B = torch.arange(len(lengths_B))
+            rows = torch.arange(len(lengths_B))
         else:
-            count_B = torch.cat([other.rows_b for other in together]).unique()
-        tokens, responses = lengths_B[count_B].sum(), there_B[count_B].sum()
-        if loss.over == "update" and batch.totals_U2 is not None:  # of responses that the batch does not hold, too
-            total, of_responses = batch.totals_U2[piece.update].double().unbind()
-            tokens = tokens - batch.mask_BT[count_B].sum() + total
-            responses = responses - len(count_B) + of_responses
+            rows = torch.cat([other.rows_b for other in same_step]).unique()
+        tokens = float(lengths_B[rows].sum())
+        responses = float(len(rows))
+        if loss.over == "update" and batch.totals_U2 is not None:
+            tokens, responses = batch.totals_U2[piece.update].tolist()
         if loss.over == "batch":
-            tokens, responses = tokens / batch.updates, responses / batch.updates
-        own_b, width = lengths_B[rows_b].clamp(min=1), loss.norm or piece.width or mask_BT.shape[1]
-        ones_b, responses = torch.ones_like(own_b), responses.clamp(min=1)
-        each_b = {
-            "token-mean": tokens.clamp(min=1) * ones_b,
+            tokens /= batch.updates
+            responses /= batch.updates
+        own_b = lengths_B[piece.rows_b].clamp(min=1)
+        ones_b = torch.ones_like(own_b)
+        responses = max(1.0, responses)
+        divisor_b = {
+            "token-mean": max(1.0, tokens) * ones_b,
             "token-sum": ones_b,
-            "seq-mean-token-sum": ones_b * responses,
+            "seq-mean-token-sum": responses * ones_b,
             "seq-mean-token-mean": responses * own_b,
-            "seq-mean-token-sum-norm": ones_b * responses * width,
+            "seq-mean-token-sum-norm": responses * float(loss.norm or piece.width or batch.mask_BT.shape[1]) * ones_b,
         }[loss.aggregation]
-        result.append((times * each_b).unsqueeze(1))
+        result.append(means * divisor_b[:, None])
     return result

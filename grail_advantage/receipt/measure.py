@@ -80,7 +80,8 @@ class Watch:
             rank: the data-parallel rank.
             scale: AMP's loss scale: of the loss before the backward, divided out before the step.
         """
-        rows_b, shape = torch.as_tensor(rows_b), tuple(log_probs_bT.shape)
+        rows_b = torch.as_tensor(rows_b, device="cpu")
+        shape = tuple(log_probs_bT.shape)
         if len(shape) != 2 or shape[0] != len(rows_b):
             raise ValueError(f"log_probs_bT has shape {shape} for {len(rows_b)} rows: give one row for each response")
         self._read.append((Gradient(log_probs_bT), rows_b, self._update, rank, scale))

@@ -1,13 +1,15 @@
 """The receipts of a run put together, as a table and as a command, over records: a receipt as one JSON object.
 
 A record has ``step`` and ``update`` (of the training step), ``loss``, ``findings`` (:meth:`.Finding.to_dict`),
-``updates`` (optimiser steps), ``tokens``, and where known ``clipped``, ``seen_from``, ``responses`` (seen, of all).
+``updates`` (optimiser steps), ``tokens``, and where known ``trained`` (tokens with a gradient), ``clipped``,
+``seen_from``, ``responses`` (seen, of all).
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,7 +27,7 @@ Record = Mapping[str, Any]
 _NUMBER = int | float
 _RECORD: dict[str, Any] = {
     **dict.fromkeys(("step", "update", "updates", "tokens"), int),
-    **{"loss": str, "findings": list, "responses": list | None},
+    **{"loss": str, "findings": list, "responses": list | None, "trained": int | None},
     **dict.fromkeys(("clipped", "seen_from"), _NUMBER | None),
 }
 _FINDING: dict[str, Any] = {
@@ -56,11 +58,13 @@ def run_receipt(records: Sequence[Record], rollout: Rollout = lambda step, updat
         told["where"] += f", and {told['receipts'] - 1} more receipts" * (told["receipts"] > 1)
         told["examples"] = [_example(told, rollout, *example) for example in told["examples"]]
     shares = [(each["clipped"], each["tokens"]) for each in records if each.get("clipped") is not None]
+    trained = [each.get("trained") for each in records]
     seen, total = [each["responses"] for each in records if each.get("responses")], sum(of for _, of in shares)
     return {
         "receipts": len(records),
         "steps": sum(record["updates"] for record in records),
         "tokens": sum(record["tokens"] for record in records),
+        "trained": None if None in trained else sum(trained),
         "responses": [sum(each) for each in zip(*seen, strict=True)],
         "clipped": sum(share * of for share, of in shares) / total if total else None,
         "losses": sorted({record["loss"] for record in records if record["loss"]}),
@@ -72,28 +76,30 @@ def run_receipt(records: Sequence[Record], rollout: Rollout = lambda step, updat
 def _example(told: Record, rollout: Rollout, response: Any, token: int, *values: float | None) -> dict[str, Any]:
     intended, received = (None if value is None else value + 0.0 for value in values)  # no -0.0
     shown = ("nothing" if value is None else f"{value:+.4g}" if value else "0" for value in (intended, received))
-    example = {"response": response, "token": token + 1, "intended": intended, "received": received}
+    finite = (value if value is not None and math.isfinite(value) else None for value in (intended, received))
+    example = {"response": response, "token": token + 1, **dict(zip(("intended", "received"), finite, strict=True))}
     example["text"] = "response {}, token {}: intended {}, received {}".format(response, token + 1, *shown)
     name = rollout(told["step"], told["update"], response)
     return example | ({} if name is None else {"link": f"#overlay=received&rollout={name}&token={token}"})
 
 
 def summary(run: Record) -> str:
-    """What arrived, in two sentences."""
-    count = sum(finding["mismatch"] for finding in run["findings"])
+    """Say what arrived, in a few sentences, of which the first says whether anything trained."""
+    mismatches = sum(finding["mismatch"] for finding in run["findings"])
     loss = f" ({', '.join(run['losses'])})" if run["losses"] else ""
-    fits = f"{count} thing{'s'[: count > 1]} in what arrived {('does', 'do')[count > 1]} not fit the loss{loss}"
-    if not count:
-        fits = f"Every token received what the loss says{loss}"
-        if any(finding["name"] == "unknown loss" for finding in run["findings"]):
-            fits = (
-                f"The loss{loss} has no formula here and no value was compared; which tokens and responses train fits"
-            )
+    names = {finding["name"] for finding in run["findings"]}
     seen = " of {:,} of {:,} responses".format(*run["responses"]) if run["responses"] else ""
-    over = f"over {run['tokens']:,} tokens{seen} in {run['steps']:,} optimiser step{'s'[: run['steps'] != 1]}."
-    return f"{fits}, {over}" + (
-        "" if run["clipped"] is None else f" {100 * run['clipped']:.3g} % of them were clipped."
-    )
+    steps = f"{run['steps']:,} optimiser step" + "s" * (run["steps"] != 1)
+    trained = f"{run['tokens']:,} tokens{seen} were compared in {steps}"
+    if run["trained"] is not None:
+        trained = f"{run['trained']:,} of {run['tokens']:,} tokens{seen} trained in {steps}"
+    fits = f"Every token received what the loss says{loss}"
+    if mismatches:
+        fits = f"{mismatches} thing{'s do' if mismatches > 1 else ' does'} not fit the loss{loss}"
+    elif "unknown loss" in names:
+        fits = f"The loss{loss} has no formula here and no value was compared; which tokens and responses train fits"
+    clipped = "" if run["clipped"] is None else f" {100 * run['clipped']:.3g} % of them were clipped."
+    return f"{'NOTHING TRAINED: ' * (run['trained'] == 0)}{trained}. {fits}.{clipped}"
 
 
 def unseen(run: Record) -> str:
@@ -155,8 +161,8 @@ def _check_types(values: Any, types: Mapping[str, Any]) -> None:
 def record_of(receipt: Receipt, loss: str, step: int, update: int = 0) -> dict[str, Any]:
     """A receipt as a record, with the loss's name."""
     record = {"step": step, "update": update, "loss": loss, "findings": [each.to_dict() for each in receipt.findings]}
-    record |= {"updates": len(receipt.received_UBT), "tokens": receipt.tokens, "clipped": receipt.clipped}
-    return record | {"seen_from": receipt.seen_from, "responses": receipt.responses}
+    record |= {"updates": len(receipt.received_UBT), "tokens": receipt.tokens, "trained": receipt.trained}
+    return record | {"clipped": receipt.clipped, "seen_from": receipt.seen_from, "responses": receipt.responses}
 
 
 def write(path: Path | str, receipt: Receipt, loss: str, step: int, update: int = 0) -> None:
@@ -195,8 +201,8 @@ def main(
     """
     parser = argparse.ArgumentParser(
         prog=f"python -m {__package__}",
-        description="What each token of a run received, beside what was intended. Ends with 1 where something does not "
-        "fit the loss, with 2 where there is nothing to read.",
+        description="What each token of a run received, beside what was intended. Ends with 1 where nothing trained or "
+        "something does not fit the loss, with 2 where there is nothing to read.",
     )
     parser.add_argument("run", type=Path, help=called)
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of the page")
@@ -212,8 +218,10 @@ def main(
         return NOTHING
     run = run_receipt(records, rollout)
     if options.json:
-        print(json.dumps({"summary": summary(run), "unseen": unseen(run), **run}, indent=1))
+        print(json.dumps({"summary": summary(run), "unseen": unseen(run), **run}, indent=1, allow_nan=False))
     else:
         say(*page(options.run, run))
-    severe = {"mismatch": any(each["mismatch"] for each in run["findings"]), "note": bool(run["findings"])}
+    nothing = run["trained"] == 0
+    mismatch = nothing or any(finding["mismatch"] for finding in run["findings"])
+    severe = {"mismatch": mismatch, "note": nothing or bool(run["findings"])}
     return 1 if severe.get(options.fail_on) else NOTHING if problems else 0

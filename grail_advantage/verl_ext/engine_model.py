@@ -45,7 +45,10 @@ class EngineModel:
     def __init__(
         self, engine: FSDPEngineWithLMHead, *, temperature: float, step: int = 0, pad_token: int | None = None
     ) -> None:
-        self.engine, self.temperature, self.step, self.pad_token = engine, temperature, step, pad_token
+        self.engine = engine
+        self.temperature = temperature
+        self.step = step
+        self.pad_token = pad_token
 
     def micro_batches(
         self, rows: Sequence[Row], work: Callable[[MicroBatch], Sequence[_T]], *, gradients: bool
@@ -65,17 +68,19 @@ class EngineModel:
         """Whether responses of at most ``longest`` tokens, drawn from all of the vocabulary, are the same beside others
         (:mod:`grail_advantage.model.probe`), in micro-batches of a layout of :mod:`grail_advantage.verl_ext.exchange`.
         """
-        engine, training = self.engine, layout == UPDATE
+        engine = self.engine
+        training = layout == UPDATE
         budget, count = _micro_batch_size(engine, gradients=training)
         packed = engine.engine_config.use_remove_padding and layout != PADDED_FORWARD
-        by_tokens, slices = engine.engine_config.use_dynamic_bsz, engine.ulysses_sequence_parallel_size
+        by_tokens = engine.engine_config.use_dynamic_bsz
+        slices = engine.ulysses_sequence_parallel_size
         size = {"budget": budget * slices} if by_tokens else {"rows": count}
 
-        def run(some: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-            found: dict[int, torch.Tensor] = {}
-            for micro, indices in self._split(list(map(whole_row, some)), gradients=training, packed=packed):
-                found |= zip(indices, micro.response_log_probs(), strict=True)
-            return [found[index] for index in range(len(some))]
+        def run(responses: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+            log_probs: dict[int, torch.Tensor] = {}
+            for micro, indices in self._split(list(map(whole_row, responses)), gradients=training, packed=packed):
+                log_probs |= zip(indices, micro.response_log_probs(), strict=True)
+            return [log_probs[index] for index in range(len(responses))]
 
         vocabulary = engine.model_config.hf_config.get_text_config().vocab_size
         tokens_S = torch.arange(0, vocabulary, max(1, vocabulary // 1000), device="cpu")
@@ -102,14 +107,14 @@ class EngineModel:
         tokens = [row.tokens.cpu() for row in rows]
         fields = {
             "input_ids": nested(tokens),
-            "position_ids": nested([torch.arange(len(of), device="cpu") for of in tokens]),
+            "position_ids": nested([torch.arange(len(ids), device="cpu") for ids in tokens]),
         }
         inputs = tu.get_tensordict(fields, non_tensor_dict={"temperature": self.temperature})
         for batch, indices in training_micro_batches(self.engine, inputs, gradients=gradients, packed=packed):
             batch = batch.to(get_device_id())
             pairs = zip(indices, batch["input_ids"].unbind(), strict=True)
-            here = [replace(rows[index], tokens=of_row) for index, of_row in pairs]
-            yield EngineMicroBatch(self.engine, batch, here), indices
+            micro_rows = [replace(rows[index], tokens=of_row) for index, of_row in pairs]
+            yield EngineMicroBatch(self.engine, batch, micro_rows), indices
 
     def sequences(self) -> AbstractContextManager[Forward]:
         rounds = RankRounds(self.engine.get_data_parallel_group(), torch.device(get_device_id()))
@@ -123,7 +128,8 @@ class EngineModel:
 
 def _micro_batch_size(engine: FSDPEngineWithLMHead, *, gradients: bool) -> tuple[int, int]:
     """The token budget, and the number of responses, of a micro-batch."""
-    settings, kind = engine.engine_config, "" if gradients else "infer_"
+    settings = engine.engine_config
+    kind = "" if gradients else "infer_"
     names = ("max_token_len_per_gpu", "micro_batch_size_per_gpu")
     budget, count = (getattr(settings, f"{kind}{name}") or getattr(settings, name) for name in names)
     return budget, count
@@ -164,8 +170,11 @@ class EngineMicroBatch:
     ``batch`` has the responses for the engine, which is in evaluation mode, ``rows`` for the method."""
 
     def __init__(self, engine: FSDPEngineWithLMHead, batch: TensorDict, rows: Sequence[Row]) -> None:
-        self.engine, self.batch, self.rows = engine, batch, rows
-        self.packed, self.offsets_R = engine.engine_config.use_remove_padding, batch["input_ids"].offsets()
+        self.engine = engine
+        self.batch = batch
+        self.rows = rows
+        self.packed = engine.engine_config.use_remove_padding
+        self.offsets_R = batch["input_ids"].offsets()
         self._model_inputs, self._output_args = engine.prepare_model_inputs(batch)
 
     def leaf(self, name: str) -> nn.Module:
@@ -195,8 +204,8 @@ class EngineMicroBatch:
 
     def response_log_probs(self) -> list[torch.Tensor]:  # by verl's own code
         with autocast(self.engine):
-            given = (self._forward(), self._output_args, self.batch)
-            outputs = self.engine.prepare_model_outputs(*given, logits_processor_func=None)
+            arguments = (self._forward(), self._output_args, self.batch)
+            outputs = self.engine.prepare_model_outputs(*arguments, logits_processor_func=None)
         rows = zip(self.rows, outputs["log_probs"].unbind(), strict=True)
         return [of_row[row.start - 1 : len(row.tokens) - 1].float() for row, of_row in rows]
 
@@ -211,8 +220,8 @@ class EngineMicroBatch:
     def per_row(self, values_BS: torch.Tensor) -> list[torch.Tensor]:  # also with further dimensions after S
         lengths = self.offsets_R.diff().tolist()
         if self.packed:
-            whole = gather_packed(self.engine, values_BS[0], self._output_args["pad_size"])
-            return list(whole.split(lengths))
+            values_N = gather_packed(self.engine, values_BS[0], self._output_args["pad_size"])
+            return list(values_N.split(lengths))
         return [of_row[:length] for of_row, length in zip(values_BS, lengths, strict=True)]
 
     def _forward(self) -> Any:
@@ -231,5 +240,7 @@ class EngineMicroBatch:
             width = self._model_inputs["input_ids"].shape[1]
             column_K = column_K - get_ulysses_sequence_parallel_rank() * width
             here_K = (column_K >= 0) & (column_K < width)
-            tokens_K, batch_row_K, column_K = tokens_K[here_K], batch_row_K[here_K], column_K[here_K]
+            tokens_K = tokens_K[here_K]
+            batch_row_K = batch_row_K[here_K]
+            column_K = column_K[here_K]
         return tokens_K, batch_row_K, column_K

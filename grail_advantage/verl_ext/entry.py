@@ -51,7 +51,8 @@ logger = logging.getLogger(__name__)
 VERL_VERSION = "0.9.1"
 ANY_VERL = "GRAIL_ADVANTAGE_ANY_VERL"  # environment variable: 1 lets another version of verl through
 EXTERNAL = "VERL_USE_EXTERNAL_MODULES"  # verl's, with modules that it imports in every process
-JUDGED, REWARD = "reward_model", "reward.custom_reward_function.path"
+JUDGED = "reward_model"
+REWARD = "reward.custom_reward_function.path"
 OURS = ("pkg://grail_advantage.reward", "pkg://recipe.reward")  # as REWARD, this project's reward function
 
 
@@ -166,9 +167,9 @@ def check_plugins() -> None:
         if isinstance(error, NameTakenError):
             raise ValueError(f"the plug-in {plugin} takes a name that is taken: {error}")
         logger.warning("the plug-in %s failed to import: %s: %s", plugin, type(error).__name__, error)
-    for known in methods():
-        if getattr(ADV_ESTIMATOR_REGISTRY[known], "func", None) is not _needs_token_weights:
-            raise ValueError(f"{known} is an estimator of verl's; register the method under another name")
+    for name in methods():
+        if getattr(ADV_ESTIMATOR_REGISTRY[name], "func", None) is not _needs_token_weights:
+            raise ValueError(f"{name} is an estimator of verl's; register the method under another name")
 
 
 def check_spelling(name: str) -> None:
@@ -180,7 +181,7 @@ def check_spelling(name: str) -> None:
     if name in ADV_ESTIMATOR_REGISTRY:
         return
     letters = sorted(filter(str.isalnum, name.lower()))
-    meant = [known for known in methods() if sorted(filter(str.isalnum, known)) == letters]
+    meant = [estimator for estimator in methods() if sorted(filter(str.isalnum, estimator)) == letters]
     near = difflib.get_close_matches(name.lower(), list(ADV_ESTIMATOR_REGISTRY), cutoff=0.8)
     if len(letters) > 4 and name[-1].isalpha() and methods().keys() >= set(near):
         meant += near
@@ -202,8 +203,8 @@ def check_names(config: DictConfig) -> None:
     for section in RESERVED:
         for name in config.algorithm.get(section) or {}:
             if name not in sections[section]:
-                known = ", ".join(sections[section])
-                raise ValueError(f"algorithm.{section}.{name} is not an option; the options are {known}")
+                options = ", ".join(sections[section])
+                raise ValueError(f"algorithm.{section}.{name} is not an option; the options are {options}")
 
 
 def trainer_kind(config: DictConfig) -> str | None:
@@ -235,7 +236,7 @@ def check_data(settings: Settings) -> None:
                 judged = table[JUDGED].to_pylist()
             except (OSError, KeyError, pa.ArrowException):
                 continue
-            truths = [of.get("ground_truth") if isinstance(of, dict) else None for of in judged]
+            truths = [entry.get("ground_truth") if isinstance(entry, dict) else None for entry in judged]
             check_ground_truths(truths, f"{option}={name}")
 
 
@@ -251,7 +252,8 @@ def check_answers_of_data(settings: Settings) -> None:
 
 
 def _local_tokenizer(model: Mapping[str, Any]) -> PreTrainedTokenizerBase | None:
-    path, trusted = model.get("tokenizer_path") or model["path"], model.get("trust_remote_code", False)
+    path = model.get("tokenizer_path") or model["path"]
+    trusted = model.get("trust_remote_code", False)
     try:
         return AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=trusted)
     except (OSError, ValueError):  # not in the cache, a broken download, or a file system that verl copies from

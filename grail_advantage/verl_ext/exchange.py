@@ -31,7 +31,9 @@ PLACES = "receipt_places"
 """Field of a batch of R responses: (R, 2) int64. Column 0 is a response's place in the update's batch, column 1 its
 slot among those that the token dump writes, -1 for none."""
 WATCHED = "receipt_update"  # setting of a batch whose update is watched: a number that tells updates apart
-UPDATE, FORWARD, PADDED_FORWARD = "actor update", "old log-probabilities", "old log-probabilities, padded"
+UPDATE = "actor update"
+FORWARD = "old log-probabilities"
+PADDED_FORWARD = "old log-probabilities, padded"
 """Layouts: whose micro-batches they are; the first in training mode, the last padded where the run packs."""
 LEAVE_OUT = "leave_out_zero_advantage"  # setting of a batch whose zero-advantage responses are left out
 FILLER_TOKENS = 2
@@ -67,7 +69,7 @@ def nested(values: Sequence[torch.Tensor]) -> torch.Tensor:
 
 def trains(advantages: Sequence[torch.Tensor], masks: Sequence[torch.Tensor]) -> list[bool]:
     """Of each response whether a token of its mask has an advantage other than 0."""
-    return [bool(((of != 0) & mask.bool()).any()) for of, mask in zip(advantages, masks, strict=True)]
+    return [bool((row_T[mask_T.bool()] != 0).any()) for row_T, mask_T in zip(advantages, masks, strict=True)]
 
 
 def update_order(
@@ -80,7 +82,7 @@ def update_order(
     lengths = [len(rollouts.prompts[place]) + len(rollouts.responses[place]) for place in order]
     cost = [length * trained[place] for length, place in zip(lengths, order, strict=True)]
     of_run = [not tag.get("is_padding", False) for tag in batch.tags]
-    left_out = [length for length, kept, counts in zip(lengths, cost, of_run, strict=True) if counts and not kept]
+    left_out = [length for length, tokens, counts in zip(lengths, cost, of_run, strict=True) if counts and not tokens]
     if not settings[f"{ACTOR}.shuffle"]:  # else verl draws mini-batches by places, which then have to stay
         order = deal_mini_batches(cost, ranks, mini_batch_rows(settings))
         batch = batch.select_keys([batch.keys[row] for row in order])
@@ -103,7 +105,8 @@ def deal_mini_batches(costs: Sequence[int], ranks: int, mini_batch_rows: int) ->
     verl gives every rank an equal part of the batch, of which each mini-batch, of ``mini_batch_rows`` responses on all
     ranks together, takes the next ones, and keeps them.
     """
-    of_rank, share = len(costs) // ranks, mini_batch_rows // ranks
+    of_rank = len(costs) // ranks
+    share = mini_batch_rows // ranks
     shares: list[list[int]] = [[] for _ in range(ranks)]
     for start in range(0, of_rank, share):
         rows = [rank * of_rank + start + place for rank in range(ranks) for place in range(share)]
@@ -117,10 +120,10 @@ def without_zero_advantage(engine: FSDPEngineWithLMHead, data: TensorDict) -> Te
     every rank, at least one. In the workers; a collective of the engine's data-parallel group."""
     trained = trains(data["advantages"].unbind(), data["response_mask"].unbind())
     rows = [row for row, is_trained in enumerate(trained) if is_trained]
-    whole = sum(data[name].offsets().diff() for name in ("prompts", "responses")).tolist()
+    row_lengths = sum(data[name].offsets().diff() for name in ("prompts", "responses")).tolist()
     group = engine.get_data_parallel_group()
     lengths: list[list[int]] = [[] for _ in range(torch.distributed.get_world_size(group))]
-    torch.distributed.all_gather_object(lengths, [whole[row] for row in rows], group)
+    torch.distributed.all_gather_object(lengths, [row_lengths[row] for row in rows], group)
     count, micro_batch_rows = _count(engine, data, max(1, *map(len, lengths)))
 
     fillers = count - len(rows)
@@ -134,20 +137,20 @@ def without_zero_advantage(engine: FSDPEngineWithLMHead, data: TensorDict) -> Te
 
     # A filler is a copy of row 0, cut to a prompt token and a response token. Its fields of the loss, the mask
     # included, are 0.
-    kept = tu.index_select_tensor_dict(data, rows + [0] * fillers)
-    for name in CUT.keys() & kept.keys():
-        values = list(kept[name].unbind())
+    batch = tu.index_select_tensor_dict(data, rows + [0] * fillers)
+    for name in CUT.keys() & batch.keys():
+        values = list(batch[name].unbind())
         for row in range(len(rows), count):
             values[row] = values[row][..., : CUT[name]]
             values[row] = torch.zeros_like(values[row]) if name in OF_LOSS else values[row]
-        kept[name] = nested(values)
-    if PLACES in kept.keys():  # noqa: SIM118  # a TensorDict has no `in`
-        kept[PLACES][len(rows) :] = -1
+        batch[name] = nested(values)
+    if PLACES in batch.keys():  # noqa: SIM118  # a TensorDict has no `in`
+        batch[PLACES][len(rows) :] = -1
     # verl reads only the sum of this mask.
     tokens = data["loss_mask"].sum()
-    kept["loss_mask"] = torch.cat([tokens.reshape(1), tokens.new_zeros(count - 1)])
-    tu.assign_non_tensor(kept, **settings)
-    return kept
+    batch["loss_mask"] = torch.cat([tokens.reshape(1), tokens.new_zeros(count - 1)])
+    tu.assign_non_tensor(batch, **settings)
+    return batch
 
 
 def _count(engine: FSDPEngineWithLMHead, data: TensorDict, rows: int) -> tuple[int, int | None]:
@@ -156,7 +159,7 @@ def _count(engine: FSDPEngineWithLMHead, data: TensorDict, rows: int) -> tuple[i
     settings = engine.engine_config
     if tu.get_non_tensor_data(data, "use_dynamic_bsz", default=settings.use_dynamic_bsz):
         return rows, None
-    most = tu.get_non_tensor_data(data, "micro_batch_size_per_gpu", default=settings.micro_batch_size_per_gpu)
-    micro_batches = -(-rows // most)
+    largest = tu.get_non_tensor_data(data, "micro_batch_size_per_gpu", default=settings.micro_batch_size_per_gpu)
+    micro_batches = -(-rows // largest)
     size = -(-rows // micro_batches)
     return micro_batches * size, size

@@ -120,11 +120,12 @@ class WeighingTrainer:
         )
 
     def _look_at_data(self, *, updates: int) -> None:
-        settings, known = self.settings, self.train_dataset[0]
+        settings = self.settings
+        columns = self.train_dataset[0]
         for column in settings.method.data_columns:
-            if column not in known:
+            if column not in columns:
                 files = settings.named("data.train_files")
-                raise ValueError(f"{settings.method.name} reads the column {column} of {files}, which has {[*known]}")
+                raise ValueError(f"{settings.method.name} reads the column {column} of {files}, which has {[*columns]}")
         if settings.dump is not None:
             self._dump = UpdateDump(settings, self.tokenizer, updates=updates)
 
@@ -149,15 +150,17 @@ class WeighingTrainer:
 
     def _probe(self) -> Finding:
         """Of the rank with the largest difference."""
-        longest, temperature = self.settings.longest, self.settings[f"{options.ROLLOUT}.temperature"]
-        found = self.actor_rollout_wg.probe_neighbours(UPDATE, longest, temperature)
-        finding = max(found, key=lambda finding: (not finding.holds, finding.difference))
+        longest = self.settings.longest
+        temperature = self.settings[f"{options.ROLLOUT}.temperature"]
+        findings = self.actor_rollout_wg.probe_neighbours(UPDATE, longest, temperature)
+        finding = max(findings, key=lambda finding: (not finding.holds, finding.difference))
         logger.info("micro-batches of the %s: %s", UPDATE, finding)
         return finding
 
     def _field_names(self) -> list[str]:
         """The fields of the responses that this step reads; a run need not have those for the dump alone."""
-        s, method = self.settings, self.settings.method
+        s = self.settings
+        method = self.settings.method
         # Rejection sampling rewrites response_mask; loss_mask still holds the generated tokens.
         names = ["prompts", "responses", "loss_mask", "response_mask", "advantages", _reward_field(s)]
         names += [COLUMNS[name] for name in DUMPED if name in method.reads]
@@ -183,8 +186,11 @@ class WeighingTrainer:
         Raises:
             ValueError: the base advantages differ within a response, or something that the method reads is not there.
         """
-        settings, method, reads = self.settings, self.settings.method, self.settings.method.reads
-        prompts, responses = list(data["prompts"].unbind()), list(data["responses"].unbind())
+        settings = self.settings
+        method = self.settings.method
+        reads = self.settings.method.reads
+        prompts = list(data["prompts"].unbind())
+        responses = list(data["responses"].unbind())
         written_BT, mask_BT, advantages_BT = (
             data[name].to_padded_tensor(0) for name in ("loss_mask", "response_mask", "advantages")
         )
@@ -196,7 +202,8 @@ class WeighingTrainer:
             if self._has_verls_advantages:
                 advantages_B = self._compared_without(keys, judged_B, rewards_BT, mask_BT)
             advantages_B = torch.where(judged_B, advantages_B, torch.nan)
-        turns, fields = [0] * len(keys), _fields(keys, data, method)
+        turns = [0] * len(keys)
+        fields = _fields(keys, data, method)
         # verl's own agent loops make one call a turn at most.
         one_call = settings[options.PARALLEL_CALLS] == 1 and not settings[options.AGENT_LOOPS]
         if one_call and isinstance(method, TurnMethod) and method.align == "calls" and method.rewards:
@@ -226,7 +233,10 @@ class WeighingTrainer:
                 "step %d: %d of %d responses, such as %s, have no finite reward, or one that is too large. They train "
                 "nothing in this step, and others are compared without them; verl alone would skip the whole update. Fix "
                 "the reward function",
-                *(self.global_steps, int(lost_B.sum()), len(keys), keys[int(lost_B.int().argmax())]),
+                self.global_steps,
+                int(lost_B.sum()),
+                len(keys),
+                keys[int(lost_B.int().argmax())],
             )
         return rollouts if settings.dump is None else replace(rollouts, facts=_facts(data, rollouts, method, turns))
 
@@ -239,7 +249,8 @@ class WeighingTrainer:
         self, keys: Sequence[str], judged_B: torch.Tensor, rewards_BT: torch.Tensor, mask_BT: torch.Tensor
     ) -> torch.Tensor:
         """The base advantages (B,) by verl's code, as if the responses that are not judged were in no group."""
-        algorithm, base = self.config.algorithm, self.settings[options.BASE]
+        algorithm = self.config.algorithm
+        base = self.settings[options.BASE]
         prompts = [key.rsplit("_", 2)[0] for key in keys]
         groups = [
             prompt if judged else f"{prompt} without {row}"
@@ -296,12 +307,14 @@ class WeighingTrainer:
 
     def _run_pass(self, rows: Sequence[Row]) -> list[RowScores]:
         """Scores of at least one row by a pass in the actor's workers."""
-        method, costs = self.settings.method, [self.settings.method.row_cost(row) for row in rows]
+        method = self.settings.method
+        costs = [self.settings.method.row_cost(row) for row in rows]
         groups = [row.group for row in rows] if method.whole_groups else None
         shares = deal(costs, data_parallel_size(self.actor_rollout_wg), groups)
         # Copies of the cheapest, which belong to no group, give all ranks equally many.
-        copy, most = replace(rows[costs.index(min(costs))], group=-1), max(map(len, shares))
-        order = [place for share in shares for place in (*share, *[None] * (most - len(share)))]
+        copy = replace(rows[costs.index(min(costs))], group=-1)
+        count = max(map(len, shares))
+        order = [place for share in shares for place in (*share, *[None] * (count - len(share)))]
         request = build_request(
             [copy if place is None else rows[place] for place in order],
             method,
@@ -358,8 +371,8 @@ def _fields(keys: Sequence[str], data: TensorDict, method: BaseMethod) -> dict[s
     extra = [dict(entry) if isinstance(entry, Mapping) else {} for entry in objects(data, "extra_fields") or ()]
     of_reward = [(entry.get("reward_extra_info") or {}) for entry in extra]
     last = _last_outputs(keys)
-    copies = [dict.fromkeys(of) if last[row] != row else of for row, of in enumerate(of_reward)]
-    added = [{**entry, **of} for entry, of in zip(extra, copies, strict=True)]
+    copies = [dict.fromkeys(info) if last[row] != row else info for row, info in enumerate(of_reward)]
+    added = [{**entry, **info} for entry, info in zip(extra, copies, strict=True)]
     fields = {}
     for name in method.field_names:
         # None is a value: a batch in which no response called a tool has nothing else.
@@ -418,13 +431,17 @@ def truncated(
     position kept free, ``SGLangHttpServer``). Each turn of a conversation has the room that the turns before it left,
     so a whole response has the same limit.
     """
-    asked, most, engine = (
-        settings[f"{options.ROLLOUT}.{name}"] for name in ("prompt_length", "response_length", "name")
+    response_length = settings[f"{options.ROLLOUT}.response_length"]
+    longest = min(
+        settings[f"{options.ROLLOUT}.prompt_length"] + response_length,
+        context_length - (settings[f"{options.ROLLOUT}.name"] == "sglang"),
     )
-    whole = min(asked + most, context_length - (engine == "sglang"))
-    long = [len(of) >= min(most, whole - len(prompt)) for prompt, of in zip(prompts, responses, strict=True)]
-    ended = [len(of) > 0 and int(of[-1]) in end_tokens for of in responses]
-    return torch.tensor(long, dtype=torch.bool) & ~torch.tensor(ended, dtype=torch.bool)
+    at_limit = []
+    for prompt, response in zip(prompts, responses, strict=True):
+        long = len(response) >= min(response_length, longest - len(prompt))
+        ended = len(response) > 0 and int(response[-1]) in end_tokens
+        at_limit.append(long and not ended)
+    return torch.tensor(at_limit, dtype=torch.bool)
 
 
 def end_token_ids(tokenizer: PreTrainedTokenizerBase, generation_config: GenerationConfig | None) -> set[int]:
@@ -441,24 +458,26 @@ def _facts(data: TensorDict, r: Rollouts, method: BaseMethod, turns: Sequence[in
     judged, extra, sources, infos = (objects(data, name) or [None] * len(r) for name in OBJECTS)
     sums_B = columns_of(data, {REWARDS: REWARDS}).get(REWARDS, torch.full((len(r), 1), torch.nan)).sum(dim=1)
     facts: dict[str, list[Any]] = {name: [] for name in ("ground_truth", "reward", "outcome", "id", "labels")}
-    for of, judge, source, info, total, *of_turns in zip(
-        extra, judged, sources, infos, sums_B.tolist(), r.turns_before, turns, strict=True
-    ):
+    for row, total in enumerate(sums_B.tolist()):
         reward = total if math.isfinite(total) else None
-        verdict = _entry(_entry(of, "reward_extra_info"), "acc")  # the reward function's own goes first
-        truth, number = _entry(judge, "ground_truth"), _entry(info, "index")
-        named = source is not None and number is not None
+        verdict = _entry(_entry(extra[row], "reward_extra_info"), "acc")  # the reward function's own goes first
+        truth = _entry(judged[row], "ground_truth")
+        source = sources[row]
+        number = _entry(infos[row], "index")
+        label = partial(turn_rewards_label, method=method, turns_before=r.turns_before[row], turns=turns[row])
         facts["ground_truth"].append(None if truth is None else tolerant(str, truth))
         facts["reward"].append(reward)
         facts["outcome"].append(outcome_of(reward if verdict is None else tolerant(float, verdict)))
+        named = source is not None and number is not None
         facts["id"].append(tolerant("{0[0]}/{0[1]}".format, (source, number)) if named else None)
-        facts["labels"].append(tolerant(lambda known: turn_rewards_label(*known), (of, method, *of_turns)) or {})
+        facts["labels"].append(tolerant(label, extra[row]) or {})
     return facts
 
 
 def columns_of(data: TensorDict, names: Mapping[str, str]) -> dict[str, torch.Tensor]:
     """Those of the columns of numbers that were fetched, by verl's names, (B, T) float32 with 0 after the response."""
-    return {name: data[of].to_padded_tensor(0).float() for name, of in names.items() if of in data.keys()}  # noqa: SIM118
+    present = {name: verls for name, verls in names.items() if verls in data.keys()}  # noqa: SIM118
+    return {name: data[verls].to_padded_tensor(0).float() for name, verls in present.items()}
 
 
 def objects(data: TensorDict, name: str) -> list[Any] | None:
@@ -466,18 +485,18 @@ def objects(data: TensorDict, name: str) -> list[Any] | None:
     return list(tu.get(data, name)) if name in data.keys() else None  # noqa: SIM118  # a TensorDict has no `in`
 
 
-def turn_rewards_label(extra: Any, method: BaseMethod, before: int = 0, turns: int = 0) -> dict[str, list[Any]]:
+def turn_rewards_label(extra: Any, method: BaseMethod, turns_before: int = 0, turns: int = 0) -> dict[str, list[Any]]:
     """The rewards by turn as a label: those that the method reads, else the first of the usual names that has any.
-    ``extra`` is what verl has of the response, ``before`` the turns of its session before it, since a list of the
+    ``extra`` is what verl has of the response, ``turns_before`` the turns of its session before it, since a list of the
     reward function is the whole session's, and ``turns`` its own where as many rewards are certain to be one each, else
     0."""
-    own = getattr(method, "rewards", None)
-    for name in (own or None, *TURN_REWARDS):
-        for begin, of in ((before, _entry(extra, "reward_extra_info")), (0, extra)):
-            known = _entry(of, name) if name else None
-            if label := rewards_label(list_a_turn(known, turns))[begin:]:
+    chosen = getattr(method, "rewards", None)
+    for name in (chosen or None, *TURN_REWARDS):
+        for begin, fields in ((turns_before, _entry(extra, "reward_extra_info")), (0, extra)):
+            rewards = _entry(fields, name) if name else None
+            if label := rewards_label(list_a_turn(rewards, turns))[begin:]:
                 return {"turn_rewards": label}
-            if known is not None and name == own:
+            if rewards is not None and name == chosen:
                 return {}
     return {}
 

@@ -72,11 +72,11 @@ class OwnForward:
         prompt and response."""
         places_R = data[PLACES][:, 0].tolist()
         values_R = response_from_nested(values.detach(), data["response_mask"]).unbind()
-        kept = self.columns[name]
+        first_epoch = self.columns[name]
         for place, values_T in zip(places_R, values_R, strict=True):
             if place >= 0:  # a filler has no place
-                kept.setdefault(place, values_T)
-        return [kept.get(place, values_T) for place, values_T in zip(places_R, values_R, strict=True)]
+                first_epoch.setdefault(place, values_T)
+        return [first_epoch.get(place, values_T) for place, values_T in zip(places_R, values_R, strict=True)]
 
 
 def columns_of_ranks(

@@ -91,7 +91,8 @@ def estimator_named(algorithm: DictConfig, name: str) -> Iterator[None]:
     multi-output session as a session of its own unless the estimator is called ``grpo``. Can go when a registered
     estimator can say that it works by sessions.
     """
-    configured, algorithm.adv_estimator = algorithm.adv_estimator, name
+    configured = algorithm.adv_estimator
+    algorithm.adv_estimator = name
     try:
         yield
     finally:
@@ -105,7 +106,8 @@ def without_correction(algorithm: DictConfig) -> Iterator[None]:
     Works around ``PPOTrainer._compute_advantage``, which compares the rollout's log-probabilities with the old ones
     wherever the section is there, also where it corrects nothing. Can go when verl asks whether it corrects.
     """
-    configured, algorithm.rollout_correction = algorithm.get("rollout_correction"), None
+    configured = algorithm.get("rollout_correction")
+    algorithm.rollout_correction = None
     try:
         yield
     finally:

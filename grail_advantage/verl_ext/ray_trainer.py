@@ -35,9 +35,9 @@ WRITTEN = "loss_mask"  # the v1 trainers' name of the mask of what the model wro
 class TokenWeightRayTrainer(WeighingTrainer, RayPPOTrainer):
     """``RayPPOTrainer`` whose advantages are multiplied by token weights."""
 
-    def __init__(self, *, config: DictConfig, **given: Any) -> None:
+    def __init__(self, *, config: DictConfig, **options: Any) -> None:
         self._read_settings(config)
-        super().__init__(config=config, **given)
+        super().__init__(config=config, **options)
         self._look_at_model()
         self._look_at_data(updates=1)
         self._columns: dict[str, dict[str, Any]] = {}
@@ -56,7 +56,9 @@ class TokenWeightRayTrainer(WeighingTrainer, RayPPOTrainer):
     def _get_gen_batch(self, batch: DataProto) -> DataProto:
         # verl takes the data set's columns out of the batch here, and not all come back.
         columns = batch.non_tensor_batch
-        self._columns = {uid: {name: of[row] for name, of in columns.items()} for row, uid in enumerate(columns["uid"])}
+        self._columns = {
+            uid: {name: values[row] for name, values in columns.items()} for row, uid in enumerate(columns["uid"])
+        }
         return super()._get_gen_batch(batch)
 
     def _compute_old_log_prob(self, batch: DataProto) -> tuple[DataProto, float]:
@@ -72,9 +74,11 @@ class TokenWeightRayTrainer(WeighingTrainer, RayPPOTrainer):
         data = compute(data, **{**how, "adv_estimator": self.settings[BASE]})
         with marked_timer(TIMING, self.timing_raw, color="purple"):
             keys, fields = self._fields(data)
-            base_BT, weighted = data.batch["advantages"], self._weigh(keys, fields).advantages
+            base_BT = data.batch["advantages"]
+            weighted = self._weigh(keys, fields).advantages
             advantages_BT = pad(weighted, (0, base_BT.shape[1] - weighted.shape[1])).to(base_BT)
-            data.batch["advantages"], data.batch["returns"] = advantages_BT, advantages_BT.clone()
+            data.batch["advantages"] = advantages_BT
+            data.batch["returns"] = advantages_BT.clone()
         return data
 
     def _update_actor(self, batch: DataProto) -> DataProto:
@@ -98,7 +102,8 @@ class TokenWeightRayTrainer(WeighingTrainer, RayPPOTrainer):
 
     def _fields(self, data: DataProto) -> tuple[list[str], TensorDict]:
         """The keys of the responses, and their fields as the v1 trainers have them in TransferQueue."""
-        tensors, others = data.batch, data.non_tensor_batch
+        tensors = data.batch
+        objects = data.non_tensor_batch
         values = {**tensors, WRITTEN: tensors.pop(WRITTEN, tensors["response_mask"])}  # without it in bypass mode
         tensors.pop(ENTROPY, None)
         widths = [tensors[name].shape[1] for name in ("prompts", "responses")]
@@ -108,14 +113,15 @@ class TokenWeightRayTrainer(WeighingTrainer, RayPPOTrainer):
             for name, mask in (("prompts", asked_BL), ("responses", answered_BT))
         }
         lengths = answered_BT.sum(dim=1).tolist()
-        rows = [{name: of[row] for name, of in others.items()} for row in range(len(data))]
-        known = [{**self._columns.get(row["uid"], {}), **row, "extra_fields": row} for row in rows]
+        rows = [{name: column[row] for name, column in objects.items()} for row in range(len(data))]
+        entries = [{**self._columns.get(row["uid"], {}), **row, "extra_fields": row} for row in rows]
         for name in self._field_names():
             if name in values and name not in fields:
                 fields[name] = nested([of_T[:length] for of_T, length in zip(values[name], lengths, strict=True)])
-            elif name in known[0]:
-                fields[name] = [row[name] for row in known]
-        seen, keys = Counter[str](), []
+            elif name in entries[0]:
+                fields[name] = [row[name] for row in entries]
+        seen = Counter[str]()
+        keys = []
         for row in rows:
             keys.append(f"{row['uid']}_{seen[row['uid']]}_0")
             seen[row["uid"]] += 1

@@ -67,20 +67,29 @@ from grail_advantage.verl_ext.settings import (
 
 NEEDED_WHOLE = ("logits", "sequences", "hidden_states")
 """Outputs of a model that neither fused kernels nor a rank of a sequence-parallel group has whole."""
-COMPARING = (
-    *("grpo", "grpo_vectorized", "grpo_passk", "rloo", "rloo_vectorized", "opo", "gpg", "gdpo"),
-    *("reinforce_plus_plus_baseline", "optimal_token_baseline", "tir_optimal_token_baseline"),
-)
+COMPARING = [
+    "grpo",
+    "grpo_vectorized",
+    "grpo_passk",
+    "rloo",
+    "rloo_vectorized",
+    "opo",
+    "gpg",
+    "gdpo",
+    "reinforce_plus_plus_baseline",
+    "optimal_token_baseline",
+    "tir_optimal_token_baseline",
+]
 """verl's estimators that compare the responses to a prompt. Of a single one they make its reward, or 0."""
-TOKEN_BASES = ("gae", "reinforce_plus_plus", "remax", "optimal_token_baseline", "tir_optimal_token_baseline")
+TOKEN_BASES = ["gae", "reinforce_plus_plus", "remax", "optimal_token_baseline", "tir_optimal_token_baseline"]
 """Those that give the tokens of a response different advantages, or read what a run with a method does not have."""
 DEFAULTS = "trainer/config/_generated_ppo_trainer.yaml"
 """verl's file of all its options with their defaults."""
-NUMBERS = (
-    *("trainer.total_training_steps", "trainer.max_actor_ckpt_to_keep", "trainer.max_critic_ckpt_to_keep"),
-    *("data.gen_batch_size", "data.val_batch_size", "data.seed", f"{ROLLOUT}.max_model_len", SCALE),
-    *(f"{ACTOR}.ppo_micro_batch_size_per_gpu", f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu"),
-)
+NUMBERS = f"""
+trainer.total_training_steps trainer.max_actor_ckpt_to_keep trainer.max_critic_ckpt_to_keep
+data.gen_batch_size data.val_batch_size data.seed {ROLLOUT}.max_model_len {SCALE}
+{ACTOR}.ppo_micro_batch_size_per_gpu {ROLLOUT}.log_prob_micro_batch_size_per_gpu
+""".split()
 """Options with a number, whose default is null."""
 PENALTY = "reward.reward_kwargs.overlong_buffer_cfg.enable"  # DAPO's, for responses near the length limit
 TARGETS, EXCLUDED, ADAPTER = (f"{MODEL}.{name}" for name in ("target_modules", "exclude_modules", "lora_adapter_path"))
@@ -120,13 +129,10 @@ def why_not_skip(s: Settings, model: PretrainedConfig | None = None, probe: Call
     """Why an update without zero-advantage responses might not be the same; empty where it is. ``model``: as it is
     loaded, where it is known; ``probe`` asks it whether responses depend on those beside them, where nothing else is
     against it."""
-    if why := first_broken(AGAINST_SKIPPING, s):
-        return why
-    if model is not None and getattr(model.get_text_config(), "output_router_logits", False):
-        return "output_router_logits=True of the model: the loss of the routers reads every response"
-    if probe is not None and not (finding := probe()).holds:
-        return f"in this model responses depend on those beside them: {finding}"
-    return ""
+    why = first_broken(AGAINST_SKIPPING, s)
+    if not why and model is not None and getattr(model.get_text_config(), "output_router_logits", False):
+        why = "output_router_logits=True of the model: the loss of the routers reads every response"
+    return why or _depends(probe)
 
 
 def why_not_reuse(
@@ -134,11 +140,14 @@ def why_not_reuse(
 ) -> str:
     """Why an update's first forward might not give the old log-probabilities; empty where it does. ``probe``: as
     :func:`why_not_skip` has it; it sees dropout and other random numbers of the training mode."""
-    if why := first_broken(AGAINST_REUSE, s):
-        return why
-    if probe is not None and not (finding := probe()).holds:
-        return f"in this model responses depend on those beside them, or on chance: {finding}"
-    return ""
+    return first_broken(AGAINST_REUSE, s) or _depends(probe)
+
+
+def _depends(probe: Callable[[], Finding] | None) -> str:
+    if probe is None:
+        return ""
+    finding = probe()
+    return "" if finding.holds else f"in this model responses depend on those beside them, or on chance: {finding}"
 
 
 # ------------------------------------------------------------------------------------------------------- every run
@@ -247,13 +256,15 @@ def _slicing(s: MethodSettings) -> str:
 
 def _adapts_head(s: Settings) -> bool:
     """Whether an adapter changes ``lm_head``, by peft's reading of the options: a text is an expression for whole names."""
-    targets, excluded = s[TARGETS], s[EXCLUDED]
+    targets = s[TARGETS]
+    excluded = s[EXCLUDED]
     if s[ADAPTER]:
         try:
             stored = json.loads(Path(s[ADAPTER], "adapter_config.json").read_text(encoding="utf-8"))
         except (OSError, ValueError):  # elsewhere, or broken: the workers say so
             return False
-        targets, excluded = stored.get("target_modules"), stored.get("exclude_modules")
+        targets = stored.get("target_modules")
+        excluded = stored.get("exclude_modules")
     elif not s[f"{MODEL}.lora_rank"]:
         return False
 

@@ -27,33 +27,44 @@ from grail_advantage.answers.missing import CHOICES, check_choice
 from grail_advantage.dump import DumpOptions
 from grail_advantage.method import RESERVED, BaseMethod, build, methods
 
-SECTION, DUMP = "algorithm.token_weights.", "algorithm.token_dump."
-METHOD, SKIP, BASE = "algorithm.adv_estimator", f"{SECTION}skip_zero_advantage", f"{SECTION}base"
+SECTION = "algorithm.token_weights."
+DUMP = "algorithm.token_dump."
+METHOD = "algorithm.adv_estimator"
+SKIP = f"{SECTION}skip_zero_advantage"
+BASE = f"{SECTION}base"
 REUSE = f"{SECTION}reuse_log_probs"
-MISSING, DUMP_FOLDER = f"{SECTION}missing_answers", f"{DUMP}folder"
+MISSING = f"{SECTION}missing_answers"
+DUMP_FOLDER = f"{DUMP}folder"
 BASES = ("grpo", "rloo", "opo", "reinforce_plus_plus_baseline")  # estimators of verl's, tested as the base
 TRAINER_MODE = "trainer.v1.trainer_mode"
 TRAINER_MODES = ("sync", "colocate_async", "separate_async")
 """verl's own values of it; with a method, ``grail_<mode>`` is that trainer with token weights."""
 ENGINES = ("fsdp", "fsdp2")
 """Values of :data:`STRATEGY`: the engines of verl's in which this project runs code of its own."""
-TOOL_REWARDS, CALL_REWARDS = "tool_rewards", "call_rewards"
+TOOL_REWARDS = "tool_rewards"
+CALL_REWARDS = "call_rewards"
 """Fields of an agent loop with the rewards of calls: one flat list, by verl; one list for each turn that called, by
 :mod:`grail_advantage.verl_ext.tool_agent`, with ``None`` where a tool gave none."""
 ACTOR, MODEL, ROLLOUT = (f"actor_rollout_ref.{part}" for part in ("actor", "model", "rollout"))
-STRATEGY, FUSED, PACKED = f"{ACTOR}.strategy", f"{MODEL}.use_fused_kernels", f"{MODEL}.use_remove_padding"
+STRATEGY = f"{ACTOR}.strategy"
+FUSED = f"{MODEL}.use_fused_kernels"
+PACKED = f"{MODEL}.use_remove_padding"
 PARALLEL_CALLS = f"{ROLLOUT}.multi_turn.max_parallel_calls"
 AGENT_LOOPS = f"{ROLLOUT}.agent.agent_loop_config_path"  # a file with agent loops beside verl's own
-GROUP_SIZE, TEMPERATURE = f"{ROLLOUT}.n", f"{ROLLOUT}.temperature"
-CORRECTION, KL_IN_REWARD = "algorithm.rollout_correction", "algorithm.use_kl_in_reward"
+GROUP_SIZE = f"{ROLLOUT}.n"
+TEMPERATURE = f"{ROLLOUT}.temperature"
+CORRECTION = "algorithm.rollout_correction"
+KL_IN_REWARD = "algorithm.use_kl_in_reward"
 BY_DEVIATION = "algorithm.norm_adv_by_std_in_grpo"
 BYPASS = f"{CORRECTION}.bypass_mode"
 SLICES = tuple(f"{ACTOR}.{section}ulysses_sequence_parallel_size" for section in ("", "fsdp_config."))
 """The two places where verl has this option."""
 ATTENTION = f"{MODEL}.override_config.attn_implementation"
-LOSS, AGGREGATION = f"{ACTOR}.policy_loss.loss_mode", f"{ACTOR}.loss_agg_mode"
+LOSS = f"{ACTOR}.policy_loss.loss_mode"
+AGGREGATION = f"{ACTOR}.loss_agg_mode"
 SCALE = f"{ACTOR}.loss_scale_factor"
-BATCH, MINI_BATCH = "data.train_batch_size", f"{ACTOR}.ppo_mini_batch_size"
+BATCH = "data.train_batch_size"
+MINI_BATCH = f"{ACTOR}.ppo_mini_batch_size"
 PARAM_DTYPE, MODEL_DTYPE = (f"{ACTOR}.fsdp_config.{name}" for name in ("mixed_precision.param_dtype", "model_dtype"))
 CHUNKING = f"{ACTOR}.entropy_from_logits_with_chunking"
 OPTIONS_FILE = Path(__file__).with_name("config") / "token_weights.yaml"

@@ -162,8 +162,8 @@ class TokenWeightTrainer(WeighingTrainer):
         """Log-probabilities of some of a batch's responses by the actor as it is, (B, T), from the forward over the
         batch that gave the old ones (``PPOTrainer._compute_old_log_prob``, trainer_base.py:1651)."""
         temperature = self.settings[f"{ROLLOUT}.temperature"]
-        asked = {"calculate_entropy": False, "compute_loss": False, "temperature": temperature}
-        self.actor_rollout_wg.compute_log_prob(replace(batch, fields=None, extra_info=asked))
+        request = {"calculate_entropy": False, "compute_loss": False, "temperature": temperature}
+        self.actor_rollout_wg.compute_log_prob(replace(batch, fields=None, extra_info=request))
         keys = [batch.keys[place] for place in places]
         data = tq.kv_batch_get(keys, batch.partition_id, select_fields=["log_probs", "response_mask"])
         return response_from_nested(data["log_probs"], data["response_mask"]).to_padded_tensor(0).float()
@@ -197,7 +197,8 @@ class TokenWeightTrainerSeparateAsync(TokenWeightTrainer, PPOTrainerSeparateAsyn
 
     def _run_pass(self, rows: Sequence[Row]) -> list[RowScores]:
         """By the policy of the step's first update."""
-        workers, update = self.actor_rollout_wg, self.local_trigger_step
+        workers = self.actor_rollout_wg
+        update = self.local_trigger_step
         if update == 0 or self.settings[BYPASS]:
             return super()._run_pass(rows)
         workers.save_model_to_cpu(update)

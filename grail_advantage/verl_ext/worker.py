@@ -68,7 +68,9 @@ class UpdateReader:
     def optimiser_step(self, worker: Any, data: TensorDict, places: Sequence[int]) -> Iterator[None]:
         """Within, the loss function of verl's ``TrainingWorker`` reads the log-probabilities of ``data`` too, which has
         the field ``PLACES`` and the setting ``WATCHED``. ``places``: of all responses of the optimiser step."""
-        scale, loss_fn, readings = 1.0, worker.loss_fn, []
+        scale = 1.0
+        loss_fn = worker.loss_fn
+        readings = []
 
         def read(model_output: Any, data: TensorDict, dp_group: Any = None) -> Any:
             with self._attempt():
@@ -78,7 +80,9 @@ class UpdateReader:
         with self._attempt():
             number = tu.get_non_tensor_data(data, WATCHED, default=None)
             if number != self._number:
-                self._number, self._steps, self._error = number, [], None
+                self._number = number
+                self._steps = []
+                self._error = None
             scaler = getattr(worker.engine, "scaler", None)  # of the gradients in float16
             scale = 1.0 if scaler is None else scaler.get_scale()
         worker.loss_fn = read
@@ -99,24 +103,29 @@ class UpdateReader:
     def take(self, number: Any) -> list[OptimiserStep]:
         """The optimiser steps of the update with this number, which are forgotten here; raises the error that came up
         while they were read."""
-        known, steps, error = self._number, self._steps, self._error
-        self._number, self._steps, self._error = None, [], None
+        watched = self._number
+        steps = self._steps
+        error = self._error
+        self._number = None
+        self._steps = []
+        self._error = None
         if error is not None:
             raise error
-        if number != known:
-            raise RuntimeError(f"update {number} was not watched here; the last one was {known}")
+        if number != watched:
+            raise RuntimeError(f"update {number} was not watched here; the last one was {watched}")
         return steps
 
 
 def _lengths(data: TensorDict) -> tuple[torch.Tensor, int]:
     """The lengths of prompts and responses, (R, 2), and the width of the loss's tensors: that of the older trainer's
     padded ones, else that of the longest response."""
-    prompts, responses = data["prompts"], data["responses"]
+    prompts = data["prompts"]
+    responses = data["responses"]
     if prompts.is_nested:
-        lengths_R2 = torch.stack([of.offsets().diff() for of in (prompts, responses)], dim=1)
+        lengths_R2 = torch.stack([ids.offsets().diff() for ids in (prompts, responses)], dim=1)
         return lengths_R2, int(lengths_R2[:, 1].max())
-    of_parts = data["attention_mask"].split([prompts.shape[1], responses.shape[1]], dim=1)
-    return torch.stack([of.sum(dim=1) for of in of_parts], dim=1), responses.shape[1]
+    masks = data["attention_mask"].split([prompts.shape[1], responses.shape[1]], dim=1)
+    return torch.stack([mask.sum(dim=1) for mask in masks], dim=1), responses.shape[1]
 
 
 def _piece(read: Gradient, places_R2: torch.Tensor, lengths_R2: torch.Tensor, width: int, scale: float) -> Piece:
@@ -124,19 +133,28 @@ def _piece(read: Gradient, places_R2: torch.Tensor, lengths_R2: torch.Tensor, wi
     # verl's log-probabilities are packed: those of prompt + response, each at the position before its token.
     log_probs_N = read.log_probs.values().cpu()  # in its own type, which says how exact the gradient is
     gradient_N = torch.zeros_like(log_probs_N) if read.values is None else read.values.values().cpu() / scale
-    slots, log_probs, gradients, outside, start = [], [log_probs_N[:0]], [gradient_N[:0]], [], 0
+    slots = []
+    log_probs = [log_probs_N[:0]]
+    gradients = [gradient_N[:0]]
+    outside = []
+    start = 0
     for (_, slot), (prompt, response) in zip(places_R2.tolist(), lengths_R2.tolist(), strict=True):
-        own = slice(start + prompt - 1, start + prompt + response - 1)
+        first = start + prompt - 1
+        last = first + response
         end = start + prompt + response
         if slot >= 0:
             slots.append(slot)
-            log_probs.append(log_probs_N[own])
-            gradients.append(gradient_N[own])
-            outside.append(float(torch.cat([gradient_N[start : own.start], gradient_N[own.stop : end]]).abs().max()))
+            log_probs.append(log_probs_N[first:last])
+            gradients.append(gradient_N[first:last])
+            outside.append(float(torch.cat([gradient_N[start:first], gradient_N[last:end]]).abs().max()))
         start = end
-    log_probs_bT, gradient_bT = (pad_sequence(of, batch_first=True)[1:].clone() for of in (log_probs, gradients))
-    slots_b = torch.tensor(slots, dtype=torch.int64)
-    return Piece(slots_b, log_probs_bT, gradient_bT, outside_b=torch.tensor(outside), width=width)
+    return Piece(
+        rows_b=torch.tensor(slots, dtype=torch.int64),
+        log_probs_bT=pad_sequence(log_probs, batch_first=True)[1:].clone(),
+        gradient_bT=pad_sequence(gradients, batch_first=True)[1:].clone(),
+        outside_b=torch.tensor(outside),
+        width=width,
+    )
 
 
 class TokenWeightTrainingWorker(TrainingWorker):
@@ -160,7 +178,8 @@ class TokenWeightTrainingWorker(TrainingWorker):
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="train"), blocking=False)
     def train_batch(self, data: TensorDict) -> TensorDict:
         """verl's, over the responses that train (:mod:`grail_advantage.verl_ext.exchange`)."""
-        watched, reuses = WATCHED in data, REUSE in data
+        watched = WATCHED in data
+        reuses = REUSE in data
         if watched or reuses:
             data = data.copy()
             data[PLACES] = places_R2 = torch.stack(data[PLACES].unbind())  # TransferQueue may give it nested
@@ -194,7 +213,8 @@ class TokenWeightActorWorker(ActorRolloutRefWorker):
     def take_own_forward(self) -> dict[str, dict[int, torch.Tensor]] | None:
         """The columns of the latest update's own forward (:class:`OwnForward`) on this rank, on the CPU; nothing from
         the other ranks of a sequence-parallel group, which have the same responses."""
-        columns, self.actor.own_forward = self.actor.own_forward.columns, OwnForward()
+        columns = self.actor.own_forward.columns
+        self.actor.own_forward = OwnForward()
         if not self.actor.engine.is_mp_src_rank_with_outputs():
             return None
         return {

@@ -33,12 +33,12 @@ from grail_advantage.dump import DumpHeader, write_whole
 from grail_advantage.effect import moved_with_advantage
 from grail_advantage.metrics import CHANGE
 from grail_advantage.text_io import visible, why
+from grail_advantage.view import MEGABYTES, ROLLOUTS
 from grail_advantage.view.profile import BINS, NEEDED, by_method, flat, gave_advantages, profiles
 from grail_advantage.view.receipt import run_receipts
 from grail_advantage.view.run import Run, open_run
 
 logger = logging.getLogger(__name__)
-ROLLOUTS, MEGABYTES = 2000, 35.0
 LONGEST_NAME = 255  # bytes of a file's name
 _BYTES = 15  # a rollout's in a page, for each token, in about
 _VALUES = ("base_advantage", "entropy", "received", "clipped", "effect")

@@ -19,7 +19,8 @@ from bench.fit import fit
 from bench.rollouts import seed_of
 from bench.statistics import jackknife
 from grail_advantage import AdvantageMethod, Rollouts
-from grail_advantage.analyze import analyze, read_responses
+from grail_advantage.analyze.command import analyze
+from grail_advantage.analyze.lines import read_responses
 from grail_advantage.analyze.models import model_of
 from grail_advantage.method import METHODS, build, methods, register
 from grail_advantage.methods.fitted import read_fit

@@ -17,7 +17,8 @@ from bench.places import Label, among, by_step
 from bench.statistics import above_controls, holm
 from bench.table import ALIKE, FINDS, NOTHING, PLACED, SPARES, UNSCORED, read, summary
 from grail_advantage import AdvantageMethod, Method, Rollouts, Weights
-from grail_advantage.analyze import analyze, read_responses
+from grail_advantage.analyze.command import analyze
+from grail_advantage.analyze.lines import read_responses
 from grail_advantage.answers.text import TokenTexts, starts_of
 from grail_advantage.method import METHODS, methods, register
 from verl_cpu.tiny.model import build_model, build_tokenizer

@@ -25,7 +25,7 @@ def test_steps_by_hand() -> None:
     expected = {"uniform": [0.0] * 3, "saliency": [0.4] * 3, "log_probs": [1.25, 1.0, 1.5]}
     for name, forwards in expected.items():
         assert got[name]["forwards"] == pytest.approx(forwards)
-    assert {name: of["ratio"] for name, of in got.items()} == pytest.approx(
+    assert {name: figure["ratio"] for name, figure in got.items()} == pytest.approx(
         {"uniform": 1.0, "saliency": 1.1, "log_probs": 10.5 / 8}
     )
 
@@ -49,9 +49,9 @@ def test_the_benchmark_of_methods_runs(tmp_path: Path) -> None:
     options = ("--setup", "toy", "--repeats", "1", "--json", str(tmp_path / "methods.json"))
     done = forked.run("benchmarks.bench_training_step", "methods", *options)
     assert done.returncode == 0, done.stderr[-3000:]
-    found = json.loads((tmp_path / "methods.json").read_text())["methods"]
-    assert found.keys() == methods().keys() and all(of["ratio"] > 0 for of in found.values())
-    assert f"| grail | {found['grail']['rows']} | " in done.stdout
+    figures = json.loads((tmp_path / "methods.json").read_text())["methods"]
+    assert figures.keys() == methods().keys() and all(figure["ratio"] > 0 for figure in figures.values())
+    assert f"| grail | {figures['grail']['rows']} | " in done.stdout
 
 
 @pytest.mark.nightly

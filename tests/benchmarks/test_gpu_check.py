@@ -30,12 +30,13 @@ def outcome(folder: Path) -> Outcome:
 
 def tables(page: str) -> dict[str, dict[str, list[str]]]:
     """The rows of each table of a part's page, by its name and the row's first column."""
-    found, blocks = {}, page.split("\n\n")
+    named = {}
+    blocks = page.split("\n\n")
     for title, block in pairwise(block.strip() for block in blocks):
         if block.startswith("|"):
             rows = [line.strip("| ").split(" | ") for line in block.splitlines()[2:]]
-            found[title.partition(". ")[0]] = {label: cells for label, *cells in rows}
-    return found
+            named[title.partition(". ")[0]] = {label: cells for label, *cells in rows}
+    return named
 
 
 @pytest.mark.slow
@@ -47,21 +48,23 @@ def test_a_part_at_toy_size(tmp_path: Path, letter: str) -> None:
     if "lacks" in page:
         pytest.skip(page[page.index("lacks") :])
     assert done.returncode == 0 and page.endswith("**passed**\n"), done.stdout + done.stderr
-    found = tables(page)
+    page_tables = tables(page)
     if letter == "a":
-        assert set(found["Precision, toy, random"]) == set(plain.METHODS)
-        assert len(found["Passes, toy"]) == 8 and all(float(row[2]) > 0 for row in found["Passes, toy"].values())
+        assert set(page_tables["Precision, toy, random"]) == set(plain.METHODS)
+        assert len(page_tables["Passes, toy"]) == 8 and all(
+            float(row[2]) > 0 for row in page_tables["Passes, toy"].values()
+        )
     elif letter == "l":
         for stage in ("step", "gen", "token_weights_pass", "update_actor"):
-            assert all(float(seconds) > 0 for seconds in found["Seconds by stage"][stage])
+            assert all(float(seconds) > 0 for seconds in page_tables["Seconds by stage"][stage])
     elif letter == "c":
         for together in (4, 1):
-            assert len(found[f"Training side, toy, {together} at once"]) == len(VARIANTS)
-            assert all(float(of) > 0 for (of,) in found[f"Peak memory, toy, {together} at once"].values())
+            assert len(page_tables[f"Training side, toy, {together} at once"]) == len(VARIANTS)
+            assert all(float(cell) > 0 for (cell,) in page_tables[f"Peak memory, toy, {together} at once"].values())
     else:
-        assert all(0 < float(row[1]) < float(row[0]) for row in found["GRAIL's weights"].values())
+        assert all(0 < float(row[1]) < float(row[0]) for row in page_tables["GRAIL's weights"].values())
         for method in ("grail", "uniform"):
-            assert float(found[f"Run of {method}, by step"]["step_time"][-1]) > 0
+            assert float(page_tables[f"Run of {method}, by step"]["step_time"][-1]) > 0
 
 
 def test_differences_by_hand() -> None:
@@ -70,11 +73,11 @@ def test_differences_by_hand() -> None:
         scores=torch.tensor([[nan, 1.0, 2.0, 3.0], [nan, 3.0, 1.0, nan]]),
         weights=torch.tensor([[0.0, 1.0, 2.0, 3.0], [0.0, 1.0, 1.0, 9.0]]),
     )
-    found = SimpleNamespace(
+    rounded = SimpleNamespace(
         scores=torch.tensor([[nan, 1.0, 3.0, 2.0], [nan, 9.0, 1.0, nan]]),
         weights=torch.tensor([[7.0, 1.5, 2.0, 3.0], [0.0, 1.0, 0.0, 0.0]]),
     )
-    got = plain.compared(found, exact)  # type: ignore[arg-type]
+    got = plain.compared(rounded, exact)  # type: ignore[arg-type]
     # Off by 0.5, 0, 0 and 0, 1; rank correlation 1 - 6 * 2 / (3 * 8) = 0.5 in the first row and 1 in the second.
     # The weights 1, 2, 3, 1, 1 have the mean 1.6 and the variance 3.2 / 4.
     assert (got["mean"], got["largest"]) == (pytest.approx(0.3), 1.0)
@@ -86,27 +89,29 @@ def test_weights_that_differ_and_that_bfloat16_does_not_keep_are_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of another method once the parameters are bfloat16, or at every other call, as a faulty kernel might give them."""
-    right, calls = plain.weights, iter(range(100))
+    right = plain.weights
+    calls = iter(range(100))
     for faulty in (False, True):
-        found, model = outcome(tmp_path), random_model("toy", "cpu", torch.float32)
+        checked = outcome(tmp_path)
+        model = random_model("toy", "cpu", torch.float32)
 
         def weights(model: Any, method: Any, rollouts: Any, faulty: bool = faulty) -> Any:
             wrong = faulty and next(model.parameters()).dtype == torch.bfloat16
             return right(model, plain.METHODS["oar_g, official"] if wrong else method, rollouts)
 
         monkeypatch.setattr(plain, "weights", weights)
-        plain.precision(found, "toy", model, plain.incorrect("toy", 2, 80))
-        assert found.statuses == {"failed" if faulty else "passed"}
+        plain.precision(checked, "toy", model, plain.incorrect("toy", 2, 80))
+        assert checked.statuses == {"failed" if faulty else "passed"}
 
-    other = Grail("robust", statistics="response", gate="wrong", normalize_mass=False)
+    faulty_method = Grail("robust", statistics="response", gate="wrong", normalize_mass=False)
     monkeypatch.setattr(
-        plain, "weights", lambda model, method, of: right(model, method if next(calls) % 2 else other, of)
+        plain, "weights", lambda model, method, rows: right(model, method if next(calls) % 2 else faulty_method, rows)
     )
     for part in ("precision", "passes"):
         monkeypatch.setattr(plain, part, lambda *_: None)
-    found = outcome(tmp_path)
-    plain.run(found, "cpu")
-    assert found.statuses == {"failed"}
+    checked = outcome(tmp_path)
+    plain.run(checked, "cpu")
+    assert checked.statuses == {"failed"}
 
 
 def test_failures_stop_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
@@ -128,9 +133,9 @@ def run(outcome, device):
     monkeypatch.setattr(sys.modules["benchmarks.gpu_check"], "__path__", [str(tmp_path)])
     monkeypatch.setattr(command, "PARTS", {name[0]: (name, "") for name in programs})
     raised = "failed: first (ValueError: it broke)\n- passed: then (yes)\n- failed: the part as a whole (KeyError: 3)"
-    for letter, status, told in (("r", 1, raised), ("p", 0, "**passed**"), ("l", 1, "lacks no_such_module")):
+    for letter, status, words in (("r", 1, raised), ("p", 0, "**passed**"), ("l", 1, "lacks no_such_module")):
         assert command.main([letter, "--dry", "--results", str(tmp_path)]) == status
-        assert told in capsys.readouterr().out and told in (tmp_path / f"{letter}.md").read_text()
+        assert words in capsys.readouterr().out and words in (tmp_path / f"{letter}.md").read_text()
     with pytest.raises(SystemExit):
         command.main(["d", "--dry", "--results", str(tmp_path)])
     assert "- passed: then (yes)" in (tmp_path / "d.md").read_text()
@@ -166,11 +171,11 @@ def test_the_callers_path_reaches_the_example(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(sys, "executable", str(python))
     monkeypatch.setattr(trl_runs, "FOLDER", tmp_path)
     monkeypatch.setenv("PYTHONPATH", "/packages/of/the/caller")
-    found = outcome(tmp_path)
-    with found.attempt("grail"):
-        trl_runs.train_by(found, "grail", 2, 1)
+    checked = outcome(tmp_path)
+    with checked.attempt("grail"):
+        trl_runs.train_by(checked, "grail", 2, 1)
     assert (tmp_path / "path").read_text().strip().split(os.pathsep)[-1] == "/packages/of/the/caller"
-    assert "failed: grail: the run ends well (exit status 3)" in found.path.read_text()
+    assert "failed: grail: the run ends well (exit status 3)" in checked.path.read_text()
 
 
 def test_log_probabilities_rounded_to_bfloat16_are_found(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
@@ -191,8 +196,8 @@ def plain_log_probs(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 def test_a_launch_that_ends_at_once_is_a_failure_with_its_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "/bin/false")
-    launch.rehearse(found := outcome(tmp_path), "cpu", tmp_path / "launch")
-    assert found.statuses == {"failed"} and str(tmp_path / "launch/killed.log") in found.path.read_text()
+    launch.rehearse(checked := outcome(tmp_path), "cpu", tmp_path / "launch")
+    assert checked.statuses == {"failed"} and str(tmp_path / "launch/killed.log") in checked.path.read_text()
     assert "/bin/false has no verl" in (tmp_path / "launch/killed.log").read_text()
 
 
@@ -206,7 +211,8 @@ def test_two_million_bfloat16_rows_go_through_in_few_calls(monkeypatch: pytest.M
     monkeypatch.setattr(torch_functional, "logprobs_from_logits_v2", torch_functional.logprobs_from_logits_v2)
     monkeypatch.setattr(torch_functional, "FLAH_ATTN_CROSS_ENTROPY_LOSS_AVAILABLE", False)
     log_probabilities_in_few_calls()
-    calls, logsumexp = [], torch.logsumexp
+    calls = []
+    logsumexp = torch.logsumexp
     monkeypatch.setattr(torch, "logsumexp", lambda *values, **options: calls.append(1) or logsumexp(*values, **options))
     logits_NV = torch.randn(2_000_000, 16).bfloat16().requires_grad_()
     transformer_impl.logprobs_from_logits(logits_NV, torch.zeros(2_000_000, dtype=torch.int64)).sum().backward()
@@ -215,8 +221,19 @@ def test_two_million_bfloat16_rows_go_through_in_few_calls(monkeypatch: pytest.M
 
 @pytest.mark.slow
 def test_part_a_needs_torch_transformers_and_pydantic_alone() -> None:
-    others = {"verl", "tensordict", "omegaconf", "hydra", "pyarrow", "ray", "vllm", "math_verify", "pandas", "datasets"}
+    packages = {
+        "verl",
+        "tensordict",
+        "omegaconf",
+        "hydra",
+        "pyarrow",
+        "ray",
+        "vllm",
+        "math_verify",
+        "pandas",
+        "datasets",
+    }
     imports = "sys, benchmarks.gpu_check.__main__, benchmarks.gpu_check.plain"
-    program = f"import {imports}; print({others} & {{*sys.modules}})"
+    program = f"import {imports}; print({packages} & {{*sys.modules}})"
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout == "set()\n"

@@ -7,6 +7,7 @@ import math
 import re
 import subprocess
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ import torch
 from grail_advantage.receipt import Batch, Finding, Loss, Piece, Tokens, Watch, check, trl_loss, verl_loss, watch
 from grail_advantage.receipt.measure import Gradient
 from grail_advantage.receipt.report import main, read, write
-from tests.core.receipt_faults import MADE_UP, THREADS, cells, quiet, wrong
+from tests.core.receipt_faults import MADE_UP, THREADS, cells, of_rank, quiet, wrong
 from tests.core.receipt_loop import TOKEN_MEAN, Rollout, names, receipt_of, rollout, train
 
 ROOT = Path(__file__).parents[2]
@@ -49,10 +50,42 @@ def test_no_alarm_in_clean_loops() -> None:
     assert [(setting, *map(str, receipt.findings)) for setting, receipt in quiet(60) if not receipt.ok] == []
 
 
+def test_the_tables_of_the_page_are_what_the_command_prints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = {"responses": 64, "tokens": 200, "ties": True, "token_advantages": False}
+    faulty = rollout(1, ranks=2, **sizes)
+    receipts = [
+        receipt_of(faulty, divisor=lambda micro: of_rank(faulty, micro)),
+        receipt_of(rollout(1, epochs=2, **sizes)),
+    ]
+    for receipt in receipts:
+        path = tmp_path / "receipts.jsonl"
+        path.unlink(missing_ok=True)
+        write(path, receipt, "ppo", 3)
+        assert main([str(path)]) == (0 if receipt.ok else 1)
+        printed = capsys.readouterr().out.replace(f"{tmp_path}/", "").split("\n\nMeasured:")[0]
+        assert f"```\n{printed}\n```" in PAGE, printed
+
+
+def test_the_pages_own_test_passes_and_fails_with_each_fault() -> None:
+    """It runs as it stands; the absolute number alone sees a factor that the receipt's divisor shares."""
+    (source,) = [code for code in re.findall(r"```python\n(.*?)```", PAGE, re.S) if "def test_" in code]
+    for text, fault, fails in (
+        ("", "", False),
+        ("mask_BT.sum())", "24)", True),
+        ("mask_BT.sum())", "mask_BT[rows_b].sum())", True),
+        ("-ratio_bT", "-ratio_bT.detach() + 0 * ratio_bT", True),
+        ('"token-mean"', '"token-sum"', True),
+    ):
+        scope: dict[str, Any] = {}
+        exec(source.replace(text, fault) if text else source, scope)
+        with pytest.raises(AssertionError) if fails else nullcontext():
+            scope["test_each_token_receives_its_advantage"]()
+
+
 def test_the_snippets_of_the_page_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each with a model in place of the reader's own: nothing to say; and with its loss divided twice, scaled."""
     monkeypatch.chdir(tmp_path)
-    snippets = [code for code in re.findall(r"```python\n(.*?)```", PAGE, re.S) if "watch" in code]
+    snippets = [code for code in re.findall(r"```python\n(.*?)```", PAGE, re.S) if "micro_batches" in code]
     assert snippets
     for source in snippets:
         for divided in (1.0, 2.0):

@@ -37,7 +37,7 @@ class Talk:
     """A response: its turns, with what was said between two of them."""
 
     turns: list[str]
-    said: list[str]
+    replies: list[str]
     rewards: list[float]
     outcome: float
     group: int = 0
@@ -48,7 +48,7 @@ class Talk:
 
     def __post_init__(self) -> None:
         pieces = [(turn, True) for turn in self.turns]
-        for place, answer in reversed(list(enumerate(self.said))):
+        for place, answer in reversed(list(enumerate(self.replies))):
             pieces.insert(place + 1, (answer, False))
         self.text = "".join(text for text, _ in pieces)
         self.written = [wrote for text, wrote in pieces for _ in encode(text)]
@@ -138,9 +138,9 @@ def plain_gigpo(
 ) -> list[float]:
     outcome = plain_turn_grpo(talk, group, 1.0, deviation)[0]
     values = []
-    for turn, heard in enumerate(["", *talk.said]):
+    for turn, heard in enumerate(["", *talk.replies]):
         places = [
-            (member, place) for member in group for place, answer in enumerate(["", *member.said]) if answer == heard
+            (member, place) for member in group for place, answer in enumerate(["", *member.replies]) if answer == heard
         ]
         returns = [_return(member, place, gamma) for member, place in places]
         values.append(outcome + omega * _compared(_return(talk, turn, gamma), returns, deviation))
@@ -186,7 +186,7 @@ def test_methods_and_plain_lists_against_loops(name: str) -> None:
                 [talk.outcome for talk in trained],
                 [f"prompt {talk.group}" for talk in trained],
                 method=name,
-                before=[["", *talk.said] for talk in trained],
+                before=[["", *talk.replies] for talk in trained],
                 **options,
             )
             for turn_values, talk, expected_values in zip(
@@ -256,10 +256,10 @@ def parts_of(talk: Talk, draw: random.Random) -> list[Talk]:
     rewards = [[reward] for reward in (*talk.rewards, None)]
     rows = []
     for start, stop in pairwise([0, *cuts, len(talk.turns)]):
-        rows.append(Talk(talk.turns[start:stop], talk.said[start : stop - 1], rewards[start:stop], NAN, talk.group))
+        rows.append(Talk(talk.turns[start:stop], talk.replies[start : stop - 1], rewards[start:stop], NAN, talk.group))
     rows[-1].outcome = talk.outcome
     for at in cuts:
-        talk.said[at - 1] = f"{id(talk)} {at}"  # no other turn begins like the first of a further row
+        talk.replies[at - 1] = f"{id(talk)} {at}"  # no other turn begins like the first of a further row
     return rows
 
 
@@ -407,18 +407,21 @@ def plain_step_values(rows: Sequence[Talk], shrink: float) -> list[list[float]]:
     def value(row: Talk, place: int) -> float:
         if place == len(steps_of[id(row)]) - 1:
             return row.advantage
-        others = [(of, steps_of[id(of)]) for of in used if of.group == row.group]
-        wanted = state(steps_of[id(row)][place])
-        alike = [of.advantage for of, steps in others if place < len(steps) - 1 and state(steps[place]) == wanted]
-        return math.fsum(alike) / (len(alike) + shrink)
+        siblings = [(sibling, steps_of[id(sibling)]) for sibling in used if sibling.group == row.group]
+        current = state(steps_of[id(row)][place])
+        same_state = []
+        for sibling, steps in siblings:
+            if place < len(steps) - 1 and state(steps[place]) == current:
+                same_state.append(sibling.advantage)
+        return math.fsum(same_state) / (len(same_state) + shrink)
 
     advantages = []
     for row in rows:
         out = []
-        before = 0.0
+        earlier = 0.0
         for place, step in enumerate(steps_of[id(row)] if row in used else ()):
-            out += [value(row, place) - before] * len(step)
-            before = value(row, place)
+            out += [value(row, place) - earlier] * len(step)
+            earlier = value(row, place)
         advantages.append([*out, out[-1] if out else row.advantage] if row in used else [0.0] * len(row.written))
     return advantages
 

@@ -18,7 +18,18 @@ from verl_cpu.tiny.make_models import WarmUpSettings
 from verl_cpu.tiny.model import build_model, build_tokenizer
 from verl_cpu.tiny.prepare import STAMP, code_digest, prepare
 from verl_cpu.tiny.sampling import prompt_ids
-from verl_cpu.tiny.task import MAX_VALUE, Problem, StepError, boxed_answer, compute_score, find_errors, problems, solve
+from verl_cpu.tiny.task import (
+    LONG,
+    MAX_VALUE,
+    SHORT,
+    Problem,
+    StepError,
+    boxed_answer,
+    compute_score,
+    find_errors,
+    problems,
+    solve,
+)
 
 
 def test_problems_and_solutions() -> None:
@@ -27,9 +38,11 @@ def test_problems_and_solutions() -> None:
     for problem in train:
         assert list(problem.values) == [eval(problem.text[:end]) for end in range(3, len(problem.text) + 1, 2)]
         assert problem.answer == eval(problem.text) and all(0 <= value <= MAX_VALUE for value in problem.values)
-        right, slipped = solve(problem, 0.0, random.Random(0)), solve(problem, 0.3, rng)
-        assert right.endswith(f"\\boxed{{{problem.answer}}}") and find_errors(problem, right) == []
-        assert boxed_answer(slipped) == str(problem.answer) or find_errors(problem, slipped)
+        for wording in (SHORT, LONG):
+            right = solve(problem, 0.0, random.Random(0), wording)
+            slipped = solve(problem, 0.3, rng, wording)
+            assert right.endswith(f"\\boxed{{{problem.answer}}}") and find_errors(problem, right) == []
+            assert boxed_answer(slipped) == str(problem.answer) or find_errors(problem, slipped)
     assert problems("train", 50, seed=5) == train[:50] != problems("train", 50, seed=6)
     held_out = {problem.text for seed in range(3) for problem in problems("validation", 200, seed=seed)}
     assert not held_out & {problem.text for seed in range(3) for problem in problems("train", 1000, seed=seed)}

@@ -20,7 +20,7 @@ from trl import GRPOConfig, GRPOTrainer
 from trl.rewards import get_soft_overlong_punishment
 
 from grail_advantage import Grail, Method, TokenWeights, compute_token_weights
-from grail_advantage.analyze import parse_method
+from grail_advantage.analyze.methods import parse_method
 from grail_advantage.data import LARGEST, Example
 from grail_advantage.dump import read_dump
 from grail_advantage.method import build as method_of
@@ -55,8 +55,8 @@ def test_uniform_trains_as_the_stock_trainer(tmp_path: Path, options: dict[str, 
     """Bit for bit: 8 updates of 4 micro-batches of 2, for each of two generation batches, which is used twice."""
     settings = {"num_iterations": 2, "max_steps": 8, "learning_rate": 0.3, **MICRO, **options}
     kinds = {GRPOTrainer: {}, TokenWeightGRPOTrainer: WHOLE}
-    found = [parameters(trained(tmp_path, kind, weights=of, **settings).model) for kind, of in kinds.items()]
-    assert torch.equal(*found) and not torch.allclose(found[0], parameters(new_model()), atol=1e-3)
+    ends = [parameters(trained(tmp_path, kind, weights=weights, **settings).model) for kind, weights in kinds.items()]
+    assert torch.equal(*ends) and not torch.allclose(ends[0], parameters(new_model()), atol=1e-3)
 
 
 ADVANTAGES = [-0.25, -0.25, 0.75, -0.25, 0.5, -0.5, 0.5, -0.5]
@@ -64,18 +64,22 @@ ADVANTAGES = [-0.25, -0.25, 0.75, -0.25, 0.5, -0.5, 0.5, -0.5]
 
 
 def plain_weights(
-    method: Method, model: Any = None, prompt: str = "{}", **of: Any
+    method: Method, model: Any = None, prompt: str = "{}", **options: Any
 ) -> tuple[TokenWeights, torch.Tensor]:
     """The script's responses by :func:`compute_token_weights`, on other padding than TRL's; their token advantages. One
     that is cut off is masked."""
-    texts = [(prompt.format(said), each) for said, scripts in world.TEXTS.items() for each in scripts]
+    texts = [(prompt.format(prompt_text), script) for prompt_text, scripts in world.TEXTS.items() for script in scripts]
     pairs = zip(texts, ADVANTAGES, strict=True)
     batch = make_batch(
-        [Rollout(said, each.turns[0] + END * each.ends, a * each.ends) for (said, each), a in pairs], "right"
+        [
+            Rollout(prompt_text, script.turns[0] + END * script.ends, a * script.ends)
+            for (prompt_text, script), a in pairs
+        ],
+        "right",
     )
-    given = (model or new_model(), char_tokenizer(), *batch.tensors(), method)
-    found = compute_token_weights(*given, temperature=world.TEMPERATURE, **of)
-    return found, found.advantages[batch.response_mask.bool()]
+    arguments = (model or new_model(), char_tokenizer(), *batch.tensors(), method)
+    result = compute_token_weights(*arguments, temperature=world.TEMPERATURE, **options)
+    return result, result.advantages[batch.response_mask.bool()]
 
 
 def of_responses(trainer: GRPOTrainer) -> torch.Tensor:
@@ -86,11 +90,11 @@ def of_responses(trainer: GRPOTrainer) -> torch.Tensor:
 
 def test_bf16_is_accelerates_autocast(tmp_path: Path) -> None:
     """Which is within the prepared model's forward: advantages are those of float32 but for its rounding."""
-    found = []
+    advantages = []
     for name, bf16 in (("exact", False), ("half", True)):
         trained(tmp_path, weights={"token_weights": Grail(gate="all"), "token_dump": tmp_path / name}, bf16=bf16)
-        found.append(np.concatenate([row.advantage_T for row in read_dump(tmp_path / name)]))
-    assert 1e-4 < np.linalg.norm(found[1] - found[0]) / np.linalg.norm(found[0]) < 0.1
+        advantages.append(np.concatenate([row.advantage_T for row in read_dump(tmp_path / name)]))
+    assert 1e-4 < np.linalg.norm(advantages[1] - advantages[0]) / np.linalg.norm(advantages[0]) < 0.1
 
 
 UNUSABLE: dict[str, tuple[list[float], dict[str, Any]]] = {
@@ -104,12 +108,16 @@ UNUSABLE: dict[str, tuple[list[float], dict[str, Any]]] = {
 @pytest.mark.parametrize("case", UNUSABLE)
 def test_a_reward_that_cannot_be_used_trains_nothing(tmp_path: Path, case: str) -> None:
     """The update is that without these responses: no reward function scores them, TRL's ``None``."""
-    (values, options), trainers = UNUSABLE[case], []
-    both = [each.outcome for scripts in world.TEXTS.values() for each in scripts], [0.0] * 4 + values
-    bad = [abs(value) >= 1e17 for value in both[1]]
+    (values, options) = UNUSABLE[case]
+    trainers = []
+    outcomes = [script.outcome for scripts in world.TEXTS.values() for script in scripts]
+    values = [0.0] * 4 + values
+    bad = [abs(value) >= 1e17 for value in values]
     for name, none in (("known", [False] * 8), ("none", bad)):
-        values_of = [[None if skip else of for of, skip in zip(each, none, strict=True)] for each in both]
-        options["reward"] = [lambda *, of=of, **_: of for of in values_of]
+        options["reward"] = []
+        for column in (outcomes, values):
+            rewards = [None if skip else value for value, skip in zip(column, none, strict=True)]
+            options["reward"].append(lambda *, rewards=rewards, **_: rewards)
         trainers.append(trained(tmp_path, weights={"token_weights": "grail", "token_dump": tmp_path / name}, **options))
     assert torch.equal(*(parameters(trainer.model) for trainer in trainers))
     assert not torch.equal(parameters(trainers[0].model), parameters(new_model())), "the other responses train"
@@ -124,8 +132,8 @@ def test_the_others_are_compared_without_a_reward_that_cannot_be_used(tmp_path: 
     trainer = build(tmp_path, weights=WHOLE, reward=lambda **_: [*rewards, 1.0, 0.0, 1.0, 0.0])
     batch = generation_batch(trainer)
     for advantage_T, mask_T, value in zip(batch["advantages"], batch["completion_mask"].bool(), expected, strict=False):
-        wanted = 0.0 if math.isnan(value) else value
-        torch.testing.assert_close(advantage_T[mask_T], torch.full((int(mask_T.sum()),), wanted))
+        expected_value = 0.0 if math.isnan(value) else value
+        torch.testing.assert_close(advantage_T[mask_T], torch.full((int(mask_T.sum()),), expected_value))
 
 
 def logged(trainer: GRPOTrainer) -> dict[str, float]:
@@ -140,17 +148,20 @@ def test_the_mean_of_the_runs_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     values_BT = torch.tensor([[1.0, 2.0, 9.0], [4.0, 9.0, 9.0]])
     mask_BT = torch.tensor([[True, True, False], [True, False, False]])
     expected = {"grpo": 11 / 4, "sapo": 11 / 4, "dr_grpo": 7 / 2 / trainer.args.max_completion_length}
-    kept = []
-    monkeypatch.setattr(trainer_module, "weigh", lambda r, *rest: kept.append(r) or weigh(r, *rest))
+    rollouts = []
+    monkeypatch.setattr(trainer_module, "weigh", lambda r, *rest: rollouts.append(r) or weigh(r, *rest))
     generation_batch(trainer)
-    assert kept[0].mean(values_BT, mask_BT) == pytest.approx(expected.get(loss_type, 7 / 3), rel=1e-6)
+    assert rollouts[0].mean(values_BT, mask_BT) == pytest.approx(expected.get(loss_type, 7 / 3), rel=1e-6)
 
 
 @pytest.mark.parametrize(("loss_type", "tools"), [*((loss, False) for loss in LOSSES), ("bnpo", True)])
 def test_the_update_is_the_same_without_zero_advantage_responses(tmp_path: Path, loss_type: str, tools: bool) -> None:
     """Of micro-batches that hold some, none and only such responses, of which one always stays. The probe draws nothing
     that the run misses, and is made once. Where a loss is divided by a micro-batch's tokens, a tool's do not count."""
-    moved, seen, states, zeros = [], [], [], set()
+    moved = []
+    seen = []
+    states = []
+    zeros = set()
 
     class Recording(TokenWeightGRPOTrainer):
         def _compute_loss(self, model: Any, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -159,19 +170,26 @@ def test_the_update_is_the_same_without_zero_advantage_responses(tmp_path: Path,
             states.append(torch.get_rng_state())
             return loss
 
-    options = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "loss_type": loss_type}
-    options |= {"num_iterations": 2, "max_steps": 4, "learning_rate": 0.3, "max_grad_norm": 0.0}
-    options |= {"scale_rewards": "group" if loss_type == "cispo" else "none"}
-    options["reward"] = lambda **_: [0.0, 0.0, 1.0, 0.0] + [0.0] * 4
+    options = {
+        "per_device_train_batch_size": 4,
+        "gradient_accumulation_steps": 2,
+        "loss_type": loss_type,
+        "num_iterations": 2,
+        "max_steps": 4,
+        "learning_rate": 0.3,
+        "max_grad_norm": 0.0,
+        "scale_rewards": "group" if loss_type == "cispo" else "none",
+        "reward": lambda **_: [0.0, 0.0, 1.0, 0.0] + [0.0] * 4,
+    }
     for skip in (False, True):
         weights = {"token_weights": "uniform", "skip_zero_advantage": skip}
         of_tools = world.talks() | {"weights": {**weights, "tools": [world.GAME.guess]}}
         trainer = build(tmp_path, Recording, **(of_tools if tools else {"weights": weights}) | options)
-        before = parameters(trainer.model).clone()
+        start = parameters(trainer.model).clone()
         with watch_inputs(trainer.model.model.layers[0]) as shapes:
             trainer.train()
-        seen.append([of[0] for of in shapes])
-        moved.append(parameters(trainer.model) - before)
+        seen.append([shape[0] for shape in shapes])
+        moved.append(parameters(trainer.model) - start)
     largest = float(moved[0].abs().max())
     torch.testing.assert_close(moved[1], moved[0], rtol=1e-3, atol=1e-4 * largest)
     assert largest > 1e-3 and len(zeros) > 1
@@ -182,7 +200,7 @@ def test_the_update_is_the_same_without_zero_advantage_responses(tmp_path: Path,
 def mixing() -> Any:
     """Each response also gets some of the others."""
     model = new_model()
-    model.model.layers[1].register_forward_hook(lambda *of: of[-1] + 0.1 * of[-1].mean(dim=0, keepdim=True))
+    model.model.layers[1].register_forward_hook(lambda *values: values[-1] + 0.1 * values[-1].mean(dim=0, keepdim=True))
     return model
 
 
@@ -201,25 +219,27 @@ def test_a_model_whose_responses_depend_on_others_or_chance_skips_nothing(tmp_pa
     for skip, size in ((True, 4), (True, 1), (False, 4)):
         sizes = {"per_device_train_batch_size": size, "gradient_accumulation_steps": 8 // size}
         weights = {"token_weights": "uniform", "skip_zero_advantage": skip}
-        trainer, refused = build(tmp_path, weights=weights, **sizes, **DEPENDING[name]()), skip and size > 1
-        before = parameters(trainer.model).clone()
+        trainer = build(tmp_path, weights=weights, **sizes, **DEPENDING[name]())
+        refused = skip and size > 1
+        start = parameters(trainer.model).clone()
         if refused:
             with pytest.raises(ValueError, match="skip_zero_advantage"):
                 trainer.train()
         else:
             trainer.train()
-        assert torch.equal(before, parameters(trainer.model)) == refused
+        assert torch.equal(start, parameters(trainer.model)) == refused
 
 
 def test_virtual_tokens_are_refused_where_they_would_shift_scores(tmp_path: Path) -> None:
     """And train as in TRL's own trainer where a method has no pass."""
-    found, adapter = [], PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    ends = []
+    adapter = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
     with pytest.raises(ValueError, match="virtual tokens"):
         generation_batch(build(tmp_path, weights={"token_weights": Grail(gate="all"), "peft_config": adapter}))
     for kind, weights in ((GRPOTrainer, {}), (TokenWeightGRPOTrainer, WHOLE)):
         torch.manual_seed(0)
-        found.append(parameters(trained(tmp_path, kind, weights={**weights, "peft_config": adapter}).model))
-    assert torch.equal(*found)
+        ends.append(parameters(trained(tmp_path, kind, weights={**weights, "peft_config": adapter}).model))
+    assert torch.equal(*ends)
 
 
 def test_a_pass_takes_no_more_tokens_than_the_updates_micro_batch(tmp_path: Path) -> None:
@@ -251,8 +271,8 @@ def test_every_step_is_weighed_by_its_number(tmp_path: Path) -> None:
     by_step = []
     for trainer.state.global_step in (1, 2):
         by_step.append(of_responses(trainer))
-        wanted = plain_weights(method, step=trainer.state.global_step)[1]
-        torch.testing.assert_close(by_step[-1], wanted, rtol=1e-3, atol=1e-3)
+        expected = plain_weights(method, step=trainer.state.global_step)[1]
+        torch.testing.assert_close(by_step[-1], expected, rtol=1e-3, atol=1e-3)
     assert not torch.allclose(*by_step)
     method = Grail(control="answer")
     torch.testing.assert_close(
@@ -263,7 +283,7 @@ def test_every_step_is_weighed_by_its_number(tmp_path: Path) -> None:
 def test_a_response_that_ends_in_padding_is_as_little_truncated_as_for_trl(tmp_path: Path) -> None:
     """Of a model whose padding token is not its end token."""
     scripts = {
-        prompt: [each if each.ends else each._replace(turns=[each.turns[0] + PAD]) for each in of_prompt]
+        prompt: [script if script.ends else script._replace(turns=[script.turns[0] + PAD]) for script in of_prompt]
         for prompt, of_prompt in world.TEXTS.items()
     }
     figures = logged(trained(tmp_path, scripts=scripts))
@@ -274,20 +294,21 @@ def test_an_adapter_is_part_of_the_policy(tmp_path: Path) -> None:
     """Token advantages are those of the model that it is merged into, and of the answer's format; it alone is trained."""
     torch.manual_seed(0)
     adapter = LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
-    method, answer = Grail("robust", gate="all", leaf="middle"), {"answer": r" (?P<content>six|say|or)"}
+    method = Grail("robust", gate="all", leaf="middle")
+    answer = {"answer": r" (?P<content>six|say|or)"}
     weights = {"token_weights": method, "peft_config": adapter, **answer}
     trainer = build(tmp_path, weights=weights, gradient_checkpointing=True, max_steps=2, learning_rate=0.5)
-    found = of_responses(trainer)
+    advantages = of_responses(trainer)
     assert all(p.grad is None for p in trainer.model.parameters())
-    before = {name: (p.requires_grad, p.detach().clone()) for name, p in trainer.model.named_parameters()}
+    start = {name: (p.requires_grad, p.detach().clone()) for name, p in trainer.model.named_parameters()}
     trainer.train()
-    same = {name: torch.equal(p, before[name][1]) for name, p in trainer.model.named_parameters()}
-    assert all(same[name] for name, (trains, _) in before.items() if not trains) and not all(same.values())
+    same = {name: torch.equal(p, start[name][1]) for name, p in trainer.model.named_parameters()}
+    assert all(same[name] for name, (trains, _) in start.items() if not trains) and not all(same.values())
     for name, parameter in trainer.model.named_parameters():
-        parameter.data.copy_(before[name][1])
-    wanted = plain_weights(method, trainer.model.merge_and_unload().eval(), **answer)[1]
-    torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-3)
-    assert not torch.allclose(found, plain_weights(method, **answer)[1], atol=0.02)
+        parameter.data.copy_(start[name][1])
+    expected = plain_weights(method, trainer.model.merge_and_unload().eval(), **answer)[1]
+    torch.testing.assert_close(advantages, expected, rtol=1e-3, atol=1e-3)
+    assert not torch.allclose(advantages, plain_weights(method, **answer)[1], atol=0.02)
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.5])
@@ -297,10 +318,10 @@ def test_the_reference_is_the_model_without_its_adapter(tmp_path: Path, beta: fl
     method = method_of("progress_advantage", {"lam": 0.25})
     weights = {"token_weights": method, "peft_config": adapter}
     trainer = build(tmp_path, weights=weights, beta=beta)
-    found = of_responses(trainer)
+    advantages = of_responses(trainer)
     expected = plain_weights(method, trainer.model)[1]
-    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
-    assert not torch.allclose(found, plain_weights(method_of("uniform"))[1], atol=0.02)
+    torch.testing.assert_close(advantages, expected, rtol=1e-3, atol=1e-3)
+    assert not torch.allclose(advantages, plain_weights(method_of("uniform"))[1], atol=0.02)
     weights = {**weights, "token_dump": {"folder": tmp_path / "tokens"}}
     trained(tmp_path, weights=weights, beta=beta, max_steps=2, learning_rate=0.1)
     for row in read_dump(tmp_path / "tokens"):
@@ -311,14 +332,15 @@ def test_the_reference_is_the_model_without_its_adapter(tmp_path: Path, beta: fl
 
 
 def test_rlsd_reads_the_other_columns(tmp_path: Path) -> None:
-    method, tokenizer = method_of("rlsd", {"privileged_column": "solution"}), char_tokenizer()
+    method = method_of("rlsd", {"privileged_column": "solution"})
+    tokenizer = char_tokenizer()
     tokenizer.chat_template = "user: {{ messages[0]['content'] }} {{ 'assistant: ' if add_generation_prompt }}"
     data = world.chats(*world.TEXTS, solution="five or nine, as 2 + 3")
-    found = of_responses(build(tmp_path, data=data, tokenizer=tokenizer, weights={"token_weights": method}))
+    advantages = of_responses(build(tmp_path, data=data, tokenizer=tokenizer, weights={"token_weights": method}))
     examples = [Example(row["prompt"], {"solution": row["solution"]}, {}) for row in data for _ in range(4)]
-    expected, wanted = plain_weights(method, prompt="user: {} assistant: ", examples=examples)
-    assert expected.stats["weight_deviation"] > 0.01
-    torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-3)
+    result, expected = plain_weights(method, prompt="user: {} assistant: ", examples=examples)
+    assert result.stats["weight_deviation"] > 0.01
+    torch.testing.assert_close(advantages, expected, rtol=1e-3, atol=1e-3)
 
 
 REFUSED: dict[str, dict[str, Any]] = {
@@ -371,13 +393,14 @@ def arguments(folder: Path, example: Mapping[str, Any]) -> Arguments:
     """Of a trainer with these settings in place of its own: this machine cannot start all of them."""
     method = parse_method(example.get("token_weights", "grail"))
     trainer = build(folder, loss_type="dr_grpo", scale_rewards="group")
-    args, state = copy(trainer.args), trainer.accelerator.state
+    args = copy(trainer.args)
+    state = trainer.accelerator.state
     stand_in = SimpleNamespace(**{**vars(trainer), "args": args, "is_fsdp_enabled": "fsdp" in example})
     processes = 2 if method.whole_groups else 1
     stand_in.accelerator = SimpleNamespace(num_processes=processes, state=state, parallelism_config=None)
     for name, value in example.items():
         if name == "reward_funcs":
-            stand_in.reward_func_names = [each.__name__ for each in value]
+            stand_in.reward_func_names = [function.__name__ for function in value]
         value = SimpleNamespace(column_names=list(value)) if name == "train_dataset" else value
         setattr(args if hasattr(args, name) else stand_in, name, value)
     return Arguments(stand_in, method)
@@ -386,27 +409,27 @@ def arguments(folder: Path, example: Mapping[str, Any]) -> Arguments:
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_a_setting_breaks_its_rule_alone(tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture) -> None:
     """And is named by TRL's own option, or the method's."""
-    given = arguments(tmp_path, EXAMPLES[name])
-    every = (*rules.RULES, *rules.AGAINST_SKIPPING)
-    assert not [rule for rule in every if rule.when(arguments(tmp_path, {}))]
-    (rule,) = (rule for rule in every if rule.when(given))
+    settings = arguments(tmp_path, EXAMPLES[name])
+    all_rules = (*rules.RULES, *rules.AGAINST_SKIPPING)
+    assert not [rule for rule in all_rules if rule.when(arguments(tmp_path, {}))]
+    (rule,) = (rule for rule in all_rules if rule.when(settings))
     option = OF_METHOD.get(name, next(iter(EXAMPLES[name])))
-    known = {*inspect.signature(GRPOConfig).parameters, *inspect.signature(GRPOTrainer).parameters}
-    assert option in known or name in OF_METHOD
+    names = {*inspect.signature(GRPOConfig).parameters, *inspect.signature(GRPOTrainer).parameters}
+    assert option in names or name in OF_METHOD
     if name in WARNED:
-        check_rules(every, given)
+        check_rules(all_rules, settings)
         assert caplog.messages[-1].startswith(f"{option}=")
     else:
         with pytest.raises(ValueError, match=f"^{option}="):
-            check_rules(every, given)
+            check_rules(all_rules, settings)
     assert rule.warned == (name in WARNED)
 
 
 def test_every_rule_has_an_example(tmp_path: Path) -> None:
     """So that a rule that goes leaves an example that nothing refuses, or warns of."""
-    every = (*rules.RULES, *rules.AGAINST_SKIPPING)
+    all_rules = (*rules.RULES, *rules.AGAINST_SKIPPING)
     of_examples = [arguments(tmp_path, example) for example in EXAMPLES.values()]
-    assert not [rule for rule in every if not any(rule.when(given) for given in of_examples)]
+    assert not [rule for rule in all_rules if not any(rule.when(settings) for settings in of_examples)]
 
 
 def test_no_response_is_left_out_of_the_loss_of_a_router(tmp_path: Path) -> None:
@@ -419,7 +442,7 @@ def test_no_response_is_left_out_of_the_loss_of_a_router(tmp_path: Path) -> None
 
 def test_options_are_refused_as_a_trainer_is_made(tmp_path: Path) -> None:
     """And the published ones are not."""
-    for option, weights, given in (
+    for option, weights, settings in (
         ("loss_type", {}, {"loss_type": "luspo"}),
         ("entropy_coef", {"skip_zero_advantage": True}, {"entropy_coef": 0.01}),
         ("scale_rewards", {"token_weights": "turn_rloo"}, {}),
@@ -429,7 +452,7 @@ def test_options_are_refused_as_a_trainer_is_made(tmp_path: Path) -> None:
         ("rows", {"token_dump": {"folder": "tokens", "rows": 4}}, {}),
     ):
         with pytest.raises(ValueError, match=option):
-            build(tmp_path, weights=weights, **given)
+            build(tmp_path, weights=weights, **settings)
     published = GRPOConfig(**{**world.WORLD["settings"], **trl_arguments(processes=1), "output_dir": str(tmp_path)})
     names = ("loss_type", "bf16", "top_entropy_quantile")
     check_rules(rules.RULES, arguments(tmp_path, {name: getattr(published, name) for name in names}))

@@ -37,13 +37,13 @@ GOLD = {hosts.SUM: "5", hosts.NINE: "9"}
 
 def written_down(prompts: list[str], trainer: GRPOTrainer) -> dict[str, Any]:
     """A ``rollout_func`` whose model says what is written down, with what a tool says."""
-    assert prompts == [said.prompt for said in hosts.RESPONSES]
+    assert prompts == [response.prompt for response in hosts.RESPONSES]
     return {
         "prompt_ids": [encode(prompt) for prompt in prompts],
-        "completion_ids": [said.ids for said in hosts.RESPONSES],
-        "logprobs": [[-float(token) for token in said.ids] for said in hosts.RESPONSES],
-        "env_mask": [list(map(int, said.written)) for said in hosts.RESPONSES],
-        "tool_rewards": [list(said.tool_rewards) for said in hosts.RESPONSES],
+        "completion_ids": [response.ids for response in hosts.RESPONSES],
+        "logprobs": [[-float(token) for token in response.ids] for response in hosts.RESPONSES],
+        "env_mask": [list(map(int, response.written)) for response in hosts.RESPONSES],
+        "tool_rewards": [list(response.tool_rewards) for response in hosts.RESPONSES],
     }
 
 
@@ -61,29 +61,36 @@ def test_the_dump_is_that_of_a_plain_model(tmp_path: Path, name: str, masked: in
         "weights": {**weights, "rollout_func": written_down},
     }
     options["data"] = Dataset.from_dict({"prompt": list(GOLD), "solution": list(GOLD.values())})
-    options |= {"num_generations": hosts.GROUP_SIZE, "per_device_train_batch_size": hosts.COUNT}
-    options |= {"max_completion_length": hosts.LIMIT, "mask_truncated_completions": masked is not None}
-    options["reward"] = lambda **_: [said.reward for said in hosts.RESPONSES]
+    options["num_generations"] = hosts.GROUP_SIZE
+    options["per_device_train_batch_size"] = hosts.COUNT
+    options["max_completion_length"] = hosts.LIMIT
+    options["mask_truncated_completions"] = masked is not None
+    options["reward"] = lambda **_: [response.reward for response in hosts.RESPONSES]
     trainer = build(tmp_path / "run", scale_rewards="group", **options)
     trainer.scale_rewards = "none"  # which is refused with turns, but is the plain model's
     trainer.train()
-    table, dump = hosts.dumped_table(tmp_path), read_dump(tmp_path)
+    table = hosts.dumped_table(tmp_path)
+    dump = read_dump(tmp_path)
     header = dump.files[0].header
     assert (header.method, header.options, header.temperature) == (method.name, method.model_dump(), hosts.TEMPERATURE)
     assert (header.step, header.rows_in_step) == (1, hosts.COUNT)
 
     rollouts = hosts.plain_rollouts(keys=[f"1_{place}" for place in range(hosts.COUNT)])
-    mask_BT, facts = rollouts.mask.clone(), {**rollouts.facts, "labels": [{}] * hosts.COUNT}
+    mask_BT = rollouts.mask.clone()
+    facts = {**rollouts.facts, "labels": [{}] * hosts.COUNT}
     if masked is not None:
         mask_BT[masked] = False
     if isinstance(method, TurnMethod):
-        facts["labels"] = [{"turn_rewards": list(of)} if of else {} for of in rollouts.fields["tool_rewards"]]
-    facts["ground_truth"] = [GOLD[said.prompt] for said in hosts.RESPONSES]
+        facts["labels"] = [
+            {"turn_rewards": list(rewards)} if rewards else {} for rewards in rollouts.fields["tool_rewards"]
+        ]
+    facts["ground_truth"] = [GOLD[response.prompt] for response in hosts.RESPONSES]
     rollouts = replace(rollouts, mask=mask_BT, facts=facts)
     expected = hosts.plain_table(method, rollouts, tokens=hosts.COUNT * rollouts.padded_length)  # TRL's micro-batch
-    place, sampled = table.column_names.index("rollout_log_probs"), table["rollout_log_probs"].to_pylist()
-    for values, said in zip(sampled, hosts.RESPONSES, strict=True):
-        np.testing.assert_equal(values, np.where(said.written, -np.array(said.ids, dtype=float), np.nan))
+    place = table.column_names.index("rollout_log_probs")
+    sampled = table["rollout_log_probs"].to_pylist()
+    for values, response in zip(sampled, hosts.RESPONSES, strict=True):
+        np.testing.assert_equal(values, np.where(response.written, -np.array(response.ids, dtype=float), np.nan))
     hosts.assert_same(table.set_column(place, table.schema.field(place), expected["rollout_log_probs"]), expected)
     for row in dump:
         np.testing.assert_allclose(np.nan_to_num(row.received_T), row.advantage_T, rtol=1e-3, atol=1e-5)
@@ -133,8 +140,8 @@ def test_the_effect_is_the_change_by_the_update(tmp_path: Path) -> None:
     r = replace(r, prompts=[torch.tensor(row.prompt_ids) for row in rows[4:8]])
     models = [AutoModelForCausalLM.from_pretrained(tmp_path / f"checkpoint-{step}") for step in (1, 2)]
     hosts_of = [PlainHost(model, r, temperature=TEMPERATURE) for model in models]
-    before, after = (host.columns(["old_log_probs"])["old_log_probs"] for host in hosts_of)
-    for row, change_T in zip(rows[4:8], (after - before).numpy(), strict=True):
+    old, new = (host.columns(["old_log_probs"])["old_log_probs"] for host in hosts_of)
+    for row, change_T in zip(rows[4:8], (new - old).numpy(), strict=True):
         np.testing.assert_allclose(row.effect_T, change_T[: len(row)], rtol=1e-3, atol=1e-6)
     ((step, moved),) = figures(tmp_path, "grail/moved_with_advantage_rate").items()
     assert step in (2, 3) and 0.5 < moved <= 1
@@ -147,13 +154,13 @@ def test_a_training_that_breaks_off_has_written_what_it_had(tmp_path: Path) -> N
         yield type(trainer)._compute_loss
         raise KeyboardInterrupt
 
-    left = losses()
-    trainer._compute_loss = lambda *given: next(left)(trainer, *given)
+    results = losses()
+    trainer._compute_loss = lambda *arguments: next(results)(trainer, *arguments)
     with pytest.raises(KeyboardInterrupt):
         trainer.train()
     dump = read_dump(tmp_path / "tokens")
     assert [row.step for row in dump] == [1] * 8 + [2] * 8
-    assert [(of["step"], of["findings"]) for of in dump.receipts()] == [(1, [])]
+    assert [(receipt["step"], receipt["findings"]) for receipt in dump.receipts()] == [(1, [])]
 
 
 def received(folder: Path, kind: Any = TokenWeightGRPOTrainer, reads: bool = True, **options: Any) -> torch.Tensor:
@@ -175,7 +182,8 @@ def received(folder: Path, kind: Any = TokenWeightGRPOTrainer, reads: bool = Tru
 )
 def test_a_run_received_what_it_intended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict) -> None:
     """By TRL's losses, also those with which token weights are refused, and trains the same bit for bit as without."""
-    loss_type, refused = options["loss_type"], {*options} & {"token_weights", "importance_sampling_level"}
+    loss_type = options["loss_type"]
+    refused = {*options} & {"token_weights", "importance_sampling_level"}
     if refused:
         monkeypatch.setattr(trainer_module, "check_trainer", lambda *_: None)
     options = {"learning_rate": 0.3, "epsilon_high": 1.2 if loss_type == "cispo" else 0.3, **options}
@@ -213,7 +221,7 @@ class Cutting(TokenWeightGRPOTrainer):
 
 def test_a_fault_in_the_trainer_is_named_and_updates_over_several_generations_are_not_read(tmp_path: Path) -> None:
     received(tmp_path / "cutting", Cutting, loss_type="dapo")
-    assert ["lost" in of for of in mismatches(tmp_path / "cutting")] == [True, True]
+    assert ["lost" in names for names in mismatches(tmp_path / "cutting")] == [True, True]
     assert main([str(tmp_path / "cutting")]) == 1
     trained(tmp_path, weights={"token_dump": tmp_path}, gradient_accumulation_steps=2, steps_per_generation=1)
     assert mismatches(tmp_path) == []
@@ -222,15 +230,16 @@ def test_a_fault_in_the_trainer_is_named_and_updates_over_several_generations_ar
 @pytest.mark.parametrize("place", ["check", "loss_mask", "Gradient", "Piece"])
 def test_an_error_in_the_receipt_stops_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str) -> None:
     """As it reads, gathers or compares; the first of two receipts has one, the training is that without."""
-    right, failed = getattr(dump_module, place), []
+    right = getattr(dump_module, place)
+    failed = []
 
-    def fails_once(*given: Any) -> Any:
+    def fails_once(*arguments: Any) -> Any:
         if not failed:
-            failed.append(given)
+            failed.append(arguments)
             raise RuntimeError("broken")
-        return right(*given)
+        return right(*arguments)
 
     monkeypatch.setattr(dump_module, place, fails_once)
     assert torch.equal(received(tmp_path), received(tmp_path / "plain", reads=False)) and failed
-    receipts = [(of["step"], of["findings"]) for of in read_dump(tmp_path).receipts()]
+    receipts = [(receipt["step"], receipt["findings"]) for receipt in read_dump(tmp_path).receipts()]
     assert (5, []) in receipts and (place == "Gradient" or len(receipts) == 1)

@@ -16,11 +16,13 @@ import pytest
 import torch
 from trl import GRPOConfig
 
+from examples import five_arms
 from examples.trl_published import problems
 from grail_advantage.view.page import write_report
 from grail_advantage.view.run import open_run
 from recipe.data.specs import PUBLISHED_SUFFIX
 from recipe.published import TRAINER, trl_arguments
+from tests.documentation import files
 from verl_cpu.tiny.shipped import load_shipped
 from verl_cpu.tiny.task import Problem
 
@@ -55,10 +57,11 @@ def run(folder: Path, *command: Any, succeeds: bool = True) -> str:
 def test_a_run_with_lora_its_dump_and_its_report(folder: Path) -> None:
     options = "--prompts 8 --rollouts 8 --micro-batch 64 --max-response 64 --learning-rate 1e-3"
     options += " --data problems.jsonl --held-out problems.jsonl --dump-every 1 --lora-rank 4 --bf16 --steps 2"
-    said = run(folder, EXAMPLE, "--model", "model", "--output", "out", *options.split())
-    assert said.rstrip().endswith("python -m grail_advantage.report out")
-    found = open_run(folder / "out")
-    rows, metrics = list(found.dump), dict(found.metrics)
+    output = run(folder, EXAMPLE, "--model", "model", "--output", "out", *options.split())
+    assert output.rstrip().endswith("python -m grail_advantage.report out")
+    report = open_run(folder / "out")
+    rows = list(report.dump)
+    metrics = dict(report.metrics)
     assert [row.step for row in rows] == [1] * 64 + [2] * 64
     for row in rows:
         (gold,) = [gold for text, gold in GOLD.items() if text in row.prompt]
@@ -71,6 +74,31 @@ def test_a_run_with_lora_its_dump_and_its_report(folder: Path) -> None:
     assert settings.bf16 and settings.gradient_checkpointing and not settings.fp16
     assert settings.model_init_kwargs == {"dtype": "bfloat16"}  # of what is frozen
     assert write_report(folder / "out").stat().st_size > 100_000
+
+
+def test_the_pages_script_and_its_completions(folder: Path) -> None:
+    """As it stands, but for model, data and size; ``analyze`` reads TRL's table of completions, whose rewards it has."""
+    rows = [{"question": text, "answer": f"so\n#### {gold}"} for text, gold in GOLD.items()]
+    (folder / "gsm8k.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    script = files("trl.md")["grail.py"]
+    for page, here in (
+        ("Qwen/Qwen3-0.6B", "model"),
+        ('"openai/gsm8k", "main", split', '"json", data_files="gsm8k.jsonl", split'),
+        (
+            "max_completion_length=1024,",
+            "max_completion_length=48, log_completions=True, max_steps=1, use_cpu=True, bf16=False,",
+        ),
+        ("your final answer within", "it into"),
+        ('"out', '"page'),
+    ):
+        assert page in script
+        script = script.replace(page, here)
+    (folder / "script.py").write_text(script)
+    run(folder, "script.py")
+    (table,) = (folder / "page" / "completions").glob("*.parquet")
+    run(folder, "-m", "grail_advantage.analyze", table, "--model", "model", "--method", "grail", "--out", "seen")
+    dumped = sorted((row.prompt, row.reward) for row in open_run(folder / "page").dump)
+    assert sorted((row.prompt, row.reward) for row in open_run(folder / "seen").dump) == dumped
 
 
 def test_the_tiny_run_needs_no_model_and_no_data(tmp_path: Path) -> None:
@@ -89,20 +117,51 @@ def test_the_tiny_run_needs_no_model_and_no_data(tmp_path: Path) -> None:
     assert json.loads(state.read_text())["log_history"] == history, "nothing is replaced"
 
 
+def test_five_arms_run_once_each_and_uniform_is_stock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the plan's order; of a second start, the run that had not ended. The two train to the same bits."""
+    monkeypatch.chdir(tmp_path)
+    sizes = {"TASKS": {"sums": 64}, "SEEDS": (0,), "RATES": ("1e-3",), "HELD_OUT": 2}
+    sizes["SIZE"] = five_arms.SIZE.replace("--prompts 8", "--prompts 1").replace("--steps 16", "--steps 1")
+    sizes["EVALUATION"] = "--eval-every 1 --dump-every 1 --effect-every 1"
+    for name, value in sizes.items():
+        monkeypatch.setattr(five_arms, name, value)
+    (five_arms.FOLDER / "long_model").mkdir(parents=True)
+    (five_arms.FOLDER / "long_model" / "tokenizer.json").touch()
+    five_arms.main()
+    folders = [run.folder for run in five_arms.planned()]
+    assert [folder.parent.name for folder in folders] == ["uniform", "grail", *five_arms.ARMS]
+    models = [(folder / "model.safetensors").read_bytes() for folder in folders[2:]]
+    assert models[0] == models[-1] and len(set(models)) == 4
+    ended = [folder / "trainer_state.json" for folder in folders]
+    ended[3].unlink()
+    times = [(folder / "options.json").stat().st_mtime_ns for folder in folders]
+    five_arms.main()
+    later = [(folder / "options.json").stat().st_mtime_ns for folder in folders]
+    assert [time != old for time, old in zip(later, times, strict=True)] == [file == ended[3] for file in ended]
+
+
 def test_a_run_with_the_published_arguments(folder: Path) -> None:
     """What TRL trains with is the table, but for what a CPU lacks; the prompts end as published, with U+0008. Defaults
     of the table are TRL's."""
-    here = {"use_vllm": False, "bf16": False, "use_cpu": True, "gradient_checkpointing": False, "optim": "adamw_torch"}
-    here |= {"max_steps": 2, "max_completion_length": 8, "per_device_train_batch_size": 64}
-    here |= {"gradient_accumulation_steps": 1}
-    changes = [f"--set={name}={json.dumps(value)}" for name, value in (here | {"model_init_kwargs": {}}).items()]
-    given = ["--model", "model", "--output", "published", "--data", "problems.jsonl"]
-    run(folder, "-m", "examples.trl_published", *given, *changes)
+    overrides = {
+        "use_vllm": False,
+        "bf16": False,
+        "use_cpu": True,
+        "gradient_checkpointing": False,
+        "optim": "adamw_torch",
+        "max_steps": 2,
+        "max_completion_length": 8,
+        "per_device_train_batch_size": 64,
+        "gradient_accumulation_steps": 1,
+    }
+    changes = [f"--set={name}={json.dumps(value)}" for name, value in (overrides | {"model_init_kwargs": {}}).items()]
+    arguments = ["--model", "model", "--output", "published", "--data", "problems.jsonl"]
+    run(folder, "-m", "examples.trl_published", *arguments, *changes)
     settings = torch.load(folder / "published/training_args.bin", weights_only=False)
     for name, value in trl_arguments().items():
-        assert getattr(settings, name) == {"scale_rewards": "none"}.get(name, here.get(name, value)), name
-    asked = [row["prompt"][0]["content"] for row in problems(str(folder / "problems.jsonl"))]
-    assert asked == [text + PUBLISHED_SUFFIX for text in GOLD]
+        assert getattr(settings, name) == {"scale_rewards": "none"}.get(name, overrides.get(name, value)), name
+    questions = [row["prompt"][0]["content"] for row in problems(str(folder / "problems.jsonl"))]
+    assert questions == [text + PUBLISHED_SUFFIX for text in GOLD]
     defaults = GRPOConfig("out", use_cpu=True)
     named = {row.name: row.theirs for row in TRAINER if row.place.startswith("TRL")}
     assert len(named) == 4 and {name: getattr(defaults, name) for name in named} == named

@@ -29,7 +29,7 @@ def run(name: str, folder: Path, world_size: int) -> dict[str, Any]:
     options: dict[str, Any] = {"max_steps": 3, "loss_type": "dr_grpo", "learning_rate": 0.05}
     if name == "turn_rloo":  # the responses of one prompt are on all ranks
         options = world.talks(*list(world.TALKS)[:1]) | options | {"num_generations": 8}
-    options |= {"weights": {**WEIGHTS[name], "token_dump": folder.parent / f"{name} of {world_size}"}}
+    options["weights"] = {**WEIGHTS[name], "token_dump": folder.parent / f"{name} of {world_size}"}
     trainer = world.trained(folder, per_device_train_batch_size=8 // world_size, **options)
     figures = {key.split("/")[-1]: value for key, value in trainer.state.log_history[0].items() if f"{name}/" in key}
     parameters = world.parameters(trainer.model).clone()
@@ -42,8 +42,10 @@ def start(rank: int, world_size: int, port: int, folder: Path) -> None:
         for stream in (1, 2):
             os.dup2(log.fileno(), stream)
     if world_size > 1:
-        os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
-        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        os.environ["RANK"] = os.environ["LOCAL_RANK"] = str(rank)
+        os.environ["WORLD_SIZE"] = str(world_size)
+        os.environ["MASTER_ADDR"] = "127.0.0.1"
+        os.environ["MASTER_PORT"] = str(port)
     torch.set_num_threads(1)
     results: dict[str, Any] = {}
     for name in WEIGHTS:
@@ -59,29 +61,33 @@ def on_card(folder: Path) -> None:
     """Print a line of JSON a method with the largest difference of token advantages from the CPU's."""
     from tests.core import card  # this process has the device for good, from before its first backward
 
-    known = {}
+    batches = {}
     for name in ("grail", "uniform", "surprisal", "steer", "oar_p", "oar_g"):
         trainer = world.build(folder / name, weights={"token_weights": name})
         rows = [row for row in trainer.train_dataset for _ in range(world.GENERATIONS)]
         output = GRPOTrainer._generate_and_score_completions(trainer, rows)
-        known[name] = trainer, rows, output, trainer._weighted_advantages(rows, output)
+        batches[name] = trainer, rows, output, trainer._weighted_advantages(rows, output)
     with card.card():
-        for name, (trainer, rows, output, expected) in known.items():
-            there = {key: of.to(card.DEVICE) if isinstance(of, torch.Tensor) else of for key, of in output.items()}
+        for name, (trainer, rows, output, expected) in batches.items():
+            moved = {
+                key: values.to(card.DEVICE) if isinstance(values, torch.Tensor) else values
+                for key, values in output.items()
+            }
             card.moved(trainer.model)
             trainer.accelerator.state.device = card.DEVICE
-            found = trainer._weighted_advantages(rows, there)
-            assert found.device == card.DEVICE
-            print(json.dumps([name, float((found.cpu() - expected).abs().max() / expected.abs().max())]))
+            advantages = trainer._weighted_advantages(rows, moved)
+            assert advantages.device == card.DEVICE
+            print(json.dumps([name, float((advantages.cpu() - expected).abs().max() / expected.abs().max())]))
 
 
 if __name__ == "__main__":
     if sys.argv[1] == "card":
         sys.exit(on_card(Path(sys.argv[2])))
     # All at once; they are forks, so that TRL is imported once.
-    context, given = multiprocessing.get_context("fork"), (int(sys.argv[1]), Path(sys.argv[2]))
+    context = multiprocessing.get_context("fork")
+    arguments = (int(sys.argv[1]), Path(sys.argv[2]))
     pairs = [(rank, world_size) for world_size in (2, 1) for rank in range(world_size)]
-    ranks = [context.Process(target=start, args=(*pair, *given), daemon=True) for pair in pairs]
+    ranks = [context.Process(target=start, args=(*pair, *arguments), daemon=True) for pair in pairs]
     for rank in ranks:
         rank.start()
     for rank in ranks:

@@ -50,10 +50,16 @@ def trl_folder(packages: list[str]) -> Path:
 def run(command: list[str], packages: list[str]) -> str:
     """Its output, with these packages on the path, nothing sent anywhere, nothing fetched; fails with it."""
     quiet = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "GLOO_SOCKET_IFNAME": "lo", "DO_NOT_TRACK": "1"}
-    quiet |= {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "WANDB_MODE": "disabled"}
+    quiet |= dict.fromkeys(("HF_HUB_OFFLINE", "HF_HUB_DISABLE_TELEMETRY"), "1") | {"WANDB_MODE": "disabled"}
     options: dict[str, Any] = {"env": {**os.environ, **quiet, "PYTHONPATH": str(trl_folder(packages))}, "cwd": ROOT}
-    options |= {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "timeout": TIMEOUT}
-    done = subprocess.run([sys.executable, *command], **options)
+    done = subprocess.run(
+        [sys.executable, *command],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=TIMEOUT,
+        **options,
+    )
     if done.returncode:
         pytest.fail(done.stdout[-20_000:])
     return done.stdout
@@ -89,7 +95,7 @@ def test_two_ranks_train_like_one(folder: Path, name: str) -> None:
     files = [folder / f"result{rank}of{size}.pt" for rank, size in ((0, 1), (0, 2), (1, 2))]
     assert all(file.exists() for file in files), [log.read_text()[-3000:] for log in folder.glob("log*.txt")]
     alone, *together = (torch.load(file).get(name, "did not come this far") for file in files)
-    assert all(isinstance(of, dict) for of in (alone, *together)), (alone, together)
+    assert all(isinstance(finding, dict) for finding in (alone, *together)), (alone, together)
     assert [result["distributed"] for result in together] == ["DistributedDataParallel"] * 2
     assert torch.equal(*(result["parameters"] for result in together))
     torch.testing.assert_close(together[0]["parameters"], alone["parameters"], rtol=1e-3, atol=1e-4)
@@ -99,7 +105,9 @@ def test_two_ranks_train_like_one(folder: Path, name: str) -> None:
         assert figures[figure] == pytest.approx(alone["figures"][figure]), figure
     dumps = {size: read_dump(folder / f"{name} of {size}") for size in (1, 2)}
     for dump in dumps.values():
-        assert [[of for of in each["findings"] if of["mismatch"]] for each in dump.receipts()] == [[], [], []]
+        receipts = dump.receipts()
+        assert len(receipts) == 3
+        assert not any(finding["mismatch"] for receipt in receipts for finding in receipt["findings"])
     assert len(list(dumps[1])) == 24
     for row, expected in zip(dumps[2], dumps[1], strict=True):
         for column in ("step", "update", "row", "key", "group", "prompt", "response", "reward", "no_scores", "span"):
@@ -112,5 +120,7 @@ def test_two_ranks_train_like_one(folder: Path, name: str) -> None:
 def test_weights_on_another_device_are_those_of_the_cpu(tmp_path: Path) -> None:
     """One that mixes with no tensor of the CPU and has no float64, as Apple's MPS."""
     output = run(["-m", "tests.trl_ext.programs", "card", str(tmp_path)], NEWEST)
-    found = dict(json.loads(line) for line in output.splitlines() if line.startswith('["'))
-    assert len(found) == 6 and all(value < (1e-2 if "oar" in name else 1e-5) for name, value in found.items()), output
+    differences = dict(json.loads(line) for line in output.splitlines() if line.startswith('["'))
+    assert len(differences) == 6 and all(
+        value < (1e-2 if "oar" in name else 1e-5) for name, value in differences.items()
+    ), output

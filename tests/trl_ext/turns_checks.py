@@ -33,26 +33,28 @@ class Watched(TokenWeightGRPOTrainer):
 def expected(scripts: Sequence[Script] = RESPONSES) -> dict[str, list[float]]:
     """The advantages of a response's turns, by its first turn."""
     groups = [place // world.GENERATIONS for place in range(len(scripts))]
-    found = turn_advantages([of.rewards for of in scripts], [of.outcome for of in scripts], groups)
-    return {script.turns[0]: of for script, of in zip(scripts, found, strict=True)}
+    rewards = [script.rewards for script in scripts]
+    advantages = turn_advantages(rewards, [script.outcome for script in scripts], groups)
+    return {script.turns[0]: of_turns for script, of_turns in zip(scripts, advantages, strict=True)}
 
 
-def assert_turns(ids: Any, mask: Any, values: Any, wanted: dict[str, list[float]]) -> Script:
+def assert_turns(ids: Any, mask: Any, values: Any, advantages: dict[str, list[float]]) -> Script:
     """That the turns of a response are the script's, and each has its advantage on all of its tokens, 0 between."""
     ids, mask, values = (np.array(part) for part in (ids, mask, values))
-    script, turns = world.script_of(ids[: len(mask)].tolist(), RESPONSES), runs(mask)
+    script = world.script_of(ids[: len(mask)].tolist(), RESPONSES)
+    turns = runs(mask)
     assert [ids[start:end].tolist() for start, end in turns] == script.tokens and not values[mask == 0].any()
-    for (start, end), advantage in zip(turns, wanted[script.turns[0]], strict=True):
+    for (start, end), advantage in zip(turns, advantages[script.turns[0]], strict=True):
         np.testing.assert_allclose(values[start:end], advantage, rtol=1e-5, atol=1e-6)
     return script
 
 
-def assert_batches(batches: Sequence[dict[str, Any]], wanted: dict[str, list[float]]) -> None:
-    found = []
+def assert_batches(batches: Sequence[dict[str, Any]], advantages: dict[str, list[float]]) -> None:
+    scripts = []
     for batch in batches:
         rows = batch["completion_ids"], batch["completion_mask"] * batch["tool_mask"], batch["advantages"]
-        found += [assert_turns(*row, wanted) for row in zip(*rows, strict=True)]
-    assert len({script.turns[0] for script in found}) == len(found) == len(wanted)
+        scripts += [assert_turns(*row, advantages) for row in zip(*rows, strict=True)]
+    assert len({script.turns[0] for script in scripts}) == len(scripts) == len(advantages)
 
 
 def test_rewards_by_turn_and_their_way_into_dump_receipt_and_report(tmp_path: Path) -> None:
@@ -60,12 +62,13 @@ def test_rewards_by_turn_and_their_way_into_dump_receipt_and_report(tmp_path: Pa
     in micro-batches; a tool's tokens receive nothing."""
     weights = {**ENVIRONMENT, "token_dump": {"folder": tmp_path / "tokens", "responses": None}}
     options = talks() | {"loss_type": "bnpo", "num_iterations": 2, "max_steps": 2}
-    options |= {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}
-    wanted = expected()
-    assert_batches(trained(tmp_path, Watched, weights=weights, **options).seen[:4], wanted)
+    options["per_device_train_batch_size"] = 2
+    options["gradient_accumulation_steps"] = 4
+    advantages = expected()
+    assert_batches(trained(tmp_path, Watched, weights=weights, **options).seen[:4], advantages)
     assert mismatches(tmp_path / "tokens") == [[]]
     for row, script in zip(read_dump(tmp_path / "tokens"), RESPONSES, strict=True):
-        assert assert_turns(row.token_ids_T, row.mask_T, row.advantage_T, wanted) is script
+        assert assert_turns(row.token_ids_T, row.mask_T, row.advantage_T, advantages) is script
         by_turn = [sum(calls) or None for calls in row.labels["turn_rewards"]]
         assert by_turn == [reward or None for reward in script.rewards] and row.reward == script.outcome
         assert len(row.labels.get("tool", [])) == len(script.turns) - 1
@@ -74,15 +77,15 @@ def test_rewards_by_turn_and_their_way_into_dump_receipt_and_report(tmp_path: Pa
     assert report.main([str(tmp_path)]) == 0 and receipt([str(tmp_path)]) == 0
 
 
-@pytest.mark.parametrize("beside", [False, True], ids=["tools", "an environment"])
-def test_what_a_reward_function_logs_comes_first(tmp_path: Path, beside: bool) -> None:
+@pytest.mark.parametrize("column", [False, True], ids=["tools", "an environment"])
+def test_what_a_reward_function_logs_comes_first(tmp_path: Path, column: bool) -> None:
     """As the page's ``judge.py``; an environment's own reward counts, too."""
     weights = {"token_weights": "turn_rloo", "token_weight_options": {"align": "turns"}}
-    weights |= {"environment_factory": Guess} if beside else {"tools": [world.GAME.guess]}
+    weights |= {"environment_factory": Guess} if column else {"tools": [world.GAME.guess]}
     failing = ("null", "no_such_tool")
-    judged = [[-0.1 - 0.5 * sum(map(turn.count, failing)) for turn in each.turns] for each in RESPONSES]
-    outcomes = [each.outcome * (1 + beside) for each in RESPONSES]
-    scripts = [Script(each.turns, *of) for each, *of in zip(RESPONSES, outcomes, judged, strict=True)]
+    judged = [[-0.1 - 0.5 * sum(map(turn.count, failing)) for turn in script.turns] for script in RESPONSES]
+    outcomes = [script.outcome * (1 + column) for script in RESPONSES]
+    scripts = [Script(script.turns, *rewards) for script, *rewards in zip(RESPONSES, outcomes, judged, strict=True)]
     options = talks() | {"reward": judge, "weights": weights, "log_completions": True}
     trainer = trained(tmp_path, Watched, **options)
     assert_batches(trainer.seen, expected(scripts))
@@ -94,19 +97,19 @@ def test_the_outcome_is_trls_weighted_sum(tmp_path: Path) -> None:
 
     class Rewarding(Guess):
         def reset(self, number: int, **row: Any) -> None:
-            kept = getattr(self, "tool_rewards", [])
+            rewards = getattr(self, "tool_rewards", [])
             super().reset(number)
-            self.tool_rewards = kept
+            self.tool_rewards = rewards
 
         def get_reward(self) -> float:
             self.tool_rewards.append(0.125)
             return 0.5
 
     options = talks() | {"weights": {**ENVIRONMENT, "environment_factory": Rewarding}, "reward": world.outcomes()}
-    after = [(each, [*each.rewards[:-1], each.rewards[-1] + 0.125]) for each in RESPONSES]
-    wanted = expected([Script(each.turns, 2 * each.outcome + 0.5, rewards) for each, rewards in after])
+    later = [(script, [*script.rewards[:-1], script.rewards[-1] + 0.125]) for script in RESPONSES]
+    advantages = expected([Script(script.turns, 2 * script.outcome + 0.5, rewards) for script, rewards in later])
     for batch in trained(tmp_path, Watched, reward_weights=[2.0], max_steps=2, **options).seen:
-        assert_batches([batch], wanted)
+        assert_batches([batch], advantages)
 
 
 @pytest.mark.parametrize(("limit", "masked"), [(150, False), (200, True), (250, False), (300, True)])
@@ -119,22 +122,25 @@ def test_conversations_that_end_at_the_limit(tmp_path: Path, limit: int, masked:
     }.items():
         weights = {**ENVIRONMENT, "token_dump": {"folder": tmp_path / name, "responses": None}}
         trained(tmp_path, weights=weights, **talks() | options)
-    scripts, kept, rows = [], [], list(read_dump(tmp_path / "cut"))
-    for row, whole, script in zip(rows, read_dump(tmp_path / "whole"), RESPONSES, strict=True):
-        written = whole.mask_T.astype(bool)[: len(row)]
+    scripts = []
+    parts = []
+    rows = list(read_dump(tmp_path / "cut"))
+    for row, complete, script in zip(rows, read_dump(tmp_path / "whole"), RESPONSES, strict=True):
+        written = complete.mask_T.astype(bool)[: len(row)]
         turns = runs(written)
-        last, end = len(turns) - 1, turns[-1][1]
+        last = len(turns) - 1
+        end = turns[-1][1]
         whole_turn = row.token_ids_T[end - 1] == script.tokens[last][-1]
-        assert list(row.token_ids_T) == list(whole.token_ids_T[: len(row)])
+        assert list(row.token_ids_T) == list(complete.token_ids_T[: len(row)])
         assert row.truncated == (end < len(row) or not whole_turn)
         rewards = [*script.rewards[:last], script.rewards[last] if whole_turn else 0.0]
         scripts.append(Script(script.turns[: len(turns)], row.reward, rewards))
-        kept.append((written, turns, not (masked and row.truncated)))
+        parts.append((written, turns, not (masked and row.truncated)))
     assert len({row.truncated for row in rows}) == 2
-    wanted = expected(scripts)
-    for row, script, (written, turns, trains) in zip(rows, scripts, kept, strict=True):
+    advantages = expected(scripts)
+    for row, script, (written, turns, trains) in zip(rows, scripts, parts, strict=True):
         assert row.mask_T.astype(bool).tolist() == (written & trains).tolist()
-        for (start, end), advantage in zip(turns, wanted[script.turns[0]], strict=True):
+        for (start, end), advantage in zip(turns, advantages[script.turns[0]], strict=True):
             np.testing.assert_allclose(row.advantage_T[start:end], advantage * trains, rtol=1e-5, atol=1e-6)
 
 

@@ -25,18 +25,22 @@ from grail_advantage.trl_ext import TokenWeightGRPOTrainer
 from tests import documentation
 from tests.core.tiny_models import CHARACTERS, END_ID, PAD, tiny_model
 
-START, CHAT_END = "<|im_start|>", "<|im_end|>"
+START = "<|im_start|>"
+CHAT_END = "<|im_end|>"
 PIECES = [*({" ": "Ġ"}.get(letter, letter) for letter in CHARACTERS), PAD, CHAT_END, START, "Ċ"]
 """By id; those of the characters, of the padding and of the end are as in ``tiny_models``."""
 WORLD = json.loads(Path(__file__).with_suffix(".json").read_text())
 """Responses by prompt, settings of a small run on the CPU, and texts of ``GRPOTrainer``'s methods that are relied on."""
-GENERATIONS, TEMPERATURE = WORLD["settings"]["num_generations"], WORLD["settings"]["temperature"]
+GENERATIONS = WORLD["settings"]["num_generations"]
+TEMPERATURE = WORLD["settings"]["temperature"]
 MICRO = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "steps_per_generation": 4}
 """A generation batch of 8 responses in four micro-batches, for two updates."""
 OF_PAGE: dict[str, Any] = {}
 for _text in documentation.files("trl.md").values():
     exec(_text, OF_PAGE)
-Guess, judge, GAME = OF_PAGE["Guess"], OF_PAGE["judge"], OF_PAGE["Guess"]()
+Guess = OF_PAGE["Guess"]
+judge = OF_PAGE["judge"]
+GAME = OF_PAGE["Guess"]()
 GAME.reset(40)  # its guess is a tool without an environment
 
 
@@ -44,9 +48,10 @@ GAME.reset(40)  # its guess is a tool without an environment
 def tokenizer() -> PreTrainedTokenizerFast:
     """One token a character but for three special ones, with the chat template of Qwen3."""
     backend = Tokenizer(models.BPE(vocab={piece: index for index, piece in enumerate(PIECES)}, merges=[]))
-    backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    known = {"pad_token": PAD, "eos_token": CHAT_END, "additional_special_tokens": [START]}
-    return PreTrainedTokenizerFast(tokenizer_object=backend, chat_template=qwen3_chat_template, **known)
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    special = {"pad_token": PAD, "eos_token": CHAT_END, "additional_special_tokens": [START]}
+    return PreTrainedTokenizerFast(tokenizer_object=backend, chat_template=qwen3_chat_template, **special)
 
 
 class Script(NamedTuple):
@@ -63,16 +68,16 @@ class Script(NamedTuple):
         return [[*tokenizer().encode(turn), *[END_ID] * self.ends] for turn in self.turns]
 
 
-def _script(turns: list[str | list[Any]], **of: Any) -> Script:
+def _script(turns: list[str | list[Any]], **options: Any) -> Script:
     """A turn that is a list of values guesses these, in parallel."""
     call = '<tool_call>\n{{"name": "guess", "arguments": {{"value": {}}}}}\n</tool_call>'.format
     texts = [turn if isinstance(turn, str) else "\n".join(call(json.dumps(value)) for value in turn) for turn in turns]
-    return Script(texts, **of)
+    return Script(texts, **options)
 
 
 Scripts = Mapping[str, Sequence[Script]]  # by prompt
 TEXTS, TALKS = (
-    {prompt: [_script(**each) for each in scripts] for prompt, scripts in WORLD[part].items()}
+    {prompt: [_script(**script) for script in scripts] for prompt, scripts in WORLD[part].items()}
     for part in ("texts", "talks")
 )
 """Without tools, where one does not end, which is the longest; and conversations, whose number is 40."""
@@ -105,15 +110,15 @@ def speaks(model: Any, scripts: Scripts) -> Any:
 
     def generate(input_ids: torch.Tensor, attention_mask: torch.Tensor, **_: Any) -> torch.Tensor:
         seen: Counter = Counter()
-        said = []
+        responses = []
         for ids_P, mask_P in zip(input_ids, attention_mask[:, -input_ids.shape[1] :].bool(), strict=True):
             text = tokenizer().decode(ids_P[mask_P])
             prompt = next(prompt for prompt in scripts if prompt in text)
-            before = re.findall(r"<\|im_start\|>assistant\n(.*?)<\|im_end\|>", text, re.DOTALL)
-            fitting = [each for each in scripts[prompt] if each.turns[: len(before)] == before]
-            said.append(torch.tensor(fitting[seen[prompt] % len(fitting)].tokens[len(before)]))
-            seen[prompt] += not before
-        padded = torch.nn.utils.rnn.pad_sequence(said, batch_first=True, padding_value=tokenizer().pad_token_id)
+            turns = re.findall(r"<\|im_start\|>assistant\n(.*?)<\|im_end\|>", text, re.DOTALL)
+            fitting = [script for script in scripts[prompt] if script.turns[: len(turns)] == turns]
+            responses.append(torch.tensor(fitting[seen[prompt] % len(fitting)].tokens[len(turns)]))
+            seen[prompt] += not turns
+        padded = torch.nn.utils.rnn.pad_sequence(responses, batch_first=True, padding_value=tokenizer().pad_token_id)
         return torch.cat([input_ids, padded], dim=1)
 
     model.generate = generate
@@ -127,8 +132,8 @@ def script_of(completion_T: list[int], scripts: Sequence[Script]) -> Script:
 
 def outcomes(scripts: Scripts = TALKS) -> Callable[..., list[float]]:
     """A reward function that gives those of the scripts."""
-    known = [script for of in scripts.values() for script in of]
-    return lambda completion_ids, **_: [script_of(completion_T, known).outcome for completion_T in completion_ids]
+    flat = [script for of_prompt in scripts.values() for script in of_prompt]
+    return lambda completion_ids, **_: [script_of(completion_T, flat).outcome for completion_T in completion_ids]
 
 
 def chats(*texts: str, **columns: Any) -> Dataset:
@@ -136,19 +141,20 @@ def chats(*texts: str, **columns: Any) -> Dataset:
     return Dataset.from_list([{"prompt": [{"role": "user", "content": text}], **columns} for text in texts])
 
 
-def build(folder: Path, kind: Any = TokenWeightGRPOTrainer, /, scripts: Scripts = TEXTS, **given: Any) -> Any:
+def build(folder: Path, kind: Any = TokenWeightGRPOTrainer, /, scripts: Scripts = TEXTS, **options: Any) -> Any:
     """A trainer in training mode, between two steps, with ``weights`` for its own arguments; others are TRL's
     settings. The process forgets the precision of the one before."""
     AcceleratorState._reset_state()
-    own = {"data": Dataset.from_dict({"prompt": list(scripts)}), "tokenizer": tokenizer(), "weights": {}}
-    data, known, weights = (given.pop(name, of) for name, of in own.items())
-    model, reward = speaks(given.pop("model", None) or new_model(), scripts), given.pop("reward", outcomes(scripts))
+    defaults = {"data": Dataset.from_dict({"prompt": list(scripts)}), "tokenizer": tokenizer(), "weights": {}}
+    data, processing_class, weights = (options.pop(name, default) for name, default in defaults.items())
+    model = speaks(options.pop("model", None) or new_model(), scripts)
+    reward = options.pop("reward", outcomes(scripts))
     trainer = kind(
         model,
         reward,
-        GRPOConfig(**{**WORLD["settings"], "output_dir": str(folder), **given}),
+        GRPOConfig(**{**WORLD["settings"], "output_dir": str(folder), **options}),
         train_dataset=data,
-        processing_class=known,
+        processing_class=processing_class,
         **weights,
     )
     trainer.model.train()
@@ -156,9 +162,9 @@ def build(folder: Path, kind: Any = TokenWeightGRPOTrainer, /, scripts: Scripts 
     return trainer
 
 
-def trained(*arguments: Any, **given: Any) -> Any:
+def trained(*arguments: Any, **options: Any) -> Any:
     """:func:`build`, after its training."""
-    trainer = build(*arguments, **given)
+    trainer = build(*arguments, **options)
     trainer.train()
     return trainer
 
@@ -183,4 +189,4 @@ def parameters(model: Any) -> torch.Tensor:
 def mismatches(folder: Path) -> list[list[str]]:
     """Their names, of each receipt of a run."""
     receipts = read_dump(folder).receipts()
-    return [[finding["name"] for finding in of["findings"] if finding["mismatch"]] for of in receipts]
+    return [[finding["name"] for finding in receipt["findings"] if finding["mismatch"]] for receipt in receipts]

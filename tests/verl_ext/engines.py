@@ -82,7 +82,7 @@ def build_engine(setup: Setup, folder: Path) -> Any:
     )
     precision = {"param_dtype": "fp32", "reduce_dtype": "fp32", "buffer_dtype": "fp32"}
     options = {"mixed_precision": precision, "dtype": "float32", **setup.options}
-    options |= {"ulysses_sequence_parallel_size": setup.sequence_parallel}
+    options["ulysses_sequence_parallel_size"] = setup.sequence_parallel
     # Without an accelerator there is no pinned memory, which verl offloads activations and, with FSDP2, parameters to.
     pinning = Handler.offload
     Handler.offload = staticmethod(lambda tensor, pin_memory=True: pinning(tensor, pin_memory=False))
@@ -121,13 +121,13 @@ def attend(
     Without positions all is one row, as in flash attention."""
     segment_S = torch.zeros(query.shape[1]) if position_ids is None else (position_ids[0] == 0).cumsum(0)
     visible_SS = (segment_S.unsqueeze(1) == segment_S).tril()
-    found = F.scaled_dot_product_attention(
+    output = F.scaled_dot_product_attention(
         *(tensor.transpose(1, 2) for tensor in (query, key, value)),
         attn_mask=visible_SS,
         scale=softmax_scale,
         enable_gqa=True,
     )
-    return found.transpose(1, 2)
+    return output.transpose(1, 2)
 
 
 def install_reference() -> None:
@@ -146,9 +146,11 @@ def own_pass(engine: Any, rows: list[Any], signal: Any, sizes: Sizes, **request:
     from grail_advantage.verl_ext.worker import token_scores
 
     sizes.set(engine)
-    found = rows_of(token_scores(engine, build_request(rows, signal, **{"temperature": 1.0, **request})))
-    norms = {} if any(of.norms is None for of in found) else {"gradient_norm": [of.norms.clone() for of in found]}
-    return {"scores": [of.scores.clone() for of in found], **norms}
+    results = rows_of(token_scores(engine, build_request(rows, signal, **{"temperature": 1.0, **request})))
+    norms = (
+        {} if any(row.norms is None for row in results) else {"gradient_norm": [row.norms.clone() for row in results]}
+    )
+    return {"scores": [row.scores.clone() for row in results], **norms}
 
 
 def shards(engine: Any) -> list[torch.Tensor]:
@@ -166,7 +168,7 @@ def whole_blocks(engine: Any) -> Iterator[list[int]]:
 
     def count(_gradient: torch.Tensor | None = None) -> None:
         full = [getattr(group.fsdp_params[0], "_unsharded_param", None) for group in groups]
-        held.append(sum(of is not None and of.untyped_storage().size() > 0 for of in full))
+        held.append(sum(weight is not None and weight.untyped_storage().size() > 0 for weight in full))
 
     def after(_module: torch.nn.Module, _args: tuple, output: torch.Tensor) -> None:
         if output.requires_grad:

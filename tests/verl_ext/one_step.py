@@ -3,7 +3,6 @@ whose update is verl's loss without a model."""
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -55,7 +54,6 @@ FACTS: dict[str, Any] = {
     "extra_info": {"index": 4},
 }
 """What the first response's data set and reward function say; they know nothing of the others."""
-CASES: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_suffix(".json").read_text())
 DUMP = "algorithm.token_dump"
 ONE_MINI_BATCH = ("actor_rollout_ref.rollout.n=3", "data.train_batch_size=2", f"{ACTOR}.ppo_mini_batch_size=2")
 
@@ -84,7 +82,7 @@ def row_of(prompt: str, parts: str | Sequence[str], reward: float, **columns: An
 def plain_rows() -> dict[str, dict[str, Any]]:
     """:data:`ROWS` by key, with :data:`FACTS`."""
     nothing = {name: {} for name in FACTS} | {"data_source": "gsm8k"}
-    return {key: row_of(*said, **(FACTS if key == "a_0_0" else nothing)) for key, *said in ROWS}
+    return {key: row_of(*contents, **(FACTS if key == "a_0_0" else nothing)) for key, *contents in ROWS}
 
 
 class Store:
@@ -130,9 +128,11 @@ def lengths_of(data: TensorDict) -> list[tuple[int, int]]:
     """The tokens of each row's prompt and response, nested or padded."""
     parts = [data[name] for name in ("prompts", "responses")]
     if parts[0].is_nested:
-        lengths = [of.offsets().diff().tolist() for of in parts]
+        lengths = [part.offsets().diff().tolist() for part in parts]
     else:
-        lengths = [of.sum(1).tolist() for of in data["attention_mask"].split([of.shape[1] for of in parts], dim=1)]
+        lengths = [
+            part.sum(1).tolist() for part in data["attention_mask"].split([part.shape[1] for part in parts], dim=1)
+        ]
     return list(zip(*lengths, strict=True))
 
 
@@ -149,13 +149,15 @@ def run_loss(worker: Any, data: TensorDict, log_probs: Sequence[torch.Tensor], f
 
 def loss_worker(config: Any) -> Any:
     """verl's worker, as far as the reader of an update knows it."""
-    return SimpleNamespace(engine=None, loss_fn=lambda **given: ppo_loss(config, **given))
+    return SimpleNamespace(engine=None, loss_fn=lambda **arguments: ppo_loss(config, **arguments))
 
 
 class Workers:
     """The actor's worker group. Its update runs verl's loss, in micro-batches of two, on log-probabilities without a model."""
 
-    moved, fault, drift = 0.0, 1.0, 0.0
+    moved = 0.0
+    fault = 1.0
+    drift = 0.0
     """How far the policy is from the old one, a factor of the loss, and how much further each forward finds each response."""
     scaler: Any = None
     """Of the losses in float16."""
@@ -164,14 +166,17 @@ class Workers:
 
     def __init__(self, store: Store, config: Any) -> None:
         self._dispatch_info = {"actor": [0]}
-        self.store, self.config, self.reader = store, config, UpdateReader()
+        self.store = store
+        self.config = config
+        self.reader = UpdateReader()
         self.own: list[torch.Tensor] = []
         self.updates: list[KVBatchMeta] = []
         self.forwards = 0
 
     def compute_log_prob(self, batch: KVBatchMeta) -> KVBatchMeta:
         for place, key in enumerate(batch.keys):
-            row, value = self.store.rows[key], -0.1 + self.drift * place * self.forwards
+            row = self.store.rows[key]
+            value = -0.1 + self.drift * place * self.forwards
             value /= batch.extra_info["temperature"]
             row["log_probs"] = row["entropy"] = torch.full((len(row["prompts"]) + len(row["responses"]),), value)
         self.forwards += 1
@@ -180,12 +185,12 @@ class Workers:
     def compute_token_scores(self, request: TensorDict) -> TensorDict:
         names = ("signal", "temperature", "step")
         signal, *how = (tu.get_non_tensor_data(request, name, default=None) for name in names)
-        found = []
+        scores = []
         for row in rows_of(request):
             self.own.append(row.tokens)
             values_P = made_up_saliency(row.tokens, *how)[row.start - 1 :]
-            found.append(RowScores(signal.of_row(row, values_P, values_P).scores, values_P))
-        return build_reply(found)
+            scores.append(RowScores(signal.of_row(row, values_P, values_P).scores, values_P))
+        return build_reply(scores)
 
     def update_actor(self, batch: KVBatchMeta) -> Any:
         self.updates.append(batch)
@@ -247,20 +252,27 @@ class Step:
         dumped = (f"{DUMP}.folder={folder}", f"{DUMP}.responses=null", "algorithm.norm_adv_by_std_in_grpo=false")
         options = ["data.max_response_length=64", f"trainer.v1.trainer_mode={mode}", *ONE_MINI_BATCH]
         config = verls_on_cpu(*options, *(dumped if folder else ()), *overrides)
-        weighs, method = config.algorithm.adv_estimator in methods(), method or Grail()
+        weighs = config.algorithm.adv_estimator in methods()
+        method = method or Grail()
         cls = cls or get_trainer_cls(f"grail_{mode}" if weighs else mode)
         self.trainer = trainer = cls.__new__(cls)
-        trainer.config, trainer.trainer_mode = config, mode
-        trainer.tokenizer, trainer._end_tokens, trainer._context_length = char_tokenizer(), {END_ID}, 1000
-        trainer.timing_raw, trainer.distillation_config = {}, None
-        trainer.global_steps, trainer.local_trigger_step = 1, 0
+        trainer.config = config
+        trainer.trainer_mode = mode
+        trainer.tokenizer = char_tokenizer()
+        trainer._end_tokens = {END_ID}
+        trainer._context_length = 1000
+        trainer.timing_raw = {}
+        trainer.distillation_config = None
+        trainer.global_steps = 1
+        trainer.local_trigger_step = 0
         trainer.kl_ctrl_in_reward = core_algos.get_kl_controller(config.algorithm.kl_ctrl)
         if weighs:
             settings = trainer.settings = replace(Settings.parse(config), method=method)
             trainer._answers = AnswerCheck(method, settings.answer, settings[MISSING], SECTION)
             if settings.dump is not None:
                 trainer._dump = UpdateDump(settings, trainer.tokenizer, updates=1)
-        self.store, self.metrics = Store(), {}
+        self.store = Store()
+        self.metrics = {}
         self.workers = trainer.actor_rollout_wg = workers(self.store, config)
         rows = plain_rows() if rows is None else rows
         self.store.rows = {key: {"uid": key.split("_")[0], **row} for key, row in rows.items()}
@@ -306,16 +318,18 @@ def receipt_by(
     advantages_BT: torch.Tensor,
     columns: dict[str, torch.Tensor],
     chosen: Sequence[int],
-    **given: Any,
+    **options: Any,
 ) -> Receipt:
     """The trainer's receipt of each rank's optimiser steps, over the chosen responses of an update."""
-    known = {"keys": [f"r{place}" for place in chosen], "places": list(chosen)}
-    known["columns"] = {name: values_BT[chosen] for name, values_BT in columns.items()}
-    responses = SimpleNamespace(mask=mask_BT[chosen], **known)
+    fields = {"keys": [f"r{place}" for place in chosen], "places": list(chosen)}
+    fields["columns"] = {name: values_BT[chosen] for name, values_BT in columns.items()}
+    responses = SimpleNamespace(mask=mask_BT[chosen], **fields)
     part: Any = SimpleNamespace(rollouts=responses, advantages=(advantages_BT * mask_BT)[chosen])
-    return receipt_of(part, of_ranks, tokens=mask_BT.sum(dim=1).tolist(), **given)
+    return receipt_of(part, of_ranks, tokens=mask_BT.sum(dim=1).tolist(), **options)
 
 
-def same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> bool:
+def same(advantages: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> bool:
     """Whether the advantages of all responses are equal bit for bit."""
-    return found.keys() == expected.keys() and all(torch.equal(of, expected[key]) for key, of in found.items())
+    return advantages.keys() == expected.keys() and all(
+        torch.equal(values_T, expected[key]) for key, values_T in advantages.items()
+    )

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import json
 import sys
 import time
 from dataclasses import replace
@@ -30,6 +29,7 @@ from tests import forked
 from tests.core.tiny_models import FAMILIES as KINDS_OF_MODEL
 from tests.core.tiny_models import PAD_ID, ROLLOUTS, Family, Rollout, char_tokenizer, encode, tiny_model
 from tests.verl_ext.engines import (
+    REFERENCE,
     Setup,
     Sizes,
     build_engine,
@@ -50,7 +50,8 @@ def start_ranks(part: str, folder: Path, world_size: int) -> list[Results]:
     """Run a part of :data:`PARTS` once a rank, wait, and return each rank's results by kind and name of experiment."""
     processes = []
     for rank in range(world_size):
-        arguments, log = list(map(str, (part, rank, world_size, folder))), folder / f"log{rank}.txt"
+        arguments = list(map(str, (part, rank, world_size, folder)))
+        log = folder / f"log{rank}.txt"
         processes.append(forked.start("tests.verl_ext.ranks", *arguments, stdout=log))
     deadline = time.monotonic() + LONGEST
     while any(process.is_alive() for process in processes) and time.monotonic() < deadline:
@@ -67,8 +68,14 @@ def start_ranks(part: str, folder: Path, world_size: int) -> list[Results]:
 
 LONG = "One and one is two, and two is three, " * 4
 NAMES = (
-    *("text after the box", "several boxes", "empty box", "box at the start", "one token before the box"),
-    *("box at the end", "truncated second box", "right"),
+    "text after the box",
+    "several boxes",
+    "empty box",
+    "box at the start",
+    "one token before the box",
+    "box at the end",
+    "truncated second box",
+    "right",
 )
 BATCH = [
     *(replace(ROLLOUTS[name], advantage=-0.5) for name in NAMES),
@@ -85,17 +92,64 @@ GROUPS = (
     [*(ROLLOUTS[name] for name in ("several boxes", "right, several boxes")), *(ROLLOUTS["empty box"],) * 2],
 )
 """Whole groups of odd and of even ranks; the last response of the second fills it up, and has no group."""
-CASES: dict[str, Any] = json.loads(Path(__file__).with_name("ranks.json").read_text())
-"""Passes by kind: method, options, temperature, micro-batches; how engines are built for them and for updates; models, with
-dropout in training, so that a pass that forgets to switch it off, or draws random numbers, is seen; LoRA adapters, each with
-its model and what it adapts."""
-SALIENCY, GRADIENT, PERTURBATION, INFERENCE = CASES["passes"].values()
-OWN: dict[str, tuple[Method, float, Sizes]] = {
-    name: (build(method, options), temperature, Sizes(**sizes))
-    for kind in CASES["passes"].values()
-    for name, (method, options, temperature, sizes) in kind.items()
+Pass = tuple[Method, float, Sizes]
+SALIENCY: dict[str, Pass] = {
+    "saliency": (Grail("official"), 1.0, Sizes(rows=1)),
+    "saliency, robust": (Grail("robust", gate="all"), 0.7, Sizes(rows=3)),
+    "saliency, first": (Grail("robust", gate="all", leaf="first"), 1.0, Sizes(budget=260)),
+    "saliency, middle": (Grail("official", leaf="middle"), 1.3, Sizes(rows=3)),
+    "saliency, last": (Grail("official", leaf="last"), 1.0, Sizes(budget=260)),
 }
-SETUPS = {name: Setup(**how) for name, how in CASES["setups"].items()}
+GRADIENT: dict[str, Pass] = {
+    "oar_g": (build("oar_g"), 1.0, Sizes(rows=1)),
+    "oar_g, joint": (build("oar_g", {"probe": "answer_joint", "noise_seed": 3}), 1.0, Sizes(rows=3)),
+    "oar_g, port, last": (build("oar_g", {"variant": "grail_port", "probe": "last"}), 1.0, Sizes(budget=260)),
+    "oar_g, port, mean": (build("oar_g", {"variant": "grail_port"}), 1.0, Sizes(rows=3)),
+}
+PERTURBATION: dict[str, Pass] = {
+    "oar_p": (build("oar_p"), 1.0, Sizes(rows=5)),
+    "oar_p, port, last": (build("oar_p", {"probe": "last", "variant": "grail_port"}), 1.0, Sizes(budget=400)),
+    "oar_p, few, joint": (build("oar_p", {"probe": "answer_joint", "max_perturbations": 7}), 1.0, Sizes(budget=260)),
+}
+INFERENCE: dict[str, Pass] = {
+    "rlsd": (build("rlsd"), 0.7, Sizes(rows=1)),
+    "shear": (build("shear", {"window": 12, "stride": 5}), 0.7, Sizes(rows=3)),
+    "rlsd, budget": (build("rlsd"), 0.7, Sizes(budget=100)),
+    "shear, budget": (build("shear", {"window": 12, "stride": 5}), 0.7, Sizes(budget=100)),
+}
+OWN = {**SALIENCY, **GRADIENT, **PERTURBATION, **INFERENCE}
+"""Passes: method, temperature, micro-batches."""
+SETUPS = {
+    "fsdp, tied, no checkpointing": Setup(model="llama-tied", strategy="fsdp", checkpointing=False, turn=1),
+    "fsdp2, packed": Setup(packed=True),
+    "fsdp, parameters offloaded": Setup(
+        strategy="fsdp", options={"param_offload": True, "optimizer_offload": True}, turn=3
+    ),
+    "fsdp2, activations offloaded": Setup(activation_offload=True, turn=5),
+    "fsdp2, lora": Setup(model="qwen3-tied", adapter="adapter", turn=7),
+    "fsdp, lora on the head": Setup(strategy="fsdp", adapter="adapter-head", turn=8),
+    "fsdp2, lora on the tied head": Setup(model="qwen3-tied", adapter="adapter-tied-head", turn=9),
+    "fsdp, lora on the embeddings": Setup(
+        strategy="fsdp", adapter="adapter-embeddings", options={"use_orig_params": True}, turn=10
+    ),
+    "fsdp, lora beside whole embeddings and head": Setup(
+        strategy="fsdp", adapter="adapter-saved", options={"use_orig_params": True}, turn=11
+    ),
+    "fsdp2, tied, 2 a sequence": Setup(
+        model="llama-tied", sequence_parallel=2, packed=True, attention=REFERENCE, turn=12
+    ),
+    "fsdp2, parameters offloaded by FSDP2": Setup(options={"offload_policy": True}, turn=13),
+    "fsdp, 4 ranks, 4 a sequence, packed to a multiple of 64": Setup(
+        strategy="fsdp",
+        ranks=4,
+        sequence_parallel=4,
+        options={"pad_to_length": True, "pad_to_length_bucket": 64},
+        turn=16,
+        packed=True,
+        attention=REFERENCE,
+    ),
+    "fsdp, fused kernels": Setup(strategy="fsdp", kernels="torch", turn=6),
+}
 PLAIN = {"fsdp": Setup("qwen3", "fsdp"), "fsdp2": Setup("qwen3")}
 ALL_PASSES = ("fsdp2, packed",)
 """Set-ups that run every pass; the others run one of each kind, in turn."""
@@ -116,14 +170,17 @@ def passes_of(setup: str) -> list[str]:
 
 def row_of(rollout: Rollout, place: int = 0, span: str = "first", group: int = 0) -> Row:
     """A response for a pass."""
-    prompt, response = encode(rollout.prompt), encode(rollout.response)
-    found, tokens = find_answer_span(response, char_tokenizer(), span), torch.tensor(prompt + response)
-    return Row(tokens, len(prompt), len(response), found, rollout.advantage, group, place)
+    prompt = encode(rollout.prompt)
+    response = encode(rollout.response)
+    answer = find_answer_span(response, char_tokenizer(), span)
+    tokens = torch.tensor(prompt + response)
+    return Row(tokens, len(prompt), len(response), answer, rollout.advantage, group, place)
 
 
 def pass_rows(name: str, rank: int, size: int) -> tuple[list[Rollout], list[Row]]:
     """The share of a data-parallel rank for a pass: rollouts, and prepared responses."""
-    signal, inference = OWN[name][0], name in INFERENCE
+    signal = OWN[name][0]
+    inference = name in INFERENCE
     rollouts = list(GROUPS[rank % 2]) if inference else (BATCH if name in SALIENCY else SHORT)[rank::size]
     if not inference and name not in SALIENCY and len(rollouts) < -(-len(SHORT) // size):
         rollouts.append(SHORT[4])  # fills up, as the trainer does
@@ -144,32 +201,64 @@ FAMILIES = {
 }
 
 
+MODELS: dict[str, dict[str, Any]] = {
+    "qwen3": {"attention_dropout": 0.5},
+    "qwen3-tied": {"tied": True, "attention_dropout": 0.5},
+    "llama-tied": {"family": "llama", "tied": True, "attention_dropout": 0.5},
+}
+"""With dropout in training, so that a pass that forgets to switch it off, or draws random numbers, is seen."""
+ADAPTERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "adapter": ("qwen3-tied", {"target_modules": "all-linear"}),
+    "adapter-head": ("qwen3", {"target_modules": ["q_proj", "down_proj", "lm_head"]}),
+    "adapter-tied-head": ("qwen3-tied", {"target_modules": ["q_proj", "down_proj", "lm_head"]}),
+    "adapter-embeddings": ("qwen3", {"target_modules": ["q_proj", "embed_tokens"]}),
+    "adapter-saved": ("qwen3", {"target_modules": ["q_proj"], "modules_to_save": ["lm_head", "embed_tokens"]}),
+}
+"""LoRA adapters, each with its model and what it adapts."""
+
+
 def write_models(folder: Path) -> dict[str, PreTrainedModel]:
     """Write the models that the ranks load, and return them."""
-    models = {name: tiny_model(**options) for name, options in CASES["models"].items()}
+    models = {name: tiny_model(**options) for name, options in MODELS.items()}
     models |= {f"of {name}": family.build().eval() for name, family in ARCHITECTURES.items()}
     for name, model in models.items():
         model.save_pretrained(folder / name)
-    for name, (base, options) in CASES["adapters"].items():
+    for name, (base, options) in ADAPTERS.items():
         torch.manual_seed(0)
         config = LoraConfig(task_type="CAUSAL_LM", r=4, **options)
-        adapted = get_peft_model(tiny_model(**CASES["models"][base]), config)
+        adapted = get_peft_model(tiny_model(**MODELS[base]), config)
         for path, parameter in adapted.named_parameters():
             if "lora_B" in path or "lora_embedding_A" in path:  # zeros when new, which would leave the model as it was
                 torch.nn.init.normal_(parameter, std=0.3)
         adapted.save_pretrained(folder / name)
-        models[name] = PeftModel.from_pretrained(tiny_model(**CASES["models"][base]), folder / name).eval()
+        models[name] = PeftModel.from_pretrained(tiny_model(**MODELS[base]), folder / name).eval()
     return models
 
 
 LOSSES = ("vanilla", "gspo", "cispo", "gpg", "sapo", "dppo_tv", "dppo_kl")
 TOKEN_MEAN = "token-mean"
 AGGREGATIONS = (TOKEN_MEAN, "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
-EPOCHS, SCALE, TEMPERATURE = 2, 24, 0.8
+EPOCHS = 2
+SCALE = 24
+TEMPERATURE = 0.8
 PLAIN_UPDATE = ("vanilla", TOKEN_MEAN)
-OF_LOSS = {"": [PLAIN_UPDATE], "every aggregation": [("vanilla", mode) for mode in AGGREGATIONS]}
-OF_LOSS["every loss"] = [*OF_LOSS["every aggregation"], *((loss, TOKEN_MEAN) for loss in LOSSES[1:])]
-UPDATES = {name: (Setup(**how), Sizes(**of), OF_LOSS[losses]) for name, (how, of, losses) in CASES["updates"].items()}
+EVERY_AGGREGATION = [("vanilla", mode) for mode in AGGREGATIONS]
+EVERY_LOSS = [*EVERY_AGGREGATION, *((loss, TOKEN_MEAN) for loss in LOSSES[1:])]
+UPDATES = {
+    "packed, a token budget": (Setup(packed=True), Sizes(budget=60), EVERY_LOSS),
+    "padded, fixed micro-batches": (Setup(strategy="fsdp"), Sizes(rows=2), EVERY_AGGREGATION),
+    "lora": (Setup(adapter="adapter"), Sizes(rows=4), [PLAIN_UPDATE]),
+    "parameters offloaded": (
+        Setup(options={"param_offload": True, "optimizer_offload": True}),
+        Sizes(budget=60),
+        [PLAIN_UPDATE],
+    ),
+    "two ranks a sequence": (
+        Setup(sequence_parallel=2, packed=True, attention=REFERENCE),
+        Sizes(budget=60),
+        [PLAIN_UPDATE],
+    ),
+}
 """Each with its losses and aggregations."""
 
 
@@ -191,14 +280,17 @@ def update(worker: Any, rows: list[dict[str, Any]], mini_batch: int, mode: str =
     tokens = [torch.cat([row["prompt"], row["response"]]) for row in rows]
     names = {"prompts": "prompt", "responses": "response", "rollout_is_weights": "weights", "loss_mask": "mask"}
     names |= {name: name for name in ("advantages", "old_log_probs")}
-    columns = {name: [row[of] for row in rows] for name, of in names.items() if of in rows[0]}
-    columns |= {"input_ids": tokens, "position_ids": [torch.arange(len(row)) for row in tokens]}
+    columns = {name: [row[column] for row in rows] for name, column in names.items() if column in rows[0]}
+    columns["input_ids"] = tokens
+    columns["position_ids"] = [torch.arange(len(row)) for row in tokens]
     columns["response_mask"] = columns["loss_mask"]
     if "reused" in mode:
         columns.pop("old_log_probs", None)
     written = torch.tensor([[row.get("place", 0), row.get("written", -1)] for row in rows])
     settings = {"temperature": TEMPERATURE, "calculate_entropy": False, "compute_loss": False, "seed": 0}
-    settings |= {"global_batch_size": mini_batch, "mini_batch_size": mini_batch, "epochs": loss.pop("epochs", 1)}
+    settings["global_batch_size"] = mini_batch
+    settings["mini_batch_size"] = mini_batch
+    settings["epochs"] = loss.pop("epochs", 1)
     settings |= {LEAVE_OUT: True} if "skipped" in mode else {}
     settings |= {WATCHED: "1.0"} if "watched" in mode else {}
     settings |= {REUSE: True} if "reused" in mode else {}
@@ -209,15 +301,21 @@ def update(worker: Any, rows: list[dict[str, Any]], mini_batch: int, mode: str =
         strategy="fsdp2", **options | {"policy_loss": PolicyLossConfig(loss_mode=loss["policy_loss"])}
     )
     worker.loss_fn = loss_fn = partial(ppo_loss, actor)
-    positions, gradients, engine = [], [], worker.engine
+    positions = []
+    gradients = []
+    engine = worker.engine
     embeddings = engine.module.get_input_embeddings()
     handle = embeddings.register_forward_hook(lambda _module, args, _output: positions.append(args[0].numel()))
 
     def step() -> Any:
-        of_step = [p.grad for p in engine.module.parameters() if p.requires_grad]
-        # None: of a parameter that is on another rank as a whole
-        known = [torch.zeros(0) if g is None else g.to_local() if hasattr(g, "to_local") else g for g in of_step]
-        gradients.append([g.clone() for g in known])
+        of_step = []
+        for parameter in engine.module.parameters():
+            if parameter.requires_grad:
+                gradient = parameter.grad
+                if gradient is None:  # of a parameter that is on another rank as a whole
+                    gradient = torch.zeros(0)
+                of_step.append((gradient.to_local() if hasattr(gradient, "to_local") else gradient).clone())
+        gradients.append(of_step)
         return type(engine).optimizer_step(engine)
 
     with patch.object(engine, "optimizer_step", step):
@@ -246,15 +344,15 @@ def verls_forward(worker: Any, rows: list[dict[str, Any]]) -> dict[str, list[tor
     tokens = [torch.cat([row["prompt"], row["response"]]) for row in rows]
     columns = {"input_ids": tokens, "position_ids": [torch.arange(len(row)) for row in tokens]}
     names = {"prompts": "prompt", "responses": "response", "loss_mask": "mask"}
-    columns |= {name: [row[of] for row in rows] for name, of in names.items()}
+    columns |= {name: [row[column] for row in rows] for name, column in names.items()}
     settings = {"temperature": TEMPERATURE, "calculate_entropy": True, "compute_loss": False}
     fields = {name: nested(values) for name, values in columns.items()}
     output = worker.infer_batch(tu.get_tensordict(fields, non_tensor_dict=settings))
     columns = {}
     if output is not None:
         mask = nested([row["mask"] for row in rows])
-        for name, of in (("old_log_probs", "log_probs"), ("entropy", "entropy")):
-            columns[name] = list(response_from_nested(output[of], mask).unbind())
+        for name, column in (("old_log_probs", "log_probs"), ("entropy", "entropy")):
+            columns[name] = list(response_from_nested(output[column], mask).unbind())
     if worker.engine.get_data_parallel_size() == 1:
         torch.distributed.broadcast_object_list(message := [columns], src=0)
         return message[0]
@@ -265,7 +363,9 @@ class Rank:
     """Experiments with verl's engine on one rank."""
 
     def __init__(self, rank: int, world_size: int, folder: Path) -> None:
-        self.rank, self.world_size, self.folder = rank, world_size, folder
+        self.rank = rank
+        self.world_size = world_size
+        self.folder = folder
 
     def _own(self, engine: Any, name: str, setup: Setup) -> dict[str, list[torch.Tensor]]:
         signal, temperature, sizes = OWN[name]
@@ -295,7 +395,7 @@ class Rank:
         for after_passes in (False, True):
             engine = build_engine(setup, self.folder)
             if after_passes:
-                results["own"] = {own: self._own(engine, own, setup) for own in passes_of(name)}
+                results["own"] = {scores_by: self._own(engine, scores_by, setup) for scores_by in passes_of(name)}
                 results["grad_enabled"] = torch.is_grad_enabled()
                 self._own(engine, "saliency, robust", setup)  # the last one before a step is one with gradients
             if setup.adapter:
@@ -317,21 +417,22 @@ class Rank:
         engine = build_engine(setup, self.folder)
         passes: dict[str, Any] = {}
         with contextlib.suppress(ValueError):
-            for own in ("saliency, robust", "saliency, middle"):
-                passes[own] = self._own(engine, own, setup)
+            for pass_name in ("saliency, robust", "saliency, middle"):
+                passes[pass_name] = self._own(engine, pass_name, setup)
         with engine.eval_mode():
             return EngineModel(engine, temperature=1.0).probe(UPDATE, 40).holds, passes
 
     def held(self, setup: Setup) -> dict[str, list[int]]:
         """Blocks in memory during each backward of passes by activation, and of training, and at their end."""
-        engine, found = build_engine(setup, self.folder), {}
+        engine = build_engine(setup, self.folder)
+        blocks = {}
         _, rows = pass_rows("saliency", self.rank, self.world_size)
         for leaf in ("embeddings", "middle"):
-            with whole_blocks(engine) as found[leaf]:
+            with whole_blocks(engine) as blocks[leaf]:
                 own_pass(engine, rows, Grail(leaf=leaf), Sizes(rows=6))
-        with whole_blocks(engine) as found["training"]:
+        with whole_blocks(engine) as blocks["training"]:
             self._step(engine, setup)
-        return found
+        return blocks
 
     def later_update(self, setup: Setup) -> dict[str, Any]:
         """The separate trainer at a later update of a step, whose policy has moved on from the step's first."""
@@ -345,9 +446,9 @@ class Rank:
             step = Step(*overrides, rows=rows, mode="separate_async", workers=lambda *_: workers)
             step.trainer.local_trigger_step = update
             workers.calls.clear()
-            found = step.run()
+            result = step.run()
             results["back"].append(update == 0 or all(map(torch.equal, results["moved"], shards(engine))))
-            return torch.cat(list(found.values()))
+            return torch.cat(list(result.values()))
 
         results["first"] = advantages(update=0)
         workers.save_model_to_cpu(0)  # as verl's trainer at the first update
@@ -366,57 +467,57 @@ class Rank:
 
     def updates(self, name: str) -> dict[Any, Any]:
         """The same update of ``plan.pt`` from the same weights, by loss, aggregation and mode."""
-        setup, sizes, updates = UPDATES[name]
-        mini_batches = torch.load(self.folder / "plan.pt", weights_only=False)
-        together, size = setup.sequence_parallel, len(mini_batches[0])
-        share, place = size * together // self.world_size, self.rank // together
-        rows = [row for mini_batch in mini_batches for row in mini_batch[place * share : (place + 1) * share]]
-        engine = build_engine(setup, self.folder)
-        sizes.set(engine)
-        for group in engine.optimizer.param_groups:
-            group |= {"eps": 1e-3, "weight_decay": 0.1}  # with a smaller one Adam makes a step of any rounding
-        parameters = [p for p in engine.module.parameters() if p.requires_grad]
-        parameters = [p.to_local() if hasattr(p, "to_local") else p.data for p in parameters]
-        first, results = [parameter.detach().clone() for parameter in parameters], {}
-        for of_loss in updates:
-            options = dict(zip(("policy_loss", "loss_agg_mode"), of_loss, strict=True), epochs=EPOCHS)
+        updates = Updates(self, name)
+        results = {}
+        for of_loss in UPDATES[name][2]:
             for mode in modes_of(of_loss):
-                with torch.no_grad():
-                    for parameter, value in zip(parameters, first, strict=True):
-                        parameter.copy_(value)
-                engine.optimizer.state.clear()
-                result = results[(*of_loss, mode)] = update(training_worker(engine), rows, size, mode, **options)
-                result["parameters"] = [parameter.detach().clone() for parameter in parameters]
+                results[(*of_loss, mode)] = updates.run(updates.rows, updates.mini_batch, of_loss, mode, EPOCHS)
         return results
 
     def own_forward(self, name: str) -> dict[Any, Any]:
         """The update of ``plan.pt`` as one mini-batch, by epochs and mode: with old log-probabilities of verl's forward, and
         with those of the update's own."""
-        setup, sizes, _ = UPDATES[name]
-        mini_batches = torch.load(self.folder / "plan.pt", weights_only=False)
-        together, size = setup.sequence_parallel, sum(map(len, mini_batches))
-        share, place = size * together // self.world_size, self.rank // together
-        rows = [row for mini_batch in mini_batches for row in mini_batch][place * share : (place + 1) * share]
-        engine = build_engine(setup, self.folder)
-        sizes.set(engine)
-        for group in engine.optimizer.param_groups:
-            group |= {"eps": 1e-3, "weight_decay": 0.1}
-        parameters = [p for p in engine.module.parameters() if p.requires_grad]
-        parameters = [p.to_local() if hasattr(p, "to_local") else p.data for p in parameters]
-        first = [parameter.detach().clone() for parameter in parameters]
-        expected = verls_forward(training_worker(engine), rows)
-        rows = [row | {"old_log_probs": of_T} for row, of_T in zip(rows, expected["old_log_probs"], strict=True)]
-        results: dict[Any, Any] = {"expected": {row["place"]: i for i, row in enumerate(rows)}, "columns": expected}
+        updates = Updates(self, name, together=True)
+        columns = verls_forward(training_worker(updates.engine), updates.rows)
+        rows = [row | {"old_log_probs": of_T} for row, of_T in zip(updates.rows, columns["old_log_probs"], strict=True)]
+        places = {row["place"]: index for index, row in enumerate(rows)}
+        results: dict[Any, Any] = {"expected": places, "columns": columns}
         for epochs in (1, 3):
             for mode in ("verl", "reused", "reused, skipped, watched"):
-                with torch.no_grad():
-                    for parameter, value in zip(parameters, first, strict=True):
-                        parameter.copy_(value)
-                engine.optimizer.state.clear()
-                options = {"policy_loss": "vanilla", "loss_agg_mode": TOKEN_MEAN, "epochs": epochs}
-                result = update(training_worker(engine), rows, size, mode, **options)
-                results[epochs, mode] = result | {"parameters": [p.detach().clone() for p in parameters]}
+                results[epochs, mode] = updates.run(rows, updates.mini_batch, PLAIN_UPDATE, mode, epochs)
         return results
+
+
+class Updates:
+    """Updates of ``plan.pt`` on one rank, each from the same weights; as one mini-batch where its are run ``together``."""
+
+    def __init__(self, rank: Rank, name: str, together: bool = False) -> None:
+        setup, sizes, _ = UPDATES[name]
+        mini_batches = torch.load(rank.folder / "plan.pt", weights_only=False)
+        if together:
+            mini_batches = [[row for mini_batch in mini_batches for row in mini_batch]]
+        self.mini_batch = len(mini_batches[0])
+        share = self.mini_batch * setup.sequence_parallel // rank.world_size
+        start = rank.rank // setup.sequence_parallel * share
+        self.rows = [row for mini_batch in mini_batches for row in mini_batch[start : start + share]]
+        self.engine = build_engine(setup, rank.folder)
+        sizes.set(self.engine)
+        for group in self.engine.optimizer.param_groups:
+            group["eps"] = 1e-3  # with a smaller one Adam makes a step of any rounding
+            group["weight_decay"] = 0.1
+        trained = [parameter for parameter in self.engine.module.parameters() if parameter.requires_grad]
+        self._parameters = [p.to_local() if hasattr(p, "to_local") else p.data for p in trained]
+        self._first = [parameter.detach().clone() for parameter in self._parameters]
+
+    def run(self, rows: list[dict[str, Any]], size: int, loss: tuple[str, str], mode: str, epochs: int) -> dict:
+        """Run one, and say what it did, with the parameters after it."""
+        with torch.no_grad():
+            for parameter, value in zip(self._parameters, self._first, strict=True):
+                parameter.copy_(value)
+        self.engine.optimizer.state.clear()
+        options = {"policy_loss": loss[0], "loss_agg_mode": loss[1], "epochs": epochs}
+        result = update(training_worker(self.engine), rows, size, mode, **options)
+        return result | {"parameters": [parameter.detach().clone() for parameter in self._parameters]}
 
 
 class AllRows:
@@ -463,12 +564,13 @@ def main(name: str, rank: int, world_size: int, folder: Path) -> None:
     torch.distributed.init_process_group(
         "cpu:gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size, timeout=TIMEOUT
     )
-    made, results = Rank(rank, world_size, folder), {}
+    experiments = Rank(rank, world_size, folder)
+    results = {}
     for kind, setups in PARTS[name].items():
         results[kind] = {}
         for case, setup in setups.items():
             print(f"{kind}: {case}, after {time.process_time():.1f} CPU seconds", flush=True)
-            results[kind][case] = getattr(made, kind)(setup)
+            results[kind][case] = getattr(experiments, kind)(setup)
             gc.collect()
     torch.save(results, folder / f"result{rank}.pt")
     torch.distributed.barrier()

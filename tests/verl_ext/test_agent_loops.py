@@ -46,13 +46,14 @@ def output_of(texts: list[str], **how: Any) -> AgentLoopOutput:
 
 @pytest.mark.parametrize(("texts", "expected", "by_turn"), CASES.values(), ids=CASES)
 def test_the_calls_of_each_turn(texts: list[str], expected: list[list[float]], by_turn: list[float]) -> None:
-    output, stock = output_of(texts, loop_class=TurnToolAgent, calls=2), output_of(texts, calls=2)
-    given = output.extra_fields.pop("call_rewards")
-    assert given == expected
+    output = output_of(texts, loop_class=TurnToolAgent, calls=2)
+    stock = output_of(texts, calls=2)
+    rewards = output.extra_fields.pop("call_rewards")
+    assert rewards == expected
     assert (output.response_ids, output.response_mask) == (stock.response_ids, stock.response_mask)
     assert output.extra_fields == stock.extra_fields and stock.extra_fields["tool_rewards"] == list(chain(*expected))
     turns = len(runs(output.response_mask))
-    assert turns == len(texts) and rewards_by_turn([given], [turns], "calls").tolist() == by_turn
+    assert turns == len(texts) and rewards_by_turn([rewards], [turns], "calls").tolist() == by_turn
     if any(len(of_turn) > 1 for of_turn in expected):
         with pytest.raises(UncertainError, match="which turn each belongs to"):
             rewards_by_turn([stock.extra_fields["tool_rewards"]], [turns], "calls")
@@ -62,11 +63,11 @@ def test_the_calls_of_each_turn(texts: list[str], expected: list[list[float]], b
 def test_a_call_whose_answer_does_not_fit_keeps_its_turn(loop_class: type[ToolAgentLoop]) -> None:
     """In verl's own loop, which lists the call's reward before it finds no room for the answer: two turns, two rewards. The
     other responses have one turn, so the second one has no sibling there."""
-    whole = output_of([FIRST, SECOND, BOX])
-    length = runs(whole.response_mask)[1][1] + 1
+    complete = output_of([FIRST, SECOND, BOX])
+    length = runs(complete.response_mask)[1][1] + 1
     output = output_of([FIRST, SECOND], length=length, loop_class=loop_class)
     assert output.extra_fields["tool_rewards"] == [1.0, 1.0] and len(runs(output.response_mask)) == 2
-    assert len(output.response_mask) < length and output.response_mask == whole.response_mask[: length - 1]
+    assert len(output.response_mask) < length and output.response_mask == complete.response_mask[: length - 1]
     assert output.extra_fields.get("call_rewards", [[1.0], [1.0]]) == [[1.0], [1.0]]
     name = "tool_rewards" if loop_class is ToolAgentLoop else "call_rewards"
     mask_T = torch.tensor(output.response_mask)
@@ -75,10 +76,13 @@ def test_a_call_whose_answer_does_not_fit_keeps_its_turn(loop_class: type[ToolAg
         row["extra_fields"] = {name: []}
     row = row_of("Two?", "?" * len(mask_T), 0.0, extra_fields=output.extra_fields)
     step.store.rows["a_1_0"] |= row | {"response_mask": mask_T, "loss_mask": mask_T}
-    advantages_T, others = step.run()["a_1_0"], 1 / 2  # the mean of the other responses' rewards
+    # the mean of the other responses' rewards
+    advantages_T = step.run()["a_1_0"]
+    rest = 1 / 2
     (_, first), (second, _) = runs(output.response_mask)
     expected_T = torch.zeros(len(mask_T))
-    expected_T[:first], expected_T[second:] = 2.0 - others, 1.0 - others
+    expected_T[:first] = 2.0 - rest
+    expected_T[second:] = 1.0 - rest
     torch.testing.assert_close(advantages_T, expected_T)
     assert step.metrics["turn_rloo/non_finite_rate"] == 0
 
@@ -123,18 +127,22 @@ def test_the_loop_and_its_rewards_have_the_same_turns(turns: list[str], worth: l
     """The score is their sum, a response ends where it is full, and the command's method sees what follows each turn."""
     (entry,) = yaml.safe_load((FOLDER / "my_loop.yaml").read_text())
     assert entry == {"_target_": "my_loop.CheckAgain", "name": "check_again"}
-    loop, judge = _module("my_loop").CheckAgain, _module("my_reward").compute_score
+    loop = _module("my_loop").CheckAgain
+    judge = _module("my_reward").compute_score
     output, _ = run_loop(build_tokenizer(), [*turns, "yes"], length=limit, loop_class=loop)
     judged = judge("", "", "2", dict(output.extra_fields), num_turns=2)
-    known, mask_BT = judged["turn_rewards"], torch.tensor([output.response_mask]).bool()
+    rewards = judged["turn_rewards"]
+    mask_BT = torch.tensor([output.response_mask]).bool()
     assert len(output.response_ids) == len(output.response_mask) <= limit
-    assert len(runs(output.response_mask)) == len(known) == output.num_turns / 2
-    assert known[: len(worth)] == worth and not any(known[len(worth) :]) and sum(known) == judged["score"]
+    assert len(runs(output.response_mask)) == len(rewards) == output.num_turns / 2
+    assert rewards[: len(worth)] == worth and not any(rewards[len(worth) :]) and sum(rewards) == judged["score"]
     words = shlex.split((FOLDER / "run.sh").read_text().partition("pipefail\n")[2].replace("\\\n", " "))
     assert words[:4] == ["PYTHONPATH=.", "python3", "-m", "verl.trainer.main_ppo"]
     method = check_config(compose("ppo_trainer", words[4:-1], VERL)).method
     parts = {"prompts": [torch.tensor(output.prompt_ids)], "responses": [torch.tensor(output.response_ids)]}
-    parts |= {"advantages": torch.ones(1), "groups": torch.zeros(1, dtype=torch.int64), "mask": mask_BT}
-    rollouts = Rollouts(**parts, rewards=torch.tensor([judged["score"]]), fields={"turn_rewards": [known]})
+    parts["advantages"] = torch.ones(1)
+    parts["groups"] = torch.zeros(1, dtype=torch.int64)
+    parts["mask"] = mask_BT
+    rollouts = Rollouts(**parts, rewards=torch.tensor([judged["score"]]), fields={"turn_rewards": [rewards]})
     of_turns = method.scores(rollouts, None)[mask_BT].unique_consecutive()
-    assert set(of_turns.tolist()) == {sum(known[turn:]) for turn in range(len(known))}
+    assert set(of_turns.tolist()) == {sum(rewards[turn:]) for turn in range(len(rewards))}

@@ -24,7 +24,7 @@ from tests.verl_ext.one_step import Step, Store, row_of
 
 STEP = 3  # not that of any default
 SAMPLED = -0.25  # log-probability of every token by the engine that sampled it
-JUDGED = [row for row, said in enumerate(hosts.RESPONSES) if math.isfinite(said.reward)]
+JUDGED = [row for row, response in enumerate(hosts.RESPONSES) if math.isfinite(response.reward)]
 """verl trains nothing of a group in which a reward is not finite, so here all are."""
 RESPONSES = [hosts.RESPONSES[row] for row in JUDGED]
 KEYS = [f"{row // hosts.GROUP_SIZE}_{row % hosts.GROUP_SIZE}_0" for row in JUDGED]
@@ -41,14 +41,16 @@ class ModelWorkers:
     """The actor's worker group with a model, which runs as it is asked to."""
 
     def __init__(self, store: Store, config: Any) -> None:
-        self._dispatch_info, self._store = {"actor": [0]}, store
+        self._dispatch_info = {"actor": [0]}
+        self._store = store
 
     def compute_log_prob(self, batch: KVBatchMeta) -> KVBatchMeta:
         """verl's fields: a token's values are at the position before it."""
         model = model_of(batch.extra_info["temperature"])
         for key in batch.keys:
             fields = self._store.rows[key]
-            prompt_P, response_T = fields["prompts"], fields["responses"]
+            prompt_P = fields["prompts"]
+            response_T = fields["responses"]
             row = Row(torch.cat([prompt_P, response_T]), len(prompt_P), len(response_T), None, 0.0, 0, 0)
             (columns,) = model.micro_batches([row], lambda micro: micro.columns(BOTH), gradients=False)
             for name, of_verl in ((OLD_LOG_PROBS, "log_probs"), (ENTROPY, "entropy")):
@@ -68,13 +70,13 @@ def dumped(folder: Path, signal: Method, rejected: int | None = None) -> pa.Tabl
     """The dump of the trainer's two stages, in which rejection sampling may have dropped a response. Its advantages are
     those of the update."""
     rows = {}
-    for row, (key, said) in enumerate(zip(KEYS, RESPONSES, strict=True)):
-        made = rows[key] = row_of(said.prompt, said.parts, said.reward)
-        made |= {"rollout_log_probs": torch.full((len(said.ids),), SAMPLED)}
-        made |= {"extra_fields": {"tool_rewards": list(said.tool_rewards)}}
-        made["response_mask"] = made["loss_mask"] * (row != rejected)
+    for row, (key, response) in enumerate(zip(KEYS, RESPONSES, strict=True)):
+        run_step = rows[key] = row_of(response.prompt, response.parts, response.reward)
+        run_step["rollout_log_probs"] = torch.full((len(response.ids),), SAMPLED)
+        run_step["extra_fields"] = {"tool_rewards": list(response.tool_rewards)}
+        run_step["response_mask"] = run_step["loss_mask"] * (row != rejected)
         if REF_LOG_PROBS in signal.reads:
-            made["ref_log_prob"] = hosts.reference(hosts.plain_rollouts())[JUDGED[row], : len(said.ids)]
+            run_step["ref_log_prob"] = hosts.reference(hosts.plain_rollouts())[JUDGED[row], : len(response.ids)]
     options = [
         f"actor_rollout_ref.rollout.n={hosts.GROUP_SIZE}",
         f"actor_rollout_ref.rollout.temperature={hosts.TEMPERATURE}",
@@ -83,17 +85,17 @@ def dumped(folder: Path, signal: Method, rejected: int | None = None) -> pa.Tabl
     step = Step(*options, method=signal, rows=rows, workers=ModelWorkers, folder=folder)
     step.trainer._context_length = 1000
     step.trainer.global_steps = STEP
-    found = step.run()
+    advantages = step.run()
     assert step.metrics["token_dump/failed_files"] == 0
     table = hosts.dumped_table(folder)
-    assert [found[key].tolist() for key in KEYS] == table["advantage"].to_pylist()
+    assert [advantages[key].tolist() for key in KEYS] == table["advantage"].to_pylist()
     return table
 
 
 def expected(signal: Method, rejected: int | None = None) -> pa.Table:
     """The plain model's dump, with verl's keys, and with rewards by turn where there are some."""
     rollouts = hosts.plain_rollouts().part(JUDGED)
-    labels = [{"turn_rewards": list(said.tool_rewards)} if said.tool_rewards else {} for said in RESPONSES]
+    labels = [{"turn_rewards": list(texts.tool_rewards)} if texts.tool_rewards else {} for texts in RESPONSES]
     mask = rollouts.mask.clone()
     if rejected is not None:
         mask[rejected] = False

@@ -19,8 +19,10 @@ from tests.core.tiny_models import id_to_character
 from tests.verl_ext.one_step import ROWS, Step, made_up_saliency, row_of
 
 CORRECTION = "algorithm.rollout_correction"
-TOKENS = tuple(f"{CORRECTION}.rollout_{of}" for of in ("is=token", "rs=token_k1", "rs_threshold='0.7_1.4'"))
-SEQUENCES = tuple(f"{CORRECTION}.rollout_{of}" for of in ("is=sequence", "rs=seq_mean_k1", "rs_threshold='0.95_1.05'"))
+TOKENS = tuple(f"{CORRECTION}.rollout_{option}" for option in ("is=token", "rs=token_k1", "rs_threshold='0.7_1.4'"))
+SEQUENCES = tuple(
+    f"{CORRECTION}.rollout_{option}" for option in ("is=sequence", "rs=seq_mean_k1", "rs_threshold='0.95_1.05'")
+)
 KL = ("algorithm.use_kl_in_reward=True", "algorithm.kl_ctrl.kl_coef=0.1")
 TOOL = ("a_3_0", "Two?", ("I ask for it;", r"=\boxed{9}!", "so it", "?", r" is \boxed{3}, ok<end>"), 0.0)
 """A tool wrote between the model's turns, an answer too."""
@@ -31,7 +33,8 @@ SEVERAL_OUTPUTS = (
     ("a_1_2", "Two? Sure? Yes?", r"Then it is \boxed{4}.<end>", 0.0),
 )
 PADDING = "pad_0_0"
-TEMPERATURE, STEP = 0.8, 3
+TEMPERATURE = 0.8
+STEP = 3
 
 
 @dataclass(frozen=True)
@@ -58,7 +61,8 @@ Rows = dict[str, dict[str, Any]]
 @cache
 def responses_of(name: str) -> Rows:
     """The scenario's, with log-probabilities that differ between the policies, and a row that fills up the batch."""
-    generator, rows = torch.Generator().manual_seed(3), {}
+    generator = torch.Generator().manual_seed(3)
+    rows = {}
     for key, prompt, text, reward in (*ROWS, *SCENARIOS[name].more):
         row = row_of(prompt, text, reward)
         old_T = -2 * torch.rand(len(row["responses"]), generator=generator)
@@ -76,9 +80,11 @@ def responses_of(name: str) -> Rows:
 @cache
 def results_of(name: str) -> tuple[tuple[Rows, dict[str, Any]], ...]:
     """The responses and metrics after the stage of verl's trainer, and after that of this package's."""
-    scenario, results = SCENARIOS[name], []
+    scenario = SCENARIOS[name]
+    results = []
     for options in ([f"algorithm.adv_estimator={scenario.base}"], [f"{BASE}={scenario.base}"]):
-        rows, method = copy.deepcopy(responses_of(name)), Grail("robust", gate="all")
+        rows = copy.deepcopy(responses_of(name))
+        method = Grail("robust", gate="all")
         options += [f"{ROLLOUT}.temperature={TEMPERATURE}", *scenario.overrides]
         step = Step(*options, method=method, rows=rows, mode=scenario.mode)
         step.trainer.global_steps = STEP
@@ -90,9 +96,9 @@ def results_of(name: str) -> tuple[tuple[Rows, dict[str, Any]], ...]:
 def weights_of(row: dict[str, Any], mask_T: torch.Tensor, advantage: float) -> torch.Tensor:
     """Of the tokens that train, by the plain computation, which has not seen a tool's tokens, but for their positions."""
     written_T = row["loss_mask"].bool()
-    kept = mask_T[written_T].bool().tolist()
+    trains = mask_T[written_T].bool().tolist()
     text = "".join(id_to_character()[token] for token in row["responses"][written_T].tolist())
-    spans = [tuple(sum(kept[:at]) for at in span) for span in reference.boxed_spans(text)]
+    spans = [tuple(sum(trains[:at]) for at in span) for span in reference.boxed_spans(text)]
     tokens_S = torch.cat([row["prompts"], row["responses"]])
     scores_T = made_up_saliency(tokens_S, TEMPERATURE, STEP)[len(row["prompts"]) :][mask_T.bool()]
     options = reference.resolve("robust", gate="all")
@@ -104,7 +110,9 @@ def test_advantages_are_weight_times_verls_and_nothing_else_differs(name: str) -
     (verls, verls_metrics), (ours, metrics) = results_of(name)
     moved = 0
     for key, row in verls.items():
-        base_T, mask_T, found_T = row["advantages"], row["response_mask"], ours[key]["advantages"]
+        base_T = row["advantages"]
+        mask_T = row["response_mask"]
+        found_T = ours[key]["advantages"]
         expected_T = torch.zeros(len(base_T))
         if key != PADDING and mask_T.any():
             advantage = float(base_T[mask_T.bool()][0])
@@ -113,8 +121,10 @@ def test_advantages_are_weight_times_verls_and_nothing_else_differs(name: str) -
             moved += bool(advantage) and len(weights_T.unique()) > 2
         torch.testing.assert_close(found_T, expected_T, rtol=2e-4, atol=1e-6)
         assert torch.equal(ours[key]["returns"], found_T)
-        others = row.keys() - {"advantages", "returns", "uid"}
-        assert row.keys() == ours[key].keys() and all(torch.equal(row[of], ours[key][of]) for of in others)
+        names = row.keys() - {"advantages", "returns", "uid"}
+        assert row.keys() == ours[key].keys() and all(
+            torch.equal(row[name_of_column], ours[key][name_of_column]) for name_of_column in names
+        )
     assert moved >= 3 and not ours[PADDING]["advantages"].any()
     assert {metric: metrics[metric] for metric in verls_metrics} == verls_metrics
     assert all(map(math.isfinite, metrics.values()))
@@ -126,8 +136,8 @@ def test_corrections_reject_tokens_sequences_and_with_bypass_nothing(name: str, 
     rows = [row for key, row in results_of(name)[1][0].items() if key != PADDING]
     assert all(("rollout_is_weights" in row) == (name != "bypass") for row in rows)
     lost = [row["response_mask"].bool()[row["loss_mask"].bool()].logical_not() for row in rows]
-    assert least <= sum(bool(of.any()) for of in lost) <= least * (len(rows) - 3)
-    assert all(of.all() or not of.any() for of in lost) == (name != "everything")
+    assert least <= sum(bool(lost_T.any()) for lost_T in lost) <= least * (len(rows) - 3)
+    assert all(lost_T.all() or not lost_T.any() for lost_T in lost) == (name != "everything")
 
 
 @pytest.mark.parametrize("mode", ["sync", "colocate_async", "separate_async"])

@@ -39,7 +39,9 @@ from tests.verl_ext.whole_run import ROOT, WholeRun
 
 pytestmark = pytest.mark.slow
 
-PROMPTS, ROLLOUTS, TEMPERATURE = 4, 8, 0.8
+PROMPTS = 4
+ROLLOUTS = 8
+TEMPERATURE = 0.8
 GOLD = {"reward_model": {"style": "rule", "ground_truth": "0"}}
 """What the data set says of every prompt."""
 THEIRS = {"boxed_digits", "judged_steps"}
@@ -94,7 +96,9 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
     install = [sys.executable, "-m", "pip", "install", "-qq", "--no-deps", "--no-build-isolation"]
     subprocess.run([*install, "--target", str(folder / "site"), str(source)], check=True, timeout=600)
     write_files("own_trainer.md", folder / "site")
-    options = [(methods()[name].section, key, value) for name, of in OPTIONS.items() for key, value in of.items()]
+    options = [
+        (methods()[name].section, key, value) for name, values in OPTIONS.items() for key, value in values.items()
+    ]
     overrides = [
         "trainer.v1.trainer_mode=every_method",
         "algorithm.adv_estimator=boxed_digits",
@@ -146,7 +150,8 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
 def test_advantages_are_weight_times_grpos(pair: Pair, name: str) -> None:
     """The base is recomputed from the rewards, and the product is what verl's actor was given."""
     step = NAMES.index(name) + 1
-    rows, metrics = pair.resumed.dump(step), pair.resumed.metrics(step)
+    rows = pair.resumed.dump(step)
+    metrics = pair.resumed.metrics(step)
     assert len(rows) == PROMPTS * ROLLOUTS
     for row, advantage in zip(rows, whole_run.advantages_of_grpo(rows), strict=True):
         base = torch.tensor(row.base_advantage_T)
@@ -156,32 +161,38 @@ def test_advantages_are_weight_times_grpos(pair: Pair, name: str) -> None:
         if name in GIVE_ADVANTAGES and not np.isnan(row.score_T).any():
             weighted = torch.tensor(row.score_T)
         torch.testing.assert_close(torch.tensor(row.advantage_T), weighted, rtol=1e-6, atol=0)
-    given = np.concatenate([row.advantage_T for row in rows])
-    assert metrics["critic/advantages/mean"] == pytest.approx(float(given.mean()), abs=1e-5)
-    assert metrics["critic/advantages/max"] == pytest.approx(float(given.max()), rel=1e-5)
+    advantages = np.concatenate([row.advantage_T for row in rows])
+    assert metrics["critic/advantages/mean"] == pytest.approx(float(advantages.mean()), abs=1e-5)
+    assert metrics["critic/advantages/max"] == pytest.approx(float(advantages.max()), rel=1e-5)
     assert metrics[f"{name}/non_finite_rate"] == 0 and metrics["training/rollout_probs_diff_max"] < 1e-3
 
 
 @pytest.mark.parametrize("name", OURS)
 def test_weights_are_those_of_the_plain_function(pair: Pair, name: str) -> None:
     """Two FSDP ranks, micro-batches and TransferQueue against one response at a time in one process."""
-    rows, signal = pair.resumed.dump(NAMES.index(name) + 1), build(name, OPTIONS.get(name, {}))
-    messages = [list(of) for of in pandas.read_parquet(pair.resumed.folder / "train.parquet")["prompt"]]
+    rows = pair.resumed.dump(NAMES.index(name) + 1)
+    signal = build(name, OPTIONS.get(name, {}))
+    messages = [
+        list(messages_of) for messages_of in pandas.read_parquet(pair.resumed.folder / "train.parquet")["prompt"]
+    ]
     template = partial(whole_run.tokenizer().apply_chat_template, add_generation_prompt=True, return_dict=False)
-    asked = {tuple(template(of)): of for of in messages}
+    prompts = {tuple(template(messages_of)): messages_of for messages_of in messages}
     uids = [row.key.rsplit("_", 2)[0] for row in rows]
-    known = {
+    fields = {
         "groups": torch.tensor([sorted(set(uids)).index(uid) for uid in uids]),
-        "examples": [Example(asked[tuple(row.prompt_ids)], GOLD, {}) for row in rows],
+        "examples": [Example(prompts[tuple(row.prompt_ids)], GOLD, {}) for row in rows],
         "rewards": torch.tensor([row.reward for row in rows], dtype=torch.float64),
         "fields": {"tool_rewards": [[]] * len(rows)},
     }
-    expected = whole_run.plain_weights(pair.resumed, rows, signal, temperature=TEMPERATURE, step=rows[0].step, **known)
-    moved, gives_weights = 0, isinstance(signal, Method)
-    for row, wanted in zip(rows, expected, strict=True):
-        found = torch.tensor(row.weight_T if gives_weights else row.advantage_T)
-        torch.testing.assert_close(found, wanted, **(NOISY if name == "oar_g" else EXACT), msg=row.key)
-        moved += not torch.equal(found, torch.ones_like(found) if gives_weights else found[:1].expand_as(found))
+    expected = whole_run.plain_weights(pair.resumed, rows, signal, temperature=TEMPERATURE, step=rows[0].step, **fields)
+    moved = 0
+    gives_weights = isinstance(signal, Method)
+    for row, expected_T in zip(rows, expected, strict=True):
+        values_T = torch.tensor(row.weight_T if gives_weights else row.advantage_T)
+        torch.testing.assert_close(values_T, expected_T, **(NOISY if name == "oar_g" else EXACT), msg=row.key)
+        moved += not torch.equal(
+            values_T, torch.ones_like(values_T) if gives_weights else values_T[:1].expand_as(values_T)
+        )
     assert (moved > 0) == (name not in {"uniform", *OF_TURNS}), "nothing to compare"
     assert name not in OF_TURNS or any(map(np.any, (row.advantage_T for row in rows))), "nothing to compare"
 
@@ -189,13 +200,14 @@ def test_weights_are_those_of_the_plain_function(pair: Pair, name: str) -> None:
 def test_dump_joins_verls_own_rollout_dump(pair: Pair) -> None:
     """verl's ``uid`` is the dump's ``key``, and what both know of a response is the same."""
     lines = (pair.resumed.folder / "rollouts" / "2.jsonl").read_text().splitlines()
-    verls, rows = {line["uid"]: line for line in map(json.loads, lines)}, pair.resumed.dump(2)
+    verls = {line["uid"]: line for line in map(json.loads, lines)}
+    rows = pair.resumed.dump(2)
     assert {row.key for row in rows} == verls.keys() and len(lines) == len(rows) == PROMPTS * ROLLOUTS
     text = partial(whole_run.tokenizer().decode, skip_special_tokens=True)
     for row in rows:
         texts = [text(row.prompt_ids), text(row.token_ids_T)]
-        known = [*texts, row.ground_truth, row.reward, row.step]
-        assert known == [verls[row.key][name] for name in ("input", "output", "gts", "score", "step")]
+        facts = [*texts, row.ground_truth, row.reward, row.step]
+        assert facts == [verls[row.key][name] for name in ("input", "output", "gts", "score", "step")]
         assert row.outcome == ("right" if row.reward else "wrong") and row.id.startswith("parity/")
     assert pair.resumed.metrics(2)["token_dump/failed_files"] == 0
 
@@ -203,10 +215,10 @@ def test_dump_joins_verls_own_rollout_dump(pair: Pair) -> None:
 def test_a_killed_engine_ends_the_run_which_names_it_and_leaves_no_process(pair: Pair) -> None:
     """As where memory runs short. That no process is left the fixture has waited for."""
     assert pair.killed.result.returncode == 1
-    said = pair.killed.result.stderr
-    assert HEADLINE in said and "vLLM's server on " in said[said.index(HEADLINE) :]
+    output = pair.killed.result.stderr
+    assert HEADLINE in output and "vLLM's server on " in output[output.index(HEADLINE) :]
     # The trainer of the documentation ran, with methods that nobody knows without their package.
-    assert all(f"step {step} is done" in pair.killed.result.stdout + said for step in range(1, STEPS + 1))
+    assert all(f"step {step} is done" in pair.killed.result.stdout + output for step in range(1, STEPS + 1))
     assert not THEIRS & set(methods())
 
 
@@ -225,15 +237,15 @@ def test_every_step_is_logged_once(pair: Pair) -> None:
 
 def test_metrics_from_the_checkpoint_on_are_the_same_bit_for_bit(pair: Pair) -> None:
     resumed, uninterrupted = (_lines(folder) for folder in (pair.resumed.folder, pair.uninterrupted))
-    for there, here in zip(uninterrupted[KILLED_BEHIND + 1 :], resumed[KILLED_BEHIND + 1 :], strict=True):
-        assert there["data"].keys() == here["data"].keys()
-        names = [name for name in there["data"] if not NOT_THE_SAME.search(name)]
+    for first, second in zip(uninterrupted[KILLED_BEHIND + 1 :], resumed[KILLED_BEHIND + 1 :], strict=True):
+        assert first["data"].keys() == second["data"].keys()
+        names = [name for name in first["data"] if not NOT_THE_SAME.search(name)]
         assert len(names) > 50
         assert {"actor/pg_loss", "actor/grad_norm", "actor/lr", "critic/score/mean"} <= {*names}
         assert any(name.endswith("/advantage_scale") for name in names)
-        assert {name: here["data"][name] for name in names} == {name: there["data"][name] for name in names}
-    before, after = (pair.resumed.policy(step).lm_head.weight for step in (STEPS - 1, STEPS))
-    assert not torch.equal(before, after), "nothing was learned that could have been lost"
+        assert {name: second["data"][name] for name in names} == {name: first["data"][name] for name in names}
+    weight, next_weight = (pair.resumed.policy(step).lm_head.weight for step in (STEPS - 1, STEPS))
+    assert not torch.equal(weight, next_weight), "nothing was learned that could have been lost"
 
 
 def test_dumps_are_the_same(pair: Pair) -> None:
@@ -244,7 +256,7 @@ def test_dumps_are_the_same(pair: Pair) -> None:
     rows = [list(dump.rows(steps)) for dump in dumps]
     assert [row.key for row in rows[0]] == [row.key for row in rows[1]]
     assert len({row.key for row in rows[0]}) == STEPS * PROMPTS * ROLLOUTS
-    for there, here in zip(*rows, strict=True):
-        np.testing.assert_array_equal(here.token_ids_T, there.token_ids_T)
+    for first, second in zip(*rows, strict=True):
+        np.testing.assert_array_equal(second.token_ids_T, first.token_ids_T)
         for column in COLUMNS:
-            np.testing.assert_array_equal(getattr(here, f"{column}_T"), getattr(there, f"{column}_T"))
+            np.testing.assert_array_equal(getattr(second, f"{column}_T"), getattr(first, f"{column}_T"))

@@ -26,17 +26,22 @@ OPTIONS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_scores_and_weights_are_those_of_plain_autograd(name: str, padding: str) -> None:
     """In float64, one response at a time and without padding; by the largest value of each response."""
-    options, model, batch = OPTIONS[padding], ARCHITECTURES[name].build().eval(), make_batch(BATCH, padding)
-    found = compute_token_weights(model, char_tokenizer(), *batch.tensors(), Grail(**options))
-    plain, masks, moved = reference.PlainModel(model), batch.response_mask.bool(), 0
+    options = OPTIONS[padding]
+    model = ARCHITECTURES[name].build().eval()
+    batch = make_batch(BATCH, padding)
+    result = compute_token_weights(model, char_tokenizer(), *batch.tensors(), Grail(**options))
+    plain = reference.PlainModel(model)
+    masks = batch.response_mask.bool()
+    moved = 0
     for at, rollout in enumerate(BATCH):
-        ids, start = encode(rollout.prompt) + encode(rollout.response), len(encode(rollout.prompt))
+        ids = encode(rollout.prompt) + encode(rollout.response)
+        start = len(encode(rollout.prompt))
         mask = [int(place >= start) for place in range(len(ids))]
         row = ([ids], [[1] * len(ids)], [mask], [rollout.advantage], reference.resolve(**options))
-        wanted = reference.reference_weights(plain, id_to_character(), *row)
-        for values_BL, expected in ((found.scores, wanted.scores), (found.weights, wanted.weights)):
+        expected_result = reference.reference_weights(plain, id_to_character(), *row)
+        for values_BL, expected in ((result.scores, expected_result.scores), (result.weights, expected_result.weights)):
             expected_T = torch.tensor(expected[0][start:])
             close = {"rtol": 0, "atol": 1e-4 * float(expected_T.nan_to_num().abs().max()), "equal_nan": True}
             torch.testing.assert_close(values_BL[at, masks[at]], expected_T, **close)
-        moved += len(set(wanted.weights[0][start:])) > 3
+        moved += len(set(expected_result.weights[0][start:])) > 3
     assert moved, "no weights to compare"

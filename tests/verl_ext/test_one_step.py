@@ -32,15 +32,15 @@ from grail_advantage.verl_ext.trainer import TokenWeightTrainer
 from tests.core.real_tokenizers import save_under_class
 from tests.core.tiny_models import END_ID, encode
 from tests.unjudged import UNJUDGED
-from tests.verl_ext.one_step import CASES, ROWS, WRONG, Step, Workers, row_of, same
+from tests.verl_ext.one_step import ROWS, WRONG, Step, Workers, row_of, same
 from verl_cpu.tiny.model import build_tokenizer
 
 Advantages = dict[str, torch.Tensor]
 
 
-def uneven(found: Advantages) -> set[str]:
+def uneven(advantages: Advantages) -> set[str]:
     """Responses whose tokens have several advantages."""
-    return {key for key, values in found.items() if len(values.unique()) > 2}
+    return {key for key, values in advantages.items() if len(values.unique()) > 2}
 
 
 def test_fetches_and_computes_everything_once() -> None:
@@ -77,17 +77,18 @@ class OtherAdvantages(PPOTrainerSync):
 def test_a_trainers_own_advantages_have_the_last_word() -> None:
     """The correct responses are those with a negative advantage now."""
     step = Step(cls=type("OtherAdvantagesWithTokenWeights", (TokenWeightTrainer, OtherAdvantages), {}))
-    found, right = step.run(), {key for key, *_, reward in ROWS if reward}
-    assert uneven(found) == right and all((found[key] < 0).all() for key in right)
+    advantages = step.run()
+    right = {key for key, *_, reward in ROWS if reward}
+    assert uneven(advantages) == right and all((advantages[key] < 0).all() for key in right)
     assert len(step.workers.own) == len(right)
 
 
-def scored(of_a: Sequence[float], *others: str) -> Step:
+def scored(of_a: Sequence[float], *overrides: str) -> Step:
     """A step of four responses to one prompt with these rewards, and four to another; the advantages are not weighted."""
     rewards = {f"a_{number}_0": reward for number, reward in enumerate(of_a)}
     rewards |= {f"b_{number}_0": float(number % 3) for number in range(4)}
-    rows = {key: row_of("Nine?", "I say 9."[: 3 + place], of) for place, (key, of) in enumerate(rewards.items())}
-    return Step("algorithm.norm_adv_by_std_in_grpo=false", *others, method=build("uniform"), rows=rows)
+    rows = {key: row_of("Nine?", "I say 9."[: 3 + place], value) for place, (key, value) in enumerate(rewards.items())}
+    return Step("algorithm.norm_adv_by_std_in_grpo=false", *overrides, method=build("uniform"), rows=rows)
 
 
 @pytest.mark.parametrize("name", UNJUDGED)
@@ -97,8 +98,8 @@ def test_a_reward_that_cannot_be_used_trains_nothing(name: str) -> None:
     step = scored(rewards)
     advantages = step.run()
     for key, value in zip(["a_0_0", "a_1_0", "a_2_0", "a_3_0"], expected, strict=True):
-        wanted = 0.0 if math.isnan(value) else value
-        torch.testing.assert_close(advantages[key], torch.full_like(advantages[key], wanted))
+        expected_value = 0.0 if math.isnan(value) else value
+        torch.testing.assert_close(advantages[key], torch.full_like(advantages[key], expected_value))
     torch.testing.assert_close(
         step.trainer._weighed.rollouts.advantages[:4], torch.tensor(expected), equal_nan=True, rtol=1e-5, atol=1e-6
     )
@@ -112,13 +113,13 @@ def test_a_reward_that_cannot_be_used_trains_nothing(name: str) -> None:
 @pytest.mark.parametrize("lost", [1, 2])
 def test_a_base_does_not_see_responses_without_a_reward(base: str, lost: int) -> None:
     """Its advantages are those of a batch without them. Of one output of a session verl's GRPO makes the session's."""
-    whole = scored([1.0, 0.5, 0.0, 0.0], f"{BASE}={base}")
-    whole.store.rows = {
-        key: row for key, row in whole.store.rows.items() if key not in [f"a_{n}_0" for n in range(lost)]
+    complete = scored([1.0, 0.5, 0.0, 0.0], f"{BASE}={base}")
+    complete.store.rows = {
+        key: row for key, row in complete.store.rows.items() if key not in [f"a_{n}_0" for n in range(lost)]
     }
     step = scored([math.nan] * lost + [1.0, 0.5, 0.0, 0.0][lost:], f"{BASE}={base}")
     advantages = step.run()
-    for key, values in whole.run().items():
+    for key, values in complete.run().items():
         torch.testing.assert_close(advantages[key], values)
     assert not any(advantages[f"a_{number}_0"].any() for number in range(lost))
 
@@ -127,15 +128,18 @@ def test_a_trainers_own_advantages_are_not_made_again() -> None:
     """Where a reward cannot be used: that response trains nothing, and those with a finite advantage keep it."""
     step = Step(cls=type("OtherAdvantagesWithTokenWeights", (TokenWeightTrainer, OtherAdvantages), {}))
     step.store.rows["a_2_0"]["rm_scores"][-1] = math.nan
-    own = Step(cls=type("OtherAdvantagesWithTokenWeights", (TokenWeightTrainer, OtherAdvantages), {})).run()
+    complete = Step(cls=type("OtherAdvantagesWithTokenWeights", (TokenWeightTrainer, OtherAdvantages), {})).run()
     advantages = step.run()
-    assert all(torch.equal(advantages[key], own[key]) for key in own if key[0] == "b")
-    assert not any(advantages[key].any() for key in own if key[0] == "a")
+    assert all(torch.equal(advantages[key], complete[key]) for key in complete if key[0] == "b")
+    assert not any(advantages[key].any() for key in complete if key[0] == "a")
 
 
 MEANS = [
-    *(("token-mean", None, 7 / 3), ("seq-mean-token-sum", None, 7 / 2), ("seq-mean-token-mean", None, 11 / 4)),
-    *(("seq-mean-token-sum-norm", None, 7 / 2 / 3), ("seq-mean-token-sum-norm", 8, 7 / 2 / 8)),
+    ("token-mean", None, 7 / 3),
+    ("seq-mean-token-sum", None, 7 / 2),
+    ("seq-mean-token-mean", None, 11 / 4),
+    ("seq-mean-token-sum-norm", None, 7 / 2 / 3),
+    ("seq-mean-token-sum-norm", 8, 7 / 2 / 8),
 ]
 
 
@@ -157,28 +161,29 @@ class TestLeavingOut:
         step = Step(*overrides)
         step.store.rows["b_0_0"]["rm_scores"][:] = 0
         step.run()
-        step.workers._dispatch_info, step.trainer._skips = {"actor": [0, 1]}, skips
+        step.workers._dispatch_info = {"actor": [0, 1]}
+        step.trainer._skips = skips
         step.update(padding)
         return step
 
     def test_every_rank_gets_its_share_of_the_rows_that_train(self) -> None:
-        made = self.step()
-        (asked,) = made.workers.updates
-        assert sorted(sum(key[0] == "a" for key in asked.keys[start : start + 3]) for start in (0, 3)) == [1, 2]
-        assert asked.extra_info[LEAVE_OUT] is True
-        assert asked.extra_info["mini_batch_size"] == asked.extra_info["global_batch_size"] == 6
-        left = [len(encode(prompt)) + len(encode(response)) for key, prompt, response, _ in ROWS if key[0] == "b"]
-        assert made.metrics["token_weights/skipped_responses"] == 3
-        assert made.metrics["token_weights/skipped_tokens"] == sum(left)
+        step = self.step()
+        (request,) = step.workers.updates
+        assert sorted(sum(key[0] == "a" for key in request.keys[start : start + 3]) for start in (0, 3)) == [1, 2]
+        assert request.extra_info[LEAVE_OUT] is True
+        assert request.extra_info["mini_batch_size"] == request.extra_info["global_batch_size"] == 6
+        lengths = [len(encode(prompt)) + len(encode(response)) for key, prompt, response, _ in ROWS if key[0] == "b"]
+        assert step.metrics["token_weights/skipped_responses"] == 3
+        assert step.metrics["token_weights/skipped_tokens"] == sum(lengths)
         padded = self.step(padding="b_1_0")
         assert padded.metrics["token_weights/skipped_responses"] == 2, "padding is not counted"
 
     @pytest.mark.parametrize("skips", [True, False])
     def test_the_order_stays_where_verl_shuffles_and_without_the_option(self, skips: bool) -> None:
-        made = self.step(*[f"{ACTOR}.shuffle=True"] * skips, skips=skips)
-        (asked,) = made.workers.updates
-        assert asked.keys == [key for key, *_ in ROWS]
-        assert (LEAVE_OUT in asked.extra_info) == any("skipped" in name for name in made.metrics) == skips
+        step = self.step(*[f"{ACTOR}.shuffle=True"] * skips, skips=skips)
+        (request,) = step.workers.updates
+        assert request.keys == [key for key, *_ in ROWS]
+        assert (LEAVE_OUT in request.extra_info) == any("skipped" in name for name in step.metrics) == skips
 
 
 def test_responses_are_left_out_where_no_rank_finds_that_they_depend_on_others(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -187,11 +192,11 @@ def test_responses_are_left_out_where_no_rank_finds_that_they_depend_on_others(m
     monkeypatch.setattr(PPOTrainerSync, "_load_checkpoint", lambda self: None)
     in_half_precision = Finding(0.05, HALF_LIMIT, "alone")
     depends = Finding(1e-3, LIMIT, "alone")
-    asked = []
+    calls = []
     for second, leaves_out in ((in_half_precision, True), (depends, False)):
 
         def probe_neighbours(*how: Any, second: Finding = second) -> list[Finding]:
-            asked.append(how)
+            calls.append(how)
             return [in_half_precision, second]
 
         step = Step(f"{SKIP}=auto", f"{ROLLOUT}.temperature=0.7", f"{ROLLOUT}.max_model_len=70")
@@ -199,7 +204,7 @@ def test_responses_are_left_out_where_no_rank_finds_that_they_depend_on_others(m
         step.workers.probe_neighbours = probe_neighbours
         step.trainer._load_checkpoint()
         assert step.trainer._skips == leaves_out
-    assert asked == [(UPDATE, 70, 0.7)] * 2
+    assert calls == [(UPDATE, 70, 0.7)] * 2
 
 
 def test_an_estimator_of_ones_own_as_the_base() -> None:
@@ -212,8 +217,8 @@ def test_an_estimator_of_ones_own_as_the_base() -> None:
     for name, estimator in (("doubled", doubled), ("by_token", by_token)):
         register_adv_est(name)(estimator)
     try:
-        found = Step(f"{BASE}=doubled", method=build("uniform")).run()
-        assert [values_T.unique().tolist() for values_T in found.values()] == [[2 * reward] for *_, reward in ROWS]
+        advantages = Step(f"{BASE}=doubled", method=build("uniform")).run()
+        assert [values_T.unique().tolist() for values_T in advantages.values()] == [[2 * reward] for *_, reward in ROWS]
         with pytest.raises(ValueError, match="by_token"):
             Step(f"{BASE}=by_token").run()
     finally:
@@ -237,9 +242,9 @@ class TestStart:
         """verl's server takes the model's positions where rollout.max_model_len is unset; options of the model count."""
         build_tokenizer().save_pretrained(tmp_path)
         GenerationConfig(eos_token_id=[3, 4]).save_pretrained(tmp_path)
-        made = self._trainer(tmp_path, max_model_len, max_position_embeddings=48)
-        made._init_tokenizer()
-        assert made._context_length == context and made._end_tokens == {3, 4, made.tokenizer.eos_token_id}
+        trainer = self._trainer(tmp_path, max_model_len, max_position_embeddings=48)
+        trainer._init_tokenizer()
+        assert trainer._context_length == context and trainer._end_tokens == {3, 4, trainer.tokenizer.eos_token_id}
 
     def test_a_tokenizer_that_loses_text_ends_the_run(self, tmp_path: Path) -> None:
         """One that the driver could not look at, as it was not there yet."""
@@ -249,12 +254,12 @@ class TestStart:
 
     def _trainer(self, folder: Path, max_model_len: int | None, **config: Any) -> Any:
         LlamaConfig(architectures=["LlamaForCausalLM"], max_position_embeddings=64).save_pretrained(folder)
-        made = Step().trainer
-        made.config.actor_rollout_ref.rollout.max_model_len = max_model_len
+        trainer = Step().trainer
+        trainer.config.actor_rollout_ref.rollout.max_model_len = max_model_len
         model = {"_target_": "verl.workers.config.HFModelConfig", "path": str(folder)}
-        made.config.actor_rollout_ref.model = {**model, "override_config": {"attn_implementation": "sdpa", **config}}
-        made.settings = Settings.parse(made.config)
-        return made
+        trainer.config.actor_rollout_ref.model = {**model, "override_config": {"attn_implementation": "sdpa", **config}}
+        trainer.settings = Settings.parse(trainer.config)
+        return trainer
 
     @pytest.mark.parametrize(("strategy", "replaced"), [("megatron", False), ("fsdp2", True)])
     def test_workers_of_other_engines_are_verls_own(
@@ -265,43 +270,60 @@ class TestStart:
 
         monkeypatch.setattr(PPOTrainerSync, "_init_resource_pool_mgr", init_resource_pool_mgr)
         monkeypatch.setattr(host, "ray", SimpleNamespace(remote=lambda worker: worker))
-        made = Step(f"{ACTOR}.strategy={strategy}").trainer
-        made._init_resource_pool_mgr()
+        trainer = Step(f"{ACTOR}.strategy={strategy}").trainer
+        trainer._init_resource_pool_mgr()
         expected = host.TokenWeightActorWorker if replaced else ActorRolloutRefWorker
-        assert made.role_worker_mapping == {Role.ActorRollout: expected}
+        assert trainer.role_worker_mapping == {Role.ActorRollout: expected}
 
 
 def test_a_step_without_a_pass_asks_nothing_of_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(Workers, "compute_token_scores")
     method = build("probability")
-    found = [Step(f"{ACTOR}.strategy={strategy}", method=method).run() for strategy in ("fsdp2", "megatron")]
-    assert same(*found) and any(bool(advantages_T.any()) for advantages_T in found[0].values())
+    results = [Step(f"{ACTOR}.strategy={strategy}", method=method).run() for strategy in ("fsdp2", "megatron")]
+    assert same(*results) and any(bool(advantages_T.any()) for advantages_T in results[0].values())
 
 
-@pytest.mark.parametrize(("given", "cases"), CASES["truncated"].items())
-def test_what_is_truncated(given: str, cases: str) -> None:
-    """Those with ``!``, of responses of at most 6 tokens, by the engine, and the length of the context and of the prompt, which
-    has at most 3; ``f`` ends a turn as ``<end>`` does, and a tool wrote cd after it. SGLang has one position less."""
-    engine, context, prompt = given.split()
+TRUNCATED = {
+    "vllm 100 1": "abc<end> abcde<end> abcde abc abcdeg! abcdef abfcde! abfcd<end> abfcf",
+    "vllm 100 5": "abcd!",
+    "sglang 100 5": "abc",
+    "vllm 8 5": "abc! ab<end>",
+    "trtllm 8 5": "ab",
+    "vllm 6 1": "abfcd! abfc abfcf",
+    "sglang 8 5": "ab! a",
+    "sglang 9 5": "abc!",
+    "sglang 6 5": "!",
+    "vllm 5 5": "a!",
+}
+"""By the engine, the length of the context and that of the prompt: responses, of which those with ``!`` are truncated."""
+
+
+@pytest.mark.parametrize("case", TRUNCATED)
+def test_what_is_truncated(case: str) -> None:
+    """Of responses of at most 6 tokens to prompts of at most 3; ``f`` ends a turn as ``<end>`` does, and a tool wrote cd after
+    it. SGLang has one position less."""
+    engine, context, prompt = case.split()
+    texts = TRUNCATED[case].split()
     rollout = {"name": engine, "prompt_length": 3, "response_length": 6}
     plain = {"actor_rollout_ref": {"rollout": rollout}, "algorithm": {"adv_estimator": "grail"}}
-    settings, end_tokens = Settings.parse(OmegaConf.create(plain)), {END_ID, encode("f")[0]}
-    responses = [torch.tensor(encode(case.removesuffix("!"))) for case in cases.split()]
-    found = truncated([torch.arange(int(prompt))] * len(responses), responses, settings, int(context), end_tokens)
-    assert found.tolist() == [case.endswith("!") for case in cases.split()]
+    settings = Settings.parse(OmegaConf.create(plain))
+    end_tokens = {END_ID, encode("f")[0]}
+    responses = [torch.tensor(encode(text.removesuffix("!"))) for text in texts]
+    truncated_B = truncated([torch.arange(int(prompt))] * len(responses), responses, settings, int(context), end_tokens)
+    assert truncated_B.tolist() == [text.endswith("!") for text in texts]
 
 
 def test_a_group_meets_on_a_rank_and_copies_that_fill_one_up_belong_to_none() -> None:
-    asked: list[Row] = []
+    requested: list[Row] = []
 
     class Counting(Workers):
         def compute_token_scores(self, request: TensorDict) -> TensorDict:
-            asked.extend(rows_of(request))
-            return build_reply([RowScores(torch.full((row.length,), float(row.index))) for row in asked])
+            requested.extend(rows_of(request))
+            return build_reply([RowScores(torch.full((row.length,), float(row.index))) for row in requested])
 
     step = Step(method=Shear(), workers=Counting)
     step.workers._dispatch_info = {"actor": [0, 1]}
     rows = [Row(torch.arange(4 + i), 2, 2 + i, None, 1.0, group, i) for i, group in enumerate((0, 1, 0))]
     scores = step.trainer._run_pass(rows)
     assert [of_row.scores.tolist() for of_row in scores] == [[float(i)] * (2 + i) for i in range(3)]
-    assert [{row.group for row in of_rank} for of_rank in (asked[:2], asked[2:])] == [{0}, {1, -1}]
+    assert [{row.group for row in of_rank} for of_rank in (requested[:2], requested[2:])] == [{0}, {1, -1}]

@@ -47,7 +47,8 @@ def test_installing_changes_two_functions_of_verls() -> None:
     for hook in ({"EXTERNAL_MODULES": "grail_advantage.verl_ext.plugin"}, {"EXTERNAL_PLUGINS": "none"}):
         plugins = {f"VERL_USE_{name}": value for name, value in hook.items()}
         variables = {name: value for name, value in os.environ.items() if not name.startswith("VERL_")} | plugins
-        command, how = [sys.executable, "-c", NAMES], {"cwd": ROOT, "env": variables, "timeout": 600, "check": True}
+        command = [sys.executable, "-c", NAMES]
+        how = {"cwd": ROOT, "env": variables, "timeout": 600, "check": True}
         done = subprocess.run(command, capture_output=True, text=True, **how)
         results.append(json.loads(next(line for line in done.stdout.splitlines() if line.startswith("NAMES"))[5:]))
     (names, same), (stock_names, stock_same) = results

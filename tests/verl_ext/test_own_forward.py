@@ -11,22 +11,21 @@ from typing import Any
 
 import pytest
 import torch
+from tensordict import TensorDict
 from transfer_queue import KVBatchMeta
 from verl.utils import omega_conf_to_dataclass
-from verl.utils import tensordict_utils as tu
 from verl.utils.debug import metrics as debug_metrics
-from verl.workers.utils.losses import ppo_loss
 
 from grail_advantage.method import build
 from grail_advantage.model.probe import Finding
 from grail_advantage.verl_ext import trainer as trainers
-from grail_advantage.verl_ext.exchange import LEAVE_OUT, PLACES, WATCHED, nested
+from grail_advantage.verl_ext.exchange import WATCHED, nested
 from grail_advantage.verl_ext.own_forward import REUSE, OwnForward
 from grail_advantage.verl_ext.rules import why_not_reuse
 from grail_advantage.verl_ext.settings import ACTOR, ROLLOUT
 from grail_advantage.verl_ext.settings import REUSE as OPTION
 from tests.composed import compose, parsed
-from tests.verl_ext.one_step import Step, Workers, same
+from tests.verl_ext.one_step import Step, Workers, loss_worker, same
 
 SAME = Finding(1e-6, 2e-4, "beside other responses and alone")
 DRAWS = Finding(0.4, 2e-4, "alone and alone again")
@@ -50,38 +49,33 @@ class OneForward(Workers):
         return batch
 
     def update_actor(self, batch: KVBatchMeta) -> Any:
-        self.updates.append(batch)
         self.own = OwnForward()
-        data = self.store.kv_batch_get(batch.keys, "train")
-        self.had_old_log_probs = "old_log_probs" in data.keys()  # noqa: SIM118
-        rows = [self.store.rows[key] for key in batch.keys]
-        if LEAVE_OUT in batch.extra_info:
-            trained = [index for index, row in enumerate(rows) if (row["advantages"] * row["response_mask"]).any()]
-            rows = [rows[index] for index in trained]
-            data = tu.index_select_tensor_dict(data, trained)
-        tokens = int(sum(self.store.rows[key]["loss_mask"].sum() for key in batch.keys))
-        tu.assign_non_tensor(data, **batch.extra_info, dp_size=1, batch_num_tokens=tokens)
+        self.had_old_log_probs = "old_log_probs" in self.store.rows[batch.keys[0]]
+        return super().update_actor(batch)
+
+    def optimise(self, data: TensorDict, places: list[int], micro_batch: int) -> None:
+        """The whole batch as one micro-batch, as the loss's mean is then that of the step."""
         self.config.actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu = 8
-        actor = omega_conf_to_dataclass(self.config.actor_rollout_ref.actor)
-        engine = SimpleNamespace(compute_entropy_from_logits=None)
-        worker = SimpleNamespace(engine=engine, loss_fn=lambda **given: ppo_loss(actor, **given))
-        places = [int(self.store.rows[key].get(PLACES, [0])[0]) for key in batch.keys]
+        worker = loss_worker(omega_conf_to_dataclass(self.config.actor_rollout_ref.actor))
+        worker.engine = SimpleNamespace(compute_entropy_from_logits=None)
+        parts = zip(data["prompts"].unbind(), data["responses"].unbind(), strict=True)
+        log_probs = [log_probs_of({"prompts": prompt, "responses": response}) for prompt, response in parts]
+        packed = nested(log_probs).requires_grad_()
         with ExitStack() as contexts:
             if REUSE in data:
                 contexts.enter_context(self.own.of_update(worker, data))
             if WATCHED in data:
                 contexts.enter_context(self.reader.optimiser_step(worker, data, places))
-            packed = nested([log_probs_of(row) for row in rows]).requires_grad_()
-            entropy = nested([log_probs_of(row) ** 2 for row in rows])
-            loss, _ = worker.loss_fn(model_output={"log_probs": packed, "entropy": entropy}, data=data)
+            outputs = {"log_probs": packed, "entropy": nested([values_P**2 for values_P in log_probs])}
+            loss, _ = worker.loss_fn(model_output=outputs, data=data)
             loss.backward()
-        return tu.get_tensordict({}, non_tensor_dict={"metrics": {"actor/mfu": [0.0], "loss": [float(loss)]}})
+        self.loss = float(loss.detach())
 
     def take_own_forward(self) -> list[Any]:
         return [self.own.columns, None]
 
 
-def both(folder: Path, *overrides: str, method: str = "grail", **how: Any) -> list[Step]:
+def steps_of(folder: Path, *overrides: str, method: str = "grail", **how: Any) -> list[Step]:
     """The same step with verl's forward, and without it."""
     steps = []
     for reuses in (False, True):
@@ -102,7 +96,7 @@ def run(step: Step, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("skips", [False, True])
 def test_the_step_is_the_one_with_verls_forward(skips: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    verl, reused = both(tmp_path)
+    verl, reused = steps_of(tmp_path)
     for step in (verl, reused):
         step.trainer._skips = skips
         run(step, monkeypatch)
@@ -113,24 +107,24 @@ def test_the_step_is_the_one_with_verls_forward(skips: bool, tmp_path: Path, mon
         assert row.key == expected.key
         updated = not skips or expected.advantage_T.any()
         for name in ("advantage_T", "weight_T", "received_T", "old_log_prob_T", "entropy_T"):
-            values_T, expected_T = (torch.from_numpy(getattr(of, name)) for of in (row, expected))
+            values_T, expected_T = (torch.from_numpy(getattr(dumped, name)) for dumped in (row, expected))
             if "old" in name or "entropy" in name:
                 expected_T = expected_T if updated else torch.full_like(expected_T, torch.nan)
             torch.testing.assert_close(values_T, expected_T, equal_nan=True)
-    names = ["actor/loss"]
-    names += [] if skips else ["actor/entropy"]  # else over the responses in the update alone
-    for name in names:
-        assert reused.metrics[name] == pytest.approx(verl.metrics.get(name, reused.metrics[name]), rel=1e-5), name
+    assert reused.workers.loss == pytest.approx(verl.workers.loss, rel=1e-5)
+    entropy = verl.metrics.get("actor/entropy", reused.metrics["actor/entropy"])
+    assert skips or reused.metrics["actor/entropy"] == pytest.approx(entropy, rel=1e-5)
 
 
 def test_agreement_with_the_sampler_is_over_the_responses_of_the_update(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _, reused = both(tmp_path)
+    _, reused = steps_of(tmp_path)
     run(reused, monkeypatch)
     differences = []
     for row in reused.store.rows.values():
-        start, count = len(row["prompts"]) - 1, len(row["responses"])
+        start = len(row["prompts"]) - 1
+        count = len(row["responses"])
         policy_T = log_probs_of(row)[start : start + count]
         differences.append((policy_T.exp() - row["rollout_log_probs"].exp()).abs())
     expected = float(torch.cat(differences).mean())
@@ -149,7 +143,7 @@ def test_uniform_with_truncation_as_stocks_is_stock_grpo(by_std: bool) -> None:
 
 def test_more_responses_than_a_mini_batch_get_verls_forward(tmp_path: Path) -> None:
     """As when a session has several outputs: the second mini-batch would not be of the old policy."""
-    _, step = both(tmp_path, f"{ACTOR}.ppo_mini_batch_size=1")
+    _, step = steps_of(tmp_path, f"{ACTOR}.ppo_mini_batch_size=1")
     step.run()
     step.update()
     assert step.workers.forwards == 1 and REUSE not in step.workers.updates[0].extra_info
@@ -158,7 +152,7 @@ def test_more_responses_than_a_mini_batch_get_verls_forward(tmp_path: Path) -> N
 def test_later_updates_of_the_separate_trainer_get_verls_forward(tmp_path: Path) -> None:
     """Their policy has moved on; the step's first update leaves its policy for them."""
     saved: list[int] = []
-    _, step = both(tmp_path, mode="separate_async")
+    _, step = steps_of(tmp_path, mode="separate_async")
     step.trainer.parameter_sync_step = 2
     for name in ("save_model_to_cpu", "restore_model_from_cpu", "clear_cpu_model"):
         setattr(step.workers, name, lambda number, name=name: saved.append((name, number)))

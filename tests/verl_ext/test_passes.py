@@ -28,7 +28,8 @@ class Measured:
     """What the ranks measured, started for their number when it is asked for first, and the plain models."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.models = folder, ranks.write_models(folder)
+        self.folder = folder
+        self.models = ranks.write_models(folder)
         self._known: dict[int, list[Results]] = {}
 
     def of(self, kind: str, name: str, size: int = 2) -> list[Any]:
@@ -41,20 +42,20 @@ class Measured:
             self._known[size] = start_ranks(str(size), place, size)
         return [result[kind][name] for result in self._known[size]]
 
-    def check(self, how: Setup, name: str, rank: int, found: dict[str, list[torch.Tensor]]) -> None:
+    def check(self, how: Setup, name: str, rank: int, measured_values: dict[str, list[torch.Tensor]]) -> None:
         """That a pass on a rank gave what the plain model gives, in one process and one response at a time."""
         signal, temperature, _ = OWN[name]
         _, rows = ranks.pass_rows(name, rank // how.sequence_parallel, how.data_parallel)
         expected = plain_scores(self.models[how.adapter or how.model], signal, temperature, rows)
-        assert ("gradient_norm" in found) == all(of.norms is not None for of in expected)
+        assert ("gradient_norm" in measured_values) == all(row_scores.norms is not None for row_scores in expected)
         # The gradient of a divergence as small as OAR-G's keeps three to four digits of float32's seven; so does a sum that
         # cancels.
         rtol = {"gradient": 5e-3, "perturbation": 5e-4}[signal.method] if isinstance(signal, Oar) else 1e-4
-        for at, of in enumerate(expected):
-            for name, values in (("scores", of.scores), ("gradient_norm", of.norms)):
-                if name in found:
+        for at, row_scores in enumerate(expected):
+            for name, values in (("scores", row_scores.scores), ("gradient_norm", row_scores.norms)):
+                if name in measured_values:
                     atol = rtol * float(values.nan_to_num().abs().amax()) if len(values) else 0.0
-                    measured, rest = found[name][at].tensor_split([len(values)])
+                    measured, rest = measured_values[name][at].tensor_split([len(values)])
                     torch.testing.assert_close(measured, values.float(), rtol=rtol, atol=atol, equal_nan=True)
                     assert not rest.any()  # of the last token, from which nothing is predicted
 
@@ -74,17 +75,18 @@ class TestEverySetup:
     def test_passes_give_the_plain_models_scores(self, measured: Measured, setup: str) -> None:
         for rank, result in enumerate(measured.of("passes", setup, SETUPS[setup].ranks)):
             assert set(result["own"]) == set(ranks.passes_of(setup)) and result["grad_enabled"]
-            for name, found in result["own"].items():
-                measured.check(SETUPS[setup], name, rank, found)
+            for name, values in result["own"].items():
+                measured.check(SETUPS[setup], name, rank, values)
 
     def test_they_leave_nothing_that_the_next_optimiser_steps_see(self, measured: Measured, setup: str) -> None:
         """Bit for bit, as the same kernels run in the same order, dropout and all; so is what an adapter is merged to."""
         results = measured.of("passes", setup, SETUPS[setup].ranks)
         for result in results:
-            alone, after = result["alone"], result["after passes"]
-            assert alone["norms"] == after["norms"]
+            alone = result["alone"]
+            later = result["after passes"]
+            assert alone["norms"] == later["norms"]
             assert all(norm is None or norm > 0 for norm in alone["norms"])
-            assert all(map(torch.equal, alone["final"], after["final"]))
+            assert all(map(torch.equal, alone["final"], later["final"]))
             assert len(result["merged"]) == 2 * bool(SETUPS[setup].adapter)
             for fresh, merged in zip(result["merged"][:1], result["merged"][1:], strict=True):
                 assert fresh.keys() == merged.keys() and all(torch.equal(fresh[name], merged[name]) for name in fresh)
@@ -95,17 +97,17 @@ class TestEverySetup:
 @pytest.mark.parametrize("setup", FAMILIES)
 def test_every_architectures_passes_give_the_plain_models_scores_or_are_refused(measured: Measured, setup: str) -> None:
     """Refused where packed responses see each other."""
-    ((holds, found),) = measured.of("family", setup, 1)
-    assert holds == bool(found) == (setup not in ("qwen3_5_text, packed", "gpt_oss, packed"))
-    for name, of_pass in found.items():
+    ((holds, values),) = measured.of("family", setup, 1)
+    assert holds == bool(values) == (setup not in ("qwen3_5_text, packed", "gpt_oss, packed"))
+    for name, of_pass in values.items():
         measured.check(FAMILIES[setup], name, 0, of_pass)
 
 
 def test_whole_blocks_are_as_few_as_in_training(measured: Measured) -> None:
     for result in measured.of("held", "fsdp2"):
-        most = max(result["training"])
-        assert most < 4  # training does not hold the whole model
-        assert all(0 < max(held) <= most and held[-1] == 0 for held in result.values())
+        limit = max(result["training"])
+        assert limit < 4  # training does not hold the whole model
+        assert all(0 < max(held) <= limit and held[-1] == 0 for held in result.values())
 
 
 @pytest.mark.parametrize("strategy", ranks.PLAIN)

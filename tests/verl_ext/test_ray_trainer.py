@@ -56,8 +56,8 @@ class Older(Step):
     """The older trainer with the same responses, as ``fit`` has them before the advantages."""
 
     def __init__(self, folder: Path, rows: Rows, method: str | Method, *overrides: str) -> None:
-        given = {"rows": rows, "folder": folder, "workers": OlderWorkers, "cls": TokenWeightRayTrainer}
-        super().__init__(*overrides, method=build(method) if isinstance(method, str) else method, **given)
+        options = {"rows": rows, "folder": folder, "workers": OlderWorkers, "cls": TokenWeightRayTrainer}
+        super().__init__(*overrides, method=build(method) if isinstance(method, str) else method, **options)
 
     def data(self, without: tuple[str, ...] = ()) -> DataProto:
         """As padded tensors, but for some of what ``_compute_old_log_prob`` hands on."""
@@ -65,18 +65,21 @@ class Older(Step):
         widest = max(len(row["prompts"]) for row in rows)
 
         def asked(values: list[torch.Tensor]) -> torch.Tensor:
-            return torch.stack([pad(of, (widest - len(of), 0)) for of in values])
+            return torch.stack([pad(row, (widest - len(row), 0)) for row in values])
 
         def answered(values: list[torch.Tensor]) -> torch.Tensor:
-            return torch.stack([pad(of, (0, WIDTH - len(of))) for of in values])
+            return torch.stack([pad(row, (0, WIDTH - len(row))) for row in values])
 
         tensors = {name: answered([row[name] for row in rows]) for name in ("response_mask", "rm_scores", "loss_mask")}
-        tensors |= {"rollout_log_probs": answered([row["rollout_log_probs"] for row in rows])}
+        tensors["rollout_log_probs"] = answered([row["rollout_log_probs"] for row in rows])
+        if "ref_log_prob" in rows[0]:
+            tensors["ref_log_prob"] = answered([row["ref_log_prob"] for row in rows])
         prompts, responses = ([row[name] for row in rows] for name in ("prompts", "responses"))
         attention = [
-            part([torch.ones_like(of) for of in ids]) for part, ids in ((asked, prompts), (answered, responses))
+            part([torch.ones_like(row) for row in ids]) for part, ids in ((asked, prompts), (answered, responses))
         ]
-        tensors |= {"prompts": asked(prompts), "responses": answered(responses)}
+        tensors["prompts"] = asked(prompts)
+        tensors["responses"] = answered(responses)
         tensors["input_ids"] = torch.cat([tensors["prompts"], tensors["responses"]], dim=1)
         tensors["attention_mask"] = torch.cat(attention, dim=1)
         tensors["position_ids"] = (tensors["attention_mask"].cumsum(1) - 1).clamp(min=0)
@@ -88,8 +91,8 @@ class Older(Step):
         columns = {name: [row[name] for row in rows] for name in ("uid", *(FACTS.keys() - {"extra_fields"}))}
         columns["reward_extra_info"] = [row["extra_fields"].get("reward_extra_info", {}) for row in rows]
         self._ask(rows)
-        others = {name: np.array(values, dtype=object) for name, values in columns.items()}
-        return DataProto.from_dict(tensors, non_tensors=others)
+        objects = {name: np.array(values, dtype=object) for name, values in columns.items()}
+        return DataProto.from_dict(tensors, non_tensors=objects)
 
     def _ask(self, rows: list[dict[str, Any]]) -> None:
         """Begin the rollout of the responses' prompts, with the weight that the data set gives each."""
@@ -125,6 +128,7 @@ def tables_of(folder: Path, step: int) -> str:
 
 CASES = [(name, base, "", "") for name in ("grail", "entropy", "high_entropy") for base in ("grpo", "rloo")]
 CASES += [("uniform", "grpo", "", ""), ("steer", "rloo", "", ""), ("grail", "grpo", "a_1_0", "")]
+CASES += [("progress_advantage", "grpo", "", "")]
 CASES += [("grail", base, "", "a_1_0") for base in ("grpo", "rloo")]
 
 
@@ -135,30 +139,33 @@ def test_is_the_v1_trainer_on_the_same_responses(
     """Also where rejection sampling has taken a response out of the mask, or one has no finite reward."""
     overrides = (f"algorithm.token_weights.base={base}", "algorithm.token_weights.missing_answers=warn")
     step = Step(*overrides, method=build(name), folder=tmp_path / "v1")
+    if name == "progress_advantage":
+        for number, row in enumerate(step.store.rows.values()):
+            row["ref_log_prob"] = -0.1 * (number + torch.arange(1, 1 + len(row["responses"])))
     if rejected:
         step.store.rows[rejected]["response_mask"] = 0 * step.store.rows[rejected]["response_mask"]
     if unjudged:
         step.store.rows[unjudged]["rm_scores"][-1] = math.nan
     expected = step.run()
     older = Older(tmp_path / "older", step.store.rows, name, *overrides)
-    found = older.run()
-    assert found.keys() == expected.keys()
+    advantages = older.run()
+    assert advantages.keys() == expected.keys()
     for key, values in expected.items():
-        assert torch.equal(found[key][: len(values)], values) and not found[key][len(values) :].any(), key
+        assert torch.equal(advantages[key][: len(values)], values) and not advantages[key][len(values) :].any(), key
     tables = [pq.read_table(file).to_pylist() for file in sorted(tmp_path.glob("*/step_*"))]
     assert len(tables) == 2 and len(tables[0]) == 6 and repr(tables[0]) == repr(tables[1])
     for row in read_dump(tmp_path / "older"):
         np.testing.assert_allclose(row.received_T, row.advantage_T, rtol=1e-4, atol=1e-6)
-    of_method = {each: value for each, value in step.metrics.items() if each.startswith(f"{name}/")}
-    assert of_method == {each: older.metrics[each] for each in of_method} and len(of_method) > 3
+    of_method = {column: value for column, value in step.metrics.items() if column.startswith(f"{name}/")}
+    assert of_method == {column: older.metrics[column] for column in of_method} and len(of_method) > 3
     assert older.metrics["receipt/findings"] == older.metrics["token_dump/failed_files"] == 0
 
 
 def test_in_bypass_mode_the_mask_is_what_the_model_wrote(tmp_path: Path) -> None:
     """Without the forward of the old log-probabilities, and so without rejection sampling."""
     older = Older(tmp_path, plain_rows(), "grail", "algorithm.rollout_correction.bypass_mode=true")
-    found = [torch.stack(list(older.run(*without).values())) for without in ((), (WRITTEN, ENTROPY))]
-    assert torch.equal(*found)
+    rollouts = [torch.stack(list(older.run(*without).values())) for without in ((), (WRITTEN, ENTROPY))]
+    assert torch.equal(*rollouts)
 
 
 class Given(AdvantageMethod):
@@ -185,11 +192,14 @@ def test_a_column_of_the_data_set_is_that_of_the_steps_prompts(tmp_path: Path) -
 
 def test_a_stopped_run_resumes_from_verls_checkpoint(tmp_path: Path) -> None:
     """The steps after it come again as they were, receipts included; and no response is left out of the update."""
-    options, lives = ("trainer.use_v1=False", f"trainer.default_local_dir={tmp_path / 'checkpoints'}"), []
+    options = ("trainer.use_v1=False", f"trainer.default_local_dir={tmp_path / 'checkpoints'}")
+    lives = []
     for resumed in (False, True):
         older = Older(tmp_path / "dump", plain_rows(), "grail", *options)
         trainer = older.trainer
-        trainer.use_critic, trainer._model_config, trainer.global_steps = False, None, 0
+        trainer.use_critic = False
+        trainer._model_config = None
+        trainer.global_steps = 0
         trainer.train_dataloader = StatefulDataLoader([0] * 9)
         trainer._load_checkpoint()
         assert trainer.global_steps == older.workers.updated == resumed and not trainer._skips
@@ -218,7 +228,8 @@ def test_a_whole_run(tmp_path: Path) -> None:
     ]
     for step in (1, 2):
         run = whole_run.run(tmp_path, [*overrides, f"trainer.total_training_steps={step}"], rows=8, stock=True)
-        rows, metrics = run.dump(step), run.metrics(step)
+        rows = run.dump(step)
+        metrics = run.metrics(step)
         assert len(rows) == 32 and metrics["receipt/findings"] == metrics["token_dump/failed_files"] == 0
         assert any(len(set(row.weight_T.tolist())) > 2 for row in rows)
         for row, weights_T in zip(rows, whole_run.plain_weights(run, rows, Grail()), strict=True):

@@ -44,32 +44,33 @@ def is_foreign(module: str | None) -> bool:
     return (module or "").split(".")[0] in PACKAGES
 
 
-def _unwrapped(found: Any) -> Any:
+def _unwrapped(value: Any) -> Any:
     """What a Ray actor class was made of."""
-    return getattr(getattr(found, "__ray_metadata__", None), "modified_class", found)
+    return getattr(getattr(value, "__ray_metadata__", None), "modified_class", value)
 
 
-def _place(found: Any) -> str:
+def _place(value: Any) -> str:
     """Where it is defined, for a name that another module re-exports."""
-    found = _unwrapped(found)
-    return f"{found.__module__}.{getattr(found, '__qualname__', type(found).__qualname__)}"
+    value = _unwrapped(value)
+    return f"{value.__module__}.{getattr(value, '__qualname__', type(value).__qualname__)}"
 
 
-def describe(found: Any) -> str:
+def describe(value: Any) -> str:
     """What an entry says of an object."""
-    if inspect.isclass(found):
-        return f"{_place(found)} of {', '.join(map(_place, found.__bases__))}"
-    if not callable(found):
-        return found.__name__ if isinstance(found, ModuleType) else type(found).__name__
-    plain, source = inspect.unwrap(found), ""
+    if inspect.isclass(value):
+        return f"{_place(value)} of {', '.join(map(_place, value.__bases__))}"
+    if not callable(value):
+        return value.__name__ if isinstance(value, ModuleType) else type(value).__name__
+    plain = inspect.unwrap(value)
+    source = ""
     with suppress(TypeError):  # a Ray actor class
         source = textwrap.dedent(inspect.getsource(plain))
     return f"{_place(plain)} {hashlib.sha256(source.encode()).hexdigest()[:12]}"
 
 
 def _named(module: str, name: str) -> Any:
-    found = getattr(importlib.import_module(module), name, None)
-    return importlib.import_module(f"{module}.{name}") if found is None else found
+    names = getattr(importlib.import_module(module), name, None)
+    return importlib.import_module(f"{module}.{name}") if names is None else names
 
 
 def _imported(house: str) -> dict[str, str]:
@@ -78,17 +79,22 @@ def _imported(house: str) -> dict[str, str]:
     for path in sorted(Path(importlib.import_module(house).__file__).parent.rglob("*.py")):
         if OTHER_ENVIRONMENT in path.parents:
             continue
-        tree, modules = ast.parse(path.read_text()), {}
+        tree = ast.parse(path.read_text())
+        modules = {}
         for node in ast.walk(tree):
             if isinstance(node, ast.Import):
-                modules |= {of.asname: of.name for of in node.names if is_foreign(of.name) and of.asname}
+                modules |= {
+                    imported.asname: imported.name
+                    for imported in node.names
+                    if is_foreign(imported.name) and imported.asname
+                }
             elif isinstance(node, ast.ImportFrom) and is_foreign(node.module) and not node.level:
                 for alias in node.names:
-                    found = _named(node.module, alias.name)
-                    if isinstance(found, ModuleType):
-                        modules[alias.asname or alias.name] = found.__name__
+                    names = _named(node.module, alias.name)
+                    if isinstance(names, ModuleType):
+                        modules[alias.asname or alias.name] = names.__name__
                     else:
-                        entries[f"{node.module}.{alias.name}"] = describe(found)
+                        entries[f"{node.module}.{alias.name}"] = describe(names)
         for node in ast.walk(tree):
             if not isinstance(node, ast.Attribute):
                 continue
@@ -124,17 +130,17 @@ def collect() -> dict[str, str]:
     Raises:
         ImportError, AttributeError: something relied on is not there, by its name.
     """
-    found = [of(house) for house in HOUSES for of in (_imported, _overridden)]
-    return dict(sorted(pair for entries in found for pair in entries.items()))
+    names = [name(house) for house in HOUSES for name in (_imported, _overridden)]
+    return dict(sorted(pair for entries in names for pair in entries.items()))
 
 
 def differences(now: dict[str, str]) -> list[str]:
     """One line for each entry that is new, gone or different."""
-    known = json.loads(GOLDEN.read_text())
+    recorded = json.loads(GOLDEN.read_text())
     return [
-        f"{name}: was {known.get(name, 'not in the list')} and is {now.get(name, 'not relied on any more')}"
-        for name in sorted(now.keys() | known.keys())
-        if now.get(name) != known.get(name)
+        f"{name}: was {recorded.get(name, 'not in the list')} and is {now.get(name, 'not relied on any more')}"
+        for name in sorted(now.keys() | recorded.keys())
+        if now.get(name) != recorded.get(name)
     ]
 
 

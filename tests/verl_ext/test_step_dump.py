@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from decimal import Decimal
 from pathlib import Path
 from typing import Any, ClassVar
@@ -18,13 +19,13 @@ from verl.trainer.ppo.v1 import PPOTrainerSync
 
 from grail_advantage import AdvantageMethod, Grail, Method, Rollouts
 from grail_advantage.dump import DumpHeader, DumpRow, choose_rows, read_dump, write_step
-from grail_advantage.method import build
+from grail_advantage.method import BaseMethod, build
 from grail_advantage.verl_ext.exchange import PLACES
 from grail_advantage.verl_ext.host import turn_rewards_label
 from grail_advantage.verl_ext.settings import ACTOR, ROLLOUT
 from tests.core.tiny_models import END_ID
 from tests.dumps import table_of
-from tests.verl_ext.one_step import CASES, DUMP, ROWS, Step, plain_rows, row_of
+from tests.verl_ext.one_step import DUMP, ROWS, Step, plain_rows, row_of
 
 KEYS = [key for key, *_ in ROWS]
 
@@ -32,27 +33,44 @@ KEYS = [key for key, *_ in ROWS]
 @given(st.lists(st.tuples(st.integers(0, 4), st.booleans()), max_size=12), st.integers(1, 14), st.integers(0, 99))
 def test_whole_groups_as_many_as_fit_are_chosen(rows: list[tuple[int, bool]], limit: int, step: int) -> None:
     """Group by group, without the rows that fill up the batch; only a first group that is larger than all is cut."""
-    groups, valid = [group for group, _ in rows], [of_run for _, of_run in rows]
+    groups = [group for group, _ in rows]
+    valid = [of_run for _, of_run in rows]
     everything = choose_rows(groups, valid, None, (step, 0))
     assert everything == sorted((row for row, of_run in enumerate(valid) if of_run), key=lambda row: groups[row])
     chosen = choose_rows(groups, valid, limit, (step, 0))
     assert chosen == choose_rows(groups, valid, limit, (step, 0)) == [row for row in everything if row in chosen]
-    of_groups = [([row for row in everything if groups[row] == of], of) for of in {groups[row] for row in chosen}]
-    cut = [of for members, of in of_groups if not set(members) <= set(chosen)]
-    assert len(chosen) <= limit and (not cut or (len(of_groups) == 1 and len(chosen) == limit))
-    left = [sum(groups[row] == of for row in everything) for of in set(groups) - {of for _, of in of_groups}]
-    assert cut or all(size == 0 or size > limit - len(chosen) for size in left)
+    sizes = Counter(groups[row] for row in everything)
+    in_dump = Counter(groups[row] for row in chosen)
+    cut = [group for group in in_dump if in_dump[group] < sizes[group]]
+    assert len(chosen) <= limit and (not cut or (len(in_dump) == 1 and len(chosen) == limit))
+    assert cut or all(size > limit - len(chosen) for group, size in sizes.items() if group not in in_dump)
 
 
 def test_no_group_is_left_out_for_ever() -> None:
     assert len({tuple(choose_rows((0, 0, 1, 1, 2, 2), (True,) * 6, 4, (s, u))) for s in range(9) for u in (0, 1)}) == 3
 
 
-@pytest.mark.parametrize("case", CASES["rewards by turn"])
-def test_rewards_by_turn_are_those_that_the_method_reads_or_else_the_usual_ones(case: str) -> None:
-    extra, (name, options), known, expected = CASES["rewards by turn"][case]
-    label = turn_rewards_label(extra, build(name, options), **known)
-    assert label == ({} if expected is None else {"turn_rewards": expected})
+def test_rewards_by_turn_are_those_that_the_method_reads_or_else_the_usual_ones() -> None:
+    of_reward_function = {"reward_extra_info": {"turn_rewards": [1, -1.0]}, "turn_scores": [], "mine": [2]}
+    of_reward_function["tool_rewards"] = [0.5]
+    by_turn = {"call_rewards": [[1.0, 0.5], [None], [-1.0]], "tool_rewards": [1.0, 0.5, -1.0]}
+    by_call = {"tool_rewards": [1.0, 0.5]}
+    grail = build("grail")
+    rloo = build("turn_rloo")
+
+    def label(extra: Any, method: BaseMethod, **turns: int) -> list[Any] | None:
+        return turn_rewards_label(extra, method, **turns).get("turn_rewards")
+
+    assert label(of_reward_function, grail) == [1.0, -1.0], "the reward function's go first"
+    assert label(of_reward_function, build("turn_rloo", {"rewards": "mine"})) == [2.0]
+    assert label(of_reward_function, grail, turns_before=1) == [-1.0], "the second response of a session"
+    assert label(by_turn, grail, turns_before=1) == [[1.0, 0.5], [], [-1.0]], "calls are the response's own"
+    assert label(by_call, rloo) == [1.0, 0.5]
+    assert label(by_call, rloo, turns=2) == [[1.0], [0.5]], "one a turn, of which the last call has no answer"
+    assert label(by_call, rloo, turns=3) == [1.0, 0.5]
+    assert label({"call_rewards": [], **by_call}, build("turn_rloo", {"rewards": "call_rewards"})) is None
+    assert label({"tool_rewards": [0.5]}, build("turn_rloo", {"rewards": ""})) == [0.5], "the usual ones"
+    assert label({}, grail) is None and label(None, grail) is None
 
 
 class Silent:
@@ -71,7 +89,9 @@ ODD = {
     ],
     "truth": [
         *((value, str(value)) for value in (Decimal("0.10"), b"7", {"a": 1}, [1, "b"], 1.5, True, np.int64(3))),
-        *((None, None), (Silent(), None), ("\ud83dx", "\ufffdx")),
+        (None, None),
+        (Silent(), None),
+        ("\ud83dx", "\ufffdx"),
     ],
     "rewards": [
         *((value, [1.0]) for value in ([1], (1.0,), np.ones(1))),
@@ -103,16 +123,18 @@ class TestFacts:
 
     def test_a_value_of_an_odd_type_loses_its_label_alone(self, tmp_path: Path) -> None:
         """One type beside another in one batch."""
-        cases = [[of[place % len(of)] for of in ODD.values()] for place in range(len(ODD["acc"]))]
+        cases = [[values[place % len(values)] for values in ODD.values()] for place in range(len(ODD["acc"]))]
         rows = {}
         for place, ((acc, _), (truth, _), (rewards, _)) in enumerate(cases):
             row = rows[f"a_{place}_0"] = row_of("Two?", "so " * place + r"\boxed{1}<end>", place % 2)
-            row |= {"reward_model": {"ground_truth": truth}, "data_source": truth, "extra_info": {"index": acc}}
-            row |= {"extra_fields": {"reward_extra_info": {"acc": acc, "turn_rewards": rewards}}}
+            row["reward_model"] = {"ground_truth": truth}
+            row["data_source"] = truth
+            row["extra_info"] = {"index": acc}
+            row["extra_fields"] = {"reward_extra_info": {"acc": acc, "turn_rewards": rewards}}
         step = Step(rows=rows, folder=tmp_path)
         step.run()
-        found = [[row.outcome, row.ground_truth, row.labels.get("turn_rewards")] for row in step.written()]
-        assert found == [[expected for _, expected in case] for case in cases]
+        facts = [[row.outcome, row.ground_truth, row.labels.get("turn_rewards")] for row in step.written()]
+        assert facts == [[expected for _, expected in case] for case in cases]
         assert step.metrics["token_dump/failed_files"] == 0
 
     def test_a_list_for_a_session_goes_on_with_each_of_its_outputs(self, tmp_path: Path) -> None:
@@ -140,9 +162,9 @@ class TestFacts:
         for step.trainer.global_steps in (3, 4, 5, 6):
             for step.trainer.local_trigger_step in (0, 1):
                 step.run()
-        found = [(row.step, row.update) for row in step.written()]
+        written = [(row.step, row.update) for row in step.written()]
         assert read_dump(tmp_path).steps == [2, 4, 6]
-        assert found == [(s, u) for s in (4, 6) for u in (0, 1) for _ in range(3)]
+        assert written == [(s, u) for s in (4, 6) for u in (0, 1) for _ in range(3)]
 
 
 class Alternating(AdvantageMethod):
@@ -188,14 +210,14 @@ class TestReceived:
         assert left_out == [row.key for row in rows if skips and not row.advantage_T[row.mask_T].any()]
         assert len(left_out) == skips
 
-    @pytest.mark.parametrize("every", [0, 1])
-    def test_the_effect_is_the_change_since_the_old_log_probabilities(self, every: int, update: Any) -> None:
+    @pytest.mark.parametrize("period", [0, 1])
+    def test_the_effect_is_the_change_since_the_old_log_probabilities(self, period: int, update: Any) -> None:
         """By one more forward over the batch after the update, in the steps that ask for it; the figures are of it."""
-        step, rows = update(f"{DUMP}.effect_every={every}", f"{ROLLOUT}.temperature=0.5", drift=0.01)
-        assert step.workers.forwards == 1 + every
-        assert ("grail/moved_with_advantage_rate" in step.metrics) == bool(every)
+        step, rows = update(f"{DUMP}.effect_every={period}", f"{ROLLOUT}.temperature=0.5", drift=0.01)
+        assert step.workers.forwards == 1 + period
+        assert ("grail/moved_with_advantage_rate" in step.metrics) == bool(period)
         for place, row in enumerate(rows):
-            assert row.effect_T is None if not every else row.effect_T == pytest.approx(0.02 * place, abs=1e-6)
+            assert row.effect_T is None if not period else row.effect_T == pytest.approx(0.02 * place, abs=1e-6)
 
     def test_ratios_and_epochs(self, update: Any) -> None:
         """The policy has moved by a ratio of 1.5 in both epochs: where the advantage is positive the loss clips."""

@@ -50,7 +50,8 @@ def test_rewards_of_the_reward_function_and_of_ones_own_loop(expected: Advantage
     step = _step("turn_rloo")
     for row in step.store.rows.values():
         judged = row["extra_fields"]["tool_rewards"]
-        row["extra_fields"] |= {"tool_rewards": [9.0], "reward_extra_info": {"tool_rewards": judged, "acc": 1.0}}
+        row["extra_fields"]["tool_rewards"] = [9.0]
+        row["extra_fields"]["reward_extra_info"] = {"tool_rewards": judged, "acc": 1.0}
     assert same(step.run(), expected)
     step = _step("turn_rloo", rewards="turn_scores", align="turns", outcome=False)
     for key, row in step.store.rows.items():
@@ -71,48 +72,53 @@ def test_rewards_are_those_after_a_penalty_in_the_reward() -> None:
     assert rewards != pytest.approx([talk.outcome for talk in TALKS.values()])
 
 
-@pytest.mark.parametrize("given", ["by the reward function", "by the loop", "by the data"])
-def test_a_batch_without_a_call_trains(given: str) -> None:
+@pytest.mark.parametrize("source", ["by the reward function", "by the loop", "by the data"])
+def test_a_batch_without_a_call_trains(source: str) -> None:
     """``None`` is a response's value, also where no other response has more."""
-    found: list[Advantages] = []
+    advantages: list[Advantages] = []
     for column in ({"mine": []}, {"mine": None}):
         step = Step(method=build("turn_rloo", {"rewards": "mine"}))
         for row in step.store.rows.values():
-            extra = column if given == "by the loop" else {"reward_extra_info": column}
-            row |= column if given == "by the data" else {"extra_fields": extra}
-        found.append(step.run())
-    assert same(*found) and all(bool(of.any()) for key, of in found[1].items() if key.startswith("a"))
+            extra = column if source == "by the loop" else {"reward_extra_info": column}
+            row |= column if source == "by the data" else {"extra_fields": extra}
+        advantages.append(step.run())
+    assert same(*advantages) and all(bool(of_row.any()) for key, of_row in advantages[1].items() if key.startswith("a"))
 
 
 def _session_of_two(step: Step) -> None:
     """The session a_1 in two rows: its first turn, and the other two after its context was compressed. As verl's agent loop
     writes them, both carry the reward of the last one."""
-    rows, talk = step.store.rows, TALKS["a_1_0"]
-    whole = rows["a_1_0"]
+    rows = step.store.rows
+    talk = TALKS["a_1_0"]
+    text = rows["a_1_0"]
     cut = len(encode(talk.turns[0]))
     again = cut + len(encode(talk.said[0]))
     for key, part in (("a_1_0", slice(cut)), ("a_1_1", slice(again, None))):
         names = ("responses", "response_mask", "loss_mask", "rollout_log_probs")
-        rows[key] = {**whole, **{name: whole[name][part] for name in names}, "extra_fields": {}}
+        rows[key] = {**text, **{name: text[name][part] for name in names}, "extra_fields": {}}
         rows[key]["rm_scores"] = torch.zeros(len(rows[key]["responses"]))
         rows[key]["rm_scores"][-1] = talk.outcome
 
 
-@pytest.mark.parametrize("given", ["by the loop", "by the reward function"])
-def test_several_outputs_of_a_session_are_one_conversation(given: str, expected: Advantages) -> None:
+@pytest.mark.parametrize("source", ["by the loop", "by the reward function"])
+def test_several_outputs_of_a_session_are_one_conversation(source: str, expected: Advantages) -> None:
     """The loop gives each output its own turns' rewards; verl copies what the reward function returned to all outputs."""
     step = _step("turn_rloo", rewards="call_rewards")
     for key, talk in TALKS.items():
         step.store.rows[key]["extra_fields"] = {"call_rewards": [[reward] for reward in talk.rewards]}
     _session_of_two(step)
     first, last = (step.store.rows[key] for key in ("a_1_0", "a_1_1"))
-    if given == "by the loop":
-        first["extra_fields"], last["extra_fields"] = {"call_rewards": [[0.5]]}, {"call_rewards": [[-0.25], [None]]}
+    if source == "by the loop":
+        first["extra_fields"] = {"call_rewards": [[0.5]]}
+        last["extra_fields"] = {"call_rewards": [[-0.25], [None]]}
     else:
         judged = {"reward_extra_info": {"call_rewards": [[0.5], [-0.25]]}}
-        first["extra_fields"], last["extra_fields"] = judged, judged
-    talk, whole_T = TALKS["a_1_0"], expected["a_1_0"]
-    cut, again = len(encode(talk.turns[0])), len(encode(talk.turns[0] + talk.said[0]))
+        first["extra_fields"] = judged
+        last["extra_fields"] = judged
+    talk = TALKS["a_1_0"]
+    whole_T = expected["a_1_0"]
+    cut = len(encode(talk.turns[0]))
+    again = len(encode(talk.turns[0] + talk.said[0]))
     assert same(step.run(), {**expected, "a_1_0": whole_T[:cut], "a_1_1": whole_T[again:]}) and whole_T[again:].any()
 
 
@@ -154,7 +160,7 @@ def test_zero_advantage_responses_are_those_without_a_turn_that_trains(expected:
 
 
 @pytest.mark.parametrize(
-    ("given", "override", "certain"),
+    ("values", "override", "certain"),
     [
         ([0.5, -0.25, 2.0], None, True),
         (np.array([0.5, -0.25, 2.0]), None, True),
@@ -164,11 +170,12 @@ def test_zero_advantage_responses_are_those_without_a_turn_that_trains(expected:
         ([0.5, -0.25, 2.0], f"{PARALLEL_CALLS}=2", False),
     ],
 )
-def test_as_many_rewards_as_turns(given: Any, override: str | None, certain: bool) -> None:
+def test_as_many_rewards_as_turns(values: Any, override: str | None, certain: bool) -> None:
     """One each with verl's own loop and one call a turn, the last without an answer; another loop may make two calls."""
-    made, listed = _step("turn_rloo", *([override] if override else [])), _step("turn_rloo")
-    for step, rewards in ((made, given), (listed, [[0.5], [-0.25], [given[2]]])):
+    run_step = _step("turn_rloo", *([override] if override else []))
+    listed = _step("turn_rloo")
+    for step, rewards in ((run_step, values), (listed, [[0.5], [-0.25], [values[2]]])):
         step.store.rows["a_1_0"]["extra_fields"]["tool_rewards"] = rewards
-    found = made.run()
-    assert same(found, listed.run()) == certain == bool(found["a_1_0"].any())
-    assert (made.metrics["turn_rloo/non_finite_rate"] == 0) == certain
+    advantages = run_step.run()
+    assert same(advantages, listed.run()) == certain == bool(advantages["a_1_0"].any())
+    assert (run_step.metrics["turn_rloo/non_finite_rate"] == 0) == certain

@@ -40,7 +40,8 @@ Row = dict[str, Any]
 
 
 def _log_probs(model: torch.nn.Module, row: Row) -> torch.Tensor:
-    tokens, start = torch.cat([row["prompt"], row["response"]]), len(row["prompt"])
+    tokens = torch.cat([row["prompt"], row["response"]])
+    start = len(row["prompt"])
     log_probs_PV = (model(tokens[None]).logits[0] / TEMPERATURE).log_softmax(-1)
     return log_probs_PV[start - 1 : -1].gather(1, row["response"][:, None])[:, 0]
 
@@ -49,7 +50,8 @@ def _log_probs(model: torch.nn.Module, row: Row) -> torch.Tensor:
 def plan() -> list[list[Row]]:
     """The responses of each mini-batch; old log-probabilities are the policy's, with noise that takes some ratios out of
     their bounds."""
-    generator, model = torch.Generator().manual_seed(0), tiny_model(layers=2)
+    generator = torch.Generator().manual_seed(0)
+    model = tiny_model(layers=2)
 
     def draw(length: int) -> torch.Tensor:
         return torch.randn(length, generator=generator)
@@ -62,13 +64,15 @@ def plan() -> list[list[Row]]:
         if response > 8:
             row["mask"][4] = 0  # of a tool
             row["advantages"][4] = 0 if trained > 4 else 1.0
-        row["weights"], row["noise"] = 0.5 + draw(response).abs(), 0.3 * draw(response)
+        row["weights"] = 0.5 + draw(response).abs()
+        row["noise"] = 0.3 * draw(response)
         row["old_log_probs"] = _log_probs(model, row).detach() + row["noise"]
         return row
 
     mini_batches = [[row_of(*row) for row in mini_batch] for mini_batch in MINI_BATCHES]
     for place, row in enumerate(row for mini_batch in mini_batches for row in mini_batch):
-        row |= {"place": place, "written": -1 if place == NOT_WRITTEN else place - (place > NOT_WRITTEN)}
+        row["place"] = place
+        row["written"] = -1 if place == NOT_WRITTEN else place - (place > NOT_WRITTEN)
     return mini_batches
 
 
@@ -88,9 +92,9 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> list[Results]:
     return start_ranks("updates", folder, 2)
 
 
-def _assert_close(found: list[torch.Tensor], expected: list[torch.Tensor], rtol: float = 1e-4) -> None:
+def _assert_close(actual: list[torch.Tensor], expected: list[torch.Tensor], rtol: float = 1e-4) -> None:
     largest = max(float(values.detach().abs().max()) for values in expected if values.numel())
-    for of_one, of_other in zip(found, expected, strict=True):
+    for of_one, of_other in zip(actual, expected, strict=True):
         torch.testing.assert_close(of_one, of_other, rtol=0, atol=rtol * max(largest, 1e-5))
 
 
@@ -101,26 +105,29 @@ def test_without_zero_advantage_responses_it_is_the_same_update(setup: str, resu
     assert set(ranks.LOSSES) == set(SKIPPABLE)
     for result in [result["updates"][setup] for result in results]:
         for of_loss in UPDATES[setup][2]:
-            verl, skipped = result[(*of_loss, "verl")], result[(*of_loss, "skipped")]
-            for number, (found, expected) in enumerate(zip(skipped["gradients"], verl["gradients"], strict=True)):
-                _assert_close(found, expected)
-                assert trained[number] or all((values == 0).all() for values in found)
+            verl = result[(*of_loss, "verl")]
+            skipped = result[(*of_loss, "skipped")]
+            for number, (actual, expected) in enumerate(zip(skipped["gradients"], verl["gradients"], strict=True)):
+                _assert_close(actual, expected)
+                assert trained[number] or all((values == 0).all() for values in actual)
             _assert_close(skipped["parameters"], verl["parameters"])
             assert skipped["positions"] < 0.75 * verl["positions"]
-            found, expected = skipped["metrics"], verl["metrics"]
-            assert found.keys() == expected.keys()
-            if found:  # verl collects them from one rank of those with the same responses
+            actual = skipped["metrics"]
+            expected = verl["metrics"]
+            assert actual.keys() == expected.keys()
+            if actual:  # verl collects them from one rank of those with the same responses
                 for name in ("grad_norm", "loss"):
-                    assert found[name] == pytest.approx(expected[name], rel=1e-4, abs=1e-4), of_loss
+                    assert actual[name] == pytest.approx(expected[name], rel=1e-4, abs=1e-4), of_loss
                 assert [norm > 0 for norm in expected["grad_norm"]] == trained
-                assert found.get("actor/ppo_kl", [0, 0])[1] == 0  # of no response
+                assert actual.get("actor/ppo_kl", [0, 0])[1] == 0  # of no response
 
 
 @pytest.mark.parametrize("loss", ["vanilla", "gspo", "cispo", "gpg"])
 def test_a_token_trains_with_its_own_advantage(loss: str, results: list[Results]) -> None:
     """By the loss's definition, token by token: also in losses whose ratio is the response's, or takes no part in the
     gradient, a token's weight multiplies its gradient."""
-    model, count = tiny_model(layers=2), sum(int(row["mask"].sum()) for row in plan()[0])
+    model = tiny_model(layers=2)
+    count = sum(int(row["mask"].sum()) for row in plan()[0])
     total = torch.zeros(())
     for row in plan()[0]:
         own_T = _log_probs(model, row)
@@ -136,11 +143,13 @@ def test_a_token_trains_with_its_own_advantage(loss: str, results: list[Results]
 
 def _slope(loss: str, row: Row, t: int, log_probs_T: torch.Tensor) -> float:
     """The effective advantage."""
-    kept = row["mask"].nonzero().flatten().tolist()
-    advantage, weight, moved = float(row["advantages"][t]), float(row["weights"][t]), log_probs_T - row["old_log_probs"]
+    trained = row["mask"].nonzero().flatten().tolist()
+    advantage = float(row["advantages"][t])
+    weight = float(row["weights"][t])
+    moved = log_probs_T - row["old_log_probs"]
     ratio = math.exp(float(moved[t]))
     if loss == "gspo":
-        ratio = math.exp(sum(float(moved[u]) for u in kept) / len(kept))
+        ratio = math.exp(sum(float(moved[u]) for u in trained) / len(trained))
     if loss in ("vanilla", "gspo"):
         outside = ratio > 1.2 if advantage > 0 else ratio < 0.8 or (loss == "vanilla" and ratio > 3)
         return 0.0 if outside else advantage * ratio * weight
@@ -186,18 +195,23 @@ def _trained() -> list[bool]:
 
 @pytest.mark.parametrize("setup", UPDATES)
 def test_no_false_alarm_and_every_token_receives_what_was_intended(setup: str, results: list[Results]) -> None:
-    written, trained, clipped = [row for row in rows() if row["written"] >= 0], _trained(), 0
+    written = [row for row in rows() if row["written"] >= 0]
+    trained = _trained()
+    clipped = 0
     for of_loss in UPDATES[setup][2]:
         for mode in ["watched"] + ["skipped, watched"] * (of_loss == PLAIN_UPDATE):
-            receipt, case = _receipt(_steps(results, setup, *of_loss, mode), *of_loss, mode), (setup, *of_loss, mode)
+            receipt = _receipt(_steps(results, setup, *of_loss, mode), *of_loss, mode)
+            case = (setup, *of_loss, mode)
             assert not receipt.findings, (case, *map(str, receipt.findings))
             clipped += int((receipt.clipped_BT > 0).sum())
             held_UBT = receipt.received_UBT.isfinite()
             for b, row in enumerate(written):
-                own, sent = row["place"] // len(MINI_BATCHES[0]), mode == "watched" or trained[row["place"]]
+                number = row["place"] // len(MINI_BATCHES[0])
+                sent = mode == "watched" or trained[row["place"]]
                 updates = held_UBT[:, b].any(dim=1).nonzero().flatten().tolist()
-                assert updates == ([own, own + len(plan())] if sent else []), case
-            received, expected = receipt.received_UBT[held_UBT], receipt.expected_UBT[held_UBT]
+                assert updates == ([number, number + len(plan())] if sent else []), case
+            received = receipt.received_UBT[held_UBT]
+            expected = receipt.expected_UBT[held_UBT]
             torch.testing.assert_close(received, expected, rtol=1e-3, atol=1e-5)
             assert len(receipt.received_UBT) == ranks.EPOCHS * len(plan()) and received.abs().max() > 0.1
     assert clipped > 4
@@ -226,5 +240,5 @@ def test_the_updates_own_forward_gives_the_old_log_probabilities(
                     expected_T = result["columns"][name][result["expected"][place]]
                     torch.testing.assert_close(values_T, expected_T, rtol=1e-4, atol=1e-5)
             trained = {place for place in result["expected"] if _trained()[place]}
-            whole = {"reused": set(result["expected"])}
-            assert all(of.keys() == whole.get(mode, trained) for of in reused["own_forward"].values())
+            every_place = {"reused": set(result["expected"])}
+            assert all(columns.keys() == every_place.get(mode, trained) for columns in reused["own_forward"].values())

@@ -16,7 +16,8 @@ from grail_advantage.verl_ext.exchange import deal_mini_batches, nested, trains,
 from grail_advantage.verl_ext.patches import data_parallel_size
 from grail_advantage.weigh import deal
 
-PROMPTS, RESPONSES = (3, 2, 4, 1), (4, 3, 5, 2)
+PROMPTS = (3, 2, 4, 1)
+RESPONSES = (4, 3, 5, 2)
 GROUP = object()
 
 
@@ -28,12 +29,12 @@ def mini_batch(advantages: list[list[float]], **settings: Any) -> Any:
     def values(start: int, lengths: Any) -> Any:
         return nested([torch.arange(length) + start * (row + 1) for row, length in enumerate(lengths)])
 
-    whole = [prompt + response for prompt, response in zip(PROMPTS, RESPONSES, strict=True)]
+    totals = [prompt + response for prompt, response in zip(PROMPTS, RESPONSES, strict=True)]
     columns = {
         "prompts": values(100, PROMPTS),
         "responses": values(200, RESPONSES),
-        "input_ids": values(1000, whole),
-        "position_ids": nested([torch.arange(length) for length in whole]),
+        "input_ids": values(1000, totals),
+        "position_ids": nested([torch.arange(length) for length in totals]),
         "response_mask": nested(masks),
         "loss_mask": nested(masks),
         "old_log_probs": nested([-torch.ones(length) for length in RESPONSES]),
@@ -46,26 +47,26 @@ def leave_out(
     monkeypatch: pytest.MonkeyPatch, data: Any, other_rank: list[int], *, dynamic: bool = False, rows: int = 4
 ) -> tuple[Any, list[int]]:
     """The responses that are left on this rank, of two; and the lengths that it tells the other one."""
-    told: list[int] = []
+    sent: list[int] = []
 
-    def all_gather_object(found: list, own: list[int], group: object) -> None:
-        assert group is GROUP and len(found) == 2
-        told.extend(own)
-        found[:] = [own, other_rank]
+    def all_gather_object(gathered: list, lengths: list[int], group: object) -> None:
+        assert group is GROUP and len(gathered) == 2
+        sent.extend(lengths)
+        gathered[:] = [lengths, other_rank]
 
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda group: {GROUP: 2}[group])
     monkeypatch.setattr(torch.distributed, "all_gather_object", all_gather_object)
     settings = SimpleNamespace(use_dynamic_bsz=dynamic, micro_batch_size_per_gpu=rows)
     engine = SimpleNamespace(engine_config=settings, get_data_parallel_group=lambda: GROUP)
-    return without_zero_advantage(engine, data), told
+    return without_zero_advantage(engine, data), sent
 
 
-def lists(kept: Any, name: str) -> list[list]:
-    return [of_row.tolist() for of_row in kept[name].unbind()]
+def lists(batch: Any, name: str) -> list[list]:
+    return [of_row.tolist() for of_row in batch[name].unbind()]
 
 
-def setting(kept: Any, name: str) -> Any:
-    return tu.get_non_tensor_data(kept, name, default=None)
+def setting(batch: Any, name: str) -> Any:
+    return tu.get_non_tensor_data(batch, name, default=None)
 
 
 ADVANTAGES = [[0.0, -1.0, 0.0, 0.0], [0.0] * 3, [0.0, 0.0, 0.0, 0.0, 2.0], [0.0, 5.0]]
@@ -73,55 +74,45 @@ ADVANTAGES = [[0.0, -1.0, 0.0, 0.0], [0.0] * 3, [0.0, 0.0, 0.0, 0.0, 2.0], [0.0,
 
 def test_rows_and_fillers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Responses 0 and 2 train. The other rank has five: micro-batches of at most four become two of three, so four fillers."""
-    kept, told = leave_out(monkeypatch, mini_batch(ADVANTAGES), [10, 11, 12, 13, 14])
-    assert told == [3 + 4, 4 + 5]
-    assert setting(kept, "global_token_num") == [7, 9, 2, 2, 2, 2, 10, 11, 12, 13, 14, 2]
-    assert setting(kept, "micro_batch_size_per_gpu") == 3
-    assert lists(kept, "prompts") == [[100, 101, 102], [300, 301, 302, 303], *[[100]] * 4]
-    assert lists(kept, "responses") == [[200, 201, 202, 203], [600, 601, 602, 603, 604], *[[0]] * 4]
-    assert lists(kept, "input_ids") == [list(range(1000, 1007)), list(range(3000, 3009)), *[[1000, 1001]] * 4]
-    assert lists(kept, "position_ids") == [list(range(7)), list(range(9)), *[[0, 1]] * 4]
-    assert lists(kept, "response_mask") == [[1] * 4, [1] * 5, *[[0]] * 4]
-    assert lists(kept, "old_log_probs") == [[-1.0] * 4, [-1.0] * 5, *[[0.0]] * 4]
-    assert lists(kept, "advantages") == [ADVANTAGES[0], ADVANTAGES[2], *[[0.0]] * 4]
-    assert kept["loss_mask"].tolist() == [13, 0, 0, 0, 0, 0], "the sum over the whole mini-batch"
+    batch, sent = leave_out(monkeypatch, mini_batch(ADVANTAGES), [10, 11, 12, 13, 14])
+    assert sent == [3 + 4, 4 + 5]
+    assert setting(batch, "global_token_num") == [7, 9, 2, 2, 2, 2, 10, 11, 12, 13, 14, 2]
+    assert setting(batch, "micro_batch_size_per_gpu") == 3
+    assert lists(batch, "prompts") == [[100, 101, 102], [300, 301, 302, 303], *[[100]] * 4]
+    assert lists(batch, "responses") == [[200, 201, 202, 203], [600, 601, 602, 603, 604], *[[0]] * 4]
+    assert lists(batch, "input_ids") == [list(range(1000, 1007)), list(range(3000, 3009)), *[[1000, 1001]] * 4]
+    assert lists(batch, "position_ids") == [list(range(7)), list(range(9)), *[[0, 1]] * 4]
+    assert lists(batch, "response_mask") == [[1] * 4, [1] * 5, *[[0]] * 4]
+    assert lists(batch, "old_log_probs") == [[-1.0] * 4, [-1.0] * 5, *[[0.0]] * 4]
+    assert lists(batch, "advantages") == [ADVANTAGES[0], ADVANTAGES[2], *[[0.0]] * 4]
+    assert batch["loss_mask"].tolist() == [13, 0, 0, 0, 0, 0], "the sum over the whole mini-batch"
 
 
 def test_a_token_budget_needs_no_even_micro_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     """The batch's own settings count before the engine's."""
     dynamic = mini_batch(ADVANTAGES, use_dynamic_bsz=True, micro_batch_size_per_gpu=2)
-    kept, _ = leave_out(monkeypatch, dynamic, [7, 7, 7], dynamic=False)
-    assert len(kept) == 3 and setting(kept, "micro_batch_size_per_gpu") == 2
+    batch, _ = leave_out(monkeypatch, dynamic, [7, 7, 7], dynamic=False)
+    assert len(batch) == 3 and setting(batch, "micro_batch_size_per_gpu") == 2
     fixed = mini_batch(ADVANTAGES, use_dynamic_bsz=False, micro_batch_size_per_gpu=2)
-    kept, _ = leave_out(monkeypatch, fixed, [7, 7, 7], dynamic=True)
-    assert len(kept) == 4 and setting(kept, "micro_batch_size_per_gpu") == 2
-    kept, _ = leave_out(monkeypatch, mini_batch(ADVANTAGES), [7, 7, 7], dynamic=True)
-    assert len(kept) == 3 and setting(kept, "micro_batch_size_per_gpu") is None
+    batch, _ = leave_out(monkeypatch, fixed, [7, 7, 7], dynamic=True)
+    assert len(batch) == 4 and setting(batch, "micro_batch_size_per_gpu") == 2
+    batch, _ = leave_out(monkeypatch, mini_batch(ADVANTAGES), [7, 7, 7], dynamic=True)
+    assert len(batch) == 3 and setting(batch, "micro_batch_size_per_gpu") is None
 
 
 def test_a_mini_batch_without_an_advantage_keeps_one_filler(monkeypatch: pytest.MonkeyPatch) -> None:
-    kept, told = leave_out(monkeypatch, mini_batch([[0.0] * length for length in RESPONSES]), [])
-    assert told == [] and len(kept) == 1 and setting(kept, "global_token_num") == [2, 2]
-    assert lists(kept, "response_mask") == lists(kept, "responses") == [[0]]
-    assert lists(kept, "advantages") == [[0.0]] and kept["loss_mask"].tolist() == [13]
+    batch, sent = leave_out(monkeypatch, mini_batch([[0.0] * length for length in RESPONSES]), [])
+    assert sent == [] and len(batch) == 1 and setting(batch, "global_token_num") == [2, 2]
+    assert lists(batch, "response_mask") == lists(batch, "responses") == [[0]]
+    assert lists(batch, "advantages") == [[0.0]] and batch["loss_mask"].tolist() == [13]
 
 
 def test_a_mini_batch_whose_every_token_trains_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     data = mini_batch([[1.0] * length for length in RESPONSES])
-    kept, told = leave_out(monkeypatch, data, [9], rows=3)
-    assert kept is data and told == [7, 5, 9, 3]
-    assert setting(kept, "global_token_num") == [7, 5, 9, 3, 9, 2, 2, 2]
-    assert setting(kept, "micro_batch_size_per_gpu") == 2
-
-
-def test_every_rank_gets_its_share_of_a_mini_batchs_rows() -> None:
-    # Mini-batches of four responses on two ranks: responses 0, 1 and 4, 5; then 2, 3 and 6, 7. In the first, 0 and 1 train.
-    order = deal_mini_batches([10, 20, 0, 40, 0, 0, 0, 0], 2, 4)
-    assert {*order[:2]} & {0, 1} and {*order[4:6]} & {0, 1} and {*order[:2], *order[4:6]} == {0, 1, 4, 5}
-    assert {*order[2:4], *order[6:]} == {2, 3, 6, 7}
-    # Responses 0, 1 and 2 train: 30 tokens a rank, where the shortest other response fills up.
-    order = deal_mini_batches([10, 20, 30, 0, 0, 0], 2, 6)
-    assert [{*order[:3]} & {0, 1, 2}, {*order[3:]} & {0, 1, 2}] in ([{0, 1}, {2}], [{2}, {0, 1}])
+    batch, sent = leave_out(monkeypatch, data, [9], rows=3)
+    assert batch is data and sent == [7, 5, 9, 3]
+    assert setting(batch, "global_token_num") == [7, 5, 9, 3, 9, 2, 2, 2]
+    assert setting(batch, "micro_batch_size_per_gpu") == 2
 
 
 def test_which_responses_train() -> None:
@@ -137,7 +128,8 @@ RANKS = st.integers(1, 5)
 @given(st.lists(st.integers(1, 4000), min_size=1, max_size=40), RANKS)
 def test_every_rank_gets_as_many_and_about_as_much_work(costs: list[int], ranks: int) -> None:
     shares = deal(costs, ranks)
-    counts, work = [len(share) for share in shares], [sum(costs[row] for row in share) for share in shares]
+    counts = [len(share) for share in shares]
+    work = [sum(costs[row] for row in share) for share in shares]
     assert sorted(row for share in shares for row in share) == list(range(len(costs)))
     assert max(counts) - min(counts) <= 1
     assert max(work) - min(work) <= max(costs)
@@ -151,14 +143,16 @@ def test_the_rows_of_a_group_meet_on_one_rank(rows: list[tuple[int, int]], ranks
     assert sorted(row for share in shares for row in share) == list(range(len(costs)))
     assert all(sum(any(groups[row] == group for row in share) for share in shares) == 1 for group in set(groups))
     # No rank has more work than an even share and a group.
-    largest = max(sum(cost for cost, group in rows if group == of) for of in groups)
+    largest = max(sum(cost for cost, group in rows if group == number) for number in groups)
     assert max(sum(costs[row] for row in share) for share in shares) <= sum(costs) / ranks + largest
 
 
 @settings(max_examples=100, deadline=None)
 @given(st.data())
 def test_every_rank_keeps_its_share_of_each_mini_batchs_rows_that_train(data: st.DataObject) -> None:
-    ranks, share, batches = data.draw(st.sampled_from([1, 2, 4])), data.draw(st.integers(1, 4)), 2
+    ranks = data.draw(st.sampled_from([1, 2, 4]))
+    share = data.draw(st.integers(1, 4))
+    batches = 2
     count = ranks * share * batches
     costs = data.draw(st.lists(st.sampled_from([0, 0, 5, 300, 4000]), min_size=count, max_size=count))
     order = deal_mini_batches(costs, ranks, ranks * share)

@@ -58,20 +58,26 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 def write_assets(folder: Path, rows: int) -> None:
     """Model, tokenizer, and data of that many prompts, of which four validate."""
-    own = tokenizer()
+    tokens = tokenizer()
     config = Qwen3Config(
-        **{"vocab_size": len(own), "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 32},
+        **{
+            "vocab_size": len(tokens),
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "num_hidden_layers": 2,
+            "head_dim": 32,
+        },
         **{"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 128, "bos_token_id": None},
-        **{"eos_token_id": own.eos_token_id, "pad_token_id": own.pad_token_id, "dtype": "float32"},
+        **{"eos_token_id": tokens.eos_token_id, "pad_token_id": tokens.pad_token_id, "dtype": "float32"},
         tie_word_embeddings=False,
     )
     torch.manual_seed(0)
     model = Qwen3ForCausalLM(config)
     model.generation_config = GenerationConfig(
-        eos_token_id=own.eos_token_id, pad_token_id=own.pad_token_id, do_sample=True
+        eos_token_id=tokens.eos_token_id, pad_token_id=tokens.pad_token_id, do_sample=True
     )
     model.save_pretrained(folder / "model")
-    own.save_pretrained(folder / "model")
+    tokens.save_pretrained(folder / "model")
     gold = {"data_source": "parity", "ability": "math", "reward_model": {"style": "rule", "ground_truth": "0"}}
     prompts = [[{"role": "user", "content": f"{i}+{i}"}] for i in range(rows)]
     data = [{**gold, "prompt": prompt, "extra_info": {"index": i}} for i, prompt in enumerate(prompts)]
@@ -100,8 +106,8 @@ class WholeRun:
 
     def policy(self, step: int) -> Qwen3ForCausalLM:
         """The model before a step: the initial one, or that of the checkpoint before, which must hold it as ``hf_model``."""
-        before = self.folder / "checkpoints" / f"global_step_{step - 1}" / "actor" / "huggingface"
-        return Qwen3ForCausalLM.from_pretrained(before if step > 1 else self.folder / "model", dtype=torch.float32)
+        checkpoint = self.folder / "checkpoints" / f"global_step_{step - 1}" / "actor" / "huggingface"
+        return Qwen3ForCausalLM.from_pretrained(checkpoint if step > 1 else self.folder / "model", dtype=torch.float32)
 
 
 def advantages_of_grpo(rows: list[DumpRow]) -> list[torch.Tensor]:
@@ -110,18 +116,20 @@ def advantages_of_grpo(rows: list[DumpRow]) -> list[torch.Tensor]:
     for row in rows:
         text = tokenizer().decode(row.token_ids_T, skip_special_tokens=True)
         rewards.setdefault(row.key.rsplit("_", 2)[0], []).append(compute_score("", text, "")["score"])
-    of_groups = {uid: torch.tensor(of) for uid, of in rewards.items()}
-    advantages = {uid: iter((of - of.mean()) / (of.std() + 1e-6)) for uid, of in of_groups.items()}
+    of_groups = {uid: torch.tensor(values) for uid, values in rewards.items()}
+    advantages = {uid: iter((values - values.mean()) / (values.std() + 1e-6)) for uid, values in of_groups.items()}
     return [next(advantages[row.key.rsplit("_", 2)[0]]) for row in rows]
 
 
-def plain_weights(run: WholeRun, rows: list[DumpRow], signal: Method, **known: Any) -> list[torch.Tensor]:
+def plain_weights(run: WholeRun, rows: list[DumpRow], signal: Method, **options: Any) -> list[torch.Tensor]:
     """Weights of these responses of one step, or the advantages of a signal that gives these, by the policy before the step in
     one process, each response on its own padding; ``known`` goes to :func:`grail_advantage.compute_token_weights`."""
-    own, places = tokenizer(), []
+    tokens = tokenizer()
+    places = []
     width = max(len(row.prompt_ids) + len(row.token_ids_T) for row in rows)
-    ids_BL = torch.full((len(rows), width), own.pad_token_id)
-    valid_BL, response_BL = torch.zeros_like(ids_BL), torch.zeros_like(ids_BL)
+    ids_BL = torch.full((len(rows), width), tokens.pad_token_id)
+    valid_BL = torch.zeros_like(ids_BL)
+    response_BL = torch.zeros_like(ids_BL)
     for number, row in enumerate(rows):
         place = slice(len(row.prompt_ids), len(row.prompt_ids) + len(row.token_ids_T))
         places.append(place)
@@ -130,10 +138,10 @@ def plain_weights(run: WholeRun, rows: list[DumpRow], signal: Method, **known: A
         response_BL[number, place] = torch.tensor(row.mask_T).long()
     masked_B = torch.tensor([row.truncated and signal.mask_truncated for row in rows])
     advantages_B = torch.tensor([float(max(row.base_advantage_T, key=abs)) for row in rows]).masked_fill(masked_B, 0.0)
-    given = (ids_BL, valid_BL, response_BL, advantages_B, signal)
-    result = compute_token_weights(run.policy(rows[0].step), own, *given, masked=masked_B, **known)
-    found = result.weights if isinstance(signal, Method) else result.advantages
-    return [found[number, place] for number, place in enumerate(places)]
+    arguments = (ids_BL, valid_BL, response_BL, advantages_B, signal)
+    result = compute_token_weights(run.policy(rows[0].step), tokens, *arguments, masked=masked_B, **options)
+    values = result.weights if isinstance(signal, Method) else result.advantages
+    return [values[number, place] for number, place in enumerate(places)]
 
 
 def run(folder: Path, overrides: list[str], **settings: Any) -> WholeRun:
@@ -158,7 +166,9 @@ def start(
     recipe += [f"run.folder={folder}", "algorithm.norm_adv_by_std_in_grpo=True"]
     entry, new = (STOCK, "+") if stock else (recipe, "")
     command = [
-        *(sys.executable, "-m", *entry),
+        sys.executable,
+        "-m",
+        *entry,
         f"hydra.run.dir={folder / 'hydra'}",
         f"{new}algorithm.token_dump.folder={folder / 'dump'}",
         f"{new}algorithm.token_dump.responses=null",
@@ -173,19 +183,22 @@ def start(
         "actor_rollout_ref.rollout.log_prob_use_dynamic_bsz=True",
         "actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu=256",
         f"reward.custom_reward_function.path={Path(__file__).with_name('parity_reward.py')}",
-        *("trainer.val_before_train=False", "trainer.test_freq=-1", "trainer.save_freq=-1", "trainer.logger=[file]"),
+        "trainer.val_before_train=False",
+        "trainer.test_freq=-1",
+        "trainer.save_freq=-1",
+        "trainer.logger=[file]",
         f"trainer.default_local_dir={folder / 'checkpoints'}",
         *overrides,
     ]
-    own = {"VERL_FILE_LOGGER_PATH": str(folder / "metrics.jsonl"), "PYTHON": sys.executable}
-    own |= {} if stock else {"VERL_USE_EXTERNAL_MODULES": "recipe.verl_start"}
-    variables = {**os.environ, "VERL_PLATFORM": "cpu", "OMP_NUM_THREADS": "1", **own, **environment}
-    said = [folder / name for name in SAID]
+    variables_of_run = {"VERL_FILE_LOGGER_PATH": str(folder / "metrics.jsonl"), "PYTHON": sys.executable}
+    variables_of_run |= {} if stock else {"VERL_USE_EXTERNAL_MODULES": "recipe.verl_start"}
+    variables = {**os.environ, "VERL_PLATFORM": "cpu", "OMP_NUM_THREADS": "1", **variables_of_run, **environment}
+    outputs = [folder / name for name in SAID]
     for _ in range(STARTS):
-        with said[0].open("w") as out, said[1].open("w") as err:
+        with outputs[0].open("w") as out, outputs[1].open("w") as err:
             how = {"stdout": out, "stderr": err, "timeout": LONGEST_RUN}
             code = subprocess.run(command, env=variables, cwd=ROOT, **how).returncode
-        done = subprocess.CompletedProcess(command, code, *(path.read_text() for path in said))
+        done = subprocess.CompletedProcess(command, code, *(path.read_text() for path in outputs))
         if code == 0 or NOT_STARTED not in done.stdout + done.stderr:
             break
     return done
