@@ -159,7 +159,7 @@ def within(cases: Sequence[Case], name: str) -> list[Estimate]:
     pairs = list(zip([case.problem for case in cases], means, strict=True))
     beyond = []
     for problem, mean_M in pairs:
-        peers = [peer_M for other, peer_M in pairs if len(peer_M) == len(mean_M) and other != problem]
+        peers = [peer_M for its_problem, peer_M in pairs if len(peer_M) == len(mean_M) and its_problem != problem]
         beyond.append(mean_M - np.mean(peers or [mean_M], axis=0))
     credits = [case.credit_J[: case.steps] for case in cases]
     halves = [centred(case.halves_2J[:, : case.steps]) for case in cases]
