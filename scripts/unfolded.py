@@ -12,9 +12,6 @@ from pathlib import Path
 ROOMS = (
     "benchmarks",
     "examples",
-    "examples/hosts",
-    "examples/trainer",
-    "examples/turns",
     "grail_advantage/verl_ext",
     "tests/benchmarks",
     "tests/verl_ext",
