@@ -118,13 +118,9 @@ def compute_token_weights(
         ValueError: an argument of the wrong type, shape, dtype or range, or one that the method lacks; naming it.
     """
     _need(isinstance(config, BaseMethod), "config", config, "a method with its options, such as Grail()")
-    _need(callable(aggregate), "aggregate", aggregate, "a function of values and a mask, (B, T) both")
-    _need(isinstance(fields, Mapping | None), "fields", fields, "a mapping of names to values, one a response")
     are_examples = isinstance(examples, Sequence | None)
     are_examples = are_examples and all(isinstance(example, Example | None) for example in examples or ())
     _need(are_examples, "examples", examples, "a list of Example or None")
-    is_group = isinstance(process_group, ProcessGroup | None)
-    _need(is_group, "process_group", process_group, "a ProcessGroup of torch, or None")
     _need(_is_number(temperature) and temperature > 0, "temperature", temperature, "that of the sampling, above 0")
     for name, value, least in (("step", step, 0), ("tokens", tokens, 1)):
         fits = _is_number(value) and value >= least and value == int(value)

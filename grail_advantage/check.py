@@ -59,7 +59,7 @@ def tiny_model() -> PreTrainedModel:
         "num_hidden_layers": 2,
         "initializer_range": 0.3,
     }
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": len(CHARACTERS) + 2}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": len(CHARACTERS) + 3}
     torch.manual_seed(0)
     return AutoModelForCausalLM.from_config(Qwen3Config(**sizes, **heads, dtype="float32")).eval()
 
@@ -67,6 +67,7 @@ def tiny_model() -> PreTrainedModel:
 def sample_rollouts(fields: dict[str, Any]) -> Rollouts:
     """Eight responses to two prompts, of three lengths; a tool wrote three tokens of every second one."""
     tokenizer = char_tokenizer()
+    tokenizer.add_tokens(["\n"])
     tokenizer.chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}"
     responses = [torch.tensor(tokenizer.encode(TEXTS[index % 3])) for index in range(8)]
     width = max(map(len, responses))

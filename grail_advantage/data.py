@@ -150,7 +150,9 @@ class Rollouts:
     sessions: Sequence[tuple[Any, int]] | None = None  # each response's conversation, and its number in it
     examples: Sequence[Example | None] | None = None
     fields: Mapping[str, Sequence[Any]] = field(default_factory=dict)  # one value a response, for ``field:NAME``
-    columns: Mapping[str, Tensor] = field(default_factory=dict)  # those above that the host has already
+    columns: Mapping[str, Tensor] = field(
+        default_factory=dict
+    )  # those above that the host has; to a method NaN where the model did not write
     keys: Sequence[str] = ()
     places: Sequence[int] = ()  # by default 0, 1, 2, ... both
     # For the dump: id, ground_truth, outcome, prompt, reward, labels

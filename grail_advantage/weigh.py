@@ -150,11 +150,9 @@ def _scores(method: BaseMethod, r: Rollouts, of_pass: Tensor | None) -> Tensor:
             raise
         raise ValueError(f"{method.name}.scores(): {name!r} is not there; put it into the class's reads") from error
     except (TypeError, AttributeError) as error:
-        parts = {"groups": r.groups, "examples": r.examples, "rewards": r.rewards, "tokenizer": r.tokenizer}
-        absent = ", ".join(name for name, part in parts.items() if part is None)
-        if "NoneType" not in str(error) or not absent:
+        if "NoneType" not in str(error):
             raise
-        remedy = f"{absent} are not there; put those that it uses into the class's reads"
+        remedy = "put what it uses of groups, examples, rewards and tokenizer into the class's reads"
         raise ValueError(f"{method.name}.scores(): {type(error).__name__}: {error}; {remedy}") from error
     if not isinstance(scores, Tensor) or scores.shape != r.mask.shape:
         shape = tuple(getattr(scores, "shape", (type(scores).__name__,)))

@@ -57,7 +57,7 @@ DATA = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"
 RESPONSES = [Said(*parts) for parts in DATA["responses"]]
 """Two prompts with five responses each. No prompt has equal rewards whose float32 mean is off by rounding, as three of 0.9
 are: verl and TRL train on that rounding, as their GRPO does, while an analysis gives the advantage 0."""
-SUM, NINE = dict.fromkeys(said.prompt for said in RESPONSES)
+SUM, NINE = dict.fromkeys(response.prompt for response in RESPONSES)
 DATA["options"]["fitted"] = FITTED
 COUNT = len(RESPONSES)
 GROUP_SIZE = len(RESPONSES) // 2
@@ -86,9 +86,13 @@ def plain_rollouts(**changes: Any) -> Rollouts:
     parts: dict[str, Any] = {
         "prompts": [torch.tensor(encode(response.prompt)) for response in RESPONSES],
         "responses": [torch.tensor(response.ids) for response in RESPONSES],
-        **{"mask": written_BT, "advantages": torch.tensor(ADVANTAGES), "tokenizer": char_tokenizer()},
-        **{"truncated": torch.arange(COUNT) == TRUNCATED, "groups": torch.arange(COUNT) // GROUP_SIZE},
-        **{"rewards": rewards_B, "fields": {"tool_rewards": [response.tool_rewards for response in RESPONSES]}},
+        "mask": written_BT,
+        "advantages": torch.tensor(ADVANTAGES),
+        "tokenizer": char_tokenizer(),
+        "truncated": torch.arange(COUNT) == TRUNCATED,
+        "groups": torch.arange(COUNT) // GROUP_SIZE,
+        "rewards": rewards_B,
+        "fields": {"tool_rewards": [response.tool_rewards for response in RESPONSES]},
         "facts": {"reward": rewards, "outcome": [outcome_of(reward) for reward in rewards]},
     }
     return Rollouts(**{**parts, **changes})
@@ -141,5 +145,5 @@ def says_something(table: pa.Table) -> bool:
     return any(base != advantage for row, (base, advantage) in enumerate(pairs) if row != TRUNCATED)
 
 
-assert all(len(said.ids) < LIMIT for row, said in enumerate(RESPONSES) if row != TRUNCATED)
+assert all(len(response.ids) < LIMIT for row, response in enumerate(RESPONSES) if row != TRUNCATED)
 assert not RESPONSES[TRUNCATED].text.endswith(END)

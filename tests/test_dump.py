@@ -35,10 +35,10 @@ HEADER = DumpHeader(step=3, method="grail", options=OPTIONS, special_tokens={151
 
 
 def received(keys: list[str], **columns: Any) -> pa.Table:
-    one = [[0.5, 0.5]] * len(keys)
+    floats = [[0.5, 0.5]] * len(keys)
     nothing = [None] * len(keys)
-    values = {"key": keys, "updates": [[0]] * len(keys), "received": one, "clipped": one}
-    values["by_update"] = [[each] for each in one]
+    values = {"key": keys, "updates": [[0]] * len(keys), "received": floats, "clipped": floats}
+    values["by_update"] = [[values_of_row] for values_of_row in floats]
     values["clipped_by_update"] = nothing
     values["effect"] = nothing
     values.update(columns)

@@ -15,7 +15,8 @@ class DecayedSteps(Method):
     decay: float = option(0.8, "weight of a step over that of the next one", gt=0, le=1)
 
     def scores(self, r, of_pass):  # how many steps follow each token's
-        texts, separator = TokenTexts(r.tokenizer), compile_expression(r"\n+", "separator")
+        texts = TokenTexts(r.tokenizer)
+        separator = compile_expression(r"\n+", "separator")
         steps = [cut(texts(ids), texts.have_bytes(ids), separator)[0] for ids in r.tokens.numpy()]
         return torch.tensor([(of_row.max() - of_row).tolist() for of_row in steps]).float()
 

@@ -16,7 +16,7 @@ class Cause(NamedTuple):
     """What a host calls a cause of a bias."""
 
     options: tuple[str, ...]  # for pages
-    of: Callable[[Any], str]  # the option that is the cause in settings; an empty text where none is
+    find: Callable[[Any], str]  # the option that is the cause in settings; an empty text where none is
 
 
 def biases_of_turns(
@@ -28,7 +28,7 @@ def biases_of_turns(
     def bias(cause: Cause, because: str, remedy: str) -> Rule:
         return Rule(
             option=cause.options,
-            when=lambda settings: isinstance(settings.method, TurnMethod) and cause.of(settings),
+            when=lambda settings: isinstance(settings.method, TurnMethod) and cause.find(settings),
             because=f"{BIAS}{because}",
             remedy=remedy,
             warned=True,

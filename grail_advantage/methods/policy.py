@@ -86,8 +86,8 @@ class EntropyBonus(Method):
 
     formula = "1 + sign(A) min(0.4 H / |A|, 1 / 2)"
     source = (
-        "arXiv 2506.14758 (restated, its text was not read: two notes quote min(alpha H, |A| / kappa), and that the code "
-        "of arXiv 2604.11297 adds it with 0.4 and 2, `verl/workers/actor/dp_actor.py`, line 560)"
+        "arXiv 2506.14758 (three ports of it, `torch.min(alpha * entropy.detach(), advantages.abs() / kappa)`, one in "
+        "verl's `dp_actor.py`, with 0.4 for GRPO and 2; the paper's text was not read)"
     )
     reads = frozenset({ENTROPY})
     alpha: float = option(0.4, "advantage added for each nat of entropy", gt=0)

@@ -103,7 +103,7 @@ class Privileged(BaseMethod):
         log_probs = model.micro_batches(rows, lambda micro: micro.response_log_probs(), gradients=False)
         return [RowScores(of_row.float()) for of_row in log_probs]
 
-    def change(self, r: Rollouts, of_pass: Tensor | None) -> Tensor:
+    def signal(self, r: Rollouts, of_pass: Tensor | None) -> Tensor:
         """D, see the module."""
         assert of_pass is not None  # it has a pass
         return of_pass - r.columns[OLD_LOG_PROBS].float()
@@ -158,7 +158,7 @@ class Rlsd(Privileged, Method):
         return super().select(r) if self.lam_at(r.step) else torch.zeros_like(r.valid)
 
     def scores(self, r: Rollouts, of_pass: Tensor | None) -> Tensor:
-        return self.change(r, of_pass)
+        return self.signal(r, of_pass)
 
     def weights(self, scores: Tensor, among: Tensor, r: Rollouts) -> Weights:
         """The module's w."""

@@ -76,7 +76,7 @@ def turn_advantages(
     rows_of: dict[Hashable, list[int]] = defaultdict(list)
     for row in range(len(rewards)):
         rows_of[(groups[row], sessions[row]) if sessions is not None else row].append(row)
-    known = Sessions(m, "rewards: row")
+    known_sessions = Sessions(m, "rewards: row")
     rows_compared = []
     for rows in rows_of.values():
         counts = [len(rewards[row]) for row in rows]
@@ -88,7 +88,7 @@ def turn_advantages(
         if before is not None and len(observed) != sum(counts):
             had = f"{sum(counts)} turns and {len(observed)} observations"
             raise ValueError(f"before: row {key} has {had}; give one a turn")
-        compared = known.add(
+        compared = known_sessions.add(
             key=key,
             group=groups[last],
             outcome=float(outcomes[last] or 0.0),
@@ -99,10 +99,10 @@ def turn_advantages(
         )
         if compared:
             rows_compared.append(rows)
-    for reason in known.reasons:
+    for reason in known_sessions.reasons:
         logger.warning("%s: a row trains nothing: %s", m.name, reason)
     advantages = [[0.0] * len(of_row) for of_row in rewards]
-    for rows, of_session in zip(rows_compared, m.by_groups(known.compared), strict=True):
+    for rows, of_session in zip(rows_compared, m.by_groups(known_sessions.compared), strict=True):
         remaining = iter(np.asarray(of_session, dtype=np.float64).tolist())
         for row in rows:
             advantages[row] = [next(remaining) for _ in rewards[row]]

@@ -101,13 +101,13 @@ def _random_states(model: nn.Module) -> list[Any]:
     return states
 
 
-def reads_its_logits(model: nn.Module, own: Callable[[], torch.Tensor], read: Callable[[], torch.Tensor]) -> bool:
-    """Whether log-probabilities as they are ``read`` here are those of the model's ``own`` logits, or draw at random. In
+def reads_its_logits(model: nn.Module, plain: Callable[[], torch.Tensor], read: Callable[[], torch.Tensor]) -> bool:
+    """Whether log-probabilities as they are ``read`` here are those of the model's ``plain`` logits, or draw at random. In
     a run of several ranks that share forwards it is a collective."""
     with _without_a_trace(model):
-        limit = limit_of(own)
-        plain_S = own()
-        again_S = own()
+        limit = limit_of(plain)
+        plain_S = plain()
+        again_S = plain()
         read_S = read()
     return not difference(read_S, plain_S) > limit or difference(again_S, plain_S) > limit  # NaN is NaN
 

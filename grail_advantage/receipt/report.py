@@ -1,7 +1,8 @@
 """The receipts of a run put together, as a table and as a command, over records: a receipt as one JSON object.
 
 A record has ``step`` and ``update`` (of the training step), ``loss``, ``findings`` (:meth:`.Finding.to_dict`),
-``updates`` (optimiser steps), ``tokens``, and where known ``clipped``, ``seen_from``, ``responses`` (seen, of all).
+``updates`` (optimiser steps), ``tokens``, and where known ``trained`` (tokens with a gradient), ``clipped``,
+``seen_from``, ``responses`` (seen, of all).
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ Record = Mapping[str, Any]
 _NUMBER = int | float
 _RECORD: dict[str, Any] = {
     **dict.fromkeys(("step", "update", "updates", "tokens"), int),
-    **{"loss": str, "findings": list, "responses": list | None},
+    **{"loss": str, "findings": list, "responses": list | None, "trained": int | None},
     **dict.fromkeys(("clipped", "seen_from"), _NUMBER | None),
 }
 _FINDING: dict[str, Any] = {
@@ -43,57 +44,79 @@ Rollout = Callable[[int, int, str], str | None]
 
 def run_receipt(records: Sequence[Record], rollout: Rollout = lambda step, update, key: None) -> dict[str, Any]:
     """The receipts of a run, put together, for JSON; tokens and optimiser steps are counted from 1, as on the page."""
-    known: dict[tuple[bool, str], dict[str, Any]] = {}
+    lines: dict[tuple[bool, str], dict[str, Any]] = {}
     for record in records:
-        at = f"step {record['step']}" + (f", update {record['update']}" if record["update"] else "")
+        place = f"step {record['step']}" + (f", update {record['update']}" if record["update"] else "")
         for finding in map(Finding.from_dict, record["findings"]):
-            key, first = (not finding.mismatch, finding.name), finding.to_dict() | {"tokens": 0, "at": {at: None}}
-            first |= {"step": record["step"], "update": record["update"], "where": f"{at}: {finding.where}"}
-            told = known.setdefault(key, first)
-            told["at"][at], told["tokens"] = None, told["tokens"] + finding.tokens
-    for told in known.values():
-        told["receipts"] = len(told.pop("at"))
-        told["where"] += f", and {told['receipts'] - 1} more receipts" * (told["receipts"] > 1)
-        told["examples"] = [_example(told, rollout, *example) for example in told["examples"]]
-    shares = [(each["clipped"], each["tokens"]) for each in records if each.get("clipped") is not None]
-    seen, total = [each["responses"] for each in records if each.get("responses")], sum(of for _, of in shares)
+            key = (not finding.mismatch, finding.name)
+            if key not in lines:
+                # The first receipt that has a finding says where it is, with its examples.
+                place_of_line = {
+                    "step": record["step"],
+                    "update": record["update"],
+                    "where": f"{place}: {finding.where}",
+                }
+                lines[key] = finding.to_dict() | place_of_line | {"tokens": 0, "places": set()}
+            lines[key]["places"].add(place)
+            lines[key]["tokens"] += finding.tokens
+    for line in lines.values():
+        line["receipts"] = len(line.pop("places"))
+        if line["receipts"] > 1:
+            line["where"] += f", and {line['receipts'] - 1} more receipts"
+        line["examples"] = [_example(line, rollout, *example) for example in line["examples"]]
+    clipping = [record for record in records if record.get("clipped") is not None]
+    clipping_tokens = sum(record["tokens"] for record in clipping)
+    trained = [record.get("trained") for record in records]
+    responses = [record["responses"] for record in records if record.get("responses")]
     return {
         "receipts": len(records),
         "steps": sum(record["updates"] for record in records),
         "tokens": sum(record["tokens"] for record in records),
-        "responses": [sum(each) for each in zip(*seen, strict=True)],
-        "clipped": sum(share * of for share, of in shares) / total if total else None,
+        "trained": None if None in trained else sum(trained),
+        "responses": [sum(counts) for counts in zip(*responses, strict=True)],
+        "clipped": sum(record["clipped"] * record["tokens"] for record in clipping) / clipping_tokens
+        if clipping_tokens
+        else None,
         "losses": sorted({record["loss"] for record in records if record["loss"]}),
         "seen_from": max((record["seen_from"] for record in records if record.get("seen_from")), default=None),
-        "findings": [known[key] for key in sorted(known, key=lambda key: (key[0], -known[key]["tokens"], key[1]))],
+        "findings": [lines[key] for key in sorted(lines, key=lambda key: (key[0], -lines[key]["tokens"], key[1]))],
     }
 
 
-def _example(told: Record, rollout: Rollout, response: Any, token: int, *values: float | None) -> dict[str, Any]:
+def _example(line: Record, rollout: Rollout, response: Any, token: int, *values: float | None) -> dict[str, Any]:
     intended, received = (None if value is None else value + 0.0 for value in values)  # no -0.0
-    shown = ("nothing" if value is None else f"{value:+.4g}" if value else "0" for value in (intended, received))
     example = {"response": response, "token": token + 1, "intended": intended, "received": received}
-    example["text"] = "response {}, token {}: intended {}, received {}".format(response, token + 1, *shown)
-    name = rollout(told["step"], told["update"], response)
-    return example | ({} if name is None else {"link": f"#overlay=received&rollout={name}&token={token}"})
+    texts = f"intended {_value(intended)}, received {_value(received)}"
+    example["text"] = f"response {response}, token {token + 1}: {texts}"
+    name = rollout(line["step"], line["update"], response)
+    if name is not None:
+        example["link"] = f"#overlay=received&rollout={name}&token={token}"
+    return example
+
+
+def _value(value: float | None) -> str:
+    if value is None:
+        return "nothing"
+    return f"{value:+.4g}" if value else "0"
 
 
 def summary(run: Record) -> str:
-    """What arrived, in two sentences."""
-    count = sum(finding["mismatch"] for finding in run["findings"])
+    """Say what arrived, in a few sentences, of which the first says whether anything trained."""
+    mismatches = sum(finding["mismatch"] for finding in run["findings"])
     loss = f" ({', '.join(run['losses'])})" if run["losses"] else ""
-    fits = f"{count} thing{'s'[: count > 1]} in what arrived {('does', 'do')[count > 1]} not fit the loss{loss}"
-    if not count:
-        fits = f"Every token received what the loss says{loss}"
-        if any(finding["name"] == "unknown loss" for finding in run["findings"]):
-            fits = (
-                f"The loss{loss} has no formula here and no value was compared; which tokens and responses train fits"
-            )
+    names = {finding["name"] for finding in run["findings"]}
     seen = " of {:,} of {:,} responses".format(*run["responses"]) if run["responses"] else ""
-    over = f"over {run['tokens']:,} tokens{seen} in {run['steps']:,} optimiser step{'s'[: run['steps'] != 1]}."
-    return f"{fits}, {over}" + (
-        "" if run["clipped"] is None else f" {100 * run['clipped']:.3g} % of them were clipped."
-    )
+    steps = f"{run['steps']:,} optimiser step" + "s" * (run["steps"] != 1)
+    trained = f"{run['tokens']:,} tokens{seen} were compared in {steps}"
+    if run["trained"] is not None:
+        trained = f"{run['trained']:,} of {run['tokens']:,} tokens{seen} trained in {steps}"
+    fits = f"Every token received what the loss says{loss}"
+    if mismatches:
+        fits = f"{mismatches} thing{'s do' if mismatches > 1 else ' does'} not fit the loss{loss}"
+    elif "unknown loss" in names:
+        fits = f"The loss{loss} has no formula here and no value was compared; which tokens and responses train fits"
+    clipped = "" if run["clipped"] is None else f" {100 * run['clipped']:.3g} % of them were clipped."
+    return f"{'NOTHING TRAINED: ' * (run['trained'] == 0)}{trained}. {fits}.{clipped}"
 
 
 def unseen(run: Record) -> str:
@@ -113,20 +136,23 @@ def page(title: object, run: Record) -> Iterator[str]:
         yield ""
         yield f"{'received / intended':>20} {'tokens':>10} {'of what differs':>16}"
     also = ""
-    for told in run["findings"]:
-        low, high = (told[name] for name in ("low", "high"))
-        times = "" if low is None else f"{low:.4g}" if f"{low:.3g}" == f"{high:.3g}" else f"{low:.4g} to {high:.4g}"
-        share = "" if told["explains"] is None else f"{told['explains']:.0%}"
-        name = f"{'MISMATCH' if told['mismatch'] else 'note'}: {told['name']}. {told['what']}"
-        yield f"{times:>20} {told['tokens']:>10,} {share:>16}  {name}"
-        yield f"      {told['where']}"
-        for one in told["examples"]:
-            yield f"      such as {one['text']}" + (f" (report.html{one['link']})" if "link" in one else "")
-        yield from [f"      also tried, and what each explains alone: {told['also']}"] * (
-            told["also"] not in ("", also)
-        )
-        also = told["also"]
-        yield from [f"      usual causes: {told['causes']}"] * bool(told["causes"])
+    for line in run["findings"]:
+        low = line["low"]
+        high = line["high"]
+        times = ""
+        if low is not None:
+            times = f"{low:.4g}" if f"{low:.3g}" == f"{high:.3g}" else f"{low:.4g} to {high:.4g}"
+        share = "" if line["explains"] is None else f"{line['explains']:.0%}"
+        name = f"{'MISMATCH' if line['mismatch'] else 'note'}: {line['name']}. {line['what']}"
+        yield f"{times:>20} {line['tokens']:>10,} {share:>16}  {name}"
+        yield f"      {line['where']}"
+        for example in line["examples"]:
+            yield f"      such as {example['text']}" + (f" (report.html{example['link']})" if "link" in example else "")
+        if line["also"] not in ("", also):
+            yield f"      also tried, and what each explains alone: {line['also']}"
+        also = line["also"]
+        if line["causes"]:
+            yield f"      usual causes: {line['causes']}"
     yield from ["", unseen(run)]
 
 
@@ -154,9 +180,16 @@ def _check_types(values: Any, types: Mapping[str, Any]) -> None:
 
 def record_of(receipt: Receipt, loss: str, step: int, update: int = 0) -> dict[str, Any]:
     """A receipt as a record, with the loss's name."""
-    record = {"step": step, "update": update, "loss": loss, "findings": [each.to_dict() for each in receipt.findings]}
-    record |= {"updates": len(receipt.received_UBT), "tokens": receipt.tokens, "clipped": receipt.clipped}
-    return record | {"seen_from": receipt.seen_from, "responses": receipt.responses}
+    record = {
+        "step": step,
+        "update": update,
+        "loss": loss,
+        "findings": [finding.to_dict() for finding in receipt.findings],
+    }
+    record["updates"] = len(receipt.received_UBT)
+    record["tokens"] = receipt.tokens
+    record["trained"] = receipt.trained
+    return record | {"clipped": receipt.clipped, "seen_from": receipt.seen_from, "responses": receipt.responses}
 
 
 def write(path: Path | str, receipt: Receipt, loss: str, step: int, update: int = 0) -> None:
@@ -167,7 +200,8 @@ def write(path: Path | str, receipt: Receipt, loss: str, step: int, update: int 
 
 def read(path: Path, problems: list[str]) -> list[Record]:
     """The records of such a file; what cannot be read is added to ``problems``."""
-    records, unread = [], []
+    records = []
+    unread = []
     try:
         for place, line in numbered_lines(path):
             try:
@@ -195,12 +229,13 @@ def main(
     """
     parser = argparse.ArgumentParser(
         prog=f"python -m {__package__}",
-        description="What each token of a run received, beside what was intended. Ends with 1 where something does not "
-        "fit the loss, with 2 where there is nothing to read.",
+        description="What each token of a run received, beside what was intended. Ends with 1 where nothing trained or "
+        "something does not fit the loss, with 2 where there is nothing to read.",
     )
     parser.add_argument("run", type=Path, help=called)
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of the page")
-    severities, what = ("mismatch", "note", "nothing"), "end with 1 on a mismatch (default), on a note too, or never"
+    severities = ("mismatch", "note", "nothing")
+    what = "end with 1 on a mismatch (default), on a note too, or never"
     parser.add_argument("--fail-on", choices=severities, default="mismatch", help=what)
     options = parser.parse_args(argv)
     problems: list[str] = []
@@ -212,8 +247,12 @@ def main(
         return NOTHING
     run = run_receipt(records, rollout)
     if options.json:
-        print(json.dumps({"summary": summary(run), "unseen": unseen(run), **run}, indent=1))
+        text = json.dumps({"summary": summary(run), "unseen": unseen(run), **run})
+        strict = json.loads(text, parse_constant=lambda constant: None)  # JSON has no NaN
+        print(json.dumps(strict, indent=1))
     else:
         say(*page(options.run, run))
-    severe = {"mismatch": any(each["mismatch"] for each in run["findings"]), "note": bool(run["findings"])}
-    return 1 if severe.get(options.fail_on) else NOTHING if problems else 0
+    severe = [finding for finding in run["findings"] if finding["mismatch"] or options.fail_on == "note"]
+    if options.fail_on != "nothing" and (severe or run["trained"] == 0):
+        return 1
+    return NOTHING if problems else 0

@@ -243,7 +243,7 @@ class TokenWeightGRPOTrainer(GRPOTrainer):
             written=beside_prompts(written),
             mask=beside_prompts(mask & written),
             columns={
-                name: beside_prompts(output[of].float()) for name, of in GIVEN.items() if output.get(of) is not None
+                name: beside_prompts(output[key].float()) for name, key in GIVEN.items() if output.get(key) is not None
             },
             advantages=output["advantages"].masked_fill(unjudged, torch.nan),
             tokenizer=self.processing_class,

@@ -22,7 +22,7 @@ METHODS = [name for name, cls in methods().items() if cls.__module__.startswith(
 """Plug-ins of other projects may be installed."""
 FITTED = {"file": str(Path(__file__).with_name("fitted.json"))}
 """Options without which ``fitted`` cannot run."""
-MAPS = [name for name, known in ALL_MAPS.items() if known.function.__module__.startswith("grail_advantage.")]
+MAPS = [name for name, entry in ALL_MAPS.items() if entry.function.__module__.startswith("grail_advantage.")]
 
 
 def rollouts_of(

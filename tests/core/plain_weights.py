@@ -182,7 +182,9 @@ def to_mass(weights: Sequence[float], places: Sequence[int]) -> list[float]:
     return [weight * scale if index in places else weight for index, weight in enumerate(weights)]
 
 
-MAPS: dict[str, Callable[..., list[float]]] = {of.__name__: of for of in (top, power, mean_ratio, bilevel, log_zscore)}
+MAPS: dict[str, Callable[..., list[float]]] = {
+    function.__name__: function for function in (top, power, mean_ratio, bilevel, log_zscore)
+}
 
 
 def through_map(
@@ -326,5 +328,6 @@ def steer(rows: Sequence[Row], highest: float = 1.2, lowest: float = 0.8, normal
 
 
 METHODS: dict[str, Callable[..., Weights]] = {
-    of.__name__: of for of in (surprisal, entropy, high_entropy, entropy_bonus, probability, stare, polarity, steer)
+    function.__name__: function
+    for function in (surprisal, entropy, high_entropy, entropy_bonus, probability, stare, polarity, steer)
 }

@@ -190,9 +190,9 @@ def test_scheme_without_a_decoder() -> None:
     """Byte-level and Metaspace vocabularies are told by their pre-tokenizer when the decoder is missing."""
     bytewise = pre_tokenizers.ByteLevel()
     meta = pre_tokenizers.Metaspace()
-    both = pre_tokenizers.Sequence([pre_tokenizers.Digits(), bytewise])
+    digits_too = pre_tokenizers.Sequence([pre_tokenizers.Digits(), bytewise])
     for scheme, newline, space in (
-        *((each, b"\n", "▁".encode()) for each in (bytewise, both)),
+        *((scheme, b"\n", "▁".encode()) for scheme in (bytewise, digits_too)),
         (meta, "Ċ".encode(), b" "),
         (pre_tokenizers.Whitespace(), "Ċ".encode(), "▁".encode()),
     ):

@@ -20,6 +20,7 @@ from uuid import uuid4
 import pytest
 import torch
 
+from examples.methods.test_methods import test_a_method_keeps_the_contract  # noqa: F401  the template's test
 from grail_advantage import AnswerSpan, Grail, Method, Rollouts, Weights, check, maps, register, register_map
 from grail_advantage import method as registry
 from grail_advantage.check import batch_faults, unequal
@@ -71,7 +72,10 @@ def case(rows: int = len(ADVANTAGES), tokens: int = TOKENS, *, gap: bool = False
     trained = [[not (gap and row % 2 and place == 3) for place in range(tokens)] for row in range(rows)]
     text = ("4=12 so 7= 3 or " * (tokens // 16 + 1))[:tokens]
     r = rollouts_of(
-        *([encode(text)] * rows, (ADVANTAGES * (rows // len(ADVANTAGES) + 1))[:rows], trained, [SPAN] * rows),
+        [encode(text)] * rows,
+        (ADVANTAGES * (rows // len(ADVANTAGES) + 1))[:rows],
+        trained,
+        [SPAN] * rows,
         columns={OLD_LOG_PROBS: -3 * log_probs - 0.01, ENTROPY: 0.3 * entropy, REF_LOG_PROBS: -4 * entropy - 0.01},
         tokenizer=tiny_tokenizer(),
         groups=torch.arange(rows) % 2,
@@ -190,23 +194,23 @@ def runs_of(values: list[float], places: list[int]) -> list[list[int]]:
 @pytest.mark.parametrize("name", [name for name in METHODS if not issubclass(methods()[name], Method)])
 def test_the_shuffled_control_of_advantages_moves_whole_steps(name: str) -> None:
     """Within a response; before the answer, which begins at token 4, where the method reads it."""
-    of = case(12, tokens=16, gap=True)
-    own = run(name, of)
-    control = run(name, of, control="shuffled")
-    torch.testing.assert_close(control.scores, own.scores, equal_nan=True)
-    moved = of[0].mask & own.selected[:, None]
-    if own.method.reads_answer:
+    batch = case(12, tokens=16, gap=True)
+    plain = run(name, batch)
+    control = run(name, batch, control="shuffled")
+    torch.testing.assert_close(control.scores, plain.scores, equal_nan=True)
+    moved = batch[0].mask & plain.selected[:, None]
+    if plain.method.reads_answer:
         moved[:, SPAN.start :] = False
-    assert torch.equal(control.advantages[~moved], own.advantages[~moved])
-    for before, after, where in zip(own.advantages.tolist(), control.advantages.tolist(), moved, strict=True):
-        steps = runs_of(before, where.nonzero().flatten().tolist())
-        assert all(len({after[place] for place in step}) == 1 for step in steps)
-        assert sorted(after[step[0]] for step in steps) == sorted(before[step[0]] for step in steps)
-    later = [run(name, (replace(of[0], step=step), of[1]), control="shuffled").advantages for step in range(1, 9)]
-    assert any(not torch.equal(advantages, own.advantages) for advantages in later)
+    assert torch.equal(control.advantages[~moved], plain.advantages[~moved])
+    for values, shuffled, where in zip(plain.advantages.tolist(), control.advantages.tolist(), moved, strict=True):
+        steps = runs_of(values, where.nonzero().flatten().tolist())
+        assert all(len({shuffled[place] for place in step}) == 1 for step in steps)
+        assert sorted(shuffled[step[0]] for step in steps) == sorted(values[step[0]] for step in steps)
+    later = [run(name, (replace(batch[0], step=step), batch[1]), control="shuffled").advantages for step in range(1, 9)]
+    assert any(not torch.equal(advantages, plain.advantages) for advantages in later)
     assert any(not torch.equal(advantages, control.advantages) for advantages in later)
     order = torch.randperm(12, generator=torch.Generator().manual_seed(1)).tolist()
-    assert not unequal(run(name, part(of, order), control="shuffled"), control, order)
+    assert not unequal(run(name, part(batch, order), control="shuffled"), control, order)
 
 
 @pytest.mark.parametrize("name", [name for name in METHODS if "normalize_mass" in methods()[name].model_fields])
@@ -436,8 +440,8 @@ def test_a_method_of_ones_own_is_checked(tmp_path: Path, capsys: pytest.CaptureF
     file = tmp_path / "mine.py"
     file.write_text(SHIFT.replace("LAST", ""))
     assert check.main([str(file)]) == 1
-    shown = capsys.readouterr().out
-    assert "is not finite" in shown
+    output = capsys.readouterr().out
+    assert "is not finite" in output
     file.write_text(SHIFT.replace("LAST", "later = torch.where(later.isfinite(), later, entropy)"))
     assert check.main([str(file)]) == 0
     assert "entropy_drop: keeps the contract" in capsys.readouterr().out

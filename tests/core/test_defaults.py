@@ -16,7 +16,9 @@ from grail_advantage import Rollouts, compute_token_weights, find_answer_span
 from grail_advantage.data import Weighed, joined, within_range
 from grail_advantage.maps import MAPS
 from grail_advantage.method import build, methods
+from grail_advantage.receipt import Watch, check
 from tests.core.common import METHODS, weighed
+from tests.core.receipt_loop import TOKEN_MEAN, ppo, rollout, train
 from tests.core.test_contract import case, method_of, part
 from tests.core.test_options import batch as turns
 from tests.core.test_rlsd import example, tiny_tokenizer
@@ -109,3 +111,21 @@ def test_answers_and_limits_are_the_same(name: str) -> None:
     with default(name):
         assert find_answer_span(encode(r"a \boxed{5}"), tiny_tokenizer()) == expected
         assert within_range(values).tolist() == [True, True, False, False, False]
+
+
+@pytest.mark.parametrize("name", DEFAULTS)
+def test_a_receipt_is_the_same(name: str) -> None:
+    """Of a clean loop, and of one with a fault that a search has to explain; rows may be a list."""
+    batch = rollout(5, epochs=2, ranks=2, weights=True)
+    faulty = train(batch, lambda micro: ppo(micro, weights=1.0, times=4.0))
+    for pieces in (train(batch), faulty):
+        expected = check(batch.batch, TOKEN_MEAN, pieces)
+        with default(name):
+            receipt = check(batch.batch, TOKEN_MEAN, pieces)
+        assert receipt.findings == expected.findings and receipt.ok == (pieces is not faulty)
+        torch.testing.assert_close(receipt.expected_UBT, expected.expected_UBT, rtol=0, atol=0, equal_nan=True)
+    watched = Watch()
+    log_probs = torch.zeros(2, 3)
+    with default(name):
+        watched.read(log_probs, [1, 0])
+    assert watched.pieces[0].rows_b.tolist() == [1, 0]

@@ -84,10 +84,10 @@ if __name__ == "__main__":
         sys.modules[file] = ModuleType(file)
         exec(compile(text, file, "exec", dont_inherit=True), vars(sys.modules[file]))
     for snippet in snippets("write_your_own.md"):
-        given = valid_weights() | {"tokenizer": char_tokenizer()}
+        namespace = valid_weights() | {"tokenizer": char_tokenizer()}
         with contextlib.redirect_stdout(None):
-            exec(snippet, given)
-        assert given["result"].weights.unique().numel() > 2
+            exec(snippet, namespace)
+        assert namespace["result"].weights.unique().numel() > 2
     nothing = {"old_log_probs": None, "entropy": None}  # they are computed
     for name in [*METHODS, *OWN, *COMPUTED]:
         try:

@@ -116,12 +116,10 @@ OF_WEIGHTS: Mistakes = {
     "groups": [lambda v: v[:-1], lambda v: v.float(), lambda v: v - 1, ["a", "a", "b"]],
     "examples": [[], "abc", 5, [{}] * 3, [None, 1, 2], lambda examples: examples[0]],
     "masked": [lambda v: v[:-1], at(2, 0), [0, 0, 0]],
-    "fields": [[1, 2, 3], "blame", *({"blame": of} for of in ([1.0], 1.0, None, "abc", np.ones((3, 1))))],
+    "fields": [{"blame": values} for values in ([1.0], 1.0, None, "abc", np.ones((3, 1)))],
     "rewards": [lambda v: v[:-1], lambda v: v.bool(), lambda v: v[:, None]],
-    "process_group": ["world", 1, [0, 1]],
     "step": [*WHOLE, torch.tensor([3, 3])],
     "tokens": [*WHOLE, 0, True],
-    "aggregate": ["token-mean", None, 1.0],
     "answer": [None, 5, "box", "(", ["boxed"], b"boxed"],
 }
 SAME_WEIGHTS: Mistakes = {

@@ -30,15 +30,15 @@ def plain_credit(
     last = len(peaks) - answered
     credit = []
     for step, peak in enumerate(peaks):
-        before = max(peaks[:step], default=0.0)
+        earlier_peak = max(peaks[:step], default=0.0)
         sum_before = sum(peaks[:step])
         is_answer = answered and step == len(peaks) - 1
         values = [1.0, math.log1p(peak), math.log1p(sum(surprisals[step])), max(entropies[step])]
-        values += [not is_answer and peak == max(peaks[:last]), math.log1p(before), math.log1p(sum_before)]
+        values += [not is_answer and peak == max(peaks[:last]), math.log1p(earlier_peak), math.log1p(sum_before)]
         values += [
             step / max(1, len(peaks) - 1),
             is_answer,
-            math.log1p(peak) * math.exp(-before),
+            math.log1p(peak) * math.exp(-earlier_peak),
             math.exp(-sum_before),
         ]
         coefficients = FIT["correct"] if advantage > 0 else FIT["incorrect"]

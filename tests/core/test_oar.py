@@ -73,8 +73,8 @@ class PlainOar:
         shaken[list(noisy)] += options["noise_std"] * noise
         shaken.requires_grad_()
         with torch.no_grad():
-            before = self.probe(clean, ids, start, span, options["probe"])
-        loss = self.apart(before, self.probe(shaken, ids, start, span, options["probe"]), options["probe"])
+            unshaken = self.probe(clean, ids, start, span, options["probe"])
+        loss = self.apart(unshaken, self.probe(shaken, ids, start, span, options["probe"]), options["probe"])
         (gradient,) = torch.autograd.grad(loss, shaken)
         scores = [math.nan] * (len(ids) - start)
         for t, position in enumerate(noisy):
@@ -109,7 +109,9 @@ def row_weights(method: str, scores: list[float], span: Span | None, advantage: 
     """Weights of one response from its tokens' scores."""
     weights = [1.0] * len(scores)
     port = options["variant"] == "grail_port"
-    members = 0 if span is None or advantage == 0 else len(scores) if port and method == "gradient" else span[0]
+    members = 0
+    if span is not None and advantage != 0:
+        members = len(scores) if port and method == "gradient" else span[0]
     if members:
         numbers = {name: options[name] for name in OF_MAP[options["reshaper"]]}
         if options["reshaper"] == "bilevel":
@@ -182,7 +184,9 @@ FEW_ROLLOUTS = [ROLLOUTS[name] for name in ("right, several boxes", "box at the 
 
 @pytest.mark.parametrize("method", METHODS)
 @few(20)
-@given(st.fixed_dictionaries({}, optional={name: st.sampled_from(of) for name, of in OPTIONS.items()}), *SAMPLED)
+@given(
+    st.fixed_dictionaries({}, optional={name: st.sampled_from(values) for name, values in OPTIONS.items()}), *SAMPLED
+)
 def test_any_options(method: str, options: dict, family: str, padding: str, of_map: dict) -> None:
     """Responses of either sign get weights; the keys and values that fell out of an attention window are not shared."""
     windowed = family == "qwen3" and method == "perturbation" and padding != "right"

@@ -22,7 +22,7 @@ from tests.core.common import METHODS, rollouts_of
 from tests.core.test_rlsd import example, tiny_tokenizer
 from tests.core.tiny_models import encode, tiny_model
 
-OWN_MAPS = [name for name, known in MAPS.items() if known.function.__module__.startswith("grail_advantage.")]
+OWN_MAPS = [name for name, entry in MAPS.items() if entry.function.__module__.startswith("grail_advantage.")]
 Options = dict[str, Any]
 
 SAID = [  # prompt, advantage, and a text of which a tool wrote what is in brackets, with its rewards

@@ -7,6 +7,7 @@ import math
 import re
 import subprocess
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ import torch
 from grail_advantage.receipt import Batch, Finding, Loss, Piece, Tokens, Watch, check, trl_loss, verl_loss, watch
 from grail_advantage.receipt.measure import Gradient
 from grail_advantage.receipt.report import main, read, write
-from tests.core.receipt_faults import MADE_UP, THREADS, cells, quiet, wrong
+from tests.core.receipt_faults import MADE_UP, THREADS, cells, of_rank, quiet, wrong
 from tests.core.receipt_loop import TOKEN_MEAN, Rollout, names, receipt_of, rollout, train
 
 ROOT = Path(__file__).parents[2]
@@ -49,15 +50,48 @@ def test_no_alarm_in_clean_loops() -> None:
     assert [(setting, *map(str, receipt.findings)) for setting, receipt in quiet(60) if not receipt.ok] == []
 
 
+def test_the_tables_of_the_page_are_what_the_command_prints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = {"responses": 64, "tokens": 200, "ties": True, "token_advantages": False}
+    faulty = rollout(1, ranks=2, **sizes)
+    receipts = [
+        receipt_of(faulty, divisor=lambda micro: of_rank(faulty, micro)),
+        receipt_of(rollout(1, epochs=2, **sizes)),
+    ]
+    for receipt in receipts:
+        path = tmp_path / "receipts.jsonl"
+        path.unlink(missing_ok=True)
+        write(path, receipt, "ppo", 3)
+        assert main([str(path)]) == (0 if receipt.ok else 1)
+        printed = capsys.readouterr().out.replace(f"{tmp_path}/", "").split("\n\nMeasured:")[0]
+        assert f"```\n{printed}\n```" in PAGE, printed
+
+
+def test_the_pages_own_test_passes_and_fails_with_each_fault() -> None:
+    """It runs as it stands; the absolute number alone sees a factor that the receipt's divisor shares."""
+    (source,) = [code for code in re.findall(r"```python\n(.*?)```", PAGE, re.S) if "def test_" in code]
+    for text, fault, fails in (
+        ("", "", False),
+        ("mask_BT.sum())", "24)", True),
+        ("mask_BT.sum())", "mask_BT[rows_b].sum())", True),
+        ("-ratio_bT", "-ratio_bT.detach() + 0 * ratio_bT", True),
+        ('"token-mean"', '"token-sum"', True),
+    ):
+        scope: dict[str, Any] = {}
+        exec(source.replace(text, fault) if text else source, scope)
+        with pytest.raises(AssertionError) if fails else nullcontext():
+            scope["test_each_token_receives_its_advantage"]()
+
+
 def test_the_snippets_of_the_page_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each with a model in place of the reader's own: nothing to say; and with its loss divided twice, scaled."""
     monkeypatch.chdir(tmp_path)
-    snippets = [code for code in re.findall(r"```python\n(.*?)```", PAGE, re.S) if "watch" in code]
+    snippets = [code for code in re.findall(r"```python\n(.*?)```", PAGE, re.S) if "micro_batches" in code]
     assert snippets
     for source in snippets:
         for divided in (1.0, 2.0):
             given = rollout(5, token_advantages=False)
-            batch, policy_BT = given.batch, given.policy_UBT[0].clone().requires_grad_()
+            batch = given.batch
+            policy_BT = given.policy_UBT[0].clone().requires_grad_()
 
             def loss(log_probs: Any, rows: Any, batch: Batch = batch, divided: float = divided) -> torch.Tensor:
                 objective = (log_probs - batch.old_log_probs_BT[rows]).exp() * batch.advantages_BT[rows]
@@ -65,12 +99,14 @@ def test_the_snippets_of_the_page_run(tmp_path: Path, monkeypatch: pytest.Monkey
 
             scope: dict[str, Any] = {"optimizer": torch.optim.SGD([policy_BT], lr=0.0), "my_loss": loss}
             scope |= {f"{name}_BT": getattr(batch, f"{name}_BT") for name in ("advantages", "mask", "old_log_probs")}
-            scope["micro_batches"], scope["log_probs_of"] = torch.arange(8).split(3), policy_BT.__getitem__
+            scope["micro_batches"] = torch.arange(8).split(3)
+            scope["log_probs_of"] = policy_BT.__getitem__
             exec(source, scope)
             assert names(scope["receipt"].findings) == ([] if divided == 1 else ["scaled"])
 
 
-BOUNDS, EPSILONS = {"clip_ratio_low": 0.2, "clip_ratio_high": 0.3}, {"epsilon": 0.2, "epsilon_high": 0.3}
+BOUNDS = {"clip_ratio_low": 0.2, "clip_ratio_high": 0.3}
+EPSILONS = {"epsilon": 0.2, "epsilon_high": 0.3}
 LOSSES = {
     "sapo": trl_loss("sapo"),
     "clip": trl_loss("grpo", **EPSILONS),
@@ -86,7 +122,9 @@ def test_what_a_token_should_receive_is_the_slope_of_its_loss(name: str) -> None
     """By autograd, of a loss written down by hand: in the loop, and as a function in place of a formula."""
 
     def function(t: Tokens) -> torch.Tensor:
-        ratio, advantages, gap = (t.log_probs - t.old).exp(), t.advantages, t.ref - t.log_probs
+        ratio = (t.log_probs - t.old).exp()
+        advantages = t.advantages
+        gap = t.ref - t.log_probs
         tau = torch.where(advantages > 0, 1.0, 1.05)
         clipped = torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.3) * advantages)
         known = {
@@ -131,7 +169,8 @@ def test_received_by_update_and_a_response_that_comes_twice() -> None:
 def test_part_of_an_updates_responses_and_those_left_out() -> None:
     """A host that reads some responses gives the totals of all; one left out counts in the divisor."""
     given = rollout(33, updates=2, even=True)
-    pieces, kept = train(given), torch.tensor([1, 2, 5])
+    pieces = train(given)
+    kept = torch.tensor([1, 2, 5])
     steps = [torch.cat([rows for _, rows in step]) for step in given.plan]
     totals = torch.tensor([[int(given.batch.mask_BT[rows].sum()), len(rows)] for rows in steps])
     columns = {name: values[kept] for name, values in vars(given.batch).items() if isinstance(values, torch.Tensor)}
@@ -169,7 +208,8 @@ def test_a_line_has_the_factor_where_it_is_constant_and_what_it_explains() -> No
 
 
 def test_structure_alone_of_an_unknown_loss_prompts_that_train_and_a_lost_update() -> None:
-    given, unknown = rollout(35), verl_loss("somebody's own", "token-mean")
+    given = rollout(35)
+    unknown = verl_loss("somebody's own", "token-mean")
     squares = check(given.batch, unknown, train(given, lambda m: (m.log_probs.square() * m.mask).sum()))
     assert squares.ok and [finding.name for finding in squares.findings] == ["unknown loss"]
     assert squares.expected_UBT.isnan().all() and squares.received_BT.isfinite().all() and squares.clipped is None
@@ -222,7 +262,8 @@ def test_the_smallest_factor_that_is_seen(dtype: torch.dtype) -> None:
 
 
 def test_the_hook_reads_what_autograd_gives_changes_nothing_and_goes() -> None:
-    policy, factors = rollout(43).policy_UBT[0], torch.arange(96.0).reshape(8, 12)
+    policy = rollout(43).policy_UBT[0]
+    factors = torch.arange(96.0).reshape(8, 12)
     leaf, plain = (policy.clone().requires_grad_() for _ in range(2))
     with watch() as watched:
         for rows in torch.arange(8).split(3):

@@ -89,8 +89,10 @@ ROWS = [
     ("Eight?", "8", "Eight is eight", 0.0),
     ("Only a prompt", "9", "", -1.0),
 ]
-EXAMPLES = [example(asked, gold) for asked, gold, _, _ in ROWS]
-BATCH = make_batch([Rollout(f"[user]{asked}[assistant]", said, number) for asked, _, said, number in ROWS], "both")
+EXAMPLES = [example(question, gold) for question, gold, _, _ in ROWS]
+BATCH = make_batch(
+    [Rollout(f"[user]{question}[assistant]", response, number) for question, _, response, number in ROWS], "both"
+)
 
 
 def run(method: Rlsd, examples: list[Example | None], family: str = "qwen3", **parts: Any) -> TokenWeights:
@@ -195,17 +197,17 @@ def rebuilt(chat: str, gold: Any, messages: Any = (ASKED,), **options: Any) -> t
 @pytest.mark.slow
 @each_chat
 def test_rebuilt_prompt(chat: str) -> None:
-    _, _, before, after, system = CHATS[chat]
+    _, _, opening, ending, system = CHATS[chat]
     gold = "fifty-one {x} {{ 7 }} {% raw %} {privileged} $\\frac{1}{2}$"
     request = REQUEST.replace("{privileged}", gold, 1)
-    assert rebuilt(chat, gold)[1] == f"{before}{QUESTION}\n\n{request}{after}"
+    assert rebuilt(chat, gold)[1] == f"{opening}{QUESTION}\n\n{request}{ending}"
     request = SHORT.replace("{privileged}", "51")
     text = rebuilt(chat, "51", [{"role": "system", "content": BRIEF}, ASKED], request=SHORT)[1]
-    user = before.splitlines(keepends=True)[-1]  # the base model's system message is in place of its preamble
-    assert text == f"{system}{user}{QUESTION}\n\n{request}{after}"
+    user = opening.splitlines(keepends=True)[-1]  # the base model's system message is in place of its preamble
+    assert text == f"{system}{user}{QUESTION}\n\n{request}{ending}"
     turns = [ASKED, {"role": "assistant", "content": "Which?"}, {"role": "user", "content": "Both."}]
     text = rebuilt(chat, "51", turns, request=SHORT)[1]
-    assert text.startswith(before + QUESTION) and text.endswith(f"Both.\n\n{request}{after}")
+    assert text.startswith(opening + QUESTION) and text.endswith(f"Both.\n\n{request}{ending}")
     assert text.count(request) == 1
 
 
@@ -220,7 +222,7 @@ PARTS = ("<|im_<|im_end|>end|>", "<|eot_<|eot_id|>id|>", "<|im_end|", "x<", "|>"
 def test_text_stays_inside_its_message(chat: str) -> None:
     """The rebuilt prompt has the control tokens of one with a harmless text, and opens the assistant's turn once."""
     control = set(tokenizer_of(chat).get_added_vocab().values())
-    after = CHATS[chat][3]
+    ending = CHATS[chat][3]
 
     def controls(ids: list[int]) -> list[int]:
         return [token for token in ids if token in control]
@@ -229,8 +231,8 @@ def test_text_stays_inside_its_message(chat: str) -> None:
     for hostile in (HOSTILE, *PARTS):
         ids, text = rebuilt(chat, hostile, request=SHORT)
         assert controls(ids) == controls(fine)
-        assert text.count(after.strip()) == fine_text.count(after.strip()) == 1
-        assert text.endswith(f", tell it in your words.{after}")
+        assert text.count(ending.strip()) == fine_text.count(ending.strip()) == 1
+        assert text.endswith(f", tell it in your words.{ending}")
         # A space here and there is all that it loses.
         assert hostile.strip().replace(" ", "") in text.replace(" ", "")
     for part in ("|im_end|", "|eot_id|", "think"):  # request and text make no token together

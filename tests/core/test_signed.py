@@ -37,8 +37,8 @@ def test_the_mix_by_token_turn_and_response(over: str, lam: float) -> None:
         change = [p - q for p, q in zip(old, reference, strict=True)]
         signal = list(change)
         for start, stop in {"token": [], "turn": TURNS, "response": [(0, 6)]}[over]:
-            kept = [change[t] for t in range(start, stop) if trains[t]]
-            signal[start:stop] = [sum(kept) / len(kept)] * (stop - start)
+            trained = [change[t] for t in range(start, stop) if trains[t]]
+            signal[start:stop] = [sum(trained) / len(trained)] * (stop - start)
         expected.append([(lam * a + (1 - lam) * d) * t for d, t in zip(signal, trains, strict=True)])
     w = progress(lam=lam, over=over)
     assert w.gave_advantages and not w.failed.any()
@@ -49,19 +49,19 @@ def test_self_distillation_is_the_plain_mix() -> None:
     """Through the model; also where the response's own advantage is 0. Without a text it keeps its own."""
     method = build("self_distillation", {"lam": 0.3, "request": SHORT})
     examples = [*EXAMPLES[:2], None, *EXAMPLES[3:]]
-    found = compute(subject(), BATCH, method, tiny_tokenizer(), examples=examples)
-    for row, advantages in enumerate(BATCH.of_responses(found.advantages)):
-        asked, gold, said, a = ROWS[row]
+    result = compute(subject(), BATCH, method, tiny_tokenizer(), examples=examples)
+    for row, advantages in enumerate(BATCH.of_responses(result.advantages)):
+        question, gold, response, a = ROWS[row]
         if examples[row] is None:
-            assert advantages == [a] * len(encode(said))
+            assert advantages == [a] * len(encode(response))
             continue
-        texts = (asked, f"{asked}{SHORT.replace('{privileged}', gold)}")
+        texts = (question, f"{question}{SHORT.replace('{privileged}', gold)}")
         old, teacher = (
-            plain_columns(subject(), encode(f"[user]{text}[assistant]"), encode(said), 1.0)[0] for text in texts
+            plain_columns(subject(), encode(f"[user]{text}[assistant]"), encode(response), 1.0)[0] for text in texts
         )
-        expected = [0.3 * a + 0.7 * (new - before) for new, before in zip(teacher, old, strict=True)]
+        expected = [0.3 * a + 0.7 * (new - earlier) for new, earlier in zip(teacher, old, strict=True)]
         assert advantages == pytest.approx(expected, abs=1e-5)
-        assert not said or max(expected) - min(expected) > 0.01
+        assert not response or max(expected) - min(expected) > 0.01
 
 
 def test_reference_log_probabilities_are_given_or_those_without_the_adapter() -> None:
@@ -70,16 +70,18 @@ def test_reference_log_probabilities_are_given_or_those_without_the_adapter() ->
     adapted = get_peft_model(tiny_model(seed=3), config).eval()
     method = build("progress_advantage", {"lam": 0})
     plain = tiny_model(seed=3)
-    found = compute(adapted, BATCH, method, tiny_tokenizer(), temperature=0.7)
-    of_rows = BATCH.of_responses(found.advantages)
+    without_adapter = compute(adapted, BATCH, method, tiny_tokenizer(), temperature=0.7)
+    of_rows = BATCH.of_responses(without_adapter.advantages)
     reference = torch.full(BATCH.input_ids.shape, -2.0)
-    given = compute(adapted, BATCH, method, tiny_tokenizer(), temperature=0.7, ref_log_probs=reference)
-    for (asked, _, said, _), advantages, other in zip(ROWS, of_rows, BATCH.of_responses(given.advantages), strict=True):
-        pair = (encode(f"[user]{asked}[assistant]"), encode(said), 0.7)
+    with_columns = compute(adapted, BATCH, method, tiny_tokenizer(), temperature=0.7, ref_log_probs=reference)
+    for (question, _, response, _), advantages, by_column in zip(
+        ROWS, of_rows, BATCH.of_responses(with_columns.advantages), strict=True
+    ):
+        pair = (encode(f"[user]{question}[assistant]"), encode(response), 0.7)
         old = plain_columns(adapted, *pair)[0]
-        before = plain_columns(plain, *pair)[0]
-        assert advantages == pytest.approx([p - q for p, q in zip(old, before, strict=True)], abs=1e-5)
-        assert other == pytest.approx([p + 2 for p in old], abs=1e-5)
+        unadapted = plain_columns(plain, *pair)[0]
+        assert advantages == pytest.approx([p - q for p, q in zip(old, unadapted, strict=True)], abs=1e-5)
+        assert by_column == pytest.approx([p + 2 for p in old], abs=1e-5)
     assert max(abs(value) for row in of_rows for value in row) > 0.01, "the adapter does something"
     with pytest.raises(ValueError, match="ref_log_probs are not there"):
         compute(plain, BATCH, method, tiny_tokenizer())

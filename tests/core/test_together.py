@@ -125,7 +125,7 @@ def test_less_goes_together_where_memory_runs_out(method: Method, caplog: pytest
 
 def test_rows_run_alone_where_another_ranks_model_does_not_take_them_together(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of two ranks with as many rows; the other one's probe finds a difference."""
-    monkeypatch.setattr(RankRounds, "most", lambda self, own: 1.0 if isinstance(own, float) else own)
+    monkeypatch.setattr(RankRounds, "most", lambda self, number: 1.0 if isinstance(number, float) else number)
     model = tiny_model()
     weigh(model, BATCH[:3], tokens=100_000)
     with watch_inputs(model.get_input_embeddings()) as shapes:

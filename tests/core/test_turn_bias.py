@@ -38,9 +38,11 @@ SAID = {"": 0, "x": 1, "y": 2, "p": 3, "q": 4}
 TURN = len(SAID)
 STATES = json.loads(Path(__file__).with_name("environment.json").read_text(encoding="utf-8"))
 """By what the policy saw and what it does: a logit, the reward, and what a tool then says, with probabilities."""
-LOGITS = {saw: {did: of["logit"] for did, of in known.items()} for saw, known in STATES.items()}
-SAYS = {(saw, did): of["says"] for saw, known in STATES.items() for did, of in known.items() if of["says"]}
-REWARDS = {(saw, did): of["reward"] for saw, known in STATES.items() for did, of in known.items()}
+LOGITS = {saw: {did: action["logit"] for did, action in actions.items()} for saw, actions in STATES.items()}
+SAYS = {
+    (saw, did): action["says"] for saw, actions in STATES.items() for did, action in actions.items() if action["says"]
+}
+REWARDS = {(saw, did): action["reward"] for saw, actions in STATES.items() for did, action in actions.items()}
 TOOL_REWARDS = {step: reward for step, reward in REWARDS.items() if step in SAYS}
 OUTCOMES = {step: reward for step, reward in REWARDS.items() if step not in SAYS}
 Step = tuple[str, str]
@@ -116,7 +118,9 @@ def environment(*, stops: bool, cut: float = 0.0) -> Environment:
     def go_on(steps_so_far: list[Step], saw: str, chance: float) -> None:
         for did in logits[saw]:
             now = [*steps_so_far, (saw, did)]
-            ends = [chance * cut] if (saw, did) in SAYS and cut else [] if (saw, did) in SAYS else [chance]
+            ends = [chance]
+            if (saw, did) in SAYS:
+                ends = [chance * cut] if cut else []
             steps.extend([now] * len(ends))
             chances.extend(ends)
             for answer, share in SAYS.get((saw, did), {}).items():

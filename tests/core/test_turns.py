@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -27,7 +26,6 @@ from grail_advantage.methods.text import Pattern, StepValues, cut, matched, resu
 from tests.core.common import rollouts_of, weighed
 from tests.core.plain_weights import close
 from tests.core.tiny_models import END, END_ID, encode
-from tests.documentation import ROOT
 
 NAN = math.nan
 
@@ -37,7 +35,7 @@ class Talk:
     """A response: its turns, with what was said between two of them."""
 
     turns: list[str]
-    said: list[str]
+    replies: list[str]
     rewards: list[float]
     outcome: float
     group: int = 0
@@ -48,7 +46,7 @@ class Talk:
 
     def __post_init__(self) -> None:
         pieces = [(turn, True) for turn in self.turns]
-        for place, answer in reversed(list(enumerate(self.said))):
+        for place, answer in reversed(list(enumerate(self.replies))):
             pieces.insert(place + 1, (answer, False))
         self.text = "".join(text for text, _ in pieces)
         self.written = [wrote for text, wrote in pieces for _ in encode(text)]
@@ -138,9 +136,9 @@ def plain_gigpo(
 ) -> list[float]:
     outcome = plain_turn_grpo(talk, group, 1.0, deviation)[0]
     values = []
-    for turn, heard in enumerate(["", *talk.said]):
+    for turn, heard in enumerate(["", *talk.replies]):
         places = [
-            (member, place) for member in group for place, answer in enumerate(["", *member.said]) if answer == heard
+            (member, place) for member in group for place, answer in enumerate(["", *member.replies]) if answer == heard
         ]
         returns = [_return(member, place, gamma) for member, place in places]
         values.append(outcome + omega * _compared(_return(talk, turn, gamma), returns, deviation))
@@ -186,7 +184,7 @@ def test_methods_and_plain_lists_against_loops(name: str) -> None:
                 [talk.outcome for talk in trained],
                 [f"prompt {talk.group}" for talk in trained],
                 method=name,
-                before=[["", *talk.said] for talk in trained],
+                before=[["", *talk.replies] for talk in trained],
                 **options,
             )
             for turn_values, talk, expected_values in zip(
@@ -256,10 +254,10 @@ def parts_of(talk: Talk, draw: random.Random) -> list[Talk]:
     rewards = [[reward] for reward in (*talk.rewards, None)]
     rows = []
     for start, stop in pairwise([0, *cuts, len(talk.turns)]):
-        rows.append(Talk(talk.turns[start:stop], talk.said[start : stop - 1], rewards[start:stop], NAN, talk.group))
+        rows.append(Talk(talk.turns[start:stop], talk.replies[start : stop - 1], rewards[start:stop], NAN, talk.group))
     rows[-1].outcome = talk.outcome
     for at in cuts:
-        talk.said[at - 1] = f"{id(talk)} {at}"  # no other turn begins like the first of a further row
+        talk.replies[at - 1] = f"{id(talk)} {at}"  # no other turn begins like the first of a further row
     return rows
 
 
@@ -306,41 +304,6 @@ def test_a_response_with_advantage_0_may_have_turns_that_train() -> None:
     assert token_advantages(method, batch_of(talks)) == [[1.0, 0.0], [-1.0, 0.0]]
     talks[0].rewards = [0.0]
     assert weighed(method, batch_of(talks)).selected.tolist() == [False, False]
-
-
-def _function(file: str, name: str) -> Any:
-    namespace: dict[str, Any] = {}
-    exec((ROOT / f"examples/turns/for_{file}.py").read_text(encoding="utf-8"), namespace)
-    return namespace[name]
-
-
-def test_lines_for_skyrl() -> None:
-    """One row a conversation, and one row a turn: the same advantages."""
-    first, second = (SimpleNamespace(instance_id="p", repetition_id=number) for number in range(2))
-    credit = _function("skyrl", "skyrl_advantages")
-    names = ("rewards", "loss_masks", "trajectory_ids")
-    rewards = [[0.0, 0.5, 0.0, 0.0, 1.0], [0.0, 0.25]]
-    masks = [[1, 1, 0, 1, 1], [1, 1]]
-    by_conversation = credit(dict(zip(names, (rewards, masks, [first, second]), strict=True)))
-    assert by_conversation == [[1.25, 1.25, 0.0, 0.75, 0.75], [-1.25, -1.25]]
-    rewards = [[0.0, 0.5], [0.0, 1.0], [0.0, 0.25]]
-    by_step = credit(dict(zip(names, (rewards, [[1, 1]] * 3, [first, first, second]), strict=True)))
-    assert by_step == [[1.25, 1.25], [0.75, 0.75], [-1.25, -1.25]]
-
-
-def test_lines_for_verifiers() -> None:
-    def trace(rewards: list[Any], outcome: float, masks: list[list[bool]]) -> SimpleNamespace:
-        nodes = [SimpleNamespace(sampled=False, mask=[False], advantages=None)]
-        for mask in masks:
-            nodes += [SimpleNamespace(sampled=True, mask=mask, advantages=None)]
-            nodes += [SimpleNamespace(sampled=False, mask=[False] * 3, advantages=None)]
-        return SimpleNamespace(info={"turn_rewards": rewards}, reward=outcome, nodes=nodes)
-
-    traces = [trace([0.5, None], 1.0, [[False, True, True], [False, True]]), trace([[0.0, 0.25]], 0.0, [[True]])]
-    _function("verifiers", "credit")(traces, ["p", "p"])
-    first, second = turn_advantages([[0.5, None], [0.25]], [1.0, 0.0], ["p", "p"])
-    assert [node.advantages for node in traces[0].nodes] == [None, [first[0]] * 2, None, [first[1]], None]
-    assert [node.advantages for node in traces[1].nodes] == [None, second, None]
 
 
 def sentence(advantage: float, text: str, group: int = 0, masked: bool = False) -> Talk:
@@ -407,18 +370,21 @@ def plain_step_values(rows: Sequence[Talk], shrink: float) -> list[list[float]]:
     def value(row: Talk, place: int) -> float:
         if place == len(steps_of[id(row)]) - 1:
             return row.advantage
-        others = [(of, steps_of[id(of)]) for of in used if of.group == row.group]
-        wanted = state(steps_of[id(row)][place])
-        alike = [of.advantage for of, steps in others if place < len(steps) - 1 and state(steps[place]) == wanted]
-        return math.fsum(alike) / (len(alike) + shrink)
+        siblings = [(sibling, steps_of[id(sibling)]) for sibling in used if sibling.group == row.group]
+        current = state(steps_of[id(row)][place])
+        same_state = []
+        for sibling, steps in siblings:
+            if place < len(steps) - 1 and state(steps[place]) == current:
+                same_state.append(sibling.advantage)
+        return math.fsum(same_state) / (len(same_state) + shrink)
 
     advantages = []
     for row in rows:
         out = []
-        before = 0.0
+        earlier = 0.0
         for place, step in enumerate(steps_of[id(row)] if row in used else ()):
-            out += [value(row, place) - before] * len(step)
-            before = value(row, place)
+            out += [value(row, place) - earlier] * len(step)
+            earlier = value(row, place)
         advantages.append([*out, out[-1] if out else row.advantage] if row in used else [0.0] * len(row.written))
     return advantages
 

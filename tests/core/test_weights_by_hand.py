@@ -282,7 +282,7 @@ OF_METHOD: dict[str, dict[str, list]] = {
 }
 
 
-CASES = [(name, of) for name, options in OF_METHOD.items() for of in (OURS if options is OF_ROWS else [""])]
+CASES = [(name, reshaper) for name, options in OF_METHOD.items() for reshaper in (OURS if options is OF_ROWS else [""])]
 
 
 @pytest.mark.parametrize(("name", "reshaper"), CASES)

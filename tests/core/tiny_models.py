@@ -168,7 +168,7 @@ def make_batch(rollouts: list[Rollout], padding: str = "left", extra: int = 0) -
 
 
 _LINES = Path(__file__).with_name("rollouts.jsonl").read_text(encoding="utf-8").splitlines()
-ROLLOUTS = {of.pop("name"): Rollout(**of) for of in map(json.loads, _LINES)}
+ROLLOUTS = {line.pop("name"): Rollout(**line) for line in map(json.loads, _LINES)}
 """By what is special about their answer."""
 
 

@@ -22,6 +22,7 @@ from grail_advantage.view.page import write_report
 from grail_advantage.view.run import open_run
 from recipe.data.specs import PUBLISHED_SUFFIX
 from recipe.published import TRAINER, trl_arguments
+from tests.documentation import files
 from verl_cpu.tiny.shipped import load_shipped
 from verl_cpu.tiny.task import Problem
 
@@ -73,6 +74,31 @@ def test_a_run_with_lora_its_dump_and_its_report(folder: Path) -> None:
     assert settings.bf16 and settings.gradient_checkpointing and not settings.fp16
     assert settings.model_init_kwargs == {"dtype": "bfloat16"}  # of what is frozen
     assert write_report(folder / "out").stat().st_size > 100_000
+
+
+def test_the_pages_script_and_its_completions(folder: Path) -> None:
+    """As it stands, but for model, data and size; ``analyze`` reads TRL's table of completions, whose rewards it has."""
+    rows = [{"question": text, "answer": f"so\n#### {gold}"} for text, gold in GOLD.items()]
+    (folder / "gsm8k.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    script = files("trl.md")["grail.py"]
+    for page, here in (
+        ("Qwen/Qwen3-0.6B", "model"),
+        ('"openai/gsm8k", "main", split', '"json", data_files="gsm8k.jsonl", split'),
+        (
+            "max_completion_length=1024,",
+            "max_completion_length=48, log_completions=True, max_steps=1, use_cpu=True, bf16=False,",
+        ),
+        ("your final answer within", "it into"),
+        ('"out', '"page'),
+    ):
+        assert page in script
+        script = script.replace(page, here)
+    (folder / "script.py").write_text(script)
+    run(folder, "script.py")
+    (table,) = (folder / "page" / "completions").glob("*.parquet")
+    run(folder, "-m", "grail_advantage.analyze", table, "--model", "model", "--method", "grail", "--out", "seen")
+    dumped = sorted((row.prompt, row.reward) for row in open_run(folder / "page").dump)
+    assert sorted((row.prompt, row.reward) for row in open_run(folder / "seen").dump) == dumped
 
 
 def test_the_tiny_run_needs_no_model_and_no_data(tmp_path: Path) -> None:

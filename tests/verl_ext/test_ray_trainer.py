@@ -72,6 +72,8 @@ class Older(Step):
 
         tensors = {name: answered([row[name] for row in rows]) for name in ("response_mask", "rm_scores", "loss_mask")}
         tensors["rollout_log_probs"] = answered([row["rollout_log_probs"] for row in rows])
+        if "ref_log_prob" in rows[0]:
+            tensors["ref_log_prob"] = answered([row["ref_log_prob"] for row in rows])
         prompts, responses = ([row[name] for row in rows] for name in ("prompts", "responses"))
         attention = [
             part([torch.ones_like(row) for row in ids]) for part, ids in ((asked, prompts), (answered, responses))
@@ -126,6 +128,7 @@ def tables_of(folder: Path, step: int) -> str:
 
 CASES = [(name, base, "", "") for name in ("grail", "entropy", "high_entropy") for base in ("grpo", "rloo")]
 CASES += [("uniform", "grpo", "", ""), ("steer", "rloo", "", ""), ("grail", "grpo", "a_1_0", "")]
+CASES += [("progress_advantage", "grpo", "", "")]
 CASES += [("grail", base, "", "a_1_0") for base in ("grpo", "rloo")]
 
 
@@ -136,6 +139,9 @@ def test_is_the_v1_trainer_on_the_same_responses(
     """Also where rejection sampling has taken a response out of the mask, or one has no finite reward."""
     overrides = (f"algorithm.token_weights.base={base}", "algorithm.token_weights.missing_answers=warn")
     step = Step(*overrides, method=build(name), folder=tmp_path / "v1")
+    if name == "progress_advantage":
+        for number, row in enumerate(step.store.rows.values()):
+            row["ref_log_prob"] = -0.1 * (number + torch.arange(1, 1 + len(row["responses"])))
     if rejected:
         step.store.rows[rejected]["response_mask"] = 0 * step.store.rows[rejected]["response_mask"]
     if unjudged:

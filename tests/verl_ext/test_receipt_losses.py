@@ -76,14 +76,17 @@ def data_of(source: Rollout, rows: torch.Tensor, nested: bool) -> TensorDict:
     return TensorDict(fields, batch_size=[len(rows)])
 
 
-def measured(fields: Rollout, config: ActorConfig, nested: bool, skipped: torch.Tensor) -> list[list[OptimiserStep]]:
-    """What each rank's reader reads of verl's loss."""
+def measured(
+    fields: Rollout, config: ActorConfig, nested: bool, skipped: torch.Tensor, generated_BT: torch.Tensor | None = None
+) -> list[list[OptimiserStep]]:
+    """What each rank's reader reads of verl's loss; its engine counts the generated tokens, by default those of the mask."""
+    generated_BT = fields.batch.mask_BT if generated_BT is None else generated_BT
     readers = [UpdateReader() for _ in range(fields.batch.ranks)]
     settings = {WATCHED: "1.0"}
     for update, step in enumerate(fields.plan):
         everything = torch.cat([rows for _, rows in step])
         sizes = {"dp_size": fields.batch.ranks, "global_batch_size": len(everything)}
-        sizes["batch_num_tokens"] = int(fields.batch.mask_BT[everything].sum())
+        sizes["batch_num_tokens"] = int(generated_BT[everything].sum())
         for rank, reader in enumerate(readers):
             worker = loss_worker(config)
             micro = [rows for owner, rows in step if owner == rank]
@@ -145,3 +148,25 @@ def test_no_false_alarm(mode: str) -> None:
         seen.update((name, value) for name, value in choice.items())
     assert len(seen) >= 2 * 9 + 5 + 2, seen
     assert bool(clipped) == (mode in ("vanilla", "gspo", "cispo", "dppo_tv", "dppo_kl")), clipped
+
+
+@pytest.mark.parametrize("mode, aggregation", [("geo_mean", "seq-mean-token-mean"), ("vanilla", "token-mean")])
+def test_two_faults_of_verls_own_are_named(mode: str, aggregation: str) -> None:
+    """The means of micro-batches are summed; after rejection (of each third response) all generated tokens divide."""
+    generated = rollout(5, token_advantages=False, ties=True, even=True)
+    kept_B1 = (torch.arange(len(generated.batch.mask_BT)) % 3 > 0)[:, None] | (mode == "geo_mean")
+    batch = replace(generated.batch, mask_BT=generated.batch.mask_BT & kept_B1, ref_log_probs_BT=None)
+    batch = replace(batch, advantages_BT=batch.advantages_BT * batch.mask_BT)
+    choice = {"aggregation": aggregation, "factor": None, "kl": None, "dro_beta": 0.5}
+    loss, config = settings_of(mode, choice | {"kl_cov_ratio": 0.2, "ppo_kl_coef": 0.4})
+    nobody = torch.zeros(len(kept_B1), dtype=torch.bool)
+    of_ranks = measured(replace(generated, batch=batch), config, False, nobody, generated.batch.mask_BT)
+    how = {"sent": [True] * len(kept_B1), "loss": loss, "epochs": 1, "on_policy": True}
+    columns = {LOSS_COLUMNS[0]: batch.old_log_probs_BT}
+    receipt = receipt_by(of_ranks, batch.mask_BT, batch.advantages_BT, columns, range(len(kept_B1)), **how)
+    assert names(receipt.findings) == ["scaled"]
+    factor = (
+        len(generated.plan[0]) if mode == "geo_mean" else float(batch.mask_BT.sum() / generated.batch.mask_BT.sum())
+    )
+    assert (receipt.findings[0].low, receipt.findings[0].high) == pytest.approx((factor, factor), rel=1e-4)
+    assert factor != pytest.approx(1, rel=0.1)

@@ -52,17 +52,17 @@ def test_the_dump_is_that_of_a_plain_model(tmp_path: Path, first: str, tokens: i
     """Bit for bit, for the first method as the run's and for each of several."""
     names = (first, "grail_robust", "oar_g", "oar_p", "stare", "shear", "polarity", "progress_advantage")
     methods = {name: hosts.signal_of(name) for name in names}
-    chosen = [row for row, said in enumerate(hosts.RESPONSES) if math.isfinite(said.reward)]
-    given = [hosts.RESPONSES[row] for row in chosen]
+    chosen = [row for row, source in enumerate(hosts.RESPONSES) if math.isfinite(source.reward)]
+    sources = [hosts.RESPONSES[row] for row in chosen]
     responses = [
-        Response(id=f"r{row}", prompt=said.prompt, response=text, reward=said.reward, group=said.prompt)
-        for row, said in enumerate(given)
-        for text in [said.ids if said.text.endswith("<end>") else said.text]
+        Response(id=f"r{row}", prompt=source.prompt, response=text, reward=source.reward, group=source.prompt)
+        for row, source in enumerate(sources)
+        for text in [source.ids if source.text.endswith("<end>") else source.text]
     ]
     settings: dict[str, Any] = {"model": "tiny", "temperature": hosts.TEMPERATURE, "tokens": tokens}
     settings["reference"] = "other", hosts.reference_model
     analyze(responses, methods, tmp_path / "a", char_tokenizer(), tiny_model, **settings)
-    mask_BT = torch.arange(hosts.LIMIT) < torch.tensor([[len(said.ids)] for said in hosts.RESPONSES])  # no tool's
+    mask_BT = torch.arange(hosts.LIMIT) < torch.tensor([[len(source.ids)] for source in hosts.RESPONSES])  # no tool's
     part = hosts.plain_rollouts(mask=mask_BT, truncated=None).part(chosen)
     names = [response.id for response in responses]
     changes: dict[str, Any] = {"keys": names, "places": range(len(names)), "facts": {**part.facts, "id": names}}
@@ -252,19 +252,19 @@ def test_a_labelled_character_has_the_token_that_holds_it(make: Callable[[], Any
     ids = tokenizer.encode(text, add_special_tokens=False)
     places = [place for place, character in enumerate(text) if not character.isspace()]
     cuts = [0, *(place for place in places[1:] if text[place - 1].isspace()), len(text)]
-    wanted = list(pairwise(cuts))
+    steps_of_text = list(pairwise(cuts))
 
     def found(response: str | list[int], written: list[int]) -> dict[str, Any]:
-        row = Response(id="a", prompt="p", response=response, steps=wanted, labelled=True)
+        row = Response(id="a", prompt="p", response=response, steps=steps_of_text, labelled=True)
         labels = [labels_of(replace(row, error=(at, at + 1)), written, tokenizer, texts) for at in places]
         return {"each": [label["wrong_step"] for label in labels], "steps": labels[0]["steps"]}
 
     ranges = found(text, ids)
     for place, (start, end) in zip(places, ranges["each"], strict=True):
-        own = text[place].lower() if make is word_pieces else text[place]
+        character = text[place].lower() if make is word_pieces else text[place]
         parts = [texts._bytes[token] for token in ids[start:end]]
-        assert own.encode() in b"".join(parts), own
-        assert not any(own.encode() in b"".join(fewer) for fewer in (parts[1:], parts[:-1])), own
+        assert character.encode() in b"".join(parts), character
+        assert not any(character.encode() in b"".join(fewer) for fewer in (parts[1:], parts[:-1])), character
     # Steps one after the other have every token once, but for a space that the tokenizer puts in front.
     steps = ranges["steps"]
     assert [end for _, end in steps[:-1]] == [start for start, _ in steps[1:]]
@@ -491,8 +491,8 @@ def test_an_id_of_the_padded_vocabulary_is_a_token_without_text(tmp_path: Path) 
     analyze([row], methods_for(["grail"], [row]), tmp_path / "a", tokenizer, load, model="m")
     (written,) = read_dump(tmp_path / "a")
     assert written.answer == "7" and written.methods["grail"].no_scores is None
-    for other in ([*ids[:14], len(tokenizer) + 8, *ids[14:]], [*[len(tokenizer) + 1] * 5, *ids]):
-        lines = [replace(row, response=other)]
+    for changed in ([*ids[:14], len(tokenizer) + 8, *ids[14:]], [*[len(tokenizer) + 1] * 5, *ids]):
+        lines = [replace(row, response=changed)]
         with pytest.raises(ValueError, match=r"padded: token id .* --model"):
             analyze(lines, methods_for(["grail"], lines), tmp_path / "b", tokenizer, load, model="m")
 

@@ -1,0 +1,186 @@
+"""Changes of the loss that are tried as explanations: other columns, another clip or KL term, a term beside the loss.
+
+Shape suffixes as in :mod:`.arrived`; K and P are some of the tokens, and pairs of them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+
+from .arrived import Arrived
+from .losses import Batch, opened
+
+NUMBER = 12.0
+"""Bits of a free number."""
+WHOLE = 6.0
+"""A response's tokens of one kind, such as lost ones, cost at most so many bits."""
+SIDES = ((1, "of the token before"), (-1, "of the token after"))
+CALLED = {"advantages": "advantages", "old": "old log-probabilities", "weights": "importance weights"}
+Change = tuple[float, str, str, torch.Tensor]
+"""Bits, a finding's name, a sentence, and the value of each token."""
+
+
+def changes(arrived: Arrived) -> Iterator[Change]:
+    """Yield what the loss may have in place of what was intended, which is the first."""
+    batch = arrived.batch
+    yield 0, "", "", arrived.wanted_NT
+    yield from _advantages(arrived)
+    columns = {"advantages": _whole_rows(batch), "old": batch.old_log_probs_BT, "weights": batch.weights_BT}
+    for column, values_BT in columns.items():
+        if values_BT is None:
+            continue
+        for by, side in SIDES:
+            value_NT = arrived.value(**{column: _roll(getattr(arrived.tokens, column), by)})
+            yield 9, "shifted", f"{CALLED[column]} {side}", value_NT
+        for implied_NT in _implied(arrived, column):
+            yield from _swapped(arrived, column, implied_NT, values_BT.double())
+    if batch.old_log_probs_BT is not None:
+        yield from _ratios(arrived)
+    if batch.weights_BT is not None:
+        yield from _weights(arrived)
+    if "low" in arrived.loss.options and arrived.loss.account != "dppo":
+        yield 6, "unclipped", "nothing is clipped", arrived.open_NT
+    if arrived.loss.kl:
+        for times, name, what in ((-1, "sign", "reversed"), (0, "extra", "left out"), (2, "extra", "twice")):
+            loss = replace(arrived.loss, kl_coef=times * arrived.loss.kl_coef)
+            yield 6, name, f"the KL term is {what}", arrived.value(loss)
+    yield from _added(arrived)
+
+
+def _advantages(arrived: Arrived) -> Iterator[Change]:
+    tokens = arrived.tokens
+    own_NT = tokens.advantages
+    mask_NT = tokens.mask
+    yield 5, "sign", "the sign is reversed", arrived.value(advantages=-own_NT)
+    yield 6, "sign", "all advantages are positive", arrived.value(advantages=own_NT.abs())
+    mean_NT = torch.where(mask_NT, tokens.row_mean(own_NT), 0.0)
+    yield 8, "flattened", "one advantage for each response", arrived.value(advantages=mean_NT)
+    least_N1 = torch.where(own_NT != 0, own_NT.abs(), torch.inf).amin(dim=1, keepdim=True)
+    times_NT = (own_NT.abs() / least_N1).nan_to_num(0.0)
+    weighed_N1 = times_NT.amax(dim=1, keepdim=True) > 1.001
+    if weighed_N1.any():
+        plain_NT = own_NT.sign() * least_N1.nan_to_num(0, 0, 0)
+        yield 8, "flattened", "token weights are left out", arrived.value(advantages=plain_NT)
+    for by, side in SIDES:
+        value_NT = arrived.value(advantages=_roll(own_NT, by), mask=_roll(mask_NT, by))
+        yield 8, "shifted", f"advantages and mask {side}", value_NT
+
+
+def _ratios(arrived: Arrived) -> Iterator[Change]:
+    tokens = arrived.tokens
+    yield 7, "stale", "the ratio is 1", arrived.value(old=tokens.log_probs)
+    plain_NT = arrived.value(opened(arrived.loss), old=tokens.log_probs)
+    value_NT = torch.where(arrived.clipped_NT, arrived.wanted_NT, plain_NT)
+    yield 8, "stale", "the ratio is 1 but for the clip", value_NT
+    if tokens.ref is not None:
+        yield 7, "stale", "old log-probabilities are the reference's", arrived.value(old=tokens.ref)
+
+
+def _weights(arrived: Arrived) -> Iterator[Change]:
+    tokens = arrived.tokens
+    for power, what in ((0, "are left out"), (2, "count twice")):
+        yield 7, "weights", f"importance weights {what}", arrived.value(weights=tokens.weights**power)
+    mean_NT = tokens.row_mean(tokens.weights).expand_as(tokens.weights)
+    yield 8, "weights", "importance weights are the mean of each response", arrived.value(weights=mean_NT)
+    for implied_NT in _implied(arrived, "weights"):
+        bound = float(implied_NT.nan_to_num(0.0).max())
+        value_NT = arrived.value(weights=tokens.weights.clamp(max=bound))
+        yield 8 + NUMBER, "weights", f"importance weights are cut at {bound:.4g}", value_NT
+
+
+def _added(arrived: Arrived) -> Iterator[Change]:
+    """Yield the loss with a constant more in each advantage."""
+    ones_NT = torch.ones_like(arrived.wanted_NT)
+    plain = opened(arrived.loss)
+    slope_NT = arrived.value(plain, advantages=ones_NT) - arrived.value(plain, advantages=0 * ones_NT)
+    trains_NT = arrived.mask_NT & ~arrived.ignored_NT & (arrived.received_NT != 0) & (slope_NT.abs() > 1e-3)
+    if not trains_NT.any():
+        return
+    # received = factor * (wanted + added * slope): the factor by pairs of tokens, in which what is added cancels.
+    wanted_K = arrived.wanted_NT[trains_NT] / slope_NT[trains_NT]
+    received_K = arrived.received_NT[trains_NT] / slope_NT[trains_NT]
+    draw = torch.Generator().manual_seed(0)
+    one_P, other_P = torch.randint(len(wanted_K), (2, 4000), generator=draw)
+    apart_P = wanted_K[one_P] - wanted_K[other_P]
+    factors_P = (received_K[one_P] - received_K[other_P]) / apart_P
+    factors_P = factors_P[(apart_P.abs() > 0.1 * arrived.unit) & (factors_P > 0)]
+    for factor in (1.0, float(factors_P.median()) if len(factors_P) else 1.0):
+        added = float((received_K / factor - wanted_K).median())
+        if abs(added) < 1e3 * arrived.unit:
+            value_NT = arrived.wanted_NT + torch.where(arrived.mask_NT, added * slope_NT, 0.0)
+            yield 20, "extra", f"{added:+.4g} to each advantage is added", value_NT
+
+
+def _implied(arrived: Arrived, column: str) -> Iterator[torch.Tensor]:
+    """Yield values of a column that would give what was received, as it is and without one factor of all tokens.
+
+    They are NaN where none follows.
+    """
+    tokens = arrived.tokens
+    ones_NT = torch.ones_like(tokens.weights)
+    rest_NT = arrived.value(advantages=0 * ones_NT)
+    plain_NT = tokens.log_probs if column == "old" else ones_NT
+
+    def usual(values_NT: torch.Tensor) -> torch.Tensor:
+        """The median size of a response's tokens, of which the median again: in another order it stays the same."""
+        size_NT = torch.where(arrived.mask_NT & (values_NT != 0), values_NT.abs(), torch.nan)
+        return size_NT.nanmedian(dim=1).values.nanmedian()
+
+    factor = float(usual(arrived.received_NT) / usual(arrived.wanted_NT))
+    for scale in {1.0, factor if 0 < factor < math.inf else 1.0}:
+        value_NT = arrived.received_NT / scale - rest_NT
+        if column == "advantages":
+            sign_NT = torch.where(value_NT > 0, ones_NT, -1.0)  # by which the clip goes
+            unit_NT = sign_NT * (arrived.value(advantages=sign_NT) - rest_NT)
+        else:
+            unit_NT = arrived.value(opened(arrived.loss), **{column: plain_NT}) - rest_NT
+        follows_NT = (unit_NT != 0) & arrived.mask_NT & ~arrived.ignored_NT
+        implied_NT = torch.where(follows_NT, value_NT / unit_NT, torch.nan)
+        yield tokens.log_probs - implied_NT.log() if column == "old" else implied_NT
+
+
+def _swapped(arrived: Arrived, column: str, implied_NT: torch.Tensor, values_BT: torch.Tensor) -> Iterator[Change]:
+    """Yield values of other responses: of those whose own would give what was received."""
+    rows_N = arrived.rows_N
+    chosen_N = fitting_rows(implied_NT, values_BT, rows_N, max(1e-3, 2 * arrived.precision))
+    if (chosen_N == rows_N).all():
+        return
+    moved = int((chosen_N != rows_N).sum())
+    bits = WHOLE + NUMBER * moved
+    sums_B = values_BT.sum(dim=1)
+    if moved > 1 and torch.allclose(sums_B[rows_N].sort().values, sums_B[chosen_N].sort().values, rtol=1e-3):
+        # A permutation says less than as many free numbers.
+        bits = 0.8 * math.log2(math.comb(len(rows_N), moved))
+    what = f"{moved} of {len(rows_N)} responses have the {CALLED[column]} of another one"
+    yield bits, "swapped", what, arrived.value(**{column: values_BT[chosen_N]})
+
+
+def _whole_rows(batch: Batch) -> torch.Tensor:
+    """The advantages; one that all of a response's tokens share stands beside them too, where another may be longer."""
+    advantages_BT = torch.where(batch.mask_BT, batch.advantages_BT, 0.0)
+    first_B1 = advantages_BT.gather(1, batch.mask_BT.long().argmax(dim=1, keepdim=True))
+    shared_B1 = ((advantages_BT == first_B1) | ~batch.mask_BT).all(dim=1, keepdim=True)
+    return torch.where(shared_B1, first_B1, advantages_BT)
+
+
+def fitting_rows(wanted_NT: torch.Tensor, values_BT: torch.Tensor, rows_N: torch.Tensor, near: float) -> torch.Tensor:
+    """For each response find the one whose values fit best at 64 of its tokens, its own where that fits as well."""
+    missing_NT = ~wanted_NT.isfinite()
+    rank_NK = torch.arange(64) * (~missing_NT).sum(dim=1, keepdim=True).clamp(min=1) // 64
+    place_NK = missing_NT.to(torch.uint8).argsort(dim=1, stable=True).gather(1, rank_NK)
+    wanted_NK = wanted_NT.gather(1, place_NK)
+    fits_BN = ((values_BT[:, place_NK] - wanted_NK).abs() <= near * wanted_NK.abs() + 1e-12).sum(dim=2)
+    best = fits_BN.max(dim=0)
+    own_N = fits_BN[rows_N, torch.arange(len(rows_N))]
+    return torch.where(own_N < best.values, best.indices, rows_N)
+
+
+def _roll(values_NT: torch.Tensor, by: int) -> torch.Tensor:
+    """Give each token the value of the one ``by`` before it; 0 comes in at the end."""
+    moved_NT = values_NT.roll(by, 1)
+    moved_NT[:, 0 if by > 0 else -1] = 0
+    return moved_NT
