@@ -55,6 +55,7 @@ def _advantages(arrived: Arrived) -> Iterator[Change]:
     tokens = arrived.tokens
     own_NT = tokens.advantages
     mask_NT = tokens.mask
+    yield 2, "rounded", "advantages of bf16", arrived.value(advantages=own_NT.bfloat16().double())
     yield 5, "sign", "the sign is reversed", arrived.value(advantages=-own_NT)
     yield 6, "sign", "all advantages are positive", arrived.value(advantages=own_NT.abs())
     # As a host does that keeps one advantage a response.

@@ -549,14 +549,12 @@ class _Table:
             ("those with a positive advantage", arrived.tokens.advantages > 0),
             ("those with a negative advantage", arrived.tokens.advantages < 0),
             ("those from token {:.0f} on", position_NT),
-            ("those up to token {:.0f}", -position_NT),
             ("those of responses of {:.0f} tokens or more", lengths_NT),
-            ("those of responses of {:.0f} tokens or fewer", -lengths_NT),
         ):
             # 1 for a yes; of a number, that from which on it fits.
             least = values_NT[at_NT].min()
             if least > values_NT[others_NT].max():
-                return what.format(abs(int(least)))
+                return what.format(int(least))
         return ""
 
 
