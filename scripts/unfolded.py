@@ -12,6 +12,7 @@ from pathlib import Path
 ROOMS = (
     ":(glob)grail_advantage/*.py",
     ":(glob)tests/*.py",
+    "bench",
     "benchmarks",
     "examples",
     "grail_advantage/analyze",
@@ -27,6 +28,7 @@ ROOMS = (
     "packages",
     "recipe",
     "scripts",
+    "tests/bench",
     "tests/benchmarks",
     "tests/core",
     "tests/other_hosts",
@@ -39,7 +41,6 @@ ROOMS = (
     ":!grail_advantage/check.py",
     ":!grail_advantage/compare.py",
     ":!grail_advantage/dump.py",  # an option is called `every`
-    ":!grail_advantage/methods/fitted.py",
     ":!grail_advantage/methods/sessions.py",  # a session's field and an argument are called `before`
     ":!grail_advantage/methods/turn_lists.py",
     ":!tests/core/*receipt*",
