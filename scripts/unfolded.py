@@ -17,6 +17,16 @@ ROOMS = (
     "examples",
     "grail_advantage/analyze",
     "grail_advantage/answers",
+<<<<<<< HEAD
+=======
+    "grail_advantage/api.py",
+    "grail_advantage/check.py",
+    "grail_advantage/compare.py",
+    "grail_advantage/data.py",
+    "grail_advantage/effect.py",
+    "grail_advantage/maps.py",
+    "grail_advantage/method.py",
+>>>>>>> main
     "grail_advantage/methods",
     "grail_advantage/model",
     "grail_advantage/receipt",
