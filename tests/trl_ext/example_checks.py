@@ -81,7 +81,7 @@ def test_the_pages_script_and_its_completions(folder: Path) -> None:
     rows = [{"question": text, "answer": f"so\n#### {gold}"} for text, gold in GOLD.items()]
     (folder / "gsm8k.jsonl").write_text("\n".join(map(json.dumps, rows)))
     script = files("trl.md")["grail.py"]
-    for page, here in (
+    for page, replacement in (
         ("Qwen/Qwen3-0.6B", "model"),
         ('"openai/gsm8k", "main", split', '"json", data_files="gsm8k.jsonl", split'),
         (
@@ -92,7 +92,7 @@ def test_the_pages_script_and_its_completions(folder: Path) -> None:
         ('"out', '"page'),
     ):
         assert page in script
-        script = script.replace(page, here)
+        script = script.replace(page, replacement)
     (folder / "script.py").write_text(script)
     run(folder, "script.py")
     (table,) = (folder / "page" / "completions").glob("*.parquet")
