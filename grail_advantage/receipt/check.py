@@ -80,8 +80,8 @@ class Finding:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Finding:
         """The inverse of :meth:`to_dict`, also after JSON; what a later version added is left out."""
-        own = {each.name: values[each.name] for each in fields(cls) if each.name in values}
-        return cls(**own | {"examples": tuple(tuple(example) for example in own.get("examples", ()))})
+        entries = {entry.name: values[entry.name] for entry in fields(cls) if entry.name in values}
+        return cls(**entries | {"examples": tuple(tuple(example) for example in entries.get("examples", ()))})
 
     def __str__(self) -> str:
         tokens = [f"{key} token {t + 1}: {want:.4g} -> {got:.4g}" for key, t, want, got in self.examples]
@@ -124,7 +124,7 @@ class Explanation(NamedTuple):
     value_NT: torch.Tensor  # what the changed loss gives
     factor_N1: torch.Tensor
     by: str  # in which groups the factor is constant
-    left: Mapping[str, torch.Tensor]  # tokens that are left, by kind
+    remaining: Mapping[str, torch.Tensor]  # tokens that are left, by kind
 
 
 def check(batch: Batch, loss: Loss, pieces: Iterable[Piece]) -> Receipt:
@@ -135,6 +135,7 @@ def check(batch: Batch, loss: Loss, pieces: Iterable[Piece]) -> Receipt:
     """
     with torch.device("cpu"):  # whatever the process's default device is
         batch, pieces = checked(batch, loss, pieces)
+        # A KL term without its reference cannot be computed, so that no value of the loss is known.
         if loss.kl and batch.ref_log_probs_BT is None:
             loss = replace(loss, account=None)
         arrived = Arrived(batch, loss, pieces)
@@ -156,19 +157,21 @@ def _receipt(arrived: Arrived, findings: list[Finding]) -> Receipt:
     """Put each step's rows in their places of the rollout batch."""
     batch = arrived.batch
     B, T = batch.mask_BT.shape
-    known = arrived.loss.account is not None
+    has_formula = arrived.loss.account is not None
     place = (arrived.update_N, arrived.rows_N)
     U = int(arrived.update_N.max()) + 1 if len(arrived.rows_N) else 1
     held_UB1 = torch.zeros(U, B, 1, dtype=torch.float32)
     held_UB1.index_put_(place, torch.ones(len(arrived.rows_N), 1, dtype=torch.float32), accumulate=True)
 
-    def by_update(values_NT: torch.Tensor, told: bool = True) -> torch.Tensor:
+    def by_update(values_NT: torch.Tensor, defined: bool = True) -> torch.Tensor:
         values_UBT = torch.zeros(U, B, T, dtype=torch.float32)
         values_UBT.index_put_(place, values_NT.float(), accumulate=True)
-        return values_UBT.masked_fill((held_UB1 == 0) | (not told), torch.nan)
+        return values_UBT.masked_fill((held_UB1 == 0) | (not defined), torch.nan)
 
     received_UBT = by_update(arrived.received_NT)
-    clipped_UBT = by_update(arrived.clipped_NT, known) / held_UB1  # of a response that came twice it is a share too
+    clipped_UBT = (
+        by_update(arrived.clipped_NT, has_formula) / held_UB1
+    )  # of a response that came twice it is a share too
     clipped_BT = clipped_UBT.nanmean(dim=0)
     seen_B = held_UB1.any(dim=0)[:, 0]
     trained_BT = batch.mask_BT & seen_B[:, None]
@@ -179,13 +182,15 @@ def _receipt(arrived: Arrived, findings: list[Finding]) -> Receipt:
         received_BT=received_UBT.nanmean(dim=0),
         clipped_BT=clipped_BT,
         received_UBT=received_UBT,
-        expected_UBT=by_update(arrived.wanted_NT, known),
+        expected_UBT=by_update(arrived.wanted_NT, has_formula),
         clipped_UBT=clipped_UBT,
-        findings=tuple(sorted(findings, key=lambda one: (not one.mismatch, one.name not in FIRST, -one.tokens))),
+        findings=tuple(
+            sorted(findings, key=lambda finding: (not finding.mismatch, finding.name not in FIRST, -finding.tokens))
+        ),
         seen_from=1 + 2 * arrived.precision,
         tokens=tokens,
         trained=int((trained_BT & moved_BT).sum()),
-        clipped=float(clipped_BT[trained_BT].mean()) if known and tokens else None,
+        clipped=float(clipped_BT[trained_BT].mean()) if has_formula and tokens else None,
         responses=(int(seen_B.sum()), B if totals is None else int(totals[:, 1].sum()) // batch.epochs),
     )
 
@@ -217,6 +222,7 @@ class _Table:
         arrived = self.arrived
         wanted_NT = arrived.wanted_NT if wanted_NT is None else wanted_NT
         times_NT = arrived.received_NT / wanted_NT if times_NT is None else times_NT
+        # A line on rounding is about small differences, every other one is not.
         tolerance_NT = 1e-6 * (name != "rounded") * wanted_NT.abs()
         at_NT = at_NT & ~((arrived.received_NT - wanted_NT).abs() <= tolerance_NT)  # NaN differs
         n, t = at_NT.nonzero(as_tuple=True)
@@ -229,6 +235,7 @@ class _Table:
             steps = ", ".join(str(int(step) + 1) for step in arrived.update_N[n].unique()[:8])
             where.append(f"in optimiser steps {steps}")
         examples = []
+        # From the beginning, the middle and the end of what differs, so seldom of one response.
         for k in range(0, len(n), max(1, len(n) // 3))[:3]:
             key = self.key(int(arrived.rows_N[n[k]]))
             intended = float(wanted_NT[n[k], t[k]]) + 0.0
@@ -279,17 +286,18 @@ class _Table:
             rows = at_EB.any(dim=0).nonzero().flatten().tolist()
             if not rows:
                 continue
-            such = ", ".join(map(self.key, rows[:3]))
+            examples = ", ".join(map(self.key, rows[:3]))
             self.findings.append(
                 Finding(
                     name=name,
                     where=f"epochs {', '.join(str(int(e) + 1) for e in at_EB.any(dim=1).nonzero())}",
                     size=len(rows) / B,
-                    what=f"{len(rows)} of {B} responses are {what} (such as {such})",
+                    what=f"{len(rows)} of {B} responses are {what} (such as {examples})",
                     causes=CAUSES[name],
                     tokens=int((at_EB * lengths_B).sum()),
                 )
             )
+        # What is unknown is told as a note: a receipt without it would say that the values fit.
         if arrived.loss.account is None:
             name = "unknown loss"
             what = f"`{arrived.loss.name}` with these settings has no formula here: structure alone was checked"
@@ -311,10 +319,12 @@ class _Table:
         size = distance(tokens.old)
         if size <= NOISE:
             return
+        # Half precision alone moves a ratio by as much as it rounds the log-probability.
         stale = STALE
         if arrived.precision > PRECISION[torch.float32]:
             stale += 2**-8 * float(tokens.log_probs[tokens.mask].abs().mean())
         own_NT = torch.where(tokens.mask, tokens.log_probs, torch.nan)
+        # Another order of tokens or responses explains it where little is left of the distance.
         if size <= stale:
             name = "rounded"
         elif min(distance(tokens.old.roll(by, 1), slice(1, -1)) for by in (1, -1)) < size / 10:
@@ -334,8 +344,8 @@ class _Table:
         self.differs = int(differs_NT.sum())
         if not self.differs:
             return
-        one = arrived.middle(arrived.quotient(arrived.wanted_NT), "").exp()
-        away_NT = (arrived.received_NT / one - arrived.wanted_NT).abs()
+        factor = arrived.middle(arrived.quotient(arrived.wanted_NT), "").exp()
+        away_NT = (arrived.received_NT / factor - arrived.wanted_NT).abs()
         small = int((differs_NT & (away_NT <= ROUNDED * arrived.wanted_NT.abs())).sum())
         self.rounding = 2 * small > int((differs_NT & (arrived.received_NT != 0) & (arrived.wanted_NT != 0)).sum())
         self.tell(self.explanation())
@@ -348,7 +358,7 @@ class _Table:
         small_NT = (got_NT - value_NT).abs() <= ROUNDED * value_NT.abs()
         bits_N = torch.zeros(len(value_NT), dtype=torch.float64)
         kinds = {}
-        for name, bits, most, at_NT in (
+        for name, bits, limit, at_NT in (
             ("lost", 0.5, WHOLE, got_NT == 0),
             ("outside", 1.0, WHOLE, ~arrived.mask_NT & (value_NT == 0)),
             ("unclipped", 1.0, WHOLE, arrived.clipped_NT & (value_NT == 0) & ~arrived.off(arrived.open_NT, got_NT)),
@@ -357,7 +367,7 @@ class _Table:
             ("", 8.0, math.inf, rest_NT),
         ):
             kinds[name] = rest_NT & at_NT
-            bits_N += (bits * kinds[name].sum(dim=1).double()).clamp(max=most)
+            bits_N += (bits * kinds[name].sum(dim=1).double()).clamp(max=limit)
             rest_NT = rest_NT & ~at_NT
         return bits_N, kinds
 
@@ -385,10 +395,10 @@ class _Table:
                 if bits + float(self.left(value_NT, finest_N1)[0].sum()) >= best.bits:
                     break
             # What looks reversed may be swapped too.
-            if best.bits <= NUMBER and best.name not in ("sign", "swapped") and not best.left["sign"].any():
+            if best.bits <= NUMBER and best.name not in ("sign", "swapped") and not best.remaining["sign"].any():
                 break
-        others = sorted((-share, label) for label, share in tried.items() if label != best.label and share > 0.01)
-        self.also = "; ".join(f"{label} {-share:.0%}" for share, label in others[:3])
+        also = sorted((-share, label) for label, share in tried.items() if label != best.label and share > 0.01)
+        self.also = "; ".join(f"{label} {-share:.0%}" for share, label in also[:3])
         return best
 
     def explains(self, value_NT: torch.Tensor, rest_NT: torch.Tensor) -> bool:
@@ -406,31 +416,33 @@ class _Table:
         yield 0.0, ones_N1, ""
         log_one = arrived.middle(log_NT, "")
         spread = 2 * float(arrived.middle((log_NT - log_one).abs(), ""))
-        one = 1.0
+        # Below this the factor may be rounding.
+        common = 1.0
         if float(log_one.abs()) > max(spread, 1.5 * arrived.precision):
-            one = float(log_one.exp())
-            yield NUMBER, one * ones_N1, ""
-        common_N = self.left(value_NT, one * ones_N1)[0]
+            common = float(log_one.exp())
+            yield NUMBER, common * ones_N1, ""
+        common_N = self.left(value_NT, common * ones_N1)[0]
         for by, group_N in arrived.groups.items():
             if not by:
                 continue
             log_G = arrived.middle(log_NT, by)
             spread_G = arrived.middle((log_NT - log_G[group_N][:, None]).abs(), by)
-            own_G = torch.where((log_G - math.log(one)).abs() > 2 * spread_G, log_G.exp(), one)
+            own_G = torch.where((log_G - math.log(common)).abs() > 2 * spread_G, log_G.exp(), common)
             saved_N = common_N - self.left(value_NT, own_G[group_N][:, None])[0]
             price = NUMBER + math.log2(len(own_G))
             chosen_G = torch.zeros_like(own_G).index_add_(0, group_N, saved_N) > price
+            # Where most groups have one of their own, those that too few tokens tell have it too.
             if 2 * chosen_G.sum() > len(chosen_G):
                 chosen_G[:] = True
             if chosen_G.any():
-                bits = 8 + NUMBER * (one != 1) + price * int(chosen_G.sum())
-                yield bits, torch.where(chosen_G, own_G, one)[group_N][:, None], by
+                bits = 8 + NUMBER * (common != 1) + price * int(chosen_G.sum())
+                yield bits, torch.where(chosen_G, own_G, common)[group_N][:, None], by
 
     def tell(self, best: Explanation) -> None:
         """Add the lines of an explanation: its change, its factor, and what they leave."""
         arrived = self.arrived
         got_NT = arrived.received_NT / best.factor_N1
-        kinds = dict(best.left)
+        kinds = dict(best.remaining)
         rest_NT = kinds.pop("")
         rest = self.rest(rest_NT | kinds["rounded"], best.value_NT, got_NT) if rest_NT.any() else ""
         places = {kind: self.place(at_NT, best.value_NT) for kind, at_NT in kinds.items()}
@@ -440,7 +452,7 @@ class _Table:
                 if not places[kind]:
                     rest_NT = rest_NT | kinds.pop(kind)
         if best.name and not (rest == "stale" and best.name == "unclipped"):
-            left_NT = torch.stack(list(best.left.values())).any(dim=0)
+            left_NT = torch.stack(list(best.remaining.values())).any(dim=0)
             nearer_NT = 3 * (got_NT - best.value_NT).abs() < (arrived.received_NT - arrived.wanted_NT).abs()
             changed_NT = arrived.off(best.value_NT, arrived.wanted_NT)
             self.add(best.name, best.what, changed_NT & (nearer_NT | ~left_NT))
@@ -492,6 +504,7 @@ class _Table:
     def rest(self, at_NT: torch.Tensor, value_NT: torch.Tensor, got_NT: torch.Tensor) -> str:
         """The name of what no change and no factor explains."""
         arrived = self.arrived
+        # Whatever multiplies an advantage of 0 gives 0, so that something was added.
         if (arrived.tokens.advantages[at_NT] == 0).any():
             return "extra"
         unweighed_NT = arrived.value(advantages=torch.zeros_like(value_NT))  # what no ratio multiplies
@@ -510,6 +523,7 @@ class _Table:
         own_NT = arrived.tokens.advantages
         trains = int((arrived.mask_NT & (own_NT != 0) & (arrived.received_NT != 0)).sum())
         clips = arrived.loss.account == "clip" and not options.get("sequence")
+        # Few tokens tell nothing; without a clip by token there is no ratio to bound.
         if len(times_K) < max(20, 0.1 * trains) or not clips or arrived.batch.old_log_probs_BT is None:
             return False
         ratio_K = times_K * arrived.tokens.log_ratio.exp()[at_NT]
@@ -539,6 +553,7 @@ class _Table:
             ("those of responses of {:.0f} tokens or more", lengths_NT),
             ("those of responses of {:.0f} tokens or fewer", -lengths_NT),
         ):
+            # 1 for a yes; of a number, that from which on it fits.
             least = values_NT[at_NT].min()
             if least > values_NT[others_NT].max():
                 return what.format(abs(int(least)))
@@ -562,5 +577,6 @@ def is_added(value_K: torch.Tensor, got_K: torch.Tensor, advantage_K: torch.Tens
 
 def distance(values_K: torch.Tensor, part_K: torch.Tensor) -> float:
     """The largest one between the distribution functions of a part and of the rest (Kolmogorov and Smirnov)."""
+    # Example: values 1 2 3 4 of which the part has 1 2: its function is 1 at 2, where the rest's is 0.
     part_K = part_K[values_K.argsort()].double()
     return float((part_K.cumsum(0) / part_K.sum() - (1 - part_K).cumsum(0) / (1 - part_K).sum()).abs().max())
