@@ -17,16 +17,6 @@ ROOMS = (
     "examples",
     "grail_advantage/analyze",
     "grail_advantage/answers",
-<<<<<<< HEAD
-=======
-    "grail_advantage/api.py",
-    "grail_advantage/check.py",
-    "grail_advantage/compare.py",
-    "grail_advantage/data.py",
-    "grail_advantage/effect.py",
-    "grail_advantage/maps.py",
-    "grail_advantage/method.py",
->>>>>>> main
     "grail_advantage/methods",
     "grail_advantage/model",
     "grail_advantage/receipt",
@@ -48,8 +38,6 @@ ROOMS = (
     "tests/verl_cpu",
     "tests/verl_ext",
     "tests/view/test_analyze.py",
-    ":!grail_advantage/check.py",
-    ":!grail_advantage/compare.py",
     ":!grail_advantage/dump.py",  # an option is called `every`
     ":!grail_advantage/methods/sessions.py",  # a session's field and an argument are called `before`
     ":!grail_advantage/methods/turn_lists.py",

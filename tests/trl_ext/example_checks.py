@@ -81,11 +81,7 @@ def test_the_pages_script_and_its_completions(folder: Path) -> None:
     rows = [{"question": text, "answer": f"so\n#### {gold}"} for text, gold in GOLD.items()]
     (folder / "gsm8k.jsonl").write_text("\n".join(map(json.dumps, rows)))
     script = files("trl.md")["grail.py"]
-<<<<<<< HEAD
-    for page, replacement in (
-=======
     for text, replacement in (
->>>>>>> main
         ("Qwen/Qwen3-0.6B", "model"),
         ('"openai/gsm8k", "main", split', '"json", data_files="gsm8k.jsonl", split'),
         (
@@ -95,13 +91,8 @@ def test_the_pages_script_and_its_completions(folder: Path) -> None:
         ("your final answer within", "it into"),
         ('"out', '"page'),
     ):
-<<<<<<< HEAD
-        assert page in script
-        script = script.replace(page, replacement)
-=======
         assert text in script
         script = script.replace(text, replacement)
->>>>>>> main
     (folder / "script.py").write_text(script)
     run(folder, "script.py")
     (table,) = (folder / "page" / "completions").glob("*.parquet")
