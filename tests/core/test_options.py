@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from grail_advantage.api import PlainHost
-from grail_advantage.data import ENTROPY, OLD_LOG_PROBS, Rollouts, Weighed
+from grail_advantage.data import ENTROPY, OLD_LOG_PROBS, REF_LOG_PROBS, Rollouts, Weighed
 from grail_advantage.maps import MAPS
 from grail_advantage.method import BaseMethod, build, methods
 from grail_advantage.weigh import weigh
@@ -63,7 +63,7 @@ def batch() -> Rollouts:
     )
     draw = torch.Generator().manual_seed(0)
     low, high = torch.rand((2, *r.mask.shape), generator=draw).unbind()
-    return replace(r, columns={OLD_LOG_PROBS: -3 * low, ENTROPY: 0.5 * high})
+    return replace(r, columns={OLD_LOG_PROBS: -3 * low, ENTROPY: 0.5 * high, REF_LOG_PROBS: -2 * high})
 
 
 COLUMNS = {"reward_model": {"style": "rule", "ground_truth": "4"}, "solution": "2 and 2 are 4"}
@@ -233,7 +233,10 @@ def columns_like(responses: Any) -> Options:
     """Masks and columns of responses of these lengths."""
     width = max(map(len, responses), default=0)
     mask = torch.arange(width) < torch.tensor([[len(row)] for row in responses])
-    columns = {name: torch.full(mask.shape, sign * 0.5) for name, sign in ((OLD_LOG_PROBS, -1), (ENTROPY, 1))}
+    columns = {
+        name: torch.full(mask.shape, sign * 0.5)
+        for name, sign in ((OLD_LOG_PROBS, -1), (ENTROPY, 1), (REF_LOG_PROBS, -1))
+    }
     return {"mask": mask, "written": mask, "columns": columns}
 
 
